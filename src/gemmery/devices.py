@@ -1,0 +1,201 @@
+"""What the selector knows of a GPU: one table of architectures, one of GPUs.
+
+Adding a GPU is adding a row. Rates are dense datasheet peaks in operations per second, bandwidth in bytes per second,
+sizes in bytes; a row's `achieved` is the part of the peak that a long product reaches in practice where it was measured.
+Sources: the vendors' datasheets and architecture whitepapers; shared memory per block from the CUDA programming guide
+and the AMD ISA guides.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+import torch
+from triton import knobs
+
+#: Kernels run through Triton's interpreter in this process. Decided once: `@triton.jit` looks at it when it runs.
+INTERPRETED: bool = bool(knobs.runtime.interpret)
+
+
+@dataclass(frozen=True)
+class Arch:
+    """What an instruction set can do, whatever the size of the chip.
+
+    Attributes:
+        name: "sm_90", "gfx942", ...; also the name of a compilation target.
+        family: which list of tiles applies: "hopper", "blackwell", "ampere", "cdna", "rdna", "interpreter".
+        shared: shared memory that one block may use, bytes.
+        warp_size: threads in a warp.
+        tma: whether tensor descriptors are loaded by hardware.
+        matrix: the instruction that a 16-bit dot must compile to, as it is spelt in PTX or AMD assembly.
+        fp8: fp8 types that a dot accepts.
+        precisions: precisions that an fp32 dot accepts.
+    """
+
+    name: str
+    family: str
+    shared: int
+    warp_size: int
+    tma: bool
+    matrix: str
+    fp8: tuple[torch.dtype, ...]
+    precisions: tuple[str, ...]
+
+    @property
+    def backend(self) -> str:
+        """Triton's name of the backend: "cuda" or "hip"."""
+        return "hip" if self.name.startswith("gfx") else "cuda"
+
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_E5M2 = (torch.float8_e5m2,)
+_NV = ("ieee", "tf32", "tf32x3")
+_AMD = ("ieee",)
+
+ARCHS: dict[str, Arch] = {
+    arch.name: arch
+    for arch in (
+        Arch("sm_80", "ampere", 163 << 10, 32, False, "mma.sync", _E5M2, _NV),
+        Arch("sm_86", "ada", 99 << 10, 32, False, "mma.sync", _E5M2, _NV),
+        Arch("sm_89", "ada", 99 << 10, 32, False, "mma.sync", _FP8, _NV),
+        Arch("sm_90", "hopper", 227 << 10, 32, True, "wgmma.mma_async", _FP8, _NV),
+        Arch("sm_100", "blackwell", 227 << 10, 32, True, "tcgen05.mma", _FP8, _NV),
+        Arch("sm_120", "ada", 99 << 10, 32, True, "mma.sync", _FP8, _NV),
+        Arch("gfx942", "cdna", 64 << 10, 64, False, "v_mfma", _FP8, _AMD),
+        Arch("gfx1100", "rdna", 64 << 10, 32, False, "v_wmma", (), _AMD),
+        Arch("interpreter", "interpreter", 1 << 30, 32, True, "", _FP8, _NV),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU model.
+
+    Attributes:
+        name: as the driver reports it, or the part of it that tells models apart.
+        arch: name of its row in `ARCHS`.
+        sms: multiprocessors (compute units on AMD).
+        l2: L2 cache, bytes.
+        bandwidth: of device memory, bytes per second.
+        fp16, tf32, fp32, fp64, fp8, int8: peak rates, operations per second; bf16 runs at fp16's rate, and 0 means that
+            there is no such unit.
+        achieved: part of the peak rate that a long 16-bit product reaches.
+    """
+
+    name: str
+    arch: str
+    sms: int
+    l2: int
+    bandwidth: float
+    fp16: float
+    tf32: float
+    fp32: float
+    fp64: float
+    fp8: float
+    int8: float
+    achieved: float = 0.8
+
+    @property
+    def target(self) -> Arch:
+        """The instruction set's row."""
+        return ARCHS[self.arch]
+
+    def rate(self, dtype: torch.dtype, precision: str = "ieee") -> float:
+        """Peak rate for products of `dtype`, operations per second."""
+        if dtype == torch.float32:
+            return {"ieee": self.fp32, "tf32": self.tf32, "tf32x3": self.tf32 / 3}[precision] or self.fp32
+        if dtype == torch.float64:
+            return self.fp64
+        if dtype == torch.int8:
+            return self.int8 or self.fp16
+        if dtype.itemsize == 1:
+            return self.fp8 or self.fp16
+        return self.fp16
+
+
+_M = 1 << 20
+_G = 1e9
+_T = 1e12
+
+#: The first row of an architecture stands for GPUs of it that have no row of their own.
+TABLE: dict[str, Device] = {
+    device.name: device
+    for device in (
+        Device("NVIDIA A100", "sm_80", 108, 40 * _M, 2039 * _G, 312 * _T, 156 * _T, 19.5 * _T, 19.5 * _T, 0, 624 * _T),
+        Device("NVIDIA GeForce RTX 3090", "sm_86", 82, 6 * _M, 936 * _G, 142 * _T, 35.6 * _T, 35.6 * _T, 0.56 * _T, 0,
+               284 * _T),
+        Device("NVIDIA A10", "sm_86", 72, 6 * _M, 600 * _G, 125 * _T, 62.5 * _T, 31.2 * _T, 0.49 * _T, 0, 250 * _T),
+        Device("NVIDIA L40S", "sm_89", 142, 96 * _M, 864 * _G, 362 * _T, 183 * _T, 91.6 * _T, 1.43 * _T, 733 * _T,
+               733 * _T),
+        Device("NVIDIA L4", "sm_89", 58, 48 * _M, 300 * _G, 121 * _T, 60 * _T, 30.3 * _T, 0.47 * _T, 242 * _T, 242 * _T),
+        Device("NVIDIA GeForce RTX 4090", "sm_89", 128, 72 * _M, 1008 * _G, 330 * _T, 82.6 * _T, 82.6 * _T, 1.29 * _T,
+               660 * _T, 660 * _T),
+        Device("NVIDIA H200", "sm_90", 132, 60 * _M, 4800 * _G, 989 * _T, 494 * _T, 67 * _T, 67 * _T, 1979 * _T,
+               1979 * _T, achieved=0.78),
+        Device("NVIDIA H100", "sm_90", 132, 50 * _M, 3350 * _G, 989 * _T, 494 * _T, 67 * _T, 67 * _T, 1979 * _T,
+               1979 * _T, achieved=0.75),
+        Device("NVIDIA B200", "sm_100", 148, 126 * _M, 8000 * _G, 2250 * _T, 1100 * _T, 75 * _T, 37 * _T, 4500 * _T,
+               4500 * _T),
+        Device("NVIDIA GeForce RTX 5090", "sm_120", 170, 96 * _M, 1792 * _G, 419 * _T, 105 * _T, 105 * _T, 1.6 * _T,
+               838 * _T, 838 * _T),
+        Device("AMD Instinct MI300X", "gfx942", 304, 256 * _M, 5300 * _G, 1307 * _T, 0, 163 * _T, 163 * _T, 2615 * _T,
+               2615 * _T, achieved=0.6),
+        Device("AMD Radeon RX 7900 XTX", "gfx1100", 96, 6 * _M, 960 * _G, 123 * _T, 0, 61 * _T, 1.9 * _T, 0, 123 * _T,
+               achieved=0.6),
+        Device("interpreter", "interpreter", 4, 1 * _M, 10 * _G, 1e10, 1e10, 1e10, 1e10, 1e10, 1e10),
+    )
+}  # fmt: skip
+
+#: What a target lacks, and what runs instead; keyed by architecture.
+_CANNOT: dict[str, tuple[str, ...]] = {
+    "sm_80": ("no float8_e4m3fn dot: such products run through the torch reference",),
+    "sm_86": ("no float8_e4m3fn dot: such products run through the torch reference",),
+    "gfx942": ('no TF32 units: precision="tf32" and "tf32x3" run as "ieee"',),
+    "gfx1100": (
+        'no TF32 units: precision="tf32" and "tf32x3" run as "ieee"',
+        "no fp8 dot: such products run through the torch reference",
+    ),
+    "interpreter": ("kernels are interpreted on the CPU: results are right, times say nothing",),
+}
+
+
+def cannot(arch: str) -> list[str]:
+    """Plain sentences about what a target can't do and what runs instead."""
+    lacks = list(_CANNOT.get(arch, ()))
+    if arch not in ARCHS:
+        lacks.append(f"{arch} is not in the architecture table: every product runs through the torch reference")
+    elif not ARCHS[arch].tma:
+        lacks.append("no tensor descriptors in hardware: every operand is loaded through pointers")
+    return lacks
+
+
+@functools.cache
+def _of_index(index: int) -> Device | None:
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip is not None:
+        arch = properties.gcnArchName.split(":")[0]
+    else:
+        arch = f"sm_{properties.major}{properties.minor}"
+        arch = {"sm_103": "sm_100", "sm_121": "sm_120", "sm_87": "sm_86"}.get(arch, arch)
+    rows = [row for row in TABLE.values() if row.arch == arch]
+    if not rows:
+        return None
+    named = [row for row in rows if row.name in properties.name] or rows[:1]
+    row, sms = named[0], properties.multi_processor_count
+    if row.sms == sms and row.name in properties.name:
+        return row
+    # A GPU without a row of its own: the family's rates, scaled by its size.
+    part = sms / row.sms
+    rates = {name: getattr(row, name) * part for name in ("fp16", "tf32", "fp32", "fp64", "fp8", "int8")}
+    return replace(row, name=properties.name, sms=sms, l2=properties.L2_cache_size, **rates)
+
+
+def current(device: torch.device) -> Device | None:
+    """The row for a torch device; None where kernels can't run on it, so that the reference does."""
+    if INTERPRETED:
+        return TABLE["interpreter"]
+    if device.type != "cuda":
+        return None
+    return _of_index(device.index if device.index is not None else torch.cuda.current_device())

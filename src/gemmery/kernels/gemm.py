@@ -1,0 +1,116 @@
+"""The matrix product: one tile program, two schedules.
+
+`out[z] = epilogue(a[z] @ b[z])` for z over the batch, with a of (M, K), b of (K, N) and out of (M, N). A tile program is
+one product of a row of blocks of A with a column of blocks of B; `gemm_tiles` starts one program a tile and
+`gemm_persistent` lets as many programs as the machine holds walk over all tiles. The parts come in as constexpr
+functions: ORDER (see `order`), LOAD_A, LOAD_B and STORE (see `operands`) and EPILOGUE (see `epilogues`).
+"""
+
+import triton
+import triton.language as tl
+
+from .numerics import cast, dot
+
+
+@triton.jit
+def multiply(
+    a, b, M, N, K, sizes, a_strides, b_strides, batch, row, col,
+    LOAD_A: tl.constexpr, LOAD_B: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    CHECK_K: tl.constexpr, WIDE: tl.constexpr, ACC: tl.constexpr,
+    PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr,
+):  # fmt: skip
+    """The K loop: the tile of the product whose corner is (row, col), in the accumulator's type."""
+    acc = tl.zeros((BLOCK_M, BLOCK_N), ACC)
+    for k in range(0, K, BLOCK_K):
+        x = LOAD_A(
+            a, (M, K), a_strides, sizes, batch, row, k, BLOCK_M, BLOCK_K, True, CHECK_K, WIDE
+        )
+        y = LOAD_B(
+            b, (K, N), b_strides, sizes, batch, k, col, BLOCK_K, BLOCK_N, CHECK_K, True, WIDE
+        )
+        acc = dot(x, y, acc, PRECISION, IMPRECISE_ACC)
+    return acc
+
+
+@triton.jit
+def column_halves(acc):
+    """The left and the right half of a tile, without moving data between threads."""
+    rows: tl.constexpr = acc.shape[0]
+    cols: tl.constexpr = acc.shape[1]
+    return acc.reshape(rows, 2, cols // 2).permute(0, 2, 1).split()
+
+
+@triton.jit
+def finish_block(
+    acc, out, args, M, N, sizes, out_strides, batch, row, col,
+    EPILOGUE: tl.constexpr, STORE: tl.constexpr, OUT: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Epilogue, cast and store of one block."""
+    rows: tl.constexpr = acc.shape[0]
+    cols: tl.constexpr = acc.shape[1]
+    value = EPILOGUE(acc, args, (M, N), sizes, batch, row, col, rows, cols, WIDE)
+    STORE(out, (M, N), out_strides, sizes, batch, row, col, cast(value, OUT), rows, cols, WIDE)
+
+
+@triton.jit
+def finish(
+    acc, out, args, M, N, sizes, out_strides, batch, row, col,
+    EPILOGUE: tl.constexpr, STORE: tl.constexpr, OUT: tl.constexpr, WIDE: tl.constexpr, SPLIT_STORE: tl.constexpr,
+):  # fmt: skip
+    """Epilogue and store of a tile, whole or in two halves: half the staging memory buys another pipeline stage."""
+    if SPLIT_STORE:
+        left, right = column_halves(acc)
+        half: tl.constexpr = acc.shape[1] // 2
+        finish_block(left, out, args, M, N, sizes, out_strides, batch, row, col, EPILOGUE, STORE, OUT, WIDE)
+        finish_block(
+            right, out, args, M, N, sizes, out_strides, batch, row, col + half, EPILOGUE, STORE, OUT, WIDE
+        )
+    else:
+        finish_block(acc, out, args, M, N, sizes, out_strides, batch, row, col, EPILOGUE, STORE, OUT, WIDE)
+
+
+@triton.jit
+def gemm_tiles(
+    a, b, out, args, M, N, K, sizes, a_strides, b_strides, out_strides,
+    ORDER: tl.constexpr, LOAD_A: tl.constexpr, LOAD_B: tl.constexpr, EPILOGUE: tl.constexpr, STORE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    SPLIT_STORE: tl.constexpr, CHECK_K: tl.constexpr, WIDE: tl.constexpr, ACC: tl.constexpr, OUT: tl.constexpr,
+    PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr,
+):  # fmt: skip
+    """One program a tile."""
+    batch, tile_m, tile_n = ORDER(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
+    row = tile_m * BLOCK_M
+    col = tile_n * BLOCK_N
+    acc = multiply(
+        a, b, M, N, K, sizes, a_strides, b_strides, batch, row, col,
+        LOAD_A, LOAD_B, BLOCK_M, BLOCK_N, BLOCK_K, CHECK_K, WIDE, ACC, PRECISION, IMPRECISE_ACC,
+    )  # fmt: skip
+    finish(acc, out, args, M, N, sizes, out_strides, batch, row, col, EPILOGUE, STORE, OUT, WIDE, SPLIT_STORE)
+
+
+@triton.jit
+def gemm_persistent(
+    a, b, out, args, M, N, K, sizes, a_strides, b_strides, out_strides, tiles,
+    ORDER: tl.constexpr, LOAD_A: tl.constexpr, LOAD_B: tl.constexpr, EPILOGUE: tl.constexpr, STORE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    SPLIT_STORE: tl.constexpr, CHECK_K: tl.constexpr, WIDE: tl.constexpr, ACC: tl.constexpr, OUT: tl.constexpr,
+    PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
+    """As many programs as run at once, each taking every num_programs-th tile.
+
+    `FLATTEN` fuses the tile loop with the K loop, so that the next tile's loads start under this tile's epilogue.
+    """
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
+        batch, tile_m, tile_n = ORDER(tile, tiles_m, tiles_n, GROUP_M)
+        row = tile_m * BLOCK_M
+        col = tile_n * BLOCK_N
+        acc = multiply(
+            a, b, M, N, K, sizes, a_strides, b_strides, batch, row, col,
+            LOAD_A, LOAD_B, BLOCK_M, BLOCK_N, BLOCK_K, CHECK_K, WIDE, ACC, PRECISION, IMPRECISE_ACC,
+        )  # fmt: skip
+        finish(
+            acc, out, args, M, N, sizes, out_strides, batch, row, col, EPILOGUE, STORE, OUT, WIDE, SPLIT_STORE
+        )

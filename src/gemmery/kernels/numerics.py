@@ -1,0 +1,41 @@
+"""The arithmetic that differs between a GPU and Triton's interpreter, in one place: the dot and the final cast."""
+
+import triton
+import triton.language as tl
+from triton import knobs
+
+# Whether a function is interpreted is decided when `@triton.jit` runs, so this is a constant of the process.
+INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
+
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr):
+    """`acc + a @ b` in the accumulator's type.
+
+    The interpreter multiplies the raw bits of bf16 and fp8, so there both are widened first; products and sums are
+    then those of fp32, as on the tensor cores.
+    """
+    if INTERPRETED:
+        if a.dtype.primitive_bitwidth < 32 and a.dtype.is_floating():
+            a = a.to(tl.float32)
+            b = b.to(tl.float32)
+    if IMPRECISE_ACC < 0:
+        return tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=acc.dtype)
+    return tl.dot(
+        a, b, acc, input_precision=PRECISION, out_dtype=acc.dtype, max_num_imprecise_acc=IMPRECISE_ACC
+    )
+
+
+@triton.jit
+def cast(x, DTYPE: tl.constexpr):
+    """`x` in the type of the output, rounded to nearest even everywhere.
+
+    The interpreter truncates fp32 to bf16; there the rounding is written out on the bits. NaN stays NaN.
+    """
+    if INTERPRETED and DTYPE == tl.bfloat16:
+        x = x.to(tl.float32)
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+        bits = tl.where(x == x, rounded, bits | 0x400000)
+        return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return x.to(DTYPE)

@@ -1,0 +1,123 @@
+"""Loaders and stores: how a block of a matrix comes from memory and goes back.
+
+All loaders have the signature
+
+    load(x, shape, strides, sizes, batch, row, col, ROWS, COLS, CHECK_ROWS, CHECK_COLS, WIDE)
+
+and return the block of (ROWS, COLS) whose corner is (row, col), with zeros outside the matrix; all stores have
+
+    store(x, shape, strides, sizes, batch, row, col, value, ROWS, COLS, WIDE)
+
+and leave what is outside the matrix alone. `shape` is (rows, cols) of one matrix, `sizes` the shape of the batch,
+`batch` the running number of a matrix in it, and `strides` is (steps, stride_row, stride_col), where `steps` has one
+entry a batch dimension. `x` is a pointer for the strided functions, with strides in elements, and a tensor
+descriptor for the others, with a step of 1 per batch dimension, or 0 where the operand is broadcast.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def batch_offset(batch, sizes, steps):
+    """Where matrix number `batch` of a batch of shape `sizes` begins, in elements; the last dimension is fastest."""
+    offset = tl.cast(0, tl.int64)
+    for i in tl.static_range(len(sizes) - 1, -1, -1):
+        offset += tl.cast(batch % sizes[i], tl.int64) * steps[i]
+        batch = batch // sizes[i]
+    return offset
+
+
+@triton.jit
+def block_offsets(row, col, stride_row, stride_col, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr):
+    """Offsets of a block's elements: a 64-bit corner, and within the block 32 bits unless `WIDE`.
+
+    The split keeps the vector arithmetic narrow and out of the K loop, where only the corner moves.
+    """
+    corner = tl.cast(row, tl.int64) * stride_row + tl.cast(col, tl.int64) * stride_col
+    rows = tl.arange(0, ROWS)[:, None]
+    cols = tl.arange(0, COLS)[None, :]
+    if WIDE:
+        rows = rows.to(tl.int64)
+        cols = cols.to(tl.int64)
+    return corner, rows * stride_row + cols * stride_col
+
+
+@triton.jit
+def load_strided(
+    x, shape, strides, sizes, batch, row, col,
+    ROWS: tl.constexpr, COLS: tl.constexpr, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """A block of a matrix of any strides, masked where `CHECK_ROWS` or `CHECK_COLS` asks for it."""
+    steps, stride_row, stride_col = strides
+    corner, offsets = block_offsets(row, col, stride_row, stride_col, ROWS, COLS, WIDE)
+    pointers = x + batch_offset(batch, sizes, steps) + corner + offsets
+    row_inside = (tl.arange(0, ROWS) < shape[0] - row)[:, None]
+    col_inside = (tl.arange(0, COLS) < shape[1] - col)[None, :]
+    if CHECK_ROWS and CHECK_COLS:
+        return tl.load(pointers, mask=row_inside & col_inside, other=0.0)
+    elif CHECK_ROWS:
+        return tl.load(pointers, mask=row_inside, other=0.0)
+    elif CHECK_COLS:
+        return tl.load(pointers, mask=col_inside, other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def load_described(
+    x, shape, strides, sizes, batch, row, col,
+    ROWS: tl.constexpr, COLS: tl.constexpr, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """A block through a tensor descriptor over a matrix whose columns are adjacent; the hardware masks."""
+    if len(sizes) == 0:
+        return x.load([row, col])
+    else:
+        return x.load([batch * strides[0][0], row, col]).reshape(ROWS, COLS)
+
+
+@triton.jit
+def load_described_transposed(
+    x, shape, strides, sizes, batch, row, col,
+    ROWS: tl.constexpr, COLS: tl.constexpr, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """A block through a tensor descriptor over the transpose of a matrix whose rows are adjacent."""
+    if len(sizes) == 0:
+        return x.load([col, row]).T
+    else:
+        return x.load([batch * strides[0][0], col, row]).reshape(COLS, ROWS).T
+
+
+@triton.jit
+def store_strided(
+    x, shape, strides, sizes, batch, row, col, value, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr
+):
+    """A block to a matrix of any strides."""
+    steps, stride_row, stride_col = strides
+    corner, offsets = block_offsets(row, col, stride_row, stride_col, ROWS, COLS, WIDE)
+    pointers = x + batch_offset(batch, sizes, steps) + corner + offsets
+    row_inside = (tl.arange(0, ROWS) < shape[0] - row)[:, None]
+    col_inside = (tl.arange(0, COLS) < shape[1] - col)[None, :]
+    tl.store(pointers, value, mask=row_inside & col_inside)
+
+
+@triton.jit
+def store_described(
+    x, shape, strides, sizes, batch, row, col, value, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr
+):
+    """A block through a tensor descriptor over a matrix whose columns are adjacent."""
+    if len(sizes) == 0:
+        x.store([row, col], value)
+    else:
+        x.store([batch * strides[0][0], row, col], value.reshape(1, ROWS, COLS))
+
+
+@triton.jit
+def store_described_transposed(
+    x, shape, strides, sizes, batch, row, col, value, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr
+):
+    """A block through a tensor descriptor over the transpose of a matrix whose rows are adjacent."""
+    if len(sizes) == 0:
+        x.store([col, row], value.T)
+    else:
+        x.store([batch * strides[0][0], col, row], value.T.reshape(1, COLS, ROWS))

@@ -1,0 +1,196 @@
+"""From a Problem and a Config to a Triton kernel with its arguments.
+
+A `Binding` is what is fixed once both are known: the kernel, its compile-time parts and the grid. The same binding
+serves a launch, a compilation for the GPU at hand, and a cross-compilation with tensors on the meta device.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .kernels import epilogues, gemm, operands, order
+from .problem import FP8, Config, Operand, Problem, accumulator
+
+_TL: dict[torch.dtype, Any] = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+    torch.int32: tl.int32,
+}
+#: fp8 products are promoted to the fp32 accumulator after this many steps along K, as cuBLAS does in its accurate mode.
+PROMOTE_EVERY = 128
+#: TMA takes blocks of at most this many elements along each dimension.
+_BOX = 256
+
+
+def describable(operand: Operand, batch: tuple[int, ...]) -> bool:
+    """Whether a matrix can be read or written through a tensor descriptor (TMA's rules on strides and addresses)."""
+    item = operand.dtype.itemsize
+    outer = operand.row if operand.col == 1 else operand.col
+    return (
+        operand.aligned
+        and 1 in (operand.row, operand.col)
+        and outer > 0
+        and len(batch) <= 1
+        and all(stride * item % 16 == 0 and stride * item < 1 << 40 for stride in (outer, *operand.steps))
+    )
+
+
+def _steps(operand: Operand, described: bool) -> tuple[int, ...]:
+    return tuple(int(step != 0) for step in operand.steps) if described else operand.steps
+
+
+class _Access:
+    """How one matrix reaches the kernel: as a pointer with strides, or as a descriptor."""
+
+    def __init__(self, operand: Operand, rows: int, cols: int, batch: tuple[int, ...], described: bool) -> None:
+        self.operand, self.rows, self.cols, self.batch, self.described = operand, rows, cols, batch, described
+        self.transposed = described and operand.col != 1
+        self.strides = (_steps(operand, described), operand.row, operand.col)
+
+    def loader(self) -> Any:
+        if not self.described:
+            return operands.load_strided
+        return operands.load_described_transposed if self.transposed else operands.load_described
+
+    def store(self) -> Any:
+        if not self.described:
+            return operands.store_strided
+        return operands.store_described_transposed if self.transposed else operands.store_described
+
+    def argument(self, tensor: Tensor, block_rows: int, block_cols: int) -> Any:
+        if not self.described:
+            return tensor
+        shape, strides, block = [self.rows, self.cols], [self.operand.row, 1], [block_rows, block_cols]
+        if self.transposed:
+            shape, strides, block = [self.cols, self.rows], [self.operand.col, 1], [block_cols, block_rows]
+        if self.batch:
+            step = self.operand.steps[0]
+            shape = [self.batch[0] if step else 1, *shape]
+            strides = [step or strides[0], *strides]
+            block = [1, *block]
+        return TensorDescriptor(tensor, shape, strides, block)
+
+
+def _bits(value: float, dtype: torch.dtype) -> int:
+    """A scalar operand as the kernels take it: the bits of a double, or an integer for an integer accumulator."""
+    if dtype == torch.int32:
+        return int(value)
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+class Binding:
+    """A kernel with everything fixed but the tensors.
+
+    Attributes:
+        kernel: the `@triton.jit` function.
+        constants: its constexpr parameters and the compiler's options.
+        grid: programs along x, y, z.
+    """
+
+    def __init__(self, problem: Problem, config: Config) -> None:
+        p, c = problem, config
+        self.problem, self.config = problem, config
+        described = c.loader == "descriptor"
+        if described and not (describable(p.a, p.batch) and describable(p.b, p.batch)):
+            raise ValueError(
+                f"config {c}: loader 'descriptor' needs a and b with one unit stride, other strides and "
+                f"addresses that are multiples of 16 bytes, and at most one batch dimension; given {p}"
+            )
+        if c.loader == "descriptor" and p.K == 0:
+            raise ValueError(f"config {c}: loader 'descriptor' needs K > 0")
+        if max(c.block_m, c.block_n) > _BOX:
+            raise ValueError(f"config {c}: blocks of more than {_BOX} rows or columns are not supported")
+        self.a = _Access(p.a, p.M, p.K, p.batch, described)
+        self.b = _Access(p.b, p.K, p.N, p.batch, described)
+        self.out = _Access(p.out, p.M, p.N, p.batch, described and describable(p.out, p.batch))
+        tiles = p.matrices * -(-p.M // c.block_m) * -(-p.N // c.block_n)
+        if tiles >= 1 << 31:
+            raise ValueError(f"{p} takes {tiles} tiles of config {c}; at most 2^31 - 1 fit into a launch")
+        self.tiles = tiles
+        self.persistent = c.schedule == "persistent"
+        self.kernel = gemm.gemm_persistent if self.persistent else gemm.gemm_tiles
+        self.grid = (min(tiles, p.device.sms) if self.persistent else tiles, 1, 1)
+        self.constants = self._constants()
+
+    def _wide(self) -> bool:
+        """Whether an offset within a block can pass 2^31 elements."""
+        p, c = self.problem, self.config
+        reach = [
+            p.a.row * c.block_m + p.a.col * c.block_k,
+            p.b.row * c.block_k + p.b.col * c.block_n,
+            p.out.row * c.block_m + p.out.col * c.block_n,
+        ]
+        if p.addend is not None:
+            reach.append(p.addend.row * c.block_m + p.addend.col * c.block_n)
+        return max(reach) >= 1 << 31
+
+    def _constants(self) -> dict[str, Any]:
+        p, c = self.problem, self.config
+        accurate = p.a.dtype in FP8 and not p.fast_accum and p.device.target.family == "hopper"
+        constants: dict[str, Any] = {
+            "ORDER": order.grouped,
+            "LOAD_A": self.a.loader(),
+            "LOAD_B": self.b.loader(),
+            "EPILOGUE": getattr(epilogues, p.epilogue),
+            "STORE": self.out.store(),
+            "BLOCK_M": c.block_m,
+            "BLOCK_N": c.block_n,
+            "BLOCK_K": c.block_k,
+            "GROUP_M": c.group_m,
+            "SPLIT_STORE": c.split_store,
+            "CHECK_K": p.K % c.block_k != 0,
+            "WIDE": self._wide(),
+            "ACC": _TL[accumulator(p.a.dtype)],
+            "OUT": _TL[p.out.dtype],
+            "PRECISION": p.precision,
+            "IMPRECISE_ACC": PROMOTE_EVERY if accurate else -1,
+            "num_warps": c.num_warps,
+            "num_stages": c.num_stages,
+        }
+        if self.persistent:
+            constants["FLATTEN"] = c.loader == "descriptor"
+        return constants
+
+    def arguments(
+        self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, alpha: float = 1, beta: float = 1
+    ) -> list[Any]:
+        """The kernel's run-time arguments for tensors laid out as the problem says."""
+        p, c = self.problem, self.config
+        values = [
+            self.a.argument(a, c.block_m, c.block_k),
+            self.b.argument(b, c.block_k, c.block_n),
+            self.out.argument(out, c.block_m, c.block_n // 2 if c.split_store else c.block_n),
+            self._epilogue_arguments(addend, alpha, beta),
+            p.M, p.N, p.K, p.batch, self.a.strides, self.b.strides, self.out.strides,
+        ]  # fmt: skip
+        if self.persistent:
+            values.append(self.tiles)
+        return values
+
+    def _epilogue_arguments(self, addend: Tensor | None, alpha: float, beta: float) -> tuple[Any, ...]:
+        p = self.problem
+        acc = accumulator(p.a.dtype)
+        if p.epilogue == "identity":
+            return ()
+        if p.epilogue == "scale":
+            return (_bits(alpha, acc),)
+        assert p.addend is not None and addend is not None
+        if p.epilogue == "add_row":
+            return (addend, p.addend.col)
+        return (_bits(alpha, acc), _bits(beta, acc), addend, (p.addend.steps, p.addend.row, p.addend.col))
+
+    def launch(self, *tensors: Any) -> None:
+        """Launch on the current device and stream; arguments as for `arguments`."""
+        self.kernel[self.grid](*self.arguments(*tensors), **self.constants)
+
+    def compile(self, *tensors: Any) -> Any:
+        """Compile without launching, for the active driver's target; tensors may be on the meta device."""
+        return self.kernel.warmup(*self.arguments(*tensors), grid=self.grid, **self.constants)

@@ -1,0 +1,189 @@
+"""From tensors' shapes and strides to a Problem: broadcasting, folding and merging of dimensions.
+
+No data is read or copied here; a broadcast dimension is a stride of 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .devices import Device
+from .problem import Operand, Precision, Problem
+
+
+@dataclass
+class _Strides:
+    """The strides of one operand over (batch..., rows, cols) while dimensions are being folded."""
+
+    steps: list[int]
+    row: int
+    col: int
+
+
+def _expand(tensor: Tensor, batch: Sequence[int], rows: int, cols: int) -> _Strides:
+    *steps, row, col = tensor.expand(*batch, rows, cols).stride()
+    return _Strides(steps, row, col)
+
+
+def _drop_unit(sizes: list[int], operands: list[_Strides]) -> None:
+    for i in range(len(sizes) - 1, -1, -1):
+        if sizes[i] == 1:
+            del sizes[i]
+            for operand in operands:
+                del operand.steps[i]
+
+
+def _merge(sizes: list[int], operands: list[_Strides]) -> None:
+    """Join neighbouring batch dimensions that every operand walks through as one."""
+    for i in range(len(sizes) - 2, -1, -1):
+        if all(operand.steps[i] == operand.steps[i + 1] * sizes[i + 1] for operand in operands):
+            sizes[i] *= sizes[i + 1]
+            del sizes[i + 1]
+            for operand in operands:
+                del operand.steps[i]
+
+
+def _fold_rows(sizes: list[int], M: int, walkers: list[_Strides], b: _Strides) -> int:
+    """Take the last batch dimensions into M where B is shared over them: a linear layer's leading dimensions."""
+    while sizes and b.steps[-1] == 0 and (
+        M == 1 or all(operand.steps[-1] == operand.row * M for operand in walkers)
+    ):  # fmt: skip
+        for operand in walkers:
+            step = operand.steps.pop()
+            operand.row = step if M == 1 else operand.row
+        b.steps.pop()
+        M *= sizes.pop()
+    return M
+
+
+def _round_up(extent: int) -> int:
+    return max(16, (extent + 15) // 16 * 16)
+
+
+def _operand(tensor: Tensor, strides: _Strides, rows: int, cols: int) -> Operand:
+    """Give dimensions of extent 1 a stride that suits a tensor descriptor: it is never walked."""
+    row, col = strides.row, strides.col
+    if cols == 1:
+        col = _round_up(rows) if row == 1 else 1
+    if rows == 1:
+        row = _round_up(cols) if col == 1 else 1
+    return Operand(tensor.dtype, tuple(strides.steps), row, col, tensor.data_ptr() % 16 == 0)
+
+
+def make_problem(
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    addend: Tensor | None,
+    *,
+    scaled: bool,
+    precision: Precision,
+    fast_accum: bool,
+    device: Device,
+) -> Problem:
+    """The Problem of `out = [alpha *] a @ b [+ addend]` for tensors whose shapes are known to fit.
+
+    Args:
+        a: (..., M, K); b: (..., K, N); out: (..., M, N) with the broadcast batch; addend: broadcasts to out.
+        scaled: whether the product or the addend comes with a factor other than 1.
+    """
+    M, K = a.shape[-2:]
+    N = b.shape[-1]
+    sizes = list(out.shape[:-2])
+    left, right = _expand(a, sizes, M, K), _expand(b, sizes, K, N)
+    result = _expand(out, sizes, M, N)
+    extra = None if addend is None else _expand(addend, sizes, M, N)
+    walkers = [left, result] + ([extra] if extra is not None else [])
+    _drop_unit(sizes, [*walkers, right])
+    _merge(sizes, [*walkers, right])
+    M = _fold_rows(sizes, M, walkers, right)
+
+    epilogue = "scale" if scaled else "identity"
+    added = None
+    if addend is not None and extra is not None:
+        one_row = M == 1 or extra.row == 0
+        epilogue = "add_row" if not scaled and one_row and not any(extra.steps) else "add_matrix"
+        added = Operand(
+            addend.dtype, tuple(extra.steps), extra.row, extra.col, addend.data_ptr() % 16 == 0
+        )
+    return Problem(
+        M=M, N=N, K=K, batch=tuple(sizes),
+        a=_operand(a, left, M, K), b=_operand(b, right, K, N), out=_operand(out, result, M, N),
+        device=device, epilogue=epilogue, addend=added, precision=precision, fast_accum=fast_accum,
+    )  # fmt: skip
+
+
+def extent_bytes(tensor: Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last one."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether two indices may lead to one element; layouts that interleave beyond recognition count as such."""
+    if tensor.numel() == 0:
+        return False
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
+
+
+class _Bytes:
+    """Presents a tensor's layout to numpy, which compares addresses and never reads them."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        item = tensor.element_size()
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (tensor.data_ptr(), False),
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * item for stride in tensor.stride()),
+            "typestr": f"|V{item}",
+        }
+
+
+def overlap(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors of one device share a byte; exact, for any strides.
+
+    Cases that numpy gives up on as too hard count as shared.
+    """
+    import numpy as np
+
+    start, other = first.data_ptr(), second.data_ptr()
+    if start + extent_bytes(first) <= other or other + extent_bytes(second) <= start:
+        return False
+    try:
+        return bool(np.shares_memory(np.asarray(_Bytes(first)), np.asarray(_Bytes(second)), max_work=10**6))
+    except np.exceptions.TooHardError:
+        return True
+
+
+def same_layout(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors are the same elements in the same places."""
+    return (
+        first.data_ptr() == second.data_ptr()
+        and first.shape == second.shape
+        and first.stride() == second.stride()
+        and first.dtype == second.dtype
+    )
+
+
+def broadcast_batch(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
+    """torch.broadcast_shapes for batch dimensions, as a tuple."""
+    return tuple(torch.broadcast_shapes(tuple(a), tuple(b)))
+
+
+def numel(shape: Sequence[int]) -> int:
+    """Elements in a tensor of this shape."""
+    return math.prod(shape)

@@ -1,0 +1,210 @@
+"""The plain values handed from stage to stage: what is to be computed, and the knobs of how.
+
+A `Problem` holds everything that decides which code runs and nothing else, so that it can be the key of every cache. It is
+made from tensors' shapes and strides by `api` and never sees data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+import torch
+
+from .devices import Device
+
+Precision = Literal["ieee", "tf32", "tf32x3"]
+PRECISIONS: tuple[Precision, ...] = ("ieee", "tf32", "tf32x3")
+
+#: Short names, as they appear in plans, tables and file names.
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+    torch.int8: "int8",
+    torch.int32: "int32",
+}
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+#: What a product of two such matrices may be stored as; the first is the default.
+OUT_DTYPES: dict[torch.dtype, tuple[torch.dtype, ...]] = {
+    torch.float16: (torch.float16, torch.float32, torch.bfloat16),
+    torch.bfloat16: (torch.bfloat16, torch.float32, torch.float16),
+    torch.float32: (torch.float32, torch.float16, torch.bfloat16),
+    torch.float64: (torch.float64, torch.float32),
+    torch.float8_e4m3fn: (torch.bfloat16, torch.float16, torch.float32),
+    torch.float8_e5m2: (torch.bfloat16, torch.float16, torch.float32),
+    torch.int8: (torch.int32,),
+}
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The type in which products of `dtype` are summed: fp64 for fp64, int32 for int8, else fp32."""
+    return {torch.float64: torch.float64, torch.int8: torch.int32}.get(dtype, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """How one matrix (or batch of them) lies in memory; strides in elements.
+
+    Attributes:
+        dtype: element type.
+        steps: one stride for each dimension of the problem's batch, 0 where the matrix is shared.
+        row: distance from one row to the next.
+        col: distance from one column to the next.
+        aligned: whether the first element's address is a multiple of 16 bytes.
+    """
+
+    dtype: torch.dtype
+    steps: tuple[int, ...]
+    row: int
+    col: int
+    aligned: bool
+
+    def __str__(self) -> str:
+        order = "row" if self.col == 1 else "col" if self.row == 1 else f"{self.row},{self.col}"
+        return f"{DTYPE_NAMES[self.dtype]}[{order}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """`out[z] = epilogue(a[z] @ b[z])` for every z of a batch; a is (M, K), b is (K, N), out is (M, N).
+
+    Attributes:
+        batch: shape of the batch, dimensions that can be merged merged, () for a single product.
+        epilogue: name of the epilogue: identity, scale, add_row or add_matrix.
+        addend: layout of the matrix or row that the epilogue adds, if it adds one.
+        precision: how fp32 operands are multiplied: "ieee", "tf32" or "tf32x3".
+        fast_accum: whether fp8 products may be summed at the tensor cores' reduced precision.
+        device: the row of the device table that it runs on.
+    """
+
+    M: int
+    N: int
+    K: int
+    batch: tuple[int, ...]
+    a: Operand
+    b: Operand
+    out: Operand
+    device: Device
+    epilogue: str = "identity"
+    addend: Operand | None = None
+    precision: Precision = "ieee"
+    fast_accum: bool = False
+
+    @property
+    def matrices(self) -> int:
+        """How many products there are in the batch."""
+        count = 1
+        for size in self.batch:
+            count *= size
+        return count
+
+    @property
+    def flops(self) -> int:
+        """Floating-point (or integer) operations: a multiplication and an addition per inner step."""
+        return 2 * self.matrices * self.M * self.N * self.K
+
+    @property
+    def bytes(self) -> int:
+        """The fewest bytes that can be moved: each distinct matrix once."""
+        total = 0
+        for operand, rows, cols in (
+            (self.a, self.M, self.K), (self.b, self.K, self.N), (self.out, self.M, self.N),
+            (self.addend, self.M, self.N),
+        ):  # fmt: skip
+            if operand is not None:
+                size = operand.dtype.itemsize
+                for extent, stride in zip(
+                    (*self.batch, rows, cols), (*operand.steps, operand.row, operand.col), strict=True
+                ):
+                    size *= extent if stride or extent == 0 else 1
+                total += size
+        return total
+
+    def __str__(self) -> str:
+        batch = "x".join(map(str, self.batch)) + " of " if self.batch else ""
+        fused = "" if self.epilogue == "identity" else f" +{self.epilogue}"
+        return f"{batch}{self.M}x{self.N}x{self.K} {self.a} @ {self.b} -> {self.out}{fused}"
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The knobs of a kernel.
+
+    Attributes:
+        block_m, block_n, block_k: the tile of the output that a program computes, and the step along K.
+        group_m: height in tiles of the bands in which tiles are visited.
+        num_warps: warps in a program.
+        num_stages: blocks of A and B in flight.
+        schedule: "tile" starts one program a tile, "persistent" as many programs as run at once.
+        loader: "pointer" takes any strides, "descriptor" needs TMA and 16-byte alignment.
+        split_store: store a tile as two halves, which halves the staging memory.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int = 8
+    num_warps: int = 4
+    num_stages: int = 3
+    schedule: Literal["tile", "persistent"] = "tile"
+    loader: Literal["pointer", "descriptor"] = "pointer"
+    split_store: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("block_m", "block_n", "block_k"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 16 or value & (value - 1):
+                raise ValueError(f"Config: {name} is {value!r}; it must be a power of two of at least 16")
+        if self.num_warps not in (1, 2, 4, 8, 16, 32):
+            raise ValueError(f"Config: num_warps is {self.num_warps!r}; it must be a power of two up to 32")
+        for name in ("group_m", "num_stages"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"Config: {name} is {getattr(self, name)!r}; it must be at least 1")
+        for name, allowed in (("schedule", ("tile", "persistent")), ("loader", ("pointer", "descriptor"))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"Config: {name} is {getattr(self, name)!r}; it must be one of {allowed}")
+
+    @classmethod
+    def of(cls, value: Config | dict[str, Any] | str) -> Config:
+        """A Config from itself, from a dict of its fields, or from the string that `str` gives."""
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, str):
+            value = _parse(value)
+        if not isinstance(value, dict):
+            raise TypeError(f"config is a {type(value).__name__}; it must be a gemmery.Config, a dict or a string")
+        unknown = set(value) - {field.name for field in fields(cls)}
+        if unknown:
+            raise ValueError(f"Config has no {', '.join(sorted(unknown))}")
+        return cls(**value)
+
+    def asdict(self) -> dict[str, Any]:
+        """The fields as a plain dict, for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        halves = "/2" if self.split_store else ""
+        return (
+            f"{self.block_m}x{self.block_n}x{self.block_k}-g{self.group_m}-w{self.num_warps}-s{self.num_stages}"
+            f"-{self.schedule}-{self.loader}{halves}"
+        )
+
+
+def _parse(text: str) -> dict[str, Any]:
+    """The fields of a Config from its string form, such as `128x256x64-g8-w8-s4-persistent-descriptor/2`."""
+    import re
+
+    pattern = r"(\d+)x(\d+)x(\d+)-g(\d+)-w(\d+)-s(\d+)-(tile|persistent)-(pointer|descriptor)(/2)?"
+    match = re.fullmatch(pattern, text)
+    if match is None:
+        raise ValueError(
+            f"config {text!r} is not of the form 128x256x64-g8-w8-s4-persistent-descriptor[/2]"
+        )
+    names = ("block_m", "block_n", "block_k", "group_m", "num_warps", "num_stages")
+    numbers: dict[str, Any] = {name: int(match[i + 1]) for i, name in enumerate(names)}
+    return numbers | {"schedule": match[7], "loader": match[8], "split_store": match[9] is not None}
