@@ -1,0 +1,168 @@
+"""The operations a user calls, in torch's names and conventions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .dispatch import check_rank, check_tensor, prepare, run
+from .plan import Plan
+from .problem import Config, Precision
+
+Number = int | float
+
+
+def matmul(
+    a: Tensor,
+    b: Tensor,
+    *,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    precision: Precision = "ieee",
+    fast_accum: bool = False,
+    config: Config | dict[str, Any] | str | None = None,
+) -> Tensor:
+    """The matrix product `a @ b + bias`, with torch.matmul's broadcasting.
+
+    Args:
+        a: (..., M, K) or (K,), any strides.
+        b: (..., K, N) or (K,), any strides, on a's device. Types must agree; the two fp8 types may be mixed.
+        bias: (N,) or anything that broadcasts to the result, added before rounding.
+        out: where the result goes, any strides, no overlap with the inputs.
+        out_dtype: type of the result. The operands' by default; bfloat16 for fp8, int32 for int8.
+        precision: how float32 is multiplied: "ieee" (the default, whatever torch's `allow_tf32` says), "tf32", or "tf32x3".
+        fast_accum: let fp8 products be summed at the tensor cores' own precision, as `torch._scaled_mm` does.
+        config: a Config, or its string or dict, to use instead of the selected one.
+
+    Returns:
+        The product: summed in float32 (float64 for float64, int32 for int8) and rounded once.
+
+    Raises:
+        ValueError: shapes, devices or `out` do not fit, or the config can't run this problem.
+        TypeError: a type is not supported, or two differ.
+
+    Example:
+        >>> import torch, gemmery
+        >>> x, w = torch.randn(4, 8), torch.randn(16, 8)
+        >>> gemmery.matmul(x, w.T, bias=torch.zeros(16)).shape
+        torch.Size([4, 16])
+    """
+    return run("matmul", a, b, bias, 1, 1, out, out_dtype, precision, fast_accum, config)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    precision: Precision = "ieee",
+    fast_accum: bool = False,
+    config: Config | dict[str, Any] | str | None = None,
+) -> Tensor:
+    """`x @ weight.T + bias`, as torch.nn.functional.linear.
+
+    Args:
+        x: (..., K).
+        weight: (N, K), or (K,) for a single output without its dimension.
+        bias: (N,).
+
+    The other arguments, the result and the errors are those of `matmul`.
+
+    Example:
+        >>> import torch, gemmery
+        >>> gemmery.linear(torch.ones(2, 3), torch.ones(5, 3))
+        tensor([[3., 3., 3., 3., 3.],
+                [3., 3., 3., 3., 3.]])
+    """
+    check_tensor("linear", "weight", weight)
+    if weight.dim() > 2:
+        raise ValueError(f"linear: weight is {tuple(weight.shape)}; it must be (N, K) or (K,)")
+    b = weight if weight.dim() < 2 else weight.t()
+    return run("linear", x, b, bias, 1, 1, out, out_dtype, precision, fast_accum, config)
+
+
+def addmm(
+    input: Tensor,
+    a: Tensor,
+    b: Tensor,
+    *,
+    beta: Number = 1,
+    alpha: Number = 1,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    precision: Precision = "ieee",
+    fast_accum: bool = False,
+    config: Config | dict[str, Any] | str | None = None,
+) -> Tensor:
+    """`beta * input + alpha * (a @ b)`, as torch.addmm; where beta is 0, `input` is not read, NaN or not.
+
+    Args:
+        input: anything that broadcasts to (M, N); may be `out` itself.
+        a: (M, K).
+        b: (K, N).
+        beta, alpha: Python numbers; integers for int8.
+
+    The other arguments, the result and the errors are those of `matmul`.
+
+    Example:
+        >>> import torch, gemmery
+        >>> gemmery.addmm(torch.ones(2, 2), torch.ones(2, 3), torch.ones(3, 2), beta=10, alpha=2)
+        tensor([[16., 16.],
+                [16., 16.]])
+    """
+    for name, tensor in (("a", a), ("b", b)):
+        check_rank("addmm", name, tensor, 2)
+    check_tensor("addmm", "input", input)
+    return run("addmm", a, b, input, alpha, beta, out, out_dtype, precision, fast_accum, config)
+
+
+def bmm(
+    a: Tensor,
+    b: Tensor,
+    *,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    precision: Precision = "ieee",
+    fast_accum: bool = False,
+    config: Config | dict[str, Any] | str | None = None,
+) -> Tensor:
+    """A batch of products, as torch.bmm: (B, M, K) by (B, K, N); the other arguments are those of `matmul`.
+
+    Example:
+        >>> import torch, gemmery
+        >>> gemmery.bmm(torch.ones(7, 2, 3), torch.ones(7, 3, 4)).shape
+        torch.Size([7, 2, 4])
+    """
+    for name, tensor in (("a", a), ("b", b)):
+        check_rank("bmm", name, tensor, 3)
+    if a.shape[0] != b.shape[0]:
+        raise ValueError(f"bmm: a is {tuple(a.shape)} and b is {tuple(b.shape)}: batch sizes differ")
+    return run("bmm", a, b, None, 1, 1, out, out_dtype, precision, fast_accum, config)
+
+
+def plan(
+    a: Tensor,
+    b: Tensor,
+    *,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    precision: Precision = "ieee",
+    fast_accum: bool = False,
+    config: Config | dict[str, Any] | str | None = None,
+) -> Plan | None:
+    """What `matmul` with these arguments does: the plan, compiled; None where nothing is launched.
+
+    Nothing is launched for an empty result, and for CPU tensors outside the interpreter, which take the reference.
+
+    Example:
+        >>> import torch, gemmery
+        >>> print(gemmery.plan(torch.ones(4, 8), torch.ones(8, 16)))
+        None
+    """
+    return prepare("plan", a, b, bias, 1, 1, out, out_dtype, precision, fast_accum, config).plan

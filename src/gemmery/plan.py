@@ -1,0 +1,161 @@
+"""Plans: a Problem, the Config chosen for it, and the compiled kernel, ready to be called."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+
+from . import reference
+from .devices import INTERPRETED
+from .launch import Binding
+from .problem import FP8, Config, Problem
+from .select import rank
+
+#: Plans kept; the least recently used ones are dropped beyond that.
+PLANS = 4096
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a compiled kernel takes of a multiprocessor.
+
+    Attributes:
+        registers: per thread.
+        spills: 32-bit words per thread kept in local memory because registers ran out.
+        shared: bytes of shared memory per program.
+        threads: per program.
+    """
+
+    registers: int
+    spills: int
+    shared: int
+    threads: int
+
+
+class Plan:
+    """How a problem is run. Calling it with tensors laid out like those it was made for launches it and nothing else.
+
+    Attributes:
+        problem: what is computed.
+        config: the kernel's knobs; None where the torch reference runs because the device lacks the instructions.
+    """
+
+    def __init__(self, problem: Problem, config: Config | None = None) -> None:
+        self.problem = problem
+        self._compiled: Any = None
+        self._binding: Binding | None = None
+        if config is not None:
+            self._binding = Binding(problem, config)
+        elif runs_on(problem):
+            self._binding = Binding(problem, rank(problem)[0][0])
+
+    @property
+    def config(self) -> Config | None:
+        return self._binding.config if self._binding else None
+
+    def __call__(
+        self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, alpha: float = 1, beta: float = 1
+    ) -> Tensor:
+        """`out = alpha * a @ b + beta * addend` for tensors with the shapes, strides and types of the plan's own."""
+        if self._binding is None:
+            dtype = self.problem.out.dtype
+            return out.copy_(reference.gemm(a, b, addend, alpha=alpha, beta=beta, out_dtype=dtype))
+        self._binding.launch(a, b, out, addend, alpha, beta)
+        return out
+
+    def fit(self, *tensors: Any, pinned: bool) -> None:
+        """Compile for the current GPU, going down the ranking until a kernel fits without spills.
+
+        Args:
+            pinned: the config was asked for by name: only a kernel that can't run at all is refused.
+
+        Raises:
+            ValueError: no config fits, or the pinned one does not.
+        """
+        if self._binding is None or INTERPRETED:
+            return
+        candidates = [self._binding.config] if pinned else [config for config, _ in rank(self.problem)]
+        spilling: tuple[int, Binding, Any] | None = None
+        for config in candidates:
+            binding = Binding(self.problem, config)
+            compiled = binding.compile(*tensors)
+            try:
+                compiled._init_handles()
+            except OutOfResources as error:
+                refusal = error
+                continue
+            if compiled.n_spills == 0 or pinned:
+                self._binding, self._compiled = binding, compiled
+                return
+            if spilling is None or compiled.n_spills < spilling[0]:
+                spilling = (compiled.n_spills, binding, compiled)
+        if spilling is None:
+            raise ValueError(f"no config of {len(candidates)} fits {self.problem} on {self.problem.device.name}: {refusal}")
+        _, self._binding, self._compiled = spilling
+
+    def resources(self) -> Resources | None:
+        """Registers, spills and shared memory of the compiled kernel; None where nothing was compiled for a GPU."""
+        if self._compiled is None:
+            return None
+        kernel = self._compiled
+        threads = kernel.metadata.num_warps * self.problem.device.target.warp_size
+        return Resources(kernel.n_regs, kernel.n_spills, kernel.metadata.shared, threads)
+
+    def roofline(self) -> float:
+        """The least time in seconds that the device's datasheet allows: the larger of arithmetic and memory traffic."""
+        p = self.problem
+        return max(p.flops / p.device.rate(p.a.dtype, p.precision), p.bytes / p.device.bandwidth)
+
+    def explain(self, top: int = 5) -> str:
+        """The best-ranked configs with the predicted cost of each part, in microseconds, as a table."""
+        if self._binding is None:
+            return f"{self.problem}: torch reference, {self.problem.device.name} lacks the instructions"
+        lines = [f"{self.problem} on {self.problem.device.name}: {self.config}"]
+        lines.append(f"{'config':58} {'total':>8} {'compute':>8} {'l2':>8} {'memory':>8} {'overhead':>8} waves")
+        for config, cost in rank(self.problem)[:top]:
+            parts = " ".join(
+                f"{part * 1e6:8.1f}" for part in (cost.total, cost.compute, cost.l2, cost.memory, cost.overhead)
+            )
+            lines.append(f"{config!s:58} {parts} {cost.waves:5d}")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return f"{self.problem}: {self.config or 'torch reference'}"
+
+    __repr__ = __str__
+
+
+def runs_on(problem: Problem) -> bool:
+    """Whether the device has the instructions for a problem, or the torch reference must serve."""
+    return not any(
+        operand.dtype in FP8 and operand.dtype not in problem.device.target.fp8
+        for operand in (problem.a, problem.b)
+    )
+
+
+@functools.lru_cache(PLANS)
+def _cached(problem: Problem, config: Config | None, device: int) -> tuple[Plan, list[bool]]:
+    return Plan(problem, config), []
+
+
+def make_plan(problem: Problem, config: Config | None, *tensors: Any) -> Plan:
+    """The plan for a problem, compiled for the GPU of `tensors` (a, b, out, addend, alpha, beta); memoised.
+
+    Raises:
+        ValueError: a pinned config does not suit the problem or does not fit the GPU.
+    """
+    index = tensors[0].device.index if tensors[0].is_cuda else -1
+    plan, ready = _cached(problem, config, index)
+    if not ready:
+        with torch.cuda.device(index) if index >= 0 else contextlib.nullcontext():
+            plan.fit(*tensors, pinned=config is not None)
+        ready.append(True)
+    return plan
+
+
