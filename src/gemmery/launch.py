@@ -151,12 +151,13 @@ class Binding:
             "ACC": _TL[accumulator(p.a.dtype)],
             "OUT": _TL[p.out.dtype],
             "PRECISION": p.precision,
-            "IMPRECISE_ACC": PROMOTE_EVERY if accurate else -1,
+            "IMPRECISE_ACC": min(PROMOTE_EVERY, c.block_k) if accurate else -1,
             "num_warps": c.num_warps,
             "num_stages": c.num_stages,
         }
         if self.persistent:
             constants["FLATTEN"] = c.loader == "descriptor"
+            constants["TAIL"] = c.tail
         return constants
 
     def arguments(
@@ -164,16 +165,29 @@ class Binding:
     ) -> list[Any]:
         """The kernel's run-time arguments for tensors laid out as the problem says."""
         p, c = self.problem, self.config
+        store_n = c.block_n // 2 if c.split_store else c.block_n
         values = [
             self.a.argument(a, c.block_m, c.block_k),
             self.b.argument(b, c.block_k, c.block_n),
-            self.out.argument(out, c.block_m, c.block_n // 2 if c.split_store else c.block_n),
+            self.out.argument(out, c.block_m, store_n),
+        ]
+        if self.persistent:
+            values += self._tail_arguments(b, out)
+        values += [
             self._epilogue_arguments(addend, alpha, beta),
             p.M, p.N, p.K, p.batch, self.a.strides, self.b.strides, self.out.strides,
         ]  # fmt: skip
         if self.persistent:
             values.append(self.tiles)
         return values
+
+    def _tail_arguments(self, b: Tensor, out: Tensor) -> list[Any]:
+        """b and out as the narrower tiles of the last wave see them."""
+        c = self.config
+        if c.tail == 1:
+            return [None, None]
+        part = c.block_n // c.tail
+        return [self.b.argument(b, c.block_k, part), self.out.argument(out, c.block_m, part)]
 
     def _epilogue_arguments(self, addend: Tensor | None, alpha: float, beta: float) -> tuple[Any, ...]:
         p = self.problem

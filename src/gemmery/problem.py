@@ -143,6 +143,7 @@ class Config:
         schedule: "tile" starts one program a tile, "persistent" as many programs as run at once.
         loader: "pointer" takes any strides, "descriptor" needs TMA and 16-byte alignment.
         split_store: store a tile as two halves, which halves the staging memory.
+        tail: columns into which the tiles of the last, partial wave of a persistent launch are cut; 1 leaves them whole.
     """
 
     block_m: int
@@ -154,6 +155,7 @@ class Config:
     schedule: Literal["tile", "persistent"] = "tile"
     loader: Literal["pointer", "descriptor"] = "pointer"
     split_store: bool = False
+    tail: int = 1
 
     def __post_init__(self) -> None:
         for name in ("block_m", "block_n", "block_k"):
@@ -165,6 +167,10 @@ class Config:
         for name in ("group_m", "num_stages"):
             if getattr(self, name) < 1:
                 raise ValueError(f"Config: {name} is {getattr(self, name)!r}; it must be at least 1")
+        if self.tail not in (1, 2, 4) or self.block_n // self.tail < 16:
+            raise ValueError(f"Config: tail is {self.tail!r}; it must be 1, 2 or 4 and leave 16 columns or more")
+        if self.tail > 1 and self.schedule != "persistent":
+            raise ValueError("Config: tail needs the persistent schedule")
         for name, allowed in (("schedule", ("tile", "persistent")), ("loader", ("pointer", "descriptor"))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"Config: {name} is {getattr(self, name)!r}; it must be one of {allowed}")
@@ -189,9 +195,10 @@ class Config:
 
     def __str__(self) -> str:
         halves = "/2" if self.split_store else ""
+        tail = f"-t{self.tail}" if self.tail > 1 else ""
         return (
             f"{self.block_m}x{self.block_n}x{self.block_k}-g{self.group_m}-w{self.num_warps}-s{self.num_stages}"
-            f"-{self.schedule}-{self.loader}{halves}"
+            f"-{self.schedule}-{self.loader}{halves}{tail}"
         )
 
 
@@ -199,12 +206,14 @@ def _parse(text: str) -> dict[str, Any]:
     """The fields of a Config from its string form, such as `128x256x64-g8-w8-s4-persistent-descriptor/2`."""
     import re
 
-    pattern = r"(\d+)x(\d+)x(\d+)-g(\d+)-w(\d+)-s(\d+)-(tile|persistent)-(pointer|descriptor)(/2)?"
+    pattern = r"(\d+)x(\d+)x(\d+)-g(\d+)-w(\d+)-s(\d+)-(tile|persistent)-(pointer|descriptor)(/2)?(?:-t(\d))?"
     match = re.fullmatch(pattern, text)
     if match is None:
         raise ValueError(
-            f"config {text!r} is not of the form 128x256x64-g8-w8-s4-persistent-descriptor[/2]"
+            f"config {text!r} is not of the form 128x256x64-g8-w8-s4-persistent-descriptor[/2][-t4]"
         )
     names = ("block_m", "block_n", "block_k", "group_m", "num_warps", "num_stages")
     numbers: dict[str, Any] = {name: int(match[i + 1]) for i, name in enumerate(names)}
-    return numbers | {"schedule": match[7], "loader": match[8], "split_store": match[9] is not None}
+    return numbers | {"schedule": match[7], "loader": match[8], "split_store": match[9] is not None} | (
+        {"tail": int(match[10])} if match[10] else {}
+    )

@@ -90,27 +90,55 @@ def gemm_tiles(
 
 
 @triton.jit
-def gemm_persistent(
-    a, b, out, args, M, N, K, sizes, a_strides, b_strides, out_strides, tiles,
+def walk(
+    a, b, out, args, M, N, K, sizes, a_strides, b_strides, out_strides, first, count,
     ORDER: tl.constexpr, LOAD_A: tl.constexpr, LOAD_B: tl.constexpr, EPILOGUE: tl.constexpr, STORE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     SPLIT_STORE: tl.constexpr, CHECK_K: tl.constexpr, WIDE: tl.constexpr, ACC: tl.constexpr, OUT: tl.constexpr,
-    PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr, FLATTEN: tl.constexpr,
+    PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr, FLATTEN: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """As many programs as run at once, each taking every num_programs-th tile.
+    """Tiles `first` to `first + count`, each cut into `PARTS` columns, dealt out to all programs in turn.
 
     `FLATTEN` fuses the tile loop with the K loop, so that the next tile's loads start under this tile's epilogue.
     """
+    PART_N: tl.constexpr = BLOCK_N // PARTS
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
-        batch, tile_m, tile_n = ORDER(tile, tiles_m, tiles_n, GROUP_M)
+    for part in tl.range(tl.program_id(0), count * PARTS, tl.num_programs(0), flatten=FLATTEN):
+        batch, tile_m, tile_n = ORDER(first + part // PARTS, tiles_m, tiles_n, GROUP_M)
         row = tile_m * BLOCK_M
-        col = tile_n * BLOCK_N
+        col = tile_n * BLOCK_N + part % PARTS * PART_N
         acc = multiply(
             a, b, M, N, K, sizes, a_strides, b_strides, batch, row, col,
-            LOAD_A, LOAD_B, BLOCK_M, BLOCK_N, BLOCK_K, CHECK_K, WIDE, ACC, PRECISION, IMPRECISE_ACC,
+            LOAD_A, LOAD_B, BLOCK_M, PART_N, BLOCK_K, CHECK_K, WIDE, ACC, PRECISION, IMPRECISE_ACC,
         )  # fmt: skip
         finish(
             acc, out, args, M, N, sizes, out_strides, batch, row, col, EPILOGUE, STORE, OUT, WIDE, SPLIT_STORE
         )
+
+
+@triton.jit
+def gemm_persistent(
+    a, b, out, b_tail, out_tail, args, M, N, K, sizes, a_strides, b_strides, out_strides, tiles,
+    ORDER: tl.constexpr, LOAD_A: tl.constexpr, LOAD_B: tl.constexpr, EPILOGUE: tl.constexpr, STORE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    SPLIT_STORE: tl.constexpr, CHECK_K: tl.constexpr, WIDE: tl.constexpr, ACC: tl.constexpr, OUT: tl.constexpr,
+    PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr, FLATTEN: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    """As many programs as run at once, each taking every num_programs-th tile.
+
+    The tiles of the last wave, where it leaves programs idle, are cut into `TAIL` columns each. `b_tail` and `out_tail`
+    are b and out again: a descriptor of its own where the narrower blocks need one.
+    """
+    tail = tiles % tl.num_programs(0) if TAIL > 1 else 0
+    walk(
+        a, b, out, args, M, N, K, sizes, a_strides, b_strides, out_strides, 0, tiles - tail,
+        ORDER, LOAD_A, LOAD_B, EPILOGUE, STORE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
+        SPLIT_STORE, CHECK_K, WIDE, ACC, OUT, PRECISION, IMPRECISE_ACC, FLATTEN, 1,
+    )  # fmt: skip
+    if TAIL > 1:
+        walk(
+            a, b_tail, out_tail, args, M, N, K, sizes, a_strides, b_strides, out_strides, tiles - tail, tail,
+            ORDER, LOAD_A, LOAD_B, EPILOGUE, STORE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
+            False, CHECK_K, WIDE, ACC, OUT, PRECISION, IMPRECISE_ACC, FLATTEN, TAIL,
+        )  # fmt: skip
