@@ -84,7 +84,6 @@ class Stopwatch:
         self.cuda = torch.cuda if cuda is None else cuda
         self.clock = clock
         self.flush = _l2_flush() if flush is None else flush
-        self.sleep = SLEEP
         self.cycles = self._calibrate()
 
     def _calibrate(self) -> float:
@@ -127,9 +126,10 @@ class Stopwatch:
             RuntimeError: the call holds the host so long that it can't be queued ahead of the GPU.
         """
         times: list[float] = []
+        rest = SLEEP
         while len(times) < launches:
             start, end = self.cuda.Event(enable_timing=True), self.cuda.Event(enable_timing=True)
-            self.cuda._sleep(round(self.sleep * self.cycles))
+            self.cuda._sleep(round(rest * self.cycles))
             self.flush()
             start.record()
             call()
@@ -140,9 +140,8 @@ class Stopwatch:
                 times.append(start.elapsed_time(end) / 1e3)
                 continue
             # The GPU got to the start before the host had queued the end: the figure would have the host's time in it.
-            self.sleep *= 2
-            if self.sleep > _LONGEST_SLEEP:
-                self.sleep = SLEEP
+            rest *= 2
+            if rest > _LONGEST_SLEEP:
                 raise RuntimeError(
                     f"a call is still not queued after {_LONGEST_SLEEP * 1e3:.0f} ms: does it synchronise with the GPU?"
                 )
