@@ -106,7 +106,7 @@ class Binding:
             )
         if c.loader == "descriptor" and p.K == 0:
             raise ValueError(f"config {c}: loader 'descriptor' needs K > 0")
-        if max(c.block_m, c.main_n) > _BOX:
+        if max(c.block_m, c.block_n) > _BOX:
             raise ValueError(f"config {c}: blocks of more than {_BOX} rows or columns are not supported")
         self.a = _Access(p.a, p.M, p.K, p.batch, described)
         self.b = _Access(p.b, p.K, p.N, p.batch, described)
@@ -115,8 +115,6 @@ class Binding:
         if tiles >= 1 << 31:
             raise ValueError(f"{p} takes {tiles} tiles of config {c}; at most 2^31 - 1 fit into a launch")
         self.tiles = tiles
-        #: Columns of the blocks beside the main ones: a tile's side, or the parts of the last wave's tiles.
-        self.narrow_n = c.side_n or (c.main_n // c.tail if c.tail > 1 else 0)
         self.persistent = c.schedule == "persistent"
         self.kernel = gemm.gemm_persistent if self.persistent else gemm.gemm_tiles
         self.grid = (min(tiles, p.device.sms) if self.persistent else tiles, 1, 1)
@@ -144,8 +142,7 @@ class Binding:
             "EPILOGUE": getattr(epilogues, p.epilogue),
             "STORE": self.out.store(),
             "BLOCK_M": c.block_m,
-            "BLOCK_N": c.main_n,
-            "SIDE_N": c.side_n,
+            "BLOCK_N": c.block_n,
             "BLOCK_K": c.block_k,
             "GROUP_M": c.group_m,
             "SPLIT_STORE": c.split_store,
@@ -168,16 +165,29 @@ class Binding:
     ) -> list[Any]:
         """The kernel's run-time arguments for tensors laid out as the problem says."""
         p, c = self.problem, self.config
-        store_n = c.main_n // 2 if c.split_store else c.main_n
-        return [
+        store_n = c.block_n // 2 if c.split_store else c.block_n
+        values = [
             self.a.argument(a, c.block_m, c.block_k),
-            self.b.argument(b, c.block_k, c.main_n),
-            self.b.argument(b, c.block_k, self.narrow_n) if self.narrow_n else None,
+            self.b.argument(b, c.block_k, c.block_n),
             self.out.argument(out, c.block_m, store_n),
-            self.out.argument(out, c.block_m, self.narrow_n) if self.narrow_n else None,
+        ]
+        if self.persistent:
+            values += self._tail_arguments(b, out)
+        values += [
             self._epilogue_arguments(addend, alpha, beta),
-            p.M, p.N, p.K, p.batch, self.a.strides, self.b.strides, self.out.strides, self.tiles,
+            p.M, p.N, p.K, p.batch, self.a.strides, self.b.strides, self.out.strides,
         ]  # fmt: skip
+        if self.persistent:
+            values.append(self.tiles)
+        return values
+
+    def _tail_arguments(self, b: Tensor, out: Tensor) -> list[Any]:
+        """b and out as the narrower tiles of the last wave see them."""
+        c = self.config
+        if c.tail == 1:
+            return [None, None]
+        part = c.block_n // c.tail
+        return [self.b.argument(b, c.block_k, part), self.out.argument(out, c.block_m, part)]
 
     def _epilogue_arguments(self, addend: Tensor | None, alpha: float, beta: float) -> tuple[Any, ...]:
         p = self.problem

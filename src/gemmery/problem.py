@@ -136,8 +136,7 @@ class Config:
     """The knobs of a kernel.
 
     Attributes:
-        block_m, block_n, block_k: the tile of the output that a program computes, and the step along K. Powers of two,
-            except that block_n may be the sum of two (192, 320): a main block and a narrower one beside it.
+        block_m, block_n, block_k: the tile of the output that a program computes, and the step along K.
         group_m: height in tiles of the bands in which tiles are visited.
         num_warps: warps in a program.
         num_stages: blocks of A and B in flight.
@@ -161,11 +160,8 @@ class Config:
     def __post_init__(self) -> None:
         for name in ("block_m", "block_n", "block_k"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 16:
-                raise ValueError(f"Config: {name} is {value!r}; it must be an integer of at least 16")
-            rest = self.side_n if name == "block_n" else value - _main(value)
-            if rest and (name != "block_n" or rest < 16 or rest != _main(rest)):
-                raise ValueError(f"Config: {name} is {value}; it must be a power of two (block_n: or the sum of two)")
+            if not isinstance(value, int) or value < 16 or value & (value - 1):
+                raise ValueError(f"Config: {name} is {value!r}; it must be a power of two of at least 16")
         if self.num_warps not in (1, 2, 4, 8, 16, 32):
             raise ValueError(f"Config: num_warps is {self.num_warps!r}; it must be a power of two up to 32")
         for name in ("group_m", "num_stages"):
@@ -173,23 +169,11 @@ class Config:
                 raise ValueError(f"Config: {name} is {getattr(self, name)!r}; it must be at least 1")
         if self.tail not in (1, 2, 4) or self.block_n // self.tail < 16:
             raise ValueError(f"Config: tail is {self.tail!r}; it must be 1, 2 or 4 and leave 16 columns or more")
-        if self.tail > 1 and self.side_n:
-            raise ValueError(f"Config: tail needs a block_n that is a power of two, not {self.block_n}")
         if self.tail > 1 and self.schedule != "persistent":
             raise ValueError("Config: tail needs the persistent schedule")
         for name, allowed in (("schedule", ("tile", "persistent")), ("loader", ("pointer", "descriptor"))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"Config: {name} is {getattr(self, name)!r}; it must be one of {allowed}")
-
-    @property
-    def main_n(self) -> int:
-        """Columns of a tile's main block: the largest power of two in `block_n`."""
-        return _main(self.block_n)
-
-    @property
-    def side_n(self) -> int:
-        """Columns of the block beside the main one, 0 if there is none."""
-        return self.block_n - self.main_n
 
     @classmethod
     def of(cls, value: Config | dict[str, Any] | str) -> Config:
@@ -216,10 +200,6 @@ class Config:
             f"{self.block_m}x{self.block_n}x{self.block_k}-g{self.group_m}-w{self.num_warps}-s{self.num_stages}"
             f"-{self.schedule}-{self.loader}{halves}{tail}"
         )
-
-
-def _main(size: int) -> int:
-    return 1 << (size.bit_length() - 1)
 
 
 def _parse(text: str) -> dict[str, Any]:

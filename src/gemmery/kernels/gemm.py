@@ -4,9 +4,6 @@
 one product of a row of blocks of A with a column of blocks of B; `gemm_tiles` starts one program a tile and
 `gemm_persistent` lets as many programs as the machine holds walk over all tiles. The parts come in as constexpr
 functions: ORDER (see `order`), LOAD_A, LOAD_B and STORE (see `operands`) and EPILOGUE (see `epilogues`).
-
-`b_narrow` and `out_narrow` are b and out again, for blocks of fewer columns than BLOCK_N, since a descriptor has its
-block's size built in; None where no such blocks occur.
 """
 
 import triton
@@ -17,29 +14,23 @@ from .numerics import cast, dot
 
 @triton.jit
 def multiply(
-    a, b, b_narrow, M, N, K, sizes, a_strides, b_strides, batch, row, col,
+    a, b, M, N, K, sizes, a_strides, b_strides, batch, row, col,
     LOAD_A: tl.constexpr, LOAD_B: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SIDE_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     CHECK_K: tl.constexpr, WIDE: tl.constexpr, ACC: tl.constexpr,
     PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr,
 ):  # fmt: skip
-    """The K loop: the tile of the product whose corner is (row, col), in the accumulator's type.
-
-    Blocks have powers of two as sizes, and a tile need not: with `SIDE_N` it has that many columns more, which are a
-    second block beside the first, fed by the same block of A. Returns both; without a side, the second is of no use.
-    """
+    """The K loop: the tile of the product whose corner is (row, col), in the accumulator's type."""
     acc = tl.zeros((BLOCK_M, BLOCK_N), ACC)
-    side = tl.zeros((BLOCK_M, SIDE_N if SIDE_N else 16), ACC)
     for k in range(0, K, BLOCK_K):
-        x = LOAD_A(a, (M, K), a_strides, sizes, batch, row, k, BLOCK_M, BLOCK_K, True, CHECK_K, WIDE)
-        y = LOAD_B(b, (K, N), b_strides, sizes, batch, k, col, BLOCK_K, BLOCK_N, CHECK_K, True, WIDE)
+        x = LOAD_A(
+            a, (M, K), a_strides, sizes, batch, row, k, BLOCK_M, BLOCK_K, True, CHECK_K, WIDE
+        )
+        y = LOAD_B(
+            b, (K, N), b_strides, sizes, batch, k, col, BLOCK_K, BLOCK_N, CHECK_K, True, WIDE
+        )
         acc = dot(x, y, acc, PRECISION, IMPRECISE_ACC)
-        if SIDE_N:
-            y = LOAD_B(
-                b_narrow, (K, N), b_strides, sizes, batch, k, col + BLOCK_N, BLOCK_K, SIDE_N, CHECK_K, True, WIDE
-            )
-            side = dot(x, y, side, PRECISION, IMPRECISE_ACC)
-    return acc, side
+    return acc
 
 
 @triton.jit
@@ -64,103 +55,90 @@ def finish_block(
 
 @triton.jit
 def finish(
-    acc, side, out, out_narrow, args, M, N, sizes, out_strides, batch, row, col,
+    acc, out, args, M, N, sizes, out_strides, batch, row, col,
     EPILOGUE: tl.constexpr, STORE: tl.constexpr, OUT: tl.constexpr, WIDE: tl.constexpr, SPLIT_STORE: tl.constexpr,
-    SIDE_N: tl.constexpr,
 ):  # fmt: skip
-    """Epilogue and store of a tile, its main block whole or in halves: less staging memory, one more stage."""
-    cols: tl.constexpr = acc.shape[1]
+    """Epilogue and store of a tile, whole or in two halves: half the staging memory buys another pipeline stage."""
     if SPLIT_STORE:
         left, right = column_halves(acc)
-        half: tl.constexpr = cols // 2
+        half: tl.constexpr = acc.shape[1] // 2
         finish_block(left, out, args, M, N, sizes, out_strides, batch, row, col, EPILOGUE, STORE, OUT, WIDE)
         finish_block(
             right, out, args, M, N, sizes, out_strides, batch, row, col + half, EPILOGUE, STORE, OUT, WIDE
         )
     else:
         finish_block(acc, out, args, M, N, sizes, out_strides, batch, row, col, EPILOGUE, STORE, OUT, WIDE)
-    if SIDE_N:
-        finish_block(
-            side, out_narrow, args, M, N, sizes, out_strides, batch, row, col + cols, EPILOGUE, STORE, OUT, WIDE
-        )
 
 
 @triton.jit
 def gemm_tiles(
-    a, b, b_narrow, out, out_narrow, args, M, N, K, sizes, a_strides, b_strides, out_strides, tiles,
+    a, b, out, args, M, N, K, sizes, a_strides, b_strides, out_strides,
     ORDER: tl.constexpr, LOAD_A: tl.constexpr, LOAD_B: tl.constexpr, EPILOGUE: tl.constexpr, STORE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SIDE_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr, SPLIT_STORE: tl.constexpr, CHECK_K: tl.constexpr, WIDE: tl.constexpr,
-    ACC: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    SPLIT_STORE: tl.constexpr, CHECK_K: tl.constexpr, WIDE: tl.constexpr, ACC: tl.constexpr, OUT: tl.constexpr,
+    PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr,
 ):  # fmt: skip
     """One program a tile."""
-    tiles_m = tl.cdiv(M, BLOCK_M)
-    tiles_n = tl.cdiv(N, BLOCK_N + SIDE_N)
-    batch, tile_m, tile_n = ORDER(tl.program_id(0), tiles_m, tiles_n, GROUP_M)
+    batch, tile_m, tile_n = ORDER(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
     row = tile_m * BLOCK_M
-    col = tile_n * (BLOCK_N + SIDE_N)
-    acc, side = multiply(
-        a, b, b_narrow, M, N, K, sizes, a_strides, b_strides, batch, row, col,
-        LOAD_A, LOAD_B, BLOCK_M, BLOCK_N, SIDE_N, BLOCK_K, CHECK_K, WIDE, ACC, PRECISION, IMPRECISE_ACC,
+    col = tile_n * BLOCK_N
+    acc = multiply(
+        a, b, M, N, K, sizes, a_strides, b_strides, batch, row, col,
+        LOAD_A, LOAD_B, BLOCK_M, BLOCK_N, BLOCK_K, CHECK_K, WIDE, ACC, PRECISION, IMPRECISE_ACC,
     )  # fmt: skip
-    finish(
-        acc, side, out, out_narrow, args, M, N, sizes, out_strides, batch, row, col,
-        EPILOGUE, STORE, OUT, WIDE, SPLIT_STORE, SIDE_N,
-    )  # fmt: skip
+    finish(acc, out, args, M, N, sizes, out_strides, batch, row, col, EPILOGUE, STORE, OUT, WIDE, SPLIT_STORE)
 
 
 @triton.jit
 def walk(
-    a, b, b_narrow, out, out_narrow, args, M, N, K, sizes, a_strides, b_strides, out_strides, first, count,
+    a, b, out, args, M, N, K, sizes, a_strides, b_strides, out_strides, first, count,
     ORDER: tl.constexpr, LOAD_A: tl.constexpr, LOAD_B: tl.constexpr, EPILOGUE: tl.constexpr, STORE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SIDE_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr, SPLIT_STORE: tl.constexpr, CHECK_K: tl.constexpr, WIDE: tl.constexpr,
-    ACC: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr,
-    FLATTEN: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    SPLIT_STORE: tl.constexpr, CHECK_K: tl.constexpr, WIDE: tl.constexpr, ACC: tl.constexpr, OUT: tl.constexpr,
+    PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr, FLATTEN: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Tiles `first` to `first + count`, each cut into `PARTS` blocks of columns, dealt out to all programs in turn.
+    """Tiles `first` to `first + count`, each cut into `PARTS` columns, dealt out to all programs in turn.
 
     `FLATTEN` fuses the tile loop with the K loop, so that the next tile's loads start under this tile's epilogue.
     """
+    PART_N: tl.constexpr = BLOCK_N // PARTS
     tiles_m = tl.cdiv(M, BLOCK_M)
-    tiles_n = tl.cdiv(N, BLOCK_N * PARTS + SIDE_N)
+    tiles_n = tl.cdiv(N, BLOCK_N)
     for part in tl.range(tl.program_id(0), count * PARTS, tl.num_programs(0), flatten=FLATTEN):
         batch, tile_m, tile_n = ORDER(first + part // PARTS, tiles_m, tiles_n, GROUP_M)
         row = tile_m * BLOCK_M
-        col = tile_n * (BLOCK_N * PARTS + SIDE_N) + part % PARTS * BLOCK_N
-        acc, side = multiply(
-            a, b, b_narrow, M, N, K, sizes, a_strides, b_strides, batch, row, col,
-            LOAD_A, LOAD_B, BLOCK_M, BLOCK_N, SIDE_N, BLOCK_K, CHECK_K, WIDE, ACC, PRECISION, IMPRECISE_ACC,
+        col = tile_n * BLOCK_N + part % PARTS * PART_N
+        acc = multiply(
+            a, b, M, N, K, sizes, a_strides, b_strides, batch, row, col,
+            LOAD_A, LOAD_B, BLOCK_M, PART_N, BLOCK_K, CHECK_K, WIDE, ACC, PRECISION, IMPRECISE_ACC,
         )  # fmt: skip
         finish(
-            acc, side, out, out_narrow, args, M, N, sizes, out_strides, batch, row, col,
-            EPILOGUE, STORE, OUT, WIDE, SPLIT_STORE, SIDE_N,
-        )  # fmt: skip
+            acc, out, args, M, N, sizes, out_strides, batch, row, col, EPILOGUE, STORE, OUT, WIDE, SPLIT_STORE
+        )
 
 
 @triton.jit
 def gemm_persistent(
-    a, b, b_narrow, out, out_narrow, args, M, N, K, sizes, a_strides, b_strides, out_strides, tiles,
+    a, b, out, b_tail, out_tail, args, M, N, K, sizes, a_strides, b_strides, out_strides, tiles,
     ORDER: tl.constexpr, LOAD_A: tl.constexpr, LOAD_B: tl.constexpr, EPILOGUE: tl.constexpr, STORE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SIDE_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr, SPLIT_STORE: tl.constexpr, CHECK_K: tl.constexpr, WIDE: tl.constexpr,
-    ACC: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr,
-    FLATTEN: tl.constexpr, TAIL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    SPLIT_STORE: tl.constexpr, CHECK_K: tl.constexpr, WIDE: tl.constexpr, ACC: tl.constexpr, OUT: tl.constexpr,
+    PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr, FLATTEN: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """As many programs as run at once, each taking every num_programs-th tile.
 
-    The tiles of the last wave, where it leaves programs idle, are cut into `TAIL` blocks of columns each.
+    The tiles of the last wave, where it leaves programs idle, are cut into `TAIL` columns each. `b_tail` and `out_tail`
+    are b and out again: a descriptor of its own where the narrower blocks need one.
     """
     tail = tiles % tl.num_programs(0) if TAIL > 1 else 0
     walk(
-        a, b, b_narrow, out, out_narrow, args, M, N, K, sizes, a_strides, b_strides, out_strides, 0, tiles - tail,
-        ORDER, LOAD_A, LOAD_B, EPILOGUE, STORE, BLOCK_M, BLOCK_N, SIDE_N, BLOCK_K, GROUP_M,
+        a, b, out, args, M, N, K, sizes, a_strides, b_strides, out_strides, 0, tiles - tail,
+        ORDER, LOAD_A, LOAD_B, EPILOGUE, STORE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
         SPLIT_STORE, CHECK_K, WIDE, ACC, OUT, PRECISION, IMPRECISE_ACC, FLATTEN, 1,
     )  # fmt: skip
     if TAIL > 1:
         walk(
-            a, b_narrow, None, out_narrow, None, args, M, N, K, sizes, a_strides, b_strides, out_strides,
-            tiles - tail, tail,
-            ORDER, LOAD_A, LOAD_B, EPILOGUE, STORE, BLOCK_M, BLOCK_N // TAIL, 0, BLOCK_K, GROUP_M,
+            a, b_tail, out_tail, args, M, N, K, sizes, a_strides, b_strides, out_strides, tiles - tail, tail,
+            ORDER, LOAD_A, LOAD_B, EPILOGUE, STORE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
             False, CHECK_K, WIDE, ACC, OUT, PRECISION, IMPRECISE_ACC, FLATTEN, TAIL,
         )  # fmt: skip

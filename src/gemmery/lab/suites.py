@@ -16,8 +16,8 @@ DATA = Path(__file__).with_name("suite_data")
 MOST_ROWS = 24
 #: "tf32" is fp32 data multiplied in TF32.
 DTYPES = ("bf16", "fp16", "fp32", "tf32", "fp64")
-#: "row" or "col" major, and how the matrix lies in its buffer: "+pad" in rows that are 64 elements longer, "+odd" in rows
-#: one element longer and starting at the second one, so that nothing is aligned, "+step" in every second element.
+#: "row" or "col" major, and how the matrix lies in its buffer: "+pad" in rows that are 64 elements longer, "+odd" in
+#: rows one element longer and starting at the second one, so that nothing is aligned, "+step" in every second element.
 LAYOUTS = tuple(order + view for order in ("row", "col") for view in ("", "+pad", "+odd", "+step"))
 
 

@@ -1,9 +1,9 @@
 """Timing of several methods of one computation against each other, fairly.
 
-A GPU at its power limit runs slower, and whoever is timed after a light kernel gets the power that was left unused. So
-there are two regimes. "burst": each launch is timed alone, after a rest, with inputs cold. "steady": each method heats the
-GPU with itself before it is timed. In both, methods take turns in a new order each round, and what counts is the ratio
-of two methods within a round.
+A GPU at its power limit runs slower, and whoever is timed after a light kernel gets the power that was left unused.
+So there are two regimes. "burst": each launch is timed alone, after a rest, with inputs cold. "steady": each method
+heats the GPU with itself before it is timed. In both, methods take turns in a new order each round, and what counts
+is the ratio of two methods within a round.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Stopwatch:
 
     def _calibrate(self) -> float:
         """Cycles of the sleep kernel per second."""
-        # An idle GPU takes its time to raise its clock; asleep at full clock, it would wake too early otherwise.
+        # An idle GPU is slow to raise its clock; calibrated at a low one, the sleep would be too short later.
         begun = self.clock()
         while self.clock() - begun < 0.1:
             self.flush()
@@ -223,6 +223,15 @@ def _steady_runs(
     return runs, True
 
 
+def check_protocol(regimes: Sequence[str], rounds: int) -> None:
+    """ValueError unless all regimes are of `REGIMES` and there is at least one round."""
+    unknown = [regime for regime in regimes if regime not in REGIMES]
+    if unknown:
+        raise ValueError(f"regimes {', '.join(unknown)} given; there are {', '.join(REGIMES)}")
+    if rounds < 1:
+        raise ValueError(f"{rounds} rounds given; at least one is needed")
+
+
 def measure(
     methods: Mapping[str, Call],
     *,
@@ -236,11 +245,9 @@ def measure(
     Raises:
         ValueError: there is no method, no round, or a regime that is not one of `REGIMES`.
     """
-    unknown = [regime for regime in regimes if regime not in REGIMES]
-    if unknown:
-        raise ValueError(f"measure: regimes {', '.join(unknown)} given; there are {', '.join(REGIMES)}")
-    if not methods or rounds < 1:
-        raise ValueError(f"measure: {len(methods)} methods and {rounds} rounds given; at least one of each is needed")
+    check_protocol(regimes, rounds)
+    if not methods:
+        raise ValueError("measure: no method given; at least one is needed")
     watch = Stopwatch() if watch is None else watch
     order = random.Random(seed)
     estimates = {name: watch.estimate(call) for name, call in methods.items()}
@@ -325,6 +332,11 @@ def ratio(rounds: Sequence[Round], peer: str, ours: str) -> Ratio:
     """The ratio of two methods, taken within each round; the spread is over the rounds."""
     each = [times[peer] / times[ours] for times in rounds]
     return Ratio(statistics.median(each), min(each), max(each))
+
+
+def median_time(rounds: Sequence[Round], name: str) -> float:
+    """A method's median over the rounds, in seconds."""
+    return statistics.median(times[name] for times in rounds)
 
 
 def geometric_mean(values: Sequence[float]) -> float:
