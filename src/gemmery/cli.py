@@ -72,7 +72,9 @@ def _interpret_without_gpu() -> None:
 def _options(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave."),
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and leave."
+        ),
     ] = False,
 ) -> None:
     """GEMM for PyTorch, written in Triton."""
@@ -90,7 +92,7 @@ def demo(json: JsonFile = None) -> None:
 @app.command()
 def ladder(
     rungs: Annotated[
-        list[int] | None, typer.Argument(metavar="[RUNG]...", help="Numbers of rungs; all without.")
+        list[int] | None, typer.Argument(metavar="RUNG", help="Numbers of rungs; all without.")
     ] = None,
     json: JsonFile = None,
 ) -> None:

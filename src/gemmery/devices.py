@@ -24,7 +24,7 @@ class Arch:
 
     Attributes:
         name: "sm_90", "gfx942", ...; also the name of a compilation target.
-        family: which list of tiles applies: "hopper", "blackwell", "ampere", "cdna", "rdna", "interpreter".
+        family: which list of tiles applies: "hopper", ....
         shared: shared memory that one block may use, bytes.
         warp_size: threads in a warp.
         tma: whether tensor descriptors are loaded by hardware.
@@ -61,7 +61,7 @@ ARCHS: dict[str, Arch] = {
         Arch("sm_89", "ada", 99 << 10, 32, False, "mma.sync", _FP8, _NV),
         Arch("sm_90", "hopper", 227 << 10, 32, True, "wgmma.mma_async", _FP8, _NV),
         Arch("sm_100", "blackwell", 227 << 10, 32, True, "tcgen05.mma", _FP8, _NV),
-        Arch("sm_120", "ada", 99 << 10, 32, True, "mma.sync", _FP8, _NV),
+        Arch("sm_120", "blackwell rtx", 99 << 10, 32, True, "mma.sync", _FP8, _NV),
         Arch("gfx942", "cdna", 64 << 10, 64, False, "v_mfma", _FP8, _AMD),
         Arch("gfx1100", "rdna", 64 << 10, 32, False, "v_wmma", (), _AMD),
         Arch("interpreter", "interpreter", 1 << 30, 32, True, "", _FP8, _NV),
@@ -133,9 +133,9 @@ TABLE: dict[str, Device] = {
         Device("NVIDIA GeForce RTX 4090", "sm_89", 128, 72 * _M, 1008 * _G, 330 * _T, 82.6 * _T, 82.6 * _T, 1.29 * _T,
                660 * _T, 660 * _T),
         Device("NVIDIA H200", "sm_90", 132, 60 * _M, 4800 * _G, 989 * _T, 494 * _T, 67 * _T, 67 * _T, 1979 * _T,
-               1979 * _T, achieved=0.78),
+               1979 * _T, achieved=0.84),
         Device("NVIDIA H100", "sm_90", 132, 50 * _M, 3350 * _G, 989 * _T, 494 * _T, 67 * _T, 67 * _T, 1979 * _T,
-               1979 * _T, achieved=0.75),
+               1979 * _T, achieved=0.80),
         Device("NVIDIA B200", "sm_100", 148, 126 * _M, 8000 * _G, 2250 * _T, 1100 * _T, 75 * _T, 37 * _T, 4500 * _T,
                4500 * _T),
         Device("NVIDIA GeForce RTX 5090", "sm_120", 170, 96 * _M, 1792 * _G, 419 * _T, 105 * _T, 105 * _T, 1.6 * _T,

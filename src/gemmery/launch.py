@@ -43,6 +43,11 @@ def describable(operand: Operand, batch: tuple[int, ...]) -> bool:
     )
 
 
+def promotes(problem: Problem) -> bool:
+    """Whether partial sums are promoted to fp32 on the way: fp8 on Hopper, whose tensor cores sum with fewer bits."""
+    return problem.a.dtype in FP8 and not problem.fast_accum and problem.device.target.family == "hopper"
+
+
 def _steps(operand: Operand, described: bool) -> tuple[int, ...]:
     return tuple(int(step != 0) for step in operand.steps) if described else operand.steps
 
@@ -134,7 +139,6 @@ class Binding:
 
     def _constants(self) -> dict[str, Any]:
         p, c = self.problem, self.config
-        accurate = p.a.dtype in FP8 and not p.fast_accum and p.device.target.family == "hopper"
         constants: dict[str, Any] = {
             "ORDER": order.grouped,
             "LOAD_A": self.a.loader(),
@@ -151,7 +155,7 @@ class Binding:
             "ACC": _TL[accumulator(p.a.dtype)],
             "OUT": _TL[p.out.dtype],
             "PRECISION": p.precision,
-            "IMPRECISE_ACC": min(PROMOTE_EVERY, c.block_k) if accurate else -1,
+            "IMPRECISE_ACC": min(PROMOTE_EVERY, c.block_k) if promotes(p) else -1,
             "num_warps": c.num_warps,
             "num_stages": c.num_stages,
         }

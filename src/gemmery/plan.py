@@ -122,7 +122,7 @@ class Plan:
             parts = " ".join(
                 f"{part * 1e6:8.1f}" for part in (cost.total, cost.compute, cost.l2, cost.memory, cost.overhead)
             )
-            lines.append(f"{config!s:58} {parts} {cost.waves:5d}")
+            lines.append(f"{config!s:58} {parts} {cost.waves:5.2f}")
         return "\n".join(lines)
 
     def __str__(self) -> str:

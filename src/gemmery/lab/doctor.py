@@ -68,17 +68,14 @@ def examine() -> dict[str, Any]:
     gpus = [_gpu(index) for index in range(torch.cuda.device_count())]
     trials = _trials(bool(gpus))
     tools = _tools()
-    if devices.INTERPRETED:
-        kernels = "interpreted"
-    else:
-        kernels = "compiled" if any(gpu["row"] for gpu in gpus) else "reference"
+    on_gpu = "compiled" if any(gpu["row"] for gpu in gpus) else "reference"
     return {
         "versions": _versions(),
         "optional": {name: _installed(name) for name in OPTIONAL},
         "python": {"version": platform.python_version(), "platform": platform.platform()},
         "torch": {"cuda": torch.version.cuda, "hip": torch.version.hip},
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
-        "kernels": kernels,
+        "kernels": "interpreted" if devices.INTERPRETED else on_gpu,
         "gpus": gpus,
         "targets": _targets(),
         "tools": tools,
@@ -158,13 +155,16 @@ def _trials(gpu: bool) -> list[Trial]:
         places = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     else:
         places = [torch.device("cpu")]
-    return [_trial(place, dtype) for place in places for dtype in (torch.float32, torch.float16, torch.bfloat16)]
+    return [
+        _trial(place, dtype) for place in places for dtype in (torch.float32, torch.float16, torch.bfloat16)
+    ]
 
 
 def _trial(device: torch.device, dtype: torch.dtype) -> Trial:
     generator = torch.Generator().manual_seed(0)
     a, b = (
-        torch.randn(shape, generator=generator).to(device=device, dtype=dtype) for shape in ((37, 75), (75, 53))
+        torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
+        for shape in ((37, 75), (75, 53))
     )
     name = str(dtype).removeprefix("torch.")
     try:
@@ -209,7 +209,9 @@ def _broken(gpus: list[dict[str, Any]], tools: dict[str, str | None], trials: li
         has = _versions()[name]
         if tuple(int(part) for part in has.split(".")[:2]) < oldest:
             found.append(f"{name} is {has}; gemmery needs {'.'.join(map(str, oldest))} or newer")
-    found += [f"{trial.device}, {trial.dtype}: {trial.failure}" for trial in trials if trial.failure is not None]
+    found += [
+        f"{trial.device}, {trial.dtype}: {trial.failure}" for trial in trials if trial.failure is not None
+    ]
     if gpus and not devices.INTERPRETED:
         if tools["c compiler"] is None:
             found.append("no C compiler: Triton can't build its launcher; install gcc or clang, or set CC")

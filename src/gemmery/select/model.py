@@ -22,6 +22,10 @@ STREAM = 0.88
 LAUNCH = 3e-6
 
 
+#: Seconds between the full waves and a tail of narrower tiles: the pipeline runs empty and is filled again.
+TAIL_OVERHEAD = 4e-6
+
+
 @dataclass(frozen=True)
 class Cost:
     """Predicted time of a config in seconds, and its parts.
@@ -32,7 +36,7 @@ class Cost:
         l2: the same steps at L2's bandwidth.
         memory: each distinct byte once, at the memory's bandwidth.
         overhead: launch, pipeline fill, epilogues and stores.
-        waves: tiles on the busiest multiprocessor.
+        waves: tiles on the busiest multiprocessor; a tail counts as the part of a tile that it is.
     """
 
     total: float
@@ -40,21 +44,52 @@ class Cost:
     l2: float
     memory: float
     overhead: float
-    waves: int
+    waves: float
+
+
+@dataclass(frozen=True)
+class _Wave:
+    """`count` tiles of `columns` columns on every one of `busy` multiprocessors, one after the other."""
+
+    count: int
+    columns: int
+    busy: int
+
+    def compute(self, problem: Problem, tile: Tile, steps: int) -> float:
+        """Seconds of arithmetic."""
+        device, c = problem.device, tile.config
+        rate = device.rate(problem.a.dtype, problem.precision) * device.achieved / device.sms
+        return self.count * steps * 2 * c.block_m * self.columns * c.block_k / (rate * tile.efficiency)
+
+    def l2(self, problem: Problem, tile: Tile, steps: int) -> float:
+        """Seconds of traffic from L2."""
+        c = tile.config
+        step = (c.block_m * problem.a.dtype.itemsize + self.columns * problem.b.dtype.itemsize) * c.block_k
+        return self.count * steps * step * self.busy / (problem.device.bandwidth * L2_OVER_MEMORY)
+
+
+def _waves(problem: Problem, tile: Tile) -> list[_Wave]:
+    """How the tiles fall on the multiprocessors: whole ones, and then the last wave's parts if it is cut up."""
+    c, sms = tile.config, problem.device.sms
+    tiles = problem.matrices * -(-problem.M // c.block_m) * -(-problem.N // c.block_n)
+    full, rest = divmod(tiles, sms)
+    if c.tail == 1 or not rest or not full:
+        return [_Wave(-(-tiles // sms), c.block_n, min(tiles, sms))]
+    parts = rest * c.tail
+    tail = _Wave(-(-parts // sms), c.block_n // c.tail, min(parts, sms))
+    return [_Wave(full, c.block_n, sms), tail]
 
 
 def cost(problem: Problem, tile: Tile) -> Cost:
     """The predicted cost of running `problem` with one row of the space."""
-    p, c, device = problem, tile.config, problem.device
-    tiles = p.matrices * -(-p.M // c.block_m) * -(-p.N // c.block_n)
-    waves = -(-tiles // device.sms)
+    p, c = problem, tile.config
     steps = -(-p.K // c.block_k)
-    rate = device.rate(p.a.dtype, p.precision) * device.achieved / device.sms
-    step_flops = 2 * c.block_m * c.block_n * c.block_k
-    step_bytes = (c.block_m * p.a.dtype.itemsize + c.block_n * p.b.dtype.itemsize) * c.block_k
-    busy = min(tiles, device.sms)
-    compute = waves * steps * step_flops / (rate * tile.efficiency)
-    l2 = waves * steps * step_bytes * busy / (device.bandwidth * L2_OVER_MEMORY)
-    memory = p.bytes / (device.bandwidth * STREAM)
-    overhead = LAUNCH + waves * TILE_OVERHEAD[c.schedule]
-    return Cost(max(compute, l2, memory) + overhead, compute, l2, memory, overhead, waves)
+    waves = _waves(p, tile)
+    compute = [wave.compute(p, tile, steps) for wave in waves]
+    l2 = [wave.l2(p, tile, steps) for wave in waves]
+    memory = p.bytes / (p.device.bandwidth * STREAM)
+    overhead = LAUNCH + (len(waves) - 1) * TAIL_OVERHEAD
+    overhead += sum(wave.count * wave.columns for wave in waves) / c.block_n * TILE_OVERHEAD[c.schedule]
+    busy = sum(max(pair) for pair in zip(compute, l2, strict=True))
+    columns = sum(wave.count * wave.columns for wave in waves)
+    return Cost(max(busy, memory) + overhead, sum(compute), sum(l2), memory, overhead, columns / c.block_n)

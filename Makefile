@@ -1,0 +1,115 @@
+# `make help` lists the targets. Whatever needs an environment makes .venv first, once, from pinned versions.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+# The Python that makes .venv; for test-gpu and bench, the Python whose torch sees the GPU.
+PYTHON ?= python3
+# Processes that run tests at a time.
+WORKERS ?= 2
+# More words for pytest, benchmarks/run.py or gemmery: make test-host ARGS='-k plan'
+ARGS ?=
+
+VENV := .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+# One thread a worker: torch's own threads only get into each other's way here.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS)
+INTERPRETED := env TRITON_INTERPRET=1
+COMPILED := env -u TRITON_INTERPRET
+
+.PHONY: help
+help: ## what can be made
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# --- environment -----------------------------------------------------------------------------------------------------
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "gemmery needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[cli,demo,dev]'
+	@touch $@
+
+# Another Triton beside the one of .venv: first on the path, so that torch need not be installed again.
+.venv-triton-%/.ready: constraints-%.txt | $(READY)
+	rm -rf $(@D)
+	$(PY) -m pip install --disable-pip-version-check --no-deps --target $(@D) --requirement $<
+	@touch $@
+
+.PHONY: install
+install: $(READY) ## the environment alone
+
+# --- what users see --------------------------------------------------------------------------------------------------
+
+.PHONY: demo
+demo: $(READY) ## a sentence model with every linear layer through gemmery
+	@$(VENV)/bin/gemmery demo $(ARGS)
+
+.PHONY: doctor
+doctor: $(READY) ## what this machine can do
+	@$(VENV)/bin/gemmery doctor $(ARGS)
+
+# --- checks ----------------------------------------------------------------------------------------------------------
+
+.PHONY: test
+test: lint types test-host test-interpret test-compile ## everything that needs no GPU
+
+.PHONY: lint
+lint: $(READY) ## ruff: rules and format
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+
+.PHONY: types
+types: $(READY) ## mypy
+	$(PY) -m mypy
+
+.PHONY: format
+format: $(READY) ## let ruff repair and format
+	$(PY) -m ruff check --fix
+	$(PY) -m ruff format
+
+# Triton decides when a kernel is defined whether it is interpreted, so each kind of test is a process of its own.
+
+.PHONY: test-host
+test-host: $(READY) ## tests that run no kernel
+	$(COMPILED) $(PYTEST) tests/host $(ARGS)
+
+.PHONY: test-interpret
+test-interpret: $(READY) ## kernels through Triton's interpreter
+	$(INTERPRETED) $(PYTEST) tests/interpret $(ARGS)
+
+.PHONY: test-compile
+test-compile: $(READY) ## a sample of kernels compiled for other machines' GPUs
+	$(COMPILED) $(PYTEST) tests/compile $(ARGS)
+
+.PHONY: check-targets
+check-targets: $(READY) ## every kernel and config compiled for every target (long)
+	$(COMPILED) $(PY) -m gemmery.lab.targets --all $(ARGS)
+
+.PHONY: test-oldest test-newest
+test-oldest: ## a shorter pass with the oldest Triton
+test-newest: ## a shorter pass with the newest Triton
+test-oldest test-newest: test-%: $(READY) .venv-triton-%/.ready
+	PYTHONPATH=$(CURDIR)/.venv-triton-$* $(INTERPRETED) $(PYTEST) tests/interpret -m 'not slow' --hypothesis-profile=quick $(ARGS)
+	PYTHONPATH=$(CURDIR)/.venv-triton-$* $(COMPILED) $(PYTEST) tests/compile -m 'not slow' $(ARGS)
+
+# --- on a machine with a GPU, with its own torch ---------------------------------------------------------------------
+
+.PHONY: test-gpu
+test-gpu: ## tests on the GPU, with the torch of PYTHON
+	$(COMPILED) PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests/gpu $(ARGS)
+
+.PHONY: bench
+bench: ## benchmarks on the GPU, with the torch of PYTHON
+	$(COMPILED) PYTHONPATH=src $(PYTHON) benchmarks/run.py $(ARGS)
+
+# --- the rest --------------------------------------------------------------------------------------------------------
+
+.PHONY: clean
+clean: ## remove environments, builds and caches
+	rm -rf .venv .venv-triton-* build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,223 @@
+"""Compiles every kernel that the selector may choose, for targets that are not at hand, and checks what comes out.
+
+A stand-in for Triton's driver names the target, so that a launch's own path of binding and specialisation compiles the
+kernel, down to machine code, without a GPU. One process compiles for one target: within a process Triton keeps code
+by device number and would hand out another target's. Run as `python -m gemmery.lab.targets [--all] [TARGET ...]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx1100")
+#: Instructions of a matrix unit, any of which shows that a dot did not fall to scalar code.
+_MATRIX = ("wgmma.mma_async", "mma.sync", "tcgen05.mma", "v_mfma", "v_wmma")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel to compile: operand types, layouts (N: row-major, T: column-major), epilogue and alignment."""
+
+    dtype: str
+    layout: str
+    epilogue: str
+    aligned: bool
+    precision: str = "ieee"
+    fast_accum: bool = False
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one compiled kernel turned out to be; `faults` is empty when all is well."""
+
+    target: str
+    case: Case
+    config: str
+    registers: int
+    spilled: int
+    shared: int
+    instructions: tuple[str, ...]
+    faults: tuple[str, ...]
+
+
+class _Driver:
+    """As much of a Triton driver as compiling asks for."""
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+
+def use_target(name: str) -> None:
+    """Make this process compile for a target; once a process."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    from ..devices import ARCHS
+
+    arch = ARCHS[name]
+    number: int | str = int(name.removeprefix("sm_")) if arch.backend == "cuda" else name
+    driver.set_active(_Driver(GPUTarget(arch.backend, number, arch.warp_size)))
+
+
+def cases(name: str, everything: bool) -> Iterator[Case]:
+    """What to compile for a target: all types it can do, in the layouts and epilogues that change the code most."""
+    from ..devices import ARCHS
+    from ..problem import DTYPE_NAMES
+
+    arch = ARCHS[name]
+    fp8 = [DTYPE_NAMES[dtype] for dtype in arch.fp8]
+    kinds = [Case(dtype, "", "", True) for dtype in ("fp16", "bf16", "fp64", "int8")]
+    kinds += [Case("fp32", "", "", True, precision) for precision in arch.precisions]
+    kinds += [Case(dtype, "", "", True, fast_accum=fast) for dtype in fp8 for fast in (False, True)]
+    for kind in kinds:
+        variants = [("NT", "identity", True), ("NN", "add_row", True), ("NT", "identity", False)]
+        if everything:
+            variants += [("TN", "identity", True), ("TT", "scale", True), ("NN", "identity", False)]
+        for layout, epilogue, aligned in variants:
+            yield Case(kind.dtype, layout, epilogue, aligned, kind.precision, kind.fast_accum)
+
+
+def _tensors(case: Case, size: int) -> tuple[Any, ...]:
+    from ..problem import DTYPE_NAMES, OUT_DTYPES
+
+    dtype = {name: dtype for dtype, name in DTYPE_NAMES.items()}[case.dtype]
+    a, b = torch.empty(size, size, dtype=dtype, device="meta"), torch.empty(size, size, dtype=dtype, device="meta")
+    out = torch.empty(size, size, dtype=OUT_DTYPES[dtype][0], device="meta")
+    a, b = (x.t() if letter == "T" else x for x, letter in zip((a, b), case.layout, strict=True))
+    addend = torch.empty(size, dtype=out.dtype, device="meta") if case.epilogue == "add_row" else None
+    return a, b, out, addend
+
+
+def compile_case(name: str, case: Case) -> Iterator[Report]:
+    """Compile a case with every config that the selector may choose for it, and check each."""
+    from ..devices import TABLE
+    from ..launch import Binding
+    from ..layout import make_problem
+    from ..select.space import configs
+
+    device = next(row for row in TABLE.values() if row.arch == name)
+    # 4096 and 4099: every stride a multiple of 16, or none.
+    a, b, out, addend = _tensors(case, 4096 if case.aligned else 4099)
+    problem = make_problem(
+        a, b, out, addend, scaled=case.epilogue == "scale", precision=case.precision,  # type: ignore[arg-type]
+        fast_accum=case.fast_accum, device=device,
+    )  # fmt: skip
+    for tile in configs(problem):
+        compiled = Binding(problem, tile.config).compile(a, b, out, addend, 2.0, 1.0)
+        registers, spilled = _resources(compiled)
+        text = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
+        found = tuple(word for word in _MATRIX if word in text)
+        shared = int(compiled.metadata.shared)
+        faults = []
+        if spilled:
+            faults.append(f"spills {spilled} bytes")
+        if shared > device.target.shared:
+            faults.append(f"takes {shared} bytes of shared memory of {device.target.shared}")
+        wanted = expected(name, case, tile.config)
+        if wanted and not set(wanted) & set(found):
+            faults.append(f"has {' and '.join(found) or 'no matrix instruction'}, not {' or '.join(wanted)}")
+        yield Report(name, case, str(tile.config), registers, spilled, shared, found, tuple(faults))
+
+
+def expected(name: str, case: Case, config: Any) -> tuple[str, ...]:
+    """The matrix instructions, one of which a kernel must contain; none where the target has no unit for the type."""
+    from ..devices import ARCHS
+
+    arch = ARCHS[name]
+    if case.dtype == "fp32" and case.precision == "ieee":
+        return ("v_mfma",) if arch.family == "cdna" else ()
+    if case.dtype == "fp64":
+        return {"ampere": ("mma.sync",), "hopper": ("mma.sync",), "cdna": ("v_mfma",)}.get(arch.family, ())
+    if case.dtype == "int8" and arch.family == "blackwell":
+        # Triton before 3.9 does not use the newer instruction here.
+        return ("tcgen05.mma", "mma.sync")
+    # wgmma and tcgen05 work on at least 64 rows a warpgroup; shorter tiles use the instruction of one warp.
+    if arch.family in ("hopper", "blackwell") and config.block_m < 64:
+        return ("mma.sync",)
+    return (arch.matrix,)
+
+
+def _resources(compiled: Any) -> tuple[int, int]:
+    """Registers per thread and bytes spilled per thread, from the machine code."""
+    if "cubin" not in compiled.asm:
+        text = compiled.asm["amdgcn"]
+        counts = {key: int(n) for key, n in re.findall(r"\.(\w+_count|private_segment_fixed_size): *(\d+)", text)}
+        spilled = 4 * (counts.get("vgpr_spill_count", 0) + counts.get("sgpr_spill_count", 0))
+        return counts["vgpr_count"], max(spilled, counts.get("private_segment_fixed_size", 0))
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        run = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    usage = {key: int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", run.stdout)}
+    return usage["REG"], usage["STACK"] + usage["LOCAL"]
+
+
+def check_here(name: str, everything: bool) -> list[Report]:
+    """Compile and check all of a target's cases in this process."""
+    use_target(name)
+    return [report for case in cases(name, everything) for report in compile_case(name, case)]
+
+
+def check(name: str, everything: bool) -> list[dict[str, Any]]:
+    """Compile and check all of a target's cases in a process of their own; returns its reports as dicts."""
+    command = [sys.executable, "-m", "gemmery.lab.targets", "--child", name, *(["--all"] if everything else [])]
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if run.returncode:
+        raise RuntimeError(f"{name}: compiling failed\n{run.stderr}")
+    reports: list[dict[str, Any]] = json.loads(run.stdout.splitlines()[-1])
+    return reports
+
+
+def main() -> int:
+    """Check the targets named on the command line, all by default; exit status 1 if any kernel is not as it must be."""
+    parser = argparse.ArgumentParser(prog="python -m gemmery.lab.targets", description=main.__doc__)
+    parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of {', '.join(TARGETS)}")
+    parser.add_argument("--all", action="store_true", help="all layouts and epilogues, not a sample")
+    parser.add_argument("--child", metavar="TARGET", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        print(json.dumps([asdict(report) for report in check_here(arguments.child, arguments.all)]))
+        return 0
+    unknown = set(arguments.targets) - set(TARGETS)
+    if unknown:
+        parser.error(f"no target {', '.join(sorted(unknown))}; there are {', '.join(TARGETS)}")
+    bad = 0
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        targets = arguments.targets or TARGETS
+        for target, reports in zip(targets, pool.map(lambda t: check(t, arguments.all), targets), strict=True):
+            faulty = [report for report in reports if report["faults"]]
+            bad += len(faulty)
+            print(f"{target}: {len(reports)} kernels, {len(faulty)} at fault", flush=True)
+            for report in faulty:
+                print(f"  {report['config']} {report['case']}: {'; '.join(report['faults'])}")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

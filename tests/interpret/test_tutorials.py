@@ -1,0 +1,261 @@
+"""Every rung of the ladder through the interpreter, and what the tile order of rung 5 promises."""
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gemmery.lab import ladder
+
+TUTORIALS = Path(__file__).resolve().parents[2] / "tutorials"
+FILES = sorted(TUTORIALS.glob("[0-9][0-9]_*.py"))
+MATMULS = range(3, 9)
+
+pytestmark = pytest.mark.filterwarnings("ignore:tl.make_block_ptr is deprecated")
+
+
+@pytest.fixture(scope="module")
+def common() -> Iterator[ModuleType]:
+    """The tutorials' common file, imported as the tutorials import it: from the folder that they lie in."""
+    sys.path.insert(0, str(TUTORIALS))
+    try:
+        import _common
+
+        yield _common
+    finally:
+        sys.path.remove(str(TUTORIALS))
+
+
+@pytest.fixture(scope="module")
+def order(common: ModuleType) -> ModuleType:
+    return common.rung(5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The rungs
+
+
+def test_there_are_nine_rungs() -> None:
+    assert [path.name[:2] for path in FILES] == [f"{number:02d}" for number in range(1, 10)]
+    assert list(ladder.tutorial_files().values()) == FILES
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_rung(common: ModuleType, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    number = int(path.name[:2])
+    module = common.rung(number)
+    written = tmp_path / "record.json"
+    record = module.main(["--json", str(written)])
+
+    assert record.number == number
+    assert module.__doc__.startswith(f"Rung {number}: ")
+    assert record.interpreted
+    assert sum(row.role == "this" for row in record.rows) >= 3
+    for row in record.rows:
+        assert row.time_us is None, "the interpreter's time says nothing"
+        assert row.error is not None
+        assert row.error < 1e-3
+    assert record.title in capsys.readouterr().out
+
+    again = ladder.read_record(written.read_text(encoding="utf-8"))
+    assert dataclasses.asdict(again) == dataclasses.asdict(record) | {
+        "rows": tuple(map(dataclasses.asdict, record.rows))
+    }
+
+
+def test_same_seed_same_result(common: ModuleType) -> None:
+    first, second = (common.rung(4).main(["--seed", "7"]) for _ in range(2))
+    assert first == second
+
+
+def product(
+    common: ModuleType, number: int, a: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """a @ w.T by a rung: some take the weight, some its transpose."""
+    return common.rung(number).matmul(a, w if number in (3, 8) else w.T, out)
+
+
+@pytest.mark.parametrize("number", MATMULS)
+def test_an_unwritten_element_is_noticed(common: ModuleType, number: int) -> None:
+    a, w = common.normal(64, 64), common.normal(64, 64)
+    out = common.poisoned(64, 64)
+    assert product(common, number, a, w, out) is out
+    out[-1, -1] = math.nan
+    with pytest.raises(AssertionError, match="relative error nan"):
+        common.compare("a rung", "64x64x64", out, a @ w.T, a.double() @ w.double().T, 1e-3)
+
+
+@pytest.mark.parametrize("number", MATMULS)
+def test_what_no_rung_takes(common: ModuleType, number: int) -> None:
+    a, w = common.normal(64, 64), common.normal(64, 64)
+    with pytest.raises(ValueError, match=r"\(64, 64\) and \(32, 64\)"):
+        product(common, number, a, common.normal(64, 32))
+    with pytest.raises(ValueError, match="float16"):
+        product(common, number, a.float(), w.float())
+    with pytest.raises(ValueError, match="out must be"):
+        product(common, number, a, w, common.poisoned(64, 63))
+
+
+def test_what_single_rungs_refuse(common: ModuleType) -> None:
+    vector = common.normal(64, dtype=torch.float32)
+    for number in (1, 2):
+        add = common.rung(number).add
+        with pytest.raises(ValueError, match="contiguous"):
+            add(vector[::2], vector[::2])
+        with pytest.raises(ValueError, match=r"\(64,\).*\(32,\)"):
+            add(vector, vector[:32])
+    with pytest.raises(ValueError, match="16 bytes"):
+        common.rung(2).add(vector[1:], vector[1:], window="descriptor")
+
+    a, w = common.normal(64, 64), common.normal(64, 64)
+    with pytest.raises(ValueError, match="multiples of 32"):
+        common.rung(3).matmul(a[:63], w)
+    with pytest.raises(ValueError, match="contiguous"):
+        common.rung(3).matmul(a.T, w)
+    with pytest.raises(ValueError, match=r"w: .*16 bytes"):
+        common.rung(8).matmul(a, w.T)
+    with pytest.raises(ValueError, match="empty"):
+        common.rung(8).matmul(a[:0], w)
+    with pytest.raises(ValueError, match="bias must be"):
+        common.rung(9).linear(a, w, common.normal(63))
+    with pytest.raises(ValueError, match="'tanh'"):
+        common.rung(9).linear(a, w, common.normal(64), "tanh")
+
+
+def test_empty_vectors_and_products(common: ModuleType) -> None:
+    nothing = common.normal(0, dtype=torch.float32)
+    assert common.rung(1).add(nothing, nothing).shape == (0,)
+    assert common.rung(2).add(nothing, nothing).shape == (0,)
+    for number in (4, 5, 6, 7):
+        matmul = common.rung(number).matmul
+        assert matmul(common.normal(0, 8), common.normal(8, 5)).shape == (0, 5)
+        # A sum of nothing is 0.
+        assert torch.equal(
+            matmul(common.normal(3, 0), common.normal(0, 5), common.poisoned(3, 5)), torch.zeros(3, 5).half()
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The order of rung 5
+
+GRIDS = {"tiles_m": st.integers(1, 40), "tiles_n": st.integers(1, 40), "group": st.integers(1, 16)}
+
+
+@given(**GRIDS)
+def test_formula_is_swizzle2d(order: ModuleType, tiles_m: int, tiles_n: int, group: int) -> None:
+    written = order.places(tiles_m, tiles_n, group, "written out")
+    assert written == order.places(tiles_m, tiles_n, group, "tl.swizzle2d")
+
+
+@given(**GRIDS)
+def test_each_tile_exactly_once(order: ModuleType, tiles_m: int, tiles_n: int, group: int) -> None:
+    written = order.places(tiles_m, tiles_n, group, "written out")
+    assert sorted(written) == [(row, col) for row in range(tiles_m) for col in range(tiles_n)]
+
+
+@given(**GRIDS)
+def test_groups_are_walked_column_by_column(
+    order: ModuleType, tiles_m: int, tiles_n: int, group: int
+) -> None:
+    expected = [
+        (row, col)
+        for first in range(0, tiles_m, group)
+        for col in range(tiles_n)
+        for row in range(first, min(first + group, tiles_m))
+    ]
+    assert order.places(tiles_m, tiles_n, group, "written out") == expected
+
+
+@settings(max_examples=10)
+@given(tiles_m=st.integers(1, 5), tiles_n=st.integers(1, 5), group=st.integers(1, 4))
+def test_product_in_any_order(
+    common: ModuleType, order: ModuleType, tiles_m: int, tiles_n: int, group: int
+) -> None:
+    m, n = tiles_m * order.TILE_M - 1, tiles_n * order.TILE_N - 1
+    a, b = common.normal(m, 20), common.normal(20, n)
+    results = [order.matmul(a, b, common.poisoned(m, n), name, group) for name in order.ORDERS]
+    assert torch.equal(results[0], results[1])
+    assert common.relative_error(results[0], a.double() @ b.double()) < 5e-4
+
+
+def test_groups_touch_fewer_blocks(order: ModuleType) -> None:
+    assert order.blocks_touched(8, 8, 1, 8) == 1 + 8
+    assert order.blocks_touched(8, 8, 4, 8) == 4 + 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command
+
+
+def test_ladder_runs_a_rung_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written = tmp_path / "ladder.json"
+    assert ladder.ladder([1], written) == 0
+    (record,) = json.loads(written.read_text(encoding="utf-8"))
+    assert record["number"] == 1
+    out = capsys.readouterr().out
+    assert "interpreter" in out
+    assert "vector add with pointers" in " ".join(out.split())
+
+
+def test_ladder_without_such_a_rung(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ladder.ladder([3, 12]) == 2
+    assert "no rung 12: there are 1 to 9" in capsys.readouterr().out
+
+
+def test_ladder_reports_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "01_broken.py"
+    broken.write_text("print('so far')\nraise SystemExit('and no further')\n", encoding="utf-8")
+    monkeypatch.setattr(ladder, "tutorial_files", lambda: {1: broken})
+    assert ladder.ladder() == 1
+    out = capsys.readouterr().out
+    assert "so far" in out
+    assert "and no further" in out
+
+
+def test_gains() -> None:
+    def row(role: str, shape: str, time_us: float | None, rate: float | None = 1.0) -> ladder.Row:
+        return ladder.Row(role, role, shape, time_us, rate, "TFLOP/s", None)
+
+    rows = [
+        row("this", "checked", None),
+        row("this", "a", 50.0),
+        row("before", "a", 100.0),
+        row("torch", "a", 40.0),
+        row("other", "a", 1.0),
+        row("this", "b", 10.0),
+        row("torch", "b", 10.0),
+        row("torch", "c", 10.0),
+    ]
+    a, b = ladder.gains(rows)
+    assert (a.shape, a.time_us, a.over_before, a.over_torch, a.over_copy) == ("a", 50.0, 2.0, 0.8, None)
+    assert (b.shape, b.over_before, b.over_torch) == ("b", None, 1.0)
+
+    record = ladder.Record(4, "strides", "a GPU", False, "2", "3", 0, tuple(rows))
+    cells = [list(column.cells) for column in ladder.timing_table([record]).columns]
+    assert cells[0] == ["4 strides", "", ""]
+    assert cells[4] == ["2.00x", "", "2.00x"]
+    assert cells[5] == ["0.80x", "1.00x", "0.89x"]
+
+
+def test_a_rung_is_a_program_of_its_own(tmp_path: Path) -> None:
+    """From any directory, and with nothing said about the interpreter where there is no GPU."""
+    done = subprocess.run(
+        [sys.executable, "-B", str(FILES[7])],
+        cwd=tmp_path,
+        capture_output=True,
+        encoding="utf-8",
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Rung 8" in done.stdout

@@ -1,0 +1,104 @@
+"""Rung 1: vector add with pointers and a mask.
+
+The smallest complete Triton kernel. A launch starts many *programs*; all run the same code and tell themselves apart
+by `tl.program_id`. A program does not handle one element, as a CUDA thread would, but a whole *block* of them: values
+in the kernel are arrays of `BLOCK` elements, and the compiler spreads them over the threads of the program.
+
+    element    0        1024       2048      n-1
+               |---------|----------|---------|  :  :
+    program         0          1         2    ^--^
+                                              masked: these addresses are not ours
+
+A pointer plus an array of integers is an array of pointers. `n` is seldom a multiple of the block, so the last program
+would run past the end; a *mask* says which elements exist. A masked load does not touch memory, and neither does a
+masked store.
+
+How fast can it be? Each element costs 12 bytes of traffic (two loads and one store of four bytes) and one addition.
+A GPU does hundreds of additions in the time of one such transfer, so memory bandwidth alone decides. The yardstick is
+what a plain copy reaches on the same machine in the same run: no kernel moves bytes faster than one that does nothing
+else. A simple kernel already gets there, and there is nothing left for a later rung to gain on large vectors.
+Matrix products, from rung 3 on, are another matter.
+
+The programming model: Tillet, Kung, Cox, "Triton: An Intermediate Language and Compiler for Tiled Neural Network
+Computations", MAPL 2019. Judging a kernel by the limit of its machine: Williams, Waterman, Patterson, "Roofline",
+CACM 2009.
+"""
+
+from collections.abc import Sequence
+
+from _common import Record, Row, compare, normal, output, poisoned, relative_error, run, time_us
+
+# isort: split
+import torch
+import triton
+import triton.language as tl
+
+NUMBER = 1
+TITLE = "vector add with pointers and a mask"
+BLOCK = 1024
+
+
+@triton.jit
+def add_kernel(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    # Over 2**31 elements the position does not fit 32 bits, and program_id has 32.
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    index = start + tl.arange(0, BLOCK)
+    inside = index < n
+    x = tl.load(x_ptr + index, mask=inside)
+    y = tl.load(y_ptr + index, mask=inside)
+    tl.store(out_ptr + index, x + y, mask=inside)
+
+
+def add(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """x + y for two contiguous tensors of one shape and dtype."""
+    if x.shape != y.shape or x.dtype != y.dtype or x.device != y.device:
+        raise ValueError(
+            f"wanted two tensors of one shape, dtype and device, got {tuple(x.shape)} of {x.dtype} on {x.device} "
+            f"and {tuple(y.shape)} of {y.dtype} on {y.device}"
+        )
+    out = output(out, x, *x.shape)
+    if not (x.is_contiguous() and y.is_contiguous() and out.is_contiguous()):
+        raise ValueError("this rung walks through memory element by element: the tensors must be contiguous")
+    n = x.numel()
+    add_kernel[(triton.cdiv(n, BLOCK),)](x, y, out, n, BLOCK=BLOCK)
+    return out
+
+
+def check() -> list[Row]:
+    rows = []
+    # One element, less than a block, exactly blocks, one more than blocks, a prime.
+    for n in (1, 1000, 2 * BLOCK, 2 * BLOCK + 1, 7919):
+        x, y = normal(n, dtype=torch.float32), normal(n, dtype=torch.float32)
+        out = add(x, y, out=poisoned(n, dtype=torch.float32))
+        rows += compare("rung 1", str(n), out, x + y, x.double() + y.double(), 1e-7)
+    return rows
+
+
+def bench() -> list[Row]:
+    rows = []
+    for n in (2**20, 2**24, 2**26):
+        x, y = normal(n, dtype=torch.float32), normal(n, dtype=torch.float32)
+        out = add(x, y, out=poisoned(n, dtype=torch.float32))
+        error = relative_error(out, x.double() + y.double())
+        # A copy of 1.5 n elements reads and writes as many bytes as the addition of n.
+        source = normal(n + n // 2, dtype=torch.float32)
+        target = torch.empty_like(source)
+        names = (("rung 1", "this", error), ("torch.add", "torch", None), ("torch copy_", "copy", None))
+        times = time_us(
+            [
+                lambda x=x, y=y, out=out: add(x, y, out),
+                lambda x=x, y=y, out=out: torch.add(x, y, out=out),
+                lambda source=source, target=target: target.copy_(source),
+            ]
+        )
+        for (name, role, wrong), t in zip(names, times, strict=True):
+            rows.append(Row(name, role, f"{n} fp32", t, 3 * 4 * n / t / 1e3, "GB/s", wrong))
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> Record:
+    return run(NUMBER, TITLE, check, bench, arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""Rung 2: vector add with a block window.
+
+Rung 1 built 1024 addresses and 1024 mask bits by hand. Here the kernel says once what the tensor looks like (its base,
+shape and strides) and then asks for a *window* of it. Addresses and bounds become Triton's business.
+
+    tensor    |--------------------------------------------|
+    window            |---------|
+                      ^offset    shape of the block
+
+For a vector this saves a line. For matrices it saves the error-prone part of the kernel, and it tells the compiler
+that the addresses form a rectangle, which is what hardware for block copies needs to know (rung 8).
+
+Triton has had two kinds of window:
+
+- *Block pointers*, `tl.make_block_ptr`: a pointer with a shape. The compiler turns them into ordinary addresses and
+  masks, with 64-bit arithmetic. Triton 3.7 calls them deprecated, 3.9 no longer has them.
+- *Tensor descriptors*: the same idea as a value of its own. On NVIDIA GPUs since Hopper a descriptor is what the TMA
+  unit reads: it moves the block from memory to shared memory by itself. On other GPUs Triton turns it into addresses
+  and masks, slower ones than your own, since it then knows nothing of the strides. The hardware sets conditions: the
+  base and all strides but the last are multiples of 16 bytes, the last stride is one element.
+
+This rung has the kernel both ways and uses block pointers where this Triton knows them. Do not expect a gain over rung
+1: the memory was the limit already, and TMA's detour through shared memory pays only where a block is used more than
+once.
+
+The second lesson of this rung is what a call costs besides its kernel. `add(x, y)` makes its output, `add(x, y, out)`
+is given one. On the device the two take the same time, since PyTorch's allocator hands out memory that it kept from
+earlier calls; the difference is host time, some microseconds of Python and C++ before the kernel is even queued. On a
+small vector the host time is all that counts, so the benchmark measures it as well. A descriptor costs host time too:
+it is encoded anew at each launch.
+
+Block pointers: the documentation of `tl.make_block_ptr` up to Triton 3.7. The TMA unit: NVIDIA, "H100 Tensor Core GPU
+Architecture", 2022, and the CUDA driver API under "Tensor Map Object Management".
+"""
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+
+from _common import (
+    HAS_BLOCK_POINTERS,
+    Record,
+    Row,
+    compare,
+    normal,
+    output,
+    poisoned,
+    relative_error,
+    run,
+    rung,
+    time_us,
+)
+
+# isort: split
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+NUMBER = 2
+TITLE = "vector add with a block window"
+BLOCK = 1024
+
+WINDOWS = ("block pointer", "descriptor") if HAS_BLOCK_POINTERS else ("descriptor",)
+# The text above says it once; Triton 3.7 would say it at every compilation.
+warnings.filterwarnings("ignore", message="tl.make_block_ptr is deprecated")
+
+
+@triton.jit
+def add_block_pointers(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    start = tl.program_id(0) * BLOCK
+    x = tl.make_block_ptr(x_ptr, shape=(n,), strides=(1,), offsets=(start,), block_shape=(BLOCK,), order=(0,))
+    y = tl.make_block_ptr(y_ptr, shape=(n,), strides=(1,), offsets=(start,), block_shape=(BLOCK,), order=(0,))
+    out = tl.make_block_ptr(
+        out_ptr, shape=(n,), strides=(1,), offsets=(start,), block_shape=(BLOCK,), order=(0,)
+    )
+    # boundary_check names the dimensions in which the window may stick out of the tensor.
+    total = tl.load(x, boundary_check=(0,)) + tl.load(y, boundary_check=(0,))
+    tl.store(out, total, boundary_check=(0,))
+
+
+@triton.jit
+def add_descriptors(x, y, out):
+    # The descriptors were made on the host, and they know their block. Bounds are always checked.
+    start = tl.program_id(0) * x.block_shape[0]
+    out.store([start], x.load([start]) + y.load([start]))
+
+
+def add(
+    x: torch.Tensor, y: torch.Tensor, out: torch.Tensor | None = None, window: str = WINDOWS[0]
+) -> torch.Tensor:
+    """x + y for two contiguous vectors of one dtype."""
+    if x.dim() != 1 or x.shape != y.shape or x.dtype != y.dtype or x.device != y.device:
+        raise ValueError(
+            f"wanted two vectors of one length, dtype and device, got {tuple(x.shape)} of {x.dtype} on {x.device} "
+            f"and {tuple(y.shape)} of {y.dtype} on {y.device}"
+        )
+    if window not in WINDOWS:
+        raise ValueError(f"window {window!r}: this Triton has {', '.join(WINDOWS)}")
+    out = output(out, x, *x.shape)
+    if not (x.is_contiguous() and y.is_contiguous() and out.is_contiguous()):
+        raise ValueError("this rung takes contiguous vectors")
+    n = x.numel()
+    if n > 2**31 - BLOCK:
+        raise ValueError(f"the offset of a window has 32 bits, too few for {n} elements")
+    if n == 0:
+        return out
+    grid = (triton.cdiv(n, BLOCK),)
+    if window == "block pointer":
+        add_block_pointers[grid](x, y, out, n, BLOCK=BLOCK)
+    else:
+        if any(t.data_ptr() % 16 for t in (x, y, out)):
+            raise ValueError("a descriptor needs memory that starts at a multiple of 16 bytes")
+        add_descriptors[grid](*(TensorDescriptor(t, [n], [1], [BLOCK]) for t in (x, y, out)))
+    return out
+
+
+def check() -> list[Row]:
+    rows = []
+    for window in WINDOWS:
+        for n in (1, 1000, 2 * BLOCK, 2 * BLOCK + 1, 7919):
+            x, y = normal(n, dtype=torch.float32), normal(n, dtype=torch.float32)
+            out = add(x, y, out=poisoned(n, dtype=torch.float32), window=window)
+            rows += compare(f"rung 2, {window}", str(n), out, x + y, x.double() + y.double(), 1e-7)
+    return rows
+
+
+def host_us(call: Callable[[], object], calls: int = 2000) -> float:
+    """Host time of a call: how long Python is busy, with nobody waiting for the device in between."""
+    for _ in range(100):
+        call()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    elapsed = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return elapsed / calls * 1e6
+
+
+def bench() -> list[Row]:
+    before = rung(1)
+    rows = []
+    for n in (2**20, 2**24, 2**26):
+        x, y = normal(n, dtype=torch.float32), normal(n, dtype=torch.float32)
+        out = poisoned(n, dtype=torch.float32)
+        source = normal(n + n // 2, dtype=torch.float32)  # a copy of this moves as many bytes as the addition
+        target = torch.empty_like(source)
+        contenders: list[tuple[str, str, Callable[[], object]]] = [
+            (f"rung 2, {WINDOWS[0]}", "this", lambda x=x, y=y, out=out: add(x, y, out)),
+            ("rung 2, new output", "other", lambda x=x, y=y: add(x, y)),
+            ("rung 1", "before", lambda x=x, y=y, out=out: before.add(x, y, out)),
+            ("torch.add", "torch", lambda x=x, y=y, out=out: torch.add(x, y, out=out)),
+            ("torch.add, new output", "other", lambda x=x, y=y: torch.add(x, y)),
+            ("torch copy_", "copy", lambda source=source, target=target: target.copy_(source)),
+        ]
+        for window in WINDOWS[1:]:
+            call = lambda x=x, y=y, out=out, window=window: add(x, y, out, window)  # noqa: E731
+            contenders.insert(1, (f"rung 2, {window}", "other", call))
+        add(x, y, out)
+        error = relative_error(out, x.double() + y.double())
+        times = time_us([call for _, _, call in contenders])
+        for (name, role, _), t in zip(contenders, times, strict=True):
+            rate = 3 * 4 * n / t / 1e3
+            rows.append(Row(name, role, f"{n} fp32", t, rate, "GB/s", error if role == "this" else None))
+
+    x, y = normal(BLOCK, dtype=torch.float32), normal(BLOCK, dtype=torch.float32)
+    out = torch.empty_like(x)
+    contenders = [
+        (f"rung 2, {WINDOWS[0]}", "this", lambda: add(x, y, out)),
+        *((f"rung 2, {w}", "other", lambda w=w: add(x, y, out, w)) for w in WINDOWS[1:]),
+        ("rung 2, new output", "other", lambda: add(x, y)),
+        ("rung 1", "before", lambda: before.add(x, y, out)),
+        ("torch.add", "torch", lambda: torch.add(x, y, out=out)),
+        ("torch.add, new output", "other", lambda: torch.add(x, y)),
+    ]
+    rows += [Row(name, role, f"{BLOCK} fp32, host time", host_us(call)) for name, role, call in contenders]
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> Record:
+    return run(NUMBER, TITLE, check, bench, arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Rung 3: matmul on a 2-D grid with block windows, B given as (N, K).
+
+out = a @ w.T, with a of (M, K) and w of (N, K), which is how `torch.nn.Linear` keeps its weight. Both have K as the
+dimension whose elements lie next to each other in memory.
+
+                      N
+              +-----------------+
+              |     |  w  |     |     a program owns one tile of out and walks along K:
+            K |     |     |     |
+              |     |     |     |         acc = 0
+              +-----------------+         for each block of K:
+        K                                     acc += a block @ w block, transposed
+    +-------+ +-----------------+         out tile = acc
+    |       | |     |     |     |
+    +-------+ +-----+-----+-----+
+    |   a   | |     | out |     | M   the grid is as many programs as there are tiles,
+    +-------+ +-----+-----+-----+     the program's two numbers are its tile's place
+    |       | |     |     |     |
+    +-------+ +-----------------+
+
+Why tiles? A product has 2·M·N·K operations on M·K + N·K inputs. Without reuse each operation would fetch its operands
+from memory, and the machine would be as slow as in rung 1. In a tile of BLOCK_M x BLOCK_N each element of a that is
+loaded is used BLOCK_N times and each element of w BLOCK_M times. With 128 x 128 and two-byte numbers that is 64
+operations a byte, enough that the caches can keep up with the tensor cores. Larger tiles reuse more, until the
+accumulator no longer fits the registers.
+
+`tl.dot` is the tensor cores' instruction. It multiplies float16 blocks and sums in float32: a sum of thousands of
+float16 numbers in float16 would lose the small ones. The loop is *pipelined* by the compiler: `num_stages=3` means
+that while one block is multiplied the next ones are on their way from memory.
+
+Windows without bounds checks keep this first product short, so M, N and K must be multiples of the block. The next rung
+gets rid of that. As in rung 2 there is one kernel with block pointers and one with descriptors for Triton versions that
+no longer have the former. (On Hopper the descriptor kernel uses the TMA unit, an advantage that on the other versions
+comes with rung 8, so there the ladder's figures for rungs 3 and 4 compare less directly.)
+
+Blocking for each level of the memory: Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication",
+TOMS 2008. For GPUs: NVIDIA's CUTLASS.
+"""
+
+import warnings
+from collections.abc import Sequence
+
+from _common import (
+    HAS_BLOCK_POINTERS,
+    INTERPRETED,
+    Record,
+    Row,
+    bench_products,
+    compare,
+    normal,
+    output,
+    poisoned,
+    product_sizes,
+    run,
+)
+
+# isort: split
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+NUMBER = 3
+TITLE = "matmul on a 2-D grid with block windows"
+
+# The interpreter does a program at a time, so there the tiles and the problems are small.
+TILE_M, TILE_N, TILE_K = (32, 32, 32) if INTERPRETED else (128, 128, 64)
+
+WINDOWS = ("block pointer", "descriptor") if HAS_BLOCK_POINTERS else ("descriptor",)
+warnings.filterwarnings("ignore", message="tl.make_block_ptr is deprecated")
+
+
+@triton.jit
+def matmul_block_pointers(
+    a_ptr, w_ptr, out_ptr, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    row = tl.program_id(1) * BLOCK_M
+    col = tl.program_id(0) * BLOCK_N
+    a = tl.make_block_ptr(
+        a_ptr, (M, K), (K, 1), offsets=(row, 0), block_shape=(BLOCK_M, BLOCK_K), order=(1, 0)
+    )
+    w = tl.make_block_ptr(
+        w_ptr, (N, K), (K, 1), offsets=(col, 0), block_shape=(BLOCK_N, BLOCK_K), order=(1, 0)
+    )
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for _ in range(0, K, BLOCK_K):
+        # .T moves no data: it only tells the tensor cores along which dimension to read.
+        acc = tl.dot(tl.load(a), tl.load(w).T, acc)
+        a = tl.advance(a, (0, BLOCK_K))
+        w = tl.advance(w, (0, BLOCK_K))
+    out = tl.make_block_ptr(out_ptr, (M, N), (N, 1), (row, col), (BLOCK_M, BLOCK_N), order=(1, 0))
+    tl.store(out, acc.to(tl.float16))
+
+
+@triton.jit
+def matmul_descriptors(a, w, out, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    row = tl.program_id(1) * BLOCK_M
+    col = tl.program_id(0) * BLOCK_N
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        acc = tl.dot(a.load([row, k]), w.load([col, k]).T, acc)
+    out.store([row, col], acc.to(tl.float16))
+
+
+def matmul(
+    a: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None = None, window: str = WINDOWS[0]
+) -> torch.Tensor:
+    """a @ w.T for contiguous float16 matrices whose sizes are multiples of the block."""
+    M, N, K = product_sizes(a, w.T)
+    out = output(out, a, M, N)
+    if window not in WINDOWS:
+        raise ValueError(f"window {window!r}: this Triton has {', '.join(WINDOWS)}")
+    if not (a.is_contiguous() and w.is_contiguous() and out.is_contiguous()):
+        raise ValueError("this rung takes contiguous matrices; rung 4 takes any strides")
+    if M % TILE_M or N % TILE_N or K % TILE_K or 0 in (M, N, K):
+        raise ValueError(
+            f"this rung takes M, N, K that are multiples of {TILE_M}, {TILE_N}, {TILE_K}, got {M}, {N}, {K}; "
+            "rung 4 takes any"
+        )
+    if M // TILE_M > 65535:
+        raise ValueError(f"{M // TILE_M} rows of tiles: CUDA's grids end at 65535 in y; rung 5 takes more")
+    # Neighbouring program numbers run along a row of tiles: x is the faster number.
+    grid = (N // TILE_N, M // TILE_M)
+    blocks = {"BLOCK_M": TILE_M, "BLOCK_N": TILE_N, "BLOCK_K": TILE_K, "num_warps": 8, "num_stages": 3}
+    if window == "block pointer":
+        matmul_block_pointers[grid](a, w, out, M, N, K, **blocks)
+    else:
+        if any(t.data_ptr() % 16 for t in (a, w, out)):
+            raise ValueError("a descriptor needs memory that starts at a multiple of 16 bytes")
+        matmul_descriptors[grid](
+            TensorDescriptor.from_tensor(a, [TILE_M, TILE_K]),
+            TensorDescriptor.from_tensor(w, [TILE_N, TILE_K]),
+            TensorDescriptor.from_tensor(out, [TILE_M, TILE_N]),
+            K,
+            **blocks,
+        )
+    return out
+
+
+def check() -> list[Row]:
+    rows = []
+    for window in WINDOWS:
+        for m, n, k in ((1, 1, 1), (3, 2, 4), (2, 5, 3)):
+            m, n, k = m * TILE_M, n * TILE_N, k * TILE_K
+            a, w = normal(m, k), normal(n, k)
+            out = matmul(a, w, out=poisoned(m, n), window=window)
+            reference = a.double() @ w.double().T
+            rows += compare(f"rung 3, {window}", f"{m}x{n}x{k}", out, a @ w.T, reference, 5e-4)
+    return rows
+
+
+def bench() -> list[Row]:
+    return bench_products(
+        ((4096, 4096, 4096), (8192, 8192, 8192)),
+        [
+            ("rung 3", "this", matmul),
+            *((f"rung 3, {w}", "other", lambda a, b, out, w=w: matmul(a, b, out, w)) for w in WINDOWS[1:]),
+            ("torch", "torch", lambda a, w, out: torch.matmul(a, w.T, out=out)),
+        ],
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> Record:
+    return run(NUMBER, TITLE, check, bench, arguments)
+
+
+if __name__ == "__main__":
+    main()

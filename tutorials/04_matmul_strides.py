@@ -1,0 +1,156 @@
+"""Rung 4: matmul of any strides and any sizes, with three masks.
+
+Rung 3 wanted contiguous matrices and sizes that are multiples of the block. This one takes whatever torch has.
+
+**Strides.** The element (i, j) of a matrix lies at `base + i * stride_0 + j * stride_1`. A transposed matrix is the
+same memory with the two strides exchanged, every second column is a doubled stride, a row repeated by `expand` has a
+stride of 0. A kernel that takes both strides of each matrix computes all of them, without a copy. So from here on b
+is (K, N), as in `a @ b`, and a Linear's weight is passed as `w.T`.
+
+How *fast* a layout is, is another matter. Where neighbouring elements of a block are neighbours in memory, a thread
+loads eight float16 numbers at once. Triton finds out by itself: it compiles a kernel anew for arguments that are 1 or
+multiples of 16, and derives from these how wide it may load. With an odd K, rows start at odd addresses, and each
+number is loaded alone.
+
+**Masks.** Three dimensions can end within a block, so there are three masks:
+
+             N                       1. rows of a and out that lie below M
+       +-----+--:                    2. columns of b and out that lie right of N
+       |     |  :                    3. the end of K, in a and in b: here the missing numbers must be
+       +-----+--:    M                  loaded as 0, since they go into every sum of the tile
+       |     |  :
+       +-----+--:                    Without mask 3 the result is wrong; without 1 and 2 the program reads
+       :.....:..:                    and writes memory that belongs to somebody else.
+
+The first two do not change along the loop. Only the third is computed in each step.
+
+**Large matrices.** An offset of over 2**31 elements does not fit 32 bits. Computing all addresses in 64 bits would take
+twice the registers; here only the tile's corner is, once, and within the tile 32 bits do.
+
+What it costs: addresses and masks in the loop, and on Hopper the copies go through the threads' hands instead of
+through the TMA unit. On sizes that rung 3 supports this rung is no faster. What it gains is generality.
+
+Strides and masks are the ones of any Triton or CUDA kernel; how BLAS libraries do the same for CPUs by packing:
+Van Zee and van de Geijn, "BLIS: A Framework for Rapidly Instantiating BLAS Functionality", TOMS 2015.
+"""
+
+from collections.abc import Sequence
+
+from _common import (
+    INTERPRETED,
+    Record,
+    Row,
+    bench_products,
+    compare,
+    normal,
+    output,
+    poisoned,
+    product_sizes,
+    run,
+    rung,
+)
+
+# isort: split
+import torch
+import triton
+import triton.language as tl
+
+NUMBER = 4
+TITLE = "matmul of any strides, with three masks"
+
+TILE_M, TILE_N, TILE_K = (32, 32, 32) if INTERPRETED else (128, 128, 64)
+
+
+@triton.jit
+def matmul_kernel(
+    a_ptr, b_ptr, out_ptr, M, N, K,
+    a_stride_m, a_stride_k, b_stride_k, b_stride_n, out_stride_m, out_stride_n,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1) * BLOCK_M
+    col = tl.program_id(0) * BLOCK_N
+    m = tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    row_inside = row + m < M
+    col_inside = col + n < N
+
+    # The corner of the tile in 64 bits, the places within it in 32.
+    a_ptr += row.to(tl.int64) * a_stride_m
+    b_ptr += col.to(tl.int64) * b_stride_n
+    out_ptr += row.to(tl.int64) * out_stride_m + col.to(tl.int64) * out_stride_n
+    a_block = a_ptr + m[:, None] * a_stride_m + k[None, :] * a_stride_k
+    b_block = b_ptr + k[:, None] * b_stride_k + n[None, :] * b_stride_n
+
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        k_inside = start + k < K
+        a = tl.load(a_block, mask=row_inside[:, None] & k_inside[None, :], other=0.0)
+        b = tl.load(b_block, mask=k_inside[:, None] & col_inside[None, :], other=0.0)
+        acc = tl.dot(a, b, acc)
+        a_block += BLOCK_K * a_stride_k
+        b_block += BLOCK_K * b_stride_k
+
+    out_block = out_ptr + m[:, None] * out_stride_m + n[None, :] * out_stride_n
+    tl.store(out_block, acc.to(tl.float16), mask=row_inside[:, None] & col_inside[None, :])
+
+
+def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """a @ b for float16 matrices of any size and strides."""
+    M, N, K = product_sizes(a, b)
+    out = output(out, a, M, N)
+    grid = (triton.cdiv(N, TILE_N), triton.cdiv(M, TILE_M))
+    if grid[1] > 65535:
+        raise ValueError(f"{grid[1]} rows of tiles: CUDA's grids end at 65535 in y; rung 5 takes more")
+    matmul_kernel[grid](
+        a, b, out, M, N, K, *a.stride(), *b.stride(), *out.stride(),
+        BLOCK_M=TILE_M, BLOCK_N=TILE_N, BLOCK_K=TILE_K, num_warps=8, num_stages=3,
+    )  # fmt: skip
+    return out
+
+
+def check() -> list[Row]:
+    rows = []
+    for m, n, k in (
+        (TILE_M, 2 * TILE_N, TILE_K),
+        (1, 7, 5),
+        (37, 71, 101),
+        (TILE_M + 1, TILE_N - 1, 2 * TILE_K + 1),
+    ):
+        a, b = normal(m, k), normal(k, n)
+        out = matmul(a, b, out=poisoned(m, n))
+        rows += compare("rung 4", f"{m}x{n}x{k}", out, a @ b, a.double() @ b.double(), 5e-4)
+
+    m, n, k = 45, 70, 83
+    layouts = {
+        "both transposed": (normal(k, m).T, normal(n, k).T, poisoned(m, n)),
+        "out transposed": (normal(m, k), normal(k, n), poisoned(n, m).T),
+        "every second column": (
+            normal(m, 2 * k)[:, ::2],
+            normal(k, 2 * n)[:, ::2],
+            poisoned(m, 2 * n)[:, ::2],
+        ),
+        "a repeated row": (normal(1, k).expand(m, k), normal(k, n), poisoned(m, n)),
+    }
+    for name, (a, b, out) in layouts.items():
+        matmul(a, b, out=out)
+        rows += compare("rung 4", f"{m}x{n}x{k}, {name}", out, a @ b, a.double() @ b.double(), 5e-4)
+    return rows
+
+
+def bench() -> list[Row]:
+    this = ("rung 4", "this", lambda a, w, out: matmul(a, w.T, out))
+    peer = ("torch", "torch", lambda a, w, out: torch.matmul(a, w.T, out=out))
+    before = ("rung 3", "before", rung(3).matmul)
+    return [
+        *bench_products(((4096, 4096, 4096), (8192, 8192, 8192)), [this, before, peer]),
+        *bench_products(((4001, 4099, 4093),), [this, peer]),  # rung 3 refuses these
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> Record:
+    return run(NUMBER, TITLE, check, bench, arguments)
+
+
+if __name__ == "__main__":
+    main()

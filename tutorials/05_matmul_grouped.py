@@ -1,0 +1,215 @@
+"""Rung 5: matmul on a 1-D grid, in grouped order.
+
+The GPU starts programs in the order of their numbers, and some hundred run at a time. Which tiles these are decides
+what the L2 cache must hold. Take an output of 8 x 8 tiles, of which 8 run at a time:
+
+    row by row                                          groups of 4 rows, column by column
+
+    0  1  2  3  4  5  6  7    1 row of blocks of a      0  4  .  .  .  .  .  .    4 rows of blocks of a
+    .  .  .  .  .  .  .  .    8 columns of blocks       1  5  .  .  .  .  .  .    2 columns of blocks of b
+    .  .  .  .  .  .  .  .      of b                    2  6  .  .  .  .  .  .
+    .  .  .  .  .  .  .  .    -----------------         3  7  .  .  .  .  .  .    -----------------
+    .  .  .  .  .  .  .  .    9 in all                  .  .  .  .  .  .  .  .    6 in all
+
+The same work touches fewer blocks when the tiles in flight form something like a square. So the grid becomes a line of
+programs, and the kernel itself decides which tile a number means. `GROUP` tile rows form a group; a group is walked
+column by column, then comes the next group. When the number of tile rows is not a multiple of GROUP, the last group is
+narrower and its columns shorter: that is the `min` in the formula, and forgetting it visits some tiles twice and others
+never.
+
+Triton has the formula in its library as `tl.swizzle2d`. This rung writes it out, shows by running both that they are
+the same, and multiplies with either.
+
+A line also has no end at 65535 tile rows, as y had in rung 3 and 4.
+
+What it gains depends on how much of the inputs L2 holds anyway. Where the operands of all tiles in flight fit, the
+order hardly matters; the larger the matrices and the smaller the cache, the more it does.
+
+The scheme is known as threadblock swizzling in CUTLASS and as grouped ordering or super-grouping in the Triton world.
+"""
+
+from collections.abc import Sequence
+
+from _common import (
+    DEVICE,
+    INTERPRETED,
+    Record,
+    Row,
+    bench_products,
+    compare,
+    normal,
+    output,
+    poisoned,
+    product_sizes,
+    run,
+    rung,
+)
+
+# isort: split
+import torch
+import triton
+import triton.language as tl
+
+NUMBER = 5
+TITLE = "matmul on a 1-D grid in grouped order"
+
+TILE_M, TILE_N, TILE_K = (32, 32, 32) if INTERPRETED else (128, 128, 64)
+GROUP = 3 if INTERPRETED else 8
+
+
+@triton.jit
+def grouped_written_out(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
+    tiles_in_group = GROUP * tiles_n
+    group = tile // tiles_in_group
+    first_row = group * GROUP
+    rows = tl.minimum(tiles_m - first_row, GROUP)  # the last group may have fewer
+    place = tile % tiles_in_group
+    return first_row + place % rows, place // rows
+
+
+@triton.jit
+def grouped_by_library(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
+    # swizzle2d takes the place that the tile would have row by row, and returns the place in grouped order.
+    return tl.swizzle2d(tile // tiles_n, tile % tiles_n, tiles_m, tiles_n, GROUP)
+
+
+@triton.jit
+def order_kernel(out_ptr, tiles_m, tiles_n, GROUP: tl.constexpr, ORDER: tl.constexpr, BLOCK: tl.constexpr):
+    """Write down where each tile number ends up, so that the orders can be looked at."""
+    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tiles = tiles_m * tiles_n
+    tile = tl.minimum(number, tiles - 1)  # a number past the last tile would lie in a group without rows
+    tile_m, tile_n = ORDER(tile, tiles_m, tiles_n, GROUP)
+    tl.store(out_ptr + 2 * number, tile_m, mask=number < tiles)
+    tl.store(out_ptr + 2 * number + 1, tile_n, mask=number < tiles)
+
+
+@triton.jit
+def matmul_kernel(
+    a_ptr, b_ptr, out_ptr, M, N, K,
+    a_stride_m, a_stride_k, b_stride_k, b_stride_n, out_stride_m, out_stride_n,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr, ORDER: tl.constexpr,
+):  # fmt: skip
+    # New in this rung: two lines. A jitted function may be a constant argument of a kernel.
+    tile_m, tile_n = ORDER(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP)
+    row, col = tile_m * BLOCK_M, tile_n * BLOCK_N
+
+    m = tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    row_inside = row + m < M
+    col_inside = col + n < N
+    a_ptr += row.to(tl.int64) * a_stride_m
+    b_ptr += col.to(tl.int64) * b_stride_n
+    out_ptr += row.to(tl.int64) * out_stride_m + col.to(tl.int64) * out_stride_n
+    a_block = a_ptr + m[:, None] * a_stride_m + k[None, :] * a_stride_k
+    b_block = b_ptr + k[:, None] * b_stride_k + n[None, :] * b_stride_n
+
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        k_inside = start + k < K
+        a = tl.load(a_block, mask=row_inside[:, None] & k_inside[None, :], other=0.0)
+        b = tl.load(b_block, mask=k_inside[:, None] & col_inside[None, :], other=0.0)
+        acc = tl.dot(a, b, acc)
+        a_block += BLOCK_K * a_stride_k
+        b_block += BLOCK_K * b_stride_k
+
+    out_block = out_ptr + m[:, None] * out_stride_m + n[None, :] * out_stride_n
+    tl.store(out_block, acc.to(tl.float16), mask=row_inside[:, None] & col_inside[None, :])
+
+
+ORDERS = {"written out": grouped_written_out, "tl.swizzle2d": grouped_by_library}
+
+
+def matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor | None = None,
+    order: str = "written out",
+    group: int = GROUP,
+) -> torch.Tensor:
+    """a @ b for float16 matrices of any size and strides, tiles in grouped order."""
+    M, N, K = product_sizes(a, b)
+    if order not in ORDERS or group < 1:
+        raise ValueError(
+            f"wanted an order of {', '.join(ORDERS)} and a group of at least 1, got {order!r} and {group}"
+        )
+    out = output(out, a, M, N)
+    matmul_kernel[(triton.cdiv(M, TILE_M) * triton.cdiv(N, TILE_N),)](
+        a, b, out, M, N, K, *a.stride(), *b.stride(), *out.stride(),
+        BLOCK_M=TILE_M, BLOCK_N=TILE_N, BLOCK_K=TILE_K, GROUP=group, ORDER=ORDERS[order], num_warps=8, num_stages=3,
+    )  # fmt: skip
+    return out
+
+
+def places(tiles_m: int, tiles_n: int, group: int, order: str) -> list[tuple[int, int]]:
+    """The (row, column) of each tile number, as the kernels see it."""
+    out = torch.full((tiles_m * tiles_n, 2), -1, device=DEVICE, dtype=torch.int32)
+    block = 256
+    order_kernel[(triton.cdiv(tiles_m * tiles_n, block),)](
+        out, tiles_m, tiles_n, GROUP=group, ORDER=ORDERS[order], BLOCK=block
+    )
+    return [(row, col) for row, col in out.tolist()]
+
+
+def picture(tiles_m: int, tiles_n: int, group: int) -> str:
+    """A grid with each tile's number at its place."""
+    numbers = {place: tile for tile, place in enumerate(places(tiles_m, tiles_n, group, "written out"))}
+    lines = ("".join(f"{numbers[row, col]:4d}" for col in range(tiles_n)) for row in range(tiles_m))
+    return "\n".join(lines)
+
+
+def blocks_touched(tiles_m: int, tiles_n: int, group: int, in_flight: int) -> float:
+    """How many blocks of a and b the tiles in flight need together for one step along K, on average."""
+    order = places(tiles_m, tiles_n, group, "written out")
+    waves = [order[i : i + in_flight] for i in range(0, len(order), in_flight)]
+    return sum(len({row for row, _ in wave}) + len({col for _, col in wave}) for wave in waves) / len(waves)
+
+
+def check() -> list[Row]:
+    for tiles_m, tiles_n, group in ((8, 8, 4), (7, 5, 3), (1, 9, 8), (13, 1, 4), (5, 6, 1), (10, 4, 16)):
+        written, library = (places(tiles_m, tiles_n, group, order) for order in ORDERS)
+        if written != library:
+            raise AssertionError(
+                f"{tiles_m}x{tiles_n} tiles, groups of {group}: tl.swizzle2d differs from the formula"
+            )
+        if sorted(written) != [(row, col) for row in range(tiles_m) for col in range(tiles_n)]:
+            raise AssertionError(f"{tiles_m}x{tiles_n} tiles, groups of {group}: not each tile exactly once")
+    rows = []
+    # In tiles: full groups, a ragged last group, fewer rows than a group.
+    for m, n, k in ((2 * GROUP, 3, 1), (GROUP + 2, 2, 2), (1, 4, 3)):
+        m, n, k = m * TILE_M - 5, n * TILE_N - 3, k * TILE_K + 1
+        a, b = normal(m, k), normal(k, n)
+        for order in ORDERS:
+            out = matmul(a, b, out=poisoned(m, n), order=order)
+            reference = a.double() @ b.double()
+            rows += compare(f"rung 5, {order}", f"{m}x{n}x{k}", out, a @ b, reference, 5e-4)
+    return rows
+
+
+def bench() -> list[Row]:
+    before = rung(4)
+    return bench_products(
+        ((4096, 4096, 4096), (8192, 8192, 8192), (4001, 4099, 4093)),
+        [
+            ("rung 5", "this", lambda a, w, out: matmul(a, w.T, out)),
+            ("rung 5, tl.swizzle2d", "other", lambda a, w, out: matmul(a, w.T, out, order="tl.swizzle2d")),
+            ("rung 4", "before", lambda a, w, out: before.matmul(a, w.T, out)),
+            ("torch", "torch", lambda a, w, out: torch.matmul(a, w.T, out=out)),
+        ],
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> Record:
+    record = run(NUMBER, TITLE, check, bench, arguments)
+    print("\n7 x 6 tiles in groups of 3; the last group has one row")
+    print(picture(7, 6, 3))
+    print("\nBlocks of a and b that 128 tiles in flight need at each step, 64 x 64 tiles:")
+    for group in (1, 2, 4, 8, 16, 32):
+        print(f"  groups of {group:2d}: {blocks_touched(64, 64, group, 128):5.1f}")
+    return record
+
+
+if __name__ == "__main__":
+    main()

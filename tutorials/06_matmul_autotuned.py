@@ -1,0 +1,171 @@
+"""Rung 6: matmul with autotuned configs.
+
+Rung 5 has a tile of 128 x 128 x 64, 8 warps and 3 stages because somebody wrote that down. What is best depends on the
+GPU and on the problem:
+
+- *Tile*. A larger one loads less per operation. But the accumulator lives in registers (128 x 256 float32 numbers are
+  128 registers of each of 256 threads), and a small problem has too few large tiles to keep all processors busy.
+- *Warps*. They share the tile. Too few and a thread has too many registers to hold; too many and each has little to do.
+- *Stages*. Blocks on their way at a time. More of them hide more latency and take more shared memory:
+  stages x (BLOCK_M + BLOCK_N) x BLOCK_K x 2 bytes.
+- *Group*. The shape of the tiles in flight, as in rung 5.
+
+These choices interact, and nobody predicts them well. So measure: `triton.autotune` compiles the kernel for each
+config, times all of them at the first call with a new *key*, and remembers the winner for this key until the process
+ends.
+
+        config:   128x256   256x128   128x128   128x64 ...
+        first call with M, N, K:  time, time, time, time ... -> winner
+        later calls with the same M, N, K: winner, at once
+
+The key must hold what the choice depends on: here the sizes, and the strides, since they decide how wide loads are.
+A key that is too fine tunes all the time (in a model with changing sequence lengths each new length is a new M), a key
+that is too coarse keeps a bad choice. And the first call takes seconds. Both are why a library brings tables and a
+model of the machine instead; for learning what the machine likes, tuning is the right tool.
+
+A config that needs more shared memory than the GPU has is no error: the tuner counts it as infinitely slow.
+
+There is nothing to measure in the interpreter, so there a fixed config is used.
+
+Tuning by measurement: Whaley and Dongarra, "Automatically Tuned Linear Algebra Software", SC 1998.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from _common import (
+    INTERPRETED,
+    Record,
+    Row,
+    bench_products,
+    compare,
+    normal,
+    output,
+    poisoned,
+    product_sizes,
+    run,
+    rung,
+)
+
+# isort: split
+import torch
+import triton
+import triton.language as tl
+
+NUMBER = 6
+TITLE = "matmul with autotuned configs"
+
+
+def config(block_m: int, block_n: int, block_k: int, group: int, warps: int, stages: int) -> triton.Config:
+    blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP": group}
+    return triton.Config(blocks, num_warps=warps, num_stages=stages)
+
+
+CONFIGS = [
+    config(128, 256, 64, 8, warps=8, stages=3),
+    config(256, 128, 64, 8, warps=8, stages=3),
+    config(128, 128, 64, 8, warps=8, stages=3),
+    config(128, 128, 64, 8, warps=4, stages=4),
+    config(128, 128, 32, 8, warps=4, stages=4),
+    config(64, 128, 64, 8, warps=4, stages=4),
+    config(64, 64, 64, 8, warps=4, stages=4),
+]
+FIXED = {"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_K": 32, "GROUP": 2}
+
+
+@triton.jit
+def matmul_kernel(
+    a_ptr, b_ptr, out_ptr, M, N, K,
+    a_stride_m, a_stride_k, b_stride_k, b_stride_n, out_stride_m, out_stride_n,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    tile = tl.program_id(0)
+    tile_m, tile_n = tl.swizzle2d(tile // tiles_n, tile % tiles_n, tiles_m, tiles_n, GROUP)
+    row, col = tile_m * BLOCK_M, tile_n * BLOCK_N
+
+    m = tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    row_inside = row + m < M
+    col_inside = col + n < N
+    a_ptr += row.to(tl.int64) * a_stride_m
+    b_ptr += col.to(tl.int64) * b_stride_n
+    out_ptr += row.to(tl.int64) * out_stride_m + col.to(tl.int64) * out_stride_n
+    a_block = a_ptr + m[:, None] * a_stride_m + k[None, :] * a_stride_k
+    b_block = b_ptr + k[:, None] * b_stride_k + n[None, :] * b_stride_n
+
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        k_inside = start + k < K
+        a = tl.load(a_block, mask=row_inside[:, None] & k_inside[None, :], other=0.0)
+        b = tl.load(b_block, mask=k_inside[:, None] & col_inside[None, :], other=0.0)
+        acc = tl.dot(a, b, acc)
+        a_block += BLOCK_K * a_stride_k
+        b_block += BLOCK_K * b_stride_k
+
+    out_block = out_ptr + m[:, None] * out_stride_m + n[None, :] * out_stride_n
+    tl.store(out_block, acc.to(tl.float16), mask=row_inside[:, None] & col_inside[None, :])
+
+
+@functools.cache
+def tuned() -> Any:
+    """The kernel with a tuner around it. Usually a decorator; here made at the first call, since it wants a GPU."""
+    key = ["M", "N", "K", "a_stride_m", "a_stride_k", "b_stride_k", "b_stride_n"]
+    return triton.autotune(configs=CONFIGS, key=key)(matmul_kernel)
+
+
+def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """a @ b for float16 matrices of any size and strides, with the fastest of the configs."""
+    M, N, K = product_sizes(a, b)
+    out = output(out, a, M, N)
+
+    # The grid depends on the tile, which the tuner chooses: so it is a function of the config.
+    def grid(config: dict[str, Any]) -> tuple[int]:
+        return (triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(N, config["BLOCK_N"]),)
+
+    arguments = (a, b, out, M, N, K, *a.stride(), *b.stride(), *out.stride())
+    if INTERPRETED:
+        matmul_kernel[grid](*arguments, **FIXED)
+    else:
+        tuned()[grid](*arguments)
+    return out
+
+
+def check() -> list[Row]:
+    rows = []
+    for m, n, k in ((64, 128, 64), (100, 190, 70), (1, 65, 33)):
+        a, b = normal(m, k), normal(n, k).T
+        out = matmul(a, b, out=poisoned(m, n))
+        rows += compare("rung 6", f"{m}x{n}x{k}", out, a @ b, a.double() @ b.double(), 5e-4)
+    return rows
+
+
+def bench() -> list[Row]:
+    before = rung(5)
+    rows = bench_products(
+        ((4096, 4096, 4096), (8192, 8192, 8192), (4001, 4099, 4093)),
+        [
+            ("rung 6", "this", lambda a, w, out: matmul(a, w.T, out)),
+            ("rung 5", "before", lambda a, w, out: before.matmul(a, w.T, out)),
+            ("torch", "torch", lambda a, w, out: torch.matmul(a, w.T, out=out)),
+        ],
+    )
+    print_winners(tuned())
+    return rows
+
+
+def print_winners(tuner: Any) -> None:
+    print("\nWinners by M, N, K")
+    for key, winner in tuner.cache.items():
+        print(f"  {'x'.join(str(size) for size in key[:3]):>14}  {winner}")
+
+
+def main(arguments: Sequence[str] | None = None) -> Record:
+    return run(NUMBER, TITLE, check, bench, arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""Rung 8: persistent matmul with tensor descriptors.
+
+On Hopper and later GPUs a block need not be fetched by the threads. One of them hands a *tensor descriptor* and a
+corner to the TMA unit ("bring the block at (row, k)"), and the unit computes addresses, checks bounds, fetches, and
+puts the block into shared memory in the very arrangement that the tensor cores read. It reports at a barrier when
+done. The masks of rung 4 are gone, the addresses of rung 7 are gone, and so are the registers that held both.
+
+    rung 7    256 threads: address, mask, copy |  of each 16 bytes, beside the multiplication
+    rung 8    1 thread:    "block (row, k)"    |  and 256 threads only multiply
+
+Outside of the tensor a descriptor's load gives 0 and its store drops the element, so sizes need not divide by the
+tile. In exchange the hardware wants: the last dimension contiguous, the base and all other strides multiples of 16
+bytes (8 float16 numbers), no empty dimension. Everything else stays with rung 7.
+
+The descriptors here are made on the host (`TensorDescriptor`) and travel as kernel arguments. That costs some
+microseconds of host time a launch, but nothing on the device; a kernel can also make them itself
+(`tl.make_tensor_descriptor`), which needs device memory for them.
+
+With the loads out of the way, shared memory decides how deep the pipeline can be:
+
+    4 stages x (128 x 64 of a + 256 x 64 of w) x 2 bytes    196608
+    the tile on its way out, 128 x 256 x 2 bytes             65536     together over the 232448 of an H100
+    half the tile, 128 x 128 x 2 bytes                       32768     together 229376: fits
+
+The store goes through shared memory as well. Storing the tile as two halves, left and right, costs half the space, and
+that buys the fourth stage. `reshape`, `permute` and `split` take the accumulator apart without moving a number from one
+thread to another, since each thread holds numbers of both halves.
+
+GPUs with less shared memory take a smaller tile and fewer stages, the first of the list below that fits. Where there
+is no TMA unit, on an A100 for example, Triton turns descriptors into addresses and masks. The result is right, but the
+strides are then numbers that nothing is known of, so each float16 number is loaded alone and nothing is copied in
+advance (look for `cp.async` in the PTX: there is none). On such a GPU rung 7 is the faster one.
+
+TMA: NVIDIA, "H100 Tensor Core GPU Architecture", 2022. Persistent kernels on it: CUTLASS 3, DeepGEMM.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from _common import (
+    INTERPRETED,
+    Record,
+    Row,
+    bench_products,
+    compare,
+    normal,
+    output,
+    poisoned,
+    product_sizes,
+    run,
+    rung,
+)
+
+# isort: split
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+NUMBER = 8
+TITLE = "persistent matmul with tensor descriptors"
+
+
+@dataclass(frozen=True)
+class Config:
+    block_m: int
+    block_n: int
+    block_k: int
+    group: int
+    warps: int
+    stages: int
+
+    def shared_bytes(self) -> int:
+        """The pipeline's blocks and half an output tile, two bytes a number, and some room for the barriers."""
+        pipeline = self.stages * (self.block_m + self.block_n) * self.block_k
+        return 2 * (pipeline + self.block_m * self.block_n // 2) + 256
+
+
+CONFIGS = (
+    Config(128, 256, 64, group=8, warps=8, stages=4),  # 224 KB: Hopper and data-center Blackwell
+    Config(128, 128, 64, group=8, warps=8, stages=2),  # 80 KB: consumer Blackwell, and GPUs without TMA
+    Config(64, 64, 64, group=8, warps=4, stages=3),
+)
+FIXED = Config(32, 64, 32, group=2, warps=4, stages=1)
+
+
+@functools.cache
+def machine(device: torch.device) -> tuple[int, Config]:
+    """How many programs the GPU holds, and the first config that fits it. For the interpreter: few and small."""
+    if INTERPRETED:
+        return 3, FIXED
+    properties = torch.cuda.get_device_properties(device)
+    shared = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    config = next((c for c in CONFIGS if c.shared_bytes() <= shared), CONFIGS[-1])
+    return properties.multi_processor_count, config
+
+
+@triton.jit
+def matmul_kernel(
+    a, w, out, M, N, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    NUM_SMS: tl.constexpr,
+):  # fmt: skip
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, NUM_SMS, flatten=True):
+        tile_m, tile_n = tl.swizzle2d(tile // tiles_n, tile % tiles_n, tiles_m, tiles_n, GROUP)
+        row, col = tile_m * BLOCK_M, tile_n * BLOCK_N
+
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in range(0, K, BLOCK_K):
+            acc = tl.dot(a.load([row, k]), w.load([col, k]).T, acc)
+
+        left, right = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
+        out.store([row, col], left.to(tl.float16))
+        out.store([row, col + BLOCK_N // 2], right.to(tl.float16))
+
+
+def check_descriptor(name: str, t: torch.Tensor) -> None:
+    """What the hardware wants of a matrix behind a descriptor."""
+    if 0 in t.shape:
+        raise ValueError(f"{name}, {tuple(t.shape)}: a descriptor has no empty dimension; rung 7 takes it")
+    if t.stride(1) != 1 or t.stride(0) * t.element_size() % 16 or t.data_ptr() % 16:
+        raise ValueError(
+            f"{name}: a descriptor needs contiguous rows that start at multiples of 16 bytes, got strides "
+            f"{t.stride()} and address {t.data_ptr():#x}; rung 7 takes any"
+        )
+
+
+def matmul(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """a @ w.T for float16 matrices, a of (M, K) and w of (N, K), rows contiguous and aligned to 16 bytes."""
+    M, N, K = product_sizes(a, w.T)
+    for name, t in (("a", a), ("w", w)):
+        check_descriptor(name, t)
+    out = output(out, a, M, N)
+    check_descriptor("out", out)
+    sms, config = machine(a.device)
+    tiles = triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n)
+    matmul_kernel[(min(sms, tiles),)](
+        TensorDescriptor.from_tensor(a, [config.block_m, config.block_k]),
+        TensorDescriptor.from_tensor(w, [config.block_n, config.block_k]),
+        TensorDescriptor.from_tensor(out, [config.block_m, config.block_n // 2]),
+        M, N, K,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP=config.group, NUM_SMS=sms,
+        num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip
+    return out
+
+
+def check() -> list[Row]:
+    rows = []
+    sizes = [(32, 64, 32), (33, 72, 40), (100, 200, 88)]
+    if not INTERPRETED:
+        sizes.append((3001, 4008, 152))  # several tiles a program
+    for m, n, k in sizes:
+        a, w = normal(m, k), normal(n, k)
+        out = matmul(a, w, out=poisoned(m, n))
+        rows += compare("rung 8", f"{m}x{n}x{k}", out, a @ w.T, a.double() @ w.double().T, 5e-4)
+    # Columns out of wider matrices: strides that are not the sizes.
+    a, w, out = normal(50, 160)[:, 8:80], normal(70, 96)[:, 16:88], poisoned(50, 80)[:, :70]
+    matmul(a, w, out=out)
+    rows += compare("rung 8", "50x70x72, columns of wider", out, a @ w.T, a.double() @ w.double().T, 5e-4)
+    return rows
+
+
+def bench() -> list[Row]:
+    before = rung(7)
+    return bench_products(
+        # No size of the last divides by a tile; rows of 16-byte multiples they must be.
+        ((4096, 4096, 4096), (8192, 8192, 8192), (4001, 4104, 4088)),
+        [
+            ("rung 8", "this", matmul),
+            ("rung 7", "before", lambda a, w, out: before.matmul(a, w.T, out)),
+            ("torch", "torch", lambda a, w, out: torch.matmul(a, w.T, out=out)),
+        ],
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> Record:
+    return run(NUMBER, TITLE, check, bench, arguments)
+
+
+if __name__ == "__main__":
+    main()
