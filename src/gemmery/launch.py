@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .kernels import epilogues, gemm, operands, order
 from .problem import FP8, Config, Operand, Problem, accumulator
+from .waves import Waves
 
 _TL: dict[torch.dtype, Any] = {
     torch.float16: tl.float16,
@@ -116,13 +117,13 @@ class Binding:
         self.a = _Access(p.a, p.M, p.K, p.batch, described)
         self.b = _Access(p.b, p.K, p.N, p.batch, described)
         self.out = _Access(p.out, p.M, p.N, p.batch, described and describable(p.out, p.batch))
-        tiles = p.matrices * -(-p.M // c.block_m) * -(-p.N // c.block_n)
-        if tiles >= 1 << 31:
-            raise ValueError(f"{p} takes {tiles} tiles of config {c}; at most 2^31 - 1 fit into a launch")
-        self.tiles = tiles
+        self.waves = Waves.of(p, c)
+        if self.waves.units >= 1 << 31:
+            raise ValueError(f"{p} takes {self.waves.units} tiles of config {c}; at most 2^31 - 1 fit into a launch")
         self.persistent = c.schedule == "persistent"
         self.kernel = gemm.gemm_persistent if self.persistent else gemm.gemm_tiles
-        self.grid = (min(tiles, p.device.sms) if self.persistent else tiles, 1, 1)
+        programs = max(self.waves.tiles, self.waves.parts)
+        self.grid = (min(programs, p.device.sms) if self.persistent else programs, 1, 1)
         self.constants = self._constants()
 
     def _wide(self) -> bool:
@@ -162,6 +163,8 @@ class Binding:
         if self.persistent:
             constants["FLATTEN"] = c.loader == "descriptor"
             constants["TAIL"] = c.tail
+            constants["TAIL_K"] = c.tail_k
+            constants["CHECK_TAIL_K"] = p.K % c.tail_k != 0
         return constants
 
     def arguments(
@@ -176,22 +179,27 @@ class Binding:
             self.out.argument(out, c.block_m, store_n),
         ]
         if self.persistent:
-            values += self._tail_arguments(b, out)
+            values += self._tail_arguments(a, b, out)
         values += [
             self._epilogue_arguments(addend, alpha, beta),
             p.M, p.N, p.K, p.batch, self.a.strides, self.b.strides, self.out.strides,
         ]  # fmt: skip
         if self.persistent:
-            values.append(self.tiles)
+            waves = self.waves
+            values += [waves.tiles, (waves.tiles, waves.cut, waves.strips, waves.parts)]
         return values
 
-    def _tail_arguments(self, b: Tensor, out: Tensor) -> list[Any]:
-        """b and out as the narrower tiles of the last wave see them."""
+    def _tail_arguments(self, a: Tensor, b: Tensor, out: Tensor) -> list[Any]:
+        """a, b and out as the narrower tiles of the last wave see them."""
         c = self.config
         if c.tail == 1:
-            return [None, None]
-        part = c.block_n // c.tail
-        return [self.b.argument(b, c.block_k, part), self.out.argument(out, c.block_m, part)]
+            return [None, None, None]
+        columns = c.block_n // c.tail
+        return [
+            self.a.argument(a, c.block_m, c.tail_k),
+            self.b.argument(b, c.tail_k, columns),
+            self.out.argument(out, c.block_m, columns),
+        ]
 
     def _epilogue_arguments(self, addend: Tensor | None, alpha: float, beta: float) -> tuple[Any, ...]:
         p = self.problem

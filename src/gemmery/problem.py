@@ -143,7 +143,8 @@ class Config:
         schedule: "tile" starts one program a tile, "persistent" as many programs as run at once.
         loader: "pointer" takes any strides, "descriptor" needs TMA and 16-byte alignment.
         split_store: store a tile as two halves, which halves the staging memory.
-        tail: columns into which the tiles of the last, partial wave of a persistent launch are cut; 1 leaves them whole.
+        tail: parts into which tiles are cut along N that would not fill a last wave, or not all of whose columns exist; 1
+            leaves them whole.
     """
 
     block_m: int
@@ -174,6 +175,11 @@ class Config:
         for name, allowed in (("schedule", ("tile", "persistent")), ("loader", ("pointer", "descriptor"))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"Config: {name} is {getattr(self, name)!r}; it must be one of {allowed}")
+
+    @property
+    def tail_k(self) -> int:
+        """Step along K of the tail's tiles: longer where they are so narrow that it fits into the same memory."""
+        return self.block_k * 2 if self.tail == 4 else self.block_k
 
     @classmethod
     def of(cls, value: Config | dict[str, Any] | str) -> Config:

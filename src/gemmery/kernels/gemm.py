@@ -90,27 +90,52 @@ def gemm_tiles(
 
 
 @triton.jit
-def walk(
-    a, b, out, args, M, N, K, sizes, a_strides, b_strides, out_strides, first, count,
-    ORDER: tl.constexpr, LOAD_A: tl.constexpr, LOAD_B: tl.constexpr, EPILOGUE: tl.constexpr, STORE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    SPLIT_STORE: tl.constexpr, CHECK_K: tl.constexpr, WIDE: tl.constexpr, ACC: tl.constexpr, OUT: tl.constexpr,
-    PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr, FLATTEN: tl.constexpr, PARTS: tl.constexpr,
+def whole_tile(
+    unit, tail, tiles_m, tiles_n,
+    ORDER: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Tiles `first` to `first + count`, each cut into `PARTS` columns, dealt out to all programs in turn.
+    """Where tile number `unit` lies: its batch, and the row and column of its corner."""
+    batch, tile_m, tile_n = ORDER(unit, tiles_m, tiles_n, GROUP_M)
+    return batch, tile_m * BLOCK_M, tile_n * BLOCK_N
+
+
+@triton.jit
+def narrow_tile(
+    unit, tail, tiles_m, tiles_n,
+    ORDER: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Where part number `unit` of the tail lies: first the parts of whole tiles, then those of the ragged columns."""
+    first, cut, strips, units = tail
+    if unit < cut * PARTS:
+        batch, tile_m, tile_n = ORDER(first + unit // PARTS, tiles_m, tiles_n, GROUP_M)
+        part = unit % PARTS
+    else:
+        strip = (unit - cut * PARTS) // strips
+        part = (unit - cut * PARTS) % strips
+        batch = strip // tiles_m
+        tile_m = strip % tiles_m
+        tile_n = tile_m * 0 + tiles_n
+    return batch, tile_m * BLOCK_M, tile_n * BLOCK_N + part * (BLOCK_N // PARTS)
+
+
+@triton.jit
+def walk(
+    a, b, out, args, M, N, K, sizes, a_strides, b_strides, out_strides, units, tail, tiles_m, tiles_n,
+    PLACE: tl.constexpr, ORDER: tl.constexpr, LOAD_A: tl.constexpr, LOAD_B: tl.constexpr, EPILOGUE: tl.constexpr,
+    STORE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr, SPLIT_STORE: tl.constexpr, CHECK_K: tl.constexpr, WIDE: tl.constexpr,
+    ACC: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr,
+    FLATTEN: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Deals `units` tiles of BLOCK_N / PARTS columns out to all programs in turn.
 
     `FLATTEN` fuses the tile loop with the K loop, so that the next tile's loads start under this tile's epilogue.
     """
-    PART_N: tl.constexpr = BLOCK_N // PARTS
-    tiles_m = tl.cdiv(M, BLOCK_M)
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    for part in tl.range(tl.program_id(0), count * PARTS, tl.num_programs(0), flatten=FLATTEN):
-        batch, tile_m, tile_n = ORDER(first + part // PARTS, tiles_m, tiles_n, GROUP_M)
-        row = tile_m * BLOCK_M
-        col = tile_n * BLOCK_N + part % PARTS * PART_N
+    for unit in tl.range(tl.program_id(0), units, tl.num_programs(0), flatten=FLATTEN):
+        batch, row, col = PLACE(unit, tail, tiles_m, tiles_n, ORDER, GROUP_M, BLOCK_M, BLOCK_N, PARTS)
         acc = multiply(
             a, b, M, N, K, sizes, a_strides, b_strides, batch, row, col,
-            LOAD_A, LOAD_B, BLOCK_M, PART_N, BLOCK_K, CHECK_K, WIDE, ACC, PRECISION, IMPRECISE_ACC,
+            LOAD_A, LOAD_B, BLOCK_M, BLOCK_N // PARTS, BLOCK_K, CHECK_K, WIDE, ACC, PRECISION, IMPRECISE_ACC,
         )  # fmt: skip
         finish(
             acc, out, args, M, N, sizes, out_strides, batch, row, col, EPILOGUE, STORE, OUT, WIDE, SPLIT_STORE
@@ -119,26 +144,32 @@ def walk(
 
 @triton.jit
 def gemm_persistent(
-    a, b, out, b_tail, out_tail, args, M, N, K, sizes, a_strides, b_strides, out_strides, tiles,
+    a, b, out, a_tail, b_tail, out_tail, args, M, N, K, sizes, a_strides, b_strides, out_strides, tiles, tail,
     ORDER: tl.constexpr, LOAD_A: tl.constexpr, LOAD_B: tl.constexpr, EPILOGUE: tl.constexpr, STORE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     SPLIT_STORE: tl.constexpr, CHECK_K: tl.constexpr, WIDE: tl.constexpr, ACC: tl.constexpr, OUT: tl.constexpr,
-    PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr, FLATTEN: tl.constexpr, TAIL: tl.constexpr,
+    PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr, FLATTEN: tl.constexpr,
+    TAIL: tl.constexpr, TAIL_K: tl.constexpr, CHECK_TAIL_K: tl.constexpr,
 ):  # fmt: skip
     """As many programs as run at once, each taking every num_programs-th tile.
 
-    The tiles of the last wave, where it leaves programs idle, are cut into `TAIL` columns each. `b_tail` and `out_tail`
-    are b and out again: a descriptor of its own where the narrower blocks need one.
+    With `TAIL` above 1, what does not fill a wave of whole tiles comes last in tiles of `BLOCK_N / TAIL` columns: the last
+    whole tiles, cut up, and the columns that BLOCK_N does not divide. `tail` is the tuple (first tile that is cut, how
+    many are, parts in a row of tiles of the ragged columns, parts in all). Steps along K are then `TAIL_K`: a narrow tile computes little per step, and
+    longer steps keep as many bytes in flight. `a_tail`, `b_tail` and `out_tail` are the matrices again, since a descriptor
+    has the size of its blocks built in.
     """
-    tail = tiles % tl.num_programs(0) if TAIL > 1 else 0
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N) if TAIL == 1 else N // BLOCK_N
     walk(
-        a, b, out, args, M, N, K, sizes, a_strides, b_strides, out_strides, 0, tiles - tail,
-        ORDER, LOAD_A, LOAD_B, EPILOGUE, STORE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
+        a, b, out, args, M, N, K, sizes, a_strides, b_strides, out_strides, tiles, tail, tiles_m, tiles_n,
+        whole_tile, ORDER, LOAD_A, LOAD_B, EPILOGUE, STORE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
         SPLIT_STORE, CHECK_K, WIDE, ACC, OUT, PRECISION, IMPRECISE_ACC, FLATTEN, 1,
     )  # fmt: skip
     if TAIL > 1:
         walk(
-            a, b_tail, out_tail, args, M, N, K, sizes, a_strides, b_strides, out_strides, tiles - tail, tail,
-            ORDER, LOAD_A, LOAD_B, EPILOGUE, STORE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
-            False, CHECK_K, WIDE, ACC, OUT, PRECISION, IMPRECISE_ACC, FLATTEN, TAIL,
+            a_tail, b_tail, out_tail, args, M, N, K, sizes, a_strides, b_strides, out_strides, tail[3], tail,
+            tiles_m, tiles_n,
+            narrow_tile, ORDER, LOAD_A, LOAD_B, EPILOGUE, STORE, BLOCK_M, BLOCK_N, TAIL_K, GROUP_M,
+            False, CHECK_TAIL_K, WIDE, ACC, OUT, PRECISION, IMPRECISE_ACC, FLATTEN, TAIL,
         )  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..problem import Problem
+from ..waves import Waves
 from .space import Tile
 
 #: Seconds that a tile costs besides its K loop: filling the pipeline, and epilogue and store.
@@ -22,7 +23,7 @@ STREAM = 0.88
 LAUNCH = 3e-6
 
 
-#: Seconds between the full waves and a tail of narrower tiles: the pipeline runs empty and is filled again.
+#: Seconds between the whole tiles and a tail of narrow ones: the pipeline runs empty and is filled again.
 TAIL_OVERHEAD = 4e-6
 
 
@@ -69,15 +70,11 @@ class _Wave:
 
 
 def _waves(problem: Problem, tile: Tile) -> list[_Wave]:
-    """How the tiles fall on the multiprocessors: whole ones, and then the last wave's parts if it is cut up."""
+    """How the tiles fall on the multiprocessors: whole ones, and then the tail's narrow ones."""
     c, sms = tile.config, problem.device.sms
-    tiles = problem.matrices * -(-problem.M // c.block_m) * -(-problem.N // c.block_n)
-    full, rest = divmod(tiles, sms)
-    if c.tail == 1 or not rest or not full:
-        return [_Wave(-(-tiles // sms), c.block_n, min(tiles, sms))]
-    parts = rest * c.tail
-    tail = _Wave(-(-parts // sms), c.block_n // c.tail, min(parts, sms))
-    return [_Wave(full, c.block_n, sms), tail]
+    work = Waves.of(problem, c)
+    kinds = ((work.tiles, c.block_n), (work.parts, c.block_n // c.tail))
+    return [_Wave(-(-count // sms), columns, min(count, sms)) for count, columns in kinds if count]
 
 
 def cost(problem: Problem, tile: Tile) -> Cost:
