@@ -33,7 +33,8 @@ def matmul(
         bias: (N,) or anything that broadcasts to the result, added before rounding.
         out: where the result goes, any strides, no overlap with the inputs.
         out_dtype: type of the result. The operands' by default; bfloat16 for fp8, int32 for int8.
-        precision: how float32 is multiplied: "ieee" (the default, whatever torch's `allow_tf32` says), "tf32", or "tf32x3".
+        precision: how float32 is multiplied: "ieee" (the default, whatever torch's `allow_tf32` says), "tf32" or
+            "tf32x3".
         fast_accum: let fp8 products be summed at the tensor cores' own precision, as `torch._scaled_mm` does.
         config: a Config, or its string or dict, to use instead of the selected one.
 

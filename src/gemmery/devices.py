@@ -1,9 +1,9 @@
 """What the selector knows of a GPU: one table of architectures, one of GPUs.
 
 Adding a GPU is adding a row. Rates are dense datasheet peaks in operations per second, bandwidth in bytes per second,
-sizes in bytes; a row's `achieved` is the part of the peak that a long product reaches in practice where it was measured.
-Sources: the vendors' datasheets and architecture whitepapers; shared memory per block from the CUDA programming guide
-and the AMD ISA guides.
+sizes in bytes; a row's `achieved` is the part of the peak that a long product reaches in practice, measured for the
+H200 and estimated elsewhere. Sources: the vendors' datasheets and architecture whitepapers; shared memory per block from
+the CUDA programming guide and the AMD ISA guides.
 """
 
 from __future__ import annotations
@@ -129,7 +129,8 @@ TABLE: dict[str, Device] = {
         Device("NVIDIA A10", "sm_86", 72, 6 * _M, 600 * _G, 125 * _T, 62.5 * _T, 31.2 * _T, 0.49 * _T, 0, 250 * _T),
         Device("NVIDIA L40S", "sm_89", 142, 96 * _M, 864 * _G, 362 * _T, 183 * _T, 91.6 * _T, 1.43 * _T, 733 * _T,
                733 * _T),
-        Device("NVIDIA L4", "sm_89", 58, 48 * _M, 300 * _G, 121 * _T, 60 * _T, 30.3 * _T, 0.47 * _T, 242 * _T, 242 * _T),
+        Device("NVIDIA L4", "sm_89", 58, 48 * _M, 300 * _G, 121 * _T, 60 * _T, 30.3 * _T, 0.47 * _T, 242 * _T,
+               242 * _T),
         Device("NVIDIA GeForce RTX 4090", "sm_89", 128, 72 * _M, 1008 * _G, 330 * _T, 82.6 * _T, 82.6 * _T, 1.29 * _T,
                660 * _T, 660 * _T),
         Device("NVIDIA H200", "sm_90", 132, 60 * _M, 4800 * _G, 989 * _T, 494 * _T, 67 * _T, 67 * _T, 1979 * _T,
@@ -165,7 +166,9 @@ def cannot(arch: str) -> list[str]:
     """Plain sentences about what a target can't do and what runs instead."""
     lacks = list(_CANNOT.get(arch, ()))
     if arch not in ARCHS:
-        lacks.append(f"{arch} is not in the architecture table: every product runs through the torch reference")
+        lacks.append(
+            f"{arch} is not in the architecture table: every product runs through the torch reference"
+        )
     elif not ARCHS[arch].tma:
         lacks.append("no tensor descriptors in hardware: every operand is loaded through pointers")
     return lacks

@@ -94,7 +94,9 @@ def _check_addend(op: str, addend: Tensor, shape: tuple[int, ...], a: Tensor) ->
     if addend.dtype not in DTYPE_NAMES or addend.dtype in FP8:
         raise TypeError(f"{op}: {name} is {addend.dtype}, which cannot be added to a product of {a.dtype}")
     if (a.dtype == torch.int8) == addend.dtype.is_floating_point:
-        raise TypeError(f"{op}: {name} is {addend.dtype} and a is {a.dtype}; both must be integers or neither")
+        raise TypeError(
+            f"{op}: {name} is {addend.dtype} and a is {a.dtype}; both must be integers or neither"
+        )
     try:
         fits = tuple(torch.broadcast_shapes(tuple(addend.shape), shape)) == shape
     except RuntimeError:
@@ -133,13 +135,17 @@ def check(
         _check_out(op, out, shape, dtype)
     for name, tensor in (("b", b), ("the addend", addend), ("out", out)):
         if tensor is not None and tensor.device != a.device:
-            raise ValueError(f"{op}: a is on {a.device} and {name} on {tensor.device}; they must be on one device")
+            raise ValueError(
+                f"{op}: a is on {a.device} and {name} on {tensor.device}; they must be on one device"
+            )
     return shape, dtype
 
 
 def _check_overlap(op: str, out: Tensor, inputs: tuple[Tensor | None, ...], addend: Tensor | None) -> None:
     if overlaps_itself(out):
-        raise ValueError(f"{op}: out has strides {out.stride()} for {tuple(out.shape)}: its elements overlap one another")
+        raise ValueError(
+            f"{op}: out has strides {out.stride()} for {tuple(out.shape)}: its elements overlap one another"
+        )
     for name, tensor in zip(("a", "b"), inputs, strict=True):
         if tensor is not None and overlap(out, tensor):
             raise ValueError(f"{op}: out and {name} share memory")
@@ -233,7 +239,8 @@ def _needs_dispatcher(tensors: tuple[Tensor | None, ...]) -> bool:
         return True
     grad = torch.is_grad_enabled()
     return any(
-        tensor is not None and (type(tensor) not in _PLAIN or (grad and tensor.requires_grad)) for tensor in tensors
+        tensor is not None and (type(tensor) not in _PLAIN or (grad and tensor.requires_grad))
+        for tensor in tensors
     )
 
 
@@ -253,9 +260,16 @@ def run(
         if _needs_dispatcher((a, b, addend, out)):
             text = None if config is None else str(Config.of(config))
             if out is None:
-                return torch.ops.gemmery.gemm(a, b, addend, alpha, beta, out_dtype, precision, fast_accum, text)
-            if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a, b, addend, out)):
-                raise ValueError(f"{op}: out= does not support gradients, but one of the arguments requires them")
+                product: Tensor = torch.ops.gemmery.gemm(
+                    a, b, addend, alpha, beta, out_dtype, precision, fast_accum, text
+                )
+                return product
+            if torch.is_grad_enabled() and any(
+                t is not None and t.requires_grad for t in (a, b, addend, out)
+            ):
+                raise ValueError(
+                    f"{op}: out= does not support gradients, but one of the arguments requires them"
+                )
             check(op, a, b, addend, alpha, beta, out, out_dtype, precision)
             torch.ops.gemmery.gemm_out(a, b, addend, alpha, beta, precision, fast_accum, text, out)
             return out

@@ -56,7 +56,9 @@ def _steps(operand: Operand, described: bool) -> tuple[int, ...]:
 class _Access:
     """How one matrix reaches the kernel: as a pointer with strides, or as a descriptor."""
 
-    def __init__(self, operand: Operand, rows: int, cols: int, batch: tuple[int, ...], described: bool) -> None:
+    def __init__(
+        self, operand: Operand, rows: int, cols: int, batch: tuple[int, ...], described: bool
+    ) -> None:
         self.operand, self.rows, self.cols, self.batch, self.described = operand, rows, cols, batch, described
         self.transposed = described and operand.col != 1
         self.strides = (_steps(operand, described), operand.row, operand.col)
@@ -119,7 +121,9 @@ class Binding:
         self.out = _Access(p.out, p.M, p.N, p.batch, described and describable(p.out, p.batch))
         self.waves = Waves.of(p, c)
         if self.waves.units >= 1 << 31:
-            raise ValueError(f"{p} takes {self.waves.units} tiles of config {c}; at most 2^31 - 1 fit into a launch")
+            raise ValueError(
+                f"{p} takes {self.waves.units} tiles of config {c}; at most 2^31 - 1 fit into a launch"
+            )
         self.persistent = c.schedule == "persistent"
         self.kernel = gemm.gemm_persistent if self.persistent else gemm.gemm_tiles
         programs = max(self.waves.tiles, self.waves.parts)
@@ -162,13 +166,20 @@ class Binding:
         }
         if self.persistent:
             constants["FLATTEN"] = c.loader == "descriptor"
-            constants["TAIL"] = c.tail
+            constants["TAIL_M"] = c.tail_m
+            constants["TAIL_N"] = c.tail_n
             constants["TAIL_K"] = c.tail_k
             constants["CHECK_TAIL_K"] = p.K % c.tail_k != 0
         return constants
 
     def arguments(
-        self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, alpha: float = 1, beta: float = 1
+        self,
+        a: Tensor,
+        b: Tensor,
+        out: Tensor,
+        addend: Tensor | None = None,
+        alpha: float = 1,
+        beta: float = 1,
     ) -> list[Any]:
         """The kernel's run-time arguments for tensors laid out as the problem says."""
         p, c = self.problem, self.config
@@ -190,15 +201,15 @@ class Binding:
         return values
 
     def _tail_arguments(self, a: Tensor, b: Tensor, out: Tensor) -> list[Any]:
-        """a, b and out as the narrower tiles of the last wave see them."""
+        """a, b and out as the small tiles of the tail see them."""
         c = self.config
         if c.tail == 1:
             return [None, None, None]
-        columns = c.block_n // c.tail
+        rows, columns = c.block_m // c.tail_m, c.block_n // c.tail_n
         return [
-            self.a.argument(a, c.block_m, c.tail_k),
+            self.a.argument(a, rows, c.tail_k),
             self.b.argument(b, c.tail_k, columns),
-            self.out.argument(out, c.block_m, columns),
+            self.out.argument(out, rows, columns),
         ]
 
     def _epilogue_arguments(self, addend: Tensor | None, alpha: float, beta: float) -> tuple[Any, ...]:
@@ -208,7 +219,8 @@ class Binding:
             return ()
         if p.epilogue == "scale":
             return (_bits(alpha, acc),)
-        assert p.addend is not None and addend is not None
+        assert p.addend is not None
+        assert addend is not None
         if p.epilogue == "add_row":
             return (addend, p.addend.col)
         return (_bits(alpha, acc), _bits(beta, acc), addend, (p.addend.steps, p.addend.row, p.addend.col))

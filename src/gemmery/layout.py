@@ -108,9 +108,7 @@ def make_problem(
     if addend is not None and extra is not None:
         one_row = M == 1 or extra.row == 0
         epilogue = "add_row" if not scaled and one_row and not any(extra.steps) else "add_matrix"
-        added = Operand(
-            addend.dtype, tuple(extra.steps), extra.row, extra.col, addend.data_ptr() % 16 == 0
-        )
+        added = Operand(addend.dtype, tuple(extra.steps), extra.row, extra.col, addend.data_ptr() % 16 == 0)
     return Problem(
         M=M, N=N, K=K, batch=tuple(sizes),
         a=_operand(a, left, M, K), b=_operand(b, right, K, N), out=_operand(out, result, M, N),
@@ -164,7 +162,7 @@ def overlap(first: Tensor, second: Tensor) -> bool:
     if start + extent_bytes(first) <= other or other + extent_bytes(second) <= start:
         return False
     try:
-        return bool(np.shares_memory(np.asarray(_Bytes(first)), np.asarray(_Bytes(second)), max_work=10**6))
+        return bool(np.shares_memory(np.asarray(_Bytes(first)), np.asarray(_Bytes(second)), max_work=10**6))  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
 

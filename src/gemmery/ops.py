@@ -1,7 +1,7 @@
 """The operators that torch's own machinery sees: `torch.ops.gemmery.gemm` and `gemm_out`.
 
-Registered with `torch.library.Library`, which costs less a call than `custom_op`. They carry fake implementations (shapes
-and types, for torch.compile and export) and gradients; eager inference goes past them (see `dispatch`).
+Registered with `torch.library.Library`, which costs less a call than `custom_op`. They carry fake implementations
+(shapes and types, for torch.compile and export) and gradients; eager inference goes past them (see `dispatch`).
 """
 
 from __future__ import annotations
@@ -70,11 +70,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _product(a: Tensor, b: Tensor, alpha: Number, precision: str) -> Tensor:
-    return torch.ops.gemmery.gemm(a, b, None, alpha, 1, None, precision, False, None)
+    product: Tensor = torch.ops.gemmery.gemm(a, b, None, alpha, 1, None, precision, False, None)
+    return product
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    """`grad @ b.mT` and `a.mT @ grad`, summed over the dimensions that were broadcast; the saved tensors are a and b."""
+    """`grad @ b.mT` and `a.mT @ grad`, summed over the dimensions that were broadcast; a and b are saved."""
     a, b = ctx.saved_tensors
     if not a.dtype.is_floating_point or a.dtype.itemsize == 1:
         raise TypeError(f"gemm: no gradient for {a.dtype} operands")

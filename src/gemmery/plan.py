@@ -57,10 +57,17 @@ class Plan:
 
     @property
     def config(self) -> Config | None:
+        """The kernel's knobs; None where the torch reference runs."""
         return self._binding.config if self._binding else None
 
     def __call__(
-        self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, alpha: float = 1, beta: float = 1
+        self,
+        a: Tensor,
+        b: Tensor,
+        out: Tensor,
+        addend: Tensor | None = None,
+        alpha: float = 1,
+        beta: float = 1,
     ) -> Tensor:
         """`out = alpha * a @ b + beta * addend` for tensors with the shapes, strides and types of the plan's own."""
         if self._binding is None:
@@ -82,6 +89,7 @@ class Plan:
             return
         candidates = [self._binding.config] if pinned else [config for config, _ in rank(self.problem)]
         spilling: tuple[int, Binding, Any] | None = None
+        refusal: OutOfResources | None = None
         for config in candidates:
             binding = Binding(self.problem, config)
             compiled = binding.compile(*tensors)
@@ -96,7 +104,9 @@ class Plan:
             if spilling is None or compiled.n_spills < spilling[0]:
                 spilling = (compiled.n_spills, binding, compiled)
         if spilling is None:
-            raise ValueError(f"no config of {len(candidates)} fits {self.problem} on {self.problem.device.name}: {refusal}")
+            raise ValueError(
+                f"no config of {len(candidates)} fits {self.problem} on {self.problem.device.name}: {refusal}"
+            )
         _, self._binding, self._compiled = spilling
 
     def resources(self) -> Resources | None:
@@ -117,10 +127,13 @@ class Plan:
         if self._binding is None:
             return f"{self.problem}: torch reference, {self.problem.device.name} lacks the instructions"
         lines = [f"{self.problem} on {self.problem.device.name}: {self.config}"]
-        lines.append(f"{'config':58} {'total':>8} {'compute':>8} {'l2':>8} {'memory':>8} {'overhead':>8} waves")
+        lines.append(
+            f"{'config':58} {'total':>8} {'compute':>8} {'l2':>8} {'memory':>8} {'overhead':>8} waves"
+        )
         for config, cost in rank(self.problem)[:top]:
             parts = " ".join(
-                f"{part * 1e6:8.1f}" for part in (cost.total, cost.compute, cost.l2, cost.memory, cost.overhead)
+                f"{part * 1e6:8.1f}"
+                for part in (cost.total, cost.compute, cost.l2, cost.memory, cost.overhead)
             )
             lines.append(f"{config!s:58} {parts} {cost.waves:5.2f}")
         return "\n".join(lines)
@@ -157,5 +170,3 @@ def make_plan(problem: Problem, config: Config | None, *tensors: Any) -> Plan:
             plan.fit(*tensors, pinned=config is not None)
         ready.append(True)
     return plan
-
-

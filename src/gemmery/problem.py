@@ -1,7 +1,7 @@
 """The plain values handed from stage to stage: what is to be computed, and the knobs of how.
 
-A `Problem` holds everything that decides which code runs and nothing else, so that it can be the key of every cache. It is
-made from tensors' shapes and strides by `api` and never sees data.
+A `Problem` holds everything that decides which code runs and nothing else, so that it can be the key of every cache.
+It is made from tensors' shapes and strides by `layout` and never sees data.
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ class Config:
         schedule: "tile" starts one program a tile, "persistent" as many programs as run at once.
         loader: "pointer" takes any strides, "descriptor" needs TMA and 16-byte alignment.
         split_store: store a tile as two halves, which halves the staging memory.
-        tail: parts into which tiles are cut along N that would not fill a last wave, or not all of whose columns exist; 1
-            leaves them whole.
+        tail: parts into which tiles are cut that would not fill a last wave, or not all of whose columns exist: 2 or 4
+            along N, or 8, 2 along M by 4 along N; 1 leaves them whole.
     """
 
     block_m: int
@@ -168,8 +168,14 @@ class Config:
         for name in ("group_m", "num_stages"):
             if getattr(self, name) < 1:
                 raise ValueError(f"Config: {name} is {getattr(self, name)!r}; it must be at least 1")
-        if self.tail not in (1, 2, 4) or self.block_n // self.tail < 16:
-            raise ValueError(f"Config: tail is {self.tail!r}; it must be 1, 2 or 4 and leave 16 columns or more")
+        if (
+            self.tail not in (1, 2, 4, 8)
+            or self.block_n // self.tail_n < 16
+            or self.block_m // self.tail_m < 16
+        ):
+            raise ValueError(
+                f"Config: tail is {self.tail!r}; it must be 1, 2, 4 or 8 and leave parts of 16 by 16 or more"
+            )
         if self.tail > 1 and self.schedule != "persistent":
             raise ValueError("Config: tail needs the persistent schedule")
         for name, allowed in (("schedule", ("tile", "persistent")), ("loader", ("pointer", "descriptor"))):
@@ -177,9 +183,19 @@ class Config:
                 raise ValueError(f"Config: {name} is {getattr(self, name)!r}; it must be one of {allowed}")
 
     @property
+    def tail_m(self) -> int:
+        """Parts of a cut tile along M."""
+        return 2 if self.tail == 8 else 1
+
+    @property
+    def tail_n(self) -> int:
+        """Parts of a cut tile along N."""
+        return min(self.tail, 4)
+
+    @property
     def tail_k(self) -> int:
-        """Step along K of the tail's tiles: longer where they are so narrow that it fits into the same memory."""
-        return self.block_k * 2 if self.tail == 4 else self.block_k
+        """Step along K of the tail's tiles: longer where they are so small that it fits into the same memory."""
+        return self.block_k * 2 if self.tail >= 4 else self.block_k
 
     @classmethod
     def of(cls, value: Config | dict[str, Any] | str) -> Config:
@@ -189,7 +205,9 @@ class Config:
         if isinstance(value, str):
             value = _parse(value)
         if not isinstance(value, dict):
-            raise TypeError(f"config is a {type(value).__name__}; it must be a gemmery.Config, a dict or a string")
+            raise TypeError(
+                f"config is a {type(value).__name__}; it must be a gemmery.Config, a dict or a string"
+            )
         unknown = set(value) - {field.name for field in fields(cls)}
         if unknown:
             raise ValueError(f"Config has no {', '.join(sorted(unknown))}")
@@ -220,6 +238,8 @@ def _parse(text: str) -> dict[str, Any]:
         )
     names = ("block_m", "block_n", "block_k", "group_m", "num_warps", "num_stages")
     numbers: dict[str, Any] = {name: int(match[i + 1]) for i, name in enumerate(names)}
-    return numbers | {"schedule": match[7], "loader": match[8], "split_store": match[9] is not None} | (
-        {"tail": int(match[10])} if match[10] else {}
+    return (
+        numbers
+        | {"schedule": match[7], "loader": match[8], "split_store": match[9] is not None}
+        | ({"tail": int(match[10])} if match[10] else {})
     )

@@ -15,10 +15,9 @@ def dot(a, b, acc, PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr):
     The interpreter multiplies the raw bits of bf16 and fp8, so there both are widened first; products and sums are
     then those of fp32, as on the tensor cores.
     """
-    if INTERPRETED:
-        if a.dtype.primitive_bitwidth < 32 and a.dtype.is_floating():
-            a = a.to(tl.float32)
-            b = b.to(tl.float32)
+    if INTERPRETED and a.dtype.primitive_bitwidth < 32 and a.dtype.is_floating():
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
     if IMPRECISE_ACC < 0:
         return tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=acc.dtype)
     return tl.dot(

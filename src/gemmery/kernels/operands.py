@@ -29,7 +29,9 @@ def batch_offset(batch, sizes, steps):
 
 
 @triton.jit
-def block_offsets(row, col, stride_row, stride_col, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr):
+def block_offsets(
+    row, col, stride_row, stride_col, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr
+):
     """Offsets of a block's elements: a 64-bit corner, and within the block 32 bits unless `WIDE`.
 
     The split keeps the vector arithmetic narrow and out of the K loop, where only the corner moves.
@@ -90,7 +92,17 @@ def load_described_transposed(
 
 @triton.jit
 def store_strided(
-    x, shape, strides, sizes, batch, row, col, value, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr
+    x,
+    shape,
+    strides,
+    sizes,
+    batch,
+    row,
+    col,
+    value,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """A block to a matrix of any strides."""
     steps, stride_row, stride_col = strides
@@ -103,7 +115,17 @@ def store_strided(
 
 @triton.jit
 def store_described(
-    x, shape, strides, sizes, batch, row, col, value, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr
+    x,
+    shape,
+    strides,
+    sizes,
+    batch,
+    row,
+    col,
+    value,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """A block through a tensor descriptor over a matrix whose columns are adjacent."""
     if len(sizes) == 0:
@@ -114,7 +136,17 @@ def store_described(
 
 @triton.jit
 def store_described_transposed(
-    x, shape, strides, sizes, batch, row, col, value, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr
+    x,
+    shape,
+    strides,
+    sizes,
+    batch,
+    row,
+    col,
+    value,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """A block through a tensor descriptor over the transpose of a matrix whose rows are adjacent."""
     if len(sizes) == 0:

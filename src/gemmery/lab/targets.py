@@ -103,7 +103,10 @@ def _tensors(case: Case, size: int) -> tuple[Any, ...]:
     from ..problem import DTYPE_NAMES, OUT_DTYPES
 
     dtype = {name: dtype for dtype, name in DTYPE_NAMES.items()}[case.dtype]
-    a, b = torch.empty(size, size, dtype=dtype, device="meta"), torch.empty(size, size, dtype=dtype, device="meta")
+    a, b = (
+        torch.empty(size, size, dtype=dtype, device="meta"),
+        torch.empty(size, size, dtype=dtype, device="meta"),
+    )
     out = torch.empty(size, size, dtype=OUT_DTYPES[dtype][0], device="meta")
     a, b = (x.t() if letter == "T" else x for x, letter in zip((a, b), case.layout, strict=True))
     addend = torch.empty(size, dtype=out.dtype, device="meta") if case.epilogue == "add_row" else None
@@ -163,7 +166,9 @@ def _resources(compiled: Any) -> tuple[int, int]:
     """Registers per thread and bytes spilled per thread, from the machine code."""
     if "cubin" not in compiled.asm:
         text = compiled.asm["amdgcn"]
-        counts = {key: int(n) for key, n in re.findall(r"\.(\w+_count|private_segment_fixed_size): *(\d+)", text)}
+        counts = {
+            key: int(n) for key, n in re.findall(r"\.(\w+_count|private_segment_fixed_size): *(\d+)", text)
+        }
         spilled = 4 * (counts.get("vgpr_spill_count", 0) + counts.get("sgpr_spill_count", 0))
         return counts["vgpr_count"], max(spilled, counts.get("private_segment_fixed_size", 0))
     import triton
@@ -172,7 +177,9 @@ def _resources(compiled: Any) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        run = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+        run = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        )
     usage = {key: int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", run.stdout)}
     return usage["REG"], usage["STACK"] + usage["LOCAL"]
 
@@ -185,7 +192,14 @@ def check_here(name: str, everything: bool) -> list[Report]:
 
 def check(name: str, everything: bool) -> list[dict[str, Any]]:
     """Compile and check all of a target's cases in a process of their own; returns its reports as dicts."""
-    command = [sys.executable, "-m", "gemmery.lab.targets", "--child", name, *(["--all"] if everything else [])]
+    command = [
+        sys.executable,
+        "-m",
+        "gemmery.lab.targets",
+        "--child",
+        name,
+        *(["--all"] if everything else []),
+    ]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
     if run.returncode:
@@ -210,7 +224,9 @@ def main() -> int:
     bad = 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         targets = arguments.targets or TARGETS
-        for target, reports in zip(targets, pool.map(lambda t: check(t, arguments.all), targets), strict=True):
+        for target, reports in zip(
+            targets, pool.map(lambda t: check(t, arguments.all), targets), strict=True
+        ):
             faulty = [report for report in reports if report["faults"]]
             bad += len(faulty)
             print(f"{target}: {len(reports)} kernels, {len(faulty)} at fault", flush=True)

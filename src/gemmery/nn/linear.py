@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -57,8 +57,8 @@ class Linear(nn.Linear):
         nn.Module.__init__(layer)
         layer.in_features, layer.out_features = module.in_features, module.out_features
         layer.precision = precision
-        layer.register_parameter("weight", module.weight)
-        layer.register_parameter("bias", module.bias)
+        layer.register_parameter("weight", cast(nn.Parameter, module.weight))
+        layer.register_parameter("bias", cast("nn.Parameter | None", module.bias))
         layer.train(module.training)
         return layer
 
@@ -89,5 +89,10 @@ def swap(model: nn.Module, *, precision: Precision = "ieee") -> int:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
     return any(len(kind) for kind in hooks)

@@ -2,7 +2,7 @@
 
 A multiprocessor works through its share of the tiles one after the other; a step along K takes as long as the slower of
 the tensor cores and the way from L2, and the whole product at least as long as its bytes take from memory. It is
-built to rank configs, with inputs from the device table and the space; its parts are kept so that a choice can be explained.
+built to rank configs, with inputs from the device table and the space; its parts are kept to explain a choice.
 """
 
 from __future__ import annotations
@@ -50,43 +50,45 @@ class Cost:
 
 @dataclass(frozen=True)
 class _Wave:
-    """`count` tiles of `columns` columns on every one of `busy` multiprocessors, one after the other."""
+    """`count` tiles of one size on the busiest multiprocessor, one after the other."""
 
     count: int
+    rows: int
     columns: int
-    busy: int
 
-    def compute(self, problem: Problem, tile: Tile, steps: int) -> float:
+    def compute(self, problem: Problem, tile: Tile) -> float:
         """Seconds of arithmetic."""
-        device, c = problem.device, tile.config
+        device = problem.device
         rate = device.rate(problem.a.dtype, problem.precision) * device.achieved / device.sms
-        return self.count * steps * 2 * c.block_m * self.columns * c.block_k / (rate * tile.efficiency)
+        return self.count * 2 * self.rows * self.columns * _padded_k(problem, tile) / (rate * tile.efficiency)
 
-    def l2(self, problem: Problem, tile: Tile, steps: int) -> float:
-        """Seconds of traffic from L2."""
-        c = tile.config
-        step = (c.block_m * problem.a.dtype.itemsize + self.columns * problem.b.dtype.itemsize) * c.block_k
-        return self.count * steps * step * self.busy / (problem.device.bandwidth * L2_OVER_MEMORY)
+    def l2(self, problem: Problem, tile: Tile) -> float:
+        """Seconds of traffic from L2, of which one multiprocessor gets no more than its share when others are idle."""
+        step = self.rows * problem.a.dtype.itemsize + self.columns * problem.b.dtype.itemsize
+        rate = problem.device.bandwidth * L2_OVER_MEMORY / problem.device.sms
+        return self.count * step * _padded_k(problem, tile) / rate
+
+
+def _padded_k(problem: Problem, tile: Tile) -> int:
+    return -(-problem.K // tile.config.block_k) * tile.config.block_k
 
 
 def _waves(problem: Problem, tile: Tile) -> list[_Wave]:
-    """How the tiles fall on the multiprocessors: whole ones, and then the tail's narrow ones."""
+    """How the tiles fall on the multiprocessors: whole ones, and the tail's small ones."""
     c, sms = tile.config, problem.device.sms
     work = Waves.of(problem, c)
-    kinds = ((work.tiles, c.block_n), (work.parts, c.block_n // c.tail))
-    return [_Wave(-(-count // sms), columns, min(count, sms)) for count, columns in kinds if count]
+    kinds = ((work.tiles, c.block_m, c.block_n), (work.parts, c.block_m // c.tail_m, c.block_n // c.tail_n))
+    return [_Wave(-(-count // sms), rows, columns) for count, rows, columns in kinds if count]
 
 
 def cost(problem: Problem, tile: Tile) -> Cost:
     """The predicted cost of running `problem` with one row of the space."""
     p, c = problem, tile.config
-    steps = -(-p.K // c.block_k)
     waves = _waves(p, tile)
-    compute = [wave.compute(p, tile, steps) for wave in waves]
-    l2 = [wave.l2(p, tile, steps) for wave in waves]
+    compute = [wave.compute(p, tile) for wave in waves]
+    l2 = [wave.l2(p, tile) for wave in waves]
     memory = p.bytes / (p.device.bandwidth * STREAM)
-    overhead = LAUNCH + (len(waves) - 1) * TAIL_OVERHEAD
-    overhead += sum(wave.count * wave.columns for wave in waves) / c.block_n * TILE_OVERHEAD[c.schedule]
+    whole = sum(wave.count * wave.rows * wave.columns for wave in waves) / (c.block_m * c.block_n)
+    overhead = LAUNCH + (len(waves) - 1) * TAIL_OVERHEAD + whole * TILE_OVERHEAD[c.schedule]
     busy = sum(max(pair) for pair in zip(compute, l2, strict=True))
-    columns = sum(wave.count * wave.columns for wave in waves)
-    return Cost(max(busy, memory) + overhead, sum(compute), sum(l2), memory, overhead, columns / c.block_n)
+    return Cost(max(busy, memory) + overhead, sum(compute), sum(l2), memory, overhead, whole)

@@ -1,9 +1,9 @@
 """The tiles worth considering, as data: for every family of GPUs and every kind of operand, one row a config.
 
 A row reads `MxNxK group_m num_warps num_stages efficiency` and then, where they apply, `split`, `tail=n` and `aligned`
-(see `Config` and `Tile`). The efficiency is the part of the device's achievable rate that the tile's main loop reaches once it is
-running: measured for Hopper on an H200, estimated elsewhere. Every row compiles without spills on every architecture
-of its family, which `make check-targets` proves; another Triton allocates other registers, so a plan asks again.
+(see `Config` and `Tile`). The efficiency is the part of the device's achievable rate that the tile's main loop reaches
+once it is running: measured for Hopper on an H200, estimated elsewhere. Every row compiles without spills on every
+architecture of its family, which `make check-targets` proves; another Triton allocates other registers, so a plan asks again.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ HOPPER: dict[str, Rows] = {
             128x256x64 16 8 4 1.00 split
             128x256x64 16 8 4 1.00 split tail=2
             128x256x64 16 8 4 1.00 split tail=4
+            128x256x64 16 8 4 1.00 split tail=8
             128x256x64 16 8 3 0.98 split
             128x256x64 16 8 3 0.98
             128x128x64 16 8 4 0.90
@@ -102,8 +103,8 @@ HOPPER: dict[str, Rows] = {
     },
     "ieee": {
         ("pointer", "tile"): """
-            128x64x16 16 8 3 0.82
-            64x64x32  16 4 3 0.82
+            128x64x16 16 4 3 0.84 aligned
+            64x64x32  16 4 3 0.80
             32x32x32  16 4 3 0.30
         """,
     },
@@ -326,14 +327,14 @@ RDNA: dict[str, Rows] = {
 }
 
 # Every path that a kernel can take, in tiles that an interpreter gets through.
-INTERPRETER: dict[str, Rows] = dict.fromkeys(
-    ("half", "fp8", "fp8 accurate", "int8", "tf32", "tf32x3", "ieee", "fp64"),
-    {
+INTERPRETER: dict[str, Rows] = {
+    kind: {
         ("descriptor", "persistent"): "64x64x64 8 4 3 1.0 split tail=2",
         ("pointer", "tile"): "64x64x64 8 4 3 0.9",
         ("pointer", "persistent"): "32x64x32 8 4 3 0.5",
-    },
-)
+    }
+    for kind in HOPPER
+}
 
 FAMILIES: dict[str, dict[str, Rows]] = {
     "hopper": HOPPER,
