@@ -2,8 +2,8 @@
 
 Adding a GPU is adding a row. Rates are dense datasheet peaks in operations per second, bandwidth in bytes per second,
 sizes in bytes; a row's `achieved` is the part of the peak that a long product reaches in practice, measured for the
-H200 and estimated elsewhere. Sources: the vendors' datasheets and architecture whitepapers; shared memory per block from
-the CUDA programming guide and the AMD ISA guides.
+H200 and estimated elsewhere. Sources: the vendors' datasheets and architecture whitepapers; shared memory per block
+from the CUDA programming guide and the AMD ISA guides.
 """
 
 from __future__ import annotations

@@ -161,8 +161,8 @@ def gemm_persistent(
     With `TAIL_N` above 1, what does not fill a wave of whole tiles goes in small ones, of `BLOCK_M / TAIL_M` by
     `BLOCK_N / TAIL_N`: the last whole tiles, cut up, and the columns that BLOCK_N does not divide. `tail` is the tuple
     (first tile that is cut, how many are, parts in a row of the ragged columns, parts in all). Steps along K are then
-    `TAIL_K`: a small tile computes little per step, and longer steps keep as many bytes in flight. `a_tail`, `b_tail` and
-    `out_tail` are the matrices again, since a descriptor has the size of its blocks built in.
+    `TAIL_K`: a small tile computes little per step, and longer steps keep as many bytes in flight. `a_tail`, `b_tail`
+    and `out_tail` are the matrices again, since a descriptor has the size of its blocks built in.
     """
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N) if TAIL_N == 1 else N // BLOCK_N

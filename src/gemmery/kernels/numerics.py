@@ -31,7 +31,7 @@ def cast(x, DTYPE: tl.constexpr):
 
     The interpreter truncates fp32 to bf16; there the rounding is written out on the bits. NaN stays NaN.
     """
-    if INTERPRETED and DTYPE == tl.bfloat16:
+    if INTERPRETED and tl.bfloat16 == DTYPE:
         x = x.to(tl.float32)
         bits = x.to(tl.uint32, bitcast=True)
         rounded = bits + 0x7FFF + ((bits >> 16) & 1)

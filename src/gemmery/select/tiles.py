@@ -1,9 +1,10 @@
 """The tiles worth considering, as data: for every family of GPUs and every kind of operand, one row a config.
 
 A row reads `MxNxK group_m num_warps num_stages efficiency` and then, where they apply, `split`, `tail=n` and `aligned`
-(see `Config` and `Tile`). The efficiency is the part of the device's achievable rate that the tile's main loop reaches
-once it is running: measured for Hopper on an H200, estimated elsewhere. Every row compiles without spills on every
-architecture of its family, which `make check-targets` proves; another Triton allocates other registers, so a plan asks again.
+(see `Config` and `space.Tile`). The efficiency is the part of the device's achievable rate that the tile's main loop
+reaches once it is running: measured for Hopper on an H200, estimated elsewhere. Every row compiles without spills on
+every architecture of its family, which `make check-targets` proves; another Triton allocates registers otherwise, so a
+plan asks again.
 """
 
 from __future__ import annotations
