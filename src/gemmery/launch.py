@@ -32,7 +32,7 @@ _BOX = 256
 
 
 def describable(operand: Operand, batch: tuple[int, ...]) -> bool:
-    """Whether a matrix can be read or written through a tensor descriptor (TMA's rules on strides and addresses)."""
+    """Whether a matrix can be read through a tensor descriptor: TMA's rules on strides and addresses."""
     item = operand.dtype.itemsize
     outer = operand.row if operand.col == 1 else operand.col
     return (
@@ -42,6 +42,15 @@ def describable(operand: Operand, batch: tuple[int, ...]) -> bool:
         and len(batch) <= 1
         and all(stride * item % 16 == 0 and stride * item < 1 << 40 for stride in (outer, *operand.steps))
     )
+
+
+def storable(operand: Operand, rows: int, cols: int, batch: tuple[int, ...]) -> bool:
+    """Whether a matrix can also be written through a tensor descriptor.
+
+    TMA writes whole 16-byte units: where a row of the matrix ends within one, it would write into what lies behind.
+    """
+    adjacent = cols if operand.col == 1 else rows
+    return describable(operand, batch) and adjacent * operand.dtype.itemsize % 16 == 0
 
 
 def promotes(problem: Problem) -> bool:
@@ -87,10 +96,8 @@ class _Access:
         return TensorDescriptor(tensor, shape, strides, block)
 
 
-def _bits(value: float, dtype: torch.dtype) -> int:
-    """A scalar operand as the kernels take it: the bits of a double, or an integer for an integer accumulator."""
-    if dtype == torch.int32:
-        return int(value)
+def _bits(value: float) -> int:
+    """A scalar operand as the kernels take it: the bits of a double."""
     return int(struct.unpack("<q", struct.pack("<d", value))[0])
 
 
@@ -118,7 +125,7 @@ class Binding:
             raise ValueError(f"config {c}: blocks of more than {_BOX} rows or columns are not supported")
         self.a = _Access(p.a, p.M, p.K, p.batch, described)
         self.b = _Access(p.b, p.K, p.N, p.batch, described)
-        self.out = _Access(p.out, p.M, p.N, p.batch, described and describable(p.out, p.batch))
+        self.out = _Access(p.out, p.M, p.N, p.batch, described and storable(p.out, p.M, p.N, p.batch))
         self.waves = Waves.of(p, c)
         if self.waves.units >= 1 << 31:
             raise ValueError(
@@ -214,16 +221,15 @@ class Binding:
 
     def _epilogue_arguments(self, addend: Tensor | None, alpha: float, beta: float) -> tuple[Any, ...]:
         p = self.problem
-        acc = accumulator(p.a.dtype)
         if p.epilogue == "identity":
             return ()
         if p.epilogue == "scale":
-            return (_bits(alpha, acc),)
+            return (_bits(alpha),)
         assert p.addend is not None
         assert addend is not None
         if p.epilogue == "add_row":
             return (addend, p.addend.col)
-        return (_bits(alpha, acc), _bits(beta, acc), addend, (p.addend.steps, p.addend.row, p.addend.col))
+        return (_bits(alpha), _bits(beta), addend, (p.addend.steps, p.addend.row, p.addend.col))
 
     def launch(self, *tensors: Any) -> None:
         """Launch on the current device and stream; arguments as for `arguments`."""

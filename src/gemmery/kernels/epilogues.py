@@ -18,13 +18,9 @@ from .operands import load_strided
 def scalar(bits, DTYPE: tl.constexpr):
     """A scalar operand in the accumulator's type.
 
-    Triton passes Python floats as fp32, so the host passes the bits of a double as an integer; for an integer
-    accumulator it passes the integer itself.
+    Triton passes Python floats as fp32, so the host passes the bits of a double as an integer.
     """
-    if DTYPE.is_int():
-        return tl.cast(bits, DTYPE)
-    else:
-        return tl.cast(tl.cast(bits, tl.int64), tl.float64, bitcast=True).to(DTYPE)
+    return tl.cast(tl.cast(bits, tl.int64), tl.float64, bitcast=True).to(DTYPE)
 
 
 @triton.jit

@@ -1,0 +1,82 @@
+"""A sample of kernels compiled for every target: what comes out is what the selector counts on.
+
+`gemmery.lab.targets` compiles and judges; these tests ask it, and make sure that its sample covers what it should. All kernels
+of all targets: `make check-targets`.
+"""
+
+import functools
+import os
+import subprocess
+import sys
+
+import pytest
+
+from gemmery.devices import ARCHS
+from gemmery.lab.targets import TARGETS, check
+from gemmery.problem import DTYPE_NAMES
+
+
+@functools.cache
+def reports(target):
+    return check(target, everything=False)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_target(target):
+    found = reports(target)
+    faulty = [f"{report['config']} {report['case']}: {'; '.join(report['faults'])}" for report in found if report["faults"]]
+    assert not faulty, "\n".join(faulty)
+    arch = ARCHS[target]
+    cases = [report["case"] for report in found]
+    assert {case["dtype"] for case in cases} == {"fp16", "bf16", "fp32", "fp64", "int8"} | {DTYPE_NAMES[x] for x in arch.fp8}
+    assert {case["precision"] for case in cases if case["dtype"] == "fp32"} == set(arch.precisions)
+    assert {case["aligned"] for case in cases} == {True, False}
+    # 16-bit products use the target's matrix unit: all but those with fewer rows than its large instruction takes.
+    units = [report["instructions"] for report in found if report["case"]["dtype"] in ("fp16", "bf16")]
+    assert all(units)
+    assert sum(arch.matrix in unit for unit in units) > len(units) / 2
+
+
+_DESCRIPTORS = """
+import torch
+from gemmery.lab import targets
+targets.use_target("sm_90")
+from gemmery.devices import TABLE
+from gemmery.launch import Binding
+from gemmery.layout import make_problem
+from gemmery.problem import Config
+a, b = (torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta") for _ in range(2))
+out, b = torch.empty_like(a), b.t()
+problem = make_problem(
+    a, b, out, None, scaled=False, precision="ieee", fast_accum=False, device=TABLE["NVIDIA H200"]
+)
+config = Config(128, 128, 64, num_warps=8, schedule="%s", loader="%s")
+print(Binding(problem, config).compile(a, b, out).asm["ptx"])
+"""
+
+
+def ptx(schedule, loader):
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", _DESCRIPTORS % (schedule, loader)]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+@pytest.mark.parametrize("schedule", ["tile", "persistent"])
+def test_descriptors_are_loaded_and_stored_by_hardware(schedule):
+    """On Hopper: TMA both ways and the warpgroup's instruction, and no load of an operand besides."""
+    text = ptx(schedule, "descriptor")
+    assert "cp.async.bulk.tensor.2d.shared" in text
+    assert "cp.async.bulk.tensor.2d.global" in text
+    assert "wgmma.mma_async" in text
+    assert "ld.global" not in text
+    assert "st.global" not in text
+
+
+def test_pointers_are_loaded_asynchronously():
+    """Without descriptors, blocks still go to shared memory while others are computed, 16 bytes a thread at a time."""
+    text = ptx("tile", "pointer")
+    assert "cp.async.cg.shared.global" in text
+    assert "wgmma.mma_async" in text
+    assert "cp.async.bulk.tensor" not in text
