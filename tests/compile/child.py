@@ -46,7 +46,11 @@ def plain(
         acc = tl.dot(x, y, acc)
     acc += tl.load(bias + (col + cols) * bias_stride, mask=col + cols < N, other=0.0).to(tl.float32)[None, :]
     out_tile = out + row.to(tl.int64) * out_row + col
-    tl.store(out_tile + (rows[:, None] * out_row + cols[None, :]), acc.to(tl.bfloat16), mask=row_inside & col_inside)
+    tl.store(
+        out_tile + (rows[:, None] * out_row + cols[None, :]),
+        acc.to(tl.bfloat16),
+        mask=row_inside & col_inside,
+    )
 
 
 def operands(layout):
@@ -86,10 +90,17 @@ def main():
     registers, spilled = targets._resources(compiled)
     text = compiled.asm["ptx"]
     # What the source's lines are called in the debugging sections may differ between two copies of one source.
-    code = "\n".join(line for line in text.splitlines() if not re.match(r"\s*(\.loc|\.file|//)", line)).split(".section")[0]
+    lines = text.split(".section")[0].splitlines()
+    code = "\n".join(line for line in lines if not re.match(r"\s*(\.loc|\.file|//)", line))
     words = ("wgmma.mma_async", "cp.async.cg", "cp.async.commit_group", "st.global", "ld.global", "bar.sync")
     counts = {word: text.count(word) for word in words}
-    report = {"file": gemmery.__file__, "code": code, "registers": registers, "spilled": spilled, "counts": counts}
+    report = {
+        "file": gemmery.__file__,
+        "code": code,
+        "registers": registers,
+        "spilled": spilled,
+        "counts": counts,
+    }
     print(json.dumps(report | {"shared": compiled.metadata.shared}))
 
 

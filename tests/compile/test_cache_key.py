@@ -1,7 +1,7 @@
-"""Triton's disk cache knows the functions that a kernel is composed of: an edited one is compiled anew, an unchanged one is not.
+"""Triton's disk cache knows the functions that a kernel is composed of: an edited one is compiled anew.
 
-Functions that come in as constexpr parameters are part of the key only because each is a parameter of its own; were they missing,
-an edit would silently run the old code.
+Functions that come in as constexpr parameters are part of the key only because each is a parameter of its own; were
+they missing, an edit would silently run the old code.
 """
 
 import json
@@ -21,14 +21,20 @@ class Copy:
 
     def __init__(self, folder):
         self.package, self.cache = folder / "gemmery", folder / "cache"
-        shutil.copytree(Path(gemmery.__file__).parent, self.package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            Path(gemmery.__file__).parent, self.package, ignore=shutil.ignore_patterns("__pycache__")
+        )
 
     def compile(self, layout="NT"):
         """The kernel's PTX from a new process that uses the copy and its cache."""
         environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
         path = os.pathsep.join((str(self.package.parent), os.environ.get("PYTHONPATH", "")))
         # Without compiled modules: an edit within a second that keeps the size would go unseen by Python itself.
-        environment |= {"TRITON_CACHE_DIR": str(self.cache), "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+        environment |= {
+            "TRITON_CACHE_DIR": str(self.cache),
+            "PYTHONPATH": path,
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
         command = [sys.executable, Path(__file__).with_name("child.py"), "gemm", layout]
         run = subprocess.run(command, capture_output=True, text=True, env=environment)
         assert run.returncode == 0, run.stderr

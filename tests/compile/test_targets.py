@@ -1,7 +1,7 @@
 """A sample of kernels compiled for every target: what comes out is what the selector counts on.
 
-`gemmery.lab.targets` compiles and judges; these tests ask it, and make sure that its sample covers what it should. All kernels
-of all targets: `make check-targets`.
+`gemmery.lab.targets` compiles and judges; these tests ask it, and make sure that its sample covers what it should.
+All kernels of all targets: `make check-targets`.
 """
 
 import functools
@@ -24,11 +24,17 @@ def reports(target):
 @pytest.mark.parametrize("target", TARGETS)
 def test_target(target):
     found = reports(target)
-    faulty = [f"{report['config']} {report['case']}: {'; '.join(report['faults'])}" for report in found if report["faults"]]
+    faulty = [
+        f"{report['config']} {report['case']}: {'; '.join(report['faults'])}"
+        for report in found
+        if report["faults"]
+    ]
     assert not faulty, "\n".join(faulty)
     arch = ARCHS[target]
     cases = [report["case"] for report in found]
-    assert {case["dtype"] for case in cases} == {"fp16", "bf16", "fp32", "fp64", "int8"} | {DTYPE_NAMES[x] for x in arch.fp8}
+    assert {case["dtype"] for case in cases} == {"fp16", "bf16", "fp32", "fp64", "int8"} | {
+        DTYPE_NAMES[x] for x in arch.fp8
+    }
     assert {case["precision"] for case in cases if case["dtype"] == "fp32"} == set(arch.precisions)
     assert {case["aligned"] for case in cases} == {True, False}
     # 16-bit products use the target's matrix unit: all but those with fewer rows than its large instruction takes.

@@ -1,8 +1,8 @@
 """What the GPU tests share: where they run, operands amid poison, float64 results and error bounds.
 
-`GEMMERY_TEST_DEVICE=cpu` together with `TRITON_INTERPRET=1` sends the tests through Triton's interpreter at small sizes. That
-tells whether the tests themselves work and nothing about a GPU; tests/conftest.py refuses the mixture, so it takes
-`--confcutdir=tests/gpu`:
+`GEMMERY_TEST_DEVICE=cpu` together with `TRITON_INTERPRET=1` sends the tests through Triton's interpreter at small
+sizes. That tells whether the tests themselves work and nothing about a GPU; tests/conftest.py refuses the mixture, so
+it takes `--confcutdir=tests/gpu`:
 
     GEMMERY_TEST_DEVICE=cpu TRITON_INTERPRET=1 PYTHONPATH=src python -m pytest --confcutdir=tests/gpu tests/gpu
 
@@ -84,8 +84,8 @@ def error(result, want):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Memory: every operand lies in a larger buffer of 0xFF bytes, which are NaN in every float type and -1 in the integers, so that
-# a result that depends on memory outside shows; around an output no byte may change.
+# Memory: every operand lies in a larger buffer of 0xFF bytes, which are NaN in every float type and -1 in the
+# integers, so that a result that depends on memory outside shows; around an output no byte may change.
 
 MARGIN = 1024
 
@@ -116,7 +116,8 @@ class Layout:
     Attributes:
         order: dimensions from the fastest to the slowest.
         step: elements from one neighbour to the next along the fastest dimension.
-        pad: elements added to the stride of the second dimension; together with `step` 1 and a pad that completes a multiple
+        pad: elements added to the stride of the second dimension; together with `step` 1 and a pad that completes a
+        multiple
             of 16 elements it is what tensor descriptors want.
         offset: elements before the first one.
         shared: dimensions of stride 0.
@@ -189,13 +190,15 @@ def some_layout(rand, shape, item, shared=True):
 def inner_error(dtype, k, precision="ieee", fast_accum=False):
     """What multiplying and summing may cost, as a part of the sum of the terms' magnitudes.
 
-    Tensor cores cut off what they can't hold, up to a unit in the last place (2^-23) a step, and so many steps may all err in
-    one direction: K times that, twice for good measure, bounds fp32 sums. Then, by type:
+    Tensor cores cut off what they can't hold, up to a unit in the last place (2^-23) a step, and so many steps may
+    all err in one direction: K times that, twice for good measure, bounds fp32 sums. Then, by type:
 
     tf32: each operand keeps 10 bits and loses up to 2^-10, so a product up to 2^-9 and a little.
     tf32x3: what the three products leave out is the product of the parts lost, 2^-20 and as much again.
-    fp8: Hopper's tensor cores line 32 products up with the largest and keep 13 bits of each. Summed at that precision over 128
-        steps (accurate) the cut parts stay below 2^-9 of the terms; summed over all of K (fast) every 32 steps add 2^-12.
+    fp8: Hopper's tensor cores line 32 products up with the largest and keep 13 bits of each. Summed at that precision
+    over 128
+        steps (accurate) the cut parts stay below 2^-9 of the terms; summed over all of K (fast) every 32 steps add
+        2^-12.
     """
     if dtype == torch.float64:
         return (k + 4) * 2.0**-51  # the oracle rounds as often

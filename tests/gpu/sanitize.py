@@ -2,9 +2,9 @@
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/sanitize.py
 
-Without torch's memory cache every tensor is an allocation of its own size, so that one byte too far is an error. Shapes are
-small, odd and ragged; random numbers and checks are the CPU's, so that hardly any kernel but ours runs. A script: it shares
-nothing with the tests.
+Without torch's memory cache every tensor is an allocation of its own size, so that one byte too far is an error.
+Shapes are small, odd and ragged; random numbers and checks are the CPU's, so that hardly any kernel but ours runs. A
+script: it shares nothing with the tests.
 """
 
 import os
@@ -21,7 +21,10 @@ HALF, TF32 = torch.float16, torch.float32
 #: dtype, config, M, N, K, layout, what is added, further arguments. Descriptors want strides of 16 bytes.
 RUNS = (
     *((HALF, f"32x32x32-g2-w4-s2-{schedule}-pointer", 67, 45, 51, "NN", "row", {}) for schedule in SCHEDULES),
-    *((HALF, f"64x32x32-g2-w4-s2-{schedule}-descriptor", 136, 72, 40, "NT", "row", {}) for schedule in SCHEDULES),
+    *(
+        (HALF, f"64x32x32-g2-w4-s2-{schedule}-descriptor", 136, 72, 40, "NT", "row", {})
+        for schedule in SCHEDULES
+    ),
     (HALF, "32x32x32-g2-w4-s2-tile-pointer/2", 67, 45, 51, "TT", "matrix", {}),
     (HALF, "64x64x32-g2-w4-s2-tile-descriptor/2", 136, 72, 40, "TN", "matrix", {}),
     (HALF, "32x32x32-g2-w4-s2-persistent-pointer-t2", 333, 555, 35, "NT", None, {}),
@@ -46,17 +49,20 @@ def run(dtype, config, m, n, k, layout, added, kwargs, batch=()):
 
     def operand(rows, cols, order):
         shape = (*batch, rows, cols) if order == "N" else (*batch, cols, rows)
-        cpu = torch.randn(shape).to(dtype) if dtype.is_floating_point else torch.randint(-99, 99, shape, dtype=dtype)
+        cpu = torch.randint(-99, 99, shape) if dtype == torch.int8 else torch.randn(shape)
+        cpu = cpu.to(dtype)
         return cpu.to(DEVICE) if order == "N" else cpu.to(DEVICE).mT
 
     a, b = operand(m, k, layout[0]), operand(k, n, layout[1])
     want = a.cpu().double() @ b.cpu().double()
     if added == "scale":
         addend = torch.zeros((), dtype=dtype, device=DEVICE)
-        out, want = gemmery.addmm(addend, a, b, alpha=2, beta=0, config=config, **kwargs), want * 2
+        out = gemmery.addmm(addend, a, b, alpha=2, beta=0, config=config, **kwargs)
+        want = want * 2
     elif added == "matrix":
         addend = torch.randn(m, n).to(dtype).to(DEVICE)
-        out, want = gemmery.addmm(addend, a, b, alpha=2, beta=3, config=config, **kwargs), want * 2 + addend.cpu().double() * 3
+        out = gemmery.addmm(addend, a, b, alpha=2, beta=3, config=config, **kwargs)
+        want = want * 2 + addend.cpu().double() * 3
     else:
         bias = torch.randn(n).to(dtype).to(DEVICE) if added else None
         out = gemmery.matmul(a, b, bias=bias, config=config, **kwargs)

@@ -1,8 +1,8 @@
 """Accuracy at real sizes: no less accurate than torch.matmul for fp16 and bf16, within stated bounds for the rest.
 
-Errors are those of a whole result, |out - want| / |want| in the Frobenius norm, against a product in float64 (fp64: in the
-80-bit numbers of the CPU). With at least 10^5 elements and normal operands such an error hardly varies from run to run, so that
-bounds may be close to what is expected.
+Errors are those of a whole result, |out - want| / |want| in the Frobenius norm, against a product in float64 (fp64:
+in the 80-bit numbers of the CPU). With at least 10^5 elements and normal operands such an error hardly varies from
+run to run, so that bounds may be close to what is expected.
 """
 
 import math
@@ -16,7 +16,8 @@ from tests.gpu.common import DEVICE, DRY, FP8, HALVES, LAYOUTS, error, needs_cud
 
 pytestmark = pytest.mark.gpu
 
-#: (M, N, K) and layouts: squares; sizes that no vector load divides; strides of 16 bytes but not of 16 elements; few rows.
+#: (M, N, K) and layouts: squares; sizes that no vector load divides; strides of 16 bytes but not of 16 elements; few
+#: rows.
 SHAPES = {
     (4096, 4096, 4096): LAYOUTS,
     (4095, 4097, 1023): LAYOUTS,
@@ -66,10 +67,12 @@ def tf32_switch():
 
 
 FP32_BOUNDS = {
-    # K roundings, each of a part of 2^-24 of a sum that grows as sqrt(k): in norm 0.3 sqrt(K) 2^-24 for normal operands.
+    # K roundings, each of a part of 2^-24 of a sum that grows as sqrt(k): in norm 0.3 sqrt(K) 2^-24 for normal
+    # operands.
     "ieee": lambda k: math.sqrt(k + 1) * 2.0**-24,
-    # Operands are cut to 10 bits. That loses between 0 and 2^-10 of each, 3.5e-4 in the mean, and always towards zero: every
-    # product is too small by 7e-4 and scatters a little. Whatever K is, that is 7.8e-4. The sums add K times 2^-26 or so.
+    # Operands are cut to 10 bits. That loses between 0 and 2^-10 of each, 3.5e-4 in the mean, and always towards
+    # zero: every product is too small by 7e-4 and scatters a little. Whatever K is, that is 7.8e-4. The sums add K
+    # times 2^-26 or so.
     "tf32": lambda k: 2.0**-10 + k * 2.0**-26,
     # Three products of 10-bit halves leave 2^-22 or so of each product, and each block's sum is added in fp32.
     "tf32x3": lambda k: math.sqrt(k + 1) * 2.0**-24 + 2.0**-20,
@@ -139,9 +142,10 @@ def test_int8_is_exact(shape, layout):
 
 #: Rounding to bfloat16 costs 1.7e-3 in norm for normal results.
 BFLOAT16 = 2.0**-9
-#: What the sums may cost before rounding. Hopper's tensor cores line the products of an instruction up with the largest and keep
-#: 13 bits. Over 128 steps, after which the sum goes to fp32, that comes to about 6e-4 whatever K is ("accurate"). Over all of K
-#: ("fast") the sum itself is cut 2^-13 and less at each of K / 32 instructions; all in one direction is the worst.
+#: What the sums may cost before rounding. Hopper's tensor cores line the products of an instruction up with the
+#: largest and keep 13 bits. Over 128 steps, after which the sum goes to fp32, that comes to about 6e-4 whatever K is
+#: ("accurate"). Over all of K ("fast") the sum itself is cut 2^-13 and less at each of K / 32 instructions; all in
+#: one direction is the worst.
 FP8_SUMS = {False: lambda k: 2.0**-9, True: lambda k: 2.0**-9 + k / 32 * 2.0**-13}
 
 

@@ -1,4 +1,4 @@
-"""Random products on the GPU: shapes, layouts, types, factors, batches and configs, with canaries around every output."""
+"""Random products on the GPU, in every respect in which calls differ, with canaries around every output."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,18 @@ import torch
 
 import gemmery
 from tests.gpu.common import (
-    DEVICE, DRY, DTYPES, FP8, HALVES, Layout, assert_product, matrix, place, size, some_layout, values,
+    DEVICE,
+    DRY,
+    DTYPES,
+    FP8,
+    HALVES,
+    Layout,
+    assert_product,
+    matrix,
+    place,
+    size,
+    some_layout,
+    values,
 )  # fmt: skip
 
 pytestmark = pytest.mark.gpu

@@ -12,7 +12,9 @@ import pytest
 pytestmark = pytest.mark.gpu
 
 SCRIPT = Path(__file__).with_name("sanitize.py")
-SANITIZER = shutil.which("compute-sanitizer", path=os.pathsep.join((os.environ.get("PATH", ""), "/usr/local/cuda/bin")))
+SANITIZER = shutil.which(
+    "compute-sanitizer", path=os.pathsep.join((os.environ.get("PATH", ""), "/usr/local/cuda/bin"))
+)
 
 
 def sanitize(*command):
@@ -35,5 +37,7 @@ def test_the_run_itself_succeeds():
 
 @pytest.mark.skipif(SANITIZER is None, reason="there is no compute-sanitizer on this machine")
 def test_memcheck():
-    text = sanitize(SANITIZER, "--tool", "memcheck", "--error-exitcode", "1", "--target-processes", "application-only")
+    text = sanitize(
+        SANITIZER, "--tool", "memcheck", "--error-exitcode", "1", "--target-processes", "application-only"
+    )
     assert "ERROR SUMMARY: 0 errors" in text, text[-4000:]
