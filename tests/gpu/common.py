@@ -117,8 +117,7 @@ class Layout:
         order: dimensions from the fastest to the slowest.
         step: elements from one neighbour to the next along the fastest dimension.
         pad: elements added to the stride of the second dimension; together with `step` 1 and a pad that completes a
-        multiple
-            of 16 elements it is what tensor descriptors want.
+            multiple of 16 elements it is what tensor descriptors want.
         offset: elements before the first one.
         shared: dimensions of stride 0.
     """
@@ -196,9 +195,8 @@ def inner_error(dtype, k, precision="ieee", fast_accum=False):
     tf32: each operand keeps 10 bits and loses up to 2^-10, so a product up to 2^-9 and a little.
     tf32x3: what the three products leave out is the product of the parts lost, 2^-20 and as much again.
     fp8: Hopper's tensor cores line 32 products up with the largest and keep 13 bits of each. Summed at that precision
-    over 128
-        steps (accurate) the cut parts stay below 2^-9 of the terms; summed over all of K (fast) every 32 steps add
-        2^-12.
+        over 128 steps (accurate) the cut parts stay below 2^-9 of the terms; summed over all of K (fast) every 32
+        steps add 2^-12.
     """
     if dtype == torch.float64:
         return (k + 4) * 2.0**-51  # the oracle rounds as often
@@ -206,7 +204,7 @@ def inner_error(dtype, k, precision="ieee", fast_accum=False):
     if dtype == torch.float32:
         return sums + {"ieee": 0.0, "tf32": 2.1 * 2.0**-10, "tf32x3": 2.0**-19}[precision]
     if dtype in FP8:
-        return sums + 2.0**-9 + (k / 32 * 2.0**-12 if fast_accum else 0.0)
+        return sums + 2.0**-9 + (k / 32 * 2.0**-10 if fast_accum else 0.0)
     return sums
 
 

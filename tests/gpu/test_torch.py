@@ -1,4 +1,4 @@
-"""What users of torch take for granted: graphs, streams, the compiler, autograd, threads, huge tensors, memory that stays put."""
+"""What users of torch take for granted: graphs, streams, the compiler, autograd, threads, huge tensors."""
 
 import subprocess
 import sys
@@ -354,7 +354,7 @@ def test_an_output_of_more_than_2_31_elements(n, roomy):
     "where", ["rows of a", "columns of a", "rows of b", "columns of b", "rows of out", "columns of out"]
 )
 def test_strides_of_more_than_2_31(where, start, roomy):
-    """Three rows or columns further apart than 32 bits reach, read through descriptors where aligned and through pointers."""
+    """Three rows or columns further apart than 32 bits reach, through pointers and, if aligned, descriptors."""
     direction, _, name = where.split()
     step, by_rows = (1 << 31) + 16, direction == "rows"
     # The extent that is walked in such steps is 3: M, N or K.

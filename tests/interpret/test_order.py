@@ -24,7 +24,7 @@ def visits(batch, tiles_m, tiles_n, group):
     return [tuple(visit) for visit in out.tolist()]
 
 
-extents = st.integers(1, 9)
+extents = st.integers(1, 7)
 
 
 @given(st.integers(1, 3), extents, extents, st.integers(1, 12))
