@@ -182,17 +182,23 @@ def _of_index(index: int) -> Device | None:
     else:
         arch = f"sm_{properties.major}{properties.minor}"
         arch = {"sm_103": "sm_100", "sm_121": "sm_120", "sm_87": "sm_86"}.get(arch, arch)
+    return _matching(properties.name, arch, properties.multi_processor_count, properties.L2_cache_size)
+
+
+def _matching(name: str, arch: str, sms: int, l2: int) -> Device | None:
+    """The row of a GPU by its full name; else one made from its architecture's first row; None for an unknown one."""
     rows = [row for row in TABLE.values() if row.arch == arch]
     if not rows:
         return None
-    named = [row for row in rows if row.name in properties.name] or rows[:1]
-    row, sms = named[0], properties.multi_processor_count
-    if row.sms == sms and row.name in properties.name:
-        return row
-    # A GPU without a row of its own: the family's rates, scaled by its size.
+    # Whole words: an L40 is not an L4.
+    named = [row for row in rows if f" {row.name} " in f" {name} " and row.sms == sms]
+    if named:
+        return named[0]
+    # A GPU without a row of its own: the rates and the bandwidth of another, scaled by its size.
+    row = rows[0]
     part = sms / row.sms
-    rates = {name: getattr(row, name) * part for name in ("fp16", "tf32", "fp32", "fp64", "fp8", "int8")}
-    return replace(row, name=properties.name, sms=sms, l2=properties.L2_cache_size, **rates)
+    scaled = ("bandwidth", "fp16", "tf32", "fp32", "fp64", "fp8", "int8")
+    return replace(row, name=name, sms=sms, l2=l2, **{field: getattr(row, field) * part for field in scaled})
 
 
 def current(device: torch.device) -> Device | None:

@@ -54,13 +54,21 @@ def check_rank(op: str, name: str, value: Tensor, rank: int) -> None:
         raise ValueError(f"{op}: {name} is {tuple(value.shape)}; it must have {rank} dimensions")
 
 
+def operand_names(op: str) -> tuple[str, str, str]:
+    """What an operation's user calls the two factors and the addend, for messages."""
+    if op == "linear":
+        return "x", "weight", "bias"
+    return "a", "b", "input" if op == "addmm" else "bias"
+
+
 def result_shape(op: str, a: Tensor, b: Tensor) -> tuple[int, ...]:
     """The shape of `a @ b` by torch.matmul's rules; ValueError where they do not fit."""
-    for name, tensor in (("a", a), ("b", b)):
-        check_tensor(op, name, tensor)
+    for name, tensor in zip(operand_names(op), (a, b), strict=False):
         if tensor.dim() == 0:
             raise ValueError(f"{op}: {name} is a scalar; it must have at least one dimension")
     what = f"{op}: a is {tuple(a.shape)} and b is {tuple(b.shape)}"
+    if op == "linear":
+        what = f"linear: x is {tuple(a.shape)} and weight is {tuple(b.t().shape)}"
     inner_a, inner_b = a.shape[-1], b.shape[-2] if b.dim() > 1 else b.shape[0]
     if inner_a != inner_b:
         raise ValueError(f"{what}: inner sizes {inner_a} and {inner_b} differ")
@@ -75,12 +83,13 @@ def result_shape(op: str, a: Tensor, b: Tensor) -> tuple[int, ...]:
 
 def result_dtype(op: str, a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
     """The type of the result; TypeError where the operands' types, or the one asked for, are not supported."""
-    for name, tensor in (("a", a), ("b", b)):
+    first, second, _ = operand_names(op)
+    for name, tensor in ((first, a), (second, b)):
         if tensor.dtype not in OUT_DTYPES:
             known = ", ".join(str(dtype) for dtype in OUT_DTYPES)
             raise TypeError(f"{op}: {name} is {tensor.dtype}; supported are {known}")
     if a.dtype != b.dtype and not (a.dtype in FP8 and b.dtype in FP8):
-        raise TypeError(f"{op}: a is {a.dtype} and b is {b.dtype}; they must have one type")
+        raise TypeError(f"{op}: {first} is {a.dtype} and {second} is {b.dtype}; they must have one type")
     allowed = OUT_DTYPES[a.dtype]
     if out_dtype is not None and out_dtype not in allowed:
         names = ", ".join(str(dtype) for dtype in allowed)
@@ -89,8 +98,7 @@ def result_dtype(op: str, a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -
 
 
 def _check_addend(op: str, addend: Tensor, shape: tuple[int, ...], a: Tensor) -> None:
-    name = "input" if op == "addmm" else "bias"
-    check_tensor(op, name, addend)
+    name = operand_names(op)[2]
     if addend.dtype not in DTYPE_NAMES or addend.dtype in FP8:
         raise TypeError(f"{op}: {name} is {addend.dtype}, which cannot be added to a product of {a.dtype}")
     if (a.dtype == torch.int8) == addend.dtype.is_floating_point:
@@ -113,6 +121,19 @@ def _check_out(op: str, out: Tensor, shape: tuple[int, ...], dtype: torch.dtype)
         raise TypeError(f"{op}: out is {out.dtype}; the result is {dtype}")
 
 
+def check_scalars(op: str, a: Tensor, alpha: Number, beta: Number) -> None:
+    """TypeError or ValueError unless alpha and beta are real Python numbers that suit the operands' type."""
+    for name, value in (("alpha", alpha), ("beta", beta)):
+        if not isinstance(value, int | float | torch.SymInt | torch.SymFloat):
+            raise TypeError(f"{op}: {name} is a {type(value).__name__}; it must be a Python number")
+        if a.dtype == torch.int8 and not (abs(value) < 1 << 31 and value == int(value)):
+            raise TypeError(f"{op}: {name} is {value}; for int8 operands it must be an integer of 32 bits")
+        if a.dtype == torch.float64 and value != 0 and not 1e-23 < abs(value) < 1e38:
+            raise ValueError(
+                f"{op}: {name} is {value}; for float64 it must be 0 or between 1e-23 and 1e38 in size"
+            )
+
+
 def check(
     op: str, a: Tensor, b: Tensor, addend: Tensor | None, alpha: Number, beta: Number, out: Tensor | None,
     out_dtype: torch.dtype | None, precision: str,
@@ -124,19 +145,18 @@ def check(
     if out_dtype is None and isinstance(out, Tensor):
         out_dtype = out.dtype
     shape, dtype = result_shape(op, a, b), result_dtype(op, a, b, out_dtype)
+    check_scalars(op, a, alpha, beta)
     if precision not in PRECISIONS:
         raise ValueError(f"{op}: precision is {precision!r}; it must be one of {', '.join(PRECISIONS)}")
-    for name, value in (("alpha", alpha), ("beta", beta)):
-        if a.dtype == torch.int8 and value != int(value):
-            raise TypeError(f"{op}: {name} is {value}; for int8 operands it must be an integer")
     if addend is not None:
         _check_addend(op, addend, shape, a)
     if out is not None:
         _check_out(op, out, shape, dtype)
-    for name, tensor in (("b", b), ("the addend", addend), ("out", out)):
+    first, *others = operand_names(op)
+    for name, tensor in zip((*others, "out"), (b, addend, out), strict=True):
         if tensor is not None and tensor.device != a.device:
             raise ValueError(
-                f"{op}: a is on {a.device} and {name} on {tensor.device}; they must be on one device"
+                f"{op}: {first} is on {a.device} and {name} on {tensor.device}; they must be on one device"
             )
     return shape, dtype
 
@@ -175,6 +195,9 @@ def prepare(
     out_dtype: torch.dtype | None, precision: Precision, fast_accum: bool, config: Config | dict[str, Any] | str | None,
 ) -> Prepared:  # fmt: skip
     """Check a call and find its plan, compiled; nothing is launched."""
+    for name, tensor in zip((*operand_names(op), "out"), (a, b, addend, out), strict=True):
+        if tensor is not None or name in ("a", "b"):
+            check_tensor(op, name, tensor)
     pinned = None if config is None else Config.of(config)
     shape, dtype = check(op, a, b, addend, alpha, beta, out, out_dtype, precision)
     device = devices.current(a.device)
@@ -205,9 +228,8 @@ def eager(
     out_dtype: torch.dtype | None, precision: Precision, fast_accum: bool, config: Config | dict[str, Any] | str | None,
 ) -> Tensor:  # fmt: skip
     """Run a call on plain tensors, without autograd and without torch's dispatcher."""
-    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
-        check_tensor(op, "a", a)
-        check_tensor(op, "b", b)
+    if alpha != 1 or beta != 1:
+        check_scalars(op, a, alpha, beta)
     pinned = None if config is None else Config.of(config)
     key = (
         _layout(a), _layout(b), _layout(addend), _layout(out), alpha == 1, beta == 1, beta == 0,
@@ -228,6 +250,10 @@ def eager(
         prepared.plan(a, b, result, addend if beta != 0 else None, alpha, beta)
     elif result.numel():
         result.copy_(reference.gemm(a, b, addend, alpha=alpha, beta=beta, out_dtype=prepared.dtype))
+        return result
+    if out is not None:
+        # Autograd must see that a tensor was written behind its back.
+        torch.autograd.graph.increment_version(out)
     return result
 
 
@@ -239,9 +265,21 @@ def _needs_dispatcher(tensors: tuple[Tensor | None, ...]) -> bool:
         return True
     grad = torch.is_grad_enabled()
     return any(
-        tensor is not None and (type(tensor) not in _PLAIN or (grad and tensor.requires_grad))
+        tensor is not None
+        and (
+            type(tensor) not in _PLAIN or (grad and tensor.requires_grad) or tensor.is_neg() or tensor.is_meta
+        )
         for tensor in tensors
     )
+
+
+def _check_forward_mode(op: str, tensors: tuple[Tensor | None, ...]) -> None:
+    """Forward-mode derivatives are not there: say so, and never return a product without its tangent."""
+    if torch.autograd.forward_ad._current_level < 0 or torch.compiler.is_compiling():
+        return
+    for tensor in tensors:
+        if tensor is not None and torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(f"{op}: no forward-mode derivative; use reverse mode (backward, vjp)")
 
 
 def _autocast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -253,24 +291,26 @@ def run(
     out_dtype: torch.dtype | None, precision: Precision, fast_accum: bool, config: Config | dict[str, Any] | str | None,
 ) -> Tensor:  # fmt: skip
     """A call as the user made it, by whichever way it has to go."""
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        if out is None and torch.is_autocast_enabled(a.device.type):
-            lower = torch.get_autocast_dtype(a.device.type)
-            a, b, addend = _autocast(a, lower), _autocast(b, lower), _autocast(addend, lower)  # type: ignore[assignment]
-        if _needs_dispatcher((a, b, addend, out)):
-            text = None if config is None else str(Config.of(config))
-            if out is None:
-                product: Tensor = torch.ops.gemmery.gemm(
-                    a, b, addend, alpha, beta, out_dtype, precision, fast_accum, text
-                )
-                return product
-            if torch.is_grad_enabled() and any(
-                t is not None and t.requires_grad for t in (a, b, addend, out)
-            ):
-                raise ValueError(
-                    f"{op}: out= does not support gradients, but one of the arguments requires them"
-                )
-            check(op, a, b, addend, alpha, beta, out, out_dtype, precision)
-            torch.ops.gemmery.gemm_out(a, b, addend, alpha, beta, precision, fast_accum, text, out)
-            return out
-    return eager(op, a, b, addend, alpha, beta, out, out_dtype, precision, fast_accum, config)
+    names = operand_names(op)
+    for name, tensor in zip((*names, "out"), (a, b, addend, out), strict=True):
+        if tensor is not None or name in names[:2]:
+            check_tensor(op, name, tensor)
+    tensors = (a, b, addend, out)
+    device = a.device.type
+    if out is None and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        lower = torch.get_autocast_dtype(device)
+        a, b, addend = _autocast(a, lower), _autocast(b, lower), _autocast(addend, lower)  # type: ignore[assignment]
+    _check_forward_mode(op, tensors)
+    if not _needs_dispatcher(tensors):
+        return eager(op, a, b, addend, alpha, beta, out, out_dtype, precision, fast_accum, config)
+    check(op, a, b, addend, alpha, beta, out, out_dtype, precision)
+    text = config if config is None or isinstance(config, str) else str(Config.of(config))
+    if out is None:
+        product: Tensor = torch.ops.gemmery.gemm(
+            a, b, addend, alpha, beta, out_dtype, precision, fast_accum, text
+        )
+        return product
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        raise ValueError(f"{op}: out= does not support gradients, but one of the arguments requires them")
+    torch.ops.gemmery.gemm_out(a, b, addend, alpha, beta, precision, fast_accum, text, out)
+    return out

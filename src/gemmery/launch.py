@@ -96,9 +96,16 @@ class _Access:
         return TensorDescriptor(tensor, shape, strides, block)
 
 
-def _bits(value: float) -> int:
-    """A scalar operand as the kernels take it: the bits of a double."""
-    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+def _parts(value: float) -> tuple[float, float, float]:
+    """A scalar operand as the kernels take it: three single-precision floats that add up to a double."""
+    high = _single(value)
+    middle = _single(value - high)
+    return high, middle, value - high - middle
+
+
+def _single(value: float) -> float:
+    rounded: float = struct.unpack("<f", struct.pack("<f", value))[0]
+    return rounded
 
 
 class Binding:
@@ -114,12 +121,14 @@ class Binding:
         p, c = problem, config
         self.problem, self.config = problem, config
         described = c.loader == "descriptor"
-        if described and not (describable(p.a, p.batch) and describable(p.b, p.batch)):
+        if described and not (
+            p.device.target.tma and describable(p.a, p.batch) and describable(p.b, p.batch)
+        ):
             raise ValueError(
-                f"config {c}: loader 'descriptor' needs a and b with one unit stride, other strides and "
+                f"config {c}: loader 'descriptor' needs TMA, and a and b with one unit stride, other strides and "
                 f"addresses that are multiples of 16 bytes, and at most one batch dimension; given {p}"
             )
-        if c.loader == "descriptor" and p.K == 0:
+        if described and p.K == 0:
             raise ValueError(f"config {c}: loader 'descriptor' needs K > 0")
         if max(c.block_m, c.block_n) > _BOX:
             raise ValueError(f"config {c}: blocks of more than {_BOX} rows or columns are not supported")
@@ -140,9 +149,10 @@ class Binding:
     def _wide(self) -> bool:
         """Whether an offset within a block can pass 2^31 elements."""
         p, c = self.problem, self.config
+        step = max(c.block_k, c.tail_k)
         reach = [
-            p.a.row * c.block_m + p.a.col * c.block_k,
-            p.b.row * c.block_k + p.b.col * c.block_n,
+            p.a.row * c.block_m + p.a.col * step,
+            p.b.row * step + p.b.col * c.block_n,
             p.out.row * c.block_m + p.out.col * c.block_n,
         ]
         if p.addend is not None:
@@ -224,12 +234,12 @@ class Binding:
         if p.epilogue == "identity":
             return ()
         if p.epilogue == "scale":
-            return (_bits(alpha),)
+            return (_parts(alpha),)
         assert p.addend is not None
         assert addend is not None
         if p.epilogue == "add_row":
             return (addend, p.addend.col)
-        return (_bits(alpha), _bits(beta), addend, (p.addend.steps, p.addend.row, p.addend.col))
+        return (_parts(alpha), _parts(beta), addend, (p.addend.steps, p.addend.row, p.addend.col))
 
     def launch(self, *tensors: Any) -> None:
         """Launch on the current device and stream; arguments as for `arguments`."""

@@ -5,7 +5,6 @@ No data is read or copied here; a broadcast dimension is a stride of 0.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -180,8 +179,3 @@ def same_layout(first: Tensor, second: Tensor) -> bool:
 def broadcast_batch(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
     """torch.broadcast_shapes for batch dimensions, as a tuple."""
     return tuple(torch.broadcast_shapes(tuple(a), tuple(b)))
-
-
-def numel(shape: Sequence[int]) -> int:
-    """Elements in a tensor of this shape."""
-    return math.prod(shape)

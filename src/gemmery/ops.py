@@ -64,6 +64,8 @@ def _gemm_out_fake(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     a, b, addend, alpha, beta, _, precision, _, _ = inputs
+    if not a.dtype.is_floating_point or a.dtype.itemsize == 1:
+        raise TypeError(f"gemm: no gradient for {a.dtype} operands, but one of the arguments requires it")
     ctx.save_for_backward(a, b)
     ctx.alpha, ctx.beta, ctx.precision = alpha, beta, precision
     ctx.addend = None if addend is None else (addend.shape, addend.dtype)
@@ -77,8 +79,6 @@ def _product(a: Tensor, b: Tensor, alpha: Number, precision: str) -> Tensor:
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     """`grad @ b.mT` and `a.mT @ grad`, summed over the dimensions that were broadcast; a and b are saved."""
     a, b = ctx.saved_tensors
-    if not a.dtype.is_floating_point or a.dtype.itemsize == 1:
-        raise TypeError(f"gemm: no gradient for {a.dtype} operands")
     grad_a = grad_b = grad_addend = None
     # A vector a is one row and a vector b one column; the gradient gets the dimensions that the result lost.
     g = grad.to(a.dtype)

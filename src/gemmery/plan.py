@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
 from . import reference
@@ -69,11 +70,29 @@ class Plan:
         alpha: float = 1,
         beta: float = 1,
     ) -> Tensor:
-        """`out = alpha * a @ b + beta * addend` for tensors with the shapes, strides and types of the plan's own."""
+        """`out = alpha * a @ b + beta * addend`, written into `out`, which is returned.
+
+        The tensors must have the shapes, strides, types and alignment of those that the plan was made for; that is not
+        checked again. The launch goes to the current stream of their device.
+
+        Raises:
+            ValueError: the plan is for a call with, or without, an addend or factors, and this is the other kind.
+        """
+        if (addend is None) != (self.problem.addend is None):
+            raise ValueError(
+                f"{self}: made for a call {'without' if addend is not None else 'with'} an addend"
+            )
+        if (alpha != 1 or (addend is not None and beta != 1)) and self.problem.epilogue not in (
+            "scale",
+            "add_matrix",
+        ):
+            raise ValueError(f"{self}: made for alpha and beta of 1, called with {alpha} and {beta}")
         if self._binding is None:
             dtype = self.problem.out.dtype
             return out.copy_(reference.gemm(a, b, addend, alpha=alpha, beta=beta, out_dtype=dtype))
-        self._binding.launch(a, b, out, addend, alpha, beta)
+        # Triton launches on the current device, whatever device the tensors are on.
+        with _on(a):
+            self._binding.launch(a, b, out, addend, alpha, beta)
         return out
 
     def fit(self, *tensors: Any, pinned: bool) -> None:
@@ -89,13 +108,13 @@ class Plan:
             return
         candidates = [self._binding.config] if pinned else [config for config, _ in rank(self.problem)]
         spilling: tuple[int, Binding, Any] | None = None
-        refusal: OutOfResources | None = None
+        refusal: Exception | None = None
         for config in candidates:
             binding = Binding(self.problem, config)
-            compiled = binding.compile(*tensors)
             try:
+                compiled = binding.compile(*tensors)
                 compiled._init_handles()
-            except OutOfResources as error:
+            except (OutOfResources, CompilationError) as error:
                 refusal = error
                 continue
             if compiled.n_spills == 0 or pinned:
@@ -106,7 +125,7 @@ class Plan:
         if spilling is None:
             raise ValueError(
                 f"no config of {len(candidates)} fits {self.problem} on {self.problem.device.name}: {refusal}"
-            )
+            ) from refusal
         _, self._binding, self._compiled = spilling
 
     def resources(self) -> Resources | None:
@@ -144,6 +163,13 @@ class Plan:
     __repr__ = __str__
 
 
+def _on(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Makes a tensor's GPU the current one, at no cost where it is already."""
+    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(tensor.device)
+
+
 def runs_on(problem: Problem) -> bool:
     """Whether the device has the instructions for a problem, or the torch reference must serve."""
     return not any(
@@ -166,7 +192,7 @@ def make_plan(problem: Problem, config: Config | None, *tensors: Any) -> Plan:
     index = tensors[0].device.index if tensors[0].is_cuda else -1
     plan, ready = _cached(problem, config, index)
     if not ready:
-        with torch.cuda.device(index) if index >= 0 else contextlib.nullcontext():
+        with _on(tensors[0]):
             plan.fit(*tensors, pinned=config is not None)
         ready.append(True)
     return plan

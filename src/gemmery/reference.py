@@ -34,7 +34,13 @@ def gemm(
     wide = accumulator(a.dtype)
     if exact:
         wide = torch.int64 if a.dtype == torch.int8 else torch.float64
-    product = torch.matmul(a.to(wide), b.to(wide))
+    if a.dtype == torch.int8:
+        alpha, beta = int(alpha), int(beta)
+    if a.dtype == torch.int8 and a.is_cuda:
+        # torch has no integer product there; doubles hold these sums exactly.
+        product = torch.matmul(a.double(), b.double()).to(wide)
+    else:
+        product = torch.matmul(a.to(wide), b.to(wide))
     if alpha != 1:
         product = product * alpha
     if addend is not None and beta != 0:

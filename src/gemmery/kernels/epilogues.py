@@ -15,12 +15,15 @@ from .operands import load_strided
 
 
 @triton.jit
-def scalar(bits, DTYPE: tl.constexpr):
+def scalar(parts, DTYPE: tl.constexpr):
     """A scalar operand in the accumulator's type.
 
-    Triton passes Python floats as fp32, so the host passes the bits of a double as an integer.
+    Triton passes Python floats as fp32 and compiles one kernel for all their values, unlike for integers. So the host
+    passes a double as three floats that add up to it.
     """
-    return tl.cast(tl.cast(bits, tl.int64), tl.float64, bitcast=True).to(DTYPE)
+    high, middle, low = parts
+    total = tl.cast(high, tl.float64) + tl.cast(middle, tl.float64) + tl.cast(low, tl.float64)
+    return total.to(DTYPE)
 
 
 @triton.jit

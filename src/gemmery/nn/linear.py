@@ -80,7 +80,8 @@ def swap(model: nn.Module, *, precision: Precision = "ieee") -> int:
     """
     swapped: dict[int, Linear] = {}
     for module in list(model.modules()):
-        for name, child in list(module.named_children()):
+        # Not named_children, which leaves out a layer's second name.
+        for name, child in list(module._modules.items()):
             if type(child) is nn.Linear and not _has_hooks(child):
                 if id(child) not in swapped:
                     swapped[id(child)] = Linear.from_torch(child, precision=precision)
