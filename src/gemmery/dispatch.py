@@ -6,6 +6,7 @@ tensor subclasses it goes through the operators of `ops` instead, whose implemen
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 from . import devices, reference
 from .layout import broadcast_batch, make_problem, overlap, overlaps_itself, same_layout
 from .plan import PLANS, Plan, make_plan
-from .problem import DTYPE_NAMES, FP8, OUT_DTYPES, PRECISIONS, Config, Precision
+from .problem import DTYPE_NAMES, FP8, OUT_DTYPES, PRECISIONS, Config, Precision, config_text
 
 Number = int | float
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -45,6 +46,8 @@ def check_tensor(op: str, name: str, value: object) -> None:
     """TypeError unless `value` is a tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} is a {type(value).__name__}; it must be a torch.Tensor")
+    if value.layout != torch.strided:
+        raise TypeError(f"{op}: {name} is sparse ({value.layout}); it must be a strided tensor")
 
 
 def check_rank(op: str, name: str, value: Tensor, rank: int) -> None:
@@ -128,9 +131,10 @@ def check_scalars(op: str, a: Tensor, alpha: Number, beta: Number) -> None:
             raise TypeError(f"{op}: {name} is a {type(value).__name__}; it must be a Python number")
         if a.dtype == torch.int8 and not (abs(value) < 1 << 31 and value == int(value)):
             raise TypeError(f"{op}: {name} is {value}; for int8 operands it must be an integer of 32 bits")
-        if a.dtype == torch.float64 and value != 0 and not 1e-23 < abs(value) < 1e38:
+        least, most = (1e-23, 1e38) if a.dtype == torch.float64 else (0.0, torch.finfo(torch.float32).max)
+        if value != 0 and math.isfinite(value) and not least <= abs(value) <= most:
             raise ValueError(
-                f"{op}: {name} is {value}; for float64 it must be 0 or between 1e-23 and 1e38 in size"
+                f"{op}: {name} is {value}; it must be 0 or between {least:g} and {most:g} in size"
             )
 
 
@@ -161,17 +165,16 @@ def check(
     return shape, dtype
 
 
-def _check_overlap(op: str, out: Tensor, inputs: tuple[Tensor | None, ...], addend: Tensor | None) -> None:
+def _check_overlap(op: str, out: Tensor, a: Tensor, b: Tensor, addend: Tensor | None) -> None:
     if overlaps_itself(out):
         raise ValueError(
             f"{op}: out has strides {out.stride()} for {tuple(out.shape)}: its elements overlap one another"
         )
-    for name, tensor in zip(("a", "b"), inputs, strict=True):
-        if tensor is not None and overlap(out, tensor):
+    for name, tensor in zip(operand_names(op), (a, b, addend), strict=True):
+        # An addend that is the output itself is read where it is written, by the same program, before the write.
+        harmless = tensor is None or (tensor is addend and same_layout(out, tensor))
+        if not harmless and overlap(out, tensor):  # type: ignore[arg-type]
             raise ValueError(f"{op}: out and {name} share memory")
-    # An addend that is the output itself is read where it is written, by the same program, before the write.
-    if addend is not None and not same_layout(out, addend) and overlap(out, addend):
-        raise ValueError(f"{op}: out and the addend share memory without being the same tensor")
 
 
 def _matrices(
@@ -244,7 +247,7 @@ def eager(
                     del _prepared[stale]
             _prepared[key] = prepared
     if out is not None:
-        _check_overlap(op, out, (a, b), addend if beta != 0 else None)
+        _check_overlap(op, out, a, b, addend if beta != 0 else None)
     result = torch.empty(prepared.shape, dtype=prepared.dtype, device=a.device) if out is None else out
     if prepared.plan is not None:
         prepared.plan(a, b, result, addend if beta != 0 else None, alpha, beta)
@@ -304,7 +307,7 @@ def run(
     if not _needs_dispatcher(tensors):
         return eager(op, a, b, addend, alpha, beta, out, out_dtype, precision, fast_accum, config)
     check(op, a, b, addend, alpha, beta, out, out_dtype, precision)
-    text = config if config is None or isinstance(config, str) else str(Config.of(config))
+    text = config_text(config)
     if out is None:
         product: Tensor = torch.ops.gemmery.gemm(
             a, b, addend, alpha, beta, out_dtype, precision, fast_accum, text

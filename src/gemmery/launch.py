@@ -6,6 +6,7 @@ serves a launch, a compilation for the GPU at hand, and a cross-compilation with
 
 from __future__ import annotations
 
+import math
 import struct
 from typing import Any
 
@@ -97,7 +98,12 @@ class _Access:
 
 
 def _parts(value: float) -> tuple[float, float, float]:
-    """A scalar operand as the kernels take it: three single-precision floats that add up to a double."""
+    """A scalar operand as the kernels take it: three single-precision floats that add up to a double.
+
+    What single precision can't hold is infinite, as in torch.
+    """
+    if not abs(value) <= torch.finfo(torch.float32).max:
+        return value * math.inf, 0.0, 0.0
     high = _single(value)
     middle = _single(value - high)
     return high, middle, value - high - middle

@@ -91,7 +91,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     if ctx.needs_input_grad[1]:
         if right.dim() == 2 and left.dim() > 2:
             # One weight for all: the sum over the batch is part of the product's K.
-            left, g = left.reshape(-1, left.shape[-1]), g.reshape(-1, g.shape[-1])
+            left, g = left.flatten(0, -2), g.flatten(0, -2)
         grad_b = _product(left.mT, g, ctx.alpha, ctx.precision).sum_to_size(right.shape).reshape(b.shape)
     if ctx.needs_input_grad[2]:
         shape, dtype = ctx.addend

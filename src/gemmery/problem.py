@@ -159,6 +159,11 @@ class Config:
     tail: int = 1
 
     def __post_init__(self) -> None:
+        for name in ("group_m", "num_warps", "num_stages", "tail"):
+            if type(getattr(self, name)) is not int:
+                raise ValueError(f"Config: {name} is {getattr(self, name)!r}; it must be an integer")
+        if type(self.split_store) is not bool:
+            raise ValueError(f"Config: split_store is {self.split_store!r}; it must be True or False")
         for name in ("block_m", "block_n", "block_k"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 16 or value & (value - 1):
@@ -226,10 +231,19 @@ class Config:
         )
 
 
+def config_text(config: Config | dict[str, Any] | str | None) -> str | None:
+    """A config as an operator's string argument; written so that torch.compile can trace it."""
+    if isinstance(config, dict):
+        return ",".join([f"{name}={value}" for name, value in config.items()])
+    return None if config is None else str(config)
+
+
 def _parse(text: str) -> dict[str, Any]:
-    """The fields of a Config from its string form, such as `128x256x64-g8-w8-s4-persistent-descriptor/2`."""
+    """The fields of a Config from a string: `128x256x64-g8-w8-s4-persistent-descriptor/2` or `block_m=128,...`."""
     import re
 
+    if "=" in text:
+        return {name: _value(word) for name, word in (pair.split("=", 1) for pair in text.split(","))}
     pattern = r"(\d+)x(\d+)x(\d+)-g(\d+)-w(\d+)-s(\d+)-(tile|persistent)-(pointer|descriptor)(/2)?(?:-t(\d))?"
     match = re.fullmatch(pattern, text)
     if match is None:
@@ -238,8 +252,11 @@ def _parse(text: str) -> dict[str, Any]:
         )
     names = ("block_m", "block_n", "block_k", "group_m", "num_warps", "num_stages")
     numbers: dict[str, Any] = {name: int(match[i + 1]) for i, name in enumerate(names)}
-    return (
-        numbers
-        | {"schedule": match[7], "loader": match[8], "split_store": match[9] is not None}
-        | ({"tail": int(match[10])} if match[10] else {})
-    )
+    tail = {"tail": int(match[10])} if match[10] else {}
+    return numbers | tail | {"schedule": match[7], "loader": match[8], "split_store": match[9] is not None}
+
+
+def _value(word: str) -> Any:
+    if word in ("True", "False"):
+        return word == "True"
+    return int(word) if word.lstrip("-").isdigit() else word

@@ -7,7 +7,8 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
 import gemmery
 from gemmery import Config, devices
@@ -19,13 +20,13 @@ block = st.sampled_from((16, 32, 64, 128, 256))
 
 @st.composite
 def configs(draw):
-    schedule, block_n = draw(st.sampled_from(("tile", "persistent"))), draw(block)
-    tails = [tail for tail in (1, 2, 4) if schedule == "persistent" or tail == 1]
+    schedule, tail = draw(st.sampled_from((("tile", 1), *(("persistent", tail) for tail in (1, 2, 4, 8)))))
+    block_m = max(draw(block), 32 if tail == 8 else 16)
     return Config(
-        draw(block), block_n, draw(block),
+        block_m, max(draw(block), 16 * min(tail, 4)), draw(block),
         group_m=draw(st.integers(1, 64)), num_warps=draw(st.sampled_from((1, 2, 4, 8, 16, 32))),
         num_stages=draw(st.integers(1, 9)), schedule=schedule, loader=draw(st.sampled_from(("pointer", "descriptor"))),
-        split_store=draw(st.booleans()), tail=draw(st.sampled_from([tail for tail in tails if block_n // tail >= 16])),
+        split_store=draw(st.booleans()), tail=tail,
     )  # fmt: skip
 
 
@@ -65,6 +66,7 @@ WRONG = [
     ({"group_m": "8"}, "group_m is '8'"),
     ({"tail": 3, "schedule": "persistent"}, "tail is 3"),
     ({"tail": 4, "block_n": 32, "schedule": "persistent"}, "tail is 4"),
+    ({"tail": 8, "block_m": 16, "schedule": "persistent"}, "tail is 8"),
     ({"tail": 2}, "tail needs the persistent schedule"),
     ({"schedule": "stream"}, "schedule is 'stream'"),
     ({"loader": "tma"}, "loader is 'tma'"),

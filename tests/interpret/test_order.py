@@ -3,7 +3,8 @@
 import torch
 import triton
 import triton.language as tl
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gemmery.kernels import order
 

@@ -2,11 +2,23 @@
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
 import gemmery
 from tests.oracle import (
-    DTYPES, FP8, HALVES, Layout, assert_product, default_out, layouts, operand, output, place, sizes, values,
+    DTYPES,
+    FP8,
+    HALVES,
+    Layout,
+    assert_product,
+    default_out,
+    layouts,
+    operand,
+    output,
+    place,
+    sizes,
+    values,
 )  # fmt: skip
 
 dtypes = st.sampled_from(DTYPES)

@@ -195,6 +195,27 @@ def test_integers_refuse_fractions_also_after_a_call_that_was_right(name):
             gemmery.addmm(c, a, b, **{name: fraction})
 
 
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")
+@pytest.mark.parametrize("factor", (math.inf, -math.inf, math.nan, 1e38, 1e-40, 1e-50))
+@pytest.mark.parametrize("name", ("alpha", "beta"))
+def test_factors_at_the_ends_of_float32(name, factor):
+    """What float32 makes of them, as in torch: infinite, subnormal, zero."""
+    a, b, c = torch.ones(3, 4), torch.ones(4, 5), torch.ones(3, 5)
+    want = torch.addmm(c, a, b, **{name: factor})
+    torch.testing.assert_close(
+        gemmery.addmm(c, a, b, **{name: factor}), want, equal_nan=True, rtol=0, atol=1e-45
+    )
+
+
+@pytest.mark.parametrize("name", ("alpha", "beta"))
+@pytest.mark.parametrize("dtype", (torch.float16, torch.float32), ids=str)
+def test_factors_beyond_float32_are_refused(name, dtype):
+    """As torch does, and under a name."""
+    a = torch.ones(4, 4, dtype=dtype)
+    with pytest.raises(ValueError, match=rf"addmm: {name} is 1e\+39"):
+        gemmery.addmm(a, a, a, **{name: 1e39})
+
+
 def test_bool_and_integral_floats_are_integers():
     a, b = values((4, 5), torch.int8, 1), values((5, 3), torch.int8, 2)
     c = values((4, 3), torch.int32, 3) // 1000

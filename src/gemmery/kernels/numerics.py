@@ -9,6 +9,19 @@ INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 
 
 @triton.jit
+def widen(x):
+    """A 16-bit or fp8 block as fp32; the interpreter's own conversion of fp8 makes numbers of infinity and NaN."""
+    if x.dtype == tl.float8e5:
+        # The upper half of an fp16, bit for bit.
+        return (x.to(tl.uint8, bitcast=True).to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    elif x.dtype == tl.float8e4nv:
+        magnitude = x.to(tl.uint8, bitcast=True) & 0x7F
+        return tl.where(magnitude == 0x7F, float("nan"), x.to(tl.float32))
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr):
     """`acc + a @ b` in the accumulator's type.
 
@@ -16,8 +29,8 @@ def dot(a, b, acc, PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr):
     then those of fp32, as on the tensor cores.
     """
     if INTERPRETED and a.dtype.primitive_bitwidth < 32 and a.dtype.is_floating():
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
+        a = widen(a)
+        b = widen(b)
     if IMPRECISE_ACC < 0:
         return tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=acc.dtype)
     return tl.dot(

@@ -66,8 +66,8 @@ class Linear(nn.Linear):
 def swap(model: nn.Module, *, precision: Precision = "ieee") -> int:
     """Replace every torch.nn.Linear inside `model` by a gemmery.nn.Linear with the same parameters, in place.
 
-    Layers that are something else than a plain nn.Linear (subclasses, layers with hooks or parametrisations) are left
-    alone, since their behaviour lies in code that a replacement would lose.
+    Layers that are something else than a plain nn.Linear (subclasses, layers with hooks, parametrisations or a patched
+    forward) are left alone, since their behaviour lies in code that a replacement would lose.
 
     Returns:
         How many layers were replaced.
@@ -82,14 +82,16 @@ def swap(model: nn.Module, *, precision: Precision = "ieee") -> int:
     for module in list(model.modules()):
         # Not named_children, which leaves out a layer's second name.
         for name, child in list(module._modules.items()):
-            if type(child) is nn.Linear and not _has_hooks(child):
+            if type(child) is nn.Linear and not _has_own_code(child):
                 if id(child) not in swapped:
                     swapped[id(child)] = Linear.from_torch(child, precision=precision)
                 setattr(module, name, swapped[id(child)])
     return len(swapped)
 
 
-def _has_hooks(module: nn.Module) -> bool:
+def _has_own_code(module: nn.Module) -> bool:
+    if "forward" in module.__dict__:
+        return True
     hooks = (
         module._forward_hooks,
         module._forward_pre_hooks,

@@ -1,0 +1,200 @@
+"""Choosing a config: every choice can run, the same one each time, and the model's numbers make sense."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gemmery import Config, devices
+from gemmery.launch import Binding
+from gemmery.layout import make_problem
+from gemmery.plan import Plan, runs_on
+from gemmery.select import rank
+from gemmery.select.model import TAIL_OVERHEAD, cost
+from gemmery.select.space import kind_of, tiles_of
+from gemmery.select.tiles import FAMILIES
+
+F8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+#: What kinds of operands there are, as dtype, precision and fast_accum.
+KINDS = {
+    "fp16": (torch.float16, "ieee", False),
+    "bf16": (torch.bfloat16, "ieee", False),
+    "fp32": (torch.float32, "ieee", False),
+    "tf32": (torch.float32, "tf32", False),
+    "tf32x3": (torch.float32, "tf32x3", False),
+    "fp64": (torch.float64, "ieee", False),
+    "e4m3": (F8[0], "ieee", False),
+    "e5m2": (F8[1], "ieee", False),
+    "e4m3 fast": (F8[0], "ieee", True),
+    "int8": (torch.int8, "ieee", False),
+}
+OUT = {torch.int8: torch.int32} | dict.fromkeys(F8, torch.bfloat16)
+
+
+def problem(device, kind, m=1024, n=768, k=512, aligned=True, lead=()):
+    """A product without memory: tensors on the meta device have layouts alone."""
+    dtype, precision, fast = KINDS[kind]
+    pad = 0 if aligned else 1
+    a = torch.empty(*lead, m, k + pad, dtype=dtype, device="meta")[..., :k]
+    b = torch.empty(*lead, k, n + pad, dtype=dtype, device="meta")[..., :n]
+    out = torch.empty(*lead, m, n, dtype=OUT.get(dtype, dtype), device="meta")
+    row = devices.TABLE[device]
+    if precision not in row.target.precisions:
+        precision = "ieee"
+    return make_problem(a, b, out, None, scaled=False, precision=precision, fast_accum=fast, device=row)
+
+
+everything = pytest.mark.parametrize(("device", "kind"), list(itertools.product(devices.TABLE, KINDS)))
+SIZES = ((1, 1, 1), (16, 4096, 4096), (1024, 768, 512), (8192, 8192, 8192), (4096, 4000, 100))
+
+
+@everything
+@pytest.mark.parametrize("aligned", (True, False), ids=("aligned", "misaligned"))
+def test_every_device_runs_every_kind_or_says_why_not(device, kind, aligned):
+    for m, n, k in SIZES:
+        p = problem(device, kind, m, n, k, aligned)
+        if not runs_on(p):
+            assert any("reference" in sentence for sentence in devices.cannot(p.device.arch)), p
+            assert Plan(p).config is None
+            continue
+        ranked = rank(p)
+        assert ranked, p
+        for config, predicted in ranked:
+            Binding(p, config)
+            assert aligned or config.loader == "pointer" or min(m, n, k) == 1
+            assert all(
+                math.isfinite(part)
+                for part in (predicted.total, predicted.compute, predicted.l2, predicted.memory)
+            )
+            assert predicted.total >= max(predicted.compute, predicted.l2, predicted.memory) > 0
+            assert predicted.overhead > 0
+            assert predicted.waves > 0
+        assert [cost.total for _, cost in ranked] == sorted(cost.total for _, cost in ranked)
+        assert len({config for config, _ in ranked}) == len(ranked)
+        assert Plan(p).config == ranked[0][0]
+
+
+@everything
+def test_ranking_is_deterministic(device, kind):
+    p = problem(device, kind)
+    if runs_on(p):
+        assert rank(p) == rank(problem(device, kind))
+
+
+@pytest.mark.parametrize("device", devices.TABLE)
+def test_what_a_device_cannot_do_is_said(device):
+    """A kind without tiles would be a KeyError at somebody's desk."""
+    row = devices.TABLE[device]
+    for kind, (_, precision, _) in KINDS.items():
+        p = problem(device, kind)
+        if precision not in row.target.precisions:
+            assert any(precision in sentence for sentence in devices.cannot(row.arch))
+            assert p.precision == "ieee"
+        if not runs_on(p):
+            assert any("fp8" in sentence or "float8" in sentence for sentence in devices.cannot(row.arch))
+
+
+@pytest.mark.parametrize("arch", devices.ARCHS)
+def test_every_architecture_has_a_device_and_tiles(arch):
+    assert any(row.arch == arch for row in devices.TABLE.values())
+    assert devices.ARCHS[arch].family in FAMILIES
+    assert devices.ARCHS[arch].backend == ("hip" if arch.startswith("gfx") else "cuda")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_of_the_space(family):
+    """Each row once in its list, no descriptors where there are none, every tile can be some device's."""
+    arch = next(arch for arch in devices.ARCHS.values() if arch.family == family)
+    for kind in FAMILIES[family]:
+        rows = tiles_of(family, kind)
+        assert rows
+        assert len({row.config for row in rows}) == len(rows)
+        for row in rows:
+            assert 0 < row.efficiency <= 1
+            assert arch.tma or row.config.loader == "pointer"
+        # A misaligned problem has tiles as well.
+        assert any(row.config.loader == "pointer" and not row.aligned for row in rows), (family, kind)
+
+
+def test_an_unknown_architecture():
+    assert any("sm_999" in sentence for sentence in devices.cannot("sm_999"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The model
+
+devices_of_the_table = st.sampled_from(list(devices.TABLE))
+kinds = st.sampled_from(list(KINDS))
+extent = st.integers(1, 9000)
+
+
+@given(devices_of_the_table, kinds, extent, extent, extent, st.integers(1, 4000))
+def test_more_rows_never_cost_less(device, kind, m, n, k, more):
+    """For one config. A tail appears and disappears with the number of tiles, so its start-up is forgiven."""
+    small, large = problem(device, kind, m, n, k), problem(device, kind, m + more, n, k)
+    if not runs_on(small):
+        return
+    for tile in tiles_of(small.device.target.family, kind_of(small)):
+        slack = TAIL_OVERHEAD if tile.config.tail > 1 else 0
+        assert cost(large, tile).total >= cost(small, tile).total * (1 - 1e-12) - slack, tile
+
+
+@given(devices_of_the_table, kinds, extent, extent, extent, st.integers(1, 4000))
+def test_a_longer_sum_never_costs_less(device, kind, m, n, k, more):
+    small, large = problem(device, kind, m, n, k), problem(device, kind, m, n, k + more)
+    if not runs_on(small):
+        return
+    for tile in tiles_of(small.device.target.family, kind_of(small)):
+        assert cost(large, tile).total >= cost(small, tile).total * (1 - 1e-12), tile
+
+
+@given(devices_of_the_table, kinds, extent, extent, extent)
+def test_no_prediction_beats_the_datasheet(device, kind, m, n, k):
+    p = problem(device, kind, m, n, k)
+    plan = Plan(p)
+    if plan.config is not None:
+        assert rank(p)[0][1].total > plan.roofline() > 0
+
+
+@given(devices_of_the_table, kinds, extent, extent, st.integers(0, 2))
+def test_an_empty_sum_is_ranked_as_well(device, kind, m, n, lead):
+    p = problem(device, kind, m, n, 0, lead=(3,) * lead)
+    if runs_on(p):
+        assert all(config.loader == "pointer" for config, _ in rank(p))
+        Binding(p, rank(p)[0][0])
+
+
+@pytest.mark.parametrize("device", ("NVIDIA H100", "NVIDIA A100", "AMD Instinct MI300X"))
+def test_large_products_get_large_tiles_and_small_ones_small(device):
+    large, small = (rank(problem(device, "fp16", size, size, 4096))[0][0] for size in (8192, 256))
+    assert large.block_m * large.block_n > small.block_m * small.block_n
+
+
+def test_explain_names_what_was_chosen():
+    plan = Plan(problem("NVIDIA H100", "fp16"))
+    text = plan.explain(top=3)
+    assert str(plan.problem) in text
+    assert "NVIDIA H100" in text
+    for config, _ in rank(plan.problem)[:3]:
+        assert str(config) in text
+    assert len(text.splitlines()) == 5
+    assert "torch reference" in Plan(problem("AMD Radeon RX 7900 XTX", "e5m2")).explain()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Wide offsets
+
+
+@pytest.mark.parametrize(("stride", "wide"), [(1 << 20, False), (1 << 25, True)])
+@pytest.mark.parametrize("position", range(3))
+def test_offsets_within_a_block_are_wide_when_they_have_to_be(position, stride, wide):
+    """128 rows 2^25 elements apart reach past 2^31."""
+    tensors = [torch.empty(512, 512, dtype=torch.float16, device="meta") for _ in range(3)]
+    tensors[position] = torch.empty_strided((512, 512), (stride, 1), dtype=torch.float16, device="meta")
+    p = make_problem(
+        *tensors, None, scaled=False, precision="ieee", fast_accum=False, device=devices.TABLE["NVIDIA A100"]
+    )
+    assert Binding(p, Config(128, 128, 128)).constants["WIDE"] == wide
