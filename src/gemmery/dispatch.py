@@ -21,6 +21,7 @@ from .problem import DTYPE_NAMES, FP8, OUT_DTYPES, PRECISIONS, Config, Precision
 
 Number = int | float
 _PLAIN = (Tensor, torch.nn.Parameter)
+_AUTOCAST_DEVICES = ("cpu", "cuda")
 _AUTOCAST = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -300,7 +301,7 @@ def run(
             check_tensor(op, name, tensor)
     tensors = (a, b, addend, out)
     device = a.device.type
-    if out is None and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if out is None and device in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device):
         lower = torch.get_autocast_dtype(device)
         a, b, addend = _autocast(a, lower), _autocast(b, lower), _autocast(addend, lower)  # type: ignore[assignment]
     _check_forward_mode(op, tensors)

@@ -50,6 +50,9 @@ def test_one_entry_for_one_layout(cache):
     gemmery.matmul(torch.ones(3, 4), torch.ones(5, 4).t())
     gemmery.matmul(torch.ones(3, 4), torch.ones(4, 5), out_dtype=torch.float16)
     assert len(cache) == 3
+    # The same strides from an address that a tensor descriptor does not take.
+    gemmery.matmul(torch.ones(13)[1:].view(3, 4), torch.ones(4, 5))
+    assert len(cache) == 4
 
 
 def test_factors_share_an_entry(cache):

@@ -36,7 +36,7 @@ def addressed(tensor, operand, batch, rows, cols):
 @st.composite
 def calls(draw):
     """a, b, out and maybe an addend of fitting shapes, in any layouts."""
-    extent = st.sampled_from((1, 1, 2, 3, 5))
+    extent = st.sampled_from((1, 2, 3, 5))
     m, n, k = draw(extent), draw(extent), draw(extent)
     batch = draw(st.lists(extent, max_size=3))
 
@@ -94,6 +94,28 @@ def test_a_problem_is_as_small_as_it_can_be(call):
     if p.batch and p.b.steps[-1] == 0:
         walkers = [x for x in (p.a, p.out, p.addend) if x is not None]
         assert any(x.steps[-1] != x.row * p.M for x in walkers)
+
+
+def test_batches_with_gaps_stay_apart():
+    """Two dimensions merge only where the step of one ends where the other begins."""
+    a, b, out = (torch.zeros(2, 4, 5, 5)[:, :3] for _ in range(3))
+    assert problem_of(a, b, out).batch == (2, 3)
+    assert problem_of(a, b, torch.zeros(2, 3, 5, 5)).batch == (2, 3)
+    assert problem_of(*(torch.zeros(2, 3, 5, 5) for _ in range(3))).batch == (6,)
+    assert problem_of(*(torch.zeros(2, 3, 5, 5)[:, :, ::2, ::2] for _ in range(3))).batch == (6,)
+
+
+def test_rows_with_gaps_stay_rows():
+    """Leading dimensions become rows of a shared matrix only where all rows lie evenly."""
+    b, out = torch.zeros(5, 6), torch.zeros(3, 4, 6)
+    assert (problem_of(torch.zeros(3, 4, 5), b, out).M, problem_of(torch.zeros(3, 4, 5), b, out).batch) == (
+        12,
+        (),
+    )
+    gap = problem_of(torch.zeros(3, 8, 5)[:, :4], b, out)
+    assert (gap.M, gap.batch, gap.b.steps) == (4, (3,), (0,))
+    even = problem_of(torch.zeros(3, 8, 5)[:, ::2], b, out)
+    assert (even.M, even.batch, even.a.row) == (12, (), 10)
 
 
 @given(calls())

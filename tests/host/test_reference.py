@@ -107,6 +107,13 @@ def test_integers_stay_integers(alpha, beta):
     assert result.item() == int(alpha) * (1999 * 127 * 126 + 126) + int(beta) * c.item()
 
 
+def test_beta_zero_does_not_read():
+    a, b = values((3, 4), torch.float32, 1), values((4, 5), torch.float32, 2)
+    c = torch.full((3, 5), torch.nan)
+    assert_product(gemmery.addmm(c, a, b, beta=0), a, b)
+    assert_product(gemmery.addmm(c, a, b, beta=0, out=c), a, b)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_exact_is_the_oracle(dtype):
     a, b, c = values((5, 7), dtype, 1), values((7, 3), dtype, 2), values((5, 3), default_out(dtype), 3)

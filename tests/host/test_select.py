@@ -16,6 +16,7 @@ from gemmery.select import rank
 from gemmery.select.model import TAIL_OVERHEAD, cost
 from gemmery.select.space import kind_of, tiles_of
 from gemmery.select.tiles import FAMILIES
+from gemmery.waves import Waves
 
 F8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 #: What kinds of operands there are, as dtype, precision and fast_accum.
@@ -62,9 +63,13 @@ def test_every_device_runs_every_kind_or_says_why_not(device, kind, aligned):
             continue
         ranked = rank(p)
         assert ranked, p
+        rows = tiles_of(p.device.target.family, kind_of(p))
+        # A row of one element, or of none, has no stride that could be misaligned.
+        allowed = [row.config for row in rows if aligned or min(m, n, k) == 1 or not row.aligned]
+        assert aligned or min(m, n, k) == 1 or all(config.loader == "pointer" for config, _ in ranked)
         for config, predicted in ranked:
             Binding(p, config)
-            assert aligned or config.loader == "pointer" or min(m, n, k) == 1
+            assert config in allowed
             assert all(
                 math.isfinite(part)
                 for part in (predicted.total, predicted.compute, predicted.l2, predicted.memory)
@@ -182,6 +187,33 @@ def test_explain_names_what_was_chosen():
         assert str(config) in text
     assert len(text.splitlines()) == 5
     assert "torch reference" in Plan(problem("AMD Radeon RX 7900 XTX", "e5m2")).explain()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Waves
+
+
+@given(
+    devices_of_the_table,
+    st.integers(1, 3000),
+    st.integers(1, 3000),
+    st.sampled_from((1, 2, 4, 8)),
+    st.integers(0, 1),
+)
+def test_whole_tiles_and_parts_cover_the_output(device, m, n, tail, lead):
+    p = problem(device, "fp16", m, n, lead=(3,) * lead)
+    config = Config(64, 128, 32, schedule="persistent", tail=tail)
+    work, sms = Waves.of(p, config), p.device.sms
+    rows = p.matrices * math.ceil(p.M / 64)
+    assert work.units == work.tiles + work.parts
+    if tail == 1:
+        assert (work.tiles, work.parts) == (rows * math.ceil(n / 128), 0)
+        return
+    part_rows, part_columns = (32, 32) if tail == 8 else (64, 128 // tail)
+    assert work.tiles + work.cut == rows * (n // 128)
+    assert work.cut in (0, (work.tiles + work.cut) % sms)
+    assert work.strips == math.ceil(n % 128 / part_columns)
+    assert work.parts == work.cut * tail + rows * (64 // part_rows) * work.strips
 
 
 # ---------------------------------------------------------------------------------------------------------------------
