@@ -133,7 +133,7 @@ def check_scalars(op: str, a: Tensor, alpha: Number, beta: Number) -> None:
         if a.dtype == torch.int8 and not (abs(value) < 1 << 31 and value == int(value)):
             raise TypeError(f"{op}: {name} is {value}; for int8 operands it must be an integer of 32 bits")
         least, most = (1e-23, 1e38) if a.dtype == torch.float64 else (0.0, torch.finfo(torch.float32).max)
-        if value != 0 and math.isfinite(value) and not least <= abs(value) <= most:
+        if value != 0 and abs(value) < math.inf and not least <= abs(value) <= most:
             raise ValueError(
                 f"{op}: {name} is {value}; it must be 0 or between {least:g} and {most:g} in size"
             )

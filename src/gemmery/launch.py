@@ -60,7 +60,8 @@ def promotes(problem: Problem) -> bool:
 
 
 def _steps(operand: Operand, described: bool) -> tuple[int, ...]:
-    return tuple(int(step != 0) for step in operand.steps) if described else operand.steps
+    # Negated, see `kernels.operands`.
+    return tuple(-int(step != 0) if described else -step for step in operand.steps)
 
 
 class _Access:
@@ -245,7 +246,7 @@ class Binding:
         assert addend is not None
         if p.epilogue == "add_row":
             return (addend, p.addend.col)
-        return (_parts(alpha), _parts(beta), addend, (p.addend.steps, p.addend.row, p.addend.col))
+        return (_parts(alpha), _parts(beta), addend, (_steps(p.addend, False), p.addend.row, p.addend.col))
 
     def launch(self, *tensors: Any) -> None:
         """Launch on the current device and stream; arguments as for `arguments`."""

@@ -10,8 +10,9 @@ and return the block of (ROWS, COLS) whose corner is (row, col), with zeros outs
 
 and leave what is outside the matrix alone. `shape` is (rows, cols) of one matrix, `sizes` the shape of the batch,
 `batch` the running number of a matrix in it, and `strides` is (steps, stride_row, stride_col), where `steps` has one
-entry a batch dimension. `x` is a pointer for the strided functions, with strides in elements, and a tensor
-descriptor for the others, with a step of 1 per batch dimension, or 0 where the operand is broadcast.
+entry a batch dimension, negated: Triton 3.6 fails on a nested tuple in which an integer is 1. `x` is a pointer for the
+strided functions, with strides in elements, and a tensor descriptor for the others, with a step of -1 per batch
+dimension, or 0 where the operand is broadcast.
 """
 
 import triton
@@ -23,7 +24,7 @@ def batch_offset(batch, sizes, steps):
     """Where matrix number `batch` of a batch of shape `sizes` begins, in elements; the last dimension is fastest."""
     offset = tl.cast(0, tl.int64)
     for i in tl.static_range(len(sizes) - 1, -1, -1):
-        offset += tl.cast(batch % sizes[i], tl.int64) * steps[i]
+        offset -= tl.cast(batch % sizes[i], tl.int64) * steps[i]
         batch = batch // sizes[i]
     return offset
 
@@ -75,7 +76,7 @@ def load_described(
     if len(sizes) == 0:
         return x.load([row, col])
     else:
-        return x.load([batch * strides[0][0], row, col]).reshape(ROWS, COLS)
+        return x.load([-batch * strides[0][0], row, col]).reshape(ROWS, COLS)
 
 
 @triton.jit
@@ -87,7 +88,7 @@ def load_described_transposed(
     if len(sizes) == 0:
         return x.load([col, row]).T
     else:
-        return x.load([batch * strides[0][0], col, row]).reshape(COLS, ROWS).T
+        return x.load([-batch * strides[0][0], col, row]).reshape(COLS, ROWS).T
 
 
 @triton.jit
@@ -131,7 +132,7 @@ def store_described(
     if len(sizes) == 0:
         x.store([row, col], value)
     else:
-        x.store([batch * strides[0][0], row, col], value.reshape(1, ROWS, COLS))
+        x.store([-batch * strides[0][0], row, col], value.reshape(1, ROWS, COLS))
 
 
 @triton.jit
@@ -152,4 +153,4 @@ def store_described_transposed(
     if len(sizes) == 0:
         x.store([col, row], value.T)
     else:
-        x.store([batch * strides[0][0], col, row], value.T.reshape(1, COLS, ROWS))
+        x.store([-batch * strides[0][0], col, row], value.T.reshape(1, COLS, ROWS))
