@@ -8,8 +8,10 @@ import functools
 import os
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
+import triton
 
 from gemmery.devices import ARCHS
 from gemmery.lab.targets import TARGETS, check
@@ -21,15 +23,26 @@ def reports(target):
     return check(target, everything=False)
 
 
-@pytest.mark.parametrize("target", TARGETS)
+#: The Triton for which the tiles were chosen. Others allocate registers otherwise, and a few rows spill some bytes; a
+#: plan then takes the next row, so there it is enough that every case has one without faults.
+CHOSEN_FOR = "3.7.1"
+#: What passes with other versions of Triton look at: one target for each compiler's back end.
+QUICK = ("sm_80", "sm_90", "gfx942")
+
+
+@pytest.mark.parametrize(
+    "target", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in TARGETS]
+)
 def test_target(target):
     found = reports(target)
-    faulty = [
-        f"{report['config']} {report['case']}: {'; '.join(report['faults'])}"
-        for report in found
-        if report["faults"]
-    ]
-    assert not faulty, "\n".join(faulty)
+    faulty = {str(report["case"]): [] for report in found}
+    for report in found:
+        if report["faults"]:
+            faulty[str(report["case"])].append(f"{report['config']}: {'; '.join(report['faults'])}")
+    if triton.__version__ == CHOSEN_FOR:
+        assert not any(faulty.values()), faulty
+    total = Counter(str(report["case"]) for report in found)
+    assert all(len(faults) < total[case] for case, faults in faulty.items()), faulty
     arch = ARCHS[target]
     cases = [report["case"] for report in found]
     assert {case["dtype"] for case in cases} == {"fp16", "bf16", "fp32", "fp64", "int8"} | {
