@@ -65,6 +65,16 @@ def operand_names(op: str) -> tuple[str, str, str]:
     return "a", "b", "input" if op == "addmm" else "bias"
 
 
+def check_tensors(op: str, a: object, b: object, addend: object, out: object) -> None:
+    """TypeError unless the factors are tensors, and the addend and `out` are tensors or None."""
+    first, second, third = operand_names(op)
+    check_tensor(op, first, a)
+    check_tensor(op, second, b)
+    for name, value in ((third, addend), ("out", out)):
+        if value is not None:
+            check_tensor(op, name, value)
+
+
 def result_shape(op: str, a: Tensor, b: Tensor) -> tuple[int, ...]:
     """The shape of `a @ b` by torch.matmul's rules; ValueError where they do not fit."""
     for name, tensor in zip(operand_names(op), (a, b), strict=False):
@@ -118,7 +128,6 @@ def _check_addend(op: str, addend: Tensor, shape: tuple[int, ...], a: Tensor) ->
 
 
 def _check_out(op: str, out: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    check_tensor(op, "out", out)
     if tuple(out.shape) != shape:
         raise ValueError(f"{op}: out is {tuple(out.shape)}; the result is {shape}")
     if out.dtype != dtype:
@@ -199,9 +208,7 @@ def prepare(
     out_dtype: torch.dtype | None, precision: Precision, fast_accum: bool, config: Config | dict[str, Any] | str | None,
 ) -> Prepared:  # fmt: skip
     """Check a call and find its plan, compiled; nothing is launched."""
-    for name, tensor in zip((*operand_names(op), "out"), (a, b, addend, out), strict=True):
-        if tensor is not None or name in ("a", "b"):
-            check_tensor(op, name, tensor)
+    check_tensors(op, a, b, addend, out)
     pinned = None if config is None else Config.of(config)
     shape, dtype = check(op, a, b, addend, alpha, beta, out, out_dtype, precision)
     device = devices.current(a.device)
@@ -295,10 +302,7 @@ def run(
     out_dtype: torch.dtype | None, precision: Precision, fast_accum: bool, config: Config | dict[str, Any] | str | None,
 ) -> Tensor:  # fmt: skip
     """A call as the user made it, by whichever way it has to go."""
-    names = operand_names(op)
-    for name, tensor in zip((*names, "out"), (a, b, addend, out), strict=True):
-        if tensor is not None or name in names[:2]:
-            check_tensor(op, name, tensor)
+    check_tensors(op, a, b, addend, out)
     tensors = (a, b, addend, out)
     device = a.device.type
     if out is None and device in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device):

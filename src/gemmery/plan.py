@@ -18,7 +18,7 @@ from .launch import Binding
 from .problem import FP8, Config, Problem
 from .select import rank
 
-#: Plans kept; the least recently used ones are dropped beyond that.
+#: Plans kept, and calls that are known to lead to one; old ones are dropped beyond that.
 PLANS = 4096
 
 

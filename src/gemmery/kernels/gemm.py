@@ -91,7 +91,10 @@ def whole_tile(
     ORDER: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PARTS_M: tl.constexpr, PARTS_N: tl.constexpr,
 ):  # fmt: skip
-    """Where tile number `unit` lies: its batch, and the row and column of its corner."""
+    """Where tile number `unit` lies: its batch, and the row and column of its corner.
+
+    Takes what `small_tile` takes, so that `walk` can be given either.
+    """
     batch, tile_m, tile_n = ORDER(unit, tiles_m, tiles_n, GROUP_M)
     return batch, tile_m * BLOCK_M, tile_n * BLOCK_N
 
@@ -102,7 +105,10 @@ def small_tile(
     ORDER: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PARTS_M: tl.constexpr, PARTS_N: tl.constexpr,
 ):  # fmt: skip
-    """Where part number `unit` of the tail lies: first the parts of whole tiles, then those of the ragged columns."""
+    """Where part number `unit` of the tail lies: first the parts of whole tiles, then those of the ragged columns.
+
+    `strips` is 0 where there are no ragged columns; then no unit gets past the parts of whole tiles.
+    """
     first, cut, strips, _ = tail
     PARTS: tl.constexpr = PARTS_M * PARTS_N
     if unit < cut * PARTS:
