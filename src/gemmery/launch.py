@@ -17,7 +17,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .kernels import epilogues, gemm, operands, order
 from .problem import FP8, Config, Operand, Problem, accumulator
-from .waves import Waves
+from .waves import Split, Waves
+from .workspace import WORKSPACES, Workspace
 
 _TL: dict[torch.dtype, Any] = {
     torch.float16: tl.float16,
@@ -137,19 +138,21 @@ class Binding:
             )
         if described and p.K == 0:
             raise ValueError(f"config {c}: loader 'descriptor' needs K > 0")
-        if max(c.block_m, c.block_n) > _BOX:
+        if max(c.block_m, c.main_n) > _BOX:
             raise ValueError(f"config {c}: blocks of more than {_BOX} rows or columns are not supported")
         self.a = _Access(p.a, p.M, p.K, p.batch, described)
         self.b = _Access(p.b, p.K, p.N, p.batch, described)
         self.out = _Access(p.out, p.M, p.N, p.batch, described and storable(p.out, p.M, p.N, p.batch))
         self.waves = Waves.of(p, c)
-        if self.waves.units >= 1 << 31:
+        self.split = Split.of(p, c)
+        parts = self.split.parts if self.split else 1
+        if self.waves.units * parts >= 1 << 31:
             raise ValueError(
-                f"{p} takes {self.waves.units} tiles of config {c}; at most 2^31 - 1 fit into a launch"
+                f"{p} takes {self.waves.units * parts} programs of config {c}; at most 2^31 - 1 fit into a launch"
             )
         self.persistent = c.schedule == "persistent"
         self.kernel = gemm.gemm_persistent if self.persistent else gemm.gemm_tiles
-        programs = max(self.waves.tiles, self.waves.parts)
+        programs = max(self.waves.tiles * parts, self.waves.parts)
         self.grid = (min(programs, p.device.sms) if self.persistent else programs, 1, 1)
         self.constants = self._constants()
 
@@ -175,11 +178,11 @@ class Binding:
             "EPILOGUE": getattr(epilogues, p.epilogue),
             "STORE": self.out.store(),
             "BLOCK_M": c.block_m,
-            "BLOCK_N": c.block_n,
+            "BLOCK_N": c.main_n,
             "BLOCK_K": c.block_k,
             "GROUP_M": c.group_m,
             "SPLIT_STORE": c.split_store,
-            "CHECK_K": p.K % c.block_k != 0,
+            "CHECK_K": p.K == 0 or p.K % c.block_k != 0,
             "WIDE": self._wide(),
             "ACC": _TL[accumulator(p.a.dtype)],
             "OUT": _TL[p.out.dtype],
@@ -193,7 +196,11 @@ class Binding:
             constants["TAIL_M"] = c.tail_m
             constants["TAIL_N"] = c.tail_n
             constants["TAIL_K"] = c.tail_k
-            constants["CHECK_TAIL_K"] = p.K % c.tail_k != 0
+            constants["CHECK_TAIL_K"] = p.K == 0 or p.K % c.tail_k != 0
+        else:
+            constants["REST_N"] = c.rest_n
+            constants["SWAP"] = c.swap
+            constants["SPLIT_K"] = self.split is not None
         return constants
 
     def arguments(
@@ -204,25 +211,37 @@ class Binding:
         addend: Tensor | None = None,
         alpha: float = 1,
         beta: float = 1,
+        workspace: Workspace | None = None,
     ) -> list[Any]:
-        """The kernel's run-time arguments for tensors laid out as the problem says."""
-        p, c = self.problem, self.config
-        store_n = c.block_n // 2 if c.split_store else c.block_n
-        values = [
+        """The kernel's run-time arguments for tensors laid out as the problem says; with a workspace of its own."""
+        p, c, waves = self.problem, self.config, self.waves
+        store_n = c.main_n // 2 if c.split_store else c.main_n
+        matrices = [
             self.a.argument(a, c.block_m, c.block_k),
-            self.b.argument(b, c.block_k, c.block_n),
+            self.b.argument(b, c.block_k, c.main_n),
             self.out.argument(out, c.block_m, store_n),
         ]
-        if self.persistent:
-            values += self._tail_arguments(a, b, out)
-        values += [
+        common = [
             self._epilogue_arguments(addend, alpha, beta),
-            p.M, p.N, p.K, p.batch, self.a.strides, self.b.strides, self.out.strides,
+            p.M, p.N, p.K, p.batch, self.a.strides, self.b.strides, self.out.strides, waves.tiles,
         ]  # fmt: skip
         if self.persistent:
-            waves = self.waves
-            values += [waves.tiles, (waves.tiles, waves.cut, waves.strips, waves.parts)]
-        return values
+            return [*matrices, *self._tail_arguments(a, b, out), *common, waves.cut, waves.strips, waves.parts]
+        rest = [None, None]
+        if c.rest_n:
+            rest = [self.b.argument(b, c.block_k, c.rest_n), self.out.argument(out, c.block_m, c.rest_n)]
+        parts = [0, None, None]
+        if self.split is not None:
+            parts = [self.split.length, *(workspace or self.workspace(a.device))]
+        return [*matrices, *rest, *common, *parts]
+
+    def workspace(self, device: torch.device) -> Workspace:
+        """The tensors in which parts of tiles meet, free for the next launch on the current stream."""
+        assert self.split is not None
+        dtype = accumulator(self.problem.a.dtype)
+        elements = self.split.parts * self.waves.tiles * self.config.block_m * self.config.block_n
+        partials, arrivals = WORKSPACES.get(device, elements * dtype.itemsize, self.waves.tiles)
+        return partials.view(dtype), arrivals
 
     def _tail_arguments(self, a: Tensor, b: Tensor, out: Tensor) -> list[Any]:
         """a, b and out as the small tiles of the tail see them."""

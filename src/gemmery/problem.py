@@ -79,6 +79,7 @@ class Problem:
         addend: layout of the matrix or row that the epilogue adds, if it adds one.
         precision: how fp32 operands are multiplied: "ieee", "tf32" or "tf32x3".
         fast_accum: whether fp8 products may be summed at the tensor cores' reduced precision.
+        batch_invariant: whether a row of the result must have the same bits whatever M and the batch are.
         device: the row of the device table that it runs on.
     """
 
@@ -94,6 +95,7 @@ class Problem:
     addend: Operand | None = None
     precision: Precision = "ieee"
     fast_accum: bool = False
+    batch_invariant: bool = False
 
     @property
     def matrices(self) -> int:
@@ -102,6 +104,11 @@ class Problem:
         for size in self.batch:
             count *= size
         return count
+
+    @property
+    def takes_factors(self) -> bool:
+        """Whether the epilogue multiplies by alpha and beta; others are for calls where both are 1."""
+        return self.epilogue in ("scale", "add_matrix")
 
     @property
     def flops(self) -> int:
@@ -128,7 +135,8 @@ class Problem:
     def __str__(self) -> str:
         batch = "x".join(map(str, self.batch)) + " of " if self.batch else ""
         fused = "" if self.epilogue == "identity" else f" +{self.epilogue}"
-        return f"{batch}{self.M}x{self.N}x{self.K} {self.a} @ {self.b} -> {self.out}{fused}"
+        invariant = " invariant" if self.batch_invariant else ""
+        return f"{batch}{self.M}x{self.N}x{self.K} {self.a} @ {self.b} -> {self.out}{fused}{invariant}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +144,8 @@ class Config:
     """The knobs of a kernel.
 
     Attributes:
-        block_m, block_n, block_k: the tile of the output that a program computes, and the step along K.
+        block_m, block_n, block_k: the tile of the output that a program computes, and the step along K; powers of two,
+            but block_n can be the sum of two, as 192 is.
         group_m: height in tiles of the bands in which tiles are visited.
         num_warps: warps in a program.
         num_stages: blocks of A and B in flight.
@@ -145,6 +154,8 @@ class Config:
         split_store: store a tile as two halves, which halves the staging memory.
         tail: parts into which tiles are cut that would not fill a last wave, or not all of whose columns exist: 2 or 4
             along N, or 8, 2 along M by 4 along N; 1 leaves them whole.
+        split_k: parts along K into which every tile is cut, each for a program of its own ("tile" schedule).
+        swap: give the tensor cores the transposed product, so that a block of few rows lies on their narrow side.
     """
 
     block_m: int
@@ -157,20 +168,27 @@ class Config:
     loader: Literal["pointer", "descriptor"] = "pointer"
     split_store: bool = False
     tail: int = 1
+    split_k: int = 1
+    swap: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("group_m", "num_warps", "num_stages", "tail"):
+        for name in ("group_m", "num_warps", "num_stages", "tail", "split_k"):
             if type(getattr(self, name)) is not int:
                 raise ValueError(f"Config: {name} is {getattr(self, name)!r}; it must be an integer")
-        if type(self.split_store) is not bool:
-            raise ValueError(f"Config: split_store is {self.split_store!r}; it must be True or False")
+        for name in ("split_store", "swap"):
+            if type(getattr(self, name)) is not bool:
+                raise ValueError(f"Config: {name} is {getattr(self, name)!r}; it must be True or False")
         for name in ("block_m", "block_n", "block_k"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 16 or value & (value - 1):
+            if not isinstance(value, int) or value < 16 or (name != "block_n" and value & (value - 1)):
                 raise ValueError(f"Config: {name} is {value!r}; it must be a power of two of at least 16")
+        if self.rest_n and (self.rest_n < 16 or self.rest_n & (self.rest_n - 1)):
+            raise ValueError(
+                f"Config: block_n is {self.block_n}; it must be a power of two, or the sum of two, of at least 16"
+            )
         if self.num_warps not in (1, 2, 4, 8, 16, 32):
             raise ValueError(f"Config: num_warps is {self.num_warps!r}; it must be a power of two up to 32")
-        for name in ("group_m", "num_stages"):
+        for name in ("group_m", "num_stages", "split_k"):
             if getattr(self, name) < 1:
                 raise ValueError(f"Config: {name} is {getattr(self, name)!r}; it must be at least 1")
         if (
@@ -183,9 +201,23 @@ class Config:
             )
         if self.tail > 1 and self.schedule != "persistent":
             raise ValueError("Config: tail needs the persistent schedule")
+        if self.split_k > 1 and self.schedule != "tile":
+            raise ValueError("Config: split_k needs the tile schedule")
+        if (self.swap or self.rest_n) and self.schedule != "tile":
+            raise ValueError("Config: swap, and a block_n that is no power of two, need the tile schedule")
         for name, allowed in (("schedule", ("tile", "persistent")), ("loader", ("pointer", "descriptor"))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"Config: {name} is {getattr(self, name)!r}; it must be one of {allowed}")
+
+    @property
+    def main_n(self) -> int:
+        """Columns of a tile that are one block of the kernel: all, or the larger of the two powers of two."""
+        return 1 << (self.block_n.bit_length() - 1)
+
+    @property
+    def rest_n(self) -> int:
+        """Columns of a tile beyond `main_n`: a second block beside the first, or 0."""
+        return self.block_n - self.main_n
 
     @property
     def tail_m(self) -> int:
@@ -225,9 +257,11 @@ class Config:
     def __str__(self) -> str:
         halves = "/2" if self.split_store else ""
         tail = f"-t{self.tail}" if self.tail > 1 else ""
+        parts = f"-k{self.split_k}" if self.split_k > 1 else ""
+        swap = "-swap" if self.swap else ""
         return (
             f"{self.block_m}x{self.block_n}x{self.block_k}-g{self.group_m}-w{self.num_warps}-s{self.num_stages}"
-            f"-{self.schedule}-{self.loader}{halves}{tail}"
+            f"-{self.schedule}-{self.loader}{halves}{tail}{parts}{swap}"
         )
 
 
@@ -244,16 +278,20 @@ def _parse(text: str) -> dict[str, Any]:
 
     if "=" in text:
         return {name: _value(word) for name, word in (pair.split("=", 1) for pair in text.split(","))}
-    pattern = r"(\d+)x(\d+)x(\d+)-g(\d+)-w(\d+)-s(\d+)-(tile|persistent)-(pointer|descriptor)(/2)?(?:-t(\d))?"
+    pattern = (
+        r"(\d+)x(\d+)x(\d+)-g(\d+)-w(\d+)-s(\d+)-(tile|persistent)-(pointer|descriptor)(/2)?"
+        r"(?:-t(\d))?(?:-k(\d+))?(-swap)?"
+    )
     match = re.fullmatch(pattern, text)
     if match is None:
         raise ValueError(
-            f"config {text!r} is not of the form 128x256x64-g8-w8-s4-persistent-descriptor[/2][-t4]"
+            f"config {text!r} is not of the form 128x256x64-g8-w8-s4-persistent-descriptor[/2][-t4][-k2][-swap]"
         )
     names = ("block_m", "block_n", "block_k", "group_m", "num_warps", "num_stages")
     numbers: dict[str, Any] = {name: int(match[i + 1]) for i, name in enumerate(names)}
-    tail = {"tail": int(match[10])} if match[10] else {}
-    return numbers | tail | {"schedule": match[7], "loader": match[8], "split_store": match[9] is not None}
+    numbers |= {name: int(match[i]) for name, i in (("tail", 10), ("split_k", 11)) if match[i]}
+    flags = {"split_store": match[9] is not None, "swap": match[12] is not None}
+    return numbers | flags | {"schedule": match[7], "loader": match[8]}
 
 
 def _value(word: str) -> Any:

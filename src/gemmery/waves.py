@@ -47,3 +47,25 @@ class Waves:
     def units(self) -> int:
         """Tiles, whole or small."""
         return self.tiles + self.parts
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the tiles of a launch are cut along K; see `kernels.parts`.
+
+    Attributes:
+        parts: of each tile.
+        length: of a part, in elements of K; a tile's last part may be shorter.
+    """
+
+    parts: int
+    length: int
+
+    @classmethod
+    def of(cls, problem: Problem, config: Config) -> Split | None:
+        """The split that comes nearest to `config.split_k` parts of whole steps; None if tiles stay whole."""
+        steps = -(-problem.K // config.block_k)
+        if config.split_k == 1 or steps < 2:
+            return None
+        each = -(-steps // config.split_k)
+        return cls(-(-steps // each), each * config.block_k)

@@ -10,23 +10,40 @@ import triton
 import triton.language as tl
 
 from .numerics import cast, dot
+from .parts import add_parts, arrive, leave_part
 
 
 @triton.jit
 def multiply(
-    a, b, M, N, K, sizes, a_strides, b_strides, batch, row, col,
+    a, b, b_rest, M, N, K, sizes, a_strides, b_strides, batch, row, col, first_k, last_k,
     LOAD_A: tl.constexpr, LOAD_B: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, REST_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr,
     CHECK_K: tl.constexpr, WIDE: tl.constexpr, ACC: tl.constexpr,
     PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr,
 ):  # fmt: skip
-    """The K loop: the tile of the product whose corner is (row, col), in the accumulator's type."""
-    acc = tl.zeros((BLOCK_M, BLOCK_N), ACC)
-    for k in range(0, K, BLOCK_K):
+    """The K loop: the tile with corner (row, col) of the product over `first_k` to `last_k`, in the accumulator's type.
+
+    Returns its first `BLOCK_N` columns and, where `REST_N` is not 0, the `REST_N` next ones: a tile as wide as two
+    powers of two together. With `SWAP` the tensor cores see the transposed product, so that few rows lie on their
+    narrow side.
+    """
+    acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), ACC)
+    # Without a rest there is nothing to carry; a small constant takes its place.
+    REST: tl.constexpr = REST_N if REST_N > 0 else 1
+    rest = tl.zeros((REST, BLOCK_M) if SWAP else (BLOCK_M, REST), ACC)
+    # Were the loop possibly empty, its way around would join the accumulators while wgmma still writes them, and the
+    # assembler would then wait for every single one.
+    tl.assume(first_k < last_k)
+    for k in range(first_k, last_k, BLOCK_K):
         x = LOAD_A(a, (M, K), a_strides, sizes, batch, row, k, BLOCK_M, BLOCK_K, True, CHECK_K, WIDE)
         y = LOAD_B(b, (K, N), b_strides, sizes, batch, k, col, BLOCK_K, BLOCK_N, CHECK_K, True, WIDE)
-        acc = dot(x, y, acc, PRECISION, IMPRECISE_ACC)
-    return acc
+        acc = dot(y.T if SWAP else x, x.T if SWAP else y, acc, PRECISION, IMPRECISE_ACC)
+        if REST_N > 0:
+            z = LOAD_B(
+                b_rest, (K, N), b_strides, sizes, batch, k, col + BLOCK_N, BLOCK_K, REST_N, CHECK_K, True, WIDE
+            )
+            rest = dot(z.T if SWAP else x, x.T if SWAP else z, rest, PRECISION, IMPRECISE_ACC)
+    return acc.T if SWAP else acc, rest.T if SWAP else rest
 
 
 @triton.jit
@@ -51,43 +68,78 @@ def finish_block(
 
 @triton.jit
 def finish(
-    acc, out, args, M, N, sizes, out_strides, batch, row, col,
+    acc, out, args, M, N, sizes, out_strides, batch, row, col, place, partials,
     EPILOGUE: tl.constexpr, STORE: tl.constexpr, OUT: tl.constexpr, WIDE: tl.constexpr, SPLIT_STORE: tl.constexpr,
+    SPLIT_K: tl.constexpr,
 ):  # fmt: skip
-    """Epilogue and store of a tile, whole or in two halves: half the staging memory buys another pipeline stage."""
+    """Epilogue and store of a tile, whole or in two halves: half the staging memory buys another pipeline stage.
+
+    With `SPLIT_K` the tile's other parts are added first.
+    """
+    cols: tl.constexpr = acc.shape[1]
     if SPLIT_STORE:
         left, right = column_halves(acc)
-        half: tl.constexpr = acc.shape[1] // 2
+        if SPLIT_K:
+            left = add_parts(left, place, partials, 0, cols)
         finish_block(left, out, args, M, N, sizes, out_strides, batch, row, col, EPILOGUE, STORE, OUT, WIDE)
+        if SPLIT_K:
+            right = add_parts(right, place, partials, cols // 2, cols)
         finish_block(
-            right, out, args, M, N, sizes, out_strides, batch, row, col + half, EPILOGUE, STORE, OUT, WIDE
+            right, out, args, M, N, sizes, out_strides, batch, row, col + cols // 2, EPILOGUE, STORE, OUT, WIDE
         )
     else:
+        if SPLIT_K:
+            acc = add_parts(acc, place, partials, 0, cols)
         finish_block(acc, out, args, M, N, sizes, out_strides, batch, row, col, EPILOGUE, STORE, OUT, WIDE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "tiles", "part_k"])
 def gemm_tiles(
-    a, b, out, args, M, N, K, sizes, a_strides, b_strides, out_strides,
+    a, b, out, b_rest, out_rest, args, M, N, K, sizes, a_strides, b_strides, out_strides,
+    tiles, part_k, partials, arrivals,
     ORDER: tl.constexpr, LOAD_A: tl.constexpr, LOAD_B: tl.constexpr, EPILOGUE: tl.constexpr, STORE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    SPLIT_STORE: tl.constexpr, CHECK_K: tl.constexpr, WIDE: tl.constexpr, ACC: tl.constexpr, OUT: tl.constexpr,
-    PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, REST_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr, SWAP: tl.constexpr, SPLIT_STORE: tl.constexpr, CHECK_K: tl.constexpr, WIDE: tl.constexpr,
+    ACC: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr,
+    SPLIT_K: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile."""
-    batch, tile_m, tile_n = ORDER(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
+    """One program a tile, or with `SPLIT_K` one for every `part_k` of a tile's K; see `parts`.
+
+    `b_rest` and `out_rest` are b and out again, with descriptors for blocks of `REST_N` columns.
+    """
+    part = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+    batch, tile_m, tile_n = ORDER(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N + REST_N), GROUP_M)
     row = tile_m * BLOCK_M
-    col = tile_n * BLOCK_N
-    acc = multiply(
-        a, b, M, N, K, sizes, a_strides, b_strides, batch, row, col,
-        LOAD_A, LOAD_B, BLOCK_M, BLOCK_N, BLOCK_K, CHECK_K, WIDE, ACC, PRECISION, IMPRECISE_ACC,
+    col = tile_n * (BLOCK_N + REST_N)
+    acc, rest = multiply(
+        a, b, b_rest, M, N, K, sizes, a_strides, b_strides, batch, row, col,
+        part * part_k if SPLIT_K else 0, min(part * part_k + part_k, K) if SPLIT_K else tl.maximum(K, 1),
+        LOAD_A, LOAD_B, BLOCK_M, BLOCK_N, REST_N, BLOCK_K, SWAP, CHECK_K, WIDE, ACC, PRECISION, IMPRECISE_ACC,
     )  # fmt: skip
-    finish(acc, out, args, M, N, sizes, out_strides, batch, row, col, EPILOGUE, STORE, OUT, WIDE, SPLIT_STORE)
+    place = (part, tl.num_programs(0) // tiles, tile, tiles, BLOCK_M * (BLOCK_N + REST_N))
+    last = True
+    if SPLIT_K:
+        leave_part(acc, place, partials)
+        if REST_N > 0:
+            leave_part(rest, place, partials + BLOCK_M * BLOCK_N)
+        last = arrive(place, arrivals)
+    if last:
+        finish(
+            acc, out, args, M, N, sizes, out_strides, batch, row, col, place, partials,
+            EPILOGUE, STORE, OUT, WIDE, SPLIT_STORE, SPLIT_K,
+        )  # fmt: skip
+        if REST_N > 0:
+            finish(
+                rest, out_rest, args, M, N, sizes, out_strides, batch, row, col + BLOCK_N, place,
+                partials + BLOCK_M * BLOCK_N if SPLIT_K else partials,
+                EPILOGUE, STORE, OUT, WIDE, False, SPLIT_K,
+            )  # fmt: skip
 
 
 @triton.jit
 def whole_tile(
-    unit, tail, tiles_m, tiles_n,
+    unit, first, cut, strips, tiles_m, tiles_n,
     ORDER: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PARTS_M: tl.constexpr, PARTS_N: tl.constexpr,
 ):  # fmt: skip
@@ -101,7 +153,7 @@ def whole_tile(
 
 @triton.jit
 def small_tile(
-    unit, tail, tiles_m, tiles_n,
+    unit, first, cut, strips, tiles_m, tiles_n,
     ORDER: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PARTS_M: tl.constexpr, PARTS_N: tl.constexpr,
 ):  # fmt: skip
@@ -109,7 +161,6 @@ def small_tile(
 
     `strips` is 0 where there are no ragged columns; then no unit gets past the parts of whole tiles.
     """
-    first, cut, strips, _ = tail
     PARTS: tl.constexpr = PARTS_M * PARTS_N
     if unit < cut * PARTS:
         batch, tile_m, tile_n = ORDER(first + unit // PARTS, tiles_m, tiles_n, GROUP_M)
@@ -128,7 +179,7 @@ def small_tile(
 
 @triton.jit
 def walk(
-    a, b, out, args, M, N, K, sizes, a_strides, b_strides, out_strides, units, tail, tiles_m, tiles_n,
+    a, b, out, args, M, N, K, sizes, a_strides, b_strides, out_strides, units, first, cut, strips, tiles_m, tiles_n,
     PLACE: tl.constexpr, ORDER: tl.constexpr, LOAD_A: tl.constexpr, LOAD_B: tl.constexpr, EPILOGUE: tl.constexpr,
     STORE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, SPLIT_STORE: tl.constexpr, CHECK_K: tl.constexpr, WIDE: tl.constexpr,
@@ -141,21 +192,23 @@ def walk(
     """
     for unit in tl.range(tl.program_id(0), units, tl.num_programs(0), flatten=FLATTEN):
         batch, row, col = PLACE(
-            unit, tail, tiles_m, tiles_n, ORDER, GROUP_M, BLOCK_M, BLOCK_N, PARTS_M, PARTS_N
+            unit, first, cut, strips, tiles_m, tiles_n, ORDER, GROUP_M, BLOCK_M, BLOCK_N, PARTS_M, PARTS_N
         )
-        acc = multiply(
-            a, b, M, N, K, sizes, a_strides, b_strides, batch, row, col,
-            LOAD_A, LOAD_B, BLOCK_M // PARTS_M, BLOCK_N // PARTS_N, BLOCK_K, CHECK_K, WIDE, ACC,
+        acc, _ = multiply(
+            a, b, None, M, N, K, sizes, a_strides, b_strides, batch, row, col, 0, tl.maximum(K, 1),
+            LOAD_A, LOAD_B, BLOCK_M // PARTS_M, BLOCK_N // PARTS_N, 0, BLOCK_K, False, CHECK_K, WIDE, ACC,
             PRECISION, IMPRECISE_ACC,
         )  # fmt: skip
         finish(
-            acc, out, args, M, N, sizes, out_strides, batch, row, col, EPILOGUE, STORE, OUT, WIDE, SPLIT_STORE
-        )
+            acc, out, args, M, N, sizes, out_strides, batch, row, col, None, None,
+            EPILOGUE, STORE, OUT, WIDE, SPLIT_STORE, False,
+        )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "tiles", "cut", "strips", "parts"])
 def gemm_persistent(
-    a, b, out, a_tail, b_tail, out_tail, args, M, N, K, sizes, a_strides, b_strides, out_strides, tiles, tail,
+    a, b, out, a_tail, b_tail, out_tail, args, M, N, K, sizes, a_strides, b_strides, out_strides,
+    tiles, cut, strips, parts,
     ORDER: tl.constexpr, LOAD_A: tl.constexpr, LOAD_B: tl.constexpr, EPILOGUE: tl.constexpr, STORE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     SPLIT_STORE: tl.constexpr, CHECK_K: tl.constexpr, WIDE: tl.constexpr, ACC: tl.constexpr, OUT: tl.constexpr,
@@ -165,22 +218,22 @@ def gemm_persistent(
     """As many programs as run at once, each taking every num_programs-th tile.
 
     With `TAIL_N` above 1, what does not fill a wave of whole tiles goes in small ones, of `BLOCK_M / TAIL_M` by
-    `BLOCK_N / TAIL_N`: the last whole tiles, cut up, and the columns that BLOCK_N does not divide. `tail` is the tuple
-    (first tile that is cut, how many are, parts in a row of the ragged columns, parts in all). Steps along K are then
+    `BLOCK_N / TAIL_N`: the last `cut` whole tiles, cut up, and the columns that BLOCK_N does not divide, `strips` small
+    tiles to a row of them; these are `parts` small tiles in all, behind `tiles` whole ones. Steps along K are then
     `TAIL_K`: a small tile computes little per step, and longer steps keep as many bytes in flight. `a_tail`, `b_tail`
     and `out_tail` are the matrices again, since a descriptor has the size of its blocks built in.
     """
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N) if TAIL_N == 1 else N // BLOCK_N
     walk(
-        a, b, out, args, M, N, K, sizes, a_strides, b_strides, out_strides, tiles, tail, tiles_m, tiles_n,
+        a, b, out, args, M, N, K, sizes, a_strides, b_strides, out_strides, tiles, tiles, cut, strips, tiles_m, tiles_n,
         whole_tile, ORDER, LOAD_A, LOAD_B, EPILOGUE, STORE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
         SPLIT_STORE, CHECK_K, WIDE, ACC, OUT, PRECISION, IMPRECISE_ACC, FLATTEN, 1, 1,
     )  # fmt: skip
     if TAIL_N > 1:
         walk(
-            a_tail, b_tail, out_tail, args, M, N, K, sizes, a_strides, b_strides, out_strides, tail[3], tail,
-            tiles_m, tiles_n,
+            a_tail, b_tail, out_tail, args, M, N, K, sizes, a_strides, b_strides, out_strides, parts, tiles,
+            cut, strips, tiles_m, tiles_n,
             small_tile, ORDER, LOAD_A, LOAD_B, EPILOGUE, STORE, BLOCK_M, BLOCK_N, TAIL_K, GROUP_M,
             False, CHECK_TAIL_K, WIDE, ACC, OUT, PRECISION, IMPRECISE_ACC, FLATTEN, TAIL_M, TAIL_N,
         )  # fmt: skip

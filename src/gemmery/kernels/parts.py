@@ -1,0 +1,61 @@
+"""Cutting tiles along K, and adding their parts up within the same launch.
+
+A program that has summed its part of a tile leaves it in a workspace and counts its arrival; the one that arrives last
+adds all parts and goes on as if it had computed the tile alone. Nobody waits. The parts are added in the order of K,
+whoever comes last, so that the result is always the same, and the counter is back at zero afterwards. The scheme of
+the counter is that of stream-K (Osama et al., 2023, arXiv:2301.03598).
+
+`place` is (part, parts, tile, tiles, pitch): which part of how many of which of how many tiles, and the number of elements
+for which a part has room.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def part_offset(part, place):
+    """Where the room of a part of the tile begins in the workspace."""
+    _, _, tile, tiles, pitch = place
+    return tl.cast(part * tiles + tile, tl.int64) * pitch
+
+
+@triton.jit
+def leave_part(block, place, partials):
+    """Leave a part of a tile in the workspace."""
+    rows: tl.constexpr = block.shape[0]
+    cols: tl.constexpr = block.shape[1]
+    inside = tl.arange(0, rows)[:, None] * cols + tl.arange(0, cols)[None, :]
+    tl.store(partials + part_offset(place[0], place) + inside, block)
+
+
+@triton.jit
+def arrive(place, arrivals):
+    """Count this program's part; returns whether all others had arrived before."""
+    _, parts, tile, _, _ = place
+    # All threads' stores come before the one thread's release.
+    tl.debug_barrier()
+    last = tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == parts - 1
+    if last:
+        tl.store(arrivals + tile, 0)
+    return last
+
+
+@triton.jit
+def add_parts(block, place, partials, col, COLS: tl.constexpr):
+    """The sum of all parts, of which `block` is this program's: columns from `col` on of what `leave_part` left.
+
+    `COLS` is the width of the block that was left. Read past the first level of cache, which other multiprocessors'
+    writes do not reach.
+    """
+    part, parts, _, _, _ = place
+    rows: tl.constexpr = block.shape[0]
+    inside = tl.arange(0, rows)[:, None] * COLS + col + tl.arange(0, block.shape[1])[None, :]
+    if parts == 2:
+        # A sum of two does not depend on their order, and this program still has one of them.
+        block += tl.load(partials + part_offset(1 - part, place) + inside, cache_modifier=".cg")
+    else:
+        block = tl.load(partials + part_offset(0, place) + inside, cache_modifier=".cg")
+        for i in range(1, parts):
+            block += tl.load(partials + part_offset(i, place) + inside, cache_modifier=".cg")
+    return block

@@ -1,0 +1,70 @@
+"""Memory in which the parts of tiles that are cut along K meet; see `kernels.parts`."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor
+
+#: Counters of a stream's workspace, and of each launch that is captured: enough for most launches.
+_COUNTERS = 1024
+#: Launches whose counters are kept ready for capture into graphs, per device.
+_RESERVED = 1024
+
+Workspace = tuple[Tensor, Tensor]
+
+
+class Workspaces:
+    """One workspace per device and stream, where launches follow one another.
+
+    A launch that is captured into a graph may be replayed on any stream, beside anything. It gets memory from the
+    graph's own pool, and counters that nothing else will ever use.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._buffers: dict[tuple[int, int], Workspace] = {}
+        self._reserved: dict[int, list[Tensor]] = {}
+
+    def get(self, device: torch.device, size: int, counters: int) -> Workspace:
+        """`size` bytes for parts, and int32 zeros for arrivals, free for the next launch on the current stream."""
+        if device.type != "cuda":
+            return torch.empty(size, dtype=torch.uint8, device=device), _zeros(counters, device)
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        if torch.cuda.is_current_stream_capturing():
+            return torch.empty(size, dtype=torch.uint8, device=device), self._captured(index, counters)
+        key = (index, torch._C._cuda_getCurrentRawStream(index))
+        found = self._buffers.get(key)
+        if found is None or found[0].numel() < size or found[1].numel() < counters:
+            with self._lock:
+                found = self._grow(key, device, size, counters)
+        return found
+
+    def _grow(self, key: tuple[int, int], device: torch.device, size: int, counters: int) -> Workspace:
+        # The allocator keeps the old buffers until the stream is done with them: they belong to this stream.
+        old = self._buffers.get(key)
+        if old is not None:
+            size, counters = max(size, old[0].numel()), max(counters, old[1].numel())
+        new = (torch.empty(size, dtype=torch.uint8, device=device), _zeros(max(counters, _COUNTERS), device))
+        if key[0] not in self._reserved:
+            self._reserved[key[0]] = list(_zeros(_RESERVED * _COUNTERS, device).split(_COUNTERS))
+            # Any stream may replay a graph that uses them.
+            torch.cuda.synchronize(device)
+        self._buffers[key] = new
+        return new
+
+    def _captured(self, index: int, counters: int) -> Tensor:
+        with self._lock:
+            ready = self._reserved.get(index)
+            if ready and counters <= _COUNTERS:
+                return ready.pop()
+        # Zeroed by the graph itself, on every replay.
+        return _zeros(counters, torch.device("cuda", index))
+
+
+def _zeros(count: int, device: torch.device) -> Tensor:
+    return torch.zeros(count, dtype=torch.int32, device=device)
+
+
+WORKSPACES = Workspaces()
