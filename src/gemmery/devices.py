@@ -70,6 +70,25 @@ ARCHS: dict[str, Arch] = {
 
 
 @dataclass(frozen=True)
+class Delays:
+    """Times that do not depend on a GPU's size, in seconds; measured on an H200.
+
+    Attributes:
+        launch: of a launch, from its start to its end, besides its work.
+        start: from a program's start to the first bytes.
+        latency: between asking for bytes and having them, in a full pipeline.
+        tail: between the whole tiles of a launch and a tail of small ones: the pipeline runs empty and is filled again.
+        reduction: of meeting and adding up the parts of a tile.
+    """
+
+    launch: float = 2.0e-6
+    start: float = 3.6e-6
+    latency: float = 0.98e-6
+    tail: float = 5.4e-6
+    reduction: float = 2.1e-6
+
+
+@dataclass(frozen=True)
 class Device:
     """One GPU model.
 
@@ -82,6 +101,8 @@ class Device:
         fp16, tf32, fp32, fp64, fp8, int8: peak rates, operations per second; bf16 runs at fp16's rate, and 0 means that
             there is no such unit.
         achieved: part of the peak rate that a long 16-bit product reaches.
+        intake: bytes per second that one multiprocessor takes in from L2; 0 where it was not measured.
+        delays: times that do not depend on the size.
     """
 
     name: str
@@ -96,11 +117,23 @@ class Device:
     fp8: float
     int8: float
     achieved: float = 0.8
+    intake: float = 0.0
+    delays: Delays = Delays()
 
     @property
     def target(self) -> Arch:
         """The instruction set's row."""
         return ARCHS[self.arch]
+
+    @property
+    def sm_bandwidth(self) -> float:
+        """Bytes per second that one multiprocessor takes in: measured, or four times its share of the memory's."""
+        return self.intake or 4 * self.bandwidth / self.sms
+
+    @property
+    def store_bandwidth(self) -> float:
+        """Bytes per second that one multiprocessor stores."""
+        return 0.35 * self.sm_bandwidth
 
     def rate(self, dtype: torch.dtype, precision: str = "ieee") -> float:
         """Peak rate for products of `dtype`, operations per second."""
@@ -134,9 +167,9 @@ TABLE: dict[str, Device] = {
         Device("NVIDIA GeForce RTX 4090", "sm_89", 128, 72 * _M, 1008 * _G, 330 * _T, 82.6 * _T, 82.6 * _T, 1.29 * _T,
                660 * _T, 660 * _T),
         Device("NVIDIA H200", "sm_90", 132, 60 * _M, 4800 * _G, 989 * _T, 494 * _T, 67 * _T, 67 * _T, 1979 * _T,
-               1979 * _T, achieved=0.84),
+               1979 * _T, achieved=1.0, intake=124 * _G),
         Device("NVIDIA H100", "sm_90", 132, 50 * _M, 3350 * _G, 989 * _T, 494 * _T, 67 * _T, 67 * _T, 1979 * _T,
-               1979 * _T, achieved=0.80),
+               1979 * _T, achieved=0.95, intake=124 * _G),
         Device("NVIDIA B200", "sm_100", 148, 126 * _M, 8000 * _G, 2250 * _T, 1100 * _T, 75 * _T, 37 * _T, 4500 * _T,
                4500 * _T),
         Device("NVIDIA GeForce RTX 5090", "sm_120", 170, 96 * _M, 1792 * _G, 419 * _T, 105 * _T, 105 * _T, 1.6 * _T,

@@ -211,9 +211,8 @@ class Binding:
         addend: Tensor | None = None,
         alpha: float = 1,
         beta: float = 1,
-        workspace: Workspace | None = None,
     ) -> list[Any]:
-        """The kernel's run-time arguments for tensors laid out as the problem says; with a workspace of its own."""
+        """The kernel's run-time arguments for tensors laid out as the problem says."""
         p, c, waves = self.problem, self.config, self.waves
         store_n = c.main_n // 2 if c.split_store else c.main_n
         matrices = [
@@ -230,18 +229,23 @@ class Binding:
         rest = [None, None]
         if c.rest_n:
             rest = [self.b.argument(b, c.block_k, c.rest_n), self.out.argument(out, c.block_m, c.rest_n)]
-        parts = [0, None, None]
+        parts: list[Any] = [0, None, None]
         if self.split is not None:
-            parts = [self.split.length, *(workspace or self.workspace(a.device))]
+            parts = [self.split.length, *self.workspace(a.device)]
         return [*matrices, *rest, *common, *parts]
+
+    @property
+    def room(self) -> tuple[int, int]:
+        """Bytes in which parts of tiles meet, and counters of their arrivals; none where tiles are not cut."""
+        if self.split is None:
+            return 0, 0
+        elements = self.split.parts * self.waves.tiles * self.config.block_m * self.config.block_n
+        return elements * accumulator(self.problem.a.dtype).itemsize, self.waves.tiles
 
     def workspace(self, device: torch.device) -> Workspace:
         """The tensors in which parts of tiles meet, free for the next launch on the current stream."""
-        assert self.split is not None
-        dtype = accumulator(self.problem.a.dtype)
-        elements = self.split.parts * self.waves.tiles * self.config.block_m * self.config.block_n
-        partials, arrivals = WORKSPACES.get(device, elements * dtype.itemsize, self.waves.tiles)
-        return partials.view(dtype), arrivals
+        partials, arrivals = WORKSPACES.get(device, *self.room)
+        return partials.view(accumulator(self.problem.a.dtype)), arrivals
 
     def _tail_arguments(self, a: Tensor, b: Tensor, out: Tensor) -> list[Any]:
         """a, b and out as the small tiles of the tail see them."""

@@ -1,14 +1,48 @@
-"""How the tiles of a product fall into waves over the multiprocessors, and what becomes of the last one."""
+"""How the tiles of a product fall into waves over the multiprocessors, and how they are cut.
+
+`cut_last_wave` works on numbers and on numpy arrays alike, so that the launch and the model of its time agree.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from .problem import Config, Problem
 
-#: Time of a part of a tile that is cut into so many, as part of the whole one's. Small tiles read more from L2 for what
-#: they compute; measured on an H200.
-PART_TIME = {2: 0.62, 4: 0.43, 8: 0.29}
+#: Time of a part of a tile that is cut into so many (the index), as part of the whole one's. Small tiles read more from
+#: L2 for what they compute; measured on an H200.
+PART_TIME = np.array([0, 1, 0.62, 0, 0.43, 0, 0, 0, 0.29])
+
+
+def cut_last_wave(
+    rows: Any, N: Any, block_n: Any, tail_m: Any, tail_n: Any, sms: int
+) -> tuple[Any, Any, Any, Any]:
+    """Whole tiles, whole tiles beyond those that are cut, strips in the ragged columns of a row of parts, small tiles.
+
+    The last wave is cut where that ends sooner; a launch of less than one wave is left to smaller tiles.
+
+    Args:
+        rows: of tiles, in all matrices.
+        tail_m, tail_n: parts of a cut tile along M and N, as in `Config`; 1 and 1 for no cutting.
+    """
+    tail = tail_m * tail_n
+    whole = rows * (N // block_n)
+    strips = -(-(N % block_n) // (block_n // tail_n))
+    ragged = rows * tail_m * strips
+    rest = whole % sms
+    if_cut = -(-(rest * tail + ragged) // sms) * PART_TIME[tail]
+    if_whole = (rest > 0) + -(-ragged // sms) * PART_TIME[tail]
+    cut = np.where((whole >= sms) & (if_cut < if_whole), rest, 0)
+    cuts = tail > 1
+    return (
+        np.where(cuts, whole - cut, rows * -(-N // block_n)),
+        np.where(cuts, cut, 0),
+        np.where(cuts, strips, 0),
+        np.where(cuts, cut * tail + ragged, 0),
+    )
 
 
 @dataclass(frozen=True)
@@ -29,19 +63,12 @@ class Waves:
 
     @classmethod
     def of(cls, problem: Problem, config: Config) -> Waves:
-        """Cut the last wave where that ends sooner; a launch of less than one wave is left to smaller tiles."""
-        p, c, sms = problem, config, problem.device.sms
-        rows = p.matrices * -(-p.M // c.block_m)
-        if c.tail == 1:
-            return cls(rows * -(-p.N // c.block_n), 0, 0, 0)
-        whole = rows * (p.N // c.block_n)
-        strips = -(-(p.N % c.block_n) // (c.block_n // c.tail_n))
-        ragged = rows * c.tail_m * strips
-        rest = whole % sms
-        if_cut = -(-(rest * c.tail + ragged) // sms) * PART_TIME[c.tail]
-        if_whole = bool(rest) + -(-ragged // sms) * PART_TIME[c.tail]
-        cut = rest if whole >= sms and if_cut < if_whole else 0
-        return cls(whole - cut, cut, strips, cut * c.tail + ragged)
+        """The work of a problem with a config."""
+        rows = problem.matrices * -(-problem.M // config.block_m)
+        work = cut_last_wave(
+            rows, problem.N, config.block_n, config.tail_m, config.tail_n, problem.device.sms
+        )
+        return cls(*map(int, work))
 
     @property
     def units(self) -> int:

@@ -32,13 +32,17 @@ class Workspaces:
         if device.type != "cuda":
             return torch.empty(size, dtype=torch.uint8, device=device), _zeros(counters, device)
         index = device.index if device.index is not None else torch.cuda.current_device()
+        return self.on_stream(index, torch._C._cuda_getCurrentRawStream(index), size, counters)
+
+    def on_stream(self, index: int, stream: int, size: int, counters: int) -> Workspace:
+        """The same by the number of the current GPU and the handle of its current stream."""
         if torch.cuda.is_current_stream_capturing():
+            device = torch.device("cuda", index)
             return torch.empty(size, dtype=torch.uint8, device=device), self._captured(index, counters)
-        key = (index, torch._C._cuda_getCurrentRawStream(index))
-        found = self._buffers.get(key)
+        found = self._buffers.get((index, stream))
         if found is None or found[0].numel() < size or found[1].numel() < counters:
             with self._lock:
-                found = self._grow(key, device, size, counters)
+                found = self._grow((index, stream), torch.device("cuda", index), size, counters)
         return found
 
     def _grow(self, key: tuple[int, int], device: torch.device, size: int, counters: int) -> Workspace:

@@ -5,8 +5,8 @@ adds all parts and goes on as if it had computed the tile alone. Nobody waits. T
 whoever comes last, so that the result is always the same, and the counter is back at zero afterwards. The scheme of
 the counter is that of stream-K (Osama et al., 2023, arXiv:2301.03598).
 
-`place` is (part, parts, tile, tiles, pitch): which part of how many of which of how many tiles, and the number of elements
-for which a part has room.
+`place` is (part, parts, tile, tiles, pitch): which part of how many of which of how many tiles, and the number of
+elements for which a part has room.
 """
 
 import triton
@@ -42,20 +42,39 @@ def arrive(place, arrivals):
 
 
 @triton.jit
+def load_part(partials, part, place, inside):
+    """What another program left, or zeros where there is no such part.
+
+    Read past the first level of cache, which other multiprocessors' writes do not reach.
+    """
+    there = part + inside * 0 < place[1]
+    return tl.load(partials + part_offset(part, place) + inside, mask=there, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
 def add_parts(block, place, partials, col, COLS: tl.constexpr):
     """The sum of all parts, of which `block` is this program's: columns from `col` on of what `leave_part` left.
 
-    `COLS` is the width of the block that was left. Read past the first level of cache, which other multiprocessors'
-    writes do not reach.
+    `COLS` is the width of the block that was left.
     """
     part, parts, _, _, _ = place
     rows: tl.constexpr = block.shape[0]
-    inside = tl.arange(0, rows)[:, None] * COLS + col + tl.arange(0, block.shape[1])[None, :]
+    cols: tl.constexpr = block.shape[1]
+    inside = tl.arange(0, rows)[:, None] * COLS + col + tl.arange(0, cols)[None, :]
     if parts == 2:
         # A sum of two does not depend on their order, and this program still has one of them.
-        block += tl.load(partials + part_offset(1 - part, place) + inside, cache_modifier=".cg")
+        block += load_part(partials, 1 - part, place, inside)
+    elif rows * cols <= 8192:
+        # Small blocks leave registers for several loads in flight.
+        block = tl.zeros((rows, cols), block.dtype)
+        for i in range(0, parts, 4):
+            first = load_part(partials, i, place, inside)
+            second = load_part(partials, i + 1, place, inside)
+            third = load_part(partials, i + 2, place, inside)
+            fourth = load_part(partials, i + 3, place, inside)
+            block = block + first + second + third + fourth
     else:
-        block = tl.load(partials + part_offset(0, place) + inside, cache_modifier=".cg")
-        for i in range(1, parts):
-            block += tl.load(partials + part_offset(i, place) + inside, cache_modifier=".cg")
+        block = tl.zeros((rows, cols), block.dtype)
+        for i in range(0, parts):
+            block += load_part(partials, i, place, inside)
     return block

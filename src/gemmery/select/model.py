@@ -1,43 +1,47 @@
-"""A simple analytic model of a GEMM's time.
+"""An analytic model of a GEMM's time, for all configs of a space at once.
 
-A multiprocessor works through its share of the tiles one after the other; a step along K takes as long as the slower of
-the tensor cores and the way from L2, and the whole product at least as long as its bytes take from memory. It is
-built to rank configs, with inputs from the device table and the space; its parts are kept to explain a choice.
+A multiprocessor works through its share of the tiles, as many at a time as it has room for; a step along K takes as
+long as the slower of the tensor cores and the way from L2, which is narrower where few bytes are in flight. The product
+takes at least about as long as its bytes take from memory. To that come what a program costs besides its K loop, and
+the adding-up of tiles that are cut along K. All inputs come from the device table and the space; the parts are kept to
+explain a choice.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from ..problem import Problem
-from ..waves import Waves
-from .space import Tile
+from ..waves import cut_last_wave
+from .space import Space
 
-#: Seconds that a tile costs besides its K loop: filling the pipeline, and epilogue and store.
-TILE_OVERHEAD = {"tile": 2.5e-6, "persistent": 1.2e-6}
-#: L2 gives this many times the bandwidth of device memory.
-L2_OVER_MEMORY = 2.2
+#: How two things that mostly overlap add up: the root of the sum of their powers. Fitted on an H200.
+OVERLAP = 2.25
 #: Part of the memory bandwidth that a long stream reaches.
-STREAM = 0.88
-#: Seconds from the start of a launch to its first instruction, and from the last to the end.
-LAUNCH = 3e-6
+STREAM = 0.855
+#: Registers of a thread besides its accumulators; registers and threads of a multiprocessor.
+OTHER_REGISTERS, REGISTERS, THREADS = 45, 65536, 2048
+#: Part of the whole tile's rate that a small tile of the tail reaches.
+TAIL_EFFICIENCY = 0.8
 
-
-#: Seconds between the whole tiles and a tail of narrow ones: the pipeline runs empty and is filled again.
-TAIL_OVERHEAD = 4e-6
+Floats = np.ndarray
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Predicted time of a config in seconds, and its parts.
+    """Predicted time of a config in seconds, and its parts, which overlap.
 
     Attributes:
         total: what configs are ranked by.
         compute: K steps at the tensor cores' rate, on the busiest multiprocessor.
-        l2: the same steps at L2's bandwidth.
+        l2: the same steps at the rate at which it takes in bytes.
         memory: each distinct byte once, at the memory's bandwidth.
         overhead: launch, pipeline fill, epilogues and stores.
-        waves: tiles on the busiest multiprocessor; a tail counts as the part of a tile that it is.
+        reduction: leaving and adding up the parts of tiles that are cut along K.
+        correction: what the measured times of similar products add, see `measured`; 0 where there are none.
+        waves: tiles on the busiest multiprocessor; a part of a tile counts as such.
     """
 
     total: float
@@ -45,50 +49,104 @@ class Cost:
     l2: float
     memory: float
     overhead: float
+    reduction: float
+    correction: float
     waves: float
 
 
-@dataclass(frozen=True)
-class _Wave:
-    """`count` tiles of one size on the busiest multiprocessor, one after the other."""
+@dataclass(frozen=True, eq=False)
+class Costs:
+    """The same for all configs of a space, as arrays of shape (..., configs)."""
 
-    count: int
-    rows: int
-    columns: int
+    total: Floats
+    compute: Floats
+    l2: Floats
+    memory: Floats
+    overhead: Floats
+    reduction: Floats
+    correction: Floats
+    waves: Floats
 
-    def compute(self, problem: Problem, tile: Tile) -> float:
-        """Seconds of arithmetic."""
-        device = problem.device
-        rate = device.rate(problem.a.dtype, problem.precision) * device.achieved / device.sms
-        return self.count * 2 * self.rows * self.columns * _padded_k(problem, tile) / (rate * tile.efficiency)
+    def corrected(self, factor: Floats) -> Costs:
+        """With totals multiplied by what was measured."""
+        return replace(self, total=self.total * factor, correction=self.total * (factor - 1))
 
-    def l2(self, problem: Problem, tile: Tile) -> float:
-        """Seconds of traffic from L2, of which one multiprocessor gets no more than its share when others are idle."""
-        step = self.rows * problem.a.dtype.itemsize + self.columns * problem.b.dtype.itemsize
-        rate = problem.device.bandwidth * L2_OVER_MEMORY / problem.device.sms
-        return self.count * step * _padded_k(problem, tile) / rate
-
-
-def _padded_k(problem: Problem, tile: Tile) -> int:
-    return -(-problem.K // tile.config.block_k) * tile.config.block_k
+    def __getitem__(self, index: int) -> Cost:
+        """The costs of one config."""
+        values = (getattr(self, name) for name in Cost.__dataclass_fields__)
+        return Cost(*(float(np.broadcast_to(value, self.total.shape)[index]) for value in values))
 
 
-def _waves(problem: Problem, tile: Tile) -> list[_Wave]:
-    """How the tiles fall on the multiprocessors: whole ones, and the tail's small ones."""
-    c, sms = tile.config, problem.device.sms
-    work = Waves.of(problem, c)
-    kinds = ((work.tiles, c.block_m, c.block_n), (work.parts, c.block_m // c.tail_m, c.block_n // c.tail_n))
-    return [_Wave(-(-count // sms), rows, columns) for count, rows, columns in kinds if count]
+def _resident(problem: Problem, space: Space, stage: Floats) -> Floats:
+    """Programs of a config that a multiprocessor holds at once."""
+    area = space.block_m * space.block_n
+    staging = area * problem.out.dtype.itemsize / (1 + space.split_store)
+    pipeline = stage * space.num_stages
+    # A persistent program loads its next tile while it stores this one; others use the same memory for both.
+    shared = np.where(space.persistent, pipeline + staging, np.maximum(pipeline, staging)) + 1024
+    threads = space.num_warps * problem.device.target.warp_size
+    registers = (area / threads + OTHER_REGISTERS) * threads
+    fit = np.minimum(problem.device.target.shared / shared, REGISTERS / registers)
+    fit = np.minimum(fit, THREADS // threads)
+    return np.where(space.persistent, 1, np.maximum(np.floor(fit), 1))
 
 
-def cost(problem: Problem, tile: Tile) -> Cost:
-    """The predicted cost of running `problem` with one row of the space."""
-    p, c = problem, tile.config
-    waves = _waves(p, tile)
-    compute = [wave.compute(p, tile) for wave in waves]
-    l2 = [wave.l2(p, tile) for wave in waves]
-    memory = p.bytes / (p.device.bandwidth * STREAM)
-    whole = sum(wave.count * wave.rows * wave.columns for wave in waves) / (c.block_m * c.block_n)
-    overhead = LAUNCH + (len(waves) - 1) * TAIL_OVERHEAD + whole * TILE_OVERHEAD[c.schedule]
-    busy = sum(max(pair) for pair in zip(compute, l2, strict=True))
-    return Cost(max(busy, memory) + overhead, sum(compute), sum(l2), memory, overhead, whole)
+def costs(
+    problem: Problem, space: Space, M: Floats | None = None, least_bytes: Floats | None = None
+) -> Costs:
+    """The predicted costs of running `problem` with each config of a space.
+
+    Args:
+        M: numbers of rows, as a column, to predict for instead of the problem's; then `least_bytes` are their bytes.
+    """
+    p, s, device = problem, space, problem.device
+    rows = np.asarray(p.M if M is None else M)
+    item = p.a.dtype.itemsize
+    stage = (s.block_m + s.block_n) * s.block_k * float(item)
+    tiles, _, _, small = cut_last_wave(
+        p.matrices * -(-rows // s.block_m), p.N, s.block_n, s.tail_m, s.tail_n, device.sms
+    )
+    steps = -(-max(p.K, 1) // s.block_k)
+    each = -(-steps // s.split_k)
+    parts = -(-steps // each)
+    work = np.ceil(tiles * parts / device.sms)
+    together = np.clip(work, 1, _resident(p, s, stage))
+
+    rate = device.rate(p.a.dtype, p.precision) * device.achieved / device.sms
+    intake = device.sm_bandwidth
+    in_flight = together * np.maximum(s.num_stages - 1, 0.5) * stage / device.delays.latency
+    area = s.block_m * s.block_n
+    compute = work * each * 2.0 * area * s.block_k / (rate * s.efficiency)
+    l2 = work * each * stage / np.minimum(intake, in_flight)
+    # The tail's small tiles, one after the other.
+    cuts = s.tail_m * s.tail_n
+    turns = np.ceil(small / device.sms)
+    small_compute = 2.0 * area / cuts * p.K / (rate * TAIL_EFFICIENCY)
+    small_l2 = (s.block_m / s.tail_m + s.block_n / s.tail_n) * item * p.K / intake
+    tail = turns * np.maximum(small_compute, small_l2) + (small > 0) * device.delays.tail
+
+    bytes_moved = np.asarray(p.bytes if least_bytes is None else least_bytes, dtype=float)
+    memory = bytes_moved / (device.bandwidth * STREAM)
+    busy = np.maximum(compute, l2) + tail
+    body = (busy**OVERLAP + memory**OVERLAP) ** (1 / OVERLAP)
+    store = area * p.out.dtype.itemsize / device.store_bandwidth
+    once = device.delays.launch + np.where(
+        s.persistent,
+        device.delays.start + work * store * 0.3,
+        np.ceil(work / together) * (device.delays.start + store),
+    )
+    reduction = np.where(
+        parts > 1, device.delays.reduction + parts * area * 4.0 / device.store_bandwidth, 0.0
+    )
+    waves = work / parts + turns / cuts
+    total = body + once + reduction
+    return Costs(
+        total,
+        compute + turns * small_compute,
+        l2 + turns * small_l2,
+        memory,
+        once,
+        reduction,
+        np.zeros(1),
+        waves,
+    )

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
+import numpy as np
 import torch
 
 from ..launch import describable, promotes
 from ..problem import Config, Operand, Problem
 from .tiles import FAMILIES
+
+#: Parts along K that are considered for rows that say `splits`.
+SPLITS = (2, 3, 4, 5, 6, 8, 12, 16)
+
+_COLUMNS = (
+    "block_m", "block_n", "block_k", "num_warps", "num_stages", "tail_m", "tail_n", "split_k", "split_store",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -20,11 +29,17 @@ class Tile:
     Attributes:
         aligned: considered only where every row of the operands begins at a multiple of 16 elements, since misaligned
             loads take registers that this tile does not leave.
+        splits: also considered with its tiles cut along K.
+        strided: considered only for matrices that descriptors can't take.
+        numerics: configs of one kind with the same number here give the same bits, as long as K is not cut.
     """
 
     config: Config
     efficiency: float
     aligned: bool = False
+    splits: bool = False
+    strided: bool = False
+    numerics: int = 0
 
 
 def kind_of(problem: Problem) -> str:
@@ -44,23 +59,111 @@ def kind_of(problem: Problem) -> str:
 @functools.cache
 def tiles_of(family: str, kind: str) -> tuple[Tile, ...]:
     """The rows of a family for one kind of operand."""
-    return tuple(
-        _tile(line, loader, schedule)
+    lines = [
+        (line, loader, schedule)
         for (loader, schedule), rows in FAMILIES[family][kind].items()
         for line in rows.strip().splitlines()
-    )
+    ]
+    # Sums of 16-bit products on Hopper are wgmma's in every row, whose order along K does not depend on the tile.
+    same = family == "hopper" and kind == "half"
+    return tuple(_tile(*line, numerics=0 if same else number) for number, line in enumerate(lines))
 
 
-def _tile(line: str, loader: str, schedule: str) -> Tile:
+def _tile(line: str, loader: str, schedule: str, numerics: int) -> Tile:
     shape, group, warps, stages, efficiency, *words = line.split()
     m, n, k = map(int, shape.split("x"))
     tails = [int(word.removeprefix("tail=")) for word in words if word.startswith("tail=")]
     config = Config(
         m, n, k, group_m=int(group), num_warps=int(warps), num_stages=int(stages),
         schedule=schedule, loader=loader,  # type: ignore[arg-type]
-        split_store="split" in words, tail=tails[0] if tails else 1,
+        split_store="split" in words, tail=tails[0] if tails else 1, swap="swap" in words,
     )  # fmt: skip
-    return Tile(config, float(efficiency), "aligned" in words)
+    return Tile(
+        config, float(efficiency), "aligned" in words, "splits" in words, "strided" in words, numerics
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Space:
+    """Configs as columns, one element a config, for arithmetic on all at once.
+
+    Attributes:
+        configs, tiles: the configs, and the rows of the table that they come from.
+        kernel: configs with the same number here run the same compiled kernel.
+        shared: whether the row takes descriptors, needs alignment, ...: see the names in `Config` and `Tile`.
+    """
+
+    configs: tuple[Config, ...]
+    tiles: tuple[Tile, ...]
+    kernel: np.ndarray
+    block_m: np.ndarray
+    block_n: np.ndarray
+    block_k: np.ndarray
+    num_warps: np.ndarray
+    num_stages: np.ndarray
+    tail_m: np.ndarray
+    tail_n: np.ndarray
+    split_k: np.ndarray
+    split_store: np.ndarray
+    persistent: np.ndarray
+    described: np.ndarray
+    aligned: np.ndarray
+    numerics: np.ndarray
+    efficiency: np.ndarray
+
+    @classmethod
+    def of(cls, entries: list[tuple[Config, Tile, int]]) -> Space:
+        """The columns of configs with their rows and their kernels' numbers."""
+        names = (
+            "block_m",
+            "block_n",
+            "block_k",
+            "num_warps",
+            "num_stages",
+            "tail_m",
+            "tail_n",
+            "split_k",
+            "split_store",
+        )
+        columns = {name: np.array([getattr(config, name) for config, _, _ in entries]) for name in names}
+        return cls(
+            configs=tuple(config for config, _, _ in entries),
+            tiles=tuple(tile for _, tile, _ in entries),
+            kernel=np.array([number for _, _, number in entries]),
+            persistent=np.array([config.schedule == "persistent" for config, _, _ in entries]),
+            described=np.array([config.loader == "descriptor" for config, _, _ in entries]),
+            aligned=np.array([tile.aligned for _, tile, _ in entries]),
+            numerics=np.array([tile.numerics for _, tile, _ in entries]),
+            efficiency=np.array([tile.efficiency for _, tile, _ in entries]),
+            **columns,
+        )  # fmt: skip
+
+    def __len__(self) -> int:
+        return len(self.configs)
+
+    def where(self, keep: np.ndarray) -> Space:
+        """The configs for which `keep` is true."""
+        index = np.flatnonzero(keep)
+        values: dict[str, Any] = {}
+        for field in fields(self):
+            column = getattr(self, field.name)
+            values[field.name] = (
+                column[index] if isinstance(column, np.ndarray) else tuple(column[i] for i in index)
+            )
+        return Space(**values)
+
+
+@functools.cache
+def _space(family: str, kind: str, described: bool, aligned: bool, whole: bool) -> Space:
+    """All configs for a kind of operand and what is known of its layout; `whole` leaves out those that cut K."""
+    entries = []
+    for number, tile in enumerate(tiles_of(family, kind)):
+        loads = not (described and tile.strided) if tile.config.loader == "pointer" else described
+        if loads and (aligned or not tile.aligned):
+            entries.append((tile.config, tile, 2 * number))
+            if tile.splits and not whole:
+                entries += [(replace(tile.config, split_k=parts), tile, 2 * number + 1) for parts in SPLITS]
+    return Space.of(entries)
 
 
 def _rows_aligned(operand: Operand) -> bool:
@@ -69,12 +172,25 @@ def _rows_aligned(operand: Operand) -> bool:
     return operand.aligned and 1 in (operand.row, operand.col) and all(stride % 16 == 0 for stride in strides)
 
 
-def configs(problem: Problem) -> Iterator[Tile]:
-    """The rows that can run a problem at all: its family, its kind, and its layout's loaders."""
+def space_of(problem: Problem) -> Space:
+    """The configs that can run a problem at all: its family, its kind, and its layout's loaders."""
     operands = (problem.a, problem.b)
     target = problem.device.target
     described = target.tma and problem.K > 0 and all(describable(x, problem.batch) for x in operands)
     aligned = all(_rows_aligned(x) for x in operands)
-    for tile in tiles_of(target.family, kind_of(problem)):
-        if (tile.config.loader == "pointer" or described) and (aligned or not tile.aligned):
-            yield tile
+    if problem.batch_invariant and problem.M == 1:
+        # A row alone has no stride to object to; it must take the way of the same row among others.
+        described &= problem.K * problem.a.dtype.itemsize % 16 == 0
+        aligned &= problem.K % 16 == 0
+    return _space(
+        target.family, kind_of(problem), described, aligned, problem.batch_invariant or problem.K == 0
+    )
+
+
+def configs(problem: Problem) -> Iterator[Tile]:
+    """The rows that can run a problem at all, each once as it is, and once with K cut where it may be."""
+    space, seen = space_of(problem), set()
+    for config, tile, kernel in zip(space.configs, space.tiles, space.kernel.tolist(), strict=True):
+        if kernel not in seen:
+            seen.add(kernel)
+            yield replace(tile, config=config)

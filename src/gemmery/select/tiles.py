@@ -1,10 +1,15 @@
 """The tiles worth considering, as data: for every family of GPUs and every kind of operand, one row a config.
 
-A row reads `MxNxK group_m num_warps num_stages efficiency` and then, where they apply, `split`, `tail=n` and `aligned`
-(see `Config` and `space.Tile`). The efficiency is the part of the device's achievable rate that the tile's main loop
-reaches once it is running: measured for Hopper on an H200, estimated elsewhere. Every row compiles without spills on
-every architecture of its family, which `make check-targets` proves; another Triton allocates registers otherwise, so a
-plan asks again.
+A row reads `MxNxK group_m num_warps num_stages efficiency` and then, where they apply, the words
+
+- `split`, `tail=n` and `swap`: see `Config`;
+- `aligned`: only where rows begin at multiples of 16 elements, see `space.Tile`;
+- `splits`: also considered with its tiles cut along K;
+- `strided`: considered only for matrices that descriptors can't take.
+
+The efficiency is the part of the device's achievable rate that the tile's main loop reaches once it is running: fitted
+to measurements for Hopper on an H200, estimated elsewhere. Every row compiles without spills on every architecture of
+its family, which `make check-targets` proves; another Triton allocates registers otherwise, so a plan asks again.
 """
 
 from __future__ import annotations
@@ -14,105 +19,143 @@ Rows = dict[tuple[str, str], str]
 HOPPER: dict[str, Rows] = {
     "half": {
         ("descriptor", "persistent"): """
-            128x256x64 16 8 4 1.00 split
-            128x256x64 16 8 4 1.00 split tail=2
-            128x256x64 16 8 4 1.00 split tail=4
-            128x256x64 16 8 4 1.00 split tail=8
-            128x256x64 16 8 3 0.98 split
-            128x256x64 16 8 3 0.98
-            128x128x64 16 8 4 0.90
+            128x256x64 16 8 4 0.88 split
+            128x256x64 16 8 4 0.87 split tail=2
+            128x256x64 16 8 4 0.86 split tail=4
+            128x256x64 16 8 4 0.87 split tail=8
+            128x128x64  8 8 6 0.74
+            128x128x64  8 4 4 0.75
         """,
         ("descriptor", "tile"): """
-            128x128x64 16 4 3 0.87
-            64x256x64  16 4 5 0.90
-            64x128x128 16 4 4 0.78
-            128x64x64  16 4 4 0.62
-            64x64x128  16 4 4 0.50
-            64x64x64   16 4 3 0.40
+            128x320x64 8 8 4 0.87 split
+            128x256x64 8 8 4 0.77 split splits
+            128x192x64 8 8 5 0.86
+            128x128x64 8 8 6 0.76 splits
+            128x128x64 8 4 3 0.81
+            128x128x64 8 4 2 0.70
+            128x64x128 8 4 4 0.57
+            64x320x64  8 4 4 0.85
+            64x256x64  8 4 5 0.86
+            64x192x64  8 4 6 0.79
+            64x160x64  8 4 7 0.72
+            64x128x128 8 4 4 0.71
+            64x128x64  8 4 8 0.67 splits
+            64x64x64   8 4 2 0.44
+            64x64x64   8 4 3 0.53
+            64x64x128  8 4 6 0.50 swap
+            64x64x128  8 4 5 0.46 swap splits
+            64x64x128  8 4 3 0.48 swap
+            64x64x64   8 4 6 0.44 swap splits
+            32x128x128 8 8 5 0.42 swap
+            32x64x256  8 4 4 0.37 swap
+            32x64x128  8 4 9 0.37 swap
+            32x64x128  8 4 3 0.37 swap splits
+            16x128x128 8 4 5 0.37 swap
+            16x128x128 8 4 3 0.37 swap
+            16x64x256  8 4 4 0.37 swap splits
+            16x64x128  8 4 5 0.37 swap
+            16x64x128  8 4 3 0.37 swap
         """,
-        ("pointer", "persistent"): "128x256x64 16 8 3 0.94 aligned",
+        ("pointer", "persistent"): "128x256x64 16 8 3 0.79 aligned strided",
         ("pointer", "tile"): """
-            128x128x64 16 8 3 0.86
-            64x128x64  16 4 3 0.62 aligned
-            128x64x64  16 4 3 0.62
-            64x64x64   16 4 3 0.40
-            16x64x128  16 4 4 0.12
+            128x128x64 8 8 3 0.72 strided
+            64x128x64  8 4 3 0.52 aligned strided
+            128x64x64  8 4 3 0.52 strided
+            64x64x64   8 4 3 0.34 splits strided
+            16x64x128  8 4 4 0.34 swap splits strided
         """,
     },
     "fp8": {
         ("descriptor", "persistent"): """
-            128x256x128 16 8 4 1.00 split
-            256x128x128 16 8 3 0.94 split
-            128x128x128 16 8 4 0.90
+            128x256x128 16 8 4 0.84 split
+            256x128x128 16 8 3 0.79 split
+            128x128x128 16 8 4 0.76
         """,
         ("descriptor", "tile"): """
-            128x128x128 16 4 3 0.92
-            64x128x128  16 4 4 0.72
-            64x64x128   16 4 4 0.45
+            128x256x128 8 8 4 0.82 split
+            128x128x128 8 8 6 0.82
+            64x128x128  8 4 6 0.60
+            64x64x256   8 4 4 0.45 swap
+            64x64x128   8 4 6 0.42 swap splits
+            32x64x256   8 4 5 0.42 swap
+            16x64x256   8 4 5 0.42 swap splits
         """,
         ("pointer", "tile"): """
-            128x128x64 16 8 3 0.50
-            64x64x128  16 4 3 0.30
-            16x64x128  16 4 3 0.10
+            128x128x64 16 8 3 0.42
+            64x64x128  16 4 3 0.25
+            16x64x128  16 4 3 0.08
         """,
     },
     "fp8 accurate": {
-        ("descriptor", "persistent"): "256x128x128 16 8 3 0.80 split",
+        ("descriptor", "persistent"): "256x128x128 16 8 3 0.67 split",
         ("descriptor", "tile"): """
-            128x128x128 16 4 3 0.79
-            64x128x128  16 4 4 0.68
-            64x64x128   16 4 4 0.40
+            256x128x128 8 8 4 0.70 split
+            128x128x128 8 8 6 0.66
+            64x128x128  16 4 4 0.58
+            64x64x256   8 4 4 0.40 swap
+            64x64x128   8 4 6 0.40 swap splits
+            32x64x256   8 4 5 0.40 swap
+            16x64x256   8 4 5 0.40 swap splits
         """,
         ("pointer", "tile"): """
-            64x64x128 16 4 3 0.25
-            16x64x128 16 4 3 0.10
+            64x64x128 16 4 3 0.21
+            16x64x128 16 4 3 0.08
         """,
     },
     "int8": {
         ("descriptor", "persistent"): """
-            128x256x128 16 8 3 0.80 split
-            128x128x128 16 8 4 0.70
+            128x256x128 16 8 3 0.67 split
+            128x128x128 16 8 4 0.62
         """,
         ("descriptor", "tile"): """
-            64x128x128 16 4 4 0.53
-            64x64x128  16 4 4 0.35
+            256x128x128 8 8 4 0.72 split
+            128x256x128 8 8 4 0.72 split
+            64x128x128  8 4 6 0.50
+            64x64x256   8 4 4 0.40 swap
+            64x64x128   8 4 6 0.38 swap splits
+            32x64x256   8 4 5 0.38 swap
+            16x64x256   8 4 5 0.38 swap splits
         """,
         ("pointer", "tile"): """
-            128x128x64 16 8 3 0.40
-            64x64x128  16 4 3 0.25
-            16x64x128  16 4 3 0.10
+            128x128x64 16 8 3 0.34
+            64x64x128  16 4 3 0.21
+            16x64x128  16 4 3 0.08
         """,
     },
     "tf32": {
         ("descriptor", "persistent"): """
-            128x256x32 16 8 3 1.00 split
-            128x128x32 16 8 4 0.88
+            128x256x32 16 8 3 0.84 split
+            128x128x32 16 8 4 0.74
         """,
-        ("descriptor", "tile"): "64x64x64 16 4 3 0.50",
+        ("descriptor", "tile"): """
+            128x256x32 8 8 4 0.86 split
+            64x128x32  8 4 8 0.60
+            16x64x128  8 4 4 0.40 swap splits
+        """,
         ("pointer", "tile"): """
-            128x128x32 16 8 3 0.76
-            64x64x32   16 4 3 0.35
-            16x64x64   16 4 3 0.10
+            128x128x32 16 8 3 0.64
+            64x64x32   16 4 3 0.29
+            16x64x64   16 4 3 0.08
         """,
     },
     "tf32x3": {
-        ("descriptor", "persistent"): "128x128x32 16 8 3 0.70",
+        ("descriptor", "persistent"): "128x128x32 16 8 3 0.59",
         ("pointer", "tile"): """
-            64x64x32 16 4 3 0.60
-            16x64x64 16 4 3 0.10
+            64x64x32 16 4 3 0.50
+            16x64x64 16 4 3 0.08
         """,
     },
     "ieee": {
         ("pointer", "tile"): """
-            128x64x16 16 4 3 0.84 aligned
-            64x64x32  16 4 3 0.80
-            32x32x32  16 4 3 0.30
+            128x64x16 16 4 3 0.71 aligned
+            64x64x32  16 4 3 0.67
+            32x32x32  16 4 3 0.25
         """,
     },
     "fp64": {
         ("pointer", "tile"): """
-            64x64x16 16 4 3 0.94
-            32x32x16 16 4 3 0.40
+            64x64x16 16 4 3 0.79
+            32x32x16 16 4 3 0.34
         """,
     },
 }

@@ -1,0 +1,111 @@
+"""What was measured on a GPU, as a correction of the model.
+
+A table holds the times of a space's configs for a number of shapes. For another shape, a config's prediction is
+multiplied by what its measured times were over their predictions, averaged over the shapes nearby (a Nadaraya-Watson
+kernel regression in the logarithms of the sizes). Far from everything measured, the model stands as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..devices import Device
+from ..problem import Config, Operand, Problem
+from .model import costs
+from .space import Space, kind_of, space_of
+
+TABLES = Path(__file__).with_name("tables")
+#: How far a measurement reaches: in doublings of a size or of the parts along K.
+REACH = 0.8
+#: The weight of the model itself, where a measurement of the very shape has 1.
+PRIOR = 0.3
+
+
+def _problem(shape: list[int], device: Device, dtype: Any) -> Problem:
+    """A product of aligned matrices, A and the output in rows and B a weight (N, K)."""
+    batch, M, N, K = shape
+    sizes = (batch,) if batch > 1 else ()
+
+    def operand(rows: int, cols: int, transposed: bool) -> Operand:
+        steps = (rows * cols,) if sizes else ()
+        return Operand(dtype, steps, *((1, rows) if transposed else (cols, 1)), True)
+
+    return Problem(
+        M=M, N=N, K=K, batch=sizes, device=device,
+        a=operand(M, K, False), b=operand(K, N, True), out=operand(M, N, False),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Measurements of one kind of operand on one device.
+
+    Attributes:
+        column: by config, its place among the columns.
+        places: (shapes, 3), logarithms of rows in all matrices, N and K.
+        known: (shapes, configs), 1 where there is a measurement.
+        residuals: (shapes, configs), logarithm of measured over predicted time; 0 where there is none.
+        near: (configs, configs), how much configs of one row, with K cut into other parts, say of each other.
+    """
+
+    column: dict[Config, int]
+    places: np.ndarray
+    known: np.ndarray
+    residuals: np.ndarray
+    near: np.ndarray
+
+    @classmethod
+    def read(cls, path: Path, device: Device, dtype: Any) -> Table:
+        """The table of a file: shapes as [batch, M, N, K], configs, and microseconds by shape and config or null."""
+        data = json.loads(path.read_text(encoding="utf-8"))
+        times = np.array(data["microseconds"], dtype=float) * 1e-6
+        names = {text: place for place, text in enumerate(data["configs"])}
+        space = space_of(_problem(data["shapes"][0], device, dtype))
+        chosen = [names.get(str(config), -1) for config in space.configs]
+        times = np.where(np.array(chosen) >= 0, times[:, chosen], np.nan)
+        predicted = np.stack([costs(_problem(s, device, dtype), space).total for s in data["shapes"]])
+        residuals = np.log(times / predicted)
+        known = np.isfinite(residuals)
+        batch, M, N, K = np.array(data["shapes"], dtype=float).T
+        row = space.kernel // 2
+        apart = np.subtract.outer(np.log2(space.split_k), np.log2(space.split_k))
+        near = np.equal.outer(row, row) * np.exp(-(apart**2) / (2 * REACH**2))
+        return cls(
+            column={config: place for place, config in enumerate(space.configs)},
+            places=np.log2(np.stack([batch * M, N, K], axis=1)),
+            known=known.astype(float),
+            residuals=np.where(known, residuals, 0.0),
+            near=near,
+        )
+
+    def factor(self, problem: Problem, space: Space, M: np.ndarray) -> np.ndarray:
+        """What predictions for `M` rows, of shape (m, 1), are multiplied by: an array of (m, configs)."""
+        rows = np.log2(np.maximum(M * problem.matrices, 1))
+        fixed = np.log2([max(problem.N, 1), max(problem.K, 1)])
+        here = np.concatenate([rows, np.broadcast_to(fixed, (len(rows), 2))], axis=1)
+        apart = ((here[:, None, :] - self.places[None, :, :]) ** 2).sum(axis=2)
+        weights = np.exp(-apart / (2 * REACH**2))
+        total = (weights @ self.residuals) @ self.near
+        weight = (weights @ self.known) @ self.near + PRIOR
+        # The last column is for configs that the table does not know.
+        log = np.concatenate([total / weight, np.zeros((len(rows), 1))], axis=1)
+        return np.asarray(np.exp(log[:, [self.column.get(config, -1) for config in space.configs]]))
+
+
+@functools.cache
+def table_of(device: Device, kind: str, dtype: Any) -> Table | None:
+    """The table of a device for a kind of operand; None where nothing was measured."""
+    path = TABLES / f"{device.name.lower().replace(' ', '-')}-{kind.replace(' ', '-')}.json"
+    return Table.read(path, device, dtype) if path.is_file() else None
+
+
+def factor(problem: Problem, space: Space, M: np.ndarray) -> np.ndarray | float:
+    """What the model's predictions are multiplied by for `M` rows, of shape (m, 1); 1 where nothing was measured."""
+    table = table_of(problem.device, kind_of(problem), problem.a.dtype)
+    return 1.0 if table is None else table.factor(problem, space, M)
