@@ -10,7 +10,7 @@ MAKEFLAGS += --no-print-directory
 PYTHON ?= python3
 # Processes that run tests at a time.
 WORKERS ?= 2
-# More words for pytest, benchmarks/run.py or gemmery: make test-host ARGS='-k plan'
+# More words for pytest or gemmery: make test-host ARGS='-k plan'
 ARGS ?=
 
 VENV := .venv
@@ -104,8 +104,15 @@ test-gpu: ## tests on the GPU, with the torch of PYTHON
 	$(COMPILED) PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests/gpu $(ARGS)
 
 .PHONY: bench
-bench: ## benchmarks on the GPU, with the torch of PYTHON
-	$(COMPILED) PYTHONPATH=src $(PYTHON) benchmarks/run.py $(ARGS)
+bench: ## every suite on the GPU, with the torch of PYTHON; then README's table, all rows and the pictures
+	@failed=0; \
+	measure() { $(COMPILED) PYTHONPATH=src $(PYTHON) -m gemmery.cli bench --json benchmarks/results "$$@" $(ARGS) \
+	  || { [ $$? -eq 1 ] && failed=1; }; }; \
+	measure --suite all; \
+	measure --suite square --dtype fp16 --against cublas,seed; \
+	$(PYTHON) benchmarks/readme_tables.py; \
+	$(PYTHON) benchmarks/plots.py; \
+	exit $$failed
 
 # --- the rest --------------------------------------------------------------------------------------------------------
 

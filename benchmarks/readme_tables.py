@@ -1,40 +1,28 @@
-"""Write the tables of README.md from benchmarks/results/*.json, between its two marks.
+"""Write the tables of benchmarks/results/*.json: the summary between README.md's two marks, every row in RESULTS.md.
 
-python benchmarks/readme_tables.py           rewrite README.md
-python benchmarks/readme_tables.py --check   exit 1 if README.md is out of date
+python benchmarks/readme_tables.py           rewrite both
+python benchmarks/readme_tables.py --check   exit 1 if one is out of date
 """
 
 import argparse
-import json
+import itertools
 import sys
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.records import BARS, RESULTS, Bar, Data, kind, parts, read_results, regimes, run_line  # noqa: E402
+from gemmery.lab import suites  # noqa: E402
+from gemmery.lab.display import left_out, ratio  # noqa: E402
+from gemmery.lab.suites import Row  # noqa: E402
+
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
-#: Suites in the order in which they are shown; others follow by name.
-ORDER = ("square", "llm", "llm_large", "decode", "odd", "layouts")
-REGIMES = ("burst", "steady")
-
-Data = dict[str, Any]
-
-
-def read_results(folder: Path) -> list[Data]:
-    """All results of a folder in the order of the tables; ValueError names a file that is none."""
-    results = []
-    for path in sorted(folder.glob("*.json")):
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if missing := {"suite", "dtype", "rows", "summary", "peers", "protocol"} - set(data):
-            raise ValueError(
-                f"{path.name} is no benchmark result: it is without {', '.join(sorted(missing))}"
-            )
-        results.append(data)
-    return sorted(results, key=_place)
-
-
-def _place(result: Data) -> tuple[int, str, str]:
-    suite = result["suite"]
-    return (ORDER.index(suite) if suite in ORDER else len(ORDER), suite, result["dtype"])
+NONE = "No results yet: `make bench` makes them."
+ABOUT = (
+    "A ratio is the peer's time divided by ours, above 1 where gemmery is faster: the median over the rounds, "
+    "with the smallest and the largest."
+)
 
 
 def _cell(text: str) -> str:
@@ -42,69 +30,129 @@ def _cell(text: str) -> str:
     return " ".join(text.replace("|", "\\|").split())
 
 
-def _shape(row: Data) -> str:
-    return "×".join(str(size) for size in (*row["batch"], row["M"], row["N"], row["K"]))
+def _table(head: list[str], rows: list[list[str]], columns: str) -> str:
+    """A table whose columns are aligned as their letters say, l or r; the last letter stands for the rest."""
+    letters = columns + columns[-1] * (len(head) - len(columns))
+    rule = ["---:" if letter == "r" else "---" for letter in letters]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [head, rule, *rows])
 
 
-def _ratio(row: Data, regime: str, peer: str) -> str:
-    if regime not in row["summary"]:
+# --- the summary ----------------------------------------------------------------------------------------------------
+
+
+def _there(name: str, measured: int) -> int:
+    """Rows that a suite has; as many as were measured where there is no such suite any more."""
+    return len(suites.load(name)) if name in suites.names() else measured
+
+
+def _verdict(bar: Bar | None, figures: Data, complete: bool) -> str:
+    """A bar, and whether it is met."""
+    if bar is None:
         return ""
-    ratio = row["summary"][regime]["ratio"][peer]
-    return f"{ratio['median']:.3f} ({ratio['min']:.3f}–{ratio['max']:.3f})"
+    met = figures["geomean"] >= bar.geomean and (bar.worst is None or figures["worst"] >= bar.worst)
+    worst = "" if bar.worst is None else f", {bar.worst:.2f}"
+    verdict = ("met" if complete else "not all rows") if met else "**missed**"
+    return f"≥ {bar.geomean:.2f}{worst}: {verdict}"
 
 
-def table_row(row: Data, ours: str, peer: str, regimes: list[str]) -> str:
-    """One row's line. Times are those of the first regime that the table shows."""
-    cells = [_cell(row["name"]), _shape(row)]
-    if "error" in row:
-        cells += [f"failed: {_cell(row['error'])}", "", *("" for _ in regimes)]
-    else:
-        times = row["summary"].get(regimes[0], {}).get("us", {})
-        cells += [f"{times[name]:.1f}" if name in times else "" for name in (ours, peer)]
-        cells += [_ratio(row, regime, peer) for regime in regimes]
-    return f"| {' | '.join(cells)} |"
-
-
-def summary_lines(result: Data, peer: str) -> list[str]:
-    """Geometric mean and worst row of each regime, as a sentence each."""
+def summary_rows(result: Data) -> list[list[str]]:
+    """A line for the suite and each part of it, by regime and peer."""
+    failed = sum("error" in row for row in result["rows"])
     lines = []
-    for regime in REGIMES:
-        figures = result["summary"].get(regime, {}).get(peer)
-        if figures is not None:
-            lines.append(
-                f"{regime.capitalize()}: geometric mean **{figures['geomean']:.3f}**, worst {figures['worst']:.3f}"
-                f" ({_cell(figures['worst_row'])}), {figures['rows']} rows."
-            )
+    for name, found in parts(result):
+        bar = BARS.get(name)
+        for regime, peer in itertools.product(regimes(result), result["peers"]):
+            figures = found.get(regime, {}).get(peer)
+            if figures is None:
+                continue
+            # A bar's types are those of untuned results.
+            counts = bar is not None and regime in bar.regimes and kind(result) in bar.dtypes
+            there = max(_there(name, figures["rows"]), figures["rows"])
+            # By the protocol, some rows are enough in steady.
+            complete = figures["rows"] == there or regime == "steady"
+            count = str(there) if figures["rows"] == there else f"{figures['rows']} of {there}"
+            missing = f", {failed} failed" if failed and name == result["suite"] else ""
+            lines.append([
+                name.replace("_", " "), kind(result), peer, regime, count + missing,
+                f"**{figures['geomean']:.3f}**", f"{figures['worst']:.3f} ({_cell(figures['worst_row'])})",
+                _verdict(bar if counts and peer == result["peers"][0] else None, figures, complete),
+            ])  # fmt: skip
     return lines
+
+
+def summary(results: list[Data]) -> str:
+    """Everything between the marks of README.md."""
+    if not results:
+        return NONE
+    head = ["suite", "type", "against", "regime", "rows", "geometric mean", "worst row", "bar"]
+    runs: dict[str, list[str]] = {}
+    for result in results:
+        runs.setdefault(run_line(result), []).append(f"{result['suite']} {kind(result)}")
+    places = [f"- {line}: {', '.join(names)}." for line, names in runs.items()]
+    return "\n\n".join(
+        [
+            _table(head, [line for result in results for line in summary_rows(result)], "llllrrl"),
+            "\n".join(places),
+        ]
+    )
+
+
+# --- every row ------------------------------------------------------------------------------------------------------
+
+
+def _time(row: Data, regime: str, name: str) -> str:
+    times = row["summary"].get(regime, {}).get("us", {})
+    return f"{times[name]:.1f}" if name in times else ""
+
+
+def _roofline(row: Data, regime: str, name: str) -> str:
+    shares = row["summary"].get(regime, {}).get("roofline", {})
+    return f"{shares[name]:.0%}" if name in shares else ""
+
+
+def table_row(row: Data, result: Data) -> list[str]:
+    """One row's line. Times are those of the first regime."""
+    ours, peers, shown = result["ours"], result["peers"], regimes(result)
+    cells = [_cell(row["name"]), Row.of(row).shape]
+    if "error" in row:
+        return [*cells, f"failed: {_cell(row['error'])}", *[""] * (1 + len(peers) * (1 + len(shown)))]
+    cells += [_time(row, shown[0], name) for name in (ours, *peers)]
+    cells.append(_roofline(row, shown[0], ours))
+    for regime in shown:
+        cells += [ratio(row["summary"], regime, peer) if regime in row["summary"] else "" for peer in peers]
+    return cells
 
 
 def section(result: Data) -> str:
     """The heading, table and summary of one suite in one type."""
-    ours, peer = result["ours"], result["peers"][0]
-    regimes = [regime for regime in REGIMES if regime in result["protocol"]["regimes"]]
-    ratios = [f"{peer} / {ours}, {regime}" for regime in regimes]
-    head = ["row", "M×N×K", f"{ours} µs ({regimes[0]})", f"{peer} µs ({regimes[0]})", *ratios]
-    lines = [f"### {result['suite']}, {result['dtype']}", "", f"| {' | '.join(head)} |"]
-    lines.append("|---|---|" + "---:|" * (len(head) - 2))
-    lines += [table_row(row, ours, peer, regimes) for row in result["rows"]]
-    host = ", ".join(f"{name} {us:.1f} µs" for name, us in result["host_us"].items())
-    lines += ["", *summary_lines(result, peer)]
-    lines.append(
-        f"{result['gpu']}, torch {result['torch']}, Triton {result['triton']}, CUDA {result['cuda']}, commit "
-        f"{result['commit']}, {result['date'][:10]}, {result['protocol']['rounds']} rounds. Host time per call: {host}."
-    )
-    return "\n".join(lines)
+    ours, peers, shown = result["ours"], result["peers"], regimes(result)
+    head = ["row", "M×N×K", *(f"{name} µs ({shown[0]})" for name in (ours, *peers)), "of roofline"]
+    head += [f"{peer} / {ours}, {regime}" for regime in shown for peer in peers]
+    lines = [
+        f"{name}, {regime}, {peer}: geometric mean **{figures['geomean']:.3f}**, worst {figures['worst']:.3f}"
+        f" ({_cell(figures['worst_row'])}), {figures['rows']} rows."
+        for name, summary in parts(result)
+        for regime, each in summary.items()
+        for peer, figures in each.items()
+    ]
+    lines += [f"{_cell(line)}." for line in left_out(result["rows"])]
+    lines.append(f"{run_line(result)}.")
+    if "host_us" in result:
+        host = ", ".join(f"{name} {us:.1f} µs" for name, us in result["host_us"].items())
+        lines.append(f"Host time per call: {host}.")
+    table = _table(head, [table_row(row, result) for row in result["rows"]], "llr")
+    return "\n\n".join([f"## {result['suite']}, {kind(result)}", table, "\n".join(f"- {x}" for x in lines)])
 
 
-def tables(results: list[Data]) -> str:
-    """Everything between the marks."""
-    if not results:
-        return "No results yet: `python benchmarks/run.py` makes them."
-    about = (
-        "A ratio is the peer's time divided by ours, above 1 where gemmery is faster: the median over the rounds, "
-        "with the smallest and the largest."
-    )
-    return "\n\n".join([about, *map(section, results)])
+def every_row(results: list[Data]) -> str:
+    """The text of RESULTS.md."""
+    title = "# Results, row by row"
+    origin = "Written by `benchmarks/readme_tables.py` from the files under `benchmarks/results/`."
+    sections = [section(result) for result in results] or [NONE]
+    return "\n\n".join([title, f"{ABOUT} {origin}", *sections]) + "\n"
+
+
+# --- the files ------------------------------------------------------------------------------------------------------
 
 
 def rewritten(readme: str, inside: str) -> str:
@@ -116,28 +164,32 @@ def rewritten(readme: str, inside: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run; 0 if README.md is (now) up to date, 1 if --check finds that it is not, 2 if it can't be."""
+    """Run; 0 if both files are (now) up to date, 1 if --check finds that one is not, 2 if they can't be."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--check", action="store_true", help="change nothing, exit 1 if README.md is out of date"
-    )
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", metavar="DIR")
+    parser.add_argument("--check", action="store_true", help="change nothing, exit 1 if one is out of date")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md", metavar="FILE")
+    parser.add_argument("--rows", type=Path, default=ROOT / "benchmarks" / "RESULTS.md", metavar="FILE")
     options = parser.parse_args(arguments)
-    readme = options.readme.read_text(encoding="utf-8")
     try:
-        wanted = rewritten(readme, tables(read_results(options.results)))
+        results = read_results(options.results)
+        readme = rewritten(options.readme.read_text(encoding="utf-8"), summary(results))
     except ValueError as error:
         print(f"readme_tables: {error}", file=sys.stderr)
         return 2
-    if options.check:
-        if readme != wanted:
-            print(f"{options.readme.name} is out of date: run benchmarks/readme_tables.py", file=sys.stderr)
-        return int(readme != wanted)
-    options.readme.write_text(wanted, encoding="utf-8")
-    return 0
+    stale = []
+    for path, wanted in ((options.readme, readme), (options.rows, every_row(results))):
+        if path.exists() and path.read_text(encoding="utf-8") == wanted:
+            continue
+        if options.check:
+            stale.append(path.name)
+        else:
+            path.write_text(wanted, encoding="utf-8")
+    if stale:
+        print(f"out of date: {', '.join(stale)}; run benchmarks/readme_tables.py", file=sys.stderr)
+    return int(bool(stale))
 
 
 if __name__ == "__main__":

@@ -6,29 +6,44 @@ Needs neither torch nor a GPU.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 DATA = Path(__file__).with_name("suite_data")
 #: So many that a suite in burst takes a minute or two.
 MOST_ROWS = 24
-#: "tf32" is fp32 data multiplied in TF32.
-DTYPES = ("bf16", "fp16", "fp32", "tf32", "fp64")
+#: Types of operands. "tf32" is fp32 data multiplied in TF32; "fp8" is e4m3, and "fp8fast" the same with sums at the
+#: tensor cores' own precision.
+DTYPES = ("bf16", "fp16", "fp32", "tf32", "fp64", "int8", "fp8", "fp8fast")
 #: "row" or "col" major, and how the matrix lies in its buffer: "+pad" in rows that are 64 elements longer, "+odd" in
-#: rows one element longer and starting at the second one, so that nothing is aligned, "+step" in every second element.
-LAYOUTS = tuple(order + view for order in ("row", "col") for view in ("", "+pad", "+odd", "+step"))
+#: rows one element longer and starting at the second one, so that nothing is aligned, "+step" in every second element,
+#: "+half" in rows of which each begins in the middle of the one before.
+LAYOUTS = tuple(order + view for order in ("row", "col") for view in ("", "+pad", "+odd", "+step", "+half"))
+#: Names of the batch dimensions, first to last, in an order (see `Row`).
+BATCH_NAMES = "xyz"
+#: Names of the dimensions of the matrices in an order.
+MATRIX_NAMES = {"a": "mk", "b": "kn", "out": "mn"}
+#: What a row calls: `matmul` into a given output or a new one, `linear`, or a plan made beforehand.
+CALLS = ("matmul_out", "matmul", "linear", "plan")
 
 
 @dataclass(frozen=True)
 class Row:
     """One product of a suite, (M, K) by (K, N).
 
+    An operand lies in memory as one of `LAYOUTS` says, or in an order: its dimensions from the outermost to the
+    innermost in memory, x, y and z those of the batch. "x m y k" is a buffer (B, S, H, D) seen as (B, H, S, D). A
+    number among them is a dimension of the buffer of which the operand is the first slice, "x m 3 y k" the queries of
+    a fused (B, S, 3, H, D). A batch dimension that is not named is shared: of size 1, or, if it leads, not there.
+
     Attributes:
         batch: sizes of the leading dimensions, () for a single product.
-        a, b, out: layouts, of `LAYOUTS`; b "col" is a Linear's weight, given as (N, K) row-major.
+        a, b, out: layouts or orders; b "col" is a Linear's weight, given as (N, K) row-major.
         dtype: of `DTYPES`; None where the suite is run in any.
+        call: of `CALLS`.
+        batch_invariant: whether ours is asked for results that do not depend on M.
     """
 
     name: str
@@ -40,6 +55,8 @@ class Row:
     b: str = "col"
     out: str = "row"
     dtype: str | None = None
+    call: str = "matmul_out"
+    batch_invariant: bool = False
 
     @property
     def matrices(self) -> int:
@@ -54,22 +71,73 @@ class Row:
         """Operations, a multiplication and an addition per inner step."""
         return 2 * self.matrices * self.M * self.N * self.K
 
+    @property
+    def shape(self) -> str:
+        """The sizes as a text."""
+        return "×".join(str(size) for size in (*self.batch, self.M, self.N, self.K))
+
     def tiles(self, rows: int = 128, cols: int = 256) -> int:
         """Tiles of `rows` × `cols` that the output takes."""
         return self.matrices * -(-self.M // rows) * -(-self.N // cols)
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Row:
+        """A row from its record among the results, which hold more than a row does."""
+        known = {field.name: record[field.name] for field in fields(cls) if field.name in record}
+        return cls(**(known | {"batch": tuple(record["batch"])}))
 
 
 def _large(row: Row) -> bool:
     return row.M >= 1024 and row.tiles() >= 132
 
 
+def _plain_not_nt(row: Row) -> bool:
+    plain = {row.a, row.b} <= {"row", "col"} and row.out == "row"
+    return plain and not row.batch and (row.a, row.b) != ("row", "col")
+
+
+def _cubes(row: Row) -> bool:
+    return row.M == row.N == row.K and (row.matrices, row.M) in ((512, 128), (64, 1024), (4096, 64))
+
+
+def _int8_tf32(row: Row) -> bool:
+    return row.dtype in ("int8", "tf32") and row.M == row.N and row.b == "col"
+
+
 #: Suites that are part of another: its name, and which rows.
-FILTERS: dict[str, tuple[str, Callable[[Row], bool]]] = {"llm_large": ("llm", _large)}
+PARTS: dict[str, tuple[str, Callable[[Row], bool]]] = {
+    "llm_large": ("llm", _large),
+    "decode_small": ("decode", lambda row: row.M <= 64),
+    "decode_mid": ("decode", lambda row: row.M > 64),
+    "layouts_plain": ("layouts", _plain_not_nt),
+    "bmm_cubes": ("bmm", _cubes),
+    "dtypes_int8_tf32": ("dtypes", _int8_tf32),
+    "launch_out": ("launch", lambda row: row.call == "matmul_out"),
+    "launch_plan": ("launch", lambda row: row.call == "plan"),
+}
+
+#: Suites made of others: which, how many rows of each, and what is different about these.
+MIXTURES: dict[str, tuple[tuple[str, ...], int, dict[str, Any]]] = {
+    "invariant": (("llm", "decode"), MOST_ROWS // 2, {"batch_invariant": True}),
+}
+
+#: Regimes that a suite is measured in where nothing else is asked for; else burst and steady.
+REGIMES = {"launch": ("host", "graph")}
+
+
+def whole() -> list[str]:
+    """All suites but those that are part of another."""
+    return sorted([path.stem for path in DATA.glob("*.json")] + list(MIXTURES))
 
 
 def names() -> list[str]:
     """All suites that `load` knows."""
-    return sorted([path.stem for path in DATA.glob("*.json")] + list(FILTERS))
+    return sorted([*whole(), *PARTS])
+
+
+def source(name: str) -> str:
+    """The suite that a suite is part of; its own name where it is none."""
+    return PARTS[name][0] if name in PARTS else name
 
 
 def load(name: str) -> list[Row]:
@@ -80,10 +148,23 @@ def load(name: str) -> list[Row]:
     """
     if name not in names():
         raise ValueError(f"there is no suite {name!r}; there are {', '.join(names())}")
-    if name in FILTERS:
-        source, keep = FILTERS[name]
-        return [row for row in load(source) if keep(row)]
+    if name in PARTS:
+        whole_name, keep = PARTS[name]
+        return [row for row in load(whole_name) if keep(row)]
+    if name in MIXTURES:
+        sources, count, changes = MIXTURES[name]
+        return [replace(row, **changes) for one in sources for row in spread(load(one), count)]
     return read(DATA / f"{name}.json")
+
+
+def about(name: str) -> str:
+    """What a suite is, in words."""
+    if name in PARTS:
+        return f"Part of {source(name)}."
+    if name in MIXTURES:
+        sources, _, changes = MIXTURES[name]
+        return f"Rows of {' and '.join(sources)} with {', '.join(changes)}."
+    return str(json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))["about"])
 
 
 def read(path: Path) -> list[Row]:
@@ -125,14 +206,33 @@ def _row(value: Any, where: str) -> Row:
         if not _positive(value[name]):
             raise ValueError(f"{where}: {name} is {value[name]!r}; it must be a positive integer")
     batch = value.get("batch", [])
-    if not isinstance(batch, list) or not all(map(_positive, batch)):
-        raise ValueError(f"{where}: batch is {batch!r}; it must be a list of positive integers")
-    for name in ("a", "b", "out"):
-        if name in value and value[name] not in LAYOUTS:
-            raise ValueError(f"{where}: {name} is {value[name]!r}; it must be one of {', '.join(LAYOUTS)}")
-    if value.get("dtype") not in (None, *DTYPES):
-        raise ValueError(f"{where}: dtype is {value['dtype']!r}; it must be one of {', '.join(DTYPES)}")
+    if not isinstance(batch, list) or not all(map(_positive, batch)) or len(batch) > len(BATCH_NAMES):
+        raise ValueError(
+            f"{where}: batch is {batch!r}; it must be a list of at most {len(BATCH_NAMES)} positive integers"
+        )
+    for name in MATRIX_NAMES:
+        if name in value:
+            _check_operand(name, value[name], len(batch), where)
+    for name, allowed in (("dtype", DTYPES), ("call", CALLS), ("batch_invariant", (True, False))):
+        if name in value and value[name] not in allowed:
+            words = ", ".join(map(str, allowed))
+            raise ValueError(f"{where}: {name} is {value[name]!r}; it must be one of {words}")
     return Row(**(value | {"batch": tuple(batch)}))
+
+
+def _check_operand(name: str, value: Any, dims: int, where: str) -> None:
+    if value in LAYOUTS:
+        return
+    words = value.split() if isinstance(value, str) else []
+    letters = [word for word in words if not word.isdecimal()]
+    matrix, batch = set(MATRIX_NAMES[name]), set(BATCH_NAMES[:dims])
+    fits = matrix <= set(letters) <= matrix | batch and len(set(letters)) == len(letters)
+    shared = name == "out" and not batch <= set(letters)
+    if len(words) < 2 or not fits or shared or "0" in words:
+        raise ValueError(
+            f"{where}: {name} is {value!r}; it must be one of {', '.join(LAYOUTS)}, or an order of "
+            f"{' '.join(sorted(batch) + list(MATRIX_NAMES[name]))} such as 'x m y k'"
+        )
 
 
 def _positive(value: Any) -> bool:

@@ -1,9 +1,10 @@
 """Timing of several methods of one computation against each other, fairly.
 
 A GPU at its power limit runs slower, and whoever is timed after a light kernel gets the power that was left unused.
-So there are two regimes. "burst": each launch is timed alone, after a rest, with inputs cold. "steady": each method
-heats the GPU with itself before it is timed. In both, methods take turns in a new order each round, and what counts
-is the ratio of two methods within a round.
+So there are two regimes for a kernel. "burst": each launch is timed alone, after a rest, with inputs cold. "steady":
+each method heats the GPU with itself before it is timed. Two more are about the call around it. "graph": the GPU's time
+for one of many calls in a CUDA graph. "host": the time that the host is busy with one eager call. In all of them,
+methods take turns in a new order each round, and what counts is the ratio of two methods within a round.
 """
 
 from __future__ import annotations
@@ -21,16 +22,26 @@ from typing import Any
 import torch
 
 Call = Callable[[], object]
+#: By method, what takes a figure of it, in seconds per call.
+Figures = dict[str, Callable[[], float]]
 #: Seconds by method, in the order in which the methods ran.
 Round = dict[str, float]
 
-REGIMES = ("burst", "steady")
+#: All regimes, and those of a kernel.
+REGIMES = ("burst", "steady", "graph", "host")
+KERNEL_REGIMES = ("burst", "steady")
 #: Seconds that the GPU sleeps before a burst launch, so that the host is done with queueing the launch when it starts.
 SLEEP = 1e-3
 #: Launches per burst figure: the most, the fewest, and the seconds that decide in between.
 BURST_MOST, BURST_FEWEST, BURST_SECONDS = 7, 3, 0.05
 #: Seconds of load and of timing in a steady figure.
 LOAD, TIMED = 0.25, 0.35
+#: Calls in one CUDA graph, and seconds of load and of timing of its replays in a graph figure.
+GRAPH_CALLS = 32
+GRAPH_LOAD, GRAPH_TIMED = 10e-3, 30e-3
+#: Calls in a row in a host figure, fewer than a stream's queue takes so that the host never waits for it, and how many
+#: such rows it is the median of.
+HOST_CALLS, HOST_REPEATS = 1000, 3
 #: Least bytes of the buffer whose writing empties the L2 cache.
 FLUSH_BYTES = 256 << 20
 
@@ -39,8 +50,8 @@ _LONGEST_SLEEP = 64e-3
 _ESTIMATE, _ESTIMATE_CALLS = 10e-3, 4096
 #: A call that keeps the host busy for a larger part of its time than this may leave the GPU waiting.
 _HOST_BOUND = 0.8
-#: Launches in one graph.
-_GRAPH_CALLS = 32
+#: Seconds that an eager call keeps the host busy, about.
+_HOST_SECONDS = 15e-6
 
 
 @dataclass(frozen=True)
@@ -180,7 +191,7 @@ def burst_launches(seconds: float) -> int:
 
 
 def expected_seconds(
-    methods: int, *, rounds: int = 5, regimes: Iterable[str] = REGIMES, seconds: float = 0.0
+    methods: int, *, rounds: int = 5, regimes: Iterable[str] = KERNEL_REGIMES, seconds: float = 0.0
 ) -> float:
     """About how long `compare` takes: mostly 0.6 s per method and round where steady is among the regimes.
 
@@ -191,6 +202,8 @@ def expected_seconds(
     each = {
         "burst": burst_launches(seconds) * (SLEEP + 0.1e-3 + seconds),
         "steady": max(LOAD, seconds) + max(TIMED, 2 * seconds),
+        "graph": max(GRAPH_LOAD, GRAPH_CALLS * seconds) + max(GRAPH_TIMED, 2 * GRAPH_CALLS * seconds),
+        "host": HOST_REPEATS * HOST_CALLS * _HOST_SECONDS,
     }
     estimate = 2 * _ESTIMATE + seconds
     return methods * (estimate + rounds * sum(each[regime] for regime in regimes))
@@ -200,27 +213,48 @@ def _burst(watch: Stopwatch, call: Call, launches: int) -> float:
     return statistics.median(watch.cold(call, launches))
 
 
-def _steady(watch: Stopwatch, call: Call, seconds: float, calls: int) -> float:
-    count = max(2, round(TIMED / seconds))
-    return watch.span(call, count, load=max(1, round(LOAD / seconds)))[0] / (count * calls)
+def _loaded(watch: Stopwatch, call: Call, seconds: float, calls: int, load: float, timed: float) -> float:
+    """Seconds per call, timed after a load of the same. `call` takes `seconds` and stands for `calls`."""
+    count = max(2, round(timed / seconds))
+    return watch.span(call, count, load=max(1, round(load / seconds)))[0] / (count * calls)
 
 
-def _steady_runs(
-    watch: Stopwatch, methods: Mapping[str, Call], estimates: Mapping[str, Estimate]
-) -> tuple[dict[str, Callable[[], float]], bool]:
-    """One function per method that gives a steady figure, and whether they replay graphs.
+def _graphs(watch: Stopwatch, methods: Mapping[str, Call], load: float, timed: float) -> Figures:
+    figures: Figures = {}
+    for name, call in methods.items():
+        replay = watch.graph(call, GRAPH_CALLS)
+        seconds = watch.estimate(replay).seconds
+        figures[name] = partial(_loaded, watch, replay, seconds, GRAPH_CALLS, load, timed)
+    return figures
+
+
+def _figures(
+    regime: str, watch: Stopwatch, methods: Mapping[str, Call], estimates: Mapping[str, Estimate]
+) -> Figures:
+    """One function per method that takes a figure of a regime."""
+    if regime == "burst":
+        return {
+            name: partial(_burst, watch, call, burst_launches(estimates[name].seconds))
+            for name, call in methods.items()
+        }
+    if regime == "graph":
+        return _graphs(watch, methods, GRAPH_LOAD, GRAPH_TIMED)
+    if regime == "host":
+        return {name: partial(host_time, call, watch=watch) for name, call in methods.items()}
+    if _graphed(estimates):
+        return _graphs(watch, methods, LOAD, TIMED)
+    return {
+        name: partial(_loaded, watch, call, estimates[name].seconds, 1, LOAD, TIMED)
+        for name, call in methods.items()
+    }
+
+
+def _graphed(estimates: Mapping[str, Estimate]) -> bool:
+    """Whether steady figures go through CUDA graphs, because the GPU would wait for some method's host.
 
     Graphs for all or for none: a graph's launches follow each other a little faster, which would favour some.
     """
-    if not any(estimate.host_bound for estimate in estimates.values()):
-        return {
-            name: partial(_steady, watch, call, estimates[name].seconds, 1) for name, call in methods.items()
-        }, False
-    runs: dict[str, Callable[[], float]] = {}
-    for name, call in methods.items():
-        replay = watch.graph(call, _GRAPH_CALLS)
-        runs[name] = partial(_steady, watch, replay, watch.estimate(replay).seconds, _GRAPH_CALLS)
-    return runs, True
+    return any(estimate.host_bound for estimate in estimates.values())
 
 
 def check_protocol(regimes: Sequence[str], rounds: int) -> None:
@@ -237,7 +271,7 @@ def measure(
     *,
     rounds: int = 5,
     seed: int | None = None,
-    regimes: Sequence[str] = REGIMES,
+    regimes: Sequence[str] = KERNEL_REGIMES,
     watch: Stopwatch | None = None,
 ) -> Comparison:
     """As `compare`, and says how the steady figures were taken.
@@ -252,19 +286,13 @@ def measure(
     order = random.Random(seed)
     estimates = {name: watch.estimate(call) for name, call in methods.items()}
     timed: dict[str, list[Round]] = {}
-    graphed = False
     for regime in regimes:
-        if regime == "burst":
-            runs: dict[str, Callable[[], float]] = {
-                name: partial(_burst, watch, call, burst_launches(estimates[name].seconds))
-                for name, call in methods.items()
-            }
-        else:
-            runs, graphed = _steady_runs(watch, methods, estimates)
+        figures = _figures(regime, watch, methods, estimates)
         timed[regime] = [
-            {name: runs[name]() for name in order.sample(list(runs), len(runs))} for _ in range(rounds)
+            {name: figures[name]() for name in order.sample(list(figures), len(figures))}
+            for _ in range(rounds)
         ]
-    return Comparison(timed, graphed)
+    return Comparison(timed, "steady" in regimes and _graphed(estimates))
 
 
 def compare(
@@ -272,7 +300,7 @@ def compare(
     *,
     rounds: int = 5,
     seed: int | None = None,
-    regimes: Sequence[str] = REGIMES,
+    regimes: Sequence[str] = KERNEL_REGIMES,
     watch: Stopwatch | None = None,
 ) -> dict[str, list[Round]]:
     """Time methods against each other on the current CUDA device.
@@ -281,7 +309,7 @@ def compare(
         methods: by name, functions that queue one launch of the method, its inputs and output fixed.
         rounds: rounds per regime; in each, all methods are timed once, in a new random order.
         seed: of those orders.
-        regimes: some of "burst" and "steady".
+        regimes: some of `REGIMES`.
         watch: the stopwatch to use; a new one by default.
 
     Returns:
@@ -294,24 +322,20 @@ def compare(
     return measure(methods, rounds=rounds, seed=seed, regimes=regimes, watch=watch).rounds
 
 
-def host_time(call: Call, *, calls: int = 2000, repeats: int = 5, watch: Stopwatch | None = None) -> float:
-    """Seconds that the host is busy with one call: the median of `repeats` rows of `calls` without synchronisation.
-
-    The work should be tiny: if the GPU takes longer than the host, the queue fills up and the host waits.
-    """
-    watch = Stopwatch() if watch is None else watch
+def host_time(call: Call, *, watch: Stopwatch) -> float:
+    """Seconds that the host is busy with one call: the median of several rows of calls without synchronisation."""
     for _ in range(100):
         call()
     times = []
     collecting = gc.isenabled()
     gc.disable()
     try:
-        for _ in range(repeats):
+        for _ in range(HOST_REPEATS):
             watch.cuda.synchronize()
             begun = watch.clock()
-            for _ in range(calls):
+            for _ in range(HOST_CALLS):
                 call()
-            times.append((watch.clock() - begun) / calls)
+            times.append((watch.clock() - begun) / HOST_CALLS)
         watch.cuda.synchronize()
     finally:
         if collecting:

@@ -1,0 +1,99 @@
+"""Reads the results under benchmarks/results/, for the scripts beside it."""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+# What is described is this checkout, not a copy that happens to be installed.
+sys.path.insert(0, str(ROOT / "src"))
+
+from gemmery.lab import suites  # noqa: E402
+from gemmery.lab.results import Summary, summarise  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results"
+#: Suites in the order in which they are shown; others follow by name.
+ORDER = (
+    "square", "llm", "llm_large", "decode", "layouts", "views", "bmm", "dtypes", "invariant", "odd", "strided",
+    "launch",
+)  # fmt: skip
+
+Data = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What a suite, or a part of one, has to reach against the first peer.
+
+    Attributes:
+        geomean, worst: least ratios, as geometric mean and in the worst row.
+        regimes, dtypes: where it counts.
+    """
+
+    geomean: float
+    worst: float | None
+    regimes: tuple[str, ...] = ("burst", "steady")
+    dtypes: tuple[str, ...] = ("bf16", "mixed")
+
+
+BARS = {
+    "square": Bar(1.01, 0.96, dtypes=("bf16", "fp16")),
+    "llm": Bar(1.01, 0.95),
+    "decode_small": Bar(1.02, 0.96),
+    "decode_mid": Bar(0.93, 0.85),
+    "layouts_plain": Bar(1.00, 0.93),
+    "views": Bar(1.20, 0.93),
+    "bmm_cubes": Bar(1.00, 0.93),
+    "dtypes_int8_tf32": Bar(0.95, 0.90),
+    "invariant": Bar(0.92, 0.80),
+    # At most 1.2 and 0.8 times the host time of torch.
+    "launch_out": Bar(1 / 1.2, None, regimes=("host",)),
+    "launch_plan": Bar(1 / 0.8, None, regimes=("host",)),
+}
+
+
+def read_results(folder: Path) -> list[Data]:
+    """All results of a folder in the order in which they are shown; ValueError names a file that is none."""
+    results = []
+    for path in sorted(folder.glob("*.json")):
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if missing := {"suite", "dtype", "rows", "summary", "peers", "protocol"} - set(data):
+            raise ValueError(
+                f"{path.name} is no benchmark result: it is without {', '.join(sorted(missing))}"
+            )
+        results.append(data)
+    return sorted(results, key=_place)
+
+
+def _place(result: Data) -> tuple[int, str, str]:
+    suite = result["suite"]
+    return (ORDER.index(suite) if suite in ORDER else len(ORDER), suite, kind(result))
+
+
+def kind(result: Data) -> str:
+    """The type, and whether ours was tuned beforehand."""
+    return f"{result['dtype']}, tuned" if result.get("tuned") else str(result["dtype"])
+
+
+def regimes(result: Data) -> list[str]:
+    """The regimes that a result was measured in."""
+    return list(result["protocol"]["regimes"])
+
+
+def parts(result: Data) -> list[tuple[str, Summary]]:
+    """The suite and those parts of it of which rows were measured: name and summary of each."""
+    found = [(result["suite"], summarise(result["rows"]))]
+    for name, (whole, keep) in suites.PARTS.items():
+        if whole == result["suite"]:
+            found.append((name, summarise(result["rows"], lambda row, keep=keep: keep(suites.Row.of(row)))))
+    return [(name, summary) for name, summary in found if summary]
+
+
+def run_line(result: Data) -> str:
+    """What ran where and when."""
+    return (
+        f"{result['gpu']}, torch {result['torch']}, Triton {result['triton']}, CUDA {result['cuda']}, commit "
+        f"{result['commit']}, {result['date'][:10]}, {result['protocol']['rounds']} rounds"
+    )

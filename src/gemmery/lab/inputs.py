@@ -1,0 +1,218 @@
+"""What a row of a suite is measured on: random operands laid out as it says, and the check of a result."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..problem import Precision
+from .suites import BATCH_NAMES, LAYOUTS, MATRIX_NAMES, Row
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a name of `suites.DTYPES` stands for.
+
+    Attributes:
+        dtype, out: of the operands and of the result.
+        tolerance: the largest ‖out − ref‖ / ‖ref‖ that counts as right: a few times what rounding costs.
+        precision, fast_accum: what gemmery is asked for.
+    """
+
+    dtype: torch.dtype
+    out: torch.dtype
+    tolerance: float
+    precision: Precision = "ieee"
+    fast_accum: bool = False
+
+
+KINDS: dict[str, Kind] = {
+    "bf16": Kind(torch.bfloat16, torch.bfloat16, 4e-3),
+    "fp16": Kind(torch.float16, torch.float16, 1e-3),
+    "fp32": Kind(torch.float32, torch.float32, 1e-5),
+    "tf32": Kind(torch.float32, torch.float32, 2e-3, precision="tf32"),
+    "fp64": Kind(torch.float64, torch.float64, 1e-13),
+    "int8": Kind(torch.int8, torch.int32, 0.0),
+    "fp8": Kind(torch.float8_e4m3fn, torch.bfloat16, 4e-3),
+    # Each of K / 32 instructions may cut the sum by 2^-13, at worst all in one direction.
+    "fp8fast": Kind(torch.float8_e4m3fn, torch.bfloat16, 4e-2, fast_accum=True),
+}
+#: Rows of the output that are compared in float64, and columns at a time.
+CHECKED_ROWS, CHECKED_COLUMNS = 512, 8192
+#: What an integer output is filled with before the check. No product of int8 matrices gets there below K = 2^17.
+UNWRITTEN = -(2**31)
+
+
+class WrongResult(Exception):
+    """A method's result is not that of the product: it is not timed."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a method gets.
+
+    Attributes:
+        a, b: (..., M, K) and (..., K, N).
+        out: (..., M, N), the same for all methods.
+        kind: the types, and how exact the result has to be.
+        row: the row that they were made for.
+    """
+
+    a: Tensor
+    b: Tensor
+    out: Tensor
+    kind: Kind
+    row: Row
+
+
+# --- making them ----------------------------------------------------------------------------------------------------
+
+#: Makes a buffer of a given shape.
+Fill = Callable[[Sequence[int]], Tensor]
+
+
+def random_numbers(dtype: torch.dtype, generator: torch.Generator) -> Fill:
+    """Makes buffers of random normal numbers, or of all that int8 can hold."""
+
+    def fill(shape: Sequence[int]) -> Tensor:
+        if dtype == torch.int8:
+            return torch.randint(-128, 128, shape, dtype=dtype, device=generator.device, generator=generator)
+        # torch draws no random numbers in fp8.
+        drawn = torch.bfloat16 if dtype.itemsize == 1 else dtype
+        return torch.randn(shape, dtype=drawn, device=generator.device, generator=generator).to(dtype)
+
+    return fill
+
+
+def make_matrix(batch: Sequence[int], rows: int, cols: int, layout: str, fill: Fill) -> Tensor:
+    """A (*batch, rows, cols) view of a buffer, in memory as `layout`, of `suites.LAYOUTS`, says."""
+    order, _, view = layout.partition("+")
+    outer, inner = (rows, cols) if order == "row" else (cols, rows)
+    if view == "half":
+        step = inner // 2
+        matrix = fill((*batch, (outer - 1) * step + inner)).unfold(-1, inner, step)
+    elif view == "step":
+        matrix = fill((*batch, outer, 2 * inner))[..., ::2]
+    else:
+        length, start = {"": (inner, 0), "pad": (inner + 64, 0), "odd": (inner + 1, 1)}[view]
+        matrix = fill((*batch, outer, length))[..., start : start + inner]
+    return matrix if order == "row" else matrix.mT
+
+
+def make_ordered(extents: dict[str, int], order: str, fill: Fill) -> Tensor:
+    """A view of a buffer whose dimensions lie in memory in an order, see `suites.Row`.
+
+    Args:
+        extents: size of each named dimension of the view, in the view's order.
+        order: names, and sizes of dimensions of the buffer of which the view has the first slice.
+        fill: makes the buffer.
+    """
+    words = order.split()
+    buffer = fill([int(word) if word.isdecimal() else extents[word] for word in words])
+    for dim in reversed(range(len(words))):
+        if words[dim].isdecimal():
+            buffer = buffer.select(dim, 0)
+    named = [word for word in words if not word.isdecimal()]
+    present = [name for name in extents if name in named]
+    view = buffer.permute([named.index(name) for name in present])
+    first = next(place for place, name in enumerate(extents) if name in named)
+    for place, name in enumerate(extents):
+        if place > first and name not in named:
+            view = view.unsqueeze(place - first)
+    return view
+
+
+def make_operand(row: Row, name: str, fill: Fill) -> Tensor:
+    """The operand `name` of a row, "a", "b" or "out"."""
+    layout: str = getattr(row, name)
+    sizes = {"m": row.M, "n": row.N, "k": row.K}
+    rows, cols = tuple(MATRIX_NAMES[name])
+    if layout in LAYOUTS:
+        return make_matrix(row.batch, sizes[rows], sizes[cols], layout, fill)
+    extents = dict(zip(BATCH_NAMES, row.batch, strict=False))
+    return make_ordered(extents | {rows: sizes[rows], cols: sizes[cols]}, layout, fill)
+
+
+def make_inputs(row: Row, dtype: str, seed: int, device: str = "cuda") -> Inputs:
+    """Random inputs of a row, the same for the same seed whatever other rows are run."""
+    generator = torch.Generator(device).manual_seed(seed ^ zlib.crc32(row.name.encode()))
+    kind = KINDS[dtype]
+    fill = random_numbers(kind.dtype, generator)
+    a, b = (make_operand(row, name, fill) for name in ("a", "b"))
+    out = make_operand(row, "out", lambda shape: torch.empty(shape, dtype=kind.out, device=device))
+    return Inputs(a, b, out, kind, row)
+
+
+@contextmanager
+def tf32_allowed(allowed: bool) -> Iterator[None]:
+    """Whether torch's own float32 products may use TF32, inside the block."""
+    flags = torch.backends.cuda.matmul
+    before = flags.allow_tf32
+    flags.allow_tf32 = allowed
+    try:
+        yield
+    finally:
+        flags.allow_tf32 = before
+
+
+# --- checking a result ----------------------------------------------------------------------------------------------
+
+
+def sample_rows(M: int, rng: random.Random) -> list[int]:
+    """All of M rows, or `CHECKED_ROWS`: a random one from each of as many bands, so that no tile is left out."""
+    if M <= CHECKED_ROWS:
+        return list(range(M))
+    edges = [M * i // CHECKED_ROWS for i in range(CHECKED_ROWS + 1)]
+    rows = [rng.randrange(low, high) for low, high in itertools.pairwise(edges)]
+    # The last tile may be a single row, and is the likeliest to be wrong.
+    return [*rows[:-1], M - 1]
+
+
+def relative_error(inputs: Inputs, rows: Sequence[int]) -> float:
+    """‖out − ref‖ / ‖ref‖ over some rows of the output, against the product in float64."""
+    index = torch.tensor(rows, device=inputs.a.device)
+    # By its bytes: torch selects no rows of fp8.
+    plain = inputs.a.view(torch.int8) if inputs.a.dtype.itemsize == 1 else inputs.a
+    left = plain.index_select(-2, index).view(inputs.a.dtype).double()
+    wrong = norm = 0.0
+    for start in range(0, inputs.b.shape[-1], CHECKED_COLUMNS):
+        columns = slice(start, start + CHECKED_COLUMNS)
+        reference = left @ inputs.b[..., columns].double()
+        got = inputs.out[..., columns].index_select(-2, index).double()
+        wrong += (got - reference).square().sum().item()
+        norm += reference.square().sum().item()
+    return math.sqrt(wrong / norm)
+
+
+def check(call: Callable[[], object], inputs: Inputs, rows: Sequence[int]) -> float:
+    """Run a method once into an output that holds nothing right and compare.
+
+    Returns:
+        The relative error over `rows`.
+
+    Raises:
+        WrongResult: it is over the tolerance, or something in the whole output was not written or is not finite.
+    """
+    out, floating = inputs.out, inputs.kind.out.is_floating_point
+    before = (out.data_ptr(), out.shape, out.stride())
+    out.fill_(math.nan if floating else UNWRITTEN)
+    result = call()
+    if isinstance(result, Tensor) and result is not out:
+        out.copy_(result)
+    if (out.data_ptr(), out.shape, out.stride()) != before:
+        raise WrongResult(f"the output was laid out anew, with strides {out.stride()}")
+    written = torch.isfinite(out) if floating else out != UNWRITTEN
+    if left := out.numel() - int(written.sum().item()):
+        raise WrongResult(f"{left} of {out.numel()} elements were not written or are not finite")
+    error = relative_error(inputs, rows)
+    if not error <= inputs.kind.tolerance:  # written this way round, NaN fails too
+        raise WrongResult(f"relative error {error:.2e} is over {inputs.kind.tolerance:.0e}")
+    return error

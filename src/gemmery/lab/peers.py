@@ -1,0 +1,146 @@
+"""The methods that are measured: gemmery and its peers. Each makes, for a row's inputs, a call without arguments."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .inputs import Inputs
+from .timing import Call
+
+if TYPE_CHECKING:
+    from ..plan import Plan
+
+OURS = "gemmery"
+#: Makes a method's call for given inputs.
+Method = Callable[[Inputs], Call]
+
+
+class Unsuited(Exception):
+    """A peer has no such product: the row is measured without it."""
+
+
+# --- gemmery --------------------------------------------------------------------------------------------------------
+
+
+def _asked(inputs: Inputs) -> dict[str, Any]:
+    """The keywords that differ from a plain call, so that a plain call is measured as a user writes it."""
+    asked = {
+        "precision": inputs.kind.precision,
+        "fast_accum": inputs.kind.fast_accum,
+        "batch_invariant": inputs.row.batch_invariant,
+    }
+    return {name: value for name, value in asked.items() if value not in ("ieee", False)}
+
+
+def gemmery_call(inputs: Inputs) -> Call:
+    """gemmery as the row calls it."""
+    import gemmery
+
+    a, b, out, asked = inputs.a, inputs.b, inputs.out, _asked(inputs)
+    match inputs.row.call:
+        case "matmul":
+            return partial(gemmery.matmul, a, b, **asked)
+        case "linear":
+            return partial(gemmery.linear, a, b.mT, **asked)
+        case "plan":
+            plan = gemmery_plan(inputs)
+            if plan is None:
+                raise Unsuited("gemmery launches nothing for these tensors, so there is no plan to hold")
+            return partial(plan, a, b, out)
+    return partial(gemmery.matmul, a, b, out=out, **asked)
+
+
+def gemmery_plan(inputs: Inputs) -> Plan | None:
+    """What gemmery does for these inputs; None where the torch reference serves."""
+    import gemmery
+
+    return gemmery.plan(inputs.a, inputs.b, out=inputs.out, **_asked(inputs))
+
+
+# --- torch ----------------------------------------------------------------------------------------------------------
+
+
+def _product(inputs: Inputs) -> Callable[..., Tensor]:
+    """torch's function of a and b for a type: the one that has its instructions behind it."""
+    dtype = inputs.kind.dtype
+    if dtype.itemsize > 1:
+        return torch.matmul
+    name = "torch._int_mm" if dtype == torch.int8 else "torch._scaled_mm"
+    if inputs.row.batch:
+        raise Unsuited(f"{name} multiplies two matrices, no batches")
+    if dtype == torch.int8:
+        return torch._int_mm
+    one = torch.ones((), device=inputs.a.device)
+    return partial(
+        torch._scaled_mm, scale_a=one, scale_b=one, out_dtype=inputs.kind.out, use_fast_accum=inputs.kind.fast_accum
+    )  # fmt: skip
+
+
+def cublas(inputs: Inputs) -> Call:
+    """torch, which is the vendor's BLAS: the call of the same kind as ours."""
+    product, call = _product(inputs), inputs.row.call
+    if call == "linear":
+        return partial(torch.nn.functional.linear, inputs.a, inputs.b.mT)
+    if call == "matmul":
+        return partial(product, inputs.a, inputs.b)
+    return partial(product, inputs.a, inputs.b, out=inputs.out)
+
+
+def compiled(inputs: Inputs) -> Call:
+    """torch.compile of the product, with its own search over templates and the vendor's BLAS."""
+    multiply = _product(inputs)
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        return multiply(a, b)
+
+    # Without it, the eighth shape in a process would run uncompiled.
+    torch._dynamo.reset()
+    best = torch.compile(product, mode="max-autotune-no-cudagraphs", dynamic=False, fullgraph=True)
+    return partial(best, inputs.a, inputs.b)
+
+
+# --- the tutorials --------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _rung(number: int) -> Any:
+    """A tutorial as a module, imported from the folder that it lies in, as it is when it runs by itself."""
+    from .ladder import tutorial_files
+
+    folder = str(tutorial_files()[number].parent)
+    sys.path.insert(0, folder)
+    try:
+        return importlib.import_module("_common").rung(number)
+    finally:
+        sys.path.remove(folder)
+
+
+def seed(inputs: Inputs) -> Call:
+    """The tutorials' own kernels: rung 8, with descriptors, where it takes the operands, else the autotuned rung 6."""
+    a, b, out = inputs.a, inputs.b, inputs.out
+    if inputs.row.batch:
+        raise Unsuited("the tutorials multiply two matrices, no batches")
+    calls: tuple[Call, ...] = (
+        lambda: _rung(8).matmul(a, b.mT, out),
+        lambda: _rung(6).matmul(a, b, out),
+    )
+    refusal = ""
+    for call in calls:
+        try:
+            call()
+        except ValueError as error:  # how a rung says which operands it takes
+            refusal = str(error)
+        else:
+            return call
+    raise Unsuited(refusal)
+
+
+PEERS: dict[str, Method] = {"cublas": cublas, "compile": compiled, "seed": seed}

@@ -1,0 +1,161 @@
+"""What a suite's run leaves behind: its rows with all rounds, their summary, and what ran where, as one JSON file."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from . import timing
+from .peers import OURS
+
+#: By regime and peer, see `summarise`.
+Summary = dict[str, dict[str, dict[str, Any]]]
+
+
+@dataclass
+class Result:
+    """A suite's results.
+
+    Attributes:
+        dtype: of `suites.DTYPES`, or `MIXED` where each row has its own.
+        header: what ran where and when, by what protocol.
+        rows: by row its shape, plan, errors, all rounds' times in seconds, and their summary; "left_out" names peers
+            that have no such product and says why; "error" is there where the row failed.
+    """
+
+    suite: str
+    dtype: str
+    header: dict[str, Any]
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def failed(self) -> list[str]:
+        """Names of the rows that could not be measured."""
+        return [row["name"] for row in self.rows if "error" in row]
+
+    def save(self, path: Path) -> None:
+        """Write as JSON, whole or not at all; directories are made."""
+        data = {"suite": self.suite, "dtype": self.dtype, **self.header, "summary": summarise(self.rows)}
+        text = json.dumps(data | {"rows": self.rows}, indent=1, ensure_ascii=False)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(path.name + ".part")
+        part.write_text(text + "\n", encoding="utf-8")
+        part.replace(path)
+
+
+#: The type of a suite in which every row has its own.
+MIXED = "mixed"
+
+
+def summarise(rows: Iterable[Mapping[str, Any]], keep: Callable[[Mapping[str, Any]], bool] = bool) -> Summary:
+    """By regime and peer: geometric mean and worst of the rows' median ratios, and how many rows they are.
+
+    Args:
+        rows: records as in `Result.rows`.
+        keep: says which rows count; all by default.
+    """
+    found: dict[str, dict[str, list[tuple[float, str]]]] = {}
+    for row in filter(keep, rows):
+        for regime, figures in row.get("summary", {}).items():
+            for peer, ratio in figures["ratio"].items():
+                found.setdefault(regime, {}).setdefault(peer, []).append((ratio["median"], row["name"]))
+    return {
+        regime: {
+            peer: {
+                "geomean": timing.geometric_mean([value for value, _ in pairs]),
+                "worst": min(pairs)[0],
+                "worst_row": min(pairs)[1],
+                "rows": len(pairs),
+            }
+            for peer, pairs in peers.items()
+        }
+        for regime, peers in found.items()
+    }
+
+
+def summarise_row(
+    rounds: Mapping[str, Sequence[timing.Round]], flops: int, roofline: float | None
+) -> dict[str, Any]:
+    """By regime: each method's time and rate, its share of the roofline, and the ratio of each peer to ours.
+
+    Args:
+        rounds: by regime, as `timing.measure` gives them.
+        flops: operations of the product.
+        roofline: the least seconds that the device allows for it, if known.
+    """
+    found: dict[str, Any] = {}
+    for regime, each in rounds.items():
+        times = {name: timing.median_time(each, name) for name in sorted(each[0])}
+        figures: dict[str, Any] = {"us": {name: seconds * 1e6 for name, seconds in times.items()}}
+        if regime != "host":  # whose time is not spent on the product
+            figures["tflops"] = {name: flops / seconds / 1e12 for name, seconds in times.items()}
+            if roofline is not None:
+                figures["roofline"] = {name: roofline / seconds for name, seconds in times.items()}
+        figures["ratio"] = {peer: asdict(timing.ratio(each, peer, OURS)) for peer in times if peer != OURS}
+        found[regime] = figures
+    return found
+
+
+def commit() -> str:
+    """The commit of the measured code, "-dirty" if changed since: GEMMERY_COMMIT, or what git says, or "unknown"."""
+    if given := os.environ.get("GEMMERY_COMMIT"):
+        return given
+    root = Path(__file__).resolve().parents[3]
+    # An installed copy may lie inside some other repository, whose commit would say nothing.
+    top = _git(root, "rev-parse", "--show-toplevel")
+    name = _git(root, "rev-parse", "--short", "HEAD")
+    if not top or not name or Path(top).resolve() != root:
+        return "unknown"
+    # What is measured, and no more: results and tables are written to benchmarks/ between two runs.
+    changed = _git(root, "status", "--porcelain", "--", "src", "tutorials")
+    return name if changed == "" else f"{name}-dirty"
+
+
+def _git(root: Path, *words: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def describe_run(
+    seed: int, rounds: int, regimes: Sequence[str], device: str, peers: Sequence[str]
+) -> dict[str, Any]:
+    """A result's header."""
+    import torch
+    import triton
+
+    return {
+        "gpu": torch.cuda.get_device_name() if device == "cuda" else device,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda or torch.version.hip or "none",
+        "commit": commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seed": seed,
+        "ours": OURS,
+        "peers": list(peers),
+        "protocol": {
+            "rounds": rounds,
+            "regimes": list(regimes),
+            "burst": {
+                "launches": timing.BURST_MOST,
+                "sleep_s": timing.SLEEP,
+                "flush_bytes": timing.FLUSH_BYTES,
+            },
+            "steady": {"load_s": timing.LOAD, "timed_s": timing.TIMED},
+            "graph": {
+                "calls": timing.GRAPH_CALLS,
+                "load_s": timing.GRAPH_LOAD,
+                "timed_s": timing.GRAPH_TIMED,
+            },
+            "host": {"calls": timing.HOST_CALLS, "repeats": timing.HOST_REPEATS},
+        },
+    }

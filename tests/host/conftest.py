@@ -1,0 +1,16 @@
+"""The simulated GPU and a stopwatch on it."""
+
+import pytest
+
+from gemmery.lab import timing
+from tests.host.simulated import FakeGpu
+
+
+@pytest.fixture
+def gpu():
+    return FakeGpu()
+
+
+@pytest.fixture
+def watch(gpu):
+    return timing.Stopwatch(cuda=gpu, clock=gpu.clock, flush=gpu.flush)

@@ -1,0 +1,251 @@
+"""The scripts that turn results into tables and pictures."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from benchmarks import plots, readme_tables, records
+from gemmery.lab import suites
+from gemmery.lab.peers import Unsuited, cublas, gemmery_call
+from tests.host.simulated import on, suite
+
+
+@pytest.fixture
+def results(gpu, watch, tmp_path, monkeypatch):
+    """A folder with two results, one of which has a failed row and a peer left out of one, and a README with marks."""
+    monkeypatch.setenv("GEMMERY_COMMIT", "abc1234")
+
+    def failing(inputs):
+        if inputs.a.dim() == 3:
+            raise RuntimeError("no | kernel\nfits")
+        return gemmery_call(inputs)
+
+    def picky(inputs):
+        if inputs.row.name == "odd":
+            raise Unsuited("too | odd")
+        return cublas(inputs)
+
+    folder = tmp_path / "results"
+    two = {"torch": on(gpu, cublas, "torch", 150e-6), "picky": on(gpu, picky, "picky", 300e-6)}
+    suite(gpu, watch, path=folder / "a.json", ours=on(gpu, failing, "gemmery", 200e-6), peers=two, rounds=1)
+    result = suite(gpu, watch, path=folder / "b.json", rounds=1, regimes=["burst"])
+    result.suite = "square"
+    result.dtype = "fp16"
+    result.save(folder / "b.json")
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{readme_tables.BEGIN}\nold\n{readme_tables.END}\nafter\n")
+    rows = tmp_path / "RESULTS.md"
+    return (
+        ["--results", str(folder), "--readme", str(readme), "--rows", str(rows)],
+        readme,
+        rows,
+        folder,
+    )
+
+
+def table(text):
+    """The cells of the first table of a text, without its rule."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    cells = [line.replace("\\|", "¦")[2:-2].split(" | ") for line in lines]
+    return [cells[0], *cells[2:]]
+
+
+def test_both_files_are_written_and_checked(results):
+    options, readme, rows, _ = results
+    assert readme_tables.main([*options, "--check"]) == 1
+    assert "old" in readme.read_text()
+    assert not rows.exists()
+    assert readme_tables.main(options) == 0
+    text = readme.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text
+    assert readme_tables.main([*options, "--check"]) == 0
+    assert readme_tables.main(options) == 0
+    assert readme.read_text() == text
+    rows.write_text(rows.read_text().replace("0.750", "1.750"))
+    assert readme_tables.main([*options, "--check"]) == 1
+
+
+def test_the_summary_has_a_line_for_every_regime_and_peer(results):
+    options, readme, _, _ = results
+    assert readme_tables.main(options) == 0
+    head, square, *tiny = table(readme.read_text())
+    assert head == ["suite", "type", "against", "regime", "rows", "geometric mean", "worst row", "bar"]
+    # Three rows are fewer than the suite has, and one below its bar is kept.
+    assert square == [
+        "square", "fp16", "torch", "burst", f"3 of {len(suites.load('square'))}", "**0.750**", "0.750 (batched)",
+        "≥ 1.01, 0.96: **missed**",
+    ]  # fmt: skip
+    assert [line[2:6] for line in tiny] == [
+        ["torch", "burst", "2, 1 failed", "**0.750**"],
+        ["picky", "burst", "1, 1 failed", "**1.500**"],
+        ["torch", "steady", "2, 1 failed", "**0.750**"],
+        ["picky", "steady", "1, 1 failed", "**1.500**"],
+    ]
+    text = readme.read_text()
+    assert f"torch {torch.__version__}" in text
+    assert "commit abc1234" in text
+    assert "square fp16" in text
+
+
+def test_every_row_is_there(results):
+    options, _, rows, _ = results
+    assert readme_tables.main(options) == 0
+    square, tiny = rows.read_text().split("## ")[1:]
+    assert square.startswith("square, fp16")
+    assert "steady" not in square
+    head, small, batched, odd = table(tiny)
+    assert head == [
+        "row", "M×N×K", "gemmery µs (burst)", "torch µs (burst)", "picky µs (burst)", "of roofline",
+        "torch / gemmery, burst", "picky / gemmery, burst", "torch / gemmery, steady", "picky / gemmery, steady",
+    ]  # fmt: skip
+    # Slower than its peer, and in the table all the same.
+    assert [cell.strip() for cell in small] == [
+        "small", "16×24×32", "200.0", "150.0", "300.0", "", "0.750 (0.750–0.750)", "1.500 (1.500–1.500)",
+        "0.750 (0.750–0.750)", "1.500 (1.500–1.500)",
+    ]  # fmt: skip
+    assert batched[:3] == ["batched", "2×8×8×8", "failed: RuntimeError: no ¦ kernel fits"]
+    assert odd[4] == ""
+    assert odd[7] == "–"
+    assert "picky left out of odd: too \\| odd." in tiny
+    assert "- tiny, burst, torch: geometric mean **0.750**, worst 0.750 (" in tiny
+    assert f"torch {torch.__version__}" in tiny
+
+
+def result(suite_name, names, ratio, dtype="bf16", regime="burst"):
+    """The file of a run in which every row of a suite had one ratio."""
+    rows = [
+        {"name": row.name, "M": row.M, "N": row.N, "K": row.K, "batch": list(row.batch), "a": row.a, "b": row.b,
+         "out": row.out, "call": row.call, "dtype": row.dtype or dtype,
+         "summary": {regime: {"us": {}, "ratio": {"cublas": {"median": ratio, "min": ratio, "max": ratio}}}}}
+        for row in suites.load(suite_name) if names(row)
+    ]  # fmt: skip
+    header = {"gpu": "G", "torch": "1", "triton": "2", "cuda": "3", "commit": "c", "date": "2026-01-02T03"}
+    protocol = {"rounds": 5, "regimes": [regime]}
+    return header | {
+        "suite": suite_name, "dtype": dtype, "ours": "gemmery", "peers": ["cublas"], "protocol": protocol,
+        "summary": {}, "rows": rows,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ratio", "regime", "dtype", "small", "mid"),
+    [
+        (1.03, "burst", "bf16", "≥ 1.02, 0.96: met", "≥ 0.93, 0.85: met"),
+        (1.00, "steady", "bf16", "≥ 1.02, 0.96: **missed**", "≥ 0.93, 0.85: met"),
+        (0.90, "burst", "bf16", "≥ 1.02, 0.96: **missed**", "≥ 0.93, 0.85: **missed**"),
+        (1.03, "graph", "bf16", "", ""),
+        (1.03, "burst", "fp16", "", ""),
+    ],
+)
+def test_parts_have_bars_of_their_own(ratio, regime, dtype, small, mid):
+    lines = {
+        line[0]: line for line in readme_tables.summary_rows(result("decode", bool, ratio, dtype, regime))
+    }
+    assert {name: line[-1] for name, line in lines.items()} == {
+        "decode": "", "decode small": small, "decode mid": mid,
+    }  # fmt: skip
+
+
+def test_a_worst_row_can_miss_a_bar():
+    data = result("square", bool, 1.2)
+    data["rows"][3]["summary"]["burst"]["ratio"]["cublas"]["median"] = 0.95
+    ((*_, worst, verdict),) = readme_tables.summary_rows(data)
+    assert worst == "0.950 (3072)"
+    assert verdict == "≥ 1.01, 0.96: **missed**"
+
+
+def test_tuned_results_are_named_so_and_meet_no_bar():
+    ((_, kind, *_, verdict),) = readme_tables.summary_rows(result("square", bool, 1.2) | {"tuned": True})
+    assert (kind, verdict) == ("bf16, tuned", "")
+
+
+def test_parts_of_which_nothing_was_measured_are_not_shown():
+    data = result("decode", lambda row: row.M == 1, 1.0)
+    assert [line[0] for line in readme_tables.summary_rows(data)] == ["decode", "decode small"]
+
+
+@pytest.mark.parametrize(
+    ("regime", "ratio", "verdict"),
+    [("burst", 1.2, "not all rows"), ("burst", 0.9, "**missed**"), ("steady", 1.2, "met")],
+)
+def test_a_bar_is_not_met_by_some_rows(regime, ratio, verdict):
+    some = result("square", lambda row: row.M > 4096, ratio, regime=regime)
+    ((*_, count, _, _, shown),) = readme_tables.summary_rows(some)
+    assert count == f"{len(some['rows'])} of {len(suites.load('square'))}"
+    assert shown == f"≥ 1.01, 0.96: {verdict}"
+
+
+def test_bars_name_suites():
+    assert set(records.BARS) <= set(suites.names())
+    assert set(records.ORDER) == {*suites.whole(), "llm_large"}
+
+
+def test_new_results_are_noticed(results):
+    options, _, _, folder = results
+    assert readme_tables.main(options) == 0
+    data = json.loads((folder / "b.json").read_text())
+    data["rows"][0]["summary"]["burst"]["us"]["gemmery"] = 123.4
+    (folder / "b.json").write_text(json.dumps(data))
+    assert readme_tables.main([*options, "--check"]) == 1
+
+
+def test_marks_and_results_are_needed(results, capsys):
+    options, readme, _, folder = results
+    (folder / "c.json").write_text('{"suite": "x"}')
+    assert readme_tables.main(options) == 2
+    assert "c.json is no benchmark result" in capsys.readouterr().err
+    (folder / "c.json").unlink()
+    readme.write_text("no marks")
+    assert readme_tables.main(options) == 2
+    assert readme.read_text() == "no marks"
+
+
+def test_without_results(tmp_path):
+    readme, rows = tmp_path / "README.md", tmp_path / "RESULTS.md"
+    readme.write_text(f"{readme_tables.BEGIN}{readme_tables.END}")
+    options = ["--results", str(tmp_path / "none"), "--readme", str(readme), "--rows", str(rows)]
+    assert readme_tables.main(options) == 0
+    for path in (readme, rows):
+        assert "No results yet" in path.read_text()
+    assert plots.main(["--results", str(tmp_path / "none")]) == 2
+
+
+def test_the_tables_of_this_repository_are_up_to_date():
+    assert readme_tables.main(["--check"]) == 0
+
+
+# --- pictures -------------------------------------------------------------------------------------------------------
+
+
+def test_pictures_are_drawn(results):
+    options, _, _, folder = results
+    assert plots.main(options[:2]) == 0
+    for name in ("ratios.png", "square.png"):
+        assert (folder / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_square_there_is_one_picture(results, tmp_path):
+    _, _, _, folder = results
+    (tmp_path / "one").mkdir()
+    shutil.move(folder / "a.json", tmp_path / "one" / "a.json")
+    assert plots.main(["--results", str(tmp_path / "one"), "--out", str(tmp_path / "drawn")]) == 0
+    assert [path.name for path in (tmp_path / "drawn").iterdir()] == ["ratios.png"]
+
+
+def test_lines_of_the_picture_share_the_rows():
+    many = [{"suite": str(i), "rows": [{}] * 24} for i in range(12)]
+    lines = plots._lines(many)
+    assert [one["suite"] for line in lines for one in line] == [str(i) for i in range(12)]
+    assert {len(line) for line in lines} == {4}
+    assert plots._lines(many[:1]) == [many[:1]]
+
+
+def test_throughput_is_that_of_the_round_with_the_median_ratio():
+    rounds = [{"us": 1.0, "peer": 1.3}, {"us": 2.0, "peer": 2.2}, {"us": 3.0, "peer": 2.7}]
+    row = {"rounds": {"burst": rounds}}
+    assert plots._median_round(row, "burst", "us", "peer") == {"us": 2.0, "peer": 2.2}
+    assert plots._median_round(row, "steady", "us", "peer") == {}
