@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .dispatch import check_rank, check_tensor, prepare, run
+from .dispatch import Options, check_tensor, prepare, run
 from .plan import Plan
 from .problem import Config, Precision
 
@@ -23,6 +23,7 @@ def matmul(
     out_dtype: torch.dtype | None = None,
     precision: Precision = "ieee",
     fast_accum: bool = False,
+    batch_invariant: bool = False,
     config: Config | dict[str, Any] | str | None = None,
 ) -> Tensor:
     """The matrix product `a @ b + bias`, with torch.matmul's broadcasting.
@@ -36,6 +37,8 @@ def matmul(
         precision: how float32 is multiplied: "ieee" (the default, whatever torch's `allow_tf32` says), "tf32" or
             "tf32x3".
         fast_accum: let fp8 products be summed at the tensor cores' own precision, as `torch._scaled_mm` does.
+        batch_invariant: give every row of the result the same bits whatever M and the batch are and whatever the
+            other rows hold, at some cost in speed.
         config: a Config, or its string or dict, to use instead of the selected one.
 
     Returns:
@@ -51,7 +54,8 @@ def matmul(
         >>> gemmery.matmul(x, w.T, bias=torch.zeros(16)).shape
         torch.Size([4, 16])
     """
-    return run("matmul", a, b, bias, 1, 1, out, out_dtype, precision, fast_accum, config)
+    options = (out_dtype, precision, fast_accum, batch_invariant, config)
+    return run("matmul", a, b, bias, 1, 1, out, options)
 
 
 def linear(
@@ -63,6 +67,7 @@ def linear(
     out_dtype: torch.dtype | None = None,
     precision: Precision = "ieee",
     fast_accum: bool = False,
+    batch_invariant: bool = False,
     config: Config | dict[str, Any] | str | None = None,
 ) -> Tensor:
     """`x @ weight.T + bias`, as torch.nn.functional.linear.
@@ -80,11 +85,8 @@ def linear(
         tensor([[3., 3., 3., 3., 3.],
                 [3., 3., 3., 3., 3.]])
     """
-    check_tensor("linear", "weight", weight)
-    if weight.dim() > 2:
-        raise ValueError(f"linear: weight is {tuple(weight.shape)}; it must be (N, K) or (K,)")
-    b = weight if weight.dim() < 2 else weight.t()
-    return run("linear", x, b, bias, 1, 1, out, out_dtype, precision, fast_accum, config)
+    options = (out_dtype, precision, fast_accum, batch_invariant, config)
+    return run("linear", x, weight, bias, 1, 1, out, options)
 
 
 def addmm(
@@ -98,6 +100,7 @@ def addmm(
     out_dtype: torch.dtype | None = None,
     precision: Precision = "ieee",
     fast_accum: bool = False,
+    batch_invariant: bool = False,
     config: Config | dict[str, Any] | str | None = None,
 ) -> Tensor:
     """`beta * input + alpha * (a @ b)`, as torch.addmm; where beta is 0, `input` is not read, NaN or not.
@@ -116,10 +119,10 @@ def addmm(
         tensor([[16., 16.],
                 [16., 16.]])
     """
-    for name, tensor in (("a", a), ("b", b)):
-        check_rank("addmm", name, tensor, 2)
-    check_tensor("addmm", "input", input)
-    return run("addmm", a, b, input, alpha, beta, out, out_dtype, precision, fast_accum, config)
+    if input is None:
+        check_tensor("addmm", "input", input)
+    options = (out_dtype, precision, fast_accum, batch_invariant, config)
+    return run("addmm", a, b, input, alpha, beta, out, options)
 
 
 def bmm(
@@ -130,6 +133,7 @@ def bmm(
     out_dtype: torch.dtype | None = None,
     precision: Precision = "ieee",
     fast_accum: bool = False,
+    batch_invariant: bool = False,
     config: Config | dict[str, Any] | str | None = None,
 ) -> Tensor:
     """A batch of products, as torch.bmm: (B, M, K) by (B, K, N); the other arguments are those of `matmul`.
@@ -139,11 +143,8 @@ def bmm(
         >>> gemmery.bmm(torch.ones(7, 2, 3), torch.ones(7, 3, 4)).shape
         torch.Size([7, 2, 4])
     """
-    for name, tensor in (("a", a), ("b", b)):
-        check_rank("bmm", name, tensor, 3)
-    if a.shape[0] != b.shape[0]:
-        raise ValueError(f"bmm: a is {tuple(a.shape)} and b is {tuple(b.shape)}: batch sizes differ")
-    return run("bmm", a, b, None, 1, 1, out, out_dtype, precision, fast_accum, config)
+    options = (out_dtype, precision, fast_accum, batch_invariant, config)
+    return run("bmm", a, b, None, 1, 1, out, options)
 
 
 def plan(
@@ -155,6 +156,7 @@ def plan(
     out_dtype: torch.dtype | None = None,
     precision: Precision = "ieee",
     fast_accum: bool = False,
+    batch_invariant: bool = False,
     config: Config | dict[str, Any] | str | None = None,
 ) -> Plan | None:
     """What `matmul` with these arguments does: the plan, compiled; None where nothing is launched.
@@ -166,4 +168,5 @@ def plan(
         >>> print(gemmery.plan(torch.ones(4, 8), torch.ones(8, 16)))
         None
     """
-    return prepare("plan", a, b, bias, 1, 1, out, out_dtype, precision, fast_accum, config).plan
+    options = Options(out_dtype, precision, fast_accum, batch_invariant, config)
+    return prepare("plan", a, b, bias, 1, 1, out, options).plan

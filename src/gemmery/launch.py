@@ -225,7 +225,14 @@ class Binding:
             p.M, p.N, p.K, p.batch, self.a.strides, self.b.strides, self.out.strides, waves.tiles,
         ]  # fmt: skip
         if self.persistent:
-            return [*matrices, *self._tail_arguments(a, b, out), *common, waves.cut, waves.strips, waves.parts]
+            return [
+                *matrices,
+                *self._tail_arguments(a, b, out),
+                *common,
+                waves.cut,
+                waves.strips,
+                waves.parts,
+            ]
         rest = [None, None]
         if c.rest_n:
             rest = [self.b.argument(b, c.block_k, c.rest_n), self.out.argument(out, c.block_m, c.rest_n)]

@@ -83,6 +83,7 @@ def make_problem(
     scaled: bool,
     precision: Precision,
     fast_accum: bool,
+    batch_invariant: bool = False,
     device: Device,
 ) -> Problem:
     """The Problem of `out = [alpha *] a @ b [+ addend]` for tensors whose shapes are known to fit.
@@ -112,6 +113,7 @@ def make_problem(
         M=M, N=N, K=K, batch=tuple(sizes),
         a=_operand(a, left, M, K), b=_operand(b, right, K, N), out=_operand(out, result, M, N),
         device=device, epilogue=epilogue, addend=added, precision=precision, fast_accum=fast_accum,
+        batch_invariant=batch_invariant,
     )  # fmt: skip
 
 

@@ -12,11 +12,11 @@ from torch import Tensor
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
-from . import reference
+from . import direct, reference
 from .devices import INTERPRETED
 from .launch import Binding
 from .problem import FP8, Config, Problem
-from .select import rank
+from .select import candidates, log
 
 #: Plans kept, and calls that are known to lead to one; old ones are dropped beyond that.
 PLANS = 4096
@@ -49,12 +49,23 @@ class Plan:
 
     def __init__(self, problem: Problem, config: Config | None = None) -> None:
         self.problem = problem
+        self._added = problem.addend is not None
+        self._scaled = problem.takes_factors
+        operands = (problem.a, problem.b, problem.out, problem.addend)
+        #: Bits of an address that none of the tensors has.
+        self._misaligned = 15 if all(x is None or x.aligned for x in operands) else 0
+        self._index = -1
         self._compiled: Any = None
+        #: The launch without Triton's own preparations, where there is one; for GPU number `_index`.
+        self.direct: direct.Launch | None = None
         self._binding: Binding | None = None
+        self._choices: list[Config] = []
         if config is not None:
-            self._binding = Binding(problem, config)
+            self._choices = [config]
         elif runs_on(problem):
-            self._binding = Binding(problem, rank(problem)[0][0])
+            self._choices = candidates(problem)
+        if self._choices:
+            self._binding = Binding(problem, self._choices[0])
 
     @property
     def config(self) -> Config | None:
@@ -73,20 +84,25 @@ class Plan:
         """`out = alpha * a @ b + beta * addend`, written into `out`, which is returned.
 
         The tensors must have the shapes, strides, types and alignment of those that the plan was made for; that is not
-        checked again. The launch goes to the current stream of their device.
+        checked again, nor whether `out` overlaps another, and autograd is not told that `out` was written. The launch
+        goes to the current stream of their device.
 
         Raises:
             ValueError: the plan is for a call with, or without, an addend or factors, and this is the other kind.
         """
-        if (addend is None) != (self.problem.addend is None):
+        if (addend is None) is self._added:
             raise ValueError(
                 f"{self}: made for a call {'without' if addend is not None else 'with'} an addend"
             )
-        if (alpha != 1 or (addend is not None and beta != 1)) and self.problem.epilogue not in (
-            "scale",
-            "add_matrix",
-        ):
+        if (alpha != 1 or (addend is not None and beta != 1)) and not self._scaled:
             raise ValueError(f"{self}: made for alpha and beta of 1, called with {alpha} and {beta}")
+        if self.direct is not None and a.get_device() == self._index:
+            at_a, at_b, at_out = a.data_ptr(), b.data_ptr(), out.data_ptr()
+            at_addend = 0 if addend is None else addend.data_ptr()
+            # The ordinary launch compiles another kernel for tensors that are not aligned as those before.
+            aligned = not (at_a | at_b | at_out | at_addend) & self._misaligned
+            if aligned and self.direct(at_a, at_b, at_out, at_addend, alpha, beta):
+                return out
         if self._binding is None:
             dtype = self.problem.out.dtype
             return out.copy_(reference.gemm(a, b, addend, alpha=alpha, beta=beta, out_dtype=dtype))
@@ -106,10 +122,9 @@ class Plan:
         """
         if self._binding is None or INTERPRETED:
             return
-        candidates = [self._binding.config] if pinned else [config for config, _ in rank(self.problem)]
         spilling: tuple[int, Binding, Any] | None = None
         refusal: Exception | None = None
-        for config in candidates:
+        for config in self._choices:
             binding = Binding(self.problem, config)
             try:
                 compiled = binding.compile(*tensors)
@@ -124,9 +139,15 @@ class Plan:
                 spilling = (compiled.n_spills, binding, compiled)
         if spilling is None:
             raise ValueError(
-                f"no config of {len(candidates)} fits {self.problem} on {self.problem.device.name}: {refusal}"
+                f"no config of {len(self._choices)} fits {self.problem} on {self.problem.device.name}: {refusal}"
             ) from refusal
         _, self._binding, self._compiled = spilling
+
+    def shorten(self, index: int, *tensors: Any) -> None:
+        """Have calls on GPU number `index`, the current one, go past Triton's own launcher where that is possible."""
+        if self._binding is not None and self._compiled is not None:
+            self._index = index
+            self.direct = direct.prepare(self._binding, self._compiled, index, *tensors)
 
     def resources(self) -> Resources | None:
         """Registers, spills and shared memory of the compiled kernel; None where nothing was compiled for a GPU."""
@@ -142,20 +163,10 @@ class Plan:
         return max(p.flops / p.device.rate(p.a.dtype, p.precision), p.bytes / p.device.bandwidth)
 
     def explain(self, top: int = 5) -> str:
-        """The best-ranked configs with the predicted cost of each part, in microseconds, as a table."""
-        if self._binding is None:
-            return f"{self.problem}: torch reference, {self.problem.device.name} lacks the instructions"
-        lines = [f"{self.problem} on {self.problem.device.name}: {self.config}"]
-        lines.append(
-            f"{'config':58} {'total':>8} {'compute':>8} {'l2':>8} {'memory':>8} {'overhead':>8} waves"
-        )
-        for config, cost in rank(self.problem)[:top]:
-            parts = " ".join(
-                f"{part * 1e6:8.1f}"
-                for part in (cost.total, cost.compute, cost.l2, cost.memory, cost.overhead)
-            )
-            lines.append(f"{config!s:58} {parts} {cost.waves:5.2f}")
-        return "\n".join(lines)
+        """The best configs with the predicted cost of each part, and why the first is first; see `gemmery.explain`."""
+        from .select.explain import explain_problem
+
+        return f"{explain_problem(self.problem, top)}\nthis plan: {self.config or 'torch reference'}"
 
     def __str__(self) -> str:
         return f"{self.problem}: {self.config or 'torch reference'}"
@@ -164,8 +175,12 @@ class Plan:
 
 
 def _on(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Makes a tensor's GPU the current one, at no cost where it is already."""
-    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
+    """Makes a tensor's GPU the current one, also for a thread that has not used it yet."""
+    if not tensor.is_cuda:
+        return contextlib.nullcontext()
+    if tensor.device.index == torch.cuda.current_device():
+        # Binds the GPU's context to the thread; Triton encodes tensor maps without asking whether there is one.
+        torch.cuda.set_device(tensor.device)
         return contextlib.nullcontext()
     return torch.cuda.device(tensor.device)
 
@@ -180,6 +195,7 @@ def runs_on(problem: Problem) -> bool:
 
 @functools.lru_cache(PLANS)
 def _cached(problem: Problem, config: Config | None, device: int) -> tuple[Plan, list[bool]]:
+    log.note(problem)
     return Plan(problem, config), []
 
 
@@ -194,5 +210,11 @@ def make_plan(problem: Problem, config: Config | None, *tensors: Any) -> Plan:
     if not ready:
         with _on(tensors[0]):
             plan.fit(*tensors, pinned=config is not None)
+            plan.shorten(index, *tensors)
         ready.append(True)
     return plan
+
+
+def forget_plans() -> None:
+    """Drop the memoised plans, so that the next call for each problem asks the selector again."""
+    _cached.cache_clear()

@@ -25,7 +25,8 @@ class Workspaces:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._buffers: dict[tuple[int, int], Workspace] = {}
-        self._reserved: dict[int, list[Tensor]] = {}
+        #: By device, the memory of counters for launches that are captured, and the counters that no graph has yet.
+        self._reserved: dict[int, tuple[Tensor, list[Tensor]]] = {}
 
     def get(self, device: torch.device, size: int, counters: int) -> Workspace:
         """`size` bytes for parts, and int32 zeros for arrivals, free for the next launch on the current stream."""
@@ -52,7 +53,8 @@ class Workspaces:
             size, counters = max(size, old[0].numel()), max(counters, old[1].numel())
         new = (torch.empty(size, dtype=torch.uint8, device=device), _zeros(max(counters, _COUNTERS), device))
         if key[0] not in self._reserved:
-            self._reserved[key[0]] = list(_zeros(_RESERVED * _COUNTERS, device).split(_COUNTERS))
+            memory = _zeros(_RESERVED * _COUNTERS, device)
+            self._reserved[key[0]] = (memory, list(memory.split(_COUNTERS)))
             # Any stream may replay a graph that uses them.
             torch.cuda.synchronize(device)
         self._buffers[key] = new
@@ -60,7 +62,7 @@ class Workspaces:
 
     def _captured(self, index: int, counters: int) -> Tensor:
         with self._lock:
-            ready = self._reserved.get(index)
+            _, ready = self._reserved.get(index, (None, []))
             if ready and counters <= _COUNTERS:
                 return ready.pop()
         # Zeroed by the graph itself, on every replay.

@@ -164,13 +164,13 @@ def test_opcheck():
     a, b = matrix(33, 48, torch.float32), matrix(48, 80, torch.float32, "T")
     bias = values((80,), torch.float32)
     gemm, gemm_out = torch.ops.gemmery.gemm.default, torch.ops.gemmery.gemm_out.default
-    torch.library.opcheck(gemm, (a, b, None, 1, 1, None, "ieee", False, None))
+    torch.library.opcheck(gemm, (a, b, None, 1, 1, None, "ieee", False, False, None))
     leaves = [tensor.clone().requires_grad_() for tensor in (a, b, bias)]
-    torch.library.opcheck(gemm, (*leaves, 0.5, 2, None, "ieee", False, None))
+    torch.library.opcheck(gemm, (*leaves, 0.5, 2, None, "ieee", False, False, None))
     batch = values((3, 1, 33, 48), torch.float32).requires_grad_()
-    torch.library.opcheck(gemm, (batch, leaves[1], leaves[2], 1, 1, None, "ieee", False, None))
+    torch.library.opcheck(gemm, (batch, leaves[1], leaves[2], 1, 1, None, "ieee", False, False, None))
     torch.library.opcheck(
-        gemm_out, (a, b, bias, 1, 1, "ieee", False, None, torch.empty(33, 80, device=DEVICE))
+        gemm_out, (a, b, bias, 1, 1, "ieee", False, False, None, torch.empty(33, 80, device=DEVICE))
     )
 
 

@@ -125,7 +125,7 @@ def test_equal_layouts_make_one_problem():
 @pytest.mark.parametrize(
     "change",
     [{"m": 65}, {"n": 33}, {"k": 17}, {"lead": (3,)}, {"dtype": torch.bfloat16}, {"device": "NVIDIA A100"}, {"bias": True},
-     {"scaled": True}, {"precision": "tf32"}, {"fast_accum": True}],
+     {"scaled": True}, {"precision": "tf32"}, {"fast_accum": True}, {"batch_invariant": True}],
     ids=lambda change: next(iter(change)),
 )  # fmt: skip
 def test_whatever_decides_tells_problems_apart(change):

@@ -149,3 +149,109 @@ def test_autograd_sees_writes_into_out():
         gemmery.matmul(torch.ones(3, 2), torch.ones(2, 3), out=saved)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         result.sum().backward()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The second call
+
+
+@pytest.fixture
+def warm(cache, monkeypatch):
+    """Makes the calls that follow fail if they check, lock, choose or plan anything."""
+
+    def fail(*args, **kwargs):
+        raise AssertionError("a call like one before did more than look itself up")
+
+    def spring():
+        for name in (
+            "prepare",
+            "make_plan",
+            "check",
+            "check_tensors",
+            "_remember",
+            "_lock",
+            "_needs_dispatcher",
+        ):
+            monkeypatch.setattr(dispatch, name, fail)
+
+    return spring
+
+
+def test_the_second_call_only_looks_itself_up(warm, monkeypatch):
+    monkeypatch.setattr(dispatch, "PLANS", 64)
+    a, b, c, out = torch.ones(3, 4), torch.ones(4, 5), torch.ones(5), torch.zeros(3, 5)
+    calls = [
+        lambda: gemmery.matmul(a, b),
+        lambda: gemmery.matmul(a, b, out=out),
+        lambda: gemmery.matmul(a, b, bias=c, out_dtype=torch.float16),
+        lambda: gemmery.linear(a, b.t(), c),
+        lambda: gemmery.addmm(c, a, b, alpha=2, beta=3),
+        lambda: gemmery.bmm(a[None], b[None]),
+        lambda: gemmery.matmul(a[:0], b),
+        lambda: gemmery.matmul(a, b, config="16x16x16-g1-w4-s2-tile-pointer"),
+        lambda: gemmery.matmul(a, b, config={"block_m": 16, "block_n": 16, "block_k": 16}),
+    ]
+    first = [call().clone() for call in calls]
+    warm()
+    for call, want in zip(calls, first, strict=True):
+        assert torch.equal(call(), want)
+
+
+def test_a_call_is_not_taken_for_another_operations(cache):
+    """What matmul takes, addmm and bmm may not."""
+    a, b = torch.ones(2, 3, 4), torch.ones(2, 4, 5)
+    gemmery.matmul(a, b)
+    with pytest.raises(ValueError, match="addmm: a is"):
+        gemmery.addmm(torch.ones(5), a, b)
+    x, w = torch.ones(4, 4), torch.arange(16.0).view(4, 4)
+    assert not torch.equal(gemmery.matmul(x, w), gemmery.linear(x, w))
+    assert torch.equal(gemmery.linear(x, w), x @ w.t())
+
+
+def test_what_was_checked_once_is_checked_again_where_it_may_differ(cache):
+    memory = torch.ones(64)
+    a, b, out = memory[:16].view(4, 4), torch.ones(4, 4), memory[32:48].view(4, 4)
+    gemmery.matmul(a, b, out=out)
+    with pytest.raises(ValueError, match="out and a share memory"):
+        gemmery.matmul(a, b, out=memory[12:28].view(4, 4))
+    with pytest.raises(ValueError, match="out and b share memory"):
+        gemmery.matmul(b, a, out=a)
+    c, i, total = (
+        torch.ones(4, 4, dtype=torch.int8),
+        torch.ones(4, dtype=torch.int32),
+        torch.ones(4, 4, dtype=torch.int32),
+    )
+    gemmery.addmm(i, c, c, alpha=2, out=total)
+    with pytest.raises(TypeError, match="alpha is 2"):
+        gemmery.addmm(i, c, c, alpha=2.5, out=total)
+
+
+def test_tensors_without_data_are_not_taken_for_others(cache):
+    a, b = torch.ones(3, 4), torch.ones(4, 5)
+    gemmery.matmul(a, b)
+    gemmery.matmul(a, b, out=torch.empty(3, 5))
+    for tensors in ((a.to("meta"), b), (a, b.to("meta"))):
+        with pytest.raises(ValueError, match="must be on one device"):
+            gemmery.matmul(*tensors)
+    with pytest.raises(ValueError, match="must be on one device"):
+        gemmery.matmul(a, b, out=torch.empty(3, 5, device="meta"))
+    assert gemmery.matmul(a.to("meta"), b.to("meta")).is_meta
+    gemmery.matmul(a[:0], b)
+    with pytest.raises(ValueError, match="must be on one device"):
+        gemmery.matmul(a[:0].to("meta"), b)
+
+
+def test_a_sparse_tensor_is_told_from_a_dense_one(cache):
+    a, b = torch.eye(4), torch.ones(4, 5)
+    gemmery.matmul(a, b)
+    with pytest.raises(TypeError, match="a is sparse"):
+        gemmery.matmul(a.to_sparse(), b)
+
+
+def test_autocast_and_gradients_come_before_the_cache(cache, ways):
+    a, b = torch.ones(3, 4), torch.ones(4, 5)
+    assert gemmery.matmul(a, b).dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert gemmery.matmul(a, b).dtype == torch.bfloat16
+    assert gemmery.matmul(a, b.clone().requires_grad_()).requires_grad
+    assert ways == ["operator"]

@@ -118,8 +118,8 @@ def test_gradients_have_the_types_of_their_tensors(dtype):
     assert torch.equal(c.grad, torch.full((5,), 3.0))
 
 
-def test_gradients_keep_the_precision(monkeypatch):
-    """A product in tf32 has gradients in tf32, and the default never turns into it."""
+def test_gradients_keep_precision_and_invariance(monkeypatch):
+    """A product in tf32 has gradients in tf32, and the default never turns into it; the same for batch_invariant."""
     from gemmery import ops
 
     asked = []
@@ -127,13 +127,12 @@ def test_gradients_keep_the_precision(monkeypatch):
     monkeypatch.setattr(
         ops,
         "_product",
-        lambda a, b, alpha, precision: asked.append(precision) or original(a, b, alpha, precision),
+        lambda a, b, alpha, how: asked.append(how) or original(a, b, alpha, how),
     )
-    for precision in ("tf32x3", "ieee"):
-        gemmery.matmul(
-            leaf(3, 4, dtype=torch.float32), leaf(4, 5, dtype=torch.float32), precision=precision
-        ).sum().backward()
-    assert asked == ["tf32x3", "tf32x3", "ieee", "ieee"]
+    for precision, invariant in (("tf32x3", False), ("ieee", True)):
+        a, b = leaf(3, 4, dtype=torch.float32), leaf(4, 5, dtype=torch.float32)
+        gemmery.matmul(a, b, precision=precision, batch_invariant=invariant).sum().backward()
+    assert asked == [("tf32x3", False, False)] * 2 + [("ieee", False, True)] * 2
 
 
 def test_no_gradient_for_fp8():
@@ -221,11 +220,11 @@ def opcheck_arguments(a, b, addend, dtype=torch.float32):
 )  # fmt: skip
 def test_opcheck_gemm(a, b, addend, alpha, beta):
     tensors = opcheck_arguments(a, b, addend)
-    torch.library.opcheck(OPS.gemm.default, (*tensors, alpha, beta, None, "ieee", False, None))
+    torch.library.opcheck(OPS.gemm.default, (*tensors, alpha, beta, None, "ieee", False, False, None))
     plain = [None if tensor is None else tensor.detach() for tensor in tensors]
     torch.library.opcheck(
         OPS.gemm.default,
-        (*plain, alpha, beta, torch.bfloat16, "tf32", False, "16x16x16-g1-w4-s2-tile-pointer"),
+        (*plain, alpha, beta, torch.bfloat16, "tf32", False, True, "16x16x16-g1-w4-s2-tile-pointer"),
     )
 
 
@@ -233,7 +232,7 @@ def test_opcheck_gemm(a, b, addend, alpha, beta):
 def test_opcheck_gemm_out():
     a, b, c = (values(shape, torch.float32, i) for i, shape in enumerate(((3, 4), (4, 5), (5,))))
     for out in (torch.empty(3, 5), torch.empty(5, 3).t()):
-        torch.library.opcheck(OPS.gemm_out.default, (a, b, c, 2, 0.5, "ieee", False, None, out))
+        torch.library.opcheck(OPS.gemm_out.default, (a, b, c, 2, 0.5, "ieee", False, False, None, out))
 
 
 @pytest.mark.parametrize(

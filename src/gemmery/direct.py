@@ -1,0 +1,425 @@
+"""The short way into the driver: what all launches of a plan have in common is prepared once.
+
+At every launch Triton binds and specialises the arguments, looks the kernel up and encodes a tensor map for each
+descriptor. The launches of a plan differ in addresses and factors alone. So the arguments are laid out once as Triton's
+C function takes them, and a launch fills in the addresses and enters that function; tensor maps are kept by address.
+
+The C function is nobody's public interface. `_ENTRIES` names the versions of Triton whose function is known; with any
+other, on AMD, for instrumented kernels and for kernels with scratch memory `prepare` gives None, and plans launch in
+the ordinary way. So does a launch that somebody listens to by a launch hook.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import types
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .launch import Binding
+from .workspace import WORKSPACES
+
+#: Launches, given the addresses of a, b, out and the addend (0 for none), alpha and beta; False where the launch has
+#: to go the ordinary way.
+Launch = Callable[[int, int, int, int, float, float], bool]
+#: Enters Triton's C function with a stream and the kernel's arguments.
+_Enter = Callable[[int, list[Any]], None]
+
+#: Addresses whose tensor maps are kept, for one matrix; pairs of factors whose arguments are, for one plan.
+_MAPS, _FACTORS = 512, 64
+
+
+class _Unsuitable(Exception):
+    """The arguments are not of a kind that can be laid out ahead."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tensor maps
+
+
+class _Address:
+    """Passes for a tensor where Triton only asks for an address."""
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class TensorMaps(dict[int, Any]):
+    """The tensor maps of one matrix by its address, made when first asked for; when it is full all are dropped.
+
+    A map depends on nothing else: it stays right when the memory is freed and becomes another tensor of that layout.
+    """
+
+    def __init__(self, descriptor: TensorDescriptor, encode: Callable[[TensorDescriptor], Any]) -> None:
+        super().__init__()
+        self._descriptor, self._encode = descriptor, encode
+
+    def __missing__(self, address: int) -> Any:
+        if len(self) >= _MAPS:
+            self.clear()
+        descriptor = copy.copy(self._descriptor)
+        descriptor.base = _Address(address)
+        encoded = self[address] = self._encode(descriptor)
+        return encoded
+
+
+#: Plans for different M share the maps of their weights.
+_shared: weakref.WeakValueDictionary[str, TensorMaps] = weakref.WeakValueDictionary()
+
+
+def _maps(descriptor: TensorDescriptor, note: Any, expand: Callable[..., list[Any]]) -> TensorMaps:
+    layout = copy.copy(descriptor)
+    layout.base = None
+    key = f"{layout} {note}"
+    found = _shared.get(key)
+    if found is None:
+        found = _shared[key] = TensorMaps(layout, lambda described: expand(described, note)[0])
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arguments laid out ahead
+
+
+@dataclass
+class Arguments:
+    """A kernel's arguments as the C function takes them, and where those go that differ from launch to launch.
+
+    Attributes:
+        values: all arguments, with None where an address or a tensor map belongs.
+        addresses: (position, source) of each pointer; sources are counted a, b, out, addend, workspace.
+        maps: (position, source, maps) of each tensor map.
+        tuples: (position, elements, ((index, source), ...)) of each tuple with pointers in it.
+    """
+
+    values: list[Any] = field(default_factory=list)
+    addresses: list[tuple[int, int]] = field(default_factory=list)
+    maps: list[tuple[int, int, TensorMaps]] = field(default_factory=list)
+    tuples: list[tuple[int, list[Any], tuple[tuple[int, int], ...]]] = field(default_factory=list)
+
+    def at(self, sources: tuple[int, ...]) -> list[Any]:
+        """The arguments for tensors at these addresses."""
+        values = self.values.copy()
+        for position, source, maps in self.maps:
+            values[position] = maps[sources[source]]
+        for position, source in self.addresses:
+            values[position] = sources[source]
+        for position, elements, places in self.tuples:
+            filled = elements.copy()
+            for index, source in places:
+                filled[index] = sources[source]
+            values[position] = tuple(filled)
+        return values
+
+
+class _Layouter:
+    """Lays arguments out for one version's C function.
+
+    Args:
+        sources: stand-ins for a, b, out and the addend, each an object of its own, by which they are known again. Other
+            tensors among the arguments are the workspace's, in its order.
+        expand: what Triton makes of a descriptor and what the compiler noted about it: the tensor map, then integers.
+        notes: what the compiler noted about each descriptor, in order.
+        nested: whether tuples stay tuples and constants keep a place, or all is one flat list without them.
+    """
+
+    def __init__(
+        self, sources: tuple[Any, ...], expand: Callable[..., list[Any]], notes: Any, nested: bool
+    ) -> None:
+        self.sources, self.expand, self.notes, self.nested = list(sources), expand, iter(notes or ()), nested
+        self.laid = Arguments()
+
+    def source(self, value: Any) -> int | None:
+        """Which tensor an argument is; None for one that is none."""
+        if not isinstance(value, Tensor):
+            return None
+        for i, known in enumerate(self.sources):
+            if value is known:
+                return i
+        self.sources.append(value)
+        return len(self.sources) - 1
+
+    def add(self, value: Any, kind: Any) -> None:
+        """Lay out one argument of the type that the compiled kernel's signature gives."""
+        values = self.laid.values
+        if isinstance(kind, tuple):
+            self._add_tuple(value, kind)
+        elif kind == "constexpr":
+            values.extend([None] if self.nested else [])
+        elif kind.startswith("tensordesc"):
+            self._add_descriptor(value)
+        else:
+            source = self.source(value)
+            if source is not None:
+                self.laid.addresses.append((len(values), source))
+            values.append(value if source is None else None)
+
+    def _add_tuple(self, value: Any, kind: tuple[Any, ...]) -> None:
+        if not self.nested:
+            for element, its_kind in zip(value, kind, strict=True):
+                self.add(element, its_kind)
+            return
+        if any(_holds_tensor(element) for element in value):
+            raise _Unsuitable
+        found = [(i, self.source(element)) for i, element in enumerate(value)]
+        places = tuple((i, source) for i, source in found if source is not None)
+        if places:
+            inside = {i for i, _ in places}
+            elements = [None if i in inside else element for i, element in enumerate(value)]
+            self.laid.tuples.append((len(self.laid.values), elements, places))
+        self.laid.values.append(None if places else value)
+
+    def _add_descriptor(self, descriptor: TensorDescriptor) -> None:
+        source, note = self.source(descriptor.base), next(self.notes, None)
+        # Without a note of the compiler's the kernel takes a pointer and offsets, which gemmery never asks for.
+        if source is None or note is None:
+            raise _Unsuitable
+        self.laid.maps.append((len(self.laid.values), source, _maps(descriptor, note, self.expand)))
+        self.laid.values += [None, *descriptor.shape, *descriptor.strides]
+
+
+def _holds_tensor(value: Any) -> bool:
+    """Whether a value is a tuple with a tensor somewhere in it."""
+    return isinstance(value, tuple) and any(isinstance(x, Tensor) or _holds_tensor(x) for x in value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Versions of Triton
+
+
+@dataclass(frozen=True)
+class Entry:
+    """How a version of Triton is entered.
+
+    Attributes:
+        enter: gives the function that launches a compiled kernel over a grid; None for a launcher that is not as known.
+        nested: see `_Layouter`.
+        module: names that Triton's module for NVIDIA's driver must have.
+        launcher: names that a kernel's launcher must have.
+    """
+
+    enter: Callable[[Any, tuple[int, int, int]], _Enter | None]
+    nested: bool
+    module: tuple[str, ...]
+    launcher: tuple[str, ...]
+
+
+def _enter_own_module(compiled: Any, grid: tuple[int, int, int]) -> _Enter | None:
+    """Triton 3.6: a C module per signature, whose function takes the kernel's arguments as its own."""
+    launcher = compiled.run
+    launch = launcher.launch
+    if isinstance(launch, types.FunctionType):
+        # A function that encodes descriptors, and holds the C function in a closure.
+        cells = dict(zip(launch.__code__.co_freevars, launch.__closure__ or (), strict=True))
+        if "launcher" not in cells:
+            return None
+        launch = cells["launcher"].cell_contents
+    x, y, z = grid
+    function, packed = compiled.function, compiled.packed_metadata
+    cooperative, dependent = launcher.launch_cooperative_grid, launcher.launch_pdl
+
+    def enter(stream: int, values: list[Any]) -> None:
+        launch(
+            x, y, z, stream, function, cooperative, dependent, None, None, packed, None, None, None, *values
+        )
+
+    return enter
+
+
+def _enter_shared_function(compiled: Any, grid: tuple[int, int, int]) -> _Enter | None:
+    """Triton 3.7 to 3.9: one C function for all kernels, which reads a list of arguments by a description of them."""
+    from triton.backends.nvidia import driver
+
+    launcher = compiled.run
+    launch = getattr(triton.runtime.driver.active.utils, "launch", None)
+    if launch is None:
+        return None
+    signature = launcher.kernel_signature
+    # The launcher's own description is of nested tuples; here the arguments come as one flat list.
+    annotations = [driver.PyKernelArg(nested_tuple=None, type=driver.ARG_KERNEL)] * len(signature)
+    x, y, z = grid
+    function, packed = compiled.function, compiled.packed_metadata
+    cooperative, dependent = launcher.launch_cooperative_grid, launcher.launch_pdl
+
+    def enter(stream: int, values: list[Any]) -> None:
+        launch(
+            x, y, z, stream, function, cooperative, dependent, packed, None, None, None, None, None,
+            annotations, signature, values,
+        )  # fmt: skip
+
+    return enter
+
+
+_OWN_MODULE = Entry(
+    _enter_own_module, nested=True, module=("CudaLauncher", "make_tensordesc_arg"), launcher=("launch",)
+)
+_SHARED_FUNCTION = Entry(
+    _enter_shared_function, nested=False,
+    module=("CudaLauncher", "make_tensordesc_arg", "PyKernelArg", "ARG_KERNEL"), launcher=("kernel_signature",),
+)  # fmt: skip
+#: The versions that are known, by their first two numbers.
+_ENTRIES = {
+    "3.6": _OWN_MODULE,
+    "3.7": _SHARED_FUNCTION,
+    "3.8": _SHARED_FUNCTION,
+    "3.9": _SHARED_FUNCTION,
+}
+
+
+def entry() -> Entry | None:
+    """How this Triton is entered; None where that is not known."""
+    known = _ENTRIES.get(".".join(triton.__version__.split(".")[:2]))
+    if known is None or torch.version.hip is not None:
+        return None
+    from triton.backends.nvidia import driver
+
+    return known if all(hasattr(driver, name) for name in known.module) else None
+
+
+def _suits(entry: Entry, launcher: Any) -> bool:
+    """Whether a kernel's launcher is NVIDIA's, as known, and does nothing for the kernel but launch it."""
+    from triton.backends.nvidia import driver
+
+    names = (*entry.launcher, "launch_cooperative_grid", "launch_pdl")
+    return (
+        type(launcher) is driver.CudaLauncher
+        and all(hasattr(launcher, name) for name in names)
+        and getattr(launcher, "global_scratch_size", None) == 0
+        and getattr(launcher, "profile_scratch_size", None) == 0
+        and not getattr(launcher, "gsan_enabled", False)
+    )
+
+
+def _expander() -> Callable[..., list[Any]]:
+    """What Triton makes of a descriptor and the compiler's note about it: the tensor map, then integers."""
+    from triton.backends.nvidia import driver
+
+    # Newer versions also pass a launch's other arguments, and do not read them.
+    unread = [None] * (len(inspect.signature(driver.make_tensordesc_arg).parameters) - 2)
+    active = triton.runtime.driver.active
+
+    def expand(descriptor: TensorDescriptor, note: Any) -> list[Any]:
+        # Encoding takes a CUDA context, which a thread does not have before something binds it.
+        active.set_current_device(active.get_current_device())
+        made: list[Any] = driver.make_tensordesc_arg(descriptor, note, *unread)
+        return made
+
+    return expand
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Launches
+
+
+def _stand_in(tensor: Tensor | None) -> Tensor | None:
+    """A tensor of the same layout without memory, told apart from all others, even where one tensor is passed twice."""
+    if tensor is None:
+        return None
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def lay_out(
+    entry: Entry, binding: Binding, compiled: Any, stand_ins: tuple[Any, ...], alpha: float, beta: float
+) -> Arguments | None:
+    """The arguments of a compiled kernel, given stand-ins for its tensors; None where they can't be laid out ahead."""
+    a, b, out, addend = stand_ins
+    arguments = binding.arguments(a, b, out, addend, alpha, beta)
+    values = dict(zip(binding.kernel.arg_names, arguments, strict=False))
+    notes = getattr(compiled.metadata, "tensordesc_meta", None)
+    layouter = _Layouter(stand_ins, _expander(), notes, entry.nested)
+    try:
+        for name, kind in compiled.src.signature.items():
+            layouter.add(values.get(name), kind)
+    except _Unsuitable:
+        return None
+    complete = entry.nested or len(layouter.laid.values) == len(compiled.run.kernel_signature)
+    known = len(layouter.sources) == len(stand_ins) + (0 if binding.split is None else 2)
+    return layouter.laid if complete and known else None
+
+
+def prepare(binding: Binding, compiled: Any, index: int, *arguments: Any) -> Launch | None:
+    """The short way to launch a compiled kernel on GPU number `index`; None where there is none.
+
+    Args:
+        arguments: a, b, out, addend, alpha and beta of the first launch.
+    """
+    known = entry()
+    if known is None or not _suits(known, compiled.run):
+        return None
+    enter = known.enter(compiled, binding.grid)
+    if enter is None:
+        return None
+    *tensors, alpha, beta = arguments
+    stand_ins = tuple(map(_stand_in, tensors))
+
+    def laid_out(alpha: float, beta: float) -> Arguments | None:
+        return lay_out(known, binding, compiled, stand_ins, alpha, beta)
+
+    first = laid_out(alpha, beta)
+    if first is None:
+        return None
+    by_factors = _by_factors(laid_out) if binding.problem.takes_factors else None
+    room = None if binding.split is None else binding.room
+    launch = _launch(index, enter, first, by_factors, room, binding.kernel.pre_run_hooks)
+    # Newer versions unload the code of a compiled kernel that nobody holds any more.
+    launch.__dict__["compiled"] = compiled
+    return launch
+
+
+def _by_factors(laid_out: Callable[[float, float], Arguments | None]) -> Callable[[float, float], Any]:
+    """`laid_out` with a memory."""
+    kept: dict[Any, Any] = {}
+
+    def arguments(alpha: float, beta: float) -> Any:
+        # Zeros are told apart by their sign, which comparing them does not do.
+        key = (alpha or str(alpha), beta or str(beta))
+        found = kept.get(key)
+        if found is None:
+            if len(kept) >= _FACTORS:
+                kept.clear()
+            found = kept[key] = laid_out(alpha, beta)
+        return found
+
+    return arguments
+
+
+def _launch(
+    index: int, enter: _Enter, fixed: Arguments, by_factors: Callable[[float, float], Any] | None,
+    room: tuple[int, int] | None, hooks: list[Any],
+) -> Launch:  # fmt: skip
+    knobs, stream_of = triton.knobs.runtime, triton.runtime.driver.active.get_current_stream
+    current = torch._C._cuda_getDevice if torch.cuda.device_count() > 1 else None
+
+    def launch(a: int, b: int, out: int, addend: int, alpha: float, beta: float) -> bool:
+        # A hook is an object with a list of calls, or any function that somebody put in its place.
+        if (
+            getattr(knobs.launch_enter_hook, "calls", True)
+            or getattr(knobs.launch_exit_hook, "calls", True)
+            or hooks
+        ):
+            return False
+        if current is not None and current() != index:
+            with torch.cuda.device(index):
+                return launch(a, b, out, addend, alpha, beta)
+        arguments = fixed if by_factors is None else by_factors(alpha, beta)
+        stream = stream_of(index)
+        if room is None:
+            enter(stream, arguments.at((a, b, out, addend)))
+        else:
+            # Held until the launch is queued: memory that is freed later is used again after it, on its stream.
+            partials, arrivals = WORKSPACES.on_stream(index, stream, *room)
+            enter(stream, arguments.at((a, b, out, addend, partials.data_ptr(), arrivals.data_ptr())))
+        return True
+
+    return launch

@@ -1,0 +1,274 @@
+"""Launches compiled kernels with a stand-in for the GPU's driver, the ordinary way and the short way.
+
+Prints, as JSON, by case: null where both hand Triton's C function the same, or what differs.
+"""
+
+import json
+import re
+import sys
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
+
+from gemmery import direct
+from gemmery.devices import TABLE
+from gemmery.launch import Binding
+from gemmery.layout import make_problem
+from gemmery.problem import Config
+from gemmery.workspace import WORKSPACES
+
+STREAM, FUNCTION = 11, 77
+
+
+@dataclass(frozen=True)
+class KernelArg:
+    """What Triton 3.7 and newer describe an argument by."""
+
+    nested_tuple: Any
+    type: int
+
+
+class Recorder:
+    """Stands for a C function; it has no code that could be looked into, as those have none."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, *args):
+        self.calls.append(args)
+
+
+LAUNCHES = Recorder()
+
+
+class Utils:
+    """As much of CudaUtils as a launch uses."""
+
+    launch = LAUNCHES
+
+    def load_binary(self, name, kernel, shared, device):
+        return 1, FUNCTION, 100, 0, 1024
+
+    def unload_module(self, module):
+        pass
+
+    def get_device_properties(self, device):
+        return {"max_shared_mem": 232448}
+
+    def fill_tma_descriptor(self, address, *layout):
+        return "map", address, repr(layout)
+
+    fill_tma_descriptor_tiled = fill_tma_descriptor
+
+    def build_signature_metadata(self, signature):
+        return bytes(len(signature))
+
+
+class Driver:
+    """As much of CudaDriver."""
+
+    utils = Utils()
+    launcher_cls = nvidia.CudaLauncher
+
+    def get_current_device(self):
+        return 0
+
+    def set_current_device(self, device):
+        assert device == 0
+
+    def get_current_stream(self, device=0):
+        return STREAM
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+
+def set_up():
+    triton.runtime.driver.set_active(Driver())
+    nvidia.PyKernelArg = KernelArg
+    nvidia.ARG_CONSTEXPR, nvidia.ARG_KERNEL, nvidia.ARG_TUPLE = 0, 1, 2
+    # Triton 3.6 compiles a C module for each signature.
+    nvidia.compile_module_from_src = lambda **_: type("Module", (), {"launch": LAUNCHES})
+    nvidia.library_dirs = list
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the C function would read
+
+
+def plain(value):
+    """A pointer as the number that it is, whoever asks the tensor for it."""
+    return value.data_ptr() if isinstance(value, torch.Tensor) else value
+
+
+def by_annotations(args, annotations):
+    """Triton 3.7 and newer: tuples flattened and constants left out as the description says."""
+    flat = []
+    for value, annotation in zip(args, annotations, strict=True):
+        if annotation.type == nvidia.ARG_TUPLE:
+            flat += by_annotations(value, annotation.nested_tuple)
+        elif annotation.type == nvidia.ARG_KERNEL:
+            flat.append(plain(value))
+    return flat
+
+
+def by_signature(args, signature):
+    """Triton 3.6: the same by the kernel's signature, in which a descriptor is a map and some integers."""
+    flat, rest = [], list(args)
+    for kind in signature:
+        if isinstance(kind, tuple):
+            flat += by_signature(rest.pop(0), kind)
+        elif kind == "constexpr":
+            rest.pop(0)
+        else:
+            rank = len(re.search(r"\[([^]]*)\]", kind)[1].split(",")) if kind.startswith("tensordesc") else 0
+            flat += [plain(rest.pop(0)) for _ in range(1 + 2 * rank)]
+    assert not rest
+    return flat
+
+
+def read(call, compiled):
+    """What a call means: the grid, stream, function and options, and the kernel's arguments, flat."""
+    grid, stream, function, options = call[:3], call[3], call[4], call[5:7]
+    if triton.__version__.startswith("3.6."):
+        scratch, packed = call[7:9], call[9]
+        values = by_signature(call[13:], compiled.src.signature.values())
+    else:
+        packed, scratch, (annotations, signature, args) = call[7], call[11:13], call[13:]
+        values = by_annotations(args, annotations)
+        assert len(values) == len(signature)
+    return grid, stream, function, options, scratch, packed, values
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Cases
+
+
+def bf16(*shape):
+    return torch.ones(shape, dtype=torch.bfloat16)
+
+
+def tensors(m, n, k, batch=(), bias=(), order="N"):
+    b = bf16(*batch, k, n) if order == "N" else bf16(*batch, n, k).mT
+    return bf16(*batch, m, k), b, bf16(*batch, m, n), bf16(*bias) if bias else None
+
+
+TILE = "64x64x64-g8-w4-s3-tile-"
+#: The config, and the tensors' kind.
+CASES = {
+    "pointers": (TILE + "pointer", {"m": 128, "n": 192, "k": 256}),
+    "odd": (TILE + "pointer", {"m": 127, "n": 191, "k": 255}),
+    "descriptors": (TILE + "descriptor", {"m": 128, "n": 192, "k": 256, "order": "T"}),
+    "batch": (TILE + "descriptor", {"m": 128, "n": 192, "k": 256, "batch": (3,)}),
+    "persistent": ("128x128x64-g8-w8-s3-persistent-descriptor", {"m": 512, "n": 512, "k": 256}),
+    "tail": ("128x128x64-g8-w8-s3-persistent-descriptor-t4", {"m": 2100, "n": 2200, "k": 256}),
+    "row": (TILE + "descriptor", {"m": 128, "n": 192, "k": 256, "bias": (192,)}),
+    "matrix": (TILE + "descriptor", {"m": 128, "n": 192, "k": 256, "bias": (128, 192)}),
+    "scale": (TILE + "pointer", {"m": 128, "n": 192, "k": 256}),
+    "split": (TILE + "pointer-k4", {"m": 128, "n": 192, "k": 1024}),
+}
+#: Factors of the launches, one after the other.
+FACTORS = {"scale": [(2.0, 1), (0.0, 1), (-0.0, 1), (2.0, 1)], "matrix": [(1, 1), (0.5, 3), (0.1, 1)]}
+
+
+def same_way(name):
+    """Launch a case's kernel both ways, with one set of tensors after the other."""
+    config, shape = CASES[name]
+    first = tensors(**shape)
+    a, b, out, addend = first
+    problem = make_problem(
+        a, b, out, addend, scaled=name in ("scale", "matrix"), precision="ieee", fast_accum=False,
+        device=TABLE["NVIDIA H200"],
+    )  # fmt: skip
+    binding = Binding(problem, Config.of(config))
+    if name == "split":
+        # As on a GPU, where there is one for each stream; without one, each call gets a new one.
+        partials, arrivals = WORKSPACES.get(torch.device("cpu"), *binding.room)
+        WORKSPACES.get = lambda device, *room: tuple(x.to(device) for x in (partials, arrivals))
+        WORKSPACES.on_stream = lambda index, stream, *room: (partials, arrivals)
+    factors = FACTORS.get(name, [(1, 1)])
+    compiled = binding.compile(*first, *factors[0])
+    # One tensor for two of the operands must not make them one for ever.
+    twice = (a, a if a.shape == b.shape else b, out, addend)
+    launch = direct.prepare(binding, compiled, 0, *twice, *factors[0])
+    assert launch is not None, "there is no short way"
+    for operands in (first, tensors(**shape), first):
+        for alpha, beta in factors:
+            LAUNCHES.calls.clear()
+            binding.launch(*operands, alpha, beta)
+            assert launch(*(0 if x is None else x.data_ptr() for x in operands), alpha, beta)
+            ordinary, short = (read(call, compiled) for call in LAUNCHES.calls)
+            assert repr(short) == repr(ordinary), f"{short} is not {ordinary}"
+    return launch
+
+
+def hooks():
+    """Whoever listens to launches hears of each: those go the ordinary way."""
+    launch, knobs = same_way("pointers"), triton.knobs.runtime
+    operands = [x.data_ptr() if x is not None else 0 for x in tensors(**CASES["pointers"][1])]
+    for hook in ("launch_enter_hook", "launch_exit_hook"):
+        chain = getattr(knobs, hook)
+        chain.add(print)
+        assert not launch(*operands, 1, 1)
+        chain.remove(print)
+        assert launch(*operands, 1, 1)
+        with knobs.scope():
+            setattr(knobs, hook, print)
+            assert not launch(*operands, 1, 1)
+        assert launch(*operands, 1, 1)
+
+
+def unknown():
+    """Another version, another launcher, a kernel with scratch memory: no short way, and no error."""
+    config, shape = CASES["pointers"]
+    operands = tensors(**shape)
+    problem = make_problem(
+        *operands, scaled=False, precision="ieee", fast_accum=False, device=TABLE["NVIDIA H200"]
+    )
+    binding = Binding(problem, Config.of(config))
+    compiled = binding.compile(*operands)
+    compiled._init_handles()
+
+    def refused():
+        return direct.prepare(binding, compiled, 0, *operands, 1, 1) is None
+
+    assert not refused()
+    launcher = compiled._run
+    for name, value in (("global_scratch_size", 64), ("profile_scratch_size", 64), ("gsan_enabled", True)):
+        before = getattr(launcher, name, None)
+        setattr(launcher, name, value)
+        assert refused(), name
+        setattr(launcher, name, before)
+    cooperative = launcher.launch_cooperative_grid
+    del launcher.launch_cooperative_grid
+    assert refused()
+    launcher.launch_cooperative_grid = cooperative
+    compiled._run = lambda *args: None
+    assert refused()
+    compiled._run = launcher
+    version, triton.__version__ = triton.__version__, "4.0.0"
+    assert refused()
+    triton.__version__ = version
+    assert not refused()
+
+
+def main():
+    set_up()
+    found = {}
+    checks = {name: lambda name=name: same_way(name) for name in CASES} | {"hooks": hooks, "unknown": unknown}
+    for name, check in checks.items():
+        try:
+            check()
+            found[name] = None
+        except Exception:
+            found[name] = traceback.format_exc(limit=-4)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
