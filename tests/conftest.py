@@ -14,6 +14,10 @@ TESTS = Path(__file__).resolve().parent
 #: different kinds can't share a process.
 INTERPRETED = {"host": False, "interpret": True, "compile": False, "gpu": False}
 
+# What somebody measured on this machine must not decide what a test runs.
+os.environ["GEMMERY_STORE"] = "0"
+os.environ.pop("GEMMERY_LOG", None)
+
 if importlib.util.find_spec("hypothesis"):  # machines with a GPU may have pytest alone
     from hypothesis import settings
 

@@ -50,7 +50,7 @@ def test_version_is_the_projects():
 def test_help_names_every_command(arguments):
     ran = command(*arguments)
     assert ran.returncode == 0
-    for name in ("demo", "ladder", "doctor"):
+    for name in ("demo", "bench", "ladder", "doctor", "explain", "tune", "warmup", "store"):
         assert re.search(rf"\b{name}\b", ran.stdout), ran.stdout
 
 

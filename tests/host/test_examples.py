@@ -5,8 +5,10 @@ import importlib
 
 import pytest
 
+MODULES = ("api", "nn.linear", "select.explain", "select.tuner", "select.warm")
 
-@pytest.mark.parametrize("name", ["gemmery.api", "gemmery.nn.linear"])
+
+@pytest.mark.parametrize("name", [f"gemmery.{module}" for module in MODULES])
 def test_examples(name):
     result = doctest.testmod(importlib.import_module(name))
     assert result.attempted > 0

@@ -70,15 +70,20 @@ class _Driver:
 
 
 def use_target(name: str) -> None:
-    """Make this process compile for a target; once a process."""
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-
+    """Make this process compile for an architecture of the table; once a process."""
     from ..devices import ARCHS
 
     arch = ARCHS[name]
     number: int | str = int(name.removeprefix("sm_")) if arch.backend == "cuda" else name
-    driver.set_active(_Driver(GPUTarget(arch.backend, number, arch.warp_size)))
+    use(arch.backend, number, arch.warp_size)
+
+
+def use(backend: str, number: int | str, warp_size: int) -> None:
+    """Make this process compile for a target in Triton's words; once a process."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    driver.set_active(_Driver(GPUTarget(backend, number, warp_size)))
 
 
 def cases(name: str, everything: bool) -> Iterator[Case]:

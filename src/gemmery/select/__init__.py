@@ -1,15 +1,59 @@
-"""Which config runs a problem: a declared space (`space`), ranked by a model (`model`)."""
+"""Which config runs a problem.
+
+What was measured for exactly this problem here (`store`), or else the first of a declared space (`space`) that is
+ranked by a model (`model`), which measurements that are shipped correct (`measured`).
+"""
 
 from __future__ import annotations
 
-from ..problem import Config, Problem
-from .model import Cost, cost
-from .space import configs
+import numpy as np
 
-__all__ = ["Cost", "rank"]
+from ..launch import Binding
+from ..problem import Config, Problem
+from . import measured, shortlist, store
+from .model import Cost, Costs, costs
+from .space import Space, space_of
+
+__all__ = ["Cost", "candidates", "rank"]
+
+
+def _predict(problem: Problem) -> tuple[Space, Costs, np.ndarray]:
+    """The configs that can run a problem, their predicted costs, and their order, best first.
+
+    Configs whose kernels are on the shortlist for all M come before the others.
+    """
+    short = shortlist.of(problem)
+    space = space_of(problem)
+    if problem.batch_invariant:
+        space = space.where(space.numerics == short.numerics)
+    factor = measured.factor(problem, space, np.array([[problem.M]]))
+    predicted = costs(problem, space).corrected(np.broadcast_to(factor, (1, len(space)))[0])
+    others = ~np.isin(space.kernel, list(short.kernels))
+    return space, predicted, np.lexsort((predicted.total, others))
 
 
 def rank(problem: Problem) -> list[tuple[Config, Cost]]:
-    """Every config that can run the problem with its predicted cost, best first."""
-    costs = [(tile.config, cost(problem, tile)) for tile in configs(problem)]
-    return sorted(costs, key=lambda entry: entry[1].total)
+    """Every config that can run the problem with its predicted cost, in the order in which they are tried."""
+    space, predicted, order = _predict(problem)
+    return [(space.configs[i], predicted[i]) for i in order.tolist()]
+
+
+def candidates(problem: Problem) -> list[Config]:
+    """The configs to try for a problem, best first: the quickest that was measured for exactly it, then the ranking."""
+    space, _, order = _predict(problem)
+    ranked = [space.configs[i] for i in order.tolist()]
+    # One config for every M is what makes a result batch-invariant; a timing is of one M.
+    timings = None if problem.batch_invariant else store.current()
+    tuned = None if timings is None else timings.best(problem)
+    if tuned is None or not (tuned in ranked or _suits(problem, tuned)):
+        return ranked
+    return [tuned, *(config for config in ranked if config != tuned)]
+
+
+def _suits(problem: Problem, config: Config) -> bool:
+    try:
+        Binding(problem, config)
+    except ValueError:
+        # The timing came from elsewhere: here it can't have been measured.
+        return False
+    return True

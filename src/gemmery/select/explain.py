@@ -1,0 +1,182 @@
+"""Why a config is chosen: the best candidates of a product with the predicted cost of each part, on any known GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from ..plan import runs_on
+from ..problem import Config, Precision, Problem
+from . import Cost, candidates, rank, store
+from .keys import device_text, to_dict
+from .shapes import device_named, problem_of
+
+#: The parts of a predicted time, in seconds.
+PARTS = tuple(field.name for field in fields(Cost) if field.name not in ("total", "waves"))
+#: The parts that grow with the product; the others are what it costs besides.
+BINDING = ("compute", "l2", "memory")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One candidate.
+
+    Attributes:
+        cost: what the model predicts; None for a config outside the space that was measured.
+        measured: seconds, where the store has a timing for exactly this problem, device and version.
+    """
+
+    config: Config
+    cost: Cost | None
+    measured: float | None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What runs a problem, and what it was chosen over; `str` gives it as a table.
+
+    Attributes:
+        choices: the best candidates, first the one that runs; none where the torch reference does.
+        untuned: the config that would run without timings of this problem.
+        considered: how many configs can run it.
+    """
+
+    problem: Problem
+    choices: tuple[Choice, ...]
+    untuned: Config | None
+    considered: int
+
+    @property
+    def reasons(self) -> list[str]:
+        """Plain sentences about why the first is first."""
+        if not self.choices:
+            return [f"torch reference: {self.problem.device.name} lacks the instructions"]
+        first, *others = self.choices
+        if first.cost is None:
+            return [f"the first was measured as the quickest; untuned it would be {self.untuned}"]
+        sentences = [_what_binds(self.problem, first.cost)]
+        if first.config != self.untuned:
+            sentences.append(f"the first was measured as the quickest; untuned it would be {self.untuned}")
+        predicted = [(choice.config, choice.cost) for choice in others if choice.cost is not None]
+        slower = [(config, cost) for config, cost in predicted if cost.total > first.cost.total]
+        if slower:
+            sentences.append(_what_is_gained(first.cost, *slower[0]))
+        return sentences
+
+    def asdict(self) -> dict[str, Any]:
+        """Everything as plain values, for JSON; times in seconds."""
+        return {
+            "problem": to_dict(self.problem),
+            "device": device_text(self.problem.device),
+            "considered": self.considered,
+            "untuned": None if self.untuned is None else str(self.untuned),
+            "choices": [
+                {
+                    "config": str(choice.config),
+                    "predicted": None if choice.cost is None else {
+                        field.name: getattr(choice.cost, field.name) for field in fields(Cost)
+                    },
+                    "measured": choice.measured,
+                }
+                for choice in self.choices
+            ],
+            "reasons": self.reasons,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        lines = [f"{self.problem} on {self.problem.device.name}"]
+        if self.choices:
+            width = max(len(str(choice.config)) for choice in self.choices)
+            heads = " ".join(f"{name:>9}" for name in ("total", *PARTS))
+            lines.append(f"{'µs predicted':{width}} {heads}  waves  measured")
+            lines += [self._line(choice, width) for choice in self.choices]
+        return "\n".join([*lines, *self.reasons])
+
+    def _line(self, choice: Choice, width: int) -> str:
+        measured = "" if choice.measured is None else f"{choice.measured * 1e6:9.1f}"
+        if choice.cost is None:
+            return f"{choice.config!s:{width}} {'':{10 * (len(PARTS) + 1) + 5}} {measured}".rstrip()
+        times = " ".join(f"{getattr(choice.cost, name) * 1e6:9.1f}" for name in ("total", *PARTS))
+        return f"{choice.config!s:{width}} {times} {choice.cost.waves:6.2f} {measured}".rstrip()
+
+
+def _what_binds(problem: Problem, cost: Cost) -> str:
+    part = max(BINDING, key=lambda name: getattr(cost, name))
+    share = getattr(cost, part) / cost.total
+    waves = f"{cost.waves:.2f} tiles on the busiest of {problem.device.sms} multiprocessors"
+    if share < 0.5:
+        return f"overhead dominates: {cost.overhead * 1e6:.1f} of {cost.total * 1e6:.1f} µs; {waves}"
+    return f"bound by {part}, {share:.0%} of {cost.total * 1e6:.1f} µs; {waves}"
+
+
+def _what_is_gained(first: Cost, config: Config, cost: Cost) -> str:
+    more = {name: getattr(cost, name) - getattr(first, name) for name in PARTS}
+    part = max(more, key=lambda name: more[name])
+    slower = cost.total / first.total - 1
+    return f"{config} is predicted to take {slower:.1%} longer ({part} {more[part] * 1e6:+.1f} µs)"
+
+
+def explain_problem(problem: Problem, top: int = 5) -> Explanation:
+    """The explanation of a problem, with its `top` best candidates."""
+    if top < 1:
+        raise ValueError(f"explain: top is {top}; it must be at least 1")
+    if not runs_on(problem):
+        return Explanation(problem, (), None, 0)
+    costs = dict(rank(problem))
+    timings = store.current()
+    measured = {} if timings is None else timings.timings(problem)
+    choices = tuple(
+        Choice(config, costs.get(config), measured[config].seconds if config in measured else None)
+        for config in candidates(problem)[:top]
+    )
+    return Explanation(problem, choices, next(iter(costs)), len(costs))
+
+
+def explain(
+    M: int,
+    N: int,
+    K: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    out_dtype: torch.dtype | None = None,
+    layout: str = "NT",
+    batch: Sequence[int] = (),
+    bias: bool = False,
+    precision: Precision = "ieee",
+    fast_accum: bool = False,
+    batch_invariant: bool = False,
+    device: str | None = None,
+    top: int = 5,
+) -> Explanation:
+    """Which config runs a product of these sizes on a GPU, and why; needs neither the GPU nor tensors.
+
+    Args:
+        M, N, K: (*batch, M, K) times (*batch, K, N), contiguous and aligned.
+        layout: for a and then b, N for row-major and T for column-major; a Linear's weight is a T as b.
+        bias: whether N numbers are added to each row.
+        device: a GPU of the device table by its name or a part of it; by default the current one, or else an H200.
+        top: how many candidates to show.
+
+    The other arguments are those of `gemmery.matmul`.
+
+    Returns:
+        The candidates with the predicted cost of each part, and the time where it was measured; print it.
+
+    Raises:
+        ValueError: a size, layout, precision or device is none.
+        TypeError: a type is not supported.
+
+    Example:
+        >>> import gemmery
+        >>> print(gemmery.explain(4096, 4096, 4096, device="H200", top=1))  # doctest: +ELLIPSIS
+        4096x4096x4096 bf16[row] @ bf16[col] -> bf16[row] on NVIDIA H200
+        µs predicted ...
+    """
+    problem = problem_of(
+        M, N, K, dtype=dtype, out_dtype=out_dtype, layout=layout, batch=batch, bias=bias, precision=precision,
+        fast_accum=fast_accum, batch_invariant=batch_invariant, device=device_named(device),
+    )  # fmt: skip
+    return explain_problem(problem, top)

@@ -1,0 +1,102 @@
+"""Timing one config of a problem: its kernel is launched alone and cold, as in `lab.timing`'s burst regime."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from triton.errors import TritonError
+
+from .. import devices
+from ..plan import Plan
+from ..problem import Config, Problem
+from .samples import Sample, sample
+
+if TYPE_CHECKING:
+    from ..lab.timing import Estimate
+
+
+class Refused(Exception):
+    """A config can't run a problem on this GPU; the text says why."""
+
+
+class Watch(Protocol):
+    """What is needed of a `lab.timing.Stopwatch`."""
+
+    def estimate(self, call: Callable[[], object]) -> Estimate:
+        """A first idea of a call's time."""
+
+    def cold(self, call: Callable[[], object], launches: int) -> list[float]:
+        """Seconds of `launches` single calls, each with caches that hold none of its inputs."""
+
+
+class Meter:
+    """Times configs of one problem after the other, on the current GPU.
+
+    Args:
+        watch: measures; by default a new stopwatch.
+
+    Raises:
+        ValueError: there is no GPU, and no watch that would do without.
+    """
+
+    def __init__(self, watch: Watch | None = None) -> None:
+        here = torch.cuda.is_available() and not devices.INTERPRETED
+        if watch is None:
+            if not here:
+                why = "kernels are interpreted" if devices.INTERPRETED else "there is no GPU"
+                raise ValueError(f"tune: {why} here, so there is nothing to measure")
+            from ..lab.timing import Stopwatch
+
+            watch = Stopwatch()
+        self._watch = watch
+        self._device = torch.device("cuda", torch.cuda.current_device()) if here else torch.device("cpu")
+        self._problem: Problem | None = None
+        self._sample: Sample | None = None
+        self._calls: dict[Config, Callable[[], object]] = {}
+
+    def seconds(self, problem: Problem, config: Config) -> float:
+        """Time of a launch.
+
+        Raises:
+            Refused: the kernel does not compile, fit or run without spilled registers.
+        """
+        if problem != self._problem:
+            self._begin(problem)
+        call = self._calls.get(config) or self._call(config)
+        from ..lab.timing import burst_launches
+
+        launches = burst_launches(self._watch.estimate(call).seconds)
+        return statistics.median(self._watch.cold(call, launches))
+
+    def _begin(self, problem: Problem) -> None:
+        row = devices.current(self._device)
+        if row != problem.device:
+            has = "no GPU" if row is None else row.name
+            raise ValueError(f"tune: the problem is for {problem.device.name}, and here is {has}")
+        # The last problem's tensors go first: both together may not fit.
+        self._calls.clear()
+        self._sample = self._problem = None
+        self._sample = sample(problem, self._device, seed=0)
+        self._problem = problem
+
+    def _call(self, config: Config) -> Callable[[], object]:
+        assert self._problem is not None
+        assert self._sample is not None
+        plan = Plan(self._problem, config)
+        try:
+            plan.fit(*self._sample, pinned=True)
+        except torch.OutOfMemoryError:
+            raise
+        except (ValueError, RuntimeError, TritonError) as error:
+            # Whatever a compiler or a driver fails with, it is this config's end and not the run's.
+            reason = " ".join(str(error.__cause__ or error).split())
+            raise Refused(reason[:200] or type(error).__name__) from error
+        resources = plan.resources()
+        if resources is not None and resources.spills:
+            raise Refused(f"spills {resources.spills} words of registers")
+        call = self._calls[config] = partial(plan, *self._sample)
+        return call

@@ -1,0 +1,100 @@
+"""Problems from sizes and a device's name, for questions about products that nobody has tensors of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..devices import TABLE, Device, current
+from ..layout import make_problem
+from ..problem import DTYPE_NAMES, OUT_DTYPES, PRECISIONS, Precision, Problem
+
+LAYOUTS = ("NN", "NT", "TN", "TT")
+#: What the device is where neither a name nor a GPU says.
+DEFAULT_DEVICE = "NVIDIA H200"
+
+
+def device_named(name: str | None = None) -> Device:
+    """A row of the device table by its name or a part of it, such as "h200"; by default the current GPU's.
+
+    Raises:
+        ValueError: no row has that name, or several do.
+    """
+    if name is None:
+        here = current(torch.device("cuda")) if torch.cuda.is_available() else None
+        return here or TABLE[DEFAULT_DEVICE]
+    found = [row for row in TABLE.values() if name.lower() in row.name.lower()]
+    exact = [row for row in found if name.lower() in (row.name.lower(), row.name.lower().split()[-1])]
+    if len(found) != 1 and len(exact) != 1:
+        has = f"{' and '.join(row.name for row in found)} are" if found else "none of the device table is"
+        raise ValueError(f"device is {name!r}; {has} called that; there are {', '.join(TABLE)}")
+    return (exact if len(exact) == 1 else found)[0]
+
+
+def problem_of(
+    M: int,
+    N: int,
+    K: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    out_dtype: torch.dtype | None = None,
+    layout: str = "NT",
+    batch: Sequence[int] = (),
+    bias: bool = False,
+    precision: Precision = "ieee",
+    fast_accum: bool = False,
+    batch_invariant: bool = False,
+    device: Device,
+) -> Problem:
+    """The problem of `a @ b [+ bias]` for contiguous, aligned operands.
+
+    Args:
+        M, N, K: (*batch, M, K) times (*batch, K, N).
+        layout: for a and then b, N for row-major and T for column-major; b of a Linear's weight is T.
+        bias: whether N numbers of the result's type are added to each row.
+
+    The other arguments are those of `gemmery.matmul`.
+
+    Raises:
+        ValueError: a size, the layout or the precision is none.
+        TypeError: a type is not supported.
+    """
+    for name, size in (("M", M), ("N", N), ("K", K), *(("batch", size) for size in batch)):
+        if type(size) is not int or size < (name != "K"):
+            least = 0 if name == "K" else 1
+            raise ValueError(f"{name} is {size!r}; it must be an integer of at least {least}")
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(LAYOUTS)}")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision is {precision!r}; it must be one of {', '.join(PRECISIONS)}")
+    if dtype not in OUT_DTYPES:
+        raise TypeError(f"dtype is {dtype!r}; it must be one of {', '.join(map(str, OUT_DTYPES))}")
+    out_dtype = out_dtype or OUT_DTYPES[dtype][0]
+    if out_dtype not in OUT_DTYPES[dtype]:
+        known = ", ".join(map(str, OUT_DTYPES[dtype]))
+        raise TypeError(f"out_dtype is {out_dtype}; for {dtype} operands it can be {known}")
+
+    def matrix(rows: int, cols: int, dtype: torch.dtype, letter: str) -> torch.Tensor:
+        shape = (rows, cols) if letter == "N" else (cols, rows)
+        whole = torch.empty(*batch, *shape, dtype=dtype, device="meta")
+        return whole if letter == "N" else whole.mT
+
+    return make_problem(
+        matrix(M, K, dtype, layout[0]), matrix(K, N, dtype, layout[1]), matrix(M, N, out_dtype, "N"),
+        torch.empty(N, dtype=out_dtype, device="meta") if bias else None,
+        scaled=False, precision=precision if precision in device.target.precisions else "ieee",
+        fast_accum=fast_accum, batch_invariant=batch_invariant, device=device,
+    )  # fmt: skip
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """A type by its short name, as in `problem.DTYPE_NAMES`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    named = {short: dtype for dtype, short in DTYPE_NAMES.items()}
+    if name not in named:
+        raise ValueError(f"dtype is {name!r}; it must be one of {', '.join(named)}")
+    return named[name]

@@ -1,0 +1,185 @@
+"""The store of measured timings, in a file of the user's cache directory.
+
+One row is one config's time on one problem, for one device, Triton and source of the kernels (see `keys`), so that a
+new config adds to what was measured and a changed kernel starts afresh. Looking up never creates anything, and costs
+one `stat` where there is no file. Where nothing can be written, in a read-only home or without one, timings are kept in
+memory.
+
+The directory is GEMMERY_CACHE_DIR, or else the user's cache; GEMMERY_STORE=0 turns the store off.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ..problem import Config, Problem
+from .keys import Key, key_of
+
+#: The file's name has the version of its tables, so that versions of gemmery with others do not meet in one file.
+FILE = "timings-1.sqlite"
+
+
+class Timing(NamedTuple):
+    """What is known of a config on a problem.
+
+    Attributes:
+        seconds: one launch, cold; None where the config can't run the problem here.
+        note: why it can't.
+        measured: when, in seconds since 1970.
+    """
+
+    seconds: float | None
+    note: str = ""
+    measured: float = 0.0
+
+
+class Row(NamedTuple):
+    """One line of the store: what it is kept under, the config's text, and its timing."""
+
+    key: Key
+    config: str
+    timing: Timing
+
+
+class Store:
+    """Timings in a file, and in memory where that can't be written.
+
+    Args:
+        path: the file; None for a store in memory alone.
+        why: why there is no file, for a warning to those who write.
+    """
+
+    def __init__(self, path: Path | None, why: str = "there is no home directory") -> None:
+        self.path, self.why = path, why
+        self._memory: dict[Key, dict[str, Timing]] = {}
+        self._said: set[str] = set()
+        self._read = functools.lru_cache(4096)(self._query)
+
+    def timings(self, problem: Problem) -> dict[Config, Timing]:
+        """What was measured for exactly this problem, on its device and with this version; the quickest first."""
+        stamp = self._stamp()
+        if stamp is None and not self._memory:
+            return {}
+        key = key_of(problem)
+        found = dict(self._read(stamp, key)) if stamp is not None else {}
+        found |= self._memory.get(key, {})
+        known = [(config, timing) for text, timing in found.items() if (config := _config(text)) is not None]
+        return dict(sorted(known, key=lambda entry: (entry[1].seconds is None, entry[1].seconds or 0.0)))
+
+    def best(self, problem: Problem) -> Config | None:
+        """The quickest of the configs that were measured for exactly this problem; None where there are none."""
+        for config, timing in self.timings(problem).items():
+            return config if timing.seconds is not None else None
+        return None
+
+    def rows(self) -> list[Row]:
+        """Everything in the store, of all devices and versions, in the order of its keys."""
+        found = {(row.key, row.config): row for row in self._select()}
+        for key, configs in self._memory.items():
+            found |= {(key, text): Row(key, text, timing) for text, timing in configs.items()}
+        return [found[place] for place in sorted(found)]
+
+    def record(self, problem: Problem, config: Config, seconds: float | None, note: str = "") -> None:
+        """Keep a config's time on a problem, or with None that it can't run; replaces what was known."""
+        self.add([Row(key_of(problem), str(config), Timing(seconds, note, time.time()))])
+
+    def add(self, rows: Sequence[Row], *, if_newer: bool = False) -> None:
+        """Keep rows, in the file or else in memory.
+
+        Args:
+            if_newer: replace only what was measured before.
+        """
+        if self.path is None:
+            self._say("write", f"{self.why}; timings last as long as this process")
+        else:
+            try:
+                from . import database
+
+                database.insert(
+                    self.path, [(*row.key, row.config, *row.timing) for row in rows], if_newer=if_newer
+                )
+                return
+            except (OSError, ImportError) as error:
+                self._say(
+                    "write", f"{self.path} can't be written; timings last as long as this process: {error}"
+                )
+        for row in rows:
+            known = self._memory.setdefault(row.key, {})
+            if not (if_newer and row.config in known and row.timing.measured <= known[row.config].measured):
+                known[row.config] = row.timing
+
+    def _stamp(self) -> tuple[int, int, int] | None:
+        """Tells the file's states apart; None where there is no file."""
+        if self.path is None:
+            return None
+        try:
+            status = os.stat(self.path)
+        except OSError:
+            # Missing, or behind a directory that can't be entered: either way there is nothing to read.
+            return None
+        return status.st_ino, status.st_mtime_ns, status.st_size
+
+    def _query(self, stamp: tuple[int, int, int], key: Key) -> tuple[tuple[str, Timing], ...]:
+        """A problem's configs; memoised for each state of the file."""
+        return tuple((row.config, row.timing) for row in self._select(**key._asdict()))
+
+    def _select(self, **wanted: str) -> list[Row]:
+        if self._stamp() is None:
+            return []
+        assert self.path is not None
+        try:
+            from . import database
+
+            rows = database.select(self.path, **wanted)
+        except (OSError, ImportError) as error:
+            self._say("read", f"{self.path} can't be read and is not used: {error}")
+            return []
+        return [Row(Key(*row[:4]), row[4], Timing(*row[5:])) for row in rows]
+
+    def _say(self, what: str, text: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            warnings.warn(f"gemmery: the store of timings: {text}", RuntimeWarning, stacklevel=4)
+
+
+def _config(text: str) -> Config | None:
+    try:
+        return Config.of(text)
+    except (ValueError, TypeError):
+        # Written by a version of gemmery with other knobs, and for it to use.
+        return None
+
+
+def current() -> Store | None:
+    """The store of this process's environment; None where it is turned off."""
+    if os.environ.get("GEMMERY_STORE", "1").lower() in ("0", "off", "false", "no"):
+        return None
+    directory = os.environ.get("GEMMERY_CACHE_DIR")
+    return _at(directory, os.environ.get("XDG_CACHE_HOME"), os.environ.get("HOME"))
+
+
+@functools.lru_cache(16)
+def _at(directory: str | None, cache: str | None, home: str | None) -> Store:
+    """The store in a directory, else in the user's cache directory, which depends on the other two."""
+    place = Path(directory) if directory else _user_cache()
+    return Store(place / FILE if place is not None else None)
+
+
+def _user_cache() -> Path | None:
+    """gemmery's directory in the user's cache; None where there is no home."""
+    try:
+        from platformdirs import user_cache_dir
+
+        place = user_cache_dir("gemmery")
+    except RuntimeError:
+        return None  # what some of its versions say where there is no home
+    except ModuleNotFoundError:
+        place = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "gemmery")
+    # Relative, or still with its tilde: nobody knows where home is.
+    return Path(place) if os.path.isabs(place) else None

@@ -1,0 +1,288 @@
+"""Compiling ahead: every kernel that products with given weights need, for every number of rows.
+
+A server sees every M. Sizes are not compiled into the kernels, so that a weight needs few of them; once they are
+compiled, a new M costs the choice of a config and a look into Triton's cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import devices
+from ..devices import Device
+from ..launch import Binding
+from ..layout import make_problem
+from ..plan import Plan, runs_on
+from ..problem import DTYPE_NAMES, OUT_DTYPES, Config, Precision, Problem
+from . import candidates
+from .samples import sample
+from .shapes import dtype_named
+from .workers import WORTH_WORKERS, Target, Workers
+
+#: The largest number of rows by default.
+MOST_ROWS = 8192
+#: Numbers of rows whose kernels are compiled in other processes first: all up to here, then every so manieth, a number
+#: that has no factor in common with block sizes.
+_EARLY, _STRIDE = 64, 37
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight by its description: products are `x @ weight.T [+ bias]`, with x of (M, K) in contiguous rows.
+
+    Attributes:
+        N, K: of a weight (N, K), as a Linear's.
+        layout: "NT" where it lies in memory as (N, K), "NN" where as (K, N).
+        bias: whether N numbers are added.
+        name: for messages and tables.
+    """
+
+    N: int
+    K: int
+    dtype: torch.dtype = torch.bfloat16
+    layout: str = "NT"
+    bias: bool = False
+    precision: Precision = "ieee"
+    batch_invariant: bool = False
+    name: str = ""
+
+    @classmethod
+    def of(cls, values: Any, dtype: torch.dtype = torch.bfloat16) -> Weight:
+        """A weight from an object of JSON with at least N and K; `dtype` where it names none.
+
+        Raises:
+            ValueError: the values do not describe a weight.
+        """
+        known = {one.name for one in fields(cls)}
+        if not isinstance(values, dict) or not {"N", "K"} <= set(values) <= known:
+            raise ValueError(
+                f"a weight is an object with N, K and maybe {', '.join(known - {'N', 'K'})}; {values!r}"
+            )
+        named = dtype_named(values["dtype"]) if "dtype" in values else dtype
+        weight = cls(**(values | {"dtype": named}))
+        for one in fields(cls):
+            kind = int if one.name in ("N", "K") else type(one.default)
+            if type(getattr(weight, one.name)) is not kind:
+                raise ValueError(f"a weight's {one.name} is {getattr(weight, one.name)!r}")
+        if weight.layout not in ("NT", "NN"):
+            raise ValueError(f"a weight's layout is {weight.layout!r}; it must be NT or NN")
+        return weight
+
+
+@dataclass
+class Warmed:
+    """What was prepared for one weight, or for several of the same layout.
+
+    Attributes:
+        names: of the weights.
+        problem: the product with the most rows.
+        kernels: the compiled kernels, by the config that each runs with first.
+        rows: how many numbers of rows were asked for.
+        seconds: that it took.
+    """
+
+    names: list[str]
+    problem: Problem
+    kernels: list[Config] = field(default_factory=list)
+    rows: int = 0
+    seconds: float = 0.0
+
+    def asdict(self) -> dict[str, Any]:
+        """Everything as plain values, for JSON."""
+        p = self.problem
+        return {
+            "names": self.names, "N": p.N, "K": p.K, "dtype": DTYPE_NAMES[p.b.dtype], "rows": self.rows,
+            "kernels": [str(config) for config in self.kernels], "seconds": self.seconds,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Factor:
+    """The right-hand side of products with any number of rows on the left.
+
+    Attributes:
+        b: (K, N), possibly on the meta device.
+        bias: (N,).
+    """
+
+    name: str
+    b: Tensor
+    bias: Tensor | None
+    precision: Precision
+    batch_invariant: bool
+
+    def problem(self, M: int, row: Device) -> Problem:
+        """The product of M rows with it."""
+        K, N = self.b.shape
+        dtype = self.b.dtype
+        out = torch.empty(M, N, dtype=OUT_DTYPES[dtype][0], device="meta")
+        return make_problem(
+            torch.empty(M, K, dtype=dtype, device="meta"), self.b, out, self.bias, scaled=False,
+            precision=self.precision if self.precision in row.target.precisions else "ieee",
+            fast_accum=False, batch_invariant=self.batch_invariant, device=row,
+        )  # fmt: skip
+
+
+def warmup(
+    *weights: nn.Module | Tensor | Weight | dict[str, Any],
+    max_m: int = MOST_ROWS,
+    sizes: Iterable[int] | None = None,
+    batch_invariant: bool = False,
+    device: torch.device | str | None = None,
+    progress: Callable[[int, int], object] | None = None,
+    workers: int | None = None,
+) -> list[Warmed]:
+    """Compile every kernel that products with these weights run, so that none compiles later.
+
+    Counted on are inputs whose rows are contiguous and aligned, as those of a Linear are. What is compiled stays in
+    Triton's cache on disk as well: warming up ahead of time makes the next process's warm-up quick.
+
+    Args:
+        weights: modules, of which all Linear layers count; tensors (N, K); or descriptions, such as
+            {"N": 6144, "K": 4096, "dtype": "bf16", "bias": True}, see `select.warm.Weight`.
+        max_m: every number of rows from 1 to this one is prepared; of an input (B, T, K) that is B * T.
+        sizes: only these numbers of rows.
+        batch_invariant: for modules and tensors, that the products will be called with it.
+        device: the GPU; by default that of the weights, or the current one.
+        progress: called now and then with how much is done, and of how much.
+        workers: processes that compile, see `workers.Workers`; 0 compiles in this one.
+
+    Returns:
+        What was prepared, for each weight that differs in layout from the others.
+
+    Raises:
+        ValueError: there is no GPU to compile for, or a weight is none.
+        TypeError: a weight's type is not supported.
+
+    Example:
+        >>> import torch, gemmery, gemmery.nn
+        >>> if torch.cuda.is_available():
+        ...     model = torch.nn.Sequential(torch.nn.Linear(512, 2048), torch.nn.Linear(2048, 512)).cuda()
+        ...     print([len(warmed.kernels) for warmed in gemmery.warmup(model, max_m=1024)])
+    """
+    rows = list(range(1, max_m + 1) if sizes is None else sizes)
+    if not rows or min(rows) < 1:
+        raise ValueError(
+            f"warmup: max_m is {max_m} and sizes {sizes}; there must be numbers of rows, from 1 on"
+        )
+    factors = [factor for weight in weights for factor in _factors(weight, batch_invariant)]
+    place = _place(device, factors)
+    row = devices.current(place)
+    if row is None:
+        raise ValueError(f"warmup: no kernel runs on {place}, so there is nothing to compile")
+    return _warm(factors, rows, row, place, progress, workers)
+
+
+def _factors(weight: object, batch_invariant: bool) -> list[_Factor]:
+    """The factors of whatever `warmup` is given."""
+    if isinstance(weight, nn.Module):
+        return [
+            _factor(name, layer.weight, layer.bias, getattr(layer, "precision", "ieee"), batch_invariant)
+            for name, layer in weight.named_modules()
+            if isinstance(layer, nn.Linear)
+        ]
+    if isinstance(weight, Tensor):
+        return [_factor("", weight, None, "ieee", batch_invariant)]
+    if not isinstance(weight, Weight | dict):
+        raise TypeError(
+            f"warmup: a {type(weight).__name__} is given; it takes modules, tensors and descriptions"
+        )
+    if isinstance(weight, dict):
+        weight = Weight.of(weight)
+    shape = (weight.N, weight.K)
+    held = torch.empty(shape if weight.layout == "NT" else shape[::-1], dtype=weight.dtype, device="meta")
+    bias = torch.empty(weight.N, dtype=weight.dtype, device="meta") if weight.bias else None
+    held = held if weight.layout == "NT" else held.t()
+    return [_factor(weight.name, held, bias, weight.precision, weight.batch_invariant)]
+
+
+def _factor(
+    name: str, weight: Tensor, bias: Tensor | None, precision: Precision, batch_invariant: bool
+) -> _Factor:
+    if weight.dim() != 2 or 0 in weight.shape:
+        raise ValueError(
+            f"warmup: weight {name} is {tuple(weight.shape)}; it must be (N, K), both at least 1"
+        )
+    if weight.dtype not in OUT_DTYPES:
+        raise TypeError(
+            f"warmup: weight {name} is {weight.dtype}; supported are {', '.join(map(str, OUT_DTYPES))}"
+        )
+    return _Factor(name, weight.detach().t(), bias, precision, batch_invariant)
+
+
+def _place(device: torch.device | str | None, factors: list[_Factor]) -> torch.device:
+    """The device to compile for: the one that is named, or the weights', or the current one."""
+    if device is not None:
+        return torch.device(device)
+    places = {factor.b.device for factor in factors if factor.b.is_cuda}
+    if len(places) > 1:
+        raise ValueError(
+            f"warmup: the weights are on {' and '.join(sorted(map(str, places)))}; name a device"
+        )
+    return next(iter(places), torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _warm(
+    factors: list[_Factor], rows: Sequence[int], row: Device, place: torch.device,
+    progress: Callable[[int, int], object] | None, workers: int | None,
+) -> list[Warmed]:  # fmt: skip
+    groups: dict[Problem, tuple[_Factor, Warmed]] = {}
+    for factor in factors:
+        largest = factor.problem(max(rows), row)
+        groups.setdefault(largest, (factor, Warmed([], largest, rows=len(rows))))[1].names.append(factor.name)
+    total = len(groups) * len(rows)
+    with torch.cuda.device(place) if place.type == "cuda" else contextlib.nullcontext():
+        _compile_early([factor for factor, _ in groups.values()], rows, row, workers)
+        for number, (factor, warmed) in enumerate(groups.values()):
+            begun = time.perf_counter()
+            kernels: dict[object, Config] = {}
+            for done, M in enumerate(rows, 1):
+                plan = _plan(factor.problem(M, row))
+                if plan.config is not None:
+                    kernels.setdefault(_kernel(plan), plan.config)
+                if progress is not None and (done % _STRIDE == 0 or done == len(rows)):
+                    progress(number * len(rows) + done, total)
+            warmed.kernels = list(kernels.values())
+            warmed.seconds = time.perf_counter() - begun
+    return [warmed for _, warmed in groups.values()]
+
+
+def _plan(problem: Problem) -> Plan:
+    """What the first call does for a problem, and nothing that is kept: so many plans would drive out others."""
+    plan = Plan(problem)
+    plan.fit(*sample(problem, "meta"), pinned=False)
+    return plan
+
+
+def _kernel(plan: Plan) -> object:
+    """Tells compiled kernels apart; where nothing is compiled, what would be."""
+    if plan._compiled is not None:
+        return plan._compiled
+    assert plan._binding is not None
+    return plan._binding.kernel, str(plan._binding.constants)
+
+
+def _compile_early(factors: list[_Factor], rows: Sequence[int], row: Device, count: int | None) -> None:
+    """Have other processes compile most of the kernels at once, so that this one finds them in Triton's cache."""
+    if count == 0 or devices.INTERPRETED:
+        return
+    first: dict[object, tuple[Problem, Config]] = {}
+    for factor in factors:
+        for M in [*rows[:_EARLY], *rows[_EARLY::_STRIDE]]:
+            problem = factor.problem(M, row)
+            if runs_on(problem):
+                config = candidates(problem)[0]
+                binding = Binding(problem, config)
+                first.setdefault((binding.kernel, str(binding.constants)), (problem, config))
+    if count is None and len(first) < WORTH_WORKERS:
+        return
+    with Workers(Target.active(), count) as pool:
+        for future in [pool.submit(problem, config) for problem, config in first.values()]:
+            future.result()  # a compiler that dies will die again where it can be seen

@@ -1,0 +1,71 @@
+"""Warms weights up for an H200 in a process of its own, with a compiler that only counts, and prints what it counted.
+
+    python warm_child.py WEIGHTS [MOST_ROWS]
+
+WEIGHTS is a list of descriptions, as JSON. Printed are, for each, how many kernels serve it and with which configs, how
+many of them were compiled and had not been for an earlier weight, how many more were when plans for random numbers of
+rows came afterwards, and the seconds that warming up took per number of rows.
+"""
+
+import json
+import random
+import sys
+import time
+
+from triton.runtime.jit import JITFunction
+
+import gemmery
+from gemmery import devices
+from gemmery.lab import targets
+from gemmery.select import warm
+
+
+class Kernel:
+    """What a compiler would have made, without its code."""
+
+    n_spills = n_regs = 0
+
+    def _init_handles(self):
+        pass
+
+
+def count_only(compiled):
+    def compile_(self, key, signature, device, *arguments):
+        compiled.append(f"{self.__name__} {key}")
+        kernel = self.device_caches[device][0][key] = Kernel()
+        return kernel
+
+    JITFunction._do_compile = compile_
+
+
+def main():
+    targets.use_target("sm_90")
+    compiled = []
+    count_only(compiled)
+    devices.current = lambda device: devices.TABLE["NVIDIA H200"]
+    weights, most = json.loads(sys.argv[1]), int((sys.argv[2:] or [8192])[0])
+    reports = []
+    for weight in weights:
+        compiled.clear()
+        begun = time.perf_counter()
+        (warmed,) = gemmery.warmup(weight, max_m=most, workers=0)
+        seconds = (time.perf_counter() - begun) / most
+        before = len(compiled)
+        (factor,) = warm._factors(weight, False)
+        for M in random.Random(0).sample(range(1, most + 1), min(most, 200)):
+            plan = warm._plan(factor.problem(M, devices.TABLE["NVIDIA H200"]))
+            assert isinstance(plan._compiled, Kernel)
+        reports.append(
+            {
+                "kernels": len(warmed.kernels),
+                "configs": sorted({str(config) for config in warmed.kernels}),
+                "compiled": before,
+                "later": len(compiled) - before,
+                "seconds": seconds,
+            }
+        )
+    print(json.dumps(reports))
+
+
+if __name__ == "__main__":
+    main()

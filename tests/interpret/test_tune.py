@@ -1,0 +1,166 @@
+"""Tuning and warming up with kernels that really run, through the interpreter, timed by a watch that pretends."""
+
+import statistics
+
+import pytest
+import torch
+
+import gemmery
+import gemmery.nn
+from gemmery.lab.timing import Estimate
+from gemmery.select import candidates, rank, store, warm
+from gemmery.select.meter import Meter
+from gemmery.select.samples import sample
+from gemmery.select.tuner import tune_problems
+
+
+class Watch:
+    """Runs what it times, and gives the figures that it was made with, one a call."""
+
+    def __init__(self, figures=()):
+        self.figures = list(figures)
+        self.ran = 0
+
+    def estimate(self, call):
+        call()
+        self.ran += 1
+        return Estimate(seconds=1.0, host_bound=False)
+
+    def cold(self, call, launches):
+        call()
+        figure = self.figures.pop(0) if self.figures else 1.0
+        return [figure, figure, 9 * figure][:launches]
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("GEMMERY_STORE", "1")
+    monkeypatch.setenv("GEMMERY_CACHE_DIR", str(tmp_path))
+    return store.current()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_later_calls_take_the_quickest(kept, bias):
+    a, b = torch.randn(70, 52), torch.randn(52, 92)
+    addend = torch.randn(92) if bias else None
+    before = gemmery.plan(a, b, bias=addend)
+    space = len(rank(before.problem))
+    assert space > 1
+    slowest_first = [1e-3 * (space - place) for place in range(space)]
+    watch = Watch(slowest_first)
+    (result,) = tune_problems([before.problem], exhaustive=True, watch=watch)
+    assert list(result.seconds.values()) == slowest_first[::-1]
+    assert watch.ran == len(slowest_first)
+    assert result.best == rank(before.problem)[-1][0] != before.config
+    # A plan that was held keeps its config; whoever asks again, by a call or for a plan, gets the other.
+    after = gemmery.plan(a, b, bias=addend)
+    assert after.config == candidates(before.problem)[0] == result.best
+    exact = a.double() @ b.double() + (0 if addend is None else addend.double())
+    assert (gemmery.matmul(a, b, bias=addend).double() - exact).norm() <= 1e-6 * exact.norm()
+    assert gemmery.plan(a, b, bias=addend, config=before.config).config == before.config
+
+
+def test_a_figure_is_the_median_of_its_launches(kept):
+    p = gemmery.plan(torch.randn(20, 20), torch.randn(20, 20)).problem
+    meter = Meter(Watch([5.0]))
+    assert meter.seconds(p, rank(p)[0][0]) == statistics.median([5.0, 5.0, 45.0])
+
+
+def test_a_problem_for_another_device_is_refused(kept):
+    from tests.problems import make
+
+    with pytest.raises(ValueError, match="for NVIDIA H200, and here is interpreter"):
+        tune_problems([make(device="NVIDIA H200")], watch=Watch())
+
+
+def test_interpreted_kernels_are_not_timed():
+    with pytest.raises(ValueError, match="interpreted"):
+        gemmery.tune(torch.ones(4, 8), torch.ones(8, 4))
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.int8, torch.float8_e5m2])
+def test_every_kind_of_sample_runs(kept, kind):
+    a, b = torch.randn(17, 40).to(kind), torch.randn(40, 24).to(kind)
+    p = gemmery.plan(a, b).problem
+    inputs = sample(p, "cpu", seed=0)
+    gemmery.Plan(p)(*inputs)
+    exact = inputs.a.double() @ inputs.b.double()
+    assert (inputs.out.double() - exact).norm() <= 0.05 * exact.norm()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Warming up
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Linear(64, 256)
+        self.up_again = torch.nn.Linear(64, 256)
+        self.down = gemmery.nn.Linear(256, 64, bias=False, precision="tf32")
+        self.other = torch.nn.Conv2d(1, 1, 1)
+
+
+def test_all_linear_layers_of_a_model_are_warmed_up():
+    seen = []
+    first, second = gemmery.warmup(Block(), max_m=40, progress=lambda done, total: seen.append((done, total)))
+    assert first.names == ["up", "up_again"]
+    assert second.names == ["down"]
+    assert (first.problem.N, first.problem.K, first.problem.epilogue) == (256, 64, "add_row")
+    assert (second.problem.N, second.problem.K, second.problem.epilogue) == (64, 256, "identity")
+    assert second.problem.precision == "tf32"
+    assert first.rows == second.rows == 40
+    assert first.kernels
+    assert seen[-1] == (80, 80)
+    assert seen == sorted(seen)
+
+
+@pytest.mark.parametrize("layers", [torch.nn.Linear, gemmery.nn.Linear])
+def test_what_is_warmed_up_is_what_a_call_runs(layers, monkeypatch):
+    """Every problem that calls of the layer lead to was asked for by warming up, but for its M."""
+    asked = set()
+    real = warm._plan
+    monkeypatch.setattr(warm, "_plan", lambda problem: asked.add(problem) or real(problem))
+    layer = layers(48, 80, dtype=torch.bfloat16)
+    gemmery.warmup(layer, max_m=64)
+    for shape in ((1, 48), (2, 48), (64, 48), (48,), (4, 16, 48), (1, 1, 48), (2, 3, 5, 48)):
+        x = torch.randn(shape, dtype=torch.bfloat16)
+        b = layer.weight.detach().t()
+        assert gemmery.plan(x, b, bias=layer.bias.detach()).problem in asked, shape
+
+
+def test_descriptions_stand_for_weights():
+    one, two = gemmery.warmup(
+        {"N": 96, "K": 32, "dtype": "fp16", "bias": True, "name": "x"}, torch.ones(96, 32), max_m=3
+    )
+    (layer,) = gemmery.warmup(torch.nn.Linear(32, 96, dtype=torch.float16), max_m=3)
+    assert one.names == ["x"]
+    assert one.problem == layer.problem
+    assert two.problem.a.dtype == torch.float32
+    (turned,) = gemmery.warmup(warm.Weight(96, 32, torch.float16, layout="NN"), sizes=[7])
+    (held,) = gemmery.warmup(torch.ones(32, 96, dtype=torch.float16).t(), sizes=[7])
+    assert turned.problem == held.problem
+    assert turned.problem.M == 7
+
+
+WRONG = [
+    ((), {"max_m": 0}, ValueError, "from 1 on"),
+    ((), {"sizes": [0]}, ValueError, "from 1 on"),
+    ((3,), {}, TypeError, "an? int is given"),
+    ((torch.ones(3),), {}, ValueError, r"\(3,\)"),
+    ((torch.ones(3, 3, dtype=torch.complex64),), {}, TypeError, "complex64"),
+    (({"N": 3},), {}, ValueError, "N, K"),
+    (({"N": 3, "K": 3, "L": 3},), {}, ValueError, "N, K"),
+    (({"N": 3.0, "K": 3},), {}, ValueError, "N is 3.0"),
+    (({"N": 3, "K": 3, "dtype": "fp4"},), {}, ValueError, "fp4"),
+    (({"N": 3, "K": 3, "layout": "TT"},), {}, ValueError, "TT"),
+    (({"N": 3, "K": 3, "bias": 1},), {}, ValueError, "bias is 1"),
+]
+
+
+@pytest.mark.parametrize(
+    ("weights", "options", "error", "message"), WRONG, ids=[str(one[3]) for one in WRONG]
+)
+def test_what_can_not_be_warmed_up(weights, options, error, message):
+    with pytest.raises(error, match=message):
+        gemmery.warmup(*weights, **options)
