@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
-from . import direct, reference
+from . import direct, padding, reference
 from .devices import INTERPRETED
 from .launch import Binding
 from .problem import FP8, Config, Problem
@@ -45,10 +45,13 @@ class Plan:
     Attributes:
         problem: what is computed.
         config: the kernel's knobs; None where the torch reference runs because the device lacks the instructions.
+        copies: names of the matrices that are copied before every launch, because their layout is slow to read.
     """
 
     def __init__(self, problem: Problem, config: Config | None = None) -> None:
         self.problem = problem
+        #: What is launched: the problem on copies of some of its matrices, or None for the problem itself.
+        self._padded: padding.Padded | None = None
         self._added = problem.addend is not None
         self._scaled = problem.takes_factors
         operands = (problem.a, problem.b, problem.out, problem.addend)
@@ -63,9 +66,26 @@ class Plan:
         if config is not None:
             self._choices = [config]
         elif runs_on(problem):
-            self._choices = candidates(problem)
+            self._padded = padding.worth_copying(problem)
+            self._choices = candidates(self._launched)
         if self._choices:
-            self._binding = Binding(problem, self._choices[0])
+            self._binding = Binding(self._launched, self._choices[0])
+
+    @property
+    def _launched(self) -> Problem:
+        return self.problem if self._padded is None else self._padded.problem
+
+    @property
+    def copies(self) -> tuple[str, ...]:
+        """Names of the matrices that are copied before every launch."""
+        return () if self._padded is None else self._padded.names
+
+    def _copied(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """The matrices that the launch reads: copies of those that are slow to read, the others as they are."""
+        if self._padded is None:
+            return a, b
+        copy_a, copy_b = self._padded.a, self._padded.b
+        return a if copy_a is None else copy_a(a), b if copy_b is None else copy_b(b)
 
     @property
     def config(self) -> Config | None:
@@ -108,10 +128,11 @@ class Plan:
             return out.copy_(reference.gemm(a, b, addend, alpha=alpha, beta=beta, out_dtype=dtype))
         # Triton launches on the current device, whatever device the tensors are on.
         with _on(a):
+            a, b = self._copied(a, b)
             self._binding.launch(a, b, out, addend, alpha, beta)
         return out
 
-    def fit(self, *tensors: Any, pinned: bool) -> None:
+    def fit(self, a: Tensor, b: Tensor, *others: Any, pinned: bool) -> None:
         """Compile for the current GPU, going down the ranking until a kernel fits without spills.
 
         Args:
@@ -122,10 +143,11 @@ class Plan:
         """
         if self._binding is None or INTERPRETED:
             return
+        tensors = (*self._copied(a, b), *others)
         spilling: tuple[int, Binding, Any] | None = None
         refusal: Exception | None = None
         for config in self._choices:
-            binding = Binding(self.problem, config)
+            binding = Binding(self._launched, config)
             try:
                 compiled = binding.compile(*tensors)
                 compiled._init_handles()
@@ -145,7 +167,8 @@ class Plan:
 
     def shorten(self, index: int, *tensors: Any) -> None:
         """Have calls on GPU number `index`, the current one, go past Triton's own launcher where that is possible."""
-        if self._binding is not None and self._compiled is not None:
+        # Copies are made in the ordinary way, which takes the host longer than the launch.
+        if self._binding is not None and self._compiled is not None and self._padded is None:
             self._index = index
             self.direct = direct.prepare(self._binding, self._compiled, index, *tensors)
 
@@ -169,7 +192,8 @@ class Plan:
         return f"{explain_problem(self.problem, top)}\nthis plan: {self.config or 'torch reference'}"
 
     def __str__(self) -> str:
-        return f"{self.problem}: {self.config or 'torch reference'}"
+        copies = "".join(f", a copy of {name}" for name in self.copies)
+        return f"{self.problem}: {self.config or 'torch reference'}{copies}"
 
     __repr__ = __str__
 

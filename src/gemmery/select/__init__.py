@@ -14,7 +14,7 @@ from . import measured, shortlist, store
 from .model import Cost, Costs, costs
 from .space import Space, space_of
 
-__all__ = ["Cost", "candidates", "rank"]
+__all__ = ["Cost", "best_time", "candidates", "rank"]
 
 
 def _predict(problem: Problem) -> tuple[Space, Costs, np.ndarray]:
@@ -36,6 +36,12 @@ def rank(problem: Problem) -> list[tuple[Config, Cost]]:
     """Every config that can run the problem with its predicted cost, in the order in which they are tried."""
     space, predicted, order = _predict(problem)
     return [(space.configs[i], predicted[i]) for i in order.tolist()]
+
+
+def best_time(problem: Problem) -> float:
+    """The predicted time of the best config, in seconds."""
+    _, predicted, order = _predict(problem)
+    return float(predicted.total[order[0]])
 
 
 def candidates(problem: Problem) -> list[Config]:

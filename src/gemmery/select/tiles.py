@@ -58,11 +58,14 @@ HOPPER: dict[str, Rows] = {
         """,
         ("pointer", "persistent"): "128x256x64 16 8 3 0.79 aligned strided",
         ("pointer", "tile"): """
-            128x128x64 8 8 3 0.72 strided
+            128x128x64 8 8 3 0.72 aligned strided
             64x128x64  8 4 3 0.52 aligned strided
-            128x64x64  8 4 3 0.52 strided
-            64x64x64   8 4 3 0.34 splits strided
-            16x64x128  8 4 4 0.34 swap splits strided
+            128x64x64  8 4 3 0.52 aligned strided
+            64x64x64   8 4 4 0.40 aligned strided splits
+            16x64x128  8 4 3 0.37 aligned strided swap splits
+            128x128x64 8 8 2 0.14 strided
+            64x64x64   8 4 3 0.11 strided splits
+            16x64x128  8 4 4 0.10 strided swap splits
         """,
     },
     "fp8": {

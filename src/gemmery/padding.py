@@ -1,0 +1,121 @@
+"""Copies of matrices whose layout is slow to load: rows that begin anywhere, or elements that are apart.
+
+Tensor descriptors, and wide loads in general, want adjacent elements and rows that begin at multiples of 16 bytes.
+Where a matrix is not like that, a product that reads it many times is quicker on a copy that is. Whether it is worth
+while is a matter of prediction, see `worth_copying`; a plan says which matrices it copies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from . import select
+from .launch import describable
+from .problem import Operand, Problem
+
+#: Rows of a copy begin at multiples of this many elements.
+_PITCH = 16
+#: Part of the memory bandwidth that a copy between two layouts reaches, and the time of its launch in seconds.
+_COPY_RATE, _COPY_LAUNCH = 0.4, 4e-6
+
+
+@dataclass(frozen=True)
+class Copy:
+    """How a matrix (or a batch of them) is copied.
+
+    Attributes:
+        sizes, strides: of the matrix as it is, in elements; a broadcast batch is copied once.
+        shape: of the memory of the copy.
+        transposed: whether the copy's columns are adjacent in memory and not its rows.
+        operand: how the copy lies in memory.
+    """
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    shape: tuple[int, ...]
+    transposed: bool
+    operand: Operand
+
+    @classmethod
+    def of(cls, operand: Operand, rows: int, cols: int, batch: tuple[int, ...]) -> Copy:
+        """The copy of a matrix, with the elements adjacent that are so already, if any are."""
+        transposed = operand.row == 1 and operand.col != 1
+        outer, inner = (cols, rows) if transposed else (rows, cols)
+        pitch = -(-inner // _PITCH) * _PITCH
+        counts = tuple(size if step else 1 for size, step in zip(batch, operand.steps, strict=True))
+        steps, step = [], outer * pitch
+        for count, old in zip(reversed(counts), reversed(operand.steps), strict=True):
+            steps.append(step if old else 0)
+            step *= count
+        row, col = (1, pitch) if transposed else (pitch, 1)
+        return cls(
+            sizes=(*counts, rows, cols),
+            strides=(*operand.steps, operand.row, operand.col),
+            shape=(*counts, outer, pitch),
+            transposed=transposed,
+            operand=Operand(operand.dtype, tuple(reversed(steps)), row, col, True),
+        )
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that the copying reads and writes."""
+        return 2 * self.operand.dtype.itemsize * torch.Size(self.sizes).numel()
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """A copy of a tensor that lies in memory as the original operand says."""
+        source = tensor.as_strided(self.sizes, self.strides)
+        memory = torch.empty(self.shape, dtype=tensor.dtype, device=tensor.device)
+        view = memory.mT if self.transposed else memory
+        view[..., : self.sizes[-2], : self.sizes[-1]].copy_(source)
+        return memory
+
+
+@dataclass(frozen=True)
+class Padded:
+    """A problem on copies of some of its matrices.
+
+    Attributes:
+        problem: with the copies in the place of the matrices.
+        a, b: the copies, None for a matrix that is read where it is.
+    """
+
+    problem: Problem
+    a: Copy | None
+    b: Copy | None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The matrices that are copied, of "a" and "b"."""
+        return tuple(name for name, copy in (("a", self.a), ("b", self.b)) if copy is not None)
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time of the copying."""
+        rate = self.problem.device.bandwidth * _COPY_RATE
+        return sum(copy.bytes / rate + _COPY_LAUNCH for copy in (self.a, self.b) if copy is not None)
+
+
+def padded(problem: Problem) -> Padded | None:
+    """The problem on copies of the matrices that descriptors can't take; None where they take all, or never could."""
+    p = problem
+    if not p.device.target.tma or p.K == 0 or len(p.batch) > 1:
+        return None
+    a = None if describable(p.a, p.batch) else Copy.of(p.a, p.M, p.K, p.batch)
+    b = None if describable(p.b, p.batch) else Copy.of(p.b, p.K, p.N, p.batch)
+    if a is None and b is None:
+        return None
+    copied = replace(p, a=p.a if a is None else a.operand, b=p.b if b is None else b.operand)
+    return Padded(copied, a, b)
+
+
+def worth_copying(problem: Problem) -> Padded | None:
+    """The problem on copies, where that is predicted to be quicker, copying included; else None."""
+    found = padded(problem)
+    # What is read in another way is summed in another, and which is better depends on M.
+    if found is None or problem.batch_invariant:
+        return None
+    quicker = select.best_time(found.problem) + found.seconds < select.best_time(problem)
+    return found if quicker else None
