@@ -150,6 +150,17 @@ CONFIGS = (
     "128x128x64-g8-w8-s3-persistent-descriptor-t4",
     "128x128x64-g4-w8-s3-persistent-descriptor/2-t2",
     "128x256x64-g16-w8-s2-persistent-descriptor/2-t4",
+    "64x64x32-g8-w4-s3-tile-pointer-k3",
+    "128x64x64-g8-w4-s3-tile-descriptor/2-k2",
+    "64x64x64-g8-w4-s3-tile-descriptor-k3",
+    "64x192x64-g8-w4-s3-tile-descriptor",
+    "128x96x32-g8-w4-s3-tile-pointer",
+    "128x192x64-g8-w8-s3-tile-descriptor-k2",
+    "128x320x64-g8-w8-s3-tile-descriptor/2",
+    "16x64x64-g8-w4-s3-tile-descriptor-swap",
+    "32x64x64-g8-w4-s3-tile-pointer-k2-swap",
+    "64x64x64-g8-w4-s4-tile-descriptor-k3-swap",
+    "32x192x64-g8-w4-s3-tile-descriptor-k2-swap",
 )
 
 

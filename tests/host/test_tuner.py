@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import gemmery
-from gemmery import Config
+from gemmery import Config, padding
 from gemmery.select import candidates, keys, rank, store, tuner
+from gemmery.select.explain import explain_problem
 from gemmery.select.meter import Refused
 from gemmery.select.tuner import tune_problems
 from gemmery.select.workers import WORTH_WORKERS
@@ -115,6 +116,20 @@ def test_each_problem_is_tuned_once_and_some_are_left_out(tune):
     reference = make(device="AMD Radeon RX 7900 XTX", dtype=torch.float8_e5m2, out_dtype=torch.float16)
     results = tune(meter, [P, invariant, reference, P])
     assert [result.problem for result in results] == [P]
+
+
+def test_of_a_product_that_copies_its_matrices_the_product_of_the_copies_is_tuned(tune):
+    p = make(4096, 4096, 4096, device="NVIDIA H200", dtype=torch.bfloat16, pad=1, start=1)
+    copied = padding.launched(p)
+    assert gemmery.Plan(p).copies
+    assert copied != p
+    quick = rank(copied)[1][0]
+    meter = Meter({quick: 0.1e-3})
+    (result,) = tune(meter, [p, copied])
+    assert {problem for problem, _ in meter.calls} == {result.problem} == {copied}
+    assert gemmery.Plan(p).config == quick
+    assert explain_problem(p).choices[0].measured == 0.1e-3
+    assert "copied first" in str(explain_problem(p))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from gemmery import Config, cli, devices
 from gemmery.lab import suites, tuning
+from gemmery.padding import launched
 from gemmery.select import candidates, keys, log, rank, store, tuner
 from gemmery.select.tuner import TuneResult
 from tests.host.test_tuner import Meter
@@ -318,16 +319,22 @@ def test_store_commands(tmp_path, kept, monkeypatch):
     ]
 
     monkeypatch.setenv("GEMMERY_LOG", str(tmp_path / "log"))
+    # Strides by which the product runs on copies, and the timings are those of the copies.
     log.note(make(M=2, device="NVIDIA H200"))
+    slow = make(4096, 4096, 4096, device="NVIDIA H200", pad=1)
+    kept.record(launched(slow), Config(64, 64, 64), 1e-3)
+    assert launched(slow) != slow
     file = tmp_path / "timings.json"
-    for words, count in (((), 2), (("--all",), 3), (("--from-log", tmp_path / "log"), 1)):
+    for words, count in (((), 3), (("--all",), 4), (("--from-log", tmp_path / "log"), 1)):
         status, said = run("store", "export", file, *words)
         assert (status, f"{count} timings written" in said) == (0, True), said
+    log.note(slow)
+    assert "2 timings written" in run("store", "export", file, "--from-log", tmp_path / "log")[1]
 
     monkeypatch.setenv("GEMMERY_CACHE_DIR", str(tmp_path / "elsewhere"))
     status, said = run("store", "import", file)
     assert status == 0
-    assert "1 timings taken" in said
+    assert "2 timings taken" in said
     assert store.current().best(make(M=2, device="NVIDIA H200")) == Config(64, 64, 64)
 
 

@@ -33,11 +33,16 @@ def configs(draw):
     # Parts of a cut tile are 16 by 16 or more.
     block_m = max(draw(block), 32 if tail == 8 else 16)
     block_n = max(draw(block), 16 * min(tail, 4))
+    only_tiles = {}
+    if schedule == "tile":
+        # A width may be the sum of two powers of two.
+        block_n += draw(st.sampled_from((0, 0, *(16 << i for i in range(3) if 16 << i < block_n))))
+        only_tiles = {"split_k": draw(st.sampled_from((1, 1, 2, 3, 7))), "swap": draw(st.booleans())}
     return Config(
         block_m, block_n, draw(block),
         group_m=draw(st.integers(1, 9)), num_warps=draw(st.sampled_from((1, 2, 4, 8))),
         num_stages=draw(st.integers(1, 5)), schedule=schedule, loader=draw(st.sampled_from(("pointer", "descriptor"))),
-        split_store=draw(st.booleans()), tail=tail,
+        split_store=draw(st.booleans()), tail=tail, **only_tiles,
     )  # fmt: skip
 
 
@@ -122,6 +127,19 @@ def test_thin_results(out):
         gemmery.matmul(a, b, out=placed.view, config=Config(64, 64, 64, **variant))
         placed.assert_outside_unchanged()
         assert_product(placed.view, a, b)
+
+
+@pytest.mark.parametrize("loader", ("pointer", "descriptor"))
+@pytest.mark.parametrize("parts", (2, 3, 5, 9))
+@pytest.mark.parametrize("block_n", (32, 48))
+def test_parts_of_tiles_are_added_up(loader, parts, block_n):
+    a = place((40, 300), torch.float32, ROWS, values((40, 300), torch.float32, 1)).view
+    b = place((300, 90), torch.float32, COLS, values((300, 90), torch.float32, 2)).view
+    config = Config(32, block_n, 32, loader=loader, split_k=parts)
+    result = gemmery.matmul(a, b, config=config)
+    assert_product(result, a, b)
+    # The counters are back at zero, or the second launch would not add up.
+    assert torch.equal(result, gemmery.matmul(a, b, config=config))
 
 
 @pytest.mark.parametrize("m", (1, 33, 60))

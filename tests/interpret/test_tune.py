@@ -1,17 +1,26 @@
 """Tuning and warming up with kernels that really run, through the interpreter, timed by a watch that pretends."""
 
+import importlib
+import io
+import json
 import statistics
 
 import pytest
 import torch
+from rich.console import Console
 
 import gemmery
 import gemmery.nn
+from gemmery import select
+from gemmery.lab import tuning
 from gemmery.lab.timing import Estimate
 from gemmery.select import candidates, rank, store, warm
 from gemmery.select.meter import Meter
 from gemmery.select.samples import sample
 from gemmery.select.tuner import tune_problems
+
+#: The module, which `gemmery.plan`, the function, hides.
+plans = importlib.import_module("gemmery.plan")
 
 
 class Watch:
@@ -58,6 +67,28 @@ def test_later_calls_take_the_quickest(kept, bias):
     exact = a.double() @ b.double() + (0 if addend is None else addend.double())
     assert (gemmery.matmul(a, b, bias=addend).double() - exact).norm() <= 1e-6 * exact.norm()
     assert gemmery.plan(a, b, bias=addend, config=before.config).config == before.config
+
+
+def test_the_second_call_of_a_shape_asks_neither_the_store_nor_the_model(kept, monkeypatch, tmp_path):
+    monkeypatch.setenv("GEMMERY_LOG", str(tmp_path / "log"))
+    a, b = torch.randn(33, 48), torch.randn(48, 21)
+    gemmery.matmul(a, b)
+    assert len((tmp_path / "log").read_text().splitlines()) == 1
+
+    def never(*these, **those):
+        raise AssertionError("asked again")
+
+    for module, name in (
+        (plans, "candidates"),
+        (plans.log, "note"),
+        (store, "current"),
+        (select, "_predict"),
+    ):
+        monkeypatch.setattr(module, name, never)
+    gemmery.matmul(a, b)
+    assert gemmery.plan(a, b) is not None
+    with pytest.raises(AssertionError, match="asked again"):
+        gemmery.matmul(a, b[:, :20])
 
 
 def test_a_figure_is_the_median_of_its_launches(kept):
@@ -127,6 +158,17 @@ def test_what_is_warmed_up_is_what_a_call_runs(layers, monkeypatch):
         x = torch.randn(shape, dtype=torch.bfloat16)
         b = layer.weight.detach().t()
         assert gemmery.plan(x, b, bias=layer.bias.detach()).problem in asked, shape
+
+
+def test_the_command(tmp_path):
+    console = Console(file=io.StringIO(), width=200)
+    weights = [warm.Weight(96, 32, torch.float16, name="qkv"), warm.Weight(32, 96, torch.float16, bias=True)]
+    assert tuning.warmup(weights, max_m=5, json_path=tmp_path / "warm.json", console=console) == 0
+    qkv, _ = json.loads((tmp_path / "warm.json").read_text())
+    assert (qkv["names"], qkv["N"], qkv["K"], qkv["dtype"], qkv["rows"]) == (["qkv"], 96, 32, "fp16", 5)
+    said = console.file.getvalue()
+    assert "qkv" in said
+    assert all(config in said for config in qkv["kernels"])
 
 
 def test_descriptions_stand_for_weights():
