@@ -119,3 +119,9 @@ def worth_copying(problem: Problem) -> Padded | None:
         return None
     quicker = select.best_time(found.problem) + found.seconds < select.best_time(problem)
     return found if quicker else None
+
+
+def launched(problem: Problem) -> Problem:
+    """The problem that a kernel is launched for: itself, or that on copies where these are worth while."""
+    found = worth_copying(problem)
+    return problem if found is None else found.problem

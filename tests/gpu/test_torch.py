@@ -267,9 +267,11 @@ def test_threads_that_call_for_the_first_time_at_once():
     [(4096, 4096, 1024), (1000, 1001, 1003), (16, 4096, 4096)],
     ids=["persistent", "odd", "flat"],
 )
-def test_a_call_allocates_its_output_and_nothing_else(m, n, k):
+def test_a_call_allocates_its_output_and_copies_that_its_plan_names(m, n, k):
     a, b = matrix(m, k, torch.bfloat16), matrix(k, n, torch.bfloat16, "T")
     out = gemmery.matmul(a, b)
+    copies = len(gemmery.plan(a, b).copies)
+    assert copies == (2 if k % 8 else 0)
 
     def allocations():
         return torch.cuda.memory_stats()["allocation.all.allocated"]
@@ -278,10 +280,10 @@ def test_a_call_allocates_its_output_and_nothing_else(m, n, k):
     before = allocations()
     for _ in range(10):
         gemmery.matmul(a, b, out=out)
-    assert allocations() == before
+    assert allocations() == before + 10 * copies
     for _ in range(10):
         gemmery.matmul(a, b)
-    assert allocations() == before + 10
+    assert allocations() == before + 10 + 20 * copies
 
 
 # ---------------------------------------------------------------------------------------------------------------------

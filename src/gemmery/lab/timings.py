@@ -11,9 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from ..devices import TABLE
+from ..padding import launched
+from ..plan import runs_on
 from ..select import exchange, log
-from ..select.keys import Key, source, to_text
+from ..select.keys import Key, device_text, source, to_text
 from ..select.store import Store, current
+from .tuning import gpu_here
 
 
 def _store() -> Store:
@@ -72,15 +75,23 @@ def export(path: Path, *, log_path: Path | None = None, everything: bool = False
         ValueError: the store is turned off, or the log is not valid.
         OSError: a file can't be read or written.
     """
-    problems = None
-    if log_path is not None:
-        # Any device does: a problem's text leaves it out.
-        problems = {to_text(problem) for problem in log.read(log_path, TABLE["interpreter"])}
+    noted = None if log_path is None else _noted(log_path)
 
     def keep(key: Key) -> bool:
-        return (everything or is_current(key)) and (problems is None or key.problem in problems)
+        return (everything or is_current(key)) and (noted is None or (key.device, key.problem) in noted)
 
     return exchange.export_json(path, _store(), keep)
+
+
+def _noted(log_path: Path) -> set[tuple[str, str]]:
+    """The problems of a log as the store calls them, on every device that it may have timings of."""
+    known = {device_text(device): device for device in (gpu_here(), *TABLE.values()) if device is not None}
+    return {
+        (name, to_text(launched(problem)))
+        for name, device in known.items()
+        for problem in log.read(log_path, device)
+        if runs_on(problem)
+    }
 
 
 def take(path: Path) -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
+from ..padding import worth_copying
 from ..plan import runs_on
 from ..problem import Config, Precision, Problem
 from . import Cost, candidates, rank, store
@@ -42,12 +43,17 @@ class Explanation:
         choices: the best candidates, first the one that runs; none where the torch reference does.
         untuned: the config that would run without timings of this problem.
         considered: how many configs can run it.
+        copies: the matrices that are copied first, of "a" and "b", since the kernel reads copies quicker; the choices
+            are for the product of the copies.
+        copying: predicted seconds of that.
     """
 
     problem: Problem
     choices: tuple[Choice, ...]
     untuned: Config | None
     considered: int
+    copies: tuple[str, ...] = ()
+    copying: float = 0.0
 
     @property
     def reasons(self) -> list[str]:
@@ -58,6 +64,10 @@ class Explanation:
         if first.cost is None:
             return [f"the first was measured as the quickest; untuned it would be {self.untuned}"]
         sentences = [_what_binds(self.problem, first.cost)]
+        if self.copies:
+            sentences.append(
+                f"{' and '.join(self.copies)} copied first: {self.copying * 1e6:.1f} µs predicted"
+            )
         if first.config != self.untuned:
             sentences.append(f"the first was measured as the quickest; untuned it would be {self.untuned}")
         predicted = [(choice.config, choice.cost) for choice in others if choice.cost is not None]
@@ -73,6 +83,8 @@ class Explanation:
             "device": device_text(self.problem.device),
             "considered": self.considered,
             "untuned": None if self.untuned is None else str(self.untuned),
+            "copies": list(self.copies),
+            "copying": self.copying,
             "choices": [
                 {
                     "config": str(choice.config),
@@ -125,14 +137,17 @@ def explain_problem(problem: Problem, top: int = 5) -> Explanation:
         raise ValueError(f"explain: top is {top}; it must be at least 1")
     if not runs_on(problem):
         return Explanation(problem, (), None, 0)
-    costs = dict(rank(problem))
+    padded = worth_copying(problem)
+    product = problem if padded is None else padded.problem
+    costs = dict(rank(product))
     timings = store.current()
-    measured = {} if timings is None else timings.timings(problem)
+    measured = {} if timings is None else timings.timings(product)
     choices = tuple(
         Choice(config, costs.get(config), measured[config].seconds if config in measured else None)
-        for config in candidates(problem)[:top]
+        for config in candidates(product)[:top]
     )
-    return Explanation(problem, choices, next(iter(costs)), len(costs))
+    found = Explanation(problem, choices, next(iter(costs)), len(costs))
+    return found if padded is None else replace(found, copies=padded.names, copying=padded.seconds)
 
 
 def explain(

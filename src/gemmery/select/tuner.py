@@ -22,6 +22,7 @@ from torch import Tensor
 from .. import devices
 from ..dispatch import forget
 from ..launch import Binding
+from ..padding import launched
 from ..plan import runs_on
 from ..problem import Config, Precision, Problem
 from . import rank
@@ -66,7 +67,7 @@ class TuneResult:
     """What is known of a problem's configs after tuning.
 
     Attributes:
-        problem: what was tuned.
+        problem: what was tuned; of a product that copies its matrices, the one on the copies.
         untuned: the config that is chosen without timings.
         seconds: time of one cold launch of each config that was measured, now or before; the quickest first.
         refused: configs that can't run the problem here, and why.
@@ -191,8 +192,8 @@ def tune_problems(
     """Tune problems on the current GPU; what is not said here is as for `tune`.
 
     Args:
-        problems: each is tuned once. Left out are those that no kernel runs on their device, and batch-invariant ones,
-            which have one config for all M.
+        problems: each is tuned once; where matrices are copied, the product of the copies is. Left out are problems
+            that no kernel runs on their device, and batch-invariant ones, which have one config for all M.
         each: called with each problem's result.
         watch: what measures; a `lab.timing.Stopwatch` by default.
         clock: tells the time, in seconds, for `seconds` and for the time left.
@@ -203,10 +204,10 @@ def tune_problems(
     meter = Meter(watch)
     wanted = None if configs is None else [Config.of(config) for config in configs]
     store = current() or Store(None, "it is turned off by GEMMERY_STORE")
+    tunable = [problem for problem in problems if runs_on(problem) and not problem.batch_invariant]
     tasks = [
         _Task.of(problem, store, wanted, exhaustive, again)
-        for problem in dict.fromkeys(problems)
-        if runs_on(problem) and not problem.batch_invariant
+        for problem in dict.fromkeys(map(launched, tunable))
     ]
     run = _Run(meter, store, tasks, clock, seconds, progress)
     try:

@@ -19,6 +19,7 @@ from .. import devices
 from ..devices import Device
 from ..launch import Binding
 from ..layout import make_problem
+from ..padding import launched
 from ..plan import Plan, runs_on
 from ..problem import DTYPE_NAMES, OUT_DTYPES, Config, Precision, Problem
 from . import candidates
@@ -278,6 +279,7 @@ def _compile_early(factors: list[_Factor], rows: Sequence[int], row: Device, cou
         for M in [*rows[:_EARLY], *rows[_EARLY::_STRIDE]]:
             problem = factor.problem(M, row)
             if runs_on(problem):
+                problem = launched(problem)
                 config = candidates(problem)[0]
                 binding = Binding(problem, config)
                 first.setdefault((binding.kernel, str(binding.constants)), (problem, config))
