@@ -1,8 +1,9 @@
-"""Copies of matrices whose layout is slow to load: rows that begin anywhere, or elements that are apart.
+"""Copies of matrices whose layout is slow to load: rows that begin anywhere, elements that are apart or across K.
 
 Tensor descriptors, and wide loads in general, want adjacent elements and rows that begin at multiples of 16 bytes.
-Where a matrix is not like that, a product that reads it many times is quicker on a copy that is. Whether it is worth
-while is a matter of prediction, see `worth_copying`; a plan says which matrices it copies.
+Some tensor cores want those of 8-bit and TF32 operands to be adjacent along K. Where a matrix is not like that, a
+product that reads it many times is quicker on a copy that is. Whether it is worth while is a matter of prediction, see
+`worth_copying`; a plan says which matrices it copies.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from .problem import Operand, Problem
 
 #: Rows of a copy begin at multiples of this many elements.
 _PITCH = 16
-#: Part of the memory bandwidth that a copy between two layouts reaches, and the time of its launch in seconds.
-_COPY_RATE, _COPY_LAUNCH = 0.4, 4e-6
+#: Part of the memory bandwidth that a copy reaches, and one that transposes; and the time of its launch in seconds.
+_COPY_RATE, _TRANSPOSE_RATE, _COPY_LAUNCH = 0.4, 0.15, 4e-6
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Copy:
     Attributes:
         sizes, strides: of the matrix as it is, in elements; a broadcast batch is copied once.
         shape: of the memory of the copy.
-        transposed: whether the copy's columns are adjacent in memory and not its rows.
+        transposed: whether a column's elements are adjacent in the copy and not a row's.
         operand: how the copy lies in memory.
     """
 
@@ -40,9 +41,8 @@ class Copy:
     operand: Operand
 
     @classmethod
-    def of(cls, operand: Operand, rows: int, cols: int, batch: tuple[int, ...]) -> Copy:
-        """The copy of a matrix, with the elements adjacent that are so already, if any are."""
-        transposed = operand.row == 1 and operand.col != 1
+    def of(cls, operand: Operand, rows: int, cols: int, batch: tuple[int, ...], transposed: bool) -> Copy:
+        """The copy of a matrix, with the elements of a column adjacent or those of a row."""
         outer, inner = (cols, rows) if transposed else (rows, cols)
         pitch = -(-inner // _PITCH) * _PITCH
         counts = tuple(size if step else 1 for size, step in zip(batch, operand.steps, strict=True))
@@ -63,6 +63,11 @@ class Copy:
     def bytes(self) -> int:
         """Bytes that the copying reads and writes."""
         return 2 * self.operand.dtype.itemsize * torch.Size(self.sizes).numel()
+
+    def seconds(self, bandwidth: float) -> float:
+        """Predicted time of the copying where memory has a bandwidth, in bytes per second."""
+        along = self.strides[-2 if self.transposed else -1] == 1
+        return self.bytes / (bandwidth * (_COPY_RATE if along else _TRANSPOSE_RATE)) + _COPY_LAUNCH
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """A copy of a tensor that lies in memory as the original operand says."""
@@ -94,17 +99,21 @@ class Padded:
     @property
     def seconds(self) -> float:
         """Predicted time of the copying."""
-        rate = self.problem.device.bandwidth * _COPY_RATE
-        return sum(copy.bytes / rate + _COPY_LAUNCH for copy in (self.a, self.b) if copy is not None)
+        bandwidth = self.problem.device.bandwidth
+        return sum(copy.seconds(bandwidth) for copy in (self.a, self.b) if copy is not None)
 
 
 def padded(problem: Problem) -> Padded | None:
-    """The problem on copies of the matrices that descriptors can't take; None where they take all, or never could."""
+    """The problem on copies of the matrices that are slow to read; None where none is, or a copy would be no better."""
     p = problem
     if not p.device.target.tma or p.K == 0 or len(p.batch) > 1:
         return None
-    a = None if describable(p.a, p.batch) else Copy.of(p.a, p.M, p.K, p.batch)
-    b = None if describable(p.b, p.batch) else Copy.of(p.b, p.K, p.N, p.batch)
+    a = b = None
+    across = select.across(p)
+    if across.a or not describable(p.a, p.batch):
+        a = Copy.of(p.a, p.M, p.K, p.batch, not across.a and p.a.row == 1 and p.a.col != 1)
+    if across.b or not describable(p.b, p.batch):
+        b = Copy.of(p.b, p.K, p.N, p.batch, across.b or (p.b.row == 1 and p.b.col != 1))
     if a is None and b is None:
         return None
     copied = replace(p, a=p.a if a is None else a.operand, b=p.b if b is None else b.operand)

@@ -12,9 +12,9 @@ from ..launch import Binding
 from ..problem import Config, Problem
 from . import measured, shortlist, store
 from .model import Cost, Costs, costs
-from .space import Space, space_of
+from .space import Space, across, space_of
 
-__all__ = ["Cost", "best_time", "candidates", "rank"]
+__all__ = ["Cost", "across", "best_time", "candidates", "rank"]
 
 
 def _predict(problem: Problem) -> tuple[Space, Costs, np.ndarray]:

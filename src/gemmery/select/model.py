@@ -15,7 +15,7 @@ import numpy as np
 
 from ..problem import Problem
 from ..waves import cut_last_wave
-from .space import Space
+from .space import Space, across
 
 #: How two things that mostly overlap add up: the root of the sum of their powers. Fitted on an H200.
 OVERLAP = 2.25
@@ -25,6 +25,8 @@ STREAM = 0.855
 OTHER_REGISTERS, REGISTERS, THREADS = 45, 65536, 2048
 #: Part of the whole tile's rate that a small tile of the tail reaches.
 TAIL_EFFICIENCY = 0.8
+#: Part of the rate that is left where operands have to be turned in registers.
+TURNED = 0.15
 
 Floats = np.ndarray
 
@@ -113,6 +115,8 @@ def costs(
     together = np.clip(work, 1, _resident(p, s, stage))
 
     rate = device.rate(p.a.dtype, p.precision) * device.achieved / device.sms
+    if any(across(p)):
+        rate *= TURNED
     intake = device.sm_bandwidth
     in_flight = together * np.maximum(s.num_stages - 1, 0.5) * stage / device.delays.latency
     area = s.block_m * s.block_n

@@ -19,7 +19,7 @@ from .space import Space, space_of
 #: Kernels that serve all M of otherwise equal problems.
 KERNELS = 8
 #: How much larger losses count more in the choice of a shortlist.
-SHARPNESS = 2.0
+SHARPNESS = 30.0
 #: Problems whose shortlists are kept.
 KEPT = 4096
 #: The numbers of rows for which a shortlist is made.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -164,6 +164,19 @@ def _space(family: str, kind: str, described: bool, aligned: bool, whole: bool) 
             if tile.splits and not whole:
                 entries += [(replace(tile.config, split_k=parts), tile, 2 * number + 1) for parts in SPLITS]
     return Space.of(entries)
+
+
+class Across(NamedTuple):
+    """Which operands' adjacent elements lie across K, where the tensor cores want them along it."""
+
+    a: bool
+    b: bool
+
+
+def across(problem: Problem) -> Across:
+    """Which operands have to go through registers to be turned: on Hopper those that are not 16-bit."""
+    turned = problem.device.target.family == "hopper" and kind_of(problem) not in ("half", "ieee", "fp64")
+    return Across(turned and problem.a.col != 1, turned and problem.b.row != 1)
 
 
 def _rows_aligned(operand: Operand) -> bool:
