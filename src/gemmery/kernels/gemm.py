@@ -41,7 +41,7 @@ def multiply(
         if REST_N > 0:
             z = LOAD_B(
                 b_rest, (K, N), b_strides, sizes, batch, k, col + BLOCK_N, BLOCK_K, REST_N, CHECK_K, True, WIDE
-            )
+            )  # fmt: skip
             rest = dot(z.T if SWAP else x, x.T if SWAP else z, rest, PRECISION, IMPRECISE_ACC)
     return acc.T if SWAP else acc, rest.T if SWAP else rest
 
@@ -86,7 +86,7 @@ def finish(
             right = add_parts(right, place, partials, cols // 2, cols)
         finish_block(
             right, out, args, M, N, sizes, out_strides, batch, row, col + cols // 2, EPILOGUE, STORE, OUT, WIDE
-        )
+        )  # fmt: skip
     else:
         if SPLIT_K:
             acc = add_parts(acc, place, partials, 0, cols)
