@@ -4,10 +4,12 @@ from typing import TYPE_CHECKING, Any
 
 from . import ops as _ops  # noqa: F401  (registers torch.ops.gemmery)
 from .api import addmm, bmm, linear, matmul, plan
+from .invariant import batch_invariant
 from .plan import Plan
 from .problem import Config, Problem
 
 if TYPE_CHECKING:
+    from . import nn
     from .select.explain import explain
     from .select.tuner import tune
     from .select.warm import warmup
@@ -15,11 +17,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Config", "Plan", "Problem", "addmm", "bmm", "explain", "linear", "matmul", "plan", "tune", "warmup",
+    "Config", "Plan", "Problem", "addmm", "batch_invariant", "bmm", "explain", "linear", "matmul", "nn", "plan", "tune",
+    "warmup",
 ]  # fmt: skip
 
 #: Where the names are that a program seldom needs, and that are imported when it does.
-_LATER = {"explain": "explain", "tune": "tuner", "warmup": "warm"}
+_LATER = {"explain": ".select.explain", "nn": ".nn", "tune": ".select.tuner", "warmup": ".select.warm"}
 
 
 def __getattr__(name: str) -> Any:
@@ -27,4 +30,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f".select.{_LATER[name]}", __name__), name)
+    module = import_module(_LATER[name], __name__)
+    return module if name == "nn" else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -221,7 +221,7 @@ def explain(
         bool, typer.Option("--batch-invariant", help="With results that do not depend on M.")
     ] = False,
     device: Annotated[
-        str | None, typer.Option(metavar="NAME", help="A GPU, such as H200; the one at hand without.")
+        str | None, typer.Option(metavar="NAME", help="A GPU, such as H200; the one at hand without, or else an H200.")
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="How many configs to show.")] = 5,
     json: JsonFile = None,

@@ -224,7 +224,8 @@ def _matching(name: str, arch: str, sms: int, l2: int) -> Device | None:
     if not rows:
         return None
     # Whole words: an L40 is not an L4.
-    named = [row for row in rows if f" {row.name} " in f" {name} " and row.sms == sms]
+    words = f" {name.replace('-', ' ')} "
+    named = [row for row in rows if f" {row.name} " in words and row.sms == sms]
     if named:
         return named[0]
     # A GPU without a row of its own: the rates and the bandwidth of another, scaled by its size.

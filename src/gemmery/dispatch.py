@@ -58,6 +58,7 @@ class Prepared:
         direct: the plan's short way, if it has one.
         empty: makes a tensor for the result.
         extents: bytes from the first element to the end of the last, of a, b, the addend and the result.
+        by_rows: how the reference multiplies, if it serves.
     """
 
     shape: tuple[int, ...]
@@ -66,6 +67,7 @@ class Prepared:
     direct: Launch | None
     empty: Callable[[], Tensor]
     extents: tuple[int, int, int, int]
+    by_rows: bool = False
 
 
 _prepared: dict[Any, Prepared] = {}
@@ -285,7 +287,8 @@ def prepare(
     result = make() if out is None else out
     extents = tuple(0 if tensor is None else extent_bytes(tensor) for tensor in (a, b, addend, result))
     if 0 in shape or device is None:
-        return Prepared(shape, dtype, None, None, make, extents)  # type: ignore[arg-type]
+        by_rows = options.batch_invariant and a.dtype.is_floating_point
+        return Prepared(shape, dtype, None, None, make, extents, by_rows)  # type: ignore[arg-type]
     if beta == 0:
         addend = None
     a2, b2, out2, addend2 = _matrices(a, b, result, addend)
@@ -320,7 +323,8 @@ def eager(
     options: OptionValues,
 ) -> Tensor:  # fmt: skip
     """Run a call on plain tensors, without autograd and without torch's dispatcher."""
-    plain = alpha == 1 and beta == 1
+    # Types first: a tensor of 1 is equal to 1 as well.
+    plain = type(alpha) is int and type(beta) is int and alpha == 1 and beta == 1
     if not plain:
         check_scalars(op, a, alpha, beta)
     if options[-1] is not None and not isinstance(options[-1], str):
@@ -375,7 +379,11 @@ def _run_plan(
     if prepared.plan is not None:
         prepared.plan(a, b, out, addend, alpha, beta)
     elif out.numel():
-        out.copy_(reference.gemm(a, b, addend, alpha=alpha, beta=beta, out_dtype=prepared.dtype))
+        out.copy_(
+            reference.gemm(
+                a, b, addend, alpha=alpha, beta=beta, out_dtype=prepared.dtype, by_rows=prepared.by_rows
+            )
+        )
 
 
 def _is_plain(a: Tensor, b: Tensor, addend: Tensor | None, out: Tensor | None) -> bool:
@@ -389,6 +397,8 @@ def _is_plain(a: Tensor, b: Tensor, addend: Tensor | None, out: Tensor | None) -
         or _are_functorch_transforms_active()
         or forward_ad._current_level >= 0
         or (out is None and torch.is_autocast_enabled("cuda" if a.is_cuda else "cpu"))
+        or a.is_meta
+        or b.is_meta
         or a.is_neg()
         or b.is_neg()
         or (addend is not None and addend.is_neg())

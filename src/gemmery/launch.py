@@ -46,6 +46,18 @@ def describable(operand: Operand, batch: tuple[int, ...]) -> bool:
     )
 
 
+def described(problem: Problem) -> bool:
+    """Whether descriptors can read both factors of a problem here: their layouts, and coordinates of 32 bits."""
+    p = problem
+    return (
+        p.device.target.tma
+        and p.K > 0
+        and max(p.M, p.N, p.K) < 1 << 31
+        and describable(p.a, p.batch)
+        and describable(p.b, p.batch)
+    )
+
+
 def storable(operand: Operand, rows: int, cols: int, batch: tuple[int, ...]) -> bool:
     """Whether a matrix can also be written through a tensor descriptor.
 
@@ -128,21 +140,23 @@ class Binding:
     def __init__(self, problem: Problem, config: Config) -> None:
         p, c = problem, config
         self.problem, self.config = problem, config
-        described = c.loader == "descriptor"
-        if described and not (
-            p.device.target.tma and describable(p.a, p.batch) and describable(p.b, p.batch)
-        ):
+        by_descriptor = c.loader == "descriptor"
+        if by_descriptor and p.K == 0:
+            raise ValueError(f"config {c}: loader 'descriptor' needs K > 0")
+        if by_descriptor and not described(p):
             raise ValueError(
                 f"config {c}: loader 'descriptor' needs TMA, and a and b with one unit stride, other strides and "
-                f"addresses that are multiples of 16 bytes, and at most one batch dimension; given {p}"
+                f"addresses that are multiples of 16 bytes, at most one batch dimension, and sizes below 2^31; "
+                f"given {p}"
             )
-        if described and p.K == 0:
-            raise ValueError(f"config {c}: loader 'descriptor' needs K > 0")
-        if max(c.block_m, c.main_n) > _BOX:
-            raise ValueError(f"config {c}: blocks of more than {_BOX} rows or columns are not supported")
-        self.a = _Access(p.a, p.M, p.K, p.batch, described)
-        self.b = _Access(p.b, p.K, p.N, p.batch, described)
-        self.out = _Access(p.out, p.M, p.N, p.batch, described and storable(p.out, p.M, p.N, p.batch))
+        if by_descriptor and max(c.block_m, c.main_n, c.block_k, c.tail_k) > _BOX:
+            raise ValueError(
+                f"config {c}: loader 'descriptor' takes blocks of at most {_BOX} along each side"
+            )
+        self.a = _Access(p.a, p.M, p.K, p.batch, by_descriptor)
+        self.b = _Access(p.b, p.K, p.N, p.batch, by_descriptor)
+        stored = by_descriptor and storable(p.out, p.M, p.N, p.batch)
+        self.out = _Access(p.out, p.M, p.N, p.batch, stored)
         self.waves = Waves.of(p, c)
         self.split = Split.of(p, c)
         parts = self.split.parts if self.split else 1
@@ -285,3 +299,16 @@ class Binding:
     def compile(self, *tensors: Any) -> Any:
         """Compile without launching, for the active driver's target; tensors may be on the meta device."""
         return self.kernel.warmup(*self.arguments(*tensors), grid=self.grid, **self.constants)
+
+
+def bind(problem: Problem, config: Config) -> Binding:
+    """The binding of a problem and a config, of the kernel that the config is for.
+
+    Raises:
+        ValueError: the config does not suit the problem, or does not run here.
+    """
+    if config.schedule == "cluster":
+        from .clusters import ClusterBinding
+
+        return ClusterBinding(problem, config)
+    return Binding(problem, config)

@@ -69,10 +69,14 @@ class Copy:
         along = self.strides[-2 if self.transposed else -1] == 1
         return self.bytes / (bandwidth * (_COPY_RATE if along else _TRANSPOSE_RATE)) + _COPY_LAUNCH
 
+    def memory(self, device: torch.device) -> Tensor:
+        """Room for a copy, with nothing in it."""
+        return torch.empty(self.shape, dtype=self.operand.dtype, device=device)
+
     def __call__(self, tensor: Tensor) -> Tensor:
         """A copy of a tensor that lies in memory as the original operand says."""
         source = tensor.as_strided(self.sizes, self.strides)
-        memory = torch.empty(self.shape, dtype=tensor.dtype, device=tensor.device)
+        memory = self.memory(tensor.device)
         view = memory.mT if self.transposed else memory
         view[..., : self.sizes[-2], : self.sizes[-1]].copy_(source)
         return memory

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.compiler.errors import CompilationError
-from triton.runtime.errors import OutOfResources
+from triton.errors import TritonError
 
 from . import direct, padding, reference
 from .devices import INTERPRETED
-from .launch import Binding
+from .launch import Binding, bind
 from .problem import FP8, Config, Problem
 from .select import candidates, log
 
@@ -55,8 +54,8 @@ class Plan:
         self._added = problem.addend is not None
         self._scaled = problem.takes_factors
         operands = (problem.a, problem.b, problem.out, problem.addend)
-        #: Bits of an address that none of the tensors has.
-        self._misaligned = 15 if all(x is None or x.aligned for x in operands) else 0
+        #: For each tensor, the bits of an address that it must not have.
+        self._misaligned = tuple(15 if x is not None and x.aligned else 0 for x in operands)
         self._index = -1
         self._compiled: Any = None
         #: The launch without Triton's own preparations, where there is one; for GPU number `_index`.
@@ -69,7 +68,7 @@ class Plan:
             self._padded = padding.worth_copying(problem)
             self._choices = candidates(self._launched)
         if self._choices:
-            self._binding = Binding(self._launched, self._choices[0])
+            self._binding = bind(self._launched, self._choices[0])
 
     @property
     def _launched(self) -> Problem:
@@ -120,12 +119,15 @@ class Plan:
             at_a, at_b, at_out = a.data_ptr(), b.data_ptr(), out.data_ptr()
             at_addend = 0 if addend is None else addend.data_ptr()
             # The ordinary launch compiles another kernel for tensors that are not aligned as those before.
-            aligned = not (at_a | at_b | at_out | at_addend) & self._misaligned
+            of_a, of_b, of_out, of_addend = self._misaligned
+            aligned = not (at_a & of_a | at_b & of_b | at_out & of_out | at_addend & of_addend)
             if aligned and self.direct(at_a, at_b, at_out, at_addend, alpha, beta):
                 return out
         if self._binding is None:
-            dtype = self.problem.out.dtype
-            return out.copy_(reference.gemm(a, b, addend, alpha=alpha, beta=beta, out_dtype=dtype))
+            dtype, by_rows = self.problem.out.dtype, self.problem.batch_invariant
+            return out.copy_(
+                reference.gemm(a, b, addend, alpha=alpha, beta=beta, out_dtype=dtype, by_rows=by_rows)
+            )
         # Triton launches on the current device, whatever device the tensors are on.
         with _on(a):
             a, b = self._copied(a, b)
@@ -143,15 +145,22 @@ class Plan:
         """
         if self._binding is None or INTERPRETED:
             return
-        tensors = (*self._copied(a, b), *others)
+        if self._padded is not None:
+            copy_a, copy_b = self._padded.a, self._padded.b
+            a = a if copy_a is None else copy_a.memory(a.device)
+            b = b if copy_b is None else copy_b.memory(b.device)
+        tensors = (a, b, *others)
         spilling: tuple[int, Binding, Any] | None = None
         refusal: Exception | None = None
         for config in self._choices:
-            binding = Binding(self._launched, config)
+            binding = bind(self._launched, config)
             try:
                 compiled = binding.compile(*tensors)
                 compiled._init_handles()
-            except (OutOfResources, CompilationError) as error:
+            except torch.OutOfMemoryError:
+                raise
+            except (TritonError, RuntimeError) as error:
+                # Compilers fail in many ways on what they can't fit; another config may do.
                 refusal = error
                 continue
             if compiled.n_spills == 0 or pinned:

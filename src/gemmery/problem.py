@@ -135,6 +135,8 @@ class Problem:
     def __str__(self) -> str:
         batch = "x".join(map(str, self.batch)) + " of " if self.batch else ""
         fused = "" if self.epilogue == "identity" else f" +{self.epilogue}"
+        fused += f" {self.precision}" if self.precision != "ieee" else ""
+        fused += " fast" if self.fast_accum else ""
         invariant = " invariant" if self.batch_invariant else ""
         return f"{batch}{self.M}x{self.N}x{self.K} {self.a} @ {self.b} -> {self.out}{fused}{invariant}"
 
@@ -149,13 +151,17 @@ class Config:
         group_m: height in tiles of the bands in which tiles are visited.
         num_warps: warps in a program.
         num_stages: blocks of A and B in flight.
-        schedule: "tile" starts one program a tile, "persistent" as many programs as run at once.
+        schedule: "tile" starts one program a tile, "persistent" as many programs as run at once; "cluster" as many
+            clusters of CTAs as run at once, with a tile each: see `kernels.cluster`, which not every Triton has.
         loader: "pointer" takes any strides, "descriptor" needs TMA and 16-byte alignment.
         split_store: store a tile as two halves, which halves the staging memory.
         tail: parts into which tiles are cut that would not fill a last wave, or not all of whose columns exist: 2 or 4
-            along N, or 8, 2 along M by 4 along N; 1 leaves them whole.
-        split_k: parts along K into which every tile is cut, each for a program of its own ("tile" schedule).
+            along N, or 8, 2 along M by 4 along N; 1 leaves them whole. Not for the "tile" schedule.
+        split_k: parts along K into which every tile is cut, each for a program of its own ("tile" schedule), or those
+            tiles that would not fill a last wave ("cluster").
         swap: give the tensor cores the transposed product, so that a block of few rows lies on their narrow side.
+        cluster_m, cluster_n: CTAs of a cluster along M and N, which divide its tile ("cluster" schedule).
+        stream: B is read once and need not stay in L2 ("cluster" schedule).
     """
 
     block_m: int
@@ -164,18 +170,21 @@ class Config:
     group_m: int = 8
     num_warps: int = 4
     num_stages: int = 3
-    schedule: Literal["tile", "persistent"] = "tile"
+    schedule: Literal["tile", "persistent", "cluster"] = "tile"
     loader: Literal["pointer", "descriptor"] = "pointer"
     split_store: bool = False
     tail: int = 1
     split_k: int = 1
     swap: bool = False
+    cluster_m: int = 1
+    cluster_n: int = 1
+    stream: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("group_m", "num_warps", "num_stages", "tail", "split_k"):
+        for name in ("group_m", "num_warps", "num_stages", "tail", "split_k", "cluster_m", "cluster_n"):
             if type(getattr(self, name)) is not int:
                 raise ValueError(f"Config: {name} is {getattr(self, name)!r}; it must be an integer")
-        for name in ("split_store", "swap"):
+        for name in ("split_store", "swap", "stream"):
             if type(getattr(self, name)) is not bool:
                 raise ValueError(f"Config: {name} is {getattr(self, name)!r}; it must be True or False")
         for name in ("block_m", "block_n", "block_k"):
@@ -199,15 +208,39 @@ class Config:
             raise ValueError(
                 f"Config: tail is {self.tail!r}; it must be 1, 2, 4 or 8 and leave parts of 16 by 16 or more"
             )
-        if self.tail > 1 and self.schedule != "persistent":
-            raise ValueError("Config: tail needs the persistent schedule")
-        if self.split_k > 1 and self.schedule != "tile":
-            raise ValueError("Config: split_k needs the tile schedule")
+        if self.tail > 1 and self.schedule not in ("persistent", "cluster"):
+            raise ValueError("Config: tail needs the persistent schedule, or clusters")
+        if self.split_k > 1 and self.schedule not in ("tile", "cluster"):
+            raise ValueError("Config: split_k needs the tile schedule, or clusters")
         if (self.swap or self.rest_n) and self.schedule != "tile":
             raise ValueError("Config: swap, and a block_n that is no power of two, need the tile schedule")
-        for name, allowed in (("schedule", ("tile", "persistent")), ("loader", ("pointer", "descriptor"))):
+        schedules = ("tile", "persistent", "cluster")
+        for name, allowed in (("schedule", schedules), ("loader", ("pointer", "descriptor"))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"Config: {name} is {getattr(self, name)!r}; it must be one of {allowed}")
+        self._check_cluster()
+
+    def _check_cluster(self) -> None:
+        if self.schedule != "cluster":
+            if (self.cluster_m, self.cluster_n, self.stream) != (1, 1, False):
+                raise ValueError("Config: cluster_m, cluster_n and stream need the cluster schedule")
+            return
+        if self.loader != "descriptor" or self.num_warps not in (4, 8):
+            raise ValueError("Config: the cluster schedule needs the descriptor loader and 4 or 8 warps")
+        if self.tail > 1 and (self.split_k > 1 or self.tail > 4):
+            raise ValueError(
+                "Config: with the cluster schedule tail is 2 or 4, and 1 where split_k is above 1"
+            )
+        for name in ("cluster_m", "cluster_n"):
+            if getattr(self, name) not in (1, 2):
+                raise ValueError(f"Config: {name} is {getattr(self, name)!r}; it must be 1 or 2")
+        if self.block_m // self.cluster_m < 64:
+            raise ValueError(f"Config: block_m is {self.block_m}; each CTA of a cluster needs 64 rows")
+
+    @property
+    def ctas(self) -> int:
+        """CTAs in a program: 1 but for clusters."""
+        return self.cluster_m * self.cluster_n
 
     @property
     def main_n(self) -> int:
@@ -259,9 +292,11 @@ class Config:
         tail = f"-t{self.tail}" if self.tail > 1 else ""
         parts = f"-k{self.split_k}" if self.split_k > 1 else ""
         swap = "-swap" if self.swap else ""
+        cluster = f"-c{self.cluster_m}x{self.cluster_n}" if self.ctas > 1 else ""
+        stream = "-stream" if self.stream else ""
         return (
             f"{self.block_m}x{self.block_n}x{self.block_k}-g{self.group_m}-w{self.num_warps}-s{self.num_stages}"
-            f"-{self.schedule}-{self.loader}{halves}{tail}{parts}{swap}"
+            f"-{self.schedule}-{self.loader}{halves}{tail}{parts}{swap}{cluster}{stream}"
         )
 
 
@@ -279,18 +314,20 @@ def _parse(text: str) -> dict[str, Any]:
     if "=" in text:
         return {name: _value(word) for name, word in (pair.split("=", 1) for pair in text.split(","))}
     pattern = (
-        r"(\d+)x(\d+)x(\d+)-g(\d+)-w(\d+)-s(\d+)-(tile|persistent)-(pointer|descriptor)(/2)?"
-        r"(?:-t(\d))?(?:-k(\d+))?(-swap)?"
+        r"(\d+)x(\d+)x(\d+)-g(\d+)-w(\d+)-s(\d+)-(tile|persistent|cluster)-(pointer|descriptor)(/2)?"
+        r"(?:-t(\d))?(?:-k(\d+))?(-swap)?(?:-c(\d)x(\d))?(-stream)?"
     )
     match = re.fullmatch(pattern, text)
     if match is None:
         raise ValueError(
-            f"config {text!r} is not of the form 128x256x64-g8-w8-s4-persistent-descriptor[/2][-t4][-k2][-swap]"
+            f"config {text!r} is not of the form "
+            "128x256x64-g8-w8-s4-persistent-descriptor[/2][-t4][-k2][-swap][-c2x1][-stream]"
         )
     names = ("block_m", "block_n", "block_k", "group_m", "num_warps", "num_stages")
     numbers: dict[str, Any] = {name: int(match[i + 1]) for i, name in enumerate(names)}
-    numbers |= {name: int(match[i]) for name, i in (("tail", 10), ("split_k", 11)) if match[i]}
-    flags = {"split_store": match[9] is not None, "swap": match[12] is not None}
+    optional = (("tail", 10), ("split_k", 11), ("cluster_m", 13), ("cluster_n", 14))
+    numbers |= {name: int(match[i]) for name, i in optional if match[i]}
+    flags = {name: match[i] is not None for name, i in (("split_store", 9), ("swap", 12), ("stream", 15))}
     return numbers | flags | {"schedule": match[7], "loader": match[8]}
 
 

@@ -6,6 +6,8 @@ purpose: it promises values, not speed.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,7 @@ def gemm(
     alpha: float = 1,
     beta: float = 1,
     out_dtype: torch.dtype | None = None,
+    by_rows: bool = False,
     exact: bool = False,
 ) -> Tensor:
     """`alpha * (a @ b) + beta * addend` with torch.matmul's broadcasting, summed wide and rounded once at the end.
@@ -29,6 +32,7 @@ def gemm(
         b: (..., K, N) or (K,).
         addend: anything that broadcasts to the result, or None; not looked at where `beta` is 0.
         out_dtype: type of the result; the operands' default output type if None.
+        by_rows: multiply each row by itself, so that its bits depend neither on the others nor on their number.
         exact: compute in fp64 (int64 for int8) and return that, for use as an oracle.
     """
     wide = accumulator(a.dtype)
@@ -40,7 +44,7 @@ def gemm(
         # torch has no integer product there; doubles hold these sums exactly.
         product = torch.matmul(a.double(), b.double()).to(wide)
     else:
-        product = torch.matmul(a.to(wide), b.to(wide))
+        product = (_multiply_rows if by_rows else torch.matmul)(a.to(wide), b.to(wide))
     if alpha != 1:
         product = product * alpha
     if addend is not None and beta != 0:
@@ -48,3 +52,20 @@ def gemm(
     if exact:
         return product
     return product.to(out_dtype or OUT_DTYPES[a.dtype][0])
+
+
+def _multiply_rows(a: Tensor, b: Tensor) -> Tensor:
+    """`torch.matmul(a, b)`, one row at a time."""
+    rows = a if a.dim() > 1 else a.unsqueeze(0)
+    matrices = b if b.dim() > 1 else b.unsqueeze(-1)
+    batch = torch.broadcast_shapes(rows.shape[:-2], matrices.shape[:-2])
+    rows = rows.expand(*batch, *rows.shape[-2:])
+    matrices = matrices.expand(*batch, *matrices.shape[-2:])
+    product = rows.new_empty((*rows.shape[:-1], matrices.shape[-1]))
+    for place in itertools.product(*map(range, batch)):
+        # What a BLAS does may depend on addresses: fresh copies all begin alike.
+        matrix = matrices[place].clone()
+        for i, row in enumerate(rows[place]):
+            product[(*place, i)] = torch.matmul(row.clone(memory_format=torch.contiguous_format), matrix)
+    product = product if a.dim() > 1 else product.squeeze(-2)
+    return product if b.dim() > 1 else product.squeeze(-1)

@@ -15,9 +15,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 
-from gemmery import direct
+from gemmery import clusters, direct
 from gemmery.devices import TABLE
-from gemmery.launch import Binding
+from gemmery.launch import bind
 from gemmery.layout import make_problem
 from gemmery.problem import Config
 from gemmery.workspace import WORKSPACES
@@ -172,8 +172,20 @@ CASES = {
     "scale": (TILE + "pointer", {"m": 128, "n": 192, "k": 256}),
     "split": (TILE + "pointer-k4", {"m": 128, "n": 192, "k": 1024}),
 }
+CLUSTER = "128x128x64-g8-w4-s8-cluster-descriptor"
+if clusters.available():
+    CASES |= {
+        "cluster": (CLUSTER + "-c2x1-stream", {"m": 200, "n": 192, "k": 256, "order": "T"}),
+        "cluster tail": (CLUSTER + "-t2-c2x1", {"m": 200, "n": 192, "k": 256}),
+        "cluster split": (CLUSTER + "-k2-c2x1", {"m": 200, "n": 192, "k": 1024, "bias": (192,)}),
+        "cluster matrix": (
+            "128x128x64-g8-w8-s6-cluster-descriptor",
+            {"m": 200, "n": 192, "k": 256, "bias": (200, 192)},
+        ),
+    }
 #: Factors of the launches, one after the other.
 FACTORS = {"scale": [(2.0, 1), (0.0, 1), (-0.0, 1), (2.0, 1)], "matrix": [(1, 1), (0.5, 3), (0.1, 1)]}
+FACTORS["cluster matrix"] = FACTORS["matrix"]
 
 
 def same_way(name):
@@ -182,11 +194,11 @@ def same_way(name):
     first = tensors(**shape)
     a, b, out, addend = first
     problem = make_problem(
-        a, b, out, addend, scaled=name in ("scale", "matrix"), precision="ieee", fast_accum=False,
+        a, b, out, addend, scaled=name in FACTORS, precision="ieee", fast_accum=False,
         device=TABLE["NVIDIA H200"],
     )  # fmt: skip
-    binding = Binding(problem, Config.of(config))
-    if name == "split":
+    binding = bind(problem, Config.of(config))
+    if binding.split is not None:
         # As on a GPU, where there is one for each stream; without one, each call gets a new one.
         partials, arrivals = WORKSPACES.get(torch.device("cpu"), *binding.room)
         WORKSPACES.get = lambda device, *room: tuple(x.to(device) for x in (partials, arrivals))
@@ -230,7 +242,7 @@ def unknown():
     problem = make_problem(
         *operands, scaled=False, precision="ieee", fast_accum=False, device=TABLE["NVIDIA H200"]
     )
-    binding = Binding(problem, Config.of(config))
+    binding = bind(problem, Config.of(config))
     compiled = binding.compile(*operands)
     compiled._init_handles()
 

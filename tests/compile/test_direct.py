@@ -12,9 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from gemmery import clusters
+
 CHECKS = (
     "pointers", "odd", "descriptors", "batch", "persistent", "tail", "row", "matrix", "scale", "split", "hooks", "unknown",
 )  # fmt: skip
+if clusters.available():
+    CHECKS += ("cluster", "cluster tail", "cluster split", "cluster matrix")
 
 
 @functools.cache

@@ -127,7 +127,7 @@ def compile_case(name: str, case: Case, everything: bool = True) -> Iterator[Rep
     Unless `everything` is asked for, kernels that cut K are compiled for one case alone.
     """
     from ..devices import TABLE
-    from ..launch import Binding, promotes
+    from ..launch import bind, promotes
     from ..layout import make_problem
     from ..select.space import configs
 
@@ -141,7 +141,7 @@ def compile_case(name: str, case: Case, everything: bool = True) -> Iterator[Rep
     for tile in configs(problem):
         if tile.config.split_k > 1 and not everything and (case.dtype, case.layout) != ("bf16", "NT"):
             continue
-        compiled = Binding(problem, tile.config).compile(a, b, out, addend, 2.0, 1.0)
+        compiled = bind(problem, tile.config).compile(a, b, out, addend, 2.0, 1.0)
         registers, spilled = _resources(compiled)
         text = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
         found = tuple(word for word in _MATRIX if word in text)
@@ -183,12 +183,12 @@ def serialised(compiled: Any) -> bool:
     """Whether the assembler puts a wait behind every wgmma, as it does where it can't follow the accumulators."""
     if "cubin" not in compiled.asm or "wgmma.mma_async" not in compiled.asm["ptx"]:
         return False
-    import triton
+    from triton.backends.nvidia.compiler import get_ptxas
 
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(compiled.asm["ptx"])
         file.flush()
-        command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", file.name, "-o", os.devnull]
+        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", file.name, "-o", os.devnull]
         run = subprocess.run(command, capture_output=True, text=True, check=True)
     return "wgmma.mma_async instructions are serialized" in run.stderr
 
@@ -216,7 +216,8 @@ def _resources(compiled: Any) -> tuple[int, int]:
 
 
 def check_here(name: str, everything: bool) -> list[Report]:
-    """Compile and check all of a target's cases in this process."""
+    """Compile and check all of a target's cases in this process, with what is offered only to those who ask for it."""
+    os.environ["GEMMERY_CLUSTERS"] = "1"
     use_target(name)
     return [report for case in cases(name, everything) for report in compile_case(name, case, everything)]
 

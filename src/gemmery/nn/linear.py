@@ -19,6 +19,7 @@ class Linear(nn.Linear):
     Args:
         in_features, out_features, bias, device, dtype: as for torch.nn.Linear.
         precision: how float32 is multiplied, see `gemmery.matmul`.
+        batch_invariant: whether a row of the result has the same bits in every batch, see `gemmery.matmul`.
 
     Example:
         >>> import torch, gemmery.nn
@@ -27,6 +28,7 @@ class Linear(nn.Linear):
     """
 
     precision: Precision
+    batch_invariant: bool = False
 
     def __init__(
         self,
@@ -37,33 +39,39 @@ class Linear(nn.Linear):
         dtype: torch.dtype | None = None,
         *,
         precision: Precision = "ieee",
+        batch_invariant: bool = False,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.precision = precision
+        self.precision, self.batch_invariant = precision, batch_invariant
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) to (..., out_features)."""
-        return linear(input, self.weight, self.bias, precision=self.precision)
+        return linear(
+            input, self.weight, self.bias, precision=self.precision, batch_invariant=self.batch_invariant
+        )
 
     def extra_repr(self) -> str:
-        """The layer's sizes, and its precision where it is not the default."""
+        """The layer's sizes, and its precision and batch-invariance where they are not the default."""
         extra = "" if self.precision == "ieee" else f", precision={self.precision!r}"
+        extra += ", batch_invariant=True" if self.batch_invariant else ""
         return super().extra_repr() + extra
 
     @classmethod
-    def from_torch(cls, module: nn.Linear, *, precision: Precision = "ieee") -> Linear:
+    def from_torch(
+        cls, module: nn.Linear, *, precision: Precision = "ieee", batch_invariant: bool = False
+    ) -> Linear:
         """A gemmery layer that shares the parameters of a torch one."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer.in_features, layer.out_features = module.in_features, module.out_features
-        layer.precision = precision
+        layer.precision, layer.batch_invariant = precision, batch_invariant
         layer.register_parameter("weight", cast(nn.Parameter, module.weight))
         layer.register_parameter("bias", cast("nn.Parameter | None", module.bias))
         layer.train(module.training)
         return layer
 
 
-def swap(model: nn.Module, *, precision: Precision = "ieee") -> int:
+def swap(model: nn.Module, *, precision: Precision = "ieee", batch_invariant: bool = False) -> int:
     """Replace every torch.nn.Linear inside `model` by a gemmery.nn.Linear with the same parameters, in place.
 
     Layers that are something else than a plain nn.Linear (subclasses, layers with hooks, parametrisations or a patched
@@ -84,7 +92,9 @@ def swap(model: nn.Module, *, precision: Precision = "ieee") -> int:
         for name, child in list(module._modules.items()):
             if type(child) is nn.Linear and not _has_own_code(child):
                 if id(child) not in swapped:
-                    swapped[id(child)] = Linear.from_torch(child, precision=precision)
+                    swapped[id(child)] = Linear.from_torch(
+                        child, precision=precision, batch_invariant=batch_invariant
+                    )
                 setattr(module, name, swapped[id(child)])
     return len(swapped)
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..launch import Binding
+from .. import clusters
+from ..launch import bind
 from ..problem import Config, Problem
 from . import measured, shortlist, store
 from .model import Cost, Costs, costs
-from .space import Space, across, space_of
+from .space import Space, across
 
 __all__ = ["Cost", "across", "best_time", "candidates", "rank"]
 
@@ -22,13 +23,12 @@ def _predict(problem: Problem) -> tuple[Space, Costs, np.ndarray]:
 
     Configs whose kernels are on the shortlist for all M come before the others.
     """
-    short = shortlist.of(problem)
-    space = space_of(problem)
-    if problem.batch_invariant:
-        space = space.where(space.numerics == short.numerics)
+    space = shortlist.allowed(problem)
+    if problem.M not in clusters.ROWS and space.clustered.any():
+        space = space.where(~space.clustered)
     factor = measured.factor(problem, space, np.array([[problem.M]]))
     predicted = costs(problem, space).corrected(np.broadcast_to(factor, (1, len(space)))[0])
-    others = ~np.isin(space.kernel, list(short.kernels))
+    others = ~np.isin(space.kernel, list(shortlist.of(problem)))
     return space, predicted, np.lexsort((predicted.total, others))
 
 
@@ -39,7 +39,7 @@ def rank(problem: Problem) -> list[tuple[Config, Cost]]:
 
 
 def best_time(problem: Problem) -> float:
-    """The predicted time of the best config, in seconds."""
+    """The predicted time of the config that is tried first, in seconds."""
     _, predicted, order = _predict(problem)
     return float(predicted.total[order[0]])
 
@@ -58,7 +58,7 @@ def candidates(problem: Problem) -> list[Config]:
 
 def _suits(problem: Problem, config: Config) -> bool:
     try:
-        Binding(problem, config)
+        bind(problem, config)
     except ValueError:
         # The timing came from elsewhere: here it can't have been measured.
         return False

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import clusters
 from ..devices import Device
 from ..problem import Config, Operand, Problem
 from .model import costs
@@ -61,18 +62,16 @@ class Table:
     near: np.ndarray
 
     @classmethod
-    def read(cls, path: Path, device: Device, dtype: Any) -> Table:
-        """The table of a file: shapes as [batch, M, N, K], configs, and microseconds by shape and config or null."""
-        data = json.loads(path.read_text(encoding="utf-8"))
-        times = np.array(data["microseconds"], dtype=float) * 1e-6
-        names = {text: place for place, text in enumerate(data["configs"])}
-        space = space_of(_problem(data["shapes"][0], device, dtype))
-        chosen = [names.get(str(config), -1) for config in space.configs]
-        times = np.where(np.array(chosen) >= 0, times[:, chosen], np.nan)
-        predicted = np.stack([costs(_problem(s, device, dtype), space).total for s in data["shapes"]])
+    def read(cls, path: Path, device: Device, dtype: Any, *more: Path) -> Table:
+        """The table of files: shapes as [batch, M, N, K], configs, and microseconds by shape and config or null."""
+        parts = [json.loads(each.read_text(encoding="utf-8")) for each in (path, *more)]
+        shapes = [shape for data in parts for shape in data["shapes"]]
+        space = space_of(_problem(shapes[0], device, dtype))
+        times = np.concatenate([_times(data, space) for data in parts])
+        predicted = np.stack([costs(_problem(s, device, dtype), space).total for s in shapes])
         residuals = np.log(times / predicted)
         known = np.isfinite(residuals)
-        batch, M, N, K = np.array(data["shapes"], dtype=float).T
+        batch, M, N, K = np.array(shapes, dtype=float).T
         row = space.kernel // 2
         apart = np.subtract.outer(np.log2(space.split_k), np.log2(space.split_k))
         near = np.equal.outer(row, row) * np.exp(-(apart**2) / (2 * REACH**2))
@@ -98,11 +97,26 @@ class Table:
         return np.asarray(np.exp(log[:, [self.column.get(config, -1) for config in space.configs]]))
 
 
-@functools.cache
+def _times(data: dict[str, Any], space: Space) -> np.ndarray:
+    """Seconds by a file's shapes and a space's configs, NaN where there is no measurement."""
+    times = np.array(data["microseconds"], dtype=float) * 1e-6
+    names = {text: place for place, text in enumerate(data["configs"])}
+    chosen = [names.get(str(config), -1) for config in space.configs]
+    return np.where(np.array(chosen) >= 0, times[:, chosen], np.nan)
+
+
 def table_of(device: Device, kind: str, dtype: Any) -> Table | None:
     """The table of a device for a kind of operand; None where nothing was measured."""
-    path = TABLES / f"{device.name.lower().replace(' ', '-')}-{kind.replace(' ', '-')}.json"
-    return Table.read(path, device, dtype) if path.is_file() else None
+    return _table_of(device, kind, dtype, clusters.offered())
+
+
+@functools.cache
+def _table_of(device: Device, kind: str, dtype: Any, clustered: bool) -> Table | None:
+    name = f"{device.name.lower().replace(' ', '-')}-{kind.replace(' ', '-')}"
+    path, more = TABLES / f"{name}.json", TABLES / f"{name}-cluster.json"
+    if not path.is_file():
+        return None
+    return Table.read(path, device, dtype, *([more] if clustered and more.is_file() else []))
 
 
 def factor(problem: Problem, space: Space, M: np.ndarray) -> np.ndarray | float:

@@ -86,8 +86,8 @@ class Meter:
     def _call(self, config: Config) -> Callable[[], object]:
         assert self._problem is not None
         assert self._sample is not None
-        plan = Plan(self._problem, config)
         try:
+            plan = Plan(self._problem, config)
             plan.fit(*self._sample, pinned=True)
         except torch.OutOfMemoryError:
             raise

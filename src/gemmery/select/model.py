@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from .. import clusters
 from ..problem import Problem
 from ..waves import cut_last_wave
 from .space import Space, across
@@ -25,6 +26,8 @@ STREAM = 0.855
 OTHER_REGISTERS, REGISTERS, THREADS = 45, 65536, 2048
 #: Part of the whole tile's rate that a small tile of the tail reaches.
 TAIL_EFFICIENCY = 0.8
+#: Part of B that is read again for every further row of tiles, where clusters take different parts of K.
+AGAIN = 0.5
 #: Part of the rate that is left where operands have to be turned in registers.
 TURNED = 0.15
 
@@ -72,6 +75,11 @@ class Costs:
     def corrected(self, factor: Floats) -> Costs:
         """With totals multiplied by what was measured."""
         return replace(self, total=self.total * factor, correction=self.total * (factor - 1))
+
+    def where(self, choose: np.ndarray, others: Costs) -> Costs:
+        """Those of `others` where `choose` is true."""
+        names = self.__dataclass_fields__
+        return Costs(*(np.where(choose, getattr(others, name), getattr(self, name)) for name in names))
 
     def __getitem__(self, index: int) -> Cost:
         """The costs of one config."""
@@ -144,7 +152,7 @@ def costs(
     )
     waves = work / parts + turns / cuts
     total = body + once + reduction
-    return Costs(
+    predicted = Costs(
         total,
         compute + turns * small_compute,
         l2 + turns * small_l2,
@@ -154,3 +162,42 @@ def costs(
         np.zeros(1),
         waves,
     )
+    return predicted.where(s.clustered, _of_clusters(p, s, rows, memory)) if s.clustered.any() else predicted
+
+
+def _of_clusters(problem: Problem, space: Space, rows: Floats, memory: Floats) -> Costs:
+    """The costs of a space's configs as ones of clusters: see `kernels.cluster`; they mean nothing for the others."""
+    p, s, device = problem, space, problem.device
+    item = p.a.dtype.itemsize
+    ctas = s.cluster_m * s.cluster_n
+    own_m, own_n = s.block_m // s.cluster_m, s.block_n // s.cluster_n
+    # What CTAs of a cluster share is read once.
+    taken_in = (own_m / s.cluster_n + own_n / s.cluster_m) * s.block_k * item
+    area = own_m * own_n
+    tiles = -(-rows // s.block_m) * -(-p.N // s.block_n)
+    steps = -(-max(p.K, 1) // s.block_k)
+    whole, small, chunk, parts = clusters.Work.divide_many(
+        tiles, steps, device.sms // ctas, s.tail_n, s.split_k
+    )
+    rate = device.rate(p.a.dtype) * device.achieved / device.sms
+    compute_step = 2.0 * area * s.block_k / (rate * s.efficiency)
+    l2_step = taken_in / device.sm_bandwidth
+    long = whole * steps + chunk
+    part = 1 / s.tail_n
+    # Rows of tiles pass the same block of B at different times where some tiles are cut along K; L2 holds on to a part.
+    again = np.where(chunk > 0, -(-rows // s.block_m) - 1, 0) * (p.N * p.K * item * AGAIN)
+    memory = memory + again / (device.bandwidth * STREAM)
+    # A narrower tile computes less for the same rows of A.
+    compute = long * compute_step + small * steps * compute_step * part / TAIL_EFFICIENCY
+    l2 = long * l2_step + small * steps * l2_step * (own_m / s.cluster_n + own_n / s.cluster_m * part) / (
+        own_m / s.cluster_n + own_n / s.cluster_m
+    )
+    body = (np.maximum(compute, l2) ** OVERLAP + memory**OVERLAP) ** (1 / OVERLAP)
+    store = area * p.out.dtype.itemsize / device.store_bandwidth
+    turns = whole + (chunk > 0) + small * part
+    once = device.delays.launch + device.delays.start + turns * store * 0.3
+    reduction = np.where(
+        chunk > 0, device.delays.reduction + parts * area * 4.0 / device.store_bandwidth, 0.0
+    )
+    waves = whole + chunk / steps + small * part
+    return Costs(body + once + reduction, compute, l2, memory, once, reduction, np.zeros(1), waves)

@@ -7,14 +7,17 @@ is used: the `KERNELS` kernels that together come nearest to the best one for ev
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
+import torch
 
-from ..problem import Problem
+from .. import clusters
+from ..devices import Device
+from ..problem import OUT_DTYPES, Operand, Precision, Problem
 from . import measured
 from .model import costs
-from .space import Space, space_of
+from .space import Space, everywhere, space_of
 
 #: Kernels that serve all M of otherwise equal problems.
 KERNELS = 8
@@ -22,6 +25,8 @@ KERNELS = 8
 SHARPNESS = 30.0
 #: Problems whose shortlists are kept.
 KEPT = 4096
+#: N and K of the weight for which the quickest class of batch-invariant configs is sought.
+WEIGHT = (4096, 4096)
 #: The numbers of rows for which a shortlist is made.
 ROWS = np.array([
     1, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536,
@@ -29,44 +34,56 @@ ROWS = np.array([
 ])[:, None]  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False)
-class Shortlist:
-    """What is chosen for all M at once.
-
-    Attributes:
-        kernels: numbers of the kernels, as in `Space`.
-        numerics: the configs that may run where a row's bits must not depend on M, as in `space.Tile`.
-    """
-
-    kernels: frozenset[int]
-    numerics: int
-
-
-def of(problem: Problem) -> Shortlist:
-    """The shortlist of a problem and all that differ from it in M alone; memoised."""
+def of(problem: Problem) -> frozenset[int]:
+    """The kernels, by their numbers in `Space`, for a problem and all that differ from it in M alone; memoised."""
     return _of(replace(problem, M=1))
 
 
 @functools.lru_cache(KEPT)
-def _of(problem: Problem) -> Shortlist:
-    space = space_of(problem)
-    least = np.array([[replace(problem, M=int(M)).bytes] for M in ROWS[:, 0]], dtype=float)
-    total = costs(problem, space, ROWS, least).total * measured.factor(problem, space, ROWS)
-    logs = np.log(total)
-    numerics = _best_numerics(space, logs)
-    if problem.batch_invariant:
-        logs = np.where(space.numerics == numerics, logs, np.inf)
-    kernels = np.unique(space.kernel[np.isfinite(logs[0])])
+def _of(problem: Problem) -> frozenset[int]:
+    space = allowed(problem)
+    logs = _log_times(problem, space)
+    kernels = np.unique(space.kernel)
     # The best config of each kernel; they differ in how many parts K is cut into, which is no other code.
     best = np.stack([logs[:, space.kernel == kernel].min(axis=1) for kernel in kernels], axis=1)
-    return Shortlist(frozenset(kernels[_cover(best)].tolist()), numerics)
+    return frozenset(kernels[_cover(best)].tolist())
 
 
-def _best_numerics(space: Space, logs: np.ndarray) -> int:
-    """The class of configs whose best members are quickest over all rows."""
-    classes = np.unique(space.numerics)
-    means = [logs[:, space.numerics == number].min(axis=1).mean() for number in classes]
-    return int(classes[int(np.argmin(means))])
+def _log_times(problem: Problem, space: Space) -> np.ndarray:
+    """The logarithm of the predicted time for each of `ROWS` and each config."""
+    least = np.array([[replace(problem, M=int(M)).bytes] for M in ROWS[:, 0]], dtype=float)
+    times: np.ndarray = costs(problem, space, ROWS, least).total * measured.factor(problem, space, ROWS)
+    rows = np.isin(ROWS, list(clusters.ROWS))
+    return np.log(np.where(rows | ~space.clustered, times, np.inf))
+
+
+def allowed(problem: Problem) -> Space:
+    """The configs that can run a problem and may: where its rows' bits must not depend on the batch, one class."""
+    space = space_of(problem)
+    if not problem.batch_invariant:
+        return space
+    p = problem
+    return space.where(space.numerics == numerics(p.device, p.precision, p.fast_accum, p.a.dtype, p.b.dtype))
+
+
+@functools.cache
+def numerics(device: Device, precision: Precision, fast_accum: bool, a: torch.dtype, b: torch.dtype) -> int:
+    """The class of configs, as in `space.Tile`, for all products of two types that must be batch-invariant.
+
+    A class with a config for every layout, since the layouts that descriptors can take change with the number of rows;
+    of several the one that is quickest for a weight of `WEIGHT`. So neither the sizes nor how the matrices lie have a
+    say in an element's bits.
+    """
+    N, K = WEIGHT
+    problem = Problem(
+        M=1, N=N, K=K, batch=(), device=device, precision=precision, fast_accum=fast_accum,
+        a=Operand(a, (), K, 1, True), b=Operand(b, (), 1, K, True), out=Operand(OUT_DTYPES[a][0], (), N, 1, True),
+        batch_invariant=True,
+    )  # fmt: skip
+    space = space_of(problem)
+    logs = _log_times(problem, space)
+    means = {number: logs[:, space.numerics == number].min(axis=1).mean() for number in everywhere(problem)}
+    return min(means, key=means.__getitem__)
 
 
 def _cover(logs: np.ndarray) -> list[int]:

@@ -10,15 +10,20 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..launch import describable, promotes
+from .. import clusters
+from ..launch import described, promotes
 from ..problem import Config, Operand, Problem
-from .tiles import FAMILIES
+from .tiles import ALIKE, FAMILIES
 
 #: Parts along K that are considered for rows that say `splits`.
 SPLITS = (2, 3, 4, 5, 6, 8, 12, 16)
+#: The same for clusters, which cut only what would not fill a last wave.
+SPLITS_OF_CLUSTERS = (2, 3, 4)
 
+#: Columns of a space that are fields of its configs.
 _COLUMNS = (
     "block_m", "block_n", "block_k", "num_warps", "num_stages", "tail_m", "tail_n", "split_k", "split_store",
+    "cluster_m", "cluster_n",
 )  # fmt: skip
 
 
@@ -64,20 +69,24 @@ def tiles_of(family: str, kind: str) -> tuple[Tile, ...]:
         for (loader, schedule), rows in FAMILIES[family][kind].items()
         for line in rows.strip().splitlines()
     ]
-    # Sums of 16-bit products on Hopper are wgmma's in every row, whose order along K does not depend on the tile.
-    same = family == "hopper" and kind == "half"
-    return tuple(_tile(*line, numerics=0 if same else number) for number, line in enumerate(lines))
+    alike = kind in ALIKE.get(family, ())
+    return tuple(_tile(*line, number, alike) for number, line in enumerate(lines))
 
 
-def _tile(line: str, loader: str, schedule: str, numerics: int) -> Tile:
+def _tile(line: str, loader: str, schedule: str, number: int, alike: bool) -> Tile:
     shape, group, warps, stages, efficiency, *words = line.split()
     m, n, k = map(int, shape.split("x"))
     tails = [int(word.removeprefix("tail=")) for word in words if word.startswith("tail=")]
+    cluster = [
+        int(size) for word in words if word.startswith("cluster=") for size in word[8:].split("x")
+    ] or [1, 1]
     config = Config(
         m, n, k, group_m=int(group), num_warps=int(warps), num_stages=int(stages),
         schedule=schedule, loader=loader,  # type: ignore[arg-type]
         split_store="split" in words, tail=tails[0] if tails else 1, swap="swap" in words,
+        cluster_m=cluster[0], cluster_n=cluster[1], stream="stream" in words,
     )  # fmt: skip
+    numerics = 0 if alike and "apart" not in words else 1 + number
     return Tile(
         config, float(efficiency), "aligned" in words, "splits" in words, "strided" in words, numerics
     )
@@ -105,7 +114,10 @@ class Space:
     tail_n: np.ndarray
     split_k: np.ndarray
     split_store: np.ndarray
+    cluster_m: np.ndarray
+    cluster_n: np.ndarray
     persistent: np.ndarray
+    clustered: np.ndarray
     described: np.ndarray
     aligned: np.ndarray
     numerics: np.ndarray
@@ -114,23 +126,13 @@ class Space:
     @classmethod
     def of(cls, entries: list[tuple[Config, Tile, int]]) -> Space:
         """The columns of configs with their rows and their kernels' numbers."""
-        names = (
-            "block_m",
-            "block_n",
-            "block_k",
-            "num_warps",
-            "num_stages",
-            "tail_m",
-            "tail_n",
-            "split_k",
-            "split_store",
-        )
-        columns = {name: np.array([getattr(config, name) for config, _, _ in entries]) for name in names}
+        columns = {name: np.array([getattr(config, name) for config, _, _ in entries]) for name in _COLUMNS}
         return cls(
             configs=tuple(config for config, _, _ in entries),
             tiles=tuple(tile for _, tile, _ in entries),
             kernel=np.array([number for _, _, number in entries]),
             persistent=np.array([config.schedule == "persistent" for config, _, _ in entries]),
+            clustered=np.array([config.schedule == "cluster" for config, _, _ in entries]),
             described=np.array([config.loader == "descriptor" for config, _, _ in entries]),
             aligned=np.array([tile.aligned for _, tile, _ in entries]),
             numerics=np.array([tile.numerics for _, tile, _ in entries]),
@@ -154,15 +156,20 @@ class Space:
 
 
 @functools.cache
-def _space(family: str, kind: str, described: bool, aligned: bool, whole: bool) -> Space:
+def _space(
+    family: str, kind: str, described: bool, aligned: bool, whole: bool, clustered: bool = False
+) -> Space:
     """All configs for a kind of operand and what is known of its layout; `whole` leaves out those that cut K."""
     entries = []
     for number, tile in enumerate(tiles_of(family, kind)):
         loads = not (described and tile.strided) if tile.config.loader == "pointer" else described
+        if tile.config.schedule == "cluster" and not clustered:
+            continue
         if loads and (aligned or not tile.aligned):
             entries.append((tile.config, tile, 2 * number))
             if tile.splits and not whole:
-                entries += [(replace(tile.config, split_k=parts), tile, 2 * number + 1) for parts in SPLITS]
+                splits = SPLITS_OF_CLUSTERS if tile.config.schedule == "cluster" else SPLITS
+                entries += [(replace(tile.config, split_k=parts), tile, 2 * number + 1) for parts in splits]
     return Space.of(entries)
 
 
@@ -189,15 +196,29 @@ def space_of(problem: Problem) -> Space:
     """The configs that can run a problem at all: its family, its kind, and its layout's loaders."""
     operands = (problem.a, problem.b)
     target = problem.device.target
-    described = target.tma and problem.K > 0 and all(describable(x, problem.batch) for x in operands)
+    by_descriptor = described(problem)
     aligned = all(_rows_aligned(x) for x in operands)
-    if problem.batch_invariant and problem.M == 1:
-        # A row alone has no stride to object to; it must take the way of the same row among others.
-        described &= problem.K * problem.a.dtype.itemsize % 16 == 0
-        aligned &= problem.K % 16 == 0
+    # What clusters sum has not been compared with the other kernels bit for bit.
+    clustered = clusters.offered() and clusters.suits(problem) and not problem.batch_invariant
     return _space(
-        target.family, kind_of(problem), described, aligned, problem.batch_invariant or problem.K == 0
+        target.family,
+        kind_of(problem),
+        by_descriptor,
+        aligned,
+        problem.batch_invariant or problem.K == 0,
+        clustered,
     )
+
+
+def everywhere(problem: Problem) -> frozenset[int]:
+    """The numbers in `Space.numerics` that are there whatever the layouts of a problem's matrices."""
+    target = problem.device.target
+    spaces = [
+        _space(target.family, kind_of(problem), described, aligned, True)
+        for described in {False, target.tma}
+        for aligned in (False, True)
+    ]
+    return frozenset.intersection(*(frozenset(space.numerics.tolist()) for space in spaces))
 
 
 def configs(problem: Problem) -> Iterator[Tile]:

@@ -5,7 +5,9 @@ A row reads `MxNxK group_m num_warps num_stages efficiency` and then, where they
 - `split`, `tail=n` and `swap`: see `Config`;
 - `aligned`: only where rows begin at multiples of 16 elements, see `space.Tile`;
 - `splits`: also considered with its tiles cut along K;
-- `strided`: considered only for matrices that descriptors can't take.
+- `strided`: considered only for matrices that descriptors can't take;
+- `apart`: sums in another order than the other rows where these are `ALIKE`, or not known to sum in the same;
+- `cluster=MxN` and `stream`: see `Config`; rows of clusters are considered where `clusters.offered`.
 
 The efficiency is the part of the device's achievable rate that the tile's main loop reaches once it is running: fitted
 to measurements for Hopper on an H200, estimated elsewhere. Every row compiles without spills on every architecture of
@@ -67,6 +69,16 @@ HOPPER: dict[str, Rows] = {
             64x64x64   8 4 3 0.11 strided splits
             16x64x128  8 4 4 0.10 strided swap splits
         """,
+        ("descriptor", "cluster"): """
+            128x128x64 8 4 8  0.76 cluster=2x1 stream apart splits
+            128x128x64 8 4 8  0.76 cluster=2x1 stream apart tail=2
+            128x64x64  8 4 12 0.64 cluster=2x1 stream apart splits
+            128x128x64 8 8 6  0.96 stream apart splits
+            256x128x64 8 8 6  0.88 cluster=2x1 stream apart splits
+            256x128x64 8 8 6  0.88 cluster=2x1 stream apart tail=2
+            256x256x64 8 8 4  0.96 cluster=2x1 stream apart split
+            256x256x64 8 8 4  0.96 cluster=2x1 stream apart split tail=2
+        """,
     },
     "fp8": {
         ("descriptor", "persistent"): """
@@ -86,7 +98,7 @@ HOPPER: dict[str, Rows] = {
         ("pointer", "tile"): """
             128x128x64 16 8 3 0.42
             64x64x128  16 4 3 0.25
-            16x64x128  16 4 3 0.08
+            16x64x128  16 4 3 0.08 apart
         """,
     },
     "fp8 accurate": {
@@ -102,7 +114,7 @@ HOPPER: dict[str, Rows] = {
         """,
         ("pointer", "tile"): """
             64x64x128 16 4 3 0.21
-            16x64x128 16 4 3 0.08
+            16x64x128 16 4 3 0.08 apart
         """,
     },
     "int8": {
@@ -138,14 +150,14 @@ HOPPER: dict[str, Rows] = {
         ("pointer", "tile"): """
             128x128x32 16 8 3 0.64
             64x64x32   16 4 3 0.29
-            16x64x64   16 4 3 0.08
+            16x64x64   16 4 3 0.08 apart
         """,
     },
     "tf32x3": {
         ("descriptor", "persistent"): "128x128x32 16 8 3 0.59",
         ("pointer", "tile"): """
             64x64x32 16 4 3 0.50
-            16x64x64 16 4 3 0.08
+            16x64x64 16 4 3 0.08 apart
         """,
     },
     "ieee": {
@@ -389,6 +401,13 @@ INTERPRETER: dict[str, Rows] = {
         ("pointer", "persistent"): "32x64x32 8 4 3 0.5",
     }
     for kind in HOPPER
+}
+
+#: Kinds of operand for which all rows of a family, but for those that say `apart`, give the same bits as long as K is
+#: not cut: their sums are the matrix instruction's own, whose order along K does not depend on the tile. Measured on an
+#: H200, which tests/gpu/test_invariance.py repeats; elsewhere one row alone serves where bits must not change.
+ALIKE: dict[str, tuple[str, ...]] = {
+    "hopper": ("half", "fp8", "fp8 accurate", "tf32", "tf32x3", "ieee", "fp64"),
 }
 
 FAMILIES: dict[str, dict[str, Rows]] = {

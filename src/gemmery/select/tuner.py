@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .. import devices
 from ..dispatch import forget
-from ..launch import Binding
+from ..launch import bind
 from ..padding import launched
 from ..plan import runs_on
 from ..problem import Config, Precision, Problem
@@ -244,7 +244,7 @@ class _Task:
             # The untuned choice with them: without it, the best of these might be slower than no tuning.
             candidates = list(dict.fromkeys([first, *wanted]))
             for config in candidates:
-                Binding(problem, config)  # says what does not suit
+                bind(problem, config)  # says what does not suit
         known = store.timings(problem)
         return cls(problem, first, [config for config in candidates if again or config not in known])
 
@@ -308,7 +308,12 @@ class _Run:
             if self._is_late():
                 return
             for config in random.sample(finalists, len(finalists)):
-                figures[config].append(self.meter.seconds(problem, config))
+                try:
+                    figures[config].append(self.meter.seconds(problem, config))
+                except Refused as refusal:
+                    # A timing that was brought from elsewhere, of a config that does not run here.
+                    self.store.record(problem, config, None, str(refusal))
+                    finalists.remove(config)
             for config in finalists:
                 self.store.record(problem, config, statistics.median(figures[config]))
 

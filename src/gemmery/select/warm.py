@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from .. import devices
 from ..devices import Device
-from ..launch import Binding
+from ..launch import bind
 from ..layout import make_problem
 from ..padding import launched
 from ..plan import Plan, runs_on
-from ..problem import DTYPE_NAMES, OUT_DTYPES, Config, Precision, Problem
+from ..problem import DTYPE_NAMES, OUT_DTYPES, PRECISIONS, Config, Precision, Problem
 from . import candidates
 from .samples import sample
 from .shapes import dtype_named
@@ -64,7 +64,7 @@ class Weight:
         known = {one.name for one in fields(cls)}
         if not isinstance(values, dict) or not {"N", "K"} <= set(values) <= known:
             raise ValueError(
-                f"a weight is an object with N, K and maybe {', '.join(known - {'N', 'K'})}; {values!r}"
+                f"a weight is an object with N, K and maybe {', '.join(sorted(known - {'N', 'K'}))}; {values!r}"
             )
         named = dtype_named(values["dtype"]) if "dtype" in values else dtype
         weight = cls(**(values | {"dtype": named}))
@@ -72,6 +72,10 @@ class Weight:
             kind = int if one.name in ("N", "K") else type(one.default)
             if type(getattr(weight, one.name)) is not kind:
                 raise ValueError(f"a weight's {one.name} is {getattr(weight, one.name)!r}")
+        if weight.precision not in PRECISIONS:
+            raise ValueError(
+                f"a weight's precision is {weight.precision!r}; it must be one of {', '.join(PRECISIONS)}"
+            )
         if weight.layout not in ("NT", "NN"):
             raise ValueError(f"a weight's layout is {weight.layout!r}; it must be NT or NN")
         return weight
@@ -150,7 +154,7 @@ def warmup(
             {"N": 6144, "K": 4096, "dtype": "bf16", "bias": True}, see `select.warm.Weight`.
         max_m: every number of rows from 1 to this one is prepared; of an input (B, T, K) that is B * T.
         sizes: only these numbers of rows.
-        batch_invariant: for modules and tensors, that the products will be called with it.
+        batch_invariant: for modules and tensors, that the products will be called with it, or in its context.
         device: the GPU; by default that of the weights, or the current one.
         progress: called now and then with how much is done, and of how much.
         workers: processes that compile, see `workers.Workers`; 0 compiles in this one.
@@ -185,10 +189,13 @@ def _factors(weight: object, batch_invariant: bool) -> list[_Factor]:
     """The factors of whatever `warmup` is given."""
     if isinstance(weight, nn.Module):
         return [
-            _factor(name, layer.weight, layer.bias, getattr(layer, "precision", "ieee"), batch_invariant)
+            _factor(
+                name, layer.weight, layer.bias, getattr(layer, "precision", "ieee"),
+                batch_invariant or getattr(layer, "batch_invariant", False),
+            )
             for name, layer in weight.named_modules()
             if isinstance(layer, nn.Linear)
-        ]
+        ]  # fmt: skip
     if isinstance(weight, Tensor):
         return [_factor("", weight, None, "ieee", batch_invariant)]
     if not isinstance(weight, Weight | dict):
@@ -281,7 +288,7 @@ def _compile_early(factors: list[_Factor], rows: Sequence[int], row: Device, cou
             if runs_on(problem):
                 problem = launched(problem)
                 config = candidates(problem)[0]
-                binding = Binding(problem, config)
+                binding = bind(problem, config)
                 first.setdefault((binding.kernel, str(binding.constants)), (problem, config))
     if count is None and len(first) < WORTH_WORKERS:
         return

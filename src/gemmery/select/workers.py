@@ -179,7 +179,7 @@ def _work(target: Target) -> None:
     os.dup2(2, 1)
     from ..devices import Device
     from ..lab.targets import use
-    from ..launch import Binding
+    from ..launch import bind
     from .keys import from_dict
     from .samples import sample
 
@@ -190,7 +190,7 @@ def _work(target: Target) -> None:
             job = json.loads(line)
             problem = from_dict(job["problem"], Device(**job["device"]))
             try:
-                Binding(problem, Config.of(job["config"])).compile(*sample(problem, "meta"))
+                bind(problem, Config.of(job["config"])).compile(*sample(problem, "meta"))
                 answer = "done"
             except Exception as error:
                 # The process that asked compiles it again and meets the same error, where it can be dealt with.

@@ -1,0 +1,330 @@
+"""torch's own matrix products made batch-invariant within a context: `with gemmery.batch_invariant():`.
+
+Two of torch's modes do it. They are a thread's own, go along with a backward pass to the threads that run it, and
+nothing of them is left behind outside. Every product, whoever asked for it (`@`, einsum, C++ code, a backward pass),
+passes the dispatch mode, below autograd, autocast, vmap and tensor subclasses, which see what they always see. The
+function mode only mends `linear`, which torch computes in one step or two, as the strides of its input have it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .dispatch import Number, eager, result_shape, run
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_DEVICES = ("cuda", "cpu")
+_LINEAR = torch.ops.aten.linear.default
+#: What tensors have for `__torch_dispatch__` that are nothing special; they may carry the flag that they were.
+_NO_WAY = torch._C._disabled_torch_dispatch_impl
+
+#: Operators that multiply matrices in ways of their own, which other modes or gemmery itself do not see.
+_OPAQUE = (
+    "_scaled_mm", "_scaled_mm_v2", "_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2", "_cslt_sparse_mm",
+    "_sparse_semi_structured_linear", "_sparse_semi_structured_mm", "_sparse_semi_structured_addmm",
+    "_weight_int4pack_mm", "_weight_int8pack_mm", "_mixed_dtypes_linear", "_transformer_encoder_layer_fwd",
+    "_native_multi_head_attention", "_cudnn_rnn", "miopen_rnn", "mkldnn_rnn_layer",
+)  # fmt: skip
+
+_Handler = Callable[..., Any]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What torch's operators are in terms of gemmery's. A handler returns NotImplemented for what is torch's to do.
+
+
+def _product(
+    op: str, a: Tensor, b: Tensor, addend: Tensor | None = None, alpha: Number = 1, beta: Number = 1,
+    out: Tensor | None = None, out_dtype: torch.dtype | None = None,
+) -> Any:  # fmt: skip
+    """A product with batch-invariant rows; NotImplemented where it is torch's to compute."""
+    if a.device.type not in _DEVICES:
+        return NotImplemented
+    for tensor in (a, b):
+        if tensor.is_complex() or tensor.layout != torch.strided or tensor.is_nested:
+            kind = "nested" if tensor.is_nested else "sparse" if not tensor.is_complex() else "complex"
+            # One that is computed like the others, and is not invariant, would go unnoticed.
+            raise _refusal(f"a product of {kind} tensors")
+    if a.dtype not in _FLOATS or a.dtype != b.dtype:
+        # Sums of integers are exact, and what else there is torch refuses.
+        return NotImplemented
+    if out is not None:
+        shape = result_shape(op, a, b.t() if op == "linear" else b)
+        if out.shape != shape:
+            out.resize_(shape)
+    options = (out_dtype, "ieee", False, True, None)
+    # The function mode would look at every attribute that is read, and gradients have been dealt with above.
+    with torch._C.DisableTorchFunction():
+        if not _len_torch_dispatch_stack():
+            return eager(op, a, b, addend, alpha, beta, out, options)  # type: ignore[arg-type]
+        # A mode that was entered before this one may want to see the call.
+        with torch.no_grad():
+            return run(op, a, b, addend, alpha, beta, out, options)  # type: ignore[arg-type]
+
+
+def _refusal(what: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"batch_invariant: {what} has no batch-invariant form here; "
+        "within `with gemmery.batch_invariant(False):` torch computes it in its own way"
+    )
+
+
+def _mm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None, *, out: Tensor | None = None) -> Any:
+    return _product("matmul", a, b, out=out, out_dtype=out_dtype)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Any:
+    return _product("linear", x, weight, bias, out=out)
+
+
+def _addmm(
+    input: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None,
+    *, beta: Number = 1, alpha: Number = 1, out: Tensor | None = None,
+) -> Any:  # fmt: skip
+    return _product("matmul", a, b, input, alpha, beta, out, out_dtype)
+
+
+def _addmm_in_place(input: Tensor, a: Tensor, b: Tensor, *, beta: Number = 1, alpha: Number = 1) -> Any:
+    return _product("matmul", a, b, input, alpha, beta, input)
+
+
+def _addmm_activation(
+    input: Tensor, a: Tensor, b: Tensor,
+    *, beta: Number = 1, alpha: Number = 1, use_gelu: bool = False, out: Tensor | None = None,
+) -> Any:  # fmt: skip
+    result = _product("matmul", a, b, input, alpha, beta, out)
+    if result is not NotImplemented:
+        result.copy_(F.gelu(result, approximate="tanh") if use_gelu else torch.relu(result))
+    return result
+
+
+def _side_by_side(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The factors whose product is the sum of a batch of products."""
+    return a.transpose(0, 1).flatten(1), b.flatten(0, 1)
+
+
+def _addbmm(
+    input: Tensor, a: Tensor, b: Tensor, *, beta: Number = 1, alpha: Number = 1, out: Tensor | None = None
+) -> Any:
+    return _product("matmul", *_side_by_side(a, b), input, alpha, beta, out)
+
+
+def _addbmm_in_place(input: Tensor, a: Tensor, b: Tensor, *, beta: Number = 1, alpha: Number = 1) -> Any:
+    return _product("matmul", *_side_by_side(a, b), input, alpha, beta, input)
+
+
+def _gemm(*arguments: Any) -> Any:
+    """gemmery's own operators, with the argument before the last two or the last one, as they are defined, set."""
+    *first, _, config = arguments
+    return torch.ops.gemmery.gemm.default(*first, True, config)
+
+
+def _gemm_out(*arguments: Any) -> Any:
+    *first, _, config, out = arguments
+    return torch.ops.gemmery.gemm_out.default(*first, True, config, out)
+
+
+def _opaque(name: str) -> _Handler:
+    def refuse(*arguments: Any, **more: Any) -> Any:
+        raise _refusal(f"torch.ops.aten.{name}")
+
+    return refuse
+
+
+@functools.cache
+def _handlers() -> dict[Any, _Handler]:
+    """What stands for each of torch's operators, by overload."""
+    aten = torch.ops.aten
+    products: dict[Any, _Handler] = {
+        aten.mm: _mm, aten.bmm: _mm, aten.matmul: _mm, aten.mv: _mm, aten.dot: _mm, aten.vdot: _mm,
+        aten.linear: _linear, aten.addmm: _addmm, aten.baddbmm: _addmm, aten.addmv: _addmm, aten.addbmm: _addbmm,
+        aten.addmm_: _addmm_in_place, aten.baddbmm_: _addmm_in_place, aten.addmv_: _addmm_in_place,
+        aten.addbmm_: _addbmm_in_place, aten._addmm_activation: _addmm_activation,
+    }  # fmt: skip
+    # Some of them are newer than the oldest torch.
+    products |= {getattr(aten, name): _opaque(name) for name in _OPAQUE if hasattr(aten, name)}
+    handlers = {
+        getattr(packet, overload): handler
+        for packet, handler in products.items()
+        for overload in packet.overloads()
+    }
+    gemmery = torch.ops.gemmery
+    return handlers | {gemmery.gemm.default: _gemm, gemmery.gemm_out.default: _gemm_out}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The modes
+
+
+@functools.cache
+def _is_composite(func: Any) -> bool:
+    """Whether an operator is nothing but others. Only under inference_mode does such a one get here in one piece."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return False
+    kernels = ("CompositeImplicitAutograd", "CUDA", "CPU")
+    found = [torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in kernels]
+    return found == [True, False, False]
+
+
+@functools.cache
+def _stand_ins() -> tuple[type, ...]:
+    """The types of tensors with which torch traces, and which have no data."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return FakeTensor, FunctionalTensor
+
+
+class _Products(TorchDispatchMode):
+    """Has gemmery compute torch's products."""
+
+    #: Attention as a higher-order operator goes by, as other attention does.
+    supports_higher_order_operators = True
+    enabled = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        ways = [kind for kind in types if kind.__torch_dispatch__ is not _NO_WAY]
+        if self.enabled and not any(issubclass(kind, _stand_ins()) for kind in ways):
+            if ways:
+                # A subclass takes itself apart, and comes back with plain tensors.
+                return NotImplemented
+            handler = _handlers().get(func)
+            result = NotImplemented if handler is None else handler(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+            if handler is None and _is_composite(func):
+                with self:
+                    return func.decompose(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+class _Linears(TorchFunctionMode):
+    """Has linear layers add their bias before rounding whatever the strides of their input."""
+
+    def __init__(self, products: _Products) -> None:
+        super().__init__()
+        self._products = products
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # `types` are those of tensors that have ways of their own.
+        if self._products.enabled and not types and (func is F.linear or func is _LINEAR):
+            return _one_step(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _one_step(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """torch's linear, with a bias always as one addmm.
+
+    torch itself takes a product and a sum, each rounded, where the input is not contiguous. A batch of one often is
+    when a larger one is not.
+    """
+    if bias is None or input.dim() == 2 or weight.dim() != 2:
+        return F.linear(input, weight, bias)
+    *lead, k = input.shape
+    rows = input.reshape(math.prod(lead), k)
+    return torch.addmm(bias, rows, weight.t()).reshape(*lead, weight.shape[0])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The context
+
+
+class _Uncompiled:
+    """Has functions under torch.compile run as they are written while any thread is within.
+
+    Compiled code has products that no mode sees. Left alone, torch would run such functions uncompiled as well, but go
+    on doing so after the mode.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._stance: Any = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                try:
+                    self._stance = torch.compiler.set_stance("force_eager")
+                except RuntimeError as error:
+                    raise RuntimeError(_COMPILED) from error
+            self._inside += 1
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._stance.__exit__(*exception)
+
+
+_COMPILED = (
+    "gemmery.batch_invariant() can't be entered by a function under torch.compile: enter it around the call, which "
+    "then runs uncompiled, or call gemmery's functions with batch_invariant=True, which compile"
+)
+_uncompiled = _Uncompiled()
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def batch_invariant(enabled: bool = True) -> Iterator[None]:
+    """A context in which torch's own matrix products are batch-invariant, as gemmery's with `batch_invariant=True`.
+
+    Within, `torch.mm`, `addmm`, `bmm`, `baddbmm`, `matmul` (`@`), `mv`, `dot`, `nn.functional.linear` and what torch
+    makes of these (`nn.Linear`, `einsum`, ...) are computed by gemmery: a row of the result has the same bits whatever
+    the number of rows and of matrices, whatever the other rows hold, and however the operands lie in memory. fp32 is
+    IEEE, whatever torch's `allow_tf32` says. gemmery's own functions are invariant within as well.
+
+    It holds for this thread, and for a backward pass that is started within. A CUDA graph that is captured within keeps
+    it. Functions under torch.compile run uncompiled as long as any thread is within.
+
+    What is not such a product stays torch's: convolutions, fused attention, norms, other sums. Products for which
+    gemmery has no invariant form (complex, sparse, nested, scaled fp8, grouped, cuDNN's RNNs) are refused with a
+    NotImplementedError. Products of integers are exact, and torch's.
+
+    Args:
+        enabled: False suspends an outer context, for what it refuses or what need not be invariant.
+
+    Raises:
+        RuntimeError: when entered by a function under torch.compile.
+
+    Example:
+        >>> import torch, gemmery
+        >>> x, layer = torch.randn(8, 32), torch.nn.Linear(32, 16)
+        >>> with gemmery.batch_invariant(), torch.no_grad():
+        ...     together, alone = layer(x), layer(x[3:4])
+        >>> torch.equal(together[3:4], alone)
+        True
+    """
+    if torch.compiler.is_compiling():
+        raise RuntimeError(_COMPILED)
+    outer: _Products | None = getattr(_thread, "products", None)
+    if outer is not None:
+        before, outer.enabled = outer.enabled, enabled
+        try:
+            yield
+        finally:
+            outer.enabled = before
+    elif not enabled:
+        yield
+    else:
+        products = _Products()  # type: ignore[no-untyped-call]
+        with _uncompiled, _Linears(products), products:
+            _thread.products = products
+            try:
+                yield
+            finally:
+                _thread.products = None

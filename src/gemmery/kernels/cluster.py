@@ -1,0 +1,407 @@
+"""The matrix product on clusters of CTAs: TMA loads that several CTAs share, issued by a warp of their own.
+
+For Hopper, and in Gluon, whose names are those of Triton 3.9: other versions cannot compile this. A program is a
+cluster. Its tile of `BLOCK_M` by `BLOCK_N` is dealt out to the CTAs as the layout of the output's descriptor says, so
+that some of them need the same block of A or of B. Such a block is read once and multicast, which halves what the L2
+cache has to deliver: the limit where M is a few hundred.
+
+Within a CTA one warp issues the loads (`produce`) and the others multiply and store (`consume`). What they share is the
+`ring`: blocks of A and B for each stage of the pipeline, and for each stage three kinds of barrier:
+
+- `full`: one a CTA, complete when both its blocks have arrived.
+- `a_free` and `b_free`: one for each set of CTAs that hold the same block. All of them arrive there when they have used
+  it, and the one that loads for the set waits for that.
+
+`work` says what there is to do, in whole numbers: (M, N, K, whole, tail, cut, virtual, chunk), see `gemm_cluster`.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+
+@gluon.constexpr_function
+def shares(layout, dim):
+    """Into how many parts the CTAs of a cluster divide dimension `dim`."""
+    return 2 ** sum(basis[dim] != 0 for basis in layout.cga_layout)
+
+
+@gluon.constexpr_function
+def sets(layout):
+    """How many different blocks the CTAs of a cluster hold."""
+    return 2 ** sum(any(basis) for basis in layout.cga_layout)
+
+
+@gluon.constexpr_function
+def barriers_of_sets(layout):
+    """The layout of barriers of which CTAs that hold the same block share one."""
+    bases: list[list[int]] = []
+    for basis in layout.cga_layout:
+        bases.append([2 ** sum(any(base) for base in bases)] if any(basis) else [0])
+    return mbarrier.MBarrierLayout(bases)
+
+
+@gluon.constexpr_function
+def all_load(*layouts):
+    """Whether every CTA of a cluster loads a block of one of the operands: it is the first of those that hold it."""
+    masks = [sum(2**bit for bit, basis in enumerate(each.cga_layout) if any(basis)) for each in layouts]
+    return all(any(rank & mask == rank for mask in masks) for rank in range(2 ** len(layouts[0].cga_layout)))
+
+
+@gluon.constexpr_function
+def accumulator_layout(layout, rows, cols, warps):
+    """A tile's accumulator: 64 rows a warpgroup, and where there are no more rows the columns divided."""
+    down = min(warps, rows // shares(layout, 0) // 16)
+    return gl.NVMMADistributedLayout(
+        version=[3, 0],
+        warps_per_cta=[down, warps // down],
+        instr_shape=[16, min(256, cols // shares(layout, 1) // (warps // down)), 16],
+        cga_layout=[list(basis) for basis in layout.cga_layout],
+    )
+
+
+@gluon.constexpr_function
+def one_a_thread(warps, ctas):
+    """The layout of a vector with one element a thread; each CTA has its own."""
+    return gl.BlockedLayout([1], [32], [warps], [0], [[0]] * (ctas.bit_length() - 1))
+
+
+@gluon.constexpr_function
+def streaming(stream):
+    """What is read once need not stay in L2. It takes the place of its own kind rather than of what is still to be
+    written back or read again.
+    """
+    return hopper.CachePolicy(l2=hopper.FractionalEvictionPolicy("evict_first", 1.0)) if stream else None
+
+
+@gluon.jit
+def cta_rank():
+    """The number of this CTA in its cluster."""
+    return gl.inline_asm("mov.u32 $0, %cluster_ctarank;", "=r", [], gl.int32, is_pure=True)
+
+
+@gluon.jit
+def moved_up(row, M, LAYOUT: gl.constexpr, BLOCK_M: gl.constexpr, STRICT: gl.constexpr):
+    """The row at which a tile begins for this CTA, so that none of its own rows lies below the matrix, if M allows it.
+
+    TMA fills rows outside with zeros, at a tenth of the speed of loads. The rows that this CTA then has in common with
+    one above it are computed and stored twice, with the same bits: they are summed in the same order, unless tiles are
+    cut along K at different steps. So `STRICT` stays within the tile.
+    """
+    ROWS: gl.constexpr = BLOCK_M // shares(LAYOUT, 0)
+    above = 0
+    for bit in gl.static_range(len(LAYOUT.cga_layout)):
+        above += (cta_rank() >> bit & 1) * (LAYOUT.cga_layout[bit][0] * ROWS)
+    first = max(min(row + above, M - ROWS), row if STRICT else 0)
+    return first - above
+
+
+@gluon.jit
+def corner(
+    tile, work, LAYOUT: gl.constexpr, ORDER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    GROUP_M: gl.constexpr, SPLIT: gl.constexpr, SHIFT: gl.constexpr,
+):  # fmt: skip
+    """Row and column at which a tile begins; with `SHIFT` the row may differ between the CTAs of a cluster."""
+    _, tile_m, tile_n = ORDER(tile, gl.cdiv(work[0], BLOCK_M), gl.cdiv(work[1], BLOCK_N), GROUP_M)
+    row = tile_m * BLOCK_M
+    if SHIFT:
+        row = moved_up(row, work[0], LAYOUT, BLOCK_M, SPLIT)
+    return row, tile_n * BLOCK_N
+
+
+@gluon.jit
+def own_steps(work):
+    """This program's steps of the tiles that are cut along K: the first and the one after the last, and their tiles."""
+    _, _, _, _, _, cut, virtual, chunk = work
+    first = min(gl.program_id(0) * chunk, cut * virtual)
+    last = min(first + chunk, cut * virtual)
+    return first, last, first // virtual, gl.where(first < last, gl.cdiv(last, virtual), 0)
+
+
+@gluon.jit
+def following(stage, phase, STAGES: gl.constexpr):
+    """The next stage of the ring, and the parity to wait for there."""
+    last = stage == STAGES - 1
+    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def load(
+    a, b, ring, row, col, low, high, stage, phase, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    A_ROWS: gl.constexpr, B_ROWS: gl.constexpr, STREAM: gl.constexpr,
+):  # fmt: skip
+    """Loads the blocks of one tile, from step `low` to `high` along K, as far ahead as there are stages."""
+    a_blocks, b_blocks, full, a_free, b_free = ring
+    for step in range(low, high):
+        k = step * BLOCK_K
+        mbarrier.wait(a_free.index(stage), phase)
+        mbarrier.wait(b_free.index(stage), phase)
+        arrived = full.index(stage)
+        if not all_load(a.layout, b.layout):
+            # Who loads nothing has not waited for anything, and must not get ahead of what others load for it.
+            mbarrier.wait(arrived, phase)
+        mbarrier.expect(arrived, a.nbytes_per_cta + b.nbytes_per_cta)
+        at_a = [row, k] if A_ROWS else [k, row]
+        at_b = [k, col] if B_ROWS else [col, k]
+        to_b = b_blocks.index(stage).reinterpret(b.dtype, b.block_shape, b.layout)
+        tma.async_load(a, at_a, arrived, a_blocks.index(stage), multicast=True)
+        tma.async_load(b, at_b, arrived, to_b, multicast=True, cache_policy=streaming(STREAM))
+        stage, phase = following(stage, phase, STAGES)
+    return stage, phase
+
+
+@gluon.jit
+def produce(
+    a, b, b_tail, ring, work, LAYOUT: gl.constexpr, ORDER: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
+    A_ROWS: gl.constexpr, B_ROWS: gl.constexpr, TAIL: gl.constexpr, SPLIT: gl.constexpr, SHIFT: gl.constexpr,
+    STREAM: gl.constexpr,
+):  # fmt: skip
+    """Loads what `consume` multiplies, in the same order."""
+    _, _, K, whole, tail, _, virtual, _ = work
+    steps = gl.cdiv(K, BLOCK_K)
+    stage = gl.to_tensor(0)
+    # The parity before the first: what has not been used yet is free.
+    phase = gl.to_tensor(1)
+    for tile in range(gl.program_id(0), whole, gl.num_programs(0)):
+        row, col = corner(tile, work, LAYOUT, ORDER, BLOCK_M, BLOCK_N, GROUP_M, SPLIT, SHIFT)
+        stage, phase = load(
+            a, b, ring, row, col, 0, steps, stage, phase, BLOCK_K, STAGES, A_ROWS, B_ROWS, STREAM
+        )
+    if TAIL > 1:
+        for part in range(gl.program_id(0), tail, gl.num_programs(0)):
+            row, col = corner(
+                whole + part // TAIL, work, LAYOUT, ORDER, BLOCK_M, BLOCK_N, GROUP_M, SPLIT, SHIFT
+            )
+            col += part % TAIL * (BLOCK_N // TAIL)
+            stage, phase = load(
+                a, b_tail, ring, row, col, 0, steps, stage, phase, BLOCK_K, STAGES, A_ROWS, B_ROWS, STREAM
+            )
+    if SPLIT:
+        first, last, first_tile, last_tile = own_steps(work)
+        for tile in range(first_tile, last_tile):
+            row, col = corner(whole + tile, work, LAYOUT, ORDER, BLOCK_M, BLOCK_N, GROUP_M, SPLIT, SHIFT)
+            low = max(first - tile * virtual, 0)
+            high = min(last - tile * virtual, steps)
+            stage, phase = load(
+                a, b, ring, row, col, low, high, stage, phase, BLOCK_K, STAGES, A_ROWS, B_ROWS, STREAM
+            )
+
+
+@gluon.jit
+def multiply(
+    b, ring, low, high, stage, phase, LAYOUT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, A_ROWS: gl.constexpr, B_ROWS: gl.constexpr,
+):  # fmt: skip
+    """The K loop: the sum of the products of a tile's blocks from step `low` to `high`, at least one."""
+    a_blocks, b_blocks, full, a_free, b_free = ring
+    acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LAYOUT)
+    for step in range(low, high):
+        mbarrier.wait(full.index(stage), phase)
+        x = a_blocks.index(stage)
+        y = b_blocks.index(stage).reinterpret(b.dtype, b.block_shape, b.layout)
+        x = x if A_ROWS else x.permute((1, 0))
+        y = y if B_ROWS else y.permute((1, 0))
+        acc = hopper.warpgroup_mma(x, y, acc, is_async=True)
+        # One product stays in flight, so the one before it is done with its blocks.
+        acc = hopper.warpgroup_mma_wait(1, deps=[acc])
+        # Computed, not kept from the last round: Triton 3.9 takes a variable that is set to another one for a constant.
+        before = gl.where(stage == 0, STAGES - 1, stage - 1)
+        mbarrier.arrive(a_free.index(before), pred=step > low)
+        mbarrier.arrive(b_free.index(before), pred=step > low)
+        stage, phase = following(stage, phase, STAGES)
+    acc = hopper.warpgroup_mma_wait(0, deps=[acc])
+    before = gl.where(stage == 0, STAGES - 1, stage - 1)
+    mbarrier.arrive(a_free.index(before))
+    mbarrier.arrive(b_free.index(before))
+    return acc, stage, phase
+
+
+@gluon.jit
+def take_ticket(counter):
+    """Counts this CTA in at `counter` once all its threads are here, and returns how many came before it."""
+    layout: gl.constexpr = one_a_thread(gl.num_warps(), gl.num_ctas())
+    gl.barrier()
+    # Triton's own atomics answer to a whole cluster. Here the first thread of a CTA asks, and a sum tells the others.
+    before = gl.inline_asm(
+        "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; mov.u32 $0, 0;"
+        "@p atom.add.acq_rel.gpu.global.u32 $0, [$1], 1; }",
+        "=r,l",
+        [counter],
+        gl.distributed_type(gl.int32, [32 * gl.num_warps()], layout),
+    )
+    return gl.sum(before, 0)
+
+
+@gluon.jit
+def slot(program, chunk, begin):
+    """Where a program leaves its part of the tile whose steps begin at `begin`.
+
+    A program has at most two parts that are not whole tiles, one that begins a tile and one that does not.
+    """
+    return 2 * program + (program * chunk <= begin).to(gl.int32)
+
+
+@gluon.jit
+def combine(acc, tile, steps, work, partials, counters):
+    """Adds up a tile's parts, in order, in the CTA that finishes its part last; nobody waits.
+
+    Returns the sum and whether this is that CTA: each of a cluster decides for itself.
+    """
+    _, _, _, _, _, _, virtual, chunk = work
+    ROWS: gl.constexpr = acc.shape[0]
+    COLS: gl.constexpr = acc.shape[1]
+    LAYOUT: gl.constexpr = acc.type.layout
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
+    cols = gl.arange(0, COLS, gl.SliceLayout(0, LAYOUT))[None, :]
+    # In blocks of 8 by 8, since a warp's accumulators lie so: each of its accesses is then to 256 adjacent bytes.
+    places = partials + (rows // 8 * (COLS // 8) + cols // 8) * 64 + rows % 8 * 8 + cols % 8
+    begin = tile * virtual
+    first = begin // chunk
+    last = (begin + steps - 1) // chunk
+    program = gl.program_id(0)
+    gl.store(places + slot(program, chunk, begin).to(gl.int64) * (ROWS * COLS), acc)
+    counter = counters + tile * gl.num_ctas() + cta_rank()
+    done = take_ticket(counter) == last - first
+    if done:
+        if last - first == 1:
+            # The sum of two is the same in either order.
+            other = slot(first + last - program, chunk, begin)
+            acc += gl.load(places + other.to(gl.int64) * (ROWS * COLS), cache_modifier=".cg")
+        else:
+            acc = gl.zeros([ROWS, COLS], gl.float32, LAYOUT)
+            for each in range(first, last + 1):
+                part = slot(each, chunk, begin)
+                acc += gl.load(places + part.to(gl.int64) * (ROWS * COLS), cache_modifier=".cg")
+        gl.inline_asm("st.relaxed.gpu.global.u32 [$0], 0;", "l", [counter])
+    return acc, done
+
+
+@gluon.jit
+def column_halves(acc):
+    """The left and the right half of a tile, without moving data between threads."""
+    return acc.reshape([acc.shape[0], 2, acc.shape[1] // 2]).permute([0, 2, 1]).split()
+
+
+@gluon.jit
+def finish(acc, out, staged, args, work, row, col, EPILOGUE: gl.constexpr):
+    """Epilogue and store of a tile, in pieces as wide as the output's descriptor."""
+    if acc.shape[1] > out.block_shape[1]:
+        left, right = column_halves(acc)
+        finish(left, out, staged, args, work, row, col, EPILOGUE)
+        finish(right, out, staged, args, work, row, col + acc.shape[1] // 2, EPILOGUE)
+    else:
+        value = EPILOGUE(acc, args, (work[0], work[1]), (), 0, row, col, acc.shape[0], acc.shape[1], False)
+        block = staged.reinterpret(out.dtype, out.block_shape, out.layout)
+        tma.store_wait(0)
+        block.store(value.to(out.dtype))
+        hopper.fence_async_shared()
+        tma.async_store(out, [row, col], block)
+
+
+@gluon.jit
+def consume(
+    b, out, b_tail, out_tail, ring, args, partials, counters, work, ORDER: gl.constexpr, EPILOGUE: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
+    A_ROWS: gl.constexpr, B_ROWS: gl.constexpr, TAIL: gl.constexpr, SPLIT: gl.constexpr, SHIFT: gl.constexpr,
+):  # fmt: skip
+    """Multiplies and stores: first whole tiles, then narrow ones or parts along K."""
+    _, _, K, whole, tail, _, virtual, _ = work
+    LAYOUT: gl.constexpr = out.layout
+    ACC: gl.constexpr = accumulator_layout(LAYOUT, BLOCK_M, BLOCK_N, gl.num_warps())
+    staged = gl.allocate_shared_memory(out.dtype, out.block_shape, LAYOUT)
+    steps = gl.cdiv(K, BLOCK_K)
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    for tile in range(gl.program_id(0), whole, gl.num_programs(0)):
+        row, col = corner(tile, work, LAYOUT, ORDER, BLOCK_M, BLOCK_N, GROUP_M, SPLIT, SHIFT)
+        acc, stage, phase = multiply(
+            b, ring, 0, steps, stage, phase, ACC, BLOCK_M, BLOCK_N, STAGES, A_ROWS, B_ROWS
+        )
+        finish(acc, out, staged, args, work, row, col, EPILOGUE)
+    if TAIL > 1:
+        PART: gl.constexpr = BLOCK_N // TAIL
+        PART_ACC: gl.constexpr = accumulator_layout(LAYOUT, BLOCK_M, PART, gl.num_warps())
+        for part in range(gl.program_id(0), tail, gl.num_programs(0)):
+            row, col = corner(
+                whole + part // TAIL, work, LAYOUT, ORDER, BLOCK_M, BLOCK_N, GROUP_M, SPLIT, SHIFT
+            )
+            acc, stage, phase = multiply(
+                b_tail, ring, 0, steps, stage, phase, PART_ACC, BLOCK_M, PART, STAGES, A_ROWS, B_ROWS
+            )
+            finish(acc, out_tail, staged, args, work, row, col + part % TAIL * PART, EPILOGUE)
+    if SPLIT:
+        first, last, first_tile, last_tile = own_steps(work)
+        for tile in range(first_tile, last_tile):
+            row, col = corner(whole + tile, work, LAYOUT, ORDER, BLOCK_M, BLOCK_N, GROUP_M, SPLIT, SHIFT)
+            low = max(first - tile * virtual, 0)
+            high = min(last - tile * virtual, steps)
+            acc, stage, phase = multiply(
+                b, ring, low, high, stage, phase, ACC, BLOCK_M, BLOCK_N, STAGES, A_ROWS, B_ROWS
+            )
+            done = gl.to_tensor(True)
+            if high - low < steps:
+                acc, done = combine(acc, tile, steps, work, partials, counters)
+            if done:
+                finish(acc, out, staged, args, work, row, col, EPILOGUE)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["M", "N", "K", "whole", "tail", "cut", "virtual", "chunk"])
+def gemm_cluster(
+    a, b, out, b_tail, out_tail, args, partials, counters, M, N, K, whole, tail, cut, virtual, chunk,
+    ORDER: gl.constexpr, EPILOGUE: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
+    A_ROWS: gl.constexpr, B_ROWS: gl.constexpr, TAIL: gl.constexpr, SPLIT: gl.constexpr, SHIFT: gl.constexpr,
+    STREAM: gl.constexpr,
+):  # fmt: skip
+    """As many clusters as run at once, each taking every num_programs-th of the first `whole` tiles.
+
+    The other tiles, which would not fill a wave, are divided in one of two ways:
+
+    - `TAIL` above 1: into `tail` tiles of `BLOCK_N / TAIL` columns, for which `b_tail` and `out_tail` are b and out.
+    - `SPLIT`: along K, `cut` tiles in pieces of `chunk` steps, one a program. Each tile counts as `virtual` steps: as
+      many as it has, or the next multiple of `chunk`, so that no piece belongs to two tiles. `partials` has room for
+      two fp32 tiles a program; `counters` are zeros, one a cut tile and CTA of a cluster, and zeros again afterwards.
+
+    Args:
+        a, b, out: descriptors of blocks of a whole cluster. The CTAs divide those of `out`, which may be narrower than
+            `BLOCK_N` and are then stored one after the other; those of `a` and `b` have the same bases, 0 along K.
+        args: the epilogue's.
+        A_ROWS, B_ROWS: whether the columns of a (M, K) and of b (K, N) are adjacent, else their rows are.
+        SHIFT: whether the last rows may be computed twice, see `moved_up`; not where an epilogue reads what is stored.
+        STREAM: whether B is read once and leaves L2 first.
+    """
+    work = (M, N, K, whole, tail, cut, virtual, chunk)
+    a_blocks = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_shape, a.layout)  # noqa: RUF005
+    b_blocks = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_shape, b.layout)  # noqa: RUF005
+    full = mbarrier.allocate_mbarrier(batch=STAGES)
+    a_free = gl.allocate_shared_memory(gl.int64, [STAGES, sets(a.layout)], barriers_of_sets(a.layout))
+    b_free = gl.allocate_shared_memory(gl.int64, [STAGES, sets(b.layout)], barriers_of_sets(b.layout))
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(a_free.index(stage), count=1)
+        mbarrier.init(b_free.index(stage), count=1)
+    ring = (a_blocks, b_blocks, full, a_free, b_free)
+    LAYOUT: gl.constexpr = out.layout
+    gl.warp_specialize(
+        [
+            (
+                consume,
+                (
+                    b, out, b_tail, out_tail, ring, args, partials, counters, work, ORDER, EPILOGUE,
+                    BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, A_ROWS, B_ROWS, TAIL, SPLIT, SHIFT,
+                ),
+            ),
+            (
+                produce,
+                (
+                    a, b, b_tail, ring, work, LAYOUT, ORDER,
+                    BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, A_ROWS, B_ROWS, TAIL, SPLIT, SHIFT, STREAM,
+                ),
+            ),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip

@@ -1,0 +1,81 @@
+"""The script that makes shipped tables: what it takes of exported timings, and that the selector reads the result."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gemmery import devices
+from gemmery.select import measured
+from gemmery.select.keys import to_dict
+
+ROOT = Path(__file__).resolve().parents[2]
+H200 = devices.TABLE["NVIDIA H200"]
+
+
+@pytest.fixture
+def script():
+    spec = importlib.util.spec_from_file_location("measured_table", ROOT / "benchmarks" / "measured_table.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def exported(entries, device="NVIDIA H200 (132 SMs)"):
+    return {
+        "gemmery timings": 1,
+        "sets": [{"device": device, "triton": "3.6.0", "source": "x", "problems": entries}],
+    }
+
+
+def entry(problem, **microseconds):
+    configs = {text: {"seconds": us and us * 1e-6, "measured": 1} for text, us in microseconds.items()}
+    return {"problem": to_dict(problem), "configs": configs}
+
+
+TILES = "128x192x64-g8-w8-s5-tile-descriptor", "64x320x64-g8-w4-s4-tile-descriptor"
+
+
+def test_plain_products_become_a_table_that_is_read(script, tmp_path):
+    plain = [
+        measured._problem(shape, H200, torch.bfloat16) for shape in ([1, 64, 512, 256], [3, 40, 512, 256])
+    ]
+    other = measured._problem([1, 64, 512, 256], H200, torch.float16)
+    first, second = TILES
+    data = exported(
+        [
+            entry(plain[0], **{first: 12.5, second: 11.0}),
+            entry(plain[1], **{first: 20.0, second: None}),
+            entry(other, **{first: 1.0}),
+        ]
+    )
+    file = tmp_path / "timings.json"
+    file.write_text(json.dumps(data))
+    assert script.main([str(file), "--device", "NVIDIA H200", "--out", str(tmp_path)]) == 0
+    made = tmp_path / "nvidia-h200-half.json"
+    read = json.loads(made.read_text())
+    assert read["shapes"] == [[1, 64, 512, 256], [3, 40, 512, 256]]
+    assert read["configs"] == sorted(TILES)
+    assert read["microseconds"] == [[12.5, 11.0], [20.0, None]]
+    table = measured.Table.read(made, H200, torch.bfloat16)
+    assert table.known.sum() == 3
+    assert np.isfinite(table.residuals).all()
+
+
+def test_nothing_that_belongs_there(script, tmp_path, capsys):
+    file = tmp_path / "timings.json"
+    file.write_text(json.dumps(exported([], "NVIDIA A100 (108 SMs)")))
+    assert script.main([str(file), "--device", "NVIDIA H200", "--out", str(tmp_path)]) == 2
+    assert "no plain bf16 products" in capsys.readouterr().err
+
+
+def test_shipped_tables_are_what_the_script_writes(script):
+    for path in measured.TABLES.glob("*.json"):
+        data = json.loads(path.read_text())
+        assert {"about", "device", "triton", "shapes", "configs", "microseconds"} <= set(data)
+        assert data["device"] in devices.TABLE
+        assert len(data["microseconds"]) == len(data["shapes"])
+        assert all(len(row) == len(data["configs"]) for row in data["microseconds"])
