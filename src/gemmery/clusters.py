@@ -1,8 +1,8 @@
 """What the host has to know of `kernels.cluster`: where it runs, how it lays out blocks, how it divides the work.
 
 Where it can run, `launch.bind` binds its configs here; elsewhere nothing of it is imported. Its configs are part of the
-space, so that the selector chooses among them too, only where `GEMMERY_CLUSTERS=1` asks for it: each part of the kernel was
-measured on an H200, the whole as it stands here was not.
+space, so that the selector chooses among them too, only where `GEMMERY_CLUSTERS=1` asks for it: the kernel was measured
+on an H200 while it was written, but has not run there as it stands here.
 """
 
 from __future__ import annotations
