@@ -16,6 +16,7 @@ import triton
 from gemmery.devices import ARCHS
 from gemmery.lab.targets import TARGETS, check
 from gemmery.problem import DTYPE_NAMES
+from gemmery.select.tiles import ALIKE
 
 
 @functools.cache
@@ -54,6 +55,8 @@ def test_target(target):
     units = [report["instructions"] for report in found if report["case"]["dtype"] in ("fp16", "bf16")]
     assert all(units)
     assert sum(arch.matrix in unit for unit in units) > len(units) / 2
+    if "half" in ALIKE.get(arch.family, ()):
+        assert set(map(tuple, units)) == {(arch.matrix,)}
 
 
 _DESCRIPTORS = """

@@ -11,7 +11,7 @@ import gemmery
 import gemmery.nn
 from gemmery import devices
 from gemmery.select.space import tiles_of
-from gemmery.select.tiles import FAMILIES
+from gemmery.select.tiles import ALIKE, FAMILIES
 from tests.gpu.common import DEVICE, DRY, FP8, LAYOUTS, needs_cuda, size, values, wide
 
 pytestmark = pytest.mark.gpu
@@ -65,26 +65,47 @@ def laid_out(tensor, letter):
     return tensor.contiguous() if letter == "N" else tensor.t().contiguous().t()
 
 
-@pytest.mark.parametrize(("kind", "number"), ROWS, ids=[f"{kind} {number}" for kind, number in ROWS])
-def test_configs_of_a_class_give_the_same_bits(kind, number):
-    """Sizes at which tiles are cut for a last wave and K ends within a step; A and B row- and column-major."""
+def assert_configs_agree(kind, number, first):
+    """Two rows give the same bits: at sizes at which tiles are cut for a last wave and K ends within a step, A and B
+    row- and column-major, and wherever a row lies."""
     dtype, options = KINDS[kind]
     tiles = tiles_of(FAMILY, kind)
-    config = tiles[number].config
-    first = next(tile for tile in tiles if tile.numerics == tiles[number].numerics).config
+    config, other = tiles[number].config, tiles[first].config
     m, n, k = size(2192), size(2112), size(1040)
     torch.manual_seed(0)
     a, b = values((m, k), dtype), values((n, k), dtype).t()
-    want = gemmery.matmul(a, b, config=first, **options)
+    if dtype.is_floating_point:
+        a[::7], a[1::7] = 0.0, -0.0  # the signs of zeros are bits, too
+    want = gemmery.matmul(a, b, config=other, **options)
     for layout in ("NT", LAYOUTS[number % 4]):
         x, y = laid_out(a, layout[0]), laid_out(b, layout[1])
         assert_same_bits(
-            gemmery.matmul(x, y, config=config, **options), want, f"{config} {layout} and {first} NT"
+            gemmery.matmul(x, y, config=config, **options), want, f"{config} {layout} and {other} NT"
         )
         for start, rows in ((0, 1), (16, 5), (64, 60)):
             part = slice(start, start + rows)
             result = gemmery.matmul(x[part], y, config=config, **options)
             assert_same_bits(result, want[part], f"{config} {layout}, rows {part}")
+
+
+@pytest.mark.parametrize(("kind", "number"), ROWS, ids=[f"{kind} {number}" for kind, number in ROWS])
+def test_configs_of_a_class_give_the_same_bits(kind, number):
+    tiles = tiles_of(FAMILY, kind)
+    first = next(i for i, tile in enumerate(tiles) if tile.numerics == tiles[number].numerics)
+    assert_configs_agree(kind, number, first)
+
+
+@pytest.mark.xfail(
+    strict=False, reason="not known to be alike; where all rows of a kind pass, tiles.ALIKE can name it"
+)
+@pytest.mark.parametrize(
+    "kind", [kind for kind in FAMILIES[FAMILY] if kind not in (*ALIKE.get(FAMILY, ()), "int8")]
+)
+def test_other_kinds_may_be_alike(kind):
+    tiles = tiles_of(FAMILY, kind)
+    rows = [i for i, tile in enumerate(tiles) if not tile.apart]
+    for number in rows:
+        assert_configs_agree(kind, number, rows[0])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

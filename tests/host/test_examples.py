@@ -5,7 +5,7 @@ import importlib
 
 import pytest
 
-MODULES = ("api", "nn.linear", "select.explain", "select.tuner", "select.warm")
+MODULES = ("api", "invariant", "nn.linear", "select.explain", "select.tuner", "select.warm")
 
 
 @pytest.mark.parametrize("name", [f"gemmery.{module}" for module in MODULES])

@@ -147,6 +147,8 @@ def test_products_of_torch_run_through_the_kernels(grad):
         assert same_bits(torch.addmm(b, x.flatten(0, 1), w.t()).unflatten(0, (3, 5)), want)
         assert same_bits(torch.einsum("bik,jk->bij", x, w), x @ w.t())
         assert same_bits(torch.bmm(x, x.mT)[1], x[1] @ x[1].t())
+        turned = torch.einsum("jk,bik->bij", w, x)
+        assert same_bits(torch.einsum("jk,bik->bij", w, x[1:2]), turned[1:2])
 
 
 def linears_of(model, inputs):

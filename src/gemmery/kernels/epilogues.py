@@ -60,4 +60,9 @@ def add_matrix(
     """`alpha * acc + beta * c` with c of any strides; args = (alpha, beta, c pointer, c strides)."""
     alpha, beta, c, strides = args
     addend = load_strided(c, shape, strides, sizes, batch, row, col, ROWS, COLS, True, True, WIDE)
-    return acc * scalar(alpha, acc.dtype) + addend.to(acc.dtype) * scalar(beta, acc.dtype)
+    scaled = addend.to(acc.dtype) * scalar(beta, acc.dtype)
+    if acc.dtype.is_floating():
+        # Left to the compiler, either product may be the one that is fused with the sum and not rounded, in one kernel
+        # this and in another that.
+        return tl.fma(acc, scalar(alpha, acc.dtype), scaled)
+    return acc * scalar(alpha, acc.dtype) + scaled

@@ -36,6 +36,7 @@ class Tile:
             loads take registers that this tile does not leave.
         splits: also considered with its tiles cut along K.
         strided: considered only for matrices that descriptors can't take.
+        apart: see `tiles`.
         numerics: configs of one kind with the same number here give the same bits, as long as K is not cut.
     """
 
@@ -44,6 +45,7 @@ class Tile:
     aligned: bool = False
     splits: bool = False
     strided: bool = False
+    apart: bool = False
     numerics: int = 0
 
 
@@ -86,9 +88,9 @@ def _tile(line: str, loader: str, schedule: str, number: int, alike: bool) -> Ti
         split_store="split" in words, tail=tails[0] if tails else 1, swap="swap" in words,
         cluster_m=cluster[0], cluster_n=cluster[1], stream="stream" in words,
     )  # fmt: skip
-    numerics = 0 if alike and "apart" not in words else 1 + number
+    marks = {name: name in words for name in ("aligned", "splits", "strided", "apart")}
     return Tile(
-        config, float(efficiency), "aligned" in words, "splits" in words, "strided" in words, numerics
+        config, float(efficiency), **marks, numerics=0 if alike and not marks["apart"] else 1 + number
     )
 
 
