@@ -1,13 +1,11 @@
 """What the host has to know of `kernels.cluster`: where it runs, how it lays out blocks, how it divides the work.
 
-Where it can run, `launch.bind` binds its configs here; elsewhere nothing of it is imported. Its configs are part of the
-space, so that the selector chooses among them too, only where `GEMMERY_CLUSTERS=1` asks for it: the kernel was measured
-on an H200 while it was written, but has not run there as it stands here.
+Where it can run, `launch.bind` binds its configs here, and they are part of the space; elsewhere nothing of it is
+imported.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,11 +33,6 @@ Bases = tuple[tuple[int, int], ...]
 def available() -> bool:
     """Whether this version of Triton can compile `kernels.cluster`, which may not be imported otherwise."""
     return ".".join(triton.__version__.split(".")[:2]) in VERSIONS
-
-
-def offered() -> bool:
-    """Whether the selector may choose clusters."""
-    return available() and os.environ.get("GEMMERY_CLUSTERS") == "1"
 
 
 def bases(rows: int, cols: int) -> Bases:

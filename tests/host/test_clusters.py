@@ -38,16 +38,8 @@ def fresh():
 
 @pytest.fixture
 def everywhere(monkeypatch, fresh):
-    """As on a Triton that has clusters, where they are asked for."""
+    """As on a Triton that has clusters."""
     monkeypatch.setattr(clusters, "available", lambda: True)
-    monkeypatch.setenv("GEMMERY_CLUSTERS", "1")
-
-
-def test_they_have_to_be_asked_for(monkeypatch, fresh):
-    monkeypatch.setattr(clusters, "available", lambda: True)
-    monkeypatch.delenv("GEMMERY_CLUSTERS", raising=False)
-    assert not clusters.offered()
-    assert not clustered(of(200))
 
 
 def shares(work, steps):
@@ -187,11 +179,6 @@ def test_other_numbers_of_rows(everywhere, M):
     assert not clustered(of(M))
 
 
-def test_batch_invariant_products_do_without(everywhere):
-    assert clustered(of(200))
-    assert not clustered(of(200, batch_invariant=True))
-
-
 def test_nothing_changes_where_they_are_not_available(monkeypatch, fresh, tmp_path):
     """The choices are those of a table of tiles, and of measurements, that never heard of clusters."""
     monkeypatch.setattr(clusters, "available", lambda: False)
@@ -216,7 +203,6 @@ def test_other_rows_are_ranked_among_themselves_as_before(monkeypatch, fresh):
     """What clusters measured says nothing of the other kernels' times."""
     problems = [of(M, N, K) for M, N, K in ((65, 4096, 4096), (300, 8192, 8192), (2048, 4096, 4096))]
     predicted = []
-    monkeypatch.setenv("GEMMERY_CLUSTERS", "1")
     for there in (False, True):
         monkeypatch.setattr(clusters, "available", lambda there=there: there)
         forget()

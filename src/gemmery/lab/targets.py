@@ -216,8 +216,7 @@ def _resources(compiled: Any) -> tuple[int, int]:
 
 
 def check_here(name: str, everything: bool) -> list[Report]:
-    """Compile and check all of a target's cases in this process, with what is offered only to those who ask for it."""
-    os.environ["GEMMERY_CLUSTERS"] = "1"
+    """Compile and check all of a target's cases in this process."""
     use_target(name)
     return [report for case in cases(name, everything) for report in compile_case(name, case, everything)]
 

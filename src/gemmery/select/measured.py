@@ -107,7 +107,7 @@ def _times(data: dict[str, Any], space: Space) -> np.ndarray:
 
 def table_of(device: Device, kind: str, dtype: Any) -> Table | None:
     """The table of a device for a kind of operand; None where nothing was measured."""
-    return _table_of(device, kind, dtype, clusters.offered())
+    return _table_of(device, kind, dtype, clusters.available())
 
 
 @functools.cache

@@ -27,7 +27,7 @@ OTHER_REGISTERS, REGISTERS, THREADS = 45, 65536, 2048
 #: Part of the whole tile's rate that a small tile of the tail reaches.
 TAIL_EFFICIENCY = 0.8
 #: Part of B that is read again for every further row of tiles, where clusters take different parts of K.
-AGAIN = 0.5
+AGAIN = 0.25
 #: Part of the rate that is left where operands have to be turned in registers.
 TURNED = 0.15
 

@@ -36,7 +36,6 @@ class Tile:
             loads take registers that this tile does not leave.
         splits: also considered with its tiles cut along K.
         strided: considered only for matrices that descriptors can't take.
-        apart: see `tiles`.
         numerics: configs of one kind with the same number here give the same bits, as long as K is not cut.
     """
 
@@ -45,7 +44,6 @@ class Tile:
     aligned: bool = False
     splits: bool = False
     strided: bool = False
-    apart: bool = False
     numerics: int = 0
 
 
@@ -71,11 +69,11 @@ def tiles_of(family: str, kind: str) -> tuple[Tile, ...]:
         for (loader, schedule), rows in FAMILIES[family][kind].items()
         for line in rows.strip().splitlines()
     ]
-    alike = kind in ALIKE.get(family, ())
-    return tuple(_tile(*line, number, alike) for number, line in enumerate(lines))
+    alike = family in ALIKE
+    return tuple(_tile(*line, 0 if alike else number) for number, line in enumerate(lines))
 
 
-def _tile(line: str, loader: str, schedule: str, number: int, alike: bool) -> Tile:
+def _tile(line: str, loader: str, schedule: str, numerics: int) -> Tile:
     shape, group, warps, stages, efficiency, *words = line.split()
     m, n, k = map(int, shape.split("x"))
     tails = [int(word.removeprefix("tail=")) for word in words if word.startswith("tail=")]
@@ -88,10 +86,8 @@ def _tile(line: str, loader: str, schedule: str, number: int, alike: bool) -> Ti
         split_store="split" in words, tail=tails[0] if tails else 1, swap="swap" in words,
         cluster_m=cluster[0], cluster_n=cluster[1], stream="stream" in words,
     )  # fmt: skip
-    marks = {name: name in words for name in ("aligned", "splits", "strided", "apart")}
-    return Tile(
-        config, float(efficiency), **marks, numerics=0 if alike and not marks["apart"] else 1 + number
-    )
+    marks = {name: name in words for name in ("aligned", "splits", "strided")}
+    return Tile(config, float(efficiency), **marks, numerics=numerics)
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,15 +196,13 @@ def space_of(problem: Problem) -> Space:
     target = problem.device.target
     by_descriptor = described(problem)
     aligned = all(_rows_aligned(x) for x in operands)
-    # What clusters sum has not been compared with the other kernels bit for bit.
-    clustered = clusters.offered() and clusters.suits(problem) and not problem.batch_invariant
     return _space(
         target.family,
         kind_of(problem),
         by_descriptor,
         aligned,
         problem.batch_invariant or problem.K == 0,
-        clustered,
+        clusters.suits(problem),
     )
 
 

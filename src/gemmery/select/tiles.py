@@ -6,8 +6,7 @@ A row reads `MxNxK group_m num_warps num_stages efficiency` and then, where they
 - `aligned`: only where rows begin at multiples of 16 elements, see `space.Tile`;
 - `splits`: also considered with its tiles cut along K;
 - `strided`: considered only for matrices that descriptors can't take;
-- `apart`: sums in another order than the other rows where these are `ALIKE`, or not known to sum in the same;
-- `cluster=MxN` and `stream`: see `Config`; rows of clusters are considered where `clusters.offered`.
+- `cluster=MxN` and `stream`: see `Config`; rows of clusters are considered where `clusters.suits`.
 
 The efficiency is the part of the device's achievable rate that the tile's main loop reaches once it is running: fitted
 to measurements for Hopper on an H200, estimated elsewhere. Every row compiles without spills on every architecture of
@@ -24,7 +23,6 @@ HOPPER: dict[str, Rows] = {
             128x256x64 16 8 4 0.88 split
             128x256x64 16 8 4 0.87 split tail=2
             128x256x64 16 8 4 0.86 split tail=4
-            128x256x64 16 8 4 0.87 split tail=8
             128x128x64  8 8 6 0.74
             128x128x64  8 4 4 0.75
         """,
@@ -70,14 +68,14 @@ HOPPER: dict[str, Rows] = {
             16x64x128  8 4 4 0.10 strided swap splits
         """,
         ("descriptor", "cluster"): """
-            128x128x64 8 4 8  0.76 cluster=2x1 stream apart splits
-            128x128x64 8 4 8  0.76 cluster=2x1 stream apart tail=2
-            128x64x64  8 4 12 0.64 cluster=2x1 stream apart splits
-            128x128x64 8 8 6  0.96 stream apart splits
-            256x128x64 8 8 6  0.88 cluster=2x1 stream apart splits
-            256x128x64 8 8 6  0.88 cluster=2x1 stream apart tail=2
-            256x256x64 8 8 4  0.96 cluster=2x1 stream apart split
-            256x256x64 8 8 4  0.96 cluster=2x1 stream apart split tail=2
+            128x128x64 8 4 8  0.76 cluster=2x1 stream splits
+            128x128x64 8 4 8  0.76 cluster=2x1 stream tail=2
+            128x64x64  8 4 12 0.64 cluster=2x1 stream splits
+            128x128x64 8 8 6  0.96 stream splits
+            256x128x64 8 8 6  0.88 cluster=2x1 stream splits
+            256x128x64 8 8 6  0.88 cluster=2x1 stream tail=2
+            256x256x64 8 8 4  0.96 cluster=2x1 stream split
+            256x256x64 8 8 4  0.96 cluster=2x1 stream split tail=2
         """,
     },
     "fp8": {
@@ -403,11 +401,10 @@ INTERPRETER: dict[str, Rows] = {
     for kind in HOPPER
 }
 
-#: Kinds of operand for which all rows of a family, but for those that say `apart`, give the same bits as long as K is
-#: not cut: all use one matrix instruction, which sums along K in an order that does not depend on the tile. Measured on
-#: an H200; tests/gpu/test_invariance.py repeats it, and tries the other kinds. Where nothing is known to be alike, a
-#: single row serves all products that must be batch-invariant.
-ALIKE: dict[str, tuple[str, ...]] = {"hopper": ("half",)}
+#: Families of which all rows for one kind of operand give the same bits as long as K is not cut: their instructions sum
+#: along K in an order that does not depend on the tile. Measured on an H200; tests/gpu/test_invariance.py repeats it.
+#: In the others a single row serves all products that must be batch-invariant.
+ALIKE = frozenset({"hopper"})
 
 FAMILIES: dict[str, dict[str, Rows]] = {
     "hopper": HOPPER,
