@@ -70,10 +70,10 @@ def tiles_of(family: str, kind: str) -> tuple[Tile, ...]:
         for line in rows.strip().splitlines()
     ]
     alike = family in ALIKE
-    return tuple(_tile(*line, 0 if alike else number) for number, line in enumerate(lines))
+    return tuple(_tile(*line, number, alike) for number, line in enumerate(lines))
 
 
-def _tile(line: str, loader: str, schedule: str, numerics: int) -> Tile:
+def _tile(line: str, loader: str, schedule: str, number: int, alike: bool) -> Tile:
     shape, group, warps, stages, efficiency, *words = line.split()
     m, n, k = map(int, shape.split("x"))
     tails = [int(word.removeprefix("tail=")) for word in words if word.startswith("tail=")]
@@ -87,6 +87,7 @@ def _tile(line: str, loader: str, schedule: str, numerics: int) -> Tile:
         cluster_m=cluster[0], cluster_n=cluster[1], stream="stream" in words,
     )  # fmt: skip
     marks = {name: name in words for name in ("aligned", "splits", "strided")}
+    numerics = 0 if alike and "apart" not in words else 1 + number
     return Tile(config, float(efficiency), **marks, numerics=numerics)
 
 

@@ -6,6 +6,7 @@ A row reads `MxNxK group_m num_warps num_stages efficiency` and then, where they
 - `aligned`: only where rows begin at multiples of 16 elements, see `space.Tile`;
 - `splits`: also considered with its tiles cut along K;
 - `strided`: considered only for matrices that descriptors can't take;
+- `apart`: too few rows for its family's matrix instruction, so that it sums with another, in another order;
 - `cluster=MxN` and `stream`: see `Config`; rows of clusters are considered where `clusters.suits`.
 
 The efficiency is the part of the device's achievable rate that the tile's main loop reaches once it is running: fitted
@@ -401,9 +402,9 @@ INTERPRETER: dict[str, Rows] = {
     for kind in HOPPER
 }
 
-#: Families of which all rows for one kind of operand give the same bits as long as K is not cut: their instructions sum
-#: along K in an order that does not depend on the tile. Measured on an H200; tests/gpu/test_invariance.py repeats it.
-#: In the others a single row serves all products that must be batch-invariant.
+#: Families of which all rows for one kind of operand, but for those that say `apart`, give the same bits as long as K is
+#: not cut: their instruction sums along K in an order that does not depend on the tile. Measured on an H200;
+#: tests/gpu/test_invariance.py repeats it. In the others a single row serves all products that must be batch-invariant.
 ALIKE = frozenset({"hopper"})
 
 FAMILIES: dict[str, dict[str, Rows]] = {
