@@ -402,9 +402,9 @@ INTERPRETER: dict[str, Rows] = {
     for kind in HOPPER
 }
 
-#: Families of which all rows for one kind of operand, but for those that say `apart`, give the same bits as long as K is
-#: not cut: their instruction sums along K in an order that does not depend on the tile. Measured on an H200;
-#: tests/gpu/test_invariance.py repeats it. In the others a single row serves all products that must be batch-invariant.
+#: Families of which all rows for one kind of operand, but for those that say `apart`, give the same bits as long as K
+#: is not cut: their instruction sums along K in an order that does not depend on the tile. Measured on an H200, which
+#: tests/gpu/test_invariance.py repeats. In the others a single row serves all products that must be batch-invariant.
 ALIKE = frozenset({"hopper"})
 
 FAMILIES: dict[str, dict[str, Rows]] = {
