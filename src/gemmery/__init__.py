@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import ops as _ops  # noqa: F401  (registers torch.ops.gemmery)
 from .api import addmm, bmm, linear, matmul, plan
+from .epilogues.function import epilogue
 from .invariant import batch_invariant
 from .plan import Plan
 from .problem import Config, Problem
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Config", "Plan", "Problem", "addmm", "batch_invariant", "bmm", "explain", "linear", "matmul", "nn", "plan", "tune",
+    "Config", "Plan", "Problem", "addmm", "batch_invariant", "bmm", "epilogue", "explain", "linear", "matmul", "nn", "plan", "tune",
     "warmup",
 ]  # fmt: skip
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import fused
 from .dispatch import Options, check_tensor, prepare, run
+from .fused import OutTypes
 from .plan import Plan
 from .problem import Config, Precision
 
@@ -19,21 +22,28 @@ def matmul(
     b: Tensor,
     *,
     bias: Tensor | None = None,
+    epilogue: Callable[..., Any] | None = None,
+    args: Sequence[Any] = (),
     out: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    out_dtype: OutTypes = None,
     precision: Precision = "ieee",
     fast_accum: bool = False,
     batch_invariant: bool = False,
     config: Config | dict[str, Any] | str | None = None,
-) -> Tensor:
+) -> Any:
     """The matrix product `a @ b + bias`, with torch.matmul's broadcasting.
 
     Args:
         a: (..., M, K) or (K,), any strides.
         b: (..., K, N) or (K,), any strides, on a's device. Types must agree; the two fp8 types may be mixed.
-        bias: (N,) or anything that broadcasts to the result, added before rounding.
+        bias: (N,) or anything that broadcasts to the product, added before rounding.
+        epilogue: a torch function of the product (with the bias, in the type of sums) and `args` that runs inside the
+            kernel; or what `gemmery.epilogue` made of one. The result is what it returns, one tensor or a tuple.
+        args: what the epilogue is given besides: tensors that broadcast to the product, or to half or twice its
+            columns, and Python values.
         out: where the result goes, any strides, no overlap with the inputs.
-        out_dtype: type of the result. The operands' by default; bfloat16 for fp8, int32 for int8.
+        out_dtype: type of the result. The operands' by default; bfloat16 for fp8, int32 for int8. What an epilogue has cast
+            keeps its type; for several results it can be a tuple.
         precision: how float32 is multiplied: "ieee" (the default, whatever torch's `allow_tf32` says), "tf32" or
             "tf32x3".
         fast_accum: let fp8 products be summed at the tensor cores' own precision, as `torch._scaled_mm` does.
@@ -47,6 +57,7 @@ def matmul(
     Raises:
         ValueError: shapes, devices or `out` do not fit, or the config can't run this problem.
         TypeError: a type is not supported, or two differ.
+        gemmery.epilogues.Untraceable: a ValueError: the epilogue does something that a kernel can't do.
 
     Example:
         >>> import torch, gemmery
@@ -54,6 +65,9 @@ def matmul(
         >>> gemmery.matmul(x, w.T, bias=torch.zeros(16)).shape
         torch.Size([4, 16])
     """
+    if epilogue is not None or args:
+        how = Options(None, precision, fast_accum, batch_invariant, config)
+        return fused.product("matmul", a, b, bias, epilogue, args, out, out_dtype, how)
     options = (out_dtype, precision, fast_accum, batch_invariant, config)
     return run("matmul", a, b, bias, 1, 1, out, options)
 
@@ -63,13 +77,15 @@ def linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
+    epilogue: Callable[..., Any] | None = None,
+    args: Sequence[Any] = (),
     out: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    out_dtype: OutTypes = None,
     precision: Precision = "ieee",
     fast_accum: bool = False,
     batch_invariant: bool = False,
     config: Config | dict[str, Any] | str | None = None,
-) -> Tensor:
+) -> Any:
     """`x @ weight.T + bias`, as torch.nn.functional.linear.
 
     Args:
@@ -85,6 +101,9 @@ def linear(
         tensor([[3., 3., 3., 3., 3.],
                 [3., 3., 3., 3., 3.]])
     """
+    if epilogue is not None or args:
+        how = Options(None, precision, fast_accum, batch_invariant, config)
+        return fused.product("linear", x, weight, bias, epilogue, args, out, out_dtype, how)
     options = (out_dtype, precision, fast_accum, batch_invariant, config)
     return run("linear", x, weight, bias, 1, 1, out, options)
 
@@ -129,13 +148,15 @@ def bmm(
     a: Tensor,
     b: Tensor,
     *,
+    epilogue: Callable[..., Any] | None = None,
+    args: Sequence[Any] = (),
     out: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    out_dtype: OutTypes = None,
     precision: Precision = "ieee",
     fast_accum: bool = False,
     batch_invariant: bool = False,
     config: Config | dict[str, Any] | str | None = None,
-) -> Tensor:
+) -> Any:
     """A batch of products, as torch.bmm: (B, M, K) by (B, K, N); the other arguments are those of `matmul`.
 
     Example:
@@ -143,6 +164,9 @@ def bmm(
         >>> gemmery.bmm(torch.ones(7, 2, 3), torch.ones(7, 3, 4)).shape
         torch.Size([7, 2, 4])
     """
+    if epilogue is not None or args:
+        how = Options(None, precision, fast_accum, batch_invariant, config)
+        return fused.product("bmm", a, b, None, epilogue, args, out, out_dtype, how)
     options = (out_dtype, precision, fast_accum, batch_invariant, config)
     return run("bmm", a, b, None, 1, 1, out, options)
 

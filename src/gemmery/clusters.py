@@ -15,8 +15,8 @@ import torch
 import triton
 from torch import Tensor
 
-from .kernels import epilogues, order
-from .launch import Binding, described, storable
+from .kernels import order
+from .launch import Binding, described, epilogue_arguments, epilogue_of, storable
 from .problem import Config, Operand, Problem
 from .waves import Split
 
@@ -50,6 +50,8 @@ def suits(problem: Problem) -> bool:
         available()
         and p.device.arch == "sm_90"
         and not p.batch
+        # Traced epilogues have run only in the other schedules.
+        and p.fusion is None
         and all(operand.dtype.itemsize == 2 for operand in (p.a, p.b, p.out))
         and described(p)
         and p.out.col == 1
@@ -181,7 +183,7 @@ class ClusterBinding(Binding):
         self.cluster = bases(c.cluster_m, c.cluster_n)
         self.constants = {
             "ORDER": order.grouped,
-            "EPILOGUE": dialect.in_gluon(getattr(epilogues, p.epilogue)),
+            "EPILOGUE": dialect.in_gluon(epilogue_of(p)),
             "BLOCK_M": c.block_m,
             "BLOCK_N": c.block_n,
             "BLOCK_K": c.block_k,
@@ -201,16 +203,8 @@ class ClusterBinding(Binding):
         if c.num_warps in _REGISTERS_AT_START:
             self.constants["maxnreg"] = _REGISTERS_AT_START[c.num_warps]
 
-    def arguments(
-        self,
-        a: Tensor,
-        b: Tensor,
-        out: Tensor,
-        addend: Tensor | None = None,
-        alpha: float = 1,
-        beta: float = 1,
-    ) -> list[Any]:
-        """The kernel's run-time arguments for tensors laid out as the problem says."""
+    def arguments(self, a: Tensor, b: Tensor, out: Tensor, *given: Any) -> list[Any]:
+        """The kernel's run-time arguments, as for `Binding.arguments`."""
         p, c, w = self.problem, self.config, self.work
         tail: tuple[Any, Any] = (None, None)
         if c.tail > 1:
@@ -221,7 +215,7 @@ class ClusterBinding(Binding):
             self._described(p.a, a, (p.M, p.K), (c.block_m, c.block_k), (0, None)),
             self._b(b, c.block_n),
             self._out(out, c.block_n // 2 if c.split_store else c.block_n),
-            *tail, self._epilogue_arguments(addend, alpha, beta), partials, counters,
+            *tail, epilogue_arguments(p, c.block_n, *given), partials, counters,
             p.M, p.N, p.K, w.whole, w.tail, w.cut, w.virtual, w.chunk,
         ]  # fmt: skip
 

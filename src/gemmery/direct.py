@@ -27,9 +27,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .launch import Binding
 from .workspace import WORKSPACES
 
-#: Launches, given the addresses of a, b, out and the addend (0 for none), alpha and beta; False where the launch has
-#: to go the ordinary way.
-Launch = Callable[[int, int, int, int, float, float], bool]
+#: Launches, given the addresses of a, b, out and of the epilogue's tensors (one address, 0 for none, or a tuple of them
+#: for a fused epilogue), and its numbers; False where the launch has to go the ordinary way.
+Launch = Callable[..., bool]
 #: Enters Triton's C function with a stream and the kernel's arguments.
 _Enter = Callable[[int, list[Any]], None]
 
@@ -330,11 +330,12 @@ def _stand_in(tensor: Tensor | None) -> Tensor | None:
 
 
 def lay_out(
-    entry: Entry, binding: Binding, compiled: Any, stand_ins: tuple[Any, ...], alpha: float, beta: float
+    entry: Entry, binding: Binding, compiled: Any, stand_ins: tuple[Any, ...], *numbers: float
 ) -> Arguments | None:
     """The arguments of a compiled kernel, given stand-ins for its tensors; None where they can't be laid out ahead."""
-    a, b, out, addend = stand_ins
-    arguments = binding.arguments(a, b, out, addend, alpha, beta)
+    a, b, out, *extras = stand_ins
+    given = (extras, numbers) if binding.problem.fusion is not None else (*extras, *numbers)
+    arguments = binding.arguments(a, b, out, *given)
     values = dict(zip(binding.kernel.arg_names, arguments, strict=False))
     notes = getattr(compiled.metadata, "tensordesc_meta", None)
     layouter = _Layouter(stand_ins, _expander(), notes, entry.nested)
@@ -352,7 +353,7 @@ def prepare(binding: Binding, compiled: Any, index: int, *arguments: Any) -> Lau
     """The short way to launch a compiled kernel on GPU number `index`; None where there is none.
 
     Args:
-        arguments: a, b, out, addend, alpha and beta of the first launch.
+        arguments: a, b, out and what is given for the epilogue in the first launch; see `Binding.arguments`.
     """
     known = entry()
     if known is None or not _suits(known, compiled.run):
@@ -360,48 +361,53 @@ def prepare(binding: Binding, compiled: Any, index: int, *arguments: Any) -> Lau
     enter = known.enter(compiled, binding.grid)
     if enter is None:
         return None
-    *tensors, alpha, beta = arguments
+    fused = binding.problem.fusion is not None
+    if fused:
+        *matrices, extras, numbers = arguments
+        tensors = (*matrices, *extras)
+    else:
+        tensors, numbers = arguments[:4], arguments[4:]
     stand_ins = tuple(map(_stand_in, tensors))
 
-    def laid_out(alpha: float, beta: float) -> Arguments | None:
-        return lay_out(known, binding, compiled, stand_ins, alpha, beta)
+    def laid_out(*numbers: float) -> Arguments | None:
+        return lay_out(known, binding, compiled, stand_ins, *numbers)
 
-    first = laid_out(alpha, beta)
+    first = laid_out(*numbers)
     if first is None:
         return None
     by_factors = _by_factors(laid_out) if binding.problem.takes_factors else None
     room = None if binding.split is None else binding.room
-    launch = _launch(index, enter, first, by_factors, room, binding.kernel.pre_run_hooks)
+    launch = _launch(index, enter, first, by_factors, room, binding.kernel.pre_run_hooks, fused)
     # Newer versions unload the code of a compiled kernel that nobody holds any more.
     launch.__dict__["compiled"] = compiled
     return launch
 
 
-def _by_factors(laid_out: Callable[[float, float], Arguments | None]) -> Callable[[float, float], Any]:
+def _by_factors(laid_out: Callable[..., Arguments | None]) -> Callable[..., Any]:
     """`laid_out` with a memory."""
     kept: dict[Any, Any] = {}
 
-    def arguments(alpha: float, beta: float) -> Any:
+    def arguments(*factors: float) -> Any:
         # Zeros are told apart by their sign, which comparing them does not do.
-        key = (alpha or str(alpha), beta or str(beta))
+        key = tuple([factor or str(factor) for factor in factors])
         found = kept.get(key)
         if found is None:
             if len(kept) >= _FACTORS:
                 kept.clear()
-            found = kept[key] = laid_out(alpha, beta)
+            found = kept[key] = laid_out(*factors)
         return found
 
     return arguments
 
 
 def _launch(
-    index: int, enter: _Enter, fixed: Arguments, by_factors: Callable[[float, float], Any] | None,
-    room: tuple[int, int] | None, hooks: list[Any],
+    index: int, enter: _Enter, fixed: Arguments, by_factors: Callable[..., Any] | None,
+    room: tuple[int, int] | None, hooks: list[Any], fused: bool,
 ) -> Launch:  # fmt: skip
     knobs, stream_of = triton.knobs.runtime, triton.runtime.driver.active.get_current_stream
     current = torch._C._cuda_getDevice if torch.cuda.device_count() > 1 else None
 
-    def launch(a: int, b: int, out: int, addend: int, alpha: float, beta: float) -> bool:
+    def launch(a: int, b: int, out: int, extra: Any, *numbers: float) -> bool:
         # A hook is an object with a list of calls, or any function that somebody put in its place.
         if (
             getattr(knobs.launch_enter_hook, "calls", True)
@@ -411,15 +417,16 @@ def _launch(
             return False
         if current is not None and current() != index:
             with torch.cuda.device(index):
-                return launch(a, b, out, addend, alpha, beta)
-        arguments = fixed if by_factors is None else by_factors(alpha, beta)
+                return launch(a, b, out, extra, *numbers)
+        arguments = fixed if by_factors is None else by_factors(*numbers)
+        sources = (a, b, out, *extra) if fused else (a, b, out, extra)
         stream = stream_of(index)
         if room is None:
-            enter(stream, arguments.at((a, b, out, addend)))
+            enter(stream, arguments.at(sources))
         else:
             # Held until the launch is queued: memory that is freed later is used again after it, on its stream.
             partials, arrivals = WORKSPACES.on_stream(index, stream, *room)
-            enter(stream, arguments.at((a, b, out, addend, partials.data_ptr(), arrivals.data_ptr())))
+            enter(stream, arguments.at((*sources, partials.data_ptr(), arrivals.data_ptr())))
         return True
 
     return launch

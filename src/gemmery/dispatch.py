@@ -413,7 +413,7 @@ def _is_plain(a: Tensor, b: Tensor, addend: Tensor | None, out: Tensor | None) -
     )
 
 
-def _needs_dispatcher(tensors: tuple[Tensor | None, ...]) -> bool:
+def needs_dispatcher(tensors: tuple[Tensor | None, ...]) -> bool:
     """Whether something in torch wants to see the call: the compiler, autograd, a mode, a transform, a subclass."""
     if is_compiling():
         return True
@@ -438,7 +438,8 @@ def _check_forward_mode(op: str, tensors: tuple[Tensor | None, ...]) -> None:
             raise NotImplementedError(f"{op}: no forward-mode derivative; use reverse mode (backward, vjp)")
 
 
-def _autocast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def lowered(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A tensor in the type that autocast asks for."""
     return tensor.to(dtype) if tensor is not None and tensor.dtype in _AUTOCAST else tensor
 
 
@@ -462,9 +463,9 @@ def _run_seen(
     device = a.device.type
     if out is None and device in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device):
         lower = torch.get_autocast_dtype(device)
-        a, b, addend = _autocast(a, lower), _autocast(b, lower), _autocast(addend, lower)  # type: ignore[assignment]
+        a, b, addend = lowered(a, lower), lowered(b, lower), lowered(addend, lower)  # type: ignore[assignment]
     _check_forward_mode(op, tensors)
-    if not _needs_dispatcher(tensors):
+    if not needs_dispatcher(tensors):
         return eager(op, a, b, addend, alpha, beta, out, options)
     b = right_factor(op, b)
     check(op, a, b, addend, alpha, beta, out, options)

@@ -26,6 +26,9 @@ _TL: dict[torch.dtype, Any] = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
     torch.int32: tl.int32,
+    torch.int8: tl.int8,
+    torch.float8_e4m3fn: tl.float8e4nv,
+    torch.float8_e5m2: tl.float8e5,
 }
 #: fp8 products are promoted to the fp32 accumulator after this many steps along K, as cuBLAS does in its accurate mode.
 PROMOTE_EVERY = 128
@@ -55,7 +58,20 @@ def described(problem: Problem) -> bool:
         and max(p.M, p.N, p.K) < 1 << 31
         and describable(p.a, p.batch)
         and describable(p.b, p.batch)
+        and (not p.paired or _pairs_describable(p))
     )
+
+
+def between(problem: Problem) -> int | None:
+    """Elements from the left half of B's columns to the right one, where tiles pair them; else None."""
+    if problem.fusion is None or not problem.fusion.paired:
+        return None
+    return problem.fusion.between or problem.out_n * problem.b.col
+
+
+def _pairs_describable(problem: Problem) -> bool:
+    distance = (between(problem) or 0) * problem.b.dtype.itemsize
+    return not problem.batch and distance > 0 and distance % 16 == 0 and distance < 1 << 40
 
 
 def storable(operand: Operand, rows: int, cols: int, batch: tuple[int, ...]) -> bool:
@@ -78,16 +94,30 @@ def _steps(operand: Operand, described: bool) -> tuple[int, ...]:
 
 
 class _Access:
-    """How one matrix reaches the kernel: as a pointer with strides, or as a descriptor."""
+    """How one matrix reaches the kernel: as a pointer with strides, or as a descriptor.
+
+    Attributes:
+        between: elements from the left half of its columns to the right one where tiles pair them, or None.
+    """
 
     def __init__(
-        self, operand: Operand, rows: int, cols: int, batch: tuple[int, ...], described: bool
-    ) -> None:
+        self, operand: Operand, rows: int, cols: int, batch: tuple[int, ...], described: bool,
+        between: int | None = None,
+    ) -> None:  # fmt: skip
         self.operand, self.rows, self.cols, self.batch, self.described = operand, rows, cols, batch, described
         self.transposed = described and operand.col != 1
-        self.strides = (_steps(operand, described), operand.row, operand.col)
+        self.between = between
+        self.strides: tuple[Any, ...] = (_steps(operand, described), operand.row, operand.col)
+        if between is not None:
+            self.strides = (*self.strides, between)
 
     def loader(self) -> Any:
+        if self.between is not None:
+            if not self.described:
+                return operands.load_strided_pairs
+            return (
+                operands.load_described_pairs_transposed if self.transposed else operands.load_described_pairs
+            )
         if not self.described:
             return operands.load_strided
         return operands.load_described_transposed if self.transposed else operands.load_described
@@ -100,6 +130,8 @@ class _Access:
     def argument(self, tensor: Tensor, block_rows: int, block_cols: int) -> Any:
         if not self.described:
             return tensor
+        if self.between is not None:
+            return self._paired(tensor, block_rows, block_cols)
         shape, strides, block = [self.rows, self.cols], [self.operand.row, 1], [block_rows, block_cols]
         if self.transposed:
             shape, strides, block = [self.cols, self.rows], [self.operand.col, 1], [block_cols, block_rows]
@@ -109,6 +141,15 @@ class _Access:
             strides = [step or strides[0], *strides]
             block = [1, *block]
         return TensorDescriptor(tensor, shape, strides, block)
+
+    def _paired(self, tensor: Tensor, block_rows: int, block_cols: int) -> TensorDescriptor:
+        """Over the halves of the columns as a dimension of their own."""
+        cols, half = self.cols // 2, block_cols // 2
+        if self.transposed:
+            strides = [self.between, self.operand.col, 1]
+            return TensorDescriptor(tensor, [2, cols, self.rows], strides, [2, half, block_rows])
+        strides = [self.operand.row, self.between, 1]
+        return TensorDescriptor(tensor, [self.rows, 2, cols], strides, [block_rows, 2, half])
 
 
 def _parts(value: float) -> tuple[float, float, float]:
@@ -126,6 +167,39 @@ def _parts(value: float) -> tuple[float, float, float]:
 def _single(value: float) -> float:
     rounded: float = struct.unpack("<f", struct.pack("<f", value))[0]
     return rounded
+
+
+def epilogue_of(problem: Problem) -> Any:
+    """The device function of a problem's epilogue."""
+    if problem.fusion is None:
+        return getattr(epilogues, problem.epilogue)
+    from .epilogues.lower import function
+
+    return function(problem.fusion.source)
+
+
+def epilogue_arguments(problem: Problem, slot: int, *given: Any) -> tuple[Any, ...]:
+    """What a problem's epilogue is given: pointers, strides and numbers, in the order in which it takes them.
+
+    Args:
+        slot: columns of the output for which a fused epilogue leaves one part of a row's reduction.
+        given: see `Binding.arguments`.
+    """
+    if problem.fusion is not None:
+        tensors, numbers = given
+        strides = [part for x in problem.fusion.operands for part in (_steps(x, False), x.row, x.col)]
+        slots = (slot,) if problem.fusion.reduces else ()
+        return (*tensors, *strides, *map(_parts, numbers), *slots)
+    addend, alpha, beta = (*given, *(None, 1, 1)[len(given) :])
+    if problem.epilogue == "identity":
+        return ()
+    if problem.epilogue == "scale":
+        return (_parts(alpha),)
+    assert problem.addend is not None
+    if problem.epilogue == "add_row":
+        return (addend, problem.addend.col)
+    layout = (_steps(problem.addend, False), problem.addend.row, problem.addend.col)
+    return (_parts(alpha), _parts(beta), addend, layout)
 
 
 class Binding:
@@ -154,9 +228,11 @@ class Binding:
                 f"config {c}: loader 'descriptor' takes blocks of at most {_BOX} along each side"
             )
         self.a = _Access(p.a, p.M, p.K, p.batch, by_descriptor)
-        self.b = _Access(p.b, p.K, p.N, p.batch, by_descriptor)
-        stored = by_descriptor and storable(p.out, p.M, p.N, p.batch)
-        self.out = _Access(p.out, p.M, p.N, p.batch, stored)
+        self.b = _Access(p.b, p.K, p.N, p.batch, by_descriptor, between(p))
+        stored = by_descriptor and storable(p.out, p.M, p.out_n, p.batch)
+        self.out = _Access(p.out, p.M, p.out_n, p.batch, stored)
+        # Half of a tile's columns are stored where they are paired; such a tile needs no less.
+        self.split_store = c.split_store and not p.paired
         self.waves = Waves.of(p, c)
         self.split = Split.of(p, c)
         parts = self.split.parts if self.split else 1
@@ -179,8 +255,7 @@ class Binding:
             p.b.row * step + p.b.col * c.block_n,
             p.out.row * c.block_m + p.out.col * c.block_n,
         ]
-        if p.addend is not None:
-            reach.append(p.addend.row * c.block_m + p.addend.col * c.block_n)
+        reach += [extra.row * c.block_m + extra.col * c.block_n for extra in p.extras]
         return max(reach) >= 1 << 31
 
     def _constants(self) -> dict[str, Any]:
@@ -189,13 +264,14 @@ class Binding:
             "ORDER": order.grouped,
             "LOAD_A": self.a.loader(),
             "LOAD_B": self.b.loader(),
-            "EPILOGUE": getattr(epilogues, p.epilogue),
+            "EPILOGUE": epilogue_of(p),
             "STORE": self.out.store(),
             "BLOCK_M": c.block_m,
             "BLOCK_N": c.main_n,
             "BLOCK_K": c.block_k,
             "GROUP_M": c.group_m,
-            "SPLIT_STORE": c.split_store,
+            "SPLIT_STORE": self.split_store,
+            "PAIRED": p.paired,
             "CHECK_K": p.K == 0 or p.K % c.block_k != 0,
             "WIDE": self._wide(),
             "ACC": _TL[accumulator(p.a.dtype)],
@@ -217,25 +293,20 @@ class Binding:
             constants["SPLIT_K"] = self.split is not None
         return constants
 
-    def arguments(
-        self,
-        a: Tensor,
-        b: Tensor,
-        out: Tensor,
-        addend: Tensor | None = None,
-        alpha: float = 1,
-        beta: float = 1,
-    ) -> list[Any]:
-        """The kernel's run-time arguments for tensors laid out as the problem says."""
+    def arguments(self, a: Tensor, b: Tensor, out: Tensor, *given: Any) -> list[Any]:
+        """The kernel's run-time arguments for tensors laid out as the problem says.
+
+        Args:
+            given: for the epilogue: addend (None), alpha (1) and beta (1), or for a fused one the tensors and the numbers.
+        """
         p, c, waves = self.problem, self.config, self.waves
-        store_n = c.main_n // 2 if c.split_store else c.main_n
         matrices = [
             self.a.argument(a, c.block_m, c.block_k),
             self.b.argument(b, c.block_k, c.main_n),
-            self.out.argument(out, c.block_m, store_n),
+            self.out.argument(out, c.block_m, self._stored(c.main_n)),
         ]
         common = [
-            self._epilogue_arguments(addend, alpha, beta),
+            epilogue_arguments(p, self.slot, *given),
             p.M, p.N, p.K, p.batch, self.a.strides, self.b.strides, self.out.strides, waves.tiles,
         ]  # fmt: skip
         if self.persistent:
@@ -249,7 +320,8 @@ class Binding:
             ]
         rest = [None, None]
         if c.rest_n:
-            rest = [self.b.argument(b, c.block_k, c.rest_n), self.out.argument(out, c.block_m, c.rest_n)]
+            columns = c.rest_n // 2 if p.paired else c.rest_n
+            rest = [self.b.argument(b, c.block_k, c.rest_n), self.out.argument(out, c.block_m, columns)]
         parts: list[Any] = [0, None, None]
         if self.split is not None:
             parts = [self.split.length, *self.workspace(a.device)]
@@ -277,20 +349,19 @@ class Binding:
         return [
             self.a.argument(a, rows, c.tail_k),
             self.b.argument(b, c.tail_k, columns),
-            self.out.argument(out, rows, columns),
+            self.out.argument(out, rows, columns // 2 if self.problem.paired else columns),
         ]
 
-    def _epilogue_arguments(self, addend: Tensor | None, alpha: float, beta: float) -> tuple[Any, ...]:
-        p = self.problem
-        if p.epilogue == "identity":
-            return ()
-        if p.epilogue == "scale":
-            return (_parts(alpha),)
-        assert p.addend is not None
-        assert addend is not None
-        if p.epilogue == "add_row":
-            return (addend, p.addend.col)
-        return (_parts(alpha), _parts(beta), addend, (_steps(p.addend, False), p.addend.row, p.addend.col))
+    @property
+    def slot(self) -> int:
+        """Columns of the narrowest block that an epilogue sees."""
+        c = self.config
+        wide = [c.main_n // 2 if self.split_store else c.main_n, c.rest_n or c.main_n, c.block_n // c.tail_n]
+        return min(wide) // (2 if self.problem.paired else 1)
+
+    def _stored(self, columns: int) -> int:
+        """Columns of the output that are stored at a time, of a block of so many columns of the product."""
+        return columns // 2 if self.split_store or self.problem.paired else columns
 
     def launch(self, *tensors: Any) -> None:
         """Launch on the current device and stream; arguments as for `arguments`."""

@@ -6,13 +6,13 @@ No data is read or copied here; a broadcast dimension is a stride of 0.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from .devices import Device
-from .problem import Operand, Precision, Problem
+from .problem import Fusion, Operand, Precision, Problem
 
 
 @dataclass
@@ -92,30 +92,59 @@ def make_problem(
         a: (..., M, K); b: (..., K, N); out: (..., M, N) with the broadcast batch; addend: broadcasts to out.
         scaled: whether the product or the addend comes with a factor other than 1.
     """
+    bare, extras = _fold(a, b, out, [] if addend is None else [(addend, b.shape[-1])], device)
+    epilogue = "scale" if scaled else "identity"
+    added = extras[0] if extras else None
+    if added is not None:
+        one_row = bare.M == 1 or added.row == 0
+        epilogue = "add_row" if not scaled and one_row and not any(added.steps) else "add_matrix"
+    return replace(
+        bare, epilogue=epilogue, addend=added, precision=precision, fast_accum=fast_accum,
+        # Sums of integers are the same in any order.
+        batch_invariant=batch_invariant and a.dtype.is_floating_point,
+    )  # fmt: skip
+
+
+def make_fused_problem(
+    a: Tensor, b: Tensor, out: Tensor, extras: Sequence[tuple[Tensor, int]], fusion: Fusion, *, precision: Precision,
+    fast_accum: bool, batch_invariant: bool, device: Device,
+) -> Problem:  # fmt: skip
+    """The Problem of `out = epilogue(a @ b)` for a traced epilogue; see `make_problem`.
+
+    Args:
+        extras: what the epilogue reads and writes besides, each with the number of columns that it has or is broadcast to.
+        fusion: the epilogue without its operands.
+    """
+    bare, operands = _fold(a, b, out, extras, device)
+    return replace(
+        bare, epilogue="fused", fusion=replace(fusion, operands=tuple(operands)), precision=precision,
+        fast_accum=fast_accum, batch_invariant=batch_invariant and a.dtype.is_floating_point,
+    )  # fmt: skip
+
+
+def _fold(
+    a: Tensor, b: Tensor, out: Tensor, extras: Sequence[tuple[Tensor, int]], device: Device
+) -> tuple[Problem, list[Operand]]:
+    """The Problem of the bare product, with as few batch dimensions as there can be, and the epilogue's operands in it."""
     M, K = a.shape[-2:]
     N = b.shape[-1]
     sizes = list(out.shape[:-2])
     left, right = _expand(a, sizes, M, K), _expand(b, sizes, K, N)
-    result = _expand(out, sizes, M, N)
-    extra = None if addend is None else _expand(addend, sizes, M, N)
-    walkers = [left, result] + ([extra] if extra is not None else [])
+    result = _expand(out, sizes, M, out.shape[-1])
+    others = [_expand(tensor, sizes, M, columns) for tensor, columns in extras]
+    walkers = [left, result, *others]
     _drop_unit(sizes, [*walkers, right])
     _merge(sizes, [*walkers, right])
     M = _fold_rows(sizes, M, walkers, right)
-
-    epilogue = "scale" if scaled else "identity"
-    added = None
-    if addend is not None and extra is not None:
-        one_row = M == 1 or extra.row == 0
-        epilogue = "add_row" if not scaled and one_row and not any(extra.steps) else "add_matrix"
-        added = Operand(addend.dtype, tuple(extra.steps), extra.row, extra.col, addend.data_ptr() % 16 == 0)
-    return Problem(
-        M=M, N=N, K=K, batch=tuple(sizes),
-        a=_operand(a, left, M, K), b=_operand(b, right, K, N), out=_operand(out, result, M, N),
-        device=device, epilogue=epilogue, addend=added, precision=precision, fast_accum=fast_accum,
-        # Sums of integers are the same in any order.
-        batch_invariant=batch_invariant and a.dtype.is_floating_point,
+    operands = [
+        Operand(tensor.dtype, tuple(x.steps), x.row, x.col, tensor.data_ptr() % 16 == 0)
+        for (tensor, _), x in zip(extras, others, strict=True)
+    ]
+    bare = Problem(
+        M=M, N=N, K=K, batch=tuple(sizes), device=device,
+        a=_operand(a, left, M, K), b=_operand(b, right, K, N), out=_operand(out, result, M, out.shape[-1]),
     )  # fmt: skip
+    return bare, operands
 
 
 def extent_bytes(tensor: Tensor) -> int:

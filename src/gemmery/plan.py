@@ -53,7 +53,7 @@ class Plan:
         self._padded: padding.Padded | None = None
         self._added = problem.addend is not None
         self._scaled = problem.takes_factors
-        operands = (problem.a, problem.b, problem.out, problem.addend)
+        operands = (problem.a, problem.b, problem.out, *(problem.extras or (None,)))
         #: For each tensor, the bits of an address that it must not have.
         self._misaligned = tuple(15 if x is not None and x.aligned else 0 for x in operands)
         self._index = -1
@@ -65,7 +65,8 @@ class Plan:
         if config is not None:
             self._choices = [config]
         elif runs_on(problem):
-            self._padded = padding.worth_copying(problem)
+            # A copy would part the halves of columns that are paired.
+            self._padded = None if problem.paired else padding.worth_copying(problem)
             self._choices = candidates(self._launched)
         if self._choices:
             self._binding = bind(self._launched, self._choices[0])
@@ -133,6 +134,26 @@ class Plan:
             a, b = self._copied(a, b)
             self._binding.launch(a, b, out, addend, alpha, beta)
         return out
+
+    def run_fused(
+        self, a: Tensor, b: Tensor, out: Tensor, extras: tuple[Tensor, ...], numbers: tuple[float, ...]
+    ) -> None:
+        """Launch a problem with a traced epilogue, with its tensors and numbers in the order of its program."""
+        if self.direct is not None and a.get_device() == self._index:
+            addresses = [x.data_ptr() for x in (a, b, out, *extras)]
+            aligned = not any(at & bits for at, bits in zip(addresses, self._misaligned, strict=True))
+            if aligned and self.direct(*addresses[:3], addresses[3:], *numbers):
+                return
+        assert self._binding is not None
+        with _on(a):
+            a, b = self._copied(a, b)
+            self._binding.launch(a, b, out, extras, numbers)
+
+    @property
+    def slots(self) -> int:
+        """Parts of a row that a fused epilogue's reductions leave behind."""
+        assert self._binding is not None
+        return -(-self.problem.out_n // self._binding.slot)
 
     def fit(self, a: Tensor, b: Tensor, *others: Any, pinned: bool) -> None:
         """Compile for the current GPU, going down the ranking until a kernel fits without spills.
@@ -228,7 +249,8 @@ def runs_on(problem: Problem) -> bool:
 
 @functools.lru_cache(PLANS)
 def _cached(problem: Problem, config: Config | None, device: int) -> tuple[Plan, list[bool]]:
-    log.note(problem)
+    if problem.fusion is None:
+        log.note(problem)
     return Plan(problem, config), []
 
 

@@ -66,7 +66,32 @@ class Operand:
 
     def __str__(self) -> str:
         order = "row" if self.col == 1 else "col" if self.row == 1 else f"{self.row},{self.col}"
-        return f"{DTYPE_NAMES[self.dtype]}[{order}]"
+        return f"{DTYPE_NAMES.get(self.dtype, str(self.dtype).removeprefix('torch.'))}[{order}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """What a traced epilogue makes of the product.
+
+    Attributes:
+        source: its device function's text; see `epilogues.lower`.
+        operands: what it reads and writes besides the product, one layout a tensor, over (batch, M, columns).
+        numbers: how many numbers come with every call.
+        paired: whether the columns of the product come in two halves, which lie in one tile, so that the output has
+            half as many.
+        between: elements from the left half of B's columns to the right one, where these are two matrices; else 0.
+        reduces: whether it leaves parts of reduced rows.
+    """
+
+    source: str
+    operands: tuple[Operand, ...]
+    numbers: int = 0
+    paired: bool = False
+    between: int = 0
+    reduces: bool = False
+
+    def __str__(self) -> str:
+        return self.source.split("(", 1)[0].split()[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +100,9 @@ class Problem:
 
     Attributes:
         batch: shape of the batch, dimensions that can be merged merged, () for a single product.
-        epilogue: name of the epilogue: identity, scale, add_row or add_matrix.
+        epilogue: name of the epilogue: identity, scale, add_row or add_matrix; or "fused".
         addend: layout of the matrix or row that the epilogue adds, if it adds one.
+        fusion: the traced epilogue, where it is "fused".
         precision: how fp32 operands are multiplied: "ieee", "tf32" or "tf32x3".
         fast_accum: whether fp8 products may be summed at the tensor cores' reduced precision.
         batch_invariant: whether a row of the result must have the same bits whatever M and the batch are.
@@ -96,6 +122,24 @@ class Problem:
     precision: Precision = "ieee"
     fast_accum: bool = False
     batch_invariant: bool = False
+    fusion: Fusion | None = None
+
+    @property
+    def paired(self) -> bool:
+        """Whether the two halves of the product's columns become one column of the output each; see `Fusion`."""
+        return self.fusion is not None and self.fusion.paired
+
+    @property
+    def out_n(self) -> int:
+        """Columns of the output."""
+        return self.N // 2 if self.paired else self.N
+
+    @property
+    def extras(self) -> tuple[Operand, ...]:
+        """What the epilogue reads and writes besides the product and the output."""
+        if self.fusion is not None:
+            return self.fusion.operands
+        return () if self.addend is None else (self.addend,)
 
     @property
     def matrices(self) -> int:
@@ -107,8 +151,10 @@ class Problem:
 
     @property
     def takes_factors(self) -> bool:
-        """Whether the epilogue multiplies by alpha and beta; others are for calls where both are 1."""
-        return self.epilogue in ("scale", "add_matrix")
+        """Whether the epilogue is given numbers with every call; others are for calls where alpha and beta are 1."""
+        return self.epilogue in ("scale", "add_matrix") or (
+            self.fusion is not None and self.fusion.numbers > 0
+        )
 
     @property
     def flops(self) -> int:
@@ -120,21 +166,20 @@ class Problem:
         """The fewest bytes that can be moved: each distinct matrix once."""
         total = 0
         for operand, rows, cols in (
-            (self.a, self.M, self.K), (self.b, self.K, self.N), (self.out, self.M, self.N),
-            (self.addend, self.M, self.N),
+            (self.a, self.M, self.K), (self.b, self.K, self.N), (self.out, self.M, self.out_n),
+            *((extra, self.M, self.out_n) for extra in self.extras),
         ):  # fmt: skip
-            if operand is not None:
-                size = operand.dtype.itemsize
-                for extent, stride in zip(
-                    (*self.batch, rows, cols), (*operand.steps, operand.row, operand.col), strict=True
-                ):
-                    size *= extent if stride or extent == 0 else 1
-                total += size
+            size = operand.dtype.itemsize
+            for extent, stride in zip(
+                (*self.batch, rows, cols), (*operand.steps, operand.row, operand.col), strict=True
+            ):
+                size *= extent if stride or extent == 0 else 1
+            total += size
         return total
 
     def __str__(self) -> str:
         batch = "x".join(map(str, self.batch)) + " of " if self.batch else ""
-        fused = "" if self.epilogue == "identity" else f" +{self.epilogue}"
+        fused = "" if self.epilogue == "identity" else f" +{self.fusion or self.epilogue}"
         fused += f" {self.precision}" if self.precision != "ieee" else ""
         fused += " fast" if self.fast_accum else ""
         invariant = " invariant" if self.batch_invariant else ""

@@ -3,13 +3,15 @@
 `out[z] = epilogue(a[z] @ b[z])` for z over the batch, with a of (M, K), b of (K, N), out of (M, N). A tile program is
 one product of a row of blocks of A with a column of blocks of B; `gemm_tiles` starts one program a tile and
 `gemm_persistent` lets as many programs as the machine holds walk over all tiles. The parts come in as constexpr
-functions: ORDER (see `order`), LOAD_A, LOAD_B and STORE (see `operands`) and EPILOGUE (see `epilogues`).
+functions: ORDER (see `order`), LOAD_A, LOAD_B and STORE (see `operands`) and EPILOGUE (see `epilogues`). With PAIRED, LOAD_B gives each tile columns of both halves of
+B, and the epilogue makes one column of two.
 """
 
 import triton
 import triton.language as tl
 
 from .numerics import cast, dot
+from .operands import column_halves
 from .parts import add_parts, arrive, leave_part
 
 
@@ -47,21 +49,16 @@ def multiply(
 
 
 @triton.jit
-def column_halves(acc):
-    """The left and the right half of a tile, without moving data between threads."""
-    rows: tl.constexpr = acc.shape[0]
-    cols: tl.constexpr = acc.shape[1]
-    return acc.reshape(rows, 2, cols // 2).permute(0, 2, 1).split()
-
-
-@triton.jit
 def finish_block(
     acc, out, args, M, N, sizes, out_strides, batch, row, col,
-    EPILOGUE: tl.constexpr, STORE: tl.constexpr, OUT: tl.constexpr, WIDE: tl.constexpr,
+    EPILOGUE: tl.constexpr, STORE: tl.constexpr, OUT: tl.constexpr, WIDE: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
-    """Epilogue, cast and store of one block."""
+    """Epilogue, cast and store of one block; `PAIRED` where two columns of the product make one of the output."""
     rows: tl.constexpr = acc.shape[0]
-    cols: tl.constexpr = acc.shape[1]
+    cols: tl.constexpr = acc.shape[1] // 2 if PAIRED else acc.shape[1]
+    if PAIRED:
+        N = N // 2
+        col = col // 2
     value = EPILOGUE(acc, args, (M, N), sizes, batch, row, col, rows, cols, WIDE)
     STORE(out, (M, N), out_strides, sizes, batch, row, col, cast(value, OUT), rows, cols, WIDE)
 
@@ -69,8 +66,8 @@ def finish_block(
 @triton.jit
 def finish(
     acc, out, args, M, N, sizes, out_strides, batch, row, col, place, partials,
-    EPILOGUE: tl.constexpr, STORE: tl.constexpr, OUT: tl.constexpr, WIDE: tl.constexpr, SPLIT_STORE: tl.constexpr,
-    SPLIT_K: tl.constexpr,
+    EPILOGUE: tl.constexpr, STORE: tl.constexpr, OUT: tl.constexpr, WIDE: tl.constexpr, PAIRED: tl.constexpr,
+    SPLIT_STORE: tl.constexpr, SPLIT_K: tl.constexpr,
 ):  # fmt: skip
     """Epilogue and store of a tile, whole or in two halves: half the staging memory buys another pipeline stage.
 
@@ -81,16 +78,21 @@ def finish(
         left, right = column_halves(acc)
         if SPLIT_K:
             left = add_parts(left, place, partials, 0, cols)
-        finish_block(left, out, args, M, N, sizes, out_strides, batch, row, col, EPILOGUE, STORE, OUT, WIDE)
+        finish_block(
+            left, out, args, M, N, sizes, out_strides, batch, row, col, EPILOGUE, STORE, OUT, WIDE, PAIRED
+        )  # fmt: skip
         if SPLIT_K:
             right = add_parts(right, place, partials, cols // 2, cols)
         finish_block(
-            right, out, args, M, N, sizes, out_strides, batch, row, col + cols // 2, EPILOGUE, STORE, OUT, WIDE
+            right, out, args, M, N, sizes, out_strides, batch, row, col + cols // 2,
+            EPILOGUE, STORE, OUT, WIDE, PAIRED,
         )  # fmt: skip
     else:
         if SPLIT_K:
             acc = add_parts(acc, place, partials, 0, cols)
-        finish_block(acc, out, args, M, N, sizes, out_strides, batch, row, col, EPILOGUE, STORE, OUT, WIDE)
+        finish_block(
+            acc, out, args, M, N, sizes, out_strides, batch, row, col, EPILOGUE, STORE, OUT, WIDE, PAIRED
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["M", "tiles", "part_k"])
@@ -101,7 +103,7 @@ def gemm_tiles(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, REST_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, SWAP: tl.constexpr, SPLIT_STORE: tl.constexpr, CHECK_K: tl.constexpr, WIDE: tl.constexpr,
     ACC: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr,
-    SPLIT_K: tl.constexpr,
+    PAIRED: tl.constexpr, SPLIT_K: tl.constexpr,
 ):  # fmt: skip
     """One program a tile, or with `SPLIT_K` one for every `part_k` of a tile's K; see `parts`.
 
@@ -127,13 +129,13 @@ def gemm_tiles(
     if last:
         finish(
             acc, out, args, M, N, sizes, out_strides, batch, row, col, place, partials,
-            EPILOGUE, STORE, OUT, WIDE, SPLIT_STORE, SPLIT_K,
+            EPILOGUE, STORE, OUT, WIDE, PAIRED, SPLIT_STORE, SPLIT_K,
         )  # fmt: skip
         if REST_N > 0:
             finish(
                 rest, out_rest, args, M, N, sizes, out_strides, batch, row, col + BLOCK_N, place,
                 partials + BLOCK_M * BLOCK_N if SPLIT_K else partials,
-                EPILOGUE, STORE, OUT, WIDE, False, SPLIT_K,
+                EPILOGUE, STORE, OUT, WIDE, PAIRED, False, SPLIT_K,
             )  # fmt: skip
 
 
@@ -184,7 +186,7 @@ def walk(
     STORE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, SPLIT_STORE: tl.constexpr, CHECK_K: tl.constexpr, WIDE: tl.constexpr,
     ACC: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr,
-    FLATTEN: tl.constexpr, PARTS_M: tl.constexpr, PARTS_N: tl.constexpr,
+    PAIRED: tl.constexpr, FLATTEN: tl.constexpr, PARTS_M: tl.constexpr, PARTS_N: tl.constexpr,
 ):  # fmt: skip
     """Deals `units` tiles, of BLOCK_M / PARTS_M by BLOCK_N / PARTS_N each, out to all programs in turn.
 
@@ -201,7 +203,7 @@ def walk(
         )  # fmt: skip
         finish(
             acc, out, args, M, N, sizes, out_strides, batch, row, col, None, None,
-            EPILOGUE, STORE, OUT, WIDE, SPLIT_STORE, False,
+            EPILOGUE, STORE, OUT, WIDE, PAIRED, SPLIT_STORE, False,
         )  # fmt: skip
 
 
@@ -212,7 +214,7 @@ def gemm_persistent(
     ORDER: tl.constexpr, LOAD_A: tl.constexpr, LOAD_B: tl.constexpr, EPILOGUE: tl.constexpr, STORE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     SPLIT_STORE: tl.constexpr, CHECK_K: tl.constexpr, WIDE: tl.constexpr, ACC: tl.constexpr, OUT: tl.constexpr,
-    PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr, FLATTEN: tl.constexpr,
+    PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr, PAIRED: tl.constexpr, FLATTEN: tl.constexpr,
     TAIL_M: tl.constexpr, TAIL_N: tl.constexpr, TAIL_K: tl.constexpr, CHECK_TAIL_K: tl.constexpr,
 ):  # fmt: skip
     """As many programs as run at once, each taking every num_programs-th tile.
@@ -228,12 +230,12 @@ def gemm_persistent(
     walk(
         a, b, out, args, M, N, K, sizes, a_strides, b_strides, out_strides, tiles, tiles, cut, strips, tiles_m, tiles_n,
         whole_tile, ORDER, LOAD_A, LOAD_B, EPILOGUE, STORE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
-        SPLIT_STORE, CHECK_K, WIDE, ACC, OUT, PRECISION, IMPRECISE_ACC, FLATTEN, 1, 1,
+        SPLIT_STORE, CHECK_K, WIDE, ACC, OUT, PRECISION, IMPRECISE_ACC, PAIRED, FLATTEN, 1, 1,
     )  # fmt: skip
     if TAIL_N > 1:
         walk(
             a_tail, b_tail, out_tail, args, M, N, K, sizes, a_strides, b_strides, out_strides, parts, tiles,
             cut, strips, tiles_m, tiles_n,
             small_tile, ORDER, LOAD_A, LOAD_B, EPILOGUE, STORE, BLOCK_M, BLOCK_N, TAIL_K, GROUP_M,
-            False, CHECK_TAIL_K, WIDE, ACC, OUT, PRECISION, IMPRECISE_ACC, FLATTEN, TAIL_M, TAIL_N,
+            False, CHECK_TAIL_K, WIDE, ACC, OUT, PRECISION, IMPRECISE_ACC, PAIRED, FLATTEN, TAIL_M, TAIL_N,
         )  # fmt: skip

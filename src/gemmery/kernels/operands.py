@@ -92,6 +92,55 @@ def load_described_transposed(
 
 
 @triton.jit
+def column_halves(acc):
+    """The left and the right half of a block, without moving data between threads."""
+    rows: tl.constexpr = acc.shape[0]
+    cols: tl.constexpr = acc.shape[1]
+    return acc.reshape(rows, 2, cols // 2).permute(0, 2, 1).split()
+
+
+@triton.jit
+def load_strided_pairs(
+    x, shape, strides, sizes, batch, row, col,
+    ROWS: tl.constexpr, COLS: tl.constexpr, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """As many columns of a matrix's left half, from `col // 2` on, and beside them those of its right half.
+
+    `strides` has a fourth entry: the distance between the halves, which need not be of one allocation.
+    """
+    steps, stride_row, stride_col, between = strides
+    HALF: tl.constexpr = COLS // 2
+    cols = tl.arange(0, COLS)
+    right = (cols // HALF).to(tl.int64)
+    column = col // 2 + cols % HALF
+    rows = tl.arange(0, ROWS)
+    corner = tl.cast(row, tl.int64) * stride_row
+    pointers = (
+        x + batch_offset(batch, sizes, steps) + corner + (rows.to(tl.int64) * stride_row)[:, None]
+    ) + (column.to(tl.int64) * stride_col + right * between)[None, :]
+    inside = (rows < shape[0] - row)[:, None] & (column < shape[1] // 2)[None, :]
+    return tl.load(pointers, mask=inside, other=0.0)
+
+
+@triton.jit
+def load_described_pairs(
+    x, shape, strides, sizes, batch, row, col,
+    ROWS: tl.constexpr, COLS: tl.constexpr, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The same through a tensor descriptor over a matrix (rows, 2, columns / 2)."""
+    return x.load([row, 0, col // 2]).reshape(ROWS, COLS)
+
+
+@triton.jit
+def load_described_pairs_transposed(
+    x, shape, strides, sizes, batch, row, col,
+    ROWS: tl.constexpr, COLS: tl.constexpr, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The same through a tensor descriptor over the transpose (2, columns / 2, rows) of a matrix with adjacent rows."""
+    return x.load([0, col // 2, row]).reshape(COLS, ROWS).T
+
+
+@triton.jit
 def store_strided(
     x,
     shape,

@@ -49,7 +49,7 @@ def candidates(problem: Problem) -> list[Config]:
     space, _, order = _predict(problem)
     ranked = [space.configs[i] for i in order.tolist()]
     # One config for every M is what makes a result batch-invariant; a timing is of one M.
-    timings = None if problem.batch_invariant else store.current()
+    timings = None if problem.batch_invariant or problem.fusion is not None else store.current()
     tuned = None if timings is None else timings.best(problem)
     if tuned is None or not (tuned in ranked or _suits(problem, tuned)):
         return ranked

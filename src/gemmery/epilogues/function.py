@@ -1,0 +1,75 @@
+"""A function as an epilogue that is made once and used often."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any, Generic, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_numbers = itertools.count()
+#: Epilogues by the names under which operators know them.
+_by_name: weakref.WeakValueDictionary[str, Epilogue[Any, Any]] = weakref.WeakValueDictionary()
+
+
+class Epilogue(Generic[P, R]):
+    """A torch function over a product that runs inside the kernel that makes it.
+
+    Made from a function `f(product, *args)`; calling it calls the function. Products take the function as it is, too; in
+    code under `torch.compile` they take only this, which is one operator there.
+
+    Attributes:
+        name: by which operators know it while it lives, in this process.
+
+    Example:
+        >>> import torch, gemmery
+        >>> relu_squared = gemmery.epilogue(lambda acc: torch.relu(acc) ** 2)
+        >>> gemmery.matmul(torch.ones(2, 3), torch.ones(3, 4), epilogue=relu_squared)
+        tensor([[9., 9., 9., 9.],
+                [9., 9., 9., 9.]])
+    """
+
+    def __init__(self, function: Callable[P, R]) -> None:
+        if isinstance(function, Epilogue):
+            function = function.__gemmery_epilogue__
+        if not callable(function):
+            raise TypeError(f"epilogue: given a {type(function).__name__}; it must be a function")
+        #: The function; where `identity` and products find it.
+        self.__gemmery_epilogue__ = function
+        functools.update_wrapper(self, function, updated=())
+        self.name = f"{getattr(function, '__name__', 'epilogue')}-{next(_numbers)}"
+        _by_name[self.name] = self
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """The function itself, in torch."""
+        return self.__gemmery_epilogue__(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"gemmery.epilogue({getattr(self.__gemmery_epilogue__, '__qualname__', self.__gemmery_epilogue__)})"
+
+    def __reduce__(self) -> Any:
+        return Epilogue, (self.__gemmery_epilogue__,)
+
+
+def named(name: str) -> Epilogue[Any, Any]:
+    """The epilogue that operators know by a name.
+
+    Raises:
+        RuntimeError: there is none any more: nothing but compiled code held it.
+    """
+    found = _by_name.get(name)
+    if found is None:
+        raise RuntimeError(
+            f"gemmery: the epilogue {name} is gone; keep what gemmery.epilogue returned as long as code that was compiled "
+            f"with it runs"
+        )
+    return found
+
+
+def epilogue(function: Callable[P, R]) -> Epilogue[P, R]:
+    """A function as an epilogue; see `Epilogue`. Can be used as a decorator."""
+    return Epilogue(function)

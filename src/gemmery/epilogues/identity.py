@@ -1,0 +1,181 @@
+"""When two functions are the same epilogue: by their code and what they take from outside, never by their name.
+
+A lambda in a loop is made anew in every round and is still one function; one whose closure has another number in it is
+another. Tensors count by what they look like, since their data is read at every call.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_PLAIN = (int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
+#: Packages whose functions do not change while a program runs.
+_LIBRARIES = ("torch", "gemmery", "math", "operator", "functools", "builtins", "numpy", "_operator")
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A function with what it takes from outside.
+
+    Attributes:
+        key: equal for functions that do the same, tensors aside; None where that can't be known, because the function
+            uses objects that may change.
+        tensors: those it takes from outside, in the order in which they are met.
+        rebuild: makes the function again with other tensors in their places.
+    """
+
+    key: Any
+    tensors: tuple[Tensor, ...]
+    rebuild: Callable[[list[Any]], Callable[..., Any]]
+
+
+def capture(function: Callable[..., Any]) -> Captured:
+    """What a function is, for tracing it once; see `Captured`.
+
+    Raises:
+        TypeError: it is not a Python function, a partial of one, or an object that is called like one.
+    """
+    if not callable(function):
+        raise TypeError(f"epilogue is a {type(function).__name__}; it must be a function")
+    tensors: list[Tensor] = []
+    key = _key(function, tensors, set())
+    found = tuple(tensors)
+
+    def rebuild(others: list[Any]) -> Callable[..., Any]:
+        by_id = {id(tensor): other for tensor, other in zip(found, others, strict=True)}
+        made: Callable[..., Any] = _again(function, by_id)
+        return made
+
+    return Captured(key, found, rebuild)
+
+
+def _names(code: types.CodeType) -> set[str]:
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _names(constant)
+    return names
+
+
+def _outside(function: types.FunctionType) -> list[tuple[str, str, Any]]:
+    """What a function takes from outside: cells, globals and defaults, as (kind, name, value)."""
+    found: list[tuple[str, str, Any]] = []
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            found.append(("cell", name, cell.cell_contents))
+        except ValueError:
+            # Not yet assigned: the function fails on it, or never comes there.
+            continue
+    names = function.__globals__
+    found += [("global", name, names[name]) for name in sorted(_names(function.__code__)) if name in names]
+    found += [("default", str(i), value) for i, value in enumerate(function.__defaults__ or ())]
+    found += [("keyword", name, value) for name, value in sorted((function.__kwdefaults__ or {}).items())]
+    return found
+
+
+def _key(value: Any, tensors: list[Tensor], seen: set[int]) -> Any:
+    """A hashable stand-in for a value, or None where its meaning may change unseen."""
+    if isinstance(value, _PLAIN):
+        # Zeros differ in their sign and True is 1.
+        return type(value), repr(value) if isinstance(value, float) else value
+    if isinstance(value, Tensor):
+        if not any(value is known for known in tensors):
+            tensors.append(value)
+        place = next(i for i, known in enumerate(tensors) if known is value)
+        return "tensor", place
+    if isinstance(value, types.FunctionType) and not _of_library(value):
+        if id(value) in seen:
+            return "again"
+        seen.add(id(value))
+        parts = [(kind, name, _key(x, tensors, seen)) for kind, name, x in _outside(value)]
+        return None if any(part[2] is None for part in parts) else (value.__code__, tuple(parts))
+    if isinstance(value, functools.partial):
+        inner = [value.func, *value.args, *(x for _, x in sorted(value.keywords.items()))]
+        keys = tuple(_key(x, tensors, seen) for x in inner)
+        return None if None in keys else ("partial", tuple(sorted(value.keywords)), keys)
+    if isinstance(value, tuple):
+        keys = tuple(_key(x, tensors, seen) for x in value)
+        return None if None in keys else ("tuple", keys)
+    inner = getattr(value, "__gemmery_epilogue__", None)
+    if inner is not None:
+        return _key(inner, tensors, seen)
+    return ("static", id(value)) if _static(value) else None
+
+
+def _of_library(value: Any) -> bool:
+    return str(getattr(value, "__module__", "")).split(".")[0] in _LIBRARIES
+
+
+def _static(value: Any) -> bool:
+    """Whether an object means the same as long as it lives: modules, classes, built-in functions and operators."""
+    if isinstance(value, types.ModuleType | type | types.BuiltinFunctionType):
+        return True
+    return (
+        callable(value) and _of_library(value) and not isinstance(value, types.MethodType | torch.nn.Module)
+    )
+
+
+def _again(value: Any, by_id: dict[int, Any]) -> Any:
+    """A value with other tensors in the place of those it holds."""
+    if isinstance(value, Tensor):
+        return by_id.get(id(value), value)
+    if isinstance(value, functools.partial):
+        keywords = {name: _again(x, by_id) for name, x in value.keywords.items()}
+        return functools.partial(
+            _again(value.func, by_id), *[_again(x, by_id) for x in value.args], **keywords
+        )
+    if isinstance(value, tuple) and type(value) is tuple:
+        return tuple(_again(x, by_id) for x in value)
+    inner = getattr(value, "__gemmery_epilogue__", None)
+    if inner is not None:
+        return _again(inner, by_id)
+    if (
+        not isinstance(value, types.FunctionType)
+        or _of_library(value)
+        or not by_id
+        or not _holds(value, by_id, set())
+    ):
+        return value
+    cells = tuple(_cell(cell, by_id) for cell in value.__closure__ or ())
+    names = dict(value.__globals__)
+    for kind, name, inner in _outside(value):
+        if kind == "global":
+            names[name] = _again(inner, by_id)
+    made = types.FunctionType(
+        value.__code__, names, value.__name__, _again(value.__defaults__, by_id), cells or None
+    )
+    made.__kwdefaults__ = {name: _again(x, by_id) for name, x in (value.__kwdefaults__ or {}).items()} or None
+    return made
+
+
+def _cell(cell: types.CellType, by_id: dict[int, Any]) -> types.CellType:
+    try:
+        return types.CellType(_again(cell.cell_contents, by_id))
+    except ValueError:
+        return types.CellType()
+
+
+def _holds(value: Any, by_id: dict[int, Any], seen: set[int]) -> bool:
+    """Whether a function takes one of the tensors from outside, itself or in a function that it calls."""
+    if isinstance(value, Tensor):
+        return id(value) in by_id
+    if id(value) in seen:
+        return False
+    seen.add(id(value))
+    inner = getattr(value, "__gemmery_epilogue__", None)
+    if inner is not None:
+        return _holds(inner, by_id, seen)
+    if isinstance(value, functools.partial):
+        return any(_holds(x, by_id, seen) for x in (value.func, *value.args, *value.keywords.values()))
+    if isinstance(value, tuple):
+        return any(_holds(x, by_id, seen) for x in value)
+    if isinstance(value, types.FunctionType) and not _of_library(value):
+        return any(_holds(x, by_id, seen) for _, _, x in _outside(value))
+    return False

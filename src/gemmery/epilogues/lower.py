@@ -1,0 +1,631 @@
+"""From a graph of aten operators to a device function in Triton, as text and compiled from it.
+
+A value is a block (ROWS, COLS), a row (1, COLS), a column (ROWS, 1) or a number. Where the function halves the last
+dimension, COLS are columns of a half, and a value of whole width is two blocks, its halves, which the tile has at hand.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import linecache
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..problem import accumulator
+from .table import ARITHMETIC, BOOLEAN, CONSTANTS, FLOATING, LOGICAL, REDUCTIONS, VIEWS, supported
+from .trace import Argument, Number, Shape, Sizes, Untraceable
+
+_TL = {
+    torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16", torch.float32: "tl.float32",
+    torch.float64: "tl.float64", torch.float8_e4m3fn: "tl.float8e4nv", torch.float8_e5m2: "tl.float8e5",
+    torch.int8: "tl.int8", torch.uint8: "tl.uint8", torch.int16: "tl.int16", torch.int32: "tl.int32",
+    torch.int64: "tl.int64", torch.bool: "tl.int1",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Value:
+    """What a node of the graph is in the kernel.
+
+    Attributes:
+        names: of its variables: two for a value twice as wide as the output, else one.
+        dtype: as torch has it; in the kernel, floating point is in the type that epilogues compute in.
+        rows, wide: whether it differs from row to row, and from column to column.
+        reduced: how its rows are put together from those of all blocks, where it is the result of a reduction.
+    """
+
+    names: tuple[str, ...]
+    dtype: torch.dtype
+    rows: bool = False
+    wide: bool = False
+    reduced: Reduction | None = None
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """A reduction of rows: what blocks leave behind, and how that is put together.
+
+    Attributes:
+        kind: of `table.REDUCTIONS`.
+        columns: how many columns of the product's there are in a row, as "N", "N/2" or "2N".
+        parts: the variables, each (ROWS,), that a block leaves, with the value that changes nothing.
+    """
+
+    kind: str
+    columns: str
+    parts: tuple[tuple[str, float], ...]
+    keepdim: bool = False
+
+
+@dataclass(frozen=True)
+class Output:
+    """One of the function's results.
+
+    Attributes:
+        dtype: as the function leaves it.
+        columns: of the output, as "N", "N/2" or "2N"; "" for a reduced row.
+        reduced: for such a row, how its parts are put together.
+        places: which of the epilogue's tensors it is, or its parts are; () for the output that the kernel stores itself.
+    """
+
+    dtype: torch.dtype
+    columns: str
+    reduced: Reduction | None = None
+    places: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Program:
+    """An epilogue as a device function.
+
+    Attributes:
+        source: its text.
+        paired: whether the product's columns come in halves; see `problem.Fusion`.
+        inputs: which of the arguments after the product it reads, in the order of its tensors.
+        numbers: which of them are the numbers that it takes, in their order.
+        outputs: what it returns, in the function's order.
+        tensors: how many tensors it takes: the inputs, then what it writes.
+        many: whether the function returns a tuple.
+    """
+
+    source: str
+    paired: bool
+    inputs: tuple[int, ...]
+    numbers: tuple[int, ...]
+    outputs: tuple[Output, ...]
+    tensors: int
+    many: bool
+
+    @property
+    def main(self) -> int:
+        """The output that the kernel stores itself."""
+        return next(
+            i for i, output in enumerate(self.outputs) if output.reduced is None and not output.places
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Lowering
+
+
+@dataclass
+class _Lowering:
+    """The state of lowering one graph."""
+
+    arguments: Sequence[Argument]
+    sizes: Sizes
+    compute: torch.dtype
+    paired: bool
+    name: str
+    lines: list[str] = field(default_factory=list)
+    values: dict[fx.Node, Any] = field(default_factory=dict)
+    inputs: list[int] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    count: int = 0
+
+    # Variables
+
+    def emit(self, expression: str) -> str:
+        name = f"v{self.count}"
+        self.count += 1
+        self.lines.append(f"{name} = {expression}")
+        return name
+
+    def fail(self, node: fx.Node, what: str) -> Untraceable:
+        where = node.meta.get("where", "an unknown line")
+        return Untraceable(f"the epilogue {self.name} {what} ({where}). Epilogues can use {supported()}.")
+
+    @property
+    def _width(self) -> int:
+        """Stand-in for the output's columns."""
+        return self.sizes.N // 2 if self.paired else self.sizes.N
+
+    def form(self, node: fx.Node, shape: Sequence[int]) -> tuple[bool, bool, int]:
+        """Whether a shape has rows and columns, and how often the output's width it is wide."""
+        dims = list(shape)[::-1] + [1, 1]
+        expected = (self.sizes.M, *self.sizes.batch[::-1])
+        for size, full in zip(dims[1:], (*expected, *[1] * len(dims)), strict=False):
+            if size not in (1, full):
+                raise self.fail(
+                    node, f"makes a tensor of {tuple(shape)} where the product is {self._product()}"
+                )
+        if dims[0] not in (1, self._width, 2 * self._width):
+            raise self.fail(node, f"makes a tensor of {tuple(shape)} where the product is {self._product()}")
+        return dims[1] != 1, dims[0] != 1, max(dims[0] // self._width, 1)
+
+    def _product(self) -> tuple[int, ...]:
+        return (*self.sizes.batch, self.sizes.M, self.sizes.N)
+
+    # Inputs
+
+    def placeholder(self, node: fx.Node, position: int) -> Value:
+        given = self.arguments[position]
+        if isinstance(given, Number):
+            self.numbers.append(position)
+            number = self.emit(f"scalar(n{position}, {_TL[self.compute]})")
+            if given.integer:
+                return Value((self.emit(f"{number}.to(tl.int64)"),), torch.int64)
+            return Value((number,), torch.float64)
+        rows, wide, times = self.form(node, node.meta["val"].shape)
+        if position == 0:
+            if times == 1:
+                return Value(("acc",), given.dtype, True, True)
+            self.lines.append("left, right = column_halves(acc)")
+            return Value(("left", "right"), given.dtype, True, True)
+        self.inputs.append(position)
+        x = f"x{position}, s{position}"
+        if wide and rows:
+            loads = [
+                f"load_block({x}, {h}, shape, sizes, batch, row, col, ROWS, COLS, WIDE)" for h in range(times)
+            ]
+        elif wide:
+            loads = [f"load_row({x}, {half}, shape, sizes, batch, col, COLS)" for half in range(times)]
+        elif rows:
+            loads = [f"load_column({x}, shape, sizes, batch, row, ROWS)"]
+        else:
+            loads = [f"load_single({x}, sizes, batch)"]
+        names = tuple(self.emit(self._computed(load, given.dtype)) for load in loads)
+        return Value(names, given.dtype, rows, wide)
+
+    def _computed(self, expression: str, dtype: torch.dtype) -> str:
+        """A loaded value in the type that is computed in."""
+        return f"as_type({expression}, {_TL[self.compute]})" if dtype.is_floating_point else expression
+
+    # Values in a type
+
+    def inside(self, dtype: torch.dtype) -> str:
+        """Triton's name of the type in which the kernel has a value of torch's `dtype`."""
+        return _TL[self.compute if dtype.is_floating_point else dtype]
+
+    def rounded(self, expression: str, dtype: torch.dtype) -> str:
+        """A value as torch would round it to its type."""
+        if dtype in (self.compute, torch.float64) or not dtype.is_floating_point:
+            return expression
+        return f"as_type(as_type({expression}, {_TL[dtype]}), {_TL[self.compute]})"
+
+    def constant(self, number: Any) -> str:
+        if isinstance(number, float) and not math.isfinite(number):
+            return f'float("{number}")'
+        return repr(number)
+
+    # Nodes
+
+    def lower(self, node: fx.Node) -> Any:
+        import operator
+
+        if node.target is operator.getitem:
+            return self.values[node.args[0]][node.args[1]]  # type: ignore[index]
+        name = str(node.target).split(".")
+        space, operator_name = name[0], name[1] if len(name) > 1 else name[0]
+        if space == "gemmery" and operator_name == "uniform":
+            return self._uniform(node)
+        if space != "aten":
+            raise self.fail(node, f"uses {node.target}")
+        if operator_name in REDUCTIONS:
+            return self._reduction(node, operator_name)
+        given = [self.values[x] for x in node.all_input_nodes]
+        reduced = [x for x in given if isinstance(x, Value) and x.reduced is not None]
+        if reduced and operator_name not in (*VIEWS, "_to_copy"):
+            raise self.fail(
+                node,
+                f"uses the result of a reduction again, in {node.target}: a row is complete only after the last tile. "
+                f"Return it, and use it behind the product",
+            )
+        for table in (ARITHMETIC, FLOATING, LOGICAL, BOOLEAN):
+            if operator_name in table:
+                return self._elementwise(node, table[operator_name], table)
+        special = {
+            "where": self._where, "clamp": self._clamp, "pow": self._pow, "square": self._square, "rsub": self._rsub,
+            "_to_copy": self._cast, "split_with_sizes": self._split, "split": self._split, "slice": self._slice,
+            "cat": self._cat,
+        }  # fmt: skip
+        if operator_name in special:
+            return special[operator_name](node)
+        if operator_name in CONSTANTS:
+            return self._constant(node, operator_name)
+        if operator_name in VIEWS:
+            return self._view(node)
+        raise self.fail(node, f"uses {node.target}")
+
+    def _apply(
+        self, node: fx.Node, template: str, inputs: Sequence[Any], kind: torch.dtype | None = None
+    ) -> Value:
+        """An elementwise template on values and constants.
+
+        Args:
+            kind: the type that the inputs are brought to; None leaves them.
+        """
+        result = node.meta["val"]
+        rows, wide, _ = self.form(node, result.shape)
+        times = max([len(x.names) for x in inputs if isinstance(x, Value)] or [1])
+        names = []
+        for half in range(times):
+            texts = []
+            for x in inputs:
+                if not isinstance(x, Value):
+                    texts.append(
+                        self.constant(float(x) if kind is not None and kind.is_floating_point else x)
+                    )
+                    continue
+                text = x.names[half] if len(x.names) > 1 else x.names[0]
+                if kind is not None and self.inside(x.dtype) != self.inside(kind):
+                    text = f"{text}.to({self.inside(kind)})"
+                texts.append(text)
+            expression = template.format(*[f"({text})" if " " in text else text for text in texts])
+            names.append(self.emit(self.rounded(f"({expression})", result.dtype)))
+        return Value(tuple(names), result.dtype, rows, wide)
+
+    def _inputs(self, node: fx.Node) -> list[Any]:
+        return [self.values[x] if isinstance(x, fx.Node) else x for x in node.args]
+
+    def _common(self, inputs: Sequence[Any]) -> torch.dtype:
+        """The type in which numbers of these types are compared."""
+        types = [x.dtype for x in inputs if isinstance(x, Value)]
+        constants = [x for x in inputs if not isinstance(x, Value)]
+        if any(dtype.is_floating_point for dtype in types) or any(isinstance(x, float) for x in constants):
+            return self.compute
+        return functools.reduce(torch.promote_types, types)
+
+    def _elementwise(self, node: fx.Node, template: str, table: dict[str, str]) -> Value:
+        inputs = self._inputs(node)
+        arguments = template.count("{1}") > 0
+        inputs, rest = (inputs[:2], inputs[2:]) if arguments else (inputs[:1], inputs[1:])
+        if any(x is not None for x in rest) or {k for k in node.kwargs if k != "alpha"}:
+            raise self.fail(node, f"uses {node.target} with {[*rest, *node.kwargs]}")
+        alpha = node.kwargs.get("alpha", 1)
+        if alpha != 1:
+            template = template.replace("{1}", f"({self.constant(alpha)} * {{1}})")
+        dtype = node.meta["val"].dtype
+        kind = {id(LOGICAL): self._common(inputs), id(BOOLEAN): torch.bool}.get(id(table), dtype)
+        if table is FLOATING and not dtype.is_floating_point:
+            return replace(self._apply(node, "{0}", inputs[:1]), dtype=dtype)  # rounding an integer
+        return self._apply(node, template, inputs, kind)
+
+    def _where(self, node: fx.Node) -> Value:
+        condition, *others = self._inputs(node)
+        kind = node.meta["val"].dtype
+        # The condition keeps its type.
+        chosen = [self._apply_one(node, x, kind) for x in others]
+        return self._apply(node, "tl.where({0}, {1}, {2})", [condition, *chosen])
+
+    def _apply_one(self, node: fx.Node, x: Any, kind: torch.dtype) -> Any:
+        """A value in another type, before it is combined."""
+        if not isinstance(x, Value):
+            return float(x) if kind.is_floating_point else x
+        if self.inside(x.dtype) == self.inside(kind):
+            return x
+        return replace(x, names=tuple(self.emit(f"{n}.to({self.inside(kind)})") for n in x.names), dtype=kind)
+
+    def _clamp(self, node: fx.Node) -> Value:
+        x, *bounds = self._inputs(node)
+        low, high = (*bounds, None, None)[:2]
+        low, high = node.kwargs.get("min", low), node.kwargs.get("max", high)
+        kind = node.meta["val"].dtype
+        value = self._apply(node, "maximum({0}, {1})", [x, low], kind) if low is not None else x
+        return self._apply(node, "minimum({0}, {1})", [value, high], kind) if high is not None else value
+
+    def _pow(self, node: fx.Node) -> Value:
+        x, exponent = self._inputs(node)
+        templates = {
+            0: "{0} * 0.0 + 1.0", 1: "{0}", 2: "{0} * {0}", 3: "{0} * {0} * {0}", 4: "({0} * {0}) * ({0} * {0})",
+            -1: "1.0 / {0}", -2: "1.0 / ({0} * {0})", -3: "1.0 / ({0} * {0} * {0})",
+            -4: "1.0 / (({0} * {0}) * ({0} * {0}))", 0.5: "tl.sqrt({0})", -0.5: "tl.rsqrt({0})",
+        }  # fmt: skip
+        if isinstance(exponent, Value) or not isinstance(x, Value) or exponent not in templates:
+            raise self.fail(
+                node, f"uses {node.target} with an exponent of {getattr(exponent, 'names', exponent)}"
+            )
+        return self._apply(node, templates[exponent], [x], node.meta["val"].dtype)
+
+    def _square(self, node: fx.Node) -> Value:
+        return self._apply(node, "{0} * {0}", self._inputs(node), node.meta["val"].dtype)
+
+    def _rsub(self, node: fx.Node) -> Value:
+        x, y = self._inputs(node)[:2]
+        return self._apply(node, "{1} - {0}", [x, y], node.meta["val"].dtype)
+
+    def _cast(self, node: fx.Node) -> Value:
+        x = self._inputs(node)[0]
+        dtype = node.meta["val"].dtype
+        if dtype not in _TL:
+            raise self.fail(node, f"casts to {dtype}")
+        if x.reduced is not None:
+            return replace(x, dtype=dtype)
+        if dtype == torch.bool or not dtype.is_floating_point:
+            names = tuple(self.emit(f"as_type({name}, {_TL[dtype]})") for name in x.names)
+        else:
+            names = tuple(
+                self.emit(
+                    self.rounded(
+                        name if x.dtype.is_floating_point else f"{name}.to({_TL[self.compute]})", dtype
+                    )
+                )
+                for name in x.names
+            )
+        return replace(x, names=names, dtype=dtype)
+
+    # Shapes
+
+    def _view(self, node: fx.Node) -> Value:
+        x: Value = self._inputs(node)[0]
+        shape = node.meta["val"].shape
+        if x.reduced is not None:
+            keepdim = len(shape) == len(self._product()) and shape[-1] == 1
+            if shape[-1] != 1 and tuple(shape) != self._product()[:-1]:
+                raise self.fail(node, f"gives a reduced row the shape {tuple(shape)}")
+            return replace(x, reduced=replace(x.reduced, keepdim=keepdim))
+        rows, wide, times = self.form(node, shape)
+        if (x.rows and not rows) or (x.wide and not wide) or (x.wide and len(x.names) != times):
+            raise self.fail(node, f"uses {node.target} in a way that moves elements")
+        return x
+
+    def _split(self, node: fx.Node) -> list[Value]:
+        x, size, *dim = self._inputs(node)
+        if dim and dim[0] % node.args[0].meta["val"].dim() != node.args[0].meta["val"].dim() - 1:  # type: ignore[union-attr]
+            raise self.fail(node, "splits another dimension than the last")
+        pieces = [size] if isinstance(size, int) else list(size)
+        if len(x.names) == 1 and not x.wide:
+            raise self.fail(node, "splits a dimension of size 1")
+        if len(x.names) != 2 or any(piece != self._width for piece in pieces):
+            raise self.fail(node, "splits the last dimension into something else than two halves")
+        return [replace(x, names=(name,)) for name in x.names]
+
+    def _slice(self, node: fx.Node) -> Value:
+        x, *given = self._inputs(node)
+        dim, start, end, step = (*given, *(0, None, None, 1)[len(given) :])
+        shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
+        if shape == node.meta["val"].shape:
+            return x  # type: ignore[no-any-return]
+        start, end = start or 0, min(shape[dim] if end is None else end, shape[dim])
+        start, end = start % shape[dim] if start < 0 else start, end % shape[dim] if end < 0 else end
+        halves = {(0, self._width): 0, (self._width, 2 * self._width): 1}
+        if dim % len(shape) != len(shape) - 1 or step != 1 or (start, end) not in halves or len(x.names) != 2:
+            raise self.fail(node, "takes a slice that is not a half of the last dimension")
+        return replace(x, names=(x.names[halves[start, end]],))
+
+    def _cat(self, node: fx.Node) -> Value:
+        pieces = [self.values[x] for x in node.args[0]]  # type: ignore[union-attr]
+        rows, wide, times = self.form(node, node.meta["val"].shape)
+        if len(pieces) != 2 or times != 2 or any(len(x.names) != 1 or not x.wide for x in pieces):
+            raise self.fail(node, "concatenates something else than two halves of the last dimension")
+        kind = node.meta["val"].dtype
+        pieces = [self._apply_one(node, x, kind) for x in pieces]
+        return Value(tuple(x.names[0] for x in pieces), kind, rows, wide)
+
+    def _constant(self, node: fx.Node, name: str) -> Value:
+        number = {"zeros_like": 0, "zeros": 0, "ones_like": 1, "ones": 1}.get(name)
+        if number is None:
+            number = node.args[0] if name == "scalar_tensor" else node.args[1]  # type: ignore[assignment]
+        if isinstance(number, fx.Node):
+            return replace(self.values[number], dtype=node.meta["val"].dtype)
+        dtype = node.meta["val"].dtype
+        if dtype not in _TL:
+            raise self.fail(node, f"makes a tensor of {dtype}")
+        number = float(number) if dtype.is_floating_point else number  # type: ignore[arg-type]
+        return Value((self.emit(f"tl.full((), {self.constant(number)}, {self.inside(dtype)})"),), dtype)
+
+    def _uniform(self, node: fx.Node) -> Value:
+        """Random numbers, counted by where they are in the output."""
+        like, seed = self._inputs(node)
+        if not isinstance(like, Value) or not (like.rows and like.wide) or len(like.names) != 1:
+            raise self.fail(node, "asks for random numbers that are not of the output's shape")
+        seed = seed.names[0] if isinstance(seed, Value) else f"tl.full((), {seed}, tl.int64)"
+        numbers = self.emit("numbered(shape, batch, row, col, ROWS, COLS)")
+        drawn = self.emit(f"uniform({seed}, {numbers})")
+        return Value((self.emit(f"{drawn}.to({_TL[self.compute]})"),), torch.float32, True, True)
+
+    # Reductions
+
+    def _reduction(self, node: fx.Node, kind: str) -> Value:
+        source = node.args[0]
+        x: Value = self.values[source]  # type: ignore[index]
+        shape = source.meta["val"].shape  # type: ignore[union-attr]
+        dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+        dims = [dims] if isinstance(dims, int) else list(dims or [])  # type: ignore[arg-type]
+        if [dim % len(shape) for dim in dims] != [len(shape) - 1] or not (x.rows and x.wide):
+            raise self.fail(
+                node,
+                f"uses {node.target} over dimensions {dims or 'all'}; only rows, the last dimension, can be reduced",
+            )
+        if x.reduced is not None:
+            raise self.fail(node, "reduces what has been reduced")
+        keepdim = bool(node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False))
+        neutral = {"amax": -math.inf, "amin": math.inf, "logsumexp": -math.inf}.get(kind, 0.0)
+        kind_of = self.compute if x.dtype.is_floating_point else torch.int64
+        if kind_of == torch.int64 and kind != "sum":
+            raise self.fail(node, f"uses {node.target} on integers")
+        inside = [
+            self.emit(
+                f"keep_inside({name}.to({self.inside(kind_of)}), shape, col, "
+                f"{self.constant(neutral if kind_of.is_floating_point else 0)}, ROWS, COLS)"
+            )
+            for name in x.names
+        ]
+        parts = self._reduce(kind, inside, neutral)
+        columns = {self.sizes.N: "N", self.sizes.N // 2: "N/2", 2 * self.sizes.N: "2N"}[shape[-1]]
+        reduction = Reduction(kind, columns, parts, keepdim)
+        return Value((), node.meta["val"].dtype, True, False, reduction)
+
+    def _reduce(self, kind: str, blocks: list[str], neutral: float) -> tuple[tuple[str, float], ...]:
+        """What a block leaves of each row, from its halves if there are two."""
+        if kind in ("sum", "mean"):
+            sums = [self.emit(f"tl.sum({block}, 1)") for block in blocks]
+            return ((sums[0] if len(sums) == 1 else self.emit(" + ".join(sums)), 0.0),)
+        function = "smallest" if kind == "amin" else "largest"
+        found = [self.emit(f"{function}({block})") for block in blocks]
+        extreme = found[0]
+        if len(found) == 2:
+            extreme = self.emit(f"{'minimum' if kind == 'amin' else 'maximum'}({found[0]}, {found[1]})")
+        if kind != "logsumexp":
+            return ((extreme, neutral),)
+        sums = [self.emit(f"row_exponentials({block}, {extreme})") for block in blocks]
+        return ((extreme, neutral), (sums[0] if len(sums) == 1 else self.emit(" + ".join(sums)), 0.0))
+
+
+def _is_paired(graph: fx.Graph, sizes: Sizes) -> bool:
+    """Whether some value is half as wide as the product."""
+    return any(
+        isinstance(x, torch.Tensor) and x.dim() and x.shape[-1] == sizes.N // 2 and sizes.N % 2 == 0
+        for node in graph.nodes
+        for value in (node.meta.get("val"),)
+        for x in (value if isinstance(value, list | tuple) else (value,))
+    )
+
+
+def lower(graph: fx.Graph, arguments: Sequence[Argument], sizes: Sizes, name: str) -> Program:
+    """The device function of a graph.
+
+    Args:
+        arguments: the product's, and those of the others.
+        name: of the user's function, for messages.
+
+    Raises:
+        Untraceable: an operator is not known, or used in a way that a tile can't follow.
+    """
+    product = arguments[0]
+    assert isinstance(product, Shape)
+    wide = accumulator(product.dtype) == torch.float64 or product.dtype == torch.float64
+    state = _Lowering(
+        arguments, sizes, torch.float64 if wide else torch.float32, _is_paired(graph, sizes), name
+    )
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            position = placeholders.index(node)
+            if node.users:
+                state.values[node] = state.placeholder(node, position)
+        elif node.op == "output":
+            return _finished(state, node)
+        elif str(node.target) == "aten.copy_.default" and not node.users:
+            if node.args[0] is not placeholders[0]:
+                raise state.fail(node, "changes one of its arguments in place")
+        else:
+            state.values[node] = state.lower(node)
+    raise AssertionError("a graph ends with its output")
+
+
+def _finished(state: _Lowering, node: fx.Node) -> Program:
+    """The program, once all nodes are lowered: outputs that the kernel does not store itself are stored, and the text."""
+    returned = node.args[0]
+    many = isinstance(returned, list | tuple)
+    flat = list(returned) if isinstance(returned, list | tuple) else [returned]
+    results = [_result(state, node, x) for x in flat]
+    mains = [i for i, x in enumerate(results) if x.reduced is None and len(x.names) == 1]
+    if not mains:
+        raise state.fail(
+            node, "returns no matrix of the product's width, or half of it where it halves the columns"
+        )
+    outputs: list[Output] = []
+    position = len(state.inputs)
+    for i, x in enumerate(results):
+        if x.reduced is not None:
+            for k, (part, neutral) in enumerate(x.reduced.parts):
+                state.lines.append(
+                    f"leave_rows(o{position + k}, t{position + k}, slot, shape, sizes, batch, row, col, {part}, "
+                    f"{state.constant(neutral)}, ROWS, COLS)"
+                )
+            places = tuple(range(position, position + len(x.reduced.parts)))
+            outputs.append(Output(x.dtype, "", x.reduced, places))
+        elif i == mains[0]:
+            outputs.append(Output(x.dtype, _columns(state, 1)))
+            continue
+        else:
+            places = (position,)
+            for half, name in enumerate(x.names):
+                state.lines.append(
+                    f"store_block(o{position}, t{position}, {half}, shape, sizes, batch, row, col, "
+                    f"as_type({name}, o{position}.dtype.element_ty), ROWS, COLS, WIDE)"
+                )
+            outputs.append(Output(x.dtype, _columns(state, len(x.names)), None, places))
+        position += len(places)
+    main = results[mains[0]]
+    state.lines.append(f"return tl.broadcast_to({main.names[0]}, (ROWS, COLS))")
+    source = _source(state, position)
+    return Program(
+        source, state.paired, tuple(state.inputs), tuple(state.numbers), tuple(outputs), position, many
+    )
+
+
+def _columns(state: _Lowering, times: int) -> str:
+    return {1: "N/2" if state.paired else "N", 2: "N" if state.paired else "2N"}[times]
+
+
+def _result(state: _Lowering, node: fx.Node, x: Any) -> Value:
+    value = state.values.get(x) if isinstance(x, fx.Node) else None
+    if not isinstance(value, Value):
+        raise state.fail(node, "returns something else than tensors")
+    if value.reduced is None:
+        rows, wide, times = state.form(node, x.meta["val"].shape)
+        if not (rows and wide) or x.meta["val"].dim() != len(state._product()):
+            raise state.fail(
+                node,
+                f"returns a tensor of {tuple(x.meta['val'].shape)}; results are matrices or reduced rows",
+            )
+        if len(value.names) != times:
+            value = replace(value, names=value.names * times)
+        return replace(value, rows=True, wide=True)
+    return value
+
+
+def _source(state: _Lowering, tensors: int) -> str:
+    """The text of the device function; its name is that of its content."""
+    inputs = [f"x{i}" for i in state.inputs] + [f"o{i}" for i in range(len(state.inputs), tensors)]
+    strides = [f"s{i}" for i in state.inputs] + [f"t{i}" for i in range(len(state.inputs), tensors)]
+    numbers = [f"n{i}" for i in state.numbers]
+    slots = ["slot"] if any("leave_rows" in line for line in state.lines) else []
+    # Strides come one by one: Triton 3.6 fails on a tuple within a tuple in which an integer is 1.
+    parts = [f"{name}_{part}" for name in strides for part in ("steps", "row", "col")]
+    names = [*inputs, *parts, *numbers, *slots]
+    unpack = [f"{', '.join(names)}{',' if len(names) == 1 else ''} = args"] if names else []
+    unpack += [f"{name} = ({name}_steps, {name}_row, {name}_col)" for name in strides]
+    body = "\n".join(f"    {line}" for line in [*unpack, *state.lines])
+    digest = hashlib.sha256(body.encode()).hexdigest()[:12]
+    return (
+        f"def fused_{digest}(\n    acc, args, shape, sizes, batch, row, col, ROWS: tl.constexpr, COLS: tl.constexpr,"
+        f" WIDE: tl.constexpr\n):\n{body}\n"
+    )
+
+
+@functools.lru_cache(1024)
+def function(source: str) -> Any:
+    """The `@triton.jit` function of a text that `lower` made; one for each text."""
+    import triton
+    import triton.language as tl
+
+    from ..kernels import epilogues, fused, operands
+
+    name = source.split("(", 1)[0].split()[-1]
+    file = f"<gemmery {name}>"
+    # Triton reads a function's source by its file's name.
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    space: dict[str, Any] = {"tl": tl, "scalar": epilogues.scalar, "column_halves": operands.column_halves}
+    space |= {key: value for key, value in vars(fused).items() if not key.startswith("_")}
+    space["__name__"] = "gemmery.epilogues.made"
+    exec(compile(source, file, "exec"), space)
+    return triton.jit(space[name])

@@ -1,0 +1,87 @@
+"""From aten to Triton: what an elementwise operator is in a kernel. Adding an operator is adding a line.
+
+A template's {0}, {1}, ... are its inputs, all in the type that the operator computes in: the accumulator's for floating
+point. Functions without a module are those of `kernels.fused`.
+"""
+
+from __future__ import annotations
+
+#: Operators whose result has the type of their inputs.
+ARITHMETIC: dict[str, str] = {
+    "add": "{0} + {1}",
+    "sub": "{0} - {1}",
+    "mul": "{0} * {1}",
+    "neg": "-{0}",
+    "abs": "tl.abs({0})",
+    "relu": "tl.where({0} < 0, 0.0, {0})",
+    "maximum": "maximum({0}, {1})",
+    "minimum": "minimum({0}, {1})",
+    "clamp_min": "maximum({0}, {1})",
+    "clamp_max": "minimum({0}, {1})",
+    "sign": "sign({0})",
+    "remainder": "{0} - {1} * tl.floor({0} / {1})",
+}
+#: Operators whose result is floating point, whatever their inputs are.
+FLOATING: dict[str, str] = {
+    "div": "{0} / {1}",
+    "reciprocal": "1.0 / {0}",
+    "exp": "tl.exp({0})",
+    "exp2": "tl.exp2({0})",
+    "expm1": "expm1({0})",
+    "log": "tl.log({0})",
+    "log2": "tl.log2({0})",
+    "log10": "tl.log({0}) * 0.4342944819032518",
+    "log1p": "log1p({0})",
+    "sqrt": "tl.sqrt({0})",
+    "rsqrt": "tl.rsqrt({0})",
+    "sin": "tl.sin({0})",
+    "cos": "tl.cos({0})",
+    "tanh": "tanh({0})",
+    "sigmoid": "sigmoid({0})",
+    "erf": "tl.erf({0})",
+    "floor": "tl.floor({0})",
+    "ceil": "tl.ceil({0})",
+    "trunc": "trunc({0})",
+}
+#: Operators whose result is true or false.
+LOGICAL: dict[str, str] = {
+    "eq": "{0} == {1}",
+    "ne": "{0} != {1}",
+    "lt": "{0} < {1}",
+    "le": "{0} <= {1}",
+    "gt": "{0} > {1}",
+    "ge": "{0} >= {1}",
+    "isnan": "{0} != {0}",
+    "isinf": 'tl.abs({0}) == float("inf")',
+}
+#: Operators on what is true or false.
+BOOLEAN: dict[str, str] = {
+    "logical_and": "{0} & {1}",
+    "logical_or": "{0} | {1}",
+    "logical_not": "{0} == 0",
+    "logical_xor": "{0} != {1}",
+    "bitwise_and": "{0} & {1}",
+    "bitwise_or": "{0} | {1}",
+    "bitwise_not": "{0} == 0",
+}
+#: Operators that only change how a tensor is seen.
+VIEWS = (
+    "alias", "clone", "detach", "expand", "lift_fresh_copy", "squeeze", "unsqueeze", "view", "_unsafe_view", "reshape",
+    "view_of", "contiguous",
+)  # fmt: skip
+#: Operators that make a tensor of one value.
+CONSTANTS = ("full", "full_like", "zeros_like", "ones_like", "scalar_tensor", "zeros", "ones")
+#: Reductions of a row that leave the kernel as one number for each block of columns.
+REDUCTIONS = ("sum", "mean", "amax", "amin", "logsumexp")
+#: What else is there, for messages.
+OTHERS = (
+    "where", "clamp", "pow with an exponent of -4 to 4 or ±0.5", "casts", "chunk, split or slices that halve the last "
+    "dimension, and cat of such halves", "gemmery.epilogues.dropout",
+)  # fmt: skip
+
+
+def supported() -> str:
+    """The operators that an epilogue can use, for an error message."""
+    names = sorted({*ARITHMETIC, *FLOATING, *LOGICAL, *BOOLEAN})
+    reductions = ", ".join(REDUCTIONS)
+    return f"{', '.join(names)}, {', '.join(OTHERS)}; and over the last dimension {reductions}"

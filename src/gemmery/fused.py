@@ -1,0 +1,488 @@
+"""Products with a traced epilogue: from the call to the launch.
+
+The way of a call is that of `dispatch`, with a function in it: what is known of a call once shapes, strides, types and
+the function are is looked up (`Prepared`); what is made anew are outputs, and, for a function that was not seen before,
+its trace and its kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from . import devices, reference
+from .dispatch import (
+    Options,
+    check_scalars,
+    check_tensor,
+    check_tensors,
+    lowered,
+    needs_dispatcher,
+    operand_names,
+    result_dtype,
+    result_shape,
+    right_factor,
+)
+from .epilogues.identity import Captured, capture
+from .layout import make_fused_problem, overlap, overlaps_itself
+from .plan import PLANS, Plan, make_plan, runs_on
+from .problem import Config, Fusion, accumulator
+
+OutTypes = torch.dtype | tuple[torch.dtype | None, ...] | None
+
+
+@dataclass(frozen=True)
+class Call:
+    """A product with an epilogue as it is to be computed.
+
+    Attributes:
+        function: the epilogue.
+        captured: what it is, and the tensors that it takes from outside.
+        inputs: its arguments after the product, those tensors behind them; plain Python values among them.
+        biased: whether the first of them is added to the product before the function sees it.
+    """
+
+    op: str
+    a: Tensor
+    b: Tensor
+    function: Callable[..., Any]
+    captured: Captured
+    inputs: tuple[Any, ...]
+    biased: bool
+    out_dtype: OutTypes
+    options: Options
+    between: int = 0
+
+    @property
+    def given(self) -> tuple[Any, ...]:
+        """The function's own arguments, as the caller gave them."""
+        end = len(self.inputs) - len(self.captured.tensors)
+        return self.inputs[int(self.biased) : end]
+
+    def apply(self, product: Tensor, inputs: Sequence[Any], rebuilt: bool) -> Any:
+        """The function on a product, in torch; `rebuilt` with the last inputs for the tensors that it captured."""
+        function, values = self.function, list(inputs)
+        if rebuilt and self.captured.tensors:
+            count = len(self.captured.tensors)
+            values, others = values[:-count], values[-count:]
+            function = self.captured.rebuild(others)
+        elif self.captured.tensors:
+            values = values[: -len(self.captured.tensors)]
+        if self.biased:
+            product, values = product + values[0], values[1:]
+        return function(product, *values)
+
+
+def outputs_of(call: Call, product: Tensor, inputs: Sequence[Any] | None = None) -> tuple[list[Tensor], bool]:
+    """What the function makes of a product in torch, cast as the kernel would; and whether it returned a tuple."""
+    returned = call.apply(product, call.inputs if inputs is None else inputs, inputs is not None)
+    many = isinstance(returned, tuple | list)
+    flat = list(returned) if isinstance(returned, tuple | list) else [returned]
+    rank = product.dim()
+    types = output_types(call, [(x.dtype, x.dim() == rank and x.shape[-1] != 1) for x in flat])
+    return [x.to(dtype) for x, dtype in zip(flat, types, strict=True)], many
+
+
+def output_types(call: Call, outputs: Sequence[tuple[torch.dtype, bool]]) -> list[torch.dtype]:
+    """The types of results, given those that the function leaves them in and which are matrices.
+
+    What is still in the accumulator's type becomes the type of a product, or the one that was asked for; reduced rows, and
+    what the function has cast, stay.
+    """
+    wide = accumulator(call.a.dtype)
+    asked = call.out_dtype if isinstance(call.out_dtype, tuple) else (call.out_dtype,) * len(outputs)
+    if len(asked) != len(outputs):
+        raise ValueError(
+            f"{call.op}: out_dtype names {len(asked)} types; the epilogue returns {len(outputs)}"
+        )
+    default = result_dtype(call.op, call.a, call.b, None)
+    # An epilogue may make numbers of any kind from integers.
+    natural = {torch.int32: torch.int32}.get(default, default)
+    types = []
+    for (dtype, matrix), choice in zip(outputs, asked, strict=True):
+        kept = natural if dtype == wide and matrix else dtype
+        types.append(choice if choice is not None and (matrix or isinstance(call.out_dtype, tuple)) else kept)
+    return types
+
+
+def product(
+    op: str, a: Tensor, b: Tensor, bias: Tensor | None, epilogue: Any, args: Sequence[Any], out: Tensor | None,
+    out_dtype: OutTypes, options: Options,
+) -> Any:  # fmt: skip
+    """A product with an epilogue as the user called it, by whichever way it has to go."""
+    if epilogue is None:
+        raise TypeError(f"{op}: args are an epilogue's; there is none")
+    if is_compiling():
+        from .fused_ops import compiled
+
+        return compiled(op, a, b, bias, epilogue, args, out, out_dtype, options)
+    a, b, bias = _autocast(a, b, bias, out)
+    call = make_call(op, a, b, bias, epilogue, args, out_dtype, options)
+    if needs_dispatcher((call.a, call.b, out, *[x for x in call.inputs if isinstance(x, Tensor)])):
+        from .fused_ops import dispatched
+
+        return dispatched(call, epilogue, out)
+    return run(call, out)
+
+
+def _autocast(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor | None) -> Any:
+    device = a.device.type if isinstance(a, Tensor) else ""
+    if out is not None or device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+        return a, b, bias
+    lower = torch.get_autocast_dtype(device)
+    return tuple(lowered(x, lower) for x in (a, b, bias))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checks
+
+
+def make_call(
+    op: str, a: Tensor, b: Tensor, bias: Tensor | None, function: Any, args: Sequence[Any], out_dtype: OutTypes,
+    options: Options,
+) -> Call:  # fmt: skip
+    """A call from a user's arguments, checked as far as shapes go.
+
+    Raises:
+        ValueError: shapes or devices do not fit.
+        TypeError: an argument is of no kind that an epilogue can take.
+    """
+    if isinstance(args, Tensor) or not isinstance(args, tuple | list):
+        raise TypeError(
+            f"{op}: args is a {type(args).__name__}; it must be a tuple of the epilogue's arguments"
+        )
+    check_tensors(op, a, b, bias, None)
+    b = right_factor(op, b)
+    captured = capture(getattr(function, "__gemmery_epilogue__", function))
+    inputs = (*([] if bias is None else [bias]), *args, *captured.tensors)
+    call = Call(
+        op, a, b, getattr(function, "__gemmery_epilogue__", function), captured, inputs, bias is not None, out_dtype,
+        options,
+    )  # fmt: skip
+    _check(call)
+    return call
+
+
+def _check(call: Call) -> None:
+    op, a, b = call.op, call.a, call.b
+    shape = result_shape(op, a, b)
+    first, second, _ = operand_names(op)
+    if a.dim() < 2 or b.dim() < 2:
+        raise ValueError(f"{op}: with an epilogue, {first} and {second} must be matrices, or batches of them")
+    result_dtype(op, a, b, None)
+    if a.device != b.device:
+        raise ValueError(
+            f"{op}: {first} is on {a.device} and {second} on {b.device}; they must be on one device"
+        )
+    for i, value in enumerate(call.inputs):
+        if isinstance(value, Tensor):
+            check_tensor(op, _input_name(call, i), value)
+            if value.device != a.device and value.dim():
+                raise ValueError(
+                    f"{op}: {_input_name(call, i)} is on {value.device} and {first} on {a.device}"
+                )
+            _dims(call, i, value, shape)
+        elif isinstance(value, int | float) and not isinstance(value, bool) and a.dtype == torch.float64:
+            check_scalars(op, a, value, 1)
+
+
+def _input_name(call: Call, i: int) -> str:
+    if call.biased and i == 0:
+        return "bias"
+    own = len(call.given)
+    position = i - int(call.biased)
+    return (
+        f"args[{position}]"
+        if position < own
+        else f"a tensor of the epilogue's closure (number {position - own})"
+    )
+
+
+def _dims(call: Call, i: int, tensor: Tensor, shape: tuple[int, ...]) -> tuple[str, ...]:
+    """What a tensor's dimensions are in the product's, or ValueError."""
+    if tensor.dim() > len(shape):
+        raise ValueError(
+            f"{call.op}: {_input_name(call, i)} is {tuple(tensor.shape)}; the product is {shape}"
+        )
+    names: list[str] = []
+    N = shape[-1]
+    for place in range(1, tensor.dim() + 1):
+        size, full = tensor.shape[-place], shape[-place]
+        if size == 1:
+            names.append("1")
+        elif place == 1:
+            widths = {N: "N", 2 * N: "2N"} | ({N // 2: "N/2"} if N % 2 == 0 else {})
+            names.append(widths.get(size, ""))
+        else:
+            names.append(("M" if place == 2 else f"b{len(shape) - place}") if size == full else "")
+        if not names[-1]:
+            raise ValueError(
+                f"{call.op}: {_input_name(call, i)} is {tuple(tensor.shape)}; it must broadcast to the product, "
+                f"{shape}, or to that with half or twice the columns"
+            )
+    return tuple(names[::-1])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Programs
+
+
+_programs: dict[Any, Any] = {}
+_prepared: dict[Any, Prepared] = {}
+_lock = threading.Lock()
+
+
+def _keep(kept: dict[Any, Any], key: Any, value: Any) -> Any:
+    with _lock:
+        if len(kept) >= PLANS:
+            for stale in list(kept)[: PLANS // 2]:
+                del kept[stale]
+        kept[key] = value
+    return value
+
+
+def program(call: Call) -> Any:
+    """The call's epilogue as a device function; traced when it is met for the first time.
+
+    Raises:
+        epilogues.Untraceable: it can't be part of a kernel.
+    """
+    from .epilogues.trace import Number, Shape
+
+    shape = result_shape(call.op, call.a, call.b)
+    # Tensors that are the function's constants are of no dimension.
+    rank, odd = len(shape), shape[-1] % 2 == 1
+    product = Shape(accumulator(call.a.dtype), (*(f"b{i}" for i in range(rank - 2)), "M", "N"))
+    arguments: list[Any] = [product]
+    constants: list[Any] = []
+    for i, value in enumerate(call.inputs):
+        if isinstance(value, Tensor):
+            arguments.append(Shape(value.dtype, _dims(call, i, value, shape)))
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            arguments.append(Number(isinstance(value, int)))
+        else:
+            arguments.append(None)
+            constants.append((i, value))
+    key = None
+    if call.captured.key is not None:
+        key = (call.captured.key, call.biased, tuple(arguments), repr(constants), odd, call.a.device.type)
+        found = _programs.get(key)
+        if found is not None:
+            return found
+    made = _traced(call, arguments, dict(constants), rank, odd)
+    return made if key is None else _keep(_programs, key, made)
+
+
+def _traced(call: Call, arguments: list[Any], constants: dict[int, Any], rank: int, odd: bool) -> Any:
+    from .epilogues.lower import lower
+    from .epilogues.trace import trace
+
+    places = [i for i in range(len(call.inputs)) if i not in constants]
+
+    @functools.wraps(call.function)
+    def function(product: Tensor, *values: Any) -> Any:
+        inputs = [constants.get(i) for i in range(len(call.inputs))]
+        for place, value in zip(places, values, strict=True):
+            inputs[place] = value
+        return call.apply(product, inputs, rebuilt=True)
+
+    kept = [x for x in arguments if x is not None]
+    graph, sizes = trace(function, kept, rank, odd, call.a.device)
+    made = lower(graph, kept, sizes, getattr(call.function, "__name__", type(call.function).__name__))
+    # Arguments are counted from the product; a call's inputs from 0, constants among them.
+    return replace(
+        made,
+        inputs=tuple(places[i - 1] for i in made.inputs),
+        numbers=tuple(places[i - 1] for i in made.numbers),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Running
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All that is known of a call once shapes, strides, types and the function are.
+
+    Attributes:
+        program: the epilogue; see `epilogues.lower.Program`.
+        plan: what is launched.
+        outputs: shape and type of each matrix that is returned, None for reduced rows.
+        types: the results' types.
+    """
+
+    program: Any
+    plan: Plan
+    outputs: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
+    types: tuple[torch.dtype, ...]
+
+
+def _layout(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device, value.data_ptr() & 15
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return type(value)
+    return type(value), repr(value)
+
+
+def run(call: Call, out: Tensor | None = None) -> Any:
+    """Compute a call: a tensor, or a tuple of them where the function returns one. No gradients are recorded."""
+    if devices.current(call.a.device) is None or 0 in result_shape(call.op, call.a, call.b):
+        return _by_reference(call, out)
+    key = None
+    if call.captured.key is not None:
+        key = (
+            call.op, call.captured.key, call.biased, _layout(call.a), _layout(call.b), *map(_layout, call.inputs),
+            None if out is None else _layout(out), call.out_dtype, call.options, call.between,
+        )  # fmt: skip
+    prepared = _prepared.get(key) if key is not None else None
+    if prepared is None:
+        prepared = _prepare(call, out)
+        if key is not None:
+            _keep(_prepared, key, prepared)
+    return _launch(call, prepared, out)
+
+
+def _by_reference(call: Call, out: Tensor | None) -> Any:
+    product = reference.gemm(
+        call.a, call.b, out_dtype=accumulator(call.a.dtype), by_rows=call.options.batch_invariant
+    )
+    results, many = outputs_of(call, product)
+    if out is not None:
+        _check_out(call, out, [(tuple(x.shape), x.dtype) for x in results], many)
+        return out.copy_(results[0])
+    return tuple(results) if many else results[0]
+
+
+def _check_out(call: Call, out: Tensor, outputs: Sequence[Any], many: bool) -> None:
+    op = call.op
+    check_tensor(op, "out", out)
+    if many or outputs[0] is None:
+        raise ValueError(f"{op}: out= is for epilogues that return one matrix")
+    shape, dtype = outputs[0]
+    if tuple(out.shape) != shape:
+        raise ValueError(f"{op}: out is {tuple(out.shape)}; the result is {shape}")
+    if out.dtype != dtype:
+        raise TypeError(f"{op}: out is {out.dtype}; the result is {dtype}")
+    if out.device != call.a.device:
+        raise ValueError(f"{op}: out is on {out.device}; the result is on {call.a.device}")
+    if overlaps_itself(out):
+        raise ValueError(f"{op}: out's elements overlap one another")
+    for i, tensor in enumerate((call.a, call.b, *call.inputs)):
+        if isinstance(tensor, Tensor) and overlap(out, tensor):
+            name = operand_names(op)[i] if i < 2 else _input_name(call, i - 2)
+            raise ValueError(f"{op}: out and {name} share memory")
+
+
+def _prepare(call: Call, out: Tensor | None) -> Prepared:
+    made = program(call)
+    *batch, M, N = result_shape(call.op, call.a, call.b)
+    columns = {"N": N, "N/2": N // 2, "2N": 2 * N}
+    types = output_types(call, [(x.dtype, x.reduced is None) for x in made.outputs])
+    outputs = tuple(
+        None if x.reduced is not None else ((*batch, M, columns[x.columns]), dtype)
+        for x, dtype in zip(made.outputs, types, strict=True)
+    )
+    if out is not None:
+        _check_out(call, out, outputs, made.many)
+    options = call.options
+    reduces = any(x.reduced is not None for x in made.outputs)
+    if options.batch_invariant and any(
+        x.reduced and x.reduced.kind not in ("amax", "amin") for x in made.outputs
+    ):
+        raise ValueError(
+            f"{call.op}: batch_invariant=True with an epilogue that sums rows: the order of the sum depends on the tile"
+        )
+    device = devices.current(call.a.device)
+    assert device is not None
+    fusion = Fusion(made.source, (), len(made.numbers), made.paired, call.between, reduces)
+    results = _allocate(call, made, outputs, out, 1)
+    extras = _extras(call, made, results)
+    width, read = N // 2 if made.paired else N, len(made.inputs)
+    widths = [width if x.dim() == 0 or x.shape[-1] == 1 else x.shape[-1] for x in extras[:read]]
+    widths += [x.shape[-1] for x in extras[read:]]
+    problem = make_fused_problem(
+        call.a, call.b, results[made.main], list(zip(extras, widths, strict=True)), fusion, fast_accum=options.fast_accum, batch_invariant=options.batch_invariant, device=device,
+        precision=options.precision if options.precision in device.target.precisions else "ieee",
+    )  # fmt: skip
+    if not runs_on(problem):
+        raise ValueError(
+            f"{call.op}: {device.name} has no instructions for {call.a.dtype}, which an epilogue needs"
+        )
+    pinned = None if options.config is None else Config.of(options.config)
+    numbers = tuple(float(call.inputs[i]) for i in made.numbers)
+    plan = make_plan(problem, pinned, call.a, call.b, results[made.main], tuple(extras), numbers)
+    return Prepared(made, plan, outputs, tuple(types))
+
+
+def _allocate(call: Call, made: Any, outputs: Sequence[Any], out: Tensor | None, slots: int) -> list[Any]:
+    """A tensor for each result, and for each part of a reduced row one of (..., M, slots), rows adjacent."""
+    *batch, M, _ = result_shape(call.op, call.a, call.b)
+    device = call.a.device
+    results: list[Any] = []
+    for output, known in zip(made.outputs, outputs, strict=True):
+        if known is not None:
+            results.append(torch.empty(known[0], dtype=known[1], device=device) if out is None else out)
+            continue
+        wide = accumulator(call.a.dtype)
+        kind = (
+            torch.int64
+            if output.dtype in (torch.int64, torch.int32)
+            else wide
+            if wide.is_floating_point
+            else torch.float32
+        )
+        parts = [torch.empty((slots, *batch, M), dtype=kind, device=device) for _ in output.places]
+        results.append([part.movedim(0, -1) for part in parts])
+    return results
+
+
+def _extras(call: Call, made: Any, results: Sequence[Any]) -> list[Tensor]:
+    """The epilogue's tensors in the order of its program: what it reads, then what it writes."""
+    extras = [call.inputs[i] for i in made.inputs]
+    for output, result in zip(made.outputs, results, strict=True):
+        if output.places:
+            extras += result if isinstance(result, list) else [result]
+    return extras
+
+
+def _launch(call: Call, prepared: Prepared, out: Tensor | None) -> Any:
+    made = prepared.program
+    slots = prepared.plan.slots if any(x is None for x in prepared.outputs) else 1
+    results = _allocate(call, made, prepared.outputs, out, slots)
+    extras = tuple(_extras(call, made, results))
+    numbers = tuple([float(call.inputs[i]) for i in made.numbers])
+    prepared.plan.run_fused(call.a, call.b, results[made.main], extras, numbers)
+    if out is not None:
+        torch._C._increment_version((out,))
+        return out
+    for i, output in enumerate(made.outputs):
+        if output.reduced is not None:
+            N = call.b.shape[-1]
+            count = {"N": N, "N/2": N // 2, "2N": 2 * N}[output.reduced.columns]
+            results[i] = _joined(output.reduced, results[i], count).to(prepared.types[i])
+    return tuple(results) if made.many else results[0]
+
+
+def _joined(reduction: Any, parts: list[Tensor], columns: int) -> Tensor:
+    """A reduced row from the parts that blocks left, in a fixed order."""
+    first = parts[0]
+    if reduction.kind in ("sum", "mean"):
+        row = first.sum(-1)
+        row = row / columns if reduction.kind == "mean" else row
+    elif reduction.kind in ("amax", "amin"):
+        row = getattr(first, reduction.kind)(-1)
+    else:
+        largest = first.amax(-1, keepdim=True)
+        shift = torch.where(largest.abs() == math.inf, 0.0, largest)
+        row = (parts[1] * torch.exp(first - shift)).sum(-1).log() + shift.squeeze(-1)
+    return row.unsqueeze(-1) if reduction.keepdim else row

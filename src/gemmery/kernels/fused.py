@@ -1,0 +1,219 @@
+"""What traced epilogues are made of: how they reach their operands, leave their results, and torch's functions in Triton.
+
+An epilogue sees one block of the output, with the corner (row, col), of a matrix of `shape` = (M, columns). Operands come
+as a pointer with `strides` = (steps, stride_row, stride_col), see `operands`; a stride is 0 along a dimension that is
+broadcast. An operand twice as wide as the output has a left (`half` 0) and a right half (1).
+"""
+
+import triton
+import triton.language as tl
+
+from .numerics import cast, widen
+from .operands import batch_offset, load_strided, store_strided
+
+
+@triton.jit
+def load_block(
+    x, strides, half: tl.constexpr, shape, sizes, batch, row, col,
+    ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """A block of an operand that is a matrix."""
+    first = x + tl.cast(shape[1], tl.int64) * strides[2] * half
+    return load_strided(first, shape, strides, sizes, batch, row, col, ROWS, COLS, True, True, WIDE)
+
+
+@triton.jit
+def load_row(x, strides, half: tl.constexpr, shape, sizes, batch, col, COLS: tl.constexpr):
+    """The part (1, COLS) of an operand that is the same for every row."""
+    cols = col + tl.arange(0, COLS)
+    offsets = (cols.to(tl.int64) + shape[1] * half) * strides[2]
+    values = tl.load(x + batch_offset(batch, sizes, strides[0]) + offsets, mask=cols < shape[1], other=0.0)
+    return values[None, :]
+
+
+@triton.jit
+def load_column(x, strides, shape, sizes, batch, row, ROWS: tl.constexpr):
+    """The part (ROWS, 1) of an operand that is the same for every column."""
+    rows = row + tl.arange(0, ROWS)
+    offsets = rows.to(tl.int64) * strides[1]
+    values = tl.load(x + batch_offset(batch, sizes, strides[0]) + offsets, mask=rows < shape[0], other=0.0)
+    return values[:, None]
+
+
+@triton.jit
+def load_single(x, strides, sizes, batch):
+    """An operand that is a single number for each matrix."""
+    return tl.load(x + batch_offset(batch, sizes, strides[0]))
+
+
+@triton.jit
+def store_block(
+    x, strides, half: tl.constexpr, shape, sizes, batch, row, col, value,
+    ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """A block of a second output."""
+    value = tl.broadcast_to(value, (ROWS, COLS))
+    first = x + tl.cast(shape[1], tl.int64) * strides[2] * half
+    store_strided(first, shape, strides, sizes, batch, row, col, value, ROWS, COLS, WIDE)
+
+
+@triton.jit
+def leave_rows(
+    x, strides, slot, shape, sizes, batch, row, col, value, NEUTRAL: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """What a block makes of its rows, (ROWS,), where it meets what other blocks made of them.
+
+    There is a place for every `slot` columns of the output; the others that a wide block covers get what changes nothing.
+    """
+    rows = row + tl.arange(0, ROWS)
+    first = x + batch_offset(batch, sizes, strides[0]) + rows.to(tl.int64) * strides[1]
+    inside = rows < shape[0]
+    place = col // slot
+    tl.store(first + tl.cast(place, tl.int64) * strides[2], value, mask=inside)
+    last = tl.minimum(place + COLS // slot, tl.cdiv(shape[1], slot))
+    for other in range(place + 1, last):
+        neutral = tl.full((ROWS,), NEUTRAL, value.dtype)
+        tl.store(first + tl.cast(other, tl.int64) * strides[2], neutral, mask=inside)
+
+
+@triton.jit
+def keep_inside(x, shape, col, NEUTRAL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """A block with a neutral value in the columns beyond the matrix."""
+    inside = (col + tl.arange(0, COLS) < shape[1])[None, :]
+    return tl.where(inside, tl.broadcast_to(x, (ROWS, COLS)), NEUTRAL)
+
+
+@triton.jit
+def row_exponentials(x, largest):
+    """The sum of exp(x - largest) over each row, 0 where all are -infinity."""
+    shift = tl.where(largest == float("-inf"), 0.0, largest)
+    return tl.sum(tl.exp(x - shift[:, None]), 1)
+
+
+@triton.jit
+def as_type(x, DTYPE: tl.constexpr):
+    """`x.to(DTYPE)` as torch rounds, also in the interpreter."""
+    if x.dtype == DTYPE:
+        return x
+    elif x.dtype.is_floating() and x.dtype.primitive_bitwidth < 32:
+        return cast(widen(x), DTYPE)
+    elif tl.float8e4nv == DTYPE:
+        # torch does not saturate; 464 is the largest number that rounds to 448.
+        x = x.to(tl.float32)
+        return tl.where(tl.abs(x) <= 464.0, x, float("nan")).to(tl.float8e4nv)
+    elif x.dtype.is_floating() and DTYPE.is_floating() and DTYPE.primitive_bitwidth < 32:
+        return cast(x.to(tl.float32), DTYPE)
+    elif tl.int1 == DTYPE:
+        return x != 0
+    else:
+        return x.to(DTYPE)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# torch's functions
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def tanh(x):
+    """By the exponential, and near 0, where that would cancel, by its series."""
+    square = x * x
+    # Coefficients of the Taylor series; the next term is below 2^-24 of the sum for |x| < 0.25, 2^-33 of it for fp64.
+    series = x * (
+        1.0
+        + square
+        * (
+            -0.3333333333333333
+            + square
+            * (
+                0.13333333333333333
+                + square
+                * (-0.05396825396825397 + square * (0.021869488536155203 + square * -0.008863235529902197))
+            )
+        )
+    )
+    # Of the magnitude, so that nothing overflows.
+    shrunk = tl.exp(-2.0 * tl.abs(x))
+    large = (1.0 - shrunk) / (1.0 + shrunk)
+    signed = tl.where(x < 0, -large, large)
+    return tl.where(tl.abs(x) < 0.25, series, signed)
+
+
+@triton.jit
+def log1p(x):
+    """Kahan's correction of log(1 + x) for what 1 + x rounds away."""
+    y = 1.0 + x
+    corrected = tl.log(y) * (x / tl.where(y == 1.0, 1.0, y - 1.0))
+    return tl.where(y == 1.0, x, tl.where(y == float("inf"), y, corrected))
+
+
+@triton.jit
+def expm1(x):
+    """Kahan's correction of exp(x) - 1 for what the subtraction cancels."""
+    y = tl.exp(x)
+    log = tl.where((y == 1.0) | (y == 0.0) | (y == float("inf")), 1.0, tl.log(y))
+    corrected = (y - 1.0) * x / log
+    return tl.where(y == 1.0, x, tl.where((y == 0.0) | (y == float("inf")), y - 1.0, corrected))
+
+
+@triton.jit
+def maximum(x, y):
+    """The larger number; NaN where either is, as in torch."""
+    larger = tl.where(x > y, x, y)
+    return tl.where(x != x, x, larger)
+
+
+@triton.jit
+def minimum(x, y):
+    """The smaller number; NaN where either is, as in torch."""
+    smaller = tl.where(x < y, x, y)
+    return tl.where(x != x, x, smaller)
+
+
+@triton.jit
+def sign(x):
+    return tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, x * 0.0))
+
+
+@triton.jit
+def trunc(x):
+    return tl.where(x < 0, tl.ceil(x), tl.floor(x))
+
+
+@triton.jit
+def largest(x):
+    """The largest number of each row; NaN where one is, as in torch."""
+    found = tl.max(x, 1)
+    return tl.where(tl.max((x != x).to(tl.int32), 1) > 0, float("nan"), found)
+
+
+@triton.jit
+def smallest(x):
+    """The smallest number of each row; NaN where one is, as in torch."""
+    found = tl.min(x, 1)
+    return tl.where(tl.max((x != x).to(tl.int32), 1) > 0, float("nan"), found)
+
+
+@triton.jit
+def numbered(shape, batch, row, col, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """The number of each element of a block in the output, counted row by row through all matrices."""
+    rows = (tl.cast(batch, tl.int64) * shape[0] + row) + tl.arange(0, ROWS)
+    return rows[:, None] * shape[1] + (col + tl.arange(0, COLS))[None, :]
+
+
+@triton.jit
+def uniform(seed, numbers):
+    """Numbers in [0, 1) by Philox 4x32-10 (Salmon et al., SC 2011), the counter being an element's number."""
+    low = (numbers & 0xFFFFFFFF).to(tl.uint32)
+    high = (numbers >> 32).to(tl.uint32)
+    zero = low * 0
+    key_low = (seed & 0xFFFFFFFF).to(tl.uint32)
+    key_high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    bits, _, _, _ = tl.philox_impl(low, high, zero, zero, zero + key_low, zero + key_high)
+    # The upper 24 bits fill a single-precision number exactly.
+    return (bits >> 8).to(tl.float32) * 5.9604644775390625e-08
