@@ -53,7 +53,8 @@ class Plan:
         self._padded: padding.Padded | None = None
         self._added = problem.addend is not None
         self._scaled = problem.takes_factors
-        operands = (problem.a, problem.b, problem.out, *(problem.extras or (None,)))
+        extras = (problem.addend,) if problem.fusion is None else problem.fusion.operands
+        operands = (problem.a, problem.b, problem.out, *extras)
         #: For each tensor, the bits of an address that it must not have.
         self._misaligned = tuple(15 if x is not None and x.aligned else 0 for x in operands)
         self._index = -1

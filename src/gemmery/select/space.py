@@ -36,6 +36,7 @@ class Tile:
             loads take registers that this tile does not leave.
         splits: also considered with its tiles cut along K.
         strided: considered only for matrices that descriptors can't take.
+        blocks: considered only for epilogues that read or write whole matrices.
         numerics: configs of one kind with the same number here give the same bits, as long as K is not cut.
     """
 
@@ -44,6 +45,7 @@ class Tile:
     aligned: bool = False
     splits: bool = False
     strided: bool = False
+    blocks: bool = False
     numerics: int = 0
 
 
@@ -86,7 +88,7 @@ def _tile(line: str, loader: str, schedule: str, number: int, alike: bool) -> Ti
         split_store="split" in words, tail=tails[0] if tails else 1, swap="swap" in words,
         cluster_m=cluster[0], cluster_n=cluster[1], stream="stream" in words,
     )  # fmt: skip
-    marks = {name: name in words for name in ("aligned", "splits", "strided")}
+    marks = {name: name in words for name in ("aligned", "splits", "strided", "blocks")}
     numerics = 0 if alike and "apart" not in words else 1 + number
     return Tile(config, float(efficiency), **marks, numerics=numerics)
 
@@ -156,13 +158,13 @@ class Space:
 
 @functools.cache
 def _space(
-    family: str, kind: str, described: bool, aligned: bool, whole: bool, clustered: bool = False
+    family: str, kind: str, described: bool, aligned: bool, whole: bool, clustered: bool = False, blocks: bool = False
 ) -> Space:
     """All configs for a kind of operand and what is known of its layout; `whole` leaves out those that cut K."""
     entries = []
     for number, tile in enumerate(tiles_of(family, kind)):
         loads = not (described and tile.strided) if tile.config.loader == "pointer" else described
-        if tile.config.schedule == "cluster" and not clustered:
+        if (tile.config.schedule == "cluster" and not clustered) or (tile.blocks and not blocks):
             continue
         if loads and (aligned or not tile.aligned):
             entries.append((tile.config, tile, 2 * number))
@@ -204,6 +206,7 @@ def space_of(problem: Problem) -> Space:
         aligned,
         problem.batch_invariant or problem.K == 0,
         clusters.suits(problem),
+        problem.fusion is not None and any(x.row and x.col for x in problem.fusion.operands),
     )
 
 

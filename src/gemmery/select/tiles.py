@@ -7,6 +7,7 @@ A row reads `MxNxK group_m num_warps num_stages efficiency` and then, where they
 - `splits`: also considered with its tiles cut along K;
 - `strided`: considered only for matrices that descriptors can't take;
 - `apart`: too few rows for its family's matrix instruction, so that it sums with another, in another order;
+- `blocks`: considered only where an epilogue reads or writes whole matrices, for which it needs shared memory;
 - `cluster=MxN` and `stream`: see `Config`; rows of clusters are considered where `clusters.suits`.
 
 The efficiency is the part of the device's achievable rate that the tile's main loop reaches once it is running: fitted
@@ -24,6 +25,9 @@ HOPPER: dict[str, Rows] = {
             128x256x64 16 8 4 0.88 split
             128x256x64 16 8 4 0.87 split tail=2
             128x256x64 16 8 4 0.86 split tail=4
+            128x256x64 16 8 3 0.85 split blocks
+            128x256x64 16 8 3 0.85 split blocks tail=2
+            128x256x64 16 8 3 0.84 split blocks tail=4
             128x128x64  8 8 6 0.74
             128x128x64  8 4 4 0.75
         """,
