@@ -429,7 +429,7 @@ def needs_dispatcher(tensors: tuple[Tensor | None, ...]) -> bool:
     )
 
 
-def _check_forward_mode(op: str, tensors: tuple[Tensor | None, ...]) -> None:
+def check_forward_mode(op: str, tensors: tuple[Tensor | None, ...]) -> None:
     """Forward-mode derivatives are not there: say so, and never return a product without its tangent."""
     if forward_ad._current_level < 0 or is_compiling():
         return
@@ -464,7 +464,7 @@ def _run_seen(
     if out is None and device in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device):
         lower = torch.get_autocast_dtype(device)
         a, b, addend = lowered(a, lower), lowered(b, lower), lowered(addend, lower)  # type: ignore[assignment]
-    _check_forward_mode(op, tensors)
+    check_forward_mode(op, tensors)
     if not needs_dispatcher(tensors):
         return eager(op, a, b, addend, alpha, beta, out, options)
     b = right_factor(op, b)

@@ -8,7 +8,6 @@ its trace and its kernel.
 from __future__ import annotations
 
 import functools
-import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -32,9 +31,12 @@ from .dispatch import (
     right_factor,
 )
 from .epilogues.identity import Captured, capture
+from .epilogues.lower import Program, lower
+from .epilogues.trace import Number, Shape, trace
 from .layout import make_fused_problem, overlap, overlaps_itself
 from .plan import PLANS, Plan, make_plan, runs_on
 from .problem import Config, Fusion, accumulator
+from .results import Results
 
 OutTypes = torch.dtype | tuple[torch.dtype | None, ...] | None
 
@@ -48,6 +50,8 @@ class Call:
         captured: what it is, and the tensors that it takes from outside.
         inputs: its arguments after the product, those tensors behind them; plain Python values among them.
         biased: whether the first of them is added to the product before the function sees it.
+        between: elements from the left half of b's columns to the right one, where these are two matrices; else 0.
+        saves: whether the product that the function sees is a last result, in the operands' type, for the backward pass.
     """
 
     op: str
@@ -60,6 +64,7 @@ class Call:
     out_dtype: OutTypes
     options: Options
     between: int = 0
+    saves: bool = False
 
     @property
     def given(self) -> tuple[Any, ...]:
@@ -67,28 +72,30 @@ class Call:
         end = len(self.inputs) - len(self.captured.tensors)
         return self.inputs[int(self.biased) : end]
 
-    def apply(self, product: Tensor, inputs: Sequence[Any], rebuilt: bool) -> Any:
-        """The function on a product, in torch; `rebuilt` with the last inputs for the tensors that it captured."""
-        function, values = self.function, list(inputs)
+    def apply(self, product: Tensor, inputs: Sequence[Any], rebuilt: bool) -> tuple[list[Tensor], bool]:
+        """The function's results on a product, in torch, and whether it returned a tuple.
+
+        Args:
+            rebuilt: use the last inputs in the place of the tensors that the function captured.
+        """
+        own = len(inputs) - len(self.captured.tensors)
+        function, values = self.function, list(inputs[:own])
         if rebuilt and self.captured.tensors:
-            count = len(self.captured.tensors)
-            values, others = values[:-count], values[-count:]
-            function = self.captured.rebuild(others)
-        elif self.captured.tensors:
-            values = values[: -len(self.captured.tensors)]
+            function = self.captured.rebuild(list(inputs[own:]))
         if self.biased:
             product, values = product + values[0], values[1:]
-        return function(product, *values)
+        returned = function(product, *values)
+        many = isinstance(returned, tuple | list)
+        results = list(returned) if isinstance(returned, tuple | list) else [returned]
+        return results + ([product.to(self.a.dtype)] if self.saves else []), many
 
 
 def outputs_of(call: Call, product: Tensor, inputs: Sequence[Any] | None = None) -> tuple[list[Tensor], bool]:
     """What the function makes of a product in torch, cast as the kernel would; and whether it returned a tuple."""
-    returned = call.apply(product, call.inputs if inputs is None else inputs, inputs is not None)
-    many = isinstance(returned, tuple | list)
-    flat = list(returned) if isinstance(returned, tuple | list) else [returned]
+    results, many = call.apply(product, call.inputs if inputs is None else inputs, inputs is not None)
     rank = product.dim()
-    types = output_types(call, [(x.dtype, x.dim() == rank and x.shape[-1] != 1) for x in flat])
-    return [x.to(dtype) for x, dtype in zip(flat, types, strict=True)], many
+    types = output_types(call, [(x.dtype, x.dim() == rank and x.shape[-1] != 1) for x in results])
+    return [x.to(dtype) for x, dtype in zip(results, types, strict=True)], many
 
 
 def output_types(call: Call, outputs: Sequence[tuple[torch.dtype, bool]]) -> list[torch.dtype]:
@@ -97,6 +104,8 @@ def output_types(call: Call, outputs: Sequence[tuple[torch.dtype, bool]]) -> lis
     What is still in the accumulator's type becomes the type of a product, or the one that was asked for; reduced rows, and
     what the function has cast, stay.
     """
+    if call.saves:
+        return [*output_types(replace(call, saves=False), outputs[:-1]), call.a.dtype]
     wide = accumulator(call.a.dtype)
     asked = call.out_dtype if isinstance(call.out_dtype, tuple) else (call.out_dtype,) * len(outputs)
     if len(asked) != len(outputs):
@@ -167,11 +176,12 @@ def make_call(
         op, a, b, getattr(function, "__gemmery_epilogue__", function), captured, inputs, bias is not None, out_dtype,
         options,
     )  # fmt: skip
-    _check(call)
+    check(call)
     return call
 
 
-def _check(call: Call) -> None:
+def check(call: Call) -> None:
+    """ValueError or TypeError unless a call's tensors fit each other."""
     op, a, b = call.op, call.a, call.b
     shape = result_shape(op, a, b)
     first, second, _ = operand_names(op)
@@ -189,7 +199,9 @@ def _check(call: Call) -> None:
                 raise ValueError(
                     f"{op}: {_input_name(call, i)} is on {value.device} and {first} on {a.device}"
                 )
-            _dims(call, i, value, shape)
+            dimensions(call, i, value, shape)
+        elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+            raise ValueError(f"{op}: {_input_name(call, i)} is {value}; integers must fit in 64 bits")
         elif isinstance(value, int | float) and not isinstance(value, bool) and a.dtype == torch.float64:
             check_scalars(op, a, value, 1)
 
@@ -206,7 +218,7 @@ def _input_name(call: Call, i: int) -> str:
     )
 
 
-def _dims(call: Call, i: int, tensor: Tensor, shape: tuple[int, ...]) -> tuple[str, ...]:
+def dimensions(call: Call, i: int, tensor: Tensor, shape: tuple[int, ...]) -> tuple[str, ...]:
     """What a tensor's dimensions are in the product's, or ValueError."""
     if tensor.dim() > len(shape):
         raise ValueError(
@@ -235,12 +247,12 @@ def _dims(call: Call, i: int, tensor: Tensor, shape: tuple[int, ...]) -> tuple[s
 # Programs
 
 
-_programs: dict[Any, Any] = {}
+_programs: dict[Any, Program] = {}
 _prepared: dict[Any, Prepared] = {}
 _lock = threading.Lock()
 
 
-def _keep(kept: dict[Any, Any], key: Any, value: Any) -> Any:
+def keep(kept: dict[Any, Any], key: Any, value: Any) -> Any:
     with _lock:
         if len(kept) >= PLANS:
             for stale in list(kept)[: PLANS // 2]:
@@ -249,60 +261,71 @@ def _keep(kept: dict[Any, Any], key: Any, value: Any) -> Any:
     return value
 
 
-def program(call: Call) -> Any:
+def program(call: Call) -> Program:
     """The call's epilogue as a device function; traced when it is met for the first time.
 
     Raises:
         epilogues.Untraceable: it can't be part of a kernel.
     """
-    from .epilogues.trace import Number, Shape
-
     shape = result_shape(call.op, call.a, call.b)
-    # Tensors that are the function's constants are of no dimension.
+    key = None if call.captured.key is None else (call.captured.key, call.biased, call.saves)
+
+    @functools.wraps(call.function)
+    def function(product: Tensor, *inputs: Any) -> tuple[list[Tensor], bool]:
+        return call.apply(product, inputs, rebuilt=True)
+
+    dims = [dimensions(call, i, x, shape) if isinstance(x, Tensor) else None for i, x in enumerate(call.inputs)]
+    return lowered_program(function, key, accumulator(call.a.dtype), shape, call.inputs, dims, call.a.device)
+
+
+def lowered_program(
+    function: Callable[..., tuple[list[Tensor], bool]], key: Any, dtype: torch.dtype, shape: tuple[int, ...],
+    inputs: Sequence[Any], dims: Sequence[tuple[str, ...] | None], device: torch.device,
+) -> Program:  # fmt: skip
+    """A function of a block and other inputs as a device function; memoised by `key`, unless that is None.
+
+    Args:
+        function: gives its results and whether it returns a tuple.
+        dtype, shape: of what it is given first.
+        dims: of the inputs that are tensors; see `epilogues.trace.Shape`.
+    """
     rank, odd = len(shape), shape[-1] % 2 == 1
-    product = Shape(accumulator(call.a.dtype), (*(f"b{i}" for i in range(rank - 2)), "M", "N"))
-    arguments: list[Any] = [product]
-    constants: list[Any] = []
-    for i, value in enumerate(call.inputs):
-        if isinstance(value, Tensor):
-            arguments.append(Shape(value.dtype, _dims(call, i, value, shape)))
+    arguments: list[Any] = [Shape(dtype, (*(f"b{i}" for i in range(rank - 2)), "M", "N"))]
+    places: list[int] = []
+    constants: dict[int, Any] = {}
+    for i, (value, its_dims) in enumerate(zip(inputs, dims, strict=True)):
+        if its_dims is not None:
+            arguments.append(Shape(value.dtype, its_dims))
         elif isinstance(value, int | float) and not isinstance(value, bool):
             arguments.append(Number(isinstance(value, int)))
         else:
-            arguments.append(None)
-            constants.append((i, value))
-    key = None
-    if call.captured.key is not None:
-        key = (call.captured.key, call.biased, tuple(arguments), repr(constants), odd, call.a.device.type)
-        found = _programs.get(key)
+            constants[i] = value
+            continue
+        places.append(i)
+    if key is not None:
+        key = (key, tuple(arguments), tuple(places), repr(constants), odd, device.type)
+        found: Program | None = _programs.get(key)
         if found is not None:
             return found
-    made = _traced(call, arguments, dict(constants), rank, odd)
-    return made if key is None else _keep(_programs, key, made)
+    many = False
 
-
-def _traced(call: Call, arguments: list[Any], constants: dict[int, Any], rank: int, odd: bool) -> Any:
-    from .epilogues.lower import lower
-    from .epilogues.trace import trace
-
-    places = [i for i in range(len(call.inputs)) if i not in constants]
-
-    @functools.wraps(call.function)
-    def function(product: Tensor, *values: Any) -> Any:
-        inputs = [constants.get(i) for i in range(len(call.inputs))]
+    @functools.wraps(function)
+    def traced(product: Tensor, *values: Any) -> tuple[Tensor, ...]:
+        nonlocal many
+        given = [constants.get(i) for i in range(len(inputs))]
         for place, value in zip(places, values, strict=True):
-            inputs[place] = value
-        return call.apply(product, inputs, rebuilt=True)
+            given[place] = value
+        results, many = function(product, *given)
+        return tuple(results)
 
-    kept = [x for x in arguments if x is not None]
-    graph, sizes = trace(function, kept, rank, odd, call.a.device)
-    made = lower(graph, kept, sizes, getattr(call.function, "__name__", type(call.function).__name__))
-    # Arguments are counted from the product; a call's inputs from 0, constants among them.
-    return replace(
-        made,
-        inputs=tuple(places[i - 1] for i in made.inputs),
-        numbers=tuple(places[i - 1] for i in made.numbers),
-    )
+    graph, sizes = trace(traced, arguments, rank, odd, device)
+    made = lower(graph, arguments, sizes, getattr(function, "__name__", type(function).__name__))
+    # Arguments are counted from the product; inputs from 0, constants among them.
+    made = replace(
+        made, inputs=tuple(places[i - 1] for i in made.inputs), numbers=tuple(places[i - 1] for i in made.numbers),
+        many=many,
+    )  # fmt: skip
+    return made if key is None else keep(_programs, key, made)  # type: ignore[no-any-return]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -314,16 +337,12 @@ class Prepared:
     """All that is known of a call once shapes, strides, types and the function are.
 
     Attributes:
-        program: the epilogue; see `epilogues.lower.Program`.
+        results: what the program makes; see `Results`.
         plan: what is launched.
-        outputs: shape and type of each matrix that is returned, None for reduced rows.
-        types: the results' types.
     """
 
-    program: Any
+    results: Results
     plan: Plan
-    outputs: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
-    types: tuple[torch.dtype, ...]
 
 
 def _layout(value: Any) -> Any:
@@ -336,31 +355,37 @@ def _layout(value: Any) -> Any:
 
 def run(call: Call, out: Tensor | None = None) -> Any:
     """Compute a call: a tensor, or a tuple of them where the function returns one. No gradients are recorded."""
+    results, many = results_of(call, out)
+    return tuple(results) if many else results[0]
+
+
+def results_of(call: Call, out: Tensor | None = None) -> tuple[list[Tensor], bool]:
+    """Compute a call: its results, and whether the function returns a tuple."""
     if devices.current(call.a.device) is None or 0 in result_shape(call.op, call.a, call.b):
         return _by_reference(call, out)
     key = None
     if call.captured.key is not None:
         key = (
             call.op, call.captured.key, call.biased, _layout(call.a), _layout(call.b), *map(_layout, call.inputs),
-            None if out is None else _layout(out), call.out_dtype, call.options, call.between,
+            None if out is None else _layout(out), call.out_dtype, call.options, call.between, call.saves,
         )  # fmt: skip
     prepared = _prepared.get(key) if key is not None else None
     if prepared is None:
         prepared = _prepare(call, out)
         if key is not None:
-            _keep(_prepared, key, prepared)
+            keep(_prepared, key, prepared)
     return _launch(call, prepared, out)
 
 
-def _by_reference(call: Call, out: Tensor | None) -> Any:
+def _by_reference(call: Call, out: Tensor | None) -> tuple[list[Tensor], bool]:
     product = reference.gemm(
         call.a, call.b, out_dtype=accumulator(call.a.dtype), by_rows=call.options.batch_invariant
     )
     results, many = outputs_of(call, product)
     if out is not None:
         _check_out(call, out, [(tuple(x.shape), x.dtype) for x in results], many)
-        return out.copy_(results[0])
-    return tuple(results) if many else results[0]
+        results = [out.copy_(results[0])]
+    return results, many
 
 
 def _check_out(call: Call, out: Tensor, outputs: Sequence[Any], many: bool) -> None:
@@ -385,33 +410,26 @@ def _check_out(call: Call, out: Tensor, outputs: Sequence[Any], many: bool) -> N
 
 def _prepare(call: Call, out: Tensor | None) -> Prepared:
     made = program(call)
-    *batch, M, N = result_shape(call.op, call.a, call.b)
-    columns = {"N": N, "N/2": N // 2, "2N": 2 * N}
+    shape = result_shape(call.op, call.a, call.b)
     types = output_types(call, [(x.dtype, x.reduced is None) for x in made.outputs])
-    outputs = tuple(
-        None if x.reduced is not None else ((*batch, M, columns[x.columns]), dtype)
-        for x, dtype in zip(made.outputs, types, strict=True)
-    )
+    results = Results(made, shape, tuple(types), accumulator(call.a.dtype))
     if out is not None:
-        _check_out(call, out, outputs, made.many)
+        _check_out(call, out, results.matrices, made.many)
     options = call.options
-    reduces = any(x.reduced is not None for x in made.outputs)
-    if options.batch_invariant and any(
-        x.reduced and x.reduced.kind not in ("amax", "amin") for x in made.outputs
-    ):
+    sums = any(x.reduced and x.reduced.kind not in ("amax", "amin") for x in made.outputs)
+    if options.batch_invariant and sums:
         raise ValueError(
             f"{call.op}: batch_invariant=True with an epilogue that sums rows: the order of the sum depends on the tile"
         )
     device = devices.current(call.a.device)
     assert device is not None
-    fusion = Fusion(made.source, (), len(made.numbers), made.paired, call.between, reduces)
-    results = _allocate(call, made, outputs, out, 1)
-    extras = _extras(call, made, results)
-    width, read = N // 2 if made.paired else N, len(made.inputs)
-    widths = [width if x.dim() == 0 or x.shape[-1] == 1 else x.shape[-1] for x in extras[:read]]
-    widths += [x.shape[-1] for x in extras[read:]]
+    tensors = results.allocate(call.a.device, 1, out)
+    main = results.main(tensors)
+    extras = results.extras(call.inputs, tensors)
     problem = make_fused_problem(
-        call.a, call.b, results[made.main], list(zip(extras, widths, strict=True)), fusion, fast_accum=options.fast_accum, batch_invariant=options.batch_invariant, device=device,
+        call.a, call.b, main, results.widths(extras),
+        Fusion(made.source, (), len(made.numbers), made.paired, call.between, results.reduces, made.main is not None),
+        fast_accum=options.fast_accum, batch_invariant=options.batch_invariant, device=device,
         precision=options.precision if options.precision in device.target.precisions else "ieee",
     )  # fmt: skip
     if not runs_on(problem):
@@ -419,70 +437,17 @@ def _prepare(call: Call, out: Tensor | None) -> Prepared:
             f"{call.op}: {device.name} has no instructions for {call.a.dtype}, which an epilogue needs"
         )
     pinned = None if options.config is None else Config.of(options.config)
-    numbers = tuple(float(call.inputs[i]) for i in made.numbers)
-    plan = make_plan(problem, pinned, call.a, call.b, results[made.main], tuple(extras), numbers)
-    return Prepared(made, plan, outputs, tuple(types))
+    plan = make_plan(problem, pinned, call.a, call.b, main, extras, results.numbers(call.inputs))
+    return Prepared(results, plan)
 
 
-def _allocate(call: Call, made: Any, outputs: Sequence[Any], out: Tensor | None, slots: int) -> list[Any]:
-    """A tensor for each result, and for each part of a reduced row one of (..., M, slots), rows adjacent."""
-    *batch, M, _ = result_shape(call.op, call.a, call.b)
-    device = call.a.device
-    results: list[Any] = []
-    for output, known in zip(made.outputs, outputs, strict=True):
-        if known is not None:
-            results.append(torch.empty(known[0], dtype=known[1], device=device) if out is None else out)
-            continue
-        wide = accumulator(call.a.dtype)
-        kind = (
-            torch.int64
-            if output.dtype in (torch.int64, torch.int32)
-            else wide
-            if wide.is_floating_point
-            else torch.float32
-        )
-        parts = [torch.empty((slots, *batch, M), dtype=kind, device=device) for _ in output.places]
-        results.append([part.movedim(0, -1) for part in parts])
-    return results
-
-
-def _extras(call: Call, made: Any, results: Sequence[Any]) -> list[Tensor]:
-    """The epilogue's tensors in the order of its program: what it reads, then what it writes."""
-    extras = [call.inputs[i] for i in made.inputs]
-    for output, result in zip(made.outputs, results, strict=True):
-        if output.places:
-            extras += result if isinstance(result, list) else [result]
-    return extras
-
-
-def _launch(call: Call, prepared: Prepared, out: Tensor | None) -> Any:
-    made = prepared.program
-    slots = prepared.plan.slots if any(x is None for x in prepared.outputs) else 1
-    results = _allocate(call, made, prepared.outputs, out, slots)
-    extras = tuple(_extras(call, made, results))
-    numbers = tuple([float(call.inputs[i]) for i in made.numbers])
-    prepared.plan.run_fused(call.a, call.b, results[made.main], extras, numbers)
+def _launch(call: Call, prepared: Prepared, out: Tensor | None) -> tuple[list[Tensor], bool]:
+    results, plan = prepared.results, prepared.plan
+    tensors = results.allocate(call.a.device, plan.slots if results.reduces else 1, out)
+    extras = results.extras(call.inputs, tensors)
+    plan.run_fused(call.a, call.b, results.main(tensors), extras, results.numbers(call.inputs))
     if out is not None:
+        # Autograd must see that a tensor was written behind its back.
         torch._C._increment_version((out,))
-        return out
-    for i, output in enumerate(made.outputs):
-        if output.reduced is not None:
-            N = call.b.shape[-1]
-            count = {"N": N, "N/2": N // 2, "2N": 2 * N}[output.reduced.columns]
-            results[i] = _joined(output.reduced, results[i], count).to(prepared.types[i])
-    return tuple(results) if made.many else results[0]
-
-
-def _joined(reduction: Any, parts: list[Tensor], columns: int) -> Tensor:
-    """A reduced row from the parts that blocks left, in a fixed order."""
-    first = parts[0]
-    if reduction.kind in ("sum", "mean"):
-        row = first.sum(-1)
-        row = row / columns if reduction.kind == "mean" else row
-    elif reduction.kind in ("amax", "amin"):
-        row = getattr(first, reduction.kind)(-1)
-    else:
-        largest = first.amax(-1, keepdim=True)
-        shift = torch.where(largest.abs() == math.inf, 0.0, largest)
-        row = (parts[1] * torch.exp(first - shift)).sum(-1).log() + shift.squeeze(-1)
-    return row.unsqueeze(-1) if reduction.keepdim else row
+        return [out], False
+    return results.finish(tensors), results.program.many

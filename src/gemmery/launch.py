@@ -6,8 +6,10 @@ serves a launch, a compilation for the GPU at hand, and a cross-compilation with
 
 from __future__ import annotations
 
+import contextlib
 import math
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,8 +17,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .kernels import epilogues, gemm, operands, order
+from .epilogues.lower import function
+from .kernels import epilogues, gemm, order
+from .kernels import operands as access
+from .kernels import pointwise as kernels_pointwise
+from .layout import fold_blocks
 from .problem import FP8, Config, Operand, Problem, accumulator
+from .results import Results
 from .waves import Split, Waves
 from .workspace import WORKSPACES, Workspace
 
@@ -114,18 +121,18 @@ class _Access:
     def loader(self) -> Any:
         if self.between is not None:
             if not self.described:
-                return operands.load_strided_pairs
+                return access.load_strided_pairs
             return (
-                operands.load_described_pairs_transposed if self.transposed else operands.load_described_pairs
+                access.load_described_pairs_transposed if self.transposed else access.load_described_pairs
             )
         if not self.described:
-            return operands.load_strided
-        return operands.load_described_transposed if self.transposed else operands.load_described
+            return access.load_strided
+        return access.load_described_transposed if self.transposed else access.load_described
 
     def store(self) -> Any:
         if not self.described:
-            return operands.store_strided
-        return operands.store_described_transposed if self.transposed else operands.store_described
+            return access.store_strided
+        return access.store_described_transposed if self.transposed else access.store_described
 
     def argument(self, tensor: Tensor, block_rows: int, block_cols: int) -> Any:
         if not self.described:
@@ -155,8 +162,10 @@ class _Access:
 def _parts(value: float) -> tuple[float, float, float]:
     """A scalar operand as the kernels take it: three single-precision floats that add up to a double.
 
-    What single precision can't hold is infinite, as in torch.
+    What single precision can't hold is infinite, as in torch. An integer's parts are integers, and it is not rounded.
     """
+    if isinstance(value, int) and 1 << 53 < abs(value) <= 1 << 63:
+        return float(value >> 40 << 40), float((value >> 16 & 0xFFFFFF) << 16), float(value & 0xFFFF)
     if not abs(value) <= torch.finfo(torch.float32).max:
         return value * math.inf, 0.0, 0.0
     high = _single(value)
@@ -173,8 +182,6 @@ def epilogue_of(problem: Problem) -> Any:
     """The device function of a problem's epilogue."""
     if problem.fusion is None:
         return getattr(epilogues, problem.epilogue)
-    from .epilogues.lower import function
-
     return function(problem.fusion.source)
 
 
@@ -229,6 +236,7 @@ class Binding:
             )
         self.a = _Access(p.a, p.M, p.K, p.batch, by_descriptor)
         self.b = _Access(p.b, p.K, p.N, p.batch, by_descriptor, between(p))
+        # A tensor that stands in for an output has strides of 0, which no descriptor takes.
         stored = by_descriptor and storable(p.out, p.M, p.out_n, p.batch)
         self.out = _Access(p.out, p.M, p.out_n, p.batch, stored)
         # Half of a tile's columns are stored where they are paired; such a tile needs no less.
@@ -265,7 +273,7 @@ class Binding:
             "LOAD_A": self.a.loader(),
             "LOAD_B": self.b.loader(),
             "EPILOGUE": epilogue_of(p),
-            "STORE": self.out.store(),
+            "STORE": access.store_nothing if p.fusion is not None and not p.fusion.stores else self.out.store(),
             "BLOCK_M": c.block_m,
             "BLOCK_N": c.main_n,
             "BLOCK_K": c.block_k,
@@ -383,3 +391,48 @@ def bind(problem: Problem, config: Config) -> Binding:
 
         return ClusterBinding(problem, config)
     return Binding(problem, config)
+
+
+def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Makes a tensor's GPU the current one, also for a thread that has not used it yet."""
+    if not tensor.is_cuda:
+        return contextlib.nullcontext()
+    if tensor.device.index == torch.cuda.current_device():
+        # Binds the GPU's context to the thread; Triton encodes tensor maps without asking whether there is one.
+        torch.cuda.set_device(tensor.device)
+        return contextlib.nullcontext()
+    return torch.cuda.device(tensor.device)
+
+
+#: Rows and columns of the blocks that `pointwise` walks over.
+_BLOCK = (32, 128)
+
+
+def pointwise(results: Results, first: Tensor, inputs: Sequence[Any]) -> list[Tensor]:
+    """A program over blocks of a matrix in memory, without a product: its results.
+
+    Args:
+        results: of the program for `first`.
+        inputs: the program's, after `first`.
+    """
+    made = results.program
+    rows, columns = _BLOCK
+    tensors = results.allocate(first.device, -(-first.shape[-1] // columns))
+    out, extras = results.main(tensors), results.extras(inputs, tensors)
+    width = first.shape[-1]
+    batch, M, (its, to, *operands) = fold_blocks(first, [(out, width), *results.widths(extras)])
+    strides = [part for x in operands for part in (_steps(x, False), x.row, x.col)]
+    slots = (columns,) if results.reduces else ()
+    args = (*extras, *strides, *map(_parts, results.numbers(inputs)), *slots)
+    wide = max(x.row * rows + x.col * columns for x in (its, to, *operands)) >= 1 << 31
+    matrices = math.prod(batch)
+    grid = (matrices * -(-M // rows) * -(-width // columns),)
+    if grid[0]:
+        with on_device(first):
+            kernels_pointwise.pointwise[grid](
+                first, out, args, M, width, batch, *[(_steps(x, False), x.row, x.col) for x in (its, to)],
+                EPILOGUE=function(made.source), ACC=_TL[results.wide], OUT=_TL[out.dtype],
+                STORE=access.store_nothing if made.main is None else access.store_strided,
+                BLOCK_M=rows, BLOCK_N=columns, WIDE=wide, num_warps=4,
+            )  # fmt: skip
+    return results.finish(tensors)

@@ -147,6 +147,26 @@ def _fold(
     return bare, operands
 
 
+def fold_blocks(first: Tensor, others: Sequence[tuple[Tensor, int]]) -> tuple[tuple[int, ...], int, list[Operand]]:
+    """The batch, the rows and the layouts of matrices that are walked over together, `first` before the others.
+
+    Args:
+        others: each with the columns that it has or is broadcast to.
+    """
+    *sizes, M, N = first.shape
+    tensors = [(first, N), *others]
+    walkers = [_expand(tensor, sizes, M, columns) for tensor, columns in tensors]
+    shared = _Strides([0] * len(sizes), 0, 0)
+    _drop_unit(sizes, [*walkers, shared])
+    _merge(sizes, [*walkers, shared])
+    M = _fold_rows(sizes, M, walkers, shared)
+    operands = [
+        Operand(tensor.dtype, tuple(x.steps), x.row, x.col, tensor.data_ptr() % 16 == 0)
+        for (tensor, _), x in zip(tensors, walkers, strict=True)
+    ]
+    return tuple(sizes), M, operands
+
+
 def extent_bytes(tensor: Tensor) -> int:
     """Bytes from a tensor's first element to the end of its last one."""
     if tensor.numel() == 0:

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from .dispatch import Number, Options, check, eager
 
-_LIBRARY = torch.library.Library("gemmery", "DEF")
-_LIBRARY.define(
+LIBRARY = torch.library.Library("gemmery", "DEF")
+LIBRARY.define(
     "gemm(Tensor a, Tensor b, Tensor? addend, Scalar alpha, Scalar beta, ScalarType? out_dtype, str precision, "
     "bool fast_accum, bool batch_invariant, str? config) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
-_LIBRARY.define(
+LIBRARY.define(
     "gemm_out(Tensor a, Tensor b, Tensor? addend, Scalar alpha, Scalar beta, str precision, bool fast_accum, "
     "bool batch_invariant, str? config, Tensor(a!) out) -> ()",
     tags=torch.Tag.pt2_compliant_tag,
@@ -43,11 +43,11 @@ def _gemm_out(
 
 
 for _key in ("CPU", "CUDA"):
-    _LIBRARY.impl("gemm", _gemm, _key)
-    _LIBRARY.impl("gemm_out", _gemm_out, _key)
+    LIBRARY.impl("gemm", _gemm, _key)
+    LIBRARY.impl("gemm_out", _gemm_out, _key)
 
 
-@torch.library.register_fake("gemmery::gemm", lib=_LIBRARY)
+@torch.library.register_fake("gemmery::gemm", lib=LIBRARY)
 def _gemm_fake(
     a: Tensor, b: Tensor, addend: Tensor | None, alpha: Number, beta: Number, out_dtype: torch.dtype | None,
     precision: Any, fast_accum: bool, batch_invariant: bool, config: str | None,
@@ -56,7 +56,7 @@ def _gemm_fake(
     return a.new_empty(shape, dtype=dtype)
 
 
-@torch.library.register_fake("gemmery::gemm_out", lib=_LIBRARY)
+@torch.library.register_fake("gemmery::gemm_out", lib=LIBRARY)
 def _gemm_out_fake(
     a: Tensor, b: Tensor, addend: Tensor | None, alpha: Number, beta: Number, precision: Any, fast_accum: bool,
     batch_invariant: bool, config: str | None, out: Tensor,
@@ -78,23 +78,32 @@ def _product(a: Tensor, b: Tensor, alpha: Number, how: tuple[Any, ...]) -> Tenso
     return product
 
 
-def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    """`grad @ b.mT` and `a.mT @ grad`, summed over the dimensions that were broadcast; a and b are saved."""
-    a, b = ctx.saved_tensors
-    grad_a = grad_b = grad_addend = None
+def factor_gradients(
+    a: Tensor, b: Tensor, grad: Tensor, alpha: Number, how: tuple[Any, ...], needs: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """`grad @ b.mT` and `a.mT @ grad`, each where it is needed, summed over the dimensions that were broadcast."""
+    grad_a = grad_b = None
     # A vector a is one row and a vector b one column; the gradient gets the dimensions that the result lost.
     g = grad.to(a.dtype)
     g = g.unsqueeze(-1) if b.dim() == 1 else g
     g = g.unsqueeze(-2) if a.dim() == 1 else g
     left = a.unsqueeze(0) if a.dim() == 1 else a
     right = b.unsqueeze(-1) if b.dim() == 1 else b
-    if ctx.needs_input_grad[0]:
-        grad_a = _product(g, right.mT, ctx.alpha, ctx.how).sum_to_size(left.shape).reshape(a.shape)
-    if ctx.needs_input_grad[1]:
+    if needs[0]:
+        grad_a = _product(g, right.mT, alpha, how).sum_to_size(left.shape).reshape(a.shape)
+    if needs[1]:
         if right.dim() == 2 and left.dim() > 2:
             # One weight for all: the sum over the batch is part of the product's K.
             left, g = left.flatten(0, -2), g.flatten(0, -2)
-        grad_b = _product(left.mT, g, ctx.alpha, ctx.how).sum_to_size(right.shape).reshape(b.shape)
+        grad_b = _product(left.mT, g, alpha, how).sum_to_size(right.shape).reshape(b.shape)
+    return grad_a, grad_b
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    """Of a, b and what was added; a and b are saved."""
+    a, b = ctx.saved_tensors
+    grad_a, grad_b = factor_gradients(a, b, grad, ctx.alpha, ctx.how, ctx.needs_input_grad[:2])
+    grad_addend = None
     if ctx.needs_input_grad[2]:
         shape, dtype = ctx.addend
         scaled = grad if ctx.beta == 1 else grad * ctx.beta
@@ -102,4 +111,4 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return grad_a, grad_b, grad_addend, None, None, None, None, None, None, None
 
 
-torch.library.register_autograd("gemmery::gemm", _gradients, setup_context=_save, lib=_LIBRARY)
+torch.library.register_autograd("gemmery::gemm", _gradients, setup_context=_save, lib=LIBRARY)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from triton.errors import TritonError
 
 from . import direct, padding, reference
 from .devices import INTERPRETED
-from .launch import Binding, bind
+from .launch import Binding, bind, on_device
 from .problem import FP8, Config, Problem
 from .select import candidates, log
 
@@ -131,7 +130,7 @@ class Plan:
                 reference.gemm(a, b, addend, alpha=alpha, beta=beta, out_dtype=dtype, by_rows=by_rows)
             )
         # Triton launches on the current device, whatever device the tensors are on.
-        with _on(a):
+        with on_device(a):
             a, b = self._copied(a, b)
             self._binding.launch(a, b, out, addend, alpha, beta)
         return out
@@ -146,7 +145,7 @@ class Plan:
             if aligned and self.direct(*addresses[:3], addresses[3:], *numbers):
                 return
         assert self._binding is not None
-        with _on(a):
+        with on_device(a):
             a, b = self._copied(a, b)
             self._binding.launch(a, b, out, extras, numbers)
 
@@ -229,17 +228,6 @@ class Plan:
     __repr__ = __str__
 
 
-def _on(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Makes a tensor's GPU the current one, also for a thread that has not used it yet."""
-    if not tensor.is_cuda:
-        return contextlib.nullcontext()
-    if tensor.device.index == torch.cuda.current_device():
-        # Binds the GPU's context to the thread; Triton encodes tensor maps without asking whether there is one.
-        torch.cuda.set_device(tensor.device)
-        return contextlib.nullcontext()
-    return torch.cuda.device(tensor.device)
-
-
 def runs_on(problem: Problem) -> bool:
     """Whether the device has the instructions for a problem, or the torch reference must serve."""
     return not any(
@@ -264,7 +252,7 @@ def make_plan(problem: Problem, config: Config | None, *tensors: Any) -> Plan:
     index = tensors[0].device.index if tensors[0].is_cuda else -1
     plan, ready = _cached(problem, config, index)
     if not ready:
-        with _on(tensors[0]):
+        with on_device(tensors[0]):
             plan.fit(*tensors, pinned=config is not None)
             plan.shorten(index, *tensors)
         ready.append(True)

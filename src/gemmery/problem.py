@@ -81,6 +81,7 @@ class Fusion:
             half as many.
         between: elements from the left half of B's columns to the right one, where these are two matrices; else 0.
         reduces: whether it leaves parts of reduced rows.
+        stores: whether the kernel stores a result of it, or it stores all itself.
     """
 
     source: str
@@ -89,6 +90,7 @@ class Fusion:
     paired: bool = False
     between: int = 0
     reduces: bool = False
+    stores: bool = True
 
     def __str__(self) -> str:
         return self.source.split("(", 1)[0].split()[-1]

@@ -1,6 +1,32 @@
 """Epilogues: torch functions over a product that run inside the kernel that makes it."""
 
 from .function import Epilogue
+from .library import (
+    bias,
+    cast_fp8,
+    column_scale,
+    compose,
+    dropout,
+    geglu,
+    gelu,
+    gelu_tanh,
+    logsumexp,
+    reglu,
+    relu,
+    relu_squared,
+    residual,
+    row_scale,
+    scaled,
+    sigmoid,
+    silu,
+    softcap,
+    swiglu,
+    tanh,
+)
 from .trace import Untraceable
 
-__all__ = ["Epilogue", "Untraceable"]
+__all__ = [
+    "Epilogue", "Untraceable", "bias", "cast_fp8", "column_scale", "compose", "dropout", "geglu", "gelu", "gelu_tanh",
+    "logsumexp", "reglu", "relu", "relu_squared", "residual", "row_scale", "scaled", "sigmoid", "silu", "softcap",
+    "swiglu", "tanh",
+]  # fmt: skip

@@ -41,6 +41,8 @@ class Epilogue(Generic[P, R]):
         #: The function; where `identity` and products find it.
         self.__gemmery_epilogue__ = function
         functools.update_wrapper(self, function, updated=())
+        #: Whether it returned a tuple when it ran last; for operators, which return lists.
+        self.many = False
         self.name = f"{getattr(function, '__name__', 'epilogue')}-{next(_numbers)}"
         _by_name[self.name] = self
 

@@ -72,12 +72,14 @@ class Output:
         columns: of the output, as "N", "N/2" or "2N"; "" for a reduced row.
         reduced: for such a row, how its parts are put together.
         places: which of the epilogue's tensors it is, or its parts are; () for the output that the kernel stores itself.
+        same: the number of an output before it that holds the same, if one does.
     """
 
     dtype: torch.dtype
     columns: str
     reduced: Reduction | None = None
     places: tuple[int, ...] = ()
+    same: int | None = None
 
 
 @dataclass(frozen=True)
@@ -103,11 +105,10 @@ class Program:
     many: bool
 
     @property
-    def main(self) -> int:
-        """The output that the kernel stores itself."""
-        return next(
-            i for i, output in enumerate(self.outputs) if output.reduced is None and not output.places
-        )
+    def main(self) -> int | None:
+        """The output that the kernel stores itself; None where the epilogue stores all."""
+        found = (i for i, x in enumerate(self.outputs) if x.reduced is None and not x.places and x.same is None)
+        return next(found, None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -168,10 +169,9 @@ class _Lowering:
         given = self.arguments[position]
         if isinstance(given, Number):
             self.numbers.append(position)
-            number = self.emit(f"scalar(n{position}, {_TL[self.compute]})")
             if given.integer:
-                return Value((self.emit(f"{number}.to(tl.int64)"),), torch.int64)
-            return Value((number,), torch.float64)
+                return Value((self.emit(f"whole(n{position})"),), torch.int64)
+            return Value((self.emit(f"scalar(n{position}, {_TL[self.compute]})"),), torch.float64)
         rows, wide, times = self.form(node, node.meta["val"].shape)
         if position == 0:
             if times == 1:
@@ -536,14 +536,15 @@ def _finished(state: _Lowering, node: fx.Node) -> Program:
     many = isinstance(returned, list | tuple)
     flat = list(returned) if isinstance(returned, list | tuple) else [returned]
     results = [_result(state, node, x) for x in flat]
-    mains = [i for i, x in enumerate(results) if x.reduced is None and len(x.names) == 1]
-    if not mains:
-        raise state.fail(
-            node, "returns no matrix of the product's width, or half of it where it halves the columns"
-        )
+    main = next((i for i, x in enumerate(results) if x.reduced is None and len(x.names) == 1), None)
     outputs: list[Output] = []
     position = len(state.inputs)
     for i, x in enumerate(results):
+        alike = (j for j, y in enumerate(results[:i]) if (y.names, y.dtype) == (x.names, x.dtype))
+        before = None if x.reduced is not None else next(alike, None)
+        if before is not None:
+            outputs.append(Output(x.dtype, _columns(state, len(x.names)), same=before))
+            continue
         if x.reduced is not None:
             for k, (part, neutral) in enumerate(x.reduced.parts):
                 state.lines.append(
@@ -552,7 +553,7 @@ def _finished(state: _Lowering, node: fx.Node) -> Program:
                 )
             places = tuple(range(position, position + len(x.reduced.parts)))
             outputs.append(Output(x.dtype, "", x.reduced, places))
-        elif i == mains[0]:
+        elif i == main:
             outputs.append(Output(x.dtype, _columns(state, 1)))
             continue
         else:
@@ -564,8 +565,8 @@ def _finished(state: _Lowering, node: fx.Node) -> Program:
                 )
             outputs.append(Output(x.dtype, _columns(state, len(x.names)), None, places))
         position += len(places)
-    main = results[mains[0]]
-    state.lines.append(f"return tl.broadcast_to({main.names[0]}, (ROWS, COLS))")
+    block = "tl.full((1, 1), 0, tl.int32)" if main is None else results[main].names[0]
+    state.lines.append(f"return tl.broadcast_to({block}, (ROWS, COLS))")
     source = _source(state, position)
     return Program(
         source, state.paired, tuple(state.inputs), tuple(state.numbers), tuple(outputs), position, many

@@ -191,9 +191,15 @@ def trace(
 
 
 def _codes(function: Any) -> list[Any]:
-    while hasattr(function, "__wrapped__") or hasattr(function, "func"):
-        function = getattr(function, "__wrapped__", None) or function.func
-    code = getattr(function, "__code__", None)
+    """The code of a function, of those that it wraps, and of those that partials hold."""
+    inner = getattr(function, "__wrapped__", None) or getattr(function, "__gemmery_epilogue__", None)
+    if inner is not None:
+        return _codes(inner)
+    if isinstance(function, functools.partial):
+        return [code for x in (function.func, *function.args) for code in _codes(x)]
+    if isinstance(function, tuple):
+        return [code for x in function for code in _codes(x)]
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     return [code] if code is not None else []
 
 

@@ -13,6 +13,13 @@ from .operands import batch_offset, load_strided, store_strided
 
 
 @triton.jit
+def whole(parts):
+    """An integer operand: three floats that are integers, and add up to it. See `epilogues.scalar`."""
+    high, middle, low = parts
+    return tl.cast(high, tl.int64) + tl.cast(middle, tl.int64) + tl.cast(low, tl.int64)
+
+
+@triton.jit
 def load_block(
     x, strides, half: tl.constexpr, shape, sizes, batch, row, col,
     ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr,
@@ -123,7 +130,7 @@ def sigmoid(x):
 def tanh(x):
     """By the exponential, and near 0, where that would cancel, by its series."""
     square = x * x
-    # Coefficients of the Taylor series; the next term is below 2^-24 of the sum for |x| < 0.25, 2^-33 of it for fp64.
+    # Coefficients of the Taylor series; the next term is below 2^-24 of the sum for |x| < 0.25.
     series = x * (
         1.0
         + square
@@ -138,6 +145,10 @@ def tanh(x):
         )
     )
     # Of the magnitude, so that nothing overflows.
+    if x.dtype == tl.float64:
+        less = expm1(-2.0 * tl.abs(x))
+        exact = -less / (2.0 + less)
+        return tl.where(x < 0, -exact, exact)
     shrunk = tl.exp(-2.0 * tl.abs(x))
     large = (1.0 - shrunk) / (1.0 + shrunk)
     signed = tl.where(x < 0, -large, large)

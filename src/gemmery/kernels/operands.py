@@ -164,6 +164,14 @@ def store_strided(
 
 
 @triton.jit
+def store_nothing(
+    x, shape, strides, sizes, batch, row, col, value, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr
+):
+    """For epilogues that store all of their results themselves."""
+    pass
+
+
+@triton.jit
 def store_described(
     x,
     shape,

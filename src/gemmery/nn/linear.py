@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -60,52 +60,52 @@ class Linear(nn.Linear):
     def from_torch(
         cls, module: nn.Linear, *, precision: Precision = "ieee", batch_invariant: bool = False
     ) -> Linear:
-        """A gemmery layer that shares the parameters of a torch one."""
+        """A gemmery layer that shares the parameters of a torch one, and keeps whatever attributes it was given."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer.in_features, layer.out_features = module.in_features, module.out_features
         layer.precision, layer.batch_invariant = precision, batch_invariant
         layer.register_parameter("weight", cast(nn.Parameter, module.weight))
         layer.register_parameter("bias", cast("nn.Parameter | None", module.bias))
-        layer.train(module.training)
+        inherit(layer, module)
         return layer
 
 
-def swap(model: nn.Module, *, precision: Precision = "ieee", batch_invariant: bool = False) -> int:
-    """Replace every torch.nn.Linear inside `model` by a gemmery.nn.Linear with the same parameters, in place.
+#: Where a module keeps the hooks that run when it is called.
+_CALL_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-    Layers that are something else than a plain nn.Linear (subclasses, layers with hooks, parametrisations or a patched
-    forward) are left alone, since their behaviour lies in code that a replacement would lose.
 
-    Returns:
-        How many layers were replaced.
+def is_plain(module: nn.Module) -> TypeGuard[Linear]:
+    """Whether a module is a gemmery.nn.Linear that does nothing but multiply when it is called.
 
-    Example:
-        >>> import torch, gemmery.nn
-        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
-        >>> gemmery.nn.swap(model)
-        2
+    A block that reads a layer's parameters itself asks this at every call: hooks and adapters come after it was made.
     """
-    swapped: dict[int, Linear] = {}
-    for module in list(model.modules()):
-        # Not named_children, which leaves out a layer's second name.
-        for name, child in list(module._modules.items()):
-            if type(child) is nn.Linear and not _has_own_code(child):
-                if id(child) not in swapped:
-                    swapped[id(child)] = Linear.from_torch(
-                        child, precision=precision, batch_invariant=batch_invariant
-                    )
-                setattr(module, name, swapped[id(child)])
-    return len(swapped)
-
-
-def _has_own_code(module: nn.Module) -> bool:
-    if "forward" in module.__dict__:
-        return True
-    hooks = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
+    return (
+        type(module) is Linear
+        and not module._forward_hooks
+        and not module._forward_pre_hooks
+        and not module._backward_hooks
+        and not module._backward_pre_hooks
+        and "forward" not in module.__dict__
     )
-    return any(len(kind) for kind in hooks)
+
+
+def own_code(module: nn.Module) -> str | None:
+    """What a module does when it is called besides its class's forward, in words; None if nothing."""
+    if "forward" in module.__dict__:
+        return "its forward was replaced"
+    if module.__dict__.get("_compiled_call_impl") is not None:
+        return "it was compiled by itself"
+    if any(getattr(module, kind) for kind in _CALL_HOOKS):
+        return "it has hooks"
+    # Those that run with state dicts: a replacement would write or read another one.
+    kinds = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+    return "it has hooks on its state dict" if any(module.__dict__.get(kind) for kind in kinds) else None
+
+
+def inherit(new: nn.Module, old: nn.Module) -> None:
+    """Give a replacement the attributes that others have left on a module, and its training flag."""
+    for name, value in old.__dict__.items():
+        if name not in new.__dict__ and name not in ("forward", "_compiled_call_impl"):
+            new.__dict__[name] = value
+    new.training = old.training

@@ -1,0 +1,216 @@
+"""The backward pass of an epilogue: its vector-Jacobian product, traced as the epilogue itself is.
+
+The gradient of the product, and of the epilogue's arguments, is an elementwise function of the gradients that come in, of
+the product and of the arguments. It runs as one kernel over blocks of memory (`kernels.pointwise`), from the same lowering;
+sums over what was broadcast are torch's. A function whose vector-Jacobian product can't be part of a kernel, such as one
+with a logsumexp, is differentiated by torch itself, operator by operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import devices, fused
+from .dispatch import result_shape
+from .epilogues.trace import Untraceable
+from .launch import pointwise
+from .problem import accumulator
+from .results import Results
+
+
+def saving(call: fused.Call) -> fused.Call:
+    """The call that also returns the product that its function sees."""
+    return replace(call, saves=True)
+
+
+_needs: dict[Any, bool] = {}
+
+
+def needs_product(call: fused.Call) -> bool:
+    """Whether the backward pass of a call looks at the product; if not, it need not be saved."""
+    shape = result_shape(call.op, call.a, call.b)
+    key = None
+    if call.captured.key is not None:
+        inputs = [(x.shape, x.dtype, x.requires_grad) if isinstance(x, Tensor) else type(x) for x in call.inputs]
+        key = (call.captured.key, call.biased, tuple(inputs), shape, call.a.dtype)
+        if key in _needs:
+            return _needs[key]
+    needed = _looks_at_product(call, shape)
+    return needed if key is None else fused.keep(_needs, key, needed)
+
+
+def _looks_at_product(call: fused.Call, shape: tuple[int, ...]) -> bool:
+    meta = [torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for x in call.inputs]
+    product = torch.empty(shape, dtype=accumulator(call.a.dtype), device="meta")
+    with torch.no_grad():
+        results, _ = fused.outputs_of(call, product, meta)
+    grads = [x if x.dtype.is_floating_point else None for x in results]
+    wanted = [isinstance(x, Tensor) and x.dtype.is_floating_point for x in call.inputs]
+    try:
+        made = _program(call, _Pieces.of(call, product.to(call.a.dtype), grads), meta, wanted)[0]
+    except Untraceable:
+        return True
+    return 0 in made.inputs
+
+
+class _Pieces:
+    """The gradients that come in as a kernel's inputs.
+
+    Attributes:
+        first: the block that the kernel walks over: the narrowest gradient of a matrix.
+        others: the product, then the other gradients, reduced rows as columns.
+        places: for each result where its gradient is among `others`, -1 for `first`, None for none.
+    """
+
+    def __init__(self, first: Tensor, others: list[Any], places: tuple[int | None, ...], flat: tuple[bool, ...]) -> None:
+        self.first, self.others, self.places, self.flat = first, others, places, flat
+
+    @classmethod
+    def of(cls, call: fused.Call, product: Tensor | None, grads: Sequence[Tensor | None]) -> _Pieces:
+        rank = len(result_shape(call.op, call.a, call.b))
+        matrices = [i for i, g in enumerate(grads) if g is not None and g.dim() == rank and g.shape[-1] > 1]
+        if not matrices:
+            raise Untraceable("no result that is a matrix is differentiated")
+        chosen = min(matrices, key=lambda i: grads[i].shape[-1])  # type: ignore[union-attr]
+        first = grads[chosen]
+        assert first is not None
+        others: list[Any] = [product]
+        places: list[int | None] = []
+        for i, g in enumerate(grads):
+            if g is None or i == chosen:
+                places.append(None if g is None else -1)
+                continue
+            places.append(len(others))
+            others.append(g.unsqueeze(-1) if g.dim() < rank else g)
+        flat = tuple(g is not None and g.dim() < rank for g in grads)
+        return cls(first, others, tuple(places), flat)
+
+
+def _program(
+    call: fused.Call, pieces: _Pieces, inputs: Sequence[Any], wanted: Sequence[bool]
+) -> tuple[Any, list[Any]]:
+    """The backward pass as a device function, and its inputs: the product, other gradients, the call's inputs."""
+    shape = tuple(pieces.first.shape)
+    count = len(pieces.others)
+    full = [tuple(x.shape) if isinstance(x, Tensor) else () for x in inputs]
+    # What is broadcast is differentiated as if it were not; the sum over it is taken afterwards.
+    widths = [2 if x and x[-1] == 2 * shape[-1] else 1 for x in full]
+
+    def function(first: Tensor, *others: Any) -> tuple[list[Tensor], bool]:
+        product, given, own = others[0], others[1:count], list(others[count:])
+        if product is None:
+            product = first.new_empty(0)
+        for i, wants in enumerate(wanted):
+            if wants:
+                own[i] = own[i].expand(*first.shape[:-1], widths[i] * first.shape[-1])
+        grads = [None if p is None else first if p < 0 else given[p - 1] for p in pieces.places]
+        of_product, of_inputs = _pulled(call, product, own, grads, pieces.flat, wanted)
+        return [of_product, *of_inputs], True
+
+    function.__name__ = f"the backward pass of {getattr(call.function, '__name__', 'the epilogue')}"
+    values = [*pieces.others, *inputs]
+    names = [fused.dimensions(call, i - count, x, shape) if isinstance(x, Tensor) else None for i, x in enumerate(values)]
+    key = None
+    if call.captured.key is not None:
+        key = ("backward", call.captured.key, call.biased, call.a.dtype, pieces.places, pieces.flat, tuple(wanted))
+    wide = accumulator(call.a.dtype)
+    return fused.lowered_program(function, key, wide, shape, values, names, call.a.device), values
+
+
+def _pulled(
+    call: fused.Call, product: Tensor, inputs: Sequence[Any], grads: Sequence[Tensor | None], flat: Sequence[bool],
+    wanted: Sequence[bool],
+) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+    """Gradients of the product, in the operands' type, and of the wanted inputs, in theirs."""
+    places = [i for i, wants in enumerate(wanted) if wants]
+    wide = accumulator(call.a.dtype)
+
+    def function(x: Tensor, *some: Tensor) -> tuple[Tensor, ...]:
+        values = list(inputs)
+        for place, value in zip(places, some, strict=True):
+            values[place] = value
+        results, _ = call.apply(x, values, rebuilt=True)
+        return tuple([y for y, g in zip(results, grads, strict=True) if g is not None])
+
+    # The product that the function sees has its bias in it already.
+    call = replace(call, biased=False, inputs=call.inputs[int(call.biased) :]) if call.biased else call
+    shift = 1 if len(inputs) != len(call.inputs) else 0
+    own, places = list(inputs[shift:]), [i - shift for i in places if i >= shift]
+    inputs = own
+    results, pull = torch.func.vjp(function, product.to(wide), *[own[i] for i in places])
+    given = [g for g in grads if g is not None]
+    flattened = [f for g, f in zip(grads, flat, strict=True) if g is not None]
+    of_product, *of_inputs = pull(
+        tuple([
+            (g.squeeze(-1) if f and y.dim() < g.dim() else g).to(y.dtype)
+            for g, f, y in zip(given, flattened, results, strict=True)
+        ])
+    )  # fmt: skip
+    of_product = of_product.to(call.a.dtype)
+    # A bias is added to the product, and has its gradient.
+    bias = [of_product] if shift and wanted[0] else []
+    return of_product, bias + of_inputs
+
+
+def run(call: fused.Call, product: Tensor | None, grads: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor]:
+    """Gradients of the product and of those of the call's tensors that are wanted.
+
+    Args:
+        product: what the function saw, where `needs_product`.
+        grads: of the results, None for those that nothing depends on.
+        wanted: for each of the call's tensors.
+    """
+    flags = iter(wanted)
+    wants = [next(flags) if isinstance(x, Tensor) else False for x in call.inputs]
+    tensors = [x for x, w in zip(call.inputs, wants, strict=True) if w]
+    if devices.current(call.a.device) is None:
+        of_product, of_inputs = _by_torch(call, product, grads, wants)
+    else:
+        try:
+            of_product, of_inputs = _by_kernel(call, product, grads, wants)
+        except Untraceable:
+            of_product, of_inputs = _by_torch(call, product, grads, wants)
+    return [of_product, *[_summed(g, x) for g, x in zip(of_inputs, tensors, strict=True)]]
+
+
+def _summed(grad: Tensor, tensor: Tensor) -> Tensor:
+    """A gradient summed over what was broadcast."""
+    if grad.shape == tensor.shape:
+        return grad.to(tensor.dtype)
+    wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
+    lead = grad.dim() - tensor.dim()
+    dims = [*range(lead), *(lead + i for i, size in enumerate(tensor.shape) if size == 1 and grad.shape[lead + i] != 1)]
+    return grad.sum(dims, dtype=wide).reshape(tensor.shape).to(tensor.dtype) if dims else grad.to(tensor.dtype)
+
+
+def _by_torch(
+    call: fused.Call, product: Tensor | None, grads: Sequence[Tensor | None], wants: Sequence[bool]
+) -> tuple[Tensor, list[Tensor]]:
+    if product is None:
+        shape = result_shape(call.op, call.a, call.b)
+        product = torch.zeros((), dtype=call.a.dtype, device=call.a.device).expand(shape)
+    return _pulled(call, product, call.inputs, grads, [False] * len(grads), wants)
+
+
+def _by_kernel(
+    call: fused.Call, product: Tensor | None, grads: Sequence[Tensor | None], wants: Sequence[bool]
+) -> tuple[Tensor, list[Tensor]]:
+    if product is None:
+        # Not looked at; the shape says how wide the product is.
+        shape = result_shape(call.op, call.a, call.b)
+        product = torch.empty((), dtype=call.a.dtype, device=call.a.device).expand(shape)
+    pieces = _Pieces.of(call, product, grads)
+    made, values = _program(call, pieces, call.inputs, wants)
+    if made.paired:
+        raise Untraceable("blocks of a matrix in memory are not paired")
+    types = tuple(x.dtype for x in made.outputs)
+    results = Results(made, tuple(pieces.first.shape), types, accumulator(call.a.dtype))
+    of_product, *of_inputs = pointwise(results, pieces.first, values)
+    return of_product, of_inputs
+
+

@@ -1,0 +1,173 @@
+"""Activations as epilogues, made once each: code under torch.compile takes only epilogues that exist before it runs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..epilogues.function import Epilogue
+
+Elementwise = Callable[[Tensor], Tensor]
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _relu_squared(x: Tensor) -> Tensor:
+    return torch.relu(x).square()
+
+
+def _gated(function: Elementwise, acc: Tensor, up: Tensor) -> Tensor:
+    return function(acc) * up
+
+
+def _stacked(function: Elementwise, acc: Tensor) -> Tensor:
+    gate, up = acc.chunk(2, dim=-1)
+    return function(gate) * up
+
+
+@dataclass(frozen=True, eq=False)
+class Activation:
+    """An elementwise function in the three ways in which a feed-forward block fuses it; see `activation`.
+
+    Attributes:
+        name: as it is printed.
+        alone: f(acc).
+        gated: f(acc, up) * up, for two products, of which the other came before.
+        stacked: the same for one product (..., 2 * hidden) whose first half is the gate; the result is half as wide.
+    """
+
+    name: str
+    alone: Epilogue[..., Tensor]
+    gated: Epilogue[..., Tensor]
+    stacked: Epilogue[..., Tensor]
+    #: What `activation` makes it of again, in another process or for a copy.
+    source: Any = field(repr=False)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The function itself, in torch: (...) to (...)."""
+        return self.alone(x)
+
+    def __reduce__(self) -> Any:
+        return activation, (self.source,)
+
+
+def _make(name: str, function: Elementwise, source: Any) -> Activation:
+    # Partials of functions that never change: two of them with the same function are the same epilogue.
+    gated, stacked = functools.partial(_gated, function), functools.partial(_stacked, function)
+    return Activation(name, Epilogue(function), Epilogue(gated), Epilogue(stacked), source)
+
+
+_FUNCTIONS: dict[str, Elementwise] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": _gelu_tanh,
+    "relu": torch.relu,
+    "relu_squared": _relu_squared,
+}
+
+#: The activations that have names.
+ACTIVATIONS: dict[str, Activation] = {
+    name: _make(name, function, name) for name, function in _FUNCTIONS.items()
+}
+
+#: Their other names: those of Hugging Face's ACT2FN, which configurations give as `hidden_act`.
+ALIASES: dict[str, str] = {
+    "swish": "silu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "relu2": "relu_squared",
+}
+
+#: Classes of modules that compute one, in Hugging Face's words; torch's are in `_of_module`. Whether they call torch's
+#: function or write it out themselves, it is the same function.
+_HUGGING_FACE: dict[str, str] = {
+    "SiLUActivation": "silu",
+    "GELUActivation": "gelu",
+    "NewGELUActivation": "gelu_tanh",
+    "GELUTanh": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh",
+    "ReLUSquaredActivation": "relu_squared",
+}
+
+
+def _of_module(module: nn.Module) -> str | None:
+    kind = type(module)
+    if kind is nn.GELU:
+        return {"none": "gelu", "tanh": "gelu_tanh"}.get(module.approximate)  # type: ignore[call-overload, no-any-return]
+    if kind in (nn.SiLU, nn.ReLU):
+        return "silu" if kind is nn.SiLU else "relu"
+    return _HUGGING_FACE.get(kind.__name__) if kind.__module__ == "transformers.activations" else None
+
+
+def recognised(given: Any) -> Activation | None:
+    """The activation in the table that a name, a torch function or an activation module stands for, or None.
+
+    Args:
+        given: such as "gelu_new", torch.nn.functional.silu or an instance of Hugging Face's GELUActivation. A module
+            counts by its exact type: whether it has hooks is for the caller to see.
+
+    Example:
+        >>> import torch
+        >>> recognised("gelu_pytorch_tanh").name, recognised(torch.nn.SiLU()).name, recognised(torch.nn.Mish())
+        ('gelu_tanh', 'silu', None)
+    """
+    if isinstance(given, str):
+        return ACTIVATIONS.get(ALIASES.get(given, given))
+    if isinstance(given, nn.Module):
+        name = _of_module(given)
+        return None if name is None else ACTIVATIONS[name]
+    if isinstance(given, Activation):
+        return given
+    if given is F.relu:
+        return ACTIVATIONS["relu"]
+    return next((ACTIVATIONS[name] for name, function in _FUNCTIONS.items() if given is function), None)
+
+
+def activation(given: str | Callable[..., Tensor] | Activation) -> Activation:
+    """An activation from its name, or from an elementwise torch function.
+
+    Args:
+        given: "silu" ("swish"), "gelu" (by erf), "gelu_tanh" ("gelu_new", "gelu_pytorch_tanh"), "relu" or "relu_squared"
+            ("relu2"); a function of one tensor that returns one of the same shape, or an epilogue made of one.
+
+    Raises:
+        ValueError: no activation has this name.
+        TypeError: it is neither a name nor a function, or a module that is not one of those with a name.
+
+    Example:
+        >>> import torch
+        >>> activation("swish").name
+        'silu'
+        >>> activation(lambda x: x.clamp(0, 6))(torch.tensor([-1.0, 7.0]))
+        tensor([0., 6.])
+    """
+    known = recognised(given)
+    if known is not None:
+        return known
+    if isinstance(given, str):
+        names = ", ".join(sorted({*ACTIVATIONS, *ALIASES}))
+        raise ValueError(f"activation is {given!r}; it must be a function or one of {names}")
+    if isinstance(given, nn.Module):
+        # One with parameters would lose them: they are not the block's.
+        raise TypeError(
+            f"activation is the module {type(given).__name__}; it must be a name or a function of a tensor"
+        )
+    if not callable(given):
+        raise TypeError(f"activation is a {type(given).__name__}; it must be a name or a function of a tensor")
+    return _of_function(given)
+
+
+@functools.lru_cache(maxsize=64)
+def _of_function(function: Callable[..., Tensor]) -> Activation:
+    """One object for one function, as far as memory of it goes, so that calls need not make epilogues."""
+    return _make(getattr(function, "__name__", type(function).__name__), function, function)

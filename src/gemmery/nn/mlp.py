@@ -1,0 +1,328 @@
+"""Feed-forward blocks whose activation runs inside the product before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..api import linear
+from ..problem import Precision
+from .activations import Activation, activation
+from .linear import Linear, is_plain
+
+ActivationLike = str | Callable[..., Tensor] | Activation
+
+
+def activated_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: ActivationLike = "gelu",
+    *,
+    precision: Precision = "ieee",
+    batch_invariant: bool = False,
+) -> Tensor:
+    """`act(x @ weight.T + bias)` as one kernel; the sum is rounded once, after the activation.
+
+    Args:
+        x: (..., in) or (in,), of any type that a product with an epilogue takes.
+        weight: (hidden, in), of x's type.
+        bias: (hidden,).
+        activation: a name or an elementwise function, see `gemmery.nn.activation`. Under torch.compile, a name or what
+            `gemmery.nn.activation` made of a function.
+        precision, batch_invariant: see `gemmery.matmul`.
+
+    Returns:
+        (..., hidden), in x's type.
+
+    Raises:
+        ValueError: shapes or devices do not fit, or no activation has this name.
+        TypeError: types are not supported or differ.
+
+    Example:
+        >>> import torch, gemmery.nn
+        >>> gemmery.nn.activated_linear(torch.ones(2, 3), -torch.ones(4, 3), activation="relu")
+        tensor([[0., 0., 0., 0.],
+                [0., 0., 0., 0.]])
+    """
+    epilogue = _resolve(activation).alone
+    rows = x if x.dim() > 1 else x.unsqueeze(0)
+    y: Tensor = linear(
+        rows, weight, bias, epilogue=epilogue, precision=precision, batch_invariant=batch_invariant
+    )
+    return y if x.dim() > 1 else y.squeeze(0)
+
+
+def gated_linear(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor,
+    activation: ActivationLike = "silu",
+    bias_gate: Tensor | None = None,
+    bias_up: Tensor | None = None,
+    *,
+    precision: Precision = "ieee",
+    batch_invariant: bool = False,
+) -> Tensor:
+    """`act(x @ w_gate.T + bias_gate) * (x @ w_up.T + bias_up)`: the first half of a SwiGLU block, for two weights.
+
+    Args:
+        x: (..., in) or (in,), of any type that a product with an epilogue takes.
+        w_gate, w_up: (hidden, in), of x's type.
+        activation: a name or an elementwise function, see `gemmery.nn.activation`. Under torch.compile, a name or what
+            `gemmery.nn.activation` made of a function.
+        bias_gate, bias_up: (hidden,), each of them or None.
+        precision, batch_invariant: see `gemmery.matmul`.
+
+    Returns:
+        (..., hidden), in x's type.
+
+    Raises:
+        ValueError: shapes or devices do not fit, or no activation has this name.
+        TypeError: types are not supported or differ.
+
+    Example:
+        >>> import torch, gemmery.nn
+        >>> x, w = torch.ones(2, 3), torch.ones(4, 3)
+        >>> gemmery.nn.gated_linear(x, w, 2 * w, activation="relu")
+        tensor([[18., 18., 18., 18.],
+                [18., 18., 18., 18.]])
+    """
+    if w_gate.shape != w_up.shape:
+        raise ValueError(
+            f"gated_linear: w_gate is {tuple(w_gate.shape)} and w_up is {tuple(w_up.shape)}; they must have one shape"
+        )
+    act = _resolve(activation)
+    rows = x if x.dim() > 1 else x.unsqueeze(0)
+    # Two launches: the gate's reads what the other wrote, and writes the product of both.
+    up = linear(rows, w_up, bias_up, precision=precision, batch_invariant=batch_invariant)
+    y: Tensor = linear(
+        rows, w_gate, bias_gate, epilogue=act.gated, args=(up,), precision=precision, batch_invariant=batch_invariant
+    )  # fmt: skip
+    return y if x.dim() > 1 else y.squeeze(0)
+
+
+def stacked_gated_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: ActivationLike = "silu",
+    *,
+    precision: Precision = "ieee",
+    batch_invariant: bool = False,
+) -> Tensor:
+    """`gated_linear` for one weight whose first half is the gate's, as one kernel.
+
+    Args:
+        x: (..., in) or (in,), of any type that a product with an epilogue takes.
+        weight: (2 * hidden, in): `torch.cat((w_gate, w_up))`, of x's type.
+        bias: (2 * hidden,).
+        activation: a name or an elementwise function, see `gemmery.nn.activation`. Under torch.compile, a name or what
+            `gemmery.nn.activation` made of a function.
+        precision, batch_invariant: see `gemmery.matmul`.
+
+    Returns:
+        (..., hidden), in x's type.
+
+    Raises:
+        ValueError: shapes or devices do not fit, or no activation has this name.
+        TypeError: types are not supported or differ.
+
+    Example:
+        >>> import torch, gemmery.nn
+        >>> x, w = torch.ones(2, 3), torch.ones(4, 3)
+        >>> gemmery.nn.stacked_gated_linear(x, torch.cat((w, 2 * w)), activation="relu")
+        tensor([[18., 18., 18., 18.],
+                [18., 18., 18., 18.]])
+    """
+    if weight.dim() != 2 or weight.shape[0] % 2:
+        raise ValueError(
+            f"stacked_gated_linear: weight is {tuple(weight.shape)}; it must be (2 * hidden, in), gate before up"
+        )
+    epilogue = _resolve(activation).stacked
+    rows = x if x.dim() > 1 else x.unsqueeze(0)
+    y: Tensor = linear(
+        rows, weight, bias, epilogue=epilogue, precision=precision, batch_invariant=batch_invariant
+    )
+    return y if x.dim() > 1 else y.squeeze(0)
+
+
+def _resolve(given: ActivationLike) -> Activation:
+    # Modules hand on an Activation: torch.compile need not look into how one is found.
+    return given if isinstance(given, Activation) else activation(given)
+
+
+def _check_sizes(owner: str, **sizes: int) -> None:
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < 0:
+            raise ValueError(f"{owner}: {name} is {size!r}; it must be an integer, 0 or more")
+
+
+class MLP(nn.Module):
+    """`down(act(up(x)))`, with the activation in the first product's kernel.
+
+    Its layers are gemmery's: `up.weight` is (hidden_features, in_features), `down.weight` (out_features, hidden_features).
+    Where a layer has been given hooks, or has been replaced by an adapter, it is called as a module, so that those run.
+
+    Args:
+        in_features: the last dimension of the input.
+        hidden_features: the width between the two layers.
+        out_features: the last dimension of the output; in_features if None.
+        activation: "gelu", "gelu_tanh", "silu", "relu", "relu_squared" or an elementwise torch function.
+        bias: whether both layers have one.
+        device, dtype: of the parameters, as for torch.nn.Linear.
+        precision, batch_invariant: see `gemmery.matmul`.
+
+    Raises:
+        ValueError: a size is negative, or no activation has this name.
+        TypeError: the activation is no function.
+
+    Example:
+        >>> import torch, gemmery.nn
+        >>> mlp = gemmery.nn.MLP(8, 32, activation="gelu_tanh")
+        >>> mlp(torch.randn(2, 4, 8)).shape
+        torch.Size([2, 4, 8])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None = None,
+        *,
+        activation: ActivationLike = "gelu",
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        precision: Precision = "ieee",
+        batch_invariant: bool = False,
+    ) -> None:
+        super().__init__()
+        out_features = in_features if out_features is None else out_features
+        _check_sizes("MLP", in_features=in_features, hidden_features=hidden_features, out_features=out_features)
+        self.in_features, self.hidden_features, self.out_features = in_features, hidden_features, out_features
+        self.activation = _resolve(activation)
+        how: dict[str, Any] = {
+            "device": device, "dtype": dtype, "precision": precision, "batch_invariant": batch_invariant,
+        }  # fmt: skip
+        self.up = Linear(in_features, hidden_features, bias, **how)
+        self.down = Linear(hidden_features, out_features, bias, **how)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., in_features) to (..., out_features)."""
+        hidden: Tensor = self.down(activated(self.up, self.activation, self.activation, input))
+        return hidden
+
+    def extra_repr(self) -> str:
+        """The name of the activation."""
+        return f"activation={self.activation.name}"
+
+
+class GatedMLP(nn.Module):
+    """`down(act(gate(x)) * up(x))`, as SwiGLU and GeGLU blocks are, with all that is elementwise inside a product.
+
+    With `stacked`, `gate_up.weight` is (2 * hidden_features, in_features), the gate's rows first: one product computes both
+    and halves its own result. Without, `gate.weight` and `up.weight` are (hidden_features, in_features) each, as most
+    checkpoints have them. `down.weight` is (out_features, hidden_features). Layers with hooks, and what has been put in
+    the place of a layer, are called as modules, so that their code runs.
+
+    Args:
+        in_features: the last dimension of the input.
+        hidden_features: the width of gate and up.
+        out_features: the last dimension of the output; in_features if None.
+        activation: of the gate: "silu", "gelu", "gelu_tanh", "relu", "relu_squared" or an elementwise torch function.
+        bias: whether the layers have one.
+        stacked: whether gate and up are one parameter.
+        device, dtype: of the parameters, as for torch.nn.Linear.
+        precision, batch_invariant: see `gemmery.matmul`.
+
+    Raises:
+        ValueError: a size is negative, or no activation has this name.
+        TypeError: the activation is no function.
+
+    Example:
+        >>> import torch, gemmery.nn
+        >>> mlp = gemmery.nn.GatedMLP(8, 24, activation="silu")
+        >>> mlp(torch.randn(2, 4, 8)).shape, mlp.gate_up.weight.shape
+        (torch.Size([2, 4, 8]), torch.Size([48, 8]))
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None = None,
+        *,
+        activation: ActivationLike = "silu",
+        bias: bool = False,
+        stacked: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        precision: Precision = "ieee",
+        batch_invariant: bool = False,
+    ) -> None:
+        super().__init__()
+        out_features = in_features if out_features is None else out_features
+        _check_sizes(
+            "GatedMLP", in_features=in_features, hidden_features=hidden_features, out_features=out_features
+        )
+        self.in_features, self.hidden_features, self.out_features = in_features, hidden_features, out_features
+        self.activation, self.stacked = _resolve(activation), stacked
+        how: dict[str, Any] = {
+            "device": device, "dtype": dtype, "precision": precision, "batch_invariant": batch_invariant,
+        }  # fmt: skip
+        if stacked:
+            self.gate_up = Linear(in_features, 2 * hidden_features, bias, **how)
+        else:
+            self.gate = Linear(in_features, hidden_features, bias, **how)
+            self.up = Linear(in_features, hidden_features, bias, **how)
+        self.down = Linear(hidden_features, out_features, bias, **how)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., in_features) to (..., out_features)."""
+        if self.stacked:
+            hidden = _stacked(self.gate_up, self.activation, input)
+        else:
+            hidden = gated(self.gate, self.up, self.activation, self.activation, input)
+        output: Tensor = self.down(hidden)
+        return output
+
+    def extra_repr(self) -> str:
+        """The name of the activation, and whether gate and up are one parameter."""
+        return f"activation={self.activation.name}, stacked={self.stacked}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Modules' layers, fused where nothing but their parameters matters
+
+
+def activated(layer: nn.Module, act: Activation, module: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`module(layer(x))`, where `module` computes `act`: fused if calling the layer would do nothing else."""
+    if not is_plain(layer):
+        return module(layer(x))
+    return activated_linear(
+        x, layer.weight, layer.bias, act, precision=layer.precision, batch_invariant=layer.batch_invariant
+    )
+
+
+def gated(
+    gate: nn.Module, up: nn.Module, act: Activation, module: Callable[[Tensor], Tensor], x: Tensor
+) -> Tensor:
+    """`module(gate(x)) * up(x)`, where `module` computes `act`: fused if calling the layers would do nothing else."""
+    if not (is_plain(gate) and is_plain(up)):
+        return module(gate(x)) * up(x)
+    return gated_linear(
+        x, gate.weight, up.weight, act, gate.bias, up.bias, precision=gate.precision, batch_invariant=gate.batch_invariant
+    )  # fmt: skip
+
+
+def _stacked(layer: nn.Module, act: Activation, x: Tensor) -> Tensor:
+    if not is_plain(layer):
+        first, second = layer(x).chunk(2, dim=-1)
+        return act(first) * second
+    return stacked_gated_linear(
+        x, layer.weight, layer.bias, act, precision=layer.precision, batch_invariant=layer.batch_invariant
+    )

@@ -1,0 +1,114 @@
+"""What a traced epilogue returns: the tensors that the kernel writes, and what becomes of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .epilogues.lower import Program, Reduction
+
+
+@dataclass(frozen=True)
+class Results:
+    """The results of a program for a block of known shape.
+
+    Attributes:
+        program: the epilogue.
+        shape: of what it is given first, (..., M, N).
+        types: of its results.
+        wide: the type of sums.
+    """
+
+    program: Program
+    shape: tuple[int, ...]
+    types: tuple[torch.dtype, ...]
+    wide: torch.dtype
+
+    @property
+    def reduces(self) -> bool:
+        """Whether rows are reduced."""
+        return any(x.reduced is not None for x in self.program.outputs)
+
+    def _columns(self, name: str) -> int:
+        N = self.shape[-1]
+        return {"N": N, "N/2": N // 2, "2N": 2 * N}[name]
+
+    @property
+    def matrices(self) -> list[tuple[tuple[int, ...], torch.dtype] | None]:
+        """Shape and type of each result that is a matrix, None for reduced rows."""
+        return [
+            None if x.reduced is not None else ((*self.shape[:-1], self._columns(x.columns)), dtype)
+            for x, dtype in zip(self.program.outputs, self.types, strict=True)
+        ]
+
+    def allocate(self, device: torch.device, slots: int, out: Tensor | None = None) -> list[Any]:
+        """A tensor for each result; for a reduced row a list of (..., M, slots), rows adjacent, one for each of its parts."""
+        tensors: list[Any] = []
+        for output, known in zip(self.program.outputs, self.matrices, strict=True):
+            if output.same is not None:
+                tensors.append(tensors[output.same])
+            elif known is not None:
+                tensors.append(torch.empty(known[0], dtype=known[1], device=device) if out is None else out)
+            else:
+                kind = self.wide if self.wide.is_floating_point else torch.float32
+                kind = kind if output.dtype.is_floating_point else torch.int64
+                parts = [torch.empty((slots, *self.shape[:-1]), dtype=kind, device=device) for _ in output.places]
+                tensors.append([part.movedim(0, -1) for part in parts])
+        return tensors
+
+    def main(self, tensors: Sequence[Any]) -> Tensor:
+        """The tensor that the kernel stores itself, or one that stands in its place where the epilogue stores all."""
+        if self.program.main is not None:
+            found: Tensor = tensors[self.program.main]
+            return found
+        *batch, M, N = self.shape
+        width = N // 2 if self.program.paired else N
+        device = tensors[0][0].device if isinstance(tensors[0], list) else tensors[0].device
+        return torch.empty((), dtype=self.wide, device=device).expand(*batch, M, width)
+
+    def extras(self, inputs: Sequence[Any], tensors: Sequence[Any]) -> tuple[Tensor, ...]:
+        """The program's tensors in its order: what it reads, then what it writes."""
+        extras = [inputs[i] for i in self.program.inputs]
+        for output, result in zip(self.program.outputs, tensors, strict=True):
+            if output.places:
+                extras += result if isinstance(result, list) else [result]
+        return tuple(extras)
+
+    def widths(self, extras: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
+        """The program's tensors, each with the columns that it has or is broadcast to."""
+        width, read = self.shape[-1] // (2 if self.program.paired else 1), len(self.program.inputs)
+        return [
+            (x, width if i < read and (x.dim() == 0 or x.shape[-1] == 1) else x.shape[-1]) for i, x in enumerate(extras)
+        ]
+
+    def numbers(self, inputs: Sequence[Any]) -> tuple[float, ...]:
+        """The program's numbers in its order; integers stay what they are, since a float may not hold them."""
+        given = [inputs[i] for i in self.program.numbers]
+        return tuple([x if isinstance(x, int) else float(x) for x in given])
+
+    def finish(self, tensors: list[Any]) -> list[Tensor]:
+        """The results, once the kernel has run: the parts of reduced rows are put together."""
+        return [
+            x if output.reduced is None else _joined(output.reduced, x, self._columns(output.reduced.columns)).to(dtype)
+            for output, x, dtype in zip(self.program.outputs, tensors, self.types, strict=True)
+        ]
+
+
+def _joined(reduction: Reduction, parts: list[Tensor], columns: int) -> Tensor:
+    """A reduced row from the parts that blocks left, in a fixed order."""
+    first = parts[0]
+    if reduction.kind in ("sum", "mean"):
+        row = first.sum(-1)
+        row = row / columns if reduction.kind == "mean" else row
+    elif reduction.kind in ("amax", "amin"):
+        row = getattr(first, reduction.kind)(-1)
+    else:
+        largest = first.amax(-1, keepdim=True)
+        shift = torch.where(largest.abs() == math.inf, 0.0, largest)
+        row = (parts[1] * torch.exp(first - shift)).sum(-1).log() + shift.squeeze(-1)
+    return row.unsqueeze(-1) if reduction.keepdim else row
