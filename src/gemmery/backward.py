@@ -9,6 +9,7 @@ with a logsumexp, is differentiated by torch itself, operator by operator.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from . import devices, fused
 from .dispatch import result_shape
-from .epilogues.trace import Untraceable
+from .epilogues.trace import Sizes, Untraceable, stand_ins
 from .launch import pointwise
 from .problem import accumulator
 from .results import Results
@@ -34,23 +35,33 @@ _needs: dict[Any, bool] = {}
 def needs_product(call: fused.Call) -> bool:
     """Whether the backward pass of a call looks at the product; if not, it need not be saved."""
     shape = result_shape(call.op, call.a, call.b)
+    dims = [fused.dimensions(call, i, x, shape) if isinstance(x, Tensor) else None for i, x in enumerate(call.inputs)]
+    odd = bool(shape[-1] % 2)
     key = None
     if call.captured.key is not None:
-        inputs = [(x.shape, x.dtype, x.requires_grad) if isinstance(x, Tensor) else type(x) for x in call.inputs]
-        key = (call.captured.key, call.biased, tuple(inputs), shape, call.a.dtype)
+        inputs = [(d, x.dtype) if d is not None else repr(x) for x, d in zip(call.inputs, dims, strict=True)]
+        key = (call.captured.key, call.biased, tuple(inputs), len(shape), odd, call.a.dtype, call.a.device.type)
         if key in _needs:
             return _needs[key]
-    needed = _looks_at_product(call, shape)
-    return needed if key is None else fused.keep(_needs, key, needed)
+    # What is looked at does not depend on sizes.
+    with ThreadPoolExecutor(1) as thread:
+        needed = thread.submit(_looks_at_product, call, dims, stand_ins(len(shape), odd)[0]).result()
+    return needed if key is None else fused.keep(_needs, key, needed)  # type: ignore[no-any-return]
 
 
-def _looks_at_product(call: fused.Call, shape: tuple[int, ...]) -> bool:
-    meta = [torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for x in call.inputs]
-    product = torch.empty(shape, dtype=accumulator(call.a.dtype), device="meta")
-    with torch.no_grad():
+def _looks_at_product(call: fused.Call, dims: Sequence[tuple[str, ...] | None], sizes: Sizes) -> bool:
+    meta = [
+        x if its is None else torch.empty(sizes.of(its), dtype=x.dtype, device="meta")
+        for x, its in zip(call.inputs, dims, strict=True)
+    ]
+    product = torch.empty((*sizes.batch, sizes.M, sizes.N), dtype=accumulator(call.a.dtype), device="meta")
+    try:
         results, _ = fused.outputs_of(call, product, meta)
+    except (RuntimeError, ValueError, TypeError, IndexError):
+        # It depends on the sizes, which are others here; in torch it may still run.
+        return True
     grads = [x if x.dtype.is_floating_point else None for x in results]
-    wanted = [isinstance(x, Tensor) and x.dtype.is_floating_point for x in call.inputs]
+    wanted = [its is not None and x.dtype.is_floating_point for x, its in zip(call.inputs, dims, strict=True)]
     try:
         made = _program(call, _Pieces.of(call, product.to(call.a.dtype), grads), meta, wanted)[0]
     except Untraceable:

@@ -231,8 +231,8 @@ def dimensions(call: Call, i: int, tensor: Tensor, shape: tuple[int, ...]) -> tu
         if size == 1:
             names.append("1")
         elif place == 1:
-            widths = {N: "N", 2 * N: "2N"} | ({N // 2: "N/2"} if N % 2 == 0 else {})
-            names.append(widths.get(size, ""))
+            # Compared one by one: under torch.compile sizes are symbols.
+            names.append("N" if size == N else "2N" if size == 2 * N else "N/2" if 2 * size == N else "")
         else:
             names.append(("M" if place == 2 else f"b{len(shape) - place}") if size == full else "")
         if not names[-1]:
@@ -450,4 +450,4 @@ def _launch(call: Call, prepared: Prepared, out: Tensor | None) -> tuple[list[Te
         # Autograd must see that a tensor was written behind its back.
         torch._C._increment_version((out,))
         return [out], False
-    return results.finish(tensors), results.program.many
+    return results.apart(results.finish(tensors)), results.program.many

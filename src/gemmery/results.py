@@ -98,6 +98,10 @@ class Results:
             for output, x, dtype in zip(self.program.outputs, tensors, self.types, strict=True)
         ]
 
+    def apart(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Results of which no two are one tensor, as torch's functions return them."""
+        return [x if y.same is None else x.clone() for x, y in zip(tensors, self.program.outputs, strict=True)]
+
 
 def _joined(reduction: Reduction, parts: list[Tensor], columns: int) -> Tensor:
     """A reduced row from the parts that blocks left, in a fixed order."""

@@ -149,7 +149,10 @@ class _Lowering:
 
     def form(self, node: fx.Node, shape: Sequence[int]) -> tuple[bool, bool, int]:
         """Whether a shape has rows and columns, and how often the output's width it is wide."""
-        dims = list(shape)[::-1] + [1, 1]
+        if tuple(shape) == self._product()[:-1]:
+            # A row's number without a dimension for columns; torch combines it with nothing but others of its kind.
+            return True, False, 1
+        dims = [*list(shape)[::-1], 1, 1]
         expected = (self.sizes.M, *self.sizes.batch[::-1])
         for size, full in zip(dims[1:], (*expected, *[1] * len(dims)), strict=False):
             if size not in (1, full):
@@ -237,16 +240,16 @@ class _Lowering:
                 f"uses the result of a reduction again, in {node.target}: a row is complete only after the last tile. "
                 f"Return it, and use it behind the product",
             )
-        for table in (ARITHMETIC, FLOATING, LOGICAL, BOOLEAN):
-            if operator_name in table:
-                return self._elementwise(node, table[operator_name], table)
         special = {
-            "where": self._where, "clamp": self._clamp, "pow": self._pow, "square": self._square, "rsub": self._rsub,
+            "gelu": self._gelu, "where": self._where, "clamp": self._clamp, "pow": self._pow, "square": self._square, "rsub": self._rsub,
             "_to_copy": self._cast, "split_with_sizes": self._split, "split": self._split, "slice": self._slice,
             "cat": self._cat,
         }  # fmt: skip
         if operator_name in special:
             return special[operator_name](node)
+        for table in (ARITHMETIC, FLOATING, LOGICAL, BOOLEAN):
+            if operator_name in table:
+                return self._elementwise(node, table[operator_name], table)
         if operator_name in CONSTANTS:
             return self._constant(node, operator_name)
         if operator_name in VIEWS:
@@ -343,6 +346,10 @@ class _Lowering:
             )
         return self._apply(node, templates[exponent], [x], node.meta["val"].dtype)
 
+    def _gelu(self, node: fx.Node) -> Value:
+        kind = "gelu_tanh" if node.kwargs.get("approximate", "none") == "tanh" else "gelu"
+        return self._apply(node, f"{kind}({{0}})", self._inputs(node)[:1], node.meta["val"].dtype)
+
     def _square(self, node: fx.Node) -> Value:
         return self._apply(node, "{0} * {0}", self._inputs(node), node.meta["val"].dtype)
 
@@ -412,7 +419,8 @@ class _Lowering:
     def _cat(self, node: fx.Node) -> Value:
         pieces = [self.values[x] for x in node.args[0]]  # type: ignore[union-attr]
         rows, wide, times = self.form(node, node.meta["val"].shape)
-        if len(pieces) != 2 or times != 2 or any(len(x.names) != 1 or not x.wide for x in pieces):
+        halves = all(x.meta["val"].shape[-1] == self._width for x in node.args[0])  # type: ignore[union-attr]
+        if len(pieces) != 2 or times != 2 or not halves or any(len(x.names) != 1 for x in pieces):
             raise self.fail(node, "concatenates something else than two halves of the last dimension")
         kind = node.meta["val"].dtype
         pieces = [self._apply_one(node, x, kind) for x in pieces]

@@ -39,6 +39,7 @@ FLOATING: dict[str, str] = {
     "tanh": "tanh({0})",
     "sigmoid": "sigmoid({0})",
     "erf": "tl.erf({0})",
+    "gelu": "gelu({0})",
     "floor": "tl.floor({0})",
     "ceil": "tl.ceil({0})",
     "trunc": "trunc({0})",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +75,7 @@ def stand_ins(rank: int, odd: bool) -> tuple[Sizes, Sizes]:
 # Decompositions
 
 #: Reductions whose pieces could not be put together again from sums and maxima.
-_WHOLE = ("logsumexp", "mean", "var", "std", "linalg_vector_norm", "norm", "any", "all")
+_WHOLE = ("logsumexp", "mean", "var", "std", "linalg_vector_norm", "norm", "any", "all", "gelu")
 
 
 @functools.cache
@@ -82,7 +83,10 @@ def _decompositions() -> dict[Any, Any]:
     from torch._decomp import core_aten_decompositions, get_decompositions
 
     table = dict(core_aten_decompositions())
-    more = [aten.gelu, aten.gelu_backward, aten.tanh_backward, aten.sigmoid_backward, aten.silu_backward]
+    more = [
+        aten.elu, aten.elu_backward, aten.gelu_backward, aten.hardtanh, aten.hardtanh_backward, aten.leaky_relu,
+        aten.leaky_relu_backward, aten.sigmoid_backward, aten.silu_backward, aten.tanh_backward,
+    ]  # fmt: skip
     table.update(get_decompositions(more))
     return {op: how for op, how in table.items() if op.name().split("::")[1].split(".")[0] not in _WHOLE}
 
@@ -171,6 +175,14 @@ def trace(
     Raises:
         Untraceable: the function looks at data, or its graph depends on the sizes.
     """
+    # In a thread of its own nothing that surrounds the call, such as a mode, a transform or autocast, is traced with it.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_trace, function, arguments, rank, odd, device).result()
+
+
+def _trace(
+    function: Callable[..., Any], arguments: Sequence[Argument], rank: int, odd: bool, device: torch.device
+) -> tuple[fx.Graph, Sizes]:
     files = {code.co_filename for code in _codes(function)}
     graphs = []
     first, second = stand_ins(rank, odd)

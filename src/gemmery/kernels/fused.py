@@ -75,7 +75,8 @@ def leave_rows(
     """
     rows = row + tl.arange(0, ROWS)
     first = x + batch_offset(batch, sizes, strides[0]) + rows.to(tl.int64) * strides[1]
-    inside = rows < shape[0]
+    # A half of a wide tile may lie beyond the last column.
+    inside = (rows < shape[0]) & (col < shape[1])
     place = col // slot
     tl.store(first + tl.cast(place, tl.int64) * strides[2], value, mask=inside)
     last = tl.minimum(place + COLS // slot, tl.cdiv(shape[1], slot))
@@ -105,11 +106,7 @@ def as_type(x, DTYPE: tl.constexpr):
         return x
     elif x.dtype.is_floating() and x.dtype.primitive_bitwidth < 32:
         return cast(widen(x), DTYPE)
-    elif tl.float8e4nv == DTYPE:
-        # torch does not saturate; 464 is the largest number that rounds to 448.
-        x = x.to(tl.float32)
-        return tl.where(tl.abs(x) <= 464.0, x, float("nan")).to(tl.float8e4nv)
-    elif x.dtype.is_floating() and DTYPE.is_floating() and DTYPE.primitive_bitwidth < 32:
+    elif DTYPE.is_floating() and DTYPE.primitive_bitwidth < 32:
         return cast(x.to(tl.float32), DTYPE)
     elif tl.int1 == DTYPE:
         return x != 0
@@ -124,6 +121,29 @@ def as_type(x, DTYPE: tl.constexpr):
 @triton.jit
 def sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def gelu(x):
+    """`x * Phi(x)`. In single precision Phi is `exp2` of a polynomial, which is half the work of an error function.
+
+    The polynomial is fitted to log2(2 * Phi(-x)) for 0 <= x <= 5.5; the result is off by less than 2e-7, and by less than
+    3e-4 of itself where it is nearly 0, where `1 + erf(x)` cancels to no better.
+    """
+    if x.dtype == tl.float64:
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    # Beyond 12 the polynomial, which is far below -24 there, would turn.
+    a = tl.minimum(tl.abs(x), 12.0)
+    p = -0.0007538731124366788 + a * 3.228114969226376e-05
+    p = -0.4589253687518383 + a * (-0.0532490341025588 + a * (0.008003060854434696 + a * p))
+    tail = 0.5 * x * tl.exp2(a * (-1.1511409888119317 + a * p))
+    return tl.where(x < 0, tail, x - tail)
+
+
+@triton.jit
+def gelu_tanh(x):
+    """The approximation of `gelu` by tanh, written with one exponential."""
+    return x / (1.0 + tl.exp(-1.5957691216057308 * x * (1.0 + 0.044715 * x * x)))
 
 
 @triton.jit

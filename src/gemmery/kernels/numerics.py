@@ -39,11 +39,34 @@ def dot(a, b, acc, PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr):
 
 
 @triton.jit
+def to_fp8(x, DTYPE: tl.constexpr):
+    """fp32 as fp8 in the interpreter, whose own conversion rounds ties up, cuts subnormals off and knows no NaN in e4m3."""
+    E4M3: tl.constexpr = tl.float8e4nv == DTYPE
+    fraction: tl.constexpr = 3 if E4M3 else 2
+    least: tl.constexpr = 127 - 6 if E4M3 else 127 - 14
+    largest: tl.constexpr = 448.0 if E4M3 else 57344.0
+    size = tl.abs(x)
+    exponent = tl.maximum((size.to(tl.uint32, bitcast=True) >> 23).to(tl.int32), least)
+    # Beside 3/2 * 2^23 units of the result's last place, fp32 has nothing smaller: adding that rounds.
+    beside = (tl.minimum(exponent + 23 - fraction, 254) << 23 | 0x400000).to(tl.float32, bitcast=True)
+    rounded = (size + beside) - beside
+    rounded = tl.where(size >= 65536.0, 65536.0, rounded)
+    rounded = tl.where(rounded > largest, largest if E4M3 else float("inf"), rounded)
+    sign = x.to(tl.uint32, bitcast=True) & 0x80000000
+    signed = (rounded.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True).to(DTYPE)
+    missing = tl.full(x.shape, 0x7F, tl.uint8).to(DTYPE, bitcast=True)
+    return tl.where(x == x, signed, missing)
+
+
+@triton.jit
 def cast(x, DTYPE: tl.constexpr):
     """`x` in the type of the output, rounded to nearest even everywhere.
 
-    The interpreter truncates fp32 to bf16; there the rounding is written out on the bits. NaN stays NaN.
+    The interpreter truncates fp32 to bf16; there the rounding is written out on the bits. NaN stays NaN. What e4m3 can't
+    hold becomes ±448, as in torch and by the hardware's conversion.
     """
+    if INTERPRETED and DTYPE.is_fp8():
+        return to_fp8(x.to(tl.float32), DTYPE)
     if INTERPRETED and tl.bfloat16 == DTYPE:
         x = x.to(tl.float32)
         bits = x.to(tl.uint32, bitcast=True)

@@ -153,7 +153,8 @@ def compare(model: nn.Module, batch: dict[str, Tensor], console: Console) -> Com
     seconds = {}
     expected, seconds["torch"] = _timed(model, batch, passes=PASSES)
 
-    layers = gemmery.nn.swap(model)
+    # Layer by layer: what is shown are single products, each against torch's.
+    layers = len(gemmery.nn.swap(model, fuse=False))
     start = time.perf_counter()
     with _recorded(model, f"{DTYPE_NAMES[dtype]}: GEMMs", console) as calls, torch.inference_mode():
         actual = _embed(model, batch).cpu()

@@ -1,5 +1,11 @@
 """Modules: torch.nn's, with their products done by gemmery, and a swap for models that exist."""
 
-from .linear import Linear, swap
+from .activations import Activation, activation
+from .linear import Linear
+from .mlp import MLP, GatedMLP, activated_linear, gated_linear, stacked_gated_linear
+from .swap import Swapped, swap
 
-__all__ = ["Linear", "swap"]
+__all__ = [
+    "MLP", "Activation", "GatedMLP", "Linear", "Swapped", "activated_linear", "activation", "gated_linear",
+    "stacked_gated_linear", "swap",
+]  # fmt: skip

@@ -11,17 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..epilogues import library
 from ..epilogues.function import Epilogue
 
 Elementwise = Callable[[Tensor], Tensor]
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-def _relu_squared(x: Tensor) -> Tensor:
-    return torch.relu(x).square()
 
 
 def _gated(function: Elementwise, acc: Tensor, up: Tensor) -> Tensor:
@@ -40,7 +33,7 @@ class Activation:
     Attributes:
         name: as it is printed.
         alone: f(acc).
-        gated: f(acc, up) * up, for two products, of which the other came before.
+        gated: f(acc) * up, of acc and up, for two products, of which the other came before.
         stacked: the same for one product (..., 2 * hidden) whose first half is the gate; the result is half as wide.
     """
 
@@ -66,11 +59,11 @@ def _make(name: str, function: Elementwise, source: Any) -> Activation:
 
 
 _FUNCTIONS: dict[str, Elementwise] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": _gelu_tanh,
-    "relu": torch.relu,
-    "relu_squared": _relu_squared,
+    "silu": library.silu,
+    "gelu": library.gelu,
+    "gelu_tanh": library.gelu_tanh,
+    "relu": library.relu,
+    "relu_squared": library.relu_squared,
 }
 
 #: The activations that have names.
@@ -87,6 +80,11 @@ ALIASES: dict[str, str] = {
     "gelu_python_tanh": "gelu_tanh",
     "relu2": "relu_squared",
 }
+
+_TORCH: tuple[tuple[Any, str], ...] = (
+    (F.silu, "silu"), (F.gelu, "gelu"), (F.relu, "relu"), (torch.relu, "relu"),
+    *((function, name) for name, function in _FUNCTIONS.items()),
+)  # fmt: skip
 
 #: Classes of modules that compute one, in Hugging Face's words; torch's are in `_of_module`. Whether they call torch's
 #: function or write it out themselves, it is the same function.
@@ -128,17 +126,19 @@ def recognised(given: Any) -> Activation | None:
         return None if name is None else ACTIVATIONS[name]
     if isinstance(given, Activation):
         return given
-    if given is F.relu:
-        return ACTIVATIONS["relu"]
-    return next((ACTIVATIONS[name] for name, function in _FUNCTIONS.items() if given is function), None)
+    if isinstance(given, Epilogue):
+        given = given.__gemmery_epilogue__
+    name = next((name for function, name in _TORCH if function is given), None)
+    return None if name is None else ACTIVATIONS[name]
 
 
 def activation(given: str | Callable[..., Tensor] | Activation) -> Activation:
     """An activation from its name, or from an elementwise torch function.
 
     Args:
-        given: "silu" ("swish"), "gelu" (by erf), "gelu_tanh" ("gelu_new", "gelu_pytorch_tanh"), "relu" or "relu_squared"
-            ("relu2"); a function of one tensor that returns one of the same shape, or an epilogue made of one.
+        given: "silu" ("swish"), "gelu" (by erf), "gelu_tanh" ("gelu_new", "gelu_pytorch_tanh"), "relu" or
+            "relu_squared" ("relu2"); a function of one tensor that returns one of the same shape, or an
+            epilogue made of one.
 
     Raises:
         ValueError: no activation has this name.
@@ -163,7 +163,9 @@ def activation(given: str | Callable[..., Tensor] | Activation) -> Activation:
             f"activation is the module {type(given).__name__}; it must be a name or a function of a tensor"
         )
     if not callable(given):
-        raise TypeError(f"activation is a {type(given).__name__}; it must be a name or a function of a tensor")
+        raise TypeError(
+            f"activation is a {type(given).__name__}; it must be a name or a function of a tensor"
+        )
     return _of_function(given)
 
 

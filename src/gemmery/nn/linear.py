@@ -46,9 +46,10 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) to (..., out_features)."""
-        return linear(
+        output: Tensor = linear(
             input, self.weight, self.bias, precision=self.precision, batch_invariant=self.batch_invariant
         )
+        return output
 
     def extra_repr(self) -> str:
         """The layer's sizes, and its precision and batch-invariance where they are not the default."""
@@ -99,7 +100,12 @@ def own_code(module: nn.Module) -> str | None:
     if any(getattr(module, kind) for kind in _CALL_HOOKS):
         return "it has hooks"
     # Those that run with state dicts: a replacement would write or read another one.
-    kinds = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+    kinds = (
+        "_state_dict_hooks",
+        "_state_dict_pre_hooks",
+        "_load_state_dict_pre_hooks",
+        "_load_state_dict_post_hooks",
+    )
     return "it has hooks on its state dict" if any(module.__dict__.get(kind) for kind in kinds) else None
 
 

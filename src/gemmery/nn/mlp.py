@@ -164,8 +164,9 @@ def _check_sizes(owner: str, **sizes: int) -> None:
 class MLP(nn.Module):
     """`down(act(up(x)))`, with the activation in the first product's kernel.
 
-    Its layers are gemmery's: `up.weight` is (hidden_features, in_features), `down.weight` (out_features, hidden_features).
-    Where a layer has been given hooks, or has been replaced by an adapter, it is called as a module, so that those run.
+    Its layers are gemmery's: `up.weight` is (hidden_features, in_features) and `down.weight` (out_features,
+    hidden_features). Where a layer has been given hooks, or has been replaced by an adapter, it is called as a module, so
+    that those run.
 
     Args:
         in_features: the last dimension of the input.
@@ -202,7 +203,9 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         out_features = in_features if out_features is None else out_features
-        _check_sizes("MLP", in_features=in_features, hidden_features=hidden_features, out_features=out_features)
+        _check_sizes(
+            "MLP", in_features=in_features, hidden_features=hidden_features, out_features=out_features
+        )
         self.in_features, self.hidden_features, self.out_features = in_features, hidden_features, out_features
         self.activation = _resolve(activation)
         how: dict[str, Any] = {
@@ -224,9 +227,9 @@ class MLP(nn.Module):
 class GatedMLP(nn.Module):
     """`down(act(gate(x)) * up(x))`, as SwiGLU and GeGLU blocks are, with all that is elementwise inside a product.
 
-    With `stacked`, `gate_up.weight` is (2 * hidden_features, in_features), the gate's rows first: one product computes both
-    and halves its own result. Without, `gate.weight` and `up.weight` are (hidden_features, in_features) each, as most
-    checkpoints have them. `down.weight` is (out_features, hidden_features). Layers with hooks, and what has been put in
+    With `stacked`, `gate_up.weight` is (2 * hidden_features, in_features), the gate's rows first: one product
+    computes both and halves its own result. Without, `gate.weight` and `up.weight` are (hidden_features,
+    in_features) each, as most checkpoints have them. `down.weight` is (out_features, hidden_features). Layers with hooks, and what has been put in
     the place of a layer, are called as modules, so that their code runs.
 
     Args:
@@ -302,7 +305,8 @@ class GatedMLP(nn.Module):
 def activated(layer: nn.Module, act: Activation, module: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """`module(layer(x))`, where `module` computes `act`: fused if calling the layer would do nothing else."""
     if not is_plain(layer):
-        return module(layer(x))
+        y: Tensor = module(layer(x))
+        return y
     return activated_linear(
         x, layer.weight, layer.bias, act, precision=layer.precision, batch_invariant=layer.batch_invariant
     )
@@ -313,16 +317,19 @@ def gated(
 ) -> Tensor:
     """`module(gate(x)) * up(x)`, where `module` computes `act`: fused if calling the layers would do nothing else."""
     if not (is_plain(gate) and is_plain(up)):
-        return module(gate(x)) * up(x)
+        y: Tensor = module(gate(x)) * up(x)
+        return y
     return gated_linear(
-        x, gate.weight, up.weight, act, gate.bias, up.bias, precision=gate.precision, batch_invariant=gate.batch_invariant
+        x, gate.weight, up.weight, act, gate.bias, up.bias,
+        precision=gate.precision, batch_invariant=gate.batch_invariant,
     )  # fmt: skip
 
 
 def _stacked(layer: nn.Module, act: Activation, x: Tensor) -> Tensor:
     if not is_plain(layer):
-        first, second = layer(x).chunk(2, dim=-1)
-        return act(first) * second
+        gate, up = layer(x).chunk(2, dim=-1)
+        y: Tensor = act(gate) * up
+        return y
     return stacked_gated_linear(
         x, layer.weight, layer.bias, act, precision=layer.precision, batch_invariant=layer.batch_invariant
     )

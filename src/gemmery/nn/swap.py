@@ -1,0 +1,288 @@
+"""Putting gemmery's modules into a model that exists, and taking them out again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from ..problem import Precision
+from . import blocks
+from .blocks import FusedGatedMLP, FusedIntermediate
+from .linear import Linear, is_plain, own_code
+
+#: What has been swapped before and is whole in itself.
+_OURS = (FusedGatedMLP, FusedIntermediate)
+#: How many names of one kind a summary spells out.
+_NAMED = 3
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A place in a model: the name of a child, and what was and what is there."""
+
+    path: str
+    parent: nn.Module
+    name: str
+    before: nn.Module
+    after: nn.Module
+
+
+@dataclass(eq=False)
+class Swapped:
+    """What `swap` did to a model. As a number, and in comparisons with one, it is how many modules were replaced.
+
+    It keeps the modules that were replaced, whose parameters are those of their replacements.
+
+    Attributes:
+        replaced: (qualified name, what it was) of each module, in the model's order; a module with several names has
+            its first one here, and the layers of a block that was replaced as a whole are part of it.
+        left: (qualified name, why) of each linear layer, and each feed-forward block like the known ones, that stayed.
+
+    Example:
+        >>> import torch, gemmery.nn
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+        >>> hook = model[2].register_forward_hook(lambda module, args, output: None)
+        >>> report = gemmery.nn.swap(model)
+        >>> print(report)
+        1 replaced: 1 Linear
+        1 left
+          2: it has hooks
+        >>> report.undo()
+        >>> type(model[0])
+        <class 'torch.nn.modules.linear.Linear'>
+    """
+
+    replaced: list[tuple[str, str]] = field(default_factory=list)
+    left: list[tuple[str, str]] = field(default_factory=list)
+    _slots: list[_Slot] = field(default_factory=list, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.replaced)
+
+    def __int__(self) -> int:
+        return len(self.replaced)
+
+    __index__ = __int__
+
+    def __eq__(self, other: object) -> bool:
+        return len(self) == other if isinstance(other, int) else self is other
+
+    __hash__ = object.__hash__
+
+    def __str__(self) -> str:
+        counts: dict[str, int] = {}
+        for _, what in self.replaced:
+            counts[what] = counts.get(what, 0) + 1
+        head = f"{len(self.replaced)} replaced"
+        lines = [
+            head + (": " if counts else "") + ", ".join(f"{count} {what}" for what, count in counts.items())
+        ]
+        reasons: dict[str, list[str]] = {}
+        for name, why in self.left:
+            reasons.setdefault(why, []).append(name or "the model itself")
+        if reasons:
+            lines.append(f"{len(self.left)} left")
+        for why, names in reasons.items():
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            lines.append(f"  {', '.join(names[:_NAMED])}{more}: {why}")
+        return "\n".join(lines)
+
+    def undo(self) -> None:
+        """Put back the modules that were replaced, the very same objects.
+
+        They come back with the parameters, training flags and hooks that their replacements have by now, so that
+        training, moving and loading in between are kept. A second undo does nothing.
+
+        Raises:
+            ValueError: a replacement is not there any more, or its layers are others; nothing was put back.
+        """
+        for slot in self._slots:
+            found = slot.parent._modules.get(slot.name)
+            if found is not slot.after:
+                kind = "nothing" if found is None else f"a {type(found).__name__}"
+                raise ValueError(
+                    f"undo: at {slot.path} there is {kind}, not what swap put there; nothing was undone"
+                )
+        pairs = {id(slot.after): (slot.path, slot.before, slot.after) for slot in self._slots}
+        for path, before, after in pairs.values():
+            for name, child in after._modules.items():
+                if child is not before._modules.get(name) and type(child) is not Linear:
+                    raise ValueError(
+                        f"undo: at {path}.{name} there is a {type(child).__name__}, not what swap put there; "
+                        "nothing was undone"
+                    )
+        for _, before, after in pairs.values():
+            _restore(before, after)
+        for slot in self._slots:
+            slot.parent._modules[slot.name] = slot.before
+        self._slots.clear()
+
+
+#: What torch keeps for every module: parameters, buffers, hooks, the training flag. Children apart.
+_STATE = tuple(name for name in nn.Module().__dict__ if name != "_modules")
+
+
+def _restore(before: nn.Module, after: nn.Module) -> None:
+    for name in _STATE:
+        # The very dictionaries, so that handles that remove hooks find them.
+        before.__dict__[name] = after.__dict__[name]
+    for name, child in after._modules.items():
+        original = before._modules.get(name)
+        if original is not child and original is not None and child is not None:
+            _restore(original, child)
+
+
+def swap(
+    model: nn.Module, *, precision: Precision = "ieee", batch_invariant: bool = False, fuse: bool = True
+) -> Swapped:
+    """Replace what gemmery computes inside `model` by its own modules with the same parameters, in place.
+
+    These are: every torch.nn.Linear, by a gemmery.nn.Linear; and the feed-forward blocks of Hugging Face's Llama,
+    Mistral, Qwen and Gemma (gate, up, activation, down) and of BERT and its relatives (dense and activation), by
+    blocks whose activation runs inside a product. Names, state dicts, tied and shared parameters, training flags and `requires_grad`
+    stay as they are.
+
+    Left alone, each with a reason in the report: layers and blocks with code that a replacement would lose (subclasses,
+    hooks, parametrisations, a patched forward), quantised layers and weights that are no plain tensors, and blocks
+    whose class is not one of those, the layers of which are replaced one by one.
+
+    Args:
+        model: of any dtype and on any device; what a product supports is checked when it runs.
+        precision: how float32 is multiplied, see `gemmery.matmul`.
+        batch_invariant: whether a row of a product has the same bits in every batch, see `gemmery.matmul`.
+        fuse: whether blocks are replaced; with False, only layers are. A fused sum is not rounded before its
+            activation, so that results in 16 bits differ from the model's by roundings.
+
+    Returns:
+        What was replaced and what was left, with a way back: `report.undo()`.
+
+    Raises:
+        TypeError: `model` is not a module.
+
+    Example:
+        >>> import torch, gemmery.nn
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+        >>> len(gemmery.nn.swap(model))
+        2
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"swap: model is a {type(model).__name__}; it must be a torch.nn.Module")
+    walk = _Walk(precision, batch_invariant, fuse)
+    if _is_linear(model) or (fuse and (blocks.family(model) is not None or isinstance(model, _OURS))):
+        walk.report.left.append(("", "it is not inside a module, so that nothing can take its place"))
+    if not isinstance(model, _OURS):
+        walk.children(model, "")
+    # All at once and last: an error before leaves the model as it was.
+    for slot in walk.report._slots:
+        slot.parent._modules[slot.name] = slot.after
+    return walk.report
+
+
+@dataclass
+class _Walk:
+    """One pass over a model, which notes what is to be replaced and changes nothing.
+
+    Attributes:
+        layers: what replaces linear layers, by their ids; those inside blocks among them.
+        places: what replaces modules in all their places, by their ids.
+        seen: ids of the modules that were met.
+    """
+
+    precision: Precision
+    batch_invariant: bool
+    fuse: bool
+    report: Swapped = field(default_factory=Swapped)
+    layers: dict[int, Linear] = field(default_factory=dict)
+    places: dict[int, nn.Module] = field(default_factory=dict)
+    seen: set[int] = field(default_factory=set)
+
+    def children(self, parent: nn.Module, prefix: str) -> None:
+        # Not named_children, which leaves out a module's second name.
+        for name, child in list(parent._modules.items()):
+            if child is None:
+                continue
+            path = f"{prefix}{name}"
+            if id(child) not in self.seen:
+                self.seen.add(id(child))
+                self.meet(child, path)
+            after = self.places.get(id(child))
+            if after is not None:
+                self.report._slots.append(_Slot(path, parent, name, child, after))
+
+    def meet(self, module: nn.Module, path: str) -> None:
+        """Decide about a module that is seen for the first time."""
+        report = self.report
+        if isinstance(module, _OURS):
+            report.left.append((path, "it is gemmery's already"))
+            return
+        if _is_linear(module):
+            reason = _why_not(module)
+            if reason is None:
+                self.places[id(module)] = self.layer(module)
+                report.replaced.append((path, "Linear"))
+            else:
+                report.left.append((path, reason))
+        kind = blocks.family(module) if self.fuse else None
+        if kind is not None and self.block(kind, module, path):
+            return
+        self.children(module, f"{path}.")
+
+    def block(self, kind: blocks.Family, module: nn.Module, path: str) -> bool:
+        """Replace a module as a whole, unless something speaks against it."""
+        reason = blocks.refusal(kind, module, _why_not_in_block)
+        if reason is not None:
+            self.report.left.append((path, reason))
+            return False
+        layers = {name: self.layer(module._modules[name]) for name in kind.layers}
+        after = blocks.fuse(kind, module, layers)
+        self.places[id(module)] = after
+        self.report.replaced.append((path, f"{type(module).__name__} ({after.activation.name})"))
+        return True
+
+    def layer(self, module: nn.Module | None) -> Linear:
+        """The replacement of a linear layer, one for all its places."""
+        assert isinstance(module, nn.Linear)
+        if type(module) is Linear:
+            return module
+        if id(module) not in self.layers:
+            self.layers[id(module)] = Linear.from_torch(
+                module, precision=self.precision, batch_invariant=self.batch_invariant
+            )
+        return self.layers[id(module)]
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer of some kind, by torch's class or by the attributes that all of them have."""
+    if isinstance(module, nn.Linear):
+        return True
+    sizes = (getattr(module, name, None) for name in ("in_features", "out_features"))
+    # Not what holds a layer and changes what comes out of it, as adapters do.
+    holds = any(isinstance(inner, nn.Linear) for inner in module.modules())
+    return not holds and all(isinstance(size, int) for size in sizes)
+
+
+def _why_not_in_block(module: nn.Module) -> str | None:
+    # A block around layers that are gemmery's already can still be fused.
+    return None if is_plain(module) else _why_not(module)
+
+
+def _why_not(module: nn.Module) -> str | None:
+    """Why a linear layer is not replaced; None if it can be."""
+    cls = type(module)
+    if cls is Linear:
+        return "it is gemmery's already"
+    if parametrize.is_parametrized(module):
+        return "it is parametrised"
+    if cls is not nn.Linear:
+        return f"it is a {cls.__module__}.{cls.__qualname__}, not torch's own Linear"
+    code = own_code(module)
+    if code is not None:
+        return code
+    if module._modules or module._buffers or set(module._parameters) != {"weight", "bias"}:
+        return "it has other parameters, buffers or children than a Linear"
+    for name, parameter in module._parameters.items():
+        if type(parameter) is not nn.Parameter and not (name == "bias" and parameter is None):
+            return f"its {name} is a {type(parameter).__name__}, not a plain parameter"
+    return None
