@@ -17,7 +17,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 #: Suites in the order in which they are shown; others follow by name.
 ORDER = (
     "square", "llm", "llm_large", "decode", "layouts", "views", "bmm", "dtypes", "invariant", "odd", "strided",
-    "launch",
+    "fused", "launch",
 )  # fmt: skip
 
 Data = dict[str, Any]
@@ -49,6 +49,9 @@ BARS = {
     "bmm_cubes": [Bar(1.00, 0.93)],
     "dtypes_int8_tf32": [Bar(0.95, 0.90)],
     "invariant": [Bar(0.92, 0.80)],
+    "fused_swiglu": [Bar(1.06, 1.02)],
+    "fused_swiglu_small": [Bar(1.03, 1.03)],
+    "fused_bias": [Bar(1.03, 0.99)],
     # At most 1.2 and 0.8 times the host time of torch.
     "launch_out": [Bar(1 / 1.2, None, regimes=("host",))],
     "launch_plan": [Bar(1 / 0.8, None, regimes=("host",))],

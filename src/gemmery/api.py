@@ -176,8 +176,10 @@ def plan(
     b: Tensor,
     *,
     bias: Tensor | None = None,
+    epilogue: Callable[..., Any] | None = None,
+    args: Sequence[Any] = (),
     out: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    out_dtype: OutTypes = None,
     precision: Precision = "ieee",
     fast_accum: bool = False,
     batch_invariant: bool = False,
@@ -192,5 +194,8 @@ def plan(
         >>> print(gemmery.plan(torch.ones(4, 8), torch.ones(8, 16)))
         None
     """
+    if epilogue is not None or args:
+        how = Options(None, precision, fast_accum, batch_invariant, config)
+        return fused.plan("plan", a, b, bias, epilogue, args, out, out_dtype, how)
     options = Options(out_dtype, precision, fast_accum, batch_invariant, config)
     return prepare("plan", a, b, bias, 1, 1, out, options).plan

@@ -142,6 +142,17 @@ def product(
     return run(call, out)
 
 
+def plan(
+    op: str, a: Tensor, b: Tensor, bias: Tensor | None, epilogue: Any, args: Sequence[Any], out: Tensor | None,
+    out_dtype: OutTypes, options: Options,
+) -> Plan | None:  # fmt: skip
+    """What `product` with these arguments launches; None where it launches nothing. It is run by products, not by itself."""
+    call = make_call(op, a, b, bias, epilogue, args, out_dtype, options)
+    if devices.current(call.a.device) is None or 0 in result_shape(call.op, call.a, call.b):
+        return None
+    return _prepare(call, out).plan
+
+
 def _autocast(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor | None) -> Any:
     device = a.device.type if isinstance(a, Tensor) else ""
     if out is not None or device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):

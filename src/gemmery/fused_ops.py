@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from dataclasses import replace
 from typing import Any
 
 import torch

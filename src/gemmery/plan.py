@@ -110,6 +110,8 @@ class Plan:
         Raises:
             ValueError: the plan is for a call with, or without, an addend or factors, and this is the other kind.
         """
+        if self.problem.fusion is not None:
+            raise ValueError(f"{self}: has an epilogue, and is run by the product that it was made for")
         if (addend is None) is self._added:
             raise ValueError(
                 f"{self}: made for a call {'without' if addend is not None else 'with'} an addend"

@@ -130,11 +130,22 @@ def test_a_swapped_model_computes_what_it_did(name):
 def test_the_fused_way_is_taken(name, monkeypatch):
     """The activation modules are not called: what they do happens in a product."""
     model = make(name)
-    gemmery.nn.swap(model)
-    for each in fused(model):
-        act = each.act_fn if isinstance(each, FusedGatedMLP) else each.intermediate_act_fn
-        monkeypatch.setattr(act, "forward", None)
+    acts = [
+        m for n, m in model.named_modules() if n.endswith(("mlp.act_fn", "intermediate.intermediate_act_fn"))
+    ]
+    forward, called = type(acts[0]).forward, []
+
+    def recorded(self, x):
+        called.append(self)
+        return forward(self, x)
+
+    monkeypatch.setattr(type(acts[0]), "forward", recorded)
     logits(model)
+    assert all(any(act is module for module in called) for act in acts)
+    called.clear()
+    gemmery.nn.swap(model)
+    logits(model)
+    assert not any(act is module for act in acts for module in called)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -625,6 +636,24 @@ def test_hooks_that_come_later_run(name):
     for handle in handles:
         handle.remove()
     assert torch.equal(logits(model), want)
+
+
+@pytest.mark.parametrize("name", ("llama", "bert"))
+def test_activations_that_are_changed_later_count(name):
+    model, plain = make(name), make(name)
+    gemmery.nn.swap(model)
+    for each in (model, plain):
+        for module in each.modules():
+            for act in ("act_fn", "intermediate_act_fn"):
+                if act in module._modules:
+                    module._modules[act].register_forward_hook(lambda module, args, out: out + 0.25)
+    assert_near(logits(model), logits(plain))
+    for each in (model, plain):
+        for module in each.modules():
+            for act in ("act_fn", "intermediate_act_fn"):
+                if act in module._modules:
+                    setattr(module, act, nn.Mish())
+    assert_near(logits(model), logits(plain))
 
 
 def test_an_adapter_that_comes_later_counts():

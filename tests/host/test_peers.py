@@ -103,4 +103,4 @@ def test_compile_searches_and_starts_anew_for_each_row(monkeypatch):
 
 
 def test_names_of_the_peers():
-    assert list(peers.PEERS) == ["cublas", "compile", "seed"]
+    assert list(peers.PEERS) == ["cublas", "compile", "compile_default", "seed"]

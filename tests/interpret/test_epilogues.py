@@ -29,7 +29,7 @@ def wide(x):
 
 
 def assert_close(result, want, inner):
-    """Up to one rounding to the result's type, and 64 of the accumulator's of the largest element."""
+    """Up to one rounding to the result's type, and 128 of the accumulator's of the largest element."""
     assert result.shape == want.shape
     if result.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         step = 2.0 ** -(3 if result.dtype == torch.float8_e4m3fn else 2)
@@ -41,7 +41,7 @@ def assert_close(result, want, inner):
         return
     error = (result.double() - want.double()).abs()
     largest = want.double().abs().max().clamp_min(1)
-    most = ROUNDING[result.dtype] * want.double().abs() + 64 * inner * largest
+    most = ROUNDING[result.dtype] * want.double().abs() + 128 * inner * largest
     assert (error <= most).all(), f"off by {error.max()}, {(error / most).max()} times what is allowed"
 
 
@@ -65,11 +65,6 @@ def operands(dtype, m=M, n=N, k=K, batch=(), first=ROWS, second=ROWS):
     return place((m, k), dtype, first, values((m, k), dtype, 1)).view, place(
         (k, n), dtype, second, values((k, n), dtype, 2)
     ).view
-
-
-def rounded_in_torch(acc, scale):
-    """What cast_fp8 means, of a float64 product: torch casts by way of float32."""
-    return epilogues.cast_fp8(acc.float(), scale)
 
 
 #: Name: function, its arguments for a product of m rows and n columns, whether it halves the columns.
@@ -111,10 +106,6 @@ def result_types(name, dtype):
     return {"cast_fp8": [torch.float8_e4m3fn, inner], "logsumexp": [dtype, inner]}.get(name)
 
 
-def oracle_of(name):
-    return rounded_in_torch if name == "cast_fp8" else None
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The ready-made ones
 
@@ -122,16 +113,14 @@ def oracle_of(name):
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("name", LIBRARY)
 def test_library(name, dtype):
-    check(
-        LIBRARY[name][0], *operands(dtype), arguments(name, M, N, dtype), result_types(name, dtype), oracle_of(name)
-    )
+    check(LIBRARY[name][0], *operands(dtype), arguments(name, M, N, dtype), result_types(name, dtype))
 
 
 @pytest.mark.parametrize("name", [name for name, (_, _, halves) in LIBRARY.items() if not halves])
 def test_library_with_an_odd_number_of_columns(name):
     a, b = operands(torch.float32, 33, 77, 20)
     args = arguments(name, 33, 77, torch.float32)
-    check(LIBRARY[name][0], a, b, args, result_types(name, torch.float32), oracle_of(name))
+    check(LIBRARY[name][0], a, b, args, result_types(name, torch.float32))
 
 
 @pytest.mark.parametrize(("first", "second"), ((ROWS, COLS), (COLS, ROWS), (COLS, COLS)))
@@ -147,8 +136,8 @@ def test_library_on_a_batch(name):
     a, b = operands(torch.float32, 20, 48, 30, (3,))
     args = arguments(name, 20, 48, torch.float32)
     types = result_types(name, torch.float32)
-    check(LIBRARY[name][0], a, b, args, types, oracle_of(name))
-    check(LIBRARY[name][0], a, b, args, types, oracle_of(name), gemmery.bmm)
+    check(LIBRARY[name][0], a, b, args, types)
+    check(LIBRARY[name][0], a, b, args, types, call=gemmery.bmm)
 
 
 @pytest.mark.parametrize("name", ("compose", "dropout", "logsumexp"))
@@ -184,14 +173,11 @@ CONFIGS = {
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_configs(config):
     a, b = operands(torch.bfloat16, 70, 208)
-    row, column, matrix = (values(s, torch.bfloat16, i) for i, s in enumerate(((208,), (70, 1), (70, 104)), 3))
+    row, column, matrix = (
+        values(s, torch.bfloat16, i) for i, s in enumerate(((208,), (70, 1), (70, 104)), 3)
+    )
     function = epilogues.compose(epilogues.bias, epilogues.swiglu, epilogues.row_scale, epilogues.residual)
-    # Where the columns are halved, blocks are powers of two.
-    if config.block_n & (config.block_n - 1):
-        with pytest.raises(ValueError, match="block_n"):
-            gemmery.matmul(a, b, epilogue=function, args=(row, column, matrix), config=config)
-    else:
-        check(function, a, b, (row, column, matrix), config=config)
+    check(function, a, b, (row, column, matrix), config=config)
     check(
         lambda acc, b: (torch.relu(acc + b), acc.amax(-1), acc.sum(-1), acc.logsumexp(-1), acc + 1),
         a, b, (row,), [torch.bfloat16, *[torch.float32] * 3, torch.bfloat16], config=config,
@@ -259,16 +245,14 @@ def test_the_whole_product_reduced_beside_a_half():
 
 
 def test_reductions_of_what_is_not_finite():
-    a, b = torch.eye(4), torch.zeros(4, 40)
-    b[0, 3], b[1, 5], b[2, :] = math.inf, math.nan, -math.inf
-    b[3, 7] = -math.inf
-    # The product through the identity matrix would make NaN of 0 * inf: add the matrix instead.
+    x = values((6, 40), torch.float32)
+    x[0, 3], x[1, 5], x[2, :], x[3, 7], x[4, 20:] = math.inf, math.nan, -math.inf, -math.inf, 3e38
     results = gemmery.matmul(
-        a * 0, b * 0 * 0 if False else torch.zeros(4, 40), args=(b,),
+        torch.zeros(6, 1), torch.zeros(1, 40), args=(x,),
         epilogue=lambda acc, x: (acc + x, (acc + x).amax(-1), (acc + x).amin(-1), (acc + x).logsumexp(-1)),
         config=Config(16, 16, 16),
     )  # fmt: skip
-    for result, want in zip(results, (b, b.amax(-1), b.amin(-1), b.logsumexp(-1)), strict=True):
+    for result, want in zip(results, (x, x.amax(-1), x.amin(-1), x.logsumexp(-1)), strict=True):
         assert torch.allclose(result, want, equal_nan=True)
 
 
@@ -282,7 +266,10 @@ def test_casts_to_fp8():
         eps = 2.0**-20
         x = torch.cat([numbers, middle, middle * (1 + eps), middle * (1 - eps), torch.tensor([math.nan])])
         result = gemmery.matmul(
-            torch.zeros(1, 1), torch.zeros(1, len(x)), epilogue=lambda acc, x, t=dtype: (acc * 0 + x).to(t), args=(x,)
+            torch.zeros(1, 1),
+            torch.zeros(1, len(x)),
+            epilogue=lambda acc, x, t=dtype: (acc * 0 + x).to(t),
+            args=(x,),
         )
         want = x.to(dtype)[None]
         same = result.view(torch.uint8) == want.view(torch.uint8)
@@ -290,7 +277,10 @@ def test_casts_to_fp8():
         assert (same | (result.float().isnan() & want.float().isnan()) | (x == 0)).all()
     beyond = torch.tensor([449.0, 500, 1e30, math.inf, -449, -math.inf])
     result = gemmery.matmul(
-        torch.zeros(1, 1), torch.zeros(1, 6), epilogue=lambda acc, x: (acc + x).to(torch.float8_e4m3fn), args=(beyond,)
+        torch.zeros(1, 1),
+        torch.zeros(1, 6),
+        epilogue=lambda acc, x: (acc + x).to(torch.float8_e4m3fn),
+        args=(beyond,),
     )
     assert result.float().flatten().tolist() == [448] * 4 + [-448] * 2
 
@@ -389,7 +379,8 @@ def test_uniform_is_the_kernels():
         out = torch.empty(1024)
         _uniform[1,](out, torch.tensor(seed), torch.tensor(0), 1024)
         assert torch.equal(out, random.uniform(torch.empty(2, 16, 32), seed).flatten())
-        assert 0 <= out.min() and out.max() < 1
+        assert out.min() >= 0
+        assert out.max() < 1
         assert abs(out.mean() - 0.5) < 0.05
 
 

@@ -75,7 +75,9 @@ def stand_ins(rank: int, odd: bool) -> tuple[Sizes, Sizes]:
 # Decompositions
 
 #: Reductions whose pieces could not be put together again from sums and maxima.
-_WHOLE = ("logsumexp", "mean", "var", "std", "linalg_vector_norm", "norm", "any", "all", "gelu")
+_WHOLE = ("logsumexp", "mean", "var", "std", "linalg_vector_norm", "norm", "any", "all")
+#: Functions for which kernels have one of their own.
+_KNOWN = ("gelu",)
 
 
 @functools.cache
@@ -88,7 +90,11 @@ def _decompositions() -> dict[Any, Any]:
         aten.leaky_relu_backward, aten.sigmoid_backward, aten.silu_backward, aten.tanh_backward,
     ]  # fmt: skip
     table.update(get_decompositions(more))
-    return {op: how for op, how in table.items() if op.name().split("::")[1].split(".")[0] not in _WHOLE}
+    return {
+        op: how
+        for op, how in table.items()
+        if op.name().split("::")[1].split(".")[0] not in (*_WHOLE, *_KNOWN)
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -223,12 +229,18 @@ def _name(function: Any) -> str:
 
 def _reason(error: Exception) -> str:
     kind = type(error).__name__
+    if "allow_non_fake_inputs" in str(error):
+        return "it uses a tensor that is neither an argument nor a variable of its own; pass it through args"
     if "DataDependent" in kind or "data-dependent" in str(error) or "_local_scalar_dense" in str(error):
         return (
             "its control flow, or a Python number in it, depends on the data of a tensor; use torch.where and operators "
             f"on tensors ({kind})"
         )
     return f"{kind}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+
+
+#: Operators whose plain integers are places along a dimension.
+_PLACES = (aten.slice.Tensor, aten.split.Tensor)
 
 
 def _text(graph: fx.Graph, sizes: Sizes) -> str:
@@ -243,9 +255,15 @@ def _text(graph: fx.Graph, sizes: Sizes) -> str:
             return str(value)
         return words.get(value, str(value))
 
+    def argument(node: fx.Node, value: Any) -> Any:
+        # Numbers that are not sizes have to be the same ones.
+        places = isinstance(value, list | tuple) or node.target in _PLACES
+        return word(value) if places else f"{type(value).__name__} {value}"
+
     lines = []
     for node in graph.nodes:
-        inputs = [word(x) for x in node.args] + [f"{k}={word(v)}" for k, v in sorted(node.kwargs.items())]
+        inputs = [argument(node, x) for x in node.args]
+        inputs += [f"{k}={argument(node, v)}" for k, v in sorted(node.kwargs.items())]
         shape = word(list(node.meta["val"].shape)) if isinstance(node.meta.get("val"), Tensor) else ""
         lines.append(f"{node.name} {node.target} {inputs} {shape}")
     return "\n".join(lines)

@@ -94,8 +94,8 @@ def keep_inside(x, shape, col, NEUTRAL: tl.constexpr, ROWS: tl.constexpr, COLS: 
 
 @triton.jit
 def row_exponentials(x, largest):
-    """The sum of exp(x - largest) over each row, 0 where all are -infinity."""
-    shift = tl.where(largest == float("-inf"), 0.0, largest)
+    """The sum of exp(x - largest) over each row, or of exp(x) where the largest is infinite: infinity or 0."""
+    shift = tl.where(tl.abs(largest) == float("inf"), 0.0, largest)
     return tl.sum(tl.exp(x - shift[:, None]), 1)
 
 
@@ -187,9 +187,11 @@ def log1p(x):
 def expm1(x):
     """Kahan's correction of exp(x) - 1 for what the subtraction cancels."""
     y = tl.exp(x)
-    log = tl.where((y == 1.0) | (y == 0.0) | (y == float("inf")), 1.0, tl.log(y))
+    # Of a y that is subnormal, the logarithm is not x.
+    far = (y < 1e-20) | (y == float("inf"))
+    log = tl.where((y == 1.0) | far, 1.0, tl.log(y))
     corrected = (y - 1.0) * x / log
-    return tl.where(y == 1.0, x, tl.where((y == 0.0) | (y == float("inf")), y - 1.0, corrected))
+    return tl.where(y == 1.0, x, tl.where(far, y - 1.0, corrected))
 
 
 @triton.jit

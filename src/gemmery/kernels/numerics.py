@@ -40,7 +40,7 @@ def dot(a, b, acc, PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr):
 
 @triton.jit
 def to_fp8(x, DTYPE: tl.constexpr):
-    """fp32 as fp8 in the interpreter, whose own conversion rounds ties up, cuts subnormals off and knows no NaN in e4m3."""
+    """fp32 as fp8 in the interpreter, whose own way rounds ties up, cuts subnormals off and has no NaN in e4m3."""
     E4M3: tl.constexpr = tl.float8e4nv == DTYPE
     fraction: tl.constexpr = 3 if E4M3 else 2
     least: tl.constexpr = 127 - 6 if E4M3 else 127 - 14
@@ -62,8 +62,8 @@ def to_fp8(x, DTYPE: tl.constexpr):
 def cast(x, DTYPE: tl.constexpr):
     """`x` in the type of the output, rounded to nearest even everywhere.
 
-    The interpreter truncates fp32 to bf16; there the rounding is written out on the bits. NaN stays NaN. What e4m3 can't
-    hold becomes ±448, as in torch and by the hardware's conversion.
+    The interpreter truncates fp32 to bf16; there the rounding is written out on the bits. NaN stays NaN. What is too
+    large for e4m3 becomes ±448, as in torch and by the hardware's conversion.
     """
     if INTERPRETED and DTYPE.is_fp8():
         return to_fp8(x.to(tl.float32), DTYPE)

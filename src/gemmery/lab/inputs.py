@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..problem import Precision
+from .fusions import FUSIONS
 from .suites import BATCH_NAMES, LAYOUTS, MATRIX_NAMES, Row
 
 
@@ -64,6 +65,7 @@ class Inputs:
         out: (..., M, N), the same for all methods.
         kind: the types, and how exact the result has to be.
         row: the row that they were made for.
+        args: what the row's epilogue is given besides the product.
     """
 
     a: Tensor
@@ -71,6 +73,7 @@ class Inputs:
     out: Tensor
     kind: Kind
     row: Row
+    args: tuple[Tensor, ...] = ()
 
 
 # --- making them ----------------------------------------------------------------------------------------------------
@@ -147,6 +150,10 @@ def make_inputs(row: Row, dtype: str, seed: int, device: str = "cuda") -> Inputs
     kind = KINDS[dtype]
     fill = random_numbers(kind.dtype, generator)
     a, b = (make_operand(row, name, fill) for name in ("a", "b"))
+    if row.epilogue:
+        fusion = FUSIONS[row.epilogue]
+        out = torch.empty(row.M, row.N // 2 if fusion.halves else row.N, dtype=kind.out, device=device)
+        return Inputs(a, b, out, kind, row, fusion.arguments(row, fill))
     out = make_operand(row, "out", lambda shape: torch.empty(shape, dtype=kind.out, device=device))
     return Inputs(a, b, out, kind, row)
 
@@ -182,6 +189,12 @@ def relative_error(inputs: Inputs, rows: Sequence[int]) -> float:
     # By its bytes: torch selects no rows of fp8.
     plain = inputs.a.view(torch.int8) if inputs.a.dtype.itemsize == 1 else inputs.a
     left = plain.index_select(-2, index).view(inputs.a.dtype).double()
+    if inputs.row.epilogue:
+        # Whole rows: an epilogue may combine columns.
+        args = [x.double() if x.dim() == 1 else x.index_select(0, index).double() for x in inputs.args]
+        reference = FUSIONS[inputs.row.epilogue].function(left @ inputs.b.double(), *args)
+        got = inputs.out.index_select(-2, index).double()
+        return ((got - reference).norm() / reference.norm()).item()
     wrong = norm = 0.0
     for start in range(0, inputs.b.shape[-1], CHECKED_COLUMNS):
         columns = slice(start, start + CHECKED_COLUMNS)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .fusions import FUSIONS, in_torch
 from .inputs import Inputs
 from .timing import Call
 
@@ -45,6 +46,9 @@ def gemmery_call(inputs: Inputs) -> Call:
     import gemmery
 
     a, b, out, asked = inputs.a, inputs.b, inputs.out, _asked(inputs)
+    if inputs.row.epilogue:
+        epilogue = gemmery.epilogue(FUSIONS[inputs.row.epilogue].function)
+        return partial(gemmery.linear, a, b.mT, epilogue=epilogue, args=inputs.args, **asked)
     match inputs.row.call:
         case "matmul":
             return partial(gemmery.matmul, a, b, **asked)
@@ -62,6 +66,10 @@ def gemmery_plan(inputs: Inputs) -> Plan | None:
     """What gemmery does for these inputs; None where the torch reference serves."""
     import gemmery
 
+    if inputs.row.epilogue:
+        return gemmery.plan(
+            inputs.a, inputs.b, epilogue=FUSIONS[inputs.row.epilogue].function, args=inputs.args, **_asked(inputs)
+        )
     return gemmery.plan(inputs.a, inputs.b, out=inputs.out, **_asked(inputs))
 
 
@@ -85,7 +93,9 @@ def _product(inputs: Inputs) -> Callable[..., Tensor]:
 
 
 def cublas(inputs: Inputs) -> Call:
-    """torch, which is the vendor's BLAS: the call of the same kind as ours."""
+    """torch, which is the vendor's BLAS: the call of the same kind as ours, an epilogue one operator after the other."""
+    if inputs.row.epilogue:
+        return partial(in_torch(FUSIONS[inputs.row.epilogue].function), inputs.a, inputs.b.mT, *inputs.args)
     product, call = _product(inputs), inputs.row.call
     if call == "linear":
         return partial(torch.nn.functional.linear, inputs.a, inputs.b.mT)
@@ -94,16 +104,20 @@ def cublas(inputs: Inputs) -> Call:
     return partial(product, inputs.a, inputs.b, out=inputs.out)
 
 
-def compiled(inputs: Inputs) -> Call:
-    """torch.compile of the product, with its own search over templates and the vendor's BLAS."""
+def compiled(inputs: Inputs, mode: str = "max-autotune-no-cudagraphs") -> Call:
+    """torch.compile of the product, and of what is behind it, with its own search over templates and the vendor's BLAS."""
+    # Without it, the eighth shape in a process would run uncompiled.
+    torch._dynamo.reset()
+    if inputs.row.epilogue:
+        function = in_torch(FUSIONS[inputs.row.epilogue].function)
+        best = torch.compile(function, mode=mode, dynamic=False, fullgraph=True)
+        return partial(best, inputs.a, inputs.b.mT, *inputs.args)
     multiply = _product(inputs)
 
     def product(a: Tensor, b: Tensor) -> Tensor:
         return multiply(a, b)
 
-    # Without it, the eighth shape in a process would run uncompiled.
-    torch._dynamo.reset()
-    best = torch.compile(product, mode="max-autotune-no-cudagraphs", dynamic=False, fullgraph=True)
+    best = torch.compile(product, mode=mode, dynamic=False, fullgraph=True)
     return partial(best, inputs.a, inputs.b)
 
 
@@ -126,8 +140,8 @@ def _rung(number: int) -> Any:
 def seed(inputs: Inputs) -> Call:
     """The tutorials' own kernels: rung 8, with descriptors, where it takes the operands, else the autotuned rung 6."""
     a, b, out = inputs.a, inputs.b, inputs.out
-    if inputs.row.batch:
-        raise Unsuited("the tutorials multiply two matrices, no batches")
+    if inputs.row.batch or inputs.row.epilogue:
+        raise Unsuited("the tutorials multiply two matrices, no batches, with nothing behind them")
     calls: tuple[Call, ...] = (
         lambda: _rung(8).matmul(a, b.mT, out),
         lambda: _rung(6).matmul(a, b, out),
@@ -143,4 +157,9 @@ def seed(inputs: Inputs) -> Call:
     raise Unsuited(refusal)
 
 
-PEERS: dict[str, Method] = {"cublas": cublas, "compile": compiled, "seed": seed}
+PEERS: dict[str, Method] = {
+    "cublas": cublas,
+    "compile": compiled,
+    "compile_default": partial(compiled, mode="default"),
+    "seed": seed,
+}

@@ -26,6 +26,8 @@ BATCH_NAMES = "xyz"
 #: Names of the dimensions of the matrices in an order.
 MATRIX_NAMES = {"a": "mk", "b": "kn", "out": "mn"}
 #: What a row calls: `matmul` into a given output or a new one, `linear`, or a plan made beforehand.
+#: Epilogues, which `fusions` has.
+EPILOGUES = ("swiglu", "bias", "bias_gelu", "bias_gelu_tanh", "bias_relu_squared", "bias_residual")
 CALLS = ("matmul_out", "matmul", "linear", "plan")
 
 
@@ -44,6 +46,7 @@ class Row:
         dtype: of `DTYPES`; None where the suite is run in any.
         call: of `CALLS`.
         batch_invariant: whether ours is asked for results that do not depend on M.
+        epilogue: of `EPILOGUES`, or "" for a bare product.
     """
 
     name: str
@@ -57,6 +60,7 @@ class Row:
     dtype: str | None = None
     call: str = "matmul_out"
     batch_invariant: bool = False
+    epilogue: str = ""
 
     @property
     def matrices(self) -> int:
@@ -112,6 +116,11 @@ PARTS: dict[str, tuple[str, Callable[[Row], bool]]] = {
     "layouts_plain": ("layouts", _plain_not_nt),
     "bmm_cubes": ("bmm", _cubes),
     "dtypes_int8_tf32": ("dtypes", _int8_tf32),
+    "fused_swiglu": ("fused", lambda row: row.epilogue == "swiglu" and row.M >= 512),
+    "fused_swiglu_small": ("fused", lambda row: row.epilogue == "swiglu" and row.M < 512),
+    "fused_bias": (
+        "fused", lambda row: row.epilogue in ("bias_gelu", "bias_relu_squared", "bias_residual")
+    ),
     "launch_out": ("launch", lambda row: row.call == "matmul_out"),
     "launch_plan": ("launch", lambda row: row.call == "plan"),
 }
@@ -213,7 +222,7 @@ def _row(value: Any, where: str) -> Row:
     for name in MATRIX_NAMES:
         if name in value:
             _check_operand(name, value[name], len(batch), where)
-    for name, allowed in (("dtype", DTYPES), ("call", CALLS), ("batch_invariant", (True, False))):
+    for name, allowed in (("dtype", DTYPES), ("call", CALLS), ("batch_invariant", (True, False)), ("epilogue", EPILOGUES)):
         if name in value and value[name] not in allowed:
             words = ", ".join(map(str, allowed))
             raise ValueError(f"{where}: {name} is {value[name]!r}; it must be one of {words}")

@@ -81,9 +81,13 @@ def is_plain(module: nn.Module) -> TypeGuard[Linear]:
 
     A block that reads a layer's parameters itself asks this at every call: hooks and adapters come after it was made.
     """
+    return type(module) is Linear and is_untouched(module)
+
+
+def is_untouched(module: nn.Module) -> bool:
+    """Whether calling a module runs its class's forward and nothing else; `own_code` in little time."""
     return (
-        type(module) is Linear
-        and not module._forward_hooks
+        not module._forward_hooks
         and not module._forward_pre_hooks
         and not module._backward_hooks
         and not module._backward_pre_hooks

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ..api import linear
 from ..problem import Precision
-from .activations import Activation, activation
-from .linear import Linear, is_plain
+from .activations import Activation, activation, recognised
+from .linear import Linear, is_plain, is_untouched
 
 ActivationLike = str | Callable[..., Tensor] | Activation
 
@@ -165,8 +165,8 @@ class MLP(nn.Module):
     """`down(act(up(x)))`, with the activation in the first product's kernel.
 
     Its layers are gemmery's: `up.weight` is (hidden_features, in_features) and `down.weight` (out_features,
-    hidden_features). Where a layer has been given hooks, or has been replaced by an adapter, it is called as a module, so
-    that those run.
+    hidden_features). Where a layer has been given hooks, or has been replaced by an adapter, it is called as a module,
+    so that those run.
 
     Args:
         in_features: the last dimension of the input.
@@ -227,10 +227,10 @@ class MLP(nn.Module):
 class GatedMLP(nn.Module):
     """`down(act(gate(x)) * up(x))`, as SwiGLU and GeGLU blocks are, with all that is elementwise inside a product.
 
-    With `stacked`, `gate_up.weight` is (2 * hidden_features, in_features), the gate's rows first: one product
-    computes both and halves its own result. Without, `gate.weight` and `up.weight` are (hidden_features,
-    in_features) each, as most checkpoints have them. `down.weight` is (out_features, hidden_features). Layers with hooks, and what has been put in
-    the place of a layer, are called as modules, so that their code runs.
+    With `stacked`, `gate_up.weight` is (2 * hidden_features, in_features), the gate's rows first: one product computes
+    both and halves its own result. Without, `gate.weight` and `up.weight` are (hidden_features, in_features) each, as
+    most checkpoints have them. `down.weight` is (out_features, hidden_features). Layers with hooks, and what has been
+    put in the place of a layer, are called as modules, so that their code runs.
 
     Args:
         in_features: the last dimension of the input.
@@ -304,7 +304,7 @@ class GatedMLP(nn.Module):
 
 def activated(layer: nn.Module, act: Activation, module: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """`module(layer(x))`, where `module` computes `act`: fused if calling the layer would do nothing else."""
-    if not is_plain(layer):
+    if not (is_plain(layer) and _computes(module, act)):
         y: Tensor = module(layer(x))
         return y
     return activated_linear(
@@ -316,13 +316,20 @@ def gated(
     gate: nn.Module, up: nn.Module, act: Activation, module: Callable[[Tensor], Tensor], x: Tensor
 ) -> Tensor:
     """`module(gate(x)) * up(x)`, where `module` computes `act`: fused if calling the layers would do nothing else."""
-    if not (is_plain(gate) and is_plain(up)):
+    if not (is_plain(gate) and is_plain(up) and _computes(module, act)):
         y: Tensor = module(gate(x)) * up(x)
         return y
     return gated_linear(
         x, gate.weight, up.weight, act, gate.bias, up.bias,
         precision=gate.precision, batch_invariant=gate.batch_invariant,
     )  # fmt: skip
+
+
+def _computes(module: Callable[[Tensor], Tensor], act: Activation) -> bool:
+    """Whether a call of an activation's module would still do what it did when the block was made."""
+    if module is act:
+        return True
+    return recognised(module) is act and (not isinstance(module, nn.Module) or is_untouched(module))
 
 
 def _stacked(layer: nn.Module, act: Activation, x: Tensor) -> Tensor:

@@ -141,12 +141,12 @@ def swap(
 
     These are: every torch.nn.Linear, by a gemmery.nn.Linear; and the feed-forward blocks of Hugging Face's Llama,
     Mistral, Qwen and Gemma (gate, up, activation, down) and of BERT and its relatives (dense and activation), by
-    blocks whose activation runs inside a product. Names, state dicts, tied and shared parameters, training flags and `requires_grad`
-    stay as they are.
+    blocks whose activation runs inside a product. Names, state dicts, tied and shared parameters, training flags and
+    `requires_grad` stay as they are.
 
-    Left alone, each with a reason in the report: layers and blocks with code that a replacement would lose (subclasses,
-    hooks, parametrisations, a patched forward), quantised layers and weights that are no plain tensors, and blocks
-    whose class is not one of those, the layers of which are replaced one by one.
+    Left alone, each with a reason in the report: layers and blocks with code that a replacement would lose
+    (subclasses, hooks, parametrisations, a patched forward), quantised layers and weights that are no plain tensors,
+    and blocks whose class is not one of those, the layers of which are replaced one by one.
 
     Args:
         model: of any dtype and on any device; what a product supports is checked when it runs.

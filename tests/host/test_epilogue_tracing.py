@@ -1,0 +1,437 @@
+"""Which functions are one epilogue, what tracing refuses and how it says so, and the random numbers; all without a kernel."""
+
+import doctest
+import functools
+import inspect
+import operator
+
+import pytest
+import torch
+
+import gemmery
+from gemmery import epilogues, fused
+from gemmery.dispatch import Options
+from gemmery.epilogues import Untraceable, compose, library, random
+from gemmery.epilogues.identity import capture
+from tests.oracle import values
+
+A, B = values((24, 16), torch.float32, 1), values((16, 40), torch.float32, 2)
+OPTIONS = Options(None, "ieee", False, False, None)
+
+
+def program(function, args=(), a=A, b=B):
+    """The device function of an epilogue, made as a product on a GPU would."""
+    return fused.program(fused.make_call("matmul", a, b, None, function, args, None, OPTIONS))
+
+
+def key(function):
+    found = capture(function).key
+    assert found is not None
+    hash(found)
+    return found
+
+
+def line_of(function, text):
+    """Where in this file a function has a line with a text, as errors say it."""
+    lines, first = inspect.getsourcelines(function)
+    return f"{__file__}:{first + next(i for i, line in enumerate(lines) if text in line)}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Identity
+
+
+def test_a_lambda_in_a_loop_is_traced_once():
+    count = []
+
+    def traced():
+        count.append(None)
+
+    traced.__module__ = "torch"  # so that the counter, which changes, is not looked at
+    made = {id(program(lambda acc: (traced(), torch.relu(acc) * 3.25)[1])) for _ in range(5)}
+    assert len(made) == 1
+    # Twice, for two sizes.
+    assert len(count) == 2
+
+
+def test_one_program_serves_all_sizes():
+    function = lambda acc, s: torch.relu(acc) * s  # noqa: E731
+    first = program(function, (torch.ones(40),))
+    assert (
+        program(function, (torch.ones(80),), values((7, 16), torch.float32), values((16, 80), torch.float32))
+        is first
+    )
+    assert program(function, (torch.ones(40, dtype=torch.float16),)) is not first
+    assert program(function, (torch.ones(24, 1),)) is not first
+    assert program(function, (2.0,)) is program(function, (3.5,))
+    assert program(function, (2,)) is not program(function, (2.0,))
+
+
+def test_what_makes_a_function_another():
+    def factor(x):
+        return lambda acc: acc * x
+
+    assert key(factor(2.0)) == key(factor(2.0))
+    assert key(factor(2.0)) != key(factor(3.0))
+    assert key(factor(0.0)) != key(factor(-0.0))
+    assert key(factor(1)) != key(factor(True))
+    assert key(factor(1)) != key(factor(1.0))
+    assert key(factor(torch.ones(3))) == key(factor(torch.zeros(3)))
+    # In one program both would read the same tensor.
+    one, other = torch.ones(3), torch.ones(3)
+    pair = lambda x, y: lambda acc: acc * x + y  # noqa: E731
+    assert key(pair(one, other)) != key(pair(one, one))
+    assert key(lambda acc, x=2: acc * x) != key(lambda acc, x=2: acc - x)
+    assert key(functools.partial(epilogues.softcap, cap=3.0)) == key(
+        functools.partial(epilogues.softcap, cap=3.0)
+    )
+    assert key(functools.partial(epilogues.softcap, cap=3.0)) != key(
+        functools.partial(epilogues.softcap, cap=4.0)
+    )
+
+
+FACTOR = 2.0
+
+
+def by_global(acc):
+    return acc * FACTOR
+
+
+def test_changed_numbers_are_seen(monkeypatch):
+    number = 2.0
+    function = lambda acc: acc * number  # noqa: E731
+    for changed in (2.0, 3.0, -1.5):
+        number = changed
+        assert torch.equal(gemmery.matmul(A, B, epilogue=function), (A @ B) * changed)
+        assert repr(changed) in program(function).source
+        monkeypatch.setitem(globals(), "FACTOR", changed)
+        assert torch.equal(gemmery.matmul(A, B, epilogue=by_global), (A @ B) * changed)
+        assert repr(changed) in program(by_global).source
+
+
+def test_changed_tensors_are_seen():
+    row = torch.zeros(40)
+    function = lambda acc: acc + row  # noqa: E731
+    first = program(function)
+    for i in range(3):
+        row = values((40,), torch.float32, i)
+        call = fused.make_call("matmul", A, B, None, function, (), None, OPTIONS)
+        assert fused.program(call) is first
+        assert call.inputs[0] is row
+        assert torch.equal(gemmery.matmul(A, B, epilogue=function), A @ B + row)
+    row = torch.ones(24, 1)
+    assert program(function) is not first
+
+
+def test_objects_that_change_are_read_anew():
+    class Scale:
+        factor = 2.0
+
+    scale = Scale()
+    function = lambda acc: acc * scale.factor  # noqa: E731
+    assert capture(function).key is None
+    for factor in (2.0, 3.0):
+        scale.factor = factor
+        assert f"{factor}" in program(function).source
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Composition
+
+
+def test_compositions_are_one_epilogue():
+    shift = lambda acc, b: acc + b  # noqa: E731
+    assert key(compose(shift, torch.relu)) == key(compose(shift, torch.relu))
+    assert key(compose(epilogues.bias, epilogues.gelu)) == key(compose(epilogues.bias, epilogues.gelu))
+    assert key(compose(shift, torch.relu)) != key(compose(torch.relu, shift))
+    assert key(compose(epilogues.bias, epilogues.gelu)) != key(compose(epilogues.bias, epilogues.silu))
+    args = (torch.ones(40),)
+    assert program(compose(shift, torch.relu), args) is program(compose(shift, torch.relu), args)
+    # Made of compositions, or of all that is in them.
+    nested = compose(compose(shift), gemmery.epilogue(compose(torch.relu, epilogues.silu)))
+    assert key(nested) == key(compose(shift, torch.relu, epilogues.silu))
+
+
+def test_composition_deals_out_arguments():
+    b, s, r = (
+        values((40,), torch.float32, 3),
+        values((24, 1), torch.float32, 4),
+        values((24, 40), torch.float32, 5),
+    )
+    product = A @ B
+    chained = compose(
+        epilogues.bias,
+        epilogues.relu,
+        lambda acc, s, by=2: acc * s * by,
+        epilogues.residual,
+        epilogues.logsumexp,
+    )
+    want = torch.relu(product + b) * s * 2 + r
+    for x, y in zip(
+        gemmery.matmul(A, B, epilogue=chained, args=(b, s, r)), (want, want.logsumexp(-1)), strict=True
+    ):
+        torch.testing.assert_close(x, y)
+    assert chained.__name__ == "compose(bias, relu, <lambda>, residual, logsumexp)"
+
+
+def test_composition_sees_new_tensors():
+    row = torch.ones(40)
+    made = lambda: compose(lambda acc: acc + row, torch.relu)  # noqa: E731
+    first = program(made())
+    row = row + 1
+    assert program(made()) is first
+    assert torch.equal(gemmery.matmul(A, B, epilogue=made()), torch.relu(A @ B + row))
+
+
+def test_composition_says_what_does_not_fit():
+    with pytest.raises(TypeError, match="compose: given no function"):
+        compose()
+    with pytest.raises(TypeError, match="compose: given a float; it must be a function"):
+        compose(torch.relu, 2.0)
+    with pytest.raises(TypeError, match="takes any number of arguments"):
+        compose(lambda acc, *others: acc)
+    with pytest.raises(TypeError, match="takes no argument"):
+        compose(lambda: 3)
+    text = r"given 1 arguments after the product; the functions take 2: bias 1, relu 0, residual 1"
+    with pytest.raises(TypeError, match=text):
+        gemmery.matmul(
+            A, B, epilogue=compose(epilogues.bias, epilogues.relu, epilogues.residual), args=(B[0],)
+        )
+    with pytest.raises(TypeError, match="logsumexp returns 2 results; only the last"):
+        gemmery.matmul(A, B, epilogue=compose(epilogues.logsumexp, torch.relu))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What can't be traced
+
+
+def data_dependent(acc):
+    if acc.sum() > 0:
+        return acc
+    return -acc
+
+
+def sum_of_all(acc):
+    total = acc * 2
+    return acc, total.sum()
+
+
+def unknown(acc):
+    shifted = acc + 1
+    return shifted.cumsum(-1)
+
+
+def used_again(acc):
+    largest = acc.amax(-1, keepdim=True)
+    return torch.exp(acc - largest)
+
+
+def by_size(acc):
+    return acc / acc.shape[-1]
+
+
+def in_another_function(acc):
+    return unknown(torch.relu(acc))
+
+
+def in_place(acc, r):
+    r.add_(1)
+    return acc + r
+
+
+@pytest.mark.parametrize(
+    ("function", "text", "line"),
+    [
+        (data_dependent, "control flow, or a Python number in it, depends on the data", None),
+        (sum_of_all, "only rows, the last dimension, can be reduced", "total.sum()"),
+        (unknown, "uses aten.cumsum", "cumsum"),
+        (in_another_function, "uses aten.cumsum", None),
+        (used_again, "uses the result of a reduction again", "acc - largest"),
+        (by_size, "does something else for other sizes of the product", None),
+        (lambda acc: acc.t(), "uses aten.permute", None),
+        (lambda acc: acc[:, :7], "takes a slice that is not a half", None),
+        (lambda acc: acc[:3], "takes a slice that is not a half", None),
+        (lambda acc: acc.reshape(-1), "for other sizes of the product", None),
+        (lambda acc: acc @ acc.mT, "uses aten.permute", None),
+        (lambda acc: "product", "returns something else than tensors", None),
+        (lambda acc: acc.to(torch.complex64), "casts to torch.complex64", None),
+        (lambda acc: acc.nonzero(), "aten.nonzero", None),
+        (lambda acc: torch.rand_like(acc) * acc, "uses aten.rand", None),
+        (lambda acc: acc * acc.shape[0], "for other sizes of the product", None),
+        (lambda acc: acc + torch.full_like(acc, acc.shape[-1]), "for other sizes of the product", None),
+    ],
+)
+def test_untraceable(function, text, line):
+    with pytest.raises(Untraceable, match=text) as caught:
+        program(function)
+    message = str(caught.value)
+    name = function.__name__
+    assert f"the epilogue {name}" in message
+    if line is not None:
+        assert line_of(function, line) in message
+    assert isinstance(caught.value, ValueError)
+
+
+def test_untraceable_changes_of_arguments():
+    with pytest.raises(Untraceable, match="changes one of its arguments in place"):
+        program(in_place, (torch.ones(24, 40),))
+
+
+def test_what_can_be_used_is_said():
+    with pytest.raises(
+        Untraceable, match=r"Epilogues can use .*\bexp\b.*\bsigmoid\b.*\bwhere\b.*\blogsumexp\b"
+    ):
+        program(unknown)
+
+
+def test_lines_of_composed_functions():
+    with pytest.raises(Untraceable, match="cumsum") as caught:
+        program(compose(torch.relu, unknown))
+    assert line_of(unknown, "cumsum") in str(caught.value)
+
+
+def test_wrong_numbers_of_arguments():
+    with pytest.raises(
+        Untraceable, match=r"bias \(.*library.py:\d+\) can't be traced: TypeError: .*argument"
+    ):
+        program(epilogues.bias)
+    with pytest.raises(Untraceable, match="the functions take 1: bias 1, relu 0"):
+        program(compose(epilogues.bias, epilogues.relu))
+
+
+def test_tensors_that_are_neither_arguments_nor_variables():
+    class Holder:
+        row = torch.ones(40)
+
+    holder = Holder()
+    with pytest.raises(Untraceable, match="pass it through args"):
+        program(lambda acc: acc + holder.row)
+    # Without a kernel there is nothing against it.
+    assert torch.equal(gemmery.matmul(A, B, epilogue=lambda acc: acc + holder.row), A @ B + 1)
+
+
+@pytest.mark.parametrize("number", (24, 80, 40, 160, 65536, 5))
+def test_numbers_that_happen_to_be_stand_ins_are_numbers(number):
+    assert f"(acc * {float(number)})" in program(lambda acc: acc * number).source
+    a, b = values((3, 24, 16), torch.float32), values((3, 16, 40), torch.float32)
+    assert f"(acc * {float(number)})" in program(lambda acc: acc * number, (), a, b).source
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What calls refuse
+
+
+SHAPES = [(23,), (23, 1), (24, 39), (1, 24, 40), (25, 40), (10,), (40, 24)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes_of_arguments(shape):
+    with pytest.raises(ValueError, match=r"matmul: args\[1\] is \(") as caught:
+        gemmery.matmul(A, B, epilogue=lambda acc, x, y: acc + x + y, args=(1.0, torch.ones(shape)))
+    assert str(shape) in str(caught.value)
+    assert "(24, 40)" in str(caught.value)
+
+
+def test_other_errors():
+    with pytest.raises(TypeError, match="args are an epilogue's; there is none"):
+        gemmery.matmul(A, B, args=(torch.ones(40),))
+    with pytest.raises(TypeError, match="args is a Tensor; it must be a tuple"):
+        gemmery.matmul(A, B, epilogue=epilogues.bias, args=torch.ones(40))
+    with pytest.raises(TypeError, match="args is a float; it must be a tuple"):
+        gemmery.matmul(A, B, epilogue=epilogues.softcap, args=2.0)
+    with pytest.raises(TypeError, match="epilogue is a float; it must be a function"):
+        gemmery.matmul(A, B, epilogue=2.0)
+    with pytest.raises(TypeError, match="given a int; it must be a function"):
+        gemmery.epilogue(3)
+    with pytest.raises(ValueError, match="must be matrices"):
+        gemmery.matmul(A[0], B, epilogue=epilogues.relu)
+    row = torch.ones(7)
+    with pytest.raises(ValueError, match=r"number 0\) is \(7,\)"):
+        gemmery.matmul(A, B, epilogue=lambda acc: acc + row)
+    with pytest.raises(ValueError, match="out_dtype names 2 types; the epilogue returns 1"):
+        gemmery.matmul(A, B, epilogue=epilogues.relu, out_dtype=(torch.float16, None))
+    with pytest.raises(ValueError, match=r"args\[1\] is 9223372036854775808; integers must fit in 64 bits"):
+        gemmery.matmul(A, B, epilogue=epilogues.dropout, args=(0.5, 1 << 63))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Random numbers and the library
+
+
+@pytest.mark.parametrize(
+    ("counter", "seed", "want"),
+    [
+        ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    ],
+)
+def test_philox(counter, seed, want):
+    """The test vectors of Random123."""
+    counter, seed = ([torch.tensor(int(x, 16)) for x in text.split()] for text in (counter, seed))
+    assert " ".join(f"{int(x):08x}" for x in random.philox(tuple(counter), tuple(seed))) == want
+
+
+def test_uniform_counts_row_by_row(monkeypatch):
+    whole = random.uniform(torch.empty(6, 5, 7), 3)
+    assert whole.dtype == torch.float32
+    assert torch.equal(random.uniform(torch.empty(6 * 5 * 7, dtype=torch.float64), 3), whole.flatten())
+    assert torch.equal(random.uniform(torch.empty(7, 5, 6).permute(2, 1, 0), 3), whole)
+    assert torch.equal(random.uniform(torch.empty(6, 5, 7), torch.tensor(3)), whole)
+    assert not torch.equal(random.uniform(torch.empty(6, 5, 7), 4), whole)
+    assert torch.equal(random.uniform(torch.empty(4), 2**64 - 1), random.uniform(torch.empty(4), -1))
+    assert random.uniform(torch.empty(0, 3), 3).shape == (0, 3)
+    monkeypatch.setattr(random, "_PIECE", 64)
+    assert torch.equal(random.uniform(torch.empty(6, 5, 7), 3), whole)
+
+
+def test_uniform_refuses_other_seeds():
+    for seed in (0.5, True, "x", torch.tensor([3]), torch.tensor(3, dtype=torch.int32), torch.tensor(0.5)):
+        with pytest.raises(TypeError, match=r"seed is .*must be"):
+            random.uniform(torch.empty(3), seed)
+
+
+def test_dropout():
+    x = values((200, 300), torch.float32, 1)
+    dropped = epilogues.dropout(x, 0.25, 5)
+    kept = dropped != 0
+    assert abs(kept.double().mean() - 0.75) < 0.01
+    torch.testing.assert_close(dropped[kept], x[kept] / 0.75)
+    assert torch.equal(epilogues.dropout(x, 0.0, 5), x)
+    for p in (-0.1, 1.0, 2):
+        with pytest.raises(ValueError, match="dropout: p is"):
+            epilogues.dropout(x, p, 5)
+    # The backward pass drops the same.
+    _, pullback = torch.func.vjp(lambda x: epilogues.dropout(x, 0.25, 5), x)
+    assert torch.equal(pullback(torch.ones_like(x))[0], kept / 0.75)
+    leaf = x.clone().requires_grad_()
+    epilogues.dropout(leaf, 0.25, torch.tensor(5)).sum().backward()
+    assert torch.equal(leaf.grad, kept / 0.75)
+
+
+def test_uniform_as_an_operator():
+    torch.library.opcheck(torch.ops.gemmery.uniform.default, (torch.empty(3, 5), torch.tensor(7)))
+    assert "uniform(n" not in program(epilogues.relu).source
+    assert "uniform(" in program(epilogues.dropout, (0.5, 3)).source
+    assert program(epilogues.dropout, (0.5, 3)) is program(epilogues.dropout, (0.25, 4))
+
+
+def test_library_is_exported():
+    own = [
+        name
+        for name, x in vars(library).items()
+        if inspect.isfunction(x) and x.__module__ == library.__name__
+    ]
+    for name in own:
+        if not name.startswith("_"):
+            assert getattr(epilogues, name) is getattr(library, name)
+            assert name in epilogues.__all__
+            assert getattr(library, name).__doc__
+    assert operator.attrgetter("epilogues.swiglu")(gemmery) is library.swiglu
+
+
+def test_examples():
+    for module in (library, gemmery.epilogues.function):
+        result = doctest.testmod(module)
+        assert result.attempted > 0
+        assert result.failed == 0
