@@ -73,4 +73,7 @@ def cast(x, DTYPE: tl.constexpr):
         rounded = bits + 0x7FFF + ((bits >> 16) & 1)
         bits = tl.where(x == x, rounded, bits | 0x400000)
         return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    if x.dtype == tl.float64 and DTYPE.is_fp8():
+        # Triton has no other way; torch goes by single precision, too.
+        x = x.to(tl.float32)
     return x.to(DTYPE)

@@ -226,6 +226,8 @@ def check(call: Callable[[], object], inputs: Inputs, rows: Sequence[int]) -> fl
     if left := out.numel() - int(written.sum().item()):
         raise WrongResult(f"{left} of {out.numel()} elements were not written or are not finite")
     error = relative_error(inputs, rows)
-    if not error <= inputs.kind.tolerance:  # written this way round, NaN fails too
-        raise WrongResult(f"relative error {error:.2e} is over {inputs.kind.tolerance:.0e}")
+    # Operator by operator, an epilogue's intermediate results are rounded as well.
+    tolerance = inputs.kind.tolerance * (3 if inputs.row.epilogue else 1)
+    if not error <= tolerance:  # written this way round, NaN fails too
+        raise WrongResult(f"relative error {error:.2e} is over {tolerance:.0e}")
     return error
