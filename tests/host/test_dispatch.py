@@ -170,7 +170,7 @@ def warm(cache, monkeypatch):
             "check_tensors",
             "_remember",
             "_lock",
-            "_needs_dispatcher",
+            "needs_dispatcher",
         ):
             monkeypatch.setattr(dispatch, name, fail)
 

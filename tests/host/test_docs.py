@@ -1,0 +1,127 @@
+"""The pages of docs/, and what README shows: their code runs, and what they quote is what there is."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import gemmery
+from gemmery import epilogues, fused
+from gemmery.dispatch import Options
+from gemmery.epilogues import Untraceable, table
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+EPILOGUES = (ROOT / "docs" / "epilogues.md").read_text()
+
+
+def blocks(path):
+    """The python blocks of a page, compiled so that errors name the page and the line."""
+    text = path.read_text()
+    for found in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        first = text.count("\n", 0, found.start(1))
+        yield first + 1, found[1], compile("\n" * first + found[1], str(path), "exec")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_code_of_pages_runs(page):
+    names = {"__name__": page.stem}
+    count = 0
+    for _, _, code in blocks(page):
+        exec(code, names)
+        count += 1
+    assert count > 0
+
+
+README = {line: (text, code) for line, text, code in blocks(ROOT / "README.md")}
+#: Those that are whole programs and need no GPU.
+WHOLE = [
+    line for line, (text, _) in README.items()
+    if text.startswith("import torch, gemmery") and ('"cuda"' not in text or "is_available()" in text)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", WHOLE, ids=lambda line: f"line-{line}")
+def test_code_of_readme_runs(line):
+    exec(README[line][1], {"__name__": "readme"})
+
+
+def test_code_of_readme_is_found():
+    assert len(WHOLE) >= 3
+
+
+def words(text):
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("group", ["ARITHMETIC", "FLOATING", "LOGICAL", "BOOLEAN", "VIEWS", "CONSTANTS", "REDUCTIONS"])
+def test_all_operators_are_listed(group):
+    section = EPILOGUES.split("## What can be traced")[1].split("\n## ")[0]
+    missing = [name for name in getattr(table, group) if f"`{name}`" not in section]
+    assert not missing
+
+
+def test_all_ready_made_ones_are_listed():
+    section = EPILOGUES.split("### 8.")[1].split("\n### ")[0]
+    missing = [name for name in epilogues.__all__ if name[0].islower() and f"`{name}`" not in section]
+    assert not missing
+
+
+X, W = torch.ones(8, 16), torch.ones(16, 12)
+
+
+class Holder:
+    tensor = torch.ones(12)
+
+
+HOLDER = Holder()
+
+UNTRACEABLE = {
+    "softmax": lambda acc: acc.softmax(-1),
+    "row again": lambda acc: acc * torch.rsqrt(acc.sum(-1, keepdim=True)),
+    "columns": lambda acc: acc.sum(0),
+    "alternating": lambda acc: acc[..., ::2],
+    "control flow": lambda acc: acc if acc.max() > 0 else -acc,
+    "sizes": lambda acc: acc / acc.shape[-1],
+    "thirds": lambda acc: acc.chunk(3, -1)[0],
+    "held": lambda acc: acc * HOLDER.tensor,
+    "nothing": lambda acc: None,
+}
+
+
+@pytest.mark.parametrize("function", UNTRACEABLE.values(), ids=UNTRACEABLE)
+def test_messages_of_tracing_are_quoted(function):
+    call = fused.make_call("matmul", X, W, None, function, (), None, Options(None, "ieee", False, False, None))
+    with pytest.raises(Untraceable) as raised:
+        fused.program(call)
+    text = re.sub(rf"{re.escape(__file__)}:\d+", "FILE:LINE", str(raised.value))
+    text = re.sub(r"Epilogues can use .*", "Epilogues can use ...", text)
+    assert words(text) in words(EPILOGUES)
+
+
+OUT = torch.empty(8, 12)
+CALLS = {
+    "shape": dict(epilogue=epilogues.bias, args=(torch.ones(7),)),
+    "vector": dict(a=X[0], epilogue=epilogues.relu),
+    "args": dict(epilogue=epilogues.bias, args=torch.ones(12)),
+    "no epilogue": dict(args=(1,)),
+    "no function": dict(epilogue="gelu"),
+    "out of two": dict(epilogue=epilogues.logsumexp, out=OUT),
+    "shape of out": dict(epilogue=epilogues.swiglu, out=OUT),
+    "out is read": dict(epilogue=epilogues.residual, args=(OUT,), out=OUT),
+    "out and gradients": dict(a=X.clone().requires_grad_(), epilogue=epilogues.relu, out=OUT),
+    "types": dict(epilogue=epilogues.relu, out_dtype=(torch.float32, torch.float16)),
+    "arguments of a composition": dict(
+        epilogue=epilogues.compose(epilogues.bias, epilogues.relu, epilogues.residual), args=(torch.ones(12),)
+    ),
+}
+
+
+@pytest.mark.parametrize("arguments", CALLS.values(), ids=CALLS)
+def test_messages_of_calls_are_quoted(arguments):
+    with pytest.raises((ValueError, TypeError)) as raised:
+        gemmery.matmul(**{"a": X, "b": W, **arguments})
+    kind = " (TypeError)" if isinstance(raised.value, TypeError) else "\n"
+    # At the end of a line, or with the kind that it is.
+    assert f"`{raised.value}`{kind}" in EPILOGUES
