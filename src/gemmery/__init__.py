@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Config", "Plan", "Problem", "addmm", "batch_invariant", "bmm", "epilogue", "explain", "linear", "matmul", "nn", "plan", "tune",
-    "warmup",
+    "Config", "Plan", "Problem", "addmm", "batch_invariant", "bmm", "epilogue", "explain", "linear", "matmul", "nn",
+    "plan", "tune", "warmup",
 ]  # fmt: skip
 
 #: Where the names are that a program seldom needs, and that are imported when it does.

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from . import fused
-from .dispatch import Options, check_tensor, prepare, run
-from .fused import OutTypes
+from .dispatch import Options, OutTypes, check_tensor, prepare, run
 from .plan import Plan
 from .problem import Config, Precision
 
@@ -42,8 +41,8 @@ def matmul(
         args: what the epilogue is given besides: tensors that broadcast to the product, or to half or twice its
             columns, and Python values.
         out: where the result goes, any strides, no overlap with the inputs.
-        out_dtype: type of the result. The operands' by default; bfloat16 for fp8, int32 for int8. What an epilogue has cast
-            keeps its type; for several results it can be a tuple.
+        out_dtype: type of the result. The operands' by default; bfloat16 for fp8, int32 for int8. What an epilogue has
+            cast keeps its type; for several results it can be a tuple.
         precision: how float32 is multiplied: "ieee" (the default, whatever torch's `allow_tf32` says), "tf32" or
             "tf32x3".
         fast_accum: let fp8 products be summed at the tensor cores' own precision, as `torch._scaled_mm` does.

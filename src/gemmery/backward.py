@@ -1,9 +1,9 @@
 """The backward pass of an epilogue: its vector-Jacobian product, traced as the epilogue itself is.
 
-The gradient of the product, and of the epilogue's arguments, is an elementwise function of the gradients that come in, of
-the product and of the arguments. It runs as one kernel over blocks of memory (`kernels.pointwise`), from the same lowering;
-sums over what was broadcast are torch's. A function whose vector-Jacobian product can't be part of a kernel, such as one
-with a logsumexp, is differentiated by torch itself, operator by operator.
+The gradient of the product, and of the epilogue's arguments, is an elementwise function of the gradients that come in,
+of the product and of the arguments. It runs as one kernel over blocks of memory (`kernels.pointwise`), from the same
+lowering; sums over what was broadcast are torch's. A function whose vector-Jacobian product can't be part of a kernel,
+such as one with a logsumexp, is differentiated by torch itself, operator by operator.
 """
 
 from __future__ import annotations
@@ -35,18 +35,29 @@ _needs: dict[Any, bool] = {}
 def needs_product(call: fused.Call) -> bool:
     """Whether the backward pass of a call looks at the product; if not, it need not be saved."""
     shape = result_shape(call.op, call.a, call.b)
-    dims = [fused.dimensions(call, i, x, shape) if isinstance(x, Tensor) else None for i, x in enumerate(call.inputs)]
+    dims = [
+        fused.dimensions(call, i, x, shape) if isinstance(x, Tensor) else None
+        for i, x in enumerate(call.inputs)
+    ]
     odd = bool(shape[-1] % 2)
     key = None
     if call.captured.key is not None:
         inputs = [(d, x.dtype) if d is not None else repr(x) for x, d in zip(call.inputs, dims, strict=True)]
-        key = (call.captured.key, call.biased, tuple(inputs), len(shape), odd, call.a.dtype, call.a.device.type)
+        key = (
+            call.captured.key,
+            call.biased,
+            tuple(inputs),
+            len(shape),
+            odd,
+            call.a.dtype,
+            call.a.device.type,
+        )
         if key in _needs:
             return _needs[key]
     # What is looked at does not depend on sizes.
     with ThreadPoolExecutor(1) as thread:
         needed = thread.submit(_looks_at_product, call, dims, stand_ins(len(shape), odd)[0]).result()
-    return needed if key is None else fused.keep(_needs, key, needed)  # type: ignore[no-any-return]
+    return needed if key is None else fused.keep(_needs, key, needed)
 
 
 def _looks_at_product(call: fused.Call, dims: Sequence[tuple[str, ...] | None], sizes: Sizes) -> bool:
@@ -78,7 +89,9 @@ class _Pieces:
         places: for each result where its gradient is among `others`, -1 for `first`, None for none.
     """
 
-    def __init__(self, first: Tensor, others: list[Any], places: tuple[int | None, ...], flat: tuple[bool, ...]) -> None:
+    def __init__(
+        self, first: Tensor, others: list[Any], places: tuple[int | None, ...], flat: tuple[bool, ...]
+    ) -> None:
         self.first, self.others, self.places, self.flat = first, others, places, flat
 
     @classmethod
@@ -125,10 +138,21 @@ def _program(
 
     function.__name__ = f"the backward pass of {getattr(call.function, '__name__', 'the epilogue')}"
     values = [*pieces.others, *inputs]
-    names = [fused.dimensions(call, i - count, x, shape) if isinstance(x, Tensor) else None for i, x in enumerate(values)]
+    names = [
+        fused.dimensions(call, i - count, x, shape) if isinstance(x, Tensor) else None
+        for i, x in enumerate(values)
+    ]
     key = None
     if call.captured.key is not None:
-        key = ("backward", call.captured.key, call.biased, call.a.dtype, pieces.places, pieces.flat, tuple(wanted))
+        key = (
+            "backward",
+            call.captured.key,
+            call.biased,
+            call.a.dtype,
+            pieces.places,
+            pieces.flat,
+            tuple(wanted),
+        )
     wide = accumulator(call.a.dtype)
     return fused.lowered_program(function, key, wide, shape, values, names, call.a.device), values
 
@@ -153,7 +177,10 @@ def _pulled(
     shift = 1 if len(inputs) != len(call.inputs) else 0
     own, places = list(inputs[shift:]), [i - shift for i in places if i >= shift]
     inputs = own
-    results, pull = torch.func.vjp(function, product.to(wide), *[own[i] for i in places])
+    vjp: tuple[tuple[Tensor, ...], Any] = torch.func.vjp(
+        function, product.to(wide), *[own[i] for i in places]
+    )  # type: ignore[assignment]
+    results, pull = vjp
     given = [g for g in grads if g is not None]
     flattened = [f for g, f in zip(grads, flat, strict=True) if g is not None]
     of_product, *of_inputs = pull(
@@ -168,7 +195,9 @@ def _pulled(
     return of_product, bias + of_inputs
 
 
-def run(call: fused.Call, product: Tensor | None, grads: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor]:
+def run(
+    call: fused.Call, product: Tensor | None, grads: Sequence[Tensor | None], wanted: Sequence[bool]
+) -> list[Tensor]:
     """Gradients of the product and of those of the call's tensors that are wanted.
 
     Args:
@@ -195,8 +224,13 @@ def _summed(grad: Tensor, tensor: Tensor) -> Tensor:
         return grad.to(tensor.dtype)
     wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
     lead = grad.dim() - tensor.dim()
-    dims = [*range(lead), *(lead + i for i, size in enumerate(tensor.shape) if size == 1 and grad.shape[lead + i] != 1)]
-    return grad.sum(dims, dtype=wide).reshape(tensor.shape).to(tensor.dtype) if dims else grad.to(tensor.dtype)
+    dims = [
+        *range(lead),
+        *(lead + i for i, size in enumerate(tensor.shape) if size == 1 and grad.shape[lead + i] != 1),
+    ]
+    return (
+        grad.sum(dims, dtype=wide).reshape(tensor.shape).to(tensor.dtype) if dims else grad.to(tensor.dtype)
+    )
 
 
 def _by_torch(
@@ -223,5 +257,3 @@ def _by_kernel(
     results = Results(made, tuple(pieces.first.shape), types, accumulator(call.a.dtype))
     of_product, *of_inputs = pointwise(results, pieces.first, values)
     return of_product, of_inputs
-
-

@@ -34,10 +34,14 @@ _AUTOCAST_DEVICES = ("cpu", "cuda")
 _AUTOCAST = (torch.float16, torch.bfloat16, torch.float32)
 
 
+#: A type for the result, or with an epilogue one for each of its results.
+OutTypes = torch.dtype | tuple[torch.dtype | None, ...] | None
+
+
 class Options(NamedTuple):
     """How a product is to be computed, in the words of `api.matmul`."""
 
-    out_dtype: torch.dtype | None = None
+    out_dtype: OutTypes = None
     precision: Precision = "ieee"
     fast_accum: bool = False
     batch_invariant: bool = False
@@ -45,7 +49,7 @@ class Options(NamedTuple):
 
 
 #: Options as they come with a call: a plain tuple is made in no time.
-OptionValues = tuple[torch.dtype | None, Precision, bool, bool, Config | dict[str, Any] | str | None]
+OptionValues = tuple[OutTypes, Precision, bool, bool, Config | dict[str, Any] | str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +130,7 @@ def result_shape(op: str, a: Tensor, b: Tensor) -> tuple[int, ...]:
     return (*batch, *rows, *cols)
 
 
-def result_dtype(op: str, a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
+def result_dtype(op: str, a: Tensor, b: Tensor, out_dtype: OutTypes) -> torch.dtype:
     """The type of the result; TypeError where the operands' types, or the one asked for, are not supported."""
     first, second, _ = operand_names(op)
     for name, tensor in ((first, a), (second, b)):

@@ -11,7 +11,7 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch.compiler import is_compiling
 from . import devices, reference
 from .dispatch import (
     Options,
+    OutTypes,
     check_scalars,
     check_tensor,
     check_tensors,
@@ -38,8 +39,6 @@ from .plan import PLANS, Plan, make_plan, runs_on
 from .problem import Config, Fusion, accumulator
 from .results import Results
 
-OutTypes = torch.dtype | tuple[torch.dtype | None, ...] | None
-
 
 @dataclass(frozen=True)
 class Call:
@@ -51,7 +50,7 @@ class Call:
         inputs: its arguments after the product, those tensors behind them; plain Python values among them.
         biased: whether the first of them is added to the product before the function sees it.
         between: elements from the left half of b's columns to the right one, where these are two matrices; else 0.
-        saves: whether the product that the function sees is a last result, in the operands' type, for the backward pass.
+        saves: whether the product that the function sees is a last result, in the operands' type, for the gradient.
     """
 
     op: str
@@ -101,8 +100,8 @@ def outputs_of(call: Call, product: Tensor, inputs: Sequence[Any] | None = None)
 def output_types(call: Call, outputs: Sequence[tuple[torch.dtype, bool]]) -> list[torch.dtype]:
     """The types of results, given those that the function leaves them in and which are matrices.
 
-    What is still in the accumulator's type becomes the type of a product, or the one that was asked for; reduced rows, and
-    what the function has cast, stay.
+    What is still in the accumulator's type becomes the type of a product, or the one that was asked for; reduced rows,
+    and what the function has cast, stay.
     """
     if call.saves:
         return [*output_types(replace(call, saves=False), outputs[:-1]), call.a.dtype]
@@ -146,7 +145,7 @@ def plan(
     op: str, a: Tensor, b: Tensor, bias: Tensor | None, epilogue: Any, args: Sequence[Any], out: Tensor | None,
     out_dtype: OutTypes, options: Options,
 ) -> Plan | None:  # fmt: skip
-    """What `product` with these arguments launches; None where it launches nothing. It is run by products, not by itself."""
+    """What `product` with these arguments launches; None where it launches nothing. Products run it, not its `run`."""
     call = make_call(op, a, b, bias, epilogue, args, out_dtype, options)
     if devices.current(call.a.device) is None or 0 in result_shape(call.op, call.a, call.b):
         return None
@@ -262,8 +261,11 @@ _programs: dict[Any, Program] = {}
 _prepared: dict[Any, Prepared] = {}
 _lock = threading.Lock()
 
+V = TypeVar("V")
 
-def keep(kept: dict[Any, Any], key: Any, value: Any) -> Any:
+
+def keep(kept: dict[Any, V], key: Any, value: V) -> V:
+    """The value, which is found again in `kept`; half of what is kept goes when there is too much of it."""
     with _lock:
         if len(kept) >= PLANS:
             for stale in list(kept)[: PLANS // 2]:
@@ -285,7 +287,9 @@ def program(call: Call) -> Program:
     def function(product: Tensor, *inputs: Any) -> tuple[list[Tensor], bool]:
         return call.apply(product, inputs, rebuilt=True)
 
-    dims = [dimensions(call, i, x, shape) if isinstance(x, Tensor) else None for i, x in enumerate(call.inputs)]
+    dims = [
+        dimensions(call, i, x, shape) if isinstance(x, Tensor) else None for i, x in enumerate(call.inputs)
+    ]
     return lowered_program(function, key, accumulator(call.a.dtype), shape, call.inputs, dims, call.a.device)
 
 
@@ -336,7 +340,7 @@ def lowered_program(
         made, inputs=tuple(places[i - 1] for i in made.inputs), numbers=tuple(places[i - 1] for i in made.numbers),
         many=many,
     )  # fmt: skip
-    return made if key is None else keep(_programs, key, made)  # type: ignore[no-any-return]
+    return made if key is None else keep(_programs, key, made)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,10 +1,11 @@
 """Products with an epilogue as operators: what torch.compile, autograd and dispatch modes see of them.
 
-`torch.ops.gemmery.fused` is a call flattened into what an operator can take: tensors, numbers, and the epilogue by its name.
-Its gradient is made of `torch.ops.gemmery.fused_backward`, the epilogue's vector-Jacobian product, and two products.
+`torch.ops.gemmery.fused` is a call flattened into what an operator can take: tensors, numbers, and the epilogue by its
+name. Its gradient is made of `torch.ops.gemmery.fused_backward`, the epilogue's vector-Jacobian product, and two
+products.
 
-What is saved for the backward pass: a, b, the epilogue's arguments, and, where the vector-Jacobian product needs it, the
-bare product in the operands' type, which the same kernel writes.
+What is saved for the backward pass: a, b, the epilogue's arguments, and, where the vector-Jacobian product needs it,
+the bare product in the operands' type, which the same kernel writes.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from . import backward, fused
-from .dispatch import Options, check_forward_mode, right_factor
+from .dispatch import Options, OutTypes, check_forward_mode, result_shape, right_factor
 from .epilogues.function import Epilogue, named
 from .epilogues.identity import capture
 from .ops import LIBRARY, factor_gradients
-from .problem import config_text
+from .problem import accumulator, config_text
 
 _ARGUMENTS = (
     "Tensor a, Tensor b, Tensor[] tensors, float[] numbers, str kinds, str epilogue, bool biased, str out_dtype, "
@@ -55,8 +56,8 @@ def _flatten(inputs: Sequence[Any]) -> tuple[list[Tensor], list[float], str]:
             kinds += "i" if isinstance(value, int) else "f"
         else:
             raise TypeError(
-                f"epilogue: an argument is a {type(value).__name__}; with gradients and under torch.compile, arguments are "
-                f"tensors, numbers, True, False and None"
+                f"epilogue: an argument is a {type(value).__name__}; with gradients and under torch.compile, arguments "
+                f"are tensors, numbers, True, False and None"
             )
     return tensors, numbers, kinds
 
@@ -76,14 +77,14 @@ def _unflatten(tensors: Sequence[Tensor], numbers: Sequence[float], kinds: str) 
     return values
 
 
-def _type_text(out_dtype: fused.OutTypes) -> str:
+def _type_text(out_dtype: OutTypes) -> str:
     """Types as an operator's argument."""
     types = out_dtype if isinstance(out_dtype, tuple) else (out_dtype,)
     names = ",".join(["" if x is None else str(x).removeprefix("torch.") for x in types])
     return names + ("," if isinstance(out_dtype, tuple) else "")
 
 
-def _types(text: str) -> fused.OutTypes:
+def _types(text: str) -> OutTypes:
     types = tuple([getattr(torch, name) if name else None for name in text.split(",")])
     return types[:-1] if "," in text else types[0]
 
@@ -128,10 +129,12 @@ def _fused_fake(*arguments: Any) -> list[Tensor]:
     *flat, save = arguments
     call = _call(*flat)
     if len(call.captured.tensors) and flat[4].count("t") != len(flat[2]):
-        raise ValueError("epilogue: under torch.compile its tensors have to come through args, not from its closure")
+        raise ValueError(
+            "epilogue: under torch.compile its tensors have to come through args, not from its closure"
+        )
     fused.check(call)
-    shape = fused.result_shape("gemm", call.a, call.b)
-    product = call.a.new_empty(shape, dtype=fused.accumulator(call.a.dtype))
+    shape = result_shape("gemm", call.a, call.b)
+    product = call.a.new_empty(shape, dtype=accumulator(call.a.dtype))
 
     def results(call: fused.Call) -> tuple[list[Tensor], bool]:
         made, many = fused.outputs_of(call, product, call.inputs)
@@ -148,11 +151,15 @@ def _fused_backward(*arguments: Any) -> list[Tensor]:
 def _fused_backward_fake(*arguments: Any) -> list[Tensor]:
     *flat, _, _, _, wanted = arguments
     call = _call(*flat)
-    shape = fused.result_shape("gemm", call.a, call.b)
+    shape = result_shape("gemm", call.a, call.b)
     tensors = [x for x in call.inputs if isinstance(x, Tensor)]
     return [
         call.a.new_empty(shape),
-        *[torch.empty_like(x, memory_format=torch.contiguous_format) for x, w in zip(tensors, wanted, strict=True) if w],
+        *[
+            torch.empty_like(x, memory_format=torch.contiguous_format)
+            for x, w in zip(tensors, wanted, strict=True)
+            if w
+        ],
     ]
 
 
@@ -171,7 +178,7 @@ torch.library.register_fake("gemmery::fused_backward", _fused_backward_fake, lib
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     a, b, tensors, *rest, save = inputs
-    numbers, kinds, epilogue = rest[:3]
+    epilogue = rest[2]
     if not a.dtype.is_floating_point or a.dtype.itemsize == 1:
         raise TypeError(f"gemm: no gradient for {a.dtype} operands, but one of the arguments requires it")
     if not save:
@@ -190,13 +197,22 @@ def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     of_results = list(grads)[:-1]
     given = [g for g in of_results if g is not None]
     needs_a, needs_b, needs_tensors = ctx.needs_input_grad[:3]
-    wanted = list(needs_tensors) if isinstance(needs_tensors, list | tuple) else [x.requires_grad for x in tensors]
+    wanted = (
+        list(needs_tensors) if isinstance(needs_tensors, list | tuple) else [x.requires_grad for x in tensors]
+    )
     # torch takes a list of numbers for one value, unless it is empty.
-    rest = (None if ctx.rest[0] else [], *[None] * 9)
+    rest: tuple[Any, ...] = (None if ctx.rest[0] else [], *[None] * 9)
     if not given:
         return None, None, [None] * len(tensors), *rest
     of_product, *of_tensors = torch.ops.gemmery.fused_backward(
-        a, b, tensors, *ctx.rest, product if product.dim() > 1 else None, given, [int(g is not None) for g in of_results], wanted
+        a,
+        b,
+        tensors,
+        *ctx.rest,
+        product if product.dim() > 1 else None,
+        given,
+        [int(g is not None) for g in of_results],
+        wanted,
     )
     _, _, _, _, _, precision, _, batch_invariant, _ = ctx.rest
     grad_a, grad_b = factor_gradients(
@@ -222,7 +238,9 @@ def dispatched(call: fused.Call, epilogue: Any, out: Tensor | None) -> Any:
     tensors, numbers, kinds = _flatten(call.inputs)
     check_forward_mode(call.op, (call.a, call.b, *tensors))
     if out is not None:
-        raise ValueError(f"{call.op}: out= does not support gradients, but one of the arguments requires them")
+        raise ValueError(
+            f"{call.op}: out= does not support gradients, but one of the arguments requires them"
+        )
     held = epilogue if isinstance(epilogue, Epilogue) else Epilogue(call.function)
     how = call.options
     grad = torch.is_grad_enabled() and any(x.requires_grad for x in (call.a, call.b, *tensors))
@@ -235,12 +253,13 @@ def dispatched(call: fused.Call, epilogue: Any, out: Tensor | None) -> Any:
 
 def compiled(
     op: str, a: Tensor, b: Tensor, bias: Tensor | None, epilogue: Any, args: Sequence[Any], out: Tensor | None,
-    out_dtype: fused.OutTypes, how: Options,
+    out_dtype: OutTypes, how: Options,
 ) -> Any:  # fmt: skip
     """A call in code that torch.compile traces."""
     if not isinstance(epilogue, Epilogue):
         raise TypeError(
-            f"{op}: under torch.compile, epilogue must be what gemmery.epilogue(f) returned, made outside of the compiled code"
+            f"{op}: under torch.compile, epilogue must be what gemmery.epilogue(f) returned, made outside of "
+            f"compiled code"
         )
     if out is not None:
         raise ValueError(f"{op}: out= with an epilogue can't be compiled; use what is returned")
@@ -253,5 +272,3 @@ def compiled(
     )  # fmt: skip
     kept = list(results)[: len(results) - 1] if grad else list(results)
     return _finished(kept, len(kept) > 1)
-
-

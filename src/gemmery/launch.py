@@ -122,9 +122,7 @@ class _Access:
         if self.between is not None:
             if not self.described:
                 return access.load_strided_pairs
-            return (
-                access.load_described_pairs_transposed if self.transposed else access.load_described_pairs
-            )
+            return access.load_described_pairs_transposed if self.transposed else access.load_described_pairs
         if not self.described:
             return access.load_strided
         return access.load_described_transposed if self.transposed else access.load_described
@@ -197,7 +195,7 @@ def epilogue_arguments(problem: Problem, slot: int, *given: Any) -> tuple[Any, .
         strides = [part for x in problem.fusion.operands for part in (_steps(x, False), x.row, x.col)]
         slots = (slot,) if problem.fusion.reduces else ()
         return (*tensors, *strides, *map(_parts, numbers), *slots)
-    addend, alpha, beta = (*given, *(None, 1, 1)[len(given) :])
+    addend, alpha, beta = (list(given) + [None, 1, 1][len(given) :])[:3]
     if problem.epilogue == "identity":
         return ()
     if problem.epilogue == "scale":
@@ -273,7 +271,9 @@ class Binding:
             "LOAD_A": self.a.loader(),
             "LOAD_B": self.b.loader(),
             "EPILOGUE": epilogue_of(p),
-            "STORE": access.store_nothing if p.fusion is not None and not p.fusion.stores else self.out.store(),
+            "STORE": access.store_nothing
+            if p.fusion is not None and not p.fusion.stores
+            else self.out.store(),
             "BLOCK_M": c.block_m,
             "BLOCK_N": c.main_n,
             "BLOCK_K": c.block_k,
@@ -305,7 +305,7 @@ class Binding:
         """The kernel's run-time arguments for tensors laid out as the problem says.
 
         Args:
-            given: for the epilogue: addend (None), alpha (1) and beta (1), or for a fused one the tensors and the numbers.
+            given: for the epilogue: addend (None), alpha (1) and beta (1), or for a fused one tensors and numbers.
         """
         p, c, waves = self.problem, self.config, self.waves
         matrices = [

@@ -112,7 +112,7 @@ def make_fused_problem(
     """The Problem of `out = epilogue(a @ b)` for a traced epilogue; see `make_problem`.
 
     Args:
-        extras: what the epilogue reads and writes besides, each with the number of columns that it has or is broadcast to.
+        extras: what the epilogue reads and writes besides, each with the columns that it has or is broadcast to.
         fusion: the epilogue without its operands.
     """
     bare, operands = _fold(a, b, out, extras, device)
@@ -125,7 +125,7 @@ def make_fused_problem(
 def _fold(
     a: Tensor, b: Tensor, out: Tensor, extras: Sequence[tuple[Tensor, int]], device: Device
 ) -> tuple[Problem, list[Operand]]:
-    """The Problem of the bare product, with as few batch dimensions as there can be, and the epilogue's operands in it."""
+    """The Problem of the bare product, with as few batch dimensions as can be, and the epilogue's operands in it."""
     M, K = a.shape[-2:]
     N = b.shape[-1]
     sizes = list(out.shape[:-2])
@@ -147,7 +147,9 @@ def _fold(
     return bare, operands
 
 
-def fold_blocks(first: Tensor, others: Sequence[tuple[Tensor, int]]) -> tuple[tuple[int, ...], int, list[Operand]]:
+def fold_blocks(
+    first: Tensor, others: Sequence[tuple[Tensor, int]]
+) -> tuple[tuple[int, ...], int, list[Operand]]:
     """The batch, the rows and the layouts of matrices that are walked over together, `first` before the others.
 
     Args:

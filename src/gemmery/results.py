@@ -47,7 +47,7 @@ class Results:
         ]
 
     def allocate(self, device: torch.device, slots: int, out: Tensor | None = None) -> list[Any]:
-        """A tensor for each result; for a reduced row a list of (..., M, slots), rows adjacent, one for each of its parts."""
+        """A tensor for each result; for a reduced row a list of (..., M, slots), rows adjacent, one a part."""
         tensors: list[Any] = []
         for output, known in zip(self.program.outputs, self.matrices, strict=True):
             if output.same is not None:
@@ -57,7 +57,9 @@ class Results:
             else:
                 kind = self.wide if self.wide.is_floating_point else torch.float32
                 kind = kind if output.dtype.is_floating_point else torch.int64
-                parts = [torch.empty((slots, *self.shape[:-1]), dtype=kind, device=device) for _ in output.places]
+                parts = [
+                    torch.empty((slots, *self.shape[:-1]), dtype=kind, device=device) for _ in output.places
+                ]
                 tensors.append([part.movedim(0, -1) for part in parts])
         return tensors
 
@@ -83,7 +85,8 @@ class Results:
         """The program's tensors, each with the columns that it has or is broadcast to."""
         width, read = self.shape[-1] // (2 if self.program.paired else 1), len(self.program.inputs)
         return [
-            (x, width if i < read and (x.dim() == 0 or x.shape[-1] == 1) else x.shape[-1]) for i, x in enumerate(extras)
+            (x, width if i < read and (x.dim() == 0 or x.shape[-1] == 1) else x.shape[-1])
+            for i, x in enumerate(extras)
         ]
 
     def numbers(self, inputs: Sequence[Any]) -> tuple[float, ...]:
@@ -94,13 +97,17 @@ class Results:
     def finish(self, tensors: list[Any]) -> list[Tensor]:
         """The results, once the kernel has run: the parts of reduced rows are put together."""
         return [
-            x if output.reduced is None else _joined(output.reduced, x, self._columns(output.reduced.columns)).to(dtype)
+            x
+            if output.reduced is None
+            else _joined(output.reduced, x, self._columns(output.reduced.columns)).to(dtype)
             for output, x, dtype in zip(self.program.outputs, tensors, self.types, strict=True)
         ]
 
     def apart(self, tensors: list[Tensor]) -> list[Tensor]:
         """Results of which no two are one tensor, as torch's functions return them."""
-        return [x if y.same is None else x.clone() for x, y in zip(tensors, self.program.outputs, strict=True)]
+        return [
+            x if y.same is None else x.clone() for x, y in zip(tensors, self.program.outputs, strict=True)
+        ]
 
 
 def _joined(reduction: Reduction, parts: list[Tensor], columns: int) -> Tensor:

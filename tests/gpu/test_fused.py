@@ -97,7 +97,9 @@ def test_ready_made(name, dtype):
 
 
 @pytest.mark.parametrize(
-    "function", [F.softplus, F.elu, F.mish, F.hardswish, F.logsigmoid, torch.expm1, torch.erf], ids=lambda function: function.__name__
+    "function",
+    [F.softplus, F.elu, F.mish, F.hardswish, F.logsigmoid, torch.expm1, torch.erf],
+    ids=lambda function: function.__name__,
 )
 def test_torch_functions(function):
     a, b = operands(size(200), size(300), 64, "NT", torch.float32)

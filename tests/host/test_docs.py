@@ -55,7 +55,9 @@ def words(text):
     return " ".join(text.split())
 
 
-@pytest.mark.parametrize("group", ["ARITHMETIC", "FLOATING", "LOGICAL", "BOOLEAN", "VIEWS", "CONSTANTS", "REDUCTIONS"])
+@pytest.mark.parametrize(
+    "group", ["ARITHMETIC", "FLOATING", "LOGICAL", "BOOLEAN", "VIEWS", "CONSTANTS", "REDUCTIONS"]
+)
 def test_all_operators_are_listed(group):
     section = EPILOGUES.split("## What can be traced")[1].split("\n## ")[0]
     missing = [name for name in getattr(table, group) if f"`{name}`" not in section]
@@ -92,7 +94,9 @@ UNTRACEABLE = {
 
 @pytest.mark.parametrize("function", UNTRACEABLE.values(), ids=UNTRACEABLE)
 def test_messages_of_tracing_are_quoted(function):
-    call = fused.make_call("matmul", X, W, None, function, (), None, Options(None, "ieee", False, False, None))
+    call = fused.make_call(
+        "matmul", X, W, None, function, (), None, Options(None, "ieee", False, False, None)
+    )
     with pytest.raises(Untraceable) as raised:
         fused.program(call)
     text = re.sub(rf"{re.escape(__file__)}:\d+", "FILE:LINE", str(raised.value))

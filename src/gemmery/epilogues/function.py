@@ -19,8 +19,8 @@ _by_name: weakref.WeakValueDictionary[str, Epilogue[Any, Any]] = weakref.WeakVal
 class Epilogue(Generic[P, R]):
     """A torch function over a product that runs inside the kernel that makes it.
 
-    Made from a function `f(product, *args)`; calling it calls the function. Products take the function as it is, too; in
-    code under `torch.compile` they take only this, which is one operator there.
+    Made from a function `f(product, *args)`; calling it calls the function. Products take the function as it is, too;
+    in code under `torch.compile` they take only this, which is one operator there.
 
     Attributes:
         name: by which operators know it while it lives, in this process.
@@ -39,7 +39,7 @@ class Epilogue(Generic[P, R]):
         if not callable(function):
             raise TypeError(f"epilogue: given a {type(function).__name__}; it must be a function")
         #: The function; where `identity` and products find it.
-        self.__gemmery_epilogue__ = function
+        self.__gemmery_epilogue__: Callable[P, R] = function
         functools.update_wrapper(self, function, updated=())
         #: Whether it returned a tuple when it ran last; for operators, which return lists.
         self.many = False
@@ -66,8 +66,8 @@ def named(name: str) -> Epilogue[Any, Any]:
     found = _by_name.get(name)
     if found is None:
         raise RuntimeError(
-            f"gemmery: the epilogue {name} is gone; keep what gemmery.epilogue returned as long as code that was compiled "
-            f"with it runs"
+            f"gemmery: the epilogue {name} is gone; keep what gemmery.epilogue returned as long as code that was "
+            f"compiled with it runs"
         )
     return found
 

@@ -97,8 +97,8 @@ def _key(value: Any, tensors: list[Tensor], seen: set[int]) -> Any:
         parts = [(kind, name, _key(x, tensors, seen)) for kind, name, x in _outside(value)]
         return None if any(part[2] is None for part in parts) else (value.__code__, tuple(parts))
     if isinstance(value, functools.partial):
-        inner = [value.func, *value.args, *(x for _, x in sorted(value.keywords.items()))]
-        keys = tuple(_key(x, tensors, seen) for x in inner)
+        held = [value.func, *value.args, *(x for _, x in sorted(value.keywords.items()))]
+        keys = tuple(_key(x, tensors, seen) for x in held)
         return None if None in keys else ("partial", tuple(sorted(value.keywords)), keys)
     if isinstance(value, tuple):
         keys = tuple(_key(x, tensors, seen) for x in value)

@@ -12,7 +12,7 @@ import linecache
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -71,7 +71,7 @@ class Output:
         dtype: as the function leaves it.
         columns: of the output, as "N", "N/2" or "2N"; "" for a reduced row.
         reduced: for such a row, how its parts are put together.
-        places: which of the epilogue's tensors it is, or its parts are; () for the output that the kernel stores itself.
+        places: which of the epilogue's tensors it is, or its parts are; () for what the kernel stores itself.
         same: the number of an output before it that holds the same, if one does.
     """
 
@@ -107,7 +107,9 @@ class Program:
     @property
     def main(self) -> int | None:
         """The output that the kernel stores itself; None where the epilogue stores all."""
-        found = (i for i, x in enumerate(self.outputs) if x.reduced is None and not x.places and x.same is None)
+        found = (
+            i for i, x in enumerate(self.outputs) if x.reduced is None and not x.places and x.same is None
+        )
         return next(found, None)
 
 
@@ -241,9 +243,9 @@ class _Lowering:
                 f"Return it, and use it behind the product",
             )
         special = {
-            "gelu": self._gelu, "where": self._where, "clamp": self._clamp, "pow": self._pow, "square": self._square, "rsub": self._rsub,
-            "_to_copy": self._cast, "split_with_sizes": self._split, "split": self._split, "slice": self._slice,
-            "cat": self._cat,
+            "gelu": self._gelu, "where": self._where, "clamp": self._clamp, "pow": self._pow, "square": self._square,
+            "rsub": self._rsub, "_to_copy": self._cast, "split_with_sizes": self._split, "split": self._split,
+            "slice": self._slice, "cat": self._cat,
         }  # fmt: skip
         if operator_name in special:
             return special[operator_name](node)
@@ -283,6 +285,10 @@ class _Lowering:
             expression = template.format(*[f"({text})" if " " in text else text for text in texts])
             names.append(self.emit(self.rounded(f"({expression})", result.dtype)))
         return Value(tuple(names), result.dtype, rows, wide)
+
+    def shape_of(self, node: Any) -> tuple[int, ...]:
+        """The shape of a node's tensor."""
+        return tuple(node.meta["val"].shape)
 
     def _inputs(self, node: fx.Node) -> list[Any]:
         return [self.values[x] if isinstance(x, fx.Node) else x for x in node.args]
@@ -327,7 +333,7 @@ class _Lowering:
 
     def _clamp(self, node: fx.Node) -> Value:
         x, *bounds = self._inputs(node)
-        low, high = (*bounds, None, None)[:2]
+        low, high = [*bounds, None, None][:2]
         low, high = node.kwargs.get("min", low), node.kwargs.get("max", high)
         kind = node.meta["val"].dtype
         value = self._apply(node, "maximum({0}, {1})", [x, low], kind) if low is not None else x
@@ -358,7 +364,7 @@ class _Lowering:
         return self._apply(node, "{1} - {0}", [x, y], node.meta["val"].dtype)
 
     def _cast(self, node: fx.Node) -> Value:
-        x = self._inputs(node)[0]
+        x: Value = self._inputs(node)[0]
         dtype = node.meta["val"].dtype
         if dtype not in _TL:
             raise self.fail(node, f"casts to {dtype}")
@@ -394,7 +400,8 @@ class _Lowering:
 
     def _split(self, node: fx.Node) -> list[Value]:
         x, size, *dim = self._inputs(node)
-        if dim and dim[0] % node.args[0].meta["val"].dim() != node.args[0].meta["val"].dim() - 1:  # type: ignore[union-attr]
+        rank = len(self.shape_of(node.args[0]))
+        if dim and dim[0] % rank != rank - 1:
             raise self.fail(node, "splits another dimension than the last")
         pieces = [size] if isinstance(size, int) else list(size)
         if len(x.names) == 1 and not x.wide:
@@ -404,11 +411,12 @@ class _Lowering:
         return [replace(x, names=(name,)) for name in x.names]
 
     def _slice(self, node: fx.Node) -> Value:
-        x, *given = self._inputs(node)
-        dim, start, end, step = (*given, *(0, None, None, 1)[len(given) :])
-        shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
-        if shape == node.meta["val"].shape:
-            return x  # type: ignore[no-any-return]
+        inputs = self._inputs(node)
+        x: Value = inputs[0]
+        dim, start, end, step = (inputs[1:] + [0, None, None, 1][len(inputs) - 1 :])[:4]
+        shape = self.shape_of(node.args[0])
+        if shape == self.shape_of(node):
+            return x
         start, end = start or 0, min(shape[dim] if end is None else end, shape[dim])
         start, end = start % shape[dim] if start < 0 else start, end % shape[dim] if end < 0 else end
         halves = {(0, self._width): 0, (self._width, 2 * self._width): 1}
@@ -417,9 +425,10 @@ class _Lowering:
         return replace(x, names=(x.names[halves[start, end]],))
 
     def _cat(self, node: fx.Node) -> Value:
-        pieces = [self.values[x] for x in node.args[0]]  # type: ignore[union-attr]
+        joined: Sequence[Any] = cast(Sequence[Any], node.args[0])
+        pieces = [self.values[x] for x in joined]
         rows, wide, times = self.form(node, node.meta["val"].shape)
-        halves = all(x.meta["val"].shape[-1] == self._width for x in node.args[0])  # type: ignore[union-attr]
+        halves = all(self.shape_of(x)[-1] == self._width for x in joined)
         if len(pieces) != 2 or times != 2 or not halves or any(len(x.names) != 1 for x in pieces):
             raise self.fail(node, "concatenates something else than two halves of the last dimension")
         kind = node.meta["val"].dtype
@@ -427,15 +436,16 @@ class _Lowering:
         return Value(tuple(x.names[0] for x in pieces), kind, rows, wide)
 
     def _constant(self, node: fx.Node, name: str) -> Value:
-        number = {"zeros_like": 0, "zeros": 0, "ones_like": 1, "ones": 1}.get(name)
+        number: Any = {"zeros_like": 0, "zeros": 0, "ones_like": 1, "ones": 1}.get(name)
         if number is None:
-            number = node.args[0] if name == "scalar_tensor" else node.args[1]  # type: ignore[assignment]
+            number = node.args[0] if name == "scalar_tensor" else node.args[1]
         if isinstance(number, fx.Node):
-            return replace(self.values[number], dtype=node.meta["val"].dtype)
+            value: Value = self.values[number]
+            return replace(value, dtype=node.meta["val"].dtype)
         dtype = node.meta["val"].dtype
         if dtype not in _TL:
             raise self.fail(node, f"makes a tensor of {dtype}")
-        number = float(number) if dtype.is_floating_point else number  # type: ignore[arg-type]
+        number = float(number) if dtype.is_floating_point else number
         return Value((self.emit(f"tl.full((), {self.constant(number)}, {self.inside(dtype)})"),), dtype)
 
     def _uniform(self, node: fx.Node) -> Value:
@@ -451,11 +461,10 @@ class _Lowering:
     # Reductions
 
     def _reduction(self, node: fx.Node, kind: str) -> Value:
-        source = node.args[0]
-        x: Value = self.values[source]  # type: ignore[index]
-        shape = source.meta["val"].shape  # type: ignore[union-attr]
-        dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-        dims = [dims] if isinstance(dims, int) else list(dims or [])  # type: ignore[arg-type]
+        x: Value = self._inputs(node)[0]
+        shape = self.shape_of(node.args[0])
+        dims: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+        dims = [dims] if isinstance(dims, int) else list(dims or [])
         if [dim % len(shape) for dim in dims] != [len(shape) - 1] or not (x.rows and x.wide):
             raise self.fail(
                 node,
@@ -539,7 +548,7 @@ def lower(graph: fx.Graph, arguments: Sequence[Argument], sizes: Sizes, name: st
 
 
 def _finished(state: _Lowering, node: fx.Node) -> Program:
-    """The program, once all nodes are lowered: outputs that the kernel does not store itself are stored, and the text."""
+    """The program, once all nodes are lowered, with stores of the outputs that the kernel does not store itself."""
     returned = node.args[0]
     many = isinstance(returned, list | tuple)
     flat = list(returned) if isinstance(returned, list | tuple) else [returned]

@@ -105,7 +105,7 @@ class _Lines(TorchDispatchMode):
     """Notes for each node of the graph which line of the user's function it comes from."""
 
     def __init__(self, files: set[str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.files = files
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -181,7 +181,7 @@ def trace(
     Raises:
         Untraceable: the function looks at data, or its graph depends on the sizes.
     """
-    # In a thread of its own nothing that surrounds the call, such as a mode, a transform or autocast, is traced with it.
+    # In a thread of its own nothing that surrounds the call, such as a mode or autocast, is traced with it.
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(_trace, function, arguments, rank, odd, device).result()
 
@@ -233,8 +233,8 @@ def _reason(error: Exception) -> str:
         return "it uses a tensor that is neither an argument nor a variable of its own; pass it through args"
     if "DataDependent" in kind or "data-dependent" in str(error) or "_local_scalar_dense" in str(error):
         return (
-            "its control flow, or a Python number in it, depends on the data of a tensor; use torch.where and operators "
-            f"on tensors ({kind})"
+            "its control flow, or a Python number in it, depends on the data of a tensor; use torch.where and "
+            f"operators on tensors ({kind})"
         )
     return f"{kind}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
 

@@ -1,8 +1,8 @@
-"""What traced epilogues are made of: how they reach their operands, leave their results, and torch's functions in Triton.
+"""What traced epilogues are made of: how they reach their operands and leave results, and torch's functions in Triton.
 
-An epilogue sees one block of the output, with the corner (row, col), of a matrix of `shape` = (M, columns). Operands come
-as a pointer with `strides` = (steps, stride_row, stride_col), see `operands`; a stride is 0 along a dimension that is
-broadcast. An operand twice as wide as the output has a left (`half` 0) and a right half (1).
+An epilogue sees one block of the output, with the corner (row, col), of a matrix of `shape` = (M, columns). Operands
+come as a pointer with `strides` = (steps, stride_row, stride_col), see `operands`; a stride is 0 along a dimension that
+is broadcast. An operand twice as wide as the output has a left (`half` 0) and a right half (1).
 """
 
 import triton
@@ -71,7 +71,7 @@ def leave_rows(
 ):  # fmt: skip
     """What a block makes of its rows, (ROWS,), where it meets what other blocks made of them.
 
-    There is a place for every `slot` columns of the output; the others that a wide block covers get what changes nothing.
+    There is a place for every `slot` columns of the output; others that a wide block covers get what changes nothing.
     """
     rows = row + tl.arange(0, ROWS)
     first = x + batch_offset(batch, sizes, strides[0]) + rows.to(tl.int64) * strides[1]
@@ -120,6 +120,7 @@ def as_type(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def sigmoid(x):
+    """`1 / (1 + exp(-x))`."""
     return 1.0 / (1.0 + tl.exp(-x))
 
 
@@ -127,8 +128,8 @@ def sigmoid(x):
 def gelu(x):
     """`x * Phi(x)`. In single precision Phi is `exp2` of a polynomial, which is half the work of an error function.
 
-    The polynomial is fitted to log2(2 * Phi(-x)) for 0 <= x <= 5.5; the result is off by less than 2e-7, and by less than
-    3e-4 of itself where it is nearly 0, where `1 + erf(x)` cancels to no better.
+    The polynomial is fitted to log2(2 * Phi(-x)) for 0 <= x <= 5.5; the result is off by less than 2e-7, and by less
+    than 3e-4 of itself where it is nearly 0, where `1 + erf(x)` cancels to no better.
     """
     if x.dtype == tl.float64:
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
@@ -210,11 +211,13 @@ def minimum(x, y):
 
 @triton.jit
 def sign(x):
+    """-1, 0 or 1, and NaN of NaN."""
     return tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, x * 0.0))
 
 
 @triton.jit
 def trunc(x):
+    """Rounded towards 0."""
     return tl.where(x < 0, tl.ceil(x), tl.floor(x))
 
 

@@ -3,8 +3,8 @@
 `out[z] = epilogue(a[z] @ b[z])` for z over the batch, with a of (M, K), b of (K, N), out of (M, N). A tile program is
 one product of a row of blocks of A with a column of blocks of B; `gemm_tiles` starts one program a tile and
 `gemm_persistent` lets as many programs as the machine holds walk over all tiles. The parts come in as constexpr
-functions: ORDER (see `order`), LOAD_A, LOAD_B and STORE (see `operands`) and EPILOGUE (see `epilogues`). With PAIRED, LOAD_B gives each tile columns of both halves of
-B, and the epilogue makes one column of two.
+functions: ORDER (see `order`), LOAD_A, LOAD_B and STORE (see `operands`) and EPILOGUE (see `epilogues`). With PAIRED,
+LOAD_B gives each tile columns of both halves of B, and the epilogue makes one column of two.
 """
 
 import triton

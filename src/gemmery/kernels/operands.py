@@ -165,7 +165,17 @@ def store_strided(
 
 @triton.jit
 def store_nothing(
-    x, shape, strides, sizes, batch, row, col, value, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr
+    x,
+    shape,
+    strides,
+    sizes,
+    batch,
+    row,
+    col,
+    value,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """For epilogues that store all of their results themselves."""
     pass

@@ -194,7 +194,7 @@ def relative_error(inputs: Inputs, rows: Sequence[int]) -> float:
         args = [x.double() if x.dim() == 1 else x.index_select(0, index).double() for x in inputs.args]
         reference = FUSIONS[inputs.row.epilogue].function(left @ inputs.b.double(), *args)
         got = inputs.out.index_select(-2, index).double()
-        return ((got - reference).norm() / reference.norm()).item()
+        return float((got - reference).norm() / reference.norm())
     wrong = norm = 0.0
     for start in range(0, inputs.b.shape[-1], CHECKED_COLUMNS):
         columns = slice(start, start + CHECKED_COLUMNS)

@@ -68,7 +68,11 @@ def gemmery_plan(inputs: Inputs) -> Plan | None:
 
     if inputs.row.epilogue:
         return gemmery.plan(
-            inputs.a, inputs.b, epilogue=FUSIONS[inputs.row.epilogue].function, args=inputs.args, **_asked(inputs)
+            inputs.a,
+            inputs.b,
+            epilogue=FUSIONS[inputs.row.epilogue].function,
+            args=inputs.args,
+            **_asked(inputs),
         )
     return gemmery.plan(inputs.a, inputs.b, out=inputs.out, **_asked(inputs))
 
@@ -93,7 +97,7 @@ def _product(inputs: Inputs) -> Callable[..., Tensor]:
 
 
 def cublas(inputs: Inputs) -> Call:
-    """torch, which is the vendor's BLAS: the call of the same kind as ours, an epilogue one operator after the other."""
+    """torch, which is the vendor's BLAS: the call of the same kind as ours, an epilogue operator by operator."""
     if inputs.row.epilogue:
         return partial(in_torch(FUSIONS[inputs.row.epilogue].function), inputs.a, inputs.b.mT, *inputs.args)
     product, call = _product(inputs), inputs.row.call
@@ -105,7 +109,7 @@ def cublas(inputs: Inputs) -> Call:
 
 
 def compiled(inputs: Inputs, mode: str = "max-autotune-no-cudagraphs") -> Call:
-    """torch.compile of the product, and of what is behind it, with its own search over templates and the vendor's BLAS."""
+    """torch.compile of the product and what is behind it, with its own search over templates and the vendor's BLAS."""
     # Without it, the eighth shape in a process would run uncompiled.
     torch._dynamo.reset()
     if inputs.row.epilogue:

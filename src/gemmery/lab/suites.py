@@ -118,9 +118,7 @@ PARTS: dict[str, tuple[str, Callable[[Row], bool]]] = {
     "dtypes_int8_tf32": ("dtypes", _int8_tf32),
     "fused_swiglu": ("fused", lambda row: row.epilogue == "swiglu" and row.M >= 512),
     "fused_swiglu_small": ("fused", lambda row: row.epilogue == "swiglu" and row.M < 512),
-    "fused_bias": (
-        "fused", lambda row: row.epilogue in ("bias_gelu", "bias_relu_squared", "bias_residual")
-    ),
+    "fused_bias": ("fused", lambda row: row.epilogue in ("bias_gelu", "bias_relu_squared", "bias_residual")),
     "launch_out": ("launch", lambda row: row.call == "matmul_out"),
     "launch_plan": ("launch", lambda row: row.call == "plan"),
 }
@@ -222,7 +220,12 @@ def _row(value: Any, where: str) -> Row:
     for name in MATRIX_NAMES:
         if name in value:
             _check_operand(name, value[name], len(batch), where)
-    for name, allowed in (("dtype", DTYPES), ("call", CALLS), ("batch_invariant", (True, False)), ("epilogue", EPILOGUES)):
+    for name, allowed in (
+        ("dtype", DTYPES),
+        ("call", CALLS),
+        ("batch_invariant", (True, False)),
+        ("epilogue", EPILOGUES),
+    ):
         if name in value and value[name] not in allowed:
             words = ", ".join(map(str, allowed))
             raise ValueError(f"{where}: {name} is {value[name]!r}; it must be one of {words}")

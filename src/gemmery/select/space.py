@@ -158,7 +158,13 @@ class Space:
 
 @functools.cache
 def _space(
-    family: str, kind: str, described: bool, aligned: bool, whole: bool, clustered: bool = False, blocks: bool = False
+    family: str,
+    kind: str,
+    described: bool,
+    aligned: bool,
+    whole: bool,
+    clustered: bool = False,
+    blocks: bool = False,
 ) -> Space:
     """All configs for a kind of operand and what is known of its layout; `whole` leaves out those that cut K."""
     entries = []
