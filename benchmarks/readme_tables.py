@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.records import RESULTS, Bar, Data, bar_of, kind, parts, read_results, regimes, run_line  # noqa: E402
+from benchmarks.records import RESULTS, Bar, Data, bar_of, kind, parts, peers, read_results, regimes, run_line  # noqa: E402
 from gemmery.lab import suites  # noqa: E402
 from gemmery.lab.display import left_out, ratio  # noqa: E402
 from gemmery.lab.suites import Row  # noqa: E402
@@ -60,7 +60,7 @@ def summary_rows(result: Data) -> list[list[str]]:
     failed = sum("error" in row for row in result["rows"])
     lines = []
     for name, found in parts(result):
-        for regime, peer in itertools.product(regimes(result), result["peers"]):
+        for regime, peer in itertools.product(regimes(result), peers(result)):
             figures = found.get(regime, {}).get(peer)
             if figures is None:
                 continue
@@ -72,7 +72,7 @@ def summary_rows(result: Data) -> list[list[str]]:
             lines.append([
                 name.replace("_", " "), kind(result), peer, regime, count + missing,
                 f"**{figures['geomean']:.3f}**", f"{figures['worst']:.3f} ({_cell(figures['worst_row'])})",
-                _verdict(bar_of(name, result, regime) if peer == result["peers"][0] else None, figures, complete),
+                _verdict(bar_of(name, result, regime) if peer == peers(result)[-1] else None, figures, complete),
             ])  # fmt: skip
     return lines
 

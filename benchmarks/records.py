@@ -25,7 +25,7 @@ Data = dict[str, Any]
 
 @dataclass(frozen=True)
 class Bar:
-    """What a suite, or a part of one, has to reach against the first peer.
+    """What a suite, or a part of one, has to reach against its peer, or against the `BEST` of several.
 
     Attributes:
         geomean, worst: least ratios, as geometric mean and in the worst row.
@@ -58,6 +58,8 @@ BARS = {
 }
 #: The version of Triton that results are of where they do not say.
 TRITON = "3.6"
+#: What the fastest peer of each row is called, where there are several.
+BEST = "the best"
 
 
 def read_results(folder: Path) -> list[Data]:
@@ -96,12 +98,28 @@ def regimes(result: Data) -> list[str]:
     return list(result["protocol"]["regimes"])
 
 
+def peers(result: Data) -> list[str]:
+    """What ours is compared with; last what bars are about."""
+    return [*result["peers"], BEST] if len(result["peers"]) > 1 else list(result["peers"])
+
+
+def _with_best(row: Data) -> Data:
+    """A row with its fastest peer as one more."""
+    summary = {}
+    for regime, figures in row.get("summary", {}).items():
+        ratios = figures["ratio"]
+        best = {BEST: min(ratios.values(), key=lambda ratio: ratio["median"])} if ratios else {}
+        summary[regime] = figures | {"ratio": ratios | best}
+    return row | {"summary": summary}
+
+
 def parts(result: Data) -> list[tuple[str, Summary]]:
     """The suite and those parts of it of which rows were measured: name and summary of each."""
-    found = [(result["suite"], summarise(result["rows"]))]
+    rows = [_with_best(row) for row in result["rows"]] if len(result["peers"]) > 1 else result["rows"]
+    found = [(result["suite"], summarise(rows))]
     for name, (whole, keep) in suites.PARTS.items():
         if whole == result["suite"]:
-            found.append((name, summarise(result["rows"], lambda row, keep=keep: keep(suites.Row.of(row)))))
+            found.append((name, summarise(rows, lambda row, keep=keep: keep(suites.Row.of(row)))))
     return [(name, summary) for name, summary in found if summary]
 
 

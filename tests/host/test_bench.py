@@ -401,7 +401,10 @@ def test_more_steady_rows_are_expected_to_take_longer():
     [
         (["--suite", "cube"], "unknown suite cube; there are all, bmm"),
         (["--suite", "square", "--dtype", "half"], "unknown dtype half"),
-        (["--suite", "square", "--against", "mkl"], "unknown peer mkl; there are cublas, compile, seed"),
+        (
+            ["--suite", "square", "--against", "mkl"],
+            "unknown peer mkl; there are cublas, compile, compile_default, seed",
+        ),
         (["--suite", "square", "--regimes", "bust"], "regimes bust given"),
         (["--suite", "square", "--steady-rows", "some"], "a number of rows or 'all'"),
         (["--suite", "square", "--rows", "nothing"], "no row's name matches 'nothing'"),

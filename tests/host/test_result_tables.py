@@ -1,6 +1,7 @@
 """The scripts that turn results into tables and pictures."""
 
 import json
+import math
 import shutil
 
 import pytest
@@ -33,6 +34,7 @@ def results(gpu, watch, tmp_path, monkeypatch):
     result = suite(gpu, watch, path=folder / "b.json", rounds=1, regimes=["burst"])
     result.suite = "square"
     result.dtype = "fp16"
+    result.header["triton"] = "3.6.0"
     result.save(folder / "b.json")
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{readme_tables.BEGIN}\nold\n{readme_tables.END}\nafter\n")
@@ -82,8 +84,10 @@ def test_the_summary_has_a_line_for_every_regime_and_peer(results):
     assert [line[2:6] for line in tiny] == [
         ["torch", "burst", "2, 1 failed", "**0.750**"],
         ["picky", "burst", "1, 1 failed", "**1.500**"],
+        ["the best", "burst", "2, 1 failed", "**0.750**"],
         ["torch", "steady", "2, 1 failed", "**0.750**"],
         ["picky", "steady", "1, 1 failed", "**1.500**"],
+        ["the best", "steady", "2, 1 failed", "**0.750**"],
     ]
     text = readme.read_text()
     assert f"torch {torch.__version__}" in text
@@ -123,7 +127,14 @@ def result(suite_name, names, ratio, dtype="bf16", regime="burst"):
          "summary": {regime: {"us": {}, "ratio": {"cublas": {"median": ratio, "min": ratio, "max": ratio}}}}}
         for row in suites.load(suite_name) if names(row)
     ]  # fmt: skip
-    header = {"gpu": "G", "torch": "1", "triton": "2", "cuda": "3", "commit": "c", "date": "2026-01-02T03"}
+    header = {
+        "gpu": "G",
+        "torch": "1",
+        "triton": "3.6.0",
+        "cuda": "3",
+        "commit": "c",
+        "date": "2026-01-02T03",
+    }
     protocol = {"rounds": 5, "regimes": [regime]}
     return header | {
         "suite": suite_name, "dtype": dtype, "ours": "gemmery", "peers": ["cublas"], "protocol": protocol,
@@ -148,6 +159,23 @@ def test_parts_have_bars_of_their_own(ratio, regime, dtype, small, mid):
     assert {name: line[-1] for name, line in lines.items()} == {
         "decode": "", "decode small": small, "decode mid": mid,
     }  # fmt: skip
+
+
+def test_bars_are_about_the_best_of_several_peers():
+    data = result("square", bool, 1.2)
+    data["peers"].append("compile")
+    for row in data["rows"]:
+        ratios = row["summary"]["burst"]["ratio"]
+        ratios["compile"] = ratios["cublas"] | {"median": 0.9 if row["M"] < 4096 else 1.5}
+    lines = readme_tables.summary_rows(data)
+    assert [(line[2], line[-1]) for line in lines[:2]] == [("cublas", ""), ("compile", "")]
+    small = [row["M"] < 4096 for row in data["rows"]]
+    mean = math.prod(0.9 if is_small else 1.2 for is_small in small) ** (1 / len(small))
+    assert (lines[2][2], lines[2][5], lines[2][-1]) == (
+        "the best",
+        f"**{mean:.3f}**",
+        "≥ 1.01, 0.96: **missed**",
+    )
 
 
 def test_a_worst_row_can_miss_a_bar():

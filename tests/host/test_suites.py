@@ -31,6 +31,7 @@ def test_the_suites_of_the_protocol_are_there():
         "bmm",
         "dtypes",
         "invariant",
+        "fused",
         "launch",
     }
     assert wanted == set(suites.whole())
