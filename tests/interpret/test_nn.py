@@ -307,7 +307,7 @@ def softcapped(x):
     return 3 * torch.tanh(x / 3)
 
 
-@pytest.mark.parametrize("act", ("gelu", "silu", softcapped), ids=str)
+@pytest.mark.parametrize("act", ("gelu", "silu", softcapped), ids=lambda act: getattr(act, "__name__", act))
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_gradients_of_blocks(kind, act):
     torch.manual_seed(0)
