@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from . import fused_ops as _fused_ops  # noqa: F401  (registers torch.ops.gemmery.fused)
+from . import fused_transforms as _fused_transforms  # noqa: F401  (with fused_ops registers torch.ops.gemmery.fused)
 from . import ops as _ops  # noqa: F401  (registers torch.ops.gemmery)
 from .api import addmm, bmm, linear, matmul, plan
 from .epilogues.function import epilogue

@@ -205,17 +205,37 @@ def run(
         grads: of the results, None for those that nothing depends on.
         wanted: for each of the call's tensors.
     """
-    flags = iter(wanted)
-    wants = [next(flags) if isinstance(x, Tensor) else False for x in call.inputs]
-    tensors = [x for x, w in zip(call.inputs, wants, strict=True) if w]
     if devices.current(call.a.device) is None:
-        of_product, of_inputs = _by_torch(call, product, grads, wants)
-    else:
-        try:
-            of_product, of_inputs = _by_kernel(call, product, grads, wants)
-        except Untraceable:
-            of_product, of_inputs = _by_torch(call, product, grads, wants)
-    return [of_product, *[_summed(g, x) for g, x in zip(of_inputs, tensors, strict=True)]]
+        return by_torch(call, product, grads, wanted)
+    wants = _of_inputs(call, wanted)
+    try:
+        of_product, of_inputs = _by_kernel(call, product, grads, wants)
+    except Untraceable:
+        return by_torch(call, product, grads, wanted)
+    return [of_product, *_all_summed(call, of_inputs, wants)]
+
+
+def by_torch(
+    call: fused.Call, product: Tensor | None, grads: Sequence[Tensor | None], wanted: Sequence[bool]
+) -> list[Tensor]:
+    """`run`, operator by operator; torch can differentiate what it does."""
+    wants = _of_inputs(call, wanted)
+    if product is None:
+        shape = result_shape(call.op, call.a, call.b)
+        product = torch.zeros((), dtype=call.a.dtype, device=call.a.device).expand(shape)
+    of_product, of_inputs = _pulled(call, product, call.inputs, grads, [False] * len(grads), wants)
+    return [of_product, *_all_summed(call, of_inputs, wants)]
+
+
+def _of_inputs(call: fused.Call, wanted: Sequence[bool]) -> list[bool]:
+    """What is wanted of the call's tensors, of all its inputs."""
+    flags = iter(wanted)
+    return [next(flags) if isinstance(x, Tensor) else False for x in call.inputs]
+
+
+def _all_summed(call: fused.Call, grads: Sequence[Tensor], wants: Sequence[bool]) -> list[Tensor]:
+    tensors = [x for x, wants_it in zip(call.inputs, wants, strict=True) if wants_it]
+    return [_summed(g, x) for g, x in zip(grads, tensors, strict=True)]
 
 
 def _summed(grad: Tensor, tensor: Tensor) -> Tensor:
@@ -231,15 +251,6 @@ def _summed(grad: Tensor, tensor: Tensor) -> Tensor:
     return (
         grad.sum(dims, dtype=wide).reshape(tensor.shape).to(tensor.dtype) if dims else grad.to(tensor.dtype)
     )
-
-
-def _by_torch(
-    call: fused.Call, product: Tensor | None, grads: Sequence[Tensor | None], wants: Sequence[bool]
-) -> tuple[Tensor, list[Tensor]]:
-    if product is None:
-        shape = result_shape(call.op, call.a, call.b)
-        product = torch.zeros((), dtype=call.a.dtype, device=call.a.device).expand(shape)
-    return _pulled(call, product, call.inputs, grads, [False] * len(grads), wants)
 
 
 def _by_kernel(

@@ -89,10 +89,11 @@ def _types(text: str) -> OutTypes:
     return types[:-1] if "," in text else types[0]
 
 
-def _call(
+def call_of(
     a: Tensor, b: Tensor, tensors: Sequence[Tensor], numbers: Sequence[float], kinds: str, epilogue: str, biased: bool,
     out_dtype: str, precision: Any, fast_accum: bool, batch_invariant: bool, config: str | None,
 ) -> fused.Call:  # fmt: skip
+    """The call that an operator was given."""
     function = named(epilogue).__gemmery_epilogue__
     captured = capture(function)
     return fused.Call(
@@ -122,12 +123,12 @@ def _run(call: fused.Call, name: str, save: bool, results: Any) -> list[Tensor]:
 
 def _fused(*arguments: Any) -> list[Tensor]:
     *flat, save = arguments
-    return _run(_call(*flat), flat[5], save, fused.results_of)
+    return _run(call_of(*flat), flat[5], save, fused.results_of)
 
 
 def _fused_fake(*arguments: Any) -> list[Tensor]:
     *flat, save = arguments
-    call = _call(*flat)
+    call = call_of(*flat)
     if len(call.captured.tensors) and flat[4].count("t") != len(flat[2]):
         raise ValueError(
             "epilogue: under torch.compile its tensors have to come through args, not from its closure"
@@ -145,12 +146,12 @@ def _fused_fake(*arguments: Any) -> list[Tensor]:
 
 def _fused_backward(*arguments: Any) -> list[Tensor]:
     *flat, product, grads, given, wanted = arguments
-    return backward.run(_call(*flat), product, _placed(grads, given), wanted)
+    return backward.run(call_of(*flat), product, placed(grads, given), wanted)
 
 
 def _fused_backward_fake(*arguments: Any) -> list[Tensor]:
     *flat, _, _, _, wanted = arguments
-    call = _call(*flat)
+    call = call_of(*flat)
     shape = result_shape("gemm", call.a, call.b)
     tensors = [x for x in call.inputs if isinstance(x, Tensor)]
     return [
@@ -163,7 +164,7 @@ def _fused_backward_fake(*arguments: Any) -> list[Tensor]:
     ]
 
 
-def _placed(grads: Sequence[Tensor], given: Sequence[int]) -> list[Tensor | None]:
+def placed(grads: Sequence[Tensor], given: Sequence[int]) -> list[Tensor | None]:
     """Gradients of all results, None for those that nothing depends on."""
     left = iter(grads)
     return [next(left) if there else None for there in given]
