@@ -22,6 +22,14 @@ works on half a tile at a time, after the split, so that only half of the result
 
     gelu(x) = x / 2 · (1 + erf(x / √2))
 
+In gemmery that function need not be written: an epilogue is a function in torch, from which the code in the kernel is
+made, and that of its gradient. The same fusion, on the same matrices:
+
+    import gemmery
+    out = gemmery.matmul(a, w.T, epilogue=lambda acc, bias: F.gelu(acc + bias), args=(bias,))
+
+docs/epilogues.md goes on from here: residuals, gates, several results, sums of rows.
+
 Epilogues as composable functions: Chen et al., "EVT: Accelerating Deep Learning Training with Epilogue Visitor Tree",
 ASPLOS 2024, and CUTLASS. GELU: Hendrycks and Gimpel, 2016.
 """

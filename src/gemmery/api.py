@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import fused
+from .call import Factor
 from .dispatch import Options, OutTypes, check_tensor, prepare, run
 from .plan import Plan
 from .problem import Config, Precision
@@ -18,9 +19,9 @@ Number = int | float
 
 def matmul(
     a: Tensor,
-    b: Tensor,
+    b: Factor,
     *,
-    bias: Tensor | None = None,
+    bias: Factor | None = None,
     epilogue: Callable[..., Any] | None = None,
     args: Sequence[Any] = (),
     out: Tensor | None = None,
@@ -34,8 +35,10 @@ def matmul(
 
     Args:
         a: (..., M, K) or (K,), any strides.
-        b: (..., K, N) or (K,), any strides, on a's device. Types must agree; the two fp8 types may be mixed.
-        bias: (N,) or anything that broadcasts to the product, added before rounding.
+        b: (..., K, N) or (K,), any strides, on a's device. Types must agree; the two fp8 types may be mixed. With an
+            epilogue that halves the columns also a pair of them, (K, N / 2) each and of the same strides, that count as
+            `torch.cat(b, -1)` and are not copied: gate and up as two weights.
+        bias: (N,) or anything that broadcasts to the product, added before rounding; with such a pair also a pair.
         epilogue: a torch function of the product (with the bias, in the type of sums) and `args` that runs inside the
             kernel; or what `gemmery.epilogue` made of one. The result is what it returns, one tensor or a tuple.
         args: what the epilogue is given besides: tensors that broadcast to the product, or to half or twice its
@@ -68,13 +71,13 @@ def matmul(
         how = Options(None, precision, fast_accum, batch_invariant, config)
         return fused.product("matmul", a, b, bias, epilogue, args, out, out_dtype, how)
     options = (out_dtype, precision, fast_accum, batch_invariant, config)
-    return run("matmul", a, b, bias, 1, 1, out, options)
+    return run("matmul", a, b, bias, 1, 1, out, options)  # type: ignore[arg-type]  # checked there
 
 
 def linear(
     x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
+    weight: Factor,
+    bias: Factor | None = None,
     *,
     epilogue: Callable[..., Any] | None = None,
     args: Sequence[Any] = (),
@@ -89,8 +92,8 @@ def linear(
 
     Args:
         x: (..., K).
-        weight: (N, K), or (K,) for a single output without its dimension.
-        bias: (N,).
+        weight: (N, K), or (K,) for a single output without its dimension; or a pair, see `matmul`.
+        bias: (N,); or a pair.
 
     The other arguments, the result and the errors are those of `matmul`.
 
@@ -104,7 +107,7 @@ def linear(
         how = Options(None, precision, fast_accum, batch_invariant, config)
         return fused.product("linear", x, weight, bias, epilogue, args, out, out_dtype, how)
     options = (out_dtype, precision, fast_accum, batch_invariant, config)
-    return run("linear", x, weight, bias, 1, 1, out, options)
+    return run("linear", x, weight, bias, 1, 1, out, options)  # type: ignore[arg-type]  # checked there
 
 
 def addmm(
@@ -172,9 +175,9 @@ def bmm(
 
 def plan(
     a: Tensor,
-    b: Tensor,
+    b: Factor,
     *,
-    bias: Tensor | None = None,
+    bias: Factor | None = None,
     epilogue: Callable[..., Any] | None = None,
     args: Sequence[Any] = (),
     out: Tensor | None = None,
@@ -197,4 +200,4 @@ def plan(
         how = Options(None, precision, fast_accum, batch_invariant, config)
         return fused.plan("plan", a, b, bias, epilogue, args, out, out_dtype, how)
     options = Options(out_dtype, precision, fast_accum, batch_invariant, config)
-    return prepare("plan", a, b, bias, 1, 1, out, options).plan
+    return prepare("plan", a, b, bias, 1, 1, out, options).plan  # type: ignore[arg-type]  # checked there

@@ -10,34 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import devices, fused
-from .dispatch import result_shape
+from .call import Call, dimensions, outputs_of
 from .epilogues.trace import Sizes, Untraceable, stand_ins
 from .launch import pointwise
 from .problem import accumulator
 from .results import Results
 
-
-def saving(call: fused.Call) -> fused.Call:
-    """The call that also returns the product that its function sees."""
-    return replace(call, saves=True)
-
-
 _needs: dict[Any, bool] = {}
 
 
-def needs_product(call: fused.Call) -> bool:
+def needs_product(call: Call) -> bool:
     """Whether the backward pass of a call looks at the product; if not, it need not be saved."""
-    shape = result_shape(call.op, call.a, call.b)
+    call, shape = call.bare(), call.shape
     dims = [
-        fused.dimensions(call, i, x, shape) if isinstance(x, Tensor) else None
-        for i, x in enumerate(call.inputs)
+        dimensions(call, i, x, shape) if isinstance(x, Tensor) else None for i, x in enumerate(call.inputs)
     ]
     odd = bool(shape[-1] % 2)
     key = None
@@ -45,7 +37,6 @@ def needs_product(call: fused.Call) -> bool:
         inputs = [(d, x.dtype) if d is not None else repr(x) for x, d in zip(call.inputs, dims, strict=True)]
         key = (
             call.captured.key,
-            call.biased,
             tuple(inputs),
             len(shape),
             odd,
@@ -60,14 +51,14 @@ def needs_product(call: fused.Call) -> bool:
     return needed if key is None else fused.keep(_needs, key, needed)
 
 
-def _looks_at_product(call: fused.Call, dims: Sequence[tuple[str, ...] | None], sizes: Sizes) -> bool:
+def _looks_at_product(call: Call, dims: Sequence[tuple[str, ...] | None], sizes: Sizes) -> bool:
     meta = [
         x if its is None else torch.empty(sizes.of(its), dtype=x.dtype, device="meta")
         for x, its in zip(call.inputs, dims, strict=True)
     ]
     product = torch.empty((*sizes.batch, sizes.M, sizes.N), dtype=accumulator(call.a.dtype), device="meta")
     try:
-        results, _ = fused.outputs_of(call, product, meta)
+        results, _ = outputs_of(call, product, meta)
     except (RuntimeError, ValueError, TypeError, IndexError):
         # It depends on the sizes, which are others here; in torch it may still run.
         return True
@@ -95,8 +86,8 @@ class _Pieces:
         self.first, self.others, self.places, self.flat = first, others, places, flat
 
     @classmethod
-    def of(cls, call: fused.Call, product: Tensor | None, grads: Sequence[Tensor | None]) -> _Pieces:
-        rank = len(result_shape(call.op, call.a, call.b))
+    def of(cls, call: Call, product: Tensor | None, grads: Sequence[Tensor | None]) -> _Pieces:
+        rank = len(call.shape)
         matrices = [i for i, g in enumerate(grads) if g is not None and g.dim() == rank and g.shape[-1] > 1]
         if not matrices:
             raise Untraceable("no result that is a matrix is differentiated")
@@ -116,7 +107,7 @@ class _Pieces:
 
 
 def _program(
-    call: fused.Call, pieces: _Pieces, inputs: Sequence[Any], wanted: Sequence[bool]
+    call: Call, pieces: _Pieces, inputs: Sequence[Any], wanted: Sequence[bool]
 ) -> tuple[Any, list[Any]]:
     """The backward pass as a device function, and its inputs: the product, other gradients, the call's inputs."""
     shape = tuple(pieces.first.shape)
@@ -139,15 +130,13 @@ def _program(
     function.__name__ = f"the backward pass of {getattr(call.function, '__name__', 'the epilogue')}"
     values = [*pieces.others, *inputs]
     names = [
-        fused.dimensions(call, i - count, x, shape) if isinstance(x, Tensor) else None
-        for i, x in enumerate(values)
+        dimensions(call, i - count, x, shape) if isinstance(x, Tensor) else None for i, x in enumerate(values)
     ]
     key = None
     if call.captured.key is not None:
         key = (
             "backward",
             call.captured.key,
-            call.biased,
             call.a.dtype,
             pieces.places,
             pieces.flat,
@@ -158,7 +147,7 @@ def _program(
 
 
 def _pulled(
-    call: fused.Call, product: Tensor, inputs: Sequence[Any], grads: Sequence[Tensor | None], flat: Sequence[bool],
+    call: Call, product: Tensor, inputs: Sequence[Any], grads: Sequence[Tensor | None], flat: Sequence[bool],
     wanted: Sequence[bool],
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
     """Gradients of the product, in the operands' type, and of the wanted inputs, in theirs."""
@@ -172,13 +161,8 @@ def _pulled(
         results, _ = call.apply(x, values, rebuilt=True)
         return tuple([y for y, g in zip(results, grads, strict=True) if g is not None])
 
-    # The product that the function sees has its bias in it already.
-    call = replace(call, biased=False, inputs=call.inputs[int(call.biased) :]) if call.biased else call
-    shift = 1 if len(inputs) != len(call.inputs) else 0
-    own, places = list(inputs[shift:]), [i - shift for i in places if i >= shift]
-    inputs = own
     vjp: tuple[tuple[Tensor, ...], Any] = torch.func.vjp(
-        function, product.to(wide), *[own[i] for i in places]
+        function, product.to(wide), *[inputs[i] for i in places]
     )  # type: ignore[assignment]
     results, pull = vjp
     given = [g for g in grads if g is not None]
@@ -189,14 +173,11 @@ def _pulled(
             for g, f, y in zip(given, flattened, results, strict=True)
         ])
     )  # fmt: skip
-    of_product = of_product.to(call.a.dtype)
-    # A bias is added to the product, and has its gradient.
-    bias = [of_product] if shift and wanted[0] else []
-    return of_product, bias + of_inputs
+    return of_product.to(call.a.dtype), of_inputs
 
 
 def run(
-    call: fused.Call, product: Tensor | None, grads: Sequence[Tensor | None], wanted: Sequence[bool]
+    call: Call, product: Tensor | None, grads: Sequence[Tensor | None], wanted: Sequence[bool]
 ) -> list[Tensor]:
     """Gradients of the product and of those of the call's tensors that are wanted.
 
@@ -209,33 +190,41 @@ def run(
         return by_torch(call, product, grads, wanted)
     wants = _of_inputs(call, wanted)
     try:
-        of_product, of_inputs = _by_kernel(call, product, grads, wants)
+        of_product, of_inputs = _by_kernel(call.bare(), product, grads, wants[call.biases :])
     except Untraceable:
         return by_torch(call, product, grads, wanted)
-    return [of_product, *_all_summed(call, of_inputs, wants)]
+    return _all_summed(call, of_product, of_inputs, wants)
 
 
 def by_torch(
-    call: fused.Call, product: Tensor | None, grads: Sequence[Tensor | None], wanted: Sequence[bool]
+    call: Call, product: Tensor | None, grads: Sequence[Tensor | None], wanted: Sequence[bool]
 ) -> list[Tensor]:
     """`run`, operator by operator; torch can differentiate what it does."""
     wants = _of_inputs(call, wanted)
     if product is None:
-        shape = result_shape(call.op, call.a, call.b)
+        shape = call.shape
         product = torch.zeros((), dtype=call.a.dtype, device=call.a.device).expand(shape)
-    of_product, of_inputs = _pulled(call, product, call.inputs, grads, [False] * len(grads), wants)
-    return [of_product, *_all_summed(call, of_inputs, wants)]
+    bare = call.bare()
+    of_product, of_inputs = _pulled(
+        bare, product, bare.inputs, grads, [False] * len(grads), wants[call.biases :]
+    )
+    return _all_summed(call, of_product, of_inputs, wants)
 
 
-def _of_inputs(call: fused.Call, wanted: Sequence[bool]) -> list[bool]:
+def _of_inputs(call: Call, wanted: Sequence[bool]) -> list[bool]:
     """What is wanted of the call's tensors, of all its inputs."""
     flags = iter(wanted)
     return [next(flags) if isinstance(x, Tensor) else False for x in call.inputs]
 
 
-def _all_summed(call: fused.Call, grads: Sequence[Tensor], wants: Sequence[bool]) -> list[Tensor]:
-    tensors = [x for x, wants_it in zip(call.inputs, wants, strict=True) if wants_it]
-    return [_summed(g, x) for g, x in zip(grads, tensors, strict=True)]
+def _all_summed(
+    call: Call, of_product: Tensor, of_inputs: Sequence[Tensor], wants: Sequence[bool]
+) -> list[Tensor]:
+    """The product's gradient, and what is wanted of the biases', which are its sums, and of the other inputs'."""
+    of_biases = of_product.chunk(call.biases, dim=-1) if call.biases else ()
+    grads = [g for g, wanted in zip(of_biases, wants, strict=False) if wanted] + list(of_inputs)
+    tensors = [x for x, wanted in zip(call.inputs, wants, strict=True) if wanted]
+    return [of_product, *[_summed(g, x) for g, x in zip(grads, tensors, strict=True)]]
 
 
 def _summed(grad: Tensor, tensor: Tensor) -> Tensor:
@@ -254,11 +243,11 @@ def _summed(grad: Tensor, tensor: Tensor) -> Tensor:
 
 
 def _by_kernel(
-    call: fused.Call, product: Tensor | None, grads: Sequence[Tensor | None], wants: Sequence[bool]
+    call: Call, product: Tensor | None, grads: Sequence[Tensor | None], wants: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor]]:
     if product is None:
         # Not looked at; the shape says how wide the product is.
-        shape = result_shape(call.op, call.a, call.b)
+        shape = call.shape
         product = torch.empty((), dtype=call.a.dtype, device=call.a.device).expand(shape)
     pieces = _Pieces.of(call, product, grads)
     made, values = _program(call, pieces, call.inputs, wants)

@@ -442,9 +442,9 @@ def check_forward_mode(op: str, tensors: tuple[Tensor | None, ...]) -> None:
             raise NotImplementedError(f"{op}: no forward-mode derivative; use reverse mode (backward, vjp)")
 
 
-def lowered(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def lowered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor in the type that autocast asks for."""
-    return tensor.to(dtype) if tensor is not None and tensor.dtype in _AUTOCAST else tensor
+    return tensor.to(dtype) if tensor.dtype in _AUTOCAST else tensor
 
 
 def run(
@@ -467,7 +467,8 @@ def _run_seen(
     device = a.device.type
     if out is None and device in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device):
         lower = torch.get_autocast_dtype(device)
-        a, b, addend = lowered(a, lower), lowered(b, lower), lowered(addend, lower)  # type: ignore[assignment]
+        a, b = lowered(a, lower), lowered(b, lower)
+        addend = None if addend is None else lowered(addend, lower)
     check_forward_mode(op, tensors)
     if not needs_dispatcher(tensors):
         return eager(op, a, b, addend, alpha, beta, out, options)

@@ -18,20 +18,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from . import devices, reference
-from .dispatch import (
-    Options,
-    OutTypes,
-    check_scalars,
-    check_tensor,
-    check_tensors,
-    lowered,
-    needs_dispatcher,
-    operand_names,
-    result_dtype,
-    result_shape,
-    right_factor,
-)
-from .epilogues.identity import Captured, capture
+from .call import Call, Factor, check, dimensions, input_name, make_call, output_types, outputs_of
+from .dispatch import Options, OutTypes, check_tensor, lowered, needs_dispatcher, operand_names
 from .epilogues.lower import Program, lower
 from .epilogues.trace import Number, Shape, trace
 from .layout import make_fused_problem, overlap, overlaps_itself
@@ -40,89 +28,8 @@ from .problem import Config, Fusion, accumulator
 from .results import Results
 
 
-@dataclass(frozen=True)
-class Call:
-    """A product with an epilogue as it is to be computed.
-
-    Attributes:
-        function: the epilogue.
-        captured: what it is, and the tensors that it takes from outside.
-        inputs: its arguments after the product, those tensors behind them; plain Python values among them.
-        biased: whether the first of them is added to the product before the function sees it.
-        between: elements from the left half of b's columns to the right one, where these are two matrices; else 0.
-        saves: whether the product that the function sees is a last result, in the operands' type, for the gradient.
-    """
-
-    op: str
-    a: Tensor
-    b: Tensor
-    function: Callable[..., Any]
-    captured: Captured
-    inputs: tuple[Any, ...]
-    biased: bool
-    out_dtype: OutTypes
-    options: Options
-    between: int = 0
-    saves: bool = False
-
-    @property
-    def given(self) -> tuple[Any, ...]:
-        """The function's own arguments, as the caller gave them."""
-        end = len(self.inputs) - len(self.captured.tensors)
-        return self.inputs[int(self.biased) : end]
-
-    def apply(self, product: Tensor, inputs: Sequence[Any], rebuilt: bool) -> tuple[list[Tensor], bool]:
-        """The function's results on a product, in torch, and whether it returned a tuple.
-
-        Args:
-            rebuilt: use the last inputs in the place of the tensors that the function captured.
-        """
-        own = len(inputs) - len(self.captured.tensors)
-        function, values = self.function, list(inputs[:own])
-        if rebuilt and self.captured.tensors:
-            function = self.captured.rebuild(list(inputs[own:]))
-        if self.biased:
-            product, values = product + values[0], values[1:]
-        returned = function(product, *values)
-        many = isinstance(returned, tuple | list)
-        results = list(returned) if isinstance(returned, tuple | list) else [returned]
-        return results + ([product.to(self.a.dtype)] if self.saves else []), many
-
-
-def outputs_of(call: Call, product: Tensor, inputs: Sequence[Any] | None = None) -> tuple[list[Tensor], bool]:
-    """What the function makes of a product in torch, cast as the kernel would; and whether it returned a tuple."""
-    results, many = call.apply(product, call.inputs if inputs is None else inputs, inputs is not None)
-    rank = product.dim()
-    types = output_types(call, [(x.dtype, x.dim() == rank and x.shape[-1] != 1) for x in results])
-    return [x.to(dtype) for x, dtype in zip(results, types, strict=True)], many
-
-
-def output_types(call: Call, outputs: Sequence[tuple[torch.dtype, bool]]) -> list[torch.dtype]:
-    """The types of results, given those that the function leaves them in and which are matrices.
-
-    What is still in the accumulator's type becomes the type of a product, or the one that was asked for; reduced rows,
-    and what the function has cast, stay.
-    """
-    if call.saves:
-        return [*output_types(replace(call, saves=False), outputs[:-1]), call.a.dtype]
-    wide = accumulator(call.a.dtype)
-    asked = call.out_dtype if isinstance(call.out_dtype, tuple) else (call.out_dtype,) * len(outputs)
-    if len(asked) != len(outputs):
-        raise ValueError(
-            f"{call.op}: out_dtype names {len(asked)} types; the epilogue returns {len(outputs)}"
-        )
-    default = result_dtype(call.op, call.a, call.b, None)
-    # An epilogue may make numbers of any kind from integers.
-    natural = {torch.int32: torch.int32}.get(default, default)
-    types = []
-    for (dtype, matrix), choice in zip(outputs, asked, strict=True):
-        kept = natural if dtype == wide and matrix else dtype
-        types.append(choice if choice is not None and (matrix or isinstance(call.out_dtype, tuple)) else kept)
-    return types
-
-
 def product(
-    op: str, a: Tensor, b: Tensor, bias: Tensor | None, epilogue: Any, args: Sequence[Any], out: Tensor | None,
+    op: str, a: Tensor, b: Factor, bias: Factor | None, epilogue: Any, args: Sequence[Any], out: Tensor | None,
     out_dtype: OutTypes, options: Options,
 ) -> Any:  # fmt: skip
     """A product with an epilogue as the user called it, by whichever way it has to go."""
@@ -132,9 +39,9 @@ def product(
         from .fused_ops import compiled
 
         return compiled(op, a, b, bias, epilogue, args, out, out_dtype, options)
-    a, b, bias = _autocast(a, b, bias, out)
-    call = make_call(op, a, b, bias, epilogue, args, out_dtype, options)
-    if needs_dispatcher((call.a, call.b, out, *[x for x in call.inputs if isinstance(x, Tensor)])):
+    call = _autocast(make_call(op, a, b, bias, epilogue, args, out_dtype, options), out)
+    check(call)
+    if needs_dispatcher((out, *call.tensors)):
         from .fused_ops import dispatched
 
         return dispatched(call, epilogue, out)
@@ -142,115 +49,29 @@ def product(
 
 
 def plan(
-    op: str, a: Tensor, b: Tensor, bias: Tensor | None, epilogue: Any, args: Sequence[Any], out: Tensor | None,
+    op: str, a: Tensor, b: Factor, bias: Factor | None, epilogue: Any, args: Sequence[Any], out: Tensor | None,
     out_dtype: OutTypes, options: Options,
 ) -> Plan | None:  # fmt: skip
     """What `product` with these arguments launches; None where it launches nothing. Products run it, not its `run`."""
     call = make_call(op, a, b, bias, epilogue, args, out_dtype, options)
-    if devices.current(call.a.device) is None or 0 in result_shape(call.op, call.a, call.b):
-        return None
-    return _prepare(call, out).plan
-
-
-def _autocast(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor | None) -> Any:
-    device = a.device.type if isinstance(a, Tensor) else ""
-    if out is not None or device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
-        return a, b, bias
-    lower = torch.get_autocast_dtype(device)
-    return tuple(lowered(x, lower) for x in (a, b, bias))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Checks
-
-
-def make_call(
-    op: str, a: Tensor, b: Tensor, bias: Tensor | None, function: Any, args: Sequence[Any], out_dtype: OutTypes,
-    options: Options,
-) -> Call:  # fmt: skip
-    """A call from a user's arguments, checked as far as shapes go.
-
-    Raises:
-        ValueError: shapes or devices do not fit.
-        TypeError: an argument is of no kind that an epilogue can take.
-    """
-    if isinstance(args, Tensor) or not isinstance(args, tuple | list):
-        raise TypeError(
-            f"{op}: args is a {type(args).__name__}; it must be a tuple of the epilogue's arguments"
-        )
-    check_tensors(op, a, b, bias, None)
-    b = right_factor(op, b)
-    captured = capture(getattr(function, "__gemmery_epilogue__", function))
-    inputs = (*([] if bias is None else [bias]), *args, *captured.tensors)
-    call = Call(
-        op, a, b, getattr(function, "__gemmery_epilogue__", function), captured, inputs, bias is not None, out_dtype,
-        options,
-    )  # fmt: skip
     check(call)
-    return call
+    if devices.current(call.a.device) is None or 0 in call.shape:
+        return None
+    return _prepare(call.upwards(), out).plan
 
 
-def check(call: Call) -> None:
-    """ValueError or TypeError unless a call's tensors fit each other."""
-    op, a, b = call.op, call.a, call.b
-    shape = result_shape(op, a, b)
-    first, second, _ = operand_names(op)
-    if a.dim() < 2 or b.dim() < 2:
-        raise ValueError(f"{op}: with an epilogue, {first} and {second} must be matrices, or batches of them")
-    result_dtype(op, a, b, None)
-    if a.device != b.device:
-        raise ValueError(
-            f"{op}: {first} is on {a.device} and {second} on {b.device}; they must be on one device"
-        )
-    for i, value in enumerate(call.inputs):
-        if isinstance(value, Tensor):
-            check_tensor(op, _input_name(call, i), value)
-            if value.device != a.device and value.dim():
-                raise ValueError(
-                    f"{op}: {_input_name(call, i)} is on {value.device} and {first} on {a.device}"
-                )
-            dimensions(call, i, value, shape)
-        elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
-            raise ValueError(f"{op}: {_input_name(call, i)} is {value}; integers must fit in 64 bits")
-        elif isinstance(value, int | float) and not isinstance(value, bool) and a.dtype == torch.float64:
-            check_scalars(op, a, value, 1)
-
-
-def _input_name(call: Call, i: int) -> str:
-    if call.biased and i == 0:
-        return "bias"
-    own = len(call.given)
-    position = i - int(call.biased)
-    return (
-        f"args[{position}]"
-        if position < own
-        else f"a tensor of the epilogue's closure (number {position - own})"
-    )
-
-
-def dimensions(call: Call, i: int, tensor: Tensor, shape: tuple[int, ...]) -> tuple[str, ...]:
-    """What a tensor's dimensions are in the product's, or ValueError."""
-    if tensor.dim() > len(shape):
-        raise ValueError(
-            f"{call.op}: {_input_name(call, i)} is {tuple(tensor.shape)}; the product is {shape}"
-        )
-    names: list[str] = []
-    N = shape[-1]
-    for place in range(1, tensor.dim() + 1):
-        size, full = tensor.shape[-place], shape[-place]
-        if size == 1:
-            names.append("1")
-        elif place == 1:
-            # Compared one by one: under torch.compile sizes are symbols.
-            names.append("N" if size == N else "2N" if size == 2 * N else "N/2" if 2 * size == N else "")
-        else:
-            names.append(("M" if place == 2 else f"b{len(shape) - place}") if size == full else "")
-        if not names[-1]:
-            raise ValueError(
-                f"{call.op}: {_input_name(call, i)} is {tuple(tensor.shape)}; it must broadcast to the product, "
-                f"{shape}, or to that with half or twice the columns"
-            )
-    return tuple(names[::-1])
+def _autocast(call: Call, out: Tensor | None) -> Call:
+    """The call with operands and biases in the type that autocast asks for."""
+    device = call.a.device.type
+    if out is not None or device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+        return call
+    dtype = torch.get_autocast_dtype(device)
+    biases = [lowered(x, dtype) for x in call.inputs[: call.biases]]
+    return replace(
+        call, a=lowered(call.a, dtype), b=lowered(call.b, dtype),
+        right=None if call.right is None else lowered(call.right, dtype),
+        inputs=(*biases, *call.inputs[call.biases :]),
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -280,8 +101,8 @@ def program(call: Call) -> Program:
     Raises:
         epilogues.Untraceable: it can't be part of a kernel.
     """
-    shape = result_shape(call.op, call.a, call.b)
-    key = None if call.captured.key is None else (call.captured.key, call.biased, call.saves)
+    shape = call.shape
+    key = None if call.captured.key is None else (call.captured.key, call.biases, call.swapped, call.saves)
 
     @functools.wraps(call.function)
     def function(product: Tensor, *inputs: Any) -> tuple[list[Tensor], bool]:
@@ -376,13 +197,13 @@ def run(call: Call, out: Tensor | None = None) -> Any:
 
 def results_of(call: Call, out: Tensor | None = None) -> tuple[list[Tensor], bool]:
     """Compute a call: its results, and whether the function returns a tuple."""
-    if devices.current(call.a.device) is None or 0 in result_shape(call.op, call.a, call.b):
+    if devices.current(call.a.device) is None or 0 in call.shape:
         return _by_reference(call, out)
-    key = None
+    key, call = None, call.upwards()
     if call.captured.key is not None:
         key = (
-            call.op, call.captured.key, call.biased, _layout(call.a), _layout(call.b), *map(_layout, call.inputs),
-            None if out is None else _layout(out), call.out_dtype, call.options, call.between, call.saves,
+            call.op, call.captured.key, call.biases, _layout(call.a), _layout(call.b), *map(_layout, call.inputs),
+            None if out is None else _layout(out), call.out_dtype, call.options, call.between, call.swapped, call.saves,
         )  # fmt: skip
     prepared = _prepared.get(key) if key is not None else None
     if prepared is None:
@@ -393,10 +214,12 @@ def results_of(call: Call, out: Tensor | None = None) -> tuple[list[Tensor], boo
 
 
 def _by_reference(call: Call, out: Tensor | None) -> tuple[list[Tensor], bool]:
-    product = reference.gemm(
-        call.a, call.b, out_dtype=accumulator(call.a.dtype), by_rows=call.options.batch_invariant
-    )
-    results, many = outputs_of(call, product)
+    wide = accumulator(call.a.dtype)
+    halves = [
+        reference.gemm(call.a, b, out_dtype=wide, by_rows=call.options.batch_invariant)
+        for b in (call.b, call.right) if b is not None
+    ]  # fmt: skip
+    results, many = outputs_of(call, halves[0] if len(halves) == 1 else torch.cat(halves, dim=-1))
     if out is not None:
         _check_out(call, out, [(tuple(x.shape), x.dtype) for x in results], many)
         results = [out.copy_(results[0])]
@@ -417,15 +240,34 @@ def _check_out(call: Call, out: Tensor, outputs: Sequence[Any], many: bool) -> N
         raise ValueError(f"{op}: out is on {out.device}; the result is on {call.a.device}")
     if overlaps_itself(out):
         raise ValueError(f"{op}: out's elements overlap one another")
-    for i, tensor in enumerate((call.a, call.b, *call.inputs)):
+    first, second, _ = operand_names(op)
+    others = [(first, call.a), (second, call.b), (second, call.right)]
+    others += [(input_name(call, i), x) for i, x in enumerate(call.inputs)]
+    for name, tensor in others:
         if isinstance(tensor, Tensor) and overlap(out, tensor):
-            name = operand_names(op)[i] if i < 2 else _input_name(call, i - 2)
             raise ValueError(f"{op}: out and {name} share memory")
+
+
+def _check_halves(call: Call, made: Program) -> None:
+    right = call.right
+    if right is None:
+        return
+    name = operand_names(call.op)[1]
+    if not made.paired:
+        raise ValueError(
+            f"{call.op}: {name} is in two parts, which takes an epilogue that halves the product's columns; "
+            f"{getattr(call.function, '__name__', 'this one')} does not"
+        )
+    if right.stride() != call.b.stride():
+        raise ValueError(
+            f"{call.op}: the halves of {name} have the strides {call.b.stride()} and {right.stride()}; "
+            f"a kernel reads both in one way, so copy one to the other's layout"
+        )
 
 
 def _prepare(call: Call, out: Tensor | None) -> Prepared:
     made = program(call)
-    shape = result_shape(call.op, call.a, call.b)
+    shape = call.shape
     types = output_types(call, [(x.dtype, x.reduced is None) for x in made.outputs])
     results = Results(made, shape, tuple(types), accumulator(call.a.dtype))
     if out is not None:
@@ -436,6 +278,7 @@ def _prepare(call: Call, out: Tensor | None) -> Prepared:
         raise ValueError(
             f"{call.op}: batch_invariant=True with an epilogue that sums rows: the order of the sum depends on the tile"
         )
+    _check_halves(call, made)
     device = devices.current(call.a.device)
     assert device is not None
     tensors = results.allocate(call.a.device, 1, out)

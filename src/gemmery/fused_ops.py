@@ -19,15 +19,16 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from . import backward, fused
-from .dispatch import Options, OutTypes, check_forward_mode, result_shape, right_factor
+from .call import Call, Factor, added, check, factors, outputs_of
+from .dispatch import Options, OutTypes, check_forward_mode, right_factor
 from .epilogues.function import Epilogue, named
 from .epilogues.identity import capture
 from .ops import LIBRARY, factor_gradients
 from .problem import accumulator, config_text
 
 _ARGUMENTS = (
-    "Tensor a, Tensor b, Tensor[] tensors, float[] numbers, str kinds, str epilogue, bool biased, str out_dtype, "
-    "str precision, bool fast_accum, bool batch_invariant, str? config"
+    "Tensor a, Tensor b, Tensor? right, Tensor[] tensors, float[] numbers, str kinds, str epilogue, int biases, "
+    "str out_dtype, str precision, bool fast_accum, bool batch_invariant, str? config"
 )
 LIBRARY.define(f"fused({_ARGUMENTS}, bool save) -> Tensor[]", tags=torch.Tag.pt2_compliant_tag)
 LIBRARY.define(
@@ -90,19 +91,20 @@ def _types(text: str) -> OutTypes:
 
 
 def call_of(
-    a: Tensor, b: Tensor, tensors: Sequence[Tensor], numbers: Sequence[float], kinds: str, epilogue: str, biased: bool,
-    out_dtype: str, precision: Any, fast_accum: bool, batch_invariant: bool, config: str | None,
-) -> fused.Call:  # fmt: skip
+    a: Tensor, b: Tensor, right: Tensor | None, tensors: Sequence[Tensor], numbers: Sequence[float], kinds: str,
+    epilogue: str, biases: int, out_dtype: str, precision: Any, fast_accum: bool, batch_invariant: bool,
+    config: str | None,
+) -> Call:  # fmt: skip
     """The call that an operator was given."""
     function = named(epilogue).__gemmery_epilogue__
     captured = capture(function)
-    return fused.Call(
-        "gemm", a, b, function, captured, tuple(_unflatten(tensors, numbers, kinds)), biased, _types(out_dtype),
-        Options(None, precision, fast_accum, batch_invariant, config),
+    return Call(
+        "gemm", a, b, function, captured, tuple(_unflatten(tensors, numbers, kinds)), biases, _types(out_dtype),
+        Options(None, precision, fast_accum, batch_invariant, config), right,
     )  # fmt: skip
 
 
-def _run(call: fused.Call, name: str, save: bool, results: Any) -> list[Tensor]:
+def _run(call: Call, name: str, save: bool, results: Any) -> list[Tensor]:
     """A call's results, and with `save` what is saved of the product behind them: nothing where it is not needed.
 
     Args:
@@ -123,25 +125,25 @@ def _run(call: fused.Call, name: str, save: bool, results: Any) -> list[Tensor]:
 
 def _fused(*arguments: Any) -> list[Tensor]:
     *flat, save = arguments
-    return _run(call_of(*flat), flat[5], save, fused.results_of)
+    return _run(call_of(*flat), flat[6], save, fused.results_of)
 
 
 def _fused_fake(*arguments: Any) -> list[Tensor]:
     *flat, save = arguments
     call = call_of(*flat)
-    if len(call.captured.tensors) and flat[4].count("t") != len(flat[2]):
+    if len(call.captured.tensors) and flat[5].count("t") != len(flat[3]):
         raise ValueError(
             "epilogue: under torch.compile its tensors have to come through args, not from its closure"
         )
-    fused.check(call)
-    shape = result_shape("gemm", call.a, call.b)
+    check(call)
+    shape = call.shape
     product = call.a.new_empty(shape, dtype=accumulator(call.a.dtype))
 
-    def results(call: fused.Call) -> tuple[list[Tensor], bool]:
-        made, many = fused.outputs_of(call, product, call.inputs)
+    def results(call: Call) -> tuple[list[Tensor], bool]:
+        made, many = outputs_of(call, product, call.inputs)
         return [x.new_empty(x.shape) for x in made], many
 
-    return _run(call, flat[5], save, results)
+    return _run(call, flat[6], save, results)
 
 
 def _fused_backward(*arguments: Any) -> list[Tensor]:
@@ -152,7 +154,7 @@ def _fused_backward(*arguments: Any) -> list[Tensor]:
 def _fused_backward_fake(*arguments: Any) -> list[Tensor]:
     *flat, _, _, _, wanted = arguments
     call = call_of(*flat)
-    shape = result_shape("gemm", call.a, call.b)
+    shape = call.shape
     tensors = [x for x in call.inputs if isinstance(x, Tensor)]
     return [
         call.a.new_empty(shape),
@@ -178,13 +180,13 @@ torch.library.register_fake("gemmery::fused_backward", _fused_backward_fake, lib
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    a, b, tensors, *rest, save = inputs
+    a, b, right, tensors, *rest, save = inputs
     epilogue = rest[2]
     if not a.dtype.is_floating_point or a.dtype.itemsize == 1:
         raise TypeError(f"gemm: no gradient for {a.dtype} operands, but one of the arguments requires it")
     if not save:
         raise RuntimeError("gemmery.fused: gradients are asked for, and nothing was saved for them")
-    ctx.save_for_backward(a, b, *tensors, output[-1])
+    ctx.save_for_backward(a, b, right, *tensors, output[-1])
     ctx.mark_non_differentiable(output[-1])
     ctx.rest, ctx.tensors = rest, len(tensors)
     # Compiled kernels find the epilogue by its name as long as somebody holds it.
@@ -194,20 +196,21 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     """Of a, b and the tensors; see `backward`."""
-    a, b, *tensors, product = ctx.saved_tensors
+    a, b, right, *tensors, product = ctx.saved_tensors
     of_results = list(grads)[:-1]
     given = [g for g in of_results if g is not None]
-    needs_a, needs_b, needs_tensors = ctx.needs_input_grad[:3]
+    *needs, needs_tensors = ctx.needs_input_grad[:4]
     wanted = (
         list(needs_tensors) if isinstance(needs_tensors, list | tuple) else [x.requires_grad for x in tensors]
     )
     # torch takes a list of numbers for one value, unless it is empty.
     rest: tuple[Any, ...] = (None if ctx.rest[0] else [], *[None] * 9)
     if not given:
-        return None, None, [None] * len(tensors), *rest
+        return None, None, None, [None] * len(tensors), *rest
     of_product, *of_tensors = torch.ops.gemmery.fused_backward(
         a,
         b,
+        right,
         tensors,
         *ctx.rest,
         product if product.dim() > 1 else None,
@@ -216,11 +219,25 @@ def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         wanted,
     )
     _, _, _, _, _, precision, _, batch_invariant, _ = ctx.rest
-    grad_a, grad_b = factor_gradients(
-        a, b, of_product, 1, (precision, False, batch_invariant), (needs_a, needs_b)
-    )
+    of_factors = _of_factors(a, b, right, of_product, (precision, False, batch_invariant), needs)
     left = iter(of_tensors)
-    return grad_a, grad_b, [next(left) if w else None for w in wanted], *rest
+    return *of_factors, [next(left) if w else None for w in wanted], *rest
+
+
+def _of_factors(
+    a: Tensor, b: Tensor, right: Tensor | None, grad: Tensor, how: tuple[Any, ...], needs: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of a, b and right, where b and right are the halves of the second factor, or b is all of it."""
+    needs_a, needs_b, needs_right = needs
+    if right is None:
+        return *factor_gradients(a, b, grad, 1, how, (needs_a, needs_b)), None
+    halves = grad.chunk(2, dim=-1)
+    grad_a, grad_b = factor_gradients(a, b, halves[0], 1, how, (needs_a, needs_b))
+    _, grad_right = factor_gradients(a, right, halves[1], 1, how, (False, needs_right))
+    if grad_a is not None:
+        # a is one matrix for both.
+        grad_a = torch.ops.gemmery.gemm(halves[1], right.mT, grad_a, 1, 1, None, *how, None)
+    return grad_a, grad_b, grad_right
 
 
 torch.library.register_autograd("gemmery::fused", _gradients, setup_context=_save, lib=LIBRARY)
@@ -234,26 +251,26 @@ def _finished(results: list[Tensor], many: bool) -> Any:
     return tuple(results) if many else results[0]
 
 
-def dispatched(call: fused.Call, epilogue: Any, out: Tensor | None) -> Any:
+def dispatched(call: Call, epilogue: Any, out: Tensor | None) -> Any:
     """A call that something in torch wants to see, outside the compiler."""
     tensors, numbers, kinds = _flatten(call.inputs)
-    check_forward_mode(call.op, (call.a, call.b, *tensors))
+    check_forward_mode(call.op, tuple(call.tensors))
     if out is not None:
         raise ValueError(
             f"{call.op}: out= does not support gradients, but one of the arguments requires them"
         )
     held = epilogue if isinstance(epilogue, Epilogue) else Epilogue(call.function)
     how = call.options
-    grad = torch.is_grad_enabled() and any(x.requires_grad for x in (call.a, call.b, *tensors))
+    grad = torch.is_grad_enabled() and any(x.requires_grad for x in call.tensors)
     results = torch.ops.gemmery.fused(
-        call.a, call.b, tensors, numbers, kinds, held.name, call.biased, _type_text(call.out_dtype), how.precision,
-        how.fast_accum, how.batch_invariant, config_text(how.config), grad,
+        call.a, call.b, call.right, tensors, numbers, kinds, held.name, call.biases, _type_text(call.out_dtype),
+        how.precision, how.fast_accum, how.batch_invariant, config_text(how.config), grad,
     )  # fmt: skip
     return _finished(list(results)[: len(results) - grad], held.many)
 
 
 def compiled(
-    op: str, a: Tensor, b: Tensor, bias: Tensor | None, epilogue: Any, args: Sequence[Any], out: Tensor | None,
+    op: str, a: Tensor, b: Factor, bias: Factor | None, epilogue: Any, args: Sequence[Any], out: Tensor | None,
     out_dtype: OutTypes, how: Options,
 ) -> Any:  # fmt: skip
     """A call in code that torch.compile traces."""
@@ -264,12 +281,13 @@ def compiled(
         )
     if out is not None:
         raise ValueError(f"{op}: out= with an epilogue can't be compiled; use what is returned")
-    b = right_factor(op, b)
-    tensors, numbers, kinds = _flatten([*([] if bias is None else [bias]), *args])
-    grad = torch.is_grad_enabled() and any([x.requires_grad for x in (a, b, *tensors)])
+    left, *right = [right_factor(op, x) for x in factors(op, b)]
+    biases = added(op, bias)
+    tensors, numbers, kinds = _flatten([*biases, *args])
+    grad = torch.is_grad_enabled() and any([x.requires_grad for x in (a, left, *right, *tensors)])
     results = torch.ops.gemmery.fused(
-        a, b, tensors, numbers, kinds, epilogue.name, bias is not None, _type_text(out_dtype), how.precision,
-        how.fast_accum, how.batch_invariant, config_text(how.config), grad,
+        a, left, right[0] if right else None, tensors, numbers, kinds, epilogue.name, len(biases),
+        _type_text(out_dtype), how.precision, how.fast_accum, how.batch_invariant, config_text(how.config), grad,
     )  # fmt: skip
     kept = list(results)[: len(results) - 1] if grad else list(results)
     return _finished(kept, len(kept) > 1)

@@ -22,8 +22,8 @@ _REST = 9
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    a, b, tensors, *rest, _, grads, given, wanted = inputs
-    ctx.save_for_backward(a, b, *tensors, *grads)
+    a, b, right, tensors, *rest, _, grads, given, wanted = inputs
+    ctx.save_for_backward(a, b, right, *tensors, *grads)
     ctx.rest, ctx.tensors, ctx.given, ctx.wanted = rest, len(tensors), given, wanted
     ctx.epilogue = named(rest[2])
     ctx.set_materialize_grads(False)
@@ -31,15 +31,15 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 def _gradients(ctx: Any, of_results: list[Tensor | None]) -> tuple[Any, ...]:
     """Of what the backward pass was given, by torch, which runs that pass again on the product of a and b."""
-    count = 2 + ctx.tensors
+    count = 3 + ctx.tensors
     with torch.enable_grad():
         # Views: one of these tensors may have been computed from another, which must not count here.
-        inputs = [x.view_as(x) for x in ctx.saved_tensors]
-        results = _again(ctx, inputs[0], inputs[1], inputs[2:count], inputs[count:])
+        inputs = [None if x is None else x.view_as(x) for x in ctx.saved_tensors]
+        results = _again(ctx, inputs[:3], inputs[3:count], inputs[count:])
     found = _derivatives(results, inputs, of_results)
     numbers, given, wanted = map(_no_gradients, (ctx.rest[0], ctx.given, ctx.wanted))
     others = [None] * (_REST - 1)
-    return found[0], found[1], found[2:count], numbers, *others, None, found[count:], given, wanted
+    return *found[:3], found[3:count], numbers, *others, None, found[count:], given, wanted
 
 
 def _no_gradients(values: Sequence[Any]) -> list[None] | None:
@@ -47,27 +47,28 @@ def _no_gradients(values: Sequence[Any]) -> list[None] | None:
     return None if values else []
 
 
-def _again(
-    ctx: Any, a: Tensor, b: Tensor, tensors: Sequence[Tensor], grads: Sequence[Tensor]
-) -> list[Tensor]:
-    _, _, _, biased, _, precision, _, batch_invariant, _ = ctx.rest
-    product = torch.ops.gemmery.gemm(a, b, None, 1, 1, None, precision, False, batch_invariant, None)
-    if biased:
-        product = product + tensors[0]
-    call = call_of(a, b, tensors, *ctx.rest)
+def _again(ctx: Any, operands: Sequence[Any], tensors: Sequence[Any], grads: Sequence[Any]) -> list[Tensor]:
+    _, _, _, biases, _, precision, _, batch_invariant, _ = ctx.rest
+    a, *halves = [x for x in operands if x is not None]
+    how = (precision, False, batch_invariant, None)
+    product = torch.cat([torch.ops.gemmery.gemm(a, b, None, 1, 1, None, *how) for b in halves], dim=-1)
+    if biases:
+        product = product + torch.cat(list(tensors[:biases]), dim=-1)
+    first, second, right = operands
+    call = call_of(first, second, right, tensors, *ctx.rest)
     return backward.by_torch(call, product, placed(grads, ctx.given), ctx.wanted)
 
 
 def _derivatives(
-    results: Sequence[Tensor], inputs: Sequence[Tensor], of_results: Sequence[Tensor | None]
+    results: Sequence[Tensor], inputs: Sequence[Tensor | None], of_results: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
     """Gradients of inputs from those of results; None where there is none."""
-    asked = [i for i, x in enumerate(inputs) if x.requires_grad]
+    asked = [i for i, x in enumerate(inputs) if x is not None and x.requires_grad]
     pairs = [(y, g) for y, g in zip(results, of_results, strict=True) if g is not None and y.requires_grad]
     if not pairs or not asked:
         return [None] * len(inputs)
     found = torch.autograd.grad(
-        [y for y, _ in pairs], [inputs[i] for i in asked], [g for _, g in pairs],
+        [y for y, _ in pairs], [x for x in inputs if x is not None and x.requires_grad], [g for _, g in pairs],
         allow_unused=True, create_graph=torch.is_grad_enabled(),
     )  # fmt: skip
     known = dict(zip(asked, found, strict=True))
@@ -100,15 +101,19 @@ def _rank(x: Tensor, dim: int | None) -> int:
     return x.dim() - (dim is not None)
 
 
-def _fused_vmap(info: Any, in_dims: Any, a: Tensor, b: Tensor, tensors: Sequence[Tensor], *rest: Any) -> Any:
-    of_a, of_b, of_tensors = in_dims[:3]
+def _fused_vmap(
+    info: Any, in_dims: Any, a: Tensor, b: Tensor, right: Tensor | None, tensors: Sequence[Tensor], *rest: Any
+) -> Any:
+    of_a, of_b, of_right, of_tensors = in_dims[:4]
     of_tensors = of_tensors or [None] * len(tensors)
     rank = max(_rank(a, of_a), _rank(b, of_b))
     b = _leading(b, of_b, rank, info.batch_size)
     # The product has the dimension in any case.
     a = _leading(a, of_a, rank, info.batch_size, everywhere=of_b is None)
     tensors = [_leading(x, d, rank, info.batch_size) for x, d in zip(tensors, of_tensors, strict=True)]
-    results = torch.ops.gemmery.fused(a, b, tensors, *rest)
+    if right is not None:
+        right = _leading(right, of_right, rank, info.batch_size)
+    results = torch.ops.gemmery.fused(a, b, right, tensors, *rest)
     return results, [0 if x.dim() > 1 else None for x in results]
 
 

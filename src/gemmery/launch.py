@@ -73,7 +73,7 @@ def between(problem: Problem) -> int | None:
     """Elements from the left half of B's columns to the right one, where tiles pair them; else None."""
     if problem.fusion is None or not problem.fusion.paired:
         return None
-    return problem.fusion.between or problem.out_n * problem.b.col
+    return problem.out_n * problem.b.col if problem.fusion.between is None else problem.fusion.between
 
 
 def _pairs_describable(problem: Problem) -> bool:

@@ -115,7 +115,7 @@ def make_fused_problem(
         extras: what the epilogue reads and writes besides, each with the columns that it has or is broadcast to.
         fusion: the epilogue without its operands.
     """
-    bare, operands = _fold(a, b, out, extras, device)
+    bare, operands = _fold(a, b, out, extras, device, 1 if fusion.between is None else 2)
     return replace(
         bare, epilogue="fused", fusion=replace(fusion, operands=tuple(operands)), precision=precision,
         fast_accum=fast_accum, batch_invariant=batch_invariant and a.dtype.is_floating_point,
@@ -123,13 +123,17 @@ def make_fused_problem(
 
 
 def _fold(
-    a: Tensor, b: Tensor, out: Tensor, extras: Sequence[tuple[Tensor, int]], device: Device
+    a: Tensor, b: Tensor, out: Tensor, extras: Sequence[tuple[Tensor, int]], device: Device, matrices: int = 1
 ) -> tuple[Problem, list[Operand]]:
-    """The Problem of the bare product, with as few batch dimensions as can be, and the epilogue's operands in it."""
+    """The Problem of the bare product, with as few batch dimensions as can be, and the epilogue's operands in it.
+
+    Args:
+        matrices: how many like b make up the second factor, side by side.
+    """
     M, K = a.shape[-2:]
-    N = b.shape[-1]
+    N = b.shape[-1] * matrices
     sizes = list(out.shape[:-2])
-    left, right = _expand(a, sizes, M, K), _expand(b, sizes, K, N)
+    left, right = _expand(a, sizes, M, K), _expand(b, sizes, K, b.shape[-1])
     result = _expand(out, sizes, M, out.shape[-1])
     others = [_expand(tensor, sizes, M, columns) for tensor, columns in extras]
     walkers = [left, result, *others]

@@ -112,6 +112,8 @@ def padded(problem: Problem) -> Padded | None:
     p = problem
     if not p.device.target.tma or p.K == 0 or len(p.batch) > 1:
         return None
+    if p.fusion is not None and p.fusion.between is not None:  # B is two matrices
+        return None
     a = b = None
     across = select.across(p)
     if across.a or not describable(p.a, p.batch):

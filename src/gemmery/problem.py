@@ -79,7 +79,7 @@ class Fusion:
         numbers: how many numbers come with every call.
         paired: whether the columns of the product come in two halves, which lie in one tile, so that the output has
             half as many.
-        between: elements from the left half of B's columns to the right one, where these are two matrices; else 0.
+        between: elements from the left half of B's columns to the right one, where these are two matrices.
         reduces: whether it leaves parts of reduced rows.
         stores: whether the kernel stores a result of it, or it stores all itself.
     """
@@ -88,7 +88,7 @@ class Fusion:
     operands: tuple[Operand, ...]
     numbers: int = 0
     paired: bool = False
-    between: int = 0
+    between: int | None = None
     reduces: bool = False
     stores: bool = True
 

@@ -1,11 +1,21 @@
 """The examples in docstrings run and print what they say."""
 
+import ast
 import doctest
 import importlib
+import re
+import textwrap
+from pathlib import Path
 
 import pytest
+import torch
+from torch.nn import functional as F
 
-MODULES = ("api", "invariant", "nn.linear", "select.explain", "select.tuner", "select.warm")
+MODULES = (
+    "api", "epilogues.function", "epilogues.library", "invariant", "nn.activations", "nn.linear", "nn.mlp", "nn.swap",
+    "select.explain", "select.tuner", "select.warm",
+)  # fmt: skip
+RUNG = Path(__file__).resolve().parents[2] / "tutorials" / "09_fused_epilogue.py"
 
 
 @pytest.mark.parametrize("name", [f"gemmery.{module}" for module in MODULES])
@@ -13,3 +23,12 @@ def test_examples(name):
     result = doctest.testmod(importlib.import_module(name))
     assert result.attempted > 0
     assert result.failed == 0
+
+
+def test_the_last_rung_shows_the_same_fusion_in_gemmery():
+    text = ast.get_docstring(ast.parse(RUNG.read_text(encoding="utf-8")))
+    (example,) = re.findall(r"^ +import gemmery\n(?: +.*\n)+", text, re.MULTILINE)
+    a, w, bias = (torch.randn(size, dtype=torch.float16) for size in ((5, 8), (6, 8), 6))
+    names = {"F": F, "a": a, "w": w, "bias": bias}
+    exec(textwrap.dedent(example), names)
+    torch.testing.assert_close(names["out"], F.gelu(F.linear(a, w, bias)), rtol=1e-2, atol=1e-2)

@@ -1,0 +1,280 @@
+"""A product with an epilogue as it is to be computed: what the user gave, checked as far as shapes go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .dispatch import (
+    Options,
+    OutTypes,
+    check_scalars,
+    check_tensor,
+    check_tensors,
+    operand_names,
+    result_dtype,
+    result_shape,
+    right_factor,
+)
+from .epilogues.identity import Captured, capture
+from .problem import accumulator
+
+#: A factor or a bias; or the left and the right half of its columns.
+Factor = Tensor | Sequence[Tensor]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A product with an epilogue as it is to be computed.
+
+    Attributes:
+        function: the epilogue.
+        captured: what it is, and the tensors that it takes from outside.
+        inputs: biases, the function's arguments after the product, those tensors; plain Python values among them.
+        biases: how many of them are added to the product before the function sees it: 2, side by side, or fewer.
+        right: the right half of b's columns, where they are two matrices; b is the left one then.
+        swapped: whether b is the right half, and `right` the left one; only for kernels.
+        saves: whether the product that the function sees is a last result, in the operands' type, for the gradient.
+    """
+
+    op: str
+    a: Tensor
+    b: Tensor
+    function: Callable[..., Any]
+    captured: Captured
+    inputs: tuple[Any, ...]
+    biases: int
+    out_dtype: OutTypes
+    options: Options
+    right: Tensor | None = None
+    swapped: bool = False
+    saves: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The product's, (..., M, N)."""
+        *lead, columns = result_shape(self.op, self.a, self.b)
+        return *lead, columns * (1 if self.right is None else 2)
+
+    @property
+    def between(self) -> int | None:
+        """Elements from the left half of b's columns to the right one, where they are two matrices."""
+        if self.right is None:
+            return None
+        return (self.right.data_ptr() - self.b.data_ptr()) // self.b.element_size()
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that goes in."""
+        given = (self.a, self.b, self.right, *self.inputs)
+        return [x for x in given if isinstance(x, Tensor)]
+
+    def upwards(self) -> Call:
+        """The same with the half first that comes first in memory, as kernels want it."""
+        if self.right is None or self.right.data_ptr() >= self.b.data_ptr():
+            return self
+        return replace(self, b=self.right, right=self.b, swapped=True)
+
+    def bare(self) -> Call:
+        """The same without biases, for a product that has them in it."""
+        return replace(self, biases=0, inputs=self.inputs[self.biases :])
+
+    @property
+    def given(self) -> tuple[Any, ...]:
+        """The function's own arguments, as the caller gave them."""
+        end = len(self.inputs) - len(self.captured.tensors)
+        return self.inputs[self.biases : end]
+
+    def apply(self, product: Tensor, inputs: Sequence[Any], rebuilt: bool) -> tuple[list[Tensor], bool]:
+        """The function's results on a product, in torch, and whether it returned a tuple.
+
+        Args:
+            rebuilt: use the last inputs in the place of the tensors that the function captured.
+        """
+        own = len(inputs) - len(self.captured.tensors)
+        function, values = self.function, list(inputs[:own])
+        if rebuilt and self.captured.tensors:
+            function = self.captured.rebuild(list(inputs[own:]))
+        if self.swapped:
+            product = torch.cat(product.chunk(2, dim=-1)[::-1], dim=-1)
+        if self.biases:
+            added = values[0] if self.biases == 1 else torch.cat(values[: self.biases], dim=-1)
+            product, values = product + added, values[self.biases :]
+        returned = function(product, *values)
+        many = isinstance(returned, tuple | list)
+        results = list(returned) if isinstance(returned, tuple | list) else [returned]
+        return results + ([product.to(self.a.dtype)] if self.saves else []), many
+
+
+def outputs_of(call: Call, product: Tensor, inputs: Sequence[Any] | None = None) -> tuple[list[Tensor], bool]:
+    """What the function makes of a product in torch, cast as the kernel would; and whether it returned a tuple."""
+    results, many = call.apply(product, call.inputs if inputs is None else inputs, inputs is not None)
+    rank = product.dim()
+    types = output_types(call, [(x.dtype, x.dim() == rank and x.shape[-1] != 1) for x in results])
+    return [x.to(dtype) for x, dtype in zip(results, types, strict=True)], many
+
+
+def output_types(call: Call, outputs: Sequence[tuple[torch.dtype, bool]]) -> list[torch.dtype]:
+    """The types of results, given those that the function leaves them in and which are matrices.
+
+    What is still in the accumulator's type becomes the type of a product, or the one that was asked for; reduced rows,
+    and what the function has cast, stay.
+    """
+    if call.saves:
+        return [*output_types(replace(call, saves=False), outputs[:-1]), call.a.dtype]
+    wide = accumulator(call.a.dtype)
+    asked = call.out_dtype if isinstance(call.out_dtype, tuple) else (call.out_dtype,) * len(outputs)
+    if len(asked) != len(outputs):
+        raise ValueError(
+            f"{call.op}: out_dtype names {len(asked)} types; the epilogue returns {len(outputs)}"
+        )
+    default = result_dtype(call.op, call.a, call.b, None)
+    # An epilogue may make numbers of any kind from integers.
+    natural = {torch.int32: torch.int32}.get(default, default)
+    types = []
+    for (dtype, matrix), choice in zip(outputs, asked, strict=True):
+        kept = natural if dtype == wide and matrix else dtype
+        types.append(choice if choice is not None and (matrix or isinstance(call.out_dtype, tuple)) else kept)
+    return types
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checks
+
+
+def make_call(
+    op: str, a: Tensor, b: Factor, bias: Factor | None, function: Any, args: Sequence[Any], out_dtype: OutTypes,
+    options: Options,
+) -> Call:  # fmt: skip
+    """A call from a user's arguments; whether they fit each other is for `check` to say.
+
+    Args:
+        b: the factor, or the left and the right half of its columns; in words of `op`.
+        bias: likewise.
+
+    Raises:
+        TypeError: an argument is of no kind that a product or an epilogue can take.
+    """
+    if isinstance(args, Tensor) or not isinstance(args, tuple | list):
+        raise TypeError(
+            f"{op}: args is a {type(args).__name__}; it must be a tuple of the epilogue's arguments"
+        )
+    halves, biases = factors(op, b), added(op, bias)
+    check_tensors(op, a, halves[0], None, None)
+    left, *right = [right_factor(op, x) for x in halves]
+    function = getattr(function, "__gemmery_epilogue__", function)
+    captured = capture(function)
+    inputs = (*biases, *args, *captured.tensors)
+    return Call(
+        op, a, left, function, captured, inputs, len(biases), out_dtype, options, right[0] if right else None
+    )
+
+
+def factors(op: str, b: Factor) -> list[Tensor]:
+    """The second factor, or the two halves of its columns; TypeError if it is neither."""
+    name = operand_names(op)[1]
+    if not isinstance(b, tuple | list):
+        return [b]  # type: ignore[list-item]  # whether it is a tensor, `check_tensors` says
+    if len(b) != 2:
+        raise TypeError(
+            f"{op}: {name} is a tuple of {len(b)}; it must be a tensor, or two that stand side by side"
+        )
+    for i, half in enumerate(b):
+        check_tensor(op, f"{name}[{i}]", half)
+    return list(b)
+
+
+def added(op: str, bias: Factor | None) -> list[Tensor]:
+    """No bias, one, or those of both halves of the columns; TypeError if it is none of these."""
+    parts: list[Any] = [] if bias is None else list(bias) if isinstance(bias, tuple | list) else [bias]
+    for i, part in enumerate(parts):
+        check_tensor(op, "bias" if len(parts) == 1 else f"bias[{i}]", part)
+    if len(parts) > 2:
+        raise TypeError(
+            f"{op}: bias is a tuple of {len(parts)}; it must be a tensor, or two that stand side by side"
+        )
+    return parts
+
+
+def _check_halves(call: Call) -> None:
+    op, b, right = call.op, call.b, call.right
+    assert right is not None
+    name = operand_names(op)[1]
+    if b.dim() != 2 or right.shape != b.shape:
+        shapes = [tuple((x.t() if op == "linear" else x).shape) for x in (b, right)]
+        raise ValueError(
+            f"{op}: the halves of {name} are {shapes[0]} and {shapes[1]}; they must be matrices of one shape"
+        )
+    if right.dtype != b.dtype or right.device != b.device:
+        raise ValueError(
+            f"{op}: the halves of {name} are {b.dtype} on {b.device} and {right.dtype} on {right.device}; "
+            f"they must be of one type and on one device"
+        )
+
+
+def check(call: Call) -> None:
+    """ValueError or TypeError unless a call's tensors fit each other."""
+    op, a, b = call.op, call.a, call.b
+    shape = call.shape
+    if call.right is not None:
+        _check_halves(call)
+    first, second, _ = operand_names(op)
+    if a.dim() < 2 or b.dim() < 2:
+        raise ValueError(f"{op}: with an epilogue, {first} and {second} must be matrices, or batches of them")
+    result_dtype(op, a, b, None)
+    if a.device != b.device:
+        raise ValueError(
+            f"{op}: {first} is on {a.device} and {second} on {b.device}; they must be on one device"
+        )
+    for i, value in enumerate(call.inputs):
+        if isinstance(value, Tensor):
+            check_tensor(op, input_name(call, i), value)
+            if value.device != a.device and value.dim():
+                raise ValueError(
+                    f"{op}: {input_name(call, i)} is on {value.device} and {first} on {a.device}"
+                )
+            dimensions(call, i, value, shape)
+        elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+            raise ValueError(f"{op}: {input_name(call, i)} is {value}; integers must fit in 64 bits")
+        elif isinstance(value, int | float) and not isinstance(value, bool) and a.dtype == torch.float64:
+            check_scalars(op, a, value, 1)
+
+
+def input_name(call: Call, i: int) -> str:
+    """What the user calls an input."""
+    if i < call.biases:
+        return "bias" if call.biases == 1 else f"bias[{i}]"
+    own = len(call.given)
+    position = i - call.biases
+    return (
+        f"args[{position}]"
+        if position < own
+        else f"a tensor of the epilogue's closure (number {position - own})"
+    )
+
+
+def dimensions(call: Call, i: int, tensor: Tensor, shape: tuple[int, ...]) -> tuple[str, ...]:
+    """What a tensor's dimensions are in the product's, or ValueError."""
+    if tensor.dim() > len(shape):
+        raise ValueError(f"{call.op}: {input_name(call, i)} is {tuple(tensor.shape)}; the product is {shape}")
+    names: list[str] = []
+    N = shape[-1]
+    for place in range(1, tensor.dim() + 1):
+        size, full = tensor.shape[-place], shape[-place]
+        if size == 1:
+            names.append("1")
+        elif place == 1:
+            # Compared one by one: under torch.compile sizes are symbols.
+            names.append("N" if size == N else "2N" if size == 2 * N else "N/2" if 2 * size == N else "")
+        else:
+            names.append(("M" if place == 2 else f"b{len(shape) - place}") if size == full else "")
+        if not names[-1]:
+            raise ValueError(
+                f"{call.op}: {input_name(call, i)} is {tuple(tensor.shape)}; it must broadcast to the product, "
+                f"{shape}, or to that with half or twice the columns"
+            )
+    return tuple(names[::-1])
