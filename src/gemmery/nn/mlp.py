@@ -67,7 +67,7 @@ def gated_linear(
     precision: Precision = "ieee",
     batch_invariant: bool = False,
 ) -> Tensor:
-    """`act(x @ w_gate.T + bias_gate) * (x @ w_up.T + bias_up)`: the first half of a SwiGLU block, for two weights.
+    """`act(x @ w_gate.T + bias_gate) * (x @ w_up.T + bias_up)` as one kernel: the first half of a SwiGLU block.
 
     Args:
         x: (..., in) or (in,), of any type that a product with an epilogue takes.
@@ -95,13 +95,15 @@ def gated_linear(
         raise ValueError(
             f"gated_linear: w_gate is {tuple(w_gate.shape)} and w_up is {tuple(w_up.shape)}; they must have one shape"
         )
-    act = _resolve(activation)
+    epilogue = _resolve(activation).stacked
+    biases = None
+    if bias_gate is not None or bias_up is not None:
+        none = w_gate.new_zeros(w_gate.shape[0])
+        biases = (none if bias_gate is None else bias_gate, none if bias_up is None else bias_up)
     rows = x if x.dim() > 1 else x.unsqueeze(0)
-    # Two launches: the gate's reads what the other wrote, and writes the product of both.
-    up = linear(rows, w_up, bias_up, precision=precision, batch_invariant=batch_invariant)
     y: Tensor = linear(
-        rows, w_gate, bias_gate, epilogue=act.gated, args=(up,), precision=precision, batch_invariant=batch_invariant
-    )  # fmt: skip
+        rows, (w_gate, w_up), biases, epilogue=epilogue, precision=precision, batch_invariant=batch_invariant
+    )
     return y if x.dim() > 1 else y.squeeze(0)
 
 
@@ -114,7 +116,7 @@ def stacked_gated_linear(
     precision: Precision = "ieee",
     batch_invariant: bool = False,
 ) -> Tensor:
-    """`gated_linear` for one weight whose first half is the gate's, as one kernel.
+    """`gated_linear` for one weight whose first half is the gate's.
 
     Args:
         x: (..., in) or (in,), of any type that a product with an epilogue takes.
@@ -227,9 +229,9 @@ class MLP(nn.Module):
 class GatedMLP(nn.Module):
     """`down(act(gate(x)) * up(x))`, as SwiGLU and GeGLU blocks are, with all that is elementwise inside a product.
 
-    With `stacked`, `gate_up.weight` is (2 * hidden_features, in_features), the gate's rows first: one product computes
-    both and halves its own result. Without, `gate.weight` and `up.weight` are (hidden_features, in_features) each, as
-    most checkpoints have them. `down.weight` is (out_features, hidden_features). Layers with hooks, and what has been
+    One product computes gate and up, and halves its own result. With `stacked`, `gate_up.weight` is
+    (2 * hidden_features, in_features), the gate's rows first; without, `gate.weight` and `up.weight` are
+    (hidden_features, in_features) each, as most checkpoints have them. `down.weight` is (out_features, hidden_features). Layers with hooks, and what has been
     put in the place of a layer, are called as modules, so that their code runs.
 
     Args:
