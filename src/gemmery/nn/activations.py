@@ -13,34 +13,32 @@ from torch.nn import functional as F
 
 from ..epilogues import library
 from ..epilogues.function import Epilogue
+from .feed_forward import Differentiable
 
 Elementwise = Callable[[Tensor], Tensor]
 
 
-def _gated(function: Elementwise, acc: Tensor, up: Tensor) -> Tensor:
-    return function(acc) * up
-
-
-def _stacked(function: Elementwise, acc: Tensor) -> Tensor:
+def _gated(function: Elementwise, acc: Tensor) -> Tensor:
     gate, up = acc.chunk(2, dim=-1)
     return function(gate) * up
 
 
 @dataclass(frozen=True, eq=False)
 class Activation:
-    """An elementwise function in the three ways in which a feed-forward block fuses it; see `activation`.
+    """An elementwise function in the two ways in which a feed-forward block fuses it; see `activation`.
 
     Attributes:
         name: as it is printed.
         alone: f(acc).
-        gated: f(acc) * up, of acc and up, for two products, of which the other came before.
-        stacked: the same for one product (..., 2 * hidden) whose first half is the gate; the result is half as wide.
+        gated: f(gate) * up, of a product (..., 2 * hidden) whose halves these are; the result is half as wide.
+        alone_with_gradient, gated_with_gradient: both, for blocks that make their own gradients.
     """
 
     name: str
     alone: Epilogue[..., Tensor]
     gated: Epilogue[..., Tensor]
-    stacked: Epilogue[..., Tensor]
+    alone_with_gradient: Differentiable = field(repr=False)
+    gated_with_gradient: Differentiable = field(repr=False)
     #: What `activation` makes it of again, in another process or for a copy.
     source: Any = field(repr=False)
 
@@ -54,8 +52,10 @@ class Activation:
 
 def _make(name: str, function: Elementwise, source: Any) -> Activation:
     # Partials of functions that never change: two of them with the same function are the same epilogue.
-    gated, stacked = functools.partial(_gated, function), functools.partial(_stacked, function)
-    return Activation(name, Epilogue(function), Epilogue(gated), Epilogue(stacked), source)
+    gated = functools.partial(_gated, function)
+    return Activation(
+        name, Epilogue(function), Epilogue(gated), Differentiable(function), Differentiable(gated), source
+    )
 
 
 _FUNCTIONS: dict[str, Elementwise] = {

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .activations import Activation, recognised
 from .linear import Linear, inherit, own_code
-from .mlp import activated, gated
+from .mlp import activated, gated_block
 
 
 class FusedGatedMLP(nn.Module):
@@ -38,8 +38,7 @@ class FusedGatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) to (..., out)."""
-        out: Tensor = self.down_proj(gated(self.gate_proj, self.up_proj, self.activation, self.act_fn, x))
-        return out
+        return gated_block(self.gate_proj, self.up_proj, self.down_proj, self.activation, self.act_fn, x)
 
     def extra_repr(self) -> str:
         """What it was, and the activation's name."""

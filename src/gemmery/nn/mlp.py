@@ -9,8 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from ..api import linear
+from ..call import Factor
+from ..epilogues.function import Epilogue
 from ..problem import Precision
 from .activations import Activation, activation, recognised
+from .feed_forward import Differentiable, feed_forward
 from .linear import Linear, is_plain, is_untouched
 
 ActivationLike = str | Callable[..., Tensor] | Activation
@@ -95,12 +98,14 @@ def gated_linear(
         raise ValueError(
             f"gated_linear: w_gate is {tuple(w_gate.shape)} and w_up is {tuple(w_up.shape)}; they must have one shape"
         )
-    epilogue = _resolve(activation).stacked
+    epilogue = _resolve(activation).gated
     biases = None
     if bias_gate is not None or bias_up is not None:
         none = w_gate.new_zeros(w_gate.shape[0])
         biases = (none if bias_gate is None else bias_gate, none if bias_up is None else bias_up)
     rows = x if x.dim() > 1 else x.unsqueeze(0)
+    if w_gate.stride() != w_up.stride():
+        w_gate, w_up = w_gate.contiguous(), w_up.contiguous()
     y: Tensor = linear(
         rows, (w_gate, w_up), biases, epilogue=epilogue, precision=precision, batch_invariant=batch_invariant
     )
@@ -144,7 +149,7 @@ def stacked_gated_linear(
         raise ValueError(
             f"stacked_gated_linear: weight is {tuple(weight.shape)}; it must be (2 * hidden, in), gate before up"
         )
-    epilogue = _resolve(activation).stacked
+    epilogue = _resolve(activation).gated
     rows = x if x.dim() > 1 else x.unsqueeze(0)
     y: Tensor = linear(
         rows, weight, bias, epilogue=epilogue, precision=precision, batch_invariant=batch_invariant
@@ -218,8 +223,7 @@ class MLP(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) to (..., out_features)."""
-        hidden: Tensor = self.down(activated(self.up, self.activation, self.activation, input))
-        return hidden
+        return activated_block(self.up, self.down, self.activation, self.activation, input)
 
     def extra_repr(self) -> str:
         """The name of the activation."""
@@ -231,8 +235,9 @@ class GatedMLP(nn.Module):
 
     One product computes gate and up, and halves its own result. With `stacked`, `gate_up.weight` is
     (2 * hidden_features, in_features), the gate's rows first; without, `gate.weight` and `up.weight` are
-    (hidden_features, in_features) each, as most checkpoints have them. `down.weight` is (out_features, hidden_features). Layers with hooks, and what has been
-    put in the place of a layer, are called as modules, so that their code runs.
+    (hidden_features, in_features) each, as most checkpoints have them. `down.weight` is (out_features,
+    hidden_features). Layers with hooks, and what has been put in the place of a layer, are called as modules, so that
+    their code runs.
 
     Args:
         in_features: the last dimension of the input.
@@ -288,11 +293,12 @@ class GatedMLP(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) to (..., out_features)."""
-        if self.stacked:
-            hidden = _stacked(self.gate_up, self.activation, input)
-        else:
-            hidden = gated(self.gate, self.up, self.activation, self.activation, input)
-        output: Tensor = self.down(hidden)
+        if not self.stacked:
+            return gated_block(self.gate, self.up, self.down, self.activation, self.activation, input)
+        first, act = self.gate_up, self.activation
+        if _are_alike(first, self.down):
+            return _block(input, first.weight, first.bias, self.down, act.gated, act.gated_with_gradient)
+        output: Tensor = self.down(_stacked(first, act, input))
         return output
 
     def extra_repr(self) -> str:
@@ -314,7 +320,54 @@ def activated(layer: nn.Module, act: Activation, module: Callable[[Tensor], Tens
     )
 
 
-def gated(
+def activated_block(
+    first: Linear, down: Linear, act: Activation, module: Callable[[Tensor], Tensor], x: Tensor
+) -> Tensor:
+    """`down(module(first(x)))`, where `module` computes `act`: fused if calling the layers would do nothing else."""
+    if _are_alike(first, down) and _computes(module, act):
+        return _block(x, first.weight, first.bias, down, act.alone, act.alone_with_gradient)
+    y: Tensor = down(activated(first, act, module, x))
+    return y
+
+
+def gated_block(
+    gate: Linear, up: Linear, down: Linear, act: Activation, module: Callable[[Tensor], Tensor], x: Tensor
+) -> Tensor:  # fmt: skip
+    """`down(module(gate(x)) * up(x))`, where `module` computes `act`: fused as `activated_block`."""
+    alike = _are_alike(gate, up, down) and _computes(module, act)
+    if not alike or (gate.bias is None) != (up.bias is None) or gate.weight.stride() != up.weight.stride():
+        y: Tensor = down(_gated(gate, up, act, module, x))
+        return y
+    bias = None if gate.bias is None else (gate.bias, up.bias)
+    return _block(x, (gate.weight, up.weight), bias, down, act.gated, act.gated_with_gradient)
+
+
+def _are_alike(*layers: Linear) -> bool:
+    """Whether layers do nothing but multiply when they are called, and do so in one way."""
+    hows = {(layer.precision, layer.batch_invariant) if is_plain(layer) else None for layer in layers}
+    return len(hows) == 1 and None not in hows
+
+
+def _block(
+    x: Tensor, first: Factor, bias: Factor | None, down: Linear, epilogue: Epilogue[..., Tensor],
+    differentiable: Differentiable,
+) -> Tensor:  # fmt: skip
+    rows = x if x.dim() > 1 else x.unsqueeze(0)
+    y = feed_forward(
+        rows,
+        first,
+        bias,
+        down.weight,
+        down.bias,
+        epilogue,
+        differentiable,
+        down.precision,
+        down.batch_invariant,
+    )
+    return y if x.dim() > 1 else y.squeeze(0)
+
+
+def _gated(
     gate: nn.Module, up: nn.Module, act: Activation, module: Callable[[Tensor], Tensor], x: Tensor
 ) -> Tensor:
     """`module(gate(x)) * up(x)`, where `module` computes `act`: fused if calling the layers would do nothing else."""
