@@ -89,7 +89,8 @@ def check_tensor(op: str, name: str, value: object) -> None:
     """TypeError unless `value` is a tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} is a {type(value).__name__}; it must be a torch.Tensor")
-    if value.layout != torch.strided:
+    # The compiler can't ask that in a backward pass; the operator does.
+    if not is_compiling() and value.layout != torch.strided:
         raise TypeError(f"{op}: {name} is sparse ({value.layout}); it must be a strided tensor")
 
 

@@ -11,11 +11,14 @@ the bare product in the operands' type, which the same kernel writes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 from torch.compiler import is_compiling
 
 from . import backward, fused
@@ -140,10 +143,17 @@ def _fused_fake(*arguments: Any) -> list[Tensor]:
     product = call.a.new_empty(shape, dtype=accumulator(call.a.dtype))
 
     def results(call: Call) -> tuple[list[Tensor], bool]:
-        made, many = outputs_of(call, product, call.inputs)
+        # In a thread of its own torch dispatches as it does for users, whose functions may use torch.func.
+        with ThreadPoolExecutor(1) as thread:
+            made, many = thread.submit(_outputs_of, call, product).result()
         return [x.new_empty(x.shape) for x in made], many
 
     return _run(call, flat[6], save, results)
+
+
+def _outputs_of(call: Call, product: Tensor) -> tuple[list[Tensor], bool]:
+    with detect_fake_mode(product) or nullcontext(), torch.no_grad():
+        return outputs_of(call, product, call.inputs)
 
 
 def _fused_backward(*arguments: Any) -> list[Tensor]:

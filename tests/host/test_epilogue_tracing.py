@@ -47,7 +47,8 @@ def test_a_lambda_in_a_loop_is_traced_once():
     def traced():
         count.append(None)
 
-    traced.__module__ = "torch"  # so that the counter, which changes, is not looked at
+    # So that the counter, which changes, is not looked at.
+    traced.__module__, traced.__qualname__ = "torch", "traced"
     made = {id(program(lambda acc: (traced(), torch.relu(acc) * 3.25)[1])) for _ in range(5)}
     assert len(made) == 1
     # Twice, for two sizes.

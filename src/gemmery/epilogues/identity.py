@@ -110,6 +110,9 @@ def _key(value: Any, tensors: list[Tensor], seen: set[int]) -> Any:
 
 
 def _of_library(value: Any) -> bool:
+    """Whether an object belongs to a package that does not change; what was made in a call is as the call made it."""
+    if "<locals>" in getattr(value, "__qualname__", ""):
+        return False
     return str(getattr(value, "__module__", "")).split(".")[0] in _LIBRARIES
 
 

@@ -32,6 +32,8 @@ class Differentiable:
             return function(acc), acc
 
         def backward(acc: Tensor, product: Tensor) -> tuple[Tensor, Tensor]:
+            # One row would count as a row for all.
+            product = product.expand(*acc.shape[:-1], product.shape[-1])
             pulled: Any = torch.func.vjp(function, product.to(acc.dtype))
             result, pull = pulled
             (grad,) = pull(acc)
@@ -74,8 +76,6 @@ def _fits(tensors: tuple[Tensor | None, ...]) -> bool:
 class _FeedForward(torch.autograd.Function):
     """The block; its second result is the first product, which is saved, so that its gradient can be differentiated."""
 
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(
         differentiable: Differentiable, how: tuple[Any, ...], halves: int, x: Tensor, second: Tensor,
@@ -116,7 +116,7 @@ class _FeedForward(torch.autograd.Function):
             if needs_bias:
                 of_second_bias = _summed(grad)
         if of_product is None:
-            return (None,) * (6 + len(weights) + ctx.biases[1])
+            return tuple([None] * len(ctx.needs_input_grad))
         of_weights, of_x = _of_first(x, weights, of_product, needs[: len(weights)], needs_x, options)
         of_biases = _of_biases(of_product, ctx.biases[1], needs[len(weights) :])
         return None, None, None, of_x, of_second, of_second_bias, *of_weights, *of_biases
