@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import devices, fused
+from . import devices
 from .call import Call, dimensions, outputs_of
 from .epilogues.trace import Sizes, Untraceable, stand_ins
 from .launch import pointwise
 from .problem import accumulator
+from .programs import keep, lowered_program
 from .results import Results
 
 _needs: dict[Any, bool] = {}
@@ -48,7 +49,7 @@ def needs_product(call: Call) -> bool:
     # What is looked at does not depend on sizes.
     with ThreadPoolExecutor(1) as thread:
         needed = thread.submit(_looks_at_product, call, dims, stand_ins(len(shape), odd)[0]).result()
-    return needed if key is None else fused.keep(_needs, key, needed)
+    return needed if key is None else keep(_needs, key, needed)
 
 
 def _looks_at_product(call: Call, dims: Sequence[tuple[str, ...] | None], sizes: Sizes) -> bool:
@@ -143,7 +144,7 @@ def _program(
             tuple(wanted),
         )
     wide = accumulator(call.a.dtype)
-    return fused.lowered_program(function, key, wide, shape, values, names, call.a.device), values
+    return lowered_program(function, key, wide, shape, values, names, call.a.device), values
 
 
 def _pulled(

@@ -8,10 +8,9 @@ its trace and its kernel.
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,11 +19,11 @@ from torch.compiler import is_compiling
 from . import devices, reference
 from .call import Call, Factor, check, dimensions, input_name, make_call, output_types, outputs_of
 from .dispatch import Options, OutTypes, check_tensor, lowered, needs_dispatcher, operand_names
-from .epilogues.lower import Program, lower
-from .epilogues.trace import Number, Shape, trace
+from .epilogues.lower import Program
 from .layout import make_fused_problem, overlap, overlaps_itself
-from .plan import PLANS, Plan, make_plan, runs_on
+from .plan import Plan, make_plan, runs_on
 from .problem import Config, Fusion, accumulator
+from .programs import keep, lowered_program
 from .results import Results
 
 
@@ -74,25 +73,7 @@ def _autocast(call: Call, out: Tensor | None) -> Call:
     )  # fmt: skip
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Programs
-
-
-_programs: dict[Any, Program] = {}
 _prepared: dict[Any, Prepared] = {}
-_lock = threading.Lock()
-
-V = TypeVar("V")
-
-
-def keep(kept: dict[Any, V], key: Any, value: V) -> V:
-    """The value, which is found again in `kept`; half of what is kept goes when there is too much of it."""
-    with _lock:
-        if len(kept) >= PLANS:
-            for stale in list(kept)[: PLANS // 2]:
-                del kept[stale]
-        kept[key] = value
-    return value
 
 
 def program(call: Call) -> Program:
@@ -112,56 +93,6 @@ def program(call: Call) -> Program:
         dimensions(call, i, x, shape) if isinstance(x, Tensor) else None for i, x in enumerate(call.inputs)
     ]
     return lowered_program(function, key, accumulator(call.a.dtype), shape, call.inputs, dims, call.a.device)
-
-
-def lowered_program(
-    function: Callable[..., tuple[list[Tensor], bool]], key: Any, dtype: torch.dtype, shape: tuple[int, ...],
-    inputs: Sequence[Any], dims: Sequence[tuple[str, ...] | None], device: torch.device,
-) -> Program:  # fmt: skip
-    """A function of a block and other inputs as a device function; memoised by `key`, unless that is None.
-
-    Args:
-        function: gives its results and whether it returns a tuple.
-        dtype, shape: of what it is given first.
-        dims: of the inputs that are tensors; see `epilogues.trace.Shape`.
-    """
-    rank, odd = len(shape), shape[-1] % 2 == 1
-    arguments: list[Any] = [Shape(dtype, (*(f"b{i}" for i in range(rank - 2)), "M", "N"))]
-    places: list[int] = []
-    constants: dict[int, Any] = {}
-    for i, (value, its_dims) in enumerate(zip(inputs, dims, strict=True)):
-        if its_dims is not None:
-            arguments.append(Shape(value.dtype, its_dims))
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            arguments.append(Number(isinstance(value, int)))
-        else:
-            constants[i] = value
-            continue
-        places.append(i)
-    if key is not None:
-        key = (key, tuple(arguments), tuple(places), repr(constants), odd, device.type)
-        found: Program | None = _programs.get(key)
-        if found is not None:
-            return found
-    many = False
-
-    @functools.wraps(function)
-    def traced(product: Tensor, *values: Any) -> tuple[Tensor, ...]:
-        nonlocal many
-        given = [constants.get(i) for i in range(len(inputs))]
-        for place, value in zip(places, values, strict=True):
-            given[place] = value
-        results, many = function(product, *given)
-        return tuple(results)
-
-    graph, sizes = trace(traced, arguments, rank, odd, device)
-    made = lower(graph, arguments, sizes, getattr(function, "__name__", type(function).__name__))
-    # Arguments are counted from the product; inputs from 0, constants among them.
-    made = replace(
-        made, inputs=tuple(places[i - 1] for i in made.inputs), numbers=tuple(places[i - 1] for i in made.numbers),
-        many=many,
-    )  # fmt: skip
-    return made if key is None else keep(_programs, key, made)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,83 @@
+"""Functions of a user as device functions: traced once, found again by what they are."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from .epilogues.lower import Program, lower
+from .epilogues.trace import Number, Shape, trace
+
+#: How many of a kind are kept.
+KEPT = 4096
+
+_programs: dict[Any, Program] = {}
+_lock = threading.Lock()
+
+V = TypeVar("V")
+
+
+def keep(kept: dict[Any, V], key: Any, value: V) -> V:
+    """The value, which is found again in `kept`; half of what is kept goes when there is too much of it."""
+    with _lock:
+        if len(kept) >= KEPT:
+            for stale in list(kept)[: KEPT // 2]:
+                del kept[stale]
+        kept[key] = value
+    return value
+
+
+def lowered_program(
+    function: Callable[..., tuple[list[Tensor], bool]], key: Any, dtype: torch.dtype, shape: tuple[int, ...],
+    inputs: Sequence[Any], dims: Sequence[tuple[str, ...] | None], device: torch.device,
+) -> Program:  # fmt: skip
+    """A function of a block and other inputs as a device function; memoised by `key`, unless that is None.
+
+    Args:
+        function: gives its results and whether it returns a tuple.
+        dtype, shape: of what it is given first.
+        dims: of the inputs that are tensors; see `epilogues.trace.Shape`.
+    """
+    rank, odd = len(shape), shape[-1] % 2 == 1
+    arguments: list[Any] = [Shape(dtype, (*(f"b{i}" for i in range(rank - 2)), "M", "N"))]
+    places: list[int] = []
+    constants: dict[int, Any] = {}
+    for i, (value, its_dims) in enumerate(zip(inputs, dims, strict=True)):
+        if its_dims is not None:
+            arguments.append(Shape(value.dtype, its_dims))
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            arguments.append(Number(isinstance(value, int)))
+        else:
+            constants[i] = value
+            continue
+        places.append(i)
+    if key is not None:
+        key = (key, tuple(arguments), tuple(places), repr(constants), odd, device.type)
+        found: Program | None = _programs.get(key)
+        if found is not None:
+            return found
+    many = False
+
+    @functools.wraps(function)
+    def traced(product: Tensor, *values: Any) -> tuple[Tensor, ...]:
+        nonlocal many
+        given = [constants.get(i) for i in range(len(inputs))]
+        for place, value in zip(places, values, strict=True):
+            given[place] = value
+        results, many = function(product, *given)
+        return tuple(results)
+
+    graph, sizes = trace(traced, arguments, rank, odd, device)
+    made = lower(graph, arguments, sizes, getattr(function, "__name__", type(function).__name__))
+    # Arguments are counted from the product; inputs from 0, constants among them.
+    made = replace(
+        made, inputs=tuple(places[i - 1] for i in made.inputs), numbers=tuple(places[i - 1] for i in made.numbers),
+        many=many,
+    )  # fmt: skip
+    return made if key is None else keep(_programs, key, made)
