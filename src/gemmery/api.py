@@ -24,6 +24,8 @@ def matmul(
     bias: Factor | None = None,
     epilogue: Callable[..., Any] | None = None,
     args: Sequence[Any] = (),
+    prologue: Callable[..., Any] | None = None,
+    prologue_args: Sequence[Any] = (),
     out: Tensor | None = None,
     out_dtype: OutTypes = None,
     precision: Precision = "ieee",
@@ -43,6 +45,10 @@ def matmul(
             kernel; or what `gemmery.epilogue` made of one. The result is what it returns, one tensor or a tuple.
         args: what the epilogue is given besides: tensors that broadcast to the product, or to half or twice its
             columns, and Python values.
+        prologue: an elementwise torch function of `a` (in the type of sums) and `prologue_args` that runs on `a` as it
+            is loaded; its result is rounded to `a`'s type. Where gradients are asked for, under torch.compile and on
+            the CPU it runs before the product, in torch.
+        prologue_args: tensors that broadcast to `a`, and Python values.
         out: where the result goes, any strides, no overlap with the inputs.
         out_dtype: type of the result. The operands' by default; bfloat16 for fp8, int32 for int8. What an epilogue has
             cast keeps its type; for several results it can be a tuple.
@@ -67,9 +73,10 @@ def matmul(
         >>> gemmery.matmul(x, w.T, bias=torch.zeros(16)).shape
         torch.Size([4, 16])
     """
-    if epilogue is not None or args:
+    if epilogue is not None or args or prologue is not None or prologue_args:
         how = Options(None, precision, fast_accum, batch_invariant, config)
-        return fused.product("matmul", a, b, bias, epilogue, args, out, out_dtype, how)
+        functions = fused.Functions(epilogue, args, prologue, prologue_args)
+        return fused.product("matmul", a, b, bias, functions, out, out_dtype, how)
     options = (out_dtype, precision, fast_accum, batch_invariant, config)
     return run("matmul", a, b, bias, 1, 1, out, options)  # type: ignore[arg-type]  # checked there
 
@@ -81,6 +88,8 @@ def linear(
     *,
     epilogue: Callable[..., Any] | None = None,
     args: Sequence[Any] = (),
+    prologue: Callable[..., Any] | None = None,
+    prologue_args: Sequence[Any] = (),
     out: Tensor | None = None,
     out_dtype: OutTypes = None,
     precision: Precision = "ieee",
@@ -103,9 +112,10 @@ def linear(
         tensor([[3., 3., 3., 3., 3.],
                 [3., 3., 3., 3., 3.]])
     """
-    if epilogue is not None or args:
+    if epilogue is not None or args or prologue is not None or prologue_args:
         how = Options(None, precision, fast_accum, batch_invariant, config)
-        return fused.product("linear", x, weight, bias, epilogue, args, out, out_dtype, how)
+        functions = fused.Functions(epilogue, args, prologue, prologue_args)
+        return fused.product("linear", x, weight, bias, functions, out, out_dtype, how)
     options = (out_dtype, precision, fast_accum, batch_invariant, config)
     return run("linear", x, weight, bias, 1, 1, out, options)  # type: ignore[arg-type]  # checked there
 
@@ -152,6 +162,8 @@ def bmm(
     *,
     epilogue: Callable[..., Any] | None = None,
     args: Sequence[Any] = (),
+    prologue: Callable[..., Any] | None = None,
+    prologue_args: Sequence[Any] = (),
     out: Tensor | None = None,
     out_dtype: OutTypes = None,
     precision: Precision = "ieee",
@@ -166,9 +178,10 @@ def bmm(
         >>> gemmery.bmm(torch.ones(7, 2, 3), torch.ones(7, 3, 4)).shape
         torch.Size([7, 2, 4])
     """
-    if epilogue is not None or args:
+    if epilogue is not None or args or prologue is not None or prologue_args:
         how = Options(None, precision, fast_accum, batch_invariant, config)
-        return fused.product("bmm", a, b, None, epilogue, args, out, out_dtype, how)
+        functions = fused.Functions(epilogue, args, prologue, prologue_args)
+        return fused.product("bmm", a, b, None, functions, out, out_dtype, how)
     options = (out_dtype, precision, fast_accum, batch_invariant, config)
     return run("bmm", a, b, None, 1, 1, out, options)
 
@@ -180,6 +193,8 @@ def plan(
     bias: Factor | None = None,
     epilogue: Callable[..., Any] | None = None,
     args: Sequence[Any] = (),
+    prologue: Callable[..., Any] | None = None,
+    prologue_args: Sequence[Any] = (),
     out: Tensor | None = None,
     out_dtype: OutTypes = None,
     precision: Precision = "ieee",
@@ -196,8 +211,9 @@ def plan(
         >>> print(gemmery.plan(torch.ones(4, 8), torch.ones(8, 16)))
         None
     """
-    if epilogue is not None or args:
+    if epilogue is not None or args or prologue is not None or prologue_args:
         how = Options(None, precision, fast_accum, batch_invariant, config)
-        return fused.plan("plan", a, b, bias, epilogue, args, out, out_dtype, how)
+        functions = fused.Functions(epilogue, args, prologue, prologue_args)
+        return fused.plan("plan", a, b, bias, functions, out, out_dtype, how)
     options = Options(out_dtype, precision, fast_accum, batch_invariant, config)
     return prepare("plan", a, b, bias, 1, 1, out, options).plan  # type: ignore[arg-type]  # checked there

@@ -22,6 +22,7 @@ from .dispatch import (
 )
 from .epilogues.identity import Captured, capture
 from .problem import accumulator
+from .prologue import Prologue
 
 #: A factor or a bias; or the left and the right half of its columns.
 Factor = Tensor | Sequence[Tensor]
@@ -39,6 +40,7 @@ class Call:
         right: the right half of b's columns, where they are two matrices; b is the left one then.
         swapped: whether b is the right half, and `right` the left one; only for kernels.
         saves: whether the product that the function sees is a last result, in the operands' type, for the gradient.
+        prologue: what happens to a before.
     """
 
     op: str
@@ -53,6 +55,7 @@ class Call:
     right: Tensor | None = None
     swapped: bool = False
     saves: bool = False
+    prologue: Prologue | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -70,7 +73,8 @@ class Call:
     @property
     def tensors(self) -> list[Tensor]:
         """All that goes in."""
-        given = (self.a, self.b, self.right, *self.inputs)
+        before = () if self.prologue is None else self.prologue.tensors
+        given = (self.a, self.b, self.right, *self.inputs, *before)
         return [x for x in given if isinstance(x, Tensor)]
 
     def upwards(self) -> Call:
@@ -78,6 +82,12 @@ class Call:
         if self.right is None or self.right.data_ptr() >= self.b.data_ptr():
             return self
         return replace(self, b=self.right, right=self.b, swapped=True)
+
+    def opened(self) -> Call:
+        """The same without a prologue, which has been applied in torch."""
+        return (
+            self if self.prologue is None else replace(self, a=self.prologue.in_torch(self.a), prologue=None)
+        )
 
     def bare(self) -> Call:
         """The same without biases, for a product that has them in it."""

@@ -10,15 +10,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from . import devices, reference
+from . import devices, prologue, reference
 from .call import Call, Factor, check, dimensions, input_name, make_call, output_types, outputs_of
 from .dispatch import Options, OutTypes, check_tensor, lowered, needs_dispatcher, operand_names
+from .epilogues.function import Epilogue
 from .epilogues.lower import Program
 from .layout import make_fused_problem, overlap, overlaps_itself
 from .plan import Plan, make_plan, runs_on
@@ -27,36 +28,75 @@ from .programs import keep, lowered_program
 from .results import Results
 
 
-def product(
-    op: str, a: Tensor, b: Factor, bias: Factor | None, epilogue: Any, args: Sequence[Any], out: Tensor | None,
-    out_dtype: OutTypes, options: Options,
-) -> Any:  # fmt: skip
-    """A product with an epilogue as the user called it, by whichever way it has to go."""
-    if epilogue is None:
+class Functions(NamedTuple):
+    """What a user has run on the product's way, as `api.matmul` takes it."""
+
+    epilogue: Any
+    args: Sequence[Any]
+    prologue: Any = None
+    prologue_args: Sequence[Any] = ()
+
+
+def unchanged(acc: Tensor) -> Tensor:
+    """The epilogue of a product that has only a prologue."""
+    return acc
+
+
+UNCHANGED = Epilogue(unchanged)
+
+
+def _completed(op: str, given: Functions) -> Functions:
+    """The functions with an epilogue, if need be one that does nothing; TypeError for arguments of none."""
+    if given.prologue is None and given.prologue_args:
+        raise TypeError(f"{op}: prologue_args are a prologue's; there is none")
+    if given.epilogue is not None:
+        return given
+    if given.args:
         raise TypeError(f"{op}: args are an epilogue's; there is none")
+    return given._replace(epilogue=UNCHANGED)
+
+
+def product(
+    op: str, a: Tensor, b: Factor, bias: Factor | None, given: Functions, out: Tensor | None, out_dtype: OutTypes,
+    options: Options,
+) -> Any:  # fmt: skip
+    """A product with functions of the user's as the user called it, by whichever way it has to go."""
+    given = _completed(op, given)
     if is_compiling():
         from .fused_ops import compiled
 
-        return compiled(op, a, b, bias, epilogue, args, out, out_dtype, options)
-    call = _autocast(make_call(op, a, b, bias, epilogue, args, out_dtype, options), out)
-    check(call)
+        if given.prologue is not None:
+            a = given.prologue(a.to(accumulator(a.dtype)), *given.prologue_args).to(a.dtype)
+        return compiled(op, a, b, bias, given.epilogue, given.args, out, out_dtype, options)
+    call = _checked(op, a, b, bias, given, out, out_dtype, options)
     if needs_dispatcher((out, *call.tensors)):
         from .fused_ops import dispatched
 
-        return dispatched(call, epilogue, out)
+        return dispatched(call.opened(), given.epilogue, out)
     return run(call, out)
 
 
 def plan(
-    op: str, a: Tensor, b: Factor, bias: Factor | None, epilogue: Any, args: Sequence[Any], out: Tensor | None,
-    out_dtype: OutTypes, options: Options,
+    op: str, a: Tensor, b: Factor, bias: Factor | None, given: Functions, out: Tensor | None, out_dtype: OutTypes,
+    options: Options,
 ) -> Plan | None:  # fmt: skip
     """What `product` with these arguments launches; None where it launches nothing. Products run it, not its `run`."""
-    call = make_call(op, a, b, bias, epilogue, args, out_dtype, options)
-    check(call)
+    call = _checked(op, a, b, bias, _completed(op, given), out, out_dtype, options)
     if devices.current(call.a.device) is None or 0 in call.shape:
         return None
     return _prepare(call.upwards(), out).plan
+
+
+def _checked(
+    op: str, a: Tensor, b: Factor, bias: Factor | None, given: Functions, out: Tensor | None, out_dtype: OutTypes,
+    options: Options,
+) -> Call:  # fmt: skip
+    call = make_call(op, a, b, bias, given.epilogue, given.args, out_dtype, options)
+    if given.prologue is not None:
+        call = replace(call, prologue=prologue.make(op, call.a, given.prologue, given.prologue_args))
+    call = _autocast(call, out)
+    check(call)
+    return call
 
 
 def _autocast(call: Call, out: Tensor | None) -> Call:
@@ -65,6 +105,9 @@ def _autocast(call: Call, out: Tensor | None) -> Call:
     if out is not None or device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return call
     dtype = torch.get_autocast_dtype(device)
+    if call.a.dtype != dtype:
+        # The prologue comes before the operand is rounded.
+        call = call.opened()
     biases = [lowered(x, dtype) for x in call.inputs[: call.biases]]
     return replace(
         call, a=lowered(call.a, dtype), b=lowered(call.b, dtype),
@@ -105,10 +148,12 @@ class Prepared:
 
     Attributes:
         results: what the program makes; see `Results`.
+        prologue: what happens to a before, if anything does.
         plan: what is launched.
     """
 
     results: Results
+    prologue: Program | None
     plan: Plan
 
 
@@ -118,6 +163,12 @@ def _layout(value: Any) -> Any:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return type(value)
     return type(value), repr(value)
+
+
+def _prologue_key(call: Call) -> tuple[Any, ...]:
+    if call.prologue is None:
+        return ()
+    return call.prologue.captured.key, *map(_layout, call.prologue.inputs)
 
 
 def run(call: Call, out: Tensor | None = None) -> Any:
@@ -131,10 +182,12 @@ def results_of(call: Call, out: Tensor | None = None) -> tuple[list[Tensor], boo
     if devices.current(call.a.device) is None or 0 in call.shape:
         return _by_reference(call, out)
     key, call = None, call.upwards()
-    if call.captured.key is not None:
+    known = call.prologue is None or call.prologue.captured.key is not None
+    if call.captured.key is not None and known:
         key = (
             call.op, call.captured.key, call.biases, _layout(call.a), _layout(call.b), *map(_layout, call.inputs),
             None if out is None else _layout(out), call.out_dtype, call.options, call.between, call.swapped, call.saves,
+            *_prologue_key(call),
         )  # fmt: skip
     prepared = _prepared.get(key) if key is not None else None
     if prepared is None:
@@ -145,7 +198,7 @@ def results_of(call: Call, out: Tensor | None = None) -> tuple[list[Tensor], boo
 
 
 def _by_reference(call: Call, out: Tensor | None) -> tuple[list[Tensor], bool]:
-    wide = accumulator(call.a.dtype)
+    call, wide = call.opened(), accumulator(call.a.dtype)
     halves = [
         reference.gemm(call.a, b, out_dtype=wide, by_rows=call.options.batch_invariant)
         for b in (call.b, call.right) if b is not None
@@ -174,6 +227,7 @@ def _check_out(call: Call, out: Tensor, outputs: Sequence[Any], many: bool) -> N
     first, second, _ = operand_names(op)
     others = [(first, call.a), (second, call.b), (second, call.right)]
     others += [(input_name(call, i), x) for i, x in enumerate(call.inputs)]
+    others += [("a tensor of the prologue", x) for x in call.prologue.tensors] if call.prologue else []
     for name, tensor in others:
         if isinstance(tensor, Tensor) and overlap(out, tensor):
             raise ValueError(f"{op}: out and {name} share memory")
@@ -198,6 +252,7 @@ def _check_halves(call: Call, made: Program) -> None:
 
 def _prepare(call: Call, out: Tensor | None) -> Prepared:
     made = program(call)
+    before = None if call.prologue is None else call.prologue.program(call.a)
     shape = call.shape
     types = output_types(call, [(x.dtype, x.reduced is None) for x in made.outputs])
     results = Results(made, shape, tuple(types), accumulator(call.a.dtype))
@@ -214,10 +269,15 @@ def _prepare(call: Call, out: Tensor | None) -> Prepared:
     assert device is not None
     tensors = results.allocate(call.a.device, 1, out)
     main = results.main(tensors)
-    extras = results.extras(call.inputs, tensors)
+    own = results.extras(call.inputs, tensors)
+    read, numbers = _of_prologue(call, before)
+    widths = [(x, x.shape[-1] if x.dim() and x.shape[-1] != 1 else call.a.shape[-1]) for x in read]
+    fusion = Fusion(
+        made.source, (), len(made.numbers), made.paired, call.between, results.reduces, made.main is not None,
+        None if before is None else Fusion(before.source, (), len(before.numbers)),
+    )  # fmt: skip
     problem = make_fused_problem(
-        call.a, call.b, main, results.widths(extras),
-        Fusion(made.source, (), len(made.numbers), made.paired, call.between, results.reduces, made.main is not None),
+        call.a, call.b, main, [*results.widths(own), *widths], len(own), fusion,
         fast_accum=options.fast_accum, batch_invariant=options.batch_invariant, device=device,
         precision=options.precision if options.precision in device.target.precisions else "ieee",
     )  # fmt: skip
@@ -226,15 +286,24 @@ def _prepare(call: Call, out: Tensor | None) -> Prepared:
             f"{call.op}: {device.name} has no instructions for {call.a.dtype}, which an epilogue needs"
         )
     pinned = None if options.config is None else Config.of(options.config)
-    plan = make_plan(problem, pinned, call.a, call.b, main, extras, results.numbers(call.inputs))
-    return Prepared(results, plan)
+    given = (*own, *read), (*results.numbers(call.inputs), *numbers)
+    return Prepared(results, before, make_plan(problem, pinned, call.a, call.b, main, *given))
+
+
+def _of_prologue(call: Call, made: Program | None) -> tuple[tuple[Tensor, ...], tuple[float, ...]]:
+    """The tensors and the numbers that a call's prologue takes, in its program's order."""
+    if call.prologue is None or made is None:
+        return (), ()
+    inputs = call.prologue.inputs
+    return tuple([inputs[i] for i in made.inputs]), tuple([inputs[i] for i in made.numbers])
 
 
 def _launch(call: Call, prepared: Prepared, out: Tensor | None) -> tuple[list[Tensor], bool]:
     results, plan = prepared.results, prepared.plan
     tensors = results.allocate(call.a.device, plan.slots if results.reduces else 1, out)
-    extras = results.extras(call.inputs, tensors)
-    plan.run_fused(call.a, call.b, results.main(tensors), extras, results.numbers(call.inputs))
+    read, numbers = _of_prologue(call, prepared.prologue)
+    extras = (*results.extras(call.inputs, tensors), *read)
+    plan.run_fused(call.a, call.b, results.main(tensors), extras, (*results.numbers(call.inputs), *numbers))
     if out is not None:
         # Autograd must see that a tensor was written behind its back.
         torch._C._increment_version((out,))

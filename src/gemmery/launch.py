@@ -17,12 +17,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .epilogues.lower import function
+from .epilogues.device import function, loader_with
 from .kernels import epilogues, gemm, order
 from .kernels import operands as access
 from .kernels import pointwise as kernels_pointwise
 from .layout import fold_blocks
-from .problem import FP8, Config, Operand, Problem, accumulator
+from .problem import FP8, Config, Fusion, Operand, Problem, accumulator
 from .results import Results
 from .waves import Split, Waves
 from .workspace import WORKSPACES, Workspace
@@ -105,20 +105,28 @@ class _Access:
 
     Attributes:
         between: elements from the left half of its columns to the right one where tiles pair them, or None.
+        prologue: what becomes of its blocks as they are loaded, or None.
     """
 
     def __init__(
         self, operand: Operand, rows: int, cols: int, batch: tuple[int, ...], described: bool,
-        between: int | None = None,
+        between: int | None = None, prologue: Fusion | None = None,
     ) -> None:  # fmt: skip
         self.operand, self.rows, self.cols, self.batch, self.described = operand, rows, cols, batch, described
         self.transposed = described and operand.col != 1
-        self.between = between
+        self.between, self.prologue = between, prologue
         self.strides: tuple[Any, ...] = (_steps(operand, described), operand.row, operand.col)
         if between is not None:
             self.strides = (*self.strides, between)
 
     def loader(self) -> Any:
+        plain = self._plain_loader()
+        if self.prologue is None:
+            return plain
+        taken = 4 * len(self.prologue.operands) + self.prologue.numbers
+        return loader_with(self.prologue.source, taken, plain)
+
+    def _plain_loader(self) -> Any:
         if self.between is not None:
             if not self.described:
                 return access.load_strided_pairs
@@ -183,6 +191,22 @@ def epilogue_of(problem: Problem) -> Any:
     return function(problem.fusion.source)
 
 
+def _traced_arguments(fusion: Fusion, tensors: Sequence[Any], numbers: Sequence[float]) -> tuple[Any, ...]:
+    """What a traced function is given, of tensors and numbers that begin with its own."""
+    count = len(fusion.operands)
+    strides = [part for x in fusion.operands for part in (_steps(x, False), x.row, x.col)]
+    return (*tensors[:count], *strides, *map(_parts, numbers[: fusion.numbers]))
+
+
+def prologue_arguments(problem: Problem, *given: Any) -> tuple[Any, ...]:
+    """What a problem's prologue is given, which is behind what its epilogue is."""
+    if problem.fusion is None or problem.fusion.prologue is None:
+        return ()
+    tensors, numbers = given
+    own, before = problem.fusion, problem.fusion.prologue
+    return _traced_arguments(before, tensors[len(own.operands) :], numbers[own.numbers :])
+
+
 def epilogue_arguments(problem: Problem, slot: int, *given: Any) -> tuple[Any, ...]:
     """What a problem's epilogue is given: pointers, strides and numbers, in the order in which it takes them.
 
@@ -192,9 +216,9 @@ def epilogue_arguments(problem: Problem, slot: int, *given: Any) -> tuple[Any, .
     """
     if problem.fusion is not None:
         tensors, numbers = given
-        strides = [part for x in problem.fusion.operands for part in (_steps(x, False), x.row, x.col)]
         slots = (slot,) if problem.fusion.reduces else ()
-        return (*tensors, *strides, *map(_parts, numbers), *slots)
+        own = _traced_arguments(problem.fusion, tensors, numbers)
+        return (*own, *slots)
     addend, alpha, beta = (list(given) + [None, 1, 1][len(given) :])[:3]
     if problem.epilogue == "identity":
         return ()
@@ -232,7 +256,7 @@ class Binding:
             raise ValueError(
                 f"config {c}: loader 'descriptor' takes blocks of at most {_BOX} along each side"
             )
-        self.a = _Access(p.a, p.M, p.K, p.batch, by_descriptor)
+        self.a = _Access(p.a, p.M, p.K, p.batch, by_descriptor, prologue=p.fusion and p.fusion.prologue)
         self.b = _Access(p.b, p.K, p.N, p.batch, by_descriptor, between(p))
         # A tensor that stands in for an output has strides of 0, which no descriptor takes.
         stored = by_descriptor and storable(p.out, p.M, p.out_n, p.batch)
@@ -315,7 +339,8 @@ class Binding:
         ]
         common = [
             epilogue_arguments(p, self.slot, *given),
-            p.M, p.N, p.K, p.batch, self.a.strides, self.b.strides, self.out.strides, waves.tiles,
+            p.M, p.N, p.K, p.batch, (*self.a.strides, *prologue_arguments(p, *given)), self.b.strides,
+            self.out.strides, waves.tiles,
         ]  # fmt: skip
         if self.persistent:
             return [

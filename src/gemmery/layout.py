@@ -106,18 +106,22 @@ def make_problem(
 
 
 def make_fused_problem(
-    a: Tensor, b: Tensor, out: Tensor, extras: Sequence[tuple[Tensor, int]], fusion: Fusion, *, precision: Precision,
-    fast_accum: bool, batch_invariant: bool, device: Device,
+    a: Tensor, b: Tensor, out: Tensor, extras: Sequence[tuple[Tensor, int]], own: int, fusion: Fusion, *,
+    precision: Precision, fast_accum: bool, batch_invariant: bool, device: Device,
 ) -> Problem:  # fmt: skip
-    """The Problem of `out = epilogue(a @ b)` for a traced epilogue; see `make_problem`.
+    """The Problem of `out = epilogue(prologue(a) @ b)` for traced functions; see `make_problem`.
 
     Args:
-        extras: what the epilogue reads and writes besides, each with the columns that it has or is broadcast to.
-        fusion: the epilogue without its operands.
+        extras: what the epilogue reads and writes besides, each with the columns that it has or is broadcast to; behind
+            that what the prologue reads.
+        fusion: both without their operands.
+        own: how many of the extras are the epilogue's.
     """
     bare, operands = _fold(a, b, out, extras, device, 1 if fusion.between is None else 2)
+    before = fusion.prologue and replace(fusion.prologue, operands=tuple(operands[own:]))
+    fusion = replace(fusion, operands=tuple(operands[:own]), prologue=before)
     return replace(
-        bare, epilogue="fused", fusion=replace(fusion, operands=tuple(operands)), precision=precision,
+        bare, epilogue="fused", fusion=fusion, precision=precision,
         fast_accum=fast_accum, batch_invariant=batch_invariant and a.dtype.is_floating_point,
     )  # fmt: skip
 

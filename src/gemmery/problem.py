@@ -82,6 +82,8 @@ class Fusion:
         between: elements from the left half of B's columns to the right one, where these are two matrices.
         reduces: whether it leaves parts of reduced rows.
         stores: whether the kernel stores a result of it, or it stores all itself.
+        prologue: what becomes of A's tiles as they are loaded, if anything does: its text, operands over
+            (batch, M, K) and numbers, which come after the epilogue's own.
     """
 
     source: str
@@ -91,6 +93,7 @@ class Fusion:
     between: int | None = None
     reduces: bool = False
     stores: bool = True
+    prologue: Fusion | None = None
 
     def __str__(self) -> str:
         return self.source.split("(", 1)[0].split()[-1]
@@ -155,7 +158,8 @@ class Problem:
     def takes_factors(self) -> bool:
         """Whether the epilogue is given numbers with every call; others are for calls where alpha and beta are 1."""
         return self.epilogue in ("scale", "add_matrix") or (
-            self.fusion is not None and self.fusion.numbers > 0
+            self.fusion is not None
+            and self.fusion.numbers + (self.fusion.prologue.numbers if self.fusion.prologue else 0) > 0
         )
 
     @property

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import linecache
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -628,22 +627,3 @@ def _source(state: _Lowering, tensors: int) -> str:
         f"def fused_{digest}(\n    acc, args, shape, sizes, batch, row, col, ROWS: tl.constexpr, COLS: tl.constexpr,"
         f" WIDE: tl.constexpr\n):\n{body}\n"
     )
-
-
-@functools.lru_cache(1024)
-def function(source: str) -> Any:
-    """The `@triton.jit` function of a text that `lower` made; one for each text."""
-    import triton
-    import triton.language as tl
-
-    from ..kernels import epilogues, fused, operands
-
-    name = source.split("(", 1)[0].split()[-1]
-    file = f"<gemmery {name}>"
-    # Triton reads a function's source by its file's name.
-    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    space: dict[str, Any] = {"tl": tl, "scalar": epilogues.scalar, "column_halves": operands.column_halves}
-    space |= {key: value for key, value in vars(fused).items() if not key.startswith("_")}
-    space["__name__"] = "gemmery.epilogues.made"
-    exec(compile(source, file, "exec"), space)
-    return triton.jit(space[name])

@@ -1,0 +1,68 @@
+"""From the text of a device function to what Triton compiles."""
+
+from __future__ import annotations
+
+import functools
+import linecache
+from typing import Any
+
+_LOADER = """\
+def load_{name}(
+    x, shape, strides, sizes, batch, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, CHECK_ROWS: tl.constexpr,
+    CHECK_COLS: tl.constexpr, WIDE: tl.constexpr
+):
+    steps, stride_row, stride_col{names} = strides
+    layout = (steps, stride_row, stride_col)
+    block = LOAD(x, shape, layout, sizes, batch, row, col, ROWS, COLS, CHECK_ROWS, CHECK_COLS, WIDE)
+    if block.dtype == tl.float64:
+        wide = block
+    else:
+        wide = as_type(block, tl.float32)
+    value = as_type(FUNCTION(wide, ({given}), shape, sizes, batch, row, col, ROWS, COLS, WIDE), block.dtype)
+    if CHECK_COLS:
+        # What is beyond the matrix came as 0, and need not be 0 any more.
+        value = tl.where((tl.arange(0, COLS) < shape[1] - col)[None, :], value, 0.0)
+    return value
+"""
+
+
+@functools.lru_cache(1024)
+def function(source: str) -> Any:
+    """The `@triton.jit` function of a text that `lower` made; one for each text."""
+    from ..kernels import epilogues, fused, operands
+
+    space: dict[str, Any] = {"scalar": epilogues.scalar, "column_halves": operands.column_halves}
+    return _compiled(
+        source, space | {key: value for key, value in vars(fused).items() if not key.startswith("_")}
+    )
+
+
+@functools.lru_cache(1024)
+def loader_with(source: str, arguments: int, load: Any) -> Any:
+    """A loader of blocks, see `kernels.operands`, that go through a device function on their way.
+
+    Args:
+        source: the function's text.
+        arguments: how many it takes, which come behind the strides.
+        load: loads the blocks.
+    """
+    from ..kernels.fused import as_type
+
+    made = function(source)
+    names = "".join(f", a{i}" for i in range(arguments))
+    given = "".join(f"a{i}, " for i in range(arguments))
+    text = _LOADER.format(name=f"{load.__name__}_{made.__name__}", names=names, given=given)
+    return _compiled(text, {"LOAD": load, "FUNCTION": made, "as_type": as_type})
+
+
+def _compiled(source: str, space: dict[str, Any]) -> Any:
+    import triton
+    import triton.language as tl
+
+    name = source.split("(", 1)[0].split()[-1]
+    file = f"<gemmery {name}>"
+    # Triton reads a function's source by its file's name.
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    space |= {"tl": tl, "__name__": "gemmery.epilogues.made"}
+    exec(compile(source, file, "exec"), space)
+    return triton.jit(space[name])
