@@ -20,6 +20,7 @@ from .dispatch import (
     result_shape,
     right_factor,
 )
+from .epilogues.device_function import device_function, is_device_function
 from .epilogues.identity import Captured, capture
 from .problem import accumulator
 from .prologue import Prologue
@@ -176,6 +177,7 @@ def make_call(
     halves, biases = factors(op, b), added(op, bias)
     check_tensors(op, a, halves[0], None, None)
     left, *right = [right_factor(op, x) for x in halves]
+    function = device_function(function) if is_device_function(function) else function
     function = getattr(function, "__gemmery_epilogue__", function)
     captured = capture(function)
     inputs = (*biases, *args, *captured.tensors)

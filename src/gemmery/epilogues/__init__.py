@@ -1,5 +1,6 @@
 """Epilogues: torch functions over a product that run inside the kernel that makes it."""
 
+from .device_function import device_function
 from .function import Epilogue
 from .library import (
     bias,
@@ -26,7 +27,7 @@ from .library import (
 from .trace import Untraceable
 
 __all__ = [
-    "Epilogue", "Untraceable", "bias", "cast_fp8", "column_scale", "compose", "dropout", "geglu", "gelu", "gelu_tanh",
-    "logsumexp", "reglu", "relu", "relu_squared", "residual", "row_scale", "scaled", "sigmoid", "silu", "softcap",
-    "swiglu", "tanh",
+    "Epilogue", "Untraceable", "bias", "cast_fp8", "column_scale", "compose", "device_function", "dropout", "geglu",
+    "gelu", "gelu_tanh", "logsumexp", "reglu", "relu", "relu_squared", "residual", "row_scale", "scaled", "sigmoid",
+    "silu", "softcap", "swiglu", "tanh",
 ]  # fmt: skip

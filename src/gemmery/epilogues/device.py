@@ -6,6 +6,8 @@ import functools
 import linecache
 from typing import Any
 
+from .device_function import device_functions
+
 _LOADER = """\
 def load_{name}(
     x, shape, strides, sizes, batch, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, CHECK_ROWS: tl.constexpr,
@@ -31,7 +33,10 @@ def function(source: str) -> Any:
     """The `@triton.jit` function of a text that `lower` made; one for each text."""
     from ..kernels import epilogues, fused, operands
 
-    space: dict[str, Any] = {"scalar": epilogues.scalar, "column_halves": operands.column_halves}
+    space: dict[str, Any] = {
+        "scalar": epilogues.scalar,
+        "column_halves": operands.column_halves,
+    } | device_functions()
     return _compiled(
         source, space | {key: value for key, value in vars(fused).items() if not key.startswith("_")}
     )

@@ -8,6 +8,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar
 
+from .device_function import device_function, is_device_function
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -36,6 +38,8 @@ class Epilogue(Generic[P, R]):
     def __init__(self, function: Callable[P, R]) -> None:
         if isinstance(function, Epilogue):
             function = function.__gemmery_epilogue__
+        if is_device_function(function):
+            function = device_function(function)  # type: ignore[assignment]
         if not callable(function):
             raise TypeError(f"epilogue: given a {type(function).__name__}; it must be a function")
         #: The function; where `identity` and products find it.

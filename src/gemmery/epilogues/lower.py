@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from ..problem import accumulator
+from .device_function import device_name
 from .table import ARITHMETIC, BOOLEAN, CONSTANTS, FLOATING, LOGICAL, REDUCTIONS, VIEWS, supported
 from .trace import Argument, Number, Shape, Sizes, Untraceable
 
@@ -229,6 +230,8 @@ class _Lowering:
         space, operator_name = name[0], name[1] if len(name) > 1 else name[0]
         if space == "gemmery" and operator_name == "uniform":
             return self._uniform(node)
+        if space == "gemmery" and operator_name == "device":
+            return self._device(node)
         if space != "aten":
             raise self.fail(node, f"uses {node.target}")
         if operator_name in REDUCTIONS:
@@ -456,6 +459,15 @@ class _Lowering:
         numbers = self.emit("numbered(shape, batch, row, col, ROWS, COLS)")
         drawn = self.emit(f"uniform({seed}, {numbers})")
         return Value((self.emit(f"{drawn}.to({_TL[self.compute]})"),), torch.float32, True, True)
+
+    def _device(self, node: fx.Node) -> Value:
+        """A call of device code of the user's own."""
+        acc, given, name = self._inputs(node)
+        inputs: list[Value] = [acc, *[self.values[x] for x in given]]
+        if any(len(x.names) != 1 for x in inputs) or not (acc.rows and acc.wide):
+            raise self.fail(node, "gives device code something else than a block, and what broadcasts to it")
+        names = ", ".join([x.names[0] for x in inputs])
+        return Value((self.emit(f"{device_name(name)}({names})"),), acc.dtype, True, True)
 
     # Reductions
 
