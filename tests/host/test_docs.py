@@ -66,7 +66,8 @@ def test_all_operators_are_listed(group):
 
 def test_all_ready_made_ones_are_listed():
     section = EPILOGUES.split("### 8.")[1].split("\n### ")[0]
-    missing = [name for name in epilogues.__all__ if name[0].islower() and f"`{name}`" not in section]
+    others = {"device_function"}  # which has a section of its own
+    missing = [n for n in epilogues.__all__ if n[0].islower() and n not in others and f"`{n}`" not in section]
     assert not missing
 
 

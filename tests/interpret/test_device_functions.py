@@ -33,7 +33,9 @@ def given():
     return torch.randn(37, 20), torch.randn(33, 20), args
 
 
-@pytest.mark.parametrize("made", (chosen, epilogues.device_function(chosen, in_torch), gemmery.epilogue(chosen)))
+@pytest.mark.parametrize(
+    "made", (chosen, epilogues.device_function(chosen, in_torch), gemmery.epilogue(chosen))
+)
 def test_every_kind_of_argument(made, given):
     x, w, args = given
     y = gemmery.linear(x, w, epilogue=made, args=args)
@@ -66,7 +68,9 @@ def test_compiled(given):
     x, w, args = given
     made = gemmery.epilogue(chosen)
     step = torch.compile(
-        lambda x, w, *args: gemmery.linear(x, w, epilogue=made, args=args), fullgraph=True, backend="aot_eager"
+        lambda x, w, *args: gemmery.linear(x, w, epilogue=made, args=args),
+        fullgraph=True,
+        backend="aot_eager",
     )
     torch.testing.assert_close(step(x, w, *args), in_torch(x @ w.T, *args), rtol=1e-4, atol=1e-4)
 
@@ -87,7 +91,7 @@ def test_two_functions_of_one_name(given):
 
 
 def test_a_traced_function_is_not_one():
-    with pytest.raises(TypeError, match="must be a @triton.jit function"):
+    with pytest.raises(TypeError, match="must be a @triton"):
         epilogues.device_function(lambda acc: acc)
 
 
