@@ -231,6 +231,16 @@ def epilogue_arguments(problem: Problem, slot: int, *given: Any) -> tuple[Any, .
     return (_parts(alpha), _parts(beta), addend, layout)
 
 
+def _pieces(problem: Problem, config: Config) -> int:
+    """In how many pieces the epilogue and the store of a tile come."""
+    if not config.split_store:
+        return 1
+    if problem.paired:
+        # Half of a tile's columns are stored then, and parts of K are added by columns.
+        return 2 if problem.whole_extras and config.split_k == 1 and config.main_n >= 128 else 1
+    return 4 if problem.whole_extras and config.main_n >= 128 else 2
+
+
 class Binding:
     """A kernel with everything fixed but the tensors.
 
@@ -261,8 +271,9 @@ class Binding:
         # A tensor that stands in for an output has strides of 0, which no descriptor takes.
         stored = by_descriptor and storable(p.out, p.M, p.out_n, p.batch)
         self.out = _Access(p.out, p.M, p.out_n, p.batch, stored)
-        # Half of a tile's columns are stored where they are paired; such a tile needs no less.
-        self.split_store = c.split_store and not p.paired
+        self.pieces = _pieces(p, c)
+        # A small tile has half the columns.
+        self.tail_pieces = 2 if self.pieces == 4 and c.block_n // c.tail_n >= 64 else 1
         self.waves = Waves.of(p, c)
         self.split = Split.of(p, c)
         parts = self.split.parts if self.split else 1
@@ -302,7 +313,7 @@ class Binding:
             "BLOCK_N": c.main_n,
             "BLOCK_K": c.block_k,
             "GROUP_M": c.group_m,
-            "SPLIT_STORE": self.split_store,
+            "PIECES": self.pieces,
             "PAIRED": p.paired,
             "CHECK_K": p.K == 0 or p.K % c.block_k != 0,
             "WIDE": self._wide(),
@@ -318,6 +329,7 @@ class Binding:
             constants["TAIL_M"] = c.tail_m
             constants["TAIL_N"] = c.tail_n
             constants["TAIL_K"] = c.tail_k
+            constants["TAIL_PIECES"] = self.tail_pieces
             constants["CHECK_TAIL_K"] = p.K == 0 or p.K % c.tail_k != 0
         else:
             constants["REST_N"] = c.rest_n
@@ -382,19 +394,19 @@ class Binding:
         return [
             self.a.argument(a, rows, c.tail_k),
             self.b.argument(b, c.tail_k, columns),
-            self.out.argument(out, rows, columns // 2 if self.problem.paired else columns),
+            self.out.argument(out, rows, columns // (2 if self.problem.paired else self.tail_pieces)),
         ]
 
     @property
     def slot(self) -> int:
         """Columns of the narrowest block that an epilogue sees."""
         c = self.config
-        wide = [c.main_n // 2 if self.split_store else c.main_n, c.rest_n or c.main_n, c.block_n // c.tail_n]
+        wide = [c.main_n // self.pieces, c.rest_n or c.main_n, c.block_n // (c.tail_n * self.tail_pieces)]
         return min(wide) // (2 if self.problem.paired else 1)
 
     def _stored(self, columns: int) -> int:
         """Columns of the output that are stored at a time, of a block of so many columns of the product."""
-        return columns // 2 if self.split_store or self.problem.paired else columns
+        return columns // (self.pieces * (2 if self.problem.paired else 1))
 
     def launch(self, *tensors: Any) -> None:
         """Launch on the current device and stream; arguments as for `arguments`."""

@@ -147,6 +147,11 @@ class Problem:
         return () if self.addend is None else (self.addend,)
 
     @property
+    def whole_extras(self) -> bool:
+        """Whether a traced epilogue reads or writes more that is as large as the output."""
+        return self.fusion is not None and any(x.row and x.col for x in self.fusion.operands)
+
+    @property
     def matrices(self) -> int:
         """How many products there are in the batch."""
         count = 1

@@ -389,3 +389,30 @@ def test_dropout_of_halves():
     a, b = operands(torch.float32)
     function = epilogues.compose(epilogues.reglu, epilogues.dropout)
     check(function, a, b, (0.25, 9))
+
+
+PIECES = (
+    "32x128x32-g8-w4-s2-persistent-descriptor/2", "32x128x32-g8-w4-s2-persistent-descriptor/2-t2",
+    "32x128x32-g8-w4-s2-tile-pointer/2", "32x256x32-g8-w4-s2-tile-pointer/2-k2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("config", PIECES)
+@pytest.mark.parametrize(("m", "n", "k"), ((40, 256, 64), (70, 380, 72)))
+def test_tiles_in_pieces(config, m, n, k):
+    """Epilogues that read and write whole matrices go over a tile in pieces; with paired columns, in pairs."""
+    x, w = values((m, k), torch.float32, 1), values((n, k), torch.float32, 2)
+    full, wide = values((m, n), torch.float32, 3), values((m, 2 * n), torch.float32, 4)
+
+    def spread(acc, r, pair):
+        left, right = pair.chunk(2, -1)
+        return acc + r, torch.cat((acc * right, acc * left), -1), (acc * r).sum(-1)
+
+    def gated(acc):
+        gate, up = acc.chunk(2, -1)
+        return torch.sigmoid(gate) * up, acc, up.amax(-1)
+
+    for function, args in ((spread, (full, wide)), (gated, ())):
+        results = gemmery.linear(x, w, epilogue=function, args=args, config=config)
+        for result, want in zip(results, function(x.double() @ w.double().T, *args), strict=True):
+            torch.testing.assert_close(result.double(), want.double(), rtol=1e-4, atol=1e-3)

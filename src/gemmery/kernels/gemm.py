@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .numerics import cast, dot
-from .operands import column_halves
+from .operands import beside, column_halves
 from .parts import add_parts, arrive, leave_part
 
 
@@ -64,34 +64,80 @@ def finish_block(
 
 
 @triton.jit
+def pieces_of(block, PAIRED: tl.constexpr):
+    """A block as two; where its columns are `PAIRED`, each has both columns of a pair."""
+    left, right = column_halves(block)
+    if PAIRED:
+        left_first, left_second = column_halves(left)
+        right_first, right_second = column_halves(right)
+        left = beside(left_first, right_first)
+        right = beside(left_second, right_second)
+    return left, right
+
+
+@triton.jit
+def finish_piece(
+    piece, out, args, M, N, sizes, out_strides, batch, row, col, place, partials, first, COLS: tl.constexpr,
+    EPILOGUE: tl.constexpr, STORE: tl.constexpr, OUT: tl.constexpr, WIDE: tl.constexpr, PAIRED: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+):  # fmt: skip
+    """Epilogue and store of the columns from `first` on of a tile of `COLS`, whose other parts are added first."""
+    if SPLIT_K:
+        piece = add_parts(piece, place, partials, first, COLS)
+    finish_block(
+        piece, out, args, M, N, sizes, out_strides, batch, row, col + first, EPILOGUE, STORE, OUT, WIDE, PAIRED
+    )  # fmt: skip
+
+
+@triton.jit
+def finish_halves(
+    piece, out, args, M, N, sizes, out_strides, batch, row, col, place, partials, first, COLS: tl.constexpr,
+    EPILOGUE: tl.constexpr, STORE: tl.constexpr, OUT: tl.constexpr, WIDE: tl.constexpr, PAIRED: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+):  # fmt: skip
+    """`finish_piece` of one half after the other."""
+    left, right = pieces_of(piece, PAIRED)
+    finish_piece(
+        left, out, args, M, N, sizes, out_strides, batch, row, col, place, partials, first, COLS,
+        EPILOGUE, STORE, OUT, WIDE, PAIRED, SPLIT_K,
+    )  # fmt: skip
+    finish_piece(
+        right, out, args, M, N, sizes, out_strides, batch, row, col, place, partials, first + piece.shape[1] // 2, COLS,
+        EPILOGUE, STORE, OUT, WIDE, PAIRED, SPLIT_K,
+    )  # fmt: skip
+
+
+@triton.jit
 def finish(
     acc, out, args, M, N, sizes, out_strides, batch, row, col, place, partials,
     EPILOGUE: tl.constexpr, STORE: tl.constexpr, OUT: tl.constexpr, WIDE: tl.constexpr, PAIRED: tl.constexpr,
-    SPLIT_STORE: tl.constexpr, SPLIT_K: tl.constexpr,
+    PIECES: tl.constexpr, SPLIT_K: tl.constexpr,
 ):  # fmt: skip
-    """Epilogue and store of a tile, whole or in two halves: half the staging memory buys another pipeline stage.
+    """Epilogue and store of a tile, whole or in 2 or 4 pieces.
 
+    Less staging memory buys another pipeline stage, and an epilogue that reads and writes much needs fewer registers.
     With `SPLIT_K` the tile's other parts are added first.
     """
-    cols: tl.constexpr = acc.shape[1]
-    if SPLIT_STORE:
-        left, right = column_halves(acc)
-        if SPLIT_K:
-            left = add_parts(left, place, partials, 0, cols)
-        finish_block(
-            left, out, args, M, N, sizes, out_strides, batch, row, col, EPILOGUE, STORE, OUT, WIDE, PAIRED
+    COLS: tl.constexpr = acc.shape[1]
+    if PIECES == 1:
+        finish_piece(
+            acc, out, args, M, N, sizes, out_strides, batch, row, col, place, partials, 0, COLS,
+            EPILOGUE, STORE, OUT, WIDE, PAIRED, SPLIT_K,
         )  # fmt: skip
-        if SPLIT_K:
-            right = add_parts(right, place, partials, cols // 2, cols)
-        finish_block(
-            right, out, args, M, N, sizes, out_strides, batch, row, col + cols // 2,
-            EPILOGUE, STORE, OUT, WIDE, PAIRED,
+    elif PIECES == 2:
+        finish_halves(
+            acc, out, args, M, N, sizes, out_strides, batch, row, col, place, partials, 0, COLS,
+            EPILOGUE, STORE, OUT, WIDE, PAIRED, SPLIT_K,
         )  # fmt: skip
     else:
-        if SPLIT_K:
-            acc = add_parts(acc, place, partials, 0, cols)
-        finish_block(
-            acc, out, args, M, N, sizes, out_strides, batch, row, col, EPILOGUE, STORE, OUT, WIDE, PAIRED
+        left, right = pieces_of(acc, PAIRED)
+        finish_halves(
+            left, out, args, M, N, sizes, out_strides, batch, row, col, place, partials, 0, COLS,
+            EPILOGUE, STORE, OUT, WIDE, PAIRED, SPLIT_K,
+        )  # fmt: skip
+        finish_halves(
+            right, out, args, M, N, sizes, out_strides, batch, row, col, place, partials, COLS // 2, COLS,
+            EPILOGUE, STORE, OUT, WIDE, PAIRED, SPLIT_K,
         )  # fmt: skip
 
 
@@ -101,7 +147,7 @@ def gemm_tiles(
     tiles, part_k, partials, arrivals,
     ORDER: tl.constexpr, LOAD_A: tl.constexpr, LOAD_B: tl.constexpr, EPILOGUE: tl.constexpr, STORE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, REST_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr, SWAP: tl.constexpr, SPLIT_STORE: tl.constexpr, CHECK_K: tl.constexpr, WIDE: tl.constexpr,
+    GROUP_M: tl.constexpr, SWAP: tl.constexpr, PIECES: tl.constexpr, CHECK_K: tl.constexpr, WIDE: tl.constexpr,
     ACC: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr,
     PAIRED: tl.constexpr, SPLIT_K: tl.constexpr,
 ):  # fmt: skip
@@ -129,13 +175,13 @@ def gemm_tiles(
     if last:
         finish(
             acc, out, args, M, N, sizes, out_strides, batch, row, col, place, partials,
-            EPILOGUE, STORE, OUT, WIDE, PAIRED, SPLIT_STORE, SPLIT_K,
+            EPILOGUE, STORE, OUT, WIDE, PAIRED, PIECES, SPLIT_K,
         )  # fmt: skip
         if REST_N > 0:
             finish(
                 rest, out_rest, args, M, N, sizes, out_strides, batch, row, col + BLOCK_N, place,
                 partials + BLOCK_M * BLOCK_N if SPLIT_K else partials,
-                EPILOGUE, STORE, OUT, WIDE, PAIRED, False, SPLIT_K,
+                EPILOGUE, STORE, OUT, WIDE, PAIRED, 1, SPLIT_K,
             )  # fmt: skip
 
 
@@ -184,7 +230,7 @@ def walk(
     a, b, out, args, M, N, K, sizes, a_strides, b_strides, out_strides, units, first, cut, strips, tiles_m, tiles_n,
     PLACE: tl.constexpr, ORDER: tl.constexpr, LOAD_A: tl.constexpr, LOAD_B: tl.constexpr, EPILOGUE: tl.constexpr,
     STORE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr, SPLIT_STORE: tl.constexpr, CHECK_K: tl.constexpr, WIDE: tl.constexpr,
+    GROUP_M: tl.constexpr, PIECES: tl.constexpr, CHECK_K: tl.constexpr, WIDE: tl.constexpr,
     ACC: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr,
     PAIRED: tl.constexpr, FLATTEN: tl.constexpr, PARTS_M: tl.constexpr, PARTS_N: tl.constexpr,
 ):  # fmt: skip
@@ -203,7 +249,7 @@ def walk(
         )  # fmt: skip
         finish(
             acc, out, args, M, N, sizes, out_strides, batch, row, col, None, None,
-            EPILOGUE, STORE, OUT, WIDE, PAIRED, SPLIT_STORE, False,
+            EPILOGUE, STORE, OUT, WIDE, PAIRED, PIECES, False,
         )  # fmt: skip
 
 
@@ -213,9 +259,10 @@ def gemm_persistent(
     tiles, cut, strips, parts,
     ORDER: tl.constexpr, LOAD_A: tl.constexpr, LOAD_B: tl.constexpr, EPILOGUE: tl.constexpr, STORE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    SPLIT_STORE: tl.constexpr, CHECK_K: tl.constexpr, WIDE: tl.constexpr, ACC: tl.constexpr, OUT: tl.constexpr,
+    PIECES: tl.constexpr, CHECK_K: tl.constexpr, WIDE: tl.constexpr, ACC: tl.constexpr, OUT: tl.constexpr,
     PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr, PAIRED: tl.constexpr, FLATTEN: tl.constexpr,
     TAIL_M: tl.constexpr, TAIL_N: tl.constexpr, TAIL_K: tl.constexpr, CHECK_TAIL_K: tl.constexpr,
+    TAIL_PIECES: tl.constexpr,
 ):  # fmt: skip
     """As many programs as run at once, each taking every num_programs-th tile.
 
@@ -230,12 +277,12 @@ def gemm_persistent(
     walk(
         a, b, out, args, M, N, K, sizes, a_strides, b_strides, out_strides, tiles, tiles, cut, strips, tiles_m, tiles_n,
         whole_tile, ORDER, LOAD_A, LOAD_B, EPILOGUE, STORE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
-        SPLIT_STORE, CHECK_K, WIDE, ACC, OUT, PRECISION, IMPRECISE_ACC, PAIRED, FLATTEN, 1, 1,
+        PIECES, CHECK_K, WIDE, ACC, OUT, PRECISION, IMPRECISE_ACC, PAIRED, FLATTEN, 1, 1,
     )  # fmt: skip
     if TAIL_N > 1:
         walk(
             a_tail, b_tail, out_tail, args, M, N, K, sizes, a_strides, b_strides, out_strides, parts, tiles,
             cut, strips, tiles_m, tiles_n,
             small_tile, ORDER, LOAD_A, LOAD_B, EPILOGUE, STORE, BLOCK_M, BLOCK_N, TAIL_K, GROUP_M,
-            False, CHECK_TAIL_K, WIDE, ACC, OUT, PRECISION, IMPRECISE_ACC, PAIRED, FLATTEN, TAIL_M, TAIL_N,
+            TAIL_PIECES, CHECK_TAIL_K, WIDE, ACC, OUT, PRECISION, IMPRECISE_ACC, PAIRED, FLATTEN, TAIL_M, TAIL_N,
         )  # fmt: skip

@@ -100,6 +100,14 @@ def column_halves(acc):
 
 
 @triton.jit
+def beside(left, right):
+    """Two blocks as the left and the right half of one; what `column_halves` undoes."""
+    rows: tl.constexpr = left.shape[0]
+    cols: tl.constexpr = left.shape[1]
+    return tl.join(left, right).permute(0, 2, 1).reshape(rows, 2 * cols)
+
+
+@triton.jit
 def load_strided_pairs(
     x, shape, strides, sizes, batch, row, col,
     ROWS: tl.constexpr, COLS: tl.constexpr, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr, WIDE: tl.constexpr,

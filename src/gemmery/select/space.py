@@ -212,7 +212,7 @@ def space_of(problem: Problem) -> Space:
         aligned,
         problem.batch_invariant or problem.K == 0,
         clusters.suits(problem),
-        problem.fusion is not None and any(x.row and x.col for x in problem.fusion.operands),
+        problem.whole_extras,
     )
 
 
