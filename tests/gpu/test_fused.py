@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch.nn import functional as F
 
 import gemmery
@@ -59,6 +61,8 @@ def test_random_shapes(dtype, layout, number):
 
 
 CONFIGS = (
+    "128x256x64-g16-w8-s4-persistent-descriptor/2",
+    "128x256x64-g16-w8-s4-persistent-descriptor/2-t2",
     "128x256x64-g16-w8-s3-persistent-descriptor/2",
     "128x256x64-g16-w8-s3-persistent-descriptor/2-t4",
     "128x128x64-g8-w8-s3-tile-descriptor-k3",
@@ -153,6 +157,86 @@ def test_gradients(function, dtype):
     limit = {torch.bfloat16: 2e-2, torch.float32: 1e-5, torch.float64: 1e-13}[dtype]
     for name, got, right in zip("xwabcd", found, expected, strict=False):
         assert got.dtype == dtype
+        assert ((wide(got) - right).norm() / right.norm()).item() <= limit, name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("m", [1, 16, 100, 1000])
+@pytest.mark.parametrize("up_first", [False, True])
+def test_pairs_of_weights(dtype, m, up_first):
+    """Gate and up as two matrices of one allocation, in either order, through descriptors and pointers."""
+    rng("pairs", dtype, m, up_first)
+    for n, k in ((size(512), size(384)), (100, 50)):
+        weights = values((2, n, k), dtype)
+        gate, up = weights[int(up_first)], weights[int(not up_first)]
+        x, residual = values((size(m), k), dtype), values((size(m), n), dtype)
+        args = (values((2 * n,), dtype), residual)
+        result = gemmery.linear(x, (gate, up), epilogue=gated, args=args)
+        assert_right(result, exact(gated, x, torch.cat((gate, up)).t(), args), dtype, (m, n, k))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("m", [1, 16, 100, 1000])
+@pytest.mark.parametrize("k", [512, 200, 99])
+def test_prologues(dtype, m, k):
+    """A row scale, a column weight and a whole matrix on A, with what it makes of the zeros beyond K kept out."""
+    rng("prologues", dtype, m, k)
+    m, n, k = size(m), size(500), size(k)
+    a, b = operands(m, n, k, "NT", dtype)
+    args = (values((m, 1), dtype), values((k,), torch.float32), matrix(m, k, dtype, "T"))
+
+    def function(a, s, g, r):
+        return torch.log(2 + (a * s * g + r).square())
+
+    def before(a):
+        # Rounded as an operand is.
+        return wide(function(wide(a), *[wide(x) for x in args]).to(dtype))
+
+    result = gemmery.matmul(a, b, prologue=function, prologue_args=args, epilogue=torch.sin)
+    assert_right(result, torch.sin(before(a) @ wide(b)), dtype, (m, n, k))
+
+
+@triton.jit
+def leaky(acc, row, slope):
+    return tl.where(acc > 0, acc + row, acc * slope)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_device_functions(dtype):
+    rng("device functions", dtype)
+    a, b = operands(size(300), size(500), 128, "NT", dtype)
+    row = values((b.shape[-1],), dtype)
+    exactly = wide(a) @ wide(b)
+    want = torch.where(exactly > 0, exactly + wide(row), exactly * 0.25)
+    assert_right(gemmery.matmul(a, b, epilogue=leaky, args=(row, 0.25)), want, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("m", [1, 100, 1000])
+@pytest.mark.parametrize("kind", ["mlp", "stacked", "two"])
+def test_feed_forward_blocks(kind, m, dtype):
+    rng("feed forward", kind, m, dtype)
+    width, hidden = size(256), size(640)
+    how = {"device": values((1,), dtype).device, "dtype": dtype}
+    if kind == "mlp":
+        block = gemmery.nn.MLP(width, hidden, activation="gelu", **how)
+    else:
+        block = gemmery.nn.GatedMLP(width, hidden, stacked=kind == "stacked", **how)
+    x = values((size(m), width), dtype).requires_grad_()
+    incoming = values((size(m), width), dtype)
+    found = torch.autograd.grad(block(x), (x, *block.parameters()), incoming)
+    leaves = [wide(t.detach()).requires_grad_() for t in (x, *block.parameters())]
+    named = dict(zip(["x", *dict(block.named_parameters())], leaves, strict=True))
+    if kind == "mlp":
+        inner = F.gelu(F.linear(named["x"], named["up.weight"], named["up.bias"]))
+        want = F.linear(inner, named["down.weight"], named["down.bias"])
+    else:
+        first = named.get("gate_up.weight")
+        gate, up = first.chunk(2) if first is not None else (named["gate.weight"], named["up.weight"])
+        want = F.linear(F.silu(F.linear(named["x"], gate)) * F.linear(named["x"], up), named["down.weight"])
+    expected = torch.autograd.grad(want, leaves, wide(incoming))
+    limit = {torch.bfloat16: 2e-2, torch.float32: 1e-5}[dtype]
+    for name, got, right in zip(named, found, expected, strict=True):
         assert ((wide(got) - right).norm() / right.norm()).item() <= limit, name
 
 
