@@ -139,7 +139,11 @@ def bench(
     ] = None,
     against: Annotated[
         list[str] | None,
-        typer.Option(metavar="PEER", help="cublas (default), compile, seed: torch, torch.compile, the tutorials."),
+        typer.Option(
+            metavar="PEER",
+            help="cublas (default): torch; compile, compile_default: torch.compile with and without max-autotune; "
+            "seed: the tutorials.",
+        ),
     ] = None,
     regimes: Annotated[
         list[str] | None,

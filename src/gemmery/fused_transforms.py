@@ -107,12 +107,16 @@ def _fused_vmap(
     of_a, of_b, of_right, of_tensors = in_dims[:4]
     of_tensors = of_tensors or [None] * len(tensors)
     rank = max(_rank(a, of_a), _rank(b, of_b))
-    b = _leading(b, of_b, rank, info.batch_size)
+    mapped = of_b is not None or of_right is not None
+    b = _leading(b, of_b, rank, info.batch_size, everywhere=mapped)
     # The product has the dimension in any case.
-    a = _leading(a, of_a, rank, info.batch_size, everywhere=of_b is None)
+    a = _leading(a, of_a, rank, info.batch_size, everywhere=not mapped)
     tensors = [_leading(x, d, rank, info.batch_size) for x, d in zip(tensors, of_tensors, strict=True)]
     if right is not None:
-        right = _leading(right, of_right, rank, info.batch_size)
+        right = _leading(right, of_right, rank, info.batch_size, everywhere=mapped)
+        if right.stride() != b.stride():
+            # Only one half is mapped, or they are along other dimensions: a kernel reads both in one way.
+            b, right = b.contiguous(), right.contiguous()
     results = torch.ops.gemmery.fused(a, b, right, tensors, *rest)
     return results, [0 if x.dim() > 1 else None for x in results]
 

@@ -18,6 +18,8 @@ from .select import candidates, log
 
 #: Plans kept, and calls that are known to lead to one; old ones are dropped beyond that.
 PLANS = 4096
+#: Kernels that a plan compiles and that spill, before it takes one of them.
+SPILLING = 3
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,9 @@ class Plan:
     def fit(self, a: Tensor, b: Tensor, *others: Any, pinned: bool) -> None:
         """Compile for the current GPU, going down the ranking until a kernel fits without spills.
 
+        After a few that spill, that which spills least is taken: an epilogue may need memory of its own in any tile, as
+        sines do.
+
         Args:
             pinned: the config was asked for by name: only a kernel that can't run at all is refused.
 
@@ -173,7 +178,7 @@ class Plan:
             a = a if copy_a is None else copy_a.memory(a.device)
             b = b if copy_b is None else copy_b.memory(b.device)
         tensors = (a, b, *others)
-        spilling: tuple[int, Binding, Any] | None = None
+        spilling: list[tuple[int, Binding, Any]] = []
         refusal: Exception | None = None
         for config in self._choices:
             binding = bind(self._launched, config)
@@ -189,13 +194,14 @@ class Plan:
             if compiled.n_spills == 0 or pinned:
                 self._binding, self._compiled = binding, compiled
                 return
-            if spilling is None or compiled.n_spills < spilling[0]:
-                spilling = (compiled.n_spills, binding, compiled)
-        if spilling is None:
+            spilling.append((compiled.n_spills, binding, compiled))
+            if len(spilling) == SPILLING:
+                break
+        if not spilling:
             raise ValueError(
                 f"no config of {len(self._choices)} fits {self.problem} on {self.problem.device.name}: {refusal}"
             ) from refusal
-        _, self._binding, self._compiled = spilling
+        _, self._binding, self._compiled = min(spilling, key=lambda found: found[0])
 
     def shorten(self, index: int, *tensors: Any) -> None:
         """Have calls on GPU number `index`, the current one, go past Triton's own launcher where that is possible."""

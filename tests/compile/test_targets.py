@@ -14,6 +14,7 @@ import pytest
 import triton
 
 from gemmery.devices import ARCHS
+from gemmery.lab.fused_targets import FUSED, GRADIENTS
 from gemmery.lab.targets import TARGETS, check
 from gemmery.problem import DTYPE_NAMES
 from gemmery.select.tiles import ALIKE
@@ -51,8 +52,16 @@ def test_target(target):
     }
     assert {case["precision"] for case in cases if case["dtype"] == "fp32"} == set(arch.precisions)
     assert {case["aligned"] for case in cases} == {True, False}
+    # Traced epilogues, but for those that take types that the target lacks, and kernels of their gradients.
+    traced = {name for name, how in FUSED.items() if how.needs is None or how.needs in arch.fp8}
+    assert traced <= {case["epilogue"] for case in cases if case["layout"]}
+    assert set(GRADIENTS) == {case["epilogue"] for case in cases if not case["layout"]}
     # 16-bit products use the target's matrix unit: all but those with fewer rows than its large instruction takes.
-    units = [report["instructions"] for report in found if report["case"]["dtype"] in ("fp16", "bf16")]
+    units = [
+        report["instructions"]
+        for report in found
+        if report["case"]["dtype"] in ("fp16", "bf16") and report["case"]["layout"]
+    ]
     assert all(units)
     assert sum(arch.matrix in unit for unit in units) > len(units) / 2
     if arch.family in ALIKE:

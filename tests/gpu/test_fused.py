@@ -9,8 +9,9 @@ import triton.language as tl
 from torch.nn import functional as F
 
 import gemmery
-from gemmery import epilogues
-from tests.gpu.common import LAYOUTS, matrix, needs_cuda, operands, rng, size, values, wide
+from gemmery import backward, epilogues
+from gemmery.plan import Plan
+from tests.gpu.common import DEVICE, LAYOUTS, matrix, needs_cuda, operands, rng, size, values, wide
 
 pytestmark = pytest.mark.gpu
 
@@ -175,6 +176,21 @@ def test_pairs_of_weights(dtype, m, up_first):
         assert_right(result, exact(gated, x, torch.cat((gate, up)).t(), args), dtype, (m, n, k))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("m", [1, 16, 100, 1000])
+def test_pairs_of_allocations(dtype, m):
+    """Gate and up wherever the allocator put them: each is once what comes first in memory."""
+    rng("pairs of allocations", dtype, m)
+    n, k = size(512), size(384)
+    first, second = values((n, k), dtype), values((n, k), dtype)
+    b, c = values((n,), dtype), values((n,), dtype)
+    x = values((size(m), k), dtype)
+    for pair, biases in (((first, second), (b, c)), ((second, first), (c, b))):
+        result = gemmery.linear(x, pair, biases, epilogue=epilogues.swiglu)
+        gate, up = (wide(x) @ wide(w).t() + wide(bias) for w, bias in zip(pair, biases, strict=True))
+        assert_right(result, F.silu(gate) * up, dtype, m)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("m", [1, 16, 100, 1000])
 @pytest.mark.parametrize("k", [512, 200, 99])
@@ -238,6 +254,28 @@ def test_feed_forward_blocks(kind, m, dtype):
     limit = {torch.bfloat16: 2e-2, torch.float32: 1e-5}[dtype]
     for name, got, right in zip(named, found, expected, strict=True):
         assert ((wide(got) - right).norm() / right.norm()).item() <= limit, name
+
+
+@pytest.mark.parametrize("m", [256, 1000])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_kernels_of_a_gated_block(stacked, m, monkeypatch):
+    """One product with an epilogue forward, one backward, and no elementwise kernel of ours."""
+    rng("kernels of a gated block", stacked, m)
+    ran = []
+    run = Plan.run_fused
+    monkeypatch.setattr(Plan, "run_fused", lambda *given: (ran.append(given[0].problem), run(*given))[1])
+    monkeypatch.setattr(backward, "pointwise", lambda *_: pytest.fail("an elementwise kernel ran"))
+    width, hidden = size(256), size(640)
+    block = gemmery.nn.GatedMLP(width, hidden, stacked=stacked, device=DEVICE, dtype=torch.bfloat16)
+    x = values((size(m), width), torch.bfloat16).requires_grad_()
+    y = block(x)
+    assert [p.out_n for p in ran] == [hidden]
+    first = block.gate_up.weight.chunk(2) if stacked else (block.gate.weight, block.up.weight)
+    gate, up = (F.linear(wide(x), wide(w)) for w in first)
+    assert_right(y.detach(), F.linear(F.silu(gate) * up, wide(block.down.weight)).detach(), torch.bfloat16)
+    ran.clear()
+    y.backward(values(y.shape, torch.bfloat16))
+    assert [(p.M, p.K) for p in ran] == [(size(m), width)]
 
 
 _swiglu = gemmery.epilogue(epilogues.swiglu)

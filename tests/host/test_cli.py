@@ -13,7 +13,7 @@ import torch
 
 import gemmery
 from gemmery import devices
-from gemmery.lab import doctor
+from gemmery.lab import doctor, peers
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -52,6 +52,12 @@ def test_help_names_every_command(arguments):
     assert ran.returncode == 0
     for name in ("demo", "bench", "ladder", "doctor", "explain", "tune", "warmup", "store"):
         assert re.search(rf"\b{name}\b", ran.stdout), ran.stdout
+
+
+def test_help_names_every_peer():
+    ran = command("bench", "--help")
+    (said,) = re.findall(r"--against(.*?)--regimes", ran.stdout, re.DOTALL)
+    assert set(peers.PEERS) <= set(re.findall(r"\w+", said)), said
 
 
 def test_without_a_command_it_shows_help_and_fails():

@@ -4,7 +4,6 @@ What is swapped, what is left, and that a model stays itself. The kernels are fo
 """
 
 import copy
-import doctest
 import importlib
 import inspect
 import io
@@ -834,10 +833,3 @@ def test_activations_survive_copies():
     assert activation(torch.tanh) is mine
     assert pickle.loads(pickle.dumps(mine)) is mine
     assert activation(mine) is mine
-
-
-@pytest.mark.parametrize("name", ("activations", "linear", "mlp", "swap"))
-def test_examples(name):
-    result = doctest.testmod(importlib.import_module(f"gemmery.nn.{name}"))
-    assert result.attempted > 0
-    assert result.failed == 0

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from gemmery.lab import inputs, suites
+from gemmery.lab import fusions, inputs, suites
 from gemmery.lab.suites import Row
 
 
@@ -211,6 +211,12 @@ def test_too_many_rows_are_refused(tmp_path):
 def test_an_unknown_suite_is_refused():
     with pytest.raises(ValueError, match="no suite 'squares'; there are bmm"):
         suites.load("squares")
+
+
+def test_epilogues_are_those_that_are_measured():
+    """The suites name them without importing what they are, which needs torch."""
+    assert set(suites.EPILOGUES) == set(fusions.FUSIONS)
+    assert {row.epilogue for row in suites.load("fused")} <= set(suites.EPILOGUES)
 
 
 def test_spread_keeps_the_ends():

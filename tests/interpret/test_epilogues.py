@@ -6,12 +6,14 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import gemmery
 from gemmery import Config, epilogues
 from gemmery.epilogues import random
 from gemmery.kernels import fused as device
-from tests.oracle import ROUNDING, Layout, place, product, values
+from tests.oracle import FP8, ROUNDING, Layout, layouts, operand, place, product, sizes, values
 
 TYPES = (torch.float32, torch.bfloat16, torch.float64)
 M, N, K = 70, 96, 50
@@ -192,6 +194,85 @@ def test_dropout_does_not_depend_on_the_config(config):
     # A kernel of its own, in which p and the seed are constants.
     again = gemmery.matmul(a, b, epilogue=lambda acc: epilogues.dropout(acc, 0.4, -7), config=config) != 0
     assert torch.equal(kept, again)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Kinds of operands, in any layout
+
+EXTENTS, SEEDS = sizes(100).filter(bool), st.integers(0, 2**32 - 1)
+
+
+def any_result(draw, shape, dtype):
+    """A place for a result, in a layout of its own."""
+    return place(shape, dtype, draw(layouts(len(shape), shared=False)))
+
+
+def scaled_rows(acc, column, row, residual):
+    scaled = acc * column * row + residual
+    return torch.relu(scaled), scaled.abs().amax(-1)
+
+
+def scales(draw, m, n, dtype, seed):
+    """What `scaled_rows` takes: factors of rows and columns, and a matrix."""
+    return [operand(draw, shape, dtype, seed + i) for i, shape in enumerate(((m, 1), (n,), (m, n)), 2)]
+
+
+@settings(max_examples=15)
+@given(st.data(), EXTENTS, EXTENTS, sizes(100), st.booleans(), SEEDS)
+def test_fp8_operands(data, m, n, k, fast_accum, seed):
+    a, b = (operand(data.draw, s, data.draw(st.sampled_from(FP8)), seed) for s in ((m, k), (k, n)))
+    args = scales(data.draw, m, n, torch.float32, seed)
+    types = [torch.bfloat16, torch.float32]
+    check(scaled_rows, a, b, args, types, fast_accum=fast_accum)
+    # Fit for the next product of this kind.
+    check(epilogues.cast_fp8, a, b, (0.5,), [torch.float8_e4m3fn, torch.float32])
+    placed = any_result(data.draw, (m, n), torch.float16)
+    gemmery.matmul(
+        a, b, epilogue=epilogues.column_scale, args=args[1:2], out=placed.view, out_dtype=torch.float16
+    )
+    placed.assert_outside_unchanged()
+    assert_close(placed.view, product(a, b) * args[1].double(), ROUNDING[torch.float32])
+
+
+@settings(max_examples=15)
+@given(st.data(), EXTENTS, EXTENTS, sizes(100), SEEDS)
+def test_int8_operands(data, m, n, k, seed):
+    """The function sees sums in int32; scales make floating point of them."""
+    a, b = (operand(data.draw, s, torch.int8, seed + i) for i, s in enumerate(((m, k), (k, n))))
+    exact = product(a, b)
+    column, row, residual = scales(data.draw, m, n, torch.float32, seed)
+
+    def dequantised(acc, column, row, residual):
+        assert acc.dtype == torch.int32
+        value = acc * column * row + residual
+        return value.to(torch.bfloat16), value.amax(-1)
+
+    found = gemmery.matmul(a, b, epilogue=dequantised, args=(column, row, residual))
+    wide = exact * column.double() * row.double() + residual.double()
+    assert [x.dtype for x in found] == [torch.bfloat16, torch.float32]
+    assert_close(found[0], wide, ROUNDING[torch.float32])
+    assert_close(found[1], wide.amax(-1), ROUNDING[torch.float32])
+    # What stays integer is exact.
+    added = operand(data.draw, (n,), torch.int32, seed + 9)
+    placed = any_result(data.draw, (m, n), torch.int32)
+    gemmery.matmul(
+        a, b, epilogue=lambda acc, x: torch.maximum(acc + x, -acc) - 7, args=(added,), out=placed.view
+    )
+    placed.assert_outside_unchanged()
+    assert torch.equal(placed.view.long(), torch.maximum(exact + added.long(), -exact) - 7)
+
+
+@settings(max_examples=15)
+@given(st.data(), EXTENTS, EXTENTS, sizes(100), st.sampled_from(("tf32", "tf32x3")), SEEDS)
+def test_float32_operands_in_tf32(data, m, n, k, precision, seed):
+    """The interpreter multiplies in single precision; that the kernel was asked for another, the plan says."""
+    a, b = (operand(data.draw, s, torch.float32, seed + i) for i, s in enumerate(((m, k), (k, n))))
+    args = scales(data.draw, m, n, torch.float32, seed)
+    check(scaled_rows, a, b, args, precision=precision)
+    wide = operand(data.draw, (k, 2 * n), torch.float32, seed + 5)
+    check(epilogues.swiglu, a, wide, precision=precision)
+    plan = gemmery.plan(a, b, epilogue=scaled_rows, args=args, precision=precision)
+    assert plan.problem.precision == precision
 
 
 # ---------------------------------------------------------------------------------------------------------------------

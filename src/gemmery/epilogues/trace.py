@@ -183,7 +183,14 @@ def trace(
     """
     # In a thread of its own nothing that surrounds the call, such as a mode or autocast, is traced with it.
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_trace, function, arguments, rank, odd, device).result()
+        return thread.submit(_trace_alone, function, arguments, rank, odd, device).result()
+
+
+def _trace_alone(*arguments: Any) -> tuple[fx.Graph, Sizes]:
+    # Backward passes run in a thread of the GPU's, which waits for this one when it is traced from there. A function
+    # that differentiates on its own must not wait for that thread in turn.
+    with torch.autograd.set_multithreading_enabled(False):
+        return _trace(*arguments)
 
 
 def _trace(

@@ -25,9 +25,9 @@ LAYOUTS = tuple(order + view for order in ("row", "col") for view in ("", "+pad"
 BATCH_NAMES = "xyz"
 #: Names of the dimensions of the matrices in an order.
 MATRIX_NAMES = {"a": "mk", "b": "kn", "out": "mn"}
-#: What a row calls: `matmul` into a given output or a new one, `linear`, or a plan made beforehand.
 #: Epilogues, which `fusions` has.
 EPILOGUES = ("swiglu", "bias", "bias_gelu", "bias_gelu_tanh", "bias_relu_squared", "bias_residual")
+#: What a row calls: `matmul` into a given output or a new one, `linear`, or a plan made beforehand.
 CALLS = ("matmul_out", "matmul", "linear", "plan")
 
 

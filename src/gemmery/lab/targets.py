@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,11 @@ _MATRIX = ("wgmma.mma_async", "mma.sync", "tcgen05.mma", "v_mfma", "v_wmma")
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel to compile: operand types, layouts (N: row-major, T: column-major), epilogue and alignment."""
+    """One kernel to compile: operand types, layouts (N: row-major, T: column-major), epilogue and alignment.
+
+    The epilogue is one of `kernels.epilogues`, or a traced one of `fused_targets`. An elementwise kernel, which is of
+    a traced one's gradient, has no layouts.
+    """
 
     dtype: str
     layout: str
@@ -41,7 +45,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Report:
-    """What one compiled kernel turned out to be; `faults` is empty when all is well."""
+    """What one compiled kernel turned out to be.
+
+    Attributes:
+        faults: empty when all is well.
+        passed: why a plan passes over it and takes the next config, as it may with a traced epilogue; else empty.
+    """
 
     target: str
     case: Case
@@ -51,6 +60,7 @@ class Report:
     shared: int
     instructions: tuple[str, ...]
     faults: tuple[str, ...]
+    passed: tuple[str, ...] = ()
 
 
 class _Driver:
@@ -90,6 +100,7 @@ def cases(name: str, everything: bool) -> Iterator[Case]:
     """What to compile for a target: all types it can do, in the layouts and epilogues that change the code most."""
     from ..devices import ARCHS
     from ..problem import DTYPE_NAMES
+    from .fused_targets import FUSED, GRADIENTS
 
     arch = ARCHS[name]
     fp8 = [DTYPE_NAMES[dtype] for dtype in arch.fp8]
@@ -105,6 +116,15 @@ def cases(name: str, everything: bool) -> Iterator[Case]:
             variants += [("TN", "identity", True), ("TT", "scale", True), ("NN", "identity", False)]
         for layout, epilogue, aligned in variants:
             yield Case(kind.dtype, layout, epilogue, aligned, kind.precision, kind.fast_accum)
+    for epilogue, how in FUSED.items():
+        if how.needs is None or how.needs in arch.fp8:
+            for dtype in how.dtypes if everything else how.dtypes[:1]:
+                if dtype in fp8 or dtype not in ("e4m3", "e5m2"):
+                    yield Case(dtype, "NT", epilogue, True)
+            if everything:
+                yield Case(how.dtypes[0], "NT", epilogue, False)
+    for epilogue in GRADIENTS:
+        yield Case("bf16", "", epilogue, True)
 
 
 def _tensors(case: Case, size: int) -> tuple[Any, ...]:
@@ -124,14 +144,23 @@ def _tensors(case: Case, size: int) -> tuple[Any, ...]:
 def compile_case(name: str, case: Case, everything: bool = True) -> Iterator[Report]:
     """Compile a case with every config that the selector may choose for it, and check each.
 
-    Unless `everything` is asked for, kernels that cut K are compiled for one case alone.
+    Unless `everything` is asked for, kernels that cut K are compiled for one case alone, and products with a traced
+    epilogue as a plan compiles them: until one fits.
     """
     from ..devices import TABLE
+    from .fused_targets import FUSED
+
+    device = next(row for row in TABLE.values() if row.arch == name)
+    if not case.layout:
+        return _elementwise(case, device)
+    return (_fused if case.epilogue in FUSED else _plain)(case, device, everything)
+
+
+def _plain(case: Case, device: Any, everything: bool) -> Iterator[Report]:
     from ..launch import bind, promotes
     from ..layout import make_problem
     from ..select.space import configs
 
-    device = next(row for row in TABLE.values() if row.arch == name)
     # 4096 and 4099: every stride a multiple of 16, or none.
     a, b, out, addend = _tensors(case, 4096 if case.aligned else 4099)
     problem = make_problem(
@@ -142,22 +171,79 @@ def compile_case(name: str, case: Case, everything: bool = True) -> Iterator[Rep
         if tile.config.split_k > 1 and not everything and (case.dtype, case.layout) != ("bf16", "NT"):
             continue
         compiled = bind(problem, tile.config).compile(a, b, out, addend, 2.0, 1.0)
-        registers, spilled = _resources(compiled)
-        text = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
-        found = tuple(word for word in _MATRIX if word in text)
-        shared = int(compiled.metadata.shared)
-        faults = []
-        if spilled:
-            faults.append(f"spills {spilled} bytes")
-        if shared > device.target.shared:
-            faults.append(f"takes {shared} bytes of shared memory of {device.target.shared}")
-        # Partial sums that are promoted are added in registers, with a wait each.
-        if not promotes(problem) and serialised(compiled):
-            faults.append("waits for every single wgmma")
-        wanted = expected(name, case, tile.config)
-        if wanted and not set(wanted) & set(found):
-            faults.append(f"has {' and '.join(found) or 'no matrix instruction'}, not {' or '.join(wanted)}")
-        yield Report(name, case, str(tile.config), registers, spilled, shared, found, tuple(faults))
+        yield _product(case, device, tile.config, compiled, promotes(problem))
+
+
+def _fused(case: Case, device: Any, everything: bool) -> Iterator[Report]:
+    from ..launch import bind, promotes
+    from ..select import candidates
+    from ..select.space import configs
+    from .fused_targets import FUSED, pose
+
+    # As above, but even, since columns may be halved.
+    size = 4096 if case.aligned else 4098
+    problem, tensors = pose(
+        case.epilogue, case.dtype, size if everything else FUSED[case.epilogue].rows, size, device
+    )
+    choices = [tile.config for tile in configs(problem)] if everything else candidates(problem)
+    reports = []
+    for config in choices:
+        compiled = bind(problem, config).compile(*tensors)
+        report = _product(case, device, config, compiled, promotes(problem), passable=True)
+        reports.append(report)
+        if not (report.passed or everything):
+            break
+    if all(report.passed for report in reports):
+        # Then a plan takes one that spills, or none.
+        reports[-1] = replace(reports[-1], faults=(*reports[-1].faults, "is passed over, as all before"))
+    yield from reports
+
+
+def _elementwise(case: Case, device: Any) -> Iterator[Report]:
+    from .fused_targets import gradient
+
+    compiled = gradient(case.epilogue, case.dtype, 4096, device)
+    registers, spilled = _resources(compiled)
+    shared = int(compiled.metadata.shared)
+    yield Report(
+        device.arch, case, "elementwise", registers, spilled, shared, (), _unfit(spilled, shared, device)
+    )
+
+
+def _product(
+    case: Case, device: Any, config: Any, compiled: Any, promoted: bool, passable: bool = False
+) -> Report:
+    """The report on a compiled product.
+
+    Args:
+        promoted: whether partial sums are promoted: they are added in registers then, with a wait each.
+        passable: whether a plan may do without this config.
+    """
+    registers, spilled = _resources(compiled)
+    text = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
+    found = tuple(word for word in _MATRIX if word in text)
+    shared = int(compiled.metadata.shared)
+    unfit = _unfit(spilled, shared, device)
+    faults = []
+    if not promoted and not (passable and unfit) and serialised(compiled):
+        faults.append("waits for every single wgmma")
+    wanted = expected(device.arch, case, config)
+    if wanted and not set(wanted) & set(found):
+        faults.append(f"has {' and '.join(found) or 'no matrix instruction'}, not {' or '.join(wanted)}")
+    all_faults, passed = (faults, unfit) if passable else ([*unfit, *faults], ())
+    return Report(
+        device.arch, case, str(config), registers, spilled, shared, found, tuple(all_faults), tuple(passed)
+    )
+
+
+def _unfit(spilled: int, shared: int, device: Any) -> tuple[str, ...]:
+    """Why a plan would not launch a kernel."""
+    words = []
+    if spilled:
+        words.append(f"spills {spilled} bytes")
+    if shared > device.target.shared:
+        words.append(f"takes {shared} bytes of shared memory of {device.target.shared}")
+    return tuple(words)
 
 
 def expected(name: str, case: Case, config: Any) -> tuple[str, ...]:
@@ -260,7 +346,10 @@ def main() -> int:
         ):
             faulty = [report for report in reports if report["faults"]]
             bad += len(faulty)
-            print(f"{target}: {len(reports)} kernels, {len(faulty)} at fault", flush=True)
+            passed = sum(bool(report["passed"]) for report in reports)
+            print(
+                f"{target}: {len(reports)} kernels, {len(faulty)} at fault, {passed} passed over", flush=True
+            )
             for report in faulty:
                 print(f"  {report['config']} {report['case']}: {'; '.join(report['faults'])}")
     return 1 if bad else 0

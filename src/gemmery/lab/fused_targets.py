@@ -1,0 +1,182 @@
+"""Traced epilogues for the check of targets: products and gradients of them, up to the kernels that they launch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import gemmery
+
+from .. import backward, devices, fused
+from ..call import make_call, outputs_of
+from ..devices import Device
+from ..dispatch import Options
+from ..epilogues import library
+from ..kernels import pointwise
+from ..nn.feed_forward import Differentiable
+from ..problem import DTYPE_NAMES, Problem, accumulator
+
+
+def squares(acc: Tensor) -> tuple[Tensor, Tensor]:
+    """What a norm behind a product needs."""
+    return acc, acc.square().sum(-1)
+
+
+def several(acc: Tensor, row: Tensor) -> tuple[Tensor, ...]:
+    """Results of many types, one of them half as wide as the product."""
+    gate, up = (acc + row).chunk(2, -1)
+    return gate * up, acc.to(torch.float16), acc.to(torch.float32), acc > 0, acc.to(torch.float8_e5m2)
+
+
+def normed(a: Tensor, column: Tensor, row: Tensor) -> Tensor:
+    """A prologue: a norm's factors, for each row and each column."""
+    return a * column * row
+
+
+def dequantised(acc: Tensor, column: Tensor, row: Tensor) -> Tensor:
+    """Of 8-bit operands with a scale for each row and each column."""
+    return (acc * column * row).to(torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A product with an epilogue, with all sizes alike.
+
+    Attributes:
+        function: the epilogue.
+        args: its arguments: "row", "column", "matrix" and "wide", twice the product's columns, for tensors; numbers.
+        bias: whether the product has one.
+        pair: whether the weight is two matrices, the halves of its columns.
+        prologue: a function of the first factor, with a column and a row.
+        dtypes: of the operands; of a sample, the first.
+        needs: a type that the target must have.
+        rows: of the product in a sample: few of them take small tiles, which compile sooner.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    bias: bool = False
+    pair: bool = False
+    prologue: Callable[..., Any] | None = None
+    dtypes: tuple[str, ...] = ("bf16",)
+    needs: torch.dtype | None = None
+    rows: int = 16
+
+
+FUSED: dict[str, Fused] = {
+    "bias_gelu": Fused(library.gelu, bias=True, dtypes=("bf16", "fp32", "fp64"), rows=4096),
+    "swiglu": Fused(library.swiglu),
+    "swiglu_pair": Fused(library.swiglu, pair=True, rows=4096),
+    "normed_swiglu": Fused(library.swiglu, prologue=normed),
+    "residual": Fused(library.residual, ("matrix",)),
+    "squares": Fused(squares, rows=4096),
+    "several": Fused(several, ("row",)),
+    "dropout": Fused(library.dropout, (0.1, 1 << 40)),
+    "cast_fp8": Fused(library.cast_fp8, (2.0,), needs=torch.float8_e4m3fn),
+    "dequantised": Fused(dequantised, ("column", "row"), dtypes=("int8", "e4m3", "e5m2")),
+    # The backward pass of a gated block: a product that goes on to the gradient of the one before.
+    "swiglu_backward": Fused(Differentiable(library.swiglu).backward, ("wide",)),
+}
+#: Of these also the elementwise kernel of the gradient is compiled.
+GRADIENTS = ("bias_gelu", "swiglu", "several", "dropout")
+
+
+class Posed(NamedTuple):
+    """What a product comes to before a config is chosen.
+
+    Attributes:
+        problem: what is computed.
+        tensors: what a `Binding` compiles with.
+    """
+
+    problem: Problem
+    tensors: tuple[Any, ...]
+
+
+def _operands(
+    name: str, dtype: str, rows: int, size: int
+) -> tuple[Tensor, Any, Tensor | None, tuple[Any, ...]]:
+    """A matrix, a Linear's weight or the halves of one, a bias and the epilogue's arguments, on the meta device."""
+    how = FUSED[name]
+    kind = {name: dtype for dtype, name in DTYPE_NAMES.items()}[dtype]
+    other = kind if kind.itemsize > 1 else torch.float32
+
+    def empty(*shape: int, dtype: torch.dtype = other) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    shapes = {"row": (size,), "column": (rows, 1), "matrix": (rows, size), "wide": (rows, 2 * size)}
+    weight: Any = empty(size, size, dtype=kind)
+    if how.pair:
+        # In one buffer, as all begin at one address on the meta device: apart, and the gate behind what it gates.
+        weight = empty(3 * size // 2, size, dtype=kind).chunk(3)[::-2]
+    args = tuple([empty(*shapes[x]) if isinstance(x, str) else x for x in how.args])
+    return empty(rows, size, dtype=kind), weight, empty(size) if how.bias else None, args
+
+
+@contextlib.contextmanager
+def _standing_in(device: Device) -> Iterator[None]:
+    """Within, tensors of the meta device count as those of a GPU, and plans are made without compiling."""
+
+    def posed(problem: Problem, config: None, *tensors: Any) -> Posed:
+        return Posed(problem, tensors)
+
+    with (
+        mock.patch.object(devices, "current", return_value=device),
+        mock.patch.object(fused, "make_plan", posed),
+    ):
+        yield
+
+
+def pose(name: str, dtype: str, rows: int, size: int, device: Device) -> Posed:
+    """A product with one of the epilogues, up to the choice of a config."""
+    x, weight, bias, args = _operands(name, dtype, rows, size)
+    how = FUSED[name]
+    factor = tuple([half.t() for half in weight]) if how.pair else weight.t()
+    before = (x.new_empty(rows, 1), x.new_empty(size)) if how.prologue else ()
+    with _standing_in(device):
+        posed: Any = gemmery.plan(
+            x,
+            factor,
+            bias=bias,
+            epilogue=how.function,
+            args=args,
+            prologue=how.prologue,
+            prologue_args=before,
+        )
+    assert isinstance(posed, Posed)
+    return posed
+
+
+class _Compiling:
+    """Stands for a kernel: compiles where that would be launched, and keeps what comes out."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.compiled: list[Any] = []
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def compile_(*args: Any, **options: Any) -> None:
+            self.compiled.append(self.kernel.warmup(*args, grid=grid, **options))
+
+        return compile_
+
+
+def gradient(name: str, dtype: str, size: int, device: Device) -> Any:
+    """The elementwise kernel of the gradients of one of the epilogues, with those of all its tensors, compiled."""
+    x, weight, bias, args = _operands(name, dtype, size, size)
+    call = make_call("linear", x, weight, bias, FUSED[name].function, args, None, Options())
+    product = torch.empty(call.shape, dtype=x.dtype, device="meta")
+    results, _ = outputs_of(call, product.to(accumulator(x.dtype)))
+    grads = [y if y.dtype.is_floating_point else None for y in results]
+    wanted = [y.dtype.is_floating_point for y in call.inputs if isinstance(y, Tensor)]
+    kernel = _Compiling(pointwise.pointwise)
+    with _standing_in(device), mock.patch.object(pointwise, "pointwise", kernel):
+        backward.run(call, product, grads, wanted)
+    (compiled,) = kernel.compiled
+    return compiled
