@@ -74,9 +74,9 @@ def matmul(
         torch.Size([4, 16])
     """
     if epilogue is not None or args or prologue is not None or prologue_args:
-        how = Options(None, precision, fast_accum, batch_invariant, config)
-        functions = fused.Functions(epilogue, args, prologue, prologue_args)
-        return fused.product("matmul", a, b, bias, functions, out, out_dtype, how)
+        functions = (epilogue, args, prologue, prologue_args)
+        options = (out_dtype, precision, fast_accum, batch_invariant, config)
+        return fused.product("matmul", a, b, bias, functions, out, options)
     options = (out_dtype, precision, fast_accum, batch_invariant, config)
     return run("matmul", a, b, bias, 1, 1, out, options)  # type: ignore[arg-type]  # checked there
 
@@ -113,9 +113,9 @@ def linear(
                 [3., 3., 3., 3., 3.]])
     """
     if epilogue is not None or args or prologue is not None or prologue_args:
-        how = Options(None, precision, fast_accum, batch_invariant, config)
-        functions = fused.Functions(epilogue, args, prologue, prologue_args)
-        return fused.product("linear", x, weight, bias, functions, out, out_dtype, how)
+        functions = (epilogue, args, prologue, prologue_args)
+        options = (out_dtype, precision, fast_accum, batch_invariant, config)
+        return fused.product("linear", x, weight, bias, functions, out, options)
     options = (out_dtype, precision, fast_accum, batch_invariant, config)
     return run("linear", x, weight, bias, 1, 1, out, options)  # type: ignore[arg-type]  # checked there
 
@@ -179,9 +179,9 @@ def bmm(
         torch.Size([7, 2, 4])
     """
     if epilogue is not None or args or prologue is not None or prologue_args:
-        how = Options(None, precision, fast_accum, batch_invariant, config)
-        functions = fused.Functions(epilogue, args, prologue, prologue_args)
-        return fused.product("bmm", a, b, None, functions, out, out_dtype, how)
+        functions = (epilogue, args, prologue, prologue_args)
+        options = (out_dtype, precision, fast_accum, batch_invariant, config)
+        return fused.product("bmm", a, b, None, functions, out, options)
     options = (out_dtype, precision, fast_accum, batch_invariant, config)
     return run("bmm", a, b, None, 1, 1, out, options)
 
@@ -212,8 +212,8 @@ def plan(
         None
     """
     if epilogue is not None or args or prologue is not None or prologue_args:
-        how = Options(None, precision, fast_accum, batch_invariant, config)
-        functions = fused.Functions(epilogue, args, prologue, prologue_args)
-        return fused.plan("plan", a, b, bias, functions, out, out_dtype, how)
+        functions = (epilogue, args, prologue, prologue_args)
+        options = (out_dtype, precision, fast_accum, batch_invariant, config)
+        return fused.plan("plan", a, b, bias, functions, out, options)
     options = Options(out_dtype, precision, fast_accum, batch_invariant, config)
     return prepare("plan", a, b, bias, 1, 1, out, options).plan  # type: ignore[arg-type]  # checked there

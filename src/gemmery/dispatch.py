@@ -261,7 +261,7 @@ def right_factor(op: str, b: Tensor) -> Tensor:
     return b.t()
 
 
-def _maker(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+def maker(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
     """What makes a contiguous tensor: past the dispatcher where torch has a way, for the current GPU."""
     empty = functools.partial(torch.empty, shape, dtype=dtype, device=device)
     quick = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None) if device.type == "cuda" else None
@@ -287,7 +287,7 @@ def prepare(
         raise ValueError(
             f"{op}: out has strides {out.stride()} for {tuple(out.shape)}: its elements overlap one another"
         )
-    make = _maker(shape, dtype, a.device)
+    make = maker(shape, dtype, a.device)
     device = devices.current(a.device)
     result = make() if out is None else out
     extents = tuple(0 if tensor is None else extent_bytes(tensor) for tensor in (a, b, addend, result))

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from . import devices, prologue, reference
+from . import devices, prologue, quick, reference
 from .call import Call, Factor, check, dimensions, input_name, make_call, output_types, outputs_of
-from .dispatch import Options, OutTypes, check_tensor, lowered, needs_dispatcher, operand_names
+from .dispatch import Options, OptionValues, check_tensor, lowered, needs_dispatcher, operand_names
 from .epilogues.function import Epilogue
 from .epilogues.lower import Program
 from .layout import make_fused_problem, overlap, overlaps_itself
@@ -57,41 +57,77 @@ def _completed(op: str, given: Functions) -> Functions:
 
 
 def product(
-    op: str, a: Tensor, b: Factor, bias: Factor | None, given: Functions, out: Tensor | None, out_dtype: OutTypes,
-    options: Options,
+    op: str, a: Tensor, b: Factor, bias: Factor | None, functions: tuple[Any, ...], out: Tensor | None,
+    options: OptionValues,
 ) -> Any:  # fmt: skip
-    """A product with functions of the user's as the user called it, by whichever way it has to go."""
-    given = _completed(op, given)
-    if is_compiling():
-        from .fused_ops import compiled
+    """A product with functions of the user's as the user called it, by whichever way it has to go.
 
-        if given.prologue is not None:
-            a = given.prologue(a.to(accumulator(a.dtype)), *given.prologue_args).to(a.dtype)
-        return compiled(op, a, b, bias, given.epilogue, given.args, out, out_dtype, options)
-    call = _checked(op, a, b, bias, given, out, out_dtype, options)
+    Args:
+        functions: see `Functions`.
+        options: see `dispatch.Options`.
+    """
+    if is_compiling():
+        return _compiled(op, a, b, bias, _completed(op, Functions(*functions)), out, options)
+    if options[-1] is not None and not isinstance(options[-1], str):
+        options = (*options[:-1], Config.of(options[-1]))
+    if out is None:
+        known = quick.run(op, a, b, bias, functions, options)
+        if known is not None:
+            return known
+    given = _completed(op, Functions(*functions))
+    call = _checked(op, a, b, bias, given, out, options)
     if needs_dispatcher((out, *call.tensors)):
         from .fused_ops import dispatched
 
         return dispatched(call.opened(), given.epilogue, out)
-    return run(call, out)
+    result = run(call, out)
+    found = _find(call, out) if out is None and quick.may_learn(call, given.epilogue) else None
+    if found is not None:
+        quick.learn(call, (a, b, bias, *given.args), given.epilogue, options, found.results, found.plan)
+    return result
+
+
+def _compiled(
+    op: str,
+    a: Tensor,
+    b: Factor,
+    bias: Factor | None,
+    given: Functions,
+    out: Tensor | None,
+    options: OptionValues,
+) -> Any:
+    from .fused_ops import compiled
+
+    how = Options(*options)
+    if given.prologue is not None:
+        a = given.prologue(a.to(accumulator(a.dtype)), *given.prologue_args).to(a.dtype)
+    return compiled(
+        op, a, b, bias, given.epilogue, given.args, out, how.out_dtype, how._replace(out_dtype=None)
+    )
 
 
 def plan(
-    op: str, a: Tensor, b: Factor, bias: Factor | None, given: Functions, out: Tensor | None, out_dtype: OutTypes,
-    options: Options,
+    op: str, a: Tensor, b: Factor, bias: Factor | None, functions: tuple[Any, ...], out: Tensor | None,
+    options: OptionValues,
 ) -> Plan | None:  # fmt: skip
     """What `product` with these arguments launches; None where it launches nothing. Products run it, not its `run`."""
-    call = _checked(op, a, b, bias, _completed(op, given), out, out_dtype, options)
+    call = _checked(op, a, b, bias, _completed(op, Functions(*functions)), out, options)
     if devices.current(call.a.device) is None or 0 in call.shape:
         return None
     return _prepare(call.upwards(), out).plan
 
 
 def _checked(
-    op: str, a: Tensor, b: Factor, bias: Factor | None, given: Functions, out: Tensor | None, out_dtype: OutTypes,
-    options: Options,
-) -> Call:  # fmt: skip
-    call = make_call(op, a, b, bias, given.epilogue, given.args, out_dtype, options)
+    op: str,
+    a: Tensor,
+    b: Factor,
+    bias: Factor | None,
+    given: Functions,
+    out: Tensor | None,
+    options: OptionValues,
+) -> Call:
+    how = Options(*options)
+    call = make_call(op, a, b, bias, given.epilogue, given.args, how.out_dtype, how._replace(out_dtype=None))
     if given.prologue is not None:
         call = replace(call, prologue=prologue.make(op, call.a, given.prologue, given.prologue_args))
     call = _autocast(call, out)
@@ -179,9 +215,16 @@ def run(call: Call, out: Tensor | None = None) -> Any:
 
 def results_of(call: Call, out: Tensor | None = None) -> tuple[list[Tensor], bool]:
     """Compute a call: its results, and whether the function returns a tuple."""
+    call = call.upwards()
+    prepared = _find(call, out)
+    return _by_reference(call, out) if prepared is None else _launch(call, prepared, out)
+
+
+def _find(call: Call, out: Tensor | None) -> Prepared | None:
+    """What is known of a call, which is compiled if need be; None where nothing is launched."""
     if devices.current(call.a.device) is None or 0 in call.shape:
-        return _by_reference(call, out)
-    key, call = None, call.upwards()
+        return None
+    key = None
     known = call.prologue is None or call.prologue.captured.key is not None
     if call.captured.key is not None and known:
         key = (
@@ -194,7 +237,7 @@ def results_of(call: Call, out: Tensor | None = None) -> tuple[list[Tensor], boo
         prepared = _prepare(call, out)
         if key is not None:
             keep(_prepared, key, prepared)
-    return _launch(call, prepared, out)
+    return prepared
 
 
 def _by_reference(call: Call, out: Tensor | None) -> tuple[list[Tensor], bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,14 +140,17 @@ class Plan:
             self._binding.launch(a, b, out, addend, alpha, beta)
         return out
 
+    def takes(self, addresses: Sequence[int]) -> bool:
+        """Whether the compiled kernel may be entered with tensors at these addresses: a, b, out and others."""
+        return not any(at & bits for at, bits in zip(addresses, self._misaligned, strict=False))
+
     def run_fused(
         self, a: Tensor, b: Tensor, out: Tensor, extras: tuple[Tensor, ...], numbers: tuple[float, ...]
     ) -> None:
         """Launch a problem with a traced epilogue, with its tensors and numbers in the order of its program."""
         if self.direct is not None and a.get_device() == self._index:
             addresses = [x.data_ptr() for x in (a, b, out, *extras)]
-            aligned = not any(at & bits for at, bits in zip(addresses, self._misaligned, strict=True))
-            if aligned and self.direct(*addresses[:3], addresses[3:], *numbers):
+            if self.takes(addresses) and self.direct(*addresses[:3], addresses[3:], *numbers):
                 return
         assert self._binding is not None
         with on_device(a):

@@ -8,7 +8,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar
 
+from torch import Tensor
+
 from .device_function import device_function, is_device_function
+from .identity import Outside, outside
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -47,8 +50,15 @@ class Epilogue(Generic[P, R]):
         functools.update_wrapper(self, function, updated=())
         #: Whether it returned a tuple when it ran last; for operators, which return lists.
         self.many = False
+        #: The tensors that it takes from outside, and what else there is outside; see `remember`.
+        self.tensors: tuple[Tensor, ...] = ()
+        self.outside: Outside | None = None
         self.name = f"{getattr(function, '__name__', 'epilogue')}-{next(_numbers)}"
         _by_name[self.name] = self
+
+    def remember(self, tensors: tuple[Tensor, ...]) -> None:
+        """Note what the function takes from outside now, its tensors among it."""
+        self.tensors, self.outside = tensors, outside(self.__gemmery_epilogue__)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """The function itself, in torch."""

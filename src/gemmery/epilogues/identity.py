@@ -56,6 +56,67 @@ def capture(function: Callable[..., Any]) -> Captured:
     return Captured(key, found, rebuild)
 
 
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """What a function takes from outside, by identity, so that it is compared in little time.
+
+    Attributes:
+        cells, names, attributes: where each thing is, and what it is.
+    """
+
+    cells: tuple[tuple[types.CellType, Any], ...]
+    names: tuple[tuple[dict[str, Any], str, Any], ...]
+    attributes: tuple[tuple[Any, str, Any], ...]
+
+    def is_unchanged(self) -> bool:
+        """Whether everything is the same object as before."""
+        try:
+            for cell, value in self.cells:
+                if cell.cell_contents is not value:
+                    return False
+        except ValueError:
+            return False
+        for space, name, value in self.names:
+            if space.get(name) is not value:
+                return False
+        return all(getattr(owner, name) is value for owner, name, value in self.attributes)
+
+
+def outside(function: Callable[..., Any]) -> Outside | None:
+    """What a function, and those that it calls, take from outside; None where that may change unseen."""
+    if capture(function).key is None:
+        return None
+    cells: list[Any] = []
+    names: list[Any] = []
+    attributes: list[Any] = []
+    seen: set[int] = set()
+
+    def walk(value: Any) -> None:
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, functools.partial):
+            for inner in (value.func, *value.args, *value.keywords.values()):
+                walk(inner)
+        elif isinstance(value, tuple):
+            for inner in value:
+                walk(inner)
+        elif getattr(value, "__gemmery_epilogue__", None) is not None:
+            walk(value.__gemmery_epilogue__)
+        elif isinstance(value, types.FunctionType) and not _of_library(value):
+            for name in ("__code__", "__defaults__", "__kwdefaults__"):
+                attributes.append((value, name, getattr(value, name)))
+            for cell in value.__closure__ or ():
+                cells.append((cell, cell.cell_contents))
+            for kind, name, inner in _outside(value):
+                if kind == "global":
+                    names.append((value.__globals__, name, inner))
+                walk(inner)
+
+    walk(function)
+    return Outside(tuple(cells), tuple(names), tuple(attributes))
+
+
 def _names(code: types.CodeType) -> set[str]:
     names = set(code.co_names)
     for constant in code.co_consts:

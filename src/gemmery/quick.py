@@ -1,0 +1,156 @@
+"""The short way of a product with a prebuilt epilogue: what a call looks like is compared with calls before it.
+
+As `dispatch.eager` does for bare products. A call is known again by its epilogue, which must still mean what it meant,
+and by the layouts of its tensors; then its results are allocated and its kernel is entered, and nothing else happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
+from torch.autograd import forward_ad
+
+from .call import Call
+from .dispatch import maker
+from .epilogues.function import Epilogue
+from .plan import Plan
+from .programs import keep
+from .results import Results
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+#: The number of the first device whose tensors go the short way.
+FIRST = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """How to run calls that look alike.
+
+    Attributes:
+        makers: allocate the results, in their order.
+        main: which of them the kernel stores itself.
+        extras: of the epilogue's tensors: places among the call's values, or of a result, inverted.
+        numbers: places of its numbers among the call's values.
+        many: whether it returns a tuple.
+        direct: enters the kernel.
+    """
+
+    makers: tuple[Callable[[], Tensor], ...]
+    main: int
+    extras: tuple[int, ...]
+    numbers: tuple[int, ...]
+    many: bool
+    direct: Any
+
+
+_known: dict[Any, Known] = {}
+
+
+def run(op: str, a: Any, b: Any, bias: Any, functions: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
+    """The result of a call that is known; None of any other. Arguments are those of `fused.product`."""
+    epilogue, args, prologue, _ = functions
+    if type(epilogue) is not Epilogue or prologue is not None:
+        return None
+    outside = epilogue.outside
+    if outside is None or not outside.is_unchanged() or _is_seen():
+        return None
+    looked = _look((a, b, bias, *args, *epilogue.tensors), torch.is_grad_enabled())
+    if looked is None:
+        return None
+    values, looks = looked
+    known = _known.get((op, epilogue.name, options, *looks))
+    if known is None:
+        return None
+    results = [make() for make in known.makers]
+    extras = tuple([values[i] if i >= 0 else results[~i].data_ptr() for i in known.extras])
+    numbers = [values[i] for i in known.numbers]
+    if not known.direct(values[0], values[1], results[known.main].data_ptr(), extras, *numbers):
+        return None
+    return tuple(results) if known.many else results[0]
+
+
+def may_learn(call: Call, epilogue: Any) -> bool:
+    """Whether calls like this one may go the short way."""
+    return (
+        type(epilogue) is Epilogue
+        and call.a.get_device() >= FIRST
+        and call.right is None
+        and call.prologue is None
+    )
+
+
+def learn(
+    call: Call,
+    given: Sequence[Any],
+    epilogue: Epilogue[..., Any],
+    options: tuple[Any, ...],
+    results: Results,
+    plan: Plan,
+) -> None:
+    """Remember a call that has run, if calls like it can go the short way.
+
+    Args:
+        given: a, b, the bias and the epilogue's arguments, as the user gave them.
+        options: see `fused.product`.
+    """
+    program = results.program
+    copied = any(x.same is not None for x in program.outputs)
+    if program.main is None or results.reduces or plan.direct is None or copied:
+        return
+    epilogue.remember(call.captured.tensors)
+    looked = _look((*given, *epilogue.tensors), torch.is_grad_enabled())
+    if looked is None or epilogue.outside is None:
+        return
+    # A bias that is not there has a place among the values, and none among the call's inputs.
+    shift = 2 if call.biases else 3
+    written = [~i for i, x in enumerate(program.outputs) if x.places]
+    places = (0, 1, *[i + shift for i in program.inputs])
+    addresses = [looked[0][i] for i in places]
+    # What is allocated is aligned.
+    if not plan.takes([*addresses[:2], 0, *addresses[2:]]):
+        return
+    known = Known(
+        tuple([maker(*matrix, call.a.device) for matrix in results.matrices if matrix is not None]),
+        program.main, (*places[2:], *written), tuple([i + shift for i in program.numbers]),
+        program.many, plan.direct,
+    )  # fmt: skip
+    keep(_known, (call.op, epilogue.name, options, *looked[1]), known)
+
+
+def _is_seen() -> bool:
+    """Whether something in torch wants to see calls."""
+    return bool(
+        _len_torch_dispatch_stack()
+        or _are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch.is_autocast_enabled("cuda")
+    )
+
+
+def _look(given: Sequence[Any], grad: bool) -> tuple[list[Any], list[Any]] | None:
+    """Addresses and numbers of what is given, and what of it decides which code runs; None where torch has to look."""
+    values: list[Any] = []
+    looks: list[Any] = []
+    for x in given:
+        kind = type(x)
+        if kind in _PLAIN:
+            device = x.get_device()
+            if device < FIRST or (grad and x.requires_grad) or x.is_neg():
+                return None
+            address = x.data_ptr()
+            values.append(address)
+            looks += (x.shape, x.stride(), x.dtype, device, address & 15)
+        elif kind is float or kind is int:
+            values.append(x)
+            looks.append(kind)
+        elif x is None or kind is bool:
+            values.append(x)
+            looks.append(x)
+        else:
+            return None
+    return values, looks

@@ -1,0 +1,200 @@
+"""The short way of a product with a prebuilt epilogue, with a stand-in for the way into the driver."""
+
+import ctypes
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import gemmery
+from gemmery import epilogues, fused, quick
+
+
+def at_address(address, like):
+    """A tensor of a layout over memory that belongs to somebody else."""
+    count = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
+    memory = (ctypes.c_float * count).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.float32).as_strided(like.shape, like.stride())
+
+
+@pytest.fixture
+def entered(monkeypatch):
+    """Calls that went the short way, which launches the interpreted kernel on the addresses that it has."""
+    calls = []
+    prepare = fused._prepare
+
+    def with_direct(call, out):
+        prepared = prepare(call, out)
+        plan, results = prepared.plan, prepared.results
+        made = results.allocate(call.a.device, 1)
+        layouts = [call.a, call.b, results.main(made), *results.extras(call.inputs, made)]
+        binding = plan._binding
+
+        def direct(a, b, main, extras, *numbers):
+            tensors = [at_address(at, like) for at, like in zip((a, b, main, *extras), layouts, strict=True)]
+            binding.launch(*tensors[:3], tuple(tensors[3:]), numbers)
+            return True
+
+        plan.direct = direct
+        plan._misaligned = [15] * len(layouts)
+        return prepared
+
+    run = quick.run
+
+    def counted(*arguments):
+        result = run(*arguments)
+        if result is not None:
+            calls.append(arguments)
+        return result
+
+    monkeypatch.setattr(quick, "run", counted)
+    monkeypatch.setattr(fused, "_prepare", with_direct)
+    monkeypatch.setattr(quick, "FIRST", -1)
+    monkeypatch.setattr(quick, "_known", {})
+    return calls
+
+
+def values(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+X, W, BIAS = values(12, 16), values(20, 16, seed=1), values(20, seed=2)
+
+
+def check(entered, count, call, want):
+    before = len(entered)
+    torch.testing.assert_close(call(), want, rtol=1e-4, atol=1e-4)
+    assert len(entered) - before == count
+
+
+def test_second_calls_go_the_short_way(entered):
+    made = gemmery.epilogue(lambda acc, r, k: torch.relu(acc + r) * k)
+    full = values(12, 20, seed=3)
+    for i, k in enumerate((1.0, 2.5, 3.0)):
+        want = torch.relu(F.linear(X, W, BIAS) + full) * k
+        check(
+            entered, int(i > 0), lambda k=k: gemmery.linear(X, W, BIAS, epilogue=made, args=(full, k)), want
+        )
+    # Other tensors of the same layouts.
+    other = values(12, 20, seed=4)
+    want = torch.relu(F.linear(2 * X, W, BIAS) + other) * 4
+    check(entered, 1, lambda: gemmery.linear(2 * X, W, BIAS, epilogue=made, args=(other, 4.0)), want)
+
+
+def test_without_a_bias_and_by_matmul(entered):
+    made = gemmery.epilogue(epilogues.residual)
+    full = values(12, 20, seed=3)
+    for i in range(2):
+        check(entered, i, lambda: gemmery.matmul(X, W.T, epilogue=made, args=(full,)), X @ W.T + full)
+    check(entered, 0, lambda: gemmery.linear(X, W, epilogue=made, args=(full,)), X @ W.T + full)
+
+
+def test_several_results(entered):
+    made = gemmery.epilogue(lambda acc, c: (acc.chunk(2, -1)[0] + c, acc * 2))
+    row = values(10, seed=5)
+    for i in range(3):
+        results = gemmery.linear(X, W, epilogue=made, args=(row,))
+        assert isinstance(results, tuple)
+        torch.testing.assert_close(results[0], (X @ W.T)[:, :10] + row, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(results[1], 2 * (X @ W.T), rtol=1e-4, atol=1e-4)
+        assert len(entered) >= i
+
+
+SHIFT = values(20, seed=6)
+FACTOR = 2.0
+
+
+def helper(acc):
+    return acc * FACTOR
+
+
+def test_what_a_function_takes_from_outside_is_never_stale(entered, monkeypatch):
+    added, made = 1.0, None
+
+    def function(acc):
+        return helper(acc) + SHIFT + added
+
+    made = gemmery.epilogue(function)
+
+    def run():
+        return gemmery.linear(X, W, epilogue=made)
+
+    for i in range(3):
+        check(entered, int(i > 0), run, X @ W.T * 2 + SHIFT + 1)
+    added = 5.0
+    for i in range(3):
+        check(entered, int(i > 0), run, X @ W.T * 2 + SHIFT + 5)
+    monkeypatch.setitem(globals(), "FACTOR", 3.0)
+    for i in range(3):
+        check(entered, int(i > 0), run, X @ W.T * 3 + SHIFT + 5)
+    fresh = values(20, seed=7)
+    monkeypatch.setitem(globals(), "SHIFT", fresh)
+    for i in range(3):
+        check(entered, int(i > 0), run, X @ W.T * 3 + fresh + 5)
+    fresh += 1  # read at every call
+    check(entered, 1, run, X @ W.T * 3 + fresh + 5)
+    monkeypatch.setitem(globals(), "helper", lambda acc: -acc)
+    for i in range(3):
+        check(entered, int(i > 0), run, -(X @ W.T) + fresh + 5)
+
+
+def test_defaults_are_never_stale(entered):
+    def function(acc, k=2.0):
+        return acc * k
+
+    made = gemmery.epilogue(function)
+    for i in range(2):
+        check(entered, i, lambda: gemmery.linear(X, W, epilogue=made), X @ W.T * 2)
+    function.__defaults__ = (3.0,)
+    for i in range(2):
+        check(entered, i, lambda: gemmery.linear(X, W, epilogue=made), X @ W.T * 3)
+
+
+def test_other_calls_are_not_taken_for_it(entered):
+    made = gemmery.epilogue(epilogues.bias)
+    run = lambda x, w, b, **how: gemmery.linear(x, w, epilogue=made, args=(b,), **how)  # noqa: E731
+    for i in range(2):
+        check(entered, i, lambda: run(X, W, BIAS), X @ W.T + BIAS)
+    column = values(12, 1, seed=8)
+    wide = values(12, 40, seed=9)[:, ::2]
+    others = (
+        (X, W, column), (X, W, values(12, 20, seed=9)), (X, W, wide), (X[:5], W, BIAS), (X.t().contiguous().t(), W, BIAS),
+        (X, W[:, :16].clone()[::2], BIAS[::2]), (X, W, 2.0), (X, W, 2), (X, W, True),
+    )  # fmt: skip
+    for x, w, b in others:
+        check(entered, 0, lambda x=x, w=w, b=b: run(x, w, b), x @ w.T + b)
+    assert run(X, W, BIAS, out_dtype=torch.float16).dtype == torch.float16
+    out = torch.empty(12, 20)
+    assert run(X, W, BIAS, out=out) is out
+    x = X.clone().requires_grad_()
+    assert run(x, W, BIAS).requires_grad
+    with torch.no_grad():
+        check(entered, 1, lambda: run(x, W, BIAS), X @ W.T + BIAS)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert run(X, W, BIAS).dtype == torch.bfloat16
+
+
+def test_misaligned_tensors_go_the_long_way(entered):
+    made = gemmery.epilogue(epilogues.bias)
+    shifted = values(21, seed=2)[1:]
+    for _ in range(3):
+        check(entered, 0, lambda: gemmery.linear(X, W, epilogue=made, args=(shifted,)), X @ W.T + shifted)
+
+
+@pytest.mark.parametrize(
+    ("function", "want"),
+    (
+        (lambda acc: (acc, acc.sum(-1)), lambda p: (p, p.sum(-1))),
+        (lambda acc: acc.amax(-1), lambda p: p.amax(-1)),
+        (lambda acc: (acc, acc), lambda p: (p, p)),
+    ),
+)
+def test_results_that_take_more_go_the_long_way(entered, function, want):
+    made = gemmery.epilogue(function)
+    for _ in range(3):
+        check(entered, 0, lambda: gemmery.linear(X, W, epilogue=made), want(X @ W.T))
+
+
+def test_a_function_that_was_not_prebuilt_goes_the_long_way(entered):
+    for _ in range(3):
+        check(entered, 0, lambda: gemmery.linear(X, W, epilogue=torch.relu), torch.relu(X @ W.T))
