@@ -50,8 +50,8 @@ def matmul(
             the CPU it runs before the product, in torch.
         prologue_args: tensors that broadcast to `a`, and Python values.
         out: where the result goes, any strides, no overlap with the inputs.
-        out_dtype: type of the result. The operands' by default; bfloat16 for fp8, int32 for int8. What an epilogue has
-            cast keeps its type; for several results it can be a tuple.
+        out_dtype: type of the result. The operands' by default; bfloat16 for fp8, int32 for int8; what an epilogue has
+            cast keeps its type. For several results it can be a tuple, with None for what it is by default.
         precision: how float32 is multiplied: "ieee" (the default, whatever torch's `allow_tf32` says), "tf32" or
             "tf32x3".
         fast_accum: let fp8 products be summed at the tensor cores' own precision, as `torch._scaled_mm` does.

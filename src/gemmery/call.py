@@ -15,6 +15,7 @@ from .dispatch import (
     check_scalars,
     check_tensor,
     check_tensors,
+    moved,
     operand_names,
     result_dtype,
     result_shape,
@@ -22,11 +23,19 @@ from .dispatch import (
 )
 from .epilogues.device_function import device_function, is_device_function
 from .epilogues.identity import Captured, capture
-from .problem import accumulator
+from .problem import PRECISIONS, accumulator
 from .prologue import Prologue
 
 #: A factor or a bias; or the left and the right half of its columns.
 Factor = Tensor | Sequence[Tensor]
+
+
+#: What results can be.
+RESULTS = (
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8,
+    torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool,
+)  # fmt: skip
+_NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in RESULTS)
 
 
 @dataclass(frozen=True)
@@ -125,7 +134,8 @@ def outputs_of(call: Call, product: Tensor, inputs: Sequence[Any] | None = None)
     """What the function makes of a product in torch, cast as the kernel would; and whether it returned a tuple."""
     results, many = call.apply(product, call.inputs if inputs is None else inputs, inputs is not None)
     rank = product.dim()
-    types = output_types(call, [(x.dtype, x.dim() == rank and x.shape[-1] != 1) for x in results])
+    narrow = product.shape[-1] <= 2
+    types = output_types(call, [(x.dtype, x.dim() == rank and (narrow or x.shape[-1] != 1)) for x in results])
     return [x.to(dtype) for x, dtype in zip(results, types, strict=True)], many
 
 
@@ -149,6 +159,8 @@ def output_types(call: Call, outputs: Sequence[tuple[torch.dtype, bool]]) -> lis
     types = []
     for (dtype, matrix), choice in zip(outputs, asked, strict=True):
         kept = natural if dtype == wide and matrix else dtype
+        if choice is not None and choice not in RESULTS:
+            raise TypeError(f"{call.op}: out_dtype is {choice}; an epilogue's results can be {_NAMES}")
         types.append(choice if choice is not None and (matrix or isinstance(call.out_dtype, tuple)) else kept)
     return types
 
@@ -180,7 +192,7 @@ def make_call(
     function = device_function(function) if is_device_function(function) else function
     function = getattr(function, "__gemmery_epilogue__", function)
     captured = capture(function)
-    inputs = (*biases, *args, *captured.tensors)
+    inputs = tuple([moved(x, a) for x in (*biases, *args, *captured.tensors)])
     return Call(
         op, a, left, function, captured, inputs, len(biases), out_dtype, options, right[0] if right else None
     )
@@ -231,6 +243,10 @@ def _check_halves(call: Call) -> None:
 def check(call: Call) -> None:
     """ValueError or TypeError unless a call's tensors fit each other."""
     op, a, b = call.op, call.a, call.b
+    if call.options.precision not in PRECISIONS:
+        raise ValueError(
+            f"{op}: precision is {call.options.precision!r}; it must be one of {', '.join(PRECISIONS)}"
+        )
     shape = call.shape
     if call.right is not None:
         _check_halves(call)
@@ -245,11 +261,15 @@ def check(call: Call) -> None:
     for i, value in enumerate(call.inputs):
         if isinstance(value, Tensor):
             check_tensor(op, input_name(call, i), value)
-            if value.device != a.device and value.dim():
+            if value.device != a.device:
                 raise ValueError(
                     f"{op}: {input_name(call, i)} is on {value.device} and {first} on {a.device}"
                 )
-            dimensions(call, i, value, shape)
+            names = dimensions(call, i, value, shape)
+            if i < call.biases and call.biases == 2 and names[-1:] != ("N/2",):
+                raise ValueError(
+                    f"{op}: bias[{i}] is {tuple(value.shape)}; the halves' are ({shape[-1] // 2},)"
+                )
         elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
             raise ValueError(f"{op}: {input_name(call, i)} is {value}; integers must fit in 64 bits")
         elif isinstance(value, int | float) and not isinstance(value, bool) and a.dtype == torch.float64:
@@ -277,13 +297,13 @@ def dimensions(call: Call, i: int, tensor: Tensor, shape: tuple[int, ...]) -> tu
     N = shape[-1]
     for place in range(1, tensor.dim() + 1):
         size, full = tensor.shape[-place], shape[-place]
-        if size == 1:
-            names.append("1")
-        elif place == 1:
+        # A size that is the product's is that, though it be 1: rows of a batch may become rows of one matrix.
+        if place == 1:
             # Compared one by one: under torch.compile sizes are symbols.
-            names.append("N" if size == N else "2N" if size == 2 * N else "N/2" if 2 * size == N else "")
+            name = "N" if size == N else "2N" if size == 2 * N and N > 1 else "N/2" if 2 * size == N else ""
         else:
-            names.append(("M" if place == 2 else f"b{len(shape) - place}") if size == full else "")
+            name = ("M" if place == 2 else f"b{len(shape) - place}") if size == full else ""
+        names.append(name or ("1" if size == 1 else ""))
         if not names[-1]:
             raise ValueError(
                 f"{call.op}: {input_name(call, i)} is {tuple(tensor.shape)}; it must broadcast to the product, "

@@ -94,6 +94,17 @@ def check_tensor(op: str, name: str, value: object) -> None:
         raise TypeError(f"{op}: {name} is sparse ({value.layout}); it must be a strided tensor")
 
 
+def moved(value: Any, a: Tensor) -> Any:
+    """An input on the operands' device: a tensor of no dimensions may be on the CPU, as in torch."""
+    moves = (
+        isinstance(value, Tensor)
+        and value.dim() == 0
+        and value.device != a.device
+        and value.device.type == "cpu"
+    )
+    return value.to(a.device) if moves else value
+
+
 def operand_names(op: str) -> tuple[str, str, str]:
     """What an operation's user calls the two factors and the addend, for messages."""
     if op == "linear":

@@ -18,8 +18,17 @@ from torch.compiler import is_compiling
 
 from . import devices, prologue, quick, reference
 from .call import Call, Factor, check, dimensions, input_name, make_call, output_types, outputs_of
-from .dispatch import Options, OptionValues, check_tensor, lowered, needs_dispatcher, operand_names
+from .dispatch import (
+    Options,
+    OptionValues,
+    check_forward_mode,
+    check_tensor,
+    lowered,
+    needs_dispatcher,
+    operand_names,
+)
 from .epilogues.function import Epilogue
+from .epilogues.identity import value_key
 from .epilogues.lower import Program
 from .layout import make_fused_problem, overlap, overlaps_itself
 from .plan import Plan, make_plan, runs_on
@@ -76,6 +85,7 @@ def product(
             return known
     given = _completed(op, Functions(*functions))
     call = _checked(op, a, b, bias, given, out, options)
+    check_forward_mode(op, tuple(call.tensors))
     if needs_dispatcher((out, *call.tensors)):
         from .fused_ops import dispatched
 
@@ -198,7 +208,7 @@ def _layout(value: Any) -> Any:
         return value.shape, value.stride(), value.dtype, value.device, value.data_ptr() & 15
     if isinstance(value, int | float) and not isinstance(value, bool):
         return type(value)
-    return type(value), repr(value)
+    return value_key(value)
 
 
 def _prologue_key(call: Call) -> tuple[Any, ...]:
@@ -225,12 +235,13 @@ def _find(call: Call, out: Tensor | None) -> Prepared | None:
     if devices.current(call.a.device) is None or 0 in call.shape:
         return None
     key = None
-    known = call.prologue is None or call.prologue.captured.key is not None
-    if call.captured.key is not None and known:
+    inputs = tuple(map(_layout, call.inputs))
+    before = _prologue_key(call)
+    if call.captured.key is not None and None not in inputs and None not in before:
         key = (
-            call.op, call.captured.key, call.biases, _layout(call.a), _layout(call.b), *map(_layout, call.inputs),
+            call.op, call.captured.key, call.biases, _layout(call.a), _layout(call.b), *inputs,
             None if out is None else _layout(out), call.out_dtype, call.options, call.between, call.swapped, call.saves,
-            *_prologue_key(call),
+            *before,
         )  # fmt: skip
     prepared = _prepared.get(key) if key is not None else None
     if prepared is None:
@@ -267,6 +278,11 @@ def _check_out(call: Call, out: Tensor, outputs: Sequence[Any], many: bool) -> N
         raise ValueError(f"{op}: out is on {out.device}; the result is on {call.a.device}")
     if overlaps_itself(out):
         raise ValueError(f"{op}: out's elements overlap one another")
+    _check_overlap(call, out)
+
+
+def _check_overlap(call: Call, out: Tensor) -> None:
+    op = call.op
     first, second, _ = operand_names(op)
     others = [(first, call.a), (second, call.b), (second, call.right)]
     others += [(input_name(call, i), x) for i, x in enumerate(call.inputs)]
@@ -343,6 +359,8 @@ def _of_prologue(call: Call, made: Program | None) -> tuple[tuple[Tensor, ...], 
 
 def _launch(call: Call, prepared: Prepared, out: Tensor | None) -> tuple[list[Tensor], bool]:
     results, plan = prepared.results, prepared.plan
+    if out is not None:
+        _check_overlap(call, out)
     tensors = results.allocate(call.a.device, plan.slots if results.reduces else 1, out)
     read, numbers = _of_prologue(call, prepared.prologue)
     extras = (*results.extras(call.inputs, tensors), *read)

@@ -23,14 +23,14 @@ from torch.compiler import is_compiling
 
 from . import backward, fused
 from .call import Call, Factor, added, check, factors, outputs_of
-from .dispatch import Options, OutTypes, check_forward_mode, right_factor
+from .dispatch import Options, OutTypes, check_forward_mode, lowered, right_factor
 from .epilogues.function import Epilogue, named
 from .epilogues.identity import capture
 from .ops import LIBRARY, factor_gradients
 from .problem import accumulator, config_text
 
 _ARGUMENTS = (
-    "Tensor a, Tensor b, Tensor? right, Tensor[] tensors, float[] numbers, str kinds, str epilogue, int biases, "
+    "Tensor a, Tensor b, Tensor? right, Tensor[] tensors, Scalar[] numbers, str kinds, str epilogue, int biases, "
     "str out_dtype, str precision, bool fast_accum, bool batch_invariant, str? config"
 )
 LIBRARY.define(f"fused({_ARGUMENTS}, bool save) -> Tensor[]", tags=torch.Tag.pt2_compliant_tag)
@@ -42,6 +42,10 @@ LIBRARY.define(
 
 # ---------------------------------------------------------------------------------------------------------------------
 # A call as an operator's arguments, and back
+
+
+#: Before the letters of a call from compiled code, which has no tensors of the epilogue's closure behind its own.
+_FROM_COMPILED = "c"
 
 
 def _flatten(inputs: Sequence[Any]) -> tuple[list[Tensor], list[float], str]:
@@ -56,7 +60,7 @@ def _flatten(inputs: Sequence[Any]) -> tuple[list[Tensor], list[float], str]:
         elif isinstance(value, bool):
             kinds += "T" if value else "F"
         elif isinstance(value, int | float):
-            numbers.append(float(value))
+            numbers.append(value)
             kinds += "i" if isinstance(value, int) else "f"
         else:
             raise TypeError(
@@ -70,12 +74,12 @@ def _unflatten(tensors: Sequence[Tensor], numbers: Sequence[float], kinds: str) 
     left, counted = iter(tensors), iter(numbers)
     constants = {"N": None, "T": True, "F": False}
     values: list[Any] = []
-    for kind in kinds:
+    for kind in kinds.removeprefix(_FROM_COMPILED):
         if kind == "t":
             values.append(next(left))
         elif kind in "fi":
             number = next(counted)
-            values.append(number if kind == "f" else int(number))
+            values.append(float(number) if kind == "f" else int(number))
         else:
             values.append(constants[kind])
     return values
@@ -101,6 +105,10 @@ def call_of(
     """The call that an operator was given."""
     function = named(epilogue).__gemmery_epilogue__
     captured = capture(function)
+    if kinds.startswith(_FROM_COMPILED) and captured.tensors:
+        raise ValueError(
+            "epilogue: under torch.compile its tensors have to come through args, not from its closure"
+        )
     return Call(
         "gemm", a, b, function, captured, tuple(_unflatten(tensors, numbers, kinds)), biases, _types(out_dtype),
         Options(None, precision, fast_accum, batch_invariant, config), right,
@@ -128,16 +136,13 @@ def _run(call: Call, name: str, save: bool, results: Any) -> list[Tensor]:
 
 def _fused(*arguments: Any) -> list[Tensor]:
     *flat, save = arguments
-    return _run(call_of(*flat), flat[6], save, fused.results_of)
+    call = call_of(*flat)
+    return _apart(_run(call, flat[6], save, fused.results_of), call.tensors)
 
 
 def _fused_fake(*arguments: Any) -> list[Tensor]:
     *flat, save = arguments
     call = call_of(*flat)
-    if len(call.captured.tensors) and flat[5].count("t") != len(flat[3]):
-        raise ValueError(
-            "epilogue: under torch.compile its tensors have to come through args, not from its closure"
-        )
     check(call)
     shape = call.shape
     product = call.a.new_empty(shape, dtype=accumulator(call.a.dtype))
@@ -151,6 +156,17 @@ def _fused_fake(*arguments: Any) -> list[Tensor]:
     return _run(call, flat[6], save, results)
 
 
+def _apart(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Results of which none shares memory with another or with an input, as operators have to return them."""
+    taken = {x.untyped_storage().data_ptr() for x in inputs}
+    apart = []
+    for x in results:
+        at = x.untyped_storage().data_ptr()
+        apart.append(x.clone() if at in taken and x.numel() else x)
+        taken.add(at)
+    return apart
+
+
 def _outputs_of(call: Call, product: Tensor) -> tuple[list[Tensor], bool]:
     with detect_fake_mode(product) or nullcontext(), torch.no_grad():
         return outputs_of(call, product, call.inputs)
@@ -158,7 +174,9 @@ def _outputs_of(call: Call, product: Tensor) -> tuple[list[Tensor], bool]:
 
 def _fused_backward(*arguments: Any) -> list[Tensor]:
     *flat, product, grads, given, wanted = arguments
-    return backward.run(call_of(*flat), product, placed(grads, given), wanted)
+    call = call_of(*flat)
+    found = backward.run(call, product, placed(grads, given), wanted)
+    return _apart(found, [*call.tensors, *grads, *([] if product is None else [product])])
 
 
 def _fused_backward_fake(*arguments: Any) -> list[Tensor]:
@@ -293,10 +311,14 @@ def compiled(
         raise ValueError(f"{op}: out= with an epilogue can't be compiled; use what is returned")
     left, *right = [right_factor(op, x) for x in factors(op, b)]
     biases = added(op, bias)
+    if torch.is_autocast_enabled(a.device.type):
+        dtype = torch.get_autocast_dtype(a.device.type)
+        a, left, *rest = [lowered(x, dtype) for x in (a, left, *right, *biases)]
+        right, biases = rest[: len(right)], rest[len(right) :]
     tensors, numbers, kinds = _flatten([*biases, *args])
     grad = torch.is_grad_enabled() and any([x.requires_grad for x in (a, left, *right, *tensors)])
     results = torch.ops.gemmery.fused(
-        a, left, right[0] if right else None, tensors, numbers, kinds, epilogue.name, len(biases),
+        a, left, right[0] if right else None, tensors, numbers, _FROM_COMPILED + kinds, epilogue.name, len(biases),
         _type_text(out_dtype), how.precision, how.fast_accum, how.batch_invariant, config_text(how.config), grad,
     )  # fmt: skip
     kept = list(results)[: len(results) - 1] if grad else list(results)

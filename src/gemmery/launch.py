@@ -36,6 +36,10 @@ _TL: dict[torch.dtype, Any] = {
     torch.int8: tl.int8,
     torch.float8_e4m3fn: tl.float8e4nv,
     torch.float8_e5m2: tl.float8e5,
+    torch.bool: tl.int1,
+    torch.uint8: tl.uint8,
+    torch.int16: tl.int16,
+    torch.int64: tl.int64,
 }
 #: fp8 products are promoted to the fp32 accumulator after this many steps along K, as cuBLAS does in its accurate mode.
 PROMOTE_EVERY = 128
@@ -87,7 +91,8 @@ def storable(operand: Operand, rows: int, cols: int, batch: tuple[int, ...]) -> 
     TMA writes whole 16-byte units: where a row of the matrix ends within one, it would write into what lies behind.
     """
     adjacent = cols if operand.col == 1 else rows
-    return describable(operand, batch) and adjacent * operand.dtype.itemsize % 16 == 0
+    whole = operand.dtype != torch.bool and adjacent * operand.dtype.itemsize % 16 == 0
+    return whole and describable(operand, batch)
 
 
 def promotes(problem: Problem) -> bool:
@@ -297,6 +302,8 @@ class Binding:
             p.out.row * c.block_m + p.out.col * c.block_n,
         ]
         reach += [extra.row * c.block_m + extra.col * c.block_n for extra in p.extras]
+        if p.fusion is not None and p.fusion.prologue is not None:
+            reach += [x.row * c.block_m + x.col * step for x in p.fusion.prologue.operands]
         return max(reach) >= 1 << 31
 
     def _constants(self) -> dict[str, Any]:

@@ -55,10 +55,8 @@ class Plan:
         self._padded: padding.Padded | None = None
         self._added = problem.addend is not None
         self._scaled = problem.takes_factors
-        extras = (problem.addend,) if problem.fusion is None else problem.fusion.operands
-        operands = (problem.a, problem.b, problem.out, *extras)
         #: For each tensor, the bits of an address that it must not have.
-        self._misaligned = tuple(15 if x is not None and x.aligned else 0 for x in operands)
+        self._misaligned = tuple(15 if x is not None and x.aligned else 0 for x in problem.tensors)
         self._index = -1
         self._compiled: Any = None
         #: The launch without Triton's own preparations, where there is one; for GPU number `_index`.

@@ -152,6 +152,14 @@ class Problem:
         return self.fusion is not None and any(x.row and x.col for x in self.fusion.operands)
 
     @property
+    def tensors(self) -> tuple[Operand | None, ...]:
+        """The layouts of all tensors of a launch, in its order."""
+        if self.fusion is None:
+            return self.a, self.b, self.out, self.addend
+        before = self.fusion.prologue.operands if self.fusion.prologue else ()
+        return self.a, self.b, self.out, *self.fusion.operands, *before
+
+    @property
     def matrices(self) -> int:
         """How many products there are in the batch."""
         count = 1

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from .epilogues.identity import value_key
 from .epilogues.lower import Program, lower
 from .epilogues.trace import Number, Shape, trace
 
@@ -57,8 +58,11 @@ def lowered_program(
             constants[i] = value
             continue
         places.append(i)
+    known = {i: value_key(value) for i, value in constants.items()}
+    if None in known.values():
+        key = None
     if key is not None:
-        key = (key, tuple(arguments), tuple(places), repr(constants), odd, device.type)
+        key = (key, tuple(arguments), tuple(places), tuple(known.items()), odd, device.type)
         found: Program | None = _programs.get(key)
         if found is not None:
             return found

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .dispatch import check_tensor
+from .dispatch import check_tensor, moved
 from .epilogues.identity import Captured, capture
 from .epilogues.lower import Program
 from .epilogues.trace import Untraceable
@@ -80,6 +80,9 @@ class Prologue:
         made = lowered_program(
             function, key, accumulator(a.dtype), tuple(a.shape), self.inputs, dims, a.device
         )
+        if "uniform(" in made.source:
+            # Elements are counted over the product's batch, which may have more matrices than the factor's.
+            raise Untraceable(f"{self.op}: a prologue can't draw random numbers")
         if made.paired or made.main is None or made.outputs[0].columns != "N":
             raise Untraceable(f"{self.op}: the prologue must return a tensor of its first argument's shape")
         return made
@@ -100,12 +103,12 @@ def make(op: str, a: Tensor, function: Any, args: Sequence[Any]) -> Prologue:
         raise TypeError(f"{op}: a prologue takes floating-point operands, not {a.dtype}")
     function = getattr(function, "__gemmery_epilogue__", function)
     captured = capture(function)
-    made = Prologue(op, function, captured, (*args, *captured.tensors))
+    made = Prologue(op, function, captured, tuple([moved(x, a) for x in (*args, *captured.tensors)]))
     for i, value in enumerate(made.inputs):
         if isinstance(value, Tensor):
             name = _name(made, i)
             check_tensor(op, name, value)
-            if value.device != a.device and value.dim():
+            if value.device != a.device:
                 raise ValueError(f"{op}: {name} is on {value.device} and the operand on {a.device}")
             _dimensions(made, i, value, a)
         elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
@@ -126,7 +129,7 @@ def _dimensions(prologue: Prologue, i: int, tensor: Tensor, a: Tensor) -> tuple[
     found = []
     if tensor.dim() <= a.dim():
         sizes = zip(names, tensor.shape[::-1], a.shape[::-1], strict=False)
-        found = ["1" if size == 1 else name if size == full else "" for name, size, full in sizes]
+        found = [name if size == full else "1" if size == 1 else "" for name, size, full in sizes]
     if tensor.dim() > a.dim() or "" in found:
         raise ValueError(
             f"{prologue.op}: {_name(prologue, i)} is {tuple(tensor.shape)}; it must broadcast to {tuple(a.shape)}"

@@ -13,18 +13,25 @@ WEIGHTS = {
     "Llama-3-8B qkv": {"N": 6144, "K": 4096},
     "odd": {"N": 1001, "K": 1003, "bias": True},
 }
+BLOCKS = {
+    "Llama-3-8B gate and up": {"block": "GatedMLP", "sizes": [4096, 14336], "options": {"stacked": False}},
+    "biases, activation": {"block": "MLP", "sizes": [768, 3072]},
+}
 MORE_WEIGHTS = {
     "DeepSeek-V3 qkv_a": {"N": 2112, "K": 7168},
     "as (K, N), fp16": {"N": 4096, "K": 1536, "layout": "NN", "dtype": "fp16"},
     "fp8": {"N": 4096, "K": 4096, "dtype": "e4m3"},
     "batch-invariant": {"N": 4096, "K": 4096, "batch_invariant": True},
+    "stacked": {"block": "GatedMLP", "sizes": [4096, 14336]},
+    "odd, biases": {"block": "GatedMLP", "sizes": [1003, 1001], "options": {"stacked": False, "bias": True}},
+    "batch-invariant block": {"block": "MLP", "sizes": [4096, 8192], "options": {"batch_invariant": True}},
 }
 
 
 @pytest.mark.parametrize(
     "weight",
     [
-        *(pytest.param(weight, id=name) for name, weight in WEIGHTS.items()),
+        *(pytest.param(weight, id=name) for name, weight in (WEIGHTS | BLOCKS).items()),
         *(pytest.param(weight, id=name, marks=pytest.mark.slow) for name, weight in MORE_WEIGHTS.items()),
     ],
 )

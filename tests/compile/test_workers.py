@@ -68,6 +68,39 @@ def test_another_process_finds_what_a_worker_compiled(cache):
     assert finds(cache, P, Config(32, 64, 64, num_stages=2)) == [False]
 
 
+#: Has a worker compile products with traced functions, and says whether they are found in the cache then.
+TRACED = """
+import json
+from triton import knobs
+from gemmery.devices import TABLE
+from gemmery.lab import targets
+targets.use_target("sm_90")
+from gemmery.lab.fused_targets import pose
+from gemmery.launch import bind
+from gemmery.select import candidates
+from gemmery.select.workers import Target, Workers
+hits = []
+knobs.compilation.listener = lambda *, cache_hit, **more: hits.append(cache_hit)
+posed = [pose(name, "bf16", 16, 4096, TABLE["NVIDIA H200"]) for name in ("swiglu_pair", "normed_swiglu", "several")]
+with Workers(Target.active(), 1) as pool:
+    for problem, _ in posed:
+        assert pool.submit(problem, candidates(problem)[0]).result() is None
+for problem, tensors in posed:
+    bind(problem, candidates(problem)[0]).compile(*tensors)
+print(json.dumps(hits))
+"""
+
+
+def test_workers_compile_traced_functions(cache):
+    environment = os.environ | {
+        "TRITON_CACHE_DIR": str(cache),
+        "PYTHONPATH": workers._environment()["PYTHONPATH"],
+    }
+    run = subprocess.run([sys.executable, "-c", TRACED], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout) == [True] * 3
+
+
 def test_workers_work_side_by_side_and_end(cache):
     with Workers(HOPPER, 2) as pool:
         futures = [pool.submit(make(m, 64, 64, device="NVIDIA H200"), CONFIG) for m in (64, 128, 256)]

@@ -2,9 +2,10 @@
 
     python warm_child.py WEIGHTS [MOST_ROWS]
 
-WEIGHTS is a list of descriptions, as JSON. Printed are, for each, how many kernels serve it and with which configs, how
-many of them were compiled and had not been for an earlier weight, how many more were when plans for random numbers of
-rows came afterwards, and the seconds that warming up took per number of rows.
+WEIGHTS is a list of descriptions, as JSON; one with "block" stands for a block of gemmery.nn without its last layer.
+Printed are, for each, how many kernels serve it and with which configs, how many of them were compiled and had not been
+for an earlier weight, how many more were when plans for random numbers of rows came afterwards, and the seconds that
+warming up took per number of rows.
 """
 
 import json
@@ -12,10 +13,13 @@ import random
 import sys
 import time
 
+import torch
+from torch import nn
 from triton.runtime.jit import JITFunction
 
 import gemmery
-from gemmery import devices
+import gemmery.nn
+from gemmery import devices, direct
 from gemmery.lab import targets
 from gemmery.select import warm
 
@@ -38,14 +42,43 @@ def count_only(compiled):
     JITFunction._do_compile = compile_
 
 
+def block(description):
+    """A block on the meta device, of which only the first product counts."""
+    kind, sizes, options = description["block"], description["sizes"], description.get("options", {})
+    made = getattr(gemmery.nn, kind)(*sizes, **options, dtype=torch.bfloat16, device="meta")
+    made.down = nn.Identity()
+    return made
+
+
+def planned(made, M):
+    """The plan that a call of a block makes for its first product, with tensors that are there."""
+    how = made.fused_product()
+    pair = isinstance(how.weight, tuple)
+    # A pair lies farther apart than where it was warmed up; nobody touches the memory between.
+    weight = torch.empty(
+        (1 + 17 * pair, *(how.weight[0] if pair else how.weight).shape), dtype=torch.bfloat16
+    )
+    biases = [] if how.bias is None else how.bias if pair else [how.bias]
+    return gemmery.plan(
+        torch.empty(M, weight.shape[-1], dtype=torch.bfloat16),
+        [weight[0].t(), weight[17].t()] if pair else weight[0].t(),
+        bias=[torch.empty(one.shape, dtype=torch.bfloat16) for one in biases] or None,
+        epilogue=how.epilogue,
+        batch_invariant=how.batch_invariant,
+    )
+
+
 def main():
     targets.use_target("sm_90")
     compiled = []
     count_only(compiled)
     devices.current = lambda device: devices.TABLE["NVIDIA H200"]
+    # There is no code that it could launch.
+    direct.prepare = lambda *given: None
     weights, most = json.loads(sys.argv[1]), int((sys.argv[2:] or [8192])[0])
     reports = []
     for weight in weights:
+        weight = block(weight) if "block" in weight else weight
         compiled.clear()
         begun = time.perf_counter()
         (warmed,) = gemmery.warmup(weight, max_m=most, workers=0)
@@ -53,7 +86,10 @@ def main():
         before = len(compiled)
         (factor,) = warm._factors(weight, False)
         for M in random.Random(0).sample(range(1, most + 1), min(most, 200)):
-            plan = warm._plan(factor.problem(M, devices.TABLE["NVIDIA H200"]))
+            if isinstance(weight, nn.Module):
+                plan = planned(weight, M)
+            else:
+                plan = warm._plan(factor.problem(M, devices.TABLE["NVIDIA H200"]))
             assert isinstance(plan._compiled, Kernel)
         reports.append(
             {

@@ -13,6 +13,7 @@ import torch
 from triton import knobs
 
 import gemmery
+import gemmery.nn
 from gemmery.select import candidates, store
 from gemmery.select.samples import sample
 from gemmery.select.workers import Target, Workers
@@ -111,6 +112,27 @@ def test_after_a_warm_up_nothing_compiles_and_nothing_is_tuned(fresh, compilatio
     assert compiled == []
     assert store.current().rows() == []
     assert statistics.median(times) < 50e-3
+
+
+@pytest.mark.parametrize("kind", ["two", "stacked", "mlp"])
+def test_after_a_warm_up_blocks_compile_nothing(fresh, compilations, kind):
+    """Of three blocks of one shape, which lie in memory as they may."""
+    how = {"device": "cuda", "dtype": torch.bfloat16}
+    if kind == "mlp":
+        model = [gemmery.nn.MLP(896, 2304, **how) for _ in range(3)]
+    else:
+        model = [gemmery.nn.GatedMLP(896, 2304, stacked=kind == "stacked", **how) for _ in range(3)]
+    warmed = gemmery.warmup(torch.nn.ModuleList(model), max_m=1024)
+    assert all(0 < len(one.kernels) <= 8 for one in warmed)
+    assert len(warmed) <= (3 if kind == "two" else 2)
+    assert compilations
+    compilations.clear()
+    with torch.no_grad():
+        for M in [*range(1, 34), *random.sample(range(34, 1025), 30)]:
+            x = torch.randn(M, 896, **how)
+            for block in model:
+                assert block(x).isfinite().all()
+    assert compilations == []
 
 
 def test_the_commands(fresh, tmp_path):

@@ -169,6 +169,15 @@ def test_a_layer_with_a_hook_is_called():
     assert seen == [1]
 
 
+def test_layers_that_multiply_in_two_ways_are_called(monkeypatch):
+    monkeypatch.setattr(Plan, "run_fused", lambda *_: pytest.fail("they ran as one product"))
+    module, x = block("two", dtype=torch.float32), values(ROWS, WIDTH, dtype=torch.float32)
+    module.up.precision = "tf32"
+    assert module.fused_product() is None
+    with torch.no_grad():
+        torch.testing.assert_close(module(x), in_torch(module, x))
+
+
 def test_products_of_a_step(monkeypatch):
     """Two forward, one for each gradient of an operand backward, and no elementwise kernel."""
     ran = []

@@ -13,8 +13,8 @@ from gemmery import epilogues, fused, quick
 def at_address(address, like):
     """A tensor of a layout over memory that belongs to somebody else."""
     count = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
-    memory = (ctypes.c_float * count).from_address(address)
-    return torch.frombuffer(memory, dtype=torch.float32).as_strided(like.shape, like.stride())
+    memory = (ctypes.c_uint8 * (count * like.element_size())).from_address(address)
+    return torch.frombuffer(memory, dtype=like.dtype).as_strided(like.shape, like.stride())
 
 
 @pytest.fixture

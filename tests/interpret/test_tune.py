@@ -14,6 +14,7 @@ import gemmery.nn
 from gemmery import select
 from gemmery.lab import tuning
 from gemmery.lab.timing import Estimate
+from gemmery.nn.blocks import family, fuse
 from gemmery.select import candidates, rank, store, warm
 from gemmery.select.meter import Meter
 from gemmery.select.samples import sample
@@ -158,6 +159,136 @@ def test_what_is_warmed_up_is_what_a_call_runs(layers, monkeypatch):
         x = torch.randn(shape, dtype=torch.bfloat16)
         b = layer.weight.detach().t()
         assert gemmery.plan(x, b, bias=layer.bias.detach()).problem in asked, shape
+
+
+def blocks(stacked, bias, dtype=torch.bfloat16):
+    how = {"bias": bias, "dtype": dtype}
+    return gemmery.nn.GatedMLP(48, 80, stacked=stacked, **how), gemmery.nn.MLP(
+        48, 80, activation="gelu_tanh", **how
+    )
+
+
+class Llama(torch.nn.Module):
+    """A block as Hugging Face's, whose replacement is made as `swap` makes it."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (
+            torch.nn.Linear(*sizes, bias=False, dtype=torch.bfloat16)
+            for sizes in ((48, 80), (48, 80), (80, 48))
+        )
+        self.act_fn = torch.nn.SiLU()
+
+
+class Bert(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dense = torch.nn.Linear(48, 80, dtype=torch.bfloat16)
+        self.intermediate_act_fn = torch.nn.GELU()
+
+
+def fused(block):
+    kind = family(block)
+    return fuse(
+        kind, block, {name: gemmery.nn.Linear.from_torch(getattr(block, name)) for name in kind.layers}
+    )
+
+
+BLOCKS = {
+    "stacked": (lambda: blocks(True, False)[0], ["gate_up", "down"]),
+    "stacked, biases": (lambda: blocks(True, True)[0], ["gate_up", "down"]),
+    "two": (lambda: blocks(False, False)[0], ["gate+up", "down"]),
+    "two, biases": (lambda: blocks(False, True)[0], ["gate+up", "down"]),
+    "mlp": (lambda: blocks(True, True)[1], ["up", "down"]),
+    "mlp, no biases": (lambda: blocks(True, False)[1], ["up", "down"]),
+    "Llama": (lambda: fused(Llama()), ["gate_proj+up_proj", "down_proj"]),
+    "Bert": (lambda: fused(Bert()), ["dense"]),
+}
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """The problems that plans have run."""
+    problems = []
+    for name in ("__call__", "run_fused"):
+        whole = getattr(gemmery.Plan, name)
+        monkeypatch.setattr(
+            gemmery.Plan, name, lambda p, *a, _whole=whole: (problems.append(p.problem), _whole(p, *a))[1]
+        )
+    return problems
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_blocks_are_warmed_up_as_they_run(kind, monkeypatch, ran):
+    """Every problem that a forward leads to is asked for, and for every M no other."""
+    make, names = BLOCKS[kind]
+    asked = []
+    real = warm._plan
+    monkeypatch.setattr(warm, "_plan", lambda problem: asked.append(problem) or real(problem))
+    block = make()
+    warmed = gemmery.warmup(block, max_m=64)
+    assert [name for one in warmed for name in one.names] == names
+    assert len(asked) == 64 * len(names)
+    ran.clear()
+    with torch.no_grad():
+        for shape in ((1, 48), (2, 48), (64, 48), (48,), (4, 16, 48), (1, 1, 48), (2, 3, 5, 48)):
+            block(torch.randn(shape, dtype=torch.bfloat16))
+            assert set(ran) <= set(asked), shape
+    sizes = {p.M for p in ran}
+    assert set(ran) == {p for p in asked if p.M in sizes}
+
+
+def test_layers_that_are_called_are_warmed_up_by_themselves():
+    block, mlp = blocks(False, False)
+    block.up.register_forward_hook(lambda *_: None)
+    mlp.up = torch.nn.Linear(48, 80, dtype=torch.bfloat16)
+    mlp.again = block.gate
+    names = [name for one in gemmery.warmup(torch.nn.ModuleList([block, mlp]), max_m=2) for name in one.names]
+    assert sorted(names) == ["0.down", "0.gate", "0.up", "1.down", "1.up"]
+    # What a block runs in one product may be called elsewhere.
+    block, mlp = blocks(False, False)
+    mlp.again = block.gate
+    names = [name for one in gemmery.warmup(torch.nn.ModuleList([block, mlp]), max_m=2) for name in one.names]
+    assert sorted(names) == ["0.down", "0.gate+up", "1.again", "1.down", "1.up"]
+
+
+def test_pairs_of_weights_are_alike_wherever_they_lie():
+    """Up to their order in memory, which is other code, and to how the right half is aligned."""
+    groups = warmed_pairs(blocks(False, False)[0] for _ in range(6))
+    assert sorted(name for names in groups for name in names) == [f"{i}.gate+up" for i in range(6)]
+    assert len(groups) <= 2
+    groups = warmed_pairs(map(pair_apart, (0, 16, 4, 1 << 10)))
+    assert groups == [["0.gate+up", "1.gate+up", "3.gate+up"], ["2.gate+up"]]
+
+
+def warmed_pairs(modules):
+    """The names of pairs that were warmed up together."""
+    warmed = gemmery.warmup(torch.nn.ModuleList(modules), max_m=3)
+    return [one.names for one in warmed if "+" in one.names[0]]
+
+
+def pair_apart(gap):
+    """A block with gate and up in one buffer, so many elements between them."""
+    block, memory = blocks(False, False)[0], torch.randn(2 * 80 * 48 + gap, dtype=torch.bfloat16)
+    block.gate.weight.data = memory[: 80 * 48].view(80, 48)
+    block.up.weight.data = memory[80 * 48 + gap :].view(80, 48)
+    return block
+
+
+@pytest.mark.parametrize("stacked", (False, True))
+def test_blocks_that_lie_elsewhere(stacked):
+    with torch.device("meta"):
+        block = blocks(stacked, True)[0]
+    here = blocks(stacked, True)[0]
+    for one, two in zip(
+        gemmery.warmup(block, max_m=3, device="cpu"), gemmery.warmup(here, max_m=3), strict=True
+    ):
+        assert one.names == two.names
+        assert (one.problem.N, one.problem.K, one.problem.epilogue) == (
+            two.problem.N,
+            two.problem.K,
+            two.problem.epilogue,
+        )
 
 
 def test_the_command(tmp_path):

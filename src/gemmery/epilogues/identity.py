@@ -45,7 +45,7 @@ def capture(function: Callable[..., Any]) -> Captured:
     if not callable(function):
         raise TypeError(f"epilogue is a {type(function).__name__}; it must be a function")
     tensors: list[Tensor] = []
-    key = _key(function, tensors, set())
+    key = _key(function, tensors, {})
     found = tuple(tensors)
 
     def rebuild(others: list[Any]) -> Callable[..., Any]:
@@ -112,6 +112,9 @@ def outside(function: Callable[..., Any]) -> Outside | None:
                 if kind == "global":
                     names.append((value.__globals__, name, inner))
                 walk(inner)
+            for owner, name, inner in _attributes(value):
+                attributes.append((owner, name, inner))
+                walk(inner)
 
     walk(function)
     return Outside(tuple(cells), tuple(names), tuple(attributes))
@@ -141,7 +144,19 @@ def _outside(function: types.FunctionType) -> list[tuple[str, str, Any]]:
     return found
 
 
-def _key(value: Any, tensors: list[Tensor], seen: set[int]) -> Any:
+def _attributes(function: types.FunctionType) -> list[tuple[Any, str, Any]]:
+    """What a function may take from modules and classes that are its user's: (owner, name, value)."""
+    owners = [x for _, _, x in _outside(function) if isinstance(x, types.ModuleType | type) and not _known(x)]
+    names = sorted(_names(function.__code__))
+    return [(x, name, getattr(x, name)) for x in owners for name in names if hasattr(x, name)]
+
+
+def _known(value: Any) -> bool:
+    name = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
+    return str(name).split(".")[0] in _LIBRARIES
+
+
+def _key(value: Any, tensors: list[Tensor], seen: dict[int, int]) -> Any:
     """A hashable stand-in for a value, or None where its meaning may change unseen."""
     if isinstance(value, _PLAIN):
         # Zeros differ in their sign and True is 1.
@@ -153,9 +168,10 @@ def _key(value: Any, tensors: list[Tensor], seen: set[int]) -> Any:
         return "tensor", place
     if isinstance(value, types.FunctionType) and not _of_library(value):
         if id(value) in seen:
-            return "again"
-        seen.add(id(value))
+            return "again", seen[id(value)]
+        seen[id(value)] = len(seen)
         parts = [(kind, name, _key(x, tensors, seen)) for kind, name, x in _outside(value)]
+        parts += [("attribute", name, _key(x, tensors, seen)) for _, name, x in _attributes(value)]
         return None if any(part[2] is None for part in parts) else (value.__code__, tuple(parts))
     if isinstance(value, functools.partial):
         held = [value.func, *value.args, *(x for _, x in sorted(value.keywords.items()))]
@@ -167,14 +183,36 @@ def _key(value: Any, tensors: list[Tensor], seen: set[int]) -> Any:
     inner = getattr(value, "__gemmery_epilogue__", None)
     if inner is not None:
         return _key(inner, tensors, seen)
-    return ("static", id(value)) if _static(value) else None
+    return ("static", _Same(value)) if _static(value) else None
+
+
+class _Same:
+    """An object as a key that equals only itself."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def value_key(value: Any) -> Any:
+    """A hashable stand-in for an argument that is neither a tensor nor a number; None where it may change unseen."""
+    tensors: list[Tensor] = []
+    key = _key(value, tensors, {})
+    return None if tensors else key
 
 
 def _of_library(value: Any) -> bool:
     """Whether an object belongs to a package that does not change; what was made in a call is as the call made it."""
-    if "<locals>" in getattr(value, "__qualname__", ""):
-        return False
-    return str(getattr(value, "__module__", "")).split(".")[0] in _LIBRARIES
+    module, name = getattr(value, "__module__", ""), getattr(value, "__qualname__", "")
+    if isinstance(value, types.FunctionType):
+        # Wrappers take on the name of what they wrap; where their code is from, they can't hide.
+        module, name = value.__globals__.get("__name__", ""), value.__code__.co_qualname
+    return "<locals>" not in str(name) and str(module).split(".")[0] in _LIBRARIES
 
 
 def _static(value: Any) -> bool:

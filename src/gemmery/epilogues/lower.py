@@ -18,7 +18,17 @@ from torch import fx
 
 from ..problem import accumulator
 from .device_function import device_name
-from .table import ARITHMETIC, BOOLEAN, CONSTANTS, FLOATING, LOGICAL, REDUCTIONS, VIEWS, supported
+from .table import (
+    ARITHMETIC,
+    BOOLEAN,
+    CONSTANTS,
+    FLOATING,
+    LOGICAL,
+    OF_INTEGERS,
+    REDUCTIONS,
+    VIEWS,
+    supported,
+)
 from .trace import Argument, Number, Shape, Sizes, Untraceable
 
 _TL = {
@@ -251,6 +261,8 @@ class _Lowering:
         }  # fmt: skip
         if operator_name in special:
             return special[operator_name](node)
+        if operator_name in OF_INTEGERS and node.meta["val"].dtype != torch.bool:
+            return self._elementwise(node, OF_INTEGERS[operator_name], OF_INTEGERS)
         for table in (ARITHMETIC, FLOATING, LOGICAL, BOOLEAN):
             if operator_name in table:
                 return self._elementwise(node, table[operator_name], table)

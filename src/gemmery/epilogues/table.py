@@ -13,13 +13,13 @@ ARITHMETIC: dict[str, str] = {
     "mul": "{0} * {1}",
     "neg": "-{0}",
     "abs": "tl.abs({0})",
-    "relu": "tl.where({0} < 0, 0.0, {0})",
+    "relu": "tl.where({0} < 0, 0, {0})",
     "maximum": "maximum({0}, {1})",
     "minimum": "minimum({0}, {1})",
     "clamp_min": "maximum({0}, {1})",
     "clamp_max": "minimum({0}, {1})",
     "sign": "sign({0})",
-    "remainder": "{0} - {1} * tl.floor({0} / {1})",
+    "remainder": "remainder({0}, {1})",
 }
 #: Operators whose result is floating point, whatever their inputs are.
 FLOATING: dict[str, str] = {
@@ -64,6 +64,12 @@ BOOLEAN: dict[str, str] = {
     "bitwise_and": "{0} & {1}",
     "bitwise_or": "{0} | {1}",
     "bitwise_not": "{0} == 0",
+}
+#: Of these, those that mean something else of integers.
+OF_INTEGERS: dict[str, str] = {
+    "bitwise_and": "{0} & {1}",
+    "bitwise_or": "{0} | {1}",
+    "bitwise_not": "-1 - {0}",
 }
 #: Operators that only change how a tensor is seen.
 VIEWS = (

@@ -62,12 +62,13 @@ class Sizes:
         return tuple(known[dim] if dim in known else self.batch[int(dim[1:])] for dim in dims)
 
 
-def stand_ins(rank: int, odd: bool) -> tuple[Sizes, Sizes]:
-    """Two sets of sizes, far apart, of which no two dimensions are alike; `odd` for an odd number of columns."""
+def stand_ins(rank: int, odd: bool) -> tuple[Sizes, ...]:
+    """Sets of sizes, far apart, of which no two dimensions are alike; `odd` for an odd number of columns."""
     batch = range(rank - 2)
     return (
         Sizes(24, 80 + odd, tuple(5 + 2 * i for i in batch)),
         Sizes(1 << 16, (1 << 18) + odd, tuple(29 + 2 * i for i in batch)),
+        Sizes(21, 46 + odd, tuple(13 + 2 * i for i in batch)),
     )
 
 
@@ -143,6 +144,9 @@ def _once(
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
+    first = arguments[0]
+    number = torch.float64 if isinstance(first, Shape) and first.dtype == torch.float64 else torch.float32
+
     def traced(*inputs: Any) -> Any:
         with _Lines(files):
             return function(*inputs)
@@ -151,8 +155,8 @@ def _once(
         inputs = [
             torch.empty(sizes.of(x.dims), dtype=x.dtype, device=device)
             if isinstance(x, Shape)
-            # A tensor of no dimensions takes part in type promotion as a Python number does.
-            else torch.empty((), dtype=torch.int64 if x.integer else torch.float64, device=device)
+            # A tensor of no dimensions takes part in type promotion as a Python number does, if it is no wider.
+            else torch.empty((), dtype=torch.int64 if x.integer else number, device=device)
             for x in arguments
         ]
         with torch.no_grad():
@@ -198,8 +202,8 @@ def _trace(
 ) -> tuple[fx.Graph, Sizes]:
     files = {code.co_filename for code in _codes(function)}
     graphs = []
-    first, second = stand_ins(rank, odd)
-    for sizes in (first, second):
+    all_sizes = stand_ins(rank, odd)
+    for sizes in all_sizes:
         try:
             graphs.append(_once(function, arguments, sizes, device, files))
         except Untraceable:
@@ -207,12 +211,12 @@ def _trace(
         except Exception as error:
             # Whatever torch fails with is an error in the user's function, or one that tracing it met.
             raise Untraceable(f"the epilogue {_name(function)} can't be traced: {_reason(error)}") from error
-    if _text(graphs[0], first) != _text(graphs[1], second):
+    if len({_text(graph, sizes) for graph, sizes in zip(graphs, all_sizes, strict=True)}) > 1:
         raise Untraceable(
             f"the epilogue {_name(function)} does something else for other sizes of the product; a number that depends "
             f"on them has to come through args"
         )
-    return graphs[0], first
+    return graphs[0], all_sizes[0]
 
 
 def _codes(function: Any) -> list[Any]:

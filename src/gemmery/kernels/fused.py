@@ -137,8 +137,8 @@ def gelu(x):
     a = tl.minimum(tl.abs(x), 12.0)
     p = -0.0007538731124366788 + a * 3.228114969226376e-05
     p = -0.4589253687518383 + a * (-0.0532490341025588 + a * (0.008003060854434696 + a * p))
-    tail = 0.5 * x * tl.exp2(a * (-1.1511409888119317 + a * p))
-    return tl.where(x < 0, tail, x - tail)
+    tail = 0.5 * a * tl.exp2(a * (-1.1511409888119317 + a * p))
+    return tl.where(x < 0, -tail, x - tail)
 
 
 @triton.jit
@@ -207,6 +207,15 @@ def minimum(x, y):
     """The smaller number; NaN where either is, as in torch."""
     smaller = tl.where(x < y, x, y)
     return tl.where(x != x, x, smaller)
+
+
+@triton.jit
+def remainder(x, y):
+    """What is left of x after whole multiples of y, with y's sign, as in torch."""
+    if x.dtype.is_floating():
+        return x - y * tl.floor(x / y)
+    rest = x % y
+    return tl.where((rest != 0) & ((rest < 0) != (y < 0)), rest + y, rest)
 
 
 @triton.jit

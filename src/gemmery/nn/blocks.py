@@ -12,8 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from .activations import Activation, recognised
+from .fused_product import FusedProduct, activated_product, gated_product
 from .linear import Linear, inherit, own_code
-from .mlp import activated, gated_block
+from .mlp import MLP, GatedMLP, activated, gated_block
 
 
 class FusedGatedMLP(nn.Module):
@@ -39,6 +40,11 @@ class FusedGatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) to (..., out)."""
         return gated_block(self.gate_proj, self.up_proj, self.down_proj, self.activation, self.act_fn, x)
+
+    def fused_product(self) -> FusedProduct | None:
+        """What runs in the place of `gate_proj` and `up_proj`, or None."""
+        names = ("gate_proj", "up_proj")
+        return gated_product(names, self.gate_proj, self.up_proj, self.activation, self.act_fn)
 
     def extra_repr(self) -> str:
         """What it was, and the activation's name."""
@@ -67,6 +73,10 @@ class FusedIntermediate(nn.Module):
         """(..., in) to (..., out)."""
         return activated(self.dense, self.activation, self.intermediate_act_fn, hidden_states)
 
+    def fused_product(self) -> FusedProduct | None:
+        """What runs in the place of `dense`, or None."""
+        return activated_product("dense", self.dense, self.activation, self.intermediate_act_fn)
+
     def extra_repr(self) -> str:
         """What it was, and the activation's name."""
         return f"{self.original}, activation={self.activation.name}"
@@ -80,6 +90,8 @@ def _take_over(new: nn.Module, block: nn.Module, layers: Mapping[str, Linear]) -
 
 
 FusedBlock = FusedGatedMLP | FusedIntermediate
+#: All modules that run layers of theirs as one product; each says as which.
+Block = MLP | GatedMLP | FusedBlock
 
 
 # ---------------------------------------------------------------------------------------------------------------------

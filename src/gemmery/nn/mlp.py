@@ -12,9 +12,18 @@ from ..api import linear
 from ..call import Factor
 from ..epilogues.function import Epilogue
 from ..problem import Precision
-from .activations import Activation, activation, recognised
+from .activations import Activation, activation
 from .feed_forward import Differentiable, feed_forward
-from .linear import Linear, is_plain, is_untouched
+from .fused_product import (
+    FusedProduct,
+    activated_product,
+    are_alike,
+    computes,
+    gated_product,
+    halves,
+    stacked_product,
+)  # fmt: skip
+from .linear import Linear, is_plain
 
 ActivationLike = str | Callable[..., Tensor] | Activation
 
@@ -99,15 +108,10 @@ def gated_linear(
             f"gated_linear: w_gate is {tuple(w_gate.shape)} and w_up is {tuple(w_up.shape)}; they must have one shape"
         )
     epilogue = _resolve(activation).gated
-    biases = None
-    if bias_gate is not None or bias_up is not None:
-        none = w_gate.new_zeros(w_gate.shape[0])
-        biases = (none if bias_gate is None else bias_gate, none if bias_up is None else bias_up)
+    weights, biases = halves(w_gate, w_up, bias_gate, bias_up)
     rows = x if x.dim() > 1 else x.unsqueeze(0)
-    if w_gate.stride() != w_up.stride():
-        w_gate, w_up = w_gate.contiguous(), w_up.contiguous()
     y: Tensor = linear(
-        rows, (w_gate, w_up), biases, epilogue=epilogue, precision=precision, batch_invariant=batch_invariant
+        rows, weights, biases, epilogue=epilogue, precision=precision, batch_invariant=batch_invariant
     )
     return y if x.dim() > 1 else y.squeeze(0)
 
@@ -225,6 +229,10 @@ class MLP(nn.Module):
         """(..., in_features) to (..., out_features)."""
         return activated_block(self.up, self.down, self.activation, self.activation, input)
 
+    def fused_product(self) -> FusedProduct | None:
+        """What runs in the place of `up`, or None."""
+        return activated_product("up", self.up, self.activation, self.activation)
+
     def extra_repr(self) -> str:
         """The name of the activation."""
         return f"activation={self.activation.name}"
@@ -296,10 +304,16 @@ class GatedMLP(nn.Module):
         if not self.stacked:
             return gated_block(self.gate, self.up, self.down, self.activation, self.activation, input)
         first, act = self.gate_up, self.activation
-        if _are_alike(first, self.down):
+        if are_alike(first, self.down):
             return _block(input, first.weight, first.bias, self.down, act.gated, act.gated_with_gradient)
         output: Tensor = self.down(_stacked(first, act, input))
         return output
+
+    def fused_product(self) -> FusedProduct | None:
+        """What runs in the place of gate and up, or None."""
+        if self.stacked:
+            return stacked_product("gate_up", self.gate_up, self.activation)
+        return gated_product(("gate", "up"), self.gate, self.up, self.activation, self.activation)
 
     def extra_repr(self) -> str:
         """The name of the activation, and whether gate and up are one parameter."""
@@ -312,7 +326,7 @@ class GatedMLP(nn.Module):
 
 def activated(layer: nn.Module, act: Activation, module: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """`module(layer(x))`, where `module` computes `act`: fused if calling the layer would do nothing else."""
-    if not (is_plain(layer) and _computes(module, act)):
+    if not (is_plain(layer) and computes(module, act)):
         y: Tensor = module(layer(x))
         return y
     return activated_linear(
@@ -324,7 +338,7 @@ def activated_block(
     first: Linear, down: Linear, act: Activation, module: Callable[[Tensor], Tensor], x: Tensor
 ) -> Tensor:
     """`down(module(first(x)))`, where `module` computes `act`: fused if calling the layers would do nothing else."""
-    if _are_alike(first, down) and _computes(module, act):
+    if are_alike(first, down) and computes(module, act):
         return _block(x, first.weight, first.bias, down, act.alone, act.alone_with_gradient)
     y: Tensor = down(activated(first, act, module, x))
     return y
@@ -334,18 +348,12 @@ def gated_block(
     gate: Linear, up: Linear, down: Linear, act: Activation, module: Callable[[Tensor], Tensor], x: Tensor
 ) -> Tensor:  # fmt: skip
     """`down(module(gate(x)) * up(x))`, where `module` computes `act`: fused as `activated_block`."""
-    alike = _are_alike(gate, up, down) and _computes(module, act)
+    alike = are_alike(gate, up, down) and computes(module, act)
     if not alike or (gate.bias is None) != (up.bias is None) or gate.weight.stride() != up.weight.stride():
         y: Tensor = down(_gated(gate, up, act, module, x))
         return y
     bias = None if gate.bias is None else (gate.bias, up.bias)
     return _block(x, (gate.weight, up.weight), bias, down, act.gated, act.gated_with_gradient)
-
-
-def _are_alike(*layers: Linear) -> bool:
-    """Whether layers do nothing but multiply when they are called, and do so in one way."""
-    hows = {(layer.precision, layer.batch_invariant) if is_plain(layer) else None for layer in layers}
-    return len(hows) == 1 and None not in hows
 
 
 def _block(
@@ -368,23 +376,16 @@ def _block(
 
 
 def _gated(
-    gate: nn.Module, up: nn.Module, act: Activation, module: Callable[[Tensor], Tensor], x: Tensor
+    gate: Linear, up: Linear, act: Activation, module: Callable[[Tensor], Tensor], x: Tensor
 ) -> Tensor:
     """`module(gate(x)) * up(x)`, where `module` computes `act`: fused if calling the layers would do nothing else."""
-    if not (is_plain(gate) and is_plain(up) and _computes(module, act)):
+    if not (are_alike(gate, up) and computes(module, act)):
         y: Tensor = module(gate(x)) * up(x)
         return y
     return gated_linear(
         x, gate.weight, up.weight, act, gate.bias, up.bias,
         precision=gate.precision, batch_invariant=gate.batch_invariant,
     )  # fmt: skip
-
-
-def _computes(module: Callable[[Tensor], Tensor], act: Activation) -> bool:
-    """Whether a call of an activation's module would still do what it did when the block was made."""
-    if module is act:
-        return True
-    return recognised(module) is act and (not isinstance(module, nn.Module) or is_untouched(module))
 
 
 def _stacked(layer: nn.Module, act: Activation, x: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +41,18 @@ def sample(problem: Problem, device: torch.device | str, seed: int | None = None
     out = _tensor(p.out, (*p.batch, p.M, p.N), device, generator)
     addend = None if p.addend is None else _tensor(p.addend, (*p.batch, p.M, p.N), device, generator)
     return Sample(a, b, out, addend, 2 if p.epilogue == "scale" else 1, 1)
+
+
+def arguments(problem: Problem, device: torch.device | str) -> tuple[Any, ...]:
+    """What a `launch.Binding` of a problem compiles with: its sample, or with a traced epilogue what that takes."""
+    p = problem
+    if p.fusion is None:
+        return sample(p, device)
+    a, b = _tensor(p.a, (*p.batch, p.M, p.K), device, None), _tensor(p.b, (*p.batch, p.K, p.N), device, None)
+    traced = [(p.fusion, p.out_n)] + ([(p.fusion.prologue, p.K)] if p.fusion.prologue else [])
+    extras = [_tensor(x, (*p.batch, p.M, n), device, None) for part, n in traced for x in part.operands]
+    numbers = (1.0,) * sum(part.numbers for part, _ in traced)
+    return a, b, _tensor(p.out, (*p.batch, p.M, p.out_n), device, None), tuple(extras), numbers
 
 
 def _tensor(

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import devices
+from ..api import plan
 from ..devices import Device
 from ..launch import bind
 from ..layout import make_problem
@@ -23,9 +24,12 @@ from ..padding import launched
 from ..plan import Plan, runs_on
 from ..problem import DTYPE_NAMES, OUT_DTYPES, PRECISIONS, Config, Precision, Problem
 from . import candidates
-from .samples import sample
+from .samples import arguments
 from .shapes import dtype_named
 from .workers import WORTH_WORKERS, Target, Workers
+
+if TYPE_CHECKING:
+    from ..nn.fused_product import FusedProduct
 
 #: The largest number of rows by default.
 MOST_ROWS = 8192
@@ -135,6 +139,60 @@ class _Factor:
         )  # fmt: skip
 
 
+@dataclass
+class _Fused:
+    """The right-hand side of products with an epilogue, which a block runs in the place of some of its layers.
+
+    Attributes:
+        place: where the products will run.
+    """
+
+    name: str
+    product: FusedProduct
+    batch_invariant: bool
+    place: torch.device | None = None
+    #: The product of one row, and that of more, whose number changes nothing but `Problem.M`.
+    _known: dict[bool, Problem] = field(default_factory=dict)
+
+    @property
+    def halves(self) -> tuple[Tensor, ...]:
+        """The weight, or both."""
+        weight = self.product.weight
+        return (weight,) if isinstance(weight, Tensor) else tuple(weight)
+
+    @property
+    def b(self) -> Tensor:
+        """One of the matrices to multiply by."""
+        return self.halves[0].detach().t()
+
+    def problem(self, M: int, row: Device) -> Problem:
+        """The product of M rows with it."""
+        if (M == 1) not in self._known:
+            self._known[M == 1] = self._plan(1 if M == 1 else 2).problem
+        return replace(self._known[M == 1], M=M)
+
+    def _plan(self, M: int) -> Plan:
+        """What a call runs, and so the only one to know it: an epilogue has to be traced, with the tensors at hand."""
+        how, place = self.product, self.place or self.b.device
+        halves = [half.detach().t() for half in self.halves]
+        given = () if how.bias is None else (how.bias,) if isinstance(how.bias, Tensor) else how.bias
+        biases = [bias.detach() for bias in given]
+        if torch.empty(0, device=place).device != self.b.device:
+            # In one piece of memory, in which what comes first lies first.
+            memory = torch.empty(len(halves), *self.halves[0].shape, dtype=self.b.dtype, device=place)
+            halves = [half.t() for half in memory]
+            biases = [torch.empty_like(bias, device=place) for bias in biases]
+        x = torch.empty(M, halves[0].shape[0], dtype=self.b.dtype, device=place)
+        with torch.autocast(place.type, enabled=False):
+            made = plan(
+                x, halves[0] if len(halves) == 1 else halves, bias=biases or None, epilogue=how.epilogue,
+                precision=how.precision, batch_invariant=how.batch_invariant or self.batch_invariant,
+            )  # fmt: skip
+        if made is None:
+            raise ValueError(f"warmup: no kernel runs on {place}, so there is nothing to compile")
+        return made
+
+
 def warmup(
     *weights: nn.Module | Tensor | Weight | dict[str, Any],
     max_m: int = MOST_ROWS,
@@ -150,7 +208,8 @@ def warmup(
     Triton's cache on disk as well: warming up ahead of time makes the next process's warm-up quick.
 
     Args:
-        weights: modules, of which all Linear layers count; tensors (N, K); or descriptions, such as
+        weights: modules, of which all Linear layers count, and of gemmery.nn's blocks what they run in the place of
+            layers when no gradients are asked for; tensors (N, K); or descriptions, such as
             {"N": 6144, "K": 4096, "dtype": "bf16", "bias": True}, see `select.warm.Weight`.
         max_m: every number of rows from 1 to this one is prepared; of an input (B, T, K) that is B * T.
         sizes: only these numbers of rows.
@@ -179,23 +238,19 @@ def warmup(
         )
     factors = [factor for weight in weights for factor in _factors(weight, batch_invariant)]
     place = _place(device, factors)
+    for factor in factors:
+        if isinstance(factor, _Fused):
+            factor.place = place
     row = devices.current(place)
     if row is None:
         raise ValueError(f"warmup: no kernel runs on {place}, so there is nothing to compile")
     return _warm(factors, rows, row, place, progress, workers)
 
 
-def _factors(weight: object, batch_invariant: bool) -> list[_Factor]:
+def _factors(weight: object, batch_invariant: bool) -> list[_Factor | _Fused]:
     """The factors of whatever `warmup` is given."""
     if isinstance(weight, nn.Module):
-        return [
-            _factor(
-                name, layer.weight, layer.bias, getattr(layer, "precision", "ieee"),
-                batch_invariant or getattr(layer, "batch_invariant", False),
-            )
-            for name, layer in weight.named_modules()
-            if isinstance(layer, nn.Linear)
-        ]  # fmt: skip
+        return _of_module(weight, batch_invariant)
     if isinstance(weight, Tensor):
         return [_factor("", weight, None, "ieee", batch_invariant)]
     if not isinstance(weight, Weight | dict):
@@ -209,6 +264,26 @@ def _factors(weight: object, batch_invariant: bool) -> list[_Factor]:
     bias = torch.empty(weight.N, dtype=weight.dtype, device="meta") if weight.bias else None
     held = held if weight.layout == "NT" else held.t()
     return [_factor(weight.name, held, bias, weight.precision, weight.batch_invariant)]
+
+
+def _of_module(module: nn.Module, batch_invariant: bool) -> list[_Factor | _Fused]:
+    """The factors of all products in a module: of its layers, but for those that blocks run as one product."""
+    from ..nn.blocks import Block
+
+    found: dict[int, _Factor | _Fused] = {}
+    replaced: set[str] = set()
+    # In all its places: what a block replaces may be called by itself elsewhere.
+    for name, child in module.named_modules(remove_duplicate=False):
+        product = child.fused_product() if isinstance(child, Block) else None
+        prefix = f"{name}." if name else ""
+        if product is not None:
+            replaced |= {prefix + layer for layer in product.layers}
+            found.setdefault(id(child), _Fused(prefix + "+".join(product.layers), product, batch_invariant))
+        elif isinstance(child, nn.Linear) and name not in replaced:
+            precision: Any = getattr(child, "precision", "ieee")
+            invariant = batch_invariant or getattr(child, "batch_invariant", False)
+            found.setdefault(id(child), _factor(name, child.weight, child.bias, precision, invariant))
+    return list(found.values())
 
 
 def _factor(
@@ -225,7 +300,7 @@ def _factor(
     return _Factor(name, weight.detach().t(), bias, precision, batch_invariant)
 
 
-def _place(device: torch.device | str | None, factors: list[_Factor]) -> torch.device:
+def _place(device: torch.device | str | None, factors: Sequence[_Factor | _Fused]) -> torch.device:
     """The device to compile for: the one that is named, or the weights', or the current one."""
     if device is not None:
         return torch.device(device)
@@ -238,15 +313,16 @@ def _place(device: torch.device | str | None, factors: list[_Factor]) -> torch.d
 
 
 def _warm(
-    factors: list[_Factor], rows: Sequence[int], row: Device, place: torch.device,
+    factors: Sequence[_Factor | _Fused], rows: Sequence[int], row: Device, place: torch.device,
     progress: Callable[[int, int], object] | None, workers: int | None,
 ) -> list[Warmed]:  # fmt: skip
-    groups: dict[Problem, tuple[_Factor, Warmed]] = {}
-    for factor in factors:
-        largest = factor.problem(max(rows), row)
-        groups.setdefault(largest, (factor, Warmed([], largest, rows=len(rows))))[1].names.append(factor.name)
-    total = len(groups) * len(rows)
+    groups: dict[Problem, tuple[_Factor | _Fused, Warmed]] = {}
     with torch.cuda.device(place) if place.type == "cuda" else contextlib.nullcontext():
+        for factor in factors:
+            largest = factor.problem(max(rows), row)
+            known = groups.setdefault(_alike(largest), (factor, Warmed([], largest, rows=len(rows))))
+            known[1].names.append(factor.name)
+        total = len(groups) * len(rows)
         _compile_early([factor for factor, _ in groups.values()], rows, row, workers)
         for number, (factor, warmed) in enumerate(groups.values()):
             begun = time.perf_counter()
@@ -262,11 +338,21 @@ def _warm(
     return [warmed for _, warmed in groups.values()]
 
 
+def _alike(problem: Problem) -> Problem:
+    """The same for problems that run the same kernels: of two weights in a product, it hardly matters how far apart."""
+    fusion = problem.fusion
+    if fusion is None or not fusion.between:
+        return problem
+    # Its divisors, which loads and descriptors look at, and whether it takes 32 bits.
+    between = (fusion.between % 16 or 16) + (fusion.between >> 31 > 0) * (1 << 31)
+    return replace(problem, fusion=replace(fusion, between=between))
+
+
 def _plan(problem: Problem) -> Plan:
     """What the first call does for a problem, and nothing that is kept: so many plans would drive out others."""
-    plan = Plan(problem)
-    plan.fit(*sample(problem, "meta"), pinned=False)
-    return plan
+    made = Plan(problem)
+    made.fit(*arguments(problem, "meta"), pinned=False)
+    return made
 
 
 def _kernel(plan: Plan) -> object:
@@ -277,7 +363,9 @@ def _kernel(plan: Plan) -> object:
     return plan._binding.kernel, str(plan._binding.constants)
 
 
-def _compile_early(factors: list[_Factor], rows: Sequence[int], row: Device, count: int | None) -> None:
+def _compile_early(
+    factors: Sequence[_Factor | _Fused], rows: Sequence[int], row: Device, count: int | None
+) -> None:
     """Have other processes compile most of the kernels at once, so that this one finds them in Triton's cache."""
     if count == 0 or devices.INTERPRETED:
         return

@@ -16,12 +16,14 @@ import tempfile
 import threading
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
-from ..problem import Config, Problem
+import torch
+
+from ..problem import Config, Fusion, Operand, Problem
 from .keys import to_dict
 
 #: At most so many by default: one takes some hundred megabytes.
@@ -67,8 +69,12 @@ class Workers:
 
         A kernel that does not compile is none of these deaths: who asks for it next will hear the compiler's reason.
         """
-        job = {"problem": to_dict(problem), "device": asdict(problem.device), "config": str(config)}
-        return self._pool.submit(self._compile, json.dumps(job))
+        bare = replace(problem, fusion=None)
+        job = {"problem": to_dict(bare), "device": asdict(problem.device), "config": str(config)}
+        if problem.fusion is not None:
+            job["fusion"] = asdict(problem.fusion)
+        # Types by their names.
+        return self._pool.submit(self._compile, json.dumps(job, default=str))
 
     def _compile(self, job: str) -> str | None:
         worker = getattr(self._mine, "worker", None) or self._start()
@@ -172,6 +178,22 @@ def _environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": path}
 
 
+def _fusion(values: dict[str, Any]) -> Fusion:
+    """A Fusion from what a job says of it."""
+    operands = [
+        Operand(
+            getattr(torch, x["dtype"].removeprefix("torch.")),
+            tuple(x["steps"]),
+            x["row"],
+            x["col"],
+            x["aligned"],
+        )
+        for x in values["operands"]
+    ]
+    before = values["prologue"] and _fusion(values["prologue"])
+    return Fusion(**(values | {"operands": tuple(operands), "prologue": before}))
+
+
 def _work(target: Target) -> None:
     """Compile what standard input asks for, and answer each line with one."""
     # Triton and its tools may print: only answers go to the standard output that this process was begun with.
@@ -181,7 +203,7 @@ def _work(target: Target) -> None:
     from ..lab.targets import use
     from ..launch import bind
     from .keys import from_dict
-    from .samples import sample
+    from .samples import arguments
 
     use(*target)
     for line in sys.stdin:
@@ -189,8 +211,10 @@ def _work(target: Target) -> None:
         if line.strip():
             job = json.loads(line)
             problem = from_dict(job["problem"], Device(**job["device"]))
+            if "fusion" in job:
+                problem = replace(problem, fusion=_fusion(job["fusion"]))
             try:
-                bind(problem, Config.of(job["config"])).compile(*sample(problem, "meta"))
+                bind(problem, Config.of(job["config"])).compile(*arguments(problem, "meta"))
                 answer = "done"
             except Exception as error:
                 # The process that asked compiles it again and meets the same error, where it can be dealt with.

@@ -1,0 +1,86 @@
+"""Which product with an epilogue a block runs in the place of its first layers: for those who compile it ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from ..call import Factor
+from ..epilogues.function import Epilogue
+from ..problem import Precision
+from .activations import Activation, recognised
+from .linear import Linear, is_plain, is_untouched
+
+
+@dataclass(frozen=True)
+class FusedProduct:
+    """A product that stands for layers of a block, as these are now.
+
+    Attributes:
+        layers: their names; their own products do not run.
+        weight, bias, epilogue, precision, batch_invariant: as `gemmery.linear` takes them.
+    """
+
+    layers: tuple[str, ...]
+    weight: Factor
+    bias: Factor | None
+    epilogue: Epilogue[..., Tensor]
+    precision: Precision
+    batch_invariant: bool
+
+    @classmethod
+    def of(
+        cls, names: tuple[str, ...], layer: Linear, weight: Factor, bias: Factor | None, epilogue: Epilogue[..., Tensor]
+    ) -> FusedProduct:  # fmt: skip
+        """One that is computed as a layer is."""
+        return cls(names, weight, bias, epilogue, layer.precision, layer.batch_invariant)
+
+
+def activated_product(
+    name: str, layer: nn.Module, act: Activation, module: Callable[[Tensor], Tensor]
+) -> FusedProduct | None:
+    """Of a layer and a module that computes `act`; None where calling them may do something else."""
+    if not (is_plain(layer) and computes(module, act)):
+        return None
+    return FusedProduct.of((name,), layer, layer.weight, layer.bias, act.alone)
+
+
+def gated_product(
+    names: tuple[str, str], gate: Linear, up: Linear, act: Activation, module: Callable[[Tensor], Tensor]
+) -> FusedProduct | None:  # fmt: skip
+    """Of a gate and what it gates, and a module that computes `act`; None likewise."""
+    if not (are_alike(gate, up) and computes(module, act)):
+        return None
+    return FusedProduct.of(names, gate, *halves(gate.weight, up.weight, gate.bias, up.bias), act.gated)
+
+
+def stacked_product(name: str, layer: nn.Module, act: Activation) -> FusedProduct | None:
+    """Of a layer that is both, the gate first; None likewise."""
+    return FusedProduct.of((name,), layer, layer.weight, layer.bias, act.gated) if is_plain(layer) else None
+
+
+def are_alike(*layers: Linear) -> bool:
+    """Whether layers do nothing but multiply when they are called, and do so in one way."""
+    hows = {(layer.precision, layer.batch_invariant) if is_plain(layer) else None for layer in layers}
+    return len(hows) == 1 and None not in hows
+
+
+def computes(module: Callable[[Tensor], Tensor], act: Activation) -> bool:
+    """Whether a call of an activation's module would still do what it did when the block was made."""
+    if module is act:
+        return True
+    return recognised(module) is act and (not isinstance(module, nn.Module) or is_untouched(module))
+
+
+def halves(
+    gate: Tensor, up: Tensor, of_gate: Tensor | None, of_up: Tensor | None
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
+    """Weights and biases as one product takes them: of one layout, and both biases or none."""
+    if gate.stride() != up.stride():
+        gate, up = gate.contiguous(), up.contiguous()
+    if of_gate is None and of_up is None:
+        return (gate, up), None
+    none = gate.new_zeros(gate.shape[0])
+    return (gate, up), (none if of_gate is None else of_gate, none if of_up is None else of_up)
