@@ -25,6 +25,8 @@ from .results import Results
 _PLAIN = (Tensor, torch.nn.Parameter)
 #: The number of the first device whose tensors go the short way.
 FIRST = 0
+#: The kind of device that they are on.
+DEVICE = "cuda"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,7 @@ def _is_seen() -> bool:
         _len_torch_dispatch_stack()
         or _are_functorch_transforms_active()
         or forward_ad._current_level >= 0
-        or torch.is_autocast_enabled("cuda")
+        or torch.is_autocast_enabled(DEVICE)
     )
 
 

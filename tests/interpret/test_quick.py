@@ -50,6 +50,7 @@ def entered(monkeypatch):
     monkeypatch.setattr(quick, "run", counted)
     monkeypatch.setattr(fused, "_prepare", with_direct)
     monkeypatch.setattr(quick, "FIRST", -1)
+    monkeypatch.setattr(quick, "DEVICE", "cpu")
     monkeypatch.setattr(quick, "_known", {})
     return calls
 
