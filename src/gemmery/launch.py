@@ -242,8 +242,8 @@ def _pieces(problem: Problem, config: Config) -> int:
         return 1
     if problem.paired:
         # Half of a tile's columns are stored then, and parts of K are added by columns.
-        return 2 if problem.whole_extras and config.split_k == 1 and config.main_n >= 128 else 1
-    return 4 if problem.whole_extras and config.main_n >= 128 else 2
+        return 2 if problem.wants_pieces and config.split_k == 1 and config.main_n >= 128 else 1
+    return 4 if problem.wants_pieces and config.main_n >= 128 else 2
 
 
 class Binding:

@@ -19,8 +19,9 @@ from .select import candidates, log
 
 #: Plans kept, and calls that are known to lead to one; old ones are dropped beyond that.
 PLANS = 4096
-#: Kernels that a plan compiles and that spill, before it takes one of them.
+#: Kernels that a plan compiles and that spill, before it takes one of them that spills no more than so many words.
 SPILLING = 3
+LITTLE = 16
 
 
 @dataclass(frozen=True)
@@ -164,8 +165,8 @@ class Plan:
     def fit(self, a: Tensor, b: Tensor, *others: Any, pinned: bool) -> None:
         """Compile for the current GPU, going down the ranking until a kernel fits without spills.
 
-        After a few that spill, that which spills least is taken: an epilogue may need memory of its own in any tile, as
-        sines do.
+        An epilogue may need some memory of its own in any tile, as sines do: after a few kernels that spill, and of
+        which one spills little, that one is taken.
 
         Args:
             pinned: the config was asked for by name: only a kernel that can't run at all is refused.
@@ -197,13 +198,13 @@ class Plan:
                 self._binding, self._compiled = binding, compiled
                 return
             spilling.append((compiled.n_spills, binding, compiled))
-            if len(spilling) == SPILLING:
+            if len(spilling) >= SPILLING and min(spilling, key=_spills)[0] <= LITTLE:
                 break
         if not spilling:
             raise ValueError(
                 f"no config of {len(self._choices)} fits {self.problem} on {self.problem.device.name}: {refusal}"
             ) from refusal
-        _, self._binding, self._compiled = min(spilling, key=lambda found: found[0])
+        _, self._binding, self._compiled = min(spilling, key=_spills)
 
     def shorten(self, index: int, *tensors: Any) -> None:
         """Have calls on GPU number `index`, the current one, go past Triton's own launcher where that is possible."""
@@ -236,6 +237,10 @@ class Plan:
         return f"{self.problem}: {self.config or 'torch reference'}{copies}"
 
     __repr__ = __str__
+
+
+def _spills(found: tuple[int, Binding, Any]) -> int:
+    return found[0]
 
 
 def runs_on(problem: Problem) -> bool:

@@ -147,9 +147,11 @@ class Problem:
         return () if self.addend is None else (self.addend,)
 
     @property
-    def whole_extras(self) -> bool:
-        """Whether a traced epilogue reads or writes more that is as large as the output."""
-        return self.fusion is not None and any(x.row and x.col for x in self.fusion.operands)
+    def wants_pieces(self) -> bool:
+        """Whether a traced epilogue takes many registers: for more as large as the output, or for random numbers."""
+        if self.fusion is None:
+            return False
+        return any(x.row and x.col for x in self.fusion.operands) or "uniform(" in self.fusion.source
 
     @property
     def tensors(self) -> tuple[Operand | None, ...]:

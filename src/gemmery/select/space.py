@@ -212,7 +212,7 @@ def space_of(problem: Problem) -> Space:
         aligned,
         problem.batch_invariant or problem.K == 0,
         clusters.suits(problem),
-        problem.whole_extras,
+        problem.wants_pieces,
     )
 
 
