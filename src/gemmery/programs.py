@@ -13,12 +13,13 @@ from torch import Tensor
 
 from .epilogues.identity import value_key
 from .epilogues.lower import Program, lower
-from .epilogues.trace import Number, Shape, trace
+from .epilogues.trace import Number, Shape, Untraceable, trace
 
 #: How many of a kind are kept.
 KEPT = 4096
 
-_programs: dict[Any, Program] = {}
+#: Programs, or why there is none.
+_programs: dict[Any, Program | str] = {}
 _lock = threading.Lock()
 
 V = TypeVar("V")
@@ -63,7 +64,9 @@ def lowered_program(
         key = None
     if key is not None:
         key = (key, tuple(arguments), tuple(places), tuple(known.items()), odd, device.type)
-        found: Program | None = _programs.get(key)
+        found = _programs.get(key)
+        if isinstance(found, str):
+            raise Untraceable(found)
         if found is not None:
             return found
     many = False
@@ -77,11 +80,19 @@ def lowered_program(
         results, many = function(product, *given)
         return tuple(results)
 
-    graph, sizes = trace(traced, arguments, rank, odd, device)
-    made = lower(graph, arguments, sizes, getattr(function, "__name__", type(function).__name__))
+    try:
+        graph, sizes = trace(traced, arguments, rank, odd, device)
+        made = lower(graph, arguments, sizes, getattr(function, "__name__", type(function).__name__))
+    except Untraceable as error:
+        if key is not None:
+            # A gradient that torch has to compute asks again in every step.
+            keep(_programs, key, str(error))
+        raise
     # Arguments are counted from the product; inputs from 0, constants among them.
     made = replace(
         made, inputs=tuple(places[i - 1] for i in made.inputs), numbers=tuple(places[i - 1] for i in made.numbers),
         many=many,
     )  # fmt: skip
-    return made if key is None else keep(_programs, key, made)
+    if key is not None:
+        keep(_programs, key, made)
+    return made

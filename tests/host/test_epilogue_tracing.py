@@ -51,6 +51,15 @@ def test_a_lambda_in_a_loop_is_traced_once():
     assert len(count) == 3
 
 
+def test_what_cannot_be_traced_is_tried_once():
+    count = []
+    note = count.append
+    for _ in range(3):
+        with pytest.raises(Untraceable, match="cumsum"):
+            program(lambda acc: (note(None), acc.cumsum(-1))[1])
+    assert len(count) <= 3
+
+
 def test_one_program_serves_all_sizes():
     function = lambda acc, s: torch.relu(acc) * s  # noqa: E731
     first = program(function, (torch.ones(40),))

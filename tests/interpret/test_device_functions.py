@@ -49,6 +49,12 @@ def test_types(dtype):
     assert torch.equal(y, torch.full((3, 5), 34, dtype=dtype))
 
 
+def test_as_a_prologue(given):
+    x, w, _ = given
+    y = gemmery.linear(x, w, prologue=doubled)
+    torch.testing.assert_close(y, 2 * x @ w.T, rtol=1e-4, atol=1e-4)
+
+
 def test_within_a_traced_function(given):
     x, w, _ = given
     twice = epilogues.device_function(doubled)
