@@ -12,6 +12,9 @@ import gemmery
 from gemmery import Config, epilogues
 from tests.oracle import ROUNDING, layouts, operand, place, sizes, values
 
+# What these tests are about does not depend on Triton's version.
+pytestmark = pytest.mark.slow
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 #: Where the left part lies in a buffer of three parts, and where the right one.
 PLACES = {"before": (0, 1), "apart": (0, 2), "behind": (1, 0), "far behind": (2, 0), "twice": (1, 1)}

@@ -9,6 +9,9 @@ from torch.nn import functional as F
 import gemmery
 from gemmery import epilogues
 
+# What these tests are about does not depend on Triton's version.
+pytestmark = pytest.mark.slow
+
 
 def values(*shape, seed=0, dtype=torch.float64, grad=False):
     generator = torch.Generator().manual_seed(seed)

@@ -11,6 +11,9 @@ from gemmery import backward
 from gemmery import nn as gnn
 from gemmery.plan import Plan
 
+# What these tests are about does not depend on Triton's version.
+pytestmark = pytest.mark.slow
+
 WIDTH, HIDDEN, ROWS = 6, 10, 5
 
 

@@ -11,6 +11,9 @@ from torch.nn import functional as F
 import gemmery.nn
 from tests.oracle import assert_product, values
 
+# What these tests are about does not depend on Triton's version.
+pytestmark = pytest.mark.slow
+
 
 def model():
     torch.manual_seed(0)

@@ -9,6 +9,9 @@ from torch.nn import functional as F
 import gemmery
 from gemmery import epilogues, fused, quick
 
+# What these tests are about does not depend on Triton's version.
+pytestmark = pytest.mark.slow
+
 
 def at_address(address, like):
     """A tensor of a layout over memory that belongs to somebody else."""
