@@ -15,6 +15,9 @@ import pytest
 
 import gemmery
 
+# Long, and about gemmery more than about Triton.
+pytestmark = pytest.mark.slow
+
 
 class Copy:
     """A copy of the package that may be edited, with a cache of its own."""

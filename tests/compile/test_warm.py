@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+# Long, and about gemmery more than about Triton.
+pytestmark = pytest.mark.slow
+
 #: The bar: for one weight, M = 1 ... 8192 compiles at most so many kernels.
 MOST_KERNELS = 8
 WEIGHTS = {

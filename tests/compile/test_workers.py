@@ -79,6 +79,9 @@ from gemmery.lab.fused_targets import pose
 from gemmery.launch import bind
 from gemmery.select import candidates
 from gemmery.select.workers import Target, Workers
+
+# Long, and about gemmery more than about Triton.
+pytestmark = pytest.mark.slow
 hits = []
 knobs.compilation.listener = lambda *, cache_hit, **more: hits.append(cache_hit)
 posed = [pose(name, "bf16", 16, 4096, TABLE["NVIDIA H200"]) for name in ("swiglu_pair", "normed_swiglu", "several")]
