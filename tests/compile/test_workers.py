@@ -16,6 +16,9 @@ from gemmery.select import keys, workers
 from gemmery.select.workers import Target, Workers
 from tests.problems import make
 
+# Long, and about gemmery more than about Triton.
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 HOPPER = Target("cuda", 90, 32)
 CONFIG = Config(64, 64, 64, num_stages=2)
@@ -79,9 +82,6 @@ from gemmery.lab.fused_targets import pose
 from gemmery.launch import bind
 from gemmery.select import candidates
 from gemmery.select.workers import Target, Workers
-
-# Long, and about gemmery more than about Triton.
-pytestmark = pytest.mark.slow
 hits = []
 knobs.compilation.listener = lambda *, cache_hit, **more: hits.append(cache_hit)
 posed = [pose(name, "bf16", 16, 4096, TABLE["NVIDIA H200"]) for name in ("swiglu_pair", "normed_swiglu", "several")]
