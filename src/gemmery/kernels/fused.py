@@ -75,8 +75,9 @@ def leave_rows(
     """
     rows = row + tl.arange(0, ROWS)
     first = x + batch_offset(batch, sizes, strides[0]) + rows.to(tl.int64) * strides[1]
-    # A half of a wide tile may lie beyond the last column.
-    inside = (rows < shape[0]) & (col < shape[1])
+    # A half of a wide tile may lie beyond the last column. (Newer interpreters lose the type of a scalar's comparison
+    # where it meets that of a block.)
+    inside = rows < tl.where(col < shape[1], shape[0], 0)
     place = col // slot
     tl.store(first + tl.cast(place, tl.int64) * strides[2], value, mask=inside)
     last = tl.minimum(place + COLS // slot, tl.cdiv(shape[1], slot))
