@@ -18,6 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .epilogues.device import function, loader_with
+from .epilogues.table import TYPES
 from .kernels import epilogues, gemm, order
 from .kernels import operands as access
 from .kernels import pointwise as kernels_pointwise
@@ -27,20 +28,7 @@ from .results import Results
 from .waves import Split, Waves
 from .workspace import WORKSPACES, Workspace
 
-_TL: dict[torch.dtype, Any] = {
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-    torch.int32: tl.int32,
-    torch.int8: tl.int8,
-    torch.float8_e4m3fn: tl.float8e4nv,
-    torch.float8_e5m2: tl.float8e5,
-    torch.bool: tl.int1,
-    torch.uint8: tl.uint8,
-    torch.int16: tl.int16,
-    torch.int64: tl.int64,
-}
+_TL: dict[torch.dtype, Any] = {dtype: getattr(tl, name.removeprefix("tl.")) for dtype, name in TYPES.items()}
 #: fp8 products are promoted to the fp32 accumulator after this many steps along K, as cuBLAS does in its accurate mode.
 PROMOTE_EVERY = 128
 #: TMA takes blocks of at most this many elements along each dimension.

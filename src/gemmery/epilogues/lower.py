@@ -26,17 +26,11 @@ from .table import (
     LOGICAL,
     OF_INTEGERS,
     REDUCTIONS,
+    TYPES,
     VIEWS,
     supported,
 )
 from .trace import Argument, Number, Shape, Sizes, Untraceable
-
-_TL = {
-    torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16", torch.float32: "tl.float32",
-    torch.float64: "tl.float64", torch.float8_e4m3fn: "tl.float8e4nv", torch.float8_e5m2: "tl.float8e5",
-    torch.int8: "tl.int8", torch.uint8: "tl.uint8", torch.int16: "tl.int16", torch.int32: "tl.int32",
-    torch.int64: "tl.int64", torch.bool: "tl.int1",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -186,7 +180,7 @@ class _Lowering:
             self.numbers.append(position)
             if given.integer:
                 return Value((self.emit(f"whole(n{position})"),), torch.int64)
-            return Value((self.emit(f"scalar(n{position}, {_TL[self.compute]})"),), torch.float64)
+            return Value((self.emit(f"scalar(n{position}, {TYPES[self.compute]})"),), torch.float64)
         rows, wide, times = self.form(node, node.meta["val"].shape)
         if position == 0:
             if times == 1:
@@ -210,19 +204,19 @@ class _Lowering:
 
     def _computed(self, expression: str, dtype: torch.dtype) -> str:
         """A loaded value in the type that is computed in."""
-        return f"as_type({expression}, {_TL[self.compute]})" if dtype.is_floating_point else expression
+        return f"as_type({expression}, {TYPES[self.compute]})" if dtype.is_floating_point else expression
 
     # Values in a type
 
     def inside(self, dtype: torch.dtype) -> str:
         """Triton's name of the type in which the kernel has a value of torch's `dtype`."""
-        return _TL[self.compute if dtype.is_floating_point else dtype]
+        return TYPES[self.compute if dtype.is_floating_point else dtype]
 
     def rounded(self, expression: str, dtype: torch.dtype) -> str:
         """A value as torch would round it to its type."""
         if dtype in (self.compute, torch.float64) or not dtype.is_floating_point:
             return expression
-        return f"as_type(as_type({expression}, {_TL[dtype]}), {_TL[self.compute]})"
+        return f"as_type(as_type({expression}, {TYPES[dtype]}), {TYPES[self.compute]})"
 
     def constant(self, number: Any) -> str:
         if isinstance(number, float) and not math.isfinite(number):
@@ -380,17 +374,17 @@ class _Lowering:
     def _cast(self, node: fx.Node) -> Value:
         x: Value = self._inputs(node)[0]
         dtype = node.meta["val"].dtype
-        if dtype not in _TL:
+        if dtype not in TYPES:
             raise self.fail(node, f"casts to {dtype}")
         if x.reduced is not None:
             return replace(x, dtype=dtype)
         if dtype == torch.bool or not dtype.is_floating_point:
-            names = tuple(self.emit(f"as_type({name}, {_TL[dtype]})") for name in x.names)
+            names = tuple(self.emit(f"as_type({name}, {TYPES[dtype]})") for name in x.names)
         else:
             names = tuple(
                 self.emit(
                     self.rounded(
-                        name if x.dtype.is_floating_point else f"{name}.to({_TL[self.compute]})", dtype
+                        name if x.dtype.is_floating_point else f"{name}.to({TYPES[self.compute]})", dtype
                     )
                 )
                 for name in x.names
@@ -457,7 +451,7 @@ class _Lowering:
             value: Value = self.values[number]
             return replace(value, dtype=node.meta["val"].dtype)
         dtype = node.meta["val"].dtype
-        if dtype not in _TL:
+        if dtype not in TYPES:
             raise self.fail(node, f"makes a tensor of {dtype}")
         number = float(number) if dtype.is_floating_point else number
         return Value((self.emit(f"tl.full((), {self.constant(number)}, {self.inside(dtype)})"),), dtype)
@@ -470,7 +464,7 @@ class _Lowering:
         seed = seed.names[0] if isinstance(seed, Value) else f"tl.full((), {seed}, tl.int64)"
         numbers = self.emit("numbered(shape, batch, row, col, ROWS, COLS)")
         drawn = self.emit(f"uniform({seed}, {numbers})")
-        return Value((self.emit(f"{drawn}.to({_TL[self.compute]})"),), torch.float32, True, True)
+        return Value((self.emit(f"{drawn}.to({TYPES[self.compute]})"),), torch.float32, True, True)
 
     def _device(self, node: fx.Node) -> Value:
         """A call of device code of the user's own."""

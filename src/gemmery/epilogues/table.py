@@ -6,6 +6,15 @@ point. Functions without a module are those of `kernels.fused`.
 
 from __future__ import annotations
 
+import torch
+
+#: Types that Triton has, by their names there.
+TYPES = {
+    torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16", torch.float32: "tl.float32",
+    torch.float64: "tl.float64", torch.float8_e4m3fn: "tl.float8e4nv", torch.float8_e5m2: "tl.float8e5",
+    torch.int8: "tl.int8", torch.uint8: "tl.uint8", torch.int16: "tl.int16", torch.int32: "tl.int32",
+    torch.int64: "tl.int64", torch.bool: "tl.int1",
+}  # fmt: skip
 #: Operators whose result has the type of their inputs.
 ARITHMETIC: dict[str, str] = {
     "add": "{0} + {1}",

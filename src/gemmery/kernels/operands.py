@@ -173,18 +173,8 @@ def store_strided(
 
 @triton.jit
 def store_nothing(
-    x,
-    shape,
-    strides,
-    sizes,
-    batch,
-    row,
-    col,
-    value,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    WIDE: tl.constexpr,
-):
+    x, shape, strides, sizes, batch, row, col, value, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
     """For epilogues that store all of their results themselves."""
     pass
 
