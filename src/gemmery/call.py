@@ -21,21 +21,17 @@ from .dispatch import (
     result_shape,
     right_factor,
 )
-from .epilogues.device_function import device_function, is_device_function
+from .epilogues.function import function_of
 from .epilogues.identity import Captured, capture
+from .epilogues.table import TYPES
 from .problem import PRECISIONS, accumulator
 from .prologue import Prologue
 
 #: A factor or a bias; or the left and the right half of its columns.
 Factor = Tensor | Sequence[Tensor]
 
-
 #: What results can be.
-RESULTS = (
-    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8,
-    torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool,
-)  # fmt: skip
-_NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in RESULTS)
+_NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in TYPES)
 
 
 @dataclass(frozen=True)
@@ -154,12 +150,10 @@ def output_types(call: Call, outputs: Sequence[tuple[torch.dtype, bool]]) -> lis
             f"{call.op}: out_dtype names {len(asked)} types; the epilogue returns {len(outputs)}"
         )
     default = result_dtype(call.op, call.a, call.b, None)
-    # An epilogue may make numbers of any kind from integers.
-    natural = {torch.int32: torch.int32}.get(default, default)
     types = []
     for (dtype, matrix), choice in zip(outputs, asked, strict=True):
-        kept = natural if dtype == wide and matrix else dtype
-        if choice is not None and choice not in RESULTS:
+        kept = default if dtype == wide and matrix else dtype
+        if choice is not None and choice not in TYPES:
             raise TypeError(f"{call.op}: out_dtype is {choice}; an epilogue's results can be {_NAMES}")
         types.append(choice if choice is not None and (matrix or isinstance(call.out_dtype, tuple)) else kept)
     return types
@@ -189,8 +183,7 @@ def make_call(
     halves, biases = factors(op, b), added(op, bias)
     check_tensors(op, a, halves[0], None, None)
     left, *right = [right_factor(op, x) for x in halves]
-    function = device_function(function) if is_device_function(function) else function
-    function = getattr(function, "__gemmery_epilogue__", function)
+    function = function_of(function)
     captured = capture(function)
     inputs = tuple([moved(x, a) for x in (*biases, *args, *captured.tensors)])
     return Call(

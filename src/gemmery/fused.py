@@ -90,22 +90,18 @@ def product(
         from .fused_ops import dispatched
 
         return dispatched(call.opened(), given.epilogue, out)
-    result = run(call, out)
-    found = _find(call, out) if out is None and quick.may_learn(call, given.epilogue) else None
-    if found is not None:
-        quick.learn(call, (a, b, bias, *given.args), given.epilogue, options, found.results, found.plan)
+    call = call.upwards()
+    prepared = _find(call, out)
+    result = returned(*_computed(call, prepared, out))
+    if prepared is not None and out is None and quick.may_learn(call, given.epilogue):
+        looked = (a, b, bias, *given.args)
+        quick.learn(call, looked, given.epilogue, options, prepared.results, prepared.plan)
     return result
 
 
 def _compiled(
-    op: str,
-    a: Tensor,
-    b: Factor,
-    bias: Factor | None,
-    given: Functions,
-    out: Tensor | None,
-    options: OptionValues,
-) -> Any:
+    op: str, a: Tensor, b: Factor, bias: Factor | None, given: Functions, out: Tensor | None, options: OptionValues
+) -> Any:  # fmt: skip
     from .fused_ops import compiled
 
     how = Options(*options)
@@ -128,14 +124,8 @@ def plan(
 
 
 def _checked(
-    op: str,
-    a: Tensor,
-    b: Factor,
-    bias: Factor | None,
-    given: Functions,
-    out: Tensor | None,
-    options: OptionValues,
-) -> Call:
+    op: str, a: Tensor, b: Factor, bias: Factor | None, given: Functions, out: Tensor | None, options: OptionValues
+) -> Call:  # fmt: skip
     how = Options(*options)
     call = make_call(op, a, b, bias, given.epilogue, given.args, how.out_dtype, how._replace(out_dtype=None))
     if given.prologue is not None:
@@ -217,17 +207,19 @@ def _prologue_key(call: Call) -> tuple[Any, ...]:
     return call.prologue.captured.key, *map(_layout, call.prologue.inputs)
 
 
-def run(call: Call, out: Tensor | None = None) -> Any:
-    """Compute a call: a tensor, or a tuple of them where the function returns one. No gradients are recorded."""
-    results, many = results_of(call, out)
-    return tuple(results) if many else results[0]
-
-
-def results_of(call: Call, out: Tensor | None = None) -> tuple[list[Tensor], bool]:
-    """Compute a call: its results, and whether the function returns a tuple."""
+def results_of(call: Call) -> tuple[list[Tensor], bool]:
+    """Compute a call: its results, and whether the function returns a tuple. No gradients are recorded."""
     call = call.upwards()
-    prepared = _find(call, out)
+    return _computed(call, _find(call, None), None)
+
+
+def _computed(call: Call, prepared: Prepared | None, out: Tensor | None) -> tuple[list[Tensor], bool]:
     return _by_reference(call, out) if prepared is None else _launch(call, prepared, out)
+
+
+def returned(results: Sequence[Tensor], many: bool) -> Any:
+    """Results as the user's function returns them: the tensor, or a tuple."""
+    return tuple(results) if many else results[0]
 
 
 def _find(call: Call, out: Tensor | None) -> Prepared | None:
@@ -292,7 +284,8 @@ def _check_overlap(call: Call, out: Tensor) -> None:
             raise ValueError(f"{op}: out and {name} share memory")
 
 
-def _check_halves(call: Call, made: Program) -> None:
+def _check_pairing(call: Call, made: Program) -> None:
+    """ValueError for a pair of factors that the epilogue's kernel can't read."""
     right = call.right
     if right is None:
         return
@@ -323,7 +316,7 @@ def _prepare(call: Call, out: Tensor | None) -> Prepared:
         raise ValueError(
             f"{call.op}: batch_invariant=True with an epilogue that sums rows: the order of the sum depends on the tile"
         )
-    _check_halves(call, made)
+    _check_pairing(call, made)
     device = devices.current(call.a.device)
     assert device is not None
     tensors = results.allocate(call.a.device, 1, out)

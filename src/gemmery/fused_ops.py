@@ -275,10 +275,6 @@ torch.library.register_autograd("gemmery::fused", _gradients, setup_context=_sav
 # The ways in
 
 
-def _finished(results: list[Tensor], many: bool) -> Any:
-    return tuple(results) if many else results[0]
-
-
 def dispatched(call: Call, epilogue: Any, out: Tensor | None) -> Any:
     """A call that something in torch wants to see, outside the compiler."""
     tensors, numbers, kinds = _flatten(call.inputs)
@@ -294,7 +290,7 @@ def dispatched(call: Call, epilogue: Any, out: Tensor | None) -> Any:
         call.a, call.b, call.right, tensors, numbers, kinds, held.name, call.biases, _type_text(call.out_dtype),
         how.precision, how.fast_accum, how.batch_invariant, config_text(how.config), grad,
     )  # fmt: skip
-    return _finished(list(results)[: len(results) - grad], held.many)
+    return fused.returned(list(results)[: len(results) - grad], held.many)
 
 
 def compiled(
@@ -322,4 +318,4 @@ def compiled(
         _type_text(out_dtype), how.precision, how.fast_accum, how.batch_invariant, config_text(how.config), grad,
     )  # fmt: skip
     kept = list(results)[: len(results) - 1] if grad else list(results)
-    return _finished(kept, len(kept) > 1)
+    return fused.returned(kept, len(kept) > 1)

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from .dispatch import check_tensor, moved
-from .epilogues.device_function import device_function, is_device_function
+from .epilogues.function import function_of
 from .epilogues.identity import Captured, capture
 from .epilogues.lower import Program
 from .epilogues.trace import Untraceable
@@ -102,8 +102,7 @@ def make(op: str, a: Tensor, function: Any, args: Sequence[Any]) -> Prologue:
         )
     if not a.dtype.is_floating_point:
         raise TypeError(f"{op}: a prologue takes floating-point operands, not {a.dtype}")
-    function = device_function(function) if is_device_function(function) else function
-    function = getattr(function, "__gemmery_epilogue__", function)
+    function = function_of(function)
     captured = capture(function)
     made = Prologue(op, function, captured, tuple([moved(x, a) for x in (*args, *captured.tensors)]))
     for i, value in enumerate(made.inputs):

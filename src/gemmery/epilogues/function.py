@@ -39,10 +39,7 @@ class Epilogue(Generic[P, R]):
     """
 
     def __init__(self, function: Callable[P, R]) -> None:
-        if isinstance(function, Epilogue):
-            function = function.__gemmery_epilogue__
-        if is_device_function(function):
-            function = device_function(function)  # type: ignore[assignment]
+        function = function_of(function)
         if not callable(function):
             raise TypeError(f"epilogue: given a {type(function).__name__}; it must be a function")
         #: The function; where `identity` and products find it.
@@ -69,6 +66,12 @@ class Epilogue(Generic[P, R]):
 
     def __reduce__(self) -> Any:
         return Epilogue, (self.__gemmery_epilogue__,)
+
+
+def function_of(given: Any) -> Any:
+    """The torch function of what a product may be given as one: of an Epilogue, or of device code."""
+    function = device_function(given) if is_device_function(given) else given
+    return getattr(function, "__gemmery_epilogue__", function)
 
 
 def named(name: str) -> Epilogue[Any, Any]:
