@@ -383,8 +383,8 @@ def test_a_swapped_transformer_runs_its_kernels(monkeypatch):
         "max_position_embeddings": 16,
     }  # fmt: skip
     launched = []
-    run = fused.run
-    monkeypatch.setattr(fused, "run", lambda call, *rest: launched.append(call.op) or run(call, *rest))
+    launch = fused._launch
+    monkeypatch.setattr(fused, "_launch", lambda call, *rest: launched.append(call.op) or launch(call, *rest))
     for config, kind, block in (
         (transformers.LlamaConfig(**sizes), transformers.LlamaModel, "LlamaMLP (silu)"),
         (transformers.BertConfig(**sizes), transformers.BertModel, "BertIntermediate (gelu)"),
