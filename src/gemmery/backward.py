@@ -17,7 +17,8 @@ from torch import Tensor
 
 from . import devices
 from .call import Call, dimensions, outputs_of
-from .epilogues.trace import Sizes, Untraceable, stand_ins
+from .epilogues.record import Untraceable
+from .epilogues.trace import Sizes, stand_ins
 from .launch import pointwise
 from .problem import accumulator
 from .programs import keep, lowered_program

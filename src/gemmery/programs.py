@@ -13,7 +13,8 @@ from torch import Tensor
 
 from .epilogues.identity import value_key
 from .epilogues.lower import Program, lower
-from .epilogues.trace import Number, Shape, Untraceable, trace
+from .epilogues.record import Untraceable
+from .epilogues.trace import Number, Shape, trace
 
 #: How many of a kind are kept.
 KEPT = 4096

@@ -17,7 +17,7 @@ from .dispatch import check_tensor, moved
 from .epilogues.function import function_of
 from .epilogues.identity import Captured, capture
 from .epilogues.lower import Program
-from .epilogues.trace import Untraceable
+from .epilogues.record import Untraceable
 from .problem import accumulator
 from .programs import lowered_program
 

@@ -4,14 +4,19 @@ import doctest
 import functools
 import inspect
 import operator
+import subprocess
+import sys
 
 import pytest
 import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gemmery
 from gemmery import epilogues, fused
 from gemmery.dispatch import Options
 from gemmery.epilogues import Untraceable, compose, library, random
+from gemmery.epilogues.decompositions import decompositions
 from gemmery.epilogues.identity import capture
 from tests.oracle import values
 
@@ -35,6 +40,73 @@ def line_of(function, text):
     """Where in this file a function has a line with a text, as errors say it."""
     lines, first = inspect.getsourcelines(function)
     return f"{__file__}:{first + next(i for i, line in enumerate(lines) if text in line)}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Recording
+
+ACTIVATIONS = {
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "relu": torch.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "softplus": F.softplus,
+    "softplus of 2": lambda x: F.softplus(x, 2.0, 3.0),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_decompositions_are_what_torch_computes(name):
+    x = torch.cat((torch.linspace(-30, 30, 481, dtype=torch.float64), torch.tensor([0.0, -0.0])))
+    table = decompositions()
+
+    class Simpler(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            used.add(func)
+            if func not in table:
+                return func(*args, **(kwargs or {}))
+            with self:
+                return table[func](*args, **(kwargs or {}))
+
+    used = set()
+    whole = x.clone().requires_grad_()
+    expected = ACTIVATIONS[name](whole)
+    (slope,) = torch.autograd.grad(expected.sum(), whole)
+    parts = x.clone().requires_grad_()
+    with Simpler():
+        result = ACTIVATIONS[name](parts)
+        (made,) = torch.autograd.grad(result.sum(), parts)
+    torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(made, slope, rtol=1e-12, atol=1e-14)
+    assert used & set(table)
+
+
+IMPORTS = """
+import sys, torch, gemmery
+from torch.nn import functional as F
+from gemmery.epilogues.trace import Shape, trace
+def function(acc, bias, residual):
+    gate, up = (acc + bias).chunk(2, dim=-1)
+    y = F.silu(gate) * (1 - up).clamp(min=0) + F.gelu(residual) + F.softplus(up)
+    return y.to(torch.bfloat16), torch.where(y > 0, y, 0)
+wide = torch.float32
+trace(function, [Shape(wide, ("M", "N")), Shape(torch.bfloat16, ("N",)), Shape(wide, ("M", "N/2"))], 2, False,
+      torch.device("cpu"))
+print(*[name for name in ("sympy", "torch._dynamo", "torch._inductor") if name in sys.modules])
+"""
+
+
+def test_tracing_does_not_import_a_compiler():
+    ran = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == []
+
+
+def test_constants_made_inside_a_function():
+    assert "1.5" in program(lambda acc: acc * torch.tensor(1.5).item()).source
+    with pytest.raises(Untraceable, match="neither an argument nor"):
+        program(lambda acc: acc + torch.tensor([2.0]))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from .library import (
     swiglu,
     tanh,
 )
-from .trace import Untraceable
+from .record import Untraceable
 
 __all__ = [
     "Epilogue", "Untraceable", "bias", "cast_fp8", "column_scale", "compose", "device_function", "dropout", "geglu",

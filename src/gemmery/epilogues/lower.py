@@ -18,6 +18,7 @@ from torch import fx
 
 from ..problem import accumulator
 from .device_function import device_name
+from .record import Untraceable
 from .table import (
     ARITHMETIC,
     BOOLEAN,
@@ -30,7 +31,7 @@ from .table import (
     VIEWS,
     supported,
 )
-from .trace import Argument, Number, Shape, Sizes, Untraceable
+from .trace import Argument, Number, Shape, Sizes
 
 
 @dataclass(frozen=True)
@@ -368,8 +369,9 @@ class _Lowering:
         return self._apply(node, "{0} * {0}", self._inputs(node), node.meta["val"].dtype)
 
     def _rsub(self, node: fx.Node) -> Value:
-        x, y = self._inputs(node)[:2]
-        return self._apply(node, "{1} - {0}", [x, y], node.meta["val"].dtype)
+        x, y, *alpha = self._inputs(node)
+        template = f"{{1}} - {self.constant(alpha[0])} * {{0}}" if alpha else "{1} - {0}"
+        return self._apply(node, template, [x, y], node.meta["val"].dtype)
 
     def _cast(self, node: fx.Node) -> Value:
         x: Value = self._inputs(node)[0]

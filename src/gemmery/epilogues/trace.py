@@ -1,14 +1,12 @@
 """From a torch function over the product to a graph of aten operators.
 
-The function runs once on tensors without data (torch.fx over fake tensors), torch's own decompositions make it a small
-set of operators, and sizes are stand-ins: it is traced for two sizes far apart, and both graphs must agree, so that one
-graph serves all.
+The function runs on tensors without data (`record`), decompositions make it a small set of operators, and sizes are
+stand-ins: it is traced for sets of sizes far apart, and all graphs must agree, so that one graph serves all.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,13 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from .decompositions import decompositions
+from .record import ReadsData, Recorder, Untraceable
 
 aten = torch.ops.aten
-
-
-class Untraceable(ValueError):
-    """A function that cannot be made part of a kernel; says which operation, where, and what can be."""
 
 
 @dataclass(frozen=True)
@@ -73,64 +69,7 @@ def stand_ins(rank: int, odd: bool) -> tuple[Sizes, ...]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Decompositions
-
-#: Reductions whose pieces could not be put together again from sums and maxima.
-_WHOLE = ("logsumexp", "mean", "var", "std", "linalg_vector_norm", "norm", "any", "all")
-#: Functions for which kernels have one of their own.
-_KNOWN = ("gelu",)
-
-
-@functools.cache
-def _decompositions() -> dict[Any, Any]:
-    from torch._decomp import core_aten_decompositions, get_decompositions
-
-    table = dict(core_aten_decompositions())
-    more = [
-        aten.elu, aten.elu_backward, aten.gelu_backward, aten.hardtanh, aten.hardtanh_backward, aten.leaky_relu,
-        aten.leaky_relu_backward, aten.sigmoid_backward, aten.silu_backward, aten.tanh_backward,
-    ]  # fmt: skip
-    table.update(get_decompositions(more))
-    return {
-        op: how
-        for op, how in table.items()
-        if op.name().split("::")[1].split(".")[0] not in (*_WHOLE, *_KNOWN)
-    }
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Tracing
-
-
-class _Lines(TorchDispatchMode):
-    """Notes for each node of the graph which line of the user's function it comes from."""
-
-    def __init__(self, files: set[str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.files = files
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from torch.fx.experimental.proxy_tensor import get_proxy_mode
-
-        mode = get_proxy_mode()
-        before = None if mode is None else len(mode.tracer.graph.nodes)
-        result = func(*args, **(kwargs or {}))
-        if mode is not None and before is not None:
-            where = self._where()
-            made = len(mode.tracer.graph.nodes) - before
-            node = mode.tracer.graph._root
-            for _ in range(made):
-                node = node.prev
-                node.meta["where"] = where
-        return result
-
-    def _where(self) -> str:
-        frame: Any = sys._getframe(2)
-        while frame is not None:
-            if frame.f_code.co_filename in self.files:
-                return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-            frame = frame.f_back
-        return "code that it calls"
 
 
 def _once(
@@ -141,35 +80,17 @@ def _once(
     files: set[str],
 ) -> fx.Graph:
     """The graph of a function for one set of sizes."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.proxy_tensor import make_fx
-
     first = arguments[0]
     number = torch.float64 if isinstance(first, Shape) and first.dtype == torch.float64 else torch.float32
-
-    def traced(*inputs: Any) -> Any:
-        with _Lines(files):
-            return function(*inputs)
-
-    with FakeTensorMode() as mode, torch.enable_grad():
-        inputs = [
-            torch.empty(sizes.of(x.dims), dtype=x.dtype, device=device)
-            if isinstance(x, Shape)
-            # A tensor of no dimensions takes part in type promotion as a Python number does, if it is no wider.
-            else torch.empty((), dtype=torch.int64 if x.integer else number, device=device)
-            for x in arguments
-        ]
-        with torch.no_grad():
-            made = make_fx(torch.func.functionalize(traced), decomposition_table=_decompositions())(*inputs)
-    del mode
-    graph: fx.Graph = made.graph
-    graph.eliminate_dead_code()
-    for node in graph.nodes:
-        if node.op == "get_attr":
-            raise Untraceable(
-                "the epilogue uses a tensor that is neither an argument nor a variable of its own; pass it through args"
-            )
-    return graph
+    recorder = Recorder(device, files, decompositions())
+    inputs = [
+        recorder.placeholder(sizes.of(x.dims), x.dtype)
+        if isinstance(x, Shape)
+        # A tensor of no dimensions takes part in type promotion as a Python number does, if it is no wider.
+        else recorder.placeholder((), torch.int64 if x.integer else number)
+        for x in arguments
+    ]
+    return recorder.run(function, inputs)
 
 
 def trace(
@@ -206,6 +127,11 @@ def _trace(
     for sizes in all_sizes:
         try:
             graphs.append(_once(function, arguments, sizes, device, files))
+        except ReadsData as error:
+            raise Untraceable(
+                f"the epilogue {_name(function)} can't be traced: its control flow, or a Python number in it, depends "
+                f"on the data of a tensor ({error}); use torch.where and operators on tensors"
+            ) from error
         except Untraceable:
             raise
         except Exception as error:
@@ -239,15 +165,8 @@ def _name(function: Any) -> str:
 
 
 def _reason(error: Exception) -> str:
-    kind = type(error).__name__
-    if "allow_non_fake_inputs" in str(error):
-        return "it uses a tensor that is neither an argument nor a variable of its own; pass it through args"
-    if "DataDependent" in kind or "data-dependent" in str(error) or "_local_scalar_dense" in str(error):
-        return (
-            "its control flow, or a Python number in it, depends on the data of a tensor; use torch.where and "
-            f"operators on tensors ({kind})"
-        )
-    return f"{kind}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
 #: Operators whose plain integers are places along a dimension.

@@ -1,0 +1,107 @@
+"""Operators as functions of simpler ones: torch's own, but for the most common activations and their gradients.
+
+Torch's decompositions import its compiler, which takes about a second, when the first of them runs. Those here are the
+same formulas.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .table import CONSTANTS
+
+aten = torch.ops.aten
+
+#: Reductions whose pieces could not be put together again from sums and maxima.
+_WHOLE = ("logsumexp", "mean", "var", "std", "linalg_vector_norm", "norm", "any", "all")
+#: Operators that the lowering knows as they are.
+_KNOWN = (*CONSTANTS, "gelu", "clamp_min", "clamp_max", "rsub", "split", "square", "where")
+#: Types whose arithmetic torch does not widen in these functions.
+_WIDE = (torch.float32, torch.float64)
+
+
+def _silu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(x)
+
+
+def _silu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    s = torch.sigmoid(x)
+    return grad * s * (1 + x * (1 - s))
+
+
+def _sigmoid_backward(grad: Tensor, y: Tensor) -> Tensor:
+    return grad * (y * (1 - y))
+
+
+def _tanh_backward(grad: Tensor, y: Tensor) -> Tensor:
+    return grad * (1 - y * y)
+
+
+def _threshold_backward(grad: Tensor, x: Tensor, threshold: float) -> Tensor:
+    return torch.where(x <= threshold, 0, grad)
+
+
+def _gelu_backward(grad: Tensor, x: Tensor, approximate: str = "none") -> Tensor:
+    if approximate == "none":
+        normal = 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
+        density = torch.exp(x * x * -0.5) * (0.5 * math.sqrt(2 / math.pi))
+        return grad * (normal + x * density)
+    scale, cubic = math.sqrt(2 / math.pi), 0.044715
+    t = torch.tanh(scale * (x + cubic * (x * x * x)))
+    slope = scale * (1 + 3 * cubic * (x * x))
+    return grad * (0.5 * (1 + t) + 0.5 * x * (1 - t * t) * slope)
+
+
+def _softplus(x: Tensor, beta: float = 1, threshold: float = 20) -> Tensor:
+    scaled = x if beta == 1 else x * beta
+    log = torch.log1p(torch.exp(scaled))
+    return torch.where(scaled > threshold, x, log if beta == 1 else log / beta)
+
+
+def _softplus_backward(grad: Tensor, x: Tensor, beta: float, threshold: float) -> Tensor:
+    scaled = x if beta == 1 else x * beta
+    return torch.where(scaled > threshold, grad, grad * torch.sigmoid(scaled))
+
+
+_QUICK: dict[Any, Callable[..., Tensor]] = {
+    aten.silu.default: _silu,
+    aten.silu_backward.default: _silu_backward,
+    aten.sigmoid_backward.default: _sigmoid_backward,
+    aten.tanh_backward.default: _tanh_backward,
+    aten.threshold_backward.default: _threshold_backward,
+    aten.gelu_backward.default: _gelu_backward,
+    aten.softplus.default: _softplus,
+    aten.softplus_backward.default: _softplus_backward,
+}
+
+
+@functools.cache
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """For each operator that is one of others, the function that says of which."""
+    from torch._decomp import core_aten_decompositions, get_decompositions
+
+    table = dict(core_aten_decompositions())
+    more = [
+        aten.elu, aten.elu_backward, aten.gelu_backward, aten.hardtanh, aten.hardtanh_backward, aten.leaky_relu,
+        aten.leaky_relu_backward, aten.sigmoid_backward, aten.silu_backward, aten.tanh_backward,
+    ]  # fmt: skip
+    table.update(get_decompositions(more))
+    kept = {
+        op: how
+        for op, how in table.items()
+        if op.name().split("::")[1].split(".")[0] not in (*_WHOLE, *_KNOWN)
+    }
+    return kept | {op: _if_wide(quick, kept[op]) for op, quick in _QUICK.items()}
+
+
+def _if_wide(quick: Callable[..., Any], general: Callable[..., Any]) -> Callable[..., Any]:
+    def chosen(first: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (quick if first.dtype in _WIDE else general)(first, *args, **kwargs)
+
+    return chosen

@@ -1,0 +1,156 @@
+"""What a torch function does, as a graph: it runs on tensors without data, and each operator that it calls is noted.
+
+torch has this (make_fx over fake tensors), but brings its compiler and sympy along, whose import takes longer than a
+kernel takes to compile.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_META = torch.device("meta")
+#: What torch calls operators whose result, or its shape, depends on data.
+_READING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+class Untraceable(ValueError):
+    """A function that cannot be made part of a kernel; says which operation, where, and what can be."""
+
+
+class ReadsData(Untraceable):
+    """The function's control flow, or a Python number in it, depends on the data of a tensor."""
+
+
+class Stand(Tensor):
+    """A tensor of some shape, type and device, without data."""
+
+    meta: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, meta: Tensor, device: torch.device) -> Stand:  # noqa: D102
+        made: Stand = torch.Tensor._make_wrapper_subclass(
+            cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device
+        )
+        made.meta = meta
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise Untraceable(f"{func} is called on a tensor of a trace that is over")
+
+
+def _elementwise(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """A tensor without data like an elementwise operator's result, by broadcasting, and the operator on ones.
+
+    (torch's own functions for this are in Python, and import its compiler.)
+    """
+    shapes = [x.shape for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Stand)]
+    ones = pytree.tree_map_only(Stand, lambda x: torch.ones((1,) * x.dim(), dtype=x.dtype), (args, kwargs))
+    result = func(*ones[0], **ones[1])
+    return torch.empty(np.broadcast_shapes(*shapes), dtype=result.dtype, device=_META)
+
+
+def _without_data(func: Any, args: Any, kwargs: Any) -> Any:
+    """Tensors without data like an operator's results."""
+    args, kwargs = pytree.tree_map_only(Stand, lambda x: x.meta, (args, kwargs))
+    if "device" in kwargs:
+        kwargs["device"] = _META
+    return func(*args, **kwargs)
+
+
+class Recorder(TorchDispatchMode):
+    """A mode under which operators on stand-ins become nodes of a graph.
+
+    Args:
+        device: where the stand-ins say they are.
+        files: the files of the user's functions; each node's "where" is its line in one of them.
+        decompositions: operators that are run as functions of simpler ones, which may return NotImplemented.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Or the first operator imports torch's compiler, to keep it out of here.
+        return False
+
+    def __init__(
+        self, device: torch.device, files: set[str], decompositions: dict[Any, Callable[..., Any]]
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.graph = fx.Graph()
+        self.device = device
+        self.files = files
+        self.decompositions = decompositions
+        self._nodes: dict[int, fx.Node] = {}
+        self._alive: list[Tensor] = []  # so that no two have the same id
+
+    def placeholder(self, shape: Sequence[int], dtype: torch.dtype) -> Stand:
+        """A stand-in for an argument."""
+        node = self.graph.placeholder(f"x{len(self._alive)}")
+        return self._known(torch.empty(shape, dtype=dtype, device=_META), node)
+
+    def run(self, function: Callable[..., Any], inputs: Sequence[Stand]) -> fx.Graph:
+        """The graph of a function of stand-ins, with what does not matter to its results left out."""
+        with torch.no_grad(), self:
+            results = torch.func.functionalize(function)(*inputs)
+        self.graph.output(pytree.tree_map_only(Tensor, self._node, results))
+        self.graph.eliminate_dead_code()
+        return self.graph
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with self:
+            result = self.decompositions.get(func, func.decompose)(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if tensors and not any(isinstance(x, Stand) for x in tensors):
+            return func(*args, **kwargs)  # of constants
+        if _READING & set(func.tags):
+            raise ReadsData(f"{func}, at {self._where()}")
+        return self._note(func, args, kwargs)
+
+    def _note(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Add an operator's node, and what stands for its results."""
+        node = self.graph.call_function(func, *pytree.tree_map_only(Tensor, self._node, (args, kwargs)))
+        node.meta["where"] = self._where()
+        results = (_elementwise if torch.Tag.pointwise in func.tags else _without_data)(func, args, kwargs)
+        if isinstance(results, Tensor):
+            return self._known(results, node)
+        return type(results)(
+            self._known(x, self.graph.call_function(operator.getitem, (node, i)))
+            for i, x in enumerate(results)
+        )
+
+    def _known(self, meta: Tensor, node: fx.Node) -> Stand:
+        stand = Stand(meta, self.device)
+        node.meta["val"] = stand
+        self._nodes[id(stand)] = node
+        self._alive.append(stand)
+        return stand
+
+    def _node(self, tensor: Tensor) -> fx.Node:
+        if id(tensor) not in self._nodes:
+            raise Untraceable(
+                "the epilogue uses a tensor that is neither an argument nor a variable of its own; pass it through args"
+            )
+        return self._nodes[id(tensor)]
+
+    def _where(self) -> str:
+        frame: Any = sys._getframe(2)
+        while frame is not None:
+            if frame.f_code.co_filename in self.files:
+                return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            frame = frame.f_back
+        return "code that it calls"
