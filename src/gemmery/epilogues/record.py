@@ -26,10 +26,6 @@ class Untraceable(ValueError):
     """A function that cannot be made part of a kernel; says which operation, where, and what can be."""
 
 
-class ReadsData(Untraceable):
-    """The function's control flow, or a Python number in it, depends on the data of a tensor."""
-
-
 class Stand(Tensor):
     """A tensor of some shape, type and device, without data."""
 
@@ -48,7 +44,7 @@ class Stand(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise Untraceable(f"{func} is called on a tensor of a trace that is over")
+        raise Untraceable(f"{func} is called on a tensor of an epilogue that has been traced")
 
 
 def _elementwise(func: Any, args: Any, kwargs: Any) -> Tensor:
@@ -118,7 +114,10 @@ class Recorder(TorchDispatchMode):
         if tensors and not any(isinstance(x, Stand) for x in tensors):
             return func(*args, **kwargs)  # of constants
         if _READING & set(func.tags):
-            raise ReadsData(f"{func}, at {self._where()}")
+            raise Untraceable(
+                f"its control flow, or a Python number in it, depends on the data of a tensor ({func}, at "
+                f"{self._where()}); use torch.where and operators on tensors"
+            )
         return self._note(func, args, kwargs)
 
     def _note(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -143,7 +142,7 @@ class Recorder(TorchDispatchMode):
     def _node(self, tensor: Tensor) -> fx.Node:
         if id(tensor) not in self._nodes:
             raise Untraceable(
-                "the epilogue uses a tensor that is neither an argument nor a variable of its own; pass it through args"
+                "it uses a tensor that is neither an argument nor a variable of its own; pass it through args"
             )
         return self._nodes[id(tensor)]
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from .decompositions import decompositions
-from .record import ReadsData, Recorder, Untraceable
+from .record import Recorder, Untraceable
 
 aten = torch.ops.aten
 
@@ -127,13 +127,6 @@ def _trace(
     for sizes in all_sizes:
         try:
             graphs.append(_once(function, arguments, sizes, device, files))
-        except ReadsData as error:
-            raise Untraceable(
-                f"the epilogue {_name(function)} can't be traced: its control flow, or a Python number in it, depends "
-                f"on the data of a tensor ({error}); use torch.where and operators on tensors"
-            ) from error
-        except Untraceable:
-            raise
         except Exception as error:
             # Whatever torch fails with is an error in the user's function, or one that tracing it met.
             raise Untraceable(f"the epilogue {_name(function)} can't be traced: {_reason(error)}") from error
@@ -165,6 +158,8 @@ def _name(function: Any) -> str:
 
 
 def _reason(error: Exception) -> str:
+    if isinstance(error, Untraceable):
+        return str(error)
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
