@@ -22,6 +22,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
 import gemmery.nn
 from gemmery.nn.activations import ACTIVATIONS, ALIASES, activation, recognised
 from gemmery.nn.blocks import FAMILIES, FusedGatedMLP, FusedIntermediate
+from gemmery.nn.norms import CLASSES, FusedRMSNorm
 
 transformers = pytest.importorskip("transformers")
 
@@ -51,6 +52,8 @@ MODELS = {
     "bert-new": ("BertConfig", "BertForMaskedLM", BERT | {"hidden_act": "gelu_new"}, 5, 2, "BertIntermediate (gelu_tanh)"),
     "roberta": ("RobertaConfig", "RobertaForMaskedLM", BERT, 5, 2, "RobertaIntermediate (gelu)"),
 }  # fmt: skip
+#: Norms that are replaced: two a layer and a last one, and Qwen 3 has more; Gemma's are others.
+NORMS = {"llama": 5, "mistral": 5, "qwen2": 5, "qwen3": 9}
 #: Of these the slower tests take one of each kind.
 FEW = ("llama", "qwen3", "gemma", "bert")
 
@@ -115,8 +118,11 @@ def test_a_swapped_model_computes_what_it_did(name):
     report = gemmery.nn.swap(model)
     assert [x for _, x in report.replaced].count(what) == 2
     assert [x for _, x in report.replaced].count("Linear") == 2 * inside + outside
+    norms = sum(isinstance(m, FusedRMSNorm) for m in model.modules())
+    assert norms == NORMS.get(name.split("-")[0], 0)
+    assert sum(x.endswith("RMSNorm") for _, x in report.replaced) == norms
     assert report.left == []
-    assert len(report) == int(report) == len(report.replaced) == 2 * (inside + 1) + outside
+    assert len(report) == int(report) == len(report.replaced) == 2 * (inside + 1) + outside + norms
     assert len(fused(model)) == 2
     assert_near(logits(model), logits(plain))
     assert list(model.state_dict()) == list(plain.state_dict())
@@ -170,7 +176,8 @@ def test_other_types(name, dtype):
     model, plain = make(name).to(dtype), make(name).to(dtype)
     gemmery.nn.swap(model)
     if dtype == torch.float64:
-        assert_near(logits(model), logits(plain), 1e-12)
+        # The original norms compute in single precision.
+        assert_near(logits(model), logits(plain), 1e-6 if name in NORMS else 1e-12)
         return
     exact = logits(make(name).double())
     ours, theirs = ((logits(m).double() - exact).norm() / exact.norm() for m in (model, plain))
@@ -298,7 +305,7 @@ def test_undo_keeps_what_happened_in_between():
     assert type(model.model.layers[1].mlp).__name__ == "LlamaMLP"
     assert all(module.training for module in model.modules())
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
-    assert_near(logits(model), want, 1e-12)
+    assert_near(logits(model), want, 1e-7)  # the original norms compute in single precision
     assert len(calls) == 6
     for handle in handles:
         handle.remove()
@@ -335,12 +342,62 @@ def test_only_layers_where_asked():
     # Blocks around layers that are gemmery's can be fused later, and brought back alone.
     plain = logits(model)
     later = gemmery.nn.swap(model)
-    assert [what for _, what in later.replaced] == ["LlamaMLP (silu)"] * 2
+    blocks = [what for _, what in later.replaced if what != "LlamaRMSNorm"]
+    assert blocks == ["LlamaMLP (silu)"] * 2
     assert_near(logits(model), plain)
     later.undo()
     assert torch.equal(logits(model), plain)
     report.undo()
     assert not any(isinstance(m, gemmery.nn.Linear) for m in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("x", "weight"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")]
+)
+def test_norms_compute_what_they_did(x, weight):
+    """Values, type and gradients; and the original is what an undo brings back."""
+    model = make("llama")
+    norm = model.model.norm.to(getattr(torch, weight))
+    with torch.no_grad():
+        norm.weight.uniform_(0.5, 2)
+    x = torch.randn(5, 24, dtype=getattr(torch, x)).requires_grad_()
+    want = norm(x)
+    wanted = torch.autograd.grad(want.float().square().sum(), (x, norm.weight))
+    report = gemmery.nn.swap(model)
+    ours = model.model.norm
+    assert type(ours) is FusedRMSNorm
+    assert ours.weight is norm.weight
+    found = ours(x)
+    found_gradients = torch.autograd.grad(found.float().square().sum(), (x, norm.weight))
+    tolerance = 1e-6 if x.dtype == torch.float32 else 2e-2
+    for actual, expected in zip((found, *found_gradients), (want, *wanted), strict=True):
+        assert_near(actual.detach(), expected.detach(), tolerance)
+    report.undo()
+    assert model.model.norm is norm
+
+
+NORMS_LEFT = {
+    "hooks": (lambda norm: norm.register_forward_hook(lambda *_: None), "it has hooks"),
+    "patched": (lambda norm: setattr(norm, "forward", lambda x: x), "its forward was replaced"),
+    "more": (
+        lambda norm: norm.register_buffer("scale", torch.ones(1)),
+        "it has more than its class gives it",
+    ),
+    "other": (
+        lambda norm: setattr(norm, "__class__", type("Other", (type(norm),), {})),
+        "whose forward is not known",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "why"), NORMS_LEFT.values(), ids=NORMS_LEFT)
+def test_norms_that_would_lose_something_are_left(change, why):
+    model = make("llama")
+    norm = model.model.norm
+    change(norm)
+    report = gemmery.nn.swap(model)
+    assert model.model.norm is norm
+    assert why in dict(report.left)["model.norm"]
 
 
 def test_a_second_swap_finds_nothing():
@@ -584,7 +641,8 @@ def test_a_shared_block_stays_one():
     second.mlp = first.mlp
     want = logits(model)
     report = gemmery.nn.swap(model)
-    assert [n for n, what in report.replaced if what != "Linear"] == ["model.layers.0.mlp"]
+    blocks = [n for n, what in report.replaced if "MLP" in what]
+    assert blocks == ["model.layers.0.mlp"]
     assert first.mlp is second.mlp
     assert isinstance(first.mlp, FusedGatedMLP)
     assert_near(logits(model), want)
@@ -744,6 +802,13 @@ FORWARDS = {
         "argument1 = argument0.intermediate_act_fn(argument1)",
         "return argument1",
     ],
+    FusedRMSNorm: [
+        "input_dtype = argument1.dtype",
+        "argument1 = argument1.to(torch.float32)",
+        "variance = argument1.pow(2).mean(-1, keepdim=True)",
+        "argument1 = argument1 * torch.rsqrt(variance + argument0.variance_epsilon)",
+        "return argument0.weight * argument1.to(input_dtype)",
+    ],
 }
 
 
@@ -752,6 +817,7 @@ def test_the_classes_that_are_known_compute_what_is_put_in_their_place():
     import transformers.models
 
     wanted = {name: family.fused for family in FAMILIES for name in family.classes}
+    wanted |= dict.fromkeys(CLASSES, FusedRMSNorm)
     found = set()
     for package in pkgutil.iter_modules(transformers.models.__path__):
         root = os.path.join(transformers.models.__path__[0], package.name)

@@ -21,13 +21,11 @@ aten = torch.ops.aten
 #: Reductions whose pieces could not be put together again from sums and maxima.
 _WHOLE = ("logsumexp", "mean", "var", "std", "linalg_vector_norm", "norm", "any", "all")
 #: Operators that the lowering knows as they are.
-_KNOWN = (*CONSTANTS, "gelu", "clamp_min", "clamp_max", "rsub", "split", "square", "where")
+_KNOWN = (
+    *CONSTANTS, "gelu", "silu", "softplus", "clamp_min", "clamp_max", "rsub", "split", "square", "where",
+)  # fmt: skip
 #: Types whose arithmetic torch does not widen in these functions.
 _WIDE = (torch.float32, torch.float64)
-
-
-def _silu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(x)
 
 
 def _silu_backward(grad: Tensor, x: Tensor) -> Tensor:
@@ -58,25 +56,17 @@ def _gelu_backward(grad: Tensor, x: Tensor, approximate: str = "none") -> Tensor
     return grad * (0.5 * (1 + t) + 0.5 * x * (1 - t * t) * slope)
 
 
-def _softplus(x: Tensor, beta: float = 1, threshold: float = 20) -> Tensor:
-    scaled = x if beta == 1 else x * beta
-    log = torch.log1p(torch.exp(scaled))
-    return torch.where(scaled > threshold, x, log if beta == 1 else log / beta)
-
-
 def _softplus_backward(grad: Tensor, x: Tensor, beta: float, threshold: float) -> Tensor:
     scaled = x if beta == 1 else x * beta
     return torch.where(scaled > threshold, grad, grad * torch.sigmoid(scaled))
 
 
 _QUICK: dict[Any, Callable[..., Tensor]] = {
-    aten.silu.default: _silu,
     aten.silu_backward.default: _silu_backward,
     aten.sigmoid_backward.default: _sigmoid_backward,
     aten.tanh_backward.default: _tanh_backward,
     aten.threshold_backward.default: _threshold_backward,
     aten.gelu_backward.default: _gelu_backward,
-    aten.softplus.default: _softplus,
     aten.softplus_backward.default: _softplus_backward,
 }
 

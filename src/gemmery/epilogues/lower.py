@@ -250,7 +250,8 @@ class _Lowering:
                 f"Return it, and use it behind the product",
             )
         special = {
-            "gelu": self._gelu, "where": self._where, "clamp": self._clamp, "pow": self._pow, "square": self._square,
+            "gelu": self._gelu, "silu": self._silu, "softplus": self._softplus, "div": self._div,
+            "where": self._where, "clamp": self._clamp, "pow": self._pow, "square": self._square,
             "rsub": self._rsub, "_to_copy": self._cast, "split_with_sizes": self._split, "split": self._split,
             "slice": self._slice, "cat": self._cat,
         }  # fmt: skip
@@ -364,6 +365,30 @@ class _Lowering:
     def _gelu(self, node: fx.Node) -> Value:
         kind = "gelu_tanh" if node.kwargs.get("approximate", "none") == "tanh" else "gelu"
         return self._apply(node, f"{kind}({{0}})", self._inputs(node)[:1], node.meta["val"].dtype)
+
+    def _silu(self, node: fx.Node) -> Value:
+        # Where the sigmoid is there for something else, as in gradients, it is not computed twice.
+        beside = any(str(user.target).startswith("aten.sigmoid.") for user in node.all_input_nodes[0].users)
+        template = "{0} * sigmoid({0})" if beside else "silu({0})"
+        return self._apply(node, template, self._inputs(node), node.meta["val"].dtype)
+
+    def _softplus(self, node: fx.Node) -> Value:
+        x, beta, threshold = [*self._inputs(node), *(1, 20)[len(node.args) - 1 :]]
+        scaled = "{0}" if beta == 1 else f"({{0}} * {self.constant(beta)})"
+        value = f"softplus({scaled})" if beta == 1 else f"softplus({scaled}) * {self.constant(1 / beta)}"
+        # Beyond it torch returns x, which in single precision the sum is anyway.
+        if self.compute == torch.float64 or threshold < 16:
+            value = f"tl.where({scaled} > {self.constant(threshold)}, {{0}}, {value})"
+        return self._apply(node, value, [x], node.meta["val"].dtype)
+
+    def _div(self, node: fx.Node) -> Value:
+        inputs = self._inputs(node)
+        divisor = inputs[1] if len(inputs) == 2 else None
+        same = not isinstance(divisor, Value) or not (divisor.rows or divisor.wide)
+        if node.kwargs or len(inputs) != 2 or not same or self.compute == torch.float64:
+            return self._elementwise(node, FLOATING["div"], FLOATING)
+        # As torch divides by a number on a GPU: a quotient of each element would take eight instructions.
+        return self._elementwise(node, "{0} * (1.0 / {1})", FLOATING)
 
     def _square(self, node: fx.Node) -> Value:
         return self._apply(node, "{0} * {0}", self._inputs(node), node.meta["val"].dtype)

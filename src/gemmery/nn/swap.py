@@ -8,12 +8,13 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from ..problem import Precision
-from . import blocks
+from . import blocks, norms
 from .blocks import FusedGatedMLP, FusedIntermediate
 from .linear import Linear, is_plain, own_code
+from .norms import FusedRMSNorm
 
 #: What has been swapped before and is whole in itself.
-_OURS = (FusedGatedMLP, FusedIntermediate)
+_OURS = (FusedGatedMLP, FusedIntermediate, FusedRMSNorm)
 #: How many names of one kind a summary spells out.
 _NAMED = 3
 
@@ -38,7 +39,8 @@ class Swapped:
     Attributes:
         replaced: (qualified name, what it was) of each module, in the model's order; a module with several names has
             its first one here, and the layers of a block that was replaced as a whole are part of it.
-        left: (qualified name, why) of each linear layer, and each feed-forward block like the known ones, that stayed.
+        left: (qualified name, why) of each linear layer, and each feed-forward block and each norm like the known ones,
+            that stayed.
 
     Example:
         >>> import torch, gemmery.nn
@@ -141,19 +143,20 @@ def swap(
 
     These are: every torch.nn.Linear, by a gemmery.nn.Linear; and the feed-forward blocks of Hugging Face's Llama,
     Mistral, Qwen and Gemma (gate, up, activation, down) and of BERT and its relatives (dense and activation), by
-    blocks whose activation runs inside a product. Names, state dicts, tied and shared parameters, training flags and
-    `requires_grad` stay as they are.
+    blocks whose activation runs inside a product. Beside these, the RMSNorms of Llama, Mistral and Qwen become torch's
+    own, one kernel instead of six. Names, state dicts, tied and shared parameters, training flags and `requires_grad`
+    stay as they are.
 
     Left alone, each with a reason in the report: layers and blocks with code that a replacement would lose
     (subclasses, hooks, parametrisations, a patched forward), quantised layers and weights that are no plain tensors,
-    and blocks whose class is not one of those, the layers of which are replaced one by one.
+    and blocks and norms whose class is not one of those; the layers of such a block are replaced one by one.
 
     Args:
         model: of any dtype and on any device; what a product supports is checked when it runs.
         precision: how float32 is multiplied, see `gemmery.matmul`.
         batch_invariant: whether a row of a product has the same bits in every batch, see `gemmery.matmul`.
-        fuse: whether blocks are replaced; with False, only layers are. A fused sum is not rounded before its
-            activation, so that results in 16 bits differ from the model's by roundings.
+        fuse: whether blocks and norms are replaced; with False, only layers are. A fused sum is not rounded before
+            its activation, so that results in 16 bits differ from the model's by roundings.
 
     Returns:
         What was replaced and what was left, with a way back: `report.undo()`.
@@ -170,7 +173,8 @@ def swap(
     if not isinstance(model, nn.Module):
         raise TypeError(f"swap: model is a {type(model).__name__}; it must be a torch.nn.Module")
     walk = _Walk(precision, batch_invariant, fuse)
-    if _is_linear(model) or (fuse and (blocks.family(model) is not None or isinstance(model, _OURS))):
+    replaceable = blocks.family(model) is not None or norms.resembles(model) or isinstance(model, _OURS)
+    if _is_linear(model) or (fuse and replaceable):
         walk.report.left.append(("", "it is not inside a module, so that nothing can take its place"))
     if not isinstance(model, _OURS):
         walk.children(model, "")
@@ -224,6 +228,8 @@ class _Walk:
                 report.replaced.append((path, "Linear"))
             else:
                 report.left.append((path, reason))
+        if self.fuse and norms.resembles(module):
+            self.norm(module, path)
         kind = blocks.family(module) if self.fuse else None
         if kind is not None and self.block(kind, module, path):
             return
@@ -240,6 +246,15 @@ class _Walk:
         self.places[id(module)] = after
         self.report.replaced.append((path, f"{type(module).__name__} ({after.activation.name})"))
         return True
+
+    def norm(self, module: nn.Module, path: str) -> None:
+        """Replace a norm, unless something speaks against it."""
+        reason = norms.refusal(module)
+        if reason is not None:
+            self.report.left.append((path, reason))
+            return
+        self.places[id(module)] = FusedRMSNorm(module)
+        self.report.replaced.append((path, type(module).__name__))
 
     def layer(self, module: nn.Module | None) -> Linear:
         """The replacement of a linear layer, one for all its places."""
