@@ -17,7 +17,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .epilogues.device import described as described_function
 from .epilogues.device import function, loader_with
 from .epilogues.table import TYPES
 from .kernels import epilogues, gemm, order
@@ -235,55 +234,6 @@ def _pieces(problem: Problem, config: Config) -> int:
     return 4 if problem.wants_pieces and config.main_n >= 128 else 2
 
 
-class _Matrices:
-    """The matrices that a traced epilogue reads or writes through tensor descriptors: the first two that can be.
-
-    Through pointers each passes shared memory besides, by instructions of every thread.
-
-    Attributes:
-        which: their numbers among the epilogue's tensors.
-    """
-
-    def __init__(self, problem: Problem, widths: Sequence[int]) -> None:
-        """Of an epilogue that works on blocks of these widths; none for a kernel without descriptors."""
-        self.problem, self.widths = problem, widths
-        self.which: list[int] = []
-        if problem.fusion is not None and widths and not problem.batch:
-            self.which = [i for i in range(len(problem.fusion.operands)) if self._suits(i)][:2]
-
-    def _suits(self, i: int) -> bool:
-        p, fusion = self.problem, self.problem.fusion
-        assert fusion is not None
-        x, times = fusion.operands[i], fusion.times[i]
-        # A descriptor knows no end of the left half.
-        whole = times == 1 or (times == 2 and all(p.out_n % width == 0 for width in self.widths))
-        # Wider elements would take the shared memory of a stage.
-        return whole and x.dtype.itemsize <= 2 and x.row > 0 and x.col == 1 and storable(x, p.M, p.out_n, ())
-
-    def epilogue(self) -> Any:
-        """The device function, which is given the descriptors with its other arguments."""
-        fusion = self.problem.fusion
-        if fusion is None or not self.which:
-            return epilogue_of(self.problem)
-        count = len(fusion.operands)
-        taken = 4 * count + fusion.numbers + fusion.reduces
-        return described_function(fusion.source, taken, count, tuple(self.which))
-
-    def arguments(self, given: Sequence[Any], rows: int, columns: int) -> list[Any]:
-        """Two descriptors for blocks of a size, or None for those that there are not.
-
-        Args:
-            given: the epilogue's tensors and numbers.
-        """
-        return ([self._descriptor(i, given[0][i], rows, columns) for i in self.which] + [None, None])[:2]
-
-    def _descriptor(self, i: int, tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
-        p = self.problem
-        assert p.fusion is not None
-        shape = [p.M, p.out_n * p.fusion.times[i]]
-        return TensorDescriptor(tensor, shape, [p.fusion.operands[i].row, 1], [rows, columns])
-
-
 class Binding:
     """A kernel with everything fixed but the tensors.
 
@@ -317,7 +267,6 @@ class Binding:
         self.pieces = _pieces(p, c)
         # A small tile has half the columns.
         self.tail_pieces = 2 if self.pieces == 4 and c.block_n // c.tail_n >= 64 else 1
-        self.matrices = _Matrices(p, self._widths() if by_descriptor else ())
         self.waves = Waves.of(p, c)
         self.split = Split.of(p, c)
         parts = self.split.parts if self.split else 1
@@ -351,7 +300,7 @@ class Binding:
             "ORDER": order.grouped,
             "LOAD_A": self.a.loader(),
             "LOAD_B": self.b.loader(),
-            "EPILOGUE": self.matrices.epilogue(),
+            "EPILOGUE": epilogue_of(p),
             "STORE": access.store_nothing
             if p.fusion is not None and not p.fusion.stores
             else self.out.store(),
@@ -394,7 +343,6 @@ class Binding:
             self.a.argument(a, c.block_m, c.block_k),
             self.b.argument(b, c.block_k, c.main_n),
             self.out.argument(out, c.block_m, self._stored(c.main_n)),
-            *self.matrices.arguments(given, c.block_m, self._stored(c.main_n)),
         ]
         common = [
             epilogue_arguments(p, self.slot, *given),
@@ -404,20 +352,16 @@ class Binding:
         if self.persistent:
             return [
                 *matrices,
-                *self._tail_arguments(a, b, out, given),
+                *self._tail_arguments(a, b, out),
                 *common,
                 waves.cut,
                 waves.strips,
                 waves.parts,
             ]
-        rest = [None] * 4
+        rest = [None, None]
         if c.rest_n:
             columns = c.rest_n // 2 if p.paired else c.rest_n
-            rest = [
-                self.b.argument(b, c.block_k, c.rest_n),
-                self.out.argument(out, c.block_m, columns),
-                *self.matrices.arguments(given, c.block_m, columns),
-            ]
+            rest = [self.b.argument(b, c.block_k, c.rest_n), self.out.argument(out, c.block_m, columns)]
         parts: list[Any] = [0, None, None]
         if self.split is not None:
             parts = [self.split.length, *self.workspace(a.device)]
@@ -436,30 +380,24 @@ class Binding:
         partials, arrivals = WORKSPACES.get(device, *self.room)
         return partials.view(accumulator(self.problem.a.dtype)), arrivals
 
-    def _tail_arguments(self, a: Tensor, b: Tensor, out: Tensor, given: Sequence[Any]) -> list[Any]:
-        """a, b, out and the epilogue's matrices as the small tiles of the tail see them."""
+    def _tail_arguments(self, a: Tensor, b: Tensor, out: Tensor) -> list[Any]:
+        """a, b and out as the small tiles of the tail see them."""
         c = self.config
         if c.tail == 1:
-            return [None] * 5
+            return [None, None, None]
         rows, columns = c.block_m // c.tail_m, c.block_n // c.tail_n
-        stored = columns // (2 if self.problem.paired else self.tail_pieces)
         return [
             self.a.argument(a, rows, c.tail_k),
             self.b.argument(b, c.tail_k, columns),
-            self.out.argument(out, rows, stored),
-            *self.matrices.arguments(given, rows, stored),
+            self.out.argument(out, rows, columns // (2 if self.problem.paired else self.tail_pieces)),
         ]
-
-    def _widths(self) -> list[int]:
-        """Columns of the blocks that an epilogue sees, in the output."""
-        c = self.config
-        wide = [c.main_n // self.pieces, c.rest_n or c.main_n, c.block_n // (c.tail_n * self.tail_pieces)]
-        return [width // (2 if self.problem.paired else 1) for width in wide]
 
     @property
     def slot(self) -> int:
         """Columns of the narrowest block that an epilogue sees."""
-        return min(self._widths())
+        c = self.config
+        wide = [c.main_n // self.pieces, c.rest_n or c.main_n, c.block_n // (c.tail_n * self.tail_pieces)]
+        return min(wide) // (2 if self.problem.paired else 1)
 
     def _stored(self, columns: int) -> int:
         """Columns of the output that are stored at a time, of a block of so many columns of the product."""

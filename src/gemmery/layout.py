@@ -119,8 +119,7 @@ def make_fused_problem(
     """
     bare, operands = _fold(a, b, out, extras, device, 1 if fusion.between is None else 2)
     before = fusion.prologue and replace(fusion.prologue, operands=tuple(operands[own:]))
-    times = [columns // out.shape[-1] for _, columns in extras[:own]]
-    fusion = replace(fusion, operands=tuple(operands[:own]), times=tuple(times), prologue=before)
+    fusion = replace(fusion, operands=tuple(operands[:own]), prologue=before)
     return replace(
         bare, epilogue="fused", fusion=fusion, precision=precision,
         fast_accum=fast_accum, batch_invariant=batch_invariant and a.dtype.is_floating_point,

@@ -84,7 +84,6 @@ class Fusion:
         stores: whether the kernel stores a result of it, or it stores all itself.
         prologue: what becomes of A's tiles as they are loaded, if anything does: its text, operands over
             (batch, M, K) and numbers, which come after the epilogue's own.
-        times: how often as wide as the output each of these is; 0 for parts of reduced rows.
     """
 
     source: str
@@ -95,7 +94,6 @@ class Fusion:
     reduces: bool = False
     stores: bool = True
     prologue: Fusion | None = None
-    times: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return self.source.split("(", 1)[0].split()[-1]

@@ -27,15 +27,6 @@ def load_{name}(
     return value
 """
 
-_DESCRIBED = """\
-def described_{name}(
-    acc, given, shape, sizes, batch, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr
-):
-    args, first, second = given
-    {names} = args
-    return FUNCTION(acc, ({given}), shape, sizes, batch, row, col, ROWS, COLS, WIDE)
-"""
-
 
 @functools.lru_cache(1024)
 def function(source: str) -> Any:
@@ -67,28 +58,6 @@ def loader_with(source: str, arguments: int, load: Any) -> Any:
     given = "".join(f"a{i}, " for i in range(arguments))
     text = _LOADER.format(name=f"{load.__name__}_{made.__name__}", names=names, given=given)
     return _compiled(text, {"LOAD": load, "FUNCTION": made, "as_type": as_type})
-
-
-@functools.lru_cache(1024)
-def described(source: str, arguments: int, operands: int, through: tuple[int, ...]) -> Any:
-    """A device function that reaches up to two of its matrices through tensor descriptors; see `kernels.fused`.
-
-    It is given (args, first, second): what the function takes otherwise, and the descriptors.
-
-    Args:
-        source: the function's text.
-        arguments: how many it takes.
-        operands: how many of these, the first ones, are tensors; three strides of each come behind them.
-        through: which of them come as descriptors.
-    """
-    made = function(source)
-    names = [f"a{i}" for i in range(arguments)]
-    given = names.copy()
-    for name, operand in zip(("first", "second"), through, strict=False):
-        given[operand], given[operands + 3 * operand + 2] = name, "None"
-    which = "_".join(map(str, through))
-    text = _DESCRIBED.format(name=f"{which}_{made.__name__}", names=", ".join(names), given=", ".join(given))
-    return _compiled(text, {"FUNCTION": made})
 
 
 def _compiled(source: str, space: dict[str, Any]) -> Any:

@@ -373,7 +373,7 @@ class _Lowering:
         return self._apply(node, template, self._inputs(node), node.meta["val"].dtype)
 
     def _softplus(self, node: fx.Node) -> Value:
-        x, beta, threshold = (self._inputs(node) + [1, 20][len(node.args) - 1 :])[:3]
+        x, beta, threshold = [*self._inputs(node), *(1, 20)[len(node.args) - 1 :]]
         scaled = "{0}" if beta == 1 else f"({{0}} * {self.constant(beta)})"
         value = f"softplus({scaled})" if beta == 1 else f"softplus({scaled}) * {self.constant(1 / beta)}"
         # Beyond it torch returns x, which in single precision the sum is anyway.
@@ -622,7 +622,7 @@ def _finished(state: _Lowering, node: fx.Node) -> Program:
             for half, name in enumerate(x.names):
                 state.lines.append(
                     f"store_block(o{position}, t{position}, {half}, shape, sizes, batch, row, col, "
-                    f"{name}, ROWS, COLS, WIDE)"
+                    f"as_type({name}, o{position}.dtype.element_ty), ROWS, COLS, WIDE)"
                 )
             outputs.append(Output(x.dtype, _columns(state, len(x.names)), None, places))
         position += len(places)

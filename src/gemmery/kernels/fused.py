@@ -2,8 +2,7 @@
 
 An epilogue sees one block of the output, with the corner (row, col), of a matrix of `shape` = (M, columns). Operands
 come as a pointer with `strides` = (steps, stride_row, stride_col), see `operands`; a stride is 0 along a dimension that
-is broadcast. An operand twice as wide as the output has a left (`half` 0) and a right half (1). A matrix may come as a
-tensor descriptor instead, with None for stride_col; the halves of one that has them are whole blocks wide.
+is broadcast. An operand twice as wide as the output has a left (`half` 0) and a right half (1).
 """
 
 import triton
@@ -26,11 +25,8 @@ def load_block(
     ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """A block of an operand that is a matrix."""
-    if strides[2] is not None:
-        first = x + tl.cast(shape[1], tl.int64) * strides[2] * half
-        return load_strided(first, shape, strides, sizes, batch, row, col, ROWS, COLS, True, True, WIDE)
-    else:
-        return x.load([row, col + shape[1] * half])
+    first = x + tl.cast(shape[1], tl.int64) * strides[2] * half
+    return load_strided(first, shape, strides, sizes, batch, row, col, ROWS, COLS, True, True, WIDE)
 
 
 @triton.jit
@@ -62,14 +58,10 @@ def store_block(
     x, strides, half: tl.constexpr, shape, sizes, batch, row, col, value,
     ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """A block of a second output, in its type."""
+    """A block of a second output."""
     value = tl.broadcast_to(value, (ROWS, COLS))
-    if strides[2] is not None:
-        value = as_type(value, x.dtype.element_ty)
-        first = x + tl.cast(shape[1], tl.int64) * strides[2] * half
-        store_strided(first, shape, strides, sizes, batch, row, col, value, ROWS, COLS, WIDE)
-    else:
-        x.store([row, col + shape[1] * half], as_type(value, x.dtype))
+    first = x + tl.cast(shape[1], tl.int64) * strides[2] * half
+    store_strided(first, shape, strides, sizes, batch, row, col, value, ROWS, COLS, WIDE)
 
 
 @triton.jit

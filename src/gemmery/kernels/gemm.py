@@ -143,8 +143,8 @@ def finish(
 
 @triton.jit(do_not_specialize=["M", "tiles", "part_k"])
 def gemm_tiles(
-    a, b, out, first, second, b_rest, out_rest, first_rest, second_rest, args,
-    M, N, K, sizes, a_strides, b_strides, out_strides, tiles, part_k, partials, arrivals,
+    a, b, out, b_rest, out_rest, args, M, N, K, sizes, a_strides, b_strides, out_strides,
+    tiles, part_k, partials, arrivals,
     ORDER: tl.constexpr, LOAD_A: tl.constexpr, LOAD_B: tl.constexpr, EPILOGUE: tl.constexpr, STORE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, REST_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, SWAP: tl.constexpr, PIECES: tl.constexpr, CHECK_K: tl.constexpr, WIDE: tl.constexpr,
@@ -153,8 +153,7 @@ def gemm_tiles(
 ):  # fmt: skip
     """One program a tile, or with `SPLIT_K` one for every `part_k` of a tile's K; see `parts`.
 
-    `first` and `second` are descriptors of up to two matrices that the epilogue reads or writes. `b_rest`, `out_rest`,
-    `first_rest` and `second_rest` are these matrices again, with descriptors for blocks of `REST_N` columns.
+    `b_rest` and `out_rest` are b and out again, with descriptors for blocks of `REST_N` columns.
     """
     part = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
@@ -175,14 +174,12 @@ def gemm_tiles(
         last = arrive(place, arrivals)
     if last:
         finish(
-            acc, out, args if first is None else (args, first, second),
-            M, N, sizes, out_strides, batch, row, col, place, partials,
+            acc, out, args, M, N, sizes, out_strides, batch, row, col, place, partials,
             EPILOGUE, STORE, OUT, WIDE, PAIRED, PIECES, SPLIT_K,
         )  # fmt: skip
         if REST_N > 0:
             finish(
-                rest, out_rest, args if first is None else (args, first_rest, second_rest),
-                M, N, sizes, out_strides, batch, row, col + BLOCK_N, place,
+                rest, out_rest, args, M, N, sizes, out_strides, batch, row, col + BLOCK_N, place,
                 partials + BLOCK_M * BLOCK_N if SPLIT_K else partials,
                 EPILOGUE, STORE, OUT, WIDE, PAIRED, 1, SPLIT_K,
             )  # fmt: skip
@@ -258,8 +255,8 @@ def walk(
 
 @triton.jit(do_not_specialize=["M", "tiles", "cut", "strips", "parts"])
 def gemm_persistent(
-    a, b, out, first, second, a_tail, b_tail, out_tail, first_tail, second_tail, args,
-    M, N, K, sizes, a_strides, b_strides, out_strides, tiles, cut, strips, parts,
+    a, b, out, a_tail, b_tail, out_tail, args, M, N, K, sizes, a_strides, b_strides, out_strides,
+    tiles, cut, strips, parts,
     ORDER: tl.constexpr, LOAD_A: tl.constexpr, LOAD_B: tl.constexpr, EPILOGUE: tl.constexpr, STORE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     PIECES: tl.constexpr, CHECK_K: tl.constexpr, WIDE: tl.constexpr, ACC: tl.constexpr, OUT: tl.constexpr,
@@ -273,21 +270,19 @@ def gemm_persistent(
     `BLOCK_N / TAIL_N`: the last `cut` whole tiles, cut up, and the columns that BLOCK_N does not divide, `strips` small
     tiles to a row of them; these are `parts` small tiles in all, behind `tiles` whole ones. Steps along K are then
     `TAIL_K`: a small tile computes little per step, and longer steps keep as many bytes in flight. `a_tail`, `b_tail`
-    and `out_tail` are the matrices again, since a descriptor has the size of its blocks built in. `first` and `second`
-    are descriptors of up to two matrices that the epilogue reads or writes, `first_tail` and `second_tail` those again.
+    and `out_tail` are the matrices again, since a descriptor has the size of its blocks built in.
     """
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N) if TAIL_N == 1 else N // BLOCK_N
     walk(
-        a, b, out, args if first is None else (args, first, second),
-        M, N, K, sizes, a_strides, b_strides, out_strides, tiles, tiles, cut, strips, tiles_m, tiles_n,
+        a, b, out, args, M, N, K, sizes, a_strides, b_strides, out_strides, tiles, tiles, cut, strips, tiles_m, tiles_n,
         whole_tile, ORDER, LOAD_A, LOAD_B, EPILOGUE, STORE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
         PIECES, CHECK_K, WIDE, ACC, OUT, PRECISION, IMPRECISE_ACC, PAIRED, FLATTEN, 1, 1,
     )  # fmt: skip
     if TAIL_N > 1:
         walk(
-            a_tail, b_tail, out_tail, args if first is None else (args, first_tail, second_tail),
-            M, N, K, sizes, a_strides, b_strides, out_strides, parts, tiles, cut, strips, tiles_m, tiles_n,
+            a_tail, b_tail, out_tail, args, M, N, K, sizes, a_strides, b_strides, out_strides, parts, tiles,
+            cut, strips, tiles_m, tiles_n,
             small_tile, ORDER, LOAD_A, LOAD_B, EPILOGUE, STORE, BLOCK_M, BLOCK_N, TAIL_K, GROUP_M,
             TAIL_PIECES, CHECK_TAIL_K, WIDE, ACC, OUT, PRECISION, IMPRECISE_ACC, PAIRED, FLATTEN, TAIL_M, TAIL_N,
         )  # fmt: skip
