@@ -98,6 +98,7 @@ class Program:
         numbers: which of them are the numbers that it takes, in their order.
         outputs: what it returns, in the function's order.
         tensors: how many tensors it takes: the inputs, then what it writes.
+        blocks: (number among the tensors, how often as wide as the output) of each input that it reads as a matrix.
         many: whether the function returns a tuple.
     """
 
@@ -107,6 +108,7 @@ class Program:
     numbers: tuple[int, ...]
     outputs: tuple[Output, ...]
     tensors: int
+    blocks: tuple[tuple[int, int], ...]
     many: bool
 
     @property
@@ -135,6 +137,7 @@ class _Lowering:
     values: dict[fx.Node, Any] = field(default_factory=dict)
     inputs: list[int] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
+    blocks: list[tuple[int, int]] = field(default_factory=list)
     count: int = 0
 
     # Variables
@@ -191,6 +194,7 @@ class _Lowering:
         self.inputs.append(position)
         x = f"x{position}, s{position}"
         if wide and rows:
+            self.blocks.append((len(self.inputs) - 1, times))
             loads = [
                 f"load_block({x}, {h}, shape, sizes, batch, row, col, ROWS, COLS, WIDE)" for h in range(times)
             ]
@@ -373,7 +377,7 @@ class _Lowering:
         return self._apply(node, template, self._inputs(node), node.meta["val"].dtype)
 
     def _softplus(self, node: fx.Node) -> Value:
-        x, beta, threshold = [*self._inputs(node), *(1, 20)[len(node.args) - 1 :]]
+        x, beta, threshold = (self._inputs(node) + [1, 20][len(node.args) - 1 :])[:3]
         scaled = "{0}" if beta == 1 else f"({{0}} * {self.constant(beta)})"
         value = f"softplus({scaled})" if beta == 1 else f"softplus({scaled}) * {self.constant(1 / beta)}"
         # Beyond it torch returns x, which in single precision the sum is anyway.
@@ -630,8 +634,9 @@ def _finished(state: _Lowering, node: fx.Node) -> Program:
     state.lines.append(f"return tl.broadcast_to({block}, (ROWS, COLS))")
     source = _source(state, position)
     return Program(
-        source, state.paired, tuple(state.inputs), tuple(state.numbers), tuple(outputs), position, many
-    )
+        source, state.paired, tuple(state.inputs), tuple(state.numbers), tuple(outputs), position,
+        tuple(state.blocks), many,
+    )  # fmt: skip
 
 
 def _columns(state: _Lowering, times: int) -> str:

@@ -2,14 +2,15 @@
 
 An epilogue sees one block of the output, with the corner (row, col), of a matrix of `shape` = (M, columns). Operands
 come as a pointer with `strides` = (steps, stride_row, stride_col), see `operands`; a stride is 0 along a dimension that
-is broadcast. An operand twice as wide as the output has a left (`half` 0) and a right half (1).
+is broadcast. An operand twice as wide as the output has a left (`half` 0) and a right half (1). For a block that
+was loaded before, the block comes in its place, with None for stride_col.
 """
 
 import triton
 import triton.language as tl
 
 from .numerics import cast, widen
-from .operands import batch_offset, load_strided, store_strided
+from .operands import batch_offset, beside, column_halves, load_strided, store_strided
 
 
 @triton.jit
@@ -25,8 +26,25 @@ def load_block(
     ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """A block of an operand that is a matrix."""
-    first = x + tl.cast(shape[1], tl.int64) * strides[2] * half
-    return load_strided(first, shape, strides, sizes, batch, row, col, ROWS, COLS, True, True, WIDE)
+    if strides[2] is None:
+        return x
+    else:
+        first = x + tl.cast(shape[1], tl.int64) * strides[2] * half
+        return load_strided(first, shape, strides, sizes, batch, row, col, ROWS, COLS, True, True, WIDE)
+
+
+@triton.jit
+def brought(block):
+    """A block that was loaded, widened, where the accumulator has its elements.
+
+    Taken apart and put together it passes shared memory before it is widened. Otherwise Triton has the accumulator,
+    which is wider, come to where the block was loaded.
+    """
+    if block.dtype.is_floating():
+        left, right = column_halves(as_type(block, tl.float32))
+        return beside(left, right)
+    else:
+        return block
 
 
 @triton.jit

@@ -3,8 +3,8 @@
 `out[z] = epilogue(a[z] @ b[z])` for z over the batch, with a of (M, K), b of (K, N), out of (M, N). A tile program is
 one product of a row of blocks of A with a column of blocks of B; `gemm_tiles` starts one program a tile and
 `gemm_persistent` lets as many programs as the machine holds walk over all tiles. The parts come in as constexpr
-functions: ORDER (see `order`), LOAD_A, LOAD_B and STORE (see `operands`) and EPILOGUE (see `epilogues`). With PAIRED,
-LOAD_B gives each tile columns of both halves of B, and the epilogue makes one column of two.
+functions: ORDER (see `order`), LOAD_A, LOAD_B and STORE (see `operands`), EPILOGUE and AHEAD (see `epilogues`). With
+PAIRED, LOAD_B gives each tile columns of both halves of B, and the epilogue makes one column of two.
 """
 
 import triton
@@ -76,6 +76,18 @@ def pieces_of(block, PAIRED: tl.constexpr):
 
 
 @triton.jit
+def load_ahead(
+    args, M, N, sizes, batch, row, col, ROWS: tl.constexpr, COLS: tl.constexpr,
+    AHEAD: tl.constexpr, WIDE: tl.constexpr, PAIRED: tl.constexpr,
+):  # fmt: skip
+    """What the epilogue of the product's block with corner (row, col) needs of memory."""
+    if PAIRED:
+        return AHEAD(args, (M, N // 2), sizes, batch, row, col // 2, ROWS, COLS // 2, WIDE)
+    else:
+        return AHEAD(args, (M, N), sizes, batch, row, col, ROWS, COLS, WIDE)
+
+
+@triton.jit
 def finish_piece(
     piece, out, args, M, N, sizes, out_strides, batch, row, col, place, partials, first, COLS: tl.constexpr,
     EPILOGUE: tl.constexpr, STORE: tl.constexpr, OUT: tl.constexpr, WIDE: tl.constexpr, PAIRED: tl.constexpr,
@@ -90,63 +102,93 @@ def finish_piece(
 
 
 @triton.jit
-def finish_halves(
-    piece, out, args, M, N, sizes, out_strides, batch, row, col, place, partials, first, COLS: tl.constexpr,
-    EPILOGUE: tl.constexpr, STORE: tl.constexpr, OUT: tl.constexpr, WIDE: tl.constexpr, PAIRED: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-):  # fmt: skip
-    """`finish_piece` of one half after the other."""
-    left, right = pieces_of(piece, PAIRED)
-    finish_piece(
-        left, out, args, M, N, sizes, out_strides, batch, row, col, place, partials, first, COLS,
-        EPILOGUE, STORE, OUT, WIDE, PAIRED, SPLIT_K,
-    )  # fmt: skip
-    finish_piece(
-        right, out, args, M, N, sizes, out_strides, batch, row, col, place, partials, first + piece.shape[1] // 2, COLS,
-        EPILOGUE, STORE, OUT, WIDE, PAIRED, SPLIT_K,
-    )  # fmt: skip
-
-
-@triton.jit
 def finish(
     acc, out, args, M, N, sizes, out_strides, batch, row, col, place, partials,
-    EPILOGUE: tl.constexpr, STORE: tl.constexpr, OUT: tl.constexpr, WIDE: tl.constexpr, PAIRED: tl.constexpr,
-    PIECES: tl.constexpr, SPLIT_K: tl.constexpr,
+    EPILOGUE: tl.constexpr, AHEAD: tl.constexpr, STORE: tl.constexpr, OUT: tl.constexpr, WIDE: tl.constexpr,
+    PAIRED: tl.constexpr, PIECES: tl.constexpr, SPLIT_K: tl.constexpr,
 ):  # fmt: skip
-    """Epilogue and store of a tile, whole or in 2 or 4 pieces.
+    """Epilogue and store of a tile, whole or in 2 or 4 pieces, each of which loads while those before it are stored.
 
     Less staging memory buys another pipeline stage, and an epilogue that reads and writes much needs fewer registers.
     With `SPLIT_K` the tile's other parts are added first.
     """
+    ROWS: tl.constexpr = acc.shape[0]
     COLS: tl.constexpr = acc.shape[1]
+    PART: tl.constexpr = COLS // PIECES
+    ahead_0 = (
+        None
+        if AHEAD is None
+        else load_ahead(args, M, N, sizes, batch, row, col, ROWS, PART, AHEAD, WIDE, PAIRED)
+    )
     if PIECES == 1:
         finish_piece(
-            acc, out, args, M, N, sizes, out_strides, batch, row, col, place, partials, 0, COLS,
-            EPILOGUE, STORE, OUT, WIDE, PAIRED, SPLIT_K,
-        )  # fmt: skip
-    elif PIECES == 2:
-        finish_halves(
-            acc, out, args, M, N, sizes, out_strides, batch, row, col, place, partials, 0, COLS,
+            acc, out, args if AHEAD is None else (args, ahead_0),
+            M, N, sizes, out_strides, batch, row, col, place, partials, 0, COLS,
             EPILOGUE, STORE, OUT, WIDE, PAIRED, SPLIT_K,
         )  # fmt: skip
     else:
+        ahead_1 = (
+            None
+            if AHEAD is None
+            else load_ahead(args, M, N, sizes, batch, row, col + PART, ROWS, PART, AHEAD, WIDE, PAIRED)
+        )
         left, right = pieces_of(acc, PAIRED)
-        finish_halves(
-            left, out, args, M, N, sizes, out_strides, batch, row, col, place, partials, 0, COLS,
-            EPILOGUE, STORE, OUT, WIDE, PAIRED, SPLIT_K,
-        )  # fmt: skip
-        finish_halves(
-            right, out, args, M, N, sizes, out_strides, batch, row, col, place, partials, COLS // 2, COLS,
-            EPILOGUE, STORE, OUT, WIDE, PAIRED, SPLIT_K,
-        )  # fmt: skip
+        if PIECES == 2:
+            finish_piece(
+                left, out, args if AHEAD is None else (args, ahead_0),
+                M, N, sizes, out_strides, batch, row, col, place, partials, 0, COLS,
+                EPILOGUE, STORE, OUT, WIDE, PAIRED, SPLIT_K,
+            )  # fmt: skip
+            finish_piece(
+                right, out, args if AHEAD is None else (args, ahead_1),
+                M, N, sizes, out_strides, batch, row, col, place, partials, PART, COLS,
+                EPILOGUE, STORE, OUT, WIDE, PAIRED, SPLIT_K,
+            )  # fmt: skip
+        else:
+            piece_0, piece_1 = pieces_of(left, PAIRED)
+            piece_2, piece_3 = pieces_of(right, PAIRED)
+            finish_piece(
+                piece_0, out, args if AHEAD is None else (args, ahead_0),
+                M, N, sizes, out_strides, batch, row, col, place, partials, 0, COLS,
+                EPILOGUE, STORE, OUT, WIDE, PAIRED, SPLIT_K,
+            )  # fmt: skip
+            ahead_2 = (
+                None
+                if AHEAD is None
+                else load_ahead(
+                    args, M, N, sizes, batch, row, col + 2 * PART, ROWS, PART, AHEAD, WIDE, PAIRED
+                )
+            )
+            finish_piece(
+                piece_1, out, args if AHEAD is None else (args, ahead_1),
+                M, N, sizes, out_strides, batch, row, col, place, partials, PART, COLS,
+                EPILOGUE, STORE, OUT, WIDE, PAIRED, SPLIT_K,
+            )  # fmt: skip
+            ahead_3 = (
+                None
+                if AHEAD is None
+                else load_ahead(
+                    args, M, N, sizes, batch, row, col + 3 * PART, ROWS, PART, AHEAD, WIDE, PAIRED
+                )
+            )
+            finish_piece(
+                piece_2, out, args if AHEAD is None else (args, ahead_2),
+                M, N, sizes, out_strides, batch, row, col, place, partials, 2 * PART, COLS,
+                EPILOGUE, STORE, OUT, WIDE, PAIRED, SPLIT_K,
+            )  # fmt: skip
+            finish_piece(
+                piece_3, out, args if AHEAD is None else (args, ahead_3),
+                M, N, sizes, out_strides, batch, row, col, place, partials, 3 * PART, COLS,
+                EPILOGUE, STORE, OUT, WIDE, PAIRED, SPLIT_K,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["M", "tiles", "part_k"])
 def gemm_tiles(
     a, b, out, b_rest, out_rest, args, M, N, K, sizes, a_strides, b_strides, out_strides,
     tiles, part_k, partials, arrivals,
-    ORDER: tl.constexpr, LOAD_A: tl.constexpr, LOAD_B: tl.constexpr, EPILOGUE: tl.constexpr, STORE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, REST_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ORDER: tl.constexpr, LOAD_A: tl.constexpr, LOAD_B: tl.constexpr, EPILOGUE: tl.constexpr, AHEAD: tl.constexpr,
+    STORE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, REST_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, SWAP: tl.constexpr, PIECES: tl.constexpr, CHECK_K: tl.constexpr, WIDE: tl.constexpr,
     ACC: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr,
     PAIRED: tl.constexpr, SPLIT_K: tl.constexpr,
@@ -175,13 +217,13 @@ def gemm_tiles(
     if last:
         finish(
             acc, out, args, M, N, sizes, out_strides, batch, row, col, place, partials,
-            EPILOGUE, STORE, OUT, WIDE, PAIRED, PIECES, SPLIT_K,
+            EPILOGUE, AHEAD, STORE, OUT, WIDE, PAIRED, PIECES, SPLIT_K,
         )  # fmt: skip
         if REST_N > 0:
             finish(
                 rest, out_rest, args, M, N, sizes, out_strides, batch, row, col + BLOCK_N, place,
                 partials + BLOCK_M * BLOCK_N if SPLIT_K else partials,
-                EPILOGUE, STORE, OUT, WIDE, PAIRED, 1, SPLIT_K,
+                EPILOGUE, AHEAD, STORE, OUT, WIDE, PAIRED, 1, SPLIT_K,
             )  # fmt: skip
 
 
@@ -229,7 +271,7 @@ def small_tile(
 def walk(
     a, b, out, args, M, N, K, sizes, a_strides, b_strides, out_strides, units, first, cut, strips, tiles_m, tiles_n,
     PLACE: tl.constexpr, ORDER: tl.constexpr, LOAD_A: tl.constexpr, LOAD_B: tl.constexpr, EPILOGUE: tl.constexpr,
-    STORE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr, STORE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, PIECES: tl.constexpr, CHECK_K: tl.constexpr, WIDE: tl.constexpr,
     ACC: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr,
     PAIRED: tl.constexpr, FLATTEN: tl.constexpr, PARTS_M: tl.constexpr, PARTS_N: tl.constexpr,
@@ -249,7 +291,7 @@ def walk(
         )  # fmt: skip
         finish(
             acc, out, args, M, N, sizes, out_strides, batch, row, col, None, None,
-            EPILOGUE, STORE, OUT, WIDE, PAIRED, PIECES, False,
+            EPILOGUE, AHEAD, STORE, OUT, WIDE, PAIRED, PIECES, False,
         )  # fmt: skip
 
 
@@ -257,8 +299,8 @@ def walk(
 def gemm_persistent(
     a, b, out, a_tail, b_tail, out_tail, args, M, N, K, sizes, a_strides, b_strides, out_strides,
     tiles, cut, strips, parts,
-    ORDER: tl.constexpr, LOAD_A: tl.constexpr, LOAD_B: tl.constexpr, EPILOGUE: tl.constexpr, STORE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    ORDER: tl.constexpr, LOAD_A: tl.constexpr, LOAD_B: tl.constexpr, EPILOGUE: tl.constexpr, AHEAD: tl.constexpr,
+    STORE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     PIECES: tl.constexpr, CHECK_K: tl.constexpr, WIDE: tl.constexpr, ACC: tl.constexpr, OUT: tl.constexpr,
     PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr, PAIRED: tl.constexpr, FLATTEN: tl.constexpr,
     TAIL_M: tl.constexpr, TAIL_N: tl.constexpr, TAIL_K: tl.constexpr, CHECK_TAIL_K: tl.constexpr,
@@ -276,13 +318,13 @@ def gemm_persistent(
     tiles_n = tl.cdiv(N, BLOCK_N) if TAIL_N == 1 else N // BLOCK_N
     walk(
         a, b, out, args, M, N, K, sizes, a_strides, b_strides, out_strides, tiles, tiles, cut, strips, tiles_m, tiles_n,
-        whole_tile, ORDER, LOAD_A, LOAD_B, EPILOGUE, STORE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
+        whole_tile, ORDER, LOAD_A, LOAD_B, EPILOGUE, AHEAD, STORE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
         PIECES, CHECK_K, WIDE, ACC, OUT, PRECISION, IMPRECISE_ACC, PAIRED, FLATTEN, 1, 1,
     )  # fmt: skip
     if TAIL_N > 1:
         walk(
             a_tail, b_tail, out_tail, args, M, N, K, sizes, a_strides, b_strides, out_strides, parts, tiles,
             cut, strips, tiles_m, tiles_n,
-            small_tile, ORDER, LOAD_A, LOAD_B, EPILOGUE, STORE, BLOCK_M, BLOCK_N, TAIL_K, GROUP_M,
+            small_tile, ORDER, LOAD_A, LOAD_B, EPILOGUE, AHEAD, STORE, BLOCK_M, BLOCK_N, TAIL_K, GROUP_M,
             TAIL_PIECES, CHECK_TAIL_K, WIDE, ACC, OUT, PRECISION, IMPRECISE_ACC, PAIRED, FLATTEN, TAIL_M, TAIL_N,
         )  # fmt: skip

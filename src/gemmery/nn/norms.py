@@ -35,18 +35,18 @@ class FusedRMSNorm(nn.Module):
         variance_epsilon: what is added to the mean.
     """
 
+    weight: nn.Parameter
     variance_epsilon: float
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
         self.original = type(norm).__name__
-        self.weight = norm.weight
+        self.register_parameter("weight", norm._parameters["weight"])
         inherit(self, norm)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """(..., N) to (..., N), in the type that torch gives the product of x and the weight."""
         weight, eps = self.weight, self.variance_epsilon
-        assert isinstance(weight, Tensor)
         if weight.dtype != hidden_states.dtype:
             return weight * functional.rms_norm(hidden_states, weight.shape, eps=eps)
         return functional.rms_norm(hidden_states, weight.shape, weight, eps)

@@ -191,7 +191,8 @@ def _fusion(values: dict[str, Any]) -> Fusion:
         for x in values["operands"]
     ]
     before = values["prologue"] and _fusion(values["prologue"])
-    return Fusion(**(values | {"operands": tuple(operands), "prologue": before}))
+    blocks = tuple([tuple(block) for block in values["blocks"]])
+    return Fusion(**(values | {"operands": tuple(operands), "prologue": before, "blocks": blocks}))
 
 
 def _work(target: Target) -> None:
