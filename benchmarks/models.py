@@ -1,0 +1,302 @@
+"""Measure on a GPU what suites of products do not show: blocks, models, what an epilogue costs, and first calls.
+
+python benchmarks/models.py [--only NAME] [--out FILE]      needs transformers
+
+Every entry has the times of all rounds, in seconds; methods of an entry run in turn, in a new order each round.
+"""
+
+import argparse
+import copy
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+
+import gemmery  # noqa: E402
+import gemmery.nn as gnn  # noqa: E402
+from gemmery import epilogues  # noqa: E402
+from gemmery.lab.results import describe_run  # noqa: E402
+from gemmery.lab.timing import compare  # noqa: E402
+
+OUT = ROOT / "benchmarks" / "results" / "models" / "h200.json"
+ROUNDS = 7
+#: Llama-3-8B: width, hidden width of its feed-forward blocks.
+WIDTH, HIDDEN = 4096, 14336
+#: Of about 1.2 billion parameters, with Llama 3's vocabulary.
+LLAMA = {
+    "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 4096, "attn_implementation": "sdpa",
+    "tie_word_embeddings": True,
+}  # fmt: skip
+
+Entry = dict[str, Any]
+Call = Callable[[], Any]
+
+
+def filled(*shape: int) -> Tensor:
+    """Normal random numbers in bfloat16."""
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def in_turn(methods: dict[str, Call], calls: int) -> dict[str, list[float]]:
+    """Seconds a call, by method and round: `calls` in a row between two events, after one that is not timed."""
+    times: dict[str, list[float]] = {name: [] for name in methods}
+    for call in methods.values():
+        call()
+        call()
+    for _ in range(ROUNDS):
+        for name in random.sample(list(methods), len(methods)):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            methods[name]()
+            torch.cuda.synchronize()
+            begin.record()
+            for _ in range(calls):
+                methods[name]()
+            end.record()
+            torch.cuda.synchronize()
+            times[name].append(begin.elapsed_time(end) / 1e3 / calls)
+    return times
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What epilogues cost
+
+
+def costs() -> Iterator[Entry]:
+    """Each ready-made elementwise epilogue beside the bare product."""
+    m = 4096
+    x, w = filled(m, WIDTH), filled(HIDDEN, WIDTH) / WIDTH**0.5
+    rows, columns, matrix = torch.rand(m, 1, device="cuda"), filled(HIDDEN), filled(m, HIDDEN)
+    given: dict[str, tuple[Any, ...]] = {
+        "bias": (columns,), "column_scale": (columns,), "row_scale": (rows,), "relu": (), "relu_squared": (),
+        "gelu": (), "gelu_tanh": (), "silu": (), "sigmoid": (), "tanh": (), "softcap": (30.0,), "residual": (matrix,),
+        "logsumexp": (),
+    }  # fmt: skip
+
+    def fused(name: str) -> Call:
+        return lambda: gemmery.linear(x, w, epilogue=getattr(epilogues, name), args=given[name])
+
+    methods = {"bare": lambda: gemmery.linear(x, w), **{name: fused(name) for name in given}}
+    rounds = compare(methods, rounds=ROUNDS, regimes=("burst",))["burst"]
+    times = {name: [each[name] for each in rounds] for name in methods}
+    yield {"name": f"epilogues, {m}×{HIDDEN}×{WIDTH}", "kind": "costs", "times": times}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A feed-forward block, trained
+
+
+class Plain(nn.Module):
+    """A gated block as models have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        how = {"bias": False, "device": "cuda", "dtype": torch.bfloat16}
+        self.gate, self.up = nn.Linear(WIDTH, HIDDEN, **how), nn.Linear(WIDTH, HIDDEN, **how)
+        self.down = nn.Linear(HIDDEN, WIDTH, **how)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(M, WIDTH) to (M, WIDTH)."""
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def gated() -> Iterator[Entry]:
+    """Forward and backward of a block at 8192 tokens, and the memory that it holds between the two."""
+    m = 8192
+    plain = Plain()
+    ours = gnn.GatedMLP(WIDTH, HIDDEN, stacked=True, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        ours.gate_up.weight.copy_(torch.cat((plain.gate.weight, plain.up.weight)))
+        ours.down.weight.copy_(plain.down.weight)
+    blocks = {"gemmery": ours, "compile": torch.compile(plain), "eager": plain}
+    x, gradient = filled(m, WIDTH).requires_grad_(), filled(m, WIDTH)
+
+    def step(block: nn.Module) -> Call:
+        def run() -> None:
+            x.grad = None
+            block.zero_grad(set_to_none=True)
+            block(x).backward(gradient)
+
+        return run
+
+    held = {}
+    for name, block in blocks.items():
+        step(block)()
+        x.grad = None
+        block.zero_grad(set_to_none=True)
+        before = torch.cuda.memory_allocated()
+        y = block(x)
+        held[name] = torch.cuda.memory_allocated() - before - y.numel() * y.element_size()
+        del y
+    times = in_turn({name: step(block) for name, block in blocks.items()}, 10)
+    yield {
+        "name": f"GatedMLP, forward and backward, M={m}",
+        "kind": "block",
+        "times": times,
+        "held_bytes": held,
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A model
+
+
+def llama() -> Iterator[Entry]:
+    """A Llama, swapped: a prompt, and a step of decoding in a CUDA graph."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(**LLAMA)
+    with torch.device("cuda"):
+        eager = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    ours = copy.deepcopy(eager)
+    report = str(gnn.swap(ours))
+    models = {
+        "gemmery": ours, "eager": eager, "compile": torch.compile(eager), "gemmery compiled": torch.compile(ours),
+    }  # fmt: skip
+    ids = torch.randint(0, config.vocab_size, (8, 1024), device="cuda")
+
+    def prompt(model: Any) -> Call:
+        return lambda: model(ids, use_cache=False, logits_to_keep=1).logits
+
+    with torch.no_grad():
+        times = in_turn({name: prompt(model) for name, model in models.items()}, 5)
+        yield {
+            "name": "Llama of 1.2B, prompts of 8×1024 tokens",
+            "kind": "model",
+            "times": times,
+            "swap": report,
+        }
+        steps = {name: _decoding(model, config) for name, model in models.items()}
+        times = in_turn({name: graph.replay for name, (graph, _) in steps.items()}, 25)
+        yield {"name": "Llama of 1.2B, decoding 16 rows in a CUDA graph", "kind": "model", "times": times}
+
+
+def _decoding(model: Any, config: Any, rows: int = 16, past: int = 512) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of one step behind `past` tokens, and what must live as long as it does."""
+    from transformers.cache_utils import StaticCache
+
+    cache = StaticCache(config=config, max_cache_len=past + 64)
+    token = torch.randint(0, config.vocab_size, (rows, 1), device="cuda")
+    position = torch.full((rows, 1), past, device="cuda")
+    model(
+        torch.randint(0, config.vocab_size, (rows, past), device="cuda"),
+        past_key_values=cache,
+        logits_to_keep=1,
+    )
+
+    def step() -> Tensor:
+        for layer in cache.layers:
+            layer.cumulative_length.fill_(past)  # each replay is the same step
+        logits: Tensor = model(token, past_key_values=cache, position_ids=position).logits
+        return logits
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = step()
+    return graph, (cache, token, position, logits)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# First calls
+
+FIRST = {
+    "silu": "lambda acc: F.silu(acc) * 1.25",
+    "bias, gelu": "lambda acc, b: F.gelu(acc + b)",
+    "bias, softplus": "lambda acc, b: F.softplus(acc + b) * 0.37",
+}
+_FIRST = """
+import json, time, torch, gemmery
+from torch.nn import functional as F
+x = torch.randn(512, 4096, device="cuda", dtype=torch.bfloat16)
+w = torch.randn(14336, 4096, device="cuda", dtype=torch.bfloat16)
+b = torch.randn(14336, device="cuda")
+function = {function}
+args = (b,) if "b" in {function!r}.split(":")[0] else ()
+def call(rows, epilogue):
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    gemmery.linear(x[:rows], w, **({{"epilogue": epilogue, "args": args}} if epilogue else {{}}))
+    torch.cuda.synchronize()
+    return time.perf_counter() - begun
+call(512, None)
+print(json.dumps([call(512, function), call(100, function), call(512, function)]))
+"""
+
+
+def first() -> Iterator[Entry]:
+    """First calls of new epilogues, each in a process of its own, after a bare product; nothing compiled is kept."""
+    times: dict[str, list[float]] = {}
+    for name, function in FIRST.items():
+        script = _FIRST.format(function=function)
+        environment = {"TRITON_ALWAYS_COMPILE": "1", "PYTHONPATH": str(ROOT / "src")}
+        done = subprocess.run(
+            ["env", *[f"{k}={v}" for k, v in environment.items()], sys.executable, "-c", script],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            raise RuntimeError(done.stderr)
+        call, other, again = json.loads(done.stdout.splitlines()[-1])
+        times |= {name: [call], f"{name}, then another M": [other], f"{name}, again": [again]}
+    yield {"name": f"first calls, 512×{HIDDEN}×{WIDTH}", "kind": "first", "times": times}
+
+
+def host() -> Iterator[Entry]:
+    """Host time of prebuilt epilogues beside the bare product's."""
+    x, w, b = filled(16, 256), filled(256, 256), torch.randn(256, device="cuda")
+    plain, added = gemmery.epilogue(torch.relu), gemmery.epilogue(lambda acc, b: torch.relu(acc + b))
+    methods = {
+        "bare": lambda: gemmery.linear(x, w),
+        "relu": lambda: gemmery.linear(x, w, epilogue=plain),
+        "bias, relu": lambda: gemmery.linear(x, w, epilogue=added, args=(b,)),
+        "torch": lambda: F.linear(x, w),
+    }
+    rounds = compare(methods, rounds=ROUNDS, regimes=("host",))["host"]
+    times = {name: [each[name] for each in rounds] for name in methods}
+    yield {"name": "host time of a call, 16×256×256", "kind": "host", "times": times}
+
+
+PARTS = {"costs": costs, "gated": gated, "llama": llama, "first": first, "host": host}
+
+
+def main() -> None:
+    """Measure, and write after every entry, so that what was measured is kept."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", choices=PARTS, action="append", help="these parts alone")
+    parser.add_argument("--out", type=Path, default=OUT, metavar="FILE")
+    options = parser.parse_args()
+    header = describe_run(0, ROUNDS, (), "cuda", ())
+    entries: list[Entry] = []
+    for name in options.only or PARTS:
+        begun = time.time()
+        for entry in PARTS[name]():
+            entries.append(entry)
+            medians = {method: sorted(t)[len(t) // 2] for method, t in entry["times"].items()}
+            print(entry["name"], {method: f"{t * 1e3:.4g} ms" for method, t in medians.items()}, flush=True)
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            text = json.dumps({**header, "entries": entries}, indent=1, ensure_ascii=False)
+            options.out.write_text(text + "\n", encoding="utf-8")
+        print(f"{name}: {time.time() - begun:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
