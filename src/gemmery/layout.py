@@ -240,4 +240,8 @@ def same_layout(first: Tensor, second: Tensor) -> bool:
 
 def broadcast_batch(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
     """torch.broadcast_shapes for batch dimensions, as a tuple."""
-    return tuple(torch.broadcast_shapes(tuple(a), tuple(b)))
+    first, second = tuple(a), tuple(b)
+    if not first or not second or first == second:
+        # torch's own function imports sympy, which takes half a second of a process's first call.
+        return first or second
+    return tuple(torch.broadcast_shapes(first, second))
