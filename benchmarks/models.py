@@ -1,6 +1,6 @@
 """Measure on a GPU what suites of products do not show: blocks, models, what an epilogue costs, and first calls.
 
-python benchmarks/models.py [--only NAME] [--out FILE]      needs transformers
+python benchmarks/models.py [--only PART] [--out DIR]      needs transformers; writes a file a part
 
 Every entry has the times of all rounds, in seconds; methods of an entry run in turn, in a new order each round.
 """
@@ -29,7 +29,7 @@ from gemmery import epilogues  # noqa: E402
 from gemmery.lab.results import describe_run  # noqa: E402
 from gemmery.lab.timing import compare  # noqa: E402
 
-OUT = ROOT / "benchmarks" / "results" / "models" / "h200.json"
+OUT = ROOT / "benchmarks" / "results" / "models"
 ROUNDS = 7
 #: Llama-3-8B: width, hidden width of its feed-forward blocks.
 WIDTH, HIDDEN = 4096, 14336
@@ -90,7 +90,7 @@ def costs() -> Iterator[Entry]:
     methods = {"bare": lambda: gemmery.linear(x, w), **{name: fused(name) for name in given}}
     rounds = compare(methods, rounds=ROUNDS, regimes=("burst",))["burst"]
     times = {name: [each[name] for each in rounds] for name in methods}
-    yield {"name": f"epilogues, {m}×{HIDDEN}×{WIDTH}", "kind": "costs", "times": times}
+    yield {"name": f"epilogues, {m}×{HIDDEN}×{WIDTH}", "times": times}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ def llama() -> Iterator[Entry]:
         }
         steps = {name: _decoding(model, config) for name, model in models.items()}
         times = in_turn({name: graph.replay for name, (graph, _) in steps.items()}, 25)
-        yield {"name": "Llama of 1.2B, decoding 16 rows in a CUDA graph", "kind": "model", "times": times}
+        yield {"name": "Llama of 1.2B, decoding 16 rows in a CUDA graph", "times": times}
 
 
 def _decoding(model: Any, config: Any, rows: int = 16, past: int = 512) -> tuple[torch.cuda.CUDAGraph, Any]:
@@ -255,7 +255,7 @@ def first() -> Iterator[Entry]:
             raise RuntimeError(done.stderr)
         call, other, again = json.loads(done.stdout.splitlines()[-1])
         times |= {name: [call], f"{name}, then another M": [other], f"{name}, again": [again]}
-    yield {"name": f"first calls, 512×{HIDDEN}×{WIDTH}", "kind": "first", "times": times}
+    yield {"name": f"first calls, 512×{HIDDEN}×{WIDTH}", "times": times}
 
 
 def host() -> Iterator[Entry]:
@@ -270,7 +270,7 @@ def host() -> Iterator[Entry]:
     }
     rounds = compare(methods, rounds=ROUNDS, regimes=("host",))["host"]
     times = {name: [each[name] for each in rounds] for name in methods}
-    yield {"name": "host time of a call, 16×256×256", "kind": "host", "times": times}
+    yield {"name": "host time of a call, 16×256×256", "times": times}
 
 
 PARTS = {"costs": costs, "gated": gated, "llama": llama, "first": first, "host": host}
@@ -281,21 +281,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", choices=PARTS, action="append", help="these parts alone")
-    parser.add_argument("--out", type=Path, default=OUT, metavar="FILE")
+    parser.add_argument("--only", choices=PARTS, action="append", metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--out", type=Path, default=OUT, metavar="DIR")
     options = parser.parse_args()
     header = describe_run(0, ROUNDS, (), "cuda", ())
-    entries: list[Entry] = []
-    for name in options.only or PARTS:
-        begun = time.time()
-        for entry in PARTS[name]():
+    kept = {key: header[key] for key in ("gpu", "torch", "triton", "cuda", "commit", "date")}
+    options.out.mkdir(parents=True, exist_ok=True)
+    for part in options.only or PARTS:
+        begun, entries = time.time(), []
+        for entry in PARTS[part]():
             entries.append(entry)
             medians = {method: sorted(t)[len(t) // 2] for method, t in entry["times"].items()}
             print(entry["name"], {method: f"{t * 1e3:.4g} ms" for method, t in medians.items()}, flush=True)
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            text = json.dumps({**header, "entries": entries}, indent=1, ensure_ascii=False)
-            options.out.write_text(text + "\n", encoding="utf-8")
-        print(f"{name}: {time.time() - begun:.0f} s", flush=True)
+            result = {"part": part, **kept, "protocol": {"rounds": ROUNDS}, "entries": entries}
+            text = json.dumps(result, indent=1, ensure_ascii=False)
+            (options.out / f"{part}.json").write_text(text + "\n", encoding="utf-8")
+        print(f"{part}: {time.time() - begun:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -6,13 +6,27 @@ python benchmarks/readme_tables.py --check   exit 1 if one is out of date
 
 import argparse
 import itertools
+import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.records import RESULTS, Bar, Data, bar_of, kind, parts, peers, read_results, regimes, run_line  # noqa: E402
+from benchmarks.records import (  # noqa: E402
+    RESULTS,
+    Bar,
+    Data,
+    bar_of,
+    kind,
+    parts,
+    peers,
+    read_models,
+    read_results,
+    regimes,
+    run_line,
+)  # fmt: skip
 from gemmery.lab import suites  # noqa: E402
 from gemmery.lab.display import left_out, ratio  # noqa: E402
 from gemmery.lab.suites import Row  # noqa: E402
@@ -77,7 +91,42 @@ def summary_rows(result: Data) -> list[list[str]]:
     return lines
 
 
-def summary(results: list[Data]) -> str:
+def _duration(seconds: float) -> str:
+    for unit, factor in (("s", 1.0), ("ms", 1e3)):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"
+
+
+def model_rows(entry: Data) -> list[list[str]]:
+    """A line for each method of an entry of `models.py`, beside ours or beside the bare product."""
+    times = entry["times"]
+    base = next((name for name in ("gemmery", "bare") if name in times), None)
+    lines = []
+    for name, rounds in times.items():
+        beside = ""
+        if base is not None and name != base:
+            found = sorted(x / y for x, y in zip(rounds, times[base], strict=True))
+            beside = f"{statistics.median(found):.3f} ({found[0]:.3f}–{found[-1]:.3f})"
+        held = entry.get("held_bytes", {}).get(name)
+        memory = "" if held is None else f"{held / 2**20:.0f} MiB"
+        lines.append(["", _cell(name), _duration(statistics.median(rounds)), beside, memory])
+    lines[0][0] = _cell(entry["name"])
+    return lines
+
+
+def models(results: Sequence[Data]) -> str:
+    """The table of blocks and models, with where it was measured."""
+    head = ["blocks and models", "", "time", "beside gemmery's, or the bare product's", "held for backward"]
+    lines = [line for result in results for entry in result["entries"] for line in model_rows(entry)]
+    runs: dict[str, list[str]] = {}
+    for result in results:
+        runs.setdefault(run_line(result), []).append(result["part"])
+    places = "\n".join(f"- {line}: {', '.join(names)}." for line, names in runs.items())
+    return f"{_table(head, lines, 'llrrr')}\n\n{places}"
+
+
+def summary(results: list[Data], of_models: Sequence[Data] = ()) -> str:
     """Everything between the marks of README.md."""
     if not results:
         return NONE
@@ -90,6 +139,7 @@ def summary(results: list[Data]) -> str:
         [
             _table(head, [line for result in results for line in summary_rows(result)], "llllrrl"),
             "\n".join(places),
+            *([models(of_models)] if of_models else []),
         ]
     )
 
@@ -172,7 +222,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         results = read_results(options.results)
-        readme = rewritten(options.readme.read_text(encoding="utf-8"), summary(results))
+        readme = rewritten(
+            options.readme.read_text(encoding="utf-8"), summary(results, read_models(options.results))
+        )
     except ValueError as error:
         print(f"readme_tables: {error}", file=sys.stderr)
         return 2

@@ -56,6 +56,8 @@ BARS = {
     "launch_out": [Bar(1 / 1.2, None, regimes=("host",))],
     "launch_plan": [Bar(1 / 0.8, None, regimes=("host",))],
 }
+#: The parts of `models.py` in the order in which they are shown.
+MODELS = ("gated", "llama", "costs", "first", "host")
 #: The version of Triton that results are of where they do not say.
 TRITON = "3.6"
 #: What the fastest peer of each row is called, where there are several.
@@ -73,6 +75,19 @@ def read_results(folder: Path) -> list[Data]:
             )
         results.append(data)
     return sorted(results, key=_place)
+
+
+def read_models(folder: Path) -> list[Data]:
+    """What `models.py` wrote, in the order in which it is shown; ValueError names a file that is not of it."""
+    found = {}
+    for path in sorted((folder / "models").glob("*.json")):
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if missing := {"part", "entries", "protocol", "commit"} - set(data):
+            raise ValueError(
+                f"models/{path.name} is no result of models.py: it is without {', '.join(sorted(missing))}"
+            )
+        found[data["part"]] = data
+    return [found[part] for part in (*MODELS, *sorted(set(found) - set(MODELS))) if part in found]
 
 
 def _place(result: Data) -> tuple[int, str, str]:
