@@ -108,6 +108,33 @@ def result_types(name, dtype):
     return {"cast_fp8": [torch.float8_e4m3fn, inner], "logsumexp": [dtype, inner]}.get(name)
 
 
+# What is loaded ahead
+
+
+AHEAD = {
+    "residual": lambda acc, r: acc + r,
+    "used twice": lambda acc, r: torch.where(r > 0, acc * r, r),
+    "with others": lambda acc, r, row: acc * row + r * 2,
+    "gated": lambda acc, r: torch.relu(acc.chunk(2, -1)[0]) * acc.chunk(2, -1)[1] - r,
+    "two results": lambda acc, r: (acc + 1, r * 1.0),
+}
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 4])
+@pytest.mark.parametrize("schedule", ["tile", "persistent"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8], ids=str)
+@pytest.mark.parametrize("name", AHEAD)
+def test_a_matrix_is_loaded_while_others_of_its_blocks_are_stored(name, dtype, schedule, pieces):
+    """In as many pieces, ragged in both directions; an fp32 matrix is not loaded ahead."""
+    columns = 300 if name == "gated" else 150
+    a, b = torch.randn(70, 40).bfloat16(), torch.randn(40, columns).bfloat16()
+    r = torch.randn(70, 150).mul(8).to(dtype)
+    args = (r, torch.randn(150)) if name == "with others" else (r,)
+    types = [torch.bfloat16] * (2 if name == "two results" else 1)
+    config = Config(32, 128 if pieces > 2 else 64, 32, schedule=schedule, split_store=pieces > 1)
+    check(AHEAD[name], a, b, args, types, config=config)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The ready-made ones
 

@@ -115,70 +115,51 @@ def finish(
     ROWS: tl.constexpr = acc.shape[0]
     COLS: tl.constexpr = acc.shape[1]
     PART: tl.constexpr = COLS // PIECES
-    ahead_0 = (
-        None
-        if AHEAD is None
-        else load_ahead(args, M, N, sizes, batch, row, col, ROWS, PART, AHEAD, WIDE, PAIRED)
-    )
+    args_0 = args if AHEAD is None else (
+        args, load_ahead(args, M, N, sizes, batch, row, col, ROWS, PART, AHEAD, WIDE, PAIRED)
+    )  # fmt: skip
     if PIECES == 1:
         finish_piece(
-            acc, out, args if AHEAD is None else (args, ahead_0),
-            M, N, sizes, out_strides, batch, row, col, place, partials, 0, COLS,
+            acc, out, args_0, M, N, sizes, out_strides, batch, row, col, place, partials, 0, COLS,
             EPILOGUE, STORE, OUT, WIDE, PAIRED, SPLIT_K,
         )  # fmt: skip
     else:
-        ahead_1 = (
-            None
-            if AHEAD is None
-            else load_ahead(args, M, N, sizes, batch, row, col + PART, ROWS, PART, AHEAD, WIDE, PAIRED)
-        )
+        args_1 = args if AHEAD is None else (
+            args, load_ahead(args, M, N, sizes, batch, row, col + PART, ROWS, PART, AHEAD, WIDE, PAIRED)
+        )  # fmt: skip
         left, right = pieces_of(acc, PAIRED)
         if PIECES == 2:
             finish_piece(
-                left, out, args if AHEAD is None else (args, ahead_0),
-                M, N, sizes, out_strides, batch, row, col, place, partials, 0, COLS,
+                left, out, args_0, M, N, sizes, out_strides, batch, row, col, place, partials, 0, COLS,
                 EPILOGUE, STORE, OUT, WIDE, PAIRED, SPLIT_K,
             )  # fmt: skip
             finish_piece(
-                right, out, args if AHEAD is None else (args, ahead_1),
-                M, N, sizes, out_strides, batch, row, col, place, partials, PART, COLS,
+                right, out, args_1, M, N, sizes, out_strides, batch, row, col, place, partials, PART, COLS,
                 EPILOGUE, STORE, OUT, WIDE, PAIRED, SPLIT_K,
             )  # fmt: skip
         else:
             piece_0, piece_1 = pieces_of(left, PAIRED)
             piece_2, piece_3 = pieces_of(right, PAIRED)
             finish_piece(
-                piece_0, out, args if AHEAD is None else (args, ahead_0),
-                M, N, sizes, out_strides, batch, row, col, place, partials, 0, COLS,
+                piece_0, out, args_0, M, N, sizes, out_strides, batch, row, col, place, partials, 0, COLS,
                 EPILOGUE, STORE, OUT, WIDE, PAIRED, SPLIT_K,
             )  # fmt: skip
-            ahead_2 = (
-                None
-                if AHEAD is None
-                else load_ahead(
-                    args, M, N, sizes, batch, row, col + 2 * PART, ROWS, PART, AHEAD, WIDE, PAIRED
-                )
-            )
+            args_2 = args if AHEAD is None else (
+                args, load_ahead(args, M, N, sizes, batch, row, col + 2 * PART, ROWS, PART, AHEAD, WIDE, PAIRED)
+            )  # fmt: skip
             finish_piece(
-                piece_1, out, args if AHEAD is None else (args, ahead_1),
-                M, N, sizes, out_strides, batch, row, col, place, partials, PART, COLS,
+                piece_1, out, args_1, M, N, sizes, out_strides, batch, row, col, place, partials, PART, COLS,
                 EPILOGUE, STORE, OUT, WIDE, PAIRED, SPLIT_K,
             )  # fmt: skip
-            ahead_3 = (
-                None
-                if AHEAD is None
-                else load_ahead(
-                    args, M, N, sizes, batch, row, col + 3 * PART, ROWS, PART, AHEAD, WIDE, PAIRED
-                )
-            )
+            args_3 = args if AHEAD is None else (
+                args, load_ahead(args, M, N, sizes, batch, row, col + 3 * PART, ROWS, PART, AHEAD, WIDE, PAIRED)
+            )  # fmt: skip
             finish_piece(
-                piece_2, out, args if AHEAD is None else (args, ahead_2),
-                M, N, sizes, out_strides, batch, row, col, place, partials, 2 * PART, COLS,
+                piece_2, out, args_2, M, N, sizes, out_strides, batch, row, col, place, partials, 2 * PART, COLS,
                 EPILOGUE, STORE, OUT, WIDE, PAIRED, SPLIT_K,
             )  # fmt: skip
             finish_piece(
-                piece_3, out, args if AHEAD is None else (args, ahead_3),
-                M, N, sizes, out_strides, batch, row, col, place, partials, 3 * PART, COLS,
+                piece_3, out, args_3, M, N, sizes, out_strides, batch, row, col, place, partials, 3 * PART, COLS,
                 EPILOGUE, STORE, OUT, WIDE, PAIRED, SPLIT_K,
             )  # fmt: skip
 
