@@ -293,7 +293,12 @@ def main() -> None:
             entries.append(entry)
             medians = {method: sorted(t)[len(t) // 2] for method, t in entry["times"].items()}
             print(entry["name"], {method: f"{t * 1e3:.4g} ms" for method, t in medians.items()}, flush=True)
-            result = {"part": part, **kept, "protocol": {"rounds": ROUNDS}, "entries": entries}
+            result = {
+                "part": part,
+                **kept,
+                "protocol": {"rounds": 1 if part == "first" else ROUNDS},
+                "entries": entries,
+            }
             text = json.dumps(result, indent=1, ensure_ascii=False)
             (options.out / f"{part}.json").write_text(text + "\n", encoding="utf-8")
         print(f"{part}: {time.time() - begun:.0f} s", flush=True)

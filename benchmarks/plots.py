@@ -55,7 +55,12 @@ def draw_ratios(results: list[Data], path: Path) -> None:
     ]
     marks.append(Line2D([], [], color=INK, linewidth=2, label="geometric mean"))
     figure.legend(handles=marks, loc="upper right", ncols=len(marks), bbox_to_anchor=(0.99, 1.0))
-    figure.suptitle("time of the vendor's BLAS (fused: of the fastest peer) / time of gemmery, row by row", x=0.01, ha="left", y=0.99)
+    figure.suptitle(
+        "time of the fastest peer / time of gemmery, row by row",
+        x=0.01,
+        ha="left",
+        y=0.99,
+    )
     figure.tight_layout(rect=(0, 0, 1, 0.985))
     figure.savefig(path)
     plt.close(figure)

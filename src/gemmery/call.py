@@ -129,6 +129,8 @@ class Call:
 def outputs_of(call: Call, product: Tensor, inputs: Sequence[Any] | None = None) -> tuple[list[Tensor], bool]:
     """What the function makes of a product in torch, cast as the kernel would; and whether it returned a tuple."""
     results, many = call.apply(product, call.inputs if inputs is None else inputs, inputs is not None)
+    if not all(isinstance(x, Tensor) for x in results):
+        raise TypeError(f"{call.op}: the epilogue returns something else than tensors")
     rank = product.dim()
     narrow = product.shape[-1] <= 2
     types = output_types(call, [(x.dtype, x.dim() == rank and (narrow or x.shape[-1] != 1)) for x in results])

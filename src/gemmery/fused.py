@@ -326,7 +326,7 @@ def _prepare(call: Call, out: Tensor | None) -> Prepared:
     widths = [(x, x.shape[-1] if x.dim() and x.shape[-1] != 1 else call.a.shape[-1]) for x in read]
     fusion = Fusion(
         made.source, (), len(made.numbers), made.paired, call.between, results.reduces, made.main is not None,
-        None if before is None else Fusion(before.source, (), len(before.numbers)), made.blocks,
+        None if before is None else Fusion(before.source, (), len(before.numbers)), made.ahead,
     )  # fmt: skip
     problem = make_fused_problem(
         call.a, call.b, main, [*results.widths(own), *widths], len(own), fusion,

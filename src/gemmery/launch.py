@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .epilogues.device import ahead_of, function, loader_with
+from .epilogues.device import function, loader_with
 from .epilogues.table import TYPES
 from .kernels import epilogues, gemm, order
 from .kernels import operands as access
@@ -185,20 +185,11 @@ def epilogue_of(problem: Problem) -> Any:
 
 
 def phases(problem: Problem) -> tuple[Any, Any]:
-    """The device functions of a problem's epilogue: what loads a matrix that it reads ahead, or None, and the rest.
-
-    One matrix, of narrow elements: two blocks of more do not fit into the registers beside the accumulator.
-    """
-    fusion = problem.fusion
-    blocks = () if fusion is None else fusion.blocks
-    if (
-        fusion is None
-        or sum(times for _, times in blocks) != 1
-        or fusion.operands[blocks[0][0]].dtype.itemsize > 2
-    ):
+    """The device functions of a problem's epilogue: what loads a matrix that it reads ahead, or None, and the rest."""
+    if problem.fusion is None or problem.fusion.ahead is None:
         return None, epilogue_of(problem)
-    count = len(fusion.operands)
-    return ahead_of(fusion.source, 4 * count + fusion.numbers + fusion.reduces, count, blocks[0][0])
+    before, rest = problem.fusion.ahead
+    return function(before), function(rest)
 
 
 def _traced_arguments(fusion: Fusion, tensors: Sequence[Any], numbers: Sequence[float]) -> tuple[Any, ...]:

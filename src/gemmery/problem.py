@@ -84,7 +84,7 @@ class Fusion:
         stores: whether the kernel stores a result of it, or it stores all itself.
         prologue: what becomes of A's tiles as they are loaded, if anything does: its text, operands over
             (batch, M, K) and numbers, which come after the epilogue's own.
-        blocks: (number among the operands, how often as wide as the output) of each that it reads as a matrix.
+        ahead: the texts of the same in two functions, or None; see `epilogues.lower.Program`.
     """
 
     source: str
@@ -95,7 +95,7 @@ class Fusion:
     reduces: bool = False
     stores: bool = True
     prologue: Fusion | None = None
-    blocks: tuple[tuple[int, int], ...] = ()
+    ahead: tuple[str, str] | None = None
 
     def __str__(self) -> str:
         return self.source.split("(", 1)[0].split()[-1]

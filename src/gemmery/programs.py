@@ -38,7 +38,7 @@ def keep(kept: dict[Any, V], key: Any, value: V) -> V:
 
 def lowered_program(
     function: Callable[..., tuple[list[Tensor], bool]], key: Any, dtype: torch.dtype, shape: tuple[int, ...],
-    inputs: Sequence[Any], dims: Sequence[tuple[str, ...] | None], device: torch.device,
+    inputs: Sequence[Any], dims: Sequence[tuple[str, ...] | None], device: torch.device, role: str = "epilogue",
 ) -> Program:  # fmt: skip
     """A function of a block and other inputs as a device function; memoised by `key`, unless that is None.
 
@@ -46,6 +46,7 @@ def lowered_program(
         function: gives its results and whether it returns a tuple.
         dtype, shape: of what it is given first.
         dims: of the inputs that are tensors; see `epilogues.trace.Shape`.
+        role: what messages call the function.
     """
     rank, odd = len(shape), shape[-1] % 2 == 1
     arguments: list[Any] = [Shape(dtype, (*(f"b{i}" for i in range(rank - 2)), "M", "N"))]
@@ -82,8 +83,8 @@ def lowered_program(
         return tuple(results)
 
     try:
-        graph, sizes = trace(traced, arguments, rank, odd, device)
-        made = lower(graph, arguments, sizes, getattr(function, "__name__", type(function).__name__))
+        graph, sizes = trace(traced, arguments, rank, odd, device, role)
+        made = lower(graph, arguments, sizes, getattr(function, "__name__", type(function).__name__), role)
     except Untraceable as error:
         if key is not None:
             # A gradient that torch has to compute asks again in every step.

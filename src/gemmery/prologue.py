@@ -79,7 +79,7 @@ class Prologue:
             _dimensions(self, i, x, a) if isinstance(x, Tensor) else None for i, x in enumerate(self.inputs)
         ]
         made = lowered_program(
-            function, key, accumulator(a.dtype), tuple(a.shape), self.inputs, dims, a.device
+            function, key, accumulator(a.dtype), tuple(a.shape), self.inputs, dims, a.device, "prologue"
         )
         if "uniform(" in made.source:
             # Elements are counted over the product's batch, which may have more matrices than the factor's.

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gemmery
-from gemmery import epilogues, fused
+from gemmery import epilogues, fused, prologue
 from gemmery.dispatch import Options
 from gemmery.epilogues import Untraceable, compose, library, random
 from gemmery.epilogues.decompositions import decompositions
@@ -513,3 +513,53 @@ def test_examples():
         result = doctest.testmod(module)
         assert result.attempted > 0
         assert result.failed == 0
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda acc, k: torch.nn.functional.leaky_relu(acc, k),
+        lambda acc, k: torch.add(acc, acc, alpha=k),
+    ],
+)
+def test_numbers_of_arguments_that_torch_wants_as_python_numbers(function):
+    """They say what to do, and a number of the function's own does."""
+    x, w = torch.randn(4, 8), torch.randn(6, 8)
+    with pytest.raises(Untraceable, match="a number of its arguments where torch takes Python numbers alone"):
+        fused.program(
+            fused.make_call(
+                "linear", x, w, None, function, (0.2,), None, Options(None, "ieee", False, False, None)
+            )
+        )
+    program(lambda acc: function(acc, 0.2))
+
+
+def test_messages_of_prologues_say_so():
+    x = torch.randn(4, 8)
+    before = prologue.make("linear", x, lambda x: x.softmax(-1), ())
+    with pytest.raises(Untraceable, match=r"the prologue .* uses aten._softmax.*Prologues can use"):
+        before.program(x)
+
+
+def test_a_tensor_without_dimensions_is_no_number_of_the_arguments():
+    x, w = torch.randn(4, 8), torch.randn(6, 8)
+    how = Options(None, "ieee", False, False, None)
+    function = lambda acc, s: acc * s.item()  # noqa: E731
+    with pytest.raises(Untraceable, match="depends on the data of a tensor"):
+        fused.program(fused.make_call("linear", x, w, None, function, (torch.tensor(2.0),), None, how))
+
+
+def test_indexing_by_integers_reads_no_data():
+    x, w = torch.randn(4, 8), torch.randn(6, 8)
+    how = Options(None, "ieee", False, False, None)
+    with pytest.raises(Untraceable, match=r"uses aten\.index\.Tensor"):
+        fused.program(
+            fused.make_call("linear", x, w, None, lambda acc, i: acc[:, i], (torch.arange(6),), None, how)
+        )
+
+
+def test_keyword_arguments_that_nobody_reads_are_refused():
+    from gemmery.epilogues.lower import _KEYWORDS
+
+    assert "rsub" in _KEYWORDS
+    program(lambda acc: torch.rsub(acc, acc, alpha=2.0))

@@ -242,3 +242,36 @@ def test_compiled_code_sees_autocast_and_closures():
     )
     with pytest.raises(Exception, match="have to come through args"):
         step(A, B, torch.ones(20))
+
+
+def _derivative(t):
+    return torch.func.jvp(lambda x: x * x, (t,), (torch.ones_like(t),))[1]
+
+
+ARITHMETIC = {
+    "rsub": lambda acc, r: torch.rsub(acc, r, alpha=2.0),
+    "rsub of a number": lambda acc, r: torch.rsub(acc, 3, alpha=2) + r,
+    "by zero": lambda acc, r: acc / 0.0 + r,
+    "softplus of much": lambda acc, r: F.softplus(acc * 1e37, 4.0) + r,
+    "softplus of doubles": lambda acc, r: F.softplus(acc, 2.0) + r,
+    "softplus soon": lambda acc, r: F.softplus(acc, 1.0, 0.5) + r,
+    "a derivative": lambda acc, r: _derivative(acc) + r,
+    "expm1 of much": lambda acc, r: torch.expm1(acc.abs().clamp(max=1) * 88) + r,
+}
+
+
+@pytest.mark.parametrize("function", ARITHMETIC.values(), ids=ARITHMETIC)
+def test_arithmetic_of_a_function(function):
+    row = torch.randn(20)
+    y = gemmery.matmul(A, B, epilogue=function, args=(row,))
+    torch.testing.assert_close(y, function(P, row), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("divisor", [41, 47.0, 97.0])
+def test_a_quotient_of_whole_numbers_is_whole(divisor):
+    """Also by a number or a tensor of one element: quantising functions round it down."""
+    a = torch.arange(4096.0).reshape(64, 64)
+    eye = torch.eye(64)
+    for s in (divisor, torch.tensor([float(divisor)])):
+        y = gemmery.matmul(a, eye, epilogue=lambda acc, s: torch.floor(acc / s), args=(s,))
+        assert torch.equal(y, torch.floor(a / s))

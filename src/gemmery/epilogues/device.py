@@ -27,33 +27,13 @@ def load_{name}(
     return value
 """
 
-_AHEAD = """\
-def ahead_{name}(
-    args, shape, sizes, batch, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr
-):
-    {names} = args
-    return load_block({matrix}, ({strides}), 0, shape, sizes, batch, row, col, ROWS, COLS, WIDE)
-"""
-
-_WITH_BLOCK = """\
-def with_block_{name}(
-    acc, given, shape, sizes, batch, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr
-):
-    args, block = given
-    {names} = args
-    return FUNCTION(acc, ({given}), shape, sizes, batch, row, col, ROWS, COLS, WIDE)
-"""
-
 
 @functools.lru_cache(1024)
 def function(source: str) -> Any:
     """The `@triton.jit` function of a text that `lower` made; one for each text."""
-    from ..kernels import epilogues, fused, operands
+    from ..kernels import epilogues, fused
 
-    space: dict[str, Any] = {
-        "scalar": epilogues.scalar,
-        "column_halves": operands.column_halves,
-    } | device_functions()
+    space: dict[str, Any] = {"scalar": epilogues.scalar} | device_functions()
     return _compiled(
         source, space | {key: value for key, value in vars(fused).items() if not key.startswith("_")}
     )
@@ -75,31 +55,6 @@ def loader_with(source: str, arguments: int, load: Any) -> Any:
     given = "".join(f"a{i}, " for i in range(arguments))
     text = _LOADER.format(name=f"{load.__name__}_{made.__name__}", names=names, given=given)
     return _compiled(text, {"LOAD": load, "FUNCTION": made, "as_type": as_type})
-
-
-@functools.lru_cache(1024)
-def ahead_of(source: str, arguments: int, tensors: int, block: int) -> tuple[Any, Any]:
-    """A device function in two: one that loads a block of a matrix, and the rest, whose arguments are (args, block).
-
-    Args:
-        source: the text of the function that takes `args`.
-        arguments: how many these are.
-        tensors: how many of them, the first ones, are tensors; three strides of each come behind them.
-        block: which of them is the matrix.
-    """
-    from ..kernels.fused import brought, load_block
-
-    whole = function(source)
-    names = [f"a{i}" for i in range(arguments)]
-    given = names.copy()
-    first = tensors + 3 * block
-    given[block], given[first + 2] = "brought(block)", "None"
-    words = {
-        "name": f"{block}_of_{whole.__name__}", "names": ", ".join(names) + ",", "matrix": names[block],
-        "strides": ", ".join(names[first : first + 3]), "given": ", ".join(given) + ",",
-    }  # fmt: skip
-    ahead = _compiled(_AHEAD.format(**words), {"load_block": load_block})
-    return ahead, _compiled(_WITH_BLOCK.format(**words), {"FUNCTION": whole, "brought": brought})
 
 
 def _compiled(source: str, space: dict[str, Any]) -> Any:

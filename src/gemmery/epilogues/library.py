@@ -111,7 +111,7 @@ def tanh(acc: Tensor) -> Tensor:
 
 def softcap(acc: Tensor, cap: Number) -> Tensor:
     """`cap * tanh(acc / cap)`: between -cap and cap, and nearly acc around 0."""
-    return cap * torch.tanh(acc / cap)
+    return cap * torch.tanh(acc * (1 / cap))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

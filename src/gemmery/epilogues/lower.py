@@ -98,7 +98,9 @@ class Program:
         numbers: which of them are the numbers that it takes, in their order.
         outputs: what it returns, in the function's order.
         tensors: how many tensors it takes: the inputs, then what it writes.
-        blocks: (number among the tensors, how often as wide as the output) of each input that it reads as a matrix.
+        ahead: the same in two texts, of a function that loads a block of the one matrix that it reads, and of the rest,
+            whose arguments are (args, block); None where it reads none, several, or one of wide elements: two blocks of
+            more do not fit into the registers beside the accumulator.
         many: whether the function returns a tuple.
     """
 
@@ -108,7 +110,7 @@ class Program:
     numbers: tuple[int, ...]
     outputs: tuple[Output, ...]
     tensors: int
-    blocks: tuple[tuple[int, int], ...]
+    ahead: tuple[str, str] | None
     many: bool
 
     @property
@@ -124,6 +126,14 @@ class Program:
 # Lowering
 
 
+#: Keyword arguments that are read, of operators that are more than a line of a table.
+_KEYWORDS = {
+    "gelu": {"approximate"}, "clamp": {"min", "max"}, "rsub": {"alpha"},
+    "_to_copy": {"dtype", "layout", "device", "pin_memory", "non_blocking", "memory_format"},
+    "slice": {"dim", "start", "end", "step"}, "split": {"dim"}, "split_with_sizes": {"dim"}, "cat": {"dim"},
+}  # fmt: skip
+
+
 @dataclass
 class _Lowering:
     """The state of lowering one graph."""
@@ -133,11 +143,12 @@ class _Lowering:
     compute: torch.dtype
     paired: bool
     name: str
+    role: str
     lines: list[str] = field(default_factory=list)
     values: dict[fx.Node, Any] = field(default_factory=dict)
     inputs: list[int] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
-    blocks: list[tuple[int, int]] = field(default_factory=list)
+    loads: list[tuple[int, int, torch.dtype]] = field(default_factory=list)  # line, halves, type
     count: int = 0
 
     # Variables
@@ -150,7 +161,8 @@ class _Lowering:
 
     def fail(self, node: fx.Node, what: str) -> Untraceable:
         where = node.meta.get("where", "an unknown line")
-        return Untraceable(f"the epilogue {self.name} {what} ({where}). Epilogues can use {supported()}.")
+        kind = f"{self.role.capitalize()}s"
+        return Untraceable(f"the {self.role} {self.name} {what} ({where}). {kind} can use {supported()}.")
 
     @property
     def _width(self) -> int:
@@ -194,7 +206,7 @@ class _Lowering:
         self.inputs.append(position)
         x = f"x{position}, s{position}"
         if wide and rows:
-            self.blocks.append((len(self.inputs) - 1, times))
+            self.loads.append((len(self.lines), times, given.dtype))
             loads = [
                 f"load_block({x}, {h}, shape, sizes, batch, row, col, ROWS, COLS, WIDE)" for h in range(times)
             ]
@@ -204,6 +216,8 @@ class _Lowering:
             loads = [f"load_column({x}, shape, sizes, batch, row, ROWS)"]
         else:
             loads = [f"load_single({x}, sizes, batch)"]
+        if wide and rows:
+            loads = [self.emit(load) for load in loads]
         names = tuple(self.emit(self._computed(load, given.dtype)) for load in loads)
         return Value(names, given.dtype, rows, wide)
 
@@ -254,12 +268,14 @@ class _Lowering:
                 f"Return it, and use it behind the product",
             )
         special = {
-            "gelu": self._gelu, "silu": self._silu, "softplus": self._softplus, "div": self._div,
+            "gelu": self._gelu, "silu": self._silu, "softplus": self._softplus,
             "where": self._where, "clamp": self._clamp, "pow": self._pow, "square": self._square,
             "rsub": self._rsub, "_to_copy": self._cast, "split_with_sizes": self._split, "split": self._split,
             "slice": self._slice, "cat": self._cat,
         }  # fmt: skip
         if operator_name in special:
+            if unread := set(node.kwargs) - _KEYWORDS.get(operator_name, set()):
+                raise self.fail(node, f"uses {node.target} with {', '.join(sorted(unread))}")
             return special[operator_name](node)
         if operator_name in OF_INTEGERS and node.meta["val"].dtype != torch.bool:
             return self._elementwise(node, OF_INTEGERS[operator_name], OF_INTEGERS)
@@ -361,9 +377,8 @@ class _Lowering:
             -4: "1.0 / (({0} * {0}) * ({0} * {0}))", 0.5: "tl.sqrt({0})", -0.5: "tl.rsqrt({0})",
         }  # fmt: skip
         if isinstance(exponent, Value) or not isinstance(x, Value) or exponent not in templates:
-            raise self.fail(
-                node, f"uses {node.target} with an exponent of {getattr(exponent, 'names', exponent)}"
-            )
+            given = "that is no constant" if isinstance(exponent, Value) else f"of {exponent}"
+            raise self.fail(node, f"uses {node.target} with an exponent {given}")
         return self._apply(node, templates[exponent], [x], node.meta["val"].dtype)
 
     def _gelu(self, node: fx.Node) -> Value:
@@ -378,28 +393,20 @@ class _Lowering:
 
     def _softplus(self, node: fx.Node) -> Value:
         x, beta, threshold = (self._inputs(node) + [1, 20][len(node.args) - 1 :])[:3]
-        scaled = "{0}" if beta == 1 else f"({{0}} * {self.constant(beta)})"
-        value = f"softplus({scaled})" if beta == 1 else f"softplus({scaled}) * {self.constant(1 / beta)}"
-        # Beyond it torch returns x, which in single precision the sum is anyway.
-        if self.compute == torch.float64 or threshold < 16:
-            value = f"tl.where({scaled} > {self.constant(threshold)}, {{0}}, {value})"
+        value = "softplus({0})"
+        if beta != 1 or threshold < 16 or self.compute == torch.float64:
+            b, most = self.constant(beta), self.constant(threshold)
+            value = f"tl.where({{0}} * {b} > {most}, {{0}}, softplus({{0}} * {b}) / {b})"
+        # Else, beyond the threshold, the sum is x in single precision.
         return self._apply(node, value, [x], node.meta["val"].dtype)
-
-    def _div(self, node: fx.Node) -> Value:
-        inputs = self._inputs(node)
-        divisor = inputs[1] if len(inputs) == 2 else None
-        same = not isinstance(divisor, Value) or not (divisor.rows or divisor.wide)
-        if node.kwargs or len(inputs) != 2 or not same or self.compute == torch.float64:
-            return self._elementwise(node, FLOATING["div"], FLOATING)
-        # As torch divides by a number on a GPU: a quotient of each element would take eight instructions.
-        return self._elementwise(node, "{0} * (1.0 / {1})", FLOATING)
 
     def _square(self, node: fx.Node) -> Value:
         return self._apply(node, "{0} * {0}", self._inputs(node), node.meta["val"].dtype)
 
     def _rsub(self, node: fx.Node) -> Value:
         x, y, *alpha = self._inputs(node)
-        template = f"{{1}} - {self.constant(alpha[0])} * {{0}}" if alpha else "{1} - {0}"
+        factor = node.kwargs.get("alpha", alpha[0] if alpha else 1)
+        template = "{1} - {0}" if factor == 1 else f"{{1}} - {self.constant(factor)} * {{0}}"
         return self._apply(node, template, [x, y], node.meta["val"].dtype)
 
     def _cast(self, node: fx.Node) -> Value:
@@ -563,12 +570,14 @@ def _is_paired(graph: fx.Graph, sizes: Sizes) -> bool:
     )
 
 
-def lower(graph: fx.Graph, arguments: Sequence[Argument], sizes: Sizes, name: str) -> Program:
+def lower(
+    graph: fx.Graph, arguments: Sequence[Argument], sizes: Sizes, name: str, role: str = "epilogue"
+) -> Program:
     """The device function of a graph.
 
     Args:
         arguments: the product's, and those of the others.
-        name: of the user's function, for messages.
+        name, role: of the user's function, for messages.
 
     Raises:
         Untraceable: an operator is not known, or used in a way that a tile can't follow.
@@ -577,8 +586,8 @@ def lower(graph: fx.Graph, arguments: Sequence[Argument], sizes: Sizes, name: st
     assert isinstance(product, Shape)
     wide = accumulator(product.dtype) == torch.float64 or product.dtype == torch.float64
     state = _Lowering(
-        arguments, sizes, torch.float64 if wide else torch.float32, _is_paired(graph, sizes), name
-    )
+        arguments, sizes, torch.float64 if wide else torch.float32, _is_paired(graph, sizes), name, role,
+    )  # fmt: skip
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -632,10 +641,9 @@ def _finished(state: _Lowering, node: fx.Node) -> Program:
         position += len(places)
     block = "tl.full((1, 1), 0, tl.int32)" if main is None else results[main].names[0]
     state.lines.append(f"return tl.broadcast_to({block}, (ROWS, COLS))")
-    source = _source(state, position)
     return Program(
-        source, state.paired, tuple(state.inputs), tuple(state.numbers), tuple(outputs), position,
-        tuple(state.blocks), many,
+        _source(state, position), state.paired, tuple(state.inputs), tuple(state.numbers), tuple(outputs), position,
+        _ahead(state, position), many,
     )  # fmt: skip
 
 
@@ -660,8 +668,8 @@ def _result(state: _Lowering, node: fx.Node, x: Any) -> Value:
     return value
 
 
-def _source(state: _Lowering, tensors: int) -> str:
-    """The text of the device function; its name is that of its content."""
+def _unpacked(state: _Lowering, tensors: int) -> list[str]:
+    """The lines that give the arguments their names."""
     inputs = [f"x{i}" for i in state.inputs] + [f"o{i}" for i in range(len(state.inputs), tensors)]
     strides = [f"s{i}" for i in state.inputs] + [f"t{i}" for i in range(len(state.inputs), tensors)]
     numbers = [f"n{i}" for i in state.numbers]
@@ -670,10 +678,33 @@ def _source(state: _Lowering, tensors: int) -> str:
     parts = [f"{name}_{part}" for name in strides for part in ("steps", "row", "col")]
     names = [*inputs, *parts, *numbers, *slots]
     unpack = [f"{', '.join(names)}{',' if len(names) == 1 else ''} = args"] if names else []
-    unpack += [f"{name} = ({name}_steps, {name}_row, {name}_col)" for name in strides]
-    body = "\n".join(f"    {line}" for line in [*unpack, *state.lines])
+    return unpack + [f"{name} = ({name}_steps, {name}_row, {name}_col)" for name in strides]
+
+
+def _text(kind: str, first: str, lines: Sequence[str]) -> str:
+    """A device function; its name is that of its content."""
+    body = "\n".join(f"    {line}" for line in lines)
     digest = hashlib.sha256(body.encode()).hexdigest()[:12]
     return (
-        f"def fused_{digest}(\n    acc, args, shape, sizes, batch, row, col, ROWS: tl.constexpr, COLS: tl.constexpr,"
+        f"def {kind}_{digest}(\n    {first}, shape, sizes, batch, row, col, ROWS: tl.constexpr, COLS: tl.constexpr,"
         f" WIDE: tl.constexpr\n):\n{body}\n"
     )
+
+
+def _source(state: _Lowering, tensors: int) -> str:
+    return _text("fused", "acc, args", [*_unpacked(state, tensors), *state.lines])
+
+
+def _ahead(state: _Lowering, tensors: int) -> tuple[str, str] | None:
+    """See `Program.ahead`."""
+    if len(state.loads) != 1:
+        return None
+    line, halves, dtype = state.loads[0]
+    if halves != 1 or dtype.itemsize > 2:
+        return None
+    unpack = _unpacked(state, tensors)
+    name, load = state.lines[line].split(" = ", 1)
+    before = [*unpack, f"return {load}"]
+    after = ["args, block = given", *unpack, *state.lines]
+    after[1 + len(unpack) + line] = f"{name} = brought(block)"
+    return _text("ahead", "args", before), _text("behind", "acc, given", after)

@@ -47,14 +47,17 @@ class Stand(Tensor):
         raise Untraceable(f"{func} is called on a tensor of an epilogue that has been traced")
 
 
-def _elementwise(func: Any, args: Any, kwargs: Any) -> Tensor:
+def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     """A tensor without data like an elementwise operator's result, by broadcasting, and the operator on ones.
 
     (torch's own functions for this are in Python, and import its compiler.)
     """
     shapes = [x.shape for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Stand)]
     ones = pytree.tree_map_only(Stand, lambda x: torch.ones((1,) * x.dim(), dtype=x.dtype), (args, kwargs))
-    result = func(*ones[0], **ones[1])
+    try:
+        result = func(*ones[0], **ones[1])
+    except NotImplementedError:
+        return _without_data(func, args, kwargs)  # of a type that the CPU does not compute in
     return torch.empty(np.broadcast_shapes(*shapes), dtype=result.dtype, device=_META)
 
 
@@ -64,6 +67,13 @@ def _without_data(func: Any, args: Any, kwargs: Any) -> Any:
     if "device" in kwargs:
         kwargs["device"] = _META
     return func(*args, **kwargs)
+
+
+def _picks_by_number(func: Any, args: Any) -> bool:
+    """Whether it is an indexing by integers, whose result's shape does not depend on data."""
+    return func is torch.ops.aten.index.Tensor and not any(
+        isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in args[1]
+    )
 
 
 class Recorder(TorchDispatchMode):
@@ -90,11 +100,15 @@ class Recorder(TorchDispatchMode):
         self.decompositions = decompositions
         self._nodes: dict[int, fx.Node] = {}
         self._alive: list[Tensor] = []  # so that no two have the same id
+        self._numbers: set[int] = set()
 
-    def placeholder(self, shape: Sequence[int], dtype: torch.dtype) -> Stand:
-        """A stand-in for an argument."""
+    def placeholder(self, shape: Sequence[int], dtype: torch.dtype, number: bool = False) -> Stand:
+        """A stand-in for an argument, which may be a number."""
         node = self.graph.placeholder(f"x{len(self._alive)}")
-        return self._known(torch.empty(shape, dtype=dtype, device=_META), node)
+        stand = self._known(torch.empty(shape, dtype=dtype, device=_META), node)
+        if number:
+            self._numbers.add(id(stand))
+        return stand
 
     def run(self, function: Callable[..., Any], inputs: Sequence[Stand]) -> fx.Graph:
         """The graph of a function of stand-ins, with what does not matter to its results left out."""
@@ -113,7 +127,12 @@ class Recorder(TorchDispatchMode):
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if tensors and not any(isinstance(x, Stand) for x in tensors):
             return func(*args, **kwargs)  # of constants
-        if _READING & set(func.tags):
+        if _READING & set(func.tags) and not _picks_by_number(func, args):
+            if id(args[0]) in self._numbers:
+                raise Untraceable(
+                    f"at {self._where()} it uses a number of its arguments where torch takes Python numbers alone; "
+                    f"let the function have that number as a variable of its own"
+                )
             raise Untraceable(
                 f"its control flow, or a Python number in it, depends on the data of a tensor ({func}, at "
                 f"{self._where()}); use torch.where and operators on tensors"
@@ -125,6 +144,9 @@ class Recorder(TorchDispatchMode):
         node = self.graph.call_function(func, *pytree.tree_map_only(Tensor, self._node, (args, kwargs)))
         node.meta["where"] = self._where()
         results = (_elementwise if torch.Tag.pointwise in func.tags else _without_data)(func, args, kwargs)
+        if not any(isinstance(x, Tensor) for x in pytree.tree_leaves(results)):
+            self.graph.erase_node(node)
+            return results  # something about the inputs that is no data
         if isinstance(results, Tensor):
             return self._known(results, node)
         return type(results)(
@@ -142,7 +164,8 @@ class Recorder(TorchDispatchMode):
     def _node(self, tensor: Tensor) -> fx.Node:
         if id(tensor) not in self._nodes:
             raise Untraceable(
-                "it uses a tensor that is neither an argument nor a variable of its own; pass it through args"
+                "it uses a tensor that is neither an argument nor a variable of its own, such as one that it makes; "
+                "pass it through args, or use a number"
             )
         return self._nodes[id(tensor)]
 

@@ -93,8 +93,8 @@ CONSTANTS = ("full", "full_like", "zeros_like", "ones_like", "scalar_tensor", "z
 REDUCTIONS = ("sum", "mean", "amax", "amin", "logsumexp")
 #: What else is there, for messages.
 OTHERS = (
-    "where", "clamp", "pow with an exponent of -4 to 4 or ±0.5", "casts", "chunk, split or slices that halve the last "
-    "dimension, and cat of such halves", "gemmery.epilogues.dropout",
+    "where", "clamp", "pow with a whole exponent from -4 to 4 or ±0.5", "casts",
+    "chunk, split or slices that halve the last dimension, and cat of such halves", "gemmery.epilogues.dropout",
 )  # fmt: skip
 
 

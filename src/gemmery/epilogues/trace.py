@@ -87,14 +87,19 @@ def _once(
         recorder.placeholder(sizes.of(x.dims), x.dtype)
         if isinstance(x, Shape)
         # A tensor of no dimensions takes part in type promotion as a Python number does, if it is no wider.
-        else recorder.placeholder((), torch.int64 if x.integer else number)
+        else recorder.placeholder((), torch.int64 if x.integer else number, number=True)
         for x in arguments
     ]
     return recorder.run(function, inputs)
 
 
 def trace(
-    function: Callable[..., Any], arguments: Sequence[Argument], rank: int, odd: bool, device: torch.device
+    function: Callable[..., Any],
+    arguments: Sequence[Argument],
+    rank: int,
+    odd: bool,
+    device: torch.device,
+    role: str = "epilogue",
 ) -> tuple[fx.Graph, Sizes]:
     """The graph of `function(product, *others)`, and the stand-ins for sizes that it was traced with.
 
@@ -102,13 +107,14 @@ def trace(
         arguments: the product first.
         rank: dimensions of the product.
         odd: whether its number of columns is.
+        role: what messages call the function.
 
     Raises:
         Untraceable: the function looks at data, or its graph depends on the sizes.
     """
     # In a thread of its own nothing that surrounds the call, such as a mode or autocast, is traced with it.
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_trace_alone, function, arguments, rank, odd, device).result()
+        return thread.submit(_trace_alone, function, arguments, rank, odd, device, role).result()
 
 
 def _trace_alone(*arguments: Any) -> tuple[fx.Graph, Sizes]:
@@ -119,7 +125,12 @@ def _trace_alone(*arguments: Any) -> tuple[fx.Graph, Sizes]:
 
 
 def _trace(
-    function: Callable[..., Any], arguments: Sequence[Argument], rank: int, odd: bool, device: torch.device
+    function: Callable[..., Any],
+    arguments: Sequence[Argument],
+    rank: int,
+    odd: bool,
+    device: torch.device,
+    role: str,
 ) -> tuple[fx.Graph, Sizes]:
     files = {code.co_filename for code in _codes(function)}
     graphs = []
@@ -129,10 +140,10 @@ def _trace(
             graphs.append(_once(function, arguments, sizes, device, files))
         except Exception as error:
             # Whatever torch fails with is an error in the user's function, or one that tracing it met.
-            raise Untraceable(f"the epilogue {_name(function)} can't be traced: {_reason(error)}") from error
+            raise Untraceable(f"the {role} {_name(function)} can't be traced: {_reason(error)}") from error
     if len({_text(graph, sizes) for graph, sizes in zip(graphs, all_sizes, strict=True)}) > 1:
         raise Untraceable(
-            f"the epilogue {_name(function)} does something else for other sizes of the product; a number that depends "
+            f"the {role} {_name(function)} does something else for other sizes of the product; a number that depends "
             f"on them has to come through args"
         )
     return graphs[0], all_sizes[0]
@@ -161,7 +172,10 @@ def _reason(error: Exception) -> str:
     if isinstance(error, Untraceable):
         return str(error)
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+    return (
+        f"{type(error).__name__}: {lines[0] if lines else ''} (it is traced at other sizes than the product's: write a "
+        f"half as x.shape[-1] // 2)"
+    )
 
 
 #: Operators whose plain integers are places along a dimension.

@@ -2,8 +2,7 @@
 
 An epilogue sees one block of the output, with the corner (row, col), of a matrix of `shape` = (M, columns). Operands
 come as a pointer with `strides` = (steps, stride_row, stride_col), see `operands`; a stride is 0 along a dimension that
-is broadcast. An operand twice as wide as the output has a left (`half` 0) and a right half (1). For a block that
-was loaded before, the block comes in its place, with None for stride_col.
+is broadcast. An operand twice as wide as the output has a left (`half` 0) and a right half (1).
 """
 
 import triton
@@ -26,11 +25,8 @@ def load_block(
     ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """A block of an operand that is a matrix."""
-    if strides[2] is None:
-        return x
-    else:
-        first = x + tl.cast(shape[1], tl.int64) * strides[2] * half
-        return load_strided(first, shape, strides, sizes, batch, row, col, ROWS, COLS, True, True, WIDE)
+    first = x + tl.cast(shape[1], tl.int64) * strides[2] * half
+    return load_strided(first, shape, strides, sizes, batch, row, col, ROWS, COLS, True, True, WIDE)
 
 
 @triton.jit
@@ -247,7 +243,7 @@ def expm1(x):
     # Of a y that is subnormal, the logarithm is not x.
     far = (y < 1e-20) | (y == float("inf"))
     log = tl.where((y == 1.0) | far, 1.0, tl.log(y))
-    corrected = (y - 1.0) * x / log
+    corrected = (y - 1.0) * (x / log)
     return tl.where(y == 1.0, x, tl.where(far, y - 1.0, corrected))
 
 

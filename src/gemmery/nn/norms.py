@@ -47,9 +47,10 @@ class FusedRMSNorm(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """(..., N) to (..., N), in the type that torch gives the product of x and the weight."""
         weight, eps = self.weight, self.variance_epsilon
+        # Under autocast on a GPU it gives single precision.
         if weight.dtype != hidden_states.dtype:
-            return weight * functional.rms_norm(hidden_states, weight.shape, eps=eps)
-        return functional.rms_norm(hidden_states, weight.shape, weight, eps)
+            return weight * functional.rms_norm(hidden_states, weight.shape, eps=eps).to(hidden_states.dtype)
+        return functional.rms_norm(hidden_states, weight.shape, weight, eps).to(hidden_states.dtype)
 
     def extra_repr(self) -> str:
         """What it was, its size and its epsilon."""

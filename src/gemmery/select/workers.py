@@ -191,8 +191,8 @@ def _fusion(values: dict[str, Any]) -> Fusion:
         for x in values["operands"]
     ]
     before = values["prologue"] and _fusion(values["prologue"])
-    blocks = tuple([tuple(block) for block in values["blocks"]])
-    return Fusion(**(values | {"operands": tuple(operands), "prologue": before, "blocks": blocks}))
+    ahead = values["ahead"] and tuple(values["ahead"])
+    return Fusion(**(values | {"operands": tuple(operands), "prologue": before, "ahead": ahead}))
 
 
 def _work(target: Target) -> None:
