@@ -29,7 +29,7 @@ from .dispatch import (
 )
 from .epilogues.function import Epilogue
 from .epilogues.identity import value_key
-from .epilogues.lower import Program
+from .epilogues.lower import WHOLE, Program
 from .layout import make_fused_problem, overlap, overlaps_itself
 from .plan import Plan, make_plan, runs_on
 from .problem import Config, Fusion, accumulator
@@ -171,7 +171,16 @@ def program(call: Call) -> Program:
     dims = [
         dimensions(call, i, x, shape) if isinstance(x, Tensor) else None for i, x in enumerate(call.inputs)
     ]
-    return lowered_program(function, key, accumulator(call.a.dtype), shape, call.inputs, dims, call.a.device)
+    return lowered_program(
+        function,
+        key,
+        accumulator(call.a.dtype),
+        shape,
+        call.inputs,
+        dims,
+        call.a.device,
+        narrow=shape[-1] <= WHOLE,
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -312,7 +321,7 @@ def _prepare(call: Call, out: Tensor | None) -> Prepared:
         _check_out(call, out, results.matrices, made.many)
     options = call.options
     sums = any(x.reduced and x.reduced.kind not in ("amax", "amin") for x in made.outputs)
-    if options.batch_invariant and sums:
+    if options.batch_invariant and (sums or made.whole):
         raise ValueError(
             f"{call.op}: batch_invariant=True with an epilogue that sums rows: the order of the sum depends on the tile"
         )
@@ -326,7 +335,7 @@ def _prepare(call: Call, out: Tensor | None) -> Prepared:
     widths = [(x, x.shape[-1] if x.dim() and x.shape[-1] != 1 else call.a.shape[-1]) for x in read]
     fusion = Fusion(
         made.source, (), len(made.numbers), made.paired, call.between, results.reduces, made.main is not None,
-        None if before is None else Fusion(before.source, (), len(before.numbers)), made.ahead,
+        None if before is None else Fusion(before.source, (), len(before.numbers)), made.ahead, made.whole,
     )  # fmt: skip
     problem = make_fused_problem(
         call.a, call.b, main, [*results.widths(own), *widths], len(own), fusion,

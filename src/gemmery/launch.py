@@ -232,9 +232,14 @@ def epilogue_arguments(problem: Problem, slot: int, *given: Any) -> tuple[Any, .
     return (_parts(alpha), _parts(beta), addend, layout)
 
 
+def spans(problem: Problem, config: Config) -> bool:
+    """Whether every tile of a config is as wide as a problem's product."""
+    return config.main_n >= problem.N and not config.rest_n and config.tail == 1
+
+
 def _pieces(problem: Problem, config: Config) -> int:
     """In how many pieces the epilogue and the store of a tile come."""
-    if not config.split_store:
+    if not config.split_store or (problem.fusion is not None and problem.fusion.whole):
         return 1
     if problem.paired:
         # Half of a tile's columns are stored then, and parts of K are added by columns.
@@ -266,6 +271,10 @@ class Binding:
         if by_descriptor and max(c.block_m, c.main_n, c.block_k, c.tail_k) > _BOX:
             raise ValueError(
                 f"config {c}: loader 'descriptor' takes blocks of at most {_BOX} along each side"
+            )
+        if p.fusion is not None and p.fusion.whole and not spans(p, c):
+            raise ValueError(
+                f"config {c}: an epilogue that uses reduced rows again needs whole tiles of at least {p.N} columns"
             )
         self.a = _Access(p.a, p.M, p.K, p.batch, by_descriptor, prologue=p.fusion and p.fusion.prologue)
         self.b = _Access(p.b, p.K, p.N, p.batch, by_descriptor, between(p))

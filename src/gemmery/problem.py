@@ -85,6 +85,7 @@ class Fusion:
         prologue: what becomes of A's tiles as they are loaded, if anything does: its text, operands over
             (batch, M, K) and numbers, which come after the epilogue's own.
         ahead: the texts of the same in two functions, or None; see `epilogues.lower.Program`.
+        whole: whether it needs tiles as wide as the product.
     """
 
     source: str
@@ -96,6 +97,7 @@ class Fusion:
     stores: bool = True
     prologue: Fusion | None = None
     ahead: tuple[str, str] | None = None
+    whole: bool = False
 
     def __str__(self) -> str:
         return self.source.split("(", 1)[0].split()[-1]

@@ -39,6 +39,7 @@ def keep(kept: dict[Any, V], key: Any, value: V) -> V:
 def lowered_program(
     function: Callable[..., tuple[list[Tensor], bool]], key: Any, dtype: torch.dtype, shape: tuple[int, ...],
     inputs: Sequence[Any], dims: Sequence[tuple[str, ...] | None], device: torch.device, role: str = "epilogue",
+    narrow: bool = False,
 ) -> Program:  # fmt: skip
     """A function of a block and other inputs as a device function; memoised by `key`, unless that is None.
 
@@ -47,6 +48,7 @@ def lowered_program(
         dtype, shape: of what it is given first.
         dims: of the inputs that are tensors; see `epilogues.trace.Shape`.
         role: what messages call the function.
+        narrow: whether a tile may be as wide as the block.
     """
     rank, odd = len(shape), shape[-1] % 2 == 1
     arguments: list[Any] = [Shape(dtype, (*(f"b{i}" for i in range(rank - 2)), "M", "N"))]
@@ -65,7 +67,7 @@ def lowered_program(
     if None in known.values():
         key = None
     if key is not None:
-        key = (key, tuple(arguments), tuple(places), tuple(known.items()), odd, device.type)
+        key = (key, tuple(arguments), tuple(places), tuple(known.items()), odd, narrow, device.type)
         found = _programs.get(key)
         if isinstance(found, str):
             raise Untraceable(found)
@@ -84,7 +86,9 @@ def lowered_program(
 
     try:
         graph, sizes = trace(traced, arguments, rank, odd, device, role)
-        made = lower(graph, arguments, sizes, getattr(function, "__name__", type(function).__name__), role)
+        made = lower(
+            graph, arguments, sizes, getattr(function, "__name__", type(function).__name__), role, narrow
+        )
     except Untraceable as error:
         if key is not None:
             # A gradient that torch has to compute asks again in every step.

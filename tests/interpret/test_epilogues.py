@@ -108,6 +108,75 @@ def result_types(name, dtype):
     return {"cast_fp8": [torch.float8_e4m3fn, inner], "logsumexp": [dtype, inner]}.get(name)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Reduced rows used again, where a tile is as wide as the product
+
+
+def rms_norm(acc, gain):
+    return acc * torch.rsqrt(acc.square().mean(-1, keepdim=True) + 1e-5) * gain
+
+
+def layer_norm(acc):
+    centred = acc - acc.mean(-1, keepdim=True)
+    return centred * torch.rsqrt(centred.square().mean(-1).unsqueeze(-1) + 1e-5)
+
+
+def centred_gate(acc):
+    gate, up = acc.chunk(2, -1)
+    gated = torch.relu(gate) * up
+    return gated - gated.mean(-1, keepdim=True) + acc.mean(-1, keepdim=True)
+
+
+WHOLE = {
+    "softmax": lambda acc: acc.softmax(-1),
+    "log_softmax": lambda acc: acc.log_softmax(-1),
+    "rms_norm": rms_norm,
+    "layer_norm": layer_norm,
+    "returned as well": lambda acc: (acc / acc.abs().amax(-1, keepdim=True), acc.abs().amax(-1)),
+    "gated": centred_gate,
+    "rounded": lambda acc: acc - acc.logsumexp(-1, keepdim=True).to(torch.float16),
+}
+
+
+@pytest.mark.parametrize("columns", [64, 50, 2])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("name", WHOLE)
+def test_reduced_rows_may_be_used_again_in_a_tile_as_wide_as_the_product(name, dtype, columns):
+    a, b = operands(dtype, 37, columns)
+    args = (torch.rand(columns) + 0.5,) if name == "rms_norm" else ()
+    types = [dtype, torch.float64 if dtype == torch.float64 else torch.float32]
+    check(WHOLE[name], a, b, args, types if name == "returned as well" else [dtype])
+
+
+@pytest.mark.parametrize("name", ["softmax", "rms_norm", "gated"])
+def test_their_gradients(name):
+    a, b = (x.double() for x in operands(torch.float64, 7, 12))
+    args = (torch.rand(12, dtype=torch.float64) + 0.5,) if name == "rms_norm" else ()
+    x = a.clone().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: gemmery.matmul(x, b, epilogue=WHOLE[name], args=args), (x,))
+
+
+@pytest.mark.parametrize(
+    "config", [Config(16, 64, 32, split_k=3), Config(32, 64, 16, split_store=True)], ids=str
+)
+def test_they_take_any_config_with_tiles_that_wide(config):
+    a, b = operands(torch.bfloat16, 70, 60)
+    check(WHOLE["softmax"], a, b, config=config)
+    with pytest.raises(ValueError, match="needs whole tiles of at least 60 columns"):
+        gemmery.matmul(a, b, epilogue=WHOLE["softmax"], config=Config(16, 32, 32))
+
+
+def test_wide_rows_are_refused():
+    a, b = operands(torch.bfloat16, 5, 300)
+    with pytest.raises(epilogues.Untraceable, match="a row of more than 256 columns"):
+        gemmery.matmul(a, b, epilogue=WHOLE["rms_norm"], args=(torch.ones(300),))
+    with pytest.raises(ValueError, match="no tile is as wide as 256 columns"):
+        gemmery.matmul(a, b[:, :256], epilogue=WHOLE["softmax"])
+    with pytest.raises(ValueError, match="batch_invariant=True"):
+        gemmery.matmul(a, b[:, :32], epilogue=WHOLE["softmax"], batch_invariant=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # What is loaded ahead
 
 

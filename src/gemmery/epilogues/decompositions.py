@@ -61,6 +61,23 @@ def _softplus_backward(grad: Tensor, x: Tensor, beta: float, threshold: float) -
     return torch.where(scaled > threshold, grad, grad * torch.sigmoid(scaled))
 
 
+def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    wide = x if x.dtype in _WIDE else x.float()
+    powers = torch.exp(wide - torch.amax(wide, dim, keepdim=True))
+    return (powers / powers.sum(dim, keepdim=True)).to(x.dtype)
+
+
+def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    wide = x if x.dtype in _WIDE else x.float()
+    return (wide - torch.logsumexp(wide, dim, keepdim=True)).to(x.dtype)
+
+
+#: Of any type.
+_OWN: dict[Any, Callable[..., Tensor]] = {
+    aten._softmax.default: _softmax,
+    aten._log_softmax.default: _log_softmax,
+}
+#: Of types whose arithmetic torch does not widen.
 _QUICK: dict[Any, Callable[..., Tensor]] = {
     aten.silu_backward.default: _silu_backward,
     aten.sigmoid_backward.default: _sigmoid_backward,
@@ -87,7 +104,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         for op, how in table.items()
         if op.name().split("::")[1].split(".")[0] not in (*_WHOLE, *_KNOWN)
     }
-    return kept | {op: _if_wide(quick, kept[op]) for op, quick in _QUICK.items()}
+    return kept | _OWN | {op: _if_wide(quick, kept[op]) for op, quick in _QUICK.items()}
 
 
 def _if_wide(quick: Callable[..., Any], general: Callable[..., Any]) -> Callable[..., Any]:

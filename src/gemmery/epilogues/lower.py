@@ -101,6 +101,7 @@ class Program:
         ahead: the same in two texts, of a function that loads a block of the one matrix that it reads, and of the rest,
             whose arguments are (args, block); None where it reads none, several, or one of wide elements: two blocks of
             more do not fit into the registers beside the accumulator.
+        whole: whether it needs tiles as wide as the product, since it uses reduced rows again.
         many: whether the function returns a tuple.
     """
 
@@ -111,6 +112,7 @@ class Program:
     outputs: tuple[Output, ...]
     tensors: int
     ahead: tuple[str, str] | None
+    whole: bool
     many: bool
 
     @property
@@ -126,6 +128,8 @@ class Program:
 # Lowering
 
 
+#: Columns of the widest product of which a tile can be as wide.
+WHOLE = 256
 #: Keyword arguments that are read, of operators that are more than a line of a table.
 _KEYWORDS = {
     "gelu": {"approximate"}, "clamp": {"min", "max"}, "rsub": {"alpha"},
@@ -144,12 +148,15 @@ class _Lowering:
     paired: bool
     name: str
     role: str
+    narrow: bool
     lines: list[str] = field(default_factory=list)
     values: dict[fx.Node, Any] = field(default_factory=dict)
     inputs: list[int] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
     loads: list[tuple[int, int, torch.dtype]] = field(default_factory=list)  # line, halves, type
     count: int = 0
+    #: Reduced rows that are used again, as what a tile makes of them that is as wide as the product.
+    complete: dict[fx.Node, Value] = field(default_factory=dict)
 
     # Variables
 
@@ -262,11 +269,7 @@ class _Lowering:
         given = [self.values[x] for x in node.all_input_nodes]
         reduced = [x for x in given if isinstance(x, Value) and x.reduced is not None]
         if reduced and operator_name not in (*VIEWS, "_to_copy"):
-            raise self.fail(
-                node,
-                f"uses the result of a reduction again, in {node.target}: a row is complete only after the last tile. "
-                f"Return it, and use it behind the product",
-            )
+            self._complete(node)
         special = {
             "gelu": self._gelu, "silu": self._silu, "softplus": self._softplus,
             "where": self._where, "clamp": self._clamp, "pow": self._pow, "square": self._square,
@@ -321,7 +324,8 @@ class _Lowering:
         return tuple(node.meta["val"].shape)
 
     def _inputs(self, node: fx.Node) -> list[Any]:
-        return [self.values[x] if isinstance(x, fx.Node) else x for x in node.args]
+        values = self.values if _only_seen(node) else self.values | self.complete
+        return [values[x] if isinstance(x, fx.Node) else x for x in node.args]
 
     def _common(self, inputs: Sequence[Any]) -> torch.dtype:
         """The type in which numbers of these types are compared."""
@@ -516,6 +520,12 @@ class _Lowering:
     # Reductions
 
     def _reduction(self, node: fx.Node, kind: str) -> Value:
+        if self.role == "prologue":
+            raise self.fail(
+                node,
+                f"reduces, in {node.target}, rows of which its tiles have parts: do that before, and pass the result "
+                f"through prologue_args",
+            )
         x: Value = self._inputs(node)[0]
         shape = self.shape_of(node.args[0])
         dims: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
@@ -544,6 +554,28 @@ class _Lowering:
         reduction = Reduction(kind, columns, parts, keepdim)
         return Value((), node.meta["val"].dtype, True, False, reduction)
 
+    def _complete(self, node: fx.Node) -> None:
+        """Make numbers of the reduced rows that a node uses."""
+        if not self.narrow:
+            raise self.fail(
+                node,
+                f"uses the result of a reduction again, in {node.target}: a row of more than {WHOLE} columns is "
+                f"complete only after the last tile. Return it, and use it behind the product",
+            )
+        for each in node.all_input_nodes:
+            row = self.values[each]
+            if not isinstance(row, Value) or row.reduced is None or each in self.complete:
+                continue
+            reduction = row.reduced
+            first, *more = [name for name, _ in reduction.parts]
+            twice = reduction.columns == "2N" or (self.paired and reduction.columns == "N")
+            number = {
+                "mean": f"{first} / ({'2 * ' if twice else ''}shape[1])",
+                "logsumexp": f"{first} + tl.log({more[0] if more else ''})",
+            }.get(reduction.kind, first)
+            name = self.emit(self.rounded(f"({number})[:, None]", row.dtype))
+            self.complete[each] = Value((name,), row.dtype, True, False)
+
     def _reduce(self, kind: str, blocks: list[str], neutral: float) -> tuple[tuple[str, float], ...]:
         """What a block leaves of each row, from its halves if there are two."""
         if kind in ("sum", "mean"):
@@ -560,6 +592,12 @@ class _Lowering:
         return ((extreme, neutral), (sums[0] if len(sums) == 1 else self.emit(" + ".join(sums)), 0.0))
 
 
+def _only_seen(node: fx.Node) -> bool:
+    """Whether an operator takes rows as they are reduced: in parts."""
+    words = str(node.target).split(".")
+    return len(words) > 1 and words[1] in (*VIEWS, "_to_copy")
+
+
 def _is_paired(graph: fx.Graph, sizes: Sizes) -> bool:
     """Whether some value is half as wide as the product."""
     return any(
@@ -571,13 +609,19 @@ def _is_paired(graph: fx.Graph, sizes: Sizes) -> bool:
 
 
 def lower(
-    graph: fx.Graph, arguments: Sequence[Argument], sizes: Sizes, name: str, role: str = "epilogue"
+    graph: fx.Graph,
+    arguments: Sequence[Argument],
+    sizes: Sizes,
+    name: str,
+    role: str = "epilogue",
+    narrow: bool = False,
 ) -> Program:
     """The device function of a graph.
 
     Args:
         arguments: the product's, and those of the others.
         name, role: of the user's function, for messages.
+        narrow: whether a tile may be as wide as the product, so that its reduced rows are complete in it.
 
     Raises:
         Untraceable: an operator is not known, or used in a way that a tile can't follow.
@@ -586,7 +630,7 @@ def lower(
     assert isinstance(product, Shape)
     wide = accumulator(product.dtype) == torch.float64 or product.dtype == torch.float64
     state = _Lowering(
-        arguments, sizes, torch.float64 if wide else torch.float32, _is_paired(graph, sizes), name, role,
+        arguments, sizes, torch.float64 if wide else torch.float32, _is_paired(graph, sizes), name, role, narrow,
     )  # fmt: skip
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     for node in graph.nodes:
@@ -643,7 +687,7 @@ def _finished(state: _Lowering, node: fx.Node) -> Program:
     state.lines.append(f"return tl.broadcast_to({block}, (ROWS, COLS))")
     return Program(
         _source(state, position), state.paired, tuple(state.inputs), tuple(state.numbers), tuple(outputs), position,
-        _ahead(state, position), many,
+        _ahead(state, position), bool(state.complete), many,
     )  # fmt: skip
 
 

@@ -44,6 +44,11 @@ def dequantised(acc: Tensor, column: Tensor, row: Tensor) -> Tensor:
     return (acc * column * row).to(torch.bfloat16)
 
 
+def softmax(acc: Tensor) -> Tensor:
+    """Of rows that are whole in a tile."""
+    return acc.softmax(-1)
+
+
 @dataclass(frozen=True)
 class Fused:
     """A product with an epilogue, with all sizes alike.
@@ -57,6 +62,7 @@ class Fused:
         dtypes: of the operands; of a sample, the first.
         needs: a type that the target must have.
         rows: of the product in a sample: few of them take small tiles, which compile sooner.
+        columns: of the product, where these are not as many as all other sizes.
     """
 
     function: Callable[..., Any]
@@ -67,6 +73,7 @@ class Fused:
     dtypes: tuple[str, ...] = ("bf16",)
     needs: torch.dtype | None = None
     rows: int = 16
+    columns: int | None = None
 
 
 FUSED: dict[str, Fused] = {
@@ -77,6 +84,8 @@ FUSED: dict[str, Fused] = {
     "residual": Fused(library.residual, ("matrix",)),
     "squares": Fused(squares, rows=4096),
     "several": Fused(several, ("row",)),
+    # Reduced rows used again: a tile as wide as the product.
+    "softmax": Fused(softmax, columns=64),
     "dropout": Fused(library.dropout, (0.1, 1 << 40)),
     "cast_fp8": Fused(library.cast_fp8, (2.0,), needs=torch.float8_e4m3fn),
     "dequantised": Fused(dequantised, ("column", "row"), dtypes=("int8", "e4m3", "e5m2")),
@@ -110,13 +119,14 @@ def _operands(
     def empty(*shape: int, dtype: torch.dtype = other) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    shapes = {"row": (size,), "column": (rows, 1), "matrix": (rows, size), "wide": (rows, 2 * size)}
-    weight: Any = empty(size, size, dtype=kind)
+    columns = how.columns or size
+    shapes = {"row": (columns,), "column": (rows, 1), "matrix": (rows, columns), "wide": (rows, 2 * columns)}
+    weight: Any = empty(columns, size, dtype=kind)
     if how.pair:
         # In one buffer, as all begin at one address on the meta device: apart, and the gate behind what it gates.
         weight = empty(3 * size // 2, size, dtype=kind).chunk(3)[::-2]
     args = tuple([empty(*shapes[x]) if isinstance(x, str) else x for x in how.args])
-    return empty(rows, size, dtype=kind), weight, empty(size) if how.bias else None, args
+    return empty(rows, size, dtype=kind), weight, empty(columns) if how.bias else None, args
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ import torch
 
 from .. import clusters
 from ..devices import Device
+from ..launch import spans
 from ..problem import OUT_DTYPES, Operand, Precision, Problem
 from . import measured
 from .model import costs
@@ -60,6 +61,13 @@ def _log_times(problem: Problem, space: Space) -> np.ndarray:
 def allowed(problem: Problem) -> Space:
     """The configs that can run a problem and may: where its rows' bits must not depend on the batch, one class."""
     space = space_of(problem)
+    if problem.fusion is not None and problem.fusion.whole:
+        space = space.where(np.array([spans(problem, config) for config in space.configs], bool))
+        if not len(space):
+            raise ValueError(
+                f"{problem}: no tile is as wide as {problem.N} columns, which an epilogue needs that uses reduced rows "
+                f"again"
+            )
     if not problem.batch_invariant:
         return space
     p = problem
