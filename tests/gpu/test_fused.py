@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import gemmery
 from gemmery import backward, epilogues
 from gemmery.plan import Plan
-from tests.gpu.common import DEVICE, LAYOUTS, matrix, needs_cuda, operands, rng, size, values, wide
+from tests.gpu.common import DEVICE, DRY, LAYOUTS, matrix, needs_cuda, operands, rng, size, values, wide
 
 pytestmark = pytest.mark.gpu
 
@@ -281,6 +281,34 @@ def test_kernels_of_a_gated_block(stacked, m, monkeypatch):
     ran.clear()
     y.backward(values(y.shape, torch.bfloat16))
     assert [(p.M, p.K) for p in ran] == [(size(m), width)]
+
+
+def normed(acc, gain):
+    return acc * torch.rsqrt(acc.square().mean(-1, keepdim=True) + 1e-5) * gain
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("n", [50, 64] if DRY else [50, 64, 128, 200, 256])
+@pytest.mark.parametrize("m", [1, 16, 100, 1000])
+def test_reduced_rows_used_again(m, n, dtype):
+    """Softmax and a norm, in tiles as wide as the product; IEEE single precision has none beyond 64 columns."""
+    rng("whole rows", m, n, dtype)
+    if dtype == torch.float32 and n > 64:
+        with pytest.raises(ValueError, match="no tile is as wide"):
+            gemmery.matmul(
+                values((m, 64), dtype), values((64, n), dtype), epilogue=normed, args=(values((n,), dtype),)
+            )
+        return
+    a, b = operands(size(m), n, size(300), "NT", dtype)
+    gain = values((n,), dtype)
+    assert_right(
+        gemmery.matmul(a, b, epilogue=normed, args=(gain,)), exact(normed, a, b, (gain,)), dtype, (m, n)
+    )
+
+    def chances(acc):
+        return (acc / 16).softmax(-1)
+
+    assert_right(gemmery.matmul(a, b, epilogue=chances), exact(chances, a, b, ()), dtype, (m, n))
 
 
 _swiglu = gemmery.epilogue(epilogues.swiglu)
