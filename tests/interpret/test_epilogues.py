@@ -138,9 +138,14 @@ WHOLE = {
 }
 
 
-@pytest.mark.parametrize("columns", [64, 50, 2])
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize(
+    ("name", "dtype", "columns"),
+    [
+        *((name, torch.bfloat16, 50) for name in WHOLE),
+        *(("returned as well", dtype, 64) for dtype in TYPES),
+        *(("gated", dtype, 2) for dtype in TYPES),
+    ],
+)
 def test_reduced_rows_may_be_used_again_in_a_tile_as_wide_as_the_product(name, dtype, columns):
     a, b = operands(dtype, 37, columns)
     args = (torch.rand(columns) + 0.5,) if name == "rms_norm" else ()
@@ -189,9 +194,13 @@ AHEAD = {
 }
 
 
-@pytest.mark.parametrize("pieces", [1, 2, 4])
-@pytest.mark.parametrize("schedule", ["tile", "persistent"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8], ids=str)
+@pytest.mark.parametrize(
+    ("pieces", "schedule", "dtype"),
+    [
+        (1, "tile", torch.int8), (2, "tile", torch.bfloat16), (4, "tile", torch.bfloat16),
+        (2, "persistent", torch.int8), (4, "persistent", torch.bfloat16), (4, "persistent", torch.float32),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("name", AHEAD)
 def test_a_matrix_is_loaded_while_others_of_its_blocks_are_stored(name, dtype, schedule, pieces):
     """In as many pieces, ragged in both directions; an fp32 matrix is not loaded ahead."""
