@@ -10,6 +10,8 @@ from torch.nn import functional as F
 import gemmery
 from gemmery import epilogues
 
+pytestmark = pytest.mark.slow
+
 
 def values(*shape, seed=0, dtype=torch.float32):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
