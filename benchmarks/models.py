@@ -142,7 +142,6 @@ def gated() -> Iterator[Entry]:
     times = in_turn({name: step(block) for name, block in blocks.items()}, 10)
     yield {
         "name": f"GatedMLP, forward and backward, M={m}",
-        "kind": "block",
         "times": times,
         "held_bytes": held,
     }
@@ -174,7 +173,6 @@ def llama() -> Iterator[Entry]:
         times = in_turn({name: prompt(model) for name, model in models.items()}, 5)
         yield {
             "name": "Llama of 1.2B, prompts of 8×1024 tokens",
-            "kind": "model",
             "times": times,
             "swap": report,
         }

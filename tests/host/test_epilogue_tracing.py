@@ -560,7 +560,7 @@ def test_indexing_by_integers_reads_no_data():
         )
 
 
-def test_keyword_arguments_that_nobody_reads_are_refused():
+def test_a_factor_of_rsub_is_read():
     from gemmery.epilogues.lower import _KEYWORDS
 
     assert "rsub" in _KEYWORDS
