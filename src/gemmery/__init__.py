@@ -12,6 +12,10 @@ from .problem import Config, Problem
 
 if TYPE_CHECKING:
     from . import nn
+    from .formats import QuantizedTensor, quantize
+    from .formats.activations import quantize_activations
+    from .formats.scaled import ScaledTensor
+    from .scaled import scaled_matmul
     from .select.explain import explain
     from .select.tuner import tune
     from .select.warm import warmup
@@ -19,12 +23,16 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Config", "Plan", "Problem", "addmm", "batch_invariant", "bmm", "epilogue", "explain", "linear", "matmul", "nn",
-    "plan", "tune", "warmup",
+    "Config", "Plan", "Problem", "QuantizedTensor", "ScaledTensor", "addmm", "batch_invariant", "bmm", "epilogue",
+    "explain", "linear", "matmul", "nn", "plan", "quantize", "quantize_activations", "scaled_matmul", "tune", "warmup",
 ]  # fmt: skip
 
 #: Where the names are that a program seldom needs, and that are imported when it does.
-_LATER = {"explain": ".select.explain", "nn": ".nn", "tune": ".select.tuner", "warmup": ".select.warm"}
+_LATER = {
+    "QuantizedTensor": ".formats.tensor", "ScaledTensor": ".formats.scaled", "explain": ".select.explain", "nn": ".nn",
+    "quantize": ".formats.quantize", "quantize_activations": ".formats.activations", "scaled_matmul": ".scaled",
+    "tune": ".select.tuner", "warmup": ".select.warm",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

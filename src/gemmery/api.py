@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import fused
+from . import fused, packed
 from .call import Factor
 from .dispatch import Options, OutTypes, check_tensor, prepare, run
+from .packed import is_packed
 from .plan import Plan
 from .problem import Config, Precision
 
@@ -73,11 +74,13 @@ def matmul(
         >>> gemmery.matmul(x, w.T, bias=torch.zeros(16)).shape
         torch.Size([4, 16])
     """
+    options = (out_dtype, precision, fast_accum, batch_invariant, config)
+    if is_packed(b):
+        functions = (epilogue, args, prologue, prologue_args)
+        return packed.product("matmul", a, b, bias, functions, out, options)  # type: ignore[arg-type]
     if epilogue is not None or args or prologue is not None or prologue_args:
         functions = (epilogue, args, prologue, prologue_args)
-        options = (out_dtype, precision, fast_accum, batch_invariant, config)
         return fused.product("matmul", a, b, bias, functions, out, options)
-    options = (out_dtype, precision, fast_accum, batch_invariant, config)
     return run("matmul", a, b, bias, 1, 1, out, options)  # type: ignore[arg-type]  # checked there
 
 
@@ -112,11 +115,13 @@ def linear(
         tensor([[3., 3., 3., 3., 3.],
                 [3., 3., 3., 3., 3.]])
     """
+    options = (out_dtype, precision, fast_accum, batch_invariant, config)
+    if is_packed(weight):
+        functions = (epilogue, args, prologue, prologue_args)
+        return packed.product("linear", x, weight, bias, functions, out, options)  # type: ignore[arg-type]
     if epilogue is not None or args or prologue is not None or prologue_args:
         functions = (epilogue, args, prologue, prologue_args)
-        options = (out_dtype, precision, fast_accum, batch_invariant, config)
         return fused.product("linear", x, weight, bias, functions, out, options)
-    options = (out_dtype, precision, fast_accum, batch_invariant, config)
     return run("linear", x, weight, bias, 1, 1, out, options)  # type: ignore[arg-type]  # checked there
 
 
@@ -178,11 +183,13 @@ def bmm(
         >>> gemmery.bmm(torch.ones(7, 2, 3), torch.ones(7, 3, 4)).shape
         torch.Size([7, 2, 4])
     """
+    options = (out_dtype, precision, fast_accum, batch_invariant, config)
+    if is_packed(b):
+        functions = (epilogue, args, prologue, prologue_args)
+        return packed.product("bmm", a, b, None, functions, out, options)  # type: ignore[arg-type]
     if epilogue is not None or args or prologue is not None or prologue_args:
         functions = (epilogue, args, prologue, prologue_args)
-        options = (out_dtype, precision, fast_accum, batch_invariant, config)
         return fused.product("bmm", a, b, None, functions, out, options)
-    options = (out_dtype, precision, fast_accum, batch_invariant, config)
     return run("bmm", a, b, None, 1, 1, out, options)
 
 
@@ -211,7 +218,7 @@ def plan(
         >>> print(gemmery.plan(torch.ones(4, 8), torch.ones(8, 16)))
         None
     """
-    if epilogue is not None or args or prologue is not None or prologue_args:
+    if epilogue is not None or args or prologue is not None or prologue_args or is_packed(b):
         functions = (epilogue, args, prologue, prologue_args)
         options = (out_dtype, precision, fast_accum, batch_invariant, config)
         return fused.plan("plan", a, b, bias, functions, out, options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,10 +25,11 @@ from .dispatch import (
 from .epilogues.function import function_of
 from .epilogues.identity import Captured, capture
 from .epilogues.table import TYPES
+from .formats.tensor import QuantizedTensor
 from .problem import PRECISIONS, accumulator
 from .prologue import Prologue
 
-#: A factor or a bias; or the left and the right half of its columns.
+#: A factor, which may be packed, or a bias; or the left and the right half of its columns.
 Factor = Tensor | Sequence[Tensor]
 
 #: What results can be.
@@ -41,12 +43,14 @@ class Call:
     Attributes:
         function: the epilogue.
         captured: what it is, and the tensors that it takes from outside.
-        inputs: biases, the function's arguments after the product, those tensors; plain Python values among them.
+        inputs: what scales the product's columns, if `scaled`, biases, the function's arguments after the product,
+            those tensors; plain Python values among them.
         biases: how many of them are added to the product before the function sees it: 2, side by side, or fewer.
         right: the right half of b's columns, where they are two matrices; b is the left one then.
         swapped: whether b is the right half, and `right` the left one; only for kernels.
         saves: whether the product that the function sees is a last result, in the operands' type, for the gradient.
         prologue: what happens to a before.
+        weight: the second factor, where it is packed; b only has its shape, type and device then.
     """
 
     op: str
@@ -62,6 +66,17 @@ class Call:
     swapped: bool = False
     saves: bool = False
     prologue: Prologue | None = None
+    weight: QuantizedTensor | None = None
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the first input multiplies the product's columns before anything else happens to them."""
+        return self.weight is not None and self.weight.channel is not None
+
+    @property
+    def lead(self) -> int:
+        """How many of the inputs come before the function's own."""
+        return self.scaled + self.biases
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -97,13 +112,13 @@ class Call:
 
     def bare(self) -> Call:
         """The same without biases, for a product that has them in it."""
-        return replace(self, biases=0, inputs=self.inputs[self.biases :])
+        return replace(self, biases=0, inputs=self.inputs[self.lead :])
 
     @property
     def given(self) -> tuple[Any, ...]:
         """The function's own arguments, as the caller gave them."""
         end = len(self.inputs) - len(self.captured.tensors)
-        return self.inputs[self.biases : end]
+        return self.inputs[self.lead : end]
 
     def apply(self, product: Tensor, inputs: Sequence[Any], rebuilt: bool) -> tuple[list[Tensor], bool]:
         """The function's results on a product, in torch, and whether it returned a tuple.
@@ -117,6 +132,8 @@ class Call:
             function = self.captured.rebuild(list(inputs[own:]))
         if self.swapped:
             product = torch.cat(product.chunk(2, dim=-1)[::-1], dim=-1)
+        if self.scaled:
+            product, values = product * values[0], values[1:]
         if self.biases:
             added = values[0] if self.biases == 1 else torch.cat(values[: self.biases], dim=-1)
             product, values = product + added, values[self.biases :]
@@ -184,13 +201,32 @@ def make_call(
         )
     halves, biases = factors(op, b), added(op, bias)
     check_tensors(op, a, halves[0], None, None)
-    left, *right = [right_factor(op, x) for x in halves]
+    weight = halves[0] if isinstance(halves[0], QuantizedTensor) else None
+    scale = []
+    if weight is not None:
+        halves = [standing_in(weight)]
+        scale = [] if weight.channel is None else [weight.channel]
+    # A packed weight always is (N, K).
+    left, *right = [right_factor(op, x) if weight is None else x.mT for x in halves]
     function = function_of(function)
     captured = capture(function)
-    inputs = tuple([moved(x, a) for x in (*biases, *args, *captured.tensors)])
+    inputs = tuple([moved(x, a) for x in (*scale, *biases, *args, *captured.tensors)])
     return Call(
-        op, a, left, function, captured, inputs, len(biases), out_dtype, options, right[0] if right else None
-    )
+        op, a, left, function, captured, inputs, len(biases), out_dtype, options, right[0] if right else None,
+        weight=weight,
+    )  # fmt: skip
+
+
+@functools.lru_cache(1024)
+def _standing_in(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    *batch, rows, columns = shape
+    strides = torch.empty((*batch, 1), device="meta").stride()[:-1]
+    return torch.empty_strided((*batch, rows, columns), (*strides, 0, 0), dtype=dtype, device=device)
+
+
+def standing_in(weight: QuantizedTensor) -> Tensor:
+    """A tensor of the shape, type and device of a packed weight; its strides count matrices."""
+    return _standing_in(tuple(weight.shape), weight.dtype, weight.device)
 
 
 def factors(op: str, b: Factor) -> list[Tensor]:
@@ -204,6 +240,11 @@ def factors(op: str, b: Factor) -> list[Tensor]:
         )
     for i, half in enumerate(b):
         check_tensor(op, f"{name}[{i}]", half)
+        if isinstance(half, QuantizedTensor):
+            raise TypeError(
+                f"{op}: {name}[{i}] is packed; halves of packed columns must be one tensor, so quantise their "
+                f"concatenation"
+            )
     return list(b)
 
 
@@ -261,7 +302,7 @@ def check(call: Call) -> None:
                     f"{op}: {input_name(call, i)} is on {value.device} and {first} on {a.device}"
                 )
             names = dimensions(call, i, value, shape)
-            if i < call.biases and call.biases == 2 and names[-1:] != ("N/2",):
+            if i < call.lead and call.biases == 2 and names[-1:] != ("N/2",):
                 raise ValueError(
                     f"{op}: bias[{i}] is {tuple(value.shape)}; the halves' are ({shape[-1] // 2},)"
                 )
@@ -273,8 +314,9 @@ def check(call: Call) -> None:
 
 def input_name(call: Call, i: int) -> str:
     """What the user calls an input."""
+    i -= call.scaled
     if i < call.biases:
-        return "bias" if call.biases == 1 else f"bias[{i}]"
+        return "the weight's channel scale" if i < 0 else "bias" if call.biases == 1 else f"bias[{i}]"
     own = len(call.given)
     position = i - call.biases
     return (

@@ -142,7 +142,7 @@ def bench(
         typer.Option(
             metavar="PEER",
             help="cublas (default): torch; compile, compile_default: torch.compile with and without max-autotune; "
-            "seed: the tutorials.",
+            "seed: the tutorials; tinygemm, torchao, gemlite: other libraries, for packed weights.",
         ),
     ] = None,
     regimes: Annotated[

@@ -30,9 +30,10 @@ from .dispatch import (
 from .epilogues.function import Epilogue
 from .epilogues.identity import value_key
 from .epilogues.lower import WHOLE, Program
+from .formats.tensor import QuantizedTensor
 from .layout import make_fused_problem, overlap, overlaps_itself
 from .plan import Plan, make_plan, runs_on
-from .problem import Config, Fusion, accumulator
+from .problem import Config, Fusion, Operand, Packing, Problem, accumulator
 from .programs import keep, lowered_program
 from .results import Results
 
@@ -144,11 +145,12 @@ def _autocast(call: Call, out: Tensor | None) -> Call:
     if call.a.dtype != dtype:
         # The prologue comes before the operand is rounded.
         call = call.opened()
-    biases = [lowered(x, dtype) for x in call.inputs[: call.biases]]
+    scale, rest = call.inputs[: call.scaled], call.inputs[call.scaled :]
+    biases = [lowered(x, dtype) for x in rest[: call.biases]]
     return replace(
-        call, a=lowered(call.a, dtype), b=lowered(call.b, dtype),
+        call, a=lowered(call.a, dtype), b=call.b if call.weight is not None else lowered(call.b, dtype),
         right=None if call.right is None else lowered(call.right, dtype),
-        inputs=(*biases, *call.inputs[call.biases :]),
+        inputs=(*scale, *biases, *rest[call.biases :]),
     )  # fmt: skip
 
 
@@ -162,7 +164,7 @@ def program(call: Call) -> Program:
         epilogues.Untraceable: it can't be part of a kernel.
     """
     shape = call.shape
-    key = None if call.captured.key is None else (call.captured.key, call.biases, call.swapped, call.saves)
+    key = None if call.captured.key is None else (call.captured.key, call.scaled, call.biases, call.swapped, call.saves)
 
     @functools.wraps(call.function)
     def function(product: Tensor, *inputs: Any) -> tuple[list[Tensor], bool]:
@@ -210,6 +212,15 @@ def _layout(value: Any) -> Any:
     return value_key(value)
 
 
+def weight_key(weight: QuantizedTensor) -> tuple[Any, ...]:
+    """What of a packed weight decides which code runs."""
+    tensors = (weight.words, weight.scales, weight.zeros, weight.offsets)
+    return (
+        weight.shape, weight.dtype, weight.format.name, weight.group_size,
+        *[x is not None and (x.dtype, x.data_ptr() & 15) for x in tensors],
+    )  # fmt: skip
+
+
 def _prologue_key(call: Call) -> tuple[Any, ...]:
     if call.prologue is None:
         return ()
@@ -242,7 +253,7 @@ def _find(call: Call, out: Tensor | None) -> Prepared | None:
         key = (
             call.op, call.captured.key, call.biases, _layout(call.a), _layout(call.b), *inputs,
             None if out is None else _layout(out), call.out_dtype, call.options, call.between, call.swapped, call.saves,
-            *before,
+            None if call.weight is None else weight_key(call.weight), *before,
         )  # fmt: skip
     prepared = _prepared.get(key) if key is not None else None
     if prepared is None:
@@ -254,9 +265,10 @@ def _find(call: Call, out: Tensor | None) -> Prepared | None:
 
 def _by_reference(call: Call, out: Tensor | None) -> tuple[list[Tensor], bool]:
     call, wide = call.opened(), accumulator(call.a.dtype)
+    b = call.b if call.weight is None else call.weight.unscaled().dequantize().mT
     halves = [
         reference.gemm(call.a, b, out_dtype=wide, by_rows=call.options.batch_invariant)
-        for b in (call.b, call.right) if b is not None
+        for b in (b, call.right) if b is not None
     ]  # fmt: skip
     results, many = outputs_of(call, halves[0] if len(halves) == 1 else torch.cat(halves, dim=-1))
     if out is not None:
@@ -342,13 +354,38 @@ def _prepare(call: Call, out: Tensor | None) -> Prepared:
         fast_accum=options.fast_accum, batch_invariant=options.batch_invariant, device=device,
         precision=options.precision if options.precision in device.target.precisions else "ieee",
     )  # fmt: skip
+    if call.weight is not None:
+        problem = _packed(problem, call.weight)
     if not runs_on(problem):
         raise ValueError(
             f"{call.op}: {device.name} has no instructions for {call.a.dtype}, which an epilogue needs"
         )
     pinned = None if options.config is None else Config.of(options.config)
-    given = (*own, *read), (*results.numbers(call.inputs), *numbers)
-    return Prepared(results, before, make_plan(problem, pinned, call.a, call.b, main, *given))
+    b, shared = _right(call)
+    given = (*own, *read, *shared), (*results.numbers(call.inputs), *numbers)
+    return Prepared(results, before, make_plan(problem, pinned, call.a, b, main, *given))
+
+
+def _packed(problem: Problem, weight: QuantizedTensor) -> Problem:
+    """A problem with a packed weight in the place of its stand-in."""
+    shifts = "zeros" if weight.zeros is not None else "offsets" if weight.offsets is not None else ""
+    wide = weight.scales is not None and weight.scales.dtype == torch.float32
+    packing = Packing(
+        weight.format.name, weight.format.bits, weight.group_size, shifts, wide, weight.shape[:-2].numel()
+    )
+    tensors = (weight.words, weight.scales, weight.zeros, weight.offsets)
+    aligned = all(x is None or x.data_ptr() % 16 == 0 for x in tensors)
+    b = Operand(weight.dtype, problem.b.steps, 1, -(-problem.K // 16) * 16, aligned)
+    return replace(problem, b=b, packing=packing)
+
+
+def _right(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """What a kernel reads of the second factor, and what belongs to it."""
+    weight = call.weight
+    if weight is None:
+        return call.b, ()
+    shared = (weight.scales, weight.zeros if weight.offsets is None else weight.offsets)
+    return weight.words, tuple([x for x in shared if x is not None])
 
 
 def _of_prologue(call: Call, made: Program | None) -> tuple[tuple[Tensor, ...], tuple[float, ...]]:
@@ -365,8 +402,9 @@ def _launch(call: Call, prepared: Prepared, out: Tensor | None) -> tuple[list[Te
         _check_overlap(call, out)
     tensors = results.allocate(call.a.device, plan.slots if results.reduces else 1, out)
     read, numbers = _of_prologue(call, prepared.prologue)
-    extras = (*results.extras(call.inputs, tensors), *read)
-    plan.run_fused(call.a, call.b, results.main(tensors), extras, (*results.numbers(call.inputs), *numbers))
+    b, shared = _right(call)
+    extras = (*results.extras(call.inputs, tensors), *read, *shared)
+    plan.run_fused(call.a, b, results.main(tensors), extras, (*results.numbers(call.inputs), *numbers))
     if out is not None:
         # Autograd must see that a tensor was written behind its back.
         torch._C._increment_version((out,))

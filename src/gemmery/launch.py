@@ -23,6 +23,7 @@ from .kernels import epilogues, gemm, order
 from .kernels import operands as access
 from .kernels import pointwise as kernels_pointwise
 from .layout import fold_blocks
+from .packed_access import PackedAccess, refusal
 from .problem import FP8, Config, Fusion, Operand, Problem, accumulator
 from .results import Results
 from .waves import Split, Waves
@@ -56,8 +57,8 @@ def described(problem: Problem) -> bool:
         and p.K > 0
         and max(p.M, p.N, p.K) < 1 << 31
         and describable(p.a, p.batch)
-        and describable(p.b, p.batch)
-        and (not p.paired or _pairs_describable(p))
+        and (p.b.aligned if p.packing else describable(p.b, p.batch))
+        and (not p.paired or p.packing is not None or _pairs_describable(p))
     )
 
 
@@ -276,8 +277,14 @@ class Binding:
             raise ValueError(
                 f"config {c}: an epilogue that uses reduced rows again needs whole tiles of at least {p.N} columns"
             )
+        if p.packing is not None and (reason := refusal(p, c)):
+            raise ValueError(f"config {c}: {reason}")
         self.a = _Access(p.a, p.M, p.K, p.batch, by_descriptor, prologue=p.fusion and p.fusion.prologue)
-        self.b = _Access(p.b, p.K, p.N, p.batch, by_descriptor, between(p))
+        self.b: _Access | PackedAccess = (
+            PackedAccess(p, by_descriptor)
+            if p.packing is not None
+            else _Access(p.b, p.K, p.N, p.batch, by_descriptor, between(p))
+        )
         # A tensor that stands in for an output has strides of 0, which no descriptor takes.
         stored = by_descriptor and storable(p.out, p.M, p.out_n, p.batch)
         self.out = _Access(p.out, p.M, p.out_n, p.batch, stored)
@@ -349,13 +356,15 @@ class Binding:
             constants["REST_N"] = c.rest_n
             constants["SWAP"] = c.swap
             constants["SPLIT_K"] = self.split is not None
+            constants["PACKED"] = p.packing is not None
         return constants
 
     def arguments(self, a: Tensor, b: Tensor, out: Tensor, *given: Any) -> list[Any]:
         """The kernel's run-time arguments for tensors laid out as the problem says.
 
         Args:
-            given: for the epilogue: addend (None), alpha (1) and beta (1), or for a fused one tensors and numbers.
+            given: for the epilogue: addend (None), alpha (1) and beta (1), or for a fused one tensors and numbers; what
+                belongs to a packed b are the last tensors.
         """
         p, c, waves = self.problem, self.config, self.waves
         matrices = [
@@ -381,10 +390,14 @@ class Binding:
         if c.rest_n:
             columns = c.rest_n // 2 if p.paired else c.rest_n
             rest = [self.b.argument(b, c.block_k, c.rest_n), self.out.argument(out, c.block_m, columns)]
+        shared = [None, None]
+        if isinstance(self.b, PackedAccess):
+            tensors = given[0]
+            shared = self.b.shared(tensors[len(tensors) - len(p.shared) :], c.block_k, c.block_n)
         parts: list[Any] = [0, None, None]
         if self.split is not None:
             parts = [self.split.length, *self.workspace(a.device)]
-        return [*matrices, *rest, *common, *parts]
+        return [*matrices, *rest, *shared, *common, *parts]
 
     @property
     def room(self) -> tuple[int, int]:

@@ -118,7 +118,7 @@ def padded(problem: Problem) -> Padded | None:
     across = select.across(p)
     if across.a or not describable(p.a, p.batch):
         a = Copy.of(p.a, p.M, p.K, p.batch, not across.a and p.a.row == 1 and p.a.col != 1)
-    if across.b or not describable(p.b, p.batch):
+    if p.packing is None and (across.b or not describable(p.b, p.batch)):
         b = Copy.of(p.b, p.K, p.N, p.batch, across.b or (p.b.row == 1 and p.b.col != 1))
     if a is None and b is None:
         return None

@@ -70,6 +70,41 @@ class Operand:
 
 
 @dataclass(frozen=True, slots=True)
+class Packing:
+    """How the numbers of B are packed; see `formats`.
+
+    Attributes:
+        format: its name in `formats.FORMATS`.
+        bits: of a number.
+        group: rows of B, along K, that share a scale; 0 where none do.
+        shifts: what comes with the scales: "zeros", "offsets" or "" for nothing.
+        wide: whether scales are fp32, rather than of A's type.
+        matrices: how many lie one behind the other in memory.
+    """
+
+    format: str
+    bits: int
+    group: int = 0
+    shifts: str = ""
+    wide: bool = False
+    matrices: int = 1
+
+    @property
+    def step(self) -> int:
+        """Rows of B in a block of words, which steps along K must not part."""
+        return 256 // self.bits
+
+    def bytes(self, N: int, K: int) -> int:
+        """Of one matrix with all that belongs to it."""
+        groups = -(-K // self.group) if self.group else 0
+        each = (4 if self.wide else 2) + (2 if self.shifts else 0)
+        return N * (K * self.bits // 8 + groups * each)
+
+    def __str__(self) -> str:
+        return f"{self.format}{f'/{self.group}' if self.group else ''}{f'+{self.shifts}' if self.shifts else ''}"
+
+
+@dataclass(frozen=True, slots=True)
 class Fusion:
     """What a traced epilogue makes of the product.
 
@@ -116,6 +151,8 @@ class Problem:
         fast_accum: whether fp8 products may be summed at the tensor cores' reduced precision.
         batch_invariant: whether a row of the result must have the same bits whatever M and the batch are.
         device: the row of the device table that it runs on.
+        packing: how B's numbers are packed, if they are; `b` is then what they stand for, with the steps of its batch
+            in matrices.
     """
 
     M: int
@@ -132,6 +169,7 @@ class Problem:
     fast_accum: bool = False
     batch_invariant: bool = False
     fusion: Fusion | None = None
+    packing: Packing | None = None
 
     @property
     def paired(self) -> bool:
@@ -163,7 +201,16 @@ class Problem:
         if self.fusion is None:
             return self.a, self.b, self.out, self.addend
         before = self.fusion.prologue.operands if self.fusion.prologue else ()
-        return self.a, self.b, self.out, *self.fusion.operands, *before
+        return self.a, self.b, self.out, *self.fusion.operands, *before, *self.shared
+
+    @property
+    def shared(self) -> tuple[Operand, ...]:
+        """The layouts of what groups of a packed B's numbers share: scales, then shifts."""
+        if self.packing is None or not self.packing.group:
+            return ()
+        columns = -(-self.N // 16) * 16
+        types = [torch.float32 if self.packing.wide else self.b.dtype] + [self.b.dtype] * bool(self.packing.shifts)
+        return tuple(Operand(dtype, (), columns, 1, True) for dtype in types)
 
     @property
     def matrices(self) -> int:
@@ -194,6 +241,9 @@ class Problem:
             (self.a, self.M, self.K), (self.b, self.K, self.N), (self.out, self.M, self.out_n),
             *((extra, self.M, self.out_n) for extra in self.extras),
         ):  # fmt: skip
+            if operand is self.b and self.packing is not None:
+                total += self.packing.bytes(self.N, self.K) * min(self.matrices, self.packing.matrices)
+                continue
             size = operand.dtype.itemsize
             for extent, stride in zip(
                 (*self.batch, rows, cols), (*operand.steps, operand.row, operand.col), strict=True
@@ -208,7 +258,8 @@ class Problem:
         fused += f" {self.precision}" if self.precision != "ieee" else ""
         fused += " fast" if self.fast_accum else ""
         invariant = " invariant" if self.batch_invariant else ""
-        return f"{batch}{self.M}x{self.N}x{self.K} {self.a} @ {self.b} -> {self.out}{fused}{invariant}"
+        right = self.b if self.packing is None else self.packing
+        return f"{batch}{self.M}x{self.N}x{self.K} {self.a} @ {right} -> {self.out}{fused}{invariant}"
 
 
 @dataclass(frozen=True, slots=True)

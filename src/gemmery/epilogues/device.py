@@ -34,7 +34,7 @@ def function(source: str) -> Any:
     from ..kernels import epilogues, fused
 
     space: dict[str, Any] = {"scalar": epilogues.scalar} | device_functions()
-    return _compiled(
+    return compiled(
         source, space | {key: value for key, value in vars(fused).items() if not key.startswith("_")}
     )
 
@@ -54,10 +54,11 @@ def loader_with(source: str, arguments: int, load: Any) -> Any:
     names = "".join(f", a{i}" for i in range(arguments))
     given = "".join(f"a{i}, " for i in range(arguments))
     text = _LOADER.format(name=f"{load.__name__}_{made.__name__}", names=names, given=given)
-    return _compiled(text, {"LOAD": load, "FUNCTION": made, "as_type": as_type})
+    return compiled(text, {"LOAD": load, "FUNCTION": made, "as_type": as_type})
 
 
-def _compiled(source: str, space: dict[str, Any]) -> Any:
+def compiled(source: str, space: dict[str, Any]) -> Any:
+    """The `@triton.jit` function of a text, which can use what is in `space`."""
     import triton
     import triton.language as tl
 

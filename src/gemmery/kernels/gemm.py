@@ -166,25 +166,27 @@ def finish(
 
 @triton.jit(do_not_specialize=["M", "tiles", "part_k"])
 def gemm_tiles(
-    a, b, out, b_rest, out_rest, args, M, N, K, sizes, a_strides, b_strides, out_strides,
+    a, b, out, b_rest, out_rest, b_scales, b_shifts, args, M, N, K, sizes, a_strides, b_strides, out_strides,
     tiles, part_k, partials, arrivals,
     ORDER: tl.constexpr, LOAD_A: tl.constexpr, LOAD_B: tl.constexpr, EPILOGUE: tl.constexpr, AHEAD: tl.constexpr,
     STORE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, REST_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, SWAP: tl.constexpr, PIECES: tl.constexpr, CHECK_K: tl.constexpr, WIDE: tl.constexpr,
     ACC: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr,
-    PAIRED: tl.constexpr, SPLIT_K: tl.constexpr,
+    PAIRED: tl.constexpr, SPLIT_K: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """One program a tile, or with `SPLIT_K` one for every `part_k` of a tile's K; see `parts`.
 
-    `b_rest` and `out_rest` are b and out again, with descriptors for blocks of `REST_N` columns.
+    `b_rest` and `out_rest` are b and out again, with descriptors for blocks of `REST_N` columns. `PACKED` where b is
+    the words of packed numbers, to which `b_scales` and `b_shifts` belong; see `packed`.
     """
+    right = (b, b_scales, b_shifts) if PACKED else b
     part = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
     batch, tile_m, tile_n = ORDER(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N + REST_N), GROUP_M)
     row = tile_m * BLOCK_M
     col = tile_n * (BLOCK_N + REST_N)
     acc, rest = multiply(
-        a, b, b_rest, M, N, K, sizes, a_strides, b_strides, batch, row, col,
+        a, right, b_rest, M, N, K, sizes, a_strides, b_strides, batch, row, col,
         part * part_k if SPLIT_K else 0, min(part * part_k + part_k, K) if SPLIT_K else tl.maximum(K, 1),
         LOAD_A, LOAD_B, BLOCK_M, BLOCK_N, REST_N, BLOCK_K, SWAP, CHECK_K, WIDE, ACC, PRECISION, IMPRECISE_ACC,
     )  # fmt: skip

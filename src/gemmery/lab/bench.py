@@ -20,8 +20,19 @@ import torch
 
 from . import suites, timing
 from .display import Display
-from .inputs import KINDS, Inputs, WrongResult, check, make_inputs, sample_rows, tf32_allowed
-from .peers import OURS, PEERS, Method, Unsuited, gemmery_call, gemmery_plan
+from .inputs import (
+    KINDS,
+    Inputs,
+    Unsuited,
+    WrongResult,
+    check,
+    least_seconds,
+    make_inputs,
+    sample_rows,
+    tf32_allowed,
+)
+from .libraries import LIBRARIES, SLACK
+from .peers import OURS, PEERS, Method, gemmery_call, gemmery_plan
 from .results import MIXED, Result, describe_run, summarise_row
 from .suites import Row
 from .timing import Call, Stopwatch
@@ -47,16 +58,19 @@ def make_calls(
         The calls, their errors, and why each peer that is missing from them was left out.
 
     Raises:
-        WrongResult: a method's result is wrong.
+        WrongResult: a method's result is wrong; other libraries' are left out instead.
         Exception: whatever ours fails with.
     """
     calls, errors, left_out = {}, {}, {}
     for name, method in methods.items():
         try:
             call = method(inputs)
-            errors[name] = check(call, inputs, checked)
+            errors[name] = check(call, inputs, checked, SLACK if name in LIBRARIES else 1)
             calls[name] = call
         except WrongResult as error:
+            if name in LIBRARIES:
+                left_out[name] = f"wrong result: {error}"
+                continue
             raise WrongResult(f"{name}: {error}") from error
         except Exception as error:
             if name == OURS:
@@ -81,9 +95,10 @@ def run_row(
         calls, errors, left_out = make_calls(methods, inputs, sample_rows(row.M, random.Random(seed)))
         compared = timing.measure(calls, rounds=rounds, seed=seed, regimes=regimes, watch=watch)
     plan = planned(inputs)
-    roofline = None if plan is None else plan.roofline()
+    roofline = least_seconds(inputs) if row.quantized else None if plan is None else plan.roofline()
+    unplanned = "" if row.quantized else "torch reference"
     return {
-        "plan": "torch reference" if plan is None else str(plan),
+        "plan": unplanned if plan is None else str(plan),
         "roofline_us": None if roofline is None else roofline * 1e6,
         "errors": errors,
         "left_out": left_out,
@@ -291,8 +306,13 @@ def show(request: Request, planned: Sequence[Run]) -> None:
         )
         for row in run.rows:
             extra = "".join(
-                f", {word}" for word in (row.dtype, row.call if row.call != "matmul_out" else "") if word
-            )
+                f", {word}"
+                for word in (
+                    row.dtype, row.weight, row.scales and f"scales of {row.scales}", row.epilogue,
+                    row.call if row.call != "matmul_out" else "",
+                )
+                if word
+            )  # fmt: skip
             print(f"  {row.name:56} {row.shape:24} A {row.a}, B {row.b}, out {row.out}{extra}")
 
 

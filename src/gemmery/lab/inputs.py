@@ -8,11 +8,15 @@ import random
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from .. import devices
+from ..formats import FORMATS, QuantizedTensor, quantize
+from ..formats.activations import Per, quantize_activations
+from ..formats.scaled import ScaledTensor
 from ..problem import Precision
 from .fusions import FUSIONS
 from .suites import BATCH_NAMES, LAYOUTS, MATRIX_NAMES, Row
@@ -52,6 +56,10 @@ CHECKED_ROWS, CHECKED_COLUMNS = 512, 8192
 UNWRITTEN = -(2**31)
 
 
+class Unsuited(Exception):
+    """A peer has no such product: the row is measured without it."""
+
+
 class WrongResult(Exception):
     """A method's result is not that of the product: it is not timed."""
 
@@ -66,6 +74,9 @@ class Inputs:
         kind: the types, and how exact the result has to be.
         row: the row that they were made for.
         args: what the row's epilogue is given besides the product.
+        weight: the packed weight, (N, K), of a row with `weight`; b is then what it stands for, in the type of a.
+        scaled: the operands of a row with `scales`, (M, K) and (N, K); a and b are then their data.
+        exact: what is compared in float64 where it is not a and b: the numbers that quantized operands stand for.
     """
 
     a: Tensor
@@ -74,6 +85,21 @@ class Inputs:
     kind: Kind
     row: Row
     args: tuple[Tensor, ...] = ()
+    weight: QuantizedTensor | None = None
+    scaled: tuple[ScaledTensor, ScaledTensor] | None = None
+    exact: tuple[Tensor, Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Bare:
+    """A call that is timed without the last step of what its row asks for, which follows in the check alone."""
+
+    call: Callable[[], Tensor]
+    finish: Callable[[Tensor], Tensor]
+
+    def __call__(self) -> Tensor:
+        """What is timed."""
+        return self.call()
 
 
 # --- making them ----------------------------------------------------------------------------------------------------
@@ -148,14 +174,80 @@ def make_inputs(row: Row, dtype: str, seed: int, device: str = "cuda") -> Inputs
     """Random inputs of a row, the same for the same seed whatever other rows are run."""
     generator = torch.Generator(device).manual_seed(seed ^ zlib.crc32(row.name.encode()))
     kind = KINDS[dtype]
+    if row.scales:
+        return scaled_inputs(row, kind, random_numbers(torch.bfloat16, generator))
     fill = random_numbers(kind.dtype, generator)
+    if row.weight:
+        return weight_inputs(row, kind, fill)
     a, b = (make_operand(row, name, fill) for name in ("a", "b"))
     if row.epilogue:
-        fusion = FUSIONS[row.epilogue]
-        out = torch.empty(row.M, row.N // 2 if fusion.halves else row.N, dtype=kind.out, device=device)
-        return Inputs(a, b, out, kind, row, fusion.arguments(row, fill))
+        args = FUSIONS[row.epilogue].arguments(row, fill)
+        return Inputs(a, b, _matrix_out(row, kind, a.device), kind, row, args)
     out = make_operand(row, "out", lambda shape: torch.empty(shape, dtype=kind.out, device=device))
     return Inputs(a, b, out, kind, row)
+
+
+def _matrix_out(row: Row, kind: Kind, device: torch.device) -> Tensor:
+    halves = bool(row.epilogue) and FUSIONS[row.epilogue].halves
+    return torch.empty(row.M, row.N // 2 if halves else row.N, dtype=kind.out, device=device)
+
+
+# --- quantized operands ---------------------------------------------------------------------------------------------
+
+
+def weight_inputs(row: Row, kind: Kind, fill: Fill) -> Inputs:
+    """The inputs of a row with a packed weight: packed here, so that it is not timed, on the device of the rest."""
+    a, b = (make_operand(row, name, fill) for name in ("a", "b"))
+    name, group = row.packing
+    weight = quantize(b.mT, name, group_size=group)
+    args = FUSIONS[row.epilogue].arguments(row, fill) if row.epilogue else ()
+    return Inputs(
+        a, weight.dequantize(kind.dtype).mT, _matrix_out(row, kind, a.device), kind, row, args, weight=weight,
+        exact=(a, weight.dequantize(torch.float32).mT),
+    )  # fmt: skip
+
+
+#: What `quantize_activations` calls the scales of a row of a suite.
+PER: dict[str, Per] = {"tensor": "tensor", "row": "token", "block": "block"}
+#: Rows and columns of a weight's block, and numbers of a row of activations that share a scale.
+BLOCK = 128
+
+
+def scaled_inputs(row: Row, kind: Kind, fill: Fill) -> Inputs:
+    """The inputs of a row whose operands both have 8 bits and scales."""
+    name = "int8" if kind.dtype == torch.int8 else "e4m3"
+    x, weight = make_operand(row, "a", fill), make_operand(row, "b", fill).mT
+    a = quantize_activations(x, name, per=PER[row.scales])
+    if row.scales == "block":
+        b = ScaledTensor(*square_blocks(weight))
+    else:
+        b = quantize_activations(weight, name, per=PER[row.scales])
+    if kind.dtype == torch.int8:
+        # Sums of int8 are exact, but scales make numbers of them that are rounded to bf16.
+        kind = replace(kind, out=torch.bfloat16, tolerance=KINDS["bf16"].tolerance)
+    out = torch.empty(row.M, row.N, dtype=kind.out, device=x.device)
+    exact = (a.dequantize(torch.float32), b.dequantize(torch.float32).mT)
+    return Inputs(a.data, b.data.mT, out, kind, row, scaled=(a, b), exact=exact)
+
+
+def square_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix in e4m3 with a scale for each 128 × 128 of it: the numbers, and the scales, (R / 128, C / 128)."""
+    rows, cols = x.shape
+    blocks = x.float().view(rows // BLOCK, BLOCK, cols // BLOCK, BLOCK)
+    scale = blocks.abs().amax((1, 3), keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+    return (blocks / scale).to(torch.float8_e4m3fn).view(rows, cols), scale.view(rows // BLOCK, cols // BLOCK)
+
+
+def least_seconds(inputs: Inputs) -> float | None:
+    """The least time that the device's datasheet allows for a row with quantized operands; None without a datasheet."""
+    device = devices.current(inputs.a.device)
+    if device is None:
+        return None
+    bits = FORMATS[inputs.row.packing[0]].bits if inputs.row.weight else 8
+    moved = (
+        inputs.a.nbytes + inputs.b.numel() * bits / 8 + inputs.out.nbytes + sum(x.nbytes for x in inputs.args)
+    )
+    return max(inputs.row.flops / device.rate(inputs.a.dtype), moved / device.bandwidth)
 
 
 @contextmanager
@@ -186,27 +278,33 @@ def sample_rows(M: int, rng: random.Random) -> list[int]:
 def relative_error(inputs: Inputs, rows: Sequence[int]) -> float:
     """‖out − ref‖ / ‖ref‖ over some rows of the output, against the product in float64."""
     index = torch.tensor(rows, device=inputs.a.device)
+    a, b = inputs.exact or (inputs.a, inputs.b)
     # By its bytes: torch selects no rows of fp8.
-    plain = inputs.a.view(torch.int8) if inputs.a.dtype.itemsize == 1 else inputs.a
-    left = plain.index_select(-2, index).view(inputs.a.dtype).double()
+    plain = a.view(torch.int8) if a.dtype.itemsize == 1 else a
+    left = plain.index_select(-2, index).view(a.dtype).double()
     if inputs.row.epilogue:
         # Whole rows: an epilogue may combine columns.
         args = [x.double() if x.dim() == 1 else x.index_select(0, index).double() for x in inputs.args]
-        reference = FUSIONS[inputs.row.epilogue].function(left @ inputs.b.double(), *args)
+        reference = FUSIONS[inputs.row.epilogue].function(left @ b.double(), *args)
         got = inputs.out.index_select(-2, index).double()
         return float((got - reference).norm() / reference.norm())
     wrong = norm = 0.0
-    for start in range(0, inputs.b.shape[-1], CHECKED_COLUMNS):
+    for start in range(0, b.shape[-1], CHECKED_COLUMNS):
         columns = slice(start, start + CHECKED_COLUMNS)
-        reference = left @ inputs.b[..., columns].double()
+        reference = left @ b[..., columns].double()
         got = inputs.out[..., columns].index_select(-2, index).double()
         wrong += (got - reference).square().sum().item()
         norm += reference.square().sum().item()
     return math.sqrt(wrong / norm)
 
 
-def check(call: Callable[[], object], inputs: Inputs, rows: Sequence[int]) -> float:
+def check(call: Callable[[], object], inputs: Inputs, rows: Sequence[int], slack: float = 1) -> float:
     """Run a method once into an output that holds nothing right and compare.
+
+    Args:
+        call, inputs: the method's call for the inputs; a `Bare` one is finished here.
+        rows: of the output, to compare; the whole is looked at for numbers that are not written or not finite.
+        slack: how many times the tolerance is allowed.
 
     Returns:
         The relative error over `rows`.
@@ -217,7 +315,7 @@ def check(call: Callable[[], object], inputs: Inputs, rows: Sequence[int]) -> fl
     out, floating = inputs.out, inputs.kind.out.is_floating_point
     before = (out.data_ptr(), out.shape, out.stride())
     out.fill_(math.nan if floating else UNWRITTEN)
-    result = call()
+    result = call.finish(call()) if isinstance(call, Bare) else call()
     if isinstance(result, Tensor) and result is not out:
         out.copy_(result)
     if (out.data_ptr(), out.shape, out.stride()) != before:
@@ -227,7 +325,7 @@ def check(call: Callable[[], object], inputs: Inputs, rows: Sequence[int]) -> fl
         raise WrongResult(f"{left} of {out.numel()} elements were not written or are not finite")
     error = relative_error(inputs, rows)
     # Operator by operator, an epilogue's intermediate results are rounded as well.
-    tolerance = inputs.kind.tolerance * (3 if inputs.row.epilogue else 1)
+    tolerance = slack * inputs.kind.tolerance * (3 if inputs.row.epilogue else 1)
     if not error <= tolerance:  # written this way round, NaN fails too
         raise WrongResult(f"relative error {error:.2e} is over {tolerance:.0e}")
     return error

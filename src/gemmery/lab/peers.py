@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from .fusions import FUSIONS, in_torch
-from .inputs import Inputs
+from .inputs import Bare, Inputs, Unsuited
+from .libraries import LIBRARIES
 from .timing import Call
 
 if TYPE_CHECKING:
@@ -22,10 +23,6 @@ if TYPE_CHECKING:
 OURS = "gemmery"
 #: Makes a method's call for given inputs.
 Method = Callable[[Inputs], Call]
-
-
-class Unsuited(Exception):
-    """A peer has no such product: the row is measured without it."""
 
 
 # --- gemmery --------------------------------------------------------------------------------------------------------
@@ -46,9 +43,14 @@ def gemmery_call(inputs: Inputs) -> Call:
     import gemmery
 
     a, b, out, asked = inputs.a, inputs.b, inputs.out, _asked(inputs)
+    if inputs.scaled is not None:
+        return partial(gemmery.scaled_matmul, *inputs.scaled, **asked)
+    weight = b.mT if inputs.weight is None else inputs.weight
     if inputs.row.epilogue:
         epilogue = gemmery.epilogue(FUSIONS[inputs.row.epilogue].function)
-        return partial(gemmery.linear, a, b.mT, epilogue=epilogue, args=inputs.args, **asked)
+        return partial(gemmery.linear, a, weight, epilogue=epilogue, args=inputs.args, **asked)
+    if inputs.weight is not None:
+        return partial(gemmery.linear, a, weight, **asked)
     match inputs.row.call:
         case "matmul":
             return partial(gemmery.matmul, a, b, **asked)
@@ -63,9 +65,11 @@ def gemmery_call(inputs: Inputs) -> Call:
 
 
 def gemmery_plan(inputs: Inputs) -> Plan | None:
-    """What gemmery does for these inputs; None where the torch reference serves."""
+    """What gemmery does for these inputs; None where the torch reference serves, or no plan can be asked for."""
     import gemmery
 
+    if inputs.row.quantized:
+        return None
     if inputs.row.epilogue:
         return gemmery.plan(
             inputs.a,
@@ -83,6 +87,8 @@ def gemmery_plan(inputs: Inputs) -> Plan | None:
 def _product(inputs: Inputs) -> Callable[..., Tensor]:
     """torch's function of a and b for a type: the one that has its instructions behind it."""
     dtype = inputs.kind.dtype
+    if inputs.scaled is not None:
+        return _scaled_product(inputs)
     if dtype.itemsize > 1:
         return torch.matmul
     name = "torch._int_mm" if dtype == torch.int8 else "torch._scaled_mm"
@@ -96,8 +102,40 @@ def _product(inputs: Inputs) -> Callable[..., Tensor]:
     )  # fmt: skip
 
 
+def _scaled_product(inputs: Inputs) -> Callable[..., Tensor]:
+    """torch's product of a and b with the row's scales."""
+    assert inputs.scaled is not None
+    scale_a, scale_b = (operand.scale for operand in inputs.scaled)
+    if inputs.kind.dtype == torch.int8:
+        return partial(_int8_with_scales, scale_a=scale_a, scale_b=scale_b)
+    fast = inputs.kind.fast_accum
+    if inputs.row.scales == "block":
+        # What cuBLAS takes on Hopper: a's scales with the rows innermost in memory, b's as those of (N, K), turned.
+        # Each block is summed at the tensor cores' own precision, and torch refuses to be asked for more or less.
+        scale_a, fast = scale_a.mT.contiguous().mT, False
+    return partial(
+        torch._scaled_mm, scale_a=scale_a, scale_b=scale_b.mT if scale_b.dim() else scale_b,
+        out_dtype=inputs.kind.out, use_fast_accum=fast,
+    )  # fmt: skip
+
+
+def _with_scales(sums: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
+    return (sums.float() * scale_a * scale_b.mT).to(torch.bfloat16)
+
+
+def _int8_with_scales(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
+    return _with_scales(torch._int_mm(a, b), scale_a, scale_b)
+
+
 def cublas(inputs: Inputs) -> Call:
-    """torch, which is the vendor's BLAS: the call of the same kind as ours, an epilogue operator by operator."""
+    """torch, which is the vendor's BLAS: the call of the same kind as ours, an epilogue operator by operator.
+
+    A packed weight is multiplied unpacked. int8 with scales is the bare product: torch has none with them.
+    """
+    if inputs.scaled is not None and inputs.kind.dtype == torch.int8:
+        scale_a, scale_b = (operand.scale for operand in inputs.scaled)
+        finish = partial(_with_scales, scale_a=scale_a, scale_b=scale_b)
+        return Bare(partial(torch._int_mm, inputs.a, inputs.b), finish)
     if inputs.row.epilogue:
         return partial(in_torch(FUSIONS[inputs.row.epilogue].function), inputs.a, inputs.b.mT, *inputs.args)
     product, call = _product(inputs), inputs.row.call
@@ -144,8 +182,8 @@ def _rung(number: int) -> Any:
 def seed(inputs: Inputs) -> Call:
     """The tutorials' own kernels: rung 8, with descriptors, where it takes the operands, else the autotuned rung 6."""
     a, b, out = inputs.a, inputs.b, inputs.out
-    if inputs.row.batch or inputs.row.epilogue:
-        raise Unsuited("the tutorials multiply two matrices, no batches, with nothing behind them")
+    if inputs.row.batch or inputs.row.epilogue or inputs.row.quantized:
+        raise Unsuited("the tutorials multiply two plain matrices, no batches, with nothing behind them")
     calls: tuple[Call, ...] = (
         lambda: _rung(8).matmul(a, b.mT, out),
         lambda: _rung(6).matmul(a, b, out),
@@ -166,4 +204,5 @@ PEERS: dict[str, Method] = {
     "compile": compiled,
     "compile_default": partial(compiled, mode="default"),
     "seed": seed,
+    **LIBRARIES,
 }

@@ -79,6 +79,45 @@ def summarise(rows: Iterable[Mapping[str, Any]], keep: Callable[[Mapping[str, An
     }
 
 
+@dataclass(frozen=True)
+class FusedCost:
+    """What a fused product takes beside the same product with nothing behind it.
+
+    Attributes:
+        name, bare: of the two rows.
+        us, bare_us: our times, medians over the rounds of rows that were measured one after the other.
+    """
+
+    name: str
+    bare: str
+    us: float
+    bare_us: float
+
+    @property
+    def ratio(self) -> float:
+        """How many times as long the fused product takes."""
+        return self.us / self.bare_us
+
+
+def fused_costs(rows: Sequence[Mapping[str, Any]], regime: str, ours: str = OURS) -> list[FusedCost]:
+    """The cost of each fused row of a suite that has its bare product as a row of its own, measured in `regime`."""
+
+    def product(row: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(row.get(name) for name in ("M", "N", "K", "dtype", "weight", "scales"))
+
+    found = {
+        (product(row), row.get("epilogue", "")): (row["name"], row["summary"][regime]["us"][ours])
+        for row in rows
+        if regime in row.get("summary", {})
+    }
+    costs = []
+    for (same, epilogue), (name, us) in found.items():
+        if epilogue and (same, "") in found:
+            bare, bare_us = found[same, ""]
+            costs.append(FusedCost(name, bare, us, bare_us))
+    return costs
+
+
 def summarise_row(
     rounds: Mapping[str, Sequence[timing.Round]], flops: int, roofline: float | None
 ) -> dict[str, Any]:

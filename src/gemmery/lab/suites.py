@@ -29,6 +29,11 @@ MATRIX_NAMES = {"a": "mk", "b": "kn", "out": "mn"}
 EPILOGUES = ("swiglu", "bias", "bias_gelu", "bias_gelu_tanh", "bias_relu_squared", "bias_residual")
 #: What a row calls: `matmul` into a given output or a new one, `linear`, or a plan made beforehand.
 CALLS = ("matmul_out", "matmul", "linear", "plan")
+#: Formats of packed weights, each with how many numbers share a scale where the row does not say; None for as many as
+#: the format has by itself.
+WEIGHTS = {"int4": 128, "int8": None, "e4m3": None, "e5m2": None, "mxfp4": None, "nvfp4": None, "nf4": None}
+#: What shares a scale where both operands have 8 bits: all, a row, or blocks (1 × 128 of A, 128 × 128 of B).
+SCALES = ("tensor", "row", "block")
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,8 @@ class Row:
         call: of `CALLS`.
         batch_invariant: whether ours is asked for results that do not depend on M.
         epilogue: of `EPILOGUES`, or "" for a bare product.
+        weight: B's format, of `WEIGHTS`, "int4/32" with a scale for 32; "" where B is no packed weight.
+        scales: of `SCALES`, or "" where the operands have none.
     """
 
     name: str
@@ -61,6 +68,19 @@ class Row:
     call: str = "matmul_out"
     batch_invariant: bool = False
     epilogue: str = ""
+    weight: str = ""
+    scales: str = ""
+
+    @property
+    def quantized(self) -> bool:
+        """Whether operands stand for other numbers than those that they hold."""
+        return bool(self.weight or self.scales)
+
+    @property
+    def packing(self) -> tuple[str, int | None]:
+        """The weight's format, and how many numbers share a scale; None for as many as the format has by itself."""
+        name, _, group = self.weight.partition("/")
+        return name, int(group) if group else WEIGHTS[name]
 
     @property
     def matrices(self) -> int:
@@ -119,6 +139,16 @@ PARTS: dict[str, tuple[str, Callable[[Row], bool]]] = {
     "fused_swiglu": ("fused", lambda row: row.epilogue == "swiglu" and row.M >= 512),
     "fused_swiglu_small": ("fused", lambda row: row.epilogue == "swiglu" and row.M < 512),
     "fused_bias": ("fused", lambda row: row.epilogue in ("bias_gelu", "bias_relu_squared", "bias_residual")),
+    "lowbit_small": ("lowbit", lambda row: row.M <= 64),
+    "lowbit_mid": ("lowbit", lambda row: 64 < row.M <= 512),
+    "lowbit_large": ("lowbit", lambda row: row.M > 512),
+    "lowbit_fused_swiglu": ("lowbit_fused", lambda row: row.epilogue == "swiglu"),
+    "lowbit_fused_bias": ("lowbit_fused", lambda row: row.epilogue == "bias_gelu"),
+    "scaled_tensor": ("scaled", lambda row: row.scales == "tensor"),
+    "scaled_row": ("scaled", lambda row: row.scales == "row"),
+    "scaled_block": ("scaled", lambda row: row.scales == "block"),
+    "scaled_accurate_fp8": ("scaled_accurate", lambda row: row.dtype == "fp8"),
+    "scaled_accurate_int8": ("scaled_accurate", lambda row: row.dtype == "int8"),
     "launch_out": ("launch", lambda row: row.call == "matmul_out"),
     "launch_plan": ("launch", lambda row: row.call == "plan"),
 }
@@ -225,11 +255,31 @@ def _row(value: Any, where: str) -> Row:
         ("call", CALLS),
         ("batch_invariant", (True, False)),
         ("epilogue", EPILOGUES),
+        ("scales", SCALES),
     ):
         if name in value and value[name] not in allowed:
             words = ", ".join(map(str, allowed))
             raise ValueError(f"{where}: {name} is {value[name]!r}; it must be one of {words}")
-    return Row(**(value | {"batch": tuple(batch)}))
+    row = Row(**(value | {"batch": tuple(batch)}))
+    _check_quantized(row, where)
+    return row
+
+
+def _check_quantized(row: Row, where: str) -> None:
+    name, slash, group = row.weight.partition("/")
+    if row.weight and (name not in WEIGHTS or (slash and not (group.isdecimal() and int(group)))):
+        words = ", ".join(WEIGHTS)
+        raise ValueError(f"{where}: weight is {row.weight!r}; it must be one of {words}, or such as int4/32")
+    plain = (row.a, row.b, row.out, row.batch) == ("row", "col", "row", ())
+    if row.quantized and not (plain and row.call in ("linear", "matmul") and not (row.weight and row.scales)):
+        raise ValueError(
+            f"{where}: operands that are quantized are two matrices, B as (N, K), the call linear or matmul, and have "
+            "either weight or scales"
+        )
+    if row.scales and (row.dtype not in ("fp8", "fp8fast", "int8") or row.epilogue):
+        raise ValueError(
+            f"{where}: scales are for dtype fp8, fp8fast and int8, and nothing is behind the product"
+        )
 
 
 def _check_operand(name: str, value: Any, dims: int, where: str) -> None:

@@ -112,7 +112,8 @@ def costs(
     p, s, device = problem, space, problem.device
     rows = np.asarray(p.M if M is None else M)
     item = p.a.dtype.itemsize
-    stage = (s.block_m + s.block_n) * s.block_k * float(item)
+    item_b = p.packing.bits / 8 if p.packing is not None else item
+    stage = (s.block_m * item + s.block_n * item_b) * s.block_k * 1.0
     tiles, _, _, small = cut_last_wave(
         p.matrices * -(-rows // s.block_m), p.N, s.block_n, s.tail_m, s.tail_n, device.sms
     )
@@ -134,7 +135,7 @@ def costs(
     cuts = s.tail_m * s.tail_n
     turns = np.ceil(small / device.sms)
     small_compute = 2.0 * area / cuts * p.K / (rate * TAIL_EFFICIENCY)
-    small_l2 = (s.block_m / s.tail_m + s.block_n / s.tail_n) * item * p.K / intake
+    small_l2 = (s.block_m / s.tail_m * item + s.block_n / s.tail_n * item_b) * p.K / intake
     tail = turns * np.maximum(small_compute, small_l2) + (small > 0) * device.delays.tail
 
     bytes_moved = np.asarray(p.bytes if least_bytes is None else least_bytes, dtype=float)

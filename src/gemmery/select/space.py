@@ -52,6 +52,8 @@ class Tile:
 def kind_of(problem: Problem) -> str:
     """The part of a family's tiles for operands that want the same ones."""
     dtype = problem.a.dtype
+    if problem.packing is not None:
+        return f"packed{problem.packing.bits}"
     if dtype == torch.float32:
         return problem.precision
     if dtype == torch.float64:
@@ -189,7 +191,8 @@ class Across(NamedTuple):
 
 def across(problem: Problem) -> Across:
     """Which operands have to go through registers to be turned: on Hopper those that are not 16-bit."""
-    turned = problem.device.target.family == "hopper" and kind_of(problem) not in ("half", "ieee", "fp64")
+    narrow = problem.a.dtype.itemsize == 1 or kind_of(problem).startswith("tf32")
+    turned = problem.device.target.family == "hopper" and narrow
     return Across(turned and problem.a.col != 1, turned and problem.b.row != 1)
 
 

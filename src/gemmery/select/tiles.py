@@ -17,7 +17,7 @@ its family, which `make check-targets` proves; another Triton allocates register
 
 from __future__ import annotations
 
-Rows = dict[tuple[str, str], str]
+from .packed_tiles import PACKED, Rows
 
 HOPPER: dict[str, Rows] = {
     "half": {
@@ -412,12 +412,15 @@ INTERPRETER: dict[str, Rows] = {
 ALIKE = frozenset({"hopper"})
 
 FAMILIES: dict[str, dict[str, Rows]] = {
-    "hopper": HOPPER,
-    "blackwell": BLACKWELL,
-    "ampere": AMPERE,
-    "ada": ADA,
-    "blackwell rtx": BLACKWELL_RTX,
-    "cdna": CDNA,
-    "rdna": RDNA,
-    "interpreter": INTERPRETER,
+    family: rows | PACKED[family]
+    for family, rows in {
+        "hopper": HOPPER,
+        "blackwell": BLACKWELL,
+        "ampere": AMPERE,
+        "ada": ADA,
+        "blackwell rtx": BLACKWELL_RTX,
+        "cdna": CDNA,
+        "rdna": RDNA,
+        "interpreter": INTERPRETER,
+    }.items()
 }

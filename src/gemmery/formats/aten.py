@@ -1,0 +1,195 @@
+"""What torch's own operators do with a quantised weight: moving, copying and cutting it, and no arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from . import pieces
+
+if TYPE_CHECKING:
+    from .tensor import QuantizedTensor
+
+aten = torch.ops.aten
+
+
+def call(cls: type, func: Any, args: Any, kwargs: Any) -> Any:
+    """An operator of torch with a QuantizedTensor among its arguments."""
+    operator = _OPERATORS.get(func)
+    if operator is None:
+        # In inference mode operators come here before torch has taken them apart.
+        result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+    if operator is None or not isinstance(args[0], cls):
+        weight = next(
+            (x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, cls)), None
+        )
+        raise NotImplementedError(
+            f"{func}: not defined for {weight!r}; it can be the weight of gemmery.linear, and its dequantize() is a "
+            "plain tensor"
+        )
+    return operator(func, *args, **kwargs)
+
+
+def _each(
+    weight: QuantizedTensor, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
+) -> QuantizedTensor:
+    return weight.with_parts({name: change(x) for name, x in weight.parts().items()}, dtype=dtype)
+
+
+def _detach(func: Any, weight: QuantizedTensor) -> Any:
+    result = _each(weight, lambda x: x.detach())
+    return return_and_correct_aliasing(func, (weight,), {}, result)
+
+
+def _clone(func: Any, weight: QuantizedTensor, *, memory_format: Any = None) -> QuantizedTensor:
+    return _each(weight, lambda x: x.clone())
+
+
+def _empty_like(
+    func: Any,
+    weight: QuantizedTensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    **options: Any,
+) -> QuantizedTensor:
+    if dtype not in (None, weight.dtype):
+        raise ValueError(f"empty_like: dtype is {dtype} and the weight {weight!r}; they must be the same")
+    return _each(weight, lambda x: torch.empty_like(x, device=device))
+
+
+def _to_copy(
+    func: Any,
+    weight: QuantizedTensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    non_blocking: bool = False,
+    **options: Any,
+) -> QuantizedTensor:
+    if dtype not in (None, torch.float16, torch.bfloat16):
+        raise ValueError(
+            f"to: dtype is {dtype}; {weight!r} can be of torch.float16 or torch.bfloat16, and its dequantize({dtype}) "
+            "is a plain tensor"
+        )
+    if dtype not in (None, weight.dtype):
+        weight = _in_type(weight, dtype)
+    # Always a copy: this operator is not called where there is nothing to do.
+    return _each(weight, lambda x: x.to(device=device, non_blocking=non_blocking, copy=True))
+
+
+def _in_type(weight: QuantizedTensor, dtype: torch.dtype) -> QuantizedTensor:
+    """What is of the weight's type, in another one."""
+    inner = weight.parts()
+    for name in inner.keys() & {"scales", "zeros", "offsets"}:
+        if inner[name].dtype == weight.dtype:
+            inner[name] = converted("to", name, inner[name], dtype)
+    return weight.with_parts(inner, dtype=dtype)
+
+
+def converted(
+    caller: str, name: str, values: Tensor, dtype: torch.dtype, *, may_vanish: bool = False
+) -> Tensor:
+    """Scales, zeros or offsets in a type of 16 bits; an error where that changes what they mean.
+
+    That is where a number becomes infinite, a scale becomes 0 (unless it may), or a zero point is rounded. Not checked
+    on the meta device and under tracing, where there are no values.
+    """
+    result = values.to(dtype)
+    if result.dtype == values.dtype or values.device.type == "meta" or torch.compiler.is_compiling():
+        return result
+    wide = values if values.is_floating_point() and values.itemsize > 1 else values.float()
+    is_bad = result.isinf() & ~wide.isinf()
+    if name == "scales" and not may_vanish:
+        is_bad = is_bad | ((result == 0) & (wide != 0))
+    if name == "zeros":
+        is_bad = is_bad | (result.to(wide.dtype) != wide)
+    if is_bad.any():
+        value = wide[is_bad][0].item()
+        became = result[is_bad][0].item()
+        raise ValueError(f"{caller}: {name} have {value:g}, which would become {became:g} in {dtype}")
+    return result
+
+
+def _copy(func: Any, weight: QuantizedTensor, source: Any, non_blocking: bool = False) -> Any:
+    if type(source) is not type(weight):
+        raise TypeError(
+            f"copy_: the source is a {type(source).__name__} and the weight {weight!r}; see gemmery.quantize"
+        )
+    old, new = (_layout(x) for x in (weight, source))
+    if old != new:
+        differing = ", ".join(
+            f"{key} {new.get(key)} for {old.get(key)}" for key in old | new if old.get(key) != new.get(key)
+        )
+        raise ValueError(f"copy_: the layout differs from that of {weight!r}: {differing}")
+    parts = source.parts()
+    for name, part in weight.parts().items():
+        part.copy_(parts[name], non_blocking)
+    return return_and_correct_aliasing(func, (weight, source), {}, weight)
+
+
+def _layout(weight: QuantizedTensor) -> dict[str, Any]:
+    """All that two weights must agree in for one to be copied into the other."""
+    about = {
+        "shape": tuple(weight.shape),
+        "format": weight.format.name,
+        "dtype": weight.dtype,
+        "group_size": weight.group_size,
+    }
+    return about | {name: (tuple(x.shape), x.dtype) for name, x in weight.parts().items()}
+
+
+def _select(func: Any, weight: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
+    axis = dim % weight.ndim
+    if axis >= weight.ndim - 2:
+        raise NotImplementedError(f"select: dimension {dim} of {weight!r} is no batch; cut it with a slice")
+    batch = list(weight.shape[:-2])
+    del batch[axis]
+    return pieces.of_batch(weight, tuple(batch), lambda x: x.select(axis, index))
+
+
+def _slice(
+    func: Any,
+    weight: QuantizedTensor,
+    dim: int = 0,
+    start: int | None = None,
+    stop: int | None = None,
+    step: int = 1,
+) -> Any:
+    axis = dim % weight.ndim
+    part = range(weight.shape[axis])[start:stop:step]
+    if axis < weight.ndim - 2:
+        batch = list(weight.shape[:-2])
+        batch[axis] = len(part)
+        return pieces.of_batch(
+            weight, tuple(batch), lambda x: x[(slice(None),) * axis + (slice(start, stop, step),)]
+        )
+    if step != 1:
+        raise ValueError(f"slice: rows and columns of {weight!r} can be cut with step 1, not {step}")
+    if len(part) == weight.shape[axis]:
+        return return_and_correct_aliasing(func, (weight,), {}, _each(weight, lambda x: x.detach()))
+    cut = pieces.rows if axis == weight.ndim - 2 else pieces.columns
+    return cut(weight, part.start, max(part.start, part.stop))
+
+
+def _unbind(func: Any, weight: QuantizedTensor, dim: int = 0) -> list[QuantizedTensor]:
+    return [_select(func, weight, dim, i) for i in range(weight.shape[dim])]
+
+
+_OPERATORS: dict[Any, Callable[..., Any]] = {
+    aten._to_copy.default: _to_copy,
+    aten.alias.default: _detach,
+    aten.clone.default: _clone,
+    aten.copy_.default: _copy,
+    aten.detach.default: _detach,
+    aten.empty_like.default: _empty_like,
+    aten.select.int: _select,
+    aten.slice.Tensor: _slice,
+    aten.unbind.int: _unbind,
+}

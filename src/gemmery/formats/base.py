@@ -1,0 +1,66 @@
+"""What a format is: how a stored code stands for a number, and what a group of codes shares.
+
+A stored number is `(values[code] - zero) * scale + offset`, in which zero, scale and offset are shared by a group of
+neighbouring columns of a row; what a whole row, or all, shares besides, multiplies the product instead.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Format:
+    """How codes of a few bits stand for numbers.
+
+    Attributes:
+        name: as users and `problem.Packing` have it.
+        bits: of a code.
+        code: the decoder of `kernels.decoders` that knows it: "int", "e2m1", "nf4", "e4m3" or "e5m2".
+        zero: the code that stands for 0 where it has no zero points.
+        about: in words, with its source.
+    """
+
+    name: str
+    bits: int
+    code: str
+    zero: int
+    about: str
+
+    @functools.cached_property
+    def values(self) -> Tensor:
+        """What each code stands for before zero points: float32, of length `2**bits`, on the CPU."""
+        codes = torch.arange(1 << self.bits, dtype=torch.uint8)
+        if self.code == "int":
+            return codes.float()
+        if self.code in ("e4m3", "e5m2"):
+            return codes.view(torch.float8_e4m3fn if self.code == "e4m3" else torch.float8_e5m2).float()
+        if self.code == "e2m1":
+            magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+            return torch.cat([magnitudes, -magnitudes])
+        return torch.tensor(NF4)
+
+
+#: QLoRA's 4-bit NormalFloat (Dettmers et al., 2023, arXiv:2305.14314, appendix E).
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+
+FORMATS: dict[str, Format] = {
+    x.name: x
+    for x in (
+        Format("int8", 8, "int", 128, "Integers from -128 to 127, stored with 128 added."),
+        Format("int4", 4, "int", 8, "Integers from -8 to 7, stored with 8 added; as GPTQ and AWQ have them."),
+        Format("e4m3", 8, "e4m3", 0, "fp8 with 4 bits of exponent and NaN, no infinities (OCP FP8, 2023)."),
+        Format("e5m2", 8, "e5m2", 0, "fp8 with 5 bits of exponent, infinities and NaN (OCP FP8, 2023)."),
+        Format("mxfp4", 4, "e2m1", 0, "e2m1 with a power of two for 32 columns (OCP Microscaling, 2023)."),
+        Format("nvfp4", 4, "e2m1", 0, "e2m1 with an e4m3 scale for 16 columns and one of fp32 for all."),
+        Format("nf4", 4, "nf4", 7, "Quantiles of a normal distribution (QLoRA, arXiv:2305.14314)."),
+    )
+}

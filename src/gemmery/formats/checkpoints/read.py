@@ -1,0 +1,149 @@
+"""Which of the readers a weight is for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..tensor import QuantizedTensor
+from . import torchao
+from .bitsandbytes import read_bnb
+from .compressed_tensors import read_compressed_tensors
+from .fp8 import read_fp8, read_fp8_blocks
+from .gptq import read_awq, read_gptq
+from .microscaling import read_mxfp4, read_nvfp4
+
+Config = Mapping[str, Any]
+
+
+def read_weight(
+    tensors: Mapping[str, Tensor],
+    prefix: str,
+    config: Config | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> QuantizedTensor:
+    """The weight of one layer of a checkpoint, whatever library made it.
+
+    Args:
+        tensors: a checkpoint's, such as a state dict or what safetensors loads; only those of the layer are read.
+        prefix: the layer's name, such as "model.layers.0.mlp.down_proj"; for gpt-oss that of the weight, such as
+            "model.layers.0.mlp.experts.down_proj". Empty if names have none.
+        config: the `quantization_config` of a Hugging Face model, if there is one. Without it: GPTQ's zero points are
+            stored minus one, AWQ's layout is GEMM's, groups divide K, and fp8 blocks are of 128 x 128.
+        dtype: of the weight; None for what its source says, see the readers.
+
+    Returns:
+        The weight, (N, K), or (E, N, K) for experts.
+
+    Raises:
+        ValueError: it is not quantised, in no known format, or its tensors do not go together.
+
+    Example:
+        >>> import torch
+        >>> tensors = {"up.weight": torch.ones(16, 32).to(torch.float8_e4m3fn), "up.weight_scale": torch.tensor(2.0)}
+        >>> read_weight(tensors, "up").dequantize().unique()
+        tensor([2.], dtype=torch.bfloat16)
+    """
+    config = config or {}
+    if f"{prefix}_blocks" in tensors and f"{prefix}_scales" in tensors:
+        blocks, scales = tensors[f"{prefix}_blocks"], tensors[f"{prefix}_scales"]
+        return read_mxfp4(blocks, scales, dtype=dtype or torch.bfloat16)
+    dot = f"{prefix}." if prefix else ""
+    # By name, and not over all: checkpoints that are read lazily have thousands.
+    own = {name: tensors[dot + name] for name in _NAMES if dot + name in tensors}
+    if "qweight" in own:
+        return _words(own, prefix, config, dtype)
+    if any(name.startswith("weight.quant_state.") for name in own) or "SCB" in own:
+        return read_bnb(own, dtype=dtype)
+    if "weight_scale_inv" in own and "weight" in own:
+        return _fp8(own, config, dtype)
+    if "weight_scale_2" in own and "weight" in own and own["weight"].dtype == torch.uint8:
+        return read_nvfp4(
+            own["weight"], own["weight_scale"], own["weight_scale_2"],
+            reciprocal=False, dtype=dtype or torch.bfloat16,
+        )  # fmt: skip
+    if "weight_scale" in own:
+        size, block = _scheme(config)
+        return read_compressed_tensors(own, group_size=size, block=block, dtype=dtype)
+    if is_torchao(own.get("weight")):
+        return torchao.read_torchao(own["weight"], dtype=dtype)
+    raise ValueError(_nothing(own, tensors, prefix, config))
+
+
+#: What a layer's tensors are called after its prefix.
+_NAMES = (
+    "qweight", "qzeros", "scales", "g_idx",
+    "weight", "SCB", "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map",
+    "weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4",
+    "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale",
+    "weight_scale_inv", "weight_scale_2",
+)  # fmt: skip
+
+
+def is_torchao(weight: Any) -> bool:
+    """Whether a tensor is one of torchao's that `read_torchao` knows, by the name of its class."""
+    return type(getattr(weight, "original_weight_tensor", weight)).__name__ in torchao.READERS
+
+
+def _words(
+    own: Mapping[str, Tensor], prefix: str, config: Config, dtype: torch.dtype | None
+) -> QuantizedTensor:
+    """GPTQ's or AWQ's: the one is packed along k and the other along n."""
+    if "scales" not in own:
+        raise ValueError(f"read_weight: {prefix or 'the layer'} has qweight and no scales")
+    qweight, qzeros, scales = own["qweight"], own.get("qzeros"), own["scales"]
+    size = config.get("group_size", config.get("q_group_size"))
+    if qweight.dim() == scales.dim() == 2 and qweight.shape[1] * 8 == scales.shape[1]:
+        version = str(config.get("version", "gemm")).lower()
+        if version != "gemm":
+            raise ValueError(
+                f"read_weight: the AWQ checkpoint's version is {version!r}; only 'gemm' is known"
+            )
+        return read_awq(qweight, qzeros, scales, group_size=size, dtype=dtype)
+    if qzeros is None or qweight.dim() != 2 or qweight.shape[1] != scales.shape[-1]:
+        raise ValueError(
+            f"read_weight: {prefix or 'the layer'} has qweight {tuple(qweight.shape)} and scales "
+            f"{tuple(scales.shape)}{'' if qzeros is not None else ', and no qzeros'}; with scales of (groups, N) it "
+            "must be (K / 8, N) or (K / 4, N) as GPTQ has it, with qzeros, or (K, N / 8) as AWQ has it"
+        )
+    second = str(config.get("checkpoint_format", config.get("format", "gptq"))).lower() == "gptq_v2"
+    return read_gptq(
+        qweight, qzeros, scales, own.get("g_idx"), zeros_minus_one=not second, group_size=size, dtype=dtype
+    )
+
+
+def _fp8(own: Mapping[str, Tensor], config: Config, dtype: torch.dtype | None) -> QuantizedTensor:
+    weight, scale, kind = own["weight"], own["weight_scale_inv"], dtype or torch.bfloat16
+    if scale.numel() == 1 and weight.numel() > 128 * 128:
+        return read_fp8(weight, scale, dtype=kind)
+    high, wide = config.get("weight_block_size") or (128, 128)
+    return read_fp8_blocks(weight, scale, block=(high, wide), dtype=kind)
+
+
+def _scheme(config: Config) -> tuple[int | None, tuple[int, int] | None]:
+    """The size of groups and of blocks in compressed-tensors' configuration, where all its schemes agree on them."""
+    groups = config.get("config_groups") or {}
+    schemes = [group.get("weights") or {} for group in groups.values() if isinstance(group, Mapping)]
+    sizes = {scheme.get("group_size") for scheme in schemes}
+    blocks = {tuple(scheme.get("block_structure") or ()) for scheme in schemes}
+    size = sizes.pop() if len(sizes) == 1 else None
+    block = blocks.pop() if len(blocks) == 1 else ()
+    return size, (int(block[0]), int(block[1])) if len(block) == 2 else None
+
+
+def _nothing(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], prefix: str, config: Config) -> str:
+    where = f"at {prefix!r}" if prefix else "without a prefix"
+    method = config.get("quant_method")
+    method = f"; quant_method is {method!r}" if method else ""
+    if not own:
+        near = [name for name in tensors if prefix and name.startswith(prefix)][:4]
+        found = f"there are {', '.join(near)}" if near else "there is nothing"
+        return f"read_weight: {where} {found}, and no tensor of a known format{method}"
+    what = ", ".join(
+        f"{name} ({str(x.dtype).removeprefix('torch.')}, {tuple(x.shape)})" for name, x in own.items()
+    )
+    return f"read_weight: {where} there is {what}, which is no quantised weight of a known format{method}"

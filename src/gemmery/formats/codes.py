@@ -1,0 +1,143 @@
+"""A quantised weight of codes that lie one to a byte and of scales in rows, as checkpoints have them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from . import packing
+from .aten import converted
+from .base import Format
+from .tensor import DTYPES, QuantizedTensor, lookup
+
+
+def from_codes(
+    codes: Tensor,
+    format: Format | str,
+    *,
+    scales: Tensor | None = None,
+    zeros: Tensor | None = None,
+    offsets: Tensor | None = None,
+    channel: Tensor | None = None,
+    group_size: int | None = None,
+    dtype: torch.dtype | None = None,
+    permutation: Tensor | None = None,
+) -> QuantizedTensor:
+    """A weight of unpacked codes; what these and the other tensors mean is told at `QuantizedTensor`.
+
+    Args:
+        codes: uint8, (*batch, N, K), each below `2**bits`; integers with `format.zero` added, or as zeros say.
+        format: one of `FORMATS`, or its name.
+        scales: (*batch, N, groups), of a floating type; float32 and float64 are kept as float32, others become `dtype`.
+        zeros: like scales, of any type; become `dtype`, in which those of an integer format must be whole.
+        offsets: like scales; become `dtype`.
+        channel: (*batch, N) or (1,); becomes float32.
+        group_size: columns that share a scale. By default K / groups, if that is whole; the last group may be shorter.
+        dtype: torch.float16 or torch.bfloat16; by default that of scales if it is one of these, or torch.bfloat16.
+        permutation: integers, (K,): column k of codes is column `permutation[k]` of the weight.
+
+    Returns:
+        The weight, (*batch, N, K), on the device of the codes.
+
+    Raises:
+        ValueError: shapes or devices do not fit, or a value does not fit its type.
+        TypeError: a tensor has a type that is not meant.
+
+    Example:
+        >>> import torch
+        >>> codes = torch.tensor([[7, 8, 9, 15]], dtype=torch.uint8)
+        >>> from_codes(codes, "int4", scales=torch.tensor([[0.5, 2.0]])).dequantize()
+        tensor([[-0.5000,  0.0000,  2.0000, 14.0000]], dtype=torch.bfloat16)
+    """
+    format = lookup("from_codes", format)
+    _check_codes(codes, format)
+    if dtype is None:
+        dtype = scales.dtype if scales is not None and scales.dtype in DTYPES else torch.bfloat16
+    if dtype not in DTYPES:
+        raise ValueError(f"from_codes: dtype is {dtype}; it must be torch.float16 or torch.bfloat16")
+    grouped = {"scales": scales, "zeros": zeros, "offsets": offsets}
+    group_size = _group_size(codes, grouped, group_size)
+    if zeros is not None and format.code == "int" and (zeros.float() != zeros.float().round()).any():
+        raise ValueError(f"from_codes: zeros of {format.name} must be whole numbers")
+    laid = {name: _grouped(name, x, codes, group_size, dtype) for name, x in grouped.items()}
+    if channel is not None:
+        channel = _on_device("channel", channel, codes).float().contiguous()
+    if permutation is not None:
+        permutation = _permutation(_on_device("permutation", permutation, codes), codes.shape[-1])
+    return QuantizedTensor(
+        tuple(codes.shape), format, packing.pack(codes, format.bits), dtype=dtype, group_size=group_size,
+        channel=channel, permutation=permutation, **laid,
+    )  # fmt: skip
+
+
+def _check_codes(codes: Tensor, format: Format) -> None:
+    if not isinstance(codes, Tensor) or codes.dtype != torch.uint8:
+        got = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
+        raise TypeError(f"from_codes: codes is {got}; it must be a tensor of torch.uint8")
+    if codes.ndim < 2:
+        raise ValueError(f"from_codes: codes is {tuple(codes.shape)}; it must be (*batch, N, K)")
+    if format.bits < 8 and codes.numel() and int(codes.max()) >> format.bits:
+        raise ValueError(
+            f"from_codes: codes have {int(codes.max())}; those of {format.name} are below {1 << format.bits}"
+        )
+
+
+def _on_device(name: str, values: Tensor, codes: Tensor) -> Tensor:
+    if not isinstance(values, Tensor):
+        raise TypeError(f"from_codes: {name} is a {type(values).__name__}; it must be a tensor")
+    if values.device != codes.device:
+        raise ValueError(f"from_codes: {name} is on {values.device} and codes on {codes.device}")
+    return values
+
+
+def _group_size(codes: Tensor, grouped: dict[str, Tensor | None], group_size: int | None) -> int:
+    """The columns of a group, given or from the shapes."""
+    present = [(name, _on_device(name, x, codes)) for name, x in grouped.items() if x is not None]
+    if not present:
+        return group_size or 0
+    *_, N, K = codes.shape
+    name, first = present[0]
+    groups = first.shape[-1] if first.ndim else 0
+    if group_size is None:
+        if not groups or K % groups:
+            raise ValueError(
+                f"from_codes: {name} is {tuple(first.shape)} for {K} columns, which {groups} groups do not divide; "
+                "give a group_size"
+            )
+        group_size = K // groups
+    if not isinstance(group_size, int) or group_size < 1:
+        raise ValueError(f"from_codes: group_size is {group_size!r} with {name}; it must be a positive int")
+    wanted = (*codes.shape[:-2], N, -(-K // group_size))
+    for name, values in present:
+        if tuple(values.shape) != wanted:
+            raise ValueError(
+                f"from_codes: {name} is {tuple(values.shape)}; with codes {tuple(codes.shape)} and group_size "
+                f"{group_size} it must be {wanted}"
+            )
+    return group_size
+
+
+def _grouped(
+    name: str, values: Tensor | None, codes: Tensor, group_size: int, dtype: torch.dtype
+) -> Tensor | None:
+    """What groups share, from (*batch, N, groups) to (*batch, groups, Np)."""
+    if values is None:
+        return None
+    kept = name == "scales" and values.dtype in (torch.float32, torch.float64)
+    values = values.float() if kept else converted("from_codes", name, values, dtype)
+    rows = codes.shape[-2]
+    return pad(values.transpose(-1, -2), (0, -rows % packing.STRIP)).contiguous()
+
+
+def _permutation(permutation: Tensor, columns: int) -> Tensor:
+    if permutation.is_floating_point() or permutation.dtype == torch.bool:
+        raise TypeError(f"from_codes: permutation is {permutation.dtype}; it must be of integers")
+    result = permutation.to(torch.int64).contiguous()
+    if tuple(result.shape) != (columns,) or not result.sort()[0].equal(
+        torch.arange(columns, device=result.device)
+    ):
+        raise ValueError(
+            f"from_codes: permutation is {tuple(result.shape)}; it must have each of 0 to {columns - 1} once"
+        )
+    return result

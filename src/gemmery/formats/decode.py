@@ -1,0 +1,69 @@
+"""The numbers that packed codes stand for, bit for bit as the kernels compute them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from . import packing
+from .base import FORMATS
+
+if TYPE_CHECKING:
+    from .tensor import QuantizedTensor
+
+#: What codes stand for, as numbers: under torch.compile a tensor made before can't be used, nor one made then be kept.
+VALUES = {name: tuple(format.values.tolist()) for name, format in FORMATS.items()}
+
+
+def dequantize(weight: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+    """The weight as (*batch, N, K) of type `dtype`, columns in their logical order."""
+    result = numbers(weight)
+    if weight.permutation is not None:
+        result = result[..., weight.permutation.argsort()]
+    if weight.channel is not None:
+        result = result.float() * weight.channel.unsqueeze(-1)
+    return result.to(dtype)
+
+
+def numbers(weight: QuantizedTensor) -> Tensor:
+    """What the tensor cores are given: (*batch, N, K) of the weight's type, columns as they are packed."""
+    dtype, format = weight.dtype, weight.format
+    codes = packing.unpack(weight.words, format.bits, *weight.shape[-2:])
+    values = torch.tensor(VALUES[format.name], device=codes.device).to(dtype)
+    if weight.zeros is None and format.code == "int":
+        values = values - format.zero
+    result = values[codes.long()]
+    if weight.zeros is not None:
+        result = result - spread(weight, weight.zeros)
+    scales = None if weight.scales is None else spread(weight, weight.scales)
+    if weight.offsets is not None:
+        offsets = spread(weight, weight.offsets).double()
+        products = result.double() if scales is None else result.double() * scales.double()
+        return rounded_sum(products, offsets, dtype)
+    return result if scales is None else (result * scales).to(dtype)
+
+
+def spread(weight: QuantizedTensor, shared: Tensor) -> Tensor:
+    """What groups share, (*batch, groups, Np), as (*batch, N, K)."""
+    rows, columns = weight.shape[-2:]
+    each = shared.transpose(-1, -2)[..., :rows, :]
+    return each.repeat_interleave(weight.group_size, -1)[..., :columns]
+
+
+def rounded_sum(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """`a + b` of float64, rounded once to a type of 16 bits, as a fused multiply-add rounds.
+
+    torch goes from float64 to 16 bits through float32, which rounds twice. What is between is rounded to odd here
+    instead, after which the second rounding is right (Boldo and Melquiond, 2008).
+    """
+    total = a + b
+    part = total - a
+    lost = (a - (total - part)) + (b - part)  # exactly what float64 did not hold (Knuth's TwoSum)
+    near = total.float()
+    error = (total - near.double()) + lost
+    is_even = (near.view(torch.int32) & 1) == 0
+    beyond = torch.where(error > 0, torch.inf, -torch.inf).to(near.dtype)
+    is_moved = is_even & (error != 0) & total.isfinite() & near.isfinite()
+    return torch.where(is_moved, torch.nextafter(near, beyond), near).to(dtype)

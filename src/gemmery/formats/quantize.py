@@ -1,0 +1,328 @@
+"""Weights of floating point as codes and scales, rounded to nearest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .aten import converted
+from .base import Format
+from .codes import from_codes
+from .tensor import DTYPES, QuantizedTensor, lookup
+
+__all__ = ["from_codes", "quantize"]
+
+Scale = Literal["tensor", "channel", "block"]
+
+#: Group sizes that can be asked for; what a format allows and has by default.
+SIZES = (16, 32, 64, 128, 256, 512, 1024)
+_ALLOWED = {"int4": (0, *SIZES), "int8": (0, *SIZES), "mxfp4": (32,), "nvfp4": (16,), "nf4": SIZES}
+_DEFAULT = {"int4": 128, "int8": 0, "mxfp4": 32, "nvfp4": 16, "nf4": 64}
+#: Rows and columns of a block that shares a scale with scale="block".
+BLOCK = 128
+#: The largest number of e2m1, and the exponent of its largest power of two.
+E2M1_MAX, E2M1_EXPONENT = 6.0, 2
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What is asked for, checked."""
+
+    format: Format
+    group_size: int
+    symmetric: bool
+    scale: Scale
+    dtype: torch.dtype
+
+
+def quantize(
+    w: Tensor,
+    format: Format | str,
+    *,
+    group_size: int | None = None,
+    symmetric: bool = True,
+    scale: Scale = "channel",
+    dtype: torch.dtype | None = None,
+) -> QuantizedTensor:
+    """A weight in one of `gemmery.formats.FORMATS`, rounded to nearest, ties to even.
+
+    Args:
+        w: (*batch, N, K), of floating point.
+        format: "int8", "int4", "e4m3", "e5m2", "mxfp4", "nvfp4" or "nf4".
+        group_size: columns that share a scale, a power of two from 16 to 1024. 0 for int8 and int4: one float32 scale a
+            row, by which the product is multiplied (`channel`). By default 128 for int4, 0 for int8, 64 for nf4; mxfp4
+            has 32 and nvfp4 16, and for e4m3 and e5m2 `scale` decides.
+        symmetric: False for int8 and int4 gives each group a zero point and so the range from its least to its largest
+            number; needs groups.
+        scale: for e4m3 and e5m2, what shares a float32 scale: all of w ("tensor"), a row ("channel"), or a block of 128
+            rows and columns ("block").
+        dtype: that of the activations, torch.float16 or torch.bfloat16; w's own by default, or torch.bfloat16.
+
+    Returns:
+        The weight, (*batch, N, K), on w's device. Scales are such that nothing is clipped, but for mxfp4, whose rule
+        (OCP MX 1.0, 6.3) clips what is over 6 at its scale.
+
+    Raises:
+        ValueError: an argument does not fit the format; NaN or infinity in w, which only e4m3 (as NaN) and e5m2 keep; a
+            scale or a number that `dtype` can't hold.
+        TypeError: w is no tensor of floating point.
+
+    Example:
+        >>> import torch, gemmery
+        >>> w = torch.linspace(-1, 1, 32 * 128).reshape(32, 128).bfloat16()
+        >>> q = gemmery.quantize(w, "int4", group_size=32)
+        >>> q
+        QuantizedTensor((32, 128), format=int4, group_size=32, dtype=torch.bfloat16, device='cpu', bytes=2304)
+        >>> bool((q.dequantize() - w).abs().max() < 0.08)
+        True
+    """
+    format = lookup("quantize", format)
+    _check_weight(w, format)
+    request = _request(w, format, group_size, symmetric, scale, dtype)
+    values = w.detach().float()
+    if format.code in ("e4m3", "e5m2"):
+        return (_fp8_blocks if scale == "block" else _fp8)(values, request)
+    if request.group_size:
+        largest = _check_range(values, request.dtype)
+        result = _BY_GROUP[format.name](values, request)
+        # Scales are rounded, so that what is just below the type's limit may come back beyond it.
+        if largest > torch.finfo(request.dtype).max / 4 and not result.dequantize().isfinite().all():
+            raise ValueError(f"quantize: w has {largest:g}, too near the largest number of {request.dtype}")
+        return result
+    return _int_rows(values, request)
+
+
+# --- arguments -------------------------------------------------------------------------------------------------------
+
+
+def _check_weight(w: Tensor, format: Format) -> None:
+    if not isinstance(w, Tensor):
+        raise TypeError(f"quantize: w is a {type(w).__name__}; it must be a tensor")
+    if isinstance(w, QuantizedTensor):
+        raise TypeError(f"quantize: w is {w!r}; give its dequantize() to quantise it again")
+    if not w.is_floating_point():
+        raise TypeError(f"quantize: w is {w.dtype}; it must be of floating point")
+    if w.ndim < 2:
+        raise ValueError(f"quantize: w is {tuple(w.shape)}; it must be (*batch, N, K)")
+    if format.code not in ("e4m3", "e5m2") and not w.float().isfinite().all():
+        raise ValueError(f"quantize: w has NaN or infinity, which {format.name} has no codes for")
+
+
+def _request(
+    w: Tensor,
+    format: Format,
+    group_size: int | None,
+    symmetric: bool,
+    scale: Scale,
+    dtype: torch.dtype | None,
+) -> _Request:
+    is_fp8 = format.code in ("e4m3", "e5m2")
+    if dtype is None:
+        dtype = w.dtype if w.dtype in DTYPES else torch.bfloat16
+    if dtype not in DTYPES:
+        raise ValueError(f"quantize: dtype is {dtype}; it must be torch.float16 or torch.bfloat16")
+    if scale not in ("tensor", "channel", "block"):
+        raise ValueError(f"quantize: scale is {scale!r}; it must be 'tensor', 'channel' or 'block'")
+    if scale != "channel" and not is_fp8:
+        raise ValueError(
+            f"quantize: scale is {scale!r}, which is for e4m3 and e5m2; {format.name} has group_size"
+        )
+    if not isinstance(symmetric, bool):
+        raise TypeError(f"quantize: symmetric is {symmetric!r}; it must be True or False")
+    if group_size is not None and (isinstance(group_size, bool) or not isinstance(group_size, int)):
+        raise TypeError(f"quantize: group_size is {group_size!r}; it must be an int or None")
+    if is_fp8:
+        default = BLOCK if scale == "block" else 0
+        allowed: tuple[int, ...] = (default,)
+    else:
+        allowed, default = _ALLOWED[format.name], _DEFAULT[format.name]
+    size = default if group_size is None else group_size
+    if size not in allowed:
+        what = f"scale={scale!r}" if is_fp8 else format.name
+        raise ValueError(
+            f"quantize: group_size is {size}; with {what} it must be {' or '.join(map(str, allowed))}"
+        )
+    if not symmetric and format.code != "int":
+        raise ValueError(f"quantize: symmetric=False is for int8 and int4, and format is {format.name!r}")
+    if not symmetric and not size:
+        raise ValueError("quantize: symmetric=False needs groups, and group_size is 0; give a group_size")
+    return _Request(format, size, symmetric, scale, dtype)
+
+
+def _check_range(values: Tensor, dtype: torch.dtype) -> float:
+    """The largest magnitude; an error if the type can't hold it, to which numbers are rounded when dequantised."""
+    limit = torch.finfo(dtype).max
+    largest = values.abs().max().item() if values.numel() else 0.0
+    if largest > limit:
+        raise ValueError(
+            f"quantize: w has {largest:g}, which {dtype} can't hold: its largest number is {limit:g}"
+        )
+    return largest
+
+
+# --- helpers ---------------------------------------------------------------------------------------------------------
+
+
+def _groups(values: Tensor, size: int) -> Tensor:
+    """(*batch, N, K) as (*batch, N, groups, size), the last group filled up with zeros."""
+    *batch, K = values.shape
+    return pad(values, (0, -K % size)).reshape(*batch, -(-K // size), size)
+
+
+def _codes(grouped: Tensor, like: Tensor) -> Tensor:
+    """Codes of groups, as uint8 of the weight's shape."""
+    return grouped.flatten(-2)[..., : like.shape[-1]].to(torch.uint8)
+
+
+def _or_one(scales: Tensor) -> Tensor:
+    """Scales by which one can divide: a group of zeros, or one whose scale is too small for its type, gets 1."""
+    return torch.where(scales == 0, torch.ones_like(scales), scales)
+
+
+def nearest(values: Tensor, table: Tensor) -> Tensor:
+    """Index of the nearest number of an ascending table; of two that are as near, the even index."""
+    between = (table[1:] + table[:-1]) / 2
+    below, above = torch.bucketize(values, between), torch.bucketize(values, between, right=True)
+    return torch.where(below % 2 == 0, below, above)
+
+
+def _e2m1(values: Tensor, format: Format) -> Tensor:
+    """Codes of numbers that are already scaled; those beyond 6 become 6."""
+    magnitudes = nearest(values.abs(), format.values[:8].to(values.device))
+    return magnitudes + torch.where(values.signbit(), 8, 0)
+
+
+# --- formats ---------------------------------------------------------------------------------------------------------
+
+
+def _symmetric_scales(values: Tensor, bits: int) -> Tensor:
+    """The least scale that clips nothing of the last dimension between -2^(bits-1) and 2^(bits-1) - 1."""
+    half = float(1 << (bits - 1))
+    return torch.maximum(-values.amin(-1) / half, values.amax(-1) / (half - 1))
+
+
+def _int_rows(values: Tensor, request: _Request) -> QuantizedTensor:
+    bits = request.format.bits
+    half = 1 << (bits - 1)
+    scales = _or_one(_symmetric_scales(pad(values, (0, 1)), bits))  # with a zero, for rows that are empty
+    codes = (values / scales.unsqueeze(-1)).round().clamp(-half, half - 1) + half
+    return from_codes(codes.to(torch.uint8), request.format, channel=scales, dtype=request.dtype)
+
+
+def _int_groups(values: Tensor, request: _Request) -> QuantizedTensor:
+    bits, dtype = request.format.bits, request.dtype
+    top = (1 << bits) - 1
+    grouped = _groups(values, request.group_size)
+    least, most = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
+    # Each is divided, for their difference may be more than float32 holds.
+    scales = _symmetric_scales(grouped, bits) if request.symmetric else most / top - least / top
+    scales = _or_one(converted("quantize", "scales", scales, dtype, may_vanish=True))
+    wide = scales.float()
+    zeros = None if request.symmetric else (-least / wide).round().clamp(0, top)
+    shift = torch.full_like(wide, request.format.zero) if zeros is None else zeros
+    codes = ((grouped / wide.unsqueeze(-1)).round() + shift.unsqueeze(-1)).clamp(0, top)
+    return from_codes(
+        _codes(codes, values),
+        request.format,
+        scales=scales,
+        zeros=zeros,
+        group_size=request.group_size,
+        dtype=dtype,
+    )
+
+
+def _nf4(values: Tensor, request: _Request) -> QuantizedTensor:
+    grouped = _groups(values, request.group_size)
+    scales = _or_one(converted("quantize", "scales", grouped.abs().amax(-1), request.dtype, may_vanish=True))
+    table = request.format.values.to(values.device)
+    codes = nearest(grouped / scales.float().unsqueeze(-1), table)
+    return from_codes(
+        _codes(codes, values),
+        request.format,
+        scales=scales,
+        group_size=request.group_size,
+        dtype=request.dtype,
+    )
+
+
+def _mxfp4(values: Tensor, request: _Request) -> QuantizedTensor:
+    grouped = _groups(values, request.group_size)
+    largest = grouped.abs().amax(-1)
+    # frexp's mantissa is in [0.5, 1), so that floor(log2(largest)) is its exponent less 1, exactly.
+    exponents = (largest.frexp().exponent - 1 - E2M1_EXPONENT).clamp(-127, 127)
+    scales = torch.where(largest > 0, torch.exp2(exponents.double()), 1.0).float()
+    stored = converted("quantize", "scales", scales, request.dtype)
+    codes = _e2m1(grouped / scales.unsqueeze(-1), request.format)
+    return from_codes(
+        _codes(codes, values),
+        request.format,
+        scales=stored,
+        group_size=request.group_size,
+        dtype=request.dtype,
+    )
+
+
+def _nvfp4(values: Tensor, request: _Request) -> QuantizedTensor:
+    grouped = _groups(values, request.group_size)
+    largest = grouped.abs().amax(-1)
+    e4m3_max = torch.finfo(torch.float8_e4m3fn).max
+    overall = (largest.max() if largest.numel() else values.new_zeros(())) / (E2M1_MAX * e4m3_max)
+    overall = _or_one(overall)
+    scales = (largest / E2M1_MAX / overall).clamp(max=e4m3_max).to(torch.float8_e4m3fn).to(request.dtype)
+    codes = _e2m1(grouped / (_or_one(scales).float() * overall).unsqueeze(-1), request.format)
+    return from_codes(
+        _codes(codes, values), request.format, scales=scales, channel=overall.reshape(1),
+        group_size=request.group_size, dtype=request.dtype,
+    )  # fmt: skip
+
+
+def _fp8_type(format: Format) -> torch.dtype:
+    return torch.float8_e4m3fn if format.code == "e4m3" else torch.float8_e5m2
+
+
+def _fp8_codes(values: Tensor, scales: Tensor, format: Format) -> Tensor:
+    """Codes of numbers divided by scales that broadcast; NaN stays NaN, and so does infinity where there is none."""
+    limit = torch.finfo(_fp8_type(format)).max
+    scaled = values / scales
+    # Rounding of the scale may have moved the largest beyond the limit.
+    scaled = torch.where(values.isfinite(), scaled.clamp(-limit, limit), scaled)
+    if format.code == "e4m3":
+        scaled = torch.where(values.isinf(), torch.nan, scaled)
+    return scaled.to(_fp8_type(format)).view(torch.uint8)
+
+
+def _finite(values: Tensor) -> Tensor:
+    return torch.where(values.isfinite(), values.abs(), 0.0)
+
+
+def _fp8(values: Tensor, request: _Request) -> QuantizedTensor:
+    sizes = _finite(values)
+    # With a zero, for what is empty.
+    largest = pad(sizes.flatten() if request.scale == "tensor" else sizes, (0, 1)).amax(-1)
+    scales = _or_one(largest / torch.finfo(_fp8_type(request.format)).max)
+    spread = scales if request.scale == "tensor" else scales.unsqueeze(-1)
+    codes = _fp8_codes(values, spread, request.format)
+    return from_codes(
+        codes, request.format, channel=scales.reshape(spread.shape[:-1] or 1), dtype=request.dtype
+    )
+
+
+def _fp8_blocks(values: Tensor, request: _Request) -> QuantizedTensor:
+    _check_range(_finite(values), request.dtype)
+    *_, N, K = values.shape
+    padded = pad(_finite(values), (0, -K % BLOCK, 0, -N % BLOCK))
+    blocks = padded.unflatten(-1, (-(-K // BLOCK), BLOCK)).unflatten(-3, (-(-N // BLOCK), BLOCK))
+    scales = _or_one(blocks.amax((-3, -1)) / torch.finfo(_fp8_type(request.format)).max)
+    by_row = scales.repeat_interleave(BLOCK, -2)[..., :N, :]
+    codes = _fp8_codes(values, by_row.repeat_interleave(BLOCK, -1)[..., :K], request.format)
+    return from_codes(codes, request.format, scales=by_row, group_size=BLOCK, dtype=request.dtype)
+
+
+_BY_GROUP: dict[str, Callable[[Tensor, _Request], QuantizedTensor]] = {
+    "int4": _int_groups, "int8": _int_groups, "mxfp4": _mxfp4, "nf4": _nf4, "nvfp4": _nvfp4,
+}  # fmt: skip

@@ -1,0 +1,163 @@
+"""Tensors of small numbers with their scales: of the whole tensor, of each row, or of blocks of 128 columns."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Kind = Literal["tensor", "row", "1x128", "128x128"]
+#: What the numbers can be.
+DTYPES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+#: Columns, and for weights rows, that share a scale in the kinds with blocks.
+BLOCK = 128
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ScaledTensor:
+    """A matrix of small numbers, or a batch of them, that stand for `data * scale`.
+
+    The kinds are those of `torch._scaled_mm` and of DeepSeek-V3 (arXiv:2412.19437, section 3.3.2), whose activations
+    have a scale for 1 x 128 elements and whose weights have one for 128 x 128.
+
+    Args:
+        data: (..., R, K) in int8, float8_e4m3fn or float8_e5m2, any strides.
+        scale: float32 on data's device, any strides. Its shape says what shares a scale:
+
+            ====================================  =========  =====================================
+            shape                                 kind       shared by
+            ====================================  =========  =====================================
+            () or (1,)                            tensor     everything
+            (..., R, 1)                           row        a row: a token, an output channel
+            (..., R, ceil(K / 128))               1x128      128 columns of a row
+            (ceil(R / 128), ceil(K / 128))        128x128    a block; data has two dimensions then
+            ====================================  =========  =====================================
+
+            Where two of them are one shape they mean the same, and the kind is the upper one.
+
+    Attributes:
+        kind: "tensor", "row", "1x128" or "128x128".
+
+    Raises:
+        TypeError: data or scale are no tensors, or not of these types.
+        ValueError: the scale fits no kind, or is on another device.
+
+    Example:
+        >>> import torch, gemmery
+        >>> data = torch.tensor([[1, 2], [3, 4]], dtype=torch.int8)
+        >>> x = gemmery.ScaledTensor(data, torch.tensor([[0.5], [2.0]]))
+        >>> x
+        ScaledTensor((2, 2), torch.int8, kind='row', device='cpu')
+        >>> x.dequantize()
+        tensor([[0.5000, 1.0000],
+                [6.0000, 8.0000]])
+    """
+
+    data: Tensor
+    scale: Tensor
+    kind: Kind = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Check what was given, and find the kind."""
+        _check(self.data, self.scale)
+        # The class is frozen for its users.
+        object.__setattr__(self, "kind", _kind(self.data, self.scale))
+
+    @property
+    def shape(self) -> torch.Size:
+        """That of the numbers, (..., R, K)."""
+        return self.data.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the numbers."""
+        return self.data.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where numbers and scale are."""
+        return self.data.device
+
+    @functools.cached_property
+    def row_factors(self) -> Tensor:
+        """The scale as a factor of a product in which these are the rows: () or (..., R, 1); not for blocks."""
+        return self.scale.reshape(()) if self.kind == "tensor" else self.scale
+
+    @functools.cached_property
+    def column_factors(self) -> Tensor:
+        """The scale as a factor of a product in which these are the columns: () or (..., R); not for blocks."""
+        return self.scale.reshape(()) if self.kind == "tensor" else self.scale.squeeze(-1)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The numbers times their scales, (..., R, K), multiplied in float32 (float64 for that type), rounded once.
+
+        Example:
+            >>> import torch, gemmery
+            >>> gemmery.ScaledTensor(torch.ones(1, 2, dtype=torch.int8), torch.tensor(3.0)).dequantize(torch.float16)
+            tensor([[3., 3.]], dtype=torch.float16)
+        """
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        # Not every conversion from fp8 is there; that to float32 is.
+        return (self.data.to(torch.float32).to(wide) * self._spread().to(wide)).to(dtype)
+
+    def _spread(self) -> Tensor:
+        """The scale in a shape that broadcasts to the numbers."""
+        if self.kind in ("tensor", "row"):
+            return self.row_factors
+        R, K = self.shape[-2:]
+        spread = self.scale.repeat_interleave(BLOCK, -1)[..., :K]
+        return spread if self.kind == "1x128" else spread.repeat_interleave(BLOCK, -2)[:R]
+
+    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> ScaledTensor:
+        """The same on another device.
+
+        Raises:
+            TypeError: given a type; numbers in another one are what `dequantize` makes.
+        """
+        if isinstance(device, torch.dtype):
+            raise TypeError(f"ScaledTensor.to: given {device}; it takes a device. For a type, use dequantize")
+        data = self.data.to(device, non_blocking=non_blocking)
+        return ScaledTensor(data, self.scale.to(device, non_blocking=non_blocking))
+
+    def __repr__(self) -> str:
+        return f"ScaledTensor({tuple(self.shape)}, {self.dtype}, kind={self.kind!r}, device={str(self.device)!r})"
+
+
+def _check(data: Any, scale: Any) -> None:
+    for name, value in (("data", data), ("scale", scale)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"ScaledTensor: {name} is a {type(value).__name__}; it must be a torch.Tensor")
+        if value.layout != torch.strided:
+            raise TypeError(f"ScaledTensor: {name} is sparse ({value.layout}); it must be a strided tensor")
+    if data.dtype not in DTYPES:
+        names = ", ".join(map(str, DTYPES))
+        raise TypeError(f"ScaledTensor: data is {data.dtype}; it must be one of {names}")
+    if scale.dtype != torch.float32:
+        raise TypeError(f"ScaledTensor: scale is {scale.dtype}; it must be torch.float32")
+    if data.dim() < 2:
+        raise ValueError(f"ScaledTensor: data is {tuple(data.shape)}; it must be (..., R, K)")
+    if data.device != scale.device:
+        raise ValueError(
+            f"ScaledTensor: data is on {data.device} and scale on {scale.device}; they must be on one device"
+        )
+
+
+def _kind(data: Tensor, scale: Tensor) -> Kind:
+    """What shares a scale; ValueError where the shapes fit nothing."""
+    *lead, R, K = data.shape
+    given = tuple(scale.shape)
+    if given in ((), (1,)):
+        return "tensor"
+    if given == (*lead, R, 1):
+        return "row"
+    if given == (*lead, R, -(-K // BLOCK)):
+        return "1x128"
+    if not lead and given == (-(-R // BLOCK), -(-K // BLOCK)):
+        return "128x128"
+    shapes = [(), (1,), (*lead, R, 1), (*lead, R, -(-K // BLOCK))]
+    shapes += [] if lead else [(-(-R // BLOCK), -(-K // BLOCK))]
+    wanted = " or ".join(dict.fromkeys(map(str, shapes)))
+    raise ValueError(f"ScaledTensor: data is {tuple(data.shape)} and scale is {given}; it must be {wanted}")

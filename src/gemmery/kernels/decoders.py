@@ -1,0 +1,379 @@
+"""Packed weights: from words in memory to a block of numbers in registers, on the way to the tensor cores.
+
+A word holds numbers of one row, eight columns apart (`formats.packing`). So its n-th numbers, over all words of a
+block, are a block of their own, of an eighth of the columns, and putting these side by side moves no number from one
+thread to another: the result is already what the tensor cores want of their left operand.
+
+A format is a decoder, a `@triton.jit` function
+
+    decode(words, PART, DTYPE, ASM, WAIT) -> (first, second)
+
+which gives the numbers `2 PART` and `2 PART + 1` of every word in `DTYPE`, fp16 or bf16, plus the constant that
+`bias_of` says. `ASM` says whether it may use PTX; without it, it does the same in plain Triton, bit for bit.
+
+On Hopper, wgmma reads its left operand from registers while the program goes on, and Triton (3.6 to 3.9) computes the
+next step's operand without waiting for that. A decoder therefore begins with a wait for the products that may still
+read the registers which it will write: all but the last `WAIT`. As the parts of a step come one after the other, so do
+the waits, and all but the last part of the work is done under the products of the step before.
+"""
+
+import triton
+import triton.language as tl
+
+from .numerics import cast
+
+#: Triton 3.6 launches a step along K in pieces of 16 columns, one that came later in two halves.
+FINE_STEPS = tl.constexpr(tuple(int(x) for x in triton.__version__.split(".")[:2]) < (3, 7))
+
+_BF16, _FP16 = "bf16", "fp16"
+
+
+def _text(dtype):
+    return _BF16 if dtype == tl.bfloat16 else _FP16
+
+
+@triton.constexpr_function
+def bias_of(code, bits, dtype):
+    """What a decoder adds to the numbers of a code: it is there for free, and has to be subtracted with the zero."""
+    if code != "int":
+        return 0
+    if _text(dtype) == _FP16:
+        return 1024
+    return 128 if bits == 4 else -128
+
+
+@triton.constexpr_function
+def wait_of(part, parts, blocks):
+    """How many of the last products may go on while this part of a step of `blocks` blocks is written."""
+    if FINE_STEPS.value:
+        return parts - 1 - part
+    # Two halves: a part in the first one may be written as soon as that is done.
+    return 1 if 2 * ((blocks - 1) * parts + part) < blocks * parts else 0
+
+
+def _begin(wait):
+    return "" if wait < 0 else f"wgmma.wait_group.sync.aligned {wait};\n"
+
+
+def _arithmetic(op, dtype, asm, result, x, y):
+    """PTX for `x - y` or `x * y`, two numbers at a time; before Hopper, bf16 has nothing but fused multiply-adds."""
+    if _text(dtype) == _FP16 or asm >= 90:
+        suffix = {_BF16: "bf16x2", _FP16: "f16x2"}[_text(dtype)]
+        return f"{op}.{suffix} {result}, {x}, {y};\n"
+    if op == "sub":
+        return f"{{.reg .b32 one;\nmov.b32 one, 0xBF80BF80;\nfma.rn.bf16x2 {result}, {y}, one, {x};}}\n"
+    return f"{{.reg .b32 none;\nmov.b32 none, 0x80008000;\nfma.rn.bf16x2 {result}, {x}, {y}, none;}}\n"
+
+
+@triton.constexpr_function
+def two_of(op, dtype, asm):
+    """PTX for two numbers at a time."""
+    if op == "fma":
+        suffix = {_BF16: "bf16x2", _FP16: "f16x2"}[_text(dtype)]
+        return f"fma.rn.{suffix} $0, $1, $2, $3;"
+    return _arithmetic(op, dtype, asm, "$0", "$1", "$2")
+
+
+@triton.jit
+def subtract(x, y, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """`x - y`, rounded to `DTYPE`."""
+    if ASM:
+        PTX: tl.constexpr = two_of("sub", DTYPE, ASM)
+        return tl.inline_asm_elementwise(PTX, "=r,r,r", [x, y], dtype=DTYPE, is_pure=True, pack=2)
+    else:
+        return cast(x.to(tl.float32) - y.to(tl.float32), DTYPE)
+
+
+@triton.jit
+def multiply(x, y, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """`x * y`, rounded to `DTYPE`; y may be fp32."""
+    if y.dtype == tl.float32:
+        return cast(x.to(tl.float32) * y, DTYPE)
+    elif ASM:
+        PTX: tl.constexpr = two_of("mul", DTYPE, ASM)
+        return tl.inline_asm_elementwise(PTX, "=r,r,r", [x, y], dtype=DTYPE, is_pure=True, pack=2)
+    else:
+        return cast(x.to(tl.float32) * y.to(tl.float32), DTYPE)
+
+
+@triton.jit
+def multiply_add(x, y, z, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """`x * y + z`, rounded to `DTYPE` once."""
+    if ASM:
+        PTX: tl.constexpr = two_of("fma", DTYPE, ASM)
+        return tl.inline_asm_elementwise(PTX, "=r,r,r,r", [x, y, z], dtype=DTYPE, is_pure=True, pack=2)
+    else:
+        product = x.to(tl.float32) * y.to(tl.float32)
+        z = z.to(tl.float32)
+        total = product + z
+        # The exact sum is `total + left` (Knuth's two-sum). Where fp32 cut something off, its last bit says so, and the
+        # second rounding can't take a number beside the middle for the middle.
+        of_z = total - product
+        left = (product - (total - of_z)) + (z - of_z)
+        bits = total.to(tl.int32, bitcast=True)
+        towards = tl.where((left > 0) == (total > 0), 1, -1)
+        odd = tl.where((left != 0) & (left == left) & (bits & 1 == 0), bits + towards, bits)
+        return cast(odd.to(tl.float32, bitcast=True), DTYPE)
+
+
+@triton.jit
+def code_of(words, i: tl.constexpr, BITS: tl.constexpr):
+    """Number i of every word, as an int32."""
+    return (words >> (BITS * i)) & ((1 << BITS) - 1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Integers
+
+
+@triton.constexpr_function
+def ptx_of_nibbles(part, dtype, wait):
+    """Two numbers of 4 bits of each of two words, as pairs, on top of 128 (bf16) or 1024 (fp16)."""
+    half = "0x5410" if part < 2 else "0x7632"
+    magic = {_BF16: "0x43004300", _FP16: "0x64006400"}[_text(dtype)]
+    first = 8 * (part % 2)
+    return f"""{{
+.reg .b32 x, u, v;
+{_begin(wait)}prmt.b32 x, $2, $3, {half};
+shr.b32 u, x, {first};
+shr.b32 v, x, {first + 4};
+lop3.b32 $0, u, 0x000F000F, {magic}, 0xEA;
+lop3.b32 $1, v, 0x000F000F, {magic}, 0xEA;
+}}"""
+
+
+def _byte_pair(part, which):
+    """A selector for prmt: byte `2 part + which` of each of two words, twice."""
+    byte = 2 * part + which
+    return f"0x{4 + byte}{4 + byte}{byte}{byte}"
+
+
+@triton.constexpr_function
+def ptx_of_bytes(part, dtype, wait):
+    """Two bytes of each of two words, as pairs: minus 128 (bf16), or on top of 1024 (fp16).
+
+    bf16 holds 8 bits exactly, but no larger constant beside them. So a byte comes in halves: the upper one, on top of
+    128, becomes the number less 16, and 16 times that and the lower one on top of 128 is the byte less 128.
+    """
+    lines = [f"{{\n.reg .b32 x, u, v, n, c, d;\n{_begin(wait)}"]
+    if _text(dtype) == _BF16:
+        # 1, -144 and 16.
+        lines.append("mov.b32 n, 0x3F803F80;\nmov.b32 c, 0xC310C310;\nmov.b32 d, 0x41804180;\n")
+    for which in (0, 1):
+        lines.append(f"prmt.b32 x, $2, $3, {_byte_pair(part, which)};\n")
+        if _text(dtype) == _FP16:
+            lines.append(f"lop3.b32 ${which}, x, 0x00FF00FF, 0x64006400, 0xEA;\n")
+        else:
+            lines.append(
+                "shr.b32 u, x, 4;\n"
+                "lop3.b32 u, u, 0x000F000F, 0x43004300, 0xEA;\n"
+                "lop3.b32 v, x, 0x000F000F, 0x43004300, 0xEA;\n"
+                "fma.rn.bf16x2 u, u, n, c;\n"
+                f"fma.rn.bf16x2 ${which}, u, d, v;\n"
+            )
+    return "".join(lines) + "}"
+
+
+@triton.jit
+def decode_int4(words, PART: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, WAIT: tl.constexpr):
+    """Integers from 0 to 15."""
+    if ASM:
+        PTX: tl.constexpr = ptx_of_nibbles(PART, DTYPE, WAIT)
+        return tl.inline_asm_elementwise(PTX, "=r,=r,r,r", [words], dtype=(DTYPE, DTYPE), is_pure=True, pack=2)
+    else:
+        BIAS: tl.constexpr = bias_of("int", 4, DTYPE)
+        return cast((code_of(words, 2 * PART, 4) + BIAS).to(tl.float32), DTYPE), cast(
+            (code_of(words, 2 * PART + 1, 4) + BIAS).to(tl.float32), DTYPE
+        )
+
+
+@triton.jit
+def decode_int8(words, PART: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, WAIT: tl.constexpr):
+    """Integers from 0 to 255."""
+    if ASM:
+        PTX: tl.constexpr = ptx_of_bytes(PART, DTYPE, WAIT)
+        return tl.inline_asm_elementwise(PTX, "=r,=r,r,r", [words], dtype=(DTYPE, DTYPE), is_pure=True, pack=2)
+    else:
+        BIAS: tl.constexpr = bias_of("int", 8, DTYPE)
+        return cast((code_of(words, 2 * PART, 8) + BIAS).to(tl.float32), DTYPE), cast(
+            (code_of(words, 2 * PART + 1, 8) + BIAS).to(tl.float32), DTYPE
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Floating point: the bits go to their places, and a power of two sets the exponent right, subnormal numbers included
+
+
+@triton.constexpr_function
+def ptx_of_e2m1(part, dtype, wait, asm):
+    """Two numbers of 4 bits of each of two words, as pairs."""
+    half = "0x5410" if part < 2 else "0x7632"
+    bf16 = _text(dtype) == _BF16
+    mantissa, mask = (6, "0x01C001C0") if bf16 else (9, "0x0E000E00")
+    # 2^126, of which bf16's exponent lacks that much; or 2^14.
+    power = "0x7E807E80" if bf16 else "0x74007400"
+    lines = [f"{{\n.reg .b32 x, u, v, c;\n{_begin(wait)}prmt.b32 x, $2, $3, {half};\nmov.b32 c, {power};\n"]
+    for which in (0, 1):
+        at = 8 * (part % 2) + 4 * which
+        move = mantissa - at
+        lines.append(f"shl.b32 u, x, {12 - at};\n")
+        lines.append(f"shl.b32 v, x, {move};\n" if move >= 0 else f"shr.b32 v, x, {-move};\n")
+        lines.append(f"and.b32 v, v, {mask};\nlop3.b32 u, u, 0x80008000, v, 0xEA;\n")
+        lines.append(_arithmetic("mul", dtype, asm, f"${which}", "u", "c"))
+    return "".join(lines) + "}"
+
+
+@triton.jit
+def from_e2m1(code):
+    """A code's number in fp32."""
+    sign = (code & 8) << 28
+    # As the exponent's and the mantissa's bits of fp32; 2^126 makes up for the biases.
+    size = ((code & 7) << 22).to(tl.float32, bitcast=True) * 8.507059173023462e37
+    return (size.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def decode_e2m1(words, PART: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, WAIT: tl.constexpr):
+    """0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives."""
+    if ASM:
+        PTX: tl.constexpr = ptx_of_e2m1(PART, DTYPE, WAIT, ASM)
+        return tl.inline_asm_elementwise(PTX, "=r,=r,r,r", [words], dtype=(DTYPE, DTYPE), is_pure=True, pack=2)
+    else:
+        return cast(from_e2m1(code_of(words, 2 * PART, 4)), DTYPE), cast(
+            from_e2m1(code_of(words, 2 * PART + 1, 4)), DTYPE
+        )
+
+
+@triton.constexpr_function
+def ptx_of_fp8(part, dtype, wait, asm, e4m3):
+    """Two bytes of each of two words, as pairs.
+
+    Behind a shift the largest exponent is one of many; adding what is missing to the first code that is no number
+    carries into a bit of its own, from which the wider type's largest exponent is made.
+    """
+    bf16 = _text(dtype) == _BF16
+    lines = [f"{{\n.reg .b32 x, u, n, c;\n{_begin(wait)}"]
+    if not e4m3 and not bf16:
+        # The upper half of an fp16.
+        for which in (0, 1):
+            lines.append(f"prmt.b32 x, $2, $3, {_byte_pair(part, which)};\nand.b32 ${which}, x, 0xFF00FF00;\n")
+        return "".join(lines) + "}"
+    # How far the magnitude moves down from the upper byte; its bits there; what carries; the carry; what the carry is
+    # multiplied by to fill the exponent; the power of two.
+    shift, mask, step, carry, fill, power = {
+        (True, True): (4, 0x07F0, 0x0010, 0x0800, 15, 0x7B80),
+        (True, False): (1, 0x3F80, 0x0080, 0x4000, 1, 0x5C00),
+        (False, True): (3, 0x0FE0, 0x0080, 0x1000, 7, 0x7780),
+    }[e4m3, bf16]
+    twice = lambda value: f"0x{value:04X}{value:04X}"  # noqa: E731
+    lines.append(f"mov.b32 c, {twice(power)};\n")
+    for which in (0, 1):
+        lines.append(
+            f"prmt.b32 x, $2, $3, {_byte_pair(part, which)};\n"
+            f"shr.b32 u, x, {shift};\nand.b32 u, u, {twice(mask)};\n"
+            f"add.u32 n, u, {twice(step)};\nand.b32 n, n, {twice(carry)};\n"
+            f"mad.lo.u32 u, n, {fill}, u;\n"
+            "lop3.b32 u, x, 0x80008000, u, 0xEA;\n" + _arithmetic("mul", dtype, asm, f"${which}", "u", "c")
+        )
+    return "".join(lines) + "}"
+
+
+@triton.jit
+def from_fp8(code, E4M3: tl.constexpr):
+    """A byte's number in fp32."""
+    sign = (code & 0x80) << 24
+    if E4M3:
+        size = ((code & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
+        size = tl.where((code & 0x7F) == 0x7F, float("nan"), size)
+    else:
+        size = ((code & 0x7F) << 21).to(tl.float32, bitcast=True) * 5.192296858534828e33
+        size = tl.where((code & 0x7F) == 0x7C, float("inf"), size)
+        size = tl.where((code & 0x7F) > 0x7C, float("nan"), size)
+    return (size.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def decode_fp8(
+    words, PART: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, WAIT: tl.constexpr, E4M3: tl.constexpr
+):
+    """The numbers of fp8, infinities and NaN among them."""
+    if ASM:
+        PTX: tl.constexpr = ptx_of_fp8(PART, DTYPE, WAIT, ASM, E4M3)
+        return tl.inline_asm_elementwise(PTX, "=r,=r,r,r", [words], dtype=(DTYPE, DTYPE), is_pure=True, pack=2)
+    else:
+        return cast(from_fp8(code_of(words, 2 * PART, 8), E4M3), DTYPE), cast(
+            from_fp8(code_of(words, 2 * PART + 1, 8), E4M3), DTYPE
+        )
+
+
+@triton.jit
+def decode_e4m3(words, PART: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, WAIT: tl.constexpr):
+    """fp8 with 4 bits of exponent."""
+    return decode_fp8(words, PART, DTYPE, ASM, WAIT, True)
+
+
+@triton.jit
+def decode_e5m2(words, PART: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, WAIT: tl.constexpr):
+    """fp8 with 5 bits of exponent."""
+    return decode_fp8(words, PART, DTYPE, ASM, WAIT, False)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A table of numbers
+
+#: See `formats.base.NF4`.
+NF4 = tl.constexpr((
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+))  # fmt: skip
+
+
+def _planes(dtype):
+    """The table's lower and upper bytes in `dtype`, four to a word."""
+    import torch
+
+    type_ = torch.bfloat16 if _text(dtype) == _BF16 else torch.float16
+    bits = [x & 0xFFFF for x in torch.tensor(NF4.value).to(type_).view(torch.int16).tolist()]
+    return [
+        [sum((bits[4 * i + j] >> shift & 0xFF) << 8 * j for j in range(4)) for i in range(4)] for shift in (0, 8)
+    ]
+
+
+@triton.constexpr_function
+def ptx_of_nf4(part, dtype, wait):
+    """Two numbers of 4 bits of each of two words, as pairs, looked up by prmt: eight bytes at a time, by three bits."""
+    byte = part
+    lines = [
+        f"{{\n.reg .b32 x, m, a, b, l, h;\n{_begin(wait)}prmt.b32 x, $2, $3, 0x00{4 + byte}{byte};\n"
+        # A byte of ones for every number of the table's upper half.
+        "shr.b32 m, x, 3;\nand.b32 m, m, 0x1111;\nprmt.b32 m, 0xFF00, 0, m;\nand.b32 x, x, 0x7777;\n"
+    ]
+    for name, plane in zip("lh", _planes(dtype), strict=True):
+        low, second, third, high = (f"0x{word:08X}" for word in plane)
+        lines.append(
+            f"mov.b32 a, {low};\nprmt.b32 a, a, {second}, x;\nmov.b32 b, {third};\nprmt.b32 b, b, {high}, x;\n"
+            f"lop3.b32 {name}, m, b, a, 0xCA;\n"
+        )
+    return "".join(lines) + "prmt.b32 $0, l, h, 0x6240;\nprmt.b32 $1, l, h, 0x7351;\n}"
+
+
+@triton.jit
+def from_nf4(code):
+    """A code's number in fp32."""
+    value = tl.full(code.shape, 0.0, tl.float32)
+    for i in tl.static_range(16):
+        value = tl.where(code == i, NF4[i], value)
+    return value
+
+
+@triton.jit
+def decode_nf4(words, PART: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, WAIT: tl.constexpr):
+    """Quantiles of a normal distribution, rounded to `DTYPE`."""
+    if ASM:
+        PTX: tl.constexpr = ptx_of_nf4(PART, DTYPE, WAIT)
+        return tl.inline_asm_elementwise(PTX, "=r,=r,r,r", [words], dtype=(DTYPE, DTYPE), is_pure=True, pack=2)
+    else:
+        return cast(from_nf4(code_of(words, 2 * PART, 4)), DTYPE), cast(
+            from_nf4(code_of(words, 2 * PART + 1, 4)), DTYPE
+        )

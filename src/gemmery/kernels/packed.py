@@ -1,0 +1,181 @@
+"""Loaders of packed weights, with the signature of `operands`' loaders: a block comes as numbers in fp16 or bf16.
+
+`x` is (words, scales, shifts), each a pointer or a tensor descriptor, or None for what there is not; the matrix is
+(K, N), as products have it, and its words are of its transpose: (matrices, strips, lines, 32), see `formats.packing`.
+Scales and shifts are (matrices, groups, columns). `strides` is (steps, strips, lines, groups, columns): steps of the
+batch in matrices, negated, and the sizes just named.
+
+A loader is made for a format by `launch`, which gives these functions their last arguments.
+"""
+
+import triton
+import triton.language as tl
+
+from .decoders import bias_of, multiply, multiply_add, subtract, wait_of
+from .numerics import cast
+from .operands import batch_offset
+
+
+@triton.jit
+def load_tile(
+    x, strides, sizes, batch, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, PER: tl.constexpr, GROUP: tl.constexpr,
+    DESCRIBED: tl.constexpr, PAIRED: tl.constexpr,
+):  # fmt: skip
+    """Words, scales and shifts of the block with corner (row, col): (strips, lines, 32), and twice (groups, columns).
+
+    With `PAIRED`, half of the columns are of the matrix's left half, from `col // 2` on, and half of its right one.
+    """
+    words, scales, shifts = x
+    steps, strips, lines, groups, columns = strides
+    matrix = batch_offset(batch, sizes, steps).to(tl.int32)
+    STRIPS: tl.constexpr = COLS // 16
+    LINES: tl.constexpr = ROWS // (2 * PER)
+    GROUPS: tl.constexpr = 1 if GROUP == 0 else ROWS // GROUP if ROWS > GROUP else 1
+    line = row // (2 * PER)
+    group = matrix * groups + row // (GROUP if GROUP > 0 else 1)
+    if DESCRIBED:
+        if PAIRED:
+            own = words.load([0, col // 32, line, 0]).reshape(STRIPS, LINES, 32)
+        else:
+            own = words.load([matrix * strips + col // 16, line, 0])
+    else:
+        strip = tl.arange(0, STRIPS)
+        inside = tl.full((STRIPS,), 1, tl.int1)
+        if PAIRED:
+            half = strips // 2
+            inside = col // 32 + strip % (STRIPS // 2) < half
+            strip = strip // (STRIPS // 2) * half + col // 32 + strip % (STRIPS // 2)
+        else:
+            strip = col // 16 + strip
+            inside = strip < strips
+        place = line * 32 + tl.arange(0, LINES * 32)
+        pointers = words + (matrix * strips + strip).to(tl.int64)[:, None] * (lines * 32) + place[None, :]
+        own = tl.load(pointers, mask=inside[:, None] & (place < lines * 32)[None, :], other=0)
+        own = own.reshape(STRIPS, LINES, 32)
+    scale = load_shared(scales, group, matrix * groups + groups, col, columns, GROUPS, COLS, DESCRIBED, PAIRED)
+    shift = load_shared(shifts, group, matrix * groups + groups, col, columns, GROUPS, COLS, DESCRIBED, PAIRED)
+    return own, scale, shift
+
+
+@triton.jit
+def load_shared(
+    x, group, end, col, columns, GROUPS: tl.constexpr, COLS: tl.constexpr, DESCRIBED: tl.constexpr,
+    PAIRED: tl.constexpr,
+):  # fmt: skip
+    """What groups share, (GROUPS, COLS) from group number `group` and column `col` on; None where that is nothing."""
+    if x is None:
+        return None
+    elif DESCRIBED:
+        if PAIRED:
+            return x.load([group, 0, col // 2]).reshape(GROUPS, COLS)
+        else:
+            return x.load([group, col])
+    else:
+        column = tl.arange(0, COLS)
+        if PAIRED:
+            half = columns // 2
+            inside = col // 2 + column % (COLS // 2) < half
+            column = column // (COLS // 2) * half + col // 2 + column % (COLS // 2)
+        else:
+            column = col + column
+            inside = column < columns
+        row = group + tl.arange(0, GROUPS)
+        pointers = x + row.to(tl.int64)[:, None] * columns + column[None, :]
+        return tl.load(pointers, mask=(row < end)[:, None] & inside[None, :], other=0.0)
+
+
+@triton.jit
+def spread(shared, PART: tl.constexpr, PARTS: tl.constexpr, BLOCKS: tl.constexpr):
+    """What groups share, for each word, as far as it concerns one part of it: (groups, rows) as (rows, words)."""
+    GROUPS: tl.constexpr = shared.shape[0]
+    ROWS: tl.constexpr = shared.shape[1]
+    values = shared.T
+    if GROUPS <= BLOCKS:
+        EACH: tl.constexpr = 8 * BLOCKS // GROUPS
+        values = tl.broadcast_to(values.reshape(ROWS, GROUPS, 1), (ROWS, GROUPS, EACH))
+    else:
+        PIECES: tl.constexpr = GROUPS // BLOCKS
+        values = values.reshape(ROWS, BLOCKS, PIECES)
+        if PIECES == 4:
+            even, odd = values.reshape(ROWS, BLOCKS, 2, 2).split()
+            values = even if PART % 2 == 0 else odd
+            first, second = values.split()
+            values = first if PART < 2 else second
+        else:
+            first, second = values.split()
+            values = first if 2 * PART < PARTS else second
+        values = tl.broadcast_to(values.reshape(ROWS, BLOCKS, 1), (ROWS, BLOCKS, 8))
+    return values.reshape(ROWS, 8 * BLOCKS)
+
+
+@triton.jit
+def numbers(
+    words, scale, shift, PART: tl.constexpr, PER: tl.constexpr, BLOCKS: tl.constexpr, DECODE: tl.constexpr,
+    ZERO: tl.constexpr, OFFSETS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, WAITS: tl.constexpr,
+    CODE: tl.constexpr,
+):  # fmt: skip
+    """Two numbers of each word, as `formats.tensor` defines them."""
+    PARTS: tl.constexpr = PER // 2
+    WAIT: tl.constexpr = wait_of(PART, PARTS, BLOCKS) if WAITS else -1
+    BIAS: tl.constexpr = bias_of(CODE, 32 // PER, DTYPE)
+    first, second = DECODE(words, PART, DTYPE, ASM, WAIT)
+    if shift is not None and not OFFSETS:
+        zero = spread(shift, PART, PARTS, BLOCKS)
+        if BIAS != 0:
+            zero = cast(zero.to(tl.float32) + BIAS, DTYPE)
+        first = subtract(first, zero, DTYPE, ASM)
+        second = subtract(second, zero, DTYPE, ASM)
+    elif CODE == "int" and BIAS + ZERO != 0:
+        zero = tl.full(words.shape, BIAS + ZERO, tl.float32).to(DTYPE)
+        first = subtract(first, zero, DTYPE, ASM)
+        second = subtract(second, zero, DTYPE, ASM)
+    if scale is not None:
+        factor = spread(scale, PART, PARTS, BLOCKS)
+        if OFFSETS:
+            offset = spread(shift, PART, PARTS, BLOCKS)
+            first = multiply_add(first, factor, offset, DTYPE, ASM)
+            second = multiply_add(second, factor, offset, DTYPE, ASM)
+        else:
+            first = multiply(first, factor, DTYPE, ASM)
+            second = multiply(second, factor, DTYPE, ASM)
+    return first, second
+
+
+@triton.jit
+def load_packed(
+    x, shape, strides, sizes, batch, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, CHECK_ROWS: tl.constexpr,
+    CHECK_COLS: tl.constexpr, WIDE: tl.constexpr,
+    DECODE: tl.constexpr, CODE: tl.constexpr, PER: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
+    OFFSETS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, WAITS: tl.constexpr, DESCRIBED: tl.constexpr,
+    PAIRED: tl.constexpr,
+):  # fmt: skip
+    """A block of a packed matrix.
+
+    Beyond the matrix there are finite numbers, which a product multiplies by zeros, or whose result nobody stores.
+
+    Args:
+        DECODE: of `decoders`, for the kind of number CODE.
+        PER: numbers in a word.
+        GROUP: rows (of K) that share a scale; 0 where none do.
+        ZERO: code that stands for 0, where there are no zero points.
+        OFFSETS: whether shifts are added behind the scale, or are zero points and subtracted before.
+        WAITS: whether products may be reading the registers; see `decoders`.
+        DESCRIBED: whether x has descriptors.
+    """
+    BLOCKS: tl.constexpr = ROWS // (8 * PER)
+    own, scale, shift = load_tile(
+        x, strides, sizes, batch, row, col, ROWS, COLS, PER, GROUP, DESCRIBED, PAIRED
+    )
+    # Strip, block, g, q, half, odd or even; then rows by words.
+    words = own.reshape(COLS // 16, BLOCKS, 8, 4, 2, 2).permute(0, 4, 2, 1, 3, 5).reshape(COLS, 8 * BLOCKS)
+    a, b = numbers(words, scale, shift, 0, PER, BLOCKS, DECODE, ZERO, OFFSETS, DTYPE, ASM, WAITS, CODE)
+    c, d = numbers(words, scale, shift, 1, PER, BLOCKS, DECODE, ZERO, OFFSETS, DTYPE, ASM, WAITS, CODE)
+    block = tl.join(tl.join(a, b), tl.join(c, d))
+    if PER == 4:
+        block = block.reshape(COLS, BLOCKS, 8, 2, 2).permute(0, 1, 4, 3, 2)
+    else:
+        e, f = numbers(words, scale, shift, 2, PER, BLOCKS, DECODE, ZERO, OFFSETS, DTYPE, ASM, WAITS, CODE)
+        g, h = numbers(words, scale, shift, 3, PER, BLOCKS, DECODE, ZERO, OFFSETS, DTYPE, ASM, WAITS, CODE)
+        block = tl.join(block, tl.join(tl.join(e, f), tl.join(g, h)))
+        block = block.reshape(COLS, BLOCKS, 8, 2, 2, 2).permute(0, 1, 5, 4, 3, 2)
+    return block.reshape(COLS, ROWS).T

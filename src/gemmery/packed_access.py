@@ -1,0 +1,117 @@
+"""How a packed weight reaches the kernel: its loader, made for the format, and its arguments."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .epilogues.device import compiled
+from .formats.base import FORMATS
+from .formats.packing import LINE, STRIP
+from .kernels import decoders
+from .kernels.packed import load_packed
+from .problem import Config, Packing, Problem
+
+#: What does the work for each kind of code; `bits` tells the two of integers apart.
+_DECODERS = {
+    ("int", 4): decoders.decode_int4,
+    ("int", 8): decoders.decode_int8,
+    ("e2m1", 4): decoders.decode_e2m1,
+    ("nf4", 4): decoders.decode_nf4,
+    ("e4m3", 8): decoders.decode_e4m3,
+    ("e5m2", 8): decoders.decode_e5m2,
+}
+
+_LOADER = """\
+def load_{name}(
+    x, shape, strides, sizes, batch, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, CHECK_ROWS: tl.constexpr,
+    CHECK_COLS: tl.constexpr, WIDE: tl.constexpr
+):
+    return LOAD(
+        x, shape, strides, sizes, batch, row, col, ROWS, COLS, CHECK_ROWS, CHECK_COLS, WIDE,
+        DECODE, "{code}", {per}, {group}, {zero}, {offsets}, {dtype}, {asm}, {waits}, {described}, {paired}
+    )
+"""
+
+
+@functools.cache
+def loader(
+    packing: Packing, dtype: torch.dtype, asm: int, waits: bool, described: bool, paired: bool
+) -> Any:
+    """The loader of a format; see `kernels.packed.load_packed`."""
+    format = FORMATS[packing.format]
+    facts = {
+        "code": format.code, "per": 32 // packing.bits, "group": packing.group, "zero": format.zero,
+        "offsets": packing.shifts == "offsets", "dtype": "tl." + str(dtype).removeprefix("torch."), "asm": asm,
+        "waits": waits, "described": described, "paired": paired,
+    }  # fmt: skip
+    name = "_".join(str(x).replace(".", "_") for x in facts.values())
+    space = {"LOAD": load_packed, "DECODE": _DECODERS[format.code, packing.bits]}
+    return compiled(_LOADER.format(name=name, **facts), space)
+
+
+def refusal(problem: Problem, config: Config) -> str | None:
+    """Why a config can't run a problem with a packed B; None if it can."""
+    packing = problem.packing
+    assert packing is not None
+    if not config.swap or config.rest_n:
+        return "packed weights need the tile schedule with swap, and a block_n that is a power of two"
+    if config.block_k % packing.step:
+        return f"block_k must be a multiple of {packing.step} for {packing.bits} bits"
+    if problem.paired and (problem.N // 2 % STRIP or config.block_n < 2 * STRIP):
+        return f"halves of packed columns must be multiples of {STRIP}, and block_n at least {2 * STRIP}"
+    return None
+
+
+class PackedAccess:
+    """How a packed B reaches the kernel; what `launch._Access` is for a plain one."""
+
+    def __init__(self, problem: Problem, described: bool) -> None:
+        packing = problem.packing
+        assert packing is not None
+        self.packing, self.problem, self.described = packing, problem, described
+        N, K = problem.N, problem.K
+        self.strips, self.lines = -(-N // STRIP), -(-K // packing.step) * 4
+        self.groups = -(-K // packing.group) if packing.group else 0
+        self.columns = self.strips * STRIP
+        steps = tuple(-step for step in problem.b.steps)
+        self.strides = (steps, self.strips, self.lines, self.groups, self.columns)
+
+    def loader(self) -> Any:
+        """The device function that loads a block."""
+        target = self.problem.device.target
+        # What AMD's and the interpreter's names do not have.
+        asm = int(target.name.removeprefix("sm_")) if target.name.startswith("sm_") else 0
+        waits = target.family == "hopper"
+        return loader(self.packing, self.problem.b.dtype, asm, waits, self.described, self.problem.paired)
+
+    def argument(self, words: Tensor, block_k: int, block_n: int) -> Any:
+        """The words."""
+        if not self.described:
+            return words
+        strips, lines = self.packing.matrices * self.strips, self.lines
+        block = [block_n // STRIP, block_k * 4 // self.packing.step, LINE]
+        if self.problem.paired:
+            half = strips // 2
+            shape, strides = [2, half, lines, LINE], [half * lines * LINE, lines * LINE, LINE, 1]
+            return TensorDescriptor(words, shape, strides, [2, block[0] // 2, *block[1:]])
+        return TensorDescriptor(words, [strips, lines, LINE], [lines * LINE, LINE, 1], block)
+
+    def shared(self, given: tuple[Tensor, ...], block_k: int, block_n: int) -> list[Any]:
+        """Scales and shifts, or None for what there is not."""
+        filled: list[Any] = [*given, None, None][:2]
+        if not self.described:
+            return filled
+        return [None if x is None else self._descriptor(x, block_k, block_n) for x in filled]
+
+    def _descriptor(self, shared: Tensor, block_k: int, block_n: int) -> TensorDescriptor:
+        rows, columns = self.packing.matrices * self.groups, self.columns
+        groups = max(block_k // self.packing.group, 1)
+        if self.problem.paired:
+            shape, strides = [rows, 2, columns // 2], [columns, columns // 2, 1]
+            return TensorDescriptor(shared, shape, strides, [groups, 2, block_n // 2])
+        return TensorDescriptor(shared, [rows, columns], [columns, 1], [groups, block_n])

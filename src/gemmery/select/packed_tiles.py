@@ -1,0 +1,105 @@
+"""The tiles worth considering for packed weights, as data; see `tiles` for what a row says.
+
+All of them swap: the numbers go from registers to the tensor cores' left operand, and the rows of A, which may be few,
+lie on the narrow side. Two small programs to a multiprocessor are often better than a large one: while one of them
+unpacks, the other multiplies.
+"""
+
+from __future__ import annotations
+
+Rows = dict[tuple[str, str], str]
+
+HOPPER: dict[str, Rows] = {
+    "packed4": {
+        ("descriptor", "tile"): """
+            16x64x256   1 4 3 0.40 swap splits
+            16x64x256   1 4 4 0.40 swap splits
+            16x128x256  1 4 4 0.40 swap splits
+            32x64x128   1 4 4 0.40 swap splits
+            32x64x256   1 4 3 0.40 swap splits
+            64x64x128   1 4 4 0.45 swap splits
+            64x64x128   1 4 5 0.45 swap splits
+            64x128x128  1 4 4 0.50 swap splits
+            128x64x128  1 4 4 0.70 swap splits
+            128x128x128 4 8 4 0.60 swap splits
+            256x64x128  8 4 3 0.80 swap
+            256x64x64   8 4 3 0.80 swap
+            256x128x128 8 8 3 0.80 swap
+            128x128x64  8 4 4 0.78 swap
+        """,
+        ("pointer", "tile"): """
+            128x64x64  8 4 3 0.30 swap aligned strided
+            64x64x64   8 4 3 0.20 swap strided splits
+            16x64x128  8 4 3 0.20 swap strided splits
+        """,
+    },
+    "packed8": {
+        ("descriptor", "tile"): """
+            16x64x128   1 4 4 0.40 swap splits
+            16x64x256   1 4 3 0.40 swap splits
+            32x64x128   1 4 4 0.40 swap splits
+            64x64x128   1 4 4 0.45 swap splits
+            64x128x64   1 4 4 0.50 swap splits
+            128x64x128  1 4 4 0.70 swap splits
+            128x128x64  4 8 4 0.60 swap splits
+            256x64x128  8 4 3 0.80 swap
+            256x64x64   8 4 3 0.80 swap
+            256x128x64  8 8 4 0.75 swap
+            128x128x64  8 4 4 0.78 swap
+        """,
+        ("pointer", "tile"): """
+            128x64x64  8 4 3 0.30 swap aligned strided
+            64x64x64   8 4 3 0.20 swap strided splits
+            16x64x128  8 4 3 0.20 swap strided splits
+        """,
+    },
+}
+
+_BLACKWELL: Rows = {
+    ("descriptor", "tile"): """
+        128x128x64 8 4 3 0.60 swap
+        64x128x64  8 4 4 0.40 swap splits
+        16x128x128 8 4 4 0.20 swap splits
+    """,
+    ("pointer", "tile"): """
+        64x64x64  8 4 3 0.30 swap
+        16x64x128 8 4 3 0.15 swap splits
+    """,
+}
+_AMPERE: Rows = {
+    ("pointer", "tile"): """
+        128x64x64 8 4 3 0.70 swap aligned
+        64x64x64  8 4 3 0.60 swap splits
+        16x64x128 8 4 3 0.20 swap splits
+    """,
+}
+_AMD: Rows = {
+    ("pointer", "tile"): """
+        64x64x64  8 4 2 0.60 swap splits
+        16x64x64  8 4 2 0.20 swap splits
+    """,
+}
+_INTERPRETER: Rows = {
+    ("descriptor", "tile"): "32x64x64 8 4 3 1.0 swap splits",
+    ("pointer", "tile"): """
+        32x64x64  8 4 3 0.9 swap splits
+        16x32x128 8 4 3 0.5 swap
+    """,
+}
+
+#: By family, and then by kind.
+PACKED: dict[str, dict[str, Rows]] = {
+    "hopper": HOPPER,
+    **{
+        family: dict.fromkeys(("packed4", "packed8"), rows)
+        for family, rows in {
+            "blackwell": _BLACKWELL,
+            "ampere": _AMPERE,
+            "ada": _AMPERE,
+            "blackwell rtx": _AMPERE,
+            "cdna": _AMD,
+            "rdna": _AMD,
+            "interpreter": _INTERPRETER,
+        }.items()
+    },
+}
