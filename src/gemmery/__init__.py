@@ -41,7 +41,9 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     module = import_module(_LATER[name], __name__)
-    return module if name == "nn" else getattr(module, name)
+    # Kept, so that the next time nobody asks here.
+    globals()[name] = found = module if name == "nn" else getattr(module, name)
+    return found
 
 
 def __dir__() -> list[str]:

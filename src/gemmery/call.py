@@ -205,7 +205,8 @@ def make_call(
     scale = []
     if weight is not None:
         halves = [standing_in(weight)]
-        scale = [] if weight.channel is None else [weight.channel]
+        # A row of factors for every matrix.
+        scale = [] if weight.channel is None else [weight.channel.unsqueeze(-2)]
     # A packed weight always is (N, K).
     left, *right = [right_factor(op, x) if weight is None else x.mT for x in halves]
     function = function_of(function)

@@ -46,7 +46,7 @@ def _plain(
     options: OptionValues,
 ) -> Any:  # fmt: skip
     if b.permutation is not None:
-        a, b = a.index_select(-1, b.permutation), b.with_inner(b.inner() | {"permutation": None})
+        a, b = a.index_select(-1, b.permutation), b.with_parts(b.parts() | {"permutation": None})
     if a.dim() == 1 and op != "bmm":
         # A vector is one row; what comes back has no rows.
         row = fused.product(op, a.unsqueeze(0), b, bias, functions, _row(out), options)

@@ -63,7 +63,7 @@ def scaled_matmul(
         (..., M, N), or what the epilogue returns. Every layout and size works; torch's has its own rules for both.
 
     Raises:
-        TypeError: a factor is not a `ScaledTensor`, types do not go together, or a gradient is asked for: there is none.
+        TypeError: a factor is not a `ScaledTensor`, types do not go together, or a gradient is asked for.
         ValueError: shapes or devices do not fit, or the GPU has no instructions for the type.
         NotImplementedError: scales of blocks, on a GPU.
 
@@ -124,8 +124,9 @@ SCALED, SCALED_BIASED = Epilogue(_scaled), Epilogue(_scaled_biased)
 
 
 def _after(
-    function: Callable[..., Any], scales: int, biased: bool, rounds: tuple[bool, ...] | None, acc: Tensor, *given: Any
-) -> Any:
+    function: Callable[..., Any], scales: int, biased: bool, rounds: tuple[bool, ...] | None, acc: Tensor,
+    *given: Any,
+) -> Any:  # fmt: skip
     """A user's epilogue behind scales and a bias, which are the last of what is given."""
     own = len(given) - scales - biased
     value = acc.to(torch.float32)
@@ -158,9 +159,12 @@ def _left_open(out_dtype: OutTypes) -> tuple[bool, ...] | None:
 
 
 #: What was made of epilogues that live on, by what it was made for.
-_made: weakref.WeakKeyDictionary[Epilogue[Any, Any], dict[Any, Epilogue[Any, Any]]] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[Epilogue[Any, Any], dict[Any, Epilogue[Any, Any]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no types for it
 def _joined(epilogue: Any, scales: int, biased: bool, rounds: tuple[bool, ...] | None) -> Any:
     """A user's epilogue behind scales and a bias, as one: for a prebuilt one always the same."""
     function = function_of(epilogue)
@@ -198,7 +202,9 @@ def _blocks_by_reference(
     if bias is not None and b.shape[0] == 2:
         bias = _of_two_columns(bias)
     given = tuple(args) if bias is None else (*args, bias)
-    function = _joined(_unchanged if epilogue is None else epilogue, 0, bias is not None, _left_open(options.out_dtype))
+    function = _joined(
+        _unchanged if epilogue is None else epilogue, 0, bias is not None, _left_open(options.out_dtype)
+    )
     return linear(
         a.dequantize(), b.dequantize(), epilogue=function, args=given, out=out, out_dtype=options.out_dtype,
         batch_invariant=options.batch_invariant, config=options.config,
@@ -228,13 +234,17 @@ def _check(a: Any, b: Any, bias: Any, epilogue: Any, args: Any) -> None:
             f"inner sizes {left.shape[-1]} and {right.shape[-1]} differ"
         )
     if left.dtype != right.dtype and not (left.dtype in FP8 and right.dtype in FP8):
-        raise TypeError(f"{op}: a is {left.dtype} and b is {right.dtype}; they must have one type, or both be fp8")
+        raise TypeError(
+            f"{op}: a is {left.dtype} and b is {right.dtype}; they must have one type, or both be fp8"
+        )
     if left.device != right.device:
         raise ValueError(f"{op}: a is on {left.device} and b on {right.device}; they must be on one device")
     if epilogue is not None and not callable(epilogue):
         raise TypeError(f"{op}: epilogue is a {type(epilogue).__name__}; it must be a function")
     if isinstance(args, Tensor) or not isinstance(args, tuple | list):
-        raise TypeError(f"{op}: args is a {type(args).__name__}; it must be a tuple of the epilogue's arguments")
+        raise TypeError(
+            f"{op}: args is a {type(args).__name__}; it must be a tuple of the epilogue's arguments"
+        )
     if epilogue is None and args:
         raise TypeError(f"{op}: args are an epilogue's; there is none")
     if bias is not None:

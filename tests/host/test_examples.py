@@ -12,8 +12,8 @@ import torch
 from torch.nn import functional as F
 
 MODULES = (
-    "api", "epilogues.function", "epilogues.library", "invariant", "nn.activations", "nn.linear", "nn.mlp", "nn.swap",
-    "select.explain", "select.tuner", "select.warm",
+    "api", "epilogues.function", "epilogues.library", "formats.activations", "formats.scaled", "invariant",
+    "nn.activations", "nn.linear", "nn.mlp", "nn.swap", "scaled", "select.explain", "select.tuner", "select.warm",
 )  # fmt: skip
 RUNG = Path(__file__).resolve().parents[2] / "tutorials" / "09_fused_epilogue.py"
 

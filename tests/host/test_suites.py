@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 
+from gemmery.formats import FORMATS
 from gemmery.lab import fusions, inputs, suites
 from gemmery.lab.suites import Row
 
@@ -32,6 +33,11 @@ def test_the_suites_of_the_protocol_are_there():
         "dtypes",
         "invariant",
         "fused",
+        "lowbit",
+        "lowbit_formats",
+        "lowbit_fused",
+        "scaled",
+        "scaled_accurate",
         "launch",
     }
     assert wanted == set(suites.whole())
@@ -73,6 +79,60 @@ def test_parts_are_what_the_bars_speak_of():
         "matmul_out",
         "plan",
     }
+
+
+def test_packed_weights_are_those_of_the_protocol():
+    rows = suites.load("lowbit")
+    assert {row.packing for row in rows} == {("int4", 128)}
+    sizes = {
+        (N, K): {row.M for row in rows if (row.N, row.K) == (N, K)} for _, _, N, K in map(shape_of, rows)
+    }
+    decode = {1, 16, 64, 256, 1024, 4096}
+    assert sizes == {
+        (8192, 8192): {1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192},
+        (14336, 4096): decode,
+        (4096, 14336): decode,
+    }
+    formats = {(row.weight, row.M) for row in suites.load("lowbit_formats")}
+    assert formats == set(itertools.product(("int8", "e4m3", "mxfp4", "nvfp4", "nf4"), (16, 64, 512, 4096)))
+    parts = [suites.load(name) for name in ("lowbit_small", "lowbit_mid", "lowbit_large")]
+    assert sum(map(len, parts)) == len(rows)
+    for name in suites.names():
+        assert all(row.call == "linear" for row in suites.load(name) if row.weight)
+
+
+def shape_of(row):
+    return row.name, row.M, row.N, row.K
+
+
+def test_each_fused_row_of_packed_weights_has_its_bare_one():
+    rows = suites.load("lowbit_fused")
+    bare = {(row.M, row.N, row.K, row.weight) for row in rows if not row.epilogue}
+    fused = [row for row in rows if row.epilogue]
+    assert {(row.epilogue, row.weight, row.M) for row in fused} == set(
+        itertools.product(("swiglu", "bias_gelu"), ("int4", "e4m3"), (16, 512, 4096))
+    )
+    assert all((row.M, row.N, row.K, row.weight) in bare for row in fused)
+
+
+def test_scaled_operands_are_those_of_the_protocol():
+    shapes = {(4096, 4096, 4096), *((M, 8192, 8192) for M in (16, 64, 128, 512, 2048, 8192))}
+    found = {}
+    for row in suites.load("scaled") + suites.load("scaled_accurate"):
+        found.setdefault((row.dtype, row.scales), set()).add((row.M, row.N, row.K))
+    assert {key: found.pop(key) for key in itertools.product(("fp8", "fp8fast"), ("tensor", "row"))} == {
+        key: shapes for key in itertools.product(("fp8", "fp8fast"), ("tensor", "row"))
+    }
+    assert found.pop(("fp8", "block")) == shapes
+    assert {size for size, *_ in found.pop(("int8", "row"))} == {2048, 3072, 4096, 6144, 8192}
+    assert not found
+
+
+def test_packing_of_a_weight():
+    assert Row("x", 1, 2, 3, weight="int4").packing == ("int4", 128)
+    assert Row("x", 1, 2, 3, weight="int4/32").packing == ("int4", 32)
+    assert Row("x", 1, 2, 3, weight="nf4").packing == ("nf4", None)
+    assert set(suites.WEIGHTS) == set(FORMATS)
 
 
 def test_the_invariant_suite_takes_from_both_of_its_sources():
@@ -160,6 +220,8 @@ def test_llm_large_is_the_large_part_of_llm():
 
 
 GOOD = {"name": "x", "M": 1, "N": 2, "K": 3}
+LINEAR = GOOD | {"name": "y", "call": "linear"}
+SCALED = GOOD | {"name": "y", "call": "matmul"}
 
 
 @pytest.mark.parametrize(
@@ -184,6 +246,20 @@ GOOD = {"name": "x", "M": 1, "N": 2, "K": 3}
         (GOOD | {"name": "y", "call": "mm"}, r"^s.json, row 2 \(y\): call is 'mm'"),
         (GOOD | {"name": "y", "batch_invariant": 2}, r"^s.json, row 2 \(y\): batch_invariant is 2"),
         (GOOD | {"name": "y", "dtype": "half"}, r"^s.json, row 2 \(y\): dtype is 'half'"),
+        (LINEAR | {"weight": "int3"}, r"^s.json, row 2 \(y\): weight is 'int3'; .* int4/32"),
+        (LINEAR | {"weight": "int4/x"}, r"^s.json, row 2 \(y\): weight is 'int4/x'"),
+        (LINEAR | {"weight": "int4/0"}, r"^s.json, row 2 \(y\): weight is 'int4/0'"),
+        (LINEAR | {"weight": 4}, r"^s.json, row 2 \(y\): weight is 4"),
+        (LINEAR | {"weight": "int4", "b": "row"}, r"^s.json, row 2 \(y\): operands that are quantized"),
+        (LINEAR | {"weight": "int4", "call": "plan"}, r"^s.json, row 2 \(y\): operands that are quantized"),
+        (LINEAR | {"weight": "int4", "scales": "row"}, r"^s.json, row 2 \(y\): operands that are quantized"),
+        (LINEAR | {"scales": "rows"}, r"^s.json, row 2 \(y\): scales is 'rows'"),
+        (LINEAR | {"scales": "row", "dtype": "fp8"}, r"^s.json, row 2 \(y\): operands that are quantized"),
+        (SCALED | {"scales": "row"}, r"^s.json, row 2 \(y\): scales are for dtype"),
+        (
+            SCALED | {"scales": "row", "dtype": "fp8", "epilogue": "bias"},
+            r"^s.json, row 2 \(y\): scales are for",
+        ),
     ],
 )
 def test_a_wrong_row_is_named(tmp_path, row, message):

@@ -88,6 +88,8 @@ LIBRARY = {
     "column_scale": (epilogues.column_scale, lambda m, n, t: (values((n,), t, 3),), False),
     "scaled": (epilogues.scaled, lambda m, n, t: (0.1, values((m, n), t, 3).t().contiguous().t(), -2), False),
     "cast_fp8": (epilogues.cast_fp8, lambda m, n, t: (20.0,), False),
+    "static_fp8": (epilogues.static_fp8, lambda m, n, t: (0.05,), False),
+    "with_row_amax": (epilogues.with_row_amax, None, False),
     "logsumexp": (epilogues.logsumexp, None, False),
     "dropout": (epilogues.dropout, lambda m, n, t: (0.3, (1 << 62) + 12345), False),
     "compose": (
@@ -105,7 +107,9 @@ def arguments(name, m, n, dtype):
 
 def result_types(name, dtype):
     inner = torch.float64 if dtype == torch.float64 else torch.float32
-    return {"cast_fp8": [torch.float8_e4m3fn, inner], "logsumexp": [dtype, inner]}.get(name)
+    kept = [dtype, inner]
+    types = {"cast_fp8": [torch.float8_e4m3fn, inner], "static_fp8": [torch.float8_e4m3fn], "with_row_amax": kept}
+    return {**types, "logsumexp": kept}.get(name)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -21,13 +21,15 @@ from .library import (
     sigmoid,
     silu,
     softcap,
+    static_fp8,
     swiglu,
     tanh,
+    with_row_amax,
 )
 from .record import Untraceable
 
 __all__ = [
     "Epilogue", "Untraceable", "bias", "cast_fp8", "column_scale", "compose", "device_function", "dropout", "geglu",
     "gelu", "gelu_tanh", "logsumexp", "reglu", "relu", "relu_squared", "residual", "row_scale", "scaled", "sigmoid",
-    "silu", "softcap", "swiglu", "tanh",
+    "silu", "softcap", "static_fp8", "swiglu", "tanh", "with_row_amax",
 ]  # fmt: skip

@@ -146,6 +146,40 @@ def cast_fp8(acc: Tensor, scale: Number) -> tuple[Tensor, Tensor]:
     return (acc * scale).clamp(-largest, largest).to(torch.float8_e4m3fn), acc.abs().amax(-1)
 
 
+def static_fp8(acc: Tensor, scale: Number) -> Tensor:
+    """`acc / scale` as e4m3, cut off at ±448: quantised with a scale that is known beforehand ("static").
+
+    With a scale as a tensor of shape () the result and it make a factor of the next product, and nothing runs in
+    between. The scale's reciprocal multiplies, so the last bit before rounding may be another than a quotient's.
+
+    Example:
+        >>> import torch, gemmery
+        >>> x, w, scale = torch.ones(2, 4), torch.ones(3, 4), torch.tensor(0.5)
+        >>> gemmery.ScaledTensor(gemmery.linear(x, w, epilogue=static_fp8, args=(scale,)), scale).dequantize()
+        tensor([[4., 4., 4.],
+                [4., 4., 4.]])
+    """
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    return (acc * (1 / scale)).clamp(-largest, largest).to(torch.float8_e4m3fn)
+
+
+def with_row_amax(acc: Tensor) -> tuple[Tensor, Tensor]:
+    """acc as it is, and each row's largest magnitude, (..., M), with which quantising it need not look for that.
+
+    So `quantize_activations` reads the result once where it otherwise reads it twice: for one scale of the whole
+    tensor, and for rows that are longer than a program holds (16384). The magnitude is that of the sums, from which
+    the result has yet to be rounded: scales differ from those of the rounded result in its last place.
+
+    Example:
+        >>> import torch, gemmery
+        >>> x, w = torch.ones(2, 4), torch.ones(3, 4)
+        >>> y, amax = gemmery.linear(x, w, epilogue=with_row_amax)
+        >>> gemmery.quantize_activations(y, per="tensor", amax=amax).scale
+        tensor(0.0089)
+    """
+    return acc, acc.abs().amax(-1)
+
+
 def logsumexp(acc: Tensor) -> tuple[Tensor, Tensor]:
     """acc as it is, and the logarithm of each row's sum of exponentials, (..., M): what a softmax or its loss needs."""
     return acc, acc.logsumexp(-1)

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .. import devices
 from ..dispatch import check_tensor, needs_dispatcher
@@ -97,14 +98,11 @@ def _by_reference(x: Tensor, format: str, per: str, amax: Tensor | None) -> tupl
     wide = x.to(torch.float32)
     groups, span = (-(-K // BLOCK), BLOCK) if per == "block" else (1, K)
     if per == "block":
-        lines = torch.nn.functional.pad(wide, (0, groups * BLOCK - K)).reshape(*lead, M, groups, BLOCK)
+        lines = F.pad(wide, (0, groups * BLOCK - K)).reshape(*lead, M, groups, BLOCK)
     else:
         lines = wide.unsqueeze(-2)
-    if amax is None:
-        # Of an empty row, too.
-        most = torch.nn.functional.pad(lines.abs(), (0, 1)).amax(-1)
-    else:
-        most = amax.abs().unsqueeze(-1)
+    # Padded, an empty row has a magnitude, too.
+    most = F.pad(lines.abs(), (0, 1)).amax(-1) if amax is None else amax.abs().unsqueeze(-1)
     if per == "tensor":
         most = most.amax() if most.numel() else most.new_zeros(())
     # torch multiplies by the reciprocal of a number on the CPU.
@@ -235,7 +233,7 @@ def _cast_known(x: Tensor, data: Tensor, scale: Tensor, maxima: Tensor, format: 
     power = 0 if scale.dim() else 1 << (maxima.numel() - 1).bit_length()
     kernels.quantize_known[(walk.blocks,)](
         x, data, scale, maxima, maxima.numel(), *walk.arguments, FOUND=power, **_format(format), **walk.constants
-    )
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -47,6 +47,13 @@ def _detach(func: Any, weight: QuantizedTensor) -> Any:
     return return_and_correct_aliasing(func, (weight,), {}, result)
 
 
+def _as_strided(func: Any, weight: QuantizedTensor, size: Any, stride: Any, offset: int | None = None) -> Any:
+    """For torch.compile, which makes a graph's result that is an alias of its input in this way."""
+    if (tuple(size), tuple(stride), offset or 0) != (tuple(weight.shape), weight.stride(), 0):
+        raise NotImplementedError(f"as_strided: {weight!r} has no other strides than its own")
+    return _detach(aten.detach.default, weight)
+
+
 def _clone(func: Any, weight: QuantizedTensor, *, memory_format: Any = None) -> QuantizedTensor:
     return _each(weight, lambda x: x.clone())
 
@@ -185,6 +192,7 @@ def _unbind(func: Any, weight: QuantizedTensor, dim: int = 0) -> list[QuantizedT
 _OPERATORS: dict[Any, Callable[..., Any]] = {
     aten._to_copy.default: _to_copy,
     aten.alias.default: _detach,
+    aten.as_strided.default: _as_strided,
     aten.clone.default: _clone,
     aten.copy_.default: _copy,
     aten.detach.default: _detach,

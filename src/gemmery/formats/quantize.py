@@ -64,8 +64,9 @@ def quantize(
         dtype: that of the activations, torch.float16 or torch.bfloat16; w's own by default, or torch.bfloat16.
 
     Returns:
-        The weight, (*batch, N, K), on w's device. Scales are such that nothing is clipped, but for mxfp4, whose rule
-        (OCP MX 1.0, 6.3) clips what is over 6 at its scale.
+        The weight, (*batch, N, K), on w's device. The largest magnitude that shares a scale is kept up to
+        rounding; mxfp4's rule (OCP MX 1.0, 6.3) clips what is over 6 at its scale, and symmetric integers clip what is
+        as large but of the other sign where that makes the whole error smaller. Their scales may be negative.
 
     Raises:
         ValueError: an argument does not fit the format; NaN or infinity in w, which only e4m3 (as NaN) and e5m2 keep; a
@@ -201,9 +202,19 @@ def _e2m1(values: Tensor, format: Format) -> Tensor:
 
 
 def _symmetric_scales(values: Tensor, bits: int) -> Tensor:
-    """The least scale that clips nothing of the last dimension between -2^(bits-1) and 2^(bits-1) - 1."""
-    half = float(1 << (bits - 1))
-    return torch.maximum(-values.amin(-1) / half, values.amax(-1) / (half - 1))
+    """A scale for the last dimension, that of two which has the smaller error.
+
+    One makes the largest magnitude -2^(bits-1), whatever its sign, so that the scale may be negative: finer, but the
+    same magnitude of the other sign is clipped. The other clips nothing: right for weights of -1, 0 and 1.
+    """
+    half = 1 << (bits - 1)
+    largest = values.gather(-1, values.abs().argmax(-1, keepdim=True))
+    fine, wide = largest / -half, largest.abs() / (half - 1)
+    error_of_fine, error_of_wide = (
+        ((values / _or_one(x)).round().clamp(-half, half - 1) * x - values).square().sum(-1, keepdim=True)
+        for x in (fine, wide)
+    )
+    return torch.where(error_of_fine < error_of_wide, fine, wide).squeeze(-1)
 
 
 def _int_rows(values: Tensor, request: _Request) -> QuantizedTensor:

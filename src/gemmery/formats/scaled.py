@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -81,12 +80,12 @@ class ScaledTensor:
         """Where numbers and scale are."""
         return self.data.device
 
-    @functools.cached_property
+    @property
     def row_factors(self) -> Tensor:
         """The scale as a factor of a product in which these are the rows: () or (..., R, 1); not for blocks."""
         return self.scale.reshape(()) if self.kind == "tensor" else self.scale
 
-    @functools.cached_property
+    @property
     def column_factors(self) -> Tensor:
         """The scale as a factor of a product in which these are the columns: () or (..., R); not for blocks."""
         return self.scale.reshape(()) if self.kind == "tensor" else self.scale.squeeze(-1)

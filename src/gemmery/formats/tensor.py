@@ -141,7 +141,7 @@ class QuantizedTensor(Tensor):
 
     def unscaled(self) -> QuantizedTensor:
         """The weight without its `channel`."""
-        return self if self.channel is None else self.with_inner(self.inner() | {"channel": None})
+        return self if self.channel is None else self.with_parts(self.parts() | {"channel": None})
 
     def shard(self, dim: int, index: int, count: int) -> QuantizedTensor:
         """Part `index` of `count` equal ones, for tensor parallelism.

@@ -17,6 +17,8 @@ read the registers which it will write: all but the last `WAIT`. As the parts of
 the waits, and all but the last part of the work is done under the products of the step before.
 """
 
+import struct
+
 import triton
 import triton.language as tl
 
@@ -25,11 +27,9 @@ from .numerics import cast
 #: Triton 3.6 launches a step along K in pieces of 16 columns, one that came later in two halves.
 FINE_STEPS = tl.constexpr(tuple(int(x) for x in triton.__version__.split(".")[:2]) < (3, 7))
 
-_BF16, _FP16 = "bf16", "fp16"
-
-
+@triton.constexpr_function
 def _text(dtype):
-    return _BF16 if dtype == tl.bfloat16 else _FP16
+    return "bf16" if dtype == tl.bfloat16 else "fp16"
 
 
 @triton.constexpr_function
@@ -37,7 +37,7 @@ def bias_of(code, bits, dtype):
     """What a decoder adds to the numbers of a code: it is there for free, and has to be subtracted with the zero."""
     if code != "int":
         return 0
-    if _text(dtype) == _FP16:
+    if _text(dtype) == "fp16":
         return 1024
     return 128 if bits == 4 else -128
 
@@ -51,14 +51,16 @@ def wait_of(part, parts, blocks):
     return 1 if 2 * ((blocks - 1) * parts + part) < blocks * parts else 0
 
 
+@triton.constexpr_function
 def _begin(wait):
     return "" if wait < 0 else f"wgmma.wait_group.sync.aligned {wait};\n"
 
 
+@triton.constexpr_function
 def _arithmetic(op, dtype, asm, result, x, y):
     """PTX for `x - y` or `x * y`, two numbers at a time; before Hopper, bf16 has nothing but fused multiply-adds."""
-    if _text(dtype) == _FP16 or asm >= 90:
-        suffix = {_BF16: "bf16x2", _FP16: "f16x2"}[_text(dtype)]
+    if _text(dtype) == "fp16" or asm >= 90:
+        suffix = {"bf16": "bf16x2", "fp16": "f16x2"}[_text(dtype)]
         return f"{op}.{suffix} {result}, {x}, {y};\n"
     if op == "sub":
         return f"{{.reg .b32 one;\nmov.b32 one, 0xBF80BF80;\nfma.rn.bf16x2 {result}, {y}, one, {x};}}\n"
@@ -69,9 +71,31 @@ def _arithmetic(op, dtype, asm, result, x, y):
 def two_of(op, dtype, asm):
     """PTX for two numbers at a time."""
     if op == "fma":
-        suffix = {_BF16: "bf16x2", _FP16: "f16x2"}[_text(dtype)]
+        suffix = {"bf16": "bf16x2", "fp16": "f16x2"}[_text(dtype)]
         return f"fma.rn.{suffix} $0, $1, $2, $3;"
     return _arithmetic(op, dtype, asm, "$0", "$1", "$2")
+
+
+@triton.jit
+def from_words(PTX: tl.constexpr, words, DTYPE: tl.constexpr):
+    """Two blocks of numbers by PTX for two words at a time."""
+    if DTYPE == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            PTX, "=r,=r,r,r", [words], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            PTX, "=r,=r,r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+
+
+@triton.jit
+def from_pairs(PTX: tl.constexpr, CONSTRAINTS: tl.constexpr, values, DTYPE: tl.constexpr):
+    """A block of numbers by PTX for two numbers of each of several blocks at a time."""
+    if DTYPE == tl.bfloat16:
+        return tl.inline_asm_elementwise(PTX, CONSTRAINTS, values, dtype=tl.bfloat16, is_pure=True, pack=2)
+    else:
+        return tl.inline_asm_elementwise(PTX, CONSTRAINTS, values, dtype=tl.float16, is_pure=True, pack=2)
 
 
 @triton.jit
@@ -79,7 +103,7 @@ def subtract(x, y, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """`x - y`, rounded to `DTYPE`."""
     if ASM:
         PTX: tl.constexpr = two_of("sub", DTYPE, ASM)
-        return tl.inline_asm_elementwise(PTX, "=r,r,r", [x, y], dtype=DTYPE, is_pure=True, pack=2)
+        return from_pairs(PTX, "=r,r,r", (x, y), DTYPE)
     else:
         return cast(x.to(tl.float32) - y.to(tl.float32), DTYPE)
 
@@ -91,7 +115,7 @@ def multiply(x, y, DTYPE: tl.constexpr, ASM: tl.constexpr):
         return cast(x.to(tl.float32) * y, DTYPE)
     elif ASM:
         PTX: tl.constexpr = two_of("mul", DTYPE, ASM)
-        return tl.inline_asm_elementwise(PTX, "=r,r,r", [x, y], dtype=DTYPE, is_pure=True, pack=2)
+        return from_pairs(PTX, "=r,r,r", (x, y), DTYPE)
     else:
         return cast(x.to(tl.float32) * y.to(tl.float32), DTYPE)
 
@@ -101,7 +125,7 @@ def multiply_add(x, y, z, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """`x * y + z`, rounded to `DTYPE` once."""
     if ASM:
         PTX: tl.constexpr = two_of("fma", DTYPE, ASM)
-        return tl.inline_asm_elementwise(PTX, "=r,r,r,r", [x, y, z], dtype=DTYPE, is_pure=True, pack=2)
+        return from_pairs(PTX, "=r,r,r,r", (x, y, z), DTYPE)
     else:
         product = x.to(tl.float32) * y.to(tl.float32)
         z = z.to(tl.float32)
@@ -130,7 +154,7 @@ def code_of(words, i: tl.constexpr, BITS: tl.constexpr):
 def ptx_of_nibbles(part, dtype, wait):
     """Two numbers of 4 bits of each of two words, as pairs, on top of 128 (bf16) or 1024 (fp16)."""
     half = "0x5410" if part < 2 else "0x7632"
-    magic = {_BF16: "0x43004300", _FP16: "0x64006400"}[_text(dtype)]
+    magic = {"bf16": "0x43004300", "fp16": "0x64006400"}[_text(dtype)]
     first = 8 * (part % 2)
     return f"""{{
 .reg .b32 x, u, v;
@@ -142,6 +166,7 @@ lop3.b32 $1, v, 0x000F000F, {magic}, 0xEA;
 }}"""
 
 
+@triton.constexpr_function
 def _byte_pair(part, which):
     """A selector for prmt: byte `2 part + which` of each of two words, twice."""
     byte = 2 * part + which
@@ -156,12 +181,12 @@ def ptx_of_bytes(part, dtype, wait):
     128, becomes the number less 16, and 16 times that and the lower one on top of 128 is the byte less 128.
     """
     lines = [f"{{\n.reg .b32 x, u, v, n, c, d;\n{_begin(wait)}"]
-    if _text(dtype) == _BF16:
+    if _text(dtype) == "bf16":
         # 1, -144 and 16.
         lines.append("mov.b32 n, 0x3F803F80;\nmov.b32 c, 0xC310C310;\nmov.b32 d, 0x41804180;\n")
     for which in (0, 1):
         lines.append(f"prmt.b32 x, $2, $3, {_byte_pair(part, which)};\n")
-        if _text(dtype) == _FP16:
+        if _text(dtype) == "fp16":
             lines.append(f"lop3.b32 ${which}, x, 0x00FF00FF, 0x64006400, 0xEA;\n")
         else:
             lines.append(
@@ -179,7 +204,7 @@ def decode_int4(words, PART: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexp
     """Integers from 0 to 15."""
     if ASM:
         PTX: tl.constexpr = ptx_of_nibbles(PART, DTYPE, WAIT)
-        return tl.inline_asm_elementwise(PTX, "=r,=r,r,r", [words], dtype=(DTYPE, DTYPE), is_pure=True, pack=2)
+        return from_words(PTX, words, DTYPE)
     else:
         BIAS: tl.constexpr = bias_of("int", 4, DTYPE)
         return cast((code_of(words, 2 * PART, 4) + BIAS).to(tl.float32), DTYPE), cast(
@@ -192,7 +217,7 @@ def decode_int8(words, PART: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexp
     """Integers from 0 to 255."""
     if ASM:
         PTX: tl.constexpr = ptx_of_bytes(PART, DTYPE, WAIT)
-        return tl.inline_asm_elementwise(PTX, "=r,=r,r,r", [words], dtype=(DTYPE, DTYPE), is_pure=True, pack=2)
+        return from_words(PTX, words, DTYPE)
     else:
         BIAS: tl.constexpr = bias_of("int", 8, DTYPE)
         return cast((code_of(words, 2 * PART, 8) + BIAS).to(tl.float32), DTYPE), cast(
@@ -208,7 +233,7 @@ def decode_int8(words, PART: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexp
 def ptx_of_e2m1(part, dtype, wait, asm):
     """Two numbers of 4 bits of each of two words, as pairs."""
     half = "0x5410" if part < 2 else "0x7632"
-    bf16 = _text(dtype) == _BF16
+    bf16 = _text(dtype) == "bf16"
     mantissa, mask = (6, "0x01C001C0") if bf16 else (9, "0x0E000E00")
     # 2^126, of which bf16's exponent lacks that much; or 2^14.
     power = "0x7E807E80" if bf16 else "0x74007400"
@@ -237,11 +262,16 @@ def decode_e2m1(words, PART: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexp
     """0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives."""
     if ASM:
         PTX: tl.constexpr = ptx_of_e2m1(PART, DTYPE, WAIT, ASM)
-        return tl.inline_asm_elementwise(PTX, "=r,=r,r,r", [words], dtype=(DTYPE, DTYPE), is_pure=True, pack=2)
+        return from_words(PTX, words, DTYPE)
     else:
         return cast(from_e2m1(code_of(words, 2 * PART, 4)), DTYPE), cast(
             from_e2m1(code_of(words, 2 * PART + 1, 4)), DTYPE
         )
+
+
+@triton.constexpr_function
+def _twice(value):
+    return f"0x{value:04X}{value:04X}"
 
 
 @triton.constexpr_function
@@ -251,7 +281,7 @@ def ptx_of_fp8(part, dtype, wait, asm, e4m3):
     Behind a shift the largest exponent is one of many; adding what is missing to the first code that is no number
     carries into a bit of its own, from which the wider type's largest exponent is made.
     """
-    bf16 = _text(dtype) == _BF16
+    bf16 = _text(dtype) == "bf16"
     lines = [f"{{\n.reg .b32 x, u, n, c;\n{_begin(wait)}"]
     if not e4m3 and not bf16:
         # The upper half of an fp16.
@@ -265,13 +295,12 @@ def ptx_of_fp8(part, dtype, wait, asm, e4m3):
         (True, False): (1, 0x3F80, 0x0080, 0x4000, 1, 0x5C00),
         (False, True): (3, 0x0FE0, 0x0080, 0x1000, 7, 0x7780),
     }[e4m3, bf16]
-    twice = lambda value: f"0x{value:04X}{value:04X}"  # noqa: E731
-    lines.append(f"mov.b32 c, {twice(power)};\n")
+    lines.append(f"mov.b32 c, {_twice(power)};\n")
     for which in (0, 1):
         lines.append(
             f"prmt.b32 x, $2, $3, {_byte_pair(part, which)};\n"
-            f"shr.b32 u, x, {shift};\nand.b32 u, u, {twice(mask)};\n"
-            f"add.u32 n, u, {twice(step)};\nand.b32 n, n, {twice(carry)};\n"
+            f"shr.b32 u, x, {shift};\nand.b32 u, u, {_twice(mask)};\n"
+            f"add.u32 n, u, {_twice(step)};\nand.b32 n, n, {_twice(carry)};\n"
             f"mad.lo.u32 u, n, {fill}, u;\n"
             "lop3.b32 u, x, 0x80008000, u, 0xEA;\n" + _arithmetic("mul", dtype, asm, f"${which}", "u", "c")
         )
@@ -299,7 +328,7 @@ def decode_fp8(
     """The numbers of fp8, infinities and NaN among them."""
     if ASM:
         PTX: tl.constexpr = ptx_of_fp8(PART, DTYPE, WAIT, ASM, E4M3)
-        return tl.inline_asm_elementwise(PTX, "=r,=r,r,r", [words], dtype=(DTYPE, DTYPE), is_pure=True, pack=2)
+        return from_words(PTX, words, DTYPE)
     else:
         return cast(from_fp8(code_of(words, 2 * PART, 8), E4M3), DTYPE), cast(
             from_fp8(code_of(words, 2 * PART + 1, 8), E4M3), DTYPE
@@ -329,15 +358,18 @@ NF4 = tl.constexpr((
 ))  # fmt: skip
 
 
-def _planes(dtype):
-    """The table's lower and upper bytes in `dtype`, four to a word."""
-    import torch
+def _planes(kind):
+    """The table's lower and upper bytes, four to a word; None of the numbers is subnormal, or between two."""
+    bits = []
+    for value in NF4.value:
+        single = struct.unpack("<I", struct.pack("<f", value))[0]
+        half = struct.unpack("<H", struct.pack("<e", value))[0]
+        bits.append((single + 0x7FFF + (single >> 16 & 1)) >> 16 if kind == "bf16" else half)
+    each = lambda i, shift: sum((bits[4 * i + j] >> shift & 0xFF) << 8 * j for j in range(4))  # noqa: E731
+    return tuple(each(i, shift) for shift in (0, 8) for i in range(4))
 
-    type_ = torch.bfloat16 if _text(dtype) == _BF16 else torch.float16
-    bits = [x & 0xFFFF for x in torch.tensor(NF4.value).to(type_).view(torch.int16).tolist()]
-    return [
-        [sum((bits[4 * i + j] >> shift & 0xFF) << 8 * j for j in range(4)) for i in range(4)] for shift in (0, 8)
-    ]
+
+NF4_BF16, NF4_FP16 = tl.constexpr(_planes("bf16")), tl.constexpr(_planes("fp16"))
 
 
 @triton.constexpr_function
@@ -349,10 +381,11 @@ def ptx_of_nf4(part, dtype, wait):
         # A byte of ones for every number of the table's upper half.
         "shr.b32 m, x, 3;\nand.b32 m, m, 0x1111;\nprmt.b32 m, 0xFF00, 0, m;\nand.b32 x, x, 0x7777;\n"
     ]
-    for name, plane in zip("lh", _planes(dtype), strict=True):
-        low, second, third, high = (f"0x{word:08X}" for word in plane)
+    words = NF4_BF16.value if _text(dtype) == "bf16" else NF4_FP16.value
+    for name, at in (("l", 0), ("h", 4)):
         lines.append(
-            f"mov.b32 a, {low};\nprmt.b32 a, a, {second}, x;\nmov.b32 b, {third};\nprmt.b32 b, b, {high}, x;\n"
+            f"mov.b32 a, {words[at]};\nprmt.b32 a, a, {words[at + 1]}, x;\n"
+            f"mov.b32 b, {words[at + 2]};\nprmt.b32 b, b, {words[at + 3]}, x;\n"
             f"lop3.b32 {name}, m, b, a, 0xCA;\n"
         )
     return "".join(lines) + "prmt.b32 $0, l, h, 0x6240;\nprmt.b32 $1, l, h, 0x7351;\n}"
@@ -372,7 +405,7 @@ def decode_nf4(words, PART: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr
     """Quantiles of a normal distribution, rounded to `DTYPE`."""
     if ASM:
         PTX: tl.constexpr = ptx_of_nf4(PART, DTYPE, WAIT)
-        return tl.inline_asm_elementwise(PTX, "=r,=r,r,r", [words], dtype=(DTYPE, DTYPE), is_pure=True, pack=2)
+        return from_words(PTX, words, DTYPE)
     else:
         return cast(from_nf4(code_of(words, 2 * PART, 4)), DTYPE), cast(
             from_nf4(code_of(words, 2 * PART + 1, 4)), DTYPE

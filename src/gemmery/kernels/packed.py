@@ -17,27 +17,22 @@ from .operands import batch_offset
 
 
 @triton.jit
-def load_tile(
-    x, strides, sizes, batch, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, PER: tl.constexpr, GROUP: tl.constexpr,
+def load_words(
+    words, matrix, strips, lines, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, PER: tl.constexpr,
     DESCRIBED: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
-    """Words, scales and shifts of the block with corner (row, col): (strips, lines, 32), and twice (groups, columns).
+    """The words of the block with corner (row, col), (strips, lines, 32).
 
     With `PAIRED`, half of the columns are of the matrix's left half, from `col // 2` on, and half of its right one.
     """
-    words, scales, shifts = x
-    steps, strips, lines, groups, columns = strides
-    matrix = batch_offset(batch, sizes, steps).to(tl.int32)
     STRIPS: tl.constexpr = COLS // 16
     LINES: tl.constexpr = ROWS // (2 * PER)
-    GROUPS: tl.constexpr = 1 if GROUP == 0 else ROWS // GROUP if ROWS > GROUP else 1
     line = row // (2 * PER)
-    group = matrix * groups + row // (GROUP if GROUP > 0 else 1)
     if DESCRIBED:
         if PAIRED:
-            own = words.load([0, col // 32, line, 0]).reshape(STRIPS, LINES, 32)
+            return words.load([0, col // 32, line, 0]).reshape(STRIPS, LINES, 32)
         else:
-            own = words.load([matrix * strips + col // 16, line, 0])
+            return words.load([matrix * strips + col // 16, line, 0])
     else:
         strip = tl.arange(0, STRIPS)
         inside = tl.full((STRIPS,), 1, tl.int1)
@@ -51,10 +46,7 @@ def load_tile(
         place = line * 32 + tl.arange(0, LINES * 32)
         pointers = words + (matrix * strips + strip).to(tl.int64)[:, None] * (lines * 32) + place[None, :]
         own = tl.load(pointers, mask=inside[:, None] & (place < lines * 32)[None, :], other=0)
-        own = own.reshape(STRIPS, LINES, 32)
-    scale = load_shared(scales, group, matrix * groups + groups, col, columns, GROUPS, COLS, DESCRIBED, PAIRED)
-    shift = load_shared(shifts, group, matrix * groups + groups, col, columns, GROUPS, COLS, DESCRIBED, PAIRED)
-    return own, scale, shift
+        return own.reshape(STRIPS, LINES, 32)
 
 
 @triton.jit
@@ -62,10 +54,8 @@ def load_shared(
     x, group, end, col, columns, GROUPS: tl.constexpr, COLS: tl.constexpr, DESCRIBED: tl.constexpr,
     PAIRED: tl.constexpr,
 ):  # fmt: skip
-    """What groups share, (GROUPS, COLS) from group number `group` and column `col` on; None where that is nothing."""
-    if x is None:
-        return None
-    elif DESCRIBED:
+    """What groups share, (GROUPS, COLS) from group number `group` and column `col` on."""
+    if DESCRIBED:
         if PAIRED:
             return x.load([group, 0, col // 2]).reshape(GROUPS, COLS)
         else:
@@ -163,8 +153,19 @@ def load_packed(
         DESCRIBED: whether x has descriptors.
     """
     BLOCKS: tl.constexpr = ROWS // (8 * PER)
-    own, scale, shift = load_tile(
-        x, strides, sizes, batch, row, col, ROWS, COLS, PER, GROUP, DESCRIBED, PAIRED
+    EVERY: tl.constexpr = GROUP if GROUP > 0 else ROWS
+    GROUPS: tl.constexpr = ROWS // EVERY if ROWS > EVERY else 1
+    words, scales, shifts = x
+    steps, strips, lines, groups, columns = strides
+    matrix = batch_offset(batch, sizes, steps).to(tl.int32)
+    own = load_words(words, matrix, strips, lines, row, col, ROWS, COLS, PER, DESCRIBED, PAIRED)
+    group = matrix * groups + row // EVERY
+    end = (matrix + 1) * groups
+    scale = (
+        None if scales is None else load_shared(scales, group, end, col, columns, GROUPS, COLS, DESCRIBED, PAIRED)
+    )
+    shift = (
+        None if shifts is None else load_shared(shifts, group, end, col, columns, GROUPS, COLS, DESCRIBED, PAIRED)
     )
     # Strip, block, g, q, half, odd or even; then rows by words.
     words = own.reshape(COLS // 16, BLOCKS, 8, 4, 2, 2).permute(0, 4, 2, 1, 3, 5).reshape(COLS, 8 * BLOCKS)

@@ -1,8 +1,8 @@
 """Quantising: the largest magnitude of each line, the scale that follows from it, and the line as small numbers.
 
 A line is what shares a scale, or a part of it: `span` neighbouring columns of a row. A row has `groups` of them, the
-last of which may be shorter. A block of lines goes along the rows, or `DOWN` through rows that are neighbours in memory.
-x has any strides, as `operands` has them; what is written is contiguous.
+last of which may be shorter. Blocks of lines go along the rows, or `DOWN` through rows that are neighbours in memory. x
+has any strides, as `operands` has them; what is written is contiguous.
 
 Magnitudes are compared as integers, which float32 without its sign is ordered by: so a NaN is the largest of all, as in
 torch, where a maximum of floats would lose it.
@@ -105,9 +105,7 @@ def quantize_lines(
     starts = find_rows(x, line, M, sizes, strides)
     ends = data + line * K
     if WHOLE:
-        block, columns, exist = load_lines(
-            starts, places, inside, 0, K, span, strides[2], LINES, COLS, WIDE
-        )
+        block, columns, exist = load_lines(starts, places, inside, 0, K, span, strides[2], LINES, COLS, WIDE)
         scale = scale_of(tl.max(magnitudes(block), 1), LARGEST)
         result = quantized(block, scale[:, None], LARGEST, DTYPE)
         tl.store(ends[:, None] + columns, result, mask=exist)

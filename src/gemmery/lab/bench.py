@@ -95,8 +95,8 @@ def run_row(
         calls, errors, left_out = make_calls(methods, inputs, sample_rows(row.M, random.Random(seed)))
         compared = timing.measure(calls, rounds=rounds, seed=seed, regimes=regimes, watch=watch)
     plan = planned(inputs)
-    roofline = least_seconds(inputs) if row.quantized else None if plan is None else plan.roofline()
-    unplanned = "" if row.quantized else "torch reference"
+    roofline = least_seconds(inputs) if inputs.scaled else plan.roofline() if plan else None
+    unplanned = "" if inputs.scaled else "torch reference"
     return {
         "plan": unplanned if plan is None else str(plan),
         "roofline_us": None if roofline is None else roofline * 1e6,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import devices
-from ..formats import FORMATS, QuantizedTensor, quantize
+from ..formats import QuantizedTensor, quantize
 from ..formats.activations import Per, quantize_activations
 from ..formats.scaled import ScaledTensor
 from ..problem import Precision
@@ -239,14 +239,11 @@ def square_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def least_seconds(inputs: Inputs) -> float | None:
-    """The least time that the device's datasheet allows for a row with quantized operands; None without a datasheet."""
+    """The least time that the device's datasheet allows for a row with scales, of which no plan can be asked."""
     device = devices.current(inputs.a.device)
     if device is None:
         return None
-    bits = FORMATS[inputs.row.packing[0]].bits if inputs.row.weight else 8
-    moved = (
-        inputs.a.nbytes + inputs.b.numel() * bits / 8 + inputs.out.nbytes + sum(x.nbytes for x in inputs.args)
-    )
+    moved = inputs.a.nbytes + inputs.b.nbytes + inputs.out.nbytes
     return max(inputs.row.flops / device.rate(inputs.a.dtype), moved / device.bandwidth)
 
 

@@ -49,13 +49,11 @@ def gemmery_call(inputs: Inputs) -> Call:
     if inputs.row.epilogue:
         epilogue = gemmery.epilogue(FUSIONS[inputs.row.epilogue].function)
         return partial(gemmery.linear, a, weight, epilogue=epilogue, args=inputs.args, **asked)
-    if inputs.weight is not None:
-        return partial(gemmery.linear, a, weight, **asked)
     match inputs.row.call:
         case "matmul":
             return partial(gemmery.matmul, a, b, **asked)
         case "linear":
-            return partial(gemmery.linear, a, b.mT, **asked)
+            return partial(gemmery.linear, a, weight, **asked)
         case "plan":
             plan = gemmery_plan(inputs)
             if plan is None:
@@ -65,20 +63,17 @@ def gemmery_call(inputs: Inputs) -> Call:
 
 
 def gemmery_plan(inputs: Inputs) -> Plan | None:
-    """What gemmery does for these inputs; None where the torch reference serves, or no plan can be asked for."""
+    """What gemmery does for these inputs; None where the torch reference serves, or scales leave none to ask for."""
     import gemmery
 
-    if inputs.row.quantized:
+    if inputs.scaled is not None:
         return None
+    words = _asked(inputs)
     if inputs.row.epilogue:
-        return gemmery.plan(
-            inputs.a,
-            inputs.b,
-            epilogue=FUSIONS[inputs.row.epilogue].function,
-            args=inputs.args,
-            **_asked(inputs),
-        )
-    return gemmery.plan(inputs.a, inputs.b, out=inputs.out, **_asked(inputs))
+        words |= {"epilogue": FUSIONS[inputs.row.epilogue].function, "args": inputs.args}
+    elif inputs.weight is None:
+        words["out"] = inputs.out
+    return gemmery.plan(inputs.a, inputs.b if inputs.weight is None else inputs.weight, **words)
 
 
 # --- torch ----------------------------------------------------------------------------------------------------------

@@ -260,6 +260,8 @@ def _row(value: Any, where: str) -> Row:
         if name in value and value[name] not in allowed:
             words = ", ".join(map(str, allowed))
             raise ValueError(f"{where}: {name} is {value[name]!r}; it must be one of {words}")
+    if not isinstance(value.get("weight", ""), str):
+        raise ValueError(f"{where}: weight is {value['weight']!r}; it must be a text")
     row = Row(**(value | {"batch": tuple(batch)}))
     _check_quantized(row, where)
     return row
@@ -271,10 +273,11 @@ def _check_quantized(row: Row, where: str) -> None:
         words = ", ".join(WEIGHTS)
         raise ValueError(f"{where}: weight is {row.weight!r}; it must be one of {words}, or such as int4/32")
     plain = (row.a, row.b, row.out, row.batch) == ("row", "col", "row", ())
-    if row.quantized and not (plain and row.call in ("linear", "matmul") and not (row.weight and row.scales)):
+    call = "linear" if row.weight else "matmul"
+    if row.quantized and not (plain and row.call == call and not (row.weight and row.scales)):
         raise ValueError(
-            f"{where}: operands that are quantized are two matrices, B as (N, K), the call linear or matmul, and have "
-            "either weight or scales"
+            f"{where}: operands that are quantized are two matrices, B as (N, K), with weight and the call linear, or "
+            "with scales and the call matmul"
         )
     if row.scales and (row.dtype not in ("fp8", "fp8fast", "int8") or row.epilogue):
         raise ValueError(

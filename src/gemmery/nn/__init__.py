@@ -3,9 +3,11 @@
 from .activations import Activation, activation
 from .linear import Linear
 from .mlp import MLP, GatedMLP, activated_linear, gated_linear, stacked_gated_linear
+from .quantized import QuantizedLinear
+from .quantizing import quantize
 from .swap import Swapped, swap
 
 __all__ = [
-    "MLP", "Activation", "GatedMLP", "Linear", "Swapped", "activated_linear", "activation", "gated_linear",
-    "stacked_gated_linear", "swap",
+    "MLP", "Activation", "GatedMLP", "Linear", "QuantizedLinear", "Swapped", "activated_linear", "activation",
+    "gated_linear", "quantize", "stacked_gated_linear", "swap",
 ]  # fmt: skip

@@ -8,19 +8,20 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from ..problem import Precision
-from . import blocks, norms
+from . import blocks, foreign, norms
 from .blocks import FusedGatedMLP, FusedIntermediate
 from .linear import Linear, is_plain, own_code
 from .norms import FusedRMSNorm
+from .quantized import QuantizedLinear
 
 #: What has been swapped before and is whole in itself.
-_OURS = (FusedGatedMLP, FusedIntermediate, FusedRMSNorm)
+_OURS = (FusedGatedMLP, FusedIntermediate, FusedRMSNorm, QuantizedLinear)
 #: How many names of one kind a summary spells out.
 _NAMED = 3
 
 
 @dataclass(frozen=True)
-class _Slot:
+class Slot:
     """A place in a model: the name of a child, and what was and what is there."""
 
     path: str
@@ -34,7 +35,8 @@ class _Slot:
 class Swapped:
     """What `swap` did to a model. As a number, and in comparisons with one, it is how many modules were replaced.
 
-    It keeps the modules that were replaced, whose parameters are those of their replacements.
+    It keeps the modules that were replaced, whose parameters are those of their replacements; only those of layers
+    that were replaced by quantised ones are others, and take memory as long as this lives.
 
     Attributes:
         replaced: (qualified name, what it was) of each module, in the model's order; a module with several names has
@@ -58,7 +60,7 @@ class Swapped:
 
     replaced: list[tuple[str, str]] = field(default_factory=list)
     left: list[tuple[str, str]] = field(default_factory=list)
-    _slots: list[_Slot] = field(default_factory=list, repr=False)
+    _slots: list[Slot] = field(default_factory=list, repr=False)
 
     def __len__(self) -> int:
         return len(self.replaced)
@@ -95,7 +97,8 @@ class Swapped:
         """Put back the modules that were replaced, the very same objects.
 
         They come back with the parameters, training flags and hooks that their replacements have by now, so that
-        training, moving and loading in between are kept. A second undo does nothing.
+        training, moving and loading in between are kept. Layers that were replaced by quantised ones come back with
+        the weights that they had, where these were. A second undo does nothing.
 
         Raises:
             ValueError: a replacement is not there any more, or its layers are others; nothing was put back.
@@ -127,6 +130,9 @@ _STATE = tuple(name for name in nn.Module().__dict__ if name != "_modules")
 
 
 def _restore(before: nn.Module, after: nn.Module) -> None:
+    if isinstance(after, QuantizedLinear):
+        before.train(after.training)
+        return
     for name in _STATE:
         # The very dictionaries, so that handles that remove hooks find them.
         before.__dict__[name] = after.__dict__[name]
@@ -147,9 +153,14 @@ def swap(
     own, one kernel instead of six. Names, state dicts, tied and shared parameters, training flags and `requires_grad`
     stay as they are.
 
+    Quantised linear layers of other libraries become gemmery.nn.QuantizedLinear, with the same weights packed anew:
+    GPTQ's and AWQ's (of AutoGPTQ, GPTQModel and AutoAWQ, unless a kernel has reordered them), bitsandbytes' Linear4bit
+    (nf4) and Linear8bitLt, compressed-tensors' compressed layers, torchao's weights, and Hugging Face's FP8Linear.
+    Activations that some of these round to 8 bits are not rounded, and their entries in state dicts become gemmery's.
+
     Left alone, each with a reason in the report: layers and blocks with code that a replacement would lose
-    (subclasses, hooks, parametrisations, a patched forward), quantised layers and weights that are no plain tensors,
-    and blocks and norms whose class is not one of those; the layers of such a block are replaced one by one.
+    (subclasses, hooks, parametrisations, a patched forward), other quantised layers and weights that are no plain
+    tensors, and blocks and norms whose class is not one of those; the layers of such a block are replaced one by one.
 
     Args:
         model: of any dtype and on any device; what a product supports is checked when it runs.
@@ -174,7 +185,7 @@ def swap(
         raise TypeError(f"swap: model is a {type(model).__name__}; it must be a torch.nn.Module")
     walk = _Walk(precision, batch_invariant, fuse)
     replaceable = blocks.family(model) is not None or norms.resembles(model) or isinstance(model, _OURS)
-    if _is_linear(model) or (fuse and replaceable):
+    if is_linear(model) or foreign.recognise(model) is not None or (fuse and replaceable):
         walk.report.left.append(("", "it is not inside a module, so that nothing can take its place"))
     if not isinstance(model, _OURS):
         walk.children(model, "")
@@ -213,7 +224,7 @@ class _Walk:
                 self.meet(child, path)
             after = self.places.get(id(child))
             if after is not None:
-                self.report._slots.append(_Slot(path, parent, name, child, after))
+                self.report._slots.append(Slot(path, parent, name, child, after))
 
     def meet(self, module: nn.Module, path: str) -> None:
         """Decide about a module that is seen for the first time."""
@@ -221,8 +232,12 @@ class _Walk:
         if isinstance(module, _OURS):
             report.left.append((path, "it is gemmery's already"))
             return
-        if _is_linear(module):
-            reason = _why_not(module)
+        found = foreign.recognise(module)
+        if found is not None:
+            self.other(module, path, found)
+            return
+        if is_linear(module):
+            reason = why_not(module)
             if reason is None:
                 self.places[id(module)] = self.layer(module)
                 report.replaced.append((path, "Linear"))
@@ -256,6 +271,15 @@ class _Walk:
         self.places[id(module)] = FusedRMSNorm(module)
         self.report.replaced.append((path, type(module).__name__))
 
+    def other(self, module: nn.Module, path: str, found: foreign.Foreign) -> None:
+        """Replace another library's quantised layer, unless something speaks against it."""
+        after = foreign.replacement(module, found, self.batch_invariant)
+        if isinstance(after, str):
+            self.report.left.append((path, after))
+            return
+        self.places[id(module)] = after
+        self.report.replaced.append((path, f"{type(module).__name__} ({after.quantized.format.name})"))
+
     def layer(self, module: nn.Module | None) -> Linear:
         """The replacement of a linear layer, one for all its places."""
         assert isinstance(module, nn.Linear)
@@ -268,7 +292,7 @@ class _Walk:
         return self.layers[id(module)]
 
 
-def _is_linear(module: nn.Module) -> bool:
+def is_linear(module: nn.Module) -> bool:
     """Whether a module is a linear layer of some kind, by torch's class or by the attributes that all of them have."""
     if isinstance(module, nn.Linear):
         return True
@@ -280,10 +304,10 @@ def _is_linear(module: nn.Module) -> bool:
 
 def _why_not_in_block(module: nn.Module) -> str | None:
     # A block around layers that are gemmery's already can still be fused.
-    return None if is_plain(module) else _why_not(module)
+    return None if is_plain(module) else why_not(module)
 
 
-def _why_not(module: nn.Module) -> str | None:
+def why_not(module: nn.Module) -> str | None:
     """Why a linear layer is not replaced; None if it can be."""
     cls = type(module)
     if cls is Linear:
@@ -292,6 +316,11 @@ def _why_not(module: nn.Module) -> str | None:
         return "it is parametrised"
     if cls is not nn.Linear:
         return f"it is a {cls.__module__}.{cls.__qualname__}, not torch's own Linear"
+    return changed(module)
+
+
+def changed(module: nn.Module) -> str | None:
+    """What a linear layer of this very class has that a replacement would lose; None if nothing."""
     code = own_code(module)
     if code is not None:
         return code

@@ -136,4 +136,5 @@ def read_awq(
 
 def _awq_codes(words: Tensor) -> Tensor:
     places = torch.tensor(AWQ_ORDER, device=words.device).argsort()
-    return words_to_codes(words, 4, 1).unflatten(1, (-1, 8))[:, :, places].flatten(1)
+    codes: Tensor = words_to_codes(words, 4, 1).unflatten(1, (-1, 8))
+    return codes[:, :, places].flatten(1)

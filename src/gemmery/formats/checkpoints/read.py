@@ -118,7 +118,7 @@ def _words(
 
 def _fp8(own: Mapping[str, Tensor], config: Config, dtype: torch.dtype | None) -> QuantizedTensor:
     weight, scale, kind = own["weight"], own["weight_scale_inv"], dtype or torch.bfloat16
-    if scale.numel() == 1 and weight.numel() > 128 * 128:
+    if scale.numel() == 1:
         return read_fp8(weight, scale, dtype=kind)
     high, wide = config.get("weight_block_size") or (128, 128)
     return read_fp8_blocks(weight, scale, block=(high, wide), dtype=kind)

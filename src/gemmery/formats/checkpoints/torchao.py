@@ -192,7 +192,7 @@ def _affine(
         zeros = zeros.reshape(grid).repeat_interleave(high, -2)[..., :rows, :]
     if zeros is None or bool((zeros == zeros.round()).all()):
         return assemble(codes, format, scales, zeros=zeros, group_size=size, dtype=dtype)
-    # Zero points between the integers become something that is added.
+    # Zero points between the integers, such as HQQ's, become something that is added, rounded to the weight's type.
     offsets = (FORMATS[format].zero - zeros) * scales.float()
     return assemble(codes, format, scales, offsets=offsets, group_size=size, dtype=dtype)
 

@@ -1,0 +1,160 @@
+"""Quantised linear layers of other libraries, by their class names and attributes; none of these is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..formats.checkpoints import read_bnb, read_bnb_state, read_fp8, read_torchao, read_weight
+from ..formats.checkpoints.read import is_torchao
+from ..formats.tensor import QuantizedTensor
+from .linear import own_code
+from .quantized import QuantizedLinear
+
+#: Parts of names of classes whose kernels store a weight in an order of their own.
+_REPACKED = (
+    "marlin", "exllama", "machete", "bitblas", "gemv", "ipex", "qbits", "hf_kernel", "hfkernel", "cutlass",
+)  # fmt: skip
+#: fp8 in one byte.
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A layer that was recognised.
+
+    Attributes:
+        source: whose it is, as reports have it.
+        read: makes its weight; raises ValueError with the reason if it can't.
+        patched: whether the library replaces `forward` of the layer itself.
+    """
+
+    source: str
+    read: Callable[[], QuantizedTensor]
+    patched: bool = False
+
+
+def recognise(module: nn.Module) -> Foreign | None:
+    """A quantised linear layer of a library, or None.
+
+    Example:
+        >>> import torch
+        >>> recognise(torch.nn.Linear(4, 4)) is None
+        True
+        >>> layer = torch.nn.Module()
+        >>> layer.qweight, layer.qzeros, layer.scales = (torch.zeros(4, 4) for _ in range(3))
+        >>> recognise(layer).source
+        'GPTQ or AWQ'
+    """
+    if isinstance(getattr(module, "qweight", None), Tensor) and hasattr(module, "scales"):
+        return Foreign("GPTQ or AWQ", lambda: _grouped(module))
+    weight = getattr(module, "weight", None)
+    if hasattr(weight, "quant_state") and hasattr(weight, "quant_type"):
+        return Foreign("bitsandbytes, 4 bits", lambda: _four_bits(weight))
+    if hasattr(weight, "SCB") and hasattr(module, "state"):
+        return Foreign("bitsandbytes, 8 bits", lambda: _eight_bits(module))
+    if isinstance(getattr(module, "weight_scale_inv", None), Tensor) and isinstance(weight, Tensor):
+        return Foreign("fp8", lambda: _fp8(module))
+    if isinstance(module, nn.Linear) and is_torchao(weight):
+        return Foreign("torchao", lambda: read_torchao(weight))
+    packed = isinstance(getattr(module, "weight_packed", None), Tensor)
+    stored = isinstance(weight, Tensor) and weight.dtype in (torch.int8, *_FP8)
+    if (packed or stored) and isinstance(getattr(module, "weight_scale", None), Tensor):
+        return Foreign("compressed-tensors", lambda: _compressed(module), patched=True)
+    return None
+
+
+def replacement(module: nn.Module, found: Foreign, batch_invariant: bool) -> QuantizedLinear | str:
+    """gemmery's layer for a recognised one, or why there is none."""
+    code = own_code(module)
+    if code is not None and not (found.patched and code == "its forward was replaced"):
+        return code
+    if module._modules:
+        return f"it is {found.source}'s with children of its own: {', '.join(module._modules)}"
+    if getattr(module, "adapter", None) is not None:
+        return f"it is {found.source}'s with an adapter"
+    try:
+        weight = found.read()
+        _check_sizes(module, weight)
+        layer = QuantizedLinear(weight, getattr(module, "bias", None), batch_invariant=batch_invariant)
+    except (ValueError, TypeError) as error:
+        return f"it is {found.source}'s, and {error}"
+    return layer.train(module.training)
+
+
+def _check_sizes(module: nn.Module, weight: QuantizedTensor) -> None:
+    for names, size in (
+        (("out_features", "outfeatures"), weight.shape[0]),
+        (("in_features", "infeatures"), weight.shape[1]),
+    ):
+        said = next(
+            (getattr(module, name) for name in names if isinstance(getattr(module, name, None), int)), size
+        )
+        if said != size:
+            raise ValueError(f"{names[0]} is {said} where the weight read is {tuple(weight.shape)}")
+
+
+def _own(module: nn.Module) -> dict[str, Tensor]:
+    """A module's parameters and buffers, and tensors that are plain attributes, by name."""
+    kept: Mapping[str, Any] = {**module.__dict__, **module._buffers, **module._parameters}
+    return {
+        name: x.detach() if isinstance(x, nn.Parameter) else x
+        for name, x in kept.items()
+        if isinstance(x, Tensor)
+    }
+
+
+def _grouped(module: nn.Module) -> QuantizedTensor:
+    name = type(module).__name__
+    # ExLlama's kernels keep a handle to what they have shuffled in place.
+    handle = next((x for x in ("q_handle", "q4") if getattr(module, x, None) is not None), None)
+    if handle is not None or any(part in name.lower() for part in _REPACKED):
+        raise ValueError(
+            f"the kernel of {name} stores the weight in an order of its own; load it with another backend"
+        )
+    version = getattr(module, "qzero_format", None)
+    second = version() == 2 if callable(version) else False
+    config = {
+        "checkpoint_format": "gptq_v2" if second else "gptq",
+        "group_size": getattr(module, "group_size", None),
+    }
+    tensors = _own(module)
+    if "g_idx" in tensors and not tensors["g_idx"].numel():
+        del tensors["g_idx"]
+    return read_weight(tensors, "", config)
+
+
+def _four_bits(weight: Any) -> QuantizedTensor:
+    if weight.quant_state is None:
+        raise ValueError("its weight is not quantised yet; move the layer to its device first")
+    return read_bnb_state(weight.data, weight.quant_state)
+
+
+def _eight_bits(module: Any) -> QuantizedTensor:
+    # The first call moves both from the weight into the state.
+    largest = getattr(module.weight, "SCB", None)
+    largest = getattr(module.state, "SCB", None) if largest is None else largest
+    if largest is None:
+        raise ValueError("its weight is not quantised yet; move the layer to its device first")
+    return read_bnb({"weight": module.weight.data, "SCB": largest})
+
+
+def _fp8(module: Any) -> QuantizedTensor:
+    if getattr(module, "n_groups", 1) != 1:
+        raise ValueError(f"it multiplies {module.n_groups} groups of its input apart")
+    weight, scale = module.weight.detach(), module.weight_scale_inv.detach()
+    if weight.dtype not in _FP8:
+        raise ValueError(f"its weight is {weight.dtype}; it must be in fp8")
+    size = getattr(module, "block_size", (128, 128))
+    return read_fp8(weight, scale, block=None if size is None else (size[0], size[1]))
+
+
+def _compressed(module: nn.Module) -> QuantizedTensor:
+    scheme = getattr(getattr(module, "quantization_scheme", None), "weights", None)
+    size, block = (getattr(scheme, name, None) for name in ("group_size", "block_structure"))
+    weights = {"group_size": size, "block_structure": block}
+    return read_weight(_own(module), "", {"config_groups": {"group_0": {"weights": weights}}})

@@ -1,0 +1,700 @@
+"""Weights of other libraries' checkpoints: read exactly.
+
+Three kinds of tests: of layouts that numpy packs here, bit by bit and independently; of files that the libraries
+themselves have made (tests/data/checkpoints, see make.py there); and of the libraries where they are installed.
+"""
+
+import doctest
+import importlib
+import importlib.util
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+from gemmery.formats.base import NF4
+from gemmery.formats.checkpoints import (
+    read_awq,
+    read_bnb,
+    read_bnb_state,
+    read_compressed_tensors,
+    read_fp8,
+    read_fp8_blocks,
+    read_gptq,
+    read_mxfp4,
+    read_nvfp4,
+    read_torchao,
+    read_weight,
+)
+from gemmery.formats.checkpoints.bitsandbytes import read_nf4
+from gemmery.formats.checkpoints.torchao import untile
+
+DATA = Path(__file__).resolve().parents[1] / "data" / "checkpoints"
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32)
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(0)
+
+
+def words(codes, bits, axis):
+    """int32 with consecutive codes along an axis, the first in the lowest bits; one code at a time."""
+    codes = np.moveaxis(np.asarray(codes).astype(np.uint64), axis, 0)
+    per = 32 // bits
+    out = np.zeros((codes.shape[0] // per, *codes.shape[1:]), dtype=np.uint64)
+    for i in range(codes.shape[0]):
+        out[i // per] |= codes[i] << np.uint64(bits * (i % per))
+    return torch.from_numpy(np.ascontiguousarray(np.moveaxis(out.astype(np.uint32).view(np.int32), 0, axis)))
+
+
+def scales_of(rng, *shape):
+    """Scales that fp16 and bf16 both hold, so that products are exact enough to compare bits."""
+    return np.ldexp(rng.integers(1, 8, shape).astype(np.float32), -5)
+
+
+def tensor(x, dtype=None):
+    return (
+        torch.from_numpy(np.ascontiguousarray(x))
+        if dtype is None
+        else torch.from_numpy(np.ascontiguousarray(x)).to(dtype)
+    )
+
+
+def check(weight, expected, dtype=torch.bfloat16):
+    """Bits: what is expected is rounded once to the weight's type."""
+    assert weight.dtype == dtype
+    assert weight.shape == expected.shape
+    assert weight.dequantize().equal(tensor(np.asarray(expected, dtype=np.float32)).to(dtype))
+
+
+# --- GPTQ and AWQ
+
+
+def gptq(rng, bits, K=128, N=32, groups=4, g_idx=None, minus_one=True):
+    codes = rng.integers(0, 1 << bits, (K, N))
+    zeros = rng.integers(0, 1 << bits, (groups, N))
+    scales = scales_of(rng, groups, N)
+    stored = (zeros - minus_one) % (1 << bits)
+    index = np.arange(K) // (K // groups) if g_idx is None else g_idx
+    w = np.empty((N, K), dtype=np.float32)
+    for k in range(K):
+        w[:, k] = (codes[k] - zeros[index[k]]) * scales[index[k]]
+    return (words(codes, bits, 0), words(stored, bits, 1), tensor(scales, torch.float16)), w
+
+
+@pytest.mark.parametrize("minus_one", [True, False])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_gptq(rng, bits, minus_one):
+    tensors, w = gptq(rng, bits, minus_one=minus_one)
+    check(read_gptq(*tensors, zeros_minus_one=minus_one), w, torch.float16)
+    sorted_idx = torch.arange(128) // 32
+    weight = read_gptq(*tensors, sorted_idx.int(), zeros_minus_one=minus_one)
+    check(weight, w, torch.float16)
+    assert weight.permutation is None
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_gptq_with_act_order(rng, bits):
+    g_idx = rng.permutation(np.arange(128) // 32)
+    tensors, w = gptq(rng, bits, g_idx=g_idx)
+    weight = read_gptq(*tensors, tensor(g_idx, torch.int32))
+    check(weight, w, torch.float16)
+    assert weight.permutation.equal(tensor(np.argsort(g_idx, kind="stable")))
+    assert weight.group_size == 32
+
+
+def test_gptq_with_a_short_last_group(rng):
+    g_idx = np.arange(160) // 64
+    tensors, w = gptq(rng, 4, K=160, groups=3, g_idx=g_idx)
+    check(read_gptq(*tensors, tensor(g_idx), group_size=64), w, torch.float16)
+    with pytest.raises(
+        ValueError, match="read_gptq: 160 columns are no multiple of 3 groups; give group_size"
+    ):
+        read_gptq(*tensors)
+
+
+def test_symmetric_gptq_has_no_zero_points_and_one_group_is_a_channel(rng):
+    codes, scales = rng.integers(0, 16, (128, 32)), scales_of(rng, 4, 32)
+    qweight, qzeros = words(codes, 4, 0), words(np.full((4, 32), 7), 4, 1)
+    weight = read_gptq(qweight, qzeros, tensor(scales, torch.float16))
+    check(weight, ((codes - 8) * scales.repeat(32, 0)).T, torch.float16)
+    assert weight.zeros is None
+    weight = read_gptq(qweight, qzeros[:1], tensor(scales[:1], torch.float16), group_size=-1)
+    check(weight, ((codes - 8) * scales[:1]).T, torch.float16)
+    assert weight.scales is None
+    assert weight.channel is not None
+
+
+def test_gptq_in_another_type_keeps_the_scales(rng):
+    (qweight, qzeros, scales), _ = gptq(rng, 4)
+    scales = scales * 1.001  # what bfloat16 does not hold
+    exact = read_gptq(qweight, qzeros, scales.float()).dequantize(torch.float32)
+    weight = read_gptq(qweight, qzeros, scales, dtype=torch.bfloat16)
+    assert weight.scales.dtype == torch.float32
+    assert weight.dequantize().equal(exact.bfloat16())
+
+
+def test_errors_of_gptq(rng):
+    (qweight, qzeros, scales), _ = gptq(rng, 4)
+    with pytest.raises(ValueError, match=r"qweight is int64; it must be int32"):
+        read_gptq(qweight.long(), qzeros, scales)
+    with pytest.raises(
+        ValueError, match=r"qweight is \(16, 16\); with scales of \(4, 32\), it must be \(16, 32\)"
+    ):
+        read_gptq(qweight[:, :16], qzeros, scales)
+    with pytest.raises(ValueError, match="a zero point has 2 bits; it must be 4 or 8"):
+        read_gptq(qweight, qzeros[:, :2], scales)
+    with pytest.raises(ValueError, match=r"g_idx is \(64,\); with 128 inputs, it must be \(128,\)"):
+        read_gptq(qweight, qzeros, scales, torch.zeros(64))
+    uneven = torch.arange(128) // 32
+    uneven[0] = 1
+    with pytest.raises(ValueError, match="groups of 31 to 33 columns; they must be all of 32"):
+        read_gptq(qweight, qzeros, scales, uneven)
+    with pytest.raises(ValueError, match="values from 0 to 7; there are 4 groups"):
+        read_gptq(qweight, qzeros, scales, torch.arange(128) // 16)
+    with pytest.raises(
+        ValueError, match="group_size is 64, so that 128 columns have 2 groups; the scales are of 4"
+    ):
+        read_gptq(qweight, qzeros, scales, group_size=64)
+
+
+def awq_words(codes):
+    """Along the last axis: bits 4 i of a word have column order[i] of its eight."""
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+    out = np.zeros((codes.shape[0], codes.shape[1] // 8), dtype=np.uint32)
+    for column in range(out.shape[1]):
+        for i, place in enumerate(order):
+            out[:, column] |= codes[:, 8 * column + place].astype(np.uint32) << np.uint32(4 * i)
+    return tensor(out.view(np.int32))
+
+
+def test_awq(rng):
+    codes, zeros = rng.integers(0, 16, (128, 32)), rng.integers(0, 16, (4, 32))
+    scales = scales_of(rng, 4, 32)
+    w = ((codes - zeros.repeat(32, 0)) * scales.repeat(32, 0)).T
+    half = tensor(scales, torch.float16)
+    check(read_awq(awq_words(codes), awq_words(zeros), half), w, torch.float16)
+    check(read_awq(awq_words(codes), None, half), ((codes - 8) * scales.repeat(32, 0)).T, torch.float16)
+    tensors = {"a.qweight": awq_words(codes), "a.qzeros": awq_words(zeros), "a.scales": half}
+    check(read_weight(tensors, "a", {"quant_method": "awq", "group_size": 32}), w, torch.float16)
+    with pytest.raises(ValueError, match="version is 'gemv'; only 'gemm' is known"):
+        read_weight(tensors, "a", {"quant_method": "awq", "version": "GEMV"})
+    with pytest.raises(ValueError, match=r"qweight is \(128, 3\).*must be \(128, 4\)"):
+        read_awq(awq_words(codes)[:, :3], None, half)
+
+
+# --- bitsandbytes
+
+
+def nf4_bytes(codes):
+    flat = codes.reshape(-1).astype(np.uint8)
+    return tensor((flat[0::2] << 4) | flat[1::2])[:, None]
+
+
+def nf4_values(codes, dtype=torch.bfloat16):
+    """The table is rounded to the weight's type before it is scaled, which is what a kernel does."""
+    return torch.tensor(NF4).to(dtype).float().numpy()[codes]
+
+
+@pytest.mark.parametrize(
+    "columns, blocksize, group", [(128, 64, 64), (96, 64, 32), (64, 128, 0), (48, 64, 16)]
+)
+def test_nf4(rng, columns, blocksize, group):
+    codes = rng.integers(0, 16, (16, columns))
+    blocks = -(-16 * columns // blocksize)
+    absmax = scales_of(rng, blocks)
+    w = nf4_values(codes) * absmax.repeat(blocksize)[: 16 * columns].reshape(16, columns)
+    weight = read_nf4(nf4_bytes(codes), tensor(absmax), shape=(16, columns), blocksize=blocksize)
+    check(weight, w)
+    assert weight.group_size == group
+
+
+def bnb_tensors(rng, double):
+    codes, absmax = rng.integers(0, 16, (32, 128)), scales_of(rng, 64)
+    rest = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [32, 128]}
+    tensors = {
+        "weight": nf4_bytes(codes),
+        "weight.absmax": tensor(absmax),
+        "weight.quant_map": torch.tensor(NF4),
+    }
+    if double:
+        values = np.sort(rng.standard_normal(256)).astype(np.float32)
+        small, nested = rng.integers(0, 256, 64), scales_of(rng, 2)
+        absmax = values[small] * nested.repeat(32) + np.float32(0.25)
+        rest |= {"nested_blocksize": 32, "nested_dtype": "float32", "nested_offset": 0.25}
+        tensors |= {
+            "weight.absmax": tensor(small.astype(np.uint8)), "weight.nested_absmax": tensor(nested),
+            "weight.nested_quant_map": tensor(values),
+        }  # fmt: skip
+    tensors["weight.quant_state.bitsandbytes__nf4"] = torch.tensor(
+        list(json.dumps(rest).encode()), dtype=torch.uint8
+    )
+    return tensors, nf4_values(codes) * absmax.repeat(64).reshape(32, 128)
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_bnb(rng, double):
+    tensors, w = bnb_tensors(rng, double)
+    check(read_bnb(tensors), w)
+    check(read_weight({f"x.{name}": t for name, t in tensors.items()}, "x"), w)
+
+
+def test_bnb_that_is_stored_in_another_type(rng):
+    tensors, w = bnb_tensors(rng, False)
+    tensors["weight"] = tensors["weight"].flatten().view(torch.bfloat16)[:, None]
+    check(read_bnb(tensors), w)
+
+
+def test_bnb_int8(rng):
+    codes, largest = rng.integers(-127, 128, (32, 128)), scales_of(rng, 32)
+    weight = read_bnb({"weight": tensor(codes.astype(np.int8)), "SCB": tensor(largest)})
+    exact = codes * (largest / np.float32(127))[:, None]
+    check(weight, exact, torch.float16)
+
+
+def test_errors_of_bnb(rng):
+    tensors, _ = bnb_tensors(rng, True)
+    with pytest.raises(ValueError, match=r"nested_absmax of weight is missing"):
+        read_bnb({name: t for name, t in tensors.items() if name != "weight.nested_absmax"})
+    with pytest.raises(
+        ValueError, match=r"there is weight; there must be weight.quant_state.bitsandbytes__nf4, or SCB"
+    ):
+        read_bnb({"weight": tensors["weight"]})
+    with pytest.raises(ValueError, match="blocks of 64 in rows of 24 make groups of 8 columns"):
+        read_nf4(torch.zeros(192, dtype=torch.uint8), torch.ones(6), shape=(16, 24), blocksize=64)
+    with pytest.raises(
+        ValueError, match=r"100 bytes and 8 scales; a weight of \(16, 32\) in blocks of 64 has 256 and 8"
+    ):
+        read_nf4(torch.zeros(100, dtype=torch.uint8), torch.ones(8), shape=(16, 32), blocksize=64)
+    state = SimpleNamespace(quant_type="fp4", code=torch.tensor(NF4))
+    with pytest.raises(ValueError, match="quant_type is 'fp4'; only 'nf4' is known"):
+        read_bnb_state(torch.zeros(1), state)
+    with pytest.raises(ValueError, match="repacked for bitsandbytes' CPU kernel"):
+        read_bnb_state(torch.zeros(1), SimpleNamespace(packing_format_for_cpu=True))
+
+
+# --- compressed-tensors
+
+
+@pytest.mark.parametrize("columns", [128, 100])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("kind", ["group", "zeros", "channel", "tensor", "order"])
+def test_packed_integers(rng, kind, bits, columns):
+    rows, size = 32, columns // 4 if kind in ("group", "zeros", "order") else columns
+    half = 1 << (bits - 1)
+    numbers = rng.integers(-half, half, (rows, columns))
+    groups = columns // size
+    scales = scales_of(rng, *((1,) if kind == "tensor" else (rows, groups)))
+    g_idx = rng.permutation(np.arange(columns) // size) if kind == "order" else np.arange(columns) // size
+    zeros = (
+        rng.integers(-half, half, (rows, groups)) if kind == "zeros" else np.zeros((rows, groups), dtype=int)
+    )
+    padded = np.pad(numbers + half, ((0, 0), (0, -columns % (32 // bits))))
+    tensors = {
+        "weight_packed": words(padded, bits, 1), "weight_scale": tensor(scales, torch.bfloat16),
+        "weight_shape": torch.tensor([rows, columns]),
+    }  # fmt: skip
+    if kind == "zeros":
+        tensors["weight_zero_point"] = words(zeros + half, bits, 0)
+    if kind == "order":
+        tensors["weight_g_idx"] = tensor(g_idx)
+    w = (numbers - zeros[:, g_idx]) * (scales if kind == "tensor" else scales[:, g_idx])
+    check(read_compressed_tensors(tensors), w)
+
+
+@pytest.mark.parametrize("kind", ["channel", "tensor", "zeros"])
+def test_int8(rng, kind):
+    numbers = rng.integers(-128, 128, (32, 64))
+    scales = scales_of(rng, *((1,) if kind == "tensor" else (32, 1)))
+    tensors = {"weight": tensor(numbers.astype(np.int8)), "weight_scale": tensor(scales)}
+    if kind == "zeros":
+        zeros = rng.integers(-128, 128, (32, 1))
+        tensors["weight_zero_point"] = tensor(zeros.astype(np.int8))
+        numbers = numbers - zeros
+    check(read_compressed_tensors(tensors), numbers * scales)
+
+
+def fp8(rng, *shape):
+    """Bytes that are no NaN, and their values."""
+    codes = tensor(rng.integers(0, 256, shape).astype(np.uint8))
+    codes[(codes & 127) == 127] = 0
+    sign, exponent, mantissa = codes.numpy() >> 7, (codes.numpy() >> 3) & 15, codes.numpy() & 7
+    plain = np.where(
+        exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent.astype(int) - 7)
+    )
+    return codes.view(torch.float8_e4m3fn), np.where(sign == 1, -plain, plain).astype(np.float32)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (32,), (32, 1), (32, 4)])
+def test_fp8(rng, shape):
+    weight, values = fp8(rng, 32, 64)
+    scales = scales_of(rng, *shape)
+    spread = (
+        scales[:, None] if shape == (32,) else scales.repeat(64 // shape[1], 1) if len(shape) == 2 else scales
+    )
+    check(read_fp8(weight, torch.as_tensor(scales)), values * spread)
+    check(
+        read_compressed_tensors({"weight": weight, "weight_scale": torch.as_tensor(scales)}), values * spread
+    )
+
+
+@pytest.mark.parametrize("rows, columns", [(256, 256), (160, 320), (32, 64)])
+def test_fp8_blocks(rng, rows, columns):
+    weight, values = fp8(rng, rows, columns)
+    scales = scales_of(rng, -(-rows // 128), -(-columns // 128)) * 1.01
+    w = values * np.float32(scales).repeat(128, 0).repeat(128, 1)[:rows, :columns]
+    check(read_fp8_blocks(weight, tensor(scales).float()), w)
+    check(read_weight({"m.weight": weight, "m.weight_scale_inv": tensor(scales).float()}, "m"), w)
+    powers = np.exp2(np.floor(np.log2(scales))).astype(np.float32)
+    w = values * powers.repeat(128, 0).repeat(128, 1)[:rows, :columns]
+    check(read_fp8_blocks(weight, tensor(powers).to(torch.float8_e8m0fnu)), w)
+
+
+def test_fp8_blocks_of_other_sizes(rng):
+    weight, values = fp8(rng, 64, 128)
+    scales = scales_of(rng, 2, 2)
+    config = {"quant_method": "fp8", "weight_block_size": [32, 64]}
+    tensors = {"weight": weight, "weight_scale_inv": tensor(scales)}
+    check(read_weight(tensors, "", config), values * scales.repeat(32, 0).repeat(64, 1))
+    with pytest.raises(
+        ValueError, match=r"scale is \(2, 2\); with a weight of \(64, 128\) in blocks of \(128, 128\)"
+    ):
+        read_fp8_blocks(weight, tensor(scales))
+
+
+def e2m1_bytes(codes):
+    return tensor((codes[..., 0::2] | (codes[..., 1::2] << 4)).astype(np.uint8))
+
+
+@pytest.mark.parametrize("reciprocal", [True, False])
+def test_nvfp4(rng, reciprocal):
+    codes = rng.integers(0, 16, (32, 64))
+    scales, whole = scales_of(rng, 32, 4), 4.0
+    packed, scale = e2m1_bytes(codes), tensor(scales).to(torch.float8_e4m3fn)
+    w = E2M1[codes] * scales.repeat(16, 1) * (1 / whole if reciprocal else whole)
+    check(read_nvfp4(packed, scale, torch.tensor([whole]), reciprocal=reciprocal), w)
+    names = (
+        ("weight_packed", "weight_scale", "weight_global_scale")
+        if reciprocal
+        else ("weight", "weight_scale", "weight_scale_2")
+    )
+    tensors = dict(zip(names, (packed, scale, torch.tensor([whole])), strict=True))
+    check(read_weight(tensors, ""), w)
+
+
+def test_mxfp4_of_experts(rng):
+    codes, exponents = rng.integers(0, 16, (3, 32, 2, 32)), rng.integers(110, 140, (3, 32, 2))
+    w = (E2M1[codes] * np.exp2(exponents[..., None] - 127.0)).reshape(3, 32, 64)
+    blocks, scales = e2m1_bytes(codes), tensor(exponents.astype(np.uint8))
+    weight = read_weight({"experts.up_blocks": blocks, "experts.up_scales": scales}, "experts.up")
+    check(weight, w)
+    assert blocks.shape == (3, 32, 2, 16)
+    tensors = {"weight_packed": blocks[1].flatten(-2), "weight_scale": scales[1]}
+    check(read_weight(tensors, ""), w[1])
+
+
+def test_mxfp4_at_the_ends_of_its_scales():
+    blocks = torch.full((16, 3, 16), 0x22, dtype=torch.uint8)
+    weight = read_mxfp4(blocks, torch.tensor([0, 127, 255], dtype=torch.uint8).expand(16, 3))
+    assert weight.dequantize(torch.float32)[0, ::32][:2].equal(torch.tensor([2.0**-127, 1.0]))
+    assert weight.dequantize()[:, 64:].isnan().all()
+
+
+# --- torchao, whose classes are made up here
+
+
+def made_up(name, **attributes):
+    return type(name, (), {"zero_point": None, "dtype": torch.bfloat16, **attributes})()
+
+
+def test_torchao_int4(rng):
+    numbers = rng.integers(-8, 8, (32, 64))
+    scales, offsets = scales_of(rng, 4, 32), scales_of(rng, 4, 32)
+    packed = ((numbers[:, 0::2] & 15) | ((numbers[:, 1::2] & 15) << 4)).astype(np.uint8).view(np.int8)
+    weight = made_up(
+        "Int4Tensor", qdata=tensor(packed), scale=tensor(scales, torch.bfloat16),
+        zero_point=tensor(offsets, torch.bfloat16), block_size=[1, 16], shape=(32, 64),
+    )  # fmt: skip
+    check(read_torchao(weight), numbers * scales.T.repeat(16, 1) + offsets.T.repeat(16, 1))
+    check(read_weight({"a.weight": weight}, "a"), numbers * scales.T.repeat(16, 1) + offsets.T.repeat(16, 1))
+    weight.act_pre_scale = torch.ones(1)
+    with pytest.raises(ValueError, match="act_pre_scale"):
+        read_torchao(weight)
+
+
+def test_torchao_int4_of_experts(rng):
+    numbers = rng.integers(-8, 8, (3, 32, 64))
+    scales, offsets = scales_of(rng, 3, 4, 32), scales_of(rng, 3, 4, 32)
+    packed = ((numbers[..., 0::2] & 15) | ((numbers[..., 1::2] & 15) << 4)).astype(np.uint8).view(np.int8)
+    weight = made_up(
+        "Int4Tensor", qdata=tensor(packed), scale=tensor(scales, torch.bfloat16),
+        zero_point=tensor(offsets, torch.bfloat16), block_size=[1, 1, 16], shape=(3, 32, 64),
+    )  # fmt: skip
+    spread = [x.swapaxes(1, 2).repeat(16, 2) for x in (scales, offsets)]
+    check(read_torchao(weight), numbers * spread[0] + spread[1])
+
+
+@pytest.mark.parametrize("zeros", [None, 0, 5])
+@pytest.mark.parametrize("block", [[1, 64], [32, 64], [1, 32]])
+def test_torchao_int8(rng, block, zeros):
+    numbers = rng.integers(-100, 100, (32, 64))
+    shape = (32 // block[0], 64 // block[1])
+    scales = scales_of(rng, *shape)
+    points = None if zeros is None else torch.full(shape, zeros, dtype=torch.int8)
+    weight = made_up(
+        "Int8Tensor",
+        qdata=tensor(numbers.astype(np.int8)),
+        scale=tensor(scales),
+        zero_point=points,
+        block_size=block,
+    )
+    read = read_torchao(weight)
+    check(read, (numbers - (zeros or 0)) * scales.repeat(block[0], 0).repeat(block[1], 1))
+    assert (read.channel is not None) == (not zeros and block[1] == 64)
+    wrapped = made_up("LinearActivationQuantizedTensor", original_weight_tensor=weight)
+    assert read_torchao(wrapped).dequantize().equal(read.dequantize())
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8])
+def test_torchao_intx(rng, bits):
+    half = 1 << (bits - 1)
+    numbers, zeros = rng.integers(-half, half, (32, 64)), rng.integers(-half, half, (32, 2))
+    scales = scales_of(rng, 32, 2)
+    weight = made_up(
+        "IntxUnpackedToInt8Tensor", qdata=tensor(numbers.astype(np.int8)), scale=tensor(scales, torch.bfloat16),
+        zero_point=tensor(zeros.astype(np.int8)), block_size=(1, 32), target_dtype=f"torch.int{bits}",
+    )  # fmt: skip
+    read = read_torchao(weight)
+    check(read, (numbers - zeros.repeat(32, 1)) * scales.repeat(32, 1))
+    assert read.format.name == ("int8" if bits == 8 else "int4")
+    if bits < 8:  # 16 bits hold what is added to those
+        weight.zero_point = tensor(zeros + 0.5, torch.bfloat16)
+        check(read_torchao(weight), (numbers - zeros.repeat(32, 1) - 0.5) * scales.repeat(32, 1))
+
+
+def test_torchao_float8(rng):
+    weight, values = fp8(rng, 32, 64)
+    for shape in ((32, 1), (1, 1)):
+        scales = scales_of(rng, *shape)
+        check(read_torchao(made_up("Float8Tensor", qdata=weight, scale=tensor(scales))), values * scales)
+
+
+def tiled(codes, tiles):
+    """As torch's documentation of tinygemm's layout has it, a lane and a word at a time."""
+    rows, columns = codes.shape
+    out = np.zeros((rows // 8, columns // (tiles * 16), 32, tiles // 2), dtype=np.uint32)
+    for i, j, lane, pair in np.ndindex(out.shape):
+        row, first = 8 * i + lane // 4, (j * tiles + 2 * pair) * 16 + lane % 4 * 2
+        own = [codes[row, first + k] for k in (0, 1, 8, 9, 16, 17, 24, 25)]
+        for place, v in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
+            out[i, j, lane, pair] |= np.uint32(own[v] << (4 * place))
+    return tensor(out.view(np.int32))
+
+
+@pytest.mark.parametrize("tiles", [2, 4, 8])
+def test_torchao_tiled(rng, tiles):
+    codes = rng.integers(0, 16, (16, 256))
+    assert untile(tiled(codes, tiles)).equal(tensor(codes.astype(np.uint8)))
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_torchao_int4_for_tensor_cores(rng, older):
+    # Padded, as the library pads to 1024 columns.
+    codes, both = rng.integers(0, 16, (16, 256)), scales_of(rng, 8, 16, 2)
+    w = (codes - 8) * both[..., 0].T.repeat(32, 1) + both[..., 1].T.repeat(32, 1)
+    packed, both = tiled(codes, 8), tensor(both, torch.bfloat16)
+    about = {"block_size": (1, 32), "shape": (16, 192)}
+    if older:
+        inner = SimpleNamespace(packed_weight=packed, scale_and_zero=both)
+        weight = made_up("AffineQuantizedTensor", tensor_impl=inner, **about)
+    else:
+        weight = made_up("Int4TilePackedTo4dTensor", qdata=packed, scale_and_zero=both, **about)
+    check(read_torchao(weight), w[:, :192])
+
+
+@pytest.mark.parametrize("domain", ["INT", "FLOAT"])
+def test_older_torchao(rng, domain):
+    codes, scales = rng.integers(0, 16, (32, 64)), scales_of(rng, 32, 2)
+    zeros = scales_of(rng, 32, 2) if domain == "FLOAT" else rng.integers(0, 16, (32, 2))
+    inner = SimpleNamespace(
+        int_data=tensor(codes.astype(np.uint8)),
+        scale=tensor(scales, torch.bfloat16),
+        zero_point=tensor(zeros),
+    )
+    weight = made_up(
+        "AffineQuantizedTensor", layout_tensor=inner, block_size=(1, 32), quant_min=0, quant_max=15,
+        zero_point_domain=SimpleNamespace(name=domain), shape=(32, 64),
+    )  # fmt: skip
+    spread = scales.repeat(32, 1)
+    w = (
+        (codes - 8) * spread + zeros.repeat(32, 1)
+        if domain == "FLOAT"
+        else (codes - zeros.repeat(32, 1)) * spread
+    )
+    check(read_torchao(weight), w)
+
+
+def test_older_torchao_int8(rng):
+    numbers, scales = rng.integers(-128, 128, (32, 64)), scales_of(rng, 32)
+    inner = SimpleNamespace(
+        int_data=tensor(numbers.astype(np.int8)), scale=tensor(scales), zero_point=torch.zeros(32)
+    )
+    weight = made_up(
+        "AffineQuantizedTensor", tensor_impl=inner, block_size=(1, 64), quant_min=None, quant_max=None,
+        zero_point_domain=SimpleNamespace(name="INT"), shape=(32, 64),
+    )  # fmt: skip
+    check(read_torchao(weight), numbers * scales[:, None])
+
+
+def test_errors_of_torchao():
+    with pytest.raises(ValueError, match="the weight is a Int5Tensor; known are Int4Tensor"):
+        read_torchao(made_up("Int5Tensor"))
+    weight = made_up(
+        "AffineQuantizedTensor", tensor_impl=made_up("MarlinSparseAQTTensorImpl"), block_size=(1, 32)
+    )
+    with pytest.raises(ValueError, match="is a MarlinSparseAQTTensorImpl; it must be plain"):
+        read_torchao(weight)
+
+
+# --- which reader
+
+
+def test_the_configuration_tells_gptqs_versions_apart(rng):
+    (qweight, qzeros, scales), w = gptq(rng, 4, minus_one=False)
+    tensors = {"a.qweight": qweight, "a.qzeros": qzeros, "a.scales": scales}
+    check(
+        read_weight(tensors, "a", {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}), w, torch.float16
+    )
+    assert not read_weight(tensors, "a").dequantize().equal(tensor(w, torch.float16))
+
+
+def test_a_weight_that_nothing_reads():
+    tensors = {"a.weight": torch.ones(16, 32), "a.bias": torch.ones(16)}
+    with pytest.raises(
+        ValueError, match=r"at 'a' there is weight \(float32, \(16, 32\)\), which is no quantised weight"
+    ):
+        read_weight(tensors, "a")
+    with pytest.raises(ValueError, match=r"at 'b' there is nothing.*quant_method is 'vptq'"):
+        read_weight(tensors, "b", {"quant_method": "vptq"})
+    with pytest.raises(ValueError, match=r"at 'a.w' there are a.weight, and no tensor of a known format"):
+        read_weight(tensors, "a.w")
+    with pytest.raises(ValueError, match=r"'a' has qweight|a has qweight and no scales"):
+        read_weight({"a.qweight": torch.ones(1)}, "a")
+    with pytest.raises(ValueError, match="must be weight_scale and one of weight_packed and weight"):
+        read_compressed_tensors({"weight": torch.ones(1)})
+
+
+# --- what the libraries made
+
+
+def stored(path):
+    with safe_open(path, "pt") as file:
+        about = json.loads(file.metadata()["about"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is no mapping)
+    return tensors, about
+
+
+def compare(weight, expected, name):
+    """Bits, but for NF4: bitsandbytes does not round its table to 16 bits before it scales, and kernels do."""
+    ours = weight.dequantize()
+    assert ours.dtype == expected.dtype
+    if "nf4" in name:
+        torch.testing.assert_close(ours, expected, rtol=2**-7, atol=0)
+    else:
+        assert ours.equal(expected)
+
+
+FILES = sorted(DATA.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_files_of_the_libraries(path):
+    tensors, about = stored(path)
+    expected = tensors.pop("expected")
+    if "class" in about:
+        attributes = {name.removeprefix("layer."): x for name, x in tensors.items()}
+        attributes |= {"block_size": about["block_size"], "target_dtype": about.get("target_dtype")}
+        weight = read_torchao(made_up(about["class"], **attributes))
+    else:
+        weight = read_weight(tensors, "layer", about.get("config"))
+    compare(weight, expected, path.stem)
+
+
+def test_there_are_files_of_each_library():
+    assert {path.stem.split("-")[0] for path in FILES} == {"awq", "bnb", "compressed", "gptq", "torchao"}
+
+
+@pytest.fixture(scope="module")
+def make():
+    spec = importlib.util.spec_from_file_location("checkpoints_make", DATA / "make.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_bitsandbytes_itself(make, double):
+    pytest.importorskip("bitsandbytes")
+    tensors, _ = make.bnb(double)
+    expected = tensors.pop("expected")
+    weight = read_weight(tensors, "layer")
+    compare(weight, expected, "nf4")
+    layer = make.bnb_linear(double)
+    assert read_bnb_state(layer.weight, layer.weight.quant_state).dequantize().equal(weight.dequantize())
+
+
+COMPRESSED = [
+    "int4", "int4-zeros", "int8-packed", "int8", "int8-zeros", "fp8-tensor", "fp8-channel", "fp8-block", "nvfp4", "mxfp4",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_compressed_tensors_itself(make, name):
+    pytest.importorskip("compressed_tensors")
+    assert sorted(COMPRESSED) == sorted(make.COMPRESSED)
+    format, options = make.COMPRESSED[name]
+    tensors, about = make.compressed(format, **options)
+    expected = tensors.pop("expected")
+    compare(read_weight(tensors, "layer", about["config"]), expected, name)
+
+
+@pytest.mark.parametrize("kind", ["int8", "intx4", "intx8", "float8"])
+def test_torchao_itself(make, kind):
+    pytest.importorskip("torchao")
+    weight = make.torchao_weight(kind)
+    assert read_weight({"a.weight": weight}, "a").dequantize().equal(weight.dequantize())
+
+
+def test_torchao_int4_itself(rng):
+    int4 = pytest.importorskip("torchao.quantization.quantize_.workflows.int4.int4_tensor")
+    numbers, scales = rng.integers(-8, 8, (32, 64)), scales_of(rng, 4, 32)
+    packed = ((numbers[:, 0::2] & 15) | ((numbers[:, 1::2] & 15) << 4)).astype(np.uint8).view(np.int8)
+    # Quantising needs another library; the class itself does not.
+    scale, zero = tensor(scales, torch.bfloat16), torch.zeros(4, 32, dtype=torch.bfloat16)
+    weight = int4.Int4Tensor(tensor(packed), scale, zero, [1, 16], torch.Size((32, 64)))
+    check(read_weight({"weight": weight}, ""), numbers * scales.T.repeat(16, 1))
+
+
+MODULES = (
+    "assemble",
+    "bitsandbytes",
+    "compressed_tensors",
+    "fp8",
+    "gptq",
+    "microscaling",
+    "read",
+    "torchao",
+    "words",
+)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples(name):
+    result = doctest.testmod(importlib.import_module(f"gemmery.formats.checkpoints.{name}"))
+    assert result.attempted > 0
+    assert result.failed == 0
