@@ -14,6 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import lowbit as packed  # noqa: E402
 from benchmarks.records import (  # noqa: E402
     RESULTS,
     Bar,
@@ -126,6 +127,20 @@ def models(results: Sequence[Data]) -> str:
     return f"{_table(head, lines, 'llrrr')}\n\n{places}"
 
 
+def lowbit(results: Sequence[Data]) -> list[str]:
+    """The tables of packed weights: int4 beside QuACK's figures, and fused products beside bare ones."""
+    texts = []
+    for result in results:
+        if result["suite"] == "lowbit" and (lines := packed.int4_rows(result)):
+            texts.append(_table(packed.int4_heading(result), lines, "llr"))
+    if texts:
+        texts.append(packed.ABOUT_QUACK)
+    fused = [result for result in results if result["suite"] == "lowbit_fused"]
+    if lines := packed.fused_rows(fused):
+        texts += [_table(packed.FUSED_HEADING, lines, "lllr"), packed.geomeans(fused)]
+    return texts
+
+
 def summary(results: list[Data], of_models: Sequence[Data] = ()) -> str:
     """Everything between the marks of README.md."""
     if not results:
@@ -139,6 +154,7 @@ def summary(results: list[Data], of_models: Sequence[Data] = ()) -> str:
         [
             _table(head, [line for result in results for line in summary_rows(result)], "llllrrl"),
             "\n".join(places),
+            *lowbit(results),
             *([models(of_models)] if of_models else []),
         ]
     )

@@ -355,18 +355,18 @@ def _prepare(call: Call, out: Tensor | None) -> Prepared:
         precision=options.precision if options.precision in device.target.precisions else "ieee",
     )  # fmt: skip
     if call.weight is not None:
-        problem = _packed(problem, call.weight)
+        problem = packed(problem, call.weight)
     if not runs_on(problem):
         raise ValueError(
             f"{call.op}: {device.name} has no instructions for {call.a.dtype}, which an epilogue needs"
         )
     pinned = None if options.config is None else Config.of(options.config)
-    b, shared = _right(call)
+    b, shared = right_tensors(call)
     given = (*own, *read, *shared), (*results.numbers(call.inputs), *numbers)
     return Prepared(results, before, make_plan(problem, pinned, call.a, b, main, *given))
 
 
-def _packed(problem: Problem, weight: QuantizedTensor) -> Problem:
+def packed(problem: Problem, weight: QuantizedTensor) -> Problem:
     """A problem with a packed weight in the place of its stand-in."""
     shifts = "zeros" if weight.zeros is not None else "offsets" if weight.offsets is not None else ""
     wide = weight.scales is not None and weight.scales.dtype == torch.float32
@@ -379,7 +379,7 @@ def _packed(problem: Problem, weight: QuantizedTensor) -> Problem:
     return replace(problem, b=b, packing=packing)
 
 
-def _right(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
+def right_tensors(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     """What a kernel reads of the second factor, and what belongs to it."""
     weight = call.weight
     if weight is None:
@@ -402,7 +402,7 @@ def _launch(call: Call, prepared: Prepared, out: Tensor | None) -> tuple[list[Te
         _check_overlap(call, out)
     tensors = results.allocate(call.a.device, plan.slots if results.reduces else 1, out)
     read, numbers = _of_prologue(call, prepared.prologue)
-    b, shared = _right(call)
+    b, shared = right_tensors(call)
     extras = (*results.extras(call.inputs, tensors), *read, *shared)
     plan.run_fused(call.a, b, results.main(tensors), extras, (*results.numbers(call.inputs), *numbers))
     if out is not None:

@@ -8,10 +8,24 @@ from torch.nn import functional as F
 
 import gemmery
 from gemmery import epilogues
+from gemmery.formats import activations
 from gemmery.formats.activations import FORMATS, reference
-from gemmery.formats.scaled import ScaledTensor
+from gemmery.formats.scaled import BLOCK, ScaledTensor
 from tests.gpu.common import (
-    DEVICE, DRY, FP8, HALVES, ROUNDING, TINY, Layout, inner_error, needs_cuda, place, rng, size, some_layout, values,
+    DEVICE,
+    DRY,
+    FP8,
+    HALVES,
+    ROUNDING,
+    TINY,
+    Layout,
+    inner_error,
+    needs_cuda,
+    place,
+    rng,
+    size,
+    some_layout,
+    values,
     wide,
 )  # fmt: skip
 
@@ -19,7 +33,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:invalid value 
 
 PERS = ("token", "block", "tensor")
 INPUTS = (*HALVES, torch.float32)
-NAN, INFINITY = math.nan, math.inf
+NAN, INFINITY, F32 = math.nan, math.inf, torch.float32
 
 
 def bits(x):
@@ -125,16 +139,31 @@ def test_quantising_a_row_of_two_to_the_31_elements():
         assert q.data[0, 5] == (127 if per == "block" else 36)
 
 
-def test_nothing_outside_is_written():
-    """Behind the last row there is memory of others; the results' is filled anew each time."""
-    for m, k in ((33, 129), (1, 1), (5, 4097)):
-        for per in PERS:
-            x = values((size(m), size(k)), torch.bfloat16)
-            first = gemmery.quantize_activations(x, per=per)
-            for _ in range(3):
-                other = torch.full_like(first.data.view(torch.uint8), 0xA5)
-                assert_same(gemmery.quantize_activations(x, per=per), first)
-                assert (other == 0xA5).all()
+@pytest.mark.parametrize("format", FORMATS)
+def test_nothing_outside_is_written(format):
+    rng("outside", format)
+    dense = Layout((1, 0))
+    for m, k in ((33, 129), (1, 1), (5, 4097), (70, 20000)):
+        m, k = size(m), size(k)
+        x = values((m, k), torch.bfloat16)
+        for span in (BLOCK, k):
+            groups = -(-k // span)
+            data, scale = (
+                place((m, n), t, dense, filled=False) for n, t in ((k, FORMATS[format][0]), (groups, F32))
+            )
+            activations._cast_lines(x, data.view, scale.view, format, span)
+            want = reference(x, format, per="token" if span == k else "block")
+            assert torch.equal(bits(data.view), bits(want.data))
+            assert torch.equal(scale.view, want.scale)
+            data.assert_outside_unchanged()
+            scale.assert_outside_unchanged()
+        data, scale = (
+            place(s, t, dense, filled=False) for s, t in (((m, k), FORMATS[format][0]), ((1, 1), F32))
+        )
+        activations._cast_known(x, data.view, scale.view.view(()), activations._maxima(x), format)
+        assert torch.equal(bits(data.view), bits(reference(x, format, per="tensor").data))
+        data.assert_outside_unchanged()
+        scale.assert_outside_unchanged()
 
 
 def test_magnitudes_from_the_product_before():
@@ -211,9 +240,9 @@ def test_products_of_random_layouts(first, second, kinds, fast_accum, number):
     placed = place(
         (*lead, m, n), torch.float16, Layout(tuple(range(len(lead) + 2))[::-1], 1, 3), filled=False
     )
-    gemmery.scaled_matmul(a, b, out=placed.view, fast_accum=fast_accum, epilogue=lambda acc: acc * 2.0**-6)
+    gemmery.scaled_matmul(a, b, out=placed.view, fast_accum=fast_accum, epilogue=lambda acc: acc * 2.0**-12)
     placed.assert_outside_unchanged()
-    small = ScaledTensor(a.data, a.scale * 2.0**-6)
+    small = ScaledTensor(a.data, a.scale * 2.0**-12)
     assert_product(placed.view, small, b, fast_accum=fast_accum)
 
 
@@ -263,7 +292,7 @@ def test_epilogues(format):
     torch.testing.assert_close(amax.double(), product.abs().amax(-1), rtol=1e-2, atol=0)
     last = torch.tensor(0.05, device=DEVICE)
     result = ScaledTensor(gemmery.scaled_matmul(a, b, epilogue=epilogues.static_fp8, args=(last,)), last)
-    limit = product.abs() * 2.0**-3.9 + 0.05 * 2.0**-9 + 1e-2
+    limit = product.abs() * 2.0**-3.9 + 0.05 * 2.0**-9 + 2e-2
     assert ((wide(result.dequantize()) - product.clamp(-22.4, 22.4)).abs() <= limit).all()
 
 

@@ -199,7 +199,7 @@ def test_what_was_measured_is_predicted():
     table = json.loads((measured.TABLES / "nvidia-h200-half.json").read_text())
     wrong, corrected = [], []
     for shape, times in zip(table["shapes"], table["microseconds"], strict=True):
-        p = measured._problem(shape, device, torch.bfloat16)
+        p = measured._problem(shape, device, torch.bfloat16, "half")
         predicted = {str(config): cost for config, cost in rank(p)}
         for text, time in zip(table["configs"], times, strict=True):
             if time is not None and text in predicted:

@@ -87,15 +87,13 @@ def replacement(module: nn.Module, found: Foreign, batch_invariant: bool) -> Qua
 
 
 def _check_sizes(module: nn.Module, weight: QuantizedTensor) -> None:
-    for names, size in (
-        (("out_features", "outfeatures"), weight.shape[0]),
-        (("in_features", "infeatures"), weight.shape[1]),
-    ):
-        said = next(
-            (getattr(module, name) for name in names if isinstance(getattr(module, name, None), int)), size
-        )
-        if said != size:
-            raise ValueError(f"{names[0]} is {said} where the weight read is {tuple(weight.shape)}")
+    # AutoGPTQ has no underscores.
+    rows, columns = (
+        getattr(module, name, getattr(module, name.replace("_", ""), size))
+        for name, size in zip(("out_features", "in_features"), weight.shape, strict=True)
+    )
+    if (rows, columns) != tuple(weight.shape):
+        raise ValueError(f"its sizes are {(rows, columns)}, and those of the weight {tuple(weight.shape)}")
 
 
 def _own(module: nn.Module) -> dict[str, Tensor]:

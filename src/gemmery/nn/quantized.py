@@ -1,19 +1,15 @@
-"""A linear layer with a quantised weight, and putting it in the place of a model's plain ones."""
+"""A linear layer with a quantised weight."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from fnmatch import fnmatchcase
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..api import linear
 from ..formats.base import Format
 from ..formats.quantize import quantize as quantize_tensor
 from ..formats.tensor import QuantizedTensor
-from .linear import Linear
 
 
 class QuantizedLinear(nn.Module):
@@ -25,7 +21,7 @@ class QuantizedLinear(nn.Module):
     writes such state dicts.
 
     Args:
-        weight: (out_features, in_features).
+        weight: a `gemmery.QuantizedTensor`, (out_features, in_features); a parameter of one is shared.
         bias: (out_features,), a parameter if it is to be trained.
         batch_invariant: whether a row of the result has the same bits in every batch, see `gemmery.matmul`.
 
@@ -46,13 +42,12 @@ class QuantizedLinear(nn.Module):
     in_features: int
     out_features: int
 
-    def __init__(
-        self, weight: QuantizedTensor, bias: Tensor | None = None, *, batch_invariant: bool = False
-    ) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, batch_invariant: bool = False) -> None:
         super().__init__()
         if not isinstance(weight, QuantizedTensor):
             raise TypeError(
-                f"QuantizedLinear: weight is a {type(weight).__name__}; it must be a QuantizedTensor, see gemmery.quantize"
+                f"QuantizedLinear: weight is a {type(weight).__name__}; it must be a QuantizedTensor, "
+                "see gemmery.quantize"
             )
         if weight.dim() != 2:
             raise ValueError(
@@ -121,52 +116,6 @@ class QuantizedLinear(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def _parameter(weight: QuantizedTensor) -> nn.Parameter:
-    return nn.Parameter(weight.detach(), requires_grad=False)
-
-
-def why_not_quantized(
-    module: nn.Module, path: str, skip: Iterable[str], owners: dict[int, list[str]]
-) -> str | None:
-    """Why a plain linear layer is not to be quantised; None if it is.
-
-    Args:
-        path: its name in the model.
-        skip: see `gemmery.nn.quantize`.
-        owners: the names of the modules that have a parameter and are no linear layers, by its id.
-    """
-    pattern = next((x for x in skip if matches(path, x)), None)
-    if pattern is not None:
-        return f"it is to be skipped ({pattern!r})"
-    others = owners.get(id(module.weight))
-    return f"its weight is also that of {others[0]}" if others else None
-
-
-def matches(path: str, pattern: str) -> bool:
-    """Whether a module's name, or that of one it is in, is or ends with a pattern.
-
-    Example:
-        >>> matches("model.lm_head", "lm_head"), matches("model.layers.0.mlp.gate", "layers.*.gate")
-        (True, True)
-        >>> matches("visual.blocks.0.fc", "visual"), matches("model.gate_proj", "gate")
-        (True, False)
-    """
-    return fnmatchcase(f".{path}.", f"*.{pattern}.*")
-
-
-def owners_of(model: nn.Module) -> dict[int, list[str]]:
-    """The names of modules that are no linear layers, by the ids of their own parameters."""
-    found: dict[int, list[str]] = {}
-    for path, module in model.named_modules():
-        if not isinstance(module, nn.Linear):
-            for parameter in module._parameters.values():
-                found.setdefault(id(parameter), []).append(path or "the model itself")
-    return found
-
-
-def is_quantizable(module: nn.Module) -> bool:
-    """Whether a module is a linear layer of torch's or of gemmery's, with a weight of floating point."""
-    if type(module) not in (nn.Linear, Linear):
-        return False
-    weight = module.weight
-    return type(weight) is nn.Parameter and weight.dtype in (torch.float16, torch.bfloat16, torch.float32)
+def _parameter(weight: Tensor) -> nn.Parameter:
+    # One that is a parameter already may be shared with other layers.
+    return weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,10 +13,10 @@ from torch import nn
 from ..formats.base import Format
 from ..formats.quantize import Scale
 from ..formats.quantize import quantize as quantize_tensor
-from ..formats.tensor import QuantizedTensor, lookup
+from ..formats.tensor import lookup
 from .linear import Linear
-from .quantized import QuantizedLinear, is_quantizable, owners_of, why_not_quantized
-from .swap import Slot, Swapped, changed
+from .quantized import QuantizedLinear
+from .swap import Slot, Swapped, changed, is_linear, why_not
 
 
 def quantize(
@@ -41,7 +44,7 @@ def quantize(
 
     Raises:
         TypeError: `model` is not a module, or `skip` is a string.
-        ValueError: there is no such format.
+        ValueError: there is no such format, or it does not go with the other arguments.
 
     Example:
         >>> import torch, gemmery.nn
@@ -55,48 +58,103 @@ def quantize(
         raise TypeError(f"quantize: model is a {type(model).__name__}; it must be a torch.nn.Module")
     if isinstance(skip, str):
         raise TypeError(f"quantize: skip is the string {skip!r}; it must be several, such as ({skip!r},)")
-    format, patterns, report = lookup("quantize", format), tuple(skip), Swapped()
-    owners = owners_of(model)
-    weights: dict[int, QuantizedTensor] = {}
-    made: dict[int, QuantizedLinear | None] = {}
-    if is_quantizable(model):
-        report.left.append(("", "it is not inside a module, so that nothing can take its place"))
-    for path, parent, name, layer in _layers(model):
-        if id(layer) not in made:
-            reason: str | None = why_not_quantized(layer, path, patterns, owners) or changed(layer)
-            try:
-                if reason is None and id(layer.weight) not in weights:
-                    weights[id(layer.weight)] = quantize_tensor(
-                        layer.weight.detach(), format, group_size=group_size, symmetric=symmetric, scale=scale,
-                        dtype=dtype,
-                    )  # fmt: skip
-            except ValueError as error:
-                reason = str(error)
-            made[id(layer)] = (
-                None if reason else _replacement(layer, weights[id(layer.weight)], batch_invariant)
-            )
-            if reason:
-                report.left.append((path, reason))
-            else:
-                report.replaced.append((path, "Linear"))
-        after = made[id(layer)]
-        if after is not None:
-            report._slots.append(Slot(path, parent, name, layer, after))
+    options: dict[str, Any] = {
+        "group_size": group_size,
+        "symmetric": symmetric,
+        "scale": scale,
+        "dtype": dtype,
+    }
+    quantize_tensor(torch.zeros(16, 16), format, **options)  # for its errors about arguments
+    walk = _Walk(lookup("quantize", format), tuple(skip), options, batch_invariant, _owners(model))
+    if is_linear(model):
+        walk.report.left.append(("", "it is not inside a module, so that nothing can take its place"))
+    # With a module's other names, which lead to other places.
+    for path, module in model.named_modules(remove_duplicate=False):
+        if path and is_linear(module):
+            prefix, _, name = path.rpartition(".")
+            walk.meet(module, path, model.get_submodule(prefix), name)
     # All at once and last: an error before leaves the model as it was.
-    for slot in report._slots:
+    for slot in walk.report._slots:
         slot.parent._modules[slot.name] = slot.after
-    return report
+    return walk.report
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Linear]]:
-    """Linear layers with a plain weight in all their places: qualified name, parent, name there, and the layer."""
-    for prefix, parent in model.named_modules():
-        for name, child in parent._modules.items():
-            if child is not None and is_quantizable(child):
-                yield f"{prefix}.{name}" if prefix else name, parent, name, child  # type: ignore[misc]
+@dataclass
+class _Walk:
+    """One pass over a model, which notes what is to be replaced and changes nothing.
+
+    Attributes:
+        options: for `gemmery.quantize`.
+        owners: names of modules that are no linear layers, by the ids of their own parameters.
+        made: what replaces a layer, or None, by its id.
+        weights: quantised ones, by the ids of the plain ones.
+    """
+
+    format: Format
+    skip: tuple[str, ...]
+    options: dict[str, Any]
+    batch_invariant: bool
+    owners: dict[int, str]
+    report: Swapped = field(default_factory=Swapped)
+    made: dict[int, QuantizedLinear | None] = field(default_factory=dict)
+    weights: dict[int, nn.Parameter] = field(default_factory=dict)
+
+    def meet(self, layer: nn.Module, path: str, parent: nn.Module, name: str) -> None:
+        """Decide about a layer where it is seen for the first time, and note its place."""
+        if id(layer) not in self.made:
+            after = self.reason(layer, path) or self.replacement(layer)
+            if isinstance(after, str):
+                self.report.left.append((path, after))
+            else:
+                self.report.replaced.append((path, "Linear"))
+            self.made[id(layer)] = None if isinstance(after, str) else after
+        found = self.made[id(layer)]
+        if found is not None:
+            self.report._slots.append(Slot(path, parent, name, layer, found))
+
+    def reason(self, layer: nn.Module, path: str) -> str | None:
+        """Why a layer is not to be quantised; None if it is."""
+        if isinstance(layer, QuantizedLinear):
+            return "it is quantised already"
+        pattern = next((x for x in self.skip if matches(path, x)), None)
+        if pattern is not None:
+            return f"it is to be skipped ({pattern!r})"
+        reason = changed(layer) if type(layer) is Linear else why_not(layer)
+        if reason is not None:
+            return reason
+        owner = self.owners.get(id(layer.weight))
+        return None if owner is None else f"its weight is also that of {owner}"
+
+    def replacement(self, layer: nn.Module) -> QuantizedLinear | str:
+        """What takes a layer's place, or why nothing does."""
+        assert isinstance(layer, nn.Linear)
+        if id(layer.weight) not in self.weights:
+            try:
+                weight = quantize_tensor(layer.weight.detach(), self.format, **self.options)
+            except (ValueError, TypeError) as error:
+                return str(error)
+            self.weights[id(layer.weight)] = nn.Parameter(weight, requires_grad=False)
+        invariant = self.batch_invariant or (isinstance(layer, Linear) and layer.batch_invariant)
+        after = QuantizedLinear(self.weights[id(layer.weight)], layer.bias, batch_invariant=invariant)
+        return after.train(layer.training)
 
 
-def _replacement(layer: nn.Linear, weight: QuantizedTensor, batch_invariant: bool) -> QuantizedLinear:
-    batch_invariant = batch_invariant or (isinstance(layer, Linear) and layer.batch_invariant)
-    after = QuantizedLinear(weight, layer.bias, batch_invariant=batch_invariant)
-    return after.train(layer.training)
+def matches(path: str, pattern: str) -> bool:
+    """Whether a pattern is a module's name, or its end, or that of a module that it is in.
+
+    Example:
+        >>> matches("model.lm_head", "lm_head"), matches("model.layers.0.mlp.gate", "layers.*.gate")
+        (True, True)
+        >>> matches("visual.blocks.0.fc", "visual"), matches("model.gate_proj", "gate")
+        (True, False)
+    """
+    return fnmatchcase(f".{path}.", f"*.{pattern}.*")
+
+
+def _owners(model: nn.Module) -> dict[int, str]:
+    found: dict[int, str] = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.Linear):
+            for parameter in module._parameters.values():
+                found.setdefault(id(parameter), path or "the model itself")
+    return found

@@ -17,7 +17,7 @@ import numpy as np
 
 from .. import clusters
 from ..devices import Device
-from ..problem import Config, Operand, Problem
+from ..problem import Config, Operand, Packing, Problem
 from .model import costs
 from .space import Space, kind_of, space_of
 
@@ -28,7 +28,11 @@ REACH = 0.8
 PRIOR = 0.3
 
 
-def _problem(shape: list[int], device: Device, dtype: Any) -> Problem:
+#: What stands for a kind of packed weights in its table.
+PACKINGS = {"packed4": Packing("int4", 4, 128), "packed8": Packing("int8", 8)}
+
+
+def _problem(shape: list[int], device: Device, dtype: Any, kind: str) -> Problem:
     """A product of aligned matrices, A and the output in rows and B a weight (N, K)."""
     batch, M, N, K = shape
     sizes = (batch,) if batch > 1 else ()
@@ -39,7 +43,7 @@ def _problem(shape: list[int], device: Device, dtype: Any) -> Problem:
 
     return Problem(
         M=M, N=N, K=K, batch=sizes, device=device,
-        a=operand(M, K, False), b=operand(K, N, True), out=operand(M, N, False),
+        a=operand(M, K, False), b=operand(K, N, True), out=operand(M, N, False), packing=PACKINGS.get(kind),
     )  # fmt: skip
 
 
@@ -62,13 +66,13 @@ class Table:
     near: np.ndarray
 
     @classmethod
-    def read(cls, path: Path, device: Device, dtype: Any, *more: Path) -> Table:
+    def read(cls, path: Path, device: Device, dtype: Any, *more: Path, kind: str = "half") -> Table:
         """The table of files: shapes as [batch, M, N, K], configs, and microseconds by shape and config or null."""
         parts = [json.loads(each.read_text(encoding="utf-8")) for each in (path, *more)]
         shapes = [shape for data in parts for shape in data["shapes"]]
-        space = space_of(_problem(shapes[0], device, dtype))
+        space = space_of(_problem(shapes[0], device, dtype, kind))
         times = np.concatenate([_times(data, space) for data in parts])
-        predicted = np.stack([costs(_problem(s, device, dtype), space).total for s in shapes])
+        predicted = np.stack([costs(_problem(s, device, dtype, kind), space).total for s in shapes])
         residuals = np.log(times / predicted)
         known = np.isfinite(residuals)
         batch, M, N, K = np.array(shapes, dtype=float).T
@@ -116,7 +120,7 @@ def _table_of(device: Device, kind: str, dtype: Any, clustered: bool) -> Table |
     path, more = TABLES / f"{name}.json", TABLES / f"{name}-cluster.json"
     if not path.is_file():
         return None
-    return Table.read(path, device, dtype, *([more] if clustered and more.is_file() else []))
+    return Table.read(path, device, dtype, *([more] if clustered and more.is_file() else []), kind=kind)
 
 
 def factor(problem: Problem, space: Space, M: np.ndarray) -> np.ndarray | float:

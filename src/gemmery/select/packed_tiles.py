@@ -14,18 +14,20 @@ HOPPER: dict[str, Rows] = {
         ("descriptor", "tile"): """
             16x64x256   1 4 3 0.40 swap splits
             16x64x256   1 4 4 0.40 swap splits
-            16x128x256  1 4 4 0.40 swap splits
-            32x64x128   1 4 4 0.40 swap splits
+            16x64x128   1 4 6 0.40 swap splits
+            16x128x256  1 4 3 0.40 swap splits
             32x64x256   1 4 3 0.40 swap splits
+            64x64x256   1 4 3 0.50 swap splits
             64x64x128   1 4 4 0.45 swap splits
-            64x64x128   1 4 5 0.45 swap splits
             64x128x128  1 4 4 0.50 swap splits
-            128x64x128  1 4 4 0.70 swap splits
-            128x128x128 4 8 4 0.60 swap splits
-            256x64x128  8 4 3 0.80 swap
-            256x64x64   8 4 3 0.80 swap
-            256x128x128 8 8 3 0.80 swap
-            128x128x64  8 4 4 0.78 swap
+            128x64x256  1 4 3 0.70 swap splits
+            128x64x128  2 4 3 0.65 swap splits
+            128x128x256 1 8 3 0.60 swap splits
+            128x128x64  2 4 3 0.75 swap
+            256x64x128  2 4 3 0.80 swap splits
+            256x64x64   2 4 3 0.80 swap
+            256x128x128 1 8 3 0.82 swap splits
+            256x128x64  1 8 3 0.85 swap
         """,
         ("pointer", "tile"): """
             128x64x64  8 4 3 0.30 swap aligned strided
@@ -35,17 +37,22 @@ HOPPER: dict[str, Rows] = {
     },
     "packed8": {
         ("descriptor", "tile"): """
-            16x64x128   1 4 4 0.40 swap splits
             16x64x256   1 4 3 0.40 swap splits
+            16x64x128   1 4 6 0.40 swap splits
+            16x64x128   1 4 4 0.40 swap splits
+            16x128x128  1 4 4 0.40 swap splits
+            32x64x256   1 4 3 0.40 swap splits
             32x64x128   1 4 4 0.40 swap splits
+            64x64x256   1 4 3 0.50 swap splits
             64x64x128   1 4 4 0.45 swap splits
-            64x128x64   1 4 4 0.50 swap splits
-            128x64x128  1 4 4 0.70 swap splits
-            128x128x64  4 8 4 0.60 swap splits
-            256x64x128  8 4 3 0.80 swap
-            256x64x64   8 4 3 0.80 swap
-            256x128x64  8 8 4 0.75 swap
-            128x128x64  8 4 4 0.78 swap
+            64x128x128  1 4 3 0.50 swap splits
+            128x64x128  1 4 4 0.65 swap splits
+            128x128x128 1 8 3 0.60 swap splits
+            128x128x64  2 4 3 0.75 swap
+            256x64x64   2 4 4 0.80 swap splits
+            256x64x64   2 4 3 0.80 swap
+            256x128x64  1 8 4 0.80 swap splits
+            256x128x64  1 8 3 0.85 swap
         """,
         ("pointer", "tile"): """
             128x64x64  8 4 3 0.30 swap aligned strided

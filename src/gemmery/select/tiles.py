@@ -70,6 +70,7 @@ HOPPER: dict[str, Rows] = {
             16x64x128  8 4 3 0.37 aligned strided swap splits
             128x128x64 8 8 2 0.14 strided
             64x64x64   8 4 3 0.11 strided splits
+            64x256x32  8 8 3 0.11 strided
             16x64x128  8 4 4 0.10 strided swap splits
         """,
         ("descriptor", "cluster"): """

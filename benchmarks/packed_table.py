@@ -1,0 +1,149 @@
+"""Measure the table of `gemmery/select/tables` for a kind of packed weights, on the GPU at hand.
+
+python benchmarks/packed_table.py --kind packed4
+
+Times every tile, in every number of parts along K that is considered, on cold inputs, in shuffled order.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gemmery
+from gemmery import devices, fused
+from gemmery.call import make_call
+from gemmery.dispatch import Options
+from gemmery.launch import bind
+from gemmery.layout import make_fused_problem
+from gemmery.problem import Config, Fusion, Problem
+from gemmery.results import Results
+from gemmery.select.measured import PACKINGS
+from gemmery.select.space import space_of
+
+sys.path.insert(0, str(Path(__file__).parent))
+from measured_table import TABLES, text_of
+
+WEIGHTS = ((8192, 8192), (14336, 4096), (4096, 14336), (4096, 4096), (28672, 4096), (2048, 8192))
+ROWS = (1, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096)
+#: How much more than the quickest a config may take in the first round to be timed again.
+NEAR = 1.25
+
+
+def product(kind: str, M: int, N: int, K: int) -> tuple[Problem, tuple[Any, ...], Any]:
+    """A product's problem, what its kernel is given, and the weight."""
+    packing = PACKINGS[kind]
+    dense = torch.randn(N, K, device="cuda", dtype=torch.bfloat16)
+    weight = gemmery.quantize(dense, packing.format, group_size=packing.group or None)
+    x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
+    call = make_call("linear", x, weight.unscaled(), None, fused.UNCHANGED, (), None, Options())
+    made = fused.program(call)
+    results = Results(made, call.shape, (torch.bfloat16,), torch.float32)
+    out = results.allocate(x.device, 1)[0]
+    device = devices.current(x.device)
+    assert device is not None
+    problem = make_fused_problem(
+        x, call.b, out, [], 0, Fusion(made.source, ()), precision="ieee", fast_accum=False, batch_invariant=False,
+        device=device,
+    )  # fmt: skip
+    words, shared = fused.right_tensors(call)
+    return fused.packed(problem, weight.unscaled()), (x, words, out, shared, ()), weight
+
+
+def compile_one(job: tuple[str, Config]) -> str:
+    """Compile a config into Triton's cache."""
+    kind, config = job
+    problem, tensors, _ = product(kind, 16, 256, 8192)
+    kernel = bind(problem, config).compile(*tensors)
+    kernel._init_handles()
+    return f"{config}: {kernel.n_spills} words spilled" if kernel.n_spills else ""
+
+
+def cold(call: Callable[[], object], scratch: torch.Tensor) -> tuple[Any, Any]:
+    """Events before and after a call whose inputs are in no cache."""
+    scratch.fill_(1)
+    torch.cuda._sleep(1_000_000)
+    scratch.fill_(0)
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    first.record()
+    call()
+    last.record()
+    return first, last
+
+
+def measure(kind: str, M: int, N: int, K: int, rounds: int, scratch: torch.Tensor) -> dict[str, float]:
+    """Microseconds of each config, the median of several rounds for those near the quickest."""
+    problem, tensors, weight = product(kind, M, N, K)
+    want = tensors[0][:64].double() @ weight.unscaled().dequantize(torch.float64).mT
+    calls: dict[str, Callable[[], object]] = {}
+    for config in space_of(problem).configs:
+        if config.loader != "descriptor" or config.block_m > 2 * max(M, 16):
+            continue
+        binding = bind(problem, config)
+        kernel = binding.compile(*tensors)
+        kernel._init_handles()
+        if kernel.n_spills:
+            continue
+        arguments = binding.arguments(*tensors)
+        calls[str(config)] = lambda b=binding, a=arguments: b.kernel[b.grid](*a, **b.constants)
+        tensors[2].fill_(float("nan"))
+        calls[str(config)]()
+        error = ((tensors[2][:64].double() - want).norm() / want.norm()).item()
+        if not error < 2.5e-3:
+            raise SystemExit(f"{kind} {M}x{N}x{K} {config}: error {error}")
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for i in range(rounds):
+        names = list(calls)
+        random.shuffle(names)
+        if i:
+            least = min(times[name][0] for name in names)
+            names = [name for name in names if times[name][0] < NEAR * least]
+        events = [(name, cold(calls[name], scratch)) for name in names]
+        torch.cuda.synchronize()
+        for name, (first, last) in events:
+            times[name].append(first.elapsed_time(last) * 1e3)
+    return {name: round(statistics.median(found), 2) for name, found in times.items()}
+
+
+def main() -> None:
+    """Run."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kind", choices=sorted(PACKINGS), required=True)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--processes", type=int, default=14)
+    parser.add_argument("--weights", type=int, default=len(WEIGHTS), help="so many of the weights")
+    parser.add_argument("--out", type=Path, default=TABLES, metavar="DIR")
+    options = parser.parse_args()
+    kind = options.kind
+    problem, _, _ = product(kind, 16, 256, 8192)
+    configs = {replace(c, split_k=min(c.split_k, 2)) for c in space_of(problem).configs if c.loader == "descriptor"}
+    with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
+        for line in pool.map(compile_one, [(kind, config) for config in sorted(configs, key=str)]):
+            if line:
+                print(line, flush=True)
+    scratch = torch.empty(1 << 28, dtype=torch.int8, device="cuda")
+    times = {}
+    for N, K in WEIGHTS[: options.weights]:
+        for M in ROWS:
+            found = times[1, M, N, K] = measure(kind, M, N, K, options.rounds, scratch)
+            best = min(found, key=found.__getitem__)
+            print(M, N, K, best, found[best], flush=True)
+    import triton
+
+    name = problem.device.name
+    path = options.out / f"{name.lower().replace(' ', '-')}-{kind}.json"
+    path.write_text(text_of(times, name, {triton.__version__}), encoding="utf-8")
+    print(json.dumps({"table": str(path), "shapes": len(times)}))
+
+
+if __name__ == "__main__":
+    main()
