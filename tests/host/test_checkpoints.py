@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
 
 from gemmery.formats.base import NF4
 from gemmery.formats.checkpoints import (
@@ -593,6 +592,7 @@ def test_a_weight_that_nothing_reads():
 
 
 def stored(path):
+    safe_open = pytest.importorskip("safetensors").safe_open
     with safe_open(path, "pt") as file:
         about = json.loads(file.metadata()["about"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is no mapping)

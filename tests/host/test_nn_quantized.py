@@ -1,6 +1,7 @@
 """Linear layers with quantised weights: made, put in the place of plain ones, and of other libraries' layers."""
 
 import copy
+import doctest
 import importlib
 import importlib.util
 import io
@@ -12,7 +13,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors import safe_open
 from torch import nn
 from torch.nn import functional as F
 
@@ -90,6 +90,8 @@ def test_it_says_what_it_is(weight):
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save", "safetensors"])
 def test_copies_and_files(weight, way, tmp_path):
+    if way == "safetensors":
+        pytest.importorskip("safetensors")
     layer = QuantizedLinear(weight, torch.randn(32).bfloat16())
     if way == "deepcopy":
         other = copy.deepcopy(layer)
@@ -254,6 +256,7 @@ def test_quantize_inside_a_fused_block():
 
 
 def stored(name):
+    safe_open = pytest.importorskip("safetensors").safe_open
     with safe_open(DATA / f"{name}.safetensors", "pt") as file:
         about = json.loads(file.metadata()["about"])
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  (it is no mapping)
@@ -417,6 +420,32 @@ def test_fp8_of_transformers_itself():
     layer.weight_scale_inv.data = torch.tensor([[0.5, 3.0]])
     spread = layer.weight_scale_inv.detach().repeat_interleave(128, 1)
     swapped(layer, (layer.weight.float() * spread).bfloat16(), "FP8Linear (e4m3)")
+
+
+def test_swap_of_modelopt_nvfp4():
+    tensors, expected, _ = stored("compressed-nvfp4")
+    layer = nn.Linear(128, 16, bias=False)
+    layer.weight = nn.Parameter(tensors["weight_packed"], requires_grad=False)
+    layer.register_buffer("weight_scale", tensors["weight_scale"])
+    layer.register_buffer("weight_scale_2", tensors["weight_global_scale"].reciprocal())
+    swapped(layer, expected, "Linear (nvfp4)")
+
+
+def test_quantised_embeddings_are_no_linear_layers():
+    embedding = nn.Embedding(16, 32)
+    embedding.weight = nn.Parameter(embedding.weight.data.to(torch.float8_e4m3fn), requires_grad=False)
+    embedding.weight_scale = nn.Parameter(torch.ones(1))
+    model = nn.Sequential(embedding)
+    report = gemmery.nn.swap(model)
+    assert report.left == report.replaced == []
+    assert model[0] is embedding
+
+
+@pytest.mark.parametrize("name", ["foreign", "quantized", "quantizing"])
+def test_examples(name):
+    result = doctest.testmod(importlib.import_module(f"gemmery.nn.{name}"))
+    assert result.attempted > 0
+    assert result.failed == 0
 
 
 def test_a_plain_model_has_nothing_to_recognise():

@@ -108,7 +108,11 @@ def arguments(name, m, n, dtype):
 def result_types(name, dtype):
     inner = torch.float64 if dtype == torch.float64 else torch.float32
     kept = [dtype, inner]
-    types = {"cast_fp8": [torch.float8_e4m3fn, inner], "static_fp8": [torch.float8_e4m3fn], "with_row_amax": kept}
+    types = {
+        "cast_fp8": [torch.float8_e4m3fn, inner],
+        "static_fp8": [torch.float8_e4m3fn],
+        "with_row_amax": kept,
+    }
     return {**types, "logsumexp": kept}.get(name)
 
 

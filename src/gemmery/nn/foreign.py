@@ -50,20 +50,24 @@ def recognise(module: nn.Module) -> Foreign | None:
         >>> recognise(layer).source
         'GPTQ or AWQ'
     """
-    if isinstance(getattr(module, "qweight", None), Tensor) and hasattr(module, "scales"):
+    own = _own(module)
+    if "qweight" in own and "scales" in own:
         return Foreign("GPTQ or AWQ", lambda: _grouped(module))
-    weight = getattr(module, "weight", None)
+    weight: Any = own.get("weight")
+    # Embeddings are quantised as well.
+    is_linear = hasattr(module, "in_features") and hasattr(module, "out_features")
+    if not is_linear:
+        return None
     if hasattr(weight, "quant_state") and hasattr(weight, "quant_type"):
         return Foreign("bitsandbytes, 4 bits", lambda: _four_bits(weight))
     if hasattr(weight, "SCB") and hasattr(module, "state"):
         return Foreign("bitsandbytes, 8 bits", lambda: _eight_bits(module))
-    if isinstance(getattr(module, "weight_scale_inv", None), Tensor) and isinstance(weight, Tensor):
+    if "weight_scale_inv" in own and weight is not None:
         return Foreign("fp8", lambda: _fp8(module))
-    if isinstance(module, nn.Linear) and is_torchao(weight):
+    if is_torchao(weight):
         return Foreign("torchao", lambda: read_torchao(weight))
-    packed = isinstance(getattr(module, "weight_packed", None), Tensor)
-    stored = isinstance(weight, Tensor) and weight.dtype in (torch.int8, *_FP8)
-    if (packed or stored) and isinstance(getattr(module, "weight_scale", None), Tensor):
+    is_packed = "weight_packed" in own or "weight_scale_2" in own
+    if "weight_scale" in own and (is_packed or (weight is not None and weight.dtype in (torch.int8, *_FP8))):
         return Foreign("compressed-tensors", lambda: _compressed(module), patched=True)
     return None
 
@@ -97,13 +101,9 @@ def _check_sizes(module: nn.Module, weight: QuantizedTensor) -> None:
 
 
 def _own(module: nn.Module) -> dict[str, Tensor]:
-    """A module's parameters and buffers, and tensors that are plain attributes, by name."""
+    """A module's parameters and buffers, and tensors that are plain attributes, by name; computes none."""
     kept: Mapping[str, Any] = {**module.__dict__, **module._buffers, **module._parameters}
-    return {
-        name: x.detach() if isinstance(x, nn.Parameter) else x
-        for name, x in kept.items()
-        if isinstance(x, Tensor)
-    }
+    return {name: x for name, x in kept.items() if isinstance(x, Tensor)}
 
 
 def _grouped(module: nn.Module) -> QuantizedTensor:
