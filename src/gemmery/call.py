@@ -51,6 +51,8 @@ class Call:
         saves: whether the product that the function sees is a last result, in the operands' type, for the gradient.
         prologue: what happens to a before.
         weight: the second factor, where it is packed; b only has its shape, type and device then.
+        scales: factors of both operands that change along K, over (..., M) and (N) by K, and for how many rows of each
+            there is one.
     """
 
     op: str
@@ -67,6 +69,12 @@ class Call:
     saves: bool = False
     prologue: Prologue | None = None
     weight: QuantizedTensor | None = None
+    scales: tuple[Tensor, Tensor, int, int] | None = None
+
+    @property
+    def summed(self) -> torch.dtype:
+        """The type of the sum, which the function is given."""
+        return accumulator(self.a.dtype) if self.scales is None else torch.float32
 
     @property
     def scaled(self) -> bool:
@@ -162,7 +170,7 @@ def output_types(call: Call, outputs: Sequence[tuple[torch.dtype, bool]]) -> lis
     """
     if call.saves:
         return [*output_types(replace(call, saves=False), outputs[:-1]), call.a.dtype]
-    wide = accumulator(call.a.dtype)
+    wide = call.summed
     asked = call.out_dtype if isinstance(call.out_dtype, tuple) else (call.out_dtype,) * len(outputs)
     if len(asked) != len(outputs):
         raise ValueError(

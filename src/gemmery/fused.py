@@ -100,6 +100,11 @@ def product(
     return result
 
 
+def run(call: Call, out: Tensor | None) -> Any:
+    """What the function of a call returns, for one that has been checked; no gradients are recorded."""
+    return returned(*_computed(call, _find(call, out), out))
+
+
 def _compiled(
     op: str, a: Tensor, b: Factor, bias: Factor | None, given: Functions, out: Tensor | None, options: OptionValues
 ) -> Any:  # fmt: skip
@@ -176,7 +181,7 @@ def program(call: Call) -> Program:
     return lowered_program(
         function,
         key,
-        accumulator(call.a.dtype),
+        call.summed,
         shape,
         call.inputs,
         dims,
@@ -253,7 +258,8 @@ def _find(call: Call, out: Tensor | None) -> Prepared | None:
         key = (
             call.op, call.captured.key, call.biases, _layout(call.a), _layout(call.b), *inputs,
             None if out is None else _layout(out), call.out_dtype, call.options, call.between, call.swapped, call.saves,
-            None if call.weight is None else weight_key(call.weight), *before,
+            None if call.weight is None else weight_key(call.weight),
+            None if call.scales is None else (*map(_layout, call.scales[:2]), *call.scales[2:]), *before,
         )  # fmt: skip
     prepared = _prepared.get(key) if key is not None else None
     if prepared is None:
@@ -328,7 +334,7 @@ def _prepare(call: Call, out: Tensor | None) -> Prepared:
     before = None if call.prologue is None else call.prologue.program(call.a)
     shape = call.shape
     types = output_types(call, [(x.dtype, x.reduced is None) for x in made.outputs])
-    results = Results(made, shape, tuple(types), accumulator(call.a.dtype))
+    results = Results(made, shape, tuple(types), call.summed)
     if out is not None:
         _check_out(call, out, results.matrices, made.many)
     options = call.options
@@ -353,6 +359,7 @@ def _prepare(call: Call, out: Tensor | None) -> Prepared:
         call.a, call.b, main, [*results.widths(own), *widths], len(own), fusion,
         fast_accum=options.fast_accum, batch_invariant=options.batch_invariant, device=device,
         precision=options.precision if options.precision in device.target.precisions else "ieee",
+        scales=call.scales,
     )  # fmt: skip
     if call.weight is not None:
         problem = packed(problem, call.weight)
@@ -380,10 +387,10 @@ def packed(problem: Problem, weight: QuantizedTensor) -> Problem:
 
 
 def right_tensors(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """What a kernel reads of the second factor, and what belongs to it."""
+    """What a kernel reads of the second factor, and what belongs to it, or to both factors."""
     weight = call.weight
     if weight is None:
-        return call.b, ()
+        return call.b, () if call.scales is None else call.scales[:2]
     shared = (weight.scales, weight.zeros if weight.offsets is None else weight.offsets)
     return weight.words, tuple([x for x in shared if x is not None])
 

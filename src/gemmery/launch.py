@@ -24,7 +24,7 @@ from .kernels import operands as access
 from .kernels import pointwise as kernels_pointwise
 from .layout import fold_blocks
 from .packed_access import PackedAccess, refusal
-from .problem import FP8, Config, Fusion, Operand, Problem, accumulator
+from .problem import FP8, SCALED_EVERY, Config, Fusion, Operand, Problem, accumulator
 from .results import Results
 from .waves import Split, Waves
 from .workspace import WORKSPACES, Workspace
@@ -86,7 +86,8 @@ def storable(operand: Operand, rows: int, cols: int, batch: tuple[int, ...]) -> 
 
 def promotes(problem: Problem) -> bool:
     """Whether partial sums are promoted to fp32 on the way: fp8 on Hopper, whose tensor cores sum with fewer bits."""
-    return problem.a.dtype in FP8 and not problem.fast_accum and problem.device.target.family == "hopper"
+    accurate = problem.scales is None and not problem.fast_accum
+    return problem.a.dtype in FP8 and accurate and problem.device.target.family == "hopper"
 
 
 def _steps(operand: Operand, described: bool) -> tuple[int, ...]:
@@ -209,6 +210,15 @@ def prologue_arguments(problem: Problem, *given: Any) -> tuple[Any, ...]:
     return _traced_arguments(before, tensors[len(own.operands) :], numbers[own.numbers :])
 
 
+def scale_arguments(problem: Problem, tensors: Sequence[Any]) -> tuple[Any, ...]:
+    """Factors that change along K, as `kernels.scales` takes them."""
+    assert problem.scales is not None
+    layouts = problem.scales.a, problem.scales.b
+    pairs = zip(tensors, layouts, strict=True)
+    # Flat: Triton 3.6 fails on a nested tuple in which an integer is 1.
+    return tuple([part for tensor, x in pairs for part in (tensor, _steps(x, False), x.row, x.col)])
+
+
 def epilogue_arguments(problem: Problem, slot: int, *given: Any) -> tuple[Any, ...]:
     """What a problem's epilogue is given: pointers, strides and numbers, in the order in which it takes them.
 
@@ -272,6 +282,11 @@ class Binding:
         if by_descriptor and max(c.block_m, c.main_n, c.block_k, c.tail_k) > _BOX:
             raise ValueError(
                 f"config {c}: loader 'descriptor' takes blocks of at most {_BOX} along each side"
+            )
+        if p.scales is not None and (c.schedule != "tile" or c.block_k != SCALED_EVERY or c.rest_n):
+            raise ValueError(
+                f"config {c}: factors that change along K need the tile schedule, block_k {SCALED_EVERY} and a block_n "
+                f"that is a power of two"
             )
         if p.fusion is not None and p.fusion.whole and not spans(p, c):
             raise ValueError(
@@ -357,6 +372,8 @@ class Binding:
             constants["SWAP"] = c.swap
             constants["SPLIT_K"] = self.split is not None
             constants["PACKED"] = p.packing is not None
+            constants["SHARED_M"] = p.scales.a_every if p.scales else 0
+            constants["SHARED_N"] = p.scales.b_every if p.scales else 0
         return constants
 
     def arguments(self, a: Tensor, b: Tensor, out: Tensor, *given: Any) -> list[Any]:
@@ -390,10 +407,13 @@ class Binding:
         if c.rest_n:
             columns = c.rest_n // 2 if p.paired else c.rest_n
             rest = [self.b.argument(b, c.block_k, c.rest_n), self.out.argument(out, c.block_m, columns)]
-        shared = [None, None]
-        if isinstance(self.b, PackedAccess):
-            tensors = given[0]
-            shared = self.b.shared(tensors[len(tensors) - len(p.shared) :], c.block_k, c.block_n)
+        shared: list[Any] = [None, None, None]
+        if p.shared:
+            belonging = given[0][len(given[0]) - len(p.shared) :]
+            if isinstance(self.b, PackedAccess):
+                shared = [*self.b.shared(belonging, c.block_k, c.block_n), None]
+            else:
+                shared = [None, None, scale_arguments(p, belonging)]
         parts: list[Any] = [0, None, None]
         if self.split is not None:
             parts = [self.split.length, *self.workspace(a.device)]
@@ -405,12 +425,17 @@ class Binding:
         if self.split is None:
             return 0, 0
         elements = self.split.parts * self.waves.tiles * self.config.block_m * self.config.block_n
-        return elements * accumulator(self.problem.a.dtype).itemsize, self.waves.tiles
+        return elements * self._summed.itemsize, self.waves.tiles
+
+    @property
+    def _summed(self) -> torch.dtype:
+        """The type of the sum."""
+        return torch.float32 if self.problem.scales is not None else accumulator(self.problem.a.dtype)
 
     def workspace(self, device: torch.device) -> Workspace:
         """The tensors in which parts of tiles meet, free for the next launch on the current stream."""
         partials, arrivals = WORKSPACES.get(device, *self.room)
-        return partials.view(accumulator(self.problem.a.dtype)), arrivals
+        return partials.view(self._summed), arrivals
 
     def _tail_arguments(self, a: Tensor, b: Tensor, out: Tensor) -> list[Any]:
         """a, b and out as the small tiles of the tail see them."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .devices import Device
-from .problem import Fusion, Operand, Precision, Problem
+from .problem import Fusion, Operand, Precision, Problem, Scales
 
 
 @dataclass
@@ -108,6 +108,7 @@ def make_problem(
 def make_fused_problem(
     a: Tensor, b: Tensor, out: Tensor, extras: Sequence[tuple[Tensor, int]], own: int, fusion: Fusion, *,
     precision: Precision, fast_accum: bool, batch_invariant: bool, device: Device,
+    scales: tuple[Tensor, Tensor, int, int] | None = None,
 ) -> Problem:  # fmt: skip
     """The Problem of `out = epilogue(prologue(a) @ b)` for traced functions; see `make_problem`.
 
@@ -116,14 +117,24 @@ def make_fused_problem(
             that what the prologue reads.
         fusion: both without their operands.
         own: how many of the extras are the epilogue's.
+        scales: factors that change along K, see `call.Call`.
     """
-    bare, operands = _fold(a, b, out, extras, device, 1 if fusion.between is None else 2)
+    along = [] if scales is None or scales[2] > 1 else [(scales[0], scales[0].shape[-1])]
+    bare, operands = _fold(a, b, out, [*extras, *along], device, 1 if fusion.between is None else 2)
+    if scales is not None:
+        left = operands.pop() if along else _rows(scales[0], bare)
+        bare = replace(bare, scales=Scales(left, _rows(scales[1], bare), *scales[2:]))
     before = fusion.prologue and replace(fusion.prologue, operands=tuple(operands[own:]))
     fusion = replace(fusion, operands=tuple(operands[:own]), prologue=before)
     return replace(
         bare, epilogue="fused", fusion=fusion, precision=precision,
         fast_accum=fast_accum, batch_invariant=batch_invariant and a.dtype.is_floating_point,
     )  # fmt: skip
+
+
+def _rows(factors: Tensor, problem: Problem) -> Operand:
+    """The layout of a matrix of factors that is the same for a whole batch."""
+    return Operand(factors.dtype, (0,) * len(problem.batch), *factors.stride(), factors.data_ptr() % 16 == 0)
 
 
 def _fold(

@@ -104,6 +104,24 @@ class Packing:
         return f"{self.format}{f'/{self.group}' if self.group else ''}{f'+{self.shifts}' if self.shifts else ''}"
 
 
+#: Columns of K that share a factor in `Scales`.
+SCALED_EVERY = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """Factors of both operands that change along K, every `SCALED_EVERY` columns; see `kernels.scales`.
+
+    Attributes:
+        a, b: the factors' layouts: a row of them for `a_every` rows of A and for `b_every` columns of B.
+    """
+
+    a: Operand
+    b: Operand
+    a_every: int
+    b_every: int
+
+
 @dataclass(frozen=True, slots=True)
 class Fusion:
     """What a traced epilogue makes of the product.
@@ -153,6 +171,7 @@ class Problem:
         device: the row of the device table that it runs on.
         packing: how B's numbers are packed, if they are; `b` is then what they stand for, with the steps of its batch
             in matrices.
+        scales: factors that change along K, which multiply the steps of the sum, if there are any.
     """
 
     M: int
@@ -170,6 +189,7 @@ class Problem:
     batch_invariant: bool = False
     fusion: Fusion | None = None
     packing: Packing | None = None
+    scales: Scales | None = None
 
     @property
     def paired(self) -> bool:
@@ -205,7 +225,9 @@ class Problem:
 
     @property
     def shared(self) -> tuple[Operand, ...]:
-        """The layouts of what groups of a packed B's numbers share: scales, then shifts."""
+        """The layouts of what belongs to the factors: a packed B's scales and shifts, or scales of both."""
+        if self.scales is not None:
+            return self.scales.a, self.scales.b
         if self.packing is None or not self.packing.group:
             return ()
         columns = -(-self.N // 16) * 16
@@ -257,6 +279,7 @@ class Problem:
         fused = "" if self.epilogue == "identity" else f" +{self.fusion or self.epilogue}"
         fused += f" {self.precision}" if self.precision != "ieee" else ""
         fused += " fast" if self.fast_accum else ""
+        fused += " scaled along K" if self.scales is not None else ""
         invariant = " invariant" if self.batch_invariant else ""
         right = self.b if self.packing is None else self.packing
         return f"{batch}{self.M}x{self.N}x{self.K} {self.a} @ {right} -> {self.out}{fused}{invariant}"

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from . import devices
+from . import block_scaled, devices
 from .api import linear
 from .dispatch import Options, OutTypes, check_tensor
 from .epilogues.function import Epilogue, function_of
@@ -65,7 +66,6 @@ def scaled_matmul(
     Raises:
         TypeError: a factor is not a `ScaledTensor`, types do not go together, or a gradient is asked for.
         ValueError: shapes or devices do not fit, or the GPU has no instructions for the type.
-        NotImplementedError: scales of blocks, on a GPU.
 
     Example:
         >>> import torch, gemmery
@@ -189,8 +189,12 @@ def _blocks(
     out: Tensor | None, options: Options,
 ) -> Any:  # fmt: skip
     """A product in which a scale changes along K; arguments are those of `scaled_matmul`, which has checked them."""
-    if devices.current(a.device) is not None:
-        raise NotImplementedError(f"scaled_matmul: no kernel for a with {a.kind} and b with {b.kind} scales")
+    if devices.current(a.device) is not None and not is_compiling():
+        given = tuple(args) if bias is None else (*args, bias)
+        function = _joined(
+            _unchanged if epilogue is None else epilogue, 0, bias is not None, _left_open(options.out_dtype)
+        )
+        return block_scaled.product(a, b, function, given, out, options)
     return _blocks_by_reference(a, b, bias, epilogue, args, out, options)
 
 

@@ -13,23 +13,24 @@ import triton.language as tl
 from .numerics import cast, dot
 from .operands import beside, column_halves
 from .parts import add_parts, arrive, leave_part
+from .scales import factors, multiplied
 
 
 @triton.jit
 def multiply(
-    a, b, b_rest, M, N, K, sizes, a_strides, b_strides, batch, row, col, first_k, last_k,
+    a, b, b_rest, scales, M, N, K, sizes, a_strides, b_strides, batch, row, col, first_k, last_k,
     LOAD_A: tl.constexpr, LOAD_B: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, REST_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr,
     CHECK_K: tl.constexpr, WIDE: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr,
+    PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr, SHARED_M: tl.constexpr, SHARED_N: tl.constexpr,
 ):  # fmt: skip
     """The K loop: the tile with corner (row, col) of the product over `first_k` to `last_k`, in the accumulator's type.
 
     Returns its first `BLOCK_N` columns and, where `REST_N` is not 0, the `REST_N` next ones: a tile as wide as two
     powers of two together. With `SWAP` the tensor cores see the transposed product, so that few rows lie on their
-    narrow side.
+    narrow side. With `scales`, factors that `SHARED_M` rows of A and `SHARED_N` columns of B share, the sum is fp32.
     """
-    acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), ACC)
+    acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), ACC if SHARED_M == 0 else tl.float32)
     # Without a rest there is nothing to carry; a small constant takes its place.
     REST: tl.constexpr = REST_N if REST_N > 0 else 1
     rest = tl.zeros((REST, BLOCK_M) if SWAP else (BLOCK_M, REST), ACC)
@@ -39,7 +40,16 @@ def multiply(
     for k in range(first_k, last_k, BLOCK_K):
         x = LOAD_A(a, (M, K), a_strides, sizes, batch, row, k, BLOCK_M, BLOCK_K, True, CHECK_K, WIDE)
         y = LOAD_B(b, (K, N), b_strides, sizes, batch, k, col, BLOCK_K, BLOCK_N, CHECK_K, True, WIDE)
-        acc = dot(y.T if SWAP else x, x.T if SWAP else y, acc, PRECISION, IMPRECISE_ACC)
+        if SHARED_M > 0:
+            # Before the product, under which they come.
+            at_a, steps_a, row_a, col_a, at_b, steps_b, row_b, col_b = scales
+            left = factors(at_a, steps_a, row_a, col_a, sizes, batch, row, k, M, BLOCK_M, SHARED_M)
+            right = factors(at_b, steps_b, row_b, col_b, sizes, batch, col, k, N, BLOCK_N, SHARED_N)
+            none = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), ACC)
+            part = dot(y.T if SWAP else x, x.T if SWAP else y, none, PRECISION, IMPRECISE_ACC)
+            acc += multiplied(part, left, right, SWAP)
+        else:
+            acc = dot(y.T if SWAP else x, x.T if SWAP else y, acc, PRECISION, IMPRECISE_ACC)
         if REST_N > 0:
             z = LOAD_B(
                 b_rest, (K, N), b_strides, sizes, batch, k, col + BLOCK_N, BLOCK_K, REST_N, CHECK_K, True, WIDE
@@ -166,18 +176,19 @@ def finish(
 
 @triton.jit(do_not_specialize=["M", "tiles", "part_k"])
 def gemm_tiles(
-    a, b, out, b_rest, out_rest, b_scales, b_shifts, args, M, N, K, sizes, a_strides, b_strides, out_strides,
+    a, b, out, b_rest, out_rest, b_scales, b_shifts, scales, args, M, N, K, sizes, a_strides, b_strides, out_strides,
     tiles, part_k, partials, arrivals,
     ORDER: tl.constexpr, LOAD_A: tl.constexpr, LOAD_B: tl.constexpr, EPILOGUE: tl.constexpr, AHEAD: tl.constexpr,
     STORE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, REST_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, SWAP: tl.constexpr, PIECES: tl.constexpr, CHECK_K: tl.constexpr, WIDE: tl.constexpr,
     ACC: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr,
-    PAIRED: tl.constexpr, SPLIT_K: tl.constexpr, PACKED: tl.constexpr,
+    PAIRED: tl.constexpr, SPLIT_K: tl.constexpr, PACKED: tl.constexpr, SHARED_M: tl.constexpr, SHARED_N: tl.constexpr,
 ):  # fmt: skip
     """One program a tile, or with `SPLIT_K` one for every `part_k` of a tile's K; see `parts`.
 
     `b_rest` and `out_rest` are b and out again, with descriptors for blocks of `REST_N` columns. `PACKED` where b is
-    the words of packed numbers, to which `b_scales` and `b_shifts` belong; see `packed`.
+    the words of packed numbers, to which `b_scales` and `b_shifts` belong; see `packed`. `scales` are factors that change
+    along K, which `SHARED_M` rows and `SHARED_N` columns share; see `scales`.
     """
     right = (b, b_scales, b_shifts) if PACKED else b
     part = tl.program_id(0) // tiles
@@ -186,9 +197,10 @@ def gemm_tiles(
     row = tile_m * BLOCK_M
     col = tile_n * (BLOCK_N + REST_N)
     acc, rest = multiply(
-        a, right, b_rest, M, N, K, sizes, a_strides, b_strides, batch, row, col,
+        a, right, b_rest, scales, M, N, K, sizes, a_strides, b_strides, batch, row, col,
         part * part_k if SPLIT_K else 0, min(part * part_k + part_k, K) if SPLIT_K else tl.maximum(K, 1),
         LOAD_A, LOAD_B, BLOCK_M, BLOCK_N, REST_N, BLOCK_K, SWAP, CHECK_K, WIDE, ACC, PRECISION, IMPRECISE_ACC,
+        SHARED_M, SHARED_N,
     )  # fmt: skip
     place = (part, tl.num_programs(0) // tiles, tile, tiles, BLOCK_M * (BLOCK_N + REST_N))
     last = True
@@ -268,9 +280,9 @@ def walk(
             unit, first, cut, strips, tiles_m, tiles_n, ORDER, GROUP_M, BLOCK_M, BLOCK_N, PARTS_M, PARTS_N
         )
         acc, _ = multiply(
-            a, b, None, M, N, K, sizes, a_strides, b_strides, batch, row, col, 0, tl.maximum(K, 1),
+            a, b, None, None, M, N, K, sizes, a_strides, b_strides, batch, row, col, 0, tl.maximum(K, 1),
             LOAD_A, LOAD_B, BLOCK_M // PARTS_M, BLOCK_N // PARTS_N, 0, BLOCK_K, False, CHECK_K, WIDE, ACC,
-            PRECISION, IMPRECISE_ACC,
+            PRECISION, IMPRECISE_ACC, 0, 0,
         )  # fmt: skip
         finish(
             acc, out, args, M, N, sizes, out_strides, batch, row, col, None, None,

@@ -24,6 +24,8 @@ from .space import Space, kind_of, space_of
 TABLES = Path(__file__).with_name("tables")
 #: How far a measurement reaches: in doublings of a size or of the parts along K.
 REACH = 0.8
+#: The same for kinds whose tiles' worth changes faster, since how many rows of A they take decides how much is unpacked.
+REACHES = {"packed4": 0.25, "packed8": 0.25}
 #: The weight of the model itself, where a measurement of the very shape has 1.
 PRIOR = 0.3
 
@@ -57,6 +59,7 @@ class Table:
         known: (shapes, configs), 1 where there is a measurement.
         residuals: (shapes, configs), logarithm of measured over predicted time; 0 where there is none.
         near: (configs, configs), how much configs of one row, with K cut into other parts, say of each other.
+        reach: see `REACH`.
     """
 
     column: dict[Config, int]
@@ -64,6 +67,7 @@ class Table:
     known: np.ndarray
     residuals: np.ndarray
     near: np.ndarray
+    reach: float = REACH
 
     @classmethod
     def read(cls, path: Path, device: Device, dtype: Any, *more: Path, kind: str = "half") -> Table:
@@ -78,13 +82,15 @@ class Table:
         batch, M, N, K = np.array(shapes, dtype=float).T
         row = space.kernel // 2
         apart = np.subtract.outer(np.log2(space.split_k), np.log2(space.split_k))
-        near = np.equal.outer(row, row) * np.exp(-(apart**2) / (2 * REACH**2))
+        reach = REACHES.get(kind, REACH)
+        near = np.equal.outer(row, row) * np.exp(-(apart**2) / (2 * reach**2))
         return cls(
             column={config: place for place, config in enumerate(space.configs)},
             places=np.log2(np.stack([batch * M, N, K], axis=1)),
             known=known.astype(float),
             residuals=np.where(known, residuals, 0.0),
             near=near,
+            reach=reach,
         )
 
     def factor(self, problem: Problem, space: Space, M: np.ndarray) -> np.ndarray:
@@ -93,7 +99,7 @@ class Table:
         fixed = np.log2([max(problem.N, 1), max(problem.K, 1)])
         here = np.concatenate([rows, np.broadcast_to(fixed, (len(rows), 2))], axis=1)
         apart = ((here[:, None, :] - self.places[None, :, :]) ** 2).sum(axis=2)
-        weights = np.exp(-apart / (2 * REACH**2))
+        weights = np.exp(-apart / (2 * self.reach**2))
         total = (weights @ self.residuals) @ self.near
         weight = (weights @ self.known) @ self.near + PRIOR
         # The last column is for configs that the table does not know.

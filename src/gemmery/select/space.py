@@ -54,6 +54,8 @@ def kind_of(problem: Problem) -> str:
     dtype = problem.a.dtype
     if problem.packing is not None:
         return f"packed{problem.packing.bits}"
+    if problem.scales is not None:
+        return "scaled"
     if dtype == torch.float32:
         return problem.precision
     if dtype == torch.float64:

@@ -17,7 +17,7 @@ its family, which `make check-targets` proves; another Triton allocates register
 
 from __future__ import annotations
 
-from .packed_tiles import PACKED, Rows
+from .quantized_tiles import QUANTIZED, Rows
 
 HOPPER: dict[str, Rows] = {
     "half": {
@@ -413,7 +413,7 @@ INTERPRETER: dict[str, Rows] = {
 ALIKE = frozenset({"hopper"})
 
 FAMILIES: dict[str, dict[str, Rows]] = {
-    family: rows | PACKED[family]
+    family: rows | QUANTIZED[family]
     for family, rows in {
         "hopper": HOPPER,
         "blackwell": BLACKWELL,

@@ -1,8 +1,9 @@
-"""The tiles worth considering for packed weights, as data; see `tiles` for what a row says.
+"""The tiles worth considering for packed weights, and for operands with scales along K, as data; see `tiles`.
 
-All of them swap: the numbers go from registers to the tensor cores' left operand, and the rows of A, which may be few,
-lie on the narrow side. Two small programs to a multiprocessor are often better than a large one: while one of them
-unpacks, the other multiplies.
+Tiles for packed weights swap: the numbers go from registers to the tensor cores' left operand, and the rows of A, which
+may be few, lie on the narrow side. Where steps of the sum are scaled, there are two accumulators, and a step is
+`SCALED_EVERY` long. Either way two programs to a multiprocessor can be better than a larger one: while one of them
+unpacks or scales, the other multiplies.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ HOPPER: dict[str, Rows] = {
             128x64x128  2 4 3 0.65 swap splits
             128x128x256 1 8 3 0.60 swap splits
             128x128x64  2 4 3 0.75 swap
-            256x64x128  2 4 3 0.80 swap splits
+            256x64x128  2 4 3 0.80 swap
             256x64x64   2 4 3 0.80 swap
             256x128x128 1 8 3 0.82 swap splits
             256x128x64  1 8 3 0.85 swap
@@ -60,6 +61,29 @@ HOPPER: dict[str, Rows] = {
             16x64x128  8 4 3 0.20 swap strided splits
         """,
     },
+    "scaled": {
+        ("descriptor", "tile"): """
+            128x128x128 8 8 3 0.62 splits
+            128x128x128 8 8 2 0.60
+            128x64x128  8 4 4 0.50
+            64x128x128  8 4 4 0.55 splits
+            64x128x128  8 4 3 0.55
+            64x64x128   8 4 4 0.40 swap splits
+            32x64x128   8 4 5 0.40 swap splits
+            16x64x128   8 4 6 0.40 swap splits
+        """,
+        ("pointer", "tile"): """
+            64x64x128 16 4 3 0.21
+            16x64x128 16 4 3 0.08 swap splits
+        """,
+    },
+}
+
+_SCALED: Rows = {
+    ("pointer", "tile"): """
+        64x64x128 8 4 2 0.60
+        16x64x128 8 4 2 0.20 splits
+    """,
 }
 
 _BLACKWELL: Rows = {
@@ -95,10 +119,10 @@ _INTERPRETER: Rows = {
 }
 
 #: By family, and then by kind.
-PACKED: dict[str, dict[str, Rows]] = {
+QUANTIZED: dict[str, dict[str, Rows]] = {
     "hopper": HOPPER,
     **{
-        family: dict.fromkeys(("packed4", "packed8"), rows)
+        family: dict.fromkeys(("packed4", "packed8"), rows) | {"scaled": _SCALED}
         for family, rows in {
             "blackwell": _BLACKWELL,
             "ampere": _AMPERE,

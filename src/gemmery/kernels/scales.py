@@ -1,0 +1,55 @@
+"""Factors that change along K: each step's product is multiplied by them before it is added to the sum.
+
+`scales` is (pointer, steps, stride_row, stride_k) for A and then the same for B: the factor of row `i` for the columns
+`BLOCK` of K from `k` on is at `i // EVERY * stride_row + k // BLOCK * stride_k`; steps are those of the batch, negated. The scheme is DeepSeek-V3's (arXiv:2412.19437, section 3.3.2), whose activations have a factor for 1 x
+128 elements and whose weights one for 128 x 128.
+"""
+
+import triton
+import triton.language as tl
+
+from .operands import batch_offset
+
+#: Columns of K that share a factor.
+BLOCK = tl.constexpr(128)
+
+
+@triton.jit
+def factors(
+    pointer, steps, stride_row, stride_k, sizes, batch, row, k, rows, ROWS: tl.constexpr, EVERY: tl.constexpr
+):
+    """The factors of `ROWS` rows from `row` on: (ROWS,), or a single number where all of them share one."""
+    start = pointer + batch_offset(batch, sizes, steps) + tl.cast(k // BLOCK, tl.int64) * stride_k
+    if EVERY % ROWS == 0 and EVERY >= ROWS:
+        return tl.load(start + tl.cast(row // EVERY, tl.int64) * stride_row)
+    else:
+        index = row + tl.arange(0, ROWS)
+        return tl.load(start + (index // EVERY).to(tl.int64) * stride_row, mask=index < rows, other=0.0)
+
+
+@triton.jit
+def as_column(x):
+    """Factors of rows, to be multiplied with a block."""
+    if x.type.is_block():
+        return x[:, None]
+    else:
+        return x
+
+
+@triton.jit
+def as_row(x):
+    """Factors of columns."""
+    if x.type.is_block():
+        return x[None, :]
+    else:
+        return x
+
+
+@triton.jit
+def multiplied(part, left, right, SWAP: tl.constexpr):
+    """A step's product, (rows, columns) or with `SWAP` the other way round, times the factors of both."""
+    part = part.to(tl.float32)
+    if SWAP:
+        return part * (as_row(left) * as_column(right))
+    else:
+        return part * (as_column(left) * as_row(right))
