@@ -125,7 +125,9 @@ def main() -> None:
     options = parser.parse_args()
     kind = options.kind
     problem, _, _ = product(kind, 16, 256, 8192)
-    configs = {replace(c, split_k=min(c.split_k, 2)) for c in space_of(problem).configs if c.loader == "descriptor"}
+    configs = {
+        replace(c, split_k=min(c.split_k, 2)) for c in space_of(problem).configs if c.loader == "descriptor"
+    }
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
         for line in pool.map(compile_one, [(kind, config) for config in sorted(configs, key=str)]):
             if line:

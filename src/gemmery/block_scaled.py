@@ -42,4 +42,3 @@ def _by_steps(x: ScaledTensor) -> tuple[Tensor, int]:
         return x.scale, SCALED_EVERY
     scale = x.scale.reshape(1, 1) if x.kind == "tensor" else x.scale
     return scale.expand(*scale.shape[:-1], -(-x.shape[-1] // SCALED_EVERY)), 1
-

@@ -341,12 +341,20 @@ def dimensions(call: Call, i: int, tensor: Tensor, shape: tuple[int, ...]) -> tu
         raise ValueError(f"{call.op}: {input_name(call, i)} is {tuple(tensor.shape)}; the product is {shape}")
     names: list[str] = []
     N = shape[-1]
+    # One of a pair of biases is as wide as half of the product, though that be one column.
+    half = call.biases == 2 and call.scaled <= i < call.lead
     for place in range(1, tensor.dim() + 1):
         size, full = tensor.shape[-place], shape[-place]
         # A size that is the product's is that, though it be 1: rows of a batch may become rows of one matrix.
         if place == 1:
-            # Compared one by one: under torch.compile sizes are symbols.
-            name = "N" if size == N else "2N" if size == 2 * N and N > 1 else "N/2" if 2 * size == N else ""
+            # Compared one by one: under torch.compile sizes are symbols. One column is every column's before it is
+            # one half of two.
+            if size == N:
+                name = "N"
+            elif size == 1 and not half:
+                name = "1"
+            else:
+                name = "2N" if size == 2 * N and N > 1 else "N/2" if 2 * size == N else ""
         else:
             name = ("M" if place == 2 else f"b{len(shape) - place}") if size == full else ""
         names.append(name or ("1" if size == 1 else ""))

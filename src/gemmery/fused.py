@@ -169,7 +169,11 @@ def program(call: Call) -> Program:
         epilogues.Untraceable: it can't be part of a kernel.
     """
     shape = call.shape
-    key = None if call.captured.key is None else (call.captured.key, call.scaled, call.biases, call.swapped, call.saves)
+    key = (
+        None
+        if call.captured.key is None
+        else (call.captured.key, call.scaled, call.biases, call.swapped, call.saves)
+    )
 
     @functools.wraps(call.function)
     def function(product: Tensor, *inputs: Any) -> tuple[list[Tensor], bool]:

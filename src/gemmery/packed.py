@@ -74,7 +74,12 @@ class _Linear(torch.autograd.Function):
 
 
 def _with_gradients(
-    op: str, a: Tensor, b: QuantizedTensor, bias: Factor | None, functions: tuple[Any, ...], options: OptionValues
+    op: str,
+    a: Tensor,
+    b: QuantizedTensor,
+    bias: Factor | None,
+    functions: tuple[Any, ...],
+    options: OptionValues,
 ) -> Any:
     """The product by the kernel, and what comes behind it in torch, so that autograd sees it."""
     epilogue, args, prologue, prologue_args = functions

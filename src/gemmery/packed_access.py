@@ -39,9 +39,7 @@ def load_{name}(
 
 
 @functools.cache
-def loader(
-    packing: Packing, dtype: torch.dtype, asm: int, waits: bool, described: bool, paired: bool
-) -> Any:
+def loader(packing: Packing, dtype: torch.dtype, asm: int, waits: bool, described: bool, paired: bool) -> Any:
     """The loader of a format; see `kernels.packed.load_packed`."""
     format = FORMATS[packing.format]
     facts = {

@@ -101,7 +101,9 @@ class Packing:
         return N * (K * self.bits // 8 + groups * each)
 
     def __str__(self) -> str:
-        return f"{self.format}{f'/{self.group}' if self.group else ''}{f'+{self.shifts}' if self.shifts else ''}"
+        return (
+            f"{self.format}{f'/{self.group}' if self.group else ''}{f'+{self.shifts}' if self.shifts else ''}"
+        )
 
 
 #: Columns of K that share a factor in `Scales`.
@@ -231,7 +233,9 @@ class Problem:
         if self.packing is None or not self.packing.group:
             return ()
         columns = -(-self.N // 16) * 16
-        types = [torch.float32 if self.packing.wide else self.b.dtype] + [self.b.dtype] * bool(self.packing.shifts)
+        types = [torch.float32 if self.packing.wide else self.b.dtype] + [self.b.dtype] * bool(
+            self.packing.shifts
+        )
         return tuple(Operand(dtype, (), columns, 1, True) for dtype in types)
 
     @property

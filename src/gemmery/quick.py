@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from .call import Call
 from .dispatch import maker
 from .epilogues.function import Epilogue
+from .formats.tensor import QuantizedTensor
 from .plan import Plan
 from .programs import keep
 from .results import Results
@@ -108,17 +109,24 @@ def learn(
     looked = _look((*given, *epilogue.tensors), torch.is_grad_enabled())
     if looked is None or epilogue.outside is None:
         return
+    scales, zeros, offsets, channel = range(len(looked[0]) - 4, len(looked[0]))
+    weight = call.weight
     # A bias that is not there has a place among the values, and none among the call's inputs.
-    shift = 2 if call.biases else 3
+    shift = (2 if call.biases else 3) - call.scaled
+    own = [channel if call.scaled and i == 0 else i + shift for i in program.inputs]
     written = [~i for i, x in enumerate(program.outputs) if x.places]
-    places = (0, 1, *[i + shift for i in program.inputs])
+    places = (0, 1, *own)
+    shared = []
+    if weight is not None and weight.scales is not None:
+        shifts = [zeros] * (weight.zeros is not None) + [offsets] * (weight.offsets is not None)
+        shared = [scales, *shifts]
     addresses = [looked[0][i] for i in places]
     # What is allocated is aligned.
     if not plan.takes([*addresses[:2], 0, *addresses[2:]]):
         return
     known = Known(
         tuple([maker(*matrix, call.a.device) for matrix in results.matrices if matrix is not None]),
-        program.main, (*places[2:], *written), tuple([i + shift for i in program.numbers]),
+        program.main, (*own, *written, *shared), tuple([i + shift for i in program.numbers]),
         program.many, plan.direct,
     )  # fmt: skip
     keep(_known, (call.op, epilogue.name, options, *looked[1]), known)
@@ -135,9 +143,13 @@ def _is_seen() -> bool:
 
 
 def _look(given: Sequence[Any], grad: bool) -> tuple[list[Any], list[Any]] | None:
-    """Addresses and numbers of what is given, and what of it decides which code runs; None where torch has to look."""
+    """Addresses and numbers of what is given, and what of it decides which code runs; None where torch has to look.
+
+    Behind them come the addresses of a packed weight's scales, zeros, offsets and channel, 0 for what there is not.
+    """
     values: list[Any] = []
     looks: list[Any] = []
+    tail: list[int] = []
     for x in given:
         kind = type(x)
         if kind in _PLAIN:
@@ -147,6 +159,21 @@ def _look(given: Sequence[Any], grad: bool) -> tuple[list[Any], list[Any]] | Non
             address = x.data_ptr()
             values.append(address)
             looks += (x.shape, x.stride(), x.dtype, device, address & 15)
+        elif kind is QuantizedTensor:
+            parts = (x.words, x.scales, x.zeros, x.offsets, x.channel)
+            at = [0 if part is None else part.data_ptr() for part in parts]
+            values.append(at[0])
+            tail = at[1:]
+            looks += (
+                x.shape,
+                x.dtype,
+                x.format.name,
+                x.group_size,
+                x.words.get_device(),
+                *[i and 1 + (i & 15) for i in at],
+            )
+            if x.scales is not None:
+                looks.append(x.scales.dtype)
         elif kind is float or kind is int:
             values.append(x)
             looks.append(kind)
@@ -155,4 +182,6 @@ def _look(given: Sequence[Any], grad: bool) -> tuple[list[Any], list[Any]] | Non
             looks.append(x)
         else:
             return None
+    if tail:
+        values += tail
     return values, looks

@@ -19,7 +19,7 @@ from torch.compiler import is_compiling
 from . import block_scaled, devices
 from .api import linear
 from .dispatch import Options, OutTypes, check_tensor
-from .epilogues.function import Epilogue, function_of
+from .epilogues.function import Epilogue, function_of, named
 from .formats.scaled import ScaledTensor
 from .problem import FP8, Config
 
@@ -81,12 +81,8 @@ def scaled_matmul(
     if a.kind not in _OUTSIDE or b.kind not in _OUTSIDE:
         options = Options(out_dtype, "ieee", fast_accum, batch_invariant, config)
         return _blocks(a, b, bias, epilogue, args, out, options)
-    rows = a.row_factors
-    if b.data.shape[0] == 2:
-        # `linear` would take what has one column for half of a product's.
-        rows, bias = _of_two_columns(rows), None if bias is None else _of_two_columns(bias)
     # Behind the user's own, so that messages number these right.
-    given = (*args, rows, b.column_factors)
+    given = (*args, a.row_factors, b.column_factors)
     if bias is not None:
         given += (bias,)
     function: Any
@@ -101,10 +97,6 @@ def scaled_matmul(
         a.data, b.data, epilogue=function, args=given, out=out, out_dtype=out_dtype, fast_accum=fast_accum,
         batch_invariant=batch_invariant, config=config,
     )  # fmt: skip
-
-
-def _of_two_columns(x: Tensor) -> Tensor:
-    return x.expand(*x.shape[:-1], 2) if x.dim() else x
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -164,9 +156,20 @@ _made: weakref.WeakKeyDictionary[Epilogue[Any, Any], dict[Any, Epilogue[Any, Any
 )
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no types for it
 def _joined(epilogue: Any, scales: int, biased: bool, rounds: tuple[bool, ...] | None) -> Any:
     """A user's epilogue behind scales and a bias, as one: for a prebuilt one always the same."""
+    if is_compiling() and isinstance(epilogue, Epilogue):
+        return _joined_by_name(epilogue.name, scales, biased, rounds)
+    return _make_joined(epilogue, scales, biased, rounds)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no types for it
+def _joined_by_name(name: str, scales: int, biased: bool, rounds: tuple[bool, ...] | None) -> Any:
+    """The same for the compiler, which can't follow it, and before torch 2.12 takes no objects as constants."""
+    return _make_joined(named(name), scales, biased, rounds)
+
+
+def _make_joined(epilogue: Any, scales: int, biased: bool, rounds: tuple[bool, ...] | None) -> Any:
     function = function_of(epilogue)
     # A partial and not a closure: `identity` looks into it, and finds that two of the same functions are the same.
     made = functools.partial(_after, function, scales, biased, rounds)
@@ -203,8 +206,6 @@ def _blocks_by_reference(
     out: Tensor | None, options: Options,
 ) -> Any:  # fmt: skip
     """The same by a product of what both stand for, in float32."""
-    if bias is not None and b.shape[0] == 2:
-        bias = _of_two_columns(bias)
     given = tuple(args) if bias is None else (*args, bias)
     function = _joined(
         _unchanged if epilogue is None else epilogue, 0, bias is not None, _left_open(options.out_dtype)

@@ -167,7 +167,14 @@ def configs():
         for tile in tiles_of("interpreter" if DRY else "hopper", kind):
             rows.append((kind, tile.config))
             if tile.splits:
-                rows.append((kind, gemmery.Config.of(str(tile.config)).__class__(**{**vars_of(tile.config), "split_k": 3})))
+                rows.append(
+                    (
+                        kind,
+                        gemmery.Config.of(str(tile.config)).__class__(
+                            **{**vars_of(tile.config), "split_k": 3}
+                        ),
+                    )
+                )
     return rows
 
 

@@ -30,7 +30,8 @@ def entered(monkeypatch):
         prepared = prepare(call, out)
         plan, results = prepared.plan, prepared.results
         made = results.allocate(call.a.device, 1)
-        layouts = [call.a, call.b, results.main(made), *results.extras(call.inputs, made)]
+        b, shared = fused.right_tensors(call)
+        layouts = [call.a, b, results.main(made), *results.extras(call.inputs, made), *shared]
         binding = plan._binding
 
         def direct(a, b, main, extras, *numbers):
@@ -202,3 +203,34 @@ def test_results_that_take_more_go_the_long_way(entered, function, want):
 def test_a_function_that_was_not_prebuilt_goes_the_long_way(entered):
     for _ in range(3):
         check(entered, 0, lambda: gemmery.linear(X, W, epilogue=torch.relu), torch.relu(X @ W.T))
+
+
+@pytest.mark.parametrize(
+    ("format", "options"),
+    [("int4", {"group_size": 64}), ("int4", {"group_size": 64, "symmetric": False}), ("int8", {})],
+    ids=["scales", "zeros", "channel"],
+)
+def test_packed_weights(entered, format, options):
+    x, bias = torch.randn(5, 128).bfloat16(), torch.randn(32)
+    residual = torch.randn(5, 32).bfloat16()
+    add = gemmery.epilogue(epilogues.residual)
+    for number in range(3):
+        w = gemmery.quantize(torch.randn(32, 128), format, **options)
+        full = x.float() @ w.dequantize(torch.float32).T
+        results = (
+            (gemmery.linear(x, w), full),
+            (gemmery.linear(x, w, bias), full + bias),
+            (gemmery.linear(x, w, epilogue=add, args=(residual,)), full + residual),
+            (gemmery.linear(x, w, bias, epilogue=add, args=(residual,)), full + bias + residual),
+        )
+        for got, want in results:
+            assert torch.allclose(got.float(), want, rtol=2e-2, atol=2e-2)
+        assert len(entered) == 4 * number
+    # Other scales in the place of these are other calls.
+    wide = gemmery.formats.from_codes(
+        torch.zeros(32, 128, dtype=torch.uint8), format, scales=torch.rand(32, 2), group_size=64,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    before = len(entered)
+    gemmery.linear(x, wide)
+    assert len(entered) == before

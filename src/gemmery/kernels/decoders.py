@@ -27,6 +27,7 @@ from .numerics import cast
 #: Triton 3.6 launches a step along K in pieces of 16 columns, one that came later in two halves.
 FINE_STEPS = tl.constexpr(tuple(int(x) for x in triton.__version__.split(".")[:2]) < (3, 7))
 
+
 @triton.constexpr_function
 def _text(dtype):
     return "bf16" if dtype == tl.bfloat16 else "fp16"
@@ -286,7 +287,9 @@ def ptx_of_fp8(part, dtype, wait, asm, e4m3):
     if not e4m3 and not bf16:
         # The upper half of an fp16.
         for which in (0, 1):
-            lines.append(f"prmt.b32 x, $2, $3, {_byte_pair(part, which)};\nand.b32 ${which}, x, 0xFF00FF00;\n")
+            lines.append(
+                f"prmt.b32 x, $2, $3, {_byte_pair(part, which)};\nand.b32 ${which}, x, 0xFF00FF00;\n"
+            )
         return "".join(lines) + "}"
     # How far the magnitude moves down from the upper byte; its bits there; what carries; the carry; what the carry is
     # multiplied by to fill the exponent; the power of two.

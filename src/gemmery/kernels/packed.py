@@ -162,10 +162,14 @@ def load_packed(
     group = matrix * groups + row // EVERY
     end = (matrix + 1) * groups
     scale = (
-        None if scales is None else load_shared(scales, group, end, col, columns, GROUPS, COLS, DESCRIBED, PAIRED)
+        None
+        if scales is None
+        else load_shared(scales, group, end, col, columns, GROUPS, COLS, DESCRIBED, PAIRED)
     )
     shift = (
-        None if shifts is None else load_shared(shifts, group, end, col, columns, GROUPS, COLS, DESCRIBED, PAIRED)
+        None
+        if shifts is None
+        else load_shared(shifts, group, end, col, columns, GROUPS, COLS, DESCRIBED, PAIRED)
     )
     # Strip, block, g, q, half, odd or even; then rows by words.
     words = own.reshape(COLS // 16, BLOCKS, 8, 4, 2, 2).permute(0, 4, 2, 1, 3, 5).reshape(COLS, 8 * BLOCKS)

@@ -63,14 +63,12 @@ HOPPER: dict[str, Rows] = {
     },
     "scaled": {
         ("descriptor", "tile"): """
-            128x128x128 8 8 3 0.62 splits
-            128x128x128 8 8 2 0.60
-            128x64x128  8 4 4 0.50
-            64x128x128  8 4 4 0.55 splits
-            64x128x128  8 4 3 0.55
-            64x64x128   8 4 4 0.40 swap splits
-            32x64x128   8 4 5 0.40 swap splits
-            16x64x128   8 4 6 0.40 swap splits
+            128x128x128 16 8 4 0.60
+            64x128x128  8 4 4 0.48 splits
+            64x64x128   8 4 4 0.40 splits
+            64x64x128   8 4 4 0.35 swap splits
+            32x64x128   8 4 5 0.35 swap splits
+            16x64x128   8 4 6 0.35 swap splits
         """,
         ("pointer", "tile"): """
             64x64x128 16 4 3 0.21
