@@ -88,7 +88,7 @@ def table(result: dict[str, Any]) -> str:
     for row in result["formats"]:
         if row["group_size"] <= WIDEST:
             error, worst = (f"{100 * row[name]:.2f} %" for name in ("error", "worst"))
-            lines.append(f"| {asked(row)} | {row['bits']:.2f} | {error} | {worst} |")
+            lines.append(f"| {asked(row)} | {row['bits']:.3f} | {error} | {worst} |")
     return "\n".join(lines)
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
+from torch.compiler import is_compiling
 
 from .dispatch import (
     Options,
@@ -103,7 +105,8 @@ class Call:
     def tensors(self) -> list[Tensor]:
         """All that goes in."""
         before = () if self.prologue is None else self.prologue.tensors
-        given = (self.a, self.b, self.right, *self.inputs, *before)
+        packed = () if self.weight is None else self.weight.parts().values()
+        given = (self.a, self.b, self.right, *packed, *self.inputs, *before)
         return [x for x in given if isinstance(x, Tensor)]
 
     def upwards(self) -> Call:
@@ -156,10 +159,14 @@ def outputs_of(call: Call, product: Tensor, inputs: Sequence[Any] | None = None)
     results, many = call.apply(product, call.inputs if inputs is None else inputs, inputs is not None)
     if not all(isinstance(x, Tensor) for x in results):
         raise TypeError(f"{call.op}: the epilogue returns something else than tensors")
-    rank = product.dim()
-    narrow = product.shape[-1] <= 2
-    types = output_types(call, [(x.dtype, x.dim() == rank and (narrow or x.shape[-1] != 1)) for x in results])
+    types = output_types(call, described(results, product))
     return [x.to(dtype) for x, dtype in zip(results, types, strict=True)], many
+
+
+def described(results: Sequence[Tensor], product: Tensor) -> list[tuple[torch.dtype, bool]]:
+    """The types that a function left its results in, and which are matrices: not the product's reduced rows."""
+    narrow = product.shape[-1] <= 2
+    return [(x.dtype, x.dim() == product.dim() and (narrow or x.shape[-1] != 1)) for x in results]
 
 
 def output_types(call: Call, outputs: Sequence[tuple[torch.dtype, bool]]) -> list[torch.dtype]:
@@ -170,19 +177,27 @@ def output_types(call: Call, outputs: Sequence[tuple[torch.dtype, bool]]) -> lis
     """
     if call.saves:
         return [*output_types(replace(call, saves=False), outputs[:-1]), call.a.dtype]
-    wide = call.summed
-    asked = call.out_dtype if isinstance(call.out_dtype, tuple) else (call.out_dtype,) * len(outputs)
-    if len(asked) != len(outputs):
-        raise ValueError(
-            f"{call.op}: out_dtype names {len(asked)} types; the epilogue returns {len(outputs)}"
-        )
     default = result_dtype(call.op, call.a, call.b, None)
+    return kept_types(call.op, outputs, call.summed, default, call.out_dtype)
+
+
+def kept_types(
+    op: str,
+    outputs: Sequence[tuple[torch.dtype, bool]],
+    wide: torch.dtype,
+    default: torch.dtype,
+    out_dtype: OutTypes,
+) -> list[torch.dtype]:
+    """The same for a product that was summed in one type, and is of another where no type is asked for."""
+    asked = out_dtype if isinstance(out_dtype, tuple) else (out_dtype,) * len(outputs)
+    if len(asked) != len(outputs):
+        raise ValueError(f"{op}: out_dtype names {len(asked)} types; the epilogue returns {len(outputs)}")
     types = []
     for (dtype, matrix), choice in zip(outputs, asked, strict=True):
         kept = default if dtype == wide and matrix else dtype
         if choice is not None and choice not in TYPES:
-            raise TypeError(f"{call.op}: out_dtype is {choice}; an epilogue's results can be {_NAMES}")
-        types.append(choice if choice is not None and (matrix or isinstance(call.out_dtype, tuple)) else kept)
+            raise TypeError(f"{op}: out_dtype is {choice}; an epilogue's results can be {_NAMES}")
+        types.append(choice if choice is not None and (matrix or isinstance(out_dtype, tuple)) else kept)
     return types
 
 
@@ -235,7 +250,10 @@ def _standing_in(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
 
 def standing_in(weight: QuantizedTensor) -> Tensor:
     """A tensor of the shape, type and device of a packed weight; its strides count matrices."""
-    return _standing_in(tuple(weight.shape), weight.dtype, weight.device)
+    # One that is made inside a mode or a transform belongs to it.
+    is_seen = is_compiling() or _len_torch_dispatch_stack() or _are_functorch_transforms_active()
+    make = _standing_in.__wrapped__ if is_seen else _standing_in
+    return make(tuple(weight.shape), weight.dtype, weight.device)
 
 
 def factors(op: str, b: Factor) -> list[Tensor]:

@@ -88,6 +88,10 @@ def product(
     call = _checked(op, a, b, bias, given, out, options)
     check_forward_mode(op, tuple(call.tensors))
     if needs_dispatcher((out, *call.tensors)):
+        if call.weight is not None:
+            from .packed import dispatched as of_packed
+
+            return of_packed(call, out)
         from .fused_ops import dispatched
 
         return dispatched(call.opened(), given.epilogue, out)
@@ -147,6 +151,7 @@ def _autocast(call: Call, out: Tensor | None) -> Call:
     if out is not None or device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return call
     dtype = torch.get_autocast_dtype(device)
+    check_autocast(call.op, call.weight, dtype)
     if call.a.dtype != dtype:
         # The prologue comes before the operand is rounded.
         call = call.opened()
@@ -157,6 +162,16 @@ def _autocast(call: Call, out: Tensor | None) -> Call:
         right=None if call.right is None else lowered(call.right, dtype),
         inputs=(*scale, *biases, *rest[call.biases :]),
     )  # fmt: skip
+
+
+def check_autocast(op: str, weight: QuantizedTensor | None, dtype: torch.dtype) -> None:
+    """TypeError for a packed weight, which can't be brought to the type that autocast asks for, of another type."""
+    if weight is not None and weight.dtype != dtype:
+        first, second, _ = operand_names(op)
+        raise TypeError(
+            f"{op}: autocast brings {first} to {dtype}, and {second} is packed for {weight.dtype}; "
+            f"use autocast with that type, or {second}.to({dtype})"
+        )
 
 
 _prepared: dict[Any, Prepared] = {}

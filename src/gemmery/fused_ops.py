@@ -25,7 +25,7 @@ from . import backward, fused
 from .call import Call, Factor, added, check, factors, outputs_of
 from .dispatch import Options, OutTypes, check_forward_mode, lowered, right_factor
 from .epilogues.function import Epilogue, named
-from .epilogues.identity import capture
+from .epilogues.identity import Captured, capture
 from .ops import LIBRARY, factor_gradients
 from .problem import accumulator, config_text
 
@@ -45,10 +45,10 @@ LIBRARY.define(
 
 
 #: Before the letters of a call from compiled code, which has no tensors of the epilogue's closure behind its own.
-_FROM_COMPILED = "c"
+FROM_COMPILED = "c"
 
 
-def _flatten(inputs: Sequence[Any]) -> tuple[list[Tensor], list[float], str]:
+def flatten(inputs: Sequence[Any]) -> tuple[list[Tensor], list[float], str]:
     """Tensors, numbers, and a letter for each input: t, f(loat), i(nt), N(one), T(rue) or F(alse)."""
     tensors, numbers, kinds = [], [], ""
     for value in inputs:
@@ -70,11 +70,12 @@ def _flatten(inputs: Sequence[Any]) -> tuple[list[Tensor], list[float], str]:
     return tensors, numbers, kinds
 
 
-def _unflatten(tensors: Sequence[Tensor], numbers: Sequence[float], kinds: str) -> list[Any]:
+def unflatten(tensors: Sequence[Tensor], numbers: Sequence[float], kinds: str) -> list[Any]:
+    """What `flatten` was given."""
     left, counted = iter(tensors), iter(numbers)
     constants = {"N": None, "T": True, "F": False}
     values: list[Any] = []
-    for kind in kinds.removeprefix(_FROM_COMPILED):
+    for kind in kinds.removeprefix(FROM_COMPILED):
         if kind == "t":
             values.append(next(left))
         elif kind in "fi":
@@ -85,16 +86,25 @@ def _unflatten(tensors: Sequence[Tensor], numbers: Sequence[float], kinds: str) 
     return values
 
 
-def _type_text(out_dtype: OutTypes) -> str:
+def type_text(out_dtype: OutTypes) -> str:
     """Types as an operator's argument."""
     types = out_dtype if isinstance(out_dtype, tuple) else (out_dtype,)
     names = ",".join(["" if x is None else str(x).removeprefix("torch.") for x in types])
     return names + ("," if isinstance(out_dtype, tuple) else "")
 
 
-def _types(text: str) -> OutTypes:
+def type_of_text(text: str) -> OutTypes:
+    """Types from an operator's argument."""
     types = tuple([getattr(torch, name) if name else None for name in text.split(",")])
     return types[:-1] if "," in text else types[0]
+
+
+def check_outside(captured: Captured) -> None:
+    """ValueError if a function from compiled code has tensors that the compiler does not know of."""
+    if captured.tensors:
+        raise ValueError(
+            "epilogue: under torch.compile its tensors have to come through args, not from its closure"
+        )
 
 
 def call_of(
@@ -105,12 +115,10 @@ def call_of(
     """The call that an operator was given."""
     function = named(epilogue).__gemmery_epilogue__
     captured = capture(function)
-    if kinds.startswith(_FROM_COMPILED) and captured.tensors:
-        raise ValueError(
-            "epilogue: under torch.compile its tensors have to come through args, not from its closure"
-        )
+    if kinds.startswith(FROM_COMPILED):
+        check_outside(captured)
     return Call(
-        "gemm", a, b, function, captured, tuple(_unflatten(tensors, numbers, kinds)), biases, _types(out_dtype),
+        "gemm", a, b, function, captured, tuple(unflatten(tensors, numbers, kinds)), biases, type_of_text(out_dtype),
         Options(None, precision, fast_accum, batch_invariant, config), right,
     )  # fmt: skip
 
@@ -137,15 +145,19 @@ def _run(call: Call, name: str, save: bool, results: Any) -> list[Tensor]:
 def _fused(*arguments: Any) -> list[Tensor]:
     *flat, save = arguments
     call = call_of(*flat)
-    return _apart(_run(call, flat[6], save, fused.results_of), call.tensors)
+    return apart(_run(call, flat[6], save, fused.results_of), call.tensors)
 
 
 def _fused_fake(*arguments: Any) -> list[Tensor]:
     *flat, save = arguments
     call = call_of(*flat)
     check(call)
-    shape = call.shape
-    product = call.a.new_empty(shape, dtype=accumulator(call.a.dtype))
+    return fake_results(call, flat[6], save)
+
+
+def fake_results(call: Call, name: str, save: bool) -> list[Tensor]:
+    """What has the shapes and types of a call's results, with `save` of what is saved behind them, too."""
+    product = call.a.new_empty(call.shape, dtype=accumulator(call.a.dtype))
 
     def results(call: Call) -> tuple[list[Tensor], bool]:
         # In a thread of its own torch dispatches as it does for users, whose functions may use torch.func.
@@ -153,10 +165,10 @@ def _fused_fake(*arguments: Any) -> list[Tensor]:
             made, many = thread.submit(_outputs_of, call, product).result()
         return [x.new_empty(x.shape) for x in made], many
 
-    return _run(call, flat[6], save, results)
+    return _run(call, name, save, results)
 
 
-def _apart(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+def apart(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     """Results of which none shares memory with another or with an input, as operators have to return them."""
     taken = {x.untyped_storage().data_ptr() for x in inputs}
     apart = []
@@ -176,7 +188,7 @@ def _fused_backward(*arguments: Any) -> list[Tensor]:
     *flat, product, grads, given, wanted = arguments
     call = call_of(*flat)
     found = backward.run(call, product, placed(grads, given), wanted)
-    return _apart(found, [*call.tensors, *grads, *([] if product is None else [product])])
+    return apart(found, [*call.tensors, *grads, *([] if product is None else [product])])
 
 
 def _fused_backward_fake(*arguments: Any) -> list[Tensor]:
@@ -277,7 +289,7 @@ torch.library.register_autograd("gemmery::fused", _gradients, setup_context=_sav
 
 def dispatched(call: Call, epilogue: Any, out: Tensor | None) -> Any:
     """A call that something in torch wants to see, outside the compiler."""
-    tensors, numbers, kinds = _flatten(call.inputs)
+    tensors, numbers, kinds = flatten(call.inputs)
     check_forward_mode(call.op, tuple(call.tensors))
     if out is not None:
         raise ValueError(
@@ -287,7 +299,7 @@ def dispatched(call: Call, epilogue: Any, out: Tensor | None) -> Any:
     how = call.options
     grad = torch.is_grad_enabled() and any(x.requires_grad for x in call.tensors)
     results = torch.ops.gemmery.fused(
-        call.a, call.b, call.right, tensors, numbers, kinds, held.name, call.biases, _type_text(call.out_dtype),
+        call.a, call.b, call.right, tensors, numbers, kinds, held.name, call.biases, type_text(call.out_dtype),
         how.precision, how.fast_accum, how.batch_invariant, config_text(how.config), grad,
     )  # fmt: skip
     return fused.returned(list(results)[: len(results) - grad], held.many)
@@ -311,11 +323,11 @@ def compiled(
         dtype = torch.get_autocast_dtype(a.device.type)
         a, left, *rest = [lowered(x, dtype) for x in (a, left, *right, *biases)]
         right, biases = rest[: len(right)], rest[len(right) :]
-    tensors, numbers, kinds = _flatten([*biases, *args])
+    tensors, numbers, kinds = flatten([*biases, *args])
     grad = torch.is_grad_enabled() and any([x.requires_grad for x in (a, left, *right, *tensors)])
     results = torch.ops.gemmery.fused(
-        a, left, right[0] if right else None, tensors, numbers, _FROM_COMPILED + kinds, epilogue.name, len(biases),
-        _type_text(out_dtype), how.precision, how.fast_accum, how.batch_invariant, config_text(how.config), grad,
+        a, left, right[0] if right else None, tensors, numbers, FROM_COMPILED + kinds, epilogue.name, len(biases),
+        type_text(out_dtype), how.precision, how.fast_accum, how.batch_invariant, config_text(how.config), grad,
     )  # fmt: skip
     kept = list(results)[: len(results) - 1] if grad else list(results)
     return fused.returned(kept, len(kept) > 1)

@@ -23,6 +23,7 @@ class Format:
         code: the decoder of `kernels.decoders` that knows it: "int", "e2m1", "nf4", "e4m3" or "e5m2".
         zero: the code that stands for 0 where it has no zero points.
         about: in words, with its source.
+        stored: the code that words hold for each code; () where that is itself.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Format:
     code: str
     zero: int
     about: str
+    stored: tuple[int, ...] = ()
 
     @functools.cached_property
     def values(self) -> Tensor:
@@ -44,6 +46,19 @@ class Format:
             return torch.cat([magnitudes, -magnitudes])
         return torch.tensor(NF4)
 
+    @functools.cached_property
+    def stored_values(self) -> Tensor:
+        """The same for each code that words hold."""
+        if not self.stored:
+            return self.values
+        return self.values[torch.tensor(self.stored).argsort()]
+
+    def to_stored(self, codes: Tensor) -> Tensor:
+        """Codes as words hold them."""
+        if not self.stored:
+            return codes
+        return torch.tensor(self.stored, dtype=torch.uint8, device=codes.device)[codes.long()]
+
 
 #: QLoRA's 4-bit NormalFloat (Dettmers et al., 2023, arXiv:2305.14314, appendix E).
 NF4 = (
@@ -51,6 +66,10 @@ NF4 = (
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
+
+#: The decoder wants codes that are 8 apart to have the same sign and, in bf16, the same last bit of the exponent; see
+#: `kernels.decoders.ptx_of_nf4`. Code 7, which is 0, counts as negative.
+NF4_STORED = (0, 2, 10, 8, 1, 3, 9, 11, 4, 6, 14, 12, 5, 7, 15, 13)
 
 FORMATS: dict[str, Format] = {
     x.name: x
@@ -61,6 +80,8 @@ FORMATS: dict[str, Format] = {
         Format("e5m2", 8, "e5m2", 0, "fp8 with 5 bits of exponent, infinities and NaN (OCP FP8, 2023)."),
         Format("mxfp4", 4, "e2m1", 0, "e2m1 with a power of two for 32 columns (OCP Microscaling, 2023)."),
         Format("nvfp4", 4, "e2m1", 0, "e2m1 with an e4m3 scale for 16 columns and one of fp32 for all."),
-        Format("nf4", 4, "nf4", 7, "Quantiles of a normal distribution (QLoRA, arXiv:2305.14314)."),
+        Format(
+            "nf4", 4, "nf4", 7, "Quantiles of a normal distribution (QLoRA, arXiv:2305.14314).", NF4_STORED
+        ),
     )
 }

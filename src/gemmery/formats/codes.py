@@ -66,7 +66,7 @@ def from_codes(
     if permutation is not None:
         permutation = _permutation(_on_device("permutation", permutation, codes), codes.shape[-1])
     return QuantizedTensor(
-        tuple(codes.shape), format, packing.pack(codes, format.bits), dtype=dtype, group_size=group_size,
+        tuple(codes.shape), format, packing.pack(format.to_stored(codes), format.bits), dtype=dtype, group_size=group_size,
         channel=channel, permutation=permutation, **laid,
     )  # fmt: skip
 

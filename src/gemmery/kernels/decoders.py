@@ -80,7 +80,7 @@ def two_of(op, dtype, asm):
 @triton.jit
 def from_words(PTX: tl.constexpr, words, DTYPE: tl.constexpr):
     """Two blocks of numbers by PTX for two words at a time."""
-    if DTYPE == tl.bfloat16:
+    if tl.bfloat16 == DTYPE:
         return tl.inline_asm_elementwise(
             PTX, "=r,=r,r,r", [words], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
         )
@@ -93,7 +93,7 @@ def from_words(PTX: tl.constexpr, words, DTYPE: tl.constexpr):
 @triton.jit
 def from_pairs(PTX: tl.constexpr, CONSTRAINTS: tl.constexpr, values, DTYPE: tl.constexpr):
     """A block of numbers by PTX for two numbers of each of several blocks at a time."""
-    if DTYPE == tl.bfloat16:
+    if tl.bfloat16 == DTYPE:
         return tl.inline_asm_elementwise(PTX, CONSTRAINTS, values, dtype=tl.bfloat16, is_pure=True, pack=2)
     else:
         return tl.inline_asm_elementwise(PTX, CONSTRAINTS, values, dtype=tl.float16, is_pure=True, pack=2)
@@ -353,23 +353,31 @@ def decode_e5m2(words, PART: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexp
 # ---------------------------------------------------------------------------------------------------------------------
 # A table of numbers
 
-#: See `formats.base.NF4`.
+#: `formats.base.NF4` in the order of `NF4_STORED`. 0 is negative, so that every two that are 8 apart have one sign.
 NF4 = tl.constexpr((
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    -1.0, -0.28444138169288635, -0.6961928009986877, -0.18477343022823334, 0.07958029955625534, 0.44070982933044434,
+    0.16093020141124725, 0.5626170039176941, -0.39491748809814453, -0.09105003625154495, -0.5250730514526367, -0.0,
+    0.33791524171829224, 1.0, 0.24611230194568634, 0.7229568362236023,
 ))  # fmt: skip
 
 
 def _planes(kind):
-    """The table's lower and upper bytes, four to a word; None of the numbers is subnormal, or between two."""
+    """The table's lower and upper bytes, four to a word; no number in it is subnormal, or between two."""
     bits = []
     for value in NF4.value:
         single = struct.unpack("<I", struct.pack("<f", value))[0]
         half = struct.unpack("<H", struct.pack("<e", value))[0]
         bits.append((single + 0x7FFF + (single >> 16 & 1)) >> 16 if kind == "bf16" else half)
-    each = lambda i, shift: sum((bits[4 * i + j] >> shift & 0xFF) << 8 * j for j in range(4))  # noqa: E731
-    return tuple(each(i, shift) for shift in (0, 8) for i in range(4))
+    planes = []
+    for shift in (0, 8):
+        plane = [number >> shift & 0xFF for number in bits]
+        if kind == "bf16":
+            # What `ptx_of_nf4` adds of the lower half goes out again.
+            signs = [0xFF * (byte >> 7) for byte in plane[:8]]
+            assert all(byte >> 7 == sign & 1 for byte, sign in zip(plane[8:], signs, strict=True))
+            plane[8:] = [byte ^ sign for byte, sign in zip(plane[8:], signs, strict=True)]
+        planes += [sum(plane[4 * i + j] << 8 * j for j in range(4)) for i in range(4)]
+    return tuple(planes)
 
 
 NF4_BF16, NF4_FP16 = tl.constexpr(_planes("bf16")), tl.constexpr(_planes("fp16"))
@@ -377,19 +385,29 @@ NF4_BF16, NF4_FP16 = tl.constexpr(_planes("bf16")), tl.constexpr(_planes("fp16")
 
 @triton.constexpr_function
 def ptx_of_nf4(part, dtype, wait):
-    """Two numbers of 4 bits of each of two words, as pairs, looked up by prmt: eight bytes at a time, by three bits."""
-    byte = part
-    lines = [
-        f"{{\n.reg .b32 x, m, a, b, l, h;\n{_begin(wait)}prmt.b32 x, $2, $3, 0x00{4 + byte}{byte};\n"
+    """Two numbers of 4 bits of each of two words, as pairs, looked up by prmt: eight bytes at a time, by three bits.
+
+    prmt takes a fourth bit for the wish to have the byte's sign eight times in its place. So a look-up in the table's
+    lower half gives, for a code of the upper one, eight times the sign of the number that is 8 before it; and the same
+    with the fourth bit turned round. The signs of bytes that are 8 apart are equal in bf16, by the choice of
+    `NF4_STORED`; with what is known of them taken out of the upper half, it is enough to combine both by xor. In fp16
+    no choice makes them equal, and the halves are told apart by a mask.
+    """
+    lines = [f"{{\n.reg .b32 x, y, m, a, b, l, h;\n{_begin(wait)}prmt.b32 x, $2, $3, 0x00{4 + part}{part};\n"]
+    if _text(dtype) == "bf16":
+        words = NF4_BF16.value
+        lines.append("xor.b32 y, x, 0x8888;\n")
+        both = "xor.b32 {}, a, b;\n"
+    else:
+        words = NF4_FP16.value
         # A byte of ones for every number of the table's upper half.
-        "shr.b32 m, x, 3;\nand.b32 m, m, 0x1111;\nprmt.b32 m, 0xFF00, 0, m;\nand.b32 x, x, 0x7777;\n"
-    ]
-    words = NF4_BF16.value if _text(dtype) == "bf16" else NF4_FP16.value
+        lines.append("shr.b32 m, x, 3;\nand.b32 m, m, 0x1111;\nprmt.b32 m, 0xFF00, 0, m;\n")
+        lines.append("and.b32 x, x, 0x7777;\nmov.b32 y, x;\n")
+        both = "lop3.b32 {}, m, b, a, 0xCA;\n"
     for name, at in (("l", 0), ("h", 4)):
         lines.append(
             f"mov.b32 a, {words[at]};\nprmt.b32 a, a, {words[at + 1]}, x;\n"
-            f"mov.b32 b, {words[at + 2]};\nprmt.b32 b, b, {words[at + 3]}, x;\n"
-            f"lop3.b32 {name}, m, b, a, 0xCA;\n"
+            f"mov.b32 b, {words[at + 2]};\nprmt.b32 b, b, {words[at + 3]}, y;\n" + both.format(name)
         )
     return "".join(lines) + "prmt.b32 $0, l, h, 0x6240;\nprmt.b32 $1, l, h, 0x7351;\n}"
 
