@@ -157,6 +157,10 @@ def addmm(
     """
     if input is None:
         check_tensor("addmm", "input", input)
+    if is_packed(b):
+        raise TypeError(
+            "addmm: b is packed; use gemmery.matmul(a, b, bias=input) or gemmery.linear(a, b, input)"
+        )
     options = (out_dtype, precision, fast_accum, batch_invariant, config)
     return run("addmm", a, b, input, alpha, beta, out, options)
 

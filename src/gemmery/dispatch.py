@@ -24,6 +24,7 @@ from torch.compiler import is_compiling
 
 from . import devices, reference
 from .direct import Launch
+from .formats.tensor import QuantizedTensor
 from .layout import broadcast_batch, extent_bytes, make_problem, overlap, overlaps_itself, same_layout
 from .plan import PLANS, Plan, forget_plans, make_plan
 from .problem import DTYPE_NAMES, FP8, OUT_DTYPES, PRECISIONS, Config, Precision, config_text
@@ -120,6 +121,9 @@ def check_tensors(op: str, a: object, b: object, addend: object, out: object) ->
     for name, value in ((third, addend), ("out", out)):
         if value is not None:
             check_tensor(op, name, value)
+    for name, value in ((first, a), (third, addend), ("out", out)):
+        if isinstance(value, QuantizedTensor):
+            raise TypeError(f"{op}: {name} is packed; only the second factor can be")
 
 
 def result_shape(op: str, a: Tensor, b: Tensor) -> tuple[int, ...]:

@@ -55,7 +55,7 @@ def unchanged(acc: Tensor) -> Tensor:
 UNCHANGED = Epilogue(unchanged)
 
 
-def _completed(op: str, given: Functions) -> Functions:
+def completed(op: str, given: Functions) -> Functions:
     """The functions with an epilogue, if need be one that does nothing; TypeError for arguments of none."""
     if given.prologue is None and given.prologue_args:
         raise TypeError(f"{op}: prologue_args are a prologue's; there is none")
@@ -77,14 +77,14 @@ def product(
         options: see `dispatch.Options`.
     """
     if is_compiling():
-        return _compiled(op, a, b, bias, _completed(op, Functions(*functions)), out, options)
+        return _compiled(op, a, b, bias, completed(op, Functions(*functions)), out, options)
     if options[-1] is not None and not isinstance(options[-1], str):
         options = (*options[:-1], Config.of(options[-1]))
     if out is None:
         known = quick.run(op, a, b, bias, functions, options)
         if known is not None:
             return known
-    given = _completed(op, Functions(*functions))
+    given = completed(op, Functions(*functions))
     call = _checked(op, a, b, bias, given, out, options)
     check_forward_mode(op, tuple(call.tensors))
     if needs_dispatcher((out, *call.tensors)):
@@ -127,7 +127,7 @@ def plan(
     options: OptionValues,
 ) -> Plan | None:  # fmt: skip
     """What `product` with these arguments launches; None where it launches nothing. Products run it, not its `run`."""
-    call = _checked(op, a, b, bias, _completed(op, Functions(*functions)), out, options)
+    call = _checked(op, a, b, bias, completed(op, Functions(*functions)), out, options)
     if devices.current(call.a.device) is None or 0 in call.shape:
         return None
     return _prepare(call.upwards(), out).plan

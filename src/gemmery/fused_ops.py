@@ -171,12 +171,12 @@ def fake_results(call: Call, name: str, save: bool) -> list[Tensor]:
 def apart(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     """Results of which none shares memory with another or with an input, as operators have to return them."""
     taken = {x.untyped_storage().data_ptr() for x in inputs}
-    apart = []
+    kept = []
     for x in results:
         at = x.untyped_storage().data_ptr()
-        apart.append(x.clone() if at in taken and x.numel() else x)
+        kept.append(x.clone() if at in taken and x.numel() else x)
         taken.add(at)
-    return apart
+    return kept
 
 
 def _outputs_of(call: Call, product: Tensor) -> tuple[list[Tensor], bool]:

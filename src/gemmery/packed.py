@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from . import fused
-from .call import Factor
-from .dispatch import OptionValues, check_tensor
+from .call import Call, Factor, added, described, kept_types, output_types, outputs_of
+from .dispatch import OptionValues, check_tensor, lowered, operand_names
+from .epilogues.function import Epilogue
 from .formats.tensor import QuantizedTensor
+from .problem import accumulator, config_text
 
 
 def is_packed(b: Any) -> bool:
@@ -25,75 +29,142 @@ def product(
 ) -> Any:  # fmt: skip
     """`a @ b.dequantize().mT` with what a user has done to it; arguments are those of `fused.product`.
 
-    Gradients with respect to a and the bias go through torch, on the dequantised weight; a packed weight has none.
+    Gradients with respect to a, the bias and arguments go through torch, on the dequantised weight; a packed weight has
+    none.
     """
-    check_tensor(op, "x" if op == "linear" else "a", a)
+    _check(op, a, b)
     if functions[0] is None and not functions[1]:
         functions = (fused.UNCHANGED, (), *functions[2:])
-    if torch.is_grad_enabled() and any(_wants(x) for x in (a, bias, *functions[1], *functions[3])):
-        if out is not None:
-            raise ValueError(f"{op}: out= does not support gradients, but one of the arguments requires them")
-        return _with_gradients(op, a, b, bias, functions, options)
-    return _plain(op, a, b, bias, functions, out, options)
+    if b.permutation is not None and a.shape[-1] == b.shape[-1]:
+        a, functions = _before(a, functions)
+        a = a.index_select(-1, b.permutation)
+        # What the compiler sees of a weight are its parts, and it can't follow how one is put together.
+        b = b if is_compiling() else b.with_parts(b.parts() | {"permutation": None})
+    run = _compiled if is_compiling() else fused.product
+    if a.dim() > 1:
+        return run(op, a, b, bias, functions, out, options)
+    # A vector is one row; what comes back has no rows.
+    made = run(op, a.unsqueeze(0), b, bias, functions, None if out is None else out.unsqueeze(-2), options)
+    rank = b.dim()
+    rows = [x.squeeze(-2 if x.dim() == rank else -1) for x in _parts(made)]
+    return tuple(rows) if isinstance(made, tuple) else rows[0]
+
+
+def _check(op: str, a: Any, b: QuantizedTensor) -> None:
+    """TypeError or ValueError for ranks that the operation does not take; the rest is for `call.check` to say."""
+    first, second, _ = operand_names(op)
+    check_tensor(op, first, a)
+    if isinstance(a, QuantizedTensor):
+        raise TypeError(f"{op}: {first} is packed; only {second} can be")
+    if a.dim() == 0:
+        raise ValueError(f"{op}: {first} is a scalar; it must have at least one dimension")
+    if op == "linear" and b.dim() != 2:
+        raise ValueError(f"linear: weight is {tuple(b.shape)}; packed, it must be (N, K)")
+    if op != "bmm":
+        return
+    for name, tensor in ((first, a), (second, b)):
+        if tensor.dim() != 3:
+            raise ValueError(f"bmm: {name} is {tuple(tensor.shape)}; it must have 3 dimensions")
+    if a.shape[0] != b.shape[0]:
+        raise ValueError(f"bmm: a is {tuple(a.shape)} and b is {tuple(b.shape)}: batch sizes differ")
+
+
+def _before(a: Tensor, functions: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
+    """The first factor with its prologue applied in torch, and the other functions."""
+    epilogue, args, prologue, prologue_args = functions
+    if prologue is None:
+        return a, functions
+    return prologue(a.to(accumulator(a.dtype)), *prologue_args).to(a.dtype), (epilogue, args, None, ())
+
+
+def _parts(value: Any) -> Sequence[Any]:
+    return list(value) if isinstance(value, tuple | list) else [value]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where torch looks on
+
+
+def dispatched(call: Call, out: Tensor | None) -> Any:
+    """A call that something in torch wants to see, outside the compiler.
+
+    The bare product is an operator, and what comes behind it, its biases and its epilogue, are torch's own.
+    """
+    if out is not None:
+        raise ValueError(
+            f"{call.op}: out= with a packed weight does not support gradients, transforms, modes and subclasses of "
+            f"tensors; use what is returned"
+        )
+    call, weight = call.opened(), call.weight
+    assert weight is not None
+    if call.function is fused.unchanged and not call.biases:
+        (dtype,) = output_types(call, [(call.summed, True)])
+        results, many = [_bare(call.op, call.a, weight, (dtype, *call.options[1:]))], False
+    else:
+        wide = _bare(call.op, call.a, weight, (call.summed, *call.options[1:]))
+        # The operator has multiplied by the channel's scale.
+        rest = replace(call, weight=None, inputs=call.inputs[call.scaled :])
+        results, many = outputs_of(rest, wide)
+    return fused.returned(results, many)
+
+
+def _bare(op: str, a: Tensor, b: QuantizedTensor, options: Sequence[Any]) -> Tensor:
+    from .packed_ops import flat
+
+    *how, config = options
+    made: Tensor = torch.ops.gemmery.packed(a, *flat(b), op, *how, config_text(config))
+    return made
+
+
+def _compiled(
+    op: str, a: Tensor, b: QuantizedTensor, bias: Factor | None, functions: tuple[Any, ...], out: Tensor | None,
+    options: OptionValues,
+) -> Any:  # fmt: skip
+    """A call in code that torch.compile traces: with gradients biases and the epilogue are code that it compiles."""
+    epilogue, args, prologue, prologue_args = fused.completed(op, fused.Functions(*functions))
+    if not isinstance(epilogue, Epilogue):
+        raise TypeError(
+            f"{op}: under torch.compile, epilogue must be what gemmery.epilogue(f) returned, made outside of "
+            f"compiled code"
+        )
+    if out is not None:
+        raise ValueError(f"{op}: out= with a packed weight can't be compiled; use what is returned")
+    a, _ = _before(a, (None, (), prologue, prologue_args))
+    biases = added(op, bias)
+    if torch.is_autocast_enabled(a.device.type):
+        dtype = torch.get_autocast_dtype(a.device.type)
+        fused.check_autocast(op, b, dtype)
+        a, *biases = [lowered(x, dtype) for x in (a, *biases)]
+    out_dtype, *how = options
+    if functions[0] is fused.UNCHANGED and not biases and not isinstance(out_dtype, tuple):
+        return _bare(op, a, b, options)
+    if not (torch.is_grad_enabled() and any([_wants(x) for x in (a, *biases, *args)])):
+        return _compiled_whole(op, a, b, biases, epilogue, args, options)
+    product = _bare(op, a, b, (accumulator(b.dtype), *how))
+    for part in biases and [biases[0] if len(biases) == 1 else torch.cat(biases, -1)]:
+        product = product + part
+    made = epilogue(product, *args)
+    results = _parts(made)
+    types = kept_types(op, described(results, product), product.dtype, b.dtype, out_dtype)
+    results = [x.to(dtype) for x, dtype in zip(results, types, strict=True)]
+    return fused.returned(results, isinstance(made, tuple | list))
 
 
 def _wants(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def _plain(
-    op: str, a: Tensor, b: QuantizedTensor, bias: Factor | None, functions: tuple[Any, ...], out: Tensor | None,
-    options: OptionValues,
+def _compiled_whole(
+    op: str, a: Tensor, b: QuantizedTensor, biases: Sequence[Tensor], epilogue: Epilogue[Any, Any],
+    args: Sequence[Any], options: OptionValues,
 ) -> Any:  # fmt: skip
-    if b.permutation is not None:
-        a, b = a.index_select(-1, b.permutation), b.with_parts(b.parts() | {"permutation": None})
-    if a.dim() == 1 and op != "bmm":
-        # A vector is one row; what comes back has no rows.
-        row = fused.product(op, a.unsqueeze(0), b, bias, functions, _row(out), options)
-        return tuple([x.squeeze(0) for x in row]) if isinstance(row, tuple) else row.squeeze(0)
-    return fused.product(op, a, b, bias, functions, out, options)
+    """The same without gradients, where the kernel does all of it."""
+    from .fused_ops import flatten, type_text
+    from .packed_ops import flat
 
-
-def _row(out: Tensor | None) -> Tensor | None:
-    return None if out is None else out.unsqueeze(0)
-
-
-class _Linear(torch.autograd.Function):
-    """A bare product, whose gradient with respect to a is computed with the dequantised weight, which lives briefly."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, op: str, b: QuantizedTensor, options: OptionValues) -> Tensor:
-        ctx.weight = b
-        result: Tensor = _plain(op, a, b, None, (fused.UNCHANGED, (), None, ()), None, options)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        weight = ctx.weight.dequantize()
-        return (grads[0].to(weight.dtype) @ weight).to(grads[0].dtype), None, None, None
-
-
-def _with_gradients(
-    op: str,
-    a: Tensor,
-    b: QuantizedTensor,
-    bias: Factor | None,
-    functions: tuple[Any, ...],
-    options: OptionValues,
-) -> Any:
-    """The product by the kernel, and what comes behind it in torch, so that autograd sees it."""
-    epilogue, args, prologue, prologue_args = functions
-    if prologue is not None:
-        a = prologue(a.float(), *prologue_args).to(a.dtype)
-    out_dtype, *how = options
-    product = _Linear.apply(a, op, b, (torch.float32, *how))  # type: ignore[no-untyped-call]
-    for part in _parts(bias):
-        product = product + part
-    made = epilogue(product, *args)
-    kept = a.dtype if out_dtype is None else out_dtype
-    cast = [x.to(kept) if x.dtype == torch.float32 else x for x in _parts(made)]
-    return tuple(cast) if isinstance(made, tuple) else cast[0]
-
-
-def _parts(value: Any) -> Sequence[Any]:
-    return [] if value is None else list(value) if isinstance(value, tuple | list) else [value]
+    out_dtype, *how, config = options
+    results = torch.ops.gemmery.packed_fused(
+        a, *flat(b), op, *flatten([*biases, *args]), epilogue.name, len(biases), type_text(out_dtype), *how,
+        config_text(config),
+    )  # fmt: skip
+    return fused.returned(results, len(results) > 1)

@@ -69,7 +69,7 @@ def _packed(a: Tensor, *rest: Any) -> Tensor:
     op, *options = rest[_PARTS:]
     functions = (fused.UNCHANGED, (), None, ())
     with torch.no_grad():
-        result: Tensor = fused.product(op, a, _weight(*rest[:_PARTS]), None, functions, None, tuple(options))  # type: ignore[arg-type]
+        result: Tensor = fused.product(op, a, _weight(*rest[:_PARTS]), None, functions, None, tuple(options))
     return result
 
 

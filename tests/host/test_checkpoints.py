@@ -4,8 +4,6 @@ Three kinds of tests: of layouts that numpy packs here, bit by bit and independe
 themselves have made (tests/data/checkpoints, see make.py there); and of the libraries where they are installed.
 """
 
-import doctest
-import importlib
 import importlib.util
 import json
 from pathlib import Path
@@ -678,23 +676,3 @@ def test_torchao_int4_itself(rng):
     scale, zero = tensor(scales, torch.bfloat16), torch.zeros(4, 32, dtype=torch.bfloat16)
     weight = int4.Int4Tensor(tensor(packed), scale, zero, [1, 16], torch.Size((32, 64)))
     check(read_weight({"weight": weight}, ""), numbers * scales.T.repeat(16, 1))
-
-
-MODULES = (
-    "assemble",
-    "bitsandbytes",
-    "compressed_tensors",
-    "fp8",
-    "gptq",
-    "microscaling",
-    "read",
-    "torchao",
-    "words",
-)
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_examples(name):
-    result = doctest.testmod(importlib.import_module(f"gemmery.formats.checkpoints.{name}"))
-    assert result.attempted > 0
-    assert result.failed == 0

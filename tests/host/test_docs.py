@@ -1,5 +1,6 @@
 """The pages of docs/, and what README shows: their code runs, and what they quote is what there is."""
 
+import json
 import re
 from pathlib import Path
 
@@ -7,13 +8,17 @@ import pytest
 import torch
 
 import gemmery
+from benchmarks import quantization_error
 from gemmery import epilogues, fused
 from gemmery.dispatch import Options
 from gemmery.epilogues import Untraceable, table
+from gemmery.formats import FORMATS
+from gemmery.formats.checkpoints.torchao import READERS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 EPILOGUES = (ROOT / "docs" / "epilogues.md").read_text()
+LOW_BIT = (ROOT / "docs" / "low-bit.md").read_text()
 
 
 def blocks(path):
@@ -130,3 +135,61 @@ def test_messages_of_calls_are_quoted(arguments):
     kind = " (TypeError)" if isinstance(raised.value, TypeError) else "\n"
     # At the end of a line, or with the kind that it is.
     assert f"`{raised.value}`{kind}" in EPILOGUES
+
+
+# --- low-bit.md
+
+
+def section(page, heading):
+    return page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+
+
+def test_errors_of_formats_are_those_of_the_file():
+    result = json.loads(quantization_error.OUT.read_text())
+    assert quantization_error.rewritten(LOW_BIT, quantization_error.table(result)) == LOW_BIT
+
+
+def test_errors_were_measured_in_every_case():
+    found = [
+        {key: value for key, value in row.items() if key in ("format", "group_size", "symmetric", "scale")}
+        for row in json.loads(quantization_error.OUT.read_text())["formats"]
+    ]
+    assert {row["format"] for row in found} == set(FORMATS)
+    for row, (name, options) in zip(found, quantization_error.CASES, strict=True):
+        assert row == row | {"format": name} | options
+
+
+def test_all_formats_are_listed():
+    missing = [name for name in FORMATS if f"| `{name}` |" not in section(LOW_BIT, "Formats")]
+    assert not missing
+
+
+def test_all_of_torchaos_tensors_are_listed():
+    missing = [name for name in READERS if f"`{name}`" not in section(LOW_BIT, "Checkpoints")]
+    assert not missing
+
+
+WEIGHT = torch.ones(64, 256, dtype=torch.bfloat16)
+PACKED = gemmery.quantize(WEIGHT, "int4", group_size=64)
+WRONG = {
+    "format": lambda: gemmery.quantize(WEIGHT, "int3"),
+    "group size": lambda: gemmery.quantize(WEIGHT, "int4", group_size=48),
+    "no groups": lambda: gemmery.quantize(WEIGHT, "int8", symmetric=False),
+    "NaN": lambda: gemmery.quantize(WEIGHT * float("nan"), "int4"),
+    "another type": lambda: gemmery.linear(WEIGHT.float(), PACKED),
+    "halves": lambda: gemmery.linear(WEIGHT, (PACKED, PACKED), epilogue=epilogues.swiglu),
+    "batch": lambda: gemmery.linear(WEIGHT, gemmery.quantize(torch.ones(3, 64, 256), "int4")),
+    "out and gradients": lambda: gemmery.linear(
+        WEIGHT.clone().requires_grad_(), PACKED, out=torch.empty(64, 64, dtype=torch.bfloat16)
+    ),
+    "shard": lambda: PACKED.shard(-1, 0, 3),
+    "scaled": lambda: gemmery.scaled_matmul(gemmery.quantize_activations(WEIGHT), PACKED),
+}
+
+
+@pytest.mark.parametrize("call", WRONG.values(), ids=WRONG)
+def test_messages_of_packed_weights_are_quoted(call):
+    with pytest.raises((ValueError, TypeError)) as raised:
+        call()
+    kind = " (TypeError)" if isinstance(raised.value, TypeError) else " -"
+    assert words(f"`{raised.value}`{kind}") in words(section(LOW_BIT, "Errors").replace("\n\n", " - "))

@@ -1,9 +1,7 @@
 """Weights of few bits on the host: what codes mean, packing, quantising, and the tensor that holds them."""
 
 import copy
-import doctest
 import fractions
-import importlib
 import io
 import math
 import pickle
@@ -897,10 +895,3 @@ def test_import_is_lazy():
         "assert 'safetensors' not in sys.modules and {'quantize', 'QuantizedTensor'} <= set(dir(gemmery))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.mark.parametrize("name", ["codes", "files", "packing", "quantize", "tensor"])
-def test_examples(name):
-    result = doctest.testmod(importlib.import_module(f"gemmery.formats.{name}"))
-    assert result.attempted > 0
-    assert result.failed == 0

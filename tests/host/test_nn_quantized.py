@@ -1,8 +1,6 @@
 """Linear layers with quantised weights: made, put in the place of plain ones, and of other libraries' layers."""
 
 import copy
-import doctest
-import importlib
 import importlib.util
 import io
 import json
@@ -439,13 +437,6 @@ def test_quantised_embeddings_are_no_linear_layers():
     report = gemmery.nn.swap(model)
     assert report.left == report.replaced == []
     assert model[0] is embedding
-
-
-@pytest.mark.parametrize("name", ["foreign", "quantized", "quantizing"])
-def test_examples(name):
-    result = doctest.testmod(importlib.import_module(f"gemmery.nn.{name}"))
-    assert result.attempted > 0
-    assert result.failed == 0
 
 
 def test_a_plain_model_has_nothing_to_recognise():

@@ -13,7 +13,8 @@ from .base import FORMATS
 if TYPE_CHECKING:
     from .tensor import QuantizedTensor
 
-#: What codes in words stand for, as numbers: under torch.compile a tensor made before can't be used, nor one made then be kept.
+#: What codes in words stand for, as numbers: under torch.compile a tensor made before can't be used, nor one made then
+#: be kept.
 VALUES = {name: tuple(format.stored_values.tolist()) for name, format in FORMATS.items()}
 
 

@@ -187,8 +187,8 @@ def gemm_tiles(
     """One program a tile, or with `SPLIT_K` one for every `part_k` of a tile's K; see `parts`.
 
     `b_rest` and `out_rest` are b and out again, with descriptors for blocks of `REST_N` columns. `PACKED` where b is
-    the words of packed numbers, to which `b_scales` and `b_shifts` belong; see `packed`. `scales` are factors that change
-    along K, which `SHARED_M` rows and `SHARED_N` columns share; see `scales`.
+    the words of packed numbers, to which `b_scales` and `b_shifts` belong; see `packed`. `scales` are factors that
+    change along K, which `SHARED_M` rows and `SHARED_N` columns share; see `scales`.
     """
     right = (b, b_scales, b_shifts) if PACKED else b
     part = tl.program_id(0) // tiles

@@ -1,8 +1,9 @@
 """Factors that change along K: each step's product is multiplied by them before it is added to the sum.
 
 `scales` is (pointer, steps, stride_row, stride_k) for A and then the same for B: the factor of row `i` for the columns
-`BLOCK` of K from `k` on is at `i // EVERY * stride_row + k // BLOCK * stride_k`; steps are those of the batch, negated. The scheme is DeepSeek-V3's (arXiv:2412.19437, section 3.3.2), whose activations have a factor for 1 x
-128 elements and whose weights one for 128 x 128.
+`BLOCK` of K from `k` on is at `i // EVERY * stride_row + k // BLOCK * stride_k`; steps are those of the batch, negated.
+The scheme is DeepSeek-V3's (arXiv:2412.19437, section 3.3.2), whose activations have a factor for 1 x 128 elements and
+whose weights one for 128 x 128.
 """
 
 import triton
