@@ -329,9 +329,9 @@ def check(call: Call) -> None:
                     f"{op}: {input_name(call, i)} is on {value.device} and {first} on {a.device}"
                 )
             names = dimensions(call, i, value, shape)
-            if i < call.lead and call.biases == 2 and names[-1:] != ("N/2",):
+            if call.scaled <= i < call.lead and call.biases == 2 and names[-1:] != ("N/2",):
                 raise ValueError(
-                    f"{op}: bias[{i}] is {tuple(value.shape)}; the halves' are ({shape[-1] // 2},)"
+                    f"{op}: {input_name(call, i)} is {tuple(value.shape)}; the halves' are ({shape[-1] // 2},)"
                 )
         elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
             raise ValueError(f"{op}: {input_name(call, i)} is {value}; integers must fit in 64 bits")

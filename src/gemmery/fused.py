@@ -30,6 +30,7 @@ from .dispatch import (
 from .epilogues.function import Epilogue
 from .epilogues.identity import value_key
 from .epilogues.lower import WHOLE, Program
+from .formats.packing import STRIP
 from .formats.tensor import QuantizedTensor
 from .layout import make_fused_problem, overlap, overlaps_itself
 from .plan import Plan, make_plan, runs_on
@@ -95,12 +96,35 @@ def product(
         from .fused_ops import dispatched
 
         return dispatched(call.opened(), given.epilogue, out)
+    return _computed_and_learned(call, (a, b, bias, *given.args), given.epilogue, out, options)
+
+
+def inside(
+    op: str, a: Tensor, b: Factor, bias: Factor | None, epilogue: Epilogue[Any, Any], args: Sequence[Any],
+    options: OptionValues,
+) -> Any:  # fmt: skip
+    """The same inside an operator, where everything in torch that wanted to see the call has seen it."""
+    with torch.no_grad():
+        known = quick.run(op, a, b, bias, (epilogue, args, None, ()), options)
+        if known is not None:
+            return known
+        call = _checked(op, a, b, bias, Functions(epilogue, args), None, options)
+        return _computed_and_learned(call, (a, b, bias, *args), epilogue, None, options)
+
+
+def _computed_and_learned(
+    call: Call, looked: tuple[Any, ...], epilogue: Any, out: Tensor | None, options: OptionValues
+) -> Any:
+    """What a call returns; the next one like it goes the short way.
+
+    Args:
+        looked: what the user gave, as `quick` looks at it.
+    """
     call = call.upwards()
     prepared = _find(call, out)
     result = returned(*_computed(call, prepared, out))
-    if prepared is not None and out is None and quick.may_learn(call, given.epilogue):
-        looked = (a, b, bias, *given.args)
-        quick.learn(call, looked, given.epilogue, options, prepared.results, prepared.plan)
+    if prepared is not None and out is None and quick.may_learn(call, epilogue):
+        quick.learn(call, looked, epilogue, options, prepared.results, prepared.plan)
     return result
 
 
@@ -333,6 +357,11 @@ def _check_overlap(call: Call, out: Tensor) -> None:
 def _check_pairing(call: Call, made: Program) -> None:
     """ValueError for a pair of factors that the epilogue's kernel can't read."""
     right = call.right
+    if call.weight is not None and made.paired and call.shape[-1] % (2 * STRIP):
+        raise ValueError(
+            f"{call.op}: the packed weight has {call.shape[-1]} rows; for an epilogue that halves the product's columns "
+            f"they must be a multiple of {2 * STRIP}"
+        )
     if right is None:
         return
     name = operand_names(call.op)[1]

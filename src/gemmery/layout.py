@@ -134,7 +134,8 @@ def make_fused_problem(
 
 def _rows(factors: Tensor, problem: Problem) -> Operand:
     """The layout of a matrix of factors that is the same for a whole batch."""
-    return Operand(factors.dtype, (0,) * len(problem.batch), *factors.stride(), factors.data_ptr() % 16 == 0)
+    row, col = factors.stride()
+    return Operand(factors.dtype, (0,) * len(problem.batch), row, col, factors.data_ptr() % 16 == 0)
 
 
 def _fold(

@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 
 from . import fused
 from .call import Call, Factor, added, described, kept_types, output_types, outputs_of
-from .dispatch import OptionValues, check_tensor, lowered, operand_names
+from .dispatch import OptionValues, check_tensor, lowered, operand_names, result_dtype
 from .epilogues.function import Epilogue
 from .formats.tensor import QuantizedTensor
 from .problem import accumulator, config_text
@@ -35,6 +35,11 @@ def product(
     _check(op, a, b)
     if functions[0] is None and not functions[1]:
         functions = (fused.UNCHANGED, (), *functions[2:])
+        if out is not None and options[0] is None:
+            options = (out.dtype, *options[1:])
+        if options[0] is not None:
+            # Without an epilogue, what a product can be.
+            result_dtype(op, b, b, options[0])
     if b.permutation is not None and a.shape[-1] == b.shape[-1]:
         a, functions = _before(a, functions)
         a = a.index_select(-1, b.permutation)

@@ -60,8 +60,8 @@ def refusal(problem: Problem, config: Config) -> str | None:
         return "packed weights need the tile schedule with swap, and a block_n that is a power of two"
     if config.block_k % packing.step:
         return f"block_k must be a multiple of {packing.step} for {packing.bits} bits"
-    if problem.paired and (problem.N // 2 % STRIP or config.block_n < 2 * STRIP):
-        return f"halves of packed columns must be multiples of {STRIP}, and block_n at least {2 * STRIP}"
+    if problem.paired and config.block_n < 2 * STRIP:
+        return f"block_n must be at least {2 * STRIP} for halves of packed columns"
     return None
 
 

@@ -67,9 +67,7 @@ def _weight(
 
 def _packed(a: Tensor, *rest: Any) -> Tensor:
     op, *options = rest[_PARTS:]
-    functions = (fused.UNCHANGED, (), None, ())
-    with torch.no_grad():
-        result: Tensor = fused.product(op, a, _weight(*rest[:_PARTS]), None, functions, None, tuple(options))
+    result: Tensor = fused.inside(op, a, _weight(*rest[:_PARTS]), None, fused.UNCHANGED, (), tuple(options))
     return result
 
 
@@ -144,7 +142,7 @@ def _gradients_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 def _arguments(a: Tensor, rest: Any) -> tuple[Any, ...]:
-    """What a product takes, of what the operator was given; see `fused.product`."""
+    """What a product takes, of what the operator was given; see `fused.inside`."""
     op, tensors, numbers, kinds, epilogue, biases, out_dtype, *how = rest[_PARTS:]
     values = unflatten(tensors, numbers, kinds)
     bias = tuple(values[:biases])
@@ -154,9 +152,7 @@ def _arguments(a: Tensor, rest: Any) -> tuple[Any, ...]:
 
 
 def _packed_fused(a: Tensor, *rest: Any) -> list[Tensor]:
-    op, a, weight, bias, epilogue, args, options = _arguments(a, rest)
-    with torch.no_grad():
-        made = fused.product(op, a, weight, bias, (epilogue, args, None, ()), None, options)
+    made = fused.inside(*_arguments(a, rest))
     results = list(made) if isinstance(made, tuple) else [made]
     return apart(results, [a, *[x for x in (*rest[:_TENSORS], *rest[_PARTS + 1]) if x is not None]])
 

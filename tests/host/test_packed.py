@@ -1,5 +1,7 @@
 """Products with a packed weight by the reference: what is computed, what torch does with it, and what is refused."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import nn
@@ -31,7 +33,9 @@ def weight(kind="int4", batch=(), n=N, k=K, dtype=BF16, order=False):
     format, options = KINDS[kind]
     w = gemmery.quantize(values(*batch, n, k, seed=1, dtype=F32) / 8, format, dtype=dtype, **options)
     if order:
-        w = w.with_parts(w.parts() | {"permutation": torch.randperm(k, generator=torch.Generator().manual_seed(2))})
+        w = w.with_parts(
+            w.parts() | {"permutation": torch.randperm(k, generator=torch.Generator().manual_seed(2))}
+        )
     return w
 
 
@@ -125,7 +129,10 @@ def test_out():
     gemmery.linear(x, w, values(N), out=out)
     near(out, wide(x, w) + values(N))
     fails(ValueError, lambda: gemmery.linear(x, w, out=out.t()), "out is (32, 5); the result is (5, 32)")
-    fails(TypeError, lambda: gemmery.linear(x, w, out=out.float()), "out is torch.float32")
+    near(gemmery.linear(x, w, out=torch.empty(5, N)), wide(x, w), F32)
+    fails(
+        TypeError, lambda: gemmery.linear(x, w, out=torch.empty(5, N), epilogue=GELU), "out is torch.float32"
+    )
     fails(ValueError, lambda: gemmery.linear(x[:, :N], weight(k=N), out=x[:, :N]), "out and x share memory")
 
 
@@ -136,7 +143,10 @@ def test_a_column_for_two():
     near(gemmery.linear(x, w, rows), wide(x, w) + rows)
     near(gemmery.linear(x, w, epilogue=epilogues.swiglu), epilogues.swiglu(wide(x, w)))
     halves = (values(1), values(1, seed=1))
-    near(gemmery.linear(x, w, halves, epilogue=epilogues.swiglu), epilogues.swiglu(wide(x, w) + torch.cat(halves)))
+    near(
+        gemmery.linear(x, w, halves, epilogue=epilogues.swiglu),
+        epilogues.swiglu(wide(x, w) + torch.cat(halves)),
+    )
 
 
 # --- gradients
@@ -263,7 +273,8 @@ def test_compiled_with_any_number_of_rows(backend):
     w = weight()
     function = lambda x, w, b: gemmery.linear(x * 2, w, b, epilogue=GELU)  # noqa: E731
     made = compiled(function, counted if backend == "eager" else backend, dynamic=True)
-    for m in (4, 7, 9, 30):
+    # None of these is a size of the weight's, which the compiler would take for the same.
+    for m in (5, 7, 9, 30):
         x = values(m, K)
         same([made(x, w, values(N))], [function(x, w, values(N))], 1e-2)
     assert count <= 1
@@ -300,9 +311,21 @@ def test_compiled_errors():
     out = torch.empty(5, N, dtype=BF16)
     plain = lambda acc: acc  # noqa: E731
     error = Exception  # Dynamo wraps what code raises
-    fails(error, lambda: compiled(lambda: gemmery.linear(x, w, epilogue=plain), "eager")(), "must be what gemmery.epilogue")
-    fails(error, lambda: compiled(lambda x: gemmery.linear(x, w, out=out), "eager")(x), "out= with a packed weight")
-    fails(error, lambda: compiled(lambda x: gemmery.linear(x, w), "eager")(x[:, 1:]), "inner sizes 127 and 128 differ")
+    fails(
+        error,
+        lambda: compiled(lambda: gemmery.linear(x, w, epilogue=plain), "eager")(),
+        "must be what gemmery.epilogue",
+    )
+    fails(
+        error,
+        lambda: compiled(lambda x: gemmery.linear(x, w, out=out), "eager")(x),
+        "out= with a packed weight",
+    )
+    fails(
+        error,
+        lambda: compiled(lambda x: gemmery.linear(x, w), "eager")(x[:, 1:]),
+        "inner sizes 127 and 128 differ",
+    )
 
 
 def test_exported():
@@ -316,8 +339,8 @@ def test_exported():
 
 
 def test_make_fx():
-    x, w = values(4, K), weight()
-    function = lambda x: gemmery.linear(x, w, values(N), epilogue=GELU)  # noqa: E731
+    x, w, bias = values(4, K), weight(), values(N)
+    function = lambda x: gemmery.linear(x, w, bias, epilogue=GELU)  # noqa: E731
     for mode in ("real", "fake"):
         if mode == "fake":
             # The weight is no input, so that it stays real.
@@ -374,14 +397,12 @@ def test_vmap(order):
     near(torch.vmap(lambda x: gemmery.bmm(x, batch))(x), wide(x, batch))
 
 
-def test_transforms_of_gradients():
+def test_transforms_of_gradients_are_refused():
+    """As those of all of gemmery's products; no tensor loses its gradient silently."""
     x, w = values(3, 5, K), weight()
-    want = torch.func.grad(lambda x: F.gelu(x @ w.dequantize().mT).float().sum())
-    found = torch.func.grad(lambda x: gemmery.linear(x, w, epilogue=GELU).float().sum())
-    same([found(x)], [want(x)])
-    same([torch.vmap(found)(x)], [torch.vmap(want)(x)])
-    same([torch.func.hessian(lambda x: gemmery.linear(x, w, epilogue=GELU).float().sum())(x[0, 0, :])]
-         if False else [found(x)], [want(x)])  # fmt: skip
+    for epilogue in (None, GELU):
+        grad = torch.func.grad(lambda x: gemmery.linear(x, w, epilogue=epilogue).float().sum())  # noqa: B023
+        fails(RuntimeError, lambda: grad(x), "functorch transforms")  # noqa: B023
 
 
 def test_a_mapped_weight_is_refused():
@@ -414,7 +435,7 @@ def test_meta_tensors():
 class Seen(torch.Tensor):
     """A tensor that notes which operators come by."""
 
-    calls = []
+    calls: ClassVar = []
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):

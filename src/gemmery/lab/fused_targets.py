@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -18,9 +18,12 @@ from ..call import make_call, outputs_of
 from ..devices import Device
 from ..dispatch import Options
 from ..epilogues import library
+from ..formats.base import FORMATS
+from ..formats.packing import pack
+from ..formats.tensor import QuantizedTensor
 from ..kernels import pointwise
 from ..nn.feed_forward import Differentiable
-from ..problem import DTYPE_NAMES, Problem, accumulator
+from ..problem import DTYPE_NAMES, SCALED_EVERY, Problem, accumulator
 
 
 def squares(acc: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,6 +66,9 @@ class Fused:
         needs: a type that the target must have.
         rows: of the product in a sample: few of them take small tiles, which compile sooner.
         columns: of the product, where these are not as many as all other sizes.
+        packed: the format and the size of a group of a packed weight.
+        blocks: whether both factors have scales that change along K.
+        aligned: whether only sizes that suit all loads are compiled: odd ones are refused, or spill somewhere.
     """
 
     function: Callable[..., Any]
@@ -74,6 +80,9 @@ class Fused:
     needs: torch.dtype | None = None
     rows: int = 16
     columns: int | None = None
+    packed: tuple[str, int] | None = None
+    blocks: bool = False
+    aligned: bool = False
 
 
 FUSED: dict[str, Fused] = {
@@ -89,6 +98,12 @@ FUSED: dict[str, Fused] = {
     "dropout": Fused(library.dropout, (0.1, 1 << 40)),
     "cast_fp8": Fused(library.cast_fp8, (2.0,), needs=torch.float8_e4m3fn),
     "dequantised": Fused(dequantised, ("column", "row"), dtypes=("int8", "e4m3", "e5m2")),
+    "int4_gelu": Fused(library.gelu, bias=True, dtypes=("bf16", "fp16"), packed=("int4", 128)),
+    "int4_swiglu": Fused(library.swiglu, packed=("int4", 32), aligned=True),
+    "e4m3_packed": Fused(fused.unchanged, dtypes=("bf16", "fp16"), packed=("e4m3", 0)),
+    "nvfp4": Fused(fused.unchanged, dtypes=("bf16", "fp16"), packed=("nvfp4", 16)),
+    "nf4": Fused(fused.unchanged, dtypes=("bf16", "fp16"), packed=("nf4", 64), rows=4096),
+    "scaled_blocks": Fused(fused.unchanged, dtypes=("int8", "e4m3"), blocks=True, aligned=True),
     # The backward pass of a gated block: a product that goes on to the gradient of the one before.
     "swiglu_backward": Fused(Differentiable(library.swiglu).backward, ("wide",)),
 }
@@ -125,8 +140,29 @@ def _operands(
     if how.pair:
         # In one buffer, as all begin at one address on the meta device: apart, and the gate behind what it gates.
         weight = empty(3 * size // 2, size, dtype=kind).chunk(3)[::-2]
+    if how.packed:
+        weight = _packed(*how.packed, columns, size, kind)
     args = tuple([empty(*shapes[x]) if isinstance(x, str) else x for x in how.args])
     return empty(rows, size, dtype=kind), weight, empty(columns) if how.bias else None, args
+
+
+def _packed(format: str, group: int, rows: int, columns: int, dtype: torch.dtype) -> QuantizedTensor:
+    """A packed weight on the meta device."""
+    codes = torch.empty(rows, columns, dtype=torch.uint8, device="meta")
+    scales = torch.empty(rows, -(-columns // group), dtype=dtype, device="meta") if group else None
+    words = pack(codes, FORMATS[format].bits)
+    shared = None if scales is None else scales.new_empty(scales.shape[1], -(-rows // 16) * 16)
+    return QuantizedTensor((rows, columns), format, words, dtype=dtype, group_size=group, scales=shared)
+
+
+def _pose_blocks(x: Tensor, weight: Tensor, function: Callable[..., Any]) -> Any:
+    """A product of factors with scales that change along K."""
+    steps = -(-x.shape[1] // SCALED_EVERY)
+    left, right = (
+        torch.empty(n, steps, device="meta") for n in (x.shape[0], -(-weight.shape[0] // SCALED_EVERY))
+    )
+    call = make_call("linear", x, weight, None, function, (), torch.bfloat16, Options())
+    return fused._prepare(replace(call, scales=(left, right, 1, SCALED_EVERY)), None).plan
 
 
 @contextlib.contextmanager
@@ -147,7 +183,11 @@ def pose(name: str, dtype: str, rows: int, size: int, device: Device) -> Posed:
     """A product with one of the epilogues, up to the choice of a config."""
     x, weight, bias, args = _operands(name, dtype, rows, size)
     how = FUSED[name]
-    factor = tuple([half.t() for half in weight]) if how.pair else weight.t()
+    if how.blocks:
+        with _standing_in(device):
+            blocks: Posed = _pose_blocks(x, weight, how.function)
+            return blocks
+    factor = tuple([half.t() for half in weight]) if how.pair else weight if how.packed else weight.t()
     before = (x.new_empty(rows, 1), x.new_empty(size)) if how.prologue else ()
     with _standing_in(device):
         posed: Any = gemmery.plan(

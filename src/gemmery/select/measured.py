@@ -25,7 +25,7 @@ TABLES = Path(__file__).with_name("tables")
 #: How far a measurement reaches: in doublings of a size or of the parts along K.
 REACH = 0.8
 #: The same for kinds whose tiles' worth changes faster: how many rows of A they take decides how much is unpacked.
-REACHES = {"packed4": 0.25, "packed8": 0.25}
+REACHES = {"packed4": 0.2, "packed8": 0.2}
 #: The weight of the model itself, where a measurement of the very shape has 1.
 PRIOR = 0.3
 

@@ -22,6 +22,8 @@ from .space import Space, everywhere, space_of
 
 #: Kernels that serve all M of otherwise equal problems.
 KERNELS = 8
+#: The same for packed weights, for which the best tile changes faster with M.
+PACKED_KERNELS = 12
 #: How much larger losses count more in the choice of a shortlist.
 SHARPNESS = 30.0
 #: Problems whose shortlists are kept.
@@ -47,7 +49,8 @@ def _of(problem: Problem) -> frozenset[int]:
     kernels = np.unique(space.kernel)
     # The best config of each kernel; they differ in how many parts K is cut into, which is no other code.
     best = np.stack([logs[:, space.kernel == kernel].min(axis=1) for kernel in kernels], axis=1)
-    return frozenset(kernels[_cover(best)].tolist())
+    count = KERNELS if problem.packing is None else PACKED_KERNELS
+    return frozenset(kernels[_cover(best, count)].tolist())
 
 
 def _log_times(problem: Problem, space: Space) -> np.ndarray:
@@ -94,8 +97,8 @@ def numerics(device: Device, precision: Precision, fast_accum: bool, a: torch.dt
     return min(means, key=means.__getitem__)
 
 
-def _cover(logs: np.ndarray) -> list[int]:
-    """Columns of an array, `KERNELS` at most, whose minimum over them is little above that over all.
+def _cover(logs: np.ndarray, count: int) -> list[int]:
+    """Columns of an array, `count` at most, whose minimum over them is little above that over all.
 
     Found greedily, and then each is exchanged for a better one where there is one, given the others.
     """
@@ -103,7 +106,7 @@ def _cover(logs: np.ndarray) -> list[int]:
     # One number of rows with a large loss is worse than many with a small one.
     loss = loss + SHARPNESS * loss**2
     chosen: list[int] = []
-    for _ in range(min(KERNELS, logs.shape[1])):
+    for _ in range(min(count, logs.shape[1])):
         chosen.append(_best_addition(loss, chosen))
     for _ in range(2):
         for place in range(len(chosen)):
