@@ -40,7 +40,8 @@ def matmul(
         a: (..., M, K) or (K,), any strides.
         b: (..., K, N) or (K,), any strides, on a's device. Types must agree; the two fp8 types may be mixed. With an
             epilogue that halves the columns also a pair of them, (K, N / 2) each and of the same strides, that count as
-            `torch.cat(b, -1)` and are not copied: gate and up as two weights.
+            `torch.cat(b, -1)` and are not copied: gate and up as two weights. A packed weight, a
+            `gemmery.QuantizedTensor`, is given as it is, (*batch, N, K), as a Linear's weight.
         bias: (N,) or anything that broadcasts to the product, added before rounding; with such a pair also a pair.
         epilogue: a torch function of the product (with the bias, in the type of sums) and `args` that runs inside the
             kernel; or what `gemmery.epilogue` made of one. The result is what it returns, one tensor or a tuple.
@@ -104,7 +105,7 @@ def linear(
 
     Args:
         x: (..., K).
-        weight: (N, K), or (K,) for a single output without its dimension; or a pair, see `matmul`.
+        weight: (N, K), or (K,) for a single output without its dimension; or a pair, see `matmul`. Packed, (N, K).
         bias: (N,); or a pair.
 
     The other arguments, the result and the errors are those of `matmul`.
@@ -144,7 +145,7 @@ def addmm(
     Args:
         input: anything that broadcasts to (M, N); may be `out` itself.
         a: (M, K).
-        b: (K, N).
+        b: (K, N). Not packed: a `gemmery.QuantizedTensor` is for `linear`, `matmul` and `bmm`.
         beta, alpha: Python numbers; integers for int8.
 
     The other arguments, the result and the errors are those of `matmul`.
@@ -155,12 +156,14 @@ def addmm(
         tensor([[16., 16.],
                 [16., 16.]])
     """
+    if is_packed(b) or is_packed(a) or is_packed(input):
+        name = "b" if is_packed(b) else "a" if is_packed(a) else "input"
+        raise TypeError(
+            f"addmm: {name} is a QuantizedTensor; it can be the second factor alone, of gemmery.linear(a, b, input) or "
+            "gemmery.matmul(a, b, bias=input)"
+        )
     if input is None:
         check_tensor("addmm", "input", input)
-    if is_packed(b):
-        raise TypeError(
-            "addmm: b is packed; use gemmery.matmul(a, b, bias=input) or gemmery.linear(a, b, input)"
-        )
     options = (out_dtype, precision, fast_accum, batch_invariant, config)
     return run("addmm", a, b, input, alpha, beta, out, options)
 
@@ -181,6 +184,8 @@ def bmm(
     config: Config | dict[str, Any] | str | None = None,
 ) -> Any:
     """A batch of products, as torch.bmm: (B, M, K) by (B, K, N); the other arguments are those of `matmul`.
+
+    A packed weight, a `gemmery.QuantizedTensor`, is given as it is, (B, N, K), as a batch of Linears' weights.
 
     Example:
         >>> import torch, gemmery

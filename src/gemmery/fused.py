@@ -359,8 +359,8 @@ def _check_pairing(call: Call, made: Program) -> None:
     right = call.right
     if call.weight is not None and made.paired and call.shape[-1] % (2 * STRIP):
         raise ValueError(
-            f"{call.op}: the packed weight has {call.shape[-1]} rows; for an epilogue that halves the product's columns "
-            f"they must be a multiple of {2 * STRIP}"
+            f"{call.op}: the packed weight has {call.shape[-1]} rows; for an epilogue that halves the columns of the "
+            f"product they must be a multiple of {2 * STRIP}"
         )
     if right is None:
         return

@@ -82,7 +82,7 @@ torch.library.register_autograd("gemmery::fused_backward", _gradients, setup_con
 # vmap: the dimension that it hides becomes a batch dimension of the product
 
 
-def _leading(x: Tensor, dim: int | None, rank: int, size: int, everywhere: bool = False) -> Tensor:
+def leading(x: Tensor, dim: int | None, rank: int, size: int, everywhere: bool = False) -> Tensor:
     """A tensor whose mapped dimension comes first, before as many others as make it broadcast with `rank` of them.
 
     Args:
@@ -108,12 +108,12 @@ def _fused_vmap(
     of_tensors = of_tensors or [None] * len(tensors)
     rank = max(_rank(a, of_a), _rank(b, of_b))
     mapped = of_b is not None or of_right is not None
-    b = _leading(b, of_b, rank, info.batch_size, everywhere=mapped)
+    b = leading(b, of_b, rank, info.batch_size, everywhere=mapped)
     # The product has the dimension in any case.
-    a = _leading(a, of_a, rank, info.batch_size, everywhere=not mapped)
-    tensors = [_leading(x, d, rank, info.batch_size) for x, d in zip(tensors, of_tensors, strict=True)]
+    a = leading(a, of_a, rank, info.batch_size, everywhere=not mapped)
+    tensors = [leading(x, d, rank, info.batch_size) for x, d in zip(tensors, of_tensors, strict=True)]
     if right is not None:
-        right = _leading(right, of_right, rank, info.batch_size, everywhere=mapped)
+        right = leading(right, of_right, rank, info.batch_size, everywhere=mapped)
         if right.stride() != b.stride():
             # Only one half is mapped, or they are along other dimensions: a kernel reads both in one way.
             b, right = b.contiguous(), right.contiguous()

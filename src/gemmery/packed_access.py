@@ -16,8 +16,8 @@ from .kernels import decoders
 from .kernels.packed import load_packed
 from .problem import Config, Packing, Problem
 
-#: What does the work for each kind of code; `bits` tells the two of integers apart.
-_DECODERS = {
+#: What does the work for each kind of code, by `Format.code` and bits, which tell the two of integers apart.
+DECODERS = {
     ("int", 4): decoders.decode_int4,
     ("int", 8): decoders.decode_int8,
     ("e2m1", 4): decoders.decode_e2m1,
@@ -42,13 +42,19 @@ def load_{name}(
 def loader(packing: Packing, dtype: torch.dtype, asm: int, waits: bool, described: bool, paired: bool) -> Any:
     """The loader of a format; see `kernels.packed.load_packed`."""
     format = FORMATS[packing.format]
+    if (format.code, packing.bits) not in DECODERS:
+        known = ", ".join(f"{code} of {bits} bits" for code, bits in DECODERS)
+        raise NotImplementedError(
+            f"format {format.name!r} has no decoder for {format.code!r} of {packing.bits} bits, so that no kernel can "
+            f"multiply it; packed_access.DECODERS has {known}"
+        )
     facts = {
         "code": format.code, "per": 32 // packing.bits, "group": packing.group, "zero": format.zero,
         "offsets": packing.shifts == "offsets", "dtype": "tl." + str(dtype).removeprefix("torch."), "asm": asm,
         "waits": waits, "described": described, "paired": paired,
     }  # fmt: skip
     name = "_".join(str(x).replace(".", "_") for x in facts.values())
-    space = {"LOAD": load_packed, "DECODE": _DECODERS[format.code, packing.bits]}
+    space = {"LOAD": load_packed, "DECODE": DECODERS[format.code, packing.bits]}
     return compiled(_LOADER.format(name=name, **facts), space)
 
 

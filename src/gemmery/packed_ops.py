@@ -20,6 +20,7 @@ from .epilogues.function import named
 from .formats.base import FORMATS
 from .formats.tensor import QuantizedTensor
 from .fused_ops import apart, check_outside, fake_results, type_of_text, unflatten
+from .fused_transforms import leading
 from .ops import LIBRARY
 
 _WEIGHT = (
@@ -49,7 +50,7 @@ def flat(weight: QuantizedTensor) -> tuple[Any, ...]:
     """A weight without permutation as arguments of an operator."""
     return (
         weight.words, weight.scales, weight.zeros, weight.offsets, weight.channel, list(weight.shape),
-        weight.format.name, weight.group_size, weight.dtype,
+        weight.format_name, weight.group_size, weight.dtype,
     )  # fmt: skip
 
 
@@ -182,26 +183,42 @@ torch.library.register_autograd(
 # vmap: the dimension that it hides becomes a batch dimension of the product
 
 
-def _leading(x: Tensor, dim: int | None, dims: Any, shape: Any) -> Tensor:
-    """The mapped first operand with that dimension first, and so many others that it broadcasts with the weight."""
-    if dim is None or any(d is not None for d in dims):
+def _check_parts(in_dims: Any) -> None:
+    if any(dim is not None for dim in in_dims[1 : 1 + _TENSORS]):
         raise NotImplementedError(
             "vmap: a packed weight can't be mapped; map over x, or use a batch of weights"
         )
-    x = x.movedim(dim, 0)
-    return x.reshape(x.shape[0], *[1] * (len(shape) + 1 - x.dim()), *x.shape[1:])
+
+
+def _first(x: Tensor, dim: int | None, rest: Any, size: int) -> Tensor:
+    """The first operand with the mapped dimension, before as many others as make it broadcast with the weight."""
+    rank = max(x.dim() - (dim is not None), len(rest[_TENSORS]))
+    return leading(x, dim, rank, size, everywhere=True)
 
 
 def _packed_vmap(info: Any, in_dims: Any, a: Tensor, *rest: Any) -> Any:
-    a = _leading(a, in_dims[0], in_dims[1 : 1 + _TENSORS], rest[_TENSORS])
+    _check_parts(in_dims)
+    a = _first(a, in_dims[0], rest, info.batch_size)
     # Now it has one dimension more than its user knows of, which only a general product takes.
     return torch.ops.gemmery.packed(a, *rest[:_PARTS], "matmul", *rest[_PARTS + 1 :]), 0
 
 
 def _packed_backward_vmap(info: Any, in_dims: Any, grad: Tensor, *rest: Any) -> Any:
-    grad = _leading(grad, in_dims[0], in_dims[1 : 1 + _TENSORS], rest[_TENSORS])
+    _check_parts(in_dims)
+    grad = _first(grad, in_dims[0], rest, info.batch_size)
     return torch.ops.gemmery.packed_backward(grad, *rest), 0
+
+
+def _packed_fused_vmap(info: Any, in_dims: Any, a: Tensor, *rest: Any) -> Any:
+    _check_parts(in_dims)
+    a = _first(a, in_dims[0], rest, info.batch_size)
+    tensors, others = rest[_PARTS + 1], rest[_PARTS + 2 :]
+    dims = in_dims[_PARTS + 2] or [None] * len(tensors)
+    tensors = [leading(x, d, a.dim() - 1, info.batch_size) for x, d in zip(tensors, dims, strict=True)]
+    results = torch.ops.gemmery.packed_fused(a, *rest[:_PARTS], "matmul", tensors, *others)
+    return results, [0] * len(results)
 
 
 torch.library.register_vmap("gemmery::packed", _packed_vmap, lib=LIBRARY)
 torch.library.register_vmap("gemmery::packed_backward", _packed_backward_vmap, lib=LIBRARY)
+torch.library.register_vmap("gemmery::packed_fused", _packed_fused_vmap, lib=LIBRARY)

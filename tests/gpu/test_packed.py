@@ -14,6 +14,7 @@ from gemmery.formats.base import FORMATS
 from gemmery.formats.packing import pack
 from gemmery.kernels import decoders
 from gemmery.kernels.numerics import INTERPRETED
+from gemmery.packed_access import DECODERS
 from gemmery.select.space import tiles_of
 from tests.gpu.common import DEVICE, DRY, HALVES, matrix, needs_cuda, rng, size, values, wide
 
@@ -82,10 +83,7 @@ def decoded(format, dtype, part, asm):
     words = (codes << (torch.arange(per) * format.bits)).sum(1)
     words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32).to(DEVICE)
     out = torch.empty(2, 256, dtype=dtype, device=DEVICE)
-    function = {
-        ("int", 4): decoders.decode_int4, ("int", 8): decoders.decode_int8, ("e2m1", 4): decoders.decode_e2m1,
-        ("nf4", 4): decoders.decode_nf4, ("e4m3", 8): decoders.decode_e4m3, ("e5m2", 8): decoders.decode_e5m2,
-    }[format.code, format.bits]  # fmt: skip
+    function = DECODERS[format.code, format.bits]
     decode_all[(1,)](words, out, function, part, tl.bfloat16 if dtype == torch.bfloat16 else tl.float16, asm)
     return out.cpu(), codes[:, 2 * part : 2 * part + 2].mT
 

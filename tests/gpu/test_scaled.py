@@ -198,8 +198,9 @@ def assert_product(result, a, b, bias=None, fast_accum=False):
     if bad.any():
         where = tuple(bad.nonzero()[0].tolist())
         raise AssertionError(
-            f"{int(bad.sum())} of {bad.numel()} elements are wrong, the first at {where}: "
-            f"{result[where].item()} for {want[where].item()}"
+            f"{int(bad.sum())} of {bad.numel()} elements of {a.kind} {tuple(a.shape)} by {b.kind} {tuple(b.shape)} are "
+            f"wrong, the first at {where}: {result[where].item()} for {want[where].item()}, allowed "
+            f"{allowed[where].item()}, terms {terms[where].item()}"
         )
 
 

@@ -6,6 +6,7 @@ themselves have made (tests/data/checkpoints, see make.py there); and of the lib
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -278,11 +279,13 @@ def test_errors_of_bnb(rng):
 # --- compressed-tensors
 
 
-@pytest.mark.parametrize("columns", [128, 100])
+@pytest.mark.parametrize("columns", [128, 192])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("kind", ["group", "zeros", "channel", "tensor", "order"])
 def test_packed_integers(rng, kind, bits, columns):
-    rows, size = 32, columns // 4 if kind in ("group", "zeros", "order") else columns
+    # Rows that end inside a word, but where groups are to divide them.
+    columns = columns if kind in ("group", "zeros", "order") else columns - 28
+    rows, size = 32, {128: 32, 192: 64}.get(columns, columns)
     half = 1 << (bits - 1)
     numbers = rng.integers(-half, half, (rows, columns))
     groups = columns // size
@@ -302,6 +305,33 @@ def test_packed_integers(rng, kind, bits, columns):
         tensors["weight_g_idx"] = tensor(g_idx)
     w = (numbers - zeros[:, g_idx]) * (scales if kind == "tensor" else scales[:, g_idx])
     check(read_compressed_tensors(tensors), w)
+
+
+@pytest.mark.parametrize("size", [25, 24, 8])
+def test_groups_for_which_there_is_no_kernel(rng, size):
+    columns = 4 * size
+    text = f"read_{{}}: the checkpoint's group_size is {size}; it must be a power of two of at least 16"
+    numbers, scales = rng.integers(-8, 8, (32, columns)), scales_of(rng, 32, 4)
+    tensors = {
+        "weight_packed": words(np.pad(numbers + 8, ((0, 0), (0, -columns % 8))), 4, 1),
+        "weight_scale": tensor(scales, torch.bfloat16), "weight_shape": torch.tensor([32, columns]),
+    }  # fmt: skip
+    for given in (None, size):
+        with pytest.raises(ValueError, match=text.format("compressed_tensors")):
+            read_compressed_tensors(tensors, group_size=given)
+    with pytest.raises(ValueError, match=text.format("fp8_blocks")):
+        read_fp8_blocks(fp8(rng, 32, columns)[0], torch.ones(1, 4), block=(128, size))
+    weight = made_up(
+        "Int8Tensor", qdata=tensor(numbers.astype(np.int8)), scale=tensor(scales), block_size=[1, size]
+    )
+    with pytest.raises(ValueError, match=text.format("torchao")):
+        read_torchao(weight)
+    qzeros, half = torch.zeros(4, 4, dtype=torch.int32), torch.ones(4, 32, dtype=torch.float16)
+    with pytest.raises(ValueError, match=text.format("awq")):
+        read_awq(torch.zeros(columns, 4, dtype=torch.int32), qzeros, half)
+    if columns % 8 == 0:
+        with pytest.raises(ValueError, match=text.format("gptq")):
+            read_gptq(torch.zeros(columns // 8, 32, dtype=torch.int32), qzeros, half)
 
 
 @pytest.mark.parametrize("kind", ["channel", "tensor", "zeros"])
@@ -534,6 +564,44 @@ def test_older_torchao(rng, domain):
         else (codes - zeros.repeat(32, 1)) * spread
     )
     check(read_torchao(weight), w)
+
+
+def older_of_three_bits(rng, scales, zeros, high=7):
+    inner = SimpleNamespace(
+        int_data=tensor(rng.integers(0, high + 1, (32, 64)).astype(np.uint8)),
+        scale=tensor(scales), zero_point=tensor(zeros),
+    )  # fmt: skip
+    return made_up(
+        "AffineQuantizedTensor", tensor_impl=inner, block_size=(1, 32), quant_min=0, quant_max=high,
+        zero_point_domain=SimpleNamespace(name="FLOAT"), shape=(32, 64),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("high", [7, 14])
+def test_older_torchao_with_another_middle(rng, high):
+    """Offsets take it up where they hold it, to the bit."""
+    scales, zeros = scales_of(rng, 32, 2), scales_of(rng, 32, 2)
+    weight = older_of_three_bits(rng, scales, zeros, high)
+    numbers = weight.tensor_impl.int_data.numpy() - (high + 1) / 2  # torchao's mid_point, not always whole
+    read = read_torchao(weight)
+    check(read, (numbers * scales.repeat(32, 1) + zeros.repeat(32, 1)).astype(np.float32))
+    assert read.zeros is None
+    weight = older_of_three_bits(rng, scales, zeros + np.float32(2**-12), high)
+    middle = re.escape(f"{(high + 1) / 2:g} stands for zero_point; it must be 8 that does")
+    with pytest.raises(
+        ValueError, match=rf"quant_min is 0 and quant_max {high}, so that {middle}.* exact in"
+    ):
+        read_torchao(weight)
+
+
+def test_scales_with_offsets_are_of_the_weights_type(rng):
+    scales = (1 + rng.random((32, 2)) / 3).astype(np.float32)  # more bits than bfloat16 has
+    zeros = scales_of(rng, 32, 2)
+    read = read_torchao(older_of_three_bits(rng, scales, zeros, high=15))
+    assert read.scales.dtype == read.offsets.dtype == torch.bfloat16
+    assert read.scales[:, :32].T.equal(tensor(scales, torch.bfloat16))
+    with pytest.raises(ValueError, match=r"read_torchao: scales have .* would become inf in torch.float16"):
+        read_torchao(older_of_three_bits(rng, scales * 1e6, zeros, high=15), dtype=torch.float16)
 
 
 def test_older_torchao_int8(rng):

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 import gemmery
+from gemmery import packed_access
 from gemmery.formats import (
     FORMATS,
     QuantizedTensor,
@@ -25,8 +26,11 @@ from gemmery.formats import (
     quantize,
     save_safetensors,
 )
+from gemmery.formats.base import Format
 from gemmery.formats.decode import rounded_sum
 from gemmery.formats.quantize import nearest
+from gemmery.kernels import decoders
+from gemmery.problem import Packing
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -110,6 +114,34 @@ def test_nf4_has_the_quantiles_of_its_paper():
     same(from_codes(codes, "nf4", dtype=BF16).dequantize()[0], FORMATS["nf4"].values.to(BF16))
 
 
+def test_decoders_have_the_same_nf4():
+    assert torch.tensor(decoders.NF4.value).equal(FORMATS["nf4"].stored_values)
+
+
+def test_a_format_of_an_unknown_code_is_an_error():
+    with pytest.raises(ValueError, match="Format 'odd': code is 'e3m0'; it must be one of int, e4m3"):
+        _ = Format("odd", 4, "e3m0", 0, "").values
+
+
+def test_a_format_without_a_rule_can_not_be_asked_for(monkeypatch):
+    odd = Format("odd", 4, "e2m1", 0, "")
+    monkeypatch.setitem(FORMATS, "odd", odd)
+    for format in ("odd", odd):
+        with pytest.raises(ValueError, match=r"quantize: format is 'odd', which has no rule; .* int8, int4,"):
+            quantize(torch.ones(16, 32), format)
+
+
+def test_a_format_without_a_decoder_has_no_kernel(monkeypatch):
+    monkeypatch.setitem(FORMATS, "odd", Format("odd", 8, "e2m1", 0, ""))
+    with pytest.raises(NotImplementedError, match="format 'odd' has no decoder for 'e2m1' of 8 bits"):
+        packed_access.loader(Packing("odd", 8), BF16, 0, False, False, False)
+
+
+def test_every_format_has_a_decoder_and_a_rule():
+    assert {(format.code, format.bits) for format in FORMATS.values()} == packed_access.DECODERS.keys()
+    assert all(quantize(torch.ones(16, 128), name).format is format for name, format in FORMATS.items())
+
+
 def test_the_code_that_a_format_calls_zero_stands_for_zero():
     for format in FORMATS.values():
         codes = torch.full((16, 32), format.zero, dtype=torch.uint8)
@@ -174,7 +206,7 @@ def meaning(q, codes, scales, zeros, offsets, channel, batch, row, column):
     if scales is not None:
         scale = float(scales[(*batch, row, column // q.group_size)])
         product = value * fractions.Fraction(scale)
-        if scales.dtype == torch.float32 and offsets is None:
+        if scales.dtype == torch.float32:
             product = fractions.Fraction(float(np.float32(float(value)) * np.float32(scale)))
         value = product
     if offsets is not None:
@@ -188,7 +220,7 @@ def meaning(q, codes, scales, zeros, offsets, channel, batch, row, column):
 
 @pytest.mark.parametrize("name", list(FORMATS))
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("parts", ["", "s", "S", "sz", "szo", "so", "So", "sc", "C", "szoc", "Sz"])
+@pytest.mark.parametrize("parts", ["", "s", "S", "sz", "so", "sc", "C", "soc", "Sz", "SzC"])
 def test_dequantize_is_the_arithmetic_that_is_documented(name, dtype, parts):
     batch, N, K, size = (2,), 20, 72, 16
     codes = codes_of(*batch, N, K, bits=FORMATS[name].bits, seed=2)
@@ -468,6 +500,7 @@ def test_errors_of_quantize(arguments, error, text):
 
 
 CODES = torch.zeros(16, 64, dtype=torch.uint8)
+ONES = torch.ones(16, 2)
 
 
 @pytest.mark.parametrize(
@@ -479,10 +512,34 @@ CODES = torch.zeros(16, 64, dtype=torch.uint8)
         ({"scales": torch.ones(16, 3)}, ValueError, "give a group_size"),
         ({"scales": torch.ones(16, 2), "group_size": 16}, ValueError, r"it must be \(16, 4\)"),
         ({"scales": torch.ones(16, 2), "group_size": 0}, ValueError, "group_size is 0"),
-        ({"group_size": 16}, ValueError, "group_size is 16 with no scales"),
+        ({"group_size": 16}, ValueError, "group_size is 16 without scales; it must be 0"),
         ({"scales": torch.ones(16, 2), "zeros": torch.ones(16, 4)}, ValueError, "zeros is"),
-        ({"zeros": torch.full((16, 2), 0.5)}, ValueError, "whole numbers"),
-        ({"zeros": torch.full((16, 2), 257)}, ValueError, "zeros have 257, which would become 256"),
+        ({"scales": ONES, "zeros": ONES / 2}, ValueError, "whole numbers"),
+        ({"scales": ONES, "zeros": ONES * 257}, ValueError, "zeros have 257, which would become 256"),
+        ({"zeros": ONES}, ValueError, "from_codes: there are zeros without scales"),
+        ({"offsets": ONES}, ValueError, "from_codes: there are offsets without scales"),
+        (
+            {"scales": ONES, "zeros": ONES, "offsets": ONES},
+            ValueError,
+            r"from_codes: there are both zeros and offsets.* offsets - \(zeros - 8\) \* scales can be given as offsets",
+        ),
+        (
+            {"format": "nf4", "scales": ONES, "zeros": ONES, "offsets": ONES},
+            ValueError,
+            r" offsets - zeros \* scales can be given as offsets",
+        ),
+        (
+            {"scales": ONES, "offsets": ONES},
+            ValueError,
+            "from_codes: scales are torch.float32 with offsets; they must be torch.bfloat16",
+        ),
+        ({"scales": ONES.double(), "offsets": ONES}, ValueError, "scales are torch.float64 with offsets"),
+        (
+            {"codes": CODES[:, :48], "scales": torch.ones(16, 2)},
+            ValueError,
+            "from_codes: group_size is 24 with scales; it must be a power of two of at least 16",
+        ),
+        ({"scales": torch.ones(16, 8)}, ValueError, "group_size is 8 with scales"),
         ({"scales": torch.full((16, 2), 1e-6, dtype=BF16), "dtype": FP16}, None, ""),
         ({"scales": torch.full((16, 2), 1e-9, dtype=BF16), "dtype": FP16}, ValueError, "would become 0"),
         ({"scales": torch.full((16, 2), 1e6, dtype=BF16), "dtype": FP16}, ValueError, "would become inf"),
@@ -520,12 +577,13 @@ def test_from_codes_takes_types_as_it_says():
 # --- the tensor ------------------------------------------------------------------------------------------------------
 
 
-def full(*batch, dtype=BF16, seed=0):
+def full(*batch, dtype=BF16, seed=0, zeros=False):
     """A weight with everything that one can have, 40 x 256 in groups of 64."""
     groups = (*batch, 40, 4)
+    offsets = weight(*groups, seed=seed + 1, dtype=dtype)
     return from_codes(
         codes_of(*batch, 40, 256, seed=seed), "int4", scales=weight(*groups, seed=seed, dtype=dtype),
-        zeros=codes_of(*groups, seed=seed), offsets=weight(*groups, seed=seed + 1, dtype=dtype),
+        zeros=codes_of(*groups, seed=seed) if zeros else None, offsets=None if zeros else offsets,
         channel=weight(*batch, 40, seed=seed), permutation=torch.arange(256).reshape(4, 64).flip(1).flatten(),
     )  # fmt: skip
 
@@ -533,6 +591,7 @@ def full(*batch, dtype=BF16, seed=0):
 WEIGHTS = {
     "int4": lambda: quantize(weight(40, 256), "int4"),
     "full": full,
+    "zeros": lambda: full(zeros=True),
     "nvfp4": lambda: quantize(weight(2, 40, 256), "nvfp4"),
     "e4m3": lambda: quantize(weight(40, 256), "e4m3", scale="block", dtype=FP16),
 }
@@ -623,12 +682,13 @@ def test_there_is_no_gradient():
 
 
 def test_other_types():
-    q = full()
-    half = q.half()
-    assert (half.dtype, half.scales.dtype, half.zeros.dtype, half.offsets.dtype) == (FP16,) * 4
-    assert half.channel.dtype == torch.float32
-    assert torch.equal(half.scales.float(), q.scales.float())
-    check_equal(half.bfloat16(), q)
+    for q in (full(zeros=True), full()):
+        half = q.half()
+        shift = half.offsets if half.zeros is None else half.zeros
+        assert (half.dtype, half.scales.dtype, shift.dtype) == (FP16,) * 3
+        assert half.channel.dtype == torch.float32
+        assert torch.equal(half.scales.float(), q.scales.float())
+        check_equal(half.bfloat16(), q)
     block = quantize(weight(40, 256), "e4m3", scale="block")
     assert block.half().scales.dtype == torch.float32
     with pytest.raises(ValueError, match=r"to: dtype is torch.float32; .* dequantize\(torch.float32\)"):
@@ -776,9 +836,24 @@ def test_errors_of_shard():
 
 def test_what_is_not_supported_says_so():
     q = full()
-    for act in (lambda: q + 1, lambda: q.mT, lambda: q.t(), lambda: q.view(-1), lambda: torch.ones(2, 40) @ q,
+    for act in (lambda: q + 1, lambda: q.view(-1), lambda: torch.ones(2, 40) @ q,
                 q.zero_, lambda: torch.ones(40, 256).copy_(q)):  # fmt: skip
         with pytest.raises(NotImplementedError, match=r"not defined for QuantizedTensor.*its dequantize\(\)"):
+            act()
+
+
+def test_a_transpose_says_that_none_is_needed():
+    q, batch = full(), full(2)
+    for act in (
+        lambda: q.mT,
+        lambda: q.t(),
+        lambda: q.T,
+        lambda: batch.transpose(1, 2),
+        lambda: q.permute(1, 0),
+    ):
+        with pytest.raises(
+            NotImplementedError, match=r"matmul and bmm take it as it is, \(\*batch, N, K\), not"
+        ):
             act()
 
 
@@ -798,6 +873,9 @@ def test_a_weight_in_shared_memory():
     assert all(x.is_shared() for x in q.parts().values())
 
 
+SHARED = torch.ones(4, 48, dtype=BF16)
+
+
 @pytest.mark.parametrize(
     "change, error, text",
     [
@@ -806,15 +884,44 @@ def test_a_weight_in_shared_memory():
         ({"dtype": torch.float32}, ValueError, "dtype is torch.float32"),
         ({"words": None}, TypeError, "words is a NoneType"),
         ({"words": torch.zeros(3, 16, 32)}, TypeError, "words is torch.float32; it must be torch.int32"),
-        ({"group_size": 0}, ValueError, "group_size is 0 with scales and zeros and offsets"),
+        (
+            {"group_size": 0},
+            ValueError,
+            "QuantizedTensor: group_size is 0 with scales; it must be a power of two",
+        ),
         ({"group_size": -1}, ValueError, "group_size is -1"),
+        ({"group_size": 48}, ValueError, "group_size is 48 with scales"),
+        (
+            {"group_size": 8},
+            ValueError,
+            "group_size is 8 with scales; it must be a power of two of at least 16",
+        ),
+        ({"scales": None, "offsets": None}, ValueError, "group_size is 64 without scales; it must be 0"),
+        (
+            {"scales": None},
+            ValueError,
+            "there are offsets without scales; they need scales, which can be all 1",
+        ),
+        ({"scales": None, "offsets": None, "zeros": SHARED}, ValueError, "there are zeros without scales"),
+        ({"scales": None, "zeros": SHARED}, ValueError, "there are zeros and offsets without scales"),
+        (
+            {"zeros": SHARED},
+            ValueError,
+            r"there are both zeros and offsets; .* offsets - \(zeros - 8\) \* scales",
+        ),
+        (
+            {"scales": SHARED.float()},
+            ValueError,
+            "scales are torch.float32 with offsets; they must be torch.bfloat16",
+        ),
         (
             {"scales": torch.zeros(4, 40, dtype=BF16)},
             ValueError,
             r"scales is \(4, 40\); it must be \(4, 48\)",
         ),
         ({"scales": torch.zeros(4, 48, dtype=FP16)}, TypeError, "scales is torch.float16"),
-        ({"zeros": torch.zeros(4, 48)}, TypeError, "zeros is torch.float32"),
+        ({"offsets": None, "zeros": torch.zeros(4, 48)}, TypeError, "zeros is torch.float32"),
+        ({"offsets": torch.zeros(4, 48)}, TypeError, "offsets is torch.float32"),
         ({"scales": torch.zeros(48, 4, dtype=BF16).T}, ValueError, "must be contiguous"),
         ({"channel": torch.zeros(48)}, ValueError, "channel is"),
         ({"channel": torch.zeros(40, device="meta")}, ValueError, "channel is on meta and words on cpu"),

@@ -306,6 +306,23 @@ def test_compiled_modules(backend, dynamic):
         same([made(x)], [block(x)], 1e-2)
 
 
+def test_compiled_weights_that_are_made_there():
+    x, w = values(5, K), weight("int8 zeros", (3,))
+    first = lambda x, w: gemmery.linear(x, w[0], epilogue=GELU)  # noqa: E731
+    same([compiled(first, "aot_eager")(x, w)], [first(x, w)], 1e-2)
+    half = lambda x, w: gemmery.linear(x.half(), w.to(F16))  # noqa: E731
+    same([compiled(half, "aot_eager")(x, w[0])], [half(x, w[0])], 1e-2)
+
+
+def test_compiled_vmap():
+    x, w, b = values(3, 5, K), weight("int8 channel", order=True), values(3, N)
+    for way in (lambda x, b: gemmery.linear(x, w), lambda x, b: gemmery.linear(x, w, b, epilogue=GELU)):
+        for dims in ((0, 0), (1, None), (None, 0)):
+            mapped = torch.vmap(way, dims)
+            given = [y if d is not None else y[0] for y, d in zip((x, b), dims, strict=True)]
+            same([compiled(mapped, "aot_eager")(*given)], [mapped(*given)], 1e-2)
+
+
 def test_compiled_errors():
     x, w = values(5, K), weight()
     out = torch.empty(5, N, dtype=BF16)
@@ -476,7 +493,10 @@ WRONG = [
     (ValueError, lambda x, w: gemmery.bmm(x[None], weight("int4", (2,))), "batch sizes differ"),
     (TypeError, lambda x, w: gemmery.linear(x, HALVES, epilogue=epilogues.swiglu), "weight[0] is packed; halves of packed columns must be one tensor"),
     (TypeError, lambda x, w: gemmery.linear(x, HALVES), "weight"),
-    (TypeError, lambda x, w: gemmery.addmm(x, x, w), "addmm: b is packed; use gemmery.matmul"),
+    (TypeError, lambda x, w: gemmery.addmm(x, x, w), "addmm: b is a QuantizedTensor; it can be the second factor alone"),
+    (TypeError, lambda x, w: gemmery.addmm(None, None, w, beta="x"), "addmm: b is a QuantizedTensor"),
+    (TypeError, lambda x, w: gemmery.addmm(x, w, x), "addmm: a is a QuantizedTensor"),
+    (TypeError, lambda x, w: gemmery.addmm(w, x, x), "addmm: input is a QuantizedTensor"),
     (TypeError, lambda x, w: gemmery.linear(x, w, args=(1,)), "args are an epilogue's; there is none"),
     (TypeError, lambda x, w: gemmery.linear(x, w, out_dtype=torch.int8), "out_dtype is torch.int8"),
     (ValueError, lambda x, w: gemmery.linear(x, w, precision="tf16"), "precision is 'tf16'"),

@@ -29,9 +29,11 @@ def call(cls: type, func: Any, args: Any, kwargs: Any) -> Any:
         weight = next(
             (x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, cls)), None
         )
+        use = "it can be the weight of gemmery.linear"
+        if func in _TRANSPOSES:
+            use = "gemmery.linear, matmul and bmm take it as it is, (*batch, N, K), not transposed"
         raise NotImplementedError(
-            f"{func}: not defined for {weight!r}; it can be the weight of gemmery.linear, and its dequantize() is a "
-            "plain tensor"
+            f"{func}: not defined for {weight!r}; {use}, and its dequantize() is a plain tensor"
         )
     return operator(func, *args, **kwargs)
 
@@ -189,6 +191,7 @@ def _unbind(func: Any, weight: QuantizedTensor, dim: int = 0) -> list[QuantizedT
     return [_select(func, weight, dim, i) for i in range(weight.shape[dim])]
 
 
+_TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default)
 _OPERATORS: dict[Any, Callable[..., Any]] = {
     aten._to_copy.default: _to_copy,
     aten.alias.default: _detach,

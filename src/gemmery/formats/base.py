@@ -1,7 +1,8 @@
 """What a format is: how a stored code stands for a number, and what a group of codes shares.
 
-A stored number is `(values[code] - zero) * scale + offset`, in which zero, scale and offset are shared by a group of
-neighbouring columns of a row; what a whole row, or all, shares besides, multiplies the product instead.
+A stored number is `(values[code] - zero) * scale` or `values[code] * scale + offset`, in which zero, scale and offset
+are shared by a group of neighbouring columns of a row; what a whole row, or all, shares besides, multiplies the product
+instead.
 """
 
 from __future__ import annotations
@@ -44,7 +45,12 @@ class Format:
         if self.code == "e2m1":
             magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
             return torch.cat([magnitudes, -magnitudes])
-        return torch.tensor(NF4)
+        if self.code == "nf4":
+            return torch.tensor(NF4)
+        raise ValueError(
+            f"Format {self.name!r}: code is {self.code!r}; it must be one of int, e4m3, e5m2, e2m1 and nf4, or get a "
+            "branch in Format.values"
+        )
 
     @functools.cached_property
     def stored_values(self) -> Tensor:
@@ -60,7 +66,8 @@ class Format:
         return torch.tensor(self.stored, dtype=torch.uint8, device=codes.device)[codes.long()]
 
 
-#: QLoRA's 4-bit NormalFloat (Dettmers et al., 2023, arXiv:2305.14314, appendix E).
+#: QLoRA's 4-bit NormalFloat (Dettmers et al., 2023, arXiv:2305.14314, appendix E). `kernels.decoders` has it in the
+#: order of `NF4_STORED`.
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,

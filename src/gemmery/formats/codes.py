@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 from . import packing
 from .aten import converted
 from .base import Format
-from .tensor import DTYPES, QuantizedTensor, lookup
+from .tensor import DTYPES, QuantizedTensor, check_shared, lookup
 
 
 def from_codes(
@@ -30,10 +30,12 @@ def from_codes(
         codes: uint8, (*batch, N, K), each below `2**bits`; integers with `format.zero` added, or as zeros say.
         format: one of `FORMATS`, or its name.
         scales: (*batch, N, groups), of a floating type; float32 and float64 are kept as float32, others become `dtype`.
-        zeros: like scales, of any type; become `dtype`, in which those of an integer format must be whole.
-        offsets: like scales; become `dtype`.
+        zeros: like scales, of any type; become `dtype`, in which those of an integer format must be whole. They need
+            scales.
+        offsets: like scales; become `dtype`. They need scales of 16 bits at most, and take the place of zeros.
         channel: (*batch, N) or (1,); becomes float32.
-        group_size: columns that share a scale. By default K / groups, if that is whole; the last group may be shorter.
+        group_size: columns that share a scale, a power of two of at least 16. By default K / groups, if that is whole;
+            the last group may be shorter.
         dtype: torch.float16 or torch.bfloat16; by default that of scales if it is one of these, or torch.bfloat16.
         permutation: integers, (K,): column k of codes is column `permutation[k]` of the weight.
 
@@ -41,14 +43,14 @@ def from_codes(
         The weight, (*batch, N, K), on the device of the codes.
 
     Raises:
-        ValueError: shapes or devices do not fit, or a value does not fit its type.
+        ValueError: shapes or devices do not fit, a value does not fit its type, or there is no kernel for such groups.
         TypeError: a tensor has a type that is not meant.
 
     Example:
         >>> import torch
-        >>> codes = torch.tensor([[7, 8, 9, 15]], dtype=torch.uint8)
-        >>> from_codes(codes, "int4", scales=torch.tensor([[0.5, 2.0]])).dequantize()
-        tensor([[-0.5000,  0.0000,  2.0000, 14.0000]], dtype=torch.bfloat16)
+        >>> codes = torch.tensor([[7, 9]], dtype=torch.uint8).repeat_interleave(16, -1)
+        >>> from_codes(codes, "int4", scales=torch.tensor([[0.5, 2.0]])).dequantize()[:, 14:18]
+        tensor([[-0.5000, -0.5000,  2.0000,  2.0000]], dtype=torch.bfloat16)
     """
     format = lookup("from_codes", format)
     _check_codes(codes, format)
@@ -58,6 +60,7 @@ def from_codes(
         raise ValueError(f"from_codes: dtype is {dtype}; it must be torch.float16 or torch.bfloat16")
     grouped = {"scales": scales, "zeros": zeros, "offsets": offsets}
     group_size = _group_size(codes, grouped, group_size)
+    check_shared("from_codes", format, dtype, group_size, grouped)
     if zeros is not None and format.code == "int" and (zeros.float() != zeros.float().round()).any():
         raise ValueError(f"from_codes: zeros of {format.name} must be whole numbers")
     laid = {name: _grouped(name, x, codes, group_size, dtype) for name, x in grouped.items()}

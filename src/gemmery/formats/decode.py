@@ -38,12 +38,12 @@ def numbers(weight: QuantizedTensor) -> Tensor:
     result = values[codes.long()]
     if weight.zeros is not None:
         result = result - spread(weight, weight.zeros)
-    scales = None if weight.scales is None else spread(weight, weight.scales)
-    if weight.offsets is not None:
-        offsets = spread(weight, weight.offsets).double()
-        products = result.double() if scales is None else result.double() * scales.double()
-        return rounded_sum(products, offsets, dtype)
-    return result if scales is None else (result * scales).to(dtype)
+    if weight.scales is None:
+        return result
+    scales = spread(weight, weight.scales)
+    if weight.offsets is None:
+        return (result * scales).to(dtype)
+    return rounded_sum(result.double() * scales.double(), spread(weight, weight.offsets).double(), dtype)
 
 
 def spread(weight: QuantizedTensor, shared: Tensor) -> Tensor:

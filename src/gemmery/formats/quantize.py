@@ -19,10 +19,8 @@ __all__ = ["from_codes", "quantize"]
 
 Scale = Literal["tensor", "channel", "block"]
 
-#: Group sizes that can be asked for; what a format allows and has by default.
+#: Group sizes that can be asked for.
 SIZES = (16, 32, 64, 128, 256, 512, 1024)
-_ALLOWED = {"int4": (0, *SIZES), "int8": (0, *SIZES), "mxfp4": (32,), "nvfp4": (16,), "nf4": SIZES}
-_DEFAULT = {"int4": 128, "int8": 0, "mxfp4": 32, "nvfp4": 16, "nf4": 64}
 #: Rows and columns of a block that shares a scale with scale="block".
 BLOCK = 128
 #: The largest number of e2m1, and the exponent of its largest power of two.
@@ -38,6 +36,27 @@ class _Request:
     symmetric: bool
     scale: Scale
     dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """How numbers become a format.
+
+    Attributes:
+        sizes: group sizes that can be asked for.
+        size: that by default.
+        make: gives the weight, of float32 and a request.
+        blocks: the rule with `scale="block"`, where `scale` decides what shares one; None where it is `group_size`.
+        has_zeros: whether groups can have zero points.
+        takes_nan: whether there are codes for what is not finite.
+    """
+
+    sizes: tuple[int, ...]
+    size: int
+    make: Callable[[Tensor, _Request], QuantizedTensor]
+    blocks: _Rule | None = None
+    has_zeros: bool = False
+    takes_nan: bool = False
 
 
 def quantize(
@@ -83,25 +102,36 @@ def quantize(
         True
     """
     format = lookup("quantize", format)
-    _check_weight(w, format)
-    request = _request(w, format, group_size, symmetric, scale, dtype)
+    rule = _rule(format)
+    _check_weight(w, format, rule)
+    rule, request = _request(w, format, rule, group_size, symmetric, scale, dtype)
     values = w.detach().float()
-    if format.code in ("e4m3", "e5m2"):
-        return (_fp8_blocks if scale == "block" else _fp8)(values, request)
-    if request.group_size:
-        largest = _check_range(values, request.dtype)
-        result = _BY_GROUP[format.name](values, request)
-        # Scales are rounded, so that what is just below the type's limit may come back beyond it.
-        if largest > torch.finfo(request.dtype).max / 4 and not result.dequantize().isfinite().all():
-            raise ValueError(f"quantize: w has {largest:g}, too near the largest number of {request.dtype}")
-        return result
-    return _int_rows(values, request)
+    if not request.group_size:
+        return rule.make(values, request)
+    largest = _check_range(values, request.dtype)
+    result = rule.make(values, request)
+    # Scales are rounded, so that what is just below the type's limit may come back beyond it.
+    if (
+        largest > torch.finfo(request.dtype).max / 4
+        and not result.dequantize()[values.isfinite()].isfinite().all()
+    ):
+        raise ValueError(f"quantize: w has {largest:g}, too near the largest number of {request.dtype}")
+    return result
 
 
 # --- arguments -------------------------------------------------------------------------------------------------------
 
 
-def _check_weight(w: Tensor, format: Format) -> None:
+def _rule(format: Format) -> _Rule:
+    if format.name not in _RULES:
+        raise ValueError(
+            f"quantize: format is {format.name!r}, which has no rule; it must be one of {', '.join(_RULES)}, or "
+            "made by from_codes"
+        )
+    return _RULES[format.name]
+
+
+def _check_weight(w: Tensor, format: Format, rule: _Rule) -> None:
     if not isinstance(w, Tensor):
         raise TypeError(f"quantize: w is a {type(w).__name__}; it must be a tensor")
     if isinstance(w, QuantizedTensor):
@@ -110,55 +140,55 @@ def _check_weight(w: Tensor, format: Format) -> None:
         raise TypeError(f"quantize: w is {w.dtype}; it must be of floating point")
     if w.ndim < 2:
         raise ValueError(f"quantize: w is {tuple(w.shape)}; it must be (*batch, N, K)")
-    if format.code not in ("e4m3", "e5m2") and not w.float().isfinite().all():
+    if not rule.takes_nan and not w.float().isfinite().all():
         raise ValueError(f"quantize: w has NaN or infinity, which {format.name} has no codes for")
 
 
 def _request(
     w: Tensor,
     format: Format,
+    rule: _Rule,
     group_size: int | None,
     symmetric: bool,
     scale: Scale,
     dtype: torch.dtype | None,
-) -> _Request:
-    is_fp8 = format.code in ("e4m3", "e5m2")
+) -> tuple[_Rule, _Request]:
+    """The rule for what is asked for, and that itself."""
     if dtype is None:
         dtype = w.dtype if w.dtype in DTYPES else torch.bfloat16
     if dtype not in DTYPES:
         raise ValueError(f"quantize: dtype is {dtype}; it must be torch.float16 or torch.bfloat16")
     if scale not in ("tensor", "channel", "block"):
         raise ValueError(f"quantize: scale is {scale!r}; it must be 'tensor', 'channel' or 'block'")
-    if scale != "channel" and not is_fp8:
+    if scale != "channel" and rule.blocks is None:
+        with_scale = " and ".join(name for name, other in _RULES.items() if other.blocks)
         raise ValueError(
-            f"quantize: scale is {scale!r}, which is for e4m3 and e5m2; {format.name} has group_size"
+            f"quantize: scale is {scale!r}, which is for {with_scale}; {format.name} has group_size"
         )
     if not isinstance(symmetric, bool):
         raise TypeError(f"quantize: symmetric is {symmetric!r}; it must be True or False")
     if group_size is not None and (isinstance(group_size, bool) or not isinstance(group_size, int)):
         raise TypeError(f"quantize: group_size is {group_size!r}; it must be an int or None")
-    if is_fp8:
-        default = BLOCK if scale == "block" else 0
-        allowed: tuple[int, ...] = (default,)
-    else:
-        allowed, default = _ALLOWED[format.name], _DEFAULT[format.name]
-    size = default if group_size is None else group_size
-    if size not in allowed:
-        what = f"scale={scale!r}" if is_fp8 else format.name
+    what = format.name if rule.blocks is None else f"scale={scale!r}"
+    if rule.blocks is not None and scale == "block":
+        rule = rule.blocks
+    size = rule.size if group_size is None else group_size
+    if size not in rule.sizes:
         raise ValueError(
-            f"quantize: group_size is {size}; with {what} it must be {' or '.join(map(str, allowed))}"
+            f"quantize: group_size is {size}; with {what} it must be {' or '.join(map(str, rule.sizes))}"
         )
-    if not symmetric and format.code != "int":
-        raise ValueError(f"quantize: symmetric=False is for int8 and int4, and format is {format.name!r}")
+    if not symmetric and not rule.has_zeros:
+        with_zeros = " and ".join(name for name, other in _RULES.items() if other.has_zeros)
+        raise ValueError(f"quantize: symmetric=False is for {with_zeros}, and format is {format.name!r}")
     if not symmetric and not size:
         raise ValueError("quantize: symmetric=False needs groups, and group_size is 0; give a group_size")
-    return _Request(format, size, symmetric, scale, dtype)
+    return rule, _Request(format, size, symmetric, scale, dtype)
 
 
 def _check_range(values: Tensor, dtype: torch.dtype) -> float:
-    """The largest magnitude; an error if the type can't hold it, to which numbers are rounded when dequantised."""
+    """The largest finite magnitude; an error if the type can't hold it, to which numbers are rounded later."""
     limit = torch.finfo(dtype).max
-    largest = values.abs().max().item() if values.numel() else 0.0
+    largest = _finite(values).max().item() if values.numel() else 0.0
     if largest > limit:
         raise ValueError(
             f"quantize: w has {largest:g}, which {dtype} can't hold: its largest number is {limit:g}"
@@ -223,6 +253,10 @@ def _int_rows(values: Tensor, request: _Request) -> QuantizedTensor:
     scales = _or_one(_symmetric_scales(pad(values, (0, 1)), bits))  # with a zero, for rows that are empty
     codes = (values / scales.unsqueeze(-1)).round().clamp(-half, half - 1) + half
     return from_codes(codes.to(torch.uint8), request.format, channel=scales, dtype=request.dtype)
+
+
+def _int(values: Tensor, request: _Request) -> QuantizedTensor:
+    return (_int_groups if request.group_size else _int_rows)(values, request)
 
 
 def _int_groups(values: Tensor, request: _Request) -> QuantizedTensor:
@@ -324,7 +358,6 @@ def _fp8(values: Tensor, request: _Request) -> QuantizedTensor:
 
 
 def _fp8_blocks(values: Tensor, request: _Request) -> QuantizedTensor:
-    _check_range(_finite(values), request.dtype)
     *_, N, K = values.shape
     padded = pad(_finite(values), (0, -K % BLOCK, 0, -N % BLOCK))
     blocks = padded.unflatten(-1, (-(-K // BLOCK), BLOCK)).unflatten(-3, (-(-N // BLOCK), BLOCK))
@@ -334,6 +367,14 @@ def _fp8_blocks(values: Tensor, request: _Request) -> QuantizedTensor:
     return from_codes(codes, request.format, scales=by_row, group_size=BLOCK, dtype=request.dtype)
 
 
-_BY_GROUP: dict[str, Callable[[Tensor, _Request], QuantizedTensor]] = {
-    "int4": _int_groups, "int8": _int_groups, "mxfp4": _mxfp4, "nf4": _nf4, "nvfp4": _nvfp4,
-}  # fmt: skip
+_FP8 = _Rule((0,), 0, _fp8, takes_nan=True, blocks=_Rule((BLOCK,), BLOCK, _fp8_blocks))
+#: By the format's name; a format that only checkpoints have needs none.
+_RULES: dict[str, _Rule] = {
+    "int8": _Rule((0, *SIZES), 0, _int, has_zeros=True),
+    "int4": _Rule((0, *SIZES), 128, _int, has_zeros=True),
+    "e4m3": _FP8,
+    "e5m2": _FP8,
+    "mxfp4": _Rule((32,), 32, _mxfp4),
+    "nvfp4": _Rule((16,), 16, _nvfp4),
+    "nf4": _Rule(SIZES, 64, _nf4),
+}

@@ -16,9 +16,13 @@ from .base import FORMATS, Format
 
 #: The tensors that a QuantizedTensor consists of, in the order in which they are stored.
 INNER = ("words", "scales", "zeros", "offsets", "channel", "permutation")
+#: Those that have numbers for groups of columns.
+GROUPED = ("scales", "zeros", "offsets")
+#: The least number of columns with one scale.
+SMALLEST_GROUP = 16
 #: What a weight can be multiplied with.
 DTYPES = (torch.float16, torch.bfloat16)
-_OWN = frozenset((*INNER, "format", "group_size"))
+_OWN = frozenset((*INNER, "format_name", "group_size"))
 
 Inner = Mapping[str, Tensor | None]
 
@@ -34,7 +38,9 @@ class QuantizedTensor(Tensor):
         v = T(v * scale + offset)             instead, with offsets: rounded once
 
     which a kernel multiplies and sums in float32; where there is a `channel`, the sum is then multiplied by
-    `channel[n]`, in float32 as well. `dequantize` gives exactly these numbers.
+    `channel[n]`, in float32 as well. `dequantize` gives exactly these numbers. Zeros and offsets need scales, and there
+    can't be both: instead of zeros, what offsets add can be less by zero * scale, for integers by
+    (zero - `format.zero`) * scale.
 
     It is made by `quantize`, by `from_codes` or by a reader of checkpoints. It moves between devices and between
     float16 and bfloat16, can be a parameter without gradient, copied, pickled, saved, indexed along its batch, and cut
@@ -46,16 +52,18 @@ class QuantizedTensor(Tensor):
         format: one of `FORMATS`, or its name.
         words: int32, (*batch, strips, lines, 32), contiguous, from `packing.pack`.
         dtype: torch.float16 or torch.bfloat16.
-        group_size: columns that share a scale, a zero and an offset; 0 where there are none of these.
+        group_size: columns that share a scale, and a zero or an offset, a power of two of at least 16; 0 where there
+            are no scales.
         scales: (*batch, ceil(K / group_size), Np), contiguous, where Np is N rounded up to 16, and what pads is 0; of
-            type `dtype` or float32.
+            type `dtype` or, without offsets, float32.
         zeros: like scales, of type `dtype`; subtracted before scaling.
-        offsets: like zeros; added after scaling.
+        offsets: like zeros, and in their place; added after scaling.
         channel: float32, (*batch, N) or (1,).
         permutation: int64, (K,): column k of the packed matrix is column `permutation[k]` of the weight.
 
     Raises:
-        ValueError, TypeError: one of the tensors has another shape, type, device or layout.
+        ValueError, TypeError: one of the tensors has another shape, type, device or layout, or no kernel knows what
+            they are together.
 
     Example:
         >>> import torch
@@ -66,7 +74,7 @@ class QuantizedTensor(Tensor):
         tensor([3., 3., 3.], dtype=torch.bfloat16)
     """
 
-    format: Format
+    format_name: str
     group_size: int
     words: Tensor
     scales: Tensor | None
@@ -104,10 +112,16 @@ class QuantizedTensor(Tensor):
         words = inner["words"]
         assert words is not None
         self = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=words.device)
-        self.format, self.group_size = format, group_size
+        self.format_name, self.group_size = format.name, group_size
         for name in INNER:
             setattr(self, name, inner.get(name))
         return self
+
+    @property
+    def format(self) -> Format:
+        """How codes stand for numbers."""
+        # Kept by its name, of which the compiler can make a constant where a weight is made in what it compiles.
+        return FORMATS[self.format_name]
 
     # --- as values -------------------------------------------------------------------------------------------------
 
@@ -296,7 +310,7 @@ def _set_data(self: QuantizedTensor, data: Any) -> None:
         raise ValueError(
             f"data: {data!r} can't be that of {self!r}: shape, dtype and device must be the same"
         )
-    self.format, self.group_size = data.format, data.group_size
+    self.format_name, self.group_size = data.format_name, data.group_size
     for name in INNER:
         setattr(self, name, getattr(data, name))
 
@@ -334,12 +348,7 @@ def _check(shape: tuple[int, ...], format: Format, dtype: torch.dtype, group_siz
         raise ValueError(f"QuantizedTensor: shape is {shape}; it must be (*batch, N, K)")
     if dtype not in DTYPES:
         raise ValueError(f"QuantizedTensor: dtype is {dtype}; it must be torch.float16 or torch.bfloat16")
-    grouped = [name for name in ("scales", "zeros", "offsets") if inner[name] is not None]
-    if not isinstance(group_size, int) or group_size < 0 or bool(grouped) != bool(group_size):
-        has = " and ".join(grouped) or "no scales, zeros or offsets"
-        raise ValueError(
-            f"QuantizedTensor: group_size is {group_size!r} with {has}; it must be positive with and 0 without them"
-        )
+    check_shared("QuantizedTensor", format, dtype, group_size, inner)
     *batch, rows, columns = shape
     N, K = packing.padded(rows, columns, format.bits)
     groups = (*batch, -(-columns // group_size), N) if group_size else ()
@@ -350,6 +359,39 @@ def _check(shape: tuple[int, ...], format: Format, dtype: torch.dtype, group_siz
     _part("offsets", inner, [groups], [dtype])
     _part("channel", inner, [(*batch, rows), (1,)], [torch.float32])
     _part("permutation", inner, [(columns,)], [torch.int64])
+
+
+def is_group_size(size: object) -> bool:
+    """Whether so many columns can share a scale: kernels take powers of two that are no less than a step's 16.
+
+    Example:
+        >>> [size for size in (0, 8, 16, 48, 64) if is_group_size(size)]
+        [16, 64]
+    """
+    return isinstance(size, int) and size >= SMALLEST_GROUP and not size & (size - 1)
+
+
+def check_shared(caller: str, format: Format, dtype: torch.dtype, group_size: int, inner: Inner) -> None:
+    """Errors about what groups share: what no kernel knows is no weight either."""
+    scales, zeros, offsets = (inner[name] for name in GROUPED)
+    shifts = " and ".join(name for name in GROUPED[1:] if inner[name] is not None)
+    if shifts and scales is None:
+        raise ValueError(f"{caller}: there are {shifts} without scales; they need scales, which can be all 1")
+    if zeros is not None and offsets is not None:
+        zero = f"(zeros - {format.zero})" if format.code == "int" else "zeros"
+        raise ValueError(
+            f"{caller}: there are both zeros and offsets; give one of them: offsets - {zero} * scales can be given as "
+            "offsets, without zeros"
+        )
+    if scales is None and group_size != 0:
+        raise ValueError(f"{caller}: group_size is {group_size!r} without scales; it must be 0")
+    if scales is not None and not is_group_size(group_size):
+        raise ValueError(
+            f"{caller}: group_size is {group_size!r} with scales; it must be a power of two of at least "
+            f"{SMALLEST_GROUP}"
+        )
+    if offsets is not None and isinstance(scales, Tensor) and scales.dtype in (torch.float32, torch.float64):
+        raise ValueError(f"{caller}: scales are {scales.dtype} with offsets; they must be {dtype}")
 
 
 def _part(name: str, inner: Inner, shapes: list[tuple[int, ...]], dtypes: list[torch.dtype]) -> None:

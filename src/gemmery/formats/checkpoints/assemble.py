@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..aten import converted
 from ..base import FORMATS
 from ..codes import from_codes
-from ..tensor import DTYPES, QuantizedTensor
+from ..tensor import DTYPES, SMALLEST_GROUP, QuantizedTensor, is_group_size
 from .words import check_shape, group_size_of
 
 
@@ -22,19 +23,26 @@ def kind(dtype: torch.dtype | None, like: torch.dtype) -> torch.dtype:
 
 
 def assemble(
-    codes: Tensor, format: str, scales: Tensor, *, dtype: torch.dtype,
+    source: str, codes: Tensor, format: str, scales: Tensor, *, dtype: torch.dtype,
     zeros: Tensor | None = None, offsets: Tensor | None = None, group_size: int, permutation: Tensor | None = None,
 ) -> QuantizedTensor:  # fmt: skip
     """`from_codes`, without what changes nothing.
 
     Zero points that are all the format's own are left out. A single group without zero points and offsets becomes a
-    `channel`, which multiplies the product. Scales that are exact in `dtype` become it, and others stay float32.
+    `channel`, which multiplies the product. Scales that are exact in `dtype` become it, and others stay float32, but
+    for those with offsets, which are rounded to `dtype` as offsets are.
 
     Args:
+        source: the reader, for errors.
         codes: uint8, (..., N, K).
-        scales, zeros, offsets: (..., N, groups); zeros are integers.
+        scales: (..., N, groups).
+        zeros: of that shape, integers.
+        offsets: of that shape, in place of zeros.
         group_size: columns of a group.
         dtype: torch.float16 or torch.bfloat16.
+
+    Raises:
+        ValueError: there are several groups of a size for which there is no kernel, or a value that `dtype` can't hold.
     """
     columns = codes.shape[-1]
     if zeros is not None and bool((zeros == FORMATS[format].zero).all()):
@@ -43,9 +51,15 @@ def assemble(
         if zeros is None and offsets is None:
             return from_codes(codes, format, channel=scales.float()[..., 0], dtype=dtype)
         # A kernel's steps divide powers of two; it is one group either way.
-        group_size = max(16, 1 << (columns - 1).bit_length())
+        group_size = max(SMALLEST_GROUP, 1 << (columns - 1).bit_length())
+    if not is_group_size(group_size):
+        raise ValueError(
+            f"{source}: the checkpoint's group_size is {group_size}; it must be a power of two of at least "
+            f"{SMALLEST_GROUP}"
+        )
+    scales = _exact(scales, dtype) if offsets is None else converted(source, "scales", scales, dtype)
     return from_codes(
-        codes, format, scales=_exact(scales, dtype), zeros=zeros, offsets=offsets, group_size=group_size,
+        codes, format, scales=scales, zeros=zeros, offsets=offsets, group_size=group_size,
         dtype=dtype, permutation=permutation,
     )  # fmt: skip
 
@@ -80,7 +94,7 @@ def scaled_codes(
     if zeros is not None:
         check_shape(source, "zero_point", zeros, (rows, groups), "with scales of that shape")
     return assemble(
-        codes, format, scale, zeros=zeros, permutation=permutation, dtype=dtype,
+        source, codes, format, scale, zeros=zeros, permutation=permutation, dtype=dtype,
         group_size=group_size_of(source, columns, groups, group_size),
     )  # fmt: skip
 
@@ -103,4 +117,4 @@ def block_codes(
     if zeros is not None:
         check_shape(source, "zero_point", zeros, shape, why)
         zeros = zeros.repeat_interleave(high, 0)[:rows]
-    return assemble(codes, format, scales, zeros=zeros, group_size=wide, dtype=dtype)
+    return assemble(source, codes, format, scales, zeros=zeros, group_size=wide, dtype=dtype)

@@ -12,14 +12,12 @@ from torch import Tensor
 
 from ..base import NF4
 from ..codes import from_codes
-from ..tensor import QuantizedTensor
+from ..tensor import SMALLEST_GROUP, QuantizedTensor
 from .assemble import assemble, kind
 from .compressed_tensors import signed_to_codes
 from .words import check_dtype, nibbles
 
 _SOURCE = "read_bnb"
-#: The least number of columns with one scale that is worth having.
-_SMALLEST_GROUP = 16
 _STATE = "quant_state.bitsandbytes__"
 
 
@@ -145,15 +143,15 @@ def read_nf4(
             f"in blocks of {blocksize} has {rows * columns / 2:g} and {blocks}"
         )
     size = math.gcd(columns, blocksize)
-    if size < _SMALLEST_GROUP:
+    if size < SMALLEST_GROUP:
         raise ValueError(
             f"{_SOURCE}: blocks of {blocksize} in rows of {columns} make groups of {size} columns with one scale; "
-            f"they must be of {_SMALLEST_GROUP} at least"
+            f"they must be of {SMALLEST_GROUP} at least"
         )
     codes = nibbles(packed, high_first=True).view(rows, columns)
     first = torch.arange(0, rows * columns, size, device=absmax.device)
     scales = absmax.float().flatten()[first // blocksize].view(rows, columns // size)
-    return assemble(codes, "nf4", scales, group_size=size, dtype=dtype)
+    return assemble(_SOURCE, codes, "nf4", scales, group_size=size, dtype=dtype)
 
 
 def undo_double(absmax: Tensor, nested: Tensor, values: Tensor, blocksize: int, offset: float) -> Tensor:

@@ -56,7 +56,7 @@ def read_gptq(
     if zeros_minus_one:
         zeros = (zeros + 1) & ((1 << bits) - 1)
     return assemble(
-        codes if order is None else codes[:, order], f"int{bits}", scales.T, zeros=zeros.T,
+        "read_gptq", codes if order is None else codes[:, order], f"int{bits}", scales.T, zeros=zeros.T,
         group_size=group_size, dtype=kind(dtype, scales.dtype), permutation=order,
     )  # fmt: skip
 
@@ -129,7 +129,7 @@ def read_awq(
         check_shape(source, "qzeros", qzeros, (groups, rows // 8), why)
         zeros = _awq_codes(qzeros).T
     return assemble(
-        _awq_codes(qweight).T, "int4", scales.T, zeros=zeros,
+        source, _awq_codes(qweight).T, "int4", scales.T, zeros=zeros,
         group_size=group_size_of(source, columns, groups, group_size), dtype=kind(dtype, scales.dtype),
     )  # fmt: skip
 

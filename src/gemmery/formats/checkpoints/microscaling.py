@@ -45,7 +45,7 @@ def read_mxfp4(blocks: Tensor, scales: Tensor, *, dtype: torch.dtype = torch.bfl
         f"with scales of {tuple(scales.shape)} and blocks joined",
     )  # fmt: skip
     powers = scales.view(torch.float8_e8m0fnu).float()
-    return assemble(nibbles(packed), "mxfp4", powers, group_size=32, dtype=dtype)
+    return assemble(source, nibbles(packed), "mxfp4", powers, group_size=32, dtype=dtype)
 
 
 def read_nvfp4(

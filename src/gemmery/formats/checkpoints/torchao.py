@@ -33,7 +33,8 @@ def read_torchao(weight: Any, *, dtype: torch.dtype | None = None) -> QuantizedT
         The weight.
 
     Raises:
-        ValueError: another class or layout, blocks over several rows, or a scale for activations.
+        ValueError: another class or layout, blocks over several rows or of a size that is no power of two, a scale for
+            activations, or a middle of the range that offsets can't take up exactly.
 
     Example:
         >>> import torch
@@ -62,7 +63,7 @@ def _int4(weight: Any, dtype: torch.dtype) -> QuantizedTensor:
     codes = nibbles(weight.qdata.view(torch.uint8)) ^ 8
     scales, offsets = weight.scale.mT, weight.zero_point.mT
     size = _columns_of_block(weight)
-    return assemble(codes, "int4", scales, offsets=offsets, group_size=size, dtype=dtype)
+    return assemble(_SOURCE, codes, "int4", scales, offsets=offsets, group_size=size, dtype=dtype)
 
 
 def _int8(weight: Any, dtype: torch.dtype) -> QuantizedTensor:
@@ -121,13 +122,20 @@ def _older(weight: Any, dtype: torch.dtype) -> QuantizedTensor:
     if zeros is None or getattr(weight.zero_point_domain, "name", None) != "FLOAT":
         zeros = torch.zeros_like(inner.scale) if zeros is None else zeros
         return _affine(codes, f"int{bits}", inner.scale, zeros.float() + up, weight.block_size, dtype)
-    # weight = (code - middle) * scale + zero_point, as tinygemm has it.
-    middle = torch.full_like(inner.scale, (low + high + 1) // 2 + up, dtype=torch.int16)
+    # weight = (code - middle) * scale + zero_point, as tinygemm has it; ours is (code - zero) * scale + offset.
     grid = _grid(codes, weight.block_size)
-    return assemble(
-        codes, f"int{bits}", inner.scale.reshape(grid), zeros=middle.reshape(grid),
-        offsets=zeros.reshape(grid), group_size=int(weight.block_size[-1]), dtype=dtype,
-    )  # fmt: skip
+    scales, offsets = inner.scale.reshape(grid), zeros.reshape(grid)
+    middle, zero = (low + high + 1) / 2 + up, FORMATS[f"int{bits}"].zero
+    if middle != zero:
+        wide = offsets.double() + (zero - middle) * scales.double()
+        offsets = wide.to(dtype)
+        if not offsets.double().equal(wide):
+            raise ValueError(
+                f"{_SOURCE}: quant_min is {low} and quant_max {high}, so that {middle - up:g} stands for zero_point; "
+                f"it must be {zero - up} that does, or zero_point + {zero - middle:g} * scale must be exact in {dtype}"
+            )
+    size = int(weight.block_size[-1])
+    return assemble(_SOURCE, codes, f"int{bits}", scales, offsets=offsets, group_size=size, dtype=dtype)
 
 
 #: By the name of the class.
@@ -178,7 +186,8 @@ def _tinygemm(codes: Tensor, both: Tensor, shape: Any, size: int, dtype: torch.d
     rows, columns = (int(n) for n in shape)
     groups = -(-columns // size)
     scales, offsets = both[:groups, :rows].permute(2, 1, 0).unbind()
-    return assemble(codes[:rows, :columns], "int4", scales, offsets=offsets, group_size=size, dtype=dtype)
+    codes = codes[:rows, :columns]
+    return assemble(_SOURCE, codes, "int4", scales, offsets=offsets, group_size=size, dtype=dtype)
 
 
 def _affine(
@@ -191,10 +200,10 @@ def _affine(
     if zeros is not None:
         zeros = zeros.reshape(grid).repeat_interleave(high, -2)[..., :rows, :]
     if zeros is None or bool((zeros == zeros.round()).all()):
-        return assemble(codes, format, scales, zeros=zeros, group_size=size, dtype=dtype)
+        return assemble(_SOURCE, codes, format, scales, zeros=zeros, group_size=size, dtype=dtype)
     # Zero points between the integers, such as HQQ's, become something that is added, rounded to the weight's type.
     offsets = (FORMATS[format].zero - zeros) * scales.float()
-    return assemble(codes, format, scales, offsets=offsets, group_size=size, dtype=dtype)
+    return assemble(_SOURCE, codes, format, scales, offsets=offsets, group_size=size, dtype=dtype)
 
 
 def _grid(codes: Tensor, block: Any) -> tuple[int, ...]:
