@@ -511,6 +511,15 @@ def test_torchao_float8(rng):
         check(read_torchao(made_up("Float8Tensor", qdata=weight, scale=tensor(scales))), values * scales)
 
 
+def test_torchao_float8_in_blocks_that_end_early(rng):
+    weight, values = fp8(rng, 48, 80)
+    scales = scales_of(rng, 2, 3)
+    read = read_torchao(
+        made_up("Float8Tensor", qdata=weight, scale=tensor(scales, torch.bfloat16), block_size=[32, 32])
+    )
+    check(read, values * scales.repeat(32, 0).repeat(32, 1)[:48, :80])
+
+
 def tiled(codes, tiles):
     """As torch's documentation of tinygemm's layout has it, a lane and a word at a time."""
     rows, columns = codes.shape

@@ -12,7 +12,7 @@ from benchmarks import quantization_error
 from gemmery import epilogues, fused
 from gemmery.dispatch import Options
 from gemmery.epilogues import Untraceable, table
-from gemmery.formats import FORMATS
+from gemmery.formats import FORMATS, from_codes
 from gemmery.formats.checkpoints.torchao import READERS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -171,6 +171,7 @@ def test_all_of_torchaos_tensors_are_listed():
 
 WEIGHT = torch.ones(64, 256, dtype=torch.bfloat16)
 PACKED = gemmery.quantize(WEIGHT, "int4", group_size=64)
+CODES, ONES = torch.zeros(64, 256, dtype=torch.uint8), torch.ones(64, 4)
 WRONG = {
     "format": lambda: gemmery.quantize(WEIGHT, "int3"),
     "group size": lambda: gemmery.quantize(WEIGHT, "int4", group_size=48),
@@ -182,6 +183,11 @@ WRONG = {
     "out and gradients": lambda: gemmery.linear(
         WEIGHT.clone().requires_grad_(), PACKED, out=torch.empty(64, 64, dtype=torch.bfloat16)
     ),
+    "groups": lambda: from_codes(CODES[:, :48], "int4", scales=ONES[:, :2]),
+    "no scales": lambda: from_codes(CODES, "int4", zeros=ONES),
+    "zeros and offsets": lambda: from_codes(CODES, "int4", scales=ONES, zeros=ONES, offsets=ONES),
+    "wide scales and offsets": lambda: from_codes(CODES, "int4", scales=ONES, offsets=ONES),
+    "addmm": lambda: gemmery.addmm(WEIGHT, WEIGHT, PACKED),
     "shard": lambda: PACKED.shard(-1, 0, 3),
     "scaled": lambda: gemmery.scaled_matmul(gemmery.quantize_activations(WEIGHT), PACKED),
 }

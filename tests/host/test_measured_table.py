@@ -41,7 +41,8 @@ TILES = "128x192x64-g8-w8-s5-tile-descriptor", "64x320x64-g8-w4-s4-tile-descript
 
 def test_plain_products_become_a_table_that_is_read(script, tmp_path):
     plain = [
-        measured._problem(shape, H200, torch.bfloat16, "half") for shape in ([1, 64, 512, 256], [3, 40, 512, 256])
+        measured._problem(shape, H200, torch.bfloat16, "half")
+        for shape in ([1, 64, 512, 256], [3, 40, 512, 256])
     ]
     other = measured._problem([1, 64, 512, 256], H200, torch.float16, "half")
     first, second = TILES

@@ -84,7 +84,9 @@ def test_any_config_on_a_batch(data, config, dtype, m, n, k, seed):
     check(data.draw, config, dtype, ((lead[0], m, k), (lead[1], k, n)), (BATCH_ROWS, BATCH_COLS), seed)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(x, marks=() if x == torch.bfloat16 else pytest.mark.slow) for x in DTYPES], ids=str
+)
 def test_one_block_k_one_result(dtype):
     """Schedules, loaders and stores change which program does what and when, never what is summed in which order.
 

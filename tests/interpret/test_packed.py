@@ -89,7 +89,7 @@ def test_a_column_for_two():
 
 
 def test_halves_that_no_kernel_reads():
-    with pytest.raises(ValueError, match="48 rows; .* must be a multiple of 32"):
+    with pytest.raises(ValueError, match=r"48 rows; .* must be a multiple of 32"):
         gemmery.linear(values(5, 64), weight("int8", 48, 64), epilogue=epilogues.swiglu)
 
 

@@ -13,7 +13,11 @@ from tests.interpret.test_quick import entered  # noqa: F401  (a fixture)
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 NAN, INFINITY = float("nan"), float("inf")
 
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+    # What differs between versions of Triton is tested with the epilogues and the kernels of products.
+    pytest.mark.slow,
+]
 
 
 def values(shape, dtype=F32, seed=0):

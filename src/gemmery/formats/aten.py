@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from . import pieces
@@ -111,7 +112,7 @@ def converted(
     on the meta device and under tracing, where there are no values.
     """
     result = values.to(dtype)
-    if result.dtype == values.dtype or values.device.type == "meta" or torch.compiler.is_compiling():
+    if result.dtype == values.dtype or _has_no_values(values):
         return result
     wide = values if values.is_floating_point() and values.itemsize > 1 else values.float()
     is_bad = result.isinf() & ~wide.isinf()
@@ -124,6 +125,11 @@ def converted(
         became = result[is_bad][0].item()
         raise ValueError(f"{caller}: {name} have {value:g}, which would become {became:g} in {dtype}")
     return result
+
+
+def _has_no_values(x: Tensor) -> bool:
+    # Where the compiler looks for shapes, torch before 2.12 does not say that it compiles.
+    return x.device.type == "meta" or torch.compiler.is_compiling() or is_fake(x)
 
 
 def _copy(func: Any, weight: QuantizedTensor, source: Any, non_blocking: bool = False) -> Any:

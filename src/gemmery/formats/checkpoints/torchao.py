@@ -92,7 +92,9 @@ def _float8(weight: Any, dtype: torch.dtype) -> QuantizedTensor:
     if weight.qdata.dtype not in FP8:
         raise ValueError(f"{_SOURCE}: the weight is in {weight.qdata.dtype}; it must be one of {list(FP8)}")
     codes = weight.qdata.view(torch.uint8)
-    block = [-(-n // s) for n, s in zip(codes.shape, weight.scale.shape, strict=True)]
+    block = getattr(weight, "block_size", None)
+    if block is None:  # in older releases, where blocks divide the weight
+        block = [-(-n // s) for n, s in zip(codes.shape, weight.scale.shape, strict=True)]
     return _affine(codes, FP8[weight.qdata.dtype], weight.scale, None, block, dtype)
 
 
