@@ -301,7 +301,7 @@ def _find(call: Call, out: Tensor | None) -> Prepared | None:
         key = (
             call.op, call.captured.key, call.biases, _layout(call.a), _layout(call.b), *inputs,
             None if out is None else _layout(out), call.out_dtype, call.options, call.between, call.swapped, call.saves,
-            None if call.weight is None else weight_key(call.weight),
+            None if call.weight is None else (call.scaled, *weight_key(call.weight)),
             None if call.scales is None else (*map(_layout, call.scales[:2]), *call.scales[2:]), *before,
         )  # fmt: skip
     prepared = _prepared.get(key) if key is not None else None
@@ -314,7 +314,8 @@ def _find(call: Call, out: Tensor | None) -> Prepared | None:
 
 def _by_reference(call: Call, out: Tensor | None) -> tuple[list[Tensor], bool]:
     call, wide = call.opened(), accumulator(call.a.dtype)
-    b = call.b if call.weight is None else call.weight.unscaled().dequantize().mT
+    # Where there is no result, there is nothing to unpack.
+    b = call.b if call.weight is None or 0 in call.shape else call.weight.unscaled().dequantize().mT
     halves = [
         reference.gemm(call.a, b, out_dtype=wide, by_rows=call.options.batch_invariant)
         for b in (b, call.right) if b is not None
@@ -425,11 +426,12 @@ def packed(problem: Problem, weight: QuantizedTensor) -> Problem:
     """A problem with a packed weight in the place of its stand-in."""
     shifts = "zeros" if weight.zeros is not None else "offsets" if weight.offsets is not None else ""
     wide = weight.scales is not None and weight.scales.dtype == torch.float32
+    shared = [x for x in (weight.scales, weight.zeros, weight.offsets) if x is not None]
     packing = Packing(
-        weight.format.name, weight.format.bits, weight.group_size, shifts, wide, weight.shape[:-2].numel()
-    )
-    tensors = (weight.words, weight.scales, weight.zeros, weight.offsets)
-    aligned = all(x is None or x.data_ptr() % 16 == 0 for x in tensors)
+        weight.format.name, weight.format.bits, weight.group_size, shifts, wide, weight.shape[:-2].numel(),
+        tuple([x.data_ptr() % 16 == 0 for x in shared]),
+    )  # fmt: skip
+    aligned = weight.words.data_ptr() % 16 == 0
     b = Operand(weight.dtype, problem.b.steps, 1, -(-problem.K // 16) * 16, aligned)
     return replace(problem, b=b, packing=packing)
 

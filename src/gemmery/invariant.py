@@ -125,15 +125,18 @@ def _addbmm_in_place(input: Tensor, a: Tensor, b: Tensor, *, beta: Number = 1, a
     return _product("matmul", *_side_by_side(a, b), input, alpha, beta, input)
 
 
-def _gemm(*arguments: Any) -> Any:
-    """gemmery's own operators, with the argument before the last two or the last one, as they are defined, set."""
-    *first, _, config = arguments
-    return torch.ops.gemmery.gemm.default(*first, True, config)
+#: gemmery's operators with a product.
+_OWN = ("gemm", "gemm_out", "fused", "packed", "packed_fused", "packed_backward")
 
 
-def _gemm_out(*arguments: Any) -> Any:
-    *first, _, config, out = arguments
-    return torch.ops.gemmery.gemm_out.default(*first, True, config, out)
+def _own(operator: Any) -> _Handler:
+    """One of gemmery's own operators, with its argument `batch_invariant` set."""
+    place = [argument.name for argument in operator._schema.arguments].index("batch_invariant")
+
+    def asked(*arguments: Any, **more: Any) -> Any:
+        return operator(*arguments[:place], True, *arguments[place + 1 :], **more)
+
+    return asked
 
 
 def _opaque(name: str) -> _Handler:
@@ -160,8 +163,11 @@ def _handlers() -> dict[Any, _Handler]:
         for packet, handler in products.items()
         for overload in packet.overloads()
     }
-    gemmery = torch.ops.gemmery
-    return handlers | {gemmery.gemm.default: _gemm, gemmery.gemm_out.default: _gemm_out}
+    # All of these are defined by then.
+    from . import fused_ops, ops, packed_ops  # noqa: F401
+
+    own = [getattr(torch.ops.gemmery, name).default for name in _OWN]
+    return handlers | {operator: _own(operator) for operator in own}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -57,9 +57,15 @@ def described(problem: Problem) -> bool:
         and p.K > 0
         and max(p.M, p.N, p.K) < 1 << 31
         and describable(p.a, p.batch)
-        and (p.b.aligned if p.packing else describable(p.b, p.batch))
+        and (_packed_describable(p) if p.packing else describable(p.b, p.batch))
         and (not p.paired or p.packing is not None or _pairs_describable(p))
     )
+
+
+def _packed_describable(problem: Problem) -> bool:
+    """A descriptor over halves of packed columns has no dimension for a batch."""
+    aligned = problem.b.aligned and all(x.aligned for x in problem.shared)
+    return aligned and not (problem.paired and problem.batch)
 
 
 def between(problem: Problem) -> int | None:

@@ -50,6 +50,8 @@ def product(
         return run(op, a, b, bias, functions, out, options)
     # A vector is one row; what comes back has no rows.
     made = run(op, a.unsqueeze(0), b, bias, functions, None if out is None else out.unsqueeze(-2), options)
+    if out is not None:
+        return out
     rank = b.dim()
     rows = [x.squeeze(-2 if x.dim() == rank else -1) for x in _parts(made)]
     return tuple(rows) if isinstance(made, tuple) else rows[0]

@@ -80,6 +80,7 @@ class Packing:
         shifts: what comes with the scales: "zeros", "offsets" or "" for nothing.
         wide: whether scales are fp32, rather than of A's type.
         matrices: how many lie one behind the other in memory.
+        aligned: whether the addresses of scales and shifts, of each that there is, are multiples of 16 bytes.
     """
 
     format: str
@@ -88,6 +89,7 @@ class Packing:
     shifts: str = ""
     wide: bool = False
     matrices: int = 1
+    aligned: tuple[bool, ...] = (True, True)
 
     @property
     def step(self) -> int:
@@ -236,7 +238,8 @@ class Problem:
         types = [torch.float32 if self.packing.wide else self.b.dtype] + [self.b.dtype] * bool(
             self.packing.shifts
         )
-        return tuple(Operand(dtype, (), columns, 1, True) for dtype in types)
+        pairs = zip(types, self.packing.aligned, strict=False)
+        return tuple(Operand(dtype, (), columns, 1, aligned) for dtype, aligned in pairs)
 
     @property
     def matrices(self) -> int:

@@ -122,7 +122,8 @@ def learn(
         shared = [scales, *shifts]
     addresses = [looked[0][i] for i in places]
     # What is allocated is aligned.
-    if not plan.takes([*addresses[:2], 0, *addresses[2:]]):
+    belonging = [looked[0][i] for i in shared]
+    if not plan.takes([*addresses[:2], 0, *addresses[2:], *[0] * len(written), *belonging]):
         return
     known = Known(
         tuple([maker(*matrix, call.a.device) for matrix in results.matrices if matrix is not None]),
@@ -174,6 +175,9 @@ def _look(given: Sequence[Any], grad: bool) -> tuple[list[Any], list[Any]] | Non
             )
             if x.scales is not None:
                 looks.append(x.scales.dtype)
+            if x.channel is not None:
+                # A factor for each row, or one for all.
+                looks.append(x.channel.shape)
         elif kind is float or kind is int:
             values.append(x)
             looks.append(kind)

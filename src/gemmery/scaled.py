@@ -187,37 +187,29 @@ def _make_joined(epilogue: Any, scales: int, biased: bool, rounds: tuple[bool, .
 # Scales of blocks along K
 
 
+def _unchanged(acc: Tensor) -> Tensor:
+    return acc
+
+
+#: Prebuilt, as the compiler wants it.
+_UNCHANGED = Epilogue(_unchanged)
+
+
 def _blocks(
     a: ScaledTensor, b: ScaledTensor, bias: Tensor | None, epilogue: Callable[..., Any] | None, args: Sequence[Any],
     out: Tensor | None, options: Options,
 ) -> Any:  # fmt: skip
     """A product in which a scale changes along K; arguments are those of `scaled_matmul`, which has checked them."""
-    if devices.current(a.device) is not None and not is_compiling():
-        given = tuple(args) if bias is None else (*args, bias)
-        function = _joined(
-            _unchanged if epilogue is None else epilogue, 0, bias is not None, _left_open(options.out_dtype)
-        )
-        return block_scaled.product(a, b, function, given, out, options)
-    return _blocks_by_reference(a, b, bias, epilogue, args, out, options)
-
-
-def _blocks_by_reference(
-    a: ScaledTensor, b: ScaledTensor, bias: Tensor | None, epilogue: Callable[..., Any] | None, args: Sequence[Any],
-    out: Tensor | None, options: Options,
-) -> Any:  # fmt: skip
-    """The same by a product of what both stand for, in float32."""
     given = tuple(args) if bias is None else (*args, bias)
-    function = _joined(
-        _unchanged if epilogue is None else epilogue, 0, bias is not None, _left_open(options.out_dtype)
-    )
+    function = _joined(epilogue or _UNCHANGED, 0, bias is not None, _left_open(options.out_dtype))
+    # Without columns of K there are no factors to read, either.
+    if devices.current(a.device) is not None and not is_compiling() and a.shape[-1]:
+        return block_scaled.product(a, b, function, given, out, options)
+    # Otherwise by a product of what both stand for, in float32.
     return linear(
         a.dequantize(), b.dequantize(), epilogue=function, args=given, out=out, out_dtype=options.out_dtype,
         batch_invariant=options.batch_invariant, config=options.config,
     )  # fmt: skip
-
-
-def _unchanged(acc: Tensor) -> Tensor:
-    return acc
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1002,3 +1002,18 @@ def test_import_is_lazy():
         "assert 'safetensors' not in sys.modules and {'quantize', 'QuantizedTensor'} <= set(dir(gemmery))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("zero", [-1.0, 0.5, 16.0])
+def test_zero_points_are_codes(zero):
+    codes = torch.zeros(16, 64, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="whole numbers from 0 to 15"):
+        from_codes(codes, "int4", scales=torch.ones(16, 1), zeros=torch.full((16, 1), zero), group_size=64)
+
+
+@pytest.mark.parametrize(("format", "scale"), [("int4", 1e4), ("int8", 600.0)])
+def test_what_pads_stays_finite_in_float16(format, scale):
+    codes, scales = torch.full((16, 64), 8, dtype=torch.uint8), torch.full((16, 1), scale)
+    with pytest.raises(ValueError, match="infinite in float16; use bfloat16"):
+        from_codes(codes, format, scales=scales, group_size=64, dtype=torch.float16)
+    from_codes(codes, format, scales=scales, group_size=64, dtype=torch.bfloat16)

@@ -339,3 +339,17 @@ def test_the_reference_is_what_runs_here():
         q, want = gemmery.quantize_activations(x, per=per), reference(x, per=per)
         assert torch.equal(q.scale, want.scale)
         assert torch.equal(q.data.view(torch.uint8), want.data.view(torch.uint8))
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_blocks_compiled_without_an_epilogue(biased):
+    a = gemmery.quantize_activations(torch.randn(5, 256), per="block")
+    b = gemmery.ScaledTensor(torch.randn(8, 256).to(torch.float8_e4m3fn), torch.rand(1, 2) + 0.5)
+    bias = torch.randn(8) if biased else None
+
+    def product(data, scale, bias):
+        return gemmery.scaled_matmul(gemmery.ScaledTensor(data, scale), b, bias=bias)
+
+    compiled = torch.compile(product, backend="eager", fullgraph=True)
+    got, want = compiled(a.data, a.scale, bias), product(a.data, a.scale, bias)
+    assert torch.equal(got, want)

@@ -5,7 +5,8 @@ import torch
 from torch.nn import functional as F
 
 import gemmery
-from gemmery import epilogues
+from gemmery import epilogues, fused
+from gemmery.launch import described
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 #: Formats with what is asked for besides, one of each way through the kernel.
@@ -143,3 +144,71 @@ def test_compiled(dynamic):
     x = x.requires_grad_()
     grads = [torch.autograd.grad(f(x)[1].float().sum(), x)[0] for f in (made, function)]
     torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+def test_halves_in_a_batch(kind):
+    x, w = values(3, 5, 128), weight(kind, 3, 64, 128)
+    residual = values(3, 5, 32, seed=2)
+    near(gemmery.bmm(x, w, epilogue=gated, args=(residual,)), gated(wide(x, w), residual.double()))
+    with pytest.raises(ValueError, match="needs TMA"):
+        gemmery.bmm(x, w, epilogue=epilogues.swiglu, config="32x64x64-g8-w4-s3-tile-descriptor-swap")
+
+
+def test_a_channel_is_not_an_argument():
+    """Both are inputs of the kernel, and of one shape."""
+
+    @gemmery.epilogue
+    def maybe(acc, r=None):
+        return acc if r is None else acc * r
+
+    x, w = values(5, 128), weight("int4 channel", 64, 128)
+    near(gemmery.linear(x, w, epilogue=maybe), wide(x, w))
+    row = values(1, 64, seed=3, dtype=F32)
+    near(gemmery.linear(x, w.unscaled(), epilogue=maybe, args=(row,)), wide(x, w.unscaled()) * row.double())
+
+
+def misaligned(tensor):
+    """The same numbers four bytes further on than where memory begins."""
+    step = 4 // tensor.element_size()
+    room = torch.empty(tensor.numel() + step, dtype=tensor.dtype)
+    return room[step:].view(tensor.shape).copy_(tensor)
+
+
+def test_parts_that_are_not_aligned():
+    x, w = values(5, 128), weight("int4 zeros", 64, 128)
+    want, plans = wide(x, w), []
+    for name in (None, "words", "scales", "zeros"):
+        parts = w.parts() if name is None else w.parts() | {name: misaligned(getattr(w, name))}
+        other = w.with_parts(parts)
+        near(gemmery.linear(x, other), want)
+        plans.append(gemmery.plan(x, other))
+        assert described(plans[-1].problem) == (name is None)
+    masks = [plan._misaligned for plan in plans]
+    assert masks == [(15, 15, 15, 15, 15), (15, 0, 15, 15, 15), (15, 15, 15, 0, 15), (15, 15, 15, 15, 0)]
+
+
+def test_the_context_manager_reaches_packed_products(monkeypatch):
+    asked = []
+    prepare = fused._prepare
+
+    def noted(call, out):
+        asked.append(call.options.batch_invariant)
+        return prepare(call, out)
+
+    monkeypatch.setattr(fused, "_prepare", noted)
+    x, w = values(7, 192), weight("int4", 48, 192)
+    with gemmery.batch_invariant():
+        gemmery.linear(x, w)
+        gemmery.linear(x, w, epilogue=epilogues.gelu)
+        gemmery.linear(x, values(48, 192), epilogue=epilogues.relu_squared)
+    assert asked == [True, True, True]
+
+
+def test_nothing_is_unpacked_for_nothing(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("unpacked")
+
+    w = weight("int8", 64, 128)
+    monkeypatch.setattr(gemmery.QuantizedTensor, "dequantize", refuse)
+    assert gemmery.linear(values(0, 128), w).shape == (0, 64)

@@ -234,3 +234,13 @@ def test_packed_weights(entered, format, options):
     before = len(entered)
     gemmery.linear(x, wide)
     assert len(entered) == before
+
+
+def test_a_factor_for_each_row_or_one_for_all(entered):
+    x, full = torch.randn(5, 128).bfloat16(), torch.randn(32, 128)
+    for _ in range(2):
+        for scale in ("tensor", "channel"):
+            w = gemmery.quantize(full, "e4m3", scale=scale)
+            want = x.float() @ w.dequantize(torch.float32).T
+            assert torch.allclose(gemmery.linear(x, w).float(), want, rtol=2e-2, atol=2e-2)
+    assert len(entered) == 2

@@ -240,3 +240,8 @@ def test_second_calls_go_the_short_way(entered):  # noqa: F811
         call()
         assert len(entered) == before + 1
     assert len(quick._known) == len(calls)
+
+
+def test_blocks_of_no_columns():
+    a, b = (gemmery.quantize_activations(torch.empty(n, 0), "int8", per="block") for n in (4, 8))
+    assert torch.equal(gemmery.scaled_matmul(a, b), torch.zeros(4, 8, dtype=BF16))

@@ -61,8 +61,10 @@ def from_codes(
     grouped = {"scales": scales, "zeros": zeros, "offsets": offsets}
     group_size = _group_size(codes, grouped, group_size)
     check_shared("from_codes", format, dtype, group_size, grouped)
-    if zeros is not None and format.code == "int" and (zeros.float() != zeros.float().round()).any():
-        raise ValueError(f"from_codes: zeros of {format.name} must be whole numbers")
+    if zeros is not None and format.code == "int":
+        _check_zeros(zeros.float(), format)
+    if scales is not None and dtype == torch.float16 and format.code == "int":
+        _check_padding(scales, zeros, format)
     laid = {name: _grouped(name, x, codes, group_size, dtype) for name, x in grouped.items()}
     if channel is not None:
         channel = _on_device("channel", channel, codes).float().contiguous()
@@ -73,6 +75,26 @@ def from_codes(
         tuple(codes.shape), format, words, dtype=dtype, group_size=group_size,
         channel=channel, permutation=permutation, **laid,
     )  # fmt: skip
+
+
+def _check_zeros(zeros: Tensor, format: Format) -> None:
+    """Zero points are codes: of others the difference to a code may not be exact in 16 bits."""
+    if zeros.numel() and not ((zeros == zeros.round()) & (zeros >= 0) & (zeros < 1 << format.bits)).all():
+        raise ValueError(
+            f"from_codes: zeros of {format.name} must be whole numbers from 0 to {(1 << format.bits) - 1}; given "
+            f"{zeros.min().item():g} to {zeros.max().item():g}"
+        )
+
+
+def _check_padding(scales: Tensor, zeros: Tensor | None, format: Format) -> None:
+    """Kernels multiply code 0, with which words are padded, by zeros, so it must not be infinite."""
+    least = float(format.zero) if zeros is None or not zeros.numel() else float(zeros.max())
+    largest = float(scales.abs().max()) if scales.numel() else 0.0
+    if least * largest > torch.finfo(torch.float16).max:
+        raise ValueError(
+            f"from_codes: scales go up to {largest:g}, with which code 0 of {format.name} is infinite in float16; "
+            f"use bfloat16"
+        )
 
 
 def _check_codes(codes: Tensor, format: Format) -> None:

@@ -15,7 +15,7 @@ import torch
 from .. import clusters
 from ..devices import Device
 from ..launch import spans
-from ..problem import OUT_DTYPES, Operand, Precision, Problem
+from ..problem import OUT_DTYPES, Operand, Packing, Precision, Problem, Scales
 from . import measured
 from .model import costs
 from .space import Space, everywhere, space_of
@@ -74,11 +74,21 @@ def allowed(problem: Problem) -> Space:
     if not problem.batch_invariant:
         return space
     p = problem
-    return space.where(space.numerics == numerics(p.device, p.precision, p.fast_accum, p.a.dtype, p.b.dtype))
+    packing = p.packing and replace(p.packing, matrices=1, aligned=(True, True))
+    scales = p.scales and replace(p.scales, a=_ANY_FACTORS, b=_ANY_FACTORS)
+    number = numerics(p.device, p.precision, p.fast_accum, p.a.dtype, p.b.dtype, packing, scales)
+    return space.where(space.numerics == number)
+
+
+#: What stands for the layouts of factors along K, which have no say in the choice of a class.
+_ANY_FACTORS = Operand(torch.float32, (), 1, 1, True)
 
 
 @functools.cache
-def numerics(device: Device, precision: Precision, fast_accum: bool, a: torch.dtype, b: torch.dtype) -> int:
+def numerics(
+    device: Device, precision: Precision, fast_accum: bool, a: torch.dtype, b: torch.dtype,
+    packing: Packing | None = None, scales: Scales | None = None,
+) -> int:  # fmt: skip
     """The class of configs, as in `space.Tile`, for all products of two types that must be batch-invariant.
 
     A class with a config for every layout, since the layouts that descriptors can take change with the number of rows;
@@ -89,7 +99,7 @@ def numerics(device: Device, precision: Precision, fast_accum: bool, a: torch.dt
     problem = Problem(
         M=1, N=N, K=K, batch=(), device=device, precision=precision, fast_accum=fast_accum,
         a=Operand(a, (), K, 1, True), b=Operand(b, (), 1, K, True), out=Operand(OUT_DTYPES[a][0], (), N, 1, True),
-        batch_invariant=True,
+        batch_invariant=True, packing=packing, scales=scales,
     )  # fmt: skip
     space = space_of(problem)
     logs = _log_times(problem, space)

@@ -206,10 +206,11 @@ def _rows_aligned(operand: Operand) -> bool:
 
 def space_of(problem: Problem) -> Space:
     """The configs that can run a problem at all: its family, its kind, and its layout's loaders."""
-    operands = (problem.a, problem.b)
+    # Steps of a packed weight count matrices; its words are as aligned as their first one.
+    operands = (problem.a, problem.b) if problem.packing is None else (problem.a,)
     target = problem.device.target
     by_descriptor = described(problem)
-    aligned = all(_rows_aligned(x) for x in operands)
+    aligned = problem.b.aligned and all(_rows_aligned(x) for x in operands)
     return _space(
         target.family,
         kind_of(problem),
