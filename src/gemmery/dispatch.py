@@ -154,7 +154,10 @@ def result_dtype(op: str, a: Tensor, b: Tensor, out_dtype: OutTypes) -> torch.dt
             known = ", ".join(str(dtype) for dtype in OUT_DTYPES)
             raise TypeError(f"{op}: {name} is {tensor.dtype}; supported are {known}")
     if a.dtype != b.dtype and not (a.dtype in FP8 and b.dtype in FP8):
-        raise TypeError(f"{op}: {first} is {a.dtype} and {second} is {b.dtype}; they must have one type")
+        raise TypeError(
+            f"{op}: {first} is {a.dtype} and {second} is {b.dtype}; they must have one type, as by "
+            f"{first}.to({second}.dtype)"
+        )
     allowed = OUT_DTYPES[a.dtype]
     if out_dtype is not None and out_dtype not in allowed:
         names = ", ".join(str(dtype) for dtype in allowed)

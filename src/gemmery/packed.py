@@ -66,7 +66,7 @@ def _check(op: str, a: Any, b: QuantizedTensor) -> None:
     if a.dim() == 0:
         raise ValueError(f"{op}: {first} is a scalar; it must have at least one dimension")
     if op == "linear" and b.dim() != 2:
-        raise ValueError(f"linear: weight is {tuple(b.shape)}; packed, it must be (N, K)")
+        raise ValueError(f"linear: weight is {tuple(b.shape)}; packed, it must be (N, K); use matmul or bmm")
     if op != "bmm":
         return
     for name, tensor in ((first, a), (second, b)):

@@ -487,7 +487,7 @@ WRONG = [
     (ValueError, lambda x, w: gemmery.linear(x, w, values(N).to("meta")), "bias is on meta and x on cpu"),
     (ValueError, lambda x, w: gemmery.linear(x.requires_grad_(), w, values(N - 1)), "bias is (31,); it must broadcast"),
     (ValueError, lambda x, w: gemmery.linear(x.requires_grad_(), w, out=torch.empty(5, N, dtype=BF16)), "out= with a packed weight does not support gradients"),
-    (ValueError, lambda x, w: gemmery.linear(x, weight("int4", (2,))), "linear: weight is (2, 32, 128); packed, it must be (N, K)"),
+    (ValueError, lambda x, w: gemmery.linear(x, weight("int4", (2,))), "linear: weight is (2, 32, 128); packed, it must be (N, K); use matmul or bmm"),
     (ValueError, lambda x, w: gemmery.bmm(x, w), "bmm: a is (5, 128); it must have 3 dimensions"),
     (ValueError, lambda x, w: gemmery.bmm(x[None], w), "bmm: b is (32, 128); it must have 3 dimensions"),
     (ValueError, lambda x, w: gemmery.bmm(x[None], weight("int4", (2,))), "batch sizes differ"),
