@@ -7,6 +7,7 @@ themselves have made (tests/data/checkpoints, see make.py there); and of the lib
 import importlib.util
 import json
 import re
+from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -645,6 +646,56 @@ def test_the_configuration_tells_gptqs_versions_apart(rng):
         read_weight(tensors, "a", {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}), w, torch.float16
     )
     assert not read_weight(tensors, "a").dequantize().equal(tensor(w, torch.float16))
+
+
+def test_a_configuration_may_be_an_object_and_a_method_tell_the_version(rng):
+    (qweight, qzeros, scales), w = gptq(rng, 4, minus_one=False)
+    tensors = {"a.qweight": qweight, "a.qzeros": qzeros, "a.scales": scales}
+    kind = Enum("Method", {"GPTQ": "gptq"})
+    config = {"quant_method": kind.GPTQ, "bits": 4, "format": "gptq", "checkpoint_format": "gptq_v2"}
+    for given in (
+        {"quant_method": "gptq_v2"}, SimpleNamespace(to_dict=lambda: config), config | {"group_size": 32},
+        {"quant_method": "gptq_v2", "checkpoint_format": "gptq_v2"}, {"bits": 8, "dynamic": {"a": {"bits": 4}}} | {
+            "format": "gptq_v2"
+        },
+    ):  # fmt: skip
+        check(read_weight(tensors, "a", given), w, torch.float16)
+    with pytest.raises(TypeError, match=r"config is a str; it must be a mapping, or have to_dict\(\)"):
+        read_weight(tensors, "a", "gptq")
+
+
+@pytest.mark.parametrize(
+    "config, text",
+    [
+        ({"bits": 8}, "bits is 8 in the configuration; the tensors have 4"),
+        ({"bits": 3}, "bits is 3 in the configuration; the tensors have 4"),
+        ({"quant_method": "awq"}, "quant_method is 'awq', and the tensors are GPTQ's; it must be 'gptq' or"),
+        ({"quant_method": "hqq"}, "quant_method is 'hqq', and the tensors are GPTQ's"),
+        ({"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'; it must be 'gptq' or 'gptq_v2'"),
+        (
+            {"quant_method": "gptq_v2", "checkpoint_format": "gptq"},
+            "quant_method is 'gptq_v2' and checkpoint_format is 'gptq'",
+        ),
+    ],
+)
+def test_a_configuration_that_contradicts_the_tensors(rng, config, text):
+    (qweight, qzeros, scales), _ = gptq(rng, 4)
+    with pytest.raises(ValueError, match=text):
+        read_weight({"qweight": qweight, "qzeros": qzeros, "scales": scales}, "", config)
+
+
+def test_a_configuration_of_another_method(rng):
+    weight, _ = fp8(rng, 32, 64)
+    scaled = {"weight": weight, "weight_scale": torch.tensor(0.5)}
+    inverse = {"weight": weight, "weight_scale_inv": torch.tensor(0.5)}
+    blocks = {"_blocks": torch.zeros(32, 1, 16, dtype=torch.uint8), "_scales": torch.zeros(32, 1).byte()}
+    awq = {"qweight": torch.zeros(64, 4).int(), "scales": torch.ones(1, 32)}
+    for tensors in (scaled, inverse, blocks, awq):
+        read_weight(tensors, "")
+        with pytest.raises(ValueError, match="quant_method is 'gptq', and the tensors are"):
+            read_weight(tensors, "", {"quant_method": "gptq"})
+    with pytest.raises(ValueError, match="bits is 8 in the configuration; the tensors have 4"):
+        read_weight(awq, "", {"quant_method": "awq", "w_bit": 8})
 
 
 def test_a_weight_that_nothing_reads():

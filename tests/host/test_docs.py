@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import gemmery
+import gemmery.nn
 from benchmarks import quantization_error
 from gemmery import epilogues, fused
 from gemmery.dispatch import Options
@@ -157,6 +158,23 @@ def test_errors_were_measured_in_every_case():
     assert {row["format"] for row in found} == set(FORMATS)
     for row, (name, options) in zip(found, quantization_error.CASES, strict=True):
         assert row == row | {"format": name} | options
+
+
+def test_what_is_said_not_to_work_does_not():
+    text = words(LOW_BIT)
+    for said, call, error in (
+        ("`x @ q` and `torch.matmul` are not there", lambda: WEIGHT @ PACKED, NotImplementedError),
+        ("`model.float()` raises an error", lambda: gemmery.nn.QuantizedLinear(PACKED).float(), ValueError),
+        (
+            "`x @ q` and `torch.matmul` are not there",
+            lambda: torch.matmul(WEIGHT, PACKED),
+            NotImplementedError,
+        ),
+    ):
+        assert said in text
+        with pytest.raises(error):
+            call()
+    assert PACKED.nbytes < PACKED.numel() * PACKED.element_size() / 3
 
 
 def test_all_formats_are_listed():

@@ -323,6 +323,19 @@ def test_codes_are_rounded_to_nearest_and_ties_to_even():
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
+@pytest.mark.parametrize("name, options, bound", BOUNDS)
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_quantising_on_meta(name, options, bound, dtype):
+    w = weight(2, 72, 1100)
+    want, q = (quantize(x, name, dtype=dtype, **options) for x in (w, w.to("meta")))
+    assert q.device.type == "meta"
+    assert (q.shape, q.dtype, q.format_name, q.group_size) == (
+        want.shape, want.dtype, want.format_name, want.group_size,
+    )  # fmt: skip
+    for (a, x), (b, y) in zip(q.parts().items(), want.parts().items(), strict=True):
+        assert (a, x.shape, x.dtype, x.device.type) == (b, y.shape, y.dtype, "meta")
+
+
 def test_e2m1_ties_go_to_the_even_code_and_what_is_over_6_to_6():
     w = torch.zeros(2, 32)
     values = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 0.2500001, 0.7499999, 5.0001, 7.9, 4.0]
@@ -818,6 +831,30 @@ def test_shards_of_rows():
         same(torch.cat([q.shard(dim, i, 3).dequantize() for i in range(3)]), q.dequantize())
 
 
+@pytest.mark.parametrize("name, options, bound", BOUNDS)
+@pytest.mark.parametrize("rows", [1, 64])
+def test_pieces_of_every_format(name, options, bound, rows):
+    q = quantize(weight(rows, 2048), name, dtype=BF16, **options)
+    numbers, x, count = q.dequantize(), weight(3, 2048, dtype=BF16), min(rows, 2)
+    parts = [q.shard(-2, i, count) for i in range(count)]
+    same(torch.cat([part.dequantize() for part in parts]), numbers)
+    same(torch.cat([gemmery.linear(x, part) for part in parts], -1), gemmery.linear(x, q))
+    for part in (
+        *parts,
+        q[: rows // 2],
+        q[rows // 2 // 16 * 16 :],
+        q.narrow(0, 0, rows),
+        q[rows // 16 * 16 :],
+    ):
+        tensors, texts = part.to_tensors()
+        check_equal(QuantizedTensor.from_tensors(tensors, texts), part)  # which checks its parts
+    sums = 0
+    for part, piece in zip([q.shard(-1, i, 2) for i in range(2)], x.chunk(2, -1), strict=True):
+        sums = sums + gemmery.linear(piece, part, out_dtype=torch.float32)
+        assert part.channel is None or part.channel.data_ptr() != q.channel.data_ptr()
+    torch.testing.assert_close(sums, gemmery.linear(x, q, out_dtype=torch.float32), rtol=1e-4, atol=1e-3)
+
+
 def test_errors_of_shard():
     q = quantize(weight(2, 32, 128), "int4", group_size=64)
     for arguments, error, text in (
@@ -981,6 +1018,48 @@ def test_files_of_safetensors(tmp_path):
     save_file({"x": torch.ones(2)}, path, metadata={"gemmery": '{"version": 2, "tensors": {}}'})
     with pytest.raises(ValueError, match="of version 2; this gemmery reads 1"):
         load_safetensors(path)
+
+
+def test_scaled_tensors_in_files():
+    x = gemmery.quantize_activations(weight(3, 64), "int8")
+    file = io.BytesIO()
+    torch.save({"x": x}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)["x"]
+    assert isinstance(loaded, gemmery.ScaledTensor)
+    assert loaded.kind == x.kind == "row"
+    assert torch.equal(loaded.data, x.data)
+    assert torch.equal(loaded.scale, x.scale)
+    assert copy.deepcopy(x).dequantize().equal(x.dequantize())
+
+
+def test_files_of_tensors_that_share_memory(tmp_path):
+    pytest.importorskip("safetensors")
+    path, q, plain = tmp_path / "model.safetensors", quantize(weight(32, 64), "int8"), weight(8, 6)
+    bare, empty = q.unscaled(), torch.empty(0, 3)
+    tensors = {
+        "embed": plain, "head": plain.detach(), "t": plain.T, "part": plain[2:], "bits": plain.view(torch.int32),
+        "a": q, "b": q.detach(), "bare": bare, "none": empty, "nothing": empty, "turned": plain.T.detach(),
+    }  # fmt: skip
+    save_safetensors(path, tensors)
+    result = load_safetensors(path)
+    assert result.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        if isinstance(tensor, QuantizedTensor):
+            check_equal(result[name], tensor)
+        else:
+            assert torch.equal(result[name], tensor)
+            assert result[name].dtype == tensor.dtype
+    assert result["head"] is result["embed"]
+    assert result["turned"] is result["t"]
+    assert result["b"] is result["a"]
+    assert result["bare"].words is result["a"].words
+    assert result["bare"].channel is None
+    with pytest.raises(ValueError, match="two tensors would be stored as 'head"):
+        save_safetensors(path, {"x": plain, "head.words": plain, "head": q})
+    from safetensors.torch import load_file
+
+    assert not load_file(path).keys() & {"head", "turned", "b.words", "b.channel", "bare.words"}
 
 
 @each_weight

@@ -126,6 +126,30 @@ def test_loading_another_format_and_what_is_none(weight):
         layer.load_state_dict({"weight": gemmery.quantize(torch.ones(16, 128), "nf4")})
 
 
+@pytest.mark.parametrize("format", ["int8", "int4", "e4m3", "e5m2", "mxfp4", "nvfp4", "nf4"])
+def test_loading_into_a_model_on_meta(format, tmp_path):
+    pytest.importorskip("safetensors")
+
+    def build():
+        return nn.Sequential(nn.Linear(128, 64), nn.LayerNorm(64), nn.Linear(64, 128)).bfloat16()
+
+    torch.manual_seed(0)
+    model = build()
+    gemmery.nn.quantize(model, format)
+    save_safetensors(tmp_path / "model.safetensors", model.state_dict())
+    with torch.device("meta"):
+        other = build()
+        report = gemmery.nn.quantize(other, format)
+    assert len(report.replaced) == 2
+    assert {p.device.type for p in other.parameters()} == {"meta"}
+    loaded = load_safetensors(tmp_path / "model.safetensors")
+    other.load_state_dict(loaded, assign=True)
+    assert other[0].weight.words.data_ptr() == loaded["0.weight"].words.data_ptr()
+    assert [p.requires_grad for p in other.parameters()] == [p.requires_grad for p in model.parameters()]
+    x = torch.randn(4, 128).bfloat16()
+    assert torch.equal(other(x), model(x))
+
+
 def test_moving(weight):
     model = nn.Sequential(QuantizedLinear(weight, torch.randn(32).bfloat16()))
     model.to(torch.float16).to("cpu")

@@ -40,7 +40,7 @@ def from_codes(
         permutation: integers, (K,): column k of codes is column `permutation[k]` of the weight.
 
     Returns:
-        The weight, (*batch, N, K), on the device of the codes.
+        The weight, (*batch, N, K), on the device of the codes. On the meta device no values are checked.
 
     Raises:
         ValueError: shapes or devices do not fit, a value does not fit its type, or there is no kernel for such groups.
@@ -61,9 +61,10 @@ def from_codes(
     grouped = {"scales": scales, "zeros": zeros, "offsets": offsets}
     group_size = _group_size(codes, grouped, group_size)
     check_shared("from_codes", format, dtype, group_size, grouped)
-    if zeros is not None and format.code == "int":
+    has_values = codes.device.type != "meta"
+    if zeros is not None and format.code == "int" and has_values:
         _check_zeros(zeros.float(), format)
-    if scales is not None and dtype == torch.float16 and format.code == "int":
+    if scales is not None and dtype == torch.float16 and format.code == "int" and has_values:
         _check_padding(scales, zeros, format)
     laid = {name: _grouped(name, x, codes, group_size, dtype) for name, x in grouped.items()}
     if channel is not None:
@@ -103,7 +104,9 @@ def _check_codes(codes: Tensor, format: Format) -> None:
         raise TypeError(f"from_codes: codes is {got}; it must be a tensor of torch.uint8")
     if codes.ndim < 2:
         raise ValueError(f"from_codes: codes is {tuple(codes.shape)}; it must be (*batch, N, K)")
-    if format.bits < 8 and codes.numel() and int(codes.max()) >> format.bits:
+    if codes.device.type == "meta" or not codes.numel():
+        return
+    if format.bits < 8 and int(codes.max()) >> format.bits:
         raise ValueError(
             f"from_codes: codes have {int(codes.max())}; those of {format.name} are below {1 << format.bits}"
         )
@@ -160,8 +163,9 @@ def _permutation(permutation: Tensor, columns: int) -> Tensor:
     if permutation.is_floating_point() or permutation.dtype == torch.bool:
         raise TypeError(f"from_codes: permutation is {permutation.dtype}; it must be of integers")
     result = permutation.to(torch.int64).contiguous()
-    if tuple(result.shape) != (columns,) or not result.sort()[0].equal(
-        torch.arange(columns, device=result.device)
+    is_meta = result.device.type == "meta"
+    if tuple(result.shape) != (columns,) or not (
+        is_meta or result.sort()[0].equal(torch.arange(columns, device=result.device))
     ):
         raise ValueError(
             f"from_codes: permutation is {tuple(result.shape)}; it must have each of 0 to {columns - 1} once"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,8 @@ def save_safetensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]
     """Writes tensors, plain and quantised ones, to a file of safetensors.
 
     A quantised tensor `name` is stored as plain ones `name.words`, `name.scales` and so on, which any reader of
-    safetensors sees, and what else it needs is in the file's metadata under "gemmery", as JSON.
+    safetensors sees, and what else it needs is in the file's metadata under "gemmery", as JSON. A tensor under several
+    names, as tied weights are, is stored under the first of them; the others are noted there as well.
 
     Args:
         path: the file, replaced if there is one.
@@ -43,19 +45,46 @@ def save_safetensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]
 
     plain: dict[str, Tensor] = {}
     quantized: dict[str, dict[str, str]] = {}
+    aliases: dict[str, str] = {}
+    # Names by what memory they are, and storages that are in the file: safetensors takes none twice.
+    stored: dict[tuple[Any, ...], str] = {}
+    storages: set[tuple[torch.device, int]] = set()
     for name, tensor in tensors.items():
         parts = {name: tensor}
         if isinstance(tensor, QuantizedTensor):
             parts, quantized[name] = tensor.to_tensors(f"{name}.")
-        if taken := parts.keys() & plain.keys():
+        if taken := parts.keys() & (plain.keys() | aliases.keys()):
             raise ValueError(f"save_safetensors: two tensors would be stored as {sorted(taken)[0]!r}")
-        plain.update({key: value.detach().contiguous() for key, value in parts.items()})
-    about = json.dumps({"version": VERSION, "tensors": quantized})
-    save_file(plain, path, metadata={"format": "pt", KEY: about})
+        for key, value in parts.items():
+            memory = _memory(value)
+            if memory is not None and memory in stored:
+                aliases[key] = stored[memory]
+                continue
+            kept = value.detach().contiguous()
+            if memory is not None:
+                stored[memory] = key
+                # Another part of memory that is in the file already.
+                kept = kept.clone() if memory[:2] in storages else kept
+                storages.add(memory[:2])
+            plain[key] = kept
+    about: dict[str, Any] = {"version": VERSION, "tensors": quantized}
+    if aliases:
+        about["aliases"] = aliases
+    save_file(plain, path, metadata={"format": "pt", KEY: json.dumps(about)})
+
+
+def _memory(x: Tensor) -> tuple[Any, ...] | None:
+    """What two tensors have in common if and only if they are one; None where there is nothing to share."""
+    if x.layout != torch.strided or not x.numel() or x.device.type == "meta":
+        return None
+    view = (x.storage_offset(), tuple(x.shape), x.stride(), x.dtype, x.is_conj(), x.is_neg())
+    return x.device, x.untyped_storage().data_ptr(), *view
 
 
 def load_safetensors(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> dict[str, Tensor]:
     """Tensors of a file of safetensors, quantised ones as `save_safetensors` was given them.
+
+    What was one tensor under several names is so again.
 
     Args:
         path: the file; one that something else wrote gives plain tensors.
@@ -76,9 +105,13 @@ def load_safetensors(path: str | os.PathLike[str], device: torch.device | str = 
         raise ValueError(
             f"load_safetensors: {path} is of version {about['version']}; this gemmery reads {VERSION}"
         )
+    plain |= {name: plain[source] for name, source in about.get("aliases", {}).items()}
     result: dict[str, Tensor] = {}
+    made: dict[tuple[Any, ...], QuantizedTensor] = {}
     for name, texts in about["tensors"].items():
-        result[name] = weight = QuantizedTensor.from_tensors(plain, texts, f"{name}.")
+        weight = QuantizedTensor.from_tensors(plain, texts, f"{name}.")
+        parts = tuple((part, id(value)) for part, value in weight.parts().items())
+        result[name] = weight = made.setdefault((parts, *sorted(texts.items())), weight)
         for part in weight.parts():
             del plain[f"{name}.{part}"]
     return plain | result

@@ -20,8 +20,12 @@ if TYPE_CHECKING:
 
 
 def is_per_row(weight: QuantizedTensor) -> bool:
-    """Whether `channel` has a number for each row, instead of one for all."""
-    return weight.channel is not None and weight.channel.ndim == weight.ndim - 1
+    """Whether `channel` has a number for each row, instead of one for all.
+
+    Of a matrix with one row both are (1,) and mean the same; it counts as one for all.
+    """
+    channel = weight.channel
+    return channel is not None and channel.ndim == weight.ndim - 1 and tuple(channel.shape) != (1,)
 
 
 def of_batch(
@@ -49,8 +53,9 @@ def rows(weight: QuantizedTensor, start: int, stop: int, caller: str = "slice") 
         inner[name] = inner[name][..., first * packing.STRIP : last * packing.STRIP].clone(
             memory_format=torch.contiguous_format
         )
-    if is_per_row(weight):
-        inner["channel"] = inner["channel"][..., start:stop].clone(memory_format=torch.contiguous_format)
+    if "channel" in inner:
+        part = inner["channel"][..., start:stop] if is_per_row(weight) else inner["channel"]
+        inner["channel"] = part.clone(memory_format=torch.contiguous_format)
     return weight.with_parts(inner, (*batch, stop - start, K))
 
 
@@ -73,6 +78,8 @@ def columns(weight: QuantizedTensor, start: int, stop: int, caller: str = "slice
         inner[name] = inner[name][..., start // size : -(-stop // size), :].clone(
             memory_format=torch.contiguous_format
         )
+    if "channel" in inner:
+        inner["channel"] = inner["channel"].clone()
     if weight.permutation is not None:
         inner["permutation"] = _of_permutation(weight.permutation, start, stop, caller)
     return weight.with_parts(inner, (*batch, N, stop - start))

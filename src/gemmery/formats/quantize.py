@@ -83,9 +83,10 @@ def quantize(
         dtype: that of the activations, torch.float16 or torch.bfloat16; w's own by default, or torch.bfloat16.
 
     Returns:
-        The weight, (*batch, N, K), on w's device. The largest magnitude that shares a scale is kept up to
-        rounding; mxfp4's rule (OCP MX 1.0, 6.3) clips what is over 6 at its scale, and symmetric integers clip what is
-        as large but of the other sign where that makes the whole error smaller. Their scales may be negative.
+        The weight, (*batch, N, K), on w's device, which may be meta, where no values are checked. The largest
+        magnitude that shares a scale is kept up to rounding; mxfp4's rule (OCP MX 1.0, 6.3) clips what is over 6 at its
+        scale, and symmetric integers clip what is as large but of the other sign where that makes the whole error
+        smaller. Their scales may be negative.
 
     Raises:
         ValueError: an argument does not fit the format; NaN or infinity in w, which only e4m3 (as NaN) and e5m2 keep; a
@@ -106,7 +107,7 @@ def quantize(
     _check_weight(w, format, rule)
     rule, request = _request(w, format, rule, group_size, symmetric, scale, dtype)
     values = w.detach().float()
-    if not request.group_size:
+    if not request.group_size or w.device.type == "meta":
         return rule.make(values, request)
     largest = _check_range(values, request.dtype)
     result = rule.make(values, request)
@@ -140,7 +141,7 @@ def _check_weight(w: Tensor, format: Format, rule: _Rule) -> None:
         raise TypeError(f"quantize: w is {w.dtype}; it must be of floating point")
     if w.ndim < 2:
         raise ValueError(f"quantize: w is {tuple(w.shape)}; it must be (*batch, N, K)")
-    if not rule.takes_nan and not w.float().isfinite().all():
+    if w.device.type != "meta" and not rule.takes_nan and not w.float().isfinite().all():
         raise ValueError(f"quantize: w has NaN or infinity, which {format.name} has no codes for")
 
 

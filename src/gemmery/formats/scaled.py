@@ -121,8 +121,15 @@ class ScaledTensor:
         data = self.data.to(device, non_blocking=non_blocking)
         return ScaledTensor(data, self.scale.to(device, non_blocking=non_blocking))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ScaledTensor, (self.data, self.scale)
+
     def __repr__(self) -> str:
         return f"ScaledTensor({tuple(self.shape)}, {self.dtype}, kind={self.kind!r}, device={str(self.device)!r})"
+
+
+# torch.load calls nothing else for one, by default: the constructor, which checks.
+torch.serialization.add_safe_globals([ScaledTensor])
 
 
 def _check(data: Any, scale: Any) -> None:

@@ -15,6 +15,10 @@ On Hopper, wgmma reads its left operand from registers while the program goes on
 next step's operand without waiting for that. A decoder therefore begins with a wait for the products that may still
 read the registers which it will write: all but the last `WAIT`. As the parts of a step come one after the other, so do
 the waits, and all but the last part of the work is done under the products of the step before.
+
+The compiler takes a decoder's PTX for pure, since it moves the layout of a dot's operand through nothing else. It may
+then move a wait to a later place, where more products are under way and it waits for as many of the older ones, but not
+behind what the decoder gives; tests/compile looks at the order in the code.
 """
 
 import struct

@@ -108,12 +108,15 @@ class QuantizedLinear(nn.Module):
             f"format={weight.format.name}{group}{extra}"
         )
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
+    ) -> None:
         given = state_dict.get(f"{prefix}weight")
-        if isinstance(given, QuantizedTensor) and given.shape == self.weight.shape:
+        is_assigned = local_metadata.get("assign_to_params_buffers", False)
+        if not is_assigned and isinstance(given, QuantizedTensor) and given.shape == self.weight.shape:
             # torch would copy, which needs the same format, type and groups.
             self.weight = _parameter(given.to(self.weight.device).clone())
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
 
 def _parameter(weight: Tensor) -> nn.Parameter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ Config = Mapping[str, Any]
 def read_weight(
     tensors: Mapping[str, Tensor],
     prefix: str,
-    config: Config | None = None,
+    config: Config | Any = None,
     *,
     dtype: torch.dtype | None = None,
 ) -> QuantizedTensor:
@@ -32,15 +33,18 @@ def read_weight(
         tensors: a checkpoint's, such as a state dict or what safetensors loads; only those of the layer are read.
         prefix: the layer's name, such as "model.layers.0.mlp.down_proj"; for gpt-oss that of the weight, such as
             "model.layers.0.mlp.experts.down_proj". Empty if names have none.
-        config: the `quantization_config` of a Hugging Face model, if there is one. Without it: GPTQ's zero points are
-            stored minus one, AWQ's layout is GEMM's, groups divide K, and fp8 blocks are of 128 x 128.
+        config: the `quantization_config` of a Hugging Face model, if there is one: a mapping, or an object with
+            `to_dict()`. Without it: GPTQ's zero points are stored minus one ("gptq", and not "gptq_v2"), AWQ's layout
+            is GEMM's, groups divide K, and fp8 blocks are of 128 x 128.
         dtype: of the weight; None for what its source says, see the readers.
 
     Returns:
         The weight, (N, K), or (E, N, K) for experts.
 
     Raises:
-        ValueError: it is not quantised, in no known format, or its tensors do not go together.
+        ValueError: it is not quantised, in no known format, its tensors do not go together, or the configuration
+            contradicts them.
+        TypeError: the configuration is neither a mapping nor an object that gives one.
 
     Example:
         >>> import torch
@@ -48,8 +52,9 @@ def read_weight(
         >>> read_weight(tensors, "up").dequantize().unique()
         tensor([2.], dtype=torch.bfloat16)
     """
-    config = config or {}
+    config = _settings(config)
     if f"{prefix}_blocks" in tensors and f"{prefix}_scales" in tensors:
+        _check_method(config, "gpt-oss's", "mxfp4")
         blocks, scales = tensors[f"{prefix}_blocks"], tensors[f"{prefix}_scales"]
         return read_mxfp4(blocks, scales, dtype=dtype or torch.bfloat16)
     dot = f"{prefix}." if prefix else ""
@@ -58,18 +63,23 @@ def read_weight(
     if "qweight" in own:
         return _words(own, prefix, config, dtype)
     if any(name.startswith("weight.quant_state.") for name in own) or "SCB" in own:
+        _check_method(config, "bitsandbytes'", "bitsandbytes")
         return read_bnb(own, dtype=dtype)
     if "weight_scale_inv" in own and "weight" in own:
+        _check_method(config, "fp8 with weight_scale_inv", *_FP8_METHODS)
         return _fp8(own, config, dtype)
     if "weight_scale_2" in own and "weight" in own and own["weight"].dtype == torch.uint8:
+        _check_method(config, "ModelOpt's", "modelopt", "modelopt_fp4", "nvfp4")
         return read_nvfp4(
             own["weight"], own["weight_scale"], own["weight_scale_2"],
             reciprocal=False, dtype=dtype or torch.bfloat16,
         )  # fmt: skip
     if "weight_scale" in own:
+        _check_method(config, "those of compressed-tensors or fp8", *_FP8_METHODS)
         size, block = _scheme(config)
         return read_compressed_tensors(own, group_size=size, block=block, dtype=dtype)
     if is_torchao(own.get("weight")):
+        _check_method(config, "torchao's", "torchao")
         return torchao.read_torchao(own["weight"], dtype=dtype)
     raise ValueError(_nothing(own, tensors, prefix, config))
 
@@ -82,6 +92,56 @@ _NAMES = (
     "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale",
     "weight_scale_inv", "weight_scale_2",
 )  # fmt: skip
+
+
+#: What a `quant_method` can be where there is a weight with a scale.
+_FP8_METHODS = ("compressed-tensors", "compressed_tensors", "fp8", "fbgemm_fp8", "modelopt", "modelopt_fp8")
+
+
+def _settings(config: Any) -> Config:
+    """A configuration as a mapping, its enumerations as their values."""
+    if hasattr(config, "to_dict"):
+        config = config.to_dict()
+    if config is None:
+        return {}
+    if not isinstance(config, Mapping):
+        raise TypeError(
+            f"read_weight: config is a {type(config).__name__}; it must be a mapping, or have to_dict()"
+        )
+    return {name: x.value if isinstance(x, Enum) else x for name, x in config.items()}
+
+
+def _check_method(config: Config, what: str, *known: str) -> None:
+    """An error if the configuration is of another method than the tensors."""
+    method = config.get("quant_method")
+    if method is not None and str(method).lower() not in known:
+        raise ValueError(
+            f"read_weight: quant_method is {method!r}, and the tensors are {what}; it must be "
+            f"{' or '.join(map(repr, known))}, or missing"
+        )
+
+
+def _check_bits(config: Config, bits: float) -> None:
+    """An error if the configuration has other bits than the tensors, unless it has others for some layers."""
+    given = config.get("bits", config.get("w_bit"))
+    if given is not None and given != bits and not config.get("dynamic"):
+        raise ValueError(f"read_weight: bits is {given!r} in the configuration; the tensors have {bits:g}")
+
+
+def _is_second(config: Config) -> bool:
+    """Whether GPTQ's zero points are stored as they are."""
+    method = str(config.get("quant_method") or "").lower()
+    given = config.get("checkpoint_format") or config.get("format")
+    if given is None:
+        return method == "gptq_v2"
+    version = str(given).lower()
+    if version not in ("gptq", "gptq_v2"):
+        raise ValueError(
+            f"read_weight: GPTQ's checkpoint_format is {version!r}; it must be 'gptq' or 'gptq_v2'"
+        )
+    if method == "gptq_v2" != version:
+        raise ValueError(f"read_weight: quant_method is 'gptq_v2' and checkpoint_format is {version!r}")
+    return version == "gptq_v2"
 
 
 def is_torchao(weight: Any) -> bool:
@@ -98,7 +158,9 @@ def _words(
     qweight, qzeros, scales = own["qweight"], own.get("qzeros"), own["scales"]
     size = config.get("group_size", config.get("q_group_size"))
     if qweight.dim() == scales.dim() == 2 and qweight.shape[1] * 8 == scales.shape[1]:
-        version = str(config.get("version", "gemm")).lower()
+        _check_method(config, "AWQ's", "awq")
+        _check_bits(config, 4)
+        version = str(config.get("version") or "gemm").lower()
         if version != "gemm":
             raise ValueError(
                 f"read_weight: the AWQ checkpoint's version is {version!r}; only 'gemm' is known"
@@ -110,9 +172,11 @@ def _words(
             f"{tuple(scales.shape)}{'' if qzeros is not None else ', and no qzeros'}; with scales of (groups, N) it "
             "must be (K / 8, N) or (K / 4, N) as GPTQ has it, with qzeros, or (K, N / 8) as AWQ has it"
         )
-    second = str(config.get("checkpoint_format", config.get("format", "gptq"))).lower() == "gptq_v2"
+    _check_method(config, "GPTQ's", "gptq", "gptq_v2")
+    _check_bits(config, 32 * qzeros.shape[-1] / max(scales.shape[-1], 1))
+    first = not _is_second(config)
     return read_gptq(
-        qweight, qzeros, scales, own.get("g_idx"), zeros_minus_one=not second, group_size=size, dtype=dtype
+        qweight, qzeros, scales, own.get("g_idx"), zeros_minus_one=first, group_size=size, dtype=dtype
     )
 
 

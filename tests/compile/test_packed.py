@@ -1,0 +1,55 @@
+"""The code for packed weights on Hopper: unpacked in registers, and only when no product reads these any more."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+_SCRIPT = """
+from gemmery.lab import targets
+targets.use_target("sm_90")
+from gemmery.devices import TABLE
+from gemmery.lab.fused_targets import pose
+from gemmery.launch import bind
+from gemmery.problem import Config
+problem, tensors = pose("%s", "bf16", 4096, 4096, TABLE["NVIDIA H200"])
+print(bind(problem, Config.of("%s")).compile(*tensors).asm["ptx"])
+"""
+
+
+def loop(name, config):
+    """The PTX of the loop along K."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "ignore", "-c", _SCRIPT % (name, config)]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr
+    bodies = re.findall(r"^(\$L__BB\d+_\d+):.*?\n(.*?bra \t\1;)", run.stdout, re.DOTALL | re.MULTILINE)
+    (body,) = [text for _, text in bodies if "wgmma.mma_async" in text]
+    return body
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "word"),
+    [
+        ("int4_gelu", "256x128x64-g1-w8-s3-tile-descriptor-swap", "lop3.b32"),
+        ("nf4", "64x64x256-g1-w4-s3-tile-descriptor-swap", "prmt.b32"),
+        ("e4m3_packed", "256x64x64-g2-w4-s3-tile-descriptor-swap", "mad.lo.u32"),
+    ],
+)
+def test_what_is_unpacked_comes_after_a_wait(name, config, word):
+    body = loop(name, config)
+    before, products = body.split("wgmma.mma_async", 1)
+    waits = [int(n) for n in re.findall(r"wgmma\.wait_group\.sync\.aligned (\d+)", before)]
+    # Ever fewer products may go on, and none when the last part is written.
+    assert waits
+    assert waits == sorted(waits, reverse=True)
+    assert waits[-1] == 0
+    # Each decoder begins with its wait, and all of them come before the step's products.
+    unpacked = re.split(r"wgmma\.wait_group\.sync\.aligned \d+;", before)
+    assert word not in unpacked[0]
+    assert all(word in part for part in unpacked[1:])
+    assert word not in products
+    # Nothing goes through shared memory on its way, but for the words and what groups share.
+    assert "st.shared" not in body
