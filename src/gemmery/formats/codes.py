@@ -61,12 +61,12 @@ def from_codes(
     grouped = {"scales": scales, "zeros": zeros, "offsets": offsets}
     group_size = _group_size(codes, grouped, group_size)
     check_shared("from_codes", format, dtype, group_size, grouped)
+    laid = {name: _grouped(name, x, codes, group_size, dtype) for name, x in grouped.items()}
     has_values = codes.device.type != "meta"
     if zeros is not None and format.code == "int" and has_values:
         _check_zeros(zeros.float(), format)
     if scales is not None and dtype == torch.float16 and format.code == "int" and has_values:
         _check_padding(scales, zeros, format)
-    laid = {name: _grouped(name, x, codes, group_size, dtype) for name, x in grouped.items()}
     if channel is not None:
         channel = _on_device("channel", channel, codes).float().contiguous()
     if permutation is not None:
