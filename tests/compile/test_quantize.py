@@ -13,9 +13,7 @@ CHILD = Path(__file__).with_name("quantize_child.py")
 SAMPLE = ("sm_80", "sm_90", "gfx942")
 
 
-@pytest.mark.parametrize(
-    "target", [pytest.param(x, marks=() if x == "sm_90" else pytest.mark.slow) for x in SAMPLE]
-)
+@pytest.mark.parametrize("target", [pytest.param(x, marks=pytest.mark.slow) for x in SAMPLE])
 def test_target(target):
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     run = subprocess.run(
