@@ -241,6 +241,25 @@ def make_call(
     )  # fmt: skip
 
 
+def look_at(weight: QuantizedTensor) -> tuple[list[int], tuple[Any, ...]]:
+    """Of a packed weight: addresses of words, scales, zeros, offsets and channel, and what decides which code runs.
+
+    An address is 0 where there is no such tensor.
+    """
+    tensors = (weight.words, weight.scales, weight.zeros, weight.offsets, weight.channel)
+    at = [0 if x is None else x.data_ptr() for x in tensors]
+    scales, channel = weight.scales, weight.channel
+    key = (
+        weight.shape, weight.dtype, weight.format.name, weight.group_size, weight.words.get_device(),
+        # Whether a tensor is there, and where it begins.
+        *[x and 1 + (x & 15) for x in at],
+        None if scales is None else scales.dtype,
+        # A factor for each row, or one for all.
+        None if channel is None else channel.shape,
+    )  # fmt: skip
+    return at, key
+
+
 @functools.lru_cache(1024)
 def _standing_in(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     *batch, rows, columns = shape

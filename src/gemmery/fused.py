@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from . import devices, prologue, quick, reference
-from .call import Call, Factor, check, dimensions, input_name, make_call, output_types, outputs_of
+from .call import Call, Factor, check, dimensions, input_name, look_at, make_call, output_types, outputs_of
 from .dispatch import (
     Options,
     OptionValues,
@@ -260,15 +260,6 @@ def _layout(value: Any) -> Any:
     return value_key(value)
 
 
-def weight_key(weight: QuantizedTensor) -> tuple[Any, ...]:
-    """What of a packed weight decides which code runs."""
-    tensors = (weight.words, weight.scales, weight.zeros, weight.offsets)
-    return (
-        weight.shape, weight.dtype, weight.format.name, weight.group_size,
-        *[x is not None and (x.dtype, x.data_ptr() & 15) for x in tensors],
-    )  # fmt: skip
-
-
 def _prologue_key(call: Call) -> tuple[Any, ...]:
     if call.prologue is None:
         return ()
@@ -301,7 +292,7 @@ def _find(call: Call, out: Tensor | None) -> Prepared | None:
         key = (
             call.op, call.captured.key, call.biases, _layout(call.a), _layout(call.b), *inputs,
             None if out is None else _layout(out), call.out_dtype, call.options, call.between, call.swapped, call.saves,
-            None if call.weight is None else (call.scaled, *weight_key(call.weight)),
+            None if call.weight is None else look_at(call.weight)[1],
             None if call.scales is None else (*map(_layout, call.scales[:2]), *call.scales[2:]), *before,
         )  # fmt: skip
     prepared = _prepared.get(key) if key is not None else None

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 from torch.autograd import forward_ad
 
-from .call import Call
+from .call import Call, look_at
 from .dispatch import maker
 from .epilogues.function import Epilogue
 from .formats.tensor import QuantizedTensor
@@ -161,23 +161,10 @@ def _look(given: Sequence[Any], grad: bool) -> tuple[list[Any], list[Any]] | Non
             values.append(address)
             looks += (x.shape, x.stride(), x.dtype, device, address & 15)
         elif kind is QuantizedTensor:
-            parts = (x.words, x.scales, x.zeros, x.offsets, x.channel)
-            at = [0 if part is None else part.data_ptr() for part in parts]
+            at, key = look_at(x)
             values.append(at[0])
             tail = at[1:]
-            looks += (
-                x.shape,
-                x.dtype,
-                x.format.name,
-                x.group_size,
-                x.words.get_device(),
-                *[i and 1 + (i & 15) for i in at],
-            )
-            if x.scales is not None:
-                looks.append(x.scales.dtype)
-            if x.channel is not None:
-                # A factor for each row, or one for all.
-                looks.append(x.channel.shape)
+            looks += key
         elif kind is float or kind is int:
             values.append(x)
             looks.append(kind)
