@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .epilogues.device import compiled
 from .formats.base import FORMATS
-from .formats.packing import LINE, STRIP
+from .formats.packing import LINE, STRIP, block_columns
 from .kernels import decoders
 from .kernels.packed import load_packed
 from .problem import Config, Packing, Problem
@@ -64,8 +64,8 @@ def refusal(problem: Problem, config: Config) -> str | None:
     assert packing is not None
     if not config.swap or config.rest_n:
         return "packed weights need the tile schedule with swap, and a block_n that is a power of two"
-    if config.block_k % packing.step:
-        return f"block_k must be a multiple of {packing.step} for {packing.bits} bits"
+    if config.block_k % (step := block_columns(packing.bits)):
+        return f"block_k must be a multiple of {step} for {packing.bits} bits"
     if problem.paired and config.block_n < 2 * STRIP:
         return f"block_n must be at least {2 * STRIP} for halves of packed columns"
     return None
@@ -79,7 +79,9 @@ class PackedAccess:
         assert packing is not None
         self.packing, self.problem, self.described = packing, problem, described
         N, K = problem.N, problem.K
-        self.strips, self.lines = -(-N // STRIP), -(-K // packing.step) * 4
+        # A block of words is four lines of a strip.
+        self.step = block_columns(packing.bits)
+        self.strips, self.lines = -(-N // STRIP), -(-K // self.step) * 4
         self.groups = -(-K // packing.group) if packing.group else 0
         self.columns = self.strips * STRIP
         steps = tuple(-step for step in problem.b.steps)
@@ -98,7 +100,7 @@ class PackedAccess:
         if not self.described:
             return words
         strips, lines = self.packing.matrices * self.strips, self.lines
-        block = [block_n // STRIP, block_k * 4 // self.packing.step, LINE]
+        block = [block_n // STRIP, block_k * 4 // self.step, LINE]
         if self.problem.paired:
             half = strips // 2
             shape, strides = [2, half, lines, LINE], [half * lines * LINE, lines * LINE, LINE, 1]

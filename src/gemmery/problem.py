@@ -91,11 +91,6 @@ class Packing:
     matrices: int = 1
     aligned: tuple[bool, ...] = (True, True)
 
-    @property
-    def step(self) -> int:
-        """Rows of B in a block of words, which steps along K must not part."""
-        return 256 // self.bits
-
     def bytes(self, N: int, K: int) -> int:
         """Of one matrix with all that belongs to it."""
         groups = -(-K // self.group) if self.group else 0

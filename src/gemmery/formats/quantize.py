@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from .aten import converted
 from .base import Format
 from .codes import from_codes
+from .scaled import BLOCK
 from .tensor import DTYPES, QuantizedTensor, lookup
 
 __all__ = ["from_codes", "quantize"]
@@ -21,8 +22,6 @@ Scale = Literal["tensor", "channel", "block"]
 
 #: Group sizes that can be asked for.
 SIZES = (16, 32, 64, 128, 256, 512, 1024)
-#: Rows and columns of a block that shares a scale with scale="block".
-BLOCK = 128
 #: The largest number of e2m1, and the exponent of its largest power of two.
 E2M1_MAX, E2M1_EXPONENT = 6.0, 2
 
@@ -260,6 +259,15 @@ def _int(values: Tensor, request: _Request) -> QuantizedTensor:
     return (_int_groups if request.group_size else _int_rows)(values, request)
 
 
+def _made(
+    codes: Tensor, values: Tensor, request: _Request, scales: Tensor, **more: Tensor | None
+) -> QuantizedTensor:
+    """The weight of codes in groups, of which each has a scale."""
+    return from_codes(
+        _codes(codes, values), request.format, scales=scales, group_size=request.group_size, dtype=request.dtype, **more
+    )  # fmt: skip
+
+
 def _int_groups(values: Tensor, request: _Request) -> QuantizedTensor:
     bits, dtype = request.format.bits, request.dtype
     top = (1 << bits) - 1
@@ -272,14 +280,7 @@ def _int_groups(values: Tensor, request: _Request) -> QuantizedTensor:
     zeros = None if request.symmetric else (-least / wide).round().clamp(0, top)
     shift = torch.full_like(wide, request.format.zero) if zeros is None else zeros
     codes = ((grouped / wide.unsqueeze(-1)).round() + shift.unsqueeze(-1)).clamp(0, top)
-    return from_codes(
-        _codes(codes, values),
-        request.format,
-        scales=scales,
-        zeros=zeros,
-        group_size=request.group_size,
-        dtype=dtype,
-    )
+    return _made(codes, values, request, scales, zeros=zeros)
 
 
 def _nf4(values: Tensor, request: _Request) -> QuantizedTensor:
@@ -287,13 +288,7 @@ def _nf4(values: Tensor, request: _Request) -> QuantizedTensor:
     scales = _or_one(converted("quantize", "scales", grouped.abs().amax(-1), request.dtype, may_vanish=True))
     table = request.format.values.to(values.device)
     codes = nearest(grouped / scales.float().unsqueeze(-1), table)
-    return from_codes(
-        _codes(codes, values),
-        request.format,
-        scales=scales,
-        group_size=request.group_size,
-        dtype=request.dtype,
-    )
+    return _made(codes, values, request, scales)
 
 
 def _mxfp4(values: Tensor, request: _Request) -> QuantizedTensor:
@@ -304,13 +299,7 @@ def _mxfp4(values: Tensor, request: _Request) -> QuantizedTensor:
     scales = torch.where(largest > 0, torch.exp2(exponents.double()), 1.0).float()
     stored = converted("quantize", "scales", scales, request.dtype)
     codes = _e2m1(grouped / scales.unsqueeze(-1), request.format)
-    return from_codes(
-        _codes(codes, values),
-        request.format,
-        scales=stored,
-        group_size=request.group_size,
-        dtype=request.dtype,
-    )
+    return _made(codes, values, request, stored)
 
 
 def _nvfp4(values: Tensor, request: _Request) -> QuantizedTensor:
@@ -321,10 +310,7 @@ def _nvfp4(values: Tensor, request: _Request) -> QuantizedTensor:
     overall = _or_one(overall)
     scales = (largest / E2M1_MAX / overall).clamp(max=e4m3_max).to(torch.float8_e4m3fn).to(request.dtype)
     codes = _e2m1(grouped / (_or_one(scales).float() * overall).unsqueeze(-1), request.format)
-    return from_codes(
-        _codes(codes, values), request.format, scales=scales, channel=overall.reshape(1),
-        group_size=request.group_size, dtype=request.dtype,
-    )  # fmt: skip
+    return _made(codes, values, request, scales, channel=overall.reshape(1))
 
 
 def _fp8_type(format: Format) -> torch.dtype:

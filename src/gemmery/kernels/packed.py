@@ -5,7 +5,7 @@
 Scales and shifts are (matrices, groups, columns). `strides` is (steps, strips, lines, groups, columns): steps of the
 batch in matrices, negated, and the sizes just named.
 
-A loader is made for a format by `launch`, which gives these functions their last arguments.
+A loader is made for a format by `packed_access`, which gives these functions their last arguments.
 """
 
 import triton

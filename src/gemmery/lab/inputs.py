@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import devices
 from ..formats import QuantizedTensor, quantize
 from ..formats.activations import Per, quantize_activations
-from ..formats.scaled import ScaledTensor
+from ..formats.scaled import BLOCK, ScaledTensor
 from ..problem import Precision
 from .fusions import FUSIONS
 from .suites import BATCH_NAMES, LAYOUTS, MATRIX_NAMES, Row
@@ -209,8 +209,6 @@ def weight_inputs(row: Row, kind: Kind, fill: Fill) -> Inputs:
 
 #: What `quantize_activations` calls the scales of a row of a suite.
 PER: dict[str, Per] = {"tensor": "tensor", "row": "token", "block": "block"}
-#: Rows and columns of a weight's block, and numbers of a row of activations that share a scale.
-BLOCK = 128
 
 
 def scaled_inputs(row: Row, kind: Kind, fill: Fill) -> Inputs:
