@@ -1,0 +1,42 @@
+"""The command line: `gemmery --help` lists the commands.
+
+A command imports what it needs when it runs, so that `--help` and a mistyped option answer at once. Each module here
+has the commands of one subject; importing it adds them to `app`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from .options import app  # isort: skip  (first, since it says what is missing where typer is)
+
+import typer
+
+from . import starting, choosing, storing, measuring  # isort: skip  (the order of --help)
+
+__all__ = ["app", "choosing", "main", "measuring", "starting", "storing"]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from .. import __version__
+
+        typer.echo(f"gemmery {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and leave."
+        ),
+    ] = False,
+) -> None:
+    """GEMM for PyTorch, written in Triton."""
+
+
+def main() -> None:
+    """The entry point of the `gemmery` command."""
+    app(prog_name="gemmery")

@@ -1,0 +1,5 @@
+"""`python -m gemmery.cli` is the `gemmery` command."""
+
+from . import main
+
+main()

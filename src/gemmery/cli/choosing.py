@@ -1,0 +1,110 @@
+"""`gemmery explain`, `tune` and `warmup`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import JsonFile, app, told, words, write_json
+
+
+@app.command()
+def explain(
+    m: Annotated[int, typer.Argument(metavar="M")],
+    n: Annotated[int, typer.Argument(metavar="N")],
+    k: Annotated[int, typer.Argument(metavar="K")],
+    dtype: Annotated[str, typer.Option(metavar="TYPE", help="bf16, fp16, fp32, tf32, fp64, int8, fp8, ...")] = "bf16",
+    layout: Annotated[
+        str, typer.Option(metavar="NN|NT|TN|TT", help="N: row-major, T: column-major, as a Linear's weight is for b.")
+    ] = "NT",
+    batch: Annotated[list[str] | None, typer.Option(metavar="SIZES", help="Leading dimensions: --batch 8,16.")] = None,
+    bias: Annotated[bool, typer.Option("--bias", help="Add N numbers to each row.")] = False,
+    batch_invariant: Annotated[
+        bool, typer.Option("--batch-invariant", help="With results that do not depend on M.")
+    ] = False,
+    device: Annotated[
+        str | None, typer.Option(metavar="NAME", help="A GPU, such as H200; the one at hand without, or else an H200.")
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="How many configs to show.")] = 5,
+    json: JsonFile = None,
+) -> None:  # fmt: skip
+    """Say which config runs a product of an M by K and a K by N matrix, and why, on any known GPU; runs nothing."""
+    from ..lab.tuning import kind_named
+    from ..select.explain import explain as run
+
+    with told():
+        kind = kind_named(dtype)
+        explanation = run(
+            m, n, k, dtype=kind.dtype, precision=kind.precision, fast_accum=kind.fast_accum, layout=layout,
+            batch=[int(word) for word in words(batch)], bias=bias, batch_invariant=batch_invariant, device=device,
+            top=top,
+        )  # fmt: skip
+    typer.echo(str(explanation))
+    write_json(json, explanation.asdict())
+
+
+@app.command()
+def tune(
+    suite: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Suites of the bench, see gemmery bench --list.")
+    ] = None,
+    shapes: Annotated[
+        list[str] | None, typer.Option(metavar="MxNxK", help="Sizes, or BxMxNxK with a batch.")
+    ] = None,
+    from_log: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Problems that a program met which ran with GEMMERY_LOG=FILE.", exists=True),
+    ] = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option(metavar="TYPE", help="bf16 (default), fp16, ...; where nothing else says.")
+    ] = None,
+    layout: Annotated[str, typer.Option(metavar="NN|NT|TN|TT", help="Of --shapes, see gemmery explain.")] = "NT",
+    bias: Annotated[bool, typer.Option("--bias", help="Of --shapes: add N numbers to each row.")] = False,
+    exhaustive: Annotated[
+        bool, typer.Option("--exhaustive", help="Measure all configs, not only those predicted near the best.")
+    ] = False,
+    again: Annotated[bool, typer.Option("--again", help="Measure also what was measured before.")] = False,
+    seconds: Annotated[float | None, typer.Option(min=0, help="Begin no measurement after so long.")] = None,
+    json: JsonFile = None,
+) -> None:  # fmt: skip
+    """Measure which configs are quickest on this GPU; later calls of the same shapes take them.
+
+    Each timing is kept as it comes: press Ctrl-C, and the same command goes on from there.
+    """
+    if not (suite or shapes or from_log):
+        raise typer.BadParameter("name suites, shapes or a log", param_hint="--suite, --shapes or --from-log")
+    from ..devices import TABLE
+    from ..lab.tuning import Request, gpu_here
+    from ..lab.tuning import tune as run
+
+    request = Request(
+        suites=words(suite), shapes=words(shapes), log=from_log, dtypes=words(dtype) or ["bf16"], layout=layout,
+        bias=bias,
+    )  # fmt: skip
+    with told():
+        problems = request.problems(gpu_here() or TABLE["interpreter"])
+    raise typer.Exit(run(problems, exhaustive=exhaustive, again=again, seconds=seconds, json_path=json))
+
+
+@app.command()
+def warmup(
+    model_shapes: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE", exists=True, dir_okay=False,
+            help='A list of weights: [{"name": "qkv", "N": 6144, "K": 4096, "bias": false}, ...].',
+        ),
+    ],
+    max_m: Annotated[int, typer.Option(min=1, help="For inputs of 1 to so many rows.")] = 8192,
+    dtype: Annotated[str, typer.Option(metavar="TYPE", help="Of weights that name none.")] = "bf16",
+    json: JsonFile = None,
+) -> None:  # fmt: skip
+    """Compile every kernel that products with a model's weights run, so that a server compiles nothing later."""
+    from ..lab.tuning import read_weights
+    from ..lab.tuning import warmup as run
+
+    with told():
+        weights = read_weights(model_shapes, dtype)
+    raise typer.Exit(run(weights, max_m=max_m, json_path=json))

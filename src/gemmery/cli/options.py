@@ -1,0 +1,85 @@
+"""What commands share: the application, `--json`, and how they read options and tell of mistakes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+try:
+    import typer
+except ModuleNotFoundError as error:
+    raise SystemExit("gemmery's command line needs typer and rich: pip install 'gemmery[cli]'") from error
+
+app = typer.Typer(
+    help="GEMM for PyTorch, written in Triton.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def place_for_json(path: Path | None) -> Path | None:
+    """The callback of `--json`: a file in a directory that exists; "-" is standard output, then text goes elsewhere."""
+    if path == Path("-"):
+        sys.stdout.flush()
+        sys.stdout = sys.stderr
+        return Path("/dev/stdout")
+    # Before the work, not after a minute of it.
+    if path is not None and not path.absolute().parent.is_dir():
+        raise typer.BadParameter(f"there is no directory {path.absolute().parent}")
+    return path
+
+
+JsonFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--json",
+        metavar="FILE",
+        dir_okay=False,
+        callback=place_for_json,
+        help="Write everything that is printed, and more, to this file; with - to standard output.",
+    ),
+]
+
+
+def interpret_without_gpu() -> None:
+    """Without a GPU, start this command again with Triton's interpreter on, unless TRITON_INTERPRET says otherwise.
+
+    Triton decides when a kernel is defined whether it is interpreted, and the kernels are defined by the time that a
+    command runs; so it takes a new process, which replaces this one.
+    """
+    import torch
+
+    if "TRITON_INTERPRET" in os.environ or torch.cuda.is_available():
+        return
+    typer.echo("No GPU here: the kernels run in Triton's interpreter on the CPU (TRITON_INTERPRET=1).")
+    sys.stdout.flush()
+    command = [sys.executable, "-m", "gemmery", *sys.argv[1:]]
+    os.execve(sys.executable, command, os.environ | {"TRITON_INTERPRET": "1"})
+
+
+def words(given: list[str] | None) -> list[str]:
+    """The words of an option that may be repeated or hold several between commas."""
+    return [word for text in given or [] for word in text.split(",") if word]
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """What a user got wrong is said in a line, without a traceback."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def write_json(path: Path | None, values: object) -> None:
+    """Write plain values to the file of `--json`, if one was given."""
+    if path is not None:
+        import json
+
+        path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
