@@ -1,6 +1,6 @@
-"""Measure the table of `gemmery/select/tables` for a kind of packed weights, on the GPU at hand.
+"""Measure the table of `gemmery/select/tables` for a format of packed weights, on the GPU at hand.
 
-python benchmarks/packed_table.py --kind packed4
+python benchmarks/packed_table.py --format int4
 
 Times every tile, in every number of parts along K that is considered, on cold inputs, in shuffled order.
 """
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from triton.runtime.errors import OutOfResources
 
 import gemmery
 from gemmery import devices, fused
@@ -39,9 +40,9 @@ ROWS = (1, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096)
 NEAR = 1.25
 
 
-def product(kind: str, M: int, N: int, K: int) -> tuple[Problem, tuple[Any, ...], Any]:
+def product(format: str, M: int, N: int, K: int) -> tuple[Problem, tuple[Any, ...], Any]:
     """A product's problem, what its kernel is given, and the weight."""
-    packing = PACKINGS[kind]
+    packing = PACKINGS[format]
     dense = torch.randn(N, K, device="cuda", dtype=torch.bfloat16)
     weight = gemmery.quantize(dense, packing.format, group_size=packing.group or None)
     x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
@@ -61,11 +62,19 @@ def product(kind: str, M: int, N: int, K: int) -> tuple[Problem, tuple[Any, ...]
 
 def compile_one(job: tuple[str, Config]) -> str:
     """Compile a config into Triton's cache."""
-    kind, config = job
-    problem, tensors, _ = product(kind, 16, 256, 8192)
-    kernel = bind(problem, config).compile(*tensors)
-    kernel._init_handles()
-    return f"{config}: {kernel.n_spills} words spilled" if kernel.n_spills else ""
+    format, config = job
+    problem, tensors, _ = product(format, 16, 256, 8192)
+    reason = why_not(bind(problem, config).compile(*tensors))
+    return f"{config}: {reason}" if reason else ""
+
+
+def why_not(kernel: Any) -> str:
+    """Why a kernel is not timed; empty if it is, and then it is loaded."""
+    try:
+        kernel._init_handles()
+    except OutOfResources as error:
+        return str(error)
+    return f"{kernel.n_spills} words spilled" if kernel.n_spills else ""
 
 
 def cold(call: Callable[[], object], scratch: torch.Tensor) -> tuple[Any, Any]:
@@ -80,9 +89,9 @@ def cold(call: Callable[[], object], scratch: torch.Tensor) -> tuple[Any, Any]:
     return first, last
 
 
-def measure(kind: str, M: int, N: int, K: int, rounds: int, scratch: torch.Tensor) -> dict[str, float]:
+def measure(format: str, M: int, N: int, K: int, rounds: int, scratch: torch.Tensor) -> dict[str, float]:
     """Microseconds of each config, the median of several rounds for those near the quickest."""
-    problem, tensors, weight = product(kind, M, N, K)
+    problem, tensors, weight = product(format, M, N, K)
     want = tensors[0][:64].double() @ weight.unscaled().dequantize(torch.float64).mT
     calls: dict[str, Callable[[], object]] = {}
     for config in space_of(problem).configs:
@@ -90,8 +99,7 @@ def measure(kind: str, M: int, N: int, K: int, rounds: int, scratch: torch.Tenso
             continue
         binding = bind(problem, config)
         kernel = binding.compile(*tensors)
-        kernel._init_handles()
-        if kernel.n_spills:
+        if why_not(kernel):
             continue
         arguments = binding.arguments(*tensors)
         calls[str(config)] = lambda b=binding, a=arguments: b.kernel[b.grid](*a, **b.constants)
@@ -99,7 +107,7 @@ def measure(kind: str, M: int, N: int, K: int, rounds: int, scratch: torch.Tenso
         calls[str(config)]()
         error = ((tensors[2][:64].double() - want).norm() / want.norm()).item()
         if not error < 2.5e-3:
-            raise SystemExit(f"{kind} {M}x{N}x{K} {config}: error {error}")
+            raise SystemExit(f"{format} {M}x{N}x{K} {config}: error {error}")
     times: dict[str, list[float]] = {name: [] for name in calls}
     for i in range(rounds):
         names = list(calls)
@@ -117,32 +125,32 @@ def measure(kind: str, M: int, N: int, K: int, rounds: int, scratch: torch.Tenso
 def main() -> None:
     """Run."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kind", choices=sorted(PACKINGS), required=True)
+    parser.add_argument("--format", choices=sorted(PACKINGS), required=True)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--processes", type=int, default=14)
     parser.add_argument("--weights", type=int, default=len(WEIGHTS), help="so many of the weights")
     parser.add_argument("--out", type=Path, default=TABLES, metavar="DIR")
     options = parser.parse_args()
-    kind = options.kind
-    problem, _, _ = product(kind, 16, 256, 8192)
+    format = options.format
+    problem, _, _ = product(format, 16, 256, 8192)
     configs = {
         replace(c, split_k=min(c.split_k, 2)) for c in space_of(problem).configs if c.loader == "descriptor"
     }
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
-        for line in pool.map(compile_one, [(kind, config) for config in sorted(configs, key=str)]):
+        for line in pool.map(compile_one, [(format, config) for config in sorted(configs, key=str)]):
             if line:
                 print(line, flush=True)
     scratch = torch.empty(1 << 28, dtype=torch.int8, device="cuda")
     times = {}
     for N, K in WEIGHTS[: options.weights]:
         for M in ROWS:
-            found = times[1, M, N, K] = measure(kind, M, N, K, options.rounds, scratch)
+            found = times[1, M, N, K] = measure(format, M, N, K, options.rounds, scratch)
             best = min(found, key=found.__getitem__)
             print(M, N, K, best, found[best], flush=True)
     import triton
 
     name = problem.device.name
-    path = options.out / f"{name.lower().replace(' ', '-')}-{kind}.json"
+    path = options.out / f"{name.lower().replace(' ', '-')}-packed-{format}.json"
     path.write_text(text_of(times, name, {triton.__version__}), encoding="utf-8")
     print(json.dumps({"table": str(path), "shapes": len(times)}))
 

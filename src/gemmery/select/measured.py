@@ -24,17 +24,38 @@ from .space import Space, kind_of, space_of
 TABLES = Path(__file__).with_name("tables")
 #: How far a measurement reaches: in doublings of a size or of the parts along K.
 REACH = 0.8
-#: The same for kinds whose tiles' worth changes faster: how many rows of A they take decides how much is unpacked.
-REACHES = {"packed4": 0.2, "packed8": 0.2}
+#: The same for packed weights, whose tiles' worth changes faster: how many rows of A they take decides how much is
+#: unpacked.
+REACH_PACKED = 0.2
 #: The weight of the model itself, where a measurement of the very shape has 1.
 PRIOR = 0.3
 
 
-#: What stands for a kind of packed weights in its table.
-PACKINGS = {"packed4": Packing("int4", 4, 128), "packed8": Packing("int8", 8)}
+#: Formats of packed weights that have a table of their own, with what was measured. Others of as many bits take the
+#: first of these, whose tiles they share.
+PACKINGS = {
+    packing.format: packing
+    for packing in (
+        Packing("int4", 4, 128),
+        Packing("int8", 8),
+        Packing("e4m3", 8),
+        Packing("mxfp4", 4, 32),
+        Packing("nvfp4", 4, 16),
+        Packing("nf4", 4, 64),
+    )
+}
 
 
-def _problem(shape: list[int], device: Device, dtype: Any, kind: str) -> Problem:
+def table_name(problem: Problem) -> str:
+    """Which table corrects a problem: its kind of operand's, or its format's."""
+    packing = problem.packing
+    if packing is None:
+        return kind_of(problem)
+    first = next(known.format for known in PACKINGS.values() if known.bits == packing.bits)
+    return f"packed {packing.format if packing.format in PACKINGS else first}"
+
+
+def _problem(shape: list[int], device: Device, dtype: Any, name: str) -> Problem:
     """A product of aligned matrices, A and the output in rows and B a weight (N, K)."""
     batch, M, N, K = shape
     sizes = (batch,) if batch > 1 else ()
@@ -45,7 +66,8 @@ def _problem(shape: list[int], device: Device, dtype: Any, kind: str) -> Problem
 
     return Problem(
         M=M, N=N, K=K, batch=sizes, device=device,
-        a=operand(M, K, False), b=operand(K, N, True), out=operand(M, N, False), packing=PACKINGS.get(kind),
+        a=operand(M, K, False), b=operand(K, N, True), out=operand(M, N, False),
+        packing=PACKINGS.get(name.removeprefix("packed ")),
     )  # fmt: skip
 
 
@@ -70,19 +92,19 @@ class Table:
     reach: float = REACH
 
     @classmethod
-    def read(cls, path: Path, device: Device, dtype: Any, *more: Path, kind: str = "half") -> Table:
+    def read(cls, path: Path, device: Device, dtype: Any, *more: Path, name: str = "half") -> Table:
         """The table of files: shapes as [batch, M, N, K], configs, and microseconds by shape and config or null."""
         parts = [json.loads(each.read_text(encoding="utf-8")) for each in (path, *more)]
         shapes = [shape for data in parts for shape in data["shapes"]]
-        space = space_of(_problem(shapes[0], device, dtype, kind))
+        space = space_of(_problem(shapes[0], device, dtype, name))
         times = np.concatenate([_times(data, space) for data in parts])
-        predicted = np.stack([costs(_problem(s, device, dtype, kind), space).total for s in shapes])
+        predicted = np.stack([costs(_problem(s, device, dtype, name), space).total for s in shapes])
         residuals = np.log(times / predicted)
         known = np.isfinite(residuals)
         batch, M, N, K = np.array(shapes, dtype=float).T
         row = space.kernel // 2
         apart = np.subtract.outer(np.log2(space.split_k), np.log2(space.split_k))
-        reach = REACHES.get(kind, REACH)
+        reach = REACH_PACKED if name.startswith("packed ") else REACH
         near = np.equal.outer(row, row) * np.exp(-(apart**2) / (2 * reach**2))
         return cls(
             column={config: place for place, config in enumerate(space.configs)},
@@ -115,21 +137,21 @@ def _times(data: dict[str, Any], space: Space) -> np.ndarray:
     return np.where(np.array(chosen) >= 0, times[:, chosen], np.nan)
 
 
-def table_of(device: Device, kind: str, dtype: Any) -> Table | None:
-    """The table of a device for a kind of operand; None where nothing was measured."""
-    return _table_of(device, kind, dtype, clusters.available())
+def table_of(device: Device, name: str, dtype: Any) -> Table | None:
+    """The table of a device with this `table_name`; None where nothing was measured."""
+    return _table_of(device, name, dtype, clusters.available())
 
 
 @functools.cache
-def _table_of(device: Device, kind: str, dtype: Any, clustered: bool) -> Table | None:
-    name = f"{device.name.lower().replace(' ', '-')}-{kind.replace(' ', '-')}"
-    path, more = TABLES / f"{name}.json", TABLES / f"{name}-cluster.json"
+def _table_of(device: Device, name: str, dtype: Any, clustered: bool) -> Table | None:
+    stem = f"{device.name.lower().replace(' ', '-')}-{name.replace(' ', '-')}"
+    path, more = TABLES / f"{stem}.json", TABLES / f"{stem}-cluster.json"
     if not path.is_file():
         return None
-    return Table.read(path, device, dtype, *([more] if clustered and more.is_file() else []), kind=kind)
+    return Table.read(path, device, dtype, *([more] if clustered and more.is_file() else []), name=name)
 
 
 def factor(problem: Problem, space: Space, M: np.ndarray) -> np.ndarray | float:
     """What the model's predictions are multiplied by for `M` rows, of shape (m, 1); 1 where nothing was measured."""
-    table = table_of(problem.device, kind_of(problem), problem.a.dtype)
+    table = table_of(problem.device, table_name(problem), problem.a.dtype)
     return 1.0 if table is None else table.factor(problem, space, M)

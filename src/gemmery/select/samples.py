@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..problem import Operand, Problem
+from ..formats.packing import LINE, STRIP, block_columns
+from ..problem import SCALED_EVERY, Operand, Problem
 
 
 class Sample(NamedTuple):
@@ -48,11 +49,36 @@ def arguments(problem: Problem, device: torch.device | str) -> tuple[Any, ...]:
     p = problem
     if p.fusion is None:
         return sample(p, device)
-    a, b = _tensor(p.a, (*p.batch, p.M, p.K), device, None), _tensor(p.b, (*p.batch, p.K, p.N), device, None)
+    a = _tensor(p.a, (*p.batch, p.M, p.K), device, None)
+    b = _words(p, device) if p.packing else _tensor(p.b, (*p.batch, p.K, p.N), device, None)
     traced = [(p.fusion, p.out_n)] + ([(p.fusion.prologue, p.K)] if p.fusion.prologue else [])
     extras = [_tensor(x, (*p.batch, p.M, n), device, None) for part, n in traced for x in part.operands]
+    extras += [_tensor(x, shape, device, None) for x, shape in zip(p.shared, _shared_shapes(p), strict=True)]
     numbers = (1.0,) * sum(part.numbers for part, _ in traced)
     return a, b, _tensor(p.out, (*p.batch, p.M, p.out_n), device, None), tuple(extras), numbers
+
+
+def _words(problem: Problem, device: torch.device | str) -> Tensor:
+    """A packed B's words; see `formats.packing`."""
+    p, packing = problem, problem.packing
+    assert packing is not None
+    lines = 4 * -(-p.K // block_columns(packing.bits))
+    shape = (packing.matrices, -(-p.N // STRIP), lines, LINE)
+    steps = (shape[1] * lines * LINE, lines * LINE)
+    return _tensor(Operand(torch.int32, steps, LINE, 1, p.b.aligned), shape, device, None)
+
+
+def _shared_shapes(problem: Problem) -> list[tuple[int, ...]]:
+    """The shapes of `Problem.shared`."""
+    p = problem
+    if p.scales is not None:
+        steps = -(-p.K // SCALED_EVERY)
+        rows = ((p.M, p.scales.a_every), (p.N, p.scales.b_every))
+        return [(*p.batch, -(-size // every), steps) for size, every in rows]
+    if p.packing is None or not p.packing.group:
+        return []
+    rows_of_scales = p.packing.matrices * -(-p.K // p.packing.group)
+    return [(rows_of_scales, x.row) for x in p.shared]
 
 
 def _tensor(
