@@ -201,7 +201,7 @@ def _work(target: Target) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     from ..devices import Device
-    from ..lab.targets import use
+    from ..lab.standin import use
     from ..launch import bind
     from .keys import from_dict
     from .samples import arguments
