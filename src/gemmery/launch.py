@@ -251,12 +251,29 @@ def epilogue_arguments(problem: Problem, slot: int, *given: Any) -> tuple[Any, .
 
 def spans(problem: Problem, config: Config) -> bool:
     """Whether every tile of a config is as wide as a problem's product."""
-    return config.main_n >= problem.N and not config.rest_n and config.tail == 1
+    main_n, rest_n = columns_of(problem, config)
+    return main_n >= problem.N and not rest_n and config.tail == 1
+
+
+def columns_of(problem: Problem, config: Config) -> tuple[int, int]:
+    """Columns of a tile that are one block of the kernel, and those of the second block beside it, or 0.
+
+    Where steps are scaled, a tile that is stored in halves is also summed in halves, one after the other: a step's
+    product then takes half the registers, and a second program fits beside the first, which multiplies while the
+    first one scales.
+    """
+    if problem.scales is not None and config.split_store:
+        return config.block_n // 2, config.block_n // 2
+    return config.main_n, config.rest_n
 
 
 def _pieces(problem: Problem, config: Config) -> int:
-    """In how many pieces the epilogue and the store of a tile come."""
-    if not config.split_store or (problem.fusion is not None and problem.fusion.whole):
+    """In how many pieces the epilogue and the store of a block come."""
+    if (
+        not config.split_store
+        or problem.scales is not None
+        or (problem.fusion is not None and problem.fusion.whole)
+    ):
         return 1
     if problem.paired:
         # Half of a tile's columns are stored then, and parts of K are added by columns.
@@ -294,6 +311,7 @@ class Binding:
                 f"config {c}: factors that change along K need the tile schedule, block_k {SCALED_EVERY} and a block_n "
                 f"that is a power of two"
             )
+        self.main_n, self.rest_n = columns_of(p, c)
         if p.fusion is not None and p.fusion.whole and not spans(p, c):
             raise ValueError(
                 f"config {c}: an epilogue that uses reduced rows again needs whole tiles of at least {p.N} columns"
@@ -352,7 +370,7 @@ class Binding:
             if p.fusion is not None and not p.fusion.stores
             else self.out.store(),
             "BLOCK_M": c.block_m,
-            "BLOCK_N": c.main_n,
+            "BLOCK_N": self.main_n,
             "BLOCK_K": c.block_k,
             "GROUP_M": c.group_m,
             "PIECES": self.pieces,
@@ -374,7 +392,7 @@ class Binding:
             constants["TAIL_PIECES"] = self.tail_pieces
             constants["CHECK_TAIL_K"] = p.K == 0 or p.K % c.tail_k != 0
         else:
-            constants["REST_N"] = c.rest_n
+            constants["REST_N"] = self.rest_n
             constants["SWAP"] = c.swap
             constants["SPLIT_K"] = self.split is not None
             constants["PACKED"] = p.packing is not None
@@ -392,8 +410,8 @@ class Binding:
         p, c, waves = self.problem, self.config, self.waves
         matrices = [
             self.a.argument(a, c.block_m, c.block_k),
-            self.b.argument(b, c.block_k, c.main_n),
-            self.out.argument(out, c.block_m, self._stored(c.main_n)),
+            self.b.argument(b, c.block_k, self.main_n),
+            self.out.argument(out, c.block_m, self._stored(self.main_n)),
         ]
         common = [
             epilogue_arguments(p, self.slot, *given),
@@ -410,9 +428,9 @@ class Binding:
                 waves.parts,
             ]
         rest = [None, None]
-        if c.rest_n:
-            columns = c.rest_n // 2 if p.paired else c.rest_n
-            rest = [self.b.argument(b, c.block_k, c.rest_n), self.out.argument(out, c.block_m, columns)]
+        if self.rest_n:
+            columns = self.rest_n // 2 if p.paired else self.rest_n
+            rest = [self.b.argument(b, c.block_k, self.rest_n), self.out.argument(out, c.block_m, columns)]
         shared: list[Any] = [None, None, None]
         if p.shared:
             belonging = given[0][len(given[0]) - len(p.shared) :]
@@ -459,7 +477,11 @@ class Binding:
     def slot(self) -> int:
         """Columns of the narrowest block that an epilogue sees."""
         c = self.config
-        wide = [c.main_n // self.pieces, c.rest_n or c.main_n, c.block_n // (c.tail_n * self.tail_pieces)]
+        wide = [
+            self.main_n // self.pieces,
+            self.rest_n or self.main_n,
+            c.block_n // (c.tail_n * self.tail_pieces),
+        ]
         return min(wide) // (2 if self.problem.paired else 1)
 
     def _stored(self, columns: int) -> int:

@@ -106,6 +106,50 @@ def test_quantising_all_magnitudes(per, format, dtype):
         assert_same(q.to("cpu"), there)
 
 
+def with_blocks(r, shape, dtype, kind):
+    """Random numbers, and scales of random layouts for each block of `kind`."""
+    data = place(shape, dtype, some_layout(r, shape, 1)).view
+    steps = -(-shape[-1] // 128)
+    scales = {
+        "1x128": (*shape[:-1], steps), "128x128": (*shape[:-2], -(-shape[-2] // 128), steps), "row": (*shape[:-1], 1),
+    }[kind]  # fmt: skip
+    scale = place(scales, torch.float32, some_layout(r, scales, 4)).view
+    return ScaledTensor(data, scale)
+
+
+@pytest.mark.parametrize(
+    "kinds", [("1x128", "128x128"), ("1x128", "1x128"), ("row", "128x128"), ("128x128", "1x128")]
+)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
+@pytest.mark.parametrize("number", range(6))
+def test_products_of_blocks(kinds, dtype, number):
+    """Random layouts, and from the third on such as descriptors take, of all sizes."""
+    r = rng("blocks", kinds, dtype, number)
+    m = (1, 16, 64, size(r.randint(65, 200)), size(r.randint(200, 900)), size(r.randint(900, 3000)))[number]
+    n, k = size(r.randint(1, 2000)), size(r.randint(1, 3000))
+    if number < 2:
+        a, b = with_blocks(r, (m, k), dtype, kinds[0]), with_blocks(r, (n, k), dtype, kinds[1])
+    else:
+        n, k = 32 * -(-n // 32), 128 * -(-k // 128)
+        x, w = torch.randn(m, k, device=DEVICE), torch.randn(n, k, device=DEVICE)
+        name = "int8" if dtype == torch.int8 else "e4m3"
+        numbers = [gemmery.quantize_activations(t, name, per="token").data for t in (x, w)]
+        a, b = (
+            ScaledTensor(data, with_blocks(r, data.shape, dtype, kind).scale)
+            for data, kind in zip(numbers, kinds, strict=True)
+        )
+    bias = values((n,), torch.float32)
+    for _ in range(2):  # the short way, the second time
+        assert_product(gemmery.scaled_matmul(a, b), a, b, fast_accum=dtype != torch.int8)
+        result = gemmery.scaled_matmul(a, b, bias=bias, out_dtype=torch.float32)
+        assert_product(result, a, b, bias, fast_accum=dtype != torch.int8)
+    if n % 2 == 0:
+        small = ScaledTensor(a.data, a.scale * 2.0**-12)
+        want = epilogues.swiglu(small.dequantize(torch.float64) @ b.dequantize(torch.float64).mT)
+        result = gemmery.scaled_matmul(small, b, epilogue=epilogues.swiglu)
+        assert ((wide(result) - want).norm() / want.norm()).item() < 6e-3
+
+
 @needs_cuda
 @pytest.mark.parametrize("per", PERS)
 @pytest.mark.parametrize("turned", [False, True])

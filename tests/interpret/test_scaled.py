@@ -245,3 +245,37 @@ def test_second_calls_go_the_short_way(entered):  # noqa: F811
 def test_blocks_of_no_columns():
     a, b = (gemmery.quantize_activations(torch.empty(n, 0), "int8", per="block") for n in (4, 8))
     assert torch.equal(gemmery.scaled_matmul(a, b), torch.zeros(4, 8, dtype=BF16))
+
+
+def with_blocks(rows, k, kind, format, batch=()):
+    """Random numbers, with a scale for each block of `kind`."""
+    data = gemmery.quantize_activations(values((*batch, rows, k)), format).data
+    down = {"1x128": rows, "128x128": -(-rows // 128), "row": rows}[kind]
+    return gemmery.ScaledTensor(
+        data, values((*batch, down, 1 if kind == "row" else -(-k // 128)), seed=7).abs() + 0.5
+    )
+
+
+#: One for each schedule of a scaled step: whole tiles, tiles in halves, transposed ones, and K cut into parts.
+BLOCKED = (
+    None, "32x64x128-g4-w4-s2-tile-pointer", "32x64x128-g4-w4-s2-tile-pointer/2", "16x64x128-g4-w4-s2-tile-pointer-k2",
+    "16x64x128-g4-w4-s2-tile-pointer/2-swap", "32x32x128-g4-w4-s2-tile-descriptor/2-k2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("config", BLOCKED)
+@pytest.mark.parametrize(
+    "kinds", [("1x128", "128x128"), ("1x128", "1x128"), ("row", "128x128"), ("128x128", "1x128")]
+)
+def test_blocks(kinds, config):
+    for m, n, k, format in ((3, 272, 400, "e4m3"), (40, 144, 128, "int8")):
+        a, b = with_blocks(m, k, kinds[0], format), with_blocks(n, k, kinds[1], format)
+        want = a.dequantize(F64) @ b.dequantize(F64).T
+        near(gemmery.scaled_matmul(a, b, config=config), want)
+        bias, r = values((n,), seed=2), values((m, n), seed=3)
+        y = gemmery.scaled_matmul(
+            a, b, bias=bias, epilogue=gelu_and_add, args=(r,), out_dtype=F32, config=config
+        )
+        near(y, F.gelu(want + bias) + r, F32)
+        y = gemmery.scaled_matmul(a, b, epilogue=epilogues.swiglu, config=config)
+        near(y, epilogues.swiglu(want))

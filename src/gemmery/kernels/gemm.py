@@ -13,7 +13,30 @@ import triton.language as tl
 from .numerics import cast, dot
 from .operands import beside, column_halves
 from .parts import add_parts, arrive, leave_part
-from .scales import factors, multiplied
+from .scales import factors, factors_of_columns, multiplied
+
+
+@triton.jit
+def add_step(
+    x, y, acc, scales, left, sizes, batch, col, k, N, COLS: tl.constexpr, SWAP: tl.constexpr, PRODUCT: tl.constexpr,
+    PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr, SHARED_M: tl.constexpr, SHARED_N: tl.constexpr,
+    PAIRED: tl.constexpr,
+):  # fmt: skip
+    """`acc + x @ y`, or with `SWAP` its transpose; with `scales`, whose factors of x are `left`, times those of both.
+
+    `PRODUCT` is the type of a scaled step's product.
+    """
+    first = y.T if SWAP else x
+    second = x.T if SWAP else y
+    if SHARED_M > 0:
+        _, _, _, _, at_b, steps_b, row_b, col_b = scales
+        right = factors_of_columns(
+            at_b, steps_b, row_b, col_b, sizes, batch, col, k, N, COLS, SHARED_N, PAIRED
+        )  # fmt: skip
+        part = dot(first, second, tl.zeros(acc.shape, PRODUCT), PRECISION, IMPRECISE_ACC)
+        return acc + multiplied(part, left, right, SWAP)
+    else:
+        return dot(first, second, acc, PRECISION, IMPRECISE_ACC)
 
 
 @triton.jit
@@ -23,6 +46,7 @@ def multiply(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, REST_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr,
     CHECK_K: tl.constexpr, WIDE: tl.constexpr, ACC: tl.constexpr,
     PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr, SHARED_M: tl.constexpr, SHARED_N: tl.constexpr,
+    PAIRED: tl.constexpr,
 ):  # fmt: skip
     """The K loop: the tile with corner (row, col) of the product over `first_k` to `last_k`, in the accumulator's type.
 
@@ -30,31 +54,34 @@ def multiply(
     powers of two together. With `SWAP` the tensor cores see the transposed product, so that few rows lie on their
     narrow side. With `scales`, factors that `SHARED_M` rows of A and `SHARED_N` columns of B share, the sum is fp32.
     """
-    acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), ACC if SHARED_M == 0 else tl.float32)
+    SUM: tl.constexpr = ACC if SHARED_M == 0 else tl.float32
+    acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), SUM)
     # Without a rest there is nothing to carry; a small constant takes its place.
     REST: tl.constexpr = REST_N if REST_N > 0 else 1
-    rest = tl.zeros((REST, BLOCK_M) if SWAP else (BLOCK_M, REST), ACC)
+    rest = tl.zeros((REST, BLOCK_M) if SWAP else (BLOCK_M, REST), SUM)
     # Were the loop possibly empty, its way around would join the accumulators while wgmma still writes them, and the
     # assembler would then wait for every single one.
     tl.assume(first_k < last_k)
     for k in range(first_k, last_k, BLOCK_K):
         x = LOAD_A(a, (M, K), a_strides, sizes, batch, row, k, BLOCK_M, BLOCK_K, True, CHECK_K, WIDE)
         y = LOAD_B(b, (K, N), b_strides, sizes, batch, k, col, BLOCK_K, BLOCK_N, CHECK_K, True, WIDE)
+        left = None
         if SHARED_M > 0:
             # Before the product, under which they come.
-            at_a, steps_a, row_a, col_a, at_b, steps_b, row_b, col_b = scales
+            at_a, steps_a, row_a, col_a, _, _, _, _ = scales
             left = factors(at_a, steps_a, row_a, col_a, sizes, batch, row, k, M, BLOCK_M, SHARED_M)
-            right = factors(at_b, steps_b, row_b, col_b, sizes, batch, col, k, N, BLOCK_N, SHARED_N)
-            none = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), ACC)
-            part = dot(y.T if SWAP else x, x.T if SWAP else y, none, PRECISION, IMPRECISE_ACC)
-            acc += multiplied(part, left, right, SWAP)
-        else:
-            acc = dot(y.T if SWAP else x, x.T if SWAP else y, acc, PRECISION, IMPRECISE_ACC)
+        acc = add_step(
+            x, y, acc, scales, left, sizes, batch, col, k, N,
+            BLOCK_N, SWAP, ACC, PRECISION, IMPRECISE_ACC, SHARED_M, SHARED_N, PAIRED,
+        )  # fmt: skip
         if REST_N > 0:
             z = LOAD_B(
                 b_rest, (K, N), b_strides, sizes, batch, k, col + BLOCK_N, BLOCK_K, REST_N, CHECK_K, True, WIDE
             )  # fmt: skip
-            rest = dot(z.T if SWAP else x, x.T if SWAP else z, rest, PRECISION, IMPRECISE_ACC)
+            rest = add_step(
+                x, z, rest, scales, left, sizes, batch, col + BLOCK_N, k, N,
+                REST_N, SWAP, ACC, PRECISION, IMPRECISE_ACC, SHARED_M, SHARED_N, PAIRED,
+            )  # fmt: skip
     return acc.T if SWAP else acc, rest.T if SWAP else rest
 
 
@@ -200,7 +227,7 @@ def gemm_tiles(
         a, right, b_rest, scales, M, N, K, sizes, a_strides, b_strides, batch, row, col,
         part * part_k if SPLIT_K else 0, min(part * part_k + part_k, K) if SPLIT_K else tl.maximum(K, 1),
         LOAD_A, LOAD_B, BLOCK_M, BLOCK_N, REST_N, BLOCK_K, SWAP, CHECK_K, WIDE, ACC, PRECISION, IMPRECISE_ACC,
-        SHARED_M, SHARED_N,
+        SHARED_M, SHARED_N, PAIRED,
     )  # fmt: skip
     place = (part, tl.num_programs(0) // tiles, tile, tiles, BLOCK_M * (BLOCK_N + REST_N))
     last = True
@@ -282,7 +309,7 @@ def walk(
         acc, _ = multiply(
             a, b, None, None, M, N, K, sizes, a_strides, b_strides, batch, row, col, 0, tl.maximum(K, 1),
             LOAD_A, LOAD_B, BLOCK_M // PARTS_M, BLOCK_N // PARTS_N, 0, BLOCK_K, False, CHECK_K, WIDE, ACC,
-            PRECISION, IMPRECISE_ACC, 0, 0,
+            PRECISION, IMPRECISE_ACC, 0, 0, PAIRED,
         )  # fmt: skip
         finish(
             acc, out, args, M, N, sizes, out_strides, batch, row, col, None, None,

@@ -29,6 +29,23 @@ def factors(
 
 
 @triton.jit
+def factors_of_columns(
+    pointer, steps, stride_row, stride_k, sizes, batch, col, k, N, COLS: tl.constexpr, EVERY: tl.constexpr,
+    PAIRED: tl.constexpr,
+):  # fmt: skip
+    """The factors of a tile's columns of B; with `PAIRED` half of these are of its right half, as they are loaded."""
+    if PAIRED:
+        HALF: tl.constexpr = COLS // 2
+        place = tl.arange(0, COLS)
+        column = col // 2 + place % HALF
+        index = column + place // HALF * (N // 2)
+        start = pointer + batch_offset(batch, sizes, steps) + tl.cast(k // BLOCK, tl.int64) * stride_k
+        return tl.load(start + (index // EVERY).to(tl.int64) * stride_row, mask=column < N // 2, other=0.0)
+    else:
+        return factors(pointer, steps, stride_row, stride_k, sizes, batch, col, k, N, COLS, EVERY)
+
+
+@triton.jit
 def as_column(x):
     """Factors of rows, to be multiplied with a block."""
     if x.type.is_block():

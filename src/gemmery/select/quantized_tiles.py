@@ -63,6 +63,7 @@ HOPPER: dict[str, Rows] = {
     },
     "scaled": {
         ("descriptor", "tile"): """
+            128x128x128 16 8 3 0.72 split splits
             128x128x128 16 8 4 0.60
             64x128x128  8 4 4 0.48 splits
             64x64x128   8 4 4 0.40 splits
