@@ -18,25 +18,20 @@ from .scales import factors, factors_of_columns, multiplied
 
 @triton.jit
 def add_step(
-    x, y, acc, scales, left, sizes, batch, col, k, N, COLS: tl.constexpr, SWAP: tl.constexpr, PRODUCT: tl.constexpr,
-    PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr, SHARED_M: tl.constexpr, SHARED_N: tl.constexpr,
-    PAIRED: tl.constexpr,
+    x, y, acc, left, right, SWAP: tl.constexpr, PRODUCT: tl.constexpr,
+    PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr,
 ):  # fmt: skip
-    """`acc + x @ y`, or with `SWAP` its transpose; with `scales`, whose factors of x are `left`, times those of both.
+    """`acc + x @ y`, or with `SWAP` its transpose; times the factors of x's rows and y's columns where there are any.
 
     `PRODUCT` is the type of a scaled step's product.
     """
     first = y.T if SWAP else x
     second = x.T if SWAP else y
-    if SHARED_M > 0:
-        _, _, _, _, at_b, steps_b, row_b, col_b = scales
-        right = factors_of_columns(
-            at_b, steps_b, row_b, col_b, sizes, batch, col, k, N, COLS, SHARED_N, PAIRED
-        )  # fmt: skip
+    if left is None:
+        return dot(first, second, acc, PRECISION, IMPRECISE_ACC)
+    else:
         part = dot(first, second, tl.zeros(acc.shape, PRODUCT), PRECISION, IMPRECISE_ACC)
         return acc + multiplied(part, left, right, SWAP)
-    else:
-        return dot(first, second, acc, PRECISION, IMPRECISE_ACC)
 
 
 @triton.jit
@@ -63,24 +58,32 @@ def multiply(
     # assembler would then wait for every single one.
     tl.assume(first_k < last_k)
     for k in range(first_k, last_k, BLOCK_K):
+        left = None
+        right = None
+        right_rest = None
+        if SHARED_M > 0:
+            # Before the operands are waited for, so that they come meanwhile.
+            at_a, steps_a, row_a, col_a, at_b, steps_b, row_b, col_b = scales
+            left = factors(at_a, steps_a, row_a, col_a, sizes, batch, row, k, M, BLOCK_M, SHARED_M)
+            right = factors_of_columns(
+                at_b, steps_b, row_b, col_b, sizes, batch, col, k, N, BLOCK_N, SHARED_N, PAIRED
+            )  # fmt: skip
+            if REST_N > 0:
+                right_rest = factors_of_columns(
+                    at_b, steps_b, row_b, col_b, sizes, batch, col + BLOCK_N, k, N, REST_N, SHARED_N, PAIRED
+                )  # fmt: skip
         x = LOAD_A(a, (M, K), a_strides, sizes, batch, row, k, BLOCK_M, BLOCK_K, True, CHECK_K, WIDE)
         y = LOAD_B(b, (K, N), b_strides, sizes, batch, k, col, BLOCK_K, BLOCK_N, CHECK_K, True, WIDE)
-        left = None
-        if SHARED_M > 0:
-            # Before the product, under which they come.
-            at_a, steps_a, row_a, col_a, _, _, _, _ = scales
-            left = factors(at_a, steps_a, row_a, col_a, sizes, batch, row, k, M, BLOCK_M, SHARED_M)
         acc = add_step(
-            x, y, acc, scales, left, sizes, batch, col, k, N,
-            BLOCK_N, SWAP, ACC, PRECISION, IMPRECISE_ACC, SHARED_M, SHARED_N, PAIRED,
+            x, y, acc, left, right, SWAP, ACC, PRECISION, IMPRECISE_ACC,
         )  # fmt: skip
         if REST_N > 0:
+            # Waited for under the first product: loaded before it, it costs a tenth of the rate at 128 x 192.
             z = LOAD_B(
                 b_rest, (K, N), b_strides, sizes, batch, k, col + BLOCK_N, BLOCK_K, REST_N, CHECK_K, True, WIDE
             )  # fmt: skip
             rest = add_step(
-                x, z, rest, scales, left, sizes, batch, col + BLOCK_N, k, N,
-                REST_N, SWAP, ACC, PRECISION, IMPRECISE_ACC, SHARED_M, SHARED_N, PAIRED,
+                x, z, rest, left, right_rest, SWAP, ACC, PRECISION, IMPRECISE_ACC,
             )  # fmt: skip
     return acc.T if SWAP else acc, rest.T if SWAP else rest
 
