@@ -1,0 +1,166 @@
+"""`gemmery order` and `indices`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import JsonFile, app, told, words, write_json
+
+Sizes = tuple[int, int, int]
+
+Tile = Annotated[
+    str | None,
+    typer.Option(metavar="MxNxK", help="Rows, columns and K step of a tile; by default those that gemmery chooses."),
+]  # fmt: skip
+GroupSize = Annotated[
+    int | None, typer.Option(min=1, help="Rows of tiles in a group; by default what gemmery chooses.")
+]
+DType = Annotated[str, typer.Option(metavar="TYPE", help="bf16, fp16, fp32, tf32, fp64, int8, fp8, ...")]
+Layout = Annotated[
+    str, typer.Option(metavar="NN|NT|TN|TT", help="N: row-major, T: column-major, as a Linear's weight is for b.")
+]  # fmt: skip
+DeviceName = Annotated[
+    str | None, typer.Option(metavar="NAME", help="A GPU, such as H200; the one at hand without, or else an H200.")
+]  # fmt: skip
+
+
+def tile_of(text: str | None) -> Sizes | None:
+    """The three sizes of a tile in a text such as 128x256x64.
+
+    Raises:
+        ValueError: the text is of another form.
+    """
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+)[x×](\d+)[x×](\d+)", text)
+    if match is None:
+        raise ValueError(f"tile is {text!r}; rows, columns and K step are wanted, such as 128x256x64")
+    return int(match[1]), int(match[2]), int(match[3])
+
+
+def numbers_of(name: str, text: str | None) -> list[int] | None:
+    """The whole numbers in a text such as 4096,1.
+
+    Raises:
+        ValueError: the text is of another form.
+    """
+    if text is None:
+        return None
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise ValueError(f"{name} is {text!r}; whole numbers between commas are wanted, such as 4096,1")
+    return [int(word) for word in text.split(",")]
+
+
+@app.command()
+def order(
+    m: Annotated[int, typer.Argument(metavar="M")],
+    n: Annotated[int, typer.Argument(metavar="N")],
+    k: Annotated[int, typer.Argument(metavar="K")],
+    tile: Tile = None,
+    orders: Annotated[
+        list[str] | None, typer.Option("--order", metavar="NAME", help="row, column, grouped; row and grouped without.")
+    ] = None,
+    group_size: GroupSize = None,
+    first: Annotated[
+        int | None, typer.Option(min=1, metavar="TILES", help="Count the blocks of the first so many; a wave without.")
+    ] = None,
+    programs: Annotated[
+        int | None, typer.Option(min=1, help="Tiles computed at once; as many as the GPU holds without.")
+    ] = None,
+    l2: Annotated[float | None, typer.Option(min=0, metavar="MB", help="Size of the cache; the GPU's without.")] = None,
+    dtype: DType = "bf16",
+    layout: Layout = "NT",
+    device: DeviceName = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw: .png or .svg, or an animation as .gif or .html.")
+    ] = None,
+    json: JsonFile = None,
+) -> None:  # fmt: skip
+    """Show the order in which a product's tiles are computed, what each order reads, and how much of that hits L2.
+
+    The product is of an M by K and a K by N matrix; nothing runs. The cache is simulated.
+    """
+    from rich.console import Console
+
+    from ..lab.figures import check_name
+    from ..lab.orders import compare, launch_of, show
+    from ..lab.tuning import kind_named
+
+    with told():
+        if out is not None:
+            from ..lab.order_pictures import ENDINGS
+
+            check_name(out, ENDINGS)
+        kind = kind_named(dtype)
+        launch = launch_of(
+            m, n, k, dtype=kind.dtype, layout=layout, precision=kind.precision, fast_accum=kind.fast_accum,
+            device=device, tile=tile_of(tile), group_size=group_size, programs=programs,
+            l2_bytes=None if l2 is None else round(l2 * 2**20),
+        )  # fmt: skip
+        comparison = compare(launch, words(orders) or ("row", "grouped"), first)
+    show(comparison, Console())
+    if out is not None:
+        from ..lab.order_pictures import draw
+
+        draw(comparison, out)
+        typer.echo(f"written: {out}")
+    write_json(json, comparison.asdict())
+
+
+@app.command()
+def indices(
+    m: Annotated[int, typer.Argument(metavar="M")],
+    n: Annotated[int, typer.Argument(metavar="N")],
+    k: Annotated[int, typer.Argument(metavar="K")],
+    pid: Annotated[int, typer.Option(help="The program's number, tl.program_id(0).")] = 0,
+    step: Annotated[int, typer.Option(help="Step of its K loop, from 0.")] = 0,
+    turn: Annotated[int, typer.Option(help="Which of its tiles, from 0, where programs are persistent.")] = 0,
+    tile: Tile = None,
+    group_size: GroupSize = None,
+    config: Annotated[str | None, typer.Option(metavar="CONFIG", help="As gemmery explain writes them.")] = None,
+    layout: Layout = "NT",
+    batch: Annotated[str | None, typer.Option(metavar="SIZES", help="Leading dimensions: --batch 8,16.")] = None,
+    strides_a: Annotated[
+        str | None, typer.Option(metavar="NUMBERS", help="Strides of A (batch, M, K), elements: --strides-a 4096,1.")
+    ] = None,
+    strides_b: Annotated[str | None, typer.Option(metavar="NUMBERS", help="Strides of B (batch, K, N).")] = None,
+    strides_c: Annotated[str | None, typer.Option(metavar="NUMBERS", help="Strides of C (batch, M, N).")] = None,
+    dtype: DType = "bf16",
+    device: DeviceName = None,
+    edge: Annotated[int, typer.Option(min=1, metavar="LANES", help="Print so many at each edge of a block.")] = 4,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw heat maps: .png or .svg.")] = None,
+    json: JsonFile = None,
+) -> None:  # fmt: skip
+    """Show the offsets that one program's pointers hold for A, B and C, and which lanes its masks turn off.
+
+    The product is of an M by K and a K by N matrix; nothing runs. A tile may have any sizes, in a program of its own.
+    """
+    from rich.console import Console
+
+    from ..lab.figures import check_name
+    from ..lab.indices import accesses, problem_of_strides, schedule_of, show
+    from ..lab.tuning import kind_named
+
+    with told():
+        if out is not None:
+            check_name(out)
+        kind = kind_named(dtype)
+        problem = problem_of_strides(
+            m, n, k, dtype=kind.dtype, precision=kind.precision, fast_accum=kind.fast_accum, layout=layout,
+            batch=numbers_of("batch", batch) or (), strides_a=numbers_of("strides_a", strides_a),
+            strides_b=numbers_of("strides_b", strides_b), strides_c=numbers_of("strides_c", strides_c), device=device,
+        )  # fmt: skip
+        schedule = schedule_of(problem, tile=tile_of(tile), group_size=group_size, config=config)
+        found = accesses(problem, schedule, pid, turn=turn, step=step)
+    show(found, Console(), edge)
+    if out is not None:
+        from ..lab.figures import save
+        from ..lab.index_pictures import picture
+
+        save(picture(found), out)
+        typer.echo(f"written: {out}")
+    write_json(json, found.asdict())
