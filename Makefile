@@ -31,7 +31,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "gemmery needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[cli,demo,dev]'
+	$(PY) -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[cli,demo,dev,docs,lab]'
 	@touch $@
 
 # Another Triton beside the one of .venv: first on the path, so that torch need not be installed again.
@@ -53,10 +53,21 @@ demo: $(READY) ## a sentence model with every linear layer through gemmery
 doctor: $(READY) ## what this machine can do
 	@$(VENV)/bin/gemmery doctor $(ARGS)
 
+# Nothing is fetched; the first variable keeps an advertisement for a successor of MkDocs out of the output.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(COMPILED) $(PY) -m mkdocs
+
+.PHONY: docs
+docs: $(READY) ## the documentation, into site/: open site/index.html
+	@$(MKDOCS) build
+
+.PHONY: serve-docs
+serve-docs: $(READY) ## the documentation while it is being written, on localhost:8000
+	@$(MKDOCS) serve $(ARGS)
+
 # --- checks ----------------------------------------------------------------------------------------------------------
 
 .PHONY: test
-test: lint types test-host test-interpret test-compile ## everything that needs no GPU
+test: lint types docs test-host test-interpret test-compile ## everything that needs no GPU
 
 .PHONY: lint
 lint: $(READY) ## ruff: rules and format
@@ -85,6 +96,10 @@ test-interpret: $(READY) ## kernels through Triton's interpreter
 .PHONY: test-compile
 test-compile: $(READY) ## a sample of kernels compiled for other machines' GPUs
 	$(COMPILED) $(PYTEST) tests/compile $(ARGS)
+
+.PHONY: test-browser
+test-browser: $(READY) ## the lab's page in Chromium, which has to be there: chromium and chromium-driver on Debian
+	$(COMPILED) $(PYTEST) -n 0 tests/browser $(ARGS)
 
 .PHONY: check-targets
 check-targets: $(READY) ## every kernel and config compiled for every target (long)
@@ -118,5 +133,5 @@ bench: ## every suite on the GPU, with the torch of PYTHON; then README's table,
 
 .PHONY: clean
 clean: ## remove environments, builds and caches
-	rm -rf .venv .venv-triton-* build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-triton-* build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

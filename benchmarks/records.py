@@ -11,8 +11,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
 from gemmery.lab import suites  # noqa: E402
-from gemmery.lab.results import Summary, summarise  # noqa: E402
+from gemmery.lab.results import Summary, kind, read, regimes, run_line, summarise  # noqa: E402
 
+__all__ = [
+    "RESULTS", "Bar", "Data", "bar_of", "kind", "parts", "peers", "read_models", "read_results", "regimes", "run_line",
+]  # fmt: skip
 RESULTS = ROOT / "benchmarks" / "results"
 #: Suites in the order in which they are shown; others follow by name.
 ORDER = (
@@ -58,22 +61,13 @@ BARS = {
 }
 #: The parts of `models.py` in the order in which they are shown.
 MODELS = ("gated", "llama", "costs", "first", "host")
-#: The version of Triton that results are of where they do not say.
-TRITON = "3.6"
 #: What the fastest peer of each row is called, where there are several.
 BEST = "the best"
 
 
 def read_results(folder: Path) -> list[Data]:
     """All results of a folder in the order in which they are shown; ValueError names a file that is none."""
-    results = []
-    for path in sorted(folder.glob("*.json")):
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if missing := {"suite", "dtype", "rows", "summary", "peers", "protocol"} - set(data):
-            raise ValueError(
-                f"{path.name} is no benchmark result: it is without {', '.join(sorted(missing))}"
-            )
-        results.append(data)
+    results = [read(path) for path in sorted(folder.glob("*.json"))]
     return sorted(results, key=_place)
 
 
@@ -95,22 +89,10 @@ def _place(result: Data) -> tuple[int, str, str]:
     return (ORDER.index(suite) if suite in ORDER else len(ORDER), suite, kind(result))
 
 
-def kind(result: Data) -> str:
-    """The type, the version of Triton where it is not `TRITON`, and whether ours was tuned beforehand."""
-    version = ".".join(result["triton"].split(".")[:2])
-    words = [result["dtype"], *([f"Triton {version}"] if version != TRITON else [])]
-    return ", ".join([*words, *(["tuned"] if result.get("tuned") else [])])
-
-
 def bar_of(name: str, result: Data, regime: str) -> Bar | None:
     """The bar of a suite, or of a part of one, that counts for a result."""
     found = [bar for bar in BARS.get(name, ()) if regime in bar.regimes and kind(result) in bar.kinds]
     return found[0] if found else None
-
-
-def regimes(result: Data) -> list[str]:
-    """The regimes that a result was measured in."""
-    return list(result["protocol"]["regimes"])
 
 
 def peers(result: Data) -> list[str]:
@@ -136,11 +118,3 @@ def parts(result: Data) -> list[tuple[str, Summary]]:
         if whole == result["suite"]:
             found.append((name, summarise(rows, lambda row, keep=keep: keep(suites.Row.of(row)))))
     return [(name, summary) for name, summary in found if summary]
-
-
-def run_line(result: Data) -> str:
-    """What ran where and when."""
-    return (
-        f"{result['gpu']}, torch {result['torch']}, Triton {result['triton']}, CUDA {result['cuda']}, commit "
-        f"{result['commit']}, {result['date'][:10]}, {result['protocol']['rounds']} rounds"
-    )

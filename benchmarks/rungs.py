@@ -20,7 +20,9 @@ OUT = ROOT / "benchmarks" / "results" / "ladder" / "rungs.json"
 
 def main(arguments: list[str] | None = None) -> int:
     """Run; 0 if the record was written, 1 if a rung failed, 2 where there is no GPU to measure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=OUT, metavar="FILE")
     options = parser.parse_args(arguments)
     results = run_ladder()

@@ -12,7 +12,7 @@ TESTS = Path(__file__).resolve().parent
 
 #: The folders, and whether kernels are interpreted in each. Triton decides that when a kernel is defined, so folders of
 #: different kinds can't share a process.
-INTERPRETED = {"host": False, "interpret": True, "compile": False, "gpu": False}
+INTERPRETED = {"host": False, "interpret": True, "compile": False, "gpu": False, "browser": False}
 
 # What somebody measured on this machine must not decide what a test runs.
 os.environ["GEMMERY_STORE"] = "0"

@@ -19,6 +19,29 @@ INTERPRETED: bool = bool(knobs.runtime.interpret)
 
 
 @dataclass(frozen=True)
+class Multiprocessor:
+    """What the programs that run on one multiprocessor (a compute unit on AMD) at a time have between them.
+
+    Attributes:
+        parts: its schedulers (SIMDs on AMD), each of which has a share of the warps and of the registers.
+        warps: most warps of a part.
+        registers: of a part, for each lane of a warp.
+        granule: a warp's registers per lane are rounded up to a multiple of this.
+        shared: bytes of shared memory.
+        reserved: bytes of it that each program takes besides its own.
+        programs: most programs.
+    """
+
+    parts: int
+    warps: int
+    registers: int
+    granule: int
+    shared: int
+    reserved: int
+    programs: int
+
+
+@dataclass(frozen=True)
 class Arch:
     """What an instruction set can do, whatever the size of the chip.
 
@@ -31,6 +54,7 @@ class Arch:
         matrix: the instruction that a 16-bit dot must compile to, as it is spelt in PTX or AMD assembly.
         fp8: fp8 types that a dot accepts.
         precisions: precisions that an fp32 dot accepts.
+        multiprocessor: what programs share; None for the interpreter.
     """
 
     name: str
@@ -41,6 +65,7 @@ class Arch:
     matrix: str
     fp8: tuple[torch.dtype, ...]
     precisions: tuple[str, ...]
+    multiprocessor: Multiprocessor | None = None
 
     @property
     def backend(self) -> str:
@@ -53,20 +78,28 @@ _E5M2 = (torch.float8_e5m2,)
 _NV = ("ieee", "tf32", "tf32x3")
 _AMD = ("ieee",)
 
+
+def _sm(warps: int, shared: int, programs: int) -> Multiprocessor:
+    """A multiprocessor of NVIDIA's: 64 K registers, and a KB of shared memory that each program pays."""
+    return Multiprocessor(4, warps // 4, 512, 8, shared << 10, 1 << 10, programs)
+
+
 ARCHS: dict[str, Arch] = {
     arch.name: arch
     for arch in (
-        Arch("sm_80", "ampere", 163 << 10, 32, False, "mma.sync", _E5M2, _NV),
-        Arch("sm_86", "ada", 99 << 10, 32, False, "mma.sync", _E5M2, _NV),
-        Arch("sm_89", "ada", 99 << 10, 32, False, "mma.sync", _FP8, _NV),
-        Arch("sm_90", "hopper", 227 << 10, 32, True, "wgmma.mma_async", _FP8, _NV),
-        Arch("sm_100", "blackwell", 227 << 10, 32, True, "tcgen05.mma", _FP8, _NV),
-        Arch("sm_120", "blackwell rtx", 99 << 10, 32, True, "mma.sync", _FP8, _NV),
-        Arch("gfx942", "cdna", 64 << 10, 64, False, "v_mfma", _FP8, _AMD),
-        Arch("gfx1100", "rdna", 64 << 10, 32, False, "v_wmma", (), _AMD),
+        Arch("sm_80", "ampere", 163 << 10, 32, False, "mma.sync", _E5M2, _NV, _sm(64, 164, 32)),
+        Arch("sm_86", "ada", 99 << 10, 32, False, "mma.sync", _E5M2, _NV, _sm(48, 100, 16)),
+        Arch("sm_89", "ada", 99 << 10, 32, False, "mma.sync", _FP8, _NV, _sm(48, 100, 24)),
+        Arch("sm_90", "hopper", 227 << 10, 32, True, "wgmma.mma_async", _FP8, _NV, _sm(64, 228, 32)),
+        Arch("sm_100", "blackwell", 227 << 10, 32, True, "tcgen05.mma", _FP8, _NV, _sm(64, 228, 32)),
+        Arch("sm_120", "blackwell rtx", 99 << 10, 32, True, "mma.sync", _FP8, _NV, _sm(48, 100, 24)),
+        Arch("gfx942", "cdna", 64 << 10, 64, False, "v_mfma", _FP8, _AMD,
+             Multiprocessor(4, 8, 512, 8, 64 << 10, 0, 16)),
+        Arch("gfx1100", "rdna", 64 << 10, 32, False, "v_wmma", (), _AMD,
+             Multiprocessor(2, 16, 1536, 24, 64 << 10, 0, 16)),
         Arch("interpreter", "interpreter", 1 << 30, 32, True, "", _FP8, _NV),
     )
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -182,29 +215,79 @@ TABLE: dict[str, Device] = {
     )
 }  # fmt: skip
 
-#: What a target lacks, and what runs instead; keyed by architecture.
-_CANNOT: dict[str, tuple[str, ...]] = {
-    "sm_80": ("no float8_e4m3fn dot: such products run through the torch reference",),
-    "sm_86": ("no float8_e4m3fn dot: such products run through the torch reference",),
-    "gfx942": ('no TF32 units: precision="tf32" and "tf32x3" run as "ieee"',),
-    "gfx1100": (
-        'no TF32 units: precision="tf32" and "tf32x3" run as "ieee"',
-        "no fp8 dot: such products run through the torch reference",
+
+@dataclass(frozen=True)
+class Lack:
+    """Something that a target can't do.
+
+    Attributes:
+        what: it lacks.
+        instead: what runs.
+        advice: what may be done about it.
+    """
+
+    what: str
+    instead: str
+    advice: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.instead}"
+
+
+_NO_E4M3 = Lack(
+    "no float8_e4m3fn dot", "such products run through the torch reference",
+    "keep activations in bf16 or fp16 and pack the weight, gemmery.quantize(w, 'e4m3'), which is unpacked here",
+)  # fmt: skip
+_NO_TF32 = Lack(
+    "no TF32 units", 'precision="tf32" and "tf32x3" run as "ieee"',
+    "where fp32 is too slow and its exactness is not needed, multiply in bf16 or fp16",
+)  # fmt: skip
+_NO_TMA = Lack(
+    "no tensor descriptors in hardware", "every operand is loaded through pointers",
+    "keep adjacent elements adjacent and rows at multiples of 16 bytes, so that each lane loads 128 bits",
+)  # fmt: skip
+#: What a target lacks; keyed by architecture.
+_CANNOT: dict[str, tuple[Lack, ...]] = {
+    "sm_80": (_NO_E4M3,),
+    "sm_86": (_NO_E4M3,),
+    "gfx942": (
+        _NO_TF32,
+        Lack(
+            "no dot of torch's fp8 types, but of others with another bias", "they are multiplied as fp16",
+            "pack the weight alone, gemmery.quantize(w, 'e4m3'), or keep it in bf16: fp8 gains nothing here",
+        ),
     ),
-    "interpreter": ("kernels are interpreted on the CPU: results are right, times say nothing",),
-}
+    "gfx1100": (
+        _NO_TF32,
+        Lack(
+            "no fp8 dot", "such products run through the torch reference",
+            "keep activations in bf16 or fp16 and pack the weight, gemmery.quantize(w, 'e4m3'), which is unpacked here",
+        ),
+    ),
+    "interpreter": (
+        Lack(
+            "kernels are interpreted on the CPU", "results are right, times say nothing",
+            "for speed, use a machine with a GPU and unset TRITON_INTERPRET",
+        ),
+    ),
+}  # fmt: skip
+
+
+def lacks(arch: str) -> list[Lack]:
+    """What a target can't do, what runs instead, and what may be done about it."""
+    if arch not in ARCHS:
+        return [
+            Lack(
+                f"{arch} is not in the architecture table", "every product runs through the torch reference",
+                "add it: docs/extending.md, A GPU",
+            )
+        ]  # fmt: skip
+    return [*_CANNOT.get(arch, ()), *([] if ARCHS[arch].tma else [_NO_TMA])]
 
 
 def cannot(arch: str) -> list[str]:
     """Plain sentences about what a target can't do and what runs instead."""
-    lacks = list(_CANNOT.get(arch, ()))
-    if arch not in ARCHS:
-        lacks.append(
-            f"{arch} is not in the architecture table: every product runs through the torch reference"
-        )
-    elif not ARCHS[arch].tma:
-        lacks.append("no tensor descriptors in hardware: every operand is loaded through pointers")
-    return lacks
+    return list(map(str, lacks(arch)))
 
 
 @functools.cache

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from triton.errors import TritonError
 from . import direct, padding, reference
 from .devices import INTERPRETED
 from .launch import Binding, bind, on_device
+from .occupancy import Occupancy, occupancy, tensor_memory
 from .problem import FP8, Config, Problem
 from .select import candidates, log
 
@@ -33,12 +34,14 @@ class Resources:
         spills: 32-bit words per thread kept in local memory because registers ran out.
         shared: bytes of shared memory per program.
         threads: per program.
+        occupancy: how many programs a multiprocessor runs at a time, and why not more; None in the interpreter.
     """
 
     registers: int
     spills: int
     shared: int
     threads: int
+    occupancy: Occupancy | None = None
 
 
 class Plan:
@@ -180,31 +183,9 @@ class Plan:
             copy_a, copy_b = self._padded.a, self._padded.b
             a = a if copy_a is None else copy_a.memory(a.device)
             b = b if copy_b is None else copy_b.memory(b.device)
-        tensors = (a, b, *others)
-        spilling: list[tuple[int, Binding, Any]] = []
-        refusal: Exception | None = None
-        for config in self._choices:
-            binding = bind(self._launched, config)
-            try:
-                compiled = binding.compile(*tensors)
-                compiled._init_handles()
-            except torch.OutOfMemoryError:
-                raise
-            except (TritonError, RuntimeError) as error:
-                # Compilers fail in many ways on what they can't fit; another config may do.
-                refusal = error
-                continue
-            if compiled.n_spills == 0 or pinned:
-                self._binding, self._compiled = binding, compiled
-                return
-            spilling.append((compiled.n_spills, binding, compiled))
-            if len(spilling) >= SPILLING and min(spilling, key=_spills)[0] <= LITTLE:
-                break
-        if not spilling:
-            raise ValueError(
-                f"no config of {len(self._choices)} fits {self.problem} on {self.problem.device.name}: {refusal}"
-            ) from refusal
-        _, self._binding, self._compiled = min(spilling, key=_spills)
+        self._binding, self._compiled, _ = settle(
+            self._launched, self._choices, (a, b, *others), _load, pinned
+        )
 
     def shorten(self, index: int, *tensors: Any) -> None:
         """Have calls on GPU number `index`, the current one, go past Triton's own launcher where that is possible."""
@@ -214,12 +195,18 @@ class Plan:
             self.direct = direct.prepare(self._binding, self._compiled, index, *tensors)
 
     def resources(self) -> Resources | None:
-        """Registers, spills and shared memory of the compiled kernel; None where nothing was compiled for a GPU."""
+        """What the compiled kernel takes of a multiprocessor; None where nothing was compiled for a GPU.
+
+        `gemmery.lab.inspection.inspect(plan)` looks into its code.
+        """
         if self._compiled is None:
             return None
-        kernel = self._compiled
-        threads = kernel.metadata.num_warps * self.problem.device.target.warp_size
-        return Resources(kernel.n_regs, kernel.n_spills, kernel.metadata.shared, threads)
+        kernel, arch = self._compiled, self.problem.device.target
+        held = occupancy(
+            arch, kernel.n_regs, kernel.metadata.shared, kernel.metadata.num_warps, tensor_memory(kernel)
+        )
+        threads = kernel.metadata.num_warps * arch.warp_size
+        return Resources(kernel.n_regs, kernel.n_spills, kernel.metadata.shared, threads, held)
 
     def roofline(self) -> float:
         """The least time in seconds that the device's datasheet allows: the larger of arithmetic and memory traffic."""
@@ -239,8 +226,73 @@ class Plan:
     __repr__ = __str__
 
 
+class Settled(NamedTuple):
+    """What `settle` found.
+
+    Attributes:
+        binding: of the config that is taken.
+        compiled: its kernel.
+        passed: the other configs that were compiled, and why they are not taken.
+    """
+
+    binding: Binding
+    compiled: Any
+    passed: dict[Config, str]
+
+
+def settle(
+    problem: Problem, configs: Sequence[Config], tensors: Sequence[Any], examine: Callable[[Any], int],
+    pinned: bool = False,
+) -> Settled:  # fmt: skip
+    """Compile configs in their order until a kernel fits without spills; see `Plan.fit`.
+
+    Args:
+        tensors: what `Binding.compile` takes; they may be on the meta device.
+        examine: gives the 32-bit words per thread that a compiled kernel spills, or raises what Triton raises for one
+            that does not fit.
+        pinned: spills do not matter.
+
+    Raises:
+        ValueError: no config fits.
+    """
+    spilling: list[tuple[int, Binding, Any]] = []
+    passed: dict[Config, str] = {}
+    refusal: Exception | None = None
+    for config in configs:
+        binding = bind(problem, config)
+        try:
+            compiled = binding.compile(*tensors)
+            spills = examine(compiled)
+        except torch.OutOfMemoryError:
+            raise
+        except (TritonError, RuntimeError) as error:
+            # Compilers fail in many ways on what they can't fit; another config may do.
+            refusal = error
+            passed[config] = str(error)
+            continue
+        if spills == 0 or pinned:
+            return Settled(binding, compiled, passed)
+        passed[config] = f"spills {4 * spills} bytes a thread"
+        spilling.append((spills, binding, compiled))
+        if len(spilling) >= SPILLING and min(spilling, key=_spills)[0] <= LITTLE:
+            break
+    if not spilling:
+        raise ValueError(
+            f"no config of {len(configs)} fits {problem} on {problem.device.name}: {refusal}"
+        ) from refusal
+    _, binding, compiled = min(spilling, key=_spills)
+    del passed[binding.config]
+    return Settled(binding, compiled, passed)
+
+
 def _spills(found: tuple[int, Binding, Any]) -> int:
     return found[0]
+
+
+def _load(compiled: Any) -> int:
+    """Put a kernel onto the current GPU, whose driver may refuse it, and learn what it spills."""
+    compiled._init_handles()
+    return int(compiled.n_spills)
 
 
 def runs_on(problem: Problem) -> bool:

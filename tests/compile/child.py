@@ -84,10 +84,11 @@ def compile_plain():
 def main():
     import gemmery
     from gemmery.lab import targets
+    from gemmery.lab.inspection.resources import usage
 
     targets.use_target("sm_90")
     compiled = compile_plain() if sys.argv[1] == "plain" else compile_gemm(sys.argv[2])
-    registers, spilled = targets._resources(compiled)
+    took = usage(compiled)
     text = compiled.asm["ptx"]
     # What the source's lines are called in the debugging sections may differ between two copies of one source.
     lines = text.split(".section")[0].splitlines()
@@ -97,8 +98,8 @@ def main():
     report = {
         "file": gemmery.__file__,
         "code": code,
-        "registers": registers,
-        "spilled": spilled,
+        "registers": took.registers,
+        "spilled": took.spilled,
         "counts": counts,
     }
     print(json.dumps(report | {"shared": compiled.metadata.shared}))

@@ -10,6 +10,7 @@ from gemmery.devices import ARCHS
 from gemmery.formats import activations
 from gemmery.kernels import quantize
 from gemmery.lab import targets
+from gemmery.lab.inspection.resources import usage
 
 #: Rows and columns of x: rows that share a program, a row for each, and one that no program holds.
 SHAPES = ((4096, 128), (4096, 5120), (64, 65536))
@@ -48,7 +49,7 @@ def main():
             continue
         for shape in SHAPES:
             for name, compiled in kernels(torch.empty(shape, dtype=torch.bfloat16, device="meta"), format):
-                _, spilled = targets._resources(compiled)
+                spilled = usage(compiled).spilled
                 text = compiled.asm.get("ptx", "")
                 moves = sorted(set(re.findall(r"\b(?:ld|st)\.global\S*", text)))
                 report.append(

@@ -1,60 +1,126 @@
 """The pages of docs/, and what README shows: their code runs, and what they quote is what there is."""
 
+import functools
 import json
 import re
+import subprocess
 from pathlib import Path
 
+import click
 import pytest
 import torch
 
 import gemmery
 import gemmery.nn
 from benchmarks import quantization_error
-from gemmery import epilogues, fused
+from docs.hooks import repository
+from gemmery import epilogues, formats, fused
 from gemmery.dispatch import Options
 from gemmery.epilogues import Untraceable, table
 from gemmery.formats import FORMATS, from_codes
 from gemmery.formats.checkpoints.torchao import READERS
+from tests import pages
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
 EPILOGUES = (ROOT / "docs" / "epilogues.md").read_text()
 LOW_BIT = (ROOT / "docs" / "low-bit.md").read_text()
 
 
-def blocks(path):
-    """The python blocks of a page, compiled so that errors name the page and the line."""
-    text = path.read_text()
-    for found in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-        first = text.count("\n", 0, found.start(1))
-        yield first + 1, found[1], compile("\n" * first + found[1], str(path), "exec")
+@pytest.mark.parametrize("page", [page for page in pages.PAGES if not pages.is_interpreted(page)])
+def test_code_of_pages_runs(page, tmp_path, monkeypatch):
+    """Those for Triton's interpreter are read by tests/interpret/test_pages.py."""
+    pages.Reader(tmp_path, monkeypatch).read(page)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_code_of_pages_runs(page):
-    names = {"__name__": page.stem}
-    count = 0
-    for _, _, code in blocks(page):
-        exec(code, names)
-        count += 1
-    assert count > 0
+ALL = [block for page in pages.PAGES for block in pages.blocks(page)]
 
 
-README = {line: (text, code) for line, text, code in blocks(ROOT / "README.md")}
-#: Those that are whole programs and need no GPU.
-WHOLE = [
-    line for line, (text, _) in README.items()
-    if text.startswith("import torch, gemmery") and ('"cuda"' not in text or "is_available()" in text)
-]  # fmt: skip
+def test_every_block_says_what_it_is():
+    assert not [str(block) for block in ALL if block.language not in (*pages.RUN, *pages.SHOWN)]
+    assert sum(block.language in pages.RUN for block in ALL) > 100
+    # What only shows something is no program in disguise.
+    assert not [
+        str(block) for block in ALL if block.language in pages.SHOWN and "import gemmery" in block.text
+    ]
 
 
-@pytest.mark.parametrize("line", WHOLE, ids=lambda line: f"line-{line}")
-def test_code_of_readme_runs(line):
-    exec(README[line][1], {"__name__": "readme"})
+def test_few_blocks_need_what_is_not_here():
+    marked = [block for block in ALL if block.needs]
+    assert {block.needs.split(maxsplit=1)[0] for block in marked} == {"Needs"}
+    assert len(marked) <= 16, [f"{block} {block.needs}" for block in marked]
+    for block in marked:
+        if block.language == "python":
+            names = pages.names_of(block.text)
+            assert all(hasattr(gemmery, name) for name in names), f"{block}: {names}"
 
 
-def test_code_of_readme_is_found():
-    assert len(WHOLE) >= 3
+@pytest.mark.parametrize(
+    ("wanted", "printed", "same"),
+    [
+        ("a  b\n", "a b", True),
+        ("a ...\nb", "a x\ny\nb\n", True),
+        ("a b", "a c", False),
+        ("a", "a b", False),
+        ("178.0 and 78%", "180.4  and 76%", True),
+        ("178.0 and 78%", "140.4 and 78%", False),
+        ("178.0 and 78%", "178.0 and 60%", False),
+        ("... 64x64x32 4 -1.5", "k 64x64x32 4 -0.5", True),
+        ("64x64x32 4", "64x64x32 5", False),
+        ("sm_90 1.5", "sm_90 1.5 more", False),
+    ],
+)
+def test_figures_of_commands_need_only_be_near(wanted, printed, same):
+    assert pages.matches(wanted, printed) is same
+
+
+def test_a_wrong_page_is_noticed(tmp_path, monkeypatch):
+    """The reader's own instruments: each kind of block fails where it is wrong."""
+    wrong = {
+        "python": "assert False",
+        "sh": "gemmery polish",
+        "console": "$ gemmery --version\ngemmery 99\n",
+        "sh ": "make nothing",
+        "sh  ": "# Needs a GPU: to measure\ngemmery tune --polish",
+    }
+    for language, text in wrong.items():
+        page = tmp_path / "page.md"
+        page.write_text(f"```{language.strip()}\n{text}\n```\n")
+        with pytest.raises((AssertionError, subprocess.CalledProcessError, click.ClickException)):
+            pages.Reader(tmp_path, monkeypatch).read(str(page))
+
+
+# --- the site
+
+
+def test_pages_of_the_repository_are_found_and_their_links_led_on():
+    for name in (*repository.SECTIONS, *repository.WHOLE):
+        assert repository.page(name).startswith("# ")
+    lead = functools.partial(repository.moved, source="docs/recipes/x.md", page="recipes/x.md")
+    assert (
+        lead("[a](../../README.md#support) [b](../tuning.md#x)") == "[a](../support.md) [b](../tuning.md#x)"
+    )
+    assert lead("[c](../../tutorials/05_matmul_grouped.py)") == "[c](../ladder/05.md)"
+    assert lead("[d](https://x.org/y.md) [e](#here)") == "[d](https://x.org/y.md) [e](#here)"
+    with pytest.raises(ValueError, match=r"no page for src/gemmery/api\.py"):
+        lead("[f](../../src/gemmery/api.py)")
+
+
+def test_what_a_page_would_fetch_is_noticed():
+    fetched = [
+        '<script src="https://x.org/a.js">',
+        "<link rel=stylesheet href=//x.org/a.css>",
+        "url(https://x.org/f)",
+    ]
+    assert all(repository.FETCHED.search(text) for text in fetched)
+    assert not repository.FETCHED.search('<a href="https://x.org/"> <script src="../a.js"> <img src="a.png">')
+
+
+def test_all_public_names_are_in_the_reference():
+    text = "\n".join((ROOT / page).read_text() for page in pages.PAGES if page.startswith("docs/api/"))
+    shown = set(re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE))
+    own = {name.rsplit(".", 1)[1] for name in shown}
+    public = {*gemmery.__all__, *gemmery.nn.__all__, *epilogues.__all__, *formats.__all__} - {"nn"}
+    assert not public - own
 
 
 def words(text):

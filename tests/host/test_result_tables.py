@@ -262,18 +262,3 @@ def test_without_square_there_is_one_picture(results, tmp_path):
     shutil.move(folder / "a.json", tmp_path / "one" / "a.json")
     assert plots.main(["--results", str(tmp_path / "one"), "--out", str(tmp_path / "drawn")]) == 0
     assert [path.name for path in (tmp_path / "drawn").iterdir()] == ["ratios.png"]
-
-
-def test_lines_of_the_picture_share_the_rows():
-    many = [{"suite": str(i), "rows": [{}] * 24} for i in range(12)]
-    lines = plots._lines(many)
-    assert [one["suite"] for line in lines for one in line] == [str(i) for i in range(12)]
-    assert {len(line) for line in lines} == {4}
-    assert plots._lines(many[:1]) == [many[:1]]
-
-
-def test_throughput_is_that_of_the_round_with_the_median_ratio():
-    rounds = [{"us": 1.0, "peer": 1.3}, {"us": 2.0, "peer": 2.2}, {"us": 3.0, "peer": 2.7}]
-    row = {"rounds": {"burst": rounds}}
-    assert plots._median_round(row, "burst", "us", "peer") == {"us": 2.0, "peer": 2.2}
-    assert plots._median_round(row, "steady", "us", "peer") == {}

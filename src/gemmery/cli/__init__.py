@@ -12,9 +12,9 @@ from .options import app  # isort: skip  (first, since it says what is missing w
 
 import typer
 
-from . import starting, choosing, storing, measuring  # isort: skip  (the order of --help)
+from . import starting, choosing, predicting, inspecting, pictures, serving, storing, measuring  # isort: skip  (the order of --help)
 
-__all__ = ["app", "choosing", "main", "measuring", "starting", "storing"]
+__all__ = ["app", "choosing", "inspecting", "main", "measuring", "pictures", "predicting", "serving", "starting", "storing"]
 
 
 def _print_version(wanted: bool) -> None:

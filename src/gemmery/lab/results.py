@@ -79,6 +79,50 @@ def summarise(rows: Iterable[Mapping[str, Any]], keep: Callable[[Mapping[str, An
     }
 
 
+# --- reading what was written ---------------------------------------------------------------------------------------
+
+#: What every result has.
+_NEEDED = ("suite", "dtype", "gpu", "triton", "peers", "protocol", "summary", "rows")
+#: The version of Triton that results are of where they do not say.
+TRITON = "3.6"
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A result as `Result.save` wrote it.
+
+    Raises:
+        ValueError: the file is none.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path.name} is not JSON: {error}") from error
+    if not isinstance(data, dict) or (missing := set(_NEEDED) - set(data)):
+        lacks = ", ".join(sorted(missing)) if isinstance(data, dict) else "everything"
+        raise ValueError(f"{path.name} is no benchmark result: it is without {lacks}")
+    return data
+
+
+def kind(result: Mapping[str, Any]) -> str:
+    """The type, the version of Triton where it is not `TRITON`, and whether ours was tuned beforehand."""
+    version = ".".join(result["triton"].split(".")[:2])
+    words = [result["dtype"], *([f"Triton {version}"] if version != TRITON else [])]
+    return ", ".join([*words, *(["tuned"] if result.get("tuned") else [])])
+
+
+def regimes(result: Mapping[str, Any]) -> list[str]:
+    """The regimes that a result was measured in."""
+    return list(result["protocol"]["regimes"])
+
+
+def run_line(result: Mapping[str, Any]) -> str:
+    """What ran where and when."""
+    return (
+        f"{result['gpu']}, torch {result['torch']}, Triton {result['triton']}, CUDA {result['cuda']}, commit "
+        f"{result['commit']}, {result['date'][:10]}, {result['protocol']['rounds']} rounds"
+    )
+
+
 @dataclass(frozen=True)
 class FusedCost:
     """What a fused product takes beside the same product with nothing behind it.

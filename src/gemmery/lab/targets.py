@@ -1,8 +1,7 @@
 """Compiles every kernel that the selector may choose, for targets that are not at hand, and checks what comes out.
 
-A stand-in for Triton's driver names the target, so that a launch's own path of binding and specialisation compiles the
-kernel, down to machine code, without a GPU. One process compiles for one target: within a process Triton keeps code
-by device number and would hand out another target's. Run as `python -m gemmery.lab.targets [--all] [TARGET ...]`.
+A process for each target compiles with a stand-in for Triton's driver, so that several are busy at once. Run as
+`python -m gemmery.lab.targets [--all] [TARGET ...]`.
 """
 
 from __future__ import annotations
@@ -10,17 +9,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
+
+from .inspection.resources import Usage, usage
+from .standin import use_target
 
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx1100")
 #: Instructions of a matrix unit, any of which shows that a dot did not fall to scalar code.
@@ -61,39 +61,6 @@ class Report:
     instructions: tuple[str, ...]
     faults: tuple[str, ...]
     passed: tuple[str, ...] = ()
-
-
-class _Driver:
-    """As much of a Triton driver as compiling asks for."""
-
-    def __init__(self, target: Any) -> None:
-        self.target = target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int = 0) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        return self.target
-
-
-def use_target(name: str) -> None:
-    """Make this process compile for an architecture of the table; once a process."""
-    from ..devices import ARCHS
-
-    arch = ARCHS[name]
-    number: int | str = int(name.removeprefix("sm_")) if arch.backend == "cuda" else name
-    use(arch.backend, number, arch.warp_size)
-
-
-def use(backend: str, number: int | str, warp_size: int) -> None:
-    """Make this process compile for a target in Triton's words; once a process."""
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-
-    driver.set_active(_Driver(GPUTarget(backend, number, warp_size)))
 
 
 def cases(name: str, everything: bool) -> Iterator[Case]:
@@ -203,11 +170,9 @@ def _elementwise(case: Case, device: Any) -> Iterator[Report]:
     from .fused_targets import gradient
 
     compiled = gradient(case.epilogue, case.dtype, 4096, device)
-    registers, spilled = _resources(compiled)
-    shared = int(compiled.metadata.shared)
-    yield Report(
-        device.arch, case, "elementwise", registers, spilled, shared, (), _unfit(spilled, shared, device)
-    )
+    took = usage(compiled)
+    unfit = _unfit(took, device)
+    yield Report(device.arch, case, "elementwise", took.registers, took.spilled, took.shared, (), unfit)
 
 
 def _product(
@@ -219,11 +184,10 @@ def _product(
         promoted: whether partial sums are promoted: they are added in registers then, with a wait each.
         passable: whether a plan may do without this config.
     """
-    registers, spilled = _resources(compiled)
+    took = usage(compiled)
     text = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
     found = tuple(word for word in _MATRIX if word in text)
-    shared = int(compiled.metadata.shared)
-    unfit = _unfit(spilled, shared, device)
+    unfit = _unfit(took, device)
     faults = []
     if not promoted and not (passable and unfit) and serialised(compiled):
         faults.append("waits for every single wgmma")
@@ -232,17 +196,18 @@ def _product(
         faults.append(f"has {' and '.join(found) or 'no matrix instruction'}, not {' or '.join(wanted)}")
     all_faults, passed = (faults, unfit) if passable else ([*unfit, *faults], ())
     return Report(
-        device.arch, case, str(config), registers, spilled, shared, found, tuple(all_faults), tuple(passed)
-    )
+        device.arch, case, str(config), took.registers, took.spilled, took.shared, found, tuple(all_faults),
+        tuple(passed),
+    )  # fmt: skip
 
 
-def _unfit(spilled: int, shared: int, device: Any) -> tuple[str, ...]:
+def _unfit(took: Usage, device: Any) -> tuple[str, ...]:
     """Why a plan would not launch a kernel."""
     words = []
-    if spilled:
-        words.append(f"spills {spilled} bytes")
-    if shared > device.target.shared:
-        words.append(f"takes {shared} bytes of shared memory of {device.target.shared}")
+    if took.spilled:
+        words.append(f"spills {took.spilled} bytes")
+    if took.shared > device.target.shared:
+        words.append(f"takes {took.shared} bytes of shared memory of {device.target.shared}")
     return tuple(words)
 
 
@@ -277,28 +242,6 @@ def serialised(compiled: Any) -> bool:
         command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", file.name, "-o", os.devnull]
         run = subprocess.run(command, capture_output=True, text=True, check=True)
     return "wgmma.mma_async instructions are serialized" in run.stderr
-
-
-def _resources(compiled: Any) -> tuple[int, int]:
-    """Registers per thread and bytes spilled per thread, from the machine code."""
-    if "cubin" not in compiled.asm:
-        text = compiled.asm["amdgcn"]
-        counts = {
-            key: int(n) for key, n in re.findall(r"\.(\w+_count|private_segment_fixed_size): *(\d+)", text)
-        }
-        spilled = 4 * (counts.get("vgpr_spill_count", 0) + counts.get("sgpr_spill_count", 0))
-        return counts["vgpr_count"], max(spilled, counts.get("private_segment_fixed_size", 0))
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        run = subprocess.run(
-            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        )
-    usage = {key: int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", run.stdout)}
-    return usage["REG"], usage["STACK"] + usage["LOCAL"]
 
 
 def check_here(name: str, everything: bool) -> list[Report]:

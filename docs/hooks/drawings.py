@@ -1,0 +1,329 @@
+"""The ladder's pictures: drawn from the rungs' own arithmetic, as SVG that takes the page's colours."""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+import shlex
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from typer.testing import CliRunner
+
+from gemmery.cli import app
+from gemmery.lab import ladder
+from gemmery.lab.figures import COLOURS, FAINT, INK, STYLE, figure
+from gemmery.lab.tile_order import visits
+
+BLUE, RED, GREEN, PINK, ORANGE, SKY = COLOURS
+
+
+# --- pages ----------------------------------------------------------------------------------------------------------
+
+
+def svg(made: Figure, caption: str) -> str:
+    """A figure as an element of a page, in the colours of its text."""
+    written = io.StringIO()
+    with mpl.rc_context(STYLE):
+        made.savefig(written, format="svg", transparent=True, metadata={"Date": None})
+    drawn = written.getvalue()
+    drawn = drawn[drawn.index("<svg") :].replace(INK, "currentColor")
+    drawn = re.sub(
+        r'<svg ([^>]*?)height="[\d.]+pt"([^>]*?)width="([\d.]+)pt"', r'<svg \1\2style="width:\3pt"', drawn
+    )
+    drawn = re.sub(r"<metadata>.*?</metadata>", "", drawn, flags=re.DOTALL)
+    # In a line, so that Markdown leaves it alone.
+    drawn = re.sub(r"\s*\n\s*", " ", drawn).replace(
+        "<svg ", f'<svg role="img" aria-label="{html.escape(caption)}" ', 1
+    )
+    return f'<figure class="drawing">{drawn}<figcaption>{html.escape(caption)}</figcaption></figure>'
+
+
+@contextmanager
+def panels(width: float, height: float, count: int = 1) -> Iterator[tuple[Figure, list[Axes]]]:
+    """A figure with panels side by side and no axes."""
+    with figure(width, height) as made:
+        drawn = made.subplots(1, count, squeeze=False)[0]
+        for axes in drawn:
+            axes.set_axis_off()
+        yield made, list(drawn)
+
+
+def fit(axes: Axes, rows: float, columns: float) -> None:
+    """Show this many cells, the first at the top left, and all of them square."""
+    axes.set(xlim=(-0.1, columns + 0.1), ylim=(rows + 0.1, -0.1), aspect="equal")
+
+
+def cell(axes: Axes, row: float, column: float, text: object = "", fill: str = "none", *, outside: bool = False,
+         height: float = 1, width: float = 1) -> None:  # fmt: skip
+    """A box with a text; hatched where it is masked."""
+    how = {"hatch": "////", "edgecolor": FAINT} if outside else {"edgecolor": INK}
+    box = Rectangle((column, row), width, height, facecolor=fill, alpha=None if fill == "none" else 0.55, linewidth=0.6,
+                    **how)  # fmt: skip
+    axes.add_patch(box)
+    colour = FAINT if outside else INK
+    axes.text(
+        column + width / 2, row + height / 2, str(text), ha="center", va="center", fontsize=7, color=colour
+    )
+
+
+def label(axes: Axes, row: float, column: float, text: str, **how: object) -> None:
+    """A text, beginning at a place."""
+    axes.text(column, row, text, **({"va": "center", "fontsize": 8} | how))
+
+
+# --- the rungs ------------------------------------------------------------------------------------------------------
+
+
+def vector() -> Figure:
+    """Rung 1: the indices of every program of a launch, and which of them the mask leaves out."""
+    n, block = 22, 8
+    with panels(7.2, 1.5) as (made, (axes,)):
+        programs = -(-n // block)
+        fit(axes, programs, 19)
+        for program in range(programs):
+            label(axes, program + 0.5, 0, f"program {program}: {program} · {block} + arange({block})")
+            for lane, index in enumerate(program * block + np.arange(block)):
+                cell(axes, program, 11 + lane, index, COLOURS[program], outside=index >= n)
+    return made
+
+
+def window() -> Figure:
+    """Rung 2: a window on a matrix, by the offset of its corner, with what lies outside."""
+    rows, columns, high, wide, corner = 5, 10, 4, 4, (2, 7)
+    with panels(7.2, 2.6) as (made, (axes,)):
+        fit(axes, 6, 20)
+        for row in range(rows):
+            for column in range(columns):
+                cell(axes, row, column, row * columns + column)
+        for row, column in np.ndindex(high, wide):
+            at = corner[0] + row, corner[1] + column
+            outside = at[0] >= rows or at[1] >= columns
+            cell(axes, *at, "" if not outside else "0", BLUE if not outside else "none", outside=outside)
+        for line, said in enumerate((
+            f"shape ({rows}, {columns}), strides ({columns}, 1)", f"block ({high}, {wide}) at offset {corner}",
+            "what lies outside loads as 0, and is not stored",
+        )):  # fmt: skip
+            label(axes, 1.5 + line, 11.8, said)
+    return made
+
+
+def walk() -> Figure:
+    """Rung 3: which elements one program loads in each step along K; numbers are offsets in memory."""
+    M, N, K, block = 6, 8, 8, 2
+    tile_m, tile_n = 1, 2
+    with panels(7.2, 3.0, 2) as (made, drawn):
+        for axes, name, size, tile in zip(
+            drawn, ("a, (M, K)", "w, (N, K)"), (M, N), (tile_m, tile_n), strict=True
+        ):
+            fit(axes, 8.8, K)
+            label(axes, 0.3, 0, f"{name}: rows {tile * block} and {tile * block + 1}", fontsize=9)
+            for row, column in np.ndindex(size, K):
+                mine = row // block == tile
+                cell(axes, row + 0.8, column, row * K + column, COLOURS[column // block] if mine else "none")
+    return made
+
+
+def masks() -> Figure:
+    """Rung 4: the last tile of a product whose sizes no block divides, in its last step along K."""
+    M, N, K, block = 7, 6, 5, 4
+    with panels(7.2, 3.1, 3) as (made, drawn):
+        for axes, name, sizes, strides in zip(
+            drawn, ("a: masks 1 and 3", "b, transposed: masks 3 and 2", "out: masks 1 and 2"),
+            ((M, K), (K, N), (M, N)), ((K, 1), (1, K), (N, 1)), strict=True,
+        ):  # fmt: skip
+            fit(axes, 8.8, 8)
+            label(axes, 0.3, 0, name, fontsize=9)
+            for row, column in np.ndindex(8, 8):
+                inside = row < sizes[0] and column < sizes[1]
+                if row // block and column // block:
+                    offset = row * strides[0] + column * strides[1]
+                    cell(axes, row + 0.8, column, offset, BLUE if inside else "none", outside=not inside)
+                elif inside:
+                    cell(axes, row + 0.8, column)
+    return made
+
+
+def order() -> Figure:
+    """Rung 5: when each tile is visited, and the blocks that the first wave reads, in both orders."""
+    tiles, at_once = 8, 8
+    with panels(7.2, 4.0, 2) as (made, drawn):
+        for axes, name, group in zip(drawn, ("row by row", "groups of 4 rows"), (1, 4), strict=True):
+            fit(axes, tiles + 2.4, tiles + 1.6)
+            places = visits(tiles, tiles, "grouped", group)
+            wave = places[:at_once]
+            rows, columns = {int(row) for row, _ in wave}, {int(column) for _, column in wave}
+            count = len(rows) + len(columns)
+            label(
+                axes, 0.3, 0, f"{name}: {len(rows)} of a + {len(columns)} of b = {count} blocks", fontsize=9
+            )
+            for time, (row, column) in enumerate(places):
+                cell(axes, row + 2.4, column + 1.6, time, BLUE if time < at_once else "none")
+            for place in range(tiles):
+                cell(axes, place + 2.4, 0.3, "a", ORANGE if place in rows else "none")
+                cell(axes, 1.1, place + 1.6, "b", ORANGE if place in columns else "none")
+    return made
+
+
+def configs() -> Figure:
+    """Rung 6: what the tuner chooses between: bytes from L2 for each operation, and shared memory, of every tile."""
+    tiles = ((64, 64, 64, 4), (64, 128, 64, 4), (128, 128, 32, 4), (128, 128, 64, 3), (128, 128, 64, 4),
+             (128, 256, 64, 3))  # fmt: skip
+    with figure(7.2, 2.6) as made:
+        left, right = made.subplots(1, 2, sharey=True)
+        names = [f"{m}x{n}x{k}, {stages} stages" for m, n, k, stages in tiles]
+        left.barh(names, [2 * (m + n) / (2 * m * n) * 1000 for m, n, _, _ in tiles], color=BLUE)
+        left.set_title("bytes loaded for 1000 operations")
+        right.barh(names, [stages * (m + n) * k * 2 / 1024 for m, n, k, stages in tiles], color=ORANGE)
+        right.axvline(227, color=INK, linewidth=0.8, linestyle="--")
+        right.set_title("KB of shared memory; dashed: what an H100 has")
+    return made
+
+
+def persistent() -> Figure:
+    """Rung 7: the parts of a program's time, one program a tile and persistent; not to scale."""
+    parts = (("start", 1.0, ORANGE), ("K loop", 5.0, BLUE), ("end", 1.0, GREEN))
+    with panels(7.2, 2.1) as (made, (axes,)):
+        axes.set(xlim=(0, 30), ylim=(5.6, -0.6))
+        for line, (name, flattened) in enumerate(
+            (("one program a tile", False), ("persistent, flattened", True))
+        ):
+            label(axes, line * 3 - 0.2, 0, name)
+            at = 0.0
+            for tile in range(3):
+                for part, length, colour in parts:
+                    # The next tile's first loads run under the end of this one.
+                    if flattened and part == "start" and tile:
+                        continue
+                    cell(axes, line * 3 + 0.4, at, f"{part} {tile}" if part == "K loop" else part, colour, width=length,
+                         height=1.2)  # fmt: skip
+                    at += length
+                at += 0.0 if flattened else 0.6
+            label(axes, line * 3 + 1.0, at + 0.4, "…")
+    return made
+
+
+def shared() -> Figure:
+    """Rung 8: shared memory of the pipeline and of the tile on its way out, for what was considered."""
+    choices = (("3 stages, whole tile", 3, 1), ("4 stages, whole tile", 4, 1), ("4 stages, half tiles", 4, 2))
+    with figure(7.2, 1.9) as made:
+        axes = made.subplots()
+        names = [name for name, _, _ in choices]
+        pipeline = np.array([stages * (128 + 256) * 64 * 2 for _, stages, _ in choices])
+        store = np.array([128 * 256 * 2 // halves for _, _, halves in choices])
+        axes.barh(names, pipeline / 1024, color=BLUE, label="pipeline")
+        axes.barh(names, store / 1024, left=pipeline / 1024, color=ORANGE, label="tile on its way out")
+        axes.axvline(227, color=INK, linewidth=0.8, linestyle="--", label="what an H100 has")
+        axes.invert_yaxis()
+        axes.set_xlabel("KB of shared memory, tile 128x256x64")
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    return made
+
+
+def passes() -> Figure:
+    """Rung 9: bytes of the output that are moved, separate and fused."""
+    size = 4096 * 14336 * 2 / 1e6
+    steps = (("product", 1, BLUE), ("bias: read", 1, SKY), ("bias: write", 1, SKY), ("gelu: read", 1, GREEN),
+             ("gelu: write", 1, GREEN))  # fmt: skip
+    with figure(7.2, 1.7) as made:
+        axes = made.subplots()
+        at = 0.0
+        for name, count, colour in steps:
+            axes.barh("separate", count * size, left=at, color=colour, edgecolor="white")
+            axes.text(at + size / 2, 0, name, ha="center", va="center", fontsize=7, color="white")
+            at += count * size
+        axes.barh("fused", size, color=BLUE, edgecolor="white")
+        axes.text(size / 2, 1, "result", ha="center", va="center", fontsize=7, color="white")
+        axes.invert_yaxis()
+        axes.set_xlabel("MB to and from memory for an output of 4096 x 14336 in float16")
+    return made
+
+
+# --- what is shown where ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A rung's picture and what it shows."""
+
+    draw: Callable[[], Figure]
+    caption: str
+
+
+DRAWINGS = {
+    1: Drawing(vector, "22 elements in blocks of 8: the indices of each program; hatched ones are masked."),
+    2: Drawing(window, "A window on a matrix: a shape, a block and the offset of its corner are all that is said."),
+    3: Drawing(walk, "The program of the tile at row 1, column 2: what it loads in each step along K, a colour a step; "
+                     "numbers are offsets in memory."),
+    4: Drawing(masks, "The program of the last tile in its last step: 7 x 6 x 5 in blocks of 4. Numbers are offsets, "
+                      "by the strides; hatched ones are masked."),
+    5: Drawing(order, "The number of each tile in either order; blue: the first 8, which run at a time; orange: the "
+                      "blocks of a and b that these read."),
+    6: Drawing(configs, "A larger tile loads less for its operations, and takes more shared memory."),
+    7: Drawing(persistent, "The parts of a program's time, not to scale: flattened, the next tile's loads start under "
+                           "the end of this one."),
+    8: Drawing(shared, "The fourth stage fits where the tile is stored in halves."),
+    9: Drawing(passes, "What the output costs in traffic, pass by pass."),
+}  # fmt: skip
+
+
+def shown(number: int) -> str:
+    """A rung's picture, as an element of its page."""
+    drawing = DRAWINGS[number]
+    return svg(drawing.draw(), drawing.caption)
+
+
+def of_all(records: Mapping[int, ladder.Record]) -> str:
+    """The rate of each matmul rung beside torch's in the same run, at the shapes that several have."""
+    shapes = ("4096x4096x4096", "8192x8192x8192")
+    numbers = [number for number, record in records.items() if any(gain.shape in shapes and gain.over_torch for gain in
+               ladder.gains(record.rows))]  # fmt: skip
+    with figure(7.2, 2.8) as made:
+        axes = made.subplots()
+        for place, shape in enumerate(shapes):
+            ratios = [
+                next(
+                    (gain.over_torch for gain in ladder.gains(records[number].rows) if gain.shape == shape),
+                    None,
+                )
+                for number in numbers
+            ]
+            at = [x + (place - 0.5) * 0.4 for x, ratio in enumerate(ratios) if ratio is not None]
+            bars = axes.bar(
+                at, [ratio for ratio in ratios if ratio is not None], 0.38, color=COLOURS[place], label=shape
+            )
+            axes.bar_label(bars, fmt="%.2f", fontsize=7, color=INK)
+        axes.axhline(1, color=INK, linewidth=0.8)
+        axes.set_xticks(range(len(numbers)), [f"rung {number}" for number in numbers])
+        axes.set_ylabel("speed, torch = 1")
+        axes.legend(loc="upper center", ncols=2, bbox_to_anchor=(0.5, 1.2))
+    return svg(
+        made,
+        "Speed of each rung beside torch's product (rung 9: its addmm and gelu), measured in the same run.",
+    )
+
+
+# --- pictures of commands --------------------------------------------------------------------------------------------
+
+
+def of_command(command: str) -> str:
+    """The SVG that a command of gemmery draws.
+
+    Raises:
+        ValueError: the command has failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "picture.svg"
+        ran = CliRunner().invoke(app, [*shlex.split(command), "--out", str(out)], prog_name="gemmery")
+        if ran.exit_code or not out.exists():
+            raise ValueError(f"gemmery {command} has failed: {ran.exception!r}\n{ran.output}")
+        return out.read_text(encoding="utf-8")

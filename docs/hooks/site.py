@@ -1,0 +1,67 @@
+"""MkDocs' hooks: pages that are made of the repository's files, and the promise that pages fetch nothing."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[2]
+# What is described is this checkout, not a copy that happens to be installed.
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+
+from docs.hooks import drawings, repository, rungs  # noqa: E402
+
+#: In a page, the picture that a command draws.
+_PICTURE = re.compile(r"^<!-- picture: (.+) -->$", re.MULTILINE)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages and pictures that are made of files outside of docs/."""
+    made: dict[str, str] = {name: repository.page(name) for name in (*repository.SECTIONS, *repository.WHOLE)}
+    made |= rungs.pages()
+    for name, text in made.items():
+        files.append(File.generated(config, name, content=text))
+    for name in repository.pictures():
+        files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
+    for page in list(files.documentation_pages()):
+        for command in _PICTURE.findall(page.content_string):
+            try:
+                files.append(File.generated(config, _place(command), content=drawings.of_command(command)))
+            except ValueError as error:
+                raise PluginError(f"{page.src_uri}: {error}") from error
+    return files
+
+
+def _place(command: str) -> str:
+    """Where a command's picture is on the site."""
+    return f"pictures/{re.sub(r'[^a-z0-9]+', '-', command.lower()).strip('-')}.svg"
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Show pictures of commands, and lead links to files of the repository to pages of the site."""
+    name = page.file.src_uri
+    up = "../" * name.count("/")
+    markdown = _PICTURE.sub(
+        lambda found: f"![gemmery {found[1]}]({up}{_place(found[1])})".replace('"', ""), markdown
+    )
+    if page.file.generated_by is not None:
+        return markdown
+    try:
+        return repository.moved(markdown, posixpath.join("docs", name), name)
+    except ValueError as error:
+        raise PluginError(str(error)) from error
+
+
+def on_post_page(output: str, page: Page, **_: Any) -> str:
+    """Refuse a page that would fetch something from the network."""
+    if found := repository.FETCHED.search(output):
+        raise PluginError(f"{page.file.src_uri} fetches from the network: {found[0][:120]}")
+    return output

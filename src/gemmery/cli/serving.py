@@ -1,0 +1,60 @@
+"""`gemmery lab`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import JsonFile, app, place_for_json, told, words, write_json
+
+
+@app.command()
+def lab(
+    gpu: Annotated[
+        list[str] | None,
+        typer.Option("--gpu", "--device", metavar="NAME", help="Such as H200; the GPU at hand without."),
+    ] = None,
+    shapes: Annotated[list[str] | None, typer.Option(metavar="MxNxK", help="Sizes, several for --export.")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(metavar="TYPE", help="bf16, fp16, fp32, tf32, fp8, ...")] = None,
+    layout: Annotated[list[str] | None, typer.Option(metavar="NN|NT|TN|TT", help="See gemmery explain.")] = None,
+    epilogue: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="none, bias, bias_gelu, swiglu, ...")
+    ] = None,
+    weight: Annotated[list[str] | None, typer.Option(metavar="FORMAT", help="none, int4, e4m3, nf4, ...")] = None,
+    export: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.html", dir_okay=False, callback=place_for_json,
+            help="Write the page to one file that needs no server, with every combination of what the options above "
+            "name; without --shapes, with those of language models.",
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Where to serve; 0.0.0.0 for the network.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 for any that is free.")] = 8477,
+    open_: Annotated[
+        bool | None, typer.Option("--open/--no-open", help="Open a browser; by default where there is a desktop.")
+    ] = None,
+    json: JsonFile = None,
+) -> None:  # fmt: skip
+    """Serve a page on which a product is chosen and its predicted time, kernel, waves and traffic are seen.
+
+    It needs no GPU and no network. The options say what the page shows first. With --json one product's answer is
+    written and nothing is served.
+    """
+    from ..lab.page.command import Request, answer, exported, serve
+
+    with told():
+        request = Request(
+            {"gpu": words(gpu), "dtype": words(dtype), "layout": words(layout), "epilogue": words(epilogue),
+             "weight": words(weight)},
+            words(shapes),
+        )  # fmt: skip
+        if json is not None:
+            write_json(json, answer(request))
+        if export is not None:
+            export.write_text(exported(request), encoding="utf-8")
+            typer.echo(f"The page is in {export}")
+        if json is None and export is None:
+            serve(request, host, port, open_)

@@ -1,0 +1,246 @@
+"""What is found in a compiled kernel: the answer of `inspect`, as facts and as plain values."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+from ...occupancy import Occupancy, occupancy
+from ...plan import Plan
+from ...problem import Config, Problem
+from ...select.keys import device_text
+from . import gcn, sass
+from .code import Code, Instruction, Loop, of_kind
+from .compile import Built, build, built
+from .pipeline import counts, pipeline
+from .resources import Usage
+from .source import function_at
+
+#: Kinds of instructions that move data, whose widths are told.
+MOVES = ("copy", "load", "read", "write", "store", "spill")
+#: Texts that can be asked for, beside the machine code's own.
+TEXTS = ("ttir", "ttgir", "llir", "ptx", "amdgcn")
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A compiled kernel, taken apart; `str` gives it as text.
+
+    Attributes:
+        problem: what the kernel computes.
+        copies: matrices, of "a" and "b", that are copied first, since the kernel reads copies quicker.
+        config: its knobs.
+        target: the architecture that it was compiled for.
+        kernel: name of the device function.
+        programs: of a launch.
+        usage: registers, spills, shared memory of one program.
+        occupancy: programs and warps on one multiprocessor at a time, and what limits them.
+        code: the instructions.
+        texts: the kernel in the compiler's languages, by their names, "sass" among them on NVIDIA's GPUs.
+        given: whether the config was asked for, and not chosen.
+        passed: configs that were passed over, and why.
+        seconds: what took how long.
+    """
+
+    problem: Problem
+    copies: tuple[str, ...]
+    config: Config
+    target: str
+    kernel: str
+    programs: int
+    usage: Usage
+    occupancy: Occupancy | None
+    code: Code = field(repr=False)
+    texts: dict[str, str] = field(repr=False)
+    given: bool
+    passed: dict[Config, str]
+    seconds: dict[str, float]
+
+    @property
+    def loop(self) -> Loop | None:
+        """The loop along K."""
+        return self.code.main_loop
+
+    @cached_property
+    def tensor(self) -> Counter[str]:
+        """How often each tensor-core instruction stands in the loop along K."""
+        return Counter(i.opcode for i in self.loop.tensor) if self.loop else Counter()
+
+    @cached_property
+    def products(self) -> float | None:
+        """What a pass of the loop multiplies, in steps of the config's tile; None where names do not tell it.
+
+        It is 1 where a pass is a step, and 3 where each product is made of three, as with "tf32x3".
+        """
+        if self.loop is None or not self.loop.tensor or not all(i.shape for i in self.loop.tensor):
+            return None
+        c = self.config
+        # wgmma is issued by a warpgroup at a time.
+        issuers = c.num_warps / (4 if "GMMA" in self.loop.tensor[0].opcode else 1)
+        return self.loop.work * issuers * c.ctas / (c.block_m * c.block_n * c.block_k)
+
+    @cached_property
+    def moves(self) -> list[Move]:
+        """Instructions that move data: those of the loop, then those of the rest."""
+        inside = self.loop.body if self.loop else ()
+        addresses = {i.address for i in inside}
+        rest = [i for i in self.code.instructions if i.address not in addresses]
+        return [*_moves(inside, True), *_moves(rest, False)]
+
+    @cached_property
+    def buffers(self) -> list[str]:
+        """Blocks that shared memory is for, in rings of so many: "4 × 128×64 bf16"; some in the place of others."""
+        found = re.findall(r"local_alloc : \(\) -> !ttg\.memdesc<([x\d]+)x(\w+),", self.texts["ttgir"])
+        made = []
+        for sizes, element in found:
+            *count, rows, columns = sizes.split("x")
+            # One-column blocks of integers are barriers.
+            if (rows, element) != ("1", "i64") and (columns, element) != ("1", "i64"):
+                made.append(f"{count[0] if count else 1} × {rows}×{columns} {element}")
+        return [f"{text}{f' ({n} times)' if n > 1 else ''}" for text, n in Counter(made).items()]
+
+    @property
+    def warnings(self) -> list[str]:
+        """Plain sentences about what is wrong with the kernel."""
+        room, said = self.problem.device.target.shared, []
+        if self.usage.shared > room:
+            said.append(
+                f"takes {self.usage.shared:,} bytes of shared memory of {room:,}: it can't be launched"
+            )
+        if self.usage.spilled:
+            said.append(f"spills {self.usage.spilled} bytes a thread: registers that go to memory and back")
+        inside = of_kind(self.loop.body, "spill") if self.loop else ()
+        if inside:
+            said.append(f"{len(inside)} of the loop's instructions move spilled registers")
+        groups = [i for i in self.loop.tensor if "GMMA" in i.opcode] if self.loop else []
+        if len(groups) > 1 and all("gsb0" in i.operands for i in groups):
+            said.append("every wgmma is a group of its own: the tensor cores wait for each")
+        return said
+
+    def asdict(self, texts: Sequence[str] = ()) -> dict[str, Any]:
+        """Everything as plain values, for JSON.
+
+        Args:
+            texts: which of `texts` to include.
+        """
+        p = self.problem
+        return {
+            "problem": str(p), "M": p.M, "N": p.N, "K": p.K, "batch": list(p.batch), "copies": list(self.copies),
+            "device": device_text(p.device), "target": self.target, "config": str(self.config),
+            "knobs": self.config.asdict(), "given": self.given,
+            "passed": {str(config): why for config, why in self.passed.items()}, "kernel": self.kernel,
+            "programs": self.programs, **asdict(self.usage), "shared_limit": p.device.target.shared,
+            "occupancy": None if self.occupancy is None else {
+                **asdict(self.occupancy), "limited_by": list(self.occupancy.limited_by)
+            },
+            "tensor": [
+                {"opcode": i.opcode, "count": self.tensor[i.opcode], "shape": i.shape}
+                for i in {i.opcode: i for i in (self.loop.tensor if self.loop else ())}.values()
+            ],
+            "products": self.products, "moves": [asdict(move) for move in self.moves], "buffers": self.buffers,
+            "instructions": len(self.code.instructions), "loop": None if self.loop is None else _loop(self.loop),
+            "warnings": self.warnings, "seconds": self.seconds,
+            "texts": {name: self.texts[name] for name in texts},
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        from .show import text
+
+        return text([self])
+
+
+@dataclass(frozen=True)
+class Move:
+    """Instructions of one name that move data.
+
+    Attributes:
+        kind: of `code.KINDS`.
+        count: how many there are.
+        bits: that each lane moves with one, 0 where one moves a whole block, as TMA's do.
+        in_loop: whether they are in the loop along K.
+    """
+
+    kind: str
+    opcode: str
+    count: int
+    bits: int
+    in_loop: bool
+
+
+def _moves(instructions: Iterable[Instruction], in_loop: bool) -> list[Move]:
+    counts = Counter((i.kind, i.opcode, i.bits) for i in of_kind(instructions, *MOVES))
+    ranked = sorted(counts.items(), key=lambda entry: MOVES.index(entry[0][0]))
+    return [Move(kind, opcode, count, bits, in_loop) for (kind, opcode, bits), count in ranked]
+
+
+def _loop(loop: Loop) -> dict[str, Any]:
+    return {
+        "start": loop.start,
+        "counts": counts(loop.body),
+        "aside": counts(loop.aside),
+        "pipeline": [
+            {"kind": run.kind, "name": run.name, "count": len(run.instructions), "between": run.between,
+             "note": run.note}
+            for run in pipeline(loop)
+        ],
+        "body": [
+            {"address": i.address, "text": str(i), "kind": i.kind, "bits": i.bits, "source": i.source,
+             "function": function_at(i.source), "note": i.note}
+            for i in loop.body
+        ],
+    }  # fmt: skip
+
+
+def inspect(problem: Problem | Plan, config: Config | dict[str, Any] | str | None = None) -> Inspection:
+    """Compile the kernel of a problem, or take a plan's, and look into it; needs no GPU.
+
+    Args:
+        problem: what is computed, and for which GPU; or a plan, whose kernel is looked into as it runs.
+        config: the knobs, in any form that `Config.of` takes; by default those that gemmery takes. A config that
+            spills or that no GPU would launch is shown all the same.
+
+    Raises:
+        ValueError: the config is none or does not suit the problem, none fits, the GPU lacks the instructions, or
+            kernels are interpreted in this process.
+        TypeError: the problem is none; or the config comes with a plan, which has its own.
+
+    Example:
+        >>> from gemmery.devices import TABLE
+        >>> from gemmery.lab.inspection import inspect
+        >>> from gemmery.select.shapes import problem_of
+        >>> found = inspect(problem_of(4096, 4096, 4096, device=TABLE["NVIDIA A100"]))  # doctest: +SKIP
+        >>> found.usage.registers, dict(found.tensor)  # doctest: +SKIP
+        (222, {'HMMA.16816.F32.BF16': 64})
+    """
+    if isinstance(problem, Plan):
+        if config is not None:
+            raise TypeError(
+                "inspect: a plan has its config; give the plan alone, or its problem with another config"
+            )
+        return examined(built(problem))
+    if not isinstance(problem, Problem):
+        raise TypeError(f"inspect: problem is a {type(problem).__name__}; it must be a Problem or a Plan")
+    return examined(build(problem, None if config is None else Config.of(config)))
+
+
+def examined(found: Built) -> Inspection:
+    """The inspection of a compiled kernel."""
+    begun = time.perf_counter()
+    asm, arch = found.compiled.asm, found.problem.device.target
+    texts = {name: asm[name] for name in TEXTS if name in asm}
+    if "cubin" in asm:
+        texts["sass"] = sass.disassemble(asm["cubin"])
+    code = sass.read(texts["sass"]) if "cubin" in asm else gcn.read(texts["amdgcn"])
+    took = found.usage
+    held = occupancy(arch, took.registers, took.shared, took.warps, took.tensor_memory)
+    reading = time.perf_counter() - begun
+    return Inspection(
+        problem=found.problem, copies=found.copies, config=found.binding.config, target=arch.name,
+        kernel=found.compiled.metadata.name, programs=found.binding.grid[0], usage=took, occupancy=held, code=code,
+        texts=texts, given=found.given, passed=found.passed, seconds={"compile": found.seconds, "disassemble": reading},
+    )  # fmt: skip

@@ -1,0 +1,197 @@
+"""The parts of an answer that come from a prediction: the times, the config and why, the roofline."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ...problem import Config, Problem
+from ...select.explain import Explanation
+from ..prediction import Prediction
+from . import texts
+
+#: What the parts of a predicted time are called.
+PART_WORDS = {
+    "compute": "arithmetic", "l2": "way from L2", "memory": "memory", "overhead": "launch, filling, storing",
+    "reduction": "adding up parts", "copies": "copies", "correction": "correction by measurements",
+}  # fmt: skip
+BOUND_WORDS = {
+    "compute": "bound by arithmetic", "l2": "bound by the way from L2", "memory": "bound by memory",
+    "overhead": "mostly overhead",
+}  # fmt: skip
+#: Times that would be shown as 0.00 µs.
+NOTHING = 5e-9
+
+
+def _integers(problem: Problem) -> bool:
+    return problem.a.dtype == torch.int8
+
+
+# --- times -----------------------------------------------------------------------------------------------------------
+
+
+def times(found: Prediction) -> dict[str, Any]:
+    """The predicted times side by side, and what they say of each other."""
+    rows = {"gemmery": found.gemmery, "cublas": found.cublas, "roofline": found.roofline}
+    longest = max(seconds for seconds in rows.values() if seconds is not None)
+    made: dict[str, Any] = {
+        name: None
+        if seconds is None
+        else {**texts.seconds(seconds), "share": seconds / longest, "rate": _rate(found.problem, seconds)}
+        for name, seconds in rows.items()
+    }
+    room, ratio = found.room, found.ratio
+    return made | {
+        "room": None if room is None else texts.part(room),
+        "reached": None if room is None else texts.part(1 - room),
+        "ratio": None if ratio is None else texts.times(ratio),
+        "bound": BOUND_WORDS.get(found.bound, found.bound),
+        "calls": f"What torch launches: {', '.join(found.calls)}." if found.calls else "",
+        "basis": _basis(found),
+    }
+
+
+def _rate(problem: Problem, seconds: float) -> texts.Figure:
+    return texts.rate(problem.flops / seconds, _integers(problem))
+
+
+def _basis(found: Prediction) -> str:
+    """What the times rest on, and how near such predictions come to what was measured."""
+    names = {"gemmery": "gemmery", "cublas": found.vendor}
+    errors = [f"{texts.part(x)['text']} for {names[name]}" for name, x in found.expected_error.items()]
+    near = f"half of such predictions are off by less than {' and '.join(errors)}" if errors else ""
+    said = "; ".join(filter(None, (found.basis, near)))
+    return f"{said[0].upper()}{said[1:]}." if said else ""
+
+
+def summary(found: Prediction) -> list[dict[str, str]]:
+    """The answer in a few words, each number with its name."""
+    rows = [
+        ("gemmery", found.gemmery),
+        (found.vendor, found.cublas),
+        ("roofline", found.roofline),
+    ]
+    said = [
+        {"name": name, "text": texts.seconds(seconds)["text"]}
+        for name, seconds in rows
+        if seconds is not None
+    ]
+    return said if found.room is None else [*said, {"name": "room", "text": texts.part(found.room)["text"]}]
+
+
+# --- the config ------------------------------------------------------------------------------------------------------
+
+
+def choice(why: Explanation, found: Prediction) -> dict[str, Any]:
+    """What was chosen over what, and why."""
+    return {
+        "config": str(why.choices[0].config) if why.choices else None,
+        "knobs": knobs(why.choices[0].config) if why.choices else [],
+        "reasons": why.reasons,
+        "parts": _parts(found.cost),
+        "chosen_over": f"The best {len(why.choices)} of {texts.count(why.considered, 'config')}",
+        "note": "As the selector reckons, by a quicker and simpler law than the times above:"
+        if why.choices
+        else "",
+        "candidates": [
+            {
+                "config": str(x.config),
+                "predicted": None if x.cost is None else texts.seconds(x.cost.total),
+                "measured": None if x.measured is None else texts.seconds(x.measured),
+            }
+            for x in why.choices
+        ],
+    }
+
+
+def _parts(cost: dict[str, float]) -> list[dict[str, Any]]:
+    """The parts of a predicted time that are not nothing; they overlap, so that they do not add up to it."""
+    largest = max((abs(x) for x in cost.values()), default=0.0)
+    return [
+        {
+            "name": name,
+            "text": PART_WORDS.get(name, name),
+            "share": abs(value) / largest,
+            "seconds": texts.seconds(value),
+        }
+        for name, value in cost.items()
+        if abs(value) >= NOTHING
+    ]
+
+
+def knobs(config: Config) -> list[dict[str, str]]:
+    """The knobs of a config with their meaning; those that are off are left out."""
+    return [{"name": name, "value": value, "about": about} for name, value, about in _knobs(config)]
+
+
+def _knobs(c: Config) -> Iterator[tuple[str, str, str]]:
+    schedules = {
+        "tile": "a program for each tile",
+        "persistent": "as many programs as run at once, which take tiles in turn",
+        "cluster": "clusters of programs that share what they load",
+    }
+    loaders = {"pointer": "any strides", "descriptor": "tensor descriptors (TMA)"}
+    yield "tile", f"{c.block_m} × {c.block_n} × {c.block_k}", "rows, columns, step along K"
+    yield "group_m", str(c.group_m), "rows of tiles in a band"
+    yield "num_warps", str(c.num_warps), "warps in a program"
+    yield "num_stages", str(c.num_stages), "blocks of A and B in flight"
+    yield "schedule", c.schedule, schedules[c.schedule]
+    yield "loader", c.loader, loaders[c.loader]
+    if c.ctas > 1:
+        yield "cluster", f"{c.cluster_m} × {c.cluster_n}", "CTAs that share a tile's blocks"
+    if c.split_k > 1:
+        yield "split_k", str(c.split_k), "parts of K, added up within the launch"
+    if c.tail > 1:
+        yield "tail", str(c.tail), "parts of a tile that would not fill the last wave"
+    if c.split_store:
+        yield "split_store", "yes", "a tile is stored as two halves, which leaves room for a stage"
+    if c.swap:
+        yield "swap", "yes", "the transposed product, with few rows on the narrow side"
+    if c.stream:
+        yield "stream", "yes", "B is read once and need not stay in L2"
+
+
+# --- the roofline ----------------------------------------------------------------------------------------------------
+
+
+def roofline(found: Prediction) -> dict[str, Any]:
+    """The device's roof, and where the product lies under it, in operations per byte and operations per second."""
+    p, device = found.problem, found.problem.device
+    peak, integers = device.rate(p.a.dtype, p.precision), _integers(p)
+    ridge = peak / device.bandwidth
+    points: list[dict[str, Any]] = [
+        {"name": name, "rate": _rate(p, seconds)}
+        for name, seconds in (("gemmery", found.gemmery), ("cublas", found.cublas))
+        if seconds is not None
+    ]
+    x = _decades([found.intensity, ridge, 1.0, 1e3])
+    y = _decades([x[0] * device.bandwidth * 10, peak, *(point["rate"]["value"] for point in points)])
+    start = max(x[0], y[0] / device.bandwidth)
+    operations = "OP" if integers else "FLOP"
+    side = "arithmetic" if found.intensity >= ridge else "memory"
+    return {
+        "where": f"{texts.rate(peak, integers)['text']}, {texts.bandwidth(device.bandwidth)['text']}",
+        "text": f"{texts.digits(found.intensity)} {operations} per byte, and the roof bends at {texts.digits(ridge)}: "
+        f"{side} is the limit.",
+        "intensity": {"value": found.intensity, "text": texts.digits(found.intensity)},
+        "attainable": texts.rate(p.flops / found.roofline, integers),
+        "points": points,
+        "roof": [[start, start * device.bandwidth], [ridge, peak], [x[1], peak]],
+        "x": _axis(x, f"{operations} per byte", lambda value: f"{value:g}"),
+        "y": _axis(y, f"T{operations}/s", lambda value: f"{value / 1e12:g}"),
+    }
+
+
+def _decades(values: list[float]) -> tuple[float, float]:
+    """Powers of ten around values."""
+    low, high = min(values), max(values)
+    return 10.0 ** math.floor(math.log10(low) + 1e-9), 10.0 ** math.ceil(math.log10(high * 1.1) - 1e-9)
+
+
+def _axis(ends: tuple[float, float], unit: str, name: Callable[[float], str]) -> dict[str, Any]:
+    first, last = (round(math.log10(end)) for end in ends)
+    ticks = [{"value": 10.0**power, "text": name(10.0**power)} for power in range(first, last + 1)]
+    return {"from": ends[0], "to": ends[1], "unit": unit, "ticks": ticks}

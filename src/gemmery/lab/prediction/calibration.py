@@ -1,0 +1,76 @@
+"""What was fitted to measurements of a GPU: the constants of the laws, and the residuals that correct them.
+
+The files under data/ are written by benchmarks/fit_prediction.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...devices import Device
+from .residuals import Correction, Samples
+
+DATA = Path(__file__).with_name("data")
+#: The GPU whose constants, as parts of datasheet rates, stand for those of GPUs that nobody has measured.
+REFERENCE = "NVIDIA H200"
+#: Whose times there are.
+METHODS = ("gemmery", "cublas")
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """A file of constants.
+
+    Attributes:
+        gpu: the GPU that was measured.
+        constants: by method, of its law; see `ours.START` and `vendor.START`.
+        corrections: by method.
+        held_out: by method, the median and the 90th percentile of the relative error of shapes that were left out of
+            the fit.
+        samples: by method, how many measurements there are.
+    """
+
+    gpu: str
+    constants: dict[str, dict[str, float]]
+    corrections: dict[str, Correction]
+    held_out: dict[str, dict[str, float]]
+    samples: dict[str, int]
+
+    @classmethod
+    def read(cls, path: Path) -> Calibration:
+        """A file that benchmarks/fit_prediction.py wrote."""
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return cls(
+            gpu=data["gpu"],
+            constants={method: data["constants"][method] for method in METHODS},
+            corrections={method: _correction(data["samples"][method]) for method in METHODS},
+            held_out={method: data["held_out"][method]["all"] for method in METHODS},
+            samples={method: len(data["samples"][method]) for method in METHODS},
+        )
+
+
+def _correction(samples: list[list[Any]]) -> Correction:
+    features = [(numbers, words) for numbers, words, _ in samples]
+    return Correction(Samples.of(features), np.array([residual for *_, residual in samples]))
+
+
+def path_of(gpu: str) -> Path:
+    """Where a GPU's constants are, or would be."""
+    return DATA / f"{gpu.lower().replace(' ', '-')}.json"
+
+
+@functools.cache
+def _read(gpu: str) -> Calibration:
+    return Calibration.read(path_of(gpu))
+
+
+def calibration_of(device: Device) -> tuple[Calibration, bool]:
+    """The constants for a GPU, and whether they were measured on it, so that the corrections hold."""
+    measured = path_of(device.name).is_file()
+    return _read(device.name if measured else REFERENCE), measured

@@ -1,0 +1,56 @@
+"""A prediction as text, for a terminal."""
+
+from __future__ import annotations
+
+from .predict import Prediction
+
+
+def describe(found: Prediction) -> str:
+    """Times side by side, what they are made of, the room left, and what all of it rests on."""
+    p = found.problem
+    lines = [f"{p} on {p.device.name}", *_table(found), ""]
+    if found.gemmery is not None:
+        bound = "no part has half of it" if found.bound == "overhead" else f"bound by {found.bound}"
+        copies = f", {' and '.join(found.copies)} copied first" if found.copies else ""
+        lines.append(f"gemmery: {found.config}{copies}; {bound}")
+        lines.append(f"  {_parts(found.cost)}")
+    else:
+        lines.append(f"gemmery: torch reference, since {p.device.name} lacks the instructions")
+    if found.cublas is not None:
+        lines.append(f"{found.vendor}: {', '.join(found.calls)}")
+        lines.append(f"  {_parts(found.cublas_cost)}")
+    else:
+        lines.append(f"{found.vendor}: torch has no such product")
+    lines += [*_conclusions(found), f"From {found.basis}."]
+    return "\n".join(lines)
+
+
+def _table(found: Prediction) -> list[str]:
+    """A line for each of the times."""
+    lines = [f"{'':10} {'µs':>9} {'TFLOP/s':>9} {'of roofline':>12}  half are within"]
+    for name, label, seconds in (
+        ("gemmery", "gemmery", found.gemmery),
+        ("cublas", found.vendor, found.cublas),
+        ("", "roofline", found.roofline),
+    ):
+        if seconds is not None:
+            rate, part = found.problem.flops / seconds / 1e12, found.roofline / seconds
+            error = f"  ±{found.expected_error[name]:.0%}" if name in found.expected_error else ""
+            lines.append(f"{label:10} {seconds * 1e6:9.1f} {rate:9.1f} {part:12.0%}{error}")
+    return lines
+
+
+def _parts(cost: dict[str, float]) -> str:
+    """The parts that are something, in µs; they overlap."""
+    shown = [(name, seconds * 1e6) for name, seconds in cost.items() if abs(seconds) >= 0.05e-6]
+    return ", ".join(f"{name} {us:+.1f}" if name == "correction" else f"{name} {us:.1f}" for name, us in shown)
+
+
+def _conclusions(found: Prediction) -> list[str]:
+    lines = []
+    if found.gemmery is not None and found.room is not None:
+        left = (found.gemmery - found.roofline) * 1e6
+        lines.append(f"room left under the roofline: {found.room:.0%} of the time, {left:.1f} µs")
+    if found.ratio is not None:
+        lines.append(f"{found.vendor} / gemmery: {found.ratio:.2f}")
+    return lines

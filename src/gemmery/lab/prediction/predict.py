@@ -1,0 +1,216 @@
+"""`predict`: what a product is expected to take, and the room that is left under the roofline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ...problem import Config, Problem
+from . import ours, vendor
+from .calibration import Calibration, calibration_of
+from .residuals import Samples
+
+#: The parts of a time that grow with the product; the others are what it costs besides.
+BINDING = ("compute", "l2", "memory")
+#: Half of what is distributed normally is nearer to the mean than so many standard deviations.
+HALF = 0.6745
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a product is expected to take; times in seconds, of a single launch with its inputs in no cache.
+
+    Attributes:
+        problem: the product.
+        gemmery: our time; None where the GPU lacks the instructions and torch's reference runs.
+        cublas: the time of the vendor's BLAS as torch calls it, with the copies that torch makes and the elementwise
+            kernels behind it; None where torch has no such product. For a packed weight it is the product with the
+            16-bit weight.
+        roofline: the least time that the datasheet allows: the larger of arithmetic and memory traffic.
+        bound: what our kernel waits for most: "compute", "l2", "memory", or "overhead" where these are less than half;
+            "" where there is no kernel.
+        config: our kernel's knobs as a text.
+        copies: the matrices that gemmery copies first, of "a" and "b".
+        cost: the parts of our time, which overlap: compute, l2, memory, overhead, reduction, copies, correction.
+        cublas_cost: the same of the vendor's, and elementwise.
+        calls: what torch launches, in words.
+        expected_error: by "gemmery" and "cublas", the relative error that half of such predictions stay below; empty
+            for a GPU on which nothing was measured.
+        basis: what the prediction rests on, in words.
+        measured_on: the GPU whose measurements correct it; None where there are none of this GPU.
+    """
+
+    problem: Problem
+    gemmery: float | None
+    cublas: float | None
+    roofline: float
+    bound: str
+    config: str
+    copies: tuple[str, ...]
+    cost: dict[str, float]
+    cublas_cost: dict[str, float]
+    calls: tuple[str, ...]
+    expected_error: dict[str, float]
+    basis: str
+    measured_on: str | None
+
+    @property
+    def vendor(self) -> str:
+        """The name of the vendor's BLAS."""
+        return "cuBLAS" if self.problem.device.target.backend == "cuda" else "hipBLASLt"
+
+    @property
+    def room(self) -> float | None:
+        """The part of our time that the roofline leaves: 0.25 where a perfect kernel took a quarter less."""
+        return None if self.gemmery is None else 1 - self.roofline / self.gemmery
+
+    @property
+    def ratio(self) -> float | None:
+        """The vendor's time over ours: above 1, gemmery is quicker."""
+        return None if self.gemmery is None or self.cublas is None else self.cublas / self.gemmery
+
+    @property
+    def intensity(self) -> float:
+        """Operations per byte of the least traffic."""
+        return self.problem.flops / self.problem.bytes
+
+    def asdict(self) -> dict[str, Any]:
+        """Everything as plain values, for JSON; times in seconds."""
+        p = self.problem
+        return {
+            "problem": str(p),
+            "device": p.device.name,
+            **{name: getattr(p, name) for name in ("M", "N", "K", "flops", "bytes")},
+            "batch": list(p.batch),
+            "gemmery": self.gemmery,
+            "cublas": self.cublas,
+            "vendor": self.vendor,
+            "roofline": self.roofline,
+            "room": self.room,
+            "ratio": self.ratio,
+            "intensity": self.intensity,
+            "bound": self.bound,
+            "config": self.config,
+            "copies": list(self.copies),
+            "cost": self.cost,
+            "cublas_cost": self.cublas_cost,
+            "calls": list(self.calls),
+            "expected_error": self.expected_error,
+            "basis": self.basis,
+            "measured_on": self.measured_on,
+        }
+
+
+def roofline(problem: Problem) -> float:
+    """The least seconds that the datasheet allows: the larger of arithmetic and memory traffic."""
+    device = problem.device
+    arithmetic = problem.flops / device.rate(problem.a.dtype, problem.precision)
+    return max(arithmetic, problem.bytes / device.bandwidth)
+
+
+def predict(problem: Problem, config: Config | str | None = None) -> Prediction:
+    """Predict a product's time for gemmery and for the vendor's BLAS; needs no GPU.
+
+    A law of waves, tensor cores, L2, memory and fixed costs, with constants that are fitted to measurements; on the GPU
+    that was measured, corrected by what it got wrong for similar products.
+
+    Args:
+        problem: what is computed, and on which GPU; `gemmery.lab.posing.posed` makes one from sizes and names.
+        config: the kernel's knobs; by default those that gemmery chooses. A given one runs without copies.
+
+    Raises:
+        ValueError: no kernel can run the problem, or none of the configs that are considered for it is the given one.
+
+    Example:
+        >>> from gemmery.devices import TABLE
+        >>> from gemmery.lab.posing import posed
+        >>> p = predict(posed(4096, 4096, 4096, device=TABLE["NVIDIA H200"]))
+        >>> p.roofline < p.gemmery < 2 * p.roofline
+        True
+    """
+    known, measured = calibration_of(problem.device)
+    launched = ours.launch(problem, None if config is None else Config.of(config))
+    mine = _Time() if launched is None else _ours(launched, known, measured)
+    found = vendor.route(problem)
+    theirs = _Time() if found is None else _vendor(found, known, measured)
+    errors = {
+        name: time.error for name, time in (("gemmery", mine), ("cublas", theirs)) if time.error is not None
+    }
+    return Prediction(
+        problem=problem,
+        gemmery=mine.seconds,
+        cublas=theirs.seconds,
+        roofline=roofline(problem),
+        bound=_bound(mine),
+        config="torch reference" if launched is None else str(launched.config),
+        copies=() if launched is None else launched.names,
+        cost=mine.cost,
+        cublas_cost=theirs.cost,
+        calls=theirs.calls,
+        expected_error=errors,
+        basis=_basis(problem, known, measured),
+        measured_on=known.gpu if measured else None,
+    )
+
+
+@dataclass(frozen=True)
+class _Time:
+    """A predicted time; None where there is none."""
+
+    seconds: float | None = None
+    cost: dict[str, float] = field(default_factory=dict)
+    calls: tuple[str, ...] = ()
+    error: float | None = None
+
+
+def _ours(launched: ours.Launch, known: Calibration, measured: bool) -> _Time:
+    c, parts = known.constants["gemmery"], ours.parts(launched)
+    return _corrected(
+        float(ours.seconds(parts, c)), ours.cost(parts, c), (), ours.features(launched), "gemmery", known, measured
+    )  # fmt: skip
+
+
+def _vendor(found: vendor.Route, known: Calibration, measured: bool) -> _Time:
+    c, parts = known.constants["cublas"], vendor.parts(found)
+    rate = vendor.rate(found, c)
+    cost, tile = vendor.cost(parts, rate, c)
+    calls = [f"copy of {name}" for name in found.copied] + [f"product in tiles of {tile}"]
+    if found.kernels:
+        calls.append(f"{found.kernels} elementwise kernel{'s' if found.kernels > 1 else ''}")
+    return _corrected(
+        float(vendor.seconds(parts, rate, c)), cost, tuple(calls), vendor.features(found), "cublas", known, measured
+    )  # fmt: skip
+
+
+def _corrected(
+    seconds: float, cost: dict[str, float], calls: tuple[str, ...], features: tuple[Sequence[float], Sequence[str]],
+    method: str, known: Calibration, measured: bool,
+) -> _Time:  # fmt: skip
+    """A law's time with what measurements of similar products add."""
+    if not measured:
+        return _Time(seconds, cost | {"correction": 0.0}, calls)
+    mean, deviation = known.corrections[method](Samples.of([features]))
+    factor = float(np.exp(mean[0]))
+    return _Time(
+        seconds * factor, cost | {"correction": seconds * (factor - 1)}, calls, HALF * float(deviation[0])
+    )
+
+
+def _bound(time: _Time) -> str:
+    if time.seconds is None:
+        return ""
+    part = max(BINDING, key=lambda name: time.cost[name])
+    return part if time.cost[part] >= 0.5 * time.seconds else "overhead"
+
+
+def _basis(problem: Problem, known: Calibration, measured: bool) -> str:
+    if measured:
+        counts = " and ".join(f"{known.samples[name]} of {name}" for name in known.samples)
+        return f"a law fitted to measurements on an {known.gpu} and corrected by them: {counts}"
+    return (
+        f"a law with constants that were fitted on an {known.gpu}, as parts of the datasheet's rates of the "
+        f"{problem.device.name}, which nobody has measured"
+    )

@@ -1,0 +1,144 @@
+"""Recorded measurements as problems with their times: results of `gemmery bench`, and the selector's tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...devices import TABLE, Device
+from ...problem import Config, Problem
+from ...select import measured
+from ...select.space import kind_of, tiles_of
+from .. import results
+from ..posing import of_row
+from ..suites import Row
+
+#: What the vendor's BLAS is called among the peers of the bench.
+CUBLAS = "cublas"
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A row of a result.
+
+    Attributes:
+        suite: the suite's name, with its type where it is run in several, and the version of Triton that is not 3.6.
+        row, dtype: what was measured.
+        problem: the row's, on the GPU that it was measured on.
+        config: what ran; None where the result does not say.
+        copied: whether matrices were copied before; None where the result does not say.
+        seconds: by method, the median over the rounds.
+        spread: by method, the least and the largest over the rounds.
+    """
+
+    suite: str
+    row: Row
+    dtype: str
+    problem: Problem
+    config: Config | None
+    copied: bool | None
+    seconds: dict[str, float]
+    spread: dict[str, tuple[float, float]]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What is held out together."""
+        return self.row.M, self.row.N, self.row.K
+
+
+def folder() -> Path | None:
+    """benchmarks/results of the repository that this package lies in; None where it is installed elsewhere."""
+    found = Path(__file__).resolve().parents[4] / "benchmarks" / "results"
+    return found if found.is_dir() else None
+
+
+def device_of(name: str) -> Device | None:
+    """The row of the device table for a GPU by the name that its driver gives."""
+    words = f" {name.replace("-", " ")} "
+    return next((row for row in TABLE.values() if words.startswith(f" {row.name} ")), None)
+
+
+def read_result(path: Path, regime: str = "burst") -> list[Recorded]:
+    """The rows of a result that were measured in a regime; none where its GPU is not in the device table.
+
+    Raises:
+        ValueError: the file is no result of `gemmery bench`.
+    """
+    data = results.read(path)
+    device = device_of(data["gpu"])
+    if device is None:
+        return []
+    measured_rows = [row for row in data["rows"] if regime in row.get("summary", {})]
+    return [_recorded(path.stem, row, regime, device) for row in measured_rows]
+
+
+def _recorded(suite: str, record: dict[str, Any], regime: str, device: Device) -> Recorded:
+    row = Row.of(record)
+    seconds, spread = times_of(record, regime)
+    _, _, chosen = record.get("plan", "").partition(": ")
+    words = chosen.split(", ")
+    return Recorded(
+        suite=suite, row=row, dtype=record["dtype"], problem=of_row(row, record["dtype"], device),
+        config=Config.of(words[0]) if chosen else None,
+        copied=len(words) > 1 if chosen else None,
+        seconds=seconds, spread=spread,
+    )  # fmt: skip
+
+
+def times_of(
+    record: dict[str, Any], regime: str
+) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
+    """By method, the seconds of a row as a result has it, and the least and the largest of its rounds."""
+    rounds, summary = record["rounds"][regime], record["summary"][regime]
+    seconds = {method: us * 1e-6 for method, us in summary["us"].items()}
+    each = {method: [times[method] for times in rounds if method in times] for method in seconds}
+    return seconds, {method: (min(times), max(times)) for method, times in each.items()}
+
+
+def read_results(place: Path, regime: str = "burst") -> list[Recorded]:
+    """All rows of a folder's results.
+
+    Raises:
+        ValueError: a JSON file in it is none.
+    """
+    return [row for path in sorted(place.glob("*.json")) for row in read_result(path, regime)]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A config's time for a problem in a table of the selector."""
+
+    table: str
+    problem: Problem
+    config: Config
+    seconds: float
+
+
+def read_tables(device: Device) -> Iterator[Timed]:
+    """For each shape of the selector's tables of a device, the config that was the quickest."""
+    start = device.name.lower().replace(" ", "-") + "-"
+    for path in sorted(measured.TABLES.glob(f"{start}*.json")):
+        data = json.loads(path.read_text(encoding="utf-8"))
+        stem = path.stem.removeprefix(start).removesuffix("-cluster")
+        name = stem.replace("packed-", "packed ")
+        for shape, times in zip(data["shapes"], data["microseconds"], strict=True):
+            problem = measured._problem(shape, device, torch.bfloat16, name)
+            known = {str(tile.config) for tile in tiles_of(device.target.family, kind_of(problem))}
+            timed = [
+                (us, config)
+                for us, config in zip(times, data["configs"], strict=True)
+                if us is not None and _whole(config) in known
+            ]
+            if timed:
+                us, config = min(timed)
+                yield Timed(path.stem, problem, Config.of(config), us * 1e-6)
+
+
+def _whole(config: str) -> str:
+    """A config's text without the parts along K."""
+    return str(replace(Config.of(config), split_k=1))

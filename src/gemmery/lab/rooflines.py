@@ -1,0 +1,259 @@
+"""Rooflines of a GPU with products on them: what the datasheet allows, what is predicted and what was measured.
+
+The model is that of S. Williams, A. Waterman and D. Patterson, "Roofline: an insightful visual performance model for
+multicore architectures", CACM 52 (2009): a product runs at no more than the peak rate, and at no more than its operations
+per byte times the bandwidth of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from .. import clusters
+from ..devices import Device
+from ..problem import Problem
+from . import suites
+from .inputs import KINDS
+from .posing import of_row, posed
+from .prediction import predict, recorded
+from .results import read
+from .suites import Row
+
+#: Names of types with a rate of their own, and what the rate is called.
+UNITS = {
+    "bf16": "bf16, fp16", "tf32": "TF32", "fp32": "fp32", "fp64": "fp64", "fp8": "fp8", "int8": "int8",
+}  # fmt: skip
+#: Other names of types that run at one of these rates.
+SAME = {"fp16": "bf16", "fp8fast": "fp8"}
+
+
+def break_even(rate: float, bandwidth: float, itemsize: int = 2) -> float:
+    """The size of a square product whose arithmetic takes as long as reading one of its matrices.
+
+    That is M = N = K with `M**2 * itemsize / bandwidth = M**3 / rate`, as in the estimate of a GEMM's time that counts
+    a matrix once and a multiply-add as one operation. Smaller products wait for memory, larger ones for the arithmetic.
+
+    Args:
+        rate: operations per second.
+        bandwidth: bytes per second.
+        itemsize: bytes of an element.
+
+    Raises:
+        ValueError: an argument is not positive.
+
+    Example:
+        >>> round(break_even(rate=122e12, bandwidth=900e9))  # fp16 on an RTX 3090; the literature has about 278
+        271
+    """
+    for name, value in (("rate", rate), ("bandwidth", bandwidth), ("itemsize", itemsize)):
+        if value <= 0:
+            raise ValueError(f"break_even: {name} is {value}; it must be positive")
+    return itemsize * rate / bandwidth
+
+
+@dataclass(frozen=True)
+class Roof:
+    """The roofline of a type.
+
+    Attributes:
+        dtype: its name in the bench; label: in words.
+        rate: peak, operations per second; bandwidth: of memory, bytes per second.
+        ridge: operations per byte at which both limits meet.
+        break_even: see the function.
+    """
+
+    dtype: str
+    label: str
+    rate: float
+    bandwidth: float
+    ridge: float
+    break_even: float
+
+
+@dataclass(frozen=True)
+class Point:
+    """A product under its roof.
+
+    Attributes:
+        name: of the suite's row, or the sizes; suite: "" for sizes.
+        dtype: as the bench calls it.
+        intensity: operations per byte of the least traffic.
+        flops: operations.
+        roofline: seconds that the datasheet allows.
+        predicted: seconds by "gemmery" and "cublas"; None where there is no such product.
+        measured: the same where a result has it, the median over rounds; spread: least and largest.
+    """
+
+    name: str
+    suite: str
+    problem: str
+    dtype: str
+    intensity: float
+    flops: int
+    roofline: float
+    predicted: dict[str, float | None]
+    measured: dict[str, float]
+    spread: dict[str, tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Rooflines:
+    """The rooflines of a GPU, one for each rate that it has, and the products on them."""
+
+    device: Device
+    roofs: tuple[Roof, ...]
+    points: tuple[Point, ...]
+
+    def asdict(self) -> dict[str, Any]:
+        """Everything as plain values, for JSON; times in seconds."""
+        return {
+            "device": self.device.name,
+            "roofs": [asdict(roof) for roof in self.roofs],
+            "points": [asdict(point) for point in self.points],
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{self.device.name}: memory {self.device.bandwidth / 1e9:.0f} GB/s"]
+        lines += [
+            f"  {roof.label:12} {roof.rate / 1e12:7.1f} T{'OP' if roof.dtype == 'int8' else 'FLOP'}/s, ridge at "
+            f"{roof.ridge:6.1f} per byte, break-even at M = N = K = {roof.break_even:.0f}"
+            for roof in self.roofs
+        ]
+        if self.points:
+            width = max(len(point.name) for point in self.points)
+            lines += ["", f"{'':{width}} {'per byte':>9} {'roofline µs':>12}  part of it reached, predicted (measured)"]
+            lines += [f"{point.name:{width}} {_line(point)}" for point in self.points]
+        return "\n".join(lines)
+
+
+def _line(point: Point) -> str:
+    said = []
+    for method, seconds in point.predicted.items():
+        if seconds is not None:
+            found = point.measured.get(method)
+            measured = f" ({point.roofline / found:.0%})" if found else ""
+            said.append(f"{method} {point.roofline / seconds:.0%}{measured}")
+    return f"{point.intensity:9.1f} {point.roofline * 1e6:12.1f}  {', '.join(said)}"
+
+
+def roof_of(device: Device, dtype: str) -> Roof:
+    """The roofline of a type, which may be any of the bench's."""
+    dtype = SAME.get(dtype, dtype)
+    kind = KINDS[dtype]
+    precision = kind.precision if kind.precision in device.target.precisions else "ieee"
+    rate = device.rate(kind.dtype, precision)
+    even = break_even(rate, device.bandwidth, kind.dtype.itemsize)
+    return Roof(dtype, UNITS[dtype], rate, device.bandwidth, rate / device.bandwidth, even)
+
+
+def roofs_of(device: Device) -> Iterator[Roof]:
+    """The rooflines of a GPU; a type that has no units of its own has none."""
+    own = {"bf16": device.fp16, "tf32": device.tf32, "fp32": device.fp32, "fp64": device.fp64, "fp8": device.fp8,
+           "int8": device.int8}  # fmt: skip
+    return (roof_of(device, dtype) for dtype, rate in own.items() if rate)
+
+
+def rooflines(
+    device: Device,
+    shapes: Sequence[tuple[int, int, int]] = (),
+    suite_names: Sequence[str] = (),
+    dtype: str = "bf16",
+    results: Path | None = None,
+) -> Rooflines:
+    """The rooflines of a GPU, with products on them.
+
+    Args:
+        shapes: M, N and K of products with a weight (N, K) in `dtype`.
+        suite_names: suites whose rows are shown; rows without a type of their own are in `dtype`.
+        results: a folder of results, of which those of this GPU are shown; None for predictions alone.
+
+    Raises:
+        ValueError: a size, a type or a suite is none, or a JSON file in the folder is no result.
+    """
+    if dtype not in KINDS:
+        raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(KINDS)}")
+    known = Known({} if results is None else results_of(device, results))
+    found = []
+    for shape in shapes:
+        row = Row("×".join(map(str, shape)), *shape)
+        problem = posed(*shape, dtype=dtype, device=device)
+        found.append(_point(row.name, "", dtype, problem, known.plain(row, dtype)))
+    for name in suite_names:
+        for row in suites.load(name):
+            kind = row.dtype or dtype
+            measured = known.row(suites.source(name), row, kind)
+            found.append(_point(row.name, name, kind, of_row(row, kind, device), measured))
+    return Rooflines(device, tuple(roofs_of(device)), tuple(found))
+
+
+def triples(sizes: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Sizes one after the other as products.
+
+    Raises:
+        ValueError: they are no multiple of three.
+    """
+    if len(sizes) % 3:
+        raise ValueError(f"{len(sizes)} sizes given; M, N and K are wanted, for each product")
+    return [(sizes[i], sizes[i + 1], sizes[i + 2]) for i in range(0, len(sizes), 3)]
+
+
+def results_of(device: Device, folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """By suite, the rows of a folder's results that a GPU was timed on in the regime "burst".
+
+    Of several results of a row the last in the list counts: of a Triton that has clusters or none, as the one here,
+    before others, and the latest.
+    """
+    data = [read(path) for path in sorted(folder.glob("*.json"))]
+
+    def order(result: dict[str, Any]) -> tuple[bool, str]:
+        version = ".".join(result["triton"].split(".")[:2])
+        return (version in clusters.VERSIONS) == clusters.available(), str(result.get("date", ""))
+
+    found: dict[str, list[dict[str, Any]]] = {}
+    for result in sorted(data, key=order):
+        if recorded.device_of(result["gpu"]) == device:
+            rows = [row for row in result["rows"] if "burst" in row.get("summary", {})]
+            found.setdefault(result["suite"], []).extend(rows)
+    return found
+
+
+@dataclass(frozen=True)
+class Known:
+    """What was measured, by suite, see `results_of`."""
+
+    rows: dict[str, list[dict[str, Any]]]
+
+    def row(self, suite: str, row: Row, dtype: str) -> dict[str, Any] | None:
+        """A suite's row in a type."""
+        found = [one for one in self.rows.get(suite, []) if (one["name"], one["dtype"]) == (row.name, dtype)]
+        return found[-1] if found else None
+
+    def plain(self, row: Row, dtype: str) -> dict[str, Any] | None:
+        """A row of whatever suite that is the same product, called in the same way."""
+        wanted = replace(row, dtype=dtype)
+        everything = (one for rows in self.rows.values() for one in rows)
+        sizes = (one for one in everything if (one["M"], one["N"], one["K"]) == (row.M, row.N, row.K))
+        found = [one for one in sizes if replace(Row.of(one), name=row.name) == wanted]
+        return found[-1] if found else None
+
+
+def _point(
+    name: str, suite: str, dtype: str, problem: Problem, row: dict[str, Any] | None = None
+) -> Point:
+    prediction = predict(problem)
+    times, spread = ({}, {}) if row is None else recorded.times_of(row, "burst")
+    return Point(
+        name=name,
+        suite=suite,
+        problem=str(problem),
+        dtype=dtype,
+        intensity=prediction.intensity,
+        flops=problem.flops,
+        roofline=prediction.roofline,
+        predicted={"gemmery": prediction.gemmery, "cublas": prediction.cublas},
+        measured=times,
+        spread=spread,
+    )
