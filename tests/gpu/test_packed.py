@@ -279,6 +279,27 @@ def test_graph_and_autograd():
     assert relative(got, wide(right)) <= 2e-2
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled(dynamic):
+    """torch.compile around packed weights: bare, fused, and the gradient of the activations."""
+    rng("packed compiled")
+    q, e = weight("int4", 512, 1024, torch.bfloat16), weight("e4m3", 256, 512, torch.bfloat16)
+    gelu = gemmery.epilogue(epilogues.gelu)
+
+    def layer(x):
+        hidden = gemmery.linear(x, q, epilogue=gelu)
+        return gemmery.linear(hidden, e) + 1
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=dynamic)
+    for m in (3, 64, 200):
+        x = values((m, 1024), torch.bfloat16).requires_grad_()
+        got, want = compiled(x), layer(x)
+        assert relative(got, wide(want)) < 1e-3
+        (found,) = torch.autograd.grad(got.float().square().sum(), x)
+        (expected,) = torch.autograd.grad(want.float().square().sum(), x)
+        assert relative(found, wide(expected)) < 1e-2
+
+
 def test_codes_come_as_they_were_packed():
     """Beside the decoders, the order in memory: each weight apart, by a product with the unit matrix."""
     codes = torch.randint(0, 16, (64, 128), dtype=torch.uint8, device=DEVICE)
