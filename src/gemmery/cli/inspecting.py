@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from .options import JsonFile, app, told, words, write_json
+from .pictures import DeviceName, DType, Layout
 
 
 @app.command()
@@ -14,56 +15,60 @@ def inspect(
     m: Annotated[int, typer.Argument(metavar="M")],
     n: Annotated[int, typer.Argument(metavar="N")],
     k: Annotated[int, typer.Argument(metavar="K")],
-    dtype: Annotated[str, typer.Option(metavar="TYPE", help="bf16, fp16, fp32, tf32, fp64, int8, fp8, ...")] = "bf16",
-    layout: Annotated[
-        str, typer.Option(metavar="NN|NT|TN|TT", help="N: row-major, T: column-major, as a Linear's weight is for b.")
-    ] = "NT",
+    dtype: DType = "bf16",
+    layout: Layout = "NT",
     batch: Annotated[list[str] | None, typer.Option(metavar="SIZES", help="Leading dimensions: --batch 8,16.")] = None,
-    bias: Annotated[bool, typer.Option("--bias", help="Add N numbers to each row.")] = False,
-    weight: Annotated[str, typer.Option(metavar="FORMAT", help="A packed weight: int8, int4, e4m3, mxfp4, ...")] = "",
-    scales: Annotated[
-        str, typer.Option(metavar="tensor|row|block", help="What shares a scale of two 8-bit operands.")
+    weight: Annotated[
+        str, typer.Option(metavar="FORMAT", help="B's packed format: int4, int8, e4m3, e5m2, mxfp4, nvfp4, nf4.")
     ] = "",
+    group_size: Annotated[
+        int | None, typer.Option(help="Numbers of a packed weight that share a scale; the format's own without.")
+    ] = None,
+    scales: Annotated[
+        str, typer.Option(metavar="tensor|row|block", help="What shares a scale where both operands have 8 bits.")
+    ] = "",
+    bias: Annotated[bool, typer.Option("--bias", help="Add N numbers to each row.")] = False,
     epilogue: Annotated[
-        str, typer.Option(metavar="NAME", help="swiglu, bias_gelu, bias_residual, ...: those that the bench measures.")
+        str,
+        typer.Option(metavar="NAME", help="swiglu, bias, bias_gelu, bias_gelu_tanh, bias_relu_squared, bias_residual."),
     ] = "",
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="With results that do not depend on M.")
     ] = False,
     config: Annotated[
         list[str] | None,
-        typer.Option(metavar="TEXT", help="As gemmery explain writes it; by default the chosen one; two are compared."),
+        typer.Option(metavar="TEXT", help="As gemmery explain writes it; by default the chosen one. Two are compared."),
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(metavar="NAME", help="A GPU, such as H200; the one at hand without, or else an H200.")
-    ] = None,
+    device: DeviceName = None,
     target: Annotated[
-        str | None, typer.Option(metavar="ARCH", help="sm_80, sm_90, ..., gfx942: in the place of a GPU.")
+        str | None, typer.Option(metavar="ARCH", help="sm_80, sm_90, ..., gfx942: in the place of a GPU's name.")
     ] = None,
     sass: Annotated[bool, typer.Option("--sass", help="Every instruction of the loop along K, with its line.")] = False,
     ttgir: Annotated[bool, typer.Option("--ttgir", help="The kernel in Triton's GPU dialect.")] = False,
     ptx: Annotated[bool, typer.Option("--ptx", help="The kernel in PTX, or in AMD's assembly.")] = False,
     json: JsonFile = None,
 ) -> None:  # fmt: skip
-    """Compile the kernel of a product, for any known GPU and without one, and look into its machine code.
+    """Compile the kernel of a product, for any known GPU and without one, and take its machine code apart.
 
     Shows registers, spills, shared memory, occupancy and what limits it, the tensor cores' instructions, how wide loads
     are, and the loop along K as it is issued.
     """
     from rich.console import Console
 
-    from ..lab.inspection.asked import Request
+    from ..lab.inspection import inspect as run
+    from ..lab.inspection.compile import device_of
     from ..lab.inspection.show import show
+    from ..lab.posing import posed
 
     with told():
-        request = Request(
-            m, n, k, dtype=dtype, layout=layout, batch=tuple(map(_size, words(batch))), bias=bias,
-            batch_invariant=batch_invariant, weight=weight, scales=scales, epilogue=epilogue, device=device,
-            target=target, configs=config or (),
+        problem = posed(
+            m, n, k, device=device_of(device, target), dtype=dtype, layout=layout, weight=weight, group_size=group_size,
+            scales=scales, bias=bias, epilogue=epilogue, batch_invariant=batch_invariant,
+            batch=tuple(map(_size, words(batch))),
         )  # fmt: skip
-        found = request.inspections()
-    shown = [name for name, wanted in (("ttgir", ttgir), ("ptx", ptx), ("amdgcn", ptx)) if wanted]
-    texts = [name for name in shown if name in found[0].texts]
+        found = [run(problem, text) for text in config or ()] or [run(problem)]
+    asked = [name for name, wanted in (("ttgir", ttgir), ("ptx", ptx), ("amdgcn", ptx)) if wanted]
+    texts = [name for name in asked if name in found[0].texts]
     show(found, Console(), listing=sass, texts=texts)
     kept = [*texts, *(["sass"] if sass and "sass" in found[0].texts else [])]
     write_json(json, {"inspections": [one.asdict(kept) for one in found]})

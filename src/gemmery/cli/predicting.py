@@ -30,13 +30,15 @@ def predict(
     ] = "",
     bias: Annotated[bool, typer.Option("--bias", help="Add N numbers to each row.")] = False,
     epilogue: Annotated[
-        str, typer.Option(metavar="NAME", help="swiglu, bias, bias_gelu, bias_gelu_tanh, bias_relu_squared, bias_residual.")
+        str,
+        typer.Option(metavar="NAME", help="swiglu, bias, bias_gelu, bias_gelu_tanh, bias_relu_squared, bias_residual."),
     ] = "",
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="With results that do not depend on M.")
     ] = False,
     config: Annotated[
-        str | None, typer.Option(metavar="CONFIG", help="Another kernel than the one that is chosen, see gemmery explain.")
+        str | None,
+        typer.Option(metavar="CONFIG", help="Another kernel than the one that is chosen, see gemmery explain."),
     ] = None,
     device: DeviceName = None,
     json: JsonFile = None,
@@ -96,7 +98,11 @@ def roofline(
         if out is not None:
             check_name(out)
         found = rooflines(
-            device_named(device), triples(sizes or []), words(suite), dtype, folder() if results is None else results
+            device_named(device),
+            triples(sizes or []),
+            words(suite),
+            dtype,
+            folder() if results is None else results,
         )
         if out is not None:
             from ..lab.roofline_pictures import draw
@@ -116,8 +122,8 @@ def plot(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="throughput: over size; shapes: the ratio to each peer, row by row; scaling: time over M; ratios: many "
-            "results side by side. The first three without, each in a file with its name before the ending.",
+            help="throughput: over size; shapes: the ratio to each peer, row by row; scaling: time over M; ratios: "
+            "many results side by side. The first three without, each in a file with its name before the ending.",
         ),
     ] = None,
     json: JsonFile = None,

@@ -38,7 +38,7 @@ class Launch:
         """What an order is called, its name in `tile_order`, and its group size: plain rows, and the config's."""
         return [
             ("row by row", "row", 1),
-            (f"in bands of {self.config.group_m}", "grouped", self.config.group_m),
+            (f"in groups of {self.config.group_m}", "grouped", self.config.group_m),
         ]
 
     @functools.cached_property

@@ -135,7 +135,7 @@ def _knobs(c: Config) -> Iterator[tuple[str, str, str]]:
     }
     loaders = {"pointer": "any strides", "descriptor": "tensor descriptors (TMA)"}
     yield "tile", f"{c.block_m} × {c.block_n} × {c.block_k}", "rows, columns, step along K"
-    yield "group_m", str(c.group_m), "rows of tiles in a band"
+    yield "group_m", str(c.group_m), "rows of tiles in a group"
     yield "num_warps", str(c.num_warps), "warps in a program"
     yield "num_stages", str(c.num_stages), "blocks of A and B in flight"
     yield "schedule", c.schedule, schedules[c.schedule]
