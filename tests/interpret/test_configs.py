@@ -131,6 +131,7 @@ def test_thin_results(out):
         assert_product(placed.view, a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loader", ("pointer", "descriptor"))
 @pytest.mark.parametrize("parts", (2, 3, 5, 9))
 @pytest.mark.parametrize("block_n", (32, 48))

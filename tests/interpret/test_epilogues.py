@@ -301,6 +301,7 @@ def test_configs(config):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_dropout_does_not_depend_on_the_config(config):
     a, b = operands(torch.float32, 70, 208)
@@ -349,6 +350,7 @@ def test_fp8_operands(data, m, n, k, fast_accum, seed):
     assert_close(placed.view, product(a, b) * args[1].double(), ROUNDING[torch.float32])
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(st.data(), EXTENTS, EXTENTS, sizes(100), SEEDS)
 def test_int8_operands(data, m, n, k, seed):
@@ -377,6 +379,7 @@ def test_int8_operands(data, m, n, k, seed):
     assert torch.equal(placed.view.long(), torch.maximum(exact + added.long(), -exact) - 7)
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(st.data(), EXTENTS, EXTENTS, sizes(100), st.sampled_from(("tf32", "tf32x3")), SEEDS)
 def test_float32_operands_in_tf32(data, m, n, k, precision, seed):
@@ -593,6 +596,7 @@ PIECES = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", PIECES)
 @pytest.mark.parametrize(("m", "n", "k"), ((40, 256, 64), (70, 380, 72)))
 def test_tiles_in_pieces(config, m, n, k):

@@ -66,7 +66,9 @@ def rows_of(addend, rows):
     return addend[..., rows, :] if addend is not None and addend.dim() > 1 else addend
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(x, marks=() if x == torch.bfloat16 else pytest.mark.slow) for x in DTYPES], ids=str
+)
 @settings(max_examples=8)
 @given(st.data())
 def test_a_row_is_the_same_in_every_batch(dtype, data):
@@ -92,6 +94,7 @@ def test_a_row_is_the_same_in_every_batch(dtype, data):
         assert same_bits(matrix, whole[0])
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(st.data(), st.integers(1, 70), st.integers(1, 70), st.integers(1, 150))
 def test_how_rows_lie_in_memory_does_not_matter(data, m, n, k):

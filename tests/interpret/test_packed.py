@@ -132,6 +132,7 @@ def test_batch_invariant():
     assert torch.equal(gemmery.linear(x[7:8], w, batch_invariant=True), whole[7:8])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled(dynamic):
     w, bias = weight("int4", 24, 96), values(24)

@@ -5,9 +5,9 @@ import pytest
 from tests import pages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in pages.PAGES if pages.is_interpreted(page)])
 def test_code_of_pages_runs(page, tmp_path, monkeypatch):
-    monkeypatch.setenv("GEMMERY_STORE", "1")  # in a directory of the reader's own
     pages.Reader(tmp_path, monkeypatch).read(page)
 
 

@@ -109,6 +109,7 @@ def test_linear(data, dtype, lead, n, k, seed):
     assert_product(result, x, weight.t(), bias, dtype=given_type)
 
 
+@pytest.mark.slow
 @given(st.data(), dtypes, sizes(), sizes(), sizes(), seeds)
 def test_addmm(data, dtype, m, n, k, seed):
     a = operand(data.draw, (m, k), dtype, seed)
@@ -123,6 +124,7 @@ def test_addmm(data, dtype, m, n, k, seed):
     assert_product(result, a, b, c, alpha, beta, dtype=given_type)
 
 
+@pytest.mark.slow
 @given(st.data(), dtypes, sizes(), sizes(), sizes(), seeds)
 def test_addmm_in_place(data, dtype, m, n, k, seed):
     a = operand(data.draw, (m, k), dtype, seed)

@@ -117,6 +117,7 @@ def test_norms_scaling_inside_the_next_product():
     torch.testing.assert_close(y, F.rms_norm(x, (64,), gain, 1e-6) @ w.T, **CLOSE[torch.float32])
 
 
+@pytest.mark.slow
 def test_gradients():
     x, w, gain = (
         values(*s, seed=i, dtype=torch.float64).requires_grad_() for i, s in enumerate(((4, 6), (5, 6), (6,)))

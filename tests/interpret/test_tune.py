@@ -218,6 +218,7 @@ def ran(monkeypatch):
     return problems
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_blocks_are_warmed_up_as_they_run(kind, monkeypatch, ran):
     """Every problem that a forward leads to is asked for, and for every M no other."""
