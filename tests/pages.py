@@ -80,7 +80,8 @@ def blocks(page: str) -> list[Block]:
 
 def is_interpreted(page: str) -> bool:
     """Whether a page's kernels run through the interpreter."""
-    return any(INTERPRETED in block.text.splitlines() for block in blocks(page))
+    lines = [line for block in blocks(page) for line in block.text.splitlines()]
+    return any(line.startswith(INTERPRETED) for line in lines)
 
 
 def matches(wanted: str, printed: str) -> bool:
@@ -102,6 +103,10 @@ def matches(wanted: str, printed: str) -> bool:
     )
 
 
+def _go_on(*arguments: object) -> None:
+    raise AssertionError(f"{arguments[1]} would go on in a process of its own: say what it takes, or needs")
+
+
 class Reader:
     """Somebody who works through a page, in an empty directory."""
 
@@ -109,7 +114,10 @@ class Reader:
         self.directory, self.patch = directory, patch
         self.names: dict[str, object] = {"__name__": "__main__"}
         patch.chdir(directory)
+        # A command that goes on as another program would end the tests with a success.
+        patch.setattr(os, "execve", _go_on)
         patch.setenv("COLUMNS", "160")
+        patch.setenv("GEMMERY_STORE", "1")
         patch.setenv("GEMMERY_CACHE_DIR", str(directory / "cache"))
 
     def read(self, page: str) -> None:
@@ -149,7 +157,10 @@ class Reader:
             return ""
         if block.needs:
             if name == "gemmery":
-                self._parse(arguments)
+                try:
+                    self._parse(arguments)
+                except Exception as error:
+                    raise AssertionError(f"{block}: {command}: {error}") from error
             return ""
         return getattr(self, f"_run_{name}")(arguments, block)
 
@@ -159,6 +170,11 @@ class Reader:
             if variable == "TRITON_INTERPRET":
                 assert os.environ[variable] == value, f"{block}: this page is for tests/interpret"
             self.patch.setenv(variable, os.path.expandvars(value))
+        return ""
+
+    def _run_source(self, arguments: list[str], block: Block) -> str:
+        # The environment is the one that the tests run in.
+        assert arguments == [".venv/bin/activate"], f"{block}: source {arguments}"
         return ""
 
     def _run_gemmery(self, arguments: list[str], block: Block) -> str:

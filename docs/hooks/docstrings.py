@@ -1,4 +1,4 @@
-"""What mkdocstrings has to know of the docstrings: `Example:` heads examples, which griffe knows as `Examples:`."""
+"""What mkdocstrings has to know of the docstrings, which are written to be read in a terminal."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 import griffe
 
 
-class Examples(griffe.Extension):
-    """Has examples shown as code."""
+class Readable(griffe.Extension):
+    """Has examples (griffe knows them under `Examples:`) shown as code, and sizes such as (*batch, N, K) as they are."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Called for each object once it is read."""
         if obj.docstring is not None:
-            obj.docstring.value = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
+            text = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
+            obj.docstring.value = text.replace("(*batch", r"(\*batch")

@@ -49,8 +49,7 @@ class Rung:
     def story(self) -> str:
         """Its explanation, as Markdown with links."""
         story = (ast.get_docstring(self.tree) or "").split("\n", 1)[1].strip()
-        story = re.sub(r"\bdocs/([\w-]+)\.md\b", r"[docs/\1.md](../\1.md)", story)
-        return re.sub(r"\brung (\d)\b", lambda m: f"[rung {m[1]}](0{m[1]}.md)", story)
+        return "\n".join(line if line.startswith("    ") else _linked(line) for line in story.split("\n"))
 
     def code(self, kernels: bool) -> str:
         """The source of its kernels and what they are called by, or of the checks and measurements around them."""
@@ -64,6 +63,12 @@ class Rung:
                 kept += lines[first:last]
             first = last
         return re.sub(r"\n{4,}", "\n\n\n", "\n".join(kept)).strip()
+
+
+def _linked(line: str) -> str:
+    """A line of text, with the pages and rungs that it names as links."""
+    line = re.sub(r"\bdocs/([\w-]+)\.md\b", r"[docs/\1.md](../\1.md)", line)
+    return re.sub(r"\brung (\d)\b", lambda m: f"[rung {m[1]}](0{m[1]}.md)", line)
 
 
 def _is_around(node: ast.stmt) -> bool:
@@ -110,24 +115,33 @@ def _ratio(value: float | None) -> str:
 
 def gains(record: ladder.Record) -> str:
     """The table of a rung's gains: ratios of speed, above 1 where the rung is faster."""
-    lines = [
-        "| shape | time | rate | over the rung before | over torch | over a copy |",
-        "| --- |" + " ---: |" * 5,
+    found = ladder.gains(record.rows)
+    beside = {"over the rung before": "over_before", "over torch": "over_torch", "over a copy": "over_copy"}
+    shown = [
+        name for name, field in beside.items() if any(getattr(gain, field) is not None for gain in found)
     ]
-    for gain in ladder.gains(record.rows):
+    lines = [f"| shape | time | rate | {' | '.join(shown)} |", "| --- |" + " ---: |" * (2 + len(shown))]
+    for gain in found:
         rate = "" if gain.rate is None else f"{gain.rate:.0f} {gain.unit}"
-        ratios = " | ".join(map(_ratio, (gain.over_before, gain.over_torch, gain.over_copy)))
+        ratios = " | ".join(_ratio(getattr(gain, beside[name])) for name in shown)
         lines.append(f"| {gain.shape} | {gain.time_us:.1f} µs | {rate} | {ratios} |")
     return "\n".join(lines)
 
 
 def others(record: ladder.Record) -> str:
-    """A line for what a rung measures besides, shape by shape; empty where there is nothing."""
-    rows = [row for row in record.rows if row.role == "other" and row.time_us is not None]
-    if not rows:
+    """The table of what a rung measures besides: microseconds, method by method; empty where there is nothing."""
+    times: dict[str, dict[str, float]] = {}
+    for row in record.rows:
+        if row.role == "other" and row.time_us is not None:
+            times.setdefault(row.name, {})[row.shape] = row.time_us
+    if not times:
         return ""
-    said = "; ".join(f"{row.name}, {row.shape}: {row.time_us:.1f} µs" for row in rows)
-    return f"Measured besides: {said}."
+    shapes = list(dict.fromkeys(shape for found in times.values() for shape in found))
+    lines = [f"| measured besides, µs | {' | '.join(shapes)} |", "| --- |" + " ---: |" * len(shapes)]
+    for name, found in times.items():
+        cells = " | ".join(f"{found[shape]:.1f}" if shape in found else "" for shape in shapes)
+        lines.append(f"| {name} | {cells} |")
+    return "\n".join(lines)
 
 
 # --- the pages ------------------------------------------------------------------------------------------------------
@@ -144,7 +158,7 @@ def page(rung: Rung, run: Recorded) -> str:
             drawings.shown(rung.number),
             rung.story,
             "## What it gained",
-            f"{gains(record)}\n",
+            gains(record),
             others(record),
             f"Ratios are of speed: above 1 the rung is faster. Measured by the file itself on {run.line}.",
             "## The kernel",

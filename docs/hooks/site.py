@@ -61,7 +61,12 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 
 def on_post_page(output: str, page: Page, **_: Any) -> str:
-    """Refuse a page that would fetch something from the network."""
+    """Refuse a page that would fetch something, and one of the reference that shows a module for what is in it."""
+    name = page.file.src_uri
+    if name.startswith("api/") and "doc-symbol-module" in output:
+        raise PluginError(
+            f"{name} shows a module where a function of the same name was meant: give its whole path"
+        )
     if found := repository.FETCHED.search(output):
-        raise PluginError(f"{page.file.src_uri} fetches from the network: {found[0][:120]}")
+        raise PluginError(f"{name} fetches from the network: {found[0][:120]}")
     return output

@@ -62,7 +62,7 @@ def matmul(
         config: a Config, or its string or dict, to use instead of the selected one.
 
     Returns:
-        The product: summed in float32 (float64 for float64, int32 for int8) and rounded once.
+        The product, summed in float32 (float64 for float64, int32 for int8) and rounded once.
 
     Raises:
         ValueError: shapes, devices or `out` do not fit, or the config can't run this problem.

@@ -16,10 +16,11 @@ from gemmery.cli import app
 from gemmery.devices import ARCHS, TABLE
 from gemmery.lab.fused_targets import pose
 from gemmery.lab.inspection import inspect, sass
-from gemmery.lab.inspection.asked import Request
 from gemmery.lab.inspection.code import KINDS, of_kind
+from gemmery.lab.inspection.compile import device_of
 from gemmery.lab.inspection.resources import usage
 from gemmery.lab.inspection.show import facts, text
+from gemmery.lab.posing import posed
 from gemmery.lab.standin import compiling_for
 from gemmery.launch import bind
 from gemmery.plan import settle
@@ -28,7 +29,7 @@ from gemmery.select import candidates
 from gemmery.select.samples import arguments
 from gemmery.select.shapes import problem_of
 
-#: For each target a kernel as it is chosen for a product of matrices of 1024 rows and columns, and one by a config.
+#: A config that every target can run.
 POINTERS = "64x64x64-g8-w4-s3-tile-pointer"
 #: 256 numbers of the sum in each of 64 threads, which have 255 registers.
 SPILLING = "128x128x32-g8-w2-s2-tile-pointer"
@@ -40,16 +41,11 @@ SLOW = ("sm_100", "sm_120", "gfx1100")
 each_target = pytest.mark.parametrize(
     "target", [pytest.param(x, marks=pytest.mark.slow if x in SLOW else ()) for x in (*NVIDIA, *AMD)]
 )
-each_nvidia = pytest.mark.parametrize(
-    "target", [pytest.param(x, marks=pytest.mark.slow if x in SLOW else ()) for x in NVIDIA]
-)
 
 
 @functools.cache
 def inspected(target, config=None, size=1024, **more):
-    request = Request(size, size, size, target=target, configs=() if config is None else (config,), **more)
-    (found,) = request.inspections()
-    return found
+    return inspect(posed(size, size, size, device=device_of(None, target), **more), config)
 
 
 def assembled(found):
@@ -156,6 +152,13 @@ def test_blocks_fill_the_shared_memory_that_is_taken():
     assert found.usage.shared == 2 * 2 * 64 * 64 * 2
 
 
+@pytest.mark.parametrize(("target", "config"), [("sm_80", POINTERS), ("sm_90", None)])
+def test_loads_are_ahead_by_the_stages_but_one(target, config):
+    found = inspected(target, config)
+    assert found.ahead == found.config.num_stages - 1
+    assert f"{found.ahead:g} steps" == facts(found)["loads ahead"]
+
+
 def test_on_hopper_blocks_are_copied_whole():
     found = inspected("sm_90", None)
     assert "cp.async.bulk.tensor" in found.texts["ptx"]
@@ -224,14 +227,14 @@ def test_a_plan_is_inspected_as_it_is():
 @pytest.mark.slow
 def test_packed_weights_with_epilogues_compile_as_a_call_of_them_does():
     """What is made up of a problem alone, and what a call makes of tensors, are the same code."""
-    config = "16x64x256-g8-w4-s4-tile-descriptor-swap"
+    config = "16x64x64-g8-w4-s3-tile-descriptor-swap"
     problem, tensors = pose("int4_gelu", "bf16", 16, 1024, TABLE["NVIDIA H200"])
     made = inspect(problem, config)
     with compiling_for("sm_90"):
         called = bind(problem, Config.of(config)).compile(*tensors)
     there = sass.read(sass.disassemble(called.asm["cubin"]))
     assert list(map(str, made.code.instructions)) == list(map(str, there.instructions))
-    (asked,) = Request(16, 1024, 1024, weight="int4", target="sm_90", configs=(config,)).inspections()
+    asked = inspect(posed(16, 1024, 1024, device=device_of(None, "sm_90"), weight="int4"), config)
     assert asked.problem.packing == problem.packing
     assert asked.products == 1
     assert all("from registers" in i.note for i in asked.loop.tensor)
@@ -303,7 +306,7 @@ def test_the_command_writes_what_it_shows(tmp_path):
         (["--target", "sm_80", "--device", "H200"], "give one"),
         (["--target", "sm_80", "--dtype", "e4m3"], "lacks the instructions"),
         (["--target", "sm_80", "--config", "128x128x64-g8-w8-s3-tile-descriptor"], "needs TMA"),
-        (["--weight", "int4", "--batch", "2"], "a batch is for bare products"),
+        (["--weight", "int4", "--batch", "2"], "batch"),
         (["--batch", "two"], "batch"),
         (["--epilogue", "polish"], "epilogue is 'polish'"),
     ],

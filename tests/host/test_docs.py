@@ -6,7 +6,6 @@ import re
 import subprocess
 from pathlib import Path
 
-import click
 import pytest
 import torch
 
@@ -46,7 +45,7 @@ def test_every_block_says_what_it_is():
 
 def test_few_blocks_need_what_is_not_here():
     marked = [block for block in ALL if block.needs]
-    assert {block.needs.split(maxsplit=1)[0] for block in marked} == {"Needs"}
+    assert {block.needs.split(maxsplit=1)[0] for block in marked} <= {"Needs", "Takes"}
     assert len(marked) <= 16, [f"{block} {block.needs}" for block in marked]
     for block in marked:
         if block.language == "python":
@@ -85,7 +84,7 @@ def test_a_wrong_page_is_noticed(tmp_path, monkeypatch):
     for language, text in wrong.items():
         page = tmp_path / "page.md"
         page.write_text(f"```{language.strip()}\n{text}\n```\n")
-        with pytest.raises((AssertionError, subprocess.CalledProcessError, click.ClickException)):
+        with pytest.raises((AssertionError, subprocess.CalledProcessError)):
             pages.Reader(tmp_path, monkeypatch).read(str(page))
 
 

@@ -14,7 +14,9 @@ import typer
 
 from . import starting, choosing, predicting, inspecting, pictures, serving, storing, measuring  # isort: skip  (the order of --help)
 
-__all__ = ["app", "choosing", "inspecting", "main", "measuring", "pictures", "predicting", "serving", "starting", "storing"]
+__all__ = [
+    "app", "choosing", "inspecting", "main", "measuring", "pictures", "predicting", "serving", "starting", "storing",
+]  # fmt: skip
 
 
 def _print_version(wanted: bool) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from . import bench_series
 from .bench_series import Mark, Result, Series, label, rows_of
@@ -25,7 +25,7 @@ MOST_ROWS = 120
 ACROSS = 3
 #: Marks and lines of the regimes.
 MARKS = {"burst": "o", "steady": "s", "graph": "D", "host": "P"}
-LINES = {"burst": "-", "steady": "--", "graph": ":", "host": "-."}
+LINES: dict[str, Literal["-", "--", ":", "-."]] = {"burst": "-", "steady": "--", "graph": ":", "host": "-."}
 _RATIO_TICKS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.4, 1.6, 1.8, 2.0)
 
 
@@ -36,7 +36,9 @@ def draw_throughput(results: Sequence[Result], path: Path) -> None:
     """Throughput of every method over the size of its products, a panel for each result."""
     found = [bench_series.throughput(result) for result in results]
     panels = [_Panel(label(result), series) for result, series in zip(results, found, strict=True) if series]
-    made = _curves(panels, "Throughput over size", "size of a cube of as many operations", "10¹² operations / s", results)
+    made = _curves(
+        panels, "Throughput over size", "size of a cube of as many operations", "10¹² operations / s", results
+    )
     save(made, path)
 
 
@@ -53,7 +55,7 @@ def draw_scaling(results: Sequence[Result], path: Path) -> None:
 
 def _in_us(series: Series) -> Series:
     marks = [Mark(m.name, m.x, m.middle * 1e6, m.low * 1e6, m.high * 1e6) for m in series.marks]
-    return Series(series.of, series.method, series.regime, tuple(marks))
+    return replace(series, marks=tuple(marks))
 
 
 @dataclass(frozen=True)
@@ -83,11 +85,13 @@ def _curves(
                 axes.set_ylim(bottom=0)
             _sizes(axes, {mark.x for series in panel.series for mark in series.marks})
             axes.grid(color=FAINT, linewidth=0.4)
+            axes.set_xlabel(x)
         for axes in grid.flat[len(panels) :]:
             axes.set_visible(False)
-        made.supxlabel(x, fontsize=9)
-        made.supylabel(y, fontsize=9)
-        _legend(made, colours, {series.regime for panel in panels for series in panel.series})
+        for axes in grid[:, 0]:
+            axes.set_ylabel(y)
+        everything = [series for panel in panels for series in panel.series]
+        _legend(made, colours, {one.regime for one in everything}, any(one.joined for one in everything))
         _sources(made, results)
     return made
 
@@ -100,8 +104,8 @@ def _colours(count: int) -> list[str]:
 def _curve(axes: Axes, series: Series, colour: str) -> None:
     x, y = [mark.x for mark in series.marks], [mark.middle for mark in series.marks]
     axes.errorbar(
-        x, y, yerr=_spread(series.marks), fmt=LINES[series.regime], marker=MARKS[series.regime], color=colour,
-        markersize=3, linewidth=1, elinewidth=0.7,
+        x, y, yerr=_spread(series.marks), linestyle=LINES[series.regime] if series.joined else "",
+        marker=MARKS[series.regime], color=colour, markersize=3, linewidth=1, elinewidth=0.7,
     )  # fmt: skip
 
 
@@ -135,12 +139,12 @@ def _logarithmic(axes: Axes, values: Sequence[float]) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
-def _legend(made: Figure, colours: dict[str, str], used: set[str], lines: bool = True) -> None:
+def _legend(made: Figure, colours: dict[str, str], used: set[str], joined: bool = False) -> None:
     from matplotlib.lines import Line2D
 
     known = [regime for regime in MARKS if regime in used]
     entries = [
-        Line2D([], [], color=colour, marker=MARKS[regime], markersize=3, linestyle=LINES[regime] if lines else "",
+        Line2D([], [], color=colour, marker=MARKS[regime], markersize=3, linestyle=LINES[regime] if joined else "",
                label=f"{method}, {regime}")
         for method, colour in colours.items() for regime in known
     ]  # fmt: skip
@@ -151,9 +155,7 @@ def _sources(made: Figure, results: Sequence[Result]) -> None:
     """What ran where, in small letters at the lower edge, for which room is left."""
     lines = list(dict.fromkeys(run_line(result) for result in results))
     room = (0.1 * len(lines) + 0.05) / made.get_figheight()
-    engine = made.get_layout_engine()
-    assert engine is not None
-    engine.set(rect=(0, room, 1, 1 - room))
+    made.set_layout_engine("constrained", rect=(0, room, 1, 1 - room))
     made.text(0.01, 0.03 / made.get_figheight(), "\n".join(lines), fontsize=6, color=INK, va="bottom")
 
 
@@ -171,7 +173,7 @@ def draw_shapes(results: Sequence[Result], path: Path) -> None:
         grid = made.subplots(len(shown), 1, squeeze=False, height_ratios=heights)
         for axes, (result, series) in zip(grid[:, 0], shown, strict=True):
             _ratio_lines(axes, result, series, colours)
-        _legend(made, colours, {one.regime for _, series in shown for one in series}, lines=False)
+        _legend(made, colours, {one.regime for _, series in shown for one in series})
         _sources(made, results)
     save(made, path)
 
@@ -255,7 +257,11 @@ def _ratio_line(axes: Axes, results: Sequence[Result]) -> None:
         if place % 2:
             axes.axvspan(start - 1, start + count, color="#f4f4f4", zorder=0)
         axes.text(
-            start + (count - 1) / 2, HIGHEST * 1.06, label(result).replace(", ", "\n", 1), ha="center", va="bottom"
+            start + (count - 1) / 2,
+            HIGHEST * 1.06,
+            label(result).replace(", ", "\n", 1),
+            ha="center",
+            va="bottom",
         )
         first = [series for series in bench_series.ratios(result) if series.method == result["peers"][0]]
         for nth, series in enumerate(first):

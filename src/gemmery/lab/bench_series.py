@@ -40,12 +40,14 @@ class Series:
 
     Attributes:
         of: the product that all have in common, or the result; see the function that made it.
+        joined: whether the marks are of products that differ in x alone, so that a line through them means something.
     """
 
     of: str
     method: str
     regime: str
     marks: tuple[Mark, ...]
+    joined: bool = False
 
     def asdict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -88,6 +90,7 @@ def throughput(result: Result) -> list[Series]:
     What is marked is the round with the median ratio to the first peer.
     """
     found = []
+    cubes = all(row["M"] == row["N"] == row["K"] and not row["batch"] for row in rows_of(result))
     ours, peer, *_ = [*methods_of(result), result["ours"]]
     for regime in [regime for regime in regimes(result) if regime in RATES]:
         for method in methods_of(result):
@@ -103,7 +106,7 @@ def throughput(result: Result) -> list[Series]:
                     )
             if marks:
                 marks.sort(key=lambda mark: mark.x)
-                found.append(Series(label(result), method, regime, tuple(marks)))
+                found.append(Series(label(result), method, regime, tuple(marks), joined=cubes))
     return found
 
 
@@ -142,7 +145,7 @@ def _over_rows(result: Result, rows: Sequence[Mapping[str, Any]], regime: str) -
         times = [seconds(row["name"], row["M"], row, regime, method) for row in rows]
         marks = sorted((time for time in times if time is not None), key=lambda mark: mark.x)
         if len(marks) >= LEAST_SIZES:
-            yield Series(of, method, regime, tuple(marks))
+            yield Series(of, method, regime, tuple(marks), joined=True)
 
 
 def _but_rows(row: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -144,9 +144,7 @@ def posed(
         if layout[1] != "T":
             raise ValueError(f"layout is {layout}; a packed weight is (N, K), so that b is a T: NT or TT")
         right = quantize(right, weight, group_size=WEIGHTS[weight] if group_size is None else group_size)
-    return linear_problem(
-        a, right, device, bias=vector, epilogue=function, args=args, options=options
-    )
+    return linear_problem(a, right, device, bias=vector, epilogue=function, args=args, options=options)
 
 
 def _scaled(

@@ -85,7 +85,12 @@ def _roof(axes: Axes, roofs: list[Roof], low: float, high: float) -> None:
     axes.plot([low, ridge, high], [bandwidth * low / 1e12, peak, peak], color=INK, linewidth=1.2, zorder=2)
     names = ", ".join(roof.label for roof in roofs)
     axes.annotate(
-        f"{names}: {_short(peak)}", (high, peak), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8
+        f"{names}: {_short(peak)}",
+        (high, peak),
+        xytext=(4, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=8,
     )
     axes.annotate(
         _short(ridge), (ridge, peak), xytext=(-3, 3), textcoords="offset points", ha="right", fontsize=8

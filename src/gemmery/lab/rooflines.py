@@ -1,8 +1,8 @@
 """Rooflines of a GPU with products on them: what the datasheet allows, what is predicted and what was measured.
 
 The model is that of S. Williams, A. Waterman and D. Patterson, "Roofline: an insightful visual performance model for
-multicore architectures", CACM 52 (2009): a product runs at no more than the peak rate, and at no more than its operations
-per byte times the bandwidth of memory.
+multicore architectures", CACM 52 (2009): a product runs at no more than the peak rate, and at no more than its
+operations per byte times the bandwidth of memory.
 """
 
 from __future__ import annotations
@@ -124,7 +124,10 @@ class Rooflines:
         ]
         if self.points:
             width = max(len(point.name) for point in self.points)
-            lines += ["", f"{'':{width}} {'per byte':>9} {'roofline µs':>12}  part of it reached, predicted (measured)"]
+            lines += [
+                "",
+                f"{'':{width}} {'per byte':>9} {'roofline µs':>12}  part of it reached, predicted (measured)",
+            ]
             lines += [f"{point.name:{width}} {_line(point)}" for point in self.points]
         return "\n".join(lines)
 
@@ -240,9 +243,7 @@ class Known:
         return found[-1] if found else None
 
 
-def _point(
-    name: str, suite: str, dtype: str, problem: Problem, row: dict[str, Any] | None = None
-) -> Point:
+def _point(name: str, suite: str, dtype: str, problem: Problem, row: dict[str, Any] | None = None) -> Point:
     prediction = predict(problem)
     times, spread = ({}, {}) if row is None else recorded.times_of(row, "burst")
     return Point(

@@ -170,7 +170,7 @@ def swap(
             its activation, so that results in 16 bits differ from the model's by roundings.
 
     Returns:
-        What was replaced and what was left, with a way back: `report.undo()`.
+        What was replaced and what was left; its `undo()` is the way back.
 
     Raises:
         TypeError: `model` is not a module.

@@ -8,12 +8,14 @@ from typing import Any
 
 from triton.runtime.errors import OutOfResources
 
+from ...devices import ARCHS, TABLE, Device
 from ...launch import Binding
 from ...padding import worth_copying
 from ...plan import Plan, runs_on, settle
 from ...problem import Config, Problem
 from ...select import candidates
 from ...select.samples import arguments
+from ...select.shapes import device_named
 from ..standin import compiling_for
 from .resources import Usage, usage
 
@@ -95,3 +97,24 @@ def built(plan: Plan) -> Built:
     if compiled is None:
         return build(binding.problem, binding.config)
     return Built(binding.problem, plan.copies, binding, compiled, usage(compiled), True, {}, 0.0)
+
+
+def device_of(device: str | None, target: str | None) -> Device:
+    """A GPU of the device table by its name or by its architecture; by default the current one's, or an H200's row.
+
+    Raises:
+        ValueError: there is none, or the two do not go together.
+    """
+    if target is None:
+        return device_named(device)
+    known = [name for name, arch in ARCHS.items() if arch.multiprocessor is not None]
+    if target not in known:
+        raise ValueError(f"target is {target!r}; it must be one of {', '.join(known)}")
+    if device is None:
+        return next(row for row in TABLE.values() if row.arch == target)
+    row = device_named(device)
+    if row.arch != target:
+        raise ValueError(
+            f"device is {device!r}, which is of target {row.arch}, and target is {target!r}; give one"
+        )
+    return row

@@ -85,6 +85,19 @@ class Inspection:
         return self.loop.work * issuers * c.ctas / (c.block_m * c.block_n * c.block_k)
 
     @cached_property
+    def ahead(self) -> float | None:
+        """Steps that loads are ahead of the products: copies before the loop, by those of a pass.
+
+        None where a pass copies nothing past the registers.
+        """
+        inside = of_kind(self.loop.body, "copy") if self.loop else ()
+        if self.loop is None or not inside:
+            return None
+        start = self.loop.start
+        before = [i for i in of_kind(self.code.instructions, "copy") if i.address < start]
+        return len(before) / len(inside)
+
+    @cached_property
     def moves(self) -> list[Move]:
         """Instructions that move data: those of the loop, then those of the rest."""
         inside = self.loop.body if self.loop else ()
@@ -128,22 +141,20 @@ class Inspection:
         Args:
             texts: which of `texts` to include.
         """
-        p = self.problem
+        p, held = self.problem, self.occupancy
+        tensor = {i.opcode: i.shape for i in (self.loop.tensor if self.loop else ())}
         return {
             "problem": str(p), "M": p.M, "N": p.N, "K": p.K, "batch": list(p.batch), "copies": list(self.copies),
-            "device": device_text(p.device), "target": self.target, "config": str(self.config),
-            "knobs": self.config.asdict(), "given": self.given,
-            "passed": {str(config): why for config, why in self.passed.items()}, "kernel": self.kernel,
-            "programs": self.programs, **asdict(self.usage), "shared_limit": p.device.target.shared,
-            "occupancy": None if self.occupancy is None else {
-                **asdict(self.occupancy), "limited_by": list(self.occupancy.limited_by)
-            },
-            "tensor": [
-                {"opcode": i.opcode, "count": self.tensor[i.opcode], "shape": i.shape}
-                for i in {i.opcode: i for i in (self.loop.tensor if self.loop else ())}.values()
-            ],
-            "products": self.products, "moves": [asdict(move) for move in self.moves], "buffers": self.buffers,
-            "instructions": len(self.code.instructions), "loop": None if self.loop is None else _loop(self.loop),
+            "device": device_text(p.device), "target": self.target,
+            "config": str(self.config), "knobs": self.config.asdict(), "given": self.given,
+            "passed": {str(config): why for config, why in self.passed.items()},
+            "kernel": self.kernel, "programs": self.programs,
+            **asdict(self.usage), "shared_limit": p.device.target.shared, "buffers": self.buffers,
+            "occupancy": None if held is None else {**asdict(held), "limited_by": list(held.limited_by)},
+            "tensor": [{"opcode": name, "count": n, "shape": tensor[name]} for name, n in self.tensor.items()],
+            "products": self.products, "ahead": self.ahead, "moves": [asdict(move) for move in self.moves],
+            "instructions": len(self.code.instructions),
+            "loop": None if self.loop is None else _loop(self.loop),
             "warnings": self.warnings, "seconds": self.seconds,
             "texts": {name: self.texts[name] for name in texts},
         }  # fmt: skip

@@ -132,6 +132,8 @@ def _of_loop(found: Inspection) -> dict[str, str]:
     if products not in (None, 1):
         step = f": {products:g} times what a step of {tile} multiplies"
     shown = {"tensor cores, a pass": f"{_several(found.tensor)}{step}" if found.tensor else "not used"}
+    if found.ahead is not None:
+        shown["loads ahead"] = f"{found.ahead:g} step{'s' * (found.ahead != 1)}"
     for kind, name in _SHORT.items():
         if words := [_move(m.count, m.opcode, m.bits) for m in found.moves if m.in_loop and m.kind == kind]:
             shown[f"{name}, a pass"] = ", ".join(words)

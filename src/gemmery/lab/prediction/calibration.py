@@ -31,6 +31,7 @@ class Calibration:
         gpu: the GPU that was measured.
         constants: by method, of its law; see `ours.START` and `vendor.START`.
         corrections: by method.
+        half: by method, how many of the correction's standard deviations half of the errors of such shapes are within.
         held_out: by method, the median and the 90th percentile of the relative error of shapes that were left out of
             the fit.
         samples: by method, how many measurements there are.
@@ -39,6 +40,7 @@ class Calibration:
     gpu: str
     constants: dict[str, dict[str, float]]
     corrections: dict[str, Correction]
+    half: dict[str, float]
     held_out: dict[str, dict[str, float]]
     samples: dict[str, int]
 
@@ -50,6 +52,7 @@ class Calibration:
             gpu=data["gpu"],
             constants={method: data["constants"][method] for method in METHODS},
             corrections={method: _correction(data["samples"][method]) for method in METHODS},
+            half=data["half"],
             held_out={method: data["held_out"][method]["all"] for method in METHODS},
             samples={method: len(data["samples"][method]) for method in METHODS},
         )

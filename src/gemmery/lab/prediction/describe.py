@@ -43,7 +43,9 @@ def _table(found: Prediction) -> list[str]:
 def _parts(cost: dict[str, float]) -> str:
     """The parts that are something, in µs; they overlap."""
     shown = [(name, seconds * 1e6) for name, seconds in cost.items() if abs(seconds) >= 0.05e-6]
-    return ", ".join(f"{name} {us:+.1f}" if name == "correction" else f"{name} {us:.1f}" for name, us in shown)
+    return ", ".join(
+        f"{name} {us:+.1f}" if name == "correction" else f"{name} {us:.1f}" for name, us in shown
+    )
 
 
 def _conclusions(found: Prediction) -> list[str]:

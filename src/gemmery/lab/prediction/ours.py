@@ -40,9 +40,9 @@ WIDE = 16
 #: copy_straight, copy_turned, copy_launch: of torch's copies.
 #: warm, throttle: the time after which a chip that multiplies as fast as it can lowers its clock, and by how much.
 START: dict[str, float] = {
-    "turned_a": 3.0, "fma": 1.2, "fma_turned": 1.6, "straddle": 2.0, "again": 0.3, "turn": 1.0e-6, "pointer_turn": 1.5e-6,
-    "loads": 0.1, "stores": 0.7, "stores_apart": 1.0, "copy_straight": 0.4, "copy_turned": 1.0, "copy_launch": 3e-6,
-    "warm": 2.5e-3, "throttle": 1.2,
+    "turned_a": 3.0, "fma": 1.2, "fma_turned": 1.6, "straddle": 2.0, "again": 0.3, "turn": 1.0e-6,
+    "pointer_turn": 1.5e-6, "loads": 0.1, "stores": 0.7, "stores_apart": 1.0, "copy_straight": 0.4, "copy_turned": 1.0,
+    "copy_launch": 3e-6, "warm": 2.5e-3, "throttle": 1.2,
 }  # fmt: skip
 #: Of these, what a fit leaves as it is: a single shape says something about it.
 GIVEN = ("warm",)
@@ -110,7 +110,8 @@ def launch(problem: Problem, config: Config | None = None, copied: bool | None =
     if config is None:
         found = select.candidates(product)
         config = next((one for one in found if fits(product, one)), found[0])
-    moved, names = Copies(), ()
+    moved = Copies()
+    names: tuple[str, ...] = ()
     if padded is not None:
         names = padded.names
         for copy in (padded.a, padded.b):
@@ -217,7 +218,9 @@ def seconds(parts: Mapping[str, Any], c: Mapping[str, float]) -> Any:
 
 def _law(parts: Mapping[str, Any], c: Mapping[str, float]) -> dict[str, Any]:
     slower = np.where(parts["turned_a"], c["turned_a"], 1.0)
-    slower = slower * np.where(parts["fma"], c["fma"], 1.0) * np.where(parts["fma_turned"], c["fma_turned"], 1.0)
+    slower = (
+        slower * np.where(parts["fma"], c["fma"], 1.0) * np.where(parts["fma_turned"], c["fma_turned"], 1.0)
+    )
     compute = parts["compute"] * slower
     l2 = parts["l2"] * np.where(parts["straddles"], c["straddle"], 1.0)
     memory = parts["memory"]

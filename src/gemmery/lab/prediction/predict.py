@@ -15,8 +15,6 @@ from .residuals import Samples
 
 #: The parts of a time that grow with the product; the others are what it costs besides.
 BINDING = ("compute", "l2", "memory")
-#: Half of what is distributed normally is nearer to the mean than so many standard deviations.
-HALF = 0.6745
 
 
 @dataclass(frozen=True)
@@ -195,7 +193,10 @@ def _corrected(
     mean, deviation = known.corrections[method](Samples.of([features]))
     factor = float(np.exp(mean[0]))
     return _Time(
-        seconds * factor, cost | {"correction": seconds * (factor - 1)}, calls, HALF * float(deviation[0])
+        seconds * factor,
+        cost | {"correction": seconds * (factor - 1)},
+        calls,
+        known.half[method] * float(deviation[0]),
     )
 
 

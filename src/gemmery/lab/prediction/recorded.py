@@ -59,7 +59,7 @@ def folder() -> Path | None:
 
 def device_of(name: str) -> Device | None:
     """The row of the device table for a GPU by the name that its driver gives."""
-    words = f" {name.replace("-", " ")} "
+    words = f" {name.replace('-', ' ')} "
     return next((row for row in TABLE.values() if words.startswith(f" {row.name} ")), None)
 
 
@@ -90,9 +90,7 @@ def _recorded(suite: str, record: dict[str, Any], regime: str, device: Device) -
     )  # fmt: skip
 
 
-def times_of(
-    record: dict[str, Any], regime: str
-) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
+def times_of(record: dict[str, Any], regime: str) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
     """By method, the seconds of a row as a result has it, and the least and the largest of its rounds."""
     rounds, summary = record["rounds"][regime], record["summary"][regime]
     seconds = {method: us * 1e-6 for method, us in summary["us"].items()}

@@ -38,8 +38,8 @@ _ROWS, _COLUMNS, _SPLITS = (
 #: Kinds of products, each with kernels of its own, and the part of the datasheet's rate that these are taken to reach
 #: before that is fitted: fp8 with fast sums or accurate ones, and by what has scales; int8 with a B that is (K, N).
 KINDS: dict[str, float] = {
-    "half": 0.85, "tf32": 0.85, "fp32": 0.8, "fp64": 0.9,
-    "fp8": 0.75, "fp8 fast": 0.8, "fp8 row": 0.75, "fp8 fast row": 0.75, "fp8 block": 0.7, "int8": 0.5, "int8 across": 0.07,
+    "half": 0.85, "tf32": 0.85, "fp32": 0.8, "fp64": 0.9, "fp8": 0.75, "fp8 fast": 0.8, "fp8 row": 0.75,
+    "fp8 fast row": 0.75, "fp8 block": 0.7, "int8": 0.5, "int8 across": 0.07,
 }  # fmt: skip
 #: Of these, those that are no kernels of the BLAS's, and start otherwise.
 FOREIGN = ("fp8 row", "fp8 fast row", "fp8 block")
@@ -48,7 +48,7 @@ FOREIGN = ("fp8 row", "fp8 fast row", "fp8 block")
 #: rate KIND: what a long product reaches in the largest tile; small: how much less smaller tiles do.
 #: intake: of what a multiprocessor takes in from L2; loads4, loads2: the same where rows begin at multiples of 4 or 8
 #:     bytes, or of 2; unlike: how many times slower that is where only the output's do.
-#: read, write: of the memory's bandwidth.
+#: read, write: of the memory's bandwidth; what is written last stays in L2, so that it can be more than all of it.
 #: launch, foreign: of a product's launch; ramp, half: what a stream from memory takes until it is at its speed, and
 #:     the length at which half of that shows; turn: the least time of a tile.
 #: store, store_single: what storing a tile adds, as a part of the time to take as much in; in pieces below 16 bytes.
@@ -57,9 +57,10 @@ FOREIGN = ("fp8 row", "fp8 fast row", "fp8 block")
 #: kernel, elementwise: an elementwise kernel's launch, and its part of the bandwidth.
 START: dict[str, float] = {
     **{f"rate {kind}": rate for kind, rate in KINDS.items()},
-    "small": 0.15, "intake": 1.2, "loads4": 0.25, "loads2": 0.13, "unlike": 1.3, "read": 0.85, "write": 0.8, "launch": 4.5e-6, "foreign": 5e-6, "ramp": 6e-6,
-    "half": 8e-6, "turn": 0.4e-6, "store": 0.5, "store_single": 10.0, "overlap": 2.5, "split": 2e-6, "parts": 2.0, "kernel": 2.5e-6, "elementwise": 0.5,
-    "copy_straight": 0.4, "copy_turned": 1.0, "copy_launch": 3e-6, "warm": 2.5e-3, "throttle": 1.2,
+    "small": 0.15, "intake": 1.2, "loads4": 0.25, "loads2": 0.13, "unlike": 1.3, "read": 0.85, "write": 0.8,
+    "launch": 4.5e-6, "foreign": 5e-6, "ramp": 6e-6, "half": 8e-6, "turn": 0.4e-6, "store": 0.5, "store_single": 10.0,
+    "overlap": 2.5, "split": 2e-6, "parts": 2.0, "kernel": 2.5e-6, "elementwise": 0.5, "copy_straight": 0.4,
+    "copy_turned": 1.0, "copy_launch": 3e-6, "warm": 2.5e-3, "throttle": 1.2,
 }  # fmt: skip
 GIVEN = ("warm",)
 
@@ -302,9 +303,7 @@ def cost(parts: Mapping[str, Any], rate: float, c: Mapping[str, float]) -> tuple
     """The parts of a predicted time in seconds, which overlap, and the tile that is the quickest."""
     law = _law(parts, rate, c)
     best = int(law["kernel"].argmin())
-    found = {
-        name: float(law[name][best]) for name in ("compute", "l2", "memory", "overhead", "reduction")
-    }
+    found = {name: float(law[name][best]) for name in ("compute", "l2", "memory", "overhead", "reduction")}
     found |= {"elementwise": float(_besides(parts, c)), "copies": float(copies.seconds(parts, c))}
     cut = f", K in {_SPLITS[best]:.0f}" if _SPLITS[best] > 1 else ""
     return found, f"{_ROWS[best]:.0f}x{_COLUMNS[best]:.0f}{cut}"
