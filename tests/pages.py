@@ -32,7 +32,11 @@ from gemmery.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
 #: What a reader reads, by its place in the repository.
-PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
+]
 RUN, SHOWN = ("python", "sh", "console"), ("text", "json")
 #: Set in a page that is for Triton's interpreter; `tests/interpret` runs those, `tests/host` the others.
 INTERPRETED = "export TRITON_INTERPRET=1"

@@ -9,7 +9,7 @@ import griffe
 
 
 class Readable(griffe.Extension):
-    """Has examples (griffe knows them under `Examples:`) shown as code, and sizes such as (*batch, N, K) as they are."""
+    """Has examples, `Examples:` to griffe, shown as code, and sizes such as (*batch, N, K) as they are."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Called for each object once it is read."""

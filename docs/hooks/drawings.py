@@ -312,18 +312,18 @@ def of_all(records: Mapping[int, ladder.Record]) -> str:
     )
 
 
-# --- pictures of commands --------------------------------------------------------------------------------------------
+# --- what commands make -----------------------------------------------------------------------------------------------
 
 
-def of_command(command: str) -> str:
-    """The SVG that a command of gemmery draws.
+def of_command(command: str, option: str, ending: str) -> str:
+    """The file that a command of gemmery writes to where `option` says.
 
     Raises:
         ValueError: the command has failed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "picture.svg"
-        ran = CliRunner().invoke(app, [*shlex.split(command), "--out", str(out)], prog_name="gemmery")
+        out = Path(folder) / f"made{ending}"
+        ran = CliRunner().invoke(app, [*shlex.split(command), option, str(out)], prog_name="gemmery")
         if ran.exit_code or not out.exists():
             raise ValueError(f"gemmery {command} has failed: {ran.exception!r}\n{ran.output}")
         return out.read_text(encoding="utf-8")

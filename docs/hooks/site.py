@@ -19,8 +19,10 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 from docs.hooks import drawings, repository, rungs  # noqa: E402
 
-#: In a page, the picture that a command draws.
-_PICTURE = re.compile(r"^<!-- picture: (.+) -->$", re.MULTILINE)
+#: In a page, the picture that a command draws, or the page that it exports.
+_MADE = re.compile(r"^<!-- (picture|page): (.+) -->$", re.MULTILINE)
+#: By which option of a command each is made, and the ending of its name.
+OPTIONS = {"picture": ("--out", ".svg"), "page": ("--export", ".html")}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -32,26 +34,32 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name in repository.pictures():
         files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
     for page in list(files.documentation_pages()):
-        for command in _PICTURE.findall(page.content_string):
+        for kind, command in _MADE.findall(page.content_string):
             try:
-                files.append(File.generated(config, _place(command), content=drawings.of_command(command)))
+                made_by = drawings.of_command(command, *OPTIONS[kind])
+                files.append(File.generated(config, _place(kind, command), content=made_by))
             except ValueError as error:
                 raise PluginError(f"{page.src_uri}: {error}") from error
     return files
 
 
-def _place(command: str) -> str:
-    """Where a command's picture is on the site."""
-    return f"pictures/{re.sub(r'[^a-z0-9]+', '-', command.lower()).strip('-')}.svg"
+def _place(kind: str, command: str) -> str:
+    """Where on the site is what a command makes."""
+    name = re.sub(r"[^a-z0-9]+", "-", command.lower()).strip("-")
+    return f"made/{name}{OPTIONS[kind][1]}"
+
+
+def _shown(kind: str, command: str, up: str) -> str:
+    """What a command makes, as Markdown of a page."""
+    at = f"({up}{_place(kind, command)})"
+    return f"![gemmery {command}]{at}".replace('"', "") if kind == "picture" else f"[Open it here]{at}."
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Show pictures of commands, and lead links to files of the repository to pages of the site."""
+    """Show what commands make, and lead links to files of the repository to pages of the site."""
     name = page.file.src_uri
     up = "../" * name.count("/")
-    markdown = _PICTURE.sub(
-        lambda found: f"![gemmery {found[1]}]({up}{_place(found[1])})".replace('"', ""), markdown
-    )
+    markdown = _MADE.sub(lambda found: _shown(found[1], found[2], up), markdown)
     if page.file.generated_by is not None:
         return markdown
     try:

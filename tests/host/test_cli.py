@@ -263,5 +263,14 @@ def test_import_is_quick_and_takes_only_what_it_needs():
     assert min(result["seconds"] for result in results) < 2
     for result in results:
         assert not result["cuda"]
-        unwanted = {"typer", "rich", "matplotlib", "platformdirs", "transformers", "pytest", "sqlite3", "starlette"}
+        unwanted = {
+            "typer",
+            "rich",
+            "matplotlib",
+            "platformdirs",
+            "transformers",
+            "pytest",
+            "sqlite3",
+            "starlette",
+        }
         assert not unwanted & set(result["modules"])

@@ -72,7 +72,8 @@ def _curves(
     across = min(len(panels), ACROSS)
     methods = list(dict.fromkeys(series.method for panel in panels for series in panel.series))
     colours = dict(zip(methods, _colours(len(methods)), strict=True))
-    with figure(1 + 4 * across, 3.2 * down + 0.9, title) as made:
+    # Title and legend share a line, for which one panel alone is too narrow.
+    with figure(max(9, 1 + 4 * across), 3.2 * down + 0.9, title) as made:
         grid = made.subplots(down, across, squeeze=False)
         for axes, panel in zip(grid.flat, panels, strict=False):
             for series in panel.series:
