@@ -112,14 +112,18 @@ def _go_on(*arguments: object) -> None:
 
 
 class Reader:
-    """Somebody who works through a page, in an empty directory."""
+    """Somebody who works through a page, in a directory that is otherwise empty."""
 
     def __init__(self, directory: Path, patch: pytest.MonkeyPatch) -> None:
         self.directory, self.patch = directory, patch
         self.names: dict[str, object] = {"__name__": "__main__"}
         patch.chdir(directory)
+        # As in the repository's root.
+        for name in ("benchmarks", "tutorials"):
+            (directory / name).symlink_to(ROOT / name)
         # A command that goes on as another program would end the tests with a success.
         patch.setattr(os, "execve", _go_on)
+        patch.setenv("PWD", str(directory))
         patch.setenv("COLUMNS", "160")
         patch.setenv("GEMMERY_STORE", "1")
         patch.setenv("GEMMERY_CACHE_DIR", str(directory / "cache"))
@@ -193,7 +197,7 @@ class Reader:
         program, *rest = arguments
         if program.startswith("tutorials/"):
             # tests/interpret/test_tutorials.py runs every rung.
-            assert (ROOT / program).is_file(), f"{block}: there is no {program}"
+            assert (self.directory / program).is_file(), f"{block}: there is no {program}"
             return ""
         self.patch.setattr(sys, "argv", [program, *rest])
         with contextlib.redirect_stdout(io.StringIO()) as printed:
