@@ -160,8 +160,12 @@ class Device:
 
     @property
     def sm_bandwidth(self) -> float:
-        """Bytes per second that one multiprocessor takes in: measured, or four times its share of the memory's."""
-        return self.intake or 4 * self.bandwidth / self.sms
+        """Bytes per second that one multiprocessor takes in.
+
+        Measured, or as measured for another GPU of the architecture, or else four times its share of the memory's.
+        """
+        of_arch = (row.intake for row in TABLE.values() if row.arch == self.arch and row.intake)
+        return self.intake or next(of_arch, 4 * self.bandwidth / self.sms)
 
     @property
     def store_bandwidth(self) -> float:

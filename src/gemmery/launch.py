@@ -293,6 +293,7 @@ class Binding:
     def __init__(self, problem: Problem, config: Config) -> None:
         p, c = problem, config
         self.problem, self.config = problem, config
+        self.main_n, self.rest_n = columns_of(p, c)
         by_descriptor = c.loader == "descriptor"
         if by_descriptor and p.K == 0:
             raise ValueError(f"config {c}: loader 'descriptor' needs K > 0")
@@ -302,7 +303,7 @@ class Binding:
                 f"addresses that are multiples of 16 bytes, at most one batch dimension, and sizes below 2^31; "
                 f"given {p}"
             )
-        if by_descriptor and max(c.block_m, c.main_n, c.block_k, c.tail_k) > _BOX:
+        if by_descriptor and max(c.block_m, self.main_n, c.block_k, c.tail_k) > _BOX:
             raise ValueError(
                 f"config {c}: loader 'descriptor' takes blocks of at most {_BOX} along each side"
             )
@@ -311,7 +312,6 @@ class Binding:
                 f"config {c}: factors that change along K need the tile schedule, block_k {SCALED_EVERY} and a block_n "
                 f"that is a power of two"
             )
-        self.main_n, self.rest_n = columns_of(p, c)
         if p.fusion is not None and p.fusion.whole and not spans(p, c):
             raise ValueError(
                 f"config {c}: an epilogue that uses reduced rows again needs whole tiles of at least {p.N} columns"

@@ -131,6 +131,7 @@ def test_every_instruction_is_read_and_known(target):
     assert all(i.source for i in found.loop.body)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_80", "gfx942"])
 def test_widths_of_loads(target):
     """16 bytes a lane where rows begin at multiples of that, and less where they begin anywhere."""
@@ -178,6 +179,7 @@ def test_amds_occupancy_is_llvms(target):
     assert found.usage.registers == int(counted)
 
 
+@pytest.mark.slow
 def test_one_process_compiles_for_many_targets():
     """And what it compiled for one is not handed out for another; nor does the stand-in stay."""
     from triton.runtime import driver
@@ -195,6 +197,7 @@ def test_one_process_compiles_for_many_targets():
     assert driver._active is before
 
 
+@pytest.mark.slow
 def test_the_chosen_config_is_the_selectors():
     found = inspected("sm_90", None)
     assert found.config == candidates(found.problem)[0]
@@ -203,6 +206,7 @@ def test_the_chosen_config_is_the_selectors():
     assert inspected("sm_80", POINTERS).given
 
 
+@pytest.mark.slow
 def test_a_config_that_spills_is_passed_over_as_a_plan_does():
     problem = problem_of(1024, 1024, 1024, device=TABLE["NVIDIA A100"])
     configs = [Config.of(SPILLING), Config.of(POINTERS)]
@@ -214,6 +218,7 @@ def test_a_config_that_spills_is_passed_over_as_a_plan_does():
     }
 
 
+@pytest.mark.slow
 def test_a_plan_is_inspected_as_it_is():
     problem = problem_of(1024, 1024, 1024, device=TABLE["NVIDIA A100"])
     found = inspect(gemmery.Plan(problem, Config.of(POINTERS)))
@@ -247,6 +252,7 @@ def test_fp8_on_cdna3_is_multiplied_as_the_device_table_says():
     assert any("as fp16" in lack for lack in gemmery.devices.cannot("gfx942"))
 
 
+@pytest.mark.slow
 def test_two_configs_side_by_side():
     pair = [inspected("sm_80", POINTERS), inspected("sm_80", SPILLING)]
     shown = text(pair, width=200)
@@ -259,6 +265,7 @@ def test_two_configs_side_by_side():
     assert "≠" not in same.replace("≠: they differ", "")
 
 
+@pytest.mark.slow
 def test_the_text_tells_what_there_is():
     found = inspected("sm_80", POINTERS)
     shown = text([found], listing=True, width=160)
@@ -269,6 +276,7 @@ def test_the_text_tells_what_there_is():
     assert str(found).splitlines()[0] == shown.splitlines()[0]
 
 
+@pytest.mark.slow
 def test_the_command_writes_what_it_shows(tmp_path):
     path = tmp_path / "found.json"
     words = [
@@ -317,6 +325,7 @@ def test_mistakes_are_told_in_a_line(words, message):
     assert message in " ".join(ran.output.split())
 
 
+@pytest.mark.slow
 def test_kernels_that_are_interpreted_are_not_inspected(monkeypatch):
     from gemmery.lab import standin
 

@@ -109,7 +109,7 @@ def test_devices_by_name():
     assert device_named("H200") is device_named("nvidia h200") is H200
     assert device_named("L4").name == "NVIDIA L4"
     assert device_named("a10").name == "NVIDIA A10"
-    assert device_named("mi300").name == "AMD Instinct MI300X"
+    assert device_named("mi300x").name == "AMD Instinct MI300X"
     if not torch.cuda.is_available():
         assert device_named() is H200
     with pytest.raises(ValueError, match=r"3090 and .* are called that"):

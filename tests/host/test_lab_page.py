@@ -57,6 +57,20 @@ def test_the_controls_offer_what_a_query_takes():
     assert Query.of({}).asdict() == api.options()["defaults"]
 
 
+@pytest.mark.parametrize("n", [4097, 8191])
+def test_all_parts_of_an_answer_are_of_one_config(n):
+    """Also where the selector's first leaves no room for the output's rows, which begin anywhere."""
+    query_ = Query(M=4096, N=n, K=4096)
+    answer = api.product(query_)
+    config = Config.of(answer["choice"]["config"])
+    assert str(config) == predict(query_.problem()).config
+    assert str(config) != answer["choice"]["candidates"][0]["config"]
+    assert answer["choice"]["reasons"][0].startswith(
+        f"the selector's first, {answer['choice']['candidates'][0]['config']}"
+    )
+    assert answer["waves"]["grid"] == f"{-(-4096 // config.block_m)} × {-(-n // config.block_n)}"
+
+
 def test_presets_are_the_layers_of_the_suites():
     layers = {
         (f"{preset['model']} {layer['name']}", layer["N"], layer["K"])

@@ -43,6 +43,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
         >>> pack(torch.ones(16, 64, dtype=torch.uint8), 4).shape
         torch.Size([1, 4, 32])
     """
+    if bits not in (2, 4, 8):
+        raise ValueError(f"pack: bits is {bits}; words hold numbers of 2, 4 or 8 bits")
     *lead, rows, columns = codes.shape
     N, K = padded(rows, columns, bits)
     codes = torch.nn.functional.pad(codes, (0, K - columns, 0, N - rows))

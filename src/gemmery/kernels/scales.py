@@ -22,7 +22,8 @@ def factors(
     """The factors of `ROWS` rows from `row` on: (ROWS,), or a single number where all of them share one."""
     start = pointer + batch_offset(batch, sizes, steps) + tl.cast(k // BLOCK, tl.int64) * stride_k
     if EVERY % ROWS == 0 and EVERY >= ROWS:
-        return tl.load(start + tl.cast(row // EVERY, tl.int64) * stride_row)
+        # The second half of a tile may begin behind the last column.
+        return tl.load(start + tl.cast(row // EVERY, tl.int64) * stride_row, mask=row < rows, other=0.0)
     else:
         index = row + tl.arange(0, ROWS)
         return tl.load(start + (index // EVERY).to(tl.int64) * stride_row, mask=index < rows, other=0.0)

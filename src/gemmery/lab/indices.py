@@ -18,8 +18,8 @@ from ..launch import bind
 from ..layout import make_problem
 from ..plan import runs_on
 from ..problem import OUT_DTYPES, Config, Operand, Precision, Problem
-from ..select import candidates
 from ..select.shapes import LAYOUTS, device_named
+from .prediction.ours import launch
 from .tile_order import Schedule, Sizes
 
 if TYPE_CHECKING:
@@ -287,7 +287,10 @@ def schedule_of(
             raise ValueError(
                 f"{problem} runs through the torch reference on {problem.device.name}; give a tile"
             )
-        config = candidates(problem)[0]
+        # Of the tensors as they are given: copies have other offsets.
+        chosen = launch(problem, copied=False)
+        assert chosen is not None  # runs_on
+        config = chosen.config
     found = Config.of(config)
     if group_size is not None:
         found = replace(found, group_m=group_size)

@@ -14,14 +14,13 @@ import numpy as np
 import torch
 
 from ..devices import Device
-from ..padding import launched
 from ..plan import runs_on
 from ..problem import Config, Precision, Problem
-from ..select import candidates
 from ..select.shapes import device_named, problem_of
 from ..waves import Split, Waves
 from . import l2
 from .l2 import Traffic
+from .prediction.ours import launch
 from .tile_order import Schedule, band, programs_at_once, visits
 
 if TYPE_CHECKING:
@@ -138,8 +137,9 @@ def _chosen(problem: Problem, group_size: int | None, programs: int | None, cach
         raise ValueError(
             f"{problem} runs through the torch reference on {problem.device.name}, which has no tiles; give a tile"
         )
-    product = launched(problem)
-    config = candidates(product)[0]
+    chosen = launch(problem)
+    assert chosen is not None  # runs_on
+    product, config = chosen.product, chosen.config
     if group_size is not None:
         config = replace(config, group_m=group_size)
     return Launch(

@@ -51,8 +51,8 @@ def table_name(problem: Problem) -> str:
     packing = problem.packing
     if packing is None:
         return kind_of(problem)
-    first = next(known.format for known in PACKINGS.values() if known.bits == packing.bits)
-    return f"packed {packing.format if packing.format in PACKINGS else first}"
+    alike = (known.format for known in PACKINGS.values() if known.bits == packing.bits)
+    return f"packed {packing.format if packing.format in PACKINGS else next(alike, packing.format)}"
 
 
 def _problem(shape: list[int], device: Device, dtype: Any, name: str) -> Problem:

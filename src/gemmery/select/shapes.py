@@ -16,7 +16,7 @@ DEFAULT_DEVICE = "NVIDIA H200"
 
 
 def device_named(name: str | None = None) -> Device:
-    """A row of the device table by its name or a part of it, such as "h200"; by default the current GPU's.
+    """A row of the device table by its name or words of it, such as "h200"; by default the current GPU's.
 
     Raises:
         ValueError: no row has that name, or several do.
@@ -24,12 +24,12 @@ def device_named(name: str | None = None) -> Device:
     if name is None:
         here = current(torch.device("cuda")) if torch.cuda.is_available() else None
         return here or TABLE[DEFAULT_DEVICE]
-    found = [row for row in TABLE.values() if name.lower() in row.name.lower()]
-    exact = [row for row in found if name.lower() in (row.name.lower(), row.name.lower().split()[-1])]
-    if len(found) != 1 and len(exact) != 1:
+    # Whole words: an H20 is not an H200.
+    found = [row for row in TABLE.values() if f" {name.lower()} " in f" {row.name.lower()} "]
+    if len(found) != 1:
         has = f"{' and '.join(row.name for row in found)} are" if found else "none of the device table is"
         raise ValueError(f"device is {name!r}; {has} called that; there are {', '.join(TABLE)}")
-    return (exact if len(exact) == 1 else found)[0]
+    return found[0]
 
 
 def problem_of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ... import padding
-from ...problem import Problem
+from ...problem import Config, Problem
 from ...select.explain import explain_problem
 from ..prediction import predict
 from ..tuning import kind_named
@@ -55,7 +55,7 @@ def product(query: Query) -> dict[str, Any]:
     }
     if not why.choices:
         return made | {"missing": "Torch's reference runs: there are no tiles."}
-    launch = launched.Launch(padding.launched(problem), why.choices[0].config)
+    launch = launched.Launch(padding.launched(problem), Config.of(found.config))
     tiles_m, tiles_n = launch.tiles
     if tiles_m * tiles_n > launched.TILES:
         return made | {"missing": f"{tiles_m} × {tiles_n} tiles are more than are looked at one by one."}

@@ -88,9 +88,9 @@ def summary(found: Prediction) -> list[dict[str, str]]:
 def choice(why: Explanation, found: Prediction) -> dict[str, Any]:
     """What was chosen over what, and why."""
     return {
-        "config": str(why.choices[0].config) if why.choices else None,
-        "knobs": knobs(why.choices[0].config) if why.choices else [],
-        "reasons": why.reasons,
+        "config": found.config if why.choices else None,
+        "knobs": knobs(Config.of(found.config)) if why.choices else [],
+        "reasons": reasons(why, found),
         "parts": _parts(found.cost),
         "chosen_over": f"The best {len(why.choices)} of {texts.count(why.considered, 'config')}",
         "note": "As the selector reckons, by a quicker and simpler law than the times above:"
@@ -105,6 +105,14 @@ def choice(why: Explanation, found: Prediction) -> dict[str, Any]:
             for x in why.choices
         ],
     }
+
+
+def reasons(why: Explanation, found: Prediction) -> list[str]:
+    """Why the config is chosen, which need not be the selector's first."""
+    if not why.choices or str(why.choices[0].config) == found.config:
+        return why.reasons
+    first = f"the selector's first, {why.choices[0].config}, leaves no room for an output stored element by element"
+    return [first, *why.reasons]
 
 
 def _parts(cost: dict[str, float]) -> list[dict[str, Any]]:
