@@ -29,7 +29,9 @@ CALCULATED = {
 
 
 @pytest.mark.parametrize(
-    "case", [(arch, *case) for arch, cases in CALCULATED.items() for case in cases], ids=str
+    "case",
+    [(arch, *case) for arch, cases in CALCULATED.items() for case in cases],
+    ids=lambda case: "-".join(map(str, case[:4])),
 )
 def test_occupancy_is_nvidias(case):
     arch, registers, shared, warps, programs, limits = case
