@@ -40,6 +40,11 @@ _IF_NEWER = " WHERE excluded.measured > timings.measured"
 _READ_WAIT, _WRITE_WAIT = 0.5, 60.0
 #: SQLite's primary codes for a file that is damaged, and for one that is no database.
 _BROKEN = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+#: What SQLite says where another process has set the file aside since it was opened here: SQLITE_READONLY_DBMOVED, or
+#: an input/output error where there is no new file yet. Nothing was written, and the next attempt opens the new one.
+_MOVED, _GONE = 1032, 10
+#: Attempts at a transaction.
+_ATTEMPTS = 5
 #: Ends of the names of files that lie beside a database and belong to it.
 _COMPANIONS = ("-journal", "-wal", "-shm")
 
@@ -62,6 +67,7 @@ def select(path: Path, **wanted: str) -> list[Row]:
     sql = f"SELECT {', '.join(COLUMNS)} FROM timings WHERE {where}"
 
     def read(connection: sqlite3.Connection) -> list[Row]:
+        connection.execute("BEGIN")
         return connection.execute(sql, tuple(wanted.values())).fetchall() if _has_tables(connection) else []
 
     try:
@@ -97,21 +103,25 @@ def insert(path: Path, rows: Sequence[Row], *, if_newer: bool = False) -> None:
 def _run(path: Path, mode: str, wait: float, work: Callable[[sqlite3.Connection], _T]) -> _T:
     """Work on a connection of its own; a file that turns out broken is set aside, and work begins again."""
     uri = f"{path.absolute().as_uri()}?mode={mode}"
-    for attempt in (1, 2, 3):
+    for attempt in range(1, _ATTEMPTS + 1):
         try:
             with contextlib.closing(
                 sqlite3.connect(uri, uri=True, timeout=wait, isolation_level=None)
             ) as connection:
                 return work(connection)
         except (sqlite3.Error, _WrongTables) as error:
-            if not _is_broken(error) or attempt == 3:
+            if attempt == _ATTEMPTS or not (_is_broken(error) or _was_moved(error)):
                 raise Unusable(str(error)) from error
-            _set_aside(path, error)
+            if _is_broken(error):
+                _set_aside(path, error)
     raise AssertionError("the last attempt returns or raises")
 
 
 def _has_tables(connection: sqlite3.Connection) -> bool:
-    """Whether the database is the store's, rather than a new and empty one; _WrongTables where it is neither."""
+    """Whether the database is the store's, rather than a new and empty one; _WrongTables where it is neither.
+
+    Within a transaction: a file that another process fills between the two questions would look like neither.
+    """
     columns = tuple(row[1] for row in connection.execute("PRAGMA table_info(timings)"))
     if columns == COLUMNS:
         return True
@@ -124,6 +134,11 @@ def _is_broken(error: Exception) -> bool:
     if isinstance(error, _WrongTables):
         return True
     return getattr(error, "sqlite_errorcode", 0) & 0xFF in _BROKEN
+
+
+def _was_moved(error: Exception) -> bool:
+    code = getattr(error, "sqlite_errorcode", 0)
+    return code == _MOVED or code & 0xFF == _GONE
 
 
 def _set_aside(path: Path, error: Exception) -> None:
@@ -155,8 +170,9 @@ def _is_sound(path: Path) -> bool:
         return True
     try:
         with contextlib.closing(
-            sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True)
+            sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, isolation_level=None)
         ) as connection:
+            connection.execute("BEGIN")
             _has_tables(connection)
             return bool(connection.execute("PRAGMA quick_check(1)").fetchone()[0] == "ok")
     except (sqlite3.Error, _WrongTables) as error:
