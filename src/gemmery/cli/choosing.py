@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from .options import JsonFile, app, told, words, write_json
+from .products import Batch, BatchInvariant, Bias, batch_sizes
 
 
 @app.command()
@@ -19,11 +20,9 @@ def explain(
     layout: Annotated[
         str, typer.Option(metavar="NN|NT|TN|TT", help="N: row-major, T: column-major, as a Linear's weight is for b.")
     ] = "NT",
-    batch: Annotated[list[str] | None, typer.Option(metavar="SIZES", help="Leading dimensions: --batch 8,16.")] = None,
-    bias: Annotated[bool, typer.Option("--bias", help="Add N numbers to each row.")] = False,
-    batch_invariant: Annotated[
-        bool, typer.Option("--batch-invariant", help="With results that do not depend on M.")
-    ] = False,
+    batch: Batch = None,
+    bias: Bias = False,
+    batch_invariant: BatchInvariant = False,
     device: Annotated[
         str | None, typer.Option(metavar="NAME", help="A GPU, such as H200; the one at hand without, or else an H200.")
     ] = None,
@@ -38,7 +37,7 @@ def explain(
         kind = kind_named(dtype)
         explanation = run(
             m, n, k, dtype=kind.dtype, precision=kind.precision, fast_accum=kind.fast_accum, layout=layout,
-            batch=[int(word) for word in words(batch)], bias=bias, batch_invariant=batch_invariant, device=device,
+            batch=batch_sizes(batch), bias=bias, batch_invariant=batch_invariant, device=device,
             top=top,
         )  # fmt: skip
     typer.echo(str(explanation))

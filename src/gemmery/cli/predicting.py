@@ -9,6 +9,7 @@ import typer
 
 from .options import JsonFile, app, told, words, write_json
 from .pictures import DeviceName, DType, Layout
+from .products import Batch, BatchInvariant, Bias, Epilogue, GroupSize, Scales, Weight, batch_sizes
 
 
 @app.command()
@@ -18,24 +19,13 @@ def predict(
     k: Annotated[int, typer.Argument(metavar="K")],
     dtype: DType = "bf16",
     layout: Layout = "NT",
-    batch: Annotated[list[str] | None, typer.Option(metavar="SIZES", help="Leading dimensions: --batch 8,16.")] = None,
-    weight: Annotated[
-        str, typer.Option(metavar="FORMAT", help="B's packed format: int4, int8, e4m3, e5m2, mxfp4, nvfp4, nf4.")
-    ] = "",
-    group_size: Annotated[
-        int | None, typer.Option(help="Numbers of a packed weight that share a scale; the format's own without.")
-    ] = None,
-    scales: Annotated[
-        str, typer.Option(metavar="tensor|row|block", help="What shares a scale where both operands have 8 bits.")
-    ] = "",
-    bias: Annotated[bool, typer.Option("--bias", help="Add N numbers to each row.")] = False,
-    epilogue: Annotated[
-        str,
-        typer.Option(metavar="NAME", help="swiglu, bias, bias_gelu, bias_gelu_tanh, bias_relu_squared, bias_residual."),
-    ] = "",
-    batch_invariant: Annotated[
-        bool, typer.Option("--batch-invariant", help="With results that do not depend on M.")
-    ] = False,
+    batch: Batch = None,
+    weight: Weight = "",
+    group_size: GroupSize = None,
+    scales: Scales = "",
+    bias: Bias = False,
+    epilogue: Epilogue = "",
+    batch_invariant: BatchInvariant = False,
     config: Annotated[
         str | None,
         typer.Option(metavar="CONFIG", help="Another kernel than the one that is chosen, see gemmery explain."),
@@ -57,7 +47,7 @@ def predict(
         problem = posed(
             m, n, k, device=device_named(device), dtype=dtype, layout=layout, weight=weight, group_size=group_size,
             scales=scales, bias=bias, epilogue=epilogue, batch_invariant=batch_invariant,
-            batch=[int(word) for word in words(batch)],
+            batch=batch_sizes(batch),
         )  # fmt: skip
         found = run(problem, config)
     typer.echo(describe(found))

@@ -1,0 +1,45 @@
+"""Options that say what product is asked about, for commands that take any, and the batch's sizes as they give them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .options import words
+
+Batch = Annotated[list[str] | None, typer.Option(metavar="SIZES", help="Leading dimensions: --batch 8,16.")]
+Weight = Annotated[
+    str, typer.Option(metavar="FORMAT", help="B's packed format: int4, int8, e4m3, e5m2, mxfp4, nvfp4, nf4.")
+]
+GroupSize = Annotated[
+    int | None, typer.Option(help="Numbers of a packed weight that share a scale; the format's own without.")
+]
+Scales = Annotated[
+    str, typer.Option(metavar="tensor|row|block", help="What shares a scale where both operands have 8 bits.")
+]
+Bias = Annotated[bool, typer.Option("--bias", help="Add N numbers to each row.")]
+Epilogue = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME", help="swiglu, bias, bias_gelu, bias_gelu_tanh, bias_relu_squared, bias_residual."
+    ),
+]
+BatchInvariant = Annotated[
+    bool, typer.Option("--batch-invariant", help="With results that do not depend on M.")
+]
+
+
+def batch_sizes(given: list[str] | None) -> list[int]:
+    """The sizes of `--batch`.
+
+    Raises:
+        ValueError: one is no whole number.
+    """
+    return [_size(word) for word in words(given)]
+
+
+def _size(word: str) -> int:
+    if not word.isdigit():
+        raise ValueError(f"batch has {word!r}; its sizes are whole numbers")
+    return int(word)
