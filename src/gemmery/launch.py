@@ -507,6 +507,10 @@ def bind(problem: Problem, config: Config) -> Binding:
         from .clusters import ClusterBinding
 
         return ClusterBinding(problem, config)
+    if config.schedule == "specialized":
+        from .specialized import SpecializedBinding
+
+        return SpecializedBinding(problem, config)
     return Binding(problem, config)
 
 

@@ -13,7 +13,7 @@ from .epilogues.device import compiled
 from .formats.base import FORMATS
 from .formats.packing import LINE, STRIP, block_columns
 from .kernels import decoders
-from .kernels.packed import load_packed
+from .kernels.packed import load_packed, unpack
 from .problem import Config, Packing, Problem
 
 #: What does the work for each kind of code, by `Format.code` and bits, which tell the two of integers apart.
@@ -26,6 +26,12 @@ DECODERS = {
     ("e5m2", 8): decoders.decode_e5m2,
 }
 
+_UNPACK = """\
+def unpack_{name}(own, scale, shift, ROWS: tl.constexpr, COLS: tl.constexpr, SPREAD: tl.constexpr):
+    return UNPACK(
+        own, scale, shift, ROWS, COLS, SPREAD, DECODE, "{code}", {per}, {zero}, {offsets}, {dtype}, {asm}, {waits}
+    )
+"""
 _LOADER = """\
 def load_{name}(
     x, shape, strides, sizes, batch, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, CHECK_ROWS: tl.constexpr,
@@ -33,14 +39,14 @@ def load_{name}(
 ):
     return LOAD(
         x, shape, strides, sizes, batch, row, col, ROWS, COLS, CHECK_ROWS, CHECK_COLS, WIDE,
-        DECODE, "{code}", {per}, {group}, {zero}, {offsets}, {dtype}, {asm}, {waits}, {described}, {paired}
+        UNPACK, {per}, {group}, {described}, {paired}
     )
 """
 
 
 @functools.cache
-def loader(packing: Packing, dtype: torch.dtype, asm: int, waits: bool, described: bool, paired: bool) -> Any:
-    """The loader of a format; see `kernels.packed.load_packed`."""
+def unpacker(packing: Packing, dtype: torch.dtype, asm: int, waits: bool) -> Any:
+    """What turns a format's words into numbers; see `kernels.packed.unpack`."""
     format = FORMATS[packing.format]
     if (format.code, packing.bits) not in DECODERS:
         known = ", ".join(f"{code} of {bits} bits" for code, bits in DECODERS)
@@ -49,13 +55,24 @@ def loader(packing: Packing, dtype: torch.dtype, asm: int, waits: bool, describe
             f"multiply it; packed_access.DECODERS has {known}"
         )
     facts = {
-        "code": format.code, "per": 32 // packing.bits, "group": packing.group, "zero": format.zero,
-        "offsets": packing.shifts == "offsets", "dtype": "tl." + str(dtype).removeprefix("torch."), "asm": asm,
-        "waits": waits, "described": described, "paired": paired,
+        "code": format.code, "per": 32 // packing.bits, "zero": format.zero, "offsets": packing.shifts == "offsets",
+        "dtype": "tl." + str(dtype).removeprefix("torch."), "asm": asm, "waits": waits,
     }  # fmt: skip
-    name = "_".join(str(x).replace(".", "_") for x in facts.values())
-    space = {"LOAD": load_packed, "DECODE": DECODERS[format.code, packing.bits]}
-    return compiled(_LOADER.format(name=name, **facts), space)
+    space = {"UNPACK": unpack, "DECODE": DECODERS[format.code, packing.bits]}
+    return compiled(_UNPACK.format(name=_name(facts), **facts), space)
+
+
+@functools.cache
+def loader(packing: Packing, dtype: torch.dtype, asm: int, waits: bool, described: bool, paired: bool) -> Any:
+    """The loader of a format; see `kernels.packed.load_packed`."""
+    made = unpacker(packing, dtype, asm, waits)
+    facts = {"per": 32 // packing.bits, "group": packing.group, "described": described, "paired": paired}
+    name = made.__name__.removeprefix("unpack_") + "_" + _name(facts)
+    return compiled(_LOADER.format(name=name, **facts), {"LOAD": load_packed, "UNPACK": made})
+
+
+def _name(facts: dict[str, Any]) -> str:
+    return "_".join(str(x).replace(".", "_") for x in facts.values())
 
 
 def refusal(problem: Problem, config: Config) -> str | None:
@@ -69,6 +86,12 @@ def refusal(problem: Problem, config: Config) -> str | None:
     if problem.paired and config.block_n < 2 * STRIP:
         return f"block_n must be at least {2 * STRIP} for halves of packed columns"
     return None
+
+
+def asm_of(problem: Problem) -> int:
+    """The compute capability whose PTX decoders may use; 0 for AMD and the interpreter."""
+    name = problem.device.target.name
+    return int(name.removeprefix("sm_")) if name.startswith("sm_") else 0
 
 
 class PackedAccess:
@@ -89,11 +112,9 @@ class PackedAccess:
 
     def loader(self) -> Any:
         """The device function that loads a block."""
-        target = self.problem.device.target
-        # What AMD's and the interpreter's names do not have.
-        asm = int(target.name.removeprefix("sm_")) if target.name.startswith("sm_") else 0
-        waits = target.family == "hopper"
-        return loader(self.packing, self.problem.b.dtype, asm, waits, self.described, self.problem.paired)
+        p = self.problem
+        waits = p.device.target.family == "hopper"
+        return loader(self.packing, p.b.dtype, asm_of(p), waits, self.described, p.paired)
 
     def argument(self, words: Tensor, block_k: int, block_n: int) -> Any:
         """The words."""

@@ -298,13 +298,14 @@ class Config:
         num_warps: warps in a program.
         num_stages: blocks of A and B in flight.
         schedule: "tile" starts one program a tile, "persistent" as many programs as run at once; "cluster" as many
-            clusters of CTAs as run at once, with a tile each: see `kernels.cluster`, which not every Triton has.
+            clusters of CTAs as run at once, with a tile each: see `kernels.cluster`, which not every Triton has;
+            "specialized" as many programs, in which one warp loads: see `kernels.specialized`.
         loader: "pointer" takes any strides, "descriptor" needs TMA and 16-byte alignment.
         split_store: store a tile as two halves, which halves the staging memory.
         tail: parts into which tiles are cut that would not fill a last wave, or not all of whose columns exist: 2 or 4
             along N, or 8, 2 along M by 4 along N; 1 leaves them whole. Not for the "tile" schedule.
         split_k: parts along K into which every tile is cut, each for a program of its own ("tile" schedule), or those
-            tiles that would not fill a last wave ("cluster").
+            tiles that would not fill a last wave ("cluster" and "specialized").
         swap: give the tensor cores the transposed product, so that a block of few rows lies on their narrow side.
         cluster_m, cluster_n: CTAs of a cluster along M and N, which divide its tile ("cluster" schedule).
         stream: B is read once and need not stay in L2 ("cluster" schedule).
@@ -316,7 +317,7 @@ class Config:
     group_m: int = 8
     num_warps: int = 4
     num_stages: int = 3
-    schedule: Literal["tile", "persistent", "cluster"] = "tile"
+    schedule: Literal["tile", "persistent", "cluster", "specialized"] = "tile"
     loader: Literal["pointer", "descriptor"] = "pointer"
     split_store: bool = False
     tail: int = 1
@@ -356,14 +357,18 @@ class Config:
             )
         if self.tail > 1 and self.schedule not in ("persistent", "cluster"):
             raise ValueError("Config: tail needs the persistent schedule, or clusters")
-        if self.split_k > 1 and self.schedule not in ("tile", "cluster"):
-            raise ValueError("Config: split_k needs the tile schedule, or clusters")
-        if (self.swap or self.rest_n) and self.schedule != "tile":
-            raise ValueError("Config: swap, and a block_n that is no power of two, need the tile schedule")
-        schedules = ("tile", "persistent", "cluster")
+        if self.split_k > 1 and self.schedule == "persistent":
+            raise ValueError("Config: split_k is not for the persistent schedule")
+        if self.swap and self.schedule not in ("tile", "specialized"):
+            raise ValueError("Config: swap needs the tile schedule, or specialised warps")
+        if self.rest_n and self.schedule != "tile":
+            raise ValueError("Config: a block_n that is no power of two needs the tile schedule")
+        schedules = ("tile", "persistent", "cluster", "specialized")
         for name, allowed in (("schedule", schedules), ("loader", ("pointer", "descriptor"))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"Config: {name} is {getattr(self, name)!r}; it must be one of {allowed}")
+        if self.schedule == "specialized" and (self.loader, self.num_warps) != ("descriptor", 8):
+            raise ValueError("Config: the specialized schedule needs the descriptor loader and 8 warps")
         self._check_cluster()
 
     def _check_cluster(self) -> None:
@@ -460,7 +465,7 @@ def _parse(text: str) -> dict[str, Any]:
     if "=" in text:
         return {name: _value(word) for name, word in (pair.split("=", 1) for pair in text.split(","))}
     pattern = (
-        r"(\d+)x(\d+)x(\d+)-g(\d+)-w(\d+)-s(\d+)-(tile|persistent|cluster)-(pointer|descriptor)(/2)?"
+        r"(\d+)x(\d+)x(\d+)-g(\d+)-w(\d+)-s(\d+)-(tile|persistent|cluster|specialized)-(pointer|descriptor)(/2)?"
         r"(?:-t(\d))?(?:-k(\d+))?(-swap)?(?:-c(\d)x(\d))?(-stream)?"
     )
     match = re.fullmatch(pattern, text)

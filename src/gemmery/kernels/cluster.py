@@ -20,6 +20,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from .rings import column_halves, combine, following, own_steps
+
 
 @gluon.constexpr_function
 def shares(layout, dim):
@@ -111,22 +113,6 @@ def corner(
 
 
 @gluon.jit
-def own_steps(work):
-    """This program's steps of the tiles that are cut along K: the first and the one after the last, and their tiles."""
-    _, _, _, _, _, cut, virtual, chunk = work
-    first = min(gl.program_id(0) * chunk, cut * virtual)
-    last = min(first + chunk, cut * virtual)
-    return first, last, first // virtual, gl.where(first < last, gl.cdiv(last, virtual), 0)
-
-
-@gluon.jit
-def following(stage, phase, STAGES: gl.constexpr):
-    """The next stage of the ring, and the parity to wait for there."""
-    last = stage == STAGES - 1
-    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
-
-
-@gluon.jit
 def load(
     a, b, ring, row, col, low, high, stage, phase, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     A_ROWS: gl.constexpr, B_ROWS: gl.constexpr, STREAM: gl.constexpr,
@@ -179,7 +165,7 @@ def produce(
                 a, b_tail, ring, row, col, 0, steps, stage, phase, BLOCK_K, STAGES, A_ROWS, B_ROWS, STREAM
             )
     if SPLIT:
-        first, last, first_tile, last_tile = own_steps(work)
+        first, last, first_tile, last_tile = own_steps(work[5], work[6], work[7])
         for tile in range(first_tile, last_tile):
             row, col = corner(whole + tile, work, LAYOUT, ORDER, BLOCK_M, BLOCK_N, GROUP_M, SPLIT, SHIFT)
             low = max(first - tile * virtual, 0)
@@ -219,8 +205,8 @@ def multiply(
 
 
 @gluon.jit
-def take_ticket(counter):
-    """Counts this CTA in at `counter` once all its threads are here, and returns how many came before it."""
+def take_ticket(counter, others):
+    """Counts this CTA in once all its threads are here, and says whether `others` came before it; see `rings`."""
     layout: gl.constexpr = one_a_thread(gl.num_warps(), gl.num_ctas())
     gl.barrier()
     # Triton's own atomics answer to a whole cluster. Here the first thread of a CTA asks, and a sum tells the others.
@@ -231,57 +217,10 @@ def take_ticket(counter):
         [counter],
         gl.distributed_type(gl.int32, [32 * gl.num_warps()], layout),
     )
-    return gl.sum(before, 0)
-
-
-@gluon.jit
-def slot(program, chunk, begin):
-    """Where a program leaves its part of the tile whose steps begin at `begin`.
-
-    A program has at most two parts that are not whole tiles, one that begins a tile and one that does not.
-    """
-    return 2 * program + (program * chunk <= begin).to(gl.int32)
-
-
-@gluon.jit
-def combine(acc, tile, steps, work, partials, counters):
-    """Adds up a tile's parts, in order, in the CTA that finishes its part last; nobody waits.
-
-    Returns the sum and whether this is that CTA: each of a cluster decides for itself.
-    """
-    _, _, _, _, _, _, virtual, chunk = work
-    ROWS: gl.constexpr = acc.shape[0]
-    COLS: gl.constexpr = acc.shape[1]
-    LAYOUT: gl.constexpr = acc.type.layout
-    rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
-    cols = gl.arange(0, COLS, gl.SliceLayout(0, LAYOUT))[None, :]
-    # In blocks of 8 by 8, since a warp's accumulators lie so: each of its accesses is then to 256 adjacent bytes.
-    places = partials + (rows // 8 * (COLS // 8) + cols // 8) * 64 + rows % 8 * 8 + cols % 8
-    begin = tile * virtual
-    first = begin // chunk
-    last = (begin + steps - 1) // chunk
-    program = gl.program_id(0)
-    gl.store(places + slot(program, chunk, begin).to(gl.int64) * (ROWS * COLS), acc)
-    counter = counters + tile * gl.num_ctas() + cta_rank()
-    done = take_ticket(counter) == last - first
-    if done:
-        if last - first == 1:
-            # The sum of two is the same in either order.
-            other = slot(first + last - program, chunk, begin)
-            acc += gl.load(places + other.to(gl.int64) * (ROWS * COLS), cache_modifier=".cg")
-        else:
-            acc = gl.zeros([ROWS, COLS], gl.float32, LAYOUT)
-            for each in range(first, last + 1):
-                part = slot(each, chunk, begin)
-                acc += gl.load(places + part.to(gl.int64) * (ROWS * COLS), cache_modifier=".cg")
+    last = gl.sum(before, 0) == others
+    if last:
         gl.inline_asm("st.relaxed.gpu.global.u32 [$0], 0;", "l", [counter])
-    return acc, done
-
-
-@gluon.jit
-def column_halves(acc):
-    """The left and the right half of a tile, without moving data between threads."""
-    return acc.reshape([acc.shape[0], 2, acc.shape[1] // 2]).permute([0, 2, 1]).split()
+    return last
 
 
 @gluon.jit
@@ -332,7 +271,7 @@ def consume(
             )
             finish(acc, out_tail, staged, args, work, row, col + part % TAIL * PART, EPILOGUE)
     if SPLIT:
-        first, last, first_tile, last_tile = own_steps(work)
+        first, last, first_tile, last_tile = own_steps(work[5], work[6], work[7])
         for tile in range(first_tile, last_tile):
             row, col = corner(whole + tile, work, LAYOUT, ORDER, BLOCK_M, BLOCK_N, GROUP_M, SPLIT, SHIFT)
             low = max(first - tile * virtual, 0)
@@ -342,7 +281,10 @@ def consume(
             )
             done = gl.to_tensor(True)
             if high - low < steps:
-                acc, done = combine(acc, tile, steps, work, partials, counters)
+                counter = counters + tile * gl.num_ctas() + cta_rank()
+                acc, done = combine(
+                    acc, tile * virtual, steps, work[7], partials, counter, take_ticket, 0, 1
+                )
             if done:
                 finish(acc, out, staged, args, work, row, col, EPILOGUE)
     tma.store_wait(0)

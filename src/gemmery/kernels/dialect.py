@@ -8,6 +8,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import JITFunction
 
+#: Gluon's language, and of Triton's what it leaves out although its compiler knows it. Triton goes by the name.
+LANGUAGE = types.ModuleType(gl.__name__)
+vars(LANGUAGE).update(vars(tl) | vars(gl))
+
 _made: dict[int, Any] = {}
 
 
@@ -27,7 +31,7 @@ def in_gluon(function: Any) -> Any:
         _made[id(function)] = gluon.jit(copy)
         for name in body.__code__.co_names:
             if names.get(name) is tl:
-                names[name] = gl
+                names[name] = LANGUAGE
             elif type(names.get(name)) is JITFunction:
                 names[name] = in_gluon(names[name])
     return _made[id(function)]

@@ -5,7 +5,8 @@
 Scales and shifts are (matrices, groups, columns). `strides` is (steps, strips, lines, groups, columns): steps of the
 batch in matrices, negated, and the sizes just named.
 
-A loader is made for a format by `packed_access`, which gives these functions their last arguments.
+A loader is made for a format by `packed_access`, which gives these functions their last arguments. `unpack` also serves
+kernels that load the words in another way, see `specialized`.
 """
 
 import triton
@@ -101,16 +102,15 @@ def spread(shared, PART: tl.constexpr, PARTS: tl.constexpr, BLOCKS: tl.constexpr
 @triton.jit
 def numbers(
     words, scale, shift, PART: tl.constexpr, PER: tl.constexpr, BLOCKS: tl.constexpr, DECODE: tl.constexpr,
-    ZERO: tl.constexpr, OFFSETS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, WAITS: tl.constexpr,
-    CODE: tl.constexpr,
+    CODE: tl.constexpr, ZERO: tl.constexpr, OFFSETS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr,
+    WAITS: tl.constexpr,
 ):  # fmt: skip
-    """Two numbers of each word, as `formats.tensor` defines them."""
-    PARTS: tl.constexpr = PER // 2
-    WAIT: tl.constexpr = wait_of(PART, PARTS, BLOCKS) if WAITS else -1
+    """Two numbers of each word, as `formats.tensor` defines them; scale and shift are those of the words."""
+    WAIT: tl.constexpr = wait_of(PART, PER // 2, BLOCKS) if WAITS else -1
     BIAS: tl.constexpr = bias_of(CODE, 32 // PER, DTYPE)
     first, second = DECODE(words, PART, DTYPE, ASM, WAIT)
     if shift is not None and not OFFSETS:
-        zero = spread(shift, PART, PARTS, BLOCKS)
+        zero = shift
         if BIAS != 0:
             zero = cast(zero.to(tl.float32) + BIAS, DTYPE)
         first = subtract(first, zero, DTYPE, ASM)
@@ -120,39 +120,83 @@ def numbers(
         first = subtract(first, zero, DTYPE, ASM)
         second = subtract(second, zero, DTYPE, ASM)
     if scale is not None:
-        factor = spread(scale, PART, PARTS, BLOCKS)
         if OFFSETS:
-            offset = spread(shift, PART, PARTS, BLOCKS)
-            first = multiply_add(first, factor, offset, DTYPE, ASM)
-            second = multiply_add(second, factor, offset, DTYPE, ASM)
+            first = multiply_add(first, scale, shift, DTYPE, ASM)
+            second = multiply_add(second, scale, shift, DTYPE, ASM)
         else:
-            first = multiply(first, factor, DTYPE, ASM)
-            second = multiply(second, factor, DTYPE, ASM)
+            first = multiply(first, scale, DTYPE, ASM)
+            second = multiply(second, scale, DTYPE, ASM)
     return first, second
+
+
+@triton.jit
+def part_of(
+    words, scale, shift, PART: tl.constexpr, SPREAD: tl.constexpr, PER: tl.constexpr, BLOCKS: tl.constexpr,
+    DECODE: tl.constexpr, CODE: tl.constexpr, ZERO: tl.constexpr, OFFSETS: tl.constexpr, DTYPE: tl.constexpr,
+    ASM: tl.constexpr, WAITS: tl.constexpr,
+):  # fmt: skip
+    """The numbers `2 PART` and `2 PART + 1` of each word, joined."""
+    own_scale = None if scale is None else SPREAD(scale, PART, PER // 2, BLOCKS)
+    own_shift = None if shift is None else SPREAD(shift, PART, PER // 2, BLOCKS)
+    first, second = numbers(
+        words, own_scale, own_shift, PART, PER, BLOCKS, DECODE, CODE, ZERO, OFFSETS, DTYPE, ASM, WAITS
+    )
+    return tl.join(first, second)
+
+
+@triton.jit
+def unpack(
+    own, scale, shift, ROWS: tl.constexpr, COLS: tl.constexpr, SPREAD: tl.constexpr,
+    DECODE: tl.constexpr, CODE: tl.constexpr, PER: tl.constexpr, ZERO: tl.constexpr, OFFSETS: tl.constexpr,
+    DTYPE: tl.constexpr, ASM: tl.constexpr, WAITS: tl.constexpr,
+):  # fmt: skip
+    """A block of words, (strips, lines, 32), as numbers, (COLS, ROWS).
+
+    Args:
+        scale, shift: what the block's groups share, in the form that `SPREAD` takes.
+        SPREAD: `SPREAD(shared, PART, PARTS, BLOCKS)` gives what concerns a part of each word, (COLS, words).
+        DECODE: of `decoders`, for the kind of number CODE.
+        PER: numbers in a word.
+        ZERO: code that stands for 0, where there are no zero points.
+        OFFSETS: whether shifts are added behind the scale, or are zero points and subtracted before.
+        WAITS: whether products may be reading the registers; see `decoders`.
+    """
+    BLOCKS: tl.constexpr = ROWS // (8 * PER)
+    # Strip, block, g, q, half, odd or even; then rows by words.
+    words = own.reshape(COLS // 16, BLOCKS, 8, 4, 2, 2).permute(0, 4, 2, 1, 3, 5).reshape(COLS, 8 * BLOCKS)
+    ab = part_of(words, scale, shift, 0, SPREAD, PER, BLOCKS, DECODE, CODE, ZERO, OFFSETS, DTYPE, ASM, WAITS)
+    cd = part_of(words, scale, shift, 1, SPREAD, PER, BLOCKS, DECODE, CODE, ZERO, OFFSETS, DTYPE, ASM, WAITS)
+    block = tl.join(ab, cd)
+    if PER == 4:
+        block = block.reshape(COLS, BLOCKS, 8, 2, 2).permute(0, 1, 4, 3, 2)
+    else:
+        ef = part_of(
+            words, scale, shift, 2, SPREAD, PER, BLOCKS, DECODE, CODE, ZERO, OFFSETS, DTYPE, ASM, WAITS
+        )
+        gh = part_of(
+            words, scale, shift, 3, SPREAD, PER, BLOCKS, DECODE, CODE, ZERO, OFFSETS, DTYPE, ASM, WAITS
+        )
+        block = tl.join(block, tl.join(ef, gh))
+        block = block.reshape(COLS, BLOCKS, 8, 2, 2, 2).permute(0, 1, 5, 4, 3, 2)
+    return block.reshape(COLS, ROWS)
 
 
 @triton.jit
 def load_packed(
     x, shape, strides, sizes, batch, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, CHECK_ROWS: tl.constexpr,
     CHECK_COLS: tl.constexpr, WIDE: tl.constexpr,
-    DECODE: tl.constexpr, CODE: tl.constexpr, PER: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
-    OFFSETS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, WAITS: tl.constexpr, DESCRIBED: tl.constexpr,
-    PAIRED: tl.constexpr,
+    UNPACK: tl.constexpr, PER: tl.constexpr, GROUP: tl.constexpr, DESCRIBED: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """A block of a packed matrix.
 
     Beyond the matrix there are finite numbers, which a product multiplies by zeros, or whose result nobody stores.
 
     Args:
-        DECODE: of `decoders`, for the kind of number CODE.
+        UNPACK: `unpack`, made for the format.
         PER: numbers in a word.
         GROUP: rows (of K) that share a scale; 0 where none do.
-        ZERO: code that stands for 0, where there are no zero points.
-        OFFSETS: whether shifts are added behind the scale, or are zero points and subtracted before.
-        WAITS: whether products may be reading the registers; see `decoders`.
         DESCRIBED: whether x has descriptors.
     """
-    BLOCKS: tl.constexpr = ROWS // (8 * PER)
     EVERY: tl.constexpr = GROUP if GROUP > 0 else ROWS
     GROUPS: tl.constexpr = ROWS // EVERY if ROWS > EVERY else 1
     words, scales, shifts = x
@@ -171,16 +215,4 @@ def load_packed(
         if shifts is None
         else load_shared(shifts, group, end, col, columns, GROUPS, COLS, DESCRIBED, PAIRED)
     )
-    # Strip, block, g, q, half, odd or even; then rows by words.
-    words = own.reshape(COLS // 16, BLOCKS, 8, 4, 2, 2).permute(0, 4, 2, 1, 3, 5).reshape(COLS, 8 * BLOCKS)
-    a, b = numbers(words, scale, shift, 0, PER, BLOCKS, DECODE, ZERO, OFFSETS, DTYPE, ASM, WAITS, CODE)
-    c, d = numbers(words, scale, shift, 1, PER, BLOCKS, DECODE, ZERO, OFFSETS, DTYPE, ASM, WAITS, CODE)
-    block = tl.join(tl.join(a, b), tl.join(c, d))
-    if PER == 4:
-        block = block.reshape(COLS, BLOCKS, 8, 2, 2).permute(0, 1, 4, 3, 2)
-    else:
-        e, f = numbers(words, scale, shift, 2, PER, BLOCKS, DECODE, ZERO, OFFSETS, DTYPE, ASM, WAITS, CODE)
-        g, h = numbers(words, scale, shift, 3, PER, BLOCKS, DECODE, ZERO, OFFSETS, DTYPE, ASM, WAITS, CODE)
-        block = tl.join(block, tl.join(tl.join(e, f), tl.join(g, h)))
-        block = block.reshape(COLS, BLOCKS, 8, 2, 2, 2).permute(0, 1, 5, 4, 3, 2)
-    return block.reshape(COLS, ROWS).T
+    return UNPACK(own, scale, shift, ROWS, COLS, spread).T

@@ -1,0 +1,430 @@
+"""The matrix product with specialised warps: one loads, and groups of four multiply, each at its own pace.
+
+For Hopper, in Gluon. A group multiplies 64 rows of what the tensor cores take on their left. Between two products it has
+work to do on its own: it unpacks a weight's words, or multiplies a step's product by its factors and adds it to the sum.
+Groups do not wait for each other, so the tensor cores work for one while the other does that. This is how CUTLASS's
+mixed-input kernels and DeepGEMM (github.com/deepseek-ai/DeepGEMM) keep the tensor cores busy.
+
+The warp that loads (`produce`) and the groups (`consume`) share the `ring`: blocks of A and B for each stage of the
+pipeline, and for each stage two barriers. `full` is complete when both blocks have arrived, `free` when all groups have
+used them.
+
+MULTIPLY is the K loop, with its own parameters FACTS: see `multiply_packed` and `multiply_scaled`. With SWAP it gives
+the transposed product, and the groups divide the tile's columns between them, otherwise its rows.
+
+`work` is (M, N, K, whole, cut, virtual, chunk): sizes, and how tiles are divided between programs, see `rings`.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from .rings import beside, column_halves, combine, following, own_steps
+
+#: Rows of the tensor cores' left operand that a group multiplies; groups; registers of their threads and the loader's.
+ROWS, GROUPS, REGISTERS, LOADER_REGISTERS = (gl.constexpr(x) for x in (64, 2, 240, 24))
+
+# Names that differ between versions of Triton: these are of 3.6 and of later ones.
+_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
+@gluon.jit
+def corner(
+    tile, M, N, ORDER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr
+):
+    """Row and column at which a tile begins."""
+    _, tile_m, tile_n = ORDER(tile, gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N), GROUP_M)
+    return tile_m * BLOCK_M, tile_n * BLOCK_N
+
+
+@gluon.jit
+def load(
+    a, b, ring, row, col, low, high, stage, phase, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PER: gl.constexpr
+):
+    """Loads the blocks of one tile, from step `low` to `high` along K, as far ahead as there are stages."""
+    a_blocks, b_blocks, full, free = ring
+    for step in range(low, high):
+        k = step * BLOCK_K
+        mbarrier.wait(free.index(stage), phase)
+        arrived = full.index(stage)
+        mbarrier.expect(arrived, a.block_type.nbytes + b.block_type.nbytes)
+        _load(a, [row, k], arrived, a_blocks.index(stage))
+        if PER > 0:
+            _load(b, [col // 16, k // (2 * PER), 0], arrived, b_blocks.index(stage))
+        else:
+            _load(b, [col, k], arrived, b_blocks.index(stage))
+        stage, phase = following(stage, phase, STAGES)
+    return stage, phase
+
+
+@gluon.jit
+def produce(
+    a, b, ring, work, ORDER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    GROUP_M: gl.constexpr, STAGES: gl.constexpr, PER: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """Loads what `consume` multiplies, in the same order; `PER` numbers are in a word of B, 0 if it is not packed."""
+    M, N, K, whole, cut, virtual, chunk = work
+    steps = gl.cdiv(K, BLOCK_K)
+    stage = gl.to_tensor(0)
+    # The parity before the first: what has not been used yet is free.
+    phase = gl.to_tensor(1)
+    for tile in range(gl.program_id(0), whole, gl.num_programs(0)):
+        row, col = corner(tile, M, N, ORDER, BLOCK_M, BLOCK_N, GROUP_M)
+        stage, phase = load(a, b, ring, row, col, 0, steps, stage, phase, BLOCK_K, STAGES, PER)
+    if SPLIT:
+        first, last, first_tile, last_tile = own_steps(cut, virtual, chunk)
+        for tile in range(first_tile, last_tile):
+            row, col = corner(whole + tile, M, N, ORDER, BLOCK_M, BLOCK_N, GROUP_M)
+            low = max(first - tile * virtual, 0)
+            high = min(last - tile * virtual, steps)
+            stage, phase = load(a, b, ring, row, col, low, high, stage, phase, BLOCK_K, STAGES, PER)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Packed weights
+
+
+@gluon.constexpr_function
+def words_layout(lines):
+    """A group's words, (strips, lines, 32), as `formats.packing` deals them out to threads."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 1], [0, 0, 2], *([0, 4 << i, 0] for i in range((lines // 4).bit_length() - 1))],
+        lane_bases=[[0, 0, 4], [0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0]],
+        warp_bases=[[1, 0, 0], [2, 0, 0]],
+        block_bases=[],
+        shape=[4, lines, 32],
+    )
+
+
+@gluon.constexpr_function
+def spread_layout(blocks, groups):
+    """The same words as rows by groups by words of a group, to which what groups share is spread."""
+    each = 8 * blocks // groups
+
+    def at(row, word):
+        return [row, word // each, word % each]
+
+    return gl.DistributedLinearLayout(
+        reg_bases=[at(0, 1), at(8, 0), *(at(0, 8 << i) for i in range(blocks.bit_length() - 1))],
+        lane_bases=[at(0, 2), at(0, 4), at(1, 0), at(2, 0), at(4, 0)],
+        warp_bases=[at(16, 0), at(32, 0)],
+        block_bases=[],
+        shape=[64, groups, each],
+    )
+
+
+@gluon.jit
+def shared_piece(
+    x, step, first, groups, columns, PIECE: gl.constexpr, PIECES: gl.constexpr, BLOCKS: gl.constexpr,
+    GROUP: gl.constexpr, BLOCK_K: gl.constexpr,
+):  # fmt: skip
+    """What the groups of a step share, for 64 columns from `first` on and one piece of each block of words."""
+    OWN: gl.constexpr = BLOCK_K // GROUP // PIECES if BLOCK_K > GROUP else 1
+    LAYOUT: gl.constexpr = gl.SliceLayout(2, spread_layout(BLOCKS, OWN))
+    column = first + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
+    group = gl.arange(0, OWN, gl.SliceLayout(0, LAYOUT))[None, :] * PIECES + (step * BLOCK_K // GROUP + PIECE)
+    # The last step may end behind the last group.
+    place = min(group, groups - 1) * columns + column
+    return gl.load(x + place, mask=column < columns, other=0.0)
+
+
+@gluon.jit
+def shared_of(
+    x, step, first, groups, columns, PER: gl.constexpr, GROUP: gl.constexpr, BLOCK_K: gl.constexpr
+):
+    """What the groups of a step share, a tensor for each piece of a word that has a group of its own."""
+    BLOCKS: gl.constexpr = BLOCK_K // (8 * PER)
+    PIECES: gl.constexpr = 8 * PER // GROUP if GROUP < 8 * PER else 1
+    first_piece = shared_piece(x, step, first, groups, columns, 0, PIECES, BLOCKS, GROUP, BLOCK_K)
+    if PIECES == 1:
+        return (first_piece,)
+    elif PIECES == 2:
+        return (first_piece, shared_piece(x, step, first, groups, columns, 1, 2, BLOCKS, GROUP, BLOCK_K))
+    else:
+        return (
+            first_piece,
+            shared_piece(x, step, first, groups, columns, 1, 4, BLOCKS, GROUP, BLOCK_K),
+            shared_piece(x, step, first, groups, columns, 2, 4, BLOCKS, GROUP, BLOCK_K),
+            shared_piece(x, step, first, groups, columns, 3, 4, BLOCKS, GROUP, BLOCK_K),
+        )
+
+
+@gluon.jit
+def spread(pieces, PART: gl.constexpr, PARTS: gl.constexpr, BLOCKS: gl.constexpr):
+    """What concerns a part of each word: (rows, groups) as (rows, words); see `packed.unpack`."""
+    piece = pieces[PART * len(pieces) // PARTS]
+    LAYOUT: gl.constexpr = spread_layout(BLOCKS, piece.shape[1])
+    EACH: gl.constexpr = 8 * BLOCKS // piece.shape[1]
+    like = gl.full([piece.shape[0], piece.shape[1], EACH], 0, piece.dtype, LAYOUT)
+    value, _ = gl.broadcast(gl.expand_dims(piece, 2), like)
+    return value.reshape([piece.shape[0], 8 * BLOCKS])
+
+
+@gluon.jit
+def multiply_packed(
+    ring, extra, M, N, row, col, low, high, stage, phase, GROUP_NUMBER: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    UNPACK: gl.constexpr, PER: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """64 columns of a tile, from step `low` to `high` along K: the transposed product with a packed weight.
+
+    Args:
+        extra: (scales, shifts, groups, columns), the first two with a row for each of the groups, or None.
+        UNPACK: `packed.unpack`, made for the format, whose words hold `PER` numbers.
+        GROUP: numbers along K that share a scale.
+    """
+    a_blocks, b_blocks, full, free = ring
+    scales, shifts, groups, columns = extra
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    WORDS: gl.constexpr = words_layout(BLOCK_K // (2 * PER))
+    first = col + ROWS * GROUP_NUMBER
+    acc = gl.zeros([ROWS, BLOCK_M], gl.float32, ACC)
+    next_scale = (
+        () if scales is None else shared_of(scales, low, first, groups, columns, PER, GROUP, BLOCK_K)
+    )
+    next_shift = (
+        () if shifts is None else shared_of(shifts, low, first, groups, columns, PER, GROUP, BLOCK_K)
+    )
+    for step in range(low, high):
+        scale = next_scale
+        shift = next_shift
+        # A step ahead, so that it is there when it is needed.
+        following_step = min(step + 1, high - 1)
+        next_scale = (
+            () if scales is None else shared_of(scales, following_step, first, groups, columns, PER, GROUP, BLOCK_K)
+        )
+        next_shift = (
+            () if shifts is None else shared_of(shifts, following_step, first, groups, columns, PER, GROUP, BLOCK_K)
+        )
+        mbarrier.wait(full.index(stage), phase)
+        words = b_blocks.index(stage).slice(4 * GROUP_NUMBER, 4).load(WORDS)
+        weight = UNPACK(
+            words, None if scales is None else scale, None if shifts is None else shift, BLOCK_K, ROWS, spread
+        )
+        weight = gl.convert_layout(weight, LEFT, assert_trivial=True)
+        acc = hopper.warpgroup_mma(weight, a_blocks.index(stage).permute((1, 0)), acc, is_async=True)
+        acc = hopper.warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(free.index(stage))
+        stage, phase = following(stage, phase, STAGES)
+    return acc, stage, phase
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Factors that change along K
+
+
+@gluon.jit
+def add_scaled(acc, part, factor):
+    """`acc + part * factor`, a factor a row, before the next product.
+
+    The compiler would leave the sums for later, when more products are under way, for which there are no registers.
+    """
+    return gl.inline_asm_elementwise(
+        "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [part, gl.expand_dims(factor, 1), acc],
+        dtype=gl.float32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def factor_of_columns(pointer, col, stride, EVERY: gl.constexpr, N, more):
+    """The one factor of up to 128 columns from `col` on; those of a tile's second half may lie behind the matrix."""
+    return gl.load(pointer + gl.cast(col // EVERY, gl.int64) * stride, mask=more & (col < N), other=0.0)
+
+
+@gluon.jit
+def multiply_scaled(
+    ring, extra, M, N, row, col, low, high, stage, phase, GROUP_NUMBER: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    SHARED_M: gl.constexpr, SHARED_N: gl.constexpr, UNUSED: gl.constexpr,
+):  # fmt: skip
+    """64 rows of a tile, from step `low` to `high` along K: each step's product is scaled before it is added.
+
+    A tile of 256 columns is summed in halves, one after the other: a step's product then takes half the registers.
+
+    Args:
+        extra: the factors, as `scales` takes them, of a step of K each.
+        SHARED_M, SHARED_N: rows and columns that share a factor; the latter in multiples of 128.
+    """
+    a_blocks, b_blocks, full, free = ring
+    at_a, _, row_a, step_a, at_b, _, row_b, step_b = extra
+    HALVED: gl.constexpr = BLOCK_N > 128
+    COLS: gl.constexpr = BLOCK_N // 2 if HALVED else BLOCK_N
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 32])
+    rows = row + ROWS * GROUP_NUMBER + gl.arange(0, ROWS, gl.SliceLayout(1, ACC))
+    inside = rows < M
+    of_rows = at_a + (rows // SHARED_M).to(gl.int64) * row_a + gl.cast(low, gl.int64) * step_a
+    of_columns = at_b + gl.cast(low, gl.int64) * step_b
+    acc = gl.zeros([ROWS, COLS], gl.float32, ACC)
+    rest = gl.zeros([ROWS, COLS], gl.float32, ACC)
+    part = gl.zeros([ROWS, COLS], gl.float32, ACC)
+    left = gl.load(of_rows, mask=inside, other=0.0)
+    right = factor_of_columns(of_columns, col, row_b, SHARED_N, N, True)
+    right_rest = factor_of_columns(of_columns, col + COLS, row_b, SHARED_N, N, True) if HALVED else right
+    for step in range(low, high):
+        factor = left * right
+        factor_rest = left * right_rest
+        # A step ahead, so that they are there when they are needed.
+        more = step + 1 < high
+        of_rows += step_a
+        of_columns += step_b
+        left = gl.load(of_rows, mask=inside & more, other=0.0)
+        right = factor_of_columns(of_columns, col, row_b, SHARED_N, N, more)
+        if HALVED:
+            right_rest = factor_of_columns(of_columns, col + COLS, row_b, SHARED_N, N, more)
+        mbarrier.wait(full.index(stage), phase)
+        x = a_blocks.index(stage).slice(ROWS * GROUP_NUMBER, ROWS)
+        y = b_blocks.index(stage)
+        if HALVED:
+            part = hopper.warpgroup_mma(x, y.slice(0, COLS).permute((1, 0)), part, use_acc=False, is_async=True)
+            part = hopper.warpgroup_mma_wait(0, deps=[part])
+            acc = add_scaled(acc, part, factor)
+            part = hopper.warpgroup_mma(x, y.slice(COLS, COLS).permute((1, 0)), part, use_acc=False, is_async=True)
+            part = hopper.warpgroup_mma_wait(0, deps=[part])
+            mbarrier.arrive(free.index(stage))
+            rest = add_scaled(rest, part, factor_rest)
+        else:
+            part = hopper.warpgroup_mma(x, y.permute((1, 0)), part, use_acc=False, is_async=True)
+            part = hopper.warpgroup_mma_wait(0, deps=[part])
+            mbarrier.arrive(free.index(stage))
+            acc = add_scaled(acc, part, factor)
+        stage, phase = following(stage, phase, STAGES)
+    return beside(acc, rest) if HALVED else acc, stage, phase
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What comes after the K loop
+
+
+@gluon.jit
+def take_ticket(counter, others):
+    """Counts a group in once all its threads are here, and says whether `others` came before it; see `rings`."""
+    _barrier()
+    last = gl.atomic_add(counter, 1, sem="acq_rel") == others
+    if last:
+        gl.store(counter, 0)
+    return last
+
+
+@gluon.jit
+def finish(
+    acc, out, staged, args, M, N, row, col, EPILOGUE: gl.constexpr, CAST: gl.constexpr, SWAP: gl.constexpr
+):
+    """Epilogue and store of a group's part of a tile, in pieces as large as the output's descriptor takes them."""
+    DIM: gl.constexpr = 0 if SWAP else 1
+    if acc.shape[1] > out.block_type.shape[DIM]:
+        HALF: gl.constexpr = acc.shape[1] // 2
+        left, right = column_halves(acc)
+        finish(left, out, staged, args, M, N, row, col, EPILOGUE, CAST, SWAP)
+        if SWAP:
+            finish(right, out, staged, args, M, N, row + HALF, col, EPILOGUE, CAST, SWAP)
+        else:
+            finish(right, out, staged, args, M, N, row, col + HALF, EPILOGUE, CAST, SWAP)
+    else:
+        block = acc.permute((1, 0)) if SWAP else acc
+        value = EPILOGUE(block, args, (M, N), (), 0, row, col, block.shape[0], block.shape[1], False)
+        tma.store_wait(0)
+        staged.store(CAST(value, out.dtype))
+        hopper.fence_async_shared()
+        _store(out, [row, col], staged)
+
+
+@gluon.jit
+def consume(
+    out, staging, ring, extra, args, partials, counters, work, GROUP_NUMBER: gl.constexpr, MULTIPLY: gl.constexpr,
+    FACT_0: gl.constexpr, FACT_1: gl.constexpr, FACT_2: gl.constexpr, ORDER: gl.constexpr, EPILOGUE: gl.constexpr,
+    CAST: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr, SWAP: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """One group's part of the work: first of whole tiles, then of parts along K."""
+    M, N, K, whole, cut, virtual, chunk = work
+    steps = gl.cdiv(K, BLOCK_K)
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    staged = staging.index(GROUP_NUMBER)
+    DOWN: gl.constexpr = 0 if SWAP else ROWS * GROUP_NUMBER
+    RIGHT: gl.constexpr = ROWS * GROUP_NUMBER if SWAP else 0
+    for tile in range(gl.program_id(0), whole, gl.num_programs(0)):
+        row, col = corner(tile, M, N, ORDER, BLOCK_M, BLOCK_N, GROUP_M)
+        acc, stage, phase = MULTIPLY(
+            ring, extra, M, N, row, col, 0, steps, stage, phase, GROUP_NUMBER, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+            FACT_0, FACT_1, FACT_2,
+        )  # fmt: skip
+        finish(acc, out, staged, args, M, N, row + DOWN, col + RIGHT, EPILOGUE, CAST, SWAP)
+    if SPLIT:
+        first, last, first_tile, last_tile = own_steps(cut, virtual, chunk)
+        for tile in range(first_tile, last_tile):
+            row, col = corner(whole + tile, M, N, ORDER, BLOCK_M, BLOCK_N, GROUP_M)
+            low = max(first - tile * virtual, 0)
+            high = min(last - tile * virtual, steps)
+            acc, stage, phase = MULTIPLY(
+                ring, extra, M, N, row, col, low, high, stage, phase, GROUP_NUMBER, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+                FACT_0, FACT_1, FACT_2,
+            )  # fmt: skip
+            done = gl.to_tensor(True)
+            if high - low < steps:
+                counter = counters + tile * GROUPS + GROUP_NUMBER
+                acc, done = combine(
+                    acc, tile * virtual, steps, chunk, partials, counter, take_ticket, GROUP_NUMBER, GROUPS
+                )
+            if done:
+                finish(acc, out, staged, args, M, N, row + DOWN, col + RIGHT, EPILOGUE, CAST, SWAP)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["M", "N", "K", "whole", "cut", "virtual", "chunk"])
+def gemm_specialized(
+    a, b, out, extra, args, partials, counters, M, N, K, whole, cut, virtual, chunk,
+    MULTIPLY: gl.constexpr, FACT_0: gl.constexpr, FACT_1: gl.constexpr, FACT_2: gl.constexpr, PER: gl.constexpr,
+    ORDER: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
+    SWAP: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """As many programs as run at once, each taking every num_programs-th of the first `whole` tiles.
+
+    With `SPLIT` the other tiles are divided along K, `cut` tiles in pieces of `chunk` steps, one a program; see `rings`.
+    `partials` has room for two fp32 tiles a program; `counters` are zeros, one a cut tile and group of warps, and zeros
+    again afterwards.
+
+    Args:
+        a, b, out: descriptors: of blocks of A (M, K), of B's transpose (N, K) or of its words, and of pieces of a
+            group's part of the output.
+        extra: MULTIPLY's.
+        args: the epilogue's.
+        CAST: `cast(value, dtype)` rounds what the epilogue returns.
+    """
+    work = (M, N, K, whole, cut, virtual, chunk)
+    a_blocks = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)  # noqa: RUF005
+    b_blocks = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)  # noqa: RUF005
+    staging = gl.allocate_shared_memory(out.dtype, [GROUPS] + out.block_type.shape, out.layout)  # noqa: RUF005
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=GROUPS)
+    hopper.fence_async_shared()
+    ring = (a_blocks, b_blocks, full, free)
+    gl.warp_specialize(
+        [
+            (
+                consume,
+                (
+                    out, staging, ring, extra, args, partials, counters, work, 0, MULTIPLY, FACT_0, FACT_1, FACT_2,
+                    ORDER, EPILOGUE, CAST, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, SWAP, SPLIT,
+                ),
+            ),
+            (
+                consume,
+                (
+                    out, staging, ring, extra, args, partials, counters, work, 1, MULTIPLY, FACT_0, FACT_1, FACT_2,
+                    ORDER, EPILOGUE, CAST, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, SWAP, SPLIT,
+                ),
+            ),
+            (produce, (a, b, ring, work, ORDER, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, PER, SPLIT)),
+        ],
+        [4, 1],
+        [REGISTERS, LOADER_REGISTERS],
+    )  # fmt: skip

@@ -1,0 +1,202 @@
+"""What the host has to know of `kernels.specialized`: where it runs, and how a problem's tensors reach it.
+
+Where it can run, `launch.bind` binds its configs here, and they are part of the space; elsewhere nothing of it is
+imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from .clusters import Work
+from .formats.packing import LINE, STRIP, block_columns
+from .kernels import order
+from .kernels.numerics import cast
+from .launch import Binding, described, epilogue_arguments, epilogue_of, scale_arguments, storable
+from .packed_access import asm_of, unpacker
+from .problem import FP8, SCALED_EVERY, Config, Problem
+
+#: Versions of Triton whose Gluon has the names that the kernel is written in.
+VERSIONS = ("3.6", "3.7", "3.8", "3.9")
+#: Warps that multiply, in groups of four; rows or columns of a tile that a group has; the most of a piece that is stored.
+WARPS, OWN, PIECE = 8, 64, 128
+
+
+def available() -> bool:
+    """Whether this version of Triton can compile `kernels.specialized`, which may not be imported otherwise."""
+    return ".".join(triton.__version__.split(".")[:2]) in VERSIONS
+
+
+def suits(problem: Problem) -> bool:
+    """Whether the kernel can run a problem: a packed weight, or two fp8 factors whose steps are scaled."""
+    p = problem
+    return (
+        available()
+        and p.device.arch == "sm_90"
+        and not p.batch
+        and (_packed(p) if p.packing is not None else _scaled(p))
+        and p.a.col == 1
+        and described(p)
+        and p.out.col == 1
+        and p.out.dtype.itemsize == 2
+        and storable(p.out, p.M, p.N, ())
+        and _epilogue_suits(p)
+    )
+
+
+def _packed(problem: Problem) -> bool:
+    # Of what groups share, offsets are counted in 32 bits.
+    p = problem
+    group = p.packing.group if p.packing is not None else 0
+    return p.a.dtype.itemsize == 2 and (not group or -(-p.K // group) * (p.N + STRIP) < 1 << 31)
+
+
+def _scaled(problem: Problem) -> bool:
+    p = problem
+    if p.scales is None or p.a.dtype not in FP8:
+        return False
+    return p.b.row == 1 and p.scales.b_every % SCALED_EVERY == 0
+
+
+def _epilogue_suits(problem: Problem) -> bool:
+    """Whether an epilogue asks for nothing but its block, and for no offsets beyond 32 bits in it."""
+    f = problem.fusion
+    plain = f is None or (f.stores and not (f.paired or f.reduces or f.whole or f.prologue))
+    return plain and all((x.row + x.col) * 256 < 1 << 31 for x in problem.extras)
+
+
+def refusal(problem: Problem, config: Config) -> str | None:
+    """Why a config can't run a problem that suits; None if it can."""
+    p, c = problem, config
+    if p.packing is not None:
+        step = block_columns(p.packing.bits)
+        if not c.swap or c.block_n != OWN * WARPS // 4 or c.block_k % step or c.block_m > 256:
+            return f"packed weights need swap, block_n 128, a block_k of multiples of {step} and block_m up to 256"
+    elif c.swap or c.block_m != OWN * WARPS // 4 or c.block_k != SCALED_EVERY or c.block_n > 256 or c.rest_n:
+        return f"factors that change along K need block_m 128, block_k {SCALED_EVERY} and block_n up to 256"
+    return None
+
+
+def _descriptor(
+    tensor: Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int], dtype: torch.dtype
+) -> Any:  # fmt: skip
+    """A tensor descriptor as Gluon takes it, which knows how its blocks lie in shared memory."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    elements = {
+        torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.int32: gl.int32,
+        torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5,
+    }  # fmt: skip
+    shared = gl.NVMMASharedLayout.get_default_for(list(block), elements[dtype])
+    return TensorDescriptor(tensor, list(shape), list(strides), list(block), shared)
+
+
+class SpecializedBinding(Binding):
+    """A `Binding` of the kernel with specialised warps."""
+
+    def __init__(self, problem: Problem, config: Config) -> None:
+        p, c = problem, config
+        self.problem, self.config = p, c
+        if not suits(p):
+            raise ValueError(
+                f"config {c}: schedule 'specialized' needs Triton {', '.join(VERSIONS)}, a GPU of sm_90, a packed "
+                f"weight or fp8 factors with scales along K, rows of a (and of b's transpose) with adjacent elements, "
+                f"no batch, and a 16-bit output that a descriptor can store; given {p} on {p.device.arch} with Triton "
+                f"{triton.__version__}"
+            )
+        if reason := refusal(p, c):
+            raise ValueError(f"config {c}: {reason}")
+        from .kernels import dialect, specialized
+
+        tiles = -(-p.M // c.block_m) * -(-p.N // c.block_n)
+        self.work = Work.divide(tiles, -(-p.K // c.block_k), p.device.sms, 1, c.split_k)
+        self.kernel = specialized.gemm_specialized
+        self.grid = (self.work.programs, 1, 1)
+        self.constants = {
+            **(self._of_packed() if p.packing is not None else self._of_scaled()),
+            "ORDER": order.grouped,
+            "EPILOGUE": dialect.in_gluon(epilogue_of(p)),
+            "CAST": dialect.in_gluon(cast),
+            "BLOCK_M": c.block_m,
+            "BLOCK_N": c.block_n,
+            "BLOCK_K": c.block_k,
+            "GROUP_M": c.group_m,
+            "STAGES": c.num_stages,
+            "SWAP": c.swap,
+            # What M makes of a config is no other code: none of its tiles may happen to be cut.
+            "SPLIT": c.split_k > 1,
+            # Those of the first group; the compiler adds those of the others.
+            "num_warps": 4,
+        }
+
+    def _of_packed(self) -> dict[str, Any]:
+        from .kernels import dialect, specialized
+
+        p = self.problem
+        assert p.packing is not None
+        return {
+            "MULTIPLY": specialized.multiply_packed,
+            "FACT_0": dialect.in_gluon(unpacker(p.packing, p.b.dtype, asm_of(p), False)),
+            "FACT_1": 32 // p.packing.bits,
+            "FACT_2": p.packing.group,
+            "PER": 32 // p.packing.bits,
+        }
+
+    def _of_scaled(self) -> dict[str, Any]:
+        from .kernels import specialized
+
+        p = self.problem
+        assert p.scales is not None
+        return {
+            "MULTIPLY": specialized.multiply_scaled,
+            "FACT_0": p.scales.a_every,
+            "FACT_1": p.scales.b_every,
+            "FACT_2": 0,
+            "PER": 0,
+        }
+
+    def arguments(self, a: Tensor, b: Tensor, out: Tensor, *given: Any) -> list[Any]:
+        """The kernel's run-time arguments, as for `Binding.arguments`."""
+        p, c, w = self.problem, self.config, self.work
+        belonging = given[0][len(given[0]) - len(p.shared) :]
+        partials, counters = (None, None) if c.split_k == 1 else self.workspace(a.device)
+        return [
+            _descriptor(a, (p.M, p.K), (p.a.row, 1), (c.block_m, c.block_k), p.a.dtype),
+            self._b(b), self._out(out), self._extra(belonging), epilogue_arguments(p, 0, *given), partials, counters,
+            p.M, p.N, p.K, w.whole, w.cut, w.virtual, w.chunk,
+        ]  # fmt: skip
+
+    def _b(self, tensor: Tensor) -> Any:
+        p, c = self.problem, self.config
+        if p.packing is None:
+            return _descriptor(tensor, (p.N, p.K), (p.b.col, 1), (c.block_n, c.block_k), p.b.dtype)
+        step = block_columns(p.packing.bits)
+        strips, lines = -(-p.N // STRIP), -(-p.K // step) * 4
+        block = (c.block_n // STRIP, c.block_k * 4 // step, LINE)
+        return _descriptor(tensor, (strips, lines, LINE), (lines * LINE, LINE, 1), block, torch.int32)
+
+    def _out(self, tensor: Tensor) -> Any:
+        p, c = self.problem, self.config
+        block = (min(c.block_m, PIECE), OWN) if c.swap else (OWN, min(c.block_n, PIECE))
+        return _descriptor(tensor, (p.M, p.N), (p.out.row, 1), block, p.out.dtype)
+
+    def _extra(self, belonging: Sequence[Any]) -> tuple[Any, ...]:
+        """What MULTIPLY takes besides the blocks."""
+        p = self.problem
+        if p.packing is None:
+            return scale_arguments(p, belonging)
+        groups = -(-p.K // p.packing.group) if p.packing.group else 0
+        return (*[*belonging, None, None][:2], groups, -(-p.N // STRIP) * STRIP)
+
+    @property
+    def room(self) -> tuple[int, int]:
+        """Bytes in which parts of tiles meet, and counters of their arrivals; none where no tile is cut."""
+        c = self.config
+        floats = self.work.partials(c.block_m, c.block_n)
+        return floats * torch.float32.itemsize, self.work.counters(WARPS // 4)
