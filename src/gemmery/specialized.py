@@ -20,6 +20,7 @@ from .kernels.numerics import cast
 from .launch import Binding, described, epilogue_arguments, epilogue_of, scale_arguments, storable
 from .packed_access import asm_of, unpacker
 from .problem import FP8, SCALED_EVERY, Config, Problem
+from .waves import Split
 
 #: Versions of Triton whose Gluon has the names that the kernel is written in.
 VERSIONS = ("3.6", "3.7", "3.8", "3.9")
@@ -115,7 +116,9 @@ class SpecializedBinding(Binding):
         from .kernels import dialect, specialized
 
         tiles = -(-p.M // c.block_m) * -(-p.N // c.block_n)
-        self.work = Work.divide(tiles, -(-p.K // c.block_k), p.device.sms, 1, c.split_k)
+        self.split = Split.of(p, c)
+        steps = -(-p.K // c.block_k)
+        self.work = Work.divide(tiles, steps, p.device.sms, 1, c.split_k if self.split else 1)
         self.kernel = specialized.gemm_specialized
         self.grid = (self.work.programs, 1, 1)
         self.constants = {
@@ -130,7 +133,7 @@ class SpecializedBinding(Binding):
             "STAGES": c.num_stages,
             "SWAP": c.swap,
             # What M makes of a config is no other code: none of its tiles may happen to be cut.
-            "SPLIT": c.split_k > 1,
+            "SPLIT": self.split is not None,
             # Those of the first group; the compiler adds those of the others.
             "num_warps": 4,
         }
@@ -165,7 +168,7 @@ class SpecializedBinding(Binding):
         """The kernel's run-time arguments, as for `Binding.arguments`."""
         p, c, w = self.problem, self.config, self.work
         belonging = given[0][len(given[0]) - len(p.shared) :]
-        partials, counters = (None, None) if c.split_k == 1 else self.workspace(a.device)
+        partials, counters = (None, None) if self.split is None else self.workspace(a.device)
         return [
             _descriptor(a, (p.M, p.K), (p.a.row, 1), (c.block_m, c.block_k), p.a.dtype),
             self._b(b), self._out(out), self._extra(belonging), epilogue_arguments(p, 0, *given), partials, counters,

@@ -15,8 +15,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 
-from gemmery import clusters, direct
+from gemmery import clusters, direct, specialized
 from gemmery.devices import TABLE
+from gemmery.lab.fused_targets import pose
 from gemmery.launch import bind
 from gemmery.layout import make_problem
 from gemmery.problem import Config
@@ -188,6 +189,46 @@ FACTORS = {"scale": [(2.0, 1), (0.0, 1), (-0.0, 1), (2.0, 1)], "matrix": [(1, 1)
 FACTORS["cluster matrix"] = FACTORS["matrix"]
 
 
+#: Products with a traced epilogue, by the name that they have in `fused_targets`: also the operands' type.
+FUSED = {
+    "fused": ("bias_gelu", "bf16", TILE + "descriptor"),
+    "packed": ("int4_gelu", "bf16", "64x64x128-g1-w4-s3-tile-descriptor-k2-swap"),
+}
+if specialized.available():
+    FUSED |= {
+        "specialized packed": ("int4_gelu", "bf16", "128x128x64-g1-w8-s4-specialized-descriptor-k2-swap"),
+        "specialized scaled": ("scaled_blocks", "e4m3", "128x256x128-g8-w8-s4-specialized-descriptor"),
+    }
+
+
+def one_workspace(binding):
+    """As on a GPU, where there is one for each stream; without one, each call gets a new one."""
+    if binding.split is not None:
+        partials, arrivals = WORKSPACES.get(torch.device("cpu"), *binding.room)
+        WORKSPACES.get = lambda device, *room: tuple(x.to(device) for x in (partials, arrivals))
+        WORKSPACES.on_stream = lambda index, stream, *room: (partials, arrivals)
+
+
+def same_way_fused(name):
+    """The same for a product whose epilogue was traced."""
+    posed, dtype, config = FUSED[name]
+    problem, (a, b, out, extras, numbers) = pose(posed, dtype, 300, 1024, TABLE["NVIDIA H200"])
+    binding = bind(problem, Config.of(config))
+    one_workspace(binding)
+    compiled = binding.compile(a, b, out, extras, numbers)
+    launch = direct.prepare(binding, compiled, 0, a, b, out, extras, numbers)
+    assert launch is not None, "there is no short way"
+    for _ in range(2):
+        matrices = [torch.empty_like(x, device="cpu") for x in (a, b, out)]
+        given = [x if x is None else torch.empty_like(x, device="cpu") for x in extras]
+        LAUNCHES.calls.clear()
+        binding.launch(*matrices, given, numbers)
+        addresses = [0 if x is None else x.data_ptr() for x in given]
+        assert launch(*(x.data_ptr() for x in matrices), addresses, *numbers)
+        ordinary, short = (read(call, compiled) for call in LAUNCHES.calls)
+        assert repr(short) == repr(ordinary), f"{short} is not {ordinary}"
+
+
 def same_way(name):
     """Launch a case's kernel both ways, with one set of tensors after the other."""
     config, shape = CASES[name]
@@ -198,11 +239,7 @@ def same_way(name):
         device=TABLE["NVIDIA H200"],
     )  # fmt: skip
     binding = bind(problem, Config.of(config))
-    if binding.split is not None:
-        # As on a GPU, where there is one for each stream; without one, each call gets a new one.
-        partials, arrivals = WORKSPACES.get(torch.device("cpu"), *binding.room)
-        WORKSPACES.get = lambda device, *room: tuple(x.to(device) for x in (partials, arrivals))
-        WORKSPACES.on_stream = lambda index, stream, *room: (partials, arrivals)
+    one_workspace(binding)
     factors = FACTORS.get(name, [(1, 1)])
     compiled = binding.compile(*first, *factors[0])
     # One tensor for two of the operands must not make them one for ever.
@@ -272,7 +309,9 @@ def unknown():
 def main():
     set_up()
     found = {}
-    checks = {name: lambda name=name: same_way(name) for name in CASES} | {"hooks": hooks, "unknown": unknown}
+    checks = {name: lambda name=name: same_way(name) for name in CASES}
+    checks |= {name: lambda name=name: same_way_fused(name) for name in FUSED}
+    checks |= {"hooks": hooks, "unknown": unknown}
     for name, check in checks.items():
         try:
             check()

@@ -12,13 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from gemmery import clusters
+from gemmery import clusters, specialized
 
 CHECKS = (
-    "pointers", "odd", "descriptors", "batch", "persistent", "tail", "row", "matrix", "scale", "split", "hooks", "unknown",
+    "pointers", "odd", "descriptors", "batch", "persistent", "tail", "row", "matrix", "scale", "split", "fused",
+    "packed", "hooks", "unknown",
 )  # fmt: skip
 if clusters.available():
     CHECKS += ("cluster", "cluster tail", "cluster split", "cluster matrix")
+if specialized.available():
+    CHECKS += ("specialized packed", "specialized scaled")
 
 
 @functools.cache
