@@ -1,8 +1,10 @@
 """Measure the table of `gemmery/select/tables` for a format of packed weights, on the GPU at hand.
 
 python benchmarks/packed_table.py --format int4
+python benchmarks/packed_table.py --format int4 --schedule specialized
 
-Times every tile, in every number of parts along K that is considered, on cold inputs, in shuffled order.
+Times every tile, in every number of parts along K that is considered, on cold inputs, in shuffled order. A schedule
+that not every Triton has gets a table of its own, and is in no other.
 """
 
 import argparse
@@ -29,7 +31,7 @@ from gemmery.layout import make_fused_problem
 from gemmery.problem import Config, Fusion, Problem
 from gemmery.results import Results
 from gemmery.select.measured import PACKINGS
-from gemmery.select.space import space_of
+from gemmery.select.space import DEALT, space_of
 
 sys.path.insert(0, str(Path(__file__).parent))
 from measured_table import TABLES, text_of
@@ -89,13 +91,25 @@ def cold(call: Callable[[], object], scratch: torch.Tensor) -> tuple[Any, Any]:
     return first, last
 
 
-def measure(format: str, M: int, N: int, K: int, rounds: int, scratch: torch.Tensor) -> dict[str, float]:
+def considered(problem: Problem, schedule: str) -> list[Config]:
+    """The configs that a table is about: those of a schedule, or of all that every Triton has."""
+    return [
+        config
+        for config in space_of(problem).configs
+        if config.loader == "descriptor"
+        and (config.schedule == schedule if schedule else config.schedule not in DEALT)
+    ]
+
+
+def measure(
+    format: str, schedule: str, M: int, N: int, K: int, rounds: int, scratch: torch.Tensor
+) -> dict[str, float]:
     """Microseconds of each config, the median of several rounds for those near the quickest."""
     problem, tensors, weight = product(format, M, N, K)
     want = tensors[0][:64].double() @ weight.unscaled().dequantize(torch.float64).mT
     calls: dict[str, Callable[[], object]] = {}
-    for config in space_of(problem).configs:
-        if config.loader != "descriptor" or config.block_m > 2 * max(M, 16):
+    for config in considered(problem, schedule):
+        if config.block_m > 2 * max(M, 16):
             continue
         binding = bind(problem, config)
         kernel = binding.compile(*tensors)
@@ -126,6 +140,7 @@ def main() -> None:
     """Run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--format", choices=sorted(PACKINGS), required=True)
+    parser.add_argument("--schedule", choices=DEALT, default="", help="only this one, in a table of its own")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--processes", type=int, default=14)
     parser.add_argument("--weights", type=int, default=len(WEIGHTS), help="so many of the weights")
@@ -133,9 +148,7 @@ def main() -> None:
     options = parser.parse_args()
     format = options.format
     problem, _, _ = product(format, 16, 256, 8192)
-    configs = {
-        replace(c, split_k=min(c.split_k, 2)) for c in space_of(problem).configs if c.loader == "descriptor"
-    }
+    configs = {replace(c, split_k=min(c.split_k, 2)) for c in considered(problem, options.schedule)}
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
         for line in pool.map(compile_one, [(format, config) for config in sorted(configs, key=str)]):
             if line:
@@ -144,13 +157,17 @@ def main() -> None:
     times = {}
     for N, K in WEIGHTS[: options.weights]:
         for M in ROWS:
-            found = times[1, M, N, K] = measure(format, M, N, K, options.rounds, scratch)
+            found = measure(format, options.schedule, M, N, K, options.rounds, scratch)
+            if not found:
+                continue
+            times[1, M, N, K] = found
             best = min(found, key=found.__getitem__)
             print(M, N, K, best, found[best], flush=True)
     import triton
 
     name = problem.device.name
-    path = options.out / f"{name.lower().replace(' ', '-')}-packed-{format}.json"
+    suffix = f"-{options.schedule}" if options.schedule else ""
+    path = options.out / f"{name.lower().replace(' ', '-')}-packed-{format}{suffix}.json"
     path.write_text(text_of(times, name, {triton.__version__}), encoding="utf-8")
     print(json.dumps({"table": str(path), "shapes": len(times)}))
 

@@ -282,9 +282,7 @@ def consume(
             done = gl.to_tensor(True)
             if high - low < steps:
                 counter = counters + tile * gl.num_ctas() + cta_rank()
-                acc, done = combine(
-                    acc, tile * virtual, steps, work[7], partials, counter, take_ticket, 0, 1
-                )
+                acc, done = combine(acc, tile * virtual, steps, work[7], partials, counter, take_ticket, 0, 1)
             if done:
                 finish(acc, out, staged, args, work, row, col, EPILOGUE)
     tma.store_wait(0)

@@ -84,7 +84,15 @@ def add_pieces(acc, begin, first, last, chunk, partials, ROOM: gl.constexpr, col
 
 @gluon.jit
 def combine(
-    acc, begin, steps, chunk, partials, counter, TAKE_TICKET: gl.constexpr, PART: gl.constexpr, PARTS: gl.constexpr
+    acc,
+    begin,
+    steps,
+    chunk,
+    partials,
+    counter,
+    TAKE_TICKET: gl.constexpr,
+    PART: gl.constexpr,
+    PARTS: gl.constexpr,
 ):
     """Adds up a tile's pieces, in order, in the program that finishes its piece last; nobody waits.
 

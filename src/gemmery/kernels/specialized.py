@@ -42,7 +42,18 @@ def corner(
 
 @gluon.jit
 def load(
-    a, b, ring, row, col, low, high, stage, phase, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PER: gl.constexpr
+    a,
+    b,
+    ring,
+    row,
+    col,
+    low,
+    high,
+    stage,
+    phase,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    PER: gl.constexpr,
 ):
     """Loads the blocks of one tile, from step `low` to `high` along K, as far ahead as there are stages."""
     a_blocks, b_blocks, full, free = ring
@@ -132,9 +143,7 @@ def shared_piece(
 
 
 @gluon.jit
-def shared_of(
-    x, step, first, groups, columns, PER: gl.constexpr, GROUP: gl.constexpr, BLOCK_K: gl.constexpr
-):
+def shared_of(x, step, first, groups, columns, PER: gl.constexpr, GROUP: gl.constexpr, BLOCK_K: gl.constexpr):
     """What the groups of a step share, a tensor for each piece of a word that has a group of its own."""
     BLOCKS: gl.constexpr = BLOCK_K // (8 * PER)
     PIECES: gl.constexpr = 8 * PER // GROUP if GROUP < 8 * PER else 1
@@ -183,22 +192,22 @@ def multiply_packed(
     WORDS: gl.constexpr = words_layout(BLOCK_K // (2 * PER))
     first = col + ROWS * GROUP_NUMBER
     acc = gl.zeros([ROWS, BLOCK_M], gl.float32, ACC)
-    next_scale = (
-        () if scales is None else shared_of(scales, low, first, groups, columns, PER, GROUP, BLOCK_K)
-    )
-    next_shift = (
-        () if shifts is None else shared_of(shifts, low, first, groups, columns, PER, GROUP, BLOCK_K)
-    )
+    next_scale = () if scales is None else shared_of(scales, low, first, groups, columns, PER, GROUP, BLOCK_K)
+    next_shift = () if shifts is None else shared_of(shifts, low, first, groups, columns, PER, GROUP, BLOCK_K)
     for step in range(low, high):
         scale = next_scale
         shift = next_shift
         # A step ahead, so that it is there when it is needed.
         following_step = min(step + 1, high - 1)
         next_scale = (
-            () if scales is None else shared_of(scales, following_step, first, groups, columns, PER, GROUP, BLOCK_K)
+            ()
+            if scales is None
+            else shared_of(scales, following_step, first, groups, columns, PER, GROUP, BLOCK_K)
         )
         next_shift = (
-            () if shifts is None else shared_of(shifts, following_step, first, groups, columns, PER, GROUP, BLOCK_K)
+            ()
+            if shifts is None
+            else shared_of(shifts, following_step, first, groups, columns, PER, GROUP, BLOCK_K)
         )
         mbarrier.wait(full.index(stage), phase)
         words = b_blocks.index(stage).slice(4 * GROUP_NUMBER, 4).load(WORDS)
@@ -279,10 +288,14 @@ def multiply_scaled(
         x = a_blocks.index(stage).slice(ROWS * GROUP_NUMBER, ROWS)
         y = b_blocks.index(stage)
         if HALVED:
-            part = hopper.warpgroup_mma(x, y.slice(0, COLS).permute((1, 0)), part, use_acc=False, is_async=True)
+            part = hopper.warpgroup_mma(
+                x, y.slice(0, COLS).permute((1, 0)), part, use_acc=False, is_async=True
+            )
             part = hopper.warpgroup_mma_wait(0, deps=[part])
             acc = add_scaled(acc, part, factor)
-            part = hopper.warpgroup_mma(x, y.slice(COLS, COLS).permute((1, 0)), part, use_acc=False, is_async=True)
+            part = hopper.warpgroup_mma(
+                x, y.slice(COLS, COLS).permute((1, 0)), part, use_acc=False, is_async=True
+            )
             part = hopper.warpgroup_mma_wait(0, deps=[part])
             mbarrier.arrive(free.index(stage))
             rest = add_scaled(rest, part, factor_rest)

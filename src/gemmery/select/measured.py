@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import clusters
+from .. import clusters, specialized
 from ..devices import Device
 from ..problem import Config, Operand, Packing, Problem
 from .model import costs
@@ -139,16 +139,18 @@ def _times(data: dict[str, Any], space: Space) -> np.ndarray:
 
 def table_of(device: Device, name: str, dtype: Any) -> Table | None:
     """The table of a device with this `table_name`; None where nothing was measured."""
-    return _table_of(device, name, dtype, clusters.available())
+    there = (("cluster", clusters.available()), ("specialized", specialized.available()))
+    return _table_of(device, name, dtype, tuple(schedule for schedule, available in there if available))
 
 
 @functools.cache
-def _table_of(device: Device, name: str, dtype: Any, clustered: bool) -> Table | None:
+def _table_of(device: Device, name: str, dtype: Any, schedules: tuple[str, ...]) -> Table | None:
+    """The table of a file, and of the files for schedules that not every Triton has."""
     stem = f"{device.name.lower().replace(' ', '-')}-{name.replace(' ', '-')}"
-    path, more = TABLES / f"{stem}.json", TABLES / f"{stem}-cluster.json"
+    path, more = TABLES / f"{stem}.json", [TABLES / f"{stem}-{schedule}.json" for schedule in schedules]
     if not path.is_file():
         return None
-    return Table.read(path, device, dtype, *([more] if clustered and more.is_file() else []), name=name)
+    return Table.read(path, device, dtype, *(each for each in more if each.is_file()), name=name)
 
 
 def factor(problem: Problem, space: Space, M: np.ndarray) -> np.ndarray | float:

@@ -163,36 +163,40 @@ def costs(
         np.zeros(1),
         waves,
     )
-    return predicted.where(s.clustered, _of_clusters(p, s, rows, memory)) if s.clustered.any() else predicted
+    return predicted.where(s.dealt, _of_dealt(p, s, rows, item_b, memory)) if s.dealt.any() else predicted
 
 
-def _of_clusters(problem: Problem, space: Space, rows: Floats, memory: Floats) -> Costs:
-    """The costs of a space's configs as ones of clusters: see `kernels.cluster`; they mean nothing for the others."""
+def _of_dealt(problem: Problem, space: Space, rows: Floats, item_b: float, memory: Floats) -> Costs:
+    """The costs of a space's configs if their work is divided as `clusters.Work` does; see `space.DEALT`.
+
+    Args:
+        item_b: bytes of one of B's numbers.
+        memory: the time that the memory takes.
+    """
     p, s, device = problem, space, problem.device
     item = p.a.dtype.itemsize
     ctas = s.cluster_m * s.cluster_n
     own_m, own_n = s.block_m // s.cluster_m, s.block_n // s.cluster_n
     # What CTAs of a cluster share is read once.
-    taken_in = (own_m / s.cluster_n + own_n / s.cluster_m) * s.block_k * item
+    from_a, from_b = own_m / s.cluster_n * item, own_n / s.cluster_m * item_b
+    taken_in = (from_a + from_b) * s.block_k
     area = own_m * own_n
     tiles = -(-rows // s.block_m) * -(-p.N // s.block_n)
     steps = -(-max(p.K, 1) // s.block_k)
     whole, small, chunk, parts = clusters.Work.divide_many(
         tiles, steps, device.sms // ctas, s.tail_n, s.split_k
     )
-    rate = device.rate(p.a.dtype) * device.achieved / device.sms
+    rate = device.rate(p.a.dtype, p.precision) * device.achieved / device.sms
     compute_step = 2.0 * area * s.block_k / (rate * s.efficiency)
     l2_step = taken_in / device.sm_bandwidth
     long = whole * steps + chunk
     part = 1 / s.tail_n
     # Rows of tiles pass the same block of B at different times where some tiles are cut along K; L2 holds on to a part.
-    again = np.where(chunk > 0, -(-rows // s.block_m) - 1, 0) * (p.N * p.K * item * AGAIN)
+    again = np.where(chunk > 0, -(-rows // s.block_m) - 1, 0) * (p.N * p.K * item_b * AGAIN)
     memory = memory + again / (device.bandwidth * STREAM)
     # A narrower tile computes less for the same rows of A.
     compute = long * compute_step + small * steps * compute_step * part / TAIL_EFFICIENCY
-    l2 = long * l2_step + small * steps * l2_step * (own_m / s.cluster_n + own_n / s.cluster_m * part) / (
-        own_m / s.cluster_n + own_n / s.cluster_m
-    )
+    l2 = long * l2_step + small * steps * l2_step * (from_a + from_b * part) / (from_a + from_b)
     body = (np.maximum(compute, l2) ** OVERLAP + memory**OVERLAP) ** (1 / OVERLAP)
     store = area * p.out.dtype.itemsize / device.store_bandwidth
     turns = whole + (chunk > 0) + small * part

@@ -30,6 +30,12 @@ HOPPER: dict[str, Rows] = {
             256x128x128 1 8 3 0.82 swap splits
             256x128x64  1 8 3 0.85 swap
         """,
+        ("descriptor", "specialized"): """
+            256x128x64  4 8 5 0.90 swap splits apart
+            256x128x128 1 8 2 0.90 swap splits apart
+            128x128x128 1 8 3 0.75 swap splits apart
+            64x128x256  1 8 3 0.50 swap splits apart
+        """,
         ("pointer", "tile"): """
             128x64x64  8 4 3 0.30 swap aligned strided
             64x64x64   8 4 3 0.20 swap strided splits
@@ -55,6 +61,11 @@ HOPPER: dict[str, Rows] = {
             256x128x64  1 8 4 0.80 swap splits
             256x128x64  1 8 3 0.85 swap
         """,
+        ("descriptor", "specialized"): """
+            256x128x64  4 8 4 0.90 swap splits apart
+            128x128x128 1 8 3 0.75 swap splits apart
+            64x128x128  1 8 5 0.50 swap splits apart
+        """,
         ("pointer", "tile"): """
             128x64x64  8 4 3 0.30 swap aligned strided
             64x64x64   8 4 3 0.20 swap strided splits
@@ -63,13 +74,18 @@ HOPPER: dict[str, Rows] = {
     },
     "scaled": {
         ("descriptor", "tile"): """
-            128x128x128 16 8 3 0.72 split splits
-            128x128x128 16 8 4 0.60
-            64x128x128  8 4 4 0.48 splits
-            64x64x128   8 4 4 0.40 splits
-            64x64x128   8 4 4 0.35 swap splits
-            32x64x128   8 4 5 0.35 swap splits
+            128x128x128 16 8 3 0.56 split splits
+            128x128x128 16 8 4 0.50
+            64x128x128  8 4 4 0.36 splits
+            64x64x128   8 4 4 0.33 splits
+            64x64x128   8 4 4 0.30 swap splits
+            32x64x128   8 4 5 0.28 swap splits
             16x64x128   8 4 6 0.35 swap splits
+        """,
+        ("descriptor", "specialized"): """
+            128x256x128 16 8 3 0.66 apart
+            128x128x128 16 8 4 0.57 splits apart
+            128x64x128  16 8 7 0.40 apart
         """,
         ("pointer", "tile"): """
             64x64x128 16 4 3 0.21

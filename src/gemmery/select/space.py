@@ -10,15 +10,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .. import clusters
+from .. import clusters, specialized
 from ..launch import described, promotes
 from ..problem import Config, Operand, Problem
 from .tiles import ALIKE, FAMILIES
 
 #: Parts along K that are considered for rows that say `splits`.
 SPLITS = (2, 3, 4, 5, 6, 8, 12, 16)
-#: The same for clusters, which cut only what would not fill a last wave.
-SPLITS_OF_CLUSTERS = (2, 3, 4)
+#: The same for schedules that cut only what would not fill a last wave.
+SPLITS_OF_REST = (2, 3, 4)
+#: These schedules: they divide the work between programs as `clusters.Work` does.
+DEALT = ("cluster", "specialized")
 
 #: Columns of a space that are fields of its configs.
 _COLUMNS = (
@@ -104,6 +106,7 @@ class Space:
     Attributes:
         configs, tiles: the configs, and the rows of the table that they come from.
         kernel: configs with the same number here run the same compiled kernel.
+        dealt: whether the schedule is one of `DEALT`.
         shared: whether the row takes descriptors, needs alignment, ...: see the names in `Config` and `Tile`.
     """
 
@@ -123,6 +126,7 @@ class Space:
     cluster_n: np.ndarray
     persistent: np.ndarray
     clustered: np.ndarray
+    dealt: np.ndarray
     described: np.ndarray
     aligned: np.ndarray
     numerics: np.ndarray
@@ -138,6 +142,7 @@ class Space:
             kernel=np.array([number for _, _, number in entries]),
             persistent=np.array([config.schedule == "persistent" for config, _, _ in entries]),
             clustered=np.array([config.schedule == "cluster" for config, _, _ in entries]),
+            dealt=np.array([config.schedule in DEALT for config, _, _ in entries]),
             described=np.array([config.loader == "descriptor" for config, _, _ in entries]),
             aligned=np.array([tile.aligned for _, tile, _ in entries]),
             numerics=np.array([tile.numerics for _, tile, _ in entries]),
@@ -167,19 +172,25 @@ def _space(
     described: bool,
     aligned: bool,
     whole: bool,
-    clustered: bool = False,
+    schedules: tuple[str, ...] = (),
     blocks: bool = False,
 ) -> Space:
-    """All configs for a kind of operand and what is known of its layout; `whole` leaves out those that cut K."""
+    """All configs for a kind of operand and what is known of its layout.
+
+    Args:
+        whole: leave out configs that cut K.
+        schedules: those of `DEALT` that are considered.
+    """
     entries = []
     for number, tile in enumerate(tiles_of(family, kind)):
         loads = not (described and tile.strided) if tile.config.loader == "pointer" else described
-        if (tile.config.schedule == "cluster" and not clustered) or (tile.blocks and not blocks):
+        dealt = tile.config.schedule in DEALT
+        if (dealt and tile.config.schedule not in schedules) or (tile.blocks and not blocks):
             continue
         if loads and (aligned or not tile.aligned):
             entries.append((tile.config, tile, 2 * number))
             if tile.splits and not whole:
-                splits = SPLITS_OF_CLUSTERS if tile.config.schedule == "cluster" else SPLITS
+                splits = SPLITS_OF_REST if dealt else SPLITS
                 entries += [(replace(tile.config, split_k=parts), tile, 2 * number + 1) for parts in splits]
     return Space.of(entries)
 
@@ -217,9 +228,14 @@ def space_of(problem: Problem) -> Space:
         by_descriptor,
         aligned,
         problem.batch_invariant or problem.K == 0,
-        clusters.suits(problem),
+        _schedules(problem),
         problem.wants_pieces,
     )
+
+
+def _schedules(problem: Problem) -> tuple[str, ...]:
+    suits = {"cluster": clusters.suits, "specialized": specialized.suits}
+    return tuple(name for name in DEALT if suits[name](problem))
 
 
 def everywhere(problem: Problem) -> frozenset[int]:

@@ -1,0 +1,117 @@
+"""Specialised warps: right at ragged sizes, in every format, cut along K and whole, with epilogues, the same every time."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import gemmery
+from gemmery import specialized
+from gemmery.select.space import tiles_of
+from tests.gpu.common import DRY, FP8, HALVES, matrix, rng, values, wide
+from tests.gpu.test_packed import KINDS, relative, weight
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not specialized.available(), reason="specialised warps need another Triton"),
+    pytest.mark.skipif(
+        DRY or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="specialised warps need a GPU of sm_90",
+    ),
+]
+
+
+def configs(kind):
+    rows = [tile for tile in tiles_of("hopper", kind) if tile.config.schedule == "specialized"]
+    cut = [replace(tile.config, split_k=parts) for tile in rows if tile.splits for parts in (2, 3)]
+    return [tile.config for tile in rows] + cut
+
+
+def some_sizes(r):
+    return r.choice((1, 17, 130, 257, 600)), r.choice((128, 264, 1000, 4104)), r.choice((192, 1032, 4096))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed(kind, dtype):
+    r = rng("specialized", kind, dtype)
+    bits = 4 if KINDS[kind][0] in ("int4", "mxfp4", "nvfp4", "nf4") else 8
+    for config in configs(f"packed{bits}"):
+        m, n, k = some_sizes(r)
+        if not kind.startswith("int"):
+            k = -(-k // 128) * 128
+        x, w = values((m, k), dtype), weight(kind, n, k, dtype)
+        want = wide(x) @ w.dequantize(torch.float64).mT
+        result = gemmery.linear(x, w, config=config)
+        theirs = relative(x @ w.dequantize().mT, want)
+        assert relative(result, want) <= 1.05 * theirs + 1e-5, (config, m, n, k)
+        for _ in range(5):
+            assert torch.equal(gemmery.linear(x, w, config=config), result), (config, m, n, k)
+
+
+@pytest.mark.parametrize("types", [(a, b) for a in FP8 for b in FP8 if (a, b) != (FP8[1], FP8[1])], ids=str)
+@pytest.mark.parametrize("config", configs("scaled"), ids=str)
+def test_scaled(config, types):
+    r = rng("specialized", config, types)
+    for number in range(4):
+        m, n, k = some_sizes(r)
+        k = -(-k // 16) * 16
+        a, b = (values((rows, k), torch.float32).to(dtype) for rows, dtype in zip((m, n), types, strict=True))
+        steps, strips = -(-k // 128), -(-n // 128)
+        factors = (
+            torch.rand(steps, m, device=a.device).T if number % 2 else torch.rand(m, steps, device=a.device)
+        )
+        scaled = (
+            gemmery.ScaledTensor(a, factors),
+            gemmery.ScaledTensor(b, torch.rand(strips, steps, device=a.device)),
+        )
+        want = wide(scaled[0].dequantize(torch.float32)) @ wide(scaled[1].dequantize(torch.float32)).T
+        result = gemmery.scaled_matmul(*scaled, config=config)
+        # The tensor cores sum a step at their own precision.
+        assert relative(result, want) <= 2.5e-3, (m, n, k)
+        assert torch.equal(gemmery.scaled_matmul(*scaled, config=config), result)
+
+
+EPILOGUES = {
+    "gelu": (lambda x, r: F.gelu(x), False),
+    "residual": (lambda x, r: x + r, True),
+    "two results": (lambda x, r: (F.silu(x), x * r), True),
+}
+
+
+@pytest.mark.parametrize("name", EPILOGUES)
+@pytest.mark.parametrize("kind", ["packed4", "packed8", "scaled"])
+def test_epilogues(kind, name):
+    rng("specialized epilogues", kind, name)
+    m, n, k = 300, 1000, 1024
+    function, reads = EPILOGUES[name]
+    bias, other = values((n,), torch.bfloat16), matrix(m, n, torch.bfloat16)
+    if kind == "scaled":
+        data = [values(shape, torch.float32).to(FP8[0]) for shape in ((m, k), (n, k))]
+        factors = torch.rand(m, 8, device="cuda"), torch.rand(8, 8, device="cuda")
+        a, b = map(gemmery.ScaledTensor, data, factors)
+        product = wide(a.dequantize(torch.float32)) @ wide(b.dequantize(torch.float32)).T
+        call = gemmery.scaled_matmul
+    else:
+        a, b = (
+            values((m, k), torch.bfloat16),
+            weight("int4" if kind == "packed4" else "int8", n, k, torch.bfloat16),
+        )
+        product = wide(a) @ b.dequantize(torch.float64).mT
+        call = gemmery.linear
+    want = function(product + wide(bias), wide(other))
+    epilogue = gemmery.epilogue(function if reads else lambda x: function(x, None))
+    for config in configs(kind):
+        got = call(a, b, bias=bias, epilogue=epilogue, args=(other,) if reads else (), config=config)
+        for mine, right in zip(
+            got if isinstance(got, tuple) else (got,),
+            want if isinstance(want, tuple) else (want,),
+            strict=True,
+        ):
+            assert relative(mine, right) <= 4e-3, config
+
+
+def test_it_is_chosen_for_many_rows():
+    x, w = values((4096, 4096), torch.bfloat16), weight("int4", 4096, 4096, torch.bfloat16)
+    assert gemmery.plan(x, w).config.schedule == "specialized"
