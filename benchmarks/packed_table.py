@@ -123,7 +123,7 @@ def measure(
         if not error < 2.5e-3:
             raise SystemExit(f"{format} {M}x{N}x{K} {config}: error {error}")
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for i in range(rounds):
+    for i in range(rounds if calls else 0):
         names = list(calls)
         random.shuffle(names)
         if i:
