@@ -27,9 +27,9 @@ DECODERS = {
 }
 
 _UNPACK = """\
-def unpack_{name}(own, scale, shift, ROWS: tl.constexpr, COLS: tl.constexpr, SPREAD: tl.constexpr):
+def unpack_{name}(words, scale, shift, ROWS: tl.constexpr, COLS: tl.constexpr, SPREAD: tl.constexpr):
     return UNPACK(
-        own, scale, shift, ROWS, COLS, SPREAD, DECODE, "{code}", {per}, {zero}, {offsets}, {dtype}, {asm}, {waits}
+        words, scale, shift, ROWS, COLS, SPREAD, DECODE, "{code}", {per}, {zero}, {offsets}, {dtype}, {asm}, {waits}
     )
 """
 _LOADER = """\

@@ -24,7 +24,8 @@ from .waves import Split
 
 #: Versions of Triton whose Gluon has the names that the kernel is written in.
 VERSIONS = ("3.6", "3.7", "3.8", "3.9")
-#: Warps that multiply, in groups of four; rows or columns of a tile that a group has; the most of a piece that is stored.
+#: Warps that multiply, in groups of four; rows or columns of a tile that a group has; the longest side of a piece
+#: that is stored.
 WARPS, OWN, PIECE = 8, 64, 128
 
 
@@ -45,7 +46,7 @@ def suits(problem: Problem) -> bool:
         and described(p)
         and p.out.col == 1
         and p.out.dtype.itemsize == 2
-        and storable(p.out, p.M, p.N, ())
+        and storable(p.out, p.M, p.out_n, ())
         and _epilogue_suits(p)
     )
 
@@ -66,9 +67,10 @@ def _scaled(problem: Problem) -> bool:
 
 def _epilogue_suits(problem: Problem) -> bool:
     """Whether an epilogue asks for nothing but its block, and for no offsets beyond 32 bits in it."""
-    f = problem.fusion
-    plain = f is None or (f.stores and not (f.paired or f.reduces or f.whole or f.prologue))
-    return plain and all((x.row + x.col) * 256 < 1 << 31 for x in problem.extras)
+    p, f = problem, problem.fusion
+    plain = f is None or (f.stores and not (f.reduces or f.whole or f.prologue))
+    near = all((x.row + x.col) * 256 < 1 << 31 for x in p.extras)
+    return plain and near and (p.packing is not None or not p.paired)
 
 
 def refusal(problem: Problem, config: Config) -> str | None:
@@ -132,6 +134,7 @@ class SpecializedBinding(Binding):
             "GROUP_M": c.group_m,
             "STAGES": c.num_stages,
             "SWAP": c.swap,
+            "PAIRED": p.paired,
             # What M makes of a config is no other code: none of its tiles may happen to be cut.
             "SPLIT": self.split is not None,
             # Those of the first group; the compiler adds those of the others.
@@ -182,12 +185,18 @@ class SpecializedBinding(Binding):
         step = block_columns(p.packing.bits)
         strips, lines = -(-p.N // STRIP), -(-p.K // step) * 4
         block = (c.block_n // STRIP, c.block_k * 4 // step, LINE)
+        if p.paired:
+            # The halves of the columns as a dimension of their own.
+            half = strips // 2
+            shape, strides = (2, half, lines, LINE), (half * lines * LINE, lines * LINE, LINE, 1)
+            return _descriptor(tensor, shape, strides, (2, block[0] // 2, *block[1:]), torch.int32)
         return _descriptor(tensor, (strips, lines, LINE), (lines * LINE, LINE, 1), block, torch.int32)
 
     def _out(self, tensor: Tensor) -> Any:
         p, c = self.problem, self.config
-        block = (min(c.block_m, PIECE), OWN) if c.swap else (OWN, min(c.block_n, PIECE))
-        return _descriptor(tensor, (p.M, p.N), (p.out.row, 1), block, p.out.dtype)
+        columns = OWN // 2 if p.paired else OWN
+        block = (min(c.block_m, PIECE), columns) if c.swap else (OWN, min(c.block_n, PIECE))
+        return _descriptor(tensor, (p.M, p.out_n), (p.out.row, 1), block, p.out.dtype)
 
     def _extra(self, belonging: Sequence[Any]) -> tuple[Any, ...]:
         """What MULTIPLY takes besides the blocks."""

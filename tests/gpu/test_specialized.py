@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 import gemmery
-from gemmery import specialized
+from gemmery import epilogues, specialized
 from gemmery.select.space import tiles_of
 from tests.gpu.common import DRY, FP8, HALVES, matrix, rng, values, wide
 from tests.gpu.test_packed import KINDS, relative, weight
@@ -104,12 +104,26 @@ def test_epilogues(kind, name):
     epilogue = gemmery.epilogue(function if reads else lambda x: function(x, None))
     for config in configs(kind):
         got = call(a, b, bias=bias, epilogue=epilogue, args=(other,) if reads else (), config=config)
-        for mine, right in zip(
-            got if isinstance(got, tuple) else (got,),
-            want if isinstance(want, tuple) else (want,),
-            strict=True,
-        ):
-            assert relative(mine, right) <= 4e-3, config
+        mine, right = (x if isinstance(x, tuple) else (x,) for x in (got, want))
+        for one, that in zip(mine, right, strict=True):
+            assert relative(one, that) <= 4e-3, config
+
+
+@pytest.mark.parametrize("kind", ["int4", "int4 32", "int4 64 zeros", "int8", "e4m3", "nvfp4"])
+def test_halves(kind):
+    r = rng("specialized halves", kind)
+    bits = 4 if kind.startswith(("int4", "nvfp4")) else 8
+    for config in configs(f"packed{bits}"):
+        m, n, k = (
+            r.choice((1, 130, 300, 513)),
+            2 * r.choice((64, 176, 1008, 2064)),
+            r.choice((256, 1024, 4096)),
+        )
+        x, w = values((m, k), torch.bfloat16), weight(kind, n, k, torch.bfloat16)
+        gate, up = (wide(x) @ w.dequantize(torch.float64).mT).chunk(2, -1)
+        result = gemmery.linear(x, w, epilogue=epilogues.swiglu, config=config)
+        assert relative(result, F.silu(gate) * up) <= 4e-3, (config, m, n, k)
+        assert torch.equal(gemmery.linear(x, w, epilogue=epilogues.swiglu, config=config), result)
 
 
 def test_it_is_chosen_for_many_rows():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from gemmery import clusters, devices
+from gemmery import clusters, devices, specialized
 from gemmery.lab.doctor import checks, machine, trials
 from gemmery.lab.doctor.checks import findings
 from gemmery.lab.doctor.show import show
@@ -209,6 +209,9 @@ def test_how_each_architecture_runs_what_not_all_can(monkeypatch):
         monkeypatch.setattr(clusters, "available", lambda there=there: there)
         assert how("sm_90")["clusters"].startswith("chosen") is there
         assert how("sm_100")["clusters"].startswith("none")
+        monkeypatch.setattr(specialized, "available", lambda there=there: there)
+        assert how("sm_90")["specialised warps"].startswith("chosen") is there
+        assert how("sm_100")["specialised warps"].startswith("none")
 
 
 def test_shipped_tables_are_found(monkeypatch):

@@ -146,11 +146,11 @@ def part_of(
 
 @triton.jit
 def unpack(
-    own, scale, shift, ROWS: tl.constexpr, COLS: tl.constexpr, SPREAD: tl.constexpr,
+    words, scale, shift, ROWS: tl.constexpr, COLS: tl.constexpr, SPREAD: tl.constexpr,
     DECODE: tl.constexpr, CODE: tl.constexpr, PER: tl.constexpr, ZERO: tl.constexpr, OFFSETS: tl.constexpr,
     DTYPE: tl.constexpr, ASM: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    """A block of words, (strips, lines, 32), as numbers, (COLS, ROWS).
+    """A block of words, (COLS, words of a row) as `of_rows` gives them, as numbers, (COLS, ROWS).
 
     Args:
         scale, shift: what the block's groups share, in the form that `SPREAD` takes.
@@ -162,8 +162,6 @@ def unpack(
         WAITS: whether products may be reading the registers; see `decoders`.
     """
     BLOCKS: tl.constexpr = ROWS // (8 * PER)
-    # Strip, block, g, q, half, odd or even; then rows by words.
-    words = own.reshape(COLS // 16, BLOCKS, 8, 4, 2, 2).permute(0, 4, 2, 1, 3, 5).reshape(COLS, 8 * BLOCKS)
     ab = part_of(words, scale, shift, 0, SPREAD, PER, BLOCKS, DECODE, CODE, ZERO, OFFSETS, DTYPE, ASM, WAITS)
     cd = part_of(words, scale, shift, 1, SPREAD, PER, BLOCKS, DECODE, CODE, ZERO, OFFSETS, DTYPE, ASM, WAITS)
     block = tl.join(ab, cd)
@@ -179,6 +177,15 @@ def unpack(
         block = tl.join(block, tl.join(ef, gh))
         block = block.reshape(COLS, BLOCKS, 8, 2, 2, 2).permute(0, 1, 5, 4, 3, 2)
     return block.reshape(COLS, ROWS)
+
+
+@triton.jit
+def of_rows(own, ROWS: tl.constexpr, COLS: tl.constexpr, PER: tl.constexpr):
+    """Words as they lie in memory, (strips, lines, 32), as (COLS, words of a row)."""
+    BLOCKS: tl.constexpr = ROWS // (8 * PER)
+    # Strip, block, g, q, half, odd or even; then rows by words.
+    words = own.reshape(COLS // 16, BLOCKS, 8, 4, 2, 2).permute(0, 4, 2, 1, 3, 5)
+    return words.reshape(COLS, 8 * BLOCKS)
 
 
 @triton.jit
@@ -215,4 +222,4 @@ def load_packed(
         if shifts is None
         else load_shared(shifts, group, end, col, columns, GROUPS, COLS, DESCRIBED, PAIRED)
     )
-    return UNPACK(own, scale, shift, ROWS, COLS, spread).T
+    return UNPACK(of_rows(own, ROWS, COLS, PER), scale, shift, ROWS, COLS, spread).T

@@ -1,9 +1,9 @@
 """The matrix product with specialised warps: one loads, and groups of four multiply, each at its own pace.
 
-For Hopper, in Gluon. A group multiplies 64 rows of what the tensor cores take on their left. Between two products it has
-work to do on its own: it unpacks a weight's words, or multiplies a step's product by its factors and adds it to the sum.
-Groups do not wait for each other, so the tensor cores work for one while the other does that. This is how CUTLASS's
-mixed-input kernels and DeepGEMM (github.com/deepseek-ai/DeepGEMM) keep the tensor cores busy.
+For Hopper, in Gluon. A group multiplies 64 rows of what the tensor cores take on their left. Between two products it
+has work to do on its own: it unpacks a weight's words, or multiplies a step's product by its factors and adds it to the
+sum. Groups do not wait for each other, so the tensor cores work for one while the other does that. This is how
+CUTLASS's mixed-input kernels and DeepGEMM (github.com/deepseek-ai/DeepGEMM) keep the tensor cores busy.
 
 The warp that loads (`produce`) and the groups (`consume`) share the `ring`: blocks of A and B for each stage of the
 pipeline, and for each stage two barriers. `full` is complete when both blocks have arrived, `free` when all groups have
@@ -11,6 +11,8 @@ used them.
 
 MULTIPLY is the K loop, with its own parameters FACTS: see `multiply_packed` and `multiply_scaled`. With SWAP it gives
 the transposed product, and the groups divide the tile's columns between them, otherwise its rows.
+
+With PAIRED the columns of a tile are of both halves of a packed weight, and two of them make one of the output.
 
 `work` is (M, N, K, whole, cut, virtual, chunk): sizes, and how tiles are divided between programs, see `rings`.
 """
@@ -20,7 +22,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from .dialect import in_gluon
+from .packed import of_rows
 from .rings import beside, column_halves, combine, following, own_steps
+
+OF_ROWS = in_gluon(of_rows)
 
 #: Rows of the tensor cores' left operand that a group multiplies; groups; registers of their threads and the loader's.
 ROWS, GROUPS, REGISTERS, LOADER_REGISTERS = (gl.constexpr(x) for x in (64, 2, 240, 24))
@@ -42,19 +48,9 @@ def corner(
 
 @gluon.jit
 def load(
-    a,
-    b,
-    ring,
-    row,
-    col,
-    low,
-    high,
-    stage,
-    phase,
-    BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr,
-    PER: gl.constexpr,
-):
+    a, b, ring, row, col, low, high, stage, phase,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PER: gl.constexpr, PAIRED: gl.constexpr,
+):  # fmt: skip
     """Loads the blocks of one tile, from step `low` to `high` along K, as far ahead as there are stages."""
     a_blocks, b_blocks, full, free = ring
     for step in range(low, high):
@@ -63,7 +59,9 @@ def load(
         arrived = full.index(stage)
         mbarrier.expect(arrived, a.block_type.nbytes + b.block_type.nbytes)
         _load(a, [row, k], arrived, a_blocks.index(stage))
-        if PER > 0:
+        if PAIRED:
+            _load(b, [0, col // 32, k // (2 * PER), 0], arrived, b_blocks.index(stage))
+        elif PER > 0:
             _load(b, [col // 16, k // (2 * PER), 0], arrived, b_blocks.index(stage))
         else:
             _load(b, [col, k], arrived, b_blocks.index(stage))
@@ -74,7 +72,7 @@ def load(
 @gluon.jit
 def produce(
     a, b, ring, work, ORDER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    GROUP_M: gl.constexpr, STAGES: gl.constexpr, PER: gl.constexpr, SPLIT: gl.constexpr,
+    GROUP_M: gl.constexpr, STAGES: gl.constexpr, PER: gl.constexpr, PAIRED: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Loads what `consume` multiplies, in the same order; `PER` numbers are in a word of B, 0 if it is not packed."""
     M, N, K, whole, cut, virtual, chunk = work
@@ -84,14 +82,14 @@ def produce(
     phase = gl.to_tensor(1)
     for tile in range(gl.program_id(0), whole, gl.num_programs(0)):
         row, col = corner(tile, M, N, ORDER, BLOCK_M, BLOCK_N, GROUP_M)
-        stage, phase = load(a, b, ring, row, col, 0, steps, stage, phase, BLOCK_K, STAGES, PER)
+        stage, phase = load(a, b, ring, row, col, 0, steps, stage, phase, BLOCK_K, STAGES, PER, PAIRED)
     if SPLIT:
         first, last, first_tile, last_tile = own_steps(cut, virtual, chunk)
         for tile in range(first_tile, last_tile):
             row, col = corner(whole + tile, M, N, ORDER, BLOCK_M, BLOCK_N, GROUP_M)
             low = max(first - tile * virtual, 0)
             high = min(last - tile * virtual, steps)
-            stage, phase = load(a, b, ring, row, col, low, high, stage, phase, BLOCK_K, STAGES, PER)
+            stage, phase = load(a, b, ring, row, col, low, high, stage, phase, BLOCK_K, STAGES, PER, PAIRED)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -99,14 +97,26 @@ def produce(
 
 
 @gluon.constexpr_function
-def words_layout(lines):
-    """A group's words, (strips, lines, 32), as `formats.packing` deals them out to threads."""
+def words_layout(lines, paired):
+    """A group's words, as `formats.packing` deals them out to threads: (strips, lines, 32).
+
+    Where columns are `paired`, (2, strips, lines, 32), a thread has words of columns as far apart as the halves, where
+    it otherwise has words of columns that are eight apart.
+    """
+    bits = {
+        "odd": (0, 0, 1), "eight": (0, 0, 2), "q": ((0, 0, 4), (0, 0, 8)),
+        "g": ((0, 0, 16), (0, 1, 0), (0, 2, 0)), "strips": ((1, 0, 0), (2, 0, 0)),
+    }  # fmt: skip
+    blocks = [(0, 4 << i, 0) for i in range((lines // 4).bit_length() - 1)]
+    lanes = [*bits["q"], *bits["g"]]
+    if not paired:
+        registers, warps, shape = [bits["odd"], bits["eight"], *blocks], bits["strips"], [4, lines, 32]
+    else:
+        registers = [(0, *bits["odd"]), (1, 0, 0, 0), *((0, *base) for base in blocks)]
+        lanes = [(0, *base) for base in lanes]
+        warps, shape = [(0, *bits["eight"]), (0, *bits["strips"][0])], [2, 2, lines, 32]
     return gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 1], [0, 0, 2], *([0, 4 << i, 0] for i in range((lines // 4).bit_length() - 1))],
-        lane_bases=[[0, 0, 4], [0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0]],
-        warp_bases=[[1, 0, 0], [2, 0, 0]],
-        block_bases=[],
-        shape=[4, lines, 32],
+        *([list(x) for x in bases] for bases in (registers, lanes, warps)), [], shape
     )
 
 
@@ -128,37 +138,75 @@ def spread_layout(blocks, groups):
 
 
 @gluon.jit
-def shared_piece(
-    x, step, first, groups, columns, PIECE: gl.constexpr, PIECES: gl.constexpr, BLOCKS: gl.constexpr,
-    GROUP: gl.constexpr, BLOCK_K: gl.constexpr,
-):  # fmt: skip
-    """What the groups of a step share, for 64 columns from `first` on and one piece of each block of words."""
-    OWN: gl.constexpr = BLOCK_K // GROUP // PIECES if BLOCK_K > GROUP else 1
-    LAYOUT: gl.constexpr = gl.SliceLayout(2, spread_layout(BLOCKS, OWN))
-    column = first + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
-    group = gl.arange(0, OWN, gl.SliceLayout(0, LAYOUT))[None, :] * PIECES + (step * BLOCK_K // GROUP + PIECE)
-    # The last step may end behind the last group.
-    place = min(group, groups - 1) * columns + column
-    return gl.load(x + place, mask=column < columns, other=0.0)
+def own_words(
+    blocks, GROUP_NUMBER: gl.constexpr, BLOCK_K: gl.constexpr, PER: gl.constexpr, PAIRED: gl.constexpr
+):
+    """A group's part of a stage's words, as rows of 64 columns; with `PAIRED` columns of both halves by eights."""
+    LAYOUT: gl.constexpr = words_layout(BLOCK_K // (2 * PER), PAIRED)
+    BLOCKS: gl.constexpr = BLOCK_K // (8 * PER)
+    if PAIRED:
+        own = blocks.slice(2 * GROUP_NUMBER, 2, 1).load(LAYOUT)
+        # Half of the columns, strip, block, g, q, eight, odd or even.
+        words = own.reshape([2, 2, BLOCKS, 8, 4, 2, 2]).permute((1, 5, 0, 3, 2, 4, 6))
+        return words.reshape([ROWS, 8 * BLOCKS])
+    else:
+        return OF_ROWS(blocks.slice(4 * GROUP_NUMBER, 4).load(LAYOUT), BLOCK_K, ROWS, PER)
 
 
 @gluon.jit
-def shared_of(x, step, first, groups, columns, PER: gl.constexpr, GROUP: gl.constexpr, BLOCK_K: gl.constexpr):
+def own_columns(col, GROUP_NUMBER: gl.constexpr, columns, PAIRED: gl.constexpr, LAYOUT: gl.constexpr):
+    """The columns of these rows, of a tile that begins at `col`, and whether they are there."""
+    row = gl.arange(0, ROWS, LAYOUT)
+    if PAIRED:
+        column = col // 2 + ROWS // 2 * GROUP_NUMBER + row // 16 * 8 + row % 8
+        return column + row // 8 % 2 * (columns // 2), column < columns // 2
+    else:
+        column = col + ROWS * GROUP_NUMBER + row
+        return column, column < columns
+
+
+@gluon.jit
+def shared_piece(
+    x, step, col, groups, columns, PIECE: gl.constexpr, PIECES: gl.constexpr, BLOCKS: gl.constexpr,
+    GROUP: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_NUMBER: gl.constexpr, PAIRED: gl.constexpr,
+):  # fmt: skip
+    """What the groups of a step share, for the columns of a group of warps and one piece of each block of words."""
+    OWN: gl.constexpr = BLOCK_K // GROUP // PIECES if BLOCK_K > GROUP else 1
+    LAYOUT: gl.constexpr = gl.SliceLayout(2, spread_layout(BLOCKS, OWN))
+    column, inside = own_columns(col, GROUP_NUMBER, columns, PAIRED, gl.SliceLayout(1, LAYOUT))
+    group = gl.arange(0, OWN, gl.SliceLayout(0, LAYOUT))[None, :] * PIECES + (step * BLOCK_K // GROUP + PIECE)
+    # The last step may end behind the last group.
+    place = min(group, groups - 1) * columns + column[:, None]
+    return gl.load(x + place, mask=inside[:, None], other=0.0)
+
+
+@gluon.jit
+def shared_of(
+    x, step, col, groups, columns, PER: gl.constexpr, GROUP: gl.constexpr, BLOCK_K: gl.constexpr,
+    GROUP_NUMBER: gl.constexpr, PAIRED: gl.constexpr,
+):  # fmt: skip
     """What the groups of a step share, a tensor for each piece of a word that has a group of its own."""
     BLOCKS: gl.constexpr = BLOCK_K // (8 * PER)
     PIECES: gl.constexpr = 8 * PER // GROUP if GROUP < 8 * PER else 1
-    first_piece = shared_piece(x, step, first, groups, columns, 0, PIECES, BLOCKS, GROUP, BLOCK_K)
+    of_0 = shared_piece(
+        x, step, col, groups, columns, 0, PIECES, BLOCKS, GROUP, BLOCK_K, GROUP_NUMBER, PAIRED
+    )
     if PIECES == 1:
-        return (first_piece,)
-    elif PIECES == 2:
-        return (first_piece, shared_piece(x, step, first, groups, columns, 1, 2, BLOCKS, GROUP, BLOCK_K))
+        return (of_0,)
     else:
-        return (
-            first_piece,
-            shared_piece(x, step, first, groups, columns, 1, 4, BLOCKS, GROUP, BLOCK_K),
-            shared_piece(x, step, first, groups, columns, 2, 4, BLOCKS, GROUP, BLOCK_K),
-            shared_piece(x, step, first, groups, columns, 3, 4, BLOCKS, GROUP, BLOCK_K),
+        of_1 = shared_piece(
+            x, step, col, groups, columns, 1, PIECES, BLOCKS, GROUP, BLOCK_K, GROUP_NUMBER, PAIRED
         )
+        if PIECES == 2:
+            return (of_0, of_1)
+        else:
+            of_2 = shared_piece(
+                x, step, col, groups, columns, 2, PIECES, BLOCKS, GROUP, BLOCK_K, GROUP_NUMBER, PAIRED
+            )
+            of_3 = shared_piece(
+                x, step, col, groups, columns, 3, PIECES, BLOCKS, GROUP, BLOCK_K, GROUP_NUMBER, PAIRED
+            )
+            return (of_0, of_1, of_2, of_3)
 
 
 @gluon.jit
@@ -176,7 +224,7 @@ def spread(pieces, PART: gl.constexpr, PARTS: gl.constexpr, BLOCKS: gl.constexpr
 def multiply_packed(
     ring, extra, M, N, row, col, low, high, stage, phase, GROUP_NUMBER: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    UNPACK: gl.constexpr, PER: gl.constexpr, GROUP: gl.constexpr,
+    PAIRED: gl.constexpr, UNPACK: gl.constexpr, PER: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """64 columns of a tile, from step `low` to `high` along K: the transposed product with a packed weight.
 
@@ -189,11 +237,17 @@ def multiply_packed(
     scales, shifts, groups, columns = extra
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    WORDS: gl.constexpr = words_layout(BLOCK_K // (2 * PER))
-    first = col + ROWS * GROUP_NUMBER
     acc = gl.zeros([ROWS, BLOCK_M], gl.float32, ACC)
-    next_scale = () if scales is None else shared_of(scales, low, first, groups, columns, PER, GROUP, BLOCK_K)
-    next_shift = () if shifts is None else shared_of(shifts, low, first, groups, columns, PER, GROUP, BLOCK_K)
+    next_scale = (
+        ()
+        if scales is None
+        else shared_of(scales, low, col, groups, columns, PER, GROUP, BLOCK_K, GROUP_NUMBER, PAIRED)
+    )
+    next_shift = (
+        ()
+        if shifts is None
+        else shared_of(shifts, low, col, groups, columns, PER, GROUP, BLOCK_K, GROUP_NUMBER, PAIRED)
+    )
     for step in range(low, high):
         scale = next_scale
         shift = next_shift
@@ -202,15 +256,19 @@ def multiply_packed(
         next_scale = (
             ()
             if scales is None
-            else shared_of(scales, following_step, first, groups, columns, PER, GROUP, BLOCK_K)
+            else shared_of(
+                scales, following_step, col, groups, columns, PER, GROUP, BLOCK_K, GROUP_NUMBER, PAIRED
+            )
         )
         next_shift = (
             ()
             if shifts is None
-            else shared_of(shifts, following_step, first, groups, columns, PER, GROUP, BLOCK_K)
+            else shared_of(
+                shifts, following_step, col, groups, columns, PER, GROUP, BLOCK_K, GROUP_NUMBER, PAIRED
+            )
         )
         mbarrier.wait(full.index(stage), phase)
-        words = b_blocks.index(stage).slice(4 * GROUP_NUMBER, 4).load(WORDS)
+        words = own_words(b_blocks.index(stage), GROUP_NUMBER, BLOCK_K, PER, PAIRED)
         weight = UNPACK(
             words, None if scales is None else scale, None if shifts is None else shift, BLOCK_K, ROWS, spread
         )
@@ -248,7 +306,7 @@ def factor_of_columns(pointer, col, stride, EVERY: gl.constexpr, N, more):
 def multiply_scaled(
     ring, extra, M, N, row, col, low, high, stage, phase, GROUP_NUMBER: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    SHARED_M: gl.constexpr, SHARED_N: gl.constexpr, UNUSED: gl.constexpr,
+    PAIRED: gl.constexpr, SHARED_M: gl.constexpr, SHARED_N: gl.constexpr, UNUSED: gl.constexpr,
 ):  # fmt: skip
     """64 rows of a tile, from step `low` to `high` along K: each step's product is scaled before it is added.
 
@@ -323,26 +381,42 @@ def take_ticket(counter, others):
 
 
 @gluon.jit
+def halves_beside(block):
+    """A block whose columns are of both halves by eights as one with the halves side by side; no number moves."""
+    rows: gl.constexpr = block.shape[0]
+    cols: gl.constexpr = block.shape[1]
+    left, right = block.reshape([rows, cols // 16, 2, 8]).permute((0, 1, 3, 2)).split()
+    return beside(left.reshape([rows, cols // 2]), right.reshape([rows, cols // 2]))
+
+
+@gluon.jit
 def finish(
-    acc, out, staged, args, M, N, row, col, EPILOGUE: gl.constexpr, CAST: gl.constexpr, SWAP: gl.constexpr
-):
+    acc, out, staged, args, M, N, row, col, EPILOGUE: gl.constexpr, CAST: gl.constexpr, SWAP: gl.constexpr,
+    PAIRED: gl.constexpr,
+):  # fmt: skip
     """Epilogue and store of a group's part of a tile, in pieces as large as the output's descriptor takes them."""
     DIM: gl.constexpr = 0 if SWAP else 1
     if acc.shape[1] > out.block_type.shape[DIM]:
         HALF: gl.constexpr = acc.shape[1] // 2
         left, right = column_halves(acc)
-        finish(left, out, staged, args, M, N, row, col, EPILOGUE, CAST, SWAP)
+        finish(left, out, staged, args, M, N, row, col, EPILOGUE, CAST, SWAP, PAIRED)
         if SWAP:
-            finish(right, out, staged, args, M, N, row + HALF, col, EPILOGUE, CAST, SWAP)
+            finish(right, out, staged, args, M, N, row + HALF, col, EPILOGUE, CAST, SWAP, PAIRED)
         else:
-            finish(right, out, staged, args, M, N, row, col + HALF, EPILOGUE, CAST, SWAP)
+            finish(right, out, staged, args, M, N, row, col + HALF, EPILOGUE, CAST, SWAP, PAIRED)
     else:
         block = acc.permute((1, 0)) if SWAP else acc
-        value = EPILOGUE(block, args, (M, N), (), 0, row, col, block.shape[0], block.shape[1], False)
+        BETWEEN: gl.constexpr = 2 if PAIRED else 1
+        if PAIRED:
+            block = halves_beside(block)
+        height: gl.constexpr = block.shape[0]
+        width: gl.constexpr = block.shape[1] // BETWEEN
+        at = col // BETWEEN
+        value = EPILOGUE(block, args, (M, N // BETWEEN), (), 0, row, at, height, width, False)
         tma.store_wait(0)
         staged.store(CAST(value, out.dtype))
         hopper.fence_async_shared()
-        _store(out, [row, col], staged)
+        _store(out, [row, at], staged)
 
 
 @gluon.jit
@@ -350,7 +424,7 @@ def consume(
     out, staging, ring, extra, args, partials, counters, work, GROUP_NUMBER: gl.constexpr, MULTIPLY: gl.constexpr,
     FACT_0: gl.constexpr, FACT_1: gl.constexpr, FACT_2: gl.constexpr, ORDER: gl.constexpr, EPILOGUE: gl.constexpr,
     CAST: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr, SWAP: gl.constexpr, SPLIT: gl.constexpr,
+    STAGES: gl.constexpr, SWAP: gl.constexpr, PAIRED: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """One group's part of the work: first of whole tiles, then of parts along K."""
     M, N, K, whole, cut, virtual, chunk = work
@@ -364,9 +438,9 @@ def consume(
         row, col = corner(tile, M, N, ORDER, BLOCK_M, BLOCK_N, GROUP_M)
         acc, stage, phase = MULTIPLY(
             ring, extra, M, N, row, col, 0, steps, stage, phase, GROUP_NUMBER, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
-            FACT_0, FACT_1, FACT_2,
+            PAIRED, FACT_0, FACT_1, FACT_2,
         )  # fmt: skip
-        finish(acc, out, staged, args, M, N, row + DOWN, col + RIGHT, EPILOGUE, CAST, SWAP)
+        finish(acc, out, staged, args, M, N, row + DOWN, col + RIGHT, EPILOGUE, CAST, SWAP, PAIRED)
     if SPLIT:
         first, last, first_tile, last_tile = own_steps(cut, virtual, chunk)
         for tile in range(first_tile, last_tile):
@@ -375,7 +449,7 @@ def consume(
             high = min(last - tile * virtual, steps)
             acc, stage, phase = MULTIPLY(
                 ring, extra, M, N, row, col, low, high, stage, phase, GROUP_NUMBER, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
-                FACT_0, FACT_1, FACT_2,
+                PAIRED, FACT_0, FACT_1, FACT_2,
             )  # fmt: skip
             done = gl.to_tensor(True)
             if high - low < steps:
@@ -384,7 +458,7 @@ def consume(
                     acc, tile * virtual, steps, chunk, partials, counter, take_ticket, GROUP_NUMBER, GROUPS
                 )
             if done:
-                finish(acc, out, staged, args, M, N, row + DOWN, col + RIGHT, EPILOGUE, CAST, SWAP)
+                finish(acc, out, staged, args, M, N, row + DOWN, col + RIGHT, EPILOGUE, CAST, SWAP, PAIRED)
     tma.store_wait(0)
 
 
@@ -394,13 +468,13 @@ def gemm_specialized(
     MULTIPLY: gl.constexpr, FACT_0: gl.constexpr, FACT_1: gl.constexpr, FACT_2: gl.constexpr, PER: gl.constexpr,
     ORDER: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
-    SWAP: gl.constexpr, SPLIT: gl.constexpr,
+    SWAP: gl.constexpr, PAIRED: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """As many programs as run at once, each taking every num_programs-th of the first `whole` tiles.
 
-    With `SPLIT` the other tiles are divided along K, `cut` tiles in pieces of `chunk` steps, one a program; see `rings`.
-    `partials` has room for two fp32 tiles a program; `counters` are zeros, one a cut tile and group of warps, and zeros
-    again afterwards.
+    With `SPLIT` the other tiles are divided along K, `cut` tiles in pieces of `chunk` steps, one a program; see
+    `rings`. `partials` has room for two fp32 tiles a program; `counters` are zeros, one a cut tile and group of warps,
+    and zeros again afterwards.
 
     Args:
         a, b, out: descriptors: of blocks of A (M, K), of B's transpose (N, K) or of its words, and of pieces of a
@@ -426,17 +500,17 @@ def gemm_specialized(
                 consume,
                 (
                     out, staging, ring, extra, args, partials, counters, work, 0, MULTIPLY, FACT_0, FACT_1, FACT_2,
-                    ORDER, EPILOGUE, CAST, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, SWAP, SPLIT,
+                    ORDER, EPILOGUE, CAST, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, SWAP, PAIRED, SPLIT,
                 ),
             ),
             (
                 consume,
                 (
                     out, staging, ring, extra, args, partials, counters, work, 1, MULTIPLY, FACT_0, FACT_1, FACT_2,
-                    ORDER, EPILOGUE, CAST, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, SWAP, SPLIT,
+                    ORDER, EPILOGUE, CAST, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, SWAP, PAIRED, SPLIT,
                 ),
             ),
-            (produce, (a, b, ring, work, ORDER, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, PER, SPLIT)),
+            (produce, (a, b, ring, work, ORDER, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, PER, PAIRED, SPLIT)),
         ],
         [4, 1],
         [REGISTERS, LOADER_REGISTERS],

@@ -13,7 +13,7 @@ import numpy as np
 from .. import clusters
 from ..problem import Config, Problem
 from ..select.model import _resident
-from ..select.space import Space, Tile
+from ..select.space import DEALT, Space, Tile
 from ..waves import Split, Waves
 
 Ints = np.ndarray
@@ -76,7 +76,7 @@ def _places(tile: Ints, tiles_m: int, tiles_n: int, group: int) -> tuple[Ints, I
 def programs_at_once(problem: Problem, config: Config) -> int:
     """How many programs of a config a GPU holds at once; clusters count as one. What the selector's model reckons."""
     device = problem.device
-    if config.schedule == "cluster":
+    if config.schedule in DEALT:
         return max(device.sms // config.ctas, 1)
     item_b = problem.b.dtype.itemsize if problem.packing is None else problem.packing.bits / 8
     stage = (config.block_m * problem.a.dtype.itemsize + config.block_n * item_b) * config.block_k
@@ -127,8 +127,8 @@ class Schedule:
         """
         work, split = Waves.of(problem, config), Split.of(problem, config)
         _check_count(work.units * (1 if split is None else split.parts))
-        make = {"tile": _of_tiles, "persistent": _of_persistent, "cluster": _of_clusters}[config.schedule]
-        return make(problem, config)
+        make = {"tile": _of_tiles, "persistent": _of_persistent, **dict.fromkeys(DEALT, _of_work)}
+        return make[config.schedule](problem, config)
 
     @classmethod
     def plain(cls, problem: Problem, tile: Sizes, group_size: int = 8) -> Schedule:
@@ -232,8 +232,8 @@ def _small_tiles(problem: Problem, config: Config, work: Waves, tiles_n: int) ->
     }  # fmt: skip
 
 
-def _of_clusters(problem: Problem, config: Config) -> Schedule:
-    """Clusters that take whole tiles in turn, then a narrow tile or their share of the steps of tiles cut along K."""
+def _of_work(problem: Problem, config: Config) -> Schedule:
+    """Programs that take whole tiles in turn, then a narrow tile or their share of the steps of tiles cut along K."""
     p, c = problem, config
     tiles_n = -(-p.N // c.block_n)
     steps = -(-p.K // c.block_k)
@@ -243,7 +243,7 @@ def _of_clusters(problem: Problem, config: Config) -> Schedule:
     program, turn = _dealt(work.whole, work.programs)
     columns = _of_config(p, c, np.arange(work.whole), tiles_n)
     before = np.bincount(program, minlength=work.programs)
-    own, behind, more = _rest_of_clusters(p, c, work, tiles_n)
+    own, behind, more = _rest_of_work(p, c, work, tiles_n)
     return Schedule(
         work.programs, at_once, program=np.concatenate([program, own]),
         turn=np.concatenate([turn, before[own] + behind]),
@@ -251,7 +251,7 @@ def _of_clusters(problem: Problem, config: Config) -> Schedule:
     )  # fmt: skip
 
 
-def _rest_of_clusters(
+def _rest_of_work(
     problem: Problem, config: Config, work: clusters.Work, tiles_n: int
 ) -> tuple[Ints, Ints, dict[str, Ints]]:
     """What does not fill a wave: programs, their turns behind the whole tiles, and where the units lie."""

@@ -18,7 +18,7 @@ import torch
 
 import gemmery
 
-from ... import clusters, devices, direct
+from ... import clusters, devices, direct, specialized
 from ...formats.base import FORMATS
 from ...select import database, measured, store
 from ...select.keys import Key, device_text
@@ -122,6 +122,7 @@ def runs(arch: devices.Arch) -> dict[str, str]:
     as_half = any("multiplied as fp16" in lack.instead for lack in devices.lacks(arch.name))
     dots = {name: "as fp16" if as_half else "tensor cores" for name in fp8}
     clustered = arch.name == "sm_90" and clusters.available()
+    special = arch.name == "sm_90" and specialized.available()
     how = "PTX" if arch.backend == "cuda" else "plain Triton code"
     return {
         **{f"fp8 {name}": text for name, text in (lacking | dots).items()},
@@ -129,6 +130,7 @@ def runs(arch: devices.Arch) -> dict[str, str]:
         "packed weights": f"{', '.join(FORMATS)}: unpacked by {how}",
         "loads": "tensor descriptors (TMA), or pointers" if arch.tma else "pointers",
         "clusters": "chosen for 65 to 511 rows" if clustered else "none: one program a multiprocessor",
+        "specialised warps": "chosen for packed weights and scales along K" if special else "none",
     }
 
 

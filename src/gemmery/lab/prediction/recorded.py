@@ -13,7 +13,7 @@ import torch
 from ...devices import TABLE, Device
 from ...problem import Config, Problem
 from ...select import measured
-from ...select.space import kind_of, tiles_of
+from ...select.space import DEALT, kind_of, tiles_of
 from .. import results
 from ..posing import of_row
 from ..suites import Row
@@ -122,7 +122,9 @@ def read_tables(device: Device) -> Iterator[Timed]:
     start = device.name.lower().replace(" ", "-") + "-"
     for path in sorted(measured.TABLES.glob(f"{start}*.json")):
         data = json.loads(path.read_text(encoding="utf-8"))
-        stem = path.stem.removeprefix(start).removesuffix("-cluster")
+        stem = path.stem.removeprefix(start)
+        for schedule in DEALT:
+            stem = stem.removesuffix(f"-{schedule}")
         name = stem.replace("packed-", "packed ")
         for shape, times in zip(data["shapes"], data["microseconds"], strict=True):
             problem = measured._problem(shape, device, torch.bfloat16, name)

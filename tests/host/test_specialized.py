@@ -1,0 +1,117 @@
+"""What the host knows of specialised warps: what they suit, how work is divided, and that their choice is data."""
+
+from dataclasses import replace
+
+import pytest
+
+from gemmery import Config, devices, specialized
+from gemmery.lab.posing import posed
+from gemmery.launch import bind
+from gemmery.select import rank
+from gemmery.select.space import DEALT, space_of
+
+H200 = devices.TABLE["NVIDIA H200"]
+CONFIG = Config.of("256x128x64-g4-w8-s5-specialized-descriptor-k2-swap")
+SCALED = Config.of("128x256x128-g16-w8-s3-specialized-descriptor")
+
+
+def packed(M=4096, N=8192, K=8192, **options):
+    return posed(M, N, K, device=options.pop("device", H200), **{"weight": "int4"} | options)
+
+
+def blocks(M=4096, N=8192, K=8192, **options):
+    return posed(M, N, K, device=H200, dtype="e4m3", scales="block", **options)
+
+
+def test_text_and_back():
+    assert Config.of(str(CONFIG)) == CONFIG
+    assert CONFIG.schedule == "specialized"
+    assert CONFIG.swap
+
+
+@pytest.mark.parametrize("words", ["num_warps=4", "loader=pointer", "tail=2", "cluster_m=2", "block_n=192"])
+def test_fields_that_do_not_go_together(words):
+    name, value = words.split("=")
+    given = CONFIG.asdict() | {name: int(value) if value.isdigit() else value}
+    with pytest.raises(ValueError, match=r"^Config: "):
+        Config(**given)
+
+
+def test_what_it_suits():
+    assert specialized.suits(packed())
+    assert specialized.suits(packed(epilogue="bias_gelu"))
+    assert specialized.suits(packed(epilogue="swiglu"))
+    assert specialized.suits(blocks())
+    # Others have nothing to do between two products.
+    assert not specialized.suits(posed(4096, 8192, 8192, device=H200))
+    assert not specialized.suits(posed(4096, 8192, 8192, device=H200, dtype="e4m3", scales="row"))
+    batch = replace(packed(), batch=(2,))
+    assert not specialized.suits(batch)
+    columns = replace(packed(), a=replace(packed().a, row=1, col=4096))
+    assert not specialized.suits(columns)
+    assert not specialized.suits(blocks(epilogue="swiglu"))
+    assert not specialized.suits(packed(device=devices.TABLE["NVIDIA A100-SXM4-80GB"]))
+
+
+def test_another_triton_does_without(monkeypatch):
+    monkeypatch.setattr(specialized, "VERSIONS", ("1.0",))
+    problem = packed()
+    assert "specialized" not in {config.schedule for config in space_of(problem).configs}
+    with pytest.raises(ValueError, match="specialized"):
+        bind(problem, CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("problem", "config"),
+    [
+        (packed(), "128x64x64-g4-w8-s5-specialized-descriptor-swap"),
+        (packed(), "256x128x32-g4-w8-s5-specialized-descriptor-swap"),
+        (packed(), str(SCALED)),
+        (blocks(), str(CONFIG)),
+        (blocks(), "64x128x128-g4-w8-s5-specialized-descriptor"),
+        (blocks(), "128x128x64-g4-w8-s5-specialized-descriptor"),
+        (posed(4096, 8192, 8192, device=H200), str(SCALED)),
+    ],
+)
+def test_configs_that_do_not_fit_are_refused(problem, config):
+    with pytest.raises(ValueError, match=r"^config "):
+        bind(problem, Config.of(config))
+
+
+@pytest.mark.parametrize("M", [1, 64, 200, 4096])
+@pytest.mark.parametrize("pose", [packed, blocks])
+def test_every_config_binds(pose, M):
+    problem = pose(M)
+    found = [config for config in space_of(problem).configs if config.schedule == "specialized"]
+    assert found
+    for config in found:
+        binding = bind(problem, config)
+        assert 1 <= binding.grid[0] <= H200.sms
+        size, counters = binding.room
+        assert (size > 0) == (counters > 0) == (binding.work.cut > 0)
+
+
+def test_programs_share_all_steps():
+    binding = bind(packed(M=256), CONFIG)
+    work = binding.work
+    # 64 tiles, each in two parts.
+    assert (work.programs, work.whole, work.cut, work.chunk) == (128, 0, 64, 64)
+
+
+def test_it_is_chosen_where_it_was_measured_to_be_quicker():
+    for problem in (packed(), packed(epilogue="swiglu"), blocks(), blocks(M=512)):
+        assert rank(problem)[0][0].schedule == "specialized"
+    for problem in (packed(M=1), packed(M=16), blocks(M=16)):
+        assert rank(problem)[0][0].schedule == "tile"
+
+
+def test_results_that_must_not_depend_on_the_batch_do_without():
+    for problem in (packed(batch_invariant=True), blocks(batch_invariant=True)):
+        assert not {config.schedule for config, _ in rank(problem)} & set(DEALT)
+
+
+def test_what_shares_factors_in_other_ways_does_without():
+    # A factor for every column of B takes a number in each.
+    problem = blocks()
+    assert problem.scales.b_every == 128
+    assert not specialized.suits(replace(problem, scales=replace(problem.scales, b_every=1)))
