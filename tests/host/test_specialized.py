@@ -49,8 +49,9 @@ def test_what_it_suits():
     assert not specialized.suits(batch)
     columns = replace(packed(), a=replace(packed().a, row=1, col=4096))
     assert not specialized.suits(columns)
-    assert not specialized.suits(blocks(epilogue="swiglu"))
-    assert not specialized.suits(packed(device=devices.TABLE["NVIDIA A100-SXM4-80GB"]))
+    halves = replace(blocks(), epilogue="fused", fusion=packed(epilogue="swiglu").fusion)
+    assert not specialized.suits(halves)
+    assert not specialized.suits(packed(device=devices.TABLE["NVIDIA A100"]))
 
 
 def test_another_triton_does_without(monkeypatch):
