@@ -103,20 +103,21 @@ def words_layout(lines, paired):
     Where columns are `paired`, (2, strips, lines, 32), a thread has words of columns as far apart as the halves, where
     it otherwise has words of columns that are eight apart.
     """
-    bits = {
-        "odd": (0, 0, 1), "eight": (0, 0, 2), "q": ((0, 0, 4), (0, 0, 8)),
-        "g": ((0, 0, 16), (0, 1, 0), (0, 2, 0)), "strips": ((1, 0, 0), (2, 0, 0)),
-    }  # fmt: skip
-    blocks = [(0, 4 << i, 0) for i in range((lines // 4).bit_length() - 1)]
-    lanes = [*bits["q"], *bits["g"]]
-    if not paired:
-        registers, warps, shape = [bits["odd"], bits["eight"], *blocks], bits["strips"], [4, lines, 32]
-    else:
-        registers = [(0, *bits["odd"]), (1, 0, 0, 0), *((0, *base) for base in blocks)]
-        lanes = [(0, *base) for base in lanes]
-        warps, shape = [(0, *bits["eight"]), (0, *bits["strips"][0])], [2, 2, lines, 32]
+    more = [4 << i for i in range((lines // 4).bit_length() - 1)]
+    if paired:
+        return gl.DistributedLinearLayout(
+            reg_bases=[[0, 0, 0, 1], [1, 0, 0, 0], *([0, 0, block, 0] for block in more)],
+            lane_bases=[[0, 0, 0, 4], [0, 0, 0, 8], [0, 0, 0, 16], [0, 0, 1, 0], [0, 0, 2, 0]],
+            warp_bases=[[0, 0, 0, 2], [0, 1, 0, 0]],
+            block_bases=[],
+            shape=[2, 2, lines, 32],
+        )
     return gl.DistributedLinearLayout(
-        *([list(x) for x in bases] for bases in (registers, lanes, warps)), [], shape
+        reg_bases=[[0, 0, 1], [0, 0, 2], *([0, block, 0] for block in more)],
+        lane_bases=[[0, 0, 4], [0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0]],
+        warp_bases=[[1, 0, 0], [2, 0, 0]],
+        block_bases=[],
+        shape=[4, lines, 32],
     )
 
 
