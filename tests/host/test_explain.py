@@ -52,6 +52,16 @@ def test_an_explanation_says_what_binds():
     assert f"{slower[0].config} is predicted to take" in found.reasons[-1]
 
 
+def test_a_quicker_kernel_that_is_not_kept_is_named():
+    found = gemmery.explain(4096, 2304, 7168, dtype=torch.bfloat16, device="H200", top=20)
+    assert found.quicker is not None
+    assert found.quicker.config not in [choice.config for choice in found.choices[:8]]
+    assert found.quicker.cost.total < min(choice.cost.total for choice in found.choices[:8])
+    assert f"{found.quicker.config} is predicted to take" in str(found)
+    assert found.asdict()["quicker"] == str(found.quicker.config)
+    assert gemmery.explain(4096, 4096, 4096, dtype=torch.bfloat16, device="H200").quicker is None
+
+
 def test_the_reference_is_explained():
     found = gemmery.explain(64, 64, 64, dtype=torch.float8_e5m2, device="RX 7900")
     assert found.choices == ()

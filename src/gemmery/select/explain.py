@@ -46,6 +46,8 @@ class Explanation:
         copies: the matrices that are copied first, of "a" and "b", since the kernel reads copies quicker; the choices
             are for the product of the copies.
         copying: predicted seconds of that.
+        quicker: a config that is predicted to be quicker than all choices and is not taken, since its kernel is none of
+            those that are kept for every M; see `shortlist`.
     """
 
     problem: Problem
@@ -54,6 +56,7 @@ class Explanation:
     considered: int
     copies: tuple[str, ...] = ()
     copying: float = 0.0
+    quicker: Choice | None = None
 
     @property
     def reasons(self) -> list[str]:
@@ -74,6 +77,12 @@ class Explanation:
         slower = [(config, cost) for config, cost in predicted if cost.total > first.cost.total]
         if slower:
             sentences.append(_what_is_gained(first.cost, *slower[0]))
+        if self.quicker is not None and self.quicker.cost is not None:
+            less = 1 - self.quicker.cost.total / first.cost.total
+            sentences.append(
+                f"{self.quicker.config} is predicted to take {less:.1%} less, but is none of the few kernels that are "
+                f"kept for every number of rows; pin it with config="
+            )
         return sentences
 
     def asdict(self) -> dict[str, Any]:
@@ -95,6 +104,7 @@ class Explanation:
                 }
                 for choice in self.choices
             ],
+            "quicker": None if self.quicker is None else str(self.quicker.config),
             "reasons": self.reasons,
         }  # fmt: skip
 
@@ -146,7 +156,9 @@ def explain_problem(problem: Problem, top: int = 5) -> Explanation:
         Choice(config, costs.get(config), measured[config].seconds if config in measured else None)
         for config in candidates(product)[:top]
     )
-    found = Explanation(problem, choices, next(iter(costs)), len(costs))
+    untuned, best = next(iter(costs)), min(costs, key=lambda config: costs[config].total)
+    quicker = Choice(best, costs[best], None) if costs[best].total < costs[untuned].total else None
+    found = Explanation(problem, choices, untuned, len(costs), quicker=quicker)
     return found if padded is None else replace(found, copies=padded.names, copying=padded.seconds)
 
 
