@@ -319,6 +319,15 @@ def test_list_shows_the_rows_that_the_options_leave():
     assert all(name in ran.stdout for name in wanted)
 
 
+def test_list_as_json(tmp_path):
+    file = tmp_path / "rows.json"
+    assert command("--suite", "llm", "--list", "--json", str(file)).exit_code == 0
+    found = json.loads(file.read_text(encoding="utf-8"))["suites"]
+    assert [suite["suite"] for suite in found] == ["llm"]
+    assert [row["name"] for row in found[0]["rows"]] == [row.name for row in suites.load("llm")]
+    assert all(suite["seconds"] > 0 for suite in found)
+
+
 def test_list_alone_shows_every_suite():
     ran = command("--list")
     assert ran.exit_code == 0

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options import app, place_for_json, words
+from .options import app, place_for_json, words, write_json
 
 
 def _steady_rows(text: str) -> str:
@@ -68,7 +68,7 @@ def bench(
     """
     if not suite and not listing:
         raise typer.BadParameter("name a suite, or see --list", param_hint="--suite")
-    from ..lab.bench import Request, runs, show
+    from ..lab.bench import Request, listed, runs, show
     from ..lab.bench import bench as run
 
     request = Request(
@@ -87,7 +87,9 @@ def bench(
         planned = runs(request)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    if listing:
+    if listing and json is not None:
+        write_json(json, {"suites": listed(request, planned)})
+    elif listing:
         show(request, planned)
     else:
         raise typer.Exit(run(request, planned))

@@ -316,6 +316,17 @@ def show(request: Request, planned: Sequence[Run]) -> None:
             print(f"  {row.name:56} {row.shape:24} A {row.a}, B {row.b}, out {row.out}{extra}")
 
 
+def listed(request: Request, planned: Sequence[Run]) -> list[dict[str, Any]]:
+    """The same as plain values, for JSON; times in seconds."""
+    return [
+        {
+            "suite": run.suite, "dtype": run.dtype, "about": suites.about(run.suite), "regimes": list(run.regimes),
+            "seconds": run.seconds(request), "rows": [asdict(row) for row in run.rows],
+        }
+        for run in planned
+    ]  # fmt: skip
+
+
 def bench(request: Request, planned: Sequence[Run]) -> int:
     """`gemmery bench`: run suites one after the other.
 

@@ -94,7 +94,8 @@ def facts(found: Inspection) -> dict[str, str]:
         "kernel": f"{found.kernel}, {found.programs} programs of {took.warps} warps",
         "registers": f"{took.registers} a thread",
         "spills": f"{took.spilled} bytes a thread: {_several(spills)}" if took.spilled or spills else "none",
-        "shared memory": f"{took.shared:,} of {room:,} bytes",
+        "shared memory": f"{took.shared:,} of {room:,} bytes"
+        + (": more than there are, so that it can't be launched" if took.shared > room else ""),
     }
     if found.buffers:
         shown["its blocks"] = ", ".join(found.buffers)
