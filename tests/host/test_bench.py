@@ -328,6 +328,12 @@ def test_list_as_json(tmp_path):
     assert all(suite["seconds"] > 0 for suite in found)
 
 
+def test_results_go_to_files():
+    ran = command("--suite", "llm", "--json", "-")
+    assert ran.exit_code == 2
+    assert "name a .json file" in ran.output
+
+
 def test_list_alone_shows_every_suite():
     ran = command("--list")
     assert ran.exit_code == 0

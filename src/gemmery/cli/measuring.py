@@ -68,6 +68,10 @@ def bench(
     """
     if not suite and not listing:
         raise typer.BadParameter("name a suite, or see --list", param_hint="--suite")
+    if json == Path("-") and not listing:
+        raise typer.BadParameter(
+            "results are kept in files: name a .json file, or a directory", param_hint="--json"
+        )
     from ..lab.bench import Request, listed, runs, show
     from ..lab.bench import bench as run
 
@@ -88,6 +92,7 @@ def bench(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     if listing and json is not None:
+        json = place_for_json(json)
         write_json(json, {"suites": listed(request, planned)})
     elif listing:
         show(request, planned)
