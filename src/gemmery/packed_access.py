@@ -80,7 +80,7 @@ def refusal(problem: Problem, config: Config) -> str | None:
     packing = problem.packing
     assert packing is not None
     if not config.swap or config.rest_n:
-        return "packed weights need the tile schedule with swap, and a block_n that is a power of two"
+        return "packed weights need swap, in the tile schedule, and a block_n that is a power of two"
     if config.block_k % (step := block_columns(packing.bits)):
         return f"block_k must be a multiple of {step} for {packing.bits} bits"
     if problem.paired and config.block_n < 2 * STRIP:

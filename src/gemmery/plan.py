@@ -256,6 +256,7 @@ def settle(
         ValueError: no config fits.
     """
     spilling: list[tuple[int, Binding, Any]] = []
+    seen: set[Any] = set()
     passed: dict[Config, str] = {}
     refusal: Exception | None = None
     for config in configs:
@@ -273,6 +274,10 @@ def settle(
         if spills == 0 or pinned:
             return Settled(binding, compiled, passed)
         passed[config] = f"spills {4 * spills} bytes a thread"
+        # Configs that differ in how they cut K may be one kernel.
+        if compiled.hash in seen:
+            continue
+        seen.add(compiled.hash)
         spilling.append((spills, binding, compiled))
         if len(spilling) >= SPILLING and min(spilling, key=_spills)[0] <= LITTLE:
             break

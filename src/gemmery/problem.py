@@ -369,6 +369,8 @@ class Config:
                 raise ValueError(f"Config: {name} is {getattr(self, name)!r}; it must be one of {allowed}")
         if self.schedule == "specialized" and (self.loader, self.num_warps) != ("descriptor", 8):
             raise ValueError("Config: the specialized schedule needs the descriptor loader and 8 warps")
+        if self.schedule == "specialized" and self.split_store:
+            raise ValueError("Config: the specialized schedule has pieces of its own, and no split_store")
         self._check_cluster()
 
     def _check_cluster(self) -> None:

@@ -24,9 +24,11 @@ from .waves import Split
 
 #: Versions of Triton whose Gluon has the names that the kernel is written in.
 VERSIONS = ("3.6", "3.7", "3.8", "3.9")
-#: Warps that multiply, in groups of four; rows or columns of a tile that a group has; the longest side of a piece
-#: that is stored.
-WARPS, OWN, PIECE = 8, 64, 128
+#: Warps that multiply, in groups of four; rows or columns of a tile that a group has, see `kernels.specialized`.
+WARPS, OWN = 8, 64
+#: The longest side of a piece that is stored, and where the epilogue reads or writes whole matrices, which takes
+#: registers.
+PIECE, PIECE_OF_BLOCKS = 128, 32
 
 
 def available() -> bool:
@@ -45,7 +47,7 @@ def suits(problem: Problem) -> bool:
         and p.a.col == 1
         and described(p)
         and p.out.col == 1
-        and p.out.dtype.itemsize == 2
+        and p.out.dtype in (torch.float16, torch.bfloat16)
         and storable(p.out, p.M, p.out_n, ())
         and _epilogue_suits(p)
     )
@@ -80,7 +82,7 @@ def refusal(problem: Problem, config: Config) -> str | None:
         step = block_columns(p.packing.bits)
         if not c.swap or c.block_n != OWN * WARPS // 4 or c.block_k % step or c.block_m > 256:
             return f"packed weights need swap, block_n 128, a block_k of multiples of {step} and block_m up to 256"
-    elif c.swap or c.block_m != OWN * WARPS // 4 or c.block_k != SCALED_EVERY or c.block_n > 256 or c.rest_n:
+    elif c.swap or c.block_m != OWN * WARPS // 4 or c.block_k != SCALED_EVERY or c.block_n > 256:
         return f"factors that change along K need block_m 128, block_k {SCALED_EVERY} and block_n up to 256"
     return None
 
@@ -110,8 +112,8 @@ class SpecializedBinding(Binding):
             raise ValueError(
                 f"config {c}: schedule 'specialized' needs Triton {', '.join(VERSIONS)}, a GPU of sm_90, a packed "
                 f"weight or fp8 factors with scales along K, rows of a (and of b's transpose) with adjacent elements, "
-                f"no batch, and a 16-bit output that a descriptor can store; given {p} on {p.device.arch} with Triton "
-                f"{triton.__version__}"
+                f"no batch, and an fp16 or bf16 output that a descriptor can store; given {p} on {p.device.arch} with "
+                f"Triton {triton.__version__}"
             )
         if reason := refusal(p, c):
             raise ValueError(f"config {c}: {reason}")
@@ -148,6 +150,7 @@ class SpecializedBinding(Binding):
         assert p.packing is not None
         return {
             "MULTIPLY": specialized.multiply_packed,
+            # Without waits: no product is under way when a group unpacks.
             "FACT_0": dialect.in_gluon(unpacker(p.packing, p.b.dtype, asm_of(p), False)),
             "FACT_1": 32 // p.packing.bits,
             "FACT_2": p.packing.group,
@@ -195,7 +198,8 @@ class SpecializedBinding(Binding):
     def _out(self, tensor: Tensor) -> Any:
         p, c = self.problem, self.config
         columns = OWN // 2 if p.paired else OWN
-        block = (min(c.block_m, PIECE), columns) if c.swap else (OWN, min(c.block_n, PIECE))
+        piece = PIECE_OF_BLOCKS if p.wants_pieces else PIECE
+        block = (min(c.block_m, piece), columns) if c.swap else (OWN, min(c.block_n, piece))
         return _descriptor(tensor, (p.M, p.out_n), (p.out.row, 1), block, p.out.dtype)
 
     def _extra(self, belonging: Sequence[Any]) -> tuple[Any, ...]:

@@ -3,8 +3,12 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from gemmery import Config, devices, specialized
+from gemmery.epilogues.device import compiled
+from gemmery.epilogues.table import TYPES
+from gemmery.kernels import dialect
 from gemmery.lab.posing import posed
 from gemmery.launch import bind
 from gemmery.select import rank
@@ -29,10 +33,14 @@ def test_text_and_back():
     assert CONFIG.swap
 
 
-@pytest.mark.parametrize("words", ["num_warps=4", "loader=pointer", "tail=2", "cluster_m=2", "block_n=192"])
+@pytest.mark.parametrize(
+    "words", ["num_warps=4", "loader=pointer", "tail=2", "cluster_m=2", "block_n=192", "split_store=1"]
+)
 def test_fields_that_do_not_go_together(words):
     name, value = words.split("=")
     given = CONFIG.asdict() | {name: int(value) if value.isdigit() else value}
+    if name == "split_store":
+        given[name] = True
     with pytest.raises(ValueError, match=r"^Config: "):
         Config(**given)
 
@@ -52,6 +60,25 @@ def test_what_it_suits():
     halves = replace(blocks(), epilogue="fused", fusion=packed(epilogue="swiglu").fusion)
     assert not specialized.suits(halves)
     assert not specialized.suits(packed(device=devices.TABLE["NVIDIA A100"]))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_outputs_that_a_descriptor_is_made_for(dtype):
+    out = replace(packed().out, dtype=dtype)
+    assert specialized.suits(replace(packed(), out=out)) is (dtype in (torch.float16, torch.bfloat16))
+
+
+def test_copies_in_gluon_go_with_their_originals():
+    """Another function at the address of one that is gone has a copy of its own."""
+    made = set()
+    for number in range(200):
+        function = compiled(f"def one_{number}(x):\n    return x + {number}\n", {})
+        copy = dialect.in_gluon(function)
+        assert copy is dialect.in_gluon(function)
+        assert copy.__name__ == f"one_{number}"
+        made.add(copy.__name__)
+        del function, copy
+    assert len(made) == 200
 
 
 def test_another_triton_does_without(monkeypatch):

@@ -1,5 +1,6 @@
 """Functions written for Triton, for use in Gluon kernels."""
 
+import threading
 import types
 from typing import Any
 
@@ -12,26 +13,32 @@ from triton.runtime.jit import JITFunction
 LANGUAGE = types.ModuleType(gl.__name__)
 vars(LANGUAGE).update(vars(tl) | vars(gl))
 
-_made: dict[int, Any] = {}
+#: Held while functions are copied: half a copy is of no use to another thread.
+_lock = threading.RLock()
 
 
 def in_gluon(function: Any) -> Any:
     """The same `@triton.jit` function with Gluon's language for its `tl`, and so for the functions that it calls.
 
     Gluon's kernels call Triton's functions, but a `tl.arange` there lacks a layout; `gl.arange` finds one by itself.
-    The copy has the source of the original, by which Triton notices an edit.
+    The copy has the source of the original, by which Triton notices an edit. It is kept with the original.
     """
-    if id(function) not in _made:
-        body = function.fn
-        names = dict(body.__globals__)
-        copy = types.FunctionType(body.__code__, names, body.__name__, body.__defaults__, body.__closure__)
-        for name in ("__annotations__", "__kwdefaults__", "__module__", "__qualname__", "__doc__"):
-            setattr(copy, name, getattr(body, name))
-        # Before the functions that it calls, which may call it.
-        _made[id(function)] = gluon.jit(copy)
-        for name in body.__code__.co_names:
-            if names.get(name) is tl:
-                names[name] = LANGUAGE
-            elif type(names.get(name)) is JITFunction:
-                names[name] = in_gluon(names[name])
-    return _made[id(function)]
+    with _lock:
+        if "_in_gluon" not in vars(function):
+            _copy(function)
+        return vars(function)["_in_gluon"]
+
+
+def _copy(function: Any) -> None:
+    body = function.fn
+    names = dict(body.__globals__)
+    copy = types.FunctionType(body.__code__, names, body.__name__, body.__defaults__, body.__closure__)
+    for name in ("__annotations__", "__kwdefaults__", "__module__", "__qualname__", "__doc__"):
+        setattr(copy, name, getattr(body, name))
+    # Before the functions that it calls, which may call it.
+    vars(function)["_in_gluon"] = gluon.jit(copy)
+    for name in body.__code__.co_names:
+        if names.get(name) is tl:
+            names[name] = LANGUAGE
+        elif type(names.get(name)) is JITFunction:
+            names[name] = in_gluon(names[name])

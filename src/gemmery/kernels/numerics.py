@@ -25,12 +25,13 @@ def widen(x):
 def dot(a, b, acc, PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr):
     """`acc + a @ b` in the accumulator's type.
 
-    The interpreter multiplies the raw bits of bf16 and fp8, so there both are widened first; products and sums are
-    then those of fp32, as on the tensor cores.
+    The interpreter multiplies the raw bits of bf16 and fp8, so there both are widened first. It multiplies with NumPy,
+    whose sums can depend on where in a tile a row is; so it sums a step in double precision and rounds that once, which
+    gives a row the same bits in every batch, as the tensor cores do.
     """
-    if INTERPRETED and a.dtype.primitive_bitwidth < 32 and a.dtype.is_floating():
-        a = widen(a)
-        b = widen(b)
+    if INTERPRETED and a.dtype.is_floating() and a.dtype.primitive_bitwidth < 64:
+        part = tl.dot(widen(a).to(tl.float64), widen(b).to(tl.float64), out_dtype=tl.float64)
+        return acc + part.to(acc.dtype)
     if IMPRECISE_ACC < 0:
         return tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=acc.dtype)
     return tl.dot(

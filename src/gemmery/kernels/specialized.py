@@ -9,8 +9,9 @@ The warp that loads (`produce`) and the groups (`consume`) share the `ring`: blo
 pipeline, and for each stage two barriers. `full` is complete when both blocks have arrived, `free` when all groups have
 used them.
 
-MULTIPLY is the K loop, with its own parameters FACTS: see `multiply_packed` and `multiply_scaled`. With SWAP it gives
-the transposed product, and the groups divide the tile's columns between them, otherwise its rows.
+MULTIPLY is the K loop, and FACT_0, FACT_1 and FACT_2 are its own last three parameters, see `multiply_packed` and
+`multiply_scaled`: Triton hashes functions as parameters, but not in a tuple. With SWAP it gives the transposed product,
+and the groups divide the tile's columns between them, otherwise its rows.
 
 With PAIRED the columns of a tile are of both halves of a packed weight, and two of them make one of the output.
 
@@ -177,8 +178,8 @@ def shared_piece(
     column, inside = own_columns(col, GROUP_NUMBER, columns, PAIRED, gl.SliceLayout(1, LAYOUT))
     group = gl.arange(0, OWN, gl.SliceLayout(0, LAYOUT))[None, :] * PIECES + (step * BLOCK_K // GROUP + PIECE)
     # The last step may end behind the last group.
-    place = min(group, groups - 1) * columns + column[:, None]
-    return gl.load(x + place, mask=inside[:, None], other=0.0)
+    mask = inside[:, None] & (group < groups)
+    return gl.load(x + group * columns + column[:, None], mask=mask, other=0.0)
 
 
 @gluon.jit
@@ -316,6 +317,7 @@ def multiply_scaled(
     Args:
         extra: the factors, as `scales` takes them, of a step of K each.
         SHARED_M, SHARED_N: rows and columns that share a factor; the latter in multiples of 128.
+        PAIRED, UNUSED: there as `multiply_packed` has as many.
     """
     a_blocks, b_blocks, full, free = ring
     at_a, _, row_a, step_a, at_b, _, row_b, step_b = extra
@@ -481,6 +483,7 @@ def gemm_specialized(
         a, b, out: descriptors: of blocks of A (M, K), of B's transpose (N, K) or of its words, and of pieces of a
             group's part of the output.
         extra: MULTIPLY's.
+        PER: numbers in a word of B, 0 where it is not packed.
         args: the epilogue's.
         CAST: `cast(value, dtype)` rounds what the epilogue returns.
     """
