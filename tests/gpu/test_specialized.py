@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 import gemmery
 from gemmery import epilogues, specialized
+from gemmery.formats.codes import from_codes
 from gemmery.select.space import tiles_of
 from tests.gpu.common import DRY, FP8, HALVES, matrix, rng, values, wide
 from tests.gpu.test_packed import KINDS, relative, weight
@@ -50,7 +51,64 @@ def test_packed(kind, dtype):
             assert torch.equal(gemmery.linear(x, w, config=config), result), (config, m, n, k)
 
 
-@pytest.mark.parametrize("types", [(a, b) for a in FP8 for b in FP8 if (a, b) != (FP8[1], FP8[1])], ids=str)
+def codes(kind, n, k, group):
+    """A weight of codes with what no format has by itself."""
+    groups = -(-k // group)
+    scales = torch.rand(n, groups, device="cuda") / 8 + 0.01
+    more = {"zeros": torch.randint(0, 16, (n, groups), device="cuda")} if kind == "fp32 scales" else {}
+    if kind == "offsets":
+        more = {"offsets": torch.randn(n, groups, device="cuda")}
+    return from_codes(
+        torch.randint(0, 16, (n, k), dtype=torch.uint8, device="cuda"), "int4", group_size=group, dtype=torch.bfloat16,
+        scales=scales if kind == "fp32 scales" else scales.bfloat16(), **more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("group", [16, 32, 64, 256, 4096])
+@pytest.mark.parametrize("kind", ["plain", "offsets", "fp32 scales"])
+def test_codes(kind, group):
+    rng("specialized codes", kind, group)
+    m, n, k = 200, 1000, 4096
+    x, w = values((m, k), torch.bfloat16), codes(kind, n, k, group)
+    want = wide(x) @ w.dequantize(torch.float64).mT
+    theirs = relative(x @ w.dequantize().mT, want)
+    for config in configs("packed4"):
+        assert relative(gemmery.linear(x, w, config=config), want) <= 1.05 * theirs + 1e-5, config
+
+
+def test_large_scales_in_a_last_group():
+    """What lies behind the last group is not a number times its scale, which could be infinite."""
+    k = 192
+    x, w = values((130, k), torch.float16) / 1e4, values((256, k), torch.float32)
+    w[:, 128:] *= 6e4 / w.abs().max()
+    packed = gemmery.quantize(w, "int4", group_size=64, dtype=torch.float16)
+    want = wide(x) @ packed.dequantize(torch.float64).mT
+    for config in configs("packed4"):
+        assert relative(gemmery.linear(x, packed, config=config), want) <= 2e-3, config
+
+
+def test_graphs_and_streams_have_parts_of_their_own():
+    config = next(config for config in configs("packed4") if config.split_k == 2)
+    w = weight("int4", 4096, 4096, torch.bfloat16)
+    x, other = values((256, 4096), torch.bfloat16), values((256, 4096), torch.bfloat16)
+    right, wrong = gemmery.linear(x, w, config=config), gemmery.linear(other, w, config=config)
+    graph, given = torch.cuda.CUDAGraph(), other.clone()
+    with torch.cuda.graph(graph):
+        made = gemmery.linear(given, w, config=config)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    for _ in range(20):
+        given.copy_(x)
+        graph.replay()
+        with torch.cuda.stream(stream):
+            beside = gemmery.linear(other, w, config=config)
+        assert torch.equal(gemmery.linear(x, w, config=config), right)
+        stream.synchronize()
+        assert torch.equal(beside, wrong)
+        assert torch.equal(made, right)
+
+
+@pytest.mark.parametrize("types", [(a, b) for a in FP8 for b in FP8], ids=str)
 @pytest.mark.parametrize("config", configs("scaled"), ids=str)
 def test_scaled(config, types):
     r = rng("specialized", config, types)
@@ -59,9 +117,10 @@ def test_scaled(config, types):
         k = -(-k // 16) * 16
         a, b = (values((rows, k), torch.float32).to(dtype) for rows, dtype in zip((m, n), types, strict=True))
         steps, strips = -(-k // 128), -(-n // 128)
-        factors = (
-            torch.rand(steps, m, device=a.device).T if number % 2 else torch.rand(m, steps, device=a.device)
-        )
+        # Of rows, by rows or by steps in memory, and of blocks.
+        factors = torch.rand(steps, m, device="cuda").T if number % 2 else torch.rand(m, steps, device="cuda")
+        if number == 2:
+            factors = torch.rand(-(-m // 128), steps, device="cuda")
         scaled = (
             gemmery.ScaledTensor(a, factors),
             gemmery.ScaledTensor(b, torch.rand(strips, steps, device=a.device)),
