@@ -13,6 +13,9 @@ def describe(found: Prediction) -> str:
         bound = "no part has half of it" if found.bound == "overhead" else f"bound by {found.bound}"
         copies = f", {' and '.join(found.copies)} copied first" if found.copies else ""
         lines.append(f"gemmery: {found.config}{copies}; {bound}")
+        lines.append(
+            f"  {found.tiles:,} tiles, {found.waves:.2f} on the busiest of {p.device.sms} multiprocessors"
+        )
         lines.append(f"  {_parts(found.cost)}")
     else:
         lines.append(f"gemmery: torch reference, since {p.device.name} lacks the instructions")

@@ -32,6 +32,8 @@ class Prediction:
             "" where there is no kernel.
         config: our kernel's knobs as a text.
         copies: the matrices that gemmery copies first, of "a" and "b".
+        tiles: of the product; 0 where there is no kernel.
+        waves: of these, how many the busiest multiprocessor has to do; a part of a tile counts as such.
         cost: the parts of our time, which overlap: compute, l2, memory, overhead, reduction, copies, correction.
         cublas_cost: the same of the vendor's, and elementwise.
         calls: what torch launches, in words.
@@ -48,6 +50,8 @@ class Prediction:
     bound: str
     config: str
     copies: tuple[str, ...]
+    tiles: int
+    waves: float
     cost: dict[str, float]
     cublas_cost: dict[str, float]
     calls: tuple[str, ...]
@@ -93,6 +97,8 @@ class Prediction:
             "bound": self.bound,
             "config": self.config,
             "copies": list(self.copies),
+            "tiles": self.tiles,
+            "waves": self.waves,
             "cost": self.cost,
             "cublas_cost": self.cublas_cost,
             "calls": list(self.calls),
@@ -145,6 +151,8 @@ def predict(problem: Problem, config: Config | str | None = None) -> Prediction:
         bound=_bound(mine),
         config="torch reference" if launched is None else str(launched.config),
         copies=() if launched is None else launched.names,
+        tiles=0 if launched is None else _tiles(launched),
+        waves=0.0 if launched is None else ours.cost_of(launched.product, launched.config).waves,
         cost=mine.cost,
         cublas_cost=theirs.cost,
         calls=theirs.calls,
@@ -152,6 +160,11 @@ def predict(problem: Problem, config: Config | str | None = None) -> Prediction:
         basis=_basis(problem, known, measured),
         measured_on=known.gpu if measured else None,
     )
+
+
+def _tiles(launched: ours.Launch) -> int:
+    p, c = launched.product, launched.config
+    return p.matrices * -(-p.M // c.block_m) * -(-p.N // c.block_n)
 
 
 @dataclass(frozen=True)
