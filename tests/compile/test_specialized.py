@@ -1,0 +1,63 @@
+"""The code of specialised warps: what the compiler makes of the groups, each of which has a loop of its own."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from gemmery import specialized
+
+pytestmark = pytest.mark.skipif(not specialized.available(), reason="specialised warps need another Triton")
+
+_SCRIPT = """
+from gemmery.lab import targets
+targets.use_target("sm_90")
+from gemmery.devices import TABLE
+from gemmery.lab.fused_targets import pose
+from gemmery.launch import bind
+from gemmery.problem import Config
+problem, tensors = pose("%s", "%s", 4096, 4096, TABLE["NVIDIA H200"])
+print(bind(problem, Config.of("%s")).compile(*tensors).asm["ptx"])
+"""
+CASES = [
+    ("int4_gelu", "bf16", "256x128x64-g4-w8-s5-specialized-descriptor-k2-swap"),
+    ("int4_swiglu", "bf16", "256x128x128-g1-w8-s2-specialized-descriptor-swap"),
+    ("nvfp4", "fp16", "128x128x128-g1-w8-s3-specialized-descriptor-k2-swap"),
+    ("scaled_blocks", "e4m3", "128x256x128-g16-w8-s3-specialized-descriptor"),
+]
+
+
+def loops(text):
+    """The innermost loops that multiply."""
+    labels = {found[1]: found.start() for found in re.finditer(r"^(\$L__BB\d+_\d+):", text, re.MULTILINE)}
+    jumps = [
+        (labels[found[1]], found.end()) for found in re.finditer(r"bra(?:\.uni)?\s+(\$L__BB\d+_\d+);", text)
+    ]
+    spans = {(start, end) for start, end in jumps if start < end and "wgmma.mma_async" in text[start:end]}
+    inner = [x for x in spans if not any(y != x and x[0] <= y[0] and y[1] <= x[1] for y in spans)]
+    return [text[start:end] for start, end in sorted(inner)]
+
+
+@pytest.mark.parametrize(("name", "dtype", "config"), CASES)
+def test_groups_multiply_at_their_own_pace(name, dtype, config):
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    # What warns when a kernel is compiled warns users.
+    environment |= {"TRITON_DEFAULT_FP_FUSION": "1"}
+    command = [sys.executable, "-W", "error::UserWarning", "-c", _SCRIPT % (name, dtype, config)]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr
+    found = loops(run.stdout)
+    # A loop a group, and with parts along K one more.
+    assert len(found) == (4 if "-k2" in config else 2)
+    for body in found:
+        # What a thread reads of a stage it reads itself: nothing goes through shared memory on its way.
+        assert "st.shared" not in body
+        # A stage is given back when all threads of the group are done with it, and these are not all of the program.
+        after = body.rsplit("wgmma.wait_group", 1)[1]
+        before = after.split("mbarrier.arrive", 1)[0]
+        (barrier,) = set(re.findall(r"(?:bar|barrier)(?:\.cta)?\.sync(?:\.aligned)?\s+(\d+, \d+)", before))
+        assert barrier.endswith(", 128")
+    barriers = {re.findall(r"\.sync(?:\.aligned)?\s+(\d+), 128", body)[-1] for body in found}
+    assert len(barriers) == 2
