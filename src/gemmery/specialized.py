@@ -14,11 +14,11 @@ import triton
 from torch import Tensor
 
 from .clusters import Work
-from .formats.packing import LINE, STRIP, block_columns
+from .formats.packing import STRIP, block_columns
 from .kernels import order
 from .kernels.numerics import cast
 from .launch import Binding, described, epilogue_arguments, epilogue_of, scale_arguments, storable
-from .packed_access import asm_of, unpacker
+from .packed_access import PackedAccess, asm_of, unpacker
 from .problem import FP8, SCALED_EVERY, Config, Problem
 from .waves import Split
 
@@ -185,15 +185,8 @@ class SpecializedBinding(Binding):
         p, c = self.problem, self.config
         if p.packing is None:
             return _descriptor(tensor, (p.N, p.K), (p.b.col, 1), (c.block_n, c.block_k), p.b.dtype)
-        step = block_columns(p.packing.bits)
-        strips, lines = -(-p.N // STRIP), -(-p.K // step) * 4
-        block = (c.block_n // STRIP, c.block_k * 4 // step, LINE)
-        if p.paired:
-            # The halves of the columns as a dimension of their own.
-            half = strips // 2
-            shape, strides = (2, half, lines, LINE), (half * lines * LINE, lines * LINE, LINE, 1)
-            return _descriptor(tensor, shape, strides, (2, block[0] // 2, *block[1:]), torch.int32)
-        return _descriptor(tensor, (strips, lines, LINE), (lines * LINE, LINE, 1), block, torch.int32)
+        words = PackedAccess(p, described=True).argument(tensor, c.block_k, c.block_n)
+        return _descriptor(tensor, words.shape, words.strides, words.block_shape, torch.int32)
 
     def _out(self, tensor: Tensor) -> Any:
         p, c = self.problem, self.config
@@ -207,8 +200,8 @@ class SpecializedBinding(Binding):
         p = self.problem
         if p.packing is None:
             return scale_arguments(p, belonging)
-        groups = -(-p.K // p.packing.group) if p.packing.group else 0
-        return (*[*belonging, None, None][:2], groups, -(-p.N // STRIP) * STRIP)
+        access = PackedAccess(p, described=True)
+        return (*[*belonging, None, None][:2], access.groups, access.columns)
 
     @property
     def room(self) -> tuple[int, int]:

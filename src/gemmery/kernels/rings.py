@@ -9,6 +9,12 @@ et al., 2023, arXiv:2301.03598).
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from . import operands
+from .dialect import in_gluon
+
+column_halves = in_gluon(operands.column_halves)
+beside = in_gluon(operands.beside)
+
 
 @gluon.jit
 def following(stage, phase, STAGES: gl.constexpr):
@@ -32,18 +38,6 @@ def slot(program, chunk, begin):
     A program has at most two parts that are not whole tiles, one that begins a tile and one that does not.
     """
     return 2 * program + (program * chunk <= begin).to(gl.int32)
-
-
-@gluon.jit
-def column_halves(acc):
-    """The left and the right half of a block, without moving data between threads."""
-    return acc.reshape([acc.shape[0], 2, acc.shape[1] // 2]).permute([0, 2, 1]).split()
-
-
-@gluon.jit
-def beside(left, right):
-    """Two blocks as the left and the right half of one; what `column_halves` undoes."""
-    return gl.join(left, right).permute([0, 2, 1]).reshape([left.shape[0], 2 * left.shape[1]])
 
 
 @gluon.jit
