@@ -2,9 +2,11 @@
 
 python benchmarks/packed_table.py --format int4
 python benchmarks/packed_table.py --format int4 --schedule specialized
+python benchmarks/packed_table.py --format int4 --rows 1,16
 
 Times every tile, in every number of parts along K that is considered, on cold inputs, in shuffled order. A schedule
-that not every Triton has gets a table of its own, and is in no other.
+that not every Triton has gets a table of its own, and is in no other. With some numbers of rows alone, the rest of the
+table stays.
 """
 
 import argparse
@@ -136,6 +138,16 @@ def measure(
     return {name: round(statistics.median(found), 2) for name, found in times.items()}
 
 
+def kept(path: Path, rows: tuple[int, ...]) -> dict[tuple[int, ...], dict[str, float]]:
+    """What a table has of other numbers of rows."""
+    table = json.loads(path.read_text(encoding="utf-8"))
+    found = {
+        tuple(shape): {c: t for c, t in zip(table["configs"], line, strict=True) if t is not None}
+        for shape, line in zip(table["shapes"], table["microseconds"], strict=True)
+    }
+    return {shape: times for shape, times in found.items() if shape[1] not in rows}
+
+
 def main() -> None:
     """Run."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -144,6 +156,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--processes", type=int, default=14)
     parser.add_argument("--weights", type=int, default=len(WEIGHTS), help="so many of the weights")
+    parser.add_argument("--rows", help="numbers of rows, separated by commas (default: all)")
     parser.add_argument("--out", type=Path, default=TABLES, metavar="DIR")
     options = parser.parse_args()
     format = options.format
@@ -154,9 +167,10 @@ def main() -> None:
             if line:
                 print(line, flush=True)
     scratch = torch.empty(1 << 28, dtype=torch.int8, device="cuda")
+    some = tuple(int(number) for number in options.rows.split(",")) if options.rows else ROWS
     times = {}
     for N, K in WEIGHTS[: options.weights]:
-        for M in ROWS:
+        for M in some:
             found = measure(format, options.schedule, M, N, K, options.rounds, scratch)
             if not found:
                 continue
@@ -168,6 +182,8 @@ def main() -> None:
     name = problem.device.name
     suffix = f"-{options.schedule}" if options.schedule else ""
     path = options.out / f"{name.lower().replace(' ', '-')}-packed-{format}{suffix}.json"
+    if options.rows and path.is_file():
+        times = kept(path, some) | times
     path.write_text(text_of(times, name, {triton.__version__}), encoding="utf-8")
     print(json.dumps({"table": str(path), "shapes": len(times)}))
 

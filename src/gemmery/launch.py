@@ -23,7 +23,7 @@ from .kernels import epilogues, gemm, order
 from .kernels import operands as access
 from .kernels import pointwise as kernels_pointwise
 from .layout import fold_blocks
-from .packed_access import PackedAccess, refusal
+from .packed_access import PackedAccess, asm_of, enlarged, refusal
 from .problem import FP8, SCALED_EVERY, Config, Fusion, Operand, Problem, accumulator
 from .results import Results
 from .waves import Split, Waves
@@ -187,9 +187,15 @@ def _single(value: float) -> float:
 
 def epilogue_of(problem: Problem) -> Any:
     """The device function of a problem's epilogue."""
-    if problem.fusion is None:
-        return getattr(epilogues, problem.epilogue)
-    return function(problem.fusion.source)
+    own = problem.fusion
+    return _of_sum(problem, getattr(epilogues, problem.epilogue) if own is None else function(own.source))
+
+
+def _of_sum(problem: Problem, epilogue: Any) -> Any:
+    """An epilogue, given the sum as the kernel has it."""
+    if problem.packing is None:
+        return epilogue
+    return enlarged(epilogue, problem.packing, problem.b.dtype, asm_of(problem))
 
 
 def phases(problem: Problem) -> tuple[Any, Any]:
@@ -197,7 +203,7 @@ def phases(problem: Problem) -> tuple[Any, Any]:
     if problem.fusion is None or problem.fusion.ahead is None:
         return None, epilogue_of(problem)
     before, rest = problem.fusion.ahead
-    return function(before), function(rest)
+    return function(before), _of_sum(problem, function(rest))
 
 
 def _traced_arguments(fusion: Fusion, tensors: Sequence[Any], numbers: Sequence[float]) -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -42,6 +43,22 @@ def load_{name}(
         UNPACK, {per}, {group}, {described}, {paired}
     )
 """
+_ENLARGED = """\
+def enlarged_{name}(
+    acc, args, shape, sizes, batch, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr
+):
+    return EPILOGUE(acc * {factor}, args, shape, sizes, batch, row, col, ROWS, COLS, WIDE)
+"""
+
+
+@functools.cache
+def enlarged(epilogue: Any, packing: Packing, dtype: torch.dtype, asm: int) -> Any:
+    """A device function of an epilogue, for a sum of which `unpacker`'s numbers were factors."""
+    unit = decoders.unit_of(FORMATS[packing.format].code, getattr(tl, str(dtype).removeprefix("torch.")), asm)
+    if unit == 0:
+        return epilogue
+    text = _ENLARGED.format(name=epilogue.__name__, factor=2.0**unit)
+    return compiled(text, {"EPILOGUE": epilogue})
 
 
 @functools.cache

@@ -55,9 +55,11 @@ def suits(problem: Problem) -> bool:
 
 def _packed(problem: Problem) -> bool:
     # Of what groups share, offsets are counted in 32 bits.
+    # They come in units of 16 bytes.
     p = problem
-    group = p.packing.group if p.packing is not None else 0
-    return p.a.dtype.itemsize == 2 and (not group or -(-p.K // group) * (p.N + STRIP) < 1 << 31)
+    assert p.packing is not None
+    group, aligned = p.packing.group, all(p.packing.aligned)
+    return p.a.dtype.itemsize == 2 and (not group or (aligned and -(-p.K // group) * (p.N + STRIP) < 1 << 31))
 
 
 def _scaled(problem: Problem) -> bool:
@@ -155,6 +157,7 @@ class SpecializedBinding(Binding):
             "FACT_1": 32 // p.packing.bits,
             "FACT_2": p.packing.group,
             "PER": 32 // p.packing.bits,
+            "GROUP": p.packing.group,
         }
 
     def _of_scaled(self) -> dict[str, Any]:
@@ -168,6 +171,7 @@ class SpecializedBinding(Binding):
             "FACT_1": p.scales.b_every,
             "FACT_2": 0,
             "PER": 0,
+            "GROUP": 0,
         }
 
     def arguments(self, a: Tensor, b: Tensor, out: Tensor, *given: Any) -> list[Any]:

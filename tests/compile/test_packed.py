@@ -33,9 +33,9 @@ def loop(name, config):
 @pytest.mark.parametrize(
     ("name", "config", "word"),
     [
-        ("int4_gelu", "256x128x64-g1-w8-s3-tile-descriptor-swap", "lop3.b32"),
+        ("int4_gelu", "256x128x64-g1-w8-s3-tile-descriptor-swap", "0x000F000F"),
         ("nf4", "64x64x256-g1-w4-s3-tile-descriptor-swap", "prmt.b32"),
-        ("e4m3_packed", "256x64x64-g2-w4-s3-tile-descriptor-swap", "mad.lo.u32"),
+        ("e4m3_packed", "256x64x64-g2-w4-s3-tile-descriptor-swap", "e4m3x2"),
     ],
 )
 def test_what_is_unpacked_comes_after_a_wait(name, config, word):

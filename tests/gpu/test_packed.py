@@ -100,10 +100,11 @@ def test_every_code(name, dtype):
     for part in range(16 // format.bits):
         for asm in sorted({0, 80, capability} if capability else {0}):
             got, codes = decoded(format, dtype, part, asm)
-            want = format.stored_values[codes]
-            if format.code == "int":
-                bias = decoders.bias_of("int", format.bits, getattr(tl, str(dtype).removeprefix("torch.")))
-                want = want + bias
+            kind = getattr(tl, str(dtype).removeprefix("torch."))
+            want = format.stored_values[codes].double() + decoders.bias_of(format.code, kind)
+            if decoders.unit_of(format.code, kind, asm):
+                exponents = [decoders.exponent_of(format.code, format.bits, which) for which in (0, 1)]
+                want = want * torch.tensor([2.0**-x for x in exponents], dtype=torch.double)[:, None]
             # Bit for bit, NaN apart, of which there are many.
             want = want.to(dtype)
             assert torch.equal(got.isnan(), want.isnan()), (part, asm)

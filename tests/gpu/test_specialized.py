@@ -73,6 +73,11 @@ def test_codes(kind, group):
     want = wide(x) @ w.dequantize(torch.float64).mT
     theirs = relative(x @ w.dequantize().mT, want)
     for config in configs("packed4"):
+        if (kind, group, config.block_k) == ("fp32 scales", 16, 64):
+            # Five stages of their scales and zeros don't fit beside five of everything else.
+            with pytest.raises(ValueError, match="shared memory"):
+                gemmery.linear(x, w, config=config)
+            continue
         assert relative(gemmery.linear(x, w, config=config), want) <= 1.05 * theirs + 1e-5, config
 
 

@@ -8,8 +8,15 @@ A format is a decoder, a `@triton.jit` function
 
     decode(words, PART, DTYPE, ASM, WAIT) -> (first, second)
 
-which gives the numbers `2 PART` and `2 PART + 1` of every word in `DTYPE`, fp16 or bf16, plus the constant that
-`bias_of` says. `ASM` says whether it may use PTX; without it, it does the same in plain Triton, bit for bit.
+which gives the numbers `2 PART` and `2 PART + 1` of every word in `DTYPE`, fp16 or bf16. `ASM` is the compute capability
+for whose PTX it is, or 0 for plain Triton, which gives the same numbers bit for bit.
+
+The fewer instructions, the better: where the weight decides the time, unpacking is what takes it. Two ways lead to
+numbers of which a code's bits are a part. In fp16 the bits of an integer become the lowest of 1024's, so that `bias_of`
+is added to it. In bf16 there is no room for that; but as the lowest bits of a number whose others are 0 they are that
+integer times a power of two already: the smallest normal numbers are as far apart as the subnormal ones. `exponent_of`
+is the power; the multiplication by the scale makes up for most of it, and takes the zero along in one operation. What
+is left is `unit_of`, since bf16 ends at 2^128. The power is exact, so the sum of products is the same but for it.
 
 On Hopper, wgmma reads its left operand from registers while the program goes on, and Triton (3.6 to 3.9) computes the
 next step's operand without waiting for that. A decoder therefore begins with a wait for the products that may still
@@ -38,13 +45,34 @@ def _text(dtype):
 
 
 @triton.constexpr_function
-def bias_of(code, bits, dtype):
+def bias_of(code, dtype):
     """What a decoder adds to the numbers of a code: it is there for free, and has to be subtracted with the zero."""
-    if code != "int":
-        return 0
-    if _text(dtype) == "fp16":
-        return 1024
-    return 128 if bits == 4 else -128
+    return 1024 if code == "int" and _text(dtype) == "fp16" else 0
+
+
+#: With PTX, bf16 numbers of some codes come times 2^-UNIT to the tensor cores, and the sum is multiplied by 2^UNIT.
+#: That is exact for scales below 2^(UNIT - 5), and for numbers of more than 2^(UNIT - 126).
+UNIT = tl.constexpr(40)
+#: The decoders' results for those codes: the first and the second number are 2^-exponent times the code's.
+_EXPONENTS = tl.constexpr({("int", 4): (133, 129), ("int", 8): (133, 133), ("e2m1", 4): (126, 126)})
+
+
+@triton.constexpr_function
+def unit_of(code, dtype, asm):
+    """The power of two by which the tensor cores get a code's numbers too small; 0 where as they are."""
+    return UNIT.value if asm and code in ("int", "e2m1") and _text(dtype) == "bf16" else 0
+
+
+@triton.constexpr_function
+def exponent_of(code, bits, which):
+    """The power of two by which a decoder's first (0) or second (1) number is too small, where `unit_of` is not 0."""
+    return _EXPONENTS.value[code, bits][which]
+
+
+@triton.constexpr_function
+def power(exponent):
+    """A power of two."""
+    return 2.0**exponent
 
 
 @triton.constexpr_function
@@ -156,78 +184,62 @@ def code_of(words, i: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.constexpr_function
-def ptx_of_nibbles(part, dtype, wait):
-    """Two numbers of 4 bits of each of two words, as pairs, on top of 128 (bf16) or 1024 (fp16)."""
-    half = "0x5410" if part < 2 else "0x7632"
-    magic = {"bf16": "0x43004300", "fp16": "0x64006400"}[_text(dtype)]
-    first = 8 * (part % 2)
-    return f"""{{
-.reg .b32 x, u, v;
-{_begin(wait)}prmt.b32 x, $2, $3, {half};
-shr.b32 u, x, {first};
-shr.b32 v, x, {first + 4};
-lop3.b32 $0, u, 0x000F000F, {magic}, 0xEA;
-lop3.b32 $1, v, 0x000F000F, {magic}, 0xEA;
-}}"""
+def _halves(part):
+    """A selector for prmt: the lower or the upper halves of two words, in which the numbers of a part of four are."""
+    return "0x5410" if part < 2 else "0x7632"
 
 
 @triton.constexpr_function
-def _byte_pair(part, which):
-    """A selector for prmt: byte `2 part + which` of each of two words, twice."""
-    byte = 2 * part + which
-    return f"0x{4 + byte}{4 + byte}{byte}{byte}"
+def ptx_of_nibbles(part, dtype, wait):
+    """Two numbers of 4 bits of each of two words, as pairs: on top of 1024 (fp16), or as the lowest bits (bf16)."""
+    lines = [f"{{\n.reg .b32 x;\n{_begin(wait)}prmt.b32 x, $2, $3, {_halves(part)};\n"]
+    if part % 2:
+        lines.append("shr.b32 x, x, 8;\n")
+    if _text(dtype) == "bf16":
+        lines.append("and.b32 $0, x, 0x000F000F;\nand.b32 $1, x, 0x00F000F0;\n")
+    else:
+        lines.append("lop3.b32 $0, x, 0x000F000F, 0x64006400, 0xEA;\nshr.b32 x, x, 4;\n")
+        lines.append("lop3.b32 $1, x, 0x000F000F, 0x64006400, 0xEA;\n")
+    return "".join(lines) + "}"
 
 
 @triton.constexpr_function
 def ptx_of_bytes(part, dtype, wait):
-    """Two bytes of each of two words, as pairs: minus 128 (bf16), or on top of 1024 (fp16).
-
-    bf16 holds 8 bits exactly, but no larger constant beside them. So a byte comes in halves: the upper one, on top of
-    128, becomes the number less 16, and 16 times that and the lower one on top of 128 is the byte less 128.
-    """
-    lines = [f"{{\n.reg .b32 x, u, v, n, c, d;\n{_begin(wait)}"]
+    """Two bytes of each of two words, as pairs: on top of 1024 (fp16), or as the lowest bits (bf16)."""
+    lines = [f"{{\n.reg .b32 x, u;\n{_begin(wait)}prmt.b32 x, $2, $3, {_halves(2 * part)};\n"]
     if _text(dtype) == "bf16":
-        # 1, -144 and 16.
-        lines.append("mov.b32 n, 0x3F803F80;\nmov.b32 c, 0xC310C310;\nmov.b32 d, 0x41804180;\n")
-    for which in (0, 1):
-        lines.append(f"prmt.b32 x, $2, $3, {_byte_pair(part, which)};\n")
-        if _text(dtype) == "fp16":
-            lines.append(f"lop3.b32 ${which}, x, 0x00FF00FF, 0x64006400, 0xEA;\n")
-        else:
-            lines.append(
-                "shr.b32 u, x, 4;\n"
-                "lop3.b32 u, u, 0x000F000F, 0x43004300, 0xEA;\n"
-                "lop3.b32 v, x, 0x000F000F, 0x43004300, 0xEA;\n"
-                "fma.rn.bf16x2 u, u, n, c;\n"
-                f"fma.rn.bf16x2 ${which}, u, d, v;\n"
-            )
+        lines.append("and.b32 $0, x, 0x00FF00FF;\nprmt.b32 $1, x, 0, 0x4341;\n")
+    else:
+        lines.append("lop3.b32 $0, x, 0x00FF00FF, 0x64006400, 0xEA;\n")
+        lines.append("prmt.b32 $1, x, 0x64646464, 0x4341;\n")
     return "".join(lines) + "}"
+
+
+@triton.jit
+def decode_int(
+    words, PART: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, WAIT: tl.constexpr, BITS: tl.constexpr
+):
+    """Integers from 0 on."""
+    if ASM:
+        PTX: tl.constexpr = ptx_of_nibbles(PART, DTYPE, WAIT) if BITS == 4 else ptx_of_bytes(PART, DTYPE, WAIT)
+        return from_words(PTX, words, DTYPE)
+    else:
+        BIAS: tl.constexpr = bias_of("int", DTYPE)
+        return cast((code_of(words, 2 * PART, BITS) + BIAS).to(tl.float32), DTYPE), cast(
+            (code_of(words, 2 * PART + 1, BITS) + BIAS).to(tl.float32), DTYPE
+        )
 
 
 @triton.jit
 def decode_int4(words, PART: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, WAIT: tl.constexpr):
     """Integers from 0 to 15."""
-    if ASM:
-        PTX: tl.constexpr = ptx_of_nibbles(PART, DTYPE, WAIT)
-        return from_words(PTX, words, DTYPE)
-    else:
-        BIAS: tl.constexpr = bias_of("int", 4, DTYPE)
-        return cast((code_of(words, 2 * PART, 4) + BIAS).to(tl.float32), DTYPE), cast(
-            (code_of(words, 2 * PART + 1, 4) + BIAS).to(tl.float32), DTYPE
-        )
+    return decode_int(words, PART, DTYPE, ASM, WAIT, 4)
 
 
 @triton.jit
 def decode_int8(words, PART: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, WAIT: tl.constexpr):
     """Integers from 0 to 255."""
-    if ASM:
-        PTX: tl.constexpr = ptx_of_bytes(PART, DTYPE, WAIT)
-        return from_words(PTX, words, DTYPE)
-    else:
-        BIAS: tl.constexpr = bias_of("int", 8, DTYPE)
-        return cast((code_of(words, 2 * PART, 8) + BIAS).to(tl.float32), DTYPE), cast(
-            (code_of(words, 2 * PART + 1, 8) + BIAS).to(tl.float32), DTYPE
-        )
+    return decode_int(words, PART, DTYPE, ASM, WAIT, 8)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -235,21 +247,30 @@ def decode_int8(words, PART: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexp
 
 
 @triton.constexpr_function
+def _twice(value):
+    return f"0x{value:04X}{value:04X}"
+
+
+@triton.constexpr_function
 def ptx_of_e2m1(part, dtype, wait, asm):
-    """Two numbers of 4 bits of each of two words, as pairs."""
-    half = "0x5410" if part < 2 else "0x7632"
+    """Two numbers of 4 bits of each of two words, as pairs; times 2^-126 in bf16."""
     bf16 = _text(dtype) == "bf16"
-    mantissa, mask = (6, "0x01C001C0") if bf16 else (9, "0x0E000E00")
-    # 2^126, of which bf16's exponent lacks that much; or 2^14.
-    power = "0x7E807E80" if bf16 else "0x74007400"
-    lines = [f"{{\n.reg .b32 x, u, v, c;\n{_begin(wait)}prmt.b32 x, $2, $3, {half};\nmov.b32 c, {power};\n"]
+    lines = [f"{{\n.reg .b32 x, u, v, c;\n{_begin(wait)}prmt.b32 x, $2, $3, {_halves(part)};\n"]
+    if part % 2:
+        lines.append("shr.b32 x, x, 8;\n")
     for which in (0, 1):
-        at = 8 * (part % 2) + 4 * which
-        move = mantissa - at
-        lines.append(f"shl.b32 u, x, {12 - at};\n")
-        lines.append(f"shl.b32 v, x, {move};\n" if move >= 0 else f"shr.b32 v, x, {-move};\n")
-        lines.append(f"and.b32 v, v, {mask};\nlop3.b32 u, u, 0x80008000, v, 0xEA;\n")
-        lines.append(_arithmetic("mul", dtype, asm, f"${which}", "u", "c"))
+        at = 4 * which
+        if bf16:
+            # Two shifts at once take the sign to its place, and the other bits to theirs.
+            lines.append(f"and.b32 u, x, {_twice(0xF << at)};\n")
+            lines.append(
+                f"mul.lo.u32 u, u, {(1 << 12 - at) + (1 << 6 - at)};\nand.b32 ${which}, u, 0x81C081C0;\n"
+            )
+        else:
+            lines.append(f"shl.b32 u, x, {12 - at};\nshl.b32 v, x, {9 - at};\nand.b32 v, v, 0x0E000E00;\n")
+            # 2^14, of which the exponent lacks that much.
+            lines.append("lop3.b32 u, u, 0x80008000, v, 0xEA;\nmov.b32 c, 0x74007400;\n")
+            lines.append(_arithmetic("mul", dtype, asm, f"${which}", "u", "c"))
     return "".join(lines) + "}"
 
 
@@ -275,13 +296,33 @@ def decode_e2m1(words, PART: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexp
 
 
 @triton.constexpr_function
-def _twice(value):
-    return f"0x{value:04X}{value:04X}"
+def _byte_pair(part, which):
+    """A selector for prmt: byte `2 part + which` of each of two words, twice."""
+    byte = 2 * part + which
+    return f"0x{4 + byte}{4 + byte}{byte}{byte}"
+
+
+@triton.constexpr_function
+def ptx_of_fp8_conversion(part, dtype, wait, e4m3):
+    """Two bytes of each of two words, as pairs, by the GPU's conversion to fp16, which is exact; and on to bf16."""
+    first, second = 2 * part, 2 * part + 1
+    lines = [
+        f"{{\n.reg .b32 x, p;\n.reg .b16 u, v;\n.reg .f32 s, t;\n{_begin(wait)}"
+        f"prmt.b32 x, $2, $3, 0x{4 + second}{second}{4 + first}{first};\n"
+    ]
+    for which in (0, 1):
+        result = "p" if _text(dtype) == "bf16" else f"${which}"
+        lines.append("mov.b32 {u, v}, x;\n")
+        lines.append(f"cvt.rn.f16x2.{'e4m3x2' if e4m3 else 'e5m2x2'} {result}, {'uv'[which]};\n")
+        if _text(dtype) == "bf16":
+            lines.append("mov.b32 {u, v}, p;\ncvt.f32.f16 s, u;\ncvt.f32.f16 t, v;\n")
+            lines.append(f"cvt.rn.bf16x2.f32 ${which}, t, s;\n")
+    return "".join(lines) + "}"
 
 
 @triton.constexpr_function
 def ptx_of_fp8(part, dtype, wait, asm, e4m3):
-    """Two bytes of each of two words, as pairs.
+    """Two bytes of each of two words, as pairs, for GPUs that don't know fp8.
 
     Behind a shift the largest exponent is one of many; adding what is missing to the first code that is no number
     carries into a bit of its own, from which the wider type's largest exponent is made.
@@ -334,7 +375,9 @@ def decode_fp8(
 ):
     """The numbers of fp8, infinities and NaN among them."""
     if ASM:
-        PTX: tl.constexpr = ptx_of_fp8(PART, DTYPE, WAIT, ASM, E4M3)
+        PTX: tl.constexpr = (
+            ptx_of_fp8(PART, DTYPE, WAIT, ASM, E4M3) if ASM < 89 else ptx_of_fp8_conversion(PART, DTYPE, WAIT, E4M3)
+        )
         return from_words(PTX, words, DTYPE)
     else:
         return cast(from_fp8(code_of(words, 2 * PART, 8), E4M3), DTYPE), cast(

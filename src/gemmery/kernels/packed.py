@@ -12,7 +12,7 @@ kernels that load the words in another way, see `specialized`.
 import triton
 import triton.language as tl
 
-from .decoders import bias_of, multiply, multiply_add, subtract, wait_of
+from .decoders import bias_of, exponent_of, multiply, multiply_add, power, subtract, unit_of, wait_of
 from .numerics import cast
 from .operands import batch_offset
 
@@ -100,32 +100,84 @@ def spread(shared, PART: tl.constexpr, PARTS: tl.constexpr, BLOCKS: tl.constexpr
 
 
 @triton.jit
+def full_like(x, VALUE: tl.constexpr, DTYPE: tl.constexpr):
+    """A block of one number."""
+    return tl.full(x.shape, VALUE, tl.float32).to(DTYPE)
+
+
+@triton.jit
+def number(
+    x, scale, shift, EXPONENT: tl.constexpr, UNIT: tl.constexpr, ZERO: tl.constexpr, OFFSETS: tl.constexpr,
+    DTYPE: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """A number as `formats.tensor` defines it, times 2^-UNIT, of `x`, which is the code's times 2^-EXPONENT."""
+    if shift is None and (scale is None or scale.dtype == DTYPE):
+        # 2^(EXPONENT - UNIT) times the scale, and its product with the zero: the same for many numbers.
+        factor = full_like(x, power(EXPONENT - UNIT), DTYPE)
+        zero = full_like(x, -ZERO * power(-UNIT), DTYPE)
+        if scale is not None:
+            factor = multiply(scale, factor, DTYPE, ASM)
+            zero = multiply(scale, zero, DTYPE, ASM)
+        if ZERO != 0:
+            return multiply_add(x, factor, zero, DTYPE, ASM)
+        else:
+            return multiply(x, factor, DTYPE, ASM)
+    else:
+        factor = full_like(x, power(EXPONENT - UNIT), DTYPE)
+        zero = full_like(x, -ZERO * power(-UNIT), DTYPE)
+        if shift is not None:
+            shift = multiply(shift, full_like(x, power(-UNIT) if OFFSETS else -power(-UNIT), DTYPE), DTYPE, ASM)
+            if not OFFSETS:
+                zero = shift
+        value = multiply_add(x, factor, zero, DTYPE, ASM)
+        if OFFSETS:
+            return multiply_add(value, scale, shift, DTYPE, ASM)
+        else:
+            return multiply(value, scale, DTYPE, ASM)
+
+
+@triton.jit
+def biased(
+    x, scale, shift, BIAS: tl.constexpr, ZERO: tl.constexpr, OFFSETS: tl.constexpr, DTYPE: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """A number as `formats.tensor` defines it, of `x`, which is the code's plus BIAS."""
+    if shift is not None and not OFFSETS:
+        zero = shift
+        if BIAS != 0:
+            zero = cast(zero.to(tl.float32) + BIAS, DTYPE)
+        x = subtract(x, zero, DTYPE, ASM)
+    elif BIAS + ZERO != 0:
+        x = subtract(x, full_like(x, BIAS + ZERO, DTYPE), DTYPE, ASM)
+    if scale is None:
+        return x
+    elif OFFSETS:
+        return multiply_add(x, scale, shift, DTYPE, ASM)
+    else:
+        return multiply(x, scale, DTYPE, ASM)
+
+
+@triton.jit
 def numbers(
     words, scale, shift, PART: tl.constexpr, PER: tl.constexpr, BLOCKS: tl.constexpr, DECODE: tl.constexpr,
     CODE: tl.constexpr, ZERO: tl.constexpr, OFFSETS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr,
     WAITS: tl.constexpr,
 ):  # fmt: skip
-    """Two numbers of each word, as `formats.tensor` defines them; scale and shift are those of the words."""
+    """Two numbers of each word; scale and shift are those of the words."""
     WAIT: tl.constexpr = wait_of(PART, PER // 2, BLOCKS) if WAITS else -1
-    BIAS: tl.constexpr = bias_of(CODE, 32 // PER, DTYPE)
+    UNIT: tl.constexpr = unit_of(CODE, DTYPE, ASM)
+    # Others have their zero in the decoder's table.
+    OWN: tl.constexpr = ZERO if CODE == "int" else 0
     first, second = DECODE(words, PART, DTYPE, ASM, WAIT)
-    if shift is not None and not OFFSETS:
-        zero = shift
-        if BIAS != 0:
-            zero = cast(zero.to(tl.float32) + BIAS, DTYPE)
-        first = subtract(first, zero, DTYPE, ASM)
-        second = subtract(second, zero, DTYPE, ASM)
-    elif CODE == "int" and BIAS + ZERO != 0:
-        zero = tl.full(words.shape, BIAS + ZERO, tl.float32).to(DTYPE)
-        first = subtract(first, zero, DTYPE, ASM)
-        second = subtract(second, zero, DTYPE, ASM)
-    if scale is not None:
-        if OFFSETS:
-            first = multiply_add(first, scale, shift, DTYPE, ASM)
-            second = multiply_add(second, scale, shift, DTYPE, ASM)
-        else:
-            first = multiply(first, scale, DTYPE, ASM)
-            second = multiply(second, scale, DTYPE, ASM)
+    if UNIT > 0:
+        LEFT: tl.constexpr = exponent_of(CODE, 32 // PER, 0)
+        RIGHT: tl.constexpr = exponent_of(CODE, 32 // PER, 1)
+        first = number(first, scale, shift, LEFT, UNIT, OWN, OFFSETS, DTYPE, ASM)
+        second = number(second, scale, shift, RIGHT, UNIT, OWN, OFFSETS, DTYPE, ASM)
+    else:
+        BIAS: tl.constexpr = bias_of(CODE, DTYPE)
+        first = biased(first, scale, shift, BIAS, OWN, OFFSETS, DTYPE, ASM)
+        second = biased(second, scale, shift, BIAS, OWN, OFFSETS, DTYPE, ASM)
     return first, second
 
 
@@ -150,7 +202,7 @@ def unpack(
     DECODE: tl.constexpr, CODE: tl.constexpr, PER: tl.constexpr, ZERO: tl.constexpr, OFFSETS: tl.constexpr,
     DTYPE: tl.constexpr, ASM: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    """A block of words, (COLS, words of a row) as `of_rows` gives them, as numbers, (COLS, ROWS).
+    """A block of words, (COLS, words of a row) as `of_rows` gives them, as numbers, (COLS, ROWS), times 2^-`unit_of`.
 
     Args:
         scale, shift: what the block's groups share, in the form that `SPREAD` takes.

@@ -6,8 +6,8 @@ sum. Groups do not wait for each other, so the tensor cores work for one while t
 CUTLASS's mixed-input kernels and DeepGEMM (github.com/deepseek-ai/DeepGEMM) keep the tensor cores busy.
 
 The warp that loads (`produce`) and the groups (`consume`) share the `ring`: blocks of A and B for each stage of the
-pipeline, and for each stage two barriers. `full` is complete when both blocks have arrived, `free` when all groups have
-used them.
+pipeline, of a packed weight's scales and shifts where there are any, and for each stage two barriers. `full` is
+complete when all blocks have arrived, `free` when all groups have used them.
 
 MULTIPLY is the K loop, and FACT_0, FACT_1 and FACT_2 are its own last three parameters, see `multiply_packed` and
 `multiply_scaled`: Triton hashes functions as parameters, but not in a tuple. With SWAP it gives the transposed product,
@@ -21,6 +21,7 @@ With PAIRED the columns of a tile are of both halves of a packed weight, and two
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from .dialect import in_gluon
@@ -30,11 +31,12 @@ from .rings import beside, column_halves, combine, following, own_steps
 OF_ROWS = in_gluon(of_rows)
 
 #: Rows of the tensor cores' left operand that a group multiplies; groups; registers of their threads and the loader's.
-ROWS, GROUPS, REGISTERS, LOADER_REGISTERS = (gl.constexpr(x) for x in (64, 2, 240, 24))
+ROWS, GROUPS, REGISTERS, LOADER_REGISTERS = (gl.constexpr(x) for x in (64, 2, 232, 48))
 
 # Names that differ between versions of Triton: these are of 3.6 and of later ones.
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
@@ -48,16 +50,48 @@ def corner(
 
 
 @gluon.jit
+def copy_shared(x, blocks, arrived, group, col, groups, columns, PAIRED: gl.constexpr):
+    """Copies what groups share, from number `group` on, into a stage; `arrived` is not complete before it is there.
+
+    There are a few bytes of it for each column, which TMA has no layout for.
+    """
+    VECTOR: gl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
+    WIDTH: gl.constexpr = ROWS * GROUPS
+    if PAIRED:
+        LAYOUT: gl.constexpr = gl.BlockedLayout(
+            [1, 1, VECTOR], [32 * VECTOR // WIDTH, 2, WIDTH // 2 // VECTOR], [1, 1, 1], [2, 1, 0]
+        )
+        row = group + gl.arange(0, blocks.shape[0], gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
+        half = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
+        column = col // 2 + gl.arange(0, WIDTH // 2, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
+        mask = (row < groups) & (column < columns // 2) & (half < 2)
+        _copy(blocks, x + row * columns + half * (columns // 2) + column, mask)
+    else:
+        LAYOUT: gl.constexpr = gl.BlockedLayout(
+            [1, VECTOR], [32 * VECTOR // WIDTH, WIDTH // VECTOR], [1, 1], [1, 0]
+        )
+        row = group + gl.arange(0, blocks.shape[0], gl.SliceLayout(1, LAYOUT))[:, None]
+        column = col + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))[None, :]
+        _copy(blocks, x + row * columns + column, (row < groups) & (column < columns))
+    async_copy.mbarrier_arrive(arrived)
+
+
+@gluon.jit
 def load(
-    a, b, ring, row, col, low, high, stage, phase,
-    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PER: gl.constexpr, PAIRED: gl.constexpr,
+    a, b, extra, ring, row, col, low, high, stage, phase,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PER: gl.constexpr, GROUP: gl.constexpr, PAIRED: gl.constexpr,
 ):  # fmt: skip
     """Loads the blocks of one tile, from step `low` to `high` along K, as far ahead as there are stages."""
-    a_blocks, b_blocks, full, free = ring
+    a_blocks, b_blocks, scale_blocks, shift_blocks, full, free = ring
     for step in range(low, high):
         k = step * BLOCK_K
         mbarrier.wait(free.index(stage), phase)
         arrived = full.index(stage)
+        if GROUP > 0:
+            scales, shifts, groups, columns = extra
+            copy_shared(scales, scale_blocks.index(stage), arrived, k // GROUP, col, groups, columns, PAIRED)
+            if shifts is not None:
+                copy_shared(shifts, shift_blocks.index(stage), arrived, k // GROUP, col, groups, columns, PAIRED)
         mbarrier.expect(arrived, a.block_type.nbytes + b.block_type.nbytes)
         _load(a, [row, k], arrived, a_blocks.index(stage))
         if PAIRED:
@@ -72,10 +106,15 @@ def load(
 
 @gluon.jit
 def produce(
-    a, b, ring, work, ORDER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    GROUP_M: gl.constexpr, STAGES: gl.constexpr, PER: gl.constexpr, PAIRED: gl.constexpr, SPLIT: gl.constexpr,
+    a, b, extra, ring, work, ORDER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    GROUP_M: gl.constexpr, STAGES: gl.constexpr, PER: gl.constexpr, GROUP: gl.constexpr, PAIRED: gl.constexpr,
+    SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Loads what `consume` multiplies, in the same order; `PER` numbers are in a word of B, 0 if it is not packed."""
+    """Loads what `consume` multiplies, in the same order.
+
+    Args:
+        PER, GROUP: numbers in a word of B, 0 if it is not packed, and along K with one scale, 0 if there are none.
+    """
     M, N, K, whole, cut, virtual, chunk = work
     steps = gl.cdiv(K, BLOCK_K)
     stage = gl.to_tensor(0)
@@ -83,14 +122,18 @@ def produce(
     phase = gl.to_tensor(1)
     for tile in range(gl.program_id(0), whole, gl.num_programs(0)):
         row, col = corner(tile, M, N, ORDER, BLOCK_M, BLOCK_N, GROUP_M)
-        stage, phase = load(a, b, ring, row, col, 0, steps, stage, phase, BLOCK_K, STAGES, PER, PAIRED)
+        stage, phase = load(
+            a, b, extra, ring, row, col, 0, steps, stage, phase, BLOCK_K, STAGES, PER, GROUP, PAIRED
+        )  # fmt: skip
     if SPLIT:
         first, last, first_tile, last_tile = own_steps(cut, virtual, chunk)
         for tile in range(first_tile, last_tile):
             row, col = corner(whole + tile, M, N, ORDER, BLOCK_M, BLOCK_N, GROUP_M)
             low = max(first - tile * virtual, 0)
             high = min(last - tile * virtual, steps)
-            stage, phase = load(a, b, ring, row, col, low, high, stage, phase, BLOCK_K, STAGES, PER, PAIRED)
+            stage, phase = load(
+                a, b, extra, ring, row, col, low, high, stage, phase, BLOCK_K, STAGES, PER, GROUP, PAIRED
+            )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -155,60 +198,62 @@ def own_words(
         return OF_ROWS(blocks.slice(4 * GROUP_NUMBER, 4).load(LAYOUT), BLOCK_K, ROWS, PER)
 
 
-@gluon.jit
-def own_columns(col, GROUP_NUMBER: gl.constexpr, columns, PAIRED: gl.constexpr, LAYOUT: gl.constexpr):
-    """The columns of these rows, of a tile that begins at `col`, and whether they are there."""
-    row = gl.arange(0, ROWS, LAYOUT)
-    if PAIRED:
-        column = col // 2 + ROWS // 2 * GROUP_NUMBER + row // 16 * 8 + row % 8
-        return column + row // 8 % 2 * (columns // 2), column < columns // 2
-    else:
-        column = col + ROWS * GROUP_NUMBER + row
-        return column, column < columns
+@gluon.constexpr_function
+def shared_layout(groups, paired):
+    """What a group of warps has of a stage's groups, (groups, 64): for each word's row what belongs to it.
 
-
-@gluon.jit
-def shared_piece(
-    x, step, col, groups, columns, PIECE: gl.constexpr, PIECES: gl.constexpr, BLOCKS: gl.constexpr,
-    GROUP: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_NUMBER: gl.constexpr, PAIRED: gl.constexpr,
-):  # fmt: skip
-    """What the groups of a step share, for the columns of a group of warps and one piece of each block of words."""
-    OWN: gl.constexpr = BLOCK_K // GROUP // PIECES if BLOCK_K > GROUP else 1
-    LAYOUT: gl.constexpr = gl.SliceLayout(2, spread_layout(BLOCKS, OWN))
-    column, inside = own_columns(col, GROUP_NUMBER, columns, PAIRED, gl.SliceLayout(1, LAYOUT))
-    group = gl.arange(0, OWN, gl.SliceLayout(0, LAYOUT))[None, :] * PIECES + (step * BLOCK_K // GROUP + PIECE)
-    # The last step may end behind the last group.
-    mask = inside[:, None] & (group < groups)
-    return gl.load(x + group * columns + column[:, None], mask=mask, other=0.0)
-
-
-@gluon.jit
-def shared_of(
-    x, step, col, groups, columns, PER: gl.constexpr, GROUP: gl.constexpr, BLOCK_K: gl.constexpr,
-    GROUP_NUMBER: gl.constexpr, PAIRED: gl.constexpr,
-):  # fmt: skip
-    """What the groups of a step share, a tensor for each piece of a word that has a group of its own."""
-    BLOCKS: gl.constexpr = BLOCK_K // (8 * PER)
-    PIECES: gl.constexpr = 8 * PER // GROUP if GROUP < 8 * PER else 1
-    of_0 = shared_piece(
-        x, step, col, groups, columns, 0, PIECES, BLOCKS, GROUP, BLOCK_K, GROUP_NUMBER, PAIRED
-    )
-    if PIECES == 1:
-        return (of_0,)
-    else:
-        of_1 = shared_piece(
-            x, step, col, groups, columns, 1, PIECES, BLOCKS, GROUP, BLOCK_K, GROUP_NUMBER, PAIRED
+    Where columns are `paired`, (groups, 2, 32).
+    """
+    more = [1 << i for i in range(groups.bit_length() - 1)]
+    if paired:
+        return gl.DistributedLinearLayout(
+            reg_bases=[[0, 1, 0], *([group, 0, 0] for group in more)],
+            lane_bases=[[0, 0, 0], [0, 0, 0], [0, 0, 1], [0, 0, 2], [0, 0, 4]],
+            warp_bases=[[0, 0, 8], [0, 0, 16]],
+            block_bases=[],
+            shape=[groups, 2, 32],
         )
-        if PIECES == 2:
-            return (of_0, of_1)
-        else:
-            of_2 = shared_piece(
-                x, step, col, groups, columns, 2, PIECES, BLOCKS, GROUP, BLOCK_K, GROUP_NUMBER, PAIRED
-            )
-            of_3 = shared_piece(
-                x, step, col, groups, columns, 3, PIECES, BLOCKS, GROUP, BLOCK_K, GROUP_NUMBER, PAIRED
-            )
-            return (of_0, of_1, of_2, of_3)
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 8], *([group, 0] for group in more)],
+        lane_bases=[[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]],
+        warp_bases=[[0, 16], [0, 32]],
+        block_bases=[],
+        shape=[groups, 64],
+    )
+
+
+@gluon.jit
+def as_rows(piece, BLOCKS: gl.constexpr):
+    """What groups share, (rows, groups), where `spread` wants it; no number moves."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(2, spread_layout(BLOCKS, piece.shape[1]))
+    return gl.convert_layout(piece, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def own_shared(
+    blocks, GROUP_NUMBER: gl.constexpr, BLOCK_K: gl.constexpr, PER: gl.constexpr, GROUP: gl.constexpr,
+    PAIRED: gl.constexpr,
+):  # fmt: skip
+    """What the groups of a stage share, (rows, groups): one for each piece of a block of words with its own groups."""
+    COUNT: gl.constexpr = blocks.shape[0]
+    BLOCKS: gl.constexpr = BLOCK_K // (8 * PER)
+    LAYOUT: gl.constexpr = shared_layout(COUNT, PAIRED)
+    if PAIRED:
+        own = blocks.slice(ROWS // 2 * GROUP_NUMBER, ROWS // 2, 2).load(LAYOUT)
+        # Half of the columns, strip, g.
+        rows = own.reshape([COUNT, 2, 4, 8]).permute((2, 1, 3, 0)).reshape([ROWS, COUNT])
+    else:
+        rows = blocks.slice(ROWS * GROUP_NUMBER, ROWS, 1).load(LAYOUT).permute((1, 0))
+    if GROUP >= 8 * PER:
+        return (as_rows(rows, BLOCKS),)
+    elif GROUP == 4 * PER:
+        first, second = rows.reshape([ROWS, BLOCKS, 2]).split()
+        return (as_rows(first, BLOCKS), as_rows(second, BLOCKS))
+    else:
+        even, odd = rows.reshape([ROWS, BLOCKS, 2, 2]).split()
+        first, third = even.split()
+        second, fourth = odd.split()
+        return (as_rows(first, BLOCKS), as_rows(second, BLOCKS), as_rows(third, BLOCKS), as_rows(fourth, BLOCKS))
 
 
 @gluon.jit
@@ -231,49 +276,28 @@ def multiply_packed(
     """64 columns of a tile, from step `low` to `high` along K: the transposed product with a packed weight.
 
     Args:
-        extra: (scales, shifts, groups, columns), the first two with a row for each of the groups, or None.
+        extra: (scales, shifts, groups, columns), the first two with a row for each of the groups, or None; see `load`.
         UNPACK: `packed.unpack`, made for the format, whose words hold `PER` numbers.
-        GROUP: numbers along K that share a scale.
+        GROUP: numbers along K that share a scale; 0 where none do.
     """
-    a_blocks, b_blocks, full, free = ring
-    scales, shifts, groups, columns = extra
+    a_blocks, b_blocks, scale_blocks, shift_blocks, full, free = ring
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     acc = gl.zeros([ROWS, BLOCK_M], gl.float32, ACC)
-    next_scale = (
-        ()
-        if scales is None
-        else shared_of(scales, low, col, groups, columns, PER, GROUP, BLOCK_K, GROUP_NUMBER, PAIRED)
-    )
-    next_shift = (
-        ()
-        if shifts is None
-        else shared_of(shifts, low, col, groups, columns, PER, GROUP, BLOCK_K, GROUP_NUMBER, PAIRED)
-    )
-    for step in range(low, high):
-        scale = next_scale
-        shift = next_shift
-        # A step ahead, so that it is there when it is needed.
-        following_step = min(step + 1, high - 1)
-        next_scale = (
-            ()
-            if scales is None
-            else shared_of(
-                scales, following_step, col, groups, columns, PER, GROUP, BLOCK_K, GROUP_NUMBER, PAIRED
-            )
-        )
-        next_shift = (
-            ()
-            if shifts is None
-            else shared_of(
-                shifts, following_step, col, groups, columns, PER, GROUP, BLOCK_K, GROUP_NUMBER, PAIRED
-            )
-        )
+    for _ in range(low, high):
         mbarrier.wait(full.index(stage), phase)
         words = own_words(b_blocks.index(stage), GROUP_NUMBER, BLOCK_K, PER, PAIRED)
-        weight = UNPACK(
-            words, None if scales is None else scale, None if shifts is None else shift, BLOCK_K, ROWS, spread
+        scale = (
+            None
+            if scale_blocks is None
+            else own_shared(scale_blocks.index(stage), GROUP_NUMBER, BLOCK_K, PER, GROUP, PAIRED)
         )
+        shift = (
+            None
+            if shift_blocks is None
+            else own_shared(shift_blocks.index(stage), GROUP_NUMBER, BLOCK_K, PER, GROUP, PAIRED)
+        )
+        weight = UNPACK(words, scale, shift, BLOCK_K, ROWS, spread)
         weight = gl.convert_layout(weight, LEFT, assert_trivial=True)
         acc = hopper.warpgroup_mma(weight, a_blocks.index(stage).permute((1, 0)), acc, is_async=True)
         acc = hopper.warpgroup_mma_wait(0, deps=[acc])
@@ -319,7 +343,7 @@ def multiply_scaled(
         SHARED_M, SHARED_N: rows and columns that share a factor; the latter in multiples of 128.
         PAIRED, UNUSED: there as `multiply_packed` has as many.
     """
-    a_blocks, b_blocks, full, free = ring
+    a_blocks, b_blocks, _, _, full, free = ring
     at_a, _, row_a, step_a, at_b, _, row_b, step_b = extra
     HALVED: gl.constexpr = BLOCK_N > 128
     COLS: gl.constexpr = BLOCK_N // 2 if HALVED else BLOCK_N
@@ -465,11 +489,24 @@ def consume(
     tma.store_wait(0)
 
 
+@gluon.jit
+def room_for_shared(x, STAGES: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr, PAIRED: gl.constexpr):
+    """Shared memory for what the groups of a step share, in each stage."""
+    COUNT: gl.constexpr = BLOCK_K // GROUP if BLOCK_K > GROUP else 1
+    DTYPE: gl.constexpr = x.dtype.element_ty
+    if PAIRED:
+        LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+        return gl.allocate_shared_memory(DTYPE, [STAGES, COUNT, 2, ROWS * GROUPS // 2], LAYOUT)
+    else:
+        LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        return gl.allocate_shared_memory(DTYPE, [STAGES, COUNT, ROWS * GROUPS], LAYOUT)
+
+
 @gluon.jit(do_not_specialize=["M", "N", "K", "whole", "cut", "virtual", "chunk"])
 def gemm_specialized(
     a, b, out, extra, args, partials, counters, M, N, K, whole, cut, virtual, chunk,
     MULTIPLY: gl.constexpr, FACT_0: gl.constexpr, FACT_1: gl.constexpr, FACT_2: gl.constexpr, PER: gl.constexpr,
-    ORDER: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr,
+    GROUP: gl.constexpr, ORDER: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
     SWAP: gl.constexpr, PAIRED: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
@@ -483,7 +520,7 @@ def gemm_specialized(
         a, b, out: descriptors: of blocks of A (M, K), of B's transpose (N, K) or of its words, and of pieces of a
             group's part of the output.
         extra: MULTIPLY's.
-        PER: numbers in a word of B, 0 where it is not packed.
+        PER, GROUP: numbers in a word of B, 0 where it is not packed, and along K with one scale, 0 where there are none.
         args: the epilogue's.
         CAST: `cast(value, dtype)` rounds what the epilogue returns.
     """
@@ -497,7 +534,13 @@ def gemm_specialized(
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(free.index(stage), count=GROUPS)
     hopper.fence_async_shared()
-    ring = (a_blocks, b_blocks, full, free)
+    scale_blocks: gl.constexpr = None
+    shift_blocks: gl.constexpr = None
+    if GROUP > 0:
+        scale_blocks = room_for_shared(extra[0], STAGES, BLOCK_K, GROUP, PAIRED)
+        if extra[1] is not None:
+            shift_blocks = room_for_shared(extra[1], STAGES, BLOCK_K, GROUP, PAIRED)
+    ring = (a_blocks, b_blocks, scale_blocks, shift_blocks, full, free)
     gl.warp_specialize(
         [
             (
@@ -514,7 +557,13 @@ def gemm_specialized(
                     ORDER, EPILOGUE, CAST, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, SWAP, PAIRED, SPLIT,
                 ),
             ),
-            (produce, (a, b, ring, work, ORDER, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, PER, PAIRED, SPLIT)),
+            (
+                produce,
+                (
+                    a, b, extra, ring, work, ORDER, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, PER, GROUP, PAIRED,
+                    SPLIT,
+                ),
+            ),
         ],
         [4, 1],
         [REGISTERS, LOADER_REGISTERS],
