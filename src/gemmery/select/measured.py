@@ -2,7 +2,9 @@
 
 A table holds the times of a space's configs for a number of shapes. For another shape, a config's prediction is
 multiplied by what its measured times were over their predictions, averaged over the shapes nearby (a Nadaraya-Watson
-kernel regression in the logarithms of the sizes). Far from everything measured, the model stands as it is.
+kernel regression in the logarithms of the sizes). Far from everything measured, the model stands as it is. A config
+that was not timed is taken to be as far off as those are on average that were timed nearby: otherwise it would be
+preferred wherever the model is too hopeful of all.
 """
 
 from __future__ import annotations
@@ -25,10 +27,12 @@ TABLES = Path(__file__).with_name("tables")
 #: How far a measurement reaches: in doublings of a size or of the parts along K.
 REACH = 0.8
 #: The same for packed weights, whose tiles' worth changes faster: how many rows of A they take decides how much is
-#: unpacked.
-REACH_PACKED = 0.2
+#: unpacked. So it is how much nearer a shape has to be to count for more; the nearest reach `FAR_PACKED`.
+REACH_PACKED, FAR_PACKED = 0.2, 1.5
 #: The weight of the model itself, where a measurement of the very shape has 1.
 PRIOR = 0.3
+#: Keeps a quotient of two numbers that vanish far from everything defined.
+_TINY = 1e-30
 
 
 #: Formats of packed weights that have a table of their own, with what was measured. Others of as many bits take the
@@ -81,7 +85,7 @@ class Table:
         known: (shapes, configs), 1 where there is a measurement.
         residuals: (shapes, configs), logarithm of measured over predicted time; 0 where there is none.
         near: (configs, configs), how much configs of one row, with K cut into other parts, say of each other.
-        reach: see `REACH`.
+        reach, far: see `REACH` and `REACH_PACKED`.
     """
 
     column: dict[Config, int]
@@ -90,6 +94,7 @@ class Table:
     residuals: np.ndarray
     near: np.ndarray
     reach: float = REACH
+    far: float = REACH
 
     @classmethod
     def read(cls, path: Path, device: Device, dtype: Any, *more: Path, name: str = "half") -> Table:
@@ -104,7 +109,7 @@ class Table:
         batch, M, N, K = np.array(shapes, dtype=float).T
         row = space.kernel // 2
         apart = np.subtract.outer(np.log2(space.split_k), np.log2(space.split_k))
-        reach = REACH_PACKED if name.startswith("packed ") else REACH
+        reach, far = (REACH_PACKED, FAR_PACKED) if name.startswith("packed ") else (REACH, REACH)
         near = np.equal.outer(row, row) * np.exp(-(apart**2) / (2 * reach**2))
         return cls(
             column={config: place for place, config in enumerate(space.configs)},
@@ -113,6 +118,7 @@ class Table:
             residuals=np.where(known, residuals, 0.0),
             near=near,
             reach=reach,
+            far=far,
         )
 
     def factor(self, problem: Problem, space: Space, M: np.ndarray) -> np.ndarray:
@@ -121,11 +127,17 @@ class Table:
         fixed = np.log2([max(problem.N, 1), max(problem.K, 1)])
         here = np.concatenate([rows, np.broadcast_to(fixed, (len(rows), 2))], axis=1)
         apart = ((here[:, None, :] - self.places[None, :, :]) ** 2).sum(axis=2)
-        weights = np.exp(-apart / (2 * self.reach**2))
-        total = (weights @ self.residuals) @ self.near
-        weight = (weights @ self.known) @ self.near + PRIOR
+        nearest = apart.min(axis=1, keepdims=True)
+        presence = np.exp(-nearest / (2 * self.far**2))
+        weights = np.exp(-(apart - nearest) / (2 * self.reach**2)) * presence
+        known = weights @ self.known
+        typical = (weights @ self.residuals).sum(axis=1, keepdims=True) / (known.sum(axis=1, keepdims=True) + _TINY)
+        # What is not known of a config itself, up to the model's weight, is taken from all.
+        typical = typical * presence
+        weight = known @ self.near
+        log = ((weights @ self.residuals) @ self.near + PRIOR * typical) / (weight + PRIOR)
         # The last column is for configs that the table does not know.
-        log = np.concatenate([total / weight, np.zeros((len(rows), 1))], axis=1)
+        log = np.concatenate([log, typical], axis=1)
         return np.asarray(np.exp(log[:, [self.column.get(config, -1) for config in space.configs]]))
 
 
