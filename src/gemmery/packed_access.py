@@ -54,7 +54,8 @@ def enlarged_{name}(
 @functools.cache
 def enlarged(epilogue: Any, packing: Packing, dtype: torch.dtype, asm: int) -> Any:
     """A device function of an epilogue, for a sum of which `unpacker`'s numbers were factors."""
-    unit = decoders.unit_of(FORMATS[packing.format].code, getattr(tl, str(dtype).removeprefix("torch.")), asm)
+    format = FORMATS[packing.format]
+    unit = decoders.unit_of(format.code, packing.bits, getattr(tl, str(dtype).removeprefix("torch.")), asm)
     if unit == 0:
         return epilogue
     text = _ENLARGED.format(name=epilogue.__name__, factor=2.0**unit)

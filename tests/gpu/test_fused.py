@@ -350,9 +350,11 @@ def test_nothing_is_allocated_but_the_results():
     gemmery.matmul(a, b, epilogue=_swiglu)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    # As asked for: what the allocator gives may be a block of its own that is larger.
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     result = gemmery.matmul(a, b, epilogue=_swiglu)
-    assert torch.cuda.max_memory_allocated() - before == math.prod(result.shape) * 2
+    peak = torch.cuda.memory_stats()["requested_bytes.all.peak"]
+    assert peak - before == math.prod(result.shape) * 2
 
 
 @needs_cuda

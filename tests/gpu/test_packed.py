@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import gemmery
 from gemmery import epilogues
+from gemmery.formats import from_codes
 from gemmery.formats.base import FORMATS
 from gemmery.formats.packing import pack
 from gemmery.kernels import decoders
@@ -102,7 +103,7 @@ def test_every_code(name, dtype):
             got, codes = decoded(format, dtype, part, asm)
             kind = getattr(tl, str(dtype).removeprefix("torch."))
             want = format.stored_values[codes].double() + decoders.bias_of(format.code, kind)
-            if decoders.unit_of(format.code, kind, asm):
+            if decoders.unit_of(format.code, format.bits, kind, asm):
                 exponents = [decoders.exponent_of(format.code, format.bits, which) for which in (0, 1)]
                 want = want * torch.tensor([2.0**-x for x in exponents], dtype=torch.double)[:, None]
             # Bit for bit, NaN apart, of which there are many.
@@ -151,6 +152,20 @@ def test_arithmetic_is_the_same_in_ptx(dtype):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Products
+
+
+@pytest.mark.parametrize("exponent", [-40, -20, 30, 34])
+@pytest.mark.parametrize("name", ["int4", "int8", "mxfp4"])
+def test_scales_of_all_sizes(name, exponent):
+    """Powers of two that kernels put in and take out again leave nothing behind."""
+    rng("packed scales", name, exponent)
+    m, n, k = 24, 64, size(512)
+    codes = torch.randint(0, 1 << FORMATS[name].bits, (n, k), dtype=torch.uint8, device=DEVICE)
+    scales = (1 + torch.rand(n, k // 32, device=DEVICE) / 2).bfloat16()
+    x = values((m, k), torch.bfloat16)
+    near = gemmery.linear(x, from_codes(codes, name, scales=scales), out_dtype=torch.float32)
+    far = gemmery.linear(x, from_codes(codes, name, scales=scales * 2.0**exponent), out_dtype=torch.float32)
+    assert torch.equal(far, near * 2.0**exponent)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

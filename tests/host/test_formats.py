@@ -29,6 +29,7 @@ from gemmery.formats import (
 from gemmery.formats.base import Format
 from gemmery.formats.decode import rounded_sum
 from gemmery.formats.quantize import nearest
+from gemmery.formats.tensor import LARGEST_SCALE
 from gemmery.kernels import decoders
 from gemmery.problem import Packing
 
@@ -116,6 +117,14 @@ def test_nf4_has_the_quantiles_of_its_paper():
 
 def test_decoders_have_the_same_nf4():
     assert torch.tensor(decoders.NF4.value).equal(FORMATS["nf4"].stored_values)
+
+
+def test_the_largest_scale_is_what_kernels_can_multiply():
+    """By the largest power of two that makes up for where a decoder leaves a number, which bf16 has to hold."""
+    for (code, bits), exponents in decoders._EXPONENTS.value.items():
+        factors = torch.tensor([2.0 ** (x - decoders.UNIT.value) for x in exponents], dtype=torch.float64)
+        below = torch.tensor(LARGEST_SCALE).bfloat16().nextafter(torch.tensor(0.0).bfloat16())
+        assert (below.double() * factors).bfloat16().isfinite().all(), (code, bits)
 
 
 def test_a_format_of_an_unknown_code_is_an_error():
@@ -479,6 +488,11 @@ def test_numbers_that_the_type_does_not_hold():
         assert quantize(top, name, dtype=FP16).dequantize().isfinite().all()
     with pytest.raises(ValueError, match="code 0 of int4 is infinite in float16; use bfloat16"):
         quantize(top * torch.tensor([1.0, -1.0]).repeat(32), "int4", dtype=FP16)
+    huge = torch.full((16, 64), 2.0**40)
+    for name in ("int4", "mxfp4"):
+        with pytest.raises(ValueError, match=f"those of {name} in bfloat16 must be below 3.43597e\\+10"):
+            quantize(huge, name)
+    assert quantize(huge, "int8").dequantize(torch.float32).isclose(huge).all()
     tiny = quantize(torch.full((16, 64), 1e-9), "int4", group_size=64, dtype=FP16)
     assert not tiny.dequantize().any()
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from gemmery import devices
-from gemmery.select import measured
+from gemmery.lab.posing import posed
+from gemmery.select import measured, rank
 from gemmery.select.keys import to_dict
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,6 +72,15 @@ def test_nothing_that_belongs_there(script, tmp_path, capsys):
     file.write_text(json.dumps(exported([], "NVIDIA A100 (108 SMs)")))
     assert script.main([str(file), "--device", "NVIDIA H200", "--out", str(tmp_path)]) == 2
     assert "no plain bf16 products" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("format", measured.PACKINGS)
+def test_few_rows_of_a_packed_weight_take_few_rows_of_tiles(format):
+    """Also between the numbers of rows that were timed, and where tiles of more rows were not."""
+    for M in (1, 2, 5, 8, 13, 16, 20, 32, 50, 64):
+        for N, K in ((8192, 8192), (14336, 4096), (4096, 14336), (6144, 4096)):
+            config = rank(posed(M, N, K, device=H200, weight=format))[0][0]
+            assert config.block_m <= max(16, 1 << (M - 1).bit_length()), (M, N, K, str(config))
 
 
 def test_shipped_tables_are_what_the_script_writes(script):

@@ -129,8 +129,9 @@ def test_programs_share_all_steps():
 def test_it_is_chosen_where_it_was_measured_to_be_quicker():
     for problem in (packed(), packed(epilogue="swiglu"), blocks(), blocks(M=512)):
         assert rank(problem)[0][0].schedule == "specialized"
-    for problem in (packed(M=1), packed(M=16), blocks(M=16)):
-        assert rank(problem)[0][0].schedule == "tile"
+    for M in (1, 4, 16):
+        assert rank(packed(M=M))[0][0].block_m == 16
+    assert rank(blocks(M=16))[0][0].schedule == "tile"
 
 
 def test_results_that_must_not_depend_on_the_batch_do_without():

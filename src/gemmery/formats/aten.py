@@ -112,7 +112,7 @@ def converted(
     on the meta device and under tracing, where there are no values.
     """
     result = values.to(dtype)
-    if result.dtype == values.dtype or _has_no_values(values):
+    if result.dtype == values.dtype or has_no_values(values):
         return result
     wide = values if values.is_floating_point() and values.itemsize > 1 else values.float()
     is_bad = result.isinf() & ~wide.isinf()
@@ -127,7 +127,8 @@ def converted(
     return result
 
 
-def _has_no_values(x: Tensor) -> bool:
+def has_no_values(x: Tensor) -> bool:
+    """Whether a tensor is on the meta device or traced, so that its numbers can't be looked at."""
     # Where the compiler looks for shapes, torch before 2.12 does not say that it compiles.
     return x.device.type == "meta" or torch.compiler.is_compiling() or is_fake(x)
 

@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from . import packing
-from .aten import converted
+from .aten import converted, has_no_values
 from .base import Format
-from .tensor import DTYPES, QuantizedTensor, check_shared, lookup
+from .tensor import DTYPES, LARGEST_SCALE, QuantizedTensor, check_shared, lookup
 
 
 def from_codes(
@@ -62,11 +62,15 @@ def from_codes(
     group_size = _group_size(codes, grouped, group_size)
     check_shared("from_codes", format, dtype, group_size, grouped)
     laid = {name: _grouped(name, x, codes, group_size, dtype) for name, x in grouped.items()}
-    has_values = codes.device.type != "meta"
+    has_values = not has_no_values(codes)
     if zeros is not None and format.code == "int" and has_values:
         _check_zeros(zeros.float(), format)
-    if scales is not None and dtype == torch.float16 and format.code == "int" and has_values:
-        _check_padding(scales, zeros, format)
+    kept = laid["scales"]
+    if scales is not None and kept is not None and has_values:
+        if dtype == torch.float16 and format.code == "int":
+            _check_padding(scales, zeros, format)
+        if kept.dtype == torch.bfloat16 and format.code in ("int", "e2m1"):
+            _check_size(scales, format)
     if channel is not None:
         channel = _on_device("channel", channel, codes).float().contiguous()
     if permutation is not None:
@@ -95,6 +99,15 @@ def _check_padding(scales: Tensor, zeros: Tensor | None, format: Format) -> None
         raise ValueError(
             f"from_codes: scales go up to {largest:g}, with which code 0 of {format.name} is infinite in float16; "
             f"use bfloat16"
+        )
+
+
+def _check_size(scales: Tensor, format: Format) -> None:
+    largest = float(scales.float().abs().max()) if scales.numel() else 0.0
+    if largest >= LARGEST_SCALE:
+        raise ValueError(
+            f"from_codes: scales go up to {largest:g}; those of {format.name} in bfloat16 must be below "
+            f"{LARGEST_SCALE:g}. Scales in float32 may be larger"
         )
 
 

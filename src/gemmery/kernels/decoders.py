@@ -8,15 +8,15 @@ A format is a decoder, a `@triton.jit` function
 
     decode(words, PART, DTYPE, ASM, WAIT) -> (first, second)
 
-which gives the numbers `2 PART` and `2 PART + 1` of every word in `DTYPE`, fp16 or bf16. `ASM` is the compute capability
-for whose PTX it is, or 0 for plain Triton, which gives the same numbers bit for bit.
+which gives the numbers `2 PART` and `2 PART + 1` of every word in `DTYPE`, fp16 or bf16. `ASM` is the compute
+capability of the GPU whose PTX it may use. With 0 it is plain Triton, and in the end the weight has the same bits.
 
-The fewer instructions, the better: where the weight decides the time, unpacking is what takes it. Two ways lead to
-numbers of which a code's bits are a part. In fp16 the bits of an integer become the lowest of 1024's, so that `bias_of`
-is added to it. In bf16 there is no room for that; but as the lowest bits of a number whose others are 0 they are that
-integer times a power of two already: the smallest normal numbers are as far apart as the subnormal ones. `exponent_of`
-is the power; the multiplication by the scale makes up for most of it, and takes the zero along in one operation. What
-is left is `unit_of`, since bf16 ends at 2^128. The power is exact, so the sum of products is the same but for it.
+With few rows of A unpacking is most of a kernel's work, so instructions count. In fp16 an integer's bits become the
+lowest of 1024's, so that `bias_of` is added to it. In bf16 there is no room for 8 bits; but alone in a number whose
+other bits are 0 they are the integer times a power of two: the smallest normal numbers are as far apart as the
+subnormal ones. `exponent_of` is that power. The multiplication by the scale, which has to be, makes up for most of it,
+and takes the zero along. What is left, since bf16 ends at 2^128, is `unit_of`; the epilogue multiplies the sum by it.
+Powers of two are exact, so nothing else changes.
 
 On Hopper, wgmma reads its left operand from registers while the program goes on, and Triton (3.6 to 3.9) computes the
 next step's operand without waiting for that. A decoder therefore begins with a wait for the products that may still
@@ -51,16 +51,17 @@ def bias_of(code, dtype):
 
 
 #: With PTX, bf16 numbers of some codes come times 2^-UNIT to the tensor cores, and the sum is multiplied by 2^UNIT.
-#: That is exact for scales below 2^(UNIT - 5), and for numbers of more than 2^(UNIT - 126).
+#: That is exact for scales below 2^(UNIT - 5), see `formats.tensor.LARGEST_SCALE`, and for numbers and their products
+#: down to 2^(UNIT - 126); below, they lose digits as subnormal numbers do.
 UNIT = tl.constexpr(40)
-#: The decoders' results for those codes: the first and the second number are 2^-exponent times the code's.
+#: By code and bits: a decoder's first and second number are 2^-exponent times the code's.
 _EXPONENTS = tl.constexpr({("int", 4): (133, 129), ("int", 8): (133, 133), ("e2m1", 4): (126, 126)})
 
 
 @triton.constexpr_function
-def unit_of(code, dtype, asm):
+def unit_of(code, bits, dtype, asm):
     """The power of two by which the tensor cores get a code's numbers too small; 0 where as they are."""
-    return UNIT.value if asm and code in ("int", "e2m1") and _text(dtype) == "bf16" else 0
+    return UNIT.value if asm and (code, bits) in _EXPONENTS.value and _text(dtype) == "bf16" else 0
 
 
 @triton.constexpr_function
@@ -221,7 +222,9 @@ def decode_int(
 ):
     """Integers from 0 on."""
     if ASM:
-        PTX: tl.constexpr = ptx_of_nibbles(PART, DTYPE, WAIT) if BITS == 4 else ptx_of_bytes(PART, DTYPE, WAIT)
+        PTX: tl.constexpr = (
+            ptx_of_nibbles(PART, DTYPE, WAIT) if BITS == 4 else ptx_of_bytes(PART, DTYPE, WAIT)
+        )
         return from_words(PTX, words, DTYPE)
     else:
         BIAS: tl.constexpr = bias_of("int", DTYPE)
@@ -376,7 +379,9 @@ def decode_fp8(
     """The numbers of fp8, infinities and NaN among them."""
     if ASM:
         PTX: tl.constexpr = (
-            ptx_of_fp8(PART, DTYPE, WAIT, ASM, E4M3) if ASM < 89 else ptx_of_fp8_conversion(PART, DTYPE, WAIT, E4M3)
+            ptx_of_fp8(PART, DTYPE, WAIT, ASM, E4M3)
+            if ASM < 89
+            else ptx_of_fp8_conversion(PART, DTYPE, WAIT, E4M3)
         )
         return from_words(PTX, words, DTYPE)
     else:

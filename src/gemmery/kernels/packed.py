@@ -126,7 +126,9 @@ def number(
         factor = full_like(x, power(EXPONENT - UNIT), DTYPE)
         zero = full_like(x, -ZERO * power(-UNIT), DTYPE)
         if shift is not None:
-            shift = multiply(shift, full_like(x, power(-UNIT) if OFFSETS else -power(-UNIT), DTYPE), DTYPE, ASM)
+            shift = multiply(
+                shift, full_like(x, power(-UNIT) if OFFSETS else -power(-UNIT), DTYPE), DTYPE, ASM
+            )
             if not OFFSETS:
                 zero = shift
         value = multiply_add(x, factor, zero, DTYPE, ASM)
@@ -165,7 +167,7 @@ def numbers(
 ):  # fmt: skip
     """Two numbers of each word; scale and shift are those of the words."""
     WAIT: tl.constexpr = wait_of(PART, PER // 2, BLOCKS) if WAITS else -1
-    UNIT: tl.constexpr = unit_of(CODE, DTYPE, ASM)
+    UNIT: tl.constexpr = unit_of(CODE, 32 // PER, DTYPE, ASM)
     # Others have their zero in the decoder's table.
     OWN: tl.constexpr = ZERO if CODE == "int" else 0
     first, second = DECODE(words, PART, DTYPE, ASM, WAIT)

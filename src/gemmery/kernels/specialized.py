@@ -58,20 +58,24 @@ def copy_shared(x, blocks, arrived, group, col, groups, columns, PAIRED: gl.cons
     VECTOR: gl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
     WIDTH: gl.constexpr = ROWS * GROUPS
     if PAIRED:
-        LAYOUT: gl.constexpr = gl.BlockedLayout(
+        HALVES: gl.constexpr = gl.BlockedLayout(
             [1, 1, VECTOR], [32 * VECTOR // WIDTH, 2, WIDTH // 2 // VECTOR], [1, 1, 1], [2, 1, 0]
         )
-        row = group + gl.arange(0, blocks.shape[0], gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
-        half = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
-        column = col // 2 + gl.arange(0, WIDTH // 2, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
+        row = (
+            gl.arange(0, blocks.shape[0], gl.SliceLayout(1, gl.SliceLayout(2, HALVES)))[:, None, None] + group
+        )
+        half = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, HALVES)))[None, :, None]
+        column = (
+            gl.arange(0, WIDTH // 2, gl.SliceLayout(0, gl.SliceLayout(1, HALVES)))[None, None, :] + col // 2
+        )
         mask = (row < groups) & (column < columns // 2) & (half < 2)
         _copy(blocks, x + row * columns + half * (columns // 2) + column, mask)
     else:
         LAYOUT: gl.constexpr = gl.BlockedLayout(
             [1, VECTOR], [32 * VECTOR // WIDTH, WIDTH // VECTOR], [1, 1], [1, 0]
         )
-        row = group + gl.arange(0, blocks.shape[0], gl.SliceLayout(1, LAYOUT))[:, None]
-        column = col + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))[None, :]
+        row = gl.arange(0, blocks.shape[0], gl.SliceLayout(1, LAYOUT))[:, None] + group
+        column = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))[None, :] + col
         _copy(blocks, x + row * columns + column, (row < groups) & (column < columns))
     async_copy.mbarrier_arrive(arrived)
 
@@ -91,7 +95,9 @@ def load(
             scales, shifts, groups, columns = extra
             copy_shared(scales, scale_blocks.index(stage), arrived, k // GROUP, col, groups, columns, PAIRED)
             if shifts is not None:
-                copy_shared(shifts, shift_blocks.index(stage), arrived, k // GROUP, col, groups, columns, PAIRED)
+                copy_shared(
+                    shifts, shift_blocks.index(stage), arrived, k // GROUP, col, groups, columns, PAIRED
+                )
         mbarrier.expect(arrived, a.block_type.nbytes + b.block_type.nbytes)
         _load(a, [row, k], arrived, a_blocks.index(stage))
         if PAIRED:
@@ -253,7 +259,12 @@ def own_shared(
         even, odd = rows.reshape([ROWS, BLOCKS, 2, 2]).split()
         first, third = even.split()
         second, fourth = odd.split()
-        return (as_rows(first, BLOCKS), as_rows(second, BLOCKS), as_rows(third, BLOCKS), as_rows(fourth, BLOCKS))
+        return (
+            as_rows(first, BLOCKS),
+            as_rows(second, BLOCKS),
+            as_rows(third, BLOCKS),
+            as_rows(fourth, BLOCKS),
+        )
 
 
 @gluon.jit
@@ -490,13 +501,15 @@ def consume(
 
 
 @gluon.jit
-def room_for_shared(x, STAGES: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr, PAIRED: gl.constexpr):
+def room_for_shared(
+    x, STAGES: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr, PAIRED: gl.constexpr
+):
     """Shared memory for what the groups of a step share, in each stage."""
     COUNT: gl.constexpr = BLOCK_K // GROUP if BLOCK_K > GROUP else 1
     DTYPE: gl.constexpr = x.dtype.element_ty
     if PAIRED:
-        LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-        return gl.allocate_shared_memory(DTYPE, [STAGES, COUNT, 2, ROWS * GROUPS // 2], LAYOUT)
+        HALVES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+        return gl.allocate_shared_memory(DTYPE, [STAGES, COUNT, 2, ROWS * GROUPS // 2], HALVES)
     else:
         LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         return gl.allocate_shared_memory(DTYPE, [STAGES, COUNT, ROWS * GROUPS], LAYOUT)
@@ -520,7 +533,8 @@ def gemm_specialized(
         a, b, out: descriptors: of blocks of A (M, K), of B's transpose (N, K) or of its words, and of pieces of a
             group's part of the output.
         extra: MULTIPLY's.
-        PER, GROUP: numbers in a word of B, 0 where it is not packed, and along K with one scale, 0 where there are none.
+        PER: numbers in a word of B, 0 where it is not packed.
+        GROUP: numbers along K with one scale, 0 where there are none.
         args: the epilogue's.
         CAST: `cast(value, dtype)` rounds what the epilogue returns.
     """

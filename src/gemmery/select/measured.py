@@ -2,9 +2,9 @@
 
 A table holds the times of a space's configs for a number of shapes. For another shape, a config's prediction is
 multiplied by what its measured times were over their predictions, averaged over the shapes nearby (a Nadaraya-Watson
-kernel regression in the logarithms of the sizes). Far from everything measured, the model stands as it is. A config
-that was not timed is taken to be as far off as those are on average that were timed nearby: otherwise it would be
-preferred wherever the model is too hopeful of all.
+kernel regression in the logarithms of the sizes). Far from everything measured, the model stands as it is. Of packed
+weights not every tile is timed with every number of rows. A config that was not is taken to be as far off as those of
+its schedule are on average that were timed nearby: otherwise it would be preferred wherever the model is too hopeful.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ REACH = 0.8
 REACH_PACKED, FAR_PACKED = 0.2, 1.5
 #: The weight of the model itself, where a measurement of the very shape has 1.
 PRIOR = 0.3
-#: Keeps a quotient of two numbers that vanish far from everything defined.
-_TINY = 1e-30
+_SCHEDULES = ("tile", "persistent", "cluster", "specialized")
 
 
 #: Formats of packed weights that have a table of their own, with what was measured. Others of as many bits take the
@@ -81,20 +80,24 @@ class Table:
 
     Attributes:
         column: by config, its place among the columns.
+        schedules: (configs,), the schedule that each has.
         places: (shapes, 3), logarithms of rows in all matrices, N and K.
         known: (shapes, configs), 1 where there is a measurement.
         residuals: (shapes, configs), logarithm of measured over predicted time; 0 where there is none.
         near: (configs, configs), how much configs of one row, with K cut into other parts, say of each other.
         reach, far: see `REACH` and `REACH_PACKED`.
+        partial: whether some configs were not timed at each shape, and are taken to be as far off as the others.
     """
 
     column: dict[Config, int]
+    schedules: np.ndarray
     places: np.ndarray
     known: np.ndarray
     residuals: np.ndarray
     near: np.ndarray
     reach: float = REACH
     far: float = REACH
+    partial: bool = False
 
     @classmethod
     def read(cls, path: Path, device: Device, dtype: Any, *more: Path, name: str = "half") -> Table:
@@ -109,16 +112,19 @@ class Table:
         batch, M, N, K = np.array(shapes, dtype=float).T
         row = space.kernel // 2
         apart = np.subtract.outer(np.log2(space.split_k), np.log2(space.split_k))
-        reach, far = (REACH_PACKED, FAR_PACKED) if name.startswith("packed ") else (REACH, REACH)
+        packed = name.startswith("packed ")
+        reach, far = (REACH_PACKED, FAR_PACKED) if packed else (REACH, REACH)
         near = np.equal.outer(row, row) * np.exp(-(apart**2) / (2 * reach**2))
         return cls(
             column={config: place for place, config in enumerate(space.configs)},
+            schedules=np.array([config.schedule for config in space.configs]),
             places=np.log2(np.stack([batch * M, N, K], axis=1)),
             known=known.astype(float),
             residuals=np.where(known, residuals, 0.0),
             near=near,
             reach=reach,
             far=far,
+            partial=packed,
         )
 
     def factor(self, problem: Problem, space: Space, M: np.ndarray) -> np.ndarray:
@@ -127,18 +133,29 @@ class Table:
         fixed = np.log2([max(problem.N, 1), max(problem.K, 1)])
         here = np.concatenate([rows, np.broadcast_to(fixed, (len(rows), 2))], axis=1)
         apart = ((here[:, None, :] - self.places[None, :, :]) ** 2).sum(axis=2)
+        parts = [self._log(apart, self.schedules == schedule) for schedule in _SCHEDULES]
+        # For each schedule all columns, and one for configs that the table does not know.
+        columns = np.array([self.column.get(config, -1) for config in space.configs])
+        of = np.array([_SCHEDULES.index(config.schedule) for config in space.configs])
+        return np.asarray(np.exp(np.stack(parts)[of, :, columns].T))
+
+    def _log(self, apart: np.ndarray, own: np.ndarray) -> np.ndarray:
+        """Logarithms of factors by shape and config, of which those of one schedule, `own`, are right.
+
+        Other schedules say nothing of this one: not every Triton has them.
+        """
+        there = self.known[:, own].any(axis=1)
+        if not there.any():
+            return np.zeros((len(apart), len(own) + 1))
+        apart, known, residuals = apart[:, there], self.known[there] * own, self.residuals[there] * own
         nearest = apart.min(axis=1, keepdims=True)
-        presence = np.exp(-nearest / (2 * self.far**2))
-        weights = np.exp(-(apart - nearest) / (2 * self.reach**2)) * presence
-        known = weights @ self.known
-        typical = (weights @ self.residuals).sum(axis=1, keepdims=True) / (known.sum(axis=1, keepdims=True) + _TINY)
+        weights = np.exp(-(apart - nearest) / (2 * self.reach**2) - nearest / (2 * self.far**2))
+        known, residuals = weights @ known, weights @ residuals
         # What is not known of a config itself, up to the model's weight, is taken from all.
-        typical = typical * presence
-        weight = known @ self.near
-        log = ((weights @ self.residuals) @ self.near + PRIOR * typical) / (weight + PRIOR)
-        # The last column is for configs that the table does not know.
-        log = np.concatenate([log, typical], axis=1)
-        return np.asarray(np.exp(log[:, [self.column.get(config, -1) for config in space.configs]]))
+        typical = residuals.sum(axis=1, keepdims=True) / (known.sum(axis=1, keepdims=True) + PRIOR)
+        typical = typical * self.partial
+        each = (residuals @ self.near + PRIOR * typical) / (known @ self.near + PRIOR)
+        return np.concatenate([each, typical], axis=1)
 
 
 def _times(data: dict[str, Any], space: Space) -> np.ndarray:
