@@ -111,11 +111,11 @@ def number(
     DTYPE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """A number as `formats.tensor` defines it, times 2^-UNIT, of `x`, which is the code's times 2^-EXPONENT."""
+    factor = full_like(x, power(EXPONENT - UNIT), DTYPE)
+    zero = full_like(x, -ZERO * power(-UNIT), DTYPE)
     if shift is None and (scale is None or scale.dtype == DTYPE):
-        # 2^(EXPONENT - UNIT) times the scale, and its product with the zero: the same for many numbers.
-        factor = full_like(x, power(EXPONENT - UNIT), DTYPE)
-        zero = full_like(x, -ZERO * power(-UNIT), DTYPE)
         if scale is not None:
+            # The same for many numbers.
             factor = multiply(scale, factor, DTYPE, ASM)
             zero = multiply(scale, zero, DTYPE, ASM)
         if ZERO != 0:
@@ -123,12 +123,9 @@ def number(
         else:
             return multiply(x, factor, DTYPE, ASM)
     else:
-        factor = full_like(x, power(EXPONENT - UNIT), DTYPE)
-        zero = full_like(x, -ZERO * power(-UNIT), DTYPE)
         if shift is not None:
-            shift = multiply(
-                shift, full_like(x, power(-UNIT) if OFFSETS else -power(-UNIT), DTYPE), DTYPE, ASM
-            )
+            SIGN: tl.constexpr = 1.0 if OFFSETS else -1.0
+            shift = multiply(shift, full_like(x, SIGN * power(-UNIT), DTYPE), DTYPE, ASM)
             if not OFFSETS:
                 zero = shift
         value = multiply_add(x, factor, zero, DTYPE, ASM)
