@@ -5,8 +5,8 @@ python benchmarks/packed_table.py --format int4 --schedule specialized
 python benchmarks/packed_table.py --format int4 --rows 1,16
 
 Times every tile, in every number of parts along K that is considered, on cold inputs, in shuffled order. A schedule
-that not every Triton has gets a table of its own, and is in no other. With some numbers of rows alone, the rest of the
-table stays.
+that not every Triton has gets a table of its own, and is in no other. With some numbers of rows or weights alone, the
+rest of the table stays.
 """
 
 import argparse
@@ -138,14 +138,13 @@ def measure(
     return {name: round(statistics.median(found), 2) for name, found in times.items()}
 
 
-def kept(path: Path, rows: tuple[int, ...]) -> dict[tuple[int, ...], dict[str, float]]:
-    """What a table has of other numbers of rows."""
+def read(path: Path) -> dict[tuple[int, ...], dict[str, float]]:
+    """What a table has."""
     table = json.loads(path.read_text(encoding="utf-8"))
-    found = {
+    return {
         tuple(shape): {c: t for c, t in zip(table["configs"], line, strict=True) if t is not None}
         for shape, line in zip(table["shapes"], table["microseconds"], strict=True)
     }
-    return {shape: times for shape, times in found.items() if shape[1] not in rows}
 
 
 def main() -> None:
@@ -182,8 +181,8 @@ def main() -> None:
     name = problem.device.name
     suffix = f"-{options.schedule}" if options.schedule else ""
     path = options.out / f"{name.lower().replace(' ', '-')}-packed-{format}{suffix}.json"
-    if options.rows and path.is_file():
-        times = kept(path, some) | times
+    if (some, options.weights) != (ROWS, len(WEIGHTS)) and path.is_file():
+        times = read(path) | times
     path.write_text(text_of(times, name, {triton.__version__}), encoding="utf-8")
     print(json.dumps({"table": str(path), "shapes": len(times)}))
 

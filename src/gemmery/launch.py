@@ -23,7 +23,7 @@ from .kernels import epilogues, gemm, order
 from .kernels import operands as access
 from .kernels import pointwise as kernels_pointwise
 from .layout import fold_blocks
-from .packed_access import PackedAccess, asm_of, enlarged, refusal
+from .packed_access import PackedAccess, asm_of, of_sum, refusal
 from .problem import FP8, SCALED_EVERY, Config, Fusion, Operand, Problem, accumulator
 from .results import Results
 from .waves import Split, Waves
@@ -195,7 +195,7 @@ def _of_sum(problem: Problem, epilogue: Any) -> Any:
     """An epilogue, given the sum as the kernel has it."""
     if problem.packing is None:
         return epilogue
-    return enlarged(epilogue, problem.packing, problem.b.dtype, asm_of(problem))
+    return of_sum(epilogue, problem.packing, problem.b.dtype, asm_of(problem))
 
 
 def phases(problem: Problem) -> tuple[Any, Any]:

@@ -51,13 +51,15 @@ def enlarged_{name}(
 """
 
 
-@functools.cache
-def enlarged(epilogue: Any, packing: Packing, dtype: torch.dtype, asm: int) -> Any:
+def of_sum(epilogue: Any, packing: Packing, dtype: torch.dtype, asm: int) -> Any:
     """A device function of an epilogue, for a sum of which `unpacker`'s numbers were factors."""
     format = FORMATS[packing.format]
     unit = decoders.unit_of(format.code, packing.bits, getattr(tl, str(dtype).removeprefix("torch.")), asm)
-    if unit == 0:
-        return epilogue
+    return _enlarged(epilogue, unit) if unit else epilogue
+
+
+@functools.lru_cache(1024)
+def _enlarged(epilogue: Any, unit: int) -> Any:
     text = _ENLARGED.format(name=epilogue.__name__, factor=2.0**unit)
     return compiled(text, {"EPILOGUE": epilogue})
 

@@ -54,12 +54,10 @@ def suits(problem: Problem) -> bool:
 
 
 def _packed(problem: Problem) -> bool:
-    # Of what groups share, offsets are counted in 32 bits.
-    # They come in units of 16 bytes.
+    # Of what groups share, offsets are counted in 32 bits; `described` sees to it that units of 16 bytes can be copied.
     p = problem
-    assert p.packing is not None
-    group, aligned = p.packing.group, all(p.packing.aligned)
-    return p.a.dtype.itemsize == 2 and (not group or (aligned and -(-p.K // group) * (p.N + STRIP) < 1 << 31))
+    group = p.packing.group if p.packing is not None else 0
+    return p.a.dtype.itemsize == 2 and (not group or -(-p.K // group) * (p.N + STRIP) < 1 << 31)
 
 
 def _scaled(problem: Problem) -> bool:

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from gemmery import specialized
+
 _SCRIPT = """
 from gemmery.lab import targets
 targets.use_target("sm_90")
@@ -14,18 +16,24 @@ from gemmery.devices import TABLE
 from gemmery.lab.fused_targets import pose
 from gemmery.launch import bind
 from gemmery.problem import Config
-problem, tensors = pose("%s", "bf16", 4096, 4096, TABLE["NVIDIA H200"])
+problem, tensors = pose("%s", "%s", 4096, 4096, TABLE["NVIDIA H200"])
 print(bind(problem, Config.of("%s")).compile(*tensors).asm["ptx"])
 """
 
 
-def loop(name, config):
-    """The PTX of the loop along K."""
+def ptx(name, dtype, config):
+    """The code of a config's kernel."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", "-c", _SCRIPT % (name, config)]
+    command = [sys.executable, "-W", "ignore", "-c", _SCRIPT % (name, dtype, config)]
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr
-    bodies = re.findall(r"^(\$L__BB\d+_\d+):.*?\n(.*?bra \t\1;)", run.stdout, re.DOTALL | re.MULTILINE)
+    return run.stdout
+
+
+def loop(name, config):
+    """The PTX of the loop along K."""
+    text = ptx(name, "bf16", config)
+    bodies = re.findall(r"^(\$L__BB\d+_\d+):.*?\n(.*?bra \t\1;)", text, re.DOTALL | re.MULTILINE)
     (body,) = [text for _, text in bodies if "wgmma.mma_async" in text]
     return body
 
@@ -53,3 +61,24 @@ def test_what_is_unpacked_comes_after_a_wait(name, config, word):
     assert word not in products
     # Nothing goes through shared memory on its way, but for the words and what groups share.
     assert "st.shared" not in body
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "config", "sums"),
+    [
+        ("int4_gelu", "bf16", "128x64x128-g2-w4-s3-tile-descriptor-swap", 64),
+        ("int4_swiglu", "bf16", "64x64x128-g1-w4-s4-tile-descriptor-k2-swap", 32),
+        # Two groups of warps.
+        ("nvfp4", "bf16", "64x128x256-g1-w8-s3-specialized-descriptor-swap", 2 * 32),
+        ("nvfp4", "fp16", "128x64x128-g2-w4-s3-tile-descriptor-swap", 0),
+        ("e4m3_packed", "bf16", "128x64x128-g1-w4-s4-tile-descriptor-swap", 0),
+        ("nf4", "bf16", "64x64x256-g1-w4-s3-tile-descriptor-swap", 0),
+    ],
+)
+def test_what_decoders_leave_to_the_sum_is_made_up_for_once(name, dtype, config, sums):
+    """A multiplication by 2^40 for each of a thread's sums, of the codes whose numbers are too small by that."""
+    if "specialized" in config and not specialized.available():
+        pytest.skip("specialised warps need another Triton")
+    text = ptx(name, dtype, config)
+    factor = "0f53800000"
+    assert len(re.findall(rf"(?:mul|fma)\.[a-z.]*f32[^;]*{factor}", text)) == text.count(factor) == sums

@@ -29,7 +29,7 @@ from gemmery.formats import (
 from gemmery.formats.base import Format
 from gemmery.formats.decode import rounded_sum
 from gemmery.formats.quantize import nearest
-from gemmery.formats.tensor import LARGEST_SCALE
+from gemmery.formats.tensor import LARGEST_SCALE, LIMITED_CODES
 from gemmery.kernels import decoders
 from gemmery.problem import Packing
 
@@ -121,6 +121,7 @@ def test_decoders_have_the_same_nf4():
 
 def test_the_largest_scale_is_what_kernels_can_multiply():
     """By the largest power of two that makes up for where a decoder leaves a number, which bf16 has to hold."""
+    assert {code for code, _ in decoders._EXPONENTS.value} == set(LIMITED_CODES)
     for (code, bits), exponents in decoders._EXPONENTS.value.items():
         factors = torch.tensor([2.0 ** (x - decoders.UNIT.value) for x in exponents], dtype=torch.float64)
         below = torch.tensor(LARGEST_SCALE).bfloat16().nextafter(torch.tensor(0.0).bfloat16())
@@ -493,6 +494,8 @@ def test_numbers_that_the_type_does_not_hold():
         with pytest.raises(ValueError, match=f"those of {name} in bfloat16 must be below 3.43597e\\+10"):
             quantize(huge, name)
     assert quantize(huge, "int8").dequantize(torch.float32).isclose(huge).all()
+    # With zeros kernels don't multiply the scale itself.
+    assert quantize(huge, "int4", symmetric=False).dequantize(torch.float32).isclose(huge, rtol=1e-2).all()
     tiny = quantize(torch.full((16, 64), 1e-9), "int4", group_size=64, dtype=FP16)
     assert not tiny.dequantize().any()
 

@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 from . import packing
 from .aten import converted, has_no_values
 from .base import Format
-from .tensor import DTYPES, LARGEST_SCALE, QuantizedTensor, check_shared, lookup
+from .tensor import DTYPES, LARGEST_SCALE, LIMITED_CODES, QuantizedTensor, check_shared, lookup
 
 
 def from_codes(
@@ -30,6 +30,7 @@ def from_codes(
         codes: uint8, (*batch, N, K), each below `2**bits`; integers with `format.zero` added, or as zeros say.
         format: one of `FORMATS`, or its name.
         scales: (*batch, N, groups), of a floating type; float32 and float64 are kept as float32, others become `dtype`.
+            In bfloat16, those of integers and e2m1 that come alone must be below 2^35.
         zeros: like scales, of any type; become `dtype`, in which those of an integer format must be whole. They need
             scales.
         offsets: like scales; become `dtype`. They need scales of 16 bits at most, and take the place of zeros.
@@ -69,7 +70,8 @@ def from_codes(
     if scales is not None and kept is not None and has_values:
         if dtype == torch.float16 and format.code == "int":
             _check_padding(scales, zeros, format)
-        if kept.dtype == torch.bfloat16 and format.code in ("int", "e2m1"):
+        alone = zeros is None and offsets is None
+        if kept.dtype == torch.bfloat16 and alone and format.code in LIMITED_CODES:
             _check_size(scales, format)
     if channel is not None:
         channel = _on_device("channel", channel, codes).float().contiguous()

@@ -20,9 +20,9 @@ INNER = ("words", "scales", "zeros", "offsets", "channel", "permutation")
 GROUPED = ("scales", "zeros", "offsets")
 #: The least number of columns with one scale.
 SMALLEST_GROUP = 16
-#: Scales in bfloat16 of integers and e2m1 are below this: kernels multiply them by powers of two, see
-#: `kernels.decoders.UNIT`.
-LARGEST_SCALE = 2.0**35
+#: Scales in bfloat16 of these codes, without zeros or offsets, are below this: kernels multiply them by powers of two,
+#: see `kernels.decoders.UNIT`.
+LIMITED_CODES, LARGEST_SCALE = ("int", "e2m1"), 2.0**35
 #: What a weight can be multiplied with.
 DTYPES = (torch.float16, torch.bfloat16)
 _OWN = frozenset((*INNER, "format_name", "group_size"))
@@ -58,8 +58,8 @@ class QuantizedTensor(Tensor):
         group_size: columns that share a scale, and a zero or an offset, a power of two of at least 16; 0 where there
             are no scales.
         scales: (*batch, ceil(K / group_size), Np), contiguous, where Np is N rounded up to 16, and what pads is 0; of
-            type `dtype` or, without offsets, float32. In bfloat16, those of integers and e2m1 must be below 2^35, which
-            `from_codes` checks; the values are not looked at here.
+            type `dtype` or, without offsets, float32. In bfloat16 and without zeros or offsets, those of integers and
+            e2m1 must be below 2^35, which `from_codes` checks; here values are not looked at.
         zeros: like scales, of type `dtype`; subtracted before scaling.
         offsets: like zeros, and in their place; added after scaling.
         channel: float32, (*batch, N) or (1,).

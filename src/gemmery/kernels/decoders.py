@@ -207,7 +207,7 @@ def ptx_of_nibbles(part, dtype, wait):
 @triton.constexpr_function
 def ptx_of_bytes(part, dtype, wait):
     """Two bytes of each of two words, as pairs: on top of 1024 (fp16), or as the lowest bits (bf16)."""
-    lines = [f"{{\n.reg .b32 x, u;\n{_begin(wait)}prmt.b32 x, $2, $3, {_halves(2 * part)};\n"]
+    lines = [f"{{\n.reg .b32 x;\n{_begin(wait)}prmt.b32 x, $2, $3, {_halves(2 * part)};\n"]
     if _text(dtype) == "bf16":
         lines.append("and.b32 $0, x, 0x00FF00FF;\nprmt.b32 $1, x, 0, 0x4341;\n")
     else:

@@ -30,7 +30,8 @@ from .rings import beside, column_halves, combine, following, own_steps
 
 OF_ROWS = in_gluon(of_rows)
 
-#: Rows of the tensor cores' left operand that a group multiplies; groups; registers of their threads and the loader's.
+#: Rows of the tensor cores' left operand that a group multiplies; groups; registers of a thread in the second group and
+#: of the loader's. The first group has what is left, 224.
 ROWS, GROUPS, REGISTERS, LOADER_REGISTERS = (gl.constexpr(x) for x in (64, 2, 232, 48))
 
 # Names that differ between versions of Triton: these are of 3.6 and of later ones.
@@ -68,6 +69,7 @@ def copy_shared(x, blocks, arrived, group, col, groups, columns, PAIRED: gl.cons
         column = (
             gl.arange(0, WIDTH // 2, gl.SliceLayout(0, gl.SliceLayout(1, HALVES)))[None, None, :] + col // 2
         )
+        # The last term is true, and gives the mask the shape of the copy.
         mask = (row < groups) & (column < columns // 2) & (half < 2)
         _copy(blocks, x + row * columns + half * (columns // 2) + column, mask)
     else:
@@ -85,7 +87,11 @@ def load(
     a, b, extra, ring, row, col, low, high, stage, phase,
     BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PER: gl.constexpr, GROUP: gl.constexpr, PAIRED: gl.constexpr,
 ):  # fmt: skip
-    """Loads the blocks of one tile, from step `low` to `high` along K, as far ahead as there are stages."""
+    """Loads the blocks of one tile, from step `low` to `high` along K, as far ahead as there are stages.
+
+    With GROUP `extra` is (scales, shifts, groups, columns): two matrices with a row for each group, the second of which
+    may be None, and their sizes.
+    """
     a_blocks, b_blocks, scale_blocks, shift_blocks, full, free = ring
     for step in range(low, high):
         k = step * BLOCK_K
@@ -287,7 +293,7 @@ def multiply_packed(
     """64 columns of a tile, from step `low` to `high` along K: the transposed product with a packed weight.
 
     Args:
-        extra: (scales, shifts, groups, columns), the first two with a row for each of the groups, or None; see `load`.
+        extra: what `load` takes; it has come with the stage.
         UNPACK: `packed.unpack`, made for the format, whose words hold `PER` numbers.
         GROUP: numbers along K that share a scale; 0 where none do.
     """

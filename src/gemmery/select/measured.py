@@ -31,7 +31,6 @@ REACH = 0.8
 REACH_PACKED, FAR_PACKED = 0.2, 1.5
 #: The weight of the model itself, where a measurement of the very shape has 1.
 PRIOR = 0.3
-_SCHEDULES = ("tile", "persistent", "cluster", "specialized")
 
 
 #: Formats of packed weights that have a table of their own, with what was measured. Others of as many bits take the
@@ -133,10 +132,11 @@ class Table:
         fixed = np.log2([max(problem.N, 1), max(problem.K, 1)])
         here = np.concatenate([rows, np.broadcast_to(fixed, (len(rows), 2))], axis=1)
         apart = ((here[:, None, :] - self.places[None, :, :]) ** 2).sum(axis=2)
-        parts = [self._log(apart, self.schedules == schedule) for schedule in _SCHEDULES]
+        present = sorted({config.schedule for config in space.configs})
+        parts = [self._log(apart, self.schedules == schedule) for schedule in present]
         # For each schedule all columns, and one for configs that the table does not know.
         columns = np.array([self.column.get(config, -1) for config in space.configs])
-        of = np.array([_SCHEDULES.index(config.schedule) for config in space.configs])
+        of = np.array([present.index(config.schedule) for config in space.configs])
         return np.asarray(np.exp(np.stack(parts)[of, :, columns].T))
 
     def _log(self, apart: np.ndarray, own: np.ndarray) -> np.ndarray:

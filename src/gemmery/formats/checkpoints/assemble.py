@@ -8,7 +8,7 @@ from torch import Tensor
 from ..aten import converted
 from ..base import FORMATS
 from ..codes import from_codes
-from ..tensor import DTYPES, SMALLEST_GROUP, QuantizedTensor, is_group_size
+from ..tensor import DTYPES, LARGEST_SCALE, SMALLEST_GROUP, QuantizedTensor, is_group_size
 from .words import check_shape, group_size_of
 
 
@@ -67,7 +67,8 @@ def assemble(
 def _exact(scales: Tensor, dtype: torch.dtype) -> Tensor:
     wide = scales.float()
     narrow = wide.to(dtype)
-    return narrow if torch.equal(narrow.float().nan_to_num(), wide.nan_to_num()) else wide
+    same = torch.equal(narrow.float().nan_to_num(), wide.nan_to_num())
+    return narrow if same and not (wide.abs() >= LARGEST_SCALE).any() else wide
 
 
 def scaled_codes(
