@@ -67,12 +67,12 @@ def from_codes(
     if zeros is not None and format.code == "int" and has_values:
         _check_zeros(zeros.float(), format)
     kept = laid["scales"]
-    if scales is not None and kept is not None and has_values:
+    if kept is not None and has_values:
         if dtype == torch.float16 and format.code == "int":
-            _check_padding(scales, zeros, format)
+            _check_padding(kept, zeros, format)
         alone = zeros is None and offsets is None
         if kept.dtype == torch.bfloat16 and alone and format.code in LIMITED_CODES:
-            _check_size(scales, format)
+            _check_size(kept, format)
     if channel is not None:
         channel = _on_device("channel", channel, codes).float().contiguous()
     if permutation is not None:
@@ -105,7 +105,7 @@ def _check_padding(scales: Tensor, zeros: Tensor | None, format: Format) -> None
 
 
 def _check_size(scales: Tensor, format: Format) -> None:
-    largest = float(scales.float().abs().max()) if scales.numel() else 0.0
+    largest = float(scales.abs().max()) if scales.numel() else 0.0
     if largest >= LARGEST_SCALE:
         raise ValueError(
             f"from_codes: scales go up to {largest:g}; those of {format.name} in bfloat16 must be below "

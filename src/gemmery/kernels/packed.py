@@ -106,6 +106,17 @@ def full_like(x, VALUE: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def scaled(x, scale, shift, OFFSETS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """A number from which its zero is subtracted, times the scale, plus the offset, as far as there are any."""
+    if scale is None:
+        return x
+    elif OFFSETS:
+        return multiply_add(x, scale, shift, DTYPE, ASM)
+    else:
+        return multiply(x, scale, DTYPE, ASM)
+
+
+@triton.jit
 def number(
     x, scale, shift, EXPONENT: tl.constexpr, UNIT: tl.constexpr, ZERO: tl.constexpr, OFFSETS: tl.constexpr,
     DTYPE: tl.constexpr, ASM: tl.constexpr,
@@ -128,11 +139,7 @@ def number(
             shift = multiply(shift, full_like(x, SIGN * power(-UNIT), DTYPE), DTYPE, ASM)
             if not OFFSETS:
                 zero = shift
-        value = multiply_add(x, factor, zero, DTYPE, ASM)
-        if OFFSETS:
-            return multiply_add(value, scale, shift, DTYPE, ASM)
-        else:
-            return multiply(value, scale, DTYPE, ASM)
+        return scaled(multiply_add(x, factor, zero, DTYPE, ASM), scale, shift, OFFSETS, DTYPE, ASM)
 
 
 @triton.jit
@@ -148,12 +155,7 @@ def biased(
         x = subtract(x, zero, DTYPE, ASM)
     elif BIAS + ZERO != 0:
         x = subtract(x, full_like(x, BIAS + ZERO, DTYPE), DTYPE, ASM)
-    if scale is None:
-        return x
-    elif OFFSETS:
-        return multiply_add(x, scale, shift, DTYPE, ASM)
-    else:
-        return multiply(x, scale, DTYPE, ASM)
+    return scaled(x, scale, shift, OFFSETS, DTYPE, ASM)
 
 
 @triton.jit
