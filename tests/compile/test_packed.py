@@ -1,33 +1,11 @@
 """The code for packed weights on Hopper: unpacked in registers, and only when no product reads these any more."""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
 from gemmery import specialized
-
-_SCRIPT = """
-from gemmery.lab import targets
-targets.use_target("sm_90")
-from gemmery.devices import TABLE
-from gemmery.lab.fused_targets import pose
-from gemmery.launch import bind
-from gemmery.problem import Config
-problem, tensors = pose("%s", "%s", 4096, 4096, TABLE["NVIDIA H200"])
-print(bind(problem, Config.of("%s")).compile(*tensors).asm["ptx"])
-"""
-
-
-def ptx(name, dtype, config):
-    """The code of a config's kernel."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", "-c", _SCRIPT % (name, dtype, config)]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr
-    return run.stdout
+from tests.compile.kernel_text import ptx
 
 
 def loop(name, config):

@@ -1,26 +1,14 @@
 """The code of specialised warps: what the compiler makes of the groups, each of which has a loop of its own."""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
 from gemmery import specialized
+from tests.compile.kernel_text import ptx
 
 pytestmark = pytest.mark.skipif(not specialized.available(), reason="specialised warps need another Triton")
 
-_SCRIPT = """
-from gemmery.lab import targets
-targets.use_target("sm_90")
-from gemmery.devices import TABLE
-from gemmery.lab.fused_targets import pose
-from gemmery.launch import bind
-from gemmery.problem import Config
-problem, tensors = pose("%s", "%s", 4096, 4096, TABLE["NVIDIA H200"])
-print(bind(problem, Config.of("%s")).compile(*tensors).asm["ptx"])
-"""
 CASES = [
     ("int4_gelu", "bf16", "256x128x64-g4-w8-s5-specialized-descriptor-k2-swap"),
     ("int4_swiglu", "bf16", "256x128x128-g1-w8-s2-specialized-descriptor-swap"),
@@ -42,17 +30,12 @@ def loops(text):
 
 @pytest.mark.parametrize(("name", "dtype", "config"), CASES)
 def test_groups_multiply_at_their_own_pace(name, dtype, config):
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    # What warns when a kernel is compiled warns users.
-    environment |= {"TRITON_DEFAULT_FP_FUSION": "1"}
-    command = [sys.executable, "-W", "error::UserWarning", "-c", _SCRIPT % (name, dtype, config)]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr
+    text = ptx(name, dtype, config)
     if "scaled" not in name:
         # All threads have announced their copies before the stage can be complete for the first time.
-        copied = run.stdout.rindex("cp.async.mbarrier.arrive")
-        assert "bar.warp.sync" in run.stdout[copied : run.stdout.index("expect_tx", copied)]
-    found = loops(run.stdout)
+        copied = text.rindex("cp.async.mbarrier.arrive")
+        assert "bar.warp.sync" in text[copied : text.index("expect_tx", copied)]
+    found = loops(text)
     # A loop a group, and with parts along K one more.
     assert len(found) == (4 if "-k2" in config else 2)
     for body in found:
