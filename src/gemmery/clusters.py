@@ -131,9 +131,11 @@ class Work:
             along K, 0 where none is; and the parts of such a tile.
         """
         whole, rest = tiles // most, tiles % most
-        chunk = -(-steps // split)
+        equal = split == 0
+        chunk = np.where(equal, np.maximum(-(-rest * steps // most), 1), -(-steps // np.maximum(split, 1)))
         parts = -(-steps // chunk)
-        cut = (rest > 0) & (split > 1) & (chunk < steps) & (rest * parts <= most)
+        shares = np.where(equal, -(-rest * steps // chunk), rest * parts)
+        cut = (rest > 0) & (split != 1) & (chunk < steps) & (shares <= most)
         tailed = (rest > 0) & (-(-rest * tail // most) < tail) & ~cut
         return (
             whole + ((rest > 0) & ~cut & ~tailed),

@@ -305,10 +305,12 @@ class Config:
         tail: parts into which tiles are cut that would not fill a last wave, or not all of whose columns exist: 2 or 4
             along N, or 8, 2 along M by 4 along N; 1 leaves them whole. Not for the "tile" schedule.
         split_k: parts along K into which every tile is cut, each for a program of its own ("tile" schedule), or those
-            tiles that would not fill a last wave ("cluster" and "specialized").
+            tiles that would not fill a last wave ("cluster" and "specialized"); for these 0 cuts them into as many
+            equal shares as programs run at once.
         swap: give the tensor cores the transposed product, so that a block of few rows lies on their narrow side.
         cluster_m, cluster_n: CTAs of a cluster along M and N, which divide its tile ("cluster" schedule).
-        stream: B is read once and need not stay in L2 ("cluster" schedule).
+        stream: B is read once and need not stay in L2 ("cluster" and "specialized"; from Triton 3.9 on, before that it
+            changes nothing).
     """
 
     block_m: int
@@ -344,9 +346,10 @@ class Config:
             )
         if self.num_warps not in (1, 2, 4, 8, 16, 32):
             raise ValueError(f"Config: num_warps is {self.num_warps!r}; it must be a power of two up to 32")
-        for name in ("group_m", "num_stages", "split_k"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"Config: {name} is {getattr(self, name)!r}; it must be at least 1")
+        shares = self.schedule in ("cluster", "specialized")
+        for name, least in (("group_m", 1), ("num_stages", 1), ("split_k", 0 if shares else 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"Config: {name} is {getattr(self, name)!r}; it must be at least {least}")
         if (
             self.tail not in (1, 2, 4, 8)
             or self.block_n // self.tail_n < 16
@@ -357,7 +360,7 @@ class Config:
             )
         if self.tail > 1 and self.schedule not in ("persistent", "cluster"):
             raise ValueError("Config: tail needs the persistent schedule, or clusters")
-        if self.split_k > 1 and self.schedule == "persistent":
+        if self.split_k != 1 and self.schedule == "persistent":
             raise ValueError("Config: split_k is not for the persistent schedule")
         if self.swap and self.schedule not in ("tile", "specialized"):
             raise ValueError("Config: swap needs the tile schedule, or specialised warps")
@@ -375,15 +378,15 @@ class Config:
 
     def _check_cluster(self) -> None:
         if self.schedule != "cluster":
-            if (self.cluster_m, self.cluster_n, self.stream) != (1, 1, False):
-                raise ValueError("Config: cluster_m, cluster_n and stream need the cluster schedule")
+            if (self.cluster_m, self.cluster_n) != (1, 1):
+                raise ValueError("Config: cluster_m and cluster_n need the cluster schedule")
+            if self.stream and self.schedule != "specialized":
+                raise ValueError("Config: stream needs the cluster schedule or the specialized one")
             return
         if self.loader != "descriptor" or self.num_warps not in (4, 8):
             raise ValueError("Config: the cluster schedule needs the descriptor loader and 4 or 8 warps")
-        if self.tail > 1 and (self.split_k > 1 or self.tail > 4):
-            raise ValueError(
-                "Config: with the cluster schedule tail is 2 or 4, and 1 where split_k is above 1"
-            )
+        if self.tail > 1 and (self.split_k != 1 or self.tail > 4):
+            raise ValueError("Config: with the cluster schedule tail is 2 or 4, and 1 where split_k is not")
         for name in ("cluster_m", "cluster_n"):
             if getattr(self, name) not in (1, 2):
                 raise ValueError(f"Config: {name} is {getattr(self, name)!r}; it must be 1 or 2")
@@ -443,7 +446,7 @@ class Config:
     def __str__(self) -> str:
         halves = "/2" if self.split_store else ""
         tail = f"-t{self.tail}" if self.tail > 1 else ""
-        parts = f"-k{self.split_k}" if self.split_k > 1 else ""
+        parts = f"-k{self.split_k}" if self.split_k != 1 else ""
         swap = "-swap" if self.swap else ""
         cluster = f"-c{self.cluster_m}x{self.cluster_n}" if self.ctas > 1 else ""
         stream = "-stream" if self.stream else ""

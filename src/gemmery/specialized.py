@@ -137,6 +137,7 @@ class SpecializedBinding(Binding):
             "STAGES": c.num_stages,
             "SWAP": c.swap,
             "PAIRED": p.paired,
+            "STREAM": c.stream and specialized.STREAMING.value is not None,
             # What M makes of a config is no other code: none of its tiles may happen to be cut.
             "SPLIT": self.split is not None,
             # Those of the first group; the compiler adds those of the others.

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import triton
 
 from gemmery import specialized
 from tests.compile.kernel_text import ptx
@@ -15,6 +16,19 @@ CASES = [
     ("nvfp4", "fp16", "128x128x128-g1-w8-s3-specialized-descriptor-k2-swap"),
     ("scaled_blocks", "e4m3", "128x256x128-g16-w8-s3-specialized-descriptor"),
 ]
+
+
+#: Whether this Triton can tell TMA what need not stay in L2.
+HINTS = tuple(int(x) for x in triton.__version__.split(".")[:2]) >= (3, 9)
+
+
+@pytest.mark.parametrize("stream", ["", "-stream"])
+def test_what_is_read_once_need_not_stay(stream):
+    text = ptx("int4_gelu", "bf16", f"16x128x256-g1-w8-s4-specialized-descriptor-k2-swap{stream}")
+    loads = re.findall(r"cp\.async\.bulk\.tensor\.\S*global\S*", text)
+    # x stays, whose blocks are two-dimensional; the words are not.
+    hinted = {"3d" in load: "cache_hint" in load for load in loads}
+    assert hinted == {False: False, True: HINTS and bool(stream)}
 
 
 def loops(text):

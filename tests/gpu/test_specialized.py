@@ -26,6 +26,7 @@ pytestmark = [
 def configs(kind):
     rows = [tile for tile in tiles_of("hopper", kind) if tile.config.schedule == "specialized"]
     cut = [replace(tile.config, split_k=parts) for tile in rows if tile.splits for parts in (2, 3)]
+    cut += [replace(tile.config, split_k=0) for tile in rows if tile.shares]
     return [tile.config for tile in rows] + cut
 
 

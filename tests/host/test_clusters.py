@@ -128,13 +128,12 @@ def test_bases():
 def test_many_at_once():
     for tiles_, steps, most, split in CASES:
         for tail in (1, 2, 4) if split == 1 else (1,):
-            if split:
-                work = Work.divide(tiles_, steps, most, tail, split)
-                whole, small, chunk, parts = map(int, Work.divide_many(tiles_, steps, most, tail, split))
-                assert whole == -(-work.whole // most)
-                assert small == -(-work.tail // most)
-                assert chunk == (work.chunk if work.cut else 0)
-                assert parts == (work.virtual // work.chunk if work.cut else 1)
+            work = Work.divide(tiles_, steps, most, tail, split)
+            whole, small, chunk, parts = map(int, Work.divide_many(tiles_, steps, most, tail, split))
+            assert whole == -(-work.whole // most)
+            assert small == -(-work.tail // most)
+            assert chunk == (work.chunk if work.cut else 0)
+            assert parts == (-(-work.virtual // work.chunk) if work.cut else 1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -28,6 +28,9 @@ def blocks(M=4096, N=8192, K=8192, **options):
 
 
 def test_text_and_back():
+    shares = replace(CONFIG, split_k=0, stream=True)
+    assert str(shares) == "256x128x64-g4-w8-s5-specialized-descriptor-k0-swap-stream"
+    assert Config.of(str(shares)) == shares
     assert Config.of(str(CONFIG)) == CONFIG
     assert CONFIG.schedule == "specialized"
     assert CONFIG.swap

@@ -444,8 +444,14 @@ def ptx_of_nf4(part, dtype, wait):
     with the fourth bit turned round. The signs of bytes that are 8 apart are equal in bf16, by the choice of
     `NF4_STORED`; with what is known of them taken out of the upper half, it is enough to combine both by xor. In fp16
     no choice makes them equal, and the halves are told apart by a mask.
+
+    prmt takes one constant, and the assembler would move the other one into a register for each look-up. The sum of it
+    and a 0 of which the assembler does not know, there is no lane behind the 32nd, is computed once and kept.
     """
-    lines = [f"{{\n.reg .b32 x, y, m, a, b, l, h;\n{_begin(wait)}prmt.b32 x, $2, $3, 0x00{4 + part}{part};\n"]
+    lines = [
+        f"{{\n.reg .b32 x, y, m, a, b, l, h, none;\n{_begin(wait)}prmt.b32 x, $2, $3, 0x00{4 + part}{part};\n"
+        "mov.u32 none, %lanemask_lt;\nshr.u32 none, none, 31;\n"
+    ]
     if _text(dtype) == "bf16":
         words = NF4_BF16.value
         lines.append("xor.b32 y, x, 0x8888;\n")
@@ -458,8 +464,8 @@ def ptx_of_nf4(part, dtype, wait):
         both = "lop3.b32 {}, m, b, a, 0xCA;\n"
     for name, at in (("l", 0), ("h", 4)):
         lines.append(
-            f"mov.b32 a, {words[at]};\nprmt.b32 a, a, {words[at + 1]}, x;\n"
-            f"mov.b32 b, {words[at + 2]};\nprmt.b32 b, b, {words[at + 3]}, y;\n" + both.format(name)
+            f"add.u32 a, none, {words[at]};\nprmt.b32 a, a, {words[at + 1]}, x;\n"
+            f"add.u32 b, none, {words[at + 2]};\nprmt.b32 b, b, {words[at + 3]}, y;\n" + both.format(name)
         )
     return "".join(lines) + "prmt.b32 $0, l, h, 0x6240;\nprmt.b32 $1, l, h, 0x7351;\n}"
 

@@ -39,6 +39,13 @@ _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+#: What is read once takes the place of its own kind in L2, rather than of what is still to be written back. Only later
+#: versions can tell TMA so.
+STREAMING = gl.constexpr(
+    hopper.CachePolicy(l2=hopper.FractionalEvictionPolicy("evict_first", 1.0))
+    if hasattr(hopper, "CachePolicy")
+    else None
+)
 
 
 @gluon.jit
@@ -83,9 +90,19 @@ def copy_shared(x, blocks, arrived, group, col, groups, columns, PAIRED: gl.cons
 
 
 @gluon.jit
+def load_b(b, place, arrived, block, STREAM: gl.constexpr):
+    """Loads a block of B. With `STREAM` it is read once, and is the first to leave L2."""
+    if STREAM:
+        _load(b, place, arrived, block, cache_policy=STREAMING)
+    else:
+        _load(b, place, arrived, block)
+
+
+@gluon.jit
 def load(
     a, b, extra, ring, row, col, low, high, stage, phase,
     BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PER: gl.constexpr, GROUP: gl.constexpr, PAIRED: gl.constexpr,
+    STREAM: gl.constexpr,
 ):  # fmt: skip
     """Loads the blocks of one tile, from step `low` to `high` along K, as far ahead as there are stages.
 
@@ -107,11 +124,11 @@ def load(
         mbarrier.expect(arrived, a.block_type.nbytes + b.block_type.nbytes)
         _load(a, [row, k], arrived, a_blocks.index(stage))
         if PAIRED:
-            _load(b, [0, col // 32, k // (2 * PER), 0], arrived, b_blocks.index(stage))
+            load_b(b, [0, col // 32, k // (2 * PER), 0], arrived, b_blocks.index(stage), STREAM)
         elif PER > 0:
-            _load(b, [col // 16, k // (2 * PER), 0], arrived, b_blocks.index(stage))
+            load_b(b, [col // 16, k // (2 * PER), 0], arrived, b_blocks.index(stage), STREAM)
         else:
-            _load(b, [col, k], arrived, b_blocks.index(stage))
+            load_b(b, [col, k], arrived, b_blocks.index(stage), STREAM)
         stage, phase = following(stage, phase, STAGES)
     return stage, phase
 
@@ -120,7 +137,7 @@ def load(
 def produce(
     a, b, extra, ring, work, ORDER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr, STAGES: gl.constexpr, PER: gl.constexpr, GROUP: gl.constexpr, PAIRED: gl.constexpr,
-    SPLIT: gl.constexpr,
+    SPLIT: gl.constexpr, STREAM: gl.constexpr,
 ):  # fmt: skip
     """Loads what `consume` multiplies, in the same order.
 
@@ -135,7 +152,7 @@ def produce(
     for tile in range(gl.program_id(0), whole, gl.num_programs(0)):
         row, col = corner(tile, M, N, ORDER, BLOCK_M, BLOCK_N, GROUP_M)
         stage, phase = load(
-            a, b, extra, ring, row, col, 0, steps, stage, phase, BLOCK_K, STAGES, PER, GROUP, PAIRED
+            a, b, extra, ring, row, col, 0, steps, stage, phase, BLOCK_K, STAGES, PER, GROUP, PAIRED, STREAM
         )  # fmt: skip
     if SPLIT:
         first, last, first_tile, last_tile = own_steps(cut, virtual, chunk)
@@ -144,7 +161,7 @@ def produce(
             low = max(first - tile * virtual, 0)
             high = min(last - tile * virtual, steps)
             stage, phase = load(
-                a, b, extra, ring, row, col, low, high, stage, phase, BLOCK_K, STAGES, PER, GROUP, PAIRED
+                a, b, extra, ring, row, col, low, high, stage, phase, BLOCK_K, STAGES, PER, GROUP, PAIRED, STREAM
             )  # fmt: skip
 
 
@@ -527,7 +544,7 @@ def gemm_specialized(
     MULTIPLY: gl.constexpr, FACT_0: gl.constexpr, FACT_1: gl.constexpr, FACT_2: gl.constexpr, PER: gl.constexpr,
     GROUP: gl.constexpr, ORDER: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
-    SWAP: gl.constexpr, PAIRED: gl.constexpr, SPLIT: gl.constexpr,
+    SWAP: gl.constexpr, PAIRED: gl.constexpr, SPLIT: gl.constexpr, STREAM: gl.constexpr,
 ):  # fmt: skip
     """As many programs as run at once, each taking every num_programs-th of the first `whole` tiles.
 
@@ -543,6 +560,7 @@ def gemm_specialized(
         GROUP: numbers along K with one scale, 0 where there are none.
         args: the epilogue's.
         CAST: `cast(value, dtype)` rounds what the epilogue returns.
+        STREAM: whether B is read once and leaves L2 first.
     """
     work = (M, N, K, whole, cut, virtual, chunk)
     a_blocks = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)  # noqa: RUF005
@@ -581,7 +599,7 @@ def gemm_specialized(
                 produce,
                 (
                     a, b, extra, ring, work, ORDER, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, PER, GROUP, PAIRED,
-                    SPLIT,
+                    SPLIT, STREAM,
                 ),
             ),
         ],

@@ -110,7 +110,8 @@ class Table:
         known = np.isfinite(residuals)
         batch, M, N, K = np.array(shapes, dtype=float).T
         row = space.kernel // 2
-        apart = np.subtract.outer(np.log2(space.split_k), np.log2(space.split_k))
+        parts = np.log2(np.maximum(space.split_k, 1))
+        apart = np.subtract.outer(parts, parts)
         packed = name.startswith("packed ")
         reach, far = (REACH_PACKED, FAR_PACKED) if packed else (REACH, REACH)
         near = np.equal.outer(row, row) * np.exp(-(apart**2) / (2 * reach**2))
