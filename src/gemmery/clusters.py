@@ -127,13 +127,13 @@ class Work:
         """The same for arrays, of what decides the time.
 
         Returns:
-            Whole tiles and parts of tiles along N on the busiest program; the steps that it has of a tile that is cut
-            along K, 0 where none is; and the parts of such a tile.
+            Whole tiles and parts of tiles along N on the busiest program; the steps that it has of tiles that are cut
+            along K, 0 where none is; and the parts of such a tile, as many as there may be where shares are equal.
         """
         whole, rest = tiles // most, tiles % most
         equal = split == 0
         chunk = np.where(equal, np.maximum(-(-rest * steps // most), 1), -(-steps // np.maximum(split, 1)))
-        parts = -(-steps // chunk)
+        parts = -(-steps // chunk) + equal
         shares = np.where(equal, -(-rest * steps // chunk), rest * parts)
         cut = (rest > 0) & (split != 1) & (chunk < steps) & (shares <= most)
         tailed = (rest > 0) & (-(-rest * tail // most) < tail) & ~cut

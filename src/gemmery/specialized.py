@@ -24,6 +24,8 @@ from .waves import Split
 
 #: Versions of Triton whose Gluon has the names that the kernel is written in.
 VERSIONS = ("3.6", "3.7", "3.8", "3.9")
+#: Those that can tell TMA what need not stay in L2, see `Config.stream`.
+STREAMING = ("3.9",)
 #: Warps that multiply, in groups of four; rows or columns of a tile that a group has, see `kernels.specialized`.
 WARPS, OWN = 8, 64
 #: The longest side of a piece that is stored, and where the epilogue reads or writes whole matrices, which takes
@@ -34,6 +36,11 @@ PIECE, PIECE_OF_BLOCKS = 128, 32
 def available() -> bool:
     """Whether this version of Triton can compile `kernels.specialized`, which may not be imported otherwise."""
     return ".".join(triton.__version__.split(".")[:2]) in VERSIONS
+
+
+def streams() -> bool:
+    """Whether `Config.stream` makes a difference with this version of Triton."""
+    return ".".join(triton.__version__.split(".")[:2]) in STREAMING
 
 
 def suits(problem: Problem) -> bool:
@@ -137,7 +144,7 @@ class SpecializedBinding(Binding):
             "STAGES": c.num_stages,
             "SWAP": c.swap,
             "PAIRED": p.paired,
-            "STREAM": c.stream and specialized.STREAMING.value is not None,
+            "STREAM": c.stream and streams(),
             # What M makes of a config is no other code: none of its tiles may happen to be cut.
             "SPLIT": self.split is not None,
             # Those of the first group; the compiler adds those of the others.

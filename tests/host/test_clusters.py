@@ -133,7 +133,7 @@ def test_many_at_once():
             assert whole == -(-work.whole // most)
             assert small == -(-work.tail // most)
             assert chunk == (work.chunk if work.cut else 0)
-            assert parts == (-(-work.virtual // work.chunk) if work.cut else 1)
+            assert parts == (-(-work.virtual // work.chunk) + (split == 0) if work.cut else 1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 #: What is read once takes the place of its own kind in L2, rather than of what is still to be written back. Only later
 #: versions can tell TMA so.
-STREAMING = gl.constexpr(
+READ_ONCE = gl.constexpr(
     hopper.CachePolicy(l2=hopper.FractionalEvictionPolicy("evict_first", 1.0))
     if hasattr(hopper, "CachePolicy")
     else None
@@ -93,7 +93,7 @@ def copy_shared(x, blocks, arrived, group, col, groups, columns, PAIRED: gl.cons
 def load_b(b, place, arrived, block, STREAM: gl.constexpr):
     """Loads a block of B. With `STREAM` it is read once, and is the first to leave L2."""
     if STREAM:
-        _load(b, place, arrived, block, cache_policy=STREAMING)
+        _load(b, place, arrived, block, cache_policy=READ_ONCE)
     else:
         _load(b, place, arrived, block)
 

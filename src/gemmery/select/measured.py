@@ -110,7 +110,8 @@ class Table:
         known = np.isfinite(residuals)
         batch, M, N, K = np.array(shapes, dtype=float).T
         row = space.kernel // 2
-        parts = np.log2(np.maximum(space.split_k, 1))
+        # Equal shares are far from all that have a number.
+        parts = np.where(space.split_k > 0, np.log2(np.maximum(space.split_k, 1)), -8.0)
         apart = np.subtract.outer(parts, parts)
         packed = name.startswith("packed ")
         reach, far = (REACH_PACKED, FAR_PACKED) if packed else (REACH, REACH)
@@ -170,14 +171,21 @@ def _times(data: dict[str, Any], space: Space) -> np.ndarray:
 def table_of(device: Device, name: str, dtype: Any) -> Table | None:
     """The table of a device with this `table_name`; None where nothing was measured."""
     there = (("cluster", clusters.available()), ("specialized", specialized.available()))
-    return _table_of(device, name, dtype, tuple(schedule for schedule, available in there if available))
+    return _table_of(
+        device, name, dtype, tuple(suffix(schedule) for schedule, available in there if available)
+    )
+
+
+def suffix(schedule: str) -> str:
+    """What a table of a schedule is called behind its kind: some kernels are others with some versions of Triton."""
+    return f"{schedule}-streamed" if schedule == "specialized" and specialized.streams() else schedule
 
 
 @functools.cache
-def _table_of(device: Device, name: str, dtype: Any, schedules: tuple[str, ...]) -> Table | None:
+def _table_of(device: Device, name: str, dtype: Any, suffixes: tuple[str, ...]) -> Table | None:
     """The table of a file, and of the files for schedules that not every Triton has."""
     stem = f"{device.name.lower().replace(' ', '-')}-{name.replace(' ', '-')}"
-    path, more = TABLES / f"{stem}.json", [TABLES / f"{stem}-{schedule}.json" for schedule in schedules]
+    path, more = TABLES / f"{stem}.json", [TABLES / f"{stem}-{suffix}.json" for suffix in suffixes]
     if not path.is_file():
         return None
     return Table.read(path, device, dtype, *(each for each in more if each.is_file()), name=name)
