@@ -5,8 +5,8 @@ python benchmarks/packed_table.py --format int4 --schedule specialized
 python benchmarks/packed_table.py --format int4 --rows 1,16
 
 Times every tile, in every number of parts along K that is considered, on cold inputs, in shuffled order. A schedule
-that not every Triton has gets a table of its own, or one for each kind of version, and is in no other. With some numbers of rows or weights alone, the
-rest of the table stays.
+that not every Triton has gets a table of its own, or one for each kind of version, and is in no other. With some
+numbers of rows or weights alone, the rest of the table stays.
 """
 
 import argparse

@@ -111,8 +111,8 @@ class Table:
         batch, M, N, K = np.array(shapes, dtype=float).T
         row = space.kernel // 2
         # Equal shares are far from all that have a number.
-        parts = np.where(space.split_k > 0, np.log2(np.maximum(space.split_k, 1)), -8.0)
-        apart = np.subtract.outer(parts, parts)
+        cuts = np.where(space.split_k > 0, np.log2(np.maximum(space.split_k, 1)), -8.0)
+        apart = np.subtract.outer(cuts, cuts)
         packed = name.startswith("packed ")
         reach, far = (REACH_PACKED, FAR_PACKED) if packed else (REACH, REACH)
         near = np.equal.outer(row, row) * np.exp(-(apart**2) / (2 * reach**2))
@@ -185,7 +185,7 @@ def suffix(schedule: str) -> str:
 def _table_of(device: Device, name: str, dtype: Any, suffixes: tuple[str, ...]) -> Table | None:
     """The table of a file, and of the files for schedules that not every Triton has."""
     stem = f"{device.name.lower().replace(' ', '-')}-{name.replace(' ', '-')}"
-    path, more = TABLES / f"{stem}.json", [TABLES / f"{stem}-{suffix}.json" for suffix in suffixes]
+    path, more = TABLES / f"{stem}.json", [TABLES / f"{stem}-{behind}.json" for behind in suffixes]
     if not path.is_file():
         return None
     return Table.read(path, device, dtype, *(each for each in more if each.is_file()), name=name)
