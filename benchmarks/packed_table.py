@@ -5,8 +5,9 @@ python benchmarks/packed_table.py --format int4 --schedule specialized
 python benchmarks/packed_table.py --format int4 --rows 1,16
 
 Times every tile, in every number of parts along K that is considered, on cold inputs, in shuffled order. A schedule
-that not every Triton has gets a table of its own, or one for each kind of version, and is in no other. With some
-numbers of rows or weights alone, the rest of the table stays.
+that not every Triton has gets a table of its own and is in no other. A second one is for the Triton that streams, see
+`Config.stream`; it is about the numbers of rows that do (1,16,32,64). With some numbers of rows or weights alone, the
+rest of a table stays.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from gemmery.launch import bind
 from gemmery.layout import make_fused_problem
 from gemmery.problem import Config, Fusion, Problem
 from gemmery.results import Results
-from gemmery.select.measured import PACKINGS, suffix
+from gemmery.select.measured import PACKINGS, suffixes_of
 from gemmery.select.space import DEALT, space_of
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -179,7 +180,7 @@ def main() -> None:
     import triton
 
     name = problem.device.name
-    behind = f"-{suffix(options.schedule)}" if options.schedule else ""
+    behind = f"-{suffixes_of(options.schedule)[-1]}" if options.schedule else ""
     path = options.out / f"{name.lower().replace(' ', '-')}-packed-{format}{behind}.json"
     if (some, options.weights) != (ROWS, len(WEIGHTS)) and path.is_file():
         times = read(path) | times

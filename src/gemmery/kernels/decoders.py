@@ -445,28 +445,21 @@ def ptx_of_nf4(part, dtype, wait):
     `NF4_STORED`; with what is known of them taken out of the upper half, it is enough to combine both by xor. In fp16
     no choice makes them equal, and the halves are told apart by a mask.
 
-    What counts is how many instructions bits take, which have a unit of their own that is half as wide as the one that
-    multiplies. So the bytes of two parts are put in order at once, and a multiplication, of which the upper half is
-    taken, moves those of the second one to where prmt looks for them. Numbers of which the assembler knows nothing, by
-    a 0 that it doesn't know, there is no lane behind the 32nd, keep it from a shift; and the table in registers, since
-    prmt takes one constant, and the other one would be moved into a register for each look-up.
+    prmt takes one constant, and the assembler would move the other one into a register for each look-up. The sum of it
+    and a 0 of which the assembler does not know, there is no lane behind the 32nd, is computed once and kept.
     """
     lines = [
-        f"{{\n.reg .b32 x, y, m, a, b, l, h, none;\n{_begin(wait)}",
-        "mov.u32 none, %lanemask_lt;\nshr.u32 none, none, 31;\n",
-        f"prmt.b32 x, $2, $3, {'0x5140' if part < 2 else '0x7362'};\n",
+        f"{{\n.reg .b32 x, y, m, a, b, l, h, none;\n{_begin(wait)}prmt.b32 x, $2, $3, 0x00{4 + part}{part};\n"
+        "mov.u32 none, %lanemask_lt;\nshr.u32 none, none, 31;\n"
     ]
-    down = "add.u32 m, none, 0x10000;\nmul.hi.u32 {0}, {0}, m;\n" if part % 2 else ""
     if _text(dtype) == "bf16":
         words = NF4_BF16.value
-        lines.append("xor.b32 y, x, 0x88888888;\n" + down.format("x") + down.format("y"))
+        lines.append("xor.b32 y, x, 0x8888;\n")
         both = "xor.b32 {}, a, b;\n"
     else:
         words = NF4_FP16.value
         # A byte of ones for every number of the table's upper half.
-        lines.append(
-            down.format("x") + "shr.b32 m, x, 3;\nand.b32 m, m, 0x1111;\nprmt.b32 m, 0xFF00, 0, m;\n"
-        )
+        lines.append("shr.b32 m, x, 3;\nand.b32 m, m, 0x1111;\nprmt.b32 m, 0xFF00, 0, m;\n")
         lines.append("and.b32 x, x, 0x7777;\nmov.b32 y, x;\n")
         both = "lop3.b32 {}, m, b, a, 0xCA;\n"
     for name, at in (("l", 0), ("h", 4)):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def table_name(problem: Problem) -> str:
     return f"packed {packing.format if packing.format in PACKINGS else next(alike, packing.format)}"
 
 
-def _problem(shape: list[int], device: Device, dtype: Any, name: str) -> Problem:
+def _problem(shape: Sequence[int], device: Device, dtype: Any, name: str) -> Problem:
     """A product of aligned matrices, A and the output in rows and B a weight (N, K)."""
     batch, M, N, K = shape
     sizes = (batch,) if batch > 1 else ()
@@ -102,9 +103,13 @@ class Table:
     def read(cls, path: Path, device: Device, dtype: Any, *more: Path, name: str = "half") -> Table:
         """The table of files: shapes as [batch, M, N, K], configs, and microseconds by shape and config or null."""
         parts = [json.loads(each.read_text(encoding="utf-8")) for each in (path, *more)]
-        shapes = [shape for data in parts for shape in data["shapes"]]
-        space = space_of(_problem(shapes[0], device, dtype, name))
-        times = np.concatenate([_times(data, space) for data in parts])
+        space = space_of(_problem(parts[0]["shapes"][0], device, dtype, name))
+        rows: dict[tuple[int, ...], np.ndarray] = {}
+        for data in parts:
+            for shape, found in zip(map(tuple, data["shapes"]), _times(data, space), strict=True):
+                # What a later file says of a shape takes the place of what an earlier one says.
+                rows[shape] = np.where(np.isnan(found), rows.get(shape, np.nan), found)
+        shapes, times = list(rows), np.stack(list(rows.values()))
         predicted = np.stack([costs(_problem(s, device, dtype, name), space).total for s in shapes])
         residuals = np.log(times / predicted)
         known = np.isfinite(residuals)
@@ -171,14 +176,17 @@ def _times(data: dict[str, Any], space: Space) -> np.ndarray:
 def table_of(device: Device, name: str, dtype: Any) -> Table | None:
     """The table of a device with this `table_name`; None where nothing was measured."""
     there = (("cluster", clusters.available()), ("specialized", specialized.available()))
-    return _table_of(
-        device, name, dtype, tuple(suffix(schedule) for schedule, available in there if available)
-    )
+    suffixes = tuple(each for schedule, available in there if available for each in suffixes_of(schedule))
+    return _table_of(device, name, dtype, suffixes)
 
 
-def suffix(schedule: str) -> str:
-    """What a table of a schedule is called behind its kind: some kernels are others with some versions of Triton."""
-    return f"{schedule}-streamed" if schedule == "specialized" and specialized.streams() else schedule
+def suffixes_of(schedule: str) -> tuple[str, ...]:
+    """What the tables of a schedule are called behind their kind; each takes the place of those before it.
+
+    Where `Config.stream` makes a difference, a second one says which: with few rows.
+    """
+    streams = schedule == "specialized" and specialized.streams()
+    return (schedule, f"{schedule}-streamed") if streams else (schedule,)
 
 
 @functools.cache
