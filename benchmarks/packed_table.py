@@ -161,7 +161,7 @@ def main() -> None:
     options = parser.parse_args()
     format = options.format
     problem, _, _ = product(format, 16, 256, 8192)
-    configs = {replace(c, split_k=min(c.split_k, 2)) for c in considered(problem, options.schedule)}
+    configs = {replace(c, split_k=1 if c.split_k == 1 else 2) for c in considered(problem, options.schedule)}
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
         for line in pool.map(compile_one, [(format, config) for config in sorted(configs, key=str)]):
             if line:
