@@ -69,13 +69,26 @@ def int4_rows(result: Data) -> list[list[str]]:
 def int4_heading(result: Data) -> list[str]:
     """The heading of `int4_rows`."""
     names = [f"{name} µs" for name in (result["ours"], *result["peers"])]
-    return [f"int4 × 8192 × 8192{label(result)}, M", "regime", *names, "QuACK µs, computed", "QuACK / gemmery, computed"]
+    return [
+        f"int4 × 8192 × 8192{label(result)}, M",
+        "regime",
+        *names,
+        "QuACK µs, computed",
+        "QuACK / gemmery, computed",
+    ]
 
 
 def fused_rows(results: Sequence[Data]) -> list[list[str]]:
     """A line for each fused product whose bare one was measured as well."""
     return [
-        [cost.name, cost.bare, regime + label(result), f"{cost.us:.1f}", f"{cost.bare_us:.1f}", f"**{cost.ratio:.3f}**"]
+        [
+            cost.name,
+            cost.bare,
+            regime + label(result),
+            f"{cost.us:.1f}",
+            f"{cost.bare_us:.1f}",
+            f"**{cost.ratio:.3f}**",
+        ]
         for result in results
         for regime in regimes(result)
         for cost in fused_costs(result["rows"], regime, result["ours"])
@@ -93,5 +106,7 @@ def geomeans(results: Iterable[Data]) -> str:
             ratios = [cost.ratio for cost in fused_costs(result["rows"], regime, result["ours"])]
             if ratios:
                 mean, worst = statistics.geometric_mean(ratios), max(ratios)
-                texts.append(f"{regime}{label(result)}: {mean:.3f} in the geometric mean, at most {worst:.3f}")
+                texts.append(
+                    f"{regime}{label(result)}: {mean:.3f} in the geometric mean, at most {worst:.3f}"
+                )
     return f"Fused over bare, {'; '.join(texts)}." if texts else ""

@@ -348,17 +348,26 @@ def test_what_is_fused_is_set_beside_what_is_bare(measured):
     assert (cost.name, cost.bare) == ("fused", "bare")
     assert cost.ratio == pytest.approx(1.1, rel=0.01)
     assert fused_costs(measured.rows, "steady") == []
-    result = {"suite": "lowbit_fused", "rows": measured.rows, **measured.header}
+    result = {
+        "suite": "lowbit_fused",
+        "rows": measured.rows,
+        **measured.header,
+        "dtype": "bf16",
+        "triton": "3.6.0",
+    }
     text = "\n".join(readme_tables.lowbit([result]))
     assert "| fused | bare | burst | 110.0 | 100.0 | **1.100** |" in text
     assert "Fused over bare, burst: 1.100 in the geometric mean, at most 1.100." in text
+    text = "\n".join(readme_tables.lowbit([result | {"triton": "3.9.0"}]))
+    assert "| fused | bare | burst, Triton 3.9 | 110.0 | 100.0 | **1.100** |" in text
+    assert "Fused over bare, burst, Triton 3.9: 1.100 in the geometric mean" in text
 
 
 def test_both_files_have_the_tables(measured, tmp_path):
     (result,) = records.read_results(tmp_path)
     summary = readme_tables.summary([result])
     assert "| torch | burst | 3 of 24 | **1.877** | 1.818 (fused alone) |" in summary
-    assert "| fused | bare | burst |" in summary
+    assert f"| fused | bare | burst{lowbit.label(result)} |" in summary
     rows = readme_tables.every_row([result])
     assert "## lowbit_fused, bf16" in rows
     assert "| fused alone | 24×32×256 |" in rows
@@ -383,10 +392,12 @@ def test_quacks_figures_scale_with_this_runs_cublas():
     ):
         assert lowbit.quack_us(other, "burst") is None
     result = {
-        "suite": "lowbit", "ours": "gemmery", "peers": ["cublas", "tinygemm", "gemlite"],
+        "suite": "lowbit", "dtype": "bf16", "triton": "3.6.0", "ours": "gemmery",
+        "peers": ["cublas", "tinygemm", "gemlite"],
         "protocol": {"regimes": ["burst"]}, "rows": [row(16), row(512), row(16, 4096)],
     }  # fmt: skip
     heading, _, first, second = readme_tables.lowbit([result])[0].splitlines()
+    assert heading.startswith("| int4 × 8192 × 8192, M |")
     assert heading.endswith("| QuACK µs, computed | QuACK / gemmery, computed |")
     assert first == "| 16 | burst | 20.0 | 88.0 | 50.0 | – | 43.0 | 2.150 |"
     assert second == "| 512 | burst | 20.0 | 88.0 | 50.0 | – |  |  |"
