@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from . import fused
 from .call import check, make_call
 from .dispatch import Options
 from .formats.scaled import ScaledTensor
-from .problem import SCALED_EVERY
+from .problem import MX_EVERY, SCALED_EVERY
 
 
 def product(
@@ -23,22 +24,28 @@ def product(
 
     Args:
         a: (..., M, K), with scales of any kind; "128x128" for a matrix.
-        b: (N, K), with scales of any kind.
+        b: (N, K), with scales of any kind; of 32 columns only if a has none of 128.
     """
     how = options._replace(out_dtype=None)
     call = make_call("linear", a.data, b.data, None, function, args, options.out_dtype, how)
-    (left, rows), (right, columns) = _by_steps(a), _by_steps(b)
+    step = MX_EVERY if "1x32" in (a.kind, b.kind) else SCALED_EVERY
+    (left, rows), (right, columns) = _by_steps(a, step), _by_steps(b, step)
     if b.kind == "tensor":
         # The same for all blocks, which the kernel reads but once.
         right, columns = right.expand(-(-b.shape[0] // SCALED_EVERY), -1), SCALED_EVERY
-    call = replace(call, scales=(left, right, rows, columns))
+    call = replace(call, scales=(left, right, rows, columns, step))
     check(call)
     return fused.run(call, out)
 
 
-def _by_steps(x: ScaledTensor) -> tuple[Tensor, int]:
-    """One factor for each row, or for so many, and each step along K."""
+def _by_steps(x: ScaledTensor, step: int) -> tuple[Tensor, int]:
+    """One factor for each row, or for so many, and each step of so many columns along K."""
+    if x.kind == "1x32":
+        # Triton has no such type.
+        return x.scale.view(torch.uint8), 1
     if x.kind == "128x128":
         return x.scale, SCALED_EVERY
     scale = x.scale.reshape(1, 1) if x.kind == "tensor" else x.scale
-    return scale.expand(*scale.shape[:-1], -(-x.shape[-1] // SCALED_EVERY)), 1
+    if x.kind == "1x128":
+        return scale, 1
+    return scale.expand(*scale.shape[:-1], -(-x.shape[-1] // step)), 1

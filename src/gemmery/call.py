@@ -53,8 +53,8 @@ class Call:
         saves: whether the product that the function sees is a last result, in the operands' type, for the gradient.
         prologue: what happens to a before.
         weight: the second factor, where it is packed; b only has its shape, type and device then.
-        scales: factors of both operands that change along K, over (..., M) and (N) by K, and for how many rows of each
-            there is one.
+        scales: factors of both operands that change along K, over (..., M) and (N) by K, for how many rows of each
+            there is one, and for how many columns.
     """
 
     op: str
@@ -71,7 +71,7 @@ class Call:
     saves: bool = False
     prologue: Prologue | None = None
     weight: QuantizedTensor | None = None
-    scales: tuple[Tensor, Tensor, int, int] | None = None
+    scales: tuple[Tensor, Tensor, int, int, int] | None = None
 
     @property
     def summed(self) -> torch.dtype:

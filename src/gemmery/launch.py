@@ -24,7 +24,7 @@ from .kernels import operands as access
 from .kernels import pointwise as kernels_pointwise
 from .layout import fold_blocks
 from .packed_access import PackedAccess, asm_of, of_sum, refusal
-from .problem import FP8, SCALED_EVERY, Config, Fusion, Operand, Problem, accumulator
+from .problem import FP8, Config, Fusion, Operand, Problem, accumulator
 from .results import Results
 from .waves import Split, Waves
 from .workspace import WORKSPACES, Workspace
@@ -313,10 +313,10 @@ class Binding:
             raise ValueError(
                 f"config {c}: loader 'descriptor' takes blocks of at most {_BOX} along each side"
             )
-        if p.scales is not None and (c.schedule != "tile" or c.block_k != SCALED_EVERY or c.rest_n):
+        if p.scales is not None and (c.schedule != "tile" or c.block_k != p.scales.step or c.rest_n):
             raise ValueError(
-                f"config {c}: factors that change along K need the tile schedule, block_k {SCALED_EVERY} and a block_n "
-                f"that is a power of two"
+                f"config {c}: factors that change along K need the tile schedule, block_k {p.scales.step} and a "
+                f"block_n that is a power of two"
             )
         if p.fusion is not None and p.fusion.whole and not spans(p, c):
             raise ValueError(

@@ -108,7 +108,7 @@ def make_problem(
 def make_fused_problem(
     a: Tensor, b: Tensor, out: Tensor, extras: Sequence[tuple[Tensor, int]], own: int, fusion: Fusion, *,
     precision: Precision, fast_accum: bool, batch_invariant: bool, device: Device,
-    scales: tuple[Tensor, Tensor, int, int] | None = None,
+    scales: tuple[Tensor, Tensor, int, int, int] | None = None,
 ) -> Problem:  # fmt: skip
     """The Problem of `out = epilogue(prologue(a) @ b)` for traced functions; see `make_problem`.
 

@@ -103,22 +103,24 @@ class Packing:
         )
 
 
-#: Columns of K that share a factor in `Scales`.
-SCALED_EVERY = 128
+#: Columns of K that share a factor in `Scales`: in blocks of fp32 scales, and in those of the MX formats.
+SCALED_EVERY, MX_EVERY = 128, 32
 
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """Factors of both operands that change along K, every `SCALED_EVERY` columns; see `kernels.scales`.
+    """Factors of both operands that change along K; see `kernels.scales`.
 
     Attributes:
         a, b: the factors' layouts: a row of them for `a_every` rows of A and for `b_every` columns of B.
+        step: columns of K that share a factor, `SCALED_EVERY` or `MX_EVERY`.
     """
 
     a: Operand
     b: Operand
     a_every: int
     b_every: int
+    step: int = SCALED_EVERY
 
 
 @dataclass(frozen=True, slots=True)

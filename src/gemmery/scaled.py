@@ -48,7 +48,7 @@ def scaled_matmul(
     b's; bias and epilogue follow in float32, and the result is rounded once.
 
     Args:
-        a: (..., M, K); its scale is the tensor's, or its rows'; or one of 128 columns, for b with blocks.
+        a: (..., M, K); its scale is the tensor's, or its rows'; or one of 128 columns, for b with blocks, or of 32.
         b: (N, K), like a Linear's weight, in a's type; the two fp8 types may be mixed.
         bias: (N,) or anything that broadcasts to the product.
         epilogue: a torch function of the scaled product (with the bias) and `args`, as in `matmul`. One that
@@ -65,7 +65,8 @@ def scaled_matmul(
 
     Raises:
         TypeError: a factor is not a `ScaledTensor`, types do not go together, or a gradient is asked for.
-        ValueError: shapes or devices do not fit, or the GPU has no instructions for the type.
+        ValueError: shapes or devices do not fit, one factor has scales of 32 columns and the other of 128, or the GPU
+            has no instructions for the type.
 
     Example:
         >>> import torch, gemmery
@@ -233,6 +234,10 @@ def _check(a: Any, b: Any, bias: Any, epilogue: Any, args: Any) -> None:
     if left.dtype != right.dtype and not (left.dtype in FP8 and right.dtype in FP8):
         raise TypeError(
             f"{op}: a is {left.dtype} and b is {right.dtype}; they must have one type, or both be fp8"
+        )
+    if "1x32" in (a.kind, b.kind) and not {a.kind, b.kind}.isdisjoint(("1x128", "128x128")):
+        raise ValueError(
+            f"{op}: a has scales {a.kind} and b {b.kind}; with 1x32, the other's must be 1x32, row or tensor"
         )
     if left.device != right.device:
         raise ValueError(f"{op}: a is on {left.device} and b on {right.device}; they must be on one device")

@@ -69,7 +69,7 @@ def _packed(problem: Problem) -> bool:
 
 def _scaled(problem: Problem) -> bool:
     p = problem
-    if p.scales is None or p.a.dtype not in FP8:
+    if p.scales is None or p.scales.step != SCALED_EVERY or p.a.dtype not in FP8:
         return False
     return p.b.row == 1 and p.scales.b_every % SCALED_EVERY == 0
 

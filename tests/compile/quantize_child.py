@@ -21,14 +21,15 @@ def kernels(x, format):
     data = torch.empty(x.shape, dtype=activations.FORMATS[format][0], device="meta")
     scale = torch.empty(1, device="meta")
     how = activations._format(format)
-    for name, span in (("token", x.shape[-1]), ("block", activations.BLOCK)):
+    exponent = activations._EXPONENTS.get(format)
+    lines = [("token", x.shape[-1], None), ("block", activations.BLOCK, None)]
+    lines += [("mx", activations.MX_BLOCK, exponent)] if exponent else []
+    for name, span, power in lines:
         walk = activations._walk(x, span)
-        whole = walk.constants["COLS"] >= span
-        arguments = (x, data, scale, *walk.arguments)
-        yield (
-            name,
-            quantize.quantize_lines.warmup(*arguments, WHOLE=whole, **how, **walk.constants, grid=(1,)),
-        )
+        constants = {"WHOLE": walk.constants["COLS"] >= span, "EXPONENT": power, **how, **walk.constants}
+        scales = scale if power is None else torch.empty(1, dtype=torch.uint8, device="meta")
+        arguments = (x, data, scales, *walk.arguments)
+        yield name, quantize.quantize_lines.warmup(*arguments, **constants, grid=(1,))
     walk = activations._walk(x, None)
     arguments = (x, scale, walk.blocks, *walk.arguments)
     yield "largest", quantize.largest_magnitudes.warmup(*arguments, **walk.constants, grid=(1,))

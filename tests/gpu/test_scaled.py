@@ -106,6 +106,22 @@ def test_quantising_all_magnitudes(per, format, dtype):
         assert_same(q.to("cpu"), there)
 
 
+@pytest.mark.parametrize("dtype", INPUTS, ids=str)
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("number", range(4))
+def test_quantising_to_mx(format, dtype, number):
+    """Random layouts, and magnitudes from the smallest subnormals to infinity."""
+    r = rng("mx", format, dtype, number)
+    lead = tuple([r.randint(1, 4) for _ in range(r.choice((0, 0, 1, 2)))])
+    shape = (*lead, r.choice((1, 3, size(r.randint(1, 3000)))), size(r.randint(1, r.choice((40, 700, 9000)))))
+    x = place(shape, dtype, some_layout(r, shape, dtype.itemsize)).view
+    exponents = torch.randint(-150, 128, shape[:-1], device=DEVICE)[..., None]
+    for y in (x, (x.double() * 2.0**exponents).to(dtype)):
+        q = gemmery.quantize_activations(y, format, per="mx")
+        assert_same(q, reference(y, format, per="mx"))
+        assert_same(q.to("cpu"), reference(y.cpu(), format, per="mx"))
+
+
 def with_blocks(r, shape, dtype, kind):
     """Random numbers, and scales of random layouts for each block of `kind`."""
     data = place(shape, dtype, some_layout(r, shape, 1)).view
@@ -148,6 +164,31 @@ def test_products_of_blocks(kinds, dtype, number):
         want = epilogues.swiglu(small.dequantize(torch.float64) @ b.dequantize(torch.float64).mT)
         result = gemmery.scaled_matmul(small, b, epilogue=epilogues.swiglu)
         assert ((wide(result) - want).norm() / want.norm()).item() < 6e-3
+
+
+@pytest.mark.parametrize("kinds", [("mx", "mx"), ("mx", "token"), ("tensor", "mx")])
+@pytest.mark.parametrize("types", [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2")])
+@pytest.mark.parametrize("number", range(6))
+def test_products_of_mx(kinds, types, number):
+    """Numbers of random layouts, and from the third on such as descriptors take, of all sizes."""
+    r = rng("products of mx", kinds, types, number)
+    m = (1, 16, 64, size(r.randint(65, 200)), size(r.randint(200, 900)), size(r.randint(900, 3000)))[number]
+    n, k = size(r.randint(1, 2000)), size(r.randint(1, 3000))
+    if number >= 2:
+        n, k = 32 * -(-n // 32), 128 * -(-k // 128)
+    shapes = (m, k), (n, k)
+    x, w = (values(shape, torch.float32) * 2.0 ** r.randint(-20, 20) for shape in shapes)
+    a, b = (
+        gemmery.quantize_activations(t, format, per=per)
+        for t, format, per in zip((x, w), types, kinds, strict=True)
+    )
+    if number < 2:
+        a, b = (ScaledTensor(t.data.mT.contiguous().mT, t.scale) for t in (a, b))
+    bias = values((n,), torch.float32)
+    for _ in range(2):  # the short way, the second time
+        assert_product(gemmery.scaled_matmul(a, b), a, b, fast_accum=True)
+        result = gemmery.scaled_matmul(a, b, bias=bias, out_dtype=torch.float32)
+        assert_product(result, a, b, bias, fast_accum=True)
 
 
 @needs_cuda

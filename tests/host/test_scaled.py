@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.nn import functional as F
 import gemmery
 from gemmery import epilogues, scaled
 from gemmery.formats.activations import FORMATS, reference
-from gemmery.formats.scaled import ScaledTensor
+from gemmery.formats.scaled import E8M0, ScaledTensor
 
 INT8, E4M3, E5M2 = torch.int8, torch.float8_e4m3fn, torch.float8_e5m2
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
@@ -74,7 +75,20 @@ def test_kinds(shape, scale, kind):
     assert torch.equal(x.dequantize(BF16), x.dequantize().to(BF16))
 
 
+@pytest.mark.parametrize("shape", [(3, 300), (2, 3, 64), (3, 5), (0, 40), (3, 0)], ids=str)
+@pytest.mark.parametrize("dtype", [E4M3, torch.float8_e5m2], ids=str)
+def test_powers_of_two_for_32_columns(shape, dtype):
+    exponents = torch.randint(0, 256, (*shape[:-1], -(-shape[-1] // 32)), dtype=torch.uint8)
+    x = ScaledTensor(values(*shape).to(dtype), exponents.view(E8M0))
+    assert (x.kind, x.shape, x.dtype) == ("1x32", shape, dtype)
+    powers = torch.where(exponents == 255, torch.nan, 2.0 ** (exponents.double() - 127))
+    want = x.data.double() * powers.repeat_interleave(32, -1)[..., : shape[-1]]
+    torch.testing.assert_close(x.dequantize(F64), want, rtol=0, atol=0, equal_nan=True)
+
+
 WRONG = [
+    (TypeError, torch.ones(2, 40, dtype=INT8), torch.ones(2, 2).to(E8M0), "such scales are for fp8"),
+    (ValueError, torch.ones(2, 40).to(E4M3), torch.ones(2, 1).to(E8M0), "it must be (2, 2)"),
     (TypeError, [1], torch.ones(()), "data is a list"),
     (TypeError, torch.ones(2, 2), torch.ones(()), "data is torch.float32; it must be one of torch.int8"),
     (TypeError, torch.ones(2, 2, dtype=INT8), torch.ones((), dtype=F64), "scale is torch.float64"),
@@ -239,6 +253,39 @@ def test_products(format, per_a, weight):
     out = torch.empty(2, 5, 140)
     assert gemmery.scaled_matmul(a, b, out=out) is out
     near(out, want, F32)
+
+
+def test_mx():
+    """The numbers of the specification, by a reckoning of its own."""
+    x = values(6, 100) * 2.0 ** torch.arange(-140, 100, 40)[:, None]
+    x[0, :32], x[1, 40], x[2, 70] = 0, float("nan"), float("inf")
+    for format, largest in (("e4m3", 8), ("e5m2", 15)):
+        q = gemmery.quantize_activations(x, format, per="mx")
+        assert (q.kind, q.scale.shape, q.scale.dtype) == ("1x32", (6, 4), E8M0)
+        for row in range(6):
+            for block in range(4):
+                part = x[row, 32 * block : 32 * block + 32].double()
+                scale = q.scale[row, block].double()
+                if not part.isfinite().all():
+                    assert scale.isnan()
+                    continue
+                most = part.abs().max().item()
+                wanted = max(math.frexp(most)[1] - 1 - largest, -127) if most else 0
+                assert scale == 2.0**wanted
+                limit = torch.finfo(q.dtype).max
+                data = (part / scale).clamp(-limit, limit).float().to(q.dtype)
+                assert torch.equal(q.data[row, 32 * block : 32 * block + 32].float(), data.float())
+    said = "with per='mx' it must be one of e4m3, e5m2"
+    fails(ValueError, lambda: gemmery.quantize_activations(x, "int8", per="mx"), said)
+    amax = x.abs().amax(-1)
+    fails(ValueError, lambda: gemmery.quantize_activations(x, per="mx", amax=amax), "blocks have no use for")
+    a = gemmery.quantize_activations(values(5, 200), per="mx")
+    for per in ("mx", "token", "tensor"):
+        b = gemmery.quantize_activations(values(9, 200, seed=1), "e5m2", per=per)
+        near(gemmery.scaled_matmul(a, b), a.dequantize(F64) @ b.dequantize(F64).T)
+        near(gemmery.scaled_matmul(b, a), b.dequantize(F64) @ a.dequantize(F64).T)
+    for other in (gemmery.quantize_activations(values(9, 200), per="block"), blocks_of(values(9, 200))):
+        fails(ValueError, lambda: gemmery.scaled_matmul(a, other), "with 1x32, the other's must be")  # noqa: B023
 
 
 def test_the_two_types_of_fp8_are_mixed():

@@ -67,6 +67,24 @@ def test_quantising(shape, per, format, dtype):
         assert_same(got, reference(x, format, per=per, amax=amax))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, BF16, F32], ids=str)
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_quantising_to_mx(shape, format, dtype):
+    x = SHAPES[shape](dtype)
+    assert_same(gemmery.quantize_activations(x, format, per="mx"), reference(x, format, per="mx"))
+
+
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+def test_all_exponents(format):
+    """From the smallest subnormals on, and what is not finite."""
+    x = values((300, 64)) * 2.0 ** torch.arange(-150, 150)[:, None].double()
+    x = x.float()
+    x[7], x[8, 3], x[9, 40] = 0, NAN, -INFINITY
+    assert x[-1].isinf().any()
+    assert_same(gemmery.quantize_activations(x, format, per="mx"), reference(x, format, per="mx"))
+
+
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("per", ["token", "block", "tensor"])
 def test_values_that_are_not_common(format, per):
@@ -279,3 +297,44 @@ def test_blocks(kinds, config):
         near(y, F.gelu(want + bias) + r, F32)
         y = gemmery.scaled_matmul(a, b, epilogue=epilogues.swiglu, config=config)
         near(y, epilogues.swiglu(want))
+
+
+#: The same for steps of 32 columns.
+BLOCKED_32 = tuple([config and config.replace("x128-", "x32-") for config in BLOCKED])
+
+
+@pytest.mark.parametrize("config", BLOCKED_32)
+@pytest.mark.parametrize("kinds", [("mx", "mx"), ("token", "mx"), ("mx", "tensor")])
+def test_mx(kinds, config):
+    for m, n, k, formats in ((3, 80, 112, ("e4m3", "e5m2")), (40, 64, 96, ("e4m3", "e4m3"))):
+        a, b = (
+            gemmery.quantize_activations(values((rows, k), seed=rows) * 10, format, per=per)
+            for rows, format, per in zip((m, n), formats, kinds, strict=True)
+        )
+        want = a.dequantize(F64) @ b.dequantize(F64).T
+        near(gemmery.scaled_matmul(a, b, config=config), want)
+        bias, r = values((n,), seed=2), values((m, n), seed=3)
+        y = gemmery.scaled_matmul(
+            a, b, bias=bias, epilogue=gelu_and_add, args=(r,), out_dtype=F32, config=config
+        )
+        near(y, F.gelu(want + bias) + r, F32)
+        near(gemmery.scaled_matmul(a, b, epilogue=epilogues.swiglu, config=config), epilogues.swiglu(want))
+
+
+def test_all_powers_of_two():
+    """Each exponent beside one that makes up for it; NaN is NaN in its own row and column alone."""
+    exponents = torch.arange(256, dtype=torch.uint8).view(256, 1)
+    ones = torch.ones(256, 32).to(torch.float8_e4m3fn)
+    a = gemmery.ScaledTensor(ones, exponents.view(torch.float8_e8m0fnu))
+    b = gemmery.ScaledTensor(ones[:1], torch.full((1, 1), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu))
+    y = gemmery.scaled_matmul(a, b, out_dtype=F32)[:, 0]
+    assert torch.equal(y[:123], 2.0 ** torch.arange(-122, 1).float())
+    assert torch.equal(y[:250], a.dequantize()[:250].sum(-1))
+    assert y[255].isnan()
+    assert not y[:255].isnan().any()
+
+
+def test_configs_of_another_step_are_refused():
+    a, b = (gemmery.quantize_activations(values((n, 256)), per="mx") for n in (4, 8))
+    with pytest.raises(ValueError, match="need the tile schedule, block_k 32"):
+        gemmery.scaled_matmul(a, b, config=BLOCKED[1])

@@ -18,16 +18,20 @@ from ..launch import _TL, _steps, on_device
 from ..layout import fold_blocks
 from ..ops import LIBRARY
 from ..problem import FP8
-from .scaled import BLOCK, ScaledTensor
+from .scaled import BLOCK, E8M0, MX_BLOCK, ScaledTensor
 
-Per = Literal["token", "block", "tensor"]
-PERS: tuple[Per, ...] = ("token", "block", "tensor")
+Per = Literal["token", "block", "tensor", "mx"]
+PERS: tuple[Per, ...] = ("token", "block", "tensor", "mx")
 #: The formats: their types, and the largest number of each that a quantised one becomes. That of int8 is symmetric.
 FORMATS: dict[str, tuple[torch.dtype, float]] = {
     "e4m3": (torch.float8_e4m3fn, 448.0),
     "e5m2": (torch.float8_e5m2, 57344.0),
     "int8": (torch.int8, 127.0),
 }
+#: Exponents of the largest powers of two in the formats that have scales of the MX formats.
+_EXPONENTS = {"e4m3": 8, "e5m2": 15}
+#: Columns that share a scale.
+_SPANS = {"block": BLOCK, "mx": MX_BLOCK}
 _TYPES = (torch.float16, torch.bfloat16, torch.float32)
 #: Elements that a program holds at a time, 32 in a thread of its four warps; longer lines take more warps.
 _TILE = 4096
@@ -48,6 +52,10 @@ def quantize_activations(
     The bits are those of `reference`, which is what runs on the CPU. "block" is how DeepSeek-V3 quantises activations
     (arXiv:2412.19437, section 3.3.2).
 
+    per="mx" makes MXFP8 (OCP Microscaling Formats, specification 1.0, section 6.3): the scale of 32 columns is a power
+    of two, that of their largest magnitude over the format's own largest one, 2^8 for e4m3 and 2^15 for e5m2, and at
+    least 2^-127; what is still too large is cut off.
+
     Where there are only zeros the scale is 1. A NaN or an infinity makes all numbers NaN that share its scale: the
     scale is NaN or infinite, and so is or becomes NaN what is multiplied by it, with int8 too, in whose data a NaN is
     0 for want of another.
@@ -55,12 +63,14 @@ def quantize_activations(
     Args:
         x: (..., M, K) in float16, bfloat16 or float32, any strides.
         format: "e4m3", "e5m2" or "int8".
-        per: what shares a scale: "token", a row; "block", 128 columns of a row; "tensor", everything.
+        per: what shares a scale: "token", a row; "block", 128 columns of a row; "tensor", everything; "mx", 32 columns
+            of a row, for fp8.
         amax: the largest magnitude of each row, (..., M) in float32, where it is known, as from
-            `epilogues.with_row_amax`: then x is not searched for it. Not for per="block".
+            `epilogues.with_row_amax`: then x is not searched for it. Not for per="block" and "mx".
 
     Returns:
-        A contiguous `ScaledTensor` whose scale is (..., M, 1), (..., M, ceil(K / 128)) or ().
+        A contiguous `ScaledTensor` whose scale is (..., M, 1), (..., M, ceil(K / 128)), (), or (..., M, ceil(K / 32))
+        in float8_e8m0fnu.
 
     Raises:
         TypeError: x is not of such a type, or its gradient is asked for.
@@ -96,23 +106,34 @@ def _by_reference(x: Tensor, format: str, per: str, amax: Tensor | None) -> tupl
     dtype, largest = FORMATS[format]
     *lead, M, K = x.shape
     wide = x.to(torch.float32)
-    groups, span = (-(-K // BLOCK), BLOCK) if per == "block" else (1, K)
-    if per == "block":
-        lines = F.pad(wide, (0, groups * BLOCK - K)).reshape(*lead, M, groups, BLOCK)
-    else:
-        lines = wide.unsqueeze(-2)
+    # A whole row may be empty.
+    span = _SPANS.get(per, K)
+    groups = -(-K // span) if per in _SPANS else 1
+    lines = F.pad(wide, (0, groups * span - K)).reshape(*lead, M, groups, span)
     # Padded, an empty row has a magnitude, too.
     most = F.pad(lines.abs(), (0, 1)).amax(-1) if amax is None else amax.abs().unsqueeze(-1)
     if per == "tensor":
         most = most.amax() if most.numel() else most.new_zeros(())
-    # torch multiplies by the reciprocal of a number on the CPU.
-    scale = most / torch.full_like(most, largest)
-    scale = torch.where(scale == 0, 1.0, scale)
+    kept: Tensor | None = None
+    if per == "mx":
+        kept = _power_of(most, _EXPONENTS[format])
+        scale = kept.to(torch.float32)
+    else:
+        # torch multiplies by the reciprocal of a number on the CPU.
+        scale = most / torch.full_like(most, largest)
+        scale = torch.where(scale == 0, 1.0, scale)
     quotient = (lines / scale.unsqueeze(-1) if scale.dim() else lines / scale).clamp(-largest, largest)
     if dtype == torch.int8:
         quotient = torch.where(quotient.isnan(), 0.0, quotient).round()
     data = quotient.to(dtype).reshape(*lead, M, groups * span)[..., :K].contiguous()
-    return data, scale
+    return data, scale if kept is None else kept
+
+
+def _power_of(magnitude: Tensor, exponent: int) -> Tensor:
+    """The scale with which a magnitude's power of two becomes that of `exponent`, in `E8M0`; 1 of 0, and of NaN NaN."""
+    biased = magnitude.contiguous().view(torch.int32) >> 23
+    kept = torch.where(biased == 255, 255, (biased - exponent).clamp(min=0))
+    return torch.where(magnitude == 0, 127, kept).to(torch.uint8).view(E8M0)
 
 
 def _check(x: Tensor, format: str, per: str, amax: Tensor | None) -> None:
@@ -122,6 +143,10 @@ def _check(x: Tensor, format: str, per: str, amax: Tensor | None) -> None:
         raise ValueError(f"{op}: format is {format!r}; it must be one of {', '.join(FORMATS)}")
     if per not in PERS:
         raise ValueError(f"{op}: per is {per!r}; it must be one of {', '.join(PERS)}")
+    if per == "mx" and format not in _EXPONENTS:
+        raise ValueError(
+            f"{op}: format is {format!r}; with per='mx' it must be one of {', '.join(_EXPONENTS)}"
+        )
     if x.dtype not in _TYPES:
         raise TypeError(f"{op}: x is {x.dtype}; it must be one of {', '.join(map(str, _TYPES))}")
     if x.dim() < 2:
@@ -131,7 +156,7 @@ def _check(x: Tensor, format: str, per: str, amax: Tensor | None) -> None:
     if amax is None:
         return
     check_tensor(op, "amax", amax)
-    if per == "block":
+    if per in _SPANS:
         raise ValueError(
             f"{op}: amax is of rows, which blocks have no use for; it goes with 'token' and 'tensor'"
         )
@@ -147,7 +172,7 @@ def _check(x: Tensor, format: str, per: str, amax: Tensor | None) -> None:
 
 def _scale_shape(x: Tensor, per: str) -> tuple[int, ...]:
     *lead, M, K = x.shape
-    return () if per == "tensor" else (*lead, M, 1 if per == "token" else -(-K // BLOCK))
+    return () if per == "tensor" else (*lead, M, 1 if per == "token" else -(-K // _SPANS[per]))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -161,7 +186,7 @@ def _quantize(x: Tensor, format: str, per: str, amax: Tensor | None) -> tuple[Te
     if device is None or not x.numel() or (dtype in FP8 and dtype not in device.target.fp8):
         return _by_reference(x, format, per, amax)
     data = torch.empty(x.shape, dtype=dtype, device=x.device)
-    scale = torch.empty(_scale_shape(x, per), dtype=torch.float32, device=x.device)
+    scale = torch.empty(_scale_shape(x, per), dtype=_scale_type(per), device=x.device)
     with on_device(x):
         if amax is not None:
             maxima = amax.contiguous() if per == "token" else amax.abs().amax().reshape(1)
@@ -169,8 +194,12 @@ def _quantize(x: Tensor, format: str, per: str, amax: Tensor | None) -> tuple[Te
         elif per == "tensor":
             _cast_known(x, data, scale, _maxima(x), format)
         else:
-            _cast_lines(x, data, scale, format, BLOCK if per == "block" else x.shape[-1])
+            _cast_lines(x, data, scale, format, _SPANS.get(per, x.shape[-1]))
     return data, scale
+
+
+def _scale_type(per: str) -> torch.dtype:
+    return E8M0 if per == "mx" else torch.float32
 
 
 class _Walk(NamedTuple):
@@ -213,9 +242,12 @@ def _cast_lines(x: Tensor, data: Tensor, scale: Tensor, format: str, span: int) 
     """Each line with a scale of its own."""
     walk = _walk(x, span)
     whole = walk.constants["COLS"] >= min(span, x.shape[-1])
+    power = scale.dtype == E8M0
     kernels.quantize_lines[(walk.blocks,)](
-        x, data, scale, *walk.arguments, WHOLE=whole, **_format(format), **walk.constants
-    )
+        # Triton has no such type.
+        x, data, scale.view(torch.uint8) if power else scale, *walk.arguments, WHOLE=whole,
+        EXPONENT=_EXPONENTS[format] if power else None, **_format(format), **walk.constants,
+    )  # fmt: skip
 
 
 def _maxima(x: Tensor) -> Tensor:
@@ -250,4 +282,4 @@ for _key in ("CPU", "CUDA"):
 @torch.library.register_fake("gemmery::quantize_activations", lib=LIBRARY)
 def _fake(x: Tensor, format: str, per: str, amax: Tensor | None) -> tuple[Tensor, Tensor]:
     data = x.new_empty(x.shape, dtype=FORMATS[format][0])
-    return data, x.new_empty(_scale_shape(x, per), dtype=torch.float32)
+    return data, x.new_empty(_scale_shape(x, per), dtype=_scale_type(per))

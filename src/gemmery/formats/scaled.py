@@ -1,4 +1,4 @@
-"""Tensors of small numbers with their scales: of the whole tensor, of each row, or of blocks of 128 columns."""
+"""Tensors of small numbers with their scales: of the whole tensor, of each row, or of blocks of 128 or 32 columns."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-Kind = Literal["tensor", "row", "1x128", "128x128"]
+Kind = Literal["tensor", "row", "1x128", "128x128", "1x32"]
 #: What the numbers can be.
 DTYPES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
-#: Columns, and for weights rows, that share a scale in the kinds with blocks.
-BLOCK = 128
+#: Columns, and for weights rows, that share a scale in the kinds with blocks; columns in the MX formats.
+BLOCK, MX_BLOCK = 128, 32
+#: The type of the MX formats' scales: the exponent of a power of two.
+E8M0 = torch.float8_e8m0fnu
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -20,11 +22,12 @@ class ScaledTensor:
     """A matrix of small numbers, or a batch of them, that stand for `data * scale`.
 
     The kinds are those of `torch._scaled_mm` and of DeepSeek-V3 (arXiv:2412.19437, section 3.3.2), whose activations
-    have a scale for 1 x 128 elements and whose weights have one for 128 x 128.
+    have a scale for 1 x 128 elements and whose weights have one for 128 x 128. fp8 with a power of two for 1 x 32 is
+    MXFP8 (OCP Microscaling Formats, specification 1.0).
 
     Args:
         data: (..., R, K) in int8, float8_e4m3fn or float8_e5m2, any strides.
-        scale: float32 on data's device, any strides. Its shape says what shares a scale:
+        scale: float32 on data's device, or float8_e8m0fnu, any strides. Its shape says what shares a scale:
 
             ====================================  =========  =====================================
             shape                                 kind       shared by
@@ -33,12 +36,13 @@ class ScaledTensor:
             (..., R, 1)                           row        a row: a token, an output channel
             (..., R, ceil(K / 128))               1x128      128 columns of a row
             (ceil(R / 128), ceil(K / 128))        128x128    a block; data has two dimensions then
+            (..., R, ceil(K / 32))                1x32       32 columns of a row of fp8; float8_e8m0fnu
             ====================================  =========  =====================================
 
             Where two of them are one shape they mean the same, and the kind is the upper one.
 
     Attributes:
-        kind: "tensor", "row", "1x128" or "128x128".
+        kind: "tensor", "row", "1x128", "128x128" or "1x32".
 
     Raises:
         TypeError: data or scale are no tensors, or not of these types.
@@ -107,8 +111,9 @@ class ScaledTensor:
         if self.kind in ("tensor", "row"):
             return self.row_factors
         R, K = self.shape[-2:]
-        spread = self.scale.repeat_interleave(BLOCK, -1)[..., :K]
-        return spread if self.kind == "1x128" else spread.repeat_interleave(BLOCK, -2)[:R]
+        across = MX_BLOCK if self.kind == "1x32" else BLOCK
+        spread = self.scale.to(torch.float32).repeat_interleave(across, -1)[..., :K]
+        return spread.repeat_interleave(BLOCK, -2)[:R] if self.kind == "128x128" else spread
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> ScaledTensor:
         """The same on another device.
@@ -141,8 +146,10 @@ def _check(data: Any, scale: Any) -> None:
     if data.dtype not in DTYPES:
         names = ", ".join(map(str, DTYPES))
         raise TypeError(f"ScaledTensor: data is {data.dtype}; it must be one of {names}")
-    if scale.dtype != torch.float32:
-        raise TypeError(f"ScaledTensor: scale is {scale.dtype}; it must be torch.float32")
+    if scale.dtype not in (torch.float32, E8M0):
+        raise TypeError(f"ScaledTensor: scale is {scale.dtype}; it must be torch.float32 or {E8M0}")
+    if scale.dtype == E8M0 and data.dtype == torch.int8:
+        raise TypeError(f"ScaledTensor: data is {data.dtype} and scale {E8M0}; such scales are for fp8")
     if data.dim() < 2:
         raise ValueError(f"ScaledTensor: data is {tuple(data.shape)}; it must be (..., R, K)")
     if data.device != scale.device:
@@ -155,6 +162,13 @@ def _kind(data: Tensor, scale: Tensor) -> Kind:
     """What shares a scale; ValueError where the shapes fit nothing."""
     *lead, R, K = data.shape
     given = tuple(scale.shape)
+    if scale.dtype == E8M0:
+        wanted = (*lead, R, -(-K // MX_BLOCK))
+        if given != wanted:
+            raise ValueError(
+                f"ScaledTensor: data is {tuple(data.shape)} and scale is {given} in {E8M0}; it must be {wanted}"
+            )
+        return "1x32"
     if given in ((), (1,)):
         return "tensor"
     if given == (*lead, R, 1):
@@ -165,5 +179,5 @@ def _kind(data: Tensor, scale: Tensor) -> Kind:
         return "128x128"
     shapes = [(), (1,), (*lead, R, 1), (*lead, R, -(-K // BLOCK))]
     shapes += [] if lead else [(-(-R // BLOCK), -(-K // BLOCK))]
-    wanted = " or ".join(dict.fromkeys(map(str, shapes)))
-    raise ValueError(f"ScaledTensor: data is {tuple(data.shape)} and scale is {given}; it must be {wanted}")
+    listed = " or ".join(dict.fromkeys(map(str, shapes)))
+    raise ValueError(f"ScaledTensor: data is {tuple(data.shape)} and scale is {given}; it must be {listed}")

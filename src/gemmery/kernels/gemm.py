@@ -47,7 +47,8 @@ def multiply(
 
     Returns its first `BLOCK_N` columns and, where `REST_N` is not 0, the `REST_N` next ones: a tile as wide as two
     powers of two together. With `SWAP` the tensor cores see the transposed product, so that few rows lie on their
-    narrow side. With `scales`, factors that `SHARED_M` rows of A and `SHARED_N` columns of B share, the sum is fp32.
+    narrow side. With `scales`, factors that `SHARED_M` rows of A and `SHARED_N` columns of B share and the columns of
+    a step, the sum is fp32.
     """
     SUM: tl.constexpr = ACC if SHARED_M == 0 else tl.float32
     acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), SUM)
@@ -64,13 +65,13 @@ def multiply(
         if SHARED_M > 0:
             # Before the operands are waited for, so that they come meanwhile.
             at_a, steps_a, row_a, col_a, at_b, steps_b, row_b, col_b = scales
-            left = factors(at_a, steps_a, row_a, col_a, sizes, batch, row, k, M, BLOCK_M, SHARED_M)
+            left = factors(at_a, steps_a, row_a, col_a, sizes, batch, row, k, M, BLOCK_M, SHARED_M, BLOCK_K)
             right = factors_of_columns(
-                at_b, steps_b, row_b, col_b, sizes, batch, col, k, N, BLOCK_N, SHARED_N, PAIRED
+                at_b, steps_b, row_b, col_b, sizes, batch, col, k, N, BLOCK_N, SHARED_N, BLOCK_K, PAIRED
             )  # fmt: skip
             if REST_N > 0:
                 right_rest = factors_of_columns(
-                    at_b, steps_b, row_b, col_b, sizes, batch, col + BLOCK_N, k, N, REST_N, SHARED_N, PAIRED
+                    at_b, steps_b, row_b, col_b, sizes, batch, col + BLOCK_N, k, N, REST_N, SHARED_N, BLOCK_K, PAIRED
                 )  # fmt: skip
         x = LOAD_A(a, (M, K), a_strides, sizes, batch, row, k, BLOCK_M, BLOCK_K, True, CHECK_K, WIDE)
         y = LOAD_B(b, (K, N), b_strides, sizes, batch, k, col, BLOCK_K, BLOCK_N, CHECK_K, True, WIDE)

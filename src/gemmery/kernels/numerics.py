@@ -10,13 +10,18 @@ INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 
 @triton.jit
 def widen(x):
-    """A 16-bit or fp8 block as fp32; the interpreter's own conversion of fp8 makes numbers of infinity and NaN."""
+    """A 16-bit or fp8 block as fp32.
+
+    The interpreter's own conversion of fp8 makes numbers of infinity and NaN, and that of bf16 loses subnormal ones.
+    """
     if x.dtype == tl.float8e5:
         # The upper half of an fp16, bit for bit.
         return (x.to(tl.uint8, bitcast=True).to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
     elif x.dtype == tl.float8e4nv:
         magnitude = x.to(tl.uint8, bitcast=True) & 0x7F
         return tl.where(magnitude == 0x7F, float("nan"), x.to(tl.float32))
+    elif INTERPRETED and x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
         return x.to(tl.float32)
 

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from .numerics import cast, widen
 from .operands import batch_offset
+from .scales import as_factor
 
 
 @triton.jit
@@ -76,6 +77,28 @@ def scale_of(magnitude, LARGEST: tl.constexpr):
 
 
 @triton.jit
+def power_of(magnitude, EXPONENT: tl.constexpr):
+    """What is stored of a scale of the MX formats, and the scale: the magnitude's own power of two over 2^EXPONENT.
+
+    What is stored is the exponent, from 2^-127 on: 127 of 0, and 255, NaN, of what is not finite.
+    """
+    own = magnitude >> 23
+    exponent = tl.where(own == 255, 255, tl.maximum(own - EXPONENT, 0))
+    exponent = tl.where(magnitude == 0, 127, exponent).to(tl.uint8)
+    return exponent, as_factor(exponent)
+
+
+@triton.jit
+def line_scale(magnitude, LARGEST: tl.constexpr, EXPONENT: tl.constexpr):
+    """What is stored of the scale of lines, and the scale; a power of two unless EXPONENT is None."""
+    if EXPONENT is None:
+        scale = scale_of(magnitude, LARGEST)
+        return scale, scale
+    else:
+        return power_of(magnitude, EXPONENT)
+
+
+@triton.jit
 def quantized(x, scale, LARGEST: tl.constexpr, DTYPE: tl.constexpr):
     """float32 numbers divided by their scale, rounded to nearest even and cut off at what is largest."""
     scale = tl.broadcast_to(scale, x.shape)
@@ -94,19 +117,19 @@ def quantized(x, scale, LARGEST: tl.constexpr, DTYPE: tl.constexpr):
 @triton.jit(do_not_specialize=["rows", "M"])
 def quantize_lines(
     x, data, scales, rows, groups, span, M, K, sizes, strides,
-    LARGEST: tl.constexpr, DTYPE: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr, WHOLE: tl.constexpr,
-    DOWN: tl.constexpr, WIDE: tl.constexpr,
+    LARGEST: tl.constexpr, EXPONENT: tl.constexpr, DTYPE: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr,
+    WHOLE: tl.constexpr, DOWN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Each line with a scale of its own, one program a block of lines; of `WHOLE` lines each element is read once.
 
-    Longer lines are read twice, the second time from a cache.
+    Longer lines are read twice, the second time from a cache. For `EXPONENT` see `line_scale`.
     """
     line, places, inside = find_lines(tl.program_id(0), rows, groups, LINES, DOWN)
     starts = find_rows(x, line, M, sizes, strides)
     ends = data + line * K
     if WHOLE:
         block, columns, exist = load_lines(starts, places, inside, 0, K, span, strides[2], LINES, COLS, WIDE)
-        scale = scale_of(tl.max(magnitudes(block), 1), LARGEST)
+        kept, scale = line_scale(tl.max(magnitudes(block), 1), LARGEST, EXPONENT)
         result = quantized(block, scale[:, None], LARGEST, DTYPE)
         tl.store(ends[:, None] + columns, result, mask=exist)
     else:
@@ -114,14 +137,14 @@ def quantize_lines(
         for at in range(0, span, COLS):
             block, _, _ = load_lines(starts, places, inside, at, K, span, strides[2], LINES, COLS, WIDE)
             most = tl.maximum(most, magnitudes(block))
-        scale = scale_of(tl.max(most, 1), LARGEST)
+        kept, scale = line_scale(tl.max(most, 1), LARGEST, EXPONENT)
         for at in range(0, span, COLS):
             block, columns, exist = load_lines(
                 starts, places, inside, at, K, span, strides[2], LINES, COLS, WIDE
             )
             result = quantized(block, scale[:, None], LARGEST, DTYPE)
             tl.store(ends[:, None] + columns, result, mask=exist)
-    tl.store(scales + line * groups + places, scale, mask=inside)
+    tl.store(scales + line * groups + places, kept, mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "blocks", "M"])
@@ -162,7 +185,7 @@ def quantize_known(
         most = tl.max(magnitudes(tl.load(maxima + each, mask=each < found, other=0.0)), 0)
         scale = scale_of(tl.zeros((LINES,), tl.int32) + most, LARGEST)
         # All programs find the same.
-        one = (tl.arange(0, LINES) == 0) & (tl.program_id(0) == 0)
+        one = tl.arange(0, LINES) + tl.program_id(0) == 0
         tl.store(scales + tl.zeros((LINES,), tl.int32), scale, mask=one)
     block, columns, exist = load_lines(starts, places, inside, 0, K, span, strides[2], LINES, COLS, WIDE)
     result = quantized(block, scale[:, None], LARGEST, DTYPE)

@@ -3,7 +3,8 @@
 `scales` is (pointer, steps, stride_row, stride_k) for A and then the same for B: the factor of row `i` for the columns
 `BLOCK` of K from `k` on is at `i // EVERY * stride_row + k // BLOCK * stride_k`; steps are those of the batch, negated.
 The scheme is DeepSeek-V3's (arXiv:2412.19437, section 3.3.2), whose activations have a factor for 1 x 128 elements and
-whose weights one for 128 x 128.
+whose weights one for 128 x 128. Blocks of 32, with powers of two, are those of the OCP Microscaling formats (MX,
+specification 1.0).
 """
 
 import triton
@@ -11,28 +12,38 @@ import triton.language as tl
 
 from .operands import batch_offset
 
-#: Columns of K that share a factor.
-BLOCK = tl.constexpr(128)
+
+@triton.jit
+def as_factor(scale):
+    """A scale in fp32. One of 8 bits is the exponent of a power of two (e8m0), or 255 for NaN."""
+    if scale.dtype == tl.uint8:
+        bits = scale.to(tl.int32) << 23
+        bits = tl.where(scale == 0, 0x00400000, tl.where(scale == 255, 0x7FC00000, bits))
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        return scale
 
 
 @triton.jit
 def factors(
-    pointer, steps, stride_row, stride_k, sizes, batch, row, k, rows, ROWS: tl.constexpr, EVERY: tl.constexpr
-):
+    pointer, steps, stride_row, stride_k, sizes, batch, row, k, rows, ROWS: tl.constexpr, EVERY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     """The factors of `ROWS` rows from `row` on: (ROWS,), or a single number where all of them share one."""
     start = pointer + batch_offset(batch, sizes, steps) + tl.cast(k // BLOCK, tl.int64) * stride_k
     if EVERY % ROWS == 0 and EVERY >= ROWS:
         # The second half of a tile may begin behind the last column.
-        return tl.load(start + tl.cast(row // EVERY, tl.int64) * stride_row, mask=row < rows, other=0.0)
+        own = tl.load(start + tl.cast(row // EVERY, tl.int64) * stride_row, mask=row < rows, other=0)
     else:
         index = row + tl.arange(0, ROWS)
-        return tl.load(start + (index // EVERY).to(tl.int64) * stride_row, mask=index < rows, other=0.0)
+        own = tl.load(start + (index // EVERY).to(tl.int64) * stride_row, mask=index < rows, other=0)
+    return as_factor(own)
 
 
 @triton.jit
 def factors_of_columns(
     pointer, steps, stride_row, stride_k, sizes, batch, col, k, N, COLS: tl.constexpr, EVERY: tl.constexpr,
-    PAIRED: tl.constexpr,
+    BLOCK: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """The factors of a tile's columns of B; with `PAIRED` half of these are of its right half, as they are loaded."""
     if PAIRED:
@@ -41,9 +52,10 @@ def factors_of_columns(
         column = col // 2 + place % HALF
         index = column + place // HALF * (N // 2)
         start = pointer + batch_offset(batch, sizes, steps) + tl.cast(k // BLOCK, tl.int64) * stride_k
-        return tl.load(start + (index // EVERY).to(tl.int64) * stride_row, mask=column < N // 2, other=0.0)
+        own = tl.load(start + (index // EVERY).to(tl.int64) * stride_row, mask=column < N // 2, other=0)
+        return as_factor(own)
     else:
-        return factors(pointer, steps, stride_row, stride_k, sizes, batch, col, k, N, COLS, EVERY)
+        return factors(pointer, steps, stride_row, stride_k, sizes, batch, col, k, N, COLS, EVERY, BLOCK)
 
 
 @triton.jit

@@ -23,7 +23,7 @@ from ..formats.packing import pack
 from ..formats.tensor import QuantizedTensor
 from ..kernels import pointwise
 from ..nn.feed_forward import Differentiable
-from ..problem import DTYPE_NAMES, SCALED_EVERY, Problem, accumulator
+from ..problem import DTYPE_NAMES, MX_EVERY, SCALED_EVERY, Problem, accumulator
 
 
 def squares(acc: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,7 +67,7 @@ class Fused:
         rows: of the product in a sample: few of them take small tiles, which compile sooner.
         columns: of the product, where these are not as many as all other sizes.
         packed: the format and the size of a group of a packed weight.
-        blocks: whether both factors have scales that change along K.
+        step: columns of both factors that share a scale; 0 where there are none that change along K.
         aligned: whether only sizes that suit all loads are compiled: odd ones are refused, or spill somewhere.
     """
 
@@ -81,7 +81,7 @@ class Fused:
     rows: int = 16
     columns: int | None = None
     packed: tuple[str, int] | None = None
-    blocks: bool = False
+    step: int = 0
     aligned: bool = False
 
 
@@ -103,7 +103,10 @@ FUSED: dict[str, Fused] = {
     "e4m3_packed": Fused(fused.unchanged, dtypes=("bf16", "fp16"), packed=("e4m3", 0)),
     "nvfp4": Fused(fused.unchanged, dtypes=("bf16", "fp16"), packed=("nvfp4", 16)),
     "nf4": Fused(fused.unchanged, dtypes=("bf16", "fp16"), packed=("nf4", 64), rows=4096),
-    "scaled_blocks": Fused(fused.unchanged, dtypes=("int8", "e4m3"), blocks=True, aligned=True),
+    "scaled_blocks": Fused(fused.unchanged, dtypes=("int8", "e4m3"), step=SCALED_EVERY, aligned=True),
+    "scaled_mx": Fused(
+        fused.unchanged, dtypes=("e4m3", "e5m2"), needs=torch.float8_e4m3fn, step=MX_EVERY, aligned=True
+    ),
     # The backward pass of a gated block: a product that goes on to the gradient of the one before.
     "swiglu_backward": Fused(Differentiable(library.swiglu).backward, ("wide",)),
 }
@@ -155,14 +158,15 @@ def _packed(format: str, group: int, rows: int, columns: int, dtype: torch.dtype
     return QuantizedTensor((rows, columns), format, words, dtype=dtype, group_size=group, scales=shared)
 
 
-def _pose_blocks(x: Tensor, weight: Tensor, function: Callable[..., Any]) -> Any:
+def _pose_blocks(x: Tensor, weight: Tensor, function: Callable[..., Any], step: int) -> Any:
     """A product of factors with scales that change along K."""
-    steps = -(-x.shape[1] // SCALED_EVERY)
+    dtype, rows = (torch.uint8, 1) if step == MX_EVERY else (torch.float32, SCALED_EVERY)
     left, right = (
-        torch.empty(n, steps, device="meta") for n in (x.shape[0], -(-weight.shape[0] // SCALED_EVERY))
+        torch.empty(-(-n // every), -(-x.shape[1] // step), dtype=dtype, device="meta")
+        for n, every in ((x.shape[0], 1), (weight.shape[0], rows))
     )
     call = make_call("linear", x, weight, None, function, (), torch.bfloat16, Options())
-    return fused._prepare(replace(call, scales=(left, right, 1, SCALED_EVERY)), None).plan
+    return fused._prepare(replace(call, scales=(left, right, 1, rows, step)), None).plan
 
 
 @contextlib.contextmanager
@@ -183,9 +187,9 @@ def pose(name: str, dtype: str, rows: int, size: int, device: Device) -> Posed:
     """A product with one of the epilogues, up to the choice of a config."""
     x, weight, bias, args = _operands(name, dtype, rows, size)
     how = FUSED[name]
-    if how.blocks:
+    if how.step:
         with _standing_in(device):
-            blocks: Posed = _pose_blocks(x, weight, how.function)
+            blocks: Posed = _pose_blocks(x, weight, how.function, how.step)
             return blocks
     factor = tuple([half.t() for half in weight]) if how.pair else weight if how.packed else weight.t()
     before = (x.new_empty(rows, 1), x.new_empty(size)) if how.prologue else ()

@@ -36,7 +36,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def linear_problem(
     a: Tensor, weight: Factor, device: Device, *, bias: Tensor | None = None,
     epilogue: Callable[..., Any] | None = None, args: Sequence[Any] = (), out_dtype: torch.dtype | None = None,
-    options: Options | None = None, scales: tuple[Tensor, Tensor, int, int] | None = None,
+    options: Options | None = None, scales: tuple[Tensor, Tensor, int, int, int] | None = None,
 ) -> Problem:  # fmt: skip
     """The problem of `gemmery.linear(a, weight, bias, epilogue=epilogue, args=args)` on a GPU, by a traced epilogue.
 
@@ -156,7 +156,13 @@ def _scaled(
     out = torch.bfloat16
     if scales == "block":
         steps = -(-a.shape[1] // SCALED_EVERY)
-        along = (meta(a.shape[0], steps), meta(-(-b.shape[0] // SCALED_EVERY), steps), 1, SCALED_EVERY)
+        along = (
+            meta(a.shape[0], steps),
+            meta(-(-b.shape[0] // SCALED_EVERY), steps),
+            1,
+            SCALED_EVERY,
+            SCALED_EVERY,
+        )
         return linear_problem(a, b, device, bias=bias, out_dtype=out, options=options, scales=along)
     factors = (meta(), meta()) if scales == "tensor" else (meta(a.shape[0], 1), meta(b.shape[0]))
     args = factors if bias is None else (*factors, bias)

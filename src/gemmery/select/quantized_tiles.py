@@ -1,8 +1,8 @@
 """The tiles worth considering for packed weights, and for operands with scales along K, as data; see `tiles`.
 
 Tiles for packed weights swap: the numbers go from registers to the tensor cores' left operand, and the rows of A, which
-may be few, lie on the narrow side. Where steps of the sum are scaled, there are two accumulators, and a step is
-`SCALED_EVERY` long. Either way two programs to a multiprocessor can be better than a larger one: while one of them
+may be few, lie on the narrow side. Where steps of the sum are scaled, there are two accumulators, and a step is as long
+as what shares a scale. Either way two programs to a multiprocessor can be better than a larger one: while one of them
 unpacks or scales, the other multiplies.
 """
 
@@ -96,12 +96,30 @@ HOPPER: dict[str, Rows] = {
             16x64x128 16 4 3 0.08 swap splits
         """,
     },
+    "scaled32": {
+        ("descriptor", "tile"): """
+            128x128x32 16 8 6 0.40 split splits
+            64x128x32  8 4 6 0.30 splits
+            64x64x32   8 4 8 0.25 swap splits
+            16x64x32   8 4 8 0.15 swap splits
+        """,
+        ("pointer", "tile"): """
+            64x64x32 16 4 4 0.15
+            16x64x32 16 4 4 0.05 swap splits
+        """,
+    },
 }
 
 _SCALED: Rows = {
     ("pointer", "tile"): """
         64x64x128 8 4 2 0.60
         16x64x128 8 4 2 0.20 splits
+    """,
+}
+_SCALED32: Rows = {
+    ("pointer", "tile"): """
+        64x64x32 8 4 3 0.30
+        16x64x32 8 4 2 0.10 splits
     """,
 }
 
@@ -141,7 +159,7 @@ _INTERPRETER: Rows = {
 QUANTIZED: dict[str, dict[str, Rows]] = {
     "hopper": HOPPER,
     **{
-        family: dict.fromkeys(("packed4", "packed8"), rows) | {"scaled": _SCALED}
+        family: dict.fromkeys(("packed4", "packed8"), rows) | {"scaled": _SCALED, "scaled32": _SCALED32}
         for family, rows in {
             "blackwell": _BLACKWELL,
             "ampere": _AMPERE,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..formats.packing import LINE, STRIP, block_columns
-from ..problem import SCALED_EVERY, Operand, Problem
+from ..problem import Operand, Problem
 
 
 class Sample(NamedTuple):
@@ -72,7 +72,7 @@ def _shared_shapes(problem: Problem) -> list[tuple[int, ...]]:
     """The shapes of `Problem.shared`."""
     p = problem
     if p.scales is not None:
-        steps = -(-p.K // SCALED_EVERY)
+        steps = -(-p.K // p.scales.step)
         rows = ((p.M, p.scales.a_every), (p.N, p.scales.b_every))
         return [(*p.batch, -(-size // every), steps) for size, every in rows]
     if p.packing is None or not p.packing.group:

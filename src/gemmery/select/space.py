@@ -12,7 +12,7 @@ import torch
 
 from .. import clusters, specialized
 from ..launch import described, promotes
-from ..problem import Config, Operand, Problem
+from ..problem import SCALED_EVERY, Config, Operand, Problem
 from .tiles import ALIKE, FAMILIES
 
 #: Parts along K that are considered for rows that say `splits`.
@@ -59,7 +59,7 @@ def kind_of(problem: Problem) -> str:
     if problem.packing is not None:
         return f"packed{problem.packing.bits}"
     if problem.scales is not None:
-        return "scaled"
+        return "scaled" if problem.scales.step == SCALED_EVERY else f"scaled{problem.scales.step}"
     if dtype == torch.float32:
         return problem.precision
     if dtype == torch.float64:
