@@ -351,7 +351,14 @@ class Config:
         shares = self.schedule in ("cluster", "specialized")
         for name, least in (("group_m", 1), ("num_stages", 1), ("split_k", 0 if shares else 1)):
             if getattr(self, name) < least:
-                raise ValueError(f"Config: {name} is {getattr(self, name)!r}; it must be at least {least}")
+                more = (
+                    "; 0 is for the cluster schedule and the specialized one"
+                    if name == "split_k" and least
+                    else ""
+                )
+                raise ValueError(
+                    f"Config: {name} is {getattr(self, name)!r}; it must be at least {least}{more}"
+                )
         if (
             self.tail not in (1, 2, 4, 8)
             or self.block_n // self.tail_n < 16

@@ -655,6 +655,9 @@ def test_a_configuration_may_be_an_object_and_a_method_tell_the_version(rng):
     config = {"quant_method": kind.GPTQ, "bits": 4, "format": "gptq", "checkpoint_format": "gptq_v2"}
     for given in (
         {"quant_method": "gptq_v2"}, SimpleNamespace(to_dict=lambda: config), config | {"group_size": 32},
+        # A model's own, with that in it.
+        {"model_type": "llama", "quantization_config": config},
+        SimpleNamespace(to_dict=lambda: {"quantization_config": SimpleNamespace(to_dict=lambda: config)}),
         {"quant_method": "gptq_v2", "checkpoint_format": "gptq_v2"}, {"bits": 8, "dynamic": {"a": {"bits": 4}}} | {
             "format": "gptq_v2"
         },
@@ -662,6 +665,11 @@ def test_a_configuration_may_be_an_object_and_a_method_tell_the_version(rng):
         check(read_weight(tensors, "a", given), w, torch.float16)
     with pytest.raises(TypeError, match=r"config is a str; it must be a mapping, or have to_dict\(\)"):
         read_weight(tensors, "a", "gptq")
+    with pytest.raises(TypeError, match="tensors is a list; it must be a mapping of names to tensors"):
+        read_weight(list(tensors.items()), "a")
+    for prefix in ("a.", "a.qweight"):
+        with pytest.raises(ValueError, match="a prefix is the layer's name, without"):
+            read_weight(tensors, prefix)
 
 
 @pytest.mark.parametrize(
@@ -671,6 +679,7 @@ def test_a_configuration_may_be_an_object_and_a_method_tell_the_version(rng):
         ({"bits": 3}, "bits is 3 in the configuration; the tensors have 4"),
         ({"quant_method": "awq"}, "quant_method is 'awq', and the tensors are GPTQ's; it must be 'gptq' or"),
         ({"quant_method": "hqq"}, "quant_method is 'hqq', and the tensors are GPTQ's"),
+        ({"desc_act": True}, "desc_act is True in the configuration, and the layer has no g_idx"),
         ({"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'; it must be 'gptq' or 'gptq_v2'"),
         (
             {"quant_method": "gptq_v2", "checkpoint_format": "gptq"},

@@ -544,6 +544,12 @@ ONES = torch.ones(16, 2)
         ({"scales": torch.ones(16, 2), "group_size": 0}, ValueError, "group_size is 0"),
         ({"group_size": 16}, ValueError, "group_size is 16 without scales; it must be 0"),
         ({"scales": torch.ones(16, 2), "zeros": torch.ones(16, 4)}, ValueError, "zeros is"),
+        (
+            {"scales": ONES * torch.nan},
+            ValueError,
+            "scales have NaN or infinity, which int4 has no codes for",
+        ),
+        ({"scales": ONES * torch.inf}, ValueError, "scales have NaN or infinity"),
         ({"scales": ONES, "zeros": ONES / 2}, ValueError, "whole numbers"),
         ({"scales": ONES, "zeros": ONES * 257}, ValueError, "zeros have 257, which would become 256"),
         ({"zeros": ONES}, ValueError, "from_codes: there are zeros without scales"),

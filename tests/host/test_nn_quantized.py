@@ -184,6 +184,21 @@ class Model(nn.Module):
         return self.lm_head(x * self.gate(x).mean(-1, keepdim=True))
 
 
+def test_inputs_of_no_floating_type_are_refused():
+    layer = QuantizedLinear(gemmery.quantize(torch.randn(16, 64).bfloat16(), "int8"))
+    for dtype in (torch.int32, torch.bool):
+        with pytest.raises(TypeError, match=f"the input is {dtype}; it must be of a floating type"):
+            layer(torch.ones(2, 64, dtype=dtype))
+
+
+def test_what_is_to_be_skipped_and_is_not_there():
+    report = gemmery.nn.quantize(Model().bfloat16(), "int8", skip=("gate", "lm_haed", "nothing.*"))
+    assert [x for x in report.left if x[0] in ("lm_haed", "nothing.*")] == [
+        ("lm_haed", "it was to be skipped, and no linear layer is called that"),
+        ("nothing.*", "it was to be skipped, and no linear layer is called that"),
+    ]
+
+
 def test_quantize_and_undo():
     model = Model().bfloat16().eval()
     ids = torch.arange(5)[None]

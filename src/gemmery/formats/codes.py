@@ -68,6 +68,7 @@ def from_codes(
         _check_zeros(zeros.float(), format)
     kept = laid["scales"]
     if kept is not None and has_values:
+        _check_finite(kept, format)
         if dtype == torch.float16 and format.code == "int":
             _check_padding(kept, zeros, format)
         alone = zeros is None and offsets is None
@@ -102,6 +103,12 @@ def _check_padding(scales: Tensor, zeros: Tensor | None, format: Format) -> None
             f"from_codes: scales go up to {largest:g}, with which code 0 of {format.name} is infinite in float16; "
             f"use bfloat16"
         )
+
+
+def _check_finite(scales: Tensor, format: Format) -> None:
+    """Integers are finite; scales of the other formats have types in which NaN has a meaning."""
+    if format.code == "int" and not bool(scales.isfinite().all()):
+        raise ValueError(f"from_codes: scales have NaN or infinity, which {format.name} has no codes for")
 
 
 def _check_size(scales: Tensor, format: Format) -> None:

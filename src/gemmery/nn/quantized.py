@@ -90,7 +90,13 @@ class QuantizedLinear(nn.Module):
         return self.weight  # type: ignore[return-value]  # a parameter of a tensor subclass is of that class
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., in_features) to (..., out_features)."""
+        """(..., in_features) to (..., out_features).
+
+        Raises:
+            TypeError: the input is not of a floating type, to which the result would be cut off.
+        """
+        if not input.dtype.is_floating_point:
+            raise TypeError(f"QuantizedLinear: the input is {input.dtype}; it must be of a floating type")
         weight, bias = self.weight, self.bias
         x = input.to(weight.dtype)
         if bias is not None and bias.dtype != weight.dtype:

@@ -35,7 +35,8 @@ def quantize(
         model: of any floating type and on any device.
         format, group_size, symmetric, scale, dtype: as for `gemmery.quantize`.
         skip: names of layers, or of modules whose layers are left: whole parts of qualified names, in which * stands
-            for anything. "lm_head" is that at any depth, "layers.0" all of the first layer.
+            for anything. "lm_head" is that at any depth, "layers.0" all of the first layer. The report says which
+            others than "lm_head" name no layer.
         batch_invariant: see `gemmery.matmul`.
 
     Returns:
@@ -73,6 +74,10 @@ def quantize(
         if path and is_linear(module):
             prefix, _, name = path.rpartition(".")
             walk.meet(module, path, model.get_submodule(prefix), name)
+    # The default may name a layer that a model has not; what is asked for should be there.
+    for pattern in walk.skip:
+        if pattern not in walk.used and pattern != "lm_head":
+            walk.report.left.append((pattern, "it was to be skipped, and no linear layer is called that"))
     # All at once and last: an error before leaves the model as it was.
     for slot in walk.report._slots:
         slot.parent._modules[slot.name] = slot.after
@@ -88,6 +93,7 @@ class _Walk:
         owners: names of modules that are no linear layers, by the ids of their own parameters.
         made: what replaces a layer, or None, by its id.
         weights: quantised ones, by the ids of the plain ones.
+        used: what of `skip` names a layer.
     """
 
     format: Format
@@ -98,6 +104,7 @@ class _Walk:
     report: Swapped = field(default_factory=Swapped)
     made: dict[int, QuantizedLinear | None] = field(default_factory=dict)
     weights: dict[int, nn.Parameter] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
 
     def meet(self, layer: nn.Module, path: str, parent: nn.Module, name: str) -> None:
         """Decide about a layer where it is seen for the first time, and note its place."""
@@ -116,7 +123,9 @@ class _Walk:
         """Why a layer is not to be quantised; None if it is."""
         if isinstance(layer, QuantizedLinear):
             return "it is quantised already"
-        pattern = next((x for x in self.skip if matches(path, x)), None)
+        named = [x for x in self.skip if matches(path, x)]
+        self.used.update(named)
+        pattern = next(iter(named), None)
         if pattern is not None:
             return f"it is to be skipped ({pattern!r})"
         reason = changed(layer) if type(layer) is Linear else why_not(layer)

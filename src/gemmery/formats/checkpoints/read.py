@@ -33,9 +33,9 @@ def read_weight(
         tensors: a checkpoint's, such as a state dict or what safetensors loads; only those of the layer are read.
         prefix: the layer's name, such as "model.layers.0.mlp.down_proj"; for gpt-oss that of the weight, such as
             "model.layers.0.mlp.experts.down_proj". Empty if names have none.
-        config: the `quantization_config` of a Hugging Face model, if there is one: a mapping, or an object with
-            `to_dict()`. Without it: GPTQ's zero points are stored minus one ("gptq", and not "gptq_v2"), AWQ's layout
-            is GEMM's, groups divide K, and fp8 blocks are of 128 x 128.
+        config: the `quantization_config` of a Hugging Face model, or a model's configuration with one in it, if there
+            is one: a mapping, or an object with `to_dict()`. Without it: GPTQ's zero points are stored minus one
+            ("gptq", and not "gptq_v2"), AWQ's layout is GEMM's, groups divide K, and fp8 blocks are of 128 x 128.
         dtype: of the weight; None for what its source says, see the readers.
 
     Returns:
@@ -44,7 +44,7 @@ def read_weight(
     Raises:
         ValueError: it is not quantised, in no known format, its tensors do not go together, or the configuration
             contradicts them.
-        TypeError: the configuration is neither a mapping nor an object that gives one.
+        TypeError: the tensors are no mapping, or the configuration is neither one nor an object that gives one.
 
     Example:
         >>> import torch
@@ -52,6 +52,10 @@ def read_weight(
         >>> read_weight(tensors, "up").dequantize().unique()
         tensor([2.], dtype=torch.bfloat16)
     """
+    if not isinstance(tensors, Mapping):
+        raise TypeError(
+            f"read_weight: tensors is a {type(tensors).__name__}; it must be a mapping of names to tensors"
+        )
     config = _settings(config)
     if f"{prefix}_blocks" in tensors and f"{prefix}_scales" in tensors:
         _check_method(config, "gpt-oss's", "mxfp4")
@@ -108,6 +112,8 @@ def _settings(config: Any) -> Config:
         raise TypeError(
             f"read_weight: config is a {type(config).__name__}; it must be a mapping, or have to_dict()"
         )
+    if "quantization_config" in config:
+        return _settings(config["quantization_config"])
     return {name: x.value if isinstance(x, Enum) else x for name, x in config.items()}
 
 
@@ -174,6 +180,11 @@ def _words(
         )
     _check_method(config, "GPTQ's", "gptq", "gptq_v2")
     _check_bits(config, 32 * qzeros.shape[-1] / max(scales.shape[-1], 1))
+    if config.get("desc_act") and "g_idx" not in own and scales.shape[0] > 1:
+        raise ValueError(
+            f"read_weight: desc_act is {config['desc_act']!r} in the configuration, and {prefix or 'the layer'} has no "
+            f"g_idx, so that nothing says which group a column is of"
+        )
     first = not _is_second(config)
     return read_gptq(
         qweight, qzeros, scales, own.get("g_idx"), zeros_minus_one=first, group_size=size, dtype=dtype
@@ -206,7 +217,8 @@ def _nothing(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], prefix: s
     if not own:
         near = [name for name in tensors if prefix and name.startswith(prefix)][:4]
         found = f"there are {', '.join(near)}" if near else "there is nothing"
-        return f"read_weight: {where} {found}, and no tensor of a known format{method}"
+        layer = "; a prefix is the layer's name, without '.weight' or a dot behind it" if near else ""
+        return f"read_weight: {where} {found}, and no tensor of a known format{method}{layer}"
     what = ", ".join(
         f"{name} ({str(x.dtype).removeprefix('torch.')}, {tuple(x.shape)})" for name, x in own.items()
     )
