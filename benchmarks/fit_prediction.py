@@ -27,7 +27,6 @@ from gemmery.devices import TABLE, Device  # noqa: E402
 from gemmery.lab.prediction import calibration, ours, recorded, vendor  # noqa: E402
 from gemmery.lab.prediction.residuals import Correction, Samples  # noqa: E402
 from gemmery.lab.results import read as result_of  # noqa: E402
-from gemmery.select import measured  # noqa: E402
 
 FOLDS = 5
 #: A measurement that is farther off than this, as a logarithm, pulls less.
@@ -208,7 +207,7 @@ def sources(results: Path, device: Device) -> list[dict[str, Any]]:
         if recorded.device_of(data["gpu"]) == device and rows:
             known = {name: data[name] for name in ("commit", "date", "torch", "triton")}
             found.append({"file": f"benchmarks/results/{path.name}", "rows": rows, **known})
-    for path in sorted(measured.TABLES.glob(f"{device.name.lower().replace(' ', '-')}-*.json")):
+    for path in recorded.tables(device):
         data = json.loads(path.read_text(encoding="utf-8"))
         place = path.relative_to(ROOT).as_posix()
         found.append({"file": place, "rows": len(data["shapes"]), "triton": data["triton"]})

@@ -6,6 +6,7 @@ imported.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,8 +25,6 @@ from .waves import Split
 
 #: Versions of Triton whose Gluon has the names that the kernel is written in.
 VERSIONS = ("3.6", "3.7", "3.8", "3.9")
-#: Those that can tell TMA what need not stay in L2, see `Config.stream`.
-STREAMING = ("3.9",)
 #: Warps that multiply, in groups of four; rows or columns of a tile that a group has, see `kernels.specialized`.
 WARPS, OWN = 8, 64
 #: The longest side of a piece that is stored, and where the epilogue reads or writes whole matrices, which takes
@@ -38,9 +37,14 @@ def available() -> bool:
     return ".".join(triton.__version__.split(".")[:2]) in VERSIONS
 
 
+@functools.cache
 def streams() -> bool:
-    """Whether `Config.stream` makes a difference with this version of Triton."""
-    return ".".join(triton.__version__.split(".")[:2]) in STREAMING
+    """Whether `Config.stream` makes a difference with this version of Triton: whether it can tell TMA so."""
+    if not available():
+        return False
+    from triton.experimental.gluon.language.nvidia import hopper
+
+    return hasattr(hopper, "CachePolicy")
 
 
 def suits(problem: Problem) -> bool:
@@ -144,7 +148,8 @@ class SpecializedBinding(Binding):
             "STAGES": c.num_stages,
             "SWAP": c.swap,
             "PAIRED": p.paired,
-            "STREAM": c.stream and streams(),
+            # Each block of B is read once by a row of tiles.
+            "STREAM": c.stream and streams() and c.block_m >= p.M,
             # What M makes of a config is no other code: none of its tiles may happen to be cut.
             "SPLIT": self.split is not None,
             # Those of the first group; the compiler adds those of the others.

@@ -22,13 +22,14 @@ CASES = [
 HINTS = tuple(int(x) for x in triton.__version__.split(".")[:2]) >= (3, 9)
 
 
-@pytest.mark.parametrize("stream", ["", "-stream"])
-def test_what_is_read_once_need_not_stay(stream):
-    text = ptx("int4_gelu", "bf16", f"16x128x256-g1-w8-s4-specialized-descriptor-k2-swap{stream}")
+@pytest.mark.parametrize(("stream", "rows"), [("", 16), ("-stream", 16), ("-stream", 17)])
+def test_what_is_read_once_need_not_stay(stream, rows):
+    assert specialized.streams() == HINTS
+    text = ptx("int4_gelu", "bf16", f"16x128x256-g1-w8-s4-specialized-descriptor-k2-swap{stream}", rows)
     loads = re.findall(r"cp\.async\.bulk\.tensor\.\S*global\S*", text)
     # x stays, whose blocks are two-dimensional; the words are not.
     hinted = {"3d" in load: "cache_hint" in load for load in loads}
-    assert hinted == {False: False, True: HINTS and bool(stream)}
+    assert hinted == {False: False, True: HINTS and bool(stream) and rows <= 16}
 
 
 def loops(text):

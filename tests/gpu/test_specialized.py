@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 import gemmery
 from gemmery import epilogues, specialized
+from gemmery.formats import FORMATS
 from gemmery.formats.codes import from_codes
 from gemmery.select.space import tiles_of
 from tests.gpu.common import DRY, FP8, HALVES, matrix, rng, values, wide
@@ -38,9 +39,9 @@ def some_sizes(r):
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed(kind, dtype):
     r = rng("specialized", kind, dtype)
-    bits = 4 if KINDS[kind][0] in ("int4", "mxfp4", "nvfp4", "nf4") else 8
-    for config in configs(f"packed{bits}"):
-        m, n, k = some_sizes(r)
+    for config in configs(f"packed{FORMATS[KINDS[kind][0]].bits}"):
+        # Shares are of what is left behind whole tiles.
+        m, n, k = some_sizes(r) if config.split_k else (r.choice((1100, 1300)), 4104, r.choice((1032, 4096)))
         if not kind.startswith("int"):
             k = -(-k // 128) * 128
         x, w = values((m, k), dtype), weight(kind, n, k, dtype)
@@ -177,8 +178,7 @@ def test_epilogues(kind, name):
 @pytest.mark.parametrize("kind", ["int4", "int4 32", "int4 64 zeros", "int8", "e4m3", "nvfp4"])
 def test_halves(kind):
     r = rng("specialized halves", kind)
-    bits = 4 if kind.startswith(("int4", "nvfp4")) else 8
-    for config in configs(f"packed{bits}"):
+    for config in configs(f"packed{FORMATS[KINDS[kind][0]].bits}"):
         m, n, k = (
             r.choice((1, 130, 300, 513)),
             2 * r.choice((64, 176, 1008, 2064)),

@@ -2,13 +2,14 @@
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from gemmery import devices
+from gemmery import Config, devices
 from gemmery.lab.posing import posed
 from gemmery.select import measured, rank
 from gemmery.select.keys import to_dict
@@ -38,6 +39,42 @@ def entry(problem, **microseconds):
 
 
 TILES = "128x192x64-g8-w8-s5-tile-descriptor", "64x320x64-g8-w4-s4-tile-descriptor"
+
+
+def test_the_last_file_has_the_last_word(tmp_path):
+    """Of a shape and a config; what it does not say stands as it was."""
+    first, second = TILES
+
+    def write(name, shapes, lines, configs=TILES):
+        data = {"shapes": shapes, "configs": list(configs), "microseconds": lines}
+        path = tmp_path / name
+        path.write_text(json.dumps(data))
+        return path
+
+    own, other = [1, 64, 512, 256], [1, 128, 512, 256]
+    paths = (
+        write("a.json", [own, other], [[10.0, 20.0], [30.0, None]]),
+        write("b.json", [own], [[None, 5.0]]),
+        write("c.json", [other], [[7.0]], (second,)),
+    )
+    both = measured.Table.read(paths[0], H200, torch.bfloat16, *paths[1:])
+    want = measured.Table.read(
+        write("d.json", [own, other], [[10.0, 5.0], [30.0, 7.0]]), H200, torch.bfloat16
+    )
+    for name in ("places", "known", "residuals"):
+        assert np.array_equal(getattr(both, name), getattr(want, name)), name
+    columns = [both.column[Config.of(text)] for text in (first, second)]
+    assert both.known[:, columns].tolist() == [[1, 1], [1, 1]]
+
+
+def test_shares_say_nothing_of_parts():
+    table = measured.table_of(H200, "packed int4", torch.bfloat16)
+    whole = Config.of("256x128x64-g4-w8-s5-specialized-descriptor-swap")
+    near = [
+        table.near[table.column[whole], table.column[replace(whole, split_k=parts)]] for parts in (1, 2, 0)
+    ]
+    assert near[0] == 1 > near[1] > near[2]
+    assert near[2] < 1e-9
 
 
 def test_plain_products_become_a_table_that_is_read(script, tmp_path):

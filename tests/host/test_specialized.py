@@ -1,5 +1,7 @@
 """What the host knows of specialised warps: what they suit, how work is divided, and that their choice is data."""
 
+import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,7 +13,8 @@ from gemmery.epilogues.table import TYPES
 from gemmery.kernels import dialect
 from gemmery.lab.posing import posed
 from gemmery.launch import bind
-from gemmery.select import rank
+from gemmery.select import measured, rank
+from gemmery.select.model import costs
 from gemmery.select.space import DEALT, space_of
 
 H200 = devices.TABLE["NVIDIA H200"]
@@ -127,6 +130,52 @@ def test_programs_share_all_steps():
     work = binding.work
     # 64 tiles, each in two parts.
     assert (work.programs, work.whole, work.cut, work.chunk) == (128, 0, 64, 64)
+
+
+def test_shares_are_of_the_tiles_that_fill_no_last_wave():
+    # 1024 tiles of 128 steps for 132 programs: 7 each, and 97 steps of those that are left.
+    binding = bind(packed(), replace(CONFIG, split_k=0))
+    work = binding.work
+    assert (work.programs, work.whole, work.cut, work.virtual, work.chunk) == (132, 924, 100, 128, 97)
+    assert binding.constants["SPLIT"]
+    # In two parts each, they would be too many.
+    assert bind(packed(), CONFIG).work.cut == 0
+
+
+def test_shares_are_considered_where_a_row_says_so():
+    for weight in ("int4", "e4m3"):
+        found = [str(c) for c in space_of(packed(weight=weight)).configs if c.split_k == 0]
+        assert found
+        assert all(text.startswith("256x128x64") and "-k0-" in text for text in found)
+    assert not [c for c in space_of(blocks()).configs if c.split_k == 0]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_what_is_read_once_need_not_stay(streams, monkeypatch):
+    monkeypatch.setattr(specialized, "streams", lambda: streams)
+    config = Config.of("64x128x256-g1-w8-s3-specialized-descriptor-k2-swap-stream")
+    for M, once in ((1, True), (64, True), (65, False), (4096, False)):
+        assert bind(packed(M=M), config).constants["STREAM"] is (streams and once)
+        assert bind(packed(M=M), replace(config, stream=False)).constants["STREAM"] is False
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_tables_of_the_triton_that_streams(streams, monkeypatch):
+    monkeypatch.setattr(specialized, "streams", lambda: streams)
+    problem = packed(M=16)
+    table = measured.table_of(H200, measured.table_name(problem), torch.bfloat16)
+    found = [path.name for path in measured.TABLES.glob("nvidia-h200-packed-int4*.json")]
+    assert "nvidia-h200-packed-int4-specialized-streamed.json" in found
+    name = f"nvidia-h200-packed-int4-specialized{'-streamed' if streams else ''}.json"
+    data = json.loads((measured.TABLES / name).read_text(encoding="utf-8"))
+    config = "16x128x256-g1-w8-s4-specialized-descriptor-k2-swap-stream"
+    us = data["microseconds"][data["shapes"].index([1, 16, 8192, 8192])][data["configs"].index(config)]
+    column = table.column[Config.of(config)]
+    row = table.places.tolist().index([4.0, 13.0, 13.0])
+    shape = measured._problem([1, 16, 8192, 8192], H200, torch.bfloat16, "packed int4")
+    space = space_of(shape)
+    cost = costs(shape, space).total[space.configs.index(Config.of(config))]
+    assert table.residuals[row, column] == pytest.approx(math.log(us * 1e-6 / cost))
 
 
 def test_it_is_chosen_where_it_was_measured_to_be_quicker():

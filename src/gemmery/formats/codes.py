@@ -69,7 +69,7 @@ def from_codes(
     kept = laid["scales"]
     if kept is not None and has_values:
         _check_finite(kept, format)
-        if dtype == torch.float16 and format.code == "int":
+        if dtype == torch.float16:
             _check_padding(kept, zeros, format)
         alone = zeros is None and offsets is None
         if kept.dtype == torch.bfloat16 and alone and format.code in LIMITED_CODES:
@@ -96,7 +96,10 @@ def _check_zeros(zeros: Tensor, format: Format) -> None:
 
 def _check_padding(scales: Tensor, zeros: Tensor | None, format: Format) -> None:
     """Kernels multiply code 0, with which words are padded, by zeros, so it must not be infinite."""
-    least = float(format.zero) if zeros is None or not zeros.numel() else float(zeros.max())
+    if format.code == "int":
+        least = float(format.zero) if zeros is None or not zeros.numel() else float(zeros.max())
+    else:
+        least = abs(float(format.stored_values[0]))
     largest = float(scales.abs().max()) if scales.numel() else 0.0
     if least * largest > torch.finfo(torch.float16).max:
         raise ValueError(

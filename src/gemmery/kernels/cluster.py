@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from .rings import column_halves, combine, following, own_steps
+from .rings import READ_ONCE, column_halves, combine, following, own_steps
 
 
 @gluon.constexpr_function
@@ -70,11 +70,9 @@ def one_a_thread(warps, ctas):
 
 
 @gluon.constexpr_function
-def streaming(stream):
-    """What is read once need not stay in L2. It takes the place of its own kind rather than of what is still to be
-    written back or read again.
-    """
-    return hopper.CachePolicy(l2=hopper.FractionalEvictionPolicy("evict_first", 1.0)) if stream else None
+def policy(stream):
+    """What TMA is told of blocks of B, which with `stream` are read once."""
+    return READ_ONCE.value if stream else None
 
 
 @gluon.jit
@@ -132,7 +130,7 @@ def load(
         at_b = [k, col] if B_ROWS else [col, k]
         to_b = b_blocks.index(stage).reinterpret(b.dtype, b.block_shape, b.layout)
         tma.async_load(a, at_a, arrived, a_blocks.index(stage), multicast=True)
-        tma.async_load(b, at_b, arrived, to_b, multicast=True, cache_policy=streaming(STREAM))
+        tma.async_load(b, at_b, arrived, to_b, multicast=True, cache_policy=policy(STREAM))
         stage, phase = following(stage, phase, STAGES)
     return stage, phase
 

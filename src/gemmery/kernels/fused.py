@@ -184,7 +184,7 @@ def silu(x):
 def gelu(x):
     """`x * Phi(x)`. In single precision Phi is `exp2` of a polynomial, which is half the work of an error function.
 
-    The polynomial is fitted to log2(2 * Phi(-x)) for 0 <= x <= 5.5; the result is off by less than 2e-7, and by less
+    The polynomial is fitted to log2(2 * Phi(-x)) for 0 <= x <= 5.5; the result is off by less than 3e-7, and by less
     than 3e-4 of itself where it is nearly 0, where `1 + erf(x)` cancels to no better.
     """
     if x.dtype == tl.float64:
@@ -198,7 +198,10 @@ def gelu(x):
 
 @triton.jit
 def gelu_tanh(x):
-    """The approximation of `gelu` by tanh. In single precision `exp2` of a polynomial as in `gelu`, and as near."""
+    """The approximation of `gelu` by tanh.
+
+    In single precision `exp2` of a polynomial as in `gelu`, and off by less than 4e-7.
+    """
     if x.dtype == tl.float64:
         return x / (1.0 + tl.exp(-1.5957691216057308 * x * (1.0 + 0.044715 * x * x)))
     # Beyond 12 the exponential is 0, and infinity times that would be NaN.

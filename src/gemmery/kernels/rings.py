@@ -8,9 +8,18 @@ et al., 2023, arXiv:2301.03598).
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
 
 from . import operands
 from .dialect import in_gluon
+
+#: For blocks that are read once. They take the place of their own kind in L2, rather than of what is still to be
+#: written back or read again. None with versions that can't tell TMA so.
+READ_ONCE = gl.constexpr(
+    hopper.CachePolicy(l2=hopper.FractionalEvictionPolicy("evict_first", 1.0))
+    if hasattr(hopper, "CachePolicy")
+    else None
+)
 
 column_halves = in_gluon(operands.column_halves)
 beside = in_gluon(operands.beside)

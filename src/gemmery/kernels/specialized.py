@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from .dialect import in_gluon
 from .packed import of_rows
-from .rings import beside, column_halves, combine, following, own_steps
+from .rings import READ_ONCE, beside, column_halves, combine, following, own_steps
 
 OF_ROWS = in_gluon(of_rows)
 
@@ -39,13 +39,6 @@ _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-#: What is read once takes the place of its own kind in L2, rather than of what is still to be written back. Only later
-#: versions can tell TMA so.
-READ_ONCE = gl.constexpr(
-    hopper.CachePolicy(l2=hopper.FractionalEvictionPolicy("evict_first", 1.0))
-    if hasattr(hopper, "CachePolicy")
-    else None
-)
 
 
 @gluon.jit

@@ -83,6 +83,11 @@ def tiles_of(family: str, kind: str) -> tuple[Tile, ...]:
     return tuple(_tile(*line, number, alike) for number, line in enumerate(lines))
 
 
+def row_of(config: Config) -> Config:
+    """What a config has in common with all of its row of tiles, cut or not, and streaming or not."""
+    return replace(config, split_k=1, stream=False)
+
+
 def _tile(line: str, loader: str, schedule: str, number: int, alike: bool) -> Tile:
     shape, group, warps, stages, efficiency, *words = line.split()
     m, n, k = map(int, shape.split("x"))

@@ -161,7 +161,7 @@ def _knobs(c: Config) -> Iterator[tuple[str, str, str]]:
     if c.swap:
         yield "swap", "yes", "the transposed product, with few rows on the narrow side"
     if c.stream:
-        yield "stream", "yes", "B is read once and need not stay in L2"
+        yield "stream", "yes", "B is read once and need not stay in L2 (of specialized, from Triton 3.9 on)"
 
 
 # --- the roofline ----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from ... import padding, select
 from ...plan import runs_on
 from ...problem import Config, Operand, Problem
 from ...select.model import OVERLAP, Cost, costs
-from ...select.space import Space, Tile, kind_of, tiles_of
+from ...select.space import Space, Tile, kind_of, row_of, tiles_of
 from ...waves import Waves
 from . import copies
 from .copies import SECTOR, Copies
@@ -124,7 +124,7 @@ def launch(problem: Problem, config: Config | None = None, copied: bool | None =
 
 @functools.cache
 def _tiles(family: str, kind: str) -> dict[Config, Tile]:
-    return {tile.config: tile for tile in tiles_of(family, kind)}
+    return {row_of(tile.config): tile for tile in tiles_of(family, kind)}
 
 
 def cost_of(problem: Problem, config: Config) -> Cost:
@@ -134,7 +134,7 @@ def cost_of(problem: Problem, config: Config) -> Cost:
         ValueError: the config is not in the space of the problem's kind.
     """
     tiles = _tiles(problem.device.target.family, kind_of(problem))
-    tile = tiles.get(replace(config, split_k=1))
+    tile = tiles.get(row_of(config))
     if tile is None:
         raise ValueError(f"config {config} is none of those that are considered for {problem}")
     return costs(problem, Space.of([(config, tile, 0)]))[0]
@@ -268,7 +268,7 @@ def features(launched: Launch) -> tuple[list[float], list[str]]:
         kind,
         p.packing.format if p.packing is not None else "",
         f"{c.loader} {pieces}".strip(),
-        c.schedule + (" tail" if c.tail > 1 else ""),
+        c.schedule + (" tail" if c.tail > 1 else "") + ("" if c.split_k else " shares"),
         "wide" if not any(_stores(p).values()) else "single",
         _fused(p),
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from ...devices import TABLE, Device
 from ...problem import Config, Problem
 from ...select import measured
-from ...select.space import DEALT, kind_of, tiles_of
+from ...select.space import DEALT, kind_of, row_of, tiles_of
 from .. import results
 from ..posing import of_row
 from ..suites import Row
@@ -117,33 +117,29 @@ class Timed:
     seconds: float
 
 
-def read_tables(device: Device) -> Iterator[Timed]:
-    """For each shape of the selector's tables of a device, the config that was the quickest.
+def tables(device: Device) -> list[Path]:
+    """The selector's tables of a device, but for those of the Triton that streams: the same shapes once more."""
+    paths = measured.TABLES.glob(f"{device.name.lower().replace(' ', '-')}-*.json")
+    return sorted(path for path in paths if not path.stem.endswith("-streamed"))
 
-    Without what tables say of the Triton that streams: it is about the same shapes once more.
-    """
+
+def read_tables(device: Device) -> Iterator[Timed]:
+    """For each shape of the selector's tables of a device, the config that was the quickest."""
     start = device.name.lower().replace(" ", "-") + "-"
-    for path in sorted(measured.TABLES.glob(f"{start}*.json")):
+    for path in tables(device):
         data = json.loads(path.read_text(encoding="utf-8"))
         stem = path.stem.removeprefix(start)
-        if stem.endswith("-streamed"):
-            continue
         for schedule in DEALT:
             stem = stem.removesuffix(f"-{schedule}")
         name = stem.replace("packed-", "packed ")
         for shape, times in zip(data["shapes"], data["microseconds"], strict=True):
             problem = measured._problem(shape, device, torch.bfloat16, name)
-            known = {str(tile.config) for tile in tiles_of(device.target.family, kind_of(problem))}
+            known = {row_of(tile.config) for tile in tiles_of(device.target.family, kind_of(problem))}
             timed = [
                 (us, config)
                 for us, config in zip(times, data["configs"], strict=True)
-                if us is not None and _whole(config) in known
+                if us is not None and row_of(Config.of(config)) in known
             ]
             if timed:
                 us, config = min(timed)
                 yield Timed(path.stem, problem, Config.of(config), us * 1e-6)
-
-
-def _whole(config: str) -> str:
-    """A config's text without the parts along K."""
-    return str(replace(Config.of(config), split_k=1))
