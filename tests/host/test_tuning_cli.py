@@ -87,6 +87,21 @@ def test_explain_names_what_is_wrong(words, message):
     assert re.search(message, said), said
 
 
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (("--weight", "int4", "--group-size", "64"), "@ int4/64 -> bf16[row]"),
+        (("--weight", "e4m3", "--epilogue", "swiglu"), "@ e4m3 -> bf16[row] +fused"),
+        (("--dtype", "e4m3", "--scales", "block"), "scaled along K on NVIDIA H200"),
+    ],
+)
+def test_explain_knows_packed_weights_and_epilogues(words, shown):
+    status, said = run("explain", 64, 1024, 4096, "--device", "H200", "--top", 2, *words)
+    assert status == 0
+    assert shown in said
+    assert len(set(re.findall(r"\d+x\d+x\d+-g\S+", said))) == 2
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # tune
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .options import JsonFile, app, told, words, write_json
-from .products import Batch, BatchInvariant, Bias, batch_sizes
+from .products import Batch, BatchInvariant, Bias, Epilogue, GroupSize, Scales, Weight, batch_sizes
 
 
 @app.command()
@@ -21,7 +21,11 @@ def explain(
         str, typer.Option(metavar="NN|NT|TN|TT", help="N: row-major, T: column-major, as a Linear's weight is for b.")
     ] = "NT",
     batch: Batch = None,
+    weight: Weight = "",
+    group_size: GroupSize = None,
+    scales: Scales = "",
     bias: Bias = False,
+    epilogue: Epilogue = "",
     batch_invariant: BatchInvariant = False,
     device: Annotated[
         str | None, typer.Option(metavar="NAME", help="A GPU, such as H200; the one at hand without, or else an H200.")
@@ -30,16 +34,16 @@ def explain(
     json: JsonFile = None,
 ) -> None:  # fmt: skip
     """Say which config runs a product of an M by K and a K by N matrix, and why, on any known GPU; runs nothing."""
-    from ..lab.tuning import kind_named
-    from ..select.explain import explain as run
+    from ..lab.posing import posed
+    from ..select.explain import explain_problem
+    from ..select.shapes import device_named
 
     with told():
-        kind = kind_named(dtype)
-        explanation = run(
-            m, n, k, dtype=kind.dtype, precision=kind.precision, fast_accum=kind.fast_accum, layout=layout,
-            batch=batch_sizes(batch), bias=bias, batch_invariant=batch_invariant, device=device,
-            top=top,
+        problem = posed(
+            m, n, k, device=device_named(device), dtype=dtype, layout=layout, weight=weight, group_size=group_size,
+            scales=scales, bias=bias, epilogue=epilogue, batch_invariant=batch_invariant, batch=batch_sizes(batch),
         )  # fmt: skip
+        explanation = explain_problem(problem, top)
     typer.echo(str(explanation))
     write_json(json, explanation.asdict())
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import triton
+
+from ...problem import DTYPE_NAMES
 from .predict import Prediction
 
 
@@ -10,7 +13,7 @@ def describe(found: Prediction) -> str:
     p = found.problem
     lines = [f"{p} on {p.device.name}", *_table(found), ""]
     if found.gemmery is not None:
-        bound = "no part has half of it" if found.bound == "overhead" else f"bound by {found.bound}"
+        bound = "no part takes half of the time" if found.bound == "overhead" else f"bound by {found.bound}"
         copies = f", {' and '.join(found.copies)} copied first" if found.copies else ""
         lines.append(f"gemmery: {found.config}{copies}; {bound}")
         lines.append(
@@ -20,11 +23,15 @@ def describe(found: Prediction) -> str:
     else:
         lines.append(f"gemmery: torch reference, since {p.device.name} lacks the instructions")
     if found.cublas is not None:
-        lines.append(f"{found.vendor}: {', '.join(found.calls)}")
+        how = f" with the weight in {DTYPE_NAMES[p.b.dtype]}" if p.packing is not None else ""
+        lines.append(f"{found.vendor}{how}: {', '.join(found.calls)}")
         lines.append(f"  {_parts(found.cublas_cost)}")
     else:
         lines.append(f"{found.vendor}: torch has no such product")
-    lines += [*_conclusions(found), f"From {found.basis}."]
+    lines += [
+        *_conclusions(found),
+        f"From {found.basis}. The config is the one with Triton {triton.__version__}.",
+    ]
     return "\n".join(lines)
 
 
