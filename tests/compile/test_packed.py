@@ -5,7 +5,7 @@ import re
 import pytest
 
 from gemmery import specialized
-from tests.compile.kernel_text import ptx
+from tests.compile.kernel_text import ptx, sass
 
 
 def loop(name, config):
@@ -60,3 +60,17 @@ def test_what_decoders_leave_to_the_sum_is_made_up_for_once(name, dtype, config,
     text = ptx(name, dtype, config)
     factor = "0f53800000"
     assert len(re.findall(rf"(?:mul|fma)\.[a-z.]*f32[^;]*{factor}", text)) == text.count(factor) == sums
+
+
+@pytest.mark.parametrize(
+    "config", ["16x128x256-g1-w4-s3-tile-descriptor-swap", "64x128x256-g1-w8-s3-specialized-descriptor-swap"]
+)
+def test_the_table_of_nf4_stays_in_registers(config):
+    """The assembler moves nothing there for each look-up, of which there are twice as many as numbers."""
+    if "specialized" in config and not specialized.available():
+        pytest.skip("specialised warps need another Triton")
+    text = sass("nf4", "bf16", config, 16)
+    found = len(re.findall(r"\sPRMT ", text))
+    moves = len(re.findall(r"\s(?:IMAD\.MOV(?:\.U32)?|IMAD\.U32|MOV) ", text))
+    assert found > 400
+    assert moves < found / 4
