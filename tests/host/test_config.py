@@ -33,7 +33,7 @@ def configs(draw):
 @st.composite
 def clustered(draw):
     rows, cols = draw(st.sampled_from((1, 2))), draw(st.sampled_from((1, 2)))
-    tail, parts = draw(st.sampled_from(((1, 1), (2, 1), (4, 1), (1, 2), (1, 3), (1, 0))))
+    tail, parts = draw(st.sampled_from(((1, 1), (2, 1), (4, 1), (1, 2), (1, 3))))
     return Config(
         draw(st.sampled_from((64, 128))) * rows, draw(st.sampled_from((64, 128, 256))), 64,
         num_warps=draw(st.sampled_from((4, 8))), num_stages=draw(st.integers(1, 12)), schedule="cluster",
@@ -78,10 +78,10 @@ WRONG = [
     ({"num_warps": 64}, "num_warps is 64"),
     ({"num_stages": 0}, "num_stages is 0"),
     ({"group_m": 0}, "group_m is 0"),
-    ({"split_k": 0}, "split_k is 0; it must be at least 1"),
+    ({"split_k": 0}, "split_k is 0; it must be at least 1, or 0 with the specialized schedule"),
     ({"split_k": 0, "schedule": "persistent"}, "split_k is 0; it must be at least 1"),
-    (CLUSTER | {"split_k": -1}, "split_k is -1; it must be at least 0"),
-    (CLUSTER | {"split_k": 0, "tail": 2}, "with the cluster schedule tail is"),
+    (CLUSTER | {"split_k": 0}, "split_k is 0; it must be at least 1"),
+    (CLUSTER | {"schedule": "specialized", "num_warps": 8, "split_k": -1}, "split_k is -1; it must be at least 1"),
     ({"group_m": 2.5}, "group_m is 2.5"),
     ({"group_m": "8"}, "group_m is '8'"),
     ({"tail": 3, "schedule": "persistent"}, "tail is 3"),
