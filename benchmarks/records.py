@@ -20,7 +20,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 #: Suites in the order in which they are shown; others follow by name.
 ORDER = (
     "square", "llm", "llm_large", "decode", "layouts", "views", "bmm", "dtypes", "invariant", "odd", "strided",
-    "fused", "lowbit", "lowbit_formats", "lowbit_fused", "scaled", "scaled_accurate", "launch",
+    "fused", "lowbit", "lowbit_formats", "lowbit_fused", "scaled", "scaled_accurate", "scaled_mx", "launch",
 )  # fmt: skip
 
 Data = dict[str, Any]

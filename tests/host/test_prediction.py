@@ -337,7 +337,7 @@ def test_rows_of_all_suites_are_posed():
             assert (problem.K, problem.a.dtype) == (one.K, KINDS[dtype].dtype)
             assert problem.flops == one.flops
             assert (problem.packing is not None) == bool(one.weight)
-            assert (problem.scales is not None) == (one.scales == "block")
+            assert (problem.scales is not None) == (one.scales in ("block", "mx"))
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,7 @@ def test_a_packed_weight_with_something_behind_it():
         ("tensor", ("tensor", "tensor"), [(), ()]),
         ("row", ("row", "row"), [(32, 1), (256, 1)]),
         ("block", ("1x128", "128x128"), [(32, 2), (2, 2)]),
+        ("mx", ("1x32", "1x32"), [(32, 8), (256, 8)]),
     ],
 )
 def test_scaled_operands(scales, kinds, shapes):
@@ -136,7 +137,17 @@ def one_block_size_scales(t, scale):
     return "none"
 
 
-@pytest.mark.parametrize("scales", suites.SCALES)
+def test_mx_is_compared_with_the_same_numbers_in_bf16():
+    inputs = made(dataclasses.replace(SCALED, scales="mx"))
+    call = peers.cublas(inputs)
+    assert [x.dtype for x in call.args] == [torch.bfloat16, torch.bfloat16]
+    assert torch.equal(call.args[0].float(), inputs.exact[0])
+    assert torch.equal(call.args[1].float(), inputs.exact[1])
+    assert check(call, inputs, range(32)) < 4e-3
+    assert check(peers.gemmery_call(inputs), inputs, range(32)) < 4e-3
+
+
+@pytest.mark.parametrize("scales", [scales for scales in suites.SCALES if scales != "mx"])
 @pytest.mark.parametrize("kind", ["fp8", "fp8fast"])
 def test_torch_gets_scales_as_it_wants_them(monkeypatch, scales, kind):
     def scaled_mm(a, b, *, scale_a, scale_b, out_dtype, use_fast_accum):

@@ -38,6 +38,7 @@ def test_the_suites_of_the_protocol_are_there():
         "lowbit_fused",
         "scaled",
         "scaled_accurate",
+        "scaled_mx",
         "launch",
     }
     assert wanted == set(suites.whole())
@@ -126,6 +127,7 @@ def test_scaled_operands_are_those_of_the_protocol():
     assert found.pop(("fp8", "block")) == shapes
     assert {size for size, *_ in found.pop(("int8", "row"))} == {2048, 3072, 4096, 6144, 8192}
     assert not found
+    assert {(row.dtype, row.scales) for row in suites.load("scaled_mx")} == {("fp8", "mx")}
 
 
 def test_packing_of_a_weight():

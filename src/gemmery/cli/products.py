@@ -16,7 +16,8 @@ GroupSize = Annotated[
     int | None, typer.Option(help="Numbers of a packed weight that share a scale; the format's own without.")
 ]
 Scales = Annotated[
-    str, typer.Option(metavar="tensor|row|block", help="What shares a scale where both operands have 8 bits.")
+    str,
+    typer.Option(metavar="tensor|row|block|mx", help="What shares a scale where both operands have 8 bits."),
 ]
 Bias = Annotated[bool, typer.Option("--bias", help="Add N numbers to each row.")]
 Epilogue = Annotated[

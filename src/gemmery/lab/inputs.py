@@ -208,7 +208,7 @@ def weight_inputs(row: Row, kind: Kind, fill: Fill) -> Inputs:
 
 
 #: What `quantize_activations` calls the scales of a row of a suite.
-PER: dict[str, Per] = {"tensor": "tensor", "row": "token", "block": "block"}
+PER: dict[str, Per] = {"tensor": "tensor", "row": "token", "block": "block", "mx": "mx"}
 
 
 def scaled_inputs(row: Row, kind: Kind, fill: Fill) -> Inputs:

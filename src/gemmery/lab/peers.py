@@ -125,8 +125,12 @@ def _int8_with_scales(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) ->
 def cublas(inputs: Inputs) -> Call:
     """torch, which is the vendor's BLAS: the call of the same kind as ours, an epilogue operator by operator.
 
-    A packed weight is multiplied unpacked. int8 with scales is the bare product: torch has none with them.
+    A packed weight is multiplied unpacked, and so is MXFP8, which torch has on Blackwell alone: bf16 holds its numbers.
+    int8 with scales is the bare product: torch has none with them.
     """
+    if inputs.scaled is not None and inputs.row.scales == "mx":
+        left, right = (operand.dequantize(torch.bfloat16) for operand in inputs.scaled)
+        return partial(torch.matmul, left, right.mT, out=inputs.out)
     if inputs.scaled is not None and inputs.kind.dtype == torch.int8:
         scale_a, scale_b = (operand.scale for operand in inputs.scaled)
         finish = partial(_with_scales, scale_a=scale_a, scale_b=scale_b)

@@ -19,7 +19,7 @@ from ..devices import Device
 from ..dispatch import Options
 from ..formats import quantize
 from ..layout import make_fused_problem
-from ..problem import SCALED_EVERY, Fusion, Problem
+from ..problem import FP8, MX_EVERY, SCALED_EVERY, Fusion, Problem
 from ..results import Results
 from ..select.shapes import LAYOUTS, problem_of
 from .fusions import FUSIONS
@@ -86,7 +86,7 @@ def posed(
         dtype: of the activations (and of a weight that is not packed), as the bench calls types: bf16, fp8fast, ....
         weight: a packed weight's format, of `suites.WEIGHTS`.
         group_size: how many of its numbers share a scale; the format's usual number by default.
-        scales: what shares a scale where both operands have 8 bits: "tensor", "row" or "block".
+        scales: what shares a scale where both operands have 8 bits: "tensor", "row", "block" or "mx".
         bias: whether N numbers are added to each row.
         epilogue: of `fusions.FUSIONS`, with the tensors that it takes.
         batch_invariant: see `gemmery.matmul`.
@@ -163,6 +163,12 @@ def _scaled(
             SCALED_EVERY,
             SCALED_EVERY,
         )
+        return linear_problem(a, b, device, bias=bias, out_dtype=out, options=options, scales=along)
+    if scales == "mx":
+        if a.dtype not in FP8:
+            raise ValueError(f"scales 'mx' are for fp8; dtype is {a.dtype}")
+        left, right = (meta(x.shape[0], -(-a.shape[1] // MX_EVERY), dtype=torch.uint8) for x in (a, b))
+        along = (left, right, 1, 1, MX_EVERY)
         return linear_problem(a, b, device, bias=bias, out_dtype=out, options=options, scales=along)
     factors = (meta(), meta()) if scales == "tensor" else (meta(a.shape[0], 1), meta(b.shape[0]))
     args = factors if bias is None else (*factors, bias)

@@ -32,8 +32,9 @@ CALLS = ("matmul_out", "matmul", "linear", "plan")
 #: Formats of packed weights, each with how many numbers share a scale where the row does not say; None for as many as
 #: the format has by itself.
 WEIGHTS = {"int4": 128, "int8": None, "e4m3": None, "e5m2": None, "mxfp4": None, "nvfp4": None, "nf4": None}
-#: What shares a scale where both operands have 8 bits: all, a row, or blocks (1 × 128 of A, 128 × 128 of B).
-SCALES = ("tensor", "row", "block")
+#: What shares a scale where both operands have 8 bits: all, a row, blocks (1 × 128 of A, 128 × 128 of B), or 32 columns
+#: of fp8 (MXFP8).
+SCALES = ("tensor", "row", "block", "mx")
 
 
 @dataclass(frozen=True)

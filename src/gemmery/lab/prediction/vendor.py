@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...problem import FP8, Operand, Problem
+from ...problem import FP8, SCALED_EVERY, Operand, Problem
 from . import copies
 from .copies import Copies
 from .ours import WIDE, granule, throttled
@@ -116,7 +116,7 @@ def _exists(problem: Problem) -> bool:
         return False
     if p.a.dtype == torch.int8:
         return p.scales is None and p.M > 16 and p.N % 8 == 0 and p.K % 8 == 0
-    if p.scales is not None and target.name != "sm_90":
+    if p.scales is not None and (target.name != "sm_90" or p.scales.step != SCALED_EVERY):
         return False
     both_wide = p.a.dtype == p.b.dtype == torch.float8_e5m2
     known = all(x.dtype in target.fp8 for x in (p.a, p.b)) and target.name != "sm_80"
