@@ -274,6 +274,17 @@ def with_blocks(rows, k, kind, format, batch=()):
     )
 
 
+def check_product(a, b, config):
+    """The product of two scaled factors by one config: bare, with an epilogue that takes tensors, and with pairs."""
+    m, n = a.data.shape[0], b.data.shape[0]
+    want = a.dequantize(F64) @ b.dequantize(F64).T
+    near(gemmery.scaled_matmul(a, b, config=config), want)
+    bias, r = values((n,), seed=2), values((m, n), seed=3)
+    y = gemmery.scaled_matmul(a, b, bias=bias, epilogue=gelu_and_add, args=(r,), out_dtype=F32, config=config)
+    near(y, F.gelu(want + bias) + r, F32)
+    near(gemmery.scaled_matmul(a, b, epilogue=epilogues.swiglu, config=config), epilogues.swiglu(want))
+
+
 #: One for each schedule of a scaled step: whole tiles, tiles in halves, transposed ones, and K cut into parts.
 BLOCKED = (
     None, "32x64x128-g4-w4-s2-tile-pointer", "32x64x128-g4-w4-s2-tile-pointer/2", "16x64x128-g4-w4-s2-tile-pointer-k2",
@@ -288,15 +299,7 @@ BLOCKED = (
 def test_blocks(kinds, config):
     for m, n, k, format in ((3, 272, 400, "e4m3"), (40, 144, 128, "int8")):
         a, b = with_blocks(m, k, kinds[0], format), with_blocks(n, k, kinds[1], format)
-        want = a.dequantize(F64) @ b.dequantize(F64).T
-        near(gemmery.scaled_matmul(a, b, config=config), want)
-        bias, r = values((n,), seed=2), values((m, n), seed=3)
-        y = gemmery.scaled_matmul(
-            a, b, bias=bias, epilogue=gelu_and_add, args=(r,), out_dtype=F32, config=config
-        )
-        near(y, F.gelu(want + bias) + r, F32)
-        y = gemmery.scaled_matmul(a, b, epilogue=epilogues.swiglu, config=config)
-        near(y, epilogues.swiglu(want))
+        check_product(a, b, config)
 
 
 #: The same for steps of 32 columns.
@@ -311,14 +314,7 @@ def test_mx(kinds, config):
             gemmery.quantize_activations(values((rows, k), seed=rows) * 10, format, per=per)
             for rows, format, per in zip((m, n), formats, kinds, strict=True)
         )
-        want = a.dequantize(F64) @ b.dequantize(F64).T
-        near(gemmery.scaled_matmul(a, b, config=config), want)
-        bias, r = values((n,), seed=2), values((m, n), seed=3)
-        y = gemmery.scaled_matmul(
-            a, b, bias=bias, epilogue=gelu_and_add, args=(r,), out_dtype=F32, config=config
-        )
-        near(y, F.gelu(want + bias) + r, F32)
-        near(gemmery.scaled_matmul(a, b, epilogue=epilogues.swiglu, config=config), epilogues.swiglu(want))
+        check_product(a, b, config)
 
 
 def test_all_powers_of_two():
