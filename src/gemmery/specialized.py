@@ -42,9 +42,9 @@ def streams() -> bool:
     """Whether `Config.stream` makes a difference with this version of Triton: whether it can tell TMA so."""
     if not available():
         return False
-    from triton.experimental.gluon.language.nvidia import hopper
+    from .kernels.rings import READ_ONCE
 
-    return hasattr(hopper, "CachePolicy")
+    return READ_ONCE.value is not None
 
 
 def suits(problem: Problem) -> bool:

@@ -24,6 +24,7 @@ from ..formats.tensor import QuantizedTensor
 from ..kernels import pointwise
 from ..nn.feed_forward import Differentiable
 from ..problem import DTYPE_NAMES, MX_EVERY, SCALED_EVERY, Problem, accumulator
+from .posing import factors_along
 
 
 def squares(acc: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,13 +161,8 @@ def _packed(format: str, group: int, rows: int, columns: int, dtype: torch.dtype
 
 def _pose_blocks(x: Tensor, weight: Tensor, function: Callable[..., Any], step: int) -> Any:
     """A product of factors with scales that change along K."""
-    dtype, rows = (torch.uint8, 1) if step == MX_EVERY else (torch.float32, SCALED_EVERY)
-    left, right = (
-        torch.empty(-(-n // every), -(-x.shape[1] // step), dtype=dtype, device="meta")
-        for n, every in ((x.shape[0], 1), (weight.shape[0], rows))
-    )
     call = make_call("linear", x, weight, None, function, (), torch.bfloat16, Options())
-    return fused._prepare(replace(call, scales=(left, right, 1, rows, step)), None).plan
+    return fused._prepare(replace(call, scales=factors_along(x, weight, step)), None).plan
 
 
 @contextlib.contextmanager

@@ -33,6 +33,20 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+def factors_along(a: Tensor, b: Tensor, step: int) -> tuple[Tensor, Tensor, int, int, int]:
+    """Factors of (M, K) activations and an (N, K) weight that change each `step` columns, as `call.Call` has them.
+
+    With steps of `MX_EVERY` each row has its own, and they are exponents of two; with `SCALED_EVERY` so many rows of
+    the weight share one.
+    """
+    dtype, b_every = (torch.uint8, 1) if step == MX_EVERY else (torch.float32, SCALED_EVERY)
+    left, right = (
+        meta(-(-x.shape[0] // every), -(-x.shape[1] // step), dtype=dtype)
+        for x, every in ((a, 1), (b, b_every))
+    )
+    return left, right, 1, b_every, step
+
+
 def linear_problem(
     a: Tensor, weight: Factor, device: Device, *, bias: Tensor | None = None,
     epilogue: Callable[..., Any] | None = None, args: Sequence[Any] = (), out_dtype: torch.dtype | None = None,
@@ -154,21 +168,10 @@ def _scaled(
     if a.dtype.itemsize != 1:
         raise ValueError(f"scales are for operands of 8 bits; dtype is {a.dtype}")
     out = torch.bfloat16
-    if scales == "block":
-        steps = -(-a.shape[1] // SCALED_EVERY)
-        along = (
-            meta(a.shape[0], steps),
-            meta(-(-b.shape[0] // SCALED_EVERY), steps),
-            1,
-            SCALED_EVERY,
-            SCALED_EVERY,
-        )
-        return linear_problem(a, b, device, bias=bias, out_dtype=out, options=options, scales=along)
-    if scales == "mx":
-        if a.dtype not in FP8:
-            raise ValueError(f"scales 'mx' are for fp8; dtype is {a.dtype}")
-        left, right = (meta(x.shape[0], -(-a.shape[1] // MX_EVERY), dtype=torch.uint8) for x in (a, b))
-        along = (left, right, 1, 1, MX_EVERY)
+    if scales == "mx" and a.dtype not in FP8:
+        raise ValueError(f"scales 'mx' are for fp8; dtype is {a.dtype}")
+    if scales in ("block", "mx"):
+        along = factors_along(a, b, SCALED_EVERY if scales == "block" else MX_EVERY)
         return linear_problem(a, b, device, bias=bias, out_dtype=out, options=options, scales=along)
     factors = (meta(), meta()) if scales == "tensor" else (meta(a.shape[0], 1), meta(b.shape[0]))
     args = factors if bias is None else (*factors, bias)
