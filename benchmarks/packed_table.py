@@ -5,9 +5,9 @@ python benchmarks/packed_table.py --format int4 --schedule specialized
 python benchmarks/packed_table.py --format int4 --rows 1,16
 
 Times every tile, in every number of parts along K that is considered, on cold inputs, in shuffled order. A schedule
-that not every Triton has gets a table of its own and is in no other. A second one is for the Triton that streams, see
-`Config.stream`; it is about the numbers of rows that do (1,16,32,64). With some numbers of rows or weights alone, the
-rest of a table stays.
+that not every Triton has gets a table of its own. A second one is for the Triton that streams, see `Config.stream`; it
+is about the numbers of rows that do (1,16,32,64), and about other schedules as well. With some numbers of rows or
+weights alone, the rest of a table stays.
 """
 
 import argparse
@@ -95,12 +95,16 @@ def cold(call: Callable[[], object], scratch: torch.Tensor) -> tuple[Any, Any]:
 
 
 def considered(problem: Problem, schedule: str) -> list[Config]:
-    """The configs that a table is about: those of a schedule, or of all that every Triton has."""
+    """The configs that a table is about: those of a schedule, or of all that every Triton has.
+
+    A table for the Triton that streams is about both: its choices are between times of one Triton.
+    """
+    both = len(suffixes_of(schedule)) > 1
     return [
         config
         for config in space_of(problem).configs
         if config.loader == "descriptor"
-        and (config.schedule == schedule if schedule else config.schedule not in DEALT)
+        and (config.schedule == schedule or ((both or not schedule) and config.schedule not in DEALT))
     ]
 
 

@@ -104,18 +104,16 @@ class Work:
     def divide(cls, tiles: int, steps: int, most: int, tail: int = 1, split: int = 1) -> Work:
         """Tiles of `steps` steps along K for at most `most` programs at a time.
 
-        What would not fill a last wave is cut along K, into `split` parts a tile or for 0 into as many equal shares as
-        there are programs, where that gives each program one share; or else into `tail` parts a tile along N, where no
-        program then has as many parts as make a tile.
+        What would not fill a last wave is cut along K, into `split` parts a tile, where that gives each program one; or
+        else into `tail` parts a tile along N, where no program then has as many parts as make a tile.
         """
         whole = tiles // most * most
         rest = tiles - whole
-        if rest and split != 1:
-            chunk = -(-rest * steps // most) if split == 0 else -(-steps // split)
-            virtual = steps if split == 0 else -(-steps // chunk) * chunk
-            shares = -(-rest * virtual // chunk)
-            if chunk < steps and shares <= most:
-                return cls(most if whole else shares, whole, 0, rest, virtual, chunk)
+        if rest and split > 1:
+            chunk = -(-steps // split)
+            parts = -(-steps // chunk)
+            if chunk < steps and rest * parts <= most:
+                return cls(most if whole else rest * parts, whole, 0, rest, parts * chunk, chunk)
         if rest and -(-rest * tail // most) < tail:
             return cls(min(most, max(whole, rest * tail)), whole, rest * tail)
         return cls(min(tiles, most), tiles)
@@ -128,14 +126,12 @@ class Work:
 
         Returns:
             Whole tiles and parts of tiles along N on the busiest program; the steps that it has of tiles that are cut
-            along K, 0 where none is; and the parts of such a tile, as many as there may be where shares are equal.
+            along K, 0 where none is; and the parts of such a tile.
         """
         whole, rest = tiles // most, tiles % most
-        equal = split == 0
-        chunk = np.where(equal, np.maximum(-(-rest * steps // most), 1), -(-steps // np.maximum(split, 1)))
-        parts = -(-steps // chunk) + equal
-        shares = np.where(equal, -(-rest * steps // chunk), rest * parts)
-        cut = (rest > 0) & (split != 1) & (chunk < steps) & (shares <= most)
+        chunk = -(-steps // split)
+        parts = -(-steps // chunk)
+        cut = (rest > 0) & (split > 1) & (chunk < steps) & (rest * parts <= most)
         tailed = (rest > 0) & (-(-rest * tail // most) < tail) & ~cut
         return (
             whole + ((rest > 0) & ~cut & ~tailed),

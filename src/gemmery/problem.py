@@ -307,8 +307,7 @@ class Config:
         tail: parts into which tiles are cut that would not fill a last wave, or not all of whose columns exist: 2 or 4
             along N, or 8, 2 along M by 4 along N; 1 leaves them whole. Not for the "tile" schedule.
         split_k: parts along K into which every tile is cut, each for a program of its own ("tile" schedule), or those
-            tiles that would not fill a last wave ("cluster" and "specialized"). 0 ("specialized") cuts these into as
-            many equal shares as programs run at once.
+            tiles that would not fill a last wave ("cluster" and "specialized").
         swap: give the tensor cores the transposed product, so that a block of few rows lies on their narrow side.
         cluster_m, cluster_n: CTAs of a cluster along M and N, which divide its tile ("cluster" schedule).
         stream: B is read once and need not stay in L2 ("cluster", and "specialized" where a single row of tiles reads
@@ -348,13 +347,9 @@ class Config:
             )
         if self.num_warps not in (1, 2, 4, 8, 16, 32):
             raise ValueError(f"Config: num_warps is {self.num_warps!r}; it must be a power of two up to 32")
-        for name in ("group_m", "num_stages"):
+        for name in ("group_m", "num_stages", "split_k"):
             if getattr(self, name) < 1:
                 raise ValueError(f"Config: {name} is {getattr(self, name)!r}; it must be at least 1")
-        if self.split_k < (0 if self.schedule == "specialized" else 1):
-            raise ValueError(
-                f"Config: split_k is {self.split_k}; it must be at least 1, or 0 with the specialized schedule"
-            )
         if (
             self.tail not in (1, 2, 4, 8)
             or self.block_n // self.tail_n < 16

@@ -92,12 +92,11 @@ class Split:
     def of(cls, problem: Problem, config: Config) -> Split | None:
         """The split that comes nearest to `config.split_k` parts of whole steps; None if tiles stay whole.
 
-        They also do where the kernel, which counts along K in 32 bits, could not say where the last part ends. Equal
-        shares may end at any step.
+        They also do where the kernel, which counts along K in 32 bits, could not say where the last part ends.
         """
         steps = -(-problem.K // config.block_k)
         if config.split_k == 1 or steps < 2:
             return None
-        each = -(-steps // (config.split_k or steps))
+        each = -(-steps // config.split_k)
         parts, length = -(-steps // each), each * config.block_k
         return cls(parts, length) if parts * length < 1 << 31 else None

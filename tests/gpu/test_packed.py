@@ -78,11 +78,14 @@ def decode_all(words, out, DECODE: tl.constexpr, PART: tl.constexpr, DTYPE: tl.c
 
 
 def decoded(format, dtype, part, asm):
-    """All codes of a format through a decoder, at every place in a word."""
-    per = 32 // format.bits
-    codes = torch.arange(256).reshape(256, 1) * 7 + torch.arange(per) * 3
+    """All codes of a format through a decoder, at every place in a word, and those of 256 columns by number."""
+    half = 16 // format.bits
+    codes = torch.arange(256).reshape(256, 1) * 7 + torch.arange(2 * half) * 3
     codes = codes % (1 << format.bits)
-    words = (codes << (torch.arange(per) * format.bits)).sum(1)
+    # Two columns, two words, numbers of a column in a word.
+    column, number = torch.arange(2).reshape(2, 1, 1), torch.arange(half)
+    place = 2 * number + column if format.in_turn else half * column + number
+    words = (codes.reshape(128, 2, 2, half) << (place * format.bits)).sum((1, 3)).flatten()
     words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32).to(DEVICE)
     out = torch.empty(2, 256, dtype=dtype, device=DEVICE)
     function = DECODERS[format.code, format.bits]

@@ -78,7 +78,7 @@ WRONG = [
     ({"num_warps": 64}, "num_warps is 64"),
     ({"num_stages": 0}, "num_stages is 0"),
     ({"group_m": 0}, "group_m is 0"),
-    ({"split_k": 0}, "split_k is 0; it must be at least 1, or 0 with the specialized schedule"),
+    ({"split_k": 0}, "split_k is 0; it must be at least 1"),
     ({"split_k": 0, "schedule": "persistent"}, "split_k is 0; it must be at least 1"),
     (CLUSTER | {"split_k": 0}, "split_k is 0; it must be at least 1"),
     (CLUSTER | {"schedule": "specialized", "num_warps": 8, "split_k": -1}, "split_k is -1; it must be at least 1"),

@@ -166,26 +166,30 @@ def test_the_code_that_a_format_calls_zero_stands_for_zero():
     st.integers(0, 70),
     st.integers(0, 200),
     st.sampled_from([2, 4, 8]),
+    st.booleans(),
 )
-def test_unpacking_gives_what_was_packed(batch, rows, columns, bits):
+def test_unpacking_gives_what_was_packed(batch, rows, columns, bits, in_turn):
     codes = codes_of(*batch, rows, columns, bits=bits)
-    words = packing.pack(codes, bits)
+    words = packing.pack(codes, bits, in_turn)
     N, K = packing.padded(rows, columns, bits)
     assert words.shape == (*batch, N // 16, K // packing.block_columns(bits) * 4, 32)
     assert words.numel() * 32 == math.prod(batch) * N * K * bits
-    assert torch.equal(packing.unpack(words, bits, rows, columns), codes)
+    assert torch.equal(packing.unpack(words, bits, rows, columns, in_turn), codes)
 
 
-def test_words_lie_as_packing_says():
-    """Lane 4 g + q has four words of a block: rows g and g + 8, columns 2 q and 2 q + 1, each every 8 columns."""
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_words_lie_as_packing_says(in_turn):
+    """Lane 4 g + q has four words of a block: rows g and g + 8, columns 2 q and 2 q + 1, first and second halves."""
     codes = codes_of(32, 192, bits=4, seed=1)
-    words = packing.pack(codes, 4)
+    words = packing.pack(codes, 4, in_turn)
     for strip, block, lane, word in [(0, 0, 0, 0), (1, 2, 31, 3), (1, 0, 13, 1), (0, 1, 22, 2)]:
         g, q = divmod(lane, 4)
-        row, column = 16 * strip + g + 8 * (word // 2), 64 * block + 2 * q + word % 2
+        row, column = 16 * strip + g + 8 * (word // 2), 64 * block + 2 * q + 32 * (word % 2)
         place = 4 * lane + word
         found = words[strip, 4 * block + place // 32, place % 32].item() & 0xFFFFFFFF
-        assert [found >> 4 * i & 15 for i in range(8)] == codes[row, column : column + 64 : 8].tolist()
+        even, odd = (codes[row, column + i : column + i + 32 : 8].tolist() for i in range(2))
+        wanted = [x for both in zip(even, odd, strict=True) for x in both] if in_turn else even + odd
+        assert [found >> 4 * i & 15 for i in range(8)] == wanted
 
 
 # --- arithmetic ------------------------------------------------------------------------------------------------------
@@ -1038,8 +1042,8 @@ def test_files_of_safetensors(tmp_path):
     assert load_file(path).keys() >= {"plain", "full.words", "full.permutation"}
     save_file({"x": torch.ones(2)}, path)
     assert load_safetensors(path)["x"].tolist() == [1, 1]
-    save_file({"x": torch.ones(2)}, path, metadata={"gemmery": '{"version": 2, "tensors": {}}'})
-    with pytest.raises(ValueError, match="of version 2; this gemmery reads 1"):
+    save_file({"x": torch.ones(2)}, path, metadata={"gemmery": '{"version": 1, "tensors": {}}'})
+    with pytest.raises(ValueError, match="of version 1; this gemmery reads 2"):
         load_safetensors(path)
 
 

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -65,16 +64,6 @@ def test_the_last_file_has_the_last_word(tmp_path):
         assert np.array_equal(getattr(both, name), getattr(want, name)), name
     columns = [both.column[Config.of(text)] for text in (first, second)]
     assert both.known[:, columns].tolist() == [[1, 1], [1, 1]]
-
-
-def test_shares_say_nothing_of_parts():
-    table = measured.table_of(H200, "packed int4", torch.bfloat16)
-    whole = Config.of("256x128x64-g4-w8-s5-specialized-descriptor-swap")
-    near = [
-        table.near[table.column[whole], table.column[replace(whole, split_k=parts)]] for parts in (1, 2, 0)
-    ]
-    assert near[0] == 1 > near[1] > near[2]
-    assert near[2] < 1e-9
 
 
 def test_plain_products_become_a_table_that_is_read(script, tmp_path):

@@ -31,9 +31,9 @@ def blocks(M=4096, N=8192, K=8192, **options):
 
 
 def test_text_and_back():
-    shares = replace(CONFIG, split_k=0, stream=True)
-    assert str(shares) == "256x128x64-g4-w8-s5-specialized-descriptor-k0-swap-stream"
-    assert Config.of(str(shares)) == shares
+    streams = replace(CONFIG, split_k=3, stream=True)
+    assert str(streams) == "256x128x64-g4-w8-s5-specialized-descriptor-k3-swap-stream"
+    assert Config.of(str(streams)) == streams
     assert Config.of(str(CONFIG)) == CONFIG
     assert CONFIG.schedule == "specialized"
     assert CONFIG.swap
@@ -130,24 +130,6 @@ def test_programs_share_all_steps():
     work = binding.work
     # 64 tiles, each in two parts.
     assert (work.programs, work.whole, work.cut, work.chunk) == (128, 0, 64, 64)
-
-
-def test_shares_are_of_the_tiles_that_fill_no_last_wave():
-    # 1024 tiles of 128 steps for 132 programs: 7 each, and 97 steps of those that are left.
-    binding = bind(packed(), replace(CONFIG, split_k=0))
-    work = binding.work
-    assert (work.programs, work.whole, work.cut, work.virtual, work.chunk) == (132, 924, 100, 128, 97)
-    assert binding.constants["SPLIT"]
-    # In two parts each, they would be too many.
-    assert bind(packed(), CONFIG).work.cut == 0
-
-
-def test_shares_are_considered_where_a_row_says_so():
-    for weight in ("int4", "e4m3"):
-        found = [str(c) for c in space_of(packed(weight=weight)).configs if c.split_k == 0]
-        assert found
-        assert all(text.startswith("256x128x64") and "-k0-" in text for text in found)
-    assert not [c for c in space_of(blocks()).configs if c.split_k == 0]
 
 
 @pytest.mark.parametrize("streams", [False, True])

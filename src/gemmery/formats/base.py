@@ -34,6 +34,11 @@ class Format:
     about: str
     stored: tuple[int, ...] = ()
 
+    @property
+    def in_turn(self) -> bool:
+        """How words hold numbers, see `packing`: as selectors of prmt (nf4), or as the GPU's conversion takes them."""
+        return self.code in ("nf4", "e4m3", "e5m2")
+
     @functools.cached_property
     def values(self) -> Tensor:
         """What each code stands for before zero points: float32, of length `2**bits`, on the CPU."""
@@ -74,9 +79,9 @@ NF4 = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 
-#: The decoder wants codes that are 8 apart to have the same sign and, in bf16, the same last bit of the exponent; see
-#: `kernels.decoders.ptx_of_nf4`. Code 7, which is 0, counts as negative.
-NF4_STORED = (0, 2, 10, 8, 1, 3, 9, 11, 4, 6, 14, 12, 5, 7, 15, 13)
+#: The decoder wants both bytes of a bf16 number to be at least those of the number 8 behind it, and at most 127 more;
+#: see `kernels.decoders.ptx_of_nf4`.
+NF4_STORED = (0, 1, 9, 2, 10, 8, 3, 12, 13, 4, 14, 11, 5, 15, 7, 6)
 
 FORMATS: dict[str, Format] = {
     x.name: x

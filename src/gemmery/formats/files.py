@@ -14,7 +14,8 @@ from .tensor import QuantizedTensor
 
 #: The entry of a file's metadata that says which tensors are parts of a quantised one.
 KEY = "gemmery"
-VERSION = 1
+#: 2: two columns' numbers share words.
+VERSION = 2
 
 
 def save_safetensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> None:
@@ -92,14 +93,14 @@ def load_safetensors(path: str | os.PathLike[str], device: torch.device | str = 
 
     Raises:
         ImportError: the package safetensors is not installed.
-        ValueError: the file is of a later version of gemmery, or parts of a tensor are missing.
+        ValueError: the file is of another version of gemmery, or parts of a tensor are missing.
 
     Example: see `save_safetensors`.
     """
     from safetensors import safe_open
 
     with safe_open(path, framework="pt", device=str(device)) as file:
-        about = json.loads((file.metadata() or {}).get(KEY, '{"version": 1, "tensors": {}}'))
+        about = json.loads((file.metadata() or {}).get(KEY, f'{{"version": {VERSION}, "tensors": {{}}}}'))
         plain = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is no mapping)
     if about["version"] != VERSION:
         raise ValueError(

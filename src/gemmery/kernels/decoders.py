@@ -1,14 +1,16 @@
 """Packed weights: from words in memory to a block of numbers in registers, on the way to the tensor cores.
 
-A word holds numbers of one row, eight columns apart (`formats.packing`). So its n-th numbers, over all words of a
-block, are a block of their own, of an eighth of the columns, and putting these side by side moves no number from one
-thread to another: the result is already what the tensor cores want of their left operand.
+Two words side by side hold numbers of one row and two adjacent columns, each every eight columns (`formats.packing`).
+So the n-th numbers, over all columns of a block of words, are a block of their own, of an eighth of the columns, and
+putting these side by side moves no number from one thread to another: the result is already what the tensor cores want
+of their left operand.
 
 A format is a decoder, a `@triton.jit` function
 
     decode(words, PART, DTYPE, ASM, WAIT) -> (first, second)
 
-which gives the numbers `2 PART` and `2 PART + 1` of every word in `DTYPE`, fp16 or bf16. `ASM` is the compute
+which gives the numbers `2 PART` and `2 PART + 1` of every column in `DTYPE`, fp16 or bf16, in blocks of the words'
+shape. All of them lie in one word of two. `ASM` is the compute
 capability of the GPU whose PTX it may use. With 0 it is plain Triton, and in the end the weight has the same bits.
 
 With few rows of A unpacking is most of a kernel's work, so instructions count. In fp16 an integer's bits become the
@@ -175,9 +177,26 @@ def multiply_add(x, y, z, DTYPE: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def code_of(words, i: tl.constexpr, BITS: tl.constexpr):
-    """Number i of every word, as an int32."""
-    return (words >> (BITS * i)) & ((1 << BITS) - 1)
+def codes_of(words, PART: tl.constexpr, BITS: tl.constexpr, IN_TURN: tl.constexpr):
+    """The codes of the numbers `2 PART` and `2 PART + 1` of every column, as int32, in blocks of the words' shape.
+
+    `IN_TURN` says how they lie in a word, see `formats.packing`.
+    """
+    HALF: tl.constexpr = 16 // BITS
+    AT: tl.constexpr = 2 * PART % HALF
+    NEXT: tl.constexpr = BITS * (2 if IN_TURN else 1)
+    OTHER: tl.constexpr = BITS if IN_TURN else 16
+    first, second = words.reshape(words.numel // 2, 2).split()
+    own = (first if 2 * PART < HALF else second) >> (NEXT * AT)
+    both = tl.join(own, own >> OTHER)
+    MASK: tl.constexpr = (1 << BITS) - 1
+    return (both & MASK).reshape(words.shape), ((both >> NEXT) & MASK).reshape(words.shape)
+
+
+@triton.constexpr_function
+def word_of(part, bits):
+    """Which of two words has the numbers of a part."""
+    return "$2" if 2 * part < 16 // bits else "$3"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -185,15 +204,9 @@ def code_of(words, i: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.constexpr_function
-def _halves(part):
-    """A selector for prmt: the lower or the upper halves of two words, in which the numbers of a part of four are."""
-    return "0x5410" if part < 2 else "0x7632"
-
-
-@triton.constexpr_function
 def ptx_of_nibbles(part, dtype, wait):
-    """Two numbers of 4 bits of each of two words, as pairs: on top of 1024 (fp16), or as the lowest bits (bf16)."""
-    lines = [f"{{\n.reg .b32 x;\n{_begin(wait)}prmt.b32 x, $2, $3, {_halves(part)};\n"]
+    """Two numbers of 4 bits of two columns, as pairs: on top of 1024 (fp16), or as the lowest bits (bf16)."""
+    lines = [f"{{\n.reg .b32 x;\n{_begin(wait)}mov.b32 x, {word_of(part, 4)};\n"]
     if part % 2:
         lines.append("shr.b32 x, x, 8;\n")
     if _text(dtype) == "bf16":
@@ -206,8 +219,8 @@ def ptx_of_nibbles(part, dtype, wait):
 
 @triton.constexpr_function
 def ptx_of_bytes(part, dtype, wait):
-    """Two bytes of each of two words, as pairs: on top of 1024 (fp16), or as the lowest bits (bf16)."""
-    lines = [f"{{\n.reg .b32 x;\n{_begin(wait)}prmt.b32 x, $2, $3, {_halves(2 * part)};\n"]
+    """Two bytes of two columns, as pairs: on top of 1024 (fp16), or as the lowest bits (bf16)."""
+    lines = [f"{{\n.reg .b32 x;\n{_begin(wait)}mov.b32 x, {word_of(part, 8)};\n"]
     if _text(dtype) == "bf16":
         lines.append("and.b32 $0, x, 0x00FF00FF;\nprmt.b32 $1, x, 0, 0x4341;\n")
     else:
@@ -228,9 +241,8 @@ def decode_int(
         return from_words(PTX, words, DTYPE)
     else:
         BIAS: tl.constexpr = bias_of("int", DTYPE)
-        return cast((code_of(words, 2 * PART, BITS) + BIAS).to(tl.float32), DTYPE), cast(
-            (code_of(words, 2 * PART + 1, BITS) + BIAS).to(tl.float32), DTYPE
-        )
+        first, second = codes_of(words, PART, BITS, False)
+        return cast((first + BIAS).to(tl.float32), DTYPE), cast((second + BIAS).to(tl.float32), DTYPE)
 
 
 @triton.jit
@@ -256,9 +268,9 @@ def _twice(value):
 
 @triton.constexpr_function
 def ptx_of_e2m1(part, dtype, wait, asm):
-    """Two numbers of 4 bits of each of two words, as pairs; times 2^-126 in bf16."""
+    """Two numbers of 4 bits of two columns, as pairs; times 2^-126 in bf16."""
     bf16 = _text(dtype) == "bf16"
-    lines = [f"{{\n.reg .b32 x, u, v, c;\n{_begin(wait)}prmt.b32 x, $2, $3, {_halves(part)};\n"]
+    lines = [f"{{\n.reg .b32 x, u, v, c;\n{_begin(wait)}mov.b32 x, {word_of(part, 4)};\n"]
     if part % 2:
         lines.append("shr.b32 x, x, 8;\n")
     for which in (0, 1):
@@ -293,25 +305,16 @@ def decode_e2m1(words, PART: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexp
         PTX: tl.constexpr = ptx_of_e2m1(PART, DTYPE, WAIT, ASM)
         return from_words(PTX, words, DTYPE)
     else:
-        return cast(from_e2m1(code_of(words, 2 * PART, 4)), DTYPE), cast(
-            from_e2m1(code_of(words, 2 * PART + 1, 4)), DTYPE
-        )
-
-
-@triton.constexpr_function
-def _byte_pair(part, which):
-    """A selector for prmt: byte `2 part + which` of each of two words, twice."""
-    byte = 2 * part + which
-    return f"0x{4 + byte}{4 + byte}{byte}{byte}"
+        first, second = codes_of(words, PART, 4, False)
+        return cast(from_e2m1(first), DTYPE), cast(from_e2m1(second), DTYPE)
 
 
 @triton.constexpr_function
 def ptx_of_fp8_conversion(part, dtype, wait, e4m3):
-    """Two bytes of each of two words, as pairs, by the GPU's conversion to fp16, which is exact; and on to bf16."""
-    first, second = 2 * part, 2 * part + 1
+    """Two bytes of two columns, as pairs, by the GPU's conversion to fp16, which is exact; and on to bf16."""
     lines = [
         f"{{\n.reg .b32 x, p;\n.reg .b16 u, v;\n.reg .f32 s, t;\n{_begin(wait)}"
-        f"prmt.b32 x, $2, $3, 0x{4 + second}{second}{4 + first}{first};\n"
+        f"mov.b32 x, {word_of(part, 8)};\n"
     ]
     for which in (0, 1):
         result = "p" if _text(dtype) == "bf16" else f"${which}"
@@ -325,19 +328,19 @@ def ptx_of_fp8_conversion(part, dtype, wait, e4m3):
 
 @triton.constexpr_function
 def ptx_of_fp8(part, dtype, wait, asm, e4m3):
-    """Two bytes of each of two words, as pairs, for GPUs that don't know fp8.
+    """Two bytes of two columns, as pairs, for GPUs that don't know fp8.
 
     Behind a shift the largest exponent is one of many; adding what is missing to the first code that is no number
     carries into a bit of its own, from which the wider type's largest exponent is made.
     """
     bf16 = _text(dtype) == "bf16"
     lines = [f"{{\n.reg .b32 x, u, n, c;\n{_begin(wait)}"]
+    # Each of two columns' bytes twice.
+    spread = [f"prmt.b32 x, {word_of(part, 8)}, 0, {selector};\n" for selector in ("0x1100", "0x3322")]
     if not e4m3 and not bf16:
         # The upper half of an fp16.
         for which in (0, 1):
-            lines.append(
-                f"prmt.b32 x, $2, $3, {_byte_pair(part, which)};\nand.b32 ${which}, x, 0xFF00FF00;\n"
-            )
+            lines.append(f"{spread[which]}and.b32 ${which}, x, 0xFF00FF00;\n")
         return "".join(lines) + "}"
     # How far the magnitude moves down from the upper byte; its bits there; what carries; the carry; what the carry is
     # multiplied by to fill the exponent; the power of two.
@@ -349,8 +352,7 @@ def ptx_of_fp8(part, dtype, wait, asm, e4m3):
     lines.append(f"mov.b32 c, {_twice(power)};\n")
     for which in (0, 1):
         lines.append(
-            f"prmt.b32 x, $2, $3, {_byte_pair(part, which)};\n"
-            f"shr.b32 u, x, {shift};\nand.b32 u, u, {_twice(mask)};\n"
+            f"{spread[which]}shr.b32 u, x, {shift};\nand.b32 u, u, {_twice(mask)};\n"
             f"add.u32 n, u, {_twice(step)};\nand.b32 n, n, {_twice(carry)};\n"
             f"mad.lo.u32 u, n, {fill}, u;\n"
             "lop3.b32 u, x, 0x80008000, u, 0xEA;\n" + _arithmetic("mul", dtype, asm, f"${which}", "u", "c")
@@ -385,9 +387,8 @@ def decode_fp8(
         )
         return from_words(PTX, words, DTYPE)
     else:
-        return cast(from_fp8(code_of(words, 2 * PART, 8), E4M3), DTYPE), cast(
-            from_fp8(code_of(words, 2 * PART + 1, 8), E4M3), DTYPE
-        )
+        first, second = codes_of(words, PART, 8, True)
+        return cast(from_fp8(first, E4M3), DTYPE), cast(from_fp8(second, E4M3), DTYPE)
 
 
 @triton.jit
@@ -405,11 +406,11 @@ def decode_e5m2(words, PART: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexp
 # ---------------------------------------------------------------------------------------------------------------------
 # A table of numbers
 
-#: `formats.base.NF4` in the order of `NF4_STORED`. 0 is negative, so that every two that are 8 apart have one sign.
+#: `formats.base.NF4` in the order of `NF4_STORED`.
 NF4 = tl.constexpr((
-    -1.0, -0.28444138169288635, -0.6961928009986877, -0.18477343022823334, 0.07958029955625534, 0.44070982933044434,
-    0.16093020141124725, 0.5626170039176941, -0.39491748809814453, -0.09105003625154495, -0.5250730514526367, -0.0,
-    0.33791524171829224, 1.0, 0.24611230194568634, 0.7229568362236023,
+    -1.0, -0.6961928009986877, -0.39491748809814453, -0.09105003625154495, 0.16093020141124725,
+    0.44070982933044434, 1.0, 0.7229568362236023, -0.18477343022823334, -0.5250730514526367,
+    -0.28444138169288635, 0.33791524171829224, 0.0, 0.07958029955625534, 0.24611230194568634, 0.5626170039176941,
 ))  # fmt: skip
 
 
@@ -424,10 +425,9 @@ def _planes(kind):
     for shift in (0, 8):
         plane = [number >> shift & 0xFF for number in bits]
         if kind == "bf16":
-            # What `ptx_of_nf4` adds of the lower half goes out again.
-            signs = [0xFF * (byte >> 7) for byte in plane[:8]]
-            assert all(byte >> 7 == sign & 1 for byte, sign in zip(plane[8:], signs, strict=True))
-            plane[8:] = [byte ^ sign for byte, sign in zip(plane[8:], signs, strict=True)]
+            # `ptx_of_nf4` adds the upper half to it.
+            plane[:8] = [byte - other for byte, other in zip(plane[:8], plane[8:], strict=True)]
+            assert all(0 <= byte < 128 for byte in plane[:8])
         planes += [sum(plane[4 * i + j] << 8 * j for j in range(4)) for i in range(4)]
     return tuple(planes)
 
@@ -437,37 +437,40 @@ NF4_BF16, NF4_FP16 = tl.constexpr(_planes("bf16")), tl.constexpr(_planes("fp16")
 
 @triton.constexpr_function
 def ptx_of_nf4(part, dtype, wait):
-    """Two numbers of 4 bits of each of two words, as pairs, looked up by prmt: eight bytes at a time, by three bits.
+    """Two numbers of 4 bits of two columns, as pairs, looked up by prmt: eight bytes at a time, by three bits.
 
-    prmt takes a fourth bit for the wish to have the byte's sign eight times in its place. So a look-up in the table's
-    lower half gives, for a code of the upper one, eight times the sign of the number that is 8 before it; and the same
-    with the fourth bit turned round. The signs of bytes that are 8 apart are equal in bf16, by the choice of
-    `NF4_STORED`; with what is known of them taken out of the upper half, it is enough to combine both by xor. In fp16
-    no choice makes them equal, and the halves are told apart by a mask.
+    prmt takes a fourth bit for the wish to have the byte's sign eight times in its place. In bf16 the table's lower
+    half has no byte with a sign, so that a look-up there gives nothing for a code of the upper one; without the fourth
+    bit, a look-up in the upper half always gives something. By the choice of `NF4_STORED` the bytes of a number are
+    never smaller than those of the number 8 behind it, and by no more than 127 larger. So the lower half holds what is
+    missing, and the sum of both look-ups is right. In fp16 no choice makes it so, and a mask tells the halves apart.
+
+    All this costs instructions of the kind that logic and shifts are, too. The sum is none of them, as the units that
+    multiply can do it, and nor is the shift by half a word, written as a product of half words.
 
     prmt takes one constant, and the assembler would move the other one into a register for each look-up. The sum of it
     and a 0 of which the assembler does not know, there is no lane behind the 32nd, is computed once and kept.
     """
     lines = [
-        f"{{\n.reg .b32 x, y, m, a, b, l, h, none;\n{_begin(wait)}prmt.b32 x, $2, $3, 0x00{4 + part}{part};\n"
-        "mov.u32 none, %lanemask_lt;\nshr.u32 none, none, 31;\n"
+        f"{{\n.reg .b32 x, y, m, a, b, l, h, none;\n{_begin(wait)}mov.b32 x, {word_of(part, 4)};\n"
+        "mov.u32 none, %lanemask_lt;\nshr.u32 none, none, 31;\nand.b32 y, x, 0x77777777;\n"
     ]
+    if part % 2:
+        lines.append("dp2a.lo.u32.u32 x, x, 0x100, 0;\ndp2a.lo.u32.u32 y, y, 0x100, 0;\n")
     if _text(dtype) == "bf16":
         words = NF4_BF16.value
-        lines.append("xor.b32 y, x, 0x8888;\n")
-        both = "xor.b32 {}, a, b;\n"
+        both = "add.u32 {}, a, b;\n"
     else:
         words = NF4_FP16.value
         # A byte of ones for every number of the table's upper half.
-        lines.append("shr.b32 m, x, 3;\nand.b32 m, m, 0x1111;\nprmt.b32 m, 0xFF00, 0, m;\n")
-        lines.append("and.b32 x, x, 0x7777;\nmov.b32 y, x;\n")
+        lines.append("shr.b32 m, x, 3;\nand.b32 m, m, 0x1111;\nprmt.b32 m, 0xFF00, 0, m;\nmov.b32 x, y;\n")
         both = "lop3.b32 {}, m, b, a, 0xCA;\n"
     for name, at in (("l", 0), ("h", 4)):
         lines.append(
             f"add.u32 a, none, {words[at]};\nprmt.b32 a, a, {words[at + 1]}, x;\n"
             f"add.u32 b, none, {words[at + 2]};\nprmt.b32 b, b, {words[at + 3]}, y;\n" + both.format(name)
         )
-    return "".join(lines) + "prmt.b32 $0, l, h, 0x6240;\nprmt.b32 $1, l, h, 0x7351;\n}"
+    return "".join(lines) + "prmt.b32 $0, l, h, 0x5140;\nprmt.b32 $1, l, h, 0x7362;\n}"
 
 
 @triton.jit
@@ -486,6 +489,5 @@ def decode_nf4(words, PART: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr
         PTX: tl.constexpr = ptx_of_nf4(PART, DTYPE, WAIT)
         return from_words(PTX, words, DTYPE)
     else:
-        return cast(from_nf4(code_of(words, 2 * PART, 4)), DTYPE), cast(
-            from_nf4(code_of(words, 2 * PART + 1, 4)), DTYPE
-        )
+        first, second = codes_of(words, PART, 4, True)
+        return cast(from_nf4(first), DTYPE), cast(from_nf4(second), DTYPE)

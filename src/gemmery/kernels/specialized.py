@@ -206,18 +206,24 @@ def spread_layout(blocks, groups):
 
 @gluon.jit
 def own_words(
-    blocks, GROUP_NUMBER: gl.constexpr, BLOCK_K: gl.constexpr, PER: gl.constexpr, PAIRED: gl.constexpr
-):
-    """A group's part of a stage's words, as rows of 64 columns; with `PAIRED` columns of both halves by eights."""
-    LAYOUT: gl.constexpr = words_layout(BLOCK_K // (2 * PER), PAIRED)
-    BLOCKS: gl.constexpr = BLOCK_K // (8 * PER)
+    blocks, GROUP_NUMBER: gl.constexpr, K: gl.constexpr, COLS: gl.constexpr, PER: gl.constexpr,
+    PAIRED: gl.constexpr,
+):  # fmt: skip
+    """A group's words of a stage, those of `COLS` numbers along K from `K` on, as rows of 64 columns.
+
+    With `PAIRED` columns of both halves by eights.
+    """
+    LINES: gl.constexpr = COLS // (2 * PER)
+    LAYOUT: gl.constexpr = words_layout(LINES, PAIRED)
+    BLOCKS: gl.constexpr = COLS // (8 * PER)
     if PAIRED:
-        own = blocks.slice(2 * GROUP_NUMBER, 2, 1).load(LAYOUT)
+        own = blocks.slice(2 * GROUP_NUMBER, 2, 1).slice(K // (2 * PER), LINES, 2).load(LAYOUT)
         # Half of the columns, strip, block, g, q, eight, odd or even.
         words = own.reshape([2, 2, BLOCKS, 8, 4, 2, 2]).permute((1, 5, 0, 3, 2, 4, 6))
         return words.reshape([ROWS, 8 * BLOCKS])
     else:
-        return OF_ROWS(blocks.slice(4 * GROUP_NUMBER, 4).load(LAYOUT), BLOCK_K, ROWS, PER)
+        own = blocks.slice(4 * GROUP_NUMBER, 4).slice(K // (2 * PER), LINES, 1).load(LAYOUT)
+        return OF_ROWS(own, COLS, ROWS, PER)
 
 
 @gluon.constexpr_function
@@ -253,12 +259,13 @@ def as_rows(piece, BLOCKS: gl.constexpr):
 
 @gluon.jit
 def own_shared(
-    blocks, GROUP_NUMBER: gl.constexpr, BLOCK_K: gl.constexpr, PER: gl.constexpr, GROUP: gl.constexpr,
+    blocks, GROUP_NUMBER: gl.constexpr, K: gl.constexpr, COLS: gl.constexpr, PER: gl.constexpr, GROUP: gl.constexpr,
     PAIRED: gl.constexpr,
 ):  # fmt: skip
-    """What the groups of a stage share, (rows, groups): one for each piece of a block of words with its own groups."""
-    COUNT: gl.constexpr = blocks.shape[0]
-    BLOCKS: gl.constexpr = BLOCK_K // (8 * PER)
+    """What the groups of `own_words` share, (rows, groups): one for each piece of a block of words with own groups."""
+    COUNT: gl.constexpr = COLS // GROUP if COLS > GROUP else 1
+    BLOCKS: gl.constexpr = COLS // (8 * PER)
+    blocks = blocks.slice(K // GROUP, COUNT, 0)
     LAYOUT: gl.constexpr = shared_layout(COUNT, PAIRED)
     if PAIRED:
         own = blocks.slice(ROWS // 2 * GROUP_NUMBER, ROWS // 2, 2).load(LAYOUT)
@@ -295,6 +302,27 @@ def spread(pieces, PART: gl.constexpr, PARTS: gl.constexpr, BLOCKS: gl.constexpr
 
 
 @gluon.jit
+def own_weight(
+    ring, stage, GROUP_NUMBER: gl.constexpr, K: gl.constexpr, COLS: gl.constexpr, PAIRED: gl.constexpr,
+    UNPACK: gl.constexpr, PER: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """A group's 64 columns of a stage, as numbers: `COLS` of them along K, from `K` on."""
+    _, b_blocks, scale_blocks, shift_blocks, _, _ = ring
+    words = own_words(b_blocks.index(stage), GROUP_NUMBER, K, COLS, PER, PAIRED)
+    scale = (
+        None
+        if scale_blocks is None
+        else own_shared(scale_blocks.index(stage), GROUP_NUMBER, K, COLS, PER, GROUP, PAIRED)
+    )
+    shift = (
+        None
+        if shift_blocks is None
+        else own_shared(shift_blocks.index(stage), GROUP_NUMBER, K, COLS, PER, GROUP, PAIRED)
+    )
+    return UNPACK(words, scale, shift, COLS, ROWS, spread)
+
+
+@gluon.jit
 def multiply_packed(
     ring, extra, M, N, row, col, low, high, stage, phase, GROUP_NUMBER: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
@@ -302,32 +330,30 @@ def multiply_packed(
 ):  # fmt: skip
     """64 columns of a tile, from step `low` to `high` along K: the transposed product with a packed weight.
 
+    A step is unpacked in pieces of eight lines of words, the least that can be cut out of shared memory, and the tensor
+    cores work on one while the next is unpacked.
+
     Args:
         extra: what `load` takes; it has come with the stage.
         UNPACK: `packed.unpack`, made for the format, whose words hold `PER` numbers.
         GROUP: numbers along K that share a scale; 0 where none do.
     """
-    a_blocks, b_blocks, scale_blocks, shift_blocks, full, free = ring
+    a_blocks, _, _, _, full, free = ring
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    COLS: gl.constexpr = min(BLOCK_K, 16 * PER)
     acc = gl.zeros([ROWS, BLOCK_M], gl.float32, ACC)
     for _ in range(low, high):
         mbarrier.wait(full.index(stage), phase)
-        words = own_words(b_blocks.index(stage), GROUP_NUMBER, BLOCK_K, PER, PAIRED)
-        scale = (
-            None
-            if scale_blocks is None
-            else own_shared(scale_blocks.index(stage), GROUP_NUMBER, BLOCK_K, PER, GROUP, PAIRED)
-        )
-        shift = (
-            None
-            if shift_blocks is None
-            else own_shared(shift_blocks.index(stage), GROUP_NUMBER, BLOCK_K, PER, GROUP, PAIRED)
-        )
-        weight = UNPACK(words, scale, shift, BLOCK_K, ROWS, spread)
-        weight = gl.convert_layout(weight, LEFT, assert_trivial=True)
-        acc = hopper.warpgroup_mma(weight, a_blocks.index(stage).permute((1, 0)), acc, is_async=True)
-        acc = hopper.warpgroup_mma_wait(0, deps=[acc])
+        weights = ()
+        for k in gl.static_range(0, BLOCK_K, COLS):
+            weight = own_weight(ring, stage, GROUP_NUMBER, k, COLS, PAIRED, UNPACK, PER, GROUP)
+            weight = gl.convert_layout(weight, LEFT, assert_trivial=True)
+            x = a_blocks.index(stage).slice(k, COLS, 1)
+            acc = hopper.warpgroup_mma(weight, x.permute((1, 0)), acc, is_async=True)
+            weights += (weight,)
+        # The tensor cores read the pieces from registers, which keep them until then.
+        acc = hopper.warpgroup_mma_wait(0, deps=(acc,) + weights)[0]  # noqa: RUF005
         mbarrier.arrive(free.index(stage))
         stage, phase = following(stage, phase, STAGES)
     return acc, stage, phase

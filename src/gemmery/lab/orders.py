@@ -157,7 +157,7 @@ def _left_out(problem: Problem, config: Config) -> list[str]:
         said.append(
             f"a program is a cluster of {config.ctas} multiprocessors, which cuts up what fills no last wave"
         )
-    elif config.schedule == "specialized" and config.split_k != 1:
+    elif config.schedule == "specialized" and config.split_k > 1:
         said.append("what fills no last wave is cut along K")
     elif work.parts:
         cut = f"the last {work.cut} whole tiles" if work.cut else ""

@@ -135,7 +135,7 @@ def _plain(case: Case, device: Any, everything: bool) -> Iterator[Report]:
         fast_accum=case.fast_accum, device=device,
     )  # fmt: skip
     for tile in configs(problem):
-        if tile.config.split_k != 1 and not everything and (case.dtype, case.layout) != ("bf16", "NT"):
+        if tile.config.split_k > 1 and not everything and (case.dtype, case.layout) != ("bf16", "NT"):
             continue
         compiled = bind(problem, tile.config).compile(a, b, out, addend, 2.0, 1.0)
         yield _product(case, device, tile.config, compiled, promotes(problem))

@@ -115,9 +115,7 @@ class Table:
         known = np.isfinite(residuals)
         batch, M, N, K = np.array(shapes, dtype=float).T
         row = space.kernel // 2
-        # Equal shares are far from all that have a number.
-        cuts = np.where(space.split_k > 0, np.log2(np.maximum(space.split_k, 1)), -8.0)
-        apart = np.subtract.outer(cuts, cuts)
+        apart = np.subtract.outer(np.log2(space.split_k), np.log2(space.split_k))
         packed = name.startswith("packed ")
         reach, far = (REACH_PACKED, FAR_PACKED) if packed else (REACH, REACH)
         near = np.equal.outer(row, row) * np.exp(-(apart**2) / (2 * reach**2))
@@ -183,7 +181,7 @@ def table_of(device: Device, name: str, dtype: Any) -> Table | None:
 def suffixes_of(schedule: str) -> tuple[str, ...]:
     """What the tables of a schedule are called behind their kind; each takes the place of those before it.
 
-    Where `Config.stream` makes a difference, a second one says which: with few rows.
+    Where `Config.stream` makes a difference, a second one says which, with few rows and for other schedules as well.
     """
     streams = schedule == "specialized" and specialized.streams()
     return (schedule, f"{schedule}-streamed") if streams else (schedule,)

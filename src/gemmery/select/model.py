@@ -118,7 +118,7 @@ def costs(
         p.matrices * -(-rows // s.block_m), p.N, s.block_n, s.tail_m, s.tail_n, device.sms
     )
     steps = -(-max(p.K, 1) // s.block_k)
-    each = -(-steps // np.maximum(s.split_k, 1))
+    each = -(-steps // s.split_k)
     parts = -(-steps // each)
     work = np.ceil(tiles * parts / device.sms)
     together = np.clip(work, 1, _resident(p, s, stage))

@@ -31,7 +31,7 @@ HOPPER: dict[str, Rows] = {
             256x128x64  1 8 3 0.85 swap
         """,
         ("descriptor", "specialized"): """
-            256x128x64  4 8 5 0.90 swap splits shares apart
+            256x128x64  4 8 5 0.90 swap splits apart
             256x128x128 1 8 2 0.90 swap splits apart
             128x128x128 1 8 4 0.75 swap splits apart
             64x128x256  1 8 3 0.50 swap splits stream apart
@@ -64,7 +64,7 @@ HOPPER: dict[str, Rows] = {
             256x128x64  1 8 3 0.85 swap
         """,
         ("descriptor", "specialized"): """
-            256x128x64  2 8 4 0.90 swap splits shares apart
+            256x128x64  2 8 4 0.90 swap splits apart
             128x128x128 1 8 3 0.75 swap splits apart
             64x128x128  1 8 5 0.50 swap splits stream apart
             32x128x128  1 8 6 0.40 swap splits stream apart

@@ -37,7 +37,6 @@ class Tile:
         aligned: considered only where every row of the operands begins at a multiple of 16 elements, since misaligned
             loads take registers that this tile does not leave.
         splits: also considered with its tiles cut along K.
-        shares: also, where `splits`, in equal shares, see `Config.split_k`.
         strided: considered only for matrices that descriptors can't take.
         blocks: considered only for epilogues that read or write whole matrices.
         numerics: configs of one kind with the same number here give the same bits, as long as K is not cut.
@@ -47,7 +46,6 @@ class Tile:
     efficiency: float
     aligned: bool = False
     splits: bool = False
-    shares: bool = False
     strided: bool = False
     blocks: bool = False
     numerics: int = 0
@@ -101,7 +99,7 @@ def _tile(line: str, loader: str, schedule: str, number: int, alike: bool) -> Ti
         split_store="split" in words, tail=tails[0] if tails else 1, swap="swap" in words,
         cluster_m=cluster[0], cluster_n=cluster[1], stream="stream" in words,
     )  # fmt: skip
-    marks = {name: name in words for name in ("aligned", "splits", "shares", "strided", "blocks")}
+    marks = {name: name in words for name in ("aligned", "splits", "strided", "blocks")}
     numerics = 0 if alike and "apart" not in words else 1 + number
     return Tile(config, float(efficiency), **marks, numerics=numerics)
 
@@ -197,7 +195,7 @@ def _space(
         if loads and (aligned or not tile.aligned):
             entries.append((tile.config, tile, 2 * number))
             if tile.splits and not whole:
-                splits = (*(SPLITS_OF_REST if dealt else SPLITS), *([0] if tile.shares else []))
+                splits = SPLITS_OF_REST if dealt else SPLITS
                 entries += [(replace(tile.config, split_k=parts), tile, 2 * number + 1) for parts in splits]
     return Space.of(entries)
 

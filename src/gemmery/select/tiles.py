@@ -4,7 +4,7 @@ A row reads `MxNxK group_m num_warps num_stages efficiency` and then, where they
 
 - `split`, `tail=n` and `swap`: see `Config`;
 - `aligned`: only where rows begin at multiples of 16 elements, see `space.Tile`;
-- `splits`: also considered with its tiles cut along K, and `shares` with `split_k` 0;
+- `splits`: also considered with its tiles cut along K;
 - `strided`: considered only for matrices that descriptors can't take;
 - `apart`: too few rows for its family's matrix instruction, so that it sums with another, in another order;
 - `blocks`: considered only where an epilogue reads or writes whole matrices, for which it needs shared memory;

@@ -151,9 +151,8 @@ def _knobs(c: Config) -> Iterator[tuple[str, str, str]]:
     yield "loader", c.loader, loaders[c.loader]
     if c.ctas > 1:
         yield "cluster", f"{c.cluster_m} × {c.cluster_n}", "CTAs that share a tile's blocks"
-    if c.split_k != 1:
-        what = "parts of K" if c.split_k else "equal shares of what fills no last wave"
-        yield "split_k", str(c.split_k), f"{what}, added up within the launch"
+    if c.split_k > 1:
+        yield "split_k", str(c.split_k), "parts of K, added up within the launch"
     if c.tail > 1:
         yield "tail", str(c.tail), "parts of a tile that would not fill the last wave"
     if c.split_store:

@@ -268,7 +268,7 @@ def features(launched: Launch) -> tuple[list[float], list[str]]:
         kind,
         p.packing.format if p.packing is not None else "",
         f"{c.loader} {pieces}".strip(),
-        c.schedule + (" tail" if c.tail > 1 else "") + ("" if c.split_k else " shares"),
+        c.schedule + (" tail" if c.tail > 1 else ""),
         "wide" if not any(_stores(p).values()) else "single",
         _fused(p),
     ]
