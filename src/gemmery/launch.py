@@ -268,7 +268,7 @@ def columns_of(problem: Problem, config: Config) -> tuple[int, int]:
     product then takes half the registers, and a second program fits beside the first, which multiplies while the
     first one scales.
     """
-    if problem.scales is not None and config.split_store:
+    if problem.scales is not None and not problem.scales.exact and config.split_store:
         return config.block_n // 2, config.block_n // 2
     return config.main_n, config.rest_n
 
@@ -277,7 +277,7 @@ def _pieces(problem: Problem, config: Config) -> int:
     """In how many pieces the epilogue and the store of a block come."""
     if (
         not config.split_store
-        or problem.scales is not None
+        or (problem.scales is not None and not problem.scales.exact)
         or (problem.fusion is not None and problem.fusion.whole)
     ):
         return 1
@@ -313,10 +313,10 @@ class Binding:
             raise ValueError(
                 f"config {c}: loader 'descriptor' takes blocks of at most {_BOX} along each side"
             )
-        if p.scales is not None and (c.schedule != "tile" or c.block_k != p.scales.step or c.rest_n):
+        if p.scales is not None and (c.schedule != "tile" or not p.scales.takes(c.block_k) or c.rest_n):
+            steps = f"block_k {'of multiples of ' * p.scales.exact}{p.scales.step}"
             raise ValueError(
-                f"config {c}: factors that change along K need the tile schedule, block_k {p.scales.step} and a "
-                f"block_n that is a power of two"
+                f"config {c}: such factors along K need the tile schedule, {steps} and a block_n that is a power of two"
             )
         if p.fusion is not None and p.fusion.whole and not spans(p, c):
             raise ValueError(
@@ -404,6 +404,7 @@ class Binding:
             constants["PACKED"] = p.packing is not None
             constants["SHARED_M"] = p.scales.a_every if p.scales else 0
             constants["SHARED_N"] = p.scales.b_every if p.scales else 0
+            constants["SHARED_K"] = p.scales.step if p.scales and p.scales.exact else 0
         return constants
 
     def arguments(self, a: Tensor, b: Tensor, out: Tensor, *given: Any) -> list[Any]:

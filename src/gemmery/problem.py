@@ -122,6 +122,15 @@ class Scales:
     b_every: int
     step: int = SCALED_EVERY
 
+    @property
+    def exact(self) -> bool:
+        """Whether all are powers of two, by which bf16 can be multiplied without rounding."""
+        return self.a.dtype == self.b.dtype == torch.uint8
+
+    def takes(self, block_k: int) -> bool:
+        """Whether a step may be so long: as what shares a factor, or a multiple of it where factors are exact."""
+        return block_k % self.step == 0 if self.exact else block_k == self.step
+
 
 @dataclass(frozen=True, slots=True)
 class Fusion:

@@ -1,5 +1,7 @@
 """Quantising and products of quantised factors by their kernels: against the reference and float64."""
 
+import itertools
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -302,12 +304,18 @@ def test_blocks(kinds, config):
         check_product(a, b, config)
 
 
-#: The same for steps of 32 columns.
+#: The same for steps of 32 columns, and with powers of two for longer ones.
 BLOCKED_32 = tuple([config and config.replace("x128-", "x32-") for config in BLOCKED])
+BLOCKED_MX = tuple([config and config.replace("x128-", "x64-") for config in BLOCKED])
 
 
-@pytest.mark.parametrize("config", BLOCKED_32)
-@pytest.mark.parametrize("kinds", [("mx", "mx"), ("token", "mx"), ("mx", "tensor")])
+@pytest.mark.parametrize(
+    ("kinds", "config"),
+    [
+        *itertools.product([("token", "mx"), ("mx", "tensor")], BLOCKED_32),
+        *itertools.product([("mx", "mx")], (*BLOCKED_MX, *BLOCKED[1:3])),
+    ],
+)
 def test_mx(kinds, config):
     for m, n, k, formats in ((3, 80, 112, ("e4m3", "e5m2")), (40, 64, 96, ("e4m3", "e4m3"))):
         a, b = (
@@ -332,5 +340,8 @@ def test_all_powers_of_two():
 
 def test_configs_of_another_step_are_refused():
     a, b = (gemmery.quantize_activations(values((n, 256)), per="mx") for n in (4, 8))
+    with pytest.raises(ValueError, match="need the tile schedule, block_k of multiples of 32"):
+        gemmery.scaled_matmul(a, b, config="32x64x16-g4-w4-s2-tile-pointer")
+    b = gemmery.quantize_activations(values((8, 256)), per="token")
     with pytest.raises(ValueError, match="need the tile schedule, block_k 32"):
         gemmery.scaled_matmul(a, b, config=BLOCKED[1])

@@ -31,7 +31,8 @@ def dequantize(weight: QuantizedTensor, dtype: torch.dtype) -> Tensor:
 def numbers(weight: QuantizedTensor) -> Tensor:
     """What the tensor cores are given: (*batch, N, K) of the weight's type, columns as they are packed."""
     dtype, format = weight.dtype, weight.format
-    codes = packing.unpack(weight.words, format.bits, *weight.shape[-2:], format.in_turn)
+    rows, columns = weight.shape[-2:]
+    codes = packing.unpack(weight.words, format.bits, rows, columns, format.in_turn)
     values = torch.tensor(VALUES[format.name], device=codes.device).to(dtype)
     if weight.zeros is None and format.code == "int":
         values = values - format.zero

@@ -1,5 +1,8 @@
 """Factors that change along K: each step's product is multiplied by them before it is added to the sum.
 
+Where all of them are powers of two, the numbers themselves are, in bf16, which is exact; so a step can be longer than
+what shares a factor, and its product is one of bf16.
+
 `scales` is (pointer, steps, stride_row, stride_k) for A and then the same for B: the factor of row `i` for the columns
 `BLOCK` of K from `k` on is at `i // EVERY * stride_row + k // BLOCK * stride_k`; steps are those of the batch, negated.
 The scheme is DeepSeek-V3's (arXiv:2412.19437, section 3.3.2), whose activations have a factor for 1 x 128 elements and
@@ -10,6 +13,7 @@ specification 1.0).
 import triton
 import triton.language as tl
 
+from .numerics import INTERPRETED, cast, widen
 from .operands import batch_offset
 
 
@@ -47,15 +51,52 @@ def factors_of_columns(
 ):  # fmt: skip
     """The factors of a tile's columns of B; with `PAIRED` half of these are of its right half, as they are loaded."""
     if PAIRED:
-        HALF: tl.constexpr = COLS // 2
-        place = tl.arange(0, COLS)
-        column = col // 2 + place % HALF
-        index = column + place // HALF * (N // 2)
+        index, inside = columns_of(col, N, COLS, PAIRED)
         start = pointer + batch_offset(batch, sizes, steps) + tl.cast(k // BLOCK, tl.int64) * stride_k
-        own = tl.load(start + (index // EVERY).to(tl.int64) * stride_row, mask=column < N // 2, other=0)
+        own = tl.load(start + (index // EVERY).to(tl.int64) * stride_row, mask=inside, other=0)
         return as_factor(own)
     else:
         return factors(pointer, steps, stride_row, stride_k, sizes, batch, col, k, N, COLS, EVERY, BLOCK)
+
+
+@triton.jit
+def rows_of(row, rows, ROWS: tl.constexpr):
+    """The rows of a block, and which of them the matrix has."""
+    index = row + tl.arange(0, ROWS)
+    return index, index < rows
+
+
+@triton.jit
+def columns_of(col, N, COLS: tl.constexpr, PAIRED: tl.constexpr):
+    """A tile's columns of B, and which of them there are; with `PAIRED` half of them are of the right half."""
+    if PAIRED:
+        HALF: tl.constexpr = COLS // 2
+        place = tl.arange(0, COLS)
+        column = col // 2 + place % HALF
+        return column + place // HALF * (N // 2), column < N // 2
+    else:
+        return rows_of(col, N, COLS)
+
+
+@triton.jit
+def in_bf16(
+    x, pointer, steps, stride_row, stride_k, sizes, batch, index, inside, k, K, STEP: tl.constexpr,
+):  # fmt: skip
+    """A block of fp8 numbers times their factors, powers of two: exact, but for what bf16 has no exponents for.
+
+    Args:
+        index, inside: the block's rows, and which of them there are.
+        STEP: columns that share a factor.
+    """
+    ROWS: tl.constexpr = x.shape[0]
+    COLS: tl.constexpr = x.shape[1]
+    step = k // STEP + tl.arange(0, COLS // STEP)
+    places = index.to(tl.int64)[:, None] * stride_row + step.to(tl.int64)[None, :] * stride_k
+    there = inside[:, None] & (step < tl.cdiv(K, STEP))[None, :]
+    factor = as_factor(tl.load(pointer + batch_offset(batch, sizes, steps) + places, mask=there, other=127))
+    numbers = widen(x) if INTERPRETED else x.to(tl.float32)
+    scaled = numbers.reshape(ROWS, COLS // STEP, STEP) * factor[:, :, None]
+    return cast(scaled, tl.bfloat16).reshape(ROWS, COLS)
 
 
 @triton.jit

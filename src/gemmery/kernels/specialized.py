@@ -351,7 +351,7 @@ def multiply_packed(
             weight = gl.convert_layout(weight, LEFT, assert_trivial=True)
             x = a_blocks.index(stage).slice(k, COLS, 1)
             acc = hopper.warpgroup_mma(weight, x.permute((1, 0)), acc, is_async=True)
-            weights += (weight,)
+            weights += (weight,)  # type: ignore[assignment]
         # The tensor cores read the pieces from registers, which keep them until then.
         acc = hopper.warpgroup_mma_wait(0, deps=(acc,) + weights)[0]  # noqa: RUF005
         mbarrier.arrive(free.index(stage))

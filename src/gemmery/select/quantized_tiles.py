@@ -108,6 +108,23 @@ HOPPER: dict[str, Rows] = {
             16x64x32 16 4 4 0.05 swap splits
         """,
     },
+    "mx": {
+        ("descriptor", "tile"): """
+            128x256x64 8 8 3 0.20
+            128x128x128 8 8 3 0.20
+            128x128x64 8 8 4 0.20 splits
+            64x128x64  8 4 4 0.20 splits
+            64x64x128  8 4 4 0.15 splits
+            64x64x128  8 4 4 0.15 swap splits
+            32x64x128  8 4 4 0.12 swap splits
+            16x64x256  8 4 3 0.10 swap splits
+            16x64x128  8 4 5 0.10 swap splits
+        """,
+        ("pointer", "tile"): """
+            64x64x64  16 4 3 0.10
+            16x64x128 16 4 3 0.05 swap splits
+        """,
+    },
 }
 
 _SCALED: Rows = {
@@ -120,6 +137,13 @@ _SCALED32: Rows = {
     ("pointer", "tile"): """
         64x64x32 8 4 3 0.30
         16x64x32 8 4 2 0.10 splits
+    """,
+}
+
+_MX: Rows = {
+    ("pointer", "tile"): """
+        64x64x64 8 4 2 0.40
+        16x64x64 8 4 2 0.10 splits
     """,
 }
 
@@ -159,7 +183,8 @@ _INTERPRETER: Rows = {
 QUANTIZED: dict[str, dict[str, Rows]] = {
     "hopper": HOPPER,
     **{
-        family: dict.fromkeys(("packed4", "packed8"), rows) | {"scaled": _SCALED, "scaled32": _SCALED32}
+        family: dict.fromkeys(("packed4", "packed8"), rows)
+        | {"scaled": _SCALED, "scaled32": _SCALED32, "mx": _MX}
         for family, rows in {
             "blackwell": _BLACKWELL,
             "ampere": _AMPERE,

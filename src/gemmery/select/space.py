@@ -57,6 +57,8 @@ def kind_of(problem: Problem) -> str:
     if problem.packing is not None:
         return f"packed{problem.packing.bits}"
     if problem.scales is not None:
+        if problem.scales.exact:
+            return "mx"
         return "scaled" if problem.scales.step == SCALED_EVERY else f"scaled{problem.scales.step}"
     if dtype == torch.float32:
         return problem.precision
