@@ -77,5 +77,7 @@ def unpack(words: Tensor, bits: int, rows: int, columns: int, in_turn: bool = Fa
     d = len(lead)
     number, odd = (6, 7) if in_turn else (7, 6)
     codes = codes.permute(*range(d), *(d + i for i in (0, 4, 2, 1, 5, number, 3, odd)))
-    result: Tensor = codes.reshape(*lead, strips * STRIP, lines // 4 * block_columns(bits))[..., :rows, :columns]
+    result: Tensor = codes.reshape(*lead, strips * STRIP, lines // 4 * block_columns(bits))[
+        ..., :rows, :columns
+    ]
     return result

@@ -110,13 +110,13 @@ HOPPER: dict[str, Rows] = {
     },
     "mx": {
         ("descriptor", "tile"): """
-            128x256x64 8 8 3 0.20
-            128x128x128 8 8 3 0.20
-            128x128x64 8 8 4 0.20 splits
-            64x128x64  8 4 4 0.20 splits
-            64x64x128  8 4 4 0.15 splits
-            64x64x128  8 4 4 0.15 swap splits
-            32x64x128  8 4 4 0.12 swap splits
+            128x256x64 8 8 3 0.15
+            128x128x128 8 8 3 0.13
+            128x128x64 8 8 4 0.10 splits
+            64x128x64  8 4 4 0.11 splits
+            64x64x128  8 4 4 0.10 splits
+            64x64x128  8 4 4 0.11 swap splits
+            32x64x128  8 4 4 0.09 swap splits
             16x64x256  8 4 3 0.10 swap splits
             16x64x128  8 4 5 0.10 swap splits
         """,

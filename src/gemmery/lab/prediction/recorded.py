@@ -30,7 +30,8 @@ class Recorded:
         suite: the suite's name, with its type where it is run in several, and the version of Triton that is not 3.6.
         row, dtype: what was measured.
         problem: the row's, on the GPU that it was measured on.
-        config: what ran; None where the result does not say.
+        config: what ran; None where the result does not say, or names one that this version does not have. What it
+            would choose itself then stands for it.
         copied: whether matrices were copied before; None where the result does not say.
         seconds: by method, the median over the rounds.
         spread: by method, the least and the largest over the rounds.
@@ -84,10 +85,18 @@ def _recorded(suite: str, record: dict[str, Any], regime: str, device: Device) -
     words = chosen.split(", ")
     return Recorded(
         suite=suite, row=row, dtype=record["dtype"], problem=of_row(row, record["dtype"], device),
-        config=Config.of(words[0]) if chosen else None,
+        config=_config(words[0]) if chosen else None,
         copied=len(words) > 1 if chosen else None,
         seconds=seconds, spread=spread,
     )  # fmt: skip
+
+
+def _config(text: str) -> Config | None:
+    """The config of a text; None for one of an earlier version that is no config any more."""
+    try:
+        return Config.of(text)
+    except ValueError:
+        return None
 
 
 def times_of(record: dict[str, Any], regime: str) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
