@@ -142,8 +142,9 @@ _SCALED32: Rows = {
 
 _MX: Rows = {
     ("pointer", "tile"): """
-        64x64x64 8 4 2 0.40
-        16x64x64 8 4 2 0.10 splits
+        64x64x64 8 8 2 0.40
+        64x64x32 8 4 2 0.30
+        16x64x32 8 4 2 0.10 splits
     """,
 }
 
