@@ -158,7 +158,7 @@ def main() -> None:
     """Run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--format", choices=sorted(PACKINGS), required=True)
-    parser.add_argument("--schedule", choices=DEALT, default="", help="only this one, in a table of its own")
+    parser.add_argument("--schedule", choices=DEALT, default="", help="this one, in a table of its own")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--processes", type=int, default=14)
     parser.add_argument("--weights", type=int, default=len(WEIGHTS), help="so many of the weights")

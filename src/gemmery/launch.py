@@ -314,7 +314,7 @@ class Binding:
                 f"config {c}: loader 'descriptor' takes blocks of at most {_BOX} along each side"
             )
         if p.scales is not None and (c.schedule != "tile" or not p.scales.takes(c.block_k) or c.rest_n):
-            steps = f"block_k {'of multiples of ' * p.scales.exact}{p.scales.step}"
+            steps = f"{'a block_k that is a multiple of' if p.scales.exact else 'block_k'} {p.scales.step}"
             raise ValueError(
                 f"config {c}: such factors along K need the tile schedule, {steps} and a block_n that is a power of two"
             )

@@ -124,7 +124,10 @@ class Scales:
 
     @property
     def exact(self) -> bool:
-        """Whether all are powers of two, by which bf16 can be multiplied without rounding."""
+        """Whether all are powers of two, by which numbers of fp8 can be multiplied in bf16 without rounding.
+
+        From 2^-133 on, that is, and below 2^128: bf16 ends there.
+        """
         return self.a.dtype == self.b.dtype == torch.uint8
 
     def takes(self, block_k: int) -> bool:

@@ -163,7 +163,7 @@ class SpecializedBinding(Binding):
         assert p.packing is not None
         return {
             "MULTIPLY": specialized.multiply_packed,
-            # Without waits: no product is under way when a group unpacks.
+            # Without waits: pieces that are unpacked under a product have registers of their own.
             "FACT_0": dialect.in_gluon(unpacker(p.packing, p.b.dtype, asm_of(p), False)),
             "FACT_1": 32 // p.packing.bits,
             "FACT_2": p.packing.group,

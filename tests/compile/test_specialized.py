@@ -43,10 +43,36 @@ def loops(text):
     return [text[start:end] for start, end in sorted(inner)]
 
 
-@pytest.mark.parametrize(("name", "dtype", "config"), CASES)
+#: Steps that are unpacked in two pieces.
+IN_PIECES = [
+    ("int4_gelu", "bf16", "16x128x256-g1-w8-s4-specialized-descriptor-k2-swap"),
+    ("int4_swiglu", "bf16", "64x128x256-g1-w8-s3-specialized-descriptor-swap"),
+    ("nvfp4", "fp16", "32x128x256-g1-w8-s4-specialized-descriptor-k2-swap"),
+    ("e4m3_packed", "bf16", "64x128x128-g1-w8-s5-specialized-descriptor-swap"),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "config"), IN_PIECES)
+def test_a_piece_is_unpacked_under_the_product_of_the_one_before(name, dtype, config):
+    for body in loops(ptx(name, dtype, config, 16)):
+        first, second, rest = body.split("wgmma.commit_group")
+        # Words of both are read, of different places; nothing is waited for but the last product.
+        assert "wgmma.wait_group" not in first + second
+        assert rest.count("wgmma.wait_group") == 1
+        places = [
+            set(re.findall(r"ld\.shared\.v[24]\.b32\s+\{[^}]*\}, \[([^\]]+)\]", part))
+            for part in (first, second)
+        ]
+        assert all(places)
+        assert not places[0] & places[1]
+        products = [len(re.findall(r"wgmma\.mma_async", part)) for part in (first, second)]
+        assert products[0] == products[1] > 1
+
+
+@pytest.mark.parametrize(("name", "dtype", "config"), [*CASES, *IN_PIECES])
 def test_groups_multiply_at_their_own_pace(name, dtype, config):
     text = ptx(name, dtype, config)
-    if "scaled" not in name:
+    if name not in ("scaled_blocks", "e4m3_packed"):
         # All threads have announced their copies before the stage can be complete for the first time.
         copied = text.rindex("cp.async.mbarrier.arrive")
         assert "bar.warp.sync" in text[copied : text.index("expect_tx", copied)]

@@ -177,6 +177,17 @@ def test_unpacking_gives_what_was_packed(batch, rows, columns, bits, in_turn):
     assert torch.equal(packing.unpack(words, bits, rows, columns, in_turn), codes)
 
 
+def test_words_of_another_order_are_refused():
+    tensors, texts = quantize(torch.ones(16, 64), "int4").to_tensors()
+    assert gemmery.QuantizedTensor.from_tensors(tensors, texts).shape == (16, 64)
+    for version in ({}, {"packing": "1"}, {"packing": "3"}):
+        old = {name: text for name, text in texts.items() if name != "packing"} | version
+        with pytest.raises(
+            ValueError, match=f"of version {version.get('packing', 1)} of their order; this gemmery"
+        ):
+            gemmery.QuantizedTensor.from_tensors(tensors, old)
+
+
 @pytest.mark.parametrize("in_turn", [False, True])
 def test_words_lie_as_packing_says(in_turn):
     """Lane 4 g + q has four words of a block: rows g and g + 8, columns 2 q and 2 q + 1, first and second halves."""
@@ -1042,8 +1053,8 @@ def test_files_of_safetensors(tmp_path):
     assert load_file(path).keys() >= {"plain", "full.words", "full.permutation"}
     save_file({"x": torch.ones(2)}, path)
     assert load_safetensors(path)["x"].tolist() == [1, 1]
-    save_file({"x": torch.ones(2)}, path, metadata={"gemmery": '{"version": 1, "tensors": {}}'})
-    with pytest.raises(ValueError, match="of version 1; this gemmery reads 2"):
+    save_file({"x": torch.ones(2)}, path, metadata={"gemmery": '{"version": 2, "tensors": {}}'})
+    with pytest.raises(ValueError, match="of version 2; this gemmery reads 1"):
         load_safetensors(path)
 
 

@@ -343,6 +343,13 @@ def test_products_of_a_kind_are_off_together():
 # --- problems that nobody has tensors of ----------------------------------------------------------------------------
 
 
+def test_torch_has_mx_products_in_bf16():
+    problem = posed(512, 4096, 4096, device=H200, dtype="fp8", scales="mx")
+    found = vendor.route(problem)
+    assert found is not None
+    assert (found.kind, found.problem.a.dtype, found.problem.scales) == ("half", torch.bfloat16, None)
+
+
 def test_rows_of_all_suites_are_posed():
     for name in suites.whole():
         for one in suites.load(name):

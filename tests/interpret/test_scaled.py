@@ -325,8 +325,29 @@ def test_mx(kinds, config):
         check_product(a, b, config)
 
 
+def test_a_batch_of_mx():
+    a = gemmery.quantize_activations(values((3, 5, 96)) * 10, per="mx")
+    b = gemmery.quantize_activations(values((8, 96), seed=1), per="mx")
+    y = gemmery.scaled_matmul(a, b)
+    assert y.shape == (3, 5, 8)
+    near(y, a.dequantize(F64) @ b.dequantize(F64).T)
+    turned = gemmery.ScaledTensor(a.data.transpose(0, 1), a.scale.transpose(0, 1))
+    assert torch.equal(gemmery.scaled_matmul(turned, b), y.transpose(0, 1))
+
+
+def test_mx_numbers_that_are_none_spoil_their_row():
+    data = torch.ones(6, 64).to(torch.float8_e5m2)
+    data[1, 3], data[2, 40] = float("nan"), float("inf")
+    scale = torch.full((6, 2), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    b = gemmery.ScaledTensor(torch.ones(4, 64).to(torch.float8_e5m2), scale[:4])
+    y = gemmery.scaled_matmul(gemmery.ScaledTensor(data, scale), b, out_dtype=F32)
+    assert y[1].isnan().all()
+    assert y[2].eq(float("inf")).all()
+    assert y[[0, 3, 4, 5]].eq(64).all()
+
+
 def test_all_powers_of_two():
-    """Each exponent beside one that makes up for it; NaN is NaN in its own row and column alone."""
+    """Each exponent beside 1; NaN is NaN in its own row and column alone."""
     exponents = torch.arange(256, dtype=torch.uint8).view(256, 1)
     ones = torch.ones(256, 32).to(torch.float8_e4m3fn)
     a = gemmery.ScaledTensor(ones, exponents.view(torch.float8_e8m0fnu))
@@ -340,8 +361,10 @@ def test_all_powers_of_two():
 
 def test_configs_of_another_step_are_refused():
     a, b = (gemmery.quantize_activations(values((n, 256)), per="mx") for n in (4, 8))
-    with pytest.raises(ValueError, match="need the tile schedule, block_k of multiples of 32"):
+    with pytest.raises(ValueError, match="need the tile schedule, a block_k that is a multiple of 32"):
         gemmery.scaled_matmul(a, b, config="32x64x16-g4-w4-s2-tile-pointer")
+    with pytest.raises(ValueError, match="and a block_n that is a power of two"):
+        gemmery.scaled_matmul(a, b, config="64x192x64-g4-w4-s2-tile-pointer")
     b = gemmery.quantize_activations(values((8, 256)), per="token")
     with pytest.raises(ValueError, match="need the tile schedule, block_k 32"):
         gemmery.scaled_matmul(a, b, config=BLOCKED[1])

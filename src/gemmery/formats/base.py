@@ -36,7 +36,11 @@ class Format:
 
     @property
     def in_turn(self) -> bool:
-        """How words hold numbers, see `packing`: as selectors of prmt (nf4), or as the GPU's conversion takes them."""
+        """How words hold two columns' numbers, see `packing`.
+
+        In turn, as selectors of prmt (nf4) and the GPU's conversion (fp8) have them, or 16 bits apart, as masks leave
+        them (the others).
+        """
         return self.code in ("nf4", "e4m3", "e5m2")
 
     @functools.cached_property

@@ -14,8 +14,7 @@ from .tensor import QuantizedTensor
 
 #: The entry of a file's metadata that says which tensors are parts of a quantised one.
 KEY = "gemmery"
-#: 2: two columns' numbers share words.
-VERSION = 2
+VERSION = 1
 
 
 def save_safetensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> None:
@@ -93,7 +92,7 @@ def load_safetensors(path: str | os.PathLike[str], device: torch.device | str = 
 
     Raises:
         ImportError: the package safetensors is not installed.
-        ValueError: the file is of another version of gemmery, or parts of a tensor are missing.
+        ValueError: the file, or words in it, are of another version of gemmery, or parts of a tensor are missing.
 
     Example: see `save_safetensors`.
     """

@@ -17,6 +17,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+#: Of the order of numbers in words, which is stored with them. In version 1 each word had one column's numbers.
+VERSION = 2
 #: Rows of a strip, and words of a line, which is 128 bytes long.
 STRIP, LINE = 16, 32
 

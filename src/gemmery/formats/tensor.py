@@ -213,6 +213,7 @@ class QuantizedTensor(Tensor):
             "shape": json.dumps(list(self.shape)),
             "dtype": str(self.dtype).removeprefix("torch."),
             "group_size": str(self.group_size),
+            "packing": str(packing.VERSION),
         }
         return {prefix + name: value for name, value in self.parts().items()}, texts
 
@@ -227,6 +228,10 @@ class QuantizedTensor(Tensor):
         """
         if missing := {"format", "shape", "dtype", "group_size"} - texts.keys():
             raise ValueError(f"from_tensors: the texts have no {', '.join(sorted(missing))}")
+        if (version := texts.get("packing", "1")) != str(packing.VERSION):
+            raise ValueError(
+                f"from_tensors: the words are of version {version} of their order; this gemmery reads {packing.VERSION}"
+            )
         dtype = next((x for x in DTYPES if str(x) == f"torch.{texts['dtype']}"), None)
         if dtype is None:
             raise ValueError(f"from_tensors: dtype is {texts['dtype']!r}; it must be float16 or bfloat16")

@@ -10,8 +10,8 @@ A format is a decoder, a `@triton.jit` function
     decode(words, PART, DTYPE, ASM, WAIT) -> (first, second)
 
 which gives the numbers `2 PART` and `2 PART + 1` of every column in `DTYPE`, fp16 or bf16, in blocks of the words'
-shape. All of them lie in one word of two. `ASM` is the compute
-capability of the GPU whose PTX it may use. With 0 it is plain Triton, and in the end the weight has the same bits.
+shape. All of them lie in one word of two. `ASM` is the compute capability of the GPU whose PTX it may use. With 0 it is
+plain Triton, and in the end the weight has the same bits.
 
 With few rows of A unpacking is most of a kernel's work, so instructions count. In fp16 an integer's bits become the
 lowest of 1024's, so that `bias_of` is added to it. In bf16 there is no room for 8 bits; but alone in a number whose

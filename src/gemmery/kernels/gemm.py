@@ -48,9 +48,10 @@ def multiply(
     Returns its first `BLOCK_N` columns and, where `REST_N` is not 0, the `REST_N` next ones: a tile as wide as two
     powers of two together. With `SWAP` the tensor cores see the transposed product, so that few rows lie on their
     narrow side. With `scales`, factors that `SHARED_M` rows of A and `SHARED_N` columns of B share and the columns of
-    a step, the sum is fp32. With `SHARED_K` the columns that share a factor are fewer than a step's, and the numbers
-    are multiplied by them before the product.
+    a step, the sum is fp32. With `SHARED_K`, the columns that share a factor, the numbers are multiplied by theirs
+    before the product, and a step can have more columns.
     """
+    tl.static_assert(SHARED_K == 0 or REST_N == 0)
     SUM: tl.constexpr = ACC if SHARED_M == 0 else tl.float32
     acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), SUM)
     # Without a rest there is nothing to carry; a small constant takes its place.
@@ -227,8 +228,8 @@ def gemm_tiles(
 
     `b_rest` and `out_rest` are b and out again, with descriptors for blocks of `REST_N` columns. `PACKED` where b is
     the words of packed numbers, to which `b_scales` and `b_shifts` belong; see `packed`. `scales` are factors that
-    change along K, which `SHARED_M` rows and `SHARED_N` columns share, and `SHARED_K` columns of K where these are no
-    whole step; see `scales`.
+    change along K, which `SHARED_M` rows and `SHARED_N` columns share, and `SHARED_K` columns of K where the numbers
+    themselves are multiplied by them; see `scales`.
     """
     right = (b, b_scales, b_shifts) if PACKED else b
     part = tl.program_id(0) // tiles

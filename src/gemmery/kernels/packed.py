@@ -164,7 +164,7 @@ def numbers(
     CODE: tl.constexpr, ZERO: tl.constexpr, OFFSETS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr,
     WAITS: tl.constexpr,
 ):  # fmt: skip
-    """Two numbers of each word; scale and shift are those of the words."""
+    """Two numbers of each column, in blocks of the words' shape; scale and shift are those of the columns' words."""
     WAIT: tl.constexpr = wait_of(PART, PER // 2, BLOCKS) if WAITS else -1
     UNIT: tl.constexpr = unit_of(CODE, 32 // PER, DTYPE, ASM)
     # Others have their zero in the decoder's table.
@@ -188,7 +188,7 @@ def part_of(
     DECODE: tl.constexpr, CODE: tl.constexpr, ZERO: tl.constexpr, OFFSETS: tl.constexpr, DTYPE: tl.constexpr,
     ASM: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    """The numbers `2 PART` and `2 PART + 1` of each word, joined."""
+    """The numbers `2 PART` and `2 PART + 1` of each column, joined."""
     own_scale = None if scale is None else SPREAD(scale, PART, PER // 2, BLOCKS)
     own_shift = None if shift is None else SPREAD(shift, PART, PER // 2, BLOCKS)
     first, second = numbers(

@@ -1,7 +1,8 @@
 """Factors that change along K: each step's product is multiplied by them before it is added to the sum.
 
-Where all of them are powers of two, the numbers themselves are, in bf16, which is exact; so a step can be longer than
-what shares a factor, and its product is one of bf16.
+Where all of them are powers of two, the numbers themselves are multiplied by them, in bf16; so a step can be longer
+than what shares a factor, and its product is one of bf16. That is exact as far as bf16 goes: a number of an operand
+below 2^-133 is 0, whatever the other operand's factor, and one from 2^128 on is infinite.
 
 `scales` is (pointer, steps, stride_row, stride_k) for A and then the same for B: the factor of row `i` for the columns
 `BLOCK` of K from `k` on is at `i // EVERY * stride_row + k // BLOCK * stride_k`; steps are those of the batch, negated.

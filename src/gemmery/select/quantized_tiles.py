@@ -2,8 +2,8 @@
 
 Tiles for packed weights swap: the numbers go from registers to the tensor cores' left operand, and the rows of A, which
 may be few, lie on the narrow side. Where steps of the sum are scaled, there are two accumulators, and a step is as long
-as what shares a scale. Either way two programs to a multiprocessor can be better than a larger one: while one of them
-unpacks or scales, the other multiplies.
+as what shares a scale; not so in "mx", whose numbers are scaled themselves. Either way two programs to a multiprocessor
+can be better than a larger one: while one of them unpacks or scales, the other multiplies.
 """
 
 from __future__ import annotations
