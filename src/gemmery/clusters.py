@@ -89,15 +89,15 @@ class Work:
         whole: tiles that are computed whole, by the programs in turn.
         tail: parts of the other tiles, cut into columns.
         cut: other tiles, cut along K.
-        virtual: steps along K for which a cut tile counts.
-        chunk: steps of cut tiles that a program takes.
+        parts: of a tile that is cut along K, each for a program.
+        chunk: steps of a part; the last one may have fewer.
     """
 
     programs: int
     whole: int
     tail: int = 0
     cut: int = 0
-    virtual: int = 1
+    parts: int = 1
     chunk: int = 1
 
     @classmethod
@@ -113,7 +113,7 @@ class Work:
             chunk = -(-steps // split)
             parts = -(-steps // chunk)
             if chunk < steps and rest * parts <= most:
-                return cls(most if whole else rest * parts, whole, 0, rest, parts * chunk, chunk)
+                return cls(most if whole else rest * parts, whole, 0, rest, parts, chunk)
         if rest and -(-rest * tail // most) < tail:
             return cls(min(most, max(whole, rest * tail)), whole, rest * tail)
         return cls(min(tiles, most), tiles)
@@ -142,7 +142,7 @@ class Work:
 
     def partials(self, block_m: int, block_n: int) -> int:
         """Floats of workspace that cut tiles need."""
-        return 2 * self.programs * block_m * block_n if self.cut else 0
+        return self.cut * self.parts * block_m * block_n
 
     def counters(self, ctas: int) -> int:
         """Counters that cut tiles need."""
@@ -214,7 +214,7 @@ class ClusterBinding(Binding):
             self._b(b, c.block_n),
             self._out(out, c.block_n // 2 if c.split_store else c.block_n),
             *tail, epilogue_arguments(p, c.block_n, *given), partials, counters,
-            p.M, p.N, p.K, w.whole, w.tail, w.cut, w.virtual, w.chunk,
+            p.M, p.N, p.K, w.whole, w.tail, w.cut, w.parts, w.chunk,
         ]  # fmt: skip
 
     def _b(self, tensor: Tensor, columns: int) -> Any:

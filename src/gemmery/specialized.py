@@ -91,8 +91,10 @@ def refusal(problem: Problem, config: Config) -> str | None:
     p, c = problem, config
     if p.packing is not None:
         step = block_columns(p.packing.bits)
-        if not c.swap or c.block_n != OWN * WARPS // 4 or c.block_k % step or c.block_m > 256:
-            return f"packed weights need swap, block_n 128, a block_k of multiples of {step} and block_m up to 256"
+        if not c.swap or c.block_n not in (OWN, OWN * WARPS // 4) or c.block_k % step or c.block_m > 256:
+            return f"packed weights need swap, block_n 64 or 128, block_k a multiple of {step} and block_m up to 256"
+        if c.block_n == OWN and c.num_stages % (WARPS // 4):
+            return "groups of warps take turns in tiles of 64 columns, which needs an even num_stages"
     elif c.swap or c.block_m != OWN * WARPS // 4 or c.block_k != SCALED_EVERY or c.block_n > 256:
         return f"factors that change along K need block_m 128, block_k {SCALED_EVERY} and block_n up to 256"
     return None
@@ -193,7 +195,7 @@ class SpecializedBinding(Binding):
         return [
             _descriptor(a, (p.M, p.K), (p.a.row, 1), (c.block_m, c.block_k), p.a.dtype),
             self._b(b), self._out(out), self._extra(belonging), epilogue_arguments(p, 0, *given), partials, counters,
-            p.M, p.N, p.K, w.whole, w.cut, w.virtual, w.chunk,
+            p.M, p.N, p.K, w.whole, w.cut, w.parts, w.chunk,
         ]  # fmt: skip
 
     def _b(self, tensor: Tensor) -> Any:

@@ -15,6 +15,8 @@ CASES = [
     ("int4_swiglu", "bf16", "256x128x128-g1-w8-s2-specialized-descriptor-swap"),
     ("nvfp4", "fp16", "128x128x128-g1-w8-s3-specialized-descriptor-k2-swap"),
     ("scaled_blocks", "e4m3", "128x256x128-g16-w8-s3-specialized-descriptor"),
+    ("int4_gelu", "bf16", "16x64x256-g1-w8-s8-specialized-descriptor-k2-swap"),
+    ("int4_swiglu", "bf16", "64x64x128-g1-w8-s8-specialized-descriptor-swap"),
 ]
 
 
@@ -49,6 +51,7 @@ IN_PIECES = [
     ("int4_swiglu", "bf16", "64x128x256-g1-w8-s3-specialized-descriptor-swap"),
     ("nvfp4", "fp16", "32x128x256-g1-w8-s4-specialized-descriptor-k2-swap"),
     ("e4m3_packed", "bf16", "64x128x128-g1-w8-s5-specialized-descriptor-swap"),
+    ("nf4", "bf16", "16x64x256-g1-w8-s8-specialized-descriptor-k2-swap"),
 ]
 
 
@@ -91,3 +94,21 @@ def test_groups_multiply_at_their_own_pace(name, dtype, config):
         assert barrier.endswith(", 128")
     barriers = {re.findall(r"\.sync(?:\.aligned)?\s+(\d+), 128", body)[-1] for body in found}
     assert len(barriers) == 2
+
+
+def outside_of_loops(text):
+    """The code without its loops that multiply."""
+    for body in loops(text):
+        text = text.replace(body, "")
+    return text
+
+
+@pytest.mark.parametrize(("turns", "config"), [(False, "16x128x256-g1-w8-s4"), (True, "16x64x256-g1-w8-s8")])
+def test_groups_that_take_turns_meet_in_shared_memory(turns, config):
+    text = outside_of_loops(ptx("int4_gelu", "bf16", f"{config}-specialized-descriptor-swap", 16))
+    # A sum is given when all threads of its group have stored it, and its room free when all have read it.
+    arrivals = [text[: found.start()] for found in re.finditer(r"(?<!async\.)mbarrier\.arrive\.shared", text)]
+    assert len(arrivals) == (2 if turns else 0)
+    for before in arrivals:
+        access = max(before.rfind("st.shared"), before.rfind("ld.shared"))
+        assert re.search(r"(?:bar|barrier)(?:\.cta)?\.sync(?:\.aligned)?\s+\d+, 128", before[access:])

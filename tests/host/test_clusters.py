@@ -47,12 +47,9 @@ def shares(work, steps):
     for program in range(work.programs):
         for tile in range(program, work.whole, work.programs):
             yield program, tile, 0, steps
-        first = min(program * work.chunk, work.cut * work.virtual)
-        last = min(first + work.chunk, work.cut * work.virtual)
-        if first < last:
-            for tile in range(first // work.virtual, -(-last // work.virtual)):
-                low, high = max(first - tile * work.virtual, 0), min(last - tile * work.virtual, steps)
-                yield program, work.whole + tile, low, high
+        if program // work.parts < work.cut:
+            low = program % work.parts * work.chunk
+            yield program, work.whole + program // work.parts, low, min(low + work.chunk, steps)
 
 
 CASES = [
@@ -82,27 +79,12 @@ def every_step_is_taken_once(tiles, steps, most, split):
         assert ends[-1] == steps
 
 
-def test_parts_of_a_tile_find_one_another():
+def test_a_cut_tile_has_several_parts_and_room_for_each():
     for case in CASES:
-        parts_of_a_tile_find_one_another(*case)
-
-
-def parts_of_a_tile_find_one_another(tiles, steps, most, split):
-    work = Work.divide(tiles, steps, most, split=split)
-    slots = {}
-    for program, tile, low, high in shares(work, steps):
-        if high - low == steps:
-            continue
-        begin = (tile - work.whole) * work.virtual
-        first, last = begin // work.chunk, (begin + steps - 1) // work.chunk
-        assert first <= program <= last
-        slot = 2 * program + (program * work.chunk <= begin)
-        assert slot not in slots
-        slots[slot] = tile, first, last
-    for tile, first, last in slots.values():
-        begin = (tile - work.whole) * work.virtual
-        others = [2 * program + (program * work.chunk <= begin) for program in range(first, last + 1)]
-        assert all(slots[slot] == (tile, first, last) for slot in others)
+        work = Work.divide(*case[:3], split=case[3])
+        assert work.parts >= 2 if work.cut else work.parts == 1
+        assert work.cut * work.parts <= work.programs
+        assert work.partials(16, 128) == 16 * 128 * work.cut * work.parts
 
 
 def test_tails_cover_the_rest():
@@ -113,8 +95,8 @@ def test_tails_cover_the_rest():
 
 
 def test_shares_along_k():
-    assert Work.divide(32, 224, 66, split=2) == Work(64, 0, cut=32, virtual=224, chunk=112)
-    assert Work.divide(80, 80, 66, split=4) == Work(66, 66, cut=14, virtual=80, chunk=20)
+    assert Work.divide(32, 224, 66, split=2) == Work(64, 0, cut=32, parts=2, chunk=112)
+    assert Work.divide(80, 80, 66, split=4) == Work(66, 66, cut=14, parts=4, chunk=20)
     assert Work.divide(80, 80, 66, split=8, tail=2) == Work(66, 66, tail=28)  # 112 parts for 66 programs
 
 
@@ -132,7 +114,7 @@ def test_many_at_once():
             assert whole == -(-work.whole // most)
             assert small == -(-work.tail // most)
             assert chunk == (work.chunk if work.cut else 0)
-            assert parts == (work.virtual // work.chunk if work.cut else 1)
+            assert parts == work.parts
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -98,7 +98,8 @@ def test_another_triton_does_without(monkeypatch):
 @pytest.mark.parametrize(
     ("problem", "config"),
     [
-        (packed(), "128x64x64-g4-w8-s5-specialized-descriptor-swap"),
+        (packed(), "128x32x64-g4-w8-s4-specialized-descriptor-swap"),
+        (packed(), "16x64x256-g1-w8-s7-specialized-descriptor-swap"),
         (packed(), "256x128x32-g4-w8-s5-specialized-descriptor-swap"),
         (packed(), str(SCALED)),
         (blocks(), str(CONFIG)),

@@ -12,7 +12,7 @@ Within a CTA one warp issues the loads (`produce`) and the others multiply and s
 - `a_free` and `b_free`: one for each set of CTAs that hold the same block. All of them arrive there when they have used
   it, and the one that loads for the set waits for that.
 
-`work` says what there is to do, in whole numbers: (M, N, K, whole, tail, cut, virtual, chunk), see `gemm_cluster`.
+`work` says what there is to do, in whole numbers: (M, N, K, whole, tail, cut, parts, chunk), see `gemm_cluster`.
 """
 
 from triton.experimental import gluon
@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from .rings import READ_ONCE, column_halves, combine, following, own_steps
+from .rings import READ_ONCE, column_halves, combine, following, own_part
 
 
 @gluon.constexpr_function
@@ -143,7 +143,7 @@ def produce(
     STREAM: gl.constexpr,
 ):  # fmt: skip
     """Loads what `consume` multiplies, in the same order."""
-    _, _, K, whole, tail, _, virtual, _ = work
+    _, _, K, whole, tail, cut, parts, chunk = work
     steps = gl.cdiv(K, BLOCK_K)
     stage = gl.to_tensor(0)
     # The parity before the first: what has not been used yet is free.
@@ -163,11 +163,9 @@ def produce(
                 a, b_tail, ring, row, col, 0, steps, stage, phase, BLOCK_K, STAGES, A_ROWS, B_ROWS, STREAM
             )
     if SPLIT:
-        first, last, first_tile, last_tile = own_steps(work[5], work[6], work[7])
-        for tile in range(first_tile, last_tile):
+        tile, low, high = own_part(parts, chunk, steps)
+        if tile < cut:
             row, col = corner(whole + tile, work, LAYOUT, ORDER, BLOCK_M, BLOCK_N, GROUP_M, SPLIT, SHIFT)
-            low = max(first - tile * virtual, 0)
-            high = min(last - tile * virtual, steps)
             stage, phase = load(
                 a, b, ring, row, col, low, high, stage, phase, BLOCK_K, STAGES, A_ROWS, B_ROWS, STREAM
             )
@@ -244,7 +242,7 @@ def consume(
     A_ROWS: gl.constexpr, B_ROWS: gl.constexpr, TAIL: gl.constexpr, SPLIT: gl.constexpr, SHIFT: gl.constexpr,
 ):  # fmt: skip
     """Multiplies and stores: first whole tiles, then narrow ones or parts along K."""
-    _, _, K, whole, tail, _, virtual, _ = work
+    _, _, K, whole, tail, cut, parts, chunk = work
     LAYOUT: gl.constexpr = out.layout
     ACC: gl.constexpr = accumulator_layout(LAYOUT, BLOCK_M, BLOCK_N, gl.num_warps())
     staged = gl.allocate_shared_memory(out.dtype, out.block_shape, LAYOUT)
@@ -269,26 +267,22 @@ def consume(
             )
             finish(acc, out_tail, staged, args, work, row, col + part % TAIL * PART, EPILOGUE)
     if SPLIT:
-        first, last, first_tile, last_tile = own_steps(work[5], work[6], work[7])
-        for tile in range(first_tile, last_tile):
+        tile, low, high = own_part(parts, chunk, steps)
+        if tile < cut:
             row, col = corner(whole + tile, work, LAYOUT, ORDER, BLOCK_M, BLOCK_N, GROUP_M, SPLIT, SHIFT)
-            low = max(first - tile * virtual, 0)
-            high = min(last - tile * virtual, steps)
             acc, stage, phase = multiply(
                 b, ring, low, high, stage, phase, ACC, BLOCK_M, BLOCK_N, STAGES, A_ROWS, B_ROWS
             )
-            done = gl.to_tensor(True)
-            if high - low < steps:
-                counter = counters + tile * gl.num_ctas() + cta_rank()
-                acc, done = combine(acc, tile * virtual, steps, work[7], partials, counter, take_ticket, 0, 1)
+            counter = counters + tile * gl.num_ctas() + cta_rank()
+            acc, done = combine(acc, tile, parts, partials, counter, take_ticket, 0, 1)
             if done:
                 finish(acc, out, staged, args, work, row, col, EPILOGUE)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["M", "N", "K", "whole", "tail", "cut", "virtual", "chunk"])
+@gluon.jit(do_not_specialize=["M", "N", "K", "whole", "tail", "cut", "parts", "chunk"])
 def gemm_cluster(
-    a, b, out, b_tail, out_tail, args, partials, counters, M, N, K, whole, tail, cut, virtual, chunk,
+    a, b, out, b_tail, out_tail, args, partials, counters, M, N, K, whole, tail, cut, parts, chunk,
     ORDER: gl.constexpr, EPILOGUE: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
     A_ROWS: gl.constexpr, B_ROWS: gl.constexpr, TAIL: gl.constexpr, SPLIT: gl.constexpr, SHIFT: gl.constexpr,
@@ -299,9 +293,8 @@ def gemm_cluster(
     The other tiles, which would not fill a wave, are divided in one of two ways:
 
     - `TAIL` above 1: into `tail` tiles of `BLOCK_N / TAIL` columns, for which `b_tail` and `out_tail` are b and out.
-    - `SPLIT`: along K, `cut` tiles in pieces of `chunk` steps, one a program. Each tile counts as `virtual` steps: as
-      many as it has, or the next multiple of `chunk`, so that no piece belongs to two tiles. `partials` has room for
-      two fp32 tiles a program; `counters` are zeros, one a cut tile and CTA of a cluster, and zeros again afterwards.
+    - `SPLIT`: along K, `cut` tiles in `parts` of `chunk` steps, one a program. `partials` has room for an fp32 tile a
+      part; `counters` are zeros, one a cut tile and CTA of a cluster, and zeros again afterwards.
 
     Args:
         a, b, out: descriptors of blocks of a whole cluster. The CTAs divide those of `out`, which may be narrower than
@@ -311,7 +304,7 @@ def gemm_cluster(
         SHIFT: whether the last rows may be computed twice, see `moved_up`; not where an epilogue reads what is stored.
         STREAM: whether B is read once and leaves L2 first.
     """
-    work = (M, N, K, whole, tail, cut, virtual, chunk)
+    work = (M, N, K, whole, tail, cut, parts, chunk)
     a_blocks = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_shape, a.layout)  # noqa: RUF005
     b_blocks = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_shape, b.layout)  # noqa: RUF005
     full = mbarrier.allocate_mbarrier(batch=STAGES)

@@ -1,9 +1,8 @@
 """What the kernels with a loading warp have in common: the ring of stages, and tiles cut along K between programs.
 
-Programs take whole tiles in turn. The tiles that would not fill a last wave may be cut along K, into pieces of `chunk`
-steps, one a program; each such tile counts as `virtual` steps, see `clusters.Work`. A piece that is not a whole tile is
-left in a workspace, and whoever finishes its piece of a tile last adds all of them up. The scheme is stream-K's (Osama
-et al., 2023, arXiv:2301.03598).
+Programs take whole tiles in turn. The tiles that would not fill a last wave may be cut along K, into `parts` of `chunk`
+steps each, one a program; see `clusters.Work`. Each is left in a workspace, and whoever finishes its part of a tile
+last adds all of them up. The scheme is stream-K's (Osama et al., 2023, arXiv:2301.03598).
 """
 
 from triton.experimental import gluon
@@ -33,20 +32,20 @@ def following(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def own_steps(cut, virtual, chunk):
-    """This program's steps of the tiles that are cut along K: the first and the one after the last, and their tiles."""
-    first = min(gl.program_id(0) * chunk, cut * virtual)
-    last = min(first + chunk, cut * virtual)
-    return first, last, first // virtual, gl.where(first < last, gl.cdiv(last, virtual), 0)
+def later(stage, phase, steps, STAGES: gl.constexpr):
+    """The stage of the ring that is `steps` later, and the parity to wait for there."""
+    stage += steps
+    return stage % STAGES, phase ^ (stage // STAGES & 1)
 
 
 @gluon.jit
-def slot(program, chunk, begin):
-    """Where a program leaves its part of the tile whose steps begin at `begin`.
+def own_part(parts, chunk, steps):
+    """This program's part of the tiles that are cut along K: the tile, the first step, and the one after the last.
 
-    A program has at most two parts that are not whole tiles, one that begins a tile and one that does not.
+    There may be fewer such tiles.
     """
-    return 2 * program + (program * chunk <= begin).to(gl.int32)
+    low = gl.program_id(0) % parts * chunk
+    return gl.program_id(0) // parts, low, min(low + chunk, steps)
 
 
 @gluon.jit
@@ -62,64 +61,57 @@ def offsets(acc, col, COLS: gl.constexpr):
 
 
 @gluon.jit
-def add_pieces(acc, begin, first, last, chunk, partials, ROOM: gl.constexpr, col, COLS: gl.constexpr):
-    """The sum of a tile's pieces, of which `acc` is this program's, or of some columns of them."""
+def add_parts(acc, first, parts, partials, ROOM: gl.constexpr, col, COLS: gl.constexpr):
+    """The sum of a tile's parts, of which `acc` is this program's, or of some columns of them.
+
+    Args:
+        first: the program that has the first part.
+        ROOM: floats that a program leaves.
+    """
     LAYOUT: gl.constexpr = acc.type.layout
     if acc.shape[1] > 64:
-        # A part at a time: there are no registers for two whole tiles.
+        # Some columns at a time: there are no registers for two whole tiles.
         left, right = column_halves(acc)
-        left = add_pieces(left, begin, first, last, chunk, partials, ROOM, col, COLS)
-        right = add_pieces(right, begin, first, last, chunk, partials, ROOM, col + acc.shape[1] // 2, COLS)
+        left = add_parts(left, first, parts, partials, ROOM, col, COLS)
+        right = add_parts(right, first, parts, partials, ROOM, col + acc.shape[1] // 2, COLS)
         return gl.convert_layout(beside(left, right), LAYOUT, assert_trivial=True)
     else:
         places = partials + offsets(acc, col, COLS)
-        if last - first == 1:
+        if parts == 2:
             # The sum of two is the same in either order.
-            other = slot(first + last - gl.program_id(0), chunk, begin)
-            acc += gl.load(places + other.to(gl.int64) * ROOM, cache_modifier=".cg")
+            other = 2 * first + 1 - gl.program_id(0)
+            acc += gl.load(places + gl.cast(other, gl.int64) * ROOM, cache_modifier=".cg")
         else:
             acc = gl.zeros(acc.shape, gl.float32, LAYOUT)
-            for each in range(first, last + 1):
-                part = slot(each, chunk, begin)
-                acc += gl.load(places + part.to(gl.int64) * ROOM, cache_modifier=".cg")
+            for each in range(first, first + parts):
+                acc += gl.load(places + gl.cast(each, gl.int64) * ROOM, cache_modifier=".cg")
         return acc
 
 
 @gluon.jit
 def combine(
-    acc,
-    begin,
-    steps,
-    chunk,
-    partials,
-    counter,
-    TAKE_TICKET: gl.constexpr,
-    PART: gl.constexpr,
-    PARTS: gl.constexpr,
-):
-    """Adds up a tile's pieces, in order, in the program that finishes its piece last; nobody waits.
+    acc, tile, parts, partials, counter, TAKE_TICKET: gl.constexpr, PIECE: gl.constexpr, PIECES: gl.constexpr
+):  # fmt: skip
+    """Adds up a tile's parts, in order, in the program that finishes its part last; nobody waits.
 
-    Where warps of one program have a part of the tile each, they do this on their own.
+    Where warps of one program have a piece of the tile each, they do this on their own.
 
     Args:
-        begin: the tile's first step among all steps of cut tiles; it has `steps`.
-        counter: counts the pieces that are done. 0 before, and afterwards.
+        tile: its number among those that are cut.
+        counter: counts the parts that are done. 0 before, and afterwards.
         TAKE_TICKET: `take_ticket(counter, others)` says whether `others` have been counted before, and then begins
             again.
-        PART, PARTS: which part of how many `acc` is.
+        PIECE, PIECES: which piece of how many `acc` is.
 
     Returns:
         The sum, and whether this is the program that has it.
     """
     COLS: gl.constexpr = acc.shape[1]
     SIZE: gl.constexpr = acc.shape[0] * COLS
-    ROOM: gl.constexpr = PARTS * SIZE
-    own = partials + PART * SIZE
-    first = begin // chunk
-    last = (begin + steps - 1) // chunk
-    place = slot(gl.program_id(0), chunk, begin).to(gl.int64) * ROOM
-    gl.store(own + place + offsets(acc, 0, COLS), acc)
-    done = TAKE_TICKET(counter, last - first)
+    ROOM: gl.constexpr = PIECES * SIZE
+    own = partials + PIECE * SIZE
+    gl.store(own + gl.program_id(0).to(gl.int64) * ROOM + offsets(acc, 0, COLS), acc)
+    done = TAKE_TICKET(counter, parts - 1)
     if done:
-        acc = add_pieces(acc, begin, first, last, chunk, own, ROOM, 0, COLS)
+        acc = add_parts(acc, tile * parts, parts, own, ROOM, 0, COLS)
     return acc, done

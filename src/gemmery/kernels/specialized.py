@@ -13,9 +13,15 @@ MULTIPLY is the K loop, and FACT_0, FACT_1 and FACT_2 are its own last three par
 `multiply_scaled`: Triton hashes functions as parameters, but not in a tuple. With SWAP it gives the transposed product,
 and the groups divide the tile's columns between them, otherwise its rows.
 
+Of a tile of 64 columns of a packed weight each group has all, and they take turns along K, a step each; in the end the
+first one adds the other one's sum to its own. So there can be as many tiles as multiprocessors where tiles of 128
+columns would have to be cut along K between programs, whose parts meet in memory: with few rows, that takes a tenth of
+the time. There must be an even number of stages: whoever waits for a stage only sees whether its last use but one is
+over, and that must not be the other group's.
+
 With PAIRED the columns of a tile are of both halves of a packed weight, and two of them make one of the output.
 
-`work` is (M, N, K, whole, cut, virtual, chunk): sizes, and how tiles are divided between programs, see `rings`.
+`work` is (M, N, K, whole, cut, parts, chunk): sizes, and how tiles are divided between programs, see `rings`.
 """
 
 from triton.experimental import gluon
@@ -26,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from .dialect import in_gluon
 from .packed import of_rows
-from .rings import READ_ONCE, beside, column_halves, combine, following, own_steps
+from .rings import READ_ONCE, beside, column_halves, combine, following, later, own_part
 
 OF_ROWS = in_gluon(of_rows)
 
@@ -51,13 +57,14 @@ def corner(
 
 
 @gluon.jit
-def copy_shared(x, blocks, arrived, group, col, groups, columns, PAIRED: gl.constexpr):
+def copy_shared(
+    x, blocks, arrived, group, col, groups, columns, WIDTH: gl.constexpr, PAIRED: gl.constexpr
+):  # fmt: skip
     """Copies what groups share, from number `group` on, into a stage; `arrived` is not complete before it is there.
 
     There are a few bytes of it for each column, which TMA has no layout for.
     """
     VECTOR: gl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
-    WIDTH: gl.constexpr = ROWS * GROUPS
     if PAIRED:
         HALVES: gl.constexpr = gl.BlockedLayout(
             [1, 1, VECTOR], [32 * VECTOR // WIDTH, 2, WIDTH // 2 // VECTOR], [1, 1, 1], [2, 1, 0]
@@ -94,8 +101,8 @@ def load_b(b, place, arrived, block, STREAM: gl.constexpr):
 @gluon.jit
 def load(
     a, b, extra, ring, row, col, low, high, stage, phase,
-    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PER: gl.constexpr, GROUP: gl.constexpr, PAIRED: gl.constexpr,
-    STREAM: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PER: gl.constexpr, GROUP: gl.constexpr,
+    PAIRED: gl.constexpr, STREAM: gl.constexpr,
 ):  # fmt: skip
     """Loads the blocks of one tile, from step `low` to `high` along K, as far ahead as there are stages.
 
@@ -109,11 +116,14 @@ def load(
         arrived = full.index(stage)
         if GROUP > 0:
             scales, shifts, groups, columns = extra
-            copy_shared(scales, scale_blocks.index(stage), arrived, k // GROUP, col, groups, columns, PAIRED)
+            group = k // GROUP
+            copy_shared(
+                scales, scale_blocks.index(stage), arrived, group, col, groups, columns, BLOCK_N, PAIRED
+            )  # fmt: skip
             if shifts is not None:
                 copy_shared(
-                    shifts, shift_blocks.index(stage), arrived, k // GROUP, col, groups, columns, PAIRED
-                )
+                    shifts, shift_blocks.index(stage), arrived, group, col, groups, columns, BLOCK_N, PAIRED
+                )  # fmt: skip
         mbarrier.expect(arrived, a.block_type.nbytes + b.block_type.nbytes)
         _load(a, [row, k], arrived, a_blocks.index(stage))
         if PAIRED:
@@ -137,7 +147,7 @@ def produce(
     Args:
         PER, GROUP: numbers in a word of B, 0 if it is not packed, and along K with one scale, 0 if there are none.
     """
-    M, N, K, whole, cut, virtual, chunk = work
+    M, N, K, whole, cut, parts, chunk = work
     steps = gl.cdiv(K, BLOCK_K)
     stage = gl.to_tensor(0)
     # The parity before the first: what has not been used yet is free.
@@ -145,16 +155,15 @@ def produce(
     for tile in range(gl.program_id(0), whole, gl.num_programs(0)):
         row, col = corner(tile, M, N, ORDER, BLOCK_M, BLOCK_N, GROUP_M)
         stage, phase = load(
-            a, b, extra, ring, row, col, 0, steps, stage, phase, BLOCK_K, STAGES, PER, GROUP, PAIRED, STREAM
+            a, b, extra, ring, row, col, 0, steps, stage, phase, BLOCK_N, BLOCK_K, STAGES, PER, GROUP, PAIRED, STREAM
         )  # fmt: skip
     if SPLIT:
-        first, last, first_tile, last_tile = own_steps(cut, virtual, chunk)
-        for tile in range(first_tile, last_tile):
+        tile, low, high = own_part(parts, chunk, steps)
+        if tile < cut:
             row, col = corner(whole + tile, M, N, ORDER, BLOCK_M, BLOCK_N, GROUP_M)
-            low = max(first - tile * virtual, 0)
-            high = min(last - tile * virtual, steps)
             stage, phase = load(
-                a, b, extra, ring, row, col, low, high, stage, phase, BLOCK_K, STAGES, PER, GROUP, PAIRED, STREAM
+                a, b, extra, ring, row, col, low, high, stage, phase, BLOCK_N, BLOCK_K, STAGES, PER, GROUP, PAIRED,
+                STREAM,
             )  # fmt: skip
 
 
@@ -331,7 +340,7 @@ def multiply_packed(
     """64 columns of a tile, from step `low` to `high` along K: the transposed product with a packed weight.
 
     A step is unpacked in pieces of eight lines of words, the least that can be cut out of shared memory, and the tensor
-    cores work on one while the next is unpacked.
+    cores work on one while the next is unpacked. Where groups take turns, `GROUP_NUMBER` is whose turn comes first.
 
     Args:
         extra: what `load` takes; it has come with the stage.
@@ -342,12 +351,18 @@ def multiply_packed(
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     COLS: gl.constexpr = min(BLOCK_K, 16 * PER)
+    TURNS: gl.constexpr = BLOCK_N == ROWS
+    PIECE: gl.constexpr = 0 if TURNS else GROUP_NUMBER
+    FIRST: gl.constexpr = GROUP_NUMBER if TURNS else 0
+    EVERY: gl.constexpr = GROUPS if TURNS else 1
+    after = later(stage, phase, high - low, STAGES)
+    stage, phase = later(stage, phase, FIRST, STAGES)
     acc = gl.zeros([ROWS, BLOCK_M], gl.float32, ACC)
-    for _ in range(low, high):
+    for _ in range(low + FIRST, high, EVERY):
         mbarrier.wait(full.index(stage), phase)
         weights = ()
         for k in gl.static_range(0, BLOCK_K, COLS):
-            weight = own_weight(ring, stage, GROUP_NUMBER, k, COLS, PAIRED, UNPACK, PER, GROUP)
+            weight = own_weight(ring, stage, PIECE, k, COLS, PAIRED, UNPACK, PER, GROUP)
             weight = gl.convert_layout(weight, LEFT, assert_trivial=True)
             x = a_blocks.index(stage).slice(k, COLS, 1)
             acc = hopper.warpgroup_mma(weight, x.permute((1, 0)), acc, is_async=True)
@@ -355,8 +370,9 @@ def multiply_packed(
         # The tensor cores read the pieces from registers, which keep them until then.
         acc = hopper.warpgroup_mma_wait(0, deps=(acc,) + weights)[0]  # noqa: RUF005
         mbarrier.arrive(free.index(stage))
-        stage, phase = following(stage, phase, STAGES)
-    return acc, stage, phase
+        for _ in gl.static_range(EVERY):
+            stage, phase = following(stage, phase, STAGES)
+    return acc, after[0], after[1]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -461,6 +477,26 @@ def take_ticket(counter, others):
 
 
 @gluon.jit
+def joined(acc, meeting, turn, GROUP_NUMBER: gl.constexpr):
+    """Adds the sums of groups that have taken turns, in the first one; the other one's stays what it was.
+
+    Args:
+        meeting: shared memory for a tile, and two barriers: whether it has been given there, and taken.
+        turn: the parity of `given` to wait for; it is another one for the next tile.
+    """
+    room, given, taken = meeting
+    if GROUP_NUMBER > 0:
+        mbarrier.wait(taken, turn ^ 1)
+        room.store(acc)
+        mbarrier.arrive(given)
+    else:
+        mbarrier.wait(given, turn)
+        acc += room.load(acc.type.layout)
+        mbarrier.arrive(taken)
+    return acc, turn ^ 1
+
+
+@gluon.jit
 def halves_beside(block):
     """A block whose columns are of both halves by eights as one with the halves side by side; no number moves."""
     rows: gl.constexpr = block.shape[0]
@@ -501,65 +537,72 @@ def finish(
 
 @gluon.jit
 def consume(
-    out, staging, ring, extra, args, partials, counters, work, GROUP_NUMBER: gl.constexpr, MULTIPLY: gl.constexpr,
-    FACT_0: gl.constexpr, FACT_1: gl.constexpr, FACT_2: gl.constexpr, ORDER: gl.constexpr, EPILOGUE: gl.constexpr,
-    CAST: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr, SWAP: gl.constexpr, PAIRED: gl.constexpr, SPLIT: gl.constexpr,
+    out, staging, ring, meeting, extra, args, partials, counters, work, GROUP_NUMBER: gl.constexpr,
+    MULTIPLY: gl.constexpr, FACT_0: gl.constexpr, FACT_1: gl.constexpr, FACT_2: gl.constexpr, ORDER: gl.constexpr,
+    EPILOGUE: gl.constexpr, CAST: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    GROUP_M: gl.constexpr, STAGES: gl.constexpr, SWAP: gl.constexpr, PAIRED: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """One group's part of the work: first of whole tiles, then of parts along K."""
-    M, N, K, whole, cut, virtual, chunk = work
+    M, N, K, whole, cut, parts, chunk = work
     steps = gl.cdiv(K, BLOCK_K)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    staged = staging.index(GROUP_NUMBER)
+    TURNS: gl.constexpr = meeting is not None
+    turn = gl.to_tensor(0)
     DOWN: gl.constexpr = 0 if SWAP else ROWS * GROUP_NUMBER
-    RIGHT: gl.constexpr = ROWS * GROUP_NUMBER if SWAP else 0
+    RIGHT: gl.constexpr = ROWS * GROUP_NUMBER if SWAP and not TURNS else 0
+    # Which piece of how many of a tile is this group's to finish.
+    PIECE: gl.constexpr = 0 if TURNS else GROUP_NUMBER
+    PIECES: gl.constexpr = 1 if TURNS else GROUPS
+    staged = staging.index(PIECE)
     for tile in range(gl.program_id(0), whole, gl.num_programs(0)):
         row, col = corner(tile, M, N, ORDER, BLOCK_M, BLOCK_N, GROUP_M)
         acc, stage, phase = MULTIPLY(
             ring, extra, M, N, row, col, 0, steps, stage, phase, GROUP_NUMBER, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
             PAIRED, FACT_0, FACT_1, FACT_2,
         )  # fmt: skip
-        finish(acc, out, staged, args, M, N, row + DOWN, col + RIGHT, EPILOGUE, CAST, SWAP, PAIRED)
+        if TURNS:
+            acc, turn = joined(acc, meeting, turn, GROUP_NUMBER)
+        if PIECE == GROUP_NUMBER:
+            finish(acc, out, staged, args, M, N, row + DOWN, col + RIGHT, EPILOGUE, CAST, SWAP, PAIRED)
     if SPLIT:
-        first, last, first_tile, last_tile = own_steps(cut, virtual, chunk)
-        for tile in range(first_tile, last_tile):
+        tile, low, high = own_part(parts, chunk, steps)
+        if tile < cut:
             row, col = corner(whole + tile, M, N, ORDER, BLOCK_M, BLOCK_N, GROUP_M)
-            low = max(first - tile * virtual, 0)
-            high = min(last - tile * virtual, steps)
             acc, stage, phase = MULTIPLY(
                 ring, extra, M, N, row, col, low, high, stage, phase, GROUP_NUMBER, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
                 PAIRED, FACT_0, FACT_1, FACT_2,
             )  # fmt: skip
-            done = gl.to_tensor(True)
-            if high - low < steps:
-                counter = counters + tile * GROUPS + GROUP_NUMBER
-                acc, done = combine(
-                    acc, tile * virtual, steps, chunk, partials, counter, take_ticket, GROUP_NUMBER, GROUPS
-                )
-            if done:
-                finish(acc, out, staged, args, M, N, row + DOWN, col + RIGHT, EPILOGUE, CAST, SWAP, PAIRED)
+            if TURNS:
+                acc, turn = joined(acc, meeting, turn, GROUP_NUMBER)
+            if PIECE == GROUP_NUMBER:
+                counter = counters + tile * PIECES + PIECE
+                acc, done = combine(acc, tile, parts, partials, counter, take_ticket, PIECE, PIECES)
+                if done:
+                    finish(
+                        acc, out, staged, args, M, N, row + DOWN, col + RIGHT, EPILOGUE, CAST, SWAP, PAIRED,
+                    )  # fmt: skip
     tma.store_wait(0)
 
 
 @gluon.jit
 def room_for_shared(
-    x, STAGES: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr, PAIRED: gl.constexpr
-):
+    x, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr, PAIRED: gl.constexpr
+):  # fmt: skip
     """Shared memory for what the groups of a step share, in each stage."""
     COUNT: gl.constexpr = BLOCK_K // GROUP if BLOCK_K > GROUP else 1
     DTYPE: gl.constexpr = x.dtype.element_ty
     if PAIRED:
         HALVES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-        return gl.allocate_shared_memory(DTYPE, [STAGES, COUNT, 2, ROWS * GROUPS // 2], HALVES)
+        return gl.allocate_shared_memory(DTYPE, [STAGES, COUNT, 2, BLOCK_N // 2], HALVES)
     else:
         LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        return gl.allocate_shared_memory(DTYPE, [STAGES, COUNT, ROWS * GROUPS], LAYOUT)
+        return gl.allocate_shared_memory(DTYPE, [STAGES, COUNT, BLOCK_N], LAYOUT)
 
 
-@gluon.jit(do_not_specialize=["M", "N", "K", "whole", "cut", "virtual", "chunk"])
+@gluon.jit(do_not_specialize=["M", "N", "K", "whole", "cut", "parts", "chunk"])
 def gemm_specialized(
-    a, b, out, extra, args, partials, counters, M, N, K, whole, cut, virtual, chunk,
+    a, b, out, extra, args, partials, counters, M, N, K, whole, cut, parts, chunk,
     MULTIPLY: gl.constexpr, FACT_0: gl.constexpr, FACT_1: gl.constexpr, FACT_2: gl.constexpr, PER: gl.constexpr,
     GROUP: gl.constexpr, ORDER: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
@@ -567,9 +610,9 @@ def gemm_specialized(
 ):  # fmt: skip
     """As many programs as run at once, each taking every num_programs-th of the first `whole` tiles.
 
-    With `SPLIT` the other tiles are divided along K, `cut` tiles in pieces of `chunk` steps, one a program; see
-    `rings`. `partials` has room for two fp32 tiles a program; `counters` are zeros, one a cut tile and group of warps,
-    and zeros again afterwards.
+    With `SPLIT` the other tiles are divided along K, `cut` tiles in `parts` of `chunk` steps, one a program; see
+    `rings`. `partials` has room for an fp32 tile a part; `counters` are zeros, one a cut tile and group of warps, and
+    zeros again afterwards.
 
     Args:
         a, b, out: descriptors: of blocks of A (M, K), of B's transpose (N, K) or of its words, and of pieces of a
@@ -581,37 +624,48 @@ def gemm_specialized(
         CAST: `cast(value, dtype)` rounds what the epilogue returns.
         STREAM: whether B is read once and leaves L2 first.
     """
-    work = (M, N, K, whole, cut, virtual, chunk)
+    work = (M, N, K, whole, cut, parts, chunk)
     a_blocks = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)  # noqa: RUF005
     b_blocks = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)  # noqa: RUF005
-    staging = gl.allocate_shared_memory(out.dtype, [GROUPS] + out.block_type.shape, out.layout)  # noqa: RUF005
+    TURNS: gl.constexpr = SWAP and BLOCK_N == ROWS
+    PIECES: gl.constexpr = 1 if TURNS else GROUPS
+    staging = gl.allocate_shared_memory(out.dtype, [PIECES] + out.block_type.shape, out.layout)  # noqa: RUF005
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=GROUPS)
+        mbarrier.init(free.index(stage), count=PIECES)
+    meeting: gl.constexpr = None
+    if TURNS:
+        LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        room = gl.allocate_shared_memory(gl.float32, [ROWS, BLOCK_M], LAYOUT)
+        given = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(given, count=1)
+        mbarrier.init(taken, count=1)
+        meeting = (room, given, taken)
     hopper.fence_async_shared()
     scale_blocks: gl.constexpr = None
     shift_blocks: gl.constexpr = None
     if GROUP > 0:
-        scale_blocks = room_for_shared(extra[0], STAGES, BLOCK_K, GROUP, PAIRED)
+        scale_blocks = room_for_shared(extra[0], STAGES, BLOCK_N, BLOCK_K, GROUP, PAIRED)
         if extra[1] is not None:
-            shift_blocks = room_for_shared(extra[1], STAGES, BLOCK_K, GROUP, PAIRED)
+            shift_blocks = room_for_shared(extra[1], STAGES, BLOCK_N, BLOCK_K, GROUP, PAIRED)
     ring = (a_blocks, b_blocks, scale_blocks, shift_blocks, full, free)
     gl.warp_specialize(
         [
             (
                 consume,
                 (
-                    out, staging, ring, extra, args, partials, counters, work, 0, MULTIPLY, FACT_0, FACT_1, FACT_2,
-                    ORDER, EPILOGUE, CAST, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, SWAP, PAIRED, SPLIT,
+                    out, staging, ring, meeting, extra, args, partials, counters, work, 0, MULTIPLY, FACT_0, FACT_1,
+                    FACT_2, ORDER, EPILOGUE, CAST, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, SWAP, PAIRED, SPLIT,
                 ),
             ),
             (
                 consume,
                 (
-                    out, staging, ring, extra, args, partials, counters, work, 1, MULTIPLY, FACT_0, FACT_1, FACT_2,
-                    ORDER, EPILOGUE, CAST, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, SWAP, PAIRED, SPLIT,
+                    out, staging, ring, meeting, extra, args, partials, counters, work, 1, MULTIPLY, FACT_0, FACT_1,
+                    FACT_2, ORDER, EPILOGUE, CAST, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, SWAP, PAIRED, SPLIT,
                 ),
             ),
             (

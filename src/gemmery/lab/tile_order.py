@@ -263,17 +263,8 @@ def _rest_of_work(
         columns["col"] += part % c.tail * cols
         columns["cols"] = np.full_like(part, cols)
         return *_dealt(work.tail, work.programs), columns
-    steps = -(-problem.K // c.block_k)
-    program = np.arange(work.programs)
-    first = np.minimum(program * work.chunk, work.cut * work.virtual)
-    last = np.minimum(first + work.chunk, work.cut * work.virtual)
-    count = np.where(first < last, -(-last // work.virtual) - first // work.virtual, 0)
-    own = np.repeat(program, count)
-    behind = np.arange(len(own)) - (np.cumsum(count) - count)[own]
-    tile = first[own] // work.virtual + behind
-    low = np.maximum(first[own] - tile * work.virtual, 0)
-    high = np.minimum(last[own] - tile * work.virtual, steps)
-    columns = _of_config(problem, c, work.whole + tile, tiles_n)
-    columns["first_k"] = low * c.block_k
-    columns["last_k"] = np.minimum(high * c.block_k, problem.K)
-    return own, behind, columns
+    program = np.arange(work.cut * work.parts)
+    columns = _of_config(problem, c, work.whole + program // work.parts, tiles_n)
+    columns["first_k"] = program % work.parts * work.chunk * c.block_k
+    columns["last_k"] = np.minimum(columns["first_k"] + work.chunk * c.block_k, problem.K)
+    return program, np.zeros_like(program), columns

@@ -37,6 +37,10 @@ HOPPER: dict[str, Rows] = {
             64x128x256  1 8 3 0.50 swap splits stream apart
             32x128x256  1 8 4 0.40 swap splits stream apart
             16x128x256  1 8 4 0.40 swap splits stream apart
+            128x64x128  1 8 4 0.75 swap splits apart
+            64x64x128   1 8 8 0.50 swap splits stream apart
+            32x64x256   1 8 8 0.40 swap splits stream apart
+            16x64x256   1 8 8 0.40 swap splits stream apart
         """,
         ("pointer", "tile"): """
             128x64x64  8 4 3 0.30 swap aligned strided
@@ -69,6 +73,10 @@ HOPPER: dict[str, Rows] = {
             64x128x128  1 8 5 0.50 swap splits stream apart
             32x128x128  1 8 6 0.40 swap splits stream apart
             16x128x128  1 8 7 0.40 swap splits stream apart
+            128x64x128  1 8 4 0.75 swap splits apart
+            64x64x128   1 8 8 0.50 swap splits stream apart
+            32x64x128   1 8 10 0.40 swap splits stream apart
+            16x64x256   1 8 8 0.40 swap splits stream apart
         """,
         ("pointer", "tile"): """
             128x64x64  8 4 3 0.30 swap aligned strided
