@@ -27,6 +27,8 @@ from .waves import Split
 VERSIONS = ("3.6", "3.7", "3.8", "3.9")
 #: Warps that multiply, in groups of four; rows or columns of a tile that a group has, see `kernels.specialized`.
 WARPS, OWN = 8, 64
+#: Rows of a tile up to which all tiles' rows of A together stay in L2.
+FEW = 64
 #: The longest side of a piece that is stored, and where the epilogue reads or writes whole matrices, which takes
 #: registers.
 PIECE, PIECE_OF_BLOCKS = 128, 32
@@ -152,6 +154,8 @@ class SpecializedBinding(Binding):
             "PAIRED": p.paired,
             # Each block of B is read once by a row of tiles.
             "STREAM": c.stream and streams() and c.block_m >= p.M,
+            # Whatever M is, as the order of a sum depends on it.
+            "SHIFT": c.block_m <= FEW,
             # What M makes of a config is no other code: none of its tiles may happen to be cut.
             "SPLIT": self.split is not None,
             # Those of the first group; the compiler adds those of the others.

@@ -102,16 +102,22 @@ def load_b(b, place, arrived, block, STREAM: gl.constexpr):
 def load(
     a, b, extra, ring, row, col, low, high, stage, phase,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PER: gl.constexpr, GROUP: gl.constexpr,
-    PAIRED: gl.constexpr, STREAM: gl.constexpr,
+    PAIRED: gl.constexpr, STREAM: gl.constexpr, SHIFT: gl.constexpr,
 ):  # fmt: skip
     """Loads the blocks of one tile, from step `low` to `high` along K, as far ahead as there are stages.
+
+    With SHIFT each column of tiles begins at another step. They have the same block of A otherwise, and where that is
+    a single row, all of them would ask one slice of L2 for it.
 
     With GROUP `extra` is (scales, shifts, groups, columns): two matrices with a row for each group, the second of which
     may be None, and their sizes.
     """
     a_blocks, b_blocks, scale_blocks, shift_blocks, full, free = ring
+    shift = col // BLOCK_N % (high - low) if SHIFT else 0
     for step in range(low, high):
-        k = step * BLOCK_K
+        k = (step + shift) * BLOCK_K
+        if SHIFT:
+            k = gl.where(step + shift < high, k, k - (high - low) * BLOCK_K)
         mbarrier.wait(free.index(stage), phase)
         arrived = full.index(stage)
         if GROUP > 0:
@@ -140,7 +146,7 @@ def load(
 def produce(
     a, b, extra, ring, work, ORDER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr, STAGES: gl.constexpr, PER: gl.constexpr, GROUP: gl.constexpr, PAIRED: gl.constexpr,
-    SPLIT: gl.constexpr, STREAM: gl.constexpr,
+    SPLIT: gl.constexpr, STREAM: gl.constexpr, SHIFT: gl.constexpr,
 ):  # fmt: skip
     """Loads what `consume` multiplies, in the same order.
 
@@ -155,7 +161,8 @@ def produce(
     for tile in range(gl.program_id(0), whole, gl.num_programs(0)):
         row, col = corner(tile, M, N, ORDER, BLOCK_M, BLOCK_N, GROUP_M)
         stage, phase = load(
-            a, b, extra, ring, row, col, 0, steps, stage, phase, BLOCK_N, BLOCK_K, STAGES, PER, GROUP, PAIRED, STREAM
+            a, b, extra, ring, row, col, 0, steps, stage, phase, BLOCK_N, BLOCK_K, STAGES, PER, GROUP, PAIRED, STREAM,
+            SHIFT,
         )  # fmt: skip
     if SPLIT:
         tile, low, high = own_part(parts, chunk, steps)
@@ -163,7 +170,7 @@ def produce(
             row, col = corner(whole + tile, M, N, ORDER, BLOCK_M, BLOCK_N, GROUP_M)
             stage, phase = load(
                 a, b, extra, ring, row, col, low, high, stage, phase, BLOCK_N, BLOCK_K, STAGES, PER, GROUP, PAIRED,
-                STREAM,
+                STREAM, SHIFT,
             )  # fmt: skip
 
 
@@ -606,7 +613,7 @@ def gemm_specialized(
     MULTIPLY: gl.constexpr, FACT_0: gl.constexpr, FACT_1: gl.constexpr, FACT_2: gl.constexpr, PER: gl.constexpr,
     GROUP: gl.constexpr, ORDER: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
-    SWAP: gl.constexpr, PAIRED: gl.constexpr, SPLIT: gl.constexpr, STREAM: gl.constexpr,
+    SWAP: gl.constexpr, PAIRED: gl.constexpr, SPLIT: gl.constexpr, STREAM: gl.constexpr, SHIFT: gl.constexpr,
 ):  # fmt: skip
     """As many programs as run at once, each taking every num_programs-th of the first `whole` tiles.
 
@@ -623,6 +630,7 @@ def gemm_specialized(
         args: the epilogue's.
         CAST: `cast(value, dtype)` rounds what the epilogue returns.
         STREAM: whether B is read once and leaves L2 first.
+        SHIFT: whether columns of tiles begin at different steps along K; see `load`.
     """
     work = (M, N, K, whole, cut, parts, chunk)
     a_blocks = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)  # noqa: RUF005
@@ -672,7 +680,7 @@ def gemm_specialized(
                 produce,
                 (
                     a, b, extra, ring, work, ORDER, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, PER, GROUP, PAIRED,
-                    SPLIT, STREAM,
+                    SPLIT, STREAM, SHIFT,
                 ),
             ),
         ],
