@@ -27,8 +27,8 @@ from .waves import Split
 VERSIONS = ("3.6", "3.7", "3.8", "3.9")
 #: Warps that multiply, in groups of four; rows or columns of a tile that a group has, see `kernels.specialized`.
 WARPS, OWN = 8, 64
-#: Rows of a tile up to which all tiles' rows of A together stay in L2.
-FEW = 64
+#: Rows of a tile up to which columns of tiles begin at different steps: with more of them it takes longer.
+FEW = 16
 #: The longest side of a piece that is stored, and where the epilogue reads or writes whole matrices, which takes
 #: registers.
 PIECE, PIECE_OF_BLOCKS = 128, 32

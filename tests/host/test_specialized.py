@@ -142,6 +142,13 @@ def test_what_is_read_once_need_not_stay(streams, monkeypatch):
         assert bind(packed(M=M), replace(config, stream=False)).constants["STREAM"] is False
 
 
+@pytest.mark.parametrize(("block_m", "shifts"), [(16, True), (32, False), (64, False)])
+def test_the_order_of_a_sum_does_not_depend_on_the_number_of_rows(block_m, shifts):
+    config = Config.of(f"{block_m}x64x256-g1-w8-s4-specialized-descriptor-k2-swap-stream")
+    for M in (1, 16, 17, 4096):
+        assert bind(packed(M=M), config).constants["SHIFT"] is shifts
+
+
 @pytest.mark.parametrize("streams", [False, True])
 def test_tables_of_the_triton_that_streams(streams, monkeypatch):
     monkeypatch.setattr(specialized, "streams", lambda: streams)
