@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from . import scale_access
 from .epilogues.device import function, loader_with
 from .epilogues.table import TYPES
 from .kernels import epilogues, gemm, order
@@ -222,15 +223,6 @@ def prologue_arguments(problem: Problem, *given: Any) -> tuple[Any, ...]:
     return _traced_arguments(before, tensors[len(own.operands) :], numbers[own.numbers :])
 
 
-def scale_arguments(problem: Problem, tensors: Sequence[Any]) -> tuple[Any, ...]:
-    """Factors that change along K, as `kernels.scales` takes them."""
-    assert problem.scales is not None
-    layouts = problem.scales.a, problem.scales.b
-    pairs = zip(tensors, layouts, strict=True)
-    # Flat: Triton 3.6 fails on a nested tuple in which an integer is 1.
-    return tuple([part for tensor, x in pairs for part in (tensor, _steps(x, False), x.row, x.col)])
-
-
 def epilogue_arguments(problem: Problem, slot: int, *given: Any) -> tuple[Any, ...]:
     """What a problem's epilogue is given: pointers, strides and numbers, in the order in which it takes them.
 
@@ -268,7 +260,7 @@ def columns_of(problem: Problem, config: Config) -> tuple[int, int]:
     product then takes half the registers, and a second program fits beside the first, which multiplies while the
     first one scales.
     """
-    if problem.scales is not None and not problem.scales.exact and config.split_store:
+    if scale_access.by_steps(problem) and config.split_store:
         return config.block_n // 2, config.block_n // 2
     return config.main_n, config.rest_n
 
@@ -277,7 +269,7 @@ def _pieces(problem: Problem, config: Config) -> int:
     """In how many pieces the epilogue and the store of a block come."""
     if (
         not config.split_store
-        or (problem.scales is not None and not problem.scales.exact)
+        or scale_access.by_steps(problem)
         or (problem.fusion is not None and problem.fusion.whole)
     ):
         return 1
@@ -363,13 +355,25 @@ class Binding:
             reach += [x.row * c.block_m + x.col * step for x in p.fusion.prologue.operands]
         return max(reach) >= 1 << 31
 
+    def _loaders(self) -> tuple[Any, Any]:
+        """The device functions that load blocks of A and B."""
+        p, of_a, of_b = self.problem, self.a.loader(), self.b.loader()
+        if p.scales is None or not p.scales.exact:
+            return of_a, of_b
+        step = p.scales.step
+        return (
+            scale_access.loader(of_a, len(self.a.strides), step, of_columns=False),
+            scale_access.loader(of_b, len(self.b.strides), step, of_columns=True, paired=p.paired),
+        )
+
     def _constants(self) -> dict[str, Any]:
         p, c = self.problem, self.config
         ahead, epilogue = phases(p)
+        load_a, load_b = self._loaders()
         constants: dict[str, Any] = {
             "ORDER": order.grouped,
-            "LOAD_A": self.a.loader(),
-            "LOAD_B": self.b.loader(),
+            "LOAD_A": load_a,
+            "LOAD_B": load_b,
             "AHEAD": ahead,
             "EPILOGUE": epilogue,
             "STORE": access.store_nothing
@@ -402,9 +406,8 @@ class Binding:
             constants["SWAP"] = c.swap
             constants["SPLIT_K"] = self.split is not None
             constants["PACKED"] = p.packing is not None
-            constants["SHARED_M"] = p.scales.a_every if p.scales else 0
-            constants["SHARED_N"] = p.scales.b_every if p.scales else 0
-            constants["SHARED_K"] = p.scales.step if p.scales and p.scales.exact else 0
+            constants["SHARED_M"] = p.scales.a_every if p.scales and scale_access.by_steps(p) else 0
+            constants["SHARED_N"] = p.scales.b_every if p.scales and scale_access.by_steps(p) else 0
         return constants
 
     def arguments(self, a: Tensor, b: Tensor, out: Tensor, *given: Any) -> list[Any]:
@@ -420,10 +423,11 @@ class Binding:
             self.b.argument(b, c.block_k, self.main_n),
             self.out.argument(out, c.block_m, self._stored(self.main_n)),
         ]
+        before_a, before_b, shared = self._loading(*given)
         common = [
             epilogue_arguments(p, self.slot, *given),
-            p.M, p.N, p.K, p.batch, (*self.a.strides, *prologue_arguments(p, *given)), self.b.strides,
-            self.out.strides, waves.tiles,
+            p.M, p.N, p.K, p.batch, (*self.a.strides, *before_a), (*self.b.strides, *before_b), self.out.strides,
+            waves.tiles,
         ]  # fmt: skip
         if self.persistent:
             return [
@@ -438,17 +442,25 @@ class Binding:
         if self.rest_n:
             columns = self.rest_n // 2 if p.paired else self.rest_n
             rest = [self.b.argument(b, c.block_k, self.rest_n), self.out.argument(out, c.block_m, columns)]
-        shared: list[Any] = [None, None, None]
-        if p.shared:
-            belonging = given[0][len(given[0]) - len(p.shared) :]
-            if isinstance(self.b, PackedAccess):
-                shared = [*self.b.shared(belonging, c.block_k, c.block_n), None]
-            else:
-                shared = [None, None, scale_arguments(p, belonging)]
         parts: list[Any] = [0, None, None]
         if self.split is not None:
             parts = [self.split.length, *self.workspace(a.device)]
         return [*matrices, *rest, *shared, *common, *parts]
+
+    def _loading(self, *given: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], list[Any]]:
+        """What loaders of A and of B take behind the strides, and the kernel's `b_scales`, `b_shifts` and `scales`."""
+        p, c = self.problem, self.config
+        before = prologue_arguments(p, *given)
+        if not p.shared:
+            return before, (), [None, None, None]
+        belonging = given[0][len(given[0]) - len(p.shared) :]
+        if isinstance(self.b, PackedAccess):
+            return before, (), [*self.b.shared(belonging, c.block_k, c.block_n), None]
+        of_a, of_b = scale_access.arguments(p, belonging)
+        if scale_access.by_steps(p):
+            # Flat: Triton 3.6 fails on a nested tuple in which an integer is 1.
+            return (), (), [None, None, (*of_a, *of_b)]
+        return of_a, of_b, [None, None, None]
 
     @property
     def room(self) -> tuple[int, int]:

@@ -14,11 +14,12 @@ import torch
 import triton
 from torch import Tensor
 
+from . import scale_access
 from .clusters import Work
 from .formats.packing import STRIP, block_columns
 from .kernels import order
 from .kernels.numerics import cast
-from .launch import Binding, described, epilogue_arguments, epilogue_of, scale_arguments, storable
+from .launch import Binding, described, epilogue_arguments, epilogue_of, storable
 from .packed_access import PackedAccess, asm_of, unpacker
 from .problem import FP8, SCALED_EVERY, Config, Problem
 from .waves import Split
@@ -220,7 +221,9 @@ class SpecializedBinding(Binding):
         """What MULTIPLY takes besides the blocks."""
         p = self.problem
         if p.packing is None:
-            return scale_arguments(p, belonging)
+            of_a, of_b = scale_access.arguments(p, belonging)
+            # Flat: Triton 3.6 fails on a nested tuple in which an integer is 1.
+            return (*of_a, *of_b)
         access = PackedAccess(p, described=True)
         return (*[*belonging, None, None][:2], access.groups, access.columns)
 

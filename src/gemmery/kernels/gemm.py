@@ -13,7 +13,7 @@ import triton.language as tl
 from .numerics import cast, dot
 from .operands import beside, column_halves
 from .parts import add_parts, arrive, leave_part
-from .scales import columns_of, factors, factors_of_columns, in_bf16, multiplied, rows_of
+from .scales import factors, factors_of_columns, multiplied
 
 
 @triton.jit
@@ -41,17 +41,15 @@ def multiply(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, REST_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr,
     CHECK_K: tl.constexpr, WIDE: tl.constexpr, ACC: tl.constexpr,
     PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr, SHARED_M: tl.constexpr, SHARED_N: tl.constexpr,
-    SHARED_K: tl.constexpr, PAIRED: tl.constexpr,
+    PAIRED: tl.constexpr,
 ):  # fmt: skip
     """The K loop: the tile with corner (row, col) of the product over `first_k` to `last_k`, in the accumulator's type.
 
     Returns its first `BLOCK_N` columns and, where `REST_N` is not 0, the `REST_N` next ones: a tile as wide as two
     powers of two together. With `SWAP` the tensor cores see the transposed product, so that few rows lie on their
     narrow side. With `scales`, factors that `SHARED_M` rows of A and `SHARED_N` columns of B share and the columns of
-    a step, the sum is fp32. With `SHARED_K`, the columns that share a factor, the numbers are multiplied by theirs
-    before the product, and a step can have more columns.
+    a step, the sum is fp32.
     """
-    tl.static_assert(SHARED_K == 0 or REST_N == 0)
     SUM: tl.constexpr = ACC if SHARED_M == 0 else tl.float32
     acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), SUM)
     # Without a rest there is nothing to carry; a small constant takes its place.
@@ -64,7 +62,7 @@ def multiply(
         left = None
         right = None
         right_rest = None
-        if SHARED_M > 0 and SHARED_K == 0:
+        if SHARED_M > 0:
             # Before the operands are waited for, so that they come meanwhile.
             at_a, steps_a, row_a, col_a, at_b, steps_b, row_b, col_b = scales
             left = factors(at_a, steps_a, row_a, col_a, sizes, batch, row, k, M, BLOCK_M, SHARED_M, BLOCK_K)
@@ -77,12 +75,6 @@ def multiply(
                 )  # fmt: skip
         x = LOAD_A(a, (M, K), a_strides, sizes, batch, row, k, BLOCK_M, BLOCK_K, True, CHECK_K, WIDE)
         y = LOAD_B(b, (K, N), b_strides, sizes, batch, k, col, BLOCK_K, BLOCK_N, CHECK_K, True, WIDE)
-        if SHARED_K > 0:
-            at_a, steps_a, row_a, col_a, at_b, steps_b, row_b, col_b = scales
-            rows, inside = rows_of(row, M, BLOCK_M)
-            x = in_bf16(x, at_a, steps_a, row_a, col_a, sizes, batch, rows, inside, k, K, SHARED_K)
-            columns, inside = columns_of(col, N, BLOCK_N, PAIRED)
-            y = in_bf16(y.T, at_b, steps_b, row_b, col_b, sizes, batch, columns, inside, k, K, SHARED_K).T
         acc = add_step(
             x, y, acc, left, right, SWAP, ACC, PRECISION, IMPRECISE_ACC,
         )  # fmt: skip
@@ -222,14 +214,12 @@ def gemm_tiles(
     GROUP_M: tl.constexpr, SWAP: tl.constexpr, PIECES: tl.constexpr, CHECK_K: tl.constexpr, WIDE: tl.constexpr,
     ACC: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr,
     PAIRED: tl.constexpr, SPLIT_K: tl.constexpr, PACKED: tl.constexpr, SHARED_M: tl.constexpr, SHARED_N: tl.constexpr,
-    SHARED_K: tl.constexpr,
 ):  # fmt: skip
     """One program a tile, or with `SPLIT_K` one for every `part_k` of a tile's K; see `parts`.
 
     `b_rest` and `out_rest` are b and out again, with descriptors for blocks of `REST_N` columns. `PACKED` where b is
     the words of packed numbers, to which `b_scales` and `b_shifts` belong; see `packed`. `scales` are factors that
-    change along K, which `SHARED_M` rows and `SHARED_N` columns share, and `SHARED_K` columns of K where the numbers
-    themselves are multiplied by them; see `scales`.
+    change along K, which `SHARED_M` rows and `SHARED_N` columns share; see `scales`.
     """
     right = (b, b_scales, b_shifts) if PACKED else b
     part = tl.program_id(0) // tiles
@@ -241,7 +231,7 @@ def gemm_tiles(
         a, right, b_rest, scales, M, N, K, sizes, a_strides, b_strides, batch, row, col,
         part * part_k if SPLIT_K else 0, min(part * part_k + part_k, K) if SPLIT_K else tl.maximum(K, 1),
         LOAD_A, LOAD_B, BLOCK_M, BLOCK_N, REST_N, BLOCK_K, SWAP, CHECK_K, WIDE, ACC, PRECISION, IMPRECISE_ACC,
-        SHARED_M, SHARED_N, SHARED_K, PAIRED,
+        SHARED_M, SHARED_N, PAIRED,
     )  # fmt: skip
     place = (part, tl.num_programs(0) // tiles, tile, tiles, BLOCK_M * (BLOCK_N + REST_N))
     last = True
@@ -323,7 +313,7 @@ def walk(
         acc, _ = multiply(
             a, b, None, None, M, N, K, sizes, a_strides, b_strides, batch, row, col, 0, tl.maximum(K, 1),
             LOAD_A, LOAD_B, BLOCK_M // PARTS_M, BLOCK_N // PARTS_N, 0, BLOCK_K, False, CHECK_K, WIDE, ACC,
-            PRECISION, IMPRECISE_ACC, 0, 0, 0, PAIRED,
+            PRECISION, IMPRECISE_ACC, 0, 0, PAIRED,
         )  # fmt: skip
         finish(
             acc, out, args, M, N, sizes, out_strides, batch, row, col, None, None,

@@ -1,11 +1,12 @@
 """Factors that change along K: each step's product is multiplied by them before it is added to the sum.
 
-Where all of them are powers of two, the numbers themselves are multiplied by them, in bf16; so a step can be longer
+Where all of them are powers of two, loaders multiply the numbers themselves by them, in bf16; so a step can be longer
 than what shares a factor, and its product is one of bf16. That is exact as far as bf16 goes: a number of an operand
 below 2^-133 is 0, whatever the other operand's factor, and one from 2^128 on is infinite.
 
 `scales` is (pointer, steps, stride_row, stride_k) for A and then the same for B: the factor of row `i` for the columns
 `BLOCK` of K from `k` on is at `i // EVERY * stride_row + k // BLOCK * stride_k`; steps are those of the batch, negated.
+Loaders take those of their own matrix behind its strides, see `scale_access`.
 The scheme is DeepSeek-V3's (arXiv:2412.19437, section 3.3.2), whose activations have a factor for 1 x 128 elements and
 whose weights one for 128 x 128. Blocks of 32, with powers of two, are those of the OCP Microscaling formats (MX,
 specification 1.0).
@@ -98,6 +99,30 @@ def in_bf16(
     numbers = widen(x) if INTERPRETED else x.to(tl.float32)
     scaled = numbers.reshape(ROWS, COLS // STEP, STEP) * factor[:, :, None]
     return cast(scaled, tl.bfloat16).reshape(ROWS, COLS)
+
+
+@triton.jit
+def rows_in_bf16(
+    block, pointer, steps, stride_row, stride_k, shape, sizes, batch, row, col, STEP: tl.constexpr,
+    PAIRED: tl.constexpr,
+):  # fmt: skip
+    """A block of A (M, K), whose corner is (row, col), times the factors of its rows."""
+    rows, inside = rows_of(row, shape[0], block.shape[0])
+    return in_bf16(
+        block, pointer, steps, stride_row, stride_k, sizes, batch, rows, inside, col, shape[1], STEP
+    )
+
+
+@triton.jit
+def columns_in_bf16(
+    block, pointer, steps, stride_row, stride_k, shape, sizes, batch, row, col, STEP: tl.constexpr,
+    PAIRED: tl.constexpr,
+):  # fmt: skip
+    """A block of B (K, N) times the factors of its columns, which may be `PAIRED`."""
+    columns, inside = columns_of(col, shape[1], block.shape[1], PAIRED)
+    return in_bf16(
+        block.T, pointer, steps, stride_row, stride_k, sizes, batch, columns, inside, row, shape[0], STEP
+    ).T
 
 
 @triton.jit
