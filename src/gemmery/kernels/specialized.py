@@ -16,8 +16,8 @@ and the groups divide the tile's columns between them, otherwise its rows.
 Of a tile of 64 columns of a packed weight each group has all, and they take turns along K, a step each; in the end the
 first one adds the other one's sum to its own. So there can be as many tiles as multiprocessors where tiles of 128
 columns would have to be cut along K between programs, whose parts meet in memory: with few rows, that takes a tenth of
-the time. There must be an even number of stages: whoever waits for a stage only sees whether its last use but one is
-over, and that must not be the other group's.
+the time. Each stage is one group's, for which there must be an even number of them: a barrier only tells the parity of
+uses, and to a group that is ahead the use before its own, by the other one, would look like its own.
 
 With PAIRED the columns of a tile are of both halves of a packed weight, and two of them make one of the output.
 
@@ -347,7 +347,7 @@ def multiply_packed(
     """64 columns of a tile, from step `low` to `high` along K: the transposed product with a packed weight.
 
     A step is unpacked in pieces of eight lines of words, the least that can be cut out of shared memory, and the tensor
-    cores work on one while the next is unpacked. Where groups take turns, `GROUP_NUMBER` is whose turn comes first.
+    cores work on one while the next is unpacked.
 
     Args:
         extra: what `load` takes; it has come with the stage.
@@ -360,12 +360,13 @@ def multiply_packed(
     COLS: gl.constexpr = min(BLOCK_K, 16 * PER)
     TURNS: gl.constexpr = BLOCK_N == ROWS
     PIECE: gl.constexpr = 0 if TURNS else GROUP_NUMBER
-    FIRST: gl.constexpr = GROUP_NUMBER if TURNS else 0
     EVERY: gl.constexpr = GROUPS if TURNS else 1
     after = later(stage, phase, high - low, STAGES)
-    stage, phase = later(stage, phase, FIRST, STAGES)
+    # Odd stages are the second group's, whether the tile begins with one or not.
+    first = (stage + GROUP_NUMBER) % EVERY
+    stage, phase = later(stage, phase, first, STAGES)
     acc = gl.zeros([ROWS, BLOCK_M], gl.float32, ACC)
-    for _ in range(low + FIRST, high, EVERY):
+    for _ in range(low + first, high, EVERY):
         mbarrier.wait(full.index(stage), phase)
         weights = ()
         for k in gl.static_range(0, BLOCK_K, COLS):
