@@ -207,7 +207,7 @@ def sources(results: Path, device: Device) -> list[dict[str, Any]]:
         if recorded.device_of(data["gpu"]) == device and rows:
             known = {name: data[name] for name in ("commit", "date", "torch", "triton")}
             found.append({"file": f"benchmarks/results/{path.name}", "rows": rows, **known})
-    for path in recorded.tables(device):
+    for path, _, _ in recorded.tables(device):
         data = json.loads(path.read_text(encoding="utf-8"))
         place = path.relative_to(ROOT).as_posix()
         found.append({"file": place, "rows": len(data["shapes"]), "triton": data["triton"]})

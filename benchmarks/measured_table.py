@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from gemmery.select.measured import file_name
+
 ROOT = Path(__file__).resolve().parents[1]
 TABLES = ROOT / "src" / "gemmery" / "select" / "tables"
 ABOUT = (
@@ -84,7 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not times:
         print(f"{options.timings}: no plain {options.dtype} products of {options.device}", file=sys.stderr)
         return 2
-    name = f"{options.device.lower().replace(' ', '-')}-{options.kind.replace(' ', '-')}.json"
+    name = file_name(options.device, options.kind)
     (options.out / name).write_text(text_of(times, options.device, versions), encoding="utf-8")
     print(f"{options.out / name}: {len(times)} shapes")
     return 0

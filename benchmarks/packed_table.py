@@ -33,7 +33,7 @@ from gemmery.launch import bind
 from gemmery.layout import make_fused_problem
 from gemmery.problem import Config, Fusion, Problem
 from gemmery.results import Results
-from gemmery.select.measured import PACKINGS, suffixes_of
+from gemmery.select.measured import PACKINGS, file_name, suffixes_of
 from gemmery.select.space import DEALT, space_of
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -186,8 +186,8 @@ def main() -> None:
     import triton
 
     name = problem.device.name
-    behind = f"-{suffixes_of(options.schedule)[-1]}" if options.schedule else ""
-    path = options.out / f"{name.lower().replace(' ', '-')}-packed-{format}{behind}.json"
+    suffix = suffixes_of(options.schedule)[-1] if options.schedule else ""
+    path = options.out / file_name(name, f"packed {format}", suffix)
     versions = {triton.__version__}
     if path.is_file() and (some, options.weights) != (ROWS, len(WEIGHTS)):
         times = read(path) | times

@@ -14,7 +14,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -56,6 +56,35 @@ def table_name(problem: Problem) -> str:
         return kind_of(problem)
     alike = (known.format for known in PACKINGS.values() if known.bits == packing.bits)
     return f"packed {packing.format if packing.format in PACKINGS else next(alike, packing.format)}"
+
+
+#: What stands behind a kind in the names of tables of schedules that not every Triton has, see `suffixes_of`.
+SUFFIXES = ("cluster", "specialized", "specialized-streamed")
+
+
+class TableFile(NamedTuple):
+    """A table that is shipped: its file, its `table_name`, and which of `SUFFIXES` stands behind that, if any does."""
+
+    path: Path
+    name: str
+    suffix: str
+
+
+def file_name(gpu: str, name: str, suffix: str = "") -> str:
+    """What the file of a table is called, by the GPU's name, the `table_name`, and one of `SUFFIXES`."""
+    return "-".join(part.replace(" ", "-") for part in (gpu.lower(), name, suffix) if part) + ".json"
+
+
+def tables_of(device: Device) -> list[TableFile]:
+    """The tables of a device."""
+    start = file_name(device.name, "").removesuffix(".json") + "-"
+    found = []
+    for path in sorted(TABLES.glob(f"{start}*.json")):
+        stem = path.stem.removeprefix(start)
+        suffix = max((each for each in SUFFIXES if stem.endswith(f"-{each}")), key=len, default="")
+        name = stem.removesuffix(f"-{suffix}").replace("packed-", "packed ")
+        found.append(TableFile(path, name, suffix))
+    return found
 
 
 def _problem(shape: Sequence[int], device: Device, dtype: Any, name: str) -> Problem:
@@ -190,8 +219,7 @@ def suffixes_of(schedule: str) -> tuple[str, ...]:
 @functools.cache
 def _table_of(device: Device, name: str, dtype: Any, suffixes: tuple[str, ...]) -> Table | None:
     """The table of a file, and of the files for schedules that not every Triton has."""
-    stem = f"{device.name.lower().replace(' ', '-')}-{name.replace(' ', '-')}"
-    path, more = TABLES / f"{stem}.json", [TABLES / f"{stem}-{behind}.json" for behind in suffixes]
+    path, *more = (TABLES / file_name(device.name, name, suffix) for suffix in ("", *suffixes))
     if not path.is_file():
         return None
     return Table.read(path, device, dtype, *(each for each in more if each.is_file()), name=name)

@@ -111,9 +111,7 @@ def _gpu(index: int) -> dict[str, Any]:
 
 def _tables(row: devices.Device) -> list[str]:
     """Kinds of products of which measured times of a GPU are shipped."""
-    stem = f"{row.name.lower().replace(' ', '-')}-"
-    found = (file.stem.removeprefix(stem) for file in measured.TABLES.glob(f"{stem}*.json"))
-    return sorted({kind.split("-specialized")[0].removesuffix("-cluster") for kind in found})
+    return sorted({table.name for table in measured.tables_of(row)})
 
 
 def runs(arch: devices.Arch) -> dict[str, str]:

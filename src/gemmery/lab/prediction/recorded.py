@@ -13,7 +13,7 @@ import torch
 from ...devices import TABLE, Device
 from ...problem import Config, Problem
 from ...select import measured
-from ...select.space import DEALT, kind_of, row_of, tiles_of
+from ...select.space import kind_of, row_of, tiles_of
 from .. import results
 from ..posing import of_row
 from ..suites import Row
@@ -126,21 +126,15 @@ class Timed:
     seconds: float
 
 
-def tables(device: Device) -> list[Path]:
+def tables(device: Device) -> list[measured.TableFile]:
     """The selector's tables of a device, but for those of the Triton that streams: the same shapes once more."""
-    paths = measured.TABLES.glob(f"{device.name.lower().replace(' ', '-')}-*.json")
-    return sorted(path for path in paths if not path.stem.endswith("-streamed"))
+    return [table for table in measured.tables_of(device) if not table.suffix.endswith("-streamed")]
 
 
 def read_tables(device: Device) -> Iterator[Timed]:
     """For each shape of the selector's tables of a device, the config that was the quickest."""
-    start = device.name.lower().replace(" ", "-") + "-"
-    for path in tables(device):
+    for path, name, _ in tables(device):
         data = json.loads(path.read_text(encoding="utf-8"))
-        stem = path.stem.removeprefix(start)
-        for schedule in DEALT:
-            stem = stem.removesuffix(f"-{schedule}")
-        name = stem.replace("packed-", "packed ")
         for shape, times in zip(data["shapes"], data["microseconds"], strict=True):
             problem = measured._problem(shape, device, torch.bfloat16, name)
             known = {row_of(tile.config) for tile in tiles_of(device.target.family, kind_of(problem))}
