@@ -456,6 +456,7 @@ class Binding:
         belonging = given[0][len(given[0]) - len(p.shared) :]
         if isinstance(self.b, PackedAccess):
             return before, (), [*self.b.shared(belonging, c.block_k, c.block_n), None]
+        assert not before, "no call has a prologue beside factors along K"
         of_a, of_b = scale_access.arguments(p, belonging)
         if scale_access.by_steps(p):
             # Flat: Triton 3.6 fails on a nested tuple in which an integer is 1.

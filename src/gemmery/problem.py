@@ -184,7 +184,7 @@ class Problem:
         device: the row of the device table that it runs on.
         packing: how B's numbers are packed, if they are; `b` is then what they stand for, with the steps of its batch
             in matrices.
-        scales: factors that change along K, which multiply the steps of the sum, if there are any.
+        scales: factors that change along K, if there are any.
     """
 
     M: int

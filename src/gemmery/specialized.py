@@ -156,7 +156,7 @@ class SpecializedBinding(Binding):
             # Each block of B is read once by a row of tiles.
             "STREAM": c.stream and streams() and c.block_m >= p.M,
             # Whatever M is, as the order of a sum depends on it.
-            "SHIFT": c.block_m <= FEW,
+            "ROTATE": c.block_m <= FEW,
             # What M makes of a config is no other code: none of its tiles may happen to be cut.
             "SPLIT": self.split is not None,
             # Those of the first group; the compiler adds those of the others.
@@ -232,4 +232,5 @@ class SpecializedBinding(Binding):
         """Bytes in which parts of tiles meet, and counters of their arrivals; none where no tile is cut."""
         c = self.config
         floats = self.work.partials(c.block_m, c.block_n)
-        return floats * torch.float32.itemsize, self.work.counters(WARPS // 4)
+        pieces = 1 if self.problem.packing is not None and c.block_n == OWN else WARPS // 4
+        return floats * torch.float32.itemsize, self.work.counters(pieces)

@@ -106,9 +106,16 @@ def outside_of_loops(text):
 @pytest.mark.parametrize(("turns", "config"), [(False, "16x128x256-g1-w8-s4"), (True, "16x64x256-g1-w8-s8")])
 def test_groups_that_take_turns_meet_in_shared_memory(turns, config):
     text = outside_of_loops(ptx("int4_gelu", "bf16", f"{config}-specialized-descriptor-swap", 16))
-    # A sum is given when all threads of its group have stored it, and its room free when all have read it.
     arrivals = [text[: found.start()] for found in re.finditer(r"(?<!async\.)mbarrier\.arrive\.shared", text)]
     assert len(arrivals) == (2 if turns else 0)
+    kinds = []
     for before in arrivals:
-        access = max(before.rfind("st.shared"), before.rfind("ld.shared"))
-        assert re.search(r"(?:bar|barrier)(?:\.cta)?\.sync(?:\.aligned)?\s+\d+, 128", before[access:])
+        # A group waits for its turn, stores or reads 8 numbers a thread, waits for all of its threads, and says so.
+        waited = before[before.rfind("mbarrier.try_wait") :]
+        accesses = list(re.finditer(r"(st|ld)\.shared(?:\.v(\d))?\.[bf]32", waited))
+        (kind,) = {found[1] for found in accesses}
+        assert sum(int(found[2] or 1) for found in accesses) == 8
+        behind = waited[accesses[-1].end() :]
+        assert re.search(r"(?:bar|barrier)(?:\.cta)?\.sync(?:\.aligned)?\s+\d+, 128", behind)
+        kinds.append(kind)
+    assert sorted(kinds) == (["ld", "st"] if turns else [])

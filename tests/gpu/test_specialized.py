@@ -88,6 +88,22 @@ def test_codes(kind, group):
         assert relative(gemmery.linear(x, w, config=config), want) <= 1.05 * theirs + 1e-5, config
 
 
+@pytest.mark.parametrize("config", ["", "-k2", "-k3"])
+@pytest.mark.parametrize("stages", [2, 8])
+def test_turns_with_an_odd_number_of_steps(stages, config):
+    """Many tiles a program, of three steps: who has the odd ones changes from tile to tile."""
+    rng("turns", stages, config)
+    config = gemmery.Config.of(f"16x64x256-g1-w8-s{stages}-specialized-descriptor{config}-swap")
+    for m, n in ((600, 4104), (16, 4104), (40, 6000)):
+        x, w = values((m, 768), torch.bfloat16), weight("int4", n, 768, torch.bfloat16)
+        want = wide(x) @ w.dequantize(torch.float64).mT
+        theirs = relative(x @ w.dequantize().mT, want)
+        result = gemmery.linear(x, w, config=config)
+        assert relative(result, want) <= 1.05 * theirs + 1e-5, (m, n)
+        for _ in range(20):
+            assert torch.equal(gemmery.linear(x, w, config=config), result), (m, n)
+
+
 def test_large_scales_in_a_last_group():
     """What lies behind the last group is not a number times its scale, which could be infinite."""
     k = 192

@@ -83,8 +83,9 @@ def test_a_cut_tile_has_several_parts_and_room_for_each():
     for case in CASES:
         work = Work.divide(*case[:3], split=case[3])
         assert work.parts >= 2 if work.cut else work.parts == 1
-        assert work.cut * work.parts <= work.programs
-        assert work.partials(16, 128) == 16 * 128 * work.cut * work.parts
+        cut = [program for program, tile, _, _ in shares(work, case[1]) if tile >= work.whole]
+        assert sorted(cut) == list(range(work.cut * work.parts))
+        assert work.partials(16, 128) == 16 * 128 * len(cut)
 
 
 def test_tails_cover_the_rest():

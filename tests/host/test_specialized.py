@@ -142,11 +142,20 @@ def test_what_is_read_once_need_not_stay(streams, monkeypatch):
         assert bind(packed(M=M), replace(config, stream=False)).constants["STREAM"] is False
 
 
-@pytest.mark.parametrize(("block_m", "shifts"), [(16, True), (32, False), (64, False)])
-def test_the_order_of_a_sum_does_not_depend_on_the_number_of_rows(block_m, shifts):
-    config = Config.of(f"{block_m}x64x256-g1-w8-s4-specialized-descriptor-k2-swap-stream")
+@pytest.mark.parametrize(("block_m", "rotates"), [(16, True), (32, False), (64, False)])
+def test_where_columns_of_tiles_begin_does_not_depend_on_the_number_of_rows(block_m, rotates):
+    config = Config.of(f"{block_m}x64x256-g1-w8-s4-specialized-descriptor-swap-stream")
     for M in (1, 16, 17, 4096):
-        assert bind(packed(M=M), config).constants["SHIFT"] is shifts
+        assert bind(packed(M=M), config).constants["ROTATE"] is rotates
+
+
+def test_room_for_parts_of_tiles():
+    for config, pieces in (("16x64x256-g1-w8-s8", 1), ("16x128x256-g1-w8-s4", 2)):
+        binding = bind(packed(M=16, N=4096), Config.of(f"{config}-specialized-descriptor-k2-swap"))
+        work = binding.work
+        assert work.cut * work.parts == work.programs
+        bytes_of_tile = 4 * binding.config.block_m * binding.config.block_n
+        assert binding.room == (work.programs * bytes_of_tile, work.cut * pieces)
 
 
 @pytest.mark.parametrize("streams", [False, True])

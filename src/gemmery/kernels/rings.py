@@ -42,7 +42,7 @@ def later(stage, phase, steps, STAGES: gl.constexpr):
 def own_part(parts, chunk, steps):
     """This program's part of the tiles that are cut along K: the tile, the first step, and the one after the last.
 
-    There may be fewer such tiles.
+    Programs behind those that have a part are given a tile behind those that are cut.
     """
     low = gl.program_id(0) % parts * chunk
     return gl.program_id(0) // parts, low, min(low + chunk, steps)

@@ -106,7 +106,7 @@ def rows_in_bf16(
     block, pointer, steps, stride_row, stride_k, shape, sizes, batch, row, col, STEP: tl.constexpr,
     PAIRED: tl.constexpr,
 ):  # fmt: skip
-    """A block of A (M, K), whose corner is (row, col), times the factors of its rows."""
+    """A block of A (M, K), whose corner is (row, col), times the factors of its rows, which are never `PAIRED`."""
     rows, inside = rows_of(row, shape[0], block.shape[0])
     return in_bf16(
         block, pointer, steps, stride_row, stride_k, sizes, batch, rows, inside, col, shape[1], STEP

@@ -7,7 +7,7 @@ CUTLASS's mixed-input kernels and DeepGEMM (github.com/deepseek-ai/DeepGEMM) kee
 
 The warp that loads (`produce`) and the groups (`consume`) share the `ring`: blocks of A and B for each stage of the
 pipeline, of a packed weight's scales and shifts where there are any, and for each stage two barriers. `full` is
-complete when all blocks have arrived, `free` when all groups have used them.
+complete when all blocks have arrived, `free` when all groups that use them have.
 
 MULTIPLY is the K loop, and FACT_0, FACT_1 and FACT_2 are its own last three parameters, see `multiply_packed` and
 `multiply_scaled`: Triton hashes functions as parameters, but not in a tuple. With SWAP it gives the transposed product,
@@ -102,22 +102,22 @@ def load_b(b, place, arrived, block, STREAM: gl.constexpr):
 def load(
     a, b, extra, ring, row, col, low, high, stage, phase,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PER: gl.constexpr, GROUP: gl.constexpr,
-    PAIRED: gl.constexpr, STREAM: gl.constexpr, SHIFT: gl.constexpr,
+    PAIRED: gl.constexpr, STREAM: gl.constexpr, ROTATE: gl.constexpr,
 ):  # fmt: skip
     """Loads the blocks of one tile, from step `low` to `high` along K, as far ahead as there are stages.
 
-    With SHIFT each column of tiles begins at another step. They have the same block of A otherwise, and where that is
-    a single row, all of them would ask one slice of L2 for it.
+    With ROTATE each column of tiles begins at another step, and goes around. They want the same block of A otherwise,
+    and where that is a single row, all of them would ask one slice of L2 for it.
 
     With GROUP `extra` is (scales, shifts, groups, columns): two matrices with a row for each group, the second of which
     may be None, and their sizes.
     """
     a_blocks, b_blocks, scale_blocks, shift_blocks, full, free = ring
-    shift = col // BLOCK_N % (high - low) if SHIFT else 0
+    ahead = col // BLOCK_N % (high - low) if ROTATE else 0
     for step in range(low, high):
-        k = (step + shift) * BLOCK_K
-        if SHIFT:
-            k = gl.where(step + shift < high, k, k - (high - low) * BLOCK_K)
+        k = (step + ahead) * BLOCK_K
+        if ROTATE:
+            k = gl.where(step + ahead < high, k, k - (high - low) * BLOCK_K)
         mbarrier.wait(free.index(stage), phase)
         arrived = full.index(stage)
         if GROUP > 0:
@@ -146,7 +146,7 @@ def load(
 def produce(
     a, b, extra, ring, work, ORDER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr, STAGES: gl.constexpr, PER: gl.constexpr, GROUP: gl.constexpr, PAIRED: gl.constexpr,
-    SPLIT: gl.constexpr, STREAM: gl.constexpr, SHIFT: gl.constexpr,
+    SPLIT: gl.constexpr, STREAM: gl.constexpr, ROTATE: gl.constexpr,
 ):  # fmt: skip
     """Loads what `consume` multiplies, in the same order.
 
@@ -162,7 +162,7 @@ def produce(
         row, col = corner(tile, M, N, ORDER, BLOCK_M, BLOCK_N, GROUP_M)
         stage, phase = load(
             a, b, extra, ring, row, col, 0, steps, stage, phase, BLOCK_N, BLOCK_K, STAGES, PER, GROUP, PAIRED, STREAM,
-            SHIFT,
+            ROTATE,
         )  # fmt: skip
     if SPLIT:
         tile, low, high = own_part(parts, chunk, steps)
@@ -170,7 +170,7 @@ def produce(
             row, col = corner(whole + tile, M, N, ORDER, BLOCK_M, BLOCK_N, GROUP_M)
             stage, phase = load(
                 a, b, extra, ring, row, col, low, high, stage, phase, BLOCK_N, BLOCK_K, STAGES, PER, GROUP, PAIRED,
-                STREAM, SHIFT,
+                STREAM, ROTATE,
             )  # fmt: skip
 
 
@@ -346,6 +346,8 @@ def multiply_packed(
 ):  # fmt: skip
     """64 columns of a tile, from step `low` to `high` along K: the transposed product with a packed weight.
 
+    Where groups take turns, every other step of it.
+
     A step is unpacked in pieces of eight lines of words, the least that can be cut out of shared memory, and the tensor
     cores work on one while the next is unpacked.
 
@@ -359,7 +361,7 @@ def multiply_packed(
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     COLS: gl.constexpr = min(BLOCK_K, 16 * PER)
     TURNS: gl.constexpr = BLOCK_N == ROWS
-    PIECE: gl.constexpr = 0 if TURNS else GROUP_NUMBER
+    PLACE: gl.constexpr = 0 if TURNS else GROUP_NUMBER
     EVERY: gl.constexpr = GROUPS if TURNS else 1
     after = later(stage, phase, high - low, STAGES)
     # Odd stages are the second group's, whether the tile begins with one or not.
@@ -370,7 +372,7 @@ def multiply_packed(
         mbarrier.wait(full.index(stage), phase)
         weights = ()
         for k in gl.static_range(0, BLOCK_K, COLS):
-            weight = own_weight(ring, stage, PIECE, k, COLS, PAIRED, UNPACK, PER, GROUP)
+            weight = own_weight(ring, stage, PLACE, k, COLS, PAIRED, UNPACK, PER, GROUP)
             weight = gl.convert_layout(weight, LEFT, assert_trivial=True)
             x = a_blocks.index(stage).slice(k, COLS, 1)
             acc = hopper.warpgroup_mma(weight, x.permute((1, 0)), acc, is_async=True)
@@ -485,23 +487,23 @@ def take_ticket(counter, others):
 
 
 @gluon.jit
-def joined(acc, meeting, turn, GROUP_NUMBER: gl.constexpr):
+def joined(acc, meeting, parity, GROUP_NUMBER: gl.constexpr):
     """Adds the sums of groups that have taken turns, in the first one; the other one's stays what it was.
 
     Args:
         meeting: shared memory for a tile, and two barriers: whether it has been given there, and taken.
-        turn: the parity of `given` to wait for; it is another one for the next tile.
+        parity: that of `given` to wait for; it is another one for the next tile.
     """
     room, given, taken = meeting
     if GROUP_NUMBER > 0:
-        mbarrier.wait(taken, turn ^ 1)
+        mbarrier.wait(taken, parity ^ 1)
         room.store(acc)
         mbarrier.arrive(given)
     else:
-        mbarrier.wait(given, turn)
+        mbarrier.wait(given, parity)
         acc += room.load(acc.type.layout)
         mbarrier.arrive(taken)
-    return acc, turn ^ 1
+    return acc, parity ^ 1
 
 
 @gluon.jit
@@ -556,7 +558,7 @@ def consume(
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     TURNS: gl.constexpr = meeting is not None
-    turn = gl.to_tensor(0)
+    parity = gl.to_tensor(0)
     DOWN: gl.constexpr = 0 if SWAP else ROWS * GROUP_NUMBER
     RIGHT: gl.constexpr = ROWS * GROUP_NUMBER if SWAP and not TURNS else 0
     # Which piece of how many of a tile is this group's to finish.
@@ -570,7 +572,7 @@ def consume(
             PAIRED, FACT_0, FACT_1, FACT_2,
         )  # fmt: skip
         if TURNS:
-            acc, turn = joined(acc, meeting, turn, GROUP_NUMBER)
+            acc, parity = joined(acc, meeting, parity, GROUP_NUMBER)
         if PIECE == GROUP_NUMBER:
             finish(acc, out, staged, args, M, N, row + DOWN, col + RIGHT, EPILOGUE, CAST, SWAP, PAIRED)
     if SPLIT:
@@ -582,7 +584,7 @@ def consume(
                 PAIRED, FACT_0, FACT_1, FACT_2,
             )  # fmt: skip
             if TURNS:
-                acc, turn = joined(acc, meeting, turn, GROUP_NUMBER)
+                acc, parity = joined(acc, meeting, parity, GROUP_NUMBER)
             if PIECE == GROUP_NUMBER:
                 counter = counters + tile * PIECES + PIECE
                 acc, done = combine(acc, tile, parts, partials, counter, take_ticket, PIECE, PIECES)
@@ -614,13 +616,13 @@ def gemm_specialized(
     MULTIPLY: gl.constexpr, FACT_0: gl.constexpr, FACT_1: gl.constexpr, FACT_2: gl.constexpr, PER: gl.constexpr,
     GROUP: gl.constexpr, ORDER: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
-    SWAP: gl.constexpr, PAIRED: gl.constexpr, SPLIT: gl.constexpr, STREAM: gl.constexpr, SHIFT: gl.constexpr,
+    SWAP: gl.constexpr, PAIRED: gl.constexpr, SPLIT: gl.constexpr, STREAM: gl.constexpr, ROTATE: gl.constexpr,
 ):  # fmt: skip
     """As many programs as run at once, each taking every num_programs-th of the first `whole` tiles.
 
     With `SPLIT` the other tiles are divided along K, `cut` tiles in `parts` of `chunk` steps, one a program; see
-    `rings`. `partials` has room for an fp32 tile a part; `counters` are zeros, one a cut tile and group of warps, and
-    zeros again afterwards.
+    `rings`. `partials` has room for an fp32 tile a part; `counters` are zeros, one a cut tile and group that
+    finishes a piece of it, and zeros again afterwards.
 
     Args:
         a, b, out: descriptors: of blocks of A (M, K), of B's transpose (N, K) or of its words, and of pieces of a
@@ -631,12 +633,12 @@ def gemm_specialized(
         args: the epilogue's.
         CAST: `cast(value, dtype)` rounds what the epilogue returns.
         STREAM: whether B is read once and leaves L2 first.
-        SHIFT: whether columns of tiles begin at different steps along K; see `load`.
+        ROTATE: whether columns of tiles begin at different steps along K; see `load`.
     """
     work = (M, N, K, whole, cut, parts, chunk)
     a_blocks = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)  # noqa: RUF005
     b_blocks = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)  # noqa: RUF005
-    TURNS: gl.constexpr = SWAP and BLOCK_N == ROWS
+    TURNS: gl.constexpr = PER > 0 and BLOCK_N == ROWS
     PIECES: gl.constexpr = 1 if TURNS else GROUPS
     staging = gl.allocate_shared_memory(out.dtype, [PIECES] + out.block_type.shape, out.layout)  # noqa: RUF005
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -681,7 +683,7 @@ def gemm_specialized(
                 produce,
                 (
                     a, b, extra, ring, work, ORDER, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, PER, GROUP, PAIRED,
-                    SPLIT, STREAM, SHIFT,
+                    SPLIT, STREAM, ROTATE,
                 ),
             ),
         ],

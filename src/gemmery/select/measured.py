@@ -22,7 +22,8 @@ from .. import clusters, specialized
 from ..devices import Device
 from ..problem import Config, Operand, Packing, Problem
 from .model import costs
-from .space import Space, kind_of, space_of
+from .space import DEALT, Space, kind_of, space_of
+from .tiles import FAMILIES
 
 TABLES = Path(__file__).with_name("tables")
 #: How far a measurement reaches: in doublings of a size or of the parts along K.
@@ -59,7 +60,7 @@ def table_name(problem: Problem) -> str:
 
 
 #: What stands behind a kind in the names of tables of schedules that not every Triton has, see `suffixes_of`.
-SUFFIXES = ("cluster", "specialized", "specialized-streamed")
+SUFFIXES = tuple(each for schedule in DEALT for each in (schedule, f"{schedule}-streamed"))
 
 
 class TableFile(NamedTuple):
@@ -77,14 +78,13 @@ def file_name(gpu: str, name: str, suffix: str = "") -> str:
 
 def tables_of(device: Device) -> list[TableFile]:
     """The tables of a device."""
-    start = file_name(device.name, "").removesuffix(".json") + "-"
-    found = []
-    for path in sorted(TABLES.glob(f"{start}*.json")):
-        stem = path.stem.removeprefix(start)
-        suffix = max((each for each in SUFFIXES if stem.endswith(f"-{each}")), key=len, default="")
-        name = stem.removesuffix(f"-{suffix}").replace("packed-", "packed ")
-        found.append(TableFile(path, name, suffix))
-    return found
+    names = [*FAMILIES[device.target.family], *(f"packed {format}" for format in PACKINGS)]
+    files = [
+        TableFile(TABLES / file_name(device.name, name, suffix), name, suffix)
+        for name in names
+        for suffix in ("", *SUFFIXES)
+    ]
+    return sorted(table for table in files if table.path.is_file())
 
 
 def _problem(shape: Sequence[int], device: Device, dtype: Any, name: str) -> Problem:
