@@ -368,6 +368,9 @@ def multiply_packed(
     first = (stage + GROUP_NUMBER) % EVERY
     stage, phase = later(stage, phase, first, STAGES)
     acc = gl.zeros([ROWS, BLOCK_M], gl.float32, ACC)
+    if not TURNS:
+        # Else there is a way around the loop, on which what comes behind it is computed in advance, and apart.
+        gl.assume(low < high)
     for _ in range(low + first, high, EVERY):
         mbarrier.wait(full.index(stage), phase)
         weights = ()
