@@ -142,7 +142,8 @@ def test_a_matrix_is_the_same_alone_and_in_a_batch():
 # ---------------------------------------------------------------------------------------------------------------------
 # The context
 
-X, W, B = torch.randn(12, 2, 384), torch.randn(40, 384), torch.randn(40)
+SEEDED = torch.Generator().manual_seed(0)
+X, W, B = (torch.randn(*shape, generator=SEEDED) for shape in ((12, 2, 384), (40, 384), (40,)))
 PRODUCTS = {
     "linear": lambda x: F.linear(x, W, B),
     "linear without bias": lambda x: F.linear(x, W),
@@ -180,7 +181,9 @@ def test_products_of_torch_are_those_of_gemmery(name, grad):
     with grad():
         alone, together = alone_and_together(PRODUCTS[name])
         assert torch.equal(alone, together)
-        torch.testing.assert_close(together, PRODUCTS[name](X)[2:3], rtol=1e-4, atol=1e-4)
+        want = PRODUCTS[name](X)[2:3]
+        # What sums of large numbers lose does not depend on how small they come out.
+        torch.testing.assert_close(together, want, rtol=1e-4, atol=2e-6 * want.abs().max().item())
 
 
 def test_without_the_context_they_are_not():
