@@ -17,7 +17,9 @@ from ..devices import Device
 from ..problem import DTYPE_NAMES, PRECISIONS, Operand, Problem
 
 #: What decides the code of a kernel and how it is launched: a timing counts only for the same text of these files.
-SOURCES = ("kernels/*.py", "launch.py", "waves.py", "clusters.py", "specialized.py", "packed_access.py")
+SOURCES = (
+    "kernels/*.py", "launch.py", "waves.py", "clusters.py", "specialized.py", "packed_access.py", "scale_access.py",
+)  # fmt: skip
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _OPERANDS = ("a", "b", "out", "addend")
