@@ -457,11 +457,9 @@ class Binding:
         if isinstance(self.b, PackedAccess):
             return before, (), [*self.b.shared(belonging, c.block_k, c.block_n), None]
         assert not before, "no call has a prologue beside factors along K"
-        of_a, of_b = scale_access.arguments(p, belonging)
         if scale_access.by_steps(p):
-            # Flat: Triton 3.6 fails on a nested tuple in which an integer is 1.
-            return (), (), [None, None, (*of_a, *of_b)]
-        return of_a, of_b, [None, None, None]
+            return (), (), [None, None, scale_access.of_steps(p, belonging)]
+        return *scale_access.arguments(p, belonging), [None, None, None]
 
     @property
     def room(self) -> tuple[int, int]:

@@ -50,6 +50,13 @@ def arguments(problem: Problem, tensors: Sequence[Tensor]) -> tuple[tuple[Any, .
     return _factors(of_a, problem.scales.a), _factors(of_b, problem.scales.b)
 
 
+def of_steps(problem: Problem, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    """The factors of both, as kernels take them that scale the sums of steps."""
+    of_a, of_b = arguments(problem, tensors)
+    # Flat: Triton 3.6 fails on a nested tuple in which an integer is 1.
+    return *of_a, *of_b
+
+
 def _factors(tensor: Tensor, x: Operand) -> tuple[Any, ...]:
     # Negated, see `kernels.operands`.
     return tensor, tuple(-step for step in x.steps), x.row, x.col

@@ -221,9 +221,7 @@ class SpecializedBinding(Binding):
         """What MULTIPLY takes besides the blocks."""
         p = self.problem
         if p.packing is None:
-            of_a, of_b = scale_access.arguments(p, belonging)
-            # Flat: Triton 3.6 fails on a nested tuple in which an integer is 1.
-            return (*of_a, *of_b)
+            return scale_access.of_steps(p, belonging)
         access = PackedAccess(p, described=True)
         return (*[*belonging, None, None][:2], access.groups, access.columns)
 
