@@ -158,6 +158,12 @@ def test_room_for_parts_of_tiles():
         assert binding.room == (work.programs * bytes_of_tile, work.cut * pieces)
 
 
+def test_all_tables_are_found_by_what_their_files_are_called():
+    found = measured.tables_of(H200)
+    assert sorted(measured.TABLES.glob("nvidia-h200-*.json")) == [table.path for table in found]
+    assert {table.suffix for table in found} == {"", "cluster", "specialized", "specialized-streamed"}
+
+
 @pytest.mark.parametrize("streams", [False, True])
 def test_tables_of_the_triton_that_streams(streams, monkeypatch):
     monkeypatch.setattr(specialized, "streams", lambda: streams)
