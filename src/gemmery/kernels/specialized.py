@@ -15,9 +15,9 @@ and the groups divide the tile's columns between them, otherwise its rows.
 
 Of a tile of 64 columns of a packed weight each group has all, and they take turns along K, a step each; in the end the
 first one adds the other one's sum to its own. So there can be as many tiles as multiprocessors where tiles of 128
-columns would have to be cut along K between programs, whose parts meet in memory: with few rows, that takes up to a tenth
-of the time. Each stage is one group's, for which there must be an even number of them: a barrier only tells the parity of
-uses, and to a group that is ahead the use before its own, by the other one, would look like its own.
+columns would have to be cut along K between programs, whose parts meet in memory: with few rows, that takes up to a
+tenth of the time. Each stage is one group's, for which there must be an even number of them: a barrier only tells the
+parity of uses, and to a group that is ahead the use before its own, by the other one, would look like its own.
 
 With PAIRED the columns of a tile are of both halves of a packed weight, and two of them make one of the output.
 
