@@ -89,13 +89,15 @@ def test_codes(kind, group):
 
 
 @pytest.mark.parametrize("config", ["", "-k2", "-k3"])
-@pytest.mark.parametrize("stages", [2, 8])
-def test_turns_with_an_odd_number_of_steps(stages, config):
-    """Many tiles a program, of three steps: who has the odd ones changes from tile to tile."""
-    rng("turns", stages, config)
-    config = gemmery.Config.of(f"16x64x256-g1-w8-s{stages}-specialized-descriptor{config}-swap")
+@pytest.mark.parametrize("steps", [1, 3, 4, 7])
+@pytest.mark.parametrize(("warps", "stages"), [(8, 2), (8, 8), (12, 3), (12, 9)])
+def test_turns_with_any_number_of_steps(warps, stages, steps, config):
+    """Many tiles a program, of few steps: who has which of them changes from tile to tile."""
+    rng("turns", warps, stages, steps, config)
+    config = gemmery.Config.of(f"16x64x256-g1-w{warps}-s{stages}-specialized-descriptor{config}-swap")
+    k = 256 * steps
     for m, n in ((600, 4104), (16, 4104), (40, 6000)):
-        x, w = values((m, 768), torch.bfloat16), weight("int4", n, 768, torch.bfloat16)
+        x, w = values((m, k), torch.bfloat16), weight("int4", n, k, torch.bfloat16)
         want = wide(x) @ w.dequantize(torch.float64).mT
         theirs = relative(x @ w.dequantize().mT, want)
         result = gemmery.linear(x, w, config=config)
