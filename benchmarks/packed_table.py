@@ -43,6 +43,8 @@ WEIGHTS = ((8192, 8192), (14336, 4096), (4096, 14336), (4096, 4096), (28672, 409
 ROWS = (1, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096)
 #: How much more than the quickest a config may take in the first round to be timed again.
 NEAR = 1.25
+#: Microseconds for which each of these is timed, in at most so many rounds: one time of a short kernel says little.
+ENOUGH, MOST_ROUNDS = 1000, 40
 
 
 def product(format: str, M: int, N: int, K: int) -> tuple[Problem, tuple[Any, ...], Any]:
@@ -111,7 +113,7 @@ def considered(problem: Problem, schedule: str) -> list[Config]:
 def measure(
     format: str, schedule: str, M: int, N: int, K: int, rounds: int, scratch: torch.Tensor
 ) -> dict[str, float]:
-    """Microseconds of each config, the median of several rounds for those near the quickest."""
+    """Microseconds of each config, the median of `rounds` or more for those near the quickest."""
     problem, tensors, weight = product(format, M, N, K)
     # Rows of all tiles: which of them are cut differs.
     some = torch.arange(0, M, max(M // 64, 1), device="cuda")
@@ -131,18 +133,23 @@ def measure(
         error = ((tensors[2][some].double() - want).norm() / want.norm()).item()
         if not error < 2.5e-3:
             raise SystemExit(f"{format} {M}x{N}x{K} {config}: error {error}")
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for i in range(rounds if calls else 0):
-        names = list(calls)
-        random.shuffle(names)
-        if i:
-            least = min(times[name][0] for name in names)
-            names = [name for name in names if times[name][0] < NEAR * least]
-        events = [(name, cold(calls[name], scratch)) for name in names]
-        torch.cuda.synchronize()
-        for name, (first, last) in events:
-            times[name].append(first.elapsed_time(last) * 1e3)
+    once = time_round(list(calls), calls, scratch)
+    times = {name: [found] for name, found in once.items()}
+    least = min(once.values(), default=0.0)
+    near = [name for name in once if once[name] < NEAR * least]
+    for _ in range(max(rounds, min(int(ENOUGH / least), MOST_ROUNDS)) - 1 if near else 0):
+        for name, found in time_round(near, calls, scratch).items():
+            times[name].append(found)
     return {name: round(statistics.median(found), 2) for name, found in times.items()}
+
+
+def time_round(
+    names: list[str], calls: dict[str, Callable[[], object]], scratch: torch.Tensor
+) -> dict[str, float]:
+    """Microseconds of each call, in shuffled order."""
+    events = [(name, cold(calls[name], scratch)) for name in random.sample(names, len(names))]
+    torch.cuda.synchronize()
+    return {name: first.elapsed_time(last) * 1e3 for name, (first, last) in events}
 
 
 def read(path: Path) -> dict[tuple[int, ...], dict[str, float]]:
