@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 import gemmery
 import gemmery.nn
-from gemmery import clusters, devices
-from gemmery.select.space import tiles_of
+from gemmery import ScaledTensor, clusters, devices, specialized
+from gemmery.select.space import DEALT, tiles_of
 from gemmery.select.tiles import FAMILIES
 from tests.gpu.common import DEVICE, DRY, FP8, LAYOUTS, needs_cuda, size, values, wide
 
@@ -27,6 +27,10 @@ KINDS = {
     "ieee": (torch.float32, {}),
     "fp64": (torch.float64, {}),
 }
+#: The same for kinds whose operands are quantised: a format of packed weights, or what shares a factor in a and in b.
+QUANTISED = {
+    "packed4": "int4", "packed8": "int8", "scaled": ("block", "block"), "scaled32": ("mx", "token"), "mx": ("mx", "mx"),
+}  # fmt: skip
 #: All that can be multiplied.
 OPERANDS = {"fp16": (torch.float16, {}), "e5m2": (FP8[1], {})} | KINDS
 
@@ -56,7 +60,8 @@ ROWS = [
     (kind, number)
     for kind in FAMILIES[FAMILY]
     for number, tile in enumerate(tiles_of(FAMILY, kind))
-    if tile.config.schedule != "cluster" or clusters.available()
+    if tile.config.schedule not in DEALT
+    or {"cluster": clusters, "specialized": specialized}[tile.config.schedule].available()
 ]
 
 
@@ -88,11 +93,37 @@ def assert_configs_agree(kind, number, first):
             assert_same_bits(result, want[part], f"{config} {layout}, rows {part}")
 
 
+def quantised(kind, m, n, k):
+    """The product of some rows of a matrix and a weight, both of which are quantised as a kind of tiles wants it."""
+    x, w = values((m, k), torch.bfloat16), values((n, k), torch.bfloat16)
+    how = QUANTISED[kind]
+    if isinstance(how, str):
+        weight = gemmery.quantize(w, how)
+        return lambda rows, **options: gemmery.linear(x[rows], weight, **options)
+    a, b = (gemmery.quantize_activations(t, per=per) for t, per in zip((x, w), how, strict=True))
+    return lambda rows, **options: gemmery.scaled_matmul(
+        ScaledTensor(a.data[rows], a.scale[rows]), b, **options
+    )
+
+
+def assert_quantised_configs_agree(kind, number, first):
+    """The same for quantised operands, which lie in one way."""
+    tiles = tiles_of(FAMILY, kind)
+    config, other = tiles[number].config, tiles[first].config
+    torch.manual_seed(0)
+    product = quantised(kind, size(2192), size(2112), size(1152))
+    want = product(slice(None), config=other)
+    for start, rows in ((0, size(2192)), (0, 1), (16, 5), (64, 60)):
+        part = slice(start, start + rows)
+        assert_same_bits(product(part, config=config), want[part], f"{config} and {other}, rows {part}")
+
+
 @pytest.mark.parametrize(("kind", "number"), ROWS, ids=[f"{kind} {number}" for kind, number in ROWS])
 def test_configs_of_a_class_give_the_same_bits(kind, number):
     tiles = tiles_of(FAMILY, kind)
     first = next(i for i, tile in enumerate(tiles) if tile.numerics == tiles[number].numerics)
-    assert_configs_agree(kind, number, first)
+    agree = assert_quantised_configs_agree if kind in QUANTISED else assert_configs_agree
+    agree(kind, number, first)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -123,6 +154,17 @@ def test_a_row_is_the_same_in_every_batch(kind, k):
         start = rows * 7 % (MOST - rows + 1)
         part = slice(start, start + rows)
         assert_same_bits(linear(x[part]), whole[part], f"rows {part}")
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_a_row_of_a_quantised_product_is_the_same_in_every_batch(kind):
+    torch.manual_seed(1)
+    product = quantised(kind, MOST, size(1024), size(1024))
+    whole = product(slice(None), batch_invariant=True)
+    for rows in (count for count in COUNTS if count <= MOST):
+        start = rows * 7 % (MOST - rows + 1)
+        part = slice(start, start + rows)
+        assert_same_bits(product(part, batch_invariant=True), whole[part], f"rows {part}")
 
 
 @pytest.mark.parametrize("kind", [kind for kind in OPERANDS if kind != "int8"])
