@@ -7,7 +7,7 @@ python benchmarks/packed_table.py --format int4 --rows 1,16
 Times every tile, in every number of parts along K that is considered, on cold inputs, in shuffled order. A schedule
 that not every Triton has gets a table of its own. A second one is for the Triton that streams, see `Config.stream`; it
 is about the numbers of rows that do (1,16,32,64), and about other schedules as well. With some numbers of rows or
-weights alone, the rest of a table stays.
+weights alone, the rest of a table stays: not for tiles that are new, which would have no times there.
 """
 
 import argparse
@@ -166,7 +166,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--format", choices=sorted(PACKINGS), required=True)
     parser.add_argument("--schedule", choices=DEALT, default="", help="this one, in a table of its own")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="at least so many")
     parser.add_argument("--processes", type=int, default=14)
     parser.add_argument("--weights", type=int, default=len(WEIGHTS), help="so many of the weights")
     parser.add_argument("--rows", help="numbers of rows, separated by commas (default: all)")

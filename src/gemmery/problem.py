@@ -309,7 +309,7 @@ class Config:
         block_m, block_n, block_k: the tile of the output that a program computes, and the step along K; powers of two,
             but block_n can be the sum of two, as 192 is.
         group_m: height in tiles of the bands in which tiles are visited.
-        num_warps: warps in a program; with specialised warps those that multiply, 8 or 12.
+        num_warps: warps in a program.
         num_stages: blocks of A and B in flight.
         schedule: "tile" starts one program a tile, "persistent" as many programs as run at once; "cluster" as many
             clusters of CTAs as run at once, with a tile each: see `kernels.cluster`, which not every Triton has;
@@ -357,10 +357,8 @@ class Config:
             raise ValueError(
                 f"Config: block_n is {self.block_n}; it must be a power of two, or the sum of two, of at least 16"
             )
-        special = self.schedule == "specialized"
-        if self.num_warps not in ((8, 12) if special else (1, 2, 4, 8, 16, 32)):
-            numbers = "8 or 12 with specialised warps" if special else "a power of two up to 32"
-            raise ValueError(f"Config: num_warps is {self.num_warps!r}; it must be {numbers}")
+        if self.num_warps not in (1, 2, 4, 8, 16, 32):
+            raise ValueError(f"Config: num_warps is {self.num_warps!r}; it must be a power of two up to 32")
         for name in ("group_m", "num_stages", "split_k"):
             if getattr(self, name) < 1:
                 raise ValueError(f"Config: {name} is {getattr(self, name)!r}; it must be at least 1")
@@ -384,9 +382,9 @@ class Config:
         for name, allowed in (("schedule", schedules), ("loader", ("pointer", "descriptor"))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"Config: {name} is {getattr(self, name)!r}; it must be one of {allowed}")
-        if special and self.loader != "descriptor":
-            raise ValueError("Config: the specialized schedule needs the descriptor loader")
-        if special and self.split_store:
+        if self.schedule == "specialized" and (self.loader, self.num_warps) != ("descriptor", 8):
+            raise ValueError("Config: the specialized schedule needs the descriptor loader and 8 warps")
+        if self.schedule == "specialized" and self.split_store:
             raise ValueError("Config: the specialized schedule has pieces of its own, and no split_store")
         self._check_cluster()
 

@@ -18,8 +18,12 @@ def {load}_{of}_{step}_{paired}(
     CHECK_COLS: tl.constexpr, WIDE: tl.constexpr
 ):
     {layout}, factors, of_batch, of_row, of_k = strides
+    # Before the block is waited for, so that they come meanwhile.
+    powers = powers_of_{of}(
+        factors, of_batch, of_row, of_k, shape, sizes, batch, row, col, ROWS, COLS, {step}, {paired}
+    )
     block = LOAD(x, shape, ({layout}), sizes, batch, row, col, ROWS, COLS, CHECK_ROWS, CHECK_COLS, WIDE)
-    return {of}(block, factors, of_batch, of_row, of_k, shape, sizes, batch, row, col, {step}, {paired})
+    return {of}_in_bf16(block, powers)
 """
 
 
@@ -37,10 +41,11 @@ def loader(load: Any, strides: int, step: int, of_columns: bool, paired: bool = 
         step: elements along K that share a factor.
         of_columns: whether the matrix is B, whose columns have factors, and which may be `paired`.
     """
-    of = scales.columns_in_bf16 if of_columns else scales.rows_in_bf16
+    of = "columns" if of_columns else "rows"
     layout = ", ".join(f"stride_{i}" for i in range(strides))
-    text = _LOADER.format(load=load.__name__, of=of.__name__, layout=layout, step=step, paired=paired)
-    return compiled(text, {"LOAD": load, of.__name__: of})
+    text = _LOADER.format(load=load.__name__, of=of, layout=layout, step=step, paired=paired)
+    names = (f"powers_of_{of}", f"{of}_in_bf16")
+    return compiled(text, {"LOAD": load} | {name: getattr(scales, name) for name in names})
 
 
 def arguments(problem: Problem, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

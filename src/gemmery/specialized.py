@@ -26,8 +26,8 @@ from .waves import Split
 
 #: Versions of Triton whose Gluon has the names that the kernel is written in.
 VERSIONS = ("3.6", "3.7", "3.8", "3.9")
-#: Warps of a group that multiplies; rows or columns of a tile that it has, see `kernels.specialized`.
-WARPS, OWN = 4, 64
+#: Warps that multiply, in groups of four; rows or columns of a tile that a group has, see `kernels.specialized`.
+WARPS, OWN = 8, 64
 #: Rows of a tile up to which columns of tiles begin at different steps: with more of them it takes longer.
 FEW = 16
 #: The longest side of a piece that is stored, and where the epilogue reads or writes whole matrices, which takes
@@ -94,20 +94,18 @@ def refusal(problem: Problem, config: Config) -> str | None:
     p, c = problem, config
     if p.packing is not None:
         step = block_columns(p.packing.bits)
-        if not c.swap or c.block_n not in (OWN, 2 * OWN) or c.block_k % step or c.block_m > 256:
+        if not c.swap or c.block_n not in (OWN, OWN * WARPS // 4) or c.block_k % step or c.block_m > 256:
             return f"packed weights need swap, block_n 64 or 128, block_k a multiple of {step} and block_m up to 256"
-        if c.num_stages % _turns(p, c):
-            return "in tiles of 64 columns groups of four warps take turns: num_stages must be a multiple of them"
-    elif c.swap or c.block_m != 2 * OWN or c.block_k != SCALED_EVERY or c.block_n > 256:
+        if _turns(p, c) and c.num_stages % (WARPS // 4):
+            return "groups of warps take turns in tiles of 64 columns, which needs an even num_stages"
+    elif c.swap or c.block_m != OWN * WARPS // 4 or c.block_k != SCALED_EVERY or c.block_n > 256:
         return f"factors that change along K need block_m 128, block_k {SCALED_EVERY} and block_n up to 256"
-    if c.num_warps != 2 * WARPS and _turns(p, c) == 1:
-        return "num_warps must be 8 where groups of four warps do not take turns"
     return None
 
 
-def _turns(problem: Problem, config: Config) -> int:
-    """How many groups of warps take turns along K."""
-    return config.num_warps // WARPS if problem.packing is not None and config.block_n == OWN else 1
+def _turns(problem: Problem, config: Config) -> bool:
+    """Whether groups of warps take turns along K."""
+    return problem.packing is not None and config.block_n == OWN
 
 
 def _descriptor(
@@ -168,7 +166,7 @@ class SpecializedBinding(Binding):
             # What M makes of a config is no other code: none of its tiles may happen to be cut.
             "SPLIT": self.split is not None,
             # Those of the first group; the compiler adds those of the others.
-            "num_warps": WARPS,
+            "num_warps": 4,
         }
 
     def _of_packed(self) -> dict[str, Any]:
@@ -238,5 +236,5 @@ class SpecializedBinding(Binding):
         """Bytes in which parts of tiles meet, and counters of their arrivals; none where no tile is cut."""
         c = self.config
         floats = self.work.partials(c.block_m, c.block_n)
-        pieces = 2 if _turns(self.problem, c) == 1 else 1
+        pieces = 1 if _turns(self.problem, c) else WARPS // 4
         return floats * torch.float32.itemsize, self.work.counters(pieces)

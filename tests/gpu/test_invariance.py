@@ -101,6 +101,9 @@ def quantised(kind, m, n, k):
         weight = gemmery.quantize(w, how)
         return lambda rows, **options: gemmery.linear(x[rows], weight, **options)
     a, b = (gemmery.quantize_activations(t, per=per) for t, per in zip((x, w), how, strict=True))
+    if kind == "scaled":
+        # Specialised warps want blocks.
+        b = ScaledTensor(b.data, torch.rand(-(-n // 128), -(-k // 128), device=DEVICE) + 0.5)
     return lambda rows, **options: gemmery.scaled_matmul(
         ScaledTensor(a.data[rows], a.scale[rows]), b, **options
     )

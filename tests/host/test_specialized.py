@@ -100,13 +100,10 @@ def test_another_triton_does_without(monkeypatch):
     [
         (packed(), "128x32x64-g4-w8-s4-specialized-descriptor-swap"),
         (packed(), "16x64x256-g1-w8-s7-specialized-descriptor-swap"),
-        (packed(), "16x64x256-g1-w12-s8-specialized-descriptor-swap"),
-        (packed(), "16x128x256-g1-w12-s6-specialized-descriptor-swap"),
         (packed(), "256x128x32-g4-w8-s5-specialized-descriptor-swap"),
         (packed(), str(SCALED)),
         (blocks(), str(CONFIG)),
         (blocks(), "64x128x128-g4-w8-s5-specialized-descriptor"),
-        (blocks(), "128x128x128-g4-w12-s3-specialized-descriptor"),
         (blocks(), "128x128x64-g4-w8-s5-specialized-descriptor"),
         (posed(4096, 8192, 8192, device=H200), str(SCALED)),
     ],
@@ -153,7 +150,7 @@ def test_where_columns_of_tiles_begin_does_not_depend_on_the_number_of_rows(bloc
 
 
 def test_room_for_parts_of_tiles():
-    for config, pieces in (("16x64x256-g1-w8-s8", 1), ("16x64x256-g1-w12-s9", 1), ("16x128x256-g1-w8-s4", 2)):
+    for config, pieces in (("16x64x256-g1-w8-s8", 1), ("16x128x256-g1-w8-s4", 2)):
         binding = bind(packed(M=16, N=4096), Config.of(f"{config}-specialized-descriptor-k2-swap"))
         work = binding.work
         assert work.cut * work.parts == work.programs

@@ -81,48 +81,68 @@ def columns_of(col, N, COLS: tl.constexpr, PAIRED: tl.constexpr):
 
 
 @triton.jit
-def in_bf16(
-    x, pointer, steps, stride_row, stride_k, sizes, batch, index, inside, k, K, STEP: tl.constexpr,
-):  # fmt: skip
-    """A block of fp8 numbers times their factors, powers of two: exact, but for what bf16 has no exponents for.
+def powers(
+    pointer,
+    steps,
+    stride_row,
+    stride_k,
+    sizes,
+    batch,
+    index,
+    inside,
+    k,
+    K,
+    COLS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Exponents of factors, bytes of e8m0, one for `STEP` of `COLS` columns of K from `k` on.
 
     Args:
-        index, inside: the block's rows, and which of them there are.
-        STEP: columns that share a factor.
+        index, inside: a block's rows, and which of them there are.
     """
-    ROWS: tl.constexpr = x.shape[0]
-    COLS: tl.constexpr = x.shape[1]
     step = k // STEP + tl.arange(0, COLS // STEP)
     places = index.to(tl.int64)[:, None] * stride_row + step.to(tl.int64)[None, :] * stride_k
     there = inside[:, None] & (step < tl.cdiv(K, STEP))[None, :]
-    factor = as_factor(tl.load(pointer + batch_offset(batch, sizes, steps) + places, mask=there, other=127))
-    numbers = widen(x) if INTERPRETED else x.to(tl.float32)
-    scaled = numbers.reshape(ROWS, COLS // STEP, STEP) * factor[:, :, None]
-    return cast(scaled, tl.bfloat16).reshape(ROWS, COLS)
+    return tl.load(pointer + batch_offset(batch, sizes, steps) + places, mask=there, other=127)
 
 
 @triton.jit
-def rows_in_bf16(
-    block, pointer, steps, stride_row, stride_k, shape, sizes, batch, row, col, STEP: tl.constexpr,
-    PAIRED: tl.constexpr,
+def powers_of_rows(
+    pointer, steps, stride_row, stride_k, shape, sizes, batch, row, col, ROWS: tl.constexpr, COLS: tl.constexpr,
+    STEP: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
-    """A block of A (M, K), whose corner is (row, col), times the factors of its rows, which are never `PAIRED`."""
-    rows, inside = rows_of(row, shape[0], block.shape[0])
-    return in_bf16(
-        block, pointer, steps, stride_row, stride_k, sizes, batch, rows, inside, col, shape[1], STEP
+    """Those of a block of A (M, K) whose corner is (row, col). Its rows are never `PAIRED`."""
+    rows, inside = rows_of(row, shape[0], ROWS)
+    return powers(pointer, steps, stride_row, stride_k, sizes, batch, rows, inside, col, shape[1], COLS, STEP)
+
+
+@triton.jit
+def powers_of_columns(
+    pointer, steps, stride_row, stride_k, shape, sizes, batch, row, col, ROWS: tl.constexpr, COLS: tl.constexpr,
+    STEP: tl.constexpr, PAIRED: tl.constexpr,
+):  # fmt: skip
+    """Those of a block of B (K, N), whose columns may be `PAIRED`."""
+    columns, inside = columns_of(col, shape[1], COLS, PAIRED)
+    return powers(
+        pointer, steps, stride_row, stride_k, sizes, batch, columns, inside, row, shape[0], ROWS, STEP
     )
 
 
 @triton.jit
-def columns_in_bf16(
-    block, pointer, steps, stride_row, stride_k, shape, sizes, batch, row, col, STEP: tl.constexpr,
-    PAIRED: tl.constexpr,
-):  # fmt: skip
-    """A block of B (K, N) times the factors of its columns, which may be `PAIRED`."""
-    columns, inside = columns_of(col, shape[1], block.shape[1], PAIRED)
-    return in_bf16(
-        block.T, pointer, steps, stride_row, stride_k, sizes, batch, columns, inside, row, shape[0], STEP
-    ).T
+def rows_in_bf16(x, exponents):
+    """A block of fp8 numbers times their factors, powers of two: exact, but for what bf16 has no exponents for."""
+    ROWS: tl.constexpr = x.shape[0]
+    COLS: tl.constexpr = x.shape[1]
+    STEPS: tl.constexpr = exponents.shape[1]
+    numbers = widen(x) if INTERPRETED else x.to(tl.float32)
+    scaled = numbers.reshape(ROWS, STEPS, COLS // STEPS) * as_factor(exponents)[:, :, None]
+    return cast(scaled, tl.bfloat16).reshape(ROWS, COLS)
+
+
+@triton.jit
+def columns_in_bf16(x, exponents):
+    """The same where factors are the columns'."""
+    return rows_in_bf16(x.T, exponents).T
 
 
 @triton.jit

@@ -14,11 +14,10 @@ MULTIPLY is the K loop, and FACT_0, FACT_1 and FACT_2 are its own last three par
 and the groups divide the tile's columns between them, otherwise its rows.
 
 Of a tile of 64 columns of a packed weight each group has all, and they take turns along K, a step each; in the end the
-first one adds the others' sums to its own. So there can be as many tiles as multiprocessors where tiles of 128 columns
-would have to be cut along K between programs, whose parts meet in memory: with few rows, that takes up to a tenth of
-the time. There can be three groups, for formats that are long to unpack. Each stage is one group's, so that their
-number must be a multiple of the groups': a barrier only tells the parity of uses, and to a group that is ahead the use
-before its own, by another one, would look like its own.
+first one adds the other one's sum to its own. So there can be as many tiles as multiprocessors where tiles of 128
+columns would have to be cut along K between programs, whose parts meet in memory: with few rows, that takes up to a
+tenth of the time. Each stage is one group's, for which there must be an even number of them: a barrier only tells the
+parity of uses, and to a group that is ahead the use before its own, by the other one, would look like its own.
 
 With PAIRED the columns of a tile are of both halves of a packed weight, and two of them make one of the output.
 
@@ -37,10 +36,9 @@ from .rings import READ_ONCE, beside, column_halves, combine, following, later, 
 
 OF_ROWS = in_gluon(of_rows)
 
-#: Rows of the tensor cores' left operand that a group multiplies; groups, where they don't take turns.
-ROWS, GROUPS = (gl.constexpr(x) for x in (64, 2))
-#: Registers of a thread in the groups behind the first, which has what is left, 224 or 160; and of the loader's.
-REGISTERS, REGISTERS_OF_THREE = (gl.constexpr(x) for x in ([232, 48], [152, 152, 48]))
+#: Rows of the tensor cores' left operand that a group multiplies; groups; registers of a thread in the second group and
+#: of the loader's. The first group has what is left, 224.
+ROWS, GROUPS, REGISTERS, LOADER_REGISTERS = (gl.constexpr(x) for x in (64, 2, 232, 48))
 
 # Names that differ between versions of Triton: these are of 3.6 and of later ones.
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -348,7 +346,7 @@ def multiply_packed(
 ):  # fmt: skip
     """64 columns of a tile, from step `low` to `high` along K: the transposed product with a packed weight.
 
-    Where `TURNS` groups take turns, every so many of the steps.
+    Where groups take turns, every other step of it.
 
     A step is unpacked in pieces of eight lines of words, the least that can be cut out of shared memory, and the tensor
     cores work on one while the next is unpacked.
@@ -362,16 +360,17 @@ def multiply_packed(
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     COLS: gl.constexpr = min(BLOCK_K, 16 * PER)
-    PLACE: gl.constexpr = 0 if TURNS > 1 else GROUP_NUMBER
+    PLACE: gl.constexpr = 0 if TURNS else GROUP_NUMBER
+    EVERY: gl.constexpr = GROUPS if TURNS else 1
     after = later(stage, phase, high - low, STAGES)
-    # A stage is one group's for good, whichever of them a tile begins with.
-    first = (STAGES + GROUP_NUMBER - stage) % TURNS
+    # Odd stages are the second group's, whether the tile begins with one or not.
+    first = (STAGES + GROUP_NUMBER - stage) % EVERY
     stage, phase = later(stage, phase, first, STAGES)
     acc = gl.zeros([ROWS, BLOCK_M], gl.float32, ACC)
-    if TURNS == 1:
+    if not TURNS:
         # Else there is a way around the loop, on which what comes behind it is computed in advance, and apart.
         gl.assume(low < high)
-    for _ in range(low + first, high, TURNS):
+    for _ in range(low + first, high, EVERY):
         mbarrier.wait(full.index(stage), phase)
         weights = ()
         for k in gl.static_range(0, BLOCK_K, COLS):
@@ -383,7 +382,7 @@ def multiply_packed(
         # The tensor cores read the pieces from registers, which keep them until then.
         acc = hopper.warpgroup_mma_wait(0, deps=(acc,) + weights)[0]  # noqa: RUF005
         mbarrier.arrive(free.index(stage))
-        for _ in gl.static_range(TURNS):
+        for _ in gl.static_range(EVERY):
             stage, phase = following(stage, phase, STAGES)
     return acc, after[0], after[1]
 
@@ -490,24 +489,22 @@ def take_ticket(counter, others):
 
 
 @gluon.jit
-def joined(acc, meeting, parity, GROUP_NUMBER: gl.constexpr, TURNS: gl.constexpr):
-    """Adds the sums of groups that have taken turns, in the first one; those of the others stay what they were.
+def joined(acc, meeting, parity, GROUP_NUMBER: gl.constexpr):
+    """Adds the sums of groups that have taken turns, in the first one; the other one's stays what it was.
 
     Args:
-        meeting: for each of the others shared memory for a tile, and two barriers: whether it has been given there, and
-            taken.
+        meeting: shared memory for a tile, and two barriers: whether it has been given there, and taken.
         parity: that of `given` to wait for; it is another one for the next tile.
     """
     room, given, taken = meeting
     if GROUP_NUMBER > 0:
-        mbarrier.wait(taken.index(GROUP_NUMBER - 1), parity ^ 1)
-        room.index(GROUP_NUMBER - 1).store(acc)
-        mbarrier.arrive(given.index(GROUP_NUMBER - 1))
+        mbarrier.wait(taken, parity ^ 1)
+        room.store(acc)
+        mbarrier.arrive(given)
     else:
-        for other in gl.static_range(TURNS - 1):
-            mbarrier.wait(given.index(other), parity)
-            acc += room.index(other).load(acc.type.layout)
-            mbarrier.arrive(taken.index(other))
+        mbarrier.wait(given, parity)
+        acc += room.load(acc.type.layout)
+        mbarrier.arrive(taken)
     return acc, parity ^ 1
 
 
@@ -552,24 +549,23 @@ def finish(
 
 @gluon.jit
 def consume(
-    same, GROUP_NUMBER: gl.constexpr, TURNS: gl.constexpr, MULTIPLY: gl.constexpr,
-    FACT_0: gl.constexpr, FACT_1: gl.constexpr, FACT_2: gl.constexpr,
-    ORDER: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, SWAP: gl.constexpr, PAIRED: gl.constexpr,
-    SPLIT: gl.constexpr,
+    out, staging, ring, meeting, extra, args, partials, counters, work, GROUP_NUMBER: gl.constexpr,
+    MULTIPLY: gl.constexpr, FACT_0: gl.constexpr, FACT_1: gl.constexpr, FACT_2: gl.constexpr, ORDER: gl.constexpr,
+    EPILOGUE: gl.constexpr, CAST: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    GROUP_M: gl.constexpr, STAGES: gl.constexpr, SWAP: gl.constexpr, PAIRED: gl.constexpr, SPLIT: gl.constexpr,
+    TURNS: gl.constexpr,
 ):  # fmt: skip
-    """One group's part of the work: first of whole tiles, then of parts along K. `same` is of all groups."""
-    out, staging, ring, meeting, extra, args, partials, counters, work = same
+    """One group's part of the work: first of whole tiles, then of parts along K."""
     M, N, K, whole, cut, parts, chunk = work
     steps = gl.cdiv(K, BLOCK_K)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     parity = gl.to_tensor(0)
     DOWN: gl.constexpr = 0 if SWAP else ROWS * GROUP_NUMBER
-    RIGHT: gl.constexpr = ROWS * GROUP_NUMBER if SWAP and TURNS == 1 else 0
+    RIGHT: gl.constexpr = ROWS * GROUP_NUMBER if SWAP and not TURNS else 0
     # Which piece of how many of a tile is this group's to finish.
-    PIECE: gl.constexpr = 0 if TURNS > 1 else GROUP_NUMBER
-    PIECES: gl.constexpr = 1 if TURNS > 1 else GROUPS
+    PIECE: gl.constexpr = 0 if TURNS else GROUP_NUMBER
+    PIECES: gl.constexpr = 1 if TURNS else GROUPS
     staged = staging.index(PIECE)
     for tile in range(gl.program_id(0), whole, gl.num_programs(0)):
         row, col = corner(tile, M, N, ORDER, BLOCK_M, BLOCK_N, GROUP_M)
@@ -577,8 +573,8 @@ def consume(
             ring, extra, M, N, row, col, 0, steps, stage, phase, GROUP_NUMBER, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
             PAIRED, TURNS, FACT_0, FACT_1, FACT_2,
         )  # fmt: skip
-        if TURNS > 1:
-            acc, parity = joined(acc, meeting, parity, GROUP_NUMBER, TURNS)
+        if TURNS:
+            acc, parity = joined(acc, meeting, parity, GROUP_NUMBER)
         if PIECE == GROUP_NUMBER:
             finish(acc, out, staged, args, M, N, row + DOWN, col + RIGHT, EPILOGUE, CAST, SWAP, PAIRED)
     if SPLIT:
@@ -589,8 +585,8 @@ def consume(
                 ring, extra, M, N, row, col, low, high, stage, phase, GROUP_NUMBER, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
                 PAIRED, TURNS, FACT_0, FACT_1, FACT_2,
             )  # fmt: skip
-            if TURNS > 1:
-                acc, parity = joined(acc, meeting, parity, GROUP_NUMBER, TURNS)
+            if TURNS:
+                acc, parity = joined(acc, meeting, parity, GROUP_NUMBER)
             if PIECE == GROUP_NUMBER:
                 counter = counters + tile * PIECES + PIECE
                 acc, done = combine(acc, tile, parts, partials, counter, take_ticket, PIECE, PIECES)
@@ -641,12 +637,12 @@ def gemm_specialized(
         CAST: `cast(value, dtype)` rounds what the epilogue returns.
         STREAM: whether B is read once and leaves L2 first.
         ROTATE: whether columns of tiles begin at different steps along K; see `load`.
-        TURNS: how many groups take turns along K; 1 where each has rows or columns of its own.
+        TURNS: whether groups take turns along K.
     """
     work = (M, N, K, whole, cut, parts, chunk)
     a_blocks = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)  # noqa: RUF005
     b_blocks = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)  # noqa: RUF005
-    PIECES: gl.constexpr = 1 if TURNS > 1 else GROUPS
+    PIECES: gl.constexpr = 1 if TURNS else GROUPS
     staging = gl.allocate_shared_memory(out.dtype, [PIECES] + out.block_type.shape, out.layout)  # noqa: RUF005
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -654,14 +650,13 @@ def gemm_specialized(
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(free.index(stage), count=PIECES)
     meeting: gl.constexpr = None
-    if TURNS > 1:
+    if TURNS:
         LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        room = gl.allocate_shared_memory(gl.float32, [TURNS - 1, ROWS, BLOCK_M], LAYOUT)
-        given = gl.allocate_shared_memory(gl.int64, [TURNS - 1, 1], mbarrier.MBarrierLayout())
-        taken = gl.allocate_shared_memory(gl.int64, [TURNS - 1, 1], mbarrier.MBarrierLayout())
-        for other in gl.static_range(TURNS - 1):
-            mbarrier.init(given.index(other), count=1)
-            mbarrier.init(taken.index(other), count=1)
+        room = gl.allocate_shared_memory(gl.float32, [ROWS, BLOCK_M], LAYOUT)
+        given = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(given, count=1)
+        mbarrier.init(taken, count=1)
         meeting = (room, given, taken)
     hopper.fence_async_shared()
     scale_blocks: gl.constexpr = None
@@ -671,67 +666,32 @@ def gemm_specialized(
         if extra[1] is not None:
             shift_blocks = room_for_shared(extra[1], STAGES, BLOCK_N, BLOCK_K, GROUP, PAIRED)
     ring = (a_blocks, b_blocks, scale_blocks, shift_blocks, full, free)
-    same = (out, staging, ring, meeting, extra, args, partials, counters, work)
-    if TURNS == 3:
-        gl.warp_specialize(
-            [
+    gl.warp_specialize(
+        [
+            (
+                consume,
                 (
-                    consume,
-                    (
-                        same, 0, TURNS, MULTIPLY, FACT_0, FACT_1, FACT_2, ORDER, EPILOGUE, CAST, BLOCK_M, BLOCK_N,
-                        BLOCK_K, GROUP_M, STAGES, SWAP, PAIRED, SPLIT,
-                    ),
+                    out, staging, ring, meeting, extra, args, partials, counters, work, 0, MULTIPLY, FACT_0, FACT_1,
+                    FACT_2, ORDER, EPILOGUE, CAST, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, SWAP, PAIRED, SPLIT,
+                    TURNS,
                 ),
+            ),
+            (
+                consume,
                 (
-                    consume,
-                    (
-                        same, 1, TURNS, MULTIPLY, FACT_0, FACT_1, FACT_2, ORDER, EPILOGUE, CAST, BLOCK_M, BLOCK_N,
-                        BLOCK_K, GROUP_M, STAGES, SWAP, PAIRED, SPLIT,
-                    ),
+                    out, staging, ring, meeting, extra, args, partials, counters, work, 1, MULTIPLY, FACT_0, FACT_1,
+                    FACT_2, ORDER, EPILOGUE, CAST, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, SWAP, PAIRED, SPLIT,
+                    TURNS,
                 ),
+            ),
+            (
+                produce,
                 (
-                    consume,
-                    (
-                        same, 2, TURNS, MULTIPLY, FACT_0, FACT_1, FACT_2, ORDER, EPILOGUE, CAST, BLOCK_M, BLOCK_N,
-                        BLOCK_K, GROUP_M, STAGES, SWAP, PAIRED, SPLIT,
-                    ),
+                    a, b, extra, ring, work, ORDER, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, PER, GROUP, PAIRED,
+                    SPLIT, STREAM, ROTATE,
                 ),
-                (
-                    produce,
-                    (
-                        a, b, extra, ring, work, ORDER, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, PER, GROUP, PAIRED,
-                        SPLIT, STREAM, ROTATE,
-                    ),
-                ),
-            ],
-            [4, 4, 1],
-            REGISTERS_OF_THREE,
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (
-                    consume,
-                    (
-                        same, 0, TURNS, MULTIPLY, FACT_0, FACT_1, FACT_2, ORDER, EPILOGUE, CAST, BLOCK_M, BLOCK_N,
-                        BLOCK_K, GROUP_M, STAGES, SWAP, PAIRED, SPLIT,
-                    ),
-                ),
-                (
-                    consume,
-                    (
-                        same, 1, TURNS, MULTIPLY, FACT_0, FACT_1, FACT_2, ORDER, EPILOGUE, CAST, BLOCK_M, BLOCK_N,
-                        BLOCK_K, GROUP_M, STAGES, SWAP, PAIRED, SPLIT,
-                    ),
-                ),
-                (
-                    produce,
-                    (
-                        a, b, extra, ring, work, ORDER, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, PER, GROUP, PAIRED,
-                        SPLIT, STREAM, ROTATE,
-                    ),
-                ),
-            ],
-            [4, 1],
-            REGISTERS,
-        )  # fmt: skip
+            ),
+        ],
+        [4, 1],
+        [REGISTERS, LOADER_REGISTERS],
+    )  # fmt: skip

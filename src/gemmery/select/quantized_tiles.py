@@ -40,7 +40,6 @@ HOPPER: dict[str, Rows] = {
             64x64x128   1 8 8 0.50 swap splits stream apart
             32x64x256   1 8 8 0.40 swap splits stream apart
             16x64x256   1 8 8 0.40 swap splits stream apart
-            16x64x256   1 12 9 0.39 swap splits stream apart
         """,
         ("pointer", "tile"): """
             128x64x64  8 4 3 0.30 swap aligned strided

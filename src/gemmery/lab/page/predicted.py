@@ -140,7 +140,7 @@ def _knobs(c: Config) -> Iterator[tuple[str, str, str]]:
         "tile": "a program for each tile",
         "persistent": "as many programs as run at once, which take tiles in turn",
         "cluster": "clusters of programs that share what they load",
-        "specialized": "as many programs as run at once; one warp loads, groups of four multiply",
+        "specialized": "as many programs as run at once; one warp loads, two groups of four multiply",
     }
     loaders = {"pointer": "any strides", "descriptor": "tensor descriptors (TMA)"}
     yield "tile", f"{c.block_m} × {c.block_n} × {c.block_k}", "rows, columns, step along K"
