@@ -96,20 +96,20 @@ def test_another_triton_does_without(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("problem", "config"),
+    ("problem", "config", "reason"),
     [
-        (packed(), "128x32x64-g4-w8-s4-specialized-descriptor-swap"),
-        (packed(), "16x64x256-g1-w8-s7-specialized-descriptor-swap"),
-        (packed(), "256x128x32-g4-w8-s5-specialized-descriptor-swap"),
-        (packed(), str(SCALED)),
-        (blocks(), str(CONFIG)),
-        (blocks(), "64x128x128-g4-w8-s5-specialized-descriptor"),
-        (blocks(), "128x128x64-g4-w8-s5-specialized-descriptor"),
-        (posed(4096, 8192, 8192, device=H200), str(SCALED)),
+        (packed(), "128x32x64-g4-w8-s4-specialized-descriptor-swap", "block_n 64 or 128"),
+        (packed(), "16x64x256-g1-w8-s7-specialized-descriptor-swap", "an even num_stages"),
+        (packed(), "256x128x32-g4-w8-s5-specialized-descriptor-swap", "block_k a multiple of 64"),
+        (packed(), str(SCALED), "packed weights need swap"),
+        (blocks(), str(CONFIG), "need block_m 128"),
+        (blocks(), "64x128x128-g4-w8-s5-specialized-descriptor", "need block_m 128"),
+        (blocks(), "128x128x64-g4-w8-s5-specialized-descriptor", "block_k 128"),
+        (posed(4096, 8192, 8192, device=H200), str(SCALED), "a packed weight or fp8 factors"),
     ],
 )
-def test_configs_that_do_not_fit_are_refused(problem, config):
-    with pytest.raises(ValueError, match=r"^config "):
+def test_configs_that_do_not_fit_are_refused(problem, config, reason):
+    with pytest.raises(ValueError, match=f"^config .*{reason}"):
         bind(problem, Config.of(config))
 
 

@@ -4,7 +4,8 @@ A table holds the times of a space's configs for a number of shapes. For another
 multiplied by what its measured times were over their predictions, averaged over the shapes nearby (a Nadaraya-Watson
 kernel regression in the logarithms of the sizes). Far from everything measured, the model stands as it is. Of packed
 weights not every tile is timed with every number of rows. A config that was not is taken to be as far off as those of
-its schedule are on average that were timed nearby: otherwise it would be preferred wherever the model is too hopeful.
+its schedule are on average that were timed nearby, and a little more: otherwise it would be preferred wherever the
+model is too hopeful.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ REACH = 0.8
 REACH_PACKED, FAR_PACKED = 0.2, 1.5
 #: The weight of the model itself, where a measurement of the very shape has 1.
 PRIOR = 0.3
+#: By how much (a logarithm) a config of a packed weight that was not timed is taken to be off beyond that: there was a
+#: reason not to, such as too few registers.
+DOUBT = 0.1
 
 
 #: Formats of packed weights that have a table of their own, with what was measured. Others of as many bits take the
@@ -187,7 +191,7 @@ class Table:
         known, residuals = weights @ known, weights @ residuals
         # What is not known of a config itself, up to the model's weight, is taken from all.
         typical = residuals.sum(axis=1, keepdims=True) / (known.sum(axis=1, keepdims=True) + PRIOR)
-        typical = typical * self.partial
+        typical = (typical + DOUBT) * self.partial
         each = (residuals @ self.near + PRIOR * typical) / (known @ self.near + PRIOR)
         return np.concatenate([each, typical], axis=1)
 
