@@ -82,19 +82,8 @@ def columns_of(col, N, COLS: tl.constexpr, PAIRED: tl.constexpr):
 
 @triton.jit
 def powers(
-    pointer,
-    steps,
-    stride_row,
-    stride_k,
-    sizes,
-    batch,
-    index,
-    inside,
-    k,
-    K,
-    COLS: tl.constexpr,
-    STEP: tl.constexpr,
-):
+    pointer, steps, stride_row, stride_k, sizes, batch, index, inside, k, K, COLS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
     """Exponents of factors, bytes of e8m0, one for `STEP` of `COLS` columns of K from `k` on.
 
     Args:
