@@ -190,8 +190,8 @@ class Table:
         weights = np.exp(-(apart - nearest) / (2 * self.reach**2) - nearest / (2 * self.far**2))
         known, residuals = weights @ known, weights @ residuals
         # What is not known of a config itself, up to the model's weight, is taken from all.
-        typical = residuals.sum(axis=1, keepdims=True) / (known.sum(axis=1, keepdims=True) + PRIOR)
-        typical = (typical + DOUBT) * self.partial
+        total = known.sum(axis=1, keepdims=True)
+        typical = (residuals.sum(axis=1, keepdims=True) + DOUBT * total) / (total + PRIOR) * self.partial
         each = (residuals @ self.near + PRIOR * typical) / (known @ self.near + PRIOR)
         return np.concatenate([each, typical], axis=1)
 
