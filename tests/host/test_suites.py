@@ -95,7 +95,9 @@ def test_packed_weights_are_those_of_the_protocol():
         (4096, 14336): decode,
     }
     formats = {(row.weight, row.M) for row in suites.load("lowbit_formats")}
-    assert formats == set(itertools.product(("int8", "e4m3", "mxfp4", "nvfp4", "nf4"), (16, 64, 512, 4096)))
+    assert formats == set(
+        itertools.product(("int4", "int8", "e4m3", "mxfp4", "nvfp4", "nf4"), (16, 64, 512, 4096))
+    )
     parts = [suites.load(name) for name in ("lowbit_small", "lowbit_mid", "lowbit_large")]
     assert sum(map(len, parts)) == len(rows)
     for name in suites.names():
