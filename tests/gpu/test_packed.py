@@ -84,8 +84,10 @@ def decoded(format, dtype, part, asm):
     codes = codes % (1 << format.bits)
     # Two columns, two words, numbers of a column in a word.
     column, number = torch.arange(2).reshape(2, 1, 1), torch.arange(half)
-    place = 2 * number + column if format.in_turn else half * column + number
-    words = (codes.reshape(128, 2, 2, half) << (place * format.bits)).sum((1, 3)).flatten()
+    bit = torch.arange(format.bits)
+    place = torch.tensor(format.order)[format.bits * (half * column + number).unsqueeze(-1) + bit]
+    bits = codes.reshape(128, 2, 2, half, 1) >> bit & 1
+    words = (bits << place).sum((1, 3, 4)).flatten()
     words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32).to(DEVICE)
     out = torch.empty(2, 256, dtype=dtype, device=DEVICE)
     function = DECODERS[format.code, format.bits]
@@ -312,6 +314,8 @@ def test_compiled(dynamic):
 def test_codes_come_as_they_were_packed():
     """Beside the decoders, the order in memory: each weight apart, by a product with the unit matrix."""
     codes = torch.randint(0, 16, (64, 128), dtype=torch.uint8, device=DEVICE)
-    w = gemmery.QuantizedTensor((64, 128), "int4", pack(codes, 4), dtype=torch.bfloat16)
+    w = gemmery.QuantizedTensor(
+        (64, 128), "int4", pack(codes, 4, FORMATS["int4"].order), dtype=torch.bfloat16
+    )
     unit = torch.eye(128, dtype=torch.bfloat16, device=DEVICE)
     assert torch.equal(gemmery.linear(unit, w), (codes.float() - 8).bfloat16().t())

@@ -121,7 +121,7 @@ def test_ptx_gives_the_numbers_of_a_packed_weight(name, dtype, asm):
     codes = torch.randint(0, 1 << format.bits, (16, columns), generator=generator).to(torch.uint8)
     codes.flatten()[: 1 << format.bits] = torch.arange(1 << format.bits, dtype=torch.uint8)
     values = format.stored_values.double() + bias
-    words = packing.pack(codes, format.bits, format.in_turn).reshape(32, 2, 2)
+    words = packing.pack(codes, format.bits, format.order).reshape(32, 2, 2)
     for lane in range(32):
         g, q = divmod(lane, 4)
         for half in (0, 1):

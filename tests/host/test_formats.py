@@ -166,21 +166,22 @@ def test_the_code_that_a_format_calls_zero_stands_for_zero():
     st.integers(0, 70),
     st.integers(0, 200),
     st.sampled_from([2, 4, 8]),
-    st.booleans(),
+    st.sampled_from([packing.apart, packing.in_turn]) | st.permutations(range(32)),
 )
-def test_unpacking_gives_what_was_packed(batch, rows, columns, bits, in_turn):
+def test_unpacking_gives_what_was_packed(batch, rows, columns, bits, order):
+    order = order(bits) if callable(order) else tuple(order)
     codes = codes_of(*batch, rows, columns, bits=bits)
-    words = packing.pack(codes, bits, in_turn)
+    words = packing.pack(codes, bits, order)
     N, K = packing.padded(rows, columns, bits)
     assert words.shape == (*batch, N // 16, K // packing.block_columns(bits) * 4, 32)
     assert words.numel() * 32 == math.prod(batch) * N * K * bits
-    assert torch.equal(packing.unpack(words, bits, rows, columns, in_turn), codes)
+    assert torch.equal(packing.unpack(words, bits, rows, columns, order), codes)
 
 
 def test_words_of_another_order_are_refused():
     tensors, texts = quantize(torch.ones(16, 64), "int4").to_tensors()
     assert gemmery.QuantizedTensor.from_tensors(tensors, texts).shape == (16, 64)
-    for version in ({}, {"packing": "1"}, {"packing": "3"}):
+    for version in ({}, {"packing": "1"}, {"packing": "2"}, {"packing": "4"}):
         old = {name: text for name, text in texts.items() if name != "packing"} | version
         with pytest.raises(
             ValueError, match=f"of version {version.get('packing', 1)} of their order; this gemmery"
@@ -188,19 +189,25 @@ def test_words_of_another_order_are_refused():
             gemmery.QuantizedTensor.from_tensors(tensors, old)
 
 
-@pytest.mark.parametrize("in_turn", [False, True])
-def test_words_lie_as_packing_says(in_turn):
+@pytest.mark.parametrize("name", ["int4", "nf4", "mxfp4"])
+def test_words_lie_as_packing_says(name):
     """Lane 4 g + q has four words of a block: rows g and g + 8, columns 2 q and 2 q + 1, first and second halves."""
     codes = codes_of(32, 192, bits=4, seed=1)
-    words = packing.pack(codes, 4, in_turn)
+    order = FORMATS[name].order
+    assert sorted(order) == list(range(32))
+    words = packing.pack(codes, 4, order)
     for strip, block, lane, word in [(0, 0, 0, 0), (1, 2, 31, 3), (1, 0, 13, 1), (0, 1, 22, 2)]:
         g, q = divmod(lane, 4)
         row, column = 16 * strip + g + 8 * (word // 2), 64 * block + 2 * q + 32 * (word % 2)
         place = 4 * lane + word
         found = words[strip, 4 * block + place // 32, place % 32].item() & 0xFFFFFFFF
         even, odd = (codes[row, column + i : column + i + 32 : 8].tolist() for i in range(2))
-        wanted = [x for both in zip(even, odd, strict=True) for x in both] if in_turn else even + odd
-        assert [found >> 4 * i & 15 for i in range(8)] == wanted
+        if name == "mxfp4":
+            bits = [number >> bit & 1 for number in even + odd for bit in range(4)]
+            assert found == sum(bit << place for bit, place in zip(bits, order, strict=True))
+        else:
+            in_turn = [x for both in zip(even, odd, strict=True) for x in both]
+            assert [found >> 4 * i & 15 for i in range(8)] == (in_turn if name == "nf4" else even + odd)
 
 
 # --- arithmetic ------------------------------------------------------------------------------------------------------

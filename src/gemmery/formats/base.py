@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from . import packing
+
 
 @dataclass(frozen=True)
 class Format:
@@ -35,13 +37,17 @@ class Format:
     stored: tuple[int, ...] = ()
 
     @property
-    def in_turn(self) -> bool:
+    def order(self) -> packing.Order:
         """How words hold two columns' numbers, see `packing`.
 
         In turn, as selectors of prmt (nf4) and the GPU's conversion (fp8) have them, or 16 bits apart, as masks leave
-        them (the others).
+        them (integers), or so that a shift and a mask leave a floating-point number (e2m1).
         """
-        return self.code in ("nf4", "e4m3", "e5m2")
+        if self.code in ("nf4", "e4m3", "e5m2"):
+            return packing.in_turn(self.bits)
+        if (self.code, self.bits) == ("e2m1", 4):
+            return E2M1_PLACES
+        return packing.apart(self.bits)
 
     @functools.cached_property
     def values(self) -> Tensor:
@@ -86,6 +92,12 @@ NF4 = (
 #: The decoder wants both bytes of a bf16 number to be at least those of the number 8 behind it, and at most 127 more;
 #: see `kernels.decoders.ptx_of_nf4`.
 NF4_STORED = (0, 1, 9, 2, 10, 8, 3, 12, 13, 4, 14, 11, 5, 15, 7, 6)
+
+#: The even column's first number has sign, exponent and mantissa where bf16 has them, or their lowest bits; the next
+#: ones lie three and six bits lower. The last one has the bits that are left, so that a product takes them to their
+#: places; see `kernels.decoders.ptx_of_e2m1`.
+_E2M1_HALF = (6, 7, 8, 15, 3, 4, 5, 12, 0, 1, 2, 9, 13, 14, 10, 11)
+E2M1_PLACES = _E2M1_HALF + tuple(16 + place for place in _E2M1_HALF)
 
 FORMATS: dict[str, Format] = {
     x.name: x

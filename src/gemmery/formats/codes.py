@@ -78,7 +78,7 @@ def from_codes(
         channel = _on_device("channel", channel, codes).float().contiguous()
     if permutation is not None:
         permutation = _permutation(_on_device("permutation", permutation, codes), codes.shape[-1])
-    words = packing.pack(format.to_stored(codes), format.bits, format.in_turn)
+    words = packing.pack(format.to_stored(codes), format.bits, format.order)
     return QuantizedTensor(
         tuple(codes.shape), format, words, dtype=dtype, group_size=group_size,
         channel=channel, permutation=permutation, **laid,

@@ -32,7 +32,7 @@ def numbers(weight: QuantizedTensor) -> Tensor:
     """What the tensor cores are given: (*batch, N, K) of the weight's type, columns as they are packed."""
     dtype, format = weight.dtype, weight.format
     rows, columns = weight.shape[-2:]
-    codes = packing.unpack(weight.words, format.bits, rows, columns, format.in_turn)
+    codes = packing.unpack(weight.words, format.bits, rows, columns, format.order)
     values = torch.tensor(VALUES[format.name], device=codes.device).to(dtype)
     if weight.zeros is None and format.code == "int":
         values = values - format.zero

@@ -7,20 +7,37 @@ words, which lie side by side: two of row `g` and then two of row `g + 8`, with 
 `2 q + 1` modulo 8. So a lane reads 16 bytes, and no number ever changes its lane.
 
 The tensor cores take numbers of adjacent columns in pairs. So the first of two words has the first half of both
-columns' numbers and the second one the rest: all that a pair is made of lies in one word. There are two orders in it,
-from the lowest bits on: the even column's numbers and then the odd one's, 16 bits apart, or those of both `in_turn`.
-Which of them a format has is what its decoder takes fewest instructions for.
+columns' numbers and the second one the rest: all that a pair is made of lies in one word. In which order is a matter of
+the format, see `Format.order`: that for which its decoder takes fewest instructions. `apart` and `in_turn` are two, and
+bits may lie scattered as well.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-#: Of the order of numbers in words, which is stored with them. In version 1 each word had one column's numbers.
-VERSION = 2
+#: Of the order of numbers in words, which is stored with them. In version 1 each word had one column's numbers, in
+#: version 2 no bits were scattered.
+VERSION = 3
 #: Rows of a strip, and words of a line, which is 128 bytes long.
 STRIP, LINE = 16, 32
+#: Where the bits of a word's numbers lie, from the lowest one of each on: of the even column's numbers and then of the
+#: odd one's.
+Order = tuple[int, ...]
+
+
+def apart(bits: int) -> Order:
+    """The even column's numbers, and the odd one's 16 bits above."""
+    return tuple(range(32))
+
+
+def in_turn(bits: int) -> Order:
+    """Numbers of both columns in turn."""
+    half = 16 // bits
+    return tuple(bits * (2 * n + odd) + bit for odd in (0, 1) for n in range(half) for bit in range(bits))
 
 
 def block_columns(bits: int) -> int:
@@ -34,20 +51,29 @@ def padded(rows: int, columns: int, bits: int) -> tuple[int, int]:
     return -(-rows // STRIP) * STRIP, -(-columns // step) * step
 
 
-def pack(codes: Tensor, bits: int, in_turn: bool = False) -> Tensor:
+def _runs(order: Order, bits: int) -> Iterator[tuple[int, int, int, int]]:
+    """Bits that lie side by side: the number that has them, the first one, their mask, and where it lies."""
+    for number in range(32 // bits):
+        places = order[bits * number : bits * (number + 1)]
+        starts = [bit for bit in range(bits) if bit == 0 or places[bit] != places[bit - 1] + 1]
+        for start, end in zip(starts, [*starts[1:], bits], strict=True):
+            yield number, start, (1 << end - start) - 1, places[start]
+
+
+def pack(codes: Tensor, bits: int, order: Order) -> Tensor:
     """Numbers of `bits` bits as words.
 
     Args:
         codes: (..., N, K), uint8, each below `2**bits`.
         bits: 2, 4 or 8.
-        in_turn: whether a word has the numbers of two columns in turn, see above and `Format.in_turn`.
+        order: where a word has the bits of its numbers: `apart(bits)`, `in_turn(bits)`, or what `Format.order` says.
 
     Returns:
         int32, (..., strips, lines, 32): four lines a block of columns. What pads the matrix is code 0.
 
     Example:
         >>> import torch
-        >>> pack(torch.ones(16, 64, dtype=torch.uint8), 4).shape
+        >>> pack(torch.ones(16, 64, dtype=torch.uint8), 4, apart(4)).shape
         torch.Size([1, 4, 32])
     """
     if bits not in (2, 4, 8):
@@ -59,26 +85,25 @@ def pack(codes: Tensor, bits: int, in_turn: bool = False) -> Tensor:
     # Strip, half of it, g, block, first or second word, number of a column in the word, q, odd or even.
     parts = codes.reshape(*lead, N // 16, 2, 8, K // (8 * per), 2, per // 2, 4, 2)
     d = len(lead)
-    inside = (5, 7) if in_turn else (7, 5)
-    parts = parts.permute(*range(d), *(d + i for i in (0, 3, 2, 6, 1, 4, *inside))).flatten(-2)
+    parts = parts.permute(*range(d), *(d + i for i in (0, 3, 2, 6, 1, 4, 7, 5))).flatten(-2)
     words = torch.zeros(parts.shape[:-1], dtype=torch.int32, device=codes.device)
-    for i in range(per):
-        words |= parts[..., i].to(torch.int32) << (bits * i)
+    for number, bit, mask, place in _runs(order, bits):
+        words |= (parts[..., number].to(torch.int32) >> bit & mask) << place
     return words.reshape(*lead, N // STRIP, K // (8 * per) * 4, LINE)
 
 
-def unpack(words: Tensor, bits: int, rows: int, columns: int, in_turn: bool = False) -> Tensor:
+def unpack(words: Tensor, bits: int, rows: int, columns: int, order: Order) -> Tensor:
     """What `pack` packed: uint8, (..., rows, columns)."""
     *lead, strips, lines, _ = words.shape
     per = 32 // bits
-    parts = words.reshape(*lead, strips, lines // 4, 8, 4, 2, 2, 1)
-    shifts = torch.arange(per, device=words.device, dtype=torch.int32) * bits
-    codes = ((parts >> shifts) & ((1 << bits) - 1)).to(torch.uint8)
-    codes = codes.unflatten(-1, (per // 2, 2) if in_turn else (2, per // 2))
+    parts = words.reshape(*lead, strips, lines // 4, 8, 4, 2, 2)
+    numbers = [torch.zeros_like(parts, dtype=torch.uint8) for _ in range(per)]
+    for number, bit, mask, place in _runs(order, bits):
+        numbers[number] |= ((parts >> place & mask) << bit).to(torch.uint8)
+    codes = torch.stack(numbers, -1).unflatten(-1, (2, per // 2))
     # As they were: strip, half, g, block, first or second word, number of a column in the word, q, odd or even.
     d = len(lead)
-    number, odd = (6, 7) if in_turn else (7, 6)
-    codes = codes.permute(*range(d), *(d + i for i in (0, 4, 2, 1, 5, number, 3, odd)))
+    codes = codes.permute(*range(d), *(d + i for i in (0, 4, 2, 1, 5, 7, 3, 6)))
     result: Tensor = codes.reshape(*lead, strips * STRIP, lines // 4 * block_columns(bits))[
         ..., :rows, :columns
     ]

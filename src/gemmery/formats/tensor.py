@@ -53,7 +53,7 @@ class QuantizedTensor(Tensor):
     Args:
         shape: (*batch, N, K).
         format: one of `FORMATS`, or its name.
-        words: int32, (*batch, strips, lines, 32), contiguous, from `packing.pack`.
+        words: int32, (*batch, strips, lines, 32), contiguous, from `packing.pack` in the format's order.
         dtype: torch.float16 or torch.bfloat16.
         group_size: columns that share a scale, and a zero or an offset, a power of two of at least 16; 0 where there
             are no scales.
@@ -73,7 +73,7 @@ class QuantizedTensor(Tensor):
         >>> import torch
         >>> from gemmery.formats import QuantizedTensor, packing
         >>> codes = torch.full((16, 64), 11, dtype=torch.uint8)
-        >>> w = QuantizedTensor((16, 64), "int4", packing.pack(codes, 4), dtype=torch.bfloat16)
+        >>> w = QuantizedTensor((16, 64), "int4", packing.pack(codes, 4, packing.apart(4)), dtype=torch.bfloat16)
         >>> w.dequantize()[0, :3]
         tensor([3., 3., 3.], dtype=torch.bfloat16)
     """

@@ -180,7 +180,7 @@ def multiply_add(x, y, z, DTYPE: tl.constexpr, ASM: tl.constexpr):
 def codes_of(words, PART: tl.constexpr, BITS: tl.constexpr, IN_TURN: tl.constexpr):
     """The codes of the numbers `2 PART` and `2 PART + 1` of every column, as int32, in blocks of the words' shape.
 
-    `IN_TURN` says how they lie in a word, see `formats.packing`.
+    `IN_TURN` says which of the two plain orders in `formats.packing` they have.
     """
     HALF: tl.constexpr = 16 // BITS
     AT: tl.constexpr = 2 * PART % HALF
@@ -268,25 +268,42 @@ def _twice(value):
 
 @triton.constexpr_function
 def ptx_of_e2m1(part, dtype, wait, asm):
-    """Two numbers of 4 bits of two columns, as pairs; times 2^-126 in bf16."""
-    bf16 = _text(dtype) == "bf16"
-    lines = [f"{{\n.reg .b32 x, u, v, c;\n{_begin(wait)}mov.b32 x, {word_of(part, 4)};\n"]
-    if part % 2:
-        lines.append("shr.b32 x, x, 8;\n")
+    """Two numbers of 4 bits of two columns, as pairs; times 2^-126 in bf16.
+
+    `formats.base.E2M1_PLACES` has three of four numbers scattered as bf16 wants them, sign and exponent apart, each
+    three bits below the one before: one shift and a mask. Of four bits that are not taken by these, a product makes the
+    last number: three shifts at once, whose results don't overlap.
+    """
+    lines = [f"{{\n.reg .b32 x, y, u, v, c;\n{_begin(wait)}mov.b32 x, {word_of(part, 4)};\n"]
+    scattered = (
+        "mov.b32 y, x;\n", "shl.b32 y, x, 3;\n", "shl.b32 y, x, 6;\n",
+        f"shr.b32 y, x, 10;\nand.b32 y, y, 0x001B001B;\nmul.lo.u32 y, y, {(1 << 3) + (1 << 8) + (1 << 14)};\n",
+    )  # fmt: skip
     for which in (0, 1):
-        at = 4 * which
-        if bf16:
-            # Two shifts at once take the sign to its place, and the other bits to theirs.
-            lines.append(f"and.b32 u, x, {_twice(0xF << at)};\n")
-            lines.append(
-                f"mul.lo.u32 u, u, {(1 << 12 - at) + (1 << 6 - at)};\nand.b32 ${which}, u, 0x81C081C0;\n"
-            )
+        lines.append(scattered[2 * (part % 2) + which])
+        if _text(dtype) == "bf16":
+            lines.append(f"and.b32 ${which}, y, 0x81C081C0;\n")
         else:
-            lines.append(f"shl.b32 u, x, {12 - at};\nshl.b32 v, x, {9 - at};\nand.b32 v, v, 0x0E000E00;\n")
+            lines.append("shl.b32 v, y, 3;\nand.b32 v, v, 0x0E000E00;\n")
             # 2^14, of which the exponent lacks that much.
-            lines.append("lop3.b32 u, u, 0x80008000, v, 0xEA;\nmov.b32 c, 0x74007400;\n")
+            lines.append("lop3.b32 u, y, 0x80008000, v, 0xEA;\nmov.b32 c, 0x74007400;\n")
             lines.append(_arithmetic("mul", dtype, asm, f"${which}", "u", "c"))
     return "".join(lines) + "}"
+
+
+@triton.jit
+def codes_of_e2m1(words, PART: tl.constexpr):
+    """As `codes_of`, of bits that lie as `formats.base.E2M1_PLACES` says."""
+    first, second = words.reshape(words.numel // 2, 2).split()
+    own = first if PART < 2 else second
+    both = tl.join(own, own >> 16)
+    if PART % 2 == 0:
+        one = (both >> 6 & 7) | (both >> 12 & 8)
+        two = (both >> 3 & 7) | (both >> 9 & 8)
+    else:
+        one = (both & 7) | (both >> 6 & 8)
+        two = (both >> 13 & 3) | (both >> 8 & 12)
+    return one.reshape(words.shape), two.reshape(words.shape)
 
 
 @triton.jit
@@ -305,7 +322,7 @@ def decode_e2m1(words, PART: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexp
         PTX: tl.constexpr = ptx_of_e2m1(PART, DTYPE, WAIT, ASM)
         return from_words(PTX, words, DTYPE)
     else:
-        first, second = codes_of(words, PART, 4, False)
+        first, second = codes_of_e2m1(words, PART)
         return cast(from_e2m1(first), DTYPE), cast(from_e2m1(second), DTYPE)
 
 

@@ -154,7 +154,7 @@ def _packed(format: str, group: int, rows: int, columns: int, dtype: torch.dtype
     """A packed weight on the meta device."""
     codes = torch.empty(rows, columns, dtype=torch.uint8, device="meta")
     scales = torch.empty(rows, -(-columns // group), dtype=dtype, device="meta") if group else None
-    words = pack(codes, FORMATS[format].bits)
+    words = pack(codes, FORMATS[format].bits, FORMATS[format].order)
     shared = None if scales is None else scales.new_empty(scales.shape[1], -(-rows // 16) * 16)
     return QuantizedTensor((rows, columns), format, words, dtype=dtype, group_size=group, scales=shared)
 

@@ -31,7 +31,7 @@ def codes_of(inputs: Inputs) -> tuple[Tensor, Tensor]:
     weight = inputs.weight
     assert weight is not None
     rows, columns = weight.shape
-    codes = packing.unpack(weight.words, weight.format.bits, rows, columns, weight.format.in_turn)
+    codes = packing.unpack(weight.words, weight.format.bits, rows, columns, weight.format.order)
     if weight.scales is None:
         assert weight.channel is not None
         return codes, weight.channel.expand(rows).unsqueeze(-1).contiguous()
