@@ -64,18 +64,10 @@ def test_no_recorded_row_is_left_out(data, held_out):
         assert {file["suite"] for file in files} >= {"lowbit", "scaled", "fused", "views", "odd", "strided"}
 
 
-def test_few_recorded_configs_are_no_more():
-    files = [(path, results.read(path)) for path in sorted(RESULTS.glob("*.json"))]
-    rows = [(path.stem, row) for path, file in files for row in file["rows"] if row.get("plan")]
-    lost = [(stem, row["name"]) for stem, row in rows if "-w12-" in row["plan"]]
-    # Those that were measured with three groups of specialised warps.
-    assert {stem for stem, _ in lost} <= {"lowbit_formats-bf16", "lowbit_formats-bf16-triton3.9"}
-    unread = [
-        (row.suite, row.row.name)
-        for row in recorded.read_results(RESULTS)
-        if row.config is None and row.copied is not None
-    ]
-    assert sorted(unread) == sorted(lost)
+def test_every_recorded_config_is_still_there():
+    read = recorded.read_results(RESULTS)
+    assert len(read) > 300
+    assert [(row.suite, row.row.name) for row in read if row.config is None and row.copied is not None] == []
 
 
 def test_a_shape_is_predicted_without_its_own_times(data, held_out):
