@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .epilogues.device import compiled
 from .formats.base import FORMATS
-from .formats.packing import LINE, STRIP, block_columns
+from .formats.packing import LINE, STRIP, block_columns, runs
 from .kernels import decoders
 from .kernels.packed import load_packed, unpack
 from .problem import Config, Packing, Problem
@@ -30,7 +30,8 @@ DECODERS = {
 _UNPACK = """\
 def unpack_{name}(words, scale, shift, ROWS: tl.constexpr, COLS: tl.constexpr, SPREAD: tl.constexpr):
     return UNPACK(
-        words, scale, shift, ROWS, COLS, SPREAD, DECODE, "{code}", {per}, {zero}, {offsets}, {dtype}, {asm}, {waits}
+        words, scale, shift, ROWS, COLS, SPREAD, DECODE, RUNS, "{code}", {per}, {zero}, {offsets}, {dtype}, {asm},
+        {waits}
     )
 """
 _LOADER = """\
@@ -78,7 +79,11 @@ def unpacker(packing: Packing, dtype: torch.dtype, asm: int, waits: bool) -> Any
         "code": format.code, "per": 32 // packing.bits, "zero": format.zero, "offsets": packing.shifts == "offsets",
         "dtype": "tl." + str(dtype).removeprefix("torch."), "asm": asm, "waits": waits,
     }  # fmt: skip
-    space = {"UNPACK": unpack, "DECODE": DECODERS[format.code, packing.bits]}
+    space = {
+        "UNPACK": unpack,
+        "DECODE": DECODERS[format.code, packing.bits],
+        "RUNS": tl.constexpr(runs(format.order, format.bits)),
+    }
     return compiled(_UNPACK.format(name=_name(facts), **facts), space)
 
 

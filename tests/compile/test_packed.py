@@ -22,6 +22,7 @@ def loop(name, config):
         ("int4_gelu", "256x128x64-g1-w8-s3-tile-descriptor-swap", "0x000F000F"),
         ("nf4", "64x64x256-g1-w4-s3-tile-descriptor-swap", "prmt.b32"),
         ("e4m3_packed", "256x64x64-g2-w4-s3-tile-descriptor-swap", "e4m3x2"),
+        ("nvfp4", "64x64x128-g1-w4-s4-tile-descriptor-swap", "0x81C081C0"),
     ],
 )
 def test_what_is_unpacked_comes_after_a_wait(name, config, word):

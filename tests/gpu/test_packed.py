@@ -13,7 +13,7 @@ import gemmery
 from gemmery import epilogues
 from gemmery.formats import from_codes
 from gemmery.formats.base import FORMATS
-from gemmery.formats.packing import pack
+from gemmery.formats.packing import pack, runs
 from gemmery.kernels import decoders
 from gemmery.kernels.numerics import INTERPRETED
 from gemmery.packed_access import DECODERS
@@ -70,9 +70,17 @@ def assert_right(x, w, bound=1.05):
 
 
 @triton.jit
-def decode_all(words, out, DECODE: tl.constexpr, PART: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+def decode_all(
+    words,
+    out,
+    DECODE: tl.constexpr,
+    PART: tl.constexpr,
+    RUNS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ASM: tl.constexpr,
+):
     at = tl.arange(0, 256)
-    first, second = DECODE(tl.load(words + at), PART, DTYPE, ASM, -1)
+    first, second = DECODE(tl.load(words + at), PART, RUNS, DTYPE, ASM, -1)
     tl.store(out + at, first)
     tl.store(out + 256 + at, second)
 
@@ -80,7 +88,8 @@ def decode_all(words, out, DECODE: tl.constexpr, PART: tl.constexpr, DTYPE: tl.c
 def decoded(format, dtype, part, asm):
     """All codes of a format through a decoder, at every place in a word, and those of 256 columns by number."""
     half = 16 // format.bits
-    codes = torch.arange(256).reshape(256, 1) * 7 + torch.arange(2 * half) * 3
+    generator = torch.Generator().manual_seed(part)
+    codes = torch.stack([torch.randperm(256, generator=generator) for _ in range(2 * half)], 1)
     codes = codes % (1 << format.bits)
     # Two columns, two words, numbers of a column in a word.
     column, number = torch.arange(2).reshape(2, 1, 1), torch.arange(half)
@@ -90,8 +99,8 @@ def decoded(format, dtype, part, asm):
     words = (bits << place).sum((1, 3, 4)).flatten()
     words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32).to(DEVICE)
     out = torch.empty(2, 256, dtype=dtype, device=DEVICE)
-    function = DECODERS[format.code, format.bits]
-    decode_all[(1,)](words, out, function, part, tl.bfloat16 if dtype == torch.bfloat16 else tl.float16, asm)
+    function, kind = DECODERS[format.code, format.bits], getattr(tl, str(dtype).removeprefix("torch."))
+    decode_all[(1,)](words, out, function, part, runs(format.order, format.bits), kind, asm)
     return out.cpu(), codes[:, 2 * part : 2 * part + 2].mT
 
 

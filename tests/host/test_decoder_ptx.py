@@ -102,8 +102,8 @@ def ptx_of(name, part, dtype, asm):
     return {
         "int4": lambda: decoders.ptx_of_nibbles(part, dtype, -1),
         "int8": lambda: decoders.ptx_of_bytes(part, dtype, -1),
-        "mxfp4": lambda: decoders.ptx_of_e2m1(part, dtype, -1, asm),
-        "nvfp4": lambda: decoders.ptx_of_e2m1(part, dtype, -1, asm),
+        "mxfp4": lambda: decoders.ptx_of_e2m1(part, dtype, -1),
+        "nvfp4": lambda: decoders.ptx_of_e2m1(part, dtype, -1),
         "nf4": lambda: decoders.ptx_of_nf4(part, dtype, -1),
     }[name]()
 

@@ -38,16 +38,14 @@ class Format:
 
     @property
     def order(self) -> packing.Order:
-        """How words hold two columns' numbers, see `packing`.
-
-        In turn, as selectors of prmt (nf4) and the GPU's conversion (fp8) have them, or 16 bits apart, as masks leave
-        them (integers), or so that a shift and a mask leave a floating-point number (e2m1).
-        """
-        if self.code in ("nf4", "e4m3", "e5m2"):
-            return packing.in_turn(self.bits)
-        if (self.code, self.bits) == ("e2m1", 4):
-            return E2M1_PLACES
-        return packing.apart(self.bits)
+        """How words hold two columns' numbers, of `ORDERS`."""
+        if (self.code, self.bits) not in ORDERS:
+            known = ", ".join(f"{code} of {bits}" for code, bits in ORDERS)
+            raise ValueError(
+                f"Format {self.name!r}: code is {self.code!r} of {self.bits} bits; it must be one of {known}, or get a "
+                "line in ORDERS"
+            )
+        return ORDERS[self.code, self.bits]
 
     @functools.cached_property
     def values(self) -> Tensor:
@@ -93,11 +91,22 @@ NF4 = (
 #: see `kernels.decoders.ptx_of_nf4`.
 NF4_STORED = (0, 1, 9, 2, 10, 8, 3, 12, 13, 4, 14, 11, 5, 15, 7, 6)
 
-#: The even column's first number has sign, exponent and mantissa where bf16 has them, or their lowest bits; the next
-#: ones lie three and six bits lower. The last one has the bits that are left, so that a product takes them to their
-#: places; see `kernels.decoders.ptx_of_e2m1`.
+#: Of four numbers of a column, e2m1's mantissa, exponent (the lower bit first) and sign. The first one has them where
+#: bf16 has its highest bit of the mantissa, its lowest two of the exponent, and the sign. The second and the third one
+#: lie three and six bits lower. The last one has the bits that are left, so that a product takes them to their places;
+#: see `kernels.decoders.ptx_of_e2m1`.
 _E2M1_HALF = (6, 7, 8, 15, 3, 4, 5, 12, 0, 1, 2, 9, 13, 14, 10, 11)
-E2M1_PLACES = _E2M1_HALF + tuple(16 + place for place in _E2M1_HALF)
+
+#: How words hold numbers, by `Format.code` and bits: as a decoder takes fewest instructions. Of 16 bits apart, masks
+#: leave pairs; in turn they are selectors of prmt, or what the GPU's conversion takes.
+ORDERS: dict[tuple[str, int], packing.Order] = {
+    ("int", 4): packing.APART,
+    ("int", 8): packing.APART,
+    ("e2m1", 4): _E2M1_HALF + tuple(16 + place for place in _E2M1_HALF),
+    ("nf4", 4): packing.in_turn(4),
+    ("e4m3", 8): packing.in_turn(8),
+    ("e5m2", 8): packing.in_turn(8),
+}
 
 FORMATS: dict[str, Format] = {
     x.name: x

@@ -29,8 +29,8 @@ def from_codes(
     Args:
         codes: uint8, (*batch, N, K), each below `2**bits`; integers with `format.zero` added, or as zeros say.
         format: one of `FORMATS`, or its name.
-        scales: (*batch, N, groups), of a floating type; float32 and float64 are kept as float32, others become `dtype`.
-            In bfloat16, those of integers and e2m1 that come alone must be below 2^35.
+        scales: (*batch, N, groups), of a floating type, fp8 among them; float32 and float64 are kept as float32, others
+            become `dtype`. In bfloat16, those of integers and e2m1 that come alone must be below 2^35.
         zeros: like scales, of any type; become `dtype`, in which those of an integer format must be whole. They need
             scales.
         offsets: like scales; become `dtype`. They need scales of 16 bits at most, and take the place of zeros.
@@ -178,6 +178,11 @@ def _grouped(
     """What groups share, from (*batch, N, groups) to (*batch, groups, Np)."""
     if values is None:
         return None
+    if name == "scales" and not values.is_floating_point():
+        raise TypeError(
+            f"from_codes: scales are {values.dtype}; they must be of a floating type. Bytes that are powers of two, as "
+            "MX formats have them, are scales.view(torch.float8_e8m0fnu)"
+        )
     kept = name == "scales" and values.dtype in (torch.float32, torch.float64)
     values = values.float() if kept else converted("from_codes", name, values, dtype)
     rows = codes.shape[-2]

@@ -7,31 +7,25 @@ words, which lie side by side: two of row `g` and then two of row `g + 8`, with 
 `2 q + 1` modulo 8. So a lane reads 16 bytes, and no number ever changes its lane.
 
 The tensor cores take numbers of adjacent columns in pairs. So the first of two words has the first half of both
-columns' numbers and the second one the rest: all that a pair is made of lies in one word. In which order is a matter of
-the format, see `Format.order`: that for which its decoder takes fewest instructions. `apart` and `in_turn` are two, and
-bits may lie scattered as well.
+columns' numbers and the second one the rest: all that a pair is made of lies in one word. Where in it is a matter of
+the format, see `formats.base.ORDERS`.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 #: Of the order of numbers in words, which is stored with them. In version 1 each word had one column's numbers, in
-#: version 2 no bits were scattered.
+#: version 2 all formats had plain orders.
 VERSION = 3
 #: Rows of a strip, and words of a line, which is 128 bytes long.
 STRIP, LINE = 16, 32
-#: Where the bits of a word's numbers lie, from the lowest one of each on: of the even column's numbers and then of the
-#: odd one's.
+#: Where the 32 bits of a word's numbers lie, from the lowest one of each number on, the even column's numbers first:
+#: each of 0 to 31 once.
 Order = tuple[int, ...]
-
-
-def apart(bits: int) -> Order:
-    """The even column's numbers, and the odd one's 16 bits above."""
-    return tuple(range(32))
+#: The even column's numbers, and the odd one's 16 bits above.
+APART: Order = tuple(range(32))
 
 
 def in_turn(bits: int) -> Order:
@@ -51,13 +45,22 @@ def padded(rows: int, columns: int, bits: int) -> tuple[int, int]:
     return -(-rows // STRIP) * STRIP, -(-columns // step) * step
 
 
-def _runs(order: Order, bits: int) -> Iterator[tuple[int, int, int, int]]:
-    """Bits that lie side by side: the number that has them, the first one, their mask, and where it lies."""
+def runs(order: Order, bits: int) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+    """Of each number of a word, its bits that lie side by side: the first one, their mask, and where it lies.
+
+    Example:
+        >>> runs(in_turn(8), 8)
+        (((0, 255, 0),), ((0, 255, 16),), ((0, 255, 8),), ((0, 255, 24),))
+    """
+    found = []
     for number in range(32 // bits):
         places = order[bits * number : bits * (number + 1)]
         starts = [bit for bit in range(bits) if bit == 0 or places[bit] != places[bit - 1] + 1]
-        for start, end in zip(starts, [*starts[1:], bits], strict=True):
-            yield number, start, (1 << end - start) - 1, places[start]
+        lengths = [end - start for start, end in zip(starts, [*starts[1:], bits], strict=True)]
+        found.append(
+            tuple((bit, (1 << length) - 1, places[bit]) for bit, length in zip(starts, lengths, strict=True))
+        )
+    return tuple(found)
 
 
 def pack(codes: Tensor, bits: int, order: Order) -> Tensor:
@@ -66,18 +69,23 @@ def pack(codes: Tensor, bits: int, order: Order) -> Tensor:
     Args:
         codes: (..., N, K), uint8, each below `2**bits`.
         bits: 2, 4 or 8.
-        order: where a word has the bits of its numbers: `apart(bits)`, `in_turn(bits)`, or what `Format.order` says.
+        order: where a word has the bits of its numbers, as `Format.order` says.
 
     Returns:
         int32, (..., strips, lines, 32): four lines a block of columns. What pads the matrix is code 0.
 
+    Raises:
+        ValueError: no words hold so many bits, or the order does not have each of a word's bits once.
+
     Example:
         >>> import torch
-        >>> pack(torch.ones(16, 64, dtype=torch.uint8), 4, apart(4)).shape
+        >>> pack(torch.ones(16, 64, dtype=torch.uint8), 4, APART).shape
         torch.Size([1, 4, 32])
     """
     if bits not in (2, 4, 8):
         raise ValueError(f"pack: bits is {bits}; words hold numbers of 2, 4 or 8 bits")
+    if sorted(order) != list(range(32)):
+        raise ValueError(f"pack: order is {order}; it must have each of 0 to 31 once")
     *lead, rows, columns = codes.shape
     N, K = padded(rows, columns, bits)
     codes = torch.nn.functional.pad(codes, (0, K - columns, 0, N - rows))
@@ -87,8 +95,9 @@ def pack(codes: Tensor, bits: int, order: Order) -> Tensor:
     d = len(lead)
     parts = parts.permute(*range(d), *(d + i for i in (0, 3, 2, 6, 1, 4, 7, 5))).flatten(-2)
     words = torch.zeros(parts.shape[:-1], dtype=torch.int32, device=codes.device)
-    for number, bit, mask, place in _runs(order, bits):
-        words |= (parts[..., number].to(torch.int32) >> bit & mask) << place
+    for number, own in enumerate(runs(order, bits)):
+        for bit, mask, place in own:
+            words |= (parts[..., number].to(torch.int32) >> bit & mask) << place
     return words.reshape(*lead, N // STRIP, K // (8 * per) * 4, LINE)
 
 
@@ -96,11 +105,15 @@ def unpack(words: Tensor, bits: int, rows: int, columns: int, order: Order) -> T
     """What `pack` packed: uint8, (..., rows, columns)."""
     *lead, strips, lines, _ = words.shape
     per = 32 // bits
-    parts = words.reshape(*lead, strips, lines // 4, 8, 4, 2, 2)
-    numbers = [torch.zeros_like(parts, dtype=torch.uint8) for _ in range(per)]
-    for number, bit, mask, place in _runs(order, bits):
-        numbers[number] |= ((parts >> place & mask) << bit).to(torch.uint8)
-    codes = torch.stack(numbers, -1).unflatten(-1, (2, per // 2))
+    parts = words.reshape(*lead, strips, lines // 4, 8, 4, 2, 2, 1)
+    each = runs(order, bits)
+    # A run of every number at a time; those that have no more of them get nothing from a mask of 0.
+    steps = [[own[i] if i < len(own) else (0, 0, 0) for own in each] for i in range(max(map(len, each)))]
+    codes = torch.zeros((), dtype=torch.uint8, device=words.device)
+    for step in steps:
+        bit, mask, place = torch.tensor(step, dtype=torch.int32, device=words.device).unbind(1)
+        codes = codes | ((parts >> place & mask) << bit).to(torch.uint8)
+    codes = codes.unflatten(-1, (2, per // 2))
     # As they were: strip, half, g, block, first or second word, number of a column in the word, q, odd or even.
     d = len(lead)
     codes = codes.permute(*range(d), *(d + i for i in (0, 4, 2, 1, 5, 7, 3, 6)))
@@ -108,3 +121,10 @@ def unpack(words: Tensor, bits: int, rows: int, columns: int, order: Order) -> T
         ..., :rows, :columns
     ]
     return result
+
+
+def reordered(words: Tensor, bits: int, order: Order, wanted: Order) -> Tensor:
+    """Words of one order in another one."""
+    *_, strips, lines, _ = words.shape
+    codes = unpack(words, bits, strips * STRIP, lines // 4 * block_columns(bits), order)
+    return pack(codes, bits, wanted)

@@ -73,7 +73,7 @@ class QuantizedTensor(Tensor):
         >>> import torch
         >>> from gemmery.formats import QuantizedTensor, packing
         >>> codes = torch.full((16, 64), 11, dtype=torch.uint8)
-        >>> w = QuantizedTensor((16, 64), "int4", packing.pack(codes, 4, packing.apart(4)), dtype=torch.bfloat16)
+        >>> w = QuantizedTensor((16, 64), "int4", packing.pack(codes, 4, packing.APART), dtype=torch.bfloat16)
         >>> w.dequantize()[0, :3]
         tensor([3., 3., 3.], dtype=torch.bfloat16)
     """
@@ -228,9 +228,10 @@ class QuantizedTensor(Tensor):
         """
         if missing := {"format", "shape", "dtype", "group_size"} - texts.keys():
             raise ValueError(f"from_tensors: the texts have no {', '.join(sorted(missing))}")
-        if (version := texts.get("packing", "1")) != str(packing.VERSION):
+        if (version := texts.get("packing", "1")) not in ("2", str(packing.VERSION)):
             raise ValueError(
-                f"from_tensors: the words are of version {version} of their order; this gemmery reads {packing.VERSION}"
+                f"from_tensors: the words of {prefix!r} are of version {version} of their order; this gemmery reads 2 "
+                f"and {packing.VERSION}: quantise the weight anew, or use the gemmery that wrote it"
             )
         dtype = next((x for x in DTYPES if str(x) == f"torch.{texts['dtype']}"), None)
         if dtype is None:
@@ -239,9 +240,12 @@ class QuantizedTensor(Tensor):
             raise ValueError(f"from_tensors: there is no tensor {prefix + 'words'!r}")
         words, *rest = (tensors.get(prefix + name) for name in INNER)
         assert words is not None
+        format = lookup("from_tensors", texts["format"])
+        if version == "2" and format.code == "e2m1":
+            words = packing.reordered(words, format.bits, packing.APART, format.order)
         options: dict[str, Any] = dict(zip(INNER[1:], rest, strict=True))
         shape, group_size = tuple(json.loads(texts["shape"])), int(texts["group_size"])
-        return cls(shape, texts["format"], words, dtype=dtype, group_size=group_size, **options)
+        return cls(shape, format, words, dtype=dtype, group_size=group_size, **options)
 
     # --- copies and files --------------------------------------------------------------------------------------------
 

@@ -7,11 +7,13 @@ of their left operand.
 
 A format is a decoder, a `@triton.jit` function
 
-    decode(words, PART, DTYPE, ASM, WAIT) -> (first, second)
+    decode(words, PART, RUNS, DTYPE, ASM, WAIT) -> (first, second)
 
 which gives the numbers `2 PART` and `2 PART + 1` of every column in `DTYPE`, fp16 or bf16, in blocks of the words'
-shape. All of them lie in one word of two. `ASM` is the compute capability of the GPU whose PTX it may use. With 0 it is
-plain Triton, and in the end the weight has the same bits.
+shape. All of them lie in one word of two, where `RUNS` says: for each number of a word its bits that lie side by side,
+as (the first one, their mask, where it lies), see `formats.packing.runs`. `ASM` is the compute capability of the GPU
+whose PTX it may use, which is written for the format's order. With 0 it is plain Triton, and in the end the weight has
+the same bits.
 
 With few rows of A unpacking is most of a kernel's work, so instructions count. In fp16 an integer's bits become the
 lowest of 1024's, so that `bias_of` is added to it. In bf16 there is no room for 8 bits; but alone in a number whose
@@ -176,21 +178,38 @@ def multiply_add(x, y, z, DTYPE: tl.constexpr, ASM: tl.constexpr):
         return cast(odd.to(tl.float32, bitcast=True), DTYPE)
 
 
-@triton.jit
-def codes_of(words, PART: tl.constexpr, BITS: tl.constexpr, IN_TURN: tl.constexpr):
-    """The codes of the numbers `2 PART` and `2 PART + 1` of every column, as int32, in blocks of the words' shape.
+@triton.constexpr_function
+def count_of(runs, number):
+    """How many runs of bits a number has."""
+    return len(runs[number])
 
-    `IN_TURN` says which of the two plain orders in `formats.packing` they have.
-    """
+
+@triton.constexpr_function
+def of_run(runs, number, i, what):
+    """Of one of them the first bit (0), the bits' mask (1) or their place (2)."""
+    return runs[number][i][what]
+
+
+@triton.jit
+def code_of(words, NUMBER: tl.constexpr, RUNS: tl.constexpr):
+    """The code of a number of each word, as int32."""
+    code = words & 0
+    for i in tl.static_range(count_of(RUNS, NUMBER)):
+        bits = (words >> of_run(RUNS, NUMBER, i, 2)) & of_run(RUNS, NUMBER, i, 1)
+        code |= bits << of_run(RUNS, NUMBER, i, 0)
+    return code
+
+
+@triton.jit
+def codes_of(words, PART: tl.constexpr, BITS: tl.constexpr, RUNS: tl.constexpr):
+    """The codes of the numbers `2 PART` and `2 PART + 1` of every column, as int32, in blocks of the words' shape."""
     HALF: tl.constexpr = 16 // BITS
     AT: tl.constexpr = 2 * PART % HALF
-    NEXT: tl.constexpr = BITS * (2 if IN_TURN else 1)
-    OTHER: tl.constexpr = BITS if IN_TURN else 16
     first, second = words.reshape(words.numel // 2, 2).split()
-    own = (first if 2 * PART < HALF else second) >> (NEXT * AT)
-    both = tl.join(own, own >> OTHER)
-    MASK: tl.constexpr = (1 << BITS) - 1
-    return (both & MASK).reshape(words.shape), ((both >> NEXT) & MASK).reshape(words.shape)
+    own = first if 2 * PART < HALF else second
+    one = tl.join(code_of(own, AT, RUNS), code_of(own, HALF + AT, RUNS))
+    two = tl.join(code_of(own, AT + 1, RUNS), code_of(own, HALF + AT + 1, RUNS))
+    return one.reshape(words.shape), two.reshape(words.shape)
 
 
 @triton.constexpr_function
@@ -231,8 +250,9 @@ def ptx_of_bytes(part, dtype, wait):
 
 @triton.jit
 def decode_int(
-    words, PART: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, WAIT: tl.constexpr, BITS: tl.constexpr
-):
+    words, PART: tl.constexpr, RUNS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, WAIT: tl.constexpr,
+    BITS: tl.constexpr,
+):  # fmt: skip
     """Integers from 0 on."""
     if ASM:
         PTX: tl.constexpr = (
@@ -241,20 +261,24 @@ def decode_int(
         return from_words(PTX, words, DTYPE)
     else:
         BIAS: tl.constexpr = bias_of("int", DTYPE)
-        first, second = codes_of(words, PART, BITS, False)
+        first, second = codes_of(words, PART, BITS, RUNS)
         return cast((first + BIAS).to(tl.float32), DTYPE), cast((second + BIAS).to(tl.float32), DTYPE)
 
 
 @triton.jit
-def decode_int4(words, PART: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, WAIT: tl.constexpr):
+def decode_int4(
+    words, PART: tl.constexpr, RUNS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, WAIT: tl.constexpr
+):
     """Integers from 0 to 15."""
-    return decode_int(words, PART, DTYPE, ASM, WAIT, 4)
+    return decode_int(words, PART, RUNS, DTYPE, ASM, WAIT, 4)
 
 
 @triton.jit
-def decode_int8(words, PART: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, WAIT: tl.constexpr):
+def decode_int8(
+    words, PART: tl.constexpr, RUNS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, WAIT: tl.constexpr
+):
     """Integers from 0 to 255."""
-    return decode_int(words, PART, DTYPE, ASM, WAIT, 8)
+    return decode_int(words, PART, RUNS, DTYPE, ASM, WAIT, 8)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -267,43 +291,28 @@ def _twice(value):
 
 
 @triton.constexpr_function
-def ptx_of_e2m1(part, dtype, wait, asm):
+def ptx_of_e2m1(part, dtype, wait):
     """Two numbers of 4 bits of two columns, as pairs; times 2^-126 in bf16.
 
-    `formats.base.E2M1_PLACES` has three of four numbers scattered as bf16 wants them, sign and exponent apart, each
-    three bits below the one before: one shift and a mask. Of four bits that are not taken by these, a product makes the
-    last number: three shifts at once, whose results don't overlap.
+    `formats.base.ORDERS` has three of four numbers as bf16 wants them, sign and exponent apart, each three bits below
+    the one before: one shift and a mask. The last one's bits are 13, 14, 10 and 11. Behind a shift by ten a product
+    takes 3 and 4 to 6 and 7, 0 to 8, and 1 to 15: three shifts at once, whose results don't overlap. fp16, for which
+    the order was not made, has all but the sign three bits higher.
     """
-    lines = [f"{{\n.reg .b32 x, y, u, v, c;\n{_begin(wait)}mov.b32 x, {word_of(part, 4)};\n"]
-    scattered = (
+    lines = [f"{{\n.reg .b32 x, y, u;\n{_begin(wait)}mov.b32 x, {word_of(part, 4)};\n"]
+    placed = (
         "mov.b32 y, x;\n", "shl.b32 y, x, 3;\n", "shl.b32 y, x, 6;\n",
         f"shr.b32 y, x, 10;\nand.b32 y, y, 0x001B001B;\nmul.lo.u32 y, y, {(1 << 3) + (1 << 8) + (1 << 14)};\n",
     )  # fmt: skip
     for which in (0, 1):
-        lines.append(scattered[2 * (part % 2) + which])
+        lines.append(placed[2 * (part % 2) + which])
         if _text(dtype) == "bf16":
             lines.append(f"and.b32 ${which}, y, 0x81C081C0;\n")
         else:
-            lines.append("shl.b32 v, y, 3;\nand.b32 v, v, 0x0E000E00;\n")
+            lines.append("shl.b32 u, y, 3;\nand.b32 u, u, 0x0E000E00;\nlop3.b32 y, y, 0x80008000, u, 0xEA;\n")
             # 2^14, of which the exponent lacks that much.
-            lines.append("lop3.b32 u, y, 0x80008000, v, 0xEA;\nmov.b32 c, 0x74007400;\n")
-            lines.append(_arithmetic("mul", dtype, asm, f"${which}", "u", "c"))
+            lines.append(f"mov.b32 u, 0x74007400;\nmul.f16x2 ${which}, y, u;\n")
     return "".join(lines) + "}"
-
-
-@triton.jit
-def codes_of_e2m1(words, PART: tl.constexpr):
-    """As `codes_of`, of bits that lie as `formats.base.E2M1_PLACES` says."""
-    first, second = words.reshape(words.numel // 2, 2).split()
-    own = first if PART < 2 else second
-    both = tl.join(own, own >> 16)
-    if PART % 2 == 0:
-        one = (both >> 6 & 7) | (both >> 12 & 8)
-        two = (both >> 3 & 7) | (both >> 9 & 8)
-    else:
-        one = (both & 7) | (both >> 6 & 8)
-        two = (both >> 13 & 3) | (both >> 8 & 12)
-    return one.reshape(words.shape), two.reshape(words.shape)
 
 
 @triton.jit
@@ -316,13 +325,15 @@ def from_e2m1(code):
 
 
 @triton.jit
-def decode_e2m1(words, PART: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, WAIT: tl.constexpr):
+def decode_e2m1(
+    words, PART: tl.constexpr, RUNS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, WAIT: tl.constexpr
+):
     """0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives."""
     if ASM:
-        PTX: tl.constexpr = ptx_of_e2m1(PART, DTYPE, WAIT, ASM)
+        PTX: tl.constexpr = ptx_of_e2m1(PART, DTYPE, WAIT)
         return from_words(PTX, words, DTYPE)
     else:
-        first, second = codes_of_e2m1(words, PART)
+        first, second = codes_of(words, PART, 4, RUNS)
         return cast(from_e2m1(first), DTYPE), cast(from_e2m1(second), DTYPE)
 
 
@@ -393,8 +404,9 @@ def from_fp8(code, E4M3: tl.constexpr):
 
 @triton.jit
 def decode_fp8(
-    words, PART: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, WAIT: tl.constexpr, E4M3: tl.constexpr
-):
+    words, PART: tl.constexpr, RUNS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, WAIT: tl.constexpr,
+    E4M3: tl.constexpr,
+):  # fmt: skip
     """The numbers of fp8, infinities and NaN among them."""
     if ASM:
         PTX: tl.constexpr = (
@@ -404,20 +416,24 @@ def decode_fp8(
         )
         return from_words(PTX, words, DTYPE)
     else:
-        first, second = codes_of(words, PART, 8, True)
+        first, second = codes_of(words, PART, 8, RUNS)
         return cast(from_fp8(first, E4M3), DTYPE), cast(from_fp8(second, E4M3), DTYPE)
 
 
 @triton.jit
-def decode_e4m3(words, PART: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, WAIT: tl.constexpr):
+def decode_e4m3(
+    words, PART: tl.constexpr, RUNS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, WAIT: tl.constexpr
+):
     """fp8 with 4 bits of exponent."""
-    return decode_fp8(words, PART, DTYPE, ASM, WAIT, True)
+    return decode_fp8(words, PART, RUNS, DTYPE, ASM, WAIT, True)
 
 
 @triton.jit
-def decode_e5m2(words, PART: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, WAIT: tl.constexpr):
+def decode_e5m2(
+    words, PART: tl.constexpr, RUNS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, WAIT: tl.constexpr
+):
     """fp8 with 5 bits of exponent."""
-    return decode_fp8(words, PART, DTYPE, ASM, WAIT, False)
+    return decode_fp8(words, PART, RUNS, DTYPE, ASM, WAIT, False)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -500,11 +516,13 @@ def from_nf4(code):
 
 
 @triton.jit
-def decode_nf4(words, PART: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, WAIT: tl.constexpr):
+def decode_nf4(
+    words, PART: tl.constexpr, RUNS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, WAIT: tl.constexpr
+):
     """Quantiles of a normal distribution, rounded to `DTYPE`."""
     if ASM:
         PTX: tl.constexpr = ptx_of_nf4(PART, DTYPE, WAIT)
         return from_words(PTX, words, DTYPE)
     else:
-        first, second = codes_of(words, PART, 4, True)
+        first, second = codes_of(words, PART, 4, RUNS)
         return cast(from_nf4(first), DTYPE), cast(from_nf4(second), DTYPE)

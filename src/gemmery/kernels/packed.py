@@ -161,15 +161,15 @@ def biased(
 @triton.jit
 def numbers(
     words, scale, shift, PART: tl.constexpr, PER: tl.constexpr, BLOCKS: tl.constexpr, DECODE: tl.constexpr,
-    CODE: tl.constexpr, ZERO: tl.constexpr, OFFSETS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr,
-    WAITS: tl.constexpr,
+    RUNS: tl.constexpr, CODE: tl.constexpr, ZERO: tl.constexpr, OFFSETS: tl.constexpr, DTYPE: tl.constexpr,
+    ASM: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """Two numbers of each column, in blocks of the words' shape; scale and shift are those of the columns' words."""
     WAIT: tl.constexpr = wait_of(PART, PER // 2, BLOCKS) if WAITS else -1
     UNIT: tl.constexpr = unit_of(CODE, 32 // PER, DTYPE, ASM)
     # Others have their zero in the decoder's table.
     OWN: tl.constexpr = ZERO if CODE == "int" else 0
-    first, second = DECODE(words, PART, DTYPE, ASM, WAIT)
+    first, second = DECODE(words, PART, RUNS, DTYPE, ASM, WAIT)
     if UNIT > 0:
         LEFT: tl.constexpr = exponent_of(CODE, 32 // PER, 0)
         RIGHT: tl.constexpr = exponent_of(CODE, 32 // PER, 1)
@@ -185,14 +185,14 @@ def numbers(
 @triton.jit
 def part_of(
     words, scale, shift, PART: tl.constexpr, SPREAD: tl.constexpr, PER: tl.constexpr, BLOCKS: tl.constexpr,
-    DECODE: tl.constexpr, CODE: tl.constexpr, ZERO: tl.constexpr, OFFSETS: tl.constexpr, DTYPE: tl.constexpr,
-    ASM: tl.constexpr, WAITS: tl.constexpr,
+    DECODE: tl.constexpr, RUNS: tl.constexpr, CODE: tl.constexpr, ZERO: tl.constexpr, OFFSETS: tl.constexpr,
+    DTYPE: tl.constexpr, ASM: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """The numbers `2 PART` and `2 PART + 1` of each column, joined."""
     own_scale = None if scale is None else SPREAD(scale, PART, PER // 2, BLOCKS)
     own_shift = None if shift is None else SPREAD(shift, PART, PER // 2, BLOCKS)
     first, second = numbers(
-        words, own_scale, own_shift, PART, PER, BLOCKS, DECODE, CODE, ZERO, OFFSETS, DTYPE, ASM, WAITS
+        words, own_scale, own_shift, PART, PER, BLOCKS, DECODE, RUNS, CODE, ZERO, OFFSETS, DTYPE, ASM, WAITS
     )
     return tl.join(first, second)
 
@@ -200,32 +200,36 @@ def part_of(
 @triton.jit
 def unpack(
     words, scale, shift, ROWS: tl.constexpr, COLS: tl.constexpr, SPREAD: tl.constexpr,
-    DECODE: tl.constexpr, CODE: tl.constexpr, PER: tl.constexpr, ZERO: tl.constexpr, OFFSETS: tl.constexpr,
-    DTYPE: tl.constexpr, ASM: tl.constexpr, WAITS: tl.constexpr,
+    DECODE: tl.constexpr, RUNS: tl.constexpr, CODE: tl.constexpr, PER: tl.constexpr, ZERO: tl.constexpr,
+    OFFSETS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """A block of words, (COLS, words of a row) as `of_rows` gives them, as numbers, (COLS, ROWS), times 2^-`unit_of`.
 
     Args:
         scale, shift: what the block's groups share, in the form that `SPREAD` takes.
         SPREAD: `SPREAD(shared, PART, PARTS, BLOCKS)` gives what concerns a part of each word, (COLS, words).
-        DECODE: of `decoders`, for the kind of number CODE.
+        DECODE: of `decoders`, for the kind of number CODE, whose bits lie in words as RUNS says.
         PER: numbers in a word.
         ZERO: code that stands for 0, where there are no zero points.
         OFFSETS: whether shifts are added behind the scale, or are zero points and subtracted before.
         WAITS: whether products may be reading the registers; see `decoders`.
     """
     BLOCKS: tl.constexpr = ROWS // (8 * PER)
-    ab = part_of(words, scale, shift, 0, SPREAD, PER, BLOCKS, DECODE, CODE, ZERO, OFFSETS, DTYPE, ASM, WAITS)
-    cd = part_of(words, scale, shift, 1, SPREAD, PER, BLOCKS, DECODE, CODE, ZERO, OFFSETS, DTYPE, ASM, WAITS)
+    ab = part_of(
+        words, scale, shift, 0, SPREAD, PER, BLOCKS, DECODE, RUNS, CODE, ZERO, OFFSETS, DTYPE, ASM, WAITS
+    )
+    cd = part_of(
+        words, scale, shift, 1, SPREAD, PER, BLOCKS, DECODE, RUNS, CODE, ZERO, OFFSETS, DTYPE, ASM, WAITS
+    )
     block = tl.join(ab, cd)
     if PER == 4:
         block = block.reshape(COLS, BLOCKS, 8, 2, 2).permute(0, 1, 4, 3, 2)
     else:
         ef = part_of(
-            words, scale, shift, 2, SPREAD, PER, BLOCKS, DECODE, CODE, ZERO, OFFSETS, DTYPE, ASM, WAITS
+            words, scale, shift, 2, SPREAD, PER, BLOCKS, DECODE, RUNS, CODE, ZERO, OFFSETS, DTYPE, ASM, WAITS
         )
         gh = part_of(
-            words, scale, shift, 3, SPREAD, PER, BLOCKS, DECODE, CODE, ZERO, OFFSETS, DTYPE, ASM, WAITS
+            words, scale, shift, 3, SPREAD, PER, BLOCKS, DECODE, RUNS, CODE, ZERO, OFFSETS, DTYPE, ASM, WAITS
         )
         block = tl.join(block, tl.join(ef, gh))
         block = block.reshape(COLS, BLOCKS, 8, 2, 2, 2).permute(0, 1, 5, 4, 3, 2)
