@@ -78,6 +78,46 @@ def int4_heading(result: Data) -> list[str]:
     ]
 
 
+def format_rows(result: Data) -> list[list[str]]:
+    """A line for each format and regime: by rows of x the time, the vendor's over it, and how it compares to int4's."""
+    ours, lines = result["ours"], []
+    plain = [row for row in result["rows"] if not row.get("epilogue")]
+    counts = format_counts(result)
+    for regime in regimes(result):
+        found = {(row["weight"], row["M"]): row.get("summary", {}).get(regime, {}) for row in plain}
+        for weight in dict.fromkeys(row["weight"] for row in plain):
+            cells = []
+            for M in counts:
+                own = found.get((weight, M), {})
+                us = own.get("us", {})
+                base = found.get(("int4", M), {}).get("us", {}).get(ours)
+                texts = [] if ours not in us else [f"{us[ours]:.1f}"]
+                if texts and "cublas" in own["ratio"]:
+                    texts.append(f"{own['ratio']['cublas']['median']:.2f}")
+                if texts and base is not None and weight != "int4":
+                    texts.append(f"{us[ours] / base - 1:+.0%}")
+                cells.append(", ".join(texts) or "–")
+            lines.append([weight, regime + label(result), *cells])
+    return lines
+
+
+def format_counts(result: Data) -> list[int]:
+    """The numbers of rows that `format_rows` has."""
+    return sorted({row["M"] for row in result["rows"] if not row.get("epilogue")})
+
+
+def format_heading(result: Data) -> list[str]:
+    """The heading of `format_rows`."""
+    return ["weights, 8192 × 8192", "regime", *[f"M = {M}" for M in format_counts(result)]]
+
+
+#: What is said under that table.
+ABOUT_FORMATS = (
+    "Of each format the time in µs, cuBLAS's in bf16 over it, and by how much it is longer than int4's in the same run "
+    "(medians)."
+)
+
+
 def fused_rows(results: Sequence[Data]) -> list[list[str]]:
     """A line for each fused product whose bare one was measured as well."""
     return [

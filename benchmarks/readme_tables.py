@@ -128,13 +128,17 @@ def models(results: Sequence[Data]) -> str:
 
 
 def lowbit(results: Sequence[Data]) -> list[str]:
-    """The tables of packed weights: int4 beside QuACK's figures, and fused products beside bare ones."""
+    """The tables of packed weights: int4 beside QuACK's figures, formats, and fused products beside bare ones."""
     texts = []
     for result in results:
         if result["suite"] == "lowbit" and (lines := packed.int4_rows(result)):
             texts.append(_table(packed.int4_heading(result), lines, "llr"))
     if texts:
         texts.append(packed.ABOUT_QUACK)
+    formats = [result for result in results if result["suite"] == "lowbit_formats"]
+    if formats:
+        lines = [line for result in formats for line in packed.format_rows(result)]
+        texts += [_table(packed.format_heading(formats[0]), lines, "llr"), packed.ABOUT_FORMATS]
     fused = [result for result in results if result["suite"] == "lowbit_fused"]
     if lines := packed.fused_rows(fused):
         texts += [_table(packed.FUSED_HEADING, lines, "lllr"), packed.geomeans(fused)]

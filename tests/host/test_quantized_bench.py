@@ -416,6 +416,25 @@ def test_quacks_figures_scale_with_this_runs_cublas():
     assert "21.9, 21.5, 26, 32.5, 167 µs at M = 1, 16, 64, 128, 1024" in readme_tables.lowbit([result])[1]
 
 
+def test_formats_are_set_beside_int4():
+    def row(weight, M, us):
+        times = {"gemmery": us * 1e-6, "cublas": 44e-6}
+        return {
+            "name": f"{weight} M={M}", "M": M, "N": 8192, "K": 8192, "weight": weight,
+            "summary": {"burst": summarise_row({"burst": [times]}, 1, None)["burst"]},
+        }  # fmt: skip
+
+    rows = [row("int4", 16, 20.0), row("int4", 64, 22.0), row("nf4", 16, 23.0)]
+    result = {
+        "suite": "lowbit_formats", "dtype": "bf16", "triton": "3.9.0", "ours": "gemmery", "peers": ["cublas"],
+        "protocol": {"regimes": ["burst"]}, "rows": rows,
+    }  # fmt: skip
+    heading, _, first, second = readme_tables.lowbit([result])[0].splitlines()
+    assert heading == "| weights, 8192 × 8192 | regime | M = 16 | M = 64 |"
+    assert first == "| int4 | burst, Triton 3.9 | 20.0, 2.20 | 22.0, 2.00 |"
+    assert second == "| nf4 | burst, Triton 3.9 | 23.0, 1.91, +15% | – |"
+
+
 def test_the_list_of_rows_says_how_they_are_quantized(capsys):
     request = bench.Request(["lowbit_fused", "scaled"], rows="swiglu M=16|row 4096")
     bench.show(request, bench.runs(request))
