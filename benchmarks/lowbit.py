@@ -78,37 +78,39 @@ def int4_heading(result: Data) -> list[str]:
     ]
 
 
-def format_rows(result: Data) -> list[list[str]]:
-    """A line for each format and regime: by rows of x the time, the vendor's over it, and how it compares to int4's."""
-    ours, lines = result["ours"], []
-    plain = [row for row in result["rows"] if not row.get("epilogue")]
-    counts = format_counts(result)
-    for regime in regimes(result):
-        found = {(row["weight"], row["M"]): row.get("summary", {}).get(regime, {}) for row in plain}
-        for weight in dict.fromkeys(row["weight"] for row in plain):
-            cells = []
-            for M in counts:
-                own = found.get((weight, M), {})
-                us = own.get("us", {})
-                base = found.get(("int4", M), {}).get("us", {}).get(ours)
-                texts = [] if ours not in us else [f"{us[ours]:.1f}"]
-                if texts and "cublas" in own["ratio"]:
-                    texts.append(f"{own['ratio']['cublas']['median']:.2f}")
-                if texts and base is not None and weight != "int4":
-                    texts.append(f"{us[ours] / base - 1:+.0%}")
-                cells.append(", ".join(texts) or "–")
+def format_cell(own: Data, base: Data | None, ours: str) -> str:
+    """A row's time, the vendor's over it, and how it compares to `base`, of what there is of these."""
+    if ours not in own.get("us", {}):
+        return "–"
+    texts = [f"{own['us'][ours]:.1f}"]
+    if "cublas" in own["ratio"]:
+        texts.append(f"{own['ratio']['cublas']['median']:.2f}")
+    if base is not None and ours in base.get("us", {}):
+        texts.append(f"{own['us'][ours] / base['us'][ours] - 1:+.0%}")
+    return ", ".join(texts)
+
+
+def format_rows(results: Sequence[Data]) -> list[list[str]]:
+    """A line for each format, regime and result, with a cell for each number of rows of x."""
+    counts = _counts(results)
+    lines = []
+    for result, regime in [(each, regime) for each in results for regime in regimes(each)]:
+        found = {(row["weight"], row["M"]): row.get("summary", {}).get(regime, {}) for row in result["rows"]}
+        for weight in dict.fromkeys(row["weight"] for row in result["rows"]):
+            base = "" if weight == "int4" else "int4"
+            pairs = [(found.get((weight, M), {}), found.get((base, M))) for M in counts]
+            cells = [format_cell(own, beside, result["ours"]) for own, beside in pairs]
             lines.append([weight, regime + label(result), *cells])
     return lines
 
 
-def format_counts(result: Data) -> list[int]:
-    """The numbers of rows that `format_rows` has."""
-    return sorted({row["M"] for row in result["rows"] if not row.get("epilogue")})
-
-
-def format_heading(result: Data) -> list[str]:
+def format_heading(results: Sequence[Data]) -> list[str]:
     """The heading of `format_rows`."""
-    return ["weights, 8192 × 8192", "regime", *[f"M = {M}" for M in format_counts(result)]]
+    return ["weights, 8192 × 8192", "regime", *[f"M = {M}" for M in _counts(results)]]
+
+
+def _counts(results: Sequence[Data]) -> list[int]:
+    return sorted({row["M"] for result in results for row in result["rows"]})
 
 
 #: What is said under that table.

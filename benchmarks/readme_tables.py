@@ -136,9 +136,8 @@ def lowbit(results: Sequence[Data]) -> list[str]:
     if texts:
         texts.append(packed.ABOUT_QUACK)
     formats = [result for result in results if result["suite"] == "lowbit_formats"]
-    if formats:
-        lines = [line for result in formats for line in packed.format_rows(result)]
-        texts += [_table(packed.format_heading(formats[0]), lines, "llr"), packed.ABOUT_FORMATS]
+    if lines := packed.format_rows(formats):
+        texts += [_table(packed.format_heading(formats), lines, "llr"), packed.ABOUT_FORMATS]
     fused = [result for result in results if result["suite"] == "lowbit_fused"]
     if lines := packed.fused_rows(fused):
         texts += [_table(packed.FUSED_HEADING, lines, "lllr"), packed.geomeans(fused)]

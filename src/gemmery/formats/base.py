@@ -97,8 +97,8 @@ NF4_STORED = (0, 1, 9, 2, 10, 8, 3, 12, 13, 4, 14, 11, 5, 15, 7, 6)
 #: see `kernels.decoders.ptx_of_e2m1`.
 _E2M1_HALF = (6, 7, 8, 15, 3, 4, 5, 12, 0, 1, 2, 9, 13, 14, 10, 11)
 
-#: How words hold numbers, by `Format.code` and bits: as a decoder takes fewest instructions. Of 16 bits apart, masks
-#: leave pairs; in turn they are selectors of prmt, or what the GPU's conversion takes.
+#: How words hold numbers, by `Format.code` and bits, for which the decoder takes fewest instructions: integers 16 bits
+#: apart, where a mask leaves a pair; nf4 in turn, as selectors of prmt; fp8 as the GPU's conversion takes it.
 ORDERS: dict[tuple[str, int], packing.Order] = {
     ("int", 4): packing.APART,
     ("int", 8): packing.APART,

@@ -13,6 +13,8 @@ the format, see `formats.base.ORDERS`.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -106,12 +108,11 @@ def unpack(words: Tensor, bits: int, rows: int, columns: int, order: Order) -> T
     *lead, strips, lines, _ = words.shape
     per = 32 // bits
     parts = words.reshape(*lead, strips, lines // 4, 8, 4, 2, 2, 1)
-    each = runs(order, bits)
     # A run of every number at a time; those that have no more of them get nothing from a mask of 0.
-    steps = [[own[i] if i < len(own) else (0, 0, 0) for own in each] for i in range(max(map(len, each)))]
+    steps = list(itertools.zip_longest(*runs(order, bits), fillvalue=(0, 0, 0)))
     codes = torch.zeros((), dtype=torch.uint8, device=words.device)
-    for step in steps:
-        bit, mask, place = torch.tensor(step, dtype=torch.int32, device=words.device).unbind(1)
+    for step in torch.tensor(steps, dtype=torch.int32, device=words.device).unbind():
+        bit, mask, place = step.unbind(1)
         codes = codes | ((parts >> place & mask) << bit).to(torch.uint8)
     codes = codes.unflatten(-1, (2, per // 2))
     # As they were: strip, half, g, block, first or second word, number of a column in the word, q, odd or even.

@@ -127,10 +127,10 @@ class Explanation:
 
 def _what_binds(problem: Problem, cost: Cost) -> str:
     part = max((*BINDING, "overhead"), key=lambda name: getattr(cost, name))
-    share = getattr(cost, part) / cost.total
     waves = f"{cost.waves:.2f} tiles on the busiest of {problem.device.sms} multiprocessors"
     if part == "overhead":
         return f"overhead dominates: {cost.overhead * 1e6:.1f} of {cost.total * 1e6:.1f} µs; {waves}"
+    share = getattr(cost, part) / cost.total
     return f"bound by {part}, {share:.0%} of {cost.total * 1e6:.1f} µs; {waves}"
 
 
