@@ -20,8 +20,9 @@ from .call import Call, dimensions, outputs_of
 from .epilogues.record import Untraceable
 from .epilogues.trace import Sizes, stand_ins
 from .launch import pointwise
+from .memo import keep
 from .problem import accumulator
-from .programs import keep, lowered_program
+from .programs import lowered_program
 from .results import Results
 
 _needs: dict[Any, bool] = {}
@@ -160,12 +161,11 @@ def _pulled(
         values = list(inputs)
         for place, value in zip(places, some, strict=True):
             values[place] = value
-        results, _ = call.apply(x, values, rebuilt=True)
+        # A copy: the function may change the product in place.
+        results, _ = call.apply(x.to(wide, copy=True), values, rebuilt=True)
         return tuple([y for y, g in zip(results, grads, strict=True) if g is not None])
 
-    vjp: tuple[tuple[Tensor, ...], Any] = torch.func.vjp(
-        function, product.to(wide), *[inputs[i] for i in places]
-    )  # type: ignore[assignment]
+    vjp: tuple[tuple[Tensor, ...], Any] = torch.func.vjp(function, product, *[inputs[i] for i in places])  # type: ignore[assignment]
     results, pull = vjp
     given = [g for g in grads if g is not None]
     flattened = [f for g, f in zip(grads, flat, strict=True) if g is not None]
@@ -175,7 +175,7 @@ def _pulled(
             for g, f, y in zip(given, flattened, results, strict=True)
         ])
     )  # fmt: skip
-    return of_product.to(call.a.dtype), of_inputs
+    return of_product, of_inputs
 
 
 def run(

@@ -24,8 +24,8 @@ from .dispatch import (
     result_shape,
     right_factor,
 )
-from .epilogues.function import function_of
-from .epilogues.identity import Captured, capture
+from .epilogues.function import captured_of
+from .epilogues.identity import Captured
 from .epilogues.table import TYPES
 from .formats.tensor import QuantizedTensor
 from .problem import PRECISIONS, accumulator
@@ -36,6 +36,11 @@ Factor = Tensor | Sequence[Tensor]
 
 #: What results can be.
 _NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in TYPES)
+
+
+def unchanged(acc: Tensor) -> Tensor:
+    """The epilogue of a product that has only a prologue."""
+    return acc
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,11 @@ class Call:
         return self.weight is not None and self.weight.channel is not None
 
     @property
+    def does_nothing(self) -> bool:
+        """Whether nothing happens to the product."""
+        return self.function is unchanged and not self.biases
+
+    @property
     def lead(self) -> int:
         """How many of the inputs come before the function's own."""
         return self.scaled + self.biases
@@ -128,19 +138,20 @@ class Call:
     @property
     def given(self) -> tuple[Any, ...]:
         """The function's own arguments, as the caller gave them."""
-        end = len(self.inputs) - len(self.captured.tensors)
+        end = len(self.inputs) - self.captured.count
         return self.inputs[self.lead : end]
 
     def apply(self, product: Tensor, inputs: Sequence[Any], rebuilt: bool) -> tuple[list[Tensor], bool]:
         """The function's results on a product, in torch, and whether it returned a tuple.
 
         Args:
-            rebuilt: use the last inputs in the place of the tensors that the function captured.
+            rebuilt: run the function as it was captured, with the last inputs in the place of its tensors; otherwise
+                as it is now.
         """
-        own = len(inputs) - len(self.captured.tensors)
+        own = len(inputs) - self.captured.count
         function, values = self.function, list(inputs[:own])
-        if rebuilt and self.captured.tensors:
-            function = self.captured.rebuild(list(inputs[own:]))
+        if rebuilt:
+            function = self.captured.rebuild(inputs[own:])
         if self.swapped:
             product = torch.cat(product.chunk(2, dim=-1)[::-1], dim=-1)
         if self.scaled:
@@ -232,8 +243,7 @@ def make_call(
         scale = [] if weight.channel is None else [weight.channel.unsqueeze(-2)]
     # A packed weight always is (N, K).
     left, *right = [right_factor(op, x) if weight is None else x.mT for x in halves]
-    function = function_of(function)
-    captured = capture(function)
+    function, captured = captured_of(function)
     inputs = tuple([moved(x, a) for x in (*scale, *biases, *args, *captured.tensors)])
     return Call(
         op, a, left, function, captured, inputs, len(biases), out_dtype, options, right[0] if right else None,

@@ -17,7 +17,18 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from . import devices, prologue, quick, reference
-from .call import Call, Factor, check, dimensions, input_name, look_at, make_call, output_types, outputs_of
+from .call import (
+    Call,
+    Factor,
+    check,
+    dimensions,
+    input_name,
+    look_at,
+    make_call,
+    output_types,
+    outputs_of,
+    unchanged,
+)
 from .dispatch import (
     Options,
     OptionValues,
@@ -27,16 +38,17 @@ from .dispatch import (
     needs_dispatcher,
     operand_names,
 )
-from .epilogues.function import Epilogue
+from .epilogues.function import Epilogue, Held
 from .epilogues.identity import value_key
 from .epilogues.lower import WHOLE, Program
 from .formats.packing import STRIP
 from .formats.tensor import QuantizedTensor
 from .layout import make_fused_problem, overlap, overlaps_itself
+from .memo import keep
 from .plan import Plan, make_plan, runs_on
 from .problem import Config, Fusion, Operand, Packing, Problem, accumulator
-from .programs import keep, lowered_program
-from .results import Results
+from .programs import lowered_program
+from .results import Results, returned
 
 
 class Functions(NamedTuple):
@@ -46,11 +58,6 @@ class Functions(NamedTuple):
     args: Sequence[Any]
     prologue: Any = None
     prologue_args: Sequence[Any] = ()
-
-
-def unchanged(acc: Tensor) -> Tensor:
-    """The epilogue of a product that has only a prologue."""
-    return acc
 
 
 UNCHANGED = Epilogue(unchanged)
@@ -89,18 +96,14 @@ def product(
     call = _checked(op, a, b, bias, given, out, options)
     check_forward_mode(op, tuple(call.tensors))
     if needs_dispatcher((out, *call.tensors)):
-        if call.weight is not None:
-            from .packed import dispatched as of_packed
-
-            return of_packed(call, out)
         from .fused_ops import dispatched
 
-        return dispatched(call.opened(), given.epilogue, out)
+        return dispatched(call.opened(), out)
     return _computed_and_learned(call, (a, b, bias, *given.args), given.epilogue, out, options)
 
 
 def inside(
-    op: str, a: Tensor, b: Factor, bias: Factor | None, epilogue: Epilogue[Any, Any], args: Sequence[Any],
+    op: str, a: Tensor, b: Factor, bias: Factor | None, epilogue: Epilogue[Any, Any] | Held, args: Sequence[Any],
     options: OptionValues,
 ) -> Any:  # fmt: skip
     """The same inside an operator, where everything in torch that wanted to see the call has seen it."""
@@ -124,7 +127,7 @@ def _computed_and_learned(
     prepared = _find(call, out)
     result = returned(*_computed(call, prepared, out))
     if prepared is not None and out is None and quick.may_learn(call, epilogue):
-        quick.learn(call, looked, epilogue, options, prepared.results, prepared.plan)
+        quick.learn(call, looked, options, prepared.results, prepared.plan)
     return result
 
 
@@ -136,7 +139,7 @@ def run(call: Call, out: Tensor | None) -> Any:
 def _compiled(
     op: str, a: Tensor, b: Factor, bias: Factor | None, given: Functions, out: Tensor | None, options: OptionValues
 ) -> Any:  # fmt: skip
-    from .fused_ops import compiled
+    from .compiled import compiled
 
     how = Options(*options)
     if given.prologue is not None:
@@ -274,11 +277,6 @@ def results_of(call: Call) -> tuple[list[Tensor], bool]:
 
 def _computed(call: Call, prepared: Prepared | None, out: Tensor | None) -> tuple[list[Tensor], bool]:
     return _by_reference(call, out) if prepared is None else _launch(call, prepared, out)
-
-
-def returned(results: Sequence[Tensor], many: bool) -> Any:
-    """Results as the user's function returns them: the tensor, or a tuple."""
-    return tuple(results) if many else results[0]
 
 
 def _find(call: Call, out: Tensor | None) -> Prepared | None:

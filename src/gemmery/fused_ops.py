@@ -21,13 +21,15 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch.compiler import is_compiling
 
-from . import backward, fused
-from .call import Call, Factor, added, check, factors, outputs_of
-from .dispatch import Options, OutTypes, check_forward_mode, lowered, right_factor
-from .epilogues.function import Epilogue, named
-from .epilogues.identity import Captured, capture
+from . import backward, devices, fused
+from .call import Call, check, outputs_of
+from .dispatch import Options, OutTypes, check_forward_mode
+from .epilogues.function import Held, hold, named
+from .epilogues.identity import Captured
 from .ops import LIBRARY, factor_gradients
 from .problem import accumulator, config_text
+from .results import returned
+from .unfused import unfused
 
 _ARGUMENTS = (
     "Tensor a, Tensor b, Tensor? right, Tensor[] tensors, Scalar[] numbers, str kinds, str epilogue, int biases, "
@@ -101,7 +103,7 @@ def type_of_text(text: str) -> OutTypes:
 
 def check_outside(captured: Captured) -> None:
     """ValueError if a function from compiled code has tensors that the compiler does not know of."""
-    if captured.tensors:
+    if captured.count:
         raise ValueError(
             "epilogue: under torch.compile its tensors have to come through args, not from its closure"
         )
@@ -113,14 +115,27 @@ def call_of(
     config: str | None,
 ) -> Call:  # fmt: skip
     """The call that an operator was given."""
-    function = named(epilogue).__gemmery_epilogue__
-    captured = capture(function)
-    if kinds.startswith(FROM_COMPILED):
-        check_outside(captured)
+    captured = held_by(epilogue, kinds).captured
+    inputs = tuple(unflatten(tensors, numbers, kinds))
+    function = captured.rebuild(inputs[len(inputs) - captured.count :])
     return Call(
-        "gemm", a, b, function, captured, tuple(unflatten(tensors, numbers, kinds)), biases, type_of_text(out_dtype),
+        "gemm", a, b, function, captured, inputs, biases, type_of_text(out_dtype),
         Options(None, precision, fast_accum, batch_invariant, config), right,
     )  # fmt: skip
+
+
+def held_by(name: str, kinds: str) -> Held:
+    """What an operator's epilogue is.
+
+    Raises:
+        ValueError: it is from compiled code and has tensors that the compiler does not know of.
+        RuntimeError: it is from compiled code, and a number of it has changed since.
+    """
+    held: Held = named(name)
+    if kinds.startswith(FROM_COMPILED):
+        check_outside(held.captured)
+        held.check_unchanged()
+    return held
 
 
 def _run(call: Call, name: str, save: bool, results: Any) -> list[Tensor]:
@@ -287,47 +302,27 @@ torch.library.register_autograd("gemmery::fused", _gradients, setup_context=_sav
 # The ways in
 
 
-def dispatched(call: Call, epilogue: Any, out: Tensor | None) -> Any:
+def runs_again(captured: Captured, device: torch.device) -> bool:
+    """Whether a gradient can run a function again: as it was, and in a kernel, which draws no random numbers."""
+    return captured.key is not None and devices.current(device) is not None
+
+
+def dispatched(call: Call, out: Tensor | None) -> Any:
     """A call that something in torch wants to see, outside the compiler."""
-    tensors, numbers, kinds = flatten(call.inputs)
     check_forward_mode(call.op, tuple(call.tensors))
     if out is not None:
+        what = "an epilogue" if call.weight is None else "a packed weight"
         raise ValueError(
-            f"{call.op}: out= does not support gradients, but one of the arguments requires them"
+            f"{call.op}: out= with {what} does not support gradients, transforms, modes and subclasses of tensors; use "
+            f"what is returned"
         )
-    held = epilogue if isinstance(epilogue, Epilogue) else Epilogue(call.function)
-    how = call.options
     grad = torch.is_grad_enabled() and any(x.requires_grad for x in call.tensors)
+    if call.weight is not None or (grad and not runs_again(call.captured, call.a.device)):
+        return unfused(call)
+    tensors, numbers, kinds = flatten(call.inputs)
+    held, how = hold(call.captured), call.options
     results = torch.ops.gemmery.fused(
         call.a, call.b, call.right, tensors, numbers, kinds, held.name, call.biases, type_text(call.out_dtype),
         how.precision, how.fast_accum, how.batch_invariant, config_text(how.config), grad,
     )  # fmt: skip
-    return fused.returned(list(results)[: len(results) - grad], held.many)
-
-
-def compiled(
-    op: str, a: Tensor, b: Factor, bias: Factor | None, epilogue: Any, args: Sequence[Any], out: Tensor | None,
-    out_dtype: OutTypes, how: Options,
-) -> Any:  # fmt: skip
-    """A call in code that torch.compile traces."""
-    if not isinstance(epilogue, Epilogue):
-        raise TypeError(
-            f"{op}: under torch.compile, epilogue must be what gemmery.epilogue(f) returned, made outside of "
-            f"compiled code"
-        )
-    if out is not None:
-        raise ValueError(f"{op}: out= with an epilogue can't be compiled; use what is returned")
-    left, *right = [right_factor(op, x) for x in factors(op, b)]
-    biases = added(op, bias)
-    if torch.is_autocast_enabled(a.device.type):
-        dtype = torch.get_autocast_dtype(a.device.type)
-        a, left, *rest = [lowered(x, dtype) for x in (a, left, *right, *biases)]
-        right, biases = rest[: len(right)], rest[len(right) :]
-    tensors, numbers, kinds = flatten([*biases, *args])
-    grad = torch.is_grad_enabled() and any([x.requires_grad for x in (a, left, *right, *tensors)])
-    results = torch.ops.gemmery.fused(
-        a, left, right[0] if right else None, tensors, numbers, FROM_COMPILED + kinds, epilogue.name, len(biases),
-        type_text(out_dtype), how.precision, how.fast_accum, how.batch_invariant, config_text(how.config), grad,
-    )  # fmt: skip
-    kept = list(results)[: len(results) - 1] if grad else list(results)
-    return fused.returned(kept, len(kept) > 1)
+    return returned(list(results)[: len(results) - grad], held.many)

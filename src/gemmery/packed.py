@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,11 +10,13 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from . import fused
-from .call import Call, Factor, added, described, kept_types, output_types, outputs_of
+from .call import Factor, added
 from .dispatch import OptionValues, check_tensor, lowered, operand_names, result_dtype
 from .epilogues.function import Epilogue
 from .formats.tensor import QuantizedTensor
 from .problem import accumulator, config_text
+from .results import returned
+from .unfused import behind, packed_product
 
 
 def is_packed(b: Any) -> bool:
@@ -92,37 +93,6 @@ def _parts(value: Any) -> Sequence[Any]:
 # Where torch looks on
 
 
-def dispatched(call: Call, out: Tensor | None) -> Any:
-    """A call that something in torch wants to see, outside the compiler.
-
-    The bare product is an operator, and what comes behind it, its biases and its epilogue, are torch's own.
-    """
-    if out is not None:
-        raise ValueError(
-            f"{call.op}: out= with a packed weight does not support gradients, transforms, modes and subclasses of "
-            f"tensors; use what is returned"
-        )
-    call, weight = call.opened(), call.weight
-    assert weight is not None
-    if call.function is fused.unchanged and not call.biases:
-        (dtype,) = output_types(call, [(call.summed, True)])
-        results, many = [_bare(call.op, call.a, weight, (dtype, *call.options[1:]))], False
-    else:
-        wide = _bare(call.op, call.a, weight, (call.summed, *call.options[1:]))
-        # The operator has multiplied by the channel's scale.
-        rest = replace(call, weight=None, inputs=call.inputs[call.scaled :])
-        results, many = outputs_of(rest, wide)
-    return fused.returned(results, many)
-
-
-def _bare(op: str, a: Tensor, b: QuantizedTensor, options: Sequence[Any]) -> Tensor:
-    from .packed_ops import flat
-
-    *how, config = options
-    made: Tensor = torch.ops.gemmery.packed(a, *flat(b), op, *how, config_text(config))
-    return made
-
-
 def _compiled(
     op: str, a: Tensor, b: QuantizedTensor, bias: Factor | None, functions: tuple[Any, ...], out: Tensor | None,
     options: OptionValues,
@@ -144,17 +114,11 @@ def _compiled(
         a, *biases = [lowered(x, dtype) for x in (a, *biases)]
     out_dtype, *how = options
     if functions[0] is fused.UNCHANGED and not biases and not isinstance(out_dtype, tuple):
-        return _bare(op, a, b, options)
+        return packed_product(op, a, b, options)
     if not (torch.is_grad_enabled() and any([_wants(x) for x in (a, *biases, *args)])):
         return _compiled_whole(op, a, b, biases, epilogue, args, options)
-    product = _bare(op, a, b, (accumulator(b.dtype), *how))
-    for part in biases and [biases[0] if len(biases) == 1 else torch.cat(biases, -1)]:
-        product = product + part
-    made = epilogue(product, *args)
-    results = _parts(made)
-    types = kept_types(op, described(results, product), product.dtype, b.dtype, out_dtype)
-    results = [x.to(dtype) for x, dtype in zip(results, types, strict=True)]
-    return fused.returned(results, isinstance(made, tuple | list))
+    product = packed_product(op, a, b, (accumulator(b.dtype), *how))
+    return behind(op, product, biases, epilogue, args, b.dtype, out_dtype)
 
 
 def _wants(value: Any) -> bool:
@@ -166,12 +130,13 @@ def _compiled_whole(
     args: Sequence[Any], options: OptionValues,
 ) -> Any:  # fmt: skip
     """The same without gradients, where the kernel does all of it."""
+    from .compiled import held_name
     from .fused_ops import flatten, type_text
     from .packed_ops import flat
 
     out_dtype, *how, config = options
     results = torch.ops.gemmery.packed_fused(
-        a, *flat(b), op, *flatten([*biases, *args]), epilogue.name, len(biases), type_text(out_dtype), *how,
-        config_text(config),
+        a, *flat(b), op, *flatten([*biases, *args]), held_name(epilogue.name, ""), len(biases), type_text(out_dtype),
+        *how, config_text(config),
     )  # fmt: skip
-    return fused.returned(results, len(results) > 1)
+    return returned(results, len(results) > 1)

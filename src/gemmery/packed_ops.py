@@ -16,10 +16,9 @@ from torch import Tensor
 from . import fused
 from .call import Call, check, make_call, output_types
 from .dispatch import Options, eager
-from .epilogues.function import named
 from .formats.base import FORMATS
 from .formats.tensor import QuantizedTensor
-from .fused_ops import apart, check_outside, fake_results, type_of_text, unflatten
+from .fused_ops import FROM_COMPILED, apart, fake_results, held_by, type_of_text, unflatten
 from .fused_transforms import leading
 from .ops import LIBRARY
 
@@ -149,7 +148,8 @@ def _arguments(a: Tensor, rest: Any) -> tuple[Any, ...]:
     bias = tuple(values[:biases])
     given = bias[0] if biases == 1 else bias or None
     options = (type_of_text(out_dtype), *how)
-    return op, a, _weight(*rest[:_PARTS]), given, named(epilogue), tuple(values[biases:]), options
+    held = held_by(epilogue, FROM_COMPILED + kinds)
+    return op, a, _weight(*rest[:_PARTS]), given, held, tuple(values[biases:]), options
 
 
 def _packed_fused(a: Tensor, *rest: Any) -> list[Tensor]:
@@ -161,7 +161,6 @@ def _packed_fused(a: Tensor, *rest: Any) -> list[Tensor]:
 def _packed_fused_fake(a: Tensor, *rest: Any) -> list[Tensor]:
     op, a, weight, bias, epilogue, args, (out_dtype, *how) = _arguments(a, rest)
     call: Call = make_call(op, a, weight, bias, epilogue, args, out_dtype, Options(None, *how))
-    check_outside(call.captured)
     check(call)
     return fake_results(call, epilogue.name, False)
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,25 +14,10 @@ from .epilogues.identity import value_key
 from .epilogues.lower import Program, lower
 from .epilogues.record import Untraceable
 from .epilogues.trace import Number, Shape, trace
-
-#: How many of a kind are kept.
-KEPT = 4096
+from .memo import keep
 
 #: Programs, or why there is none.
 _programs: dict[Any, Program | str] = {}
-_lock = threading.Lock()
-
-V = TypeVar("V")
-
-
-def keep(kept: dict[Any, V], key: Any, value: V) -> V:
-    """The value, which is found again in `kept`; half of what is kept goes when there is too much of it."""
-    with _lock:
-        if len(kept) >= KEPT:
-            for stale in list(kept)[: KEPT // 2]:
-                del kept[stale]
-        kept[key] = value
-    return value
 
 
 def lowered_program(
@@ -85,7 +69,9 @@ def lowered_program(
         return tuple(results)
 
     try:
-        graph, sizes = trace(traced, arguments, rank, odd, device, role)
+        # A function without a key may ask whether gradients are recorded.
+        grad = key is None and torch.is_grad_enabled()
+        graph, sizes = trace(traced, arguments, rank, odd, device, role, grad)
         made = lower(
             graph, arguments, sizes, getattr(function, "__name__", type(function).__name__), role, narrow
         )

@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from .dispatch import check_tensor, moved
-from .epilogues.function import function_of
-from .epilogues.identity import Captured, capture
+from .epilogues.function import captured_of
+from .epilogues.identity import Captured
 from .epilogues.lower import Program
 from .epilogues.record import Untraceable
 from .problem import accumulator
@@ -49,7 +49,7 @@ class Prologue:
         Raises:
             ValueError: it is no tensor of the factor's shape.
         """
-        own = len(self.inputs) - len(self.captured.tensors)
+        own = len(self.inputs) - self.captured.count
         made = self.function(a.to(accumulator(a.dtype)), *self.inputs[:own])
         if not isinstance(made, Tensor) or made.shape != a.shape:
             what = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
@@ -68,12 +68,8 @@ class Prologue:
 
         @functools.wraps(self.function)
         def function(block: Tensor, *inputs: Any) -> tuple[list[Tensor], bool]:
-            own = len(inputs) - len(self.captured.tensors)
-            made = self.function
-            if self.captured.tensors:
-                made = self.captured.rebuild(list(inputs[own:]))
-            returned = made(block, *inputs[:own])
-            return [returned], False
+            own = len(inputs) - self.captured.count
+            return [self.captured.rebuild(inputs[own:])(block, *inputs[:own])], False
 
         dims = [
             _dimensions(self, i, x, a) if isinstance(x, Tensor) else None for i, x in enumerate(self.inputs)
@@ -102,8 +98,7 @@ def make(op: str, a: Tensor, function: Any, args: Sequence[Any]) -> Prologue:
         )
     if not a.dtype.is_floating_point:
         raise TypeError(f"{op}: a prologue takes floating-point operands, not {a.dtype}")
-    function = function_of(function)
-    captured = capture(function)
+    function, captured = captured_of(function)
     made = Prologue(op, function, captured, tuple([moved(x, a) for x in (*args, *captured.tensors)]))
     for i, value in enumerate(made.inputs):
         if isinstance(value, Tensor):
@@ -118,7 +113,7 @@ def make(op: str, a: Tensor, function: Any, args: Sequence[Any]) -> Prologue:
 
 
 def _name(prologue: Prologue, i: int) -> str:
-    own = len(prologue.inputs) - len(prologue.captured.tensors)
+    own = len(prologue.inputs) - prologue.captured.count
     if i < own:
         return f"prologue_args[{i}]"
     return f"a tensor of the prologue's closure (number {i - own})"

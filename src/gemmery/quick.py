@@ -17,10 +17,10 @@ from torch.autograd import forward_ad
 
 from .call import Call, look_at
 from .dispatch import maker
-from .epilogues.function import Epilogue
+from .epilogues.function import Epilogue, Held
 from .formats.tensor import QuantizedTensor
+from .memo import keep
 from .plan import Plan
-from .programs import keep
 from .results import Results
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -57,16 +57,16 @@ _known: dict[Any, Known] = {}
 def run(op: str, a: Any, b: Any, bias: Any, functions: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
     """The result of a call that is known; None of any other. Arguments are those of `fused.product`."""
     epilogue, args, prologue, _ = functions
-    if type(epilogue) is not Epilogue or prologue is not None:
+    if type(epilogue) not in (Epilogue, Held) or prologue is not None:
         return None
-    outside = epilogue.outside
-    if outside is None or not outside.is_unchanged() or _is_seen():
+    captured = epilogue.known
+    if captured is None or _is_seen():
         return None
-    looked = _look((a, b, bias, *args, *epilogue.tensors), torch.is_grad_enabled())
+    looked = _look((a, b, bias, *args, *captured.tensors), torch.is_grad_enabled())
     if looked is None:
         return None
     values, looks = looked
-    known = _known.get((op, epilogue.name, options, *looks))
+    known = _known.get((op, captured.number, options, *looks))
     if known is None:
         return None
     results = [make() for make in known.makers]
@@ -80,7 +80,8 @@ def run(op: str, a: Any, b: Any, bias: Any, functions: tuple[Any, ...], options:
 def may_learn(call: Call, epilogue: Any) -> bool:
     """Whether calls like this one may go the short way."""
     return (
-        type(epilogue) is Epilogue
+        type(epilogue) in (Epilogue, Held)
+        and call.captured.key is not None
         and call.a.get_device() >= FIRST
         and call.right is None
         and call.prologue is None
@@ -88,13 +89,8 @@ def may_learn(call: Call, epilogue: Any) -> bool:
 
 
 def learn(
-    call: Call,
-    given: Sequence[Any],
-    epilogue: Epilogue[..., Any],
-    options: tuple[Any, ...],
-    results: Results,
-    plan: Plan,
-) -> None:
+    call: Call, given: Sequence[Any], options: tuple[Any, ...], results: Results, plan: Plan
+) -> None:  # fmt: skip
     """Remember a call that has run, if calls like it can go the short way.
 
     Args:
@@ -105,9 +101,8 @@ def learn(
     copied = any(x.same is not None for x in program.outputs)
     if program.main is None or results.reduces or plan.direct is None or copied:
         return
-    epilogue.remember(call.captured.tensors)
-    looked = _look((*given, *epilogue.tensors), torch.is_grad_enabled())
-    if looked is None or epilogue.outside is None:
+    looked = _look((*given, *call.captured.tensors), torch.is_grad_enabled())
+    if looked is None:
         return
     scales, zeros, offsets, channel = range(len(looked[0]) - 4, len(looked[0]))
     weight = call.weight
@@ -130,7 +125,7 @@ def learn(
         program.main, (*own, *written, *shared), tuple([i + shift for i in program.numbers]),
         program.many, plan.direct,
     )  # fmt: skip
-    keep(_known, (call.op, epilogue.name, options, *looked[1]), known)
+    keep(_known, (call.op, call.captured.number, options, *looked[1]), known)
 
 
 def _is_seen() -> bool:

@@ -110,6 +110,11 @@ class Results:
         ]
 
 
+def returned(results: Sequence[Tensor], many: bool) -> Any:
+    """Results as the user's function returns them: the tensor, or a tuple."""
+    return tuple(results) if many else results[0]
+
+
 def _joined(reduction: Reduction, parts: list[Tensor], columns: int) -> Tensor:
     """A reduced row from the parts that blocks left, in a fixed order."""
     first = parts[0]

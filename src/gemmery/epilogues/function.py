@@ -1,4 +1,4 @@
-"""A function as an epilogue that is made once and used often."""
+"""A function as an epilogue that is made once and used often, and as what a product holds of it for its gradient."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar
 
-from torch import Tensor
-
+from ..memo import keep
 from .device_function import device_function, is_device_function
-from .identity import Outside, outside
+from .identity import Captured, capture
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _numbers = itertools.count()
-#: Epilogues by the names under which operators know them.
-_by_name: weakref.WeakValueDictionary[str, Epilogue[Any, Any]] = weakref.WeakValueDictionary()
+#: Epilogues, and what products hold of them, by the names under which operators know them.
+_by_name: weakref.WeakValueDictionary[str, Epilogue[Any, Any] | Held] = weakref.WeakValueDictionary()
+#: What products hold of functions that are known again.
+_held: dict[Any, Held] = {}
 
 
 class Epilogue(Generic[P, R]):
@@ -28,7 +29,7 @@ class Epilogue(Generic[P, R]):
     in code under `torch.compile` they take only this, which is one operator there.
 
     Attributes:
-        name: by which operators know it while it lives, in this process.
+        name: tells it from all others in this process.
 
     Example:
         >>> import torch, gemmery
@@ -45,17 +46,31 @@ class Epilogue(Generic[P, R]):
         #: The function; where `identity` and products find it.
         self.__gemmery_epilogue__: Callable[P, R] = function
         functools.update_wrapper(self, function, updated=())
-        #: Whether it returned a tuple when it ran last; for operators, which return lists.
-        self.many = False
-        #: The tensors that it takes from outside, and what else there is outside; see `remember`.
-        self.tensors: tuple[Tensor, ...] = ()
-        self.outside: Outside | None = None
+        self._captured: Captured | None = None
+        #: What compiled code holds of it, which has only names.
+        self._compiled: set[Held] = set()
         self.name = f"{getattr(function, '__name__', 'epilogue')}-{next(_numbers)}"
         _by_name[self.name] = self
 
-    def remember(self, tensors: tuple[Tensor, ...]) -> None:
-        """Note what the function takes from outside now, its tensors among it."""
-        self.tensors, self.outside = tensors, outside(self.__gemmery_epilogue__)
+    @property
+    def captured(self) -> Captured:
+        """The function with what it takes from outside now."""
+        known = self._captured
+        if known is None or not known.is_unchanged():
+            known = self._captured = capture(self.__gemmery_epilogue__)
+        return known
+
+    @property
+    def known(self) -> Captured | None:
+        """The same, where nothing has changed since it was asked for before."""
+        known = self._captured
+        return known if known is not None and known.is_unchanged() else None
+
+    def for_compiled_code(self) -> Held:
+        """What compiled code is to run: the function with the values that it has now."""
+        held = hold(self.captured, self)
+        self._compiled.add(held)
+        return held
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """The function itself, in torch."""
@@ -68,14 +83,68 @@ class Epilogue(Generic[P, R]):
         return Epilogue, (self.__gemmery_epilogue__,)
 
 
+class Held:
+    """A function as it was when a product ran with it: operators know it by its name, and gradients run it again.
+
+    Attributes:
+        name: by which operators know it while it lives, in this process.
+        captured: the function and the values that it took from outside; no tensors, which operators are given.
+        many: whether it returned a tuple when it ran last; for operators, which return lists.
+        origin: the epilogue whose compiled code it is for.
+    """
+
+    def __init__(self, captured: Captured, origin: Epilogue[Any, Any] | None = None) -> None:
+        self.captured = self.known = captured.without_tensors()
+        self.many = False
+        self.origin = None if origin is None else weakref.ref(origin)
+        self.name = f"held-{next(_numbers)}"
+        _by_name[self.name] = self
+
+    def check_unchanged(self) -> None:
+        """RuntimeError if a number of the function is another one than when it was compiled."""
+        origin = None if self.origin is None else self.origin()
+        if origin is not None and self.captured.key is not None and origin.captured.key != self.captured.key:
+            raise RuntimeError(
+                f"gemmery: {origin!r} takes other values from outside than when it was compiled; give them through "
+                f"args, or compile again (torch.compiler.reset())"
+            )
+
+
+def hold(captured: Captured, origin: Epilogue[Any, Any] | None = None) -> Held:
+    """What operators and gradients hold of a function: the same for functions that do the same.
+
+    Args:
+        origin: the epilogue, if it is for compiled code.
+    """
+    if captured.key is None:
+        return Held(captured, origin)
+    key = captured.key, None if origin is None else origin.name
+    found = _held.get(key)
+    return keep(_held, key, Held(captured, origin)) if found is None else found
+
+
+def captured_of(given: Any) -> tuple[Callable[..., Any], Captured]:
+    """The torch function of what a product may be given as one, and what it is now.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if isinstance(given, Held):
+        return given.captured.rebuild(()), given.captured
+    if isinstance(given, Epilogue):
+        return given.__gemmery_epilogue__, given.captured
+    function = function_of(given)
+    return function, capture(function)
+
+
 def function_of(given: Any) -> Any:
     """The torch function of what a product may be given as one: of an Epilogue, or of device code."""
     function = device_function(given) if is_device_function(given) else given
     return getattr(function, "__gemmery_epilogue__", function)
 
 
-def named(name: str) -> Epilogue[Any, Any]:
-    """The epilogue that operators know by a name.
+def named(name: str) -> Any:
+    """The Epilogue, or what is held of one, of a name.
 
     Raises:
         RuntimeError: there is none any more: nothing but compiled code held it.

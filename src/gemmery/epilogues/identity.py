@@ -1,23 +1,45 @@
-"""When two functions are the same epilogue: by their code and what they take from outside, never by their name.
+"""What a function is at one moment: by its code and the values that it takes from outside, never by its name.
 
 A lambda in a loop is made anew in every round and is still one function; one whose closure has another number in it is
-another. Tensors count by what they look like, since their data is read at every call.
+another. Tensors count by what they look like, since their data is read at every call. From what was found the function
+can be built again as it was then, whatever has become of its closure and its globals: gradients run that one.
 """
 
 from __future__ import annotations
 
+import builtins
 import functools
+import itertools
 import types
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-_PLAIN = (int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
-#: Packages whose functions do not change while a program runs.
+from .reads import Path, reads
+
+#: Types whose values never change; not their subclasses, which may have attributes of their own.
+_PLAIN = {
+    int, float, bool, complex, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.layout,
+    torch.memory_format,
+}  # fmt: skip
+#: Packages whose functions and classes do not change while a program runs.
 _LIBRARIES = ("torch", "gemmery", "math", "operator", "functools", "builtins", "numpy", "_operator")
+#: Functions of these packages whose result depends on more than their arguments.
+_CHANGING = (
+    torch.is_grad_enabled, torch.is_inference_mode_enabled, torch.is_autocast_enabled, torch.get_autocast_dtype,
+    torch.get_default_dtype, torch.get_default_device, torch.are_deterministic_algorithms_enabled,
+    torch.get_float32_matmul_precision, torch.initial_seed, torch.get_rng_state,
+    globals, locals, vars, dir, eval, exec, compile, __import__, open, input,
+)  # fmt: skip
+_MISSING = object()
+_numbers = itertools.count()
+
+#: Makes a value again, with other tensors in the places of those it had; `made` are functions made before, by number.
+Build = Callable[[Sequence[Any], dict[int, Any]], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,162 +50,267 @@ class Captured:
         key: equal for functions that do the same, tensors aside; None where that can't be known, because the function
             uses objects that may change.
         tensors: those it takes from outside, in the order in which they are met.
-        rebuild: makes the function again with other tensors in their places.
+        count: how many these are.
+        build: see `rebuild`.
+        steps: where each thing was found, and what it is; of a function that has a key.
+        number: tells it from all others in this process.
     """
 
     key: Any
     tensors: tuple[Tensor, ...]
-    rebuild: Callable[[list[Any]], Callable[..., Any]]
+    count: int
+    build: Build
+    steps: tuple[tuple[Any, Any, Any], ...]
+    number: int
+
+    def rebuild(self, tensors: Sequence[Any]) -> Callable[..., Any]:
+        """The function as it was when it was captured, with other tensors in their places.
+
+        Objects that may change, in a function without a key, are those that they are now.
+        """
+        made: Callable[..., Any] = self.build(tensors, {})
+        return made
+
+    def is_unchanged(self) -> bool:
+        """Whether everything outside is the same object as before; False for a function without a key."""
+        if self.key is None:
+            return False
+        try:
+            for owner, name, value in self.steps:
+                kind = type(owner)
+                if kind is types.CellType:
+                    found = owner.cell_contents
+                elif kind is dict:
+                    found = owner.get(name, _MISSING)
+                else:
+                    found = getattr(owner, name)
+                if found is not value:
+                    return False
+        except (ValueError, AttributeError):
+            return False  # a cell was emptied, an attribute deleted
+        return True
+
+    def without_tensors(self) -> Captured:
+        """The same, keeping no tensor alive."""
+        return replace(self, tensors=(), steps=())
 
 
 def capture(function: Callable[..., Any]) -> Captured:
-    """What a function is, for tracing it once; see `Captured`.
+    """What a function is now; see `Captured`.
 
     Raises:
         TypeError: it is not a Python function, a partial of one, or an object that is called like one.
     """
     if not callable(function):
         raise TypeError(f"epilogue is a {type(function).__name__}; it must be a function")
-    tensors: list[Tensor] = []
-    key = _key(function, tensors, {})
-    found = tuple(tensors)
-
-    def rebuild(others: list[Any]) -> Callable[..., Any]:
-        by_id = {id(tensor): other for tensor, other in zip(found, others, strict=True)}
-        made: Callable[..., Any] = _again(function, by_id)
-        return made
-
-    return Captured(key, found, rebuild)
+    walk = _Walk()
+    key, build = walk.value(function)
+    steps = () if key is None else tuple(walk.steps)
+    return Captured(key, tuple(walk.tensors), len(walk.tensors), build, steps, next(_numbers))
 
 
-@dataclass(frozen=True, slots=True)
-class Outside:
-    """What a function takes from outside, by identity, so that it is compared in little time.
-
-    Attributes:
-        cells, names, attributes: where each thing is, and what it is.
-    """
-
-    cells: tuple[tuple[types.CellType, Any], ...]
-    names: tuple[tuple[dict[str, Any], str, Any], ...]
-    attributes: tuple[tuple[Any, str, Any], ...]
-
-    def is_unchanged(self) -> bool:
-        """Whether everything is the same object as before."""
-        try:
-            for cell, value in self.cells:
-                if cell.cell_contents is not value:
-                    return False
-        except ValueError:
-            return False
-        for space, name, value in self.names:
-            if space.get(name) is not value:
-                return False
-        return all(getattr(owner, name) is value for owner, name, value in self.attributes)
+def value_key(value: Any) -> Any:
+    """A hashable stand-in for an argument that is neither a tensor nor a number; None where it may change unseen."""
+    walk = _Walk()
+    key, _ = walk.value(value)
+    return None if walk.tensors else key
 
 
-def outside(function: Callable[..., Any]) -> Outside | None:
-    """What a function, and those that it calls, take from outside; None where that may change unseen."""
-    if capture(function).key is None:
-        return None
-    cells: list[Any] = []
-    names: list[Any] = []
-    attributes: list[Any] = []
-    seen: set[int] = set()
+class _Walk:
+    """Collects what can be reached from a function."""
 
-    def walk(value: Any) -> None:
-        if id(value) in seen:
-            return
-        seen.add(id(value))
-        if isinstance(value, functools.partial):
-            for inner in (value.func, *value.args, *value.keywords.values()):
-                walk(inner)
-        elif isinstance(value, tuple):
-            for inner in value:
-                walk(inner)
-        elif getattr(value, "__gemmery_epilogue__", None) is not None:
-            walk(value.__gemmery_epilogue__)
-        elif isinstance(value, types.FunctionType) and not _of_library(value):
-            for name in ("__code__", "__defaults__", "__kwdefaults__"):
-                attributes.append((value, name, getattr(value, name)))
-            for cell in value.__closure__ or ():
-                cells.append((cell, cell.cell_contents))
-            for kind, name, inner in _outside(value):
-                if kind == "global":
-                    names.append((value.__globals__, name, inner))
-                walk(inner)
-            for owner, name, inner in _attributes(value):
-                attributes.append((owner, name, inner))
-                walk(inner)
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.steps: list[tuple[Any, Any, Any]] = []
+        self._numbers: dict[int, int] = {}
 
-    walk(function)
-    return Outside(tuple(cells), tuple(names), tuple(attributes))
+    def value(self, value: Any) -> tuple[Any, Build]:
+        """A hashable stand-in for a value, None where its meaning may change unseen, and what makes it again."""
+        kind = type(value)
+        if kind in _PLAIN:
+            # Zeros differ in their sign and True is 1.
+            return (kind, repr(value) if kind in (float, complex) else value), _same(value)
+        if isinstance(value, np.generic) and kind.__module__ == "numpy":
+            return (kind, value.tobytes()), _same(value)
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if kind is types.FunctionType and not _of_library(value):
+            return self._function(value)
+        if kind is functools.partial:
+            return self._partial(value)
+        if kind in (tuple, torch.Size):
+            keys, builds = self._values(value)
+            return keys and (kind, keys), lambda tensors, made: kind(b(tensors, made) for b in builds)
+        inner = getattr(value, "__gemmery_epilogue__", None)
+        if inner is not None:
+            return self.value(inner)
+        return (("static", _Same(value)) if _is_static(value) else None), _same(value)
+
+    def _values(self, values: Sequence[Any]) -> tuple[Any, list[Build]]:
+        found = [self.value(x) for x in values]
+        keys = tuple([key for key, _ in found])
+        # A tuple in a tuple, so that one of nothing is not taken for None.
+        return (None if None in keys else (keys,)), [build for _, build in found]
+
+    def _tensor(self, value: Tensor) -> tuple[Any, Build]:
+        if not any(value is known for known in self.tensors):
+            self.tensors.append(value)
+        place = next(i for i, known in enumerate(self.tensors) if known is value)
+        return ("tensor", place), lambda tensors, made: tensors[place]
+
+    def _partial(self, value: functools.partial[Any]) -> tuple[Any, Build]:
+        names = sorted(value.keywords)
+        count = 1 + len(value.args)
+        keys, builds = self._values((value.func, *value.args, *[value.keywords[name] for name in names]))
+        self.steps += [(value.keywords, name, value.keywords[name]) for name in names]
+
+        def build(tensors: Sequence[Any], made: dict[int, Any]) -> Any:
+            function, *rest = [each(tensors, made) for each in builds]
+            keywords = dict(zip(names, rest[count - 1 :], strict=True))
+            return functools.partial(function, *rest[: count - 1], **keywords)
+
+        return keys and ("partial", tuple(names), keys), build
+
+    def _function(self, function: types.FunctionType) -> tuple[Any, Build]:
+        if id(function) in self._numbers:
+            number = self._numbers[id(function)]
+            return ("again", number), lambda tensors, made: made[number]
+        number = self._numbers[id(function)] = len(self._numbers)
+        found = reads(function.__code__)
+        places: dict[tuple[str, str], _Place] = {}
+        parts: list[Any] = []
+        for path in found.paths:
+            taken, key, build = self._read(function, path)
+            parts.append((path, key))
+            places.setdefault((path.kind, path.name), _Place()).put(taken, build)
+        defaults, of_defaults = self._defaults(function)
+        settled = found.complete and defaults is not None and all(key is not None for _, key in parts)
+        key = (function.__code__, tuple(parts), defaults) if settled else None
+        return key, _builder(number, function, places, of_defaults, settled)
+
+    def _defaults(self, function: types.FunctionType) -> tuple[Any, Build]:
+        """A key for a function's default values, and what makes them again: (positional, by name)."""
+        given, named = function.__defaults__ or (), function.__kwdefaults__ or {}
+        self.steps += [(function, name, getattr(function, name)) for name in _OWN]
+        self.steps += [(named, name, value) for name, value in named.items()]
+        keys, builds = self._values((*given, *named.values()))
+
+        def build(tensors: Sequence[Any], made: dict[int, Any]) -> Any:
+            values = [each(tensors, made) for each in builds]
+            return tuple(values[: len(given)]), dict(zip(named, values[len(given) :], strict=True))
+
+        return keys and (len(given), tuple(named), keys), build
+
+    def _read(self, function: types.FunctionType, path: Path) -> tuple[tuple[str, ...], Any, Build]:
+        """Of a path: the attributes that lead to a value which says all, and that value's key and build."""
+        value = self._root(function, path)
+        if value is _MISSING:
+            # The function fails on it, or never comes there; until it is assigned.
+            return (), None if path.kind == "cell" else ("missing",), _same(value)
+        taken: list[str] = []
+        for name in path.attributes:
+            if not _is_owner(value):
+                break
+            inner = getattr(value, name, _MISSING)
+            if inner is _MISSING:
+                return (), None, _same(value)
+            self.steps.append((value, name, inner))
+            taken.append(name)
+            value = inner
+        return tuple(taken), *self.value(value)
+
+    def _root(self, function: types.FunctionType, path: Path) -> Any:
+        if path.kind == "cell":
+            cell = (function.__closure__ or ())[function.__code__.co_freevars.index(path.name)]
+            try:
+                value = cell.cell_contents
+            except ValueError:
+                return _MISSING
+            self.steps.append((cell, None, value))
+            return value
+        names = function.__globals__
+        value = names.get(path.name, _MISSING)
+        self.steps.append((names, path.name, value))
+        if value is _MISSING:
+            names = _builtins(function)
+            value = names.get(path.name, _MISSING)
+            self.steps.append((names, path.name, value))
+        return value
 
 
-def _names(code: types.CodeType) -> set[str]:
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= _names(constant)
+#: Of a function itself, what it is called with.
+_OWN = ("__code__", "__defaults__", "__kwdefaults__")
+
+
+class _Place:
+    """What stands in a cell or under a global's name: a value, or an object of which attributes are read."""
+
+    def __init__(self) -> None:
+        self.build: Build | None = None
+        self.attributes: dict[str, _Place] = {}
+
+    def put(self, attributes: tuple[str, ...], build: Build) -> None:
+        """Set the value at the end of some attributes."""
+        if attributes:
+            self.attributes.setdefault(attributes[0], _Place()).put(attributes[1:], build)
+        else:
+            self.build = build
+
+    def make(self, tensors: Sequence[Any], made: dict[int, Any]) -> Any:
+        """The value; an object with nothing but the attributes that are read, where nothing else of it is used."""
+        if self.build is not None:
+            return self.build(tensors, made)
+        return types.SimpleNamespace(**{name: x.make(tensors, made) for name, x in self.attributes.items()})
+
+
+def _builder(
+    number: int, function: types.FunctionType, places: dict[tuple[str, str], _Place], defaults: Build, settled: bool
+) -> Build:  # fmt: skip
+    """What makes a function again, with the values of its cells, globals and defaults that were found."""
+    code, name, qualified = function.__code__, function.__name__, function.__qualname__
+    surroundings = {"__builtins__": _builtins(function), "__name__": function.__globals__.get("__name__")}
+    # What a function without a key does with the rest of its module is unknown, so it has all of it.
+    origin = None if settled else function
+
+    def build(tensors: Sequence[Any], made: dict[int, Any]) -> Any:
+        if number in made:
+            return made[number]
+        names = dict(surroundings) if origin is None else dict(origin.__globals__)
+        cells = {x: types.CellType() for x in code.co_freevars}
+        if origin is not None:
+            cells |= dict(zip(code.co_freevars, map(_copied, origin.__closure__ or ()), strict=True))
+        again = types.FunctionType(code, names, name, None, tuple(cells.values()))
+        again.__qualname__ = qualified
+        made[number] = again
+        again.__defaults__, again.__kwdefaults__ = defaults(tensors, made)
+        for (kind, place), found in places.items():
+            value = found.make(tensors, made)
+            if value is _MISSING:
+                continue
+            if kind == "cell":
+                cells[place].cell_contents = value
+            else:
+                names[place] = value
+        return again
+
+    return build
+
+
+def _copied(cell: types.CellType) -> types.CellType:
+    try:
+        return types.CellType(cell.cell_contents)
+    except ValueError:
+        return types.CellType()
+
+
+def _builtins(function: types.FunctionType) -> dict[str, Any]:
+    found = function.__globals__.get("__builtins__", builtins)
+    names: dict[str, Any] = found.__dict__ if isinstance(found, types.ModuleType) else found
     return names
 
 
-def _outside(function: types.FunctionType) -> list[tuple[str, str, Any]]:
-    """What a function takes from outside: cells, globals and defaults, as (kind, name, value)."""
-    found: list[tuple[str, str, Any]] = []
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            found.append(("cell", name, cell.cell_contents))
-        except ValueError:
-            # Not yet assigned: the function fails on it, or never comes there.
-            continue
-    names = function.__globals__
-    found += [("global", name, names[name]) for name in sorted(_names(function.__code__)) if name in names]
-    found += [("default", str(i), value) for i, value in enumerate(function.__defaults__ or ())]
-    found += [("keyword", name, value) for name, value in sorted((function.__kwdefaults__ or {}).items())]
-    return found
-
-
-def _attributes(function: types.FunctionType) -> list[tuple[Any, str, Any]]:
-    """What a function may take from modules and classes that are its user's: (owner, name, value)."""
-    owners = [x for _, _, x in _outside(function) if isinstance(x, types.ModuleType | type) and not _known(x)]
-    names = sorted(_names(function.__code__))
-    return [(x, name, getattr(x, name)) for x in owners for name in names if hasattr(x, name)]
-
-
-def _known(value: Any) -> bool:
-    name = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
-    return str(name).split(".")[0] in _LIBRARIES
-
-
-def _key(value: Any, tensors: list[Tensor], seen: dict[int, int]) -> Any:
-    """A hashable stand-in for a value, or None where its meaning may change unseen."""
-    if isinstance(value, _PLAIN):
-        # Zeros differ in their sign and True is 1.
-        return type(value), repr(value) if isinstance(value, float) else value
-    if isinstance(value, Tensor):
-        if not any(value is known for known in tensors):
-            tensors.append(value)
-        place = next(i for i, known in enumerate(tensors) if known is value)
-        return "tensor", place
-    if isinstance(value, types.FunctionType) and not _of_library(value):
-        if id(value) in seen:
-            return "again", seen[id(value)]
-        seen[id(value)] = len(seen)
-        parts = [(kind, name, _key(x, tensors, seen)) for kind, name, x in _outside(value)]
-        parts += [("attribute", name, _key(x, tensors, seen)) for _, name, x in _attributes(value)]
-        return None if any(part[2] is None for part in parts) else (value.__code__, tuple(parts))
-    if isinstance(value, functools.partial):
-        held = [value.func, *value.args, *(x for _, x in sorted(value.keywords.items()))]
-        keys = tuple(_key(x, tensors, seen) for x in held)
-        return None if None in keys else ("partial", tuple(sorted(value.keywords)), keys)
-    if isinstance(value, tuple):
-        keys = tuple(_key(x, tensors, seen) for x in value)
-        return None if None in keys else ("tuple", keys)
-    inner = getattr(value, "__gemmery_epilogue__", None)
-    if inner is not None:
-        return _key(inner, tensors, seen)
-    return ("static", _Same(value)) if _static(value) else None
+def _same(value: Any) -> Build:
+    return lambda tensors, made: value
 
 
 class _Same:
@@ -199,85 +326,39 @@ class _Same:
         return id(self.value)
 
 
-def value_key(value: Any) -> Any:
-    """A hashable stand-in for an argument that is neither a tensor nor a number; None where it may change unseen."""
-    tensors: list[Tensor] = []
-    key = _key(value, tensors, {})
-    return None if tensors else key
+# ---------------------------------------------------------------------------------------------------------------------
+# What may change
+
+
+def _is_owner(value: Any) -> bool:
+    """Whether a path goes on in a value: to ask it for an attribute runs no code of the user's."""
+    if isinstance(value, tuple):
+        return hasattr(value, "_fields")
+    return isinstance(value, types.ModuleType | type | types.FunctionType)
 
 
 def _of_library(value: Any) -> bool:
     """Whether an object belongs to a package that does not change; what was made in a call is as the call made it."""
-    module, name = getattr(value, "__module__", ""), getattr(value, "__qualname__", "")
     if isinstance(value, types.FunctionType):
         # Wrappers take on the name of what they wrap; where their code is from, they can't hide.
         module, name = value.__globals__.get("__name__", ""), value.__code__.co_qualname
+    elif isinstance(value, types.ModuleType):
+        module, name = value.__name__, ""
+    else:
+        module, name = getattr(value, "__module__", ""), getattr(value, "__qualname__", "")
     return "<locals>" not in str(name) and str(module).split(".")[0] in _LIBRARIES
 
 
-def _static(value: Any) -> bool:
-    """Whether an object means the same as long as it lives: modules, classes, built-in functions and operators."""
-    if isinstance(value, types.ModuleType | type | types.BuiltinFunctionType):
-        return True
-    return (
-        callable(value) and _of_library(value) and not isinstance(value, types.MethodType | torch.nn.Module)
-    )
-
-
-def _again(value: Any, by_id: dict[int, Any]) -> Any:
-    """A value with other tensors in the place of those it holds."""
-    if isinstance(value, Tensor):
-        return by_id.get(id(value), value)
-    if isinstance(value, functools.partial):
-        keywords = {name: _again(x, by_id) for name, x in value.keywords.items()}
-        return functools.partial(
-            _again(value.func, by_id), *[_again(x, by_id) for x in value.args], **keywords
-        )
-    if isinstance(value, tuple) and type(value) is tuple:
-        return tuple(_again(x, by_id) for x in value)
-    inner = getattr(value, "__gemmery_epilogue__", None)
-    if inner is not None:
-        return _again(inner, by_id)
-    if (
-        not isinstance(value, types.FunctionType)
-        or _of_library(value)
-        or not by_id
-        or not _holds(value, by_id, set())
-    ):
-        return value
-    cells = tuple(_cell(cell, by_id) for cell in value.__closure__ or ())
-    names = dict(value.__globals__)
-    for kind, name, inner in _outside(value):
-        if kind == "global":
-            names[name] = _again(inner, by_id)
-    made = types.FunctionType(
-        value.__code__, names, value.__name__, _again(value.__defaults__, by_id), cells or None
-    )
-    made.__kwdefaults__ = {name: _again(x, by_id) for name, x in (value.__kwdefaults__ or {}).items()} or None
-    return made
-
-
-def _cell(cell: types.CellType, by_id: dict[int, Any]) -> types.CellType:
-    try:
-        return types.CellType(_again(cell.cell_contents, by_id))
-    except ValueError:
-        return types.CellType()
-
-
-def _holds(value: Any, by_id: dict[int, Any], seen: set[int]) -> bool:
-    """Whether a function takes one of the tensors from outside, itself or in a function that it calls."""
-    if isinstance(value, Tensor):
-        return id(value) in by_id
-    if id(value) in seen:
+def _is_static(value: Any) -> bool:
+    """Whether an object means the same as long as it lives: a library's modules, classes, functions and operators."""
+    if isinstance(value, types.ModuleType):
+        return _of_library(value)
+    if not callable(value) or any(value is x for x in _CHANGING):
         return False
-    seen.add(id(value))
-    inner = getattr(value, "__gemmery_epilogue__", None)
-    if inner is not None:
-        return _holds(inner, by_id, seen)
-    if isinstance(value, functools.partial):
-        return any(_holds(x, by_id, seen) for x in (value.func, *value.args, *value.keywords.values()))
-    if isinstance(value, tuple):
-        return any(_holds(x, by_id, seen) for x in value)
-    if isinstance(value, types.FunctionType) and not _of_library(value):
-        return any(_holds(x, by_id, seen) for _, _, x in _outside(value))
-    return False
+    if isinstance(value, types.BuiltinFunctionType):
+        # A method of an object has the object's state.
+        owner = value.__self__
+        return _of_library(value) and (owner is None or isinstance(owner, types.ModuleType | type))
+    if isinstance(value, types.MethodDescriptorType | types.WrapperDescriptorType):
+        return _of_library(value.__objclass__)
+    return _of_library(value) and not isinstance(value, types.MethodType | torch.nn.Module)

@@ -110,9 +110,9 @@ class Recorder(TorchDispatchMode):
             self._numbers.add(id(stand))
         return stand
 
-    def run(self, function: Callable[..., Any], inputs: Sequence[Stand]) -> fx.Graph:
+    def run(self, function: Callable[..., Any], inputs: Sequence[Stand], grad: bool) -> fx.Graph:
         """The graph of a function of stand-ins, with what does not matter to its results left out."""
-        with torch.no_grad(), self:
+        with torch.set_grad_enabled(grad), self:
             results = torch.func.functionalize(function)(*inputs)
         self.graph.output(pytree.tree_map_only(Tensor, self._node, results))
         self.graph.eliminate_dead_code()

@@ -78,6 +78,7 @@ def _once(
     sizes: Sizes,
     device: torch.device,
     files: set[str],
+    grad: bool,
 ) -> fx.Graph:
     """The graph of a function for one set of sizes."""
     first = arguments[0]
@@ -90,7 +91,7 @@ def _once(
         else recorder.placeholder((), torch.int64 if x.integer else number, number=True)
         for x in arguments
     ]
-    return recorder.run(function, inputs)
+    return recorder.run(function, inputs, grad)
 
 
 def trace(
@@ -100,6 +101,7 @@ def trace(
     odd: bool,
     device: torch.device,
     role: str = "epilogue",
+    grad: bool = False,
 ) -> tuple[fx.Graph, Sizes]:
     """The graph of `function(product, *others)`, and the stand-ins for sizes that it was traced with.
 
@@ -108,13 +110,14 @@ def trace(
         rank: dimensions of the product.
         odd: whether its number of columns is.
         role: what messages call the function.
+        grad: what `torch.is_grad_enabled` says in the function.
 
     Raises:
         Untraceable: the function looks at data, or its graph depends on the sizes.
     """
     # In a thread of its own nothing that surrounds the call, such as a mode or autocast, is traced with it.
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_trace_alone, function, arguments, rank, odd, device, role).result()
+        return thread.submit(_trace_alone, function, arguments, rank, odd, device, role, grad).result()
 
 
 def _trace_alone(*arguments: Any) -> tuple[fx.Graph, Sizes]:
@@ -131,13 +134,14 @@ def _trace(
     odd: bool,
     device: torch.device,
     role: str,
+    grad: bool,
 ) -> tuple[fx.Graph, Sizes]:
     files = {code.co_filename for code in _codes(function)}
     graphs = []
     all_sizes = stand_ins(rank, odd)
     for sizes in all_sizes:
         try:
-            graphs.append(_once(function, arguments, sizes, device, files))
+            graphs.append(_once(function, arguments, sizes, device, files, grad))
         except Exception as error:
             # Whatever torch fails with is an error in the user's function, or one that tracing it met.
             raise Untraceable(f"the {role} {_name(function)} can't be traced: {_reason(error)}") from error

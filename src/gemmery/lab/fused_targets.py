@@ -14,7 +14,7 @@ from torch import Tensor
 import gemmery
 
 from .. import backward, devices, fused
-from ..call import make_call, outputs_of
+from ..call import make_call, outputs_of, unchanged
 from ..devices import Device
 from ..dispatch import Options
 from ..epilogues import library
@@ -101,12 +101,12 @@ FUSED: dict[str, Fused] = {
     "dequantised": Fused(dequantised, ("column", "row"), dtypes=("int8", "e4m3", "e5m2")),
     "int4_gelu": Fused(library.gelu, bias=True, dtypes=("bf16", "fp16"), packed=("int4", 128)),
     "int4_swiglu": Fused(library.swiglu, packed=("int4", 32), aligned=True),
-    "e4m3_packed": Fused(fused.unchanged, dtypes=("bf16", "fp16"), packed=("e4m3", 0)),
-    "nvfp4": Fused(fused.unchanged, dtypes=("bf16", "fp16"), packed=("nvfp4", 16)),
-    "nf4": Fused(fused.unchanged, dtypes=("bf16", "fp16"), packed=("nf4", 64), rows=4096),
-    "scaled_blocks": Fused(fused.unchanged, dtypes=("int8", "e4m3"), step=SCALED_EVERY, aligned=True),
+    "e4m3_packed": Fused(unchanged, dtypes=("bf16", "fp16"), packed=("e4m3", 0)),
+    "nvfp4": Fused(unchanged, dtypes=("bf16", "fp16"), packed=("nvfp4", 16)),
+    "nf4": Fused(unchanged, dtypes=("bf16", "fp16"), packed=("nf4", 64), rows=4096),
+    "scaled_blocks": Fused(unchanged, dtypes=("int8", "e4m3"), step=SCALED_EVERY, aligned=True),
     "scaled_mx": Fused(
-        fused.unchanged, dtypes=("e4m3", "e5m2"), needs=torch.float8_e4m3fn, step=MX_EVERY, aligned=True
+        unchanged, dtypes=("e4m3", "e5m2"), needs=torch.float8_e4m3fn, step=MX_EVERY, aligned=True
     ),
     # The backward pass of a gated block: a product that goes on to the gradient of the one before.
     "swiglu_backward": Fused(Differentiable(library.swiglu).backward, ("wide",)),

@@ -1,0 +1,87 @@
+"""What the code of a function reads from outside: its cells and globals, each with the attributes taken of it.
+
+Found in the byte code, so that `pkg.config.SCALE` is known as one value and not as three names. Whatever the code does
+with a cell or a global besides reading attributes of it, such as passing it on or indexing it, ends the path there.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import types
+from dataclasses import dataclass
+
+_GLOBALS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
+_CELLS = {"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"}
+_ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD"}
+#: What may stand between two instructions that belong together.
+_PADDING = {"EXTENDED_ARG", "CACHE"}
+#: Instructions by which code changes what is outside, or brings in what no path shows.
+_CHANGES = {"STORE_GLOBAL", "DELETE_GLOBAL", "IMPORT_NAME"}
+_CELL_CHANGES = {"STORE_DEREF", "DELETE_DEREF"}
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """A value that code reads from outside.
+
+    Attributes:
+        kind: "cell" or "global".
+        name: of the cell or the global.
+        attributes: taken one of the other, in their order.
+    """
+
+    kind: str
+    name: str
+    attributes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """What code reads from outside.
+
+    Attributes:
+        paths: without repetition, in the order of the code.
+        complete: False where the code also changes something outside, or imports.
+    """
+
+    paths: tuple[Path, ...]
+    complete: bool
+
+
+@functools.lru_cache(4096)
+def reads(code: types.CodeType) -> Reads:
+    """What a function's code, and the functions that it defines inside, read from outside."""
+    paths: dict[Path, None] = {}
+    complete = _scan(code, frozenset(code.co_freevars), paths)
+    return Reads(tuple(paths), complete)
+
+
+def _scan(code: types.CodeType, free: frozenset[str], paths: dict[Path, None]) -> bool:
+    """Add the paths of a code object to `paths`; returns whether these are all that it does outside.
+
+    Args:
+        free: the names of cells that come from outside.
+    """
+    complete = True
+    instructions = [x for x in dis.get_instructions(code) if x.opname not in _PADDING]
+    for i, instruction in enumerate(instructions):
+        name, argument = instruction.opname, instruction.argval
+        if name in _CHANGES or (name in _CELL_CHANGES and argument in free):
+            complete = False
+        elif name in _GLOBALS or (name in _CELLS and argument in free):
+            kind = "global" if name in _GLOBALS else "cell"
+            paths[Path(kind, argument, _attributes(instructions, i + 1))] = None
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            complete &= _scan(constant, free & frozenset(constant.co_freevars), paths)
+    return complete
+
+
+def _attributes(instructions: list[dis.Instruction], start: int) -> tuple[str, ...]:
+    names = []
+    for instruction in instructions[start:]:
+        if instruction.opname not in _ATTRIBUTES:
+            break
+        names.append(instruction.argval)
+    return tuple(names)
