@@ -16,7 +16,7 @@ STEPS = {
     "silu": lambda x, k: F.silu(x + k),
     "power": lambda x, k: (x * x + 1) * k * k,
     "where": lambda x, k: torch.where(x > k, x * k, x - k),
-    "in place": lambda x, k: x.mul_(k).add_(k),
+    "in place": lambda x, k: (x + 0.0).mul_(k).add_(k),
     "clamp": lambda x, k: x.clamp(-abs(k), abs(k)) + x,
 }
 

@@ -159,10 +159,12 @@ class Call:
         if self.biases:
             added = values[0] if self.biases == 1 else torch.cat(values[: self.biases], dim=-1)
             product, values = product + added, values[self.biases :]
+        # Before the function, which may change the product in place.
+        saved = [product.to(self.a.dtype, copy=True)] if self.saves else []
         returned = function(product, *values)
         many = isinstance(returned, tuple | list)
         results = list(returned) if isinstance(returned, tuple | list) else [returned]
-        return results + ([product.to(self.a.dtype)] if self.saves else []), many
+        return results + saved, many
 
 
 def outputs_of(call: Call, product: Tensor, inputs: Sequence[Any] | None = None) -> tuple[list[Tensor], bool]:
