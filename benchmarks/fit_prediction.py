@@ -3,10 +3,11 @@
 python benchmarks/fit_prediction.py             write src/gemmery/lab/prediction/data/nvidia-h200.json
 python benchmarks/fit_prediction.py --check     only cross-validate
 
-Constants of the laws of time are fitted by least squares of logarithms; what these leave is kept as samples for
-the correction, rounded. Results are those of benchmarks/results in the regime "burst", and for gemmery the quickest
-config of each shape in the selector's tables. In the cross-validation neither the constants nor the correction have
-seen any measurement of a shape (M, N, K), of whatever type, layout or batch, that is predicted.
+Constants of the laws of time are fitted by least squares of logarithms; what these leave is kept as samples for the
+correction, rounded. Results are those of benchmarks/results in the regime "burst", without the suites of random
+products, and for gemmery the quickest config of each shape in the selector's tables. In the cross-validation neither
+the constants nor the correction have seen any measurement of a shape (M, N, K), of whatever type, layout or batch,
+that is predicted.
 """
 
 import argparse
@@ -201,7 +202,7 @@ def half_below(errors: np.ndarray, expected: np.ndarray) -> float:
 def sources(results: Path, device: Device) -> list[dict[str, Any]]:
     """The files that the measurements come from."""
     found: list[dict[str, Any]] = []
-    for path in sorted(results.glob("*.json")):
+    for path in recorded.fitted(results):
         data = result_of(path)
         rows = sum("burst" in row.get("summary", {}) for row in data["rows"])
         if recorded.device_of(data["gpu"]) == device and rows:

@@ -21,6 +21,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 ORDER = (
     "square", "llm", "llm_large", "decode", "layouts", "views", "bmm", "dtypes", "invariant", "odd", "strided",
     "fused", "lowbit", "lowbit_formats", "lowbit_fused", "scaled", "scaled_accurate", "scaled_mx", "launch",
+    "random_decode", "random_mid", "random_prefill", "random_backward",
 )  # fmt: skip
 
 Data = dict[str, Any]

@@ -398,6 +398,39 @@ def test_ours_is_measured_as_it_ships_unless_tuned_is_asked_for(watch, monkeypat
     assert seen == [("0", False, "square-bf16.json"), (before, True, "square-bf16-tuned.json")]
 
 
+def test_random_products_of_any_seed(asked, tmp_path):
+    words = "--suite", "random_mid,square", "--json", str(tmp_path)
+    assert command(*words, "--seed", "7").exit_code == 0
+    assert command(*words, "--seed", "7", "--count", "30").exit_code == 0
+    assert command(*words, "--count", "2").exit_code == 0
+    assert command(*words, "--count", "2").exit_code == 0
+    (own, _), (drawn, square), (new, _), (newer, _) = [planned for _, planned in asked]
+    assert (own.rows, own.drawn, own.path.name) == (suites.load("random_mid"), None, "random_mid-bf16.json")
+    assert (drawn.rows, drawn.drawn) == (suites.drawn("random_mid", 7, 30), 7)
+    assert (drawn.path.name, tuple(drawn.regimes)) == ("random_mid-bf16-seed7.json", ("burst",))
+    assert (square.rows, square.drawn, square.path.name) == (suites.load("square"), None, "square-bf16.json")
+    # Without a seed it is one that nobody knew before.
+    assert new.rows == suites.drawn("random_mid", new.drawn, 2)
+    assert new.drawn != newer.drawn
+
+
+def test_a_result_says_which_seed_its_rows_are_of(gpu, watch, tmp_path):
+    path = tmp_path / "r.json"
+    suite(gpu, watch, path=path, regimes=["burst"], rounds=1, drawn=7)
+    assert results_of.kind(results_of.read(path) | {"triton": "3.6.0"}) == "fp32, seed 7"
+    suite(gpu, watch, path=path, regimes=["burst"], rounds=1)
+    assert results_of.kind(results_of.read(path) | {"triton": "3.6.0"}) == "fp32"
+
+
+def test_a_summary_has_the_tenth_percentile(gpu, watch):
+    console = Console(file=io.StringIO(), width=250)
+    result = suite(gpu, watch, regimes=["burst"], console=console)
+    ratios = [row["summary"]["burst"]["ratio"]["torch"]["median"] for row in result.rows]
+    tenth = timing.percentile(ratios, 10)
+    assert results_of.summarise(result.rows)["burst"]["torch"]["p10"] == tenth
+    assert f"10th percentile {tenth:.3f}, worst {min(ratios):.3f}" in console.file.getvalue()
+
+
 def test_all_is_every_suite_that_is_no_part(asked):
     command("--suite", "all")
     assert [run.suite for run in asked[0][1]] == suites.whole()
@@ -427,6 +460,8 @@ def test_more_steady_rows_are_expected_to_take_longer():
         (["--suite", "square,llm", "--json", "x.json"], "x.json is one file, and there are 2 results"),
         (["--suite", "square", "--json", "absent/x.json"], "there is no directory"),
         (["--suite", "square", "--rounds", "0"], "--rounds"),
+        (["--suite", "square,llm", "--count", "3"], "count is for suites of random products: random_decode"),
+        (["--suite", "random_mid", "--count", "0"], "--count"),
         ([], "name a suite"),
     ],
 )

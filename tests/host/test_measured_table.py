@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from gemmery import Config, devices
+from gemmery.lab import suites
 from gemmery.lab.posing import posed
 from gemmery.select import measured, rank
 from gemmery.select.keys import to_dict
@@ -91,6 +92,31 @@ def test_plain_products_become_a_table_that_is_read(script, tmp_path):
     table = measured.Table.read(made, H200, torch.bfloat16)
     assert table.known.sum() == 3
     assert np.isfinite(table.residuals).all()
+
+
+def test_random_products_come_into_no_table(script, tmp_path, capsys):
+    held_out = sorted(suites.held_out())
+    random = [
+        entry(measured._problem([1, *size], H200, torch.bfloat16, "half"), **{TILES[0]: 1.0})
+        for size in held_out
+    ]
+    file = tmp_path / "timings.json"
+    file.write_text(json.dumps(exported(random)))
+    options = [str(file), "--device", "NVIDIA H200", "--out", str(tmp_path)]
+    assert script.main(options) == 2
+    assert "no plain bf16 products" in capsys.readouterr().err
+    other = measured._problem([1, 64, 512, 256], H200, torch.bfloat16, "half")
+    file.write_text(json.dumps(exported([*random, entry(other, **{TILES[0]: 1.0})])))
+    assert script.main(options) == 0
+    assert json.loads((tmp_path / "nvidia-h200-half.json").read_text())["shapes"] == [[1, 64, 512, 256]]
+
+
+def test_shipped_tables_of_plain_products_have_no_random_ones():
+    tables = [path for path in measured.TABLES.glob("*.json") if "packed" not in path.name]
+    assert tables
+    for path in tables:
+        shapes = {tuple(shape[1:]) for shape in json.loads(path.read_text())["shapes"]}
+        assert not shapes & suites.held_out(), path.name
 
 
 def test_nothing_that_belongs_there(script, tmp_path, capsys):

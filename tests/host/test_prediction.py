@@ -55,13 +55,27 @@ def test_shapes_that_were_left_out_are_predicted(data, held_out, method):
 
 
 def test_no_recorded_row_is_left_out(data, held_out):
-    files = [results.read(path) for path in sorted(RESULTS.glob("*.json"))]
+    files = [results.read(path) for path in recorded.fitted(RESULTS)]
     rows = [row for file in files for row in file["rows"] if "burst" in row.get("summary", {})]
     assert len(rows) > 300
     for method in calibration.METHODS:
         measured = sum(method in row["summary"]["burst"]["us"] for row in rows)
         assert np.isfinite(held_out[method][0]).sum() == measured
         assert {file["suite"] for file in files} >= {"lowbit", "scaled", "fused", "views", "odd", "strided"}
+
+
+def test_random_products_are_not_fitted_to(tmp_path):
+    """Not by the script, nor by anything else that reads recorded results."""
+    known = RESULTS / "decode-bf16.json"
+    (tmp_path / known.name).write_bytes(known.read_bytes())
+    before = fit_prediction.read(tmp_path, H200), fit_prediction.sources(tmp_path, H200)
+    for name in suites.RANDOM:
+        data = json.loads(known.read_text()) | {"suite": name, "drawn": 7}
+        (tmp_path / f"{name}.json").write_text(json.dumps(data))
+    after = fit_prediction.read(tmp_path, H200), fit_prediction.sources(tmp_path, H200)
+    assert [data.shapes for data in after[0]] == [data.shapes for data in before[0]]
+    assert after[1] == before[1]
+    assert [path.name for path in recorded.fitted(tmp_path)] == [known.name]
 
 
 def test_every_recorded_config_is_still_there():

@@ -1,5 +1,6 @@
 """The measuring code, on a simulated GPU."""
 
+import numpy
 import pytest
 
 from gemmery.lab import timing
@@ -157,6 +158,15 @@ def test_compare_says_what_is_wrong(watch, arguments, message):
 def test_ratio_is_taken_within_rounds():
     rounds = [{"us": 1.0, "peer": 2.0}, {"us": 2.0, "peer": 2.0}, {"peer": 9.0, "us": 3.0}]
     assert timing.ratio(rounds, "peer", "us") == timing.Ratio(median=2.0, min=1.0, max=3.0)
+
+
+@pytest.mark.parametrize("count", [1, 2, 11, 24])
+def test_percentile_is_numpys(count):
+    values = [1 + (7 * i % count) ** 2 for i in range(count)]
+    for percent in (0, 10, 50, 100):
+        assert timing.percentile(values, percent) == pytest.approx(numpy.percentile(values, percent))
+    with pytest.raises(ValueError, match="at least one"):
+        timing.percentile([], 10)
 
 
 def test_geometric_mean():

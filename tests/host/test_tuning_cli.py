@@ -160,7 +160,13 @@ def test_the_problems_that_are_asked_for(tmp_path, monkeypatch):
     assert request.problems(H200) == [*shapes, noted]
 
 
-@pytest.mark.parametrize("name", suites.names())
+@pytest.mark.parametrize("name", suites.RANDOM)
+def test_nothing_is_tuned_on_random_products(name):
+    with pytest.raises(ValueError, match=f"suite {name}: nothing is tuned on it"):
+        tuning.Request(suites=["square", name]).problems(H200)
+
+
+@pytest.mark.parametrize("name", sorted(set(suites.names()) - set(suites.RANDOM)))
 def test_every_row_of_every_suite_is_a_problem(name):
     """As the bench meets it: the same problem as of its own tensors, which are made without memory here."""
     problems = tuning.Request(suites=[name]).problems(H200)

@@ -48,6 +48,10 @@ def bench(
     ] = "8",
     rows: Annotated[str, typer.Option(metavar="REGEX", help="Only rows whose name matches.")] = "",
     seed: Annotated[int | None, typer.Option(help="Of inputs and orders; a new one without.")] = None,
+    count: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Of random suites: N rows drawn from --seed instead of their own."),
+    ] = None,
     tuned: Annotated[
         bool, typer.Option("--tuned", help="Let timings of this machine's store choose; else gemmery is as it ships.")
     ] = False,
@@ -84,6 +88,7 @@ def bench(
         steady_rows=None if steady_rows == "all" else int(steady_rows),
         rows=rows,
         seed=seed,
+        count=count,
         tuned=tuned,
         json=json,
     )

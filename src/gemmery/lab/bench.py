@@ -123,6 +123,7 @@ def run_suite(
     steady_rows: int | None = STEADY_ROWS,
     seed: int | None = None,
     tuned: bool = False,
+    drawn: int | None = None,
     planned: Callable[[Inputs], Plan | None] = gemmery_plan,
     path: Path | None = None,
     console: Console | None = None,
@@ -141,6 +142,7 @@ def run_suite(
         steady_rows: how many rows, spread over `rows`, are timed in steady; None for all.
         seed: of inputs and orders; a new one by default.
         tuned: what the results say of ours: whether it was tuned beforehand.
+        drawn: what they say of the rows: the seed that these were drawn from, where they are not the suite's own.
         planned: the plan of our method for given inputs.
         path: where the results go, as JSON, after each row.
         watch: the stopwatch; a new one by default.
@@ -166,7 +168,7 @@ def run_suite(
         rows = [row for row in rows if row.name in steady]
 
     header = describe_run(seed, rounds, regimes, device, [peer for peer in methods if peer != OURS])
-    result = Result(name, dtype, header | {"tuned": tuned})
+    result = Result(name, dtype, header | {"tuned": tuned} | ({} if drawn is None else {"drawn": drawn}))
     with Display(result, len(rows), console) as display:
         for row in rows:
             display.begin(row)
@@ -206,6 +208,7 @@ class Request:
         regimes: of `timing.REGIMES`; those of the suite if empty.
         steady_rows: of each suite; None for all.
         rows: a regular expression that is searched for in rows' names.
+        count: how many rows the suites of random products draw from `seed`; None for the rows that they have.
         tuned: whether timings of this machine's store may choose configs; else gemmery is measured as it ships.
         json: a file for a single result, or a directory that gets a file for each suite and type.
     """
@@ -218,19 +221,25 @@ class Request:
     steady_rows: int | None = STEADY_ROWS
     rows: str = ""
     seed: int | None = None
+    count: int | None = None
     tuned: bool = False
     json: Path | None = None
 
 
 @dataclass(frozen=True)
 class Run:
-    """One suite in one type, and where its result goes."""
+    """One suite in one type, and where its result goes.
+
+    Attributes:
+        drawn: the seed that the rows were drawn from; None where they are the suite's own.
+    """
 
     suite: str
     dtype: str
     rows: list[Row]
     regimes: Sequence[str]
     path: Path | None
+    drawn: int | None = None
 
     def seconds(self, request: Request) -> float:
         """About how long it keeps the GPU, without compilation."""
@@ -261,24 +270,36 @@ def runs(request: Request) -> list[Run]:
         wanted = re.compile(request.rows)
     except re.error as error:
         raise ValueError(f"rows {request.rows!r} is no regular expression: {error}") from error
+    asked = suites.whole() if "all" in request.suites else list(dict.fromkeys(request.suites))
+    if request.count is not None and not set(asked) & set(suites.RANDOM):
+        raise ValueError(f"count is for suites of random products: {', '.join(suites.RANDOM)}")
+    seed = random.SystemRandom().getrandbits(31) if request.seed is None else request.seed
     found: list[Run] = []
-    for name in suites.whole() if "all" in request.suites else dict.fromkeys(request.suites):
-        rows = [row for row in suites.load(name) if wanted.search(row.name)]
+    for name in asked:
+        drawn = seed if request.count is not None and name in suites.RANDOM else None
+        rows = suites.load(name) if drawn is None else suites.drawn(name, drawn, request.count or 0)
+        rows = [row for row in rows if wanted.search(row.name)]
         if not rows:
             raise ValueError(f"suite {name}: no row's name matches {request.rows!r}")
         regimes = request.regimes or suites.REGIMES.get(suites.source(name), timing.KERNEL_REGIMES)
         for dtype in [MIXED] if all(row.dtype for row in rows) else dict.fromkeys(request.dtypes):
-            found.append(Run(name, dtype, rows, regimes, _path(request, name, dtype)))
+            found.append(Run(name, dtype, rows, regimes, _path(request, name, dtype, drawn), drawn))
     if request.json is not None and request.json.suffix == ".json" and len(found) > 1:
         raise ValueError(f"{request.json} is one file, and there are {len(found)} results; name a directory")
     return found
 
 
-def _path(request: Request, suite: str, dtype: str) -> Path | None:
+def _path(request: Request, suite: str, dtype: str, drawn: int | None) -> Path | None:
     given = request.json
     if given is None or given.suffix == ".json":
         return given
-    return given / f"{suite}-{dtype}{'-tuned' if request.tuned else ''}.json"
+    words = [
+        suite,
+        dtype,
+        *([] if drawn is None else [f"seed{drawn}"]),
+        *(["tuned"] if request.tuned else []),
+    ]
+    return given / f"{'-'.join(words)}.json"
 
 
 @contextmanager
@@ -347,7 +368,8 @@ def bench(request: Request, planned: Sequence[Run]) -> int:
         with _store(request.tuned):
             result = run_suite(
                 run.suite, dtype=run.dtype, rows=run.rows, regimes=run.regimes, rounds=request.rounds, peers=peers,
-                steady_rows=request.steady_rows, seed=request.seed, tuned=request.tuned, path=run.path, watch=watch,
+                steady_rows=request.steady_rows, seed=request.seed, tuned=request.tuned, drawn=run.drawn, path=run.path,
+                watch=watch,
             )  # fmt: skip
         failed += [f"{run.suite}, {run.dtype}: {row}" for row in result.failed]
     for row in failed:

@@ -136,10 +136,10 @@ def left_out(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def summary_lines(name: str, summary: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
-    """Geometric mean and worst row of each regime and peer."""
+    """Geometric mean, 10th percentile and worst row of each regime and peer."""
     return [
-        f"{name}, {peer}, {regime}: geometric mean {figures['geomean']:.3f}, worst {figures['worst']:.3f}"
-        f" ({figures['worst_row']}), {figures['rows']} rows"
+        f"{name}, {peer}, {regime}: geometric mean {figures['geomean']:.3f}, 10th percentile {figures['p10']:.3f}, "
+        f"worst {figures['worst']:.3f} ({figures['worst_row']}), {figures['rows']} rows"
         for regime, peers in summary.items()
         for peer, figures in peers.items()
     ]

@@ -54,7 +54,7 @@ MIXED = "mixed"
 
 
 def summarise(rows: Iterable[Mapping[str, Any]], keep: Callable[[Mapping[str, Any]], bool] = bool) -> Summary:
-    """By regime and peer: geometric mean and worst of the rows' median ratios, and how many rows they are.
+    """By regime and peer: geometric mean, 10th percentile and worst of the rows' median ratios, and how many these are.
 
     Args:
         rows: records as in `Result.rows`.
@@ -69,6 +69,7 @@ def summarise(rows: Iterable[Mapping[str, Any]], keep: Callable[[Mapping[str, An
         regime: {
             peer: {
                 "geomean": timing.geometric_mean([value for value, _ in pairs]),
+                "p10": timing.percentile([value for value, _ in pairs], 10),
                 "worst": min(pairs)[0],
                 "worst_row": min(pairs)[1],
                 "rows": len(pairs),
@@ -104,9 +105,11 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def kind(result: Mapping[str, Any]) -> str:
-    """The type, the version of Triton where it is not `TRITON`, and whether ours was tuned beforehand."""
+    """The type, the version of Triton where it is not `TRITON`, the seed of rows that are not the suite's own, and
+    whether ours was tuned beforehand."""
     version = ".".join(result["triton"].split(".")[:2])
     words = [result["dtype"], *([f"Triton {version}"] if version != TRITON else [])]
+    words += [f"seed {result['drawn']}"] if "drawn" in result else []
     return ", ".join([*words, *(["tuned"] if result.get("tuned") else [])])
 
 

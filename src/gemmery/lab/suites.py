@@ -11,6 +11,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from . import random_products
+
 DATA = Path(__file__).with_name("suite_data")
 #: So many that a suite in burst takes a minute or two.
 MOST_ROWS = 24
@@ -159,13 +161,18 @@ MIXTURES: dict[str, tuple[tuple[str, ...], int, dict[str, Any]]] = {
     "invariant": (("llm", "decode"), MOST_ROWS // 2, {"batch_invariant": True}),
 }
 
+#: Suites of random products, and of which class of `random_products`.
+RANDOM = {f"random_{which}": which for which in random_products.CLASSES}
+#: The seeds of their rows; each has as many.
+SEEDS = (1, 2, 3, 4)
+
 #: Regimes that a suite is measured in where nothing else is asked for; else burst and steady.
-REGIMES = {"launch": ("host", "graph")}
+REGIMES = {"launch": ("host", "graph")} | dict.fromkeys(RANDOM, ("burst",))
 
 
 def whole() -> list[str]:
     """All suites but those that are part of another."""
-    return sorted([path.stem for path in DATA.glob("*.json")] + list(MIXTURES))
+    return sorted([path.stem for path in DATA.glob("*.json")] + list(MIXTURES) + list(RANDOM))
 
 
 def names() -> list[str]:
@@ -192,7 +199,34 @@ def load(name: str) -> list[Row]:
     if name in MIXTURES:
         sources, count, changes = MIXTURES[name]
         return [replace(row, **changes) for one in sources for row in spread(load(one), count)]
+    if name in RANDOM:
+        return [row for seed in SEEDS for row in drawn(name, seed, MOST_ROWS // len(SEEDS))]
     return read(DATA / f"{name}.json")
+
+
+def drawn(name: str, seed: int, count: int) -> list[Row]:
+    """The first `count` rows that a suite of `RANDOM` has for a seed; names are seed/number, and what the product is.
+
+    Raises:
+        ValueError: there is no such suite, or fewer than one row is asked for.
+    """
+    if name not in RANDOM:
+        raise ValueError(f"suite {name!r} has no seeds; there are {', '.join(RANDOM)}")
+    return [
+        _of_product(f"{seed}/{number}", one, RANDOM[name] == random_products.BACKWARD)
+        for number, one in enumerate(random_products.draw(seed, RANDOM[name], count), 1)
+    ]
+
+
+def _of_product(place: str, product: random_products.Product, layouts: bool) -> Row:
+    words = [place, product.name, *([product.layout] if layouts else [])]
+    a, b = ({"N": "row", "T": "col"}[letter] for letter in product.layout)
+    return Row(" ".join(words), product.M, product.N, product.K, a=a, b=b)
+
+
+def held_out() -> set[tuple[int, int, int]]:
+    """M, N and K of what is never tuned or fitted on: the rows of all suites of `RANDOM`."""
+    return {(row.M, row.N, row.K) for name in RANDOM for row in load(name)}
 
 
 def about(name: str) -> str:
@@ -202,6 +236,9 @@ def about(name: str) -> str:
     if name in MIXTURES:
         sources, _, changes = MIXTURES[name]
         return f"Rows of {' and '.join(sources)} with {', '.join(changes)}."
+    if name in RANDOM:
+        seeds = ", ".join(map(str, SEEDS))
+        return f"Products of random transformers, unless others are drawn of seeds {seeds}; nothing is tuned on them."
     return str(json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))["about"])
 
 

@@ -372,3 +372,18 @@ def geometric_mean(values: Sequence[float]) -> float:
     if not values or min(values) <= 0:
         raise ValueError(f"geometric_mean: {list(values)} given; it takes positive numbers, and at least one")
     return math.exp(statistics.fmean(math.log(value) for value in values))
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """A percentile, linear between the two values that are nearest to it, as NumPy has it.
+
+    Raises:
+        ValueError: there are no values.
+    """
+    if not values:
+        raise ValueError("percentile: no values given; at least one is needed")
+    ranked = sorted(values)
+    place = (len(ranked) - 1) * percent / 100
+    low = math.floor(place)
+    high = min(low + 1, len(ranked) - 1)
+    return ranked[low] + (place - low) * (ranked[high] - ranked[low])

@@ -16,7 +16,7 @@ from ...select import measured
 from ...select.space import kind_of, row_of, tiles_of
 from .. import results
 from ..posing import of_row
-from ..suites import Row
+from ..suites import RANDOM, Row
 
 #: What the vendor's BLAS is called among the peers of the bench.
 CUBLAS = "cublas"
@@ -108,12 +108,17 @@ def times_of(record: dict[str, Any], regime: str) -> tuple[dict[str, float], dic
 
 
 def read_results(place: Path, regime: str = "burst") -> list[Recorded]:
-    """All rows of a folder's results.
+    """All rows of a folder's results, but for those that nothing is fitted to: of `suites.RANDOM`.
 
     Raises:
         ValueError: a JSON file in it is none.
     """
-    return [row for path in sorted(place.glob("*.json")) for row in read_result(path, regime)]
+    return [row for path in fitted(place) for row in read_result(path, regime)]
+
+
+def fitted(place: Path) -> list[Path]:
+    """The results in a folder that may be fitted to; ValueError as for `read_results`."""
+    return [path for path in sorted(place.glob("*.json")) if results.read(path)["suite"] not in RANDOM]
 
 
 @dataclass(frozen=True)
