@@ -18,6 +18,7 @@ from gemmery.lab import inputs as inputs_of
 from gemmery.lab import results as results_of
 from gemmery.lab.inputs import WrongResult, check, make_inputs, relative_error, sample_rows, tf32_allowed
 from gemmery.lab.peers import cublas, gemmery_call
+from gemmery.lab.prediction import recorded
 from gemmery.lab.suites import Row
 from tests.host.simulated import ROWS, on, suite
 
@@ -218,7 +219,7 @@ def test_a_plan_gives_the_share_of_the_roofline(gpu, watch):
             {"gemmery": 0.25, "torch": 1 / 3}, rel=0.01
         )
         # The host's time is not spent on the product.
-        assert set(row["summary"]["host"]) == {"us", "ratio"}
+        assert set(row["summary"]["host"]) == {"us", "spread_us", "median_us", "ratio"}
         assert row["summary"]["host"]["us"]["gemmery"] == pytest.approx(5, rel=0.01)
     assert "25%" in console.file.getvalue()
 
@@ -268,6 +269,79 @@ def test_a_terminal_gets_a_live_table(gpu, watch):
     console = Console(file=io.StringIO(), width=200, force_terminal=True)
     suite(gpu, watch, regimes=["burst"], console=console)
     assert "batched" in console.file.getvalue()
+
+
+# --- what stands for a row's rounds ---------------------------------------------------------------------------------
+
+ROUNDS = [
+    {"gemmery": 1.0, "cublas": 1.3, "compile": 1.0}, {"gemmery": 2.0, "cublas": 2.2, "compile": 1.0},
+    {"gemmery": 3.0, "cublas": 2.7, "compile": 1.0},
+]  # fmt: skip
+
+
+def test_a_rows_times_are_of_the_round_with_the_median_ratio_to_the_first_peer():
+    assert results_of.row_round(ROUNDS, ["cublas", "compile"]) == ROUNDS[1]
+    assert results_of.row_round(ROUNDS, ["absent", "cublas"]) == ROUNDS[1]
+    assert results_of.row_round(ROUNDS[:2], ["cublas"]) == ROUNDS[1]
+    shuffled = [
+        {"gemmery": x, "cublas": y} for x, y in ((5.0, 6.0), (1.0, 1.1), (2.0, 1.8), (9.0, 9.9), (3.0, 9.0))
+    ]
+    assert results_of.row_round(shuffled, ["cublas"])["gemmery"] in (1.0, 9.0)
+    assert results_of.row_round(shuffled, []) == {"gemmery": 3.0, "cublas": 9.0}
+
+
+def test_a_summary_has_that_rounds_times_their_spread_and_the_medians():
+    found = results_of.summarise_row({"burst": ROUNDS}, 12, 1.0, ["cublas"])["burst"]
+    assert found["us"] == pytest.approx({"gemmery": 2e6, "cublas": 2.2e6, "compile": 1e6})
+    assert found["us"]["cublas"] / found["us"]["gemmery"] == pytest.approx(found["ratio"]["cublas"]["median"])
+    assert found["spread_us"]["cublas"] == pytest.approx([1.3e6, 2.7e6])
+    assert found["median_us"]["cublas"] == pytest.approx(2.2e6)
+    assert found["roofline"]["gemmery"] == pytest.approx(0.5)
+    assert found["tflops"]["gemmery"] == pytest.approx(6e-12)
+
+
+@pytest.mark.parametrize(
+    ("times", "groups"),
+    [
+        ([1.0, 1.1, 1.11, 1.0, 1.1], ([1.0, 1.0], [1.1, 1.1, 1.11])),
+        ([1.0, 1.3, 1.01, 1.0, 1.02], None),  # one round alone is no group
+        ([1.0, 1.01, 1.04, 1.05, 1.02], None),  # no gap of over 4 %
+        ([1.0, 1.1, 1.0], None),  # too few rounds for two groups
+    ],
+)
+def test_rounds_in_two_groups(times, groups):
+    assert results_of.two_groups([{"gemmery": time, "cublas": 1.0} for time in times]) == groups
+
+
+def test_what_was_written_by_an_earlier_rule_is_read_by_this_one(gpu, watch, tmp_path):
+    path = tmp_path / "r.json"
+    suite(gpu, watch, path=path, regimes=["burst"])
+    data = json.loads(path.read_text())
+    want = [row["summary"] for row in data["rows"]]
+    for row in data["rows"]:
+        row["summary"] = {"burst": {"us": {"gemmery": 1.0, "torch": 1.0}, "ratio": {}}}
+    path.write_text(json.dumps(data))
+    for row, summary in zip(results_of.read(path)["rows"], want, strict=True):
+        assert row["summary"]["burst"] == summary["burst"] | {"us": pytest.approx(summary["burst"]["us"])}
+
+
+def test_times_and_ratios_of_all_recorded_results_belong_together():
+    """A peer's time over ours, as they are shown, is the ratio that is shown beside them."""
+    files = sorted(recorded.folder().glob("*.json"))
+    assert files
+    for data in map(results_of.read, files):
+        for row in data["rows"]:
+            for regime, figures in row.get("summary", {}).items():
+                first = next(peer for peer in data["peers"] if peer in figures["us"])
+                ratio = figures["us"][first] / figures["us"]["gemmery"]
+                if len(row["rounds"][regime]) % 2:
+                    assert ratio == pytest.approx(figures["ratio"][first]["median"]), (
+                        data["suite"],
+                        row["name"],
+                    )
+
+
+# --- what ran -------------------------------------------------------------------------------------------------------
 
 
 def git(folder, *words):

@@ -390,7 +390,7 @@ def test_quacks_figures_scale_with_this_runs_cublas():
         times = {"gemmery": 20e-6, "cublas": 88e-6, "tinygemm": 50e-6}
         return {
             "name": f"{N} M={M}", "M": M, "N": N, "K": 8192, "weight": "int4", "epilogue": "",
-            "summary": {"burst": summarise_row({"burst": [times]}, 1, None)["burst"]},
+            "summary": {"burst": summarise_row({"burst": [times]}, 1, None, [])["burst"]},
         } | more  # fmt: skip
 
     assert lowbit.quack_us(row(16), "burst") == pytest.approx(2 * 21.5)
@@ -421,7 +421,7 @@ def test_formats_are_set_beside_int4():
         times = {"gemmery": us * 1e-6, "cublas": 44e-6}
         return {
             "name": f"{weight} M={M}", "M": M, "N": 8192, "K": 8192, "weight": weight,
-            "summary": {"burst": summarise_row({"burst": [times]}, 1, None)["burst"]},
+            "summary": {"burst": summarise_row({"burst": [times]}, 1, None, [])["burst"]},
         }  # fmt: skip
 
     rows = [row("int4", 16, 20.0), row("int4", 64, 22.0), row("nf4", 16, 23.0)]

@@ -24,7 +24,7 @@ class Mark:
     Attributes:
         name: of the row.
         x: what it is drawn over; a row's place where nothing else is.
-        middle, low, high: the median of the rounds, the least and the largest.
+        middle, low, high: what stands for all rounds (see `results.row_round` for times), the least and the largest.
     """
 
     name: str
@@ -73,37 +73,24 @@ def seconds(name: str, x: float, row: Mapping[str, Any], regime: str, method: st
     """A row's time; None where the method was not measured in this regime."""
     if method not in row["summary"].get(regime, {}).get("us", {}):
         return None
-    times = [one[method] for one in row["rounds"][regime] if method in one]
-    return Mark(name, x, row["summary"][regime]["us"][method] * 1e-6, min(times), max(times))
-
-
-def median_round(row: Mapping[str, Any], regime: str, ours: str, peer: str) -> dict[str, float]:
-    """All methods' seconds in the round with the median ratio: figures that belong together, unlike all medians."""
-    rounds = row.get("rounds", {}).get(regime, [])
-    ranked = sorted(rounds, key=lambda times: times.get(peer, times[ours]) / times[ours])
-    return dict(ranked[(len(ranked) - 1) // 2]) if ranked else {}
+    figures = row["summary"][regime]
+    low, high = figures["spread_us"][method]
+    return Mark(name, x, figures["us"][method] * 1e-6, low * 1e-6, high * 1e-6)
 
 
 def throughput(result: Result) -> list[Series]:
-    """10¹² operations per second over size; marks' x is the size of a cube of as many operations.
-
-    What is marked is the round with the median ratio to the first peer.
-    """
+    """10¹² operations per second over size; marks' x is the size of a cube of as many operations."""
     found = []
     cubes = all(row["M"] == row["N"] == row["K"] and not row["batch"] for row in rows_of(result))
-    ours, peer, *_ = [*methods_of(result), result["ours"]]
     for regime in [regime for regime in regimes(result) if regime in RATES]:
         for method in methods_of(result):
             marks = []
             for row in rows_of(result):
                 time = seconds(row["name"], 0.0, row, regime, method)
-                middle = median_round(row, regime, ours, peer)
-                if time is not None and method in middle:
+                if time is not None:
                     flops = Row.of(row).flops
-                    low, high = flops / time.high / 1e12, flops / time.low / 1e12
-                    marks.append(
-                        Mark(time.name, (flops / 2) ** (1 / 3), flops / middle[method] / 1e12, low, high)
-                    )
+                    rates = [flops / each / 1e12 for each in (time.middle, time.high, time.low)]
+                    marks.append(Mark(time.name, (flops / 2) ** (1 / 3), *rates))
             if marks:
                 marks.sort(key=lambda mark: mark.x)
                 found.append(Series(label(result), method, regime, tuple(marks), joined=cubes))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import statistics
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,6 +15,8 @@ from typing import Any
 
 from . import timing
 from .peers import OURS
+from .suites import Row
+from .timing import Round
 
 #: By regime and peer, see `summarise`.
 Summary = dict[str, dict[str, dict[str, Any]]]
@@ -89,7 +93,7 @@ TRITON = "3.6"
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A result as `Result.save` wrote it.
+    """A result as `Result.save` wrote it, its rows' summaries made of their rounds anew, so that one rule is for all.
 
     Raises:
         ValueError: the file is none.
@@ -101,6 +105,11 @@ def read(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict) or (missing := set(_NEEDED) - set(data)):
         lacks = ", ".join(sorted(missing)) if isinstance(data, dict) else "everything"
         raise ValueError(f"{path.name} is no benchmark result: it is without {lacks}")
+    for row in data["rows"]:
+        if "rounds" in row:
+            us = row.get("roofline_us")
+            roofline = None if us is None else us * 1e-6
+            row["summary"] = summarise_row(row["rounds"], Row.of(row).flops, roofline, data["peers"])
     return data
 
 
@@ -132,7 +141,8 @@ class FusedCost:
 
     Attributes:
         name, bare: of the two rows.
-        us, bare_us: our times, medians over the rounds of rows that were measured one after the other.
+        us, bare_us: our times, medians over the rounds of rows that were measured one after the other: these two have
+            no round in common.
     """
 
     name: str
@@ -153,7 +163,7 @@ def fused_costs(rows: Sequence[Mapping[str, Any]], regime: str, ours: str = OURS
         return tuple(row.get(name) for name in ("M", "N", "K", "dtype", "weight", "scales"))
 
     found = {
-        (product(row), row.get("epilogue", "")): (row["name"], row["summary"][regime]["us"][ours])
+        (product(row), row.get("epilogue", "")): (row["name"], row["summary"][regime]["median_us"][ours])
         for row in rows
         if regime in row.get("summary", {})
     }
@@ -165,20 +175,57 @@ def fused_costs(rows: Sequence[Mapping[str, Any]], regime: str, ours: str = OURS
     return costs
 
 
+#: Rounds are in two groups where our times have a gap of over this part, with so many rounds at least on either side.
+GAP, LEAST_ROUNDS = 0.04, 2
+
+
+def row_round(rounds: Sequence[Round], peers: Sequence[str], ours: str = OURS) -> Round:
+    """The round that a row's times are shown of: the one with the median ratio to the first peer that was measured.
+
+    So a time and a ratio that stand side by side are of one round. Without a peer it is the round with our median time;
+    of an even number of rounds, the one below the middle.
+    """
+    peer = next((name for name in peers if name in rounds[0]), None)
+    ranked = sorted(rounds, key=lambda times: times[ours] if peer is None else times[peer] / times[ours])
+    return ranked[(len(ranked) - 1) // 2]
+
+
+def two_groups(rounds: Sequence[Round], ours: str = OURS) -> tuple[list[float], list[float]] | None:
+    """Our times, ascending, in two groups, see `GAP`; None where they are one.
+
+    A GPU has more than one clock, and a row that was measured at two of them has a median that says little.
+    """
+    times = sorted(each[ours] for each in rounds)
+    gaps = {place: high / low - 1 for place, (low, high) in enumerate(itertools.pairwise(times), 1)}
+    inner = {place: gap for place, gap in gaps.items() if LEAST_ROUNDS <= place <= len(times) - LEAST_ROUNDS}
+    widest = max(inner, key=inner.__getitem__, default=None)
+    return None if widest is None or inner[widest] <= GAP else (times[:widest], times[widest:])
+
+
 def summarise_row(
-    rounds: Mapping[str, Sequence[timing.Round]], flops: int, roofline: float | None
+    rounds: Mapping[str, Sequence[Round]], flops: int, roofline: float | None, peers: Sequence[str]
 ) -> dict[str, Any]:
     """By regime: each method's time and rate, its share of the roofline, and the ratio of each peer to ours.
+
+    "us" is what is shown as a row's time, see `row_round`; "spread_us" are the least and the largest over the rounds,
+    "median_us" the medians, by which rows are compared with each other. All are microseconds.
 
     Args:
         rounds: by regime, as `timing.measure` gives them.
         flops: operations of the product.
         roofline: the least seconds that the device allows for it, if known.
+        peers: the first of them that was measured decides of which round the times are.
     """
     found: dict[str, Any] = {}
     for regime, each in rounds.items():
-        times = {name: timing.median_time(each, name) for name in sorted(each[0])}
-        figures: dict[str, Any] = {"us": {name: seconds * 1e6 for name, seconds in times.items()}}
+        shown = row_round(each, peers)
+        times = {name: shown[name] for name in sorted(shown)}
+        every = {name: [one[name] * 1e6 for one in each] for name in times}
+        figures: dict[str, Any] = {
+            "us": {name: seconds * 1e6 for name, seconds in times.items()},
+            "spread_us": {name: [min(us), max(us)] for name, us in every.items()},
+            "median_us": {name: statistics.median(us) for name, us in every.items()},
+        }
         if regime != "host":  # whose time is not spent on the product
             figures["tflops"] = {name: flops / seconds / 1e12 for name, seconds in times.items()}
             if roofline is not None:

@@ -84,7 +84,7 @@ class Point:
         flops: operations.
         roofline: seconds that the datasheet allows.
         predicted: seconds by "gemmery" and "cublas"; None where there is no such product.
-        measured: the same where a result has it, the median over rounds; spread: least and largest.
+        measured: the same where a result has it, see `results.row_round`; spread: least and largest.
     """
 
     name: str
@@ -245,7 +245,7 @@ class Known:
 
 def _point(name: str, suite: str, dtype: str, problem: Problem, row: dict[str, Any] | None = None) -> Point:
     prediction = predict(problem)
-    times, spread = ({}, {}) if row is None else recorded.times_of(row, "burst")
+    figures = {"us": {}, "spread_us": {}} if row is None else row["summary"]["burst"]
     return Point(
         name=name,
         suite=suite,
@@ -255,6 +255,6 @@ def _point(name: str, suite: str, dtype: str, problem: Problem, row: dict[str, A
         flops=problem.flops,
         roofline=prediction.roofline,
         predicted={"gemmery": prediction.gemmery, "cublas": prediction.cublas},
-        measured=times,
-        spread=spread,
+        measured={method: us * 1e-6 for method, us in figures["us"].items()},
+        spread={method: (low * 1e-6, high * 1e-6) for method, (low, high) in figures["spread_us"].items()},
     )

@@ -358,11 +358,6 @@ def ratio(rounds: Sequence[Round], peer: str, ours: str) -> Ratio:
     return Ratio(statistics.median(each), min(each), max(each))
 
 
-def median_time(rounds: Sequence[Round], name: str) -> float:
-    """A method's median over the rounds, in seconds."""
-    return statistics.median(times[name] for times in rounds)
-
-
 def geometric_mean(values: Sequence[float]) -> float:
     """Geometric mean of positive numbers.
 

@@ -34,7 +34,6 @@ class Recorded:
             would choose itself then stands for it.
         copied: whether matrices were copied before; None where the result does not say.
         seconds: by method, the median over the rounds.
-        spread: by method, the least and the largest over the rounds.
     """
 
     suite: str
@@ -44,7 +43,6 @@ class Recorded:
     config: Config | None
     copied: bool | None
     seconds: dict[str, float]
-    spread: dict[str, tuple[float, float]]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -80,14 +78,13 @@ def read_result(path: Path, regime: str = "burst") -> list[Recorded]:
 
 def _recorded(suite: str, record: dict[str, Any], regime: str, device: Device) -> Recorded:
     row = Row.of(record)
-    seconds, spread = times_of(record, regime)
     _, _, chosen = record.get("plan", "").partition(": ")
     words = chosen.split(", ")
     return Recorded(
         suite=suite, row=row, dtype=record["dtype"], problem=of_row(row, record["dtype"], device),
         config=_config(words[0]) if chosen else None,
         copied=len(words) > 1 if chosen else None,
-        seconds=seconds, spread=spread,
+        seconds={method: us * 1e-6 for method, us in record["summary"][regime]["median_us"].items()},
     )  # fmt: skip
 
 
@@ -97,14 +94,6 @@ def _config(text: str) -> Config | None:
         return Config.of(text)
     except ValueError:
         return None
-
-
-def times_of(record: dict[str, Any], regime: str) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
-    """By method, the seconds of a row as a result has it, and the least and the largest of its rounds."""
-    rounds, summary = record["rounds"][regime], record["summary"][regime]
-    seconds = {method: us * 1e-6 for method, us in summary["us"].items()}
-    each = {method: [times[method] for times in rounds if method in times] for method in seconds}
-    return seconds, {method: (min(times), max(times)) for method, times in each.items()}
 
 
 def read_results(place: Path, regime: str = "burst") -> list[Recorded]:
