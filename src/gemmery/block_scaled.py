@@ -11,8 +11,9 @@ from torch import Tensor
 
 from . import fused
 from .call import check, make_call
-from .dispatch import Options
+from .dispatch import Options, needs_dispatcher
 from .formats.scaled import ScaledTensor
+from .fused_ops import dispatched
 from .problem import MX_EVERY, SCALED_EVERY
 
 
@@ -35,6 +36,8 @@ def product(
         right, columns = right.expand(-(-b.shape[0] // SCALED_EVERY), -1), SCALED_EVERY
     call = replace(call, scales=(left, right, rows, columns, step))
     check(call)
+    if needs_dispatcher((out, *call.tensors)):
+        return dispatched(call, out)
     return fused.run(call, out)
 
 

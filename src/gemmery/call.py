@@ -112,11 +112,28 @@ class Call:
         return (self.right.data_ptr() - self.b.data_ptr()) // self.b.element_size()
 
     @property
+    def named_tensors(self) -> list[tuple[str, Tensor]]:
+        """All that goes in, each with what its user calls it."""
+        first, second, _ = operand_names(self.op)
+        named: list[tuple[str, Any]] = [(first, self.a), (second, self.b), (second, self.right)]
+        if self.weight is not None:
+            named += [(f"{second}'s {name}", x) for name, x in self.weight.parts().items()]
+        if self.scales is not None:
+            named += [
+                (f"{name}'s scales", x) for name, x in zip((first, second), self.scales[:2], strict=True)
+            ]
+        named += [(input_name(self, i), x) for i, x in enumerate(self.inputs)]
+        if self.prologue is not None:
+            named += [("a tensor of the prologue", x) for x in self.prologue.tensors]
+        return [(name, x) for name, x in named if isinstance(x, Tensor)]
+
+    @property
     def tensors(self) -> list[Tensor]:
         """All that goes in."""
         before = () if self.prologue is None else self.prologue.tensors
         packed = () if self.weight is None else self.weight.parts().values()
-        given = (self.a, self.b, self.right, *packed, *self.inputs, *before)
+        scales = () if self.scales is None else self.scales[:2]
+        given = (self.a, self.b, self.right, *packed, *scales, *self.inputs, *before)
         return [x for x in given if isinstance(x, Tensor)]
 
     def upwards(self) -> Call:

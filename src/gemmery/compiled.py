@@ -15,6 +15,7 @@ from .call import Factor, added, factors
 from .dispatch import Options, OutTypes, lowered, result_dtype, right_factor
 from .epilogues.function import Epilogue, named
 from .fused_ops import FROM_COMPILED, flatten, runs_again, type_text
+from .ops import gemm
 from .problem import accumulator, config_text
 from .results import returned
 from .unfused import behind
@@ -57,12 +58,12 @@ def compiled(
     name = held_name(epilogue.name, a.device.type if grad else "")
     if not name:
         options = (accumulator(a.dtype), *how[1:4], config_text(how.config))
-        halves = [torch.ops.gemmery.gemm(a, x, None, 1, 1, *options) for x in (left, *right)]
+        halves = [gemm(a, x, None, 1, 1, *options) for x in (left, *right)]
         product = halves[0] if len(halves) == 1 else torch.cat(halves, dim=-1)
         return behind(op, product, biases, epilogue, args, result_dtype(op, a, left, None), out_dtype)
     results = torch.ops.gemmery.fused(
         a, left, right[0] if right else None, tensors, numbers, FROM_COMPILED + kinds, name, len(biases),
-        type_text(out_dtype), how.precision, how.fast_accum, how.batch_invariant, config_text(how.config), grad,
+        type_text(out_dtype), how.precision, how.fast_accum, how.batch_invariant, config_text(how.config), [], [], grad,
     )  # fmt: skip
     kept = list(results)[: len(results) - 1] if grad else list(results)
     return returned(kept, len(kept) > 1)

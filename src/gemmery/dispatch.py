@@ -496,8 +496,9 @@ def _run_seen(
     out_dtype, *how, config = options
     text = config_text(config)
     if out is None:
-        product: Tensor = torch.ops.gemmery.gemm(a, b, addend, alpha, beta, out_dtype, *how, text)
-        return product
+        from .ops import gemm
+
+        return gemm(a, b, addend, alpha, beta, out_dtype, *how, text)  # type: ignore[arg-type]  # one, `check` says
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         raise ValueError(f"{op}: out= does not support gradients, but one of the arguments requires them")
     torch.ops.gemmery.gemm_out(a, b, addend, alpha, beta, *how, text, out)

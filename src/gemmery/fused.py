@@ -22,7 +22,6 @@ from .call import (
     Factor,
     check,
     dimensions,
-    input_name,
     look_at,
     make_call,
     output_types,
@@ -334,14 +333,9 @@ def _check_out(call: Call, out: Tensor, outputs: Sequence[Any], many: bool) -> N
 
 
 def _check_overlap(call: Call, out: Tensor) -> None:
-    op = call.op
-    first, second, _ = operand_names(op)
-    others = [(first, call.a), (second, call.b), (second, call.right)]
-    others += [(input_name(call, i), x) for i, x in enumerate(call.inputs)]
-    others += [("a tensor of the prologue", x) for x in call.prologue.tensors] if call.prologue else []
-    for name, tensor in others:
-        if isinstance(tensor, Tensor) and overlap(out, tensor):
-            raise ValueError(f"{op}: out and {name} share memory")
+    for name, tensor in call.named_tensors:
+        if overlap(out, tensor):
+            raise ValueError(f"{call.op}: out and {name} share memory")
 
 
 def _check_pairing(call: Call, made: Program) -> None:

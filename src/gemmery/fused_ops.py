@@ -26,14 +26,14 @@ from .call import Call, check, outputs_of
 from .dispatch import Options, OutTypes, check_forward_mode
 from .epilogues.function import Held, hold, named
 from .epilogues.identity import Captured
-from .ops import LIBRARY, factor_gradients
-from .problem import accumulator, config_text
+from .ops import LIBRARY, factor_gradients, gemm, in_transform
+from .problem import config_text
 from .results import returned
 from .unfused import unfused
 
 _ARGUMENTS = (
     "Tensor a, Tensor b, Tensor? right, Tensor[] tensors, Scalar[] numbers, str kinds, str epilogue, int biases, "
-    "str out_dtype, str precision, bool fast_accum, bool batch_invariant, str? config"
+    "str out_dtype, str precision, bool fast_accum, bool batch_invariant, str? config, Tensor[] scales, int[] scaling"
 )
 LIBRARY.define(f"fused({_ARGUMENTS}, bool save) -> Tensor[]", tags=torch.Tag.pt2_compliant_tag)
 LIBRARY.define(
@@ -112,7 +112,7 @@ def check_outside(captured: Captured) -> None:
 def call_of(
     a: Tensor, b: Tensor, right: Tensor | None, tensors: Sequence[Tensor], numbers: Sequence[float], kinds: str,
     epilogue: str, biases: int, out_dtype: str, precision: Any, fast_accum: bool, batch_invariant: bool,
-    config: str | None,
+    config: str | None, scales: Sequence[Tensor], scaling: Sequence[int],
 ) -> Call:  # fmt: skip
     """The call that an operator was given."""
     captured = held_by(epilogue, kinds).captured
@@ -121,6 +121,7 @@ def call_of(
     return Call(
         "gemm", a, b, function, captured, inputs, biases, type_of_text(out_dtype),
         Options(None, precision, fast_accum, batch_invariant, config), right,
+        scales=(*scales, *scaling) if scales else None,  # type: ignore[arg-type]  # two and three
     )  # fmt: skip
 
 
@@ -172,7 +173,7 @@ def _fused_fake(*arguments: Any) -> list[Tensor]:
 
 def fake_results(call: Call, name: str, save: bool) -> list[Tensor]:
     """What has the shapes and types of a call's results, with `save` of what is saved behind them, too."""
-    product = call.a.new_empty(call.shape, dtype=accumulator(call.a.dtype))
+    product = call.a.new_empty(call.shape, dtype=call.summed)
 
     def results(call: Call) -> tuple[list[Tensor], bool]:
         # In a thread of its own torch dispatches as it does for users, whose functions may use torch.func.
@@ -259,7 +260,7 @@ def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         list(needs_tensors) if isinstance(needs_tensors, list | tuple) else [x.requires_grad for x in tensors]
     )
     # torch takes a list of numbers for one value, unless it is empty.
-    rest: tuple[Any, ...] = (None if ctx.rest[0] else [], *[None] * 9)
+    rest: tuple[Any, ...] = (None if ctx.rest[0] else [], *[None] * 8, [], [], None)
     if not given:
         return None, None, None, [None] * len(tensors), *rest
     of_product, *of_tensors = torch.ops.gemmery.fused_backward(
@@ -273,7 +274,7 @@ def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         [int(g is not None) for g in of_results],
         wanted,
     )
-    _, _, _, _, _, precision, _, batch_invariant, _ = ctx.rest
+    precision, _, batch_invariant = ctx.rest[5:8]
     of_factors = _of_factors(a, b, right, of_product, (precision, False, batch_invariant), needs)
     left = iter(of_tensors)
     return *of_factors, [next(left) if w else None for w in wanted], *rest
@@ -291,7 +292,7 @@ def _of_factors(
     _, grad_right = factor_gradients(a, right, halves[1], 1, how, (False, needs_right))
     if grad_a is not None:
         # a is one matrix for both.
-        grad_a = torch.ops.gemmery.gemm(halves[1], right.mT, grad_a, 1, 1, None, *how, None)
+        grad_a = gemm(halves[1], right.mT, grad_a, 1, 1, None, *how, None)
     return grad_a, grad_b, grad_right
 
 
@@ -317,12 +318,34 @@ def dispatched(call: Call, out: Tensor | None) -> Any:
             f"what is returned"
         )
     grad = torch.is_grad_enabled() and any(x.requires_grad for x in call.tensors)
-    if call.weight is not None or (grad and not runs_again(call.captured, call.a.device)):
+    if (
+        call.weight is not None
+        or (grad and not runs_again(call.captured, call.a.device))
+        or _is_differentiated()
+    ):
         return unfused(call)
     tensors, numbers, kinds = flatten(call.inputs)
     held, how = hold(call.captured), call.options
     results = torch.ops.gemmery.fused(
         call.a, call.b, call.right, tensors, numbers, kinds, held.name, call.biases, type_text(call.out_dtype),
-        how.precision, how.fast_accum, how.batch_invariant, config_text(how.config), grad,
+        how.precision, how.fast_accum, how.batch_invariant, config_text(how.config), *_scaling(call), grad,
     )  # fmt: skip
     return returned(list(results)[: len(results) - grad], held.many)
+
+
+def _is_differentiated() -> bool:
+    """Whether torch.func differentiates what is called, at whatever level: it takes bare products."""
+    if not in_transform():
+        return False
+    from torch._C._functorch import TransformType
+    from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+
+    return any(x.key() == TransformType.Grad for x in retrieve_all_functorch_interpreters())
+
+
+def _scaling(call: Call) -> tuple[list[Tensor], list[int]]:
+    """A call's scales of blocks as an operator's arguments."""
+    if call.scales is None:
+        return [], []
+    left, right, *scaling = call.scales
+    return [left, right], scaling

@@ -11,10 +11,12 @@ from torch import Tensor
 from . import backward
 from .epilogues.function import named
 from .fused_ops import call_of, placed
-from .ops import LIBRARY
+from .ops import LIBRARY, gemm
 
 #: Of an operator's arguments, those before the last of a call's own that are neither operands nor tensors.
-_REST = 9
+_REST = 11
+#: Where scales are among these.
+_SCALES = 9
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -38,8 +40,8 @@ def _gradients(ctx: Any, of_results: list[Tensor | None]) -> tuple[Any, ...]:
         results = _again(ctx, inputs[:3], inputs[3:count], inputs[count:])
     found = _derivatives(results, inputs, of_results)
     numbers, given, wanted = map(_no_gradients, (ctx.rest[0], ctx.given, ctx.wanted))
-    others = [None] * (_REST - 1)
-    return *found[:3], found[3:count], numbers, *others, None, found[count:], given, wanted
+    others = [None] * (_REST - 3)
+    return *found[:3], found[3:count], numbers, *others, [], [], None, found[count:], given, wanted
 
 
 def _no_gradients(values: Sequence[Any]) -> list[None] | None:
@@ -48,10 +50,10 @@ def _no_gradients(values: Sequence[Any]) -> list[None] | None:
 
 
 def _again(ctx: Any, operands: Sequence[Any], tensors: Sequence[Any], grads: Sequence[Any]) -> list[Tensor]:
-    _, _, _, biases, _, precision, _, batch_invariant, _ = ctx.rest
+    biases, _, precision, _, batch_invariant = ctx.rest[3:8]
     a, *halves = [x for x in operands if x is not None]
     how = (precision, False, batch_invariant, None)
-    product = torch.cat([torch.ops.gemmery.gemm(a, b, None, 1, 1, None, *how) for b in halves], dim=-1)
+    product = torch.cat([gemm(a, b, None, 1, 1, None, *how) for b in halves], dim=-1)
     if biases:
         product = product + torch.cat(list(tensors[:biases]), dim=-1)
     first, second, right = operands
@@ -105,6 +107,10 @@ def _fused_vmap(
     info: Any, in_dims: Any, a: Tensor, b: Tensor, right: Tensor | None, tensors: Sequence[Tensor], *rest: Any
 ) -> Any:
     of_a, of_b, of_right, of_tensors = in_dims[:4]
+    if rest[_SCALES]:
+        raise NotImplementedError(
+            "vmap: operands with scales of blocks can't be mapped; give them a batch dimension"
+        )
     of_tensors = of_tensors or [None] * len(tensors)
     rank = max(_rank(a, of_a), _rank(b, of_b))
     mapped = of_b is not None or of_right is not None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .dispatch import Number, eager, result_shape, run
@@ -32,11 +34,13 @@ _NO_WAY = torch._C._disabled_torch_dispatch_impl
 
 #: Operators that multiply matrices in ways of their own, which other modes or gemmery itself do not see.
 _OPAQUE = (
-    "_scaled_mm", "_scaled_mm_v2", "_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2", "_cslt_sparse_mm",
-    "_sparse_semi_structured_linear", "_sparse_semi_structured_mm", "_sparse_semi_structured_addmm",
-    "_weight_int4pack_mm", "_weight_int8pack_mm", "_mixed_dtypes_linear", "_transformer_encoder_layer_fwd",
+    "_sparse_semi_structured_linear", "_mixed_dtypes_linear", "_transformer_encoder_layer_fwd",
     "_native_multi_head_attention", "_cudnn_rnn", "miopen_rnn", "mkldnn_rnn_layer",
 )  # fmt: skip
+#: What torch calls its other products of matrices: scaled, grouped, sparse, of packed weights, and new ones.
+_PRODUCT = re.compile(r"(mm|mv|matmul|mkldnn_linear)(_|$)")
+#: Products whose sums are exact.
+_EXACT = ("_int_mm",)
 
 _Handler = Callable[..., Any]
 
@@ -139,11 +143,8 @@ def _own(operator: Any) -> _Handler:
     return asked
 
 
-def _opaque(name: str) -> _Handler:
-    def refuse(*arguments: Any, **more: Any) -> Any:
-        raise _refusal(f"torch.ops.aten.{name}")
-
-    return refuse
+def _refuse(name: str, *arguments: Any, **more: Any) -> Any:
+    raise _refusal(f"torch.ops.aten.{name}")
 
 
 @functools.cache
@@ -157,7 +158,9 @@ def _handlers() -> dict[Any, _Handler]:
         aten.addbmm_: _addbmm_in_place, aten._addmm_activation: _addmm_activation,
     }  # fmt: skip
     # Some of them are newer than the oldest torch.
-    products |= {getattr(aten, name): _opaque(name) for name in _OPAQUE if hasattr(aten, name)}
+    products |= {
+        getattr(aten, name): functools.partial(_refuse, name) for name in _OPAQUE if hasattr(aten, name)
+    }
     handlers = {
         getattr(packet, overload): handler
         for packet, handler in products.items()
@@ -168,10 +171,6 @@ def _handlers() -> dict[Any, _Handler]:
 
     own = [getattr(torch.ops.gemmery, name).default for name in _OWN]
     return handlers | {operator: _own(operator) for operator in own}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The modes
 
 
 @functools.cache
@@ -185,12 +184,38 @@ def _is_composite(func: Any) -> bool:
 
 
 @functools.cache
+def _handler(func: Any) -> _Handler | None:
+    """What stands for an operator; None for what is no product, and for exact ones."""
+    known = _handlers().get(func)
+    if known is not None or not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
+        return known
+    if _is_composite(func):
+        return None
+    name = func._opname
+    return functools.partial(_refuse, name) if _PRODUCT.search(name) and name not in _EXACT else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The modes
+
+
+@functools.cache
 def _stand_ins() -> tuple[type, ...]:
     """The types of tensors with which torch traces, and which have no data."""
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
 
     return FakeTensor, FunctionalTensor
+
+
+def _handled(handler: _Handler, func: Any, args: Any, kwargs: Any) -> Any:
+    """What a handler returns; torch's own error for arguments that torch refuses."""
+    try:
+        return handler(*args, **kwargs)
+    except (ValueError, TypeError):
+        args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.to("meta"), (args, kwargs))
+        func(*args, **kwargs)
+        raise
 
 
 class _Products(TorchDispatchMode):
@@ -207,8 +232,8 @@ class _Products(TorchDispatchMode):
             if ways:
                 # A subclass takes itself apart, and comes back with plain tensors.
                 return NotImplemented
-            handler = _handlers().get(func)
-            result = NotImplemented if handler is None else handler(*args, **kwargs)
+            handler = _handler(func)
+            result = NotImplemented if handler is None else _handled(handler, func, args, kwargs)
             if result is not NotImplemented:
                 return result
             if handler is None and _is_composite(func):

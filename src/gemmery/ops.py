@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active
+from torch.compiler import is_compiling
 
 from .dispatch import Number, Options, check, eager
 
@@ -73,9 +75,28 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.addend = None if addend is None else (addend.shape, addend.dtype)
 
 
-def _product(a: Tensor, b: Tensor, alpha: Number, how: tuple[Any, ...]) -> Tensor:
-    product: Tensor = torch.ops.gemmery.gemm(a, b, None, alpha, 1, None, *how, None)
+def gemm(
+    a: Tensor,
+    b: Tensor,
+    addend: Tensor | None,
+    alpha: Number,
+    beta: Number,
+    out_dtype: torch.dtype | None,
+    *how: Any,
+) -> Tensor:
+    """The operator, which torch.func's transforms differentiate too; arguments are the operator's."""
+    run = Gemm.apply if in_transform() else torch.ops.gemmery.gemm
+    product: Tensor = run(a, b, addend, alpha, beta, out_dtype, *how)
     return product
+
+
+def in_transform() -> bool:
+    """Whether a transform of torch.func is to see an operator; the compiler follows these by itself."""
+    return not is_compiling() and _are_functorch_transforms_active()
+
+
+def _product(a: Tensor, b: Tensor, alpha: Number, how: tuple[Any, ...]) -> Tensor:
+    return gemm(a, b, None, alpha, 1, None, *how, None)
 
 
 def factor_gradients(
@@ -112,3 +133,54 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 torch.library.register_autograd("gemmery::gemm", _gradients, setup_context=_save, lib=LIBRARY)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# torch.func: its gradients don't take what `register_autograd` makes of an operator, and its vmap needs a rule
+
+
+def _mapped_first(x: Tensor, dim: int | None) -> Tensor:
+    return x.unsqueeze(0) if dim is None else x.movedim(dim, 0)
+
+
+def _with_rank(x: Tensor, rank: int) -> Tensor:
+    """A tensor with dimensions of 1 behind its first, so that it has so many."""
+    return x.reshape(x.shape[0], *[1] * (rank - x.dim()), *x.shape[1:])
+
+
+def _vmap(
+    info: Any, in_dims: Any, a: Tensor, b: Tensor, addend: Tensor | None, *rest: Any
+) -> tuple[Tensor, int]:
+    """A product with the mapped dimension as the first of its batch."""
+    a, b = (_mapped_first(x, dim) for x, dim in zip((a, b), in_dims, strict=False))
+    vector_a, vector_b = a.dim() == 2, b.dim() == 2
+    a, b = a.unsqueeze(-2) if vector_a else a, b.unsqueeze(-1) if vector_b else b
+    rank = max(a.dim(), b.dim())
+    a, b = _with_rank(a, rank), _with_rank(b, rank)
+    if a.shape[0] == b.shape[0] == 1:
+        # What is added alone is mapped.
+        a = a.expand(info.batch_size, *a.shape[1:])
+    if addend is not None:
+        addend = _with_rank(_mapped_first(addend, in_dims[2]), rank - vector_a - vector_b)
+        addend = addend.unsqueeze(-1) if vector_b else addend
+        addend = addend.unsqueeze(-2) if vector_a else addend
+    product = gemm(a, b, addend, *rest)
+    product = product.squeeze(-1) if vector_b else product
+    return product.squeeze(-2 if not vector_b else -1) if vector_a else product, 0
+
+
+torch.library.register_vmap("gemmery::gemm", _vmap, lib=LIBRARY)
+
+
+def for_transforms(operator: Any, save: Any, gradients: Any, vmap: Any) -> Any:
+    """An operator as torch.func takes it; arguments are those with which it is registered."""
+
+    def forward(*arguments: Any) -> Any:
+        return operator(*arguments)
+
+    # Static methods, each of which torch asks whether it is there.
+    parts = {"forward": forward, "setup_context": save, "backward": gradients, "vmap": vmap}
+    return type(operator.__name__, (torch.autograd.Function,), {k: staticmethod(v) for k, v in parts.items()})
+
+
+Gemm = for_transforms(torch.ops.gemmery.gemm.default, _save, _gradients, _vmap)

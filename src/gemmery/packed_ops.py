@@ -20,7 +20,7 @@ from .formats.base import FORMATS
 from .formats.tensor import QuantizedTensor
 from .fused_ops import FROM_COMPILED, apart, fake_results, held_by, type_of_text, unflatten
 from .fused_transforms import leading
-from .ops import LIBRARY
+from .ops import LIBRARY, for_transforms, in_transform
 
 _WEIGHT = (
     "Tensor words, Tensor? scales, Tensor? zeros, Tensor? offsets, Tensor? channel, SymInt[] shape, str format, "
@@ -104,7 +104,8 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     *_, batch_invariant, _ = ctx.how
     of_a = None
     if ctx.needs_input_grad[0]:
-        of_a = torch.ops.gemmery.packed_backward(grad, *ctx.saved_tensors, *ctx.rest, batch_invariant)
+        run = PackedBackward.apply if in_transform() else torch.ops.gemmery.packed_backward
+        of_a = run(grad, *ctx.saved_tensors, *ctx.rest, batch_invariant)
         of_a = of_a.sum_to_size(ctx.shape)
     return of_a, *_none(ctx.rest), *[None] * len(ctx.how)
 
@@ -123,7 +124,8 @@ def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _gradients_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     """Of the product's gradient, in which the gradient of a is linear: the product."""
     dtype = ctx.rest[-1]
-    again = torch.ops.gemmery.packed(
+    run = Packed.apply if in_transform() else torch.ops.gemmery.packed
+    again = run(
         grad.to(dtype),
         *ctx.saved_tensors,
         *ctx.rest,
@@ -199,13 +201,15 @@ def _packed_vmap(info: Any, in_dims: Any, a: Tensor, *rest: Any) -> Any:
     _check_parts(in_dims)
     a = _first(a, in_dims[0], rest, info.batch_size)
     # Now it has one dimension more than its user knows of, which only a general product takes.
-    return torch.ops.gemmery.packed(a, *rest[:_PARTS], "matmul", *rest[_PARTS + 1 :]), 0
+    run = Packed.apply if in_transform() else torch.ops.gemmery.packed
+    return run(a, *rest[:_PARTS], "matmul", *rest[_PARTS + 1 :]), 0
 
 
 def _packed_backward_vmap(info: Any, in_dims: Any, grad: Tensor, *rest: Any) -> Any:
     _check_parts(in_dims)
     grad = _first(grad, in_dims[0], rest, info.batch_size)
-    return torch.ops.gemmery.packed_backward(grad, *rest), 0
+    run = PackedBackward.apply if in_transform() else torch.ops.gemmery.packed_backward
+    return run(grad, *rest), 0
 
 
 def _packed_fused_vmap(info: Any, in_dims: Any, a: Tensor, *rest: Any) -> Any:
@@ -221,3 +225,8 @@ def _packed_fused_vmap(info: Any, in_dims: Any, a: Tensor, *rest: Any) -> Any:
 torch.library.register_vmap("gemmery::packed", _packed_vmap, lib=LIBRARY)
 torch.library.register_vmap("gemmery::packed_backward", _packed_backward_vmap, lib=LIBRARY)
 torch.library.register_vmap("gemmery::packed_fused", _packed_fused_vmap, lib=LIBRARY)
+
+Packed = for_transforms(torch.ops.gemmery.packed.default, _save, _gradients, _packed_vmap)
+PackedBackward = for_transforms(
+    torch.ops.gemmery.packed_backward.default, _save_backward, _gradients_backward, _packed_backward_vmap
+)

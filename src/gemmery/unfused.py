@@ -16,6 +16,7 @@ from torch import Tensor
 from .call import Call, described, kept_types, output_types, outputs_of
 from .dispatch import OutTypes
 from .formats.tensor import QuantizedTensor
+from .ops import gemm, in_transform
 from .problem import accumulator, config_text
 from .results import returned
 
@@ -38,20 +39,17 @@ def product_of(call: Call, dtype: torch.dtype) -> Tensor:
     if call.weight is not None:
         return packed_product(call.op, call.a, call.weight, (dtype, *how, config))
     text = config_text(config)
-    halves = [
-        torch.ops.gemmery.gemm(call.a, b, None, 1, 1, dtype, *how, text)
-        for b in (call.b, call.right)
-        if b is not None
-    ]
+    halves = [gemm(call.a, b, None, 1, 1, dtype, *how, text) for b in (call.b, call.right) if b is not None]
     return halves[0] if len(halves) == 1 else torch.cat(halves, dim=-1)
 
 
 def packed_product(op: str, a: Tensor, b: QuantizedTensor, options: Sequence[Any]) -> Tensor:
     """A product with a packed weight and nothing behind it, as an operator; options as `dispatch.Options`."""
-    from .packed_ops import flat
+    from .packed_ops import Packed, flat
 
     *how, config = options
-    made: Tensor = torch.ops.gemmery.packed(a, *flat(b), op, *how, config_text(config))
+    run = Packed.apply if in_transform() else torch.ops.gemmery.packed
+    made: Tensor = run(a, *flat(b), op, *how, config_text(config))
     return made
 
 

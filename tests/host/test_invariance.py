@@ -3,6 +3,7 @@
 On plain CPU tensors gemmery multiplies row by row, and torch does not: most of these products differ without it.
 """
 
+import re
 import threading
 from dataclasses import replace
 
@@ -273,8 +274,52 @@ def test_errors_are_about_the_arguments():
     with gemmery.batch_invariant():
         with pytest.raises(RuntimeError, match="same dtype"):
             torch.mm(torch.ones(2, 3), torch.ones(3, 2, dtype=torch.float64))
-        with pytest.raises(ValueError, match="inner sizes 3 and 2 differ"):
+        # torch's own, as outside.
+        with pytest.raises(RuntimeError, match=r"2, 3"):
             torch.mm(torch.ones(2, 3), torch.ones(2, 3))
+        with pytest.raises(RuntimeError):
+            torch.addmm(torch.ones(5), torch.ones(2, 3), torch.ones(3, 4))
+
+
+SPARSE = torch.eye(3).to_sparse()
+DENSE = torch.ones(3, 3)
+#: Sparse products under all the names that torch has for them.
+SPARSE_PRODUCTS = {
+    "sparse.mm": lambda: torch.sparse.mm(SPARSE, DENSE),
+    "sparse.addmm": lambda: torch.sparse.addmm(DENSE, SPARSE, DENSE),
+    "smm": lambda: torch.smm(SPARSE, DENSE),
+    "hspmm": lambda: torch.hspmm(SPARSE, DENSE),
+    "sspaddmm": lambda: torch.sspaddmm(SPARSE, SPARSE, DENSE),
+    "sampled_addmm": lambda: torch.sparse.sampled_addmm(torch.eye(3).to_sparse_csr(), DENSE, DENSE),
+    "reduced": lambda: torch.sparse.mm(torch.eye(3).to_sparse_csr(), DENSE, "mean"),
+    "mv": lambda: torch.eye(3).to_sparse_csr() @ DENSE[0],
+}
+
+
+@pytest.mark.parametrize("product", SPARSE_PRODUCTS.values(), ids=SPARSE_PRODUCTS)
+def test_sparse_products_are_refused(product):
+    product()
+    with gemmery.batch_invariant(), pytest.raises(NotImplementedError, match="no batch-invariant form"):
+        product()
+    with gemmery.batch_invariant(), gemmery.batch_invariant(False):
+        product()
+
+
+def test_every_product_of_torch_is_computed_or_refused():
+    """By the names of torch's operators: whoever adds one finds it here, and not left as it is."""
+    from gemmery.invariant import _EXACT, _handler, _is_composite
+
+    names = {
+        schema.name.removeprefix("aten::")
+        for schema in torch._C._jit_get_all_schemas()
+        if schema.name.startswith("aten::")
+    }
+    products = {name for name in names if re.search(r"(mm|mv|matmul)_?(_|$)", name)}
+    overloads = [
+        getattr(packet, x) for packet in map(torch.ops.aten.__getattr__, products) for x in packet.overloads()
+    ]
+    left = {x._opname for x in overloads if _handler(x) is None and not _is_composite(x)}
+    assert left == set(_EXACT)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

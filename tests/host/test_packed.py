@@ -414,14 +414,6 @@ def test_vmap(order):
     near(torch.vmap(lambda x: gemmery.bmm(x, batch))(x), wide(x, batch))
 
 
-def test_transforms_of_gradients_are_refused():
-    """As those of all of gemmery's products; no tensor loses its gradient silently."""
-    x, w = values(3, 5, K), weight()
-    for epilogue in (None, GELU):
-        grad = torch.func.grad(lambda x: gemmery.linear(x, w, epilogue=epilogue).float().sum())  # noqa: B023
-        fails(RuntimeError, lambda: grad(x), "functorch transforms")  # noqa: B023
-
-
 def test_a_mapped_weight_is_refused():
     x, w = values(3, 5, K), weight("int4", (3,))
     fails(Exception, lambda: torch.vmap(gemmery.linear)(x, w), "QuantizedTensor")
