@@ -46,7 +46,7 @@ install: $(READY) ## the environment alone
 # --- what users see --------------------------------------------------------------------------------------------------
 
 .PHONY: demo
-demo: $(READY) ## a sentence model with every linear layer through gemmery
+demo: $(READY) ## a sentence model with every linear layer through gemmery (1.5 minutes and 2 GB the first time)
 	@$(VENV)/bin/gemmery demo $(ARGS)
 
 .PHONY: doctor
@@ -67,7 +67,7 @@ serve-docs: $(READY) ## the documentation while it is being written, on localhos
 # --- checks ----------------------------------------------------------------------------------------------------------
 
 .PHONY: test
-test: lint types docs test-host test-interpret test-compile ## everything that needs no GPU
+test: lint types docs test-host test-interpret test-compile ## everything that needs no GPU (about 9 minutes on 2 cores)
 
 .PHONY: lint
 lint: $(READY) ## ruff: rules and format
@@ -119,7 +119,7 @@ test-gpu: ## tests on the GPU, with the torch of PYTHON
 	$(COMPILED) PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests/gpu $(ARGS)
 
 .PHONY: bench
-bench: ## every suite on the GPU, with the torch of PYTHON; then README's table, all rows and the pictures
+bench: ## every suite on the GPU, with the torch of PYTHON; then the tables and pictures of README and docs
 	@failed=0; \
 	measure() { $(COMPILED) PYTHONPATH=src $(PYTHON) -m gemmery.cli bench --json benchmarks/results "$$@" $(ARGS) \
 	  || { [ $$? -eq 1 ] && failed=1; }; }; \

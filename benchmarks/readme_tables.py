@@ -1,6 +1,7 @@
-"""Write the tables of benchmarks/results/*.json: the summary between README.md's two marks, every row in RESULTS.md.
+"""Write the tables of benchmarks/results/*.json: a few lines between README.md's two marks, all suites between those of
+docs/results.md, every row in RESULTS.md.
 
-python benchmarks/readme_tables.py           rewrite both
+python benchmarks/readme_tables.py           rewrite all three
 python benchmarks/readme_tables.py --check   exit 1 if one is out of date
 """
 
@@ -20,23 +21,31 @@ from benchmarks.records import (  # noqa: E402
     Bar,
     Data,
     bar_of,
+    groups,
     kind,
     parts,
     peers,
     read_models,
     read_results,
     regimes,
+    row_round,
     run_line,
+    two_groups,
 )  # fmt: skip
 from gemmery.lab import suites  # noqa: E402
 from gemmery.lab.display import left_out, ratio  # noqa: E402
+from gemmery.lab.results import GAP  # noqa: E402
 from gemmery.lab.suites import Row  # noqa: E402
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+TWO = "‡"
 NONE = "No results yet: `make bench` makes them."
 ABOUT = (
     "A ratio is the peer's time divided by ours, above 1 where gemmery is faster: the median over the rounds, "
-    "with the smallest and the largest."
+    "with the smallest and the largest. A time is of the round with the median ratio to the first peer, in brackets "
+    f"the shortest and the longest. {TWO} marks rows whose rounds are in two groups: our times have a gap of over "
+    f"{GAP:.0%}, with two rounds or more on either side. Both groups are named below the table; the time of such a row "
+    "says less than its ratio."
 )
 
 
@@ -50,6 +59,31 @@ def _table(head: list[str], rows: list[list[str]], columns: str) -> str:
     letters = columns + columns[-1] * (len(head) - len(columns))
     rule = ["---:" if letter == "r" else "---" for letter in letters]
     return "\n".join(f"| {' | '.join(line)} |" for line in [head, rule, *rows])
+
+
+# --- the README's table ---------------------------------------------------------------------------------------------
+
+
+def few_lines(results: list[Data]) -> str:
+    """Everything between the marks of README.md."""
+    if not results:
+        return NONE
+    found = groups(results)
+    versions = sorted(
+        {name for _, each in found for name in each}, key=lambda x: [*map(int, x.split("."))], reverse=True
+    )
+    head = ["products, and beside what", "rows", *(f"Triton {version}" for version in versions)]
+    lines = []
+    for group, each in found:
+        counts = sorted({figures["rows"] for figures in each.values()})
+        cells = [
+            f"**{each[v]['geomean']:.2f}** · {each[v]['p10']:.2f} · {each[v]['worst']:.2f}"
+            if v in each
+            else ""
+            for v in versions
+        ]
+        lines.append([group.title, " or ".join(map(str, counts)), *cells])
+    return _table(head, lines, "lrr")
 
 
 # --- the summary ----------------------------------------------------------------------------------------------------
@@ -86,7 +120,8 @@ def summary_rows(result: Data) -> list[list[str]]:
             missing = f", {failed} failed" if failed and name == result["suite"] else ""
             lines.append([
                 name.replace("_", " "), kind(result), peer, regime, count + missing,
-                f"**{figures['geomean']:.3f}**", f"{figures['worst']:.3f} ({_cell(figures['worst_row'])})",
+                f"**{figures['geomean']:.3f}**", f"{figures['p10']:.3f}",
+                f"{figures['worst']:.3f} ({_cell(figures['worst_row'])})",
                 _verdict(bar_of(name, result, regime) if peer == peers(result)[-1] else None, figures, complete),
             ])  # fmt: skip
     return lines
@@ -100,41 +135,42 @@ def _duration(seconds: float) -> str:
 
 
 def model_rows(entry: Data) -> list[list[str]]:
-    """A line for each method of an entry of `models.py`, beside ours or beside the bare product."""
+    """A line for each method of an entry of `models.py`, beside ours or beside the bare product.
+
+    A method's time is of the round with the median ratio, and so is the time beside it. The others' are medians.
+    """
     times = entry["times"]
     base = next((name for name in ("gemmery", "bare") if name in times), None)
     lines = []
-    for name, rounds in times.items():
-        beside = ""
+    for name, seconds in times.items():
+        shown, beside, found = statistics.median(seconds), "", ""
         if base is not None and name != base:
-            found = sorted(x / y for x, y in zip(rounds, times[base], strict=True))
-            beside = f"{statistics.median(found):.3f} ({found[0]:.3f}–{found[-1]:.3f})"
+            pairs = [{name: x, base: y} for x, y in zip(seconds, times[base], strict=True)]
+            one = row_round(pairs, [name], base)
+            shown, beside = one[name], _duration(one[base])
+            ratios = [pair[name] / pair[base] for pair in pairs]
+            found = f"{one[name] / one[base]:.3f} ({min(ratios):.3f}–{max(ratios):.3f})"
         held = entry.get("held_bytes", {}).get(name)
         memory = "" if held is None else f"{held / 2**20:.0f} MiB"
-        lines.append(["", _cell(name), _duration(statistics.median(rounds)), beside, memory])
+        lines.append(["", _cell(name), _duration(shown), beside, found, memory])
     lines[0][0] = _cell(entry["name"])
     return lines
 
 
 def models(results: Sequence[Data]) -> str:
     """The table of blocks and models, with where it was measured."""
-    head = ["blocks and models", "", "time", "beside gemmery's, or the bare product's", "held for backward"]
+    head = ["blocks and models", "", "time", "gemmery's, or the bare product's", "ratio", "held for backward"]
     lines = [line for result in results for entry in result["entries"] for line in model_rows(entry)]
     runs: dict[str, list[str]] = {}
     for result in results:
         runs.setdefault(run_line(result), []).append(result["part"])
     places = "\n".join(f"- {line}: {', '.join(names)}." for line, names in runs.items())
-    return f"{_table(head, lines, 'llrrr')}\n\n{places}"
+    return f"{_table(head, lines, 'llrrrr')}\n\n{places}"
 
 
 def lowbit(results: Sequence[Data]) -> list[str]:
-    """The tables of packed weights: int4 beside QuACK's figures, formats, and fused products beside bare ones."""
+    """The tables of packed weights: formats beside each other, and fused products beside bare ones."""
     texts = []
-    for result in results:
-        if result["suite"] == "lowbit" and (lines := packed.int4_rows(result)):
-            texts.append(_table(packed.int4_heading(result), lines, "llr"))
-    if texts:
-        texts.append(packed.ABOUT_QUACK)
     formats = [result for result in results if result["suite"] == "lowbit_formats"]
     if lines := packed.format_rows(formats):
         texts += [_table(packed.format_heading(formats), lines, "llr"), packed.ABOUT_FORMATS]
@@ -145,17 +181,27 @@ def lowbit(results: Sequence[Data]) -> list[str]:
 
 
 def summary(results: list[Data], of_models: Sequence[Data] = ()) -> str:
-    """Everything between the marks of README.md."""
+    """Everything between the marks of docs/results.md."""
     if not results:
         return NONE
-    head = ["suite", "type", "against", "regime", "rows", "geometric mean", "worst row", "bar"]
+    head = [
+        "suite",
+        "type",
+        "against",
+        "regime",
+        "rows",
+        "geometric mean",
+        "10th percentile",
+        "worst row",
+        "bar",
+    ]
     runs: dict[str, list[str]] = {}
     for result in results:
         runs.setdefault(run_line(result), []).append(f"{result['suite']} {kind(result)}")
     places = [f"- {line}: {', '.join(names)}." for line, names in runs.items()]
     return "\n\n".join(
         [
-            _table(head, [line for result in results for line in summary_rows(result)], "llllrrl"),
+            _table(head, [line for result in results for line in summary_rows(result)], "llllrrrl"),
             "\n".join(places),
             *lowbit(results),
             *([models(of_models)] if of_models else []),
@@ -167,8 +213,26 @@ def summary(results: list[Data], of_models: Sequence[Data] = ()) -> str:
 
 
 def _time(row: Data, regime: str, name: str) -> str:
-    times = row["summary"].get(regime, {}).get("us", {})
-    return f"{times[name]:.1f}" if name in times else ""
+    figures = row["summary"].get(regime, {})
+    if name not in figures.get("us", {}):
+        return ""
+    low, high = figures["spread_us"][name]
+    return f"{figures['us'][name]:.1f} ({low:.1f}–{high:.1f})"
+
+
+def _two(row: Data, regime: str) -> tuple[list[float], list[float]] | None:
+    """A row's two groups of rounds, in seconds, if it has them."""
+    return two_groups(row.get("rounds", {}).get(regime, []))
+
+
+def in_two_groups(rows: Sequence[Data], regime: str) -> str:
+    """The rows whose rounds are in two groups, each with both; empty where there is none."""
+    found = []
+    for row in rows:
+        if both := _two(row, regime):
+            spans = [f"{len(group)} at {group[0] * 1e6:.1f}–{group[-1] * 1e6:.1f} µs" for group in both]
+            found.append(f"{_cell(row['name'])} ({', '.join(spans)})")
+    return f"{TWO} Rounds of gemmery in two groups, {regime}: {'; '.join(found)}." if found else ""
 
 
 def _roofline(row: Data, regime: str, name: str) -> str:
@@ -179,7 +243,8 @@ def _roofline(row: Data, regime: str, name: str) -> str:
 def table_row(row: Data, result: Data) -> list[str]:
     """One row's line. Times are those of the first regime."""
     ours, peers, shown = result["ours"], result["peers"], regimes(result)
-    cells = [_cell(row["name"]), Row.of(row).shape]
+    mark = f" {TWO}" if _two(row, shown[0]) else ""
+    cells = [_cell(row["name"]) + mark, Row.of(row).shape]
     if "error" in row:
         return [*cells, f"failed: {_cell(row['error'])}", *[""] * (1 + len(peers) * (1 + len(shown)))]
     cells += [_time(row, shown[0], name) for name in (ours, *peers)]
@@ -195,13 +260,14 @@ def section(result: Data) -> str:
     head = ["row", "M×N×K", *(f"{name} µs ({shown[0]})" for name in (ours, *peers)), "of roofline"]
     head += [f"{peer} / {ours}, {regime}" for regime in shown for peer in peers]
     lines = [
-        f"{name}, {regime}, {peer}: geometric mean **{figures['geomean']:.3f}**, worst {figures['worst']:.3f}"
-        f" ({_cell(figures['worst_row'])}), {figures['rows']} rows."
+        f"{name}, {regime}, {peer}: geometric mean **{figures['geomean']:.3f}**, 10th percentile {figures['p10']:.3f}, "
+        f"worst {figures['worst']:.3f} ({_cell(figures['worst_row'])}), {figures['rows']} rows."
         for name, summary in parts(result)
         for regime, each in summary.items()
         for peer, figures in each.items()
     ]
     lines += [f"{_cell(line)}." for line in left_out(result["rows"])]
+    lines += [line] if (line := in_two_groups(result["rows"], shown[0])) else []
     lines.append(f"{run_line(result)}.")
     if "host_us" in result:
         host = ", ".join(f"{name} {us:.1f} µs" for name, us in result["host_us"].items())
@@ -221,34 +287,39 @@ def every_row(results: list[Data]) -> str:
 # --- the files ------------------------------------------------------------------------------------------------------
 
 
-def rewritten(readme: str, inside: str) -> str:
-    """The text of README.md with `inside` between its marks; ValueError unless each mark is there once, in order."""
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1 or readme.index(END) < readme.index(BEGIN):
-        raise ValueError(f"README must have {BEGIN} once and {END} once after it")
-    before, rest = readme.split(BEGIN)
+def rewritten(path: Path, inside: str) -> str:
+    """A file's text with `inside` between its marks; ValueError unless each mark is there once, in order."""
+    text = path.read_text(encoding="utf-8")
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(END) < text.index(BEGIN):
+        raise ValueError(f"{path.name} must have {BEGIN} once and {END} once after it")
+    before, rest = text.split(BEGIN)
     return f"{before}{BEGIN}\n\n{inside}\n\n{END}{rest.split(END)[1]}"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run; 0 if both files are (now) up to date, 1 if --check finds that one is not, 2 if they can't be."""
+    """Run; 0 if all files are (now) up to date, 1 if --check finds that one is not, 2 if they can't be."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="change nothing, exit 1 if one is out of date")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md", metavar="FILE")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "results.md", metavar="FILE")
     parser.add_argument("--rows", type=Path, default=ROOT / "benchmarks" / "RESULTS.md", metavar="FILE")
     options = parser.parse_args(arguments)
     try:
         results = read_results(options.results)
-        readme = rewritten(
-            options.readme.read_text(encoding="utf-8"), summary(results, read_models(options.results))
-        )
+        readme = rewritten(options.readme, few_lines(results))
+        page = rewritten(options.page, summary(results, read_models(options.results)))
     except ValueError as error:
         print(f"readme_tables: {error}", file=sys.stderr)
         return 2
     stale = []
-    for path, wanted in ((options.readme, readme), (options.rows, every_row(results))):
+    for path, wanted in (
+        (options.readme, readme),
+        (options.page, page),
+        (options.rows, every_row(results)),
+    ):
         if path.exists() and path.read_text(encoding="utf-8") == wanted:
             continue
         if options.check:

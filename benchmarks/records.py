@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,21 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
 from gemmery.lab import suites  # noqa: E402
-from gemmery.lab.results import Summary, kind, read, regimes, run_line, summarise  # noqa: E402
+from gemmery.lab.results import (  # noqa: E402
+    Summary,
+    kind,
+    read,
+    regimes,
+    row_round,
+    run_line,
+    summarise,
+    triton_version,
+    two_groups,
+)
 
 __all__ = [
-    "RESULTS", "Bar", "Data", "bar_of", "kind", "parts", "peers", "read_models", "read_results", "regimes", "run_line",
+    "RESULTS", "Bar", "Data", "bar_of", "groups", "kind", "parts", "peers", "read_models", "read_results", "regimes",
+    "row_round", "run_line", "two_groups",
 ]  # fmt: skip
 RESULTS = ROOT / "benchmarks" / "results"
 #: Suites in the order in which they are shown; others follow by name.
@@ -60,6 +72,41 @@ BARS = {
     "launch_out": [Bar(1 / 1.2, None, regimes=("host",))],
     "launch_plan": [Bar(1 / 0.8, None, regimes=("host",))],
 }
+
+
+@dataclass(frozen=True)
+class Group:
+    """Suites that are one line of the README's table.
+
+    Attributes:
+        title: what they are, and what they are measured beside.
+        suites: whose rows are taken together.
+        regime: in which the ratios were taken.
+    """
+
+    title: str
+    suites: tuple[str, ...]
+    regime: str = "burst"
+
+
+#: The README's table: the first `MOST_GROUPS` of these that have results.
+GROUPS = (
+    Group("random models, 1 to 64 rows, beside cuBLAS", ("random_decode",)),
+    Group("random models, 65 to 511 rows, beside cuBLAS", ("random_mid",)),
+    Group("random models, 512 to 8192 rows, beside cuBLAS", ("random_prefill",)),
+    Group("the same with gradients, beside cuBLAS", ("random_backward",)),
+    Group("known models, 512 to 8192 rows, beside cuBLAS", ("llm",)),
+    Group("activation or bias behind the product, beside the best of torch and torch.compile", ("fused",)),
+    Group("int4 weights, beside bf16 ones and tinygemm", ("lowbit",)),
+    Group("fp8 and int8 with scales, beside torch", ("scaled", "scaled_accurate")),
+    Group("MXFP8, beside bf16", ("scaled_mx",)),
+    Group("odd sizes, strided operands, views of batches, beside torch", ("odd", "strided", "views")),
+    Group("known models, 1 to 384 rows, beside cuBLAS", ("decode",)),
+    Group("batch-invariant, beside cuBLAS that is not", ("invariant",)),
+    Group("fp32, fp64, int8 and fp8, beside torch", ("dtypes",)),
+    Group("host time of a call, beside torch", ("launch",), "host"),
+)
+MOST_GROUPS = 10
 #: The parts of `models.py` in the order in which they are shown.
 MODELS = ("gated", "llama", "costs", "first", "host")
 #: What the fastest peer of each row is called, where there are several.
@@ -119,3 +166,28 @@ def parts(result: Data) -> list[tuple[str, Summary]]:
         if whole == result["suite"]:
             found.append((name, summarise(rows, lambda row, keep=keep: keep(suites.Row.of(row)))))
     return [(name, summary) for name, summary in found if summary]
+
+
+def groups(results: Sequence[Data]) -> list[tuple[Group, dict[str, Data]]]:
+    """The groups that have results, each with its figures by version of Triton; at most `MOST_GROUPS`."""
+    found = []
+    for group in GROUPS:
+        pooled: dict[str, list[Data]] = {}
+        for result in results:
+            if (
+                result["suite"] in group.suites
+                and result["dtype"] in ("bf16", "mixed")
+                and not result.get("tuned")
+            ):
+                pooled.setdefault(triton_version(result), []).extend(_by_the_best(result))
+        figures = {
+            version: summarise(rows).get(group.regime, {}).get(BEST) for version, rows in pooled.items()
+        }
+        if known := {version: each for version, each in figures.items() if each is not None}:
+            found.append((group, known))
+    return found[:MOST_GROUPS]
+
+
+def _by_the_best(result: Data) -> list[Data]:
+    """A result's rows with the fastest of their peers, which may be the only one."""
+    return [_with_best(row) for row in result["rows"]]

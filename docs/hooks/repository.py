@@ -1,6 +1,6 @@
 """What the site takes from files outside of docs/, and where its links to them lead.
 
-Pages link to files of the repository, as `../README.md#support`, so that links work wherever the file is read. On the
+Pages link to files of the repository, as `../CONTRIBUTING.md`, so that links work wherever the file is read. On the
 site, `moved` turns them into links between its own pages.
 """
 
@@ -12,20 +12,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-#: Files of the repository that are pages of the site, or, with an anchor, sections of README that are.
+#: Files of the repository that are pages of the site, or in whose place the site has one.
 PAGES = {
     "README.md": "index.md",
-    "README.md#support": "support.md",
-    "README.md#results": "results.md",
-    "README.md#tuning": "tuning.md",
-    "README.md#batch-invariance": "batch-invariance.md",
     "CONTRIBUTING.md": "contributing.md",
     "benchmarks/RESULTS.md": "results-rows.md",
-}
-#: Pages that are made of README: the heading of the section, and its title on the site.
-SECTIONS = {
-    "support.md": ("### Support", "What runs where"),
-    "results.md": ("## Results", "Results"),
 }
 #: Pages that are files of the repository as they stand.
 WHOLE = {"contributing.md": "CONTRIBUTING.md", "results-rows.md": "benchmarks/RESULTS.md"}
@@ -39,19 +30,6 @@ FETCHED = re.compile(
 
 _LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:)([^)\s#]*)(#[^)\s]*)?(?=\))")
 _RUNG = re.compile(r"tutorials/(\d\d)_\w+\.py")
-
-
-def section(text: str, heading: str) -> str:
-    """What stands below a heading, up to the next of its level or a higher one.
-
-    Raises:
-        ValueError: there is no such heading.
-    """
-    level = heading.index(" ")
-    found = re.search(rf"^{re.escape(heading)}\n(.*?)(?=^#{{1,{level}}} |\Z)", text, re.MULTILINE | re.DOTALL)
-    if found is None:
-        raise ValueError(f"there is no heading {heading!r}")
-    return found[1].strip() + "\n"
 
 
 def moved(text: str, source: str, page: str) -> str:
@@ -72,8 +50,6 @@ def moved(text: str, source: str, page: str) -> str:
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target)) if target else source
         if path.startswith("docs/"):
             place = path.removeprefix("docs/")
-        elif path + anchor in PAGES:
-            place, anchor = PAGES[path + anchor], ""
         elif path in PAGES:
             place = PAGES[path]
         elif rung := _RUNG.fullmatch(path):
@@ -96,11 +72,5 @@ def pictures() -> list[str]:
 
 def page(name: str) -> str:
     """The text of a page that is made of a file of the repository."""
-    if name in SECTIONS:
-        heading, title = SECTIONS[name]
-        source, text = "README.md", section((ROOT / "README.md").read_text(encoding="utf-8"), heading)
-        text = f"# {title}\n\n{text}"
-    else:
-        source = WHOLE[name]
-        text = (ROOT / source).read_text(encoding="utf-8")
-    return moved(text, source, name)
+    source = WHOLE[name]
+    return moved((ROOT / source).read_text(encoding="utf-8"), source, name)

@@ -27,7 +27,7 @@ OPTIONS = {"picture": ("--out", ".svg"), "page": ("--export", ".html")}
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages and pictures that are made of files outside of docs/."""
-    made: dict[str, str] = {name: repository.page(name) for name in (*repository.SECTIONS, *repository.WHOLE)}
+    made: dict[str, str] = {name: repository.page(name) for name in repository.WHOLE}
     made |= rungs.pages()
     for name, text in made.items():
         files.append(File.generated(config, name, content=text))

@@ -89,15 +89,38 @@ def test_a_wrong_page_is_noticed(tmp_path, monkeypatch):
             pages.Reader(tmp_path / str(number), monkeypatch).read(str(page))
 
 
+# --- README
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_bytes()) <= 8192
+
+
+def test_links_of_readme_lead_to_files():
+    """The site does not have this page, so that its strict build does not check them."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = re.findall(r"\]\(([^)#\s]+)(?:#([^)\s]+))?\)", text)
+    assert len(found) > 10
+    for path, anchor in found:
+        assert (ROOT / path).is_file(), path
+        headings = (
+            re.findall(r"^#+ (.+)$", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)
+            if anchor
+            else []
+        )
+        assert not anchor or anchor in {heading.lower().replace(" ", "-") for heading in headings}
+
+
 # --- the site
 
 
 def test_pages_of_the_repository_are_found_and_their_links_led_on():
-    for name in (*repository.SECTIONS, *repository.WHOLE):
+    for name in repository.WHOLE:
         assert repository.page(name).startswith("# ")
     lead = functools.partial(repository.moved, source="docs/recipes/x.md", page="recipes/x.md")
     assert (
-        lead("[a](../../README.md#support) [b](../tuning.md#x)") == "[a](../support.md) [b](../tuning.md#x)"
+        lead("[a](../../CONTRIBUTING.md) [b](../tuning.md#x)")
+        == "[a](../contributing.md) [b](../tuning.md#x)"
     )
     assert lead("[c](../../tutorials/05_matmul_grouped.py)") == "[c](../ladder/05.md)"
     assert lead("[d](https://x.org/y.md) [e](#here)") == "[d](https://x.org/y.md) [e](#here)"

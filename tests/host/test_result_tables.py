@@ -15,7 +15,7 @@ from tests.host.simulated import on, suite
 
 @pytest.fixture
 def results(gpu, watch, tmp_path, monkeypatch):
-    """A folder with two results, one of which has a failed row and a peer left out of one, and a README with marks."""
+    """A folder with two results, one of which has a failed row and a peer left out of one, and two files with marks."""
     monkeypatch.setenv("GEMMERY_COMMIT", "abc1234")
 
     def failing(inputs):
@@ -38,13 +38,10 @@ def results(gpu, watch, tmp_path, monkeypatch):
     result.save(folder / "b.json")
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{readme_tables.BEGIN}\nold\n{readme_tables.END}\nafter\n")
-    rows = tmp_path / "RESULTS.md"
-    return (
-        ["--results", str(folder), "--readme", str(readme), "--rows", str(rows)],
-        readme,
-        rows,
-        folder,
-    )
+    page, rows = tmp_path / "results.md", tmp_path / "RESULTS.md"
+    page.write_text(f"top\n{readme_tables.BEGIN}\nold\n{readme_tables.END}\nbottom\n")
+    options = ["--results", str(folder), "--readme", str(readme), "--page", str(page), "--rows", str(rows)]
+    return options, page, rows, folder
 
 
 def table(text):
@@ -54,32 +51,41 @@ def table(text):
     return [cells[0], *cells[2:]]
 
 
-def test_both_files_are_written_and_checked(results):
-    options, readme, rows, _ = results
+def test_all_files_are_written_and_checked(results):
+    options, page, rows, folder = results
+    readme = folder.parent / "README.md"
     assert readme_tables.main([*options, "--check"]) == 1
     assert "old" in readme.read_text()
+    assert "old" in page.read_text()
     assert not rows.exists()
     assert readme_tables.main(options) == 0
-    text = readme.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith("after\n")
-    assert "old" not in text
+    for path, first, last in ((readme, "before\n", "after\n"), (page, "top\n", "bottom\n")):
+        text = path.read_text()
+        assert text.startswith(first)
+        assert text.endswith(last)
+        assert "old" not in text
     assert readme_tables.main([*options, "--check"]) == 0
+    before = [path.read_text() for path in (readme, page, rows)]
     assert readme_tables.main(options) == 0
-    assert readme.read_text() == text
-    rows.write_text(rows.read_text().replace("0.750", "1.750"))
-    assert readme_tables.main([*options, "--check"]) == 1
+    assert [path.read_text() for path in (readme, page, rows)] == before
+    for path in (page, rows):
+        good = path.read_text()
+        path.write_text(good.replace("0.750", "1.750"))
+        assert readme_tables.main([*options, "--check"]) == 1
+        path.write_text(good)
 
 
 def test_the_summary_has_a_line_for_every_regime_and_peer(results):
-    options, readme, _, _ = results
+    options, page, _, _ = results
     assert readme_tables.main(options) == 0
-    head, square, *tiny = table(readme.read_text())
-    assert head == ["suite", "type", "against", "regime", "rows", "geometric mean", "worst row", "bar"]
+    head, square, *tiny = table(page.read_text())
+    assert head == [
+        "suite", "type", "against", "regime", "rows", "geometric mean", "10th percentile", "worst row", "bar",
+    ]  # fmt: skip
     # Three rows are fewer than the suite has, and one below its bar is kept.
     assert square == [
-        "square", "fp16", "torch", "burst", f"3 of {len(suites.load('square'))}", "**0.750**", "0.750 (batched)",
-        "≥ 1.01, 0.96: **missed**",
+        "square", "fp16", "torch", "burst", f"3 of {len(suites.load('square'))}", "**0.750**", "0.750",
+        "0.750 (batched)", "≥ 1.01, 0.96: **missed**",
     ]  # fmt: skip
     assert [line[2:6] for line in tiny] == [
         ["torch", "burst", "2, 1 failed", "**0.750**"],
@@ -89,10 +95,58 @@ def test_the_summary_has_a_line_for_every_regime_and_peer(results):
         ["picky", "steady", "1, 1 failed", "**1.500**"],
         ["the best", "steady", "2, 1 failed", "**0.750**"],
     ]
-    text = readme.read_text()
+    text = page.read_text()
     assert f"torch {torch.__version__}" in text
     assert "commit abc1234" in text
     assert "square fp16" in text
+
+
+def ratios_of(suite_name, ratios, triton="3.6.0", **more):
+    """A result whose rows have these ratios, row by row."""
+    data = result(suite_name, bool, 1.0) | {"triton": triton, **more}
+    data["rows"] = data["rows"][: len(ratios)]
+    for row, ratio in zip(data["rows"], ratios, strict=True):
+        row["summary"]["burst"]["ratio"]["cublas"] = dict.fromkeys(("median", "min", "max"), ratio)
+    return data
+
+
+def test_the_readme_has_few_lines_with_the_newest_triton_first():
+    data = [
+        ratios_of("llm", [0.9, 1.1, 1.0], "3.6.0"), ratios_of("decode", [1.0, 2.0], "3.6.0"),
+        ratios_of("decode", [1.25], "3.10.0"), ratios_of("decode", [1.5], "3.9.0"),
+        ratios_of("square", [9.0]), ratios_of("decode", [9.0], "3.9.0", tuned=True),
+    ]  # fmt: skip
+    head, llm, decode = table(readme_tables.few_lines(data))
+    assert head == ["products, and beside what", "rows", "Triton 3.10", "Triton 3.9", "Triton 3.6"]
+    assert llm[1:] == ["3", "", "", "**1.00** · 0.92 · 0.90"]
+    assert decode[1:] == [
+        "1 or 2",
+        "**1.25** · 1.25 · 1.25",
+        "**1.50** · 1.50 · 1.50",
+        "**1.41** · 1.10 · 1.00",
+    ]
+
+
+def test_random_products_come_first_and_take_all_seeds_together():
+    data = [ratios_of(group.suites[0], [1.0]) for group in records.GROUPS if group.regime == "burst"]
+    first = [line[0] for line in table(readme_tables.few_lines(data))[1:]]
+    assert len(first) == records.MOST_GROUPS
+    assert (
+        first == [group.title for group in records.GROUPS if group.regime == "burst"][: records.MOST_GROUPS]
+    )
+    assert [group.suites for group in records.GROUPS[:4]] == [(name,) for name in suites.RANDOM]
+    more = ratios_of("random_decode", [0.5, 0.5, 0.5], drawn=7)
+    line = table(readme_tables.few_lines([*data, more]))[1]
+    assert line[1:] == ["4", "**0.59** · 0.50 · 0.50"]
+    assert [one[0] for one in table(readme_tables.few_lines([*data, more]))[1:]] == first
+
+
+def test_groups_are_of_suites_and_take_the_best_peer():
+    assert {name for group in records.GROUPS for name in group.suites} <= set(suites.names())
+    data = ratios_of("fused", [1.2, 1.2])
+    data["peers"].append("compile")
+    data["rows"][0]["summary"]["burst"]["ratio"]["compile"] = {"median": 0.9}
+    assert table(readme_tables.few_lines([data]))[1][-1].startswith("**1.04**")
 
 
 def test_every_row_is_there(results):
@@ -108,14 +162,14 @@ def test_every_row_is_there(results):
     ]  # fmt: skip
     # Slower than its peer, and in the table all the same.
     assert [cell.strip() for cell in small] == [
-        "small", "16×24×32", "200.0", "150.0", "300.0", "", "0.750 (0.750–0.750)", "1.500 (1.500–1.500)",
+        "small", "16×24×32", "200.0 (200.0–200.0)", "150.0 (150.0–150.0)", "300.0 (300.0–300.0)", "", "0.750 (0.750–0.750)", "1.500 (1.500–1.500)",
         "0.750 (0.750–0.750)", "1.500 (1.500–1.500)",
     ]  # fmt: skip
     assert batched[:3] == ["batched", "2×8×8×8", "failed: RuntimeError: no ¦ kernel fits"]
     assert odd[4] == ""
     assert odd[7] == "–"
     assert "picky left out of odd: too \\| odd." in tiny
-    assert "- tiny, burst, torch: geometric mean **0.750**, worst 0.750 (" in tiny
+    assert "- tiny, burst, torch: geometric mean **0.750**, 10th percentile 0.750, worst 0.750 (" in tiny
     assert f"torch {torch.__version__}" in tiny
 
 
@@ -202,7 +256,7 @@ def test_parts_of_which_nothing_was_measured_are_not_shown():
 )
 def test_a_bar_is_not_met_by_some_rows(regime, ratio, verdict):
     some = result("square", lambda row: row.M > 4096, ratio, regime=regime)
-    ((*_, count, _, _, shown),) = readme_tables.summary_rows(some)
+    ((*_, count, _, _, _, shown),) = readme_tables.summary_rows(some)
     assert count == f"{len(some['rows'])} of {len(suites.load('square'))}"
     assert shown == f"≥ 1.01, 0.96: {verdict}"
 
@@ -216,28 +270,62 @@ def test_new_results_are_noticed(results):
     options, _, _, folder = results
     assert readme_tables.main(options) == 0
     data = json.loads((folder / "b.json").read_text())
-    data["rows"][0]["summary"]["burst"]["us"]["gemmery"] = 123.4
+    data["rows"][0]["rounds"]["burst"][0]["gemmery"] = 123.4e-6
     (folder / "b.json").write_text(json.dumps(data))
     assert readme_tables.main([*options, "--check"]) == 1
 
 
+def test_rows_with_rounds_in_two_groups_are_named(results):
+    options, _, rows, folder = results
+    data = json.loads((folder / "b.json").read_text())
+    data["rows"][0]["rounds"]["burst"] = [
+        {"gemmery": us * 1e-6, "torch": 150e-6} for us in (100.0, 110.0, 101.0, 111.0, 112.0)
+    ]
+    (folder / "b.json").write_text(json.dumps(data))
+    assert readme_tables.main(options) == 0
+    square = rows.read_text().split("## ")[1]
+    _, small, batched, _ = table(square)
+    assert small[0] == f"small {readme_tables.TWO}"
+    assert small[2] == "110.0 (100.0–112.0)"
+    assert batched[0] == "batched"
+    assert "two groups, burst: small (2 at 100.0–101.0 µs, 3 at 110.0–112.0 µs)." in square
+
+
+def test_times_of_models_belong_to_their_ratios():
+    entry = {
+        "name": "block", "held_bytes": {"gemmery": 3 << 20},
+        "times": {"gemmery": [1.0, 2.0, 3.0], "eager": [1.3, 2.2, 2.7], "compile": [1.0, 1.0, 1.0]},
+    }  # fmt: skip
+    ours, eager, compiled = readme_tables.model_rows(entry)
+    assert ours == ["block", "gemmery", "2 s", "", "", "3 MiB"]
+    assert eager == ["", "eager", "2.2 s", "2 s", "1.100 (0.900–1.300)", ""]
+    assert compiled[2:5] == ["1 s", "2 s", "0.500 (0.333–1.000)"]
+
+
 def test_marks_and_results_are_needed(results, capsys):
-    options, readme, _, folder = results
+    options, page, _, folder = results
     (folder / "c.json").write_text('{"suite": "x"}')
     assert readme_tables.main(options) == 2
     assert "c.json is no benchmark result" in capsys.readouterr().err
     (folder / "c.json").unlink()
-    readme.write_text("no marks")
+    page.write_text("no marks")
     assert readme_tables.main(options) == 2
-    assert readme.read_text() == "no marks"
+    assert "results.md must have" in capsys.readouterr().err
+    assert page.read_text() == "no marks"
+    assert "old" in (folder.parent / "README.md").read_text()
 
 
 def test_without_results(tmp_path):
-    readme, rows = tmp_path / "README.md", tmp_path / "RESULTS.md"
-    readme.write_text(f"{readme_tables.BEGIN}{readme_tables.END}")
-    options = ["--results", str(tmp_path / "none"), "--readme", str(readme), "--rows", str(rows)]
-    assert readme_tables.main(options) == 0
-    for path in (readme, rows):
+    paths = [tmp_path / name for name in ("README.md", "results.md", "RESULTS.md")]
+    for path in paths[:2]:
+        path.write_text(f"{readme_tables.BEGIN}{readme_tables.END}")
+    places = [
+        word
+        for name, path in zip(("--readme", "--page", "--rows"), paths, strict=True)
+        for word in (name, str(path))
+    ]
+    assert readme_tables.main(["--results", str(tmp_path / "none"), *places]) == 0
+    for path in paths:
         assert "No results yet" in path.read_text()
     assert plots.main(["--results", str(tmp_path / "none")]) == 2
 

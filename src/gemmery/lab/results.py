@@ -113,10 +113,15 @@ def read(path: Path) -> dict[str, Any]:
     return data
 
 
+def triton_version(result: Mapping[str, Any]) -> str:
+    """The version of Triton that a result was measured with, as 3.6."""
+    return ".".join(result["triton"].split(".")[:2])
+
+
 def kind(result: Mapping[str, Any]) -> str:
     """The type, the version of Triton where it is not `TRITON`, the seed of rows that are not the suite's own, and
     whether ours was tuned beforehand."""
-    version = ".".join(result["triton"].split(".")[:2])
+    version = triton_version(result)
     words = [result["dtype"], *([f"Triton {version}"] if version != TRITON else [])]
     words += [f"seed {result['drawn']}"] if "drawn" in result else []
     return ", ".join([*words, *(["tuned"] if result.get("tuned") else [])])

@@ -1,0 +1,155 @@
+"""Figures that README and docs/ quote in sentences: each is what the recorded results have."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import records
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = records.read_results(records.RESULTS)
+MODELS = {entry["name"]: entry for data in records.read_models(records.RESULTS) for entry in data["entries"]}
+
+
+def result(suite, triton="3.6", dtype=None):
+    """The result of a suite: bf16, or of rows with types of their own."""
+    wanted = ("bf16", "mixed") if dtype is None else (dtype,)
+    (found,) = [
+        one
+        for one in RESULTS
+        if one["suite"] == suite
+        and one["dtype"] in wanted
+        and one["triton"].startswith(triton)
+        and "drawn" not in one
+    ]
+    return found
+
+
+def row(suite, name, regime="burst", **which):
+    (found,) = [one for one in result(suite, **which)["rows"] if one["name"] == name]
+    return found["summary"][regime]["ratio"]["cublas"]["median"]
+
+
+def summary(suite, name=None):
+    """The figures of a suite, or of a part of it, beside cuBLAS."""
+    return dict(records.parts(result(suite)))[name or suite]["burst"]["cublas"]
+
+
+def rows(suite):
+    return {one["name"]: row(suite, one["name"]) for one in result(suite)["rows"]}
+
+
+def beside(entry, method, base):
+    """A method's time over that of another, the median over the rounds."""
+    times = MODELS[entry]["times"]
+    ratios = sorted(x / y for x, y in zip(times[method], times[base], strict=True))
+    return ratios[len(ratios) // 2]
+
+
+def held(method):
+    return MODELS[GATED]["held_bytes"][method] / 2**20
+
+
+def near():
+    """Rows of the suites of known models that are within 2 % of cuBLAS or faster, and all."""
+    found = [*rows("llm").values(), *rows("decode").values()]
+    return sum(ratio >= 0.98 for ratio in found), len(found)
+
+
+def costs(*names):
+    return [100 * (beside("epilogues, 4096×14336×4096", name, "bare") - 1) for name in names]
+
+
+GATED = "GatedMLP, forward and backward, M=8192"
+LLAMA = "Llama of 1.2B, decoding 16 rows in a CUDA graph"
+#: Page, sentence with a group for each figure, and what these have to be.
+QUOTED = {
+    "near cuBLAS": ("README.md", r"are (\d+) of the (\d+) rows", near),
+    "near cuBLAS, on the first page": ("docs/index.md", r"are (\d+) of the (\d+) rows", near),
+    "invariance": (
+        "README.md",
+        r"in the mean of (\d+) products of known models \(ratio ([\d.]*\d)\) and (\d+) % at worst",
+        lambda: (
+            summary("invariant")["rows"], summary("invariant")["geomean"], 100 * (1 - summary("invariant")["worst"]),
+        ),
+    ),
+    "invariance, on its page": (
+        "docs/batch-invariance.md",
+        r"([\d.]*\d) in the geometric mean of (\d+) products and ([\d.]*\d) at worst",
+        lambda: tuple(summary("invariant")[name] for name in ("geomean", "rows", "worst")),
+    ),
+    "memory": (
+        "README.md",
+        r"it holds (\d+) MiB, `torch.compile` (\d+) and eager torch (\d+), in the same time \(ratios ([\d.]*\d) and ([\d.]*\d)\)",
+        lambda: (
+            *map(held, ("gemmery", "compile", "eager")),
+            *(beside(GATED, name, "gemmery") for name in ("compile", "eager")),
+        ),
+    ),
+    "layouts": (
+        "README.md",
+        r"is ([\d.]*\d) times as fast on odd sizes, ([\d.]*\d) times on views of batches, ([\d.]*\d) times on strided operands, "
+        r"and ([\d.]*\d) times in the worst",
+        lambda: (*(summary(name)["geomean"] for name in ("odd", "views", "strided")), summary("strided")["worst"]),
+    ),
+    "fp32 and tf32": (
+        "README.md",
+        r"TF32:\*\* ([\d.]*\d) of cuBLAS. `precision=\"tf32\"` has ([\d.]*\d) with b as a weight is stored, ([\d.]*\d) otherwise",
+        lambda: tuple(row("dtypes", name) for name in ("fp32 4096", "tf32 4096", "tf32 NN 4096")),
+    ),
+    "fp8 with exact sums": (
+        "README.md",
+        r"exact sums:\*\* ([\d.]*\d) of torch. With `fast_accum=True` the ratio is about ([\d.]*\d)",
+        lambda: (summary("scaled_accurate", "scaled_accurate_fp8")["geomean"], summary("scaled")["geomean"]),
+    ),
+    "tiny matrices": ("README.md", r"share nothing: ([\d.]*\d) with 16384", lambda: (row("bmm", "16384 of 32"),)),
+    "a compiled model": (
+        "README.md",
+        r"a compiled Llama takes ([\d.]*\d) of the time of a swapped one, and a swapped and compiled one ([\d.]*\d)",
+        lambda: tuple(beside(LLAMA, name, "gemmery") for name in ("compile", "gemmery compiled")),
+    ),
+    "widths of tiles": (
+        "docs/overview.md",
+        r"3072³ reaches ([\d.]*\d) of cuBLAS, 4096 × 2112 × 7168 ([\d.]*\d)",
+        lambda: (row("square", "3072", dtype="bf16"), row("llm", "DeepSeek-V3 qkv_a M=4096")),
+    ),
+    "fp32, by layout": (
+        "docs/overview.md",
+        r"reaches ([\d.]*\d) of cuBLAS where K is adjacent in b, as in a Linear's weight, and ([\d.]*\d) where",
+        lambda: tuple(row("dtypes", name) for name in ("fp32 4096", "fp32 NN 4096")),
+    ),
+    "MXFP8": (
+        "docs/low-bit.md",
+        r"takes ([\d.]*\d) times as long as cuBLAS .* at 16 rows, ([\d.]*\d) times at 128, and ([\d.]*\d) times with many",
+        lambda: tuple(1 / row("scaled_mx", name) for name in ("mx 8192 M=16", "mx 8192 M=128", "mx 8192 M=1024")),
+    ),
+    "epilogues": (
+        "docs/epilogues.md",
+        r"GELU, SiLU, sigmoid and tanh (\d+) to (\d+) %, a residual (\d+) %, and `logsumexp` (\d+) %",
+        lambda: (
+            min(costs("gelu", "silu", "sigmoid", "tanh")), max(costs("gelu", "silu", "sigmoid", "tanh")),
+            *costs("residual", "logsumexp"),
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", QUOTED)
+def test_what_a_page_quotes_is_what_was_measured(name):
+    page, sentence, figures = QUOTED[name]
+    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    found = re.search(sentence, text)
+    assert found, f"{page} has no such sentence any more"
+    for quoted, measured in zip(found.groups(), figures(), strict=True):
+        digits = len(quoted.partition(".")[2])
+        assert float(quoted) == pytest.approx(measured, abs=0.5000001 * 10**-digits), (quoted, measured)
+
+
+def test_mxfp8_is_slower_than_bf16_where_pages_say_so():
+    ratios = rows("scaled_mx")
+    assert [name for name, ratio in ratios.items() if ratio > 1] == ["mx 8192 M=16"]
+    assert all(0.3 < ratio < 0.37 for name, ratio in ratios.items() if not name.endswith(("M=16", "M=128")))
+    for page in ("README.md", "docs/overview.md", "docs/support.md", "docs/low-bit.md"):
+        text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+        assert re.search(r"MXFP8[^.]*slower than bf16", text.replace("**", "")), page
