@@ -305,12 +305,23 @@ def _show(run: Comparison, console: Console, sentences: bool) -> None:
     console.print(table)
     console.print("error: ||y - exact|| / ||exact|| against float64, the worst call", style="dim")
 
-    note = " (interpreted: it says nothing about the kernels' speed)" if INTERPRETED else ""
-    console.print(
-        f"one pass: torch {_span(run.seconds['torch'])}, gemmery {_span(run.seconds['gemmery'])}{note}"
-    )
+    if not INTERPRETED:  # the interpreter's time says nothing about the kernels
+        console.print(
+            f"one pass: torch {_span(run.seconds['torch'])}, gemmery {_span(run.seconds['gemmery'])}"
+        )
     verdict = "[green]passed[/]" if run.passed else "[red]FAILED[/]"
-    console.print(f"smallest cosine {min(run.cosine):.8f}, wanted {WANTED}: {verdict}")
+    console.print(f"Checked in {run.dtype}: {checked(run)}: {verdict}", highlight=False, soft_wrap=True)
+
+
+def checked(run: Comparison) -> str:
+    """What a comparison compared, and how near the results came, in words."""
+    calls = sum(gemm.calls for gemm in run.gemms)
+    error, torch_error = (max(getattr(gemm, name) for gemm in run.gemms) for name in ("error", "torch_error"))
+    return (
+        f"{run.layers} layers of the model replaced; all {calls} products of a pass, {len(run.gemms)} distinct ones, "
+        f"compared with float64 (largest error {error:.1e}, torch's {torch_error:.1e}); the vectors of "
+        f"{len(run.cosine)} sentences compared with torch's (smallest cosine {min(run.cosine):.8f}, wanted {WANTED})"
+    )
 
 
 def _span(seconds: float) -> str:
