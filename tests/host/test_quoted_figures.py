@@ -90,7 +90,7 @@ QUOTED = {
     "layouts": (
         "README.md",
         r"is ([\d.]*\d) times as fast on odd sizes, ([\d.]*\d) times on views of batches, ([\d.]*\d) times on strided operands, "
-        r"and ([\d.]*\d) times in the worst",
+        r"and ([\d.]*\d) times as fast in the worst",
         lambda: (*(summary(name)["geomean"] for name in ("odd", "views", "strided")), summary("strided")["worst"]),
     ),
     "fp32 and tf32": (
