@@ -31,6 +31,7 @@ from benchmarks.records import (  # noqa: E402
     row_round,
     run_line,
     two_groups,
+    versions,
 )  # fmt: skip
 from gemmery.lab import suites  # noqa: E402
 from gemmery.lab.display import left_out, ratio  # noqa: E402
@@ -69,21 +70,18 @@ def few_lines(results: list[Data]) -> str:
     if not results:
         return NONE
     found = groups(results)
-    versions = sorted(
-        {name for _, each in found for name in each}, key=lambda x: [*map(int, x.split("."))], reverse=True
-    )
-    head = ["products, and beside what", "rows", *(f"Triton {version}" for version in versions)]
+    shown = versions(found)
+    head = ["products, and beside what", "rows", *(f"Triton {version}" for version in shown)]
     lines = []
     for group, each in found:
-        counts = sorted({figures["rows"] for figures in each.values()})
-        cells = [
-            f"**{each[v]['geomean']:.2f}** · {each[v]['p10']:.2f} · {each[v]['worst']:.2f}"
-            if v in each
-            else ""
-            for v in versions
-        ]
+        counts = sorted({len(pooled.ratios) for pooled in each.values()})
+        cells = [_three(each[version].figures) if version in each else "" for version in shown]
         lines.append([group.title, " or ".join(map(str, counts)), *cells])
     return _table(head, lines, "lrr")
+
+
+def _three(figures: Data) -> str:
+    return f"**{figures['geomean']:.2f}** · {figures['p10']:.2f} · {figures['worst']:.2f}"
 
 
 # --- the summary ----------------------------------------------------------------------------------------------------

@@ -25,8 +25,8 @@ from gemmery.lab.results import (  # noqa: E402
 )
 
 __all__ = [
-    "RESULTS", "Bar", "Data", "bar_of", "groups", "kind", "parts", "peers", "read_models", "read_results", "regimes",
-    "row_round", "run_line", "two_groups",
+    "RESULTS", "Bar", "Data", "Group", "Pooled", "bar_of", "groups", "kind", "parts", "peers", "read_models",
+    "read_results", "regimes", "row_round", "run_line", "two_groups", "versions",
 ]  # fmt: skip
 RESULTS = ROOT / "benchmarks" / "results"
 #: Suites in the order in which they are shown; others follow by name.
@@ -168,26 +168,43 @@ def parts(result: Data) -> list[tuple[str, Summary]]:
     return [(name, summary) for name, summary in found if summary]
 
 
-def groups(results: Sequence[Data]) -> list[tuple[Group, dict[str, Data]]]:
-    """The groups that have results, each with its figures by version of Triton; at most `MOST_GROUPS`."""
+@dataclass(frozen=True)
+class Pooled:
+    """The rows of a group's suites that were measured with one version of Triton.
+
+    Attributes:
+        ratios: of each row beside the fastest of its peers, the median over the rounds.
+        figures: their summary, see `gemmery.lab.results.summarise`.
+    """
+
+    ratios: list[float]
+    figures: Data
+
+
+def groups(results: Sequence[Data]) -> list[tuple[Group, dict[str, Pooled]]]:
+    """The groups that have results, each with its rows by version of Triton; at most `MOST_GROUPS`."""
     found = []
     for group in GROUPS:
-        pooled: dict[str, list[Data]] = {}
+        rows: dict[str, list[Data]] = {}
         for result in results:
             if (
                 result["suite"] in group.suites
                 and result["dtype"] in ("bf16", "mixed")
                 and not result.get("tuned")
             ):
-                pooled.setdefault(triton_version(result), []).extend(_by_the_best(result))
-        figures = {
-            version: summarise(rows).get(group.regime, {}).get(BEST) for version, rows in pooled.items()
-        }
-        if known := {version: each for version, each in figures.items() if each is not None}:
-            found.append((group, known))
+                rows.setdefault(triton_version(result), []).extend(map(_with_best, result["rows"]))
+        if pooled := {version: one for version, each in rows.items() if (one := _pooled(each, group.regime))}:
+            found.append((group, pooled))
     return found[:MOST_GROUPS]
 
 
-def _by_the_best(result: Data) -> list[Data]:
-    """A result's rows with the fastest of their peers, which may be the only one."""
-    return [_with_best(row) for row in result["rows"]]
+def _pooled(rows: Sequence[Data], regime: str) -> Pooled | None:
+    figures = summarise(rows).get(regime, {}).get(BEST)
+    measured = (row["summary"][regime]["ratio"] for row in rows if regime in row["summary"])
+    return None if figures is None else Pooled([one[BEST]["median"] for one in measured if one], figures)
+
+
+def versions(found: Sequence[tuple[Group, dict[str, Pooled]]]) -> list[str]:
+    """The versions of Triton among them, the newest first."""
+    known = {version for _, each in found for version in each}
+    return sorted(known, key=lambda version: [*map(int, version.split("."))], reverse=True)

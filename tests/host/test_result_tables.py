@@ -350,3 +350,23 @@ def test_without_square_there_is_one_picture(results, tmp_path):
     shutil.move(folder / "a.json", tmp_path / "one" / "a.json")
     assert plots.main(["--results", str(tmp_path / "one"), "--out", str(tmp_path / "drawn")]) == 0
     assert [path.name for path in (tmp_path / "drawn").iterdir()] == ["ratios.png"]
+
+
+def test_the_picture_of_the_groups_has_every_row_of_the_table(tmp_path):
+    data = [
+        ratios_of("llm", [0.1, 0.9, 1.1]), ratios_of("decode", [1.0, 9.0], "3.9.0"), ratios_of("decode", [1.5], "3.6.0"),
+    ]  # fmt: skip
+    found = {group.suites[0]: each for group, each in records.groups(data)}
+    assert found["llm"]["3.6"].ratios == [0.1, 0.9, 1.1]
+    assert {version: pooled.ratios for version, pooled in found["decode"].items()} == {
+        "3.9": [1.0, 9.0],
+        "3.6": [1.5],
+    }
+    plots.draw_groups(data, tmp_path / "groups.svg")
+    text = (tmp_path / "groups.svg").read_text()
+    for word in ("known models, 512 to 8192 rows", "known models, 1 to 384 rows", "Triton 3.9", "Triton 3.6"):
+        assert word in text
+    # What is beyond the axis is drawn at its edge.
+    more = [ratios_of("llm", [0.9, 0.9, 1.1]), *data[1:]]
+    plots.draw_groups(more, tmp_path / "other.svg")
+    assert (tmp_path / "other.svg").read_text().count("<use ") == text.count("<use ")
