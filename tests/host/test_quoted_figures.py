@@ -31,6 +31,12 @@ def row(suite, name, regime="burst", **which):
     return found["summary"][regime]["ratio"]["cublas"]["median"]
 
 
+def times(suite, name):
+    """Microseconds by method."""
+    (found,) = [one for one in result(suite)["rows"] if one["name"] == name]
+    return found["summary"]["burst"]["us"]
+
+
 def summary(suite, name=None):
     """The figures of a suite, or of a part of it, beside cuBLAS."""
     return dict(records.parts(result(suite)))[name or suite]["burst"]["cublas"]
@@ -123,6 +129,11 @@ QUOTED = {
         "docs/low-bit.md",
         r"takes ([\d.]*\d) times as long as cuBLAS .* at 16 rows, ([\d.]*\d) times at 128, and ([\d.]*\d) times with many",
         lambda: tuple(1 / row("scaled_mx", name) for name in ("mx 8192 M=16", "mx 8192 M=128", "mx 8192 M=1024")),
+    ),
+    "a slow shape": (
+        "docs/recipes/slow-shape.md",
+        r"measured this very product: (\d+) µs, and (\d+) µs for cuBLAS",
+        lambda: tuple(times("odd", "K odd")[name] for name in ("gemmery", "cublas")),
     ),
     "epilogues": (
         "docs/epilogues.md",
