@@ -91,6 +91,9 @@ class _Pieces:
     @classmethod
     def of(cls, call: Call, product: Tensor | None, grads: Sequence[Tensor | None]) -> _Pieces:
         rank = len(call.shape)
+        lead = tuple((call if product is None else product).shape)[:-1]
+        if any(g is not None and lead not in (tuple(g.shape), tuple(g.shape[:-1])) for g in grads):
+            raise Untraceable("a result has neither the product's rows nor is one of its reduced rows")
         matrices = [i for i, g in enumerate(grads) if g is not None and g.dim() == rank and g.shape[-1] > 1]
         if not matrices:
             raise Untraceable("no result that is a matrix is differentiated")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +28,7 @@ from .dispatch import (
 from .epilogues.function import captured_of
 from .epilogues.identity import Captured
 from .epilogues.table import TYPES
+from .epilogues.trace import stand_ins
 from .formats.tensor import QuantizedTensor
 from .problem import PRECISIONS, accumulator
 from .prologue import Prologue
@@ -187,16 +189,51 @@ class Call:
 def outputs_of(call: Call, product: Tensor, inputs: Sequence[Any] | None = None) -> tuple[list[Tensor], bool]:
     """What the function makes of a product in torch, cast as the kernel would; and whether it returned a tuple."""
     results, many = call.apply(product, call.inputs if inputs is None else inputs, inputs is not None)
-    if not all(isinstance(x, Tensor) for x in results):
-        raise TypeError(f"{call.op}: the epilogue returns something else than tensors")
-    types = output_types(call, described(results, product))
+    if not results or not all(isinstance(x, Tensor) for x in results):
+        what = "something else than tensors" if results else "no tensor"
+        raise TypeError(f"{call.op}: the epilogue returns {what}")
+    columns = _columns_of_wide(call) if product.shape[-1] <= 2 else None
+    types = output_types(call, described(results, product, columns))
     return [x.to(dtype) for x, dtype in zip(results, types, strict=True)], many
 
 
-def described(results: Sequence[Tensor], product: Tensor) -> list[tuple[torch.dtype, bool]]:
-    """The types that a function left its results in, and which are matrices: not the product's reduced rows."""
-    narrow = product.shape[-1] <= 2
-    return [(x.dtype, x.dim() == product.dim() and (narrow or x.shape[-1] != 1)) for x in results]
+def described(
+    results: Sequence[Tensor], product: Tensor, columns: Sequence[int] | None = None
+) -> list[tuple[torch.dtype, bool]]:
+    """The types that a function left its results in, and which are matrices: not the product's reduced rows.
+
+    Args:
+        columns: of the results of a wide product, where they are known. In a product of one column or two, the columns
+            of its own don't tell a row that has kept its dimension from a matrix.
+    """
+    narrow = product.shape[-1] <= 2 and columns is None
+    widths = [x.shape[-1] if x.dim() else 1 for x in results] if columns is None else columns
+    return [
+        (x.dtype, x.dim() == product.dim() and (narrow or width != 1))
+        for x, width in zip(results, widths, strict=True)
+    ]
+
+
+def _columns_of_wide(call: Call) -> list[int] | None:
+    """How many columns a call's results have where the product is wide; None where the function fails there."""
+    sizes = stand_ins(len(call.shape), bool(call.shape[-1] % 2))[0]
+
+    def columns() -> list[int] | None:
+        meta = [
+            torch.empty(sizes.of(dimensions(call, i, x, call.shape)), dtype=x.dtype, device="meta")
+            if isinstance(x, Tensor)
+            else x
+            for i, x in enumerate(call.inputs)
+        ]
+        product = torch.empty((*sizes.batch, sizes.M, sizes.N), dtype=call.summed, device="meta")
+        try:
+            return [x.shape[-1] if x.dim() else 1 for x in call.apply(product, meta, rebuilt=True)[0]]
+        except (RuntimeError, ValueError, TypeError, IndexError):
+            return None  # it depends on the sizes
+
+    # In a thread of its own nothing that surrounds the call, such as a mode, takes part.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(columns).result()
 
 
 def output_types(call: Call, outputs: Sequence[tuple[torch.dtype, bool]]) -> list[torch.dtype]:

@@ -37,6 +37,7 @@ from .dispatch import (
     needs_dispatcher,
     operand_names,
 )
+from .epilogues.check import warn
 from .epilogues.function import Epilogue, Held
 from .epilogues.identity import value_key
 from .epilogues.lower import WHOLE, Program
@@ -309,6 +310,8 @@ def _by_reference(call: Call, out: Tensor | None) -> tuple[list[Tensor], bool]:
         for b in (b, call.right) if b is not None
     ]  # fmt: skip
     results, many = outputs_of(call, halves[0] if len(halves) == 1 else torch.cat(halves, dim=-1))
+    if call.a.device.type == "cpu":
+        warn(call)
     if out is not None:
         _check_out(call, out, [(tuple(x.shape), x.dtype) for x in results], many)
         results = [out.copy_(results[0])]
@@ -365,10 +368,10 @@ def _prepare(call: Call, out: Tensor | None) -> Prepared:
     made = program(call)
     before = None if call.prologue is None else call.prologue.program(call.a)
     shape = call.shape
-    types = output_types(call, [(x.dtype, x.reduced is None) for x in made.outputs])
+    types = output_types(call, [(x.dtype, x.matrix) for x in made.outputs])
     results = Results(made, shape, tuple(types), call.summed)
     if out is not None:
-        _check_out(call, out, results.matrices, made.many)
+        _check_out(call, out, results.whole, made.many)
     options = call.options
     sums = any(x.reduced and x.reduced.kind not in ("amax", "amin") for x in made.outputs)
     if options.batch_invariant and (sums or made.whole):

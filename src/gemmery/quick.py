@@ -98,7 +98,7 @@ def learn(
         options: see `fused.product`.
     """
     program = results.program
-    copied = any(x.same is not None for x in program.outputs)
+    copied = any(x.same is not None or x.kept is not None for x in program.outputs)
     if program.main is None or results.reduces or plan.direct is None or copied:
         return
     looked = _look((*given, *call.captured.tensors), torch.is_grad_enabled())

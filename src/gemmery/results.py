@@ -40,10 +40,18 @@ class Results:
 
     @property
     def matrices(self) -> list[tuple[tuple[int, ...], torch.dtype] | None]:
-        """Shape and type of each result that is a matrix, None for reduced rows."""
+        """Shape and type of what is stored of each result as a matrix, None for reduced rows."""
         return [
             None if x.reduced is not None else ((*self.shape[:-1], self._columns(x.columns)), dtype)
             for x, dtype in zip(self.program.outputs, self.types, strict=True)
+        ]
+
+    @property
+    def whole(self) -> list[tuple[tuple[int, ...], torch.dtype] | None]:
+        """The same for results that are these matrices, None for all others."""
+        return [
+            None if x.kept is not None else known
+            for x, known in zip(self.program.outputs, self.matrices, strict=True)
         ]
 
     def allocate(self, device: torch.device, slots: int, out: Tensor | None = None) -> list[Any]:
@@ -96,12 +104,13 @@ class Results:
 
     def finish(self, tensors: list[Any]) -> list[Tensor]:
         """The results, once the kernel has run: the parts of reduced rows are put together."""
-        return [
-            x
-            if output.reduced is None
-            else _joined(output.reduced, x, self._columns(output.reduced.columns)).to(dtype)
-            for output, x, dtype in zip(self.program.outputs, tensors, self.types, strict=True)
-        ]
+        results = []
+        for output, x, dtype in zip(self.program.outputs, tensors, self.types, strict=True):
+            if output.reduced is not None:
+                x = _joined(output.reduced, x, self._columns(output.reduced.columns)).to(dtype)
+            x = x if output.kept is None else _cut(x, output.kept)
+            results.append(x.unsqueeze(-1) if output.reduced is not None and output.reduced.keepdim else x)
+        return results
 
     def apart(self, tensors: list[Tensor]) -> list[Tensor]:
         """Results of which no two are one tensor, as torch's functions return them."""
@@ -127,4 +136,13 @@ def _joined(reduction: Reduction, parts: list[Tensor], columns: int) -> Tensor:
         largest = first.amax(-1, keepdim=True)
         shift = torch.where(largest.abs() == math.inf, 0.0, largest)
         row = (parts[1] * torch.exp(first - shift)).sum(-1).log() + shift.squeeze(-1)
-    return row.unsqueeze(-1) if reduction.keepdim else row
+    return row
+
+
+def _cut(result: Tensor, kept: tuple[bool, ...]) -> Tensor:
+    """Of a result that is alike along some dimensions, what the function returned; see `Output.kept`."""
+    for _ in range(result.dim() - len(kept)):
+        result = result.select(0, 0)
+    for dim, is_kept in enumerate(kept):
+        result = result if is_kept else result.narrow(dim, 0, 1)
+    return result.clone(memory_format=torch.contiguous_format)

@@ -69,7 +69,9 @@ def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
 
 def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     wide = x if x.dtype in _WIDE else x.float()
-    return (wide - torch.logsumexp(wide, dim, keepdim=True)).to(x.dtype)
+    # The largest first: beside large numbers the logarithm of the sum is lost.
+    below = wide - torch.amax(wide, dim, keepdim=True)
+    return (below - torch.log(torch.exp(below).sum(dim, keepdim=True))).to(x.dtype)
 
 
 #: Of any type.

@@ -6,7 +6,6 @@ dimension, COLS are columns of a half, and a value of whole width is two blocks,
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
 from collections.abc import Sequence
@@ -25,11 +24,12 @@ from .table import (
     CONSTANTS,
     FLOATING,
     LOGICAL,
+    OF_BOOLS,
     OF_INTEGERS,
+    QUOTIENTS,
     REDUCTIONS,
     TYPES,
     VIEWS,
-    supported,
 )
 from .trace import Argument, Number, Shape, Sizes
 
@@ -60,11 +60,13 @@ class Reduction:
         kind: of `table.REDUCTIONS`.
         columns: how many columns of the product's there are in a row, as "N", "N/2" or "2N".
         parts: the variables, each (ROWS,), that a block leaves, with the value that changes nothing.
+        shape: of the row in the stand-ins' sizes, without the dimension that was reduced.
     """
 
     kind: str
     columns: str
     parts: tuple[tuple[str, float], ...]
+    shape: tuple[int, ...]
     keepdim: bool = False
 
 
@@ -76,6 +78,10 @@ class Output:
         dtype: as the function leaves it.
         columns: of the output, as "N", "N/2" or "2N"; "" for a reduced row.
         reduced: for such a row, how its parts are put together.
+        kept: of a result that is less than the product's matrices or rows, such as one of an argument alone, for each
+            dimension whether it is the product's, where it else is 1; it lacks the others, which come first. None for
+            all. The kernel makes a matrix or rows of it, of which the first are kept.
+        matrix: whether it is stored as matrices are, in the product's type; not a row, though it has one column.
         places: which of the epilogue's tensors it is, or its parts are; () for what the kernel stores itself.
         same: the number of an output before it that holds the same, if one does.
     """
@@ -85,6 +91,8 @@ class Output:
     reduced: Reduction | None = None
     places: tuple[int, ...] = ()
     same: int | None = None
+    kept: tuple[bool, ...] | None = None
+    matrix: bool = True
 
 
 @dataclass(frozen=True)
@@ -128,11 +136,13 @@ class Program:
 # Lowering
 
 
+#: Where messages send for what can be used.
+GUIDE = 'see "What can be traced" in docs/epilogues.md'
 #: Columns of the widest product of which a tile can be as wide.
 WHOLE = 256
 #: Keyword arguments that are read, of operators that are more than a line of a table.
 _KEYWORDS = {
-    "gelu": {"approximate"}, "clamp": {"min", "max"}, "rsub": {"alpha"},
+    "gelu": {"approximate"}, "clamp": {"min", "max"}, "rsub": {"alpha"}, "div": {"rounding_mode"},
     "_to_copy": {"dtype", "layout", "device", "pin_memory", "non_blocking", "memory_format"},
     "slice": {"dim", "start", "end", "step"}, "split": {"dim"}, "split_with_sizes": {"dim"}, "cat": {"dim"},
 }  # fmt: skip
@@ -167,9 +177,8 @@ class _Lowering:
         return name
 
     def fail(self, node: fx.Node, what: str) -> Untraceable:
-        where = node.meta.get("where", "an unknown line")
-        kind = f"{self.role.capitalize()}s"
-        return Untraceable(f"the {self.role} {self.name} {what} ({where}). {kind} can use {supported()}.")
+        where = f" ({node.meta['where']})" if "where" in node.meta else ""
+        return Untraceable(f"the {self.role} {self.name} {what}{where}; {GUIDE}")
 
     @property
     def _width(self) -> int:
@@ -244,7 +253,12 @@ class _Lowering:
             return expression
         return f"as_type(as_type({expression}, {TYPES[dtype]}), {TYPES[self.compute]})"
 
-    def constant(self, number: Any) -> str:
+    def constant(self, number: Any, kind: torch.dtype | None = None) -> str:
+        """A Python number, in a type if there is one; integers wrap, as in torch."""
+        if kind is not None and not kind.is_floating_point:
+            return f"tl.full((), {_wrapped(number, kind)}, {TYPES[kind]})"
+        if kind is not None:
+            number = float(number)
         if isinstance(number, float) and not math.isfinite(number):
             return f'float("{number}")'
         return repr(number)
@@ -271,17 +285,18 @@ class _Lowering:
         if reduced and operator_name not in (*VIEWS, "_to_copy"):
             self._complete(node)
         special = {
-            "gelu": self._gelu, "silu": self._silu, "softplus": self._softplus,
+            "gelu": self._gelu, "silu": self._silu, "softplus": self._softplus, "div": self._div,
             "where": self._where, "clamp": self._clamp, "pow": self._pow, "square": self._square,
             "rsub": self._rsub, "_to_copy": self._cast, "split_with_sizes": self._split, "split": self._split,
-            "slice": self._slice, "cat": self._cat,
+            "slice": self._slice, "cat": self._cat, "bitwise_not": self._not,
         }  # fmt: skip
         if operator_name in special:
             if unread := set(node.kwargs) - _KEYWORDS.get(operator_name, set()):
                 raise self.fail(node, f"uses {node.target} with {', '.join(sorted(unread))}")
             return special[operator_name](node)
-        if operator_name in OF_INTEGERS and node.meta["val"].dtype != torch.bool:
-            return self._elementwise(node, OF_INTEGERS[operator_name], OF_INTEGERS)
+        own = OF_BOOLS if node.meta["val"].dtype == torch.bool else OF_INTEGERS
+        if operator_name in own:
+            return self._elementwise(node, own[operator_name], own)
         for table in (ARITHMETIC, FLOATING, LOGICAL, BOOLEAN):
             if operator_name in table:
                 return self._elementwise(node, table[operator_name], table)
@@ -302,22 +317,36 @@ class _Lowering:
         result = node.meta["val"]
         rows, wide, _ = self.form(node, result.shape)
         times = max([len(x.names) for x in inputs if isinstance(x, Value)] or [1])
+        # The interpreter loses the type of a scalar's comparison where it meets that of a block.
+        single = result.dtype == torch.bool and not any(
+            isinstance(x, Value) and (x.rows or x.wide) for x in inputs
+        )
         names = []
         for half in range(times):
             texts = []
             for x in inputs:
                 if not isinstance(x, Value):
-                    texts.append(
-                        self.constant(float(x) if kind is not None and kind.is_floating_point else x)
-                    )
+                    text = self.constant(x, kind)
+                    if kind is not None and kind.is_floating_point and "{0}, {1}" in template:
+                        # Functions look at the types of what they are given.
+                        text = f"tl.full((), {text}, {self.inside(kind)})"
+                    texts.append(text)
                     continue
                 text = x.names[half] if len(x.names) > 1 else x.names[0]
-                if kind is not None and self.inside(x.dtype) != self.inside(kind):
-                    text = f"{text}.to({self.inside(kind)})"
-                texts.append(text)
+                if single:
+                    text = f"tl.broadcast_to({text}, (1, 1))"
+                texts.append(text if kind is None else self.converted(text, x.dtype, kind))
             expression = template.format(*[f"({text})" if " " in text else text for text in texts])
             names.append(self.emit(self.rounded(f"({expression})", result.dtype)))
         return Value(tuple(names), result.dtype, rows, wide)
+
+    def converted(self, text: str, dtype: torch.dtype, kind: torch.dtype) -> str:
+        """A value of one type in another, as torch converts what it combines."""
+        if self.inside(dtype) == self.inside(kind):
+            return text
+        if kind == torch.bool:
+            return f"as_type({text}, tl.int1)"
+        return f"{text}.to({self.inside(kind)})"
 
     def shape_of(self, node: Any) -> tuple[int, ...]:
         """The shape of a node's tensor."""
@@ -327,13 +356,28 @@ class _Lowering:
         values = self.values if _only_seen(node) else self.values | self.complete
         return [values[x] if isinstance(x, fx.Node) else x for x in node.args]
 
-    def _common(self, inputs: Sequence[Any]) -> torch.dtype:
-        """The type in which numbers of these types are compared."""
-        types = [x.dtype for x in inputs if isinstance(x, Value)]
-        constants = [x for x in inputs if not isinstance(x, Value)]
-        if any(dtype.is_floating_point for dtype in types) or any(isinstance(x, float) for x in constants):
-            return self.compute
-        return functools.reduce(torch.promote_types, types)
+    def _common(self, node: fx.Node) -> torch.dtype:
+        """The type in which an operator's inputs are compared."""
+        given: list[Any] = [x.meta["val"].meta if isinstance(x, fx.Node) else x for x in node.args]
+        return torch.result_type(*given) if len(given) == 2 else given[0].dtype
+
+    def _compare(self, node: fx.Node, template: str) -> Value:
+        inputs, kind = self._inputs(node), self._common(node)
+        if not kind.is_floating_point:
+            # No integer is infinite or NaN.
+            return self._apply(node, "{0} != {0}" if len(inputs) == 1 else template, inputs, kind)
+        # One operand may have to be rounded to the other's type: a tensor decides over a number.
+        for i, x in enumerate(inputs):
+            if not isinstance(x, Value):
+                inputs[i] = torch.tensor(x, dtype=kind).item()
+            elif x.dtype != kind:
+                inputs[i] = self._in_type(x, kind)
+        return self._apply(node, template, inputs, kind)
+
+    def _in_type(self, x: Value, kind: torch.dtype) -> Value:
+        """A value in another floating-point type, rounded to it."""
+        names = [self.rounded(self.converted(name, x.dtype, kind), kind) for name in x.names]
+        return replace(x, names=tuple([self.emit(name) for name in names]), dtype=kind)
 
     def _elementwise(self, node: fx.Node, template: str, table: dict[str, str]) -> Value:
         inputs = self._inputs(node)
@@ -341,29 +385,41 @@ class _Lowering:
         inputs, rest = (inputs[:2], inputs[2:]) if arguments else (inputs[:1], inputs[1:])
         if any(x is not None for x in rest) or {k for k in node.kwargs if k != "alpha"}:
             raise self.fail(node, f"uses {node.target} with {[*rest, *node.kwargs]}")
+        if table is LOGICAL:
+            return self._compare(node, template)
+        dtype = node.meta["val"].dtype
         alpha = node.kwargs.get("alpha", 1)
         if alpha != 1:
-            template = template.replace("{1}", f"({self.constant(alpha)} * {{1}})")
-        dtype = node.meta["val"].dtype
-        kind = {id(LOGICAL): self._common(inputs), id(BOOLEAN): torch.bool}.get(id(table), dtype)
+            times = "&" if dtype == torch.bool else "*"
+            template = template.replace("{1}", f"({self.constant(alpha, dtype)} {times} {{1}})")
         if table is FLOATING and not dtype.is_floating_point:
             return replace(self._apply(node, "{0}", inputs[:1]), dtype=dtype)  # rounding an integer
-        return self._apply(node, template, inputs, kind)
+        return self._apply(node, template, inputs, torch.bool if table is BOOLEAN else dtype)
+
+    def _not(self, node: fx.Node) -> Value:
+        x, dtype = self._inputs(node)[0], node.meta["val"].dtype
+        if dtype == torch.bool:
+            return self._apply(node, BOOLEAN["bitwise_not"], [x], dtype)
+        return self._apply(node, OF_INTEGERS["bitwise_xor"], [x, -1], dtype)
+
+    def _div(self, node: fx.Node) -> Value:
+        mode = node.kwargs.get("rounding_mode")
+        template = FLOATING["div"] if mode is None else QUOTIENTS[str(mode)]
+        return self._apply(node, template, self._inputs(node), node.meta["val"].dtype)
 
     def _where(self, node: fx.Node) -> Value:
         condition, *others = self._inputs(node)
         kind = node.meta["val"].dtype
         # The condition keeps its type.
-        chosen = [self._apply_one(node, x, kind) for x in others]
+        chosen = [self._of_kind(x, kind) for x in others]
         return self._apply(node, "tl.where({0}, {1}, {2})", [condition, *chosen])
 
-    def _apply_one(self, node: fx.Node, x: Any, kind: torch.dtype) -> Any:
+    def _of_kind(self, x: Value, kind: torch.dtype) -> Value:
         """A value in another type, before it is combined."""
-        if not isinstance(x, Value):
-            return float(x) if kind.is_floating_point else x
         if self.inside(x.dtype) == self.inside(kind):
             return x
-        return replace(x, names=tuple(self.emit(f"{n}.to({self.inside(kind)})") for n in x.names), dtype=kind)
+        names = tuple(self.emit(self.converted(name, x.dtype, kind)) for name in x.names)
+        return replace(x, names=names, dtype=kind)
 
     def _clamp(self, node: fx.Node) -> Value:
         x, *bounds = self._inputs(node)
@@ -376,8 +432,8 @@ class _Lowering:
     def _pow(self, node: fx.Node) -> Value:
         x, exponent = self._inputs(node)
         templates = {
-            0: "{0} * 0.0 + 1.0", 1: "{0}", 2: "{0} * {0}", 3: "{0} * {0} * {0}", 4: "({0} * {0}) * ({0} * {0})",
-            -1: "1.0 / {0}", -2: "1.0 / ({0} * {0})", -3: "1.0 / ({0} * {0} * {0})",
+            0: "tl.full({0}.shape, 1, {0}.dtype)", 1: "{0}", 2: "{0} * {0}", 3: "{0} * {0} * {0}",
+            4: "({0} * {0}) * ({0} * {0})", -1: "1.0 / {0}", -2: "1.0 / ({0} * {0})", -3: "1.0 / ({0} * {0} * {0})",
             -4: "1.0 / (({0} * {0}) * ({0} * {0}))", 0.5: "tl.sqrt({0})", -0.5: "tl.rsqrt({0})",
         }  # fmt: skip
         if isinstance(exponent, Value) or not isinstance(x, Value) or exponent not in templates:
@@ -399,7 +455,7 @@ class _Lowering:
         x, beta, threshold = (self._inputs(node) + [1, 20][len(node.args) - 1 :])[:3]
         value = "softplus({0})"
         if beta != 1 or threshold < 16 or self.compute == torch.float64:
-            b, most = self.constant(beta), self.constant(threshold)
+            b, most = self.constant(float(beta)), self.constant(float(threshold))
             value = f"tl.where({{0}} * {b} > {most}, {{0}}, softplus({{0}} * {b}) / {b})"
         # Else, beyond the threshold, the sum is x in single precision.
         return self._apply(node, value, [x], node.meta["val"].dtype)
@@ -410,8 +466,9 @@ class _Lowering:
     def _rsub(self, node: fx.Node) -> Value:
         x, y, *alpha = self._inputs(node)
         factor = node.kwargs.get("alpha", alpha[0] if alpha else 1)
-        template = "{1} - {0}" if factor == 1 else f"{{1}} - {self.constant(factor)} * {{0}}"
-        return self._apply(node, template, [x, y], node.meta["val"].dtype)
+        kind = node.meta["val"].dtype
+        template = "{1} - {0}" if factor == 1 else f"{{1}} - {self.constant(factor, kind)} * {{0}}"
+        return self._apply(node, template, [x, y], kind)
 
     def _cast(self, node: fx.Node) -> Value:
         x: Value = self._inputs(node)[0]
@@ -439,10 +496,9 @@ class _Lowering:
         x: Value = self._inputs(node)[0]
         shape = node.meta["val"].shape
         if x.reduced is not None:
-            keepdim = len(shape) == len(self._product()) and shape[-1] == 1
-            if shape[-1] != 1 and tuple(shape) != self._product()[:-1]:
+            if tuple(shape) not in (x.reduced.shape, (*x.reduced.shape, 1)):
                 raise self.fail(node, f"gives a reduced row the shape {tuple(shape)}")
-            return replace(x, reduced=replace(x.reduced, keepdim=keepdim))
+            return replace(x, reduced=replace(x.reduced, keepdim=len(shape) > len(x.reduced.shape)))
         rows, wide, times = self.form(node, shape)
         if (x.rows and not rows) or (x.wide and not wide) or (x.wide and len(x.names) != times):
             raise self.fail(node, f"uses {node.target} in a way that moves elements")
@@ -482,7 +538,7 @@ class _Lowering:
         if len(pieces) != 2 or times != 2 or not halves or any(len(x.names) != 1 for x in pieces):
             raise self.fail(node, "concatenates something else than two halves of the last dimension")
         kind = node.meta["val"].dtype
-        pieces = [self._apply_one(node, x, kind) for x in pieces]
+        pieces = [self._of_kind(x, kind) for x in pieces]
         return Value(tuple(x.names[0] for x in pieces), kind, rows, wide)
 
     def _constant(self, node: fx.Node, name: str) -> Value:
@@ -490,13 +546,15 @@ class _Lowering:
         if number is None:
             number = node.args[0] if name == "scalar_tensor" else node.args[1]
         if isinstance(number, fx.Node):
-            value: Value = self.values[number]
-            return replace(value, dtype=node.meta["val"].dtype)
+            return self._of_kind(self.values[number], node.meta["val"].dtype)
         dtype = node.meta["val"].dtype
         if dtype not in TYPES:
             raise self.fail(node, f"makes a tensor of {dtype}")
-        number = float(number) if dtype.is_floating_point else number
-        return Value((self.emit(f"tl.full((), {self.constant(number)}, {self.inside(dtype)})"),), dtype)
+        if not dtype.is_floating_point:
+            return Value((self.emit(self.constant(number, dtype)),), dtype)
+        return Value(
+            (self.emit(f"tl.full((), {self.constant(number, dtype)}, {self.inside(dtype)})"),), dtype
+        )
 
     def _uniform(self, node: fx.Node) -> Value:
         """Random numbers, counted by where they are in the output."""
@@ -530,10 +588,10 @@ class _Lowering:
         shape = self.shape_of(node.args[0])
         dims: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
         dims = [dims] if isinstance(dims, int) else list(dims or [])
-        if [dim % len(shape) for dim in dims] != [len(shape) - 1] or not (x.rows and x.wide):
+        if dims not in ([-1], [len(shape) - 1]) or not x.wide:
+            over = f"dimensions {dims or 'all'} of {tuple(shape)}, where the product is {self._product()}"
             raise self.fail(
-                node,
-                f"uses {node.target} over dimensions {dims or 'all'}; only rows, the last dimension, can be reduced",
+                node, f"uses {node.target} over {over}; only rows, the last dimension, can be reduced"
             )
         if x.reduced is not None:
             raise self.fail(node, "reduces what has been reduced")
@@ -551,8 +609,8 @@ class _Lowering:
         ]
         parts = self._reduce(kind, inside, neutral)
         columns = {self.sizes.N: "N", self.sizes.N // 2: "N/2", 2 * self.sizes.N: "2N"}[shape[-1]]
-        reduction = Reduction(kind, columns, parts, keepdim)
-        return Value((), node.meta["val"].dtype, True, False, reduction)
+        reduction = Reduction(kind, columns, parts, tuple(shape[:-1]), keepdim)
+        return Value((), node.meta["val"].dtype, x.rows, False, reduction)
 
     def _complete(self, node: fx.Node) -> None:
         """Make numbers of the reduced rows that a node uses."""
@@ -574,7 +632,7 @@ class _Lowering:
                 "logsumexp": f"{first} + tl.log({more[0] if more else ''})",
             }.get(reduction.kind, first)
             name = self.emit(self.rounded(f"({number})[:, None]", row.dtype))
-            self.complete[each] = Value((name,), row.dtype, True, False)
+            self.complete[each] = Value((name,), row.dtype, row.rows, False)
 
     def _reduce(self, kind: str, blocks: list[str], neutral: float) -> tuple[tuple[str, float], ...]:
         """What a block leaves of each row, from its halves if there are two."""
@@ -590,6 +648,14 @@ class _Lowering:
             return ((extreme, neutral),)
         sums = [self.emit(f"row_exponentials({block}, {extreme})") for block in blocks]
         return ((extreme, neutral), (sums[0] if len(sums) == 1 else self.emit(" + ".join(sums)), 0.0))
+
+
+def _wrapped(number: Any, kind: torch.dtype) -> int | bool:
+    """A Python number in an integer type, modulo its numbers."""
+    if kind == torch.bool:
+        return bool(number)
+    first, count = torch.iinfo(kind).min, 1 << torch.iinfo(kind).bits
+    return (int(number) - first) % count + first
 
 
 def _only_seen(node: fx.Node) -> bool:
@@ -652,14 +718,26 @@ def _finished(state: _Lowering, node: fx.Node) -> Program:
     """The program, once all nodes are lowered, with stores of the outputs that the kernel does not store itself."""
     returned = node.args[0]
     many = isinstance(returned, list | tuple)
-    flat = list(returned) if isinstance(returned, list | tuple) else [returned]
+    flat: list[Any] = list(returned) if isinstance(returned, list | tuple) else [returned]
+    if not flat:
+        raise state.fail(node, "returns no tensor")
     results = [_result(state, node, x) for x in flat]
-    main = next((i for i, x in enumerate(results) if x.reduced is None and len(x.names) == 1), None)
+    all_kept = [_kept(state, x, value) for x, value in zip(flat, results, strict=True)]
+    main = next(
+        (
+            i
+            for i, (x, kept) in enumerate(zip(results, all_kept, strict=True))
+            if x.reduced is None and kept is None and len(x.names) == 1
+        ),
+        None,
+    )
     outputs: list[Output] = []
     position = len(state.inputs)
     for i, x in enumerate(results):
+        kept = all_kept[i]
+        is_matrix = x.reduced is None and (kept is None or (len(kept) == len(state._product()) and kept[-1]))
         alike = (j for j, y in enumerate(results[:i]) if (y.names, y.dtype) == (x.names, x.dtype))
-        before = None if x.reduced is not None else next(alike, None)
+        before = None if x.reduced is not None or any(all_kept) else next(alike, None)
         if before is not None:
             outputs.append(Output(x.dtype, _columns(state, len(x.names)), same=before))
             continue
@@ -670,7 +748,7 @@ def _finished(state: _Lowering, node: fx.Node) -> Program:
                     f"{state.constant(neutral)}, ROWS, COLS)"
                 )
             places = tuple(range(position, position + len(x.reduced.parts)))
-            outputs.append(Output(x.dtype, "", x.reduced, places))
+            outputs.append(Output(x.dtype, "", x.reduced, places, None, kept, False))
         elif i == main:
             outputs.append(Output(x.dtype, _columns(state, 1)))
             continue
@@ -681,7 +759,8 @@ def _finished(state: _Lowering, node: fx.Node) -> Program:
                     f"store_block(o{position}, t{position}, {half}, shape, sizes, batch, row, col, "
                     f"as_type({name}, o{position}.dtype.element_ty), ROWS, COLS, WIDE)"
                 )
-            outputs.append(Output(x.dtype, _columns(state, len(x.names)), None, places))
+            columns = _columns(state, len(x.names))
+            outputs.append(Output(x.dtype, columns, None, places, None, kept, is_matrix))
         position += len(places)
     block = "tl.full((1, 1), 0, tl.int32)" if main is None else results[main].names[0]
     state.lines.append(f"return tl.broadcast_to({block}, (ROWS, COLS))")
@@ -699,17 +778,24 @@ def _result(state: _Lowering, node: fx.Node, x: Any) -> Value:
     value = state.values.get(x) if isinstance(x, fx.Node) else None
     if not isinstance(value, Value):
         raise state.fail(node, "returns something else than tensors")
-    if value.reduced is None:
-        rows, wide, times = state.form(node, x.meta["val"].shape)
-        if not (rows and wide) or x.meta["val"].dim() != len(state._product()):
-            raise state.fail(
-                node,
-                f"returns a tensor of {tuple(x.meta['val'].shape)}; results are matrices or reduced rows",
-            )
-        if len(value.names) != times:
-            value = replace(value, names=value.names * times)
-        return replace(value, rows=True, wide=True)
-    return value
+    if value.reduced is not None:
+        return value
+    _, _, times = state.form(node, x.meta["val"].shape)
+    names = value.names if len(value.names) == times else value.names * times
+    return replace(value, names=names, rows=True, wide=True)
+
+
+def _kept(state: _Lowering, x: fx.Node, value: Value) -> tuple[bool, ...] | None:
+    """See `Output.kept`."""
+    *lead, columns = state._product()
+    if value.reduced is not None:
+        shape, full = value.reduced.shape, tuple(lead)
+    else:
+        shape = state.shape_of(x)
+        full = (*lead, shape[-1] if shape and shape[-1] != 1 else columns)
+    if shape == full:
+        return None
+    return tuple(a == b for a, b in zip(shape, full[len(full) - len(shape) :], strict=True))
 
 
 def _unpacked(state: _Lowering, tensors: int) -> list[str]:

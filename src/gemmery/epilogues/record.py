@@ -120,6 +120,11 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise Untraceable(
+                f"at {self._where()} it draws random numbers ({func}), and torch's generators have another state on "
+                f"each device; use gemmery.epilogues.dropout, whose numbers depend on a seed and on where they are"
+            )
         with self:
             result = self.decompositions.get(func, func.decompose)(*args, **kwargs)
         if result is not NotImplemented:

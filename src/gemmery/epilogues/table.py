@@ -29,7 +29,18 @@ ARITHMETIC: dict[str, str] = {
     "clamp_max": "minimum({0}, {1})",
     "sign": "sign({0})",
     "remainder": "remainder({0}, {1})",
+    "fmod": "fmod({0}, {1})",
 }
+#: Of these, those that mean something else of what is true or false; the others torch refuses.
+OF_BOOLS: dict[str, str] = {
+    "add": "{0} | {1}",
+    "mul": "{0} & {1}",
+    "maximum": "{0} | {1}",
+    "minimum": "{0} & {1}",
+    "sign": "{0}",
+}
+#: Quotients in the type of their inputs, by `rounding_mode`.
+QUOTIENTS: dict[str, str] = {"floor": "floor_divide({0}, {1})", "trunc": "trunc_divide({0}, {1})"}
 #: Operators whose result is floating point, whatever their inputs are.
 FLOATING: dict[str, str] = {
     "div": "{0} / {1}",
@@ -75,12 +86,13 @@ BOOLEAN: dict[str, str] = {
     "bitwise_and": "{0} & {1}",
     "bitwise_or": "{0} | {1}",
     "bitwise_not": "{0} == 0",
+    "bitwise_xor": "{0} != {1}",
 }
 #: Of these, those that mean something else of integers.
 OF_INTEGERS: dict[str, str] = {
     "bitwise_and": "{0} & {1}",
     "bitwise_or": "{0} | {1}",
-    "bitwise_not": "-1 - {0}",
+    "bitwise_xor": "{0} ^ {1}",
 }
 #: Operators that only change how a tensor is seen.
 VIEWS = (
@@ -91,15 +103,3 @@ VIEWS = (
 CONSTANTS = ("full", "full_like", "zeros_like", "ones_like", "scalar_tensor", "zeros", "ones")
 #: Reductions of a row that leave the kernel as one number for each block of columns.
 REDUCTIONS = ("sum", "mean", "amax", "amin", "logsumexp")
-#: What else is there, for messages.
-OTHERS = (
-    "where", "clamp", "pow with a whole exponent from -4 to 4 or ±0.5", "casts",
-    "chunk, split or slices that halve the last dimension, and cat of such halves", "gemmery.epilogues.dropout",
-)  # fmt: skip
-
-
-def supported() -> str:
-    """The operators that an epilogue can use, for an error message."""
-    names = sorted({*ARITHMETIC, *FLOATING, *LOGICAL, *BOOLEAN})
-    reductions = ", ".join(REDUCTIONS)
-    return f"{', '.join(names)}, {', '.join(OTHERS)}; and over the last dimension {reductions}"

@@ -7,6 +7,7 @@ stand-ins: it is traced for sets of sizes far apart, and all graphs must agree, 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -144,7 +145,9 @@ def _trace(
             graphs.append(_once(function, arguments, sizes, device, files, grad))
         except Exception as error:
             # Whatever torch fails with is an error in the user's function, or one that tracing it met.
-            raise Untraceable(f"the {role} {_name(function)} can't be traced: {_reason(error)}") from error
+            raise Untraceable(
+                f"the {role} {_name(function)} can't be traced: {_reason(error, sizes)}"
+            ) from error
     if len({_text(graph, sizes) for graph, sizes in zip(graphs, all_sizes, strict=True)}) > 1:
         raise Untraceable(
             f"the {role} {_name(function)} does something else for other sizes of the product; a number that depends "
@@ -172,13 +175,18 @@ def _name(function: Any) -> str:
     return f"{name} ({codes[0].co_filename}:{codes[0].co_firstlineno})" if codes else name
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception, sizes: Sizes) -> str:
     if isinstance(error, Untraceable):
         return str(error)
-    lines = str(error).strip().splitlines()
+    first = [*str(error).strip().splitlines(), ""][0]
+    reason = f"{type(error).__name__}: {first}"
+    stood = {sizes.M, sizes.N, sizes.N // 2, 2 * sizes.N, *sizes.batch}
+    if isinstance(error, TypeError) or stood.isdisjoint(map(int, re.findall(r"\d+", first))):
+        return reason
+    # torch complains about a size that is not the product's.
     return (
-        f"{type(error).__name__}: {lines[0] if lines else ''} (it is traced at other sizes than the product's: write a "
-        f"half as x.shape[-1] // 2)"
+        f"{reason} (it is traced at other sizes than the product's: write a half as x.shape[-1] // 2, and pass tensors "
+        f"of its sizes through args)"
     )
 
 

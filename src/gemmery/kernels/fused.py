@@ -273,18 +273,103 @@ def minimum(x, y):
 
 
 @triton.jit
+def exponent_and_fraction(bits, FRACTION: tl.constexpr):
+    """Of a finite positive number's bits: its exponent, with that of the smallest normal ones as 1, and its integer."""
+    exponent = bits >> FRACTION
+    fraction = bits & ((1 << FRACTION) - 1)
+    return tl.maximum(exponent, 1), fraction + ((exponent > 0).to(tl.int64) << FRACTION)
+
+
+@triton.jit
+def fmod(x, y):
+    """What is left of x after whole multiples of y, with x's sign, as in torch.
+
+    It is exact: what is left of x's integer, as many bits at a time as 64 hold beside those of y.
+    """
+    if not x.dtype.is_floating():
+        return x - trunc_divide(x, y) * y
+    BITS: tl.constexpr = tl.int64 if x.dtype == tl.float64 else tl.int32
+    FRACTION: tl.constexpr = 52 if x.dtype == tl.float64 else 23
+    # How far 2^0 is above the unit of the smallest numbers, and the smallest power of two that is normal.
+    BIAS: tl.constexpr = 1075 if x.dtype == tl.float64 else 150
+    LEAST: tl.constexpr = -1022 if x.dtype == tl.float64 else -126
+    STEP: tl.constexpr = 62 - FRACTION
+    # In a block, since sizes of it are taken.
+    x, _ = tl.broadcast(x, tl.zeros((1, 1), x.dtype))
+    x, y = tl.broadcast(x, y)
+    size_x, size_y = tl.abs(x), tl.abs(y)
+    is_defined = (size_x < float("inf")) & (size_y > 0)  # and not NaN
+    is_left = is_defined & (size_x >= size_y)
+    from_x, left = exponent_and_fraction(size_x.to(BITS, bitcast=True).to(tl.int64), FRACTION)
+    from_y, whole_y = exponent_and_fraction(size_y.to(BITS, bitcast=True).to(tl.int64), FRACTION)
+    shifts = tl.where(is_left, from_x - from_y, 0)
+    whole_y = tl.maximum(whole_y, 1)
+    left = left % whole_y
+    for _ in range(tl.cdiv(tl.max(tl.max(shifts, 1), 0), STEP)):
+        step = tl.minimum(shifts, STEP)
+        left = (left << step) % whole_y
+        shifts -= step
+    left = tl.where(is_left, left, 0)
+    # 2^power, in two factors where it is subnormal.
+    power = from_y - BIAS
+    normal = tl.maximum(power, LEAST)
+    ONE: tl.constexpr = 1 - LEAST
+    first = ((normal + ONE) << FRACTION).to(BITS).to(x.dtype, bitcast=True)
+    second = ((power - normal + ONE) << FRACTION).to(BITS).to(x.dtype, bitcast=True)
+    size = tl.where(is_left, left.to(x.dtype) * first * second, size_x)
+    # With the sign that -0 has, too.
+    SIGN: tl.constexpr = -(1 << 63) if x.dtype == tl.float64 else -(1 << 31)
+    sign = x.to(BITS, bitcast=True) & SIGN
+    result = (size.to(BITS, bitcast=True) | sign).to(x.dtype, bitcast=True)
+    return tl.where(is_defined, result, float("nan"))
+
+
+@triton.jit
 def remainder(x, y):
     """What is left of x after whole multiples of y, with y's sign, as in torch."""
-    if x.dtype.is_floating():
-        return x - y * tl.floor(x / y)
-    rest = x % y
+    rest = fmod(x, y)
     return tl.where((rest != 0) & ((rest < 0) != (y < 0)), rest + y, rest)
 
 
 @triton.jit
+def floor_divide(x, y):
+    """The quotient rounded down, as in torch."""
+    if not x.dtype.is_floating():
+        whole = trunc_divide(x, y)
+        rest = x - whole * y
+        return tl.where((rest != 0) & ((rest < 0) != (y < 0)), whole - 1, whole)
+    rest = fmod(x, y)
+    exact = divide(x - rest, y)
+    exact = tl.where((rest != 0) & ((rest < 0) != (y < 0)), exact - 1.0, exact)
+    below = tl.floor(exact)
+    whole = tl.where(exact - below > 0.5, below + 1.0, below)
+    quotient = divide(x, y)
+    return tl.where(y == 0, quotient, tl.where(exact == 0, quotient * 0.0, whole))
+
+
+@triton.jit
+def trunc_divide(x, y):
+    """The quotient rounded towards 0, as in torch."""
+    if x.dtype.is_floating():
+        return trunc(divide(x, y))
+    if x.dtype.is_int_unsigned():
+        return x // y
+    # The smallest integer over -1 is more than the type holds, which hardware may take for an error.
+    return tl.where(y == -1, -x, x // tl.where(y == -1, 1, y))
+
+
+@triton.jit
+def divide(x, y):
+    """The quotient, rounded once: `/` is two units off in single precision."""
+    if x.dtype == tl.float64:
+        return x / y
+    return tl.div_rn(x, y)
+
+
+@triton.jit
 def sign(x):
-    """-1, 0 or 1, and NaN of NaN."""
-    return tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, x * 0.0))
+    """-1, 0 or 1 in x's type; 0 of NaN, as in torch."""
+    return (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
 
 
 @triton.jit

@@ -71,7 +71,7 @@ def linear_problem(
 
 def _posed(call: Call, device: Device) -> Problem:
     made = fused.program(call)
-    types = output_types(call, [(x.dtype, x.reduced is None) for x in made.outputs])
+    types = output_types(call, [(x.dtype, x.matrix) for x in made.outputs])
     results = Results(made, call.shape, tuple(types), call.summed)
     tensors = results.allocate(call.a.device, 1)
     own = results.extras(call.inputs, tensors)

@@ -1,0 +1,149 @@
+"""Whether an epilogue can be part of a kernel, told without a GPU: when asked, and in a warning where torch runs it."""
+
+from __future__ import annotations
+
+import sys
+import types
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ..call import Call
+
+#: Rows and columns of a product of which nothing is known. More columns than a tile has, so that a function that needs
+#: whole rows is not taken for one that always can be fused.
+_SIZE = 512
+#: The packages whose frames are not the user's.
+_PACKAGES = tuple(str(Path(str(x)).parent) + "/" for x in (Path(__file__).parent, torch.__file__))
+#: Functions that have been looked at, by `_identity`.
+_looked: dict[Any, bool] = {}
+
+
+def check(
+    function: Callable[..., Any],
+    *args: Any,
+    dtype: torch.dtype = torch.float32,
+    shape: Sequence[int] | None = None,
+) -> None:
+    """Raises an error that says why, if a function can't be the epilogue of a product on a GPU.
+
+    It traces the function as the first product on a GPU would, and compiles and launches nothing. A function that
+    passes is fused on every GPU, except that few GPUs have tiles that are as wide as 256 columns, for functions that
+    use reduced rows again.
+
+    Args:
+        function: what a product takes as `epilogue=`.
+        args: what it takes as `args`, as examples: tensors, of which only shapes and types matter, on any device, and
+            numbers.
+        dtype: of the operands.
+        shape: of the product, (..., M, N). By default what the tensors in `args` broadcast to, with 512 rows and
+            columns where they don't say; a function that halves the columns and takes a tensor of one half needs it.
+
+    Raises:
+        Untraceable: the function can't be part of a kernel. A ValueError.
+        ValueError: the arguments don't broadcast to the product.
+        TypeError: the function or its arguments are of no kind that a product takes.
+
+    Example:
+        >>> import torch
+        >>> from gemmery import epilogues
+        >>> epilogues.check(epilogues.bias, torch.ones(4096), dtype=torch.bfloat16)
+        >>> epilogues.check(lambda acc: acc.softmax(-1), shape=(1024, 64))
+        >>> try:
+        ...     epilogues.check(lambda acc: acc.cumsum(-1))
+        ... except epilogues.Untraceable as error:
+        ...     print("uses aten.cumsum" in str(error))
+        True
+    """
+    from .. import fused
+    from ..call import check as check_call
+    from ..call import make_call
+    from ..dispatch import Options
+
+    tensors = [x for x in args if isinstance(x, Tensor)]
+    *batch, M, N = _shape(tensors) if shape is None else _checked(shape)
+    device = tensors[0].device if tensors else torch.device("cpu")
+    a, b = (
+        torch.empty((), dtype=dtype, device=device).expand(size) for size in ((*batch, M, 1), (*batch, 1, N))
+    )
+    call = make_call("matmul", a, b, None, function, args, None, Options())
+    check_call(call)
+    fused.program(call)
+
+
+def _shape(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """What tensors broadcast to, with sizes where they have none."""
+    try:
+        known = torch.broadcast_shapes(*[x.shape for x in tensors])
+    except RuntimeError as error:
+        shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
+        raise ValueError(f"check: args are {shapes}; name the product's shape, as shape=(M, N)") from error
+    *batch, M, N = (1,) * (2 - len(known)) + tuple(known)
+    return *batch, M if M > 1 else _SIZE, N if N > 1 else _SIZE
+
+
+def _checked(shape: Sequence[int]) -> tuple[int, ...]:
+    sizes = tuple(shape)
+    if len(sizes) < 2 or not all(isinstance(x, int) and x > 0 for x in sizes):
+        raise ValueError(f"check: shape is {sizes}; it must be (..., M, N), each at least 1")
+    return sizes
+
+
+def warn(call: Call) -> None:
+    """Warn once of an epilogue that torch has run here, and that a GPU could not fuse; it never fails."""
+    from .. import fused
+    from ..programs import keep
+
+    key = _identity(call.function)
+    if key in _looked or 0 in call.shape:
+        return
+    keep(_looked, key, True)
+    try:
+        fused.program(call)
+    except Exception as error:  # whatever it is, torch has computed the product
+        level, frame = 1, sys._getframe()
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGES):
+            level, frame = level + 1, frame.f_back
+        warnings.warn(
+            f"gemmery: torch runs this epilogue on the CPU; on a GPU it can't be fused and raises an error: {error}",
+            UserWarning,
+            stacklevel=level,
+        )
+
+
+def _identity(function: Any) -> Any:
+    """What is the same for functions of the same code, whatever they take from outside."""
+    held: list[Any] = []
+    _add_codes(function, held)
+    return tuple(held)
+
+
+def _add_codes(value: Any, held: list[Any]) -> None:
+    func, args = getattr(value, "func", None), getattr(value, "args", ())
+    if isinstance(value, tuple):
+        for x in value:
+            _add_codes(x, held)
+    elif func is not None:  # a partial
+        _add_codes((func, *args), held)
+    elif isinstance(value, types.MethodType):
+        _add_codes(value.__func__, held)
+    elif isinstance(value, types.FunctionType):
+        if value.__code__ in held:
+            return
+        held.append(value.__code__)
+        for cell in value.__closure__ or ():
+            _add_codes(_content(cell), held)
+    elif callable(value):
+        held.append(value if isinstance(value, types.BuiltinFunctionType) else type(value))
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None  # not yet assigned
