@@ -60,11 +60,12 @@ class Results:
         for output, known in zip(self.program.outputs, self.matrices, strict=True):
             if output.same is not None:
                 tensors.append(tensors[output.same])
-            elif known is not None:
+            elif output.reduced is None:
+                assert known is not None
                 tensors.append(torch.empty(known[0], dtype=known[1], device=device) if out is None else out)
             else:
                 kind = self.wide if self.wide.is_floating_point else torch.float32
-                kind = kind if output.dtype.is_floating_point else torch.int64
+                kind = kind if output.reduced.casts[0].is_floating_point else torch.int64
                 parts = [
                     torch.empty((slots, *self.shape[:-1]), dtype=kind, device=device) for _ in output.places
                 ]
@@ -107,7 +108,9 @@ class Results:
         results = []
         for output, x, dtype in zip(self.program.outputs, tensors, self.types, strict=True):
             if output.reduced is not None:
-                x = _joined(output.reduced, x, self._columns(output.reduced.columns)).to(dtype)
+                x = _joined(output.reduced, x, self._columns(output.reduced.columns))
+                for cast in (*output.reduced.casts, dtype):
+                    x = x.to(cast)
             x = x if output.kept is None else _cut(x, output.kept)
             results.append(x.unsqueeze(-1) if output.reduced is not None and output.reduced.keepdim else x)
         return results

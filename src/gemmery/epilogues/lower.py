@@ -61,12 +61,14 @@ class Reduction:
         columns: how many columns of the product's there are in a row, as "N", "N/2" or "2N".
         parts: the variables, each (ROWS,), that a block leaves, with the value that changes nothing.
         shape: of the row in the stand-ins' sizes, without the dimension that was reduced.
+        casts: the types that the row is brought to in turn, of which the first is torch's of such a reduction.
     """
 
     kind: str
     columns: str
     parts: tuple[tuple[str, float], ...]
     shape: tuple[int, ...]
+    casts: tuple[torch.dtype, ...]
     keepdim: bool = False
 
 
@@ -259,6 +261,9 @@ class _Lowering:
             return f"tl.full((), {_wrapped(number, kind)}, {TYPES[kind]})"
         if kind is not None:
             number = float(number)
+            if kind != torch.float64 and self.compute == torch.float64:
+                # Beside narrower tensors torch has numbers in single precision.
+                number = torch.tensor(number, dtype=torch.float32).item()
         if isinstance(number, float) and not math.isfinite(number):
             return f'float("{number}")'
         return repr(number)
@@ -345,7 +350,7 @@ class _Lowering:
         if self.inside(dtype) == self.inside(kind):
             return text
         if kind == torch.bool:
-            return f"as_type({text}, tl.int1)"
+            return f"truth({text})"
         return f"{text}.to({self.inside(kind)})"
 
     def shape_of(self, node: Any) -> tuple[int, ...]:
@@ -476,19 +481,15 @@ class _Lowering:
         if dtype not in TYPES:
             raise self.fail(node, f"casts to {dtype}")
         if x.reduced is not None:
-            return replace(x, dtype=dtype)
-        if dtype == torch.bool or not dtype.is_floating_point:
-            names = tuple(self.emit(f"as_type({name}, {TYPES[dtype]})") for name in x.names)
-        else:
-            names = tuple(
-                self.emit(
-                    self.rounded(
-                        name if x.dtype.is_floating_point else f"{name}.to({TYPES[self.compute]})", dtype
-                    )
-                )
-                for name in x.names
-            )
+            return replace(x, dtype=dtype, reduced=replace(x.reduced, casts=(*x.reduced.casts, dtype)))
+        names = tuple(self.emit(self._cast_to(name, x.dtype, dtype)) for name in x.names)
         return replace(x, names=names, dtype=dtype)
+
+    def _cast_to(self, text: str, dtype: torch.dtype, kind: torch.dtype) -> str:
+        """A value of one type as torch's `to` makes it another."""
+        if not kind.is_floating_point and kind != torch.bool:
+            return f"as_type({text}, {TYPES[kind]})"
+        return self.rounded(self.converted(text, dtype, kind), kind)
 
     # Shapes
 
@@ -596,21 +597,22 @@ class _Lowering:
         if x.reduced is not None:
             raise self.fail(node, "reduces what has been reduced")
         keepdim = bool(node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False))
-        neutral = {"amax": -math.inf, "amin": math.inf, "logsumexp": -math.inf}.get(kind, 0.0)
         kind_of = self.compute if x.dtype.is_floating_point else torch.int64
-        if kind_of == torch.int64 and kind != "sum":
+        first, last = (-math.inf, math.inf) if x.dtype.is_floating_point else _ends(torch.int64)
+        neutral = {"amax": first, "amin": last, "logsumexp": first}.get(kind, 0)
+        if kind_of == torch.int64 and kind not in ("sum", "amax", "amin"):
             raise self.fail(node, f"uses {node.target} on integers")
         inside = [
             self.emit(
-                f"keep_inside({name}.to({self.inside(kind_of)}), shape, col, "
-                f"{self.constant(neutral if kind_of.is_floating_point else 0)}, ROWS, COLS)"
+                f"keep_inside({name}.to({self.inside(kind_of)}), shape, col, {self.constant(neutral)}, ROWS, COLS)"
             )
             for name in x.names
         ]
         parts = self._reduce(kind, inside, neutral)
         columns = {self.sizes.N: "N", self.sizes.N // 2: "N/2", 2 * self.sizes.N: "2N"}[shape[-1]]
-        reduction = Reduction(kind, columns, parts, tuple(shape[:-1]), keepdim)
-        return Value((), node.meta["val"].dtype, x.rows, False, reduction)
+        dtype = node.meta["val"].dtype
+        reduction = Reduction(kind, columns, parts, tuple(shape[:-1]), (dtype,), keepdim)
+        return Value((), dtype, x.rows, False, reduction)
 
     def _complete(self, node: fx.Node) -> None:
         """Make numbers of the reduced rows that a node uses."""
@@ -631,14 +633,19 @@ class _Lowering:
                 "mean": f"{first} / ({'2 * ' if twice else ''}shape[1])",
                 "logsumexp": f"{first} + tl.log({more[0] if more else ''})",
             }.get(reduction.kind, first)
-            name = self.emit(self.rounded(f"({number})[:, None]", row.dtype))
+            name = self.emit(f"({number})[:, None]")
+            # Integers are reduced in 64 bits.
+            dtype = self.compute if reduction.casts[0].is_floating_point else torch.int64
+            for cast_to in reduction.casts:
+                text = self._cast_to(name, dtype, cast_to)
+                name, dtype = name if text == name else self.emit(text), cast_to
             self.complete[each] = Value((name,), row.dtype, row.rows, False)
 
     def _reduce(self, kind: str, blocks: list[str], neutral: float) -> tuple[tuple[str, float], ...]:
         """What a block leaves of each row, from its halves if there are two."""
         if kind in ("sum", "mean"):
             sums = [self.emit(f"tl.sum({block}, 1)") for block in blocks]
-            return ((sums[0] if len(sums) == 1 else self.emit(" + ".join(sums)), 0.0),)
+            return ((sums[0] if len(sums) == 1 else self.emit(" + ".join(sums)), neutral),)
         function = "smallest" if kind == "amin" else "largest"
         found = [self.emit(f"{function}({block})") for block in blocks]
         extreme = found[0]
@@ -650,12 +657,18 @@ class _Lowering:
         return ((extreme, neutral), (sums[0] if len(sums) == 1 else self.emit(" + ".join(sums)), 0.0))
 
 
+def _ends(kind: torch.dtype) -> tuple[int, int]:
+    """The first and the last number of an integer type."""
+    info = torch.iinfo(kind)
+    return info.min, info.max
+
+
 def _wrapped(number: Any, kind: torch.dtype) -> int | bool:
     """A Python number in an integer type, modulo its numbers."""
     if kind == torch.bool:
         return bool(number)
-    first, count = torch.iinfo(kind).min, 1 << torch.iinfo(kind).bits
-    return (int(number) - first) % count + first
+    first, last = _ends(kind)
+    return (int(number) - first) % (last - first + 1) + first
 
 
 def _only_seen(node: fx.Node) -> bool:
@@ -736,8 +749,9 @@ def _finished(state: _Lowering, node: fx.Node) -> Program:
     for i, x in enumerate(results):
         kept = all_kept[i]
         is_matrix = x.reduced is None and (kept is None or (len(kept) == len(state._product()) and kept[-1]))
-        alike = (j for j, y in enumerate(results[:i]) if (y.names, y.dtype) == (x.names, x.dtype))
-        before = None if x.reduced is not None or any(all_kept) else next(alike, None)
+        own = (x.names, x.dtype, kept)
+        alike = (j for j, y in enumerate(results[:i]) if (y.names, y.dtype, all_kept[j]) == own)
+        before = None if x.reduced is not None or kept is not None else next(alike, None)
         if before is not None:
             outputs.append(Output(x.dtype, _columns(state, len(x.names)), same=before))
             continue

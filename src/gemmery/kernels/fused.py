@@ -115,6 +115,13 @@ def row_exponentials(x, largest):
 
 
 @triton.jit
+def truth(x):
+    """Whether x is not 0. In a block: the interpreter loses the type of a scalar's comparison where it meets others."""
+    block, _ = tl.broadcast(x, tl.zeros((1, 1), x.dtype))
+    return block != 0
+
+
+@triton.jit
 def as_type(x, DTYPE: tl.constexpr):
     """`x.to(DTYPE)` as torch rounds, also in the interpreter."""
     if x.dtype == DTYPE:
@@ -382,6 +389,8 @@ def trunc(x):
 def largest(x):
     """The largest number of each row; NaN where one is, as in torch."""
     found = tl.max(x, 1)
+    if not x.dtype.is_floating():
+        return found
     return tl.where(tl.max((x != x).to(tl.int32), 1) > 0, float("nan"), found)
 
 
@@ -389,6 +398,8 @@ def largest(x):
 def smallest(x):
     """The smallest number of each row; NaN where one is, as in torch."""
     found = tl.min(x, 1)
+    if not x.dtype.is_floating():
+        return found
     return tl.where(tl.max((x != x).to(tl.int32), 1) > 0, float("nan"), found)
 
 
