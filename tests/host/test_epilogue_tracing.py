@@ -6,6 +6,7 @@ import inspect
 import operator
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -338,7 +339,7 @@ def in_place(acc, r):
         (lambda acc: "product", "returns something else than tensors", None),
         (lambda acc: acc.to(torch.complex64), "casts to torch.complex64", None),
         (lambda acc: acc.nonzero(), "aten.nonzero", None),
-        (lambda acc: torch.rand_like(acc) * acc, "uses aten.rand", None),
+        (lambda acc: torch.rand_like(acc) * acc, "draws random numbers .*gemmery.epilogues.dropout", None),
         (lambda acc: acc * acc.shape[0], "for other sizes of the product", None),
         (lambda acc: acc + torch.full_like(acc, acc.shape[-1]), "for other sizes of the product", None),
     ],
@@ -354,16 +355,51 @@ def test_untraceable(function, text, line):
     assert isinstance(caught.value, ValueError)
 
 
+@pytest.mark.parametrize("function", [lambda acc: (), lambda acc: []])
+def test_an_epilogue_that_returns_nothing_is_refused(function):
+    with pytest.raises(Untraceable, match="returns no tensor"):
+        program(function)
+    with pytest.raises(TypeError, match="matmul: the epilogue returns no tensor"):
+        gemmery.matmul(A, B, epilogue=function)
+
+
 def test_untraceable_changes_of_arguments():
     with pytest.raises(Untraceable, match="changes one of its arguments in place"):
         program(in_place, (torch.ones(24, 40),))
 
 
-def test_what_can_be_used_is_said():
-    with pytest.raises(
-        Untraceable, match=r"Epilogues can use .*\bexp\b.*\bsigmoid\b.*\bwhere\b.*\blogsumexp\b"
-    ):
+def test_messages_name_the_page_and_not_all_operators():
+    with pytest.raises(Untraceable, match=r'see "What can be traced" in docs/epilogues.md$') as caught:
         program(unknown)
+    assert "sigmoid" not in str(caught.value)
+
+
+@pytest.mark.parametrize("function", [F.dropout, torch.bernoulli, lambda acc: acc * torch.randn_like(acc)])
+def test_torchs_random_numbers_are_refused_by_name(function):
+    with pytest.raises(Untraceable, match=r"draws random numbers .*use gemmery\.epilogues\.dropout"):
+        program(lambda acc: function(acc))
+    program(lambda acc: F.dropout(acc, 0.5, training=False))
+
+
+HINT = "write a half as x.shape"
+
+
+@pytest.mark.parametrize(
+    ("function", "fits"),
+    [
+        (lambda acc: acc.view(24, 40), True),
+        (lambda acc: acc.split([20, 20], -1)[0], True),
+        (lambda acc: acc + torch.ones(40), True),
+        (lambda acc, row: acc + row, False),
+        (lambda acc: acc.no_such_method(), False),
+        (lambda acc: acc + "1", False),
+        (lambda acc: (_ for _ in ()).throw(ValueError("no")), False),
+    ],
+)
+def test_sizes_are_hinted_at_where_torch_complains_about_them(function, fits):
+    with pytest.raises(Untraceable, match="can't be traced") as caught:
+        program(function)
+    assert (HINT in str(caught.value)) is fits
 
 
 def test_lines_of_composed_functions():
@@ -389,7 +425,9 @@ def test_tensors_that_are_neither_arguments_nor_variables():
     with pytest.raises(Untraceable, match="pass it through args"):
         program(lambda acc: acc + holder.row)
     # Without a kernel there is nothing against it.
-    assert torch.equal(gemmery.matmul(A, B, epilogue=lambda acc: acc + holder.row), A @ B + 1)
+    with pytest.warns(UserWarning, match="pass it through args"):
+        y = gemmery.matmul(A, B, epilogue=lambda acc: acc + holder.row)
+    assert torch.equal(y, A @ B + 1)
 
 
 @pytest.mark.parametrize("number", (24, 80, 40, 160, 65536, 5))
@@ -513,7 +551,7 @@ def test_library_is_exported():
 
 
 def test_examples():
-    for module in (library, gemmery.epilogues.function):
+    for module in (library, gemmery.epilogues.function, sys.modules["gemmery.epilogues.check"]):
         result = doctest.testmod(module)
         assert result.attempted > 0
         assert result.failed == 0
@@ -542,7 +580,7 @@ def test_messages_of_prologues_say_so():
     x = torch.randn(4, 8)
     before = prologue.make("linear", x, lambda x: x.softmax(-1), ())
     with pytest.raises(
-        Untraceable, match=r"the prologue .* reduces, in aten.amax.default, rows of which.*Prologues can use"
+        Untraceable, match=r"the prologue .* reduces, in aten.amax.default, rows of which.*docs/epilogues.md"
     ):
         before.program(x)
 
@@ -569,3 +607,90 @@ def test_a_factor_of_rsub_is_read():
 
     assert "rsub" in _KEYWORDS
     program(lambda acc: torch.rsub(acc, acc, alpha=2.0))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Asked without a GPU
+
+
+def test_check_says_whether_a_function_can_be_fused():
+    epilogues.check(torch.relu)
+    epilogues.check(torch.relu, dtype=torch.int8)
+    epilogues.check(gemmery.epilogue(epilogues.swiglu), shape=(3, 24, 16))
+    epilogues.check(epilogues.softcap, 2.0)
+    epilogues.check(epilogues.scaled, 0.5, torch.ones(7, 1), torch.tensor(2.0))
+    with pytest.raises(Untraceable, match=r"uses aten\.cumsum"):
+        epilogues.check(unknown)
+    softmax = lambda acc: acc.softmax(-1)  # noqa: E731
+    epilogues.check(softmax, shape=(4, 256))
+    with pytest.raises(Untraceable, match="a row of more than 256 columns"):
+        epilogues.check(softmax)
+    with pytest.raises(Untraceable, match="a row of more than 256 columns"):
+        epilogues.check(lambda acc, b: softmax(acc + b), torch.ones(257))
+    epilogues.check(lambda acc, b: softmax(acc + b), torch.ones(64))
+
+
+def test_check_looks_at_arguments():
+    with pytest.raises(Untraceable, match="missing 1 required positional argument"):
+        epilogues.check(epilogues.bias)
+    with pytest.raises(ValueError, match=r"check: args are \(4,\), \(5,\); name the product's shape"):
+        epilogues.check(lambda acc, x, y: acc + x + y, torch.ones(4), torch.ones(5))
+    with pytest.raises(ValueError, match=r"args\[0\] is \(4,\); it must broadcast to the product, \(3, 9\)"):
+        epilogues.check(epilogues.bias, torch.ones(4), shape=(3, 9))
+    for shape in ((3,), (0, 4), (3, 4.0)):
+        with pytest.raises(ValueError, match="check: shape is"):
+            epilogues.check(torch.relu, shape=shape)
+    with pytest.raises(TypeError, match="epilogue is a int; it must be a function"):
+        epilogues.check(3)
+
+
+def test_the_cpu_warns_once_of_what_a_gpu_can_not_fuse():
+    def by_columns(acc, factor=1.0):
+        return acc.cumsum(-1) * factor
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for i in range(3):
+            y = gemmery.matmul(A, B, epilogue=functools.partial(by_columns, factor=float(i)))
+            torch.testing.assert_close(y, by_columns(A @ B, i))
+        gemmery.matmul(A, B, epilogue=lambda acc: acc * 2)
+    (warning,) = caught
+    assert warning.category is UserWarning
+    assert "uses aten.cumsum" in str(warning.message)
+    assert warning.filename == __file__
+
+
+def test_the_cpu_looks_once_at_a_function(monkeypatch):
+    met = []
+    monkeypatch.setattr(fused, "program", lambda call: met.append(call))
+    for i in range(3):
+        gemmery.matmul(A, B, epilogue=lambda acc: acc * i + 12)  # noqa: B023
+    assert len(met) == 1
+
+
+def test_looking_never_makes_a_call_on_the_cpu_fail(monkeypatch):
+    def broken(call):
+        raise KeyError("a defect of tracing")
+
+    monkeypatch.setattr(fused, "program", broken)
+    with pytest.warns(UserWarning, match="a defect of tracing"):
+        y = gemmery.matmul(A, B, epilogue=lambda acc: acc - 11)
+    torch.testing.assert_close(y, A @ B - 11)
+
+
+def test_rows_of_a_narrow_product_keep_their_type_on_the_cpu():
+    a, b = A.bfloat16(), B.bfloat16()
+    for columns in (1, 2, 3):
+        rows = gemmery.matmul(a, b[:, :columns], epilogue=lambda acc: acc.sum(-1, keepdim=True))
+        assert (rows.shape, rows.dtype) == ((24, 1), torch.float32)
+    assert gemmery.matmul(a, b[:, :2], epilogue=epilogues.swiglu).dtype == torch.bfloat16
+    assert gemmery.matmul(a, b[:, :1], epilogue=torch.relu).dtype == torch.bfloat16
+
+
+def test_gradients_of_rows_that_are_not_the_products():
+    r = values((1, 8), torch.float32, 3).requires_grad_()
+    a, b = values((2, 5, 4), torch.float32, 1), values((4, 8), torch.float32, 2)
+    results = gemmery.matmul(a, b, epilogue=lambda acc, r: (acc * 2, r.logsumexp(-1), r * 3), args=(r,))
+    (grad,) = torch.autograd.grad(results[1].sum() + results[2].sum(), r)
+    (want,) = torch.autograd.grad(r.logsumexp(-1).sum() + (r * 3).sum(), r)
+    torch.testing.assert_close(grad, want)

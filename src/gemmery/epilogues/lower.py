@@ -590,7 +590,8 @@ class _Lowering:
         dims: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
         dims = [dims] if isinstance(dims, int) else list(dims or [])
         if dims not in ([-1], [len(shape) - 1]) or not x.wide:
-            over = f"dimensions {dims or 'all'} of {tuple(shape)}, where the product is {self._product()}"
+            is_single = bool(shape) and dims in ([-1], [len(shape) - 1])
+            over = "a dimension of one element" if is_single else f"dimensions {dims or 'all'}"
             raise self.fail(
                 node, f"uses {node.target} over {over}; only rows, the last dimension, can be reduced"
             )
