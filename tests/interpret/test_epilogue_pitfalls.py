@@ -1,8 +1,11 @@
 """Calls with an epilogue that are easy to get wrong: sizes of 1, functions that look alike, integers, what is checked."""
 
 import functools
+import math
+import operator
 import types
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -14,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 
 def values(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 A, B = values(12, 16), values(16, 20, seed=1)
@@ -277,3 +280,189 @@ def test_a_quotient_of_whole_numbers_is_whole(divisor):
     for s in (divisor, torch.tensor([float(divisor)])):
         y = gemmery.matmul(a, eye, epilogue=lambda acc, s: torch.floor(acc / s), args=(s,))
         assert torch.equal(y, torch.floor(a / s))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Numbers at their edges, as torch has them
+
+EDGES = (0.0, -0.0, 1.0, -1.0, 0.1, 1.5, -3.0, 88.0, 16777217.0, 1e20, 1e-40, math.inf, -math.inf, math.nan)
+
+
+def every_pair(numbers, dtype):
+    x = torch.tensor(numbers, dtype=dtype)
+    return x[:, None].expand(len(x), len(x)).contiguous(), x.expand(len(x), len(x)).contiguous()
+
+
+def on_arguments(function, *args):
+    """A function of arguments alone, in a kernel."""
+    a, b = torch.zeros(args[0].shape[0], 1), torch.zeros(1, args[0].shape[1])
+    return gemmery.matmul(a, b, epilogue=lambda acc, *given: function(*given), args=args)
+
+
+def assert_same(result, want):
+    assert result.dtype == want.dtype
+    torch.testing.assert_close(result, want, rtol=0, atol=0, equal_nan=True)
+    known = ~want.isnan() if want.is_floating_point() else torch.ones_like(want, dtype=torch.bool)
+    assert torch.equal(torch.signbit(result)[known], torch.signbit(want)[known])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinity
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
+def test_remainders_are_exact(dtype):
+    bits = torch.int32 if dtype == torch.float32 else torch.int64
+    limits = torch.iinfo(bits)
+    any_bits = torch.randint(
+        limits.min, limits.max, (40,), dtype=bits, generator=torch.Generator().manual_seed(0)
+    )
+    x, y = every_pair([*EDGES, torch.finfo(dtype).max, *any_bits.view(dtype).tolist()], dtype)
+    a, b = torch.zeros(x.shape[0], 1, dtype=dtype), torch.zeros(1, x.shape[1], dtype=dtype)
+    run = lambda f: gemmery.matmul(a, b, epilogue=lambda acc, x, y: f(x, y), args=(x, y))  # noqa: E731
+    # torch's vector instructions give up on large quotients; NumPy calls the C library.
+    left = np.fmod(x.numpy(), y.numpy())
+    assert_same(run(torch.fmod), torch.from_numpy(left))
+    moved = np.where((left != 0) & ((left < 0) != (y.numpy() < 0)), left + y.numpy(), left)
+    assert_same(run(operator.mod), torch.from_numpy(moved))
+    for mode in ("floor", "trunc"):
+        divide = functools.partial(torch.div, rounding_mode=mode)
+        torch.testing.assert_close(run(divide), divide(x, y), rtol=0, atol=0, equal_nan=True)
+
+
+def test_remainders_by_numbers():
+    for function in (
+        lambda p: p % 0.1, lambda p: 7 % p, lambda p: p % math.inf, lambda p: p // 0.3, lambda p: torch.fmod(p, -1.5),
+    ):  # fmt: skip
+        acc = gemmery.matmul(A, B)
+        assert_same(gemmery.matmul(A, B, epilogue=function), function(acc))
+
+
+SMALL = {
+    "add": operator.add,
+    "mul": operator.mul,
+    "alpha": lambda x, y: torch.sub(x, y, alpha=3),
+    "constant": lambda x, y: x + 200,
+    "remainder": operator.mod,
+    "fmod": torch.fmod,
+    "quotient": operator.floordiv,
+    "not": lambda x, y: ~x ^ y,
+    "clamp": lambda x, y: x.clamp(-20, 30),
+    "compared": lambda x, y: (x > -1) & (y < 300),
+    "sign": lambda x, y: x.sign(),
+    "power": lambda x, y: x**3 + y**0 + x.square(),
+    "where": lambda x, y: torch.where(x > y, x, -1),
+}
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of integers that wrap
+@pytest.mark.parametrize("dtype", (torch.uint8, torch.int8, torch.int16, torch.int64), ids=str)
+@pytest.mark.parametrize("name", SMALL)
+def test_integers_wrap(name, dtype):
+    limits = torch.iinfo(dtype)
+    numbers = [limits.min, limits.max, 1, 3, 7, 100, *([-1, -3, -100] if limits.min else [])]
+    x, y = every_pair([n for n in numbers if n], dtype)
+    assert_same(on_arguments(SMALL[name], x, y), SMALL[name](x, y))
+
+
+BOOLS = {
+    "add": operator.add,
+    "alpha": lambda x, y: torch.add(x, y, alpha=2),
+    "no alpha": lambda x, y: torch.add(x, y, alpha=0),
+    "mul": operator.mul,
+    "maximum": torch.maximum,
+    "minimum": torch.minimum,
+    "less": operator.lt,
+    "at least": operator.ge,
+    "xor": operator.xor,
+    "sign": lambda x, y: x.sign(),
+    "with integers": lambda x, y: x + 1 - y * 2,
+    "where": lambda x, y: torch.where(x, y, True),
+    "sum": lambda x, y: x.sum(-1),
+    "amax": lambda x, y: (x & y).amax(-1),
+    "amin": lambda x, y: y.amin(-1),
+}
+
+
+@pytest.mark.parametrize("name", BOOLS)
+def test_arithmetic_of_bools(name):
+    x, y = every_pair([True, False], torch.bool)
+    result, want = on_arguments(BOOLS[name], x, y), BOOLS[name](x, y)
+    assert result.dtype == want.dtype
+    assert torch.equal(result, want)
+
+
+@pytest.mark.parametrize(
+    "k", (torch.tensor(1.0), torch.tensor(-1, dtype=torch.int8), torch.tensor([[0.0]])), ids=str
+)
+def test_numbers_and_blocks_are_compared_together(k):
+    def function(acc, k):
+        return torch.where((k > 0) & (acc > 0) | torch.logical_not(k), acc, -1)
+
+    y = gemmery.matmul(A, B, epilogue=function, args=(k,))
+    torch.testing.assert_close(y, function(P, k), rtol=1e-4, atol=1e-4)
+
+
+def test_a_tensor_of_16_bits_is_compared_in_them():
+    r = torch.tensor([0.1, 0.5, 0.3, 1.0]).bfloat16().repeat(5)
+    for function in (lambda r: r == 0.1, lambda r: r > 0.3, lambda r: r <= torch.full((), 0.1)):
+        y = gemmery.matmul(A, B, epilogue=lambda acc, r: (acc == acc) & function(r), args=(r,))  # noqa: B023
+        assert torch.equal(y, function(r).expand(12, 20))
+
+
+@pytest.mark.parametrize("number", (math.inf, -math.inf, math.nan, 0.0, 2.5))
+def test_powers_and_signs_of_what_is_no_number(number):
+    a, b = torch.full((3, 1), number), torch.ones(1, 4)
+    for function in (lambda acc: acc**0, torch.sign, lambda acc: acc**2):
+        assert_same(gemmery.matmul(a, b, epilogue=function), function(a @ b))
+
+
+@pytest.mark.parametrize("shift", (0.0, 1e3, 1e5))
+def test_log_softmax_of_large_numbers(shift):
+    a = torch.cat([A, torch.full((12, 1), shift)], 1)
+    b = torch.cat([B, torch.ones(1, 20)])
+    logits = gemmery.matmul(a, b)  # the very sums
+    result = gemmery.matmul(a, b, epilogue=lambda acc: acc.log_softmax(-1))
+    want = logits.double().log_softmax(-1)
+    assert (result - want).abs().max() <= 4 * (logits.log_softmax(-1) - want).abs().max() + 1e-6
+
+
+@pytest.mark.parametrize("columns", (1, 2, 3, 20))
+def test_kept_rows_have_the_type_of_sums(columns):
+    y = gemmery.matmul(
+        A.bfloat16(), B[:, :columns].bfloat16(), epilogue=lambda acc: acc.sum(-1, keepdim=True)
+    )
+    assert (y.shape, y.dtype) == ((12, 1), torch.float32)
+
+
+@pytest.mark.parametrize(
+    "shape", ((5, 8), (8,), (1, 8), (5, 1), (), (2, 1, 8), (1, 5, 8), (2, 5, 1), (5, 4)), ids=str
+)
+def test_results_of_arguments_alone_have_their_own_shapes(shape):
+    a, b, r = values(2, 5, 4), values(4, 8, seed=1), values(*shape, seed=2)
+
+    def function(acc, r):
+        own = acc.chunk(2, -1)[0] + r if shape == (5, 4) else acc * 1
+        rows = (r.square().sum(-1), r.amax(-1, keepdim=True)) if shape[-1:] in ((8,), (4,)) else ()
+        return own, r * 2, *rows
+
+    results = gemmery.matmul(a, b, epilogue=function, args=(r,))
+    for result, want in zip(results, function(a @ b, r), strict=True):
+        assert (result.shape, result.dtype) == (want.shape, want.dtype)
+        torch.testing.assert_close(result, want, rtol=1e-4, atol=1e-4)
+    # And their gradients.
+    leaf = r.clone().requires_grad_()
+    results = gemmery.matmul(a, b, epilogue=function, args=(leaf,))
+    (grad,) = torch.autograd.grad(sum(x.square().sum() for x in results), leaf)
+    leaf = r.clone().requires_grad_()
+    (want,) = torch.autograd.grad(sum(x.square().sum() for x in function(a @ b, leaf)), leaf)
+    torch.testing.assert_close(grad, want, rtol=1e-4, atol=1e-4)
+
+
+def test_casts_of_reduced_rows_are_rounded_in_turn():
+    for function in (
+        lambda acc: acc.amax(-1).to(torch.float16).to(torch.float32),
+        lambda acc: acc.to(torch.float16).amin(-1),
+        lambda acc: (acc.amax(-1, keepdim=True) * 10).to(torch.int64),
+        lambda acc: acc.amax(-1).to(torch.int32),
+        lambda acc: acc - acc.amax(-1, keepdim=True).to(torch.int64),
+    ):
+        exact = gemmery.matmul(A, B)
+        assert_same(gemmery.matmul(A, B, epilogue=function), function(exact))

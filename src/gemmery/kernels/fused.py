@@ -289,12 +289,16 @@ def exponent_and_fraction(bits, FRACTION: tl.constexpr):
 
 @triton.jit
 def fmod(x, y):
-    """What is left of x after whole multiples of y, with x's sign, as in torch.
-
-    It is exact: what is left of x's integer, as many bits at a time as 64 hold beside those of y.
-    """
-    if not x.dtype.is_floating():
+    """What is left of x after whole multiples of y, with x's sign, as in torch."""
+    if x.dtype.is_floating():
+        return exact_fmod(x, y)
+    else:
         return x - trunc_divide(x, y) * y
+
+
+@triton.jit
+def exact_fmod(x, y):
+    """`fmod` of floating-point numbers: of their integers, as many bits at a time as 64 hold beside those of y."""
     BITS: tl.constexpr = tl.int64 if x.dtype == tl.float64 else tl.int32
     FRACTION: tl.constexpr = 52 if x.dtype == tl.float64 else 23
     # How far 2^0 is above the unit of the smallest numbers, and the smallest power of two that is normal.
@@ -341,17 +345,18 @@ def remainder(x, y):
 @triton.jit
 def floor_divide(x, y):
     """The quotient rounded down, as in torch."""
-    if not x.dtype.is_floating():
+    if x.dtype.is_floating():
+        rest = exact_fmod(x, y)
+        exact = divide(x - rest, y)
+        exact = tl.where((rest != 0) & ((rest < 0) != (y < 0)), exact - 1.0, exact)
+        below = tl.floor(exact)
+        whole = tl.where(exact - below > 0.5, below + 1.0, below)
+        quotient = divide(x, y)
+        return tl.where(y == 0, quotient, tl.where(exact == 0, quotient * 0.0, whole))
+    else:
         whole = trunc_divide(x, y)
         rest = x - whole * y
         return tl.where((rest != 0) & ((rest < 0) != (y < 0)), whole - 1, whole)
-    rest = fmod(x, y)
-    exact = divide(x - rest, y)
-    exact = tl.where((rest != 0) & ((rest < 0) != (y < 0)), exact - 1.0, exact)
-    below = tl.floor(exact)
-    whole = tl.where(exact - below > 0.5, below + 1.0, below)
-    quotient = divide(x, y)
-    return tl.where(y == 0, quotient, tl.where(exact == 0, quotient * 0.0, whole))
 
 
 @triton.jit
@@ -359,10 +364,11 @@ def trunc_divide(x, y):
     """The quotient rounded towards 0, as in torch."""
     if x.dtype.is_floating():
         return trunc(divide(x, y))
-    if x.dtype.is_int_unsigned():
+    elif x.dtype.is_int_unsigned():
         return x // y
-    # The smallest integer over -1 is more than the type holds, which hardware may take for an error.
-    return tl.where(y == -1, -x, x // tl.where(y == -1, 1, y))
+    else:
+        # The smallest integer over -1 is more than the type holds, which hardware may take for an error.
+        return tl.where(y == -1, -x, x // tl.where(y == -1, 1, y))
 
 
 @triton.jit
@@ -370,7 +376,8 @@ def divide(x, y):
     """The quotient, rounded once: `/` is two units off in single precision."""
     if x.dtype == tl.float64:
         return x / y
-    return tl.div_rn(x, y)
+    else:
+        return tl.div_rn(x, y)
 
 
 @triton.jit
@@ -389,18 +396,20 @@ def trunc(x):
 def largest(x):
     """The largest number of each row; NaN where one is, as in torch."""
     found = tl.max(x, 1)
-    if not x.dtype.is_floating():
+    if x.dtype.is_floating():
+        return tl.where(tl.max((x != x).to(tl.int32), 1) > 0, float("nan"), found)
+    else:
         return found
-    return tl.where(tl.max((x != x).to(tl.int32), 1) > 0, float("nan"), found)
 
 
 @triton.jit
 def smallest(x):
     """The smallest number of each row; NaN where one is, as in torch."""
     found = tl.min(x, 1)
-    if not x.dtype.is_floating():
+    if x.dtype.is_floating():
+        return tl.where(tl.max((x != x).to(tl.int32), 1) > 0, float("nan"), found)
+    else:
         return found
-    return tl.where(tl.max((x != x).to(tl.int32), 1) > 0, float("nan"), found)
 
 
 @triton.jit

@@ -1,0 +1,80 @@
+"""What compilers make of epilogues' integers, comparisons and remainders, which the interpreter computes with NumPy."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+#: Makes a kernel of each epilogue, compiles it for a target, and prints the operators of Triton's code.
+SCRIPT = """
+import json, sys
+import torch, triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from gemmery import fused
+from gemmery.call import make_call
+from gemmery.dispatch import Options
+from gemmery.epilogues.device import compiled, function
+
+TARGET = GPUTarget(*json.loads(sys.argv[1]))
+KERNEL = '''
+def kernel(x, o):
+    i = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    tl.store(o + i, as_type(EPILOGUE(tl.load(x + i), (), (16, 16), (), 0, 0, 0, 16, 16, False), o.dtype.element_ty))
+'''
+EPILOGUES = {
+    "or": lambda acc: (acc > 0) + (acc > 1),
+    "and": lambda acc: (acc > 0) * (acc > 1),
+    "alpha": lambda acc: torch.add(acc > 0, acc > 1, alpha=2),
+    "larger": lambda acc: torch.maximum(acc > 0, acc > 1),
+    "smaller": lambda acc: torch.minimum(acc > 0, acc > 1),
+    "bytes": lambda acc: acc.to(torch.uint8).clamp(-20, 30) + 200,
+    "signed": lambda acc: ~acc.to(torch.int8) % -3 + acc.to(torch.int8) // 7 - acc.to(torch.int8) * 100,
+    "remainder": lambda acc: acc % 0.1 + torch.fmod(acc, 3.5) + acc // 0.3,
+    "numbers": lambda acc: torch.where((torch.full((), 2.0, device=acc.device) > 1) & (acc > 0), acc, 0),
+    "rows": lambda acc: acc - acc.to(torch.int8).amax(-1, keepdim=True),
+    "power": lambda acc: acc**0 + acc.sign(),
+}
+found = {}
+for name, epilogue in EPILOGUES.items():
+    for dtype in (torch.float32, torch.float64):
+        a, b = torch.ones(16, 8, dtype=dtype), torch.ones(8, 16, dtype=dtype)
+        made = fused.program(make_call("matmul", a, b, None, epilogue, (), None, Options()))
+        space = {"EPILOGUE": function(made.source), "as_type": __import__("gemmery.kernels.fused").kernels.fused.as_type}
+        kind = "fp32" if dtype == torch.float32 else "fp64"
+        source = ASTSource(fn=compiled(KERNEL.replace("kernel", f"kernel_{name}_{kind}"), space),
+                           signature={"x": f"*{kind}", "o": f"*{kind}"})
+        found[f"{name} {kind}"] = triton.compile(source, target=TARGET).asm["ttir"]
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize(
+    "target", [["cuda", 90, 32], ["cuda", 80, 32], ["hip", "gfx942", 64]], ids=lambda x: str(x[1])
+)
+def test_bools_are_bools_and_integers_keep_their_width(target):
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", SCRIPT, json.dumps(target)]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    for kind in ("fp32", "fp64"):
+        for name, wanted in (
+            ("or", "ori"),
+            ("larger", "ori"),
+            ("alpha", "ori"),
+            ("and", "andi"),
+            ("smaller", "andi"),
+        ):
+            text = found[f"{name} {kind}"]
+            # Addition of bits is an exclusive or.
+            assert not re.search(r"arith\.(addi|subi|muli) .*xi1>", text), name
+            assert re.search(rf"arith\.{wanted} .*xi1>", text), name
+        for name in ("bytes", "signed"):
+            assert re.search(r"arith\.addi .*xi8>", found[f"{name} {kind}"]), name
+        # By integers, since a quotient is rounded.
+        assert "arith.remsi" in found[f"remainder {kind}"]
+        assert "arith.remf" not in found[f"remainder {kind}"]
