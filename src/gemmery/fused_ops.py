@@ -323,6 +323,8 @@ def dispatched(call: Call, out: Tensor | None) -> Any:
         or (grad and not runs_again(call.captured, call.a.device))
         or _is_differentiated()
     ):
+        if call.a.device.type == "cpu" and call.captured.key is not None:
+            warn(call)
         return unfused(call)
     tensors, numbers, kinds = flatten(call.inputs)
     held, how = hold(call.captured), call.options

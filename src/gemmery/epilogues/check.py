@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..memo import keep
+
 if TYPE_CHECKING:
     from ..call import Call
 
@@ -97,7 +99,6 @@ def _checked(shape: Sequence[int]) -> tuple[int, ...]:
 def warn(call: Call) -> None:
     """Warn once of an epilogue that torch has run here, and that a GPU could not fuse; it never fails."""
     from .. import fused
-    from ..programs import keep
 
     key = _identity(call.function)
     if key in _looked or 0 in call.shape:
