@@ -24,6 +24,7 @@ from torch.compiler import is_compiling
 from . import backward, devices, fused
 from .call import Call, check, outputs_of
 from .dispatch import Options, OutTypes, check_forward_mode
+from .epilogues.check import warn
 from .epilogues.function import Held, hold, named
 from .epilogues.identity import Captured
 from .ops import LIBRARY, factor_gradients, gemm, in_transform

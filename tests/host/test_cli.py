@@ -86,6 +86,38 @@ def test_json_into_a_missing_directory_is_refused_before_the_work(name, tmp_path
     assert "No GPU here" not in ran.stdout
 
 
+FULL = [
+    ("explain", "4", "4", "4", "--device", "H200"), ("predict", "4", "4", "4", "--device", "H200"),
+    ("roofline", "--device", "H200"), ("order", "64", "64", "64", "--device", "H200"),
+    ("indices", "64", "64", "64", "--device", "H200"), ("doctor",), ("store", "show"), ("bench", "--list"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", FULL, ids=lambda words: words[0])
+def test_json_that_does_not_fit_on_the_disk_is_told_in_a_line(words):
+    ran = command(*words, "--json", "/dev/full")
+    assert ran.returncode == 1
+    assert ran.stderr.splitlines()[-1] == "Error: /dev/full can't be written: No space left on device"
+    assert "Traceback" not in ran.stderr
+
+
+def test_json_is_appended_to_what_a_shell_keeps_of_standard_output(tmp_path):
+    kept = tmp_path / "out.json"
+    kept.write_text("[1]\n")
+    with kept.open("a") as out:
+        words = [sys.executable, "-m", "gemmery", "store", "show", "--json", "-"]
+        subprocess.run(
+            words,
+            stdout=out,
+            env=os.environ | {"GEMMERY_CACHE_DIR": str(tmp_path)},
+            cwd=ROOT / "src",
+            check=True,
+        )
+    first, rest = kept.read_text().split("\n", 1)
+    assert first == "[1]"
+    assert json.loads(rest)["sets"] == []
+
+
 def test_a_rung_must_be_a_number():
     ran = command("ladder", "persistent")
     assert ran.returncode == 2

@@ -195,7 +195,7 @@ def test_names_of_pictures(tmp_path):
         figures.check_name(tmp_path / "a.jpg")
     with pytest.raises(ValueError, match=r"in .png, .svg, .gif or .html"):
         figures.check_name(tmp_path / "a", order_pictures.ENDINGS)
-    with pytest.raises(FileNotFoundError, match="there is no directory"):
+    with pytest.raises(OSError, match="there is no directory"):
         figures.check_name(tmp_path / "absent" / "a.png")
 
 

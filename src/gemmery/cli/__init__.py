@@ -41,4 +41,10 @@ def _options(
 
 def main() -> None:
     """The entry point of the `gemmery` command."""
-    app(prog_name="gemmery")
+    from ..files import WriteError
+
+    try:
+        app(prog_name="gemmery")
+    except WriteError as error:
+        # What no check could tell before the work, such as a full disk.
+        raise SystemExit(f"Error: {error}") from error

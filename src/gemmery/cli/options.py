@@ -29,9 +29,12 @@ def place_for_json(path: Path | None) -> Path | None:
         sys.stdout.flush()
         sys.stdout = sys.stderr
         return Path("/dev/stdout")
-    # Before the work, not after a minute of it.
-    if path is not None and not path.absolute().parent.is_dir():
-        raise typer.BadParameter(f"there is no directory {path.absolute().parent}")
+    if path is not None:
+        from ..files import check_place
+
+        # Before the work, not after a minute of it.
+        with told():
+            check_place(path)
     return path
 
 
@@ -80,6 +83,6 @@ def told() -> Iterator[None]:
 def write_json(path: Path | None, values: object) -> None:
     """Write plain values to the file of `--json`, if one was given."""
     if path is not None:
-        import json
+        from .. import files
 
-        path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        files.write_json(path, values)

@@ -43,6 +43,7 @@ def lab(
     It needs no GPU and no network. The options say what the page shows first. With --json one product's answer is
     written and nothing is served.
     """
+    from ..files import write_text
     from ..lab.page.command import Request, answer, exported, serve
 
     with told():
@@ -54,7 +55,7 @@ def lab(
         if json is not None:
             write_json(json, answer(request))
         if export is not None:
-            export.write_text(exported(request), encoding="utf-8")
+            write_text(export, exported(request))
             typer.echo(f"The page is in {export}")
         if json is None and export is None:
             serve(request, host, port, open_)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..files import parse_json, replacing
 from .tensor import QuantizedTensor
 
 #: The entry of a file's metadata that says which tensors are parts of a quantised one.
@@ -25,11 +27,12 @@ def save_safetensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]
     names, as tied weights are, is stored under the first of them; the others are noted there as well.
 
     Args:
-        path: the file, replaced if there is one.
+        path: the file. One that is there is replaced once all is written, and stays as it was on an error.
         tensors: by name, such as a module's `state_dict()`.
 
     Raises:
         ImportError: the package safetensors is not installed.
+        OSError: the file can't be written.
         ValueError: a tensor's name is that of a part of another one.
 
     Example:
@@ -41,6 +44,7 @@ def save_safetensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]
         ...     sorted(load_safetensors(file.name))
         ['bias', 'up']
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     plain: dict[str, Tensor] = {}
@@ -60,7 +64,8 @@ def save_safetensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]
             if memory is not None and memory in stored:
                 aliases[key] = stored[memory]
                 continue
-            kept = value.detach().contiguous()
+            # What a view does to the numbers on reading, conjugate or negate, is no part of what is written.
+            kept = value.detach().resolve_conj().resolve_neg().contiguous()
             if memory is not None:
                 stored[memory] = key
                 # Another part of memory that is in the file already.
@@ -70,7 +75,11 @@ def save_safetensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]
     about: dict[str, Any] = {"version": VERSION, "tensors": quantized}
     if aliases:
         about["aliases"] = aliases
-    save_file(plain, path, metadata={"format": "pt", KEY: json.dumps(about)})
+    with replacing(path) as part:
+        try:
+            save_file(plain, part, metadata={"format": "pt", KEY: json.dumps(about)})
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
 
 
 def _memory(x: Tensor) -> tuple[Any, ...] | None:
@@ -92,26 +101,78 @@ def load_safetensors(path: str | os.PathLike[str], device: torch.device | str = 
 
     Raises:
         ImportError: the package safetensors is not installed.
-        ValueError: the file, or words in it, are of another version of gemmery, or parts of a tensor are missing.
+        OSError: the file can't be read.
+        ValueError: the file is damaged, it or words in it are of another version of gemmery, or parts of a tensor are
+            missing; the message names the file. Numbers are not checked: safetensors has no checksums.
 
     Example: see `save_safetensors`.
     """
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
-    with safe_open(path, framework="pt", device=str(device)) as file:
-        about = json.loads((file.metadata() or {}).get(KEY, f'{{"version": {VERSION}, "tensors": {{}}}}'))
-        plain = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is no mapping)
-    if about["version"] != VERSION:
-        raise ValueError(
-            f"load_safetensors: {path} is of version {about['version']}; this gemmery reads {VERSION}"
-        )
-    plain |= {name: plain[source] for name, source in about.get("aliases", {}).items()}
-    result: dict[str, Tensor] = {}
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            text = (file.metadata() or {}).get(KEY)
+            plain = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is no mapping)
+    except SafetensorError as error:
+        raise ValueError(f"load_safetensors: {path} is no file of safetensors: {error}") from error
+    about = _About.of(text, plain, f"load_safetensors: {path}")
+    plain |= {name: plain[source] for name, source in about.aliases.items()}
+    result: dict[str, QuantizedTensor] = {}
     made: dict[tuple[Any, ...], QuantizedTensor] = {}
-    for name, texts in about["tensors"].items():
-        weight = QuantizedTensor.from_tensors(plain, texts, f"{name}.")
+    for name, texts in about.tensors.items():
+        try:
+            weight = QuantizedTensor.from_tensors(plain, texts, f"{name}.")
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"load_safetensors: {path}, tensor {name!r}: {error}") from error
         parts = tuple((part, id(value)) for part, value in weight.parts().items())
         result[name] = weight = made.setdefault((parts, *sorted(texts.items())), weight)
+    for name, weight in result.items():
         for part in weight.parts():
             del plain[f"{name}.{part}"]
     return plain | result
+
+
+@dataclass(frozen=True)
+class _About:
+    """What a file's metadata says under `KEY`.
+
+    Attributes:
+        tensors: by the name of a quantised tensor the texts of `QuantizedTensor.to_tensors`.
+        aliases: by name the tensor of the file that it is as well.
+    """
+
+    tensors: Mapping[str, Mapping[str, str]]
+    aliases: Mapping[str, str]
+
+    @classmethod
+    def of(cls, text: str | None, names: Collection[str], where: str) -> _About:
+        """The metadata of a file with tensors of these names.
+
+        Args:
+            text: None for a file that something else wrote.
+
+        Raises:
+            ValueError: it is not as `save_safetensors` writes it.
+        """
+        if text is None:
+            return cls({}, {})
+        where = f"{where}: the metadata under {KEY!r}"
+        about = parse_json(text, where)
+        if not isinstance(about, dict) or type(about.get("version")) is not int:
+            raise ValueError(f"{where}: there is no version, a whole number")
+        if about["version"] != VERSION:
+            raise ValueError(f"{where} is of version {about['version']}; this gemmery reads {VERSION}")
+        tensors, aliases = about.get("tensors"), about.get("aliases", {})
+        if not (isinstance(tensors, dict) and all(map(_is_texts, tensors.values()))):
+            raise ValueError(f"{where}: there are no tensors, an object that has an object of texts for each")
+        if not _is_texts(aliases):
+            raise ValueError(f"{where}: aliases are {aliases!r}; they must be an object of names")
+        if unknown := sorted({*aliases.values()} - {*names}):
+            raise ValueError(f"{where}: an alias is of {unknown[0]!r}, which is no tensor of the file")
+        if taken := sorted((aliases.keys() | tensors.keys()) & {*names}):
+            raise ValueError(f"{where}: {taken[0]!r} is the name of a tensor of the file already")
+        return cls(tensors, aliases)
+
+
+def _is_texts(values: object) -> bool:
+    return isinstance(values, dict) and all(isinstance(text, str) for text in values.values())

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..files import parse_json
 from . import aten, decode, packing, pieces
 from .base import FORMATS, Format
 
@@ -228,6 +229,8 @@ class QuantizedTensor(Tensor):
         """
         if missing := {"format", "shape", "dtype", "group_size"} - texts.keys():
             raise ValueError(f"from_tensors: the texts have no {', '.join(sorted(missing))}")
+        if wrong := [name for name, text in texts.items() if not isinstance(text, str)]:
+            raise TypeError(f"from_tensors: {wrong[0]} is {texts[wrong[0]]!r}; it must be a text")
         if (version := texts.get("packing", "1")) not in ("2", str(packing.VERSION)):
             raise ValueError(
                 f"from_tensors: the words of {prefix!r} are of version {version} of their order; this gemmery reads 2 "
@@ -241,11 +244,14 @@ class QuantizedTensor(Tensor):
         words, *rest = (tensors.get(prefix + name) for name in INNER)
         assert words is not None
         format = lookup("from_tensors", texts["format"])
+        options: dict[str, Any] = dict(zip(INNER[1:], rest, strict=True))
+        group_size = _number("group_size", texts["group_size"])
+        result = cls(_shape(texts["shape"]), format, words, dtype=dtype, group_size=group_size, **options)
+        _check_permutation(result.permutation)
         if version == "2" and format.code == "e2m1":
             words = packing.reordered(words, format.bits, packing.APART, format.order)
-        options: dict[str, Any] = dict(zip(INNER[1:], rest, strict=True))
-        shape, group_size = tuple(json.loads(texts["shape"])), int(texts["group_size"])
-        return cls(shape, format, words, dtype=dtype, group_size=group_size, **options)
+            result = result.with_parts(result.parts() | {"words": words})
+        return result
 
     # --- copies and files --------------------------------------------------------------------------------------------
 
@@ -288,6 +294,27 @@ class QuantizedTensor(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         return aten.call(cls, func, args, kwargs or {})
+
+
+def _number(name: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise ValueError(f"from_tensors: {name} is {text!r}; it must be a whole number")
+    return int(text)
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    sizes = parse_json(text, "from_tensors: shape")
+    if not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
+        raise ValueError(f"from_tensors: shape is {text!r}; it must be a list of sizes")
+    return tuple(sizes)
+
+
+def _check_permutation(permutation: Tensor | None) -> None:
+    """An error about columns that there are not: a kernel would read them."""
+    if permutation is None or aten.has_no_values(permutation):
+        return
+    if not permutation.sort()[0].equal(torch.arange(permutation.numel(), device=permutation.device)):
+        raise ValueError(f"from_tensors: permutation must have each of 0 to {permutation.numel() - 1} once")
 
 
 def restore(tensors: dict[str, Tensor], texts: dict[str, str], extras: dict[str, Any]) -> QuantizedTensor:

@@ -8,7 +8,6 @@ its error.
 from __future__ import annotations
 
 import copy
-import json
 import os
 import statistics
 import time
@@ -32,6 +31,7 @@ import gemmery.nn
 
 from .. import devices
 from ..devices import INTERPRETED
+from ..files import write_json
 from ..problem import DTYPE_NAMES
 
 SENTENCES = (
@@ -137,7 +137,7 @@ def demo(json_path: Path | None = None) -> int:
             "wanted": WANTED,
             "passed": passed,
         }
-        json_path.write_text(json.dumps(record, indent=2) + "\n")
+        write_json(json_path, record)
     return 0 if passed else 1
 
 

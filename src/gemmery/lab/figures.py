@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..files import check_place, replacing
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -67,24 +69,23 @@ def check_name(path: Path, endings: Sequence[str] = PICTURES) -> None:
 
     Raises:
         ValueError: the name ends in none of `endings`.
-        FileNotFoundError: there is no such directory.
+        OSError: there is no such directory, or it can't be written to.
     """
     if path.suffix.lower() not in endings:
         wanted = " or ".join([", ".join(endings[:-1]), endings[-1]] if len(endings) > 1 else endings)
         raise ValueError(f"{path}: the name of a picture must end in {wanted}")
-    if not path.absolute().parent.is_dir():
-        raise FileNotFoundError(f"there is no directory {path.absolute().parent}")
+    check_place(path)
 
 
 def save(made: Figure, path: Path) -> None:
     """Write a figure as PNG or SVG, by the ending of `path`; the same figure gives the same bytes.
 
     Raises:
-        ValueError, FileNotFoundError: see `check_name`.
+        ValueError, OSError: see `check_name`.
     """
     import matplotlib as mpl
 
     check_name(path)
-    with mpl.rc_context(STYLE):
+    with mpl.rc_context(STYLE), replacing(path) as part:
         # A date would make each file of the same picture another one.
-        made.savefig(path, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+        made.savefig(part, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)

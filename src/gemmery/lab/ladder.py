@@ -23,6 +23,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from ..files import write_json
+
 
 @dataclass(frozen=True)
 class Row:
@@ -251,7 +253,5 @@ def ladder(rungs: Sequence[int] = (), json_path: Path | None = None) -> int:
         )
         console.print(failure.output, markup=False, highlight=False)
     if json_path is not None:
-        json_path.write_text(
-            json.dumps([asdict(record) for record in records], indent=1) + "\n", encoding="utf-8"
-        )
+        write_json(json_path, [asdict(record) for record in records])
     return 1 if failures else 0

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..files import replacing, write_text
 from .figures import COLOURS, FAINT, INK, PICTURES, SEQUENCE, check_name, figure, save, whole_ticks
 from .orders import Comparison, Launch, Order, amount
 
@@ -34,11 +35,11 @@ def draw(comparison: Comparison, path: Path) -> None:
 
     Raises:
         ValueError: the name has another ending.
-        FileNotFoundError: there is no such directory.
+        OSError: there is no such directory, or the file can't be written.
     """
     check_name(path, ENDINGS)
     if path.suffix.lower() == ".html":
-        path.write_text(page(comparison), encoding="utf-8")
+        write_text(path, page(comparison))
     elif path.suffix.lower() == ".gif":
         animate(comparison, path)
     else:
@@ -222,7 +223,8 @@ def animate(comparison: Comparison, path: Path) -> None:
     # The one in the middle and the last have all colours that there are.
     palette = Image.fromarray(np.concatenate([frames[len(frames) // 2], frames[-1]])).quantize()
     first, *others = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
-    first.save(path, save_all=True, append_images=others, duration=round(SECONDS * 1000), loop=0)
+    with replacing(path) as part:
+        first.save(part, save_all=True, append_images=others, duration=round(SECONDS * 1000), loop=0)
 
 
 class _Film:

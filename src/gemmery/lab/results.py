@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import statistics
 import subprocess
@@ -13,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from ..files import read_json, write_json
 from . import timing
 from .peers import OURS
 from .suites import Row
@@ -46,11 +46,8 @@ class Result:
     def save(self, path: Path) -> None:
         """Write as JSON, whole or not at all; directories are made."""
         data = {"suite": self.suite, "dtype": self.dtype, **self.header, "summary": summarise(self.rows)}
-        text = json.dumps(data | {"rows": self.rows}, indent=1, ensure_ascii=False)
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(path.name + ".part")
-        part.write_text(text + "\n", encoding="utf-8")
-        part.replace(path)
+        write_json(path, data | {"rows": self.rows}, ensure_ascii=False)
 
 
 #: The type of a suite in which every row has its own.
@@ -98,10 +95,7 @@ def read(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: the file is none.
     """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path.name} is not JSON: {error}") from error
+    data = read_json(path)
     if not isinstance(data, dict) or (missing := set(_NEEDED) - set(data)):
         lacks = ", ".join(sorted(missing)) if isinstance(data, dict) else "everything"
         raise ValueError(f"{path.name} is no benchmark result: it is without {lacks}")

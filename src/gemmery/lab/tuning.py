@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,6 +18,7 @@ from rich.table import Table
 
 from .. import devices
 from ..devices import Device
+from ..files import read_json, write_json
 from ..layout import make_problem
 from ..problem import DTYPE_NAMES, OUT_DTYPES, Precision, Problem
 from ..select import log, store
@@ -175,7 +175,7 @@ def tune(
 
 def _write(path: Path | None, values: object) -> None:
     if path is not None:
-        path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        write_json(path, values)
 
 
 class _TuneDisplay:
@@ -286,10 +286,7 @@ def read_weights(path: Path, dtype: str = "bf16") -> list[Weight]:
         ValueError: the file or the type is not valid.
         OSError: the file can't be read.
     """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from error
+    data = read_json(path)
     if not isinstance(data, list) or not data:
         raise ValueError(
             f'{path}: must be a list of weights, such as [{{"name": "qkv", "N": 6144, "K": 4096}}]'

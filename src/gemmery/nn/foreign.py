@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..formats.checkpoints import read_bnb, read_bnb_state, read_fp8, read_torchao, read_weight
+from ..formats.checkpoints.bitsandbytes import check_row_order
 from ..formats.checkpoints.read import is_torchao
 from ..formats.tensor import QuantizedTensor
 from .linear import own_code
@@ -138,6 +139,9 @@ def _eight_bits(module: Any) -> QuantizedTensor:
     largest = getattr(module.state, "SCB", None) if largest is None else largest
     if largest is None:
         raise ValueError("its weight is not quantised yet; move the layer to its device first")
+    if getattr(module.state, "CxB", None) is not None:
+        # The first call on a GPU puts these in the weight's place.
+        check_row_order("bitsandbytes", getattr(module.state, "formatB", "row"))
     return read_bnb({"weight": module.weight.data, "SCB": largest})
 
 
@@ -153,6 +157,5 @@ def _fp8(module: Any) -> QuantizedTensor:
 
 def _compressed(module: nn.Module) -> QuantizedTensor:
     scheme = getattr(getattr(module, "quantization_scheme", None), "weights", None)
-    size, block = (getattr(scheme, name, None) for name in ("group_size", "block_structure"))
-    weights = {"group_size": size, "block_structure": block}
+    weights = {name: getattr(scheme, name, None) for name in ("group_size", "block_structure", "num_bits")}
     return read_weight(_own(module), "", {"config_groups": {"group_0": {"weights": weights}}})

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from .store import Timing
+
 Row = tuple[Any, ...]
 _T = TypeVar("_T")
 
@@ -38,8 +40,15 @@ _INSERT = (
 _IF_NEWER = " WHERE excluded.measured > timings.measured"
 #: Seconds to wait for other processes; who only looks would rather do without.
 _READ_WAIT, _WRITE_WAIT = 0.5, 60.0
-#: SQLite's primary codes for a file that is damaged, and for one that is no database.
-_BROKEN = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+#: SQLite's primary codes for what lies outside of the file: permissions, locks, memory, the disk. All other errors are
+#: the file's own: the statements here are few, and right for the store's tables.
+_OUTSIDE = (
+    sqlite3.SQLITE_PERM, sqlite3.SQLITE_ABORT, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM,
+    sqlite3.SQLITE_READONLY, sqlite3.SQLITE_INTERRUPT, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PROTOCOL, sqlite3.SQLITE_NOLFS, sqlite3.SQLITE_AUTH,
+)  # fmt: skip
+#: The bytes of a database's header that say which versions may write and read it, 1 or, with a write-ahead log, 2.
+_VERSIONS = slice(18, 20)
 #: What SQLite says where another process has set the file aside since it was opened here: SQLITE_READONLY_DBMOVED, or
 #: an input/output error where there is no new file yet. Nothing was written, and the next attempt opens the new one.
 _MOVED, _GONE = 1032, 10
@@ -53,8 +62,8 @@ class Unusable(OSError):
     """The file can't be read or written, for now or at all."""
 
 
-class _WrongTables(Exception):
-    """A database whose tables are not the store's."""
+class _Damaged(Exception):
+    """A database that is not the store's, or has values that nobody has written."""
 
 
 def select(path: Path, **wanted: str) -> list[Row]:
@@ -68,7 +77,8 @@ def select(path: Path, **wanted: str) -> list[Row]:
 
     def read(connection: sqlite3.Connection) -> list[Row]:
         connection.execute("BEGIN")
-        return connection.execute(sql, tuple(wanted.values())).fetchall() if _has_tables(connection) else []
+        found = connection.execute(sql, tuple(wanted.values())) if _has_tables(connection) else []
+        return [_checked(row) for row in found]
 
     try:
         return _run(path, "rw", _READ_WAIT, read)
@@ -94,6 +104,9 @@ def insert(path: Path, rows: Sequence[Row], *, if_newer: bool = False) -> None:
         connection.execute("BEGIN IMMEDIATE")
         if not _has_tables(connection):
             connection.execute(_CREATE)
+        # Rows that are out of order raise no error. What is written among them would not be found again.
+        elif (said := connection.execute("PRAGMA integrity_check(1)").fetchone()[0]) != "ok":
+            raise _Damaged(said)
         connection.executemany(_INSERT + _IF_NEWER if if_newer else _INSERT, rows)
         connection.execute("COMMIT")
 
@@ -104,21 +117,23 @@ def _run(path: Path, mode: str, wait: float, work: Callable[[sqlite3.Connection]
     """Work on a connection of its own; a file that turns out broken is set aside, and work begins again."""
     uri = f"{path.absolute().as_uri()}?mode={mode}"
     for attempt in range(1, _ATTEMPTS + 1):
+        opened = _identity(path)
         try:
             with contextlib.closing(
                 sqlite3.connect(uri, uri=True, timeout=wait, isolation_level=None)
             ) as connection:
                 return work(connection)
-        except (sqlite3.Error, _WrongTables) as error:
-            if attempt == _ATTEMPTS or not (_is_broken(error) or _was_moved(error)):
-                raise Unusable(str(error)) from error
-            if _is_broken(error):
-                _set_aside(path, error)
+        except (sqlite3.Error, _Damaged, UnicodeDecodeError, MemoryError) as error:
+            reason = _reason(error)
+            if attempt == _ATTEMPTS or not (_is_broken(error, path) or _was_moved(error)):
+                raise Unusable(reason) from error
+            if _is_broken(error, path):
+                _set_aside(path, opened, reason)
     raise AssertionError("the last attempt returns or raises")
 
 
 def _has_tables(connection: sqlite3.Connection) -> bool:
-    """Whether the database is the store's, rather than a new and empty one; _WrongTables where it is neither.
+    """Whether the database is the store's, rather than a new and empty one; _Damaged where it is neither.
 
     Within a transaction: a file that another process fills between the two questions would look like neither.
     """
@@ -126,14 +141,55 @@ def _has_tables(connection: sqlite3.Connection) -> bool:
     if columns == COLUMNS:
         return True
     if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-        raise _WrongTables("its tables are not those of a store of timings")
+        raise _Damaged("its tables are not those of a store of timings")
     return False
 
 
-def _is_broken(error: Exception) -> bool:
-    if isinstance(error, _WrongTables):
-        return True
-    return getattr(error, "sqlite_errorcode", 0) & 0xFF in _BROKEN
+def _checked(row: Row) -> Row:
+    """A row as it was written, of texts and a timing; SQLite keeps any value in any column."""
+    *key, seconds, note, measured = row
+    if not all(isinstance(text, str) for text in key):
+        raise _Damaged(f"a row is kept under {key!r}, which are not texts")
+    try:
+        return (*key, *Timing.of(seconds, note, measured))
+    except ValueError as error:
+        raise _Damaged(str(error)) from error
+
+
+def _is_broken(error: Exception, path: Path) -> bool:
+    """Whether an error is the file's fault, so that it would come again."""
+    if isinstance(error, sqlite3.Error):
+        code: int | None = getattr(error, "sqlite_errorcode", None)
+        if code is None:
+            # Of the module itself: a text that is not UTF-8, or a call that is wrong.
+            return isinstance(error, sqlite3.OperationalError)
+        return code & 0xFF not in _OUTSIDE or (code == sqlite3.SQLITE_READONLY and _forbids_writing(path))
+    return not isinstance(error, MemoryError)
+
+
+def _forbids_writing(path: Path) -> bool:
+    """Whether the header says that a later SQLite alone may write the file; none has ever said so."""
+    try:
+        with path.open("rb") as file:
+            return any(version not in (1, 2) for version in file.read(_VERSIONS.stop)[_VERSIONS])
+    except OSError:
+        return False
+
+
+def _reason(error: Exception) -> str:
+    """An error in words. SQLite quotes what it found; where that is no text, Python has another error instead."""
+    if isinstance(error, UnicodeDecodeError):
+        return "it has bytes that are no text"
+    return str(error) or type(error).__name__
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Tells the file apart from another one of its name; None where there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _was_moved(error: Exception) -> bool:
@@ -141,44 +197,31 @@ def _was_moved(error: Exception) -> bool:
     return code == _MOVED or code & 0xFF == _GONE
 
 
-def _set_aside(path: Path, error: Exception) -> None:
+def _set_aside(path: Path, opened: tuple[int, int] | None, reason: str) -> None:
     """Rename a broken file, so that a new one can take its place; one process does it.
+
+    Args:
+        opened: the identity of the file that is broken. Another one of the name is that of a process that was first.
 
     Raises:
         Unusable: the directory can't be written.
     """
     try:
         with _locked(path.parent):
-            if _is_sound(path):
-                return  # another process was here first
+            if opened is None or _identity(path) != opened:
+                return
             name = f"{path.name}.broken-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
             # Its companions first: a journal left behind would be played back into the next file of this name.
             for end in (*_COMPANIONS, ""):
                 with contextlib.suppress(FileNotFoundError):
                     path.with_name(path.name + end).rename(path.with_name(name + end))
     except OSError as refusal:
-        raise Unusable(f"it is broken ({error}) and can't be renamed: {refusal}") from error
+        raise Unusable(f"it is broken ({reason}) and can't be renamed: {refusal}") from refusal
     warnings.warn(
-        f"gemmery: the store of timings {path} is broken ({error}); it is now {name}, and a new one is begun",
+        f"gemmery: the store of timings {path} is broken ({reason}); it is now {name}, and a new one is begun",
         RuntimeWarning,
         stacklevel=2,
     )
-
-
-def _is_sound(path: Path) -> bool:
-    if not path.exists():
-        return True
-    try:
-        with contextlib.closing(
-            sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, isolation_level=None)
-        ) as connection:
-            connection.execute("BEGIN")
-            _has_tables(connection)
-            return bool(connection.execute("PRAGMA quick_check(1)").fetchone()[0] == "ok")
-    except (sqlite3.Error, _WrongTables) as error:
-        if not _is_broken(error):
-            raise Unusable(str(error)) from error
-        return False
 
 
 @contextlib.contextmanager

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ..devices import TABLE
+from ..files import read_json, write_json
 from ..problem import Config
 from .keys import Key, from_dict, to_text
 from .store import Row, Store, Timing
@@ -37,7 +37,7 @@ def export_json(path: Path, store: Store, keep: Callable[[Key], bool] | None = N
         OSError: the file can't be written.
     """
     rows = [row for row in store.rows() if keep is None or keep(row.key)]
-    path.write_text(json.dumps({_FORMAT: 1, "sets": _sets(rows)}, indent=1) + "\n", encoding="utf-8")
+    write_json(path, {_FORMAT: 1, "sets": _sets(rows)})
     return len(rows)
 
 
@@ -69,10 +69,7 @@ def import_json(path: Path, store: Store) -> int:
         OSError: the file can't be read.
         ValueError: it is not valid; the message names the place. Nothing is taken then.
     """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from error
+    data = read_json(path)
     if not isinstance(data, dict) or data.get(_FORMAT) != 1 or not isinstance(data.get("sets"), list):
         raise ValueError(f'{path}: must be an object with "{_FORMAT}": 1 and "sets", a list')
     rows = []
@@ -100,13 +97,9 @@ def _rows(of_set: dict[str, Any], entry: Any, where: str) -> list[Row]:
 
 
 def _timing(values: Any) -> Timing:
-    known = {"seconds": (float, int, type(None)), "note": (str,), "measured": (float, int)}
-    if not isinstance(values, dict) or not {"seconds", "measured"} <= set(values) <= set(known):
+    if not isinstance(values, dict) or not {"seconds", "measured"} <= set(values) <= set(Timing._fields):
         raise ValueError(f"a timing has seconds and measured, and maybe a note; given {values!r}")
-    for name, value in values.items():
-        if type(value) not in known[name] or (isinstance(value, float | int) and not 0 <= value < math.inf):
-            raise ValueError(f"a timing's {name} is {value!r}")
-    return Timing(**values)
+    return Timing.of(values["seconds"], values.get("note", ""), values["measured"])
 
 
 def _fits(value: Any, wanted: dict[str, type]) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..devices import Device
+from ..files import parse_json
 from ..problem import Problem
 from .keys import device_text, from_dict, to_dict
 
@@ -48,14 +49,15 @@ def read(path: Path, device: Device) -> list[Problem]:
         ValueError: a line is not a problem; the message names it.
     """
     problems: dict[Problem, None] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if not line.strip():
             continue
+        where = f"{path}, line {number}"
+        entry = parse_json(line, where)
         try:
-            entry = json.loads(line)
             problem = from_dict(entry["problem"] if isinstance(entry, dict) else entry, device)
         except (ValueError, KeyError) as error:
-            raise ValueError(f"{path}, line {number}: {error}") from error
+            raise ValueError(f"{where}: {error}") from error
         if problem.precision not in device.target.precisions:
             problem = replace(problem, precision="ieee")
         problems[problem] = None

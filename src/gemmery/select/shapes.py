@@ -11,6 +11,8 @@ from ..layout import make_problem
 from ..problem import DTYPE_NAMES, OUT_DTYPES, PRECISIONS, Precision, Problem
 
 LAYOUTS = ("NN", "NT", "TN", "TT")
+#: Of a matrix's rows and columns: kernels count them in 32 bits.
+LARGEST_SIZE = 2**31 - 1
 #: What the device is where neither a name nor a GPU says.
 DEFAULT_DEVICE = "NVIDIA H200"
 
@@ -88,13 +90,24 @@ def problem_of(
     )  # fmt: skip
 
 
+def short_name(name: str) -> str:
+    """The short name of a type that may be called as torch calls it; other names as they are.
+
+    Example:
+        >>> [short_name(name) for name in ("bfloat16", "torch.float32", "bf16", "tf32")]
+        ['bf16', 'fp32', 'bf16', 'tf32']
+    """
+    of_torch = {str(dtype): short for dtype, short in DTYPE_NAMES.items()}
+    return of_torch.get(f"torch.{name.removeprefix('torch.')}", name)
+
+
 def dtype_named(name: str) -> torch.dtype:
-    """A type by its short name, as in `problem.DTYPE_NAMES`.
+    """A type by its short name, as in `problem.DTYPE_NAMES`, or by torch's.
 
     Raises:
         ValueError: there is none.
     """
     named = {short: dtype for dtype, short in DTYPE_NAMES.items()}
-    if name not in named:
-        raise ValueError(f"dtype is {name!r}; it must be one of {', '.join(named)}")
-    return named[name]
+    if not isinstance(name, str) or short_name(name) not in named:
+        raise ValueError(f"dtype is {name!r}; it must be one of {', '.join(named)}, or torch's name of one")
+    return named[short_name(name)]

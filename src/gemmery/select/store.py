@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import time
 import warnings
 from collections.abc import Sequence
@@ -37,6 +38,31 @@ class Timing(NamedTuple):
     seconds: float | None
     note: str = ""
     measured: float = 0.0
+
+    @classmethod
+    def of(cls, seconds: object, note: object, measured: object) -> Timing:
+        """A timing of values that came from a file.
+
+        Raises:
+            ValueError: one of them is none that `Store.record` keeps.
+        """
+        if seconds is not None:
+            seconds = _positive("seconds", seconds)
+        if not isinstance(note, str):
+            raise ValueError(f"a timing's note is {note!r}; it must be a text")
+        return cls(seconds, note, _positive("measured", measured))
+
+
+def _positive(name: str, value: object) -> float:
+    # Compared before it is converted: a whole number can be too large for that.
+    if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:  # type: ignore[operator]
+        raise ValueError(f"a timing's {name} is {_shown(value)}; it must be a number, at least 0 and finite")
+    return float(value)  # type: ignore[arg-type]
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) < 40 else f"{text[:40]}..."
 
 
 class Row(NamedTuple):

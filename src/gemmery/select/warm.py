@@ -25,7 +25,7 @@ from ..plan import Plan, runs_on
 from ..problem import DTYPE_NAMES, OUT_DTYPES, PRECISIONS, Config, Precision, Problem
 from . import candidates
 from .samples import arguments
-from .shapes import dtype_named
+from .shapes import LARGEST_SIZE, dtype_named
 from .workers import WORTH_WORKERS, Target, Workers
 
 if TYPE_CHECKING:
@@ -76,6 +76,11 @@ class Weight:
             kind = int if one.name in ("N", "K") else type(one.default)
             if type(getattr(weight, one.name)) is not kind:
                 raise ValueError(f"a weight's {one.name} is {getattr(weight, one.name)!r}")
+        for name in ("N", "K"):
+            if not 1 <= getattr(weight, name) <= LARGEST_SIZE:
+                raise ValueError(
+                    f"a weight's {name} is {getattr(weight, name)}; it must be from 1 to {LARGEST_SIZE}"
+                )
         if weight.precision not in PRECISIONS:
             raise ValueError(
                 f"a weight's precision is {weight.precision!r}; it must be one of {', '.join(PRECISIONS)}"

@@ -84,6 +84,10 @@ def scaled_codes(
         zeros: of the scale's shape, of integers.
     """
     rows, columns = codes.shape
+    if zeros is not None and zeros.numel() != scale.numel():
+        raise ValueError(
+            f"{source}: zero_point is {tuple(zeros.shape)} and scale {tuple(scale.shape)}; each scale has a zero point"
+        )
     if scale.numel() == 1 and (zeros is None or bool((zeros == FORMATS[format].zero).all())):
         return from_codes(codes, format, channel=scale.float().reshape(1), dtype=dtype)
     if scale.numel() == 1 or tuple(scale.shape) == (rows,):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -10,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...files import parse_json
 from ..base import NF4
 from ..codes import from_codes
 from ..tensor import SMALLEST_GROUP, QuantizedTensor
 from .assemble import assemble, kind
 from .compressed_tensors import signed_to_codes
-from .words import check_dtype, nibbles
+from .words import check_dims, check_dtype, check_shape, is_number, is_size, nibbles, settings_of
 
 _SOURCE = "read_bnb"
 _STATE = "quant_state.bitsandbytes__"
@@ -29,7 +29,7 @@ def read_bnb(
     NF4, with or without double quantisation: `weight` has the codes, `weight.absmax` the scales of blocks,
     `weight.quant_map` the 16 values, `weight.quant_state.bitsandbytes__nf4` the rest as JSON in bytes, and with double
     quantisation `weight.nested_absmax` and `weight.nested_quant_map`. 8 bits: `weight` int8 and `SCB`, (N,): a row's
-    largest magnitude, which stands for 127.
+    largest magnitude, which stands for 127; and `weight_format`, if there is one, which must be 0.
 
     Args:
         tensors: by these names, without a prefix.
@@ -40,7 +40,8 @@ def read_bnb(
         The weight, (N, K).
 
     Raises:
-        ValueError: a tensor is missing, it is FP4, or blocks do not fit into rows; see `read_nf4`.
+        ValueError: a tensor is missing or damaged, it is FP4, 8-bit numbers are in the order of a GPU's tiles instead
+            of rows, or blocks do not fit into rows; see `read_nf4`.
 
     Example:
         >>> import torch
@@ -49,20 +50,21 @@ def read_bnb(
         tensor([2.], dtype=torch.float16)
     """
     if "SCB" in tensors:
-        return _int8(tensors[name], tensors["SCB"], dtype or torch.float16)
+        return _int8(name, tensors, dtype or torch.float16)
     of = {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items()}
     state = next((key for key in of if key.startswith(_STATE)), None)
     if state is None:
         names = ", ".join(sorted(tensors)) or "nothing"
         raise ValueError(f"{_SOURCE}: there is {names}; there must be {name}.{_STATE}nf4, or SCB")
-    rest: dict[str, Any] = json.loads(bytes(of[state].cpu().tolist()).decode())
+    rest = _state(of[state])
     missing = [x for x in (name, "absmax", "quant_map") if x not in of]
-    if "nested_offset" in rest:
+    is_double = "nested_offset" in rest
+    if is_double:
         missing += [x for x in ("nested_absmax", "nested_quant_map") if x not in of]
     if missing:
         raise ValueError(f"{_SOURCE}: {', '.join(missing)} of {name} is missing")
     absmax = of["absmax"]
-    if "nested_offset" in rest:
+    if is_double:
         absmax = undo_double(
             absmax,
             of["nested_absmax"],
@@ -70,7 +72,7 @@ def read_bnb(
             rest["nested_blocksize"],
             rest["nested_offset"],
         )
-    dtype = kind(dtype, getattr(torch, rest["dtype"]))
+    dtype = kind(dtype, rest["dtype"])
     _check_type(rest["quant_type"], of["quant_map"])
     return read_nf4(of[name], absmax, shape=rest["shape"], blocksize=rest["blocksize"], dtype=dtype)
 
@@ -170,7 +172,9 @@ def undo_double(absmax: Tensor, nested: Tensor, values: Tensor, blocksize: int, 
         tensor([1., 5.])
     """
     check_dtype(_SOURCE, "absmax with a second quantisation", absmax, torch.uint8)
-    codes = absmax.flatten()
+    codes, groups = absmax.flatten(), (-(-absmax.numel() // blocksize),)
+    check_shape(_SOURCE, "nested_quant_map", values, (256,), "with a number for each code of 8 bits")
+    check_shape(_SOURCE, "nested_absmax", nested.flatten(), groups, f"with {codes.numel()} scales")
     of = torch.arange(codes.numel(), device=codes.device) // blocksize
     return values.float()[codes.long()] * nested.float().flatten()[of] + offset
 
@@ -183,7 +187,59 @@ def _check_type(given: str, values: Tensor) -> None:
         raise ValueError(f"{_SOURCE}: quant_map has other values than NF4: {values.tolist()}")
 
 
-def _int8(weight: Tensor, largest: Tensor, dtype: torch.dtype) -> QuantizedTensor:
+def _state(text: Tensor) -> dict[str, Any]:
+    """What the bytes of a `quant_state` say; the type as torch's.
+
+    Raises:
+        ValueError: they are not as bitsandbytes writes them.
+    """
+    check_dtype(_SOURCE, "quant_state", text, torch.uint8)
+    where = f"{_SOURCE}: quant_state"
+    state = settings_of(where, parse_json(bytes(text.flatten().tolist()), where))
+    is_double = "nested_offset" in state
+    shape, name = state.get("shape"), state.get("dtype")
+    if not (isinstance(shape, list) and len(shape) == 2 and all(map(is_size, shape))):
+        raise ValueError(f"{where}: shape is {shape!r}; it must be of two sizes")
+    for key in ("blocksize", *(("nested_blocksize",) if is_double else ())):
+        if not is_size(state.get(key)) or state[key] < 1:
+            raise ValueError(f"{where}: {key} is {state.get(key)!r}; it must be a positive whole number")
+    if is_double and not is_number(state["nested_offset"]):
+        raise ValueError(f"{where}: nested_offset is {state['nested_offset']!r}; it must be a number")
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{where}: dtype is {name!r}; it must be the name of a type of torch's")
+    return state | {"dtype": dtype, "quant_type": state.get("quant_type")}
+
+
+#: What `Linear8bitLt.weight_format` says, by its number: how int8 numbers follow each other in memory.
+_WEIGHT_FORMATS = ("row", "col32", "col_turing", "col_ampere")
+
+
+def check_row_order(source: str, name: str) -> None:
+    """An error about int8 numbers in the order of a GPU's tiles, as bitsandbytes had them until 0.44.
+
+    Raises:
+        ValueError: the order is not "row".
+    """
+    if name != "row":
+        raise ValueError(
+            f"{source}: weight_format is {name!r}, the order of a GPU's tiles; it must be 'row', as bitsandbytes saves "
+            "a layer before its first call, and from 0.45 on always"
+        )
+
+
+def _int8(name: str, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> QuantizedTensor:
+    if name not in tensors:
+        raise ValueError(f"{_SOURCE}: there is SCB, and {name} is missing")
+    weight, largest, order = tensors[name], tensors["SCB"], tensors.get("weight_format")
+    if order is not None:
+        check_shape(_SOURCE, "weight_format", order.flatten(), (1,), "as a number")
+        number = int(order)
+        known = 0 <= number < len(_WEIGHT_FORMATS)
+        check_row_order(_SOURCE, _WEIGHT_FORMATS[number] if known else f"number {number}")
     check_dtype(_SOURCE, "weight", weight, torch.int8)
+    check_dims(_SOURCE, "weight", weight, 2)
+    why = f"with a weight of {tuple(weight.shape)}"
+    check_shape(_SOURCE, "SCB", largest.flatten(), (weight.shape[0],), why)
     channel = largest.float().flatten() / 127
     return from_codes(signed_to_codes(weight, 8), "int8", channel=channel, dtype=dtype)

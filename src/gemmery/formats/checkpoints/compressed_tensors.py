@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -11,14 +11,15 @@ from ..tensor import QuantizedTensor
 from .assemble import block_codes, kind, scaled_codes
 from .fp8 import FP8, read_fp8
 from .microscaling import read_mxfp4, read_nvfp4
-from .words import check_dtype, check_shape, group_size_of, order_of, words_to_codes
+from .words import check_dims, check_dtype, check_shape, group_size_of, order_of, words_to_codes
 
 _SOURCE = "read_compressed_tensors"
 
 
 def read_compressed_tensors(
     tensors: Mapping[str, Tensor], *,
-    group_size: int | None = None, block: tuple[int, int] | None = None, dtype: torch.dtype | None = None,
+    group_size: int | None = None, block: tuple[int, int] | None = None, num_bits: Collection[int] = (),
+    dtype: torch.dtype | None = None,
 ) -> QuantizedTensor:  # fmt: skip
     """A weight in one of compressed-tensors' formats, which names and types tell apart.
 
@@ -36,13 +37,15 @@ def read_compressed_tensors(
         tensors: by these names, without a prefix; others are left alone.
         group_size: as in the configuration; needed only if it does not divide K.
         block: rows and columns of a block: `block_structure` in the configuration, with strategy "block".
+        num_bits: as in the configuration, of all its schemes: of "pack-quantized" codes, which shapes alone don't tell
+            where there are few columns, or 10 codes of 3 bits in a word. By default 4 or 8.
         dtype: of the weight; that of the scales if None, or bfloat16 if they are not of float16 or bfloat16.
 
     Returns:
         The weight, (N, K).
 
     Raises:
-        ValueError: names, shapes or types that do not go together.
+        ValueError: names, shapes or types that do not go together, other bits than 4 and 8, or bits that nothing tells.
 
     Example:
         >>> import torch
@@ -62,7 +65,7 @@ def read_compressed_tensors(
             return read_nvfp4(packed, scale, tensors["weight_global_scale"], dtype=dtype)
         return read_mxfp4(packed, scale, dtype=dtype)
     if packed is not None:
-        return _packed(packed, scale, tensors, group_size, dtype)
+        return _packed(packed, scale, tensors, group_size, num_bits, dtype)
     assert weight is not None
     if weight.dtype in FP8:
         return read_fp8(weight, scale, block=block, dtype=dtype)
@@ -70,25 +73,20 @@ def read_compressed_tensors(
 
 
 def _packed(
-    packed: Tensor, scale: Tensor, tensors: Mapping[str, Tensor], group_size: int | None, dtype: torch.dtype
-) -> QuantizedTensor:
+    packed: Tensor, scale: Tensor, tensors: Mapping[str, Tensor], group_size: int | None,
+    num_bits: Collection[int], dtype: torch.dtype,
+) -> QuantizedTensor:  # fmt: skip
     check_dtype(_SOURCE, "weight_packed", packed, torch.int32)
     if "weight_shape" not in tensors:
         raise ValueError(f"{_SOURCE}: weight_packed is int32 and weight_shape is missing")
+    check_shape(_SOURCE, "weight_shape", tensors["weight_shape"], (2,), "with the rows and columns")
     rows, columns = (int(size) for size in tensors["weight_shape"].tolist())
-    bits = packed.shape[-1] * 32 // max(columns, 1)
-    # A row is packed up to the last word, so that a word more than needed would look like more bits.
-    bits = next((b for b in (4, 8) if -(-columns * b // 32) == packed.shape[-1]), bits)
-    if bits not in (4, 8):
-        raise ValueError(
-            f"{_SOURCE}: weight_packed is {tuple(packed.shape)} for a weight of {(rows, columns)}, so that a code has "
-            f"{bits} bits; it must be 4 or 8"
-        )
-    check_shape(_SOURCE, "weight_packed", packed, (rows, -(-columns * bits // 32)), f"with {bits} bits")
+    bits = _bits(packed, rows, columns, num_bits)
     codes = words_to_codes(packed, bits, 1)[:, :columns]
     zeros = tensors.get("weight_zero_point")
     if zeros is not None:
         check_dtype(_SOURCE, "weight_zero_point", zeros, torch.int32)
+        check_dims(_SOURCE, "weight_zero_point", zeros, 2)
         zeros = words_to_codes(zeros, bits, 0)[:rows]
     order, groups = None, scale.shape[-1] if scale.dim() == 2 else 1
     if "weight_g_idx" in tensors:
@@ -98,6 +96,27 @@ def _packed(
         _SOURCE, codes if order is None else codes[:, order], f"int{bits}", scale,
         zeros=zeros, group_size=group_size, permutation=order, dtype=dtype,
     )  # fmt: skip
+
+
+def _bits(packed: Tensor, rows: int, columns: int, known: Collection[int]) -> int:
+    """Bits of a code, of which a word has as many as fit whole, and a row no word more than it needs.
+
+    Args:
+        known: those that it can be; nothing says so if there are none.
+    """
+    found = [
+        bits for bits in sorted(known) or (4, 8) if tuple(packed.shape) == (rows, -(-columns // (32 // bits)))
+    ]
+    said = " or ".join(map(str, sorted(known)))
+    why = f"; num_bits is {said} in the configuration" if known else ""
+    what = f"{_SOURCE}: weight_packed is {tuple(packed.shape)} for a weight of {(rows, columns)}{why}"
+    if not found:
+        raise ValueError(f"{what}; with codes of 4 or 8 bits it must be (N, ceil(K / 8)) or (N, ceil(K / 4))")
+    if len(found) > 1:
+        raise ValueError(f"{what}, so that codes can have {' or '.join(map(str, found))} bits; give num_bits")
+    if found[0] not in (4, 8):
+        raise ValueError(f"{what}; codes of {found[0]} bits are not supported, only those of 4 and 8")
+    return found[0]
 
 
 def _int8(

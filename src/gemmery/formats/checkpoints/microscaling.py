@@ -8,7 +8,7 @@ from torch import Tensor
 from ..codes import from_codes
 from ..tensor import QuantizedTensor
 from .assemble import assemble
-from .words import check_dtype, check_shape, nibbles
+from .words import check_dims, check_dtype, check_shape, nibbles
 
 
 def read_mxfp4(blocks: Tensor, scales: Tensor, *, dtype: torch.dtype = torch.bfloat16) -> QuantizedTensor:
@@ -39,6 +39,8 @@ def read_mxfp4(blocks: Tensor, scales: Tensor, *, dtype: torch.dtype = torch.bfl
     source = "read_mxfp4"
     check_dtype(source, "blocks", blocks, torch.uint8)
     check_dtype(source, "scales", scales, torch.uint8, torch.float8_e8m0fnu)
+    if scales.dim() < 2:
+        raise ValueError(f"{source}: scales is {tuple(scales.shape)}; it must be (..., N, K / 32)")
     packed = blocks.flatten(-2) if blocks.dim() == scales.dim() + 1 else blocks
     check_shape(
         source, "blocks", packed, (*scales.shape[:-1], scales.shape[-1] * 16),
@@ -83,6 +85,7 @@ def read_nvfp4(
     source = "read_nvfp4"
     check_dtype(source, "packed", packed, torch.uint8)
     check_dtype(source, "scale", scale, torch.float8_e4m3fn)
+    check_dims(source, "scale", scale, 2)
     check_shape(
         source,
         "packed",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from .compressed_tensors import read_compressed_tensors
 from .fp8 import read_fp8, read_fp8_blocks
 from .gptq import read_awq, read_gptq
 from .microscaling import read_mxfp4, read_nvfp4
+from .words import check_dims, is_size, settings_of
 
 Config = Mapping[str, Any]
 
@@ -64,6 +65,8 @@ def read_weight(
     dot = f"{prefix}." if prefix else ""
     # By name, and not over all: checkpoints that are read lazily have thousands.
     own = {name: tensors[dot + name] for name in _NAMES if dot + name in tensors}
+    for name, tensor in own.items():
+        _check_tensor(dot + name, tensor, *_NAMES[name])
     if "qweight" in own:
         return _words(own, prefix, config, dtype)
     if any(name.startswith("weight.quant_state.") for name in own) or "SCB" in own:
@@ -80,22 +83,53 @@ def read_weight(
         )  # fmt: skip
     if "weight_scale" in own:
         _check_method(config, "those of compressed-tensors or fp8", *_FP8_METHODS)
-        size, block = _scheme(config)
-        return read_compressed_tensors(own, group_size=size, block=block, dtype=dtype)
+        scheme = _scheme(config)
+        return read_compressed_tensors(
+            own, group_size=scheme.group_size, block=scheme.block, num_bits=scheme.num_bits, dtype=dtype
+        )
     if is_torchao(own.get("weight")):
         _check_method(config, "torchao's", "torchao")
         return torchao.read_torchao(own["weight"], dtype=dtype)
     raise ValueError(_nothing(own, tensors, prefix, config))
 
 
-#: What a layer's tensors are called after its prefix.
-_NAMES = (
-    "qweight", "qzeros", "scales", "g_idx",
-    "weight", "SCB", "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map",
-    "weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4",
-    "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale",
-    "weight_scale_inv", "weight_scale_2",
-)  # fmt: skip
+#: What a layer's tensors are called after its prefix, with what they are of, and their dimensions where all have as
+#: many. What else must hold depends on the source, and is for its reader to check.
+_NAMES: dict[str, tuple[str, int | None]] = {
+    "qweight": ("integers", 2), "qzeros": ("integers", 2), "scales": ("floating", 2), "g_idx": ("integers", 1),
+    "weight": ("numbers", None), "SCB": ("floating", None), "weight_format": ("integers", None),
+    "weight.absmax": ("numbers", None), "weight.quant_map": ("floating", 1), "weight.nested_absmax": ("floating", None),
+    "weight.nested_quant_map": ("floating", 1),
+    "weight.quant_state.bitsandbytes__nf4": ("integers", None),
+    "weight.quant_state.bitsandbytes__fp4": ("integers", None),
+    "weight_packed": ("integers", 2), "weight_scale": ("numbers", None), "weight_shape": ("integers", 1),
+    "weight_zero_point": ("integers", None), "weight_g_idx": ("integers", 1), "weight_global_scale": ("floating", None),
+    "weight_scale_inv": ("floating", None), "weight_scale_2": ("floating", None),
+}  # fmt: skip
+
+
+def _check_tensor(name: str, tensor: Any, kind: str, dims: int | None) -> None:
+    """An error about a tensor that has no such numbers, or other dimensions."""
+    if is_torchao(tensor):
+        return  # its parts are checked by its reader
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"read_weight: {name} is a {type(tensor).__name__}; it must be a tensor")
+    dtype = tensor.dtype
+    is_integer = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+    fits = {
+        "integers": is_integer,
+        "floating": dtype.is_floating_point,
+        "numbers": is_integer or dtype.is_floating_point,
+    }
+    if not fits[kind]:
+        wanted = {
+            "integers": "integers",
+            "floating": "a floating type",
+            "numbers": "integers or a floating type",
+        }
+        raise ValueError(f"read_weight: {name} is {dtype}; it must be of {wanted[kind]}")
+    if dims is not None:
+        check_dims("read_weight", name, tensor, dims)
 
 
 #: What a `quant_method` can be where there is a weight with a scale.
@@ -162,7 +196,7 @@ def _words(
     if "scales" not in own:
         raise ValueError(f"read_weight: {prefix or 'the layer'} has qweight and no scales")
     qweight, qzeros, scales = own["qweight"], own.get("qzeros"), own["scales"]
-    size = config.get("group_size", config.get("q_group_size"))
+    size = _group_size(config, "group_size", "q_group_size")
     if qweight.dim() == scales.dim() == 2 and qweight.shape[1] * 8 == scales.shape[1]:
         _check_method(config, "AWQ's", "awq")
         _check_bits(config, 4)
@@ -195,19 +229,64 @@ def _fp8(own: Mapping[str, Tensor], config: Config, dtype: torch.dtype | None) -
     weight, scale, kind = own["weight"], own["weight_scale_inv"], dtype or torch.bfloat16
     if scale.numel() == 1:
         return read_fp8(weight, scale, dtype=kind)
-    high, wide = config.get("weight_block_size") or (128, 128)
-    return read_fp8_blocks(weight, scale, block=(high, wide), dtype=kind)
+    block = _block("weight_block_size", config.get("weight_block_size")) or (128, 128)
+    return read_fp8_blocks(weight, scale, block=block, dtype=kind)
 
 
-def _scheme(config: Config) -> tuple[int | None, tuple[int, int] | None]:
-    """The size of groups and of blocks in compressed-tensors' configuration, where all its schemes agree on them."""
-    groups = config.get("config_groups") or {}
-    schemes = [group.get("weights") or {} for group in groups.values() if isinstance(group, Mapping)]
-    sizes = {scheme.get("group_size") for scheme in schemes}
-    blocks = {tuple(scheme.get("block_structure") or ()) for scheme in schemes}
-    size = sizes.pop() if len(sizes) == 1 else None
-    block = blocks.pop() if len(blocks) == 1 else ()
-    return size, (int(block[0]), int(block[1])) if len(block) == 2 else None
+class _Scheme(NamedTuple):
+    """What compressed-tensors' configuration says of weights.
+
+    Attributes:
+        group_size: columns that share a scale; None where schemes differ, or there is none.
+        block: rows and columns that do; None likewise.
+        num_bits: of a code, those of all schemes.
+    """
+
+    group_size: int | None
+    block: tuple[int, int] | None
+    num_bits: frozenset[int]
+
+
+def _scheme(config: Config) -> _Scheme:
+    """The schemes of a configuration, where all agree; nothing says which of them a layer has."""
+    groups = _settings_of("config_groups", config.get("config_groups"))
+    schemes = [
+        _settings_of("weights", _settings_of(f"config_groups.{name}", group).get("weights"))
+        for name, group in groups.items()
+    ]
+    sizes = {_group_size(scheme) for scheme in schemes}
+    blocks = {_block("block_structure", scheme.get("block_structure")) for scheme in schemes}
+    bits = [scheme["num_bits"] for scheme in schemes if scheme.get("num_bits") is not None]
+    for given in bits:
+        if not is_size(given) or not 1 <= given <= 32:
+            raise ValueError(f"read_weight: num_bits is {given!r}; it must be a whole number from 1 to 32")
+    return _Scheme(
+        sizes.pop() if len(sizes) == 1 else None, blocks.pop() if len(blocks) == 1 else None, frozenset(bits)
+    )
+
+
+def _settings_of(name: str, value: Any) -> Config:
+    """An object within a configuration; one that is missing or null is empty."""
+    return settings_of(f"read_weight: {name}", {} if value is None else value)
+
+
+def _group_size(config: Config, *names: str) -> int | None:
+    """The columns that share a scale; -1, as libraries write it, is for all."""
+    given = next((config[name] for name in names or ("group_size",) if config.get(name) is not None), None)
+    if given is not None and not (type(given) is int and given == -1) and not is_size(given):
+        raise ValueError(
+            f"read_weight: group_size is {given!r}; it must be a whole number, or -1 for one group"
+        )
+    return given
+
+
+def _block(name: str, given: Any) -> tuple[int, int] | None:
+    """The rows and columns that share a scale."""
+    if given is None or (isinstance(given, list | tuple) and not given):
+        return None
+    if not (isinstance(given, list | tuple) and len(given) == 2 and all(is_size(x) and x > 0 for x in given)):
+        raise ValueError(f"read_weight: {name} is {given!r}; it must be of two positive whole numbers")
+    return given[0], given[1]
 
 
 def _nothing(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], prefix: str, config: Config) -> str:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -46,6 +50,33 @@ def nibbles(packed: Tensor, *, high_first: bool = False) -> Tensor:
     """
     low, high = packed & 15, packed >> 4
     return torch.stack((high, low) if high_first else (low, high), dim=-1).flatten(-2)
+
+
+def is_size(value: object) -> bool:
+    """Whether a value of a configuration is a whole number that a size can be."""
+    return type(value) is int and 0 <= value < 1 << 31
+
+
+def is_number(value: object) -> bool:
+    """Whether a value of a configuration is a finite number."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
+
+
+def settings_of(where: str, value: object) -> dict[str, Any]:
+    """A value of a configuration that must be an object.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where} is {value!r}; it must be an object")
+    return dict(value)
+
+
+def check_dims(source: str, name: str, tensor: Tensor, wanted: int) -> None:
+    """Raise a ValueError unless a tensor has so many dimensions."""
+    if tensor.dim() != wanted:
+        raise ValueError(f"{source}: {name} is {tuple(tensor.shape)}; it must have {wanted} dimensions")
 
 
 def check_dtype(source: str, name: str, tensor: Tensor, *wanted: torch.dtype) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from ...files import write_json
 from .checks import findings
 from .machine import facts
 from .show import show
@@ -26,7 +26,7 @@ def doctor(json_path: Path | None = None) -> int:
     """
     found = examine()
     if json_path is not None:
-        json_path.write_text(json.dumps(found, indent=2) + "\n")
+        write_json(json_path, found)
     show(found, Console())
     return 1 if found["broken"] else 0
 
