@@ -2,8 +2,10 @@
 
 Adding a GPU is adding a row. Rates are dense datasheet peaks in operations per second, bandwidth in bytes per second,
 sizes in bytes; a row's `achieved` is the part of the peak that a long product reaches in practice, measured for the
-H200 and estimated elsewhere. Sources: the vendors' datasheets and architecture whitepapers; shared memory per block
-from the CUDA programming guide and the AMD ISA guides.
+H200 and estimated elsewhere. Floating-point rates are those with sums in fp32, which is how every kernel here adds: a
+GeForce has half the rate then that it has with sums in fp16, the figure that is often quoted; the other cards have one
+rate for both. Sources: the vendors' datasheets and architecture whitepapers, for GeForce the appendices of NVIDIA's on
+GA102, Ada and RTX Blackwell; shared memory per block from the CUDA programming guide and the AMD ISA guides.
 """
 
 from __future__ import annotations
@@ -129,10 +131,10 @@ class Device:
         name: as the driver reports it, or the part of it that tells models apart.
         arch: name of its row in `ARCHS`.
         sms: multiprocessors (compute units on AMD).
-        l2: L2 cache, bytes.
+        l2: the cache before memory that all multiprocessors share, bytes: L2, or the Infinity Cache of an MI300X.
         bandwidth: of device memory, bytes per second.
-        fp16, tf32, fp32, fp64, fp8, int8: peak rates, operations per second; bf16 runs at fp16's rate, and 0 means that
-            there is no such unit.
+        fp16, tf32, fp32, fp64, fp8, int8: dense peak rates with sums in fp32 (int32 for int8), operations per second;
+            bf16 runs at fp16's rate, and 0 means that there is no such unit.
         achieved: part of the peak rate that a long 16-bit product reaches.
         intake: bytes per second that one multiprocessor takes in from L2; 0 where it was not measured.
         delays: times that do not depend on the size.
@@ -189,28 +191,28 @@ _M = 1 << 20
 _G = 1e9
 _T = 1e12
 
-#: The first row of an architecture stands for GPUs of it that have no row of their own.
+#: The first row of an architecture, of a GeForce or not, stands for such GPUs of it that have no row of their own.
 TABLE: dict[str, Device] = {
     device.name: device
     for device in (
         Device("NVIDIA A100", "sm_80", 108, 40 * _M, 2039 * _G, 312 * _T, 156 * _T, 19.5 * _T, 19.5 * _T, 0, 624 * _T),
-        Device("NVIDIA GeForce RTX 3090", "sm_86", 82, 6 * _M, 936 * _G, 142 * _T, 35.6 * _T, 35.6 * _T, 0.56 * _T, 0,
+        Device("NVIDIA GeForce RTX 3090", "sm_86", 82, 6 * _M, 936 * _G, 71 * _T, 35.6 * _T, 35.6 * _T, 0.56 * _T, 0,
                284 * _T),
         Device("NVIDIA A10", "sm_86", 72, 6 * _M, 600 * _G, 125 * _T, 62.5 * _T, 31.2 * _T, 0.49 * _T, 0, 250 * _T),
         Device("NVIDIA L40S", "sm_89", 142, 96 * _M, 864 * _G, 362 * _T, 183 * _T, 91.6 * _T, 1.43 * _T, 733 * _T,
                733 * _T),
         Device("NVIDIA L4", "sm_89", 58, 48 * _M, 300 * _G, 121 * _T, 60 * _T, 30.3 * _T, 0.47 * _T, 242 * _T,
                242 * _T),
-        Device("NVIDIA GeForce RTX 4090", "sm_89", 128, 72 * _M, 1008 * _G, 330 * _T, 82.6 * _T, 82.6 * _T, 1.29 * _T,
-               660 * _T, 660 * _T),
+        Device("NVIDIA GeForce RTX 4090", "sm_89", 128, 72 * _M, 1008 * _G, 165.2 * _T, 82.6 * _T, 82.6 * _T, 1.29 * _T,
+               330.3 * _T, 660.6 * _T),
         Device("NVIDIA H200", "sm_90", 132, 60 * _M, 4800 * _G, 989 * _T, 494 * _T, 67 * _T, 67 * _T, 1979 * _T,
                1979 * _T, achieved=1.0, intake=124 * _G),
         Device("NVIDIA H100", "sm_90", 132, 50 * _M, 3350 * _G, 989 * _T, 494 * _T, 67 * _T, 67 * _T, 1979 * _T,
                1979 * _T, achieved=0.95, intake=124 * _G),
         Device("NVIDIA B200", "sm_100", 148, 126 * _M, 8000 * _G, 2250 * _T, 1100 * _T, 75 * _T, 37 * _T, 4500 * _T,
                4500 * _T),
-        Device("NVIDIA GeForce RTX 5090", "sm_120", 170, 96 * _M, 1792 * _G, 419 * _T, 105 * _T, 105 * _T, 1.6 * _T,
-               838 * _T, 838 * _T),
+        Device("NVIDIA GeForce RTX 5090", "sm_120", 170, 96 * _M, 1792 * _G, 209.5 * _T, 104.8 * _T, 104.8 * _T,
+               1.64 * _T, 419 * _T, 838 * _T),
         Device("AMD Instinct MI300X", "gfx942", 304, 256 * _M, 5300 * _G, 1307 * _T, 0, 163 * _T, 163 * _T, 2615 * _T,
                2615 * _T, achieved=0.6),
         Device("AMD Radeon RX 7900 XTX", "gfx1100", 96, 6 * _M, 960 * _G, 123 * _T, 0, 61 * _T, 1.9 * _T, 0, 123 * _T,
@@ -315,8 +317,9 @@ def _matching(name: str, arch: str, sms: int, l2: int) -> Device | None:
     named = [row for row in rows if f" {row.name} " in words and row.sms == sms]
     if named:
         return named[0]
-    # A GPU without a row of its own: the rates and the bandwidth of another, scaled by its size.
-    row = rows[0]
+    # A GPU without a row of its own: the rates and the bandwidth of another, scaled by its size. A GeForce adds in fp32
+    # at half the rate of other cards with the same chip, so that it is scaled from a GeForce.
+    row = next((row for row in rows if ("GeForce" in row.name) == ("GeForce" in name)), rows[0])
     part = sms / row.sms
     scaled = ("bandwidth", "fp16", "tf32", "fp32", "fp64", "fp8", "int8")
     return replace(row, name=name, sms=sms, l2=l2, **{field: getattr(row, field) * part for field in scaled})

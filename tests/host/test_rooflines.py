@@ -12,17 +12,44 @@ from gemmery.lab.prediction import recorded
 from gemmery.lab.rooflines import break_even
 
 H200, RTX3090 = (devices.TABLE[name] for name in ("NVIDIA H200", "NVIDIA GeForce RTX 3090"))
+#: Bytes of an element of A, of B and of the output together.
+MOVED = {"bf16": 6, "tf32": 12, "fp32": 12, "fp64": 24, "fp8": 4, "int8": 6}
 
 
-def test_break_even_is_where_arithmetic_takes_as_long_as_reading_a_matrix():
-    # The literature's estimate for fp16 on an RTX 3090, which it rounds to about 278.
-    assert round(break_even(rate=122e12, bandwidth=900e9)) == 271
-    for rate, bandwidth, itemsize in ((122e12, 900e9, 2), (989e12, 4800e9, 2), (1979e12, 4800e9, 1)):
-        size = break_even(rate, bandwidth, itemsize)
-        assert size**2 * itemsize / bandwidth == pytest.approx(size**3 / rate)
+@pytest.mark.parametrize(
+    "device", [d for n, d in devices.TABLE.items() if n != "interpreter"], ids=lambda d: d.name
+)
+def test_the_break_even_product_lies_at_the_ridge(device):
+    for roof in rooflines.roofs_of(device):
+        size = round(roof.break_even)
+        near = 1 + 1 / size
+        below, above = (
+            rooflines.rooflines(device, [(m, m, m)], dtype=roof.dtype) for m in (size // 2, 2 * size)
+        )
+        assert 2 * below.points[0].intensity / roof.ridge == pytest.approx(1, rel=4 / size)
+        assert below.points[0].intensity < roof.ridge / near < roof.ridge * near < above.points[0].intensity
+        # The sentence of the table says the same sizes.
+        line = next(line for line in str(below).splitlines() if roof.label in line)
+        assert f"break-even at M = N = K = {roof.break_even:.0f}" in line
+        assert f"ridge at {roof.ridge:6.1f} per byte" in line
 
 
-@pytest.mark.parametrize("wrong", [{"rate": 0.0}, {"bandwidth": -1.0}, {"itemsize": 0}], ids=str)
+def test_computing_takes_as_long_as_reading_and_writing_at_the_break_even():
+    for rate, bandwidth, moved in ((71e12, 936e9, 6), (989e12, 4800e9, 6), (1979e12, 4800e9, 4)):
+        size = break_even(rate, bandwidth, moved)
+        assert size**2 * moved / bandwidth == pytest.approx(2 * size**3 / rate)
+
+
+def test_the_picture_bends_where_the_break_even_product_lies():
+    found = rooflines.rooflines(H200)
+    for axes in roofline_pictures.picture(found).axes:
+        bends = [line.get_xydata()[1][0] for line in axes.lines if len(line.get_xydata()) == 3]
+        assert {
+            round(2 * roof.break_even / moved, 6) for roof in found.roofs if (moved := MOVED[roof.dtype])
+        } == {round(bend, 6) for bend in bends}
+
+
+@pytest.mark.parametrize("wrong", [{"rate": 0.0}, {"bandwidth": -1.0}, {"moved": 0}], ids=str)
 def test_break_even_of_nothing(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         break_even(**({"rate": 1e12, "bandwidth": 1e12} | wrong))
@@ -34,7 +61,6 @@ def test_every_rate_of_a_gpu_has_a_roof():
     assert found["bf16"].rate == RTX3090.fp16
     assert found["bf16"].ridge == RTX3090.fp16 / RTX3090.bandwidth
     assert found["bf16"].break_even == break_even(RTX3090.fp16, RTX3090.bandwidth)
-    # A multiply-add counts as one operation there and as two here, and three matrices are moved.
     assert rooflines.roof_of(H200, "fp8fast").rate == H200.fp8
 
 
@@ -72,7 +98,7 @@ def test_the_picture_has_roofs_of_what_is_in_it(tmp_path):
     for device, names, texts in (
         (H200, ["square"], ["bf16, fp16: 989", "206", "gemmery, measured", "the suite square"]),
         (H200, ["dtypes", "square"], ["fp8, int8: 1979", "TF32: 494", "fp32, fp64: 67", "dtypes and square"]),
-        (RTX3090, [], ["int8: 284", "TF32, fp32: 36", "fp64: 0.56"]),
+        (RTX3090, [], ["bf16, fp16: 71", "int8: 284", "TF32, fp32: 36", "fp64: 0.56"]),
     ):
         path = tmp_path / "picture.svg"
         roofline_pictures.draw(rooflines.rooflines(device, suite_names=names, results=results), path)
@@ -107,7 +133,7 @@ def test_the_command(tmp_path):
     ]
     done = CliRunner().invoke(app, [*words, "--json", str(numbers)])
     assert done.exit_code == 0, done.output
-    assert "break-even at M = N = K = 412" in done.output
+    assert f"break-even at M = N = K = {break_even(H200.fp16, H200.bandwidth):.0f}" in done.output
     assert "4096×4096×4096" in done.output
     assert picture.read_bytes().startswith(b"\x89PNG")
     found = json.loads(numbers.read_text())

@@ -77,7 +77,7 @@ def roofline(
     """Show the rooflines of a GPU and products under them, predicted and, where a result has them, measured.
 
     For each type: the peak rate, the operations per byte from which it can be reached (the ridge), and the size of a
-    square product whose arithmetic takes as long as reading a matrix (the break-even).
+    square product M = N = K that computes as long as it reads A and B and writes the output (the break-even).
     """
     from ..lab.figures import check_name
     from ..lab.prediction.recorded import folder

@@ -30,28 +30,28 @@ UNITS = {
 SAME = {"fp16": "bf16", "fp8fast": "fp8"}
 
 
-def break_even(rate: float, bandwidth: float, itemsize: int = 2) -> float:
-    """The size of a square product whose arithmetic takes as long as reading one of its matrices.
+def break_even(rate: float, bandwidth: float, moved: float = 6) -> float:
+    """The size M = N = K of a square product that computes as long as it reads A and B and writes the output.
 
-    That is M = N = K with `M**2 * itemsize / bandwidth = M**3 / rate`, as in the estimate of a GEMM's time that counts
-    a matrix once and a multiply-add as one operation. Smaller products wait for memory, larger ones for the arithmetic.
+    That is the M with `M**2 * moved / bandwidth = 2 * M**3 / rate`: there the operations per byte, `2 * M / moved`, are
+    those of the ridge, `rate / bandwidth`. Smaller products wait for memory, larger ones for the arithmetic.
 
     Args:
-        rate: operations per second.
+        rate: operations per second; a multiply-add is two.
         bandwidth: bytes per second.
-        itemsize: bytes of an element.
+        moved: bytes of an element of A, of one of B and of one of the output together: 6 where all have 16 bits.
 
     Raises:
         ValueError: an argument is not positive.
 
     Example:
-        >>> round(break_even(rate=122e12, bandwidth=900e9))  # fp16 on an RTX 3090; the literature has about 278
-        271
+        >>> round(break_even(rate=71e12, bandwidth=936e9))  # bf16 on an RTX 3090, 75.9 operations per byte
+        228
     """
-    for name, value in (("rate", rate), ("bandwidth", bandwidth), ("itemsize", itemsize)):
+    for name, value in (("rate", rate), ("bandwidth", bandwidth), ("moved", moved)):
         if value <= 0:
             raise ValueError(f"break_even: {name} is {value}; it must be positive")
-    return itemsize * rate / bandwidth
+    return moved * rate / (2 * bandwidth)
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Roof:
         dtype: its name in the bench; label: in words.
         rate: peak, operations per second; bandwidth: of memory, bytes per second.
         ridge: operations per byte at which both limits meet.
-        break_even: see the function.
+        break_even: the size of a square product with that many operations per byte, see the function.
     """
 
     dtype: str
@@ -148,7 +148,8 @@ def roof_of(device: Device, dtype: str) -> Roof:
     kind = KINDS[dtype]
     precision = kind.precision if kind.precision in device.target.precisions else "ieee"
     rate = device.rate(kind.dtype, precision)
-    even = break_even(rate, device.bandwidth, kind.dtype.itemsize)
+    # A product of one element moves one of each matrix.
+    even = break_even(rate, device.bandwidth, posed(1, 1, 1, dtype=dtype, device=device).bytes)
     return Roof(dtype, UNITS[dtype], rate, device.bandwidth, rate / device.bandwidth, even)
 
 
