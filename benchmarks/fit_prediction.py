@@ -191,9 +191,9 @@ def summarise(data: Data, errors: np.ndarray) -> dict[str, dict[str, Any]]:
     return {"all": of(suites != ""), **each}
 
 
-def half_below(errors: np.ndarray, expected: np.ndarray) -> float:
-    """How many of the expected standard deviations half of the errors are within: 0.67 were they normal."""
-    return float(np.nanmedian(np.abs(errors) / expected).round(DIGITS))
+def within(errors: np.ndarray, expected: np.ndarray, part: float) -> float:
+    """How many of the expected standard deviations a part of the errors is within: 0.67 for half, were they normal."""
+    return float(np.nanquantile(np.abs(errors) / expected, part).round(DIGITS))
 
 
 # --- the file -------------------------------------------------------------------------------------------------------
@@ -221,6 +221,7 @@ def text_of(
     data: Sequence[Data],
     held_out: dict[str, Any],
     half: dict[str, float],
+    wide: dict[str, float],
 ) -> str:
     """The file: a line for each source and each sample."""
     constants, samples = {}, {}
@@ -240,6 +241,7 @@ def text_of(
         "sources": files,
         "constants": constants,
         "half": half,
+        "wide": wide,
         "held_out": held_out,
     }
     lines = [f" {json.dumps(name)}: {_lines(value)}" for name, value in head.items()]
@@ -276,10 +278,12 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"fit_prediction: {error}", file=sys.stderr)
         return 2
-    held_out, half = {}, {}
+    held_out, half, wide = {}, {}, {}
     for each in data:
         errors, expected = cross_validate(each)
-        held_out[each.method], half[each.method] = summarise(each, errors), half_below(errors, expected)
+        held_out[each.method] = summarise(each, errors)
+        half[each.method] = within(errors, expected, 0.5)
+        wide[each.method] = within(errors, expected, calibration.COVERAGE)
         for suite, found in held_out[each.method].items():
             print(
                 f"{each.method:8} {suite:26} {found['rows']:4} rows: median {found['median']:6.1%}, "
@@ -288,7 +292,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not options.check:
         path = options.out or calibration.path_of(device.name)
         path.write_text(
-            text_of(device, sources(options.results, device), data, held_out, half), encoding="utf-8"
+            text_of(device, sources(options.results, device), data, held_out, half, wide), encoding="utf-8"
         )
         print(path)
     return 0

@@ -138,6 +138,7 @@ class Device:
         achieved: part of the peak rate that a long 16-bit product reaches.
         intake: bytes per second that one multiprocessor takes in from L2; 0 where it was not measured.
         delays: times that do not depend on the size.
+        note: what else is to be expected of predictions for it, in a sentence.
     """
 
     name: str
@@ -154,6 +155,7 @@ class Device:
     achieved: float = 0.8
     intake: float = 0.0
     delays: Delays = Delays()
+    note: str = ""
 
     @property
     def target(self) -> Arch:
@@ -214,7 +216,9 @@ TABLE: dict[str, Device] = {
         Device("NVIDIA GeForce RTX 5090", "sm_120", 170, 96 * _M, 1792 * _G, 209.5 * _T, 104.8 * _T, 104.8 * _T,
                1.64 * _T, 419 * _T, 838 * _T),
         Device("AMD Instinct MI300X", "gfx942", 304, 256 * _M, 5300 * _G, 1307 * _T, 0, 163 * _T, 163 * _T, 2615 * _T,
-               2615 * _T, achieved=0.6),
+               2615 * _T, achieved=0.6,
+               note="an estimate, since no kernel has run there: large products may reach about 0.3 of the vendor's "
+               "BLAS, because the kernels are compiled for gfx942 but were never timed or tuned on it"),
         Device("AMD Radeon RX 7900 XTX", "gfx1100", 96, 6 * _M, 960 * _G, 123 * _T, 0, 61 * _T, 1.9 * _T, 0, 123 * _T,
                achieved=0.6),
         Device("interpreter", "interpreter", 4, 1 * _M, 10 * _G, 1e10, 1e10, 1e10, 1e10, 1e10, 1e10),

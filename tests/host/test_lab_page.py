@@ -27,6 +27,7 @@ from gemmery.lab.page.command import Request
 from gemmery.lab.page.launched import Launch, order, traffic, waves
 from gemmery.lab.page.query import NONE, Query, QueryError
 from gemmery.lab.prediction import predict
+from gemmery.lab.prediction.calibration import NOT_MEASURED
 from gemmery.lab.tile_order import Schedule, programs_at_once, visits
 from gemmery.select.explain import explain_problem
 
@@ -229,6 +230,37 @@ def test_the_roofline_plot():
         ]  # fmt: skip
     assert "arithmetic is the limit" in found["text"]
     assert "memory is the limit" in api.product(SMALL)["roofline"]["text"]
+
+
+def test_the_cards_do_not_contradict_each_other():
+    """The headline says what the kernel waits for; the roofline, where the datasheet's limit is another, says both."""
+    differ = 0
+    for gpu in ("AMD Instinct MI300X", "NVIDIA H200", "NVIDIA GeForce RTX 4090"):
+        for M in (16, 64, 256, 4096):
+            query = Query(gpu=gpu, M=M, N=4096, K=4096, weight="int4")
+            found, why = api.product(query), predict(query.problem())
+            limit = {"compute": "arithmetic", "memory": "memory"}[why.limit]
+            text = found["roofline"]["text"]
+            assert f"{limit} is the limit" in text
+            bound = found["times"]["bound"]
+            assert (
+                (why.bound == why.limit)
+                == ("but this kernel is" not in text)
+                == ("perfect kernel" not in bound)
+            )
+            if why.bound != why.limit:
+                differ += 1
+                assert bound.split(",")[0] in text
+                assert f"by {limit}" in bound
+    assert differ
+
+
+def test_the_page_marks_gpus_that_were_not_measured():
+    other, known = (api.product(Query(gpu=gpu)) for gpu in ("AMD Instinct MI300X", "NVIDIA H200"))
+    assert other["times"]["mark"] == other["roofline"]["mark"] == other["summary"][0]["text"] == NOT_MEASURED
+    assert known["times"]["mark"] == known["roofline"]["mark"] == ""
+    assert "0.3 of the vendor's BLAS" in other["times"]["basis"]
+    assert NOT_MEASURED not in json.dumps(known)
 
 
 # --- waves, order, traffic -------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,8 +20,10 @@ from gemmery.lab.fusions import FUSIONS, in_torch
 from gemmery.lab.inputs import KINDS
 from gemmery.lab.posing import of_row, posed
 from gemmery.lab.prediction import calibration, ours, predict, recorded, vendor
-from gemmery.lab.prediction.predict import BINDING
+from gemmery.lab.prediction.describe import describe
+from gemmery.lab.prediction.predict import BINDING, roofline
 from gemmery.lab.prediction.residuals import Correction, Prior, Samples
+from gemmery.lab.rooflines import rooflines
 from gemmery.lab.suites import Row
 from gemmery.problem import Config
 
@@ -134,6 +137,49 @@ def test_recorded_products_are_predicted_from_the_shipped_constants():
     assert np.mean(same) > 0.8
 
 
+def test_no_recorded_time_is_below_the_datasheets():
+    """The roofline, below which no prediction goes, is a limit that nothing measured has passed."""
+    for one in recorded.read_results(RESULTS):
+        least = roofline(one.problem)
+        assert all(one.seconds[method] > least for method in calibration.METHODS if method in one.seconds)
+
+
+def _named(mine, theirs, measured_mine, measured_theirs):
+    """How many rows have a winner by intervals, and how many of these a wrong one."""
+    ours_wins, theirs_wins = mine[1] < theirs[0], theirs[1] < mine[0]
+    wrong = (ours_wins & (measured_mine >= measured_theirs)) | (
+        theirs_wins & (measured_mine <= measured_theirs)
+    )
+    return int((ours_wins | theirs_wins).sum()), int(wrong.sum())
+
+
+def test_winners_of_rows_that_were_left_out_are_right_as_often_as_is_said(data, held_out):
+    known, _ = calibration.calibration_of(H200)
+    ends, times = {}, {}
+    for method, (errors, deviation) in held_out.items():
+        rows = np.isfinite(errors)
+        times[method] = np.exp(data[method].logs[rows])
+        predicted, off = times[method] * (1 + errors[rows]), known.wide[method] * deviation[rows]
+        ends[method] = predicted / (1 + off), predicted / (1 - off)
+        inside = (ends[method][0] <= times[method]) & (times[method] <= ends[method][1])
+        assert inside.mean() == pytest.approx(calibration.COVERAGE, abs=0.03)
+    named, wrong = _named(ends["gemmery"], ends["cublas"], times["gemmery"], times["cublas"])
+    assert named > 100
+    assert wrong <= (1 - calibration.COVERAGE) * named
+
+
+def test_winners_of_recorded_rows_are_not_named_wrongly():
+    rows = [row for row in recorded.read_results(RESULTS) if set(calibration.METHODS) <= set(row.seconds)]
+    named = wrong = 0
+    for row in rows:
+        winner = replace(predict(row.problem), recorded=None).winner
+        quicker = min(calibration.METHODS, key=row.seconds.__getitem__)
+        named += winner is not None
+        wrong += winner not in (None, quicker)
+    assert named > 100
+    assert wrong <= (1 - calibration.COVERAGE) * named
+
+
 # --- what a prediction says -----------------------------------------------------------------------------------------
 
 ASKED = [
@@ -190,6 +236,92 @@ def test_any_size_has_a_prediction(m, n, k, device, dtype, layout):
     found = predict(posed(m, n, k, device=device, dtype=dtype, layout=layout))
     for seconds in (found.gemmery, found.cublas):
         assert seconds is None or (math.isfinite(seconds) and seconds > 1e-6)
+
+
+SHAPES = [
+    (1, 4096, 4096),
+    (64, 8192, 8192),
+    (4096, 4096, 64),
+    (8192, 8192, 8192),
+    (16384, 16384, 32),
+    (300, 776, 5000),
+]
+
+
+@pytest.mark.parametrize("device", GPUS, ids=lambda device: device.name)
+@pytest.mark.parametrize("asked", ASKED, ids=str)
+def test_no_prediction_beats_the_datasheet(device, asked):
+    for m, n, k in SHAPES:
+        if "batch" in asked and m * n > 1 << 26:
+            continue
+        if k % 32 and {"weight", "scales"} & set(asked):
+            continue
+        found = predict(posed(m, n, k, device=device, **asked))
+        p = found.problem
+        peak = device.rate(p.a.dtype, p.precision)
+        for seconds, (low, high) in (
+            (found.gemmery, found.interval.get("gemmery", (math.inf, math.inf))),
+            (found.cublas, found.interval.get("cublas", (math.inf, math.inf))),
+        ):
+            for time in filter(None, (seconds, low)):
+                assert p.flops / time <= peak * (1 + 1e-9)
+                assert p.bytes / time <= device.bandwidth * (1 + 1e-9)
+            assert seconds is None or (low == math.inf or low <= seconds <= high)
+
+
+def test_a_vendors_product_with_a_packed_weight_reads_the_unpacked_one():
+    for device in GPUS:
+        found = predict(posed(1, 8192, 8192, device=device, weight="int4"))
+        assert found.cublas >= 2 * 8192**2 / device.bandwidth
+
+
+def test_what_was_measured_of_a_product_is_told():
+    rows = recorded.read_result(RESULTS / "square-bf16.json")
+    row = next(row for row in rows if row.shape == (4096, 4096, 4096))
+    found = predict(row.problem)
+    assert found.recorded.seconds["gemmery"] in {
+        one.seconds["gemmery"] for one in recorded.read_results(RESULTS) if one.problem == row.problem
+    }
+    lines = describe(found).splitlines()
+    assert "gemmery, measured" in lines[2]
+    assert f"{found.recorded.seconds['gemmery'] * 1e6:.1f}" in lines[2]
+    assert lines.index(next(x for x in lines if "gemmery, predicted" in x)) > 2
+    assert found.asdict()["recorded"]["seconds"] == found.recorded.seconds
+    # Nothing was recorded of a product that differs in anything, or elsewhere.
+    for other in (posed(4096, 4096, 4104, device=H200), posed(4096, 4096, 4096, device=H200, layout="TT", dtype="fp64"),
+                  posed(4096, 4096, 4096, device=devices.TABLE["NVIDIA H100"])):  # fmt: skip
+        assert predict(other).recorded is None
+        assert ", measured" not in describe(predict(other))
+    # Nor of another kernel than the one that ran.
+    assert predict(row.problem, "64x64x64-g8-w4-s3-tile-descriptor").recorded is None
+
+
+def test_measured_times_decide_before_predicted_ones():
+    found = predict(posed(4096, 4096, 4096, device=H200))
+    for low, high, winner in ((1e-6, 2e-6, "gemmery"), (1.0, 2.0, "cublas"), (1e-6, 2.0, None)):
+        measured = replace(found.recorded, spread={"gemmery": (low, high), "cublas": (1e-3, 2e-3)})
+        assert replace(found, recorded=measured).winner == winner
+        apart = {"gemmery": (low, high), "cublas": (1e-3, 2e-3)}
+        assert replace(found, recorded=None, interval=apart).winner == winner
+    assert replace(found, recorded=None, interval={}).winner is None
+
+
+def test_gpus_that_were_not_measured_say_so_everywhere():
+    for device in GPUS:
+        found = predict(posed(512, 4096, 4096, device=device))
+        said = [
+            describe(found),
+            json.dumps(found.asdict()),
+            str(rooflines(device)),
+            json.dumps(rooflines(device).asdict()),
+        ]
+        shown = [calibration.NOT_MEASURED in text for text in said]
+        assert shown == [device is not H200] * len(said)
+        assert found.asdict()["measured"] == (device is H200)
+        assert device is H200 or found.winner is None
+    assert "0.3 of the vendor's BLAS" in describe(
+        predict(posed(512, 512, 512, device=devices.TABLE["AMD Instinct MI300X"]))
+    )
 
 
 def test_larger_products_take_longer():

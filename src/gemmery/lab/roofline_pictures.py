@@ -33,7 +33,8 @@ def picture(found: Rooflines) -> Figure:
     """Throughput over operations per byte, both logarithmic."""
     used = {roof_of(found.device, point.dtype).dtype for point in found.points}
     roofs = [roof for roof in found.roofs if not used or roof.dtype in used]
-    with figure(9, 5.4, _title(found)) as made:
+    title = f"{_title(found)}\n{found.mark.upper()}" if found.mark else _title(found)
+    with figure(9, 5.4, title) as made:
         axes = made.subplots()
         low, high = _range(found, roofs)
         for rate in dict.fromkeys(roof.rate for roof in roofs):

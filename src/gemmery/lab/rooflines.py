@@ -12,14 +12,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .. import clusters
 from ..devices import Device
 from ..problem import Problem
 from . import suites
 from .inputs import KINDS
 from .posing import of_row, posed
 from .prediction import predict, recorded
-from .results import read
+from .prediction.calibration import mark_of
 from .suites import Row
 
 #: Names of types with a rate of their own, and what the rate is called.
@@ -107,16 +106,24 @@ class Rooflines:
     roofs: tuple[Roof, ...]
     points: tuple[Point, ...]
 
+    @property
+    def mark(self) -> str:
+        """That nothing was measured on the GPU; "" where something was."""
+        return mark_of(self.device)
+
     def asdict(self) -> dict[str, Any]:
         """Everything as plain values, for JSON; times in seconds."""
         return {
             "device": self.device.name,
+            "measured": not self.mark,
+            "mark": self.mark,
             "roofs": [asdict(roof) for roof in self.roofs],
             "points": [asdict(point) for point in self.points],
         }
 
     def __str__(self) -> str:
-        lines = [f"{self.device.name}: memory {self.device.bandwidth / 1e9:.0f} GB/s"]
+        lines = [f"*** {self.mark} ***"] if self.mark else []
+        lines.append(f"{self.device.name}: memory {self.device.bandwidth / 1e9:.0f} GB/s")
         lines += [
             f"  {roof.label:12} {roof.rate / 1e12:7.1f} T{'OP' if roof.dtype == 'int8' else 'FLOP'}/s, ridge at "
             f"{roof.ridge:6.1f} per byte, break-even at M = N = K = {roof.break_even:.0f}"
@@ -207,17 +214,10 @@ def triples(sizes: Sequence[int]) -> list[tuple[int, int, int]]:
 def results_of(device: Device, folder: Path) -> dict[str, list[dict[str, Any]]]:
     """By suite, the rows of a folder's results that a GPU was timed on in the regime "burst".
 
-    Of several results of a row the last in the list counts: of a Triton that has clusters or none, as the one here,
-    before others, and the latest.
+    Of several results of a row the last in the list counts, see `recorded.newest_last`.
     """
-    data = [read(path) for path in sorted(folder.glob("*.json"))]
-
-    def order(result: dict[str, Any]) -> tuple[bool, str]:
-        version = ".".join(result["triton"].split(".")[:2])
-        return (version in clusters.VERSIONS) == clusters.available(), str(result.get("date", ""))
-
     found: dict[str, list[dict[str, Any]]] = {}
-    for result in sorted(data, key=order):
+    for _, result in recorded.newest_last(folder):
         if recorded.device_of(result["gpu"]) == device:
             rows = [row for row in result["rows"] if "burst" in row.get("summary", {})]
             found.setdefault(result["suite"], []).extend(rows)

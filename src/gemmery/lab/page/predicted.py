@@ -18,10 +18,6 @@ PART_WORDS = {
     "compute": "arithmetic", "l2": "way from L2", "memory": "memory", "overhead": "launch, filling, storing",
     "reduction": "adding up parts", "copies": "copies", "correction": "correction by measurements",
 }  # fmt: skip
-BOUND_WORDS = {
-    "compute": "bound by arithmetic", "l2": "bound by the way from L2", "memory": "bound by memory",
-    "overhead": "mostly overhead",
-}  # fmt: skip
 #: Times that would be shown as 0.00 µs.
 NOTHING = 5e-9
 
@@ -48,10 +44,22 @@ def times(found: Prediction) -> dict[str, Any]:
         "room": None if room is None else texts.part(room),
         "reached": None if room is None else texts.part(1 - room),
         "ratio": None if ratio is None else texts.times(ratio),
-        "bound": BOUND_WORDS.get(found.bound, found.bound),
+        "verdict": found.verdict,
+        "bound": found.binding,
+        "mark": found.mark,
+        "recorded": _recorded(found),
         "calls": f"What torch launches: {', '.join(found.calls)}." if found.calls else "",
         "basis": _basis(found),
     }
+
+
+def _recorded(found: Prediction) -> str:
+    """The times that were measured of the product, in a sentence; "" where there are none."""
+    if found.recorded is None:
+        return ""
+    names = {"gemmery": "gemmery", "cublas": found.vendor}
+    times = [f"{names[name]} {texts.seconds(x)['text']}" for name, x in found.recorded.seconds.items()]
+    return f"Measured: {', '.join(times)} ({found.recorded.source}). Below is what is predicted."
 
 
 def _rate(problem: Problem, seconds: float) -> texts.Figure:
@@ -63,12 +71,12 @@ def _basis(found: Prediction) -> str:
     names = {"gemmery": "gemmery", "cublas": found.vendor}
     errors = [f"{texts.part(x)['text']} for {names[name]}" for name, x in found.expected_error.items()]
     near = f"half of such predictions are off by less than {' and '.join(errors)}" if errors else ""
-    said = "; ".join(filter(None, (found.basis, near)))
+    said = "; ".join(filter(None, (found.basis, near, found.problem.device.note)))
     return f"{said[0].upper()}{said[1:]}." if said else ""
 
 
 def summary(found: Prediction) -> list[dict[str, str]]:
-    """The answer in a few words, each number with its name."""
+    """The answer in a few words, each number with its name; first, where nothing was measured, that."""
     rows = [
         ("gemmery", found.gemmery),
         (found.vendor, found.cublas),
@@ -79,7 +87,9 @@ def summary(found: Prediction) -> list[dict[str, str]]:
         for name, seconds in rows
         if seconds is not None
     ]
-    return said if found.room is None else [*said, {"name": "room", "text": texts.part(found.room)["text"]}]
+    marks = [{"name": "", "text": found.mark}] if found.mark else []
+    room = [] if found.room is None else [{"name": "room", "text": texts.part(found.room)["text"]}]
+    return [*marks, *said, *room]
 
 
 # --- the config ------------------------------------------------------------------------------------------------------
@@ -180,11 +190,16 @@ def roofline(found: Prediction) -> dict[str, Any]:
     y = _decades([x[0] * device.bandwidth * 10, peak, *(point["rate"]["value"] for point in points)])
     start = max(x[0], y[0] / device.bandwidth)
     operations = "OP" if integers else "FLOP"
-    side = "arithmetic" if found.intensity >= ridge else "memory"
+    side = "arithmetic" if found.limit == "compute" else "memory"
+    # The headline's words for the same kernel, where it waits for something else than a perfect one would.
+    but = (
+        "" if found.bound in ("", found.limit) else f", but this kernel is {found.binding.partition(',')[0]}"
+    )
     return {
         "where": f"{texts.rate(peak, integers)['text']}, {texts.bandwidth(device.bandwidth)['text']}",
         "text": f"{texts.digits(found.intensity)} {operations} per byte, and the roof bends at {texts.digits(ridge)}: "
-        f"{side} is the limit.",
+        f"on the data sheet {side} is the limit{but}.",
+        "mark": found.mark,
         "intensity": {"value": found.intensity, "text": texts.digits(found.intensity)},
         "attainable": texts.rate(p.flops / found.roofline, integers),
         "points": points,

@@ -21,6 +21,10 @@ DATA = Path(__file__).with_name("data")
 REFERENCE = "NVIDIA H200"
 #: Whose times there are.
 METHODS = ("gemmery", "cublas")
+#: Part of the measurements that lie within a prediction's interval.
+COVERAGE = 0.9
+#: What every output says of a GPU that has no file of its own under data/.
+NOT_MEASURED = "not measured: predicted from the data sheet"
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +36,7 @@ class Calibration:
         constants: by method, of its law; see `ours.START` and `vendor.START`.
         corrections: by method.
         half: by method, how many of the correction's standard deviations half of the errors of such shapes are within.
+        wide: the same for `COVERAGE` of the errors.
         held_out: by method, the median and the 90th percentile of the relative error of shapes that were left out of
             the fit.
         samples: by method, how many measurements there are.
@@ -41,6 +46,7 @@ class Calibration:
     constants: dict[str, dict[str, float]]
     corrections: dict[str, Correction]
     half: dict[str, float]
+    wide: dict[str, float]
     held_out: dict[str, dict[str, float]]
     samples: dict[str, int]
 
@@ -53,6 +59,7 @@ class Calibration:
             constants={method: data["constants"][method] for method in METHODS},
             corrections={method: _correction(data["samples"][method]) for method in METHODS},
             half=data["half"],
+            wide=data["wide"],
             held_out={method: data["held_out"][method]["all"] for method in METHODS},
             samples={method: len(data["samples"][method]) for method in METHODS},
         )
@@ -77,3 +84,8 @@ def calibration_of(device: Device) -> tuple[Calibration, bool]:
     """The constants for a GPU, and whether they were measured on it, so that the corrections hold."""
     measured = path_of(device.name).is_file()
     return _read(device.name if measured else REFERENCE), measured
+
+
+def mark_of(device: Device) -> str:
+    """What to say of a GPU beside all its times: `NOT_MEASURED`, or "" where measurements correct them."""
+    return "" if path_of(device.name).is_file() else NOT_MEASURED

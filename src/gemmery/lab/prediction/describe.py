@@ -5,17 +5,20 @@ from __future__ import annotations
 import triton
 
 from ...problem import DTYPE_NAMES
+from .calibration import COVERAGE
 from .predict import Prediction
 
 
 def describe(found: Prediction) -> str:
     """Times side by side, what they are made of, the room left, and what all of it rests on."""
     p = found.problem
-    lines = [f"{p} on {p.device.name}", *_table(found), ""]
+    lines = [f"{p} on {p.device.name}"]
+    if found.mark:
+        lines.append(f"*** {found.mark} ***")
+    lines += [*_table(found), ""]
     if found.gemmery is not None:
-        bound = "no part takes half of the time" if found.bound == "overhead" else f"bound by {found.bound}"
         copies = f", {' and '.join(found.copies)} copied first" if found.copies else ""
-        lines.append(f"gemmery: {found.config}{copies}; {bound}")
+        lines.append(f"gemmery: {found.config}{copies}; {found.binding}")
         lines.append(
             f"  {found.tiles:,} tiles, {found.waves:.2f} on the busiest of {p.device.sms} multiprocessors"
         )
@@ -36,18 +39,35 @@ def describe(found: Prediction) -> str:
 
 
 def _table(found: Prediction) -> list[str]:
-    """A line for each of the times."""
-    lines = [f"{'':10} {'µs':>9} {'TFLOP/s':>9} {'of roofline':>12}  half are within"]
+    """A line for each of the times, first those that were measured."""
+    names = {"gemmery": "gemmery", "cublas": found.vendor}
+    times = {} if found.recorded is None else found.recorded.seconds
+    between = f"  {COVERAGE:.0%} are between" if found.interval else ""
+    half = "  half are within" if found.expected_error else ""
+    lines = [f"{'':19} {'µs':>9} {'TFLOP/s':>9} {'of roofline':>12}{half}{between}"]
+    for name, took in times.items():
+        low, high = (end * 1e6 for end in found.recorded.spread[name]) if found.recorded else (0.0, 0.0)
+        lines.append(
+            f"{_figures(found, f'{names[name]}, measured', took)}  rounds: {low:.1f} to {high:.1f} µs"
+        )
     for name, label, seconds in (
         ("gemmery", "gemmery", found.gemmery),
         ("cublas", found.vendor, found.cublas),
         ("", "roofline", found.roofline),
     ):
         if seconds is not None:
-            rate, part = found.problem.flops / seconds / 1e12, found.roofline / seconds
-            error = f"  ±{found.expected_error[name]:.0%}" if name in found.expected_error else ""
-            lines.append(f"{label:10} {seconds * 1e6:9.1f} {rate:9.1f} {part:12.0%}{error}")
+            error = f"  {f'±{found.expected_error[name]:.0%}':15}" if name in found.expected_error else ""
+            if name in found.interval:
+                low, high = (end * 1e6 for end in found.interval[name])
+                error += f"  {low:.1f} and {high:.1f} µs"
+            predicted = ", predicted" if name and times else ""
+            lines.append(f"{_figures(found, label + predicted, seconds)}{error}")
     return lines
+
+
+def _figures(found: Prediction, label: str, seconds: float) -> str:
+    rate, part = found.problem.flops / seconds / 1e12, found.roofline / seconds
+    return f"{label:19} {seconds * 1e6:9.1f} {rate:9.1f} {part:12.0%}"
 
 
 def _parts(cost: dict[str, float]) -> str:
@@ -64,5 +84,11 @@ def _conclusions(found: Prediction) -> list[str]:
         left = (found.gemmery - found.roofline) * 1e6
         lines.append(f"room left under the roofline: {found.room:.0%} of the time, {left:.1f} µs")
     if found.ratio is not None:
-        lines.append(f"{found.vendor} / gemmery: {found.ratio:.2f}")
+        times = {} if found.recorded is None else found.recorded.seconds
+        measured = f"{times['cublas'] / times['gemmery']:.2f} measured, " if len(times) == 2 else ""
+        lines.append(f"{found.vendor} / gemmery: {measured}{found.ratio:.2f} predicted; {found.verdict}")
+    if found.recorded is not None:
+        lines.append(f"measured: {found.recorded.source}")
+    if found.problem.device.note:
+        lines.append(f"{found.problem.device.name}: {found.problem.device.note}")
     return lines

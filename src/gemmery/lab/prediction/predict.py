@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from ...problem import Config, Problem
-from . import ours, vendor
-from .calibration import Calibration, calibration_of
+from . import ours, recorded, vendor
+from .calibration import COVERAGE, Calibration, calibration_of, mark_of
+from .recorded import Measured
 from .residuals import Samples
 
 #: The parts of a time that grow with the product; the others are what it costs besides.
 BINDING = ("compute", "l2", "memory")
+#: What a kernel waits for, in words.
+BOUND_WORDS = {
+    "compute": "bound by arithmetic", "l2": "bound by the way from L2", "memory": "bound by memory",
+    "overhead": "mostly overhead",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -37,10 +43,13 @@ class Prediction:
         cost: the parts of our time, which overlap: compute, l2, memory, overhead, reduction, copies, correction.
         cublas_cost: the same of the vendor's, and elementwise.
         calls: what torch launches, in words.
+        interval: by "gemmery" and "cublas", the seconds between which `calibration.COVERAGE` of the measurements of
+            such products are; empty for a GPU on which nothing was measured.
         expected_error: by "gemmery" and "cublas", the relative error that half of such predictions stay below; empty
             for a GPU on which nothing was measured.
         basis: what the prediction rests on, in words.
         measured_on: the GPU whose measurements correct it; None where there are none of this GPU.
+        recorded: the times that were measured of this very product; None where there are none.
     """
 
     problem: Problem
@@ -55,14 +64,68 @@ class Prediction:
     cost: dict[str, float]
     cublas_cost: dict[str, float]
     calls: tuple[str, ...]
+    interval: dict[str, tuple[float, float]]
     expected_error: dict[str, float]
     basis: str
     measured_on: str | None
+    recorded: Measured | None
+
+    @property
+    def mark(self) -> str:
+        """That nothing was measured on the GPU; "" where something was."""
+        return mark_of(self.problem.device)
+
+    @property
+    def winner(self) -> str | None:
+        """Which is quicker, "gemmery" or "cublas"; None where that can't be said.
+
+        By the recorded times where there are both, else by the predicted ones: the one whose slowest round, or the end
+        of whose interval, is before the other's quickest or beginning.
+        """
+        measured = {} if self.recorded is None else self.recorded.spread
+        ends = measured if len(measured) == 2 else self.interval
+        if len(ends) < 2:
+            return None
+        (low, high), (other_low, other_high) = ends["gemmery"], ends["cublas"]
+        return "gemmery" if high < other_low else "cublas" if other_high < low else None
+
+    @property
+    def limit(self) -> str:
+        """What the datasheet alone makes the limit: "compute" or "memory". What the kernel waits for is `bound`."""
+        return (
+            "compute"
+            if arithmetic(self.problem) >= self.problem.bytes / self.problem.device.bandwidth
+            else "memory"
+        )
 
     @property
     def vendor(self) -> str:
         """The name of the vendor's BLAS."""
         return "cuBLAS" if self.problem.device.target.backend == "cuda" else "hipBLASLt"
+
+    @property
+    def binding(self) -> str:
+        """What our kernel waits for, and the datasheet's limit where that is another; "" where there is no kernel."""
+        if not self.bound:
+            return ""
+        said = BOUND_WORDS[self.bound]
+        if self.bound == self.limit:
+            return said
+        limit = {"compute": "arithmetic", "memory": "memory"}[self.limit]
+        return f"{said}, where a perfect kernel would be by {limit}"
+
+    @property
+    def verdict(self) -> str:
+        """Which is quicker, in words, or why that is not said; "" where one of both has no time."""
+        if self.ratio is None:
+            return ""
+        if self.winner is not None:
+            name = "gemmery" if self.winner == "gemmery" else self.vendor
+            by = "measured" if self.recorded is not None and len(self.recorded.spread) == 2 else "predicted"
+            return f"{name} is the faster one, {by}"
+        if self.mark:
+            return "which one is faster is not known"
+        return "too near to each other to name a faster one"
 
     @property
     def room(self) -> float | None:
@@ -95,6 +158,14 @@ class Prediction:
             "ratio": self.ratio,
             "intensity": self.intensity,
             "bound": self.bound,
+            "limit": self.limit,
+            "winner": self.winner,
+            "interval": {name: list(ends) for name, ends in self.interval.items()},
+            "coverage": COVERAGE,
+            "recorded": None if self.recorded is None else asdict(self.recorded),
+            "measured": not self.mark,
+            "mark": self.mark,
+            "note": p.device.note,
             "config": self.config,
             "copies": list(self.copies),
             "tiles": self.tiles,
@@ -108,11 +179,18 @@ class Prediction:
         }
 
 
+def arithmetic(problem: Problem) -> float:
+    """The seconds of a product's operations at the datasheet's rate."""
+    return problem.flops / problem.device.rate(problem.a.dtype, problem.precision)
+
+
 def roofline(problem: Problem) -> float:
-    """The least seconds that the datasheet allows: the larger of arithmetic and memory traffic."""
-    device = problem.device
-    arithmetic = problem.flops / device.rate(problem.a.dtype, problem.precision)
-    return max(arithmetic, problem.bytes / device.bandwidth)
+    """The least seconds that the datasheet allows: the larger of arithmetic and memory traffic.
+
+    Inputs are in no cache, so that each distinct byte of them comes from memory. The output might stay in L2 for a
+    while, but no recorded time of any product is below this, and no prediction is either.
+    """
+    return max(arithmetic(problem), problem.bytes / problem.device.bandwidth)
 
 
 def predict(problem: Problem, config: Config | str | None = None) -> Prediction:
@@ -138,10 +216,18 @@ def predict(problem: Problem, config: Config | str | None = None) -> Prediction:
     known, measured = calibration_of(problem.device)
     launched = ours.launch(problem, None if config is None else Config.of(config))
     mine = _Time() if launched is None else _ours(launched, known, measured)
+    times = recorded.measured_of(problem)
+    if times is not None and config is not None and times.config != str(Config.of(config)):
+        times = None
     found = vendor.route(problem)
     theirs = _Time() if found is None else _vendor(found, known, measured)
     errors = {
         name: time.error for name, time in (("gemmery", mine), ("cublas", theirs)) if time.error is not None
+    }
+    intervals = {
+        name: time.interval
+        for name, time in (("gemmery", mine), ("cublas", theirs))
+        if time.interval is not None
     }
     return Prediction(
         problem=problem,
@@ -156,9 +242,11 @@ def predict(problem: Problem, config: Config | str | None = None) -> Prediction:
         cost=mine.cost,
         cublas_cost=theirs.cost,
         calls=theirs.calls,
+        interval=intervals,
         expected_error=errors,
         basis=_basis(problem, known, measured),
         measured_on=known.gpu if measured else None,
+        recorded=times,
     )
 
 
@@ -175,12 +263,14 @@ class _Time:
     cost: dict[str, float] = field(default_factory=dict)
     calls: tuple[str, ...] = ()
     error: float | None = None
+    interval: tuple[float, float] | None = None
 
 
 def _ours(launched: ours.Launch, known: Calibration, measured: bool) -> _Time:
     c, parts = known.constants["gemmery"], ours.parts(launched)
     return _corrected(
-        float(ours.seconds(parts, c)), ours.cost(parts, c), (), ours.features(launched), "gemmery", known, measured
+        float(ours.seconds(parts, c)), roofline(launched.problem), ours.cost(parts, c), (), ours.features(launched),
+        "gemmery", known, measured,
     )  # fmt: skip
 
 
@@ -191,25 +281,31 @@ def _vendor(found: vendor.Route, known: Calibration, measured: bool) -> _Time:
     calls = [f"copy of {name}" for name in found.copied] + [f"product in tiles of {tile}"]
     if found.kernels:
         calls.append(f"{found.kernels} elementwise kernel{'s' if found.kernels > 1 else ''}")
+    least = max(roofline(found.problem), parts["read"])
     return _corrected(
-        float(vendor.seconds(parts, rate, c)), cost, tuple(calls), vendor.features(found), "cublas", known, measured
+        float(vendor.seconds(parts, rate, c)), least, cost, tuple(calls), vendor.features(found), "cublas", known,
+        measured,
     )  # fmt: skip
 
 
 def _corrected(
-    seconds: float, cost: dict[str, float], calls: tuple[str, ...], features: tuple[Sequence[float], Sequence[str]],
-    method: str, known: Calibration, measured: bool,
+    law: float, least: float, cost: dict[str, float], calls: tuple[str, ...],
+    features: tuple[Sequence[float], Sequence[str]], method: str, known: Calibration, measured: bool,
 ) -> _Time:  # fmt: skip
-    """A law's time with what measurements of similar products add."""
+    """A law's time with what measurements of similar products add, and not below what the datasheet allows."""
     if not measured:
-        return _Time(seconds, cost | {"correction": 0.0}, calls)
+        seconds = max(law, least)
+        return _Time(seconds, cost | {"correction": seconds - law}, calls)
     mean, deviation = known.corrections[method](Samples.of([features]))
-    factor = float(np.exp(mean[0]))
+    seconds = max(law * float(np.exp(mean[0])), least)
+    # Errors are those of predicted over measured time.
+    off = known.wide[method] * float(deviation[0])
     return _Time(
-        seconds * factor,
-        cost | {"correction": seconds * (factor - 1)},
+        seconds,
+        cost | {"correction": seconds - law},
         calls,
         known.half[method] * float(deviation[0]),
+        (max(seconds / (1 + off), least), seconds / max(1 - off, 0.1)),
     )
 
 

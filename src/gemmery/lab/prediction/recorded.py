@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ... import clusters
 from ...devices import TABLE, Device
 from ...problem import Config, Problem
 from ...select import measured
@@ -108,6 +110,68 @@ def read_results(place: Path, regime: str = "burst") -> list[Recorded]:
 def fitted(place: Path) -> list[Path]:
     """The results in a folder that may be fitted to; ValueError as for `read_results`."""
     return [path for path in sorted(place.glob("*.json")) if results.read(path)["suite"] not in RANDOM]
+
+
+def newest_last(place: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """A folder's results, so that of several with a row the last one counts.
+
+    Those of a Triton that has clusters or none, as the one here, come after the others, and then the later ones.
+
+    Raises:
+        ValueError: a JSON file in it is no result.
+    """
+    found = [(path, results.read(path)) for path in sorted(place.glob("*.json"))]
+
+    def order(one: tuple[Path, dict[str, Any]]) -> tuple[bool, str]:
+        _, result = one
+        version = ".".join(result["triton"].split(".")[:2])
+        return (version in clusters.VERSIONS) == clusters.available(), str(result.get("date", ""))
+
+    return sorted(found, key=order)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The recorded times of a product.
+
+    Attributes:
+        seconds: by method, the median over the rounds; spread: the least and the largest.
+        config: gemmery's kernel, "" where the result does not say.
+        source: the result's file, with the version of Triton and the day.
+    """
+
+    seconds: dict[str, float]
+    spread: dict[str, tuple[float, float]]
+    config: str
+    source: str
+
+
+@functools.cache
+def _by_sizes(place: Path, device: Device) -> dict[tuple[int, int, int], list[tuple[str, dict[str, Any]]]]:
+    """A folder's rows of a GPU in the regime "burst", by M, N and K, with where each is from."""
+    found: dict[tuple[int, int, int], list[tuple[str, dict[str, Any]]]] = {}
+    for path, result in newest_last(place):
+        if device_of(result["gpu"]) == device:
+            source = f"{path.name}, Triton {result['triton']}, {str(result.get('date', ''))[:10]}"
+            for row in result["rows"]:
+                if "burst" in row.get("summary", {}):
+                    found.setdefault((row["M"], row["N"], row["K"]), []).append((source, row))
+    return found
+
+
+def measured_of(problem: Problem) -> Measured | None:
+    """The recorded times of just this product on its GPU; None where there are none, or no results are at hand."""
+    place = folder()
+    if place is None:
+        return None
+    rows = _by_sizes(place, problem.device).get((problem.M, problem.N, problem.K), [])
+    for source, record in reversed(rows):
+        row = _recorded("", record, "burst", problem.device)
+        if row.problem == problem:
+            seconds = {name: row.seconds[name] for name in ("gemmery", CUBLAS) if name in row.seconds}
+            spread = {name: row.spread[name] for name in seconds}
+            return Measured(seconds, spread, "" if row.config is None else str(row.config), source)
+    return None
 
 
 @dataclass(frozen=True)

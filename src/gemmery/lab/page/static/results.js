@@ -30,10 +30,12 @@ export function headline(answer) {
   const figures = html("dl", { class: "figures" },
     times.gemmery && figure("gemmery-headline", "gemmery", times.gemmery.text, times.bound),
     times.room && figure("room", "room under the roofline", times.room.text, `${times.reached.text} of it reached`),
-    times.ratio && figure("ratio", `${answer.vendor} / gemmery`, times.ratio.text, "above 1, gemmery is quicker"));
+    times.ratio && figure("ratio", `${answer.vendor} / gemmery`, times.ratio.text, `above 1, gemmery is quicker; ${times.verdict}`));
   put("headline",
     html("div", { class: "heading" },
       html("h2", { id: "headline-title" }, answer.title), html("p", {}, answer.about)),
+    times.mark && html("p", { class: "mark", id: "mark", role: "note" }, times.mark),
+    times.recorded && html("p", { class: "lead", id: "recorded" }, times.recorded),
     times.gemmery ? figures : nothing,
     html("table", { class: "bars" },
       html("caption", { class: "hidden" }, "Predicted times and the rates that they come to"),

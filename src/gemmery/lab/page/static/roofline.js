@@ -56,7 +56,8 @@ export class Roofline {
         html("strong", { id: `${name}-point` }, rate.text))));
     this.section.replaceChildren(
       heading("roofline", "Under the roofline", this.found.where), this.frame, legend,
-      html("p", { id: "roofline-text" }, this.found.text));
+      html("p", { id: "roofline-text" }, this.found.text),
+      ...(this.found.mark ? [html("p", { class: "mark" }, this.found.mark)] : []));
     this.draw();
   }
 
