@@ -97,6 +97,33 @@ def test_conclusions():
     assert "A and B once each" in compare(replace(TUTORIAL, programs=9)).conclusion
 
 
+def test_a_chosen_group_that_reads_more_than_another_has_a_reason():
+    found = compare(launch_of(4096, 4096, 4096, device="H200"))
+    best = min(found.table, key=lambda order: order.traffic.memory)
+    own = next(x for x in found.table if (x.name, x.group_size) == ("grouped", found.launch.group_size))
+    assert own.traffic.memory > best.traffic.memory
+    assert best.label in found.reason
+    assert orders.amount(own.traffic.memory - best.traffic.memory) in found.reason
+    assert found.asdict()["reason"] == found.reason
+    # With room for all of A and B no order reads more, and a given tile was not chosen.
+    assert compare(replace(found.launch, l2=1 << 30)).reason == ""
+    assert compare(replace(found.launch, config=None)).reason == ""
+
+
+def test_waves_of_the_simulation_are_turns_of_the_programs():
+    """What is simulated in lock step are the tiles that persistent programs compute at the same time."""
+    launch = launch_of(4096, 4096, 4096, device="H200")
+    (order,) = compare(launch, ("grouped",)).shown
+    units, (bm, bn, _) = launch.schedule, launch.tile
+    assert launch.config.schedule == "persistent"
+    full = np.bincount(units.turn[units.rows * units.cols == bm * bn])
+    assert (full == launch.programs).any()
+    for turn in np.flatnonzero(full == launch.programs):
+        now = (units.turn == turn) & (units.rows * units.cols == bm * bn)
+        seen = order.visits[turn * launch.programs : (turn + 1) * launch.programs]
+        assert np.stack([units.row[now] // bm, units.col[now] // bn], 1).tolist() == seen.tolist()
+
+
 @pytest.mark.parametrize(
     "sizes, config, said",
     [

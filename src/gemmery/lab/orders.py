@@ -21,6 +21,7 @@ from ..waves import Split, Waves
 from . import l2
 from .l2 import Traffic
 from .prediction.ours import launch
+from .prediction.predict import arithmetic
 from .tile_order import Schedule, band, programs_at_once, visits
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class Launch:
         config: what gemmery chooses for the product; None where the tile was given.
         schedule: what each program of that config computes; None where the tile was given.
         notes: what the figures leave out, in sentences.
+        arithmetic: seconds of the product's operations at the datasheet's rate; 0 where the tile was given.
     """
 
     M: int
@@ -62,6 +64,7 @@ class Launch:
     config: Config | None = None
     schedule: Schedule | None = None
     notes: tuple[str, ...] = ()
+    arithmetic: float = 0.0
 
     @property
     def tiles(self) -> tuple[int, int]:
@@ -145,7 +148,7 @@ def _chosen(problem: Problem, group_size: int | None, programs: int | None, cach
     return Launch(
         problem.M, problem.N, problem.K, problem.device, (config.block_m, config.block_n, config.block_k),
         config.group_m, programs or programs_at_once(product, config), cache, problem.a.dtype.itemsize, config,
-        Schedule.of(product, config), tuple(_left_out(product, config)),
+        Schedule.of(product, config), tuple(_left_out(product, config)), arithmetic(problem),
     )  # fmt: skip
 
 
@@ -272,6 +275,23 @@ class Comparison:
             f"{amount(worst.traffic.memory)}: {worst.traffic.memory / best.traffic.memory:.2f} times as much"
         )
 
+    @property
+    def reason(self) -> str:
+        """Why the chosen group size is not the one with the least traffic; "" where it is, or nothing was chosen."""
+        it = self.launch
+        if it.config is None:
+            return ""
+        own = next(x for x in self.table if (x.name, x.group_size) == ("grouped", it.group_size))
+        best = min(self.table, key=lambda order: order.traffic.memory)
+        more = own.traffic.memory - best.traffic.memory
+        if more <= 0:
+            return ""
+        times = f"{more / it.device.bandwidth * 1e6:.2g} µs at the memory's peak, beside {it.arithmetic * 1e6:.3g} µs"
+        return (
+            f"the choice does not weigh this traffic: groups of {it.group_size} belong to the tile in the table of "
+            f"tiles; {best.label}, {amount(more)} less are read, {times} of arithmetic at the peak rate"
+        )
+
     def _first_conclusion(self) -> str:
         """The same where all tiles are computed at once, so that only a part of them can differ."""
         said = "all tiles are computed at once: their order changes nothing"
@@ -306,6 +326,7 @@ class Comparison:
             "config": None if it.config is None else str(it.config), "tile": list(it.tile),
             "group_size": it.group_size, "tiles": list(it.tiles), "steps": it.steps, "programs": it.programs,
             "waves": it.waves, "l2": it.l2, "notes": list(it.notes), "conclusion": self.conclusion,
+            "reason": self.reason,
             "orders": [order.asdict() for order in self.shown],
             "table": [
                 {"order": order.name, "group_size": order.group_size} | order.traffic.asdict() for order in self.table
@@ -362,6 +383,8 @@ def show(comparison: Comparison, console: Console) -> None:
     if it.config is not None:
         said.append(f"config {it.config}")
     said += [*it.notes, comparison.conclusion]
+    if comparison.reason:
+        said.append(comparison.reason)
     console.print("\n".join(said), markup=False, highlight=False, soft_wrap=True)
     if max(it.tiles) <= NUMBERED:
         console.print(_numbers(comparison))
