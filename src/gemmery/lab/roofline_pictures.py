@@ -33,9 +33,10 @@ def picture(found: Rooflines) -> Figure:
     """Throughput over operations per byte, both logarithmic."""
     used = {roof_of(found.device, point.dtype).dtype for point in found.points}
     roofs = [roof for roof in found.roofs if not used or roof.dtype in used]
-    title = f"{_title(found)}\n{found.mark.upper()}" if found.mark else _title(found)
-    with figure(9, 5.4, title) as made:
+    with figure(9, 5.4, _title(found)) as made:
         axes = made.subplots()
+        if found.mark:
+            axes.set_title(found.mark.upper(), color="firebrick", fontweight="bold", fontsize=10)
         low, high = _range(found, roofs)
         for rate in dict.fromkeys(roof.rate for roof in roofs):
             _roof(axes, [roof for roof in roofs if roof.rate == rate], low, high)
