@@ -13,7 +13,8 @@ from .call import Factor
 from .dispatch import Options, OutTypes, check_tensor, prepare, run
 from .packed import is_packed
 from .plan import Plan
-from .problem import Config, Precision
+from .precision import AskedPrecision, resolved
+from .problem import Config
 
 Number = int | float
 
@@ -29,7 +30,7 @@ def matmul(
     prologue_args: Sequence[Any] = (),
     out: Tensor | None = None,
     out_dtype: OutTypes = None,
-    precision: Precision = "ieee",
+    precision: AskedPrecision = "ieee",
     fast_accum: bool = False,
     batch_invariant: bool = False,
     config: Config | dict[str, Any] | str | None = None,
@@ -54,8 +55,8 @@ def matmul(
         out: where the result goes, any strides, no overlap with the inputs.
         out_dtype: type of the result. The operands' by default; bfloat16 for fp8, int32 for int8; what an epilogue has
             cast keeps its type. For several results it can be a tuple, with None for what it is by default.
-        precision: how float32 is multiplied: "ieee" (the default, whatever torch's `allow_tf32` says), "tf32" or
-            "tf32x3".
+        precision: how float32 is multiplied: "ieee" (the default, whatever torch's `allow_tf32` says), "tf32",
+            "tf32x3", or "torch": "tf32" where `torch.backends.cuda.matmul` allows it at the call, and "ieee" elsewhere.
         fast_accum: let fp8 products be summed at the tensor cores' own precision, as `torch._scaled_mm` does.
         batch_invariant: give every row of the result the same bits whatever M and the batch are and whatever the
             other rows hold, at some cost in speed.
@@ -75,7 +76,7 @@ def matmul(
         >>> gemmery.matmul(x, w.T, bias=torch.zeros(16)).shape
         torch.Size([4, 16])
     """
-    options = (out_dtype, precision, fast_accum, batch_invariant, config)
+    options = (out_dtype, resolved(precision, a), fast_accum, batch_invariant, config)
     if is_packed(b):
         functions = (epilogue, args, prologue, prologue_args)
         return packed.product("matmul", a, b, bias, functions, out, options)  # type: ignore[arg-type]
@@ -96,7 +97,7 @@ def linear(
     prologue_args: Sequence[Any] = (),
     out: Tensor | None = None,
     out_dtype: OutTypes = None,
-    precision: Precision = "ieee",
+    precision: AskedPrecision = "ieee",
     fast_accum: bool = False,
     batch_invariant: bool = False,
     config: Config | dict[str, Any] | str | None = None,
@@ -116,7 +117,7 @@ def linear(
         tensor([[3., 3., 3., 3., 3.],
                 [3., 3., 3., 3., 3.]])
     """
-    options = (out_dtype, precision, fast_accum, batch_invariant, config)
+    options = (out_dtype, resolved(precision, x), fast_accum, batch_invariant, config)
     if is_packed(weight):
         functions = (epilogue, args, prologue, prologue_args)
         return packed.product("linear", x, weight, bias, functions, out, options)  # type: ignore[arg-type]
@@ -135,7 +136,7 @@ def addmm(
     alpha: Number = 1,
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    precision: Precision = "ieee",
+    precision: AskedPrecision = "ieee",
     fast_accum: bool = False,
     batch_invariant: bool = False,
     config: Config | dict[str, Any] | str | None = None,
@@ -164,7 +165,7 @@ def addmm(
         )
     if input is None:
         check_tensor("addmm", "input", input)
-    options = (out_dtype, precision, fast_accum, batch_invariant, config)
+    options = (out_dtype, resolved(precision, a), fast_accum, batch_invariant, config)
     return run("addmm", a, b, input, alpha, beta, out, options)
 
 
@@ -178,7 +179,7 @@ def bmm(
     prologue_args: Sequence[Any] = (),
     out: Tensor | None = None,
     out_dtype: OutTypes = None,
-    precision: Precision = "ieee",
+    precision: AskedPrecision = "ieee",
     fast_accum: bool = False,
     batch_invariant: bool = False,
     config: Config | dict[str, Any] | str | None = None,
@@ -192,7 +193,7 @@ def bmm(
         >>> gemmery.bmm(torch.ones(7, 2, 3), torch.ones(7, 3, 4)).shape
         torch.Size([7, 2, 4])
     """
-    options = (out_dtype, precision, fast_accum, batch_invariant, config)
+    options = (out_dtype, resolved(precision, a), fast_accum, batch_invariant, config)
     if is_packed(b):
         functions = (epilogue, args, prologue, prologue_args)
         return packed.product("bmm", a, b, None, functions, out, options)  # type: ignore[arg-type]
@@ -213,7 +214,7 @@ def plan(
     prologue_args: Sequence[Any] = (),
     out: Tensor | None = None,
     out_dtype: OutTypes = None,
-    precision: Precision = "ieee",
+    precision: AskedPrecision = "ieee",
     fast_accum: bool = False,
     batch_invariant: bool = False,
     config: Config | dict[str, Any] | str | None = None,
@@ -229,7 +230,7 @@ def plan(
     """
     if epilogue is not None or args or prologue is not None or prologue_args or is_packed(b):
         functions = (epilogue, args, prologue, prologue_args)
-        options = (out_dtype, precision, fast_accum, batch_invariant, config)
+        options = (out_dtype, resolved(precision, a), fast_accum, batch_invariant, config)
         return fused.plan("plan", a, b, bias, functions, out, options)
-    options = Options(out_dtype, precision, fast_accum, batch_invariant, config)
+    options = Options(out_dtype, resolved(precision, a), fast_accum, batch_invariant, config)
     return prepare("plan", a, b, bias, 1, 1, out, options).plan  # type: ignore[arg-type]  # checked there

@@ -282,8 +282,8 @@ def test_quantize_inside_a_fused_block():
         before = model(ids).logits
         assert len(gemmery.nn.quantize(model, "int8")) == 7
         quantised = model(ids).logits
-        gemmery.nn.swap(model)
-        report = gemmery.nn.swap(model)
+        gemmery.nn.swap(model, precision="torch")
+        report = gemmery.nn.swap(model, precision="torch")
         assert sum(why == "it is gemmery's already" for _, why in report.left) >= 7
         torch.testing.assert_close(model(ids).logits, quantised, rtol=0.05, atol=0.05)
     torch.testing.assert_close(quantised, before, rtol=0.1, atol=0.1)
@@ -316,7 +316,7 @@ def swapped(layer, expected, what):
     """Swaps one layer of a model and checks what it computes."""
     model = nn.Sequential(nn.ReLU(), layer).eval()
     bias = getattr(layer, "bias", None)
-    report = gemmery.nn.swap(model)
+    report = gemmery.nn.swap(model, precision="torch")
     assert report.left == []
     assert report.replaced == [("1", what)]
     after = model[1]
@@ -332,7 +332,7 @@ def swapped(layer, expected, what):
 def left(layer):
     """Why a swap leaves a layer."""
     model = nn.Sequential(layer)
-    ((_, reason),) = gemmery.nn.swap(model).left
+    ((_, reason),) = gemmery.nn.swap(model, precision="torch").left
     assert model[0] is layer
     return reason
 
@@ -473,7 +473,7 @@ def test_quantised_embeddings_are_no_linear_layers():
     embedding.weight = nn.Parameter(embedding.weight.data.to(torch.float8_e4m3fn), requires_grad=False)
     embedding.weight_scale = nn.Parameter(torch.ones(1))
     model = nn.Sequential(embedding)
-    report = gemmery.nn.swap(model)
+    report = gemmery.nn.swap(model, precision="torch")
     assert report.left == report.replaced == []
     assert model[0] is embedding
 

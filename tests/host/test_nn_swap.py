@@ -115,7 +115,7 @@ def test_a_swapped_model_computes_what_it_did(name):
     model, plain = make(name), make(name)
     *_, inside, outside, what = MODELS[name]
     kept = dict(model.named_parameters())
-    report = gemmery.nn.swap(model)
+    report = gemmery.nn.swap(model, precision="torch")
     assert [x for _, x in report.replaced].count(what) == 2
     assert [x for _, x in report.replaced].count("Linear") == 2 * inside + outside
     norms = sum(isinstance(m, FusedRMSNorm) for m in model.modules())
@@ -148,7 +148,7 @@ def test_the_fused_way_is_taken(name, monkeypatch):
     logits(model)
     assert all(any(act is module for module in called) for act in acts)
     called.clear()
-    gemmery.nn.swap(model)
+    gemmery.nn.swap(model, precision="torch")
     logits(model)
     assert not any(act is module for act in acts for module in called)
 
@@ -158,7 +158,7 @@ def test_undo_brings_back_the_very_same_modules(name):
     model = make(name)
     modules = dict(model.named_modules(remove_duplicate=False))
     before = logits(model)
-    report = gemmery.nn.swap(model)
+    report = gemmery.nn.swap(model, precision="torch")
     assert dict(model.named_modules(remove_duplicate=False)).keys() == modules.keys()
     report.undo()
     after = dict(model.named_modules(remove_duplicate=False))
@@ -166,7 +166,7 @@ def test_undo_brings_back_the_very_same_modules(name):
     assert all(after[n] is module for n, module in modules.items())
     assert torch.equal(logits(model), before)
     report.undo()
-    assert len(gemmery.nn.swap(model)) == len(report)
+    assert len(gemmery.nn.swap(model, precision="torch")) == len(report)
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -174,7 +174,7 @@ def test_undo_brings_back_the_very_same_modules(name):
 def test_other_types(name, dtype):
     """In bfloat16, whose unit is 2^-8, no further from the fp64 model than torch's own, but for a small factor."""
     model, plain = make(name).to(dtype), make(name).to(dtype)
-    gemmery.nn.swap(model)
+    gemmery.nn.swap(model, precision="torch")
     if dtype == torch.float64:
         # The original norms compute in single precision.
         assert_near(logits(model), logits(plain), 1e-6 if name in NORMS else 1e-12)
@@ -191,7 +191,7 @@ def test_it_trains_as_before(name):
     for kind in ("torch", "gemmery"):
         model = make(name).train()
         if kind == "gemmery":
-            gemmery.nn.swap(model)
+            gemmery.nn.swap(model, precision="torch")
             assert all(module.training for module in model.modules())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         losses[kind] = []
@@ -212,7 +212,7 @@ def test_gradients_are_those_of_the_model(name):
     for swapped in (False, True):
         model = make(name).train()
         if swapped:
-            gemmery.nn.swap(model)
+            gemmery.nn.swap(model, precision="torch")
         model(tokens(), labels=tokens()).loss.backward()
         grads.append({n: parameter.grad for n, parameter in model.named_parameters()})
     for n, want in grads[0].items():
@@ -224,7 +224,7 @@ def test_gradients_are_those_of_the_model(name):
 def test_a_swapped_model_compiles(name):
     model = make(name)
     want = logits(model)
-    gemmery.nn.swap(model)
+    gemmery.nn.swap(model, precision="torch")
     torch._dynamo.reset()
     try:
         layers = fused(model)
@@ -263,7 +263,7 @@ def test_copies(name, copied):
 @pytest.mark.parametrize("name", FEW)
 def test_state_goes_both_ways(name):
     swapped, plain = make(name), make(name)
-    gemmery.nn.swap(swapped)
+    gemmery.nn.swap(swapped, precision="torch")
     with torch.no_grad():
         for parameter in swapped.parameters():
             parameter.mul_(0.9)
@@ -273,7 +273,7 @@ def test_state_goes_both_ways(name):
     plain.load_state_dict(torch.load(file))
     assert_near(logits(plain), logits(swapped))
     other = make(name)
-    gemmery.nn.swap(other)
+    gemmery.nn.swap(other, precision="torch")
     other.load_state_dict(plain.state_dict(), assign=True)
     assert_near(logits(other), logits(plain))
 
@@ -281,7 +281,7 @@ def test_state_goes_both_ways(name):
 @pytest.mark.parametrize("name", FEW)
 def test_it_is_saved_and_loaded_as_a_pretrained_model(name, tmp_path):
     model = make(name)
-    gemmery.nn.swap(model)
+    gemmery.nn.swap(model, precision="torch")
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path, local_files_only=True)
     assert_near(logits(again.eval()), logits(model))
@@ -289,7 +289,7 @@ def test_it_is_saved_and_loaded_as_a_pretrained_model(name, tmp_path):
 
 def test_undo_keeps_what_happened_in_between():
     model = make("llama")
-    report = gemmery.nn.swap(model)
+    report = gemmery.nn.swap(model, precision="torch")
     state = {n: torch.full_like(x, 0.01) for n, x in model.state_dict().items()}
     model.load_state_dict(state, assign=True)
     model.to(torch.float64).train()
@@ -316,7 +316,7 @@ def test_undo_keeps_what_happened_in_between():
 @pytest.mark.parametrize("inside", (False, True))
 def test_undo_refuses_where_something_else_has_come(inside):
     model = make("llama")
-    report = gemmery.nn.swap(model)
+    report = gemmery.nn.swap(model, precision="torch")
     parent = model.model.layers[1].mlp if inside else model.model.layers[1].self_attn
     name = "gate_proj" if inside else "q_proj"
     before = getattr(parent, name)
@@ -333,7 +333,7 @@ def test_undo_refuses_where_something_else_has_come(inside):
 
 def test_only_layers_where_asked():
     model = make("llama")
-    report = gemmery.nn.swap(model, fuse=False)
+    report = gemmery.nn.swap(model, precision="torch", fuse=False)
     assert {what for _, what in report.replaced} == {"Linear"}
     assert len(report) == 2 * 7 + 1
     assert not fused(model)
@@ -341,7 +341,7 @@ def test_only_layers_where_asked():
     assert type(model.model.layers[0].mlp.gate_proj) is gemmery.nn.Linear
     # Blocks around layers that are gemmery's can be fused later, and brought back alone.
     plain = logits(model)
-    later = gemmery.nn.swap(model)
+    later = gemmery.nn.swap(model, precision="torch")
     blocks = [what for _, what in later.replaced if what != "LlamaRMSNorm"]
     assert blocks == ["LlamaMLP (silu)"] * 2
     assert_near(logits(model), plain)
@@ -363,7 +363,7 @@ def test_norms_compute_what_they_did(x, weight):
     x = torch.randn(5, 24, dtype=getattr(torch, x)).requires_grad_()
     want = norm(x)
     wanted = torch.autograd.grad(want.float().square().sum(), (x, norm.weight))
-    report = gemmery.nn.swap(model)
+    report = gemmery.nn.swap(model, precision="torch")
     ours = model.model.norm
     assert type(ours) is FusedRMSNorm
     assert ours.weight is norm.weight
@@ -395,14 +395,14 @@ def test_norms_that_would_lose_something_are_left(change, why):
     model = make("llama")
     norm = model.model.norm
     change(norm)
-    report = gemmery.nn.swap(model)
+    report = gemmery.nn.swap(model, precision="torch")
     assert model.model.norm is norm
     assert why in dict(report.left)["model.norm"]
 
 
 def test_a_second_swap_finds_nothing():
     model = make("bert")
-    gemmery.nn.swap(model)
+    gemmery.nn.swap(model, precision="torch")
     again = gemmery.nn.swap(model, precision="tf32")
     assert len(again) == 0
     assert {why for _, why in again.left} == {"it is gemmery's already"}
@@ -438,7 +438,7 @@ def test_a_sentence_model(minilm):
     """Sentence vectors of unit length: within 1e-6 of torch's, back to the same bits, and near in bfloat16."""
     model, batch = copy.deepcopy(minilm[0]), minilm[1]
     want, keys = embed(model, batch), list(model.state_dict())
-    report = gemmery.nn.swap(model)
+    report = gemmery.nn.swap(model, precision="torch")
     counts = [what for _, what in report.replaced]
     assert (counts.count("BertIntermediate (gelu)"), counts.count("Linear")) == (6, 6 * 5 + 1)
     assert report.left == []
@@ -458,7 +458,7 @@ def test_a_sentence_model_learns(minilm):
     for swapped in (False, True):
         model = copy.deepcopy(minilm[0])
         if swapped:
-            gemmery.nn.swap(model)
+            gemmery.nn.swap(model, precision="torch")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         run = []
         for _ in range(3):
@@ -561,7 +561,7 @@ def test_blocks_that_would_lose_something_are_left(name):
     model, mlp, path = block()
     change(model, mlp)
     want = logits(model)
-    report = gemmery.nn.swap(model)
+    report = gemmery.nn.swap(model, precision="torch")
     left = dict(report.left)
     assert why in left[path], left
     if where:
@@ -583,7 +583,7 @@ def test_what_the_report_says():
     for layer in model.bert.encoder.layer:
         for name in ("query", "key", "value"):
             getattr(layer.attention.self, name).register_forward_hook(lambda module, args, out: None)
-    report = gemmery.nn.swap(model)
+    report = gemmery.nn.swap(model, precision="torch")
     assert str(report) == (
         "8 replaced: 7 Linear, 1 BertIntermediate (gelu)\n"
         "7 left\n"
@@ -607,7 +607,7 @@ def test_what_the_report_says():
 def test_quantised_layers_are_named():
     quantized = torch.ao.nn.quantized.dynamic.Linear(8, 8)
     model = nn.Sequential(quantized, nn.Linear(8, 8), nn.MultiheadAttention(8, 2))
-    report = gemmery.nn.swap(model)
+    report = gemmery.nn.swap(model, precision="torch")
     assert [n for n, _ in report.replaced] == ["1"]
     assert dict(report.left).keys() == {"0", "2.out_proj"}
     assert dict(report.left)["0"].startswith("it is a torch.ao.nn.quantized.dynamic")
@@ -620,7 +620,7 @@ def test_a_block_alone_keeps_its_place():
     x = torch.randn(2, 24)
     with torch.no_grad():
         want = mlp(x)
-        report = gemmery.nn.swap(mlp)
+        report = gemmery.nn.swap(mlp, precision="torch")
         assert [n for n, _ in report.replaced] == ["gate_proj", "up_proj", "down_proj"]
         assert [n for n, _ in report.left] == [""]
         assert_near(mlp(x), want)
@@ -640,7 +640,7 @@ def test_a_shared_block_stays_one():
     first, second = model.model.layers
     second.mlp = first.mlp
     want = logits(model)
-    report = gemmery.nn.swap(model)
+    report = gemmery.nn.swap(model, precision="torch")
     blocks = [n for n, what in report.replaced if "MLP" in what]
     assert blocks == ["model.layers.0.mlp"]
     assert first.mlp is second.mlp
@@ -656,7 +656,7 @@ def test_a_layer_shared_between_blocks_stays_one():
     first, second = (layer.mlp for layer in model.model.layers)
     second.up_proj = first.up_proj
     model.aside = first.up_proj
-    report = gemmery.nn.swap(model)
+    report = gemmery.nn.swap(model, precision="torch")
     first, second = (layer.mlp for layer in model.model.layers)
     assert first.up_proj is second.up_proj
     assert model.aside is first.up_proj
@@ -669,7 +669,7 @@ def test_a_layer_shared_between_blocks_stays_one():
 
 def test_tied_weights_stay_tied():
     model = make("gemma")
-    gemmery.nn.swap(model)
+    gemmery.nn.swap(model, precision="torch")
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert model.get_output_embeddings() is model.lm_head
 
@@ -681,7 +681,7 @@ def test_tied_weights_stay_tied():
 @pytest.mark.parametrize("name", ("llama", "bert"))
 def test_hooks_that_come_later_run(name):
     model, *_ = block(name)
-    gemmery.nn.swap(model)
+    gemmery.nn.swap(model, precision="torch")
     want = logits(model)
     layers = [m for each in fused(model) for m in each.modules() if isinstance(m, nn.Linear)]
     calls = []
@@ -698,7 +698,7 @@ def test_hooks_that_come_later_run(name):
 @pytest.mark.parametrize("name", ("llama", "bert"))
 def test_activations_that_are_changed_later_count(name):
     model, plain = make(name), make(name)
-    gemmery.nn.swap(model)
+    gemmery.nn.swap(model, precision="torch")
     for each in (model, plain):
         for module in each.modules():
             for act in ("act_fn", "intermediate_act_fn"):
@@ -723,14 +723,16 @@ def test_an_adapter_that_comes_later_counts():
             return self.base_layer(x) + self.delta(x)
 
     models = [make("llama"), make("llama")]
-    gemmery.nn.swap(models[0])
+    gemmery.nn.swap(models[0], precision="torch")
     for model in models:
         torch.manual_seed(5)
         for layer in model.model.layers:
             layer.mlp.gate_proj = Adapter(layer.mlp.gate_proj)
     assert_near(logits(models[0]), logits(models[1]))
     # And the adapters' own layers can be swapped.
-    assert [n for n, _ in gemmery.nn.swap(models[1], fuse=False).replaced if "base_layer" in n]
+    assert [
+        n for n, _ in gemmery.nn.swap(models[1], precision="torch", fuse=False).replaced if "base_layer" in n
+    ]
     assert_near(logits(models[0]), logits(models[1]))
 
 
@@ -739,7 +741,7 @@ def test_attributes_stay():
     model, mlp, _ = block()
     model.lm_head.note, mlp.note = "kept", "kept"
     config, sizes = mlp.config, mlp.intermediate_size
-    gemmery.nn.swap(model)
+    gemmery.nn.swap(model, precision="torch")
     after = model.model.layers[0].mlp
     assert (model.lm_head.note, after.note, after.config, after.intermediate_size) == (
         "kept",
@@ -754,7 +756,7 @@ def test_frozen_and_evaluating_parts_stay_so():
     model = make("llama").train()
     model.model.layers[0].mlp.eval()
     model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
-    gemmery.nn.swap(model)
+    gemmery.nn.swap(model, precision="torch")
     assert not any(m.training for m in model.model.layers[0].mlp.modules())
     assert all(m.training for m in model.model.layers[1].mlp.modules())
     assert not model.model.layers[0].mlp.up_proj.weight.requires_grad
@@ -771,7 +773,7 @@ def test_batch_invariance_reaches_the_blocks():
 
 def test_generation():
     model, plain = make("llama"), make("llama")
-    gemmery.nn.swap(model)
+    gemmery.nn.swap(model, precision="torch")
     how = {"max_new_tokens": 6, "do_sample": False}
     assert torch.equal(model.generate(tokens(1), **how), plain.generate(tokens(1), **how))
 
@@ -875,7 +877,7 @@ def test_a_configuration_may_hold_a_function(function):
         layer.intermediate.intermediate_act_fn = function
     with torch.no_grad():
         want = model(tokens()).last_hidden_state
-        report = gemmery.nn.swap(model)
+        report = gemmery.nn.swap(model, precision="torch")
         assert len(fused(model)) == 2
         assert_near(model(tokens()).last_hidden_state, want)
         report.undo()
@@ -899,3 +901,73 @@ def test_activations_survive_copies():
     assert activation(torch.tanh) is mine
     assert pickle.loads(pickle.dumps(mine)) is mine
     assert activation(mine) is mine
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# float32
+
+
+def test_float32_layers_are_torchs_to_compute():
+    """gemmery's IEEE product of a weight of a Linear takes longer than torch's."""
+    model = make("llama")
+    report = gemmery.nn.swap(model)
+    assert not [what for _, what in report.replaced if what == "Linear" or "MLP" in what]
+    reasons = {why for _, why in report.left}
+    assert "its weight is float32, which torch multiplies faster; name a precision to replace it" in reasons
+    assert len(gemmery.nn.swap(make("llama").bfloat16())) > len(report)
+    for how in ({"precision": "ieee"}, {"precision": "torch"}, {"batch_invariant": True}):
+        assert any(what == "Linear" for _, what in gemmery.nn.swap(make("llama"), **how).replaced)
+
+
+@pytest.fixture
+def setting():
+    """torch's setting for float32 products, which is set back."""
+    before = torch.get_float32_matmul_precision()
+    yield torch.set_float32_matmul_precision
+    torch.set_float32_matmul_precision(before)
+
+
+def test_torchs_setting_decides_at_each_call(setting, monkeypatch):
+    from gemmery import dispatch
+
+    asked = []
+    run = dispatch.run
+    monkeypatch.setattr("gemmery.api.run", lambda *given: asked.append(given[-1][1]) or run(*given))
+    layer = gemmery.nn.Linear(8, 4, precision="torch")
+    for how in ("highest", "high", "medium", "highest"):
+        setting(how)
+        layer(torch.ones(2, 8))
+        gemmery.linear(torch.ones(2, 8), layer.weight)
+    # The explicit call stays IEEE.
+    assert asked == ["ieee", "ieee", "tf32", "ieee", "tf32", "ieee", "ieee", "ieee"]
+
+
+def test_compiled_code_follows_torchs_setting(setting):
+    seen = []
+
+    def backend(graph, inputs):
+        seen.extend(x for node in graph.graph.nodes for x in node.args if x in ("ieee", "tf32"))
+        return graph
+
+    layer = gemmery.nn.Linear(8, 4, precision="torch")
+    step = torch.compile(layer, fullgraph=True, backend=backend)
+    for how in ("highest", "high"):
+        setting(how)
+        step(torch.ones(2, 8))
+    assert seen == ["ieee", "tf32"]
+
+
+def test_the_backward_pass_of_a_block_is_computed_as_its_forward_was(setting, monkeypatch):
+    from gemmery.nn import feed_forward
+
+    asked = []
+    run = feed_forward.linear
+    monkeypatch.setattr(
+        feed_forward, "linear", lambda *given, **how: asked.append(how.get("precision")) or run(*given, **how)
+    )
+    block = gemmery.nn.MLP(8, 16, activation="relu", precision="torch")
+    setting("high")
+    y = block(torch.ones(2, 8, requires_grad=True))
+    setting("highest")
+    y.sum().backward()
+    assert set(asked) - {None} == {"tf32"}

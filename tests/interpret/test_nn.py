@@ -50,7 +50,7 @@ def test_swap_keeps_values_parameters_and_state():
     after[0].weight.requires_grad_(False)
     after[3].eval()
     x = values((5, 6), torch.float32)
-    assert len(gemmery.nn.swap(after)) == 3
+    assert len(gemmery.nn.swap(after, precision="torch")) == 3
     linears = [module for module in after.modules() if isinstance(module, nn.Linear)]
     assert [type(module) for module in linears] == [gemmery.nn.Linear] * 3
     assert all(parameter is parameters[name] for name, parameter in after.named_parameters())
@@ -58,12 +58,12 @@ def test_swap_keeps_values_parameters_and_state():
     assert (after[0].weight.requires_grad, after[0].training, after[3].training) == (False, True, False)
     assert repr(after) == repr(before)
     torch.testing.assert_close(after(x), before(x))
-    assert len(gemmery.nn.swap(after)) == 0
+    assert len(gemmery.nn.swap(after, precision="torch")) == 0
 
 
 def test_a_swapped_model_trains_like_before():
     before, after = model(), model()
-    gemmery.nn.swap(after)
+    gemmery.nn.swap(after, precision="torch")
     x = values((5, 6), torch.float32)
     for each in (before, after):
         optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
@@ -85,7 +85,7 @@ class Parent(nn.Module):
 def test_one_layer_in_two_modules_stays_one():
     layer = nn.Linear(4, 4)
     parent = Parent(first=nn.Sequential(layer), second=nn.Sequential(layer))
-    assert len(gemmery.nn.swap(parent)) == 1
+    assert len(gemmery.nn.swap(parent, precision="torch")) == 1
     assert type(parent.first[0]) is gemmery.nn.Linear
     assert parent.first[0] is parent.second[0]
 
@@ -93,7 +93,7 @@ def test_one_layer_in_two_modules_stays_one():
 def test_one_layer_twice_in_one_module_stays_one():
     layer = nn.Linear(4, 4)
     twice = nn.Sequential(layer, nn.ReLU(), layer)
-    assert len(gemmery.nn.swap(twice)) == 1
+    assert len(gemmery.nn.swap(twice, precision="torch")) == 1
     assert type(twice[2]) is gemmery.nn.Linear
     assert twice[0] is twice[2]
 
@@ -102,7 +102,7 @@ def test_tied_parameters_stay_tied():
     embedding, head = nn.Embedding(10, 4), nn.Linear(4, 10, bias=False)
     head.weight = embedding.weight
     tied = Parent(embedding=embedding, head=head)
-    assert len(gemmery.nn.swap(tied)) == 1
+    assert len(gemmery.nn.swap(tied, precision="torch")) == 1
     assert tied.head.weight is tied.embedding.weight
 
 
@@ -155,7 +155,7 @@ def test_layers_with_code_of_their_own_are_left_alone(name):
     parent = nn.Sequential(layer, nn.Linear(4, 4))
     x = values((2, 4), torch.float32)
     want = parent(x)
-    assert len(gemmery.nn.swap(parent)) == 1
+    assert len(gemmery.nn.swap(parent, precision="torch")) == 1
     assert parent[0] is layer
     torch.testing.assert_close(parent(x), want)
 
@@ -176,7 +176,7 @@ def test_copies(copied):
 
 def test_state_dicts_go_both_ways(tmp_path):
     plain, swapped = model(), model()
-    gemmery.nn.swap(swapped)
+    gemmery.nn.swap(swapped, precision="torch")
     with torch.no_grad():
         for parameter in plain.parameters():
             parameter.mul_(-2)
@@ -200,7 +200,7 @@ def test_undo_puts_the_same_layers_back():
     original = model()
     before, x = dict(original.named_modules()), values((5, 6), torch.float32)
     want = original(x)
-    report = gemmery.nn.swap(original)
+    report = gemmery.nn.swap(original, precision="torch")
     report.undo()
     after = dict(original.named_modules())
     assert after.keys() == before.keys()
@@ -211,7 +211,7 @@ def test_undo_puts_the_same_layers_back():
 def test_frozen_and_quantised_types_do_not_matter_to_a_swap():
     """Any dtype of a plain layer is swapped: what the product supports is checked when it runs."""
     parent = nn.Sequential(nn.Linear(4, 4, dtype=torch.float16), nn.Linear(4, 4, device="meta"))
-    assert len(gemmery.nn.swap(parent)) == 2
+    assert len(gemmery.nn.swap(parent, precision="torch")) == 2
     assert parent[1].weight.is_meta
 
 
@@ -394,7 +394,7 @@ def test_a_swapped_transformer_runs_its_kernels(monkeypatch):
         ids = torch.tensor([[3, 4, 5, 6], [7, 8, 9, 10]])
         with torch.no_grad():
             want = whole(ids).last_hidden_state
-            report = gemmery.nn.swap(whole)
+            report = gemmery.nn.swap(whole, precision="torch")
             assert block in [what for _, what in report.replaced]
             got = whole(ids).last_hidden_state
         assert launched == ["linear"]

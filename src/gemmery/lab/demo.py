@@ -154,7 +154,7 @@ def compare(model: nn.Module, batch: dict[str, Tensor], console: Console) -> Com
     expected, seconds["torch"] = _timed(model, batch, passes=PASSES)
 
     # Layer by layer: what is shown are single products, each against torch's.
-    layers = len(gemmery.nn.swap(model, fuse=False))
+    layers = len(gemmery.nn.swap(model, precision="torch", fuse=False))
     start = time.perf_counter()
     with _recorded(model, f"{DTYPE_NAMES[dtype]}: GEMMs", console) as calls, torch.inference_mode():
         actual = _embed(model, batch).cpu()

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..api import addmm, linear, matmul
 from ..call import Factor
 from ..epilogues.function import Epilogue
-from ..problem import Precision
+from ..precision import AskedPrecision, resolved
 
 
 class Differentiable:
@@ -45,7 +45,7 @@ class Differentiable:
 
 def feed_forward(
     x: Tensor, first: Factor, bias: Factor | None, second: Tensor, second_bias: Tensor | None,
-    function: Epilogue[..., Tensor], differentiable: Differentiable, precision: Precision, batch_invariant: bool,
+    function: Epilogue[..., Tensor], differentiable: Differentiable, precision: AskedPrecision, batch_invariant: bool,
 ) -> Tensor:  # fmt: skip
     """`f(x @ first.T + bias) @ second.T + second_bias`, for tensors of two dimensions or more.
 
@@ -57,7 +57,8 @@ def feed_forward(
     biases = () if bias is None else tuple(bias) if isinstance(bias, tuple | list) else (bias,)
     tensors = (x, second, second_bias, *weights, *biases)
     if _fits(tensors):
-        how = (precision, batch_invariant)
+        # The backward pass is computed as the forward pass was.
+        how = (resolved(precision, x), batch_invariant)
         result: Tensor = _FeedForward.apply(differentiable, how, len(weights), *tensors)[0]  # type: ignore[no-untyped-call]
         return result
     hidden = linear(x, first, bias, epilogue=function, precision=precision, batch_invariant=batch_invariant)

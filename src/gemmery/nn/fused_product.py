@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..call import Factor
 from ..epilogues.function import Epilogue
-from ..problem import Precision
+from ..precision import AskedPrecision
 from .activations import Activation, recognised
 from .linear import Linear, is_plain, is_untouched
 
@@ -27,7 +27,7 @@ class FusedProduct:
     weight: Factor
     bias: Factor | None
     epilogue: Epilogue[..., Tensor]
-    precision: Precision
+    precision: AskedPrecision
     batch_invariant: bool
 
     @classmethod

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..api import linear
-from ..problem import Precision
+from ..precision import AskedPrecision
 
 
 class Linear(nn.Linear):
@@ -27,7 +27,7 @@ class Linear(nn.Linear):
         torch.Size([4, 16])
     """
 
-    precision: Precision
+    precision: AskedPrecision
     batch_invariant: bool = False
 
     def __init__(
@@ -38,7 +38,7 @@ class Linear(nn.Linear):
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,
-        precision: Precision = "ieee",
+        precision: AskedPrecision = "ieee",
         batch_invariant: bool = False,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
@@ -59,7 +59,7 @@ class Linear(nn.Linear):
 
     @classmethod
     def from_torch(
-        cls, module: nn.Linear, *, precision: Precision = "ieee", batch_invariant: bool = False
+        cls, module: nn.Linear, *, precision: AskedPrecision = "ieee", batch_invariant: bool = False
     ) -> Linear:
         """A gemmery layer that shares the parameters of a torch one, and keeps whatever attributes it was given."""
         layer = cls.__new__(cls)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..api import linear
 from ..call import Factor
 from ..epilogues.function import Epilogue
-from ..problem import Precision
+from ..precision import AskedPrecision
 from .activations import Activation, activation
 from .feed_forward import Differentiable, feed_forward
 from .fused_product import (
@@ -34,7 +34,7 @@ def activated_linear(
     bias: Tensor | None = None,
     activation: ActivationLike = "gelu",
     *,
-    precision: Precision = "ieee",
+    precision: AskedPrecision = "ieee",
     batch_invariant: bool = False,
 ) -> Tensor:
     """`act(x @ weight.T + bias)` as one kernel; the sum is rounded once, after the activation.
@@ -76,7 +76,7 @@ def gated_linear(
     bias_gate: Tensor | None = None,
     bias_up: Tensor | None = None,
     *,
-    precision: Precision = "ieee",
+    precision: AskedPrecision = "ieee",
     batch_invariant: bool = False,
 ) -> Tensor:
     """`act(x @ w_gate.T + bias_gate) * (x @ w_up.T + bias_up)` as one kernel: the first half of a SwiGLU block.
@@ -122,7 +122,7 @@ def stacked_gated_linear(
     bias: Tensor | None = None,
     activation: ActivationLike = "silu",
     *,
-    precision: Precision = "ieee",
+    precision: AskedPrecision = "ieee",
     batch_invariant: bool = False,
 ) -> Tensor:
     """`gated_linear` for one weight whose first half is the gate's.
@@ -209,7 +209,7 @@ class MLP(nn.Module):
         bias: bool = True,
         device: Any = None,
         dtype: torch.dtype | None = None,
-        precision: Precision = "ieee",
+        precision: AskedPrecision = "ieee",
         batch_invariant: bool = False,
     ) -> None:
         super().__init__()
@@ -279,7 +279,7 @@ class GatedMLP(nn.Module):
         stacked: bool = True,
         device: Any = None,
         dtype: torch.dtype | None = None,
-        precision: Precision = "ieee",
+        precision: AskedPrecision = "ieee",
         batch_invariant: bool = False,
     ) -> None:
         super().__init__()

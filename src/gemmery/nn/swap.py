@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ..problem import Precision
+from ..precision import AskedPrecision
 from . import blocks, foreign, norms
 from .blocks import FusedGatedMLP, FusedIntermediate
 from .linear import Linear, is_plain, own_code
@@ -46,7 +48,7 @@ class Swapped:
 
     Example:
         >>> import torch, gemmery.nn
-        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)).bfloat16()
         >>> hook = model[2].register_forward_hook(lambda module, args, output: None)
         >>> report = gemmery.nn.swap(model)
         >>> print(report)
@@ -143,7 +145,11 @@ def _restore(before: nn.Module, after: nn.Module) -> None:
 
 
 def swap(
-    model: nn.Module, *, precision: Precision = "ieee", batch_invariant: bool = False, fuse: bool = True
+    model: nn.Module,
+    *,
+    precision: AskedPrecision | None = None,
+    batch_invariant: bool = False,
+    fuse: bool = True,
 ) -> Swapped:
     """Replace what gemmery computes inside `model` by its own modules with the same parameters, in place.
 
@@ -164,7 +170,9 @@ def swap(
 
     Args:
         model: of any dtype and on any device; what a product supports is checked when it runs.
-        precision: how float32 is multiplied, see `gemmery.matmul`.
+        precision: how float32 is multiplied, see `gemmery.matmul`. By default layers with float32 weights are left to
+            torch, whose own products are faster there; with `batch_invariant`, or where a precision is named, they are
+            replaced. `"torch"` is what torch is set to (`torch.set_float32_matmul_precision`) at each call.
         batch_invariant: whether a row of a product has the same bits in every batch, see `gemmery.matmul`.
         fuse: whether blocks and norms are replaced; with False, only layers are. A fused sum is not rounded before
             its activation, so that results in 16 bits differ from the model's by roundings.
@@ -177,13 +185,14 @@ def swap(
 
     Example:
         >>> import torch, gemmery.nn
-        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)).bfloat16()
         >>> len(gemmery.nn.swap(model))
         2
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"swap: model is a {type(model).__name__}; it must be a torch.nn.Module")
-    walk = _Walk(precision, batch_invariant, fuse)
+    keeps_float32 = precision is None and not batch_invariant
+    walk = _Walk(precision or "torch", batch_invariant, fuse, keeps_float32)
     replaceable = blocks.family(model) is not None or norms.resembles(model) or isinstance(model, _OURS)
     if is_linear(model) or foreign.recognise(model) is not None or (fuse and replaceable):
         walk.report.left.append(("", "it is not inside a module, so that nothing can take its place"))
@@ -200,14 +209,16 @@ class _Walk:
     """One pass over a model, which notes what is to be replaced and changes nothing.
 
     Attributes:
+        keeps_float32: whether layers with float32 weights stay torch's.
         layers: what replaces linear layers, by their ids; those inside blocks among them.
         places: what replaces modules in all their places, by their ids.
         seen: ids of the modules that were met.
     """
 
-    precision: Precision
+    precision: AskedPrecision
     batch_invariant: bool
     fuse: bool
+    keeps_float32: bool
     report: Swapped = field(default_factory=Swapped)
     layers: dict[int, Linear] = field(default_factory=dict)
     places: dict[int, nn.Module] = field(default_factory=dict)
@@ -237,7 +248,7 @@ class _Walk:
             self.other(module, path, found)
             return
         if is_linear(module):
-            reason = why_not(module)
+            reason = self.why_not(module)
             if reason is None:
                 self.places[id(module)] = self.layer(module)
                 report.replaced.append((path, "Linear"))
@@ -252,7 +263,7 @@ class _Walk:
 
     def block(self, kind: blocks.Family, module: nn.Module, path: str) -> bool:
         """Replace a module as a whole, unless something speaks against it."""
-        reason = blocks.refusal(kind, module, _why_not_in_block)
+        reason = blocks.refusal(kind, module, self.why_not_in_block)
         if reason is not None:
             self.report.left.append((path, reason))
             return False
@@ -280,6 +291,17 @@ class _Walk:
         self.places[id(module)] = after
         self.report.replaced.append((path, f"{type(module).__name__} ({after.quantized.format.name})"))
 
+    def why_not(self, module: nn.Module) -> str | None:
+        """Why a linear layer is not replaced; None if it can be."""
+        reason = why_not(module)
+        if reason is None and self.keeps_float32 and cast(Tensor, module.weight).dtype == torch.float32:
+            reason = "its weight is float32, which torch multiplies faster; name a precision to replace it"
+        return reason
+
+    def why_not_in_block(self, module: nn.Module) -> str | None:
+        """The same of a layer of a block, which can be fused around layers that are gemmery's already."""
+        return None if is_plain(module) else self.why_not(module)
+
     def layer(self, module: nn.Module | None) -> Linear:
         """The replacement of a linear layer, one for all its places."""
         assert isinstance(module, nn.Linear)
@@ -300,11 +322,6 @@ def is_linear(module: nn.Module) -> bool:
     # Not what holds a layer and changes what comes out of it, as adapters do.
     holds = any(isinstance(inner, nn.Linear) for inner in module.modules())
     return not holds and all(isinstance(size, int) for size in sizes)
-
-
-def _why_not_in_block(module: nn.Module) -> str | None:
-    # A block around layers that are gemmery's already can still be fused.
-    return None if is_plain(module) else why_not(module)
 
 
 def why_not(module: nn.Module) -> str | None:

@@ -22,6 +22,7 @@ from ..launch import bind
 from ..layout import make_problem
 from ..padding import launched
 from ..plan import Plan, runs_on
+from ..precision import AskedPrecision, resolved
 from ..problem import DTYPE_NAMES, OUT_DTYPES, PRECISIONS, Config, Precision, Problem
 from . import candidates
 from .samples import arguments
@@ -292,7 +293,7 @@ def _of_module(module: nn.Module, batch_invariant: bool) -> list[_Factor | _Fuse
 
 
 def _factor(
-    name: str, weight: Tensor, bias: Tensor | None, precision: Precision, batch_invariant: bool
+    name: str, weight: Tensor, bias: Tensor | None, precision: AskedPrecision, batch_invariant: bool
 ) -> _Factor:
     if weight.dim() != 2 or 0 in weight.shape:
         raise ValueError(
@@ -302,7 +303,7 @@ def _factor(
         raise TypeError(
             f"warmup: weight {name} is {weight.dtype}; supported are {', '.join(map(str, OUT_DTYPES))}"
         )
-    return _Factor(name, weight.detach().t(), bias, precision, batch_invariant)
+    return _Factor(name, weight.detach().t(), bias, resolved(precision, weight), batch_invariant)
 
 
 def _place(device: torch.device | str | None, factors: Sequence[_Factor | _Fused]) -> torch.device:

@@ -35,7 +35,7 @@ class Recorded:
         config: what ran; None where the result does not say, or names one that this version does not have. What it
             would choose itself then stands for it.
         copied: whether matrices were copied before; None where the result does not say.
-        seconds: by method, the median over the rounds.
+        seconds: by method, the median over the rounds; spread: the least and the largest.
     """
 
     suite: str
@@ -45,6 +45,7 @@ class Recorded:
     config: Config | None
     copied: bool | None
     seconds: dict[str, float]
+    spread: dict[str, tuple[float, float]]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -82,11 +83,13 @@ def _recorded(suite: str, record: dict[str, Any], regime: str, device: Device) -
     row = Row.of(record)
     _, _, chosen = record.get("plan", "").partition(": ")
     words = chosen.split(", ")
+    summary = record["summary"][regime]
     return Recorded(
         suite=suite, row=row, dtype=record["dtype"], problem=of_row(row, record["dtype"], device),
         config=_config(words[0]) if chosen else None,
         copied=len(words) > 1 if chosen else None,
-        seconds={method: us * 1e-6 for method, us in record["summary"][regime]["median_us"].items()},
+        seconds={method: us * 1e-6 for method, us in summary["median_us"].items()},
+        spread={method: (least * 1e-6, most * 1e-6) for method, (least, most) in summary["spread_us"].items()},
     )  # fmt: skip
 
 
