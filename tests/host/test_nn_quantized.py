@@ -527,3 +527,20 @@ def test_compressed_tensors_itself(make, name, format):
         layer.register_parameter(key, nn.Parameter(x, requires_grad=False))
     assert compression is not None
     swapped(layer, tensors["expected"], f"Linear ({format})")
+
+
+@pytest.mark.parametrize("format", ("int8", "e4m3"))
+def test_loading_keeps_shared_weights_shared(format):
+    def tied():
+        a, b = nn.Linear(64, 32, bias=False), nn.Linear(64, 32, bias=False)
+        b.weight = a.weight
+        return nn.ModuleList([a, b])
+
+    model, other = tied(), tied()
+    gemmery.nn.quantize(model, "int8")
+    gemmery.nn.quantize(other, format)
+    kept = model[0].weight
+    model.load_state_dict(other.state_dict())
+    assert model[0].weight is model[1].weight is kept
+    assert model[0].quantized.format.name == format
+    assert torch.equal(model[1].quantized.dequantize(), other[0].quantized.dequantize())

@@ -609,7 +609,7 @@ def test_quantised_layers_are_named():
     model = nn.Sequential(quantized, nn.Linear(8, 8), nn.MultiheadAttention(8, 2))
     report = gemmery.nn.swap(model, precision="torch")
     assert [n for n, _ in report.replaced] == ["1"]
-    assert dict(report.left).keys() == {"0", "2.out_proj"}
+    assert dict(report.left).keys() == {"0", "2", "2.out_proj"}
     assert dict(report.left)["0"].startswith("it is a torch.ao.nn.quantized.dynamic")
     assert model[0] is quantized
 
@@ -971,3 +971,38 @@ def test_the_backward_pass_of_a_block_is_computed_as_its_forward_was(setting, mo
     setting("highest")
     y.sum().backward()
     assert set(asked) - {None} == {"tf32"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What stays
+
+
+def test_a_scripted_model_is_refused_and_a_scripted_part_left():
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(8, 8)))
+    with pytest.raises(TypeError, match="swap it before it is scripted"):
+        gemmery.nn.swap(scripted)
+    report = gemmery.nn.swap(nn.ModuleDict({"part": scripted, "own": nn.Linear(8, 8).bfloat16()}))
+    assert [name for name, _ in report.replaced] == ["own"]
+    assert report.left == [("part", "it is a torch.jit.ScriptModule, whose code is fixed")]
+
+
+def test_other_products_are_named():
+    from transformers.pytorch_utils import Conv1D
+
+    model = nn.ModuleDict({
+        "gpt": Conv1D(8, 4), "bilinear": nn.Bilinear(3, 4, 5), "attention": nn.MultiheadAttention(8, 2),
+        "lstm": nn.LSTM(4, 4), "cell": nn.GRUCell(4, 4), "embedding": nn.Embedding(4, 4), "conv": nn.Conv1d(3, 4, 2),
+    })  # fmt: skip
+    report = gemmery.nn.swap(model.bfloat16())
+    assert not report.replaced
+    left = dict(report.left)
+    assert set(left) == {"gpt", "bilinear", "attention", "attention.out_proj", "lstm", "cell"}
+    assert left["gpt"] == "it is a transformers.pytorch_utils.Conv1D, which has no replacement"
+
+
+def test_saving_a_quantised_model_says_how(tmp_path):
+    model = make("llama").bfloat16()
+    gemmery.nn.quantize(model, "int8")
+    with pytest.raises(ValueError, match=r"gemmery\.formats\.save_safetensors"):
+        model.save_pretrained(tmp_path)
+    gemmery.formats.save_safetensors(tmp_path / "model.safetensors", model.state_dict())

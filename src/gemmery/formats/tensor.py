@@ -259,6 +259,18 @@ class QuantizedTensor(Tensor):
         """What others have set on the weight, such as that it is a parameter."""
         return {name: value for name, value in self.__dict__.items() if name not in _OWN}
 
+    def storage(self) -> Any:
+        """Raises: a packed weight consists of several tensors.
+
+        Raises:
+            ValueError: always. What writes files asks for it, such as a Hugging Face model's `save_pretrained`.
+        """
+        raise ValueError(
+            f"{self!r} has no storage of its own: save_pretrained and safetensors' own functions can't write packed "
+            "weights. Write the state dict with gemmery.formats.save_safetensors(file, model.state_dict()), or with "
+            "torch.save"
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]

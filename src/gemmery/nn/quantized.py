@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..api import linear
@@ -120,8 +121,9 @@ class QuantizedLinear(nn.Module):
         given = state_dict.get(f"{prefix}weight")
         is_assigned = local_metadata.get("assign_to_params_buffers", False)
         if not is_assigned and isinstance(given, QuantizedTensor) and given.shape == self.weight.shape:
-            # torch would copy, which needs the same format, type and groups.
-            self.weight = _parameter(given.to(self.weight.device).clone())
+            # torch would copy, which needs the same format, type and groups. The parameter stays the object that it is,
+            # which other layers may share.
+            torch.utils.swap_tensors(self.weight, _parameter(given.to(self.weight.device).clone()))
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
 

@@ -43,8 +43,9 @@ class Swapped:
     Attributes:
         replaced: (qualified name, what it was) of each module, in the model's order; a module with several names has
             its first one here, and the layers of a block that was replaced as a whole are part of it.
-        left: (qualified name, why) of each linear layer, and each feed-forward block and each norm like the known ones,
-            that stayed.
+        left: (qualified name, why) of each linear layer, each other module of a kind that multiplies by weights
+            (Hugging Face's Conv1D, attention, recurrent and bilinear ones of torch), and each feed-forward block and
+            norm like the known ones, that stayed.
 
     Example:
         >>> import torch, gemmery.nn
@@ -181,7 +182,7 @@ def swap(
         What was replaced and what was left; its `undo()` is the way back.
 
     Raises:
-        TypeError: `model` is not a module.
+        TypeError: `model` is not a module, or a scripted one.
 
     Example:
         >>> import torch, gemmery.nn
@@ -192,6 +193,10 @@ def swap(
     if not isinstance(model, nn.Module):
         raise TypeError(f"swap: model is a {type(model).__name__}; it must be a torch.nn.Module")
     keeps_float32 = precision is None and not batch_invariant
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(
+            "swap: model is a torch.jit.ScriptModule, whose code is fixed; swap it before it is scripted"
+        )
     walk = _Walk(precision or "torch", batch_invariant, fuse, keeps_float32)
     replaceable = blocks.family(model) is not None or norms.resembles(model) or isinstance(model, _OURS)
     if is_linear(model) or foreign.recognise(model) is not None or (fuse and replaceable):
@@ -243,6 +248,14 @@ class _Walk:
         if isinstance(module, _OURS):
             report.left.append((path, "it is gemmery's already"))
             return
+        if isinstance(module, torch.jit.ScriptModule):
+            report.left.append((path, "it is a torch.jit.ScriptModule, whose code is fixed"))
+            return
+        if is_other_product(module):
+            cls = type(module)
+            report.left.append(
+                (path, f"it is a {cls.__module__}.{cls.__qualname__}, which has no replacement")
+            )
         found = foreign.recognise(module)
         if found is not None:
             self.other(module, path, found)
@@ -322,6 +335,17 @@ def is_linear(module: nn.Module) -> bool:
     # Not what holds a layer and changes what comes out of it, as adapters do.
     holds = any(isinstance(inner, nn.Linear) for inner in module.modules())
     return not holds and all(isinstance(size, int) for size in sizes)
+
+
+#: torch's modules that multiply by weights of their own and are no linear layers.
+_OTHERS = (nn.Bilinear, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
+
+
+def is_other_product(module: nn.Module) -> bool:
+    """Whether a module multiplies by a weight, and is neither a linear layer nor a convolution."""
+    # Hugging Face's Conv1D is a linear layer with a transposed weight, and has its sizes under other names.
+    is_conv1d = all(isinstance(getattr(module, name, None), int) for name in ("nf", "nx"))
+    return isinstance(module, _OTHERS) or (is_conv1d and hasattr(module, "weight"))
 
 
 def why_not(module: nn.Module) -> str | None:
