@@ -139,7 +139,8 @@ def stacked_gated_linear(
         (..., hidden), in x's type.
 
     Raises:
-        ValueError: shapes or devices do not fit, or no activation has this name.
+        ValueError: shapes or devices do not fit, no activation has this name, or the weight is a DTensor whose rows are
+            sharded.
         TypeError: types are not supported or differ.
 
     Example:
@@ -153,12 +154,25 @@ def stacked_gated_linear(
         raise ValueError(
             f"stacked_gated_linear: weight is {tuple(weight.shape)}; it must be (2 * hidden, in), gate before up"
         )
+    _check_whole(weight)
     epilogue = _resolve(activation).gated
     rows = x if x.dim() > 1 else x.unsqueeze(0)
     y: Tensor = linear(
         rows, weight, bias, epilogue=epilogue, precision=precision, batch_invariant=batch_invariant
     )
     return y if x.dim() > 1 else y.squeeze(0)
+
+
+def _check_whole(weight: Tensor) -> None:
+    """ValueError for a stacked weight whose rows are dealt out: a rank's rows are not a gate's half and up's."""
+    if type(weight) is nn.Parameter or type(weight) is Tensor:
+        return
+    placements = getattr(weight, "placements", ())
+    if any(x.is_shard(0) for x in placements):
+        raise ValueError(
+            f"gate and up are one weight that is sharded by rows ({placements}), so that no rank has halves of both; "
+            "keep them apart, as GatedMLP(..., stacked=False), and shard each"
+        )
 
 
 def _resolve(given: ActivationLike) -> Activation:
@@ -304,6 +318,7 @@ class GatedMLP(nn.Module):
         if not self.stacked:
             return gated_block(self.gate, self.up, self.down, self.activation, self.activation, input)
         first, act = self.gate_up, self.activation
+        _check_whole(first.weight)
         if are_alike(first, self.down):
             return _block(input, first.weight, first.bias, self.down, act.gated, act.gated_with_gradient)
         output: Tensor = self.down(_stacked(first, act, input))
