@@ -117,6 +117,11 @@ def check_tensors(op: str, a: object, b: object, addend: object, out: object) ->
     """TypeError unless the factors are tensors, and the addend and `out` are tensors or None."""
     first, second, third = operand_names(op)
     check_tensor(op, first, a)
+    if isinstance(b, tuple | list) and len(b) == 2:
+        raise TypeError(
+            f"{op}: {second} is in two parts, which takes an epilogue that halves the product's columns, such as "
+            "gemmery.epilogues.swiglu"
+        )
     check_tensor(op, second, b)
     for name, value in ((third, addend), ("out", out)):
         if value is not None:

@@ -159,7 +159,12 @@ _made: weakref.WeakKeyDictionary[Epilogue[Any, Any], dict[Any, Epilogue[Any, Any
 
 def _joined(epilogue: Any, scales: int, biased: bool, rounds: tuple[bool, ...] | None) -> Any:
     """A user's epilogue behind scales and a bias, as one: for a prebuilt one always the same."""
-    if is_compiling() and isinstance(epilogue, Epilogue):
+    if is_compiling():
+        if not isinstance(epilogue, Epilogue):
+            raise TypeError(
+                "scaled_matmul: under torch.compile, epilogue must be what gemmery.epilogue(f) returned, made outside "
+                "of compiled code"
+            )
         return _joined_by_name(epilogue.name, scales, biased, rounds)
     return _make_joined(epilogue, scales, biased, rounds)
 

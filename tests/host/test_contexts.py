@@ -1,0 +1,47 @@
+"""Every operand in every context, without kernels; see `tests.contexts`."""
+
+import collections
+import itertools
+
+import pytest
+import torch
+
+from tests import contexts
+
+CELLS = list(itertools.product(contexts.KINDS, contexts.RESULTS, contexts.CONTEXTS))
+#: How many cells have a value ("str"), an error or none; on a GPU or not, with kernels or without.
+COUNTS = (
+    (False, False, {"str": 1227, "Raises": 318, "Absent": 275}),
+    (False, True, {"str": 1221, "Raises": 324, "Absent": 275}),
+    (True, True, {"str": 1306, "Raises": 326, "Absent": 188}),
+)
+
+
+@pytest.mark.parametrize("context", contexts.CONTEXTS)
+@pytest.mark.parametrize("kind", contexts.KINDS)
+def test_cells(kind, context):
+    contexts.check(kind, context, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("gpu", "kernels", "counts"), COUNTS)
+def test_no_cell_is_left_out(gpu, kernels, counts):
+    """Whoever adds a kind, a result or a context says of each new cell what it is; these numbers change then."""
+    verdicts = [contexts.verdict(*cell, gpu, kernels) for cell in CELLS]
+    assert len(verdicts) == 13 * 7 * 20
+    assert collections.Counter(type(x).__name__ for x in verdicts) == counts
+    assert all(x.why for x in verdicts if isinstance(x, contexts.Absent))
+
+
+@pytest.mark.xfail(
+    strict=True, reason="compiled products with packed weights and gradients have a lane of their own"
+)
+@pytest.mark.parametrize("kind", contexts.PACKED)
+def test_a_compiled_packed_product_saves_no_wide_matrix(kind):
+    """Its epilogue is in the kernel forward, and what is saved of the product is in the operands' type."""
+    case = contexts.Case.of(kind, "prebuilt epilogue", torch.device("cpu"))
+    leaves = [t.detach().requires_grad_() for t in case.leaves.values()]
+    step, saved = contexts.compile_case(case), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        step(*leaves)
+    assert saved
+    assert not [t for t in saved if t.shape == (contexts.M, contexts.N) and t.dtype == torch.float32]
