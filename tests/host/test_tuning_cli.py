@@ -58,6 +58,13 @@ def test_explain(tmp_path):
     assert len(values["choices"]) == 2
 
 
+@pytest.mark.parametrize(
+    "name, short", [("bfloat16", "bf16"), ("torch.float16", "fp16"), ("float32", "fp32")]
+)
+def test_types_may_be_called_as_torch_calls_them(name, short):
+    assert tuning.kind_named(name) == tuning.kind_named(short)
+
+
 @pytest.mark.parametrize("dtype", [*suites.DTYPES, "e4m3", "e5m2"])
 def test_explain_takes_the_types_of_the_bench(dtype):
     status, said = run(
