@@ -131,7 +131,14 @@ def apart(x, y):
 
 
 def evaluated(name, function, inputs, wide):
-    """What is known of an operator's result; None where torch refuses it."""
+    """What is known of an operator's result; None where torch refuses it.
+
+    And for a Python number beside tensors without dimensions: as an argument of a kernel it is such a tensor itself, and
+    may decide over the type.
+    """
+    shapes = {x.own.shape if isinstance(x.own, torch.Tensor) else None for x in inputs}
+    if shapes == {None, ()}:
+        return None
     try:
         own = function(*[x.own for x in inputs])
     except (RuntimeError, TypeError, ZeroDivisionError, AttributeError):
@@ -149,6 +156,9 @@ def evaluated(name, function, inputs, wide):
     floating = any(is_floating(x.own) for x in inputs)
     if not own.dtype.is_floating_point:
         return of_integers(name, function, inputs, own, exact, known, floating)
+    for x in inputs:
+        if not is_floating(x.own) and not wide:  # a large integer has to be rounded
+            exact = exact & (x.best.to(torch.float32).double() == x.best)
     results = [function(*given) for given in itertools.product(*map(corners, inputs))]
     best, *others = [x.double().expand(own.shape) for x in results]
     error = torch.zeros_like(best)
