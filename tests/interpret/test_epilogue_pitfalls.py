@@ -456,6 +456,14 @@ def test_results_of_arguments_alone_have_their_own_shapes(shape):
     torch.testing.assert_close(grad, want, rtol=1e-4, atol=1e-4)
 
 
+def test_integers_are_rounded_to_the_type_that_they_are_combined_in():
+    whole, half = torch.full((12, 20), 2049, dtype=torch.int32), torch.full((12, 20), 3.0).half()
+    assert_same(on_arguments(torch.fmod, whole, half), torch.fmod(whole, half))
+    large = torch.full((12, 20), (1 << 24) + 1)
+    y = gemmery.matmul(A.double(), B.double(), epilogue=lambda acc, r: r / 1, args=(large,))
+    assert_same(y, large / 1)
+
+
 def test_casts_of_reduced_rows_are_rounded_in_turn():
     for function in (
         lambda acc: acc.amax(-1).to(torch.float16).to(torch.float32),

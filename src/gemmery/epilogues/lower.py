@@ -351,7 +351,10 @@ class _Lowering:
             return text
         if kind == torch.bool:
             return f"truth({text})"
-        return f"{text}.to({self.inside(kind)})"
+        made = f"{text}.to({self.inside(kind)})"
+        # Floating-point numbers are rounded where they are made; an integer is here.
+        is_whole = dtype != torch.bool and not dtype.is_floating_point
+        return self.rounded(made, kind) if is_whole else made
 
     def shape_of(self, node: Any) -> tuple[int, ...]:
         """The shape of a node's tensor."""
