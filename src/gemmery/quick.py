@@ -78,9 +78,10 @@ def run(op: str, a: Any, b: Any, bias: Any, functions: tuple[Any, ...], options:
 
 
 def may_learn(call: Call, epilogue: Any) -> bool:
-    """Whether calls like this one may go the short way."""
+    """Whether calls like this one may go the short way: not one whose operands autocast has made others of."""
     return (
-        type(epilogue) in (Epilogue, Held)
+        not _is_seen()
+        and type(epilogue) in (Epilogue, Held)
         and call.captured.key is not None
         and call.a.get_device() >= FIRST
         and call.right is None

@@ -244,3 +244,13 @@ def test_a_factor_for_each_row_or_one_for_all(entered):
             want = x.float() @ w.dequantize(torch.float32).T
             assert torch.allclose(gemmery.linear(x, w).float(), want, rtol=2e-2, atol=2e-2)
     assert len(entered) == 2
+
+
+def test_what_ran_under_autocast_is_not_learned(entered, monkeypatch):
+    """The kernel read other tensors than those that were given."""
+    made = gemmery.epilogue(torch.relu)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert gemmery.linear(X, W, epilogue=made).dtype == torch.bfloat16
+    want = torch.relu(F.linear(X, W))
+    check(entered, 0, lambda: gemmery.linear(X, W, epilogue=made), want)
+    check(entered, 1, lambda: gemmery.linear(X, W, epilogue=made), want)
