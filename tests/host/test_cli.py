@@ -13,8 +13,10 @@ import torch
 
 import gemmery
 from gemmery import devices
+from gemmery.devices import TABLE
 from gemmery.lab import peers
 from gemmery.lab.doctor import checks, doctor, examine
+from gemmery.select import candidates
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -314,3 +316,82 @@ def test_import_is_quick_and_takes_only_what_it_needs():
             "starlette",
         }
         assert not unwanted & set(result["modules"])
+
+
+LOADED = """
+import sys
+from gemmery.cli import main
+sys.argv[1:] = {words!r}
+try:
+    main()
+except SystemExit as done:
+    assert not done.code, done.code
+print(sorted({{"torch", "triton", "numpy", "matplotlib"}} & set(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["--version"], ["explain", "--help"], ["store", "--help"]], ids=" ".join
+)
+def test_help_and_version_import_neither_torch_nor_plotting(words, tmp_path):
+    """As the command does that pip installs: a script called gemmery."""
+    script = tmp_path / "gemmery"
+    script.write_text(LOADED.format(words=words))
+    ran = python(str(script))
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("module", ["gemmery", "gemmery.cli"])
+def test_the_module_as_a_command_imports_no_torch_for_help(module):
+    ran = python("-X", "importtime", "-m", module, "--help")
+    assert ran.returncode == 0
+    assert " typer" in ran.stderr
+    assert " torch" not in ran.stderr
+
+
+def test_a_command_has_all_of_gemmery(tmp_path):
+    """`gemmery.plan` is the function, though a module of that name is imported on the way."""
+    script = tmp_path / "gemmery"
+    script.write_text(
+        "import sys\nfrom gemmery.cli import main\nsys.argv[1:] = ['explain', '4', '4', '4', '--device', 'H200']\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\nimport gemmery, torch\n"
+        "assert callable(gemmery.plan) and torch.ops.gemmery.packed\nprint(gemmery.matmul.__name__)\n"
+    )
+    ran = python(str(script))
+    assert ran.stdout.splitlines()[-1] == "matmul", ran.stderr
+
+
+def test_a_module_that_imports_gemmery_gets_its_operators(tmp_path):
+    """Python looks for the module of -m with the same first argument, whatever the module is."""
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "__init__.py").write_text("import gemmery\n")
+    (tmp_path / "app" / "__main__.py").write_text("import torch\nprint(torch.ops.gemmery.packed)\n")
+    ran = python("-m", "app", PYTHONPATH=os.pathsep.join([str(ROOT / "src"), str(tmp_path)]))
+    assert ran.returncode == 0, ran.stderr
+    assert "gemmery.packed" in ran.stdout
+
+
+@pytest.mark.parametrize("command_name", ["explain", "predict", "roofline", "inspect", "order"])
+@pytest.mark.parametrize(
+    "sizes",
+    [("99999999999", "4096", "4096"), ("4", "2147483647", "2147483647"), ("0", "4", "4"), ("4", "-4", "4")],
+)
+def test_sizes_that_there_are_not_are_told_in_a_line(command_name, sizes):
+    ran = command(command_name, "--device", "H200", "--", *sizes)
+    assert ran.returncode == 2, ran.stdout
+    assert "Traceback" not in ran.stderr
+    assert re.search(r"must be|larger than any memory|not in the range|at least|at most", ran.stderr), (
+        ran.stderr
+    )
+
+
+def test_further_configs_are_sorted_by_predicted_time():
+    from gemmery.lab.posing import posed
+    from gemmery.select.explain import explain_problem
+
+    for sizes in ((4096, 4096, 4096), (16, 28672, 8192), (300, 2112, 7168)):
+        choices = explain_problem(posed(*sizes, device=TABLE["NVIDIA H200"]), top=12).choices
+        totals = [choice.cost.total for choice in choices[1:]]
+        assert totals == sorted(totals)
+        assert choices[0].config == candidates(posed(*sizes, device=TABLE["NVIDIA H200"]))[0]

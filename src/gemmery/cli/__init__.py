@@ -6,6 +6,7 @@ has the commands of one subject; importing it adds them to `app`.
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 from .options import app  # isort: skip  (first, since it says what is missing where typer is)
@@ -37,6 +38,10 @@ def _options(
     ] = False,
 ) -> None:
     """GEMM for PyTorch, written in Triton."""
+    if not {"-h", "--help"} & set(sys.argv):
+        import gemmery
+
+        gemmery._load()
 
 
 def main() -> None:

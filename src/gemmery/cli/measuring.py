@@ -78,10 +78,11 @@ def bench(
         )
     from ..lab.bench import Request, listed, runs, show
     from ..lab.bench import bench as run
+    from ..select.shapes import short_name
 
     request = Request(
         suites=words(suite) or ["all"],
-        dtypes=words(dtype) or ["bf16"],
+        dtypes=[short_name(name) for name in words(dtype)] or ["bf16"],
         against=words(against) or ["cublas"],
         regimes=words(regimes),
         rounds=rounds,

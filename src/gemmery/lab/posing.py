@@ -21,7 +21,7 @@ from ..formats import quantize
 from ..layout import make_fused_problem
 from ..problem import FP8, MX_EVERY, SCALED_EVERY, Fusion, Problem
 from ..results import Results
-from ..select.shapes import LAYOUTS, problem_of
+from ..select.shapes import LAYOUTS, check_sizes, problem_of
 from .fusions import FUSIONS
 from .inputs import KINDS, Kind, make_operand
 from .suites import SCALES, WEIGHTS, Row
@@ -116,9 +116,7 @@ def posed(
         >>> print(posed(16, 4096, 4096, device=TABLE["NVIDIA H200"], weight="int4"))  # doctest: +ELLIPSIS
         16x4096x4096 bf16[row] @ int4/128 -> bf16[row] ...
     """
-    for name, size in (("M", M), ("N", N), ("K", K)):
-        if type(size) is not int or size < 1:
-            raise ValueError(f"{name} is {size!r}; it must be a positive integer")
+    check_sizes(M, N, K)
     for name, value, known in (
         ("weight", weight, WEIGHTS),
         ("scales", scales, SCALES),

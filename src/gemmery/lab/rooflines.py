@@ -14,6 +14,7 @@ from typing import Any
 
 from ..devices import Device
 from ..problem import Problem
+from ..select.shapes import check_sizes, short_name
 from . import suites
 from .inputs import KINDS
 from .posing import of_row, posed
@@ -184,6 +185,7 @@ def rooflines(
     Raises:
         ValueError: a size, a type or a suite is none, or a JSON file in the folder is no result.
     """
+    dtype = short_name(dtype)
     if dtype not in KINDS:
         raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(KINDS)}")
     known = Known({} if results is None else results_of(device, results))
@@ -208,7 +210,10 @@ def triples(sizes: Sequence[int]) -> list[tuple[int, int, int]]:
     """
     if len(sizes) % 3:
         raise ValueError(f"{len(sizes)} sizes given; M, N and K are wanted, for each product")
-    return [(sizes[i], sizes[i + 1], sizes[i + 2]) for i in range(0, len(sizes), 3)]
+    found = [(sizes[i], sizes[i + 1], sizes[i + 2]) for i in range(0, len(sizes), 3)]
+    for M, N, K in found:
+        check_sizes(M, N, K)
+    return found
 
 
 def results_of(device: Device, folder: Path) -> dict[str, list[dict[str, Any]]]:

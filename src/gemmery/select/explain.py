@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -141,6 +142,12 @@ def _what_is_gained(first: Cost, config: Config, cost: Cost) -> str:
     return f"{config} is predicted to take {slower:.1%} longer ({part} {more[part] * 1e6:+.1f} µs)"
 
 
+def _by_time(choice: Choice) -> tuple[bool, float]:
+    """Measured ones first, then by what is predicted."""
+    predicted = math.inf if choice.cost is None else choice.cost.total
+    return choice.measured is None, predicted if choice.measured is None else choice.measured
+
+
 def explain_problem(problem: Problem, top: int = 5) -> Explanation:
     """The explanation of a problem, with its `top` best candidates."""
     if top < 1:
@@ -152,10 +159,12 @@ def explain_problem(problem: Problem, top: int = 5) -> Explanation:
     costs = dict(rank(product))
     timings = store.current()
     measured = {} if timings is None else timings.timings(product)
-    choices = tuple(
+    # What runs comes first, though something else may be predicted to be quicker; see `quicker`.
+    runs, *others = [
         Choice(config, costs.get(config), measured[config].seconds if config in measured else None)
         for config in candidates(product)[:top]
-    )
+    ]
+    choices = (runs, *sorted(others, key=_by_time))
     untuned, best = next(iter(costs)), min(costs, key=lambda config: costs[config].total)
     quicker = Choice(best, costs[best], None) if costs[best].total < costs[untuned].total else None
     found = Explanation(problem, choices, untuned, len(costs), quicker=quicker)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +14,8 @@ from ..problem import DTYPE_NAMES, OUT_DTYPES, PRECISIONS, Precision, Problem
 LAYOUTS = ("NN", "NT", "TN", "TT")
 #: Of a matrix's rows and columns: kernels count them in 32 bits.
 LARGEST_SIZE = 2**31 - 1
+#: Elements of a matrix: a few of them fill the memory of a large machine.
+LARGEST_MATRIX = 2**40
 #: What the device is where neither a name nor a GPU says.
 DEFAULT_DEVICE = "NVIDIA H200"
 
@@ -32,6 +35,19 @@ def device_named(name: str | None = None) -> Device:
         has = f"{' and '.join(row.name for row in found)} are" if found else "none of the device table is"
         raise ValueError(f"device is {name!r}; {has} called that; there are {', '.join(TABLE)}")
     return found[0]
+
+
+def check_sizes(M: int, N: int, K: int, batch: Sequence[int] = (), least_k: int = 1) -> None:
+    """ValueError unless sizes are whole numbers that a kernel can count."""
+    for name, size in (("M", M), ("N", N), ("K", K), *(("batch", size) for size in batch)):
+        least = least_k if name == "K" else 1
+        if type(size) is not int or not least <= size <= LARGEST_SIZE:
+            raise ValueError(f"{name} is {size!r}; it must be an integer from {least} to {LARGEST_SIZE}")
+    elements = max(M * N, M * K, K * N) * math.prod(batch)
+    if elements > LARGEST_MATRIX:
+        raise ValueError(
+            f"a matrix of {elements:.3g} elements is larger than any memory; at most {LARGEST_MATRIX:.3g} are taken"
+        )
 
 
 def problem_of(
@@ -62,10 +78,7 @@ def problem_of(
         ValueError: a size, the layout or the precision is none.
         TypeError: a type is not supported.
     """
-    for name, size in (("M", M), ("N", N), ("K", K), *(("batch", size) for size in batch)):
-        if type(size) is not int or size < (name != "K"):
-            least = 0 if name == "K" else 1
-            raise ValueError(f"{name} is {size!r}; it must be an integer of at least {least}")
+    check_sizes(M, N, K, batch, least_k=0)
     if layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(LAYOUTS)}")
     if precision not in PRECISIONS:
