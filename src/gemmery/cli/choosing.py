@@ -8,14 +8,27 @@ from typing import Annotated
 import typer
 
 from .options import JsonFile, app, told, words, write_json
-from .products import Batch, BatchInvariant, Bias, Epilogue, GroupSize, Scales, Weight, batch_sizes
+from .products import (
+    SIZES,
+    Batch,
+    BatchInvariant,
+    Bias,
+    Columns,
+    Epilogue,
+    GroupSize,
+    Rows,
+    Scales,
+    Summed,
+    Weight,
+    batch_sizes,
+)  # fmt: skip
 
 
 @app.command()
 def explain(
-    m: Annotated[int, typer.Argument(metavar="M")],
-    n: Annotated[int, typer.Argument(metavar="N")],
-    k: Annotated[int, typer.Argument(metavar="K")],
+    m: Rows,
+    n: Columns,
+    k: Summed,
     dtype: Annotated[str, typer.Option(metavar="TYPE", help="bf16, fp16, fp32, tf32, fp64, int8, fp8, ...")] = "bf16",
     layout: Annotated[
         str, typer.Option(metavar="NN|NT|TN|TT", help="N: row-major, T: column-major, as a Linear's weight is for b.")
@@ -33,7 +46,25 @@ def explain(
     top: Annotated[int, typer.Option(min=1, help="How many configs to show.")] = 5,
     json: JsonFile = None,
 ) -> None:  # fmt: skip
-    """Say which config runs a product of an M by K and a K by N matrix, and why, on any known GPU; runs nothing."""
+    """Say which config runs a product of an M by K and a K by N matrix, and why, on any known GPU; runs nothing.
+
+    The table has a row for each candidate, first the one that runs. Its columns are predicted times in microseconds,
+    but for the last two:
+
+    \b
+    total       of the whole product
+    compute     the steps along K at the tensor cores' rate
+    l2          the same steps at the rate at which data come from L2
+    memory      each distinct byte once, at the memory's bandwidth
+    overhead    launch, filling the pipeline, epilogues and stores
+    reduction   adding up the parts of tiles that are cut along K
+    correction  what measured times of similar products add or take away
+    waves       tiles on the busiest multiprocessor
+    measured    microseconds, where this machine has a timing, see gemmery tune
+
+    compute, l2 and memory overlap, so that total is less than the sum. The lines below the table say what binds the
+    first candidate, and what it gains over the next.
+    """
     from ..lab.posing import posed
     from ..select.explain import explain_problem
     from ..select.shapes import device_named
@@ -54,7 +85,7 @@ def tune(
         list[str] | None, typer.Option(metavar="NAME", help="Suites of the bench, see gemmery bench --list.")
     ] = None,
     shapes: Annotated[
-        list[str] | None, typer.Option(metavar="MxNxK", help="Sizes, or BxMxNxK with a batch.")
+        list[str] | None, typer.Option(metavar="MxNxK", help="Sizes, or BxMxNxK with a batch. " + SIZES)
     ] = None,
     from_log: Annotated[
         Path | None,

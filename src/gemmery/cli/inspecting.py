@@ -8,14 +8,26 @@ import typer
 
 from .options import JsonFile, app, told, write_json
 from .pictures import DeviceName, DType, Layout
-from .products import Batch, BatchInvariant, Bias, Epilogue, GroupSize, Scales, Weight, batch_sizes
+from .products import (
+    Batch,
+    BatchInvariant,
+    Bias,
+    Columns,
+    Epilogue,
+    GroupSize,
+    Rows,
+    Scales,
+    Summed,
+    Weight,
+    batch_sizes,
+)  # fmt: skip
 
 
 @app.command()
 def inspect(
-    m: Annotated[int, typer.Argument(metavar="M")],
-    n: Annotated[int, typer.Argument(metavar="N")],
-    k: Annotated[int, typer.Argument(metavar="K")],
+    m: Rows,
+    n: Columns,
+    k: Summed,
     dtype: DType = "bf16",
     layout: Layout = "NT",
     batch: Batch = None,

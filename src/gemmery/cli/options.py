@@ -2,19 +2,52 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 try:
     import typer
 except ModuleNotFoundError as error:
     raise SystemExit("gemmery's command line needs typer and rich: pip install 'gemmery[cli]'") from error
 
-app = typer.Typer(
+from .examples import epilog
+
+
+class Commands(typer.Typer):
+    """Commands whose help ends with their examples; one without examples is refused.
+
+    Args:
+        within: the words between `gemmery` and the names of the commands.
+    """
+
+    def __init__(self, *, within: str = "", **options: Any) -> None:
+        super().__init__(epilog=epilog(within) if within else None, **options)
+        self.within = within
+
+    def command(self, name: str | None = None, **options: Any) -> Callable[[Any], Any]:
+        """As Typer's; `name` is the function's without one."""
+
+        def register(function: Any) -> Any:
+            words = f"{self.within} {name or function.__name__}".strip()
+            text = _filled(inspect.getdoc(function) or "")
+            add = super(Commands, self).command(name, help=text, epilog=epilog(words), **options)
+            return add(function)
+
+        return register
+
+
+def _filled(text: str) -> str:
+    """The text with each paragraph in one line, for help to wrap at the terminal's width; but for those after a \\b."""
+    paragraphs = text.split("\n\n")
+    return "\n\n".join(each if each.startswith("\b") else each.replace("\n", " ") for each in paragraphs)
+
+
+app = Commands(
     help="GEMM for PyTorch, written in Triton.",
     no_args_is_help=True,
     add_completion=False,

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from .options import JsonFile, app, told, words, write_json
+from .products import Columns, Rows, Summed
 
 Sizes = tuple[int, int, int]
 
@@ -57,9 +58,9 @@ def numbers_of(name: str, text: str | None) -> list[int] | None:
 
 @app.command()
 def order(
-    m: Annotated[int, typer.Argument(metavar="M")],
-    n: Annotated[int, typer.Argument(metavar="N")],
-    k: Annotated[int, typer.Argument(metavar="K")],
+    m: Rows,
+    n: Columns,
+    k: Summed,
     tile: Tile = None,
     orders: Annotated[
         list[str] | None, typer.Option("--order", metavar="NAME", help="row, column, grouped; row and grouped without.")
@@ -113,9 +114,9 @@ def order(
 
 @app.command()
 def indices(
-    m: Annotated[int, typer.Argument(metavar="M")],
-    n: Annotated[int, typer.Argument(metavar="N")],
-    k: Annotated[int, typer.Argument(metavar="K")],
+    m: Rows,
+    n: Columns,
+    k: Summed,
     pid: Annotated[int, typer.Option(help="The program's number, tl.program_id(0).")] = 0,
     step: Annotated[int, typer.Option(help="Step of its K loop, from 0.")] = 0,
     turn: Annotated[int, typer.Option(help="Which of its tiles, from 0, where programs are persistent.")] = 0,

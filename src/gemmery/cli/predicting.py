@@ -9,14 +9,27 @@ import typer
 
 from .options import JsonFile, app, told, words, write_json
 from .pictures import DeviceName, DType, Layout
-from .products import Batch, BatchInvariant, Bias, Epilogue, GroupSize, Scales, Weight, batch_sizes
+from .products import (
+    SIZES,
+    Batch,
+    BatchInvariant,
+    Bias,
+    Columns,
+    Epilogue,
+    GroupSize,
+    Rows,
+    Scales,
+    Summed,
+    Weight,
+    batch_sizes,
+)  # fmt: skip
 
 
 @app.command()
 def predict(
-    m: Annotated[int, typer.Argument(metavar="M")],
-    n: Annotated[int, typer.Argument(metavar="N")],
-    k: Annotated[int, typer.Argument(metavar="K")],
+    m: Rows,
+    n: Columns,
+    k: Summed,
     dtype: DType = "bf16",
     layout: Layout = "NT",
     batch: Batch = None,
@@ -57,7 +70,7 @@ def predict(
 @app.command()
 def roofline(
     sizes: Annotated[
-        list[int] | None, typer.Argument(metavar="[M N K]...", help="Products; several one after the other.")
+        list[int] | None, typer.Argument(metavar="[M N K]...", help="Products, several one after the other. " + SIZES)
     ] = None,
     suite: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Suites of the bench, see gemmery bench --list.")

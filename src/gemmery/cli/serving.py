@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from .options import JsonFile, app, place_for_json, told, words, write_json
+from .products import SIZES
 
 
 @app.command()
@@ -16,7 +17,9 @@ def lab(
         list[str] | None,
         typer.Option("--gpu", "--device", metavar="NAME", help="Such as H200; the GPU at hand without."),
     ] = None,
-    shapes: Annotated[list[str] | None, typer.Option(metavar="MxNxK", help="Sizes, several for --export.")] = None,
+    shapes: Annotated[
+        list[str] | None, typer.Option(metavar="MxNxK", help="Sizes, several for --export. " + SIZES)
+    ] = None,
     dtype: Annotated[list[str] | None, typer.Option(metavar="TYPE", help="bf16, fp16, fp32, tf32, fp8, ...")] = None,
     layout: Annotated[list[str] | None, typer.Option(metavar="NN|NT|TN|TT", help="See gemmery explain.")] = None,
     epilogue: Annotated[

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from .options import JsonFile, app, place_for_json, told, write_json
+from .options import Commands, JsonFile, app, place_for_json, told, write_json
 
-store_app = typer.Typer(
-    help="Show, export or import the timings that tune has measured.", no_args_is_help=True
+store_app = Commands(
+    within="store", help="Show, export or import the timings that tune has measured.", no_args_is_help=True
 )
 app.add_typer(store_app, name="store")
 
