@@ -3,20 +3,27 @@
 import json
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import typer
+from typer.testing import CliRunner
 
 import gemmery
 from gemmery import devices
+from gemmery.cli import app, examples
 from gemmery.devices import TABLE
 from gemmery.lab import peers
 from gemmery.lab.doctor import checks, doctor, examine
 from gemmery.select import candidates
+from gemmery.select.explain import PARTS
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -65,6 +72,106 @@ def test_help_names_every_peer():
     ran = command("bench", "--help")
     (said,) = re.findall(r"--against(.*?)--regimes", ran.stdout, re.DOTALL)
     assert set(peers.PEERS) <= set(re.findall(r"\w+", said)), said
+
+
+def registered(group: Any, *before: str) -> dict[str, Any]:
+    """Every command under a group, and every group in it, by the words that call it."""
+    found = {}
+    for name, each in group.commands.items():
+        words = (*before, name)
+        found[" ".join(words)] = each
+        if hasattr(each, "commands"):
+            found |= registered(each, *words)
+    return found
+
+
+REGISTERED = registered(typer.main.get_command(app))
+EXAMPLES = list(dict.fromkeys(line for lines in examples.EXAMPLES.values() for line in lines))
+#: Commands that are quick and need no GPU; of `lab`, what serves nothing.
+QUICK = (
+    "explain",
+    "predict",
+    "roofline",
+    "order",
+    "indices",
+    "store",
+    "lab --export",
+    "plot",
+    "bench --list",
+)
+
+
+def helped(name: str) -> list[str]:
+    ran = CliRunner().invoke(app, [*name.split(), "--help"], env={"COLUMNS": "80"})
+    assert ran.exit_code == 0, ran.output
+    return [line.strip() for line in ran.output.splitlines()]
+
+
+@pytest.mark.parametrize("name", REGISTERED)
+def test_help_ends_with_one_to_three_examples_of_the_command_each_on_a_line(name):
+    lines = [line for line in helped(name) if line]
+    found = lines[lines.index("Examples:") + 1 :]
+    assert 1 <= len(found) <= 3
+    assert all(line.startswith("gemmery ") for line in found), found
+    assert any(line.startswith(f"gemmery {name}") for line in found), found
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, each in REGISTERED.items() if {"m", "n", "k"} <= {p.name for p in each.params}]
+)
+def test_help_says_what_the_three_sizes_are(name):
+    said = " ".join(helped(name))
+    assert re.search(r"M <int> Rows of A and of the result", " ".join(said.split()))
+    assert re.search(r"N <int> Columns of B and of the result", " ".join(said.split()))
+    assert re.search(r"K <int> What is summed over", " ".join(said.split()))
+
+
+@pytest.mark.parametrize("name", ["tune", "lab", "roofline"])
+def test_help_of_sizes_in_one_option_says_what_they_are(name):
+    said = re.sub(r"[^\w:;]+", " ", " ".join(helped(name)))
+    assert "M: rows of A and of the result; N: columns of B and of the result; K: what is summed over" in said
+
+
+def test_help_of_explain_describes_every_column_of_its_table():
+    lines = helped("explain")
+    for column in ("total", *PARTS, "waves", "measured"):
+        assert any(re.match(rf"{column}  +\w", line) for line in lines), column
+
+
+@pytest.fixture
+def beside_files(tmp_path, monkeypatch):
+    """A directory with the files that examples read."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GEMMERY_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("GEMMERY_STORE", raising=False)
+    shutil.copy(ROOT / "benchmarks/results/square-bf16.json", "square.json")
+    Path("shapes.json").write_text('[{"name": "qkv", "N": 6144, "K": 4096, "bias": false}]')
+    Path("problems.jsonl").touch()
+    Path("tuned.json").touch()
+
+
+@pytest.mark.parametrize("line", EXAMPLES)
+def test_every_example_names_options_that_exist(line, beside_files):
+    name, *arguments = shlex.split(line)
+    typer.main.get_command(app).make_context(name, list(arguments))
+    words = " ".join(arguments[:2]) if arguments[0] == "store" else arguments[0]
+    rest = arguments[len(words.split()) :]
+    REGISTERED[words].make_context(words, rest)
+
+
+@pytest.mark.parametrize(
+    "line", [line for line in EXAMPLES if line.startswith(tuple(f"gemmery {name}" for name in QUICK))]
+)
+def test_examples_that_need_no_gpu_run(line, beside_files):
+    if line.startswith("gemmery store import"):
+        CliRunner().invoke(app, ["store", "export", "tuned.json"], catch_exceptions=False)
+    arguments = shlex.split(line)[1:]
+    ran = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert ran.exit_code == 0, ran.output
+    assert ran.output.strip()
+    for option in {"--json", "--out", "--export"} & set(arguments):
+        written = Path(arguments[arguments.index(option) + 1])
+        assert any(path.stat().st_size for path in Path().glob(f"{written.stem}*{written.suffix}"))
 
 
 def test_without_a_command_it_shows_help_and_fails():
