@@ -1,32 +1,28 @@
 """gemmery: GEMM for PyTorch, written in Triton."""
 
-import sys
 from importlib import import_module
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
+from ._command import PutOffError, put_off
 
-def _is_command() -> bool:
-    """Whether this process is the command `gemmery` or `python -m gemmery`, whose --help needs no torch.
-
-    The command loads the rest before it runs anything, so that it makes no difference but for the time of --help.
-    """
-    if sys.argv[:1] == ["-m"]:  # as long as Python looks for the module to run
-        rest = sys.orig_argv
-        return "-m" in rest and rest[rest.index("-m") + 1 :][:1] in (["gemmery"], ["gemmery.cli"])
-    return PurePath(sys.argv[0] if sys.argv else "").name == "gemmery"
-
-
-if TYPE_CHECKING:
-    from . import nn
+try:
+    put_off()
+    from . import fused_transforms as _fused_transforms  # noqa: F401  (with fused_ops registers gemmery.fused)
+    from . import ops as _ops  # noqa: F401  (registers torch.ops.gemmery)
+    from . import packed_ops as _packed_ops  # noqa: F401  (registers torch.ops.gemmery.packed)
     from .api import addmm, bmm, linear, matmul, plan
     from .epilogues.function import epilogue
-    from .formats import QuantizedTensor, quantize
-    from .formats.activations import quantize_activations
-    from .formats.scaled import ScaledTensor
     from .invariant import batch_invariant
     from .plan import Plan
     from .problem import Config, Problem
+except PutOffError:
+    pass  # the command line loads these before it runs anything: see `_load`
+
+if TYPE_CHECKING:
+    from . import nn
+    from .formats import QuantizedTensor, quantize
+    from .formats.activations import quantize_activations
+    from .formats.scaled import ScaledTensor
     from .scaled import scaled_matmul
     from .select.explain import explain
     from .select.tuner import tune
@@ -60,10 +56,6 @@ def __getattr__(name: str) -> Any:
     # Kept, so that the next time nobody asks here.
     globals()[name] = found = module if name == "nn" else getattr(module, name)
     return found
-
-
-if not _is_command():
-    _load()
 
 
 def __dir__() -> list[str]:

@@ -39,9 +39,9 @@ def _options(
 ) -> None:
     """GEMM for PyTorch, written in Triton."""
     if not {"-h", "--help"} & set(sys.argv):
-        import gemmery
+        from .. import _load
 
-        gemmery._load()
+        _load()
 
 
 def main() -> None:
