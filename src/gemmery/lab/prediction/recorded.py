@@ -138,7 +138,7 @@ class Measured:
     """The recorded times of a product.
 
     Attributes:
-        seconds: by method, the median over the rounds; spread: the least and the largest.
+        seconds: by method, of the round that the ratio is of; spread: the least and the largest of all rounds.
         config: gemmery's kernel, "" where the result does not say.
         source: the result's file, with the version of Triton and the day.
     """
@@ -171,7 +171,9 @@ def measured_of(problem: Problem) -> Measured | None:
     for source, record in reversed(rows):
         row = _recorded("", record, "burst", problem.device)
         if row.problem == problem:
-            seconds = {name: row.seconds[name] for name in ("gemmery", CUBLAS) if name in row.seconds}
+            # Of the round that the row's ratio is of, as the tables show it.
+            shown = record["summary"]["burst"]["us"]
+            seconds = {name: shown[name] * 1e-6 for name in ("gemmery", CUBLAS) if name in row.seconds}
             spread = {name: row.spread[name] for name in seconds}
             return Measured(seconds, spread, "" if row.config is None else str(row.config), source)
     return None
