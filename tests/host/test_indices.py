@@ -187,3 +187,28 @@ def test_wrong_strides_and_layouts_are_said():
         schedule_of(problem, config="128x128x64-g1-w8-s3-persistent-descriptor")
     with pytest.raises(ValueError, match="one of them is wanted"):
         schedule_of(problem, tile=(1, 1, 1), config="128x128x64-g1-w8-s3-persistent-descriptor")
+
+
+def oklab(colour):
+    """A colour where distances are those that people see; see Ottosson, "A perceptual color space", 2020."""
+    from matplotlib.colors import to_rgb
+
+    linear = np.array([c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)])
+    cones = np.array([
+        [0.4122214708, 0.5363325363, 0.0514459929],
+        [0.2119034982, 0.6806995451, 0.1073969566],
+        [0.0883024619, 0.2817188376, 0.6299787005],
+    ]) @ linear  # fmt: skip
+    return np.array([
+        [0.2104542553, 0.7936177850, -0.0040720468],
+        [1.9779984951, -2.4285922050, 0.4505937099],
+        [0.0259040371, 0.7827717662, -0.8086757660],
+    ]) @ np.cbrt(cones)  # fmt: skip
+
+
+def test_lanes_that_are_masked_off_are_told_apart_by_colour():
+    from gemmery.lab.index_pictures import MASKED
+
+    one, other = map(oklab, MASKED.values())
+    # More than twice what two oranges of one palette are apart.
+    assert np.linalg.norm(one - other) > 2 * np.linalg.norm(oklab("#e69f00") - oklab("#d55e00")) > 0.2

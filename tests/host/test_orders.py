@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import io
+import itertools
 import json
 import re
 import xml.etree.ElementTree as ET
@@ -268,6 +269,19 @@ def test_order_as_a_picture(tmp_path):
         assert text in said, said
     # Every tile of both orders with its number, and the first ones again.
     assert all(said.count(str(n)) >= (4 if n < 9 else 2) for n in range(81))
+
+
+@pytest.mark.parametrize("sizes", ((4096, 4096, 4096), (300, 7000, 512), (16384, 1024, 1024)))
+def test_no_title_lies_over_another(sizes):
+    launch = launch_of(*sizes, device="H200")
+    made = order_pictures.picture(compare(launch))
+    made.draw_without_rendering()
+    axes = [x for part in (made, *made.subfigs) for x in part.axes]
+    said = [x.title for x in axes] + [x._suptitle for x in (made, *made.subfigs) if x._suptitle is not None]
+    boxes = [(x.get_text(), x.get_window_extent()) for x in said if x.get_text()]
+    assert len(boxes) >= 6
+    for (text, box), (other, its) in itertools.combinations(boxes, 2):
+        assert not box.overlaps(its), (text, other)
 
 
 def test_steps_of_an_animation_end_with_the_launch():

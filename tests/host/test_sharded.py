@@ -25,9 +25,7 @@ def test_a_stacked_weight_is_not_sharded_by_rows(mesh):
         for context in (torch.no_grad(), torch.enable_grad()):
             with (
                 context,
-                pytest.raises(
-                    ValueError, match=r"gate and up are one weight that is sharded by rows .*stacked=False"
-                ),
+                pytest.raises(ValueError, match=r"gate and up are one weight that is sharded by rows"),
             ):
                 block(x)
 
@@ -57,3 +55,23 @@ def test_sharded_operands_are_never_taken_for_whole_ones(mesh, place, epilogue):
             gemmery.linear(x.detach().requires_grad_(grad), w, epilogue=epilogue)
     with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
         gemmery.linear(torch.randn(4, 8), w, epilogue=epilogue)
+
+
+def test_a_part_of_a_stacked_layers_output_is_refused():
+    """As of a layer of torch's in its place whose rows are dealt out."""
+    block = gemmery.nn.GatedMLP(8, 16)
+    block.gate_up = torch.nn.Linear(8, 16, bias=False)
+    with pytest.raises(ValueError, match="16 columns and the block has 32"):
+        block(torch.randn(4, 8))
+
+
+def test_fsdp_gathers_a_stacked_weight(mesh):
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    x = torch.randn(4, 8)
+    for part in ("whole", "gate_up"):
+        block = gemmery.nn.GatedMLP(8, 16)
+        want = block(x).detach()
+        fully_shard(block if part == "whole" else block.gate_up, mesh=mesh)
+        torch.testing.assert_close(block(x).detach(), want)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.image import AxesImage
 
 #: Colours of lanes that are masked off, neither of which is in the map of offsets.
-MASKED = {ASTRAY: COLOURS[4], BEYOND: COLOURS[1]}
+MASKED = {ASTRAY: "#d9d9d9", BEYOND: COLOURS[1]}
 #: A whole matrix is drawn in at most so many points a side.
 POINTS = 200
 #: Up to so many rows and columns of lanes, each is drawn with its offset.
@@ -45,7 +45,7 @@ def _key(found: Accesses) -> str:
     ]
     if any((~block.mask).any() for block in found.blocks):
         said.append(
-            "below, masked off: orange lies between the matrix's first and last element in memory, red before or "
+            "below, masked off: grey lies between the matrix's first and last element in memory, red before or "
             "behind them"
         )
     return "\n".join(said)

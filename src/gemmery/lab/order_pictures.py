@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ NOW = COLOURS[3]
 FRAMES, SECONDS = 24, 0.5
 #: Up to so many rows and columns of tiles, each is drawn with a line around it, and with its number.
 LINED, NUMBERED = 48, 12
+#: Letters of a title in an inch.
+LETTERS = 10
 _PAGE = Path(__file__).with_name("order.html")
 
 
@@ -63,8 +66,8 @@ def picture(comparison: Comparison) -> Figure:
         _hit_rates(side.subplots(), comparison)
         least = amount(comparison.table[0].traffic.least)
         side.suptitle(
-            f"read from memory through an L2 of {it.l2 / 2**20:.3g} MB (simulated)\n"
-            f"green: the group size in use; dotted: A and B once, {least}",
+            f"read from memory through an L2 of {it.l2 / 2**20:.3g} MB\n(simulated); green: the group size in use;\n"
+            f"dotted: A and B once, {least}",
             x=0.03, ha="left", fontsize=9,
         )  # fmt: skip
     return made
@@ -81,12 +84,17 @@ def _panel(launch: Launch) -> tuple[float, float]:
     return 3.0 * min(tall, 1.2) + 0.8, 3.0 / max(tall / 1.2, 1) + 0.9
 
 
+def _wrapped(launch: Launch, text: str) -> str:
+    """A panel's title in lines that are no wider than the panel."""
+    return textwrap.fill(text, round(LETTERS * _panel(launch)[1]))
+
+
 def _whole_launch(axes: Axes, launch: Launch, order: Order) -> AxesImage:
     number = np.empty(launch.tiles, dtype=int)
     number[tuple(order.visits.T)] = np.arange(len(order.visits))
     image = axes.imshow(number, cmap=SEQUENCE, aspect="auto", interpolation="nearest")
     _write(axes, number)
-    axes.set_title(f"{order.label}: all {number.size} tiles of the output")
+    axes.set_title(_wrapped(launch, f"{order.label}: all {number.size} tiles of the output"))
     _frame(axes, launch)
     return image
 
@@ -127,7 +135,8 @@ def _first_tiles(axes: Axes, launch: Launch, order: Order) -> None:
     _write(axes, time)
     a, b = order.first_blocks
     wave = ", a wave," if order.first == launch.programs else ""
-    axes.set_title(f"the first {order.first} tiles{wave} read {a + b} blocks:\n{a} of A and {b} of B")
+    text = f"the first {order.first} tiles{wave} read {a + b} blocks: {a} of A and {b} of B"
+    axes.set_title(_wrapped(launch, text))
 
 
 def _tiles_and_strips(

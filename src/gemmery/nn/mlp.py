@@ -171,7 +171,7 @@ def _check_whole(weight: Tensor) -> None:
     if any(x.is_shard(0) for x in placements):
         raise ValueError(
             f"gate and up are one weight that is sharded by rows ({placements}), so that no rank has halves of both; "
-            "keep them apart, as GatedMLP(..., stacked=False), and shard each"
+            "gemmery has no sharded products yet: keep the block whole, or use torch's layers for it"
         )
 
 
@@ -318,10 +318,11 @@ class GatedMLP(nn.Module):
         if not self.stacked:
             return gated_block(self.gate, self.up, self.down, self.activation, self.activation, input)
         first, act = self.gate_up, self.activation
-        _check_whole(first.weight)
+        if type(first) is Linear:  # not one that FSDP gathers before it is called
+            _check_whole(first.weight)
         if are_alike(first, self.down):
             return _block(input, first.weight, first.bias, self.down, act.gated, act.gated_with_gradient)
-        output: Tensor = self.down(_stacked(first, act, input))
+        output: Tensor = self.down(_stacked(first, act, input, self.hidden_features))
         return output
 
     def fused_product(self) -> FusedProduct | None:
@@ -403,9 +404,15 @@ def _gated(
     )  # fmt: skip
 
 
-def _stacked(layer: nn.Module, act: Activation, x: Tensor) -> Tensor:
+def _stacked(layer: nn.Module, act: Activation, x: Tensor, hidden: int) -> Tensor:
     if not is_plain(layer):
-        gate, up = layer(x).chunk(2, dim=-1)
+        stacked = layer(x)
+        if stacked.shape[-1] != 2 * hidden:
+            raise ValueError(
+                f"gate_up returns {stacked.shape[-1]} columns and the block has {2 * hidden}: a part of gate and up "
+                "stacked has no halves of both"
+            )
+        gate, up = stacked.chunk(2, dim=-1)
         y: Tensor = act(gate) * up
         return y
     return stacked_gated_linear(
