@@ -276,7 +276,7 @@ def test_no_title_lies_over_another(sizes):
     launch = launch_of(*sizes, device="H200")
     made = order_pictures.picture(compare(launch))
     made.draw_without_rendering()
-    axes = [x for part in (made, *made.subfigs) for x in part.axes]
+    axes = [x for part in made.subfigs for x in part.axes]
     said = [x._left_title for x in axes] + [x._suptitle for x in (made, *made.subfigs) if x._suptitle is not None]
     boxes = [(x.get_text(), x.get_window_extent()) for x in said if x.get_text()]
     assert len(boxes) >= 6
