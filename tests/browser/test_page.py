@@ -123,7 +123,9 @@ def test_what_can_not_be_computed_is_said_beside_the_control(lab):
     assert "'many'" in lab.find("M-error").text
     lab.open(gpu="V100")
     assert "V100" in lab.find("gpu-error").text
-    assert "V100" in lab.find("failure").text
+    # The default stands in the place of what there is not.
+    assert "the default is shown" in lab.find("gpu-error").text
+    assert lab.value("gpu") == "NVIDIA H200"
 
 
 def test_a_product_without_a_kernel(lab):
@@ -350,3 +352,18 @@ def test_a_server_that_is_gone_is_told(lab):
     lab.choose("dtype", "bf16")
     assert not lab.find("failure").is_displayed()
     check(lab, Query())
+
+
+def test_what_the_address_names_and_the_page_has_not_becomes_the_default(lab):
+    lab.open(M="512", dtype="complex128", epilogue="nothing")
+    lab.settle()
+    assert (lab.value("dtype"), lab.value("epilogue")) == ("bf16", "none")
+    for field, said in (("dtype", "complex128"), ("epilogue", "nothing")):
+        text = lab.find(f"{field}-error").text
+        assert said in text
+        assert "the default is shown" in text
+    assert lab.value("M") == "512"
+    assert lab.find("gemmery-headline").text
+    lab.choose("dtype", "fp16")
+    lab.settle()
+    assert lab.find("dtype-error").text == ""

@@ -37,11 +37,21 @@ export class Controls {
   // What is wrong, next to the control that it is about; false if there is none.
   refuse(field, message) {
     this.accept();
+    return this.note(field, message);
+  }
+
+  note(field, message) {
     const input = this.inputs[field];
     if (!input) return false;
     input.element.setAttribute("aria-invalid", "true");
     input.error.textContent = message;
     return true;
+  }
+
+  // Whether nothing is chosen where something has to be.
+  isBlank(field) {
+    const element = this.inputs[field]?.element;
+    return element?.tagName === "SELECT" && element.selectedIndex < 0;
   }
 
   accept() {
@@ -70,7 +80,7 @@ export class Controls {
       choices.map(({ value, text }) => html("option", { value }, text)),
     );
     element.disabled = choices.length < 2;
-    // An address may name what there is not: nothing is selected then, and the error says so.
+    // An address may name what there is not: nothing is selected then, until the page falls back to the default.
     const show = (value) => (element.value = value);
     return this.#field(name, element, show, html("label", { for: name }, label), element);
   }

@@ -22,9 +22,12 @@ const texts = (query) => Object.fromEntries(Object.entries(query).map(([name, va
 const current = () => ({ ...texts(options.defaults), ...address.read() });
 
 const controls = new Controls(place("controls"), options, current(), (query, done) => {
+  misread.clear();
   address.write(query, done);
   ask(query, done);
 });
+// What the address named that there is not, by field; the default stands in its place until something is chosen.
+const misread = new Map();
 
 let asked = null, waiting = null, wanted = null;
 
@@ -49,9 +52,18 @@ async function answer(query) {
     const found = await answers.answer(query, signal);
     if (!signal.aborted) show(found);
   } catch (error) {
-    if (!signal.aborted) fail(error);
+    if (!signal.aborted && !fallBack(error)) fail(error);
   }
   if (!signal.aborted && waiting === null) place("results").setAttribute("aria-busy", "false");
+}
+
+// Answer with the default of a choice that the address names and the page has not; false if that is not what is wrong.
+function fallBack(error) {
+  if (!(error instanceof Refused) || misread.has(error.field) || !controls.isBlank(error.field)) return false;
+  misread.set(error.field, `${error.message}; the default is shown`);
+  controls.show({ ...controls.query, [error.field]: texts(options.defaults)[error.field] });
+  ask(controls.query, true);
+  return true;
 }
 
 function show(found) {
@@ -63,6 +75,7 @@ function show(found) {
     controls.show(texts(found.query));
     address.write(texts(found.query), false);
   }
+  for (const [field, message] of misread) controls.note(field, message);
   for (const draw of [headline, config, waves, traffic]) draw(found);
   for (const drawing of [roofline, film]) drawing.show(found);
   place("summary").replaceChildren(
