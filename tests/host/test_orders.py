@@ -277,7 +277,9 @@ def test_no_title_lies_over_another(sizes):
     made = order_pictures.picture(compare(launch))
     made.draw_without_rendering()
     axes = [x for part in made.subfigs for x in part.axes]
-    said = [x._left_title for x in axes] + [x._suptitle for x in (made, *made.subfigs) if x._suptitle is not None]
+    said = [x._left_title for x in axes] + [
+        x._suptitle for x in (made, *made.subfigs) if x._suptitle is not None
+    ]
     boxes = [(x.get_text(), x.get_window_extent()) for x in said if x.get_text()]
     assert len(boxes) >= 6
     for (text, box), (other, its) in itertools.combinations(boxes, 2):
