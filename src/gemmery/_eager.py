@@ -1,4 +1,4 @@
-"""What a program gets with `import gemmery`, at once: the products, and gemmery's operators registered with torch."""
+"""Imports the products, and registers gemmery's operators with torch: for the command line, which does it late."""
 
 from . import fused_transforms as _fused_transforms  # noqa: F401  (with fused_ops registers torch.ops.gemmery.fused)
 from . import ops as _ops  # noqa: F401  (registers torch.ops.gemmery)

@@ -127,7 +127,7 @@ def call_of(
 
 
 def held_by(name: str, kinds: str) -> Held:
-    """What an operator's epilogue is.
+    """Returns the function that an operator names as its epilogue.
 
     Raises:
         ValueError: it is from compiled code and has tensors that the compiler does not know of.

@@ -185,7 +185,7 @@ def _is_composite(func: Any) -> bool:
 
 @functools.cache
 def _handler(func: Any) -> _Handler | None:
-    """What stands for an operator; None for what is no product, and for exact ones."""
+    """Returns the stand-in of an operator; None for what is no product, and for exact products."""
     known = _handlers().get(func)
     if known is not None or not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
         return known
@@ -209,7 +209,7 @@ def _stand_ins() -> tuple[type, ...]:
 
 
 def _handled(handler: _Handler, func: Any, args: Any, kwargs: Any) -> Any:
-    """What a handler returns; torch's own error for arguments that torch refuses."""
+    """Runs a handler; raises torch's own error for arguments that torch refuses."""
     try:
         return handler(*args, **kwargs)
     except (ValueError, TypeError):

@@ -67,7 +67,7 @@ class Epilogue(Generic[P, R]):
         return known if known is not None and known.is_unchanged() else None
 
     def for_compiled_code(self) -> Held:
-        """What compiled code is to run: the function with the values that it has now."""
+        """Holds the function with the values that it has now, for compiled code to run."""
         held = hold(self.captured, self)
         self._compiled.add(held)
         return held
@@ -111,7 +111,7 @@ class Held:
 
 
 def hold(captured: Captured, origin: Epilogue[Any, Any] | None = None) -> Held:
-    """What operators and gradients hold of a function: the same for functions that do the same.
+    """Holds a function for operators and gradients; functions that do the same are held once.
 
     Args:
         origin: the epilogue, if it is for compiled code.

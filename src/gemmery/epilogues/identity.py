@@ -1,8 +1,8 @@
-"""What a function is at one moment: by its code and the values that it takes from outside, never by its name.
+"""Captures a function at one moment: its code and the values that it takes from outside, never its name.
 
 A lambda in a loop is made anew in every round and is still one function; one whose closure has another number in it is
-another. Tensors count by what they look like, since their data is read at every call. From what was found the function
-can be built again as it was then, whatever has become of its closure and its globals: gradients run that one.
+another. Tensors count by what they look like, since their data is read at every call. A captured function can be built
+again as it was, whatever its closure and its globals hold by then. Gradients run that one.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Captured:
 
 
 def capture(function: Callable[..., Any]) -> Captured:
-    """What a function is now; see `Captured`.
+    """Captures a function with what it takes from outside now; see `Captured`.
 
     Raises:
         TypeError: it is not a Python function, a partial of one, or an object that is called like one.
@@ -202,7 +202,7 @@ class _Walk:
         return keys and (len(given), tuple(named), keys), build
 
     def _read(self, function: types.FunctionType, path: Path) -> tuple[tuple[str, ...], Any, Build]:
-        """Of a path: the attributes that lead to a value which says all, and that value's key and build."""
+        """Follows a path to its value; returns the attributes that were taken, the value's key and its build."""
         value = self._root(function, path)
         if value is _MISSING:
             # The function fails on it, or never comes there; until it is assigned.
@@ -243,7 +243,7 @@ _OWN = ("__code__", "__defaults__", "__kwdefaults__")
 
 
 class _Place:
-    """What stands in a cell or under a global's name: a value, or an object of which attributes are read."""
+    """The content of a cell or a global: a value, or an object of which attributes are read."""
 
     def __init__(self) -> None:
         self.build: Build | None = None
@@ -266,7 +266,7 @@ class _Place:
 def _builder(
     number: int, function: types.FunctionType, places: dict[tuple[str, str], _Place], defaults: Build, settled: bool
 ) -> Build:  # fmt: skip
-    """What makes a function again, with the values of its cells, globals and defaults that were found."""
+    """Returns a build of a function, with the values of its cells, globals and defaults that were found."""
     code, name, qualified = function.__code__, function.__name__, function.__qualname__
     surroundings = {"__builtins__": _builtins(function), "__name__": function.__globals__.get("__name__")}
     # What a function without a key does with the rest of its module is unknown, so it has all of it.

@@ -1,7 +1,7 @@
-"""What the code of a function reads from outside: its cells and globals, each with the attributes taken of it.
+"""Finds what a function's code reads from outside: cells and globals, each with the attributes taken of it.
 
-Found in the byte code, so that `pkg.config.SCALE` is known as one value and not as three names. Whatever the code does
-with a cell or a global besides reading attributes of it, such as passing it on or indexing it, ends the path there.
+The byte code tells it, so that `pkg.config.SCALE` is one value and not three names. A path ends where the code does
+anything else with a value than read an attribute of it, such as pass it on or index it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """What code reads from outside.
+    """The paths that code reads from outside.
 
     Attributes:
         paths: without repetition, in the order of the code.
@@ -51,7 +51,7 @@ class Reads:
 
 @functools.lru_cache(4096)
 def reads(code: types.CodeType) -> Reads:
-    """What a function's code, and the functions that it defines inside, read from outside."""
+    """Returns the paths that a function's code reads, and that the functions defined in it read."""
     paths: dict[Path, None] = {}
     complete = _scan(code, frozenset(code.co_freevars), paths)
     return Reads(tuple(paths), complete)

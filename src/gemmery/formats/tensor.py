@@ -260,10 +260,10 @@ class QuantizedTensor(Tensor):
         return {name: value for name, value in self.__dict__.items() if name not in _OWN}
 
     def storage(self) -> Any:
-        """Raises: a packed weight consists of several tensors.
+        """Raises an error, since a packed weight consists of several tensors.
 
         Raises:
-            ValueError: always. What writes files asks for it, such as a Hugging Face model's `save_pretrained`.
+            ValueError: always. Functions that write files ask for it, such as a Hugging Face model's `save_pretrained`.
         """
         raise ValueError(
             f"{self!r} has no storage of its own: save_pretrained and safetensors' own functions can't write packed "
