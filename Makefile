@@ -67,7 +67,7 @@ serve-docs: $(READY) ## the documentation while it is being written, on localhos
 # --- checks ----------------------------------------------------------------------------------------------------------
 
 .PHONY: test
-test: lint types docs test-host test-interpret test-compile ## everything that needs no GPU (about 9 minutes on 2 cores)
+test: lint types docs test-host test-interpret test-compile ## everything that needs no GPU (about 15 minutes on 2 cores)
 
 .PHONY: lint
 lint: $(READY) ## ruff: rules and format
