@@ -23,7 +23,10 @@ from torch.utils.checkpoint import checkpoint
 import gemmery
 from gemmery import devices
 
-M, N, K = 4, 32, 128
+#: M, N and K.
+SIZE = (4, 32, 128)
+#: Of products with scales of blocks: several blocks of 128 along N and K, the last of them not whole.
+SIZES = {"scaled by block": (4, 192, 320), "scaled by mx": (4, 192, 320)}
 PACKED = ("int8", "int4", "e4m3", "e5m2", "mxfp4", "nvfp4", "nf4")
 SCALED = ("tensor", "row", "block", "mx")
 KINDS = ("dense", "pair", *PACKED, *[f"scaled by {x}" for x in SCALED])
@@ -90,7 +93,13 @@ class Case:
     @classmethod
     def of(cls, kind: str, result: str, device: torch.device) -> Case:
         dtype = torch.float32 if kind in ("dense", "pair") else torch.bfloat16
+        M, N, K = SIZES.get(kind, SIZE)
         x, w = values(M, K, seed=1), values(N, K, seed=2) / K**0.5
+        # Parts of a matrix differ in size, so that a scale in another's place shows.
+        x, w = (
+            x * torch.exp2(torch.arange(K) // 32 % 5 - 2),
+            w * torch.exp2(torch.arange(N) // 64 % 3 - 1)[:, None],
+        )
         columns = N // 2 if kind == "pair" else N
         leaves, held = {"x": x}, ()
         if kind == "dense":
@@ -176,8 +185,10 @@ def _packed(format: str, w: torch.Tensor, device: torch.device) -> Any:
 def _scaled(per: str, x: torch.Tensor, w: torch.Tensor, device: torch.device) -> tuple[Any, Any]:
     x, w = x.to(device), w.to(device)
     if per == "block":
-        scale = torch.tensor([[0.03]], device=device)
-        weight = gemmery.ScaledTensor((w / 0.03).clamp(-448, 448).to(torch.float8_e4m3fn), scale)
+        down, along = -(-w.shape[0] // 128), -(-w.shape[1] // 128)
+        scale = torch.exp2(torch.arange(down * along, device=device).float() - 6).reshape(down, along)
+        spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: w.shape[0], : w.shape[1]]
+        weight = gemmery.ScaledTensor((w / spread).clamp(-448, 448).to(torch.float8_e4m3fn), scale)
         return gemmery.quantize_activations(x, per="block"), weight
     per = {"row": "token"}.get(per, per)
     return gemmery.quantize_activations(x, per=per), gemmery.quantize_activations(w, per=per)
@@ -373,6 +384,12 @@ def compiled(case: Case) -> None:
 def compiled_dynamic(case: Case) -> None:
     step = compile_case(case, dynamic=True)
     near(step(*case.leaves.values()), case.reference(*case.wide()), case.tolerance, "value")
+    if case.kind.startswith("scaled"):
+        return  # the rows are those of an operand, which is no argument
+    case.leaves = {n: torch.cat((t, t[:3])) if n in ("x", "r", "s") else t for n, t in case.leaves.items()}
+    if case.out is not None:
+        case.out = torch.cat((case.out, case.out[:3]))
+    near(step(*case.leaves.values()), case.reference(*case.wide()), case.tolerance, "value of more rows")
 
 
 def compiled_with_gradients(case: Case) -> None:
@@ -382,22 +399,46 @@ def compiled_with_gradients(case: Case) -> None:
 def make_fx(case: Case) -> None:
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    leaves = list(case.leaves.values())
-    graph = make_fx(lambda *tensors: case.run(*tensors))(*leaves)
-    near(graph(*leaves), case.reference(*case.wide()), case.tolerance, "value")
+    parts, rebuild = _data(case)
+    count = len(case.leaves)
+
+    def run(*tensors: torch.Tensor) -> Any:
+        return case.run(*tensors[:count], held=rebuild(tensors[count:]))
+
+    graph = make_fx(run)(*case.leaves.values(), *parts)
+    assert "gemmery." in graph.code or devices.current(case.device) is None, "no product in the graph"
+    # With other values than those that it was traced with.
+    case.leaves = {name: -t / 2 for name, t in case.leaves.items()}
+    parts = [p.roll(1, 0) if p.dim() > 1 else p for p in parts]
+    case.held = rebuild(parts)
+    near(
+        graph(*case.leaves.values(), *parts), case.reference(*case.wide()), case.tolerance, "value of others"
+    )
+
+
+def _data(case: Case) -> tuple[list[torch.Tensor], Any]:
+    """The tensors of scaled operands, which are given as the leaves are; and what makes operands of such."""
+    if not case.kind.startswith("scaled"):
+        return [], lambda parts: case.held
+    parts = [t for x in case.held for t in (x.data, x.scale)]
+    # Other values by rolling rows: dtypes of 8 bits have no arithmetic.
+    return parts, lambda parts: tuple(gemmery.ScaledTensor(*parts[i : i + 2]) for i in (0, 2))
 
 
 def fake_tensors(case: Case) -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     want = case.reference(*case.wide())
     with FakeTensorMode() as mode:
         held = tuple(_faked(x, mode) for x in case.held)
         out = None if case.out is None else mode.from_tensor(case.out)
         found = case.run(*[mode.from_tensor(t) for t in case.leaves.values()], held=held, out=out)
-    for x, y in zip(*(r if isinstance(r, tuple) else (r,) for r in (found, want)), strict=True):
+    real = case.run(*case.leaves.values())
+    several = (r if isinstance(r, tuple) else (r,) for r in (found, want, real))
+    for x, y, z in zip(*several, strict=True):
+        assert isinstance(x, FakeTensor), "a result with data"
         assert x.shape == y.shape
-        assert x.device.type == case.device.type
+        assert (x.dtype, x.stride(), x.device) == (z.dtype, z.stride(), z.device)
 
 
 def _faked(value: Any, mode: Any) -> Any:
@@ -427,13 +468,19 @@ def func_grad(case: Case) -> None:
 
 
 class _Watching(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
 def dispatch_mode(case: Case) -> None:
-    with _Watching():
+    with _Watching() as mode:
         eager(case)
+    assert any(name.startswith("gemmery.") for name in mode.seen), f"the mode saw {mode.seen}"
 
 
 def batch_invariant(case: Case) -> None:
