@@ -11,6 +11,7 @@ make equal machine code with one version of Triton.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import re
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from gemmery.devices import TABLE, Device
+from gemmery.dtypes import DTYPE_NAMES
 from gemmery.lab import posing, suites
 from gemmery.lab.fused_targets import FUSED, pose
 from gemmery.lab.inputs import KINDS
@@ -27,7 +29,7 @@ from gemmery.lab.targets import TARGETS
 from gemmery.launch import bind
 from gemmery.padding import launched
 from gemmery.plan import runs_on
-from gemmery.problem import DTYPE_NAMES, Problem
+from gemmery.problem import Problem
 from gemmery.select import candidates
 from gemmery.select.samples import arguments
 
@@ -46,7 +48,9 @@ def rows() -> Iterator[tuple[str, Any, str]]:
             yield suite, row, row.dtype or "bf16"
 
 
-def ir_hash(kernel: Any, given: list[Any], grid: Any, constants: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def ir_hash(
+    kernel: Any, given: list[Any], grid: Any, constants: dict[str, Any]
+) -> tuple[str, dict[str, Any]]:
     """A hash of a kernel's Triton IR, and the compiler's options."""
     from triton.compiler.compiler import ir, make_backend
     from triton.runtime import driver
@@ -56,14 +60,17 @@ def ir_hash(kernel: Any, given: list[Any], grid: Any, constants: dict[str, Any])
     def stop(src: Any, target: Any, options: dict[str, Any]) -> Any:
         chosen = {name: str(value) for name, value in sorted(options.items())}
         # Names of functions tell what they are: each text of one has a name of its own.
-        key = repr((src.fn.cache_key, sorted(src.signature.items()), src.constants_key, sorted(src.attrs.items())))
+        key = repr(
+            (src.fn.cache_key, sorted(src.signature.items()), src.constants_key, sorted(src.attrs.items()))
+        )
         if key not in _hashes:
             backend = make_backend(target)
             parsed = backend.parse_options(dict(options))
             context = ir.context()
             ir.load_dialects(context)
             backend.load_dialects(context)
-            made = src.make_ir(target, parsed, backend.get_codegen_implementation(parsed), backend.get_module_map(), context)
+            functions, modules = backend.get_codegen_implementation(parsed), backend.get_module_map()
+            made = src.make_ir(target, parsed, functions, modules, context)
             text = re.sub(r"^#loc.*$", "", str(made), flags=re.M)
             text = re.sub(r"\s*loc\([^)]*\)+", "", text)
             _hashes[key] = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -71,16 +78,16 @@ def ir_hash(kernel: Any, given: list[Any], grid: Any, constants: dict[str, Any])
         raise _Stopped
 
     def with_key(src: Any, target: Any, options: dict[str, Any]) -> Any:
-        src.constants_key = sorted((str(k), str(getattr(v, "cache_key", v))) for k, v in src.constants.items())
+        src.constants_key = sorted(
+            (str(k), str(getattr(v, "cache_key", v))) for k, v in src.constants.items()
+        )
         return stop(src, target, options)
 
     # Triton sets `compile` when it meets a device first.
     kernel.device_caches[driver.active.get_current_device()]
     kernel.compile = with_key
-    try:
+    with contextlib.suppress(_Stopped):
         kernel.warmup(*given, grid=grid, **constants)
-    except _Stopped:
-        pass
     return found["hash"], found["options"]
 
 

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from . import devices
 from .call import Call, dimensions, outputs_of
+from .dtypes import accumulator
 from .epilogues.record import Untraceable
 from .epilogues.trace import Sizes, stand_ins
 from .launch import pointwise
 from .memo import keep
-from .problem import accumulator
 from .programs import lowered_program
 from .results import Results
 

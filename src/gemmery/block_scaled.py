@@ -12,9 +12,8 @@ from torch import Tensor
 from . import fused
 from .call import check, make_call
 from .dispatch import Options, needs_dispatcher
-from .formats.scaled import ScaledTensor
+from .formats.scaled import BLOCK, MX_BLOCK, ScaledTensor
 from .fused_ops import dispatched
-from .problem import MX_EVERY, SCALED_EVERY
 
 
 def product(
@@ -29,11 +28,11 @@ def product(
     """
     how = options._replace(out_dtype=None)
     call = make_call("linear", a.data, b.data, None, function, args, options.out_dtype, how)
-    step = MX_EVERY if "1x32" in (a.kind, b.kind) else SCALED_EVERY
+    step = MX_BLOCK if "1x32" in (a.kind, b.kind) else BLOCK
     (left, rows), (right, columns) = _by_steps(a, step), _by_steps(b, step)
     if b.kind == "tensor":
         # The same for all blocks, which the kernel reads but once.
-        right, columns = right.expand(-(-b.shape[0] // SCALED_EVERY), -1), SCALED_EVERY
+        right, columns = right.expand(-(-b.shape[0] // BLOCK), -1), BLOCK
     call = replace(call, scales=(left, right, rows, columns, step))
     check(call)
     if needs_dispatcher((out, *call.tensors)):
@@ -47,7 +46,7 @@ def _by_steps(x: ScaledTensor, step: int) -> tuple[Tensor, int]:
         # Triton has no such type.
         return x.scale.view(torch.uint8), 1
     if x.kind == "128x128":
-        return x.scale, SCALED_EVERY
+        return x.scale, BLOCK
     scale = x.scale.reshape(1, 1) if x.kind == "tensor" else x.scale
     if x.kind == "1x128":
         return scale, 1

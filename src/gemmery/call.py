@@ -25,12 +25,12 @@ from .dispatch import (
     result_shape,
     right_factor,
 )
+from .dtypes import PRECISIONS, accumulator
 from .epilogues.function import captured_of
 from .epilogues.identity import Captured
 from .epilogues.table import TYPES
 from .epilogues.trace import stand_ins
 from .formats.tensor import QuantizedTensor
-from .problem import PRECISIONS, accumulator
 from .prologue import Prologue
 
 #: A factor, which may be packed, or a bias; or the left and the right half of its columns.

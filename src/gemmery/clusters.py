@@ -16,8 +16,9 @@ import triton
 from torch import Tensor
 
 from .kernels import order
-from .launch import Binding, described, epilogue_arguments, epilogue_of, storable
-from .problem import Config, Operand, Problem
+from .launch import Binding, described, epilogue_arguments, epilogue_of, sorted_tensors, storable
+from .operands import Dense, Layout
+from .problem import Config, Problem
 from .waves import Split
 
 #: Versions of Triton whose Gluon the kernel is written in.
@@ -52,6 +53,7 @@ def suits(problem: Problem) -> bool:
         and not p.batch
         # Traced epilogues have run only in the other schedules.
         and p.fusion is None
+        and type(p.a) is type(p.b) is Dense
         and all(operand.dtype.itemsize == 2 for operand in (p.a, p.b, p.out))
         and described(p)
         and p.out.col == 1
@@ -201,9 +203,10 @@ class ClusterBinding(Binding):
         if c.num_warps in _REGISTERS_AT_START:
             self.constants["maxnreg"] = _REGISTERS_AT_START[c.num_warps]
 
-    def arguments(self, a: Tensor, b: Tensor, out: Tensor, *given: Any) -> list[Any]:
+    def arguments(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> list[Any]:
         """The kernel's run-time arguments, as for `Binding.arguments`."""
         p, c, w = self.problem, self.config, self.work
+        (a,), (b,), out, extras = sorted_tensors(p, tensors)
         tail: tuple[Any, Any] = (None, None)
         if c.tail > 1:
             columns = c.block_n // c.tail
@@ -213,7 +216,7 @@ class ClusterBinding(Binding):
             self._described(p.a, a, (p.M, p.K), (c.block_m, c.block_k), (0, None)),
             self._b(b, c.block_n),
             self._out(out, c.block_n // 2 if c.split_store else c.block_n),
-            *tail, epilogue_arguments(p, c.block_n, *given), partials, counters,
+            *tail, epilogue_arguments(p, c.block_n, extras, numbers), partials, counters,
             p.M, p.N, p.K, w.whole, w.tail, w.cut, w.parts, w.chunk,
         ]  # fmt: skip
 
@@ -226,7 +229,7 @@ class ClusterBinding(Binding):
         return self._described(p.out, tensor, (p.M, p.N), (c.block_m, columns), (0, 1))
 
     def _described(
-        self, operand: Operand, tensor: Tensor, sizes: tuple[int, int], block: tuple[int, int],
+        self, operand: Layout, tensor: Tensor, sizes: tuple[int, int], block: tuple[int, int],
         dims: tuple[int | None, int | None],
     ) -> Any:  # fmt: skip
         if operand.col == 1:

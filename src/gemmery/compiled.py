@@ -13,10 +13,11 @@ from torch import Tensor
 
 from .call import Factor, added, factors
 from .dispatch import Options, OutTypes, lowered, result_dtype, right_factor
+from .dtypes import accumulator
 from .epilogues.function import Epilogue, named
 from .fused_ops import FROM_COMPILED, flatten, runs_again, type_text
 from .ops import gemm
-from .problem import accumulator, config_text
+from .problem import config_text
 from .results import returned
 from .unfused import behind
 

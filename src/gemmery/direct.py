@@ -1,7 +1,7 @@
 """The short way into the driver: what all launches of a plan have in common is prepared once.
 
 At every launch Triton binds and specialises the arguments, looks the kernel up and encodes a tensor map for each
-descriptor. The launches of a plan differ in addresses and factors alone. So the arguments are laid out once as Triton's
+descriptor. The launches of a plan differ in addresses and numbers alone. So the arguments are laid out once as Triton's
 C function takes them, and a launch fills in the addresses and enters that function; tensor maps are kept by address.
 
 The C function is nobody's public interface. `_ENTRIES` names the versions of Triton whose function is known; with any
@@ -15,7 +15,7 @@ import copy
 import inspect
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,14 +27,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .launch import Binding
 from .workspace import WORKSPACES
 
-#: Launches, given the addresses of a, b, out and of the epilogue's tensors (one address, 0 for none, or a tuple of them
-#: for a fused epilogue), and its numbers; False where the launch has to go the ordinary way.
+#: Launches, given the addresses of a launch's tensors, in the order of `Problem.layouts`, and its numbers; False where
+#: the launch has to go the ordinary way.
 Launch = Callable[..., bool]
 #: Enters Triton's C function with a stream and the kernel's arguments.
 _Enter = Callable[[int, list[Any]], None]
 
-#: Addresses whose tensor maps are kept, for one matrix; pairs of factors whose arguments are, for one plan.
-_MAPS, _FACTORS = 512, 64
+#: Addresses whose tensor maps are kept, for one matrix; numbers whose arguments are, for one plan.
+_MAPS, _NUMBERS = 512, 64
 
 
 class _Unsuitable(Exception):
@@ -98,7 +98,8 @@ class Arguments:
 
     Attributes:
         values: all arguments, with None where an address or a tensor map belongs.
-        addresses: (position, source) of each pointer; sources are counted a, b, out, addend, workspace.
+        addresses: (position, source) of each pointer; sources are counted as the launch's tensors are, the workspace's
+            behind them.
         maps: (position, source, maps) of each tensor map.
         tuples: (position, elements, ((index, source), ...)) of each tuple with pointers in it.
     """
@@ -108,7 +109,7 @@ class Arguments:
     maps: list[tuple[int, int, TensorMaps]] = field(default_factory=list)
     tuples: list[tuple[int, list[Any], tuple[tuple[int, int], ...]]] = field(default_factory=list)
 
-    def at(self, sources: tuple[int, ...]) -> list[Any]:
+    def at(self, sources: Sequence[int]) -> list[Any]:
         """The arguments for tensors at these addresses."""
         values = self.values.copy()
         for position, source, maps in self.maps:
@@ -127,7 +128,7 @@ class _Layouter:
     """Lays arguments out for one version's C function.
 
     Args:
-        sources: stand-ins for a, b, out and the addend, each an object of its own, by which they are known again. Other
+        sources: stand-ins for the launch's tensors, each an object of its own, by which they are known again. Other
             tensors among the arguments are the workspace's, in its order.
         expand: what Triton makes of a descriptor and what the compiler noted about it: the tensor map, then integers.
         notes: what the compiler noted about each descriptor, in order.
@@ -322,20 +323,16 @@ def _expander() -> Callable[..., list[Any]]:
 # Launches
 
 
-def _stand_in(tensor: Tensor | None) -> Tensor | None:
+def _stand_in(tensor: Tensor) -> Tensor:
     """A tensor of the same layout without memory, told apart from all others, even where one tensor is passed twice."""
-    if tensor is None:
-        return None
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def lay_out(
-    entry: Entry, binding: Binding, compiled: Any, stand_ins: tuple[Any, ...], *numbers: float
+    entry: Entry, binding: Binding, compiled: Any, stand_ins: tuple[Any, ...], numbers: tuple[float, ...]
 ) -> Arguments | None:
     """The arguments of a compiled kernel, given stand-ins for its tensors; None where they can't be laid out ahead."""
-    a, b, out, *extras = stand_ins
-    given = (extras, numbers) if binding.problem.fusion is not None else (*extras, *numbers)
-    arguments = binding.arguments(a, b, out, *given)
+    arguments = binding.arguments(stand_ins, numbers)
     values = dict(zip(binding.kernel.arg_names, arguments, strict=False))
     notes = getattr(compiled.metadata, "tensordesc_meta", None)
     layouter = _Layouter(stand_ins, _expander(), notes, entry.nested)
@@ -349,11 +346,13 @@ def lay_out(
     return layouter.laid if complete and known else None
 
 
-def prepare(binding: Binding, compiled: Any, index: int, *arguments: Any) -> Launch | None:
+def prepare(
+    binding: Binding, compiled: Any, index: int, tensors: Sequence[Tensor], numbers: tuple[float, ...]
+) -> Launch | None:
     """The short way to launch a compiled kernel on GPU number `index`; None where there is none.
 
     Args:
-        arguments: a, b, out and what is given for the epilogue in the first launch; see `Binding.arguments`.
+        tensors, numbers: of the first launch; see `Binding.arguments`.
     """
     known = entry()
     if known is None or not _suits(known, compiled.run):
@@ -361,53 +360,47 @@ def prepare(binding: Binding, compiled: Any, index: int, *arguments: Any) -> Lau
     enter = known.enter(compiled, binding.grid)
     if enter is None:
         return None
-    fused = binding.problem.fusion is not None
-    if fused:
-        *matrices, extras, numbers = arguments
-        tensors = (*matrices, *extras)
-    else:
-        tensors, numbers = arguments[:4], arguments[4:]
     stand_ins = tuple(map(_stand_in, tensors))
 
-    def laid_out(*numbers: float) -> Arguments | None:
-        return lay_out(known, binding, compiled, stand_ins, *numbers)
+    def laid_out(numbers: tuple[float, ...]) -> Arguments | None:
+        return lay_out(known, binding, compiled, stand_ins, numbers)
 
-    first = laid_out(*numbers)
+    first = laid_out(numbers)
     if first is None:
         return None
-    by_factors = _by_factors(laid_out) if binding.problem.takes_factors else None
+    by_numbers = _by_numbers(laid_out) if binding.problem.takes_numbers else None
     room = None if binding.split is None else binding.room
-    launch = _launch(index, enter, first, by_factors, room, binding.kernel.pre_run_hooks, fused)
+    launch = _launch(index, enter, first, by_numbers, room, binding.kernel.pre_run_hooks)
     # Newer versions unload the code of a compiled kernel that nobody holds any more.
     launch.__dict__["compiled"] = compiled
     return launch
 
 
-def _by_factors(laid_out: Callable[..., Arguments | None]) -> Callable[..., Any]:
+def _by_numbers(laid_out: Callable[..., Arguments | None]) -> Callable[..., Any]:
     """`laid_out` with a memory."""
     kept: dict[Any, Any] = {}
 
-    def arguments(*factors: float) -> Any:
+    def arguments(numbers: tuple[float, ...]) -> Any:
         # Zeros are told apart by their sign, which comparing them does not do.
-        key = tuple([factor or str(factor) for factor in factors])
+        key = tuple([number or str(number) for number in numbers])
         found = kept.get(key)
         if found is None:
-            if len(kept) >= _FACTORS:
+            if len(kept) >= _NUMBERS:
                 kept.clear()
-            found = kept[key] = laid_out(*factors)
+            found = kept[key] = laid_out(numbers)
         return found
 
     return arguments
 
 
 def _launch(
-    index: int, enter: _Enter, fixed: Arguments, by_factors: Callable[..., Any] | None,
-    room: tuple[int, int] | None, hooks: list[Any], fused: bool,
+    index: int, enter: _Enter, fixed: Arguments, by_numbers: Callable[..., Any] | None,
+    room: tuple[int, int] | None, hooks: list[Any],
 ) -> Launch:  # fmt: skip
     knobs, stream_of = triton.knobs.runtime, triton.runtime.driver.active.get_current_stream
     current = torch._C._cuda_getDevice if torch.cuda.device_count() > 1 else None
 
-    def launch(a: int, b: int, out: int, extra: Any, *numbers: float) -> bool:
+    def launch(sources: Sequence[int], numbers: tuple[float, ...] = ()) -> bool:
         # A hook is an object with a list of calls, or any function that somebody put in its place.
         if (
             getattr(knobs.launch_enter_hook, "calls", True)
@@ -417,16 +410,14 @@ def _launch(
             return False
         if current is not None and current() != index:
             with torch.cuda.device(index):
-                return launch(a, b, out, extra, *numbers)
-        arguments = fixed if by_factors is None else by_factors(*numbers)
-        sources = (a, b, out, *extra) if fused else (a, b, out, extra)
+                return launch(sources, numbers)
+        arguments = fixed if by_numbers is None else by_numbers(numbers)
         stream = stream_of(index)
-        if room is None:
-            enter(stream, arguments.at(sources))
-        else:
+        if room is not None:
             # Held until the launch is queued: memory that is freed later is used again after it, on its stream.
             partials, arrivals = WORKSPACES.on_stream(index, stream, *room)
-            enter(stream, arguments.at((*sources, partials.data_ptr(), arrivals.data_ptr())))
+            sources = (*sources, partials.data_ptr(), arrivals.data_ptr())
+        enter(stream, arguments.at(sources))
         return True
 
     return launch

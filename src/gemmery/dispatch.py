@@ -24,10 +24,11 @@ from torch.compiler import is_compiling
 
 from . import devices, reference
 from .direct import Launch
+from .dtypes import DTYPE_NAMES, FP8, OUT_DTYPES, PRECISIONS, Precision
 from .formats.tensor import QuantizedTensor
 from .layout import broadcast_batch, extent_bytes, make_problem, overlap, overlaps_itself, same_layout
 from .plan import PLANS, Plan, forget_plans, make_plan
-from .problem import DTYPE_NAMES, FP8, OUT_DTYPES, PRECISIONS, Config, Precision, config_text
+from .problem import Config, config_text
 
 Number = int | float
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -326,7 +327,8 @@ def prepare(
         precision=options.precision if options.precision in device.target.precisions else "ieee",
         fast_accum=options.fast_accum, batch_invariant=options.batch_invariant, device=device,
     )  # fmt: skip
-    plan = make_plan(problem, pinned, a, b, result, addend, alpha, beta)
+    tensors = (a, b, result) if addend is None else (a, b, result, addend)
+    plan = make_plan(problem, pinned, tensors, (alpha, beta))
     return Prepared(shape, dtype, plan, plan.direct, make, extents)  # type: ignore[arg-type]
 
 
@@ -393,7 +395,8 @@ def eager(
         ):
             _check_overlap(op, out, a, b, addend)
     direct = prepared.direct
-    if direct is None or not direct(at_a, at_b, at_out, at_addend, alpha, beta):
+    addresses = (at_a, at_b, at_out) if addend is None else (at_a, at_b, at_out, at_addend)
+    if direct is None or not direct(addresses, (alpha, beta)):
         _run_plan(prepared, a, right_factor(op, b), result, addend, alpha, beta)
     if out is not None:
         # Autograd must see that a tensor was written behind its back.

@@ -37,6 +37,7 @@ from .dispatch import (
     needs_dispatcher,
     operand_names,
 )
+from .dtypes import accumulator
 from .epilogues.check import warn
 from .epilogues.function import Epilogue, Held
 from .epilogues.identity import value_key
@@ -45,8 +46,9 @@ from .formats.packing import STRIP
 from .formats.tensor import QuantizedTensor
 from .layout import make_fused_problem, overlap, overlaps_itself
 from .memo import keep
+from .operands import Packed, Traced
 from .plan import Plan, make_plan, runs_on
-from .problem import Config, Fusion, Operand, Packing, Problem, accumulator
+from .problem import Config, Fusion, Problem
 from .programs import lowered_program
 from .results import Results, returned
 
@@ -387,14 +389,21 @@ def _prepare(call: Call, out: Tensor | None) -> Prepared:
     read, numbers = _of_prologue(call, before)
     widths = [(x, x.shape[-1] if x.dim() and x.shape[-1] != 1 else call.a.shape[-1]) for x in read]
     fusion = Fusion(
-        made.source, (), len(made.numbers), made.paired, call.between, results.reduces, made.main is not None,
-        None if before is None else Fusion(before.source, (), len(before.numbers)), made.ahead, made.whole,
-    )  # fmt: skip
+        made.source,
+        (),
+        len(made.numbers),
+        made.paired,
+        results.reduces,
+        made.main is not None,
+        made.ahead,
+        made.whole,
+    )
     problem = make_fused_problem(
         call.a, call.b, main, [*results.widths(own), *widths], len(own), fusion,
         fast_accum=options.fast_accum, batch_invariant=options.batch_invariant, device=device,
         precision=options.precision if options.precision in device.target.precisions else "ieee",
-        scales=call.scales,
+        scales=call.scales, half_stride=call.between,
+        prologue=None if before is None else Traced(before.source, (), len(before.numbers)),
     )  # fmt: skip
     if call.weight is not None:
         problem = packed(problem, call.weight)
@@ -403,23 +412,30 @@ def _prepare(call: Call, out: Tensor | None) -> Prepared:
             f"{call.op}: {device.name} has no instructions for {call.a.dtype}, which an epilogue needs"
         )
     pinned = None if options.config is None else Config.of(options.config)
-    b, shared = right_tensors(call)
-    given = (*own, *read, *shared), (*results.numbers(call.inputs), *numbers)
-    return Prepared(results, before, make_plan(problem, pinned, call.a, b, main, *given))
+    tensors = _in_order(call, main, own, read)
+    return Prepared(
+        results, before, make_plan(problem, pinned, tensors, (*results.numbers(call.inputs), *numbers))
+    )
+
+
+def _in_order(call: Call, main: Tensor, own: Sequence[Tensor], read: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors of a launch, in the order of `Problem.layouts`."""
+    b, belonging = right_tensors(call)
+    if call.scales is not None:
+        return [call.a, belonging[0], b, belonging[1], main, *own]
+    return [call.a, *read, b, *belonging, main, *own]
 
 
 def packed(problem: Problem, weight: QuantizedTensor) -> Problem:
     """A problem with a packed weight in the place of its stand-in."""
     shifts = "zeros" if weight.zeros is not None else "offsets" if weight.offsets is not None else ""
     wide = weight.scales is not None and weight.scales.dtype == torch.float32
-    shared = [x for x in (weight.scales, weight.zeros, weight.offsets) if x is not None]
-    packing = Packing(
-        weight.format.name, weight.format.bits, weight.group_size, shifts, wide, weight.shape[:-2].numel(),
-        tuple([x.data_ptr() % 16 == 0 for x in shared]),
+    tensors = [x for x in (weight.words, weight.scales, weight.zeros, weight.offsets) if x is not None]
+    b = Packed.of(
+        weight.dtype, weight.format.name, weight.format.bits, weight.group_size, shifts, wide, N=problem.N, K=problem.K,
+        steps=problem.b.steps, matrices=weight.shape[:-2].numel(), aligned=[x.data_ptr() % 16 == 0 for x in tensors],
     )  # fmt: skip
-    aligned = weight.words.data_ptr() % 16 == 0
-    b = Operand(weight.dtype, problem.b.steps, 1, -(-problem.K // 16) * 16, aligned)
-    return replace(problem, b=b, packing=packing)
+    return replace(problem, b=b)
 
 
 def right_tensors(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -445,9 +461,8 @@ def _launch(call: Call, prepared: Prepared, out: Tensor | None) -> tuple[list[Te
         _check_overlap(call, out)
     tensors = results.allocate(call.a.device, plan.slots if results.reduces else 1, out)
     read, numbers = _of_prologue(call, prepared.prologue)
-    b, shared = right_tensors(call)
-    extras = (*results.extras(call.inputs, tensors), *read, *shared)
-    plan.run_fused(call.a, b, results.main(tensors), extras, (*results.numbers(call.inputs), *numbers))
+    given = _in_order(call, results.main(tensors), results.extras(call.inputs, tensors), read)
+    plan.run(given, (*results.numbers(call.inputs), *numbers))
     if out is not None:
         # Autograd must see that a tensor was written behind its back.
         torch._C._increment_version((out,))

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from .devices import Device
-from .problem import Fusion, Operand, Precision, Problem, Scales
+from .dtypes import Precision
+from .operands import Dense, Layout, Pair, Scaled, Traced
+from .problem import Fusion, Problem
 
 
 @dataclass
@@ -64,14 +66,18 @@ def _round_up(extent: int) -> int:
     return max(16, (extent + 15) // 16 * 16)
 
 
-def _operand(tensor: Tensor, strides: _Strides, rows: int, cols: int) -> Operand:
+def _matrix(tensor: Tensor, strides: _Strides, rows: int, cols: int) -> Dense:
     """Give dimensions of extent 1 a stride that suits a tensor descriptor: it is never walked."""
     row, col = strides.row, strides.col
     if cols == 1:
         col = _round_up(rows) if row == 1 else 1
     if rows == 1:
         row = _round_up(cols) if col == 1 else 1
-    return Operand(tensor.dtype, tuple(strides.steps), row, col, tensor.data_ptr() % 16 == 0)
+    return Dense(tensor.dtype, tuple(strides.steps), row, col, tensor.data_ptr() % 16 == 0)
+
+
+def _layout(tensor: Tensor, strides: _Strides) -> Layout:
+    return Layout(tensor.dtype, tuple(strides.steps), strides.row, strides.col, tensor.data_ptr() % 16 == 0)
 
 
 def make_problem(
@@ -108,39 +114,51 @@ def make_problem(
 def make_fused_problem(
     a: Tensor, b: Tensor, out: Tensor, extras: Sequence[tuple[Tensor, int]], own: int, fusion: Fusion, *,
     precision: Precision, fast_accum: bool, batch_invariant: bool, device: Device,
-    scales: tuple[Tensor, Tensor, int, int, int] | None = None,
+    scales: tuple[Tensor, Tensor, int, int, int] | None = None, prologue: Traced | None = None,
+    half_stride: int | None = None,
 ) -> Problem:  # fmt: skip
     """The Problem of `out = epilogue(prologue(a) @ b)` for traced functions; see `make_problem`.
 
     Args:
         extras: what the epilogue reads and writes besides, each with the columns that it has or is broadcast to; behind
             that what the prologue reads.
-        fusion: both without their operands.
+        fusion: the epilogue without its operands.
+        prologue: likewise.
+        half_stride: elements from b to the right half of the second operand, where that is two matrices.
         own: how many of the extras are the epilogue's.
         scales: factors that change along K, see `call.Call`.
     """
     along = [] if scales is None or scales[2] > 1 else [(scales[0], scales[0].shape[-1])]
-    bare, operands = _fold(a, b, out, [*extras, *along], device, 1 if fusion.between is None else 2)
+    bare, operands = _fold(a, b, out, [*extras, *along], device, 1 if half_stride is None else 2)
+    first, second = bare.a, bare.b
     if scales is not None:
         left = operands.pop() if along else _rows(scales[0], bare)
-        bare = replace(bare, scales=Scales(left, _rows(scales[1], bare), *scales[2:]))
-    before = fusion.prologue and replace(fusion.prologue, operands=tuple(operands[own:]))
-    fusion = replace(fusion, operands=tuple(operands[:own]), prologue=before)
+        right, (a_every, b_every, step) = _rows(scales[1], bare), scales[2:]
+        exact = left.dtype == right.dtype == torch.uint8
+        first, second = (
+            Scaled(x.dtype, x.steps, x.row, x.col, x.aligned, None, scale, every, step, exact)
+            for x, scale, every in ((first, left, a_every), (second, right, b_every))
+        )
+    elif half_stride is not None:
+        second = Pair(second.dtype, second.steps, second.row, second.col, second.aligned, None, half_stride)
+    if prologue is not None:
+        first = replace(first, prologue=replace(prologue, operands=tuple(operands[own:])))
+    fusion = replace(fusion, operands=tuple(operands[:own]))
     return replace(
-        bare, epilogue="fused", fusion=fusion, precision=precision,
+        bare, a=first, b=second, epilogue="fused", fusion=fusion, precision=precision,
         fast_accum=fast_accum, batch_invariant=batch_invariant and a.dtype.is_floating_point,
     )  # fmt: skip
 
 
-def _rows(factors: Tensor, problem: Problem) -> Operand:
-    """The layout of a matrix of factors that is the same for a whole batch."""
-    row, col = factors.stride()
-    return Operand(factors.dtype, (0,) * len(problem.batch), row, col, factors.data_ptr() % 16 == 0)
+def _rows(scales: Tensor, problem: Problem) -> Layout:
+    """The layout of a matrix of scales that is the same for a whole batch."""
+    row, col = scales.stride()
+    return Layout(scales.dtype, (0,) * len(problem.batch), row, col, scales.data_ptr() % 16 == 0)
 
 
 def _fold(
     a: Tensor, b: Tensor, out: Tensor, extras: Sequence[tuple[Tensor, int]], device: Device, matrices: int = 1
-) -> tuple[Problem, list[Operand]]:
+) -> tuple[Problem, list[Layout]]:
     """The Problem of the bare product, with as few batch dimensions as can be, and the epilogue's operands in it.
 
     Args:
@@ -156,20 +174,17 @@ def _fold(
     _drop_unit(sizes, [*walkers, right])
     _merge(sizes, [*walkers, right])
     M = _fold_rows(sizes, M, walkers, right)
-    operands = [
-        Operand(tensor.dtype, tuple(x.steps), x.row, x.col, tensor.data_ptr() % 16 == 0)
-        for (tensor, _), x in zip(extras, others, strict=True)
-    ]
+    operands = [_layout(tensor, x) for (tensor, _), x in zip(extras, others, strict=True)]
     bare = Problem(
         M=M, N=N, K=K, batch=tuple(sizes), device=device,
-        a=_operand(a, left, M, K), b=_operand(b, right, K, N), out=_operand(out, result, M, out.shape[-1]),
+        a=_matrix(a, left, M, K), b=_matrix(b, right, K, N), out=_matrix(out, result, M, out.shape[-1]),
     )  # fmt: skip
     return bare, operands
 
 
 def fold_blocks(
     first: Tensor, others: Sequence[tuple[Tensor, int]]
-) -> tuple[tuple[int, ...], int, list[Operand]]:
+) -> tuple[tuple[int, ...], int, list[Layout]]:
     """The batch, the rows and the layouts of matrices that are walked over together, `first` before the others.
 
     Args:
@@ -182,10 +197,7 @@ def fold_blocks(
     _drop_unit(sizes, [*walkers, shared])
     _merge(sizes, [*walkers, shared])
     M = _fold_rows(sizes, M, walkers, shared)
-    operands = [
-        Operand(tensor.dtype, tuple(x.steps), x.row, x.col, tensor.data_ptr() % 16 == 0)
-        for (tensor, _), x in zip(tensors, walkers, strict=True)
-    ]
+    operands = [_layout(tensor, x) for (tensor, _), x in zip(tensors, walkers, strict=True)]
     return tuple(sizes), M, operands
 
 

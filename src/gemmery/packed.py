@@ -12,9 +12,10 @@ from torch.compiler import is_compiling
 from . import fused
 from .call import Factor, added
 from .dispatch import OptionValues, check_tensor, lowered, operand_names, result_dtype
+from .dtypes import accumulator
 from .epilogues.function import Epilogue
 from .formats.tensor import QuantizedTensor
-from .problem import accumulator, config_text
+from .problem import config_text
 from .results import returned
 from .unfused import behind, packed_product
 

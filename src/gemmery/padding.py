@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from . import select
-from .launch import describable
-from .problem import Operand, Problem
+from .operands import Dense, Layout
+from .problem import Problem
 
 #: Rows of a copy begin at multiples of this many elements.
 _PITCH = 16
@@ -38,10 +38,10 @@ class Copy:
     strides: tuple[int, ...]
     shape: tuple[int, ...]
     transposed: bool
-    operand: Operand
+    operand: Dense
 
     @classmethod
-    def of(cls, operand: Operand, rows: int, cols: int, batch: tuple[int, ...], transposed: bool) -> Copy:
+    def of(cls, operand: Layout, rows: int, cols: int, batch: tuple[int, ...], transposed: bool) -> Copy:
         """The copy of a matrix, with the elements of a column adjacent or those of a row."""
         outer, inner = (cols, rows) if transposed else (rows, cols)
         pitch = -(-inner // _PITCH) * _PITCH
@@ -56,7 +56,7 @@ class Copy:
             strides=(*operand.steps, operand.row, operand.col),
             shape=(*counts, outer, pitch),
             transposed=transposed,
-            operand=Operand(operand.dtype, tuple(reversed(steps)), row, col, True),
+            operand=Dense(operand.dtype, tuple(reversed(steps)), row, col, True),
         )
 
     @property
@@ -116,9 +116,9 @@ def padded(problem: Problem) -> Padded | None:
         return None
     a = b = None
     across = select.across(p)
-    if across.a or not describable(p.a, p.batch):
+    if across.a or not p.a.takes_tma(p.batch):
         a = Copy.of(p.a, p.M, p.K, p.batch, not across.a and p.a.row == 1 and p.a.col != 1)
-    if p.packing is None and (across.b or not describable(p.b, p.batch)):
+    if not p.b.is_packed and (across.b or not p.b.takes_tma(p.batch)):
         b = Copy.of(p.b, p.K, p.N, p.batch, across.b or (p.b.row == 1 and p.b.col != 1))
     if a is None and b is None:
         return None

@@ -13,9 +13,10 @@ from triton.errors import TritonError
 
 from . import direct, padding, reference
 from .devices import INTERPRETED
+from .dtypes import FP8
 from .launch import Binding, bind, on_device
 from .occupancy import Occupancy, occupancy, tensor_memory
-from .problem import FP8, Config, Problem
+from .problem import Config, Problem
 from .select import candidates, log
 
 #: Plans kept, and calls that are known to lead to one; old ones are dropped beyond that.
@@ -57,10 +58,8 @@ class Plan:
         self.problem = problem
         #: What is launched: the problem on copies of some of its matrices, or None for the problem itself.
         self._padded: padding.Padded | None = None
-        self._added = problem.addend is not None
-        self._scaled = problem.takes_factors
         #: For each tensor, the bits of an address that it must not have.
-        self._misaligned = tuple(15 if x is not None and x.aligned else 0 for x in problem.tensors)
+        self._misaligned = tuple(15 if x.aligned else 0 for x in problem.layouts)
         self._index = -1
         self._compiled: Any = None
         #: The launch without Triton's own preparations, where there is one; for GPU number `_index`.
@@ -85,12 +84,19 @@ class Plan:
         """Names of the matrices that are copied before every launch."""
         return () if self._padded is None else self._padded.names
 
-    def _copied(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """The matrices that the launch reads: copies of those that are slow to read, the others as they are."""
+    def _copied(self, tensors: Sequence[Any], empty: bool = False) -> Sequence[Any]:
+        """The tensors that the launch reads: copies of matrices that are slow to read, the others as they are.
+
+        Args:
+            empty: the copies need only have memory.
+        """
         if self._padded is None:
-            return a, b
-        copy_a, copy_b = self._padded.a, self._padded.b
-        return a if copy_a is None else copy_a(a), b if copy_b is None else copy_b(b)
+            return tensors
+        found = list(tensors)
+        for place, copy in ((0, self._padded.a), (len(self.problem.a.layouts), self._padded.b)):
+            if copy is not None:
+                found[place] = copy.memory(found[place].device) if empty else copy(found[place])
+        return found
 
     @property
     def config(self) -> Config | None:
@@ -117,47 +123,40 @@ class Plan:
         """
         if self.problem.fusion is not None:
             raise ValueError(f"{self}: has an epilogue, and is run by the product that it was made for")
-        if (addend is None) is self._added:
+        p = self.problem
+        if (addend is None) is (p.addend is not None):
             raise ValueError(
                 f"{self}: made for a call {'without' if addend is not None else 'with'} an addend"
             )
-        if (alpha != 1 or (addend is not None and beta != 1)) and not self._scaled:
+        if (alpha != 1 or (addend is not None and beta != 1)) and not p.takes_numbers:
             raise ValueError(f"{self}: made for alpha and beta of 1, called with {alpha} and {beta}")
-        if self.direct is not None and a.get_device() == self._index:
-            at_a, at_b, at_out = a.data_ptr(), b.data_ptr(), out.data_ptr()
-            at_addend = 0 if addend is None else addend.data_ptr()
-            # The ordinary launch compiles another kernel for tensors that are not aligned as those before.
-            of_a, of_b, of_out, of_addend = self._misaligned
-            aligned = not (at_a & of_a | at_b & of_b | at_out & of_out | at_addend & of_addend)
-            if aligned and self.direct(at_a, at_b, at_out, at_addend, alpha, beta):
-                return out
-        if self._binding is None:
-            dtype, by_rows = self.problem.out.dtype, self.problem.batch_invariant
-            return out.copy_(
-                reference.gemm(a, b, addend, alpha=alpha, beta=beta, out_dtype=dtype, by_rows=by_rows)
-            )
-        # Triton launches on the current device, whatever device the tensors are on.
-        with on_device(a):
-            a, b = self._copied(a, b)
-            self._binding.launch(a, b, out, addend, alpha, beta)
+        self.run((a, b, out) if addend is None else (a, b, out, addend), (alpha, beta))
         return out
 
-    def takes(self, addresses: Sequence[int]) -> bool:
-        """Whether the compiled kernel may be entered with tensors at these addresses: a, b, out and others."""
-        return not any(at & bits for at, bits in zip(addresses, self._misaligned, strict=False))
-
-    def run_fused(
-        self, a: Tensor, b: Tensor, out: Tensor, extras: tuple[Tensor, ...], numbers: tuple[float, ...]
-    ) -> None:
-        """Launch a problem with a traced epilogue, with its tensors and numbers in the order of its program."""
-        if self.direct is not None and a.get_device() == self._index:
-            addresses = [x.data_ptr() for x in (a, b, out, *extras)]
-            if self.takes(addresses) and self.direct(*addresses[:3], addresses[3:], *numbers):
+    def run(self, tensors: Sequence[Tensor], numbers: tuple[float, ...] = ()) -> None:
+        """Launch, with tensors in the order of `Problem.layouts`, and numbers as `Binding.arguments` takes them."""
+        if self.direct is not None and tensors[0].get_device() == self._index:
+            addresses = [x.data_ptr() for x in tensors]
+            # The ordinary launch compiles another kernel for tensors that are not aligned as those before.
+            if self.takes(addresses) and self.direct(addresses, numbers):
                 return
-        assert self._binding is not None
-        with on_device(a):
-            a, b = self._copied(a, b)
-            self._binding.launch(a, b, out, extras, numbers)
+        if self._binding is None:
+            self._run_reference(*tensors, numbers=numbers)
+            return
+        # Triton launches on the current device, whatever device the tensors are on.
+        with on_device(tensors[0]):
+            self._binding.launch(self._copied(tensors), numbers)
+
+    def _run_reference(
+        self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, numbers: tuple[float, ...]
+    ) -> None:
+        alpha, beta = numbers
+        dtype, by_rows = self.problem.out.dtype, self.problem.batch_invariant
+        out.copy_(reference.gemm(a, b, addend, alpha=alpha, beta=beta, out_dtype=dtype, by_rows=by_rows))
+
+    def takes(self, addresses: Sequence[int]) -> bool:
+        """Whether the compiled kernel may be entered with tensors at these addresses."""
+        return not any(at & bits for at, bits in zip(addresses, self._misaligned, strict=True))
 
     @property
     def slots(self) -> int:
@@ -165,7 +164,7 @@ class Plan:
         assert self._binding is not None
         return -(-self.problem.out_n // self._binding.slot)
 
-    def fit(self, a: Tensor, b: Tensor, *others: Any, pinned: bool) -> None:
+    def fit(self, tensors: Sequence[Any], numbers: Sequence[float] = (), *, pinned: bool) -> None:
         """Compile for the current GPU, going down the ranking until a kernel fits without spills.
 
         An epilogue may need some memory of its own in any tile, as sines do: after a few kernels that spill, and of
@@ -179,20 +178,16 @@ class Plan:
         """
         if self._binding is None or INTERPRETED:
             return
-        if self._padded is not None:
-            copy_a, copy_b = self._padded.a, self._padded.b
-            a = a if copy_a is None else copy_a.memory(a.device)
-            b = b if copy_b is None else copy_b.memory(b.device)
         self._binding, self._compiled, _ = settle(
-            self._launched, self._choices, (a, b, *others), _load, pinned
+            self._launched, self._choices, (self._copied(tensors, empty=True), numbers), _load, pinned
         )
 
-    def shorten(self, index: int, *tensors: Any) -> None:
+    def shorten(self, index: int, tensors: Sequence[Any], numbers: tuple[float, ...] = ()) -> None:
         """Have calls on GPU number `index`, the current one, go past Triton's own launcher where that is possible."""
         # Copies are made in the ordinary way, which takes the host longer than the launch.
         if self._binding is not None and self._compiled is not None and self._padded is None:
             self._index = index
-            self.direct = direct.prepare(self._binding, self._compiled, index, *tensors)
+            self.direct = direct.prepare(self._binding, self._compiled, index, tensors, numbers)
 
     def resources(self) -> Resources | None:
         """What the compiled kernel takes of a multiprocessor; None where nothing was compiled for a GPU.
@@ -241,13 +236,13 @@ class Settled(NamedTuple):
 
 
 def settle(
-    problem: Problem, configs: Sequence[Config], tensors: Sequence[Any], examine: Callable[[Any], int],
-    pinned: bool = False,
+    problem: Problem, configs: Sequence[Config], given: tuple[Sequence[Any], Sequence[float]],
+    examine: Callable[[Any], int], pinned: bool = False,
 ) -> Settled:  # fmt: skip
     """Compile configs in their order until a kernel fits without spills; see `Plan.fit`.
 
     Args:
-        tensors: what `Binding.compile` takes; they may be on the meta device.
+        given: what `Binding.compile` takes; tensors may be on the meta device.
         examine: gives the 32-bit words per thread that a compiled kernel spills, or raises what Triton raises for one
             that does not fit.
         pinned: spills do not matter.
@@ -262,7 +257,7 @@ def settle(
     for config in configs:
         binding = bind(problem, config)
         try:
-            compiled = binding.compile(*tensors)
+            compiled = binding.compile(*given)
             spills = examine(compiled)
         except torch.OutOfMemoryError:
             raise
@@ -315,8 +310,10 @@ def _cached(problem: Problem, config: Config | None, device: int) -> tuple[Plan,
     return Plan(problem, config), []
 
 
-def make_plan(problem: Problem, config: Config | None, *tensors: Any) -> Plan:
-    """The plan for a problem, compiled for the GPU of `tensors` (a, b, out, addend, alpha, beta); memoised.
+def make_plan(
+    problem: Problem, config: Config | None, tensors: Sequence[Tensor], numbers: tuple[float, ...] = ()
+) -> Plan:
+    """The plan for a problem, compiled for the GPU of `tensors`, which are in the order of `Problem.layouts`; memoised.
 
     Raises:
         ValueError: a pinned config does not suit the problem or does not fit the GPU.
@@ -325,8 +322,8 @@ def make_plan(problem: Problem, config: Config | None, *tensors: Any) -> Plan:
     plan, ready = _cached(problem, config, index)
     if not ready:
         with on_device(tensors[0]):
-            plan.fit(*tensors, pinned=config is not None)
-            plan.shorten(index, *tensors)
+            plan.fit(tensors, numbers, pinned=config is not None)
+            plan.shorten(index, tensors, numbers)
         ready.append(True)
     return plan
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .problem import Precision
+from .dtypes import Precision
 
 #: What a user may ask for: "torch" is whatever `torch.backends.cuda.matmul` says at the call.
 AskedPrecision = Literal["ieee", "tf32", "tf32x3", "torch"]

@@ -12,161 +12,28 @@ from typing import Any, Literal
 import torch
 
 from .devices import Device
-
-Precision = Literal["ieee", "tf32", "tf32x3"]
-PRECISIONS: tuple[Precision, ...] = ("ieee", "tf32", "tf32x3")
-
-#: Short names, as they appear in plans, tables and file names.
-DTYPE_NAMES: dict[torch.dtype, str] = {
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.float32: "fp32",
-    torch.float64: "fp64",
-    torch.float8_e4m3fn: "e4m3",
-    torch.float8_e5m2: "e5m2",
-    torch.int8: "int8",
-    torch.int32: "int32",
-}
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-
-#: What a product of two such matrices may be stored as; the first is the default.
-OUT_DTYPES: dict[torch.dtype, tuple[torch.dtype, ...]] = {
-    torch.float16: (torch.float16, torch.float32, torch.bfloat16),
-    torch.bfloat16: (torch.bfloat16, torch.float32, torch.float16),
-    torch.float32: (torch.float32, torch.float16, torch.bfloat16),
-    torch.float64: (torch.float64, torch.float32),
-    torch.float8_e4m3fn: (torch.bfloat16, torch.float16, torch.float32),
-    torch.float8_e5m2: (torch.bfloat16, torch.float16, torch.float32),
-    torch.int8: (torch.int32,),
-}
-
-
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The type in which products of `dtype` are summed: fp64 for fp64, int32 for int8, else fp32."""
-    return {torch.float64: torch.float64, torch.int8: torch.int32}.get(dtype, torch.float32)
+from .dtypes import Precision
+from .operands.base import Layout, Spec, Traced
 
 
 @dataclass(frozen=True, slots=True)
-class Operand:
-    """How one matrix (or batch of them) lies in memory; strides in elements.
+class Fusion(Traced):
+    """What a traced epilogue makes of the product; its operands are over (batch, M, columns).
 
     Attributes:
-        dtype: element type.
-        steps: one stride for each dimension of the problem's batch, 0 where the matrix is shared.
-        row: distance from one row to the next.
-        col: distance from one column to the next.
-        aligned: whether the first element's address is a multiple of 16 bytes.
-    """
-
-    dtype: torch.dtype
-    steps: tuple[int, ...]
-    row: int
-    col: int
-    aligned: bool
-
-    def __str__(self) -> str:
-        order = "row" if self.col == 1 else "col" if self.row == 1 else f"{self.row},{self.col}"
-        return f"{DTYPE_NAMES.get(self.dtype, str(self.dtype).removeprefix('torch.'))}[{order}]"
-
-
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """How the numbers of B are packed; see `formats`.
-
-    Attributes:
-        format: its name in `formats.FORMATS`.
-        bits: of a number.
-        group: rows of B, along K, that share a scale; 0 where none do.
-        shifts: what comes with the scales: "zeros", "offsets" or "" for nothing.
-        wide: whether scales are fp32, rather than of A's type.
-        matrices: how many lie one behind the other in memory.
-        aligned: whether the addresses of scales and shifts, of each that there is, are multiples of 16 bytes.
-    """
-
-    format: str
-    bits: int
-    group: int = 0
-    shifts: str = ""
-    wide: bool = False
-    matrices: int = 1
-    aligned: tuple[bool, ...] = (True, True)
-
-    def bytes(self, N: int, K: int) -> int:
-        """Of one matrix with all that belongs to it."""
-        groups = -(-K // self.group) if self.group else 0
-        each = (4 if self.wide else 2) + (2 if self.shifts else 0)
-        return N * (K * self.bits // 8 + groups * each)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.format}{f'/{self.group}' if self.group else ''}{f'+{self.shifts}' if self.shifts else ''}"
-        )
-
-
-#: Columns of K that share a factor in `Scales`: in blocks of fp32 scales, and in those of the MX formats.
-SCALED_EVERY, MX_EVERY = 128, 32
-
-
-@dataclass(frozen=True, slots=True)
-class Scales:
-    """Factors of both operands that change along K; see `kernels.scales`.
-
-    Attributes:
-        a, b: the factors' layouts: a row of them for `a_every` rows of A and for `b_every` columns of B.
-        step: columns of K that share a factor, `SCALED_EVERY` or `MX_EVERY`.
-    """
-
-    a: Operand
-    b: Operand
-    a_every: int
-    b_every: int
-    step: int = SCALED_EVERY
-
-    @property
-    def exact(self) -> bool:
-        """Whether all are powers of two, by which numbers of fp8 can be multiplied in bf16 without rounding.
-
-        From 2^-133 on, that is, and below 2^128: bf16 ends there.
-        """
-        return self.a.dtype == self.b.dtype == torch.uint8
-
-    def takes(self, block_k: int) -> bool:
-        """Whether a step may be so long: as what shares a factor, or a multiple of it where factors are exact."""
-        return block_k % self.step == 0 if self.exact else block_k == self.step
-
-
-@dataclass(frozen=True, slots=True)
-class Fusion:
-    """What a traced epilogue makes of the product.
-
-    Attributes:
-        source: its device function's text; see `epilogues.lower`.
-        operands: what it reads and writes besides the product, one layout a tensor, over (batch, M, columns).
-        numbers: how many numbers come with every call.
         paired: whether the columns of the product come in two halves, which lie in one tile, so that the output has
             half as many.
-        between: elements from the left half of B's columns to the right one, where these are two matrices.
         reduces: whether it leaves parts of reduced rows.
         stores: whether the kernel stores a result of it, or it stores all itself.
-        prologue: what becomes of A's tiles as they are loaded, if anything does: its text, operands over
-            (batch, M, K) and numbers, which come after the epilogue's own.
         ahead: the texts of the same in two functions, or None; see `epilogues.lower.Program`.
         whole: whether it needs tiles as wide as the product.
     """
 
-    source: str
-    operands: tuple[Operand, ...]
-    numbers: int = 0
     paired: bool = False
-    between: int | None = None
     reduces: bool = False
     stores: bool = True
-    prologue: Fusion | None = None
     ahead: tuple[str, str] | None = None
     whole: bool = False
-
-    def __str__(self) -> str:
-        return self.source.split("(", 1)[0].split()[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,27 +49,22 @@ class Problem:
         fast_accum: whether fp8 products may be summed at the tensor cores' reduced precision.
         batch_invariant: whether a row of the result must have the same bits whatever M and the batch are.
         device: the row of the device table that it runs on.
-        packing: how B's numbers are packed, if they are; `b` is then what they stand for, with the steps of its batch
-            in matrices.
-        scales: factors that change along K, if there are any.
     """
 
     M: int
     N: int
     K: int
     batch: tuple[int, ...]
-    a: Operand
-    b: Operand
-    out: Operand
+    a: Spec
+    b: Spec
+    out: Layout
     device: Device
     epilogue: str = "identity"
-    addend: Operand | None = None
+    addend: Layout | None = None
     precision: Precision = "ieee"
     fast_accum: bool = False
     batch_invariant: bool = False
     fusion: Fusion | None = None
-    packing: Packing | None = None
-    scales: Scales | None = None
 
     @property
     def paired(self) -> bool:
@@ -215,7 +77,7 @@ class Problem:
         return self.N // 2 if self.paired else self.N
 
     @property
-    def extras(self) -> tuple[Operand, ...]:
+    def extras(self) -> tuple[Layout, ...]:
         """What the epilogue reads and writes besides the product and the output."""
         if self.fusion is not None:
             return self.fusion.operands
@@ -229,26 +91,14 @@ class Problem:
         return any(x.row and x.col for x in self.fusion.operands) or "uniform(" in self.fusion.source
 
     @property
-    def tensors(self) -> tuple[Operand | None, ...]:
-        """The layouts of all tensors of a launch, in its order."""
-        if self.fusion is None:
-            return self.a, self.b, self.out, self.addend
-        before = self.fusion.prologue.operands if self.fusion.prologue else ()
-        return self.a, self.b, self.out, *self.fusion.operands, *before, *self.shared
+    def layouts(self) -> tuple[Layout, ...]:
+        """The layouts of all tensors of a launch, in its order: those of a, of b, the output, the epilogue's."""
+        return (*self.a.layouts, *self.b.layouts, self.out, *self.extras)
 
     @property
-    def shared(self) -> tuple[Operand, ...]:
-        """The layouts of what belongs to the factors: a packed B's scales and shifts, or scales of both."""
-        if self.scales is not None:
-            return self.scales.a, self.scales.b
-        if self.packing is None or not self.packing.group:
-            return ()
-        columns = -(-self.N // 16) * 16
-        types = [torch.float32 if self.packing.wide else self.b.dtype] + [self.b.dtype] * bool(
-            self.packing.shifts
-        )
-        pairs = zip(types, self.packing.aligned, strict=False)
-        return tuple(Operand(dtype, (), columns, 1, aligned) for dtype, aligned in pairs)
+    def summed(self) -> torch.dtype:
+        """The type of the sum."""
+        return self.b.summed
 
     @property
     def matrices(self) -> int:
@@ -259,12 +109,10 @@ class Problem:
         return count
 
     @property
-    def takes_factors(self) -> bool:
-        """Whether the epilogue is given numbers with every call; others are for calls where alpha and beta are 1."""
-        return self.epilogue in ("scale", "add_matrix") or (
-            self.fusion is not None
-            and self.fusion.numbers + (self.fusion.prologue.numbers if self.fusion.prologue else 0) > 0
-        )
+    def takes_numbers(self) -> bool:
+        """Whether a launch is given numbers with every call; others are for calls where alpha and beta are 1."""
+        own = 0 if self.fusion is None else self.fusion.numbers
+        return self.epilogue in ("scale", "add_matrix") or own + self.a.numbers + self.b.numbers > 0
 
     @property
     def flops(self) -> int:
@@ -274,31 +122,18 @@ class Problem:
     @property
     def bytes(self) -> int:
         """The fewest bytes that can be moved: each distinct matrix once."""
-        total = 0
-        for operand, rows, cols in (
-            (self.a, self.M, self.K), (self.b, self.K, self.N), (self.out, self.M, self.out_n),
-            *((extra, self.M, self.out_n) for extra in self.extras),
-        ):  # fmt: skip
-            if operand is self.b and self.packing is not None:
-                total += self.packing.bytes(self.N, self.K) * min(self.matrices, self.packing.matrices)
-                continue
-            size = operand.dtype.itemsize
-            for extent, stride in zip(
-                (*self.batch, rows, cols), (*operand.steps, operand.row, operand.col), strict=True
-            ):
-                size *= extent if stride or extent == 0 else 1
-            total += size
-        return total
+        outputs = sum(x.bytes(self.M, self.out_n, self.batch) for x in (self.out, *self.extras))
+        read = self.a.bytes(self.M, self.K, self.batch) + self.b.bytes(self.K, self.N, self.batch)
+        return read + outputs
 
     def __str__(self) -> str:
         batch = "x".join(map(str, self.batch)) + " of " if self.batch else ""
         fused = "" if self.epilogue == "identity" else f" +{self.fusion or self.epilogue}"
         fused += f" {self.precision}" if self.precision != "ieee" else ""
         fused += " fast" if self.fast_accum else ""
-        fused += " scaled along K" if self.scales is not None else ""
+        fused += self.b.note
         invariant = " invariant" if self.batch_invariant else ""
-        right = self.b if self.packing is None else self.packing
-        return f"{batch}{self.M}x{self.N}x{self.K} {self.a} @ {right} -> {self.out}{fused}{invariant}"
+        return f"{batch}{self.M}x{self.N}x{self.K} {self.a} @ {self.b} -> {self.out}{fused}{invariant}"
 
 
 @dataclass(frozen=True, slots=True)

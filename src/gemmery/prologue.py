@@ -14,11 +14,11 @@ from typing import Any
 from torch import Tensor
 
 from .dispatch import check_tensor, moved
+from .dtypes import accumulator
 from .epilogues.function import captured_of
 from .epilogues.identity import Captured
 from .epilogues.lower import Program
 from .epilogues.record import Untraceable
-from .problem import accumulator
 from .programs import lowered_program
 
 

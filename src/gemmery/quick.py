@@ -36,16 +36,14 @@ class Known:
 
     Attributes:
         makers: allocate the results, in their order.
-        main: which of them the kernel stores itself.
-        extras: of the epilogue's tensors: places among the call's values, or of a result, inverted.
+        tensors: of the launch: places among the call's values, or of a result, inverted.
         numbers: places of its numbers among the call's values.
         many: whether it returns a tuple.
         direct: enters the kernel.
     """
 
     makers: tuple[Callable[[], Tensor], ...]
-    main: int
-    extras: tuple[int, ...]
+    tensors: tuple[int, ...]
     numbers: tuple[int, ...]
     many: bool
     direct: Any
@@ -70,9 +68,8 @@ def run(op: str, a: Any, b: Any, bias: Any, functions: tuple[Any, ...], options:
     if known is None:
         return None
     results = [make() for make in known.makers]
-    extras = tuple([values[i] if i >= 0 else results[~i].data_ptr() for i in known.extras])
-    numbers = [values[i] for i in known.numbers]
-    if not known.direct(values[0], values[1], results[known.main].data_ptr(), extras, *numbers):
+    addresses = [values[i] if i >= 0 else results[~i].data_ptr() for i in known.tensors]
+    if not known.direct(addresses, tuple([values[i] for i in known.numbers])):
         return None
     return tuple(results) if known.many else results[0]
 
@@ -111,19 +108,17 @@ def learn(
     shift = (2 if call.biases else 3) - call.scaled
     own = [channel if call.scaled and i == 0 else i + shift for i in program.inputs]
     written = [~i for i, x in enumerate(program.outputs) if x.places]
-    places = (0, 1, *own)
     shared = []
     if weight is not None and weight.scales is not None:
         shifts = [zeros] * (weight.zeros is not None) + [offsets] * (weight.offsets is not None)
         shared = [scales, *shifts]
-    addresses = [looked[0][i] for i in places]
+    places = (0, 1, *shared, ~program.main, *own, *written)
     # What is allocated is aligned.
-    belonging = [looked[0][i] for i in shared]
-    if not plan.takes([*addresses[:2], 0, *addresses[2:], *[0] * len(written), *belonging]):
+    if not plan.takes([looked[0][i] if i >= 0 else 0 for i in places]):
         return
     known = Known(
         tuple([maker(*matrix, call.a.device) for matrix in results.matrices if matrix is not None]),
-        program.main, (*own, *written, *shared), tuple([i + shift for i in program.numbers]),
+        places, tuple([i + shift for i in program.numbers]),
         program.many, plan.direct,
     )  # fmt: skip
     keep(_known, (call.op, call.captured.number, options, *looked[1]), known)

@@ -11,7 +11,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from .problem import OUT_DTYPES, accumulator
+from .dtypes import OUT_DTYPES, accumulator
 
 
 def gemm(

@@ -19,9 +19,10 @@ from torch.compiler import is_compiling
 from . import block_scaled, devices
 from .api import linear
 from .dispatch import Options, OutTypes, check_tensor
+from .dtypes import FP8
 from .epilogues.function import Epilogue, function_of, named
 from .formats.scaled import ScaledTensor
-from .problem import FP8, Config
+from .problem import Config
 
 #: Kinds of scales that are factors of the product's rows and columns.
 _OUTSIDE = ("tensor", "row")

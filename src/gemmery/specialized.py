@@ -14,14 +14,16 @@ import torch
 import triton
 from torch import Tensor
 
-from . import scale_access
 from .clusters import Work
+from .dtypes import FP8
 from .formats.packing import STRIP, block_columns
+from .formats.scaled import BLOCK
 from .kernels import order
 from .kernels.numerics import cast
-from .launch import Binding, described, epilogue_arguments, epilogue_of, storable
-from .packed_access import PackedAccess, asm_of, unpacker
-from .problem import FP8, SCALED_EVERY, Config, Problem
+from .launch import Binding, described, epilogue_arguments, epilogue_of, sorted_tensors, storable
+from .operands.packed import Packed, PackedAccess
+from .operands.scaled import Scaled
+from .problem import Config, Problem
 from .waves import Split
 
 #: Versions of Triton whose Gluon has the names that the kernel is written in.
@@ -57,7 +59,7 @@ def suits(problem: Problem) -> bool:
         available()
         and p.device.arch == "sm_90"
         and not p.batch
-        and (_packed(p) if p.packing is not None else _scaled(p))
+        and (_packed(p) or _scaled(p))
         and p.a.col == 1
         and described(p)
         and p.out.col == 1
@@ -70,42 +72,44 @@ def suits(problem: Problem) -> bool:
 def _packed(problem: Problem) -> bool:
     # Of what groups share, offsets are counted in 32 bits; `described` sees to it that units of 16 bytes can be copied.
     p = problem
-    group = p.packing.group if p.packing is not None else 0
+    if not isinstance(p.b, Packed):
+        return False
+    group = p.b.group
     return p.a.dtype.itemsize == 2 and (not group or -(-p.K // group) * (p.N + STRIP) < 1 << 31)
 
 
 def _scaled(problem: Problem) -> bool:
     p = problem
-    if p.scales is None or p.scales.step != SCALED_EVERY or p.a.dtype not in FP8:
+    if not isinstance(p.b, Scaled) or p.b.step != BLOCK or p.a.dtype not in FP8:
         return False
-    return p.b.row == 1 and p.scales.b_every % SCALED_EVERY == 0
+    return p.b.row == 1 and p.b.every % BLOCK == 0
 
 
 def _epilogue_suits(problem: Problem) -> bool:
     """Whether an epilogue asks for nothing but its block, and for no offsets beyond 32 bits in it."""
     p, f = problem, problem.fusion
-    plain = f is None or (f.stores and not (f.reduces or f.whole or f.prologue))
+    plain = f is None or (f.stores and not (f.reduces or f.whole or p.a.prologue))
     near = all((x.row + x.col) * 256 < 1 << 31 for x in p.extras)
-    return plain and near and (p.packing is not None or not p.paired)
+    return plain and near and (p.b.is_packed or not p.paired)
 
 
 def refusal(problem: Problem, config: Config) -> str | None:
     """Why a config can't run a problem that suits; None if it can."""
     p, c = problem, config
-    if p.packing is not None:
-        step = block_columns(p.packing.bits)
+    if isinstance(p.b, Packed):
+        step = block_columns(p.b.packed_bits)
         if not c.swap or c.block_n not in (OWN, OWN * WARPS // 4) or c.block_k % step or c.block_m > 256:
             return f"packed weights need swap, block_n 64 or 128, block_k a multiple of {step} and block_m up to 256"
         if _turns(p, c) and c.num_stages % (WARPS // 4):
             return "groups of warps take turns in tiles of 64 columns, which needs an even num_stages"
-    elif c.swap or c.block_m != OWN * WARPS // 4 or c.block_k != SCALED_EVERY or c.block_n > 256:
-        return f"factors that change along K need block_m 128, block_k {SCALED_EVERY} and block_n up to 256"
+    elif c.swap or c.block_m != OWN * WARPS // 4 or c.block_k != BLOCK or c.block_n > 256:
+        return f"factors that change along K need block_m 128, block_k {BLOCK} and block_n up to 256"
     return None
 
 
 def _turns(problem: Problem, config: Config) -> bool:
     """Whether groups of warps take turns along K."""
-    return problem.packing is not None and config.block_n == OWN
+    return problem.b.is_packed and config.block_n == OWN
 
 
 def _descriptor(
@@ -141,13 +145,14 @@ class SpecializedBinding(Binding):
         from .kernels import dialect, specialized
 
         tiles = -(-p.M // c.block_m) * -(-p.N // c.block_n)
+        self.a, self.b = p.a.access(p, is_b=False, tma=True), p.b.access(p, is_b=True, tma=True)
         self.split = Split.of(p, c)
         steps = -(-p.K // c.block_k)
         self.work = Work.divide(tiles, steps, p.device.sms, 1, c.split_k if self.split else 1)
         self.kernel = specialized.gemm_specialized
         self.grid = (self.work.programs, 1, 1)
         self.constants = {
-            **(self._of_packed() if p.packing is not None else self._of_scaled()),
+            **(self._of_packed() if p.b.is_packed else self._of_scaled()),
             "ORDER": order.grouped,
             "EPILOGUE": dialect.in_gluon(epilogue_of(p)),
             "CAST": dialect.in_gluon(cast),
@@ -172,49 +177,52 @@ class SpecializedBinding(Binding):
     def _of_packed(self) -> dict[str, Any]:
         from .kernels import dialect, specialized
 
-        p = self.problem
-        assert p.packing is not None
+        b = self.problem.b
+        assert isinstance(b, Packed)
+        assert isinstance(self.b, PackedAccess)
         return {
             "MULTIPLY": specialized.multiply_packed,
             # Without waits: pieces that are unpacked under a product have registers of their own.
-            "FACT_0": dialect.in_gluon(unpacker(p.packing, p.b.dtype, asm_of(p), False)),
-            "FACT_1": 32 // p.packing.bits,
-            "FACT_2": p.packing.group,
-            "PER": 32 // p.packing.bits,
-            "GROUP": p.packing.group,
+            "FACT_0": dialect.in_gluon(self.b.unpacker(waits=False)),
+            "FACT_1": 32 // b.packed_bits,
+            "FACT_2": b.group,
+            "PER": 32 // b.packed_bits,
+            "GROUP": b.group,
         }
 
     def _of_scaled(self) -> dict[str, Any]:
         from .kernels import specialized
 
-        p = self.problem
-        assert p.scales is not None
+        a, b = self.problem.a, self.problem.b
+        assert isinstance(a, Scaled)
+        assert isinstance(b, Scaled)
         return {
             "MULTIPLY": specialized.multiply_scaled,
-            "FACT_0": p.scales.a_every,
-            "FACT_1": p.scales.b_every,
+            "FACT_0": a.every,
+            "FACT_1": b.every,
             "FACT_2": 0,
             "PER": 0,
             "GROUP": 0,
         }
 
-    def arguments(self, a: Tensor, b: Tensor, out: Tensor, *given: Any) -> list[Any]:
+    def arguments(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> list[Any]:
         """The kernel's run-time arguments, as for `Binding.arguments`."""
         p, c, w = self.problem, self.config, self.work
-        belonging = given[0][len(given[0]) - len(p.shared) :]
-        partials, counters = (None, None) if self.split is None else self.workspace(a.device)
+        a, b, out, extras = sorted_tensors(p, tensors)
+        partials, counters = (None, None) if self.split is None else self.workspace(out.device)
         return [
-            _descriptor(a, (p.M, p.K), (p.a.row, 1), (c.block_m, c.block_k), p.a.dtype),
-            self._b(b), self._out(out), self._extra(belonging), epilogue_arguments(p, 0, *given), partials, counters,
+            _descriptor(a[0], (p.M, p.K), (p.a.row, 1), (c.block_m, c.block_k), p.a.dtype),
+            self._b(b), self._out(out), self._extra(a, b), epilogue_arguments(p, 0, extras, numbers),
+            partials, counters,
             p.M, p.N, p.K, w.whole, w.cut, w.parts, w.chunk,
         ]  # fmt: skip
 
-    def _b(self, tensor: Tensor) -> Any:
+    def _b(self, tensors: Sequence[Any]) -> Any:
         p, c = self.problem, self.config
-        if p.packing is None:
-            return _descriptor(tensor, (p.N, p.K), (p.b.col, 1), (c.block_n, c.block_k), p.b.dtype)
-        words = PackedAccess(p, described=True).argument(tensor, c.block_k, c.block_n)
-        return _descriptor(tensor, words.shape, words.strides, words.block_shape, torch.int32)
+        if not p.b.is_packed:
+            return _descriptor(tensors[0], (p.N, p.K), (p.b.col, 1), (c.block_n, c.block_k), p.b.dtype)
+        words = self.b.argument(tensors, c.block_k, c.block_n)
+        return _descriptor(tensors[0], words.shape, words.strides, words.block_shape, torch.int32)
 
     def _out(self, tensor: Tensor) -> Any:
         p, c = self.problem, self.config
@@ -223,13 +231,11 @@ class SpecializedBinding(Binding):
         block = (min(c.block_m, piece), columns) if c.swap else (OWN, min(c.block_n, piece))
         return _descriptor(tensor, (p.M, p.out_n), (p.out.row, 1), block, p.out.dtype)
 
-    def _extra(self, belonging: Sequence[Any]) -> tuple[Any, ...]:
+    def _extra(self, a: Sequence[Any], b: Sequence[Any]) -> tuple[Any, ...]:
         """What MULTIPLY takes besides the blocks."""
-        p = self.problem
-        if p.packing is None:
-            return scale_access.of_steps(p, belonging)
-        access = PackedAccess(p, described=True)
-        return (*[*belonging, None, None][:2], access.groups, access.columns)
+        if not isinstance(self.b, PackedAccess):
+            return (*self.a.step_scales(a), *self.b.step_scales(b))
+        return (*[*b[1:], None, None][:2], self.b.groups, self.b.columns)
 
     @property
     def room(self) -> tuple[int, int]:

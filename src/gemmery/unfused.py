@@ -15,9 +15,10 @@ from torch import Tensor
 
 from .call import Call, described, kept_types, output_types, outputs_of
 from .dispatch import OutTypes
+from .dtypes import accumulator
 from .formats.tensor import QuantizedTensor
 from .ops import gemm, in_transform
-from .problem import accumulator, config_text
+from .problem import config_text
 from .results import returned
 
 

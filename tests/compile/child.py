@@ -71,7 +71,7 @@ def compile_gemm(layout):
     problem = make_problem(
         a, b, out, bias, scaled=False, precision="ieee", fast_accum=False, device=TABLE["NVIDIA H200"]
     )
-    return Binding(problem, Config.of(CONFIG)).compile(a, b, out, bias)
+    return Binding(problem, Config.of(CONFIG)).compile((a, b, out, bias), (1, 1))
 
 
 def compile_plain():

@@ -212,21 +212,24 @@ def one_workspace(binding):
 def same_way_fused(name):
     """The same for a product whose epilogue was traced."""
     posed, dtype, config = FUSED[name]
-    problem, (a, b, out, extras, numbers) = pose(posed, dtype, 300, 1024, TABLE["NVIDIA H200"])
+    problem, (given, numbers) = pose(posed, dtype, 300, 1024, TABLE["NVIDIA H200"])
     binding = bind(problem, Config.of(config))
     one_workspace(binding)
-    compiled = binding.compile(a, b, out, extras, numbers)
-    launch = direct.prepare(binding, compiled, 0, a, b, out, extras, numbers)
+    compiled = binding.compile(given, numbers)
+    launch = direct.prepare(binding, compiled, 0, given, numbers)
     assert launch is not None, "there is no short way"
     for _ in range(2):
-        matrices = [torch.empty_like(x, device="cpu") for x in (a, b, out)]
-        given = [x if x is None else torch.empty_like(x, device="cpu") for x in extras]
+        real = [torch.empty_like(x, device="cpu") for x in given]
         LAUNCHES.calls.clear()
-        binding.launch(*matrices, given, numbers)
-        addresses = [0 if x is None else x.data_ptr() for x in given]
-        assert launch(*(x.data_ptr() for x in matrices), addresses, *numbers)
+        binding.launch(real, numbers)
+        assert launch([x.data_ptr() for x in real], numbers)
         ordinary, short = (read(call, compiled) for call in LAUNCHES.calls)
         assert repr(short) == repr(ordinary), f"{short} is not {ordinary}"
+
+
+def there(operands):
+    """The tensors of a launch: all that there are."""
+    return [x for x in operands if x is not None]
 
 
 def same_way(name):
@@ -241,16 +244,16 @@ def same_way(name):
     binding = bind(problem, Config.of(config))
     one_workspace(binding)
     factors = FACTORS.get(name, [(1, 1)])
-    compiled = binding.compile(*first, *factors[0])
+    compiled = binding.compile(there(first), factors[0])
     # One tensor for two of the operands must not make them one for ever.
     twice = (a, a if a.shape == b.shape else b, out, addend)
-    launch = direct.prepare(binding, compiled, 0, *twice, *factors[0])
+    launch = direct.prepare(binding, compiled, 0, there(twice), factors[0])
     assert launch is not None, "there is no short way"
     for operands in (first, tensors(**shape), first):
         for alpha, beta in factors:
             LAUNCHES.calls.clear()
-            binding.launch(*operands, alpha, beta)
-            assert launch(*(0 if x is None else x.data_ptr() for x in operands), alpha, beta)
+            binding.launch(there(operands), (alpha, beta))
+            assert launch([x.data_ptr() for x in there(operands)], (alpha, beta))
             ordinary, short = (read(call, compiled) for call in LAUNCHES.calls)
             assert repr(short) == repr(ordinary), f"{short} is not {ordinary}"
     return launch
@@ -259,17 +262,17 @@ def same_way(name):
 def hooks():
     """Whoever listens to launches hears of each: those go the ordinary way."""
     launch, knobs = same_way("pointers"), triton.knobs.runtime
-    operands = [x.data_ptr() if x is not None else 0 for x in tensors(**CASES["pointers"][1])]
+    operands = [x.data_ptr() for x in there(tensors(**CASES["pointers"][1]))]
     for hook in ("launch_enter_hook", "launch_exit_hook"):
         chain = getattr(knobs, hook)
         chain.add(print)
-        assert not launch(*operands, 1, 1)
+        assert not launch(operands, (1, 1))
         chain.remove(print)
-        assert launch(*operands, 1, 1)
+        assert launch(operands, (1, 1))
         with knobs.scope():
             setattr(knobs, hook, print)
-            assert not launch(*operands, 1, 1)
-        assert launch(*operands, 1, 1)
+            assert not launch(operands, (1, 1))
+        assert launch(operands, (1, 1))
 
 
 def unknown():
@@ -280,11 +283,11 @@ def unknown():
         *operands, scaled=False, precision="ieee", fast_accum=False, device=TABLE["NVIDIA H200"]
     )
     binding = bind(problem, Config.of(config))
-    compiled = binding.compile(*operands)
+    compiled = binding.compile(there(operands), (1, 1))
     compiled._init_handles()
 
     def refused():
-        return direct.prepare(binding, compiled, 0, *operands, 1, 1) is None
+        return direct.prepare(binding, compiled, 0, there(operands), (1, 1)) is None
 
     assert not refused()
     launcher = compiled._run

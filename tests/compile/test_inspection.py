@@ -240,7 +240,7 @@ def test_packed_weights_with_epilogues_compile_as_a_call_of_them_does():
     there = sass.read(sass.disassemble(called.asm["cubin"]))
     assert list(map(str, made.code.instructions)) == list(map(str, there.instructions))
     asked = inspect(posed(16, 1024, 1024, device=device_of(None, "sm_90"), weight="int4"), config)
-    assert asked.problem.packing == problem.packing
+    assert asked.problem.b == problem.b
     assert asked.products == 1
     assert all("from registers" in i.note for i in asked.loop.tensor)
 

@@ -14,9 +14,9 @@ import pytest
 import triton
 
 from gemmery.devices import ARCHS
+from gemmery.dtypes import DTYPE_NAMES
 from gemmery.lab.fused_targets import FUSED, GRADIENTS
 from gemmery.lab.targets import TARGETS, check
-from gemmery.problem import DTYPE_NAMES
 from gemmery.select.tiles import ALIKE
 
 
@@ -82,7 +82,7 @@ problem = make_problem(
     a, b, out, None, scaled=False, precision="ieee", fast_accum=False, device=TABLE["NVIDIA H200"]
 )
 config = Config(128, 128, 64, num_warps=8, schedule="%s", loader="%s")
-print(Binding(problem, config).compile(a, b, out).asm["ptx"])
+print(Binding(problem, config).compile((a, b, out), (1, 1)).asm["ptx"])
 """
 
 

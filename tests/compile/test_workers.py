@@ -38,7 +38,7 @@ targets.use_target("sm_90")
 hits = []
 knobs.compilation.listener = lambda *, cache_hit, **more: hits.append(cache_hit)
 problem = keys.from_dict(json.loads(sys.argv[1]), devices.TABLE["NVIDIA H200"])
-Binding(problem, Config.of(sys.argv[2])).compile(*sample(problem, "meta"))
+Binding(problem, Config.of(sys.argv[2])).compile(*sample(problem, "meta").given)
 print(json.dumps(hits))
 """
 

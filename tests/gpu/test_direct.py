@@ -38,7 +38,8 @@ def ordinary(plan, *arguments):
     """What Triton's own launch of a plan's kernel computes."""
     out = arguments[2]
     out.fill_(-1)
-    plan._binding.launch(*arguments)
+    tensors = [x for x in arguments[:4] if x is not None]
+    plan._binding.launch(tensors, tuple(arguments[4:]) or (1, 1))
     return out.clone()
 
 

@@ -16,7 +16,7 @@ from gemmery.formats.base import FORMATS
 from gemmery.formats.packing import pack, runs
 from gemmery.kernels import decoders
 from gemmery.kernels.numerics import INTERPRETED
-from gemmery.packed_access import DECODERS
+from gemmery.operands.packed import DECODERS
 from gemmery.select.space import DEALT, tiles_of
 from tests.gpu.common import DEVICE, DRY, HALVES, matrix, needs_cuda, rng, size, values, wide
 

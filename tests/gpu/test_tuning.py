@@ -77,7 +77,7 @@ def test_workers_compile_for_this_gpu(fresh, compilations):
         ] * 3
     compilations.clear()
     for config in configs:
-        gemmery.Plan(problem, config).fit(*sample(problem, "cuda"), pinned=True)
+        gemmery.Plan(problem, config).fit(*sample(problem, "cuda").given, pinned=True)
     assert compilations == [True] * 3
 
 

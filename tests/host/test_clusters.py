@@ -238,7 +238,7 @@ def test_descriptors_cover_the_matrices(layout):
         torch.empty(size, dtype=torch.bfloat16, device="meta")
         for size in ((304, 1024), (1024, 512), (304, 512))
     )
-    described = bind(problem, PLAIN).arguments(a, b, out)[:3]
+    described = bind(problem, PLAIN).arguments((a, b, out), (1, 1))[:3]
     assert described[0].shape == ([304, 1024] if layout[0] == "N" else [1024, 304])
     assert described[1].shape == ([1024, 512] if layout[1] == "N" else [512, 1024])
     assert [list(each.strides) for each in described] == [[each.shape[1], 1] for each in described]

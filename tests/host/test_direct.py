@@ -70,10 +70,14 @@ def test_arguments_are_filled_in():
     assert laid.values == [None, 64, None, 7, None]
 
 
-def test_arguments_are_kept_by_factors(monkeypatch):
-    monkeypatch.setattr(direct, "_FACTORS", 4)
+def test_arguments_are_kept_by_numbers(monkeypatch):
+    monkeypatch.setattr(direct, "_NUMBERS", 4)
     asked = []
-    arguments = direct._by_factors(lambda alpha, beta: asked.append((alpha, beta)) or len(asked))
+    kept = direct._by_numbers(lambda numbers: asked.append(numbers) or len(asked))
+
+    def arguments(*numbers):
+        return kept(numbers)
+
     assert arguments(2, 0.5) == arguments(2.0, 0.5) == 1
     # Zeros of either sign give results that differ in theirs.
     assert len({arguments(0.0, 1), arguments(-0.0, 1), arguments(1, 0.0), arguments(1, -0.0)}) == 4
@@ -114,7 +118,7 @@ def plan(monkeypatch):
 def test_a_plan_takes_the_short_way(plan):
     made, (a, b, out), ordinary = plan
     assert made(a, b, out) is out
-    assert made.direct.seen == [(a.data_ptr(), b.data_ptr(), out.data_ptr(), 0, 1, 1)]
+    assert made.direct.seen == [([a.data_ptr(), b.data_ptr(), out.data_ptr()], (1, 1))]
     assert ordinary == []
 
 

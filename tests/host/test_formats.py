@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 import gemmery
-from gemmery import packed_access
 from gemmery.formats import (
     FORMATS,
     QuantizedTensor,
@@ -31,7 +30,7 @@ from gemmery.formats.decode import rounded_sum
 from gemmery.formats.quantize import nearest
 from gemmery.formats.tensor import LARGEST_SCALE, LIMITED_CODES
 from gemmery.kernels import decoders
-from gemmery.problem import Packing
+from gemmery.operands import packed
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -148,12 +147,12 @@ def test_a_format_without_a_rule_can_not_be_asked_for(monkeypatch):
 def test_a_format_without_a_decoder_has_no_kernel(monkeypatch):
     monkeypatch.setitem(FORMATS, "odd", Format("odd", 8, "e2m1", 0, ""))
     with pytest.raises(NotImplementedError, match="format 'odd' has no decoder for 'e2m1' of 8 bits"):
-        packed_access.loader(Packing("odd", 8), BF16, 0, False, False, False)
+        packed.loader(packed.Packed.of(BF16, "odd", 8, N=16, K=32), 0, False, False, False)
 
 
 def test_every_format_has_a_decoder_and_a_rule():
-    assert {(format.code, format.bits) for format in FORMATS.values()} == packed_access.DECODERS.keys()
-    assert ORDERS.keys() == packed_access.DECODERS.keys()
+    assert {(format.code, format.bits) for format in FORMATS.values()} == packed.DECODERS.keys()
+    assert ORDERS.keys() == packed.DECODERS.keys()
     assert all(quantize(torch.ones(16, 128), name).format is format for name, format in FORMATS.items())
 
 

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from gemmery import Config, devices, padding
 from gemmery.launch import Binding
 from gemmery.layout import make_problem
+from gemmery.operands import Dense, Layout, Packed
 from gemmery.plan import Plan, runs_on
-from gemmery.problem import Operand, Packing, Problem
+from gemmery.problem import Problem
 from gemmery.select import measured, rank, shortlist
 from gemmery.select.model import costs
 from gemmery.select.space import kind_of, space_of, tiles_of
@@ -287,15 +288,15 @@ def test_offsets_within_a_block_are_wide_when_they_have_to_be(position, stride, 
 
 
 @pytest.mark.parametrize("device", devices.TABLE.values(), ids=lambda row: row.name)
-@pytest.mark.parametrize("packing", [Packing("int4", 4, 128), Packing("int8", 8)], ids=str)
+@pytest.mark.parametrize("packing", [("int4", 4, 128), ("int8", 8)], ids=str)
 def test_packed_weights_have_a_class_of_invariant_configs(device, packing):
     """The one for all numbers of rows and layouts, of the packed kind's own rows."""
     bf16 = torch.bfloat16
     found = set()
     for M, col in ((1, 4096), (100, 4096), (4096, 4096), (64, 4098)):
         p = Problem(
-            M=M, N=4096, K=4096, batch=(), device=device, a=Operand(bf16, (), col, 1, col % 16 == 0),
-            b=Operand(bf16, (), 1, 4096, True), out=Operand(bf16, (), 4096, 1, True), packing=packing,
+            M=M, N=4096, K=4096, batch=(), device=device, a=Dense(bf16, (), col, 1, col % 16 == 0),
+            b=Packed.of(bf16, *packing, N=4096, K=4096), out=Layout(bf16, (), 4096, 1, True),
             batch_invariant=True,
         )  # fmt: skip
         space = shortlist.allowed(p)

@@ -30,13 +30,12 @@ def entered(monkeypatch):
         prepared = prepare(call, out)
         plan, results = prepared.plan, prepared.results
         made = results.allocate(call.a.device, 1)
-        b, shared = fused.right_tensors(call)
-        layouts = [call.a, b, results.main(made), *results.extras(call.inputs, made), *shared]
+        layouts = fused._in_order(call, results.main(made), results.extras(call.inputs, made), ())
         binding = plan._binding
 
-        def direct(a, b, main, extras, *numbers):
-            tensors = [at_address(at, like) for at, like in zip((a, b, main, *extras), layouts, strict=True)]
-            binding.launch(*tensors[:3], tuple(tensors[3:]), numbers)
+        def direct(addresses, numbers):
+            tensors = [at_address(at, like) for at, like in zip(addresses, layouts, strict=True)]
+            binding.launch(tensors, numbers)
             return True
 
         plan.direct = direct

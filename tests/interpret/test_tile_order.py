@@ -84,7 +84,7 @@ def launched(problem, config, out, **parts):
     binding = Binding(problem, config)
     binding.constants |= {"LOAD_A": _note, "LOAD_B": _note} | parts
     a, b = (torch.zeros(binding.grid[0], 5, dtype=torch.int32) for _ in range(2))
-    binding.launch(a, b, out)
+    binding.launch((a, b, out), (1, 1))
     return a.numpy(), b.numpy()
 
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from ..problem import accumulator
+from ..dtypes import accumulator
 from .device_function import device_name
 from .record import Untraceable
 from .table import (

@@ -13,11 +13,12 @@ from torch.nn import functional as F
 
 from .. import devices
 from ..dispatch import check_tensor, needs_dispatcher
+from ..dtypes import FP8
 from ..kernels import quantize as kernels
-from ..launch import _TL, _steps, on_device
+from ..launch import _TL, on_device
 from ..layout import fold_blocks
+from ..operands.base import negated
 from ..ops import LIBRARY
-from ..problem import FP8
 from .scaled import BLOCK, E8M0, MX_BLOCK, ScaledTensor
 
 Per = Literal["token", "block", "tensor", "mx"]
@@ -228,7 +229,7 @@ def _walk(x: Tensor, span: int | None) -> _Walk:
         "LINES": lines, "COLS": columns, "DOWN": down, "WIDE": wide,
         "num_warps": min(max(lines * columns // 1024, 4), 16),
     }  # fmt: skip
-    strides = (_steps(own, False), own.row, own.col)
+    strides = (negated(own), own.row, own.col)
     blocks = -(-rows // lines) * groups if down else -(-rows * groups // lines)
     return _Walk(blocks, (rows, groups, span, M, K, sizes, strides), constants)
 

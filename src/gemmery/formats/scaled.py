@@ -8,13 +8,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..problem import MX_EVERY, SCALED_EVERY
-
 Kind = Literal["tensor", "row", "1x128", "128x128", "1x32"]
 #: What the numbers can be.
 DTYPES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 #: Columns, and for weights rows, that share a scale in the kinds with blocks; columns in the MX formats.
-BLOCK, MX_BLOCK = SCALED_EVERY, MX_EVERY
+BLOCK, MX_BLOCK = 128, 32
 #: The type of the MX formats' scales: the exponent of a power of two.
 E8M0 = torch.float8_e8m0fnu
 

@@ -31,8 +31,8 @@ import gemmery.nn
 
 from .. import devices
 from ..devices import INTERPRETED
+from ..dtypes import DTYPE_NAMES
 from ..files import write_json
-from ..problem import DTYPE_NAMES
 
 SENTENCES = (
     "The nurse gave the patient a glass of water.",

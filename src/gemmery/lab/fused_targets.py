@@ -17,13 +17,15 @@ from .. import backward, devices, fused
 from ..call import make_call, outputs_of, unchanged
 from ..devices import Device
 from ..dispatch import Options
+from ..dtypes import DTYPE_NAMES, accumulator
 from ..epilogues import library
 from ..formats.base import FORMATS
 from ..formats.packing import pack
+from ..formats.scaled import BLOCK, MX_BLOCK
 from ..formats.tensor import QuantizedTensor
 from ..kernels import pointwise
 from ..nn.feed_forward import Differentiable
-from ..problem import DTYPE_NAMES, MX_EVERY, SCALED_EVERY, Problem, accumulator
+from ..problem import Problem
 from .posing import factors_along
 
 
@@ -104,9 +106,9 @@ FUSED: dict[str, Fused] = {
     "e4m3_packed": Fused(unchanged, dtypes=("bf16", "fp16"), packed=("e4m3", 0)),
     "nvfp4": Fused(unchanged, dtypes=("bf16", "fp16"), packed=("nvfp4", 16)),
     "nf4": Fused(unchanged, dtypes=("bf16", "fp16"), packed=("nf4", 64), rows=4096),
-    "scaled_blocks": Fused(unchanged, dtypes=("int8", "e4m3"), step=SCALED_EVERY, aligned=True),
+    "scaled_blocks": Fused(unchanged, dtypes=("int8", "e4m3"), step=BLOCK, aligned=True),
     "scaled_mx": Fused(
-        unchanged, dtypes=("e4m3", "e5m2"), needs=torch.float8_e4m3fn, step=MX_EVERY, aligned=True
+        unchanged, dtypes=("e4m3", "e5m2"), needs=torch.float8_e4m3fn, step=MX_BLOCK, aligned=True
     ),
     # The backward pass of a gated block: a product that goes on to the gradient of the one before.
     "swiglu_backward": Fused(Differentiable(library.swiglu).backward, ("wide",)),
@@ -169,8 +171,8 @@ def _pose_blocks(x: Tensor, weight: Tensor, function: Callable[..., Any], step: 
 def _standing_in(device: Device) -> Iterator[None]:
     """Within, tensors of the meta device count as those of a GPU, and plans are made without compiling."""
 
-    def posed(problem: Problem, config: None, *tensors: Any) -> Posed:
-        return Posed(problem, tensors)
+    def posed(problem: Problem, config: None, *given: Any) -> Posed:
+        return Posed(problem, given)
 
     with (
         mock.patch.object(devices, "current", return_value=device),

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ..dtypes import OUT_DTYPES, Precision
 from ..launch import bind
 from ..layout import make_problem
+from ..operands import Layout
 from ..plan import runs_on
-from ..problem import OUT_DTYPES, Config, Operand, Precision, Problem
+from ..problem import Config, Problem
 from ..select.shapes import LAYOUTS, device_named
 from .prediction.ours import launch
 from .tile_order import Schedule, Sizes
@@ -84,7 +86,7 @@ class Block:
 
 
 def block(
-    name: str, operand: Operand, shape: tuple[int, int], batch: tuple[int, ...], matrix: int,
+    name: str, operand: Layout, shape: tuple[int, int], batch: tuple[int, ...], matrix: int,
     corner: tuple[int, int], extent: tuple[int, int],
 ) -> Block:  # fmt: skip
     """The lanes of a block of `extent` with its first one at `corner`, of matrix number `matrix` of a batch."""

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from .. import devices
+from ..dtypes import Precision
 from ..formats import QuantizedTensor, quantize
 from ..formats.activations import Per, quantize_activations
 from ..formats.scaled import BLOCK, ScaledTensor
-from ..problem import Precision
 from .fusions import FUSIONS
 from .suites import BATCH_NAMES, LAYOUTS, MATRIX_NAMES, Row
 

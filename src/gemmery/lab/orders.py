@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from ..devices import Device
+from ..dtypes import Precision
 from ..plan import runs_on
-from ..problem import Config, Precision, Problem
+from ..problem import Config, Problem
 from ..select.shapes import device_named, problem_of
 from ..waves import Split, Waves
 from . import l2

@@ -17,9 +17,11 @@ from .. import fused
 from ..call import Call, Factor, check, make_call, output_types
 from ..devices import Device
 from ..dispatch import Options
+from ..dtypes import FP8
 from ..formats import quantize
+from ..formats.scaled import BLOCK, MX_BLOCK
 from ..layout import make_fused_problem
-from ..problem import FP8, MX_EVERY, SCALED_EVERY, Fusion, Problem
+from ..problem import Fusion, Problem
 from ..results import Results
 from ..select.shapes import LAYOUTS, check_sizes, problem_of
 from .fusions import FUSIONS
@@ -36,10 +38,10 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def factors_along(a: Tensor, b: Tensor, step: int) -> tuple[Tensor, Tensor, int, int, int]:
     """Factors of (M, K) activations and an (N, K) weight that change each `step` columns, as `call.Call` has them.
 
-    With steps of `MX_EVERY` each row has its own, and they are exponents of two; with `SCALED_EVERY` so many rows of
+    With steps of `MX_BLOCK` each row has its own, and they are exponents of two; with `BLOCK` so many rows of
     the weight share one.
     """
-    dtype, b_every = (torch.uint8, 1) if step == MX_EVERY else (torch.float32, SCALED_EVERY)
+    dtype, b_every = (torch.uint8, 1) if step == MX_BLOCK else (torch.float32, BLOCK)
     left, right = (
         meta(-(-x.shape[0] // every), -(-x.shape[1] // step), dtype=dtype)
         for x, every in ((a, 1), (b, b_every))
@@ -76,13 +78,19 @@ def _posed(call: Call, device: Device) -> Problem:
     tensors = results.allocate(call.a.device, 1)
     own = results.extras(call.inputs, tensors)
     fusion = Fusion(
-        made.source, (), len(made.numbers), made.paired, call.between, results.reduces, made.main is not None,
-        None, made.ahead, made.whole,
-    )  # fmt: skip
+        made.source,
+        (),
+        len(made.numbers),
+        made.paired,
+        results.reduces,
+        made.main is not None,
+        made.ahead,
+        made.whole,
+    )
     how = call.options
     problem = make_fused_problem(
         call.a, call.b, results.main(tensors), results.widths(own), len(own), fusion, fast_accum=how.fast_accum,
-        batch_invariant=how.batch_invariant, device=device, scales=call.scales,
+        batch_invariant=how.batch_invariant, device=device, scales=call.scales, half_stride=call.between,
         precision=how.precision if how.precision in device.target.precisions else "ieee",
     )  # fmt: skip
     return problem if call.weight is None else fused.packed(problem, call.weight)
@@ -169,7 +177,7 @@ def _scaled(
     if scales == "mx" and a.dtype not in FP8:
         raise ValueError(f"scales 'mx' are for fp8; dtype is {a.dtype}")
     if scales in ("block", "mx"):
-        along = factors_along(a, b, SCALED_EVERY if scales == "block" else MX_EVERY)
+        along = factors_along(a, b, BLOCK if scales == "block" else MX_BLOCK)
         return linear_problem(a, b, device, bias=bias, out_dtype=out, options=options, scales=along)
     factors = (meta(), meta()) if scales == "tensor" else (meta(a.shape[0], 1), meta(b.shape[0]))
     args = factors if bias is None else (*factors, bias)

@@ -66,7 +66,7 @@ class Report:
 def cases(name: str, everything: bool) -> Iterator[Case]:
     """What to compile for a target: all types it can do, in the layouts and epilogues that change the code most."""
     from ..devices import ARCHS
-    from ..problem import DTYPE_NAMES
+    from ..dtypes import DTYPE_NAMES
     from .fused_targets import FUSED, GRADIENTS
 
     arch = ARCHS[name]
@@ -95,7 +95,7 @@ def cases(name: str, everything: bool) -> Iterator[Case]:
 
 
 def _tensors(case: Case, size: int) -> tuple[Any, ...]:
-    from ..problem import DTYPE_NAMES, OUT_DTYPES
+    from ..dtypes import DTYPE_NAMES, OUT_DTYPES
 
     dtype = {name: dtype for dtype, name in DTYPE_NAMES.items()}[case.dtype]
     a, b = (
@@ -134,10 +134,11 @@ def _plain(case: Case, device: Any, everything: bool) -> Iterator[Report]:
         a, b, out, addend, scaled=case.epilogue == "scale", precision=case.precision,  # type: ignore[arg-type]
         fast_accum=case.fast_accum, device=device,
     )  # fmt: skip
+    tensors = (a, b, out) if addend is None else (a, b, out, addend)
     for tile in configs(problem):
         if tile.config.split_k > 1 and not everything and (case.dtype, case.layout) != ("bf16", "NT"):
             continue
-        compiled = bind(problem, tile.config).compile(a, b, out, addend, 2.0, 1.0)
+        compiled = bind(problem, tile.config).compile(tensors, (2.0, 1.0))
         yield _product(case, device, tile.config, compiled, promotes(problem))
 
 

@@ -78,8 +78,7 @@ def programs_at_once(problem: Problem, config: Config) -> int:
     device = problem.device
     if config.schedule in DEALT:
         return max(device.sms // config.ctas, 1)
-    item_b = problem.b.dtype.itemsize if problem.packing is None else problem.packing.bits / 8
-    stage = (config.block_m * problem.a.dtype.itemsize + config.block_n * item_b) * config.block_k
+    stage = (config.block_m * problem.a.dtype.itemsize + config.block_n * problem.b.bits / 8) * config.block_k
     resident = _resident(problem, Space.of([(config, Tile(config, 1.0), 0)]), np.array([stage], dtype=float))
     return device.sms * int(resident[0])
 

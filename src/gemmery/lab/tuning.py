@@ -18,9 +18,10 @@ from rich.table import Table
 
 from .. import devices
 from ..devices import Device
+from ..dtypes import DTYPE_NAMES, OUT_DTYPES, Precision
 from ..files import read_json, write_json
 from ..layout import make_problem
-from ..problem import DTYPE_NAMES, OUT_DTYPES, Precision, Problem
+from ..problem import Problem
 from ..select import log, store
 from ..select.shapes import dtype_named, problem_of
 from ..select.tuner import Progress, TuneResult, tune_problems

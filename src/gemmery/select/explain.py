@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from ..dtypes import Precision
 from ..padding import worth_copying
 from ..plan import runs_on
-from ..problem import Config, Precision, Problem
+from ..problem import Config, Problem
 from . import Cost, candidates, rank, store
 from .keys import device_text, to_dict
 from .shapes import device_named, problem_of

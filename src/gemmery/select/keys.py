@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..devices import Device
-from ..problem import DTYPE_NAMES, PRECISIONS, Operand, Problem
+from ..dtypes import DTYPE_NAMES, PRECISIONS
+from ..operands import Dense, Layout
+from ..problem import Problem
 
 #: What decides the code of a kernel and how it is launched: a timing counts only for the same text of these files.
 SOURCES = (
-    "kernels/*.py", "launch.py", "waves.py", "clusters.py", "specialized.py", "packed_access.py", "scale_access.py",
+    "kernels/*.py", "operands/*.py", "launch.py", "waves.py", "clusters.py", "specialized.py",
 )  # fmt: skip
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -63,7 +65,7 @@ def to_dict(problem: Problem) -> dict[str, Any]:
         value = getattr(problem, field.name)
         if field.name == "device" or value == field.default:
             continue
-        if isinstance(value, Operand):
+        if isinstance(value, Layout):
             values[field.name] = {
                 "dtype": DTYPE_NAMES[value.dtype], "steps": list(value.steps),
                 "row": value.row, "col": value.col, "aligned": value.aligned,
@@ -97,7 +99,7 @@ def from_dict(values: Any, device: Device) -> Problem:
     made: dict[str, Any] = {"batch": tuple(values["batch"])}
     for name in values.keys() - made.keys():
         if name in _OPERANDS:
-            made[name] = _operand(name, values[name], len(made["batch"]))
+            made[name] = _layout(name, values[name], len(made["batch"]))
         else:
             made[name] = _plain(name, values[name], 0 if name in needed else known[name].default)
     if made.get("precision", "ieee") not in PRECISIONS:
@@ -119,8 +121,8 @@ def _sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
 
 
-def _operand(name: str, value: Any, batch: int) -> Operand:
-    names = {field.name for field in fields(Operand)}
+def _layout(name: str, value: Any, batch: int) -> Layout:
+    names = {field.name for field in fields(Layout)}
     if not isinstance(value, dict) or set(value) != names:
         raise ValueError(f"a problem's {name} is an object with {', '.join(sorted(names))}; given {value!r}")
     if not isinstance(value["dtype"], str) or value["dtype"] not in _DTYPES:
@@ -131,6 +133,6 @@ def _operand(name: str, value: Any, batch: int) -> Operand:
         )
     if type(value["aligned"]) is not bool:
         raise ValueError(f"a problem's {name} is aligned or not, true or false; given {value['aligned']!r}")
-    return Operand(
+    return (Layout if name == "addend" else Dense)(
         _DTYPES[value["dtype"]], tuple(value["steps"]), value["row"], value["col"], value["aligned"]
     )

@@ -21,7 +21,8 @@ import numpy as np
 
 from .. import clusters, specialized
 from ..devices import Device
-from ..problem import Config, Operand, Packing, Problem
+from ..operands import Dense, Packed, Spec
+from ..problem import Config, Problem
 from .model import costs
 from .space import DEALT, Space, kind_of, space_of
 from .tiles import FAMILIES
@@ -39,28 +40,25 @@ PRIOR = 0.3
 DOUBT = 0.1
 
 
-#: Formats of packed weights that have a table of their own, with what was measured. Others of as many bits take the
-#: first of these, whose tiles they share.
-PACKINGS = {
-    packing.format: packing
-    for packing in (
-        Packing("int4", 4, 128),
-        Packing("int8", 8),
-        Packing("e4m3", 8),
-        Packing("mxfp4", 4, 32),
-        Packing("nvfp4", 4, 16),
-        Packing("nf4", 4, 64),
-    )
+#: Formats of packed weights that have a table of their own, with what was measured: bits of a number, and how many
+#: share a scale. Others of as many bits take the first of these, whose tiles they share.
+PACKED = {
+    "int4": (4, 128),
+    "int8": (8, 0),
+    "e4m3": (8, 0),
+    "mxfp4": (4, 32),
+    "nvfp4": (4, 16),
+    "nf4": (4, 64),
 }
 
 
 def table_name(problem: Problem) -> str:
     """Which table corrects a problem: its kind of operand's, or its format's."""
-    packing = problem.packing
-    if packing is None:
+    b = problem.b
+    if not b.is_packed:
         return kind_of(problem)
-    alike = (known.format for known in PACKINGS.values() if known.bits == packing.bits)
-    return f"packed {packing.format if packing.format in PACKINGS else next(alike, packing.format)}"
+    alike = (name for name, (bits, _) in PACKED.items() if bits == b.bits)
+    return f"packed {b.format if b.format in PACKED else next(alike, b.format)}"
 
 
 #: What stands behind a kind in the names of tables of schedules that not every Triton has, see `suffixes_of`.
@@ -82,7 +80,7 @@ def file_name(gpu: str, name: str, suffix: str = "") -> str:
 
 def tables_of(device: Device) -> list[TableFile]:
     """The tables of a device."""
-    names = [*FAMILIES[device.target.family], *(f"packed {format}" for format in PACKINGS)]
+    names = [*FAMILIES[device.target.family], *(f"packed {format}" for format in PACKED)]
     files = [
         TableFile(TABLES / file_name(device.name, name, suffix), name, suffix)
         for name in names
@@ -96,15 +94,17 @@ def _problem(shape: Sequence[int], device: Device, dtype: Any, name: str) -> Pro
     batch, M, N, K = shape
     sizes = (batch,) if batch > 1 else ()
 
-    def operand(rows: int, cols: int, transposed: bool) -> Operand:
+    def matrix(rows: int, cols: int, transposed: bool) -> Dense:
         steps = (rows * cols,) if sizes else ()
-        return Operand(dtype, steps, *((1, rows) if transposed else (cols, 1)), True)
+        return Dense(dtype, steps, *((1, rows) if transposed else (cols, 1)), True)
 
+    b: Spec = matrix(K, N, True)
+    if name.startswith("packed "):
+        format = name.removeprefix("packed ")
+        b = Packed.of(dtype, format, *PACKED[format], N=N, K=K, steps=b.steps, matrices=batch)
     return Problem(
-        M=M, N=N, K=K, batch=sizes, device=device,
-        a=operand(M, K, False), b=operand(K, N, True), out=operand(M, N, False),
-        packing=PACKINGS.get(name.removeprefix("packed ")),
-    )  # fmt: skip
+        M=M, N=N, K=K, batch=sizes, device=device, a=matrix(M, K, False), b=b, out=matrix(M, N, False)
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -88,7 +88,7 @@ class Meter:
         assert self._sample is not None
         try:
             plan = Plan(self._problem, config)
-            plan.fit(*self._sample, pinned=True)
+            plan.fit(*self._sample.given, pinned=True)
         except torch.OutOfMemoryError:
             raise
         except (ValueError, RuntimeError, TritonError) as error:

@@ -112,7 +112,7 @@ def costs(
     p, s, device = problem, space, problem.device
     rows = np.asarray(p.M if M is None else M)
     item = p.a.dtype.itemsize
-    item_b = p.packing.bits / 8 if p.packing is not None else item
+    item_b = p.b.bits / 8
     stage = (s.block_m * item + s.block_n * item_b) * s.block_k * 1.0
     tiles, _, _, small = cut_last_wave(
         p.matrices * -(-rows // s.block_m), p.N, s.block_n, s.tail_m, s.tail_n, device.sms

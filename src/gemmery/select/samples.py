@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..formats.packing import LINE, STRIP, block_columns
-from ..problem import Operand, Problem
+from ..operands import Layout
+from ..problem import Problem
 
 
 class Sample(NamedTuple):
@@ -27,6 +27,12 @@ class Sample(NamedTuple):
     alpha: float
     beta: float
 
+    @property
+    def given(self) -> tuple[tuple[Tensor, ...], tuple[float, float]]:
+        """Tensors and numbers, as a `launch.Binding` takes them."""
+        more = () if self.addend is None else (self.addend,)
+        return (self.a, self.b, self.out, *more), (self.alpha, self.beta)
+
 
 def sample(problem: Problem, device: torch.device | str, seed: int | None = None) -> Sample:
     """Tensors with a problem's shapes, strides, types and alignment.
@@ -44,53 +50,29 @@ def sample(problem: Problem, device: torch.device | str, seed: int | None = None
     return Sample(a, b, out, addend, 2 if p.epilogue == "scale" else 1, 1)
 
 
-def arguments(problem: Problem, device: torch.device | str) -> tuple[Any, ...]:
-    """What a `launch.Binding` of a problem compiles with: its sample, or with a traced epilogue what that takes."""
+def arguments(problem: Problem, device: torch.device | str) -> tuple[tuple[Tensor, ...], tuple[float, ...]]:
+    """What a `launch.Binding` of a problem compiles with: tensors in the order of `Problem.layouts`, and numbers."""
     p = problem
+    shapes = [
+        *p.a.shapes(p.M, p.K, p.batch, is_b=False), *p.b.shapes(p.K, p.N, p.batch, is_b=True),
+        *[(*p.batch, p.M, p.out_n)] * (1 + len(p.extras)),
+    ]  # fmt: skip
+    tensors = tuple([_tensor(x, shape, device, None) for x, shape in zip(p.layouts, shapes, strict=True)])
     if p.fusion is None:
-        return sample(p, device)
-    a = _tensor(p.a, (*p.batch, p.M, p.K), device, None)
-    b = _words(p, device) if p.packing else _tensor(p.b, (*p.batch, p.K, p.N), device, None)
-    traced = [(p.fusion, p.out_n)] + ([(p.fusion.prologue, p.K)] if p.fusion.prologue else [])
-    extras = [_tensor(x, (*p.batch, p.M, n), device, None) for part, n in traced for x in part.operands]
-    extras += [_tensor(x, shape, device, None) for x, shape in zip(p.shared, _shared_shapes(p), strict=True)]
-    numbers = (1.0,) * sum(part.numbers for part, _ in traced)
-    return a, b, _tensor(p.out, (*p.batch, p.M, p.out_n), device, None), tuple(extras), numbers
-
-
-def _words(problem: Problem, device: torch.device | str) -> Tensor:
-    """A packed B's words; see `formats.packing`."""
-    p, packing = problem, problem.packing
-    assert packing is not None
-    lines = 4 * -(-p.K // block_columns(packing.bits))
-    shape = (packing.matrices, -(-p.N // STRIP), lines, LINE)
-    steps = (shape[1] * lines * LINE, lines * LINE)
-    return _tensor(Operand(torch.int32, steps, LINE, 1, p.b.aligned), shape, device, None)
-
-
-def _shared_shapes(problem: Problem) -> list[tuple[int, ...]]:
-    """The shapes of `Problem.shared`."""
-    p = problem
-    if p.scales is not None:
-        steps = -(-p.K // p.scales.step)
-        rows = ((p.M, p.scales.a_every), (p.N, p.scales.b_every))
-        return [(*p.batch, -(-size // every), steps) for size, every in rows]
-    if p.packing is None or not p.packing.group:
-        return []
-    rows_of_scales = p.packing.matrices * -(-p.K // p.packing.group)
-    return [(rows_of_scales, x.row) for x in p.shared]
+        return tensors, (2 if p.epilogue == "scale" else 1, 1)
+    return tensors, (1.0,) * (p.fusion.numbers + p.a.numbers + p.b.numbers)
 
 
 def _tensor(
-    operand: Operand, shape: tuple[int, ...], device: torch.device | str, generator: torch.Generator | None
+    operand: Layout, shape: tuple[int, ...], device: torch.device | str, generator: torch.Generator | None
 ) -> Tensor:
-    strides = (*operand.steps, operand.row, operand.col)
+    strides = operand.strides_of(shape)
     reach = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     # Allocations are aligned, so that the second element is not.
     start = 0 if operand.aligned else 1
     length = start + (reach + 1 if 0 not in shape else 0)
     if generator is None:
-        buffer = torch.empty(length, dtype=operand.dtype, device=device)
+        buffer = torch.empty(length, dtype=operand.stored, device=device)
     elif operand.dtype.is_floating_point:
         # Not every type has random numbers of its own.
         buffer = torch.randn(length, device=device, generator=generator).to(operand.dtype)

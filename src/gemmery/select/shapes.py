@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from ..devices import TABLE, Device, current
+from ..dtypes import DTYPE_NAMES, OUT_DTYPES, PRECISIONS, Precision
 from ..layout import make_problem
-from ..problem import DTYPE_NAMES, OUT_DTYPES, PRECISIONS, Precision, Problem
+from ..problem import Problem
 
 LAYOUTS = ("NN", "NT", "TN", "TT")
 #: Of a matrix's rows and columns: kernels count them in 32 bits.

@@ -10,12 +10,13 @@ import functools
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from .. import clusters
 from ..devices import Device
+from ..dtypes import OUT_DTYPES, Precision
 from ..launch import spans
-from ..problem import OUT_DTYPES, Operand, Packing, Precision, Problem, Scales
+from ..operands import Layout, Spec
+from ..problem import Problem
 from . import measured
 from .model import costs
 from .space import Space, everywhere, space_of
@@ -49,7 +50,7 @@ def _of(problem: Problem) -> frozenset[int]:
     kernels = np.unique(space.kernel)
     # The best config of each kernel; they differ in how many parts K is cut into, which is no other code.
     best = np.stack([logs[:, space.kernel == kernel].min(axis=1) for kernel in kernels], axis=1)
-    count = KERNELS if problem.packing is None else PACKED_KERNELS
+    count = PACKED_KERNELS if problem.b.is_packed else KERNELS
     return frozenset(kernels[_cover(best, count)].tolist())
 
 
@@ -73,23 +74,14 @@ def allowed(problem: Problem) -> Space:
             )
     if not problem.batch_invariant:
         return space
-    p = problem
-    packing = p.packing and replace(p.packing, matrices=1, aligned=(True, True))
-    scales = p.scales and replace(p.scales, a=_ANY_FACTORS, b=_ANY_FACTORS)
-    number = numerics(p.device, p.precision, p.fast_accum, p.a.dtype, p.b.dtype, packing, scales)
+    p, K = problem, WEIGHT[1]
+    number = numerics(p.device, p.precision, p.fast_accum, p.a.usual(K, 1), p.b.usual(1, K))
     return space.where(space.numerics == number)
 
 
-#: What stands for the layouts of factors along K, which have no say in the choice of a class.
-_ANY_FACTORS = Operand(torch.float32, (), 1, 1, True)
-
-
 @functools.cache
-def numerics(
-    device: Device, precision: Precision, fast_accum: bool, a: torch.dtype, b: torch.dtype,
-    packing: Packing | None = None, scales: Scales | None = None,
-) -> int:  # fmt: skip
-    """The class of configs, as in `space.Tile`, for all products of two types that must be batch-invariant.
+def numerics(device: Device, precision: Precision, fast_accum: bool, a: Spec, b: Spec) -> int:
+    """The class of configs, as in `space.Tile`, for all products of two operands that must be batch-invariant.
 
     A class with a config for every layout, since the layouts that descriptors can take change with the number of rows;
     of several the one that is quickest for a weight of `WEIGHT`. So neither the sizes nor how the matrices lie have a
@@ -98,8 +90,7 @@ def numerics(
     N, K = WEIGHT
     problem = Problem(
         M=1, N=N, K=K, batch=(), device=device, precision=precision, fast_accum=fast_accum,
-        a=Operand(a, (), K, 1, True), b=Operand(b, (), 1, K, True), out=Operand(OUT_DTYPES[a][0], (), N, 1, True),
-        batch_invariant=True, packing=packing, scales=scales,
+        a=a, b=b, out=Layout(OUT_DTYPES[a.dtype][0], (), N, 1, True), batch_invariant=True,
     )  # fmt: skip
     space = space_of(problem)
     logs = _log_times(problem, space)

@@ -12,7 +12,7 @@ import torch
 
 from .. import clusters, specialized
 from ..launch import described, promotes
-from ..problem import SCALED_EVERY, Config, Operand, Problem
+from ..problem import Config, Problem
 from .tiles import ALIKE, FAMILIES
 
 #: Parts along K that are considered for rows that say `splits`.
@@ -54,12 +54,8 @@ class Tile:
 def kind_of(problem: Problem) -> str:
     """The part of a family's tiles for operands that want the same ones."""
     dtype = problem.a.dtype
-    if problem.packing is not None:
-        return f"packed{problem.packing.bits}"
-    if problem.scales is not None:
-        if problem.scales.exact:
-            return "mx"
-        return "scaled" if problem.scales.step == SCALED_EVERY else f"scaled{problem.scales.step}"
+    if problem.b.kind:
+        return problem.b.kind
     if dtype == torch.float32:
         return problem.precision
     if dtype == torch.float64:
@@ -216,19 +212,11 @@ def across(problem: Problem) -> Across:
     return Across(turned and problem.a.col != 1, turned and problem.b.row != 1)
 
 
-def _rows_aligned(operand: Operand) -> bool:
-    outer = operand.row if operand.col == 1 else operand.col
-    strides = (outer, *operand.steps)
-    return operand.aligned and 1 in (operand.row, operand.col) and all(stride % 16 == 0 for stride in strides)
-
-
 def space_of(problem: Problem) -> Space:
     """The configs that can run a problem at all: its family, its kind, and its layout's loaders."""
-    # Steps of a packed weight count matrices; its words are as aligned as their first one.
-    operands = (problem.a, problem.b) if problem.packing is None else (problem.a,)
     target = problem.device.target
     by_descriptor = described(problem)
-    aligned = problem.b.aligned and all(_rows_aligned(x) for x in operands)
+    aligned = problem.a.has_aligned_rows and problem.b.has_aligned_rows
     return _space(
         target.family,
         kind_of(problem),

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from .. import devices
 from ..api import plan
 from ..devices import Device
+from ..dtypes import DTYPE_NAMES, OUT_DTYPES, PRECISIONS, Precision
 from ..launch import bind
 from ..layout import make_problem
 from ..padding import launched
 from ..plan import Plan, runs_on
 from ..precision import AskedPrecision, resolved
-from ..problem import DTYPE_NAMES, OUT_DTYPES, PRECISIONS, Config, Precision, Problem
+from ..problem import Config, Problem
 from . import candidates
 from .samples import arguments
 from .shapes import LARGEST_SIZE, dtype_named
@@ -346,12 +347,7 @@ def _warm(
 
 def _alike(problem: Problem) -> Problem:
     """The same for problems that run the same kernels: of two weights in a product, it hardly matters how far apart."""
-    fusion = problem.fusion
-    if fusion is None or not fusion.between:
-        return problem
-    # Its divisors, which loads and descriptors look at, and whether it takes 32 bits.
-    between = (fusion.between % 16 or 16) + (fusion.between >> 31 > 0) * (1 << 31)
-    return replace(problem, fusion=replace(fusion, between=between))
+    return replace(problem, b=problem.b.alike())
 
 
 def _plan(problem: Problem) -> Plan:

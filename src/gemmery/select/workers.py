@@ -1,30 +1,28 @@
 """Compiling in other processes, so that several kernels compile at once and a compiler that dies takes nothing along.
 
 A worker compiles for a target through a stand-in for Triton's driver and never touches a GPU. What it compiles lies in
-Triton's cache on disk, where this process then finds it. Workers are plain programs that talk in lines of JSON, not
-`multiprocessing`, which would import the user's main program again.
+Triton's cache on disk, where this process then finds it. Workers are plain programs that are given lines of pickled
+jobs, not `multiprocessing`, which would import the user's main program again.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
 import threading
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
-import torch
-
-from ..problem import Config, Fusion, Operand, Problem
-from .keys import to_dict
+from ..problem import Config, Problem
 
 #: At most so many by default: one takes some hundred megabytes.
 MOST = 8
@@ -69,12 +67,8 @@ class Workers:
 
         A kernel that does not compile is none of these deaths: who asks for it next will hear the compiler's reason.
         """
-        bare = replace(problem, fusion=None)
-        job = {"problem": to_dict(bare), "device": asdict(problem.device), "config": str(config)}
-        if problem.fusion is not None:
-            job["fusion"] = asdict(problem.fusion)
-        # Types by their names.
-        return self._pool.submit(self._compile, json.dumps(job, default=str))
+        job = base64.b64encode(pickle.dumps((problem, config))).decode()
+        return self._pool.submit(self._compile, job)
 
     def _compile(self, job: str) -> str | None:
         worker = getattr(self._mine, "worker", None) or self._start()
@@ -178,44 +172,22 @@ def _environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": path}
 
 
-def _fusion(values: dict[str, Any]) -> Fusion:
-    """A Fusion from what a job says of it."""
-    operands = [
-        Operand(
-            getattr(torch, x["dtype"].removeprefix("torch.")),
-            tuple(x["steps"]),
-            x["row"],
-            x["col"],
-            x["aligned"],
-        )
-        for x in values["operands"]
-    ]
-    before = values["prologue"] and _fusion(values["prologue"])
-    ahead = values["ahead"] and tuple(values["ahead"])
-    return Fusion(**(values | {"operands": tuple(operands), "prologue": before, "ahead": ahead}))
-
-
 def _work(target: Target) -> None:
     """Compile what standard input asks for, and answer each line with one."""
     # Triton and its tools may print: only answers go to the standard output that this process was begun with.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    from ..devices import Device
     from ..lab.standin import use
     from ..launch import bind
-    from .keys import from_dict
     from .samples import arguments
 
     use(*target)
     for line in sys.stdin:
         answer = "ready"
         if line.strip():
-            job = json.loads(line)
-            problem = from_dict(job["problem"], Device(**job["device"]))
-            if "fusion" in job:
-                problem = replace(problem, fusion=_fusion(job["fusion"]))
+            problem, config = pickle.loads(base64.b64decode(line))
             try:
-                bind(problem, Config.of(job["config"])).compile(*arguments(problem, "meta"))
+                bind(problem, config).compile(*arguments(problem, "meta"))
                 answer = "done"
             except Exception as error:
                 # The process that asked compiles it again and meets the same error, where it can be dealt with.

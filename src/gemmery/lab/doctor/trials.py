@@ -11,7 +11,7 @@ import torch
 import gemmery
 
 from ... import devices, reference
-from ...problem import OUT_DTYPES
+from ...dtypes import OUT_DTYPES
 
 #: Types that are tried, and the format of a weight of few bits.
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int8)

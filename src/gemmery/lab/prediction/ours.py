@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 from ... import padding, select
+from ...operands import Layout
 from ...plan import runs_on
-from ...problem import Config, Operand, Problem
+from ...problem import Config, Problem
 from ...select.model import OVERLAP, Cost, costs
 from ...select.space import Space, Tile, kind_of, row_of, tiles_of
 from ...waves import Waves
@@ -65,11 +66,11 @@ class Launch:
     names: tuple[str, ...]
 
 
-def _adjacent(operand: Operand) -> bool:
+def _adjacent(operand: Layout) -> bool:
     return 1 in (operand.row, operand.col)
 
 
-def granule(operand: Operand) -> int:
+def granule(operand: Layout) -> int:
     """Bytes that a load along the adjacent elements of a matrix can have, at most 16."""
     item = operand.dtype.itemsize
     if not _adjacent(operand):
@@ -162,7 +163,7 @@ def parts(launched: Launch) -> dict[str, float]:
         "turned_a": float(pointers and half and p.a.col != 1 and p.a.row == 1),
         "fma": float(fma),
         "fma_turned": float(fma and p.b.row == 1),
-        "straddles": float(not pointers and any(_straddles(x) for x in (p.a, p.b)) and p.packing is None),
+        "straddles": float(not pointers and any(_straddles(x) for x in (p.a, p.b)) and not p.b.is_packed),
         "loads": cost.waves * p.K * _loads(p, c) / device.sm_bandwidth if pointers else 0.0,
         **_stores(p),
         "multiplies": float(p.a.dtype.itemsize <= 2),
@@ -178,7 +179,7 @@ def _turns(problem: Problem, config: Config) -> float:
     return float(-(-work.tiles // sms) + -(-work.parts // sms))
 
 
-def _straddles(operand: Operand) -> bool:
+def _straddles(operand: Layout) -> bool:
     outer = operand.row if operand.col == 1 else operand.col
     return outer * operand.dtype.itemsize % SECTOR != 0
 
@@ -187,7 +188,7 @@ def _loads(problem: Problem, config: Config) -> float:
     """Bytes, for each step along K, of elements that are loaded in smaller pieces than 16 bytes."""
     total = 0.0
     for operand, size in ((problem.a, config.block_m), (problem.b, config.block_n)):
-        if problem.packing is not None and operand is problem.b:
+        if operand.is_packed:
             continue
         item = operand.dtype.itemsize
         if not _adjacent(operand):
@@ -263,10 +264,10 @@ def features(launched: Launch) -> tuple[list[float], list[str]]:
     ]
     numbers += [math.log2(c.block_k) / 2, c.num_stages / 4]
     pieces = "single" if c.loader == "pointer" and _loads(p, c) else ""
-    kind = kind_of(p) + (" by steps" if p.scales is not None else "")
+    kind = kind_of(p) + (" by steps" if p.b.is_scaled else "")
     words = [
         kind,
-        p.packing.format if p.packing is not None else "",
+        p.b.format,
         f"{c.loader} {pieces}".strip(),
         c.schedule + (" tail" if c.tail > 1 else ""),
         "wide" if not any(_stores(p).values()) else "single",

@@ -17,7 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...problem import FP8, MX_EVERY, Operand, Problem
+from ...dtypes import FP8
+from ...formats.scaled import MX_BLOCK
+from ...operands import Dense, Layout, Scaled
+from ...problem import Problem
 from . import copies
 from .copies import Copies
 from .ours import WIDE, granule, throttled
@@ -111,22 +114,22 @@ def route(problem: Problem) -> Route | None:
 def _in_bf16(problem: Problem) -> Problem:
     """With scales of 32 columns torch is given the same numbers in bf16, as `gemmery bench` measures it."""
     p = problem
-    if p.scales is None or p.scales.step != MX_EVERY:
+    if not isinstance(p.b, Scaled) or p.b.step != MX_BLOCK:
         return p
-    a, b = (replace(x, dtype=torch.bfloat16) for x in (p.a, p.b))
-    return replace(p, scales=None, a=a, b=b)
+    a, b = (Dense(torch.bfloat16, x.steps, x.row, x.col, x.aligned) for x in (p.a, p.b))
+    return replace(p, a=a, b=b)
 
 
 def _exists(problem: Problem) -> bool:
     """Whether torch has the product: 8-bit operands have rules of their own (`_int_mm`, `_scaled_mm`)."""
     p, target = problem, problem.device.target
-    if p.a.dtype.itemsize > 1 or p.packing is not None:
+    if p.a.dtype.itemsize > 1 or p.b.is_packed:
         return True
     if p.batch or p.a.col != 1:
         return False
     if p.a.dtype == torch.int8:
-        return p.scales is None and p.M > 16 and p.N % 8 == 0 and p.K % 8 == 0
-    if p.scales is not None and target.name != "sm_90":
+        return not p.b.is_scaled and p.M > 16 and p.N % 8 == 0 and p.K % 8 == 0
+    if p.b.is_scaled and target.name != "sm_90":
         return False
     both_wide = p.a.dtype == p.b.dtype == torch.float8_e5m2
     known = all(x.dtype in target.fp8 for x in (p.a, p.b)) and target.name != "sm_80"
@@ -139,7 +142,7 @@ def _matrices(problem: Problem) -> Iterator[tuple[str, Copies, int]]:
     columns = {"a": p.K, "b": p.N, "out": p.N}
     for name, operand, rows in (("a", p.a, p.M), ("b", p.b, p.K), ("out", p.out, p.M)):
         item, cols = operand.dtype.itemsize, columns[name]
-        if name == "b" and p.packing is not None:
+        if name == "b" and p.b.is_packed:
             yield name, Copies(), WIDE
             continue
         if name == "out" and p.fusion is not None:
@@ -161,7 +164,7 @@ def _matrices(problem: Problem) -> Iterator[tuple[str, Copies, int]]:
         )
 
 
-def _taken(operand: Operand, rows: int, cols: int) -> bool:
+def _taken(operand: Layout, rows: int, cols: int) -> bool:
     """Whether the BLAS takes a matrix: adjacent elements in lines that do not overlap."""
     return (operand.col == 1 and operand.row >= cols) or (operand.row == 1 and operand.col >= rows)
 
@@ -172,7 +175,7 @@ def _kind(problem: Problem, alignment: int) -> str:
     if p.a.dtype == torch.int8:
         return "int8" if p.b.row == 1 else "int8 across"
     if p.a.dtype in FP8:
-        if p.scales is not None:
+        if p.b.is_scaled:
             return "fp8 block"
         shared = all(not (x.row or x.col) for x in p.extras)
         return " ".join(["fp8", *(["fast"] if p.fast_accum else []), *([] if shared else ["row"])])
@@ -191,7 +194,7 @@ def _behind(problem: Problem) -> tuple[int, int]:
     p = problem
     if p.fusion is None:
         return 0, 0
-    quantized = p.packing is not None or p.a.dtype.itemsize == 1
+    quantized = p.b.is_packed or p.a.dtype.itemsize == 1
     size = p.matrices * p.M * p.out_n * p.out.dtype.itemsize
     blocks, factors = {"acc", "left", "right"}, set()
     kernels = moved = 0
@@ -260,7 +263,7 @@ def _read(problem: Problem) -> int:
     for operand, rows, cols in ((problem.a, problem.M, problem.K), (problem.b, problem.K, problem.N)):
         size = operand.dtype.itemsize
         strides = (*operand.steps, operand.row, operand.col)
-        if operand is problem.b and problem.packing is not None:
+        if operand.is_packed:
             strides = (*operand.steps, 1, rows)
         for extent, stride in zip((*problem.batch, rows, cols), strides, strict=True):
             size *= extent if stride or extent == 0 else 1

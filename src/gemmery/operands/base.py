@@ -1,0 +1,233 @@
+"""What every operand says of itself: how it lies in memory, what a launch passes for it, and how kernels load it.
+
+A `Spec` is the part of an operand that decides which code runs; it is a field of `Problem`. Kinds of operands differ in
+what they override: see `dense`, `pair`, `packed` and `scaled`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..dtypes import DTYPE_NAMES, accumulator
+
+if TYPE_CHECKING:
+    from ..devices import Device
+    from ..problem import Config, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How one matrix (or batch of them) lies in memory; strides in elements.
+
+    Attributes:
+        dtype: element type.
+        steps: one stride for each dimension of the problem's batch, 0 where the matrix is shared.
+        row: distance from one row to the next.
+        col: distance from one column to the next.
+        aligned: whether the first element's address is a multiple of 16 bytes.
+    """
+
+    dtype: torch.dtype
+    steps: tuple[int, ...]
+    row: int
+    col: int
+    aligned: bool
+
+    @property
+    def stored(self) -> torch.dtype:
+        """The element type of its tensor."""
+        return self.dtype
+
+    def strides_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The strides of its tensor of a shape, where the layout does not say them all: as it lies in memory."""
+        return (*self.steps, self.row, self.col)
+
+    def takes_tma(self, batch: tuple[int, ...]) -> bool:
+        """Whether a tensor descriptor can describe the matrix: TMA's rules on strides and addresses."""
+        item = self.dtype.itemsize
+        outer = self.row if self.col == 1 else self.col
+        return (
+            self.aligned
+            and 1 in (self.row, self.col)
+            and outer > 0
+            and len(batch) <= 1
+            and all(stride * item % 16 == 0 and stride * item < 1 << 40 for stride in (outer, *self.steps))
+        )
+
+    def bytes(self, rows: int, cols: int, batch: tuple[int, ...]) -> int:
+        """The fewest bytes that reading it can move: each distinct element once."""
+        size = self.dtype.itemsize
+        extents = (*batch, rows, cols)
+        for extent, stride in zip(extents, (*self.steps, self.row, self.col), strict=True):
+            size *= extent if stride or extent == 0 else 1
+        return size
+
+    @property
+    def has_aligned_rows(self) -> bool:
+        """Whether each row, or column, begins at a multiple of 16 elements."""
+        outer = self.row if self.col == 1 else self.col
+        strides = (outer, *self.steps)
+        return self.aligned and 1 in (self.row, self.col) and all(stride % 16 == 0 for stride in strides)
+
+    def __str__(self) -> str:
+        order = "row" if self.col == 1 else "col" if self.row == 1 else f"{self.row},{self.col}"
+        return f"{DTYPE_NAMES.get(self.dtype, str(self.dtype).removeprefix('torch.'))}[{order}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A traced function as device code.
+
+    Attributes:
+        source: its text; see `epilogues.lower`.
+        operands: the tensors that it reads and writes besides the block that it is given, one layout each.
+        numbers: how many numbers come with every call.
+    """
+
+    source: str
+    operands: tuple[Layout, ...]
+    numbers: int = 0
+
+    def __str__(self) -> str:
+        return self.source.split("(", 1)[0].split()[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Spec(Layout):
+    """An operand of a product, as far as it decides which code runs; the defaults are those of a plain matrix.
+
+    The layout is that of the matrix that the operand stands for, and of the first of its tensors.
+
+    Attributes:
+        prologue: what becomes of its blocks as they are loaded, with tensors over (batch, rows, columns), if anything.
+    """
+
+    prologue: Traced | None = None
+
+    @property
+    def note(self) -> str:
+        """What a problem's description says of it behind the epilogue."""
+        return ""
+
+    @property
+    def kind(self) -> str:
+        """The name of its own tables of tiles; "" where its type says it."""
+        return ""
+
+    @property
+    def format(self) -> str:
+        """The name of its own measurements among those of its kind; "" where it has none."""
+        return ""
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether its numbers are unpacked in registers."""
+        return False
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether its scales change along K."""
+        return False
+
+    @property
+    def by_steps(self) -> bool:
+        """Whether the product of each step along K is multiplied by scales."""
+        return False
+
+    @property
+    def bits(self) -> float:
+        """Of a number in memory."""
+        return self.dtype.itemsize * 8
+
+    @property
+    def summed(self) -> torch.dtype:
+        """The type in which its products are summed."""
+        return accumulator(self.dtype)
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """The layouts of its tensors, in the order in which a launch is given them; the prologue's come last."""
+        return (self, *(self.prologue.operands if self.prologue else ()))
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers a launch is given for it: the prologue's."""
+        return self.prologue.numbers if self.prologue else 0
+
+    def shapes(self, rows: int, cols: int, batch: tuple[int, ...], is_b: bool) -> list[tuple[int, ...]]:
+        """The shapes of its tensors, of which `layouts` has the strides, for a matrix of so many rows and columns."""
+        return [(*batch, rows, cols)] * len(self.layouts)
+
+    def usual(self, row: int, col: int) -> Spec:
+        """The same kind of operand, of one aligned matrix with these strides."""
+        raise NotImplementedError
+
+    def alike(self) -> Spec:
+        """One of those for which the same kernels run, the same for all of these."""
+        return self
+
+    def suits_tma(self, problem: Problem, is_b: bool) -> bool:
+        """Whether tensor descriptors can load it."""
+        raise NotImplementedError
+
+    def refusal(self, problem: Problem, config: Config) -> str | None:
+        """Why a config can't run a problem with this operand; None if it can."""
+        return None
+
+    def of_sum(self, epilogue: Any, device: Device) -> Any:
+        """An epilogue's device function, given the sum as the kernel has it."""
+        return epilogue
+
+    def columns(self, config: Config) -> tuple[int, int]:
+        """Columns of a tile that are one block of the kernel, and those of the second block beside it, or 0."""
+        return config.main_n, config.rest_n
+
+    def access(self, problem: Problem, is_b: bool, tma: bool) -> Access:
+        """How kernels load it.
+
+        Args:
+            is_b: whether it is the second operand, (K, N), or the first one, (M, K).
+            tma: whether through tensor descriptors, or pointers.
+        """
+        raise NotImplementedError
+
+
+class Access:
+    """How an operand reaches a kernel.
+
+    Attributes:
+        strides: what its loader takes as `strides`; see `kernels.operands`.
+    """
+
+    strides: tuple[Any, ...]
+
+    def loader(self) -> Any:
+        """The device function that loads a block."""
+        raise NotImplementedError
+
+    def argument(self, tensors: Sequence[Tensor], block_rows: int, block_cols: int) -> Any:
+        """What the kernel's operand is, for blocks of such a size: a pointer or a tensor descriptor."""
+        raise NotImplementedError
+
+    def group_params(self, tensors: Sequence[Tensor], block_rows: int, block_cols: int) -> list[Any]:
+        """Scales and shifts of a packed weight's groups, None for what there is not."""
+        return [None, None]
+
+    def behind_strides(self, tensors: Sequence[Tensor], numbers: Sequence[float]) -> tuple[Any, ...]:
+        """What the loader takes behind the strides."""
+        return ()
+
+    def step_scales(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+        """The scales by which the product of each step along K is multiplied: pointer and strides; () for none."""
+        return ()
+
+
+def negated(layout: Layout, tma: bool = False) -> tuple[int, ...]:
+    """A matrix's batch steps as loaders take them; with `tma` they only say where it is shared."""
+    # Negated, see `kernels.operands`.
+    return tuple(-int(step != 0) if tma else -step for step in layout.steps)

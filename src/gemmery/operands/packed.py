@@ -1,0 +1,299 @@
+"""A weight of packed numbers: integers, floats or codes of a few bits, with scales of groups; see `formats`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..epilogues.device import compiled
+from ..formats.base import FORMATS
+from ..formats.packing import LINE, STRIP, block_columns, runs
+from ..kernels import decoders
+from ..kernels.packed import load_packed, unpack
+from .base import Access, Layout, Spec, negated
+
+if TYPE_CHECKING:
+    from ..devices import Device
+    from ..problem import Config, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Packed(Spec):
+    """Packed numbers, unpacked in registers; the layout is that of what they stand for, with steps in matrices.
+
+    Attributes:
+        format_name: of the format in `formats.FORMATS`.
+        packed_bits: of a number.
+        group: rows of B, along K, that share a scale; 0 where none do.
+        shifts: what comes with the scales: "zeros", "offsets" or "" for nothing.
+        wide: whether scales are fp32, rather than of A's type.
+        matrices: how many lie one behind the other in memory.
+        params: the layouts of the scales and shifts, of each that there is.
+    """
+
+    format_name: str = ""
+    packed_bits: int = 0
+    group: int = 0
+    shifts: str = ""
+    wide: bool = False
+    matrices: int = 1
+    params: tuple[Layout, ...] = ()
+
+    @classmethod
+    def of(
+        cls, dtype: torch.dtype, format: str, bits: int, group: int = 0, shifts: str = "", wide: bool = False,
+        *, N: int, K: int, steps: tuple[int, ...] = (), matrices: int = 1, aligned: Sequence[bool] = (),
+    ) -> Packed:  # fmt: skip
+        """The spec of a weight (N, K).
+
+        Args:
+            aligned: whether the addresses of words, scales and shifts are multiples of 16 bytes; all by default.
+        """
+        types = [torch.float32 if wide else dtype] * bool(group) + [dtype] * bool(group and shifts)
+        is_aligned = (*aligned, True, True, True)
+        columns = -(-N // STRIP) * STRIP
+        params = tuple(Layout(kind, (), columns, 1, is_aligned[1 + i]) for i, kind in enumerate(types))
+        col = -(-K // 16) * 16
+        return cls(
+            dtype, steps, 1, col, is_aligned[0], None, format, bits, group, shifts, wide, matrices, params
+        )
+
+    @property
+    def kind(self) -> str:
+        """Formats of as many bits share tiles."""
+        return f"packed{self.packed_bits}"
+
+    @property
+    def format(self) -> str:
+        """The format's name."""
+        return self.format_name
+
+    @property
+    def is_packed(self) -> bool:
+        """They are."""
+        return True
+
+    @property
+    def bits(self) -> float:
+        """Of a code."""
+        return self.packed_bits
+
+    @property
+    def stored(self) -> torch.dtype:
+        """Of words."""
+        return torch.int32
+
+    def strides_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Words are contiguous."""
+        return torch.empty(shape, device="meta").stride()
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """The words, then scales and shifts."""
+        return (self, *self.params)
+
+    def shapes(self, rows: int, cols: int, batch: tuple[int, ...], is_b: bool) -> list[tuple[int, ...]]:
+        """See `Spec.shapes`; words are (matrices, strips, lines, LINE), which have no strides of their own."""
+        lines = 4 * -(-rows // block_columns(self.packed_bits))
+        groups = self.matrices * -(-rows // self.group) if self.group else 0
+        words = (self.matrices, -(-cols // STRIP), lines, LINE)
+        return [words, *[(groups, x.row) for x in self.params]]
+
+    def bytes(self, rows: int, cols: int, batch: tuple[int, ...]) -> int:
+        """Of each matrix that there is, with scales and shifts."""
+        groups = -(-rows // self.group) if self.group else 0
+        each = (4 if self.wide else 2) + (2 if self.shifts else 0)
+        count = 1
+        for size in batch:
+            count *= size
+        return min(count, self.matrices) * cols * (rows * self.packed_bits // 8 + groups * each)
+
+    def usual(self, row: int, col: int) -> Packed:
+        """See `Spec.usual`."""
+        params = tuple(replace(x, row=0, aligned=True) for x in self.params)
+        return replace(self, steps=(), row=row, col=col, aligned=True, matrices=1, params=params)
+
+    def suits_tma(self, problem: Problem, is_b: bool) -> bool:
+        """A descriptor over halves of packed columns has no dimension for a batch."""
+        aligned = self.aligned and all(x.aligned for x in self.params)
+        return aligned and not (problem.paired and problem.batch)
+
+    @property
+    def has_aligned_rows(self) -> bool:
+        """Its words are as aligned as the first one."""
+        return self.aligned
+
+    def refusal(self, problem: Problem, config: Config) -> str | None:
+        """See `Spec.refusal`."""
+        if not config.swap or config.rest_n:
+            return "packed weights need swap, in the tile schedule, and a block_n that is a power of two"
+        if config.block_k % (step := block_columns(self.packed_bits)):
+            return f"block_k must be a multiple of {step} for {self.packed_bits} bits"
+        if problem.paired and config.block_n < 2 * STRIP:
+            return f"block_n must be at least {2 * STRIP} for halves of packed columns"
+        return None
+
+    def access(self, problem: Problem, is_b: bool, tma: bool) -> PackedAccess:
+        """See `Spec.access`."""
+        return PackedAccess(self, problem, tma)
+
+    def of_sum(self, epilogue: Any, device: Device) -> Any:
+        """A device function of an epilogue, for a sum of which `unpacker`'s numbers were factors."""
+        kind = getattr(tl, str(self.dtype).removeprefix("torch."))
+        unit = decoders.unit_of(FORMATS[self.format_name].code, self.packed_bits, kind, asm_of(device))
+        return _enlarged(epilogue, unit) if unit else epilogue
+
+    def __str__(self) -> str:
+        group = f"/{self.group}" if self.group else ""
+        return f"{self.format_name}{group}{f'+{self.shifts}' if self.shifts else ''}"
+
+
+class PackedAccess(Access):
+    """How a packed weight reaches the kernel."""
+
+    def __init__(self, spec: Packed, problem: Problem, tma: bool) -> None:
+        self.spec, self.problem, self.tma = spec, problem, tma
+        N, K = problem.N, problem.K
+        # A block of words is four lines of a strip.
+        self.step = block_columns(spec.packed_bits)
+        self.strips, self.lines = -(-N // STRIP), -(-K // self.step) * 4
+        self.groups = -(-K // spec.group) if spec.group else 0
+        self.columns = self.strips * STRIP
+        self.strides = (negated(spec), self.strips, self.lines, self.groups, self.columns)
+
+    def loader(self) -> Any:
+        """See `Access.loader`."""
+        device = self.problem.device
+        waits = device.target.family == "hopper"
+        return loader(self.spec, asm_of(device), waits, self.tma, self.problem.paired)
+
+    def unpacker(self, waits: bool) -> Any:
+        """What turns words into numbers; see `kernels.packed.unpack`."""
+        return unpacker(self.spec, asm_of(self.problem.device), waits)
+
+    def argument(self, tensors: Sequence[Tensor], block_rows: int, block_cols: int) -> Any:
+        """The words."""
+        words = tensors[0]
+        if not self.tma:
+            return words
+        strips, lines = self.spec.matrices * self.strips, self.lines
+        block = [block_cols // STRIP, block_rows * 4 // self.step, LINE]
+        if self.problem.paired:
+            half = strips // 2
+            shape, strides = [2, half, lines, LINE], [half * lines * LINE, lines * LINE, LINE, 1]
+            return TensorDescriptor(words, shape, strides, [2, block[0] // 2, *block[1:]])
+        return TensorDescriptor(words, [strips, lines, LINE], [lines * LINE, LINE, 1], block)
+
+    def group_params(self, tensors: Sequence[Tensor], block_rows: int, block_cols: int) -> list[Any]:
+        """See `Access.group_params`."""
+        filled: list[Any] = [*tensors[1:], None, None][:2]
+        if not self.tma:
+            return filled
+        return [None if x is None else self._descriptor(x, block_rows, block_cols) for x in filled]
+
+    def _descriptor(self, params: Tensor, block_rows: int, block_cols: int) -> TensorDescriptor:
+        rows, columns = self.spec.matrices * self.groups, self.columns
+        groups = max(block_rows // self.spec.group, 1)
+        if self.problem.paired:
+            shape, strides = [rows, 2, columns // 2], [columns, columns // 2, 1]
+            return TensorDescriptor(params, shape, strides, [groups, 2, block_cols // 2])
+        return TensorDescriptor(params, [rows, columns], [columns, 1], [groups, block_cols])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Device functions for a format
+
+#: What does the work for each kind of code, by `Format.code` and bits, which tell the two of integers apart.
+DECODERS = {
+    ("int", 4): decoders.decode_int4,
+    ("int", 8): decoders.decode_int8,
+    ("e2m1", 4): decoders.decode_e2m1,
+    ("nf4", 4): decoders.decode_nf4,
+    ("e4m3", 8): decoders.decode_e4m3,
+    ("e5m2", 8): decoders.decode_e5m2,
+}
+
+_UNPACK = """\
+def unpack_{name}(words, scale, shift, ROWS: tl.constexpr, COLS: tl.constexpr, SPREAD: tl.constexpr):
+    return UNPACK(
+        words, scale, shift, ROWS, COLS, SPREAD, DECODE, RUNS, "{code}", {per}, {zero}, {offsets}, {dtype}, {asm},
+        {waits}
+    )
+"""
+_LOADER = """\
+def load_{name}(
+    x, shape, strides, sizes, batch, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, CHECK_ROWS: tl.constexpr,
+    CHECK_COLS: tl.constexpr, WIDE: tl.constexpr
+):
+    return LOAD(
+        x, shape, strides, sizes, batch, row, col, ROWS, COLS, CHECK_ROWS, CHECK_COLS, WIDE,
+        UNPACK, {per}, {group}, {described}, {paired}
+    )
+"""
+_ENLARGED = """\
+def enlarged_{name}(
+    acc, args, shape, sizes, batch, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr
+):
+    return EPILOGUE(acc * {factor}, args, shape, sizes, batch, row, col, ROWS, COLS, WIDE)
+"""
+
+
+@functools.lru_cache(1024)
+def _enlarged(epilogue: Any, unit: int) -> Any:
+    text = _ENLARGED.format(name=epilogue.__name__, factor=2.0**unit)
+    return compiled(text, {"EPILOGUE": epilogue})
+
+
+def unpacker(spec: Packed, asm: int, waits: bool) -> Any:
+    """What turns a format's words into numbers; see `kernels.packed.unpack`."""
+    return _unpacker(spec.format_name, spec.packed_bits, spec.shifts, spec.dtype, asm, waits)
+
+
+@functools.cache
+def _unpacker(name: str, bits: int, shifts: str, dtype: torch.dtype, asm: int, waits: bool) -> Any:
+    format = FORMATS[name]
+    if (format.code, bits) not in DECODERS:
+        known = ", ".join(f"{code} of {bits} bits" for code, bits in DECODERS)
+        raise NotImplementedError(
+            f"format {format.name!r} has no decoder for {format.code!r} of {bits} bits, so that no kernel can "
+            f"multiply it; operands.packed.DECODERS has {known}"
+        )
+    facts = {
+        "code": format.code, "per": 32 // bits, "zero": format.zero, "offsets": shifts == "offsets",
+        "dtype": "tl." + str(dtype).removeprefix("torch."), "asm": asm, "waits": waits,
+    }  # fmt: skip
+    space = {
+        "UNPACK": unpack,
+        "DECODE": DECODERS[format.code, bits],
+        "RUNS": tl.constexpr(runs(format.order, format.bits)),
+    }
+    return compiled(_UNPACK.format(name=_name(facts), **facts), space)
+
+
+def loader(spec: Packed, asm: int, waits: bool, tma: bool, paired: bool) -> Any:
+    """The loader of a format; see `kernels.packed.load_packed`."""
+    return _loader(unpacker(spec, asm, waits), 32 // spec.packed_bits, spec.group, tma, paired)
+
+
+@functools.cache
+def _loader(made: Any, per: int, group: int, tma: bool, paired: bool) -> Any:
+    facts = {"per": per, "group": group, "described": tma, "paired": paired}
+    name = made.__name__.removeprefix("unpack_") + "_" + _name(facts)
+    return compiled(_LOADER.format(name=name, **facts), {"LOAD": load_packed, "UNPACK": made})
+
+
+def _name(facts: dict[str, Any]) -> str:
+    return "_".join(str(x).replace(".", "_") for x in facts.values())
+
+
+def asm_of(device: Device) -> int:
+    """The compute capability whose PTX decoders may use; 0 for AMD and the interpreter."""
+    name = device.target.name
+    return int(name.removeprefix("sm_")) if name.startswith("sm_") else 0
