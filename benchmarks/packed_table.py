@@ -33,7 +33,7 @@ from gemmery.launch import bind
 from gemmery.layout import make_fused_problem
 from gemmery.problem import Config, Fusion, Problem
 from gemmery.results import Results
-from gemmery.select.measured import PACKINGS, file_name, suffixes_of
+from gemmery.select.measured import PACKED, file_name, suffixes_of
 from gemmery.select.space import DEALT, space_of
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -49,9 +49,9 @@ ENOUGH, MOST_ROUNDS = 1000, 40
 
 def product(format: str, M: int, N: int, K: int) -> tuple[Problem, tuple[Any, ...], Any]:
     """A product's problem, what its kernel is given, and the weight."""
-    packing = PACKINGS[format]
+    group = PACKED[format][1]
     dense = torch.randn(N, K, device="cuda", dtype=torch.bfloat16)
-    weight = gemmery.quantize(dense, packing.format, group_size=packing.group or None)
+    weight = gemmery.quantize(dense, format, group_size=group or None)
     x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
     call = make_call("linear", x, weight.unscaled(), None, fused.UNCHANGED, (), None, Options())
     made = fused.program(call)
@@ -164,7 +164,7 @@ def read(path: Path) -> dict[tuple[int, ...], dict[str, float]]:
 def main() -> None:
     """Run."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--format", choices=sorted(PACKINGS), required=True)
+    parser.add_argument("--format", choices=sorted(PACKED), required=True)
     parser.add_argument("--schedule", choices=DEALT, default="", help="this one, in a table of its own")
     parser.add_argument("--rounds", type=int, default=5, help="at least so many")
     parser.add_argument("--processes", type=int, default=14)

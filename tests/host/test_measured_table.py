@@ -126,7 +126,7 @@ def test_nothing_that_belongs_there(script, tmp_path, capsys):
     assert "no plain bf16 products" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("format", measured.PACKINGS)
+@pytest.mark.parametrize("format", measured.PACKED)
 def test_few_rows_of_a_packed_weight_take_few_rows_of_tiles(format):
     """Also between the numbers of rows that were timed, and where tiles of more rows were not."""
     for M in (1, 2, 5, 8, 13, 16, 20, 32, 50, 64):
@@ -135,7 +135,7 @@ def test_few_rows_of_a_packed_weight_take_few_rows_of_tiles(format):
             assert config.block_m <= max(16, 1 << (M - 1).bit_length()), (M, N, K, str(config))
 
 
-@pytest.mark.parametrize("format", measured.PACKINGS)
+@pytest.mark.parametrize("format", measured.PACKED)
 def test_what_was_timed_decides_where_it_was(format):
     """Not what was not: a model that is too hopeful of such a tile must not have the say."""
     times = {}

@@ -491,7 +491,7 @@ def test_torch_has_mx_products_in_bf16():
     problem = posed(512, 4096, 4096, device=H200, dtype="fp8", scales="mx")
     found = vendor.route(problem)
     assert found is not None
-    assert (found.kind, found.problem.a.dtype, found.problem.scales) == ("half", torch.bfloat16, None)
+    assert (found.kind, found.problem.a.dtype, found.problem.b.is_scaled) == ("half", torch.bfloat16, False)
 
 
 def test_rows_of_all_suites_are_posed():
@@ -501,8 +501,8 @@ def test_rows_of_all_suites_are_posed():
             problem = of_row(one, dtype, H200)
             assert (problem.K, problem.a.dtype) == (one.K, KINDS[dtype].dtype)
             assert problem.flops == one.flops
-            assert (problem.packing is not None) == bool(one.weight)
-            assert (problem.scales is not None) == (one.scales in ("block", "mx"))
+            assert problem.b.is_packed == bool(one.weight)
+            assert problem.b.is_scaled == (one.scales in ("block", "mx"))
 
 
 @pytest.mark.parametrize(

@@ -199,5 +199,5 @@ def test_results_that_must_not_depend_on_the_batch_do_without():
 def test_what_shares_factors_in_other_ways_does_without():
     # A factor for every column of B takes a number in each.
     problem = blocks()
-    assert problem.scales.b_every == 128
-    assert not specialized.suits(replace(problem, scales=replace(problem.scales, b_every=1)))
+    assert problem.b.every == 128
+    assert not specialized.suits(replace(problem, b=replace(problem.b, every=1)))
