@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import select
-from .operands import Dense, Layout
+from .operands import Dense, Layout, Spec
 from .problem import Problem
 
 #: Rows of a copy begin at multiples of this many elements.
@@ -122,8 +122,16 @@ def padded(problem: Problem) -> Padded | None:
         b = Copy.of(p.b, p.K, p.N, p.batch, across.b or (p.b.row == 1 and p.b.col != 1))
     if a is None and b is None:
         return None
-    copied = replace(p, a=p.a if a is None else a.operand, b=p.b if b is None else b.operand)
+    copied = replace(p, a=_as_copied(p.a, a), b=_as_copied(p.b, b))
     return Padded(copied, a, b)
+
+
+def _as_copied(spec: Spec, copy: Copy | None) -> Spec:
+    """An operand whose matrix is a copy."""
+    if copy is None:
+        return spec
+    to = copy.operand
+    return replace(spec, steps=to.steps, row=to.row, col=to.col, aligned=to.aligned)
 
 
 def worth_copying(problem: Problem) -> Padded | None:

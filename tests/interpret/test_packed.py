@@ -186,7 +186,7 @@ def test_parts_that_are_not_aligned():
         plans.append(gemmery.plan(x, other))
         assert described(plans[-1].problem) == (name is None)
     masks = [plan._misaligned for plan in plans]
-    assert masks == [(15, 15, 15, 15, 15), (15, 0, 15, 15, 15), (15, 15, 15, 0, 15), (15, 15, 15, 15, 0)]
+    assert masks == [(15, 15, 15, 15, 15), (15, 0, 15, 15, 15), (15, 15, 0, 15, 15), (15, 15, 15, 0, 15)]
 
 
 def test_the_context_manager_reaches_packed_products(monkeypatch):
