@@ -255,8 +255,6 @@ def verdict(kind: str, result: str, context: str, gpu: bool, kernels: bool) -> A
     if context == "vmap" and scaled:
         if result in ("bare", "bias", "out"):
             return Absent("a ScaledTensor can't be mapped, and nothing else goes in that could be")
-        if kernels and kind in ("scaled by block", "scaled by mx"):
-            return Raises(NotImplementedError, "scales of blocks")
     if result == "out":
         return _of_out(kind, context)
     if context == "DTensor":

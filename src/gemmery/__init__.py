@@ -7,9 +7,7 @@ from ._command import PutOffError, put_off
 
 try:
     put_off()
-    from . import fused_transforms as _fused_transforms  # noqa: F401  (with fused_ops registers gemmery.fused)
-    from . import ops as _ops  # noqa: F401  (registers torch.ops.gemmery)
-    from . import packed_ops as _packed_ops  # noqa: F401  (registers torch.ops.gemmery.packed)
+    from . import torch_op as _torch_op  # noqa: F401  (registers torch.ops.gemmery.product)
     from .api import addmm, bmm, linear, matmul, plan
     from .epilogues.function import epilogue
     from .invariant import batch_invariant

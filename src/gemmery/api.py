@@ -8,15 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import fused, packed
-from .call import Factor
-from .dispatch import Options, OutTypes, check_tensor, prepare, run
-from .packed import is_packed
+from .formats.tensor import QuantizedTensor
 from .plan import Plan
 from .precision import AskedPrecision, resolved
 from .problem import Config
-
-Number = int | float
+from .product.check import check_tensor
+from .product.run import plan as plan_of
+from .product.run import product
+from .product.spec import NONE, Factor, Functions, Number, Options, OutTypes
 
 
 def matmul(
@@ -76,14 +75,10 @@ def matmul(
         >>> gemmery.matmul(x, w.T, bias=torch.zeros(16)).shape
         torch.Size([4, 16])
     """
-    options = (out_dtype, resolved(precision, a), fast_accum, batch_invariant, config)
-    if is_packed(b):
-        functions = (epilogue, args, prologue, prologue_args)
-        return packed.product("matmul", a, b, bias, functions, out, options)  # type: ignore[arg-type]
-    if epilogue is not None or args or prologue is not None or prologue_args:
-        functions = (epilogue, args, prologue, prologue_args)
-        return fused.product("matmul", a, b, bias, functions, out, options)
-    return run("matmul", a, b, bias, 1, 1, out, options)  # type: ignore[arg-type]  # checked there
+    how = precision if precision != "torch" else resolved(precision, a)
+    options = (out_dtype, how, fast_accum, batch_invariant, config)
+    functions = (epilogue, args, prologue, prologue_args)
+    return product("matmul", a, b, bias, functions, out, options)
 
 
 def linear(
@@ -117,14 +112,10 @@ def linear(
         tensor([[3., 3., 3., 3., 3.],
                 [3., 3., 3., 3., 3.]])
     """
-    options = (out_dtype, resolved(precision, x), fast_accum, batch_invariant, config)
-    if is_packed(weight):
-        functions = (epilogue, args, prologue, prologue_args)
-        return packed.product("linear", x, weight, bias, functions, out, options)  # type: ignore[arg-type]
-    if epilogue is not None or args or prologue is not None or prologue_args:
-        functions = (epilogue, args, prologue, prologue_args)
-        return fused.product("linear", x, weight, bias, functions, out, options)
-    return run("linear", x, weight, bias, 1, 1, out, options)  # type: ignore[arg-type]  # checked there
+    how = precision if precision != "torch" else resolved(precision, x)
+    options = (out_dtype, how, fast_accum, batch_invariant, config)
+    functions = (epilogue, args, prologue, prologue_args)
+    return product("linear", x, weight, bias, functions, out, options)
 
 
 def addmm(
@@ -157,8 +148,9 @@ def addmm(
         tensor([[16., 16.],
                 [16., 16.]])
     """
-    if is_packed(b) or is_packed(a) or is_packed(input):
-        name = "b" if is_packed(b) else "a" if is_packed(a) else "input"
+    for name, value in (("b", b), ("a", a), ("input", input)):
+        if not isinstance(value, QuantizedTensor):
+            continue
         raise TypeError(
             f"addmm: {name} is a QuantizedTensor; it can be the second factor alone, of gemmery.linear(a, b, input) or "
             "gemmery.matmul(a, b, bias=input)"
@@ -166,7 +158,8 @@ def addmm(
     if input is None:
         check_tensor("addmm", "input", input)
     options = (out_dtype, resolved(precision, a), fast_accum, batch_invariant, config)
-    return run("addmm", a, b, input, alpha, beta, out, options)
+    made: Tensor = product("addmm", a, b, input, NONE, out, options, alpha, beta)
+    return made
 
 
 def bmm(
@@ -193,14 +186,10 @@ def bmm(
         >>> gemmery.bmm(torch.ones(7, 2, 3), torch.ones(7, 3, 4)).shape
         torch.Size([7, 2, 4])
     """
-    options = (out_dtype, resolved(precision, a), fast_accum, batch_invariant, config)
-    if is_packed(b):
-        functions = (epilogue, args, prologue, prologue_args)
-        return packed.product("bmm", a, b, None, functions, out, options)  # type: ignore[arg-type]
-    if epilogue is not None or args or prologue is not None or prologue_args:
-        functions = (epilogue, args, prologue, prologue_args)
-        return fused.product("bmm", a, b, None, functions, out, options)
-    return run("bmm", a, b, None, 1, 1, out, options)
+    how = precision if precision != "torch" else resolved(precision, a)
+    options = (out_dtype, how, fast_accum, batch_invariant, config)
+    functions = (epilogue, args, prologue, prologue_args)
+    return product("bmm", a, b, None, functions, out, options)
 
 
 def plan(
@@ -228,9 +217,5 @@ def plan(
         >>> print(gemmery.plan(torch.ones(4, 8), torch.ones(8, 16)))
         None
     """
-    if epilogue is not None or args or prologue is not None or prologue_args or is_packed(b):
-        functions = (epilogue, args, prologue, prologue_args)
-        options = (out_dtype, resolved(precision, a), fast_accum, batch_invariant, config)
-        return fused.plan("plan", a, b, bias, functions, out, options)
     options = Options(out_dtype, resolved(precision, a), fast_accum, batch_invariant, config)
-    return prepare("plan", a, b, bias, 1, 1, out, options).plan  # type: ignore[arg-type]  # checked there
+    return plan_of("plan", a, b, bias, Functions(epilogue, args, prologue, prologue_args), out, options)

@@ -16,21 +16,23 @@ import torch
 from torch import Tensor
 
 from . import devices
-from .call import Call, dimensions, outputs_of
 from .dtypes import accumulator
+from .epilogues.programs import lowered_program
 from .epilogues.record import Untraceable
+from .epilogues.results import Results
 from .epilogues.trace import Sizes, stand_ins
 from .launch import pointwise
 from .memo import keep
-from .programs import lowered_program
-from .results import Results
+from .product.check import dimensions
+from .product.epilogue import outputs_of
+from .product.spec import Call
 
 _needs: dict[Any, bool] = {}
 
 
 def needs_product(call: Call) -> bool:
     """Whether the backward pass of a call looks at the product; if not, it need not be saved."""
-    call, shape = call.bare(), call.shape
+    call, shape = call.without_bias(), call.shape
     dims = [
         dimensions(call, i, x, shape) if isinstance(x, Tensor) else None for i, x in enumerate(call.inputs)
     ]
@@ -43,8 +45,8 @@ def needs_product(call: Call) -> bool:
             tuple(inputs),
             len(shape),
             odd,
-            call.a.dtype,
-            call.a.device.type,
+            call.dtype,
+            call.device.type,
         )
         if key in _needs:
             return _needs[key]
@@ -59,7 +61,7 @@ def _looks_at_product(call: Call, dims: Sequence[tuple[str, ...] | None], sizes:
         x if its is None else torch.empty(sizes.of(its), dtype=x.dtype, device="meta")
         for x, its in zip(call.inputs, dims, strict=True)
     ]
-    product = torch.empty((*sizes.batch, sizes.M, sizes.N), dtype=accumulator(call.a.dtype), device="meta")
+    product = torch.empty((*sizes.batch, sizes.M, sizes.N), dtype=accumulator(call.dtype), device="meta")
     try:
         results, _ = outputs_of(call, product, meta)
     except (RuntimeError, ValueError, TypeError, IndexError):
@@ -68,7 +70,7 @@ def _looks_at_product(call: Call, dims: Sequence[tuple[str, ...] | None], sizes:
     grads = [x if x.dtype.is_floating_point else None for x in results]
     wanted = [its is not None and x.dtype.is_floating_point for x, its in zip(call.inputs, dims, strict=True)]
     try:
-        made = _program(call, _Pieces.of(call, product.to(call.a.dtype), grads), meta, wanted)[0]
+        made = _program(call, _Pieces.of(call, product.to(call.dtype), grads), meta, wanted)[0]
     except Untraceable:
         return True
     return 0 in made.inputs
@@ -143,13 +145,13 @@ def _program(
         key = (
             "backward",
             call.captured.key,
-            call.a.dtype,
+            call.dtype,
             pieces.places,
             pieces.flat,
             tuple(wanted),
         )
-    wide = accumulator(call.a.dtype)
-    return lowered_program(function, key, wide, shape, values, names, call.a.device), values
+    wide = accumulator(call.dtype)
+    return lowered_program(function, key, wide, shape, values, names, call.device), values
 
 
 def _pulled(
@@ -158,7 +160,7 @@ def _pulled(
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
     """Gradients of the product, in the operands' type, and of the wanted inputs, in theirs."""
     places = [i for i, wants in enumerate(wanted) if wants]
-    wide = accumulator(call.a.dtype)
+    wide = accumulator(call.dtype)
 
     def function(x: Tensor, *some: Tensor) -> tuple[Tensor, ...]:
         values = list(inputs)
@@ -191,11 +193,11 @@ def run(
         grads: of the results, None for those that nothing depends on.
         wanted: for each of the call's tensors.
     """
-    if devices.current(call.a.device) is None:
+    if devices.current(call.device) is None:
         return by_torch(call, product, grads, wanted)
     wants = _of_inputs(call, wanted)
     try:
-        of_product, of_inputs = _by_kernel(call.bare(), product, grads, wants[call.biases :])
+        of_product, of_inputs = _by_kernel(call.without_bias(), product, grads, wants[call.biases :])
     except Untraceable:
         return by_torch(call, product, grads, wanted)
     return _all_summed(call, of_product, of_inputs, wants)
@@ -208,8 +210,8 @@ def by_torch(
     wants = _of_inputs(call, wanted)
     if product is None:
         shape = call.shape
-        product = torch.zeros((), dtype=call.a.dtype, device=call.a.device).expand(shape)
-    bare = call.bare()
+        product = torch.zeros((), dtype=call.dtype, device=call.device).expand(shape)
+    bare = call.without_bias()
     of_product, of_inputs = _pulled(
         bare, product, bare.inputs, grads, [False] * len(grads), wants[call.biases :]
     )
@@ -253,12 +255,12 @@ def _by_kernel(
     if product is None:
         # Not looked at; the shape says how wide the product is.
         shape = call.shape
-        product = torch.empty((), dtype=call.a.dtype, device=call.a.device).expand(shape)
+        product = torch.empty((), dtype=call.dtype, device=call.device).expand(shape)
     pieces = _Pieces.of(call, product, grads)
     made, values = _program(call, pieces, call.inputs, wants)
     if made.paired:
         raise Untraceable("blocks of a matrix in memory are not paired")
     types = tuple(x.dtype for x in made.outputs)
-    results = Results(made, tuple(pieces.first.shape), types, accumulator(call.a.dtype))
+    results = Results(made, tuple(pieces.first.shape), types, accumulator(call.dtype))
     of_product, *of_inputs = pointwise(results, pieces.first, values)
     return of_product, of_inputs

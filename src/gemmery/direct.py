@@ -109,20 +109,6 @@ class Arguments:
     maps: list[tuple[int, int, TensorMaps]] = field(default_factory=list)
     tuples: list[tuple[int, list[Any], tuple[tuple[int, int], ...]]] = field(default_factory=list)
 
-    def at(self, sources: Sequence[int]) -> list[Any]:
-        """The arguments for tensors at these addresses."""
-        values = self.values.copy()
-        for position, source, maps in self.maps:
-            values[position] = maps[sources[source]]
-        for position, source in self.addresses:
-            values[position] = sources[source]
-        for position, elements, places in self.tuples:
-            filled = elements.copy()
-            for index, source in places:
-                filled[index] = sources[source]
-            values[position] = tuple(filled)
-        return values
-
 
 class _Layouter:
     """Lays arguments out for one version's C function.
@@ -417,7 +403,17 @@ def _launch(
             # Held until the launch is queued: memory that is freed later is used again after it, on its stream.
             partials, arrivals = WORKSPACES.on_stream(index, stream, *room)
             sources = (*sources, partials.data_ptr(), arrivals.data_ptr())
-        enter(stream, arguments.at(sources))
+        values = arguments.values.copy()
+        for position, source, maps in arguments.maps:
+            values[position] = maps[sources[source]]
+        for position, source in arguments.addresses:
+            values[position] = sources[source]
+        for position, elements, places in arguments.tuples:
+            filled = elements.copy()
+            for place, source in places:
+                filled[place] = sources[source]
+            values[position] = tuple(filled)
+        enter(stream, values)
         return True
 
     return launch

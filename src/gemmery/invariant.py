@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .dispatch import Number, eager, result_shape, run
+from .product.check import result_shape
+from .product.run import product
+from .product.spec import NONE, Number
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _DEVICES = ("cuda", "cpu")
@@ -70,12 +71,8 @@ def _product(
             out.resize_(shape)
     options = (out_dtype, "ieee", False, True, None)
     # The function mode would look at every attribute that is read, and gradients have been dealt with above.
-    with torch._C.DisableTorchFunction():
-        if not _len_torch_dispatch_stack():
-            return eager(op, a, b, addend, alpha, beta, out, options)  # type: ignore[arg-type]
-        # A mode that was entered before this one may want to see the call.
-        with torch.no_grad():
-            return run(op, a, b, addend, alpha, beta, out, options)  # type: ignore[arg-type]
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        return product(op, a, b, addend, NONE, out, options, alpha, beta)
 
 
 def _refusal(what: str) -> NotImplementedError:
@@ -130,7 +127,7 @@ def _addbmm_in_place(input: Tensor, a: Tensor, b: Tensor, *, beta: Number = 1, a
 
 
 #: gemmery's operators with a product.
-_OWN = ("gemm", "gemm_out", "fused", "packed", "packed_fused", "packed_backward")
+_OWN = ("product", "product_out")
 
 
 def _own(operator: Any) -> _Handler:
@@ -167,7 +164,7 @@ def _handlers() -> dict[Any, _Handler]:
         for overload in packet.overloads()
     }
     # All of these are defined by then.
-    from . import fused_ops, ops, packed_ops  # noqa: F401
+    from . import torch_op  # noqa: F401
 
     own = [getattr(torch.ops.gemmery, name).default for name in _OWN]
     return handlers | {operator: _own(operator) for operator in own}

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .dtypes import FP8, accumulator
 from .epilogues.device import function
+from .epilogues.results import Results
 from .epilogues.table import TYPES
 from .kernels import epilogues, gemm, order
 from .kernels import operands as access
@@ -26,7 +27,6 @@ from .operands import DenseAccess, Layout, Scaled, Traced
 from .operands.base import negated
 from .operands.scalars import parts, traced_arguments
 from .problem import Config, Problem
-from .results import Results
 from .waves import Split, Waves
 from .workspace import WORKSPACES, Workspace
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from .devices import Device
 from .dtypes import Precision
-from .operands import Dense, Layout, Pair, Scaled, Traced
-from .problem import Fusion, Problem
+from .operands import Dense, DenseOperand, Layout, Operand
+from .problem import Problem
 
 
 @dataclass
@@ -98,9 +98,10 @@ def make_problem(
         a: (..., M, K); b: (..., K, N); out: (..., M, N) with the broadcast batch; addend: broadcasts to out.
         scaled: whether the product or the addend comes with a factor other than 1.
     """
-    bare, extras = _fold(a, b, out, [] if addend is None else [(addend, b.shape[-1])], device)
+    extras = [] if addend is None else [(addend, b.shape[-1])]
+    bare, layouts = fold(DenseOperand(a), DenseOperand(b), out, extras, device)
     epilogue = "scale" if scaled else "identity"
-    added = extras[0] if extras else None
+    added = layouts[0] if layouts else None
     if added is not None:
         one_row = bare.M == 1 or added.row == 0
         epilogue = "add_row" if not scaled and one_row and not any(added.steps) else "add_matrix"
@@ -111,75 +112,36 @@ def make_problem(
     )  # fmt: skip
 
 
-def make_fused_problem(
-    a: Tensor, b: Tensor, out: Tensor, extras: Sequence[tuple[Tensor, int]], own: int, fusion: Fusion, *,
-    precision: Precision, fast_accum: bool, batch_invariant: bool, device: Device,
-    scales: tuple[Tensor, Tensor, int, int, int] | None = None, prologue: Traced | None = None,
-    half_stride: int | None = None,
-) -> Problem:  # fmt: skip
-    """The Problem of `out = epilogue(prologue(a) @ b)` for traced functions; see `make_problem`.
-
-    Args:
-        extras: what the epilogue reads and writes besides, each with the columns that it has or is broadcast to; behind
-            that what the prologue reads.
-        fusion: the epilogue without its operands.
-        prologue: likewise.
-        half_stride: elements from b to the right half of the second operand, where that is two matrices.
-        own: how many of the extras are the epilogue's.
-        scales: factors that change along K, see `call.Call`.
-    """
-    along = [] if scales is None or scales[2] > 1 else [(scales[0], scales[0].shape[-1])]
-    bare, operands = _fold(a, b, out, [*extras, *along], device, 1 if half_stride is None else 2)
-    first, second = bare.a, bare.b
-    if scales is not None:
-        left = operands.pop() if along else _rows(scales[0], bare)
-        right, (a_every, b_every, step) = _rows(scales[1], bare), scales[2:]
-        exact = left.dtype == right.dtype == torch.uint8
-        first, second = (
-            Scaled(x.dtype, x.steps, x.row, x.col, x.aligned, None, scale, every, step, exact)
-            for x, scale, every in ((first, left, a_every), (second, right, b_every))
-        )
-    elif half_stride is not None:
-        second = Pair(second.dtype, second.steps, second.row, second.col, second.aligned, None, half_stride)
-    if prologue is not None:
-        first = replace(first, prologue=replace(prologue, operands=tuple(operands[own:])))
-    fusion = replace(fusion, operands=tuple(operands[:own]))
-    return replace(
-        bare, a=first, b=second, epilogue="fused", fusion=fusion, precision=precision,
-        fast_accum=fast_accum, batch_invariant=batch_invariant and a.dtype.is_floating_point,
-    )  # fmt: skip
-
-
-def _rows(scales: Tensor, problem: Problem) -> Layout:
-    """The layout of a matrix of scales that is the same for a whole batch."""
-    row, col = scales.stride()
-    return Layout(scales.dtype, (0,) * len(problem.batch), row, col, scales.data_ptr() % 16 == 0)
-
-
-def _fold(
-    a: Tensor, b: Tensor, out: Tensor, extras: Sequence[tuple[Tensor, int]], device: Device, matrices: int = 1
+def fold(
+    a: Operand, b: Operand, out: Tensor, extras: Sequence[tuple[Tensor, int]], device: Device
 ) -> tuple[Problem, list[Layout]]:
-    """The Problem of the bare product, with as few batch dimensions as can be, and the epilogue's operands in it.
+    """The Problem of the bare product, with as few batch dimensions as can be, and the layouts of `extras` in it.
 
     Args:
-        matrices: how many like b make up the second factor, side by side.
+        out: (..., M, columns) with the broadcast batch.
+        extras: what the epilogue reads and writes besides, each with the columns that it has or is broadcast to.
     """
-    M, K = a.shape[-2:]
-    N = b.shape[-1] * matrices
+    left, right = a.matrix, b.matrix
+    M, K = left.shape[-2:]
+    columns = right.shape[-1]
     sizes = list(out.shape[:-2])
-    left, right = _expand(a, sizes, M, K), _expand(b, sizes, K, b.shape[-1])
-    result = _expand(out, sizes, M, out.shape[-1])
-    others = [_expand(tensor, sizes, M, columns) for tensor, columns in extras]
-    walkers = [left, result, *others]
-    _drop_unit(sizes, [*walkers, right])
-    _merge(sizes, [*walkers, right])
-    M = _fold_rows(sizes, M, walkers, right)
-    operands = [_layout(tensor, x) for (tensor, _), x in zip(extras, others, strict=True)]
+    others = [*extras, *a.along()]
+    of_a, of_b = _expand(left, sizes, M, K), _expand(right, sizes, K, columns)
+    of_out = _expand(out, sizes, M, out.shape[-1])
+    of_others = [_expand(tensor, sizes, M, width) for tensor, width in others]
+    walkers = [of_a, of_out, *of_others]
+    _drop_unit(sizes, [*walkers, of_b])
+    _merge(sizes, [*walkers, of_b])
+    rows = _fold_rows(sizes, M, walkers, of_b)
+    layouts = [_layout(tensor, x) for (tensor, _), x in zip(others, of_others, strict=True)]
+    N = columns * b.halves
     bare = Problem(
-        M=M, N=N, K=K, batch=tuple(sizes), device=device,
-        a=_matrix(a, left, M, K), b=_matrix(b, right, K, N), out=_matrix(out, result, M, out.shape[-1]),
+        M=rows, N=N, K=K, batch=tuple(sizes), device=device,
+        a=_matrix(left, of_a, rows, K), b=_matrix(right, of_b, K, N), out=_matrix(out, of_out, rows, out.shape[-1]),
     )  # fmt: skip
-    return bare, operands
+    count = len(extras)
+    specs = a.spec(bare.a, layouts[count:], bare), b.spec(bare.b, [], bare)
+    return replace(bare, a=specs[0], b=specs[1]), layouts[:count]
 
 
 def fold_blocks(

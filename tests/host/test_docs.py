@@ -14,7 +14,7 @@ import gemmery.nn
 from benchmarks import quantization_error
 from docs.hooks import repository
 from gemmery import epilogues, formats, fused
-from gemmery.dispatch import Options
+from gemmery.product.spec import Options
 from gemmery.epilogues import Untraceable, table
 from gemmery.formats import FORMATS, from_codes
 from gemmery.formats.checkpoints.torchao import READERS

@@ -14,8 +14,10 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gemmery
-from gemmery import epilogues, fused, programs, prologue
-from gemmery.dispatch import Options
+from gemmery import epilogues, fused
+from gemmery.epilogues import programs
+from gemmery.product import prologue
+from gemmery.product.spec import Options
 from gemmery.epilogues import Untraceable, compose, library, random
 from gemmery.epilogues.decompositions import decompositions
 from gemmery.epilogues.identity import capture

@@ -16,11 +16,6 @@ def test_cells(kind, context):
     contexts.check(kind, context, torch.device("cpu"), (contexts.RESULTS[place % len(contexts.RESULTS)],))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="compiled products with scales of blocks have a lane of their own",
-)
 @pytest.mark.parametrize("kind", ("scaled by block", "scaled by mx"))
 def test_a_compiled_product_with_scales_of_blocks_has_no_wide_operands(kind):
     case, graphs = contexts.Case.of(kind, "bare", torch.device("cpu")), []
@@ -33,3 +28,15 @@ def test_a_compiled_product_with_scales_of_blocks_has_no_wide_operands(kind):
     torch.compile(lambda: case.run(), fullgraph=True, backend=backend)()
     assert graphs
     assert not any("gemmery.gemm" in code or "torch.float32" in code for code in graphs)
+
+
+@pytest.mark.parametrize("kind", contexts.PACKED)
+def test_a_compiled_packed_product_saves_no_wide_matrix(kind):
+    """Its epilogue is in the kernel forward, and what is saved of the product is in the operands' type."""
+    case = contexts.Case.of(kind, "prebuilt epilogue", torch.device("cpu"))
+    leaves = [t.detach().requires_grad_() for t in case.leaves.values()]
+    step, saved = contexts.compile_case(case), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        step(*leaves)
+    assert saved
+    assert not [t for t in saved if t.shape == contexts.SIZE[:2] and t.dtype == torch.float32]

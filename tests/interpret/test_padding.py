@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import gemmery
 from gemmery import devices, padding
-from gemmery.dispatch import forget
+from gemmery.product.cache import forget
 from gemmery.layout import make_problem
 from tests.oracle import assert_product
 

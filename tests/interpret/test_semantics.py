@@ -8,7 +8,7 @@ import torch
 
 import gemmery
 from gemmery import dispatch, padding
-from gemmery.dispatch import forget
+from gemmery.product.cache import forget
 from tests.oracle import DTYPES, FLOATS, HALVES, Layout, assert_product, default_out, place, values
 
 SHAPES = (

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..memo import keep
 
 if TYPE_CHECKING:
-    from ..call import Call
+    from ..product.spec import Call
 
 #: Rows and columns of a product of which nothing is known. More columns than a tile has, so that a function that needs
 #: whole rows is not taken for one that always can be fused.
@@ -62,10 +62,10 @@ def check(
         ...     print("uses aten.cumsum" in str(error))
         True
     """
-    from .. import fused
-    from ..call import check as check_call
-    from ..call import make_call
-    from ..dispatch import Options
+    from ..product.build import make_call
+    from ..product.check import check as check_call
+    from ..product.epilogue import program
+    from ..product.spec import Functions, Options
 
     tensors = [x for x in args if isinstance(x, Tensor)]
     *batch, M, N = _shape(tensors) if shape is None else _checked(shape)
@@ -73,9 +73,9 @@ def check(
     a, b = (
         torch.empty((), dtype=dtype, device=device).expand(size) for size in ((*batch, M, 1), (*batch, 1, N))
     )
-    call = make_call("matmul", a, b, None, function, args, None, Options())
+    call = make_call("matmul", a, b, None, Functions(function, args), Options())
     check_call(call)
-    fused.program(call)
+    program(call)
 
 
 def _shape(tensors: Sequence[Tensor]) -> tuple[int, ...]:
@@ -98,14 +98,14 @@ def _checked(shape: Sequence[int]) -> tuple[int, ...]:
 
 def warn(call: Call) -> None:
     """Warn once of an epilogue that torch has run here, and that a GPU could not fuse; it never fails."""
-    from .. import fused
+    from ..product.epilogue import program
 
     key = _identity(call.function)
     if key in _looked or 0 in call.shape:
         return
     keep(_looked, key, True)
     try:
-        fused.program(call)
+        program(call)
     except Exception as error:  # whatever it is, torch has computed the product
         level, frame = 1, sys._getframe()
         while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGES):

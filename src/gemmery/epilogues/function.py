@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -121,6 +122,74 @@ def hold(captured: Captured, origin: Epilogue[Any, Any] | None = None) -> Held:
     key = captured.key, None if origin is None else origin.name
     found = _held.get(key)
     return keep(_held, key, Held(captured, origin)) if found is None else found
+
+
+#: Epilogues of plain functions, by what tells these apart.
+_memo: dict[Any, Epilogue[Any, Any]] = {}
+#: Types of values that a function may take from outside and still be known when it is made anew.
+_SIMPLE = (int, float, bool, str, type(None))
+#: Where a function that takes other things from outside keeps its Epilogue, so that nothing else holds these.
+_OWN = "__gemmery_memo__"
+
+
+def memoised(function: Any) -> Any:
+    """The Epilogue of a plain function, the same for one that is made anew of the same code and the same values.
+
+    What can't be known again that quickly is returned as it is.
+    """
+    key = _key(function)
+    if key is not None:
+        found = _memo.get(key)
+        return keep(_memo, key, Epilogue(_with_own_cells(function))) if found is None else found
+    if type(function) is not types.FunctionType:
+        return function
+    own = function.__dict__
+    if _OWN not in own:
+        own[_OWN] = Epilogue(function)
+    return own[_OWN]
+
+
+def _key(function: Any) -> Any:
+    """What tells a function from others, quickly; None where that takes a closer look."""
+    kind = type(function)
+    if kind is types.BuiltinFunctionType:
+        return function if isinstance(function.__self__, types.ModuleType | type | None) else None
+    if kind is types.FunctionType:
+        values: list[Any] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        try:
+            values += [cell.cell_contents for cell in function.__closure__ or ()]
+        except ValueError:
+            return None  # a cell is empty
+        return _with_values((function.__code__, id(function.__globals__)), values)
+    if kind is functools.partial:
+        inner, names = _key(function.func), tuple(function.keywords)
+        return inner and _with_values(
+            (inner, len(function.args), names), [*function.args, *function.keywords.values()]
+        )
+    return None
+
+
+def _with_values(key: tuple[Any, ...], values: list[Any]) -> Any:
+    """A key with values; None for one that is not simple."""
+    if not values:
+        return key
+    if not all([type(x) in _SIMPLE for x in values]):
+        return None
+    # Zeros are told apart by their sign, and numbers by their types.
+    return *key, *[(type(x), x or str(x)) for x in values]
+
+
+def _with_own_cells(function: Any) -> Any:
+    """A function whose closure nothing else can change."""
+    if type(function) is not types.FunctionType or function.__closure__ is None:
+        return function
+    cells = tuple([types.CellType(cell.cell_contents) for cell in function.__closure__])
+    again = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
+    )
+    again.__kwdefaults__, again.__qualname__ = function.__kwdefaults__, function.__qualname__
+    again.__module__ = function.__module__
+    return again
 
 
 def captured_of(given: Any) -> tuple[Callable[..., Any], Captured]:

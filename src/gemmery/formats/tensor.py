@@ -26,7 +26,7 @@ SMALLEST_GROUP = 16
 LIMITED_CODES, LARGEST_SCALE = ("int", "e2m1"), 2.0**35
 #: What a weight can be multiplied with.
 DTYPES = (torch.float16, torch.bfloat16)
-_OWN = frozenset((*INNER, "format_name", "group_size"))
+_OWN = frozenset((*INNER, "format_name", "group_size", "static"))
 
 Inner = Mapping[str, Tensor | None]
 
@@ -81,6 +81,8 @@ class QuantizedTensor(Tensor):
 
     format_name: str
     group_size: int
+    #: What tells weights apart, but for their tensors: shape, type, format, group size.
+    static: tuple[Any, ...]
     words: Tensor
     scales: Tensor | None
     zeros: Tensor | None
@@ -118,6 +120,7 @@ class QuantizedTensor(Tensor):
         assert words is not None
         self = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=words.device)
         self.format_name, self.group_size = format.name, group_size
+        self.static = (tuple(shape), dtype, format.name, group_size)
         for name in INNER:
             setattr(self, name, inner.get(name))
         return self
@@ -362,7 +365,7 @@ def _set_data(self: QuantizedTensor, data: Any) -> None:
         raise ValueError(
             f"data: {data!r} can't be that of {self!r}: shape, dtype and device must be the same"
         )
-    self.format_name, self.group_size = data.format_name, data.group_size
+    self.format_name, self.group_size, self.static = data.format_name, data.group_size, data.static
     for name in INNER:
         setattr(self, name, getattr(data, name))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -13,10 +13,8 @@ from torch import Tensor
 
 import gemmery
 
-from .. import backward, devices, fused
-from ..call import make_call, outputs_of, unchanged
+from .. import backward, devices
 from ..devices import Device
-from ..dispatch import Options
 from ..dtypes import DTYPE_NAMES, accumulator
 from ..epilogues import library
 from ..formats.base import FORMATS
@@ -26,7 +24,12 @@ from ..formats.tensor import QuantizedTensor
 from ..kernels import pointwise
 from ..nn.feed_forward import Differentiable
 from ..problem import Problem
-from .posing import factors_along
+from ..product import prepare
+from ..product.build import make_call
+from ..product.epilogue import outputs_of
+from ..product.run import plan
+from ..product.spec import Functions, Options, unchanged
+from .posing import scaled_meta
 
 
 def squares(acc: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,9 +165,9 @@ def _packed(format: str, group: int, rows: int, columns: int, dtype: torch.dtype
 
 
 def _pose_blocks(x: Tensor, weight: Tensor, function: Callable[..., Any], step: int) -> Any:
-    """A product of factors with scales that change along K."""
-    call = make_call("linear", x, weight, None, function, (), torch.bfloat16, Options())
-    return fused._prepare(replace(call, scales=factors_along(x, weight, step)), None).plan
+    """A product of operands with scales that change along K."""
+    a, b = scaled_meta(x, weight, "mx" if step == MX_BLOCK else "block")
+    return plan("linear", a, b, None, Functions(function), None, Options(torch.bfloat16))
 
 
 @contextlib.contextmanager
@@ -176,7 +179,7 @@ def _standing_in(device: Device) -> Iterator[None]:
 
     with (
         mock.patch.object(devices, "current", return_value=device),
-        mock.patch.object(fused, "make_plan", posed),
+        mock.patch.object(prepare, "make_plan", posed),
     ):
         yield
 
@@ -222,7 +225,7 @@ class _Compiling:
 def gradient(name: str, dtype: str, size: int, device: Device) -> Any:
     """The elementwise kernel of the gradients of one of the epilogues, with those of all its tensors, compiled."""
     x, weight, bias, args = _operands(name, dtype, size, size)
-    call = make_call("linear", x, weight, bias, FUSED[name].function, args, None, Options())
+    call = make_call("linear", x, weight, bias, Functions(FUSED[name].function, args), Options())
     product = torch.empty(call.shape, dtype=x.dtype, device="meta")
     results, _ = outputs_of(call, product.to(accumulator(x.dtype)))
     grads = [y if y.dtype.is_floating_point else None for y in results]

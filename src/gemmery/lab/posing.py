@@ -7,22 +7,22 @@ the meta device, which have no memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import fused
-from ..call import Call, Factor, check, make_call, output_types
 from ..devices import Device
-from ..dispatch import Options
 from ..dtypes import FP8
+from ..epilogues.results import Results
 from ..formats import quantize
-from ..formats.scaled import BLOCK, MX_BLOCK
-from ..layout import make_fused_problem
-from ..problem import Fusion, Problem
-from ..results import Results
+from ..formats.scaled import BLOCK, E8M0, MX_BLOCK, ScaledTensor
+from ..problem import Problem
+from ..product.build import UNCHANGED, make_call
+from ..product.check import check
+from ..product.epilogue import output_types, program
+from ..product.prepare import problem_of_traced
+from ..product.spec import Factor, Functions, Options
 from ..select.shapes import LAYOUTS, check_sizes, problem_of
 from .fusions import FUSIONS
 from .inputs import KINDS, Kind, make_operand
@@ -35,65 +35,40 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def factors_along(a: Tensor, b: Tensor, step: int) -> tuple[Tensor, Tensor, int, int, int]:
-    """Factors of (M, K) activations and an (N, K) weight that change each `step` columns, as `call.Call` has them.
-
-    With steps of `MX_BLOCK` each row has its own, and they are exponents of two; with `BLOCK` so many rows of
-    the weight share one.
-    """
-    dtype, b_every = (torch.uint8, 1) if step == MX_BLOCK else (torch.float32, BLOCK)
-    left, right = (
-        meta(-(-x.shape[0] // every), -(-x.shape[1] // step), dtype=dtype)
-        for x, every in ((a, 1), (b, b_every))
-    )
-    return left, right, 1, b_every, step
+def scaled_meta(a: Tensor, b: Tensor, scales: str) -> tuple[ScaledTensor, ScaledTensor]:
+    """(M, K) activations and an (N, K) weight with scales, of `suites.SCALES`."""
+    (M, K), N = a.shape, b.shape[0]
+    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+        "tensor": ((), ()),
+        "row": ((M, 1), (N, 1)),
+        "block": ((M, -(-K // BLOCK)), (-(-N // BLOCK), -(-K // BLOCK))),
+        "mx": ((M, -(-K // MX_BLOCK)), (N, -(-K // MX_BLOCK))),
+    }
+    dtype = E8M0 if scales == "mx" else torch.float32
+    left, right = (meta(*shape, dtype=dtype) for shape in shapes[scales])
+    return ScaledTensor(a, left), ScaledTensor(b, right)
 
 
 def linear_problem(
-    a: Tensor, weight: Factor, device: Device, *, bias: Tensor | None = None,
-    epilogue: Callable[..., Any] | None = None, args: Sequence[Any] = (), out_dtype: torch.dtype | None = None,
-    options: Options | None = None, scales: tuple[Tensor, Tensor, int, int, int] | None = None,
+    a: Tensor | ScaledTensor, weight: Factor | ScaledTensor, device: Device, *, bias: Tensor | None = None,
+    epilogue: Callable[..., Any] | None = None, args: Sequence[Any] = (), options: Options | None = None,
 ) -> Problem:  # fmt: skip
     """The problem of `gemmery.linear(a, weight, bias, epilogue=epilogue, args=args)` on a GPU, by a traced epilogue.
 
     Args:
-        a, weight: (..., M, K) and (N, K), on the meta device; the weight may be packed.
-        scales: factors of both operands that change along K, as in `call.Call`.
+        a, weight: (..., M, K) and (N, K), on the meta device; the weight may be packed, or both scaled.
 
     Raises:
         ValueError: the tensors do not fit each other.
         TypeError: nor do their types, or the epilogue can't be part of a kernel.
     """
     options = Options() if options is None else options
-    call = make_call("linear", a, weight, bias, epilogue or fused.UNCHANGED, args, out_dtype, options)
-    call = replace(call, scales=scales)
+    call = make_call("linear", a, weight, bias, Functions(epilogue or UNCHANGED, args), options)
     check(call)
-    return _posed(call, device)
-
-
-def _posed(call: Call, device: Device) -> Problem:
-    made = fused.program(call)
+    made = program(call)
     types = output_types(call, [(x.dtype, x.matrix) for x in made.outputs])
     results = Results(made, call.shape, tuple(types), call.summed)
-    tensors = results.allocate(call.a.device, 1)
-    own = results.extras(call.inputs, tensors)
-    fusion = Fusion(
-        made.source,
-        (),
-        len(made.numbers),
-        made.paired,
-        results.reduces,
-        made.main is not None,
-        made.ahead,
-        made.whole,
-    )
-    how = call.options
-    problem = make_fused_problem(
-        call.a, call.b, results.main(tensors), results.widths(own), len(own), fusion, fast_accum=how.fast_accum,
-        batch_invariant=how.batch_invariant, device=device, scales=call.scales, half_stride=call.between,
-        precision=how.precision if how.precision in device.target.precisions else "ieee",
-    )  # fmt: skip
-    return problem if call.weight is None else fused.packed(problem, call.weight)
+    return problem_of_traced(call, results, results.allocate(call.device, 1), device)
 
 
 def posed(
@@ -173,19 +148,9 @@ def _scaled(
     """What `gemmery.scaled_matmul` comes to."""
     if a.dtype.itemsize != 1:
         raise ValueError(f"scales are for operands of 8 bits; dtype is {a.dtype}")
-    out = torch.bfloat16
     if scales == "mx" and a.dtype not in FP8:
         raise ValueError(f"scales 'mx' are for fp8; dtype is {a.dtype}")
-    if scales in ("block", "mx"):
-        along = factors_along(a, b, BLOCK if scales == "block" else MX_BLOCK)
-        return linear_problem(a, b, device, bias=bias, out_dtype=out, options=options, scales=along)
-    factors = (meta(), meta()) if scales == "tensor" else (meta(a.shape[0], 1), meta(b.shape[0]))
-    args = factors if bias is None else (*factors, bias)
-    # Its import brings torch's compiler along, and takes longer than everything else here.
-    from ..scaled import SCALED, SCALED_BIASED
-
-    function = SCALED if bias is None else SCALED_BIASED
-    return linear_problem(a, b, device, epilogue=function, args=args, out_dtype=out, options=options)
+    return linear_problem(*scaled_meta(a, b, scales), device, bias=bias, options=options)
 
 
 def of_row(row: Row, dtype: str, device: Device) -> Problem:

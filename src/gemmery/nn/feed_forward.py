@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ..api import addmm, linear, matmul
-from ..call import Factor
 from ..epilogues.function import Epilogue
 from ..precision import AskedPrecision, resolved
+from ..product.spec import Factor
 
 
 class Differentiable:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ..call import Factor
 from ..epilogues.function import Epilogue
 from ..precision import AskedPrecision
+from ..product.spec import Factor
 from .activations import Activation, recognised
 from .linear import Linear, is_plain, is_untouched
 

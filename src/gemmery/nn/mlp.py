@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ..api import linear
-from ..call import Factor
 from ..epilogues.function import Epilogue
 from ..precision import AskedPrecision
+from ..product.spec import Factor
 from .activations import Activation, activation
 from .feed_forward import Differentiable, feed_forward
 from .fused_product import (

@@ -1,9 +1,35 @@
 """Kinds of operands: what each says of itself. A new kind is a file here and a loader in `kernels`."""
 
-from .base import Access, Layout, Spec, Traced
-from .dense import Dense, DenseAccess
-from .packed import Packed
-from .pair import Pair
-from .scaled import Scaled
+from __future__ import annotations
 
-__all__ = ["Access", "Dense", "DenseAccess", "Layout", "Packed", "Pair", "Scaled", "Spec", "Traced"]
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from .base import Access, Layout, Operand, Spec, Traced
+from .dense import Dense, DenseAccess, DenseOperand
+from .packed import Packed, PackedOperand
+from .pair import Pair, PairOperand
+from .row_scaled import RowScaledOperand
+from .scaled import Scaled, ScaledOperand
+
+__all__ = [
+    "Access", "Dense", "DenseAccess", "DenseOperand", "Layout", "Operand", "Packed", "PackedOperand", "Pair",
+    "PairOperand", "RowScaledOperand", "Scaled", "ScaledOperand", "Spec", "Traced", "rebuild",
+]  # fmt: skip
+
+#: What makes an operand again, by the first word of its text.
+_KINDS: dict[str, Callable[[Sequence[str], Sequence[Tensor], Sequence[int]], Operand]] = {
+    "dense": lambda facts, tensors, sizes: DenseOperand(tensors[0]),
+    "pair": lambda facts, tensors, sizes: PairOperand(tensors[0], tensors[1]),
+    "packed": PackedOperand.rebuild,
+    "rows": RowScaledOperand.rebuild,
+    "scaled": ScaledOperand.rebuild,
+}
+
+
+def rebuild(text: str, tensors: Sequence[Tensor], sizes: Sequence[Any]) -> Operand:
+    """The operand of which `Operand.text` gave a text, of its tensors and `Operand.sizes`."""
+    kind, *facts = text.split(":")
+    return _KINDS[kind](facts, tensors, sizes)

@@ -1,19 +1,20 @@
 """What every operand says of itself: how it lies in memory, what a launch passes for it, and how kernels load it.
 
-A `Spec` is the part of an operand that decides which code runs; it is a field of `Problem`. Kinds of operands differ in
-what they override: see `dense`, `pair`, `packed` and `scaled`.
+An `Operand` has the tensors of one call. Its `Spec` is what decides which code runs, a field of `Problem`. An `Access`
+is how kernels load it with one config. Kinds differ in what they override: see `dense`, `pair`, `packed`, `scaled` and
+`row_scaled`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ..dtypes import DTYPE_NAMES, accumulator
+from ..dtypes import DTYPE_NAMES, OUT_DTYPES, accumulator
 
 if TYPE_CHECKING:
     from ..devices import Device
@@ -195,6 +196,156 @@ class Spec(Layout):
             tma: whether through tensor descriptors, or pointers.
         """
         raise NotImplementedError
+
+
+class Operand:
+    """An operand of one call: the tensors that it is made of, and what else makes it.
+
+    Attributes:
+        matrix: (..., M, K) of the first operand or (..., K, N) of the second, with the strides that the spec is made
+            of. It has the shape, the type and the device; of a packed weight it has no data.
+        tensors: what it is made of: what operators, autograd and the overlap check see, in an order of its kind's.
+        launched: those that a launch is given, in the order of `Spec.layouts`.
+        places: where these are among `values`.
+    """
+
+    matrix: Tensor
+    tensors: tuple[Tensor, ...]
+    launched: tuple[Tensor, ...]
+    places: tuple[int, ...]
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """What tells calls apart: its tensors, with None where a kind may have one and this operand has none."""
+        return self.tensors
+
+    @property
+    def halves(self) -> int:
+        """How many matrices stand side by side."""
+        return 1
+
+    @property
+    def outer(self) -> Tensor | None:
+        """What the product's rows, or columns, are multiplied by before anything else happens to them."""
+        return None
+
+    @property
+    def outer_place(self) -> int:
+        """Where that is among `values`."""
+        raise NotImplementedError
+
+    @property
+    def default(self) -> torch.dtype:
+        """The type of results where nobody asks for one."""
+        return OUT_DTYPES[self.matrix.dtype][0]
+
+    @property
+    def summed(self) -> torch.dtype:
+        """The type of the sum."""
+        return accumulator(self.matrix.dtype)
+
+    @property
+    def is_differentiable(self) -> bool:
+        """Whether products have gradients with respect to the other operand."""
+        return self.matrix.dtype.is_floating_point and self.matrix.dtype.itemsize > 1
+
+    @property
+    def number_places(self) -> tuple[int, ...]:
+        """Where the numbers that a launch is given for it are among `values`."""
+        return ()
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether its numbers are unpacked in registers."""
+        return False
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether it is one plain matrix and nothing else."""
+        return False
+
+    def named(self, name: str) -> list[tuple[str, Tensor]]:
+        """Its tensors, each with what a user calls it who calls the operand `name`."""
+        raise NotImplementedError
+
+    def lowered(self, op: str, names: tuple[str, str], dtype: torch.dtype) -> Operand:
+        """The same in the type that autocast asks for.
+
+        Raises:
+            TypeError: it can't be brought to that type.
+        """
+        return self
+
+    def in_torch(self) -> Tensor:
+        """The matrix that it stands for, without `outer`."""
+        raise NotImplementedError
+
+    def opened(self) -> Operand:
+        """The same without a prologue, which is applied in torch."""
+        return self
+
+    def ordered(self) -> Operand:
+        """The same, of two halves the one first that comes first in memory, as kernels want them."""
+        return self
+
+    def loadable(self) -> Operand:
+        """The same as kernels can load it."""
+        return self
+
+    def along(self) -> list[tuple[Tensor, int]]:
+        """Tensors over (..., M, columns), with their columns, whose rows are folded with those of the product."""
+        return []
+
+    def spec(self, matrix: Spec, along: Sequence[Layout], problem: Problem) -> Spec:
+        """The spec.
+
+        Args:
+            matrix: the spec of a plain matrix, which `matrix` became when dimensions were folded.
+            along: what the tensors that `along` gives became.
+            problem: the product, with plain matrices.
+        """
+        return matrix
+
+    # --- for the operator --------------------------------------------------------------------------------------------
+
+    @property
+    def text(self) -> str:
+        """What `operands.rebuild` makes the operand of again, given its tensors and `sizes`."""
+        raise NotImplementedError
+
+    @property
+    def sizes(self) -> list[int]:
+        """Sizes that its tensors do not tell, which may be symbols."""
+        return []
+
+    def mapped(self, dims: Sequence[int | None], rank: int, size: int, everywhere: bool) -> Operand:
+        """The operand of a product in which a dimension that `torch.vmap` hides has become the first of the batch.
+
+        Args:
+            dims: for each of its tensors, where the dimension is; None where it is not mapped.
+            rank: dimensions of the product without it.
+            everywhere: whether it is to have the dimension, mapped or not.
+        """
+        raise NotImplementedError
+
+    def gradients(
+        self, a: Tensor, grad: Tensor, multiply: Multiply, needs: tuple[bool, Sequence[bool]]
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Gradients of a product with respect to `a`, (..., M, K), and to this second operand's tensors.
+
+        Args:
+            grad: of the product, (..., M, N), in a's type.
+            multiply: `multiply(x, y, addend=None)` is `x @ y + addend` for a tensor and an operand.
+            needs: whether that of a is needed, and which of the tensors'.
+        """
+        raise NotImplementedError
+
+
+class Multiply(Protocol):
+    """A product of a matrix and an operand; see `Operand.gradients`."""
+
+    def __call__(self, x: Tensor, y: Operand, addend: Tensor | None = None) -> Tensor:
+        """`x @ y + addend`."""
 
 
 class Access:

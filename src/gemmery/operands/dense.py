@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..epilogues.device import loader_with
 from ..kernels import operands as loaders
-from .base import Access, Layout, Spec, Traced, negated
+from .base import Access, Layout, Multiply, Operand, Spec, Traced, negated
 from .scalars import traced_arguments
 
 if TYPE_CHECKING:
     from ..problem import Problem
+    from ..product.prologue import Prologue
+
+#: Types that autocast changes.
+AUTOCAST = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,120 @@ class Dense(Spec):
         rows, cols = (problem.K, problem.N) if is_b else (problem.M, problem.K)
         half = self.half_stride(problem) if is_b and problem.paired else None
         return DenseAccess(self, rows, cols, problem.batch, tma, half, self.prologue)
+
+
+class DenseOperand(Operand):
+    """A matrix.
+
+    Args:
+        tensor: (..., M, K) or (..., K, N).
+        prologue: what happens to it on its way into the product; see `product.prologue`.
+    """
+
+    def __init__(self, tensor: Tensor, prologue: Prologue | None = None) -> None:
+        self.matrix, self.prologue = tensor, prologue
+        self.tensors = (tensor,) if prologue is None else (tensor, *prologue.tensors)
+
+    @property
+    def _traced(self) -> Any:
+        """The prologue as a device function, or None."""
+        return None if self.prologue is None else self.prologue.program(self.matrix)
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The matrix, and what the prologue is given, numbers among it."""
+        return self.tensors if self.prologue is None else (self.matrix, *self.prologue.inputs)
+
+    @property
+    def launched(self) -> tuple[Tensor, ...]:  # type: ignore[override]  # only where it is asked for
+        """The matrix, and the tensors that the prologue reads."""
+        return tuple([self.values[place] for place in self.places])
+
+    @property
+    def places(self) -> tuple[int, ...]:  # type: ignore[override]
+        """See `Operand.places`."""
+        traced = self._traced
+        return (0,) if traced is None else (0, *[1 + i for i in traced.inputs])
+
+    @property
+    def number_places(self) -> tuple[int, ...]:
+        """Where the prologue's numbers are among `values`."""
+        traced = self._traced
+        return () if traced is None else tuple([1 + i for i in traced.numbers])
+
+    @property
+    def is_dense(self) -> bool:
+        """Without a prologue, it is."""
+        return self.prologue is None
+
+    def named(self, name: str) -> list[tuple[str, Tensor]]:
+        """See `Operand.named`."""
+        return [(name, self.matrix), *[("a tensor of the prologue", x) for x in self.tensors[1:]]]
+
+    def lowered(self, op: str, names: tuple[str, str], dtype: torch.dtype) -> Operand:
+        """See `Operand.lowered`; the prologue comes before the operand is rounded."""
+        if self.matrix.dtype == dtype or self.matrix.dtype not in AUTOCAST:
+            return self
+        return DenseOperand(self.opened().matrix.to(dtype))
+
+    def in_torch(self) -> Tensor:
+        """See `Operand.in_torch`."""
+        return self.matrix if self.prologue is None else self.prologue.in_torch(self.matrix)
+
+    def opened(self) -> Operand:
+        """See `Operand.opened`."""
+        return self if self.prologue is None else DenseOperand(self.in_torch())
+
+    def along(self) -> list[tuple[Tensor, int]]:
+        """What the prologue reads, over the matrix."""
+        columns = self.matrix.shape[-1]
+        return [(x, x.shape[-1] if x.dim() and x.shape[-1] != 1 else columns) for x in self.launched[1:]]
+
+    def spec(self, matrix: Spec, along: Sequence[Layout], problem: Problem) -> Spec:
+        """See `Operand.spec`."""
+        traced = self._traced
+        if traced is None:
+            return matrix
+        return replace(matrix, prologue=Traced(traced.source, tuple(along), len(traced.numbers)))
+
+    @property
+    def text(self) -> str:
+        """See `Operand.text`."""
+        return "dense"
+
+    def mapped(self, dims: Sequence[int | None], rank: int, size: int, everywhere: bool) -> Operand:
+        """See `Operand.mapped`."""
+        return DenseOperand(leading(self.matrix, dims[0], rank, size, everywhere))
+
+    def gradients(
+        self, a: Tensor, grad: Tensor, multiply: Multiply, needs: tuple[bool, Sequence[bool]]
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """`grad @ b.mT` and `a.mT @ grad`, summed over the dimensions that were broadcast."""
+        of_a = multiply(grad, DenseOperand(self.matrix.mT)).sum_to_size(a.shape) if needs[0] else None
+        return of_a, [gradient_of(self.matrix, a, grad, multiply) if needs[1][0] else None]
+
+
+def gradient_of(b: Tensor, a: Tensor, grad: Tensor, multiply: Multiply) -> Tensor:
+    """The gradient of `a @ b` with respect to b."""
+    if b.dim() == 2 and a.dim() > 2:
+        # One weight for all: the sum over the batch is part of the product's K.
+        a, grad = a.flatten(0, -2), grad.flatten(0, -2)
+    return multiply(a.mT, DenseOperand(grad)).sum_to_size(b.shape)
+
+
+def leading(x: Tensor, dim: int | None, rank: int, size: int, everywhere: bool = False) -> Tensor:
+    """A tensor whose mapped dimension comes first, before as many others as make it broadcast with `rank` of them.
+
+    Args:
+        everywhere: give a tensor that is not mapped that dimension, too.
+    """
+    if dim is None:
+        if not everywhere:
+            return x
+        x, dim = x.unsqueeze(0), 0
+    x = x.movedim(dim, 0)
+    x = x.reshape(x.shape[0], *[1] * (rank + 1 - x.dim()), *x.shape[1:])
+    return x.expand(size, *x.shape[1:])
 
 
 class DenseAccess(Access):

@@ -10,14 +10,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton.language as tl
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
+from torch.compiler import is_compiling
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..epilogues.device import compiled
 from ..formats.base import FORMATS
 from ..formats.packing import LINE, STRIP, block_columns, runs
+from ..formats.tensor import QuantizedTensor
 from ..kernels import decoders
 from ..kernels.packed import load_packed, unpack
-from .base import Access, Layout, Spec, negated
+from .base import Access, Layout, Multiply, Operand, Spec, negated
+from .dense import DenseOperand
 
 if TYPE_CHECKING:
     from ..devices import Device
@@ -205,6 +209,150 @@ class PackedAccess(Access):
             shape, strides = [rows, 2, columns // 2], [columns, columns // 2, 1]
             return TensorDescriptor(params, shape, strides, [groups, 2, block_cols // 2])
         return TensorDescriptor(params, [rows, columns], [columns, 1], [groups, block_cols])
+
+
+#: The tensors that a packed weight without a permutation may have, in the order of `PackedOperand.values`.
+PARTS = ("words", "scales", "zeros", "offsets", "channel")
+
+
+class PackedOperand(Operand):
+    """A packed weight (*batch, N, K) as the second operand, or its transpose.
+
+    Args:
+        weight: without a permutation.
+        transposed: the operand is the weight as it is, (*batch, N, K), as for gradients.
+    """
+
+    def __init__(self, weight: QuantizedTensor, transposed: bool = False) -> None:
+        self.weight, self.transposed = weight, transposed
+        like = meta_proxy(weight)
+        self.matrix = like if transposed else like.mT
+        self._parts = tuple([getattr(weight, name) for name in PARTS])
+        self.tensors = tuple([x for x in self._parts if x is not None])
+        self.places = tuple([i for i, x in enumerate(self._parts[:4]) if x is not None])
+        self.launched = tuple([self._parts[i] for i in self.places])
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """Of each of `PARTS`, the tensor or None."""
+        return self._parts
+
+    @property
+    def is_packed(self) -> bool:
+        """They are."""
+        return True
+
+    @property
+    def outer(self) -> Tensor | None:
+        """A number for each row of the weight."""
+        channel = self.weight.channel
+        return None if channel is None or self.transposed else channel.unsqueeze(-2)
+
+    @property
+    def outer_place(self) -> int:
+        """See `Operand.outer_place`."""
+        return PARTS.index("channel")
+
+    def named(self, name: str) -> list[tuple[str, Tensor]]:
+        """See `Operand.named`."""
+        own = zip(PARTS, self._parts, strict=True)
+        return [(f"{name}'s {part}", x) for part, x in own if x is not None]
+
+    def lowered(self, op: str, names: tuple[str, str], dtype: torch.dtype) -> Operand:
+        """See `Operand.lowered`."""
+        if self.weight.dtype != dtype:
+            first, second = names
+            raise TypeError(
+                f"{op}: autocast brings {first} to {dtype}, and {second} is packed for {self.weight.dtype}; "
+                f"use autocast with that type, or {second}.to({dtype})"
+            )
+        return self
+
+    def in_torch(self) -> Tensor:
+        """See `Operand.in_torch`."""
+        if self.transposed:
+            return self.weight.dequantize()
+        # Where there is no result, there is nothing to unpack.
+        return self.matrix if 0 in self.matrix.shape else self.weight.unscaled().dequantize().mT
+
+    def loadable(self) -> Operand:
+        """A transpose is unpacked, and lives briefly."""
+        return DenseOperand(self.in_torch()) if self.transposed else self
+
+    def spec(self, matrix: Spec, along: Sequence[Layout], problem: Problem) -> Spec:
+        """See `Operand.spec`."""
+        w = self.weight
+        shifts = "zeros" if w.zeros is not None else "offsets" if w.offsets is not None else ""
+        wide = w.scales is not None and w.scales.dtype == torch.float32
+        return Packed.of(
+            w.dtype, w.format.name, w.format.bits, w.group_size, shifts, wide, N=problem.N, K=problem.K,
+            steps=matrix.steps, matrices=w.shape[:-2].numel(), aligned=[x.data_ptr() % 16 == 0 for x in self.launched],
+        )  # fmt: skip
+
+    @property
+    def text(self) -> str:
+        """See `Operand.text`."""
+        w = self.weight
+        return text_of(w.format_name, w.dtype, self._parts, self.transposed)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The group size, and the weight's shape."""
+        return [self.weight.group_size, *self.weight.shape]
+
+    @classmethod
+    def rebuild(cls, facts: Sequence[str], tensors: Sequence[Tensor], sizes: Sequence[int]) -> PackedOperand:
+        """See `operands.rebuild`."""
+        format, dtype, there, transposed = facts
+        group_size, *shape = sizes
+        left = iter(tensors)
+        inner = {
+            name: next(left) if is_there == "1" else None for name, is_there in zip(PARTS, there, strict=True)
+        }
+        weight = QuantizedTensor._assemble(
+            tuple(shape), FORMATS[format], getattr(torch, dtype), int(group_size), inner
+        )
+        return cls(weight, transposed == "T")
+
+    def mapped(self, dims: Sequence[int | None], rank: int, size: int, everywhere: bool) -> Operand:
+        """See `Operand.mapped`."""
+        if any(dim is not None for dim in dims):
+            raise NotImplementedError(
+                "vmap: a packed weight can't be mapped; map over x, or use a batch of weights"
+            )
+        return self
+
+    def gradients(
+        self, a: Tensor, grad: Tensor, multiply: Multiply, needs: tuple[bool, Sequence[bool]]
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Of a alone: a packed weight has none."""
+        of_a = None
+        if needs[0]:
+            other = PackedOperand(self.weight, not self.transposed)
+            of_a = multiply(grad, other).sum_to_size(a.shape)
+        return of_a, [None] * len(self.tensors)
+
+
+def text_of(format: str, dtype: torch.dtype, parts: Sequence[Tensor | None], transposed: bool = False) -> str:
+    """`PackedOperand.text`; written so that torch.compile can trace it."""
+    there = "".join(["0" if x is None else "1" for x in parts])
+    name = str(dtype).removeprefix("torch.")
+    return f"packed:{format}:{name}:{there}:{'T' if transposed else 'N'}"
+
+
+@functools.lru_cache(1024)
+def _meta_proxy(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    *batch, rows, columns = shape
+    strides = torch.empty((*batch, 1), device="meta").stride()[:-1]
+    return torch.empty_strided((*batch, rows, columns), (*strides, 0, 0), dtype=dtype, device=device)
+
+
+def meta_proxy(weight: QuantizedTensor) -> Tensor:
+    """A tensor of the shape, type and device of a packed weight; its strides count matrices."""
+    # One that is made inside a mode or a transform belongs to it.
+    is_seen = is_compiling() or _len_torch_dispatch_stack() or _are_functorch_transforms_active()
+    make = _meta_proxy.__wrapped__ if is_seen else _meta_proxy
+    return make(tuple(weight.shape), weight.dtype, weight.device)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from .dense import Dense
+import torch
+from torch import Tensor
+
+from .base import Layout, Multiply, Operand, Spec
+from .dense import Dense, DenseOperand, gradient_of, leading
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -30,3 +35,79 @@ class Pair(Dense):
     def half_stride(self, problem: Problem) -> int:
         """See `Dense.half_stride`."""
         return self.distance
+
+
+class PairOperand(Operand):
+    """The two halves of a second operand's columns, (..., K, N / 2) each.
+
+    Attributes:
+        swapped: whether `matrix` is the right half; only for kernels.
+    """
+
+    def __init__(self, left: Tensor, right: Tensor, swapped: bool = False) -> None:
+        self.tensors, self.swapped = (left, right), swapped
+        self.matrix = right if swapped else left
+        self.launched, self.places = (self.matrix,), (int(swapped),)
+
+    @property
+    def halves(self) -> int:
+        """They are two."""
+        return 2
+
+    def named(self, name: str) -> list[tuple[str, Tensor]]:
+        """See `Operand.named`."""
+        return [(name, x) for x in self.tensors]
+
+    def lowered(self, op: str, names: tuple[str, str], dtype: torch.dtype) -> Operand:
+        """See `Operand.lowered`."""
+        left, right = (DenseOperand(x).lowered(op, names, dtype).matrix for x in self.tensors)
+        return PairOperand(left, right)
+
+    def in_torch(self) -> Tensor:
+        """See `Operand.in_torch`."""
+        return torch.cat(self.tensors, dim=-1)
+
+    def ordered(self) -> Operand:
+        """See `Operand.ordered`."""
+        left, right = self.tensors
+        return PairOperand(left, right, swapped=right.data_ptr() < left.data_ptr())
+
+    @property
+    def distance(self) -> int:
+        """Elements from the first half in memory to the other one."""
+        other = self.tensors[not self.swapped]
+        return (other.data_ptr() - self.matrix.data_ptr()) // self.matrix.element_size()
+
+    def spec(self, matrix: Spec, along: Sequence[Layout], problem: Problem) -> Spec:
+        """See `Operand.spec`."""
+        m = matrix
+        return Pair(m.dtype, m.steps, m.row, m.col, m.aligned, None, self.distance)
+
+    @property
+    def text(self) -> str:
+        """See `Operand.text`."""
+        return "pair"
+
+    def mapped(self, dims: Sequence[int | None], rank: int, size: int, everywhere: bool) -> Operand:
+        """See `Operand.mapped`."""
+        everywhere = everywhere or any(dim is not None for dim in dims)
+        left, right = (leading(x, d, rank, size, everywhere) for x, d in zip(self.tensors, dims, strict=True))
+        if left.stride() != right.stride():
+            # Only one half is mapped, or they are along other dimensions: a kernel reads both in one way.
+            left, right = left.contiguous(), right.contiguous()
+        return PairOperand(left, right)
+
+    def gradients(
+        self, a: Tensor, grad: Tensor, multiply: Multiply, needs: tuple[bool, Sequence[bool]]
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """See `Operand.gradients`; a is one matrix for both halves."""
+        left, right = self.tensors
+        halves = grad.chunk(2, dim=-1)
+        of_a = None
+        if needs[0]:
+            of_a = multiply(halves[0], DenseOperand(left.mT))
+            of_a = multiply(halves[1], DenseOperand(right.mT), of_a).sum_to_size(a.shape)
+        return of_a, [
+            gradient_of(b, a, g, multiply) if wanted else None
+            for b, g, wanted in zip(self.tensors, halves, needs[1], strict=True)
+        ]

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from ..epilogues.device import compiled
-from ..formats.scaled import BLOCK
+from ..formats.scaled import BLOCK, E8M0
 from ..kernels import scales
-from .base import Access, Layout, Spec, negated
-from .dense import Dense, DenseAccess
+from .base import Access, Layout, Operand, Spec, negated
+from .dense import Dense, DenseAccess, leading
 
 if TYPE_CHECKING:
     from ..problem import Config, Problem
@@ -180,3 +180,102 @@ def _loader(load: Any, strides: int, step: int, of_columns: bool, paired: bool) 
     text = _LOADER.format(load=load.__name__, of=of, layout=layout, step=step, paired=paired)
     names = (f"powers_of_{of}", f"{of}_in_bf16")
     return compiled(text, {"LOAD": load} | {name: getattr(scales, name) for name in names})
+
+
+class ScaledOperand(Operand):
+    """8-bit numbers with scales along K, as (..., M, K) or, of a weight (N, K), as (K, N).
+
+    Args:
+        data: the numbers, as the product has them.
+        scale: (..., R, steps) for rows of A or columns of B; float32, or e8m0 as uint8.
+        every, step, power_of_two: see `Scaled`.
+        is_b: whether it is the second operand.
+    """
+
+    def __init__(
+        self, data: Tensor, scale: Tensor, every: int, step: int, power_of_two: bool, is_b: bool
+    ) -> None:
+        self.matrix, self.scale, self.is_b = data, scale, is_b
+        self.every, self.step, self.power_of_two = every, step, power_of_two
+        self.tensors = self.launched = (data, scale)
+        self.places = (0, 1)
+
+    @property
+    def default(self) -> torch.dtype:
+        """Whatever the numbers are."""
+        return torch.bfloat16
+
+    @property
+    def summed(self) -> torch.dtype:
+        """Whatever the numbers are."""
+        return torch.float32
+
+    @property
+    def is_differentiable(self) -> bool:
+        """No gradients go through 8-bit numbers."""
+        return False
+
+    def named(self, name: str) -> list[tuple[str, Tensor]]:
+        """See `Operand.named`."""
+        return [(name, self.matrix), (f"{name}'s scales", self.scale)]
+
+    def in_torch(self) -> Tensor:
+        """The numbers times their scales, in float32."""
+        data = self.matrix.mT if self.is_b else self.matrix
+        rows, columns = data.shape[-2:]
+        scale = exponents(self.scale) if self.scale.dtype == torch.uint8 else self.scale
+        spread = scale.repeat_interleave(self.step, -1)[..., :columns]
+        if self.every > 1:
+            spread = spread.repeat_interleave(self.every, -2)[..., :rows, :]
+        wide = data.to(torch.float32) * spread
+        return wide.mT if self.is_b else wide
+
+    def along(self) -> list[tuple[Tensor, int]]:
+        """A's scales, where each row has its own."""
+        return [] if self.is_b or self.every > 1 else [(self.scale, self.scale.shape[-1])]
+
+    def spec(self, matrix: Spec, along: Sequence[Layout], problem: Problem) -> Spec:
+        """See `Operand.spec`."""
+        m, scale = matrix, self.scale
+        if along:
+            (layout,) = along
+        else:
+            # The same for a whole batch.
+            row, col = scale.stride()
+            layout = Layout(scale.dtype, (0,) * len(problem.batch), row, col, scale.data_ptr() % 16 == 0)
+        return Scaled(
+            m.dtype, m.steps, m.row, m.col, m.aligned, None, layout, self.every, self.step, self.power_of_two
+        )
+
+    @property
+    def text(self) -> str:
+        """See `Operand.text`."""
+        return text_of(self.every, self.step, self.power_of_two, self.is_b)
+
+    @classmethod
+    def rebuild(cls, facts: Sequence[str], tensors: Sequence[Tensor], sizes: Sequence[int]) -> ScaledOperand:
+        """See `operands.rebuild`."""
+        every, step, power_of_two, side = facts
+        data, scale = tensors
+        return cls(data, scale, int(every), int(step), power_of_two == "1", side == "b")
+
+    def mapped(self, dims: Sequence[int | None], rank: int, size: int, everywhere: bool) -> Operand:
+        """See `Operand.mapped`."""
+        shares = self.is_b or self.every > 1
+        if shares and any(dim is not None for dim in dims):
+            raise NotImplementedError(
+                "vmap: a weight with scales of blocks can't be mapped; give it a batch dimension"
+            )
+        data = leading(self.matrix, dims[0], rank, size, everywhere)
+        scale = self.scale if shares else leading(self.scale, dims[1], rank, size, everywhere)
+        return ScaledOperand(data, scale, self.every, self.step, self.power_of_two, self.is_b)
+
+
+def text_of(every: int, step: int, power_of_two: bool, is_b: bool) -> str:
+    """`ScaledOperand.text`; written so that torch.compile can trace it."""
+    return f"scaled:{every}:{step}:{int(power_of_two)}:{'b' if is_b else 'a'}"
+
+
+def exponents(scale: Tensor) -> Tensor:
+    """Bytes of e8m0 as float32."""
+    return scale.view(E8M0).to(torch.float32)

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from .. import devices
-from ..dispatch import forget
 from ..dtypes import Precision
 from ..launch import bind
 from ..padding import launched
 from ..plan import runs_on
 from ..problem import Config, Problem
+from ..product.cache import forget
 from . import rank
 from .keys import device_text, to_dict
 from .meter import Meter, Refused, Watch

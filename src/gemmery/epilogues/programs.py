@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .epilogues.identity import value_key
-from .epilogues.lower import Program, lower
-from .epilogues.record import Untraceable
-from .epilogues.trace import Number, Shape, trace
-from .memo import keep
+from ..memo import keep
+from .identity import value_key
+from .lower import Program, lower
+from .record import Untraceable
+from .trace import Number, Shape, trace
 
 #: Programs, or why there is none.
 _programs: dict[Any, Program | str] = {}

@@ -13,13 +13,13 @@ from typing import Any
 
 from torch import Tensor
 
-from .dispatch import check_tensor, moved
-from .dtypes import accumulator
-from .epilogues.function import captured_of
-from .epilogues.identity import Captured
-from .epilogues.lower import Program
-from .epilogues.record import Untraceable
-from .programs import lowered_program
+from ..dtypes import accumulator
+from ..epilogues.function import captured_of
+from ..epilogues.identity import Captured
+from ..epilogues.lower import Program
+from ..epilogues.programs import lowered_program
+from ..epilogues.record import Untraceable
+from .check import check_tensor, moved
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .epilogues.lower import Program, Reduction
+from ..allocation import maker
+from .lower import Program, Reduction
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,44 @@ class Results:
             None if x.kept is not None else known
             for x, known in zip(self.program.outputs, self.matrices, strict=True)
         ]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the results are what the kernel stores, each a matrix of its own."""
+        copied = any(x.same is not None or x.kept is not None for x in self.program.outputs)
+        return self.program.main is not None and not self.reduces and not copied
+
+    def makers(self, device: torch.device) -> tuple[Callable[[], Tensor], ...]:
+        """What allocates the results, where they are plain."""
+        return tuple([maker(*known, device) for known in self.matrices if known is not None])
+
+    def flat(self, tensors: Sequence[Any]) -> list[Tensor]:
+        """What `allocate` made, one after the other, and behind it what stands in for the kernel's own output."""
+        made: list[Tensor] = []
+        for x in tensors:
+            made += x if isinstance(x, list) else [x]
+        return [*made, self.main(tensors)] if self.program.main is None else made
+
+    @property
+    def _begins(self) -> list[int]:
+        """Where each result begins in `flat`, and where they end."""
+        begins = [0]
+        for x in self.program.outputs:
+            begins.append(begins[-1] + (1 if x.reduced is None else len(x.places)))
+        return begins
+
+    @property
+    def main_place(self) -> int:
+        """Where the tensor that the kernel stores itself is in `flat`."""
+        begins = self._begins
+        return begins[-1] if self.program.main is None else begins[self.program.main]
+
+    @property
+    def written_places(self) -> list[int]:
+        """Where the tensors are in `flat` that the epilogue writes, in its order."""
+        begins = self._begins
+        outputs = enumerate(self.program.outputs)
+        return [place for i, x in outputs if x.places for place in range(begins[i], begins[i + 1])]
 
     def allocate(self, device: torch.device, slots: int, out: Tensor | None = None) -> list[Any]:
         """A tensor for each result; for a reduced row a list of (..., M, slots), rows adjacent, one a part."""

@@ -1,0 +1,70 @@
+"""A matrix of 8-bit numbers with one scale, or one for each row: a plain matrix whose product is scaled outside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .base import Operand
+from .dense import leading
+
+
+class RowScaledOperand(Operand):
+    """8-bit numbers that stand for `data * scale`, as (..., M, K) or, of a weight (N, K), as (K, N).
+
+    Args:
+        data: the numbers, as the product has them.
+        scale: one number, or one for each row: () or (..., M, 1) for A, () or (N,) for B.
+    """
+
+    def __init__(self, data: Tensor, scale: Tensor) -> None:
+        self.matrix, self.scale = data, scale
+        self.tensors, self.launched, self.places = (data, scale), (data,), (0,)
+
+    @property
+    def outer(self) -> Tensor | None:
+        """The scale."""
+        return self.scale
+
+    @property
+    def outer_place(self) -> int:
+        """See `Operand.outer_place`."""
+        return 1
+
+    @property
+    def default(self) -> torch.dtype:
+        """Whatever the numbers are."""
+        return torch.bfloat16
+
+    @property
+    def is_differentiable(self) -> bool:
+        """No gradients go through 8-bit numbers."""
+        return False
+
+    def named(self, name: str) -> list[tuple[str, Tensor]]:
+        """See `Operand.named`."""
+        return [(name, self.matrix), (f"{name}'s scales", self.scale)]
+
+    def in_torch(self) -> Tensor:
+        """See `Operand.in_torch`."""
+        return self.matrix
+
+    @property
+    def text(self) -> str:
+        """See `Operand.text`."""
+        return "rows"
+
+    @classmethod
+    def rebuild(
+        cls, facts: Sequence[str], tensors: Sequence[Tensor], sizes: Sequence[int]
+    ) -> RowScaledOperand:
+        """See `operands.rebuild`."""
+        data, scale = tensors
+        return cls(data, scale)
+
+    def mapped(self, dims: Sequence[int | None], rank: int, size: int, everywhere: bool) -> Operand:
+        """See `Operand.mapped`."""
+        data = leading(self.matrix, dims[0], rank, size, everywhere)
+        return RowScaledOperand(data, leading(self.scale, dims[1], rank, size))

@@ -1,0 +1,160 @@
+"""From a user's arguments to a `Call`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..epilogues.function import Epilogue, captured_of
+from ..formats.scaled import BLOCK, MX_BLOCK, ScaledTensor
+from ..formats.tensor import QuantizedTensor
+from ..operands import DenseOperand, Operand, PackedOperand, PairOperand, RowScaledOperand, ScaledOperand
+from . import prologue
+from .check import check_not_packed, check_ranks, check_second, check_tensor, moved, operand_names
+from .spec import Call, Factor, Functions, Number, Options, unchanged
+
+#: The epilogue of products without one; made once, and so captured once.
+UNCHANGED = Epilogue(unchanged)
+#: Kinds of scales that are factors of the product's rows and columns.
+OUTER_KINDS = ("tensor", "row")
+
+
+def make_call(
+    op: str, a: Any, b: Any, bias: Any, functions: Functions, options: Options, alpha: Number = 1, beta: Number = 1
+) -> Call:  # fmt: skip
+    """A call from a user's arguments; whether they fit each other is for `check.check` to say.
+
+    Args:
+        a: a matrix, or a `ScaledTensor`.
+        b: the second operand in words of `op`: a matrix, the two halves of its columns, or a packed or scaled weight.
+        bias: a tensor, or one for each half.
+
+    Raises:
+        TypeError: an argument is of no kind that a product or an epilogue can take.
+        ValueError: the operands have other ranks than the operation takes.
+    """
+    epilogue, args, before, before_args = functions
+    _check_functions(op, functions)
+    left, right = operands_of(op, a, b, takes_pair=epilogue is not None)
+    ready = epilogue is None and before is None and left.is_dense and right.is_dense
+    function, captured = captured_of(UNCHANGED if epilogue is None else epilogue)
+    if (epilogue is not None or before is not None) and min(left.matrix.dim(), right.matrix.dim()) < 2:
+        first, second, _ = operand_names(op)
+        raise ValueError(f"{op}: with an epilogue, {first} and {second} must be matrices, or batches of them")
+    biases = ([] if bias is None else [bias]) if ready else added(op, bias)
+    matrix = left.matrix
+    inputs = tuple([moved(x, matrix) for x in (*biases, *args, *captured.tensors)])
+    if before is not None:
+        left = DenseOperand(matrix, prologue.make(op, matrix, before, before_args))
+    outer = tuple([x for x in (left.outer, right.outer) if x is not None])
+    return Call(op, left, right, function, captured, inputs, len(biases), options, alpha, beta, ready, outer)
+
+
+def _check_functions(op: str, functions: Functions) -> None:
+    epilogue, args, before, before_args = functions
+    if isinstance(args, Tensor) or not isinstance(args, tuple | list):
+        raise TypeError(
+            f"{op}: args is a {type(args).__name__}; it must be a tuple of the epilogue's arguments"
+        )
+    if before is None and before_args:
+        raise TypeError(f"{op}: prologue_args are a prologue's; there is none")
+    if epilogue is None and args:
+        raise TypeError(f"{op}: args are an epilogue's; there is none")
+
+
+def added(op: str, bias: Factor | None) -> list[Tensor]:
+    """No bias, one, or those of both halves of the columns; TypeError if it is none of these."""
+    parts: list[Any] = [] if bias is None else list(bias) if isinstance(bias, tuple | list) else [bias]
+    for i, part in enumerate(parts):
+        check_tensor(op, "bias" if len(parts) == 1 else f"bias[{i}]", part)
+    if len(parts) > 2:
+        raise TypeError(
+            f"{op}: bias is a tuple of {len(parts)}; it must be a tensor, or two that stand side by side"
+        )
+    return parts
+
+
+def right_matrix(op: str, b: Tensor) -> Tensor:
+    """The second operand as a product has it: for linear the transpose of the weight.
+
+    Raises:
+        ValueError: linear's weight has more than two dimensions.
+    """
+    if op != "linear":
+        return b
+    if b.dim() > 2:
+        raise ValueError(f"linear: weight is {tuple(b.shape)}; it must be (N, K) or (K,)")
+    return b.t()
+
+
+def operands_of(op: str, a: Any, b: Any, takes_pair: bool) -> tuple[Operand, Operand]:
+    """The operands of whatever a user gave."""
+    if isinstance(a, ScaledTensor):
+        return scaled_operands(a, b)
+    first = operand_names(op)[0]
+    check_tensor(op, first, a)
+    check_not_packed(op, first, a)
+    check_second(op, b, takes_pair)
+    left = DenseOperand(a)
+    if isinstance(b, QuantizedTensor):
+        _check_packed(op, a, b)
+        return left, PackedOperand(b)
+    if isinstance(b, tuple | list):
+        return left, PairOperand(right_matrix(op, b[0]), right_matrix(op, b[1]))
+    right = right_matrix(op, b)
+    check_ranks(op, a, right)
+    return left, DenseOperand(right)
+
+
+def _check_packed(op: str, a: Tensor, b: QuantizedTensor) -> None:
+    """ValueError for ranks that the operation does not take with a packed weight."""
+    if op == "linear" and b.dim() != 2:
+        raise ValueError(f"linear: weight is {tuple(b.shape)}; packed, it must be (N, K); use matmul or bmm")
+    if op == "bmm":
+        check_ranks(op, a, b)
+
+
+def scaled_operands(a: ScaledTensor, b: ScaledTensor) -> tuple[Operand, Operand]:
+    """The operands of `a.dequantize() @ b.dequantize().T`, which are known to fit each other."""
+    if a.kind in OUTER_KINDS and b.kind in OUTER_KINDS:
+        return RowScaledOperand(a.data, a.row_factors), RowScaledOperand(b.data.t(), b.column_factors)
+    if a.shape[-1] == 0:
+        # Without columns of K there are no scales to read, either.
+        one = torch.ones((), device=a.device)
+        return RowScaledOperand(a.data, one), RowScaledOperand(b.data.t(), one)
+    step = MX_BLOCK if "1x32" in (a.kind, b.kind) else BLOCK
+    (left, rows), (right, columns) = by_steps(a, step), by_steps(b, step)
+    if b.kind == "tensor":
+        # The same for all blocks, which the kernel reads but once.
+        right, columns = right.expand(-(-b.shape[0] // BLOCK), -1), BLOCK
+    exact = left.dtype == right.dtype == torch.uint8
+    return (
+        ScaledOperand(a.data, left, rows, step, exact, is_b=False),
+        ScaledOperand(b.data.t(), right, columns, step, exact, is_b=True),
+    )
+
+
+def by_steps(x: ScaledTensor, step: int) -> tuple[Tensor, int]:
+    """One scale for each row, or for so many, and each step of so many columns along K."""
+    if x.kind == "1x32":
+        # Triton has no such type.
+        return x.scale.view(torch.uint8), 1
+    if x.kind == "128x128":
+        return x.scale, BLOCK
+    scale = x.scale.reshape(1, 1) if x.kind == "tensor" else x.scale
+    if x.kind == "1x128":
+        return scale, 1
+    return scale.expand(*scale.shape[:-1], -(-x.shape[-1] // step)), 1
+
+
+def lowered(call: Call, dtype: torch.dtype) -> Call:
+    """The call with operands and biases in the type that autocast asks for."""
+    names = operand_names(call.op)[:2]
+    biases = [DenseOperand(x).lowered(call.op, names, dtype).matrix for x in call.inputs[: call.biases]]
+    return replace(
+        call, a=call.a.lowered(call.op, names, dtype), b=call.b.lowered(call.op, names, dtype),
+        inputs=(*biases, *call.inputs[call.biases :]),
+    )  # fmt: skip

@@ -1,0 +1,147 @@
+"""The one memory on the way of a call: how calls that look alike run.
+
+A call is known again by its functions, which must still mean what they meant, and by the layouts of its tensors. What
+is left to do is to allocate the results and to enter the kernel. `look` and `launch` are on the way of every call, and
+their time is the user's: what a call has in common with one before is looked up, and only what can differ is looked
+at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _increment_version
+
+from ..epilogues.results import Results
+from ..memo import keep
+from ..plan import Plan, forget_plans
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """How to run calls that look alike.
+
+    Attributes:
+        plan: what is launched.
+        places: of the launch's tensors: places among the call's values, or of a result, inverted.
+        numbers: places of the launch's numbers among the call's values; None for alpha and beta.
+        makers: allocate the results, in their order.
+        results: where more is to be done than to return what is allocated: what the epilogue makes.
+        many: whether it returns a tuple.
+        extents: bytes from the first element to the end of the last, of each value and, last, of the first result.
+    """
+
+    plan: Plan
+    places: tuple[int, ...]
+    numbers: tuple[int, ...] | None
+    makers: tuple[Callable[[], Tensor], ...]
+    results: Results | None
+    many: bool
+    extents: tuple[int, ...]
+
+
+_known: dict[Any, Known] = {}
+find = _known.get
+
+
+def remember(key: Any, known: Known) -> None:
+    """Keep how a call runs, for the next one like it."""
+    keep(_known, key, known)
+
+
+def forget() -> None:
+    """Drop what is memoised of calls and plans, so that the next call of each shape asks the selector again."""
+    forget_plans()
+    _known.clear()
+
+
+def look(given: Sequence[Any], grad: bool) -> tuple[list[Any], list[Any], list[Any]] | None:
+    """Addresses and numbers of what is given, the same as objects, and what of it decides which code runs.
+
+    None where torch has to see the call, or where what is given lies on several devices.
+
+    Args:
+        grad: whether gradients are recorded.
+    """
+    addresses: list[Any] = []
+    objects: list[Any] = []
+    looks: list[Any] = []
+    place: int | None = None
+    for x in given:
+        kind = type(x)
+        if kind in _PLAIN:
+            device = x.get_device()
+            if device != place:
+                if place is not None or (device < 0 and x.is_meta):
+                    return None
+                place = device
+            if (grad and x.requires_grad) or x.is_neg():
+                return None
+            address = x.data_ptr()
+            addresses.append(address)
+            looks += (x.shape, x.stride(), x.dtype, device, address & 15)
+        elif kind is float or kind is int:
+            addresses.append(x)
+            looks.append(kind)
+        elif x is None or kind is bool:
+            addresses.append(0)
+            looks.append(x)
+        else:
+            return None
+        objects.append(x)
+    return addresses, objects, looks
+
+
+def launch(
+    known: Known,
+    addresses: list[Any],
+    objects: Sequence[Any],
+    scalars: tuple[float, float],
+    out: Tensor | None,
+) -> list[Tensor]:
+    """The results of a call that is known.
+
+    Args:
+        addresses, objects: the call's values, as `look` gives them.
+        scalars: alpha and beta.
+        out: where the result goes; it is known not to overlap anything.
+    """
+    plan, results, numbers = known.plan, known.results, scalars
+    made: list[Any] = []
+    allocated: list[Any] = []
+    if results is not None:
+        allocated = results.allocate(objects[0].device, plan.slots if results.reduces else 1, out)
+        made = results.flat(allocated)
+    elif out is not None:
+        made.append(out)
+    else:
+        for make in known.makers:
+            made.append(make())
+    if known.numbers is not None:
+        numbers = tuple([objects[i] for i in known.numbers])
+    at = []
+    for i in known.places:
+        at.append(addresses[i] if i >= 0 else made[~i].data_ptr())
+    if plan.direct is None or not plan.direct(at, numbers):
+        plan.run([objects[i] if i >= 0 else made[~i] for i in known.places], numbers)
+    if out is not None:
+        # Autograd must see that a tensor was written behind its back.
+        _increment_version((out,))
+        return [out]
+    return made if results is None else results.apart(results.finish(allocated))
+
+
+def may_overlap(known: Known, addresses: Sequence[Any], objects: Sequence[Any], out: Tensor) -> bool:
+    """Whether the memory of `out` may be that of something that goes in; `check.check_memory` knows exactly."""
+    start = out.data_ptr()
+    end = start + known.extents[-1]
+    for at, extent, x in zip(addresses, known.extents, objects, strict=False):
+        if extent and x is not out and at < end and start < at + extent:
+            return True
+    return False

@@ -1,0 +1,328 @@
+"""What can be said of a product before it runs: errors that name what was given and what is wanted.
+
+Nothing here looks at memory, so that all of it also works on fake tensors with symbolic sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from ..dtypes import DTYPE_NAMES, FP8, OUT_DTYPES, PRECISIONS
+from ..formats.tensor import QuantizedTensor
+from ..layout import broadcast_batch, overlap, overlaps_itself, same_layout
+from .spec import Call, Number, OutTypes
+
+#: Ranks that operations ask for.
+_RANKS = {"addmm": 2, "bmm": 3}
+
+
+def operand_names(op: str) -> tuple[str, str, str]:
+    """What an operation's user calls the two operands and the addend, for messages."""
+    if op == "linear":
+        return "x", "weight", "bias"
+    return "a", "b", "input" if op == "addmm" else "bias"
+
+
+def check_tensor(op: str, name: str, value: object) -> None:
+    """TypeError unless `value` is a tensor."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{op}: {name} is a {type(value).__name__}; it must be a torch.Tensor")
+    # The compiler can't ask that in a backward pass; the operator does.
+    if not is_compiling() and value.layout != torch.strided:
+        raise TypeError(f"{op}: {name} is sparse ({value.layout}); it must be a strided tensor")
+
+
+def check_second(op: str, b: Any, takes_pair: bool) -> None:
+    """TypeError unless the second operand is a tensor, or a pair where there is an epilogue to halve columns."""
+    second = operand_names(op)[1]
+    if isinstance(b, tuple | list) and len(b) == 2 and not takes_pair:
+        raise TypeError(
+            f"{op}: {second} is in two parts, which takes an epilogue that halves the product's columns, such as "
+            "gemmery.epilogues.swiglu"
+        )
+    if not isinstance(b, tuple | list) or not takes_pair:
+        check_tensor(op, second, b)
+        return
+    if len(b) != 2:
+        raise TypeError(
+            f"{op}: {second} is a tuple of {len(b)}; it must be a tensor, or two that stand side by side"
+        )
+    for i, half in enumerate(b):
+        check_tensor(op, f"{second}[{i}]", half)
+        if isinstance(half, QuantizedTensor):
+            raise TypeError(
+                f"{op}: {second}[{i}] is packed; halves of packed columns must be one tensor, so quantise their "
+                f"concatenation"
+            )
+
+
+def check_not_packed(op: str, name: str, value: object) -> None:
+    """TypeError for a packed weight that is not the second operand."""
+    if isinstance(value, QuantizedTensor):
+        raise TypeError(f"{op}: {name} is packed; only {operand_names(op)[1]} can be")
+
+
+def moved(value: Any, a: Tensor) -> Any:
+    """An input on the operands' device: a tensor of no dimensions may be on the CPU, as in torch."""
+    moves = (
+        isinstance(value, Tensor)
+        and value.dim() == 0
+        and value.device != a.device
+        and value.device.type == "cpu"
+    )
+    return value.to(a.device) if moves else value
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shapes and types
+
+
+def result_shape(op: str, a: Tensor, b: Tensor) -> tuple[int, ...]:
+    """The shape of `a @ b` by torch.matmul's rules; ValueError where they do not fit."""
+    for name, tensor in zip(operand_names(op), (a, b), strict=False):
+        if tensor.dim() == 0:
+            raise ValueError(f"{op}: {name} is a scalar; it must have at least one dimension")
+    what = f"{op}: a is {tuple(a.shape)} and b is {tuple(b.shape)}"
+    if op == "linear":
+        what = f"linear: x is {tuple(a.shape)} and weight is {tuple(b.t().shape)}"
+    inner_a, inner_b = a.shape[-1], b.shape[-2] if b.dim() > 1 else b.shape[0]
+    if inner_a != inner_b:
+        raise ValueError(f"{what}: inner sizes {inner_a} and {inner_b} differ")
+    try:
+        batch = broadcast_batch(a.shape[:-2], b.shape[:-2])
+    except RuntimeError as error:
+        raise ValueError(f"{what}: batch dimensions do not broadcast") from error
+    rows = (a.shape[-2],) if a.dim() > 1 else ()
+    cols = (b.shape[-1],) if b.dim() > 1 else ()
+    return (*batch, *rows, *cols)
+
+
+def check_types(op: str, a: Tensor, b: Tensor) -> None:
+    """TypeError where the operands' types are not supported, or do not go together."""
+    first, second, _ = operand_names(op)
+    for name, tensor in ((first, a), (second, b)):
+        if tensor.dtype not in OUT_DTYPES:
+            known = ", ".join(str(dtype) for dtype in OUT_DTYPES)
+            raise TypeError(f"{op}: {name} is {tensor.dtype}; supported are {known}")
+    if a.dtype != b.dtype and not (a.dtype in FP8 and b.dtype in FP8):
+        raise TypeError(
+            f"{op}: {first} is {a.dtype} and {second} is {b.dtype}; they must have one type, as by "
+            f"{first}.to({second}.dtype)"
+        )
+
+
+def result_dtype(op: str, dtype: torch.dtype, out_dtype: OutTypes) -> torch.dtype:
+    """The type of a bare product of operands of a type; TypeError for one that it can't be."""
+    allowed = OUT_DTYPES[dtype]
+    if out_dtype is None:
+        return allowed[0]
+    if isinstance(out_dtype, tuple) or out_dtype not in allowed:
+        names = ", ".join(str(dtype) for dtype in allowed)
+        raise TypeError(f"{op}: out_dtype is {out_dtype}; for {dtype} operands it can be {names}")
+    return out_dtype
+
+
+def check_ranks(op: str, a: Tensor, b: Tensor) -> None:
+    """ValueError unless the operands have the dimensions that the operation asks for."""
+    first, second, _ = operand_names(op)
+    rank = _RANKS.get(op)
+    if rank is not None:
+        for name, tensor in ((first, a), (second, b)):
+            if tensor.dim() != rank:
+                raise ValueError(f"{op}: {name} is {tuple(tensor.shape)}; it must have {rank} dimensions")
+    if op == "bmm" and a.shape[0] != b.shape[0]:
+        raise ValueError(f"bmm: a is {tuple(a.shape)} and b is {tuple(b.shape)}: batch sizes differ")
+
+
+def check_scalars(op: str, a: Tensor, alpha: Number, beta: Number) -> None:
+    """TypeError or ValueError unless alpha and beta are real Python numbers that suit the operands' type."""
+    for name, value in (("alpha", alpha), ("beta", beta)):
+        if not isinstance(value, int | float | torch.SymInt | torch.SymFloat):
+            raise TypeError(f"{op}: {name} is a {type(value).__name__}; it must be a Python number")
+        if a.dtype == torch.int8 and not (abs(value) < 1 << 31 and value == int(value)):
+            raise TypeError(f"{op}: {name} is {value}; for int8 operands it must be an integer of 32 bits")
+        least, most = (1e-23, 1e38) if a.dtype == torch.float64 else (0.0, torch.finfo(torch.float32).max)
+        if value != 0 and abs(value) < math.inf and not least <= abs(value) <= most:
+            raise ValueError(
+                f"{op}: {name} is {value}; it must be 0 or between {least:g} and {most:g} in size"
+            )
+
+
+def check_addend(op: str, addend: Tensor, shape: tuple[int, ...], a: Tensor) -> None:
+    """TypeError or ValueError unless a tensor can be added to a bare product."""
+    name = operand_names(op)[2]
+    check_tensor(op, name, addend)
+    check_not_packed(op, name, addend)
+    if addend.dtype not in DTYPE_NAMES or addend.dtype in FP8:
+        raise TypeError(f"{op}: {name} is {addend.dtype}, which cannot be added to a product of {a.dtype}")
+    if (a.dtype == torch.int8) == addend.dtype.is_floating_point:
+        raise TypeError(
+            f"{op}: {name} is {addend.dtype} and a is {a.dtype}; both must be integers or neither"
+        )
+    try:
+        fits = tuple(torch.broadcast_shapes(tuple(addend.shape), shape)) == shape
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise ValueError(f"{op}: {name} is {tuple(addend.shape)}; it must broadcast to the result, {shape}")
+
+
+def check_device(op: str, name: str, tensor: Tensor, a: Tensor) -> None:
+    """ValueError unless a tensor is where the first operand is."""
+    if tensor.device != a.device:
+        first = operand_names(op)[0]
+        raise ValueError(
+            f"{op}: {first} is on {a.device} and {name} on {tensor.device}; they must be on one device"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whole calls
+
+
+def check(call: Call) -> None:
+    """ValueError or TypeError unless a call's tensors fit each other."""
+    op, a, b = call.op, call.a.matrix, call.b.matrix
+    _, second, third = operand_names(op)
+    if call.options.precision not in PRECISIONS:
+        raise ValueError(
+            f"{op}: precision is {call.options.precision!r}; it must be one of {', '.join(PRECISIONS)}"
+        )
+    shape = call.shape
+    if call.b.halves > 1:
+        _check_halves(op, *call.b.tensors)
+    check_types(op, a, b)
+    check_scalars(op, a, call.alpha, call.beta)
+    if call.ready:
+        result_dtype(op, call.dtype, call.options.out_dtype)
+        for addend in call.inputs:
+            check_addend(op, addend, shape, a)
+            check_device(op, third, addend, a)
+    check_device(op, second, b, a)
+    if not call.ready:
+        _check_inputs(call, shape)
+
+
+def _check_halves(op: str, left: Tensor, right: Tensor) -> None:
+    name = operand_names(op)[1]
+    if left.dim() != 2 or right.shape != left.shape:
+        shapes = [tuple((x.t() if op == "linear" else x).shape) for x in (left, right)]
+        raise ValueError(
+            f"{op}: the halves of {name} are {shapes[0]} and {shapes[1]}; they must be matrices of one shape"
+        )
+    if right.dtype != left.dtype or right.device != left.device:
+        raise ValueError(
+            f"{op}: the halves of {name} are {left.dtype} on {left.device} and {right.dtype} on {right.device}; "
+            f"they must be of one type and on one device"
+        )
+
+
+def _check_inputs(call: Call, shape: tuple[int, ...]) -> None:
+    op, a = call.op, call.a.matrix
+    for i, value in enumerate(call.given):
+        if isinstance(value, Tensor):
+            check_tensor(op, input_name(call, i), value)
+            if value.device != a.device:
+                raise ValueError(
+                    f"{op}: {input_name(call, i)} is on {value.device} and {operand_names(op)[0]} on {a.device}"
+                )
+            names = dimensions(call, i, value, shape)
+            if len(call.outer) <= i < call.lead and call.biases == 2 and names[-1:] != ("N/2",):
+                raise ValueError(
+                    f"{op}: {input_name(call, i)} is {tuple(value.shape)}; the halves' are ({shape[-1] // 2},)"
+                )
+        elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+            raise ValueError(f"{op}: {input_name(call, i)} is {value}; integers must fit in 64 bits")
+        elif isinstance(value, int | float) and not isinstance(value, bool) and a.dtype == torch.float64:
+            check_scalars(op, a, value, 1)
+
+
+def input_name(call: Call, i: int) -> str:
+    """What the user calls something that the epilogue is given."""
+    i -= len(call.outer)
+    if i < call.biases:
+        return "an operand's scale" if i < 0 else "bias" if call.biases == 1 else f"bias[{i}]"
+    own = len(call.own)
+    position = i - call.biases
+    return (
+        f"args[{position}]"
+        if position < own
+        else f"a tensor of the epilogue's closure (number {position - own})"
+    )
+
+
+def dimensions(call: Call, i: int, tensor: Tensor, shape: tuple[int, ...]) -> tuple[str, ...]:
+    """What a tensor's dimensions are in the product's, or ValueError."""
+    if tensor.dim() > len(shape):
+        raise ValueError(f"{call.op}: {input_name(call, i)} is {tuple(tensor.shape)}; the product is {shape}")
+    names: list[str] = []
+    N = shape[-1]
+    # One of a pair of biases is as wide as half of the product, though that be one column.
+    half = call.biases == 2 and len(call.outer) <= i < call.lead
+    for place in range(1, tensor.dim() + 1):
+        size, full = tensor.shape[-place], shape[-place]
+        # A size that is the product's is that, though it be 1: rows of a batch may become rows of one matrix.
+        if place == 1:
+            # Compared one by one: under torch.compile sizes are symbols. One column is every column's before it is
+            # one half of two.
+            if size == N:
+                name = "N"
+            elif size == 1 and not half:
+                name = "1"
+            else:
+                name = "2N" if size == 2 * N and N > 1 else "N/2" if 2 * size == N else ""
+        else:
+            name = ("M" if place == 2 else f"b{len(shape) - place}") if size == full else ""
+        names.append(name or ("1" if size == 1 else ""))
+        if not names[-1]:
+            raise ValueError(
+                f"{call.op}: {input_name(call, i)} is {tuple(tensor.shape)}; it must broadcast to the product, "
+                f"{shape}, or to that with half or twice the columns"
+            )
+    return tuple(names[::-1])
+
+
+def check_out(
+    call: Call, out: Tensor, found: tuple[tuple[int, ...], torch.dtype] | None, many: bool = False
+) -> None:
+    """ValueError or TypeError unless a result can go to a tensor.
+
+    Args:
+        found: shape and type of the first result; None if it is no matrix.
+        many: whether a tuple is returned.
+    """
+    op = call.op
+    check_tensor(op, "out", out)
+    check_not_packed(op, "out", out)
+    if many or found is None:
+        raise ValueError(f"{op}: out= is for epilogues that return one matrix")
+    shape, dtype = found
+    if tuple(out.shape) != shape:
+        raise ValueError(f"{op}: out is {tuple(out.shape)}; the result is {shape}")
+    if out.dtype != dtype:
+        raise TypeError(f"{op}: out is {out.dtype}; the result is {dtype}")
+    check_device(op, "out", out, call.a.matrix)
+
+
+def check_memory(call: Call, out: Tensor) -> None:
+    """ValueError if elements of `out` overlap one another, or something that goes in."""
+    if overlaps_itself(out):
+        raise ValueError(
+            f"{call.op}: out has strides {out.stride()} for {tuple(out.shape)}: its elements overlap one another"
+        )
+    first, second, third = operand_names(call.op)
+    named = [*call.a.named(first), *call.b.named(second)]
+    if call.ready:
+        # An addend that is the output itself is read where it is written, by the same program, before the write.
+        named += [(third, x) for x in call.inputs if call.beta != 0 and not same_layout(out, x)]
+    else:
+        lead = len(call.outer)
+        named += [(input_name(call, lead + i), x) for i, x in enumerate(call.inputs) if isinstance(x, Tensor)]
+    for name, tensor in named:
+        if overlap(out, tensor):
+            raise ValueError(f"{call.op}: out and {name} share memory")

@@ -1,0 +1,191 @@
+"""From a call to what runs it: its problem, its plan, compiled, and where its tensors go."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import devices
+from ..allocation import maker
+from ..devices import Device
+from ..epilogues.lower import Program
+from ..epilogues.results import Results
+from ..formats.packing import STRIP
+from ..layout import extent_bytes, fold, make_problem
+from ..plan import Plan, make_plan, runs_on
+from ..problem import Config, Fusion, Problem
+from .cache import Known
+from .check import check_memory, check_out, operand_names, result_dtype
+from .epilogue import output_types, program
+from .spec import Call
+
+
+def prepare(call: Call, out: Tensor | None) -> Known:
+    """How a call runs; it is checked, and there is a kernel for it. Nothing is launched."""
+    return _ready(call, out) if call.ready else _traced(call, out)
+
+
+def _plan(call: Call, problem: Problem, tensors: list[Any], numbers: tuple[float, ...]) -> Plan:
+    pinned = None if call.options.config is None else Config.of(call.options.config)
+    return make_plan(problem, pinned, tensors, numbers)
+
+
+def _how(call: Call, device: Device) -> dict[str, Any]:
+    """What of a problem comes from the call's options."""
+    options = call.options
+    return {
+        "precision": options.precision if options.precision in device.target.precisions else "ieee",
+        "fast_accum": options.fast_accum,
+        # Sums of integers are the same in any order.
+        "batch_invariant": options.batch_invariant and call.dtype.is_floating_point,
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Products with a ready-made epilogue
+
+
+def _ready(call: Call, out: Tensor | None) -> Known:
+    shape, dtype = call.shape, result_dtype(call.op, call.dtype, call.options.out_dtype)
+    if out is not None:
+        check_out(call, out, (shape, dtype))
+        check_memory(call, out)
+    a, b = call.a.matrix, call.b.matrix
+    make = maker(shape, dtype, a.device)
+    result = make() if out is None else out
+    addend = call.inputs[0] if call.inputs and call.beta != 0 else None
+    problem, tensors = problem_of_ready(call, result, addend)
+    plan = _plan(call, problem, tensors, (call.alpha, call.beta))
+    places = (0, 1, -1) if addend is None else (0, 1, -1, 2)
+    extents = tuple([extent_bytes(x) for x in (a, b, *call.inputs, result)])
+    return Known(plan, places, None, (make,), None, False, extents)
+
+
+def problem_of_ready(call: Call, out: Tensor, addend: Tensor | None) -> tuple[Problem, list[Tensor]]:
+    """The problem of a product without a traced epilogue, and its launch's tensors."""
+    a, b, result, added = _matrices(call.a.matrix, call.b.matrix, out, addend)
+    device = _device(call)
+    scaled = call.alpha != 1 or (addend is not None and call.beta != 1)
+    problem = make_problem(a, b, result, added, scaled=scaled, device=device, **_how(call, device))
+    return problem, [a, b, result] if added is None else [a, b, result, added]
+
+
+def _device(call: Call) -> Device:
+    device = devices.current(call.device)
+    assert device is not None
+    return device
+
+
+def _matrices(
+    a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The operands as (batches of) matrices: a vector a is one row, a vector b one column."""
+    vector_a, vector_b = a.dim() == 1, b.dim() == 1
+    if addend is not None:
+        addend = addend.expand(out.shape)
+    if vector_b:
+        b, out = b.unsqueeze(-1), out.unsqueeze(-1)
+        addend = None if addend is None else addend.unsqueeze(-1)
+    if vector_a:
+        a, out = a.unsqueeze(0), out.unsqueeze(-2)
+        addend = None if addend is None else addend.unsqueeze(-2)
+    return a, b, out, addend
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Products with a traced epilogue
+
+
+def _traced(call: Call, out: Tensor | None) -> Known:
+    made = program(call)
+    results = Results(made, call.shape, _types(call, made), call.summed)
+    if out is not None:
+        check_out(call, out, results.whole[0], made.many)
+        check_memory(call, out)
+    _check_invariant(call, made)
+    _check_pairing(call, made)
+    tensors = results.allocate(call.device, 1, out)
+    problem = problem_of_traced(call, results, tensors, _device(call))
+    if not runs_on(problem):
+        raise ValueError(
+            f"{call.op}: {problem.device.name} has no instructions for {call.dtype}, which an epilogue needs"
+        )
+    places, numbers = _places(call, results)
+    values, flat = call.values, results.flat(tensors)
+    given = [values[i] if i >= 0 else flat[~i] for i in places]
+    plan = _plan(call, problem, given, tuple([values[i] for i in numbers]))
+    plain = results.makers(call.device) if results.is_plain else ()
+    return Known(
+        plan, places, numbers, plain, None if results.is_plain else results, made.many,
+        tuple([extent_bytes(x) if isinstance(x, Tensor) else 0 for x in (*values, flat[0])]),
+    )  # fmt: skip
+
+
+def _types(call: Call, made: Program) -> tuple[torch.dtype, ...]:
+    return tuple(output_types(call, [(x.dtype, x.matrix) for x in made.outputs]))
+
+
+def problem_of_traced(call: Call, results: Results, tensors: list[Any], device: Device) -> Problem:
+    """The problem of a product with a traced epilogue, on a device.
+
+    Args:
+        tensors: what `Results.allocate` made.
+    """
+    made = results.program
+    extras = results.widths(results.extras(call.given, tensors))
+    bare, layouts = fold(call.a, call.b, results.main(tensors), extras, device)
+    fusion = Fusion(
+        made.source, tuple(layouts), len(made.numbers), made.paired, results.reduces, made.main is not None,
+        made.ahead, made.whole,
+    )  # fmt: skip
+    return replace(bare, epilogue="fused", fusion=fusion, **_how(call, device))
+
+
+def _places(call: Call, results: Results) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of a launch's tensors and numbers: their places among the call's values, or of a result, inverted."""
+    made, before_b = results.program, len(call.a.values)
+    before_inputs = before_b + len(call.b.values)
+    outer = [i + x.outer_place for x, i in ((call.a, 0), (call.b, before_b)) if x.outer is not None]
+
+    def given(i: int) -> int:
+        return outer[i] if i < len(outer) else before_inputs + i - len(outer)
+
+    places = (
+        *call.a.places, *[before_b + i for i in call.b.places], ~results.main_place,
+        *[given(i) for i in made.inputs], *[~i for i in results.written_places],
+    )  # fmt: skip
+    return places, (*[given(i) for i in made.numbers], *call.a.number_places)
+
+
+def _check_invariant(call: Call, made: Program) -> None:
+    sums = any(x.reduced and x.reduced.kind not in ("amax", "amin") for x in made.outputs)
+    if call.options.batch_invariant and (sums or made.whole):
+        raise ValueError(
+            f"{call.op}: batch_invariant=True with an epilogue that sums rows: the order of the sum depends on the tile"
+        )
+
+
+def _check_pairing(call: Call, made: Program) -> None:
+    """ValueError for halves of columns that the epilogue's kernel can't read."""
+    name = operand_names(call.op)[1]
+    if call.b.is_packed and made.paired and call.shape[-1] % (2 * STRIP):
+        raise ValueError(
+            f"{call.op}: the packed weight has {call.shape[-1]} rows; for an epilogue that halves the columns of the "
+            f"product they must be a multiple of {2 * STRIP}"
+        )
+    if call.b.halves == 1:
+        return
+    left, right = call.b.tensors
+    if not made.paired:
+        raise ValueError(
+            f"{call.op}: {name} is in two parts, which takes an epilogue that halves the product's columns; "
+            f"{getattr(call.function, '__name__', 'this one')} does not"
+        )
+    if right.stride() != left.stride():
+        raise ValueError(
+            f"{call.op}: the halves of {name} have the strides {left.stride()} and {right.stride()}; "
+            f"a kernel reads both in one way, so copy one to the other's layout"
+        )

@@ -1,0 +1,295 @@
+"""The door: every product comes in here, and goes the way that it has to go.
+
+In eager inference a call that was seen before is launched at once (`cache`). Another one becomes a `Call`, which is
+checked, prepared, launched and remembered. Under torch.compile, with gradients, inside a mode or a transform and with
+subclasses of tensors, a product is the operator `torch.ops.gemmery.product`, whose implementation comes back here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
+
+from .. import devices, reference
+from ..epilogues.check import warn
+from ..epilogues.function import Epilogue, Held, memoised
+from ..epilogues.results import returned
+from ..formats.scaled import ScaledTensor
+from ..formats.tensor import QuantizedTensor
+from ..plan import Plan
+from ..problem import Config
+from . import cache
+from .build import lowered, make_call
+from .check import check, check_memory, check_out, check_scalars, result_dtype
+from .epilogue import outputs_of
+from .prepare import prepare
+from .seen import autocast_dtype, check_forward_mode, needs_dispatcher
+from .spec import Call, Functions, Number, Options
+
+_HELD = (Epilogue, Held)
+
+
+def product(
+    op: str, a: Any, b: Any, bias: Any, functions: tuple[Any, ...], out: Tensor | None, options: tuple[Any, ...],
+    alpha: Number = 1, beta: Number = 1,
+) -> Any:  # fmt: skip
+    """A product as the user called it.
+
+    Args:
+        a, b, bias: see `build.make_call`.
+        functions: see `spec.Functions`.
+        options: see `spec.Options`.
+    """
+    if is_dynamo_compiling():
+        from .compiled import compiled
+
+        return compiled(op, a, b, bias, Functions(*functions), out, Options(*options), alpha, beta)
+    epilogue = functions[0]
+    if epilogue is not None and type(epilogue) not in _HELD:
+        # A function that was met before is the epilogue that it was then.
+        functions = (memoised(epilogue), *functions[1:])
+    if options[-1] is not None and not isinstance(options[-1], str):
+        # A string is as good a key, and parsing it at every call would take longer than the call.
+        options = (*options[:-1], Config.of(options[-1]))
+    key = None
+    # Types first: a tensor of 1 is equal to 1 as well.
+    plain = type(alpha) is int and type(beta) is int and alpha == 1 and beta == 1
+    if not (
+        _len_torch_dispatch_stack() or _are_functorch_transforms_active() or forward_ad._current_level >= 0
+    ):
+        kind = type(b)
+        if kind is Tensor or kind is torch.nn.Parameter:
+            given, form = [a, b], None
+        else:
+            given, form = _parts(a, b)
+        number: Any = 0
+        if functions[0] is not None or functions[2] is not None:
+            number = _add_functions(given, functions, bias)
+        elif bias is not None:
+            given.append(bias)
+        if out is not None:
+            given.append(out)
+        looked = None if number is None else cache.look(given, torch.is_grad_enabled())
+        if looked is not None:
+            scalars = plain or (type(alpha), type(beta), alpha == 1, beta == 1, beta == 0)
+            key = (op, number, form, bias is None, out is None, options, scalars, *looked[2])
+            known = cache.find(key)
+            if known is not None and (out is not None or not _autocasts(looked[1][0])):
+                if not plain:
+                    check_scalars(op, a, alpha, beta)
+                if out is None or not cache.may_overlap(known, looked[0], looked[1], out):
+                    made = cache.launch(known, looked[0], looked[1], (alpha, beta), out)
+                    return tuple(made) if known.many else made[0]
+    return _first(op, a, b, bias, Functions(*functions), out, Options(*options), alpha, beta, key)
+
+
+def _autocasts(a: Tensor) -> bool:
+    return torch.is_autocast_enabled("cuda" if a.is_cuda else "cpu")
+
+
+def _parts(a: Any, b: Any) -> tuple[list[Any], Any]:
+    """The values of operands that are not both plain matrices, as `Call.values` has them, and what else tells them."""
+    kind = type(b)
+    if kind is QuantizedTensor:
+        own = b.__dict__
+        if own["permutation"] is not None:
+            return [a, b], None  # it is looked at, and not known
+        given = [a, own["words"], own["scales"], own["zeros"], own["offsets"], own["channel"]]
+        return given, own["static"]
+    if kind is ScaledTensor and type(a) is ScaledTensor:
+        return [a.data, a.scale, b.data, b.scale], (a.kind, b.kind)
+    if kind in (tuple, list) and len(b) == 2 and isinstance(b[0], Tensor) and isinstance(b[1], Tensor):
+        return [a, *b], ("pair", b[1].data_ptr() - b[0].data_ptr())
+    return [a, b], None
+
+
+def _add_functions(given: list[Any], functions: tuple[Any, ...], bias: Any) -> Any:
+    """Add what the functions are given, and biases, to a call's values; None for functions that can't be known.
+
+    Returns what tells the functions from others.
+    """
+    epilogue, args, prologue, prologue_args = functions
+    number: Any = (0, None)
+    if isinstance(bias, tuple | list):
+        given += bias
+        number = (len(bias), None)
+    elif bias is not None:
+        given.append(bias)
+    if epilogue is not None:
+        captured = epilogue.captured if type(epilogue) in _HELD else None
+        if captured is None or captured.key is None or not isinstance(args, tuple | list):
+            return None
+        given += args
+        given += captured.tensors
+        number = (number[0], captured.number)
+    if prologue is not None:
+        prologue = prologue if type(prologue) in _HELD else memoised(prologue)
+        captured = prologue.captured if type(prologue) in _HELD else None
+        if captured is None or captured.key is None or not isinstance(prologue_args, tuple | list):
+            return None
+        given[1:1] = [*prologue_args, *captured.tensors]
+        number = (*number, captured.number, len(prologue_args))
+    return number
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A call that is met for the first time, or that torch wants to see
+
+
+def _first(
+    op: str, a: Any, b: Any, bias: Any, functions: Functions, out: Tensor | None, options: Options, alpha: Number,
+    beta: Number, key: Any,
+) -> Any:  # fmt: skip
+    """A call that is not known.
+
+    Args:
+        key: under which it is remembered; None where it can't be.
+    """
+    if isinstance(b, QuantizedTensor) and isinstance(a, Tensor) and not isinstance(a, QuantizedTensor):
+        if a.dim() == 1:
+            return _of_vector(op, a, b, bias, functions, out, options)
+        if b.permutation is not None and a.shape[-1] == b.shape[-1]:
+            a, functions = apply_prologue(a, functions)
+            a = a.index_select(-1, b.permutation)
+            b, key = b.with_parts(b.parts() | {"permutation": None}), None
+    call = checked(op, a, b, bias, functions, out, options, alpha, beta)
+    tensors = call.tensors
+    check_forward_mode(op, tensors)
+    if needs_dispatcher((out, *tensors)):
+        from ..torch_op import dispatched
+
+        return dispatched(call.opened(), out)
+    is_autocast = out is None and autocast_dtype(call.device) is not None
+    return returned(*compute(call, out, None if is_autocast else key))
+
+
+def checked(
+    op: str, a: Any, b: Any, bias: Any, functions: Functions, out: Tensor | None, options: Options,
+    alpha: Number = 1, beta: Number = 1,
+) -> Call:  # fmt: skip
+    """A user's call, with operands in the type that autocast asks for, and checked."""
+    is_scaled = isinstance(b, ScaledTensor)
+    if options.out_dtype is None and isinstance(out, Tensor) and (functions.epilogue is None or is_scaled):
+        options = options._replace(out_dtype=out.dtype)
+    call = make_call(op, a, b, bias, functions, options, alpha, beta)
+    dtype = None if out is not None else autocast_dtype(call.device)
+    if dtype is not None:
+        call = lowered(call, dtype)
+    check(call)
+    if functions.epilogue is None and not is_scaled:
+        # What a product can be without an epilogue.
+        result_dtype(op, call.dtype, options.out_dtype)
+    return call
+
+
+def apply_prologue(a: Tensor, functions: Functions) -> tuple[Tensor, Functions]:
+    """The first operand with its prologue applied in torch, and the other functions."""
+    if functions.prologue is None:
+        return a, functions
+    from ..dtypes import accumulator
+
+    made = functions.prologue(a.to(accumulator(a.dtype)), *functions.prologue_args).to(a.dtype)
+    return made, functions._replace(prologue=None, prologue_args=())
+
+
+def _of_vector(
+    op: str,
+    a: Tensor,
+    b: QuantizedTensor,
+    bias: Any,
+    functions: Functions,
+    out: Tensor | None,
+    options: Options,
+) -> Any:
+    """A product of a vector with a packed weight: that of one row, whose results have no rows."""
+    if op == "bmm":
+        raise ValueError(f"bmm: a is {tuple(a.shape)}; it must have 3 dimensions")
+    rows = None if out is None else out.unsqueeze(-2)
+    made = product(op, a.unsqueeze(0), b, bias, functions, rows, options)
+    if out is not None:
+        return out
+    rank = b.dim()
+    results = list(made) if isinstance(made, tuple) else [made]
+    squeezed = [x.squeeze(-2 if x.dim() == rank else -1) for x in results]
+    return tuple(squeezed) if isinstance(made, tuple) else squeezed[0]
+
+
+def compute(call: Call, out: Tensor | None, key: Any = None) -> tuple[list[Tensor], bool]:
+    """The results of a checked call, and whether they are a tuple. No gradients are recorded, and no mode sees it.
+
+    Args:
+        key: under which it is remembered, if it is.
+    """
+    call = replace(call, b=call.b.loadable())
+    if devices.current(call.device) is None or 0 in call.shape:
+        return _by_reference(call, out)
+    call = call.ordered()
+    known = prepare(call, out)
+    if key is not None:
+        cache.remember(key, known)
+    values = call.values
+    addresses = [x.data_ptr() if isinstance(x, Tensor) else x for x in values]
+    return cache.launch(known, addresses, values, (call.alpha, call.beta), out), known.many and out is None
+
+
+def inside(call: Call) -> tuple[list[Tensor], bool]:
+    """The same inside an operator: what looks like a call before is launched at once."""
+    call = replace(call, b=call.b.loadable())
+    with torch.no_grad():
+        looked = None if call.captured.key is None else cache.look(call.values, False)
+        if looked is None:
+            return compute(call, None)
+        form = (
+            call.a.text,
+            call.b.text,
+            *call.b.sizes,
+            call.biases,
+            call.alpha == 1,
+            call.beta == 1,
+            call.beta == 0,
+        )
+        distance = getattr(call.b.ordered(), "distance", None) if call.b.halves > 1 else None
+        key = (call.op, call.captured.number, form, distance, call.saves, call.options, *looked[2])
+        known = cache.find(key)
+        if known is None:
+            return compute(call, None, key)
+        return cache.launch(known, looked[0], looked[1], (call.alpha, call.beta), None), known.many
+
+
+def _by_reference(call: Call, out: Tensor | None) -> tuple[list[Tensor], bool]:
+    call, by_rows = call.opened(), call.options.batch_invariant and call.dtype.is_floating_point
+    a, b = call.a.in_torch(), call.b.in_torch()
+    if call.ready:
+        dtype = result_dtype(call.op, call.dtype, call.options.out_dtype)
+        if out is not None:
+            check_out(call, out, (call.shape, dtype))
+            check_memory(call, out)
+        addend = call.inputs[0] if call.inputs else None
+        made = reference.gemm(
+            a, b, addend, alpha=call.alpha, beta=call.beta, out_dtype=dtype, by_rows=by_rows
+        )
+        return [made if out is None else out.copy_(made)], False
+    results, many = outputs_of(call, reference.gemm(a, b, out_dtype=call.summed, by_rows=by_rows))
+    if call.device.type == "cpu":
+        warn(call)
+    if out is not None:
+        check_out(call, out, (tuple(results[0].shape), results[0].dtype), many)
+        check_memory(call, out)
+        return [out.copy_(results[0])], False
+    return results, many
+
+
+def plan(
+    op: str, a: Any, b: Any, bias: Any, functions: Functions, out: Tensor | None, options: Options
+) -> Plan | None:
+    """What `product` with these arguments launches; None where it launches nothing."""
+    call = checked(op, a, b, bias, functions, out, options).ordered()
+    if devices.current(call.device) is None or 0 in call.shape:
+        return None
+    return prepare(call, out).plan

@@ -1,0 +1,178 @@
+"""A product as it is asked for: operands, what happens behind them, and how it is to be computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..dtypes import Precision
+from ..epilogues.identity import Captured
+from ..operands import DenseOperand, Operand
+from ..problem import Config
+
+Number = int | float
+#: A second operand, which may be packed, or a bias; or the left and the right half of its columns.
+Factor = Tensor | Sequence[Tensor]
+#: A type for the result, or with an epilogue one for each of its results.
+OutTypes = torch.dtype | tuple[torch.dtype | None, ...] | None
+
+
+class Options(NamedTuple):
+    """How a product is to be computed, in the words of `api.matmul`."""
+
+    out_dtype: OutTypes = None
+    precision: Precision = "ieee"
+    fast_accum: bool = False
+    batch_invariant: bool = False
+    config: Config | dict[str, Any] | str | None = None
+
+
+class Functions(NamedTuple):
+    """What a user has run on the product's way, as `api.matmul` takes it."""
+
+    epilogue: Any = None
+    args: Sequence[Any] = ()
+    prologue: Any = None
+    prologue_args: Sequence[Any] = ()
+
+
+NONE = Functions()
+
+
+def unchanged(acc: Tensor) -> Tensor:
+    """The epilogue of a product that has none."""
+    return acc
+
+
+@dataclass(frozen=True)
+class Call:
+    """A product as it is asked for.
+
+    Attributes:
+        op: what its user calls it, for messages.
+        a, b: the operands, (..., M, K) and (..., K, N).
+        function: the epilogue.
+        captured: what it is, and the tensors that it takes from outside.
+        inputs: biases, the function's arguments after the product, those tensors; plain Python values among them.
+        biases: how many of them are added to the product before the function sees it: 2, side by side, or fewer.
+        options: how it is computed; `out_dtype` is the type that is asked for.
+        alpha, beta: numbers by which the product and the bias are multiplied.
+        ready: whether no function of the user's is behind the product, so that a ready-made epilogue does.
+        outer: what multiplies rows and columns of the product before anything else happens to them.
+        saves: whether the product that the function sees is a last result, in the operands' type, for the gradient.
+    """
+
+    op: str
+    a: Operand
+    b: Operand
+    function: Callable[..., Any]
+    captured: Captured
+    inputs: tuple[Any, ...]
+    biases: int
+    options: Options
+    alpha: Number = 1
+    beta: Number = 1
+    ready: bool = False
+    outer: tuple[Tensor, ...] = ()
+    saves: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The operands' type."""
+        return self.a.matrix.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is computed."""
+        return self.a.matrix.device
+
+    @property
+    def summed(self) -> torch.dtype:
+        """The type of the sum."""
+        return self.b.summed
+
+    @property
+    def given(self) -> tuple[Any, ...]:
+        """What the traced epilogue is given after the product."""
+        return *self.outer, *self.inputs
+
+    @property
+    def lead(self) -> int:
+        """How many of those come before the function's own."""
+        return len(self.outer) + self.biases
+
+    @property
+    def own(self) -> tuple[Any, ...]:
+        """The function's own arguments, as the caller gave them."""
+        return self.inputs[self.biases : len(self.inputs) - self.captured.count]
+
+    @property
+    def does_nothing(self) -> bool:
+        """Whether nothing happens to the product, but what belongs to the operands."""
+        return self.function is unchanged and not self.biases and self.alpha == 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The product's, (..., M, N)."""
+        from .check import result_shape
+
+        *lead, columns = result_shape(self.op, self.a.matrix, self.b.matrix)
+        return *lead, columns * self.b.halves
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that goes in."""
+        return [*self.a.tensors, *self.b.tensors, *[x for x in self.inputs if isinstance(x, Tensor)]]
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """All that tells this call from others like it, in the order in which `cache.look` meets it."""
+        return *self.a.values, *self.b.values, *self.inputs
+
+    def ordered(self) -> Call:
+        """The same with the half first that comes first in memory, as kernels want it."""
+        return replace(self, b=self.b.ordered()) if self.b.halves > 1 else self
+
+    def opened(self) -> Call:
+        """The same without a prologue, which has been applied in torch."""
+        return self if self.a.is_dense else replace(self, a=self.a.opened())
+
+    def without_bias(self) -> Call:
+        """The same without biases and outer scales, for a product that has them in it."""
+        return replace(self, biases=0, outer=(), inputs=self.inputs[self.biases :])
+
+    def of_dense(self, product: Tensor) -> Call:
+        """What happens behind a product of which `product` is a matrix of the result's shape."""
+        like = DenseOperand(product)
+        return replace(self, a=like, b=like, outer=())
+
+    def apply(self, product: Tensor, given: Sequence[Any], rebuilt: bool) -> tuple[list[Tensor], bool]:
+        """The function's results on a product, in torch, and whether it returned a tuple.
+
+        Args:
+            given: as the attribute.
+            rebuilt: run the function as it was captured, with the last inputs in the place of its tensors; otherwise
+                as it is now.
+        """
+        own = len(given) - self.captured.count
+        function, values = self.function, list(given[:own])
+        if rebuilt:
+            function = self.captured.rebuild(given[own:])
+        if getattr(self.b, "swapped", False):
+            product = torch.cat(product.chunk(2, dim=-1)[::-1], dim=-1)
+        for scale in values[: len(self.outer)]:
+            product = product.to(torch.float32) * scale
+        values = values[len(self.outer) :]
+        if self.biases:
+            added = values[0] if self.biases == 1 else torch.cat(values[: self.biases], dim=-1)
+            product, values = product + added, values[self.biases :]
+        # Before the function, which may change the product in place.
+        saved = [product.to(self.dtype, copy=True)] if self.saves else []
+        returned = function(product, *values)
+        many = isinstance(returned, tuple | list)
+        results = list(returned) if isinstance(returned, tuple | list) else [returned]
+        return results + saved, many
