@@ -252,9 +252,8 @@ def verdict(kind: str, result: str, context: str, gpu: bool, kernels: bool) -> A
         return Raises(Exception, "must be what gemmery.epilogue")
     if kind == "pair" and result in ("bare", "bias"):
         return Raises(Exception if context in _COMPILED else TypeError, "in two parts")
-    if context == "vmap" and scaled:
-        if result in ("bare", "bias", "out"):
-            return Absent("a ScaledTensor can't be mapped, and nothing else goes in that could be")
+    if context == "vmap" and scaled and result in ("bare", "bias", "out"):
+        return Absent("a ScaledTensor can't be mapped, and nothing else goes in that could be")
     if result == "out":
         return _of_out(kind, context)
     if context == "DTensor":

@@ -14,9 +14,9 @@ import json, sys
 import torch, triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from gemmery import fused
-from gemmery.call import make_call
-from gemmery.dispatch import Options
+from gemmery.product.build import make_call
+from gemmery.product.epilogue import program
+from gemmery.product.spec import Functions, Options
 from gemmery.epilogues.device import compiled, function
 
 TARGET = GPUTarget(*json.loads(sys.argv[1]))
@@ -42,7 +42,7 @@ found = {}
 for name, epilogue in EPILOGUES.items():
     for dtype in (torch.float32, torch.float64):
         a, b = torch.ones(16, 8, dtype=dtype), torch.ones(8, 16, dtype=dtype)
-        made = fused.program(make_call("matmul", a, b, None, epilogue, (), None, Options()))
+        made = program(make_call("matmul", a, b, None, Functions(epilogue), Options()))
         space = {"EPILOGUE": function(made.source), "as_type": __import__("gemmery.kernels.fused").kernels.fused.as_type}
         kind = "fp32" if dtype == torch.float32 else "fp64"
         source = ASTSource(fn=compiled(KERNEL.replace("kernel", f"kernel_{name}_{kind}"), space),

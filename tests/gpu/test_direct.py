@@ -12,7 +12,10 @@ import torch
 import triton
 
 import gemmery
-from gemmery import direct, dispatch
+from gemmery import direct
+from gemmery.product.build import make_call
+from gemmery.product.prepare import prepare
+from gemmery.product.spec import NONE, Options
 from tests.gpu.common import DRY, assert_product, matrix, values
 
 pytestmark = [
@@ -102,7 +105,7 @@ def test_the_same_bits_with_a_workspace(config):
 def test_factors_that_change():
     a, b, out = case(200, 300, 100, dtype=F32)
     c = values((300,), F32)
-    plan = dispatch.prepare("addmm", a, b, c, 2, 3, out, dispatch.Options()).plan
+    plan = prepare(make_call("addmm", a, b, c, NONE, Options(), 2, 3), out).plan
     for alpha, beta in ((2, 1), (0.3, -7.5), (2, 1), (0.0, 1), (-0.0, 1), (1e-3, 0.5), (1, 2), (True, 1.0)):
         want = ordinary(plan, a, b, out, c, alpha, beta)
         out.fill_(-1)

@@ -463,7 +463,7 @@ def test_a_command_has_all_of_gemmery(tmp_path):
     script.write_text(
         "import sys\nfrom gemmery.cli import main\nsys.argv[1:] = ['explain', '4', '4', '4', '--device', 'H200']\n"
         "try:\n    main()\nexcept SystemExit:\n    pass\nimport gemmery, torch\n"
-        "assert callable(gemmery.plan) and torch.ops.gemmery.packed\nprint(gemmery.matmul.__name__)\n"
+        "assert callable(gemmery.plan) and torch.ops.gemmery.product\nprint(gemmery.matmul.__name__)\n"
     )
     ran = python(str(script))
     assert ran.stdout.splitlines()[-1] == "matmul", ran.stderr
@@ -473,10 +473,10 @@ def test_a_module_that_imports_gemmery_gets_its_operators(tmp_path):
     """Python looks for the module of -m with the same first argument, whatever the module is."""
     (tmp_path / "app").mkdir()
     (tmp_path / "app" / "__init__.py").write_text("import gemmery\n")
-    (tmp_path / "app" / "__main__.py").write_text("import torch\nprint(torch.ops.gemmery.packed)\n")
+    (tmp_path / "app" / "__main__.py").write_text("import torch\nprint(torch.ops.gemmery.product)\n")
     ran = python("-m", "app", PYTHONPATH=os.pathsep.join([str(ROOT / "src"), str(tmp_path)]))
     assert ran.returncode == 0, ran.stderr
-    assert "gemmery.packed" in ran.stdout
+    assert "gemmery.product" in ran.stdout
 
 
 @pytest.mark.parametrize("command_name", ["explain", "predict", "roofline", "inspect", "order"])

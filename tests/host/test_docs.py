@@ -13,11 +13,13 @@ import gemmery
 import gemmery.nn
 from benchmarks import quantization_error
 from docs.hooks import repository
-from gemmery import epilogues, formats, fused
-from gemmery.product.spec import Options
+from gemmery import epilogues, formats
 from gemmery.epilogues import Untraceable, table
 from gemmery.formats import FORMATS, from_codes
 from gemmery.formats.checkpoints.torchao import READERS
+from gemmery.product.build import make_call
+from gemmery.product.epilogue import program
+from gemmery.product.spec import Functions, Options
 from tests import pages
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -191,11 +193,9 @@ UNTRACEABLE = {
 
 @pytest.mark.parametrize("function", UNTRACEABLE.values(), ids=UNTRACEABLE)
 def test_messages_of_tracing_are_quoted(function):
-    call = fused.make_call(
-        "matmul", X, WIDE, None, function, (), None, Options(None, "ieee", False, False, None)
-    )
+    call = make_call("matmul", X, WIDE, None, Functions(function), Options())
     with pytest.raises(Untraceable) as raised:
-        fused.program(call)
+        program(call)
     text = re.sub(rf"{re.escape(__file__)}:\d+", "FILE:LINE", str(raised.value))
     assert words(text) in words(EPILOGUES)
 

@@ -14,13 +14,14 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gemmery
-from gemmery import epilogues, fused
-from gemmery.epilogues import programs
-from gemmery.product import prologue
-from gemmery.product.spec import Options
-from gemmery.epilogues import Untraceable, compose, library, random
+from gemmery import epilogues
+from gemmery.epilogues import Untraceable, compose, library, programs, random
 from gemmery.epilogues.decompositions import decompositions
 from gemmery.epilogues.identity import capture
+from gemmery.product import prologue
+from gemmery.product.build import make_call
+from gemmery.product.epilogue import program as program_of
+from gemmery.product.spec import Functions, Options
 from tests.oracle import values
 
 A, B = values((24, 16), torch.float32, 1), values((16, 40), torch.float32, 2)
@@ -29,7 +30,7 @@ OPTIONS = Options(None, "ieee", False, False, None)
 
 def program(function, args=(), a=A, b=B):
     """The device function of an epilogue, made as a product on a GPU would."""
-    return fused.program(fused.make_call("matmul", a, b, None, function, args, None, OPTIONS))
+    return program_of(make_call("matmul", a, b, None, Functions(function, args), OPTIONS))
 
 
 def key(function):
@@ -200,8 +201,8 @@ def test_changed_tensors_are_seen():
     first = program(function)
     for i in range(3):
         row = values((40,), torch.float32, i)
-        call = fused.make_call("matmul", A, B, None, function, (), None, OPTIONS)
-        assert fused.program(call) is first
+        call = make_call("matmul", A, B, None, Functions(function, ()), OPTIONS)
+        assert program_of(call) is first
         assert call.inputs[0] is row
         assert torch.equal(gemmery.matmul(A, B, epilogue=function), A @ B + row)
     row = torch.ones(24, 1)
@@ -570,9 +571,9 @@ def test_numbers_of_arguments_that_torch_wants_as_python_numbers(function):
     """They say what to do, and a number of the function's own does."""
     x, w = torch.randn(4, 8), torch.randn(6, 8)
     with pytest.raises(Untraceable, match="a number of its arguments where torch takes Python numbers alone"):
-        fused.program(
-            fused.make_call(
-                "linear", x, w, None, function, (0.2,), None, Options(None, "ieee", False, False, None)
+        program_of(
+            make_call(
+                "linear", x, w, None, Functions(function, (0.2,)), Options(None, "ieee", False, False, None)
             )
         )
     program(lambda acc: function(acc, 0.2))
@@ -592,15 +593,15 @@ def test_a_tensor_without_dimensions_is_no_number_of_the_arguments():
     how = Options(None, "ieee", False, False, None)
     function = lambda acc, s: acc * s.item()  # noqa: E731
     with pytest.raises(Untraceable, match="depends on the data of a tensor"):
-        fused.program(fused.make_call("linear", x, w, None, function, (torch.tensor(2.0),), None, how))
+        program_of(make_call("linear", x, w, None, Functions(function, (torch.tensor(2.0),)), how))
 
 
 def test_indexing_by_integers_reads_no_data():
     x, w = torch.randn(4, 8), torch.randn(6, 8)
     how = Options(None, "ieee", False, False, None)
     with pytest.raises(Untraceable, match=r"uses aten\.index\.Tensor"):
-        fused.program(
-            fused.make_call("linear", x, w, None, lambda acc, i: acc[:, i], (torch.arange(6),), None, how)
+        program_of(
+            make_call("linear", x, w, None, Functions(lambda acc, i: acc[:, i], (torch.arange(6),)), how)
         )
 
 
@@ -664,7 +665,7 @@ def test_the_cpu_warns_once_of_what_a_gpu_can_not_fuse():
 
 def test_the_cpu_looks_once_at_a_function(monkeypatch):
     met = []
-    monkeypatch.setattr(fused, "program", lambda call: met.append(call))
+    monkeypatch.setattr("gemmery.product.epilogue.program", lambda call: met.append(call))
     for i in range(3):
         gemmery.matmul(A, B, epilogue=lambda acc: acc * i + 12)  # noqa: B023
     assert len(met) == 1
@@ -674,7 +675,7 @@ def test_looking_never_makes_a_call_on_the_cpu_fail(monkeypatch):
     def broken(call):
         raise KeyError("a defect of tracing")
 
-    monkeypatch.setattr(fused, "program", broken)
+    monkeypatch.setattr("gemmery.product.epilogue.program", broken)
     with pytest.warns(UserWarning, match="a defect of tracing"):
         y = gemmery.matmul(A, B, epilogue=lambda acc: acc - 11)
     torch.testing.assert_close(y, A @ B - 11)

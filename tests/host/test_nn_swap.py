@@ -928,11 +928,11 @@ def setting():
 
 
 def test_torchs_setting_decides_at_each_call(setting, monkeypatch):
-    from gemmery import dispatch
+    from gemmery import api
 
     asked = []
-    run = dispatch.run
-    monkeypatch.setattr("gemmery.api.run", lambda *given: asked.append(given[-1][1]) or run(*given))
+    product = api.product
+    monkeypatch.setattr(api, "product", lambda *given: asked.append(given[6][1]) or product(*given))
     layer = gemmery.nn.Linear(8, 4, precision="torch")
     for how in ("highest", "high", "medium", "highest"):
         setting(how)

@@ -350,7 +350,7 @@ def test_exported():
     batch = torch.export.Dim("batch", min=2, max=64)
     program = torch.export.export(block, (x,), strict=False, dynamic_shapes=({0: batch},))
     names = [str(node.target) for node in program.graph.nodes]
-    assert sum("gemmery.packed" in name for name in names) == 2
+    assert sum("gemmery.product" in name for name in names) == 2
     for m in (4, 9):
         same([program.module()(values(m, K))], [block(values(m, K))], 1e-2)
 
@@ -364,7 +364,7 @@ def test_make_fx():
             fails(Exception, lambda: make_fx(function, tracing_mode="fake")(x), "FakeTensor")
             continue
         graph = make_fx(function, tracing_mode=mode)(x)
-        assert "gemmery.packed" in graph.code
+        assert "gemmery.product" in graph.code
         same([graph(x + 1)], [function(x + 1)], 1e-2)
 
 
@@ -456,7 +456,7 @@ def test_subclasses():
     x, w = values(5, K).as_subclass(Seen), weight()
     y = gemmery.linear(x, w, values(N))
     assert type(y) is Seen
-    assert any("gemmery.packed" in call for call in Seen.calls)
+    assert any("gemmery.product" in call for call in Seen.calls)
     near(y.as_subclass(torch.Tensor), wide(values(5, K), w) + values(N))
 
 

@@ -5,8 +5,9 @@ import torch
 from torch.nn import functional as F
 
 import gemmery
-from gemmery import epilogues, fused
+from gemmery import epilogues
 from gemmery.launch import described
+from gemmery.product import cache, run
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 #: Formats with what is asked for besides, one of each way through the kernel.
@@ -191,13 +192,14 @@ def test_parts_that_are_not_aligned():
 
 def test_the_context_manager_reaches_packed_products(monkeypatch):
     asked = []
-    prepare = fused._prepare
+    prepare = run.prepare
 
     def noted(call, out):
         asked.append(call.options.batch_invariant)
         return prepare(call, out)
 
-    monkeypatch.setattr(fused, "_prepare", noted)
+    monkeypatch.setattr(run, "prepare", noted)
+    monkeypatch.setattr(cache, "find", lambda key: None)
     x, w = values(7, 192), weight("int4", 48, 192)
     with gemmery.batch_invariant():
         gemmery.linear(x, w)

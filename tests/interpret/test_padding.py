@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 import gemmery
 from gemmery import devices, padding
-from gemmery.product.cache import forget
 from gemmery.layout import make_problem
+from gemmery.product.cache import forget
 from tests.oracle import assert_product
 
 H200 = devices.TABLE["NVIDIA H200"]
@@ -42,9 +42,7 @@ def test_copies_hold_the_same_and_can_be_described(m, n, k, left, right, lead, s
     assert found.problem.a.takes_tma(problem.batch)
     assert found.problem.b.takes_tma(problem.batch)
     assert found.names == tuple(
-        name
-        for name, operand in (("a", problem.a), ("b", problem.b))
-        if not operand.takes_tma(problem.batch)
+        name for name, operand in (("a", problem.a), ("b", problem.b)) if not operand.takes_tma(problem.batch)
     )
     for copy, tensor, operand in ((found.a, a, problem.a), (found.b, b, problem.b)):
         if copy is None:

@@ -1,13 +1,15 @@
 """The short way of a product with a prebuilt epilogue, with a stand-in for the way into the driver."""
 
 import ctypes
+import functools
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 import gemmery
-from gemmery import epilogues, fused, quick
+from gemmery import epilogues
+from gemmery.product import cache, run
 
 # What these tests are about does not depend on Triton's version.
 pytestmark = pytest.mark.slow
@@ -23,15 +25,18 @@ def at_address(address, like):
 @pytest.fixture
 def entered(monkeypatch):
     """Calls that went the short way, which launches the interpreted kernel on the addresses that it has."""
-    calls = []
-    prepare = fused._prepare
+    calls, known_calls = [], {}
+    prepare = run.prepare
 
     def with_direct(call, out):
-        prepared = prepare(call, out)
-        plan, results = prepared.plan, prepared.results
-        made = results.allocate(call.a.device, 1)
-        layouts = fused._in_order(call, results.main(made), results.extras(call.inputs, made), ())
-        binding = plan._binding
+        known = prepare(call, out)
+        plan, binding, results = known.plan, known.plan._binding, known.results
+        if results is None:
+            made = [make() for make in known.makers]
+        else:
+            made = results.flat(results.allocate(call.device, plan.slots if results.reduces else 1))
+        values = call.values
+        layouts = [values[i] if i >= 0 else made[~i] for i in known.places]
 
         def direct(addresses, numbers):
             tensors = [at_address(at, like) for at, like in zip(addresses, layouts, strict=True)]
@@ -39,22 +44,17 @@ def entered(monkeypatch):
             return True
 
         plan.direct = direct
-        plan._misaligned = [15] * len(layouts)
-        return prepared
+        return known
 
-    run = quick.run
+    def counted(key):
+        found = known_calls.get(key)
+        if found is not None:
+            calls.append(key)
+        return found
 
-    def counted(*arguments):
-        result = run(*arguments)
-        if result is not None:
-            calls.append(arguments)
-        return result
-
-    monkeypatch.setattr(quick, "run", counted)
-    monkeypatch.setattr(fused, "_prepare", with_direct)
-    monkeypatch.setattr(quick, "FIRST", -1)
-    monkeypatch.setattr(quick, "DEVICE", "cpu")
-    monkeypatch.setattr(quick, "_known", {})
+    monkeypatch.setattr(run, "prepare", with_direct)
+    monkeypatch.setattr(cache, "_known", known_calls)
+    monkeypatch.setattr(cache, "find", counted)
     return calls
 
 
@@ -178,11 +178,17 @@ def test_other_calls_are_not_taken_for_it(entered):
         assert run(X, W, BIAS).dtype == torch.bfloat16
 
 
-def test_misaligned_tensors_go_the_long_way(entered):
+def test_misaligned_tensors_are_calls_of_their_own(entered):
     made = gemmery.epilogue(epilogues.bias)
+    gemmery.linear(X, W, epilogue=made, args=(BIAS,))
     shifted = values(21, seed=2)[1:]
-    for _ in range(3):
-        check(entered, 0, lambda: gemmery.linear(X, W, epilogue=made, args=(shifted,)), X @ W.T + shifted)
+    for i in range(3):
+        check(
+            entered,
+            int(i > 0),
+            lambda: gemmery.linear(X, W, epilogue=made, args=(shifted,)),
+            X @ W.T + shifted,
+        )
 
 
 @pytest.mark.parametrize(
@@ -193,10 +199,10 @@ def test_misaligned_tensors_go_the_long_way(entered):
         (lambda acc: (acc, acc), lambda p: (p, p)),
     ),
 )
-def test_results_that_take_more_go_the_long_way(entered, function, want):
+def test_results_that_take_more_go_the_short_way_too(entered, function, want):
     made = gemmery.epilogue(function)
-    for _ in range(3):
-        check(entered, 0, lambda: gemmery.linear(X, W, epilogue=made), want(X @ W.T))
+    for i in range(3):
+        check(entered, int(i > 0), lambda: gemmery.linear(X, W, epilogue=made), want(X @ W.T))
 
 
 def test_a_function_that_was_not_prebuilt_goes_the_long_way(entered):
@@ -253,3 +259,33 @@ def test_what_ran_under_autocast_is_not_learned(entered, monkeypatch):
     want = torch.relu(F.linear(X, W))
     check(entered, 0, lambda: gemmery.linear(X, W, epilogue=made), want)
     check(entered, 1, lambda: gemmery.linear(X, W, epilogue=made), want)
+
+
+@pytest.mark.parametrize(
+    "make",
+    (
+        lambda: F.gelu,
+        lambda: lambda acc: torch.relu(acc) * 2,
+        lambda: (lambda k: lambda acc: acc * k)(3.0),
+        lambda: functools.partial(F.gelu, approximate="tanh"),
+    ),
+    ids=("builtin", "lambda", "closure", "partial"),
+)
+def test_plain_functions_are_as_short_as_prebuilt_ones(entered, make):
+    """Also where the function is made anew for every call."""
+    for i in range(3):
+        check(entered, int(i > 0), lambda: gemmery.linear(X, W, epilogue=make()), make()(X @ W.T))
+
+
+def test_a_closure_that_changes_is_never_stale(entered):
+    k = 2.0
+
+    def function(acc):
+        return acc * k
+
+    for value in (2.0, 3.0, 2.0, -0.0, 0.0):
+        k = value
+        for _ in range(2):
+            torch.testing.assert_close(
+                gemmery.linear(X, W, epilogue=function), X @ W.T * k, rtol=1e-4, atol=1e-4
+            )

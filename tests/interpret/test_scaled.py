@@ -7,9 +7,10 @@ import torch
 from torch.nn import functional as F
 
 import gemmery
-from gemmery import epilogues, quick
+from gemmery import epilogues
 from gemmery.formats import activations
 from gemmery.formats.activations import FORMATS, reference
+from gemmery.product import cache
 from tests.interpret.test_quick import entered  # noqa: F401  (a fixture)
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
@@ -259,7 +260,7 @@ def test_second_calls_go_the_short_way(entered):  # noqa: F811
         assert len(entered) == before
         call()
         assert len(entered) == before + 1
-    assert len(quick._known) == len(calls)
+    assert len(cache._known) == len(calls)
 
 
 def test_blocks_of_no_columns():

@@ -83,7 +83,10 @@ def look(given: Sequence[Any], grad: bool) -> tuple[list[Any], list[Any], list[A
                 place = device
             if (grad and x.requires_grad) or x.is_neg():
                 return None
-            address = x.data_ptr()
+            try:
+                address = x.data_ptr()
+            except RuntimeError:
+                return None  # a sparse tensor
             addresses.append(address)
             looks += (x.shape, x.stride(), x.dtype, device, address & 15)
         elif kind is float or kind is int:
