@@ -406,7 +406,8 @@ def make_fx(case: Case) -> None:
     assert "gemmery." in graph.code or devices.current(case.device) is None, "no product in the graph"
     # With other values than those that it was traced with.
     case.leaves = {name: -t / 2 for name, t in case.leaves.items()}
-    parts = [p.roll(1, 0) if p.dim() > 1 else p for p in parts]
+    # By their bytes: not every type of 8 bits can be rolled.
+    parts = [p.view(torch.uint8).roll(1, 0).view(p.dtype) if p.dim() > 1 else p for p in parts]
     case.held = rebuild(parts)
     near(
         graph(*case.leaves.values(), *parts), case.reference(*case.wide()), case.tolerance, "value of others"

@@ -78,10 +78,10 @@ def look(given: Sequence[Any], grad: bool) -> tuple[list[Any], list[Any], list[A
         if kind in _PLAIN:
             device = x.get_device()
             if device != place:
-                if place is not None or (device < 0 and x.is_meta):
+                if place is not None:
                     return None
                 place = device
-            if (grad and x.requires_grad) or x.is_neg():
+            if (grad and x.requires_grad) or x.is_neg() or (device < 0 and x.is_meta):
                 return None
             try:
                 address = x.data_ptr()
@@ -144,7 +144,10 @@ def may_overlap(known: Known, addresses: Sequence[Any], objects: Sequence[Any], 
     """Whether the memory of `out` may be that of something that goes in; `check.check_memory` knows exactly."""
     start = out.data_ptr()
     end = start + known.extents[-1]
-    for at, extent, x in zip(addresses, known.extents, objects, strict=False):
-        if extent and x is not out and at < end and start < at + extent:
+    for i in range(len(known.extents) - 1):
+        # What is added to a bare product may be the output itself.
+        if objects[i] is out and i > 1 and known.numbers is None:
+            continue
+        if known.extents[i] and addresses[i] < end and start < addresses[i] + known.extents[i]:
             return True
     return False

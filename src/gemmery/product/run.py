@@ -77,7 +77,7 @@ def product(
             given.append(out)
         looked = None if number is None else cache.look(given, torch.is_grad_enabled())
         if looked is not None:
-            scalars = plain or (type(alpha), type(beta), alpha == 1, beta == 1, beta == 0)
+            scalars = plain or (alpha == 1, beta == 1, beta == 0)
             key = (op, number, form, bias is None, out is None, options, scalars, *looked[2])
             known = cache.find(key)
             if known is not None and (out is not None or not _autocasts(looked[1][0])):
