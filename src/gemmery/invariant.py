@@ -18,14 +18,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .product.check import result_shape
-from .product.run import product
-from .product.spec import NONE, Number
+from .product.run import checked, compute, product
+from .product.spec import NONE, Number, Options
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _DEVICES = ("cuda", "cpu")
@@ -72,6 +74,10 @@ def _product(
     options = (out_dtype, "ieee", False, True, None)
     # The function mode would look at every attribute that is read, and gradients have been dealt with above.
     with torch._C.DisableTorchFunction(), torch.no_grad():
+        if forward_ad._current_level >= 0 and not _len_torch_dispatch_stack():
+            # The tangents are torch's, which sees to them above.
+            call = checked(op, a, b, addend, NONE, out, Options(*options), alpha, beta)
+            return compute(call, out)[0][0]
         return product(op, a, b, addend, NONE, out, options, alpha, beta)
 
 

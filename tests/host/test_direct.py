@@ -60,16 +60,6 @@ def test_maps_go_with_the_last_plan_that_uses_them():
     assert len(direct._shared) == count - 1
 
 
-def test_arguments_are_filled_in():
-    maps = direct.TensorMaps(descriptor(), lambda described: f"map at {described.base.data_ptr()}")
-    laid = direct.Arguments(
-        [None, 64, None, 7, None], [(2, 1)], [(0, 0, maps)], [(4, ["x", None, None], ((1, 2), (2, 3)))]
-    )
-    assert laid.at((16, 32, 48, 64)) == ["map at 16", 64, 32, 7, ("x", 48, 64)]
-    assert laid.at((80, 96, 0, 8)) == ["map at 80", 64, 96, 7, ("x", 0, 8)]
-    assert laid.values == [None, 64, None, 7, None]
-
-
 def test_arguments_are_kept_by_numbers(monkeypatch):
     monkeypatch.setattr(direct, "_NUMBERS", 4)
     asked = []

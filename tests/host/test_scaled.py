@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 import gemmery
-from gemmery import epilogues, scaled
+from gemmery import epilogues
 from gemmery.formats.activations import FORMATS, reference
 from gemmery.formats.scaled import E8M0, ScaledTensor
 
@@ -338,16 +338,6 @@ def test_compiled():
         torch.testing.assert_close(
             compiled(x, b.data, b.scale, function), layer(x, b.data, b.scale, function)
         )
-
-
-def test_prebuilt_epilogues_are_joined_once():
-    function = gemmery.epilogue(lambda acc: acc + 1)
-    first = scaled._joined(function, 2, False, None)
-    assert scaled._joined(function, 2, False, None) is first
-    assert scaled._joined(function, 2, True, None) is not first
-    before = len(scaled._made)
-    del function, first
-    assert len(scaled._made) == before - 1
 
 
 A, B = gemmery.quantize_activations(values(3, 8)), gemmery.quantize_activations(values(4, 8))

@@ -205,11 +205,6 @@ def test_results_that_take_more_go_the_short_way_too(entered, function, want):
         check(entered, int(i > 0), lambda: gemmery.linear(X, W, epilogue=made), want(X @ W.T))
 
 
-def test_a_function_that_was_not_prebuilt_goes_the_long_way(entered):
-    for _ in range(3):
-        check(entered, 0, lambda: gemmery.linear(X, W, epilogue=torch.relu), torch.relu(X @ W.T))
-
-
 @pytest.mark.parametrize(
     ("format", "options"),
     [("int4", {"group_size": 64}), ("int4", {"group_size": 64, "symmetric": False}), ("int8", {})],

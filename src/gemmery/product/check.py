@@ -64,7 +64,7 @@ def check_second(op: str, b: Any, takes_pair: bool) -> None:
 def check_not_packed(op: str, name: str, value: object) -> None:
     """TypeError for a packed weight that is not the second operand."""
     if isinstance(value, QuantizedTensor):
-        raise TypeError(f"{op}: {name} is packed; only {operand_names(op)[1]} can be")
+        raise TypeError(f"{op}: {name} is packed; only the second factor can be")
 
 
 def moved(value: Any, a: Tensor) -> Any:

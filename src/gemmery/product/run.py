@@ -26,7 +26,15 @@ from ..plan import Plan
 from ..problem import Config
 from . import cache
 from .build import lowered, make_call
-from .check import check, check_memory, check_out, check_scalars, result_dtype
+from .check import (
+    check,
+    check_memory,
+    check_not_packed,
+    check_out,
+    check_scalars,
+    check_tensor,
+    result_dtype,
+)
 from .epilogue import outputs_of
 from .prepare import prepare
 from .seen import autocast_dtype, check_forward_mode, needs_dispatcher
@@ -174,6 +182,11 @@ def checked(
     alpha: Number = 1, beta: Number = 1,
 ) -> Call:  # fmt: skip
     """A user's call, with operands in the type that autocast asks for, and checked."""
+    if out is not None:
+        check_tensor(op, "out", out)
+        check_not_packed(op, "out", out)
+    if options.config is not None:
+        Config.of(options.config)  # one that is none is an error, whether a kernel runs or not
     is_scaled = isinstance(b, ScaledTensor)
     if options.out_dtype is None and isinstance(out, Tensor) and (functions.epilogue is None or is_scaled):
         options = options._replace(out_dtype=out.dtype)

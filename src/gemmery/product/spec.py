@@ -120,8 +120,8 @@ class Call:
         """The product's, (..., M, N)."""
         from .check import result_shape
 
-        *lead, columns = result_shape(self.op, self.a.matrix, self.b.matrix)
-        return *lead, columns * self.b.halves
+        shape = result_shape(self.op, self.a.matrix, self.b.matrix)
+        return shape if self.b.halves == 1 else (*shape[:-1], shape[-1] * self.b.halves)
 
     @property
     def tensors(self) -> list[Tensor]:
