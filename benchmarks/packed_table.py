@@ -26,13 +26,14 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 import gemmery
-from gemmery import devices, fused
-from gemmery.product.build import make_call
-from gemmery.product.spec import Options
-from gemmery.launch import bind
-from gemmery.layout import make_fused_problem
-from gemmery.problem import Config, Fusion, Problem
+from gemmery import devices
 from gemmery.epilogues.results import Results
+from gemmery.launch import bind
+from gemmery.problem import Config, Problem
+from gemmery.product.build import make_call
+from gemmery.product.epilogue import program
+from gemmery.product.prepare import problem_of_traced
+from gemmery.product.spec import NONE, Options
 from gemmery.select.measured import PACKED, file_name, suffixes_of
 from gemmery.select.space import DEALT, space_of
 
@@ -53,18 +54,13 @@ def product(format: str, M: int, N: int, K: int) -> tuple[Problem, tuple[Any, ..
     dense = torch.randn(N, K, device="cuda", dtype=torch.bfloat16)
     weight = gemmery.quantize(dense, format, group_size=group or None)
     x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
-    call = make_call("linear", x, weight.unscaled(), None, fused.UNCHANGED, (), None, Options())
-    made = fused.program(call)
+    call = make_call("linear", x, weight.unscaled(), None, NONE, Options())
+    made = program(call)
     results = Results(made, call.shape, (torch.bfloat16,), torch.float32)
-    out = results.allocate(x.device, 1)[0]
+    out = results.allocate(x.device, 1)
     device = devices.current(x.device)
     assert device is not None
-    problem = make_fused_problem(
-        x, call.b, out, [], 0, Fusion(made.source, ()), precision="ieee", fast_accum=False, batch_invariant=False,
-        device=device,
-    )  # fmt: skip
-    words, shared = fused.right_tensors(call)
-    return fused.packed(problem, weight.unscaled()), (x, words, out, shared, ()), weight
+    return problem_of_traced(call, results, out, device), ((x, *call.b.launched, out[0]), ()), weight
 
 
 def compile_one(job: tuple[str, Config]) -> str:
@@ -117,7 +113,7 @@ def measure(
     problem, tensors, weight = product(format, M, N, K)
     # Rows of all tiles: which of them are cut differs.
     some = torch.arange(0, M, max(M // 64, 1), device="cuda")
-    want = tensors[0][some].double() @ weight.unscaled().dequantize(torch.float64).mT
+    want = tensors[0][0][some].double() @ weight.unscaled().dequantize(torch.float64).mT
     calls: dict[str, Callable[[], object]] = {}
     for config in considered(problem, schedule):
         if config.block_m > 2 * max(M, 16):
@@ -128,9 +124,9 @@ def measure(
             continue
         arguments = binding.arguments(*tensors)
         calls[str(config)] = lambda b=binding, a=arguments: b.kernel[b.grid](*a, **b.constants)
-        tensors[2].fill_(float("nan"))
+        tensors[0][-1].fill_(float("nan"))
         calls[str(config)]()
-        error = ((tensors[2][some].double() - want).norm() / want.norm()).item()
+        error = ((tensors[0][-1][some].double() - want).norm() / want.norm()).item()
         if not error < 2.5e-3:
             raise SystemExit(f"{format} {M}x{N}x{K} {config}: error {error}")
     once = time_round(list(calls), calls, scratch)

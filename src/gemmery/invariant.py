@@ -71,12 +71,12 @@ def _product(
         shape = result_shape(op, a, b.t() if op == "linear" else b)
         if out.shape != shape:
             out.resize_(shape)
-    options = (out_dtype, "ieee", False, True, None)
+    options = Options(out_dtype, "ieee", False, True, None)
     # The function mode would look at every attribute that is read, and gradients have been dealt with above.
     with torch._C.DisableTorchFunction(), torch.no_grad():
         if forward_ad._current_level >= 0 and not _len_torch_dispatch_stack():
             # The tangents are torch's, which sees to them above.
-            call = checked(op, a, b, addend, NONE, out, Options(*options), alpha, beta)
+            call = checked(op, a, b, addend, NONE, out, options, alpha, beta)
             return compute(call, out)[0][0]
         return product(op, a, b, addend, NONE, out, options, alpha, beta)
 

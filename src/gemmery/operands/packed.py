@@ -272,8 +272,7 @@ class PackedOperand(Operand):
         """See `Operand.in_torch`."""
         if self.transposed:
             return self.weight.dequantize()
-        # Where there is no result, there is nothing to unpack.
-        return self.matrix if 0 in self.matrix.shape else self.weight.unscaled().dequantize().mT
+        return self.weight.unscaled().dequantize().mT
 
     def loadable(self) -> Operand:
         """A transpose is unpacked, and lives briefly."""

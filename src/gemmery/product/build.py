@@ -94,9 +94,9 @@ def operands_of(op: str, a: Any, b: Any, takes_pair: bool) -> tuple[Operand, Ope
     """The operands of whatever a user gave."""
     if isinstance(a, ScaledTensor):
         return scaled_operands(a, b)
-    first = operand_names(op)[0]
+    first, second, _ = operand_names(op)
     check_tensor(op, first, a)
-    check_not_packed(op, first, a)
+    check_not_packed(op, first, a, *([second] if isinstance(b, QuantizedTensor) else []))
     check_second(op, b, takes_pair)
     left = DenseOperand(a)
     if isinstance(b, QuantizedTensor):

@@ -61,10 +61,10 @@ def check_second(op: str, b: Any, takes_pair: bool) -> None:
             )
 
 
-def check_not_packed(op: str, name: str, value: object) -> None:
-    """TypeError for a packed weight that is not the second operand."""
+def check_not_packed(op: str, name: str, value: object, which: str = "the second factor") -> None:
+    """TypeError for a packed weight that is not the second operand, which messages call `which`."""
     if isinstance(value, QuantizedTensor):
-        raise TypeError(f"{op}: {name} is packed; only the second factor can be")
+        raise TypeError(f"{op}: {name} is packed; only {which} can be")
 
 
 def moved(value: Any, a: Tensor) -> Any:

@@ -277,7 +277,9 @@ def inside(call: Call) -> tuple[list[Tensor], bool]:
 
 def _by_reference(call: Call, out: Tensor | None) -> tuple[list[Tensor], bool]:
     call, by_rows = call.opened(), call.options.batch_invariant and call.dtype.is_floating_point
-    a, b = call.a.in_torch(), call.b.in_torch()
+    # Where there is no result, there is nothing to unpack.
+    is_empty = 0 in call.shape and call.b.halves == 1
+    a, b = call.a.in_torch(), call.b.matrix if is_empty else call.b.in_torch()
     if call.ready:
         dtype = result_dtype(call.op, call.dtype, call.options.out_dtype)
         if out is not None:
