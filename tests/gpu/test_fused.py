@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import gemmery
 from gemmery import backward, epilogues
-from gemmery.plan import Plan
+from gemmery.product import cache
 from tests.gpu.common import DEVICE, DRY, LAYOUTS, matrix, needs_cuda, operands, rng, size, values, wide
 
 pytestmark = pytest.mark.gpu
@@ -266,14 +266,14 @@ def test_kernels_of_a_gated_block(stacked, m, monkeypatch):
     """One product with an epilogue forward, one backward, and no elementwise kernel of ours."""
     rng("kernels of a gated block", stacked, m)
     ran = []
-    run = Plan.run
+    launch = cache.launch
 
-    def noted(plan, *given):
-        if plan.problem.fusion is not None:
-            ran.append(plan.problem)
-        return run(plan, *given)
+    def noted(known, *given):
+        if known.plan.problem.fusion is not None:
+            ran.append(known.plan.problem)
+        return launch(known, *given)
 
-    monkeypatch.setattr(Plan, "run", noted)
+    monkeypatch.setattr(cache, "launch", noted)
     monkeypatch.setattr(backward, "pointwise", lambda *_: pytest.fail("an elementwise kernel ran"))
     # A size of its own: a call that was seen before does not pass here.
     width, hidden = size(256), size(704 if stacked else 768)

@@ -8,6 +8,9 @@ import pytest
 import torch
 
 import gemmery
+from gemmery.product.run import checked
+from gemmery.product.spec import NONE, Options
+from gemmery.torch_op import arguments_of
 from tests.gpu.common import DEVICE, DRY, assert_product, error, matrix, needs_cuda, size, values, wide
 
 pytestmark = pytest.mark.gpu
@@ -163,15 +166,17 @@ def test_compile_trains():
 def test_opcheck():
     a, b = matrix(33, 48, torch.float32), matrix(48, 80, torch.float32, "T")
     bias = values((80,), torch.float32)
-    gemm, gemm_out = torch.ops.gemmery.gemm.default, torch.ops.gemmery.gemm_out.default
-    torch.library.opcheck(gemm, (a, b, None, 1, 1, None, "ieee", False, False, None))
+    operator, into = torch.ops.gemmery.product.default, torch.ops.gemmery.product_out.default
+
+    def arguments(*tensors, alpha=1, beta=1):
+        return arguments_of(checked("matmul", *tensors, NONE, None, Options(), alpha, beta), "")
+
+    torch.library.opcheck(operator, (*arguments(a, b, None), False))
     leaves = [tensor.clone().requires_grad_() for tensor in (a, b, bias)]
-    torch.library.opcheck(gemm, (*leaves, 0.5, 2, None, "ieee", False, False, None))
+    torch.library.opcheck(operator, (*arguments(*leaves, alpha=0.5, beta=2), False))
     batch = values((3, 1, 33, 48), torch.float32).requires_grad_()
-    torch.library.opcheck(gemm, (batch, leaves[1], leaves[2], 1, 1, None, "ieee", False, False, None))
-    torch.library.opcheck(
-        gemm_out, (a, b, bias, 1, 1, "ieee", False, False, None, torch.empty(33, 80, device=DEVICE))
-    )
+    torch.library.opcheck(operator, (*arguments(batch, *leaves[1:]), False))
+    torch.library.opcheck(into, (*arguments(a, b, bias), torch.empty(33, 80, device=DEVICE)))
 
 
 @pytest.mark.parametrize("lower", [torch.float16, torch.bfloat16], ids=str)

@@ -109,11 +109,18 @@ def test_compiled(pair):
     near(step(a, b, r), reference(a, b).relu() + 1)
 
 
-def test_mapping_is_refused(pair):
+def test_what_goes_in_besides_can_be_mapped(pair):
+    rows = torch.arange(72.0).view(3, 24)
+    step = torch.vmap(lambda r: gemmery.scaled_matmul(*pair, epilogue=lambda acc, r: acc + r, args=(r,)))
+    for made, row in zip(step(rows), rows, strict=True):
+        near(made, reference(*pair) + row)
+
+
+def test_mapping_a_weight_is_refused(pair):
+    a, b = pair
+    data = torch.stack([b.data.view(torch.uint8)] * 3).view(b.dtype)
     with pytest.raises(NotImplementedError, match="scales of blocks"):
-        torch.vmap(lambda r: gemmery.scaled_matmul(*pair, epilogue=lambda acc, r: acc + r, args=(r,)))(
-            torch.ones(3, 24)
-        )
+        torch.vmap(lambda d: gemmery.scaled_matmul(a, gemmery.ScaledTensor(d, b.scale)))(data)
 
 
 @pytest.mark.parametrize("which", (0, 1))

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import gemmery
 from gemmery import Config, epilogues
+from gemmery.operands import Dense
 from tests.oracle import ROUNDING, layouts, operand, place, sizes, values
 
 # What these tests are about does not depend on Triton's version.
@@ -100,16 +101,16 @@ def test_the_parts_of_one_weight_are_that_weight():
     assert torch.equal(gemmery.linear(x, pair, epilogue=swiglu), gemmery.linear(x, weight, epilogue=swiglu))
     one = gemmery.plan(x, weight.t(), epilogue=swiglu).problem
     two = gemmery.plan(x, tuple(w.t() for w in pair), epilogue=swiglu).problem
-    assert (one.N, one.out_n, one.b) == (two.N, two.out_n, two.b)
-    assert one.fusion.between is None
-    assert two.fusion.between == H * K
+    assert (one.N, one.out_n) == (two.N, two.out_n)
+    assert (type(one.b), one.b.row, one.b.col, one.b.aligned) == (Dense, two.b.row, two.b.col, two.b.aligned)
+    assert two.b.distance == H * K
 
 
 def test_kernels_count_upwards_in_memory():
     x = values((8, K), torch.float32)
     for where, distance in (("before", 1), ("behind", 1), ("far behind", 2), ("twice", 0)):
         pair = tuple(w.t() for w in parts(where))
-        assert gemmery.plan(x, pair, epilogue=swiglu).problem.fusion.between == distance * H * K
+        assert gemmery.plan(x, pair, epilogue=swiglu).problem.b.distance == distance * H * K
 
 
 @settings(max_examples=25)

@@ -7,9 +7,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import gemmery
+from gemmery.epilogues.function import hold
+from gemmery.product.run import checked
+from gemmery.product.spec import NONE, Functions, Options
+from gemmery.torch_op import arguments_of
 from tests.oracle import values
 
-OPS = torch.ops.gemmery
+OPS, BF16 = torch.ops.gemmery, torch.bfloat16
 
 
 def leaf(*shape, seed=0, dtype=torch.float64):
@@ -205,35 +209,64 @@ def test_vmap(dims):
 # The operators themselves
 
 
-def opcheck_arguments(a, b, addend, dtype=torch.float32):
-    return (
-        *(
-            None if shape is None else leaf(*shape, seed=i, dtype=dtype)
-            for i, shape in enumerate((a, b, addend))
-        ),
-    )
+def operator_arguments(op, a, b, bias=None, functions=NONE, alpha=1, beta=1, **how):
+    """What the operator is given for a call; and what holds its epilogue, which has to live on."""
+    call = checked(op, a, b, bias, functions, None, Options(**how), alpha, beta)
+    held = None if functions.epilogue is None else hold(call.captured)
+    return arguments_of(call, "" if held is None else held.name), held
+
+
+OPERANDS = {
+    "dense": lambda: ("matmul", leaf(3, 4), leaf(4, 5)),
+    "a batch": lambda: ("matmul", leaf(2, 3, 4), leaf(4, 5), leaf(5)),
+    "pair": lambda: ("matmul", leaf(3, 4), (leaf(4, 5), leaf(4, 5))),
+    "int4": lambda: ("linear", leaf(3, 128, dtype=BF16), gemmery.quantize(values((32, 128), BF16), "int4")),
+    "int8": lambda: ("linear", leaf(3, 128, dtype=BF16), gemmery.quantize(values((32, 128), BF16), "int8")),
+    "scaled by row": lambda: ("scaled_matmul", *scaled("token")),
+    "scaled by block": lambda: ("scaled_matmul", *scaled("block")),
+}
+
+
+def scaled(per):
+    x, w = values((3, 160), torch.float32), values((24, 160), torch.float32, 1)
+    # opcheck compares arguments before and after, which torch can't do in fp8.
+    return tuple(gemmery.quantize_activations(t, "int8", per=per) for t in (x, w))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("a", "b", "addend", "alpha", "beta"),
-    [((3, 4), (4, 5), None, 1, 1), ((2, 3, 4), (4, 5), (5,), 1, 1), ((4,), (4,), None, 2, 1), ((3, 4), (4, 5), (3, 5), 0.5, 2)],
-)  # fmt: skip
-def test_opcheck_gemm(a, b, addend, alpha, beta):
-    tensors = opcheck_arguments(a, b, addend)
-    torch.library.opcheck(OPS.gemm.default, (*tensors, alpha, beta, None, "ieee", False, False, None))
-    plain = [None if tensor is None else tensor.detach() for tensor in tensors]
-    torch.library.opcheck(
-        OPS.gemm.default,
-        (*plain, alpha, beta, torch.bfloat16, "tf32", False, True, "16x16x16-g1-w4-s2-tile-pointer"),
+    ("kind", "fused"),
+    # Halves take an epilogue that joins them.
+    [(kind, fused) for kind in OPERANDS for fused in (False, True) if fused or kind != "pair"],
+)
+def test_opcheck(kind, fused):
+    """Schema, fakes, autograd and symbolic sizes of the one operator, for every kind of operand."""
+    function = (
+        (lambda acc: torch.relu(acc.chunk(2, -1)[0]) * acc.chunk(2, -1)[1]) if kind == "pair" else torch.tanh
     )
+    functions = Functions(function) if fused else NONE
+    arguments, held = operator_arguments(*OPERANDS[kind](), functions=functions)
+    grad = any(x.requires_grad for x in arguments[0])
+    torch.library.opcheck(OPS.product.default, (*arguments, grad and fused))
+    assert (held is not None) == fused
 
 
 @pytest.mark.slow
-def test_opcheck_gemm_out():
+def test_opcheck_of_scalars_and_options():
+    a, b, c = (leaf(*shape, dtype=torch.float32) for shape in ((3, 4), (4, 5), (3, 5)))
+    arguments, _ = operator_arguments("addmm", a, b, c, alpha=0.5, beta=2)
+    torch.library.opcheck(OPS.product.default, (*arguments, False))
+    how = {"out_dtype": BF16, "precision": "tf32", "config": "16x16x16-g1-w4-s2-tile-pointer"}
+    arguments, _ = operator_arguments("matmul", a.detach(), b.detach(), batch_invariant=True, **how)
+    torch.library.opcheck(OPS.product.default, (*arguments, False))
+
+
+@pytest.mark.slow
+def test_opcheck_out():
     a, b, c = (values(shape, torch.float32, i) for i, shape in enumerate(((3, 4), (4, 5), (5,))))
+    arguments, _ = operator_arguments("addmm", a, b, c, alpha=2, beta=0.5)
     for out in (torch.empty(3, 5), torch.empty(5, 3).t()):
-        torch.library.opcheck(OPS.gemm_out.default, (a, b, c, 2, 0.5, "ieee", False, False, None, out))
+        torch.library.opcheck(OPS.product_out.default, (*arguments, out))
 
 
 @pytest.mark.parametrize(

@@ -41,9 +41,6 @@ def make_call(
     left, right = operands_of(op, a, b, takes_pair=epilogue is not None)
     ready = epilogue is None and before is None and left.is_dense and right.is_dense
     function, captured = captured_of(UNCHANGED if epilogue is None else epilogue)
-    if (epilogue is not None or before is not None) and min(left.matrix.dim(), right.matrix.dim()) < 2:
-        first, second, _ = operand_names(op)
-        raise ValueError(f"{op}: with an epilogue, {first} and {second} must be matrices, or batches of them")
     biases = ([] if bias is None else [bias]) if ready else added(op, bias)
     matrix = left.matrix
     inputs = tuple([moved(x, matrix) for x in (*biases, *args, *captured.tensors)])

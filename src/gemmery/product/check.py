@@ -188,7 +188,7 @@ def check_device(op: str, name: str, tensor: Tensor, a: Tensor) -> None:
 def check(call: Call) -> None:
     """ValueError or TypeError unless a call's tensors fit each other."""
     op, a, b = call.op, call.a.matrix, call.b.matrix
-    _, second, third = operand_names(op)
+    first, second, third = operand_names(op)
     if call.options.precision not in PRECISIONS:
         raise ValueError(
             f"{op}: precision is {call.options.precision!r}; it must be one of {', '.join(PRECISIONS)}"
@@ -196,6 +196,8 @@ def check(call: Call) -> None:
     shape = call.shape
     if call.b.halves > 1:
         _check_halves(op, *call.b.tensors)
+    if not call.ready and min(a.dim(), b.dim()) < 2:
+        raise ValueError(f"{op}: with an epilogue, {first} and {second} must be matrices, or batches of them")
     check_types(op, a, b)
     check_scalars(op, a, call.alpha, call.beta)
     if call.ready:

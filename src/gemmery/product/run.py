@@ -267,7 +267,7 @@ def inside(call: Call) -> tuple[list[Tensor], bool]:
             call.beta == 1,
             call.beta == 0,
         )
-        distance = getattr(call.b.ordered(), "distance", None) if call.b.halves > 1 else None
+        distance = call.b.tensors[1].data_ptr() - call.b.tensors[0].data_ptr() if call.b.halves > 1 else None
         key = (call.op, call.captured.number, form, distance, call.saves, call.options, *looked[2])
         known = cache.find(key)
         if known is None:
