@@ -639,16 +639,12 @@ def unfused(call: Call) -> Any:
     kernel, where the function can't be run again as it was, and where torch.func differentiates.
     """
     b = call.b if call.b.halves == 1 else DenseOperand(call.b.in_torch())
-    product = bare(call.a.matrix, b, call.options._replace(out_dtype=_wide(call)), call.op)
+    product = bare(call.a.matrix, b, call.options._replace(out_dtype=call.wide), call.op)
     if call.does_nothing:
         return product.to(call.options.out_dtype or call.b.default)  # type: ignore[arg-type]  # one, without a function
     # The operator has multiplied by the operands' scales.
     results, many = outputs_of(replace(call.opened(), outer=()), product)
     return returned(results, many)
-
-
-def _wide(call: Call) -> torch.dtype:
-    return torch.float32 if call.outer else call.summed
 
 
 def _dispatched_out(call: Call, out: Tensor) -> Tensor:

@@ -135,13 +135,25 @@ _OWN = "__gemmery_memo__"
 def memoised(function: Any) -> Any:
     """The Epilogue of a plain function, the same for one that is made anew of the same code and the same values.
 
-    What can't be known again that quickly is returned as it is.
+    Returns a function as it is if it can't be known again that quickly.
     """
-    key = _key(function)
+    kind = type(function)
+    if (
+        kind is types.FunctionType
+        and function.__closure__ is None
+        and function.__defaults__ is None
+        and function.__kwdefaults__ is None
+    ):
+        # The usual cases stand here: one call less on the way of every product.
+        key: Any = (function.__code__, id(function.__globals__))
+    elif kind is types.BuiltinFunctionType and isinstance(function.__self__, types.ModuleType | type | None):
+        key = function
+    else:
+        key = _key(function)
     if key is not None:
         found = _memo.get(key)
-        return keep(_memo, key, Epilogue(_with_own_cells(function))) if found is None else found
-    if type(function) is not types.FunctionType:
+        return keep(_memo, key, Epilogue(_private(function))) if found is None else found
+    if kind is not types.FunctionType:
         return function
     own = function.__dict__
     if _OWN not in own:
@@ -150,45 +162,47 @@ def memoised(function: Any) -> Any:
 
 
 def _key(function: Any) -> Any:
-    """What tells a function from others, quickly; None where that takes a closer look."""
-    kind = type(function)
-    if kind is types.BuiltinFunctionType:
-        return function if isinstance(function.__self__, types.ModuleType | type | None) else None
-    if kind is types.FunctionType:
-        values: list[Any] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-        try:
-            values += [cell.cell_contents for cell in function.__closure__ or ()]
-        except ValueError:
-            return None  # a cell is empty
-        return _with_values((function.__code__, id(function.__globals__)), values)
-    if kind is functools.partial:
-        inner, names = _key(function.func), tuple(function.keywords)
-        return inner and _with_values(
-            (inner, len(function.args), names), [*function.args, *function.keywords.values()]
-        )
-    return None
+    """Tells a function with values from others by these; None if one of them is not simple."""
+    if isinstance(function, functools.partial):
+        inner, names = memoised(function.func), tuple(function.keywords)
+        if not isinstance(inner, Epilogue):
+            return None
+        values = [*function.args, *function.keywords.values()]
+        return _with_values(("partial", inner.name, len(function.args), names), values)
+    if type(function) is not types.FunctionType:
+        return None
+    given, named = function.__defaults__ or (), function.__kwdefaults__ or {}
+    try:
+        cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    except ValueError:
+        return None  # a cell is empty
+    key = (function.__code__, id(function.__globals__), len(given), tuple(named))
+    return _with_values(key, [*given, *named.values(), *cells])
 
 
 def _with_values(key: tuple[Any, ...], values: list[Any]) -> Any:
-    """A key with values; None for one that is not simple."""
-    if not values:
-        return key
+    """A key with values; None if one of them is not simple."""
     if not all([type(x) in _SIMPLE for x in values]):
         return None
     # Zeros are told apart by their sign, and numbers by their types.
     return *key, *[(type(x), x or str(x)) for x in values]
 
 
-def _with_own_cells(function: Any) -> Any:
-    """A function whose closure nothing else can change."""
-    if type(function) is not types.FunctionType or function.__closure__ is None:
+def _private(function: Any) -> Any:
+    """A function with defaults and a closure that nothing else can change."""
+    if isinstance(function, functools.partial):
+        return functools.partial(function.func, *function.args, **function.keywords)
+    if type(function) is not types.FunctionType or not (
+        function.__closure__ or function.__defaults__ or function.__kwdefaults__
+    ):
         return function
-    cells = tuple([types.CellType(cell.cell_contents) for cell in function.__closure__])
+    cells = tuple([types.CellType(cell.cell_contents) for cell in function.__closure__ or ()])
     again = types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, cells or None
     )
-    again.__kwdefaults__, again.__qualname__ = function.__kwdefaults__, function.__qualname__
-    again.__module__ = function.__module__
+    again.__kwdefaults__ = None if function.__kwdefaults__ is None else dict(function.__kwdefaults__)
+    again.__qualname__, again.__module__ = function.__qualname__, function.__module__
+    again.__dict__.update(function.__dict__)
     return again
 
 

@@ -209,6 +209,8 @@ class Operand:
         places: where these are among `values`.
     """
 
+    #: Whether `matrix` is the right one of two halves; only for kernels.
+    swapped = False
     matrix: Tensor
     tensors: tuple[Tensor, ...]
     launched: tuple[Tensor, ...]
@@ -218,6 +220,11 @@ class Operand:
     def values(self) -> tuple[Any, ...]:
         """What tells calls apart: its tensors, with None where a kind may have one and this operand has none."""
         return self.tensors
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """What tells calls apart besides what the tensors look like."""
+        return self.text, *self.sizes
 
     @property
     def halves(self) -> int:
@@ -237,7 +244,7 @@ class Operand:
     @property
     def default(self) -> torch.dtype:
         """The type of results where nobody asks for one."""
-        return OUT_DTYPES[self.matrix.dtype][0]
+        return OUT_DTYPES.get(self.matrix.dtype, (self.matrix.dtype,))[0]
 
     @property
     def summed(self) -> torch.dtype:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ class Pair(Dense):
 class PairOperand(Operand):
     """The two halves of a second operand's columns, (..., K, N / 2) each.
 
-    Attributes:
+    Args:
         swapped: whether `matrix` is the right half; only for kernels.
     """
 
@@ -48,6 +48,12 @@ class PairOperand(Operand):
         self.tensors, self.swapped = (left, right), swapped
         self.matrix = right if swapped else left
         self.launched, self.places = (self.matrix,), (int(swapped),)
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """How far the right half is from the left one, which may come first in memory."""
+        left, right = self.tensors
+        return "pair", right.data_ptr() - left.data_ptr()
 
     @property
     def halves(self) -> int:

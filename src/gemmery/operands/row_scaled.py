@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from .base import Operand
 from .dense import leading
+from .eight_bit import EightBitOperand
 
 
-class RowScaledOperand(Operand):
+class RowScaledOperand(EightBitOperand):
     """8-bit numbers that stand for `data * scale`, as (..., M, K) or, of a weight (N, K), as (K, N).
 
     Args:
@@ -32,20 +32,6 @@ class RowScaledOperand(Operand):
     def outer_place(self) -> int:
         """See `Operand.outer_place`."""
         return 1
-
-    @property
-    def default(self) -> torch.dtype:
-        """Whatever the numbers are."""
-        return torch.bfloat16
-
-    @property
-    def is_differentiable(self) -> bool:
-        """No gradients go through 8-bit numbers."""
-        return False
-
-    def named(self, name: str) -> list[tuple[str, Tensor]]:
-        """See `Operand.named`."""
-        return [(name, self.matrix), (f"{name}'s scales", self.scale)]
 
     def in_torch(self) -> Tensor:
         """See `Operand.in_torch`."""

@@ -19,6 +19,7 @@ from ..formats.scaled import BLOCK, E8M0
 from ..kernels import scales
 from .base import Access, Layout, Operand, Spec, negated
 from .dense import Dense, DenseAccess, leading
+from .eight_bit import EightBitOperand
 
 if TYPE_CHECKING:
     from ..problem import Config, Problem
@@ -182,7 +183,7 @@ def _loader(load: Any, strides: int, step: int, of_columns: bool, paired: bool) 
     return compiled(text, {"LOAD": load} | {name: getattr(scales, name) for name in names})
 
 
-class ScaledOperand(Operand):
+class ScaledOperand(EightBitOperand):
     """8-bit numbers with scales along K, as (..., M, K) or, of a weight (N, K), as (K, N).
 
     Args:
@@ -201,23 +202,9 @@ class ScaledOperand(Operand):
         self.places = (0, 1)
 
     @property
-    def default(self) -> torch.dtype:
-        """Whatever the numbers are."""
-        return torch.bfloat16
-
-    @property
     def summed(self) -> torch.dtype:
         """Whatever the numbers are."""
         return torch.float32
-
-    @property
-    def is_differentiable(self) -> bool:
-        """No gradients go through 8-bit numbers."""
-        return False
-
-    def named(self, name: str) -> list[tuple[str, Tensor]]:
-        """See `Operand.named`."""
-        return [(name, self.matrix), (f"{name}'s scales", self.scale)]
 
     def in_torch(self) -> Tensor:
         """The numbers times their scales, in float32."""

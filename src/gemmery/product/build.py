@@ -97,7 +97,7 @@ def operands_of(op: str, a: Any, b: Any, takes_pair: bool) -> tuple[Operand, Ope
     check_second(op, b, takes_pair)
     left = DenseOperand(a)
     if isinstance(b, QuantizedTensor):
-        _check_packed(op, a, b)
+        check_packed(op, a, b)
         return left, PackedOperand(b)
     if isinstance(b, tuple | list):
         return left, PairOperand(right_matrix(op, b[0]), right_matrix(op, b[1]))
@@ -106,7 +106,7 @@ def operands_of(op: str, a: Any, b: Any, takes_pair: bool) -> tuple[Operand, Ope
     return left, DenseOperand(right)
 
 
-def _check_packed(op: str, a: Tensor, b: QuantizedTensor) -> None:
+def check_packed(op: str, a: Tensor, b: QuantizedTensor) -> None:
     """ValueError for ranks that the operation does not take with a packed weight."""
     if op == "linear" and b.dim() != 2:
         raise ValueError(f"linear: weight is {tuple(b.shape)}; packed, it must be (N, K); use matmul or bmm")

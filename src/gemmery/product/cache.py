@@ -12,15 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch._C import _increment_version
 
 from ..epilogues.results import Results
 from ..memo import keep
 from ..plan import Plan, forget_plans
-
-_PLAIN = (Tensor, torch.nn.Parameter)
+from .seen import PLAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +73,7 @@ def look(given: Sequence[Any], grad: bool) -> tuple[list[Any], list[Any], list[A
     place: int | None = None
     for x in given:
         kind = type(x)
-        if kind in _PLAIN:
+        if kind in PLAIN:
             device = x.get_device()
             if device != place:
                 if place is not None:

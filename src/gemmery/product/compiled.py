@@ -14,15 +14,15 @@ from torch import Tensor
 from ..dtypes import OUT_DTYPES, accumulator
 from ..epilogues.function import Epilogue, named
 from ..epilogues.results import returned
-from ..formats.scaled import BLOCK, MX_BLOCK, ScaledTensor
+from ..formats.scaled import ScaledTensor
 from ..formats.tensor import QuantizedTensor
+from ..operands import Operand
 from ..operands.dense import AUTOCAST
 from ..operands.packed import PARTS
 from ..operands.packed import text_of as packed_text
-from ..operands.scaled import text_of as scaled_text
 from ..torch_op import flatten, runs_again, text_of
-from .build import OUTER_KINDS, added, by_steps, right_matrix
-from .check import check_not_packed, check_ranks, check_second, check_tensor, operand_names
+from .build import added, check_packed, operands_of
+from .check import check_not_packed, check_tensor, operand_names
 from .epilogue import described, kept_types
 from .run import apply_prologue
 from .spec import Functions, Number, Options
@@ -50,6 +50,11 @@ class _Operand:
     ) -> None:
         self.text, self.tensors, self.sizes, self.default = text, list(tensors), list(sizes), default
 
+    @classmethod
+    def of(cls, operand: Operand) -> _Operand:
+        """Of an operand without sizes of its own."""
+        return cls(operand.text, operand.tensors, [], operand.default)
+
 
 def compiled(
     op: str, a: Any, b: Any, bias: Any, functions: Functions, out: Tensor | None, options: Options, alpha: Number,
@@ -72,11 +77,9 @@ def compiled(
     # A vector a is one row, a vector b one column.
     vector_a, vector_b = left.tensors[0].dim() == 1, right.text == "dense" and right.tensors[0].dim() == 1
     ready = epilogue is None and left.text == right.text == "dense"
-    if ready:
-        check_ranks(op, left.tensors[0], right.tensors[0])
-        if bias is not None:
-            check_tensor(op, operand_names(op)[2], bias)
-            check_not_packed(op, operand_names(op)[2], bias)
+    if ready and bias is not None:
+        check_tensor(op, operand_names(op)[2], bias)
+        check_not_packed(op, operand_names(op)[2], bias)
     biases = added(op, bias)
     if vector_a or vector_b:
         if not ready and (vector_b or right.text.split(":")[0] != "packed"):
@@ -102,44 +105,17 @@ def compiled(
 
 
 def _operands(op: str, a: Any, b: Any, takes_pair: bool) -> tuple[_Operand, _Operand]:
-    if isinstance(a, ScaledTensor):
-        return _scaled(a, b)
+    if not isinstance(b, QuantizedTensor):
+        left, right = operands_of(op, a, b, takes_pair)
+        return _Operand.of(left), _Operand.of(right)
+    # Put together, a weight would be a subclass of a tensor in the graph; its parts are plain tensors.
     check_not_packed(op, operand_names(op)[0], a)
-    check_second(op, b, takes_pair)
-    left = _Operand("dense", [a], [], OUT_DTYPES.get(a.dtype, (a.dtype,))[0])
-    if isinstance(b, QuantizedTensor):
-        if op == "linear" and b.dim() != 2:
-            raise ValueError(
-                f"linear: weight is {tuple(b.shape)}; packed, it must be (N, K); use matmul or bmm"
-            )
-        if b.permutation is not None and a.shape[-1] == b.shape[-1]:
-            left.tensors = [a.index_select(-1, b.permutation)]
-        parts = [getattr(b, name) for name in PARTS]
-        text = packed_text(b.format_name, b.dtype, parts)
-        return left, _Operand(text, [x for x in parts if x is not None], [b.group_size, *b.shape], b.dtype)
-    halves = [right_matrix(op, x) for x in b] if isinstance(b, tuple | list) else [right_matrix(op, b)]
-    return left, _Operand("pair" if len(halves) == 2 else "dense", halves, [], left.default)
-
-
-def _scaled(a: ScaledTensor, b: ScaledTensor) -> tuple[_Operand, _Operand]:
-    wide = torch.bfloat16
-    if a.kind in OUTER_KINDS and b.kind in OUTER_KINDS:
-        return (
-            _Operand("rows", [a.data, a.row_factors], [], wide),
-            _Operand("rows", [b.data.t(), b.column_factors], [], wide),
-        )
-    if a.shape[-1] == 0:
-        one = torch.ones((), device=a.device)
-        return _Operand("rows", [a.data, one], [], wide), _Operand("rows", [b.data.t(), one], [], wide)
-    step = MX_BLOCK if "1x32" in (a.kind, b.kind) else BLOCK
-    (left, rows), (right, columns) = by_steps(a, step), by_steps(b, step)
-    if b.kind == "tensor":
-        right, columns = right.expand(-(-b.shape[0] // BLOCK), -1), BLOCK
-    exact = left.dtype == right.dtype == torch.uint8
-    return (
-        _Operand(scaled_text(rows, step, exact, False), [a.data, left], [], wide),
-        _Operand(scaled_text(columns, step, exact, True), [b.data.t(), right], [], wide),
-    )
+    check_packed(op, a, b)
+    if b.permutation is not None and a.shape[-1] == b.shape[-1]:
+        a = a.index_select(-1, b.permutation)
+    parts = [getattr(b, name) for name in PARTS]
+    text, there = packed_text(b.format_name, b.dtype, parts), [x for x in parts if x is not None]
+    return _Operand("dense", [a], [], a.dtype), _Operand(text, there, [b.group_size, *b.shape], b.dtype)
 
 
 def _of_rows_and_columns(addend: Tensor, a: Tensor, b: Tensor) -> Tensor:

@@ -30,8 +30,7 @@ def program(call: Call) -> Program:
     """
     shape, key = call.shape, None
     if call.captured.key is not None:
-        swapped = getattr(call.b, "swapped", False)
-        key = (call.captured.key, len(call.outer), call.biases, swapped, call.saves)
+        key = (call.captured.key, len(call.outer), call.biases, call.b.swapped, call.saves)
 
     @functools.wraps(call.function)
     def function(product: Tensor, *given: Any) -> tuple[list[Tensor], bool]:
@@ -103,9 +102,7 @@ def output_types(call: Call, outputs: Sequence[tuple[torch.dtype, bool]]) -> lis
     """
     if call.saves:
         return [*output_types(replace(call, saves=False), outputs[:-1]), call.dtype]
-    # Scales of rows and columns make float32 of integers.
-    wide = torch.float32 if call.outer else call.summed
-    return kept_types(call.op, outputs, wide, call.b.default, call.options.out_dtype)
+    return kept_types(call.op, outputs, call.wide, call.b.default, call.options.out_dtype)
 
 
 def kept_types(

@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from .. import devices, reference
+from ..dtypes import accumulator
 from ..epilogues.check import warn
 from ..epilogues.function import Epilogue, Held, memoised
 from ..epilogues.results import returned
@@ -88,17 +89,15 @@ def product(
             scalars = plain or (alpha == 1, beta == 1, beta == 0)
             key = (op, number, form, bias is None, out is None, options, scalars, *looked[2])
             known = cache.find(key)
-            if known is not None and (out is not None or not _autocasts(looked[1][0])):
+            if known is not None and (
+                out is not None or not torch.is_autocast_enabled("cuda" if looked[1][0].is_cuda else "cpu")
+            ):
                 if not plain:
                     check_scalars(op, a, alpha, beta)
                 if out is None or not cache.may_overlap(known, looked[0], looked[1], out):
                     made = cache.launch(known, looked[0], looked[1], (alpha, beta), out)
                     return tuple(made) if known.many else made[0]
     return _first(op, a, b, bias, Functions(*functions), out, Options(*options), alpha, beta, key)
-
-
-def _autocasts(a: Tensor) -> bool:
-    return torch.is_autocast_enabled("cuda" if a.is_cuda else "cpu")
 
 
 def _parts(a: Any, b: Any) -> tuple[list[Any], Any]:
@@ -205,8 +204,6 @@ def apply_prologue(a: Tensor, functions: Functions) -> tuple[Tensor, Functions]:
     """The first operand with its prologue applied in torch, and the other functions."""
     if functions.prologue is None:
         return a, functions
-    from ..dtypes import accumulator
-
     made = functions.prologue(a.to(accumulator(a.dtype)), *functions.prologue_args).to(a.dtype)
     return made, functions._replace(prologue=None, prologue_args=())
 
@@ -258,17 +255,9 @@ def inside(call: Call) -> tuple[list[Tensor], bool]:
         looked = None if call.captured.key is None else cache.look(call.values, False)
         if looked is None:
             return compute(call, None)
-        form = (
-            call.a.text,
-            call.b.text,
-            *call.b.sizes,
-            call.biases,
-            call.alpha == 1,
-            call.beta == 1,
-            call.beta == 0,
-        )
-        distance = call.b.tensors[1].data_ptr() - call.b.tensors[0].data_ptr() if call.b.halves > 1 else None
-        key = (call.op, call.captured.number, form, distance, call.saves, call.options, *looked[2])
+        scalars = call.alpha == 1, call.beta == 1, call.beta == 0
+        how = call.a.form, call.b.form, call.biases, call.saves, call.options
+        key = (call.op, call.captured.number, scalars, *how, *looked[2])
         known = cache.find(key)
         if known is None:
             return compute(call, None, key)

@@ -10,7 +10,7 @@ from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
@@ -22,7 +22,7 @@ def needs_dispatcher(tensors: Iterable[Tensor | None]) -> bool:
     return any(
         tensor is not None
         and (
-            type(tensor) not in _PLAIN or (grad and tensor.requires_grad) or tensor.is_neg() or tensor.is_meta
+            type(tensor) not in PLAIN or (grad and tensor.requires_grad) or tensor.is_neg() or tensor.is_meta
         )
         for tensor in tensors
     )

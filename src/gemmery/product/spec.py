@@ -96,6 +96,11 @@ class Call:
         return self.b.summed
 
     @property
+    def wide(self) -> torch.dtype:
+        """The type of what the function is given first: scales of rows and columns make float32 of integers."""
+        return torch.float32 if self.outer else self.summed
+
+    @property
     def given(self) -> tuple[Any, ...]:
         """What the traced epilogue is given after the product."""
         return *self.outer, *self.inputs
@@ -162,7 +167,7 @@ class Call:
         function, values = self.function, list(given[:own])
         if rebuilt:
             function = self.captured.rebuild(given[own:])
-        if getattr(self.b, "swapped", False):
+        if self.b.swapped:
             product = torch.cat(product.chunk(2, dim=-1)[::-1], dim=-1)
         for scale in values[: len(self.outer)]:
             product = product.to(torch.float32) * scale

@@ -1,0 +1,32 @@
+"""What matrices of 8-bit numbers with scales have in common, whatever shares a scale."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .base import Operand
+
+
+class EightBitOperand(Operand):
+    """8-bit numbers that stand for `matrix * scale`.
+
+    Attributes:
+        scale: see the kinds.
+    """
+
+    scale: Tensor
+
+    @property
+    def default(self) -> torch.dtype:
+        """Whatever the numbers are."""
+        return torch.bfloat16
+
+    @property
+    def is_differentiable(self) -> bool:
+        """No gradients go through 8-bit numbers."""
+        return False
+
+    def named(self, name: str) -> list[tuple[str, Tensor]]:
+        """See `Operand.named`."""
+        return [(name, self.matrix), (f"{name}'s scales", self.scale)]
