@@ -204,6 +204,7 @@ AHEAD = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("pieces", "schedule", "dtype"),
     [
@@ -417,6 +418,7 @@ def test_each_result_has_its_type():
     assert gemmery.matmul(a, b, epilogue=epilogues.relu, out_dtype=torch.float32).dtype == torch.float32
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("keepdim", (False, True))
 @pytest.mark.parametrize("half", (False, True))
 @pytest.mark.parametrize("kind", ("sum", "mean", "amax", "amin", "logsumexp"))

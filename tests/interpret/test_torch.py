@@ -81,6 +81,7 @@ def test_gradients_are_those_of_torch(name):
         torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, (*_, shapes) in CASES.items() if 0 not in sum(shapes, ())])
 def test_gradcheck(name):
