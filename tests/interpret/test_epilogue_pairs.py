@@ -83,6 +83,7 @@ CONFIGS = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize(
     "where", [where for where in PLACES if where != "twice"]

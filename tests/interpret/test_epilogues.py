@@ -302,6 +302,7 @@ def test_configs(config):
     )  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_dropout_does_not_depend_on_the_config(config):

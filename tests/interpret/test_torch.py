@@ -271,6 +271,7 @@ def compiled(function, dynamic=None):
     return torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", (False, True))
 @pytest.mark.parametrize("name", ("matmul", "broadcast batches", "batch by vector", "linear", "addmm", "bmm"))
