@@ -18,6 +18,11 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 # One thread a worker: torch's own threads only get into each other's way here.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS)
+# What `make test` runs of the tests that `make test-all` runs whole.
+SAMPLE := -m 'not exhaustive' --hypothesis-profile=sample
+# Tests of one group share what they have compiled, so one worker runs them; other tests go to whichever worker is free.
+GROUPED := --dist loadgroup
+BALANCED := --dist worksteal
 INTERPRETED := env TRITON_INTERPRET=1
 COMPILED := env -u TRITON_INTERPRET
 
@@ -67,7 +72,16 @@ serve-docs: $(READY) ## the documentation while it is being written, on localhos
 # --- checks ----------------------------------------------------------------------------------------------------------
 
 .PHONY: test
-test: lint types docs test-host test-interpret test-compile ## everything that needs no GPU (about 15 minutes on 2 cores)
+test: static test-host test-interpret test-compile ## everything that needs no GPU (about 8 minutes on 2 cores)
+
+.PHONY: test-all
+test-all: SAMPLE :=
+test-all: static test-host test-interpret test-compile ## the same with every kernel, size and example (about 20 minutes)
+
+# Each of these has one process, so they run side by side.
+.PHONY: static
+static: $(READY)
+	@$(MAKE) -j$(WORKERS) lint types docs
 
 .PHONY: lint
 lint: $(READY) ## ruff: rules and format
@@ -87,15 +101,15 @@ format: $(READY) ## let ruff repair and format
 
 .PHONY: test-host
 test-host: $(READY) ## tests that run no kernel
-	$(COMPILED) $(PYTEST) tests/host $(ARGS)
+	$(COMPILED) $(PYTEST) $(GROUPED) tests/host $(SAMPLE) $(ARGS)
 
 .PHONY: test-interpret
 test-interpret: $(READY) ## kernels through Triton's interpreter
-	$(INTERPRETED) $(PYTEST) tests/interpret $(ARGS)
+	$(INTERPRETED) $(PYTEST) $(BALANCED) tests/interpret $(SAMPLE) $(ARGS)
 
 .PHONY: test-compile
 test-compile: $(READY) ## a sample of kernels compiled for other machines' GPUs
-	$(COMPILED) $(PYTEST) tests/compile $(ARGS)
+	$(COMPILED) $(PYTEST) $(GROUPED) tests/compile $(SAMPLE) $(ARGS)
 
 .PHONY: test-browser
 test-browser: $(READY) ## the lab's page in Chromium, which has to be there: chromium and chromium-driver on Debian
@@ -105,12 +119,13 @@ test-browser: $(READY) ## the lab's page in Chromium, which has to be there: chr
 check-targets: $(READY) ## every kernel and config compiled for every target (long)
 	$(COMPILED) $(PY) -m gemmery.lab.targets --all $(ARGS)
 
+SHORT := -m 'not slow and not exhaustive' --hypothesis-profile=quick
 .PHONY: test-oldest test-newest
 test-oldest: ## a shorter pass with the oldest Triton
 test-newest: ## a shorter pass with the newest Triton
 test-oldest test-newest: test-%: $(READY) .venv-triton-%/.ready
-	PYTHONPATH=$(CURDIR)/.venv-triton-$* $(INTERPRETED) $(PYTEST) tests/interpret -m 'not slow' --hypothesis-profile=quick $(ARGS)
-	PYTHONPATH=$(CURDIR)/.venv-triton-$* $(COMPILED) $(PYTEST) tests/compile -m 'not slow' $(ARGS)
+	PYTHONPATH=$(CURDIR)/.venv-triton-$* $(INTERPRETED) $(PYTEST) $(BALANCED) tests/interpret $(SHORT) $(ARGS)
+	PYTHONPATH=$(CURDIR)/.venv-triton-$* $(COMPILED) $(PYTEST) $(GROUPED) tests/compile $(SHORT) $(ARGS)
 
 # --- on a machine with a GPU, with its own torch ---------------------------------------------------------------------
 

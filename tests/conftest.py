@@ -1,8 +1,9 @@
-"""What all tests share: one way of running kernels per process, hypothesis profiles, no success without a test."""
+"""What all tests share: one way of running kernels per process, samples of them, no success without a test."""
 
 import importlib.util
 import os
 import sys
+from collections import Counter
 from importlib import metadata
 from pathlib import Path
 
@@ -24,6 +25,7 @@ if importlib.util.find_spec("hypothesis"):  # machines with a GPU may have pytes
     # Without a deadline, because the interpreter's time says nothing. The same examples each time, so that a red run is
     # about the change and not about luck; `--hypothesis-profile=search` goes looking for more.
     settings.register_profile("ci", deadline=None, derandomize=True, max_examples=50)
+    settings.register_profile("sample", deadline=None, derandomize=True, max_examples=20)
     settings.register_profile("quick", deadline=None, derandomize=True, max_examples=10)
     settings.register_profile("search", deadline=None, max_examples=1000)
     settings.load_profile("ci")
@@ -66,7 +68,16 @@ def pytest_report_header() -> str:
     return ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "triton", "numpy"))
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m says
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Where the step has no factor in common with the lengths of a test's lists of parameters, each value is met.
+    places: Counter[str] = Counter()
+    for item in items:
+        if mark := item.get_closest_marker("sampled"):
+            test = item.nodeid.split("[")[0]
+            if places[test] % mark.args[0]:
+                item.add_marker("exhaustive")
+            places[test] += 1
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not on_gpu:
         return

@@ -1,9 +1,9 @@
 """Compiles one product for sm_90 in a process of its own, and prints what came out as JSON.
 
-    python child.py gemm LAYOUT        gemmery's kernel for the layout: N is row-major, T column-major
-    python child.py plain              the kernel below, which is all in one function
+    python child.py LAYOUT        gemmery's kernel for the layout: N is row-major, T column-major
 
-Both are bf16, 128x128x64 tiles through pointers, a product of 4096 by 4096 matrices with a bias.
+Imported, it also compiles the kernel below, which is all in one function. Both are bf16, 128x128x64 tiles through
+pointers, a product of 4096 by 4096 matrices with a bias.
 """
 
 import json
@@ -81,28 +81,30 @@ def compile_plain():
     return plain.warmup(*operands("NT"), SIZE, SIZE, SIZE, SIZE, SIZE, SIZE, 1, grid=(1,), **knobs, **options)
 
 
-def main():
-    import gemmery
-    from gemmery.lab import targets
+def report_of(compiled):
+    """What a kernel turned out to be."""
     from gemmery.lab.inspection.resources import usage
 
-    targets.use_target("sm_90")
-    compiled = compile_plain() if sys.argv[1] == "plain" else compile_gemm(sys.argv[2])
     took = usage(compiled)
     text = compiled.asm["ptx"]
     # What the source's lines are called in the debugging sections may differ between two copies of one source.
     lines = text.split(".section")[0].splitlines()
-    code = "\n".join(line for line in lines if not re.match(r"\s*(\.loc|\.file|//)", line))
     words = ("wgmma.mma_async", "cp.async.cg", "cp.async.commit_group", "st.global", "ld.global", "bar.sync")
-    counts = {word: text.count(word) for word in words}
-    report = {
-        "file": gemmery.__file__,
-        "code": code,
+    return {
+        "code": "\n".join(line for line in lines if not re.match(r"\s*(\.loc|\.file|//)", line)),
         "registers": took.registers,
         "spilled": took.spilled,
-        "counts": counts,
+        "counts": {word: text.count(word) for word in words},
+        "shared": compiled.metadata.shared,
     }
-    print(json.dumps(report | {"shared": compiled.metadata.shared}))
+
+
+def main():
+    import gemmery
+    from gemmery.lab import targets
+
+    targets.use_target("sm_90")
+    print(json.dumps({"file": gemmery.__file__} | report_of(compile_gemm(sys.argv[1]))))
 
 
 if __name__ == "__main__":

@@ -9,14 +9,19 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 import gemmery
 
-# Long, and about gemmery more than about Triton.
-pytestmark = pytest.mark.slow
+pytestmark = [
+    # Long, and about gemmery more than about Triton.
+    pytest.mark.slow,
+    # The tests share a copy, so one worker runs them all.
+    pytest.mark.xdist_group("cache key"),
+]
 
 
 class Copy:
@@ -38,7 +43,7 @@ class Copy:
             "PYTHONPATH": path,
             "PYTHONDONTWRITEBYTECODE": "1",
         }
-        command = [sys.executable, Path(__file__).with_name("child.py"), "gemm", layout]
+        command = [sys.executable, Path(__file__).with_name("child.py"), layout]
         run = subprocess.run(command, capture_output=True, text=True, env=environment)
         assert run.returncode == 0, run.stderr
         report = json.loads(run.stdout)
@@ -49,21 +54,32 @@ class Copy:
         """The names of the cache's entries."""
         return sorted(entry.name for entry in self.cache.iterdir())
 
-    def edit(self, module, before, after):
-        """Change a line of the copy without moving the others."""
+    @contextmanager
+    def edited(self, module, before, after):
+        """Within, a line of the copy is another one; the others are where they were."""
         path = self.package / "kernels" / module
         text = path.read_text()
         assert before in text, f"{module} has no {before!r} any more; let this test edit something else"
         path.write_text(text.replace(before, after))
+        try:
+            yield
+        finally:
+            path.write_text(text)
 
 
-@pytest.fixture
-def copy(tmp_path):
-    return Copy(tmp_path)
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    return Copy(tmp_path_factory.mktemp("copy"))
 
 
-def test_without_an_edit_the_cache_serves(copy):
-    code, entries = copy.compile(), copy.entries()
+@pytest.fixture(scope="module")
+def code(copy):
+    """The code before any edit."""
+    return copy.compile()
+
+
+def test_without_an_edit_the_cache_serves(copy, code):
+    entries = copy.entries()
     assert entries
     assert copy.compile() == code
     assert copy.entries() == entries
@@ -80,8 +96,9 @@ def test_without_an_edit_the_cache_serves(copy):
     ],
     ids=["loader", "store", "epilogue", "order", "cast"],
 )
-def test_an_edited_part_is_compiled_anew(copy, module, before, after):
-    code, entries = copy.compile(), copy.entries()
-    copy.edit(module, before, after)
-    assert copy.compile() != code
+@pytest.mark.sampled(2)
+def test_an_edited_part_is_compiled_anew(copy, code, module, before, after):
+    entries = copy.entries()
+    with copy.edited(module, before, after):
+        assert copy.compile() != code
     assert set(copy.entries()) > set(entries)

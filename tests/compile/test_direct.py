@@ -14,6 +14,9 @@ import pytest
 
 from gemmery import clusters, specialized
 
+# One process launches all kernels, so one worker asks it.
+pytestmark = pytest.mark.xdist_group("direct")
+
 CHECKS = (
     "pointers", "odd", "descriptors", "batch", "persistent", "tail", "row", "matrix", "scale", "split", "fused",
     "packed", "hooks", "unknown",

@@ -43,6 +43,10 @@ each_target = pytest.mark.parametrize(
 )
 
 
+# What one test has compiled, others ask for: one worker runs them all.
+pytestmark = pytest.mark.xdist_group("inspection")
+
+
 @functools.cache
 def inspected(target, config=None, size=1024, **more):
     return inspect(posed(size, size, size, device=device_of(None, target), **more), config)

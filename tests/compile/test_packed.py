@@ -5,7 +5,7 @@ import re
 import pytest
 
 from gemmery import specialized
-from tests.compile.kernel_text import ptx, sass
+from tests.compile.compiling import ptx, sass
 
 
 def loop(name, config):
@@ -42,6 +42,7 @@ def test_what_is_unpacked_comes_after_a_wait(name, config, word):
     assert "st.shared" not in body
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "dtype", "config", "sums"),
     [

@@ -1,30 +1,33 @@
-"""The kernels of quantising compile for a sample of targets, keep to their registers, and move 16 bytes a thread at a time."""
-
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""The kernels of quantising compile for every target, keep to their registers, and move 16 bytes a thread at a time."""
 
 import pytest
 
-CHILD = Path(__file__).with_name("quantize_child.py")
+from gemmery.lab.targets import TARGETS
+from tests.compile.quantizing import SHAPES, formats, reports
+
 #: One for each of the compiler's back ends.
-SAMPLE = ("sm_80", "sm_90", "gfx942")
+BACK_ENDS = ("sm_80", "sm_90", "gfx942")
 
 
-@pytest.mark.parametrize("target", [pytest.param(x, marks=pytest.mark.slow) for x in SAMPLE])
-def test_target(target):
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, str(CHILD), target], capture_output=True, text=True, env=environment
-    )
-    assert run.returncode == 0, run.stderr
-    report = json.loads(run.stdout)
-    assert len(report) >= 15
-    for made in report:
+def check(target, format, shape):
+    found = list(reports(target, format, shape))
+    assert len(found) >= 5
+    for made in found:
         assert made["spilled"] == 0, made
         assert made["exact"], made
         if target.startswith("sm_"):
             assert "ld.global.v4.b32" in made["moves"], made
             assert made["kernel"].startswith("largest") or "st.global.v4.b32" in made["moves"], made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_format_of_every_target(target):
+    check(target, next(formats(target)), SHAPES[0])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("target", "format"), [(x, format) for x in BACK_ENDS for format in formats(x)])
+def test_every_format_and_shape(target, format, shape):
+    check(target, format, shape)

@@ -6,17 +6,17 @@ import pytest
 import triton
 
 from gemmery import specialized
-from tests.compile.kernel_text import ptx
+from tests.compile.compiling import ptx
 
 pytestmark = pytest.mark.skipif(not specialized.available(), reason="specialised warps need another Triton")
 
 CASES = [
-    ("int4_gelu", "bf16", "256x128x64-g4-w8-s5-specialized-descriptor-k2-swap"),
-    ("int4_swiglu", "bf16", "256x128x128-g1-w8-s2-specialized-descriptor-swap"),
-    ("nvfp4", "fp16", "128x128x128-g1-w8-s3-specialized-descriptor-k2-swap"),
-    ("scaled_blocks", "e4m3", "128x256x128-g16-w8-s3-specialized-descriptor"),
     ("int4_gelu", "bf16", "16x64x256-g1-w8-s8-specialized-descriptor-k2-swap"),
     ("int4_swiglu", "bf16", "64x64x128-g1-w8-s8-specialized-descriptor-swap"),
+    ("nvfp4", "fp16", "128x128x128-g1-w8-s3-specialized-descriptor-k2-swap"),
+    ("scaled_blocks", "e4m3", "128x256x128-g16-w8-s3-specialized-descriptor"),
+    ("int4_gelu", "bf16", "256x128x64-g4-w8-s5-specialized-descriptor-k2-swap"),
+    ("int4_swiglu", "bf16", "256x128x128-g1-w8-s2-specialized-descriptor-swap"),
 ]
 
 
@@ -55,6 +55,7 @@ IN_PIECES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "dtype", "config"), IN_PIECES)
 def test_a_piece_is_unpacked_under_the_product_of_the_one_before(name, dtype, config):
     for body in loops(ptx(name, dtype, config, 16)):
@@ -72,6 +73,7 @@ def test_a_piece_is_unpacked_under_the_product_of_the_one_before(name, dtype, co
         assert products[0] == products[1] > 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "dtype", "config"), CASES)
 def test_groups_multiply_at_their_own_pace(name, dtype, config):
     text = ptx(name, dtype, config)

@@ -4,10 +4,6 @@
 All kernels of all targets: `make check-targets`.
 """
 
-import functools
-import os
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
@@ -18,25 +14,17 @@ from gemmery.dtypes import DTYPE_NAMES
 from gemmery.lab.fused_targets import FUSED, GRADIENTS
 from gemmery.lab.targets import TARGETS, check
 from gemmery.select.tiles import ALIKE
-
-
-@functools.cache
-def reports(target):
-    return check(target, everything=False)
-
+from tests.compile.compiling import compile_dense
 
 #: The Triton for which the tiles were chosen. Others allocate registers otherwise, and a few rows spill some bytes; a
 #: plan then takes the next row, so there it is enough that every case has one without faults.
 CHOSEN_FOR = "3.7.1"
-#: What passes with other versions of Triton look at: one target for each compiler's back end.
-QUICK = ("sm_80", "sm_90", "gfx942")
 
 
-@pytest.mark.parametrize(
-    "target", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in TARGETS]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("target", TARGETS)
 def test_target(target):
-    found = reports(target)
+    found = check(target, everything=False)
     faulty = {str(report["case"]): [] for report in found}
     for report in found:
         if report["faults"]:
@@ -68,30 +56,8 @@ def test_target(target):
         assert set(map(tuple, units)) == {(arch.matrix,)}
 
 
-_DESCRIPTORS = """
-import torch
-from gemmery.lab import targets
-targets.use_target("sm_90")
-from gemmery.devices import TABLE
-from gemmery.launch import Binding
-from gemmery.layout import make_problem
-from gemmery.problem import Config
-a, b = (torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta") for _ in range(2))
-out, b = torch.empty_like(a), b.t()
-problem = make_problem(
-    a, b, out, None, scaled=False, precision="ieee", fast_accum=False, device=TABLE["NVIDIA H200"]
-)
-config = Config(128, 128, 64, num_warps=8, schedule="%s", loader="%s")
-print(Binding(problem, config).compile((a, b, out), (1, 1)).asm["ptx"])
-"""
-
-
 def ptx(schedule, loader):
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", _DESCRIPTORS % (schedule, loader)]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr
-    return run.stdout
+    return compile_dense("sm_90", f"128x128x64-g8-w8-s3-{schedule}-{loader}").asm["ptx"]
 
 
 @pytest.mark.parametrize("schedule", ["tile", "persistent"])

@@ -14,13 +14,11 @@ pytestmark = pytest.mark.slow
 MOST_KERNELS = 8
 WEIGHTS = {
     "Llama-3-8B qkv": {"N": 6144, "K": 4096},
-    "odd": {"N": 1001, "K": 1003, "bias": True},
-}
-BLOCKS = {
     "Llama-3-8B gate and up": {"block": "GatedMLP", "sizes": [4096, 14336], "options": {"stacked": False}},
-    "biases, activation": {"block": "MLP", "sizes": [768, 3072]},
 }
 MORE_WEIGHTS = {
+    "odd": {"N": 1001, "K": 1003, "bias": True},
+    "biases, activation": {"block": "MLP", "sizes": [768, 3072]},
     "DeepSeek-V3 qkv_a": {"N": 2112, "K": 7168},
     "as (K, N), fp16": {"N": 4096, "K": 1536, "layout": "NN", "dtype": "fp16"},
     "fp8": {"N": 4096, "K": 4096, "dtype": "e4m3"},
@@ -34,8 +32,11 @@ MORE_WEIGHTS = {
 @pytest.mark.parametrize(
     "weight",
     [
-        *(pytest.param(weight, id=name) for name, weight in (WEIGHTS | BLOCKS).items()),
-        *(pytest.param(weight, id=name, marks=pytest.mark.slow) for name, weight in MORE_WEIGHTS.items()),
+        *(pytest.param(weight, id=name) for name, weight in WEIGHTS.items()),
+        *(
+            pytest.param(weight, id=name, marks=pytest.mark.exhaustive)
+            for name, weight in MORE_WEIGHTS.items()
+        ),
     ],
 )
 def test_few_kernels_serve_every_number_of_rows(weight):

@@ -94,6 +94,7 @@ print(json.dumps(hits))
 """
 
 
+@pytest.mark.exhaustive
 def test_workers_compile_traced_functions(cache):
     environment = os.environ | {
         "TRITON_CACHE_DIR": str(cache),
@@ -104,6 +105,7 @@ def test_workers_compile_traced_functions(cache):
     assert json.loads(run.stdout) == [True] * 3
 
 
+@pytest.mark.exhaustive
 def test_workers_work_side_by_side_and_end(cache):
     with Workers(HOPPER, 2) as pool:
         futures = [pool.submit(make(m, 64, 64, device="NVIDIA H200"), CONFIG) for m in (64, 128, 256)]
@@ -115,7 +117,6 @@ def test_workers_work_side_by_side_and_end(cache):
         pool.submit(P, CONFIG)
 
 
-@pytest.mark.slow
 def test_a_kernel_that_does_not_compile_ends_no_worker(cache):
     """The worker answers, and goes on with the next; what is wrong is found by whoever compiles it again."""
     impossible = Config(64, 64, 64, loader="descriptor")
@@ -125,7 +126,6 @@ def test_a_kernel_that_does_not_compile_ends_no_worker(cache):
         assert len(pool._started) == 1
 
 
-@pytest.mark.slow
 def test_a_compiler_that_dies_is_reported_and_replaced(cache):
     with Workers(HOPPER, 1) as pool:
         pool.submit(P, CONFIG).result()
@@ -136,7 +136,6 @@ def test_a_compiler_that_dies_is_reported_and_replaced(cache):
         assert len(pool._started) == 2
 
 
-@pytest.mark.slow
 def test_where_no_worker_starts_all_compile_in_this_process(cache, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with Workers(HOPPER, 1) as pool:
@@ -146,7 +145,6 @@ def test_where_no_worker_starts_all_compile_in_this_process(cache, monkeypatch):
         assert len(pool._started) == 1
 
 
-@pytest.mark.slow
 def test_leaving_early_gives_up_what_is_not_done(cache):
     begun = time.perf_counter()
     with Workers(HOPPER, 1) as pool:
@@ -157,7 +155,6 @@ def test_leaving_early_gives_up_what_is_not_done(cache):
     assert all(worker._process.poll() is not None for worker in pool._started)
 
 
-@pytest.mark.slow
 def test_a_worker_ends_with_the_process_that_began_it(cache):
     code = (
         "import time, os, sys\n"

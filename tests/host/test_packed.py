@@ -236,6 +236,7 @@ def compiled(function, backend, dynamic=False):
     return torch.compile(function, fullgraph=True, backend=backend, dynamic=dynamic)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("grad", [False, True], ids=["", "grad"])
 @pytest.mark.parametrize("order", [False, True], ids=["", "permuted"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -34,6 +34,10 @@ RESULTS = recorded.folder()
 MEDIAN, HIGH = 0.08, 0.20
 
 
+# The times of all shapes are predicted once, so one worker runs these tests.
+pytestmark = pytest.mark.xdist_group("prediction")
+
+
 @pytest.fixture(scope="module")
 def data():
     return {each.method: each for each in fit_prediction.read(RESULTS, H200)}
@@ -168,15 +172,16 @@ def test_winners_of_rows_that_were_left_out_are_right_as_often_as_is_said(data, 
     assert wrong <= (1 - calibration.COVERAGE) * named
 
 
-def test_winners_of_recorded_rows_are_not_named_wrongly():
+@pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_winners_of_recorded_rows_are_not_named_wrongly(step):
     rows = [row for row in recorded.read_results(RESULTS) if set(calibration.METHODS) <= set(row.seconds)]
     named = wrong = 0
-    for row in rows:
+    for row in rows[::step]:
         winner = replace(predict(row.problem), recorded=None).winner
         quicker = min(calibration.METHODS, key=row.seconds.__getitem__)
         named += winner is not None
         wrong += winner not in (None, quicker)
-    assert named > 100
+    assert named > 100 / step
     assert wrong <= (1 - calibration.COVERAGE) * named
 
 

@@ -85,7 +85,9 @@ def test_any_config_on_a_batch(data, config, dtype, m, n, k, seed):
 
 
 @pytest.mark.parametrize(
-    "dtype", [pytest.param(x, marks=() if x == torch.bfloat16 else pytest.mark.slow) for x in DTYPES], ids=str
+    "dtype",
+    [pytest.param(x, marks=() if x == torch.bfloat16 else pytest.mark.exhaustive) for x in DTYPES],
+    ids=str,
 )
 def test_one_block_k_one_result(dtype):
     """Schedules, loaders and stores change which program does what and when, never what is summed in which order.
@@ -131,6 +133,7 @@ def test_thin_results(out):
         assert_product(placed.view, a, b)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("loader", ("pointer", "descriptor"))
 @pytest.mark.parametrize("parts", (2, 3, 5, 9))

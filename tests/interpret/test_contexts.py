@@ -9,6 +9,7 @@ from tests import contexts
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("context", contexts.CONTEXTS)
 @pytest.mark.parametrize("kind", contexts.KINDS)
 def test_cells(kind, context):

@@ -60,6 +60,7 @@ def assert_close(results, wants, dtype):
 # Values
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("rows", (1, 16, 70))
 @pytest.mark.parametrize("columns", (False, True))
 @pytest.mark.parametrize("where", PLACES)
@@ -83,6 +84,7 @@ CONFIGS = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize(
     "where", [where for where in PLACES if where != "twice"]
@@ -243,6 +245,7 @@ def test_autocast(where):
 OF_HALVES = gemmery.epilogue(swiglu)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dynamic", (False, True))
 @pytest.mark.parametrize("where", PLACES)
 def test_compiled(where, dynamic):

@@ -204,6 +204,7 @@ AHEAD = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("pieces", "schedule", "dtype"),
     [
@@ -301,6 +302,7 @@ def test_configs(config):
     )  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_dropout_does_not_depend_on_the_config(config):
@@ -417,6 +419,7 @@ def test_each_result_has_its_type():
     assert gemmery.matmul(a, b, epilogue=epilogues.relu, out_dtype=torch.float32).dtype == torch.float32
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("keepdim", (False, True))
 @pytest.mark.parametrize("half", (False, True))
 @pytest.mark.parametrize("kind", ("sum", "mean", "amax", "amin", "logsumexp"))

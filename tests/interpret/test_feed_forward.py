@@ -111,6 +111,7 @@ def test_hidden_values_are_not_saved(kind, wide):
     assert extra < sum(size for at, size in in_layers.items() if at not in known)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dynamic", (False, True))
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled(kind, dynamic):

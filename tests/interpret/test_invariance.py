@@ -67,7 +67,9 @@ def rows_of(addend, rows):
 
 
 @pytest.mark.parametrize(
-    "dtype", [pytest.param(x, marks=() if x == torch.bfloat16 else pytest.mark.slow) for x in DTYPES], ids=str
+    "dtype",
+    [pytest.param(x, marks=() if x == torch.bfloat16 else pytest.mark.exhaustive) for x in DTYPES],
+    ids=str,
 )
 @settings(max_examples=8)
 @given(st.data())
@@ -178,13 +180,13 @@ def test_the_linear_layers_of_a_real_model_see_no_batch():
     path = str(weights.get_model_path())
     tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
     model = transformers.AutoModel.from_pretrained(path, local_files_only=True, dtype=torch.float32).eval()
-    model.encoder.layer = model.encoder.layer[:2]  # all six take the interpreter a minute
+    model.encoder.layer = model.encoder.layer[:1]  # its six layers are alike
     sentences = ["A cold cellar.", "My grandmother's bread needs two days."]
     batch = tokenizer(sentences, padding=True, return_tensors="pt")
     want = model(**batch).last_hidden_state
     with gemmery.batch_invariant():
         calls, result = linears_of(model, dict(batch))
-        assert len(calls) == 2 * 6 + 1
+        assert len(calls) == 6 + 1
         for layer, x, y in calls:
             assert same_bits(layer(x[:1]), y[:1])
             if x.dim() == 3:

@@ -53,6 +53,7 @@ def gated(acc, r):
     return F.silu(gate) * up + r
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES)
 def test_products(m, n, k, kind):
@@ -71,6 +72,7 @@ def test_layouts_of_x(turned):
     near(out, wide(x, w) + values(24))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", ["int4", "int8", "nvfp4"])
 @pytest.mark.parametrize("m", [1, 18])
 def test_pairs_and_epilogues(m, kind):
@@ -95,6 +97,7 @@ def test_halves_that_no_kernel_reads():
         gemmery.linear(values(5, 64), weight("int8", 48, 64), epilogue=epilogues.swiglu)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", ["int4", "int8", "e4m3 block"])
 @pytest.mark.parametrize("parts", [2, 3])
 def test_k_in_parts(kind, parts):

@@ -57,6 +57,7 @@ SHAPES = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [torch.float16, BF16, F32], ids=str)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("per", ["token", "block", "tensor"])
@@ -70,6 +71,7 @@ def test_quantising(shape, per, format, dtype):
         assert_same(got, reference(x, format, per=per, amax=amax))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [torch.float16, BF16, F32], ids=str)
 @pytest.mark.parametrize("format", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -176,6 +178,7 @@ def gelu_and_add(acc, r):
 PRODUCTS = [(1, 1, 16), (1, 2, 40), (2, 1, 130), (3, 2, 17), (5, 7, 33), (1, 64, 64), (40, 70, 96)]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("per_a", ["token", "tensor"])
 @pytest.mark.parametrize("per_b", ["token", "tensor"])
@@ -295,6 +298,7 @@ BLOCKED = (
 )  # fmt: skip
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("config", BLOCKED)
 @pytest.mark.parametrize(
     "kinds", [("1x128", "128x128"), ("1x128", "1x128"), ("row", "128x128"), ("128x128", "1x128")]
@@ -310,6 +314,7 @@ BLOCKED_32 = tuple([config and config.replace("x128-", "x32-") for config in BLO
 BLOCKED_MX = tuple([config and config.replace("x128-", "x64-") for config in BLOCKED])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kinds", "config"),
     [

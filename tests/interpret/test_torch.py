@@ -85,6 +85,7 @@ def test_gradients_are_those_of_torch(name):
         torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, (*_, shapes) in CASES.items() if 0 not in sum(shapes, ())])
 def test_gradcheck(name):
@@ -303,6 +304,7 @@ def compiled(function, dynamic=None):
     return torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", (False, True))
 @pytest.mark.parametrize("name", ("matmul", "broadcast batches", "batch by vector", "linear", "addmm", "bmm"))

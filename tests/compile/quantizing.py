@@ -1,16 +1,14 @@
-"""Compiles the kernels of quantising for a target in a process of its own, and prints what came out as JSON."""
+"""The kernels of quantising, compiled for a target."""
 
-import json
 import re
-import sys
 
 import torch
 
 from gemmery.devices import ARCHS
 from gemmery.formats import activations
 from gemmery.kernels import quantize
-from gemmery.lab import targets
 from gemmery.lab.inspection.resources import usage
+from tests.compile.compiling import strictly_for
 
 #: Rows and columns of x: rows that share a program, a row for each, and one that no program holds.
 SHAPES = ((4096, 128), (4096, 5120), (64, 65536))
@@ -41,28 +39,21 @@ def kernels(x, format):
         )
 
 
-def main():
-    target = sys.argv[1]
-    targets.use_target(target)
-    report = []
+def formats(target):
+    """The formats that a target can convert numbers to."""
     for format, (dtype, _) in activations.FORMATS.items():
-        if dtype.itemsize == 1 and dtype.is_floating_point and dtype not in ARCHS[target].fp8:
-            continue
-        for shape in SHAPES:
-            for name, compiled in kernels(torch.empty(shape, dtype=torch.bfloat16, device="meta"), format):
-                spilled = usage(compiled).spilled
-                text = compiled.asm.get("ptx", "")
-                moves = sorted(set(re.findall(r"\b(?:ld|st)\.global\S*", text)))
-                report.append(
-                    {
-                        "kernel": f"{name} {format} {shape}",
-                        "spilled": spilled,
-                        "moves": moves,
-                        "exact": "div.full" not in text,
-                    }
-                )
-    print(json.dumps(report))
+        if dtype.itemsize > 1 or not dtype.is_floating_point or dtype in ARCHS[target].fp8:
+            yield format
 
 
-if __name__ == "__main__":
-    main()
+def reports(target, format, shape):
+    """What the kernels of a format turn out to be, for an input of this shape."""
+    with strictly_for(target):
+        for name, compiled in kernels(torch.empty(shape, dtype=torch.bfloat16, device="meta"), format):
+            text = compiled.asm.get("ptx", "")
+            yield {
+                "kernel": f"{name} {format} {shape}",
+                "spilled": usage(compiled).spilled,
+                "moves": sorted(set(re.findall(r"\b(?:ld|st)\.global\S*", text))),
+                "exact": "div.full" not in text,
+            }

@@ -1,0 +1,97 @@
+"""Every kernel compiled for every target that it is for: a sample of what `make test-all` compiles with all configs."""
+
+import pytest
+
+from gemmery import clusters, specialized
+from gemmery.devices import ARCHS
+from gemmery.lab.fused_targets import gradient
+from gemmery.lab.inspection.resources import usage
+from gemmery.lab.targets import TARGETS, Case, cases, expected, serialised
+from gemmery.problem import Config
+from tests.compile.compiling import compile_dense, compile_posed, device_of, strictly_for
+
+#: Configs that every target can run. An instruction for a warpgroup takes at least 64 rows.
+TILE = "64x64x64-g8-w4-s2-tile-pointer"
+SHORT = "64x64x32-g8-w4-s2-tile-pointer"
+#: For products without a matrix unit, which take more registers.
+SMALL = "64x64x16-g8-w8-s2-tile-pointer"
+PERSISTENT = "64x64x32-g8-w4-s2-persistent-pointer"
+#: Products by what is special about them: the name in `lab.fused_targets.FUSED`, the type and the config.
+POSED = {
+    "traced": ("several", "bf16", TILE),
+    "pair": ("swiglu_pair", "bf16", TILE),
+    "packed": ("int4_gelu", "bf16", TILE + "-swap"),
+    "scaled": ("scaled_blocks", "int8", "64x64x128-g8-w4-s2-tile-pointer"),
+}
+#: Kernels that only Hopper can run, and only some versions of Triton can compile.
+SPECIALIZED = {
+    "packed": ("int4_gelu", "bf16", "64x64x128-g1-w8-s4-specialized-descriptor-swap", 16),
+    "scaled": ("scaled_blocks", "e4m3", "128x256x128-g16-w8-s3-specialized-descriptor", 4096),
+}
+CLUSTER = "128x128x64-g8-w4-s8-cluster-descriptor-c2x1-stream"
+
+every_target = pytest.mark.parametrize("target", TARGETS)
+
+
+def check(target, compiled, kernel, *units):
+    """The kernel is the one that was meant, fits the GPU, and multiplies with one of the instructions, if any."""
+    took, text = usage(compiled), compiled.asm.get("ptx") or compiled.asm["amdgcn"]
+    assert compiled.metadata.name == kernel
+    assert took.spilled == 0
+    assert took.shared <= device_of(target).target.shared
+    assert not units or any(unit in text for unit in units)
+
+
+@every_target
+@pytest.mark.parametrize(("kernel", "config"), [("gemm_tiles", TILE), ("gemm_persistent", PERSISTENT)])
+def test_dense(target, kernel, config):
+    compiled = compile_dense(target, config, bias=True)
+    check(target, compiled, kernel, ARCHS[target].matrix)
+    assert not serialised(compiled)
+
+
+#: Types, with precisions and sums: every one that a target has.
+TYPES = [
+    (target, case.dtype, case.precision, case.fast_accum)
+    for target in TARGETS
+    for case in cases(target, False)
+    if case.layout == "NN" and case.dtype != "bf16"
+]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("target", "dtype", "precision", "fast_accum"), TYPES)
+def test_types(target, dtype, precision, fast_accum):
+    config = SMALL if dtype in ("fp32", "fp64") and precision == "ieee" else SHORT
+    compiled = compile_dense(target, config, dtype, precision=precision, fast_accum=fast_accum)
+    case = Case(dtype, "NT", "identity", True, precision, fast_accum)
+    check(target, compiled, "gemm_tiles", *expected(target, case, Config.of(config)))
+
+
+@every_target
+@pytest.mark.parametrize("name", POSED)
+def test_operands_and_epilogues(target, name):
+    # Eight bits are multiplied by older instructions on some targets.
+    units = [ARCHS[target].matrix] if POSED[name][1] == "bf16" else []
+    check(target, compile_posed(target, *POSED[name]), "gemm_tiles", *units)
+
+
+@every_target
+def test_pointwise(target):
+    with strictly_for(target):
+        compiled = gradient("swiglu", "bf16", 4096, device_of(target))
+    check(target, compiled, "pointwise")
+
+
+@pytest.mark.parametrize("name", SPECIALIZED)
+@pytest.mark.skipif(not specialized.available(), reason="specialised warps need another Triton")
+def test_specialized(name):
+    *posed, config, rows = SPECIALIZED[name]
+    compiled = compile_posed("sm_90", *posed, config, rows)
+    check("sm_90", compiled, "gemm_specialized", "wgmma.mma_async")
+
+
+@pytest.mark.skipif(not clusters.available(), reason="clusters need another Triton")
+def test_cluster():
+    compiled = compile_dense("sm_90", CLUSTER)
+    check("sm_90", compiled, "gemm_cluster", "wgmma.mma_async")
