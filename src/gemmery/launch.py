@@ -18,9 +18,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import scale_access
-from .epilogues.device import function, loader_with
+from .epilogues.device import function, loader_with, with_constants
 from .epilogues.table import TYPES
-from .kernels import epilogues, gemm, order
+from .kernels import epilogues, gemm, place, steps
 from .kernels import operands as access
 from .kernels import pointwise as kernels_pointwise
 from .layout import fold_blocks
@@ -265,8 +265,8 @@ def columns_of(problem: Problem, config: Config) -> tuple[int, int]:
     return config.main_n, config.rest_n
 
 
-def _pieces(problem: Problem, config: Config) -> int:
-    """In how many pieces the epilogue and the store of a block come."""
+def _subtiles(problem: Problem, config: Config) -> int:
+    """In how many subtiles the epilogue and the store of a block come."""
     if (
         not config.split_store
         or scale_access.by_steps(problem)
@@ -325,9 +325,9 @@ class Binding:
         # A tensor that stands in for an output has strides of 0, which no descriptor takes.
         stored = by_descriptor and storable(p.out, p.M, p.out_n, p.batch)
         self.out = _Access(p.out, p.M, p.out_n, p.batch, stored)
-        self.pieces = _pieces(p, c)
+        self.subtiles = _subtiles(p, c)
         # A small tile has half the columns.
-        self.tail_pieces = 2 if self.pieces == 4 and c.block_n // c.tail_n >= 64 else 1
+        self.tail_subtiles = 2 if self.subtiles == 4 and c.block_n // c.tail_n >= 64 else 1
         self.waves = Waves.of(p, c)
         self.split = Split.of(p, c)
         parts = self.split.parts if self.split else 1
@@ -368,13 +368,16 @@ class Binding:
 
     def _constants(self) -> dict[str, Any]:
         p, c = self.problem, self.config
-        ahead, epilogue = phases(p)
+        prefetch, epilogue = phases(p)
         load_a, load_b = self._loaders()
+        by_steps = p.scales is not None and scale_access.by_steps(p)
+        load_step, multiply = scale_access.step(p) if by_steps else (None, steps.add_product)
         constants: dict[str, Any] = {
-            "ORDER": order.grouped,
             "LOAD_A": load_a,
             "LOAD_B": load_b,
-            "AHEAD": ahead,
+            "LOAD_STEP": load_step,
+            "MULTIPLY": multiply,
+            "PREFETCH": prefetch,
             "EPILOGUE": epilogue,
             "STORE": access.store_nothing
             if p.fusion is not None and not p.fusion.stores
@@ -382,12 +385,12 @@ class Binding:
             "BLOCK_M": c.block_m,
             "BLOCK_N": self.main_n,
             "BLOCK_K": c.block_k,
-            "GROUP_M": c.group_m,
-            "PIECES": self.pieces,
+            "BAND_M": c.group_m,
+            "EPILOGUE_SUBTILES": self.subtiles,
             "PAIRED": p.paired,
             "CHECK_K": p.K == 0 or p.K % c.block_k != 0,
             "WIDE": self._wide(),
-            "ACC": _TL[accumulator(p.a.dtype)],
+            "ACC": tl.float32 if by_steps else _TL[accumulator(p.a.dtype)],
             "OUT": _TL[p.out.dtype],
             "PRECISION": p.precision,
             "IMPRECISE_ACC": min(PROMOTE_EVERY, c.block_k) if promotes(p) else -1,
@@ -395,20 +398,26 @@ class Binding:
             "num_stages": c.num_stages,
         }
         if self.persistent:
+            constants["PLACE"] = place.whole_tile if c.tail == 1 else place.inner_tile
+            constants["TAIL_PLACE"] = self._tail_place()
             constants["FLATTEN"] = c.loader == "descriptor"
             constants["TAIL_M"] = c.tail_m
             constants["TAIL_N"] = c.tail_n
             constants["TAIL_K"] = c.tail_k
-            constants["TAIL_PIECES"] = self.tail_pieces
+            constants["TAIL_SUBTILES"] = self.tail_subtiles
             constants["CHECK_TAIL_K"] = p.K == 0 or p.K % c.tail_k != 0
         else:
+            constants["PLACE"] = place.whole_tile if self.split is None else place.split_tile
             constants["REST_N"] = self.rest_n
             constants["SWAP"] = c.swap
-            constants["SPLIT_K"] = self.split is not None
-            constants["PACKED"] = p.packing is not None
-            constants["SHARED_M"] = p.scales.a_every if p.scales and scale_access.by_steps(p) else 0
-            constants["SHARED_N"] = p.scales.b_every if p.scales and scale_access.by_steps(p) else 0
         return constants
+
+    def _tail_place(self) -> Any:
+        """The device function that places small tiles, or None where there are none."""
+        c = self.config
+        if c.tail == 1:
+            return None
+        return with_constants(place.tail_tile, PARTS_M=c.tail_m, PARTS_N=c.tail_n)
 
     def arguments(self, a: Tensor, b: Tensor, out: Tensor, *given: Any) -> list[Any]:
         """The kernel's run-time arguments for tensors laid out as the problem says.
@@ -423,43 +432,37 @@ class Binding:
             self.b.argument(b, c.block_k, self.main_n),
             self.out.argument(out, c.block_m, self._stored(self.main_n)),
         ]
-        before_a, before_b, shared = self._loading(*given)
-        common = [
-            epilogue_arguments(p, self.slot, *given),
-            p.M, p.N, p.K, p.batch, (*self.a.strides, *before_a), (*self.b.strides, *before_b), self.out.strides,
-            waves.tiles,
-        ]  # fmt: skip
+        before_a, before_b, group_params, step_args = self._loading(*given)
+        strides = [(*self.a.strides, *before_a), (*self.b.strides, *before_b), self.out.strides]
+        sizes = [p.M, p.N, p.K, p.batch, *strides]
+        epilogue_args = epilogue_arguments(p, self.slot, *given)
         if self.persistent:
-            return [
-                *matrices,
-                *self._tail_arguments(a, b, out),
-                *common,
-                waves.cut,
-                waves.strips,
-                waves.parts,
-            ]
+            tail = self._tail_arguments(a, b, out)
+            units = [waves.tiles, waves.parts, waves.cut, waves.strips]
+            return [*matrices, *tail, *sizes, *units, (), step_args, epilogue_args]
         rest = [None, None]
         if self.rest_n:
             columns = self.rest_n // 2 if p.paired else self.rest_n
             rest = [self.b.argument(b, c.block_k, self.rest_n), self.out.argument(out, c.block_m, columns)]
-        parts: list[Any] = [0, None, None]
+        part_k, workspace = 0, None
         if self.split is not None:
-            parts = [self.split.length, *self.workspace(a.device)]
-        return [*matrices, *rest, *shared, *common, *parts]
+            part_k, workspace = self.split.length, self.workspace(a.device)
+        units = [waves.tiles, part_k]
+        return [*matrices, *rest, *group_params, *sizes, *units, (), step_args, epilogue_args, workspace]
 
-    def _loading(self, *given: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], list[Any]]:
-        """What loaders of A and of B take behind the strides, and the kernel's `b_scales`, `b_shifts` and `scales`."""
+    def _loading(self, *given: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], list[Any], tuple[Any, ...]]:
+        """What loaders of A and of B take behind the strides, `b_scales` and `b_shifts`, and what LOAD_STEP takes."""
         p, c = self.problem, self.config
         before = prologue_arguments(p, *given)
         if not p.shared:
-            return before, (), [None, None, None]
+            return before, (), [None, None], ()
         belonging = given[0][len(given[0]) - len(p.shared) :]
         if isinstance(self.b, PackedAccess):
-            return before, (), [*self.b.shared(belonging, c.block_k, c.block_n), None]
+            return before, (), self.b.shared(belonging, c.block_k, c.block_n), ()
         assert not before, "no call has a prologue beside factors along K"
         if scale_access.by_steps(p):
-            return (), (), [None, None, scale_access.of_steps(p, belonging)]
-        return *scale_access.arguments(p, belonging), [None, None, None]
+            return (), (), [None, None], scale_access.of_steps(p, belonging)
+        return *scale_access.arguments(p, belonging), [None, None], ()
 
     @property
     def room(self) -> tuple[int, int]:
@@ -488,7 +491,7 @@ class Binding:
         return [
             self.a.argument(a, rows, c.tail_k),
             self.b.argument(b, c.tail_k, columns),
-            self.out.argument(out, rows, columns // (2 if self.problem.paired else self.tail_pieces)),
+            self.out.argument(out, rows, columns // (2 if self.problem.paired else self.tail_subtiles)),
         ]
 
     @property
@@ -496,15 +499,15 @@ class Binding:
         """Columns of the narrowest block that an epilogue sees."""
         c = self.config
         wide = [
-            self.main_n // self.pieces,
+            self.main_n // self.subtiles,
             self.rest_n or self.main_n,
-            c.block_n // (c.tail_n * self.tail_pieces),
+            c.block_n // (c.tail_n * self.tail_subtiles),
         ]
         return min(wide) // (2 if self.problem.paired else 1)
 
     def _stored(self, columns: int) -> int:
         """Columns of the output that are stored at a time, of a block of so many columns of the product."""
-        return columns // (self.pieces * (2 if self.problem.paired else 1))
+        return columns // (self.subtiles * (2 if self.problem.paired else 1))
 
     def launch(self, *tensors: Any) -> None:
         """Launch on the current device and stream; arguments as for `arguments`."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .epilogues.device import compiled
+from .epilogues.device import compiled, with_constants
 from .kernels import scales
 from .problem import Operand, Problem
 
@@ -46,6 +46,18 @@ def loader(load: Any, strides: int, step: int, of_columns: bool, paired: bool = 
     text = _LOADER.format(load=load.__name__, of=of, layout=layout, step=step, paired=paired)
     names = (f"powers_of_{of}", f"{of}_in_bf16")
     return compiled(text, {"LOAD": load} | {name: getattr(scales, name) for name in names})
+
+
+def step(problem: Problem) -> tuple[Any, Any]:
+    """The device functions that load the scales of a step along K and that add its scaled product; see `kernels.steps`."""
+    assert problem.scales is not None
+    load = with_constants(
+        scales.load_scales,
+        EVERY_M=problem.scales.a_every,
+        EVERY_N=problem.scales.b_every,
+        PAIRED=problem.paired,
+    )
+    return load, scales.add_scaled_product
 
 
 def arguments(problem: Problem, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

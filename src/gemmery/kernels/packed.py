@@ -263,7 +263,7 @@ def load_packed(
     """
     EVERY: tl.constexpr = GROUP if GROUP > 0 else ROWS
     GROUPS: tl.constexpr = ROWS // EVERY if ROWS > EVERY else 1
-    words, scales, shifts = x
+    words, scales, shifts = x if GROUP > 0 else (x, None, None)
     steps, strips, lines, groups, columns = strides
     matrix = batch_offset(batch, sizes, steps).to(tl.int32)
     own = load_words(words, matrix, strips, lines, row, col, ROWS, COLS, PER, DESCRIBED, PAIRED)
