@@ -16,8 +16,9 @@ from torch import Tensor
 
 from . import scale_access
 from .clusters import Work
+from .epilogues.device import with_constants
 from .formats.packing import STRIP, block_columns
-from .kernels import order
+from .kernels import place
 from .kernels.numerics import cast
 from .launch import Binding, described, epilogue_arguments, epilogue_of, storable
 from .packed_access import PackedAccess, asm_of, unpacker
@@ -148,13 +149,14 @@ class SpecializedBinding(Binding):
         self.grid = (self.work.programs, 1, 1)
         self.constants = {
             **(self._of_packed() if p.packing is not None else self._of_scaled()),
-            "ORDER": order.grouped,
+            "PLACE": dialect.in_gluon(place.whole_tile),
+            "TAIL_PLACE": dialect.in_gluon(place.tail_chunk),
             "EPILOGUE": dialect.in_gluon(epilogue_of(p)),
             "CAST": dialect.in_gluon(cast),
             "BLOCK_M": c.block_m,
             "BLOCK_N": c.block_n,
             "BLOCK_K": c.block_k,
-            "GROUP_M": c.group_m,
+            "BAND_M": c.group_m,
             "STAGES": c.num_stages,
             "SWAP": c.swap,
             "PAIRED": p.paired,
@@ -163,9 +165,7 @@ class SpecializedBinding(Binding):
             # Whatever M is, as the order of a sum depends on it.
             "ROTATE": c.block_m <= FEW,
             "TURNS": _turns(p, c),
-            # What M makes of a config is no other code: none of its tiles may happen to be cut.
-            "SPLIT": self.split is not None,
-            # Those of the first group; the compiler adds those of the others.
+            # Those of the first warpgroup; the compiler adds those of the others.
             "num_warps": 4,
         }
 
@@ -174,39 +174,31 @@ class SpecializedBinding(Binding):
 
         p = self.problem
         assert p.packing is not None
-        return {
-            "MULTIPLY": specialized.multiply_packed,
-            # Without waits: pieces that are unpacked under a product have registers of their own.
-            "FACT_0": dialect.in_gluon(unpacker(p.packing, p.b.dtype, asm_of(p), False)),
-            "FACT_1": 32 // p.packing.bits,
-            "FACT_2": p.packing.group,
-            "PER": 32 // p.packing.bits,
-            "GROUP": p.packing.group,
-        }
+        # Without waits: pieces that are unpacked under a product have registers of their own.
+        unpack = dialect.in_gluon(unpacker(p.packing, p.b.dtype, asm_of(p), False))
+        per, group = 32 // p.packing.bits, p.packing.group
+        multiply = with_constants(specialized.multiply_packed, UNPACK=unpack, PER=per, GROUP=group)
+        return {"MULTIPLY": dialect.in_gluon(multiply), "PER": per, "GROUP": group}
 
     def _of_scaled(self) -> dict[str, Any]:
-        from .kernels import specialized
+        from .kernels import dialect, specialized
 
         p = self.problem
         assert p.scales is not None
-        return {
-            "MULTIPLY": specialized.multiply_scaled,
-            "FACT_0": p.scales.a_every,
-            "FACT_1": p.scales.b_every,
-            "FACT_2": 0,
-            "PER": 0,
-            "GROUP": 0,
-        }
+        multiply = with_constants(
+            specialized.multiply_scaled, EVERY_M=p.scales.a_every, EVERY_N=p.scales.b_every
+        )
+        return {"MULTIPLY": dialect.in_gluon(multiply), "PER": 0, "GROUP": 0}
 
     def arguments(self, a: Tensor, b: Tensor, out: Tensor, *given: Any) -> list[Any]:
         """The kernel's run-time arguments, as for `Binding.arguments`."""
         p, c, w = self.problem, self.config, self.work
         belonging = given[0][len(given[0]) - len(p.shared) :]
-        partials, counters = (None, None) if self.split is None else self.workspace(a.device)
+        workspace = None if self.split is None else self.workspace(a.device)
         return [
             _descriptor(a, (p.M, p.K), (p.a.row, 1), (c.block_m, c.block_k), p.a.dtype),
-            self._b(b), self._out(out), self._extra(belonging), epilogue_arguments(p, 0, *given), partials, counters,
-            p.M, p.N, p.K, w.whole, w.cut, w.parts, w.chunk,
+            self._b(b), self._out(out), p.M, p.N, p.K, *w.units(c.block_k), (), self._step_args(belonging),
+            epilogue_arguments(p, 0, *given), workspace,
         ]  # fmt: skip
 
     def _b(self, tensor: Tensor) -> Any:
@@ -223,7 +215,7 @@ class SpecializedBinding(Binding):
         block = (min(c.block_m, piece), columns) if c.swap else (OWN, min(c.block_n, piece))
         return _descriptor(tensor, (p.M, p.out_n), (p.out.row, 1), block, p.out.dtype)
 
-    def _extra(self, belonging: Sequence[Any]) -> tuple[Any, ...]:
+    def _step_args(self, belonging: Sequence[Any]) -> tuple[Any, ...]:
         """What MULTIPLY takes besides the blocks."""
         p = self.problem
         if p.packing is None:
