@@ -147,7 +147,7 @@ class Work:
         return self.cut * self.parts * block_m * block_n
 
     def units(self, block_k: int) -> tuple[int, int, int, int]:
-        """The numbers that kernels take: whole tiles, units behind them, parts of a cut tile, elements of K in a part."""
+        """The numbers that kernels take: whole tiles, units behind them, parts of a cut tile, K in a part."""
         return self.whole, self.tail or self.cut * self.parts, self.parts, self.chunk * block_k
 
     def counters(self, ctas: int) -> int:

@@ -132,15 +132,15 @@ class _Access:
         if self.between is not None:
             if not self.described:
                 return access.load_strided_pairs
-            return access.load_described_pairs_transposed if self.transposed else access.load_described_pairs
+            return access.load_tma_pairs_transposed if self.transposed else access.load_tma_pairs
         if not self.described:
             return access.load_strided
-        return access.load_described_transposed if self.transposed else access.load_described
+        return access.load_tma_transposed if self.transposed else access.load_tma
 
     def store(self) -> Any:
         if not self.described:
             return access.store_strided
-        return access.store_described_transposed if self.transposed else access.store_described
+        return access.store_tma_transposed if self.transposed else access.store_tma
 
     def argument(self, tensor: Tensor, block_rows: int, block_cols: int) -> Any:
         if not self.described:

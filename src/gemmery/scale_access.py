@@ -49,7 +49,7 @@ def loader(load: Any, strides: int, step: int, of_columns: bool, paired: bool = 
 
 
 def step(problem: Problem) -> tuple[Any, Any]:
-    """The device functions that load the scales of a step along K and that add its scaled product; see `kernels.steps`."""
+    """LOAD_STEP and MULTIPLY of a scaled step along K, see `kernels.steps`."""
     assert problem.scales is not None
     load = with_constants(
         scales.load_scales,

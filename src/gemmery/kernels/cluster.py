@@ -149,7 +149,7 @@ def produce(
     # The parity before the first: what has not been used yet is free.
     phase = gl.to_tensor(1)
     for unit in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        row, col, end, first_k, last_k = locate(
+        row, col, _, first_k, last_k = locate(
             unit, state, shape, PLACE, LAYOUT, BLOCK_M, BLOCK_N, BAND_M, SHIFT, SPLIT
         )
         stage, phase = load(
@@ -157,16 +157,16 @@ def produce(
         )
     if TAIL > 1:
         for unit in range(gl.program_id(0), tail_units, gl.num_programs(0)):
-            row, col, end, first_k, last_k = locate(
+            row, col, _, first_k, last_k = locate(
                 unit, state, shape, TAIL_PLACE, LAYOUT, BLOCK_M, BLOCK_N, BAND_M, SHIFT, SPLIT
             )
             stage, phase = load(
                 a, b_tail, ring, row, col, first_k, last_k, stage, phase, BLOCK_K, STAGES, A_ROWS, B_ROWS, STREAM
-            )
+            )  # fmt: skip
     if SPLIT:
         unit = gl.program_id(0)
         if unit < tail_units:
-            row, col, end, first_k, last_k = locate(
+            row, col, _, first_k, last_k = locate(
                 unit, state, shape, TAIL_PLACE, LAYOUT, BLOCK_M, BLOCK_N, BAND_M, SHIFT, SPLIT
             )
             stage, phase = load(
@@ -249,7 +249,7 @@ def consume(
         )
         acc, stage, phase = sum_steps(
             b, ring, first_k, last_k, stage, phase, MULTIPLY, ACC, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, A_ROWS, B_ROWS
-        )
+        )  # fmt: skip
         finish(acc, out, staged, args, (end, N), row, col, EPILOGUE, CAST, False, False)
     if TAIL > 1:
         WIDTH: gl.constexpr = BLOCK_N // TAIL
@@ -260,8 +260,9 @@ def consume(
                 unit, state, shape, TAIL_PLACE, LAYOUT, BLOCK_M, BLOCK_N, BAND_M, SHIFT, SPLIT
             )
             acc, stage, phase = sum_steps(
-                b_tail, ring, first_k, last_k, stage, phase, MULTIPLY, TAIL_ACC, BLOCK_M, WIDTH, BLOCK_K, STAGES, A_ROWS, B_ROWS
-            )
+                b_tail, ring, first_k, last_k, stage, phase, MULTIPLY, TAIL_ACC, BLOCK_M, WIDTH, BLOCK_K, STAGES,
+                A_ROWS, B_ROWS,
+            )  # fmt: skip
             finish(acc, out_tail, tail_staged, args, (end, N), row, col, EPILOGUE, CAST, False, False)
     if SPLIT:
         partials, semaphores = workspace
@@ -272,7 +273,7 @@ def consume(
             )
             acc, stage, phase = sum_steps(
                 b, ring, first_k, last_k, stage, phase, MULTIPLY, ACC, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, A_ROWS, B_ROWS
-            )
+            )  # fmt: skip
             tile = unit // parts
             semaphore = semaphores + tile * gl.num_ctas() + cta_rank()
             acc, done = combine(acc, tile, parts, partials, semaphore, last_to_arrive, 0, 1)

@@ -139,7 +139,7 @@ def finish(
             )  # fmt: skip
         if PREFETCH is not None and i + 2 < SUBTILES:
             next_col = (col + (i + 2) * WIDTH) // EACH
-            loaded += (PREFETCH(args, shape, sizes, batch, row, next_col, ROWS, WIDTH // EACH, WIDE),)
+            loaded += (PREFETCH(args, shape, sizes, batch, row, next_col, ROWS, WIDTH // EACH, WIDE),)  # type: ignore[assignment]
 
 
 @triton.jit(do_not_specialize=["M", "tiles", "part_k"])
@@ -158,7 +158,7 @@ def gemm_tiles(
 
     Args:
         b_rest, out_rest: b and out again, with descriptors for blocks of `REST_N` columns.
-        b_scales, b_shifts: what belongs to b where it is the words of packed numbers with scales, see `packed`, or None.
+        b_scales, b_shifts: what belongs to b where it is the words of packed numbers, see `packed`; or None.
         workspace: (partials, semaphores), or None where tiles are not cut.
     """
     shape = (M, N, K)
@@ -214,9 +214,7 @@ def walk(
             inputs, shape, sizes, place, LOAD_A, LOAD_B, LOAD_STEP, MULTIPLY, BLOCK_M // PARTS_M, BLOCK_N // PARTS_N,
             0, BLOCK_K, False, CHECK_K, WIDE, ACC, PRECISION, IMPRECISE_ACC,
         )  # fmt: skip
-        finish(
-            acc, output, shape, sizes, place, None, PREFETCH, EPILOGUE, STORE, OUT, WIDE, PAIRED, SUBTILES
-        )
+        finish(acc, output, shape, sizes, place, None, PREFETCH, EPILOGUE, STORE, OUT, WIDE, PAIRED, SUBTILES)
 
 
 @triton.jit(do_not_specialize=["M", "tiles", "tail_tiles", "cut", "strips"])

@@ -48,7 +48,9 @@ def load_partial(index, part, inside):
     Read past the first level of cache, which other multiprocessors' writes do not reach.
     """
     there = index + inside * 0 < part[2]
-    return tl.load(part[0] + partial_offset(index, part) + inside, mask=there, other=0.0, cache_modifier=".cg")
+    return tl.load(
+        part[0] + partial_offset(index, part) + inside, mask=there, other=0.0, cache_modifier=".cg"
+    )
 
 
 @triton.jit

@@ -19,9 +19,7 @@ from .order import grouped
 
 
 @triton.jit
-def whole_tile(
-    unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND_M: tl.constexpr
-):
+def whole_tile(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND_M: tl.constexpr):
     """Tile number `unit`, over all of K."""
     M, N, K = shape
     batch, tile_m, tile_n = grouped(unit, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), BAND_M)
@@ -29,9 +27,7 @@ def whole_tile(
 
 
 @triton.jit
-def split_tile(
-    unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND_M: tl.constexpr
-):
+def split_tile(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND_M: tl.constexpr):
     """Part `unit // tiles` of tile `unit % tiles`: `part_k` of K. `state` begins with (tiles, part_k)."""
     tiles, part_k = state[0], state[1]
     batch, row, col, end, _, K = whole_tile(unit % tiles, state, shape, BLOCK_M, BLOCK_N, BAND_M)
@@ -40,9 +36,7 @@ def split_tile(
 
 
 @triton.jit
-def inner_tile(
-    unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND_M: tl.constexpr
-):
+def inner_tile(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND_M: tl.constexpr):
     """Tile number `unit` of those that have all of their columns; `tail_tile` has the other columns."""
     M, N, K = shape
     batch, tile_m, tile_n = grouped(unit, tl.cdiv(M, BLOCK_M), N // BLOCK_N, BAND_M)
@@ -81,8 +75,8 @@ def tail_tile(
 
 @triton.jit
 def tail_columns(
-    unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND_M: tl.constexpr, PARTS_N: tl.constexpr
-):
+    unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND_M: tl.constexpr, PARTS_N: tl.constexpr,
+):  # fmt: skip
     """Some columns of a tile behind the whole ones, each of which is cut into `PARTS_N`.
 
     `state` begins with the number of whole tiles.
@@ -93,9 +87,7 @@ def tail_columns(
 
 
 @triton.jit
-def tail_chunk(
-    unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND_M: tl.constexpr
-):
+def tail_chunk(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND_M: tl.constexpr):
     """Part `unit % parts` of a tile behind the whole ones: `part_k` of K.
 
     `state` begins with (whole tiles, units behind them, parts, part_k).

@@ -1,8 +1,8 @@
 """What the kernels with a loading warp have in common: the ring of stages, and tiles cut along K between programs.
 
 Programs take whole tiles in turn. The tiles that would not fill a last wave may be cut along K into `parts`, one a
-program; see `clusters.Work`. Each partial sum is stored in a workspace, and the program that finishes its part of a tile
-last adds all of them up. The scheme is stream-K's (Osama et al., 2023, arXiv:2301.03598).
+program; see `clusters.Work`. Each partial sum is stored in a workspace, and the program that finishes its part of a
+tile last adds all of them up. The scheme is stream-K's (Osama et al., 2023, arXiv:2301.03598).
 
 The kernels' numbers are parameters of their own, since Triton makes a kernel for each of some values of those in
 tuples. Within a kernel they travel together: `shape` is (M, N, K), and PLACE's `state`, see `place`, is

@@ -58,7 +58,9 @@ def scales_of_columns(
         own = tl.load(start + (index // EVERY).to(tl.int64) * stride_row, mask=inside, other=0)
         return as_fp32(own)
     else:
-        return scales_of_rows(pointer, steps, stride_row, stride_k, sizes, batch, col, k, N, COLS, EVERY, BLOCK)
+        return scales_of_rows(
+            pointer, steps, stride_row, stride_k, sizes, batch, col, k, N, COLS, EVERY, BLOCK
+        )
 
 
 @triton.jit
@@ -66,7 +68,7 @@ def load_scales(
     args, shape, sizes, batch, row, col, k, ROWS: tl.constexpr, COLS: tl.constexpr, STEP: tl.constexpr,
     EVERY_M: tl.constexpr, EVERY_N: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
-    """The scales of a step's rows and columns, see `steps`; `EVERY_M` rows of A and `EVERY_N` columns of B share one."""
+    """The scales of a step's rows and columns, see `steps`; `EVERY_M` rows of A or `EVERY_N` columns of B share one."""
     at_a, steps_a, row_a, k_a, at_b, steps_b, row_b, k_b = args
     M, N, _ = shape
     left = scales_of_rows(at_a, steps_a, row_a, k_a, sizes, batch, row, k, M, ROWS, EVERY_M, STEP)

@@ -13,8 +13,8 @@ stage two barriers. `full` is complete when all blocks have arrived, `free` when
 MULTIPLY is the K loop of a warpgroup,
 
     multiply(
-        ring, step_args, shape, row, col, first_k, last_k, stage, phase, WARPGROUP, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PAIRED,
-        TURNS,
+        ring, step_args, shape, row, col, first_k, last_k, stage, phase, WARPGROUP, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+        PAIRED, TURNS,
     ) -> (acc, stage, phase)
 
 from `first_k` to `last_k`; `multiply_packed` and `multiply_scaled` are made into it by fixing their last parameters.
@@ -543,8 +543,8 @@ def consume(
         if unit < tail_units:
             _, row, col, end, first_k, last_k = TAIL_PLACE(unit, state, shape, BLOCK_M, BLOCK_N, BAND_M)
             acc, stage, phase = MULTIPLY(
-                ring, step_args, (end, N, K), row, col, first_k, last_k, stage, phase, WARPGROUP, BLOCK_M, BLOCK_N, BLOCK_K,
-                STAGES, PAIRED, TURNS,
+                ring, step_args, (end, N, K), row, col, first_k, last_k, stage, phase, WARPGROUP, BLOCK_M, BLOCK_N,
+                BLOCK_K, STAGES, PAIRED, TURNS,
             )  # fmt: skip
             if TURNS:
                 acc, parity = joined(acc, meeting, parity, WARPGROUP)

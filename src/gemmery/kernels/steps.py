@@ -20,9 +20,7 @@ from .numerics import dot
 
 
 @triton.jit
-def add_product(
-    x, y, acc, loaded, SWAP: tl.constexpr, PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr
-):
+def add_product(x, y, acc, loaded, SWAP: tl.constexpr, PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr):
     """`acc + x @ y`, or with `SWAP` its transpose."""
     first = y.T if SWAP else x
     second = x.T if SWAP else y
