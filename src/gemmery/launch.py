@@ -407,7 +407,7 @@ class Binding:
             constants["TAIL_SUBTILES"] = self.tail_subtiles
             constants["CHECK_TAIL_K"] = p.K == 0 or p.K % c.tail_k != 0
         else:
-            constants["PLACE"] = place.whole_tile if self.split is None else place.split_tile
+            constants["PLACE"] = place.single_tile if self.split is None else place.split_tile
             constants["REST_N"] = self.rest_n
             constants["SWAP"] = c.swap
         return constants

@@ -27,6 +27,16 @@ def whole_tile(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 
 
 @triton.jit
+def single_tile(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND_M: tl.constexpr):
+    """Tile number `unit`, over all of K, where each program has one. `state` begins with the number of tiles.
+
+    The remainder is `unit` itself. Without it ptxas allocates registers otherwise, and spills some of a tf32 kernel's
+    for sm_80.
+    """
+    return whole_tile(unit % state[0], state, shape, BLOCK_M, BLOCK_N, BAND_M)
+
+
+@triton.jit
 def split_tile(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND_M: tl.constexpr):
     """Part `unit // tiles` of tile `unit % tiles`: `part_k` of K. `state` begins with (tiles, part_k)."""
     tiles, part_k = state[0], state[1]
