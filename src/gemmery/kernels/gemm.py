@@ -47,7 +47,6 @@ def sum_steps(
     # Without a rest there is nothing to carry; a small constant takes its place.
     REST: tl.constexpr = REST_N if REST_N > 0 else 1
     rest = tl.zeros((REST, BLOCK_M) if SWAP else (BLOCK_M, REST), ACC)
-    last_k = tl.maximum(last_k, 1)
     # Were the loop possibly empty, its way around would join the accumulators while wgmma still writes them, and the
     # assembler would then wait for every single one.
     tl.assume(first_k < last_k)

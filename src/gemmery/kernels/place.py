@@ -9,7 +9,7 @@ K. `state` is the kernel's numbers of units, as each kernel's docstring lists th
 run-time arguments, `place_args`, which may hold pointers. `shape` is (M, N, K), tiles are of `BLOCK_M` by `BLOCK_N`,
 and `BAND_M` is the height of a tile band, see `order`.
 
-A unit's range of K is not empty, unless K is 0.
+A unit's range of K is never empty: where K is 0 it ends at 1, and loaders give zeros for it.
 """
 
 import triton
@@ -23,7 +23,7 @@ def whole_tile(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     """Tile number `unit`, over all of K."""
     M, N, K = shape
     batch, tile_m, tile_n = grouped(unit, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), BAND_M)
-    return batch, tile_m * BLOCK_M, tile_n * BLOCK_N, M, 0, K
+    return batch, tile_m * BLOCK_M, tile_n * BLOCK_N, M, 0, tl.maximum(K, 1)
 
 
 @triton.jit
@@ -40,9 +40,9 @@ def single_tile(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 def split_tile(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND_M: tl.constexpr):
     """Part `unit // tiles` of tile `unit % tiles`: `part_k` of K. `state` begins with (tiles, part_k)."""
     tiles, part_k = state[0], state[1]
-    batch, row, col, end, _, K = whole_tile(unit % tiles, state, shape, BLOCK_M, BLOCK_N, BAND_M)
+    batch, row, col, end, _, _ = whole_tile(unit % tiles, state, shape, BLOCK_M, BLOCK_N, BAND_M)
     first_k = unit // tiles * part_k
-    return batch, row, col, end, first_k, min(first_k + part_k, K)
+    return batch, row, col, end, first_k, min(first_k + part_k, shape[2])
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def inner_tile(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     """Tile number `unit` of those that have all of their columns; `tail_tile` has the other columns."""
     M, N, K = shape
     batch, tile_m, tile_n = grouped(unit, tl.cdiv(M, BLOCK_M), N // BLOCK_N, BAND_M)
-    return batch, tile_m * BLOCK_M, tile_n * BLOCK_N, M, 0, K
+    return batch, tile_m * BLOCK_M, tile_n * BLOCK_N, M, 0, tl.maximum(K, 1)
 
 
 @triton.jit
@@ -80,7 +80,7 @@ def tail_tile(
         part_m = strip % PARTS_M
         part_n = (unit - cut * PARTS) % strips
     row = tile_m * BLOCK_M + part_m * (BLOCK_M // PARTS_M)
-    return batch, row, tile_n * BLOCK_N + part_n * (BLOCK_N // PARTS_N), M, 0, K
+    return batch, row, tile_n * BLOCK_N + part_n * (BLOCK_N // PARTS_N), M, 0, tl.maximum(K, 1)
 
 
 @triton.jit
@@ -104,6 +104,6 @@ def tail_chunk(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     """
     parts, part_k = state[2], state[3]
     tile = state[0] + unit // parts
-    batch, row, col, end, _, K = whole_tile(tile, state, shape, BLOCK_M, BLOCK_N, BAND_M)
+    batch, row, col, end, _, _ = whole_tile(tile, state, shape, BLOCK_M, BLOCK_N, BAND_M)
     first_k = unit % parts * part_k
-    return batch, row, col, end, first_k, min(first_k + part_k, K)
+    return batch, row, col, end, first_k, min(first_k + part_k, shape[2])
