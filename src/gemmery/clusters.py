@@ -15,7 +15,9 @@ import torch
 import triton
 from torch import Tensor
 
-from .kernels import order
+from .epilogues.device import with_constants
+from .kernels import place
+from .kernels.numerics import cast
 from .launch import Binding, described, epilogue_arguments, epilogue_of, sorted_tensors, storable
 from .operands import Dense, Layout
 from .problem import Config, Problem
@@ -146,6 +148,10 @@ class Work:
         """Floats of workspace that cut tiles need."""
         return self.cut * self.parts * block_m * block_n
 
+    def units(self, block_k: int) -> tuple[int, int, int, int]:
+        """The numbers that kernels take: whole tiles, units behind them, parts of a cut tile, K in a part."""
+        return self.whole, self.tail or self.cut * self.parts, self.parts, self.chunk * block_k
+
     def counters(self, ctas: int) -> int:
         """Counters that cut tiles need."""
         return self.cut * ctas
@@ -182,18 +188,20 @@ class ClusterBinding(Binding):
         self.grid = (self.work.programs, 1, 1)
         self.cluster = bases(c.cluster_m, c.cluster_n)
         self.constants = {
-            "ORDER": order.grouped,
+            "PLACE": dialect.in_gluon(place.whole_tile),
+            "TAIL_PLACE": dialect.in_gluon(self._tail_place()),
+            "MULTIPLY": cluster.add_product,
             "EPILOGUE": dialect.in_gluon(epilogue_of(p)),
+            "CAST": dialect.in_gluon(cast),
             "BLOCK_M": c.block_m,
             "BLOCK_N": c.block_n,
             "BLOCK_K": c.block_k,
-            "GROUP_M": c.group_m,
+            "BAND_M": c.group_m,
             "STAGES": c.num_stages,
             "A_ROWS": p.a.col == 1,
             "B_ROWS": p.b.col == 1,
             # What M makes of a config is no other code: none of its tiles may happen to be cut.
             "TAIL": c.tail,
-            "SPLIT": self.split is not None,
             # The matrix that is added may be the output: what was stored there must not be read as such.
             "SHIFT": p.epilogue != "add_matrix",
             "STREAM": c.stream,
@@ -203,6 +211,12 @@ class ClusterBinding(Binding):
         if c.num_warps in _REGISTERS_AT_START:
             self.constants["maxnreg"] = _REGISTERS_AT_START[c.num_warps]
 
+    def _tail_place(self) -> Any:
+        """The device function that places what is behind the whole tiles."""
+        if self.split is not None:
+            return place.tail_chunk
+        return with_constants(place.tail_columns, PARTS_N=self.config.tail)
+
     def arguments(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> list[Any]:
         """The kernel's run-time arguments, as for `Binding.arguments`."""
         p, c, w = self.problem, self.config, self.work
@@ -211,13 +225,12 @@ class ClusterBinding(Binding):
         if c.tail > 1:
             columns = c.block_n // c.tail
             tail = (self._b(b, columns), self._out(out, columns))
-        partials, counters = (None, None) if self.split is None else self.workspace(a.device)
+        workspace = None if self.split is None else self.workspace(a.device)
         return [
             self._described(p.a, a, (p.M, p.K), (c.block_m, c.block_k), (0, None)),
             self._b(b, c.block_n),
             self._out(out, c.block_n // 2 if c.split_store else c.block_n),
-            *tail, epilogue_arguments(p, c.block_n, extras, numbers), partials, counters,
-            p.M, p.N, p.K, w.whole, w.tail, w.cut, w.parts, w.chunk,
+            *tail, p.M, p.N, p.K, *w.units(c.block_k), (), epilogue_arguments(p, c.block_n, extras, numbers), workspace,
         ]  # fmt: skip
 
     def _b(self, tensor: Tensor, columns: int) -> Any:

@@ -15,15 +15,15 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from .dtypes import FP8, accumulator
-from .epilogues.device import function
+from .dtypes import FP8
+from .epilogues.device import function, with_constants
 from .epilogues.results import Results
 from .epilogues.table import TYPES
-from .kernels import epilogues, gemm, order
+from .kernels import epilogues, gemm, place
 from .kernels import operands as access
 from .kernels import pointwise as kernels_pointwise
 from .layout import fold_blocks
-from .operands import DenseAccess, Layout, Scaled, Traced
+from .operands import DenseAccess, Layout, Traced
 from .operands.base import negated
 from .operands.scalars import parts, traced_arguments
 from .problem import Config, Problem
@@ -127,8 +127,8 @@ def spans(problem: Problem, config: Config) -> bool:
     return main_n >= problem.N and not rest_n and config.tail == 1
 
 
-def _pieces(problem: Problem, config: Config) -> int:
-    """In how many pieces the epilogue and the store of a block come."""
+def _subtiles(problem: Problem, config: Config) -> int:
+    """In how many subtiles the epilogue and the store of a block come."""
     if not config.split_store or problem.b.by_steps or (problem.fusion is not None and problem.fusion.whole):
         return 1
     if problem.paired:
@@ -174,9 +174,9 @@ class Binding:
         # A tensor that stands in for an output has strides of 0, which no descriptor takes.
         stored = by_descriptor and storable(p.out, p.M, p.out_n, p.batch)
         self.out = DenseAccess(p.out, p.M, p.out_n, p.batch, stored)
-        self.pieces = _pieces(p, c)
+        self.subtiles = _subtiles(p, c)
         # A small tile has half the columns.
-        self.tail_pieces = 2 if self.pieces == 4 and c.block_n // c.tail_n >= 64 else 1
+        self.tail_subtiles = 2 if self.subtiles == 4 and c.block_n // c.tail_n >= 64 else 1
         self.waves = Waves.of(p, c)
         self.split = Split.of(p, c)
         parts = self.split.parts if self.split else 1
@@ -206,12 +206,14 @@ class Binding:
 
     def _constants(self) -> dict[str, Any]:
         p, c = self.problem, self.config
-        ahead, epilogue = phases(p)
+        prefetch, epilogue = phases(p)
+        load_step, multiply = p.b.k_step(p)
         constants: dict[str, Any] = {
-            "ORDER": order.grouped,
             "LOAD_A": self.a.loader(),
             "LOAD_B": self.b.loader(),
-            "AHEAD": ahead,
+            "LOAD_STEP": load_step,
+            "MULTIPLY": multiply,
+            "PREFETCH": prefetch,
             "EPILOGUE": epilogue,
             "STORE": access.store_nothing
             if p.fusion is not None and not p.fusion.stores
@@ -219,12 +221,12 @@ class Binding:
             "BLOCK_M": c.block_m,
             "BLOCK_N": self.main_n,
             "BLOCK_K": c.block_k,
-            "GROUP_M": c.group_m,
-            "PIECES": self.pieces,
+            "BAND_M": c.group_m,
+            "EPILOGUE_SUBTILES": self.subtiles,
             "PAIRED": p.paired,
             "CHECK_K": p.K == 0 or p.K % c.block_k != 0,
             "WIDE": self._wide(),
-            "ACC": _TL[accumulator(p.a.dtype)],
+            "ACC": _TL[p.summed],
             "OUT": _TL[p.out.dtype],
             "PRECISION": p.precision,
             "IMPRECISE_ACC": min(PROMOTE_EVERY, c.block_k) if promotes(p) else -1,
@@ -232,22 +234,26 @@ class Binding:
             "num_stages": c.num_stages,
         }
         if self.persistent:
+            constants["PLACE"] = place.whole_tile if c.tail == 1 else place.inner_tile
+            constants["TAIL_PLACE"] = self._tail_place()
             constants["FLATTEN"] = c.loader == "descriptor"
             constants["TAIL_M"] = c.tail_m
             constants["TAIL_N"] = c.tail_n
             constants["TAIL_K"] = c.tail_k
-            constants["TAIL_PIECES"] = self.tail_pieces
+            constants["TAIL_SUBTILES"] = self.tail_subtiles
             constants["CHECK_TAIL_K"] = p.K == 0 or p.K % c.tail_k != 0
         else:
+            constants["PLACE"] = place.single_tile if self.split is None else place.split_tile
             constants["REST_N"] = self.rest_n
             constants["SWAP"] = c.swap
-            constants["SPLIT_K"] = self.split is not None
-            constants["PACKED"] = p.b.is_packed
-            shared = (0, 0)
-            if isinstance(p.a, Scaled) and isinstance(p.b, Scaled) and p.b.by_steps:
-                shared = p.a.every, p.b.every
-            constants["SHARED_M"], constants["SHARED_N"] = shared
         return constants
+
+    def _tail_place(self) -> Any:
+        """The device function that places small tiles, or None where there are none."""
+        c = self.config
+        if c.tail == 1:
+            return None
+        return with_constants(place.tail_tile, PARTS_M=c.tail_m, PARTS_N=c.tail_n)
 
     def arguments(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> list[Any]:
         """The kernel's run-time arguments for tensors laid out as the problem says.
@@ -264,35 +270,30 @@ class Binding:
             self.out.argument((out,), c.block_m, self._stored(self.main_n)),
         ]
         own = numbers[len(numbers) - p.a.numbers :]
-        common = [
-            epilogue_arguments(p, self.slot, extras, numbers),
-            p.M, p.N, p.K, p.batch, (*self.a.strides, *self.a.behind_strides(a, own)),
-            (*self.b.strides, *self.b.behind_strides(b, ())), self.out.strides, waves.tiles,
-        ]  # fmt: skip
+        strides = [
+            (*self.a.strides, *self.a.behind_strides(a, own)),
+            (*self.b.strides, *self.b.behind_strides(b, ())),
+            self.out.strides,
+        ]
+        sizes = [p.M, p.N, p.K, p.batch, *strides]
+        step_args = (*self.a.step_scales(a), *self.b.step_scales(b))
+        epilogue_args = epilogue_arguments(p, self.slot, extras, numbers)
         if self.persistent:
-            return [
-                *matrices,
-                *self._tail_arguments(a, b, out),
-                *common,
-                waves.cut,
-                waves.strips,
-                waves.parts,
-            ]
+            tail = self._tail_arguments(a, b, out)
+            units = [waves.tiles, waves.parts, waves.cut, waves.strips]
+            return [*matrices, *tail, *sizes, *units, (), step_args, epilogue_args]
         rest = [None, None]
         if self.rest_n:
             columns = self.rest_n // 2 if p.paired else self.rest_n
             rest = [
                 self.b.argument(b, c.block_k, self.rest_n), self.out.argument((out,), c.block_m, columns),
             ]  # fmt: skip
-        shared = [*self.b.group_params(b, c.block_k, c.block_n), self._step_scales(a, b)]
-        parts: list[Any] = [0, None, None]
+        group_params = self.b.group_params(b, c.block_k, c.block_n)
+        part_k, workspace = 0, None
         if self.split is not None:
-            parts = [self.split.length, *self.workspace(out.device)]
-        return [*matrices, *rest, *shared, *common, *parts]
-
-    def _step_scales(self, a: Sequence[Any], b: Sequence[Any]) -> tuple[Any, ...] | None:
-        # Flat: Triton 3.6 fails on a nested tuple in which an integer is 1.
-        return (*self.a.step_scales(a), *self.b.step_scales(b)) or None
+            part_k, workspace = self.split.length, self.workspace(out.device)
+        units = [waves.tiles, part_k]
+        return [*matrices, *rest, *group_params, *sizes, *units, (), step_args, epilogue_args, workspace]
 
     @property
     def room(self) -> tuple[int, int]:
@@ -316,7 +317,7 @@ class Binding:
         return [
             self.a.argument(a, rows, c.tail_k),
             self.b.argument(b, c.tail_k, columns),
-            self.out.argument((out,), rows, columns // (2 if self.problem.paired else self.tail_pieces)),
+            self.out.argument((out,), rows, columns // (2 if self.problem.paired else self.tail_subtiles)),
         ]
 
     @property
@@ -324,15 +325,15 @@ class Binding:
         """Columns of the narrowest block that an epilogue sees."""
         c = self.config
         wide = [
-            self.main_n // self.pieces,
+            self.main_n // self.subtiles,
             self.rest_n or self.main_n,
-            c.block_n // (c.tail_n * self.tail_pieces),
+            c.block_n // (c.tail_n * self.tail_subtiles),
         ]
         return min(wide) // (2 if self.problem.paired else 1)
 
     def _stored(self, columns: int) -> int:
         """Columns of the output that are stored at a time, of a block of so many columns of the product."""
-        return columns // (self.pieces * (2 if self.problem.paired else 1))
+        return columns // (self.subtiles * (2 if self.problem.paired else 1))
 
     def launch(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> None:
         """Launch on the current device and stream; arguments as for `arguments`."""

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from .clusters import Work
 from .dtypes import FP8
+from .epilogues.device import with_constants
 from .formats.packing import STRIP, block_columns
 from .formats.scaled import BLOCK
-from .kernels import order
+from .kernels import place
 from .kernels.numerics import cast
 from .launch import Binding, described, epilogue_arguments, epilogue_of, sorted_tensors, storable
 from .operands.packed import Packed, PackedAccess
@@ -153,13 +154,14 @@ class SpecializedBinding(Binding):
         self.grid = (self.work.programs, 1, 1)
         self.constants = {
             **(self._of_packed() if p.b.is_packed else self._of_scaled()),
-            "ORDER": order.grouped,
+            "PLACE": dialect.in_gluon(place.whole_tile),
+            "TAIL_PLACE": dialect.in_gluon(place.tail_chunk),
             "EPILOGUE": dialect.in_gluon(epilogue_of(p)),
             "CAST": dialect.in_gluon(cast),
             "BLOCK_M": c.block_m,
             "BLOCK_N": c.block_n,
             "BLOCK_K": c.block_k,
-            "GROUP_M": c.group_m,
+            "BAND_M": c.group_m,
             "STAGES": c.num_stages,
             "SWAP": c.swap,
             "PAIRED": p.paired,
@@ -168,9 +170,7 @@ class SpecializedBinding(Binding):
             # Whatever M is, as the order of a sum depends on it.
             "ROTATE": c.block_m <= FEW,
             "TURNS": _turns(p, c),
-            # What M makes of a config is no other code: none of its tiles may happen to be cut.
-            "SPLIT": self.split is not None,
-            # Those of the first group; the compiler adds those of the others.
+            # Those of the first warpgroup; the compiler adds those of the others.
             "num_warps": 4,
         }
 
@@ -180,41 +180,29 @@ class SpecializedBinding(Binding):
         b = self.problem.b
         assert isinstance(b, Packed)
         assert isinstance(self.b, PackedAccess)
-        return {
-            "MULTIPLY": specialized.multiply_packed,
-            # Without waits: pieces that are unpacked under a product have registers of their own.
-            "FACT_0": dialect.in_gluon(self.b.unpacker(waits=False)),
-            "FACT_1": 32 // b.packed_bits,
-            "FACT_2": b.group,
-            "PER": 32 // b.packed_bits,
-            "GROUP": b.group,
-        }
+        # Without waits: pieces that are unpacked under a product have registers of their own.
+        unpack, per = dialect.in_gluon(self.b.unpacker(waits=False)), 32 // b.packed_bits
+        multiply = with_constants(specialized.multiply_packed, UNPACK=unpack, PER=per, GROUP=b.group)
+        return {"MULTIPLY": dialect.in_gluon(multiply), "PER": per, "GROUP": b.group}
 
     def _of_scaled(self) -> dict[str, Any]:
-        from .kernels import specialized
+        from .kernels import dialect, specialized
 
         a, b = self.problem.a, self.problem.b
         assert isinstance(a, Scaled)
         assert isinstance(b, Scaled)
-        return {
-            "MULTIPLY": specialized.multiply_scaled,
-            "FACT_0": a.every,
-            "FACT_1": b.every,
-            "FACT_2": 0,
-            "PER": 0,
-            "GROUP": 0,
-        }
+        multiply = with_constants(specialized.multiply_scaled, EVERY_M=a.every, EVERY_N=b.every)
+        return {"MULTIPLY": dialect.in_gluon(multiply), "PER": 0, "GROUP": 0}
 
     def arguments(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> list[Any]:
         """The kernel's run-time arguments, as for `Binding.arguments`."""
         p, c, w = self.problem, self.config, self.work
         a, b, out, extras = sorted_tensors(p, tensors)
-        partials, counters = (None, None) if self.split is None else self.workspace(out.device)
+        workspace = None if self.split is None else self.workspace(out.device)
         return [
             _descriptor(a[0], (p.M, p.K), (p.a.row, 1), (c.block_m, c.block_k), p.a.dtype),
-            self._b(b), self._out(out), self._extra(a, b), epilogue_arguments(p, 0, extras, numbers),
-            partials, counters,
-            p.M, p.N, p.K, w.whole, w.cut, w.parts, w.chunk,
+            self._b(b), self._out(out), p.M, p.N, p.K, *w.units(c.block_k), (), self._step_args(a, b),
+            epilogue_arguments(p, 0, extras, numbers), workspace,
         ]  # fmt: skip
 
     def _b(self, tensors: Sequence[Any]) -> Any:
@@ -231,7 +219,7 @@ class SpecializedBinding(Binding):
         block = (min(c.block_m, piece), columns) if c.swap else (OWN, min(c.block_n, piece))
         return _descriptor(tensor, (p.M, p.out_n), (p.out.row, 1), block, p.out.dtype)
 
-    def _extra(self, a: Sequence[Any], b: Sequence[Any]) -> tuple[Any, ...]:
+    def _step_args(self, a: Sequence[Any], b: Sequence[Any]) -> tuple[Any, ...]:
         """What MULTIPLY takes besides the blocks."""
         if not isinstance(self.b, PackedAccess):
             return (*self.a.step_scales(a), *self.b.step_scales(b))

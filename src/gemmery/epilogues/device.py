@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import linecache
+import re
 from typing import Any
 
 from .device_function import device_functions
@@ -55,6 +57,35 @@ def loader_with(source: str, arguments: int, load: Any) -> Any:
     given = "".join(f"a{i}, " for i in range(arguments))
     text = _LOADER.format(name=f"{load.__name__}_{made.__name__}", names=names, given=given)
     return compiled(text, {"LOAD": load, "FUNCTION": made, "as_type": as_type})
+
+
+@functools.lru_cache(1024)
+def with_constants(function: Any, **constants: Any) -> Any:
+    """A device function of which some constexpr parameters are fixed: to numbers, or to other device functions.
+
+    What is passed to a kernel has the signature that the kernel knows, and no more parameters.
+    """
+    import triton.language as tl
+
+    parameters = inspect.signature(function.fn).parameters
+    taken = [
+        name + ": tl.constexpr" * (x.annotation is tl.constexpr)
+        for name, x in parameters.items()
+        if name not in constants
+    ]
+    space = {name: value for name, value in constants.items() if hasattr(value, "fn")}
+    given = [name if name in space else repr(constants.get(name, _Name(name))) for name in parameters]
+    words = [function.__name__, *[getattr(x, "__name__", str(x)) for x in constants.values()]]
+    name = re.sub(r"\W", "_", "_".join(words))
+    text = f"def {name}(\n    {', '.join(taken)}\n):\n    return FUNCTION({', '.join(given)})\n"
+    return compiled(text, {"FUNCTION": function, **space})
+
+
+class _Name(str):
+    """A name, which stands for itself in a text."""
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 def compiled(source: str, space: dict[str, Any]) -> Any:

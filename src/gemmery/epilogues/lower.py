@@ -762,8 +762,8 @@ def _finished(state: _Lowering, node: fx.Node) -> Program:
         if x.reduced is not None:
             for k, (part, neutral) in enumerate(x.reduced.parts):
                 state.lines.append(
-                    f"leave_rows(o{position + k}, t{position + k}, slot, shape, sizes, batch, row, col, {part}, "
-                    f"{state.constant(neutral)}, ROWS, COLS)"
+                    f"store_row_partials(o{position + k}, t{position + k}, slot, shape, sizes, batch, row, col, "
+                    f"{part}, {state.constant(neutral)}, ROWS, COLS)"
                 )
             places = tuple(range(position, position + len(x.reduced.parts)))
             outputs.append(Output(x.dtype, "", x.reduced, places, None, kept, False))
@@ -821,7 +821,7 @@ def _unpacked(state: _Lowering, tensors: int) -> list[str]:
     inputs = [f"x{i}" for i in state.inputs] + [f"o{i}" for i in range(len(state.inputs), tensors)]
     strides = [f"s{i}" for i in state.inputs] + [f"t{i}" for i in range(len(state.inputs), tensors)]
     numbers = [f"n{i}" for i in state.numbers]
-    slots = ["slot"] if any("leave_rows" in line for line in state.lines) else []
+    slots = ["slot"] if any("store_row_partials" in line for line in state.lines) else []
     # Strides come one by one: Triton 3.6 fails on a tuple within a tuple in which an integer is 1.
     parts = [f"{name}_{part}" for name in strides for part in ("steps", "row", "col")]
     names = [*inputs, *parts, *numbers, *slots]

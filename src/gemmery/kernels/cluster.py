@@ -12,7 +12,7 @@ Within a CTA one warp issues the loads (`produce`) and the others multiply and s
 - `a_free` and `b_free`: one for each set of CTAs that hold the same block. All of them arrive there when they have used
   it, and the one that loads for the set waits for that.
 
-`work` says what there is to do, in whole numbers: (M, N, K, whole, tail, cut, parts, chunk), see `gemm_cluster`.
+`shape` and `state` say what there is to do, see `rings`.
 """
 
 from triton.experimental import gluon
@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from .rings import READ_ONCE, column_halves, combine, following, own_part
+from .rings import READ_ONCE, combine, finish, following
 
 
 @gluon.constexpr_function
@@ -82,8 +82,8 @@ def cta_rank():
 
 
 @gluon.jit
-def moved_up(row, M, LAYOUT: gl.constexpr, BLOCK_M: gl.constexpr, STRICT: gl.constexpr):
-    """The row at which a tile begins for this CTA, so that none of its own rows lies below the matrix, if M allows it.
+def moved_up(row, end, LAYOUT: gl.constexpr, BLOCK_M: gl.constexpr, STRICT: gl.constexpr):
+    """The row at which a tile begins for this CTA, so that none of its own rows lies behind `end`, if there are enough.
 
     TMA fills rows outside with zeros, at a tenth of the speed of loads. The rows that this CTA then has in common with
     one above it are computed and stored twice, with the same bits: they are summed in the same order, unless tiles are
@@ -93,32 +93,33 @@ def moved_up(row, M, LAYOUT: gl.constexpr, BLOCK_M: gl.constexpr, STRICT: gl.con
     above = 0
     for bit in gl.static_range(len(LAYOUT.cga_layout)):
         above += (cta_rank() >> bit & 1) * (LAYOUT.cga_layout[bit][0] * ROWS)
-    first = max(min(row + above, M - ROWS), row if STRICT else 0)
+    first = max(min(row + above, end - ROWS), row if STRICT else 0)
     return first - above
 
 
 @gluon.jit
-def corner(
-    tile, work, LAYOUT: gl.constexpr, ORDER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    GROUP_M: gl.constexpr, SPLIT: gl.constexpr, SHIFT: gl.constexpr,
+def locate(
+    unit, state, shape, PLACE: gl.constexpr, LAYOUT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    BAND_M: gl.constexpr, SHIFT: gl.constexpr, STRICT: gl.constexpr,
 ):  # fmt: skip
-    """Row and column at which a tile begins; with `SHIFT` the row may differ between the CTAs of a cluster."""
-    _, tile_m, tile_n = ORDER(tile, gl.cdiv(work[0], BLOCK_M), gl.cdiv(work[1], BLOCK_N), GROUP_M)
-    row = tile_m * BLOCK_M
+    """Where a unit begins, the end of its rows, and its range of K: row, col, end, first_k, last_k.
+
+    With `SHIFT` the row may differ between the CTAs of a cluster, see `moved_up`.
+    """
+    _, row, col, end, first_k, last_k = PLACE(unit, state, shape, BLOCK_M, BLOCK_N, BAND_M)
     if SHIFT:
-        row = moved_up(row, work[0], LAYOUT, BLOCK_M, SPLIT)
-    return row, tile_n * BLOCK_N
+        row = moved_up(row, end, LAYOUT, BLOCK_M, STRICT)
+    return row, col, end, first_k, last_k
 
 
 @gluon.jit
 def load(
-    a, b, ring, row, col, low, high, stage, phase, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    a, b, ring, row, col, first_k, last_k, stage, phase, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     A_ROWS: gl.constexpr, B_ROWS: gl.constexpr, STREAM: gl.constexpr,
 ):  # fmt: skip
-    """Loads the blocks of one tile, from step `low` to `high` along K, as far ahead as there are stages."""
+    """Loads the blocks of one tile, from `first_k` to `last_k`, as far ahead as there are stages."""
     a_blocks, b_blocks, full, a_free, b_free = ring
-    for step in range(low, high):
-        k = step * BLOCK_K
+    for k in range(first_k, last_k, BLOCK_K):
         mbarrier.wait(a_free.index(stage), phase)
         mbarrier.wait(b_free.index(stage), phase)
         arrived = full.index(stage)
@@ -137,61 +138,69 @@ def load(
 
 @gluon.jit
 def produce(
-    a, b, b_tail, ring, work, LAYOUT: gl.constexpr, ORDER: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
+    a, b, b_tail, ring, shape, state, PLACE: gl.constexpr, TAIL_PLACE: gl.constexpr, LAYOUT: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BAND_M: gl.constexpr, STAGES: gl.constexpr,
     A_ROWS: gl.constexpr, B_ROWS: gl.constexpr, TAIL: gl.constexpr, SPLIT: gl.constexpr, SHIFT: gl.constexpr,
     STREAM: gl.constexpr,
 ):  # fmt: skip
     """Loads what `consume` multiplies, in the same order."""
-    _, _, K, whole, tail, cut, parts, chunk = work
-    steps = gl.cdiv(K, BLOCK_K)
+    tiles, tail_units = state[0], state[1]
     stage = gl.to_tensor(0)
     # The parity before the first: what has not been used yet is free.
     phase = gl.to_tensor(1)
-    for tile in range(gl.program_id(0), whole, gl.num_programs(0)):
-        row, col = corner(tile, work, LAYOUT, ORDER, BLOCK_M, BLOCK_N, GROUP_M, SPLIT, SHIFT)
+    for unit in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        row, col, _, first_k, last_k = locate(
+            unit, state, shape, PLACE, LAYOUT, BLOCK_M, BLOCK_N, BAND_M, SHIFT, SPLIT
+        )
         stage, phase = load(
-            a, b, ring, row, col, 0, steps, stage, phase, BLOCK_K, STAGES, A_ROWS, B_ROWS, STREAM
+            a, b, ring, row, col, first_k, last_k, stage, phase, BLOCK_K, STAGES, A_ROWS, B_ROWS, STREAM
         )
     if TAIL > 1:
-        for part in range(gl.program_id(0), tail, gl.num_programs(0)):
-            row, col = corner(
-                whole + part // TAIL, work, LAYOUT, ORDER, BLOCK_M, BLOCK_N, GROUP_M, SPLIT, SHIFT
+        for unit in range(gl.program_id(0), tail_units, gl.num_programs(0)):
+            row, col, _, first_k, last_k = locate(
+                unit, state, shape, TAIL_PLACE, LAYOUT, BLOCK_M, BLOCK_N, BAND_M, SHIFT, SPLIT
             )
-            col += part % TAIL * (BLOCK_N // TAIL)
             stage, phase = load(
-                a, b_tail, ring, row, col, 0, steps, stage, phase, BLOCK_K, STAGES, A_ROWS, B_ROWS, STREAM
-            )
+                a, b_tail, ring, row, col, first_k, last_k, stage, phase, BLOCK_K, STAGES, A_ROWS, B_ROWS, STREAM
+            )  # fmt: skip
     if SPLIT:
-        tile, low, high = own_part(parts, chunk, steps)
-        if tile < cut:
-            row, col = corner(whole + tile, work, LAYOUT, ORDER, BLOCK_M, BLOCK_N, GROUP_M, SPLIT, SHIFT)
+        unit = gl.program_id(0)
+        if unit < tail_units:
+            row, col, _, first_k, last_k = locate(
+                unit, state, shape, TAIL_PLACE, LAYOUT, BLOCK_M, BLOCK_N, BAND_M, SHIFT, SPLIT
+            )
             stage, phase = load(
-                a, b, ring, row, col, low, high, stage, phase, BLOCK_K, STAGES, A_ROWS, B_ROWS, STREAM
+                a, b, ring, row, col, first_k, last_k, stage, phase, BLOCK_K, STAGES, A_ROWS, B_ROWS, STREAM
             )
 
 
 @gluon.jit
-def multiply(
-    b, ring, low, high, stage, phase, LAYOUT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, A_ROWS: gl.constexpr, B_ROWS: gl.constexpr,
+def add_product(x, y, acc):
+    """A step along K: begins to add the product of two blocks to the sum."""
+    return hopper.warpgroup_mma(x, y, acc, is_async=True)
+
+
+@gluon.jit
+def sum_steps(
+    b, ring, first_k, last_k, stage, phase, MULTIPLY: gl.constexpr, LAYOUT: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, A_ROWS: gl.constexpr, B_ROWS: gl.constexpr,
 ):  # fmt: skip
-    """The K loop: the sum of the products of a tile's blocks from step `low` to `high`, at least one."""
+    """The K loop: the sum of the products of a tile's blocks from `first_k` to `last_k`, at least one."""
     a_blocks, b_blocks, full, a_free, b_free = ring
     acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LAYOUT)
-    for step in range(low, high):
+    for k in range(first_k, last_k, BLOCK_K):
         mbarrier.wait(full.index(stage), phase)
         x = a_blocks.index(stage)
         y = b_blocks.index(stage).reinterpret(b.dtype, b.block_shape, b.layout)
         x = x if A_ROWS else x.permute((1, 0))
         y = y if B_ROWS else y.permute((1, 0))
-        acc = hopper.warpgroup_mma(x, y, acc, is_async=True)
+        acc = MULTIPLY(x, y, acc)
         # One product stays in flight, so the one before it is done with its blocks.
         acc = hopper.warpgroup_mma_wait(1, deps=[acc])
         # Computed, not kept from the last round: Triton 3.9 takes a variable that is set to another one for a constant.
         before = gl.where(stage == 0, STAGES - 1, stage - 1)
-        mbarrier.arrive(a_free.index(before), pred=step > low)
-        mbarrier.arrive(b_free.index(before), pred=step > low)
+        mbarrier.arrive(a_free.index(before), pred=k > first_k)
+        mbarrier.arrive(b_free.index(before), pred=k > first_k)
         stage, phase = following(stage, phase, STAGES)
     acc = hopper.warpgroup_mma_wait(0, deps=[acc])
     before = gl.where(stage == 0, STAGES - 1, stage - 1)
@@ -201,8 +210,8 @@ def multiply(
 
 
 @gluon.jit
-def take_ticket(counter, others):
-    """Counts this CTA in once all its threads are here, and says whether `others` came before it; see `rings`."""
+def last_to_arrive(semaphore, others):
+    """Counts this CTA once all its threads are here, and says whether `others` came before it; see `rings`."""
     layout: gl.constexpr = one_a_thread(gl.num_warps(), gl.num_ctas())
     gl.barrier()
     # Triton's own atomics answer to a whole cluster. Here the first thread of a CTA asks, and a sum tells the others.
@@ -210,101 +219,97 @@ def take_ticket(counter, others):
         "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; mov.u32 $0, 0;"
         "@p atom.add.acq_rel.gpu.global.u32 $0, [$1], 1; }",
         "=r,l",
-        [counter],
+        [semaphore],
         gl.distributed_type(gl.int32, [32 * gl.num_warps()], layout),
     )
     last = gl.sum(before, 0) == others
     if last:
-        gl.inline_asm("st.relaxed.gpu.global.u32 [$0], 0;", "l", [counter])
+        gl.inline_asm("st.relaxed.gpu.global.u32 [$0], 0;", "l", [semaphore])
     return last
 
 
 @gluon.jit
-def finish(acc, out, staged, args, work, row, col, EPILOGUE: gl.constexpr):
-    """Epilogue and store of a tile, in pieces as wide as the output's descriptor."""
-    if acc.shape[1] > out.block_shape[1]:
-        left, right = column_halves(acc)
-        finish(left, out, staged, args, work, row, col, EPILOGUE)
-        finish(right, out, staged, args, work, row, col + acc.shape[1] // 2, EPILOGUE)
-    else:
-        value = EPILOGUE(acc, args, (work[0], work[1]), (), 0, row, col, acc.shape[0], acc.shape[1], False)
-        block = staged.reinterpret(out.dtype, out.block_shape, out.layout)
-        tma.store_wait(0)
-        block.store(value.to(out.dtype))
-        hopper.fence_async_shared()
-        tma.async_store(out, [row, col], block)
-
-
-@gluon.jit
 def consume(
-    b, out, b_tail, out_tail, ring, args, partials, counters, work, ORDER: gl.constexpr, EPILOGUE: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
-    A_ROWS: gl.constexpr, B_ROWS: gl.constexpr, TAIL: gl.constexpr, SPLIT: gl.constexpr, SHIFT: gl.constexpr,
+    b, out, b_tail, out_tail, ring, args, workspace, shape, state, PLACE: gl.constexpr, TAIL_PLACE: gl.constexpr,
+    MULTIPLY: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr, BAND_M: gl.constexpr, STAGES: gl.constexpr, A_ROWS: gl.constexpr, B_ROWS: gl.constexpr,
+    TAIL: gl.constexpr, SPLIT: gl.constexpr, SHIFT: gl.constexpr,
 ):  # fmt: skip
     """Multiplies and stores: first whole tiles, then narrow ones or parts along K."""
-    _, _, K, whole, tail, cut, parts, chunk = work
+    N = shape[1]
+    tiles, tail_units, parts = state[0], state[1], state[2]
     LAYOUT: gl.constexpr = out.layout
     ACC: gl.constexpr = accumulator_layout(LAYOUT, BLOCK_M, BLOCK_N, gl.num_warps())
     staged = gl.allocate_shared_memory(out.dtype, out.block_shape, LAYOUT)
-    steps = gl.cdiv(K, BLOCK_K)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    for tile in range(gl.program_id(0), whole, gl.num_programs(0)):
-        row, col = corner(tile, work, LAYOUT, ORDER, BLOCK_M, BLOCK_N, GROUP_M, SPLIT, SHIFT)
-        acc, stage, phase = multiply(
-            b, ring, 0, steps, stage, phase, ACC, BLOCK_M, BLOCK_N, STAGES, A_ROWS, B_ROWS
+    for unit in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        row, col, end, first_k, last_k = locate(
+            unit, state, shape, PLACE, LAYOUT, BLOCK_M, BLOCK_N, BAND_M, SHIFT, SPLIT
         )
-        finish(acc, out, staged, args, work, row, col, EPILOGUE)
+        acc, stage, phase = sum_steps(
+            b, ring, first_k, last_k, stage, phase, MULTIPLY, ACC, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, A_ROWS, B_ROWS
+        )  # fmt: skip
+        finish(acc, out, staged, args, (end, N), row, col, EPILOGUE, CAST, False, False)
     if TAIL > 1:
-        PART: gl.constexpr = BLOCK_N // TAIL
-        PART_ACC: gl.constexpr = accumulator_layout(LAYOUT, BLOCK_M, PART, gl.num_warps())
-        for part in range(gl.program_id(0), tail, gl.num_programs(0)):
-            row, col = corner(
-                whole + part // TAIL, work, LAYOUT, ORDER, BLOCK_M, BLOCK_N, GROUP_M, SPLIT, SHIFT
+        WIDTH: gl.constexpr = BLOCK_N // TAIL
+        TAIL_ACC: gl.constexpr = accumulator_layout(LAYOUT, BLOCK_M, WIDTH, gl.num_warps())
+        tail_staged = staged.reinterpret(out_tail.dtype, out_tail.block_shape, out_tail.layout)
+        for unit in range(gl.program_id(0), tail_units, gl.num_programs(0)):
+            row, col, end, first_k, last_k = locate(
+                unit, state, shape, TAIL_PLACE, LAYOUT, BLOCK_M, BLOCK_N, BAND_M, SHIFT, SPLIT
             )
-            acc, stage, phase = multiply(
-                b_tail, ring, 0, steps, stage, phase, PART_ACC, BLOCK_M, PART, STAGES, A_ROWS, B_ROWS
-            )
-            finish(acc, out_tail, staged, args, work, row, col + part % TAIL * PART, EPILOGUE)
+            acc, stage, phase = sum_steps(
+                b_tail, ring, first_k, last_k, stage, phase, MULTIPLY, TAIL_ACC, BLOCK_M, WIDTH, BLOCK_K, STAGES,
+                A_ROWS, B_ROWS,
+            )  # fmt: skip
+            finish(acc, out_tail, tail_staged, args, (end, N), row, col, EPILOGUE, CAST, False, False)
     if SPLIT:
-        tile, low, high = own_part(parts, chunk, steps)
-        if tile < cut:
-            row, col = corner(whole + tile, work, LAYOUT, ORDER, BLOCK_M, BLOCK_N, GROUP_M, SPLIT, SHIFT)
-            acc, stage, phase = multiply(
-                b, ring, low, high, stage, phase, ACC, BLOCK_M, BLOCK_N, STAGES, A_ROWS, B_ROWS
+        partials, semaphores = workspace
+        unit = gl.program_id(0)
+        if unit < tail_units:
+            row, col, end, first_k, last_k = locate(
+                unit, state, shape, TAIL_PLACE, LAYOUT, BLOCK_M, BLOCK_N, BAND_M, SHIFT, SPLIT
             )
-            counter = counters + tile * gl.num_ctas() + cta_rank()
-            acc, done = combine(acc, tile, parts, partials, counter, take_ticket, 0, 1)
+            acc, stage, phase = sum_steps(
+                b, ring, first_k, last_k, stage, phase, MULTIPLY, ACC, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, A_ROWS, B_ROWS
+            )  # fmt: skip
+            tile = unit // parts
+            semaphore = semaphores + tile * gl.num_ctas() + cta_rank()
+            acc, done = combine(acc, tile, parts, partials, semaphore, last_to_arrive, 0, 1)
             if done:
-                finish(acc, out, staged, args, work, row, col, EPILOGUE)
+                finish(acc, out, staged, args, (end, N), row, col, EPILOGUE, CAST, False, False)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["M", "N", "K", "whole", "tail", "cut", "parts", "chunk"])
+@gluon.jit(do_not_specialize=["M", "N", "K", "tiles", "tail_units", "parts", "part_k"])
 def gemm_cluster(
-    a, b, out, b_tail, out_tail, args, partials, counters, M, N, K, whole, tail, cut, parts, chunk,
-    ORDER: gl.constexpr, EPILOGUE: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
-    A_ROWS: gl.constexpr, B_ROWS: gl.constexpr, TAIL: gl.constexpr, SPLIT: gl.constexpr, SHIFT: gl.constexpr,
-    STREAM: gl.constexpr,
+    a, b, out, b_tail, out_tail, M, N, K, tiles, tail_units, parts, part_k, place_args, args, workspace,
+    PLACE: gl.constexpr, TAIL_PLACE: gl.constexpr, MULTIPLY: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BAND_M: gl.constexpr, STAGES: gl.constexpr,
+    A_ROWS: gl.constexpr, B_ROWS: gl.constexpr, TAIL: gl.constexpr, SHIFT: gl.constexpr, STREAM: gl.constexpr,
 ):  # fmt: skip
-    """As many clusters as run at once, each taking every num_programs-th of the first `whole` tiles.
+    """As many clusters as run at once, each taking every num_programs-th of the first `tiles` tiles, which stay whole.
 
-    The other tiles, which would not fill a wave, are divided in one of two ways:
+    The other tiles, which would not fill a wave, are divided into `tail_units`, in one of two ways:
 
-    - `TAIL` above 1: into `tail` tiles of `BLOCK_N / TAIL` columns, for which `b_tail` and `out_tail` are b and out.
-    - `SPLIT`: along K, `cut` tiles in `parts` of `chunk` steps, one a program. `partials` has room for an fp32 tile a
-      part; `counters` are zeros, one a cut tile and CTA of a cluster, and zeros again afterwards.
+    - `TAIL` above 1: tiles of `BLOCK_N / TAIL` columns, for which `b_tail` and `out_tail` are b and out.
+    - With a workspace: along K, each tile in `parts` of `part_k`, one a program.
 
     Args:
         a, b, out: descriptors of blocks of a whole cluster. The CTAs divide those of `out`, which may be narrower than
             `BLOCK_N` and are then stored one after the other; those of `a` and `b` have the same bases, 0 along K.
-        args: the epilogue's.
+        place_args, args: run-time arguments of PLACE and TAIL_PLACE, and of the epilogue.
+        workspace: (partials, semaphores): memory for an fp32 tile a part, and zeros, one a cut tile and CTA of a
+            cluster, which are zeros again afterwards. None where no tile is cut along K.
+        CAST: `cast(value, dtype)` rounds what the epilogue returns.
         A_ROWS, B_ROWS: whether the columns of a (M, K) and of b (K, N) are adjacent, else their rows are.
         SHIFT: whether the last rows may be computed twice, see `moved_up`; not where an epilogue reads what is stored.
         STREAM: whether B is read once and leaves L2 first.
     """
-    work = (M, N, K, whole, tail, cut, parts, chunk)
+    shape = (M, N, K)
+    state = (tiles, tail_units, parts, part_k, place_args)
+    SPLIT: gl.constexpr = workspace is not None
     a_blocks = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_shape, a.layout)  # noqa: RUF005
     b_blocks = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_shape, b.layout)  # noqa: RUF005
     full = mbarrier.allocate_mbarrier(batch=STAGES)
@@ -321,15 +326,15 @@ def gemm_cluster(
             (
                 consume,
                 (
-                    b, out, b_tail, out_tail, ring, args, partials, counters, work, ORDER, EPILOGUE,
-                    BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, A_ROWS, B_ROWS, TAIL, SPLIT, SHIFT,
+                    b, out, b_tail, out_tail, ring, args, workspace, shape, state, PLACE, TAIL_PLACE, MULTIPLY,
+                    EPILOGUE, CAST, BLOCK_M, BLOCK_N, BLOCK_K, BAND_M, STAGES, A_ROWS, B_ROWS, TAIL, SPLIT, SHIFT,
                 ),
             ),
             (
                 produce,
                 (
-                    a, b, b_tail, ring, work, LAYOUT, ORDER,
-                    BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, A_ROWS, B_ROWS, TAIL, SPLIT, SHIFT, STREAM,
+                    a, b, b_tail, ring, shape, state, PLACE, TAIL_PLACE, LAYOUT, BLOCK_M, BLOCK_N, BLOCK_K, BAND_M,
+                    STAGES, A_ROWS, B_ROWS, TAIL, SPLIT, SHIFT, STREAM,
                 ),
             ),
         ],

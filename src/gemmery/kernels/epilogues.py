@@ -7,7 +7,7 @@ An epilogue has the signature
 `acc` is the block in the accumulator's type, `args` the epilogue's own tuple of pointers, strides and scalars, and
 the rest says where the block lies, as for the stores in `operands`. Beside it there may be
 
-    ahead(args, shape, sizes, batch, row, col, ROWS, COLS, WIDE) -> block
+    prefetch(args, shape, sizes, batch, row, col, ROWS, COLS, WIDE) -> block
 
 which loads something that the epilogue needs while other blocks are worked on; then it is given (args, block) for args.
 """

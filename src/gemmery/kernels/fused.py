@@ -1,4 +1,4 @@
-"""What traced epilogues are made of: how they reach their operands and leave results, and torch's functions in Triton.
+"""What traced epilogues are made of: loads of operands, stores of results, and torch's functions in Triton.
 
 An epilogue sees one block of the output, with the corner (row, col), of a matrix of `shape` = (M, columns). Operands
 come as a pointer with `strides` = (steps, stride_row, stride_col), see `operands`; a stride is 0 along a dimension that
@@ -79,11 +79,11 @@ def store_block(
 
 
 @triton.jit
-def leave_rows(
+def store_row_partials(
     x, strides, slot, shape, sizes, batch, row, col, value, NEUTRAL: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """What a block makes of its rows, (ROWS,), where it meets what other blocks made of them.
+    """Stores the block's partial row reduction, (ROWS,).
 
     There is a place for every `slot` columns of the output; others that a wide block covers get what changes nothing.
     """

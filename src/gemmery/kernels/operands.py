@@ -68,7 +68,7 @@ def load_strided(
 
 
 @triton.jit
-def load_described(
+def load_tma(
     x, shape, strides, sizes, batch, row, col,
     ROWS: tl.constexpr, COLS: tl.constexpr, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -80,7 +80,7 @@ def load_described(
 
 
 @triton.jit
-def load_described_transposed(
+def load_tma_transposed(
     x, shape, strides, sizes, batch, row, col,
     ROWS: tl.constexpr, COLS: tl.constexpr, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -131,7 +131,7 @@ def load_strided_pairs(
 
 
 @triton.jit
-def load_described_pairs(
+def load_tma_pairs(
     x, shape, strides, sizes, batch, row, col,
     ROWS: tl.constexpr, COLS: tl.constexpr, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -140,7 +140,7 @@ def load_described_pairs(
 
 
 @triton.jit
-def load_described_pairs_transposed(
+def load_tma_pairs_transposed(
     x, shape, strides, sizes, batch, row, col,
     ROWS: tl.constexpr, COLS: tl.constexpr, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -180,7 +180,7 @@ def store_nothing(
 
 
 @triton.jit
-def store_described(
+def store_tma(
     x,
     shape,
     strides,
@@ -201,7 +201,7 @@ def store_described(
 
 
 @triton.jit
-def store_described_transposed(
+def store_tma_transposed(
     x,
     shape,
     strides,

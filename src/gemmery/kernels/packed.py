@@ -1,9 +1,10 @@
 """Loaders of packed weights, with the signature of `operands`' loaders: a block comes as numbers in fp16 or bf16.
 
-`x` is (words, scales, shifts), each a pointer or a tensor descriptor, or None for what there is not; the matrix is
-(K, N), as products have it, and its words are of its transpose: (matrices, strips, lines, 32), see `formats.packing`.
-Scales and shifts are (matrices, groups, columns). `strides` is (steps, strips, lines, groups, columns): steps of the
-batch in matrices, negated, and the sizes just named.
+`x` is (words, scales, shifts), or the words alone where there are no scales, each a pointer or a tensor descriptor;
+shifts may be None. Scales and shifts are the group parameters, those of a quantisation group: of some rows of K. The
+matrix is (K, N), as products have it, and its words are of its transpose: (matrices, strips, lines, 32), see
+`formats.packing`. Scales and shifts are (matrices, groups, columns). `strides` is (steps, strips, lines, groups,
+columns): steps of the batch in matrices, negated, and the sizes just named.
 
 A loader is made for a format by `packed_access`, which gives these functions their last arguments. `unpack` also serves
 kernels that load the words in another way, see `specialized`.
@@ -20,7 +21,7 @@ from .operands import batch_offset
 @triton.jit
 def load_words(
     words, matrix, strips, lines, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, PER: tl.constexpr,
-    DESCRIBED: tl.constexpr, PAIRED: tl.constexpr,
+    TMA: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """The words of the block with corner (row, col), (strips, lines, 32).
 
@@ -29,7 +30,7 @@ def load_words(
     STRIPS: tl.constexpr = COLS // 16
     LINES: tl.constexpr = ROWS // (2 * PER)
     line = row // (2 * PER)
-    if DESCRIBED:
+    if TMA:
         if PAIRED:
             return words.load([0, col // 32, line, 0]).reshape(STRIPS, LINES, 32)
         else:
@@ -51,12 +52,12 @@ def load_words(
 
 
 @triton.jit
-def load_shared(
-    x, group, end, col, columns, GROUPS: tl.constexpr, COLS: tl.constexpr, DESCRIBED: tl.constexpr,
+def load_group_params(
+    x, group, end, col, columns, GROUPS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr,
     PAIRED: tl.constexpr,
 ):  # fmt: skip
-    """What groups share, (GROUPS, COLS) from group number `group` and column `col` on."""
-    if DESCRIBED:
+    """Group parameters, (GROUPS, COLS), from group number `group` and column `col` on."""
+    if TMA:
         if PAIRED:
             return x.load([group, 0, col // 2]).reshape(GROUPS, COLS)
         else:
@@ -76,11 +77,11 @@ def load_shared(
 
 
 @triton.jit
-def spread(shared, PART: tl.constexpr, PARTS: tl.constexpr, BLOCKS: tl.constexpr):
-    """What groups share, for each word, as far as it concerns one part of it: (groups, rows) as (rows, words)."""
-    GROUPS: tl.constexpr = shared.shape[0]
-    ROWS: tl.constexpr = shared.shape[1]
-    values = shared.T
+def spread(params, PART: tl.constexpr, PARTS: tl.constexpr, BLOCKS: tl.constexpr):
+    """Group parameters for each word, as far as they concern one part of it: (groups, rows) as (rows, words)."""
+    GROUPS: tl.constexpr = params.shape[0]
+    ROWS: tl.constexpr = params.shape[1]
+    values = params.T
     if GROUPS <= BLOCKS:
         EACH: tl.constexpr = 8 * BLOCKS // GROUPS
         values = tl.broadcast_to(values.reshape(ROWS, GROUPS, 1), (ROWS, GROUPS, EACH))
@@ -122,24 +123,24 @@ def number(
     DTYPE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """A number as `formats.tensor` defines it, times 2^-UNIT, of `x`, which is the code's times 2^-EXPONENT."""
-    factor = full_like(x, power(EXPONENT - UNIT), DTYPE)
+    multiplier = full_like(x, power(EXPONENT - UNIT), DTYPE)
     zero = full_like(x, -ZERO * power(-UNIT), DTYPE)
     if shift is None and (scale is None or scale.dtype == DTYPE):
         if scale is not None:
             # The same for many numbers.
-            factor = multiply(scale, factor, DTYPE, ASM)
+            multiplier = multiply(scale, multiplier, DTYPE, ASM)
             zero = multiply(scale, zero, DTYPE, ASM)
         if ZERO != 0:
-            return multiply_add(x, factor, zero, DTYPE, ASM)
+            return multiply_add(x, multiplier, zero, DTYPE, ASM)
         else:
-            return multiply(x, factor, DTYPE, ASM)
+            return multiply(x, multiplier, DTYPE, ASM)
     else:
         if shift is not None:
             SIGN: tl.constexpr = 1.0 if OFFSETS else -1.0
             shift = multiply(shift, full_like(x, SIGN * power(-UNIT), DTYPE), DTYPE, ASM)
             if not OFFSETS:
                 zero = shift
-        return scaled(multiply_add(x, factor, zero, DTYPE, ASM), scale, shift, OFFSETS, DTYPE, ASM)
+        return scaled(multiply_add(x, multiplier, zero, DTYPE, ASM), scale, shift, OFFSETS, DTYPE, ASM)
 
 
 @triton.jit
@@ -206,8 +207,8 @@ def unpack(
     """A block of words, (COLS, words of a row) as `of_rows` gives them, as numbers, (COLS, ROWS), times 2^-`unit_of`.
 
     Args:
-        scale, shift: what the block's groups share, in the form that `SPREAD` takes.
-        SPREAD: `SPREAD(shared, PART, PARTS, BLOCKS)` gives what concerns a part of each word, (COLS, words).
+        scale, shift: the block's group parameters, in the form that `SPREAD` takes.
+        SPREAD: `SPREAD(params, PART, PARTS, BLOCKS)` gives what concerns a part of each word, (COLS, words).
         DECODE: of `decoders`, for the kind of number CODE, whose bits lie in words as RUNS says.
         PER: numbers in a word.
         ZERO: code that stands for 0, where there are no zero points.
@@ -249,7 +250,7 @@ def of_rows(own, ROWS: tl.constexpr, COLS: tl.constexpr, PER: tl.constexpr):
 def load_packed(
     x, shape, strides, sizes, batch, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, CHECK_ROWS: tl.constexpr,
     CHECK_COLS: tl.constexpr, WIDE: tl.constexpr,
-    UNPACK: tl.constexpr, PER: tl.constexpr, GROUP: tl.constexpr, DESCRIBED: tl.constexpr, PAIRED: tl.constexpr,
+    UNPACK: tl.constexpr, PER: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """A block of a packed matrix.
 
@@ -259,24 +260,24 @@ def load_packed(
         UNPACK: `unpack`, made for the format.
         PER: numbers in a word.
         GROUP: rows (of K) that share a scale; 0 where none do.
-        DESCRIBED: whether x has descriptors.
+        TMA: whether x has tensor descriptors.
     """
     EVERY: tl.constexpr = GROUP if GROUP > 0 else ROWS
     GROUPS: tl.constexpr = ROWS // EVERY if ROWS > EVERY else 1
-    words, scales, shifts = x
+    words, scales, shifts = x if GROUP > 0 else (x, None, None)
     steps, strips, lines, groups, columns = strides
     matrix = batch_offset(batch, sizes, steps).to(tl.int32)
-    own = load_words(words, matrix, strips, lines, row, col, ROWS, COLS, PER, DESCRIBED, PAIRED)
+    own = load_words(words, matrix, strips, lines, row, col, ROWS, COLS, PER, TMA, PAIRED)
     group = matrix * groups + row // EVERY
     end = (matrix + 1) * groups
     scale = (
         None
         if scales is None
-        else load_shared(scales, group, end, col, columns, GROUPS, COLS, DESCRIBED, PAIRED)
+        else load_group_params(scales, group, end, col, columns, GROUPS, COLS, TMA, PAIRED)
     )
     shift = (
         None
         if shifts is None
-        else load_shared(shifts, group, end, col, columns, GROUPS, COLS, DESCRIBED, PAIRED)
+        else load_group_params(shifts, group, end, col, columns, GROUPS, COLS, TMA, PAIRED)
     )
     return UNPACK(of_rows(own, ROWS, COLS, PER), scale, shift, ROWS, COLS, spread).T

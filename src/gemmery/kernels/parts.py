@@ -1,12 +1,12 @@
-"""Cutting tiles along K, and adding their parts up within the same launch.
+"""Cutting tiles along K, and adding their partial sums up within the same launch.
 
-A program that has summed its part of a tile leaves it in a workspace and counts its arrival; the one that arrives last
-adds all parts and goes on as if it had computed the tile alone. Nobody waits. The parts are added in the order of K,
-whoever comes last, so that the result is always the same, and the counter is back at zero afterwards. The scheme of
-the counter is that of stream-K (Osama et al., 2023, arXiv:2301.03598).
+A program that has summed its part of a tile stores the partial sum in the workspace and counts itself at the tile's
+semaphore. The program that arrives last adds all partial sums and goes on as if it had computed the tile alone. Nobody
+waits. The partial sums are added in the order of K, whoever comes last, so the result is always the same. The semaphore
+is back at zero afterwards. The scheme of the semaphore is that of stream-K (Osama et al., 2023, arXiv:2301.03598).
 
-`place` is (part, parts, tile, tiles, pitch): which part of how many of which of how many tiles, and the number of
-elements for which a part has room.
+`part` is (partials, part, parts, tile, tiles, size): where partial sums are stored, which part of how many of which of
+how many tiles this is, and the number of elements of a partial sum.
 """
 
 import triton
@@ -14,67 +14,69 @@ import triton.language as tl
 
 
 @triton.jit
-def part_offset(part, place):
-    """Where the room of a part of the tile begins in the workspace."""
-    _, _, tile, tiles, pitch = place
-    return tl.cast(part * tiles + tile, tl.int64) * pitch
+def partial_offset(index, part):
+    """Where the partial sum of part number `index` of the tile begins in the workspace."""
+    _, _, _, tile, tiles, size = part
+    return tl.cast(index * tiles + tile, tl.int64) * size
 
 
 @triton.jit
-def leave_part(block, place, partials):
-    """Leave a part of a tile in the workspace."""
+def store_partial(block, part):
+    """Store the partial sum of this part of a tile in the workspace."""
     rows: tl.constexpr = block.shape[0]
     cols: tl.constexpr = block.shape[1]
     inside = tl.arange(0, rows)[:, None] * cols + tl.arange(0, cols)[None, :]
-    tl.store(partials + part_offset(place[0], place) + inside, block)
+    tl.store(part[0] + partial_offset(part[1], part) + inside, block)
 
 
 @triton.jit
-def arrive(place, arrivals):
+def last_to_arrive(semaphores, part):
     """Count this program's part; returns whether all others had arrived before."""
-    _, parts, tile, _, _ = place
+    _, _, parts, tile, _, _ = part
     # All threads' stores come before the one thread's release.
     tl.debug_barrier()
-    last = tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == parts - 1
+    last = tl.atomic_add(semaphores + tile, 1, sem="acq_rel") == parts - 1
     if last:
-        tl.store(arrivals + tile, 0)
+        tl.store(semaphores + tile, 0)
     return last
 
 
 @triton.jit
-def load_part(partials, part, place, inside):
-    """What another program left, or zeros where there is no such part.
+def load_partial(index, part, inside):
+    """What another program stored, or zeros where there is no such part.
 
     Read past the first level of cache, which other multiprocessors' writes do not reach.
     """
-    there = part + inside * 0 < place[1]
-    return tl.load(partials + part_offset(part, place) + inside, mask=there, other=0.0, cache_modifier=".cg")
+    there = index + inside * 0 < part[2]
+    return tl.load(
+        part[0] + partial_offset(index, part) + inside, mask=there, other=0.0, cache_modifier=".cg"
+    )
 
 
 @triton.jit
-def add_parts(block, place, partials, col, COLS: tl.constexpr):
-    """The sum of all parts, of which `block` is this program's: columns from `col` on of what `leave_part` left.
+def add_partials(block, part, col, COLS: tl.constexpr):
+    """The sum of all parts, of which `block` is this program's: columns from `col` on of what `store_partial` stored.
 
-    `COLS` is the width of the block that was left.
+    `COLS` is the width of the block that was stored.
     """
-    part, parts, _, _, _ = place
     rows: tl.constexpr = block.shape[0]
     cols: tl.constexpr = block.shape[1]
     inside = tl.arange(0, rows)[:, None] * COLS + col + tl.arange(0, cols)[None, :]
+    parts = part[2]
     if parts == 2:
         # A sum of two does not depend on their order, and this program still has one of them.
-        block += load_part(partials, 1 - part, place, inside)
+        block += load_partial(1 - part[1], part, inside)
     elif rows * cols <= 8192:
         # Small blocks leave registers for several loads in flight.
         block = tl.zeros((rows, cols), block.dtype)
         for i in range(0, parts, 4):
-            first = load_part(partials, i, place, inside)
-            second = load_part(partials, i + 1, place, inside)
-            third = load_part(partials, i + 2, place, inside)
-            fourth = load_part(partials, i + 3, place, inside)
+            first = load_partial(i, part, inside)
+            second = load_partial(i + 1, part, inside)
+            third = load_partial(i + 2, part, inside)
+            fourth = load_partial(i + 3, part, inside)
             block = block + first + second + third + fourth
     else:
         block = tl.zeros((rows, cols), block.dtype)
         for i in range(0, parts):
-            block += load_part(partials, i, place, inside)
+            block += load_partial(i, part, inside)
     return block

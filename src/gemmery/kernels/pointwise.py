@@ -23,5 +23,6 @@ def pointwise(
     col = block % across * BLOCK_N
     value = load_strided(x, (M, N), x_strides, sizes, batch, row, col, BLOCK_M, BLOCK_N, True, True, WIDE)
     finish_block(
-        as_type(value, ACC), out, args, M, N, sizes, out_strides, batch, row, col, EPILOGUE, STORE, OUT, WIDE, False
+        as_type(value, ACC), (out, out_strides, args), (M, N), sizes, batch, row, col, BLOCK_N, EPILOGUE, STORE, OUT,
+        WIDE,
     )  # fmt: skip

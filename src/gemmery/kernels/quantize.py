@@ -13,7 +13,7 @@ import triton.language as tl
 
 from .numerics import cast, widen
 from .operands import batch_offset
-from .scales import as_factor
+from .scales import as_fp32
 
 
 @triton.jit
@@ -85,7 +85,7 @@ def power_of(magnitude, EXPONENT: tl.constexpr):
     own = magnitude >> 23
     exponent = tl.where(own == 255, 255, tl.maximum(own - EXPONENT, 0))
     exponent = tl.where(magnitude == 0, 127, exponent).to(tl.uint8)
-    return exponent, as_factor(exponent)
+    return exponent, as_fp32(exponent)
 
 
 @triton.jit

@@ -1,13 +1,18 @@
 """What the kernels with a loading warp have in common: the ring of stages, and tiles cut along K between programs.
 
-Programs take whole tiles in turn. The tiles that would not fill a last wave may be cut along K, into `parts` of `chunk`
-steps each, one a program; see `clusters.Work`. Each is left in a workspace, and whoever finishes its part of a tile
-last adds all of them up. The scheme is stream-K's (Osama et al., 2023, arXiv:2301.03598).
+Programs take whole tiles in turn. The tiles that would not fill a last wave may be cut along K into `parts`, one a
+program; see `clusters.Work`. Each partial sum is stored in a workspace, and the program that finishes its part of a
+tile last adds all of them up. The scheme is stream-K's (Osama et al., 2023, arXiv:2301.03598).
+
+The kernels' numbers are parameters of their own, since Triton makes a kernel for each of some values of those in
+tuples. Within a kernel they travel together: `shape` is (M, N, K), and PLACE's `state`, see `place`, is
+(tiles, tail units, parts, part_k, place_args).
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from . import operands
 from .dialect import in_gluon
@@ -19,6 +24,9 @@ READ_ONCE = gl.constexpr(
     if hasattr(hopper, "CachePolicy")
     else None
 )
+
+# Names that differ between versions of Triton: these are of 3.6 and of later ones.
+_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 column_halves = in_gluon(operands.column_halves)
 beside = in_gluon(operands.beside)
@@ -39,16 +47,6 @@ def later(stage, phase, steps, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def own_part(parts, chunk, steps):
-    """This program's part of the tiles that are cut along K: the tile, the first step, and the one after the last.
-
-    Programs behind those that have a part are given a tile behind those that are cut.
-    """
-    low = gl.program_id(0) % parts * chunk
-    return gl.program_id(0) // parts, low, min(low + chunk, steps)
-
-
-@gluon.jit
 def offsets(acc, col, COLS: gl.constexpr):
     """Where the elements of a block lie, of a tile of `COLS` columns of which the block's are those from `col` on.
 
@@ -61,57 +59,104 @@ def offsets(acc, col, COLS: gl.constexpr):
 
 
 @gluon.jit
-def add_parts(acc, first, parts, partials, ROOM: gl.constexpr, col, COLS: gl.constexpr):
+def add_partials(acc, first, parts, partials, SIZE: gl.constexpr, col, COLS: gl.constexpr):
     """The sum of a tile's parts, of which `acc` is this program's, or of some columns of them.
 
     Args:
         first: the program that has the first part.
-        ROOM: floats that a program leaves.
+        SIZE: elements of a program's partial sum.
     """
     LAYOUT: gl.constexpr = acc.type.layout
     if acc.shape[1] > 64:
         # Some columns at a time: there are no registers for two whole tiles.
         left, right = column_halves(acc)
-        left = add_parts(left, first, parts, partials, ROOM, col, COLS)
-        right = add_parts(right, first, parts, partials, ROOM, col + acc.shape[1] // 2, COLS)
+        left = add_partials(left, first, parts, partials, SIZE, col, COLS)
+        right = add_partials(right, first, parts, partials, SIZE, col + acc.shape[1] // 2, COLS)
         return gl.convert_layout(beside(left, right), LAYOUT, assert_trivial=True)
     else:
         places = partials + offsets(acc, col, COLS)
         if parts == 2:
             # The sum of two is the same in either order.
             other = 2 * first + 1 - gl.program_id(0)
-            acc += gl.load(places + gl.cast(other, gl.int64) * ROOM, cache_modifier=".cg")
+            acc += gl.load(places + gl.cast(other, gl.int64) * SIZE, cache_modifier=".cg")
         else:
             acc = gl.zeros(acc.shape, gl.float32, LAYOUT)
             for each in range(first, first + parts):
-                acc += gl.load(places + gl.cast(each, gl.int64) * ROOM, cache_modifier=".cg")
+                acc += gl.load(places + gl.cast(each, gl.int64) * SIZE, cache_modifier=".cg")
         return acc
 
 
 @gluon.jit
 def combine(
-    acc, tile, parts, partials, counter, TAKE_TICKET: gl.constexpr, PIECE: gl.constexpr, PIECES: gl.constexpr
+    acc, tile, parts, partials, semaphore, LAST_TO_ARRIVE: gl.constexpr, PIECE: gl.constexpr, PIECES: gl.constexpr
 ):  # fmt: skip
     """Adds up a tile's parts, in order, in the program that finishes its part last; nobody waits.
 
-    Where warps of one program have a piece of the tile each, they do this on their own.
+    Where warpgroups of one program have a piece of the tile each, they do this on their own.
 
     Args:
         tile: its number among those that are cut.
-        counter: counts the parts that are done. 0 before, and afterwards.
-        TAKE_TICKET: `take_ticket(counter, others)` says whether `others` have been counted before, and then begins
-            again.
+        semaphore: counts the parts that are done. 0 before, and afterwards.
+        LAST_TO_ARRIVE: `last_to_arrive(semaphore, others)` counts a part, and says whether `others` came before it; if
+            so, it sets the semaphore back.
         PIECE, PIECES: which piece of how many `acc` is.
 
     Returns:
         The sum, and whether this is the program that has it.
     """
     COLS: gl.constexpr = acc.shape[1]
-    SIZE: gl.constexpr = acc.shape[0] * COLS
-    ROOM: gl.constexpr = PIECES * SIZE
-    own = partials + PIECE * SIZE
-    gl.store(own + gl.program_id(0).to(gl.int64) * ROOM + offsets(acc, 0, COLS), acc)
-    done = TAKE_TICKET(counter, parts - 1)
+    OWN: gl.constexpr = acc.shape[0] * COLS
+    SIZE: gl.constexpr = PIECES * OWN
+    own = partials + PIECE * OWN
+    gl.store(own + gl.program_id(0).to(gl.int64) * SIZE + offsets(acc, 0, COLS), acc)
+    done = LAST_TO_ARRIVE(semaphore, parts - 1)
     if done:
-        acc = add_parts(acc, tile * parts, parts, own, ROOM, 0, COLS)
+        acc = add_partials(acc, tile * parts, parts, own, SIZE, 0, COLS)
     return acc, done
+
+
+@gluon.jit
+def halves_beside(block):
+    """A block whose columns are of both halves by eights as one with the halves side by side; no number moves."""
+    rows: gl.constexpr = block.shape[0]
+    cols: gl.constexpr = block.shape[1]
+    left, right = block.reshape([rows, cols // 16, 2, 8]).permute((0, 1, 3, 2)).split()
+    return beside(left.reshape([rows, cols // 2]), right.reshape([rows, cols // 2]))
+
+
+@gluon.jit
+def finish(
+    acc, out, staged, args, shape, row, col, EPILOGUE: gl.constexpr, CAST: gl.constexpr, SWAP: gl.constexpr,
+    PAIRED: gl.constexpr,
+):  # fmt: skip
+    """Epilogue and store of a tile's accumulator, in subtiles as large as the output's descriptor takes them.
+
+    Args:
+        staged: shared memory for a subtile.
+        shape: (end of the rows, columns of the product, ...).
+        CAST: `cast(value, dtype)` rounds what the epilogue returns.
+        SWAP: whether the accumulator is transposed.
+        PAIRED: whether two columns of the product make one of the output; they are in the accumulator by eights.
+    """
+    DIM: gl.constexpr = 0 if SWAP else 1
+    if acc.shape[1] > out.block_type.shape[DIM]:
+        HALF: gl.constexpr = acc.shape[1] // 2
+        left, right = column_halves(acc)
+        finish(left, out, staged, args, shape, row, col, EPILOGUE, CAST, SWAP, PAIRED)
+        if SWAP:
+            finish(right, out, staged, args, shape, row + HALF, col, EPILOGUE, CAST, SWAP, PAIRED)
+        else:
+            finish(right, out, staged, args, shape, row, col + HALF, EPILOGUE, CAST, SWAP, PAIRED)
+    else:
+        block = acc.permute((1, 0)) if SWAP else acc
+        EACH: gl.constexpr = 2 if PAIRED else 1
+        if PAIRED:
+            block = halves_beside(block)
+        ROWS: gl.constexpr = block.shape[0]
+        COLS: gl.constexpr = block.shape[1] // EACH
+        own_col = col // EACH
+        value = EPILOGUE(block, args, (shape[0], shape[1] // EACH), (), 0, row, own_col, ROWS, COLS, False)
+        tma.store_wait(0)
+        staged.store(CAST(value, out.dtype))
+        hopper.fence_async_shared()
+        _store(out, [row, own_col], staged)

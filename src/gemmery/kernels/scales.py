@@ -1,13 +1,13 @@
-"""Factors that change along K: each step's product is multiplied by them before it is added to the sum.
+"""Block scales: scales that change along K, by which each step's product is multiplied before it is added to the sum.
 
 Where all of them are powers of two, loaders multiply the numbers themselves by them, in bf16; so a step can be longer
-than what shares a factor, and its product is one of bf16. That is exact as far as bf16 goes: a number of an operand
-below 2^-133 is 0, whatever the other operand's factor, and one from 2^128 on is infinite.
+than what shares a scale, and its product is one of bf16. That is exact as far as bf16 goes: a number of an operand
+below 2^-133 is 0, whatever the other operand's scale, and one from 2^128 on is infinite.
 
-`scales` is (pointer, steps, stride_row, stride_k) for A and then the same for B: the factor of row `i` for the columns
+`scales` is (pointer, steps, stride_row, stride_k) for A and then the same for B: the scale of row `i` for the columns
 `BLOCK` of K from `k` on is at `i // EVERY * stride_row + k // BLOCK * stride_k`; steps are those of the batch, negated.
-Loaders take those of their own matrix behind its strides, see `scale_access`.
-The scheme is DeepSeek-V3's (arXiv:2412.19437, section 3.3.2), whose activations have a factor for 1 x 128 elements and
+Loaders take those of their own matrix behind its strides, see `operands.scaled`.
+The scheme is DeepSeek-V3's (arXiv:2412.19437, section 3.3.2), whose activations have a scale for 1 x 128 elements and
 whose weights one for 128 x 128. Blocks of 32, with powers of two, are those of the OCP Microscaling formats (MX,
 specification 1.0).
 """
@@ -15,12 +15,12 @@ specification 1.0).
 import triton
 import triton.language as tl
 
-from .numerics import INTERPRETED, cast, widen
+from .numerics import INTERPRETED, cast, dot, widen
 from .operands import batch_offset
 
 
 @triton.jit
-def as_factor(scale):
+def as_fp32(scale):
     """A scale in fp32. One of 8 bits is the exponent of a power of two (e8m0), or 255 for NaN."""
     if scale.dtype == tl.uint8:
         bits = scale.to(tl.int32) << 23
@@ -31,11 +31,11 @@ def as_factor(scale):
 
 
 @triton.jit
-def factors(
+def scales_of_rows(
     pointer, steps, stride_row, stride_k, sizes, batch, row, k, rows, ROWS: tl.constexpr, EVERY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The factors of `ROWS` rows from `row` on: (ROWS,), or a single number where all of them share one."""
+    """The scales of `ROWS` rows from `row` on: (ROWS,), or a single number where all of them share one."""
     start = pointer + batch_offset(batch, sizes, steps) + tl.cast(k // BLOCK, tl.int64) * stride_k
     if EVERY % ROWS == 0 and EVERY >= ROWS:
         # The second half of a tile may begin behind the last column.
@@ -43,22 +43,50 @@ def factors(
     else:
         index = row + tl.arange(0, ROWS)
         own = tl.load(start + (index // EVERY).to(tl.int64) * stride_row, mask=index < rows, other=0)
-    return as_factor(own)
+    return as_fp32(own)
 
 
 @triton.jit
-def factors_of_columns(
+def scales_of_columns(
     pointer, steps, stride_row, stride_k, sizes, batch, col, k, N, COLS: tl.constexpr, EVERY: tl.constexpr,
     BLOCK: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
-    """The factors of a tile's columns of B; with `PAIRED` half of these are of its right half, as they are loaded."""
+    """The scales of a tile's columns of B; with `PAIRED` half of these are of its right half, as they are loaded."""
     if PAIRED:
         index, inside = columns_of(col, N, COLS, PAIRED)
         start = pointer + batch_offset(batch, sizes, steps) + tl.cast(k // BLOCK, tl.int64) * stride_k
         own = tl.load(start + (index // EVERY).to(tl.int64) * stride_row, mask=inside, other=0)
-        return as_factor(own)
+        return as_fp32(own)
     else:
-        return factors(pointer, steps, stride_row, stride_k, sizes, batch, col, k, N, COLS, EVERY, BLOCK)
+        return scales_of_rows(
+            pointer, steps, stride_row, stride_k, sizes, batch, col, k, N, COLS, EVERY, BLOCK
+        )
+
+
+@triton.jit
+def load_scales(
+    args, shape, sizes, batch, row, col, k, ROWS: tl.constexpr, COLS: tl.constexpr, STEP: tl.constexpr,
+    EVERY_M: tl.constexpr, EVERY_N: tl.constexpr, PAIRED: tl.constexpr,
+):  # fmt: skip
+    """The scales of a step's rows and columns, see `steps`; `EVERY_M` rows of A or `EVERY_N` columns of B share one."""
+    at_a, steps_a, row_a, k_a, at_b, steps_b, row_b, k_b = args
+    M, N, _ = shape
+    left = scales_of_rows(at_a, steps_a, row_a, k_a, sizes, batch, row, k, M, ROWS, EVERY_M, STEP)
+    right = scales_of_columns(at_b, steps_b, row_b, k_b, sizes, batch, col, k, N, COLS, EVERY_N, STEP, PAIRED)
+    return left, right
+
+
+@triton.jit
+def add_scaled_product(
+    x, y, acc, loaded, SWAP: tl.constexpr, PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr
+):
+    """`acc + x @ y * scales`, or with `SWAP` its transpose; `loaded` is what `load_scales` gives."""
+    left, right = loaded
+    PRODUCT: tl.constexpr = tl.int32 if x.dtype.is_int() else tl.float32
+    first = y.T if SWAP else x
+    second = x.T if SWAP else y
+    product = dot(first, second, tl.zeros(acc.shape, PRODUCT), PRECISION, IMPRECISE_ACC)
+    return acc + scaled(product, left, right, SWAP)
 
 
 @triton.jit
@@ -84,7 +112,7 @@ def columns_of(col, N, COLS: tl.constexpr, PAIRED: tl.constexpr):
 def powers(
     pointer, steps, stride_row, stride_k, sizes, batch, index, inside, k, K, COLS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Exponents of factors, bytes of e8m0, one for `STEP` of `COLS` columns of K from `k` on.
+    """Exponents of scales, bytes of e8m0, one for `STEP` of `COLS` columns of K from `k` on.
 
     Args:
         index, inside: a block's rows, and which of them there are.
@@ -119,24 +147,24 @@ def powers_of_columns(
 
 @triton.jit
 def rows_in_bf16(x, exponents):
-    """A block of fp8 numbers times their factors, powers of two: exact, but for what bf16 has no exponents for."""
+    """A block of fp8 numbers times their scales, powers of two: exact, but for what bf16 has no exponents for."""
     ROWS: tl.constexpr = x.shape[0]
     COLS: tl.constexpr = x.shape[1]
     STEPS: tl.constexpr = exponents.shape[1]
     numbers = widen(x) if INTERPRETED else x.to(tl.float32)
-    scaled = numbers.reshape(ROWS, STEPS, COLS // STEPS) * as_factor(exponents)[:, :, None]
-    return cast(scaled, tl.bfloat16).reshape(ROWS, COLS)
+    numbers = numbers.reshape(ROWS, STEPS, COLS // STEPS) * as_fp32(exponents)[:, :, None]
+    return cast(numbers, tl.bfloat16).reshape(ROWS, COLS)
 
 
 @triton.jit
 def columns_in_bf16(x, exponents):
-    """The same where factors are the columns'."""
+    """The same where scales are the columns'."""
     return rows_in_bf16(x.T, exponents).T
 
 
 @triton.jit
 def as_column(x):
-    """Factors of rows, to be multiplied with a block."""
+    """Scales of rows, to be multiplied with a block."""
     if x.type.is_block():
         return x[:, None]
     else:
@@ -145,7 +173,7 @@ def as_column(x):
 
 @triton.jit
 def as_row(x):
-    """Factors of columns."""
+    """Scales of columns."""
     if x.type.is_block():
         return x[None, :]
     else:
@@ -153,10 +181,10 @@ def as_row(x):
 
 
 @triton.jit
-def multiplied(part, left, right, SWAP: tl.constexpr):
-    """A step's product, (rows, columns) or with `SWAP` the other way round, times the factors of both."""
-    part = part.to(tl.float32)
+def scaled(product, left, right, SWAP: tl.constexpr):
+    """A step's product, (rows, columns) or with `SWAP` the other way round, times the scales of both."""
+    product = product.to(tl.float32)
     if SWAP:
-        return part * (as_row(left) * as_column(right))
+        return product * (as_row(left) * as_column(right))
     else:
-        return part * (as_column(left) * as_row(right))
+        return product * (as_column(left) * as_row(right))

@@ -1,27 +1,35 @@
-"""The matrix product with specialised warps: one loads, and groups of four multiply, each at its own pace.
+"""The matrix product with specialised warps: one loads, and warpgroups multiply, each at its own pace.
 
-For Hopper, in Gluon. A group multiplies 64 rows of what the tensor cores take on their left. Between two products it
-has work to do on its own: it unpacks a weight's words, or multiplies a step's product by its factors and adds it to the
-sum. Groups do not wait for each other, so the tensor cores work for one while the other does that. This is how
-CUTLASS's mixed-input kernels and DeepGEMM (github.com/deepseek-ai/DeepGEMM) keep the tensor cores busy.
+For Hopper, in Gluon. A warpgroup, which is four warps, multiplies 64 rows of what the tensor cores take on their left.
+Between two products it has work to do on its own: it unpacks a weight's words, or multiplies a step's product by its
+scales and adds it to the sum. Warpgroups do not wait for each other, so the tensor cores work for one while the other
+does that. This is how CUTLASS's mixed-input kernels and DeepGEMM (github.com/deepseek-ai/DeepGEMM) keep the tensor
+cores busy.
 
-The warp that loads (`produce`) and the groups (`consume`) share the `ring`: blocks of A and B for each stage of the
-pipeline, of a packed weight's scales and shifts where there are any, and for each stage two barriers. `full` is
-complete when all blocks have arrived, `free` when all groups that use them have.
+The warp that loads (`produce`) and the warpgroups (`consume`) share the `ring`: blocks of A and B for each stage of the
+pipeline, of the group parameters of a packed weight where there are any, which are its scales and shifts, and for each
+stage two barriers. `full` is complete when all blocks have arrived, `free` when all warpgroups that use them have.
 
-MULTIPLY is the K loop, and FACT_0, FACT_1 and FACT_2 are its own last three parameters, see `multiply_packed` and
-`multiply_scaled`: Triton hashes functions as parameters, but not in a tuple. With SWAP it gives the transposed product,
-and the groups divide the tile's columns between them, otherwise its rows.
+MULTIPLY is the K loop of a warpgroup,
 
-Of a tile of 64 columns of a packed weight each group has all, and they take turns along K, a step each; in the end the
-first one adds the other one's sum to its own. So there can be as many tiles as multiprocessors where tiles of 128
+    multiply(
+        ring, step_args, shape, row, col, first_k, last_k, stage, phase, WARPGROUP, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+        PAIRED, TURNS,
+    ) -> (acc, stage, phase)
+
+from `first_k` to `last_k`; `multiply_packed` and `multiply_scaled` are made into it by fixing their last parameters.
+With SWAP it gives the transposed product, and the warpgroups divide the tile's columns between them, otherwise its
+rows.
+
+Of a tile of 64 columns of a packed weight each warpgroup has all, and they take turns along K, a step each; in the end
+the first one adds the other one's sum to its own. So there can be as many tiles as multiprocessors where tiles of 128
 columns would have to be cut along K between programs, whose parts meet in memory: with few rows, that takes up to a
-tenth of the time. Each stage is one group's, for which there must be an even number of them: a barrier only tells the
-parity of uses, and to a group that is ahead the use before its own, by the other one, would look like its own.
+tenth of the time. Each stage is one warpgroup's, for which there must be an even number of them: a barrier only tells
+the parity of uses, and to a warpgroup that is ahead the use before its own, by the other one, would look like its own.
 
 With PAIRED the columns of a tile are of both halves of a packed weight, and two of them make one of the output.
 
-`work` is (M, N, K, whole, cut, parts, chunk): sizes, and how tiles are divided between programs, see `rings`.
+`shape` and `state` say what there is to do, see `rings`.
 """
 
 from triton.experimental import gluon
@@ -32,37 +40,27 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from .dialect import in_gluon
 from .packed import of_rows
-from .rings import READ_ONCE, beside, column_halves, combine, following, later, own_part
+from .rings import READ_ONCE, beside, combine, finish, following, later
 
 OF_ROWS = in_gluon(of_rows)
 
-#: Rows of the tensor cores' left operand that a group multiplies; groups; registers of a thread in the second group and
-#: of the loader's. The first group has what is left, 224.
-ROWS, GROUPS, REGISTERS, LOADER_REGISTERS = (gl.constexpr(x) for x in (64, 2, 232, 48))
+#: Rows of the tensor cores' left operand that a warpgroup multiplies; warpgroups; registers of a thread in the second
+#: one and of the loader's. The first one has what is left, 224.
+ROWS, WARPGROUPS, REGISTERS, LOADER_REGISTERS = (gl.constexpr(x) for x in (64, 2, 232, 48))
 
 # Names that differ between versions of Triton: these are of 3.6 and of later ones.
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @gluon.jit
-def corner(
-    tile, M, N, ORDER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr
-):
-    """Row and column at which a tile begins."""
-    _, tile_m, tile_n = ORDER(tile, gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N), GROUP_M)
-    return tile_m * BLOCK_M, tile_n * BLOCK_N
-
-
-@gluon.jit
-def copy_shared(
+def copy_group_params(
     x, blocks, arrived, group, col, groups, columns, WIDTH: gl.constexpr, PAIRED: gl.constexpr
 ):  # fmt: skip
-    """Copies what groups share, from number `group` on, into a stage; `arrived` is not complete before it is there.
+    """Copies group parameters, from number `group` on, into a stage; `arrived` is not complete before they are there.
 
-    There are a few bytes of it for each column, which TMA has no layout for.
+    There are a few bytes of them for each column, which TMA has no layout for.
     """
     VECTOR: gl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
     if PAIRED:
@@ -100,34 +98,35 @@ def load_b(b, place, arrived, block, STREAM: gl.constexpr):
 
 @gluon.jit
 def load(
-    a, b, extra, ring, row, col, low, high, stage, phase,
+    a, b, step_args, ring, row, col, first_k, last_k, stage, phase,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PER: gl.constexpr, GROUP: gl.constexpr,
     PAIRED: gl.constexpr, STREAM: gl.constexpr, ROTATE: gl.constexpr,
 ):  # fmt: skip
-    """Loads the blocks of one tile, from step `low` to `high` along K, as far ahead as there are stages.
+    """Loads the blocks of one tile, from `first_k` to `last_k`, as far ahead as there are stages.
 
     With ROTATE each column of tiles begins at another step, and goes around. They want the same block of A otherwise,
     and where that is a single row, all of them would ask one slice of L2 for it.
 
-    With GROUP `extra` is (scales, shifts, groups, columns): two matrices with a row for each group, the second of which
-    may be None, and their sizes.
+    With GROUP `step_args` is (scales, shifts, groups, columns): two matrices with a row for each group, the second of
+    which may be None, and their sizes.
     """
     a_blocks, b_blocks, scale_blocks, shift_blocks, full, free = ring
-    ahead = col // BLOCK_N % (high - low) if ROTATE else 0
-    for step in range(low, high):
-        k = (step + ahead) * BLOCK_K
+    steps = gl.cdiv(last_k - first_k, BLOCK_K)
+    ahead = col // BLOCK_N % steps * BLOCK_K if ROTATE else 0
+    for own_k in range(first_k, last_k, BLOCK_K):
+        k = own_k + ahead
         if ROTATE:
-            k = gl.where(step + ahead < high, k, k - (high - low) * BLOCK_K)
+            k = gl.where(k < last_k, k, k - steps * BLOCK_K)
         mbarrier.wait(free.index(stage), phase)
         arrived = full.index(stage)
         if GROUP > 0:
-            scales, shifts, groups, columns = extra
+            scales, shifts, groups, columns = step_args
             group = k // GROUP
-            copy_shared(
+            copy_group_params(
                 scales, scale_blocks.index(stage), arrived, group, col, groups, columns, BLOCK_N, PAIRED
             )  # fmt: skip
             if shifts is not None:
-                copy_shared(
+                copy_group_params(
                     shifts, shift_blocks.index(stage), arrived, group, col, groups, columns, BLOCK_N, PAIRED
                 )  # fmt: skip
         mbarrier.expect(arrived, a.block_type.nbytes + b.block_type.nbytes)
@@ -144,33 +143,32 @@ def load(
 
 @gluon.jit
 def produce(
-    a, b, extra, ring, work, ORDER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    GROUP_M: gl.constexpr, STAGES: gl.constexpr, PER: gl.constexpr, GROUP: gl.constexpr, PAIRED: gl.constexpr,
-    SPLIT: gl.constexpr, STREAM: gl.constexpr, ROTATE: gl.constexpr,
+    a, b, step_args, ring, shape, state, PLACE: gl.constexpr, TAIL_PLACE: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BAND_M: gl.constexpr, STAGES: gl.constexpr, PER: gl.constexpr,
+    GROUP: gl.constexpr, PAIRED: gl.constexpr, SPLIT: gl.constexpr, STREAM: gl.constexpr, ROTATE: gl.constexpr,
 ):  # fmt: skip
     """Loads what `consume` multiplies, in the same order.
 
     Args:
         PER, GROUP: numbers in a word of B, 0 if it is not packed, and along K with one scale, 0 if there are none.
     """
-    M, N, K, whole, cut, parts, chunk = work
-    steps = gl.cdiv(K, BLOCK_K)
+    tiles, tail_units = state[0], state[1]
     stage = gl.to_tensor(0)
     # The parity before the first: what has not been used yet is free.
     phase = gl.to_tensor(1)
-    for tile in range(gl.program_id(0), whole, gl.num_programs(0)):
-        row, col = corner(tile, M, N, ORDER, BLOCK_M, BLOCK_N, GROUP_M)
+    for unit in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        _, row, col, _, first_k, last_k = PLACE(unit, state, shape, BLOCK_M, BLOCK_N, BAND_M)
         stage, phase = load(
-            a, b, extra, ring, row, col, 0, steps, stage, phase, BLOCK_N, BLOCK_K, STAGES, PER, GROUP, PAIRED, STREAM,
-            ROTATE,
+            a, b, step_args, ring, row, col, first_k, last_k, stage, phase, BLOCK_N, BLOCK_K, STAGES, PER, GROUP,
+            PAIRED, STREAM, ROTATE,
         )  # fmt: skip
     if SPLIT:
-        tile, low, high = own_part(parts, chunk, steps)
-        if tile < cut:
-            row, col = corner(whole + tile, M, N, ORDER, BLOCK_M, BLOCK_N, GROUP_M)
+        unit = gl.program_id(0)
+        if unit < tail_units:
+            _, row, col, _, first_k, last_k = TAIL_PLACE(unit, state, shape, BLOCK_M, BLOCK_N, BAND_M)
             stage, phase = load(
-                a, b, extra, ring, row, col, low, high, stage, phase, BLOCK_N, BLOCK_K, STAGES, PER, GROUP, PAIRED,
-                STREAM, ROTATE,
+                a, b, step_args, ring, row, col, first_k, last_k, stage, phase, BLOCK_N, BLOCK_K, STAGES, PER, GROUP,
+                PAIRED, STREAM, ROTATE,
             )  # fmt: skip
 
 
@@ -180,7 +178,7 @@ def produce(
 
 @gluon.constexpr_function
 def words_layout(lines, paired):
-    """A group's words, as `formats.packing` deals them out to threads: (strips, lines, 32).
+    """A warpgroup's words, as `formats.packing` deals them out to threads: (strips, lines, 32).
 
     Where columns are `paired`, (2, strips, lines, 32), a thread has words of columns as far apart as the halves, where
     it otherwise has words of columns that are eight apart.
@@ -205,7 +203,7 @@ def words_layout(lines, paired):
 
 @gluon.constexpr_function
 def spread_layout(blocks, groups):
-    """The same words as rows by groups by words of a group, to which what groups share is spread."""
+    """The same words as rows by groups by words of a group, to which group parameters are spread."""
     each = 8 * blocks // groups
 
     def at(row, word):
@@ -222,10 +220,10 @@ def spread_layout(blocks, groups):
 
 @gluon.jit
 def own_words(
-    blocks, GROUP_NUMBER: gl.constexpr, K: gl.constexpr, COLS: gl.constexpr, PER: gl.constexpr,
+    blocks, WARPGROUP: gl.constexpr, K: gl.constexpr, COLS: gl.constexpr, PER: gl.constexpr,
     PAIRED: gl.constexpr,
 ):  # fmt: skip
-    """A group's words of a stage, those of `COLS` numbers along K from `K` on, as rows of 64 columns.
+    """A warpgroup's words of a stage, those of `COLS` numbers along K from `K` on, as rows of 64 columns.
 
     With `PAIRED` columns of both halves by eights.
     """
@@ -233,18 +231,18 @@ def own_words(
     LAYOUT: gl.constexpr = words_layout(LINES, PAIRED)
     BLOCKS: gl.constexpr = COLS // (8 * PER)
     if PAIRED:
-        own = blocks.slice(2 * GROUP_NUMBER, 2, 1).slice(K // (2 * PER), LINES, 2).load(LAYOUT)
+        own = blocks.slice(2 * WARPGROUP, 2, 1).slice(K // (2 * PER), LINES, 2).load(LAYOUT)
         # Half of the columns, strip, block, g, q, eight, odd or even.
         words = own.reshape([2, 2, BLOCKS, 8, 4, 2, 2]).permute((1, 5, 0, 3, 2, 4, 6))
         return words.reshape([ROWS, 8 * BLOCKS])
     else:
-        own = blocks.slice(4 * GROUP_NUMBER, 4).slice(K // (2 * PER), LINES, 1).load(LAYOUT)
+        own = blocks.slice(4 * WARPGROUP, 4).slice(K // (2 * PER), LINES, 1).load(LAYOUT)
         return OF_ROWS(own, COLS, ROWS, PER)
 
 
 @gluon.constexpr_function
-def shared_layout(groups, paired):
-    """What a group of warps has of a stage's groups, (groups, 64): for each word's row what belongs to it.
+def group_params_layout(groups, paired):
+    """A warpgroup's group parameters of a stage, (groups, 64): for each word's row what belongs to it.
 
     Where columns are `paired`, (groups, 2, 32).
     """
@@ -268,27 +266,27 @@ def shared_layout(groups, paired):
 
 @gluon.jit
 def as_rows(piece, BLOCKS: gl.constexpr):
-    """What groups share, (rows, groups), where `spread` wants it; no number moves."""
+    """Group parameters, (rows, groups), where `spread` wants them; no number moves."""
     LAYOUT: gl.constexpr = gl.SliceLayout(2, spread_layout(BLOCKS, piece.shape[1]))
     return gl.convert_layout(piece, LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
-def own_shared(
-    blocks, GROUP_NUMBER: gl.constexpr, K: gl.constexpr, COLS: gl.constexpr, PER: gl.constexpr, GROUP: gl.constexpr,
+def own_group_params(
+    blocks, WARPGROUP: gl.constexpr, K: gl.constexpr, COLS: gl.constexpr, PER: gl.constexpr, GROUP: gl.constexpr,
     PAIRED: gl.constexpr,
 ):  # fmt: skip
-    """What the groups of `own_words` share, (rows, groups): one for each piece of a block of words with own groups."""
+    """The group parameters of `own_words`, (rows, groups): one for each piece of a block of words with own groups."""
     COUNT: gl.constexpr = COLS // GROUP if COLS > GROUP else 1
     BLOCKS: gl.constexpr = COLS // (8 * PER)
     blocks = blocks.slice(K // GROUP, COUNT, 0)
-    LAYOUT: gl.constexpr = shared_layout(COUNT, PAIRED)
+    LAYOUT: gl.constexpr = group_params_layout(COUNT, PAIRED)
     if PAIRED:
-        own = blocks.slice(ROWS // 2 * GROUP_NUMBER, ROWS // 2, 2).load(LAYOUT)
+        own = blocks.slice(ROWS // 2 * WARPGROUP, ROWS // 2, 2).load(LAYOUT)
         # Half of the columns, strip, g.
         rows = own.reshape([COUNT, 2, 4, 8]).permute((2, 1, 3, 0)).reshape([ROWS, COUNT])
     else:
-        rows = blocks.slice(ROWS * GROUP_NUMBER, ROWS, 1).load(LAYOUT).permute((1, 0))
+        rows = blocks.slice(ROWS * WARPGROUP, ROWS, 1).load(LAYOUT).permute((1, 0))
     if GROUP >= 8 * PER:
         return (as_rows(rows, BLOCKS),)
     elif GROUP == 4 * PER:
@@ -319,40 +317,40 @@ def spread(pieces, PART: gl.constexpr, PARTS: gl.constexpr, BLOCKS: gl.constexpr
 
 @gluon.jit
 def own_weight(
-    ring, stage, GROUP_NUMBER: gl.constexpr, K: gl.constexpr, COLS: gl.constexpr, PAIRED: gl.constexpr,
+    ring, stage, WARPGROUP: gl.constexpr, K: gl.constexpr, COLS: gl.constexpr, PAIRED: gl.constexpr,
     UNPACK: gl.constexpr, PER: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """A group's 64 columns of a stage, as numbers: `COLS` of them along K, from `K` on."""
+    """A warpgroup's 64 columns of a stage, as numbers: `COLS` of them along K, from `K` on."""
     _, b_blocks, scale_blocks, shift_blocks, _, _ = ring
-    words = own_words(b_blocks.index(stage), GROUP_NUMBER, K, COLS, PER, PAIRED)
+    words = own_words(b_blocks.index(stage), WARPGROUP, K, COLS, PER, PAIRED)
     scale = (
         None
         if scale_blocks is None
-        else own_shared(scale_blocks.index(stage), GROUP_NUMBER, K, COLS, PER, GROUP, PAIRED)
+        else own_group_params(scale_blocks.index(stage), WARPGROUP, K, COLS, PER, GROUP, PAIRED)
     )
     shift = (
         None
         if shift_blocks is None
-        else own_shared(shift_blocks.index(stage), GROUP_NUMBER, K, COLS, PER, GROUP, PAIRED)
+        else own_group_params(shift_blocks.index(stage), WARPGROUP, K, COLS, PER, GROUP, PAIRED)
     )
     return UNPACK(words, scale, shift, COLS, ROWS, spread)
 
 
 @gluon.jit
 def multiply_packed(
-    ring, extra, M, N, row, col, low, high, stage, phase, GROUP_NUMBER: gl.constexpr,
+    ring, step_args, shape, row, col, first_k, last_k, stage, phase, WARPGROUP: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     PAIRED: gl.constexpr, TURNS: gl.constexpr, UNPACK: gl.constexpr, PER: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """64 columns of a tile, from step `low` to `high` along K: the transposed product with a packed weight.
+    """64 columns of a tile, from `first_k` to `last_k`: the transposed product with a packed weight.
 
-    Where groups take turns, every other step of it.
+    Where warpgroups take turns, every other step of it.
 
     A step is unpacked in pieces of eight lines of words, the least that can be cut out of shared memory, and the tensor
     cores work on one while the next is unpacked.
 
     Args:
-        extra: what `load` takes; it has come with the stage.
+        step_args: what `load` takes; it has come with the stage.
         UNPACK: `packed.unpack`, made for the format, whose words hold `PER` numbers.
         GROUP: numbers along K that share a scale; 0 where none do.
     """
@@ -360,17 +358,17 @@ def multiply_packed(
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     COLS: gl.constexpr = min(BLOCK_K, 16 * PER)
-    PLACE: gl.constexpr = 0 if TURNS else GROUP_NUMBER
-    EVERY: gl.constexpr = GROUPS if TURNS else 1
-    after = later(stage, phase, high - low, STAGES)
-    # Odd stages are the second group's, whether the tile begins with one or not.
-    first = (STAGES + GROUP_NUMBER - stage) % EVERY
+    PLACE: gl.constexpr = 0 if TURNS else WARPGROUP
+    EVERY: gl.constexpr = WARPGROUPS if TURNS else 1
+    after = later(stage, phase, gl.cdiv(last_k - first_k, BLOCK_K), STAGES)
+    # Odd stages are the second warpgroup's, whether the tile begins with one or not.
+    first = (STAGES + WARPGROUP - stage) % EVERY
     stage, phase = later(stage, phase, first, STAGES)
     acc = gl.zeros([ROWS, BLOCK_M], gl.float32, ACC)
     if not TURNS:
         # Else there is a way around the loop, on which what comes behind it is computed in advance, and apart.
-        gl.assume(low < high)
-    for _ in range(low + first, high, EVERY):
+        gl.assume(first_k < last_k)
+    for _ in range(first_k + first * BLOCK_K, last_k, EVERY * BLOCK_K):
         mbarrier.wait(full.index(stage), phase)
         weights = ()
         for k in gl.static_range(0, BLOCK_K, COLS):
@@ -388,88 +386,90 @@ def multiply_packed(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Factors that change along K
+# Block scales
 
 
 @gluon.jit
-def add_scaled(acc, part, factor):
-    """`acc + part * factor`, a factor a row, before the next product.
+def add_scaled(acc, product, scale):
+    """`acc + product * scale`, a scale a row, before the next product.
 
     The compiler would leave the sums for later, when more products are under way, for which there are no registers.
     """
     return gl.inline_asm_elementwise(
-        "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [part, gl.expand_dims(factor, 1), acc],
+        "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [product, gl.expand_dims(scale, 1), acc],
         dtype=gl.float32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
 @gluon.jit
-def factor_of_columns(pointer, col, stride, EVERY: gl.constexpr, N, more):
-    """The one factor of up to 128 columns from `col` on; those of a tile's second half may lie behind the matrix."""
+def scale_of_columns(pointer, col, stride, EVERY: gl.constexpr, N, more):
+    """The one scale of up to 128 columns from `col` on; those of a tile's second half may lie behind the matrix."""
     return gl.load(pointer + gl.cast(col // EVERY, gl.int64) * stride, mask=more & (col < N), other=0.0)
 
 
 @gluon.jit
 def multiply_scaled(
-    ring, extra, M, N, row, col, low, high, stage, phase, GROUP_NUMBER: gl.constexpr,
+    ring, step_args, shape, row, col, first_k, last_k, stage, phase, WARPGROUP: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    PAIRED: gl.constexpr, TURNS: gl.constexpr, SHARED_M: gl.constexpr, SHARED_N: gl.constexpr, UNUSED: gl.constexpr,
+    PAIRED: gl.constexpr, TURNS: gl.constexpr, EVERY_M: gl.constexpr, EVERY_N: gl.constexpr,
 ):  # fmt: skip
-    """64 rows of a tile, from step `low` to `high` along K: each step's product is scaled before it is added.
+    """64 rows of a tile, from `first_k` to `last_k`: each step's product is scaled before it is added.
 
     A tile of 256 columns is summed in halves, one after the other: a step's product then takes half the registers.
+    Columns are never `PAIRED`, and warpgroups do not take `TURNS`.
 
     Args:
-        extra: the factors, as `scales` takes them, of a step of K each.
-        SHARED_M, SHARED_N: rows and columns that share a factor; the latter in multiples of 128.
-        PAIRED, TURNS, UNUSED: there as `multiply_packed` has as many.
+        step_args: the block scales, as `scales` takes them, of a step of K each.
+        EVERY_M, EVERY_N: rows and columns that share a scale; the latter in multiples of 128.
     """
+    M, N = shape[0], shape[1]
+    low = first_k // BLOCK_K
     a_blocks, b_blocks, _, _, full, free = ring
-    at_a, _, row_a, step_a, at_b, _, row_b, step_b = extra
+    at_a, _, row_a, step_a, at_b, _, row_b, step_b = step_args
     HALVED: gl.constexpr = BLOCK_N > 128
     COLS: gl.constexpr = BLOCK_N // 2 if HALVED else BLOCK_N
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 32])
-    rows = row + ROWS * GROUP_NUMBER + gl.arange(0, ROWS, gl.SliceLayout(1, ACC))
+    rows = row + ROWS * WARPGROUP + gl.arange(0, ROWS, gl.SliceLayout(1, ACC))
     inside = rows < M
-    of_rows = at_a + (rows // SHARED_M).to(gl.int64) * row_a + gl.cast(low, gl.int64) * step_a
+    of_rows = at_a + (rows // EVERY_M).to(gl.int64) * row_a + gl.cast(low, gl.int64) * step_a
     of_columns = at_b + gl.cast(low, gl.int64) * step_b
     acc = gl.zeros([ROWS, COLS], gl.float32, ACC)
     rest = gl.zeros([ROWS, COLS], gl.float32, ACC)
-    part = gl.zeros([ROWS, COLS], gl.float32, ACC)
+    product = gl.zeros([ROWS, COLS], gl.float32, ACC)
     left = gl.load(of_rows, mask=inside, other=0.0)
-    right = factor_of_columns(of_columns, col, row_b, SHARED_N, N, True)
-    right_rest = factor_of_columns(of_columns, col + COLS, row_b, SHARED_N, N, True) if HALVED else right
-    for step in range(low, high):
-        factor = left * right
-        factor_rest = left * right_rest
+    right = scale_of_columns(of_columns, col, row_b, EVERY_N, N, True)
+    right_rest = scale_of_columns(of_columns, col + COLS, row_b, EVERY_N, N, True) if HALVED else right
+    for k in range(first_k, last_k, BLOCK_K):
+        scale = left * right
+        scale_rest = left * right_rest
         # A step ahead, so that they are there when they are needed.
-        more = step + 1 < high
+        more = k + BLOCK_K < last_k
         of_rows += step_a
         of_columns += step_b
         left = gl.load(of_rows, mask=inside & more, other=0.0)
-        right = factor_of_columns(of_columns, col, row_b, SHARED_N, N, more)
+        right = scale_of_columns(of_columns, col, row_b, EVERY_N, N, more)
         if HALVED:
-            right_rest = factor_of_columns(of_columns, col + COLS, row_b, SHARED_N, N, more)
+            right_rest = scale_of_columns(of_columns, col + COLS, row_b, EVERY_N, N, more)
         mbarrier.wait(full.index(stage), phase)
-        x = a_blocks.index(stage).slice(ROWS * GROUP_NUMBER, ROWS)
+        x = a_blocks.index(stage).slice(ROWS * WARPGROUP, ROWS)
         y = b_blocks.index(stage)
         if HALVED:
-            part = hopper.warpgroup_mma(
-                x, y.slice(0, COLS).permute((1, 0)), part, use_acc=False, is_async=True
+            product = hopper.warpgroup_mma(
+                x, y.slice(0, COLS).permute((1, 0)), product, use_acc=False, is_async=True
             )
-            part = hopper.warpgroup_mma_wait(0, deps=[part])
-            acc = add_scaled(acc, part, factor)
-            part = hopper.warpgroup_mma(
-                x, y.slice(COLS, COLS).permute((1, 0)), part, use_acc=False, is_async=True
+            product = hopper.warpgroup_mma_wait(0, deps=[product])
+            acc = add_scaled(acc, product, scale)
+            product = hopper.warpgroup_mma(
+                x, y.slice(COLS, COLS).permute((1, 0)), product, use_acc=False, is_async=True
             )
-            part = hopper.warpgroup_mma_wait(0, deps=[part])
+            product = hopper.warpgroup_mma_wait(0, deps=[product])
             mbarrier.arrive(free.index(stage))
-            rest = add_scaled(rest, part, factor_rest)
+            rest = add_scaled(rest, product, scale_rest)
         else:
-            part = hopper.warpgroup_mma(x, y.permute((1, 0)), part, use_acc=False, is_async=True)
-            part = hopper.warpgroup_mma_wait(0, deps=[part])
+            product = hopper.warpgroup_mma(x, y.permute((1, 0)), product, use_acc=False, is_async=True)
+            product = hopper.warpgroup_mma_wait(0, deps=[product])
             mbarrier.arrive(free.index(stage))
-            acc = add_scaled(acc, part, factor)
+            acc = add_scaled(acc, product, scale)
         stage, phase = following(stage, phase, STAGES)
     return beside(acc, rest) if HALVED else acc, stage, phase
 
@@ -479,129 +479,91 @@ def multiply_scaled(
 
 
 @gluon.jit
-def take_ticket(counter, others):
-    """Counts a group in once all its threads are here, and says whether `others` came before it; see `rings`."""
+def last_to_arrive(semaphore, others):
+    """Counts a warpgroup once all its threads are here, and says whether `others` came before it; see `rings`."""
     _barrier()
-    last = gl.atomic_add(counter, 1, sem="acq_rel") == others
+    last = gl.atomic_add(semaphore, 1, sem="acq_rel") == others
     if last:
-        gl.store(counter, 0)
+        gl.store(semaphore, 0)
     return last
 
 
 @gluon.jit
-def joined(acc, meeting, parity, GROUP_NUMBER: gl.constexpr):
-    """Adds the sums of groups that have taken turns, in the first one; the other one's stays what it was.
+def joined(acc, meeting, parity, WARPGROUP: gl.constexpr):
+    """Adds the sums of warpgroups that have taken turns, in the first one; the other one's stays what it was.
 
     Args:
-        meeting: shared memory for a tile, and two barriers: whether it has been given there, and taken.
-        parity: that of `given` to wait for; it is another one for the next tile.
+        meeting: shared memory for a tile's sum, and two barriers: whether it has been stored there, and taken.
+        parity: that of `stored` to wait for; it is another one for the next tile.
     """
-    room, given, taken = meeting
-    if GROUP_NUMBER > 0:
+    sums, stored, taken = meeting
+    if WARPGROUP > 0:
         mbarrier.wait(taken, parity ^ 1)
-        room.store(acc)
-        mbarrier.arrive(given)
+        sums.store(acc)
+        mbarrier.arrive(stored)
     else:
-        mbarrier.wait(given, parity)
-        acc += room.load(acc.type.layout)
+        mbarrier.wait(stored, parity)
+        acc += sums.load(acc.type.layout)
         mbarrier.arrive(taken)
     return acc, parity ^ 1
 
 
 @gluon.jit
-def halves_beside(block):
-    """A block whose columns are of both halves by eights as one with the halves side by side; no number moves."""
-    rows: gl.constexpr = block.shape[0]
-    cols: gl.constexpr = block.shape[1]
-    left, right = block.reshape([rows, cols // 16, 2, 8]).permute((0, 1, 3, 2)).split()
-    return beside(left.reshape([rows, cols // 2]), right.reshape([rows, cols // 2]))
-
-
-@gluon.jit
-def finish(
-    acc, out, staged, args, M, N, row, col, EPILOGUE: gl.constexpr, CAST: gl.constexpr, SWAP: gl.constexpr,
-    PAIRED: gl.constexpr,
-):  # fmt: skip
-    """Epilogue and store of a group's part of a tile, in pieces as large as the output's descriptor takes them."""
-    DIM: gl.constexpr = 0 if SWAP else 1
-    if acc.shape[1] > out.block_type.shape[DIM]:
-        HALF: gl.constexpr = acc.shape[1] // 2
-        left, right = column_halves(acc)
-        finish(left, out, staged, args, M, N, row, col, EPILOGUE, CAST, SWAP, PAIRED)
-        if SWAP:
-            finish(right, out, staged, args, M, N, row + HALF, col, EPILOGUE, CAST, SWAP, PAIRED)
-        else:
-            finish(right, out, staged, args, M, N, row, col + HALF, EPILOGUE, CAST, SWAP, PAIRED)
-    else:
-        block = acc.permute((1, 0)) if SWAP else acc
-        BETWEEN: gl.constexpr = 2 if PAIRED else 1
-        if PAIRED:
-            block = halves_beside(block)
-        height: gl.constexpr = block.shape[0]
-        width: gl.constexpr = block.shape[1] // BETWEEN
-        at = col // BETWEEN
-        value = EPILOGUE(block, args, (M, N // BETWEEN), (), 0, row, at, height, width, False)
-        tma.store_wait(0)
-        staged.store(CAST(value, out.dtype))
-        hopper.fence_async_shared()
-        _store(out, [row, at], staged)
-
-
-@gluon.jit
 def consume(
-    out, staging, ring, meeting, extra, args, partials, counters, work, GROUP_NUMBER: gl.constexpr,
-    MULTIPLY: gl.constexpr, FACT_0: gl.constexpr, FACT_1: gl.constexpr, FACT_2: gl.constexpr, ORDER: gl.constexpr,
-    EPILOGUE: gl.constexpr, CAST: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    GROUP_M: gl.constexpr, STAGES: gl.constexpr, SWAP: gl.constexpr, PAIRED: gl.constexpr, SPLIT: gl.constexpr,
-    TURNS: gl.constexpr,
+    out, staging, ring, meeting, step_args, args, workspace, shape, state, WARPGROUP: gl.constexpr, PLACE: gl.constexpr,
+    TAIL_PLACE: gl.constexpr, MULTIPLY: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BAND_M: gl.constexpr, STAGES: gl.constexpr, SWAP: gl.constexpr,
+    PAIRED: gl.constexpr, SPLIT: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
-    """One group's part of the work: first of whole tiles, then of parts along K."""
-    M, N, K, whole, cut, parts, chunk = work
-    steps = gl.cdiv(K, BLOCK_K)
+    """One warpgroup's part of the work: first of whole tiles, then of parts along K."""
+    N, K = shape[1], shape[2]
+    tiles, tail_units, parts = state[0], state[1], state[2]
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     parity = gl.to_tensor(0)
-    DOWN: gl.constexpr = 0 if SWAP else ROWS * GROUP_NUMBER
-    RIGHT: gl.constexpr = ROWS * GROUP_NUMBER if SWAP and not TURNS else 0
-    # Which piece of how many of a tile is this group's to finish.
-    PIECE: gl.constexpr = 0 if TURNS else GROUP_NUMBER
-    PIECES: gl.constexpr = 1 if TURNS else GROUPS
+    DOWN: gl.constexpr = 0 if SWAP else ROWS * WARPGROUP
+    RIGHT: gl.constexpr = ROWS * WARPGROUP if SWAP and not TURNS else 0
+    # Which piece of how many of a tile is this warpgroup's to finish.
+    PIECE: gl.constexpr = 0 if TURNS else WARPGROUP
+    PIECES: gl.constexpr = 1 if TURNS else WARPGROUPS
     staged = staging.index(PIECE)
-    for tile in range(gl.program_id(0), whole, gl.num_programs(0)):
-        row, col = corner(tile, M, N, ORDER, BLOCK_M, BLOCK_N, GROUP_M)
+    for unit in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        _, row, col, end, first_k, last_k = PLACE(unit, state, shape, BLOCK_M, BLOCK_N, BAND_M)
         acc, stage, phase = MULTIPLY(
-            ring, extra, M, N, row, col, 0, steps, stage, phase, GROUP_NUMBER, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
-            PAIRED, TURNS, FACT_0, FACT_1, FACT_2,
+            ring, step_args, (end, N, K), row, col, first_k, last_k, stage, phase, WARPGROUP, BLOCK_M, BLOCK_N, BLOCK_K,
+            STAGES, PAIRED, TURNS,
         )  # fmt: skip
         if TURNS:
-            acc, parity = joined(acc, meeting, parity, GROUP_NUMBER)
-        if PIECE == GROUP_NUMBER:
-            finish(acc, out, staged, args, M, N, row + DOWN, col + RIGHT, EPILOGUE, CAST, SWAP, PAIRED)
+            acc, parity = joined(acc, meeting, parity, WARPGROUP)
+        if PIECE == WARPGROUP:
+            finish(acc, out, staged, args, (end, N), row + DOWN, col + RIGHT, EPILOGUE, CAST, SWAP, PAIRED)
     if SPLIT:
-        tile, low, high = own_part(parts, chunk, steps)
-        if tile < cut:
-            row, col = corner(whole + tile, M, N, ORDER, BLOCK_M, BLOCK_N, GROUP_M)
+        partials, semaphores = workspace
+        unit = gl.program_id(0)
+        if unit < tail_units:
+            _, row, col, end, first_k, last_k = TAIL_PLACE(unit, state, shape, BLOCK_M, BLOCK_N, BAND_M)
             acc, stage, phase = MULTIPLY(
-                ring, extra, M, N, row, col, low, high, stage, phase, GROUP_NUMBER, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
-                PAIRED, TURNS, FACT_0, FACT_1, FACT_2,
+                ring, step_args, (end, N, K), row, col, first_k, last_k, stage, phase, WARPGROUP, BLOCK_M, BLOCK_N,
+                BLOCK_K, STAGES, PAIRED, TURNS,
             )  # fmt: skip
             if TURNS:
-                acc, parity = joined(acc, meeting, parity, GROUP_NUMBER)
-            if PIECE == GROUP_NUMBER:
-                counter = counters + tile * PIECES + PIECE
-                acc, done = combine(acc, tile, parts, partials, counter, take_ticket, PIECE, PIECES)
+                acc, parity = joined(acc, meeting, parity, WARPGROUP)
+            if PIECE == WARPGROUP:
+                tile = unit // parts
+                semaphore = semaphores + tile * PIECES + PIECE
+                acc, done = combine(acc, tile, parts, partials, semaphore, last_to_arrive, PIECE, PIECES)
                 if done:
                     finish(
-                        acc, out, staged, args, M, N, row + DOWN, col + RIGHT, EPILOGUE, CAST, SWAP, PAIRED,
+                        acc, out, staged, args, (end, N), row + DOWN, col + RIGHT, EPILOGUE, CAST, SWAP, PAIRED,
                     )  # fmt: skip
     tma.store_wait(0)
 
 
 @gluon.jit
-def room_for_shared(
+def allocate_group_params(
     x, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr, PAIRED: gl.constexpr
 ):  # fmt: skip
-    """Shared memory for what the groups of a step share, in each stage."""
+    """Shared memory for the group parameters of a step, in each stage."""
     COUNT: gl.constexpr = BLOCK_K // GROUP if BLOCK_K > GROUP else 1
     DTYPE: gl.constexpr = x.dtype.element_ty
     if PAIRED:
@@ -612,37 +574,38 @@ def room_for_shared(
         return gl.allocate_shared_memory(DTYPE, [STAGES, COUNT, BLOCK_N], LAYOUT)
 
 
-@gluon.jit(do_not_specialize=["M", "N", "K", "whole", "cut", "parts", "chunk"])
+@gluon.jit(do_not_specialize=["M", "N", "K", "tiles", "tail_units", "parts", "part_k"])
 def gemm_specialized(
-    a, b, out, extra, args, partials, counters, M, N, K, whole, cut, parts, chunk,
-    MULTIPLY: gl.constexpr, FACT_0: gl.constexpr, FACT_1: gl.constexpr, FACT_2: gl.constexpr, PER: gl.constexpr,
-    GROUP: gl.constexpr, ORDER: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
-    SWAP: gl.constexpr, PAIRED: gl.constexpr, SPLIT: gl.constexpr, STREAM: gl.constexpr, ROTATE: gl.constexpr,
-    TURNS: gl.constexpr,
+    a, b, out, M, N, K, tiles, tail_units, parts, part_k, place_args, step_args, args, workspace,
+    PLACE: gl.constexpr, TAIL_PLACE: gl.constexpr, MULTIPLY: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BAND_M: gl.constexpr, STAGES: gl.constexpr,
+    PER: gl.constexpr, GROUP: gl.constexpr, SWAP: gl.constexpr, PAIRED: gl.constexpr, STREAM: gl.constexpr,
+    ROTATE: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
-    """As many programs as run at once, each taking every num_programs-th of the first `whole` tiles.
+    """As many programs as run at once, each taking every num_programs-th of the first `tiles` tiles, which stay whole.
 
-    With `SPLIT` the other tiles are divided along K, `cut` tiles in `parts` of `chunk` steps, one a program; see
-    `rings`. `partials` has room for an fp32 tile a part; `counters` are zeros, one a cut tile and group that
-    finishes a piece of it, and zeros again afterwards.
+    With a workspace the other tiles are divided along K into `tail_units`, each tile in `parts` of `part_k`, one a
+    program; see `rings`.
 
     Args:
-        a, b, out: descriptors: of blocks of A (M, K), of B's transpose (N, K) or of its words, and of pieces of a
-            group's part of the output.
-        extra: MULTIPLY's.
+        a, b, out: descriptors: of blocks of A (M, K), of B's transpose (N, K) or of its words, and of subtiles of a
+            warpgroup's part of the output.
+        place_args, step_args, args: run-time arguments of PLACE and TAIL_PLACE, of MULTIPLY, and of the epilogue.
+        workspace: (partials, semaphores): memory for an fp32 tile a part, and zeros, one a cut tile and warpgroup that
+            finishes a piece of it, which are zeros again afterwards. None where no tile is cut.
+        CAST: `cast(value, dtype)` rounds what the epilogue returns.
         PER: numbers in a word of B, 0 where it is not packed.
         GROUP: numbers along K with one scale, 0 where there are none.
-        args: the epilogue's.
-        CAST: `cast(value, dtype)` rounds what the epilogue returns.
         STREAM: whether B is read once and leaves L2 first.
         ROTATE: whether columns of tiles begin at different steps along K; see `load`.
-        TURNS: whether groups take turns along K.
+        TURNS: whether warpgroups take turns along K.
     """
-    work = (M, N, K, whole, cut, parts, chunk)
+    shape = (M, N, K)
+    state = (tiles, tail_units, parts, part_k, place_args)
+    SPLIT: gl.constexpr = workspace is not None
     a_blocks = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)  # noqa: RUF005
     b_blocks = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)  # noqa: RUF005
-    PIECES: gl.constexpr = 1 if TURNS else GROUPS
+    PIECES: gl.constexpr = 1 if TURNS else WARPGROUPS
     staging = gl.allocate_shared_memory(out.dtype, [PIECES] + out.block_type.shape, out.layout)  # noqa: RUF005
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -652,43 +615,41 @@ def gemm_specialized(
     meeting: gl.constexpr = None
     if TURNS:
         LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        room = gl.allocate_shared_memory(gl.float32, [ROWS, BLOCK_M], LAYOUT)
-        given = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        sums = gl.allocate_shared_memory(gl.float32, [ROWS, BLOCK_M], LAYOUT)
+        stored = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        mbarrier.init(given, count=1)
+        mbarrier.init(stored, count=1)
         mbarrier.init(taken, count=1)
-        meeting = (room, given, taken)
+        meeting = (sums, stored, taken)
     hopper.fence_async_shared()
     scale_blocks: gl.constexpr = None
     shift_blocks: gl.constexpr = None
     if GROUP > 0:
-        scale_blocks = room_for_shared(extra[0], STAGES, BLOCK_N, BLOCK_K, GROUP, PAIRED)
-        if extra[1] is not None:
-            shift_blocks = room_for_shared(extra[1], STAGES, BLOCK_N, BLOCK_K, GROUP, PAIRED)
+        scale_blocks = allocate_group_params(step_args[0], STAGES, BLOCK_N, BLOCK_K, GROUP, PAIRED)
+        if step_args[1] is not None:
+            shift_blocks = allocate_group_params(step_args[1], STAGES, BLOCK_N, BLOCK_K, GROUP, PAIRED)
     ring = (a_blocks, b_blocks, scale_blocks, shift_blocks, full, free)
     gl.warp_specialize(
         [
             (
                 consume,
                 (
-                    out, staging, ring, meeting, extra, args, partials, counters, work, 0, MULTIPLY, FACT_0, FACT_1,
-                    FACT_2, ORDER, EPILOGUE, CAST, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, SWAP, PAIRED, SPLIT,
-                    TURNS,
+                    out, staging, ring, meeting, step_args, args, workspace, shape, state, 0, PLACE, TAIL_PLACE,
+                    MULTIPLY, EPILOGUE, CAST, BLOCK_M, BLOCK_N, BLOCK_K, BAND_M, STAGES, SWAP, PAIRED, SPLIT, TURNS,
                 ),
             ),
             (
                 consume,
                 (
-                    out, staging, ring, meeting, extra, args, partials, counters, work, 1, MULTIPLY, FACT_0, FACT_1,
-                    FACT_2, ORDER, EPILOGUE, CAST, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, SWAP, PAIRED, SPLIT,
-                    TURNS,
+                    out, staging, ring, meeting, step_args, args, workspace, shape, state, 1, PLACE, TAIL_PLACE,
+                    MULTIPLY, EPILOGUE, CAST, BLOCK_M, BLOCK_N, BLOCK_K, BAND_M, STAGES, SWAP, PAIRED, SPLIT, TURNS,
                 ),
             ),
             (
                 produce,
                 (
-                    a, b, extra, ring, work, ORDER, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, PER, GROUP, PAIRED,
-                    SPLIT, STREAM, ROTATE,
+                    a, b, step_args, ring, shape, state, PLACE, TAIL_PLACE, BLOCK_M, BLOCK_N, BLOCK_K, BAND_M, STAGES,
+                    PER, GROUP, PAIRED, SPLIT, STREAM, ROTATE,
                 ),
             ),
         ],

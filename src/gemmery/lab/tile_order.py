@@ -29,7 +29,7 @@ MOST_UNITS = 1 << 24
 
 
 def band(order: str, tiles_m: int, group_size: int) -> int:
-    """Rows of tiles in a band, `GROUP` in `kernels.order`, for an order by its name.
+    """Rows of tiles in a band, `BAND_M` in `kernels.order`, for an order by its name.
 
     Raises:
         ValueError: there is no such order, or `group_size` is none.
@@ -210,7 +210,7 @@ def _of_persistent(problem: Problem, config: Config) -> Schedule:
 
 
 def _small_tiles(problem: Problem, config: Config, work: Waves, tiles_n: int) -> dict[str, Ints]:
-    """Where the parts of cut tiles lie, and behind them those of the ragged columns; as `kernels.gemm.small_tile`."""
+    """Where the parts of cut tiles lie, and behind them those of the ragged columns; as `kernels.place.tail_tile`."""
     c, tiles_m = config, -(-problem.M // config.block_m)
     unit = np.arange(work.cut * c.tail)
     columns = _of_config(problem, c, work.tiles + unit // c.tail, tiles_n)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..dtypes import DTYPE_NAMES, OUT_DTYPES, accumulator
+from ..kernels import steps
 
 if TYPE_CHECKING:
     from ..devices import Device
@@ -187,6 +188,10 @@ class Spec(Layout):
     def columns(self, config: Config) -> tuple[int, int]:
         """Columns of a tile that are one block of the kernel, and those of the second block beside it, or 0."""
         return config.main_n, config.rest_n
+
+    def k_step(self, problem: Problem) -> tuple[Any, Any]:
+        """LOAD_STEP and MULTIPLY of products with this second operand; see `kernels.steps`."""
+        return None, steps.add_product
 
     def access(self, problem: Problem, is_b: bool, tma: bool) -> Access:
         """How kernels load it.

@@ -196,18 +196,16 @@ class DenseAccess(Access):
         if self.half_stride is not None:
             if not self.tma:
                 return loaders.load_strided_pairs
-            return (
-                loaders.load_described_pairs_transposed if self.transposed else loaders.load_described_pairs
-            )
+            return loaders.load_tma_pairs_transposed if self.transposed else loaders.load_tma_pairs
         if not self.tma:
             return loaders.load_strided
-        return loaders.load_described_transposed if self.transposed else loaders.load_described
+        return loaders.load_tma_transposed if self.transposed else loaders.load_tma
 
     def store(self) -> Any:
         """The device function that stores a block."""
         if not self.tma:
             return loaders.store_strided
-        return loaders.store_described_transposed if self.transposed else loaders.store_described
+        return loaders.store_tma_transposed if self.transposed else loaders.store_tma
 
     def argument(self, tensors: Sequence[Tensor], block_rows: int, block_cols: int) -> Any:
         """See `Access.argument`."""

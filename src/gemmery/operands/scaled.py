@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..epilogues.device import compiled
+from ..epilogues.device import compiled, with_constants
 from ..formats.scaled import BLOCK, E8M0
 from ..kernels import scales
 from .base import Access, Layout, Operand, Spec, negated
@@ -112,6 +112,16 @@ class Scaled(Spec):
         if self.by_steps and config.split_store:
             return config.block_n // 2, config.block_n // 2
         return config.main_n, config.rest_n
+
+    def k_step(self, problem: Problem) -> tuple[Any, Any]:
+        """See `Spec.k_step`."""
+        if not self.by_steps:
+            return self._plain.k_step(problem)
+        assert isinstance(problem.a, Scaled)
+        load = with_constants(
+            scales.load_scales, EVERY_M=problem.a.every, EVERY_N=self.every, PAIRED=problem.paired
+        )
+        return load, scales.add_scaled_product
 
     def access(self, problem: Problem, is_b: bool, tma: bool) -> Access:
         """See `Spec.access`."""
