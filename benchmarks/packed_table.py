@@ -29,10 +29,10 @@ import gemmery
 from gemmery import devices, fused
 from gemmery.call import make_call
 from gemmery.dispatch import Options
-from gemmery.launch import bind
 from gemmery.layout import make_fused_problem
 from gemmery.problem import Config, Fusion, Problem
 from gemmery.results import Results
+from gemmery.schedules import bind
 from gemmery.select.measured import PACKED, file_name, suffixes_of
 from gemmery.select.space import DEALT, space_of
 

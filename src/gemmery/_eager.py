@@ -6,7 +6,7 @@ from . import packed_ops as _packed_ops  # noqa: F401  (registers torch.ops.gemm
 from .api import addmm, bmm, linear, matmul, plan
 from .epilogues.function import epilogue
 from .invariant import batch_invariant
-from .plan import Plan
+from .launch.plan import Plan
 from .problem import Config, Problem
 
 __all__ = [

@@ -11,8 +11,8 @@ from torch import Tensor
 from . import fused, packed
 from .call import Factor
 from .dispatch import Options, OutTypes, check_tensor, prepare, run
+from .launch.plan import Plan
 from .packed import is_packed
-from .plan import Plan
 from .precision import AskedPrecision, resolved
 from .problem import Config
 

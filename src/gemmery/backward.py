@@ -20,7 +20,7 @@ from .call import Call, dimensions, outputs_of
 from .dtypes import accumulator
 from .epilogues.record import Untraceable
 from .epilogues.trace import Sizes, stand_ins
-from .launch import pointwise
+from .launch.pointwise import pointwise
 from .memo import keep
 from .programs import lowered_program
 from .results import Results

@@ -23,11 +23,11 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from . import devices, reference
-from .direct import Launch
 from .dtypes import DTYPE_NAMES, FP8, OUT_DTYPES, PRECISIONS, Precision
 from .formats.tensor import QuantizedTensor
+from .launch.direct import Launch
+from .launch.plan import PLANS, Plan, forget_plans, make_plan
 from .layout import broadcast_batch, extent_bytes, make_problem, overlap, overlaps_itself, same_layout
-from .plan import PLANS, Plan, forget_plans, make_plan
 from .problem import Config, config_text
 
 Number = int | float

@@ -44,10 +44,10 @@ from .epilogues.identity import value_key
 from .epilogues.lower import WHOLE, Program
 from .formats.packing import STRIP
 from .formats.tensor import QuantizedTensor
+from .launch.plan import Plan, make_plan, runs_on
 from .layout import make_fused_problem, overlap, overlaps_itself
 from .memo import keep
 from .operands import Packed, Traced
-from .plan import Plan, make_plan, runs_on
 from .problem import Config, Fusion, Problem
 from .programs import lowered_program
 from .results import Results, returned

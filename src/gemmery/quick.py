@@ -19,8 +19,8 @@ from .call import Call, look_at
 from .dispatch import maker
 from .epilogues.function import Epilogue, Held
 from .formats.tensor import QuantizedTensor
+from .launch.plan import Plan
 from .memo import keep
-from .plan import Plan
 from .results import Results
 
 _PLAIN = (Tensor, torch.nn.Parameter)

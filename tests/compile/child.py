@@ -63,9 +63,9 @@ def operands(layout):
 def compile_gemm(layout):
     """gemmery's kernel."""
     from gemmery.devices import TABLE
-    from gemmery.launch import Binding
     from gemmery.layout import make_problem
     from gemmery.problem import Config
+    from gemmery.schedules.binding import Binding
 
     a, b, out, bias = operands(layout)
     problem = make_problem(

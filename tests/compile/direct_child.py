@@ -15,13 +15,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 
-from gemmery import clusters, direct, specialized
 from gemmery.devices import TABLE
 from gemmery.lab.fused_targets import pose
-from gemmery.launch import bind
+from gemmery.launch import direct
 from gemmery.layout import make_problem
 from gemmery.problem import Config
-from gemmery.workspace import WORKSPACES
+from gemmery.schedules import bind, specialized
+from gemmery.schedules import cluster as clusters
+from gemmery.schedules.workspace import WORKSPACES
 
 STREAM, FUNCTION = 11, 77
 
@@ -204,7 +205,7 @@ if specialized.available():
 def one_workspace(binding):
     """As on a GPU, where there is one for each stream; without one, each call gets a new one."""
     if binding.split is not None:
-        partials, arrivals = WORKSPACES.get(torch.device("cpu"), *binding.room)
+        partials, arrivals = WORKSPACES.get(torch.device("cpu"), *binding.workspace_size)
         WORKSPACES.get = lambda device, *room: tuple(x.to(device) for x in (partials, arrivals))
         WORKSPACES.on_stream = lambda index, stream, *room: (partials, arrivals)
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from gemmery import clusters, specialized
+from gemmery.schedules import cluster as clusters
+from gemmery.schedules import specialized
 
 CHECKS = (
     "pointers", "odd", "descriptors", "batch", "persistent", "tail", "row", "matrix", "scale", "split", "fused",

@@ -21,10 +21,10 @@ from gemmery.lab.inspection.compile import device_of
 from gemmery.lab.inspection.resources import usage
 from gemmery.lab.inspection.show import facts, text
 from gemmery.lab.posing import posed
-from gemmery.lab.standin import compiling_for
-from gemmery.launch import bind
-from gemmery.plan import settle
+from gemmery.launch.cross_compile import compiling_for
+from gemmery.launch.plan import compile_first_fitting
 from gemmery.problem import Config
+from gemmery.schedules import bind
 from gemmery.select import candidates
 from gemmery.select.samples import arguments
 from gemmery.select.shapes import problem_of
@@ -211,7 +211,9 @@ def test_a_config_that_spills_is_passed_over_as_a_plan_does():
     problem = problem_of(1024, 1024, 1024, device=TABLE["NVIDIA A100"])
     configs = [Config.of(SPILLING), Config.of(POINTERS)]
     with compiling_for("sm_80"):
-        settled = settle(problem, configs, arguments(problem, "meta"), lambda x: usage(x).spilled // 4)
+        settled = compile_first_fitting(
+            problem, configs, arguments(problem, "meta"), lambda x: usage(x).spilled // 4
+        )
     assert settled.binding.config == configs[1]
     assert settled.passed == {
         configs[0]: f"spills {inspected('sm_80', SPILLING).usage.spilled} bytes a thread"
@@ -327,7 +329,7 @@ def test_mistakes_are_told_in_a_line(words, message):
 
 @pytest.mark.slow
 def test_kernels_that_are_interpreted_are_not_inspected(monkeypatch):
-    from gemmery.lab import standin
+    from gemmery.launch import cross_compile as standin
 
     monkeypatch.setattr(standin, "INTERPRETED", True)
     with pytest.raises(ValueError, match="unset TRITON_INTERPRET"):

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from gemmery import specialized
+from gemmery.schedules import specialized
 from tests.compile.kernel_text import ptx, sass
 
 

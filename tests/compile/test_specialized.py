@@ -5,7 +5,7 @@ import re
 import pytest
 import triton
 
-from gemmery import specialized
+from gemmery.schedules import specialized
 from tests.compile.kernel_text import ptx
 
 pytestmark = pytest.mark.skipif(not specialized.available(), reason="specialised warps need another Triton")

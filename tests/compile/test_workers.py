@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from gemmery import Config
-from gemmery.select import keys, workers
-from gemmery.select.workers import Target, Workers
+from gemmery.select import keys
+from gemmery.tuning import workers
+from gemmery.tuning.workers import Target, Workers
 from tests.problems import make
 
 # Long, and about gemmery more than about Triton.

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import gemmery
-from gemmery import clusters, devices
+from gemmery import devices
+from gemmery.schedules import cluster as clusters
 from gemmery.select.shapes import problem_of
 from gemmery.select.space import space_of
 from tests.gpu.common import DRY, LAYOUTS, assert_product, matrix, operands, values

@@ -12,7 +12,8 @@ import torch
 import triton
 
 import gemmery
-from gemmery import direct, dispatch
+from gemmery import dispatch
+from gemmery.launch import direct
 from tests.gpu.common import DRY, assert_product, matrix, values
 
 pytestmark = [

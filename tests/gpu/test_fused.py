@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import gemmery
 from gemmery import backward, epilogues
-from gemmery.plan import Plan
+from gemmery.launch.plan import Plan
 from tests.gpu.common import DEVICE, DRY, LAYOUTS, matrix, needs_cuda, operands, rng, size, values, wide
 
 pytestmark = pytest.mark.gpu

@@ -9,7 +9,9 @@ from torch.nn import functional as F
 
 import gemmery
 import gemmery.nn
-from gemmery import ScaledTensor, clusters, devices, specialized
+from gemmery import ScaledTensor, devices
+from gemmery.schedules import cluster as clusters
+from gemmery.schedules import specialized
 from gemmery.select.space import DEALT, tiles_of
 from gemmery.select.tiles import FAMILIES
 from tests.gpu.common import DEVICE, DRY, FP8, LAYOUTS, needs_cuda, size, values, wide

@@ -7,9 +7,10 @@ import torch
 from torch.nn import functional as F
 
 import gemmery
-from gemmery import epilogues, specialized
+from gemmery import epilogues
 from gemmery.formats import FORMATS
 from gemmery.formats.codes import from_codes
+from gemmery.schedules import specialized
 from gemmery.select.space import tiles_of
 from tests.gpu.common import DRY, FP8, HALVES, matrix, rng, values, wide
 from tests.gpu.test_packed import KINDS, relative, weight

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from gemmery import Config, clusters, devices, lab
-from gemmery.clusters import Work
-from gemmery.launch import bind
+from gemmery import Config, devices, lab
+from gemmery.schedules import bind
+from gemmery.schedules import cluster as clusters
+from gemmery.schedules.work import Work
 from gemmery.select import measured, rank, shortlist, space, tiles
 from gemmery.select.shapes import problem_of
 

@@ -11,11 +11,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from gemmery import clusters, devices, specialized
+from gemmery import devices
 from gemmery.lab.doctor import checks, machine, trials
 from gemmery.lab.doctor.checks import findings
 from gemmery.lab.doctor.show import show
 from gemmery.problem import Config
+from gemmery.schedules import cluster as clusters
+from gemmery.schedules import specialized
 from gemmery.select import store
 from tests.problems import make
 

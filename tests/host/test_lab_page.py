@@ -19,7 +19,7 @@ import pytest
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
-from gemmery import Config, devices, padding
+from gemmery import Config, devices
 from gemmery.cli import app as command_line
 from gemmery.lab import l2, suites
 from gemmery.lab.page import api, command, document, export, query, server, texts
@@ -29,7 +29,8 @@ from gemmery.lab.page.query import NONE, Query, QueryError
 from gemmery.lab.prediction import predict
 from gemmery.lab.prediction.calibration import NOT_MEASURED
 from gemmery.lab.tile_order import Schedule, programs_at_once, visits
-from gemmery.select.explain import explain_problem
+from gemmery.launch import padding
+from gemmery.launch.explain import explain_problem
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = Query(M=16, N=4096, K=4096)

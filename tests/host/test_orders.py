@@ -23,7 +23,7 @@ from gemmery.lab import figures, order_pictures, orders
 from gemmery.lab.l2 import simulate
 from gemmery.lab.orders import compare, launch_of
 from gemmery.lab.tile_order import Schedule
-from gemmery.select.explain import explain
+from gemmery.launch.explain import explain
 from gemmery.select.shapes import problem_of
 
 TUTORIAL = launch_of(144, 144, 144, tile=(16, 16, 16), group_size=3, device="H200")

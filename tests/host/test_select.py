@@ -11,17 +11,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemmery import Config, devices, padding
-from gemmery.launch import Binding
+from gemmery import Config, devices
+from gemmery.launch import padding
+from gemmery.launch.plan import Plan, runs_on
 from gemmery.layout import make_problem
 from gemmery.operands import Dense, Layout, Packed
-from gemmery.plan import Plan, runs_on
 from gemmery.problem import Problem
+from gemmery.schedules.binding import Binding
+from gemmery.schedules.waves import Waves
 from gemmery.select import measured, rank, shortlist
 from gemmery.select.model import costs
 from gemmery.select.space import kind_of, space_of, tiles_of
 from gemmery.select.tiles import FAMILIES
-from gemmery.waves import Waves
 
 F8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 #: What kinds of operands there are, as dtype, precision and fast_accum.

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gemmery import Config, devices, specialized
+from gemmery import Config, devices
 from gemmery.epilogues.device import compiled
 from gemmery.epilogues.table import TYPES
 from gemmery.kernels import dialect
 from gemmery.lab.posing import posed
-from gemmery.launch import bind
+from gemmery.schedules import bind, specialized
 from gemmery.select import measured, rank
 from gemmery.select.model import costs
 from gemmery.select.space import DEALT, space_of
@@ -122,7 +122,7 @@ def test_every_config_binds(pose, M):
     for config in found:
         binding = bind(problem, config)
         assert 1 <= binding.grid[0] <= H200.sms
-        size, counters = binding.room
+        size, counters = binding.workspace_size
         assert (size > 0) == (counters > 0) == (binding.work.cut > 0)
 
 
@@ -155,7 +155,7 @@ def test_room_for_parts_of_tiles():
         work = binding.work
         assert work.cut * work.parts == work.programs
         bytes_of_tile = 4 * binding.config.block_m * binding.config.block_n
-        assert binding.room == (work.programs * bytes_of_tile, work.cut * pieces)
+        assert binding.workspace_size == (work.programs * bytes_of_tile, work.cut * pieces)
 
 
 def test_all_tables_are_found_by_what_their_files_are_called():

@@ -10,10 +10,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from gemmery import Config, clusters, devices
-from gemmery.clusters import Work
+from gemmery import Config, devices
 from gemmery.lab import tile_order
 from gemmery.lab.tile_order import Schedule, band, programs_at_once, visits
+from gemmery.schedules import cluster as clusters
+from gemmery.schedules.work import Work
 from gemmery.select.shapes import problem_of
 from tests.host.test_clusters import shares
 

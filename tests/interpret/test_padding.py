@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gemmery
-from gemmery import devices, padding
+from gemmery import devices
 from gemmery.dispatch import forget
-from gemmery.launch import describable
+from gemmery.launch import padding
 from gemmery.layout import make_problem
 from tests.oracle import assert_product
 
@@ -37,15 +37,13 @@ def test_copies_hold_the_same_and_can_be_described(m, n, k, left, right, lead, s
     )  # fmt: skip
     found = padding.padded(problem)
     if found is None:
-        assert describable(problem.a, problem.batch)
-        assert describable(problem.b, problem.batch)
+        assert problem.a.takes_tma(problem.batch)
+        assert problem.b.takes_tma(problem.batch)
         return
-    assert describable(found.problem.a, problem.batch)
-    assert describable(found.problem.b, problem.batch)
+    assert found.problem.a.takes_tma(problem.batch)
+    assert found.problem.b.takes_tma(problem.batch)
     assert found.names == tuple(
-        name
-        for name, operand in (("a", problem.a), ("b", problem.b))
-        if not describable(operand, problem.batch)
+        name for name, operand in (("a", problem.a), ("b", problem.b)) if not operand.takes_tma(problem.batch)
     )
     for copy, tensor, operand in ((found.a, a, problem.a), (found.b, b, problem.b)):
         if copy is None:

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import gemmery
-from gemmery import dispatch, padding
+from gemmery import dispatch
 from gemmery.dispatch import forget
+from gemmery.launch import padding
 from tests.oracle import DTYPES, FLOATS, HALVES, Layout, assert_product, default_out, place, values
 
 SHAPES = (

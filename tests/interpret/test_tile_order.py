@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from gemmery import Config, devices
 from gemmery.kernels import order
 from gemmery.lab.tile_order import Schedule, visits
-from gemmery.launch import Binding
+from gemmery.schedules.binding import Binding
+from gemmery.schedules.waves import Waves
 from gemmery.select.shapes import problem_of
-from gemmery.waves import Waves
 
 SMALL = replace(devices.TABLE["interpreter"], sms=5)
 

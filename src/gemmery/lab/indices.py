@@ -15,11 +15,11 @@ import numpy as np
 import torch
 
 from ..dtypes import OUT_DTYPES, Precision
-from ..launch import bind
+from ..launch.plan import runs_on
 from ..layout import make_problem
 from ..operands import Layout
-from ..plan import runs_on
 from ..problem import Config, Problem
+from ..schedules import bind
 from ..select.shapes import LAYOUTS, device_named
 from .prediction.ours import launch
 from .tile_order import Schedule, Sizes

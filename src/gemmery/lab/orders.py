@@ -15,10 +15,10 @@ import torch
 
 from ..devices import Device
 from ..dtypes import Precision
-from ..plan import runs_on
+from ..launch.plan import runs_on
 from ..problem import Config, Problem
+from ..schedules.waves import Split, Waves
 from ..select.shapes import device_named, problem_of
-from ..waves import Split, Waves
 from . import l2
 from .l2 import Traffic
 from .prediction.ours import launch

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .. import clusters
 from ..problem import Config, Problem
+from ..schedules.waves import Split, Waves
+from ..schedules.work import Work
 from ..select.model import _resident
 from ..select.space import DEALT, Space, Tile
-from ..waves import Split, Waves
 
 Ints = np.ndarray
 #: Rows, columns and step along K of a tile.
@@ -238,7 +238,7 @@ def _of_work(problem: Problem, config: Config) -> Schedule:
     steps = -(-p.K // c.block_k)
     at_once = programs_at_once(p, c)
     split = c.split_k if Split.of(p, c) else 1
-    work = clusters.Work.divide(-(-p.M // c.block_m) * tiles_n, steps, at_once, c.tail, split)
+    work = Work.divide(-(-p.M // c.block_m) * tiles_n, steps, at_once, c.tail, split)
     program, turn = _dealt(work.whole, work.programs)
     columns = _of_config(p, c, np.arange(work.whole), tiles_n)
     before = np.bincount(program, minlength=work.programs)
@@ -251,7 +251,7 @@ def _of_work(problem: Problem, config: Config) -> Schedule:
 
 
 def _rest_of_work(
-    problem: Problem, config: Config, work: clusters.Work, tiles_n: int
+    problem: Problem, config: Config, work: Work, tiles_n: int
 ) -> tuple[Ints, Ints, dict[str, Ints]]:
     """What does not fill a wave: programs, their turns behind the whole tiles, and where the units lie."""
     c = config

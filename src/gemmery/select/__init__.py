@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from .. import clusters
-from ..launch import bind
 from ..problem import Config, Problem
+from ..schedules import bind
+from ..schedules import cluster as clusters
 from . import measured, shortlist, store
 from .model import Cost, Costs, costs
 from .space import Space, across

@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import clusters, specialized
 from ..devices import Device
 from ..operands import Dense, Packed, Spec
 from ..problem import Config, Problem
+from ..schedules import cluster as clusters
+from ..schedules import specialized
 from .model import costs
 from .space import DEALT, Space, kind_of, space_of
 from .tiles import FAMILIES

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .. import clusters
 from ..problem import Problem
-from ..waves import cut_last_wave
+from ..schedules.waves import cut_last_wave
+from ..schedules.work import Work
 from .space import Space, across
 
 #: How two things that mostly overlap add up: the root of the sum of their powers. Fitted on an H200.
@@ -167,7 +167,7 @@ def costs(
 
 
 def _of_dealt(problem: Problem, space: Space, rows: Floats, item_b: float, memory: Floats) -> Costs:
-    """The costs of a space's configs if their work is divided as `clusters.Work` does; see `space.DEALT`.
+    """The costs of a space's configs if their work is divided as `Work` does; see `space.DEALT`.
 
     Args:
         item_b: bytes of one of B's numbers.
@@ -183,9 +183,7 @@ def _of_dealt(problem: Problem, space: Space, rows: Floats, item_b: float, memor
     area = own_m * own_n
     tiles = -(-rows // s.block_m) * -(-p.N // s.block_n)
     steps = -(-max(p.K, 1) // s.block_k)
-    whole, small, chunk, parts = clusters.Work.divide_many(
-        tiles, steps, device.sms // ctas, s.tail_n, s.split_k
-    )
+    whole, small, chunk, parts = Work.divide_many(tiles, steps, device.sms // ctas, s.tail_n, s.split_k)
     rate = device.rate(p.a.dtype, p.precision) * device.achieved / device.sms
     compute_step = 2.0 * area * s.block_k / (rate * s.efficiency)
     l2_step = taken_in / device.sm_bandwidth

@@ -11,12 +11,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from .. import clusters
 from ..devices import Device
 from ..dtypes import OUT_DTYPES, Precision
-from ..launch import spans
 from ..operands import Layout, Spec
 from ..problem import Problem
+from ..schedules import cluster as clusters
+from ..schedules.binding import spans
 from . import measured
 from .model import costs
 from .space import Space, everywhere, space_of

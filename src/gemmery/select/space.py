@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .. import clusters, specialized
-from ..launch import described, promotes
 from ..problem import Config, Problem
+from ..schedules import cluster as clusters
+from ..schedules import specialized
+from ..schedules.binding import promotes, suits_tma
 from .tiles import ALIKE, FAMILIES
 
 #: Parts along K that are considered for rows that say `splits`.
@@ -215,7 +216,7 @@ def across(problem: Problem) -> Across:
 def space_of(problem: Problem) -> Space:
     """The configs that can run a problem at all: its family, its kind, and its layout's loaders."""
     target = problem.device.target
-    by_descriptor = described(problem)
+    by_descriptor = suits_tma(problem)
     aligned = problem.a.has_aligned_rows and problem.b.has_aligned_rows
     return _space(
         target.family,

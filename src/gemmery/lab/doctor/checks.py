@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ... import devices
-from ...clusters import VERSIONS as CLUSTERS
+from ...schedules.cluster import VERSIONS as CLUSTERS
 
 #: The oldest versions that are supported; pyproject.toml has the same.
 OLDEST = {"torch": (2, 11), "triton": (3, 6)}

@@ -18,8 +18,11 @@ import torch
 
 import gemmery
 
-from ... import clusters, devices, direct, specialized
+from ... import devices
 from ...formats.base import FORMATS
+from ...launch import direct
+from ...schedules import cluster as clusters
+from ...schedules import specialized
 from ...select import database, measured, store
 from ...select.keys import Key, device_text
 from ..timings import is_current

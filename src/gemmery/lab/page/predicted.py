@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from ...launch.explain import Explanation
 from ...problem import Config, Problem
-from ...select.explain import Explanation
 from ..prediction import Prediction
 from . import texts
 

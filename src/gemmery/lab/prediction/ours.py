@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from ... import padding, select
+from ... import select
+from ...launch import padding
+from ...launch.plan import runs_on
 from ...operands import Layout
-from ...plan import runs_on
 from ...problem import Config, Problem
+from ...schedules.waves import Waves
 from ...select.model import OVERLAP, Cost, costs
 from ...select.space import Space, Tile, kind_of, row_of, tiles_of
-from ...waves import Waves
 from . import copies
 from .copies import SECTOR, Copies
 

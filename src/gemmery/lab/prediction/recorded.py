@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from ... import clusters
 from ...devices import TABLE, Device
 from ...problem import Config, Problem
+from ...schedules import cluster as clusters
 from ...select import measured
 from ...select.space import kind_of, row_of, tiles_of
 from .. import results

@@ -14,17 +14,17 @@ import torch
 import triton
 from torch import Tensor
 
-from .clusters import Work
-from .dtypes import FP8
-from .formats.packing import STRIP, block_columns
-from .formats.scaled import BLOCK
-from .kernels import order
-from .kernels.numerics import cast
-from .launch import Binding, described, epilogue_arguments, epilogue_of, sorted_tensors, storable
-from .operands.packed import Packed, PackedAccess
-from .operands.scaled import Scaled
-from .problem import Config, Problem
+from ..dtypes import FP8
+from ..formats.packing import STRIP, block_columns
+from ..formats.scaled import BLOCK
+from ..kernels import order
+from ..kernels.numerics import cast
+from ..operands.packed import Packed, PackedAccess
+from ..operands.scaled import Scaled
+from ..problem import Config, Problem
+from .binding import Binding, epilogue_arguments, epilogue_of, sorted_tensors, storable, suits_tma
 from .waves import Split
+from .work import Work
 
 #: Versions of Triton whose Gluon has the names that the kernel is written in.
 VERSIONS = ("3.6", "3.7", "3.8", "3.9")
@@ -47,7 +47,7 @@ def streams() -> bool:
     """Whether `Config.stream` makes a difference with this version of Triton: whether it can tell TMA so."""
     if not available():
         return False
-    from .kernels.rings import READ_ONCE
+    from ..kernels.rings import READ_ONCE
 
     return READ_ONCE.value is not None
 
@@ -61,7 +61,7 @@ def suits(problem: Problem) -> bool:
         and not p.batch
         and (_packed(p) or _scaled(p))
         and p.a.col == 1
-        and described(p)
+        and suits_tma(p)
         and p.out.col == 1
         and p.out.dtype in (torch.float16, torch.bfloat16)
         and storable(p.out, p.M, p.out_n, ())
@@ -142,7 +142,7 @@ class SpecializedBinding(Binding):
             )
         if reason := refusal(p, c):
             raise ValueError(f"config {c}: {reason}")
-        from .kernels import dialect, specialized
+        from ..kernels import dialect, specialized
 
         tiles = -(-p.M // c.block_m) * -(-p.N // c.block_n)
         self.a, self.b = p.a.access(p, is_b=False, tma=True), p.b.access(p, is_b=True, tma=True)
@@ -175,7 +175,7 @@ class SpecializedBinding(Binding):
         }
 
     def _of_packed(self) -> dict[str, Any]:
-        from .kernels import dialect, specialized
+        from ..kernels import dialect, specialized
 
         b = self.problem.b
         assert isinstance(b, Packed)
@@ -191,7 +191,7 @@ class SpecializedBinding(Binding):
         }
 
     def _of_scaled(self) -> dict[str, Any]:
-        from .kernels import specialized
+        from ..kernels import specialized
 
         a, b = self.problem.a, self.problem.b
         assert isinstance(a, Scaled)
@@ -238,7 +238,7 @@ class SpecializedBinding(Binding):
         return (*[*b[1:], None, None][:2], self.b.groups, self.b.columns)
 
     @property
-    def room(self) -> tuple[int, int]:
+    def workspace_size(self) -> tuple[int, int]:
         """Bytes in which parts of tiles meet, and counters of their arrivals; none where no tile is cut."""
         c = self.config
         floats = self.work.partials(c.block_m, c.block_n)

@@ -6,27 +6,21 @@ serves a launch, a compilation for the GPU at hand, and a cross-compilation with
 
 from __future__ import annotations
 
-import contextlib
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
-from torch import Tensor
 
-from .dtypes import FP8, accumulator
-from .epilogues.device import function
-from .epilogues.table import TYPES
-from .kernels import epilogues, gemm, order
-from .kernels import operands as access
-from .kernels import pointwise as kernels_pointwise
-from .layout import fold_blocks
-from .operands import DenseAccess, Layout, Scaled, Traced
-from .operands.base import negated
-from .operands.scalars import parts, traced_arguments
-from .problem import Config, Problem
-from .results import Results
+from ..dtypes import FP8, accumulator
+from ..epilogues.device import function
+from ..epilogues.table import TYPES
+from ..kernels import epilogues, gemm, order
+from ..kernels import operands as access
+from ..operands import DenseAccess, Layout, Scaled
+from ..operands.base import negated
+from ..operands.scalars import parts, traced_arguments
+from ..problem import Config, Problem
 from .waves import Split, Waves
 from .workspace import WORKSPACES, Workspace
 
@@ -37,7 +31,7 @@ PROMOTE_EVERY = 128
 _BOX = 256
 
 
-def described(problem: Problem) -> bool:
+def suits_tma(problem: Problem) -> bool:
     """Whether descriptors can read both operands of a problem here: their layouts, and coordinates of 32 bits."""
     p = problem
     return (
@@ -127,7 +121,7 @@ def spans(problem: Problem, config: Config) -> bool:
     return main_n >= problem.N and not rest_n and config.tail == 1
 
 
-def _pieces(problem: Problem, config: Config) -> int:
+def epilogue_subtiles(problem: Problem, config: Config) -> int:
     """In how many pieces the epilogue and the store of a block come."""
     if not config.split_store or problem.b.by_steps or (problem.fusion is not None and problem.fusion.whole):
         return 1
@@ -153,7 +147,7 @@ class Binding:
         by_descriptor = c.loader == "descriptor"
         if by_descriptor and p.K == 0:
             raise ValueError(f"config {c}: loader 'descriptor' needs K > 0")
-        if by_descriptor and not described(p):
+        if by_descriptor and not suits_tma(p):
             raise ValueError(
                 f"config {c}: loader 'descriptor' needs TMA, and a and b with one unit stride, other strides and "
                 f"addresses that are multiples of 16 bytes, at most one batch dimension, and sizes below 2^31; "
@@ -174,7 +168,7 @@ class Binding:
         # A tensor that stands in for an output has strides of 0, which no descriptor takes.
         stored = by_descriptor and storable(p.out, p.M, p.out_n, p.batch)
         self.out = DenseAccess(p.out, p.M, p.out_n, p.batch, stored)
-        self.pieces = _pieces(p, c)
+        self.pieces = epilogue_subtiles(p, c)
         # A small tile has half the columns.
         self.tail_pieces = 2 if self.pieces == 4 and c.block_n // c.tail_n >= 64 else 1
         self.waves = Waves.of(p, c)
@@ -295,7 +289,7 @@ class Binding:
         return (*self.a.step_scales(a), *self.b.step_scales(b)) or None
 
     @property
-    def room(self) -> tuple[int, int]:
+    def workspace_size(self) -> tuple[int, int]:
         """Bytes in which parts of tiles meet, and counters of their arrivals; none where tiles are not cut."""
         if self.split is None:
             return 0, 0
@@ -304,7 +298,7 @@ class Binding:
 
     def workspace(self, device: torch.device) -> Workspace:
         """The tensors in which parts of tiles meet, free for the next launch on the current stream."""
-        partials, arrivals = WORKSPACES.get(device, *self.room)
+        partials, arrivals = WORKSPACES.get(device, *self.workspace_size)
         return partials.view(self.problem.summed), arrivals
 
     def _tail_arguments(self, a: Sequence[Any], b: Sequence[Any], out: Any) -> list[Any]:
@@ -341,65 +335,3 @@ class Binding:
     def compile(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> Any:
         """Compile without launching, for the active driver's target; tensors may be on the meta device."""
         return self.kernel.warmup(*self.arguments(tensors, numbers), grid=self.grid, **self.constants)
-
-
-def bind(problem: Problem, config: Config) -> Binding:
-    """The binding of a problem and a config, of the kernel that the config is for.
-
-    Raises:
-        ValueError: the config does not suit the problem, or does not run here.
-    """
-    if config.schedule == "cluster":
-        from .clusters import ClusterBinding
-
-        return ClusterBinding(problem, config)
-    if config.schedule == "specialized":
-        from .specialized import SpecializedBinding
-
-        return SpecializedBinding(problem, config)
-    return Binding(problem, config)
-
-
-def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Makes a tensor's GPU the current one, also for a thread that has not used it yet."""
-    if not tensor.is_cuda:
-        return contextlib.nullcontext()
-    if tensor.device.index == torch.cuda.current_device():
-        # Binds the GPU's context to the thread; Triton encodes tensor maps without asking whether there is one.
-        torch.cuda.set_device(tensor.device)
-        return contextlib.nullcontext()
-    return torch.cuda.device(tensor.device)
-
-
-#: Rows and columns of the blocks that `pointwise` walks over.
-_BLOCK = (32, 128)
-
-
-def pointwise(results: Results, first: Tensor, inputs: Sequence[Any]) -> list[Tensor]:
-    """A program over blocks of a matrix in memory, without a product: its results.
-
-    Args:
-        results: of the program for `first`.
-        inputs: the program's, after `first`.
-    """
-    made = results.program
-    rows, columns = _BLOCK
-    tensors = results.allocate(first.device, -(-first.shape[-1] // columns))
-    out, extras = results.main(tensors), results.extras(inputs, tensors)
-    width = first.shape[-1]
-    batch, M, (its, to, *operands) = fold_blocks(first, [(out, width), *results.widths(extras)])
-    traced = Traced(made.source, tuple(operands))
-    slots = (columns,) if results.reduces else ()
-    args = (*traced_arguments(traced, extras, results.numbers(inputs)), *slots)
-    wide = max(x.row * rows + x.col * columns for x in (its, to, *operands)) >= 1 << 31
-    matrices = math.prod(batch)
-    grid = (matrices * -(-M // rows) * -(-width // columns),)
-    if grid[0]:
-        with on_device(first):
-            kernels_pointwise.pointwise[grid](
-                first, out, args, M, width, batch, *[(negated(x), x.row, x.col) for x in (its, to)],
-                EPILOGUE=function(made.source), ACC=_TL[results.wide], OUT=_TL[out.dtype],
-                STORE=access.store_nothing if made.main is None else access.store_strided,
-                BLOCK_M=rows, BLOCK_N=columns, WIDE=wide, num_warps=4,
-            )  # fmt: skip
-    return results.finish(tensors)

@@ -7,19 +7,18 @@ imported.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 from torch import Tensor
 
-from .kernels import order
-from .launch import Binding, described, epilogue_arguments, epilogue_of, sorted_tensors, storable
-from .operands import Dense, Layout
-from .problem import Config, Problem
+from ..kernels import order
+from ..operands import Dense, Layout
+from ..problem import Config, Problem
+from .binding import Binding, epilogue_arguments, epilogue_of, sorted_tensors, storable, suits_tma
 from .waves import Split
+from .work import Work
 
 #: Versions of Triton whose Gluon the kernel is written in.
 VERSIONS = ("3.9",)
@@ -55,7 +54,7 @@ def suits(problem: Problem) -> bool:
         and p.fusion is None
         and type(p.a) is type(p.b) is Dense
         and all(operand.dtype.itemsize == 2 for operand in (p.a, p.b, p.out))
-        and described(p)
+        and suits_tma(p)
         and p.out.col == 1
         and storable(p.out, p.M, p.N, ())
         and near
@@ -82,75 +81,6 @@ def descriptor(
     return TensorDescriptor(tensor, list(shape), [stride, 1], list(block), shared)
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """How tiles are divided between programs, which are clusters; see `kernels.cluster.gemm_cluster`.
-
-    Attributes:
-        programs: how many there are.
-        whole: tiles that are computed whole, by the programs in turn.
-        tail: parts of the other tiles, cut into columns.
-        cut: other tiles, cut along K.
-        parts: of a tile that is cut along K, each for a program.
-        chunk: steps of a part; the last one may have fewer.
-    """
-
-    programs: int
-    whole: int
-    tail: int = 0
-    cut: int = 0
-    parts: int = 1
-    chunk: int = 1
-
-    @classmethod
-    def divide(cls, tiles: int, steps: int, most: int, tail: int = 1, split: int = 1) -> Work:
-        """Tiles of `steps` steps along K for at most `most` programs at a time.
-
-        What would not fill a last wave is cut along K, into `split` parts a tile, where that gives each program one; or
-        else into `tail` parts a tile along N, where no program then has as many parts as make a tile.
-        """
-        whole = tiles // most * most
-        rest = tiles - whole
-        if rest and split > 1:
-            chunk = -(-steps // split)
-            parts = -(-steps // chunk)
-            if chunk < steps and rest * parts <= most:
-                return cls(most if whole else rest * parts, whole, 0, rest, parts, chunk)
-        if rest and -(-rest * tail // most) < tail:
-            return cls(min(most, max(whole, rest * tail)), whole, rest * tail)
-        return cls(min(tiles, most), tiles)
-
-    @staticmethod
-    def divide_many(
-        tiles: Any, steps: Any, most: Any, tail: Any, split: Any
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """The same for arrays, of what decides the time.
-
-        Returns:
-            Whole tiles and parts of tiles along N on the busiest program; the steps that it has of tiles that are cut
-            along K, 0 where none is; and the parts of such a tile.
-        """
-        whole, rest = tiles // most, tiles % most
-        chunk = -(-steps // split)
-        parts = -(-steps // chunk)
-        cut = (rest > 0) & (split > 1) & (chunk < steps) & (rest * parts <= most)
-        tailed = (rest > 0) & (-(-rest * tail // most) < tail) & ~cut
-        return (
-            whole + ((rest > 0) & ~cut & ~tailed),
-            np.where(tailed, -(-rest * tail // most), 0),
-            np.where(cut, chunk, 0),
-            np.where(cut, parts, 1),
-        )
-
-    def partials(self, block_m: int, block_n: int) -> int:
-        """Floats of workspace that cut tiles need."""
-        return self.cut * self.parts * block_m * block_n
-
-    def counters(self, ctas: int) -> int:
-        """Counters that cut tiles need."""
-        return self.cut * ctas
-
-
 #: With more registers at its start a kernel of four consuming warps is given 256 for each of their threads, which
 #: setmaxnreg does not take.
 _REGISTERS_AT_START = {4: 136}
@@ -170,7 +100,7 @@ class ClusterBinding(Binding):
             )
         if max(c.block_m, c.block_n, c.block_k) > 256:
             raise ValueError(f"config {c}: clusters take blocks of at most 256 along each side")
-        from .kernels import cluster, dialect
+        from ..kernels import cluster, dialect
 
         tiles = -(-p.M // c.block_m) * -(-p.N // c.block_n)
         steps = -(-p.K // c.block_k)
@@ -237,7 +167,7 @@ class ClusterBinding(Binding):
         return descriptor(tensor, sizes[::-1], operand.col, block[::-1], dims[::-1], self.cluster)
 
     @property
-    def room(self) -> tuple[int, int]:
+    def workspace_size(self) -> tuple[int, int]:
         """Bytes in which parts of tiles meet, and counters of their arrivals; none where no tile is cut."""
         c = self.config
         floats = self.work.partials(c.block_m, c.block_n)

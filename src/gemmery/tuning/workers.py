@@ -123,7 +123,7 @@ class _Worker:
     def __init__(self, target: Target) -> None:
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the process)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "gemmery.select.workers", json.dumps(target)],
+            [sys.executable, "-m", "gemmery.tuning.workers", json.dumps(target)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, env=_environment(), text=True,
             # Ctrl-C is for the program that waits for them, which ends them itself.
             start_new_session=True,
@@ -177,9 +177,9 @@ def _work(target: Target) -> None:
     # Triton and its tools may print: only answers go to the standard output that this process was begun with.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    from ..lab.standin import use
-    from ..launch import bind
-    from .samples import arguments
+    from ..launch.cross_compile import use
+    from ..schedules import bind
+    from ..select.samples import arguments
 
     use(*target)
     for line in sys.stdin:

@@ -22,14 +22,14 @@ from torch import Tensor
 from .. import devices
 from ..dispatch import forget
 from ..dtypes import Precision
-from ..launch import bind
-from ..padding import launched
-from ..plan import runs_on
+from ..launch.padding import launched
+from ..launch.plan import runs_on
 from ..problem import Config, Problem
-from . import rank
-from .keys import device_text, to_dict
+from ..schedules import bind
+from ..select import rank
+from ..select.keys import device_text, to_dict
+from ..select.store import Store, current
 from .meter import Meter, Refused, Watch
-from .store import Store, current
 from .workers import WORTH_WORKERS, Target, Workers
 
 #: Configs whose predicted time is more than this many times the best prediction are not measured.
@@ -196,7 +196,7 @@ def tune_problems(
         problems: each is tuned once; where matrices are copied, the product of the copies is. Left out are problems
             that no kernel runs on their device, and batch-invariant ones, which have one config for all M.
         each: called with each problem's result.
-        watch: what measures; a `lab.timing.Stopwatch` by default.
+        watch: what measures; a `stopwatch.Stopwatch` by default.
         clock: tells the time, in seconds, for `seconds` and for the time left.
         workers: processes that compile, see `workers.Workers`; 0 compiles in this one.
     """

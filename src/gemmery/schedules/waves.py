@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .problem import Config, Problem
+from ..problem import Config, Problem
 
 #: Time of a part of a tile that is cut into so many (the index), as part of the whole one's. Small tiles read more from
 #: L2 for what they compute; measured on an H200.

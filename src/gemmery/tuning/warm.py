@@ -19,15 +19,15 @@ from .. import devices
 from ..api import plan
 from ..devices import Device
 from ..dtypes import DTYPE_NAMES, OUT_DTYPES, PRECISIONS, Precision
-from ..launch import bind
+from ..launch.padding import launched
+from ..launch.plan import Plan, runs_on
 from ..layout import make_problem
-from ..padding import launched
-from ..plan import Plan, runs_on
 from ..precision import AskedPrecision, resolved
 from ..problem import Config, Problem
-from . import candidates
-from .samples import arguments
-from .shapes import LARGEST_SIZE, dtype_named
+from ..schedules import bind
+from ..select import candidates
+from ..select.samples import arguments
+from ..select.shapes import LARGEST_SIZE, dtype_named
 from .workers import WORTH_WORKERS, Target, Workers
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from . import select
-from .operands import Dense, Layout
-from .problem import Problem
+from .. import select
+from ..operands import Dense, Layout
+from ..problem import Problem
 
 #: Rows of a copy begin at multiples of this many elements.
 _PITCH = 16
