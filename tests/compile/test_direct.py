@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from gemmery.schedules import cluster as clusters
-from gemmery.schedules import specialized
+from gemmery.schedules.cluster import CLUSTER
+from gemmery.schedules.specialized import SPECIALIZED
 
 CHECKS = (
     "pointers", "odd", "descriptors", "batch", "persistent", "tail", "row", "matrix", "scale", "split", "fused",
     "packed", "hooks", "unknown",
 )  # fmt: skip
-if clusters.available():
+if CLUSTER.available():
     CHECKS += ("cluster", "cluster tail", "cluster split", "cluster matrix")
-if specialized.available():
+if SPECIALIZED.available():
     CHECKS += ("specialized packed", "specialized scaled")
 
 

@@ -6,9 +6,10 @@ import pytest
 import triton
 
 from gemmery.schedules import specialized
+from gemmery.schedules.specialized import SPECIALIZED
 from tests.compile.kernel_text import ptx
 
-pytestmark = pytest.mark.skipif(not specialized.available(), reason="specialised warps need another Triton")
+pytestmark = pytest.mark.skipif(not SPECIALIZED.available(), reason="specialised warps need another Triton")
 
 CASES = [
     ("int4_gelu", "bf16", "256x128x64-g4-w8-s5-specialized-descriptor-k2-swap"),

@@ -28,7 +28,7 @@ from gemmery.lab.page.launched import Launch, order, traffic, waves
 from gemmery.lab.page.query import NONE, Query, QueryError
 from gemmery.lab.prediction import predict
 from gemmery.lab.prediction.calibration import NOT_MEASURED
-from gemmery.lab.tile_order import Schedule, programs_at_once, visits
+from gemmery.lab.tile_order import programs_at_once, visits, walk
 from gemmery.launch import padding
 from gemmery.launch.explain import explain_problem
 
@@ -310,7 +310,7 @@ def test_waves_of_tiles_that_are_cut():
 def test_waves_lose_no_work(asked):
     found = api.product(asked)["waves"]
     made = Launch(padding.launched(asked.problem()), Config.of(api.product(asked)["choice"]["config"]))
-    schedule = Schedule.of(made.problem, made.config)
+    schedule = walk(made.problem, made.config)
     work = (schedule.rows * schedule.cols * (schedule.last_k - schedule.first_k)).astype(float)
     assert found["inside"]["value"] == pytest.approx(asked.M * asked.N * asked.K / work.sum())
     busiest = np.bincount(schedule.program % (made.problem.device.sms // made.config.ctas), work).max()

@@ -7,7 +7,7 @@ serves a launch, a compilation for the GPU at hand, and a cross-compilation with
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -20,9 +20,11 @@ from ..kernels import operands as access
 from ..operands import DenseAccess, Layout, Scaled
 from ..operands.base import negated
 from ..operands.scalars import parts, traced_arguments
-from ..problem import Config, Problem
 from .waves import Split, Waves
 from .workspace import WORKSPACES, Workspace
+
+if TYPE_CHECKING:
+    from ..problem import Config, Problem
 
 _TL: dict[torch.dtype, Any] = {dtype: getattr(tl, name.removeprefix("tl.")) for dtype, name in TYPES.items()}
 #: fp8 products are promoted to the fp32 accumulator after this many steps along K, as cuBLAS does in its accurate mode.
@@ -131,6 +133,28 @@ def epilogue_subtiles(problem: Problem, config: Config) -> int:
     return 4 if problem.wants_pieces and config.main_n >= 128 else 2
 
 
+def refusal_of(problem: Problem, config: Config) -> str | None:
+    """Why a config can't run a problem with a kernel of `kernels.gemm`; None if it can."""
+    p, c = problem, config
+    tma = c.loader == "descriptor"
+    if tma and p.K == 0:
+        return "loader 'descriptor' needs K > 0"
+    if tma and not suits_tma(p):
+        return (
+            f"loader 'descriptor' needs TMA, and a and b with one unit stride, other strides and addresses that are "
+            f"multiples of 16 bytes, at most one batch dimension, and sizes below 2^31; given {p}"
+        )
+    if tma and max(c.block_m, p.b.columns(c)[0], c.block_k, c.tail_k) > _BOX:
+        return f"loader 'descriptor' takes blocks of at most {_BOX} along each side"
+    if p.fusion is not None and p.fusion.whole and not spans(p, c):
+        return f"an epilogue that uses reduced rows again needs whole tiles of at least {p.N} columns"
+    split = Split.of(p, c)
+    units = Waves.of(p, c).units * (split.parts if split else 1)
+    if units >= 1 << 31:
+        return f"{p} takes {units} programs; at most 2^31 - 1 fit into a launch"
+    return p.b.refusal(p, c)
+
+
 class Binding:
     """A kernel with everything fixed but the tensors.
 
@@ -138,35 +162,21 @@ class Binding:
         kernel: the `@triton.jit` function.
         constants: its constexpr parameters and the compiler's options.
         grid: programs along x, y, z.
+        persistent: whether the kernel's programs take tiles in turn.
     """
+
+    kernel: Any = gemm.gemm_tiles
+    persistent = False
 
     def __init__(self, problem: Problem, config: Config) -> None:
         p, c = problem, config
         self.problem, self.config = problem, config
         self.main_n, self.rest_n = p.b.columns(c)
-        by_descriptor = c.loader == "descriptor"
-        if by_descriptor and p.K == 0:
-            raise ValueError(f"config {c}: loader 'descriptor' needs K > 0")
-        if by_descriptor and not suits_tma(p):
-            raise ValueError(
-                f"config {c}: loader 'descriptor' needs TMA, and a and b with one unit stride, other strides and "
-                f"addresses that are multiples of 16 bytes, at most one batch dimension, and sizes below 2^31; "
-                f"given {p}"
-            )
-        if by_descriptor and max(c.block_m, self.main_n, c.block_k, c.tail_k) > _BOX:
-            raise ValueError(
-                f"config {c}: loader 'descriptor' takes blocks of at most {_BOX} along each side"
-            )
-        if p.fusion is not None and p.fusion.whole and not spans(p, c):
-            raise ValueError(
-                f"config {c}: an epilogue that uses reduced rows again needs whole tiles of at least {p.N} columns"
-            )
-        if reason := p.b.refusal(p, c):
-            raise ValueError(f"config {c}: {reason}")
-        self.a = p.a.access(p, is_b=False, tma=by_descriptor)
-        self.b = p.b.access(p, is_b=True, tma=by_descriptor)
+        tma = c.loader == "descriptor"
+        self.a = p.a.access(p, is_b=False, tma=tma)
+        self.b = p.b.access(p, is_b=True, tma=tma)
         # A tensor that stands in for an output has strides of 0, which no descriptor takes.
-        stored = by_descriptor and storable(p.out, p.M, p.out_n, p.batch)
+        stored = tma and storable(p.out, p.M, p.out_n, p.batch)
         self.out = DenseAccess(p.out, p.M, p.out_n, p.batch, stored)
         self.pieces = epilogue_subtiles(p, c)
         # A small tile has half the columns.
@@ -174,15 +184,12 @@ class Binding:
         self.waves = Waves.of(p, c)
         self.split = Split.of(p, c)
         parts = self.split.parts if self.split else 1
-        if self.waves.units * parts >= 1 << 31:
-            raise ValueError(
-                f"{p} takes {self.waves.units * parts} programs of config {c}; at most 2^31 - 1 fit into a launch"
-            )
-        self.persistent = c.schedule == "persistent"
-        self.kernel = gemm.gemm_persistent if self.persistent else gemm.gemm_tiles
-        programs = max(self.waves.tiles * parts, self.waves.parts)
-        self.grid = (min(programs, p.device.sms) if self.persistent else programs, 1, 1)
+        self.grid = (self._programs(max(self.waves.tiles * parts, self.waves.parts)), 1, 1)
         self.constants = self._constants()
+
+    def _programs(self, units: int) -> int:
+        """How many programs compute so many tiles, whole or small, or parts of tiles."""
+        return units
 
     def _wide(self) -> bool:
         """Whether an offset within a block can pass 2^31 elements."""

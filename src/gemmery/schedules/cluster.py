@@ -1,13 +1,9 @@
-"""What the host has to know of `kernels.cluster`: where it runs, how it lays out blocks, how it divides the work.
-
-Where it can run, `launch.bind` binds its configs here, and they are part of the space; elsewhere nothing of it is
-imported.
-"""
+"""Clusters of CTAs that share what they load; see `kernels.cluster`, which is imported where it can run alone."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -15,50 +11,21 @@ from torch import Tensor
 
 from ..kernels import order
 from ..operands import Dense, Layout
-from ..problem import Config, Problem
 from .binding import Binding, epilogue_arguments, epilogue_of, sorted_tensors, storable, suits_tma
+from .persistent_static import PersistentStatic, Work
 from .waves import Split
-from .work import Work
 
-#: Versions of Triton whose Gluon the kernel is written in.
-VERSIONS = ("3.9",)
-#: Numbers of rows for which it is chosen: what was measured. With fewer, `tl` kernels read memory as quickly; with more
-#: they are not held up by L2.
-ROWS = range(65, 512)
+if TYPE_CHECKING:
+    from ..problem import Config, Problem
 
 #: One entry for each bit of a CTA's number in its cluster: how far along M and N it moves, counted in CTAs.
 Bases = tuple[tuple[int, int], ...]
-
-
-def available() -> bool:
-    """Whether this version of Triton can compile `kernels.cluster`, which may not be imported otherwise."""
-    return ".".join(triton.__version__.split(".")[:2]) in VERSIONS
 
 
 def bases(rows: int, cols: int) -> Bases:
     """A cluster of `rows` by `cols` CTAs, powers of two; CTAs one below the other have adjacent numbers."""
     down = tuple((1 << bit, 0) for bit in range(rows.bit_length() - 1))
     return down + tuple((0, 1 << bit) for bit in range(cols.bit_length() - 1))
-
-
-def suits(problem: Problem) -> bool:
-    """Whether the kernel can run a problem, whatever its number of rows."""
-    p = problem
-    # Its epilogues count offsets within a block in 32 bits.
-    near = p.addend is None or (p.addend.row + p.addend.col) * 256 < 1 << 31
-    return (
-        available()
-        and p.device.arch == "sm_90"
-        and not p.batch
-        # Traced epilogues have run only in the other schedules.
-        and p.fusion is None
-        and type(p.a) is type(p.b) is Dense
-        and all(operand.dtype.itemsize == 2 for operand in (p.a, p.b, p.out))
-        and suits_tma(p)
-        and p.out.col == 1
-        and storable(p.out, p.M, p.N, ())
-        and near
-    )
 
 
 def descriptor(
@@ -81,6 +48,81 @@ def descriptor(
     return TensorDescriptor(tensor, list(shape), [stride, 1], list(block), shared)
 
 
+class Cluster(PersistentStatic):
+    """Clusters that take tiles in turn; what would not fill a last wave is cut along K or N."""
+
+    name = "cluster"
+    about = "clusters of programs that share what they load"
+    title = "clusters"
+    knobs = frozenset({"tail", "split_k", "split_store", "cluster", "stream"})
+    archs = ("sm_90",)
+    # Those whose Gluon the kernel is written in.
+    versions = ("3.9",)
+    # What was measured. With fewer, `tl` kernels read memory as quickly; with more they are not held up by L2.
+    rows = range(65, 512)
+    reason = "chosen for 65 to 511 rows"
+    instead = "one program a multiprocessor"
+    lacking = "65 to 511 rows of 16 bits run without, some slower"
+    tables = ("cluster",)
+
+    def suits(self, problem: Problem) -> bool:
+        """See `Schedule.suits`."""
+        p = problem
+        # Its epilogues count offsets within a block in 32 bits.
+        near = p.addend is None or (p.addend.row + p.addend.col) * 256 < 1 << 31
+        return (
+            self.runs_on(p.device.target)
+            and not p.batch
+            # Traced epilogues have run only in the other schedules.
+            and p.fusion is None
+            and type(p.a) is type(p.b) is Dense
+            and all(operand.dtype.itemsize == 2 for operand in (p.a, p.b, p.out))
+            and suits_tma(p)
+            and p.out.col == 1
+            and storable(p.out, p.M, p.N, ())
+            and near
+        )
+
+    def check(self, config: Config) -> None:
+        """See `Schedule.check`."""
+        super().check(config)
+        c = config
+        if c.loader != "descriptor" or c.num_warps not in (4, 8):
+            raise ValueError("Config: the cluster schedule needs the descriptor loader and 4 or 8 warps")
+        if c.tail > 1 and (c.split_k > 1 or c.tail > 4):
+            raise ValueError(
+                "Config: with the cluster schedule tail is 2 or 4, and 1 where split_k is above 1"
+            )
+        for name in ("cluster_m", "cluster_n"):
+            if getattr(c, name) not in (1, 2):
+                raise ValueError(f"Config: {name} is {getattr(c, name)!r}; it must be 1 or 2")
+        if c.block_m // c.cluster_m < 64:
+            raise ValueError(f"Config: block_m is {c.block_m}; each CTA of a cluster needs 64 rows")
+
+    def refusal(self, problem: Problem, config: Config) -> str | None:
+        """See `Schedule.refusal`."""
+        p, c = problem, config
+        if not self.suits(p):
+            return (
+                f"schedule 'cluster' needs Triton {' or '.join(self.versions)}, a GPU of sm_90, fp16 or bf16, K > 0, "
+                f"no batch, a and b that suit the descriptor loader, and an output with adjacent columns and rows of "
+                f"whole 16-byte units; given {p} on {p.device.arch} with Triton {triton.__version__}"
+            )
+        if max(c.block_m, c.block_n, c.block_k) > 256:
+            return "clusters take blocks of at most 256 along each side"
+        return None
+
+    def bind(self, problem: Problem, config: Config) -> Binding:
+        """See `Schedule.bind`."""
+        return ClusterBinding(problem, config, self.work(problem, config))
+
+    def cuts(self, problem: Problem, config: Config) -> list[str]:
+        """See `Schedule.cuts`."""
+        return [
+            f"a program is a cluster of {config.ctas} multiprocessors, which cuts up what fills no last wave"
+        ]
+
+
 #: With more registers at its start a kernel of four consuming warps is given 256 for each of their threads, which
 #: setmaxnreg does not take.
 _REGISTERS_AT_START = {4: 136}
@@ -89,25 +131,12 @@ _REGISTERS_AT_START = {4: 136}
 class ClusterBinding(Binding):
     """A `Binding` of the clusters' kernel; a program is a cluster."""
 
-    def __init__(self, problem: Problem, config: Config) -> None:
-        p, c = problem, config
-        self.problem, self.config = p, c
-        if not suits(p):
-            raise ValueError(
-                f"config {c}: schedule 'cluster' needs Triton {' or '.join(VERSIONS)}, a GPU of sm_90, fp16 or bf16, "
-                f"K > 0, no batch, a and b that suit the descriptor loader, and an output with adjacent columns and "
-                f"rows of whole 16-byte units; given {p} on {p.device.arch} with Triton {triton.__version__}"
-            )
-        if max(c.block_m, c.block_n, c.block_k) > 256:
-            raise ValueError(f"config {c}: clusters take blocks of at most 256 along each side")
+    def __init__(self, problem: Problem, config: Config, work: Work) -> None:
         from ..kernels import cluster, dialect
 
-        tiles = -(-p.M // c.block_m) * -(-p.N // c.block_n)
-        steps = -(-p.K // c.block_k)
+        p, c = problem, config
+        self.problem, self.config, self.work = p, c, work
         self.split = Split.of(p, c)
-        self.work = Work.divide(
-            tiles, steps, max(p.device.sms // c.ctas, 1), c.tail, c.split_k if self.split else 1
-        )
         self.kernel = cluster.gemm_cluster
         self.grid = (self.work.programs, 1, 1)
         self.cluster = bases(c.cluster_m, c.cluster_n)
@@ -172,3 +201,6 @@ class ClusterBinding(Binding):
         c = self.config
         floats = self.work.partials(c.block_m, c.block_n)
         return floats * torch.float32.itemsize, self.work.counters(c.ctas)
+
+
+CLUSTER = Cluster()
