@@ -9,7 +9,7 @@ from gemmery.lab import targets
 targets.use_target("sm_90")
 from gemmery.devices import TABLE
 from gemmery.lab.fused_targets import pose
-from gemmery.launch import bind
+from gemmery.schedules import bind
 from gemmery.problem import Config
 from gemmery.lab.inspection.sass import disassemble
 problem, tensors = pose("%s", "%s", %d, 4096, TABLE["NVIDIA H200"])

@@ -73,7 +73,7 @@ import torch
 from gemmery.lab import targets
 targets.use_target("sm_90")
 from gemmery.devices import TABLE
-from gemmery.launch import Binding
+from gemmery.schedules.binding import Binding
 from gemmery.layout import make_problem
 from gemmery.problem import Config
 a, b = (torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta") for _ in range(2))

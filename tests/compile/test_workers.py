@@ -32,7 +32,7 @@ import json, sys
 from triton import knobs
 from gemmery import Config, devices
 from gemmery.lab import targets
-from gemmery.launch import Binding
+from gemmery.schedules.binding import Binding
 from gemmery.select import keys
 from gemmery.select.samples import sample
 targets.use_target("sm_90")
@@ -80,9 +80,9 @@ from gemmery.devices import TABLE
 from gemmery.lab import targets
 targets.use_target("sm_90")
 from gemmery.lab.fused_targets import pose
-from gemmery.launch import bind
+from gemmery.schedules import bind
 from gemmery.select import candidates
-from gemmery.select.workers import Target, Workers
+from gemmery.tuning.workers import Target, Workers
 hits = []
 knobs.compilation.listener = lambda *, cache_hit, **more: hits.append(cache_hit)
 posed = [pose(name, "bf16", 16, 4096, TABLE["NVIDIA H200"]) for name in ("swiglu_pair", "normed_swiglu", "several")]
@@ -162,7 +162,7 @@ def test_leaving_early_gives_up_what_is_not_done(cache):
 def test_a_worker_ends_with_the_process_that_began_it(cache):
     code = (
         "import time, os, sys\n"
-        "from gemmery.select.workers import Target, _Worker\n"
+        "from gemmery.tuning.workers import Target, _Worker\n"
         "worker = _Worker(Target('cuda', 90, 32)); worker.ask('')\n"
         "print(worker._process.pid, flush=True); os._exit(0)\n"
     )

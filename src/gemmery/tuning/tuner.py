@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .. import devices
+from ..api import plan
 from ..dispatch import forget
 from ..dtypes import Precision
 from ..launch.padding import launched
@@ -165,8 +166,6 @@ def tune(
         >>> if torch.cuda.is_available():
         ...     assert gemmery.tune(a.cuda(), b.cuda()).best is not None
     """
-    from ..api import plan
-
     found = plan(a, b, bias=bias, out=out, out_dtype=out_dtype, precision=precision, fast_accum=fast_accum)
     if found is None or found.config is None:
         raise ValueError(f"tune: no kernel runs for a on {a.device}, so there is nothing to measure")

@@ -217,7 +217,7 @@ def warmup(
     Args:
         weights: modules, of which all Linear layers count, and of gemmery.nn's blocks what they run in the place of
             layers when no gradients are asked for; tensors (N, K); or descriptions, such as
-            {"N": 6144, "K": 4096, "dtype": "bf16", "bias": True}, see `select.warm.Weight`.
+            {"N": 6144, "K": 4096, "dtype": "bf16", "bias": True}, see `tuning.warm.Weight`.
         max_m: every number of rows from 1 to this one is prepared; of an input (B, T, K) that is B * T.
         sizes: only these numbers of rows.
         batch_invariant: for modules and tensors, that the products will be called with it, or in its context.
