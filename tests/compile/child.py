@@ -65,13 +65,13 @@ def compile_gemm(layout):
     from gemmery.devices import TABLE
     from gemmery.layout import make_problem
     from gemmery.problem import Config
-    from gemmery.schedules.binding import Binding
+    from gemmery.schedules import bind
 
     a, b, out, bias = operands(layout)
     problem = make_problem(
         a, b, out, bias, scaled=False, precision="ieee", fast_accum=False, device=TABLE["NVIDIA H200"]
     )
-    return Binding(problem, Config.of(CONFIG)).compile((a, b, out, bias), (1, 1))
+    return bind(problem, Config.of(CONFIG)).compile((a, b, out, bias), (1, 1))
 
 
 def compile_plain():

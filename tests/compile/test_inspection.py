@@ -181,7 +181,7 @@ def test_amds_occupancy_is_llvms(target):
 
 @pytest.mark.slow
 def test_one_process_compiles_for_many_targets():
-    """And what it compiled for one is not handed out for another; nor does the stand-in stay."""
+    """And what it compiled for one is not handed out for another; nor does its driver stay."""
     from triton.runtime import driver
 
     before = driver._active
@@ -329,8 +329,8 @@ def test_mistakes_are_told_in_a_line(words, message):
 
 @pytest.mark.slow
 def test_kernels_that_are_interpreted_are_not_inspected(monkeypatch):
-    from gemmery.launch import cross_compile as standin
+    from gemmery.launch import cross_compile
 
-    monkeypatch.setattr(standin, "INTERPRETED", True)
+    monkeypatch.setattr(cross_compile, "INTERPRETED", True)
     with pytest.raises(ValueError, match="unset TRITON_INTERPRET"):
         inspect(problem_of(64, 64, 64, dtype=torch.bfloat16, device=TABLE["NVIDIA A100"]), POINTERS)

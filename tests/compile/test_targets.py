@@ -73,7 +73,7 @@ import torch
 from gemmery.lab import targets
 targets.use_target("sm_90")
 from gemmery.devices import TABLE
-from gemmery.schedules.binding import Binding
+from gemmery.schedules import bind
 from gemmery.layout import make_problem
 from gemmery.problem import Config
 a, b = (torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta") for _ in range(2))
@@ -82,7 +82,7 @@ problem = make_problem(
     a, b, out, None, scaled=False, precision="ieee", fast_accum=False, device=TABLE["NVIDIA H200"]
 )
 config = Config(128, 128, 64, num_warps=8, schedule="%s", loader="%s")
-print(Binding(problem, config).compile((a, b, out), (1, 1)).asm["ptx"])
+print(bind(problem, config).compile((a, b, out), (1, 1)).asm["ptx"])
 """
 
 

@@ -32,14 +32,14 @@ import json, sys
 from triton import knobs
 from gemmery import Config, devices
 from gemmery.lab import targets
-from gemmery.schedules.binding import Binding
+from gemmery.schedules import bind
 from gemmery.select import keys
 from gemmery.select.samples import sample
 targets.use_target("sm_90")
 hits = []
 knobs.compilation.listener = lambda *, cache_hit, **more: hits.append(cache_hit)
 problem = keys.from_dict(json.loads(sys.argv[1]), devices.TABLE["NVIDIA H200"])
-Binding(problem, Config.of(sys.argv[2])).compile(*sample(problem, "meta").given)
+bind(problem, Config.of(sys.argv[2])).compile(*sample(problem, "meta").given)
 print(json.dumps(hits))
 """
 

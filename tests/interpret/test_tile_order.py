@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gemmery import Config, devices
 from gemmery.kernels import order
 from gemmery.lab.tile_order import visits, walk
-from gemmery.schedules.binding import Binding
+from gemmery.schedules import bind
 from gemmery.schedules.waves import Waves
 from gemmery.select.shapes import problem_of
 
@@ -81,7 +81,7 @@ def _note(
 
 def launched(problem, config, out, **parts):
     """Launch the real kernel with some of its parts replaced; what its loaders were asked for, a row a program."""
-    binding = Binding(problem, config)
+    binding = bind(problem, config)
     binding.constants |= {"LOAD_A": _note, "LOAD_B": _note} | parts
     a, b = (torch.zeros(binding.grid[0], 5, dtype=torch.int32) for _ in range(2))
     binding.launch((a, b, out), (1, 1))

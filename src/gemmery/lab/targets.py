@@ -1,6 +1,6 @@
 """Compiles every kernel that the selector may choose, for targets that are not at hand, and checks what comes out.
 
-A process for each target compiles with a stand-in for Triton's driver, so that several are busy at once. Run as
+A process for each target compiles through `launch.cross_compile`, so that several are busy at once. Run as
 `python -m gemmery.lab.targets [--all] [TARGET ...]`.
 """
 

@@ -84,7 +84,7 @@ def _maps(descriptor: TensorDescriptor, note: Any, expand: Callable[..., list[An
     key = f"{layout} {note}"
     found = _shared.get(key)
     if found is None:
-        found = _shared[key] = TensorMaps(layout, lambda described: expand(described, note)[0])
+        found = _shared[key] = TensorMaps(layout, lambda descriptor: expand(descriptor, note)[0])
     return found
 
 
@@ -128,7 +128,7 @@ class _Layouter:
     """Lays arguments out for one version's C function.
 
     Args:
-        sources: stand-ins for the launch's tensors, each an object of its own, by which they are known again. Other
+        sources: meta proxies of the launch's tensors, each an object of its own, by which they are known again. Other
             tensors among the arguments are the workspace's, in its order.
         expand: what Triton makes of a descriptor and what the compiler noted about it: the tensor map, then integers.
         notes: what the compiler noted about each descriptor, in order.
@@ -331,7 +331,7 @@ def _meta_proxy(tensor: Tensor) -> Tensor:
 def lay_out(
     entry: Entry, binding: Binding, compiled: Any, proxies: tuple[Any, ...], numbers: tuple[float, ...]
 ) -> Arguments | None:
-    """The arguments of a compiled kernel, given stand-ins for its tensors; None where they can't be laid out ahead."""
+    """The arguments of a compiled kernel, given meta proxies of its tensors; None where they can't be known ahead."""
     arguments = binding.arguments(proxies, numbers)
     values = dict(zip(binding.kernel.arg_names, arguments, strict=False))
     notes = getattr(compiled.metadata, "tensordesc_meta", None)

@@ -121,7 +121,7 @@ class Plan:
         goes to the current stream of their device.
 
         Raises:
-            ValueError: the plan is for a call with, or without, an addend or factors, and this is the other kind.
+            ValueError: the plan is for a call with, or without, an addend or scalars, and this is the other kind.
         """
         if self.problem.fusion is not None:
             raise ValueError(f"{self}: has an epilogue, and is run by the product that it was made for")

@@ -1,6 +1,6 @@
 """Compiling in other processes, so that several kernels compile at once and a compiler that dies takes nothing along.
 
-A worker compiles for a target through a stand-in for Triton's driver and never touches a GPU. What it compiles lies in
+A worker compiles for a target through `launch.cross_compile` and never touches a GPU. What it compiles lies in
 Triton's cache on disk, where this process then finds it. Workers are plain programs that are given lines of pickled
 jobs, not `multiprocessing`, which would import the user's main program again.
 """
