@@ -13,6 +13,8 @@ Floats = np.ndarray
 OVERLAP = 2.25
 #: Part of the memory bandwidth that a long stream reaches.
 STREAM = 0.855
+#: Part of the time of storing a tile that is not hidden behind the program's next one.
+STORE = 0.3
 #: Part of the whole tile's rate that a small tile of the tail reaches.
 TAIL_EFFICIENCY = 0.8
 

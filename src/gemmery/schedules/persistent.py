@@ -8,7 +8,7 @@ import numpy as np
 
 from ..kernels import gemm
 from .binding import Binding
-from .cost import Floats
+from .cost import STORE, Floats
 from .tile import Tile
 from .walk import Ints, Walk, in_turn, whole_tiles
 from .waves import Waves
@@ -16,9 +16,6 @@ from .waves import Waves
 if TYPE_CHECKING:
     from ..problem import Config, Problem
     from ..select.space import Space
-
-#: Part of the time of storing a tile that is not hidden behind the next one.
-STORE = 0.3
 
 
 class Persistent(Tile):

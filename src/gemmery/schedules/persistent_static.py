@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .base import Schedule
-from .cost import OVERLAP, STREAM, TAIL_EFFICIENCY, Costs, Given
+from .cost import OVERLAP, STORE, STREAM, TAIL_EFFICIENCY, Costs, Given
 from .walk import Ints, Walk, in_turn, whole_tiles
 from .waves import Split
 
@@ -140,7 +140,7 @@ class PersistentStatic(Schedule):
         body = (np.maximum(compute, l2) ** OVERLAP + memory**OVERLAP) ** (1 / OVERLAP)
         store = area * p.out.dtype.itemsize / device.store_bandwidth
         turns = whole + (chunk > 0) + small * part
-        once = device.delays.launch + device.delays.start + turns * store * 0.3
+        once = device.delays.launch + device.delays.start + turns * store * STORE
         reduction = np.where(
             chunk > 0, device.delays.reduction + parts * area * 4.0 / device.store_bandwidth, 0.0
         )

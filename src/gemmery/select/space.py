@@ -18,7 +18,7 @@ from .tiles import ALIKE, FAMILIES
 #: Columns of a space that are fields of its configs.
 _COLUMNS = (
     "block_m", "block_n", "block_k", "num_warps", "num_stages", "tail_m", "tail_n", "split_k", "split_store",
-    "cluster_m", "cluster_n",
+    "cluster_m", "cluster_n", "schedule",
 )  # fmt: skip
 
 
@@ -102,8 +102,8 @@ class Space:
     Attributes:
         configs, tiles: the configs, and the rows of the table that they come from.
         kernel: configs with the same number here run the same compiled kernel.
-        schedule: their schedules' names.
-        tma: whether the row takes descriptors; the other columns are those of `Config` and `Tile`.
+
+    The other columns are those of `Config` and `Tile`, by their names.
     """
 
     configs: tuple[Config, ...]
@@ -121,8 +121,6 @@ class Space:
     cluster_m: np.ndarray
     cluster_n: np.ndarray
     schedule: np.ndarray
-    tma: np.ndarray
-    aligned: np.ndarray
     numerics: np.ndarray
     efficiency: np.ndarray
 
@@ -134,9 +132,6 @@ class Space:
             configs=tuple(config for config, _, _ in entries),
             tiles=tuple(tile for _, tile, _ in entries),
             kernel=np.array([number for _, _, number in entries]),
-            schedule=np.array([config.schedule for config, _, _ in entries]),
-            tma=np.array([config.loader == "descriptor" for config, _, _ in entries]),
-            aligned=np.array([tile.aligned for _, tile, _ in entries]),
             numerics=np.array([tile.numerics for _, tile, _ in entries]),
             efficiency=np.array([tile.efficiency for _, tile, _ in entries]),
             **columns,
