@@ -26,10 +26,10 @@ from gemmery.lab import posing, suites
 from gemmery.lab.fused_targets import FUSED, pose
 from gemmery.lab.inputs import KINDS
 from gemmery.lab.targets import TARGETS
-from gemmery.launch import bind
-from gemmery.padding import launched
-from gemmery.plan import runs_on
+from gemmery.launch.padding import launched
+from gemmery.launch.plan import runs_on
 from gemmery.problem import Problem
+from gemmery.schedules import bind
 from gemmery.select import candidates
 from gemmery.select.samples import arguments
 
@@ -107,7 +107,7 @@ def numbers(value: Any) -> Any:
 
 def record(target: str) -> dict[str, Any]:
     """What is made for a target, by suite, row and type."""
-    from gemmery.lab.standin import use_target
+    from gemmery.launch.cross_compile import use_target
 
     use_target(target)
     device, made = device_of(target), {}

@@ -28,18 +28,20 @@ from triton.runtime.errors import OutOfResources
 import gemmery
 from gemmery import devices
 from gemmery.epilogues.results import Results
-from gemmery.launch import bind
 from gemmery.problem import Config, Problem
 from gemmery.product.build import make_call
 from gemmery.product.epilogue import program
 from gemmery.product.prepare import problem_of_traced
 from gemmery.product.spec import NONE, Options
-from gemmery.select.measured import PACKED, file_name, suffixes_of
-from gemmery.select.space import DEALT, space_of
+from gemmery.schedules import REGISTRY, bind, of
+from gemmery.select.measured import PACKED, file_name
+from gemmery.select.space import space_of
 
 sys.path.insert(0, str(Path(__file__).parent))
 from measured_table import TABLES, text_of
 
+#: Schedules that have tables of their own.
+OWN = [schedule.name for schedule in REGISTRY.values() if schedule.tables]
 WEIGHTS = ((8192, 8192), (14336, 4096), (4096, 14336), (4096, 4096), (28672, 4096), (2048, 8192))
 ROWS = (1, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096)
 #: How much more than the quickest a config may take in the first round to be timed again.
@@ -97,12 +99,12 @@ def considered(problem: Problem, schedule: str) -> list[Config]:
 
     A table for the Triton that streams is about both: its choices are between times of one Triton.
     """
-    both = len(suffixes_of(schedule)) > 1
+    both = bool(schedule) and len(of(schedule).own_tables()) > 1
     return [
         config
         for config in space_of(problem).configs
         if config.loader == "descriptor"
-        and (config.schedule == schedule or ((both or not schedule) and config.schedule not in DEALT))
+        and (config.schedule == schedule or ((both or not schedule) and of(config.schedule).universal))
     ]
 
 
@@ -161,7 +163,7 @@ def main() -> None:
     """Run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--format", choices=sorted(PACKED), required=True)
-    parser.add_argument("--schedule", choices=DEALT, default="", help="this one, in a table of its own")
+    parser.add_argument("--schedule", choices=OWN, default="", help="this one, in a table of its own")
     parser.add_argument("--rounds", type=int, default=5, help="at least so many")
     parser.add_argument("--processes", type=int, default=14)
     parser.add_argument("--weights", type=int, default=len(WEIGHTS), help="so many of the weights")
@@ -189,7 +191,7 @@ def main() -> None:
     import triton
 
     name = problem.device.name
-    suffix = suffixes_of(options.schedule)[-1] if options.schedule else ""
+    suffix = of(options.schedule).own_tables()[-1] if options.schedule else ""
     path = options.out / file_name(name, f"packed {format}", suffix)
     versions = {triton.__version__}
     if path.is_file() and (some, options.weights) != (ROWS, len(WEIGHTS)):

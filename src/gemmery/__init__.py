@@ -11,7 +11,7 @@ try:
     from .api import addmm, bmm, linear, matmul, plan
     from .epilogues.function import epilogue
     from .invariant import batch_invariant
-    from .plan import Plan
+    from .launch.plan import Plan
     from .problem import Config, Problem
 except PutOffError:
     pass  # the command line loads these before it runs anything: see `_load`
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from .formats import QuantizedTensor, quantize
     from .formats.activations import quantize_activations
     from .formats.scaled import ScaledTensor
+    from .launch.explain import explain
     from .scaled import scaled_matmul
-    from .select.explain import explain
-    from .select.tuner import tune
-    from .select.warm import warmup
+    from .tuning.tuner import tune
+    from .tuning.warm import warmup
 
 __version__ = "0.1.0"
 
@@ -35,9 +35,9 @@ __all__ = [
 
 #: Where the names are that a program seldom needs, and that are imported when it does.
 _LATER = {
-    "QuantizedTensor": ".formats.tensor", "ScaledTensor": ".formats.scaled", "explain": ".select.explain", "nn": ".nn",
+    "QuantizedTensor": ".formats.tensor", "ScaledTensor": ".formats.scaled", "explain": ".launch.explain", "nn": ".nn",
     "quantize": ".formats.quantize", "quantize_activations": ".formats.activations", "scaled_matmul": ".scaled",
-    "tune": ".select.tuner", "warmup": ".select.warm",
+    "tune": ".tuning.tuner", "warmup": ".tuning.warm",
 }  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from . import torch_op as _torch_op  # noqa: F401  (registers torch.ops.gemmery.
 from .api import addmm, bmm, linear, matmul, plan
 from .epilogues.function import epilogue
 from .invariant import batch_invariant
-from .plan import Plan
+from .launch.plan import Plan
 from .problem import Config, Problem
 
 __all__ = [

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .formats.tensor import QuantizedTensor
-from .plan import Plan
+from .launch.plan import Plan
 from .precision import AskedPrecision, resolved
 from .problem import Config
 from .product.check import check_tensor

@@ -21,7 +21,7 @@ from .epilogues.programs import lowered_program
 from .epilogues.record import Untraceable
 from .epilogues.results import Results
 from .epilogues.trace import Sizes, stand_ins
-from .launch import pointwise
+from .launch.pointwise import pointwise
 from .memo import keep
 from .product.check import dimensions
 from .product.epilogue import outputs_of

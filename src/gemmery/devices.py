@@ -10,10 +10,13 @@ GA102, Ada and RTX Blackwell; shared memory per block from the CUDA programming 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch import Tensor
 from triton import knobs
 
 #: Kernels run through Triton's interpreter in this process. Decided once: `@triton.jit` looks at it when it runs.
@@ -336,3 +339,14 @@ def current(device: torch.device) -> Device | None:
     if device.type != "cuda":
         return None
     return _of_index(device.index if device.index is not None else torch.cuda.current_device())
+
+
+def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Makes a tensor's GPU the current one, also for a thread that has not used it yet."""
+    if not tensor.is_cuda:
+        return contextlib.nullcontext()
+    if tensor.device.index == torch.cuda.current_device():
+        # Binds the GPU's context to the thread; Triton encodes tensor maps without asking whether there is one.
+        torch.cuda.set_device(tensor.device)
+        return contextlib.nullcontext()
+    return torch.cuda.device(tensor.device)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from . import schedules
 from .devices import Device
 from .dtypes import Precision
 from .operands.base import Layout, Spec, Traced
@@ -146,19 +147,17 @@ class Config:
         group_m: height in tiles of the bands in which tiles are visited.
         num_warps: warps in a program.
         num_stages: blocks of A and B in flight.
-        schedule: "tile" starts one program a tile, "persistent" as many programs as run at once; "cluster" as many
-            clusters of CTAs as run at once, with a tile each: see `kernels.cluster`, which not every Triton has;
-            "specialized" as many programs, in which one warp loads: see `kernels.specialized`.
+        schedule: how the programs of a launch walk over its tiles, one of `schedules.REGISTRY`: "tile", "persistent",
+            "cluster" or "specialized". Not every one takes every knob.
         loader: "pointer" takes any strides, "descriptor" needs TMA and 16-byte alignment.
         split_store: store a tile as two halves, which halves the staging memory.
         tail: parts into which tiles are cut that would not fill a last wave, or not all of whose columns exist: 2 or 4
-            along N, or 8, 2 along M by 4 along N; 1 leaves them whole. Not for the "tile" schedule.
-        split_k: parts along K into which every tile is cut, each for a program of its own ("tile" schedule), or those
-            tiles that would not fill a last wave ("cluster" and "specialized").
+            along N, or 8, 2 along M by 4 along N; 1 leaves them whole.
+        split_k: parts along K into which tiles are cut, each for a program: all tiles, or those that would not fill a
+            last wave, as the schedule has it.
         swap: give the tensor cores the transposed product, so that a block of few rows lies on their narrow side.
-        cluster_m, cluster_n: CTAs of a cluster along M and N, which divide its tile ("cluster" schedule).
-        stream: B is read once and need not stay in L2 ("cluster", and "specialized" where a single row of tiles reads
-            it; from Triton 3.9 on, before that it changes nothing).
+        cluster_m, cluster_n: CTAs of a cluster along M and N, which divide its tile.
+        stream: B is read once and need not stay in L2 (from Triton 3.9 on, before that it changes nothing).
     """
 
     block_m: int
@@ -167,7 +166,7 @@ class Config:
     group_m: int = 8
     num_warps: int = 4
     num_stages: int = 3
-    schedule: Literal["tile", "persistent", "cluster", "specialized"] = "tile"
+    schedule: str = schedules.DEFAULT
     loader: Literal["pointer", "descriptor"] = "pointer"
     split_store: bool = False
     tail: int = 1
@@ -205,42 +204,15 @@ class Config:
             raise ValueError(
                 f"Config: tail is {self.tail!r}; it must be 1, 2, 4 or 8 and leave parts of 16 by 16 or more"
             )
-        if self.tail > 1 and self.schedule not in ("persistent", "cluster"):
-            raise ValueError("Config: tail needs the persistent schedule, or clusters")
-        if self.split_k != 1 and self.schedule == "persistent":
-            raise ValueError("Config: split_k is not for the persistent schedule")
-        if self.swap and self.schedule not in ("tile", "specialized"):
-            raise ValueError("Config: swap needs the tile schedule, or specialised warps")
-        if self.rest_n and self.schedule != "tile":
-            raise ValueError("Config: a block_n that is no power of two needs the tile schedule")
-        schedules = ("tile", "persistent", "cluster", "specialized")
-        for name, allowed in (("schedule", schedules), ("loader", ("pointer", "descriptor"))):
+        for name, allowed in (("schedule", tuple(schedules.REGISTRY)), ("loader", ("pointer", "descriptor"))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"Config: {name} is {getattr(self, name)!r}; it must be one of {allowed}")
-        if self.schedule == "specialized" and (self.loader, self.num_warps) != ("descriptor", 8):
-            raise ValueError("Config: the specialized schedule needs the descriptor loader and 8 warps")
-        if self.schedule == "specialized" and self.split_store:
-            raise ValueError("Config: the specialized schedule has pieces of its own, and no split_store")
-        self._check_cluster()
+        schedules.of(self.schedule).check(self)
 
-    def _check_cluster(self) -> None:
-        if self.schedule != "cluster":
-            if (self.cluster_m, self.cluster_n) != (1, 1):
-                raise ValueError("Config: cluster_m and cluster_n need the cluster schedule")
-            if self.stream and self.schedule != "specialized":
-                raise ValueError("Config: stream needs the cluster schedule or the specialized one")
-            return
-        if self.loader != "descriptor" or self.num_warps not in (4, 8):
-            raise ValueError("Config: the cluster schedule needs the descriptor loader and 4 or 8 warps")
-        if self.tail > 1 and (self.split_k > 1 or self.tail > 4):
-            raise ValueError(
-                "Config: with the cluster schedule tail is 2 or 4, and 1 where split_k is above 1"
-            )
-        for name in ("cluster_m", "cluster_n"):
-            if getattr(self, name) not in (1, 2):
-                raise ValueError(f"Config: {name} is {getattr(self, name)!r}; it must be 1 or 2")
-        if self.block_m // self.cluster_m < 64:
-            raise ValueError(f"Config: block_m is {self.block_m}; each CTA of a cluster needs 64 rows")
+    @property
+    def cluster(self) -> tuple[int, int]:
+        """CTAs of a program along M and N."""
+        return self.cluster_m, self.cluster_n
 
     @property
     def ctas(self) -> int:
@@ -318,8 +290,9 @@ def _parse(text: str) -> dict[str, Any]:
 
     if "=" in text:
         return {name: _value(word) for name, word in (pair.split("=", 1) for pair in text.split(","))}
+    names = "|".join(map(re.escape, schedules.REGISTRY))
     pattern = (
-        r"(\d+)x(\d+)x(\d+)-g(\d+)-w(\d+)-s(\d+)-(tile|persistent|cluster|specialized)-(pointer|descriptor)(/2)?"
+        rf"(\d+)x(\d+)x(\d+)-g(\d+)-w(\d+)-s(\d+)-({names})-(pointer|descriptor)(/2)?"
         r"(?:-t(\d))?(?:-k(\d+))?(-swap)?(?:-c(\d)x(\d))?(-stream)?"
     )
     match = re.fullmatch(pattern, text)
@@ -328,8 +301,8 @@ def _parse(text: str) -> dict[str, Any]:
             f"config {text!r} is not of the form "
             "128x256x64-g8-w8-s4-persistent-descriptor[/2][-t4][-k2][-swap][-c2x1][-stream]"
         )
-    names = ("block_m", "block_n", "block_k", "group_m", "num_warps", "num_stages")
-    numbers: dict[str, Any] = {name: int(match[i + 1]) for i, name in enumerate(names)}
+    knobs = ("block_m", "block_n", "block_k", "group_m", "num_warps", "num_stages")
+    numbers: dict[str, Any] = {name: int(match[i + 1]) for i, name in enumerate(knobs)}
     optional = (("tail", 10), ("split_k", 11), ("cluster_m", 13), ("cluster_n", 14))
     numbers |= {name: int(match[i]) for name, i in optional if match[i]}
     flags = {name: match[i] is not None for name, i in (("split_store", 9), ("swap", 12), ("stream", 15))}

@@ -63,15 +63,15 @@ def operands(layout):
 def compile_gemm(layout):
     """gemmery's kernel."""
     from gemmery.devices import TABLE
-    from gemmery.launch import Binding
     from gemmery.layout import make_problem
     from gemmery.problem import Config
+    from gemmery.schedules import bind
 
     a, b, out, bias = operands(layout)
     problem = make_problem(
         a, b, out, bias, scaled=False, precision="ieee", fast_accum=False, device=TABLE["NVIDIA H200"]
     )
-    return Binding(problem, Config.of(CONFIG)).compile((a, b, out, bias), (1, 1))
+    return bind(problem, Config.of(CONFIG)).compile((a, b, out, bias), (1, 1))
 
 
 def compile_plain():

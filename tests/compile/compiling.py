@@ -12,10 +12,10 @@ from gemmery.devices import TABLE
 from gemmery.dtypes import DTYPE_NAMES, OUT_DTYPES
 from gemmery.lab.fused_targets import pose
 from gemmery.lab.inspection.sass import disassemble
-from gemmery.lab.standin import compiling_for
-from gemmery.launch import bind
+from gemmery.launch.cross_compile import compiling_for
 from gemmery.layout import make_problem
 from gemmery.problem import Config
+from gemmery.schedules import bind
 
 
 def device_of(target):

@@ -15,13 +15,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 
-from gemmery import clusters, direct, specialized
 from gemmery.devices import TABLE
 from gemmery.lab.fused_targets import pose
-from gemmery.launch import bind
+from gemmery.launch import direct
 from gemmery.layout import make_problem
 from gemmery.problem import Config
-from gemmery.workspace import WORKSPACES
+from gemmery.schedules import bind
+from gemmery.schedules.cluster import CLUSTER
+from gemmery.schedules.specialized import SPECIALIZED
+from gemmery.schedules.workspace import WORKSPACES
 
 STREAM, FUNCTION = 11, 77
 
@@ -173,12 +175,12 @@ CASES = {
     "scale": (TILE + "pointer", {"m": 128, "n": 192, "k": 256}),
     "split": (TILE + "pointer-k4", {"m": 128, "n": 192, "k": 1024}),
 }
-CLUSTER = "128x128x64-g8-w4-s8-cluster-descriptor"
-if clusters.available():
+CLUSTERED = "128x128x64-g8-w4-s8-cluster-descriptor"
+if CLUSTER.available():
     CASES |= {
-        "cluster": (CLUSTER + "-c2x1-stream", {"m": 200, "n": 192, "k": 256, "order": "T"}),
-        "cluster tail": (CLUSTER + "-t2-c2x1", {"m": 200, "n": 192, "k": 256}),
-        "cluster split": (CLUSTER + "-k2-c2x1", {"m": 200, "n": 192, "k": 1024, "bias": (192,)}),
+        "cluster": (CLUSTERED + "-c2x1-stream", {"m": 200, "n": 192, "k": 256, "order": "T"}),
+        "cluster tail": (CLUSTERED + "-t2-c2x1", {"m": 200, "n": 192, "k": 256}),
+        "cluster split": (CLUSTERED + "-k2-c2x1", {"m": 200, "n": 192, "k": 1024, "bias": (192,)}),
         "cluster matrix": (
             "128x128x64-g8-w8-s6-cluster-descriptor",
             {"m": 200, "n": 192, "k": 256, "bias": (200, 192)},
@@ -194,7 +196,7 @@ FUSED = {
     "fused": ("bias_gelu", "bf16", TILE + "descriptor"),
     "packed": ("int4_gelu", "bf16", "64x64x128-g1-w4-s3-tile-descriptor-k2-swap"),
 }
-if specialized.available():
+if SPECIALIZED.available():
     FUSED |= {
         "specialized packed": ("int4_gelu", "bf16", "128x128x64-g1-w8-s4-specialized-descriptor-k2-swap"),
         "specialized scaled": ("scaled_blocks", "e4m3", "128x256x128-g8-w8-s4-specialized-descriptor"),
@@ -204,7 +206,7 @@ if specialized.available():
 def one_workspace(binding):
     """As on a GPU, where there is one for each stream; without one, each call gets a new one."""
     if binding.split is not None:
-        partials, arrivals = WORKSPACES.get(torch.device("cpu"), *binding.room)
+        partials, arrivals = WORKSPACES.get(torch.device("cpu"), *binding.workspace_size)
         WORKSPACES.get = lambda device, *room: tuple(x.to(device) for x in (partials, arrivals))
         WORKSPACES.on_stream = lambda index, stream, *room: (partials, arrivals)
 

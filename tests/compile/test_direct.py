@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from gemmery import clusters, specialized
+from gemmery.schedules.cluster import CLUSTER
+from gemmery.schedules.specialized import SPECIALIZED
 
 # One process launches all kernels, so one worker asks it.
 pytestmark = pytest.mark.xdist_group("direct")
@@ -21,9 +22,9 @@ CHECKS = (
     "pointers", "odd", "descriptors", "batch", "persistent", "tail", "row", "matrix", "scale", "split", "fused",
     "packed", "hooks", "unknown",
 )  # fmt: skip
-if clusters.available():
+if CLUSTER.available():
     CHECKS += ("cluster", "cluster tail", "cluster split", "cluster matrix")
-if specialized.available():
+if SPECIALIZED.available():
     CHECKS += ("specialized packed", "specialized scaled")
 
 

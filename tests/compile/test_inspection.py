@@ -21,10 +21,10 @@ from gemmery.lab.inspection.compile import device_of
 from gemmery.lab.inspection.resources import usage
 from gemmery.lab.inspection.show import facts, text
 from gemmery.lab.posing import posed
-from gemmery.lab.standin import compiling_for
-from gemmery.launch import bind
-from gemmery.plan import settle
+from gemmery.launch.cross_compile import compiling_for
+from gemmery.launch.plan import compile_first_fitting
 from gemmery.problem import Config
+from gemmery.schedules import bind
 from gemmery.select import candidates
 from gemmery.select.samples import arguments
 from gemmery.select.shapes import problem_of
@@ -185,7 +185,7 @@ def test_amds_occupancy_is_llvms(target):
 
 @pytest.mark.slow
 def test_one_process_compiles_for_many_targets():
-    """And what it compiled for one is not handed out for another; nor does the stand-in stay."""
+    """And what it compiled for one is not handed out for another; nor does its driver stay."""
     from triton.runtime import driver
 
     before = driver._active
@@ -215,7 +215,9 @@ def test_a_config_that_spills_is_passed_over_as_a_plan_does():
     problem = problem_of(1024, 1024, 1024, device=TABLE["NVIDIA A100"])
     configs = [Config.of(SPILLING), Config.of(POINTERS)]
     with compiling_for("sm_80"):
-        settled = settle(problem, configs, arguments(problem, "meta"), lambda x: usage(x).spilled // 4)
+        settled = compile_first_fitting(
+            problem, configs, arguments(problem, "meta"), lambda x: usage(x).spilled // 4
+        )
     assert settled.binding.config == configs[1]
     assert settled.passed == {
         configs[0]: f"spills {inspected('sm_80', SPILLING).usage.spilled} bytes a thread"
@@ -331,8 +333,8 @@ def test_mistakes_are_told_in_a_line(words, message):
 
 @pytest.mark.slow
 def test_kernels_that_are_interpreted_are_not_inspected(monkeypatch):
-    from gemmery.lab import standin
+    from gemmery.launch import cross_compile
 
-    monkeypatch.setattr(standin, "INTERPRETED", True)
+    monkeypatch.setattr(cross_compile, "INTERPRETED", True)
     with pytest.raises(ValueError, match="unset TRITON_INTERPRET"):
         inspect(problem_of(64, 64, 64, dtype=torch.bfloat16, device=TABLE["NVIDIA A100"]), POINTERS)

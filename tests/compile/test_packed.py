@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from gemmery import specialized
+from gemmery.schedules.specialized import SPECIALIZED
 from tests.compile.compiling import ptx, sass
 
 
@@ -57,7 +57,7 @@ def test_what_is_unpacked_comes_after_a_wait(name, config, word):
 )
 def test_what_decoders_leave_to_the_sum_is_made_up_for_once(name, dtype, config, sums):
     """A multiplication by 2^40 for each of a thread's sums, of the codes whose numbers are too small by that."""
-    if "specialized" in config and not specialized.available():
+    if "specialized" in config and not SPECIALIZED.available():
         pytest.skip("specialised warps need another Triton")
     text = ptx(name, dtype, config)
     factor = "0f53800000"
@@ -69,7 +69,7 @@ def test_what_decoders_leave_to_the_sum_is_made_up_for_once(name, dtype, config,
 )
 def test_the_table_of_nf4_stays_in_registers(config):
     """The assembler moves nothing there for each look-up, of which there are twice as many as numbers."""
-    if "specialized" in config and not specialized.available():
+    if "specialized" in config and not SPECIALIZED.available():
         pytest.skip("specialised warps need another Triton")
     text = sass("nf4", "bf16", config, 16)
     found = len(re.findall(r"\sPRMT ", text))

@@ -2,12 +2,12 @@
 
 import pytest
 
-from gemmery import clusters, specialized
 from gemmery.devices import ARCHS
 from gemmery.lab.fused_targets import gradient
 from gemmery.lab.inspection.resources import usage
 from gemmery.lab.targets import TARGETS, Case, cases, expected, serialised
 from gemmery.problem import Config
+from gemmery.schedules import cluster, specialized
 from tests.compile.compiling import compile_dense, compile_posed, device_of, strictly_for
 
 #: Configs that every target can run. An instruction for a warpgroup takes at least 64 rows.
@@ -84,14 +84,14 @@ def test_pointwise(target):
 
 
 @pytest.mark.parametrize("name", SPECIALIZED)
-@pytest.mark.skipif(not specialized.available(), reason="specialised warps need another Triton")
+@pytest.mark.skipif(not specialized.SPECIALIZED.available(), reason="specialised warps need another Triton")
 def test_specialized(name):
     *posed, config, rows = SPECIALIZED[name]
     compiled = compile_posed("sm_90", *posed, config, rows)
     check("sm_90", compiled, "gemm_specialized", "wgmma.mma_async")
 
 
-@pytest.mark.skipif(not clusters.available(), reason="clusters need another Triton")
+@pytest.mark.skipif(not cluster.CLUSTER.available(), reason="clusters need another Triton")
 def test_cluster():
     compiled = compile_dense("sm_90", CLUSTER)
     check("sm_90", compiled, "gemm_cluster", "wgmma.mma_async")

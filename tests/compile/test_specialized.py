@@ -5,10 +5,11 @@ import re
 import pytest
 import triton
 
-from gemmery import specialized
+from gemmery.schedules import specialized
+from gemmery.schedules.specialized import SPECIALIZED
 from tests.compile.compiling import ptx
 
-pytestmark = pytest.mark.skipif(not specialized.available(), reason="specialised warps need another Triton")
+pytestmark = pytest.mark.skipif(not SPECIALIZED.available(), reason="specialised warps need another Triton")
 
 CASES = [
     ("int4_gelu", "bf16", "16x64x256-g1-w8-s8-specialized-descriptor-k2-swap"),

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from gemmery import Config
-from gemmery.select import keys, workers
-from gemmery.select.workers import Target, Workers
+from gemmery.select import keys
+from gemmery.tuning import workers
+from gemmery.tuning.workers import Target, Workers
 from tests.problems import make
 
 # Long, and about gemmery more than about Triton.
@@ -31,14 +32,14 @@ import json, sys
 from triton import knobs
 from gemmery import Config, devices
 from gemmery.lab import targets
-from gemmery.launch import Binding
+from gemmery.schedules import bind
 from gemmery.select import keys
 from gemmery.select.samples import sample
 targets.use_target("sm_90")
 hits = []
 knobs.compilation.listener = lambda *, cache_hit, **more: hits.append(cache_hit)
 problem = keys.from_dict(json.loads(sys.argv[1]), devices.TABLE["NVIDIA H200"])
-Binding(problem, Config.of(sys.argv[2])).compile(*sample(problem, "meta").given)
+bind(problem, Config.of(sys.argv[2])).compile(*sample(problem, "meta").given)
 print(json.dumps(hits))
 """
 
@@ -79,9 +80,9 @@ from gemmery.devices import TABLE
 from gemmery.lab import targets
 targets.use_target("sm_90")
 from gemmery.lab.fused_targets import pose
-from gemmery.launch import bind
+from gemmery.schedules import bind
 from gemmery.select import candidates
-from gemmery.select.workers import Target, Workers
+from gemmery.tuning.workers import Target, Workers
 hits = []
 knobs.compilation.listener = lambda *, cache_hit, **more: hits.append(cache_hit)
 posed = [pose(name, "bf16", 16, 4096, TABLE["NVIDIA H200"]) for name in ("swiglu_pair", "normed_swiglu", "several")]
@@ -158,7 +159,7 @@ def test_leaving_early_gives_up_what_is_not_done(cache):
 def test_a_worker_ends_with_the_process_that_began_it(cache):
     code = (
         "import time, os, sys\n"
-        "from gemmery.select.workers import Target, _Worker\n"
+        "from gemmery.tuning.workers import Target, _Worker\n"
         "worker = _Worker(Target('cuda', 90, 32)); worker.ask('')\n"
         "print(worker._process.pid, flush=True); os._exit(0)\n"
     )

@@ -19,9 +19,10 @@ from triton.runtime.jit import JITFunction
 
 import gemmery
 import gemmery.nn
-from gemmery import devices, direct
+from gemmery import devices
 from gemmery.lab import targets
-from gemmery.select import warm
+from gemmery.launch import direct
+from gemmery.tuning import warm
 
 
 class Kernel:

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import gemmery
-from gemmery import clusters, devices
+from gemmery import devices
+from gemmery.schedules.cluster import CLUSTER
 from gemmery.select.shapes import problem_of
 from gemmery.select.space import space_of
 from tests.gpu.common import DRY, LAYOUTS, assert_product, matrix, operands, values
@@ -13,7 +14,7 @@ H200 = devices.TABLE["NVIDIA H200"]
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not clusters.available(), reason=f"clusters need Triton {' or '.join(clusters.VERSIONS)}"
+        not CLUSTER.available(), reason=f"clusters need Triton {' or '.join(CLUSTER.versions)}"
     ),
     pytest.mark.skipif(
         DRY or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),

@@ -12,7 +12,7 @@ import torch
 import triton
 
 import gemmery
-from gemmery import direct
+from gemmery.launch import direct
 from gemmery.product.build import make_call
 from gemmery.product.prepare import prepare
 from gemmery.product.spec import NONE, Options

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 import gemmery
 import gemmery.nn
-from gemmery import ScaledTensor, clusters, devices, specialized
-from gemmery.select.space import DEALT, tiles_of
+from gemmery import ScaledTensor, devices, schedules
+from gemmery.select.space import tiles_of
 from gemmery.select.tiles import FAMILIES
 from tests.gpu.common import DEVICE, DRY, FP8, LAYOUTS, needs_cuda, size, values, wide
 
@@ -60,8 +60,7 @@ ROWS = [
     (kind, number)
     for kind in FAMILIES[FAMILY]
     for number, tile in enumerate(tiles_of(FAMILY, kind))
-    if tile.config.schedule not in DEALT
-    or {"cluster": clusters, "specialized": specialized}[tile.config.schedule].available()
+    if schedules.of(tile.config.schedule).available()
 ]
 
 

@@ -16,7 +16,7 @@ import gemmery
 import gemmery.nn
 from gemmery.select import candidates, store
 from gemmery.select.samples import sample
-from gemmery.select.workers import Target, Workers
+from gemmery.tuning.workers import Target, Workers
 from tests.gpu.common import assert_product, matrix, needs_cuda, values
 
 pytestmark = [pytest.mark.gpu, needs_cuda]

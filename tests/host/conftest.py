@@ -2,7 +2,7 @@
 
 import pytest
 
-from gemmery.lab import timing
+from gemmery.tuning.stopwatch import Stopwatch
 from tests.host.simulated import FakeGpu
 
 
@@ -13,4 +13,4 @@ def gpu():
 
 @pytest.fixture
 def watch(gpu):
-    return timing.Stopwatch(cuda=gpu, clock=gpu.clock, flush=gpu.flush)
+    return Stopwatch(cuda=gpu, clock=gpu.clock, flush=gpu.flush)

@@ -454,7 +454,7 @@ def test_a_suite_brings_its_regimes(asked):
 @pytest.mark.parametrize("before", [None, "1"])
 def test_ours_is_measured_as_it_ships_unless_tuned_is_asked_for(watch, monkeypatch, tmp_path, before):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(timing, "Stopwatch", lambda: watch)
+    monkeypatch.setattr(bench, "Stopwatch", lambda: watch)
     monkeypatch.delenv("GEMMERY_STORE", raising=False)
     if before is not None:
         monkeypatch.setenv("GEMMERY_STORE", before)
@@ -557,7 +557,7 @@ def test_without_a_gpu_nothing_is_measured(tmp_path):
 @pytest.mark.parametrize(("failing", "status"), [(None, 0), ("b", 1)])
 def test_the_command_runs_suite_after_suite(gpu, watch, monkeypatch, tmp_path, capsys, failing, status):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(timing, "Stopwatch", lambda: watch)
+    monkeypatch.setattr(bench, "Stopwatch", lambda: watch)
     ran = []
 
     def run_suite(name, **options):

@@ -24,8 +24,8 @@ from gemmery.cli import app, examples, main
 from gemmery.devices import TABLE
 from gemmery.lab import peers
 from gemmery.lab.doctor import checks, doctor, examine
+from gemmery.launch.explain import PARTS
 from gemmery.select import candidates
-from gemmery.select.explain import PARTS
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -521,7 +521,7 @@ def test_sizes_that_there_are_not_are_told_in_a_line(command_name, sizes, here):
 
 def test_further_configs_are_sorted_by_predicted_time():
     from gemmery.lab.posing import posed
-    from gemmery.select.explain import explain_problem
+    from gemmery.launch.explain import explain_problem
 
     for sizes in ((4096, 4096, 4096), (16, 28672, 8192), (300, 2112, 7168)):
         choices = explain_problem(posed(*sizes, device=TABLE["NVIDIA H200"]), top=12).choices

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from gemmery import Config, clusters, devices, lab
-from gemmery.clusters import Work
-from gemmery.launch import bind
+from gemmery import Config, devices, lab
+from gemmery.schedules import bind
+from gemmery.schedules import cluster as clusters
+from gemmery.schedules.cluster import CLUSTER
+from gemmery.schedules.persistent_static import Work
 from gemmery.select import measured, rank, shortlist, space, tiles
 from gemmery.select.shapes import problem_of
 
@@ -39,7 +41,7 @@ def fresh():
 @pytest.fixture
 def everywhere(monkeypatch, fresh):
     """As on a Triton that has clusters."""
-    monkeypatch.setattr(clusters, "available", lambda: True)
+    monkeypatch.setattr(CLUSTER, "available", lambda: True)
 
 
 def shares(work, steps):
@@ -142,14 +144,14 @@ def clustered(problem):
 @pytest.mark.parametrize("options", UNSUITED.values(), ids=UNSUITED)
 def test_what_does_not_suit(everywhere, options):
     problem = of(200, **options)
-    assert not clusters.suits(problem)
+    assert not CLUSTER.suits(problem)
     assert not clustered(problem)
     with pytest.raises(ValueError, match="schedule 'cluster' needs Triton"):
         bind(problem, PLAIN)
 
 
 def test_a_triton_without_them(monkeypatch, fresh):
-    monkeypatch.setattr(clusters, "available", lambda: False)
+    monkeypatch.setattr(CLUSTER, "available", lambda: False)
     assert not clustered(of(200))
     with pytest.raises(ValueError, match="schedule 'cluster' needs Triton"):
         bind(of(200), PLAIN)
@@ -162,7 +164,7 @@ def test_other_numbers_of_rows(everywhere, M):
 
 def test_nothing_changes_where_they_are_not_available(monkeypatch, fresh, tmp_path):
     """The choices are those of a table of tiles, and of measurements, that never heard of clusters."""
-    monkeypatch.setattr(clusters, "available", lambda: False)
+    monkeypatch.setattr(CLUSTER, "available", lambda: False)
     problems = [
         of(M, N, K, batch=batch, dtype=dtype)
         for M, (N, K) in itertools.product((1, 48, 65, 128, 300, 511, 2048), ((4096, 4096), (28672, 4096), (2112, 7168)))
@@ -185,7 +187,7 @@ def test_other_rows_are_ranked_among_themselves_as_before(monkeypatch, fresh):
     problems = [of(M, N, K) for M, N, K in ((65, 4096, 4096), (300, 8192, 8192), (2048, 4096, 4096))]
     predicted = []
     for there in (False, True):
-        monkeypatch.setattr(clusters, "available", lambda there=there: there)
+        monkeypatch.setattr(CLUSTER, "available", lambda there=there: there)
         forget()
         predicted.append([{c: cost for c, cost in rank(p) if c.schedule != "cluster"} for p in problems])
     for without, with_them in zip(*predicted, strict=True):
@@ -196,7 +198,7 @@ def test_other_rows_are_ranked_among_themselves_as_before(monkeypatch, fresh):
 
 def test_they_are_chosen_for_a_few_hundred_rows(everywhere):
     rows = json.loads(DECODE.read_text())["rows"]
-    mid = [row for row in rows if clusters.ROWS.start <= row["M"] < clusters.ROWS.stop]
+    mid = [row for row in rows if CLUSTER.rows.start <= row["M"] < CLUSTER.rows.stop]
     chosen = [rank(of(row["M"], row["N"], row["K"]))[0][0].schedule for row in mid]
     assert chosen.count("cluster") > len(mid) / 2
 
@@ -210,7 +212,7 @@ def test_the_model_comes_near_what_was_measured(everywhere):
     table = json.loads((measured.TABLES / "nvidia-h200-half-cluster.json").read_text())
     wrong = []
     for shape, times in zip(table["shapes"], table["microseconds"], strict=True):
-        if shape[1] in clusters.ROWS:
+        if shape[1] in CLUSTER.rows:
             predicted = {str(config): cost for config, cost in rank(of(*shape[1:]))}
             assert set(table["configs"]) <= set(predicted)
             wrong += [
@@ -226,7 +228,7 @@ def test_the_model_comes_near_what_was_measured(everywhere):
 # The binding
 
 needs_gluon = pytest.mark.skipif(
-    not clusters.available(), reason=f"kernels.cluster needs Triton {' or '.join(clusters.VERSIONS)}"
+    not CLUSTER.available(), reason=f"kernels.cluster needs Triton {' or '.join(CLUSTER.versions)}"
 )
 
 

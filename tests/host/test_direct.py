@@ -4,9 +4,10 @@ import pytest
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gemmery import devices, direct
+from gemmery import devices
+from gemmery.launch import direct
+from gemmery.launch.plan import Plan
 from gemmery.layout import make_problem
-from gemmery.plan import Plan
 
 
 def descriptor(rows=64, block=16):

@@ -11,11 +11,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from gemmery import clusters, devices, specialized
+from gemmery import devices
 from gemmery.lab.doctor import checks, machine, trials
 from gemmery.lab.doctor.checks import findings
 from gemmery.lab.doctor.show import show
 from gemmery.problem import Config
+from gemmery.schedules.cluster import CLUSTER
+from gemmery.schedules.specialized import SPECIALIZED
 from gemmery.select import store
 from tests.problems import make
 
@@ -206,10 +208,10 @@ def test_how_each_architecture_runs_what_not_all_can(monkeypatch):
     assert "TMA" in how("sm_90")["loads"]
     assert "nvfp4" in how("sm_86")["packed weights"]
     for there in (True, False):
-        monkeypatch.setattr(clusters, "available", lambda there=there: there)
+        monkeypatch.setattr(CLUSTER, "available", lambda there=there: there)
         assert how("sm_90")["clusters"].startswith("chosen") is there
         assert how("sm_100")["clusters"].startswith("none")
-        monkeypatch.setattr(specialized, "available", lambda there=there: there)
+        monkeypatch.setattr(SPECIALIZED, "available", lambda there=there: there)
         assert how("sm_90")["specialised warps"].startswith("chosen") is there
         assert how("sm_100")["specialised warps"].startswith("none")
 

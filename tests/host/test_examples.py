@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 MODULES = (
     "api", "epilogues.function", "epilogues.library", "formats.activations", "formats.scaled", "invariant",
-    "nn.activations", "nn.linear", "nn.mlp", "nn.swap", "scaled", "select.explain", "select.tuner", "select.warm",
+    "nn.activations", "nn.linear", "nn.mlp", "nn.swap", "launch.explain", "launch.occupancy", "scaled", "tuning.tuner", "tuning.warm",
     *(f"formats.{name}" for name in ("codes", "files", "packing", "quantize", "tensor")),
     *(f"formats.checkpoints.{name}" for name in (
         "assemble", "bitsandbytes", "compressed_tensors", "fp8", "gptq", "microscaling", "read", "torchao", "words",

@@ -9,8 +9,9 @@ import torch
 
 import gemmery
 from gemmery import Config, devices
-from gemmery.select import candidates, explain, rank, store
-from gemmery.select.explain import PARTS, explain_problem
+from gemmery.launch import explain
+from gemmery.launch.explain import PARTS, explain_problem
+from gemmery.select import candidates, rank, store
 from gemmery.select.shapes import device_named, problem_of
 from tests.problems import make
 

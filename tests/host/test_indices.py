@@ -13,7 +13,7 @@ from rich.console import Console
 from gemmery import Config, devices
 from gemmery.lab import indices
 from gemmery.lab.indices import ASTRAY, BEYOND, INSIDE, accesses, problem_of_strides, schedule_of, show
-from gemmery.lab.tile_order import Schedule
+from gemmery.lab.tile_order import plain_walk
 
 H200 = devices.TABLE["NVIDIA H200"]
 
@@ -65,7 +65,7 @@ def test_a_product_through_offsets_alone(product, tile, group_size, seed):
     problem = problem_of_strides(
         M, N, K, batch=batch, strides_a=of_a, strides_b=of_b, strides_c=of_c, device="H200"
     )
-    schedule = Schedule.plain(problem, tile, group_size)
+    schedule = plain_walk(problem, tile, group_size)
     for pid in range(schedule.programs):
         found = accesses(problem, schedule, pid)
         total = np.zeros(found.c.offsets.shape)
@@ -90,7 +90,7 @@ def test_blocks_are_slices(product, tile):
     strides = of_a[-2:] if min(of_a[-2:]) > 0 else (K, 1)
     problem = problem_of_strides(M, N, K, strides_a=strides, device="H200")
     whole = torch.arange(extent((M, K), strides)).as_strided((M, K), strides).numpy()
-    schedule = Schedule.plain(problem, tile)
+    schedule = plain_walk(problem, tile)
     for pid in range(schedule.programs):
         for step in range(accesses(problem, schedule, pid).steps):
             block = accesses(problem, schedule, pid, step=step).a
@@ -110,7 +110,7 @@ def test_blocks_are_slices(product, tile):
 def test_lanes_by_hand():
     # A is 2 by 3, its rows 4 apart: 0 1 2 . 4 5 6. The tile asks for 3 by 4.
     problem = problem_of_strides(2, 5, 3, layout="NN", strides_a=(4, 1), device="H200")
-    block = accesses(problem, Schedule.plain(problem, (3, 4, 4)), 0).a
+    block = accesses(problem, plain_walk(problem, (3, 4, 4)), 0).a
     assert block.offsets.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     assert block.lanes.tolist() == [
         [INSIDE, INSIDE, INSIDE, ASTRAY],
@@ -133,7 +133,7 @@ def test_turns_of_persistent_programs():
 
 def test_offsets_beyond_32_bits_are_said():
     problem = problem_of_strides(70000, 70000, 16, layout="NN", device="H200")
-    schedule = Schedule.plain(problem, (128, 128, 16))
+    schedule = plain_walk(problem, (128, 128, 16))
     found = accesses(problem, schedule, schedule.programs - 1)
     assert found.c.offsets.max() == (69888 + 127) * 70000 + 69888 + 127
     assert any("need 64 bits" in line for line in indices.described(found.c))
@@ -153,7 +153,7 @@ def test_the_default_is_what_gemmery_chooses():
 def test_text_marks_lanes():
     problem = problem_of_strides(2, 5, 3, layout="NN", strides_a=(4, 1), device="H200")
     console = Console(width=100, record=True, file=io.StringIO())
-    show(accesses(problem, Schedule.plain(problem, (3, 4, 4)), 0), console)
+    show(accesses(problem, plain_walk(problem, (3, 4, 4)), 0), console)
     said = console.export_text()
     assert "~3" in said
     assert "!11" in said
@@ -172,7 +172,7 @@ def test_text_marks_lanes():
 def test_what_is_not_there_is_said(options, said):
     problem = problem_of_strides(4, 4, 4, device="H200")
     with pytest.raises(ValueError, match=said):
-        accesses(problem, Schedule.plain(problem, (2, 2, 2)), **options)
+        accesses(problem, plain_walk(problem, (2, 2, 2)), **options)
 
 
 def test_wrong_strides_and_layouts_are_said():

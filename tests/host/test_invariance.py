@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import gemmery
 import gemmery.nn
 from gemmery import devices
-from gemmery.plan import Plan, runs_on
+from gemmery.launch.plan import Plan, runs_on
 from gemmery.select import candidates
 from gemmery.select.space import kind_of, tiles_of
 from gemmery.select.tiles import ALIKE

@@ -19,7 +19,7 @@ import pytest
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
-from gemmery import Config, devices, padding
+from gemmery import Config, devices
 from gemmery.cli import app as command_line
 from gemmery.lab import l2, suites
 from gemmery.lab.page import api, command, document, export, query, server, texts
@@ -28,8 +28,9 @@ from gemmery.lab.page.launched import Launch, order, traffic, waves
 from gemmery.lab.page.query import NONE, Query, QueryError
 from gemmery.lab.prediction import predict
 from gemmery.lab.prediction.calibration import NOT_MEASURED
-from gemmery.lab.tile_order import Schedule, programs_at_once, visits
-from gemmery.select.explain import explain_problem
+from gemmery.lab.tile_order import programs_at_once, visits, walk
+from gemmery.launch import padding
+from gemmery.launch.explain import explain_problem
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = Query(M=16, N=4096, K=4096)
@@ -309,7 +310,7 @@ def test_waves_of_tiles_that_are_cut():
 def test_waves_lose_no_work(asked):
     found = api.product(asked)["waves"]
     made = Launch(padding.launched(asked.problem()), Config.of(api.product(asked)["choice"]["config"]))
-    schedule = Schedule.of(made.problem, made.config)
+    schedule = walk(made.problem, made.config)
     work = (schedule.rows * schedule.cols * (schedule.last_k - schedule.first_k)).astype(float)
     assert found["inside"]["value"] == pytest.approx(asked.M * asked.N * asked.K / work.sum())
     busiest = np.bincount(schedule.program % (made.problem.device.sms // made.config.ctas), work).max()

@@ -11,6 +11,7 @@ import torch
 from gemmery import Config, devices
 from gemmery.lab import suites
 from gemmery.lab.posing import posed
+from gemmery.schedules.specialized import SPECIALIZED
 from gemmery.select import measured, rank
 from gemmery.select.keys import to_dict
 
@@ -139,7 +140,7 @@ def test_few_rows_of_a_packed_weight_take_few_rows_of_tiles(format):
 def test_what_was_timed_decides_where_it_was(format):
     """Not what was not: a model that is too hopeful of such a tile must not have the say."""
     times = {}
-    for suffix in ("", *measured.suffixes_of("specialized")):
+    for suffix in ("", *SPECIALIZED.own_tables()):
         data = json.loads(
             (measured.TABLES / measured.file_name(H200.name, f"packed {format}", suffix)).read_text()
         )

@@ -4,7 +4,7 @@ import pytest
 
 from gemmery.devices import ARCHS
 from gemmery.lab.inspection.code import Code, Instruction
-from gemmery.occupancy import occupancy
+from gemmery.launch.occupancy import occupancy
 
 #: Registers, shared memory, warps of a program; then what cudaOccMaxActiveBlocksPerMultiprocessor of CUDA 13's
 #: cuda_occupancy.h gives, and the resources that it names as the limit.

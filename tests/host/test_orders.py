@@ -17,13 +17,13 @@ from PIL import Image
 from rich.console import Console
 from typer.testing import CliRunner
 
-from gemmery import Config, devices
+from gemmery import Config, devices, schedules
 from gemmery.cli import app
 from gemmery.lab import figures, order_pictures, orders
 from gemmery.lab.l2 import simulate
 from gemmery.lab.orders import compare, launch_of
-from gemmery.lab.tile_order import Schedule
-from gemmery.select.explain import explain
+from gemmery.launch.explain import explain
+from gemmery.schedules.walk import Walk
 from gemmery.select.shapes import problem_of
 
 TUTORIAL = launch_of(144, 144, 144, tile=(16, 16, 16), group_size=3, device="H200")
@@ -62,7 +62,7 @@ def test_the_default_is_the_config_that_gemmery_chooses():
     assert launch.tile == (chosen.block_m, chosen.block_n, chosen.block_k)
     assert launch.group_size == chosen.group_m
     assert launch.l2 == 6 << 20
-    assert isinstance(launch.schedule, Schedule)
+    assert isinstance(launch.schedule, Walk)
     other = launch_of(4096, 4096, 4096, device="3090", group_size=2, programs=7, l2_bytes=5)
     assert (other.group_size, other.programs, other.l2) == (2, 7, 5)
 
@@ -142,7 +142,8 @@ def test_waves_of_the_simulation_are_turns_of_the_programs():
 )  # fmt: skip
 def test_what_is_left_out_is_said(sizes, config, said):
     problem = problem_of(*sizes, device=devices.TABLE["NVIDIA H200"])
-    (note,) = orders._left_out(problem, Config.of(config))
+    made = Config.of(config)
+    (note,) = schedules.of(made.schedule).cuts(problem, made)
     assert said in note
 
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 import gemmery
 from gemmery import devices
 from gemmery.dtypes import OUT_DTYPES
+from gemmery.launch.plan import forget_plans, make_plan
 from gemmery.layout import make_problem
 from gemmery.operands import Layout
-from gemmery.plan import forget_plans, make_plan
 from gemmery.problem import Problem
 from gemmery.select import keys, log
 from gemmery.select.samples import sample

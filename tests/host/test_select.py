@@ -11,17 +11,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemmery import Config, devices, padding
-from gemmery.launch import Binding
+from gemmery import Config, devices
+from gemmery.launch import padding
+from gemmery.launch.plan import Plan, runs_on
 from gemmery.layout import make_problem
 from gemmery.operands import Dense, Layout, Packed
-from gemmery.plan import Plan, runs_on
 from gemmery.problem import Problem
+from gemmery.schedules import bind
+from gemmery.schedules.waves import Waves
 from gemmery.select import measured, rank, shortlist
 from gemmery.select.model import costs
 from gemmery.select.space import kind_of, space_of, tiles_of
 from gemmery.select.tiles import FAMILIES
-from gemmery.waves import Waves
 
 F8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 #: What kinds of operands there are, as dtype, precision and fast_accum.
@@ -73,7 +74,7 @@ def test_every_device_runs_every_kind_or_says_why_not(device, kind, aligned):
         allowed = [row.config for row in rows if aligned or min(m, n, k) == 1 or not row.aligned]
         assert aligned or min(m, n, k) == 1 or all(config.loader == "pointer" for config, _ in ranked)
         for config, predicted in ranked:
-            Binding(p, config)
+            bind(p, config)
             assert replace(config, split_k=1) in allowed
             assert all(
                 math.isfinite(part)
@@ -225,7 +226,7 @@ def test_an_empty_sum_is_ranked_as_well(device, kind, m, n, lead):
     p = problem(device, kind, m, n, 0, lead=(3,) * lead)
     if runs_on(p):
         assert all(config.loader == "pointer" for config, _ in rank(p))
-        Binding(p, rank(p)[0][0])
+        bind(p, rank(p)[0][0])
 
 
 @pytest.mark.parametrize("device", ("NVIDIA H100", "NVIDIA A100", "AMD Instinct MI300X"))
@@ -284,7 +285,7 @@ def test_offsets_within_a_block_are_wide_when_they_have_to_be(position, stride, 
     p = make_problem(
         *tensors, None, scaled=False, precision="ieee", fast_accum=False, device=devices.TABLE["NVIDIA A100"]
     )
-    assert Binding(p, Config(128, 128, 128)).constants["WIDE"] == wide
+    assert bind(p, Config(128, 128, 128)).constants["WIDE"] == wide
 
 
 @pytest.mark.parametrize("device", devices.TABLE.values(), ids=lambda row: row.name)

@@ -7,15 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gemmery import Config, devices, specialized
+from gemmery import Config, devices
 from gemmery.epilogues.device import compiled
 from gemmery.epilogues.table import TYPES
 from gemmery.kernels import dialect
 from gemmery.lab.posing import posed
-from gemmery.launch import bind
+from gemmery.schedules import REGISTRY, bind, specialized
+from gemmery.schedules.specialized import SPECIALIZED
 from gemmery.select import measured, rank
 from gemmery.select.model import costs
-from gemmery.select.space import DEALT, space_of
+from gemmery.select.space import space_of
 
 H200 = devices.TABLE["NVIDIA H200"]
 CONFIG = Config.of("256x128x64-g4-w8-s5-specialized-descriptor-k2-swap")
@@ -52,26 +53,26 @@ def test_fields_that_do_not_go_together(words):
 
 
 def test_what_it_suits():
-    assert specialized.suits(packed())
-    assert specialized.suits(packed(epilogue="bias_gelu"))
-    assert specialized.suits(packed(epilogue="swiglu"))
-    assert specialized.suits(blocks())
+    assert SPECIALIZED.suits(packed())
+    assert SPECIALIZED.suits(packed(epilogue="bias_gelu"))
+    assert SPECIALIZED.suits(packed(epilogue="swiglu"))
+    assert SPECIALIZED.suits(blocks())
     # Others have nothing to do between two products.
-    assert not specialized.suits(posed(4096, 8192, 8192, device=H200))
-    assert not specialized.suits(posed(4096, 8192, 8192, device=H200, dtype="e4m3", scales="row"))
+    assert not SPECIALIZED.suits(posed(4096, 8192, 8192, device=H200))
+    assert not SPECIALIZED.suits(posed(4096, 8192, 8192, device=H200, dtype="e4m3", scales="row"))
     batch = replace(packed(), batch=(2,))
-    assert not specialized.suits(batch)
+    assert not SPECIALIZED.suits(batch)
     columns = replace(packed(), a=replace(packed().a, row=1, col=4096))
-    assert not specialized.suits(columns)
+    assert not SPECIALIZED.suits(columns)
     halves = replace(blocks(), epilogue="fused", fusion=packed(epilogue="swiglu").fusion)
-    assert not specialized.suits(halves)
-    assert not specialized.suits(packed(device=devices.TABLE["NVIDIA A100"]))
+    assert not SPECIALIZED.suits(halves)
+    assert not SPECIALIZED.suits(packed(device=devices.TABLE["NVIDIA A100"]))
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_outputs_that_a_descriptor_is_made_for(dtype):
     out = replace(packed().out, dtype=dtype)
-    assert specialized.suits(replace(packed(), out=out)) is (dtype in (torch.float16, torch.bfloat16))
+    assert SPECIALIZED.suits(replace(packed(), out=out)) is (dtype in (torch.float16, torch.bfloat16))
 
 
 def test_copies_in_gluon_go_with_their_originals():
@@ -88,7 +89,7 @@ def test_copies_in_gluon_go_with_their_originals():
 
 
 def test_another_triton_does_without(monkeypatch):
-    monkeypatch.setattr(specialized, "VERSIONS", ("1.0",))
+    monkeypatch.setattr(SPECIALIZED, "versions", ("1.0",))
     problem = packed()
     assert "specialized" not in {config.schedule for config in space_of(problem).configs}
     with pytest.raises(ValueError, match="specialized"):
@@ -122,7 +123,7 @@ def test_every_config_binds(pose, M):
     for config in found:
         binding = bind(problem, config)
         assert 1 <= binding.grid[0] <= H200.sms
-        size, counters = binding.room
+        size, counters = binding.workspace_size
         assert (size > 0) == (counters > 0) == (binding.work.cut > 0)
 
 
@@ -155,7 +156,7 @@ def test_room_for_parts_of_tiles():
         work = binding.work
         assert work.cut * work.parts == work.programs
         bytes_of_tile = 4 * binding.config.block_m * binding.config.block_n
-        assert binding.room == (work.programs * bytes_of_tile, work.cut * pieces)
+        assert binding.workspace_size == (work.programs * bytes_of_tile, work.cut * pieces)
 
 
 def test_all_tables_are_found_by_what_their_files_are_called():
@@ -193,11 +194,11 @@ def test_it_is_chosen_where_it_was_measured_to_be_quicker():
 
 def test_results_that_must_not_depend_on_the_batch_do_without():
     for problem in (packed(batch_invariant=True), blocks(batch_invariant=True)):
-        assert not {config.schedule for config, _ in rank(problem)} & set(DEALT)
+        assert all(REGISTRY[config.schedule].universal for config, _ in rank(problem))
 
 
 def test_what_shares_factors_in_other_ways_does_without():
     # A factor for every column of B takes a number in each.
     problem = blocks()
     assert problem.b.every == 128
-    assert not specialized.suits(replace(problem, b=replace(problem.b, every=1)))
+    assert not SPECIALIZED.suits(replace(problem, b=replace(problem.b, every=1)))

@@ -10,10 +10,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from gemmery import Config, clusters, devices
-from gemmery.clusters import Work
+from gemmery import Config, devices
 from gemmery.lab import tile_order
-from gemmery.lab.tile_order import Schedule, band, programs_at_once, visits
+from gemmery.lab.tile_order import band, plain_walk, programs_at_once, visits, walk
+from gemmery.schedules.cluster import CLUSTER
+from gemmery.schedules.persistent_static import Work
 from gemmery.select.shapes import problem_of
 from tests.host.test_clusters import shares
 
@@ -43,9 +44,9 @@ def test_what_is_wrong_is_said():
     with pytest.raises(ValueError, match="tiles_n is 0"):
         visits(4, 0)
     with pytest.raises(ValueError, match="block_k is 0"):
-        Schedule.plain(problem_of(4, 4, 4, device=H200), (4, 4, 0))
+        plain_walk(problem_of(4, 4, 4, device=H200), (4, 4, 0))
     with pytest.raises(ValueError, match="give a larger tile"):
-        Schedule.plain(problem_of(1 << 20, 1 << 20, 4, device=H200), (16, 16, 16))
+        plain_walk(problem_of(1 << 20, 1 << 20, 4, device=H200), (16, 16, 16))
 
 
 def covered(problem, schedule):
@@ -73,10 +74,10 @@ def covered(problem, schedule):
     ],
 )
 def test_every_product_is_summed_up_once(text, monkeypatch):
-    monkeypatch.setattr(clusters, "available", lambda: True)
+    monkeypatch.setattr(CLUSTER, "available", lambda: True)
     for M, N, sms in itertools.product((100, 260), (136, 400), (6, 10)):
         problem = problem_of(M, N, 200, device=replace(H200, sms=sms))
-        schedule = Schedule.of(problem, Config.of(text))
+        schedule = walk(problem, Config.of(text))
         assert (covered(problem, schedule) == 1).all(), (M, N, sms)
         # Nobody has two units in one turn, or leaves one out.
         for program in range(schedule.programs):
@@ -87,7 +88,7 @@ def test_every_product_is_summed_up_once(text, monkeypatch):
 def test_clusters_share_steps_as_their_kernel_does():
     config = Config.of("128x128x64-g1-w4-s4-cluster-descriptor-k2-c2x1")
     problem = problem_of(128, 128 * 7, 640, device=replace(H200, sms=10))
-    schedule = Schedule.of(problem, config)
+    schedule = walk(problem, config)
     work = Work.divide(7, 10, 5, split=2)
     assert work.cut == 2  # else the test is of nothing
     expected = sorted(shares(work, 10))
@@ -99,11 +100,11 @@ def test_clusters_share_steps_as_their_kernel_does():
 
 def test_waves():
     problem = problem_of(1024, 1024, 64, device=replace(H200, sms=10))
-    persistent = Schedule.of(problem, Config.of("128x128x64-g1-w8-s3-persistent-descriptor"))
+    persistent = walk(problem, Config.of("128x128x64-g1-w8-s3-persistent-descriptor"))
     assert (persistent.programs, persistent.at_once) == (10, 10)
     assert persistent.wave.tolist() == [n // 10 for n in range(64)]
     assert persistent.program.tolist() == [n % 10 for n in range(64)]
-    tiles = Schedule.of(problem, Config.of("128x128x64-g1-w4-s3-tile-descriptor"))
+    tiles = walk(problem, Config.of("128x128x64-g1-w4-s3-tile-descriptor"))
     assert (tiles.programs, tiles.at_once) == (64, 20)  # two fit into the shared memory and registers
     assert tiles.wave.tolist() == [n // 20 for n in range(64)]
 

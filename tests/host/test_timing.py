@@ -4,6 +4,7 @@ import numpy
 import pytest
 
 from gemmery.lab import timing
+from gemmery.tuning import stopwatch
 from tests.host.simulated import HZ
 
 
@@ -40,9 +41,9 @@ def test_burst_is_the_median_of_the_launches(gpu, watch):
 
 
 def test_slow_calls_get_fewer_burst_launches():
-    assert timing.burst_launches(20e-6) == timing.BURST_MOST
-    assert timing.burst_launches(12e-3) == 4
-    assert timing.burst_launches(1.0) == timing.BURST_FEWEST
+    assert stopwatch.burst_launches(20e-6) == stopwatch.BURST_MOST
+    assert stopwatch.burst_launches(12e-3) == 4
+    assert stopwatch.burst_launches(1.0) == stopwatch.BURST_FEWEST
 
 
 def test_estimate(gpu, watch):

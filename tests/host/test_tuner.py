@@ -8,12 +8,14 @@ import pytest
 import torch
 
 import gemmery
-from gemmery import Config, padding
-from gemmery.select import candidates, keys, rank, store, tuner
-from gemmery.select.explain import explain_problem
-from gemmery.select.meter import Refused
-from gemmery.select.tuner import tune_problems
-from gemmery.select.workers import WORTH_WORKERS
+from gemmery import Config
+from gemmery.launch import padding
+from gemmery.launch.explain import explain_problem
+from gemmery.select import candidates, keys, rank, store
+from gemmery.tuning import tuner
+from gemmery.tuning.meter import Refused
+from gemmery.tuning.tuner import tune_problems
+from gemmery.tuning.workers import WORTH_WORKERS
 from tests.problems import make
 
 P = make(4096, 4096, 4096, device="NVIDIA H200", dtype=torch.bfloat16)

@@ -11,9 +11,10 @@ from typer.testing import CliRunner
 
 from gemmery import Config, cli, devices
 from gemmery.lab import suites, tuning
-from gemmery.padding import launched
-from gemmery.select import candidates, keys, log, rank, store, tuner
-from gemmery.select.tuner import TuneResult
+from gemmery.launch.padding import launched
+from gemmery.select import candidates, keys, log, rank, store
+from gemmery.tuning import tuner
+from gemmery.tuning.tuner import TuneResult
 from tests.host.test_tuner import Meter
 from tests.problems import make
 

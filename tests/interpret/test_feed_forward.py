@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gemmery import backward
 from gemmery import nn as gnn
-from gemmery.plan import Plan
+from gemmery.launch.plan import Plan
 
 # What these tests are about does not depend on Triton's version.
 pytestmark = pytest.mark.slow

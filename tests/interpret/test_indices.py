@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gemmery.kernels.operands import block_offsets, load_strided, store_strided
 from gemmery.lab.indices import accesses, problem_of_strides
-from gemmery.lab.tile_order import Schedule
+from gemmery.lab.tile_order import plain_walk
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def placed(draw):
         strides[f"strides_{name}"] = (*steps, *((outer, inner) if by_rows else (inner, outer)))
     problem = problem_of_strides(M, N, K, batch=batch, device="H200", **strides)
     tile = tuple(draw(st.sampled_from((4, 16))) for _ in range(3))
-    schedule = Schedule.plain(problem, tile, draw(st.integers(1, 3)))
+    schedule = plain_walk(problem, tile, draw(st.integers(1, 3)))
     pid = draw(st.integers(0, schedule.programs - 1))
     steps = accesses(problem, schedule, pid).steps
     return accesses(problem, schedule, pid, step=draw(st.integers(0, steps - 1)))
@@ -97,7 +97,7 @@ def test_stores(found, wide):
 def test_a_corner_beyond_32_bits(wide):
     """The block's place passes 2^31, which a loader that counted in 32 bits would get wrong; no memory of that size is touched."""
     problem = problem_of_strides(1 << 20, 16, 4096, layout="NN", device="H200")
-    schedule = Schedule.plain(problem, (16, 16, 16))
+    schedule = plain_walk(problem, (16, 16, 16))
     found = accesses(problem, schedule, schedule.programs - 1, step=255)
     assert found.a.corner == ((1 << 20) - 16) * 4096 + 4080 > 1 << 31
     offsets = torch.full((16, 16), -1, dtype=torch.int64)

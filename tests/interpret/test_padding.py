@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gemmery
-from gemmery import devices, padding
+from gemmery import devices
+from gemmery.launch import padding
 from gemmery.layout import make_problem
 from gemmery.product.cache import forget
 from tests.oracle import assert_product

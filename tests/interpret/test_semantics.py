@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import gemmery
-from gemmery import padding
+from gemmery.launch import padding
 from gemmery.product import run
 from gemmery.product.cache import forget
 from tests.oracle import DTYPES, FLOATS, HALVES, Layout, assert_product, default_out, place, values

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from gemmery import Config, devices
 from gemmery.kernels import order
-from gemmery.lab.tile_order import Schedule, visits
-from gemmery.launch import Binding
+from gemmery.lab.tile_order import visits, walk
+from gemmery.schedules import bind
+from gemmery.schedules.waves import Waves
 from gemmery.select.shapes import problem_of
-from gemmery.waves import Waves
 
 SMALL = replace(devices.TABLE["interpreter"], sms=5)
 
@@ -81,7 +81,7 @@ def _note(
 
 def launched(problem, config, out, **parts):
     """Launch the real kernel with some of its parts replaced; what its loaders were asked for, a row a program."""
-    binding = Binding(problem, config)
+    binding = bind(problem, config)
     binding.constants |= {"LOAD_A": _note, "LOAD_B": _note} | parts
     a, b = (torch.zeros(binding.grid[0], 5, dtype=torch.int32) for _ in range(2))
     binding.launch((a, b, out), (1, 1))
@@ -129,7 +129,7 @@ SHAPES = [(1, 1, 24), (100, 70, 24), (33, 130, 8), (40, 50, 16, 3)]
 def test_schedules_are_those_of_the_kernels(text, shape):
     M, N, K, *batch = shape
     problem = problem_of(M, N, K, dtype=torch.float32, layout="NN", batch=batch, device=SMALL)
-    schedule = Schedule.of(problem, Config.of(text))
+    schedule = walk(problem, Config.of(text))
     program, before = stamped(problem, Config.of(text))
     expected_program, expected_before = painted(problem, schedule)
     np.testing.assert_array_equal(program, expected_program)
@@ -140,7 +140,7 @@ def test_tiles_as_wide_as_two_powers_of_two():
     problem = problem_of(50, 200, 24, dtype=torch.float32, layout="NN", device=SMALL)
     config = Config(16, 48, 16, group_m=2)
     program, _ = stamped(problem, config)  # which stores each tile in two blocks
-    np.testing.assert_array_equal(program, painted(problem, Schedule.of(problem, config))[0])
+    np.testing.assert_array_equal(program, painted(problem, walk(problem, config))[0])
 
 
 def test_some_of_these_schedules_cut_tiles():
@@ -159,7 +159,7 @@ def test_some_of_these_schedules_cut_tiles():
 def test_parts_along_k_are_those_of_the_kernel(sizes, parts):
     problem = problem_of(*sizes, dtype=torch.float32, layout="NN", device=SMALL)
     config = Config(16, 16, 32, group_m=2, split_k=parts)
-    schedule = Schedule.of(problem, config)
+    schedule = walk(problem, config)
     assert (schedule.program == np.arange(len(schedule))).all()
     left, right = launched(problem, config, torch.zeros(problem.M, problem.N))
     steps = -(-(schedule.last_k - schedule.first_k) // schedule.step)

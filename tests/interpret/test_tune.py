@@ -13,15 +13,16 @@ import gemmery
 import gemmery.nn
 from gemmery import select
 from gemmery.lab import tuning
-from gemmery.lab.timing import Estimate
 from gemmery.nn.blocks import family, fuse
-from gemmery.select import candidates, rank, store, warm
-from gemmery.select.meter import Meter
+from gemmery.select import candidates, rank, store
 from gemmery.select.samples import sample
-from gemmery.select.tuner import tune_problems
+from gemmery.tuning import warm
+from gemmery.tuning.meter import Meter
+from gemmery.tuning.stopwatch import Estimate
+from gemmery.tuning.tuner import tune_problems
 
 #: The module, which `gemmery.plan`, the function, hides.
-plans = importlib.import_module("gemmery.plan")
+plans = importlib.import_module("gemmery.launch.plan")
 
 
 class Watch:

@@ -66,7 +66,7 @@ def explain(
     first candidate, and what it gains over the next.
     """
     from ..lab.posing import posed
-    from ..select.explain import explain_problem
+    from ..launch.explain import explain_problem
     from ..select.shapes import device_named
 
     with told():

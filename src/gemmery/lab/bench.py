@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..tuning.stopwatch import Call, Stopwatch
 from . import suites, timing
 from .display import Display
 from .inputs import (
@@ -35,12 +36,11 @@ from .libraries import LIBRARIES, SLACK
 from .peers import OURS, PEERS, Method, gemmery_call, gemmery_plan
 from .results import MIXED, Result, describe_run, summarise_row
 from .suites import Row
-from .timing import Call, Stopwatch
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..plan import Plan
+    from ..launch.plan import Plan
 
 #: Rows of a suite that are timed in steady too, by default: one takes several seconds.
 STEADY_ROWS = 8
@@ -359,7 +359,7 @@ def bench(request: Request, planned: Sequence[Run]) -> int:
     if not torch.cuda.is_available():
         print("no GPU that torch can use: nothing to measure (--list shows the rows)", file=sys.stderr)
         return 2
-    watch, failed = timing.Stopwatch(), []
+    watch, failed = Stopwatch(), []
     peers = {name: PEERS[name] for name in request.against}
     for run in planned:
         where = "" if run.path is None else f", to {run.path}"

@@ -15,14 +15,15 @@ import numpy as np
 import torch
 
 from ..dtypes import OUT_DTYPES, Precision
-from ..launch import bind
+from ..launch.plan import runs_on
 from ..layout import make_problem
 from ..operands import Layout
-from ..plan import runs_on
 from ..problem import Config, Problem
+from ..schedules import bind
+from ..schedules.walk import Sizes, Walk
 from ..select.shapes import LAYOUTS, device_named
 from .prediction.ours import launch
-from .tile_order import Schedule, Sizes
+from .tile_order import plain_walk, walk
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -118,7 +119,7 @@ class Accesses:
     """
 
     problem: Problem
-    schedule: Schedule
+    schedule: Walk
     unit: int
     step: int
     a: Block
@@ -172,12 +173,12 @@ def _span(first: int, count: int) -> str:
     return f"{first}:{first + count}"
 
 
-def _steps(schedule: Schedule, unit: int) -> int:
+def _steps(schedule: Walk, unit: int) -> int:
     # Where K is 0, the kernels' loop makes one step, all of it masked off.
     return max(-(-int(schedule.last_k[unit] - schedule.first_k[unit]) // int(schedule.step[unit])), 1)
 
 
-def accesses(problem: Problem, schedule: Schedule, pid: int, *, turn: int = 0, step: int = 0) -> Accesses:
+def accesses(problem: Problem, schedule: Walk, pid: int, *, turn: int = 0, step: int = 0) -> Accesses:
     """What a program of a launch loads and stores.
 
     Args:
@@ -191,7 +192,7 @@ def accesses(problem: Problem, schedule: Schedule, pid: int, *, turn: int = 0, s
     Example: the second of two programs, whose tile has a column too many.
 
         >>> problem = problem_of_strides(2, 3, 2, layout="NN")
-        >>> found = accesses(problem, Schedule.plain(problem, (2, 2, 2)), pid=1)
+        >>> found = accesses(problem, plain_walk(problem, (2, 2, 2)), pid=1)
         >>> found.b.offsets.tolist(), found.b.mask.tolist()
         ([[2, 3], [5, 6]], [[True, False], [True, False]])
     """
@@ -269,7 +270,7 @@ def schedule_of(
     tile: Sizes | None = None,
     group_size: int | None = None,
     config: Config | str | None = None,
-) -> Schedule:
+) -> Walk:
     """The schedule of a tile of one's own, of a config, or by default of the config that gemmery chooses.
 
     Args:
@@ -283,7 +284,7 @@ def schedule_of(
     if tile is not None:
         if config is not None:
             raise ValueError(f"tile {tile} and config {config} are given; one of them is wanted")
-        return Schedule.plain(problem, tile, 8 if group_size is None else group_size)
+        return plain_walk(problem, tile, 8 if group_size is None else group_size)
     if config is None:
         if not runs_on(problem):
             raise ValueError(
@@ -297,7 +298,7 @@ def schedule_of(
     if group_size is not None:
         found = replace(found, group_m=group_size)
     bind(problem, found)
-    return Schedule.of(problem, found)
+    return walk(problem, found)
 
 
 # --- as text ---------------------------------------------------------------------------------------------------------

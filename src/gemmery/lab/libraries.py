@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..formats import FORMATS, packing
+from ..tuning.stopwatch import Call
 from .inputs import Inputs, Unsuited
-from .timing import Call
 
 #: How many times the tolerance their results may be off: they round scales or decoded weights to bf16, or sum in it.
 SLACK = 3.0

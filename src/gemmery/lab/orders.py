@@ -13,17 +13,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from .. import schedules
 from ..devices import Device
 from ..dtypes import Precision
-from ..plan import runs_on
+from ..launch.plan import runs_on
 from ..problem import Config, Problem
+from ..schedules.walk import Walk
 from ..select.shapes import device_named, problem_of
-from ..waves import Split, Waves
 from . import l2
 from .l2 import Traffic
 from .prediction.ours import launch
 from .prediction.predict import arithmetic
-from .tile_order import Schedule, band, programs_at_once, visits
+from .tile_order import band, programs_at_once, visits, walk
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -63,7 +64,7 @@ class Launch:
     l2: int
     itemsize: int
     config: Config | None = None
-    schedule: Schedule | None = None
+    schedule: Walk | None = None
     notes: tuple[str, ...] = ()
     arithmetic: float = 0.0
 
@@ -149,32 +150,8 @@ def _chosen(problem: Problem, group_size: int | None, programs: int | None, cach
     return Launch(
         problem.M, problem.N, problem.K, problem.device, (config.block_m, config.block_n, config.block_k),
         config.group_m, programs or programs_at_once(product, config), cache, problem.a.dtype.itemsize, config,
-        Schedule.of(product, config), tuple(_left_out(product, config)), arithmetic(problem),
+        walk(product, config), tuple(schedules.of(config.schedule).cuts(product, config)), arithmetic(problem),
     )  # fmt: skip
-
-
-def _left_out(problem: Problem, config: Config) -> list[str]:
-    """What becomes of whole tiles that are taken in turn, the only thing that the pictures know of."""
-    said = []
-    work = Waves.of(problem, config)
-    if config.schedule == "cluster":
-        said.append(
-            f"a program is a cluster of {config.ctas} multiprocessors, which cuts up what fills no last wave"
-        )
-    elif config.schedule == "specialized" and config.split_k > 1:
-        said.append("what fills no last wave is cut along K")
-    elif work.parts:
-        cut = f"the last {work.cut} whole tiles" if work.cut else ""
-        ragged = f"the {problem.N % config.block_n} columns beyond whole tiles" if work.strips else ""
-        rows, cols = config.block_m // config.tail_m, config.block_n // config.tail_n
-        said.append(
-            f"{' and '.join(filter(None, (cut, ragged)))} are computed in {work.parts} small tiles of {rows}×{cols}; "
-            f"drawn whole"
-        )
-    split = Split.of(problem, config)
-    if split is not None and config.schedule == "tile":
-        said.append(f"K is cut into {split.parts} parts for programs of their own; drawn uncut")
-    return said
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..tuning.stopwatch import Call
 from .fusions import FUSIONS, in_torch
 from .inputs import Bare, Inputs, Unsuited
 from .libraries import LIBRARIES
-from .timing import Call
 
 if TYPE_CHECKING:
-    from ..plan import Plan
+    from ..launch.plan import Plan
 
 OURS = "gemmery"
 #: Makes a method's call for given inputs.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import read_json, write_json
+from ..tuning import stopwatch
 from . import timing
 from .peers import OURS
 from .suites import Row
@@ -278,9 +279,9 @@ def describe_run(
             "rounds": rounds,
             "regimes": list(regimes),
             "burst": {
-                "launches": timing.BURST_MOST,
-                "sleep_s": timing.SLEEP,
-                "flush_bytes": timing.FLUSH_BYTES,
+                "launches": stopwatch.BURST_MOST,
+                "sleep_s": stopwatch.SLEEP,
+                "flush_bytes": stopwatch.FLUSH_BYTES,
             },
             "steady": {"load_s": timing.LOAD, "timed_s": timing.TIMED},
             "graph": {

@@ -1,6 +1,6 @@
 """Compiles every kernel that the selector may choose, for targets that are not at hand, and checks what comes out.
 
-A process for each target compiles with a stand-in for Triton's driver, so that several are busy at once. Run as
+A process for each target compiles through `launch.cross_compile`, so that several are busy at once. Run as
 `python -m gemmery.lab.targets [--all] [TARGET ...]`.
 """
 
@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from ..launch.cross_compile import use_target
 from .inspection.resources import Usage, usage
-from .standin import use_target
 
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx1100")
 #: Instructions of a matrix unit, any of which shows that a dot did not fall to scalar code.
@@ -124,8 +124,9 @@ def compile_case(name: str, case: Case, everything: bool = True) -> Iterator[Rep
 
 
 def _plain(case: Case, device: Any, everything: bool) -> Iterator[Report]:
-    from ..launch import bind, promotes
     from ..layout import make_problem
+    from ..schedules import bind
+    from ..schedules.binding import promotes
     from ..select.space import configs
 
     # 4096 and 4099: every stride a multiple of 16, or none.
@@ -143,7 +144,8 @@ def _plain(case: Case, device: Any, everything: bool) -> Iterator[Report]:
 
 
 def _fused(case: Case, device: Any, everything: bool) -> Iterator[Report]:
-    from ..launch import bind, promotes
+    from ..schedules import bind
+    from ..schedules.binding import promotes
     from ..select import candidates
     from ..select.space import configs
     from .fused_targets import FUSED, pose

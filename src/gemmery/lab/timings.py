@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ..devices import TABLE
-from ..padding import launched
-from ..plan import runs_on
+from ..launch.padding import launched
+from ..launch.plan import runs_on
 from ..select import exchange, log
 from ..select.keys import Key, device_text, source, to_text
 from ..select.store import Store, current

@@ -24,9 +24,9 @@ from ..layout import make_problem
 from ..problem import Problem
 from ..select import log, store
 from ..select.shapes import dtype_named, problem_of
-from ..select.tuner import Progress, TuneResult, tune_problems
-from ..select.warm import MOST_ROWS, Weight
-from ..select.warm import warmup as compile_all
+from ..tuning.tuner import Progress, TuneResult, tune_problems
+from ..tuning.warm import MOST_ROWS, Weight
+from ..tuning.warm import warmup as compile_all
 from . import suites
 from .inputs import KINDS, make_operand
 from .suites import Row

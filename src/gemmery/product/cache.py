@@ -16,8 +16,8 @@ from torch import Tensor
 from torch._C import _increment_version
 
 from ..epilogues.results import Results
+from ..launch.plan import Plan, forget_plans
 from ..memo import keep
-from ..plan import Plan, forget_plans
 from .seen import PLAIN
 
 

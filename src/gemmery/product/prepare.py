@@ -14,8 +14,8 @@ from ..devices import Device
 from ..epilogues.lower import Program
 from ..epilogues.results import Results
 from ..formats.packing import STRIP
+from ..launch.plan import Plan, make_plan, runs_on
 from ..layout import extent_bytes, fold, make_problem
-from ..plan import Plan, make_plan, runs_on
 from ..problem import Config, Fusion, Problem
 from .cache import Known
 from .check import check_memory, check_out, operand_names, result_dtype

@@ -23,7 +23,7 @@ from ..epilogues.function import Epilogue, Held, memoised
 from ..epilogues.results import returned
 from ..formats.scaled import ScaledTensor
 from ..formats.tensor import QuantizedTensor
-from ..plan import Plan
+from ..launch.plan import Plan
 from ..problem import Config
 from . import cache
 from .build import lowered, make_call

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from .. import clusters
-from ..launch import bind
 from ..problem import Config, Problem
+from ..schedules import bind
 from . import measured, shortlist, store
 from .model import Cost, Costs, costs
-from .space import Space, across
+from .space import Space, mn_major
 
-__all__ = ["Cost", "across", "best_time", "candidates", "rank"]
+__all__ = ["Cost", "best_time", "candidates", "mn_major", "rank"]
 
 
 def _predict(problem: Problem) -> tuple[Space, Costs, np.ndarray]:
@@ -24,9 +23,11 @@ def _predict(problem: Problem) -> tuple[Space, Costs, np.ndarray]:
     Configs whose kernels are on the shortlist for all M come before the others.
     """
     space = shortlist.allowed(problem)
-    if problem.M not in clusters.ROWS and space.clustered.any():
-        space = space.where(~space.clustered)
-    factor = measured.factor(problem, space, np.array([[problem.M]]))
+    rows = np.array([[problem.M]])
+    considered = space.considered(rows)[0]
+    if not considered.all():
+        space = space.where(considered)
+    factor = measured.factor(problem, space, rows)
     predicted = costs(problem, space).corrected(np.broadcast_to(factor, (1, len(space)))[0])
     others = ~np.isin(space.kernel, list(shortlist.of(problem)))
     return space, predicted, np.lexsort((predicted.total, others))

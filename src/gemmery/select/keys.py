@@ -19,9 +19,7 @@ from ..operands import Dense, Layout
 from ..problem import Problem
 
 #: What decides the code of a kernel and how it is launched: a timing counts only for the same text of these files.
-SOURCES = (
-    "kernels/*.py", "operands/*.py", "launch.py", "waves.py", "clusters.py", "specialized.py",
-)  # fmt: skip
+SOURCES = ("kernels/*.py", "operands/*.py", "schedules/*.py")
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _OPERANDS = ("a", "b", "out", "addend")

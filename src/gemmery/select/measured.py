@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import clusters, specialized
+from .. import schedules
 from ..devices import Device
 from ..operands import Dense, Packed, Spec
 from ..problem import Config, Problem
 from .model import costs
-from .space import DEALT, Space, kind_of, space_of
+from .space import Space, kind_of, space_of
 from .tiles import FAMILIES
 
 TABLES = Path(__file__).with_name("tables")
@@ -61,12 +61,8 @@ def table_name(problem: Problem) -> str:
     return f"packed {b.format if b.format in PACKED else next(alike, b.format)}"
 
 
-#: What stands behind a kind in the names of tables of schedules that not every Triton has, see `suffixes_of`.
-SUFFIXES = tuple(each for schedule in DEALT for each in (schedule, f"{schedule}-streamed"))
-
-
 class TableFile(NamedTuple):
-    """A table that is shipped: its file, its `table_name`, and which of `SUFFIXES` stands behind that, if any does."""
+    """A table that is shipped: its file, its `table_name`, and what of `Schedule.tables` stands behind it."""
 
     path: Path
     name: str
@@ -74,7 +70,7 @@ class TableFile(NamedTuple):
 
 
 def file_name(gpu: str, name: str, suffix: str = "") -> str:
-    """What the file of a table is called, by the GPU's name, the `table_name`, and one of `SUFFIXES`."""
+    """What the file of a table is called, by the GPU's name, the `table_name`, and a `Schedule.tables`' entry."""
     return "-".join(part.replace(" ", "-") for part in (gpu.lower(), name, suffix) if part) + ".json"
 
 
@@ -84,7 +80,7 @@ def tables_of(device: Device) -> list[TableFile]:
     files = [
         TableFile(TABLES / file_name(device.name, name, suffix), name, suffix)
         for name in names
-        for suffix in ("", *SUFFIXES)
+        for suffix in ("", *(each for schedule in schedules.REGISTRY.values() for each in schedule.tables))
     ]
     return sorted(table for table in files if table.path.is_file())
 
@@ -154,7 +150,7 @@ class Table:
         near = np.equal.outer(row, row) * np.exp(-(apart**2) / (2 * reach**2))
         return cls(
             column={config: place for place, config in enumerate(space.configs)},
-            schedules=np.array([config.schedule for config in space.configs]),
+            schedules=space.schedule,
             places=np.log2(np.stack([batch * M, N, K], axis=1)),
             known=known.astype(float),
             residuals=np.where(known, residuals, 0.0),
@@ -206,18 +202,8 @@ def _times(data: dict[str, Any], space: Space) -> np.ndarray:
 
 def table_of(device: Device, name: str, dtype: Any) -> Table | None:
     """The table of a device with this `table_name`; None where nothing was measured."""
-    there = (("cluster", clusters.available()), ("specialized", specialized.available()))
-    suffixes = tuple(each for schedule, available in there if available for each in suffixes_of(schedule))
+    suffixes = tuple(each for schedule in schedules.REGISTRY.values() for each in schedule.own_tables())
     return _table_of(device, name, dtype, suffixes)
-
-
-def suffixes_of(schedule: str) -> tuple[str, ...]:
-    """What the tables of a schedule are called behind their kind; each takes the place of those before it.
-
-    Where `Config.stream` makes a difference, a second one says which, with few rows and for other schedules as well.
-    """
-    streams = schedule == "specialized" and specialized.streams()
-    return (schedule, f"{schedule}-streamed") if streams else (schedule,)
 
 
 @functools.cache

@@ -11,12 +11,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from .. import clusters
 from ..devices import Device
 from ..dtypes import OUT_DTYPES, Precision
-from ..launch import spans
 from ..operands import Layout, Spec
 from ..problem import Problem
+from ..schedules.binding import spans
 from . import measured
 from .model import costs
 from .space import Space, everywhere, space_of
@@ -58,8 +57,7 @@ def _log_times(problem: Problem, space: Space) -> np.ndarray:
     """The logarithm of the predicted time for each of `ROWS` and each config."""
     least = np.array([[replace(problem, M=int(M)).bytes] for M in ROWS[:, 0]], dtype=float)
     times: np.ndarray = costs(problem, space, ROWS, least).total * measured.factor(problem, space, ROWS)
-    rows = np.isin(ROWS, list(clusters.ROWS))
-    return np.log(np.where(rows | ~space.clustered, times, np.inf))
+    return np.log(np.where(space.considered(ROWS), times, np.inf))
 
 
 def allowed(problem: Problem) -> Space:

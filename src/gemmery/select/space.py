@@ -10,22 +10,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .. import clusters, specialized
-from ..launch import described, promotes
+from .. import schedules
 from ..problem import Config, Problem
+from ..schedules.binding import promotes, suits_tma
 from .tiles import ALIKE, FAMILIES
-
-#: Parts along K that are considered for rows that say `splits`.
-SPLITS = (2, 3, 4, 5, 6, 8, 12, 16)
-#: The same for schedules that cut only what would not fill a last wave.
-SPLITS_OF_REST = (2, 3, 4)
-#: These schedules: they divide the work between programs as `clusters.Work` does.
-DEALT = ("cluster", "specialized")
 
 #: Columns of a space that are fields of its configs.
 _COLUMNS = (
     "block_m", "block_n", "block_k", "num_warps", "num_stages", "tail_m", "tail_n", "split_k", "split_store",
-    "cluster_m", "cluster_n",
+    "cluster_m", "cluster_n", "schedule",
 )  # fmt: skip
 
 
@@ -109,8 +102,8 @@ class Space:
     Attributes:
         configs, tiles: the configs, and the rows of the table that they come from.
         kernel: configs with the same number here run the same compiled kernel.
-        dealt: whether the schedule is one of `DEALT`.
-        shared: whether the row takes descriptors, needs alignment, ...: see the names in `Config` and `Tile`.
+
+    The other columns are those of `Config` and `Tile`, by their names.
     """
 
     configs: tuple[Config, ...]
@@ -127,11 +120,7 @@ class Space:
     split_store: np.ndarray
     cluster_m: np.ndarray
     cluster_n: np.ndarray
-    persistent: np.ndarray
-    clustered: np.ndarray
-    dealt: np.ndarray
-    described: np.ndarray
-    aligned: np.ndarray
+    schedule: np.ndarray
     numerics: np.ndarray
     efficiency: np.ndarray
 
@@ -143,11 +132,6 @@ class Space:
             configs=tuple(config for config, _, _ in entries),
             tiles=tuple(tile for _, tile, _ in entries),
             kernel=np.array([number for _, _, number in entries]),
-            persistent=np.array([config.schedule == "persistent" for config, _, _ in entries]),
-            clustered=np.array([config.schedule == "cluster" for config, _, _ in entries]),
-            dealt=np.array([config.schedule in DEALT for config, _, _ in entries]),
-            described=np.array([config.loader == "descriptor" for config, _, _ in entries]),
-            aligned=np.array([tile.aligned for _, tile, _ in entries]),
             numerics=np.array([tile.numerics for _, tile, _ in entries]),
             efficiency=np.array([tile.efficiency for _, tile, _ in entries]),
             **columns,
@@ -167,78 +151,88 @@ class Space:
             )
         return Space(**values)
 
+    @functools.cached_property
+    def by_schedule(self) -> dict[str, tuple[np.ndarray, Space]]:
+        """For each schedule that there is, the places of its configs, and the space of these alone."""
+        found = {}
+        for name in dict.fromkeys(self.schedule.tolist()):
+            own = self.schedule == name
+            found[name] = (np.flatnonzero(own), self if own.all() else self.where(own))
+        return found
+
+    def considered(self, M: np.ndarray) -> np.ndarray:
+        """Whether configs are considered for numbers of rows, of shape (m, 1): an array of (m, configs)."""
+        found = np.ones((len(M), len(self)), bool)
+        for name, (places, _) in self.by_schedule.items():
+            rows = schedules.of(name).rows
+            if rows is not None:
+                found[:, places] = (rows.start <= M) & (rows.stop > M)
+        return found
+
 
 @functools.cache
 def _space(
     family: str,
     kind: str,
-    described: bool,
+    tma: bool,
     aligned: bool,
     whole: bool,
-    schedules: tuple[str, ...] = (),
+    names: tuple[str, ...],
     blocks: bool = False,
 ) -> Space:
     """All configs for a kind of operand and what is known of its layout.
 
     Args:
         whole: leave out configs that cut K.
-        schedules: those of `DEALT` that are considered.
+        names: schedules that are considered.
     """
     entries = []
     for number, tile in enumerate(tiles_of(family, kind)):
-        loads = not (described and tile.strided) if tile.config.loader == "pointer" else described
-        dealt = tile.config.schedule in DEALT
-        if (dealt and tile.config.schedule not in schedules) or (tile.blocks and not blocks):
+        if tile.config.schedule not in names or (tile.blocks and not blocks):
             continue
+        loads = not (tma and tile.strided) if tile.config.loader == "pointer" else tma
         if loads and (aligned or not tile.aligned):
             entries.append((tile.config, tile, 2 * number))
             if tile.splits and not whole:
-                splits = SPLITS_OF_REST if dealt else SPLITS
+                splits = schedules.of(tile.config.schedule).splits
                 entries += [(replace(tile.config, split_k=parts), tile, 2 * number + 1) for parts in splits]
     return Space.of(entries)
 
 
-class Across(NamedTuple):
-    """Which operands' adjacent elements lie across K, where the tensor cores want them along it."""
+class MNMajor(NamedTuple):
+    """Which operands' adjacent elements lie along M or N, where the tensor cores want them along K."""
 
     a: bool
     b: bool
 
 
-def across(problem: Problem) -> Across:
-    """Which operands have to go through registers to be turned: on Hopper those that are not 16-bit."""
+def mn_major(problem: Problem) -> MNMajor:
+    """Which operands have to be transposed in registers: on Hopper those that are not 16-bit."""
     narrow = problem.a.dtype.itemsize == 1 or kind_of(problem).startswith("tf32")
-    turned = problem.device.target.family == "hopper" and narrow
-    return Across(turned and problem.a.col != 1, turned and problem.b.row != 1)
+    transposed = problem.device.target.family == "hopper" and narrow
+    return MNMajor(transposed and problem.a.col != 1, transposed and problem.b.row != 1)
 
 
 def space_of(problem: Problem) -> Space:
-    """The configs that can run a problem at all: its family, its kind, and its layout's loaders."""
-    target = problem.device.target
-    by_descriptor = described(problem)
-    aligned = problem.a.has_aligned_rows and problem.b.has_aligned_rows
+    """The configs that can run a problem at all: its family, its kind, its layout's loaders and its schedules."""
     return _space(
-        target.family,
+        problem.device.target.family,
         kind_of(problem),
-        by_descriptor,
-        aligned,
+        suits_tma(problem),
+        problem.a.has_aligned_rows and problem.b.has_aligned_rows,
         problem.batch_invariant or problem.K == 0,
-        _schedules(problem),
+        tuple(name for name, schedule in schedules.REGISTRY.items() if schedule.suits(problem)),
         problem.wants_pieces,
     )
-
-
-def _schedules(problem: Problem) -> tuple[str, ...]:
-    suits = {"cluster": clusters.suits, "specialized": specialized.suits}
-    return tuple(name for name in DEALT if suits[name](problem))
 
 
 def everywhere(problem: Problem) -> frozenset[int]:
     """The numbers in `Space.numerics` that are there whatever the layouts of a problem's matrices."""
     target = problem.device.target
+    names = tuple(name for name, schedule in schedules.REGISTRY.items() if schedule.universal)
     spaces = [
-        _space(target.family, kind_of(problem), described, aligned, True)
-        for described in {False, target.tma}
+        _space(target.family, kind_of(problem), tma, aligned, True, names)
+        for tma in {False, target.tma}
         for aligned in (False, True)
     ]
     return frozenset.intersection(*(frozenset(space.numerics.tolist()) for space in spaces))

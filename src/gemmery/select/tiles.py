@@ -8,7 +8,7 @@ A row reads `MxNxK group_m num_warps num_stages efficiency` and then, where they
 - `strided`: considered only for matrices that descriptors can't take;
 - `apart`: too few rows for its family's matrix instruction, so that it sums with another, in another order;
 - `blocks`: considered only where an epilogue reads or writes whole matrices, for which it needs shared memory;
-- `cluster=MxN` and `stream`: see `Config`; rows of clusters are considered where `clusters.suits`.
+- `cluster=MxN` and `stream`: see `Config`; rows of a schedule are considered where it suits, see `schedules`.
 
 The efficiency is the part of the device's achievable rate that the tile's main loop reaches once it is running: fitted
 to measurements for Hopper on an H200, estimated elsewhere. Every row compiles without spills on every architecture of

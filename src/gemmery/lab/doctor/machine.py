@@ -18,8 +18,10 @@ import torch
 
 import gemmery
 
-from ... import clusters, devices, direct, specialized
+from ... import devices
 from ...formats.base import FORMATS
+from ...launch import direct
+from ...schedules import REGISTRY, Schedule
 from ...select import database, measured, store
 from ...select.keys import Key, device_text
 from ..timings import is_current
@@ -120,17 +122,21 @@ def runs(arch: devices.Arch) -> dict[str, str]:
     fp8 = {str(dtype).removeprefix("torch.float8_").removesuffix("fn") for dtype in arch.fp8}
     as_half = any("multiplied as fp16" in lack.instead for lack in devices.lacks(arch.name))
     dots = {name: "as fp16" if as_half else "tensor cores" for name in fp8}
-    clustered = arch.name == "sm_90" and clusters.available()
-    special = arch.name == "sm_90" and specialized.available()
     how = "PTX" if arch.backend == "cuda" else "plain Triton code"
     return {
         **{f"fp8 {name}": text for name, text in (lacking | dots).items()},
         "tf32": "tensor cores" if "tf32" in arch.precisions else "as ieee",
         "packed weights": f"{', '.join(FORMATS)}: unpacked by {how}",
         "loads": "tensor descriptors (TMA), or pointers" if arch.tma else "pointers",
-        "clusters": "chosen for 65 to 511 rows" if clustered else "none: one program a multiprocessor",
-        "specialised warps": "chosen for packed weights and scales along K" if special else "none",
+        **{each.title: _runs(each, arch) for each in REGISTRY.values() if not each.universal},
     }
+
+
+def _runs(schedule: Schedule, arch: devices.Arch) -> str:
+    """When a schedule is chosen on an architecture, or what there is in its place."""
+    if schedule.runs_on(arch):
+        return schedule.reason
+    return f"none: {schedule.instead}" if schedule.instead else "none"
 
 
 def _targets() -> list[dict[str, Any]]:

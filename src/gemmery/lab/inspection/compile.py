@@ -9,14 +9,14 @@ from typing import Any
 from triton.runtime.errors import OutOfResources
 
 from ...devices import ARCHS, TABLE, Device
-from ...launch import Binding
-from ...padding import worth_copying
-from ...plan import Plan, runs_on, settle
+from ...launch.cross_compile import compiling_for
+from ...launch.padding import worth_copying
+from ...launch.plan import Plan, compile_first_fitting, runs_on
 from ...problem import Config, Problem
+from ...schedules.binding import Binding
 from ...select import candidates
 from ...select.samples import arguments
 from ...select.shapes import device_named
-from ..standin import compiling_for
 from .resources import Usage, usage
 
 
@@ -62,7 +62,7 @@ def build(problem: Problem, config: Config | None = None) -> Built:
         problem = padded.problem
     choices = candidates(problem) if config is None else [config]
     with compiling_for(problem.device.arch):
-        found = settle(
+        found = compile_first_fitting(
             problem, choices, arguments(problem, "meta"), _examiner(problem, config), config is not None
         )
     seconds = time.perf_counter() - begun

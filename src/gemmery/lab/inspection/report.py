@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from ...occupancy import Occupancy, occupancy
-from ...plan import Plan
+from ...launch.occupancy import Occupancy, occupancy
+from ...launch.plan import Plan
 from ...problem import Config, Problem
 from ...select.keys import device_text
 from . import gcn, sass

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from ...occupancy import tensor_memory
+from ...launch.occupancy import tensor_memory
 from .sass import run_tool
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ... import padding
+from ...launch import padding
+from ...launch.explain import explain_problem
 from ...problem import Config, Problem
-from ...select.explain import explain_problem
 from ..prediction import predict
 from ..tuning import kind_named
 from . import launched, predicted

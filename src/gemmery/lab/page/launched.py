@@ -12,7 +12,7 @@ import numpy as np
 
 from ...problem import Config, Problem
 from .. import l2, tile_order
-from ..tile_order import Schedule
+from ..tile_order import walk
 from . import texts
 
 #: Waves that the film of the order shows, and tiles in all of them; what comes after looks like them.
@@ -71,7 +71,7 @@ def waves(launch: Launch) -> dict[str, Any]:
     as long as its longest unit, and a unit as long as it has to compute.
     """
     problem, config, (tiles_m, tiles_n) = launch.problem, launch.config, launch.tiles
-    schedule = Schedule.of(problem, config)
+    schedule = walk(problem, config)
     places = max(problem.device.sms // config.ctas, 1)
     whole = config.block_m * config.block_n * max(problem.K, 1)
     work = schedule.rows * schedule.cols * (schedule.last_k - schedule.first_k) / whole

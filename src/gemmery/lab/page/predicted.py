@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from ... import schedules
+from ...launch.explain import Explanation
 from ...problem import Config, Problem
-from ...select.explain import Explanation
 from ..prediction import Prediction
 from . import texts
 
@@ -146,18 +147,12 @@ def knobs(config: Config) -> list[dict[str, str]]:
 
 
 def _knobs(c: Config) -> Iterator[tuple[str, str, str]]:
-    schedules = {
-        "tile": "a program for each tile",
-        "persistent": "as many programs as run at once, which take tiles in turn",
-        "cluster": "clusters of programs that share what they load",
-        "specialized": "as many programs as run at once; one warp loads, two groups of four multiply",
-    }
     loaders = {"pointer": "any strides", "descriptor": "tensor descriptors (TMA)"}
     yield "tile", f"{c.block_m} × {c.block_n} × {c.block_k}", "rows, columns, step along K"
     yield "group_m", str(c.group_m), "rows of tiles in a group"
     yield "num_warps", str(c.num_warps), "warps in a program"
     yield "num_stages", str(c.num_stages), "blocks of A and B in flight"
-    yield "schedule", c.schedule, schedules[c.schedule]
+    yield "schedule", c.schedule, schedules.of(c.schedule).about
     yield "loader", c.loader, loaders[c.loader]
     if c.ctas > 1:
         yield "cluster", f"{c.cluster_m} × {c.cluster_n}", "CTAs that share a tile's blocks"

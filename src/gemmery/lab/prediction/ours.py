@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from ... import padding, select
+from ... import schedules, select
+from ...launch import padding
+from ...launch.plan import runs_on
 from ...operands import Layout
-from ...plan import runs_on
 from ...problem import Config, Problem
-from ...select.model import OVERLAP, Cost, costs
+from ...schedules.cost import OVERLAP, Cost
+from ...select.model import costs
 from ...select.space import Space, Tile, kind_of, row_of, tiles_of
-from ...waves import Waves
 from . import copies
 from .copies import SECTOR, Copies
 
@@ -144,9 +145,10 @@ def cost_of(problem: Problem, config: Config) -> Cost:
 def parts(launched: Launch) -> dict[str, float]:
     """What the law `seconds` is about, as numbers; most are seconds at the datasheet's rates."""
     p, c = launched.product, launched.config
+    schedule = schedules.of(c.schedule)
     cost, device = cost_of(p, c), p.device
     store = c.block_m * c.block_n * p.out.dtype.itemsize / device.store_bandwidth
-    first = device.delays.launch + device.delays.start + (store if c.schedule == "tile" else 0.0)
+    first = device.delays.launch + device.delays.start + (0.0 if schedule.overlaps_stores else store)
     pointers = c.loader == "pointer"
     half = p.a.dtype.itemsize == 2
     fma = p.a.dtype == torch.float32 and p.precision == "ieee" and device.target.backend == "cuda"
@@ -158,8 +160,8 @@ def parts(launched: Launch) -> dict[str, float]:
         "first": min(first, cost.overhead),
         "again": max(cost.overhead - first, 0.0),
         "reduction": cost.reduction,
-        "turns": _turns(p, c),
-        "pointer_turns": cost.waves if c.schedule == "persistent" and pointers else 0.0,
+        "turns": schedule.turns(p, c),
+        "pointer_turns": cost.waves if schedule.overlaps_stores and pointers else 0.0,
         "turned_a": float(pointers and half and p.a.col != 1 and p.a.row == 1),
         "fma": float(fma),
         "fma_turned": float(fma and p.b.row == 1),
@@ -169,14 +171,6 @@ def parts(launched: Launch) -> dict[str, float]:
         "multiplies": float(p.a.dtype.itemsize <= 2),
         **launched.copies.parts(device),
     }
-
-
-def _turns(problem: Problem, config: Config) -> float:
-    """Tiles, whole or small, that a persistent program has one after the other."""
-    if config.schedule != "persistent":
-        return 0.0
-    work, sms = Waves.of(problem, config), problem.device.sms
-    return float(-(-work.tiles // sms) + -(-work.parts // sms))
 
 
 def _straddles(operand: Layout) -> bool:

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from ... import clusters
 from ...devices import TABLE, Device
 from ...problem import Config, Problem
+from ...schedules import REGISTRY
 from ...select import measured
 from ...select.space import kind_of, row_of, tiles_of
 from .. import results
@@ -118,7 +118,7 @@ def fitted(place: Path) -> list[Path]:
 def newest_last(place: Path) -> list[tuple[Path, dict[str, Any]]]:
     """A folder's results, so that of several with a row the last one counts.
 
-    Those of a Triton that has clusters or none, as the one here, come after the others, and then the later ones.
+    Those of a Triton that has the same schedules as the one here come after the others, and then the later ones.
 
     Raises:
         ValueError: a JSON file in it is no result.
@@ -128,7 +128,12 @@ def newest_last(place: Path) -> list[tuple[Path, dict[str, Any]]]:
     def order(one: tuple[Path, dict[str, Any]]) -> tuple[bool, str]:
         _, result = one
         version = ".".join(result["triton"].split(".")[:2])
-        return (version in clusters.VERSIONS) == clusters.available(), str(result.get("date", ""))
+        alike = all(
+            (version in schedule.versions) == schedule.available()
+            for schedule in REGISTRY.values()
+            if schedule.versions
+        )
+        return alike, str(result.get("date", ""))
 
     return sorted(found, key=order)
 

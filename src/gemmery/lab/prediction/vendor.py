@@ -55,7 +55,7 @@ FOREIGN = ("fp8 row", "fp8 fast row", "fp8 block")
 #: launch, foreign: of a product's launch; ramp, half: what a stream from memory takes until it is at its speed, and
 #:     the length at which half of that shows; turn: the least time of a tile.
 #: store, store_single: what storing a tile adds, as a part of the time to take as much in; in pieces below 16 bytes.
-#: overlap: how multiplying and memory add up, see `select.model.OVERLAP`.
+#: overlap: how multiplying and memory add up, see `schedules.cost.OVERLAP`.
 #: split, parts: what cutting K costs, at all and of the bandwidth for the parts.
 #: kernel, elementwise: an elementwise kernel's launch, and its part of the bandwidth.
 START: dict[str, float] = {

@@ -1,6 +1,6 @@
 """Compiling in other processes, so that several kernels compile at once and a compiler that dies takes nothing along.
 
-A worker compiles for a target through a stand-in for Triton's driver and never touches a GPU. What it compiles lies in
+A worker compiles for a target through `launch.cross_compile` and never touches a GPU. What it compiles lies in
 Triton's cache on disk, where this process then finds it. Workers are plain programs that are given lines of pickled
 jobs, not `multiprocessing`, which would import the user's main program again.
 """
@@ -123,7 +123,7 @@ class _Worker:
     def __init__(self, target: Target) -> None:
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the process)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "gemmery.select.workers", json.dumps(target)],
+            [sys.executable, "-m", "gemmery.tuning.workers", json.dumps(target)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, env=_environment(), text=True,
             # Ctrl-C is for the program that waits for them, which ends them itself.
             start_new_session=True,
@@ -177,9 +177,9 @@ def _work(target: Target) -> None:
     # Triton and its tools may print: only answers go to the standard output that this process was begun with.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    from ..lab.standin import use
-    from ..launch import bind
-    from .samples import arguments
+    from ..launch.cross_compile import use
+    from ..schedules import bind
+    from ..select.samples import arguments
 
     use(*target)
     for line in sys.stdin:

@@ -6,29 +6,25 @@ serves a launch, a compilation for the GPU at hand, and a cross-compilation with
 
 from __future__ import annotations
 
-import contextlib
-import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton.language as tl
-from torch import Tensor
 
-from .dtypes import FP8
-from .epilogues.device import function, with_constants
-from .epilogues.results import Results
-from .epilogues.table import TYPES
-from .kernels import epilogues, gemm, place
-from .kernels import operands as access
-from .kernels import pointwise as kernels_pointwise
-from .layout import fold_blocks
-from .operands import DenseAccess, Layout, Traced
-from .operands.base import negated
-from .operands.scalars import parts, traced_arguments
-from .problem import Config, Problem
+from ..dtypes import FP8
+from ..epilogues.device import function, with_constants
+from ..epilogues.table import TYPES
+from ..kernels import epilogues, gemm, place
+from ..kernels import operands as access
+from ..operands import DenseAccess, Layout
+from ..operands.base import negated
+from ..operands.scalars import parts, traced_arguments
 from .waves import Split, Waves
 from .workspace import WORKSPACES, Workspace
+
+if TYPE_CHECKING:
+    from ..problem import Config, Problem
 
 _TL: dict[torch.dtype, Any] = {dtype: getattr(tl, name.removeprefix("tl.")) for dtype, name in TYPES.items()}
 #: fp8 products are promoted to the fp32 accumulator after this many steps along K, as cuBLAS does in its accurate mode.
@@ -37,7 +33,7 @@ PROMOTE_EVERY = 128
 _BOX = 256
 
 
-def described(problem: Problem) -> bool:
+def suits_tma(problem: Problem) -> bool:
     """Whether descriptors can read both operands of a problem here: their layouts, and coordinates of 32 bits."""
     p = problem
     return (
@@ -127,7 +123,7 @@ def spans(problem: Problem, config: Config) -> bool:
     return main_n >= problem.N and not rest_n and config.tail == 1
 
 
-def _subtiles(problem: Problem, config: Config) -> int:
+def epilogue_subtiles(problem: Problem, config: Config) -> int:
     """In how many subtiles the epilogue and the store of a block come."""
     if not config.split_store or problem.b.by_steps or (problem.fusion is not None and problem.fusion.whole):
         return 1
@@ -137,6 +133,28 @@ def _subtiles(problem: Problem, config: Config) -> int:
     return 4 if problem.wants_pieces and config.main_n >= 128 else 2
 
 
+def refusal_of(problem: Problem, config: Config) -> str | None:
+    """Why a config can't run a problem with a kernel of `kernels.gemm`; None if it can."""
+    p, c = problem, config
+    tma = c.loader == "descriptor"
+    if tma and p.K == 0:
+        return "loader 'descriptor' needs K > 0"
+    if tma and not suits_tma(p):
+        return (
+            f"loader 'descriptor' needs TMA, and a and b with one unit stride, other strides and addresses that are "
+            f"multiples of 16 bytes, at most one batch dimension, and sizes below 2^31; given {p}"
+        )
+    if tma and max(c.block_m, p.b.columns(c)[0], c.block_k, c.tail_k) > _BOX:
+        return f"loader 'descriptor' takes blocks of at most {_BOX} along each side"
+    if p.fusion is not None and p.fusion.whole and not spans(p, c):
+        return f"an epilogue that uses reduced rows again needs whole tiles of at least {p.N} columns"
+    split = Split.of(p, c)
+    units = Waves.of(p, c).units * (split.parts if split else 1)
+    if units >= 1 << 31:
+        return f"{p} takes {units} programs; at most 2^31 - 1 fit into a launch"
+    return p.b.refusal(p, c)
+
+
 class Binding:
     """A kernel with everything fixed but the tensors.
 
@@ -144,51 +162,34 @@ class Binding:
         kernel: the `@triton.jit` function.
         constants: its constexpr parameters and the compiler's options.
         grid: programs along x, y, z.
+        persistent: whether the kernel's programs take tiles in turn.
     """
+
+    kernel: Any = gemm.gemm_tiles
+    persistent = False
 
     def __init__(self, problem: Problem, config: Config) -> None:
         p, c = problem, config
         self.problem, self.config = problem, config
         self.main_n, self.rest_n = p.b.columns(c)
-        by_descriptor = c.loader == "descriptor"
-        if by_descriptor and p.K == 0:
-            raise ValueError(f"config {c}: loader 'descriptor' needs K > 0")
-        if by_descriptor and not described(p):
-            raise ValueError(
-                f"config {c}: loader 'descriptor' needs TMA, and a and b with one unit stride, other strides and "
-                f"addresses that are multiples of 16 bytes, at most one batch dimension, and sizes below 2^31; "
-                f"given {p}"
-            )
-        if by_descriptor and max(c.block_m, self.main_n, c.block_k, c.tail_k) > _BOX:
-            raise ValueError(
-                f"config {c}: loader 'descriptor' takes blocks of at most {_BOX} along each side"
-            )
-        if p.fusion is not None and p.fusion.whole and not spans(p, c):
-            raise ValueError(
-                f"config {c}: an epilogue that uses reduced rows again needs whole tiles of at least {p.N} columns"
-            )
-        if reason := p.b.refusal(p, c):
-            raise ValueError(f"config {c}: {reason}")
-        self.a = p.a.access(p, is_b=False, tma=by_descriptor)
-        self.b = p.b.access(p, is_b=True, tma=by_descriptor)
+        tma = c.loader == "descriptor"
+        self.a = p.a.access(p, is_b=False, tma=tma)
+        self.b = p.b.access(p, is_b=True, tma=tma)
         # A tensor that stands in for an output has strides of 0, which no descriptor takes.
-        stored = by_descriptor and storable(p.out, p.M, p.out_n, p.batch)
+        stored = tma and storable(p.out, p.M, p.out_n, p.batch)
         self.out = DenseAccess(p.out, p.M, p.out_n, p.batch, stored)
-        self.subtiles = _subtiles(p, c)
+        self.subtiles = epilogue_subtiles(p, c)
         # A small tile has half the columns.
         self.tail_subtiles = 2 if self.subtiles == 4 and c.block_n // c.tail_n >= 64 else 1
         self.waves = Waves.of(p, c)
         self.split = Split.of(p, c)
         parts = self.split.parts if self.split else 1
-        if self.waves.units * parts >= 1 << 31:
-            raise ValueError(
-                f"{p} takes {self.waves.units * parts} programs of config {c}; at most 2^31 - 1 fit into a launch"
-            )
-        self.persistent = c.schedule == "persistent"
-        self.kernel = gemm.gemm_persistent if self.persistent else gemm.gemm_tiles
-        programs = max(self.waves.tiles * parts, self.waves.parts)
-        self.grid = (min(programs, p.device.sms) if self.persistent else programs, 1, 1)
+        self.grid = (self._programs(max(self.waves.tiles * parts, self.waves.parts)), 1, 1)
         self.constants = self._constants()
+
+    def _programs(self, units: int) -> int:
+        """How many programs compute so many tiles, whole or small, or parts of tiles."""
+        return units
 
     def _wide(self) -> bool:
         """Whether an offset within a block can pass 2^31 elements."""
@@ -296,7 +297,7 @@ class Binding:
         return [*matrices, *rest, *group_params, *sizes, *units, (), step_args, epilogue_args, workspace]
 
     @property
-    def room(self) -> tuple[int, int]:
+    def workspace_size(self) -> tuple[int, int]:
         """Bytes in which parts of tiles meet, and counters of their arrivals; none where tiles are not cut."""
         if self.split is None:
             return 0, 0
@@ -305,7 +306,7 @@ class Binding:
 
     def workspace(self, device: torch.device) -> Workspace:
         """The tensors in which parts of tiles meet, free for the next launch on the current stream."""
-        partials, arrivals = WORKSPACES.get(device, *self.room)
+        partials, arrivals = WORKSPACES.get(device, *self.workspace_size)
         return partials.view(self.problem.summed), arrivals
 
     def _tail_arguments(self, a: Sequence[Any], b: Sequence[Any], out: Any) -> list[Any]:
@@ -342,65 +343,3 @@ class Binding:
     def compile(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> Any:
         """Compile without launching, for the active driver's target; tensors may be on the meta device."""
         return self.kernel.warmup(*self.arguments(tensors, numbers), grid=self.grid, **self.constants)
-
-
-def bind(problem: Problem, config: Config) -> Binding:
-    """The binding of a problem and a config, of the kernel that the config is for.
-
-    Raises:
-        ValueError: the config does not suit the problem, or does not run here.
-    """
-    if config.schedule == "cluster":
-        from .clusters import ClusterBinding
-
-        return ClusterBinding(problem, config)
-    if config.schedule == "specialized":
-        from .specialized import SpecializedBinding
-
-        return SpecializedBinding(problem, config)
-    return Binding(problem, config)
-
-
-def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Makes a tensor's GPU the current one, also for a thread that has not used it yet."""
-    if not tensor.is_cuda:
-        return contextlib.nullcontext()
-    if tensor.device.index == torch.cuda.current_device():
-        # Binds the GPU's context to the thread; Triton encodes tensor maps without asking whether there is one.
-        torch.cuda.set_device(tensor.device)
-        return contextlib.nullcontext()
-    return torch.cuda.device(tensor.device)
-
-
-#: Rows and columns of the blocks that `pointwise` walks over.
-_BLOCK = (32, 128)
-
-
-def pointwise(results: Results, first: Tensor, inputs: Sequence[Any]) -> list[Tensor]:
-    """A program over blocks of a matrix in memory, without a product: its results.
-
-    Args:
-        results: of the program for `first`.
-        inputs: the program's, after `first`.
-    """
-    made = results.program
-    rows, columns = _BLOCK
-    tensors = results.allocate(first.device, -(-first.shape[-1] // columns))
-    out, extras = results.main(tensors), results.extras(inputs, tensors)
-    width = first.shape[-1]
-    batch, M, (its, to, *operands) = fold_blocks(first, [(out, width), *results.widths(extras)])
-    traced = Traced(made.source, tuple(operands))
-    slots = (columns,) if results.reduces else ()
-    args = (*traced_arguments(traced, extras, results.numbers(inputs)), *slots)
-    wide = max(x.row * rows + x.col * columns for x in (its, to, *operands)) >= 1 << 31
-    matrices = math.prod(batch)
-    grid = (matrices * -(-M // rows) * -(-width // columns),)
-    if grid[0]:
-        with on_device(first):
-            kernels_pointwise.pointwise[grid](
-                first, out, args, M, width, batch, *[(negated(x), x.row, x.col) for x in (its, to)],
-                EPILOGUE=function(made.source), ACC=_TL[results.wide], OUT=_TL[out.dtype],
-                STORE=access.store_nothing if made.main is None else access.store_strided,
-                BLOCK_M=rows, BLOCK_N=columns, WIDE=wide, num_warps=4,
-            )  # fmt: skip
-    return results.finish(tensors)

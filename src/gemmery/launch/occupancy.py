@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .devices import Arch
+from ..devices import Arch
 
 #: Columns of Blackwell's tensor memory in a multiprocessor.
 _TENSOR_MEMORY = 512

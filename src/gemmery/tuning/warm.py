@@ -19,15 +19,15 @@ from .. import devices
 from ..api import plan
 from ..devices import Device
 from ..dtypes import DTYPE_NAMES, OUT_DTYPES, PRECISIONS, Precision
-from ..launch import bind
+from ..launch.padding import launched
+from ..launch.plan import Plan, runs_on
 from ..layout import make_problem
-from ..padding import launched
-from ..plan import Plan, runs_on
 from ..precision import AskedPrecision, resolved
 from ..problem import Config, Problem
-from . import candidates
-from .samples import arguments
-from .shapes import LARGEST_SIZE, dtype_named
+from ..schedules import bind
+from ..select import candidates
+from ..select.samples import arguments
+from ..select.shapes import LARGEST_SIZE, dtype_named
 from .workers import WORTH_WORKERS, Target, Workers
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class Warmed:
 
 
 @dataclass(frozen=True)
-class _Factor:
+class _RightOperand:
     """The right-hand side of products with any number of rows on the left.
 
     Attributes:
@@ -217,7 +217,7 @@ def warmup(
     Args:
         weights: modules, of which all Linear layers count, and of gemmery.nn's blocks what they run in the place of
             layers when no gradients are asked for; tensors (N, K); or descriptions, such as
-            {"N": 6144, "K": 4096, "dtype": "bf16", "bias": True}, see `select.warm.Weight`.
+            {"N": 6144, "K": 4096, "dtype": "bf16", "bias": True}, see `tuning.warm.Weight`.
         max_m: every number of rows from 1 to this one is prepared; of an input (B, T, K) that is B * T.
         sizes: only these numbers of rows.
         batch_invariant: for modules and tensors, that the products will be called with it, or in its context.
@@ -243,23 +243,23 @@ def warmup(
         raise ValueError(
             f"warmup: max_m is {max_m} and sizes {sizes}; there must be numbers of rows, from 1 on"
         )
-    factors = [factor for weight in weights for factor in _factors(weight, batch_invariant)]
-    place = _place(device, factors)
-    for factor in factors:
-        if isinstance(factor, _Fused):
-            factor.place = place
+    operands = [operand for weight in weights for operand in _operands(weight, batch_invariant)]
+    place = _place(device, operands)
+    for operand in operands:
+        if isinstance(operand, _Fused):
+            operand.place = place
     row = devices.current(place)
     if row is None:
         raise ValueError(f"warmup: no kernel runs on {place}, so there is nothing to compile")
-    return _warm(factors, rows, row, place, progress, workers)
+    return _warm(operands, rows, row, place, progress, workers)
 
 
-def _factors(weight: object, batch_invariant: bool) -> list[_Factor | _Fused]:
-    """The factors of whatever `warmup` is given."""
+def _operands(weight: object, batch_invariant: bool) -> list[_RightOperand | _Fused]:
+    """The operands of whatever `warmup` is given."""
     if isinstance(weight, nn.Module):
         return _of_module(weight, batch_invariant)
     if isinstance(weight, Tensor):
-        return [_factor("", weight, None, "ieee", batch_invariant)]
+        return [_operand("", weight, None, "ieee", batch_invariant)]
     if not isinstance(weight, Weight | dict):
         raise TypeError(
             f"warmup: a {type(weight).__name__} is given; it takes modules, tensors and descriptions"
@@ -270,14 +270,14 @@ def _factors(weight: object, batch_invariant: bool) -> list[_Factor | _Fused]:
     held = torch.empty(shape if weight.layout == "NT" else shape[::-1], dtype=weight.dtype, device="meta")
     bias = torch.empty(weight.N, dtype=weight.dtype, device="meta") if weight.bias else None
     held = held if weight.layout == "NT" else held.t()
-    return [_factor(weight.name, held, bias, weight.precision, weight.batch_invariant)]
+    return [_operand(weight.name, held, bias, weight.precision, weight.batch_invariant)]
 
 
-def _of_module(module: nn.Module, batch_invariant: bool) -> list[_Factor | _Fused]:
-    """The factors of all products in a module: of its layers, but for those that blocks run as one product."""
+def _of_module(module: nn.Module, batch_invariant: bool) -> list[_RightOperand | _Fused]:
+    """The operands of all products in a module: of its layers, but for those that blocks run as one product."""
     from ..nn.blocks import Block
 
-    found: dict[int, _Factor | _Fused] = {}
+    found: dict[int, _RightOperand | _Fused] = {}
     replaced: set[str] = set()
     # In all its places: what a block replaces may be called by itself elsewhere.
     for name, child in module.named_modules(remove_duplicate=False):
@@ -289,13 +289,13 @@ def _of_module(module: nn.Module, batch_invariant: bool) -> list[_Factor | _Fuse
         elif isinstance(child, nn.Linear) and name not in replaced:
             precision: Any = getattr(child, "precision", "ieee")
             invariant = batch_invariant or getattr(child, "batch_invariant", False)
-            found.setdefault(id(child), _factor(name, child.weight, child.bias, precision, invariant))
+            found.setdefault(id(child), _operand(name, child.weight, child.bias, precision, invariant))
     return list(found.values())
 
 
-def _factor(
+def _operand(
     name: str, weight: Tensor, bias: Tensor | None, precision: AskedPrecision, batch_invariant: bool
-) -> _Factor:
+) -> _RightOperand:
     if weight.dim() != 2 or 0 in weight.shape:
         raise ValueError(
             f"warmup: weight {name} is {tuple(weight.shape)}; it must be (N, K), both at least 1"
@@ -304,14 +304,14 @@ def _factor(
         raise TypeError(
             f"warmup: weight {name} is {weight.dtype}; supported are {', '.join(map(str, OUT_DTYPES))}"
         )
-    return _Factor(name, weight.detach().t(), bias, resolved(precision, weight), batch_invariant)
+    return _RightOperand(name, weight.detach().t(), bias, resolved(precision, weight), batch_invariant)
 
 
-def _place(device: torch.device | str | None, factors: Sequence[_Factor | _Fused]) -> torch.device:
+def _place(device: torch.device | str | None, operands: Sequence[_RightOperand | _Fused]) -> torch.device:
     """The device to compile for: the one that is named, or the weights', or the current one."""
     if device is not None:
         return torch.device(device)
-    places = {factor.b.device for factor in factors if factor.b.is_cuda}
+    places = {operand.b.device for operand in operands if operand.b.is_cuda}
     if len(places) > 1:
         raise ValueError(
             f"warmup: the weights are on {' and '.join(sorted(map(str, places)))}; name a device"
@@ -320,22 +320,22 @@ def _place(device: torch.device | str | None, factors: Sequence[_Factor | _Fused
 
 
 def _warm(
-    factors: Sequence[_Factor | _Fused], rows: Sequence[int], row: Device, place: torch.device,
+    operands: Sequence[_RightOperand | _Fused], rows: Sequence[int], row: Device, place: torch.device,
     progress: Callable[[int, int], object] | None, workers: int | None,
 ) -> list[Warmed]:  # fmt: skip
-    groups: dict[Problem, tuple[_Factor | _Fused, Warmed]] = {}
+    groups: dict[Problem, tuple[_RightOperand | _Fused, Warmed]] = {}
     with torch.cuda.device(place) if place.type == "cuda" else contextlib.nullcontext():
-        for factor in factors:
-            largest = factor.problem(max(rows), row)
-            known = groups.setdefault(_alike(largest), (factor, Warmed([], largest, rows=len(rows))))
-            known[1].names.append(factor.name)
+        for operand in operands:
+            largest = operand.problem(max(rows), row)
+            known = groups.setdefault(_alike(largest), (operand, Warmed([], largest, rows=len(rows))))
+            known[1].names.append(operand.name)
         total = len(groups) * len(rows)
-        _compile_early([factor for factor, _ in groups.values()], rows, row, workers)
-        for number, (factor, warmed) in enumerate(groups.values()):
+        _compile_early([operand for operand, _ in groups.values()], rows, row, workers)
+        for number, (operand, warmed) in enumerate(groups.values()):
             begun = time.perf_counter()
             kernels: dict[object, Config] = {}
             for done, M in enumerate(rows, 1):
-                plan = _plan(factor.problem(M, row))
+                plan = _plan(operand.problem(M, row))
                 if plan.config is not None:
                     kernels.setdefault(_kernel(plan), plan.config)
                 if progress is not None and (done % _STRIDE == 0 or done == len(rows)):
@@ -366,15 +366,15 @@ def _kernel(plan: Plan) -> object:
 
 
 def _compile_early(
-    factors: Sequence[_Factor | _Fused], rows: Sequence[int], row: Device, count: int | None
+    operands: Sequence[_RightOperand | _Fused], rows: Sequence[int], row: Device, count: int | None
 ) -> None:
     """Have other processes compile most of the kernels at once, so that this one finds them in Triton's cache."""
     if count == 0 or devices.INTERPRETED:
         return
     first: dict[object, tuple[Problem, Config]] = {}
-    for factor in factors:
+    for operand in operands:
         for M in [*rows[:_EARLY], *rows[_EARLY::_STRIDE]]:
-            problem = factor.problem(M, row)
+            problem = operand.problem(M, row)
             if runs_on(problem):
                 problem = launched(problem)
                 config = candidates(problem)[0]

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .problem import Config, Problem
+if TYPE_CHECKING:
+    from ..problem import Config, Problem
 
 #: Time of a part of a tile that is cut into so many (the index), as part of the whole one's. Small tiles read more from
 #: L2 for what they compute; measured on an H200.

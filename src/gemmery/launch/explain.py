@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from ..dtypes import Precision
-from ..padding import worth_copying
-from ..plan import runs_on
 from ..problem import Config, Problem
-from . import Cost, candidates, rank, store
-from .keys import device_text, to_dict
-from .shapes import device_named, problem_of
+from ..select import Cost, candidates, rank, store
+from ..select.keys import device_text, to_dict
+from ..select.shapes import device_named, problem_of
+from .padding import worth_copying
+from .plan import runs_on
 
 #: The parts of a predicted time, in seconds.
 PARTS = tuple(field.name for field in fields(Cost) if field.name not in ("total", "waves"))

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 from triton.errors import TritonError
 
-from . import direct, padding, reference
-from .devices import INTERPRETED
-from .dtypes import FP8
-from .launch import Binding, bind, on_device
+from .. import reference
+from ..devices import INTERPRETED, on_device
+from ..dtypes import FP8
+from ..problem import Config, Problem
+from ..schedules import bind
+from ..schedules.binding import Binding
+from ..select import candidates, log
+from . import direct, padding
 from .occupancy import Occupancy, occupancy, tensor_memory
-from .problem import Config, Problem
-from .select import candidates, log
 
 #: Plans kept, and calls that are known to lead to one; old ones are dropped beyond that.
 PLANS = 4096
@@ -119,7 +121,7 @@ class Plan:
         goes to the current stream of their device.
 
         Raises:
-            ValueError: the plan is for a call with, or without, an addend or factors, and this is the other kind.
+            ValueError: the plan is for a call with, or without, an addend or scalars, and this is the other kind.
         """
         if self.problem.fusion is not None:
             raise ValueError(f"{self}: has an epilogue, and is run by the product that it was made for")
@@ -178,7 +180,7 @@ class Plan:
         """
         if self._binding is None or INTERPRETED:
             return
-        self._binding, self._compiled, _ = settle(
+        self._binding, self._compiled, _ = compile_first_fitting(
             self._launched, self._choices, (self._copied(tensors, empty=True), numbers), _load, pinned
         )
 
@@ -210,7 +212,7 @@ class Plan:
 
     def explain(self, top: int = 5) -> str:
         """The best configs with the predicted cost of each part, and why the first is first; see `gemmery.explain`."""
-        from .select.explain import explain_problem
+        from .explain import explain_problem
 
         return f"{explain_problem(self.problem, top)}\nthis plan: {self.config or 'torch reference'}"
 
@@ -221,8 +223,8 @@ class Plan:
     __repr__ = __str__
 
 
-class Settled(NamedTuple):
-    """What `settle` found.
+class FirstFitting(NamedTuple):
+    """What `compile_first_fitting` found.
 
     Attributes:
         binding: of the config that is taken.
@@ -235,10 +237,10 @@ class Settled(NamedTuple):
     passed: dict[Config, str]
 
 
-def settle(
+def compile_first_fitting(
     problem: Problem, configs: Sequence[Config], given: tuple[Sequence[Any], Sequence[float]],
     examine: Callable[[Any], int], pinned: bool = False,
-) -> Settled:  # fmt: skip
+) -> FirstFitting:  # fmt: skip
     """Compile configs in their order until a kernel fits without spills; see `Plan.fit`.
 
     Args:
@@ -267,7 +269,7 @@ def settle(
             passed[config] = str(error)
             continue
         if spills == 0 or pinned:
-            return Settled(binding, compiled, passed)
+            return FirstFitting(binding, compiled, passed)
         passed[config] = f"spills {4 * spills} bytes a thread"
         # Configs that differ in how they cut K may be one kernel.
         if compiled.hash in seen:
@@ -282,7 +284,7 @@ def settle(
         ) from refusal
     _, binding, compiled = min(spilling, key=_spills)
     del passed[binding.config]
-    return Settled(binding, compiled, passed)
+    return FirstFitting(binding, compiled, passed)
 
 
 def _spills(found: tuple[int, Binding, Any]) -> int:

@@ -24,8 +24,8 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .launch import Binding
-from .workspace import WORKSPACES
+from ..schedules.binding import Binding
+from ..schedules.workspace import WORKSPACES
 
 #: Launches, given the addresses of a launch's tensors, in the order of `Problem.layouts`, and its numbers; False where
 #: the launch has to go the ordinary way.
@@ -84,7 +84,7 @@ def _maps(descriptor: TensorDescriptor, note: Any, expand: Callable[..., list[An
     key = f"{layout} {note}"
     found = _shared.get(key)
     if found is None:
-        found = _shared[key] = TensorMaps(layout, lambda described: expand(described, note)[0])
+        found = _shared[key] = TensorMaps(layout, lambda descriptor: expand(descriptor, note)[0])
     return found
 
 
@@ -114,7 +114,7 @@ class _Layouter:
     """Lays arguments out for one version's C function.
 
     Args:
-        sources: stand-ins for the launch's tensors, each an object of its own, by which they are known again. Other
+        sources: meta proxies of the launch's tensors, each an object of its own, by which they are known again. Other
             tensors among the arguments are the workspace's, in its order.
         expand: what Triton makes of a descriptor and what the compiler noted about it: the tensor map, then integers.
         notes: what the compiler noted about each descriptor, in order.
@@ -309,26 +309,26 @@ def _expander() -> Callable[..., list[Any]]:
 # Launches
 
 
-def _stand_in(tensor: Tensor) -> Tensor:
+def _meta_proxy(tensor: Tensor) -> Tensor:
     """A tensor of the same layout without memory, told apart from all others, even where one tensor is passed twice."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def lay_out(
-    entry: Entry, binding: Binding, compiled: Any, stand_ins: tuple[Any, ...], numbers: tuple[float, ...]
+    entry: Entry, binding: Binding, compiled: Any, proxies: tuple[Any, ...], numbers: tuple[float, ...]
 ) -> Arguments | None:
-    """The arguments of a compiled kernel, given stand-ins for its tensors; None where they can't be laid out ahead."""
-    arguments = binding.arguments(stand_ins, numbers)
+    """The arguments of a compiled kernel, given meta proxies of its tensors; None where they can't be known ahead."""
+    arguments = binding.arguments(proxies, numbers)
     values = dict(zip(binding.kernel.arg_names, arguments, strict=False))
     notes = getattr(compiled.metadata, "tensordesc_meta", None)
-    layouter = _Layouter(stand_ins, _expander(), notes, entry.nested)
+    layouter = _Layouter(proxies, _expander(), notes, entry.nested)
     try:
         for name, kind in compiled.src.signature.items():
             layouter.add(values.get(name), kind)
     except _Unsuitable:
         return None
     complete = entry.nested or len(layouter.laid.values) == len(compiled.run.kernel_signature)
-    known = len(layouter.sources) == len(stand_ins) + (0 if binding.split is None else 2)
+    known = len(layouter.sources) == len(proxies) + (0 if binding.split is None else 2)
     return layouter.laid if complete and known else None
 
 
@@ -346,17 +346,17 @@ def prepare(
     enter = known.enter(compiled, binding.grid)
     if enter is None:
         return None
-    stand_ins = tuple(map(_stand_in, tensors))
+    proxies = tuple(map(_meta_proxy, tensors))
 
     def laid_out(numbers: tuple[float, ...]) -> Arguments | None:
-        return lay_out(known, binding, compiled, stand_ins, numbers)
+        return lay_out(known, binding, compiled, proxies, numbers)
 
     first = laid_out(numbers)
     if first is None:
         return None
     by_numbers = _by_numbers(laid_out) if binding.problem.takes_numbers else None
-    room = None if binding.split is None else binding.room
-    launch = _launch(index, enter, first, by_numbers, room, binding.kernel.pre_run_hooks)
+    workspace_size = None if binding.split is None else binding.workspace_size
+    launch = _launch(index, enter, first, by_numbers, workspace_size, binding.kernel.pre_run_hooks)
     # Newer versions unload the code of a compiled kernel that nobody holds any more.
     launch.__dict__["compiled"] = compiled
     return launch
@@ -381,7 +381,7 @@ def _by_numbers(laid_out: Callable[..., Arguments | None]) -> Callable[..., Any]
 
 def _launch(
     index: int, enter: _Enter, fixed: Arguments, by_numbers: Callable[..., Any] | None,
-    room: tuple[int, int] | None, hooks: list[Any],
+    workspace_size: tuple[int, int] | None, hooks: list[Any],
 ) -> Launch:  # fmt: skip
     knobs, stream_of = triton.knobs.runtime, triton.runtime.driver.active.get_current_stream
     current = torch._C._cuda_getDevice if torch.cuda.device_count() > 1 else None
@@ -399,9 +399,9 @@ def _launch(
                 return launch(sources, numbers)
         arguments = fixed if by_numbers is None else by_numbers(numbers)
         stream = stream_of(index)
-        if room is not None:
+        if workspace_size is not None:
             # Held until the launch is queued: memory that is freed later is used again after it, on its stream.
-            partials, arrivals = WORKSPACES.on_stream(index, stream, *room)
+            partials, arrivals = WORKSPACES.on_stream(index, stream, *workspace_size)
             sources = (*sources, partials.data_ptr(), arrivals.data_ptr())
         values = arguments.values.copy()
         for position, source, maps in arguments.maps:

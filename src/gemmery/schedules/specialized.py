@@ -1,34 +1,34 @@
-"""What the host has to know of `kernels.specialized`: where it runs, and how a problem's tensors reach it.
+"""Programs in which one warp loads and two groups of four multiply; see `kernels.specialized`.
 
-Where it can run, `launch.bind` binds its configs here, and they are part of the space; elsewhere nothing of it is
-imported.
+For work between two products: unpacking a weight, or scaling each step's product. The kernel is imported where it can
+run alone.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 from torch import Tensor
 
-from .clusters import Work
-from .dtypes import FP8
-from .epilogues.device import with_constants
-from .formats.packing import STRIP, block_columns
-from .formats.scaled import BLOCK
-from .kernels import place
-from .kernels.numerics import cast
-from .launch import Binding, described, epilogue_arguments, epilogue_of, sorted_tensors, storable
-from .operands.packed import Packed, PackedAccess
-from .operands.scaled import Scaled
-from .problem import Config, Problem
+from ..dtypes import FP8
+from ..epilogues.device import with_constants
+from ..formats.packing import STRIP, block_columns
+from ..formats.scaled import BLOCK
+from ..kernels import place
+from ..kernels.numerics import cast
+from ..operands.packed import Packed, PackedAccess
+from ..operands.scaled import Scaled
+from .binding import Binding, epilogue_arguments, epilogue_of, sorted_tensors, storable, suits_tma
+from .persistent_static import PersistentStatic, Work
 from .waves import Split
 
-#: Versions of Triton whose Gluon has the names that the kernel is written in.
-VERSIONS = ("3.6", "3.7", "3.8", "3.9")
+if TYPE_CHECKING:
+    from ..problem import Config, Problem
+
 #: Warps that multiply, in groups of four; rows or columns of a tile that a group has, see `kernels.specialized`.
 WARPS, OWN = 8, 64
 #: Rows of a tile up to which columns of tiles begin at different steps: with more of them it takes longer.
@@ -38,40 +38,89 @@ FEW = 16
 PIECE, PIECE_OF_BLOCKS = 128, 32
 
 
-def available() -> bool:
-    """Whether this version of Triton can compile `kernels.specialized`, which may not be imported otherwise."""
-    return ".".join(triton.__version__.split(".")[:2]) in VERSIONS
-
-
 @functools.cache
 def streams() -> bool:
     """Whether `Config.stream` makes a difference with this version of Triton: whether it can tell TMA so."""
-    if not available():
+    if not SPECIALIZED.available():
         return False
-    from .kernels.rings import READ_ONCE
+    from ..kernels.rings import READ_ONCE
 
     return READ_ONCE.value is not None
 
 
-def suits(problem: Problem) -> bool:
-    """Whether the kernel can run a problem: a packed weight, or two fp8 factors whose steps are scaled."""
-    p = problem
-    return (
-        available()
-        and p.device.arch == "sm_90"
-        and not p.batch
-        and (_packed(p) or _scaled(p))
-        and p.a.col == 1
-        and described(p)
-        and p.out.col == 1
-        and p.out.dtype in (torch.float16, torch.bfloat16)
-        and storable(p.out, p.M, p.out_n, ())
-        and _epilogue_suits(p)
-    )
+class Specialized(PersistentStatic):
+    """Programs that take tiles in turn; what would not fill a last wave is cut along K."""
+
+    name = "specialized"
+    about = "as many programs as run at once; one warp loads, two groups of four multiply"
+    title = "specialised warps"
+    knobs = frozenset({"split_k", "swap", "stream"})
+    archs = ("sm_90",)
+    # Those whose Gluon has the names that the kernel is written in.
+    versions = ("3.6", "3.7", "3.8", "3.9")
+    reason = "chosen for packed weights and scales along K"
+    # Where `Config.stream` makes a difference, the second one says which, with few rows and for other schedules too.
+    tables = ("specialized", "specialized-streamed")
+
+    def own_tables(self) -> tuple[str, ...]:
+        """See `Schedule.own_tables`."""
+        return self.tables[: 2 if streams() else 1] if self.available() else ()
+
+    def suits(self, problem: Problem) -> bool:
+        """A packed weight, or two fp8 operands whose steps are scaled."""
+        p = problem
+        return (
+            self.runs_on(p.device.target)
+            and not p.batch
+            and (_packed(p) or _scaled(p))
+            and p.a.col == 1
+            and suits_tma(p)
+            and p.out.col == 1
+            and p.out.dtype in (torch.float16, torch.bfloat16)
+            and storable(p.out, p.M, p.out_n, ())
+            and _epilogue_suits(p)
+        )
+
+    def check(self, config: Config) -> None:
+        """See `Schedule.check`."""
+        if config.split_store:
+            raise ValueError("Config: the specialized schedule has pieces of its own, and no split_store")
+        super().check(config)
+        if (config.loader, config.num_warps) != ("descriptor", 8):
+            raise ValueError("Config: the specialized schedule needs the descriptor loader and 8 warps")
+
+    def refusal(self, problem: Problem, config: Config) -> str | None:
+        """See `Schedule.refusal`."""
+        p, c = problem, config
+        if not self.suits(p):
+            return (
+                f"schedule 'specialized' needs Triton {', '.join(self.versions)}, a GPU of sm_90, a packed weight or "
+                f"fp8 factors with scales along K, rows of a (and of b's transpose) with adjacent elements, no batch, "
+                f"and an fp16 or bf16 output that a descriptor can store; given {p} on {p.device.arch} with Triton "
+                f"{triton.__version__}"
+            )
+        if isinstance(p.b, Packed):
+            step = block_columns(p.b.packed_bits)
+            if not c.swap or c.block_n not in (OWN, OWN * WARPS // 4) or c.block_k % step or c.block_m > 256:
+                needs = f"block_n 64 or 128, block_k a multiple of {step} and block_m up to 256"
+                return f"packed weights need swap, {needs}"
+            if _turns(p, c) and c.num_stages % (WARPS // 4):
+                return "groups of warps take turns in tiles of 64 columns, which needs an even num_stages"
+        elif c.swap or c.block_m != OWN * WARPS // 4 or c.block_k != BLOCK or c.block_n > 256:
+            return f"factors that change along K need block_m 128, block_k {BLOCK} and block_n up to 256"
+        return None
+
+    def bind(self, problem: Problem, config: Config) -> Binding:
+        """See `Schedule.bind`."""
+        return SpecializedBinding(problem, config, self.work(problem, config))
+
+    def cuts(self, problem: Problem, config: Config) -> list[str]:
+        """See `Schedule.cuts`."""
+        return ["what fills no last wave is cut along K"] if config.split_k > 1 else []
 
 
 def _packed(problem: Problem) -> bool:
-    # Of what groups share, offsets are counted in 32 bits; `described` sees to it that units of 16 bytes can be copied.
+    # Of what groups share, offsets are counted in 32 bits; `suits_tma` sees to it that units of 16 bytes can be copied.
     p = problem
     if not isinstance(p.b, Packed):
         return False
@@ -92,20 +141,6 @@ def _epilogue_suits(problem: Problem) -> bool:
     plain = f is None or (f.stores and not (f.reduces or f.whole or p.a.prologue))
     near = all((x.row + x.col) * 256 < 1 << 31 for x in p.extras)
     return plain and near and (p.b.is_packed or not p.paired)
-
-
-def refusal(problem: Problem, config: Config) -> str | None:
-    """Why a config can't run a problem that suits; None if it can."""
-    p, c = problem, config
-    if isinstance(p.b, Packed):
-        step = block_columns(p.b.packed_bits)
-        if not c.swap or c.block_n not in (OWN, OWN * WARPS // 4) or c.block_k % step or c.block_m > 256:
-            return f"packed weights need swap, block_n 64 or 128, block_k a multiple of {step} and block_m up to 256"
-        if _turns(p, c) and c.num_stages % (WARPS // 4):
-            return "groups of warps take turns in tiles of 64 columns, which needs an even num_stages"
-    elif c.swap or c.block_m != OWN * WARPS // 4 or c.block_k != BLOCK or c.block_n > 256:
-        return f"factors that change along K need block_m 128, block_k {BLOCK} and block_n up to 256"
-    return None
 
 
 def _turns(problem: Problem, config: Config) -> bool:
@@ -131,25 +166,13 @@ def _descriptor(
 class SpecializedBinding(Binding):
     """A `Binding` of the kernel with specialised warps."""
 
-    def __init__(self, problem: Problem, config: Config) -> None:
-        p, c = problem, config
-        self.problem, self.config = p, c
-        if not suits(p):
-            raise ValueError(
-                f"config {c}: schedule 'specialized' needs Triton {', '.join(VERSIONS)}, a GPU of sm_90, a packed "
-                f"weight or fp8 factors with scales along K, rows of a (and of b's transpose) with adjacent elements, "
-                f"no batch, and an fp16 or bf16 output that a descriptor can store; given {p} on {p.device.arch} with "
-                f"Triton {triton.__version__}"
-            )
-        if reason := refusal(p, c):
-            raise ValueError(f"config {c}: {reason}")
-        from .kernels import dialect, specialized
+    def __init__(self, problem: Problem, config: Config, work: Work) -> None:
+        from ..kernels import dialect, specialized
 
-        tiles = -(-p.M // c.block_m) * -(-p.N // c.block_n)
+        p, c = problem, config
+        self.problem, self.config, self.work = p, c, work
         self.a, self.b = p.a.access(p, is_b=False, tma=True), p.b.access(p, is_b=True, tma=True)
         self.split = Split.of(p, c)
-        steps = -(-p.K // c.block_k)
-        self.work = Work.divide(tiles, steps, p.device.sms, 1, c.split_k if self.split else 1)
         self.kernel = specialized.gemm_specialized
         self.grid = (self.work.programs, 1, 1)
         self.constants = {
@@ -175,7 +198,7 @@ class SpecializedBinding(Binding):
         }
 
     def _of_packed(self) -> dict[str, Any]:
-        from .kernels import dialect, specialized
+        from ..kernels import dialect, specialized
 
         b = self.problem.b
         assert isinstance(b, Packed)
@@ -186,7 +209,7 @@ class SpecializedBinding(Binding):
         return {"MULTIPLY": dialect.in_gluon(multiply), "PER": per, "GROUP": b.group}
 
     def _of_scaled(self) -> dict[str, Any]:
-        from .kernels import dialect, specialized
+        from ..kernels import dialect, specialized
 
         a, b = self.problem.a, self.problem.b
         assert isinstance(a, Scaled)
@@ -226,9 +249,12 @@ class SpecializedBinding(Binding):
         return (*[*b[1:], None, None][:2], self.b.groups, self.b.columns)
 
     @property
-    def room(self) -> tuple[int, int]:
+    def workspace_size(self) -> tuple[int, int]:
         """Bytes in which parts of tiles meet, and counters of their arrivals; none where no tile is cut."""
         c = self.config
         floats = self.work.partials(c.block_m, c.block_n)
         pieces = 1 if _turns(self.problem, c) else WARPS // 4
         return floats * torch.float32.itemsize, self.work.counters(pieces)
+
+
+SPECIALIZED = Specialized()

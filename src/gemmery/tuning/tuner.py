@@ -20,16 +20,17 @@ import torch
 from torch import Tensor
 
 from .. import devices
+from ..api import plan
 from ..dtypes import Precision
-from ..launch import bind
-from ..padding import launched
-from ..plan import runs_on
+from ..launch.padding import launched
+from ..launch.plan import runs_on
 from ..problem import Config, Problem
 from ..product.cache import forget
-from . import rank
-from .keys import device_text, to_dict
+from ..schedules import bind
+from ..select import rank
+from ..select.keys import device_text, to_dict
+from ..select.store import Store, current
 from .meter import Meter, Refused, Watch
-from .store import Store, current
 from .workers import WORTH_WORKERS, Target, Workers
 
 #: Configs whose predicted time is more than this many times the best prediction are not measured.
@@ -165,8 +166,6 @@ def tune(
         >>> if torch.cuda.is_available():
         ...     assert gemmery.tune(a.cuda(), b.cuda()).best is not None
     """
-    from ..api import plan
-
     found = plan(a, b, bias=bias, out=out, out_dtype=out_dtype, precision=precision, fast_accum=fast_accum)
     if found is None or found.config is None:
         raise ValueError(f"tune: no kernel runs for a on {a.device}, so there is nothing to measure")
@@ -196,7 +195,7 @@ def tune_problems(
         problems: each is tuned once; where matrices are copied, the product of the copies is. Left out are problems
             that no kernel runs on their device, and batch-invariant ones, which have one config for all M.
         each: called with each problem's result.
-        watch: what measures; a `lab.timing.Stopwatch` by default.
+        watch: what measures; a `stopwatch.Stopwatch` by default.
         clock: tells the time, in seconds, for `seconds` and for the time left.
         workers: processes that compile, see `workers.Workers`; 0 compiles in this one.
     """

@@ -1,4 +1,4 @@
-"""A stand-in for Triton's driver, so that kernels compile for a GPU that is not at hand, down to its machine code.
+"""Cross-compiling: kernels compile for a GPU that is not at hand, down to its machine code, with a driver of our own.
 
 The launch's own path of binding and specialisation asks the driver for the target, and for nothing else until code is
 loaded.
@@ -14,7 +14,7 @@ from typing import Any
 from ..devices import ARCHS, INTERPRETED
 
 
-class _Driver:
+class _CompilingDriver:
     """As much of a Triton driver as compiling asks for."""
 
     def __init__(self, target: Any) -> None:
@@ -42,7 +42,7 @@ def use(backend: str, number: int | str, warp_size: int) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    driver.set_active(_Driver(GPUTarget(backend, number, warp_size)))
+    driver.set_active(_CompilingDriver(GPUTarget(backend, number, warp_size)))
 
 
 def _target(name: str) -> Any:
@@ -61,7 +61,7 @@ def compiling_for(name: str) -> Iterator[None]:
     """Within, this process compiles for an architecture of the table.
 
     Other threads may not launch kernels meanwhile, unless the GPU at hand is of that architecture: they would meet the
-    stand-in.
+    other driver.
 
     Raises:
         ValueError: kernels are interpreted in this process.
@@ -77,7 +77,7 @@ def compiling_for(name: str) -> Iterator[None]:
         if before is not None and before.get_current_target() == target:
             yield
             return
-        driver.set_active(_Driver(target))
+        driver.set_active(_CompilingDriver(target))
         try:
             yield
         finally:

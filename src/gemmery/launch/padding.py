@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from . import select
-from .operands import Dense, Layout, Spec
-from .problem import Problem
+from .. import select
+from ..operands import Dense, Layout, Spec
+from ..problem import Problem
 
 #: Rows of a copy begin at multiples of this many elements.
 _PITCH = 16
@@ -115,11 +115,11 @@ def padded(problem: Problem) -> Padded | None:
     if p.paired:  # a copy would part the halves of columns
         return None
     a = b = None
-    across = select.across(p)
-    if across.a or not p.a.takes_tma(p.batch):
-        a = Copy.of(p.a, p.M, p.K, p.batch, not across.a and p.a.row == 1 and p.a.col != 1)
-    if not p.b.is_packed and (across.b or not p.b.takes_tma(p.batch)):
-        b = Copy.of(p.b, p.K, p.N, p.batch, across.b or (p.b.row == 1 and p.b.col != 1))
+    mn_major = select.mn_major(p)
+    if mn_major.a or not p.a.takes_tma(p.batch):
+        a = Copy.of(p.a, p.M, p.K, p.batch, not mn_major.a and p.a.row == 1 and p.a.col != 1)
+    if not p.b.is_packed and (mn_major.b or not p.b.takes_tma(p.batch)):
+        b = Copy.of(p.b, p.K, p.N, p.batch, mn_major.b or (p.b.row == 1 and p.b.col != 1))
     if a is None and b is None:
         return None
     copied = replace(p, a=_as_copied(p.a, a), b=_as_copied(p.b, b))

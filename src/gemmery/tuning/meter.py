@@ -1,22 +1,20 @@
-"""Timing one config of a problem: its kernel is launched alone and cold, as in `lab.timing`'s burst regime."""
+"""Timing one config of a problem: its kernel is launched alone and cold, as in the burst regime of `gemmery bench`."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from triton.errors import TritonError
 
 from .. import devices
-from ..plan import Plan
+from ..launch.plan import Plan
 from ..problem import Config, Problem
-from .samples import Sample, sample
-
-if TYPE_CHECKING:
-    from ..lab.timing import Estimate
+from ..select.samples import Sample, sample
+from .stopwatch import Estimate, Stopwatch, burst_launches
 
 
 class Refused(Exception):
@@ -24,7 +22,7 @@ class Refused(Exception):
 
 
 class Watch(Protocol):
-    """What is needed of a `lab.timing.Stopwatch`."""
+    """What is needed of a `Stopwatch`."""
 
     def estimate(self, call: Callable[[], object]) -> Estimate:
         """A first idea of a call's time."""
@@ -49,8 +47,6 @@ class Meter:
             if not here:
                 why = "kernels are interpreted" if devices.INTERPRETED else "there is no GPU"
                 raise ValueError(f"tune: {why} here, so there is nothing to measure")
-            from ..lab.timing import Stopwatch
-
             watch = Stopwatch()
         self._watch = watch
         self._device = torch.device("cuda", torch.cuda.current_device()) if here else torch.device("cpu")
@@ -67,8 +63,6 @@ class Meter:
         if problem != self._problem:
             self._begin(problem)
         call = self._calls.get(config) or self._call(config)
-        from ..lab.timing import burst_launches
-
         launches = burst_launches(self._watch.estimate(call).seconds)
         return statistics.median(self._watch.cold(call, launches))
 

@@ -1,0 +1,34 @@
+"""How the programs of a launch walk over its tiles: one module for each schedule, and a registry of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .base import REGISTRY, Schedule, of, register
+from .cluster import CLUSTER
+from .persistent import PERSISTENT
+from .specialized import SPECIALIZED
+from .tile import TILE
+
+if TYPE_CHECKING:
+    from ..problem import Config, Problem
+    from .binding import Binding
+
+__all__ = ["DEFAULT", "REGISTRY", "Schedule", "bind", "of", "register"]
+
+for _schedule in (TILE, PERSISTENT, CLUSTER, SPECIALIZED):
+    register(_schedule)
+#: The schedule of a Config that names none.
+DEFAULT = TILE.name
+
+
+def bind(problem: Problem, config: Config) -> Binding:
+    """The binding of a problem and a config, of the kernel that the config is for.
+
+    Raises:
+        ValueError: the config does not suit the problem, or does not run here.
+    """
+    schedule = of(config.schedule)
+    if reason := schedule.refusal(problem, config):
+        raise ValueError(f"config {config}: {reason}")
+    return schedule.bind(problem, config)

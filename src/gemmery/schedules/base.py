@@ -1,0 +1,156 @@
+"""What a schedule says of itself, and the registry of them.
+
+A schedule is how the programs of a launch walk over the tiles of a product. It is a value: its name and its knobs, on
+which GPUs and for which problems it runs, why it refuses a config, how it is bound to a kernel, what it costs, and how
+it divides the work. Everything else asks the registry; a new schedule is one module here, and its rows in
+`select.tiles`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import triton
+
+if TYPE_CHECKING:
+    from ..devices import Arch
+    from ..problem import Config, Problem
+    from ..select.space import Space
+    from .binding import Binding
+    from .cost import Costs, Given
+    from .walk import Walk
+
+#: Knobs that not every schedule takes, with the value that stands for none, and how a message about them begins.
+KNOBS = {
+    "tail": (1, "tail needs"),
+    "split_k": (1, "split_k needs"),
+    "split_store": (False, "split_store needs"),
+    "swap": (False, "swap needs"),
+    "rest_n": (0, "a block_n that is no power of two needs"),
+    "cluster": ((1, 1), "cluster_m and cluster_n need"),
+    "stream": (False, "stream needs"),
+}
+
+
+class Schedule:
+    """One schedule; an object of a class of its own.
+
+    Attributes:
+        name: how `Config.schedule` names it.
+        about: what its programs do, in words.
+        title: what is said to be there, or not, on a GPU.
+        knobs: those of `KNOBS` that it takes.
+        universal: whether it runs every problem on every GPU, with some config.
+        archs, versions: architectures and versions of Triton for which it is written; empty for all.
+        rows: numbers of rows for which it is considered; None for all.
+        reason: when it is chosen, for `gemmery doctor`.
+        instead: what there is in its place where it does not run; "" for nothing worth saying.
+        lacking: what is missed with a version of Triton that does not have it, on a GPU that could run it; "" likewise.
+        splits: parts along K that are considered for rows of tiles that say `splits`.
+        overlaps_stores: whether a program stores a tile while it computes its next one.
+        tables: what stands behind a kind in the names of its own tables of measured times; each takes the place of
+            those before it.
+    """
+
+    name: ClassVar[str]
+    about: ClassVar[str]
+    title: ClassVar[str] = ""
+    knobs: ClassVar[frozenset[str]] = frozenset()
+    universal: ClassVar[bool] = True
+    archs: tuple[str, ...] = ()
+    versions: tuple[str, ...] = ()
+    rows: range | None = None
+    reason: ClassVar[str] = ""
+    instead: ClassVar[str] = ""
+    lacking: ClassVar[str] = ""
+    splits: tuple[int, ...] = ()
+    overlaps_stores: ClassVar[bool] = False
+    tables: tuple[str, ...] = ()
+
+    # --- where it runs ---------------------------------------------------------------------------------------------
+
+    def available(self) -> bool:
+        """Whether this version of Triton can compile its kernel."""
+        return not self.versions or triton_version() in self.versions
+
+    def runs_on(self, arch: Arch) -> bool:
+        """Whether it runs on an architecture with this version of Triton."""
+        return self.available() and (not self.archs or arch.name in self.archs)
+
+    def suits(self, problem: Problem) -> bool:
+        """Whether some config of it can run a problem, whatever its number of rows."""
+        return self.universal
+
+    def own_tables(self) -> tuple[str, ...]:
+        """Those of `tables` that count with this version of Triton."""
+        return self.tables if self.available() else ()
+
+    # --- configs ---------------------------------------------------------------------------------------------------
+
+    def check(self, config: Config) -> None:
+        """ValueError for a Config whose knobs do not go together."""
+        for knob, (none, message) in KNOBS.items():
+            if knob not in self.knobs and getattr(config, knob) != none:
+                raise ValueError(f"Config: {message} {_names(knob)}")
+
+    def refusal(self, problem: Problem, config: Config) -> str | None:
+        """Why a config can't run a problem; None if it can."""
+        raise NotImplementedError
+
+    def bind(self, problem: Problem, config: Config) -> Binding:
+        """The binding of a problem and a config that is not refused."""
+        raise NotImplementedError
+
+    # --- work and its time -----------------------------------------------------------------------------------------
+
+    def costs(self, problem: Problem, space: Space, given: Given) -> Costs:
+        """The predicted costs of a space's configs, all of which are of this schedule."""
+        raise NotImplementedError
+
+    def at_once(self, problem: Problem, config: Config) -> int:
+        """How many programs a GPU holds at once; clusters count as one. What the costs reckon with."""
+        raise NotImplementedError
+
+    def walk(self, problem: Problem, config: Config) -> Walk:
+        """Which program computes what, and when."""
+        raise NotImplementedError
+
+    def turns(self, problem: Problem, config: Config) -> float:
+        """Tiles, whole or small, that a program has one after the other, where `costs` leaves that out."""
+        return 0.0
+
+    def cuts(self, problem: Problem, config: Config) -> list[str]:
+        """What becomes of tiles that are not computed whole, in words."""
+        return []
+
+
+def triton_version() -> str:
+    """The first two numbers of Triton's version."""
+    return ".".join(triton.__version__.split(".")[:2])
+
+
+#: All schedules by their names. Tables of measured times count in this order.
+REGISTRY: dict[str, Schedule] = {}
+
+
+def register(schedule: Schedule) -> None:
+    """Add a schedule to the registry."""
+    REGISTRY[schedule.name] = schedule
+
+
+def of(name: str) -> Schedule:
+    """The schedule of a name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in REGISTRY:
+        raise ValueError(f"schedule is {name!r}; it must be one of {tuple(REGISTRY)}")
+    return REGISTRY[name]
+
+
+def _names(knob: str) -> str:
+    """The schedules that take a knob, as the end of a message."""
+    first, *more = [schedule.name for schedule in REGISTRY.values() if knob in schedule.knobs]
+    each = [f"the {first} schedule", *(f"the {name} one" for name in more)]
+    return " or ".join(filter(None, (", ".join(each[:-1]), each[-1])))

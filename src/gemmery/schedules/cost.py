@@ -1,0 +1,95 @@
+"""The predicted time of a config, and what of its arithmetic all schedules share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+Floats = np.ndarray
+
+#: How two things that mostly overlap add up: the root of the sum of their powers. Fitted on an H200.
+OVERLAP = 2.25
+#: Part of the memory bandwidth that a long stream reaches.
+STREAM = 0.855
+#: Part of the time of storing a tile that is not hidden behind the program's next one.
+STORE = 0.3
+#: Part of the whole tile's rate that a small tile of the tail reaches.
+TAIL_EFFICIENCY = 0.8
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Predicted time of a config in seconds, and its parts, which overlap.
+
+    Attributes:
+        total: what configs are ranked by.
+        compute: K steps at the tensor cores' rate, on the busiest multiprocessor.
+        l2: the same steps at the rate at which it takes in bytes.
+        memory: each distinct byte once, at the memory's bandwidth.
+        overhead: launch, pipeline fill, epilogues and stores.
+        reduction: storing and adding up the partial sums of tiles that are cut along K.
+        correction: what the measured times of similar products add, see `select.measured`; 0 where there are none.
+        waves: tiles on the busiest multiprocessor; a part of a tile counts as such.
+    """
+
+    total: float
+    compute: float
+    l2: float
+    memory: float
+    overhead: float
+    reduction: float
+    correction: float
+    waves: float
+
+
+@dataclass(frozen=True, eq=False)
+class Costs:
+    """The same for all configs of a space, as arrays of shape (..., configs)."""
+
+    total: Floats
+    compute: Floats
+    l2: Floats
+    memory: Floats
+    overhead: Floats
+    reduction: Floats
+    correction: Floats
+    waves: Floats
+
+    def corrected(self, factor: Floats) -> Costs:
+        """With totals multiplied by what was measured."""
+        return replace(self, total=self.total * factor, correction=self.total * (factor - 1))
+
+    @classmethod
+    def joined(cls, parts: list[tuple[Floats, Costs]]) -> Costs:
+        """The costs of a space, of those of its parts; each comes with the places of its configs in the space."""
+        if len(parts) == 1:
+            return parts[0][1]
+        count = sum(len(places) for places, _ in parts)
+        columns = {
+            name: np.empty((*parts[0][1].total.shape[:-1], count)) for name in cls.__dataclass_fields__
+        }
+        for places, costs in parts:
+            for name, column in columns.items():
+                column[..., places] = getattr(costs, name)
+        return cls(**columns)
+
+    def __getitem__(self, index: int) -> Cost:
+        """The costs of one config."""
+        values = (getattr(self, name) for name in Cost.__dataclass_fields__)
+        return Cost(*(float(np.broadcast_to(value, self.total.shape)[index]) for value in values))
+
+
+class Given(NamedTuple):
+    """What the costs of all configs of a problem begin from.
+
+    Attributes:
+        rows: numbers of rows to predict for: a number, or a column of them.
+        memory: seconds that the memory takes for each distinct byte once.
+        rate: operations per second of one multiprocessor, in a long product.
+    """
+
+    rows: Floats
+    memory: Floats
+    rate: float

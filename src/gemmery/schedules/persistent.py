@@ -1,0 +1,109 @@
+"""As many programs as run at once, which take tiles in turn; see `kernels.gemm.gemm_persistent`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..kernels import gemm
+from .binding import Binding
+from .cost import STORE, Floats
+from .tile import Tile
+from .walk import Ints, Walk, in_turn, whole_tiles
+from .waves import Waves
+
+if TYPE_CHECKING:
+    from ..problem import Config, Problem
+    from ..select.space import Space
+
+
+class Persistent(Tile):
+    """Programs that take tiles in turn; what would not fill a last wave can be cut into small tiles."""
+
+    name = "persistent"
+    about = "as many programs as run at once, which take tiles in turn"
+    knobs = frozenset({"tail", "split_store"})
+    splits = ()
+    overlaps_stores = True
+
+    def bind(self, problem: Problem, config: Config) -> Binding:
+        """See `Schedule.bind`."""
+        return PersistentBinding(problem, config)
+
+    def resident(self, problem: Problem, columns: Space | Config, stage: Any) -> Any:
+        """One, whatever it leaves room for: it loads its next tile while it stores this one."""
+        return 1
+
+    def around(self, work: Floats, together: Floats, start: float, store: Floats) -> Floats:
+        """See `Tile.around`."""
+        return np.asarray(start + work * store * STORE)
+
+    def walk(self, problem: Problem, config: Config) -> Walk:
+        """Whole tiles, and behind them the small tiles of the tail."""
+        work = Waves.of(problem, config)
+        at_once = self.at_once(problem, config)
+        programs = min(max(work.tiles, work.parts), at_once)
+        tiles_n = -(-problem.N // config.block_n) if config.tail_n == 1 else problem.N // config.block_n
+        program, turn = in_turn(work.tiles, programs)
+        columns = whole_tiles(problem, config, np.arange(work.tiles), tiles_n)
+        if work.parts:
+            small = _small_tiles(problem, config, work, tiles_n)
+            columns = {name: np.concatenate([columns[name], small[name]]) for name in columns}
+            own, turns = in_turn(work.parts, programs)
+            before = np.bincount(program, minlength=programs)
+            program, turn = np.concatenate([program, own]), np.concatenate([turn, before[own] + turns])
+        return Walk(programs, at_once, program=program, turn=turn, **columns)
+
+    def turns(self, problem: Problem, config: Config) -> float:
+        """See `Schedule.turns`."""
+        work, sms = Waves.of(problem, config), problem.device.sms
+        return float(-(-work.tiles // sms) + -(-work.parts // sms))
+
+    def cuts(self, problem: Problem, config: Config) -> list[str]:
+        """See `Schedule.cuts`."""
+        work = Waves.of(problem, config)
+        if not work.parts:
+            return []
+        cut = f"the last {work.cut} whole tiles" if work.cut else ""
+        ragged = f"the {problem.N % config.block_n} columns beyond whole tiles" if work.strips else ""
+        rows, cols = config.block_m // config.tail_m, config.block_n // config.tail_n
+        return [
+            f"{' and '.join(filter(None, (cut, ragged)))} are computed in {work.parts} small tiles of {rows}×{cols}; "
+            f"drawn whole"
+        ]
+
+
+def _small_tiles(problem: Problem, config: Config, work: Waves, tiles_n: int) -> dict[str, Ints]:
+    """Where the parts of cut tiles lie, and behind them those of the ragged columns; as `kernels.place.tail_tile`."""
+    c, tiles_m = config, -(-problem.M // config.block_m)
+    unit = np.arange(work.cut * c.tail)
+    columns = whole_tiles(problem, c, work.tiles + unit // c.tail, tiles_n)
+    strip, part_n = np.divmod(np.arange(work.parts - len(unit)), max(work.strips, 1))
+    strips = {
+        "batch": strip // (tiles_m * c.tail_m), "row": strip // c.tail_m % tiles_m * c.block_m,
+        "col": np.full_like(strip, tiles_n * c.block_n),
+    }  # fmt: skip
+    columns = {name: np.concatenate([columns[name], values]) for name, values in strips.items()}
+    part_m = np.concatenate([unit % c.tail_m, strip % c.tail_m])
+    part_n = np.concatenate([unit % c.tail // c.tail_m, part_n])
+    rows, cols = c.block_m // c.tail_m, c.block_n // c.tail_n
+    return columns | {
+        "row": columns["row"] + part_m * rows, "col": columns["col"] + part_n * cols,
+        "rows": np.full_like(part_m, rows), "cols": np.full_like(part_m, cols),
+        "first_k": np.zeros_like(part_m), "last_k": np.full_like(part_m, problem.K),
+        "step": np.full_like(part_m, c.tail_k),
+    }  # fmt: skip
+
+
+class PersistentBinding(Binding):
+    """A `Binding` of the persistent kernel."""
+
+    persistent = True
+    kernel = gemm.gemm_persistent
+
+    def _programs(self, units: int) -> int:
+        return min(units, self.problem.device.sms)
+
+
+PERSISTENT = Persistent()

@@ -1,0 +1,132 @@
+"""A program for each tile, or for each part of a tile that is cut along K; see `kernels.gemm.gemm_tiles`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .base import Schedule
+from .binding import Binding, refusal_of
+from .cost import OVERLAP, TAIL_EFFICIENCY, Costs, Floats, Given
+from .walk import Walk, whole_tiles
+from .waves import Split, Waves, cut_last_wave
+
+if TYPE_CHECKING:
+    from ..problem import Config, Problem
+    from ..select.space import Space
+
+#: Registers of a thread besides its accumulators; registers and threads of a multiprocessor.
+OTHER_REGISTERS, REGISTERS, THREADS = 45, 65536, 2048
+
+
+class Tile(Schedule):
+    """A program for each tile."""
+
+    name = "tile"
+    about = "a program for each tile"
+    knobs = frozenset({"split_k", "split_store", "swap", "rest_n"})
+    splits: tuple[int, ...] = (2, 3, 4, 5, 6, 8, 12, 16)
+
+    def refusal(self, problem: Problem, config: Config) -> str | None:
+        """See `Schedule.refusal`."""
+        return refusal_of(problem, config)
+
+    def bind(self, problem: Problem, config: Config) -> Binding:
+        """See `Schedule.bind`."""
+        return Binding(problem, config)
+
+    def costs(self, problem: Problem, space: Space, given: Given) -> Costs:
+        """See `Schedule.costs`.
+
+        A multiprocessor works through its share of the tiles, as many at a time as it has room for; a step along K
+        takes as long as the slower of the tensor cores and the way from L2, which is narrower where few bytes are in
+        flight.
+        """
+        p, s, device = problem, space, problem.device
+        rows, memory, rate = given
+        item, item_b = p.a.dtype.itemsize, p.b.bits / 8
+        stage = (s.block_m * item + s.block_n * item_b) * s.block_k * 1.0
+        tiles, _, _, small = cut_last_wave(
+            p.matrices * -(-rows // s.block_m), p.N, s.block_n, s.tail_m, s.tail_n, device.sms
+        )
+        steps = -(-max(p.K, 1) // s.block_k)
+        each = -(-steps // s.split_k)
+        parts = -(-steps // each)
+        work = np.ceil(tiles * parts / device.sms)
+        together = np.clip(work, 1, self.resident(p, s, stage))
+
+        in_flight = together * np.maximum(s.num_stages - 1, 0.5) * stage / device.delays.latency
+        area = s.block_m * s.block_n
+        compute = work * each * 2.0 * area * s.block_k / (rate * s.efficiency)
+        l2_bandwidth_per_sm = device.sm_bandwidth
+        l2 = work * each * stage / np.minimum(l2_bandwidth_per_sm, in_flight)
+        # The tail's small tiles, one after the other.
+        cuts = s.tail_m * s.tail_n
+        turns = np.ceil(small / device.sms)
+        small_compute = 2.0 * area / cuts * p.K / (rate * TAIL_EFFICIENCY)
+        small_l2 = (s.block_m / s.tail_m * item + s.block_n / s.tail_n * item_b) * p.K / l2_bandwidth_per_sm
+        tail = turns * np.maximum(small_compute, small_l2) + (small > 0) * device.delays.tail
+
+        busy = np.maximum(compute, l2) + tail
+        body = (busy**OVERLAP + memory**OVERLAP) ** (1 / OVERLAP)
+        store = area * p.out.dtype.itemsize / device.store_bandwidth
+        once = device.delays.launch + self.around(work, together, device.delays.start, store)
+        reduction = np.where(
+            parts > 1, device.delays.reduction + parts * area * 4.0 / device.store_bandwidth, 0.0
+        )
+        return Costs(
+            body + once + reduction, compute + turns * small_compute, l2 + turns * small_l2, memory, once, reduction,
+            np.zeros(1), work / parts + turns / cuts,
+        )  # fmt: skip
+
+    def resident(self, problem: Problem, columns: Space | Config, stage: Any) -> Any:
+        """Programs that a multiprocessor holds at once.
+
+        Args:
+            columns: the configs, or one.
+            stage: bytes of a step along K.
+        """
+        s = columns
+        area = s.block_m * s.block_n
+        staging = area * problem.out.dtype.itemsize / (1 + s.split_store)
+        # The tile is stored through the memory that its blocks were loaded into.
+        shared = np.maximum(stage * s.num_stages, staging) + 1024
+        threads = s.num_warps * problem.device.target.warp_size
+        registers = (area / threads + OTHER_REGISTERS) * threads
+        fit = np.minimum(problem.device.target.shared / shared, REGISTERS / registers)
+        fit = np.minimum(fit, THREADS // threads)
+        return np.maximum(np.floor(fit), 1)
+
+    def around(self, work: Floats, together: Floats, start: float, store: Floats) -> Floats:
+        """Seconds before the first step and behind the last one of the tiles of a multiprocessor."""
+        return np.asarray(np.ceil(work / together) * (start + store))
+
+    def at_once(self, problem: Problem, config: Config) -> int:
+        """See `Schedule.at_once`."""
+        c = config
+        stage = (c.block_m * problem.a.dtype.itemsize + c.block_n * problem.b.bits / 8) * c.block_k
+        return problem.device.sms * int(self.resident(problem, c, float(stage)))
+
+    def walk(self, problem: Problem, config: Config) -> Walk:
+        """First the first part along K of every tile."""
+        tiles = Waves.of(problem, config).tiles
+        split = Split.of(problem, config)
+        parts = 1 if split is None else split.parts
+        program = np.arange(tiles * parts)
+        columns = whole_tiles(problem, config, program % max(tiles, 1), -(-problem.N // config.block_n))
+        if split is not None:
+            columns["first_k"] = program // tiles * split.length
+            columns["last_k"] = np.minimum(columns["first_k"] + split.length, problem.K)
+        at_once = self.at_once(problem, config)
+        return Walk(len(program), at_once, program=program, turn=np.zeros_like(program), **columns)
+
+    def cuts(self, problem: Problem, config: Config) -> list[str]:
+        """See `Schedule.cuts`."""
+        split = Split.of(problem, config)
+        if split is None:
+            return []
+        return [f"K is cut into {split.parts} parts for programs of their own; drawn uncut"]
+
+
+TILE = Tile()

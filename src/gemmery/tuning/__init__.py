@@ -1,0 +1,1 @@
+"""Measuring configs and compiling ahead, for calls that come later."""
