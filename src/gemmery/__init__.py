@@ -7,7 +7,6 @@ from ._command import PutOffError, put_off
 
 try:
     put_off()
-    from . import torch_op as _torch_op  # noqa: F401  (registers torch.ops.gemmery.product)
     from .api import addmm, bmm, linear, matmul, plan
     from .epilogues.function import epilogue
     from .invariant import batch_invariant
@@ -18,8 +17,8 @@ except PutOffError:
 
 if TYPE_CHECKING:
     from . import nn
+    from .activations import quantize_activations
     from .formats import QuantizedTensor, quantize
-    from .formats.activations import quantize_activations
     from .formats.scaled import ScaledTensor
     from .launch.explain import explain
     from .scaled import scaled_matmul
@@ -36,7 +35,7 @@ __all__ = [
 #: Where the names are that a program seldom needs, and that are imported when it does.
 _LATER = {
     "QuantizedTensor": ".formats.tensor", "ScaledTensor": ".formats.scaled", "explain": ".launch.explain", "nn": ".nn",
-    "quantize": ".formats.quantize", "quantize_activations": ".formats.activations", "scaled_matmul": ".scaled",
+    "quantize": ".formats.quantize", "quantize_activations": ".activations", "scaled_matmul": ".scaled",
     "tune": ".tuning.tuner", "warmup": ".tuning.warm",
 }  # fmt: skip
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from .formats.tensor import QuantizedTensor
+from .formats.tensor import TORCH_FUNCTIONS, QuantizedTensor
 from .launch.plan import Plan
 from .precision import AskedPrecision, resolved
 from .problem import Config
@@ -219,3 +220,11 @@ def plan(
     """
     options = Options(out_dtype, resolved(precision, a), fast_accum, batch_invariant, config)
     return plan_of("plan", a, b, bias, Functions(epilogue, args, prologue, prologue_args), out, options)
+
+
+def _as_torch(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    """`F.linear` by the names that torch's has."""
+    return linear(input, weight, bias)
+
+
+TORCH_FUNCTIONS[F.linear] = _as_torch

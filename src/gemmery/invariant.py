@@ -25,8 +25,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .product.check import result_shape
-from .product.run import checked, compute, product
+from .product.compute import compute
+from .product.run import checked, product
+from .product.shape import result_shape
 from .product.spec import NONE, Number, Options
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -170,7 +171,7 @@ def _handlers() -> dict[Any, _Handler]:
         for overload in packet.overloads()
     }
     # All of these are defined by then.
-    from . import torch_op  # noqa: F401
+    from .product import run  # noqa: F401
 
     own = [getattr(torch.ops.gemmery, name).default for name in _OWN]
     return handlers | {operator: _own(operator) for operator in own}

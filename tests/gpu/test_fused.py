@@ -9,8 +9,8 @@ import triton.language as tl
 from torch.nn import functional as F
 
 import gemmery
-from gemmery import backward, epilogues
-from gemmery.product import cache
+from gemmery import epilogues
+from gemmery.product import cache, vjp
 from tests.gpu.common import DEVICE, DRY, LAYOUTS, matrix, needs_cuda, operands, rng, size, values, wide
 
 pytestmark = pytest.mark.gpu
@@ -274,7 +274,7 @@ def test_kernels_of_a_gated_block(stacked, m, monkeypatch):
         return launch(known, *given)
 
     monkeypatch.setattr(cache, "launch", noted)
-    monkeypatch.setattr(backward, "pointwise", lambda *_: pytest.fail("an elementwise kernel ran"))
+    monkeypatch.setattr(vjp, "pointwise", lambda *_: pytest.fail("an elementwise kernel ran"))
     # A size of its own: a call that was seen before does not pass here.
     width, hidden = size(256), size(704 if stacked else 768)
     block = gemmery.nn.GatedMLP(width, hidden, stacked=stacked, device=DEVICE, dtype=torch.bfloat16)

@@ -7,9 +7,8 @@ import torch
 from torch.nn import functional as F
 
 import gemmery
-from gemmery import epilogues
-from gemmery.formats import activations
-from gemmery.formats.activations import FORMATS, reference
+from gemmery import activations, epilogues
+from gemmery.activations import FORMATS, reference
 from gemmery.formats.scaled import BLOCK, ScaledTensor
 from tests.gpu.common import (
     DEVICE,

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import gemmery
+from gemmery.product.flat import arguments_of
 from gemmery.product.run import checked
 from gemmery.product.spec import NONE, Options
-from gemmery.torch_op import arguments_of
 from tests.gpu.common import DEVICE, DRY, assert_product, error, matrix, needs_cuda, size, values, wide
 
 pytestmark = pytest.mark.gpu

@@ -554,7 +554,7 @@ def test_library_is_exported():
 
 
 def test_examples():
-    for module in (library, gemmery.epilogues.function, sys.modules["gemmery.epilogues.check"]):
+    for module in (library, gemmery.epilogues.function, sys.modules["gemmery.product.fusible"]):
         result = doctest.testmod(module)
         assert result.attempted > 0
         assert result.failed == 0
@@ -665,7 +665,7 @@ def test_the_cpu_warns_once_of_what_a_gpu_can_not_fuse():
 
 def test_the_cpu_looks_once_at_a_function(monkeypatch):
     met = []
-    monkeypatch.setattr("gemmery.product.epilogue.program", lambda call: met.append(call))
+    monkeypatch.setattr("gemmery.product.fusible.program", lambda call: met.append(call))
     for i in range(3):
         gemmery.matmul(A, B, epilogue=lambda acc: acc * i + 12)  # noqa: B023
     assert len(met) == 1
@@ -675,7 +675,7 @@ def test_looking_never_makes_a_call_on_the_cpu_fail(monkeypatch):
     def broken(call):
         raise KeyError("a defect of tracing")
 
-    monkeypatch.setattr("gemmery.product.epilogue.program", broken)
+    monkeypatch.setattr("gemmery.product.fusible.program", broken)
     with pytest.warns(UserWarning, match="a defect of tracing"):
         y = gemmery.matmul(A, B, epilogue=lambda acc: acc - 11)
     torch.testing.assert_close(y, A @ B - 11)

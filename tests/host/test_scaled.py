@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import gemmery
 from gemmery import epilogues
-from gemmery.formats.activations import FORMATS, reference
+from gemmery.activations import FORMATS, reference
 from gemmery.formats.scaled import E8M0, ScaledTensor
 
 INT8, E4M3, E5M2 = torch.int8, torch.float8_e4m3fn, torch.float8_e5m2

@@ -62,13 +62,13 @@ def test_a_mode_sees_the_product(pair):
 
 
 def test_the_context_makes_it_invariant(pair, monkeypatch):
-    from gemmery.product import cache, run
+    from gemmery.product import cache, compute
 
     asked = []
-    prepare = run.prepare
+    prepare = compute.prepare
     monkeypatch.setattr(cache, "find", lambda key: None)
     monkeypatch.setattr(
-        run, "prepare", lambda call, out: asked.append(call.options.batch_invariant) or prepare(call, out)
+        compute, "prepare", lambda call, out: asked.append(call.options.batch_invariant) or prepare(call, out)
     )
     a, b = pair
     with gemmery.batch_invariant():

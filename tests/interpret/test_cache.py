@@ -9,9 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gemmery
-from gemmery import memo, torch_op
+from gemmery import memo
 from gemmery.product import cache as known_calls
-from gemmery.product import run
+from gemmery.product import operator, run
 from tests.oracle import assert_product, values
 
 
@@ -106,8 +106,8 @@ def test_threads(monkeypatch, bound):
 def ways(monkeypatch):
     """One entry for every call that reached the implementation through torch's dispatcher."""
     seen = []
-    implementation = torch_op.inside
-    monkeypatch.setattr(torch_op, "inside", lambda *args: seen.append("operator") or implementation(*args))
+    implementation = operator.inside
+    monkeypatch.setattr(operator, "inside", lambda *args: seen.append("operator") or implementation(*args))
     return seen
 
 

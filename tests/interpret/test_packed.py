@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 import gemmery
 from gemmery import epilogues
-from gemmery.product import cache, run
+from gemmery.product import cache, compute
 from gemmery.schedules.binding import suits_tma
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -195,13 +195,13 @@ def test_parts_that_are_not_aligned():
 
 def test_the_context_manager_reaches_packed_products(monkeypatch):
     asked = []
-    prepare = run.prepare
+    prepare = compute.prepare
 
     def noted(call, out):
         asked.append(call.options.batch_invariant)
         return prepare(call, out)
 
-    monkeypatch.setattr(run, "prepare", noted)
+    monkeypatch.setattr(compute, "prepare", noted)
     monkeypatch.setattr(cache, "find", lambda key: None)
     x, w = values(7, 192), weight("int4", 48, 192)
     with gemmery.batch_invariant():

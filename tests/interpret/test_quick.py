@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import gemmery
 from gemmery import epilogues
-from gemmery.product import cache, run
+from gemmery.product import cache, compute
 
 # What these tests are about does not depend on Triton's version.
 pytestmark = pytest.mark.slow
@@ -26,7 +26,7 @@ def at_address(address, like):
 def entered(monkeypatch):
     """Calls that went the short way, which launches the interpreted kernel on the addresses that it has."""
     calls, known_calls = [], {}
-    prepare = run.prepare
+    prepare = compute.prepare
 
     def with_direct(call, out):
         known = prepare(call, out)
@@ -52,7 +52,7 @@ def entered(monkeypatch):
             calls.append(key)
         return found
 
-    monkeypatch.setattr(run, "prepare", with_direct)
+    monkeypatch.setattr(compute, "prepare", with_direct)
     monkeypatch.setattr(cache, "_known", known_calls)
     monkeypatch.setattr(cache, "find", counted)
     return calls

@@ -8,7 +8,7 @@ import torch
 
 import gemmery
 from gemmery.launch import padding
-from gemmery.product import run
+from gemmery.product import compute
 from gemmery.product.cache import forget
 from tests.oracle import DTYPES, FLOATS, HALVES, Layout, assert_product, default_out, place, values
 
@@ -319,7 +319,7 @@ def test_conjugate_views_are_resolved():
 def test_a_cached_call_is_not_prepared_again(monkeypatch):
     a, b = values((9, 21), torch.float16, 1), values((21, 10), torch.float16, 2)
     first = gemmery.matmul(a, b)
-    monkeypatch.setattr(run, "prepare", None)
+    monkeypatch.setattr(compute, "prepare", None)
     assert torch.equal(gemmery.matmul(a.clone(), b.clone()), first)
 
 

@@ -8,9 +8,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import gemmery
 from gemmery.epilogues.function import hold
+from gemmery.product.flat import arguments_of
 from gemmery.product.run import checked
 from gemmery.product.spec import NONE, Functions, Options
-from gemmery.torch_op import arguments_of
 from tests.oracle import values
 
 OPS, BF16 = torch.ops.gemmery, torch.bfloat16
@@ -125,16 +125,16 @@ def test_gradients_have_the_types_of_their_tensors(dtype):
 
 def test_gradients_keep_precision_and_invariance(monkeypatch):
     """A product in tf32 has gradients in tf32, and the default never turns into it; the same for batch_invariant."""
-    from gemmery import torch_op
+    from gemmery.product import dispatch
 
     asked = []
-    original = torch_op.bare
+    original = dispatch.bare
 
     def noted(a, b, options, *more):
         asked.append((options.precision, options.fast_accum, options.batch_invariant))
         return original(a, b, options, *more)
 
-    monkeypatch.setattr(torch_op, "bare", noted)
+    monkeypatch.setattr(dispatch, "bare", noted)
     for precision, invariant in (("tf32x3", False), ("ieee", True)):
         a, b = leaf(3, 4, dtype=torch.float32), leaf(4, 5, dtype=torch.float32)
         gemmery.matmul(a, b, precision=precision, batch_invariant=invariant).sum().backward()

@@ -1,6 +1,7 @@
 """Epilogues: torch functions over a product that run inside the kernel that makes it."""
 
-from .check import check
+from typing import TYPE_CHECKING, Any
+
 from .device_function import device_function
 from .function import Epilogue
 from .library import (
@@ -29,8 +30,20 @@ from .library import (
 )
 from .record import Untraceable
 
+if TYPE_CHECKING:
+    from ..product.fusible import check
+
 __all__ = [
     "Epilogue", "Untraceable", "bias", "cast_fp8", "check", "column_scale", "compose", "device_function", "dropout",
     "geglu", "gelu", "gelu_tanh", "logsumexp", "reglu", "relu", "relu_squared", "residual", "row_scale", "scaled",
     "sigmoid", "silu", "softcap", "static_fp8", "swiglu", "tanh", "with_row_amax",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name != "check":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # It poses a product, which is made above this package; so it is imported when somebody asks for it.
+    from ..product.fusible import check
+
+    return check

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..files import parse_json
 from . import aten, decode, packing, pieces
@@ -299,8 +298,8 @@ class QuantizedTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _FUNCTIONS:
-            return _FUNCTIONS[func](*args, **(kwargs or {}))
+        if func in TORCH_FUNCTIONS:
+            return TORCH_FUNCTIONS[func](*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -343,12 +342,6 @@ def restore(tensors: dict[str, Tensor], texts: dict[str, str], extras: dict[str,
 torch.serialization.add_safe_globals([restore])
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    import gemmery  # this module is imported by it
-
-    return gemmery.linear(input, weight, bias)
-
-
 def _set_requires_grad(self: QuantizedTensor, requires_grad: bool = True) -> QuantizedTensor:
     if requires_grad:
         raise ValueError(
@@ -376,8 +369,9 @@ def _share_memory(self: QuantizedTensor) -> QuantizedTensor:
     return self
 
 
-_FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    F.linear: _linear,
+#: torch's functions that do something of their own with a packed weight. Those that multiply are added where products
+#: are made, in `gemmery.api`.
+TORCH_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     Tensor.share_memory_: _share_memory,
     Tensor.requires_grad_: _set_requires_grad,

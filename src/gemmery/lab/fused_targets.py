@@ -13,7 +13,7 @@ from torch import Tensor
 
 import gemmery
 
-from .. import backward, devices
+from .. import devices
 from ..devices import Device
 from ..dtypes import DTYPE_NAMES, accumulator
 from ..epilogues import library
@@ -24,7 +24,7 @@ from ..formats.tensor import QuantizedTensor
 from ..kernels import pointwise
 from ..nn.feed_forward import Differentiable
 from ..problem import Problem
-from ..product import prepare
+from ..product import prepare, vjp
 from ..product.build import make_call
 from ..product.epilogue import outputs_of
 from ..product.run import plan
@@ -232,6 +232,6 @@ def gradient(name: str, dtype: str, size: int, device: Device) -> Any:
     wanted = [y.dtype.is_floating_point for y in call.inputs if isinstance(y, Tensor)]
     kernel = _Compiling(pointwise.pointwise)
     with _standing_in(device), mock.patch.object(pointwise, "pointwise", kernel):
-        backward.run(call, product, grads, wanted)
+        vjp.run(call, product, grads, wanted)
     (compiled,) = kernel.compiled
     return compiled

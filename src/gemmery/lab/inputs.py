@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from .. import devices
+from ..activations import Per, quantize_activations
 from ..dtypes import Precision
 from ..formats import QuantizedTensor, quantize
-from ..formats.activations import Per, quantize_activations
 from ..formats.scaled import BLOCK, ScaledTensor
 from .fusions import FUSIONS
 from .suites import BATCH_NAMES, LAYOUTS, MATRIX_NAMES, Row

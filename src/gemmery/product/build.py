@@ -13,7 +13,8 @@ from ..formats.scaled import BLOCK, MX_BLOCK, ScaledTensor
 from ..formats.tensor import QuantizedTensor
 from ..operands import DenseOperand, Operand, PackedOperand, PairOperand, RowScaledOperand, ScaledOperand
 from . import prologue
-from .check import check_not_packed, check_ranks, check_second, check_tensor, moved, operand_names
+from .check import check_not_packed, check_ranks, check_second, check_tensor, moved
+from .shape import operand_names
 from .spec import Call, Factor, Functions, Number, Options, unchanged
 
 #: The epilogue of products without one; made once, and so captured once.

@@ -14,18 +14,12 @@ from torch.compiler import is_compiling
 
 from ..dtypes import DTYPE_NAMES, FP8, OUT_DTYPES, PRECISIONS
 from ..formats.tensor import QuantizedTensor
-from ..layout import broadcast_batch, overlap, overlaps_itself, same_layout
+from ..layout import overlap, overlaps_itself, same_layout
+from .shape import operand_names
 from .spec import Call, Number, OutTypes
 
 #: Ranks that operations ask for.
 _RANKS = {"addmm": 2, "bmm": 3}
-
-
-def operand_names(op: str) -> tuple[str, str, str]:
-    """What an operation's user calls the two operands and the addend, for messages."""
-    if op == "linear":
-        return "x", "weight", "bias"
-    return "a", "b", "input" if op == "addmm" else "bias"
 
 
 def check_tensor(op: str, name: str, value: object) -> None:
@@ -80,26 +74,6 @@ def moved(value: Any, a: Tensor) -> Any:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Shapes and types
-
-
-def result_shape(op: str, a: Tensor, b: Tensor) -> tuple[int, ...]:
-    """The shape of `a @ b` by torch.matmul's rules; ValueError where they do not fit."""
-    for name, tensor in zip(operand_names(op), (a, b), strict=False):
-        if tensor.dim() == 0:
-            raise ValueError(f"{op}: {name} is a scalar; it must have at least one dimension")
-    what = f"{op}: a is {tuple(a.shape)} and b is {tuple(b.shape)}"
-    if op == "linear":
-        what = f"linear: x is {tuple(a.shape)} and weight is {tuple(b.t().shape)}"
-    inner_a, inner_b = a.shape[-1], b.shape[-2] if b.dim() > 1 else b.shape[0]
-    if inner_a != inner_b:
-        raise ValueError(f"{what}: inner sizes {inner_a} and {inner_b} differ")
-    try:
-        batch = broadcast_batch(a.shape[:-2], b.shape[:-2])
-    except RuntimeError as error:
-        raise ValueError(f"{what}: batch dimensions do not broadcast") from error
-    rows = (a.shape[-2],) if a.dim() > 1 else ()
-    cols = (b.shape[-1],) if b.dim() > 1 else ()
-    return (*batch, *rows, *cols)
 
 
 def check_types(op: str, a: Tensor, b: Tensor) -> None:

@@ -20,11 +20,13 @@ from ..operands import Operand
 from ..operands.dense import AUTOCAST
 from ..operands.packed import PARTS
 from ..operands.packed import text_of as packed_text
-from ..torch_op import flatten, runs_again, text_of
 from .build import added, check_packed, operands_of
-from .check import check_not_packed, check_tensor, operand_names
+from .check import check_not_packed, check_tensor
+from .dispatch import runs_again
 from .epilogue import described, kept_types
-from .run import apply_prologue
+from .flat import flatten, text_of
+from .prologue import apply_prologue
+from .shape import operand_names
 from .spec import Functions, Number, Options
 
 

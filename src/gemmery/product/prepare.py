@@ -18,8 +18,9 @@ from ..launch.plan import Plan, make_plan, runs_on
 from ..layout import extent_bytes, fold, make_problem
 from ..problem import Config, Fusion, Problem
 from .cache import Known
-from .check import check_memory, check_out, operand_names, result_dtype
+from .check import check_memory, check_out, result_dtype
 from .epilogue import output_types, program
+from .shape import operand_names
 from .spec import Call
 
 

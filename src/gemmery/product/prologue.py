@@ -20,6 +20,7 @@ from ..epilogues.lower import Program
 from ..epilogues.programs import lowered_program
 from ..epilogues.record import Untraceable
 from .check import check_tensor, moved
+from .spec import Functions
 
 
 @dataclass(frozen=True)
@@ -131,3 +132,11 @@ def _dimensions(prologue: Prologue, i: int, tensor: Tensor, a: Tensor) -> tuple[
             f"{prologue.op}: {_name(prologue, i)} is {tuple(tensor.shape)}; it must broadcast to {tuple(a.shape)}"
         )
     return tuple(found[::-1])
+
+
+def apply_prologue(a: Tensor, functions: Functions) -> tuple[Tensor, Functions]:
+    """The first operand with its prologue applied in torch, and the other functions."""
+    if functions.prologue is None:
+        return a, functions
+    made = functions.prologue(a.to(accumulator(a.dtype)), *functions.prologue_args).to(a.dtype)
+    return made, functions._replace(prologue=None, prologue_args=())

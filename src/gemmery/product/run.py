@@ -7,7 +7,6 @@ subclasses of tensors, a product is the operator `torch.ops.gemmery.product`, wh
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,9 +15,7 @@ from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from .. import devices, reference
-from ..dtypes import accumulator
-from ..epilogues.check import warn
+from .. import devices
 from ..epilogues.function import Epilogue, Held, memoised
 from ..epilogues.results import returned
 from ..formats.scaled import ScaledTensor
@@ -29,15 +26,15 @@ from . import cache
 from .build import lowered, make_call
 from .check import (
     check,
-    check_memory,
     check_not_packed,
-    check_out,
     check_scalars,
     check_tensor,
     result_dtype,
 )
-from .epilogue import outputs_of
+from .compute import compute
+from .dispatch import dispatched
 from .prepare import prepare
+from .prologue import apply_prologue
 from .seen import autocast_dtype, check_forward_mode, needs_dispatcher
 from .spec import Call, Functions, Number, Options
 
@@ -56,6 +53,7 @@ def product(
         options: see `spec.Options`.
     """
     if is_dynamo_compiling():
+        # It imports the compiler, which takes a second.
         from .compiled import compiled
 
         return compiled(op, a, b, bias, Functions(*functions), out, Options(*options), alpha, beta)
@@ -169,8 +167,6 @@ def _first(
     tensors = call.tensors
     check_forward_mode(op, tensors)
     if needs_dispatcher((out, *tensors)):
-        from ..torch_op import dispatched
-
         return dispatched(call.opened(), out)
     is_autocast = out is None and autocast_dtype(call.device) is not None
     return returned(*compute(call, out, None if is_autocast else key))
@@ -200,14 +196,6 @@ def checked(
     return call
 
 
-def apply_prologue(a: Tensor, functions: Functions) -> tuple[Tensor, Functions]:
-    """The first operand with its prologue applied in torch, and the other functions."""
-    if functions.prologue is None:
-        return a, functions
-    made = functions.prologue(a.to(accumulator(a.dtype)), *functions.prologue_args).to(a.dtype)
-    return made, functions._replace(prologue=None, prologue_args=())
-
-
 def _of_vector(
     op: str,
     a: Tensor,
@@ -228,65 +216,6 @@ def _of_vector(
     results = list(made) if isinstance(made, tuple) else [made]
     squeezed = [x.squeeze(-2 if x.dim() == rank else -1) for x in results]
     return tuple(squeezed) if isinstance(made, tuple) else squeezed[0]
-
-
-def compute(call: Call, out: Tensor | None, key: Any = None) -> tuple[list[Tensor], bool]:
-    """The results of a checked call, and whether they are a tuple. No gradients are recorded, and no mode sees it.
-
-    Args:
-        key: under which it is remembered, if it is.
-    """
-    call = replace(call, b=call.b.loadable())
-    if devices.current(call.device) is None or 0 in call.shape:
-        return _by_reference(call, out)
-    call = call.ordered()
-    known = prepare(call, out)
-    if key is not None:
-        cache.remember(key, known)
-    values = call.values
-    addresses = [x.data_ptr() if isinstance(x, Tensor) else x for x in values]
-    return cache.launch(known, addresses, values, (call.alpha, call.beta), out), known.many and out is None
-
-
-def inside(call: Call) -> tuple[list[Tensor], bool]:
-    """The same inside an operator: what looks like a call before is launched at once."""
-    call = replace(call, b=call.b.loadable())
-    with torch.no_grad():
-        looked = None if call.captured.key is None else cache.look(call.values, False)
-        if looked is None:
-            return compute(call, None)
-        scalars = call.alpha == 1, call.beta == 1, call.beta == 0
-        how = call.a.form, call.b.form, call.biases, call.saves, call.options
-        key = (call.op, call.captured.number, scalars, *how, *looked[2])
-        known = cache.find(key)
-        if known is None:
-            return compute(call, None, key)
-        return cache.launch(known, looked[0], looked[1], (call.alpha, call.beta), None), known.many
-
-
-def _by_reference(call: Call, out: Tensor | None) -> tuple[list[Tensor], bool]:
-    call, by_rows = call.opened(), call.options.batch_invariant and call.dtype.is_floating_point
-    # Where there is no result, there is nothing to unpack.
-    is_empty = 0 in call.shape and call.b.halves == 1
-    a, b = call.a.in_torch(), call.b.matrix if is_empty else call.b.in_torch()
-    if call.ready:
-        dtype = result_dtype(call.op, call.dtype, call.options.out_dtype)
-        if out is not None:
-            check_out(call, out, (call.shape, dtype))
-            check_memory(call, out)
-        addend = call.inputs[0] if call.inputs else None
-        made = reference.gemm(
-            a, b, addend, alpha=call.alpha, beta=call.beta, out_dtype=dtype, by_rows=by_rows
-        )
-        return [made if out is None else out.copy_(made)], False
-    results, many = outputs_of(call, reference.gemm(a, b, out_dtype=call.summed, by_rows=by_rows))
-    if call.device.type == "cpu":
-        warn(call)
-    if out is not None:
-        check_out(call, out, (tuple(results[0].shape), results[0].dtype), many)
-        check_memory(call, out)
-        return [out.copy_(results[0])], False
-    return results, many
 
 
 def plan(

@@ -13,6 +13,7 @@ from ..dtypes import Precision
 from ..epilogues.identity import Captured
 from ..operands import DenseOperand, Operand
 from ..problem import Config
+from .shape import result_shape
 
 Number = int | float
 #: A second operand, which may be packed, or a bias; or the left and the right half of its columns.
@@ -123,8 +124,6 @@ class Call:
     @property
     def shape(self) -> tuple[int, ...]:
         """The product's, (..., M, N)."""
-        from .check import result_shape
-
         shape = result_shape(self.op, self.a.matrix, self.b.matrix)
         return shape if self.b.halves == 1 else (*shape[:-1], shape[-1] * self.b.halves)
 

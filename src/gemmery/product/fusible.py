@@ -7,15 +7,16 @@ import types
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..memo import keep
-
-if TYPE_CHECKING:
-    from ..product.spec import Call
+from .build import make_call
+from .check import check as check_call
+from .epilogue import program
+from .spec import Call, Functions, Options
 
 #: Rows and columns of a product of which nothing is known. More columns than a tile has, so that a function that needs
 #: whole rows is not taken for one that always can be fused.
@@ -62,11 +63,6 @@ def check(
         ...     print("uses aten.cumsum" in str(error))
         True
     """
-    from ..product.build import make_call
-    from ..product.check import check as check_call
-    from ..product.epilogue import program
-    from ..product.spec import Functions, Options
-
     tensors = [x for x in args if isinstance(x, Tensor)]
     *batch, M, N = _shape(tensors) if shape is None else _checked(shape)
     device = tensors[0].device if tensors else torch.device("cpu")
@@ -98,8 +94,6 @@ def _checked(shape: Sequence[int]) -> tuple[int, ...]:
 
 def warn(call: Call) -> None:
     """Warn once of an epilogue that torch has run here, and that a GPU could not fuse; it never fails."""
-    from ..product.epilogue import program
-
     key = _identity(call.function)
     if key in _looked or 0 in call.shape:
         return

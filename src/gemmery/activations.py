@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import devices
-from ..devices import on_device
-from ..dtypes import FP8
-from ..kernels import quantize as kernels
-from ..layout import fold_blocks
-from ..operands.base import negated
-from ..product.check import check_tensor
-from ..product.seen import needs_dispatcher
-from ..schedules.binding import _TL
-from ..torch_op import LIBRARY
-from .scaled import BLOCK, E8M0, MX_BLOCK, ScaledTensor
+from . import devices
+from .devices import on_device
+from .dtypes import FP8
+from .formats.scaled import BLOCK, E8M0, MX_BLOCK, ScaledTensor
+from .kernels import quantize as kernels
+from .layout import fold_blocks
+from .operands.base import negated
+from .product.check import check_tensor
+from .product.operator import LIBRARY
+from .product.seen import needs_dispatcher
+from .schedules.binding import _TL
 
 Per = Literal["token", "block", "tensor", "mx"]
 PERS: tuple[Per, ...] = ("token", "block", "tensor", "mx")

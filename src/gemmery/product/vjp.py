@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import devices
-from .dtypes import accumulator
-from .epilogues.programs import lowered_program
-from .epilogues.record import Untraceable
-from .epilogues.results import Results
-from .epilogues.trace import Sizes, stand_ins
-from .launch.pointwise import pointwise
-from .memo import keep
-from .product.check import dimensions
-from .product.epilogue import outputs_of
-from .product.spec import Call
+from .. import devices
+from ..dtypes import accumulator
+from ..epilogues.programs import lowered_program
+from ..epilogues.record import Untraceable
+from ..epilogues.results import Results
+from ..epilogues.trace import Sizes, stand_ins
+from ..launch.pointwise import pointwise
+from ..memo import keep
+from .check import dimensions
+from .epilogue import outputs_of
+from .spec import Call
 
 _needs: dict[Any, bool] = {}
 

@@ -1,0 +1,76 @@
+"""The results of a checked call: launched and remembered, or computed by torch where there is no kernel."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import devices, reference
+from . import cache
+from .check import check_memory, check_out, result_dtype
+from .epilogue import outputs_of
+from .fusible import warn
+from .prepare import prepare
+from .spec import Call
+
+
+def compute(call: Call, out: Tensor | None, key: Any = None) -> tuple[list[Tensor], bool]:
+    """The results of a checked call, and whether they are a tuple. No gradients are recorded, and no mode sees it.
+
+    Args:
+        key: under which it is remembered, if it is.
+    """
+    call = replace(call, b=call.b.loadable())
+    if devices.current(call.device) is None or 0 in call.shape:
+        return _by_reference(call, out)
+    call = call.ordered()
+    known = prepare(call, out)
+    if key is not None:
+        cache.remember(key, known)
+    values = call.values
+    addresses = [x.data_ptr() if isinstance(x, Tensor) else x for x in values]
+    return cache.launch(known, addresses, values, (call.alpha, call.beta), out), known.many and out is None
+
+
+def inside(call: Call) -> tuple[list[Tensor], bool]:
+    """The same inside an operator: what looks like a call before is launched at once."""
+    call = replace(call, b=call.b.loadable())
+    with torch.no_grad():
+        looked = None if call.captured.key is None else cache.look(call.values, False)
+        if looked is None:
+            return compute(call, None)
+        scalars = call.alpha == 1, call.beta == 1, call.beta == 0
+        how = call.a.form, call.b.form, call.biases, call.saves, call.options
+        key = (call.op, call.captured.number, scalars, *how, *looked[2])
+        known = cache.find(key)
+        if known is None:
+            return compute(call, None, key)
+        return cache.launch(known, looked[0], looked[1], (call.alpha, call.beta), None), known.many
+
+
+def _by_reference(call: Call, out: Tensor | None) -> tuple[list[Tensor], bool]:
+    call, by_rows = call.opened(), call.options.batch_invariant and call.dtype.is_floating_point
+    # Where there is no result, there is nothing to unpack.
+    is_empty = 0 in call.shape and call.b.halves == 1
+    a, b = call.a.in_torch(), call.b.matrix if is_empty else call.b.in_torch()
+    if call.ready:
+        dtype = result_dtype(call.op, call.dtype, call.options.out_dtype)
+        if out is not None:
+            check_out(call, out, (call.shape, dtype))
+            check_memory(call, out)
+        addend = call.inputs[0] if call.inputs else None
+        made = reference.gemm(
+            a, b, addend, alpha=call.alpha, beta=call.beta, out_dtype=dtype, by_rows=by_rows
+        )
+        return [made if out is None else out.copy_(made)], False
+    results, many = outputs_of(call, reference.gemm(a, b, out_dtype=call.summed, by_rows=by_rows))
+    if call.device.type == "cpu":
+        warn(call)
+    if out is not None:
+        check_out(call, out, (tuple(results[0].shape), results[0].dtype), many)
+        check_memory(call, out)
+        return [out.copy_(results[0])], False
+    return results, many

@@ -1,0 +1,102 @@
+"""A checked call that something in torch wants to see, outside the compiler: the operator, or two steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import devices
+from ..epilogues.function import hold
+from ..epilogues.identity import Captured
+from ..epilogues.results import returned
+from ..operands import DenseOperand
+from .check import check_out, result_dtype
+from .epilogue import outputs_of
+from .flat import arguments_of
+from .fusible import warn
+from .gradients import Product, bare
+from .seen import check_forward_mode, in_transform, is_differentiated, wants_gradient
+from .spec import Call, unchanged
+
+
+def dispatched(call: Call, out: Tensor | None) -> Any:
+    """A checked call that something in torch wants to see, outside the compiler."""
+    tensors = call.tensors
+    check_forward_mode(call.op, tensors)
+    grad = wants_gradient(tensors)
+    if out is not None:
+        return _dispatched_out(call, out)
+    if grad and not (call.a.is_differentiable and call.b.is_differentiable):
+        raise TypeError(
+            f"{call.op}: no gradient for {call.dtype} operands, but one of the arguments requires it"
+        )
+    if call.ready or (call.function is unchanged and not is_differentiated()):
+        return _whole(call)
+    if (grad and not runs_again(call.captured, call.device)) or is_differentiated():
+        if call.device.type == "cpu" and call.captured.key is not None:
+            warn(call)
+        return unfused(call)
+    held = hold(call.captured)
+    results = torch.ops.gemmery.product(*arguments_of(call, held.name), grad)
+    return returned(list(results)[: len(results) - grad], held.many)
+
+
+def runs_again(captured: Captured, device: torch.device) -> bool:
+    """Whether a gradient can run a function again: as it was, and in a kernel, which draws no random numbers."""
+    return captured.key is not None and devices.current(device) is not None
+
+
+def _whole(call: Call) -> Any:
+    """A call without a function of the user's, as one operator."""
+    a, b, inputs = call.a, call.b, list(call.inputs)
+    vector_a, vector_b = a.matrix.dim() == 1, b.matrix.dim() == 1
+    if vector_a or vector_b:
+        # A vector a is one row, a vector b one column; the operator has matrices.
+        if inputs:
+            addend = inputs[0].expand(call.shape)
+            addend = addend.unsqueeze(-1) if vector_b else addend
+            inputs = [addend.unsqueeze(-2) if vector_a else addend]
+        a = DenseOperand(a.matrix.unsqueeze(0)) if vector_a else a
+        b = DenseOperand(b.matrix.unsqueeze(-1)) if vector_b else b
+        call = replace(call, op="matmul", a=a, b=b, inputs=tuple(inputs))
+    if in_transform() and call.ready:
+        tensors, *flat = arguments_of(call, "")
+        made = Product.apply(tuple(flat), *tensors)  # type: ignore[no-untyped-call]
+    else:
+        (made,) = torch.ops.gemmery.product(*arguments_of(call, ""), False)
+    made = made.squeeze(-1) if vector_b else made
+    return made.squeeze(-2 if not vector_b else -1) if vector_a else made
+
+
+def unfused(call: Call) -> Any:
+    """A product in two steps: the bare product, which is an operator, then the function, in torch.
+
+    The function runs once, as the user wrote it, and its gradient is torch's. Gradients go this way where there is no
+    kernel, where the function can't be run again as it was, and where torch.func differentiates.
+    """
+    b = call.b if call.b.halves == 1 else DenseOperand(call.b.in_torch())
+    product = bare(call.a.matrix, b, call.options._replace(out_dtype=call.wide), call.op)
+    if call.does_nothing:
+        return product.to(call.options.out_dtype or call.b.default)  # type: ignore[arg-type]  # one, without a function
+    # The operator has multiplied by the operands' scales.
+    results, many = outputs_of(replace(call.opened(), outer=()), product)
+    return returned(results, many)
+
+
+def _dispatched_out(call: Call, out: Tensor) -> Tensor:
+    if not call.ready:
+        what = "a packed weight" if call.b.is_packed else "an epilogue"
+        raise ValueError(
+            f"{call.op}: out= with {what} does not support gradients, transforms, modes and subclasses of tensors; use "
+            f"what is returned"
+        )
+    if wants_gradient((*call.tensors, out)):
+        raise ValueError(
+            f"{call.op}: out= does not support gradients, but one of the arguments requires them"
+        )
+    check_out(call, out, (call.shape, result_dtype(call.op, call.dtype, call.options.out_dtype)))
+    torch.ops.gemmery.product_out(*arguments_of(call, ""), out)
+    return out

@@ -1,0 +1,230 @@
+"""Gradients of the operator, and gradients of these.
+
+What is saved for the backward pass: the tensors, and, where the epilogue's vector-Jacobian product needs it, the bare
+product in the operands' type, which the same kernel writes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..epilogues.function import named
+from ..operands import DenseOperand, Operand
+from . import vjp
+from .flat import call_of, described, text_of
+from .operator import LIBRARY, placed
+from .seen import in_transform
+from .spec import Call, Options, unchanged
+from .vmap import mapped
+
+
+class _Saved:
+    """What a backward pass has of its call: everything but the tensors, which autograd keeps."""
+
+    def __init__(self, call: Call, flat: Sequence[Any]) -> None:
+        if not call.dtype.is_floating_point or call.dtype.itemsize == 1:
+            raise TypeError(
+                f"{call.op}: no gradient for {call.dtype} operands, but one of the arguments requires it"
+            )
+        self.sizes, self.numbers, self.text, self.batch_invariant = flat
+        # Compiled kernels find the epilogue by its name as long as somebody holds it.
+        name = described(self.text).epilogue
+        self.epilogue = named(name) if name else None
+        self.addends = [(x.shape, x.dtype) for x in call.inputs] if call.ready else []
+
+    def call(self, tensors: Sequence[Tensor]) -> Call:
+        """The call again."""
+        return call_of(tensors, self.sizes, self.numbers, self.text, self.batch_invariant)
+
+
+def _gradients_of(
+    saved: _Saved, tensors: Sequence[Tensor], product: Tensor | None, grads: Sequence[Tensor | None],
+    needs: Sequence[bool],
+) -> list[Tensor | None]:  # fmt: skip
+    """Gradients of a product's tensors.
+
+    Args:
+        product: what was saved of it, if anything was.
+        grads: of its results, None for those that nothing depends on.
+        needs: which of the tensors' are needed.
+    """
+    call, given = saved.call(tensors), [g for g in grads if g is not None]
+    if not given:
+        return [None] * len(tensors)
+    of_a, of_b = len(call.a.tensors), len(call.b.tensors)
+    wanted = list(needs[of_a + of_b :])
+    if call.function is unchanged and not call.biases:
+        of_product, of_inputs = given[0], []
+    elif call.ready:
+        of_product = given[0]
+        of_inputs = [_of_addend(given[0], call, x) for x, w in zip(call.inputs, wanted, strict=True) if w]
+    else:
+        flat = (tensors, saved.sizes, saved.numbers, saved.text, saved.batch_invariant)
+        places = [int(g is not None) for g in grads]
+        of_product, *of_inputs = torch.ops.gemmery.product_backward(*flat, product, given, places, wanted)
+    left = iter(of_inputs)
+    of_others = [next(left) if w else None for w in wanted]
+    a = call.a.matrix
+    multiply = functools.partial(_multiply, call)
+    found = call.b.gradients(a, of_product.to(a.dtype), multiply, (needs[0], needs[of_a : of_a + of_b]))
+    return [found[0], *[None] * (of_a - 1), *found[1], *of_others]
+
+
+def _of_addend(grad: Tensor, call: Call, addend: Tensor) -> Tensor:
+    scaled = grad if call.beta == 1 else grad * call.beta
+    return scaled.sum_to_size(addend.shape).to(addend.dtype)
+
+
+def _multiply(call: Call, x: Tensor, y: Operand, addend: Tensor | None = None) -> Tensor:
+    """A product of a backward pass, computed as the forward one is."""
+    how = Options(None, call.options.precision, False, call.options.batch_invariant)
+    return bare(x, y, how, "matmul", addend, call.alpha)
+
+
+def bare(
+    a: Tensor, b: Operand, options: Options, op: str = "matmul", addend: Tensor | None = None, alpha: Any = 1
+) -> Tensor:
+    """A product without an epilogue, as the operator, which torch.func's transforms differentiate too."""
+    inputs = () if addend is None else (addend,)
+    left = DenseOperand(a)
+    tensors = [a, *b.tensors, *inputs]
+    numbers = [] if alpha == 1 else [alpha, 1]
+    text = text_of(
+        op,
+        left.text,
+        1,
+        b.text,
+        len(b.tensors),
+        "t" * len(inputs),
+        len(inputs),
+        "",
+        False,
+        bool(numbers),
+        options,
+    )
+    flat = b.sizes, numbers, text, options.batch_invariant
+    made: Tensor
+    if in_transform():
+        made = Product.apply(flat, *tensors)  # type: ignore[no-untyped-call]
+    else:
+        (made,) = torch.ops.gemmery.product(tensors, *flat, False)
+    return made
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    tensors, *flat, save = inputs
+    call = call_of(tensors, *flat)
+    ctx.saved = _Saved(call, flat)
+    if ctx.saved.epilogue is not None and not save:
+        raise RuntimeError("gemmery.product: gradients are asked for, and nothing was saved for them")
+    ctx.saves = save
+    ctx.save_for_backward(*tensors, *([output[-1]] if save else []))
+    if save:
+        ctx.mark_non_differentiable(output[-1])
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    tensors, product = ctx.saved_tensors, None
+    of_results = list(grads)
+    if ctx.saves:
+        *tensors, product = tensors
+        of_results = of_results[:-1]
+    needs = ctx.needs_input_grad[0]
+    if not isinstance(needs, list | tuple):
+        needs = [x.requires_grad for x in tensors]
+    product = product if product is not None and product.dim() > 1 else None
+    found = _gradients_of(ctx.saved, list(tensors), product, of_results, list(needs))
+    # torch takes a list of numbers for one value, unless it is empty.
+    return found, None if ctx.saved.sizes else [], None if ctx.saved.numbers else [], None, None, None
+
+
+torch.library.register_autograd("gemmery::product", _gradients, setup_context=_save, lib=LIBRARY)
+
+
+class Product(torch.autograd.Function):
+    """A bare product as torch.func differentiates it: its gradients don't take what `register_autograd` makes."""
+
+    @staticmethod
+    def forward(flat: Any, *tensors: Tensor) -> Tensor:  # noqa: D102
+        (made,) = torch.ops.gemmery.product(list(tensors), *flat, False)
+        return made  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: D102
+        flat, *tensors = inputs
+        ctx.saved = _Saved(call_of(tensors, *flat), flat)
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # noqa: D102
+        needs = ctx.needs_input_grad[1:]
+        return None, *_gradients_of(ctx.saved, ctx.saved_tensors, None, [grad], needs)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, flat: Any, *tensors: Tensor) -> Any:  # noqa: D102
+        moved, flat = mapped(info.batch_size, list(tensors), in_dims[1:], flat)
+        made = Product.apply(flat, *moved)  # type: ignore[no-untyped-call]
+        return made, 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Second derivatives
+
+
+def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    tensors, *flat, _, grads, given, wanted = inputs
+    ctx.saved = _Saved(call_of(tensors, *flat), flat)
+    ctx.count, ctx.given, ctx.wanted = len(tensors), given, wanted
+    ctx.save_for_backward(*tensors, *grads)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients_backward(ctx: Any, of_results: list[Tensor | None]) -> tuple[Any, ...]:
+    """Of what the backward pass was given, by torch, which runs that pass again on the product of a and b."""
+    with torch.enable_grad():
+        # Views: one of these tensors may have been computed from another, which must not count here.
+        inputs = [x.view_as(x) for x in ctx.saved_tensors]
+        results = _again(ctx, inputs[: ctx.count], inputs[ctx.count :])
+    found = _derivatives(results, inputs, of_results)
+    # torch takes a list of numbers for one value, unless it is empty.
+    none: list[Any] = [None if x else [] for x in (ctx.saved.sizes, ctx.saved.numbers, ctx.given, ctx.wanted)]
+    return found[: ctx.count], *none[:2], None, None, None, found[ctx.count :], *none[2:]
+
+
+def _again(ctx: Any, tensors: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
+    call = ctx.saved.call(tensors)
+    how = Options(None, call.options.precision, False, call.options.batch_invariant)
+    if call.b.halves > 1:
+        product = torch.cat([bare(call.a.matrix, DenseOperand(x), how) for x in call.b.tensors], dim=-1)
+    else:
+        product = bare(call.a.matrix, call.b, how)
+    if call.biases:
+        product = product + torch.cat(list(call.inputs[: call.biases]), dim=-1)
+    return vjp.by_torch(call, product, placed(grads, ctx.given), ctx.wanted)
+
+
+def _derivatives(
+    results: Sequence[Tensor], inputs: Sequence[Tensor], of_results: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """Gradients of inputs from those of results; None where there is none."""
+    asked = [i for i, x in enumerate(inputs) if x.requires_grad]
+    pairs = [(y, g) for y, g in zip(results, of_results, strict=True) if g is not None and y.requires_grad]
+    if not pairs or not asked:
+        return [None] * len(inputs)
+    found = torch.autograd.grad(
+        [y for y, _ in pairs], [inputs[i] for i in asked], [g for _, g in pairs], allow_unused=True,
+        create_graph=torch.is_grad_enabled(),
+    )  # fmt: skip
+    known = dict(zip(asked, found, strict=True))
+    return [known.get(i) for i in range(len(inputs))]
+
+
+torch.library.register_autograd(
+    "gemmery::product_backward", _gradients_backward, setup_context=_save_backward, lib=LIBRARY
+)

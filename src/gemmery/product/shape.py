@@ -1,0 +1,34 @@
+"""The shape of a product, by torch.matmul's rules, and what its user calls the operands."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..layout import broadcast_batch
+
+
+def operand_names(op: str) -> tuple[str, str, str]:
+    """What an operation's user calls the two operands and the addend, for messages."""
+    if op == "linear":
+        return "x", "weight", "bias"
+    return "a", "b", "input" if op == "addmm" else "bias"
+
+
+def result_shape(op: str, a: Tensor, b: Tensor) -> tuple[int, ...]:
+    """The shape of `a @ b`; ValueError where they do not fit."""
+    for name, tensor in zip(operand_names(op), (a, b), strict=False):
+        if tensor.dim() == 0:
+            raise ValueError(f"{op}: {name} is a scalar; it must have at least one dimension")
+    what = f"{op}: a is {tuple(a.shape)} and b is {tuple(b.shape)}"
+    if op == "linear":
+        what = f"linear: x is {tuple(a.shape)} and weight is {tuple(b.t().shape)}"
+    inner_a, inner_b = a.shape[-1], b.shape[-2] if b.dim() > 1 else b.shape[0]
+    if inner_a != inner_b:
+        raise ValueError(f"{what}: inner sizes {inner_a} and {inner_b} differ")
+    try:
+        batch = broadcast_batch(a.shape[:-2], b.shape[:-2])
+    except RuntimeError as error:
+        raise ValueError(f"{what}: batch dimensions do not broadcast") from error
+    rows = (a.shape[-2],) if a.dim() > 1 else ()
+    cols = (b.shape[-1],) if b.dim() > 1 else ()
+    return (*batch, *rows, *cols)
