@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 MODULES = (
-    "api", "epilogues.function", "epilogues.library", "formats.activations", "formats.scaled", "invariant",
+    "api", "epilogues.function", "epilogues.library", "activations", "formats.scaled", "invariant",
     "nn.activations", "nn.linear", "nn.mlp", "nn.swap", "launch.explain", "launch.occupancy", "scaled", "tuning.tuner", "tuning.warm",
     *(f"formats.{name}" for name in ("codes", "files", "packing", "quantize", "tensor")),
     *(f"formats.checkpoints.{name}" for name in (

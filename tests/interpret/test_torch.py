@@ -125,16 +125,16 @@ def test_gradients_have_the_types_of_their_tensors(dtype):
 
 def test_gradients_keep_precision_and_invariance(monkeypatch):
     """A product in tf32 has gradients in tf32, and the default never turns into it; the same for batch_invariant."""
-    from gemmery.product import dispatch
+    from gemmery.product import gradients
 
     asked = []
-    original = dispatch.bare
+    original = gradients.bare
 
     def noted(a, b, options, *more):
         asked.append((options.precision, options.fast_accum, options.batch_invariant))
         return original(a, b, options, *more)
 
-    monkeypatch.setattr(dispatch, "bare", noted)
+    monkeypatch.setattr(gradients, "bare", noted)
     for precision, invariant in (("tf32x3", False), ("ieee", True)):
         a, b = leaf(3, 4, dtype=torch.float32), leaf(4, 5, dtype=torch.float32)
         gemmery.matmul(a, b, precision=precision, batch_invariant=invariant).sum().backward()
