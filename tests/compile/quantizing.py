@@ -5,7 +5,7 @@ import re
 import torch
 
 from gemmery.devices import ARCHS
-from gemmery.formats import activations
+from gemmery import activations
 from gemmery.kernels import quantize
 from gemmery.lab.inspection.resources import usage
 from tests.compile.compiling import strictly_for

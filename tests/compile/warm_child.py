@@ -85,12 +85,12 @@ def main():
         (warmed,) = gemmery.warmup(weight, max_m=most, workers=0)
         seconds = (time.perf_counter() - begun) / most
         before = len(compiled)
-        (factor,) = warm._factors(weight, False)
+        (operand,) = warm._operands(weight, False)
         for M in random.Random(0).sample(range(1, most + 1), min(most, 200)):
             if isinstance(weight, nn.Module):
                 plan = planned(weight, M)
             else:
-                plan = warm._plan(factor.problem(M, devices.TABLE["NVIDIA H200"]))
+                plan = warm._plan(operand.problem(M, devices.TABLE["NVIDIA H200"]))
             assert isinstance(plan._compiled, Kernel)
         reports.append(
             {

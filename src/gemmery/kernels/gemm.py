@@ -196,7 +196,7 @@ def gemm_tiles(
 
 @triton.jit
 def walk(
-    units, inputs, output, state, shape, sizes,
+    units, a, b, out, a_strides, b_strides, out_strides, state, step_args, args, shape, sizes,
     PLACE: tl.constexpr, LOAD_A: tl.constexpr, LOAD_B: tl.constexpr, LOAD_STEP: tl.constexpr, MULTIPLY: tl.constexpr,
     PREFETCH: tl.constexpr, EPILOGUE: tl.constexpr, STORE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PARTS_M: tl.constexpr, PARTS_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND_M: tl.constexpr, PAIRED: tl.constexpr,
@@ -207,6 +207,9 @@ def walk(
 
     `FLATTEN` fuses the tile loop with the K loop, so that the next tile's loads start under this tile's epilogue.
     """
+    # Put together here: Triton 3.6 loses strides of 1 in tuples of tuples that it passes on twice.
+    inputs = (a, b, None, a_strides, b_strides, step_args)
+    output = (out, out_strides, args)
     for unit in tl.range(tl.program_id(0), units, tl.num_programs(0), flatten=FLATTEN):
         place = PLACE(unit, state, shape, BLOCK_M, BLOCK_N, BAND_M)
         acc, _ = sum_steps(
@@ -240,13 +243,13 @@ def gemm_persistent(
     """
     state = (tiles, tail_tiles, cut, strips, place_args)
     walk(
-        tiles, (a, b, None, a_strides, b_strides, step_args), (out, out_strides, args), state, (M, N, K), sizes,
+        tiles, a, b, out, a_strides, b_strides, out_strides, state, step_args, args, (M, N, K), sizes,
         PLACE, LOAD_A, LOAD_B, LOAD_STEP, MULTIPLY, PREFETCH, EPILOGUE, STORE, BLOCK_M, BLOCK_N, 1, 1, BLOCK_K, BAND_M,
         PAIRED, EPILOGUE_SUBTILES, CHECK_K, WIDE, ACC, OUT, PRECISION, IMPRECISE_ACC, FLATTEN,
     )  # fmt: skip
     if TAIL_PLACE is not None:
         walk(
-            tail_tiles, (a_tail, b_tail, None, a_strides, b_strides, step_args), (out_tail, out_strides, args), state,
+            tail_tiles, a_tail, b_tail, out_tail, a_strides, b_strides, out_strides, state, step_args, args,
             (M, N, K), sizes,
             TAIL_PLACE, LOAD_A, LOAD_B, LOAD_STEP, MULTIPLY, PREFETCH, EPILOGUE, STORE, BLOCK_M, BLOCK_N, TAIL_M,
             TAIL_N, TAIL_K, BAND_M, PAIRED, TAIL_SUBTILES, CHECK_TAIL_K, WIDE, ACC, OUT, PRECISION, IMPRECISE_ACC,
