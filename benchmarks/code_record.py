@@ -22,8 +22,8 @@ from typing import Any
 
 from gemmery.devices import TABLE, Device
 from gemmery.dtypes import DTYPE_NAMES
-from gemmery.lab import posing, suites
-from gemmery.lab.fused_targets import FUSED, pose
+from gemmery.lab import abstract, suites
+from gemmery.lab.fused_targets import FUSED, abstract_product
 from gemmery.lab.inputs import KINDS
 from gemmery.lab.targets import TARGETS
 from gemmery.launch.padding import launched
@@ -115,13 +115,13 @@ def record(target: str) -> dict[str, Any]:
     for name, how in FUSED.items():
         for dtype in how.dtypes:
             if how.needs in (None, *device.target.fp8) and (dtype not in ("e4m3", "e5m2") or dtype in fp8):
-                problem, given = pose(name, dtype, how.rows, 4096, device)
+                problem, given = abstract_product(name, dtype, how.rows, 4096, device)
                 made[f"{target}/fused/{name}/{dtype}"] = describe(problem, given)
     for suite, row, dtype in rows():
         name = f"{target}/{suite}/{row.name}/{dtype}"
         if KINDS[dtype].precision not in ("ieee", *device.target.precisions):
             continue
-        problem = posing.of_row(row, dtype, device)
+        problem = abstract.of_row(row, dtype, device)
         if not runs_on(problem):
             continue
         problem = launched(problem) if not problem.paired else problem

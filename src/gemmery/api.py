@@ -153,8 +153,8 @@ def addmm(
         if not isinstance(value, QuantizedTensor):
             continue
         raise TypeError(
-            f"addmm: {name} is a QuantizedTensor; it can be the second factor alone, of gemmery.linear(a, b, input) or "
-            "gemmery.matmul(a, b, bias=input)"
+            f"addmm: {name} is a QuantizedTensor; it can be the second operand alone, of gemmery.linear(a, b, input) "
+            "or gemmery.matmul(a, b, bias=input)"
         )
     if input is None:
         check_tensor("addmm", "input", input)

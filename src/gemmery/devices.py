@@ -139,7 +139,7 @@ class Device:
         fp16, tf32, fp32, fp64, fp8, int8: dense peak rates with sums in fp32 (int32 for int8), operations per second;
             bf16 runs at fp16's rate, and 0 means that there is no such unit.
         achieved: part of the peak rate that a long 16-bit product reaches.
-        intake: bytes per second that one multiprocessor takes in from L2; 0 where it was not measured.
+        l2_bandwidth_per_sm: bytes per second that one multiprocessor takes in from L2; 0 where it was not measured.
         delays: times that do not depend on the size.
         note: what else is to be expected of predictions for it, in a sentence.
     """
@@ -156,7 +156,7 @@ class Device:
     fp8: float
     int8: float
     achieved: float = 0.8
-    intake: float = 0.0
+    l2_bandwidth_per_sm: float = 0.0
     delays: Delays = Delays()
     note: str = ""
 
@@ -171,8 +171,12 @@ class Device:
 
         Measured, or as measured for another GPU of the architecture, or else four times its share of the memory's.
         """
-        of_arch = (row.intake for row in TABLE.values() if row.arch == self.arch and row.intake)
-        return self.intake or next(of_arch, 4 * self.bandwidth / self.sms)
+        of_arch = (
+            row.l2_bandwidth_per_sm
+            for row in TABLE.values()
+            if row.arch == self.arch and row.l2_bandwidth_per_sm
+        )
+        return self.l2_bandwidth_per_sm or next(of_arch, 4 * self.bandwidth / self.sms)
 
     @property
     def store_bandwidth(self) -> float:
@@ -211,9 +215,9 @@ TABLE: dict[str, Device] = {
         Device("NVIDIA GeForce RTX 4090", "sm_89", 128, 72 * _M, 1008 * _G, 165.2 * _T, 82.6 * _T, 82.6 * _T, 1.29 * _T,
                330.3 * _T, 660.6 * _T),
         Device("NVIDIA H200", "sm_90", 132, 60 * _M, 4800 * _G, 989 * _T, 494 * _T, 67 * _T, 67 * _T, 1979 * _T,
-               1979 * _T, achieved=1.0, intake=124 * _G),
+               1979 * _T, achieved=1.0, l2_bandwidth_per_sm=124 * _G),
         Device("NVIDIA H100", "sm_90", 132, 50 * _M, 3350 * _G, 989 * _T, 494 * _T, 67 * _T, 67 * _T, 1979 * _T,
-               1979 * _T, achieved=0.95, intake=124 * _G),
+               1979 * _T, achieved=0.95, l2_bandwidth_per_sm=124 * _G),
         Device("NVIDIA B200", "sm_100", 148, 126 * _M, 8000 * _G, 2250 * _T, 1100 * _T, 75 * _T, 37 * _T, 4500 * _T,
                4500 * _T),
         Device("NVIDIA GeForce RTX 5090", "sm_120", 170, 96 * _M, 1792 * _G, 209.5 * _T, 104.8 * _T, 104.8 * _T,

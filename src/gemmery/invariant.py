@@ -119,7 +119,7 @@ def _addmm_activation(
 
 
 def _side_by_side(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The factors whose product is the sum of a batch of products."""
+    """The operands whose product is the sum of a batch of products."""
     return a.transpose(0, 1).flatten(1), b.flatten(0, 1)
 
 

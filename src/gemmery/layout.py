@@ -99,14 +99,14 @@ def make_problem(
         scaled: whether the product or the addend comes with a factor other than 1.
     """
     extras = [] if addend is None else [(addend, b.shape[-1])]
-    bare, layouts = fold(DenseOperand(a), DenseOperand(b), out, extras, device)
+    plain, layouts = fold(DenseOperand(a), DenseOperand(b), out, extras, device)
     epilogue = "scale" if scaled else "identity"
     added = layouts[0] if layouts else None
     if added is not None:
-        one_row = bare.M == 1 or added.row == 0
+        one_row = plain.M == 1 or added.row == 0
         epilogue = "add_row" if not scaled and one_row and not any(added.steps) else "add_matrix"
     return replace(
-        bare, epilogue=epilogue, addend=added, precision=precision, fast_accum=fast_accum,
+        plain, epilogue=epilogue, addend=added, precision=precision, fast_accum=fast_accum,
         # Sums of integers are the same in any order.
         batch_invariant=batch_invariant and a.dtype.is_floating_point,
     )  # fmt: skip
@@ -135,13 +135,13 @@ def fold(
     rows = _fold_rows(sizes, M, walkers, of_b)
     layouts = [_layout(tensor, x) for (tensor, _), x in zip(others, of_others, strict=True)]
     N = columns * b.halves
-    bare = Problem(
+    plain = Problem(
         M=rows, N=N, K=K, batch=tuple(sizes), device=device,
         a=_matrix(left, of_a, rows, K), b=_matrix(right, of_b, K, N), out=_matrix(out, of_out, rows, out.shape[-1]),
     )  # fmt: skip
     count = len(extras)
-    specs = a.spec(bare.a, layouts[count:], bare), b.spec(bare.b, [], bare)
-    return replace(bare, a=specs[0], b=specs[1]), layouts[:count]
+    specs = a.spec(plain.a, layouts[count:], plain), b.spec(plain.b, [], plain)
+    return replace(plain, a=specs[0], b=specs[1]), layouts[:count]
 
 
 def fold_blocks(

@@ -85,7 +85,7 @@ class Problem:
         return () if self.addend is None else (self.addend,)
 
     @property
-    def wants_pieces(self) -> bool:
+    def wants_subtiles(self) -> bool:
         """Whether a traced epilogue takes many registers: for more as large as the output, or for random numbers."""
         if self.fusion is None:
             return False

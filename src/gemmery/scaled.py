@@ -69,7 +69,7 @@ def scaled_matmul(
 
 
 def _check(a: Any, b: Any, bias: Any, epilogue: Any, args: Any) -> None:
-    """TypeError or ValueError unless the factors and the bias go together; the rest is for `linear` to say."""
+    """TypeError or ValueError unless the operands and the bias go together; the rest is for `linear` to say."""
     op = "scaled_matmul"
     for name, value in (("a", a), ("b", b)):
         if not isinstance(value, ScaledTensor):

@@ -10,7 +10,7 @@ import torch
 
 from gemmery.devices import TABLE
 from gemmery.dtypes import DTYPE_NAMES, OUT_DTYPES
-from gemmery.lab.fused_targets import pose
+from gemmery.lab.fused_targets import abstract_product
 from gemmery.lab.inspection.sass import disassemble
 from gemmery.launch.cross_compile import compiling_for
 from gemmery.layout import make_problem
@@ -52,7 +52,7 @@ def compile_dense(target, config, dtype="bf16", *, bias=False, precision="ieee",
 def compile_posed(target, name, dtype, config, rows=4096):
     """A product of `lab.fused_targets.FUSED`, whose other sizes are 4096."""
     with strictly_for(target):
-        problem, tensors = pose(name, dtype, rows, 4096, device_of(target))
+        problem, tensors = abstract_product(name, dtype, rows, 4096, device_of(target))
         return bind(problem, Config.of(config)).compile(*tensors)
 
 

@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 
 from gemmery.devices import TABLE
-from gemmery.lab.fused_targets import pose
+from gemmery.lab.fused_targets import abstract_product
 from gemmery.launch import direct
 from gemmery.layout import make_problem
 from gemmery.problem import Config
@@ -214,7 +214,7 @@ def one_workspace(binding):
 def same_way_fused(name):
     """The same for a product whose epilogue was traced."""
     posed, dtype, config = FUSED[name]
-    problem, (given, numbers) = pose(posed, dtype, 300, 1024, TABLE["NVIDIA H200"])
+    problem, (given, numbers) = abstract_product(posed, dtype, 300, 1024, TABLE["NVIDIA H200"])
     binding = bind(problem, Config.of(config))
     one_workspace(binding)
     compiled = binding.compile(given, numbers)

@@ -4,8 +4,8 @@ import re
 
 import torch
 
-from gemmery.devices import ARCHS
 from gemmery import activations
+from gemmery.devices import ARCHS
 from gemmery.kernels import quantize
 from gemmery.lab.inspection.resources import usage
 from tests.compile.compiling import strictly_for

@@ -14,13 +14,13 @@ from typer.testing import CliRunner
 import gemmery
 from gemmery.cli import app
 from gemmery.devices import ARCHS, TABLE
-from gemmery.lab.fused_targets import pose
+from gemmery.lab.abstract import abstract_problem
+from gemmery.lab.fused_targets import abstract_product
 from gemmery.lab.inspection import inspect, sass
 from gemmery.lab.inspection.code import KINDS, of_kind
 from gemmery.lab.inspection.compile import device_of
 from gemmery.lab.inspection.resources import usage
 from gemmery.lab.inspection.show import facts, text
-from gemmery.lab.posing import posed
 from gemmery.launch.cross_compile import compiling_for
 from gemmery.launch.plan import compile_first_fitting
 from gemmery.problem import Config
@@ -49,7 +49,7 @@ pytestmark = pytest.mark.xdist_group("inspection")
 
 @functools.cache
 def inspected(target, config=None, size=1024, **more):
-    return inspect(posed(size, size, size, device=device_of(None, target), **more), config)
+    return inspect(abstract_problem(size, size, size, device=device_of(None, target), **more), config)
 
 
 def assembled(found):
@@ -239,13 +239,13 @@ def test_a_plan_is_inspected_as_it_is():
 def test_packed_weights_with_epilogues_compile_as_a_call_of_them_does():
     """What is made up of a problem alone, and what a call makes of tensors, are the same code."""
     config = "16x64x64-g8-w4-s3-tile-descriptor-swap"
-    problem, tensors = pose("int4_gelu", "bf16", 16, 1024, TABLE["NVIDIA H200"])
+    problem, tensors = abstract_product("int4_gelu", "bf16", 16, 1024, TABLE["NVIDIA H200"])
     made = inspect(problem, config)
     with compiling_for("sm_90"):
         called = bind(problem, Config.of(config)).compile(*tensors)
     there = sass.read(sass.disassemble(called.asm["cubin"]))
     assert list(map(str, made.code.instructions)) == list(map(str, there.instructions))
-    asked = inspect(posed(16, 1024, 1024, device=device_of(None, "sm_90"), weight="int4"), config)
+    asked = inspect(abstract_problem(16, 1024, 1024, device=device_of(None, "sm_90"), weight="int4"), config)
     assert asked.problem.b == problem.b
     assert asked.products == 1
     assert all("from registers" in i.note for i in asked.loop.tensor)

@@ -86,8 +86,8 @@ def test_pointwise(target):
 @pytest.mark.parametrize("name", SPECIALIZED)
 @pytest.mark.skipif(not specialized.SPECIALIZED.available(), reason="specialised warps need another Triton")
 def test_specialized(name):
-    *posed, config, rows = SPECIALIZED[name]
-    compiled = compile_posed("sm_90", *posed, config, rows)
+    *abstract_problem, config, rows = SPECIALIZED[name]
+    compiled = compile_posed("sm_90", *abstract_problem, config, rows)
     check("sm_90", compiled, "gemm_specialized", "wgmma.mma_async")
 
 

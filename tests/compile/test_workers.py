@@ -79,17 +79,17 @@ from triton import knobs
 from gemmery.devices import TABLE
 from gemmery.lab import targets
 targets.use_target("sm_90")
-from gemmery.lab.fused_targets import pose
+from gemmery.lab.fused_targets import abstract_product
 from gemmery.schedules import bind
 from gemmery.select import candidates
 from gemmery.tuning.workers import Target, Workers
 hits = []
 knobs.compilation.listener = lambda *, cache_hit, **more: hits.append(cache_hit)
-posed = [pose(name, "bf16", 16, 4096, TABLE["NVIDIA H200"]) for name in ("swiglu_pair", "normed_swiglu", "several")]
+abstract_problem = [abstract_product(name, "bf16", 16, 4096, TABLE["NVIDIA H200"]) for name in ("swiglu_pair", "normed_swiglu", "several")]
 with Workers(Target.active(), 1) as pool:
-    for problem, _ in posed:
+    for problem, _ in abstract_problem:
         assert pool.submit(problem, candidates(problem)[0]).result() is None
-for problem, tensors in posed:
+for problem, tensors in abstract_problem:
     bind(problem, candidates(problem)[0]).compile(*tensors)
 print(json.dumps(hits))
 """

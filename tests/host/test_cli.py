@@ -520,11 +520,11 @@ def test_sizes_that_there_are_not_are_told_in_a_line(command_name, sizes, here):
 
 
 def test_further_configs_are_sorted_by_predicted_time():
-    from gemmery.lab.posing import posed
+    from gemmery.lab.abstract import abstract_problem
     from gemmery.launch.explain import explain_problem
 
     for sizes in ((4096, 4096, 4096), (16, 28672, 8192), (300, 2112, 7168)):
-        choices = explain_problem(posed(*sizes, device=TABLE["NVIDIA H200"]), top=12).choices
+        choices = explain_problem(abstract_problem(*sizes, device=TABLE["NVIDIA H200"]), top=12).choices
         totals = [choice.cost.total for choice in choices[1:]]
         assert totals == sorted(totals)
-        assert choices[0].config == candidates(posed(*sizes, device=TABLE["NVIDIA H200"]))[0]
+        assert choices[0].config == candidates(abstract_problem(*sizes, device=TABLE["NVIDIA H200"]))[0]

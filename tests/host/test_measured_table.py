@@ -10,7 +10,7 @@ import torch
 
 from gemmery import Config, devices
 from gemmery.lab import suites
-from gemmery.lab.posing import posed
+from gemmery.lab.abstract import abstract_problem
 from gemmery.schedules.specialized import SPECIALIZED
 from gemmery.select import measured, rank
 from gemmery.select.keys import to_dict
@@ -132,7 +132,7 @@ def test_few_rows_of_a_packed_weight_take_few_rows_of_tiles(format):
     """Also between the numbers of rows that were timed, and where tiles of more rows were not."""
     for M in (1, 2, 5, 8, 13, 16, 20, 32, 50, 64):
         for N, K in ((8192, 8192), (14336, 4096), (4096, 14336), (6144, 4096)):
-            config = rank(posed(M, N, K, device=H200, weight=format))[0][0]
+            config = rank(abstract_problem(M, N, K, device=H200, weight=format))[0][0]
             assert config.block_m <= max(16, 1 << (M - 1).bit_length()), (M, N, K, str(config))
 
 
@@ -149,7 +149,7 @@ def test_what_was_timed_decides_where_it_was(format):
             times[shape] = times.get(shape, {}) | found
     for shape, found in times.items():
         _, M, N, K = shape
-        config = rank(posed(M, N, K, device=H200, weight=format))[0][0]
+        config = rank(abstract_problem(M, N, K, device=H200, weight=format))[0][0]
         # Some tables have shapes that others have not.
         if config in found or any(other.schedule == config.schedule for other in found):
             assert found.get(config, np.inf) <= 1.1 * min(found.values()), (shape, str(config))

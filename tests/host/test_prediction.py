@@ -16,9 +16,9 @@ from benchmarks import fit_prediction
 from gemmery import devices
 from gemmery.cli import app
 from gemmery.lab import results, suites
+from gemmery.lab.abstract import abstract_problem, of_row
 from gemmery.lab.fusions import FUSIONS, in_torch
 from gemmery.lab.inputs import KINDS
-from gemmery.lab.posing import of_row, posed
 from gemmery.lab.prediction import calibration, ours, predict, recorded, vendor
 from gemmery.lab.prediction.describe import describe
 from gemmery.lab.prediction.predict import BINDING, roofline
@@ -212,7 +212,7 @@ ASKED = [
 @pytest.mark.parametrize("asked", ASKED, ids=str)
 def test_every_gpu_has_a_prediction(asked):
     for device in GPUS:
-        problem = posed(512, 4096, 4096, device=device, **asked)
+        problem = abstract_problem(512, 4096, 4096, device=device, **asked)
         found = predict(problem)
         lacks = found.gemmery is None
         assert lacks == (not found.cost) == (found.config == "torch reference") == (found.bound == "")
@@ -238,7 +238,7 @@ def test_every_gpu_has_a_prediction(asked):
     st.sampled_from(["bf16", "fp32", "int8"]), st.sampled_from(["NN", "NT", "TN", "TT"]),
 )  # fmt: skip
 def test_any_size_has_a_prediction(m, n, k, device, dtype, layout):
-    found = predict(posed(m, n, k, device=device, dtype=dtype, layout=layout))
+    found = predict(abstract_problem(m, n, k, device=device, dtype=dtype, layout=layout))
     for seconds in (found.gemmery, found.cublas):
         assert seconds is None or (math.isfinite(seconds) and seconds > 1e-6)
 
@@ -261,7 +261,7 @@ def test_no_prediction_beats_the_datasheet(device, asked):
             continue
         if k % 32 and {"weight", "scales"} & set(asked):
             continue
-        found = predict(posed(m, n, k, device=device, **asked))
+        found = predict(abstract_problem(m, n, k, device=device, **asked))
         p = found.problem
         peak = device.rate(p.a.dtype, p.precision)
         for seconds, (low, high) in (
@@ -276,7 +276,7 @@ def test_no_prediction_beats_the_datasheet(device, asked):
 
 def test_a_vendors_product_with_a_packed_weight_reads_the_unpacked_one():
     for device in GPUS:
-        found = predict(posed(1, 8192, 8192, device=device, weight="int4"))
+        found = predict(abstract_problem(1, 8192, 8192, device=device, weight="int4"))
         assert found.cublas >= 2 * 8192**2 / device.bandwidth
 
 
@@ -299,8 +299,8 @@ def test_what_was_measured_of_a_product_is_told():
     assert lines.index(next(x for x in lines if "gemmery, predicted" in x)) > 2
     assert found.asdict()["recorded"]["seconds"] == found.recorded.seconds
     # Nothing was recorded of a product that differs in anything, or elsewhere.
-    for other in (posed(4096, 4096, 4104, device=H200), posed(4096, 4096, 4096, device=H200, layout="TT", dtype="fp64"),
-                  posed(4096, 4096, 4096, device=devices.TABLE["NVIDIA H100"])):  # fmt: skip
+    for other in (abstract_problem(4096, 4096, 4104, device=H200), abstract_problem(4096, 4096, 4096, device=H200, layout="TT", dtype="fp64"),
+                  abstract_problem(4096, 4096, 4096, device=devices.TABLE["NVIDIA H100"])):  # fmt: skip
         assert predict(other).recorded is None
         assert ", measured" not in describe(predict(other))
     # Nor of another kernel than the one that ran.
@@ -308,7 +308,7 @@ def test_what_was_measured_of_a_product_is_told():
 
 
 def test_measured_times_decide_before_predicted_ones():
-    found = predict(posed(4096, 4096, 4096, device=H200))
+    found = predict(abstract_problem(4096, 4096, 4096, device=H200))
     for low, high, winner in ((1e-6, 2e-6, "gemmery"), (1.0, 2.0, "cublas"), (1e-6, 2.0, None)):
         measured = replace(found.recorded, spread={"gemmery": (low, high), "cublas": (1e-3, 2e-3)})
         assert replace(found, recorded=measured).winner == winner
@@ -319,7 +319,7 @@ def test_measured_times_decide_before_predicted_ones():
 
 def test_gpus_that_were_not_measured_say_so_everywhere():
     for device in GPUS:
-        found = predict(posed(512, 4096, 4096, device=device))
+        found = predict(abstract_problem(512, 4096, 4096, device=device))
         said = [
             describe(found),
             json.dumps(found.asdict()),
@@ -331,23 +331,23 @@ def test_gpus_that_were_not_measured_say_so_everywhere():
         assert found.asdict()["measured"] == (device is H200)
         assert device is H200 or found.winner is None
     assert "0.3 of the vendor's BLAS" in describe(
-        predict(posed(512, 512, 512, device=devices.TABLE["AMD Instinct MI300X"]))
+        predict(abstract_problem(512, 512, 512, device=devices.TABLE["AMD Instinct MI300X"]))
     )
 
 
 def test_larger_products_take_longer():
     for device in (H200, devices.TABLE["NVIDIA A100"]):
         for rows in ((16, 4096, 16384), (256, 2048, 16384)):
-            times = [predict(posed(m, 8192, 8192, device=device)) for m in rows]
+            times = [predict(abstract_problem(m, 8192, 8192, device=device)) for m in rows]
             for method in calibration.METHODS:
                 seconds = [getattr(found, method) for found in times]
                 assert seconds == sorted(seconds)
 
 
 def test_what_binds_is_what_should():
-    large, thin = (predict(posed(m, 8192, 8192, device=H200)) for m in (8192, 8))
+    large, thin = (predict(abstract_problem(m, 8192, 8192, device=H200)) for m in (8192, 8))
     assert (large.bound, thin.bound) == ("compute", "memory")
-    assert predict(posed(64, 64, 64, device=H200)).bound == "overhead"
+    assert predict(abstract_problem(64, 64, 64, device=H200)).bound == "overhead"
     assert large.room == pytest.approx(1 - large.roofline / large.gemmery)
     assert large.ratio == pytest.approx(large.cublas / large.gemmery)
     assert large.roofline == pytest.approx(2 * 8192**3 / H200.fp16)
@@ -355,7 +355,7 @@ def test_what_binds_is_what_should():
 
 
 def test_a_config_can_be_given():
-    problem = posed(4096, 4096, 4096, device=H200)
+    problem = abstract_problem(4096, 4096, 4096, device=H200)
     best = predict(problem)
     other = predict(problem, "64x64x64-g8-w4-s3-tile-descriptor")
     assert other.config.startswith("64x64x64")
@@ -440,7 +440,7 @@ def test_operators_behind_a_product_are_counted_as_torch_launches_them(name):
     a, weight = torch.ones(4, 8), torch.ones(8, 8)
     with Kernels() as seen:
         in_torch(fusion.function)(a, weight, *args)
-    found = vendor.route(posed(64, 256, 256, device=H200, epilogue=name))
+    found = vendor.route(abstract_problem(64, 256, 256, device=H200, epilogue=name))
     assert found.kernels == len(seen.names)
     least = 2 * 64 * found.problem.out_n * 2
     assert found.elementwise >= least * found.kernels
@@ -453,13 +453,15 @@ def test_what_torch_does_not_have_has_no_time():
         (H200, {"dtype": "int8", "batch": (4,)}),
         (H200, {"dtype": "fp8", "layout": "NN"}),
     ):
-        assert predict(posed(64, 256, 256, device=device, **asked)).cublas is None
-    assert predict(posed(16, 256, 256, device=H200, dtype="int8")).cublas is None
-    assert predict(posed(17, 256, 256, device=H200, dtype="int8")).cublas is not None
+        assert predict(abstract_problem(64, 256, 256, device=device, **asked)).cublas is None
+    assert predict(abstract_problem(16, 256, 256, device=H200, dtype="int8")).cublas is None
+    assert predict(abstract_problem(17, 256, 256, device=H200, dtype="int8")).cublas is not None
 
 
 def test_a_packed_weight_is_multiplied_unpacked_by_the_vendor():
-    plain, packed = (predict(posed(64, 4096, 4096, device=H200, **how)) for how in ({}, {"weight": "int4"}))
+    plain, packed = (
+        predict(abstract_problem(64, 4096, 4096, device=H200, **how)) for how in ({}, {"weight": "int4"})
+    )
     assert packed.cublas == pytest.approx(plain.cublas)
     assert packed.roofline < 0.5 * plain.roofline
 
@@ -493,7 +495,7 @@ def test_products_of_a_kind_are_off_together():
 
 
 def test_torch_has_mx_products_in_bf16():
-    problem = posed(512, 4096, 4096, device=H200, dtype="fp8", scales="mx")
+    problem = abstract_problem(512, 4096, 4096, device=H200, dtype="fp8", scales="mx")
     found = vendor.route(problem)
     assert found is not None
     assert (found.kind, found.problem.a.dtype, found.problem.b.is_scaled) == ("half", torch.bfloat16, False)
@@ -525,7 +527,7 @@ def test_rows_of_all_suites_are_posed():
 )
 def test_what_can_not_be_asked(asked, said):
     with pytest.raises(ValueError, match=said):
-        posed(**({"M": 64, "N": 64, "K": 64, "device": H200} | asked))
+        abstract_problem(**({"M": 64, "N": 64, "K": 64, "device": H200} | asked))
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
@@ -542,7 +544,7 @@ def test_the_command_says_it_all(tmp_path):
         f"{found['cublas'] * 1e6:.1f}", f"{found['room']:.0%}", "measurements on an NVIDIA H200",
     ):  # fmt: skip
         assert text in done.output
-    assert found["gemmery"] == predict(posed(16, 8192, 8192, device=H200, weight="int4")).gemmery
+    assert found["gemmery"] == predict(abstract_problem(16, 8192, 8192, device=H200, weight="int4")).gemmery
 
 
 def test_the_command_on_a_gpu_that_was_not_measured():

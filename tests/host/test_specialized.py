@@ -11,7 +11,7 @@ from gemmery import Config, devices
 from gemmery.epilogues.device import compiled
 from gemmery.epilogues.table import TYPES
 from gemmery.kernels import dialect
-from gemmery.lab.posing import posed
+from gemmery.lab.abstract import abstract_problem
 from gemmery.schedules import REGISTRY, bind, specialized
 from gemmery.schedules.specialized import SPECIALIZED
 from gemmery.select import measured, rank
@@ -24,11 +24,11 @@ SCALED = Config.of("128x256x128-g16-w8-s3-specialized-descriptor")
 
 
 def packed(M=4096, N=8192, K=8192, **options):
-    return posed(M, N, K, device=options.pop("device", H200), **{"weight": "int4"} | options)
+    return abstract_problem(M, N, K, device=options.pop("device", H200), **{"weight": "int4"} | options)
 
 
 def blocks(M=4096, N=8192, K=8192, **options):
-    return posed(M, N, K, device=H200, dtype="e4m3", scales="block", **options)
+    return abstract_problem(M, N, K, device=H200, dtype="e4m3", scales="block", **options)
 
 
 def test_text_and_back():
@@ -58,8 +58,8 @@ def test_what_it_suits():
     assert SPECIALIZED.suits(packed(epilogue="swiglu"))
     assert SPECIALIZED.suits(blocks())
     # Others have nothing to do between two products.
-    assert not SPECIALIZED.suits(posed(4096, 8192, 8192, device=H200))
-    assert not SPECIALIZED.suits(posed(4096, 8192, 8192, device=H200, dtype="e4m3", scales="row"))
+    assert not SPECIALIZED.suits(abstract_problem(4096, 8192, 8192, device=H200))
+    assert not SPECIALIZED.suits(abstract_problem(4096, 8192, 8192, device=H200, dtype="e4m3", scales="row"))
     batch = replace(packed(), batch=(2,))
     assert not SPECIALIZED.suits(batch)
     columns = replace(packed(), a=replace(packed().a, row=1, col=4096))
@@ -106,7 +106,7 @@ def test_another_triton_does_without(monkeypatch):
         (blocks(), str(CONFIG), "need block_m 128"),
         (blocks(), "64x128x128-g4-w8-s5-specialized-descriptor", "need block_m 128"),
         (blocks(), "128x128x64-g4-w8-s5-specialized-descriptor", "block_k 128"),
-        (posed(4096, 8192, 8192, device=H200), str(SCALED), "a packed weight or fp8 factors"),
+        (abstract_problem(4096, 8192, 8192, device=H200), str(SCALED), "a packed weight or fp8 operands"),
     ],
 )
 def test_configs_that_do_not_fit_are_refused(problem, config, reason):

@@ -1,4 +1,4 @@
-"""A second factor in two parts, which an epilogue halves again: wherever the parts lie, with all that surrounds a call."""
+"""A second operand in two parts, which an epilogue halves again: wherever the parts lie, with all that surrounds a call."""
 
 import re
 

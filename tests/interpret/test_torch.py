@@ -128,13 +128,13 @@ def test_gradients_keep_precision_and_invariance(monkeypatch):
     from gemmery.product import gradients
 
     asked = []
-    original = gradients.bare
+    original = gradients.plain_product
 
     def noted(a, b, options, *more):
         asked.append((options.precision, options.fast_accum, options.batch_invariant))
         return original(a, b, options, *more)
 
-    monkeypatch.setattr(gradients, "bare", noted)
+    monkeypatch.setattr(gradients, "plain_product", noted)
     for precision, invariant in (("tf32x3", False), ("ieee", True)):
         a, b = leaf(3, 4, dtype=torch.float32), leaf(4, 5, dtype=torch.float32)
         gemmery.matmul(a, b, precision=precision, batch_invariant=invariant).sum().backward()

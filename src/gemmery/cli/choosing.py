@@ -65,12 +65,12 @@ def explain(
     compute, l2 and memory overlap, so that total is less than the sum. The lines below the table say what binds the
     first candidate, and what it gains over the next.
     """
-    from ..lab.posing import posed
+    from ..lab.abstract import abstract_problem
     from ..launch.explain import explain_problem
     from ..select.shapes import device_named
 
     with told():
-        problem = posed(
+        problem = abstract_problem(
             m, n, k, device=device_named(device), dtype=dtype, layout=layout, weight=weight, group_size=group_size,
             scales=scales, bias=bias, epilogue=epilogue, batch_invariant=batch_invariant, batch=batch_sizes(batch),
         )  # fmt: skip

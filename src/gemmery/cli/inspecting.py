@@ -57,13 +57,13 @@ def inspect(
     """
     from rich.console import Console
 
+    from ..lab.abstract import abstract_problem
     from ..lab.inspection import inspect as run
     from ..lab.inspection.compile import device_of
     from ..lab.inspection.show import show
-    from ..lab.posing import posed
 
     with told():
-        problem = posed(
+        problem = abstract_problem(
             m, n, k, device=device_of(device, target), dtype=dtype, layout=layout, weight=weight, group_size=group_size,
             scales=scales, bias=bias, epilogue=epilogue, batch_invariant=batch_invariant,
             batch=batch_sizes(batch),

@@ -51,13 +51,13 @@ def predict(
     Says which part binds, and the room left under the roofline, on any known GPU; runs nothing and needs none. Times
     are of a single launch with its inputs in no cache.
     """
-    from ..lab.posing import posed
+    from ..lab.abstract import abstract_problem
     from ..lab.prediction import predict as run
     from ..lab.prediction.describe import describe
     from ..select.shapes import device_named
 
     with told():
-        problem = posed(
+        problem = abstract_problem(
             m, n, k, device=device_named(device), dtype=dtype, layout=layout, weight=weight, group_size=group_size,
             scales=scales, bias=bias, epilogue=epilogue, batch_invariant=batch_invariant,
             batch=batch_sizes(batch),

@@ -184,7 +184,7 @@ class _Lowering:
 
     @property
     def _width(self) -> int:
-        """Stand-in for the output's columns."""
+        """MetaProxy-in for the output's columns."""
         return self.sizes.N // 2 if self.paired else self.sizes.N
 
     def form(self, node: fx.Node, shape: Sequence[int]) -> tuple[bool, bool, int]:

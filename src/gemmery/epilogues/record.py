@@ -26,15 +26,15 @@ class Untraceable(ValueError):
     """A function that cannot be made part of a kernel; says which operation, where, and what can be."""
 
 
-class Stand(Tensor):
+class MetaProxy(Tensor):
     """A tensor of some shape, type and device, without data."""
 
     meta: Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, meta: Tensor, device: torch.device) -> Stand:  # noqa: D102
-        made: Stand = torch.Tensor._make_wrapper_subclass(
+    def __new__(cls, meta: Tensor, device: torch.device) -> MetaProxy:  # noqa: D102
+        made: MetaProxy = torch.Tensor._make_wrapper_subclass(
             cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device
         )
         made.meta = meta
@@ -52,8 +52,10 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
 
     (torch's own functions for this are in Python, and import its compiler.)
     """
-    shapes = [x.shape for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Stand)]
-    ones = pytree.tree_map_only(Stand, lambda x: torch.ones((1,) * x.dim(), dtype=x.dtype), (args, kwargs))
+    shapes = [x.shape for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, MetaProxy)]
+    ones = pytree.tree_map_only(
+        MetaProxy, lambda x: torch.ones((1,) * x.dim(), dtype=x.dtype), (args, kwargs)
+    )
     try:
         result = func(*ones[0], **ones[1])
     except NotImplementedError:
@@ -63,7 +65,7 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _without_data(func: Any, args: Any, kwargs: Any) -> Any:
     """Tensors without data like an operator's results."""
-    args, kwargs = pytree.tree_map_only(Stand, lambda x: x.meta, (args, kwargs))
+    args, kwargs = pytree.tree_map_only(MetaProxy, lambda x: x.meta, (args, kwargs))
     if "device" in kwargs:
         kwargs["device"] = _META
     return func(*args, **kwargs)
@@ -77,10 +79,10 @@ def _picks_by_number(func: Any, args: Any) -> bool:
 
 
 class Recorder(TorchDispatchMode):
-    """A mode under which operators on stand-ins become nodes of a graph.
+    """A mode under which operators on proxy-ins become nodes of a graph.
 
     Args:
-        device: where the stand-ins say they are.
+        device: where the proxy-ins say they are.
         files: the files of the user's functions; each node's "where" is its line in one of them.
         decompositions: operators that are run as functions of simpler ones, which may return NotImplemented.
     """
@@ -102,16 +104,16 @@ class Recorder(TorchDispatchMode):
         self._alive: list[Tensor] = []  # so that no two have the same id
         self._numbers: set[int] = set()
 
-    def placeholder(self, shape: Sequence[int], dtype: torch.dtype, number: bool = False) -> Stand:
-        """A stand-in for an argument, which may be a number."""
+    def placeholder(self, shape: Sequence[int], dtype: torch.dtype, number: bool = False) -> MetaProxy:
+        """A proxy-in for an argument, which may be a number."""
         node = self.graph.placeholder(f"x{len(self._alive)}")
-        stand = self._known(torch.empty(shape, dtype=dtype, device=_META), node)
+        proxy = self._known(torch.empty(shape, dtype=dtype, device=_META), node)
         if number:
-            self._numbers.add(id(stand))
-        return stand
+            self._numbers.add(id(proxy))
+        return proxy
 
-    def run(self, function: Callable[..., Any], inputs: Sequence[Stand], grad: bool) -> fx.Graph:
-        """The graph of a function of stand-ins, with what does not matter to its results left out."""
+    def run(self, function: Callable[..., Any], inputs: Sequence[MetaProxy], grad: bool) -> fx.Graph:
+        """The graph of a function of proxy-ins, with what does not matter to its results left out."""
         with torch.set_grad_enabled(grad), self:
             results = torch.func.functionalize(function)(*inputs)
         self.graph.output(pytree.tree_map_only(Tensor, self._node, results))
@@ -130,7 +132,7 @@ class Recorder(TorchDispatchMode):
         if result is not NotImplemented:
             return result
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if tensors and not any(isinstance(x, Stand) for x in tensors):
+        if tensors and not any(isinstance(x, MetaProxy) for x in tensors):
             return func(*args, **kwargs)  # of constants
         if _READING & set(func.tags) and not _picks_by_number(func, args):
             if id(args[0]) in self._numbers:
@@ -159,12 +161,12 @@ class Recorder(TorchDispatchMode):
             for i, x in enumerate(results)
         )
 
-    def _known(self, meta: Tensor, node: fx.Node) -> Stand:
-        stand = Stand(meta, self.device)
-        node.meta["val"] = stand
-        self._nodes[id(stand)] = node
-        self._alive.append(stand)
-        return stand
+    def _known(self, meta: Tensor, node: fx.Node) -> MetaProxy:
+        proxy = MetaProxy(meta, self.device)
+        node.meta["val"] = proxy
+        self._nodes[id(proxy)] = node
+        self._alive.append(proxy)
+        return proxy
 
     def _node(self, tensor: Tensor) -> fx.Node:
         if id(tensor) not in self._nodes:

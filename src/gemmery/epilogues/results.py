@@ -154,7 +154,7 @@ class Results:
             results.append(x.unsqueeze(-1) if output.reduced is not None and output.reduced.keepdim else x)
         return results
 
-    def apart(self, tensors: list[Tensor]) -> list[Tensor]:
+    def unalias(self, tensors: list[Tensor]) -> list[Tensor]:
         """Results of which no two are one tensor, as torch's functions return them."""
         return [
             x if y.same is None else x.clone() for x, y in zip(tensors, self.program.outputs, strict=True)

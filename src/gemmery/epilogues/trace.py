@@ -47,7 +47,7 @@ Argument = Shape | Number
 
 @dataclass(frozen=True)
 class Sizes:
-    """Stand-ins for the sizes of a product."""
+    """MetaProxy-ins for the sizes of a product."""
 
     M: int
     N: int

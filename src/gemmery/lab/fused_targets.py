@@ -29,7 +29,7 @@ from ..product.build import make_call
 from ..product.epilogue import outputs_of
 from ..product.run import plan
 from ..product.spec import Functions, Options, unchanged
-from .posing import scaled_meta
+from .abstract import scaled_meta
 
 
 def squares(acc: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,7 +120,7 @@ FUSED: dict[str, Fused] = {
 GRADIENTS = ("bias_gelu", "swiglu", "several", "dropout")
 
 
-class Posed(NamedTuple):
+class Abstract(NamedTuple):
     """What a product comes to before a config is chosen.
 
     Attributes:
@@ -164,38 +164,38 @@ def _packed(format: str, group: int, rows: int, columns: int, dtype: torch.dtype
     return QuantizedTensor((rows, columns), format, words, dtype=dtype, group_size=group, scales=shared)
 
 
-def _pose_blocks(x: Tensor, weight: Tensor, function: Callable[..., Any], step: int) -> Any:
+def _block_scaled(x: Tensor, weight: Tensor, function: Callable[..., Any], step: int) -> Any:
     """A product of operands with scales that change along K."""
     a, b = scaled_meta(x, weight, "mx" if step == MX_BLOCK else "block")
     return plan("linear", a, b, None, Functions(function), None, Options(torch.bfloat16))
 
 
 @contextlib.contextmanager
-def _standing_in(device: Device) -> Iterator[None]:
+def _made_for(device: Device) -> Iterator[None]:
     """Within, tensors of the meta device count as those of a GPU, and plans are made without compiling."""
 
-    def posed(problem: Problem, config: None, *given: Any) -> Posed:
-        return Posed(problem, given)
+    def caught(problem: Problem, config: None, *given: Any) -> Abstract:
+        return Abstract(problem, given)
 
     with (
         mock.patch.object(devices, "current", return_value=device),
-        mock.patch.object(prepare, "make_plan", posed),
+        mock.patch.object(prepare, "make_plan", caught),
     ):
         yield
 
 
-def pose(name: str, dtype: str, rows: int, size: int, device: Device) -> Posed:
+def abstract_product(name: str, dtype: str, rows: int, size: int, device: Device) -> Abstract:
     """A product with one of the epilogues, up to the choice of a config."""
     x, weight, bias, args = _operands(name, dtype, rows, size)
     how = FUSED[name]
     if how.step:
-        with _standing_in(device):
-            blocks: Posed = _pose_blocks(x, weight, how.function, how.step)
+        with _made_for(device):
+            blocks: Abstract = _block_scaled(x, weight, how.function, how.step)
             return blocks
     factor = tuple([half.t() for half in weight]) if how.pair else weight if how.packed else weight.t()
     before = (x.new_empty(rows, 1), x.new_empty(size)) if how.prologue else ()
-    with _standing_in(device):
-        posed: Any = gemmery.plan(
+    with _made_for(device):
+        made: Any = gemmery.plan(
             x,
             factor,
             bias=bias,
@@ -204,8 +204,8 @@ def pose(name: str, dtype: str, rows: int, size: int, device: Device) -> Posed:
             prologue=how.prologue,
             prologue_args=before,
         )
-    assert isinstance(posed, Posed)
-    return posed
+    assert isinstance(made, Abstract)
+    return made
 
 
 class _Compiling:
@@ -231,7 +231,7 @@ def gradient(name: str, dtype: str, size: int, device: Device) -> Any:
     grads = [y if y.dtype.is_floating_point else None for y in results]
     wanted = [y.dtype.is_floating_point for y in call.inputs if isinstance(y, Tensor)]
     kernel = _Compiling(pointwise.pointwise)
-    with _standing_in(device), mock.patch.object(pointwise, "pointwise", kernel):
+    with _made_for(device), mock.patch.object(pointwise, "pointwise", kernel):
         vjp.run(call, product, grads, wanted)
     (compiled,) = kernel.compiled
     return compiled

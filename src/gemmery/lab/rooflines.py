@@ -16,8 +16,8 @@ from ..devices import Device
 from ..problem import Problem
 from ..select.shapes import check_sizes, short_name
 from . import suites
+from .abstract import abstract_problem, of_row
 from .inputs import KINDS
-from .posing import of_row, posed
 from .prediction import predict, recorded
 from .prediction.calibration import mark_of
 from .suites import Row
@@ -157,7 +157,7 @@ def roof_of(device: Device, dtype: str) -> Roof:
     precision = kind.precision if kind.precision in device.target.precisions else "ieee"
     rate = device.rate(kind.dtype, precision)
     # A product of one element moves one of each matrix.
-    even = break_even(rate, device.bandwidth, posed(1, 1, 1, dtype=dtype, device=device).bytes)
+    even = break_even(rate, device.bandwidth, abstract_problem(1, 1, 1, dtype=dtype, device=device).bytes)
     return Roof(dtype, UNITS[dtype], rate, device.bandwidth, rate / device.bandwidth, even)
 
 
@@ -192,7 +192,7 @@ def rooflines(
     found = []
     for shape in shapes:
         row = Row("×".join(map(str, shape)), *shape)
-        problem = posed(*shape, dtype=dtype, device=device)
+        problem = abstract_problem(*shape, dtype=dtype, device=device)
         found.append(_point(row.name, "", dtype, problem, known.plain(row, dtype)))
     for name in suite_names:
         for row in suites.load(name):

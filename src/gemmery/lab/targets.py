@@ -148,11 +148,11 @@ def _fused(case: Case, device: Any, everything: bool) -> Iterator[Report]:
     from ..schedules.binding import promotes
     from ..select import candidates
     from ..select.space import configs
-    from .fused_targets import FUSED, pose
+    from .fused_targets import FUSED, abstract_product
 
     # As above, but even, since columns may be halved.
     size = 4096 if case.aligned else 4098
-    problem, tensors = pose(
+    problem, tensors = abstract_product(
         case.epilogue, case.dtype, size if everything else FUSED[case.epilogue].rows, size, device
     )
     choices = [tile.config for tile in configs(problem)] if everything else candidates(problem)

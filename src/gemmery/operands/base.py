@@ -292,7 +292,7 @@ class Operand:
         """The matrix that it stands for, without `outer`."""
         raise NotImplementedError
 
-    def opened(self) -> Operand:
+    def prologue_applied(self) -> Operand:
         """The same without a prologue, which is applied in torch."""
         return self
 

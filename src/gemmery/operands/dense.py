@@ -28,7 +28,6 @@ class Dense(Spec):
     """A matrix of any strides."""
 
     def usual(self, row: int, col: int) -> Dense:
-        """See `Spec.usual`."""
         return Dense(self.dtype, (), row, col, True)
 
     def suits_tma(self, problem: Problem, is_b: bool) -> bool:
@@ -45,7 +44,6 @@ class Dense(Spec):
         return problem.out_n * self.col
 
     def access(self, problem: Problem, is_b: bool, tma: bool) -> Access:
-        """See `Spec.access`."""
         rows, cols = (problem.K, problem.N) if is_b else (problem.M, problem.K)
         half = self.half_stride(problem) if is_b and problem.paired else None
         return DenseAccess(self, rows, cols, problem.batch, tma, half, self.prologue)
@@ -96,21 +94,18 @@ class DenseOperand(Operand):
         return self.prologue is None
 
     def named(self, name: str) -> list[tuple[str, Tensor]]:
-        """See `Operand.named`."""
         return [(name, self.matrix), *[("a tensor of the prologue", x) for x in self.tensors[1:]]]
 
     def lowered(self, op: str, names: tuple[str, str], dtype: torch.dtype) -> Operand:
         """See `Operand.lowered`; the prologue comes before the operand is rounded."""
         if self.matrix.dtype == dtype or self.matrix.dtype not in AUTOCAST:
             return self
-        return DenseOperand(self.opened().matrix.to(dtype))
+        return DenseOperand(self.prologue_applied().matrix.to(dtype))
 
     def in_torch(self) -> Tensor:
-        """See `Operand.in_torch`."""
         return self.matrix if self.prologue is None else self.prologue.in_torch(self.matrix)
 
-    def opened(self) -> Operand:
-        """See `Operand.opened`."""
+    def prologue_applied(self) -> Operand:
         return self if self.prologue is None else DenseOperand(self.in_torch())
 
     def along(self) -> list[tuple[Tensor, int]]:
@@ -119,7 +114,6 @@ class DenseOperand(Operand):
         return [(x, x.shape[-1] if x.dim() and x.shape[-1] != 1 else columns) for x in self.launched[1:]]
 
     def spec(self, matrix: Spec, along: Sequence[Layout], problem: Problem) -> Spec:
-        """See `Operand.spec`."""
         traced = self._traced
         if traced is None:
             return matrix
@@ -127,11 +121,9 @@ class DenseOperand(Operand):
 
     @property
     def text(self) -> str:
-        """See `Operand.text`."""
         return "dense"
 
     def mapped(self, dims: Sequence[int | None], rank: int, size: int, everywhere: bool) -> Operand:
-        """See `Operand.mapped`."""
         return DenseOperand(leading(self.matrix, dims[0], rank, size, everywhere))
 
     def gradients(
@@ -185,7 +177,6 @@ class DenseAccess(Access):
             self.strides = (*self.strides, half_stride)
 
     def loader(self) -> Any:
-        """See `Access.loader`."""
         plain = self._plain_loader()
         if self.prologue is None:
             return plain
@@ -208,7 +199,6 @@ class DenseAccess(Access):
         return loaders.store_tma_transposed if self.transposed else loaders.store_tma
 
     def argument(self, tensors: Sequence[Tensor], block_rows: int, block_cols: int) -> Any:
-        """See `Access.argument`."""
         tensor = tensors[0]
         if not self.tma:
             return tensor

@@ -28,5 +28,4 @@ class EightBitOperand(Operand):
         return False
 
     def named(self, name: str) -> list[tuple[str, Tensor]]:
-        """See `Operand.named`."""
         return [(name, self.matrix), (f"{name}'s scales", self.scale)]

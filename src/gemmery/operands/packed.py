@@ -120,7 +120,6 @@ class Packed(Spec):
         return min(count, self.matrices) * cols * (rows * self.packed_bits // 8 + groups * each)
 
     def usual(self, row: int, col: int) -> Packed:
-        """See `Spec.usual`."""
         params = tuple(replace(x, row=0, aligned=True) for x in self.params)
         return replace(self, steps=(), row=row, col=col, aligned=True, matrices=1, params=params)
 
@@ -135,7 +134,6 @@ class Packed(Spec):
         return self.aligned
 
     def refusal(self, problem: Problem, config: Config) -> str | None:
-        """See `Spec.refusal`."""
         if not config.swap or config.rest_n:
             return "packed weights need swap, in the tile schedule, and a block_n that is a power of two"
         if config.block_k % (step := block_columns(self.packed_bits)):
@@ -145,11 +143,10 @@ class Packed(Spec):
         return None
 
     def access(self, problem: Problem, is_b: bool, tma: bool) -> PackedAccess:
-        """See `Spec.access`."""
         return PackedAccess(self, problem, tma)
 
     def of_sum(self, epilogue: Any, device: Device) -> Any:
-        """A device function of an epilogue, for a sum of which `unpacker`'s numbers were factors."""
+        """A device function of an epilogue, for a sum of products of `unpacker`'s numbers."""
         kind = getattr(tl, str(self.dtype).removeprefix("torch."))
         unit = decoders.unit_of(FORMATS[self.format_name].code, self.packed_bits, kind, asm_of(device))
         return _enlarged(epilogue, unit) if unit else epilogue
@@ -173,7 +170,6 @@ class PackedAccess(Access):
         self.strides = (negated(spec), self.strips, self.lines, self.groups, self.columns)
 
     def loader(self) -> Any:
-        """See `Access.loader`."""
         device = self.problem.device
         waits = device.target.family == "hopper"
         return loader(self.spec, asm_of(device), waits, self.tma, self.problem.paired)
@@ -196,7 +192,6 @@ class PackedAccess(Access):
         return TensorDescriptor(words, [strips, lines, LINE], [lines * LINE, LINE, 1], block)
 
     def group_params(self, tensors: Sequence[Tensor], block_rows: int, block_cols: int) -> list[Any]:
-        """See `Access.group_params`."""
         filled: list[Any] = [*tensors[1:], None, None][:2]
         if not self.tma:
             return filled
@@ -250,16 +245,13 @@ class PackedOperand(Operand):
 
     @property
     def outer_place(self) -> int:
-        """See `Operand.outer_place`."""
         return PARTS.index("channel")
 
     def named(self, name: str) -> list[tuple[str, Tensor]]:
-        """See `Operand.named`."""
         own = zip(PARTS, self._parts, strict=True)
         return [(f"{name}'s {part}", x) for part, x in own if x is not None]
 
     def lowered(self, op: str, names: tuple[str, str], dtype: torch.dtype) -> Operand:
-        """See `Operand.lowered`."""
         if self.weight.dtype != dtype:
             first, second = names
             raise TypeError(
@@ -269,7 +261,6 @@ class PackedOperand(Operand):
         return self
 
     def in_torch(self) -> Tensor:
-        """See `Operand.in_torch`."""
         if self.transposed:
             return self.weight.dequantize()
         return self.weight.unscaled().dequantize().mT
@@ -279,7 +270,6 @@ class PackedOperand(Operand):
         return DenseOperand(self.in_torch()) if self.transposed else self
 
     def spec(self, matrix: Spec, along: Sequence[Layout], problem: Problem) -> Spec:
-        """See `Operand.spec`."""
         w = self.weight
         shifts = "zeros" if w.zeros is not None else "offsets" if w.offsets is not None else ""
         wide = w.scales is not None and w.scales.dtype == torch.float32
@@ -290,7 +280,6 @@ class PackedOperand(Operand):
 
     @property
     def text(self) -> str:
-        """See `Operand.text`."""
         w = self.weight
         return text_of(w.format_name, w.dtype, self._parts, self.transposed)
 
@@ -314,7 +303,6 @@ class PackedOperand(Operand):
         return cls(weight, transposed == "T")
 
     def mapped(self, dims: Sequence[int | None], rank: int, size: int, everywhere: bool) -> Operand:
-        """See `Operand.mapped`."""
         if any(dim is not None for dim in dims):
             raise NotImplementedError(
                 "vmap: a packed weight can't be mapped; map over x, or use a batch of weights"

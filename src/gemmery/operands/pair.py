@@ -61,20 +61,16 @@ class PairOperand(Operand):
         return 2
 
     def named(self, name: str) -> list[tuple[str, Tensor]]:
-        """See `Operand.named`."""
         return [(name, x) for x in self.tensors]
 
     def lowered(self, op: str, names: tuple[str, str], dtype: torch.dtype) -> Operand:
-        """See `Operand.lowered`."""
         left, right = (DenseOperand(x).lowered(op, names, dtype).matrix for x in self.tensors)
         return PairOperand(left, right)
 
     def in_torch(self) -> Tensor:
-        """See `Operand.in_torch`."""
         return torch.cat(self.tensors, dim=-1)
 
     def ordered(self) -> Operand:
-        """See `Operand.ordered`."""
         left, right = self.tensors
         return PairOperand(left, right, swapped=right.data_ptr() < left.data_ptr())
 
@@ -85,17 +81,14 @@ class PairOperand(Operand):
         return (other.data_ptr() - self.matrix.data_ptr()) // self.matrix.element_size()
 
     def spec(self, matrix: Spec, along: Sequence[Layout], problem: Problem) -> Spec:
-        """See `Operand.spec`."""
         m = matrix
         return Pair(m.dtype, m.steps, m.row, m.col, m.aligned, None, self.distance)
 
     @property
     def text(self) -> str:
-        """See `Operand.text`."""
         return "pair"
 
     def mapped(self, dims: Sequence[int | None], rank: int, size: int, everywhere: bool) -> Operand:
-        """See `Operand.mapped`."""
         everywhere = everywhere or any(dim is not None for dim in dims)
         left, right = (leading(x, d, rank, size, everywhere) for x, d in zip(self.tensors, dims, strict=True))
         if left.stride() != right.stride():

@@ -30,16 +30,13 @@ class RowScaledOperand(EightBitOperand):
 
     @property
     def outer_place(self) -> int:
-        """See `Operand.outer_place`."""
         return 1
 
     def in_torch(self) -> Tensor:
-        """See `Operand.in_torch`."""
         return self.matrix
 
     @property
     def text(self) -> str:
-        """See `Operand.text`."""
         return "rows"
 
     @classmethod
@@ -51,6 +48,5 @@ class RowScaledOperand(EightBitOperand):
         return cls(data, scale)
 
     def mapped(self, dims: Sequence[int | None], rank: int, size: int, everywhere: bool) -> Operand:
-        """See `Operand.mapped`."""
         data = leading(self.matrix, dims[0], rank, size, everywhere)
         return RowScaledOperand(data, leading(self.scale, dims[1], rank, size))

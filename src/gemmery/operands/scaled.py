@@ -47,14 +47,12 @@ class Scaled(Spec):
 
     @property
     def kind(self) -> str:
-        """See `Spec.kind`."""
         if self.power_of_two:
             return "mx"
         return "scaled" if self.step == BLOCK else f"scaled{self.step}"
 
     @property
     def note(self) -> str:
-        """See `Spec.note`."""
         return " scaled along K"
 
     @property
@@ -78,12 +76,10 @@ class Scaled(Spec):
         return self, self.scale
 
     def shapes(self, rows: int, cols: int, batch: tuple[int, ...], is_b: bool) -> list[tuple[int, ...]]:
-        """See `Spec.shapes`."""
         own, along = (cols, rows) if is_b else (rows, cols)
         return [(*batch, rows, cols), (*batch, -(-own // self.every), -(-along // self.step))]
 
     def usual(self, row: int, col: int) -> Scaled:
-        """See `Spec.usual`."""
         return replace(self, steps=(), row=row, col=col, aligned=True, scale=_ANY)
 
     def suits_tma(self, problem: Problem, is_b: bool) -> bool:
@@ -95,7 +91,6 @@ class Scaled(Spec):
         return Dense(self.dtype, self.steps, self.row, self.col, self.aligned)
 
     def refusal(self, problem: Problem, config: Config) -> str | None:
-        """See `Spec.refusal`."""
         fits = config.block_k % self.step == 0 if self.power_of_two else config.block_k == self.step
         if config.schedule == "tile" and fits and not config.rest_n:
             return None
@@ -114,7 +109,6 @@ class Scaled(Spec):
         return config.main_n, config.rest_n
 
     def k_step(self, problem: Problem) -> tuple[Any, Any]:
-        """See `Spec.k_step`."""
         if not self.by_steps:
             return self._plain.k_step(problem)
         assert isinstance(problem.a, Scaled)
@@ -124,7 +118,6 @@ class Scaled(Spec):
         return load, scales.add_scaled_product
 
     def access(self, problem: Problem, is_b: bool, tma: bool) -> Access:
-        """See `Spec.access`."""
         plain = self._plain.access(problem, is_b, tma)
         assert isinstance(plain, DenseAccess)
         return ScaledAccess(self, plain, is_b, problem.paired)
@@ -138,14 +131,12 @@ class ScaledAccess(Access):
         self.strides = plain.strides
 
     def loader(self) -> Any:
-        """See `Access.loader`."""
         load = self.plain.loader()
         if self.spec.by_steps:
             return load
         return _loader(load, len(self.strides), self.spec.step, self.is_b, self.is_b and self.paired)
 
     def argument(self, tensors: Sequence[Tensor], block_rows: int, block_cols: int) -> Any:
-        """See `Access.argument`."""
         return self.plain.argument(tensors, block_rows, block_cols)
 
     def behind_strides(self, tensors: Sequence[Tensor], numbers: Sequence[float]) -> tuple[Any, ...]:
@@ -153,7 +144,6 @@ class ScaledAccess(Access):
         return () if self.spec.by_steps else self._scales(tensors)
 
     def step_scales(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-        """See `Access.step_scales`."""
         return self._scales(tensors) if self.spec.by_steps else ()
 
     def _scales(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -167,10 +157,10 @@ def {load}_{of}_{step}_{paired}(
     x, shape, strides, sizes, batch, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, CHECK_ROWS: tl.constexpr,
     CHECK_COLS: tl.constexpr, WIDE: tl.constexpr
 ):
-    {layout}, factors, of_batch, of_row, of_k = strides
+    {layout}, scale, of_batch, of_row, of_k = strides
     # Before the block is waited for, so that they come meanwhile.
     powers = powers_of_{of}(
-        factors, of_batch, of_row, of_k, shape, sizes, batch, row, col, ROWS, COLS, {step}, {paired}
+        scale, of_batch, of_row, of_k, shape, sizes, batch, row, col, ROWS, COLS, {step}, {paired}
     )
     block = LOAD(x, shape, ({layout}), sizes, batch, row, col, ROWS, COLS, CHECK_ROWS, CHECK_COLS, WIDE)
     return {of}_in_bf16(block, powers)
@@ -232,7 +222,6 @@ class ScaledOperand(EightBitOperand):
         return [] if self.is_b or self.every > 1 else [(self.scale, self.scale.shape[-1])]
 
     def spec(self, matrix: Spec, along: Sequence[Layout], problem: Problem) -> Spec:
-        """See `Operand.spec`."""
         m, scale = matrix, self.scale
         if along:
             (layout,) = along
@@ -246,7 +235,6 @@ class ScaledOperand(EightBitOperand):
 
     @property
     def text(self) -> str:
-        """See `Operand.text`."""
         return text_of(self.every, self.step, self.power_of_two, self.is_b)
 
     @classmethod
@@ -257,7 +245,6 @@ class ScaledOperand(EightBitOperand):
         return cls(data, scale, int(every), int(step), power_of_two == "1", side == "b")
 
     def mapped(self, dims: Sequence[int | None], rank: int, size: int, everywhere: bool) -> Operand:
-        """See `Operand.mapped`."""
         shares = self.is_b or self.every > 1
         if shares and any(dim is not None for dim in dims):
             raise NotImplementedError(

@@ -19,7 +19,7 @@ from .spec import Call, Factor, Functions, Number, Options, unchanged
 
 #: The epilogue of products without one; made once, and so captured once.
 UNCHANGED = Epilogue(unchanged)
-#: Kinds of scales that are factors of the product's rows and columns.
+#: Kinds of scales that multiply whole rows and columns of the product.
 OUTER_KINDS = ("tensor", "row")
 
 
@@ -128,10 +128,10 @@ def scaled_operands(a: ScaledTensor, b: ScaledTensor) -> tuple[Operand, Operand]
     if b.kind == "tensor":
         # The same for all blocks, which the kernel reads but once.
         right, columns = right.expand(-(-b.shape[0] // BLOCK), -1), BLOCK
-    exact = left.dtype == right.dtype == torch.uint8
+    power_of_two = left.dtype == right.dtype == torch.uint8
     return (
-        ScaledOperand(a.data, left, rows, step, exact, is_b=False),
-        ScaledOperand(b.data.t(), right, columns, step, exact, is_b=True),
+        ScaledOperand(a.data, left, rows, step, power_of_two, is_b=False),
+        ScaledOperand(b.data.t(), right, columns, step, power_of_two, is_b=True),
     )
 
 

@@ -135,7 +135,7 @@ def launch(
         # Autograd must see that a tensor was written behind its back.
         _increment_version((out,))
         return [out]
-    return made if results is None else results.apart(results.finish(allocated))
+    return made if results is None else results.unalias(results.finish(allocated))
 
 
 def may_overlap(known: Known, addresses: Sequence[Any], objects: Sequence[Any], out: Tensor) -> bool:

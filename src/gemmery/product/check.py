@@ -55,7 +55,7 @@ def check_second(op: str, b: Any, takes_pair: bool) -> None:
             )
 
 
-def check_not_packed(op: str, name: str, value: object, which: str = "the second factor") -> None:
+def check_not_packed(op: str, name: str, value: object, which: str = "the second operand") -> None:
     """TypeError for a packed weight that is not the second operand, which messages call `which`."""
     if isinstance(value, QuantizedTensor):
         raise TypeError(f"{op}: {name} is packed; only {which} can be")

@@ -23,7 +23,7 @@ from ..operands.packed import text_of as packed_text
 from .build import added, check_packed, operands_of
 from .check import check_not_packed, check_tensor
 from .dispatch import runs_again
-from .epilogue import described, kept_types
+from .epilogue import kept_types, types_of
 from .flat import flatten, text_of
 from .prologue import apply_prologue
 from .shape import operand_names
@@ -238,5 +238,5 @@ def _behind(
     made = epilogue(product, *args)
     many = isinstance(made, tuple | list)
     results = list(made) if many else [made]
-    types = kept_types(op, described(results, product), wide, right.default, options.out_dtype)
+    types = kept_types(op, types_of(results, product), wide, right.default, options.out_dtype)
     return returned([x.to(kind) for x, kind in zip(results, types, strict=True)], many)

@@ -52,7 +52,7 @@ def inside(call: Call) -> tuple[list[Tensor], bool]:
 
 
 def _by_reference(call: Call, out: Tensor | None) -> tuple[list[Tensor], bool]:
-    call, by_rows = call.opened(), call.options.batch_invariant and call.dtype.is_floating_point
+    call, by_rows = call.prologue_applied(), call.options.batch_invariant and call.dtype.is_floating_point
     # Where there is no result, there is nothing to unpack.
     is_empty = 0 in call.shape and call.b.halves == 1
     a, b = call.a.in_torch(), call.b.matrix if is_empty else call.b.in_torch()

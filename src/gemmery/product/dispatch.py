@@ -17,7 +17,7 @@ from .check import check_out, result_dtype
 from .epilogue import outputs_of
 from .flat import arguments_of
 from .fusible import warn
-from .gradients import Product, bare
+from .gradients import Product, plain_product
 from .seen import check_forward_mode, in_transform, is_differentiated, wants_gradient
 from .spec import Call, unchanged
 
@@ -78,11 +78,11 @@ def unfused(call: Call) -> Any:
     kernel, where the function can't be run again as it was, and where torch.func differentiates.
     """
     b = call.b if call.b.halves == 1 else DenseOperand(call.b.in_torch())
-    product = bare(call.a.matrix, b, call.options._replace(out_dtype=call.wide), call.op)
+    product = plain_product(call.a.matrix, b, call.options._replace(out_dtype=call.wide), call.op)
     if call.does_nothing:
         return product.to(call.options.out_dtype or call.b.default)  # type: ignore[arg-type]  # one, without a function
     # The operator has multiplied by the operands' scales.
-    results, many = outputs_of(replace(call.opened(), outer=()), product)
+    results, many = outputs_of(replace(call.prologue_applied(), outer=()), product)
     return returned(results, many)
 
 

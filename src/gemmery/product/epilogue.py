@@ -51,11 +51,11 @@ def outputs_of(call: Call, product: Tensor, given: Sequence[Any] | None = None) 
         what = "something else than tensors" if results else "no tensor"
         raise TypeError(f"{call.op}: the epilogue returns {what}")
     columns = _columns_of_wide(call) if product.shape[-1] <= 2 else None
-    types = output_types(call, described(results, product, columns))
+    types = output_types(call, types_of(results, product, columns))
     return [x.to(dtype) for x, dtype in zip(results, types, strict=True)], many
 
 
-def described(
+def types_of(
     results: Sequence[Tensor], product: Tensor, columns: Sequence[int] | None = None
 ) -> list[tuple[torch.dtype, bool]]:
     """The types that a function left its results in, and which are matrices: not the product's reduced rows.

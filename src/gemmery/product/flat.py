@@ -1,4 +1,4 @@
-"""A call as an operator's arguments: tensors, sizes, numbers, and a text that says what they are (`Described`)."""
+"""A call as an operator's arguments: tensors, sizes, numbers, and a text that says what they are (`Parsed`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .spec import Call, Options, OutTypes, unchanged
 
 
 @dataclass(frozen=True)
-class Described:
+class Parsed:
     """What an operator's text says.
 
     Attributes:
@@ -62,19 +62,19 @@ def text_of(
 
 
 @functools.lru_cache(4096)
-def described(text: str) -> Described:
+def parsed(text: str) -> Parsed:
     """What a text says."""
     op, a, of_a, b, of_b, kinds, biases, epilogue, is_compiled, scaled, out_dtype, precision, fast, config = (
         text.split("|")
     )
-    return Described(
+    return Parsed(
         op, a, int(of_a), b, int(of_b), kinds, int(biases), epilogue, is_compiled == "1", scaled == "1", out_dtype,
         precision, fast == "1", config,
     )  # fmt: skip
 
 
 def flatten(inputs: Sequence[Any]) -> tuple[list[Tensor], list[float], str]:
-    """Tensors, numbers, and a letter for each input; see `Described`."""
+    """Tensors, numbers, and a letter for each input; see `Parsed`."""
     tensors, numbers, kinds = [], [], ""
     for value in inputs:
         if isinstance(value, Tensor):
@@ -128,7 +128,7 @@ def call_of(
     tensors: Sequence[Tensor], sizes: Sequence[int], numbers: Sequence[Any], text: str, batch_invariant: bool
 ) -> Call:
     """The call that an operator was given."""
-    d = described(text)
+    d = parsed(text)
     a = rebuild(d.a, tensors[: d.of_a], ())
     b = rebuild(d.b, tensors[d.of_a : d.of_a + d.of_b], sizes)
     alpha, beta = numbers[:2] if d.scaled else (1, 1)
@@ -141,7 +141,7 @@ def call_of(
     return Call(d.op, a, b, function, captured, inputs, d.biases, options, alpha, beta, ready, outer)
 
 
-def held_by(d: Described) -> Any:
+def held_by(d: Parsed) -> Any:
     """The function that an operator names as its epilogue.
 
     Raises:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..epilogues.function import named
 from ..operands import DenseOperand, Operand
 from . import vjp
-from .flat import call_of, described, text_of
+from .flat import call_of, parsed, text_of
 from .operator import LIBRARY, placed
 from .seen import in_transform
 from .spec import Call, Options, unchanged
@@ -33,7 +33,7 @@ class _Saved:
             )
         self.sizes, self.numbers, self.text, self.batch_invariant = flat
         # Compiled kernels find the epilogue by its name as long as somebody holds it.
-        name = described(self.text).epilogue
+        name = parsed(self.text).epilogue
         self.epilogue = named(name) if name else None
         self.addends = [(x.shape, x.dtype) for x in call.inputs] if call.ready else []
 
@@ -83,10 +83,10 @@ def _of_addend(grad: Tensor, call: Call, addend: Tensor) -> Tensor:
 def _multiply(call: Call, x: Tensor, y: Operand, addend: Tensor | None = None) -> Tensor:
     """A product of a backward pass, computed as the forward one is."""
     how = Options(None, call.options.precision, False, call.options.batch_invariant)
-    return bare(x, y, how, "matmul", addend, call.alpha)
+    return plain_product(x, y, how, "matmul", addend, call.alpha)
 
 
-def bare(
+def plain_product(
     a: Tensor, b: Operand, options: Options, op: str = "matmul", addend: Tensor | None = None, alpha: Any = 1
 ) -> Tensor:
     """A product without an epilogue, as the operator, which torch.func's transforms differentiate too."""
@@ -201,9 +201,11 @@ def _again(ctx: Any, tensors: Sequence[Tensor], grads: Sequence[Tensor]) -> list
     call = ctx.saved.call(tensors)
     how = Options(None, call.options.precision, False, call.options.batch_invariant)
     if call.b.halves > 1:
-        product = torch.cat([bare(call.a.matrix, DenseOperand(x), how) for x in call.b.tensors], dim=-1)
+        product = torch.cat(
+            [plain_product(call.a.matrix, DenseOperand(x), how) for x in call.b.tensors], dim=-1
+        )
     else:
-        product = bare(call.a.matrix, call.b, how)
+        product = plain_product(call.a.matrix, call.b, how)
     if call.biases:
         product = product + torch.cat(list(call.inputs[: call.biases]), dim=-1)
     return vjp.by_torch(call, product, placed(grads, ctx.given), ctx.wanted)

@@ -23,7 +23,7 @@ from . import vjp
 from .check import check, check_out, result_dtype
 from .compute import compute, inside
 from .epilogue import outputs_of
-from .flat import call_of, described
+from .flat import call_of, parsed
 from .spec import Call
 
 LIBRARY = torch.library.Library("gemmery", "DEF")
@@ -57,7 +57,7 @@ def _results(call: Call, name: str, save: bool, compute: Any) -> list[Tensor]:
 def _product(*arguments: Any) -> list[Tensor]:
     *flat, save = arguments
     call = call_of(*flat)
-    name = described(flat[3]).epilogue
+    name = parsed(flat[3]).epilogue
     return unalias(_results(call, name, save, inside), call.tensors)
 
 
@@ -79,7 +79,7 @@ def _product_fake(*arguments: Any) -> list[Tensor]:
             made, many = thread.submit(_outputs_of, call, like).result()
         return [x.new_empty(x.shape) for x in made], many
 
-    return _results(call, described(flat[3]).epilogue, save, fakes)
+    return _results(call, parsed(flat[3]).epilogue, save, fakes)
 
 
 def _outputs_of(call: Call, product: Tensor) -> tuple[list[Tensor], bool]:

@@ -137,12 +137,12 @@ def problem_of_traced(call: Call, results: Results, tensors: list[Any], device: 
     """
     made = results.program
     extras = results.widths(results.extras(call.given, tensors))
-    bare, layouts = fold(call.a, call.b, results.main(tensors), extras, device)
+    plain, layouts = fold(call.a, call.b, results.main(tensors), extras, device)
     fusion = Fusion(
         made.source, tuple(layouts), len(made.numbers), made.paired, results.reduces, made.main is not None,
         made.ahead, made.whole,
     )  # fmt: skip
-    return replace(bare, epilogue="fused", fusion=fusion, **_how(call, device))
+    return replace(plain, epilogue="fused", fusion=fusion, **_how(call, device))
 
 
 def _places(call: Call, results: Results) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -167,7 +167,7 @@ def _first(
     tensors = call.tensors
     check_forward_mode(op, tensors)
     if needs_dispatcher((out, *tensors)):
-        return dispatched(call.opened(), out)
+        return dispatched(call.prologue_applied(), out)
     is_autocast = out is None and autocast_dtype(call.device) is not None
     return returned(*compute(call, out, None if is_autocast else key))
 

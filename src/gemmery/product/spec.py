@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..dtypes import Precision
 from ..epilogues.identity import Captured
-from ..operands import DenseOperand, Operand
+from ..operands import Operand
 from ..problem import Config
 from .shape import result_shape
 
@@ -141,18 +141,13 @@ class Call:
         """The same with the half first that comes first in memory, as kernels want it."""
         return replace(self, b=self.b.ordered()) if self.b.halves > 1 else self
 
-    def opened(self) -> Call:
+    def prologue_applied(self) -> Call:
         """The same without a prologue, which has been applied in torch."""
-        return self if self.a.is_dense else replace(self, a=self.a.opened())
+        return self if self.a.is_dense else replace(self, a=self.a.prologue_applied())
 
     def without_bias(self) -> Call:
         """The same without biases and outer scales, for a product that has them in it."""
         return replace(self, biases=0, outer=(), inputs=self.inputs[self.biases :])
-
-    def of_dense(self, product: Tensor) -> Call:
-        """What happens behind a product of which `product` is a matrix of the result's shape."""
-        like = DenseOperand(product)
-        return replace(self, a=like, b=like, outer=())
 
     def apply(self, product: Tensor, given: Sequence[Any], rebuilt: bool) -> tuple[list[Tensor], bool]:
         """The function's results on a product, in torch, and whether it returned a tuple.

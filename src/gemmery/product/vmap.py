@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..operands.dense import leading
-from .flat import call_of, described
+from .flat import call_of, parsed
 from .operator import LIBRARY
 
 
@@ -23,7 +23,7 @@ def mapped(
         dims: for each tensor, where the dimension is; None where it is not mapped.
         flat: the operator's other arguments.
     """
-    call, d = call_of(tensors, *flat), described(flat[2])
+    call, d = call_of(tensors, *flat), parsed(flat[2])
     end = d.of_a + d.of_b
     dims_a, dims_b = dims[: d.of_a], dims[d.of_a : end]
     rank = max(

@@ -68,7 +68,6 @@ class Cluster(PersistentStatic):
     tables = ("cluster",)
 
     def suits(self, problem: Problem) -> bool:
-        """See `Schedule.suits`."""
         p = problem
         # Its epilogues count offsets within a block in 32 bits.
         near = p.addend is None or (p.addend.row + p.addend.col) * 256 < 1 << 31
@@ -86,7 +85,6 @@ class Cluster(PersistentStatic):
         )
 
     def check(self, config: Config) -> None:
-        """See `Schedule.check`."""
         super().check(config)
         c = config
         if c.loader != "descriptor" or c.num_warps not in (4, 8):
@@ -102,7 +100,6 @@ class Cluster(PersistentStatic):
             raise ValueError(f"Config: block_m is {c.block_m}; each CTA of a cluster needs 64 rows")
 
     def refusal(self, problem: Problem, config: Config) -> str | None:
-        """See `Schedule.refusal`."""
         p, c = problem, config
         if not self.suits(p):
             return (
@@ -115,11 +112,9 @@ class Cluster(PersistentStatic):
         return None
 
     def bind(self, problem: Problem, config: Config) -> Binding:
-        """See `Schedule.bind`."""
         return ClusterBinding(problem, config, self.work(problem, config))
 
     def cuts(self, problem: Problem, config: Config) -> list[str]:
-        """See `Schedule.cuts`."""
         return [
             f"a program is a cluster of {config.ctas} multiprocessors, which cuts up what fills no last wave"
         ]

@@ -28,7 +28,6 @@ class Persistent(Tile):
     overlaps_stores = True
 
     def bind(self, problem: Problem, config: Config) -> Binding:
-        """See `Schedule.bind`."""
         return PersistentBinding(problem, config)
 
     def resident(self, problem: Problem, columns: Space | Config, stage: Any) -> Any:
@@ -56,12 +55,10 @@ class Persistent(Tile):
         return Walk(programs, at_once, program=program, turn=turn, **columns)
 
     def turns(self, problem: Problem, config: Config) -> float:
-        """See `Schedule.turns`."""
         work, sms = Waves.of(problem, config), problem.device.sms
         return float(-(-work.tiles // sms) + -(-work.parts // sms))
 
     def cuts(self, problem: Problem, config: Config) -> list[str]:
-        """See `Schedule.cuts`."""
         work = Waves.of(problem, config)
         if not work.parts:
             return []

@@ -117,7 +117,6 @@ class PersistentStatic(Schedule):
         return max(problem.device.sms // config.ctas, 1)
 
     def costs(self, problem: Problem, space: Space, given: Given) -> Costs:
-        """See `Schedule.costs`."""
         p, s, device = problem, space, problem.device
         rows, memory, rate = given
         item, item_b = p.a.dtype.itemsize, p.b.bits / 8

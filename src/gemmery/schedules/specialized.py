@@ -63,7 +63,6 @@ class Specialized(PersistentStatic):
     tables = ("specialized", "specialized-streamed")
 
     def own_tables(self) -> tuple[str, ...]:
-        """See `Schedule.own_tables`."""
         return self.tables[: 2 if streams() else 1] if self.available() else ()
 
     def suits(self, problem: Problem) -> bool:
@@ -82,7 +81,6 @@ class Specialized(PersistentStatic):
         )
 
     def check(self, config: Config) -> None:
-        """See `Schedule.check`."""
         if config.split_store:
             raise ValueError("Config: the specialized schedule has pieces of its own, and no split_store")
         super().check(config)
@@ -90,12 +88,11 @@ class Specialized(PersistentStatic):
             raise ValueError("Config: the specialized schedule needs the descriptor loader and 8 warps")
 
     def refusal(self, problem: Problem, config: Config) -> str | None:
-        """See `Schedule.refusal`."""
         p, c = problem, config
         if not self.suits(p):
             return (
                 f"schedule 'specialized' needs Triton {', '.join(self.versions)}, a GPU of sm_90, a packed weight or "
-                f"fp8 factors with scales along K, rows of a (and of b's transpose) with adjacent elements, no batch, "
+                f"fp8 operands with scales along K, rows of a (and of b's transpose) with adjacent elements, no batch, "
                 f"and an fp16 or bf16 output that a descriptor can store; given {p} on {p.device.arch} with Triton "
                 f"{triton.__version__}"
             )
@@ -107,15 +104,13 @@ class Specialized(PersistentStatic):
             if _turns(p, c) and c.num_stages % (WARPS // 4):
                 return "groups of warps take turns in tiles of 64 columns, which needs an even num_stages"
         elif c.swap or c.block_m != OWN * WARPS // 4 or c.block_k != BLOCK or c.block_n > 256:
-            return f"factors that change along K need block_m 128, block_k {BLOCK} and block_n up to 256"
+            return f"scales along K need block_m 128, block_k {BLOCK} and block_n up to 256"
         return None
 
     def bind(self, problem: Problem, config: Config) -> Binding:
-        """See `Schedule.bind`."""
         return SpecializedBinding(problem, config, self.work(problem, config))
 
     def cuts(self, problem: Problem, config: Config) -> list[str]:
-        """See `Schedule.cuts`."""
         return ["what fills no last wave is cut along K"] if config.split_k > 1 else []
 
 
@@ -238,7 +233,7 @@ class SpecializedBinding(Binding):
     def _out(self, tensor: Tensor) -> Any:
         p, c = self.problem, self.config
         columns = OWN // 2 if p.paired else OWN
-        piece = PIECE_OF_BLOCKS if p.wants_pieces else PIECE
+        piece = PIECE_OF_BLOCKS if p.wants_subtiles else PIECE
         block = (min(c.block_m, piece), columns) if c.swap else (OWN, min(c.block_n, piece))
         return _descriptor(tensor, (p.M, p.out_n), (p.out.row, 1), block, p.out.dtype)
 

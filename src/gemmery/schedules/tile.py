@@ -29,11 +29,9 @@ class Tile(Schedule):
     splits: tuple[int, ...] = (2, 3, 4, 5, 6, 8, 12, 16)
 
     def refusal(self, problem: Problem, config: Config) -> str | None:
-        """See `Schedule.refusal`."""
         return refusal_of(problem, config)
 
     def bind(self, problem: Problem, config: Config) -> Binding:
-        """See `Schedule.bind`."""
         return Binding(problem, config)
 
     def costs(self, problem: Problem, space: Space, given: Given) -> Costs:
@@ -103,7 +101,6 @@ class Tile(Schedule):
         return np.asarray(np.ceil(work / together) * (start + store))
 
     def at_once(self, problem: Problem, config: Config) -> int:
-        """See `Schedule.at_once`."""
         c = config
         stage = (c.block_m * problem.a.dtype.itemsize + c.block_n * problem.b.bits / 8) * c.block_k
         return problem.device.sms * int(self.resident(problem, c, float(stage)))
@@ -122,7 +119,6 @@ class Tile(Schedule):
         return Walk(len(program), at_once, program=program, turn=np.zeros_like(program), **columns)
 
     def cuts(self, problem: Problem, config: Config) -> list[str]:
-        """See `Schedule.cuts`."""
         split = Split.of(problem, config)
         if split is None:
             return []

@@ -222,7 +222,7 @@ def space_of(problem: Problem) -> Space:
         problem.a.has_aligned_rows and problem.b.has_aligned_rows,
         problem.batch_invariant or problem.K == 0,
         tuple(name for name, schedule in schedules.REGISTRY.items() if schedule.suits(problem)),
-        problem.wants_pieces,
+        problem.wants_subtiles,
     )
 
 

@@ -11,8 +11,8 @@ from ...devices import TABLE, Device
 from ...problem import Problem
 from ...select.shapes import DEFAULT_DEVICE, LAYOUTS, device_named
 from .. import suites
+from ..abstract import abstract_problem
 from ..fusions import FUSIONS
-from ..posing import posed
 
 #: GPUs by their names; the interpreter's times say nothing.
 GPUS: dict[str, Device] = {name: device for name, device in TABLE.items() if name != "interpreter"}
@@ -147,7 +147,7 @@ class Query:
         """
         plain = self.epilogue in (NONE, "bias")
         try:
-            return posed(
+            return abstract_problem(
                 self.M, self.N, self.K, device=self.device, dtype=self.dtype, layout=self.layout,
                 weight="" if self.weight == NONE else self.weight, bias=self.epilogue == "bias",
                 epilogue="" if plain else self.epilogue,

@@ -200,7 +200,7 @@ def predict(problem: Problem, config: Config | str | None = None) -> Prediction:
     that was measured, corrected by what it got wrong for similar products.
 
     Args:
-        problem: what is computed, and on which GPU; `gemmery.lab.posing.posed` makes one from sizes and names.
+        problem: what is computed, and on which GPU; `lab.abstract.abstract_problem` makes one from sizes and names.
         config: the kernel's knobs; by default those that gemmery chooses. A given one runs without copies.
 
     Raises:
@@ -208,8 +208,8 @@ def predict(problem: Problem, config: Config | str | None = None) -> Prediction:
 
     Example:
         >>> from gemmery.devices import TABLE
-        >>> from gemmery.lab.posing import posed
-        >>> p = predict(posed(4096, 4096, 4096, device=TABLE["NVIDIA H200"]))
+        >>> from gemmery.lab.abstract import abstract_problem
+        >>> p = predict(abstract_problem(4096, 4096, 4096, device=TABLE["NVIDIA H200"]))
         >>> p.roofline < p.gemmery < 2 * p.roofline
         True
     """

@@ -17,7 +17,7 @@ from ...schedules import REGISTRY
 from ...select import measured
 from ...select.space import kind_of, row_of, tiles_of
 from .. import results
-from ..posing import of_row
+from ..abstract import of_row
 from ..suites import RANDOM, Row
 
 #: What the vendor's BLAS is called among the peers of the bench.

@@ -71,7 +71,7 @@ def linear_problem(
     return problem_of_traced(call, results, results.allocate(call.device, 1), device)
 
 
-def posed(
+def abstract_problem(
     M: int, N: int, K: int, *, device: Device, dtype: str = "bf16", weight: str = "", group_size: int | None = None,
     scales: str = "", bias: bool = False, epilogue: str = "", batch_invariant: bool = False, layout: str = "NT",
     batch: Sequence[int] = (),
@@ -96,7 +96,7 @@ def posed(
 
     Example:
         >>> from gemmery.devices import TABLE
-        >>> print(posed(16, 4096, 4096, device=TABLE["NVIDIA H200"], weight="int4"))  # doctest: +ELLIPSIS
+        >>> print(abstract_problem(16, 4096, 4096, device=TABLE["NVIDIA H200"], weight="int4"))  # doctest: +ELLIPSIS
         16x4096x4096 bf16[row] @ int4/128 -> bf16[row] ...
     """
     check_sizes(M, N, K)
