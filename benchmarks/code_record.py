@@ -106,7 +106,7 @@ def numbers(value: Any) -> Any:
 
 
 def record(target: str) -> dict[str, Any]:
-    """What is made for a target, by suite, row and type."""
+    """The record of a target, by suite, row and type."""
     from gemmery.launch.cross_compile import use_target
 
     use_target(target)
@@ -130,7 +130,7 @@ def record(target: str) -> dict[str, Any]:
 
 
 def describe(problem: Problem, tensors: Any) -> dict[str, Any]:
-    """What is recorded of a problem."""
+    """The record of a problem."""
     config = candidates(problem)[0]
     binding = bind(problem, config)
     given = binding.arguments(*tensors)

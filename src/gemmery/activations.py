@@ -102,7 +102,7 @@ def quantize_activations(
 def reference(
     x: Tensor, format: str = "e4m3", *, per: Per = "token", amax: Tensor | None = None
 ) -> ScaledTensor:
-    """What `quantize_activations` means, in plain torch."""
+    """The meaning of `quantize_activations`, in plain torch."""
     return ScaledTensor(*_by_reference(x, format, per, amax))
 
 

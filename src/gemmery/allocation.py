@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def maker(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
-    """What makes a contiguous tensor: past the dispatcher where torch has a way, for the current GPU."""
+    """A function that makes a contiguous tensor: past the dispatcher where torch has a way, for the current GPU."""
     empty = functools.partial(torch.empty, shape, dtype=dtype, device=device)
     quick = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None) if device.type == "cuda" else None
     if quick is None:

@@ -209,7 +209,7 @@ def plan(
     batch_invariant: bool = False,
     config: Config | dict[str, Any] | str | None = None,
 ) -> Plan | None:
-    """What `matmul` with these arguments does: the plan, compiled; None where nothing is launched.
+    """The compiled plan of `matmul` with these arguments; None where nothing is launched.
 
     Nothing is launched for an empty result, and for CPU tensors outside the interpreter, which take the reference.
 

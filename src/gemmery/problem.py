@@ -19,7 +19,7 @@ from .operands.base import Layout, Spec, Traced
 
 @dataclass(frozen=True, slots=True)
 class Fusion(Traced):
-    """What a traced epilogue makes of the product; its operands are over (batch, M, columns).
+    """A traced epilogue; its operands are over (batch, M, columns).
 
     Attributes:
         paired: whether the columns of the product come in two halves, which lie in one tile, so that the output has
@@ -79,7 +79,7 @@ class Problem:
 
     @property
     def extras(self) -> tuple[Layout, ...]:
-        """What the epilogue reads and writes besides the product and the output."""
+        """Matrices that the epilogue reads and writes besides the product and the output."""
         if self.fusion is not None:
             return self.fusion.operands
         return () if self.addend is None else (self.addend,)
@@ -103,7 +103,7 @@ class Problem:
 
     @property
     def matrices(self) -> int:
-        """How many products there are in the batch."""
+        """The number of products in the batch."""
         count = 1
         for size in self.batch:
             count *= size

@@ -1,4 +1,4 @@
-"""What every operation means, in plain torch.
+"""The meaning of every operation, in plain torch.
 
 The path for CPU tensors, the oracle of the tests and the documentation of the semantics. Each definition is short on
 purpose: it promises values, not speed.

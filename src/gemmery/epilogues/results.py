@@ -1,4 +1,4 @@
-"""What a traced epilogue returns: the tensors that the kernel writes, and what becomes of them."""
+"""Results of a traced epilogue: the tensors that the kernel writes, and the results that are made of them."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ class Results:
         return self.program.main is not None and not self.reduces and not copied
 
     def makers(self, device: torch.device) -> tuple[Callable[[], Tensor], ...]:
-        """What allocates the results, where they are plain."""
+        """Functions that allocate the results, where these are plain."""
         return tuple([maker(*known, device) for known in self.matrices if known is not None])
 
     def flat(self, tensors: Sequence[Any]) -> list[Tensor]:
-        """What `allocate` made, one after the other, and behind it what stands in for the kernel's own output."""
+        """The tensors of `allocate`, one after the other, and last the substitute for the kernel's own output."""
         made: list[Tensor] = []
         for x in tensors:
             made += x if isinstance(x, list) else [x]

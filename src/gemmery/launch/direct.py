@@ -187,7 +187,7 @@ def _holds_tensor(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Entry:
-    """How a version of Triton is entered.
+    """The entry into the launcher of a version of Triton.
 
     Attributes:
         enter: gives the function that launches a compiled kernel over a grid; None for a launcher that is not as known.
@@ -265,7 +265,7 @@ _ENTRIES = {
 
 
 def entry() -> Entry | None:
-    """How this Triton is entered; None where that is not known."""
+    """The entry into this Triton's launcher; None where that is not known."""
     known = _ENTRIES.get(".".join(triton.__version__.split(".")[:2]))
     if known is None or torch.version.hip is not None:
         return None
@@ -289,7 +289,7 @@ def _suits(entry: Entry, launcher: Any) -> bool:
 
 
 def _expander() -> Callable[..., list[Any]]:
-    """What Triton makes of a descriptor and the compiler's note about it: the tensor map, then integers."""
+    """Triton's arguments for a descriptor and the compiler's note about it: the tensor map, then integers."""
     from triton.backends.nvidia import driver
 
     # Newer versions also pass a launch's other arguments, and do not read them.

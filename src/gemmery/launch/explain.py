@@ -39,7 +39,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What runs a problem, and what it was chosen over; `str` gives it as a table.
+    """The config that runs a problem, and those that it was chosen over; `str` gives a table.
 
     Attributes:
         choices: the best candidates, first the one that runs; none where the torch reference does.

@@ -1,4 +1,4 @@
-"""How many programs of a kernel run on one multiprocessor at a time, and what keeps more of them away.
+"""Occupancy: the programs of a kernel that run on one multiprocessor at a time, and the resource that limits them.
 
 The rules are those of NVIDIA's occupancy calculator (CUDA C++ programming guide, "Multiprocessor level") and, for AMD,
 of LLVM's AMDGPU back end: a warp stays in one part of the multiprocessor, which has its registers for it.
@@ -19,7 +19,7 @@ _UNIT = 128
 
 @dataclass(frozen=True)
 class Occupancy:
-    """What runs on one multiprocessor (a compute unit on AMD) at a time.
+    """The programs that run on one multiprocessor (a compute unit on AMD) at a time.
 
     Attributes:
         programs: of the kernel; 0 where not even one fits.
@@ -42,7 +42,7 @@ class Occupancy:
 def occupancy(
     arch: Arch, registers: int, shared: int, warps: int, tensor_memory: int = 0
 ) -> Occupancy | None:
-    """What of a kernel runs on one multiprocessor; None where nothing is known of it, as of the interpreter.
+    """A kernel's occupancy; None where nothing is known of it, as with the interpreter.
 
     Args:
         registers: per thread.

@@ -25,7 +25,7 @@ _COPY_RATE, _TRANSPOSE_RATE, _COPY_LAUNCH = 0.4, 0.15, 4e-6
 
 @dataclass(frozen=True)
 class Copy:
-    """How a matrix (or a batch of them) is copied.
+    """The copy of a matrix, or of a batch of them.
 
     Attributes:
         sizes, strides: of the matrix as it is, in elements; a broadcast batch is copied once.

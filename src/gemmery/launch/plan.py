@@ -30,7 +30,7 @@ LITTLE = 16
 
 @dataclass(frozen=True)
 class Resources:
-    """What a compiled kernel takes of a multiprocessor.
+    """A compiled kernel's share of a multiprocessor.
 
     Attributes:
         registers: per thread.
@@ -48,7 +48,7 @@ class Resources:
 
 
 class Plan:
-    """How a problem is run. Calling it with tensors laid out like those it was made for launches it and nothing else.
+    """The launch of a problem. Called with tensors laid out like those it was made for, it launches and no more.
 
     Attributes:
         problem: what is computed.
@@ -192,7 +192,7 @@ class Plan:
             self.direct = direct.prepare(self._binding, self._compiled, index, tensors, numbers)
 
     def resources(self) -> Resources | None:
-        """What the compiled kernel takes of a multiprocessor; None where nothing was compiled for a GPU.
+        """The compiled kernel's share of a multiprocessor; None where nothing was compiled for a GPU.
 
         `gemmery.lab.inspection.inspect(plan)` looks into its code.
         """
@@ -224,7 +224,7 @@ class Plan:
 
 
 class FirstFitting(NamedTuple):
-    """What `compile_first_fitting` found.
+    """The result of `compile_first_fitting`.
 
     Attributes:
         binding: of the config that is taken.

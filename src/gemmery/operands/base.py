@@ -1,4 +1,4 @@
-"""What every operand says of itself: how it lies in memory, what a launch passes for it, and how kernels load it.
+"""The bases of all operands: their layouts in memory, their part of a launch, and their loaders.
 
 An `Operand` has the tensors of one call. Its `Spec` is what decides which code runs, a field of `Problem`. An `Access`
 is how kernels load it with one config. Kinds differ in what they override: see `dense`, `pair`, `packed`, `scaled` and
@@ -113,7 +113,7 @@ class Spec(Layout):
 
     @property
     def note(self) -> str:
-        """What a problem's description says of it behind the epilogue."""
+        """A note that a problem's description has behind the epilogue."""
         return ""
 
     @property
@@ -158,7 +158,7 @@ class Spec(Layout):
 
     @property
     def numbers(self) -> int:
-        """How many numbers a launch is given for it: the prologue's."""
+        """The count of numbers that a launch is given for it: the prologue's."""
         return self.prologue.numbers if self.prologue else 0
 
     def shapes(self, rows: int, cols: int, batch: tuple[int, ...], is_b: bool) -> list[tuple[int, ...]]:
@@ -194,7 +194,7 @@ class Spec(Layout):
         return None, steps.add_product
 
     def access(self, problem: Problem, is_b: bool, tma: bool) -> Access:
-        """How kernels load it.
+        """Its access by kernels.
 
         Args:
             is_b: whether it is the second operand, (K, N), or the first one, (M, K).
@@ -223,22 +223,22 @@ class Operand:
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """What tells calls apart: its tensors, with None where a kind may have one and this operand has none."""
+        """The values in a call's key: its tensors, with None where a kind may have one and this operand has none."""
         return self.tensors
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """What tells calls apart besides what the tensors look like."""
+        """The rest of a call's key, which the tensors do not tell."""
         return self.text, *self.sizes
 
     @property
     def halves(self) -> int:
-        """How many matrices stand side by side."""
+        """The number of matrices that stand side by side."""
         return 1
 
     @property
     def outer(self) -> Tensor | None:
-        """What the product's rows, or columns, are multiplied by before anything else happens to them."""
+        """Scales of the product's rows, or columns, by which it is multiplied before anything else."""
         return None
 
     @property
@@ -322,7 +322,7 @@ class Operand:
 
     @property
     def text(self) -> str:
-        """What `operands.rebuild` makes the operand of again, given its tensors and `sizes`."""
+        """A text from which `operands.rebuild` makes the operand again, given its tensors and `sizes`."""
         raise NotImplementedError
 
     @property
@@ -361,7 +361,7 @@ class Multiply(Protocol):
 
 
 class Access:
-    """How an operand reaches a kernel.
+    """An operand's loader, and its arguments to a kernel.
 
     Attributes:
         strides: what its loader takes as `strides`; see `kernels.operands`.
@@ -374,7 +374,7 @@ class Access:
         raise NotImplementedError
 
     def argument(self, tensors: Sequence[Tensor], block_rows: int, block_cols: int) -> Any:
-        """What the kernel's operand is, for blocks of such a size: a pointer or a tensor descriptor."""
+        """The kernel's argument for blocks of such a size: a pointer or a tensor descriptor."""
         raise NotImplementedError
 
     def group_params(self, tensors: Sequence[Tensor], block_rows: int, block_cols: int) -> list[Any]:
@@ -382,7 +382,7 @@ class Access:
         return [None, None]
 
     def behind_strides(self, tensors: Sequence[Tensor], numbers: Sequence[float]) -> tuple[Any, ...]:
-        """What the loader takes behind the strides."""
+        """Further arguments of the loader, which come behind the strides."""
         return ()
 
     def step_scales(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:

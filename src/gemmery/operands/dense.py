@@ -109,7 +109,7 @@ class DenseOperand(Operand):
         return self if self.prologue is None else DenseOperand(self.in_torch())
 
     def along(self) -> list[tuple[Tensor, int]]:
-        """What the prologue reads, over the matrix."""
+        """Tensors that the prologue reads, over the matrix."""
         columns = self.matrix.shape[-1]
         return [(x, x.shape[-1] if x.dim() and x.shape[-1] != 1 else columns) for x in self.launched[1:]]
 
@@ -158,7 +158,7 @@ def leading(x: Tensor, dim: int | None, rank: int, size: int, everywhere: bool =
 
 
 class DenseAccess(Access):
-    """How one matrix reaches the kernel, to be loaded or stored: as a pointer with strides, or as a descriptor.
+    """The loader and the store of a matrix, and its argument: a pointer with strides, or a descriptor.
 
     Attributes:
         half_stride: elements from the left half of its columns to the right one where tiles pair them, or None.
@@ -224,5 +224,5 @@ class DenseAccess(Access):
         return TensorDescriptor(tensor, [self.rows, 2, cols], strides, [block_rows, 2, half])
 
     def behind_strides(self, tensors: Sequence[Tensor], numbers: Sequence[float]) -> tuple[Any, ...]:
-        """What the prologue is given."""
+        """The prologue's arguments."""
         return () if self.prologue is None else traced_arguments(self.prologue, tensors[1:], numbers)

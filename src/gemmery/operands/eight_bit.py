@@ -1,4 +1,4 @@
-"""What matrices of 8-bit numbers with scales have in common, whatever shares a scale."""
+"""The base of 8-bit matrices with scales, of whatever share a scale."""
 
 from __future__ import annotations
 

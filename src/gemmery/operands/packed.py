@@ -157,7 +157,7 @@ class Packed(Spec):
 
 
 class PackedAccess(Access):
-    """How a packed weight reaches the kernel."""
+    """The loader of a packed weight and its arguments."""
 
     def __init__(self, spec: Packed, problem: Problem, tma: bool) -> None:
         self.spec, self.problem, self.tma = spec, problem, tma
@@ -175,7 +175,7 @@ class PackedAccess(Access):
         return loader(self.spec, asm_of(device), waits, self.tma, self.problem.paired)
 
     def unpacker(self, waits: bool) -> Any:
-        """What turns words into numbers; see `kernels.packed.unpack`."""
+        """The device function that turns words into numbers; see `kernels.packed.unpack`."""
         return unpacker(self.spec, asm_of(self.problem.device), waits)
 
     def argument(self, tensors: Sequence[Tensor], block_rows: int, block_cols: int) -> Any:
@@ -387,7 +387,7 @@ def _enlarged(epilogue: Any, unit: int) -> Any:
 
 
 def unpacker(spec: Packed, asm: int, waits: bool) -> Any:
-    """What turns a format's words into numbers; see `kernels.packed.unpack`."""
+    """The device function that turns a format's words into numbers; see `kernels.packed.unpack`."""
     return _unpacker(spec.format_name, spec.packed_bits, spec.shifts, spec.dtype, asm, waits)
 
 

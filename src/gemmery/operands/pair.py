@@ -51,7 +51,7 @@ class PairOperand(Operand):
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """How far the right half is from the left one, which may come first in memory."""
+        """Bytes from the left half to the right one; negative if the right one comes first in memory."""
         left, right = self.tensors
         return "pair", right.data_ptr() - left.data_ptr()
 

@@ -32,6 +32,6 @@ def _single(value: float) -> float:
 
 
 def traced_arguments(traced: Traced, tensors: Sequence[Any], numbers: Sequence[float]) -> tuple[Any, ...]:
-    """What a traced function is given: its tensors, their strides, its numbers."""
+    """A traced function's arguments: its tensors, their strides, its numbers."""
     strides = [part for x in traced.operands for part in (negated(x), x.row, x.col)]
     return (*tensors, *strides, *map(parts, numbers))

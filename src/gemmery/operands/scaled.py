@@ -124,7 +124,7 @@ class Scaled(Spec):
 
 
 class ScaledAccess(Access):
-    """How a matrix with scales along K reaches the kernel."""
+    """The loader of a matrix with scales along K, and its arguments."""
 
     def __init__(self, spec: Scaled, plain: DenseAccess, is_b: bool, paired: bool) -> None:
         self.spec, self.plain, self.is_b, self.paired = spec, plain, is_b, paired

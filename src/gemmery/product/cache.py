@@ -23,7 +23,7 @@ from .seen import PLAIN
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """How to run calls that look alike.
+    """The launch of all calls that look alike.
 
     Attributes:
         plan: what is launched.

@@ -1,4 +1,4 @@
-"""What can be said of a product before it runs: errors that name what was given and what is wanted.
+"""Checks of a product before it runs: errors that name what was given and what is wanted.
 
 Nothing here looks at memory, so that all of it also works on fake tensors with symbolic sizes.
 """
@@ -219,7 +219,7 @@ def _check_inputs(call: Call, shape: tuple[int, ...]) -> None:
 
 
 def input_name(call: Call, i: int) -> str:
-    """What the user calls something that the epilogue is given."""
+    """The user's name for an argument of the epilogue."""
     i -= len(call.outer)
     if i < call.biases:
         return "an operand's scale" if i < 0 else "bias" if call.biases == 1 else f"bias[{i}]"
@@ -233,7 +233,7 @@ def input_name(call: Call, i: int) -> str:
 
 
 def dimensions(call: Call, i: int, tensor: Tensor, shape: tuple[int, ...]) -> tuple[str, ...]:
-    """What a tensor's dimensions are in the product's, or ValueError."""
+    """A tensor's dimensions by the product's names, or ValueError."""
     if tensor.dim() > len(shape):
         raise ValueError(f"{call.op}: {input_name(call, i)} is {tuple(tensor.shape)}; the product is {shape}")
     names: list[str] = []

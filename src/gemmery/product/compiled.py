@@ -121,7 +121,7 @@ def _operands(op: str, a: Any, b: Any, takes_pair: bool) -> tuple[_Operand, _Ope
 
 
 def _of_rows_and_columns(addend: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """What is added to a product of vectors, with the dimensions that the result lacks."""
+    """The addend of a product of vectors, with the dimensions that the result lacks."""
     shape = (*(a.shape[:-1] if b.dim() == 1 else b.shape[:-2]), *(() if b.dim() == 1 else b.shape[-1:]))
     addend = addend.expand(shape)
     addend = addend.unsqueeze(-1) if b.dim() == 1 else addend

@@ -1,4 +1,4 @@
-"""What a product's epilogue is: a device function, the types of its results, and what it does in torch."""
+"""A product's epilogue: its device function, the types of its results, and its results in torch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def program(call: Call) -> Program:
 
 
 def outputs_of(call: Call, product: Tensor, given: Sequence[Any] | None = None) -> tuple[list[Tensor], bool]:
-    """What the function makes of a product in torch, cast as the kernel would; and whether it returned a tuple."""
+    """The function's results on a product in torch, cast as the kernel would; and whether it returned a tuple."""
     results, many = call.apply(product, call.given if given is None else given, given is not None)
     if not results or not all(isinstance(x, Tensor) for x in results):
         what = "something else than tensors" if results else "no tensor"
@@ -73,7 +73,7 @@ def types_of(
 
 
 def _columns_of_wide(call: Call) -> list[int] | None:
-    """How many columns a call's results have where the product is wide; None where the function fails there."""
+    """The columns of a call's results where the product is wide; None where the function fails there."""
     sizes = stand_ins(len(call.shape), bool(call.shape[-1] % 2))[0]
 
     def columns() -> list[int] | None:

@@ -19,7 +19,7 @@ from .spec import Call, Options, OutTypes, unchanged
 
 @dataclass(frozen=True)
 class Parsed:
-    """What an operator's text says.
+    """The content of an operator's text.
 
     Attributes:
         a, b: the operands, as `operands.rebuild` takes them, and how many of the tensors each has.
@@ -63,7 +63,7 @@ def text_of(
 
 @functools.lru_cache(4096)
 def parsed(text: str) -> Parsed:
-    """What a text says."""
+    """The content of a text."""
     op, a, of_a, b, of_b, kinds, biases, epilogue, is_compiled, scaled, out_dtype, precision, fast, config = (
         text.split("|")
     )
@@ -96,7 +96,7 @@ def flatten(inputs: Sequence[Any]) -> tuple[list[Tensor], list[float], str]:
 
 
 def unflatten(tensors: Sequence[Tensor], numbers: Sequence[float], kinds: str) -> list[Any]:
-    """What `flatten` was given."""
+    """The inverse of `flatten`."""
     left, counted = iter(tensors), iter(numbers)
     constants = {"N": None, "T": True, "F": False}
     values: list[Any] = []

@@ -75,7 +75,7 @@ def check(
 
 
 def _shape(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """What tensors broadcast to, with sizes where they have none."""
+    """The shape that tensors broadcast to, with sizes where they have none."""
     try:
         known = torch.broadcast_shapes(*[x.shape for x in tensors])
     except RuntimeError as error:
@@ -112,7 +112,7 @@ def warn(call: Call) -> None:
 
 
 def _identity(function: Any) -> Any:
-    """What is the same for functions of the same code, whatever they take from outside."""
+    """A key that functions of the same code share, whatever they take from outside."""
     held: list[Any] = []
     _add_codes(function, held)
     return tuple(held)

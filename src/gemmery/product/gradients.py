@@ -24,7 +24,7 @@ from .vmap import mapped
 
 
 class _Saved:
-    """What a backward pass has of its call: everything but the tensors, which autograd keeps."""
+    """A call without its tensors, which autograd keeps for the backward pass."""
 
     def __init__(self, call: Call, flat: Sequence[Any]) -> None:
         if not call.dtype.is_floating_point or call.dtype.itemsize == 1:

@@ -25,7 +25,7 @@ from .spec import Call
 
 
 def prepare(call: Call, out: Tensor | None) -> Known:
-    """How a call runs; it is checked, and there is a kernel for it. Nothing is launched."""
+    """The launch of a call, which is checked and for which there is a kernel. Nothing is launched."""
     return _ready(call, out) if call.ready else _traced(call, out)
 
 
@@ -35,7 +35,7 @@ def _plan(call: Call, problem: Problem, tensors: list[Any], numbers: tuple[float
 
 
 def _how(call: Call, device: Device) -> dict[str, Any]:
-    """What of a problem comes from the call's options."""
+    """The fields of a problem that come from the call's options."""
     options = call.options
     return {
         "precision": options.precision if options.precision in device.target.precisions else "ieee",

@@ -1,4 +1,4 @@
-"""What happens to A on its way into a product: a torch function of it that runs on each tile as it is loaded.
+"""The prologue: a torch function of A that runs on each tile as it is loaded.
 
 The function is traced and lowered as an epilogue is, over (M, K) in the place of (M, N), and becomes part of A's
 loader.
@@ -121,7 +121,7 @@ def _name(prologue: Prologue, i: int) -> str:
 
 
 def _dimensions(prologue: Prologue, i: int, tensor: Tensor, a: Tensor) -> tuple[str, ...]:
-    """What a tensor's dimensions are in the factor's, in the words of `epilogues.trace.Shape`; or ValueError."""
+    """A tensor's dimensions by the operand's names, in the words of `epilogues.trace.Shape`; or ValueError."""
     names = ["N", "M", *(f"b{place}" for place in range(a.dim() - 3, -1, -1))]
     found = []
     if tensor.dim() <= a.dim():

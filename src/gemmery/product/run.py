@@ -221,7 +221,7 @@ def _of_vector(
 def plan(
     op: str, a: Any, b: Any, bias: Any, functions: Functions, out: Tensor | None, options: Options
 ) -> Plan | None:
-    """What `product` with these arguments launches; None where it launches nothing."""
+    """The plan that `product` launches with these arguments; None where it launches nothing."""
     call = checked(op, a, b, bias, functions, out, options).ordered()
     if devices.current(call.device) is None or 0 in call.shape:
         return None

@@ -8,7 +8,7 @@ from ..layout import broadcast_batch
 
 
 def operand_names(op: str) -> tuple[str, str, str]:
-    """What an operation's user calls the two operands and the addend, for messages."""
+    """The user's names for the two operands and the addend, for messages."""
     if op == "linear":
         return "x", "weight", "bias"
     return "a", "b", "input" if op == "addmm" else "bias"

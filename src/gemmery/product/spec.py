@@ -23,7 +23,7 @@ OutTypes = torch.dtype | tuple[torch.dtype | None, ...] | None
 
 
 class Options(NamedTuple):
-    """How a product is to be computed, in the words of `api.matmul`."""
+    """Options of a product, in the words of `api.matmul`."""
 
     out_dtype: OutTypes = None
     precision: Precision = "ieee"
@@ -33,7 +33,7 @@ class Options(NamedTuple):
 
 
 class Functions(NamedTuple):
-    """What a user has run on the product's way, as `api.matmul` takes it."""
+    """The user's functions and their arguments, as `api.matmul` takes them."""
 
     epilogue: Any = None
     args: Sequence[Any] = ()
@@ -103,12 +103,12 @@ class Call:
 
     @property
     def given(self) -> tuple[Any, ...]:
-        """What the traced epilogue is given after the product."""
+        """The traced epilogue's arguments after the product."""
         return *self.outer, *self.inputs
 
     @property
     def lead(self) -> int:
-        """How many of those come before the function's own."""
+        """The number of those that come before the function's own."""
         return len(self.outer) + self.biases
 
     @property

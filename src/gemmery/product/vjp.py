@@ -219,7 +219,7 @@ def by_torch(
 
 
 def _of_inputs(call: Call, wanted: Sequence[bool]) -> list[bool]:
-    """What is wanted of the call's tensors, of all its inputs."""
+    """The flags of `wanted`, which are for the call's tensors, spread over all its inputs."""
     flags = iter(wanted)
     return [next(flags) if isinstance(x, Tensor) else False for x in call.inputs]
 

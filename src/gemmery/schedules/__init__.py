@@ -1,4 +1,4 @@
-"""How the programs of a launch walk over its tiles: one module for each schedule, and a registry of them."""
+"""Schedules: the order in which the programs of a launch compute its tiles. One module each, and a registry of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a schedule says of itself, and the registry of them.
+"""The base of schedules, and their registry.
 
 A schedule is how the programs of a launch walk over the tiles of a product. It is a value: its name and its knobs, on
 which GPUs and for which problems it runs, why it refuses a config, how it is bound to a kernel, what it costs, and how
@@ -108,7 +108,7 @@ class Schedule:
         raise NotImplementedError
 
     def at_once(self, problem: Problem, config: Config) -> int:
-        """How many programs a GPU holds at once; clusters count as one. What the costs reckon with."""
+        """The number of programs that a GPU holds at once, by which costs are computed; a cluster counts as one."""
         raise NotImplementedError
 
     def walk(self, problem: Problem, config: Config) -> Walk:
@@ -120,7 +120,7 @@ class Schedule:
         return 0.0
 
     def cuts(self, problem: Problem, config: Config) -> list[str]:
-        """What becomes of tiles that are not computed whole, in words."""
+        """A sentence for each way in which tiles are cut up."""
         return []
 
 

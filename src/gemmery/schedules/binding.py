@@ -79,7 +79,7 @@ def phases(problem: Problem) -> tuple[Any, Any]:
 def epilogue_arguments(
     problem: Problem, slot: int, tensors: Sequence[Any], numbers: Sequence[float]
 ) -> tuple[Any, ...]:
-    """What a problem's epilogue is given: pointers, strides and numbers, in the order in which it takes them.
+    """The epilogue's arguments: pointers, strides and numbers, in the order in which it takes them.
 
     Args:
         slot: columns of the output for which a fused epilogue leaves one part of a row's reduction.
@@ -188,7 +188,7 @@ class Binding:
         self.constants = self._constants()
 
     def _programs(self, units: int) -> int:
-        """How many programs compute so many tiles, whole or small, or parts of tiles."""
+        """The number of programs for so many tiles, whole or small, or parts of tiles."""
         return units
 
     def _wide(self) -> bool:

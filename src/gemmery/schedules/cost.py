@@ -82,7 +82,7 @@ class Costs:
 
 
 class Given(NamedTuple):
-    """What the costs of all configs of a problem begin from.
+    """The figures from which the costs of all configs of a problem are computed.
 
     Attributes:
         rows: numbers of rows to predict for: a number, or a column of them.

@@ -26,7 +26,7 @@ AGAIN = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """How tiles are divided between programs, which are clusters; see `kernels.cluster.gemm_cluster`.
+    """The division of tiles between programs, which are clusters; see `kernels.cluster.gemm_cluster`.
 
     Attributes:
         programs: how many there are.
@@ -98,7 +98,7 @@ class Work:
 
 
 class PersistentStatic(Schedule):
-    """What schedules have in common that divide their tiles as `Work` does."""
+    """The base of schedules that divide their tiles as `Work` does."""
 
     universal = False
     splits = (2, 3, 4)
@@ -167,7 +167,7 @@ class PersistentStatic(Schedule):
 
 
 def _rest(problem: Problem, config: Config, work: Work, tiles_n: int) -> tuple[Ints, Ints, dict[str, Ints]]:
-    """What does not fill a wave: programs, their turns behind the whole tiles, and where the units lie."""
+    """The rest that fills no wave: programs, their turns behind the whole tiles, and where the units lie."""
     c = config
     if work.tail:
         part = np.arange(work.tail)

@@ -238,7 +238,7 @@ class SpecializedBinding(Binding):
         return _descriptor(tensor, (p.M, p.out_n), (p.out.row, 1), block, p.out.dtype)
 
     def _step_args(self, a: Sequence[Any], b: Sequence[Any]) -> tuple[Any, ...]:
-        """What MULTIPLY takes besides the blocks."""
+        """MULTIPLY's arguments besides the blocks."""
         if not isinstance(self.b, PackedAccess):
             return (*self.a.step_scales(a), *self.b.step_scales(b))
         return (*[*b[1:], None, None][:2], self.b.groups, self.b.columns)

@@ -1,4 +1,4 @@
-"""How the tiles of a product fall into waves over the multiprocessors, and how they are cut.
+"""Waves of tiles over the multiprocessors, and the tiles that are cut.
 
 `cut_last_wave` works on numbers and on numpy arrays alike, so that the launch and the model of its time agree.
 """
@@ -79,7 +79,7 @@ class Waves:
 
 @dataclass(frozen=True)
 class Split:
-    """How the tiles of a launch are cut along K; see `kernels.parts`.
+    """The cuts along K of a launch's tiles; see `kernels.parts`.
 
     Attributes:
         parts: of each tile.

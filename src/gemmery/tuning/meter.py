@@ -22,7 +22,7 @@ class Refused(Exception):
 
 
 class Watch(Protocol):
-    """What is needed of a `Stopwatch`."""
+    """The part of `Stopwatch` that is used here."""
 
     def estimate(self, call: Callable[[], object]) -> Estimate:
         """A first idea of a call's time."""

@@ -118,7 +118,7 @@ class Stopwatch:
         return times
 
     def estimate(self, call: Call) -> Estimate:
-        """How long a call takes about; calls it once before, so that compilation is not in it."""
+        """About the time that a call takes; calls it once before, so that compilation is not in it."""
         call()
         self.cuda.synchronize()
         count = 1

@@ -66,7 +66,7 @@ class Progress:
 
 @dataclass
 class TuneResult:
-    """What is known of a problem's configs after tuning.
+    """Measured times of a problem's configs.
 
     Attributes:
         problem: what was tuned; of a product that copies its matrices, the one on the copies.

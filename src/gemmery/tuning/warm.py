@@ -94,7 +94,7 @@ class Weight:
 
 @dataclass
 class Warmed:
-    """What was prepared for one weight, or for several of the same layout.
+    """The kernels that were prepared for one weight, or for several of the same layout.
 
     Attributes:
         names: of the weights.
@@ -179,7 +179,7 @@ class _Fused:
         return replace(self._known[M == 1], M=M)
 
     def _plan(self, M: int) -> Plan:
-        """What a call runs, and so the only one to know it: an epilogue has to be traced, with the tensors at hand."""
+        """The plan of a call. Only the call itself knows it: an epilogue has to be traced, with the tensors at hand."""
         how, place = self.product, self.place or self.b.device
         halves = [half.detach().t() for half in self.halves]
         given = () if how.bias is None else (how.bias,) if isinstance(how.bias, Tensor) else how.bias
@@ -351,7 +351,7 @@ def _alike(problem: Problem) -> Problem:
 
 
 def _plan(problem: Problem) -> Plan:
-    """What the first call does for a problem, and nothing that is kept: so many plans would drive out others."""
+    """The plan that the first call would make; it is not kept, since so many plans would drive out others."""
     made = Plan(problem)
     made.fit(*arguments(problem, "meta"), pinned=False)
     return made

@@ -31,7 +31,7 @@ WORTH_WORKERS = 4
 
 
 class Target(NamedTuple):
-    """What to compile for, in Triton's words."""
+    """The target to compile for, in Triton's words."""
 
     backend: str
     arch: int | str
@@ -141,7 +141,7 @@ class _Worker:
         return self._process.stdout.readline() or None
 
     def last_words(self) -> str:
-        """How the process ended, and the end of what it said."""
+        """The process's exit status, and the last line that it printed."""
         status = self._process.wait()
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
