@@ -113,6 +113,13 @@ def check_ranks(op: str, a: Tensor, b: Tensor) -> None:
         raise ValueError(f"bmm: a is {tuple(a.shape)} and b is {tuple(b.shape)}: batch sizes differ")
 
 
+def check_matrices(op: str, a: Tensor, b: Tensor) -> None:
+    """ValueError for a vector, which products with an epilogue do not take."""
+    if min(a.dim(), b.dim()) < 2:
+        first, second, _ = operand_names(op)
+        raise ValueError(f"{op}: with an epilogue, {first} and {second} must be matrices, or batches of them")
+
+
 def check_scalars(op: str, a: Tensor, alpha: Number, beta: Number) -> None:
     """TypeError or ValueError unless alpha and beta are real Python numbers that suit the operands' type."""
     for name, value in (("alpha", alpha), ("beta", beta)):
@@ -162,7 +169,7 @@ def check_device(op: str, name: str, tensor: Tensor, a: Tensor) -> None:
 def check(call: Call) -> None:
     """ValueError or TypeError unless a call's tensors fit each other."""
     op, a, b = call.op, call.a.matrix, call.b.matrix
-    first, second, third = operand_names(op)
+    _, second, third = operand_names(op)
     if call.options.precision not in PRECISIONS:
         raise ValueError(
             f"{op}: precision is {call.options.precision!r}; it must be one of {', '.join(PRECISIONS)}"
@@ -170,8 +177,8 @@ def check(call: Call) -> None:
     shape = call.shape
     if call.b.halves > 1:
         _check_halves(op, *call.b.tensors)
-    if not call.ready and min(a.dim(), b.dim()) < 2:
-        raise ValueError(f"{op}: with an epilogue, {first} and {second} must be matrices, or batches of them")
+    if not call.ready:
+        check_matrices(op, a, b)
     check_types(op, a, b)
     check_scalars(op, a, call.alpha, call.beta)
     if call.ready:

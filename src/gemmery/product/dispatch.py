@@ -34,7 +34,7 @@ def dispatched(call: Call, out: Tensor | None) -> Any:
             f"{call.op}: no gradient for {call.dtype} operands, but one of the arguments requires it"
         )
     if call.ready or (call.function is unchanged and not is_differentiated()):
-        return _whole(call)
+        return whole(call)
     if (grad and not runs_again(call.captured, call.device)) or is_differentiated():
         if call.device.type == "cpu" and call.captured.key is not None:
             warn(call)
@@ -49,8 +49,8 @@ def runs_again(captured: Captured, device: torch.device) -> bool:
     return captured.key is not None and devices.current(device) is not None
 
 
-def _whole(call: Call) -> Any:
-    """A call without a function of the user's, as one operator."""
+def whole(call: Call, is_compiled: bool = False) -> Any:
+    """A call without a function of the user's, as one operator; written so that torch.compile can trace it."""
     a, b, inputs = call.a, call.b, list(call.inputs)
     vector_a, vector_b = a.matrix.dim() == 1, b.matrix.dim() == 1
     if vector_a or vector_b:
@@ -66,7 +66,7 @@ def _whole(call: Call) -> Any:
         tensors, *flat = arguments_of(call, "")
         made = Product.apply(tuple(flat), *tensors)  # type: ignore[no-untyped-call]
     else:
-        (made,) = torch.ops.gemmery.product(*arguments_of(call, ""), False)
+        (made,) = torch.ops.gemmery.product(*arguments_of(call, "", is_compiled), False)
     made = made.squeeze(-1) if vector_b else made
     return made.squeeze(-2 if not vector_b else -1) if vector_a else made
 

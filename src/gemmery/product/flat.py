@@ -48,19 +48,6 @@ class Parsed:
     config: str
 
 
-def text_of(
-    op: str, a: str, of_a: int, b: str, of_b: int, kinds: str, biases: int, epilogue: str, is_compiled: bool,
-    scaled: bool, options: Options,
-) -> str:  # fmt: skip
-    """The text of a call; written so that torch.compile can trace it."""
-    out_dtype, precision, fast_accum, _, config = options
-    parts = [
-        op, a, str(of_a), b, str(of_b), kinds, str(biases), epilogue, str(int(is_compiled)), str(int(scaled)),
-        type_text(out_dtype), precision, str(int(fast_accum)), config_text(config) or "",
-    ]  # fmt: skip
-    return "|".join(parts)
-
-
 @functools.lru_cache(4096)
 def parsed(text: str) -> Parsed:
     """The content of a text."""
@@ -160,18 +147,23 @@ def held_by(d: Parsed) -> Any:
     return held
 
 
-def arguments_of(call: Call, epilogue: str) -> tuple[list[Tensor], list[int], list[Any], str, bool]:
-    """A call as an operator's arguments.
+def arguments_of(
+    call: Call, epilogue: str, is_compiled: bool = False
+) -> tuple[list[Tensor], list[int], list[Any], str, bool]:
+    """A call as an operator's arguments; written so that torch.compile can trace it.
 
     Args:
         epilogue: the name of what is held of its function; "" for none.
+        is_compiled: see `Parsed`.
     """
     tensors, numbers, kinds = flatten(call.inputs)
     scaled = not (call.alpha == 1 and call.beta == 1)
     a, b = call.a, call.b
-    text = text_of(
-        call.op, a.text, len(a.tensors), b.text, len(b.tensors), kinds, call.biases, epilogue, False, scaled,
-        call.options,
-    )  # fmt: skip
+    out_dtype, precision, fast_accum, batch_invariant, config = call.options
+    parts = [
+        call.op, a.text, str(len(a.tensors)), b.text, str(len(b.tensors)), kinds, str(call.biases), epilogue,
+        str(int(is_compiled)), str(int(scaled)), type_text(out_dtype), precision, str(int(fast_accum)),
+        config_text(config) or "",
+    ]  # fmt: skip
     given = [call.alpha, call.beta, *numbers] if scaled else numbers
-    return [*a.tensors, *b.tensors, *tensors], b.sizes, given, text, call.options.batch_invariant
+    return [*a.tensors, *b.tensors, *tensors], b.sizes, given, "|".join(parts), batch_invariant

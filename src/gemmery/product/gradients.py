@@ -16,7 +16,8 @@ from torch import Tensor
 from ..epilogues.function import named
 from ..operands import DenseOperand, Operand
 from . import vjp
-from .flat import call_of, parsed, text_of
+from .build import UNCHANGED
+from .flat import arguments_of, call_of, parsed
 from .operator import LIBRARY, placed
 from .seen import in_transform
 from .spec import Call, Options, unchanged
@@ -87,30 +88,17 @@ def _multiply(call: Call, x: Tensor, y: Operand, addend: Tensor | None = None) -
 
 
 def plain_product(
-    a: Tensor, b: Operand, options: Options, op: str = "matmul", addend: Tensor | None = None, alpha: Any = 1
-) -> Tensor:
+    a: Tensor | Operand, b: Operand, options: Options, op: str = "matmul", addend: Tensor | None = None,
+    alpha: Any = 1,
+) -> Tensor:  # fmt: skip
     """A product without an epilogue, as the operator, which torch.func's transforms differentiate too."""
     inputs = () if addend is None else (addend,)
-    left = DenseOperand(a)
-    tensors = [a, *b.tensors, *inputs]
-    numbers = [] if alpha == 1 else [alpha, 1]
-    text = text_of(
-        op,
-        left.text,
-        1,
-        b.text,
-        len(b.tensors),
-        "t" * len(inputs),
-        len(inputs),
-        "",
-        False,
-        bool(numbers),
-        options,
-    )
-    flat = b.sizes, numbers, text, options.batch_invariant
+    left = a if isinstance(a, Operand) else DenseOperand(a)
+    call = Call(op, left, b, unchanged, UNCHANGED.captured, inputs, len(inputs), options, alpha, 1, False, ())
+    tensors, *flat = arguments_of(call, "")
     made: Tensor
     if in_transform():
-        made = Product.apply(flat, *tensors)  # type: ignore[no-untyped-call]
+        made = Product.apply(tuple(flat), *tensors)  # type: ignore[no-untyped-call]
     else:
         (made,) = torch.ops.gemmery.product(tensors, *flat, False)
     return made

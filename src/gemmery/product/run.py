@@ -158,7 +158,7 @@ def _first(
     """
     if isinstance(b, QuantizedTensor) and isinstance(a, Tensor) and not isinstance(a, QuantizedTensor):
         if a.dim() == 1:
-            return _of_vector(op, a, b, bias, functions, out, options)
+            return of_vector(op, a, b, bias, functions, out, options)
         if b.permutation is not None and a.shape[-1] == b.shape[-1]:
             a, functions = apply_prologue(a, functions)
             a = a.index_select(-1, b.permutation)
@@ -196,7 +196,7 @@ def checked(
     return call
 
 
-def _of_vector(
+def of_vector(
     op: str,
     a: Tensor,
     b: QuantizedTensor,
