@@ -19,6 +19,7 @@ from .spec import Call, Factor, Functions, Number, Options, unchanged
 
 #: The epilogue of products without one; made once, and so captured once.
 UNCHANGED = Epilogue(unchanged)
+NOTHING = UNCHANGED.captured
 #: Kinds of scales that multiply whole rows and columns of the product.
 OUTER_KINDS = ("tensor", "row")
 

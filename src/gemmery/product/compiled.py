@@ -17,7 +17,7 @@ from ..epilogues.results import returned
 from ..formats.scaled import ScaledTensor
 from ..formats.tensor import QuantizedTensor
 from ..operands import DenseOperand
-from .build import UNCHANGED, added, lowered, operands_of
+from .build import NOTHING, added, lowered, operands_of
 from .check import check_matrices, check_not_packed, check_tensor
 from .dispatch import runs_again, whole
 from .epilogue import kept_types, types_of
@@ -87,7 +87,7 @@ def _call(
         check_matrices(op, left.matrix, right.matrix)
     biases = added(op, bias)
     return Call(
-        op, left, right, unchanged, UNCHANGED.captured, (*biases, *args), len(biases), options, alpha, beta, ready, ()
+        op, left, right, unchanged, NOTHING, (*biases, *args), len(biases), options, alpha, beta, ready, ()
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..epilogues.function import named
 from ..operands import DenseOperand, Operand
 from . import vjp
-from .build import UNCHANGED
+from .build import NOTHING
 from .flat import arguments_of, call_of, parsed
 from .operator import LIBRARY, placed
 from .seen import in_transform
@@ -94,7 +94,7 @@ def plain_product(
     """A product without an epilogue, as the operator, which torch.func's transforms differentiate too."""
     inputs = () if addend is None else (addend,)
     left = a if isinstance(a, Operand) else DenseOperand(a)
-    call = Call(op, left, b, unchanged, UNCHANGED.captured, inputs, len(inputs), options, alpha, 1, False, ())
+    call = Call(op, left, b, unchanged, NOTHING, inputs, len(inputs), options, alpha, 1, False, ())
     tensors, *flat = arguments_of(call, "")
     made: Tensor
     if in_transform():
