@@ -24,7 +24,6 @@ from .epilogue import kept_types, types_of
 from .flat import arguments_of
 from .gradients import plain_product
 from .prologue import apply_prologue
-from .run import of_vector
 from .seen import autocast_dtype, wants_gradient
 from .shape import operand_names
 from .spec import Call, Functions, Number, Options, unchanged
@@ -61,8 +60,6 @@ def compiled(
     if isinstance(a, Tensor):
         check_tensor(op, operand_names(op)[0], a)
         a, functions = apply_prologue(a, functions)
-        if isinstance(b, QuantizedTensor) and a.dim() == 1:
-            return of_vector(op, a, b, bias, functions, out, options)
     call = _call(op, a, b, bias, epilogue, args, options, alpha, beta)
     dtype = None if out is not None else autocast_dtype(call.device)
     call = call if dtype is None else lowered(call, dtype)

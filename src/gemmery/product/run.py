@@ -56,6 +56,8 @@ def product(
         # It imports the compiler, which takes a second.
         from .compiled import compiled
 
+        if isinstance(b, QuantizedTensor) and isinstance(a, Tensor) and a.dim() == 1:
+            return _of_vector(op, a, b, bias, Functions(*functions), out, Options(*options))
         return compiled(op, a, b, bias, Functions(*functions), out, Options(*options), alpha, beta)
     epilogue = functions[0]
     if epilogue is not None and type(epilogue) not in _HELD:
@@ -158,7 +160,7 @@ def _first(
     """
     if isinstance(b, QuantizedTensor) and isinstance(a, Tensor) and not isinstance(a, QuantizedTensor):
         if a.dim() == 1:
-            return of_vector(op, a, b, bias, functions, out, options)
+            return _of_vector(op, a, b, bias, functions, out, options)
         if b.permutation is not None and a.shape[-1] == b.shape[-1]:
             a, functions = apply_prologue(a, functions)
             a = a.index_select(-1, b.permutation)
@@ -196,15 +198,9 @@ def checked(
     return call
 
 
-def of_vector(
-    op: str,
-    a: Tensor,
-    b: QuantizedTensor,
-    bias: Any,
-    functions: Functions,
-    out: Tensor | None,
-    options: Options,
-) -> Any:
+def _of_vector(
+    op: str, a: Tensor, b: QuantizedTensor, bias: Any, functions: Functions, out: Tensor | None, options: Options
+) -> Any:  # fmt: skip
     """A product of a vector with a packed weight: that of one row, whose results have no rows."""
     if op == "bmm":
         raise ValueError(f"bmm: a is {tuple(a.shape)}; it must have 3 dimensions")
