@@ -369,7 +369,7 @@ def load_{name}(
 ):
     return LOAD(
         x, shape, strides, sizes, batch, row, col, ROWS, COLS, CHECK_ROWS, CHECK_COLS, WIDE,
-        UNPACK, {per}, {group}, {described}, {paired}
+        UNPACK, {per}, {group}, {tma}, {paired}
     )
 """
 _ENLARGED = """\
@@ -419,7 +419,7 @@ def loader(spec: Packed, asm: int, waits: bool, tma: bool, paired: bool) -> Any:
 
 @functools.cache
 def _loader(made: Any, per: int, group: int, tma: bool, paired: bool) -> Any:
-    facts = {"per": per, "group": group, "described": tma, "paired": paired}
+    facts = {"per": per, "group": group, "tma": tma, "paired": paired}
     name = made.__name__.removeprefix("unpack_") + "_" + _name(facts)
     return compiled(_LOADER.format(name=name, **facts), {"LOAD": load_packed, "UNPACK": made})
 
