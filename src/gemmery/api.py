@@ -52,7 +52,8 @@ def matmul(
             is loaded; its result is rounded to `a`'s type. Where gradients are asked for, under torch.compile and on
             the CPU it runs before the product, in torch.
         prologue_args: tensors that broadcast to `a`, and Python values.
-        out: where the result goes, any strides, no overlap with the inputs.
+        out: where the result goes, any strides, no overlap with the inputs. Its type is that of the result: it may be
+            any that `out_dtype` may be.
         out_dtype: type of the result. The operands' by default; bfloat16 for fp8, int32 for int8; what an epilogue has
             cast keeps its type. For several results it can be a tuple, with None for what it is by default.
         precision: how float32 is multiplied: "ieee" (the default, whatever torch's `allow_tf32` says), "tf32",

@@ -327,7 +327,8 @@ def test_compiled_vmap():
 def test_compiled_errors():
     x, w = values(5, K), weight()
     out = torch.empty(5, N, dtype=BF16)
-    plain = lambda acc: acc  # noqa: E731
+    factor = 2.0
+    plain = lambda acc: acc * factor  # noqa: E731
     error = Exception  # Dynamo wraps what code raises
     fails(
         error,
@@ -472,7 +473,7 @@ WRONG = [
     (TypeError, lambda x, w: gemmery.linear(w, w), "linear: x is packed; only weight can be"),
     (TypeError, lambda x, w: gemmery.matmul(w, x), "matmul: a is packed; only the second operand can be"),
     (TypeError, lambda x, w: gemmery.linear(x, w.dequantize(), w), "linear: bias is packed"),
-    (ValueError, lambda x, w: gemmery.linear(x[:, 1:], w), "x is (5, 127) and weight is (32, 128): inner sizes 127 and 128 differ"),
+    (ValueError, lambda x, w: gemmery.linear(x[:, 1:], w), "x is (5, 127) and weight is (32, 128), which is (N, K): inner sizes 127 and 128 differ"),
     (ValueError, lambda x, w: gemmery.linear(x[:, 1:], weight(order=True)), "inner sizes 127 and 128 differ"),
     (ValueError, lambda x, w: gemmery.linear(x[0, 0], w), "x is a scalar"),
     (ValueError, lambda x, w: gemmery.linear(x, w.to("meta")), "x is on cpu and weight on meta"),

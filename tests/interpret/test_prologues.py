@@ -169,7 +169,7 @@ X, W = values(4, 6), values(5, 6, seed=1)
         ({"prologue": lambda x: x.sum(-1)}, ValueError, "the prologue .* reduces, in aten.sum.dim_IntList, rows"),
         ({"prologue": lambda x: x.chunk(2, -1)[0]}, ValueError, "must return a tensor of its first argument's shape"),
         ({"prologue": lambda x: x[..., :3]}, ValueError, "half"),
-        ({"prologue": lambda x: (x, x)}, ValueError, "returns something else than tensors"),
+        ({"prologue": lambda x: (x, x)}, ValueError, "returns something that is not a tensor"),
         ({"prologue": lambda x: x.softmax(-1)}, ValueError, "the prologue .* reduces, in aten.amax.default, rows"),
         ({"prologue_args": (1,)}, TypeError, "prologue_args are a prologue's; there is none"),
         ({"prologue": torch.relu, "args": (1,)}, TypeError, "args are an epilogue's; there is none"),

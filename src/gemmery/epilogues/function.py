@@ -27,7 +27,7 @@ class Epilogue(Generic[P, R]):
     """A torch function over a product that runs inside the kernel that makes it.
 
     Made from a function `f(product, *args)`; calling it calls the function. Products take the function as it is, too;
-    in code under `torch.compile` they take only this, which is one operator there.
+    in code under `torch.compile` they do so if it has no closure and no defaults, which the compiler does not watch.
 
     Attributes:
         name: tells it from all others in this process.

@@ -795,7 +795,7 @@ def _columns(state: _Lowering, times: int) -> str:
 def _result(state: _Lowering, node: fx.Node, x: Any) -> Value:
     value = state.values.get(x) if isinstance(x, fx.Node) else None
     if not isinstance(value, Value):
-        raise state.fail(node, "returns something else than tensors")
+        raise state.fail(node, "returns something that is not a tensor")
     if value.reduced is not None:
         return value
     _, _, times = state.form(node, x.meta["val"].shape)

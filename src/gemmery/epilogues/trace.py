@@ -150,8 +150,8 @@ def _trace(
             ) from error
     if len({_text(graph, sizes) for graph, sizes in zip(graphs, all_sizes, strict=True)}) > 1:
         raise Untraceable(
-            f"the {role} {_name(function)} does something else for other sizes of the product; a number that depends "
-            f"on them has to come through args"
+            f"the {role} {_name(function)} depends on the sizes of the product; pass a number that depends on them "
+            f"through args"
         )
     return graphs[0], all_sizes[0]
 

@@ -129,7 +129,7 @@ class Explanation:
 
 def _what_binds(problem: Problem, cost: Cost) -> str:
     part = max((*BINDING, "overhead"), key=lambda name: getattr(cost, name))
-    waves = f"{cost.waves:.2f} tiles on the busiest of {problem.device.sms} multiprocessors"
+    waves = f"each of {problem.device.sms} multiprocessors has {cost.waves:.2f} tiles or fewer"
     if part == "overhead":
         return f"overhead dominates: {cost.overhead * 1e6:.1f} of {cost.total * 1e6:.1f} µs; {waves}"
     share = getattr(cost, part) / cost.total
@@ -140,7 +140,8 @@ def _what_is_gained(first: Cost, config: Config, cost: Cost) -> str:
     more = {name: getattr(cost, name) - getattr(first, name) for name in PARTS}
     part = max(more, key=lambda name: more[name])
     slower = cost.total / first.total - 1
-    return f"{config} is predicted to take {slower:.1%} longer ({part} {more[part] * 1e6:+.1f} µs)"
+    time = f"{more[part] * 1e6:+.1f} µs, part of which overlaps"
+    return f"{config} is predicted to take {slower:.1%} longer, above all by {part} ({time})"
 
 
 def _by_time(choice: Choice) -> tuple[bool, float]:

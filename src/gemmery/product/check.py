@@ -114,10 +114,12 @@ def check_ranks(op: str, a: Tensor, b: Tensor) -> None:
 
 
 def check_matrices(op: str, a: Tensor, b: Tensor) -> None:
-    """ValueError for a vector, which products with an epilogue do not take."""
+    """ValueError for a vector, which only a plain product takes."""
     if min(a.dim(), b.dim()) < 2:
         first, second, _ = operand_names(op)
-        raise ValueError(f"{op}: with an epilogue, {first} and {second} must be matrices, or batches of them")
+        raise ValueError(
+            f"{op}: {first} and {second} must be matrices or batches of them; only plain products take vectors"
+        )
 
 
 def check_scalars(op: str, a: Tensor, alpha: Number, beta: Number) -> None:

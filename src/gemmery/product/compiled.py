@@ -5,14 +5,15 @@ Imported there alone: what marks a function for the compiler imports the compile
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import types
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..epilogues.function import Epilogue, named
+from ..epilogues.function import Epilogue, memoised, named
 from ..epilogues.results import returned
 from ..formats.scaled import ScaledTensor
 from ..formats.tensor import QuantizedTensor
@@ -28,15 +29,27 @@ from .seen import autocast_dtype, wants_gradient
 from .shape import operand_names
 from .spec import Call, Functions, Number, Options, unchanged
 
+#: What the compiler tells from another of its type, by its code. It does not see what a closure or defaults hold.
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+_UNWATCHED = (
+    "under torch.compile, {what} must be what gemmery.epilogue(f) returned, made outside of compiled code"
+)
+
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no types for it
-def held_name(name: str, device: str) -> str:
+def held_name(given: str | Callable[..., Any], device: str) -> str:
     """Under which name an operator in compiled code knows an epilogue; "" where torch has to compile the function.
 
     Args:
+        given: a plain function, or the name of an Epilogue.
         device: the kind of device on which gradients are asked for; "" for none.
+
+    Raises:
+        TypeError: the function has defaults.
     """
-    epilogue: Epilogue[Any, Any] = named(name)
+    if isinstance(given, types.FunctionType) and (given.__defaults__ or given.__kwdefaults__):
+        raise TypeError(_UNWATCHED.format(what="an epilogue with defaults"))
+    epilogue: Epilogue[Any, Any] = named(given) if isinstance(given, str) else memoised(given)
     captured = epilogue.captured
     if device and not captured.count and not runs_again(captured, torch.device(device)):
         return ""
@@ -49,11 +62,12 @@ def compiled(
 ) -> Any:  # fmt: skip
     """A call in code that torch.compile traces."""
     epilogue, args, _, _ = functions
-    if epilogue is not None and not isinstance(epilogue, Epilogue):
+    if epilogue is not None and not isinstance(epilogue, (Epilogue, *_FUNCTIONS)):
         raise TypeError(
-            f"{op}: under torch.compile, epilogue must be what gemmery.epilogue(f) returned, made outside of "
-            f"compiled code"
+            f"{op}: " + _UNWATCHED.format(what=f"an epilogue that is a {type(epilogue).__name__}")
         )
+    if isinstance(epilogue, types.FunctionType) and epilogue.__code__.co_freevars:
+        raise TypeError(f"{op}: " + _UNWATCHED.format(what="an epilogue with a closure"))
     if out is not None and (epilogue is not None or isinstance(b, QuantizedTensor | ScaledTensor)):
         what = "an epilogue" if epilogue is not None else "a packed weight"
         raise ValueError(f"{op}: out= with {what} can't be compiled; use what is returned")
@@ -69,7 +83,7 @@ def compiled(
 
 
 def _call(
-    op: str, a: Any, b: Any, bias: Any, epilogue: Epilogue[Any, Any] | None, args: Sequence[Any], options: Options,
+    op: str, a: Any, b: Any, bias: Any, epilogue: Callable[..., Any] | None, args: Sequence[Any], options: Options,
     alpha: Number, beta: Number,
 ) -> Call:  # fmt: skip
     """The call, with a function that torch.compile need not look at: the operator finds it by its name."""
@@ -99,9 +113,10 @@ def _into(call: Call, out: Tensor) -> Tensor:
     return out
 
 
-def _with_epilogue(call: Call, epilogue: Epilogue[Any, Any]) -> Any:
+def _with_epilogue(call: Call, epilogue: Callable[..., Any]) -> Any:
     grad = wants_gradient(call.tensors)
-    name = held_name(epilogue.name, call.device.type if grad else "")
+    given = epilogue.name if isinstance(epilogue, Epilogue) else epilogue
+    name = held_name(given, call.device.type if grad else "")
     if not name:
         return _behind(call, epilogue)
     results = list(torch.ops.gemmery.product(*arguments_of(call, name, is_compiled=True), grad))
@@ -109,7 +124,7 @@ def _with_epilogue(call: Call, epilogue: Epilogue[Any, Any]) -> Any:
     return returned(kept, len(kept) > 1)
 
 
-def _behind(call: Call, epilogue: Epilogue[Any, Any]) -> Any:
+def _behind(call: Call, epilogue: Callable[..., Any]) -> Any:
     """A product with a function that is compiled with the code around it."""
     options, biases = call.options, call.inputs[: call.biases]
     wide = call.summed if call.a.is_dense and call.b.outer is None else torch.float32

@@ -48,7 +48,7 @@ def outputs_of(call: Call, product: Tensor, given: Sequence[Any] | None = None) 
     """The function's results on a product in torch, cast as the kernel would; and whether it returned a tuple."""
     results, many = call.apply(product, call.given if given is None else given, given is not None)
     if not results or not all(isinstance(x, Tensor) for x in results):
-        what = "something else than tensors" if results else "no tensor"
+        what = "something that is not a tensor" if results else "no tensor"
         raise TypeError(f"{call.op}: the epilogue returns {what}")
     columns = _columns_of_wide(call) if product.shape[-1] <= 2 else None
     types = output_types(call, types_of(results, product, columns))

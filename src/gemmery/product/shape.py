@@ -21,7 +21,7 @@ def result_shape(op: str, a: Tensor, b: Tensor) -> tuple[int, ...]:
             raise ValueError(f"{op}: {name} is a scalar; it must have at least one dimension")
     what = f"{op}: a is {tuple(a.shape)} and b is {tuple(b.shape)}"
     if op == "linear":
-        what = f"linear: x is {tuple(a.shape)} and weight is {tuple(b.t().shape)}"
+        what = f"linear: x is {tuple(a.shape)} and weight is {tuple(b.t().shape)}, which is (N, K)"
     inner_a, inner_b = a.shape[-1], b.shape[-2] if b.dim() > 1 else b.shape[0]
     if inner_a != inner_b:
         raise ValueError(f"{what}: inner sizes {inner_a} and {inner_b} differ")
