@@ -36,7 +36,7 @@ def entered(monkeypatch):
         else:
             made = results.flat(results.allocate(call.device, plan.slots if results.reduces else 1))
         values = call.values
-        layouts = [values[i] if i >= 0 else made[~i] for i in known.places]
+        layouts = known.pick([*values, *made[::-1]])
 
         def direct(addresses, numbers):
             tensors = [at_address(at, like) for at, like in zip(addresses, layouts, strict=True)]

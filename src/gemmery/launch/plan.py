@@ -158,7 +158,11 @@ class Plan:
 
     def takes(self, addresses: Sequence[int]) -> bool:
         """Whether the compiled kernel may be entered with tensors at these addresses."""
-        return not any(at & bits for at, bits in zip(addresses, self._misaligned, strict=True))
+        # A loop: a generator takes a held plan a tenth longer.
+        for at, bits in zip(addresses, self._misaligned, strict=True):  # noqa: SIM110
+            if at & bits:
+                return False
+        return True
 
     @property
     def slots(self) -> int:

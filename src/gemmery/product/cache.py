@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import Tensor
 from torch._C import _increment_version
+from torch.nn import Parameter
 
 from ..epilogues.results import Results
 from ..launch.plan import Plan, forget_plans
 from ..memo import keep
-from .seen import PLAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,21 +27,23 @@ class Known:
 
     Attributes:
         plan: what is launched.
-        places: of the launch's tensors: places among the call's values, or of a result, inverted.
+        pick: of the call's values and, behind them, the results from the last to the first, those that are launched.
         numbers: places of the launch's numbers among the call's values; None for alpha and beta.
         makers: allocate the results, in their order.
         results: where more is to be done than to return what is allocated: what the epilogue makes.
         many: whether it returns a tuple.
-        extents: bytes from the first element to the end of the last, of each value and, last, of the first result.
+        extents: places of the tensors among the values, with the bytes from the first element to the end of the last.
+        out_bytes: the same bytes of the first result.
     """
 
     plan: Plan
-    places: tuple[int, ...]
+    pick: Callable[[Sequence[Any]], Sequence[Any]]
     numbers: tuple[int, ...] | None
     makers: tuple[Callable[[], Tensor], ...]
     results: Results | None
     many: bool
-    extents: tuple[int, ...]
+    extents: tuple[tuple[int, int], ...]
+    out_bytes: int
 
 
 _known: dict[Any, Known] = {}
@@ -59,8 +61,8 @@ def forget() -> None:
     _known.clear()
 
 
-def look(given: Sequence[Any], grad: bool) -> tuple[list[Any], list[Any], list[Any]] | None:
-    """Addresses and numbers of what is given, the same as objects, and what of it decides which code runs.
+def look(given: Sequence[Any], grad: bool) -> tuple[list[Any], list[Any]] | None:
+    """Addresses and numbers of what is given, and what of it decides which code runs.
 
     None where torch has to see the call, or where what is given lies on several devices.
 
@@ -68,12 +70,11 @@ def look(given: Sequence[Any], grad: bool) -> tuple[list[Any], list[Any], list[A
         grad: whether gradients are recorded.
     """
     addresses: list[Any] = []
-    objects: list[Any] = []
     looks: list[Any] = []
     place: int | None = None
     for x in given:
         kind = type(x)
-        if kind in PLAIN:
+        if kind is Tensor or kind is Parameter:
             device = x.get_device()
             if device != place:
                 if place is not None:
@@ -86,7 +87,7 @@ def look(given: Sequence[Any], grad: bool) -> tuple[list[Any], list[Any], list[A
             except RuntimeError:
                 return None  # a sparse tensor
             addresses.append(address)
-            looks += (x.shape, x.stride(), x.dtype, device, address & 15)
+            looks.append((x.shape, x.stride(), x.dtype, address & 15))
         elif kind is float or kind is int:
             addresses.append(x)
             looks.append(kind)
@@ -95,8 +96,8 @@ def look(given: Sequence[Any], grad: bool) -> tuple[list[Any], list[Any], list[A
             looks.append(x)
         else:
             return None
-        objects.append(x)
-    return addresses, objects, looks
+    looks.append(place)
+    return addresses, looks
 
 
 def launch(
@@ -109,11 +110,12 @@ def launch(
     """The results of a call that is known.
 
     Args:
-        addresses, objects: the call's values, as `look` gives them.
+        addresses, objects: the call's values: as `look` gives them, and themselves. Addresses of results are added.
         scalars: alpha and beta.
         out: where the result goes; it is known not to overlap anything.
     """
     plan, results, numbers = known.plan, known.results, scalars
+    # Loops: before Python 3.12 a comprehension is a call.
     made: list[Any] = []
     allocated: list[Any] = []
     if results is not None:
@@ -126,11 +128,10 @@ def launch(
             made.append(make())
     if known.numbers is not None:
         numbers = tuple([objects[i] for i in known.numbers])
-    at = []
-    for i in known.places:
-        at.append(addresses[i] if i >= 0 else made[~i].data_ptr())
-    if plan.direct is None or not plan.direct(at, numbers):
-        plan.run([objects[i] if i >= 0 else made[~i] for i in known.places], numbers)
+    for x in reversed(made):
+        addresses.append(x.data_ptr())
+    if plan.direct is None or not plan.direct(known.pick(addresses), numbers):
+        plan.run(known.pick([*objects, *made[::-1]]), numbers)
     if out is not None:
         # Autograd must see that a tensor was written behind its back.
         _increment_version((out,))
@@ -139,13 +140,16 @@ def launch(
 
 
 def may_overlap(known: Known, addresses: Sequence[Any], objects: Sequence[Any], out: Tensor) -> bool:
-    """Whether the memory of `out` may be that of something that goes in; `check.check_memory` knows exactly."""
-    start = out.data_ptr()
-    end = start + known.extents[-1]
-    for i in range(len(known.extents) - 1):
+    """Whether the memory of `out` may be that of something that goes in; `check.check_memory` knows exactly.
+
+    Args:
+        addresses, objects: the call's values, and `out` as the last.
+    """
+    start = addresses[-1]
+    end = start + known.out_bytes
+    for i, extent in known.extents:
+        at = addresses[i]
         # What is added to a bare product may be the output itself.
-        if objects[i] is out and i > 1 and known.numbers is None:
-            continue
-        if known.extents[i] and addresses[i] < end and start < addresses[i] + known.extents[i]:
+        if at < end and start < at + extent and (objects[i] is not out or i < 2 or known.numbers is not None):
             return True
     return False

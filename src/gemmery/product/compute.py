@@ -39,16 +39,17 @@ def inside(call: Call) -> tuple[list[Tensor], bool]:
     """The same inside an operator: what looks like a call before is launched at once."""
     call = replace(call, b=call.b.loadable())
     with torch.no_grad():
-        looked = None if call.captured.key is None else cache.look(call.values, False)
+        values = call.values
+        looked = None if call.captured.key is None else cache.look(values, False)
         if looked is None:
             return compute(call, None)
         scalars = call.alpha == 1, call.beta == 1, call.beta == 0
         how = call.a.form, call.b.form, call.biases, call.saves, call.options
-        key = (call.op, call.captured.number, scalars, *how, *looked[2])
+        key = (call.op, call.captured.number, scalars, *how, *looked[1])
         known = cache.find(key)
         if known is None:
             return compute(call, None, key)
-        return cache.launch(known, looked[0], looked[1], (call.alpha, call.beta), None), known.many
+        return cache.launch(known, looked[0], values, (call.alpha, call.beta), None), known.many
 
 
 def _by_reference(call: Call, out: Tensor | None) -> tuple[list[Tensor], bool]:

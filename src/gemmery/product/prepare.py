@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -61,8 +63,16 @@ def _ready(call: Call, out: Tensor | None) -> Known:
     problem, tensors = problem_of_ready(call, result, addend)
     plan = _plan(call, problem, tensors, (call.alpha, call.beta))
     places = (0, 1, -1) if addend is None else (0, 1, -1, 2)
-    extents = tuple([extent_bytes(x) for x in (a, b, *call.inputs, result)])
-    return Known(plan, places, None, (make,), None, False, extents)
+    return Known(
+        plan,
+        itemgetter(*places),
+        None,
+        (make,),
+        None,
+        False,
+        _extents((a, b, *call.inputs)),
+        extent_bytes(result),
+    )
 
 
 def problem_of_ready(call: Call, out: Tensor, addend: Tensor | None) -> tuple[Problem, list[Tensor]]:
@@ -72,6 +82,12 @@ def problem_of_ready(call: Call, out: Tensor, addend: Tensor | None) -> tuple[Pr
     scaled = call.alpha != 1 or (addend is not None and call.beta != 1)
     problem = make_problem(a, b, result, added, scaled=scaled, device=device, **_how(call, device))
     return problem, [a, b, result] if added is None else [a, b, result, added]
+
+
+def _extents(values: Sequence[Any]) -> tuple[tuple[int, int], ...]:
+    """See `Known.extents`; what is empty overlaps nothing."""
+    sizes = [extent_bytes(x) if isinstance(x, Tensor) else 0 for x in values]
+    return tuple([(i, size) for i, size in enumerate(sizes) if size])
 
 
 def _device(call: Call) -> Device:
@@ -120,8 +136,8 @@ def _traced(call: Call, out: Tensor | None) -> Known:
     plan = _plan(call, problem, given, tuple([values[i] for i in numbers]))
     plain = results.makers(call.device) if results.is_plain else ()
     return Known(
-        plan, places, numbers, plain, None if results.is_plain else results, made.many,
-        tuple([extent_bytes(x) if isinstance(x, Tensor) else 0 for x in (*values, flat[0])]),
+        plan, itemgetter(*places), numbers, plain, None if results.is_plain else results, made.many, _extents(values),
+        extent_bytes(flat[0]),
     )  # fmt: skip
 
 
@@ -146,7 +162,7 @@ def problem_of_traced(call: Call, results: Results, tensors: list[Any], device: 
 
 
 def _places(call: Call, results: Results) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of a launch's tensors and numbers: their places among the call's values, or of a result, inverted."""
+    """Places of a launch's tensors, see `Known.pick`, and of its numbers among the call's values."""
     made, before_b = results.program, len(call.a.values)
     before_inputs = before_b + len(call.b.values)
     outer = [i + x.outer_place for x, i in ((call.a, 0), (call.b, before_b)) if x.outer is not None]

@@ -87,15 +87,15 @@ def product(
         looked = None if number is None else cache.look(given, torch.is_grad_enabled())
         if looked is not None:
             scalars = plain or (alpha == 1, beta == 1, beta == 0)
-            key = (op, number, form, bias is None, out is None, options, scalars, *looked[2])
+            key = (op, number, form, bias is None, out is None, options, scalars, *looked[1])
             known = cache.find(key)
             if known is not None and (
-                out is not None or not torch.is_autocast_enabled("cuda" if looked[1][0].is_cuda else "cpu")
+                out is not None or not torch.is_autocast_enabled("cuda" if given[0].is_cuda else "cpu")
             ):
                 if not plain:
                     check_scalars(op, a, alpha, beta)
-                if out is None or not cache.may_overlap(known, looked[0], looked[1], out):
-                    made = cache.launch(known, looked[0], looked[1], (alpha, beta), out)
+                if out is None or not cache.may_overlap(known, looked[0], given, out):
+                    made = cache.launch(known, looked[0], given, (alpha, beta), out)
                     return tuple(made) if known.many else made[0]
     return _first(op, a, b, bias, Functions(*functions), out, Options(*options), alpha, beta, key)
 
