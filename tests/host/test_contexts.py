@@ -17,10 +17,10 @@ COUNTS = (
 )
 
 
-#: Two formats stand for the others of packed weights, which go the same way.
+#: One format stands for the others of packed weights, which go the same way.
 SAMPLED = [
     pytest.param(kind, marks=pytest.mark.exhaustive)
-    if kind in contexts.PACKED and kind not in ("int4", "nvfp4")
+    if kind in contexts.PACKED and kind != "int4"
     else kind
     for kind in contexts.KINDS
 ]

@@ -127,6 +127,7 @@ def test_nothing_that_belongs_there(script, tmp_path, capsys):
     assert "no plain bf16 products" in capsys.readouterr().err
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("format", measured.PACKED)
 def test_few_rows_of_a_packed_weight_take_few_rows_of_tiles(format):
     """Also between the numbers of rows that were timed, and where tiles of more rows were not."""
@@ -136,6 +137,7 @@ def test_few_rows_of_a_packed_weight_take_few_rows_of_tiles(format):
             assert config.block_m <= max(16, 1 << (M - 1).bit_length()), (M, N, K, str(config))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("format", measured.PACKED)
 def test_what_was_timed_decides_where_it_was(format):
     """Not what was not: a model that is too hopeful of such a tile must not have the say."""

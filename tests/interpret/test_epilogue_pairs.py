@@ -215,6 +215,7 @@ def test_gradients(where, bias):
     torch.testing.assert_close(grads, torch.autograd.grad(theirs(*inputs).square().sum(), inputs))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("where", ("behind", "twice"))
 def test_second_derivatives(where):
     assert torch.autograd.gradgradcheck(ours, leaves(where), fast_mode=True)

@@ -42,6 +42,7 @@ def theirs(function):
     return lambda x, w, b, r: function(F.linear(x, w, b), r)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_second_derivatives(function):
     assert torch.autograd.gradgradcheck(ours(function), leaves(), fast_mode=True)

@@ -170,7 +170,7 @@ def linears_of(model, inputs):
     return calls, result
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @torch.inference_mode()
 def test_the_linear_layers_of_a_real_model_see_no_batch():
     """A sentence's rows in a batch of two, of which the other is longer, and the same rows alone: the same bits."""
