@@ -19,9 +19,7 @@ COUNTS = (
 
 #: One format stands for the others of packed weights, which go the same way.
 SAMPLED = [
-    pytest.param(kind, marks=pytest.mark.exhaustive)
-    if kind in contexts.PACKED and kind != "int4"
-    else kind
+    pytest.param(kind, marks=pytest.mark.exhaustive) if kind in contexts.PACKED and kind != "int4" else kind
     for kind in contexts.KINDS
 ]
 
