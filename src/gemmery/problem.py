@@ -137,18 +137,23 @@ class Problem:
         return f"{batch}{self.M}x{self.N}x{self.K} {self.a} @ {self.b} -> {self.out}{fused}{invariant}"
 
 
+_INTEGERS = (
+    "block_m", "block_n", "block_k", "group_m", "num_warps", "num_stages", "tail", "split_k", "cluster_m", "cluster_n",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     """The knobs of a kernel.
 
     Attributes:
         block_m, block_n, block_k: the tile of the output that a program computes, and the step along K; powers of two,
-            but block_n can be the sum of two, as 192 is.
+            but block_n can be the sum of two, as 192 is, and the schedules for tiles of any width take multiples of 8.
         group_m: height in tiles of the bands in which tiles are visited.
         num_warps: warps in a program.
         num_stages: blocks of A and B in flight.
         schedule: how the programs of a launch walk over its tiles, one of `schedules.REGISTRY`: "tile", "persistent",
-            "cluster" or "specialized". Not every one takes every knob.
+            "cluster", "specialized", "cooperative" or "pingpong". Not every one takes every knob.
         loader: "pointer" takes any strides, "descriptor" needs TMA and 16-byte alignment.
         split_store: store a tile as two halves, which halves the staging memory.
         tail: parts into which tiles are cut that would not fill a last wave, or not all of whose columns exist: 2 or 4
@@ -177,22 +182,16 @@ class Config:
     stream: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("group_m", "num_warps", "num_stages", "tail", "split_k", "cluster_m", "cluster_n"):
+        for name in _INTEGERS:
             if type(getattr(self, name)) is not int:
                 raise ValueError(f"Config: {name} is {getattr(self, name)!r}; it must be an integer")
         for name in ("split_store", "swap", "stream"):
             if type(getattr(self, name)) is not bool:
                 raise ValueError(f"Config: {name} is {getattr(self, name)!r}; it must be True or False")
-        for name in ("block_m", "block_n", "block_k"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 16 or (name != "block_n" and value & (value - 1)):
-                raise ValueError(f"Config: {name} is {value!r}; it must be a power of two of at least 16")
-        if self.rest_n and (self.rest_n < 16 or self.rest_n & (self.rest_n - 1)):
-            raise ValueError(
-                f"Config: block_n is {self.block_n}; it must be a power of two, or the sum of two, of at least 16"
-            )
-        if self.num_warps not in (1, 2, 4, 8, 16, 32):
-            raise ValueError(f"Config: num_warps is {self.num_warps!r}; it must be a power of two up to 32")
+        for name, allowed in (("schedule", tuple(schedules.REGISTRY)), ("loader", ("pointer", "descriptor"))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"Config: {name} is {getattr(self, name)!r}; it must be one of {allowed}")
+        schedules.of(self.schedule).check_sizes(self)
         for name in ("group_m", "num_stages", "split_k"):
             if getattr(self, name) < 1:
                 raise ValueError(f"Config: {name} is {getattr(self, name)!r}; it must be at least 1")
@@ -204,9 +203,6 @@ class Config:
             raise ValueError(
                 f"Config: tail is {self.tail!r}; it must be 1, 2, 4 or 8 and leave parts of 16 by 16 or more"
             )
-        for name, allowed in (("schedule", tuple(schedules.REGISTRY)), ("loader", ("pointer", "descriptor"))):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"Config: {name} is {getattr(self, name)!r}; it must be one of {allowed}")
         schedules.of(self.schedule).check(self)
 
     @property

@@ -89,10 +89,13 @@ def test_a_config_names_it(toy):
     assert config.schedule == "toy"
     assert str(config) == TEXT
     assert Config.of(TEXT + "-k5").split_k == 5
-    with pytest.raises(ValueError, match="swap needs the tile schedule or the specialized one"):
+    with pytest.raises(
+        ValueError, match="swap needs the tile schedule, the specialized one, the cooperative one or the p"
+    ):
         replace(config, swap=True)
     with pytest.raises(
-        ValueError, match="split_k needs the tile schedule, the cluster one, the specialized one or the t"
+        ValueError,
+        match="split_k needs the tile schedule, the cluster one, the specialized one or the t",
     ):
         Config.of("128x128x64-g8-w4-s4-persistent-descriptor-k2")
 

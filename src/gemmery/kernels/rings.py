@@ -127,7 +127,7 @@ def halves_beside(block):
 @gluon.jit
 def finish(
     acc, out, staged, args, shape, row, col, EPILOGUE: gl.constexpr, CAST: gl.constexpr, SWAP: gl.constexpr,
-    PAIRED: gl.constexpr,
+    PAIRED: gl.constexpr, PENDING: gl.constexpr = 0,
 ):  # fmt: skip
     """Epilogue and store of a tile's accumulator, in subtiles as large as the output's descriptor takes them.
 
@@ -137,16 +137,17 @@ def finish(
         CAST: `cast(value, dtype)` rounds what the epilogue returns.
         SWAP: whether the accumulator is transposed.
         PAIRED: whether two columns of the product make one of the output; they are in the accumulator by eights.
+        PENDING: stores that may still be under way when `staged` is written.
     """
     DIM: gl.constexpr = 0 if SWAP else 1
     if acc.shape[1] > out.block_type.shape[DIM]:
         HALF: gl.constexpr = acc.shape[1] // 2
         left, right = column_halves(acc)
-        finish(left, out, staged, args, shape, row, col, EPILOGUE, CAST, SWAP, PAIRED)
+        finish(left, out, staged, args, shape, row, col, EPILOGUE, CAST, SWAP, PAIRED, PENDING)
         if SWAP:
-            finish(right, out, staged, args, shape, row + HALF, col, EPILOGUE, CAST, SWAP, PAIRED)
+            finish(right, out, staged, args, shape, row + HALF, col, EPILOGUE, CAST, SWAP, PAIRED, PENDING)
         else:
-            finish(right, out, staged, args, shape, row, col + HALF, EPILOGUE, CAST, SWAP, PAIRED)
+            finish(right, out, staged, args, shape, row, col + HALF, EPILOGUE, CAST, SWAP, PAIRED, PENDING)
     else:
         block = acc.permute((1, 0)) if SWAP else acc
         EACH: gl.constexpr = 2 if PAIRED else 1
@@ -156,7 +157,7 @@ def finish(
         COLS: gl.constexpr = block.shape[1] // EACH
         own_col = col // EACH
         value = EPILOGUE(block, args, (shape[0], shape[1] // EACH), (), 0, row, own_col, ROWS, COLS, False)
-        tma.store_wait(0)
+        tma.store_wait(PENDING)
         staged.store(CAST(value, out.dtype))
         hopper.fence_async_shared()
         _store(out, [row, own_col], staged)

@@ -48,6 +48,8 @@ class Schedule:
         lacking: what is missed with a version of Triton that does not have it, on a GPU that could run it; "" likewise.
         splits: parts along K that are considered for rows of tiles that say `splits`.
         overlaps_stores: whether a program stores a tile while it computes its next one.
+        is_predicted: whether its times are only predicted, and corrected by no table: its configs come after those that
+            are kept for every number of rows, and run where they were measured or asked for.
         tables: what stands behind a kind in the names of its own tables of measured times; each takes the place of
             those before it.
     """
@@ -65,6 +67,7 @@ class Schedule:
     lacking: ClassVar[str] = ""
     splits: tuple[int, ...] = ()
     overlaps_stores: ClassVar[bool] = False
+    is_predicted: ClassVar[bool] = False
     tables: tuple[str, ...] = ()
 
     # --- where it runs ---------------------------------------------------------------------------------------------
@@ -81,11 +84,34 @@ class Schedule:
         """Whether some config of it can run a problem, whatever its number of rows."""
         return self.universal
 
+    def takes(self, config: Config, a_turned: bool, b_turned: bool, reads: bool) -> bool:
+        """Whether a config of it can run a problem that it suits, whatever the sizes are.
+
+        Args:
+            a_turned, b_turned: whether adjacent elements lie along M in a, and along N in b.
+            reads: whether the epilogue reads tensors.
+        """
+        return True
+
     def own_tables(self) -> tuple[str, ...]:
         """Those of `tables` that count with this version of Triton."""
         return self.tables if self.available() else ()
 
     # --- configs ---------------------------------------------------------------------------------------------------
+
+    def check_sizes(self, config: Config) -> None:
+        """ValueError for a Config whose tile or number of warps is none."""
+        c = config
+        for name in ("block_m", "block_n", "block_k"):
+            value = getattr(c, name)
+            if value < 16 or (name != "block_n" and value & (value - 1)):
+                raise ValueError(f"Config: {name} is {value!r}; it must be a power of two of at least 16")
+        if c.rest_n and (c.rest_n < 16 or c.rest_n & (c.rest_n - 1)):
+            raise ValueError(
+                f"Config: block_n is {c.block_n}; it must be a power of two, or the sum of two, of at least 16"
+            )
+        if c.num_warps not in (1, 2, 4, 8, 16, 32):
+            raise ValueError(f"Config: num_warps is {c.num_warps!r}; it must be a power of two up to 32")
 
     def check(self, config: Config) -> None:
         """ValueError for a Config whose knobs do not go together."""

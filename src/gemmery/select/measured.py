@@ -13,9 +13,10 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -115,6 +116,7 @@ class Table:
         residuals: (shapes, configs), logarithm of measured over predicted time; 0 where there is none.
         near: (configs, configs), how much configs of one row, with K cut into other parts, say of each other.
         reach, far: see `REACH` and `REACH_PACKED`.
+        found: what `_find` found.
         partial: whether some configs were not timed at each shape, and are taken to be as far off as the others.
     """
 
@@ -127,6 +129,9 @@ class Table:
     reach: float = REACH
     far: float = REACH
     partial: bool = False
+    found: WeakKeyDictionary[Space, tuple[list[str], np.ndarray, np.ndarray]] = field(
+        default_factory=WeakKeyDictionary
+    )
 
     @classmethod
     def read(cls, path: Path, device: Device, dtype: Any, *more: Path, name: str = "half") -> Table:
@@ -139,6 +144,9 @@ class Table:
                 # What a later file says of a shape takes the place of what an earlier one says.
                 rows[shape] = np.where(np.isnan(found), rows.get(shape, np.nan), found)
         shapes, times = list(rows), np.stack(list(rows.values()))
+        # Most tiles of any width are in no table.
+        timed = np.isfinite(times).any(axis=0)
+        space, times = space.where(timed), times[:, timed]
         predicted = np.stack([costs(_problem(s, device, dtype, name), space).total for s in shapes])
         residuals = np.log(times / predicted)
         known = np.isfinite(residuals)
@@ -166,12 +174,17 @@ class Table:
         fixed = np.log2([max(problem.N, 1), max(problem.K, 1)])
         here = np.concatenate([rows, np.broadcast_to(fixed, (len(rows), 2))], axis=1)
         apart = ((here[:, None, :] - self.places[None, :, :]) ** 2).sum(axis=2)
-        present = sorted({config.schedule for config in space.configs})
+        if space not in self.found:
+            self.found[space] = self._find(space)
+        present, of, columns = self.found[space]
         parts = [self._log(apart, self.schedules == schedule) for schedule in present]
-        # For each schedule all columns, and one for configs that the table does not know.
-        columns = np.array([self.column.get(config, -1) for config in space.configs])
-        of = np.array([present.index(config.schedule) for config in space.configs])
         return np.asarray(np.exp(np.stack(parts)[of, :, columns].T))
+
+    def _find(self, space: Space) -> tuple[list[str], np.ndarray, np.ndarray]:
+        """The schedules of a space, and of each config the number of its own, and its column: -1 if it has none."""
+        present = sorted(space.by_schedule)
+        of = np.array([present.index(schedule) for schedule in space.schedule.tolist()])
+        return present, of, np.array([self.column.get(config, -1) for config in space.configs])
 
     def _log(self, apart: np.ndarray, own: np.ndarray) -> np.ndarray:
         """Logarithms of factors by shape and config, of which those of one schedule, `own`, are right.

@@ -18,7 +18,7 @@ from .tiles import ALIKE, FAMILIES
 #: Columns of a space that are fields of its configs.
 _COLUMNS = (
     "block_m", "block_n", "block_k", "num_warps", "num_stages", "tail_m", "tail_n", "split_k", "split_store",
-    "cluster_m", "cluster_n", "schedule",
+    "swap", "cluster_m", "cluster_n", "schedule",
 )  # fmt: skip
 
 
@@ -118,6 +118,7 @@ class Space:
     tail_n: np.ndarray
     split_k: np.ndarray
     split_store: np.ndarray
+    swap: np.ndarray
     cluster_m: np.ndarray
     cluster_n: np.ndarray
     schedule: np.ndarray
@@ -215,6 +216,25 @@ def mn_major(problem: Problem) -> MNMajor:
 
 def space_of(problem: Problem) -> Space:
     """The configs that can run a problem at all: its family, its kind, its layout's loaders and its schedules."""
+    p = problem
+    return _taken(_space_of(p), p.a.col != 1, p.b.row != 1, bool(p.extras))
+
+
+@functools.lru_cache(256)
+def _taken(space: Space, a_turned: bool, b_turned: bool, reads: bool) -> Space:
+    """The configs of a space that their schedules take; arguments are those of `Schedule.takes`."""
+    own = [schedules.of(each.schedule).takes(each, a_turned, b_turned, reads) for each in space.configs]
+    return space if all(own) else space.where(np.array(own))
+
+
+@functools.lru_cache(256)
+def without_predicted(space: Space) -> Space:
+    """The configs of a space whose schedules have measured times."""
+    own = [not schedules.of(each.schedule).is_predicted for each in space.configs]
+    return space if all(own) else space.where(np.array(own))
+
+
+def _space_of(problem: Problem) -> Space:
     return _space(
         problem.device.target.family,
         kind_of(problem),

@@ -17,6 +17,7 @@ its family, which `make check-targets` proves; another Triton allocates register
 
 from __future__ import annotations
 
+from . import any_width_tiles
 from .quantized_tiles import QUANTIZED, Rows
 
 HOPPER: dict[str, Rows] = {
@@ -83,6 +84,8 @@ HOPPER: dict[str, Rows] = {
             256x256x64 8 8 4  0.96 cluster=2x1 stream split
             256x256x64 8 8 4  0.96 cluster=2x1 stream split tail=2
         """,
+        ("descriptor", "cooperative"): any_width_tiles.COOPERATIVE,
+        ("descriptor", "pingpong"): any_width_tiles.PINGPONG,
     },
     "fp8": {
         ("descriptor", "persistent"): """

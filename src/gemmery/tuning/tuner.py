@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import devices
+from .. import devices, schedules
 from ..api import plan
 from ..dtypes import Precision
 from ..launch.padding import launched
@@ -27,7 +27,7 @@ from ..launch.plan import runs_on
 from ..problem import Config, Problem
 from ..product.cache import forget
 from ..schedules import bind
-from ..select import rank
+from ..select import Cost, rank
 from ..select.keys import device_text, to_dict
 from ..select.store import Store, current
 from .meter import Meter, Refused, Watch
@@ -35,6 +35,8 @@ from .workers import WORTH_WORKERS, Target, Workers
 
 #: Configs whose predicted time is more than this many times the best prediction are not measured.
 PRUNE = 1.5
+#: Of schedules with many tiles and no measured times, at most so many are: the model is off by a few per cent.
+PREDICTED = 16
 #: The quickest are measured again: at most so many, if they are within this factor of the first, in so many turns.
 FINALISTS, NEAR, TURNS = 4, 1.06, 4
 
@@ -238,8 +240,7 @@ class _Task:
         ranked = rank(problem)
         first = ranked[0][0]
         if wanted is None:
-            limit = min(cost.total for _, cost in ranked) * PRUNE
-            candidates = [config for config, cost in ranked if exhaustive or cost.total <= limit]
+            candidates = [config for config, _ in ranked] if exhaustive else _promising(ranked)
         else:
             # The untuned choice with them: without it, the best of these might be slower than no tuning.
             candidates = list(dict.fromkeys([first, *wanted]))
@@ -247,6 +248,15 @@ class _Task:
                 bind(problem, config)  # says what does not suit
         known = store.timings(problem)
         return cls(problem, first, [config for config in candidates if again or config not in known])
+
+
+def _promising(ranked: list[tuple[Config, Cost]]) -> list[Config]:
+    """The configs that are worth measuring."""
+    limit = min(cost.total for _, cost in ranked) * PRUNE
+    near = [config for config, cost in ranked if cost.total <= limit]
+    predicted = [config for config in near if schedules.of(config.schedule).is_predicted]
+    left_out = set(predicted[PREDICTED:])
+    return [config for config in near if config not in left_out]
 
 
 class _Run:

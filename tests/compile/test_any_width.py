@@ -1,0 +1,50 @@
+"""Tiles of any width compile for sm_90 without spills, with instructions of their width, and the ring where it has to be."""
+
+import re
+
+import pytest
+import torch
+
+from gemmery import Config, schedules
+from gemmery.lab.inspection.resources import usage
+from gemmery.launch.cross_compile import compiling_for
+from gemmery.schedules import any_width
+from gemmery.schedules.any_width import COOPERATIVE
+from gemmery.select.samples import arguments
+from gemmery.select.shapes import device_named, problem_of
+
+pytestmark = pytest.mark.skipif(not COOPERATIVE.available(), reason="tiles of any width need another Triton")
+
+CASES = [
+    ("NT", "128x176x64-g8-w8-s4-cooperative-descriptor"),
+    ("TN", "128x128x64-g8-w8-s4-pingpong-descriptor"),
+    ("NT", "72x128x64-g8-w8-s6-pingpong-descriptor-swap"),
+    ("NT", "192x200x64-g8-w12-s3-cooperative-descriptor"),
+    ("NN", "168x256x64-g8-w8-s3-cooperative-descriptor-swap"),
+    ("NT", "64x248x64-g8-w4-s4-cooperative-descriptor"),
+    ("TT", "192x64x64-g8-w12-s4-cooperative-descriptor"),
+    ("NT", "256x168x64-g8-w8-s3-cooperative-descriptor"),
+    ("NT", "128x168x64-g8-w8-s4-pingpong-descriptor"),
+    ("NT", "16x64x64-g8-w4-s12-cooperative-descriptor-swap"),
+]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("layout", "text"), CASES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_tiles_compile(layout, text, dtype):
+    config = Config.of(text)
+    problem = problem_of(3000, 1024, 4096, layout=layout, dtype=dtype, bias=True, device=device_named("H200"))
+    problem = problem if schedules.of(config.schedule).refusal(problem, config) is None else problem_of(
+        3000, 1024, 4096, layout=layout, dtype=dtype, device=device_named("H200")
+    )  # fmt: skip
+    with compiling_for("sm_90"):
+        compiled = schedules.bind(problem, config).compile(*arguments(problem, "meta"))
+    assert usage(compiled).spilled == 0
+    width = config.block_m if config.swap else config.block_n
+    kind = "f16" if dtype == torch.float16 else "bf16"
+    assert set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+)", compiled.asm["ptx"])) == {
+        f"m64n{width}k16.f32.{kind}.{kind}"
+    }
+    # Whether or not this version's kernel relies on it.
+    any_width.check_ring(compiled.asm["llir"], config.num_stages * any_width.stage_bytes(problem, config))

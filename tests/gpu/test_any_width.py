@@ -1,0 +1,92 @@
+"""Tiles of any width: right at ragged sizes, in every layout, with epilogues, and the same every time."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import gemmery
+from gemmery import schedules
+from gemmery.schedules.any_width import COOPERATIVE
+from gemmery.select.shapes import device_named, problem_of
+from gemmery.select.space import tiles_of
+from tests.gpu.common import DRY, HALVES, rng, values, wide
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not COOPERATIVE.available(), reason="tiles of any width need another Triton"),
+    pytest.mark.skipif(
+        DRY or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="tiles of any width need a GPU of sm_90",
+    ),
+]
+
+TILES = [tile for tile in tiles_of("hopper", "half") if tile.config.schedule in ("cooperative", "pingpong")]
+EPILOGUES = {
+    "none": lambda a, b, **more: gemmery.matmul(a, b, **more),
+    "bias": lambda a, b, **more: gemmery.matmul(a, b, bias=a.new_ones(b.shape[1]), **more),
+    "gelu": lambda a, b, **more: gemmery.matmul(a, b, epilogue=F.gelu, **more),
+}
+WANTED = {"none": lambda x: x, "bias": lambda x: x + 1, "gelu": F.gelu}
+
+
+def operand(rows, cols, transposed, dtype):
+    return values((cols, rows), dtype).t() if transposed else values((rows, cols), dtype)
+
+
+def some_case(r):
+    """A config, and operands that it does not refuse."""
+    while True:
+        tile = r.choice(TILES)
+        layout, dtype = r.choice(("NT", "NT", "NN", "TN", "TT")), r.choice(HALVES)
+        m, n, k = r.randint(1, 700), 8 * r.randint(2, 90), 8 * r.randint(1, 250)
+        m = -(-m // 8) * 8 if layout[0] == "T" else m
+        config = tile.config
+        epilogue = r.choice(list(EPILOGUES))
+        problem = problem_of(
+            m, n, k, layout=layout, dtype=dtype, bias=epilogue == "bias", device=device_named("H200")
+        )
+        if schedules.of(config.schedule).refusal(problem, config) is None:
+            a, b = operand(m, k, layout[0] == "T", dtype), operand(k, n, layout[1] == "T", dtype)
+            return a, b, config, epilogue
+
+
+@pytest.mark.parametrize("part", range(6))
+def test_random_tiles_and_products(part):
+    r = rng("any width", part)
+    for _ in range(8):
+        a, b, config, epilogue = some_case(r)
+        want = WANTED[epilogue](wide(a) @ wide(b))
+        result = torch.full(want.shape, torch.nan, dtype=a.dtype, device="cuda")
+        EPILOGUES[epilogue](a, b, out=result, config=config)
+        theirs = WANTED[epilogue]((a @ b).to(torch.float64)) - want
+        allowed = 1.05 * theirs.abs().max() + want.abs().max() * 2**-8
+        assert (result - want).abs().max() <= allowed, (str(config), a.shape, b.shape, epilogue)
+        for _ in range(5):
+            again = EPILOGUES[epilogue](a, b, config=config)
+            assert torch.equal(again, result), (str(config), a.shape, b.shape, epilogue)
+
+
+@pytest.mark.parametrize("text", [
+    "128x176x64-g8-w8-s4-pingpong-descriptor", "64x72x64-g8-w4-s8-cooperative-descriptor",
+    "192x136x64-g8-w12-s4-cooperative-descriptor", "104x128x64-g8-w8-s6-pingpong-descriptor-swap",
+])  # fmt: skip
+def test_under_load_on_two_streams_and_in_a_graph(text):
+    a, b = values((333, 2048), torch.bfloat16), values((600, 2048), torch.bfloat16).t()
+    want = gemmery.matmul(a, b, config=text)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    outs = [[torch.empty_like(want) for _ in range(50)] for _ in streams]
+    torch.cuda.synchronize()
+    for i in range(50):
+        for stream, mine in zip(streams, outs, strict=True):
+            with torch.cuda.stream(stream):
+                gemmery.matmul(a, b, out=mine[i], config=text)
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, want) for mine in outs for x in mine)
+    out = torch.empty_like(want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        gemmery.matmul(a, b, out=out, config=text)
+    for _ in range(200):
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, want)
