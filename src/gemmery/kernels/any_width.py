@@ -23,7 +23,7 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from .rings import finish, following, later
+from .rings import beside, finish, following, later
 
 #: Elements along K of a stage, of 16 bits each: a row of 128 bytes, which is what TMA swizzles.
 STEP = gl.constexpr(64)
@@ -142,8 +142,8 @@ def largest_box(rows, turned):
 def boxes(rows, largest, turned):
     """(rows, offset, number of the descriptor) of the loads that make up some rows of a stage.
 
-    Boxes are powers of two. Where the adjacent elements lie along the rows, a box has 64 of them, and the last one may
-    have more than are used.
+    Boxes are powers of two. Where the adjacent elements lie along the rows, which are a multiple of 64 then, a box has
+    64 of them.
     """
     if turned:
         return [(64, at, 0) for at in range(0, rows, 64)]
@@ -212,7 +212,6 @@ def produce(
     ROWS: gl.constexpr = stage_rows(X_ROWS, Y_ROWS, TURNED)
     X_BOXES: gl.constexpr = boxes(X_ROWS, largest_box(Y_ROWS, TURNED), X_TURNED)
     Y_BOXES: gl.constexpr = boxes(Y_ROWS, largest_box(Y_ROWS, TURNED), Y_TURNED)
-    LOADED: gl.constexpr = (64 * len(Y_BOXES) if Y_TURNED else Y_ROWS) + X_ROWS
     stage = gl.to_tensor(0)
     # The parity before the first: what has not been used yet is free.
     phase = gl.to_tensor(1)
@@ -221,7 +220,7 @@ def produce(
         for k in range(first_k, last_k, STEP):
             mbarrier.wait(free.index(stage), phase)
             arrived = full.index(stage)
-            mbarrier.expect(arrived, LOADED * 128)
+            mbarrier.expect(arrived, (X_ROWS + Y_ROWS) * STEP * 2)
             load_rows((x,), blocks, arrived, stage * ROWS, row, k, X_BOXES, X_TURNED)
             load_rows(ys, blocks, arrived, stage * ROWS + X_ROWS, col, k, Y_BOXES, Y_TURNED)
             stage, phase = following(stage, phase, STAGES)
@@ -306,12 +305,6 @@ def last_step_done(acc, ring, stage, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def side_by_side(left, right):
-    """Two blocks as one with their columns side by side."""
-    return gl.join(left, right).permute((0, 2, 1)).reshape([left.shape[0], 2 * left.shape[1]])
-
-
-@gluon.jit
 def columns_of(acc, FIRST: gl.constexpr, COUNT: gl.constexpr):
     """`COUNT` blocks of 8 columns, a power of two, as one tensor; no number moves."""
     if COUNT == 1:
@@ -320,7 +313,7 @@ def columns_of(acc, FIRST: gl.constexpr, COUNT: gl.constexpr):
         left = columns_of(acc, FIRST, COUNT // 2)
         right = columns_of(acc, FIRST + COUNT // 2, COUNT // 2)
         LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8 * COUNT, 16])
-        return gl.convert_layout(side_by_side(left, right), LAYOUT, assert_trivial=True)
+        return gl.convert_layout(beside(left, right), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
@@ -382,7 +375,6 @@ def consume(
         matrix_descriptor(address, 8192 if X_TURNED else 16) + FIRST * 8,
         matrix_descriptor(address, 8192 if Y_TURNED else 16) + X_ROWS * 8,
     )
-    shape_out = (shape[0], shape[1])
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     turn = gl.to_tensor(0)
@@ -395,7 +387,7 @@ def consume(
         if GROUP == 1:
             stage, phase = later(stage, phase, steps, STAGES)
     for unit in range(first, state[0], every):
-        row, col, _, first_k, last_k = corner(unit, state, shape, PLACE, X_ROWS, Y_ROWS, BAND_M, SWAP)
+        row, col, end, first_k, last_k = corner(unit, state, shape, PLACE, X_ROWS, Y_ROWS, BAND_M, SWAP)
         if PINGPONG:
             mbarrier.wait(turns.index(GROUP), turn)
             turn = turn ^ 1
@@ -407,7 +399,8 @@ def consume(
             mbarrier.arrive(turns.index(1 - GROUP))
         acc = last_step_done(acc, ring, stage, STAGES)
         finish_tile(
-            acc, out, staging, args, shape_out, row + FIRST, col, EPILOGUE, CAST, SWAP, Y_ROWS, GROUP, BUFFERS, WIDTH
+            acc, out, staging, args, (end, shape[1]), row + FIRST, col, EPILOGUE, CAST, SWAP, Y_ROWS, GROUP, BUFFERS,
+            WIDTH,
         )  # fmt: skip
         if PINGPONG:
             # The stages of the tile between are the other warpgroup's.

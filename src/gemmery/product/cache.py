@@ -74,6 +74,7 @@ def look(given: Sequence[Any], grad: bool) -> tuple[list[Any], list[Any]] | None
     place: int | None = None
     for x in given:
         kind = type(x)
+        # `seen.PLAIN`, written out: this is the hot path.
         if kind is Tensor or kind is Parameter:
             device = x.get_device()
             if device != place:
