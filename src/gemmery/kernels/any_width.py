@@ -190,20 +190,19 @@ def load_rows(
 
 @gluon.jit
 def corner(
-    unit, state, shape, PLACE: gl.constexpr, X_ROWS: gl.constexpr, Y_ROWS: gl.constexpr, BAND_M: gl.constexpr,
-    SWAP: gl.constexpr,
+    unit, state, shape, band_m, PLACE: gl.constexpr, X_ROWS: gl.constexpr, Y_ROWS: gl.constexpr, SWAP: gl.constexpr
 ):  # fmt: skip
     """Where a unit begins in X and in Y, the end of its rows of the output, and its range of K."""
     if SWAP:
-        _, col, row, end, first_k, last_k = PLACE(unit, state, shape, Y_ROWS, X_ROWS, BAND_M)
+        _, col, row, end, first_k, last_k = PLACE(unit, state, shape, Y_ROWS, X_ROWS, band_m)
     else:
-        _, row, col, end, first_k, last_k = PLACE(unit, state, shape, X_ROWS, Y_ROWS, BAND_M)
+        _, row, col, end, first_k, last_k = PLACE(unit, state, shape, X_ROWS, Y_ROWS, band_m)
     return row, col, end, first_k, last_k
 
 
 @gluon.jit
 def produce(
-    x, ys, ring, shape, state, PLACE: gl.constexpr, X_ROWS: gl.constexpr, Y_ROWS: gl.constexpr, BAND_M: gl.constexpr,
+    x, ys, ring, shape, state, band_m, PLACE: gl.constexpr, X_ROWS: gl.constexpr, Y_ROWS: gl.constexpr,
     STAGES: gl.constexpr, SWAP: gl.constexpr, X_TURNED: gl.constexpr, Y_TURNED: gl.constexpr,
 ):  # fmt: skip
     """Loads what `consume` multiplies, in the same order."""
@@ -216,7 +215,7 @@ def produce(
     # The parity before the first: what has not been used yet is free.
     phase = gl.to_tensor(1)
     for unit in range(gl.program_id(0), state[0], gl.num_programs(0)):
-        row, col, _, first_k, last_k = corner(unit, state, shape, PLACE, X_ROWS, Y_ROWS, BAND_M, SWAP)
+        row, col, _, first_k, last_k = corner(unit, state, shape, band_m, PLACE, X_ROWS, Y_ROWS, SWAP)
         for k in range(first_k, last_k, STEP):
             mbarrier.wait(free.index(stage), phase)
             arrived = full.index(stage)
@@ -358,10 +357,10 @@ def finish_tile(
 
 @gluon.jit
 def consume(
-    out, staging, ring, args, shape, state, GROUP: gl.constexpr, GROUPS: gl.constexpr, PLACE: gl.constexpr,
+    out, staging, ring, args, shape, state, band_m, GROUP: gl.constexpr, GROUPS: gl.constexpr, PLACE: gl.constexpr,
     EPILOGUE: gl.constexpr, CAST: gl.constexpr, KIND: gl.constexpr, X_ROWS: gl.constexpr, Y_ROWS: gl.constexpr,
-    BAND_M: gl.constexpr, STAGES: gl.constexpr, SWAP: gl.constexpr, PINGPONG: gl.constexpr, X_TURNED: gl.constexpr,
-    Y_TURNED: gl.constexpr, BUFFERS: gl.constexpr, WIDTH: gl.constexpr,
+    STAGES: gl.constexpr, SWAP: gl.constexpr, PINGPONG: gl.constexpr, X_TURNED: gl.constexpr, Y_TURNED: gl.constexpr,
+    BUFFERS: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's part of the work."""
     blocks, turns = ring[0], ring[3]
@@ -387,7 +386,7 @@ def consume(
         if GROUP == 1:
             stage, phase = later(stage, phase, steps, STAGES)
     for unit in range(first, state[0], every):
-        row, col, end, first_k, last_k = corner(unit, state, shape, PLACE, X_ROWS, Y_ROWS, BAND_M, SWAP)
+        row, col, end, first_k, last_k = corner(unit, state, shape, band_m, PLACE, X_ROWS, Y_ROWS, SWAP)
         if PINGPONG:
             mbarrier.wait(turns.index(GROUP), turn)
             turn = turn ^ 1
@@ -408,11 +407,11 @@ def consume(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["M", "N", "K", "tiles"])
+@gluon.jit(do_not_specialize=["M", "N", "K", "tiles", "band_m"])
 def gemm_any_width(
-    x, y0, y1, y2, y3, out, M, N, K, tiles, place_args, args,
+    x, y0, y1, y2, y3, out, M, N, K, tiles, band_m, place_args, args,
     PLACE: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, KIND: gl.constexpr, X_ROWS: gl.constexpr,
-    Y_ROWS: gl.constexpr, BAND_M: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, SWAP: gl.constexpr,
+    Y_ROWS: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, SWAP: gl.constexpr,
     PINGPONG: gl.constexpr, X_TURNED: gl.constexpr, Y_TURNED: gl.constexpr, BUFFERS: gl.constexpr,
     REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr, RING: gl.constexpr, SOURCE: gl.constexpr,
 ):  # fmt: skip
@@ -422,6 +421,7 @@ def gemm_any_width(
         x: descriptor of blocks of X.
         y0, y1, y2, y3: descriptors of Y's blocks, one for each size of a box, see `boxes`; or None.
         out: descriptor of the part of the output that is stored at a time: 64 rows of X by some of Y.
+        band_m: the height of a tile band, see `order`.
         PLACE: `place.whole_tile`.
         GROUPS: warpgroups that multiply: 1, 2 or 3; 2 with PINGPONG.
         BUFFERS: parts of the output that each warpgroup has room for.
@@ -455,14 +455,14 @@ def gemm_any_width(
                 (
                     consume,
                     (
-                        out, staging, ring, args, shape, state, 0, GROUPS, PLACE, EPILOGUE, CAST, KIND,
-                        X_ROWS, Y_ROWS, BAND_M, STAGES, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, WIDTH,
+                        out, staging, ring, args, shape, state, band_m, 0, GROUPS, PLACE, EPILOGUE, CAST, KIND,
+                        X_ROWS, Y_ROWS, STAGES, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, WIDTH,
                     ),
                 ),
                 (
                     produce,
                     (
-                        x, ys, ring, shape, state, PLACE, X_ROWS, Y_ROWS, BAND_M, STAGES, SWAP, X_TURNED, Y_TURNED,
+                        x, ys, ring, shape, state, band_m, PLACE, X_ROWS, Y_ROWS, STAGES, SWAP, X_TURNED, Y_TURNED,
                     ),
                 ),
             ],
@@ -475,21 +475,21 @@ def gemm_any_width(
                 (
                     consume,
                     (
-                        out, staging, ring, args, shape, state, 0, GROUPS, PLACE, EPILOGUE, CAST, KIND,
-                        X_ROWS, Y_ROWS, BAND_M, STAGES, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, WIDTH,
+                        out, staging, ring, args, shape, state, band_m, 0, GROUPS, PLACE, EPILOGUE, CAST, KIND,
+                        X_ROWS, Y_ROWS, STAGES, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, WIDTH,
                     ),
                 ),
                 (
                     consume,
                     (
-                        out, staging, ring, args, shape, state, 1, GROUPS, PLACE, EPILOGUE, CAST, KIND,
-                        X_ROWS, Y_ROWS, BAND_M, STAGES, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, WIDTH,
+                        out, staging, ring, args, shape, state, band_m, 1, GROUPS, PLACE, EPILOGUE, CAST, KIND,
+                        X_ROWS, Y_ROWS, STAGES, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, WIDTH,
                     ),
                 ),
                 (
                     produce,
                     (
-                        x, ys, ring, shape, state, PLACE, X_ROWS, Y_ROWS, BAND_M, STAGES, SWAP, X_TURNED, Y_TURNED,
+                        x, ys, ring, shape, state, band_m, PLACE, X_ROWS, Y_ROWS, STAGES, SWAP, X_TURNED, Y_TURNED,
                     ),
                 ),
             ],
@@ -502,28 +502,28 @@ def gemm_any_width(
                 (
                     consume,
                     (
-                        out, staging, ring, args, shape, state, 0, GROUPS, PLACE, EPILOGUE, CAST, KIND,
-                        X_ROWS, Y_ROWS, BAND_M, STAGES, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, WIDTH,
+                        out, staging, ring, args, shape, state, band_m, 0, GROUPS, PLACE, EPILOGUE, CAST, KIND,
+                        X_ROWS, Y_ROWS, STAGES, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, WIDTH,
                     ),
                 ),
                 (
                     consume,
                     (
-                        out, staging, ring, args, shape, state, 1, GROUPS, PLACE, EPILOGUE, CAST, KIND,
-                        X_ROWS, Y_ROWS, BAND_M, STAGES, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, WIDTH,
+                        out, staging, ring, args, shape, state, band_m, 1, GROUPS, PLACE, EPILOGUE, CAST, KIND,
+                        X_ROWS, Y_ROWS, STAGES, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, WIDTH,
                     ),
                 ),
                 (
                     consume,
                     (
-                        out, staging, ring, args, shape, state, 2, GROUPS, PLACE, EPILOGUE, CAST, KIND,
-                        X_ROWS, Y_ROWS, BAND_M, STAGES, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, WIDTH,
+                        out, staging, ring, args, shape, state, band_m, 2, GROUPS, PLACE, EPILOGUE, CAST, KIND,
+                        X_ROWS, Y_ROWS, STAGES, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, WIDTH,
                     ),
                 ),
                 (
                     produce,
                     (
-                        x, ys, ring, shape, state, PLACE, X_ROWS, Y_ROWS, BAND_M, STAGES, SWAP, X_TURNED, Y_TURNED,
+                        x, ys, ring, shape, state, band_m, PLACE, X_ROWS, Y_ROWS, STAGES, SWAP, X_TURNED, Y_TURNED,
                     ),
                 ),
             ],

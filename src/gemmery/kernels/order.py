@@ -1,6 +1,6 @@
 """Tile orders: from a running tile number to the batch and the tile's place in the output.
 
-An order has the signature `order(tile, tiles_m, tiles_n, BAND_M) -> (batch, tile_m, tile_n)` and visits every
+An order has the signature `order(tile, tiles_m, tiles_n, band_m) -> (batch, tile_m, tile_n)` and visits every
 tile of a matrix before it goes on to the next matrix of the batch.
 """
 
@@ -9,16 +9,16 @@ import triton.language as tl
 
 
 @triton.jit
-def grouped(tile, tiles_m, tiles_n, BAND_M: tl.constexpr):
+def grouped(tile, tiles_m, tiles_n, band_m):
     """Column by column within tile bands, so that tiles in flight share blocks of A and B in L2.
 
-    A band is `BAND_M` tiles high, the last one perhaps less; `BAND_M=1` is plain row-major order. The scheme is the one
+    A band is `band_m` tiles high, the last one perhaps less; `band_m=1` is plain row-major order. The scheme is the one
     of Triton's matmul tutorial and, under the name of threadblock swizzling, of CUTLASS.
     """
     batch = tile // (tiles_m * tiles_n)
     tile = tile % (tiles_m * tiles_n)
-    band = tile // (BAND_M * tiles_n)
-    first_m = band * BAND_M
-    band_rows = min(tiles_m - first_m, BAND_M)
+    band = tile // (band_m * tiles_n)
+    first_m = band * band_m
+    band_rows = min(tiles_m - first_m, band_m)
     within = tile - first_m * tiles_n
     return batch, first_m + within % band_rows, within // band_rows

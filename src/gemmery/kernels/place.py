@@ -2,12 +2,12 @@
 
 All places have the signature
 
-    place(unit, state, shape, BLOCK_M, BLOCK_N, BAND_M) -> (batch, row, col, end, first_k, last_k)
+    place(unit, state, shape, BLOCK_M, BLOCK_N, band_m) -> (batch, row, col, end, first_k, last_k)
 
 and give the batch, the row and the column of the unit's corner, the end of the rows that it may touch, and its range of
 K. `state` is the kernel's numbers of units, as each kernel's docstring lists them, and then the place's own tuple of
 run-time arguments, `place_args`, which may hold pointers. `shape` is (M, N, K), tiles are of `BLOCK_M` by `BLOCK_N`,
-and `BAND_M` is the height of a tile band, see `order`.
+and `band_m` is the height of a tile band, see `order`.
 
 A unit's range of K is never empty: where K is 0 it ends at 1, and loaders give zeros for it.
 """
@@ -19,43 +19,43 @@ from .order import grouped
 
 
 @triton.jit
-def whole_tile(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND_M: tl.constexpr):
+def whole_tile(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m):
     """Tile number `unit`, over all of K."""
     M, N, K = shape
-    batch, tile_m, tile_n = grouped(unit, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), BAND_M)
+    batch, tile_m, tile_n = grouped(unit, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), band_m)
     return batch, tile_m * BLOCK_M, tile_n * BLOCK_N, M, 0, tl.maximum(K, 1)
 
 
 @triton.jit
-def single_tile(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND_M: tl.constexpr):
+def single_tile(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m):
     """Tile number `unit`, over all of K, where each program has one. `state` begins with the number of tiles.
 
     The remainder is `unit` itself. Without it ptxas allocates registers otherwise, and spills some of a tf32 kernel's
     for sm_80.
     """
-    return whole_tile(unit % state[0], state, shape, BLOCK_M, BLOCK_N, BAND_M)
+    return whole_tile(unit % state[0], state, shape, BLOCK_M, BLOCK_N, band_m)
 
 
 @triton.jit
-def split_tile(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND_M: tl.constexpr):
+def split_tile(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m):
     """Part `unit // tiles` of tile `unit % tiles`: `part_k` of K. `state` begins with (tiles, part_k)."""
     tiles, part_k = state[0], state[1]
-    batch, row, col, end, _, _ = whole_tile(unit % tiles, state, shape, BLOCK_M, BLOCK_N, BAND_M)
+    batch, row, col, end, _, _ = whole_tile(unit % tiles, state, shape, BLOCK_M, BLOCK_N, band_m)
     first_k = unit // tiles * part_k
     return batch, row, col, end, first_k, min(first_k + part_k, shape[2])
 
 
 @triton.jit
-def inner_tile(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND_M: tl.constexpr):
+def inner_tile(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m):
     """Tile number `unit` of those that have all of their columns; `tail_tile` has the other columns."""
     M, N, K = shape
-    batch, tile_m, tile_n = grouped(unit, tl.cdiv(M, BLOCK_M), N // BLOCK_N, BAND_M)
+    batch, tile_m, tile_n = grouped(unit, tl.cdiv(M, BLOCK_M), N // BLOCK_N, band_m)
     return batch, tile_m * BLOCK_M, tile_n * BLOCK_N, M, 0, tl.maximum(K, 1)
 
 
 @triton.jit
 def tail_tile(
-    unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND_M: tl.constexpr,
+    unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m,
     PARTS_M: tl.constexpr, PARTS_N: tl.constexpr,
 ):  # fmt: skip
     """Small tile number `unit`: first the parts of whole tiles, then those of the columns that `inner_tile` leaves.
@@ -69,7 +69,7 @@ def tail_tile(
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = N // BLOCK_N
     if unit < cut * PARTS:
-        batch, tile_m, tile_n = grouped(tiles + unit // PARTS, tiles_m, tiles_n, BAND_M)
+        batch, tile_m, tile_n = grouped(tiles + unit // PARTS, tiles_m, tiles_n, band_m)
         part_m = unit % PARTS_M
         part_n = unit % PARTS // PARTS_M
     else:
@@ -85,25 +85,25 @@ def tail_tile(
 
 @triton.jit
 def tail_columns(
-    unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND_M: tl.constexpr, PARTS_N: tl.constexpr,
+    unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m, PARTS_N: tl.constexpr,
 ):  # fmt: skip
     """Some columns of a tile behind the whole ones, each of which is cut into `PARTS_N`.
 
     `state` begins with the number of whole tiles.
     """
     tile = state[0] + unit // PARTS_N
-    batch, row, col, end, first_k, last_k = whole_tile(tile, state, shape, BLOCK_M, BLOCK_N, BAND_M)
+    batch, row, col, end, first_k, last_k = whole_tile(tile, state, shape, BLOCK_M, BLOCK_N, band_m)
     return batch, row, col + unit % PARTS_N * (BLOCK_N // PARTS_N), end, first_k, last_k
 
 
 @triton.jit
-def tail_chunk(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND_M: tl.constexpr):
+def tail_chunk(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m):
     """Part `unit % parts` of a tile behind the whole ones: `part_k` of K.
 
     `state` begins with (whole tiles, units behind them, parts, part_k).
     """
     parts, part_k = state[2], state[3]
     tile = state[0] + unit // parts
-    batch, row, col, end, _, _ = whole_tile(tile, state, shape, BLOCK_M, BLOCK_N, BAND_M)
+    batch, row, col, end, _, _ = whole_tile(tile, state, shape, BLOCK_M, BLOCK_N, band_m)
     first_k = unit % parts * part_k
     return batch, row, col, end, first_k, min(first_k + part_k, shape[2])

@@ -21,7 +21,7 @@ MOST_UNITS = 1 << 24
 
 
 def band(order: str, tiles_m: int, group_size: int) -> int:
-    """Rows of tiles in a band, `BAND_M` in `kernels.order`, for an order by its name.
+    """Rows of tiles in a band, `band_m` in `kernels.order`, for an order by its name.
 
     Raises:
         ValueError: there is no such order, or `group_size` is none.

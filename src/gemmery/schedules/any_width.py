@@ -252,7 +252,6 @@ class AnyWidthBinding(Binding):
             "KIND": "f16" if p.a.dtype == torch.float16 else "bf16",
             "X_ROWS": self.sides.x_rows,
             "Y_ROWS": self.sides.y_rows,
-            "BAND_M": c.group_m,
             "STAGES": c.num_stages,
             "GROUPS": groups,
             "SWAP": c.swap,
@@ -294,8 +293,8 @@ class AnyWidthBinding(Binding):
         block = (width, ROWS) if c.swap else (ROWS, width)
         return [
             self._operand(b if c.swap else a, is_b=c.swap, rows=largest), *[*ys, None, None, None][:4],
-            descriptor(out, (p.M, p.N), p.out.row, block), p.M, p.N, p.K, self.tiles, (),
-            epilogue_arguments(p, width, extras, numbers),
+            descriptor(out, (p.M, p.N), p.out.row, block), p.M, p.N, p.K, self.tiles,
+            c.group_m, (), epilogue_arguments(p, width, extras, numbers),
         ]  # fmt: skip
 
     def _operand(self, tensor: Any, is_b: bool, rows: int) -> Any:
