@@ -5,7 +5,6 @@ tile of a matrix before it goes on to the next matrix of the batch.
 """
 
 import triton
-import triton.language as tl
 
 
 @triton.jit
