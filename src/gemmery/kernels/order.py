@@ -5,6 +5,7 @@ tile of a matrix before it goes on to the next matrix of the batch.
 """
 
 import triton
+import triton.language as tl  # noqa: F401  The interpreter wants it here.
 
 
 @triton.jit
