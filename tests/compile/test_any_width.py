@@ -18,13 +18,13 @@ pytestmark = pytest.mark.skipif(not COOPERATIVE.available(), reason="tiles of an
 CASES = [
     ("NT", "128x176x64-g8-w8-s4-cooperative-descriptor"),
     ("TN", "128x128x64-g8-w8-s4-pingpong-descriptor"),
-    ("NT", "72x128x64-g8-w8-s6-pingpong-descriptor-swap"),
-    ("NT", "192x200x64-g8-w12-s3-cooperative-descriptor"),
-    ("NN", "168x256x64-g8-w8-s3-cooperative-descriptor-swap"),
+    ("NT", "80x128x64-g8-w8-s6-pingpong-descriptor-swap"),
+    ("NT", "192x192x64-g8-w12-s3-cooperative-descriptor"),
+    ("NN", "160x256x64-g8-w8-s3-cooperative-descriptor-swap"),
     ("NT", "64x248x64-g8-w4-s4-cooperative-descriptor"),
     ("TT", "192x64x64-g8-w12-s4-cooperative-descriptor"),
-    ("NT", "256x168x64-g8-w8-s3-cooperative-descriptor"),
-    ("NT", "128x168x64-g8-w8-s4-pingpong-descriptor"),
+    ("NT", "256x160x64-g8-w8-s3-cooperative-descriptor"),
+    ("NT", "128x160x64-g8-w8-s4-pingpong-descriptor"),
     ("NT", "16x64x64-g8-w4-s12-cooperative-descriptor-swap"),
 ]
 
@@ -39,12 +39,16 @@ def test_tiles_compile(layout, text, dtype):
         3000, 1024, 4096, layout=layout, dtype=dtype, device=device_named("H200")
     )  # fmt: skip
     with compiling_for("sm_90"):
-        compiled = schedules.bind(problem, config).compile(*arguments(problem, "meta"))
+        binding = schedules.bind(problem, config)
+        compiled = binding.compile(*arguments(problem, "meta"))
     assert usage(compiled).spilled == 0
     width = config.block_m if config.swap else config.block_n
     kind = "f16" if dtype == torch.float16 else "bf16"
+    k = binding.constants
+    widths = range(k["LEAST"], k["MOST"] + 1, k["EACH"])
+    assert width in widths
     assert set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+)", compiled.asm["ptx"])) == {
-        f"m64n{width}k16.f32.{kind}.{kind}"
+        f"m64n{each}k16.f32.{kind}.{kind}" for each in widths
     }
     # Whether or not this version's kernel relies on it.
-    any_width.check_ring(compiled.asm["llir"], config.num_stages * any_width.stage_bytes(problem, config))
+    any_width.check_memory(compiled.asm["llir"], k["RING_ROWS"] * 128, binding.barriers_at)

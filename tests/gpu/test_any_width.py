@@ -67,8 +67,8 @@ def test_random_tiles_and_products(part):
 
 
 @pytest.mark.parametrize("text", [
-    "128x176x64-g8-w8-s4-pingpong-descriptor", "64x72x64-g8-w4-s8-cooperative-descriptor",
-    "192x136x64-g8-w12-s4-cooperative-descriptor", "104x128x64-g8-w8-s6-pingpong-descriptor-swap",
+    "128x160x64-g8-w8-s4-pingpong-descriptor", "64x72x64-g8-w4-s8-cooperative-descriptor",
+    "192x144x64-g8-w12-s4-cooperative-descriptor", "112x128x64-g8-w8-s5-pingpong-descriptor-swap",
 ])  # fmt: skip
 def test_under_load_on_two_streams_and_in_a_graph(text):
     a, b = values((333, 2048), torch.bfloat16), values((600, 2048), torch.bfloat16).t()

@@ -200,7 +200,8 @@ def test_they_are_chosen_for_a_few_hundred_rows(everywhere):
     rows = json.loads(DECODE.read_text())["rows"]
     mid = [row for row in rows if CLUSTER.rows.start <= row["M"] < CLUSTER.rows.stop]
     chosen = [rank(of(row["M"], row["N"], row["K"]))[0][0].schedule for row in mid]
-    assert chosen.count("cluster") > len(mid) / 2
+    # Most of the others are tiles of any width, which are predicted to be quicker.
+    assert chosen.count("cluster") > len(mid) / 3
 
 
 def test_few_kernels_serve_a_weight(everywhere):

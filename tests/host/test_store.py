@@ -19,7 +19,7 @@ import torch
 import triton
 
 import gemmery
-from gemmery import Config, schedules
+from gemmery import Config
 from gemmery.select import candidates, database, exchange, keys, rank, store
 from gemmery.select.store import Row, Store, Timing
 from tests.problems import make
@@ -556,18 +556,13 @@ def test_a_file_that_is_not_valid_is_refused_whole(place, tmp_path):
 
 def test_the_quickest_that_was_measured_comes_first(place):
     p = make(1024, 1024, 1024, device="NVIDIA H200")
-    every = [config for config, _ in rank(p)]
-    ranked = [config for config in every if not schedules.of(config.schedule).is_predicted]
+    ranked = [config for config, _ in rank(p)]
     assert candidates(p) == ranked
     store.current().record(p, ranked[3], 1e-6)
     store.current().record(p, ranked[1], 2e-6)
     assert candidates(p) == [ranked[3], *ranked[:3], *ranked[4:]]
     assert gemmery.Plan(p).config == ranked[3]
     assert gemmery.Plan(p, ranked[0]).config == ranked[0]  # pinned
-    # One whose times are only predicted runs once it has been measured.
-    (predicted, *_) = [config for config in every if config not in ranked]
-    store.current().record(p, predicted, 5e-7)
-    assert candidates(p)[0] == predicted
 
 
 def test_a_measured_config_outside_the_space_counts_if_it_can_run(place):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -28,14 +29,20 @@ if TYPE_CHECKING:
     from ..problem import Config, Problem
     from ..select.space import Space
 
-#: Rows of X that a `wgmma` multiplies, and its step along K; columns of Y that are stored at a time.
-ROWS, STEP, WIDTH = 64, 64, 64
-#: Bytes of shared memory for barriers.
-BARRIERS = 1024
+#: Rows of X that a `wgmma` multiplies, and its step along K; bytes of a row of a stage.
+ROWS, STEP, ROW = 64, 64, 128
+#: Columns of Y that are stored at a time, at most.
+PART = 64
+#: Bytes of shared memory, and of those for barriers.
+SHARED, BARRIERS = 232448, 1024
+#: Stages that are enough.
+MOST_STAGES = 12
+#: By the number of warpgroups: parts of the output that each has room for.
+BUFFERS = {1: 2, 2: 2, 3: 1}
 #: By the number of warpgroups: registers of a thread in all but the first one, and of the loader's.
 REGISTERS = {1: (0, 40), 2: (232, 40), 3: (160, 32)}
 #: By the same: numbers of the accumulator that a thread has registers for.
-ACCUMULATORS = {1: 128, 2: 176, 3: 100}
+ACCUMULATORS = {1: 128, 2: 160, 3: 96}
 #: Of the model of its time, fitted to 377 times of random products on an H200: part of the tensor cores' rate, and what
 #: a narrow instruction takes more, in columns.
 EFFICIENCY, EDGE = 0.917, 7.9
@@ -49,28 +56,59 @@ STORE, START, TILE = 1.1, 5.98e-6, 0.17e-6
 #: The model is off by 5 %, and of so many configs the best is one that it thinks too well of. On 26 random products of
 #: a seed that nothing was fitted to, it preferred these tiles 25 times without this factor, 6 of them wrongly, and 18
 #: times with it, 3 of them wrongly; the worst took 1.21 and 1.12 times as long.
-DOUBT = 1.035
+DOUBT = 1.02
 
 
-class Sides(NamedTuple):
-    """The sizes and the layouts of X and Y, the tensor cores' operands; see `kernels.any_width`.
+class Tile(NamedTuple):
+    """A config's tile, of X and Y, the tensor cores' operands; see `kernels.any_width`.
 
     Attributes:
-        x_rows, y_rows: of a tile.
-        x_turned, y_turned: whether adjacent elements of an operand lie along its rows, and not along K.
+        x, y: rows of both in a tile.
+        groups: warpgroups.
+        own: rows of X of each.
     """
 
-    x_rows: int
-    y_rows: int
-    x_turned: bool
-    y_turned: bool
+    x: int
+    y: int
+    groups: int
+    own: int
 
     @classmethod
-    def of(cls, problem: Problem, config: Config) -> Sides:
-        a_turned, b_turned = problem.a.col != 1, problem.b.row != 1
-        if config.swap:
-            return cls(config.block_n, config.block_m, b_turned, a_turned)
-        return cls(config.block_m, config.block_n, a_turned, b_turned)
+    def of(cls, config: Config, takes_turns: bool) -> Tile:
+        x, y = (config.block_n, config.block_m) if config.swap else (config.block_m, config.block_n)
+        groups = config.num_warps // 4
+        return cls(x, y, groups, x if takes_turns or not groups else x // groups)
+
+    @property
+    def widest(self) -> int:
+        """The largest width that a kernel for this X has registers for."""
+        return min(256, ACCUMULATORS[self.groups] * 128 // self.own)
+
+    @property
+    def each(self) -> int:
+        """What a width is a multiple of. Beside many accumulators a loader of boxes of 8 rows too would spill."""
+        return 8 if self.own == ROWS and self.groups < 3 else 16
+
+    @property
+    def part(self) -> int:
+        """Columns of Y that are stored at a time. The last ones may overlap those before."""
+        return min(PART, 1 << (self.y.bit_length() - 1))
+
+    @property
+    def stage_rows(self) -> int:
+        """Rows of a stage: those of Y begin and end at a multiple of the largest box that TMA loads."""
+        return self.x + -(-self.y // ROWS) * ROWS
+
+    def ring_rows(self, part: int) -> int:
+        """Rows that there is shared memory for, beside the parts of the output."""
+        return (
+            (SHARED - BARRIERS - self.groups * BUFFERS[self.groups] * ROWS * part * 2) // ROW // ROWS * ROWS
+        )
+
+    @property
+    def most_stages(self) -> int:
+        """Stages that there is room for."""
+        return min(MOST_STAGES, self.ring_rows(self.part) // self.stage_rows)
 
 
 class AnyWidth(Schedule):
@@ -85,9 +123,10 @@ class AnyWidth(Schedule):
     archs = ("sm_90",)
     # Those whose Gluon has the names that the kernel is written in.
     versions = ("3.6", "3.7", "3.8", "3.9")
-    reason = "run where `gemmery tune` has found them quicker, or by config="
+    # With fewer, powers of two are as quick or quicker.
+    rows = range(65, sys.maxsize)
+    reason = "preferred where powers of two leave part of the last wave idle"
     overlaps_stores = True
-    is_predicted = True
     takes_turns: ClassVar[bool] = False
 
     def suits(self, problem: Problem) -> bool:
@@ -103,11 +142,18 @@ class AnyWidth(Schedule):
             and _epilogue_suits(p)
         )
 
-    def takes(self, config: Config, a_turned: bool, b_turned: bool, reads: bool) -> bool:
-        c = config
-        y_rows, y_turned = (c.block_m, a_turned) if c.swap else (c.block_n, b_turned)
+    def takes(self, config: Config, a_turned: bool, b_turned: bool) -> bool:
+        y, y_turned = self.tile(config).y, a_turned if config.swap else b_turned
         # Of a box of 64 a part would be loaded for nothing; such products took up to twice as long.
-        return not (y_turned and y_rows % ROWS) and not (reads and y_rows % 16)
+        return not (y_turned and y % ROWS)
+
+    def tile(self, config: Config) -> Tile:
+        """The tile of a config."""
+        return Tile.of(config, self.takes_turns)
+
+    def code(self, config: Config) -> object:
+        tile = self.tile(config)
+        return config.swap, tile.x, tile.groups, min(tile.y, PART)
 
     def check_sizes(self, config: Config) -> None:
         c, warps = config, ((8,) if self.takes_turns else (4, 8, 12))
@@ -116,17 +162,19 @@ class AnyWidth(Schedule):
                 f"Config: the {self.name} schedule needs the descriptor loader, block_k {STEP} and "
                 f"{' or '.join(map(str, warps))} warps"
             )
-        x, y = (c.block_n, c.block_m) if c.swap else (c.block_m, c.block_n)
-        groups = c.num_warps // 4
-        own = x if self.takes_turns else x // groups
-        if x % (own or 1) or own not in (ROWS, 2 * ROWS):
+        tile = self.tile(c)
+        if tile.own not in (ROWS, 2 * ROWS) or tile.x % tile.own:
             raise ValueError(
                 f"Config: the {self.name} schedule needs {ROWS} or {2 * ROWS} rows for each warpgroup of 4 warps"
             )
-        if y % 8 or not 16 <= y <= 256 or own * y // 128 > ACCUMULATORS[groups]:
+        if tile.y % tile.each or not 16 <= tile.y <= tile.widest:
             raise ValueError(
-                f"Config: the {self.name} schedule needs a width that is a multiple of 8 from 16 to "
-                f"{min(256, ACCUMULATORS[groups] * 128 // own)}"
+                f"Config: the {self.name} schedule needs a width that is a multiple of {tile.each} from 16 to "
+                f"{tile.widest}"
+            )
+        if c.num_stages > tile.most_stages:
+            raise ValueError(
+                f"Config: num_stages is {c.num_stages}; of this tile there is shared memory for {tile.most_stages}"
             )
 
     def refusal(self, problem: Problem, config: Config) -> str | None:
@@ -134,19 +182,18 @@ class AnyWidth(Schedule):
         if not self.suits(p):
             return (
                 f"schedule {self.name!r} needs Triton {', '.join(self.versions)}, a GPU of sm_90, fp16 or bf16, K > 0, "
-                f"no batch, no batch invariance, operands that suit the descriptor loader, and an output with adjacent "
-                f"columns and rows of whole 16-byte units; given {p} on {p.device.arch} with Triton "
-                f"{triton.__version__}"
+                f"no batch, no batch invariance, no epilogue with another matrix, operands that suit the descriptor "
+                f"loader, and an output with adjacent columns and rows of whole 16-byte units; given {p} on "
+                f"{p.device.arch} with Triton {triton.__version__}"
             )
-        if not self.takes(c, p.a.col != 1, p.b.row != 1, bool(p.extras)):
-            return (
-                f"an operand whose adjacent elements lie along N or M needs a width that is a multiple of {ROWS}, and "
-                f"an epilogue that reads tensors one that is a multiple of 16"
-            )
+        if p.M == 1 and p.epilogue == "add_row":
+            return "a row that is added to one row may be the output itself, of which some is stored twice"
+        if not self.takes(c, p.a.col != 1, p.b.row != 1):
+            return f"an operand whose adjacent elements lie along N or M needs a width that is a multiple of {ROWS}"
         return None
 
     def bind(self, problem: Problem, config: Config) -> Binding:
-        return AnyWidthBinding(problem, config, self.takes_turns)
+        return AnyWidthBinding(problem, config, self.tile(config), self.takes_turns)
 
     def at_once(self, problem: Problem, config: Config) -> int:
         return problem.device.sms
@@ -200,23 +247,20 @@ class PingPong(AnyWidth):
 
 
 def _epilogue_suits(problem: Problem) -> bool:
-    """Whether an epilogue asks for nothing but its block, and for no offsets beyond 32 bits in it."""
+    """Whether an epilogue asks for nothing but its block, few registers, and no offsets beyond 32 bits in it.
+
+    Registers spill beside an accumulator where an epilogue reads or writes another matrix. One that is added may
+    moreover be the output itself, of which some columns are stored twice.
+    """
     p, f = problem, problem.fusion
+    if p.wants_subtiles or p.epilogue == "add_matrix":
+        return False
     plain = f is None or (f.stores and not (f.reduces or f.whole or p.a.prologue))
     return plain and all((x.row + x.col) * 256 < 1 << 31 for x in p.extras)
 
 
 def _tiles(problem: Problem, config: Config) -> int:
     return -(-problem.M // config.block_m) * -(-problem.N // config.block_n)
-
-
-def width_of(problem: Problem, config: Config) -> int:
-    """Columns of Y that are stored at a time. Where an epilogue reads matrices they divide the tile's."""
-    rows = config.block_m if config.swap else config.block_n
-    most = WIDTH
-    while most > rows or (problem.extras and rows % most and most > 16):
-        most //= 2
-    return most
 
 
 def descriptor(tensor: Any, shape: Sequence[int], stride: int, block: Sequence[int]) -> Any:
@@ -231,34 +275,41 @@ def descriptor(tensor: Any, shape: Sequence[int], stride: int, block: Sequence[i
 class AnyWidthBinding(Binding):
     """A `Binding` of the kernel for tiles of any width."""
 
-    def __init__(self, problem: Problem, config: Config, takes_turns: bool) -> None:
+    def __init__(self, problem: Problem, config: Config, tile: Tile, takes_turns: bool) -> None:
         from triton.experimental.gluon import language as gl
 
         from ..kernels import any_width, dialect
 
         p, c = problem, config
-        self.problem, self.config = p, c
+        self.problem, self.config, self.tile = p, c, tile
         self.split = None
         self.kernel = any_width.gemm_any_width
         self.tiles = _tiles(p, c)
         self.grid = (min(self.tiles, p.device.sms), 1, 1)
-        self.sides = Sides.of(p, c)
-        groups = c.num_warps // 4
-        registers, loader = REGISTERS[groups]
+        a_turned, b_turned = p.a.col != 1, p.b.row != 1
+        x_turned, self.y_turned = (b_turned, a_turned) if c.swap else (a_turned, b_turned)
+        self.part = tile.part
+        each = ROWS if self.y_turned else tile.each
+        # Small tiles have a kernel each: it loads quicker with their width as a constant.
+        least, most = (self.part, tile.widest) if tile.y >= PART else (tile.y, tile.y)
+        self.ring_rows = tile.ring_rows(self.part)
+        registers, loader = REGISTERS[tile.groups]
         self.constants = {
             "PLACE": dialect.in_gluon(place.whole_tile),
             "EPILOGUE": dialect.in_gluon(epilogue_of(p)),
             "CAST": dialect.in_gluon(cast),
             "KIND": "f16" if p.a.dtype == torch.float16 else "bf16",
-            "X_ROWS": self.sides.x_rows,
-            "Y_ROWS": self.sides.y_rows,
-            "STAGES": c.num_stages,
-            "GROUPS": groups,
+            "X_ROWS": tile.x,
+            "LEAST": least,
+            "MOST": most // each * each,
+            "EACH": each,
+            "RING_ROWS": self.ring_rows,
+            "GROUPS": tile.groups,
             "SWAP": c.swap,
             "PINGPONG": takes_turns,
-            "X_TURNED": self.sides.x_turned,
-            "Y_TURNED": self.sides.y_turned,
-            "BUFFERS": buffers(p, c),
+            "X_TURNED": x_turned,
+            "Y_TURNED": self.y_turned,
+            "BUFFERS": BUFFERS[tile.groups],
             "REGISTERS": registers,
             "LOADER_REGISTERS": loader,
             "RING": gl.NVMMASharedLayout(128, 16, 2),
@@ -271,31 +322,41 @@ class AnyWidthBinding(Binding):
         """See `Binding.compile`.
 
         Raises:
-            RuntimeError: the ring does not lie where this version's kernel has to look for it.
+            RuntimeError: the ring or its barriers do not lie where this version's kernel has to look for them.
         """
         from triton.experimental.gluon import language as gl
 
         compiled = super().compile(tensors, numbers)
         if not hasattr(gl, "inline_asm"):
-            check_ring(compiled.asm["llir"], self.config.num_stages * stage_bytes(self.problem, self.config))
+            check_memory(compiled.asm["llir"], self.ring_rows * ROW, self.barriers_at)
         return compiled
 
     def arguments(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> list[Any]:
         """The kernel's run-time arguments, as for `Binding.arguments`."""
-        from ..kernels.any_width import boxes, largest_box
-
-        p, c, sides = self.problem, self.config, self.sides
+        p, c, tile = self.problem, self.config, self.tile
         (a,), (b,), out, extras = sorted_tensors(p, tensors)
-        largest = largest_box.fn(sides.y_rows, sides.x_turned or sides.y_turned)
-        sizes = sorted({box[0] for box in boxes.fn(sides.y_rows, largest, sides.y_turned)}, reverse=True)
-        ys = [self._operand(a if c.swap else b, is_b=not c.swap, rows=rows) for rows in sizes]
-        width = width_of(p, c)
-        block = (width, ROWS) if c.swap else (ROWS, width)
+        sizes = [size for size in (64, 32, 16, 8) if self._loads(size)]
+        ys = {size: self._operand(a if c.swap else b, is_b=not c.swap, rows=size) for size in sizes}
+        block = (self.part, ROWS) if c.swap else (ROWS, self.part)
         return [
-            self._operand(b if c.swap else a, is_b=c.swap, rows=largest), *[*ys, None, None, None][:4],
-            descriptor(out, (p.M, p.N), p.out.row, block), p.M, p.N, p.K, self.tiles,
-            c.group_m, (), epilogue_arguments(p, width, extras, numbers),
+            self._operand(b if c.swap else a, is_b=c.swap, rows=tile.x & -tile.x), *map(ys.get, (64, 32, 16, 8)),
+            descriptor(out, (p.M, p.N), p.out.row, block), p.M, p.N, p.K, self.tiles, tile.y, c.group_m, c.num_stages,
+            -(-tile.y // ROWS), (), epilogue_arguments(p, self.part, extras, numbers),
         ]  # fmt: skip
+
+    @property
+    def barriers_at(self) -> int:
+        """Bytes of shared memory before the ring's barriers."""
+        groups = self.tile.groups
+        return self.ring_rows * ROW + groups * BUFFERS[groups] * ROWS * self.part * 2
+
+    def _loads(self, size: int) -> bool:
+        """Whether some width that the kernel has code for takes boxes of so many rows of Y."""
+        k = self.constants
+        return any(
+            width & size or (size == 64 and width >> 6)
+            for width in range(k["LEAST"], k["MOST"] + 1, k["EACH"])
+        )
 
     def _operand(self, tensor: Any, is_b: bool, rows: int) -> Any:
         """The descriptor of an operand's boxes of so many rows."""
@@ -315,26 +376,11 @@ def source() -> str:
     return hashlib.sha256(Path(any_width.__file__).read_bytes()).hexdigest()[:16]
 
 
-def stage_bytes(problem: Problem, config: Config) -> int:
-    """Bytes of a stage."""
-    from ..kernels.any_width import stage_rows
+def check_memory(llir: str, size: int, barriers: int) -> None:
+    """RuntimeError unless the first `size` bytes of shared memory are the ring's, and its barriers begin at `barriers`.
 
-    sides = Sides.of(problem, config)
-    return int(stage_rows.fn(sides.x_rows, sides.y_rows, sides.x_turned or sides.y_turned)) * STEP * 2
-
-
-def buffers(problem: Problem, config: Config) -> int:
-    """Parts of the output that each warpgroup has room for: two where there is the memory."""
-    c = config
-    left = problem.device.target.shared - BARRIERS - c.num_stages * stage_bytes(problem, c)
-    return 2 if left >= 2 * (c.num_warps // 4) * ROWS * width_of(problem, c) * 2 else 1
-
-
-def check_ring(llir: str, size: int) -> None:
-    """RuntimeError unless the first `size` bytes of shared memory are the ring's.
-
-    Whatever else there is, is found at constant offsets behind it. If something stood before the ring, the ring's own
-    offset would be one of less than its size, since nothing else is as large.
+    Whatever else there is, is found at constant offsets behind the ring. If something stood before it, its own offset
+    would be one of less than its size, since nothing else is as large.
 
     Args:
         llir: the kernel in LLVM's language.
@@ -342,6 +388,9 @@ def check_ring(llir: str, size: int) -> None:
     offsets = [int(found) for found in re.findall(r"@global_smem, i32 (\d+)", llir)]
     if not offsets or min(offsets) < size:
         raise RuntimeError(f"the ring of {size} bytes does not begin where shared memory does")
+    first = re.search(r"mbarrier\.init.*@global_smem, i32 (\d+)", llir)
+    if first is None or int(first[1]) != barriers:
+        raise RuntimeError(f"the ring's barriers are not {barriers} bytes behind where shared memory begins")
 
 
 COOPERATIVE, PINGPONG = Cooperative(), PingPong()

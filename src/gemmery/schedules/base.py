@@ -48,8 +48,6 @@ class Schedule:
         lacking: what is missed with a version of Triton that does not have it, on a GPU that could run it; "" likewise.
         splits: parts along K that are considered for rows of tiles that say `splits`.
         overlaps_stores: whether a program stores a tile while it computes its next one.
-        is_predicted: whether its times are only predicted, and corrected by no table: its configs come after those that
-            are kept for every number of rows, and run where they were measured or asked for.
         tables: what stands behind a kind in the names of its own tables of measured times; each takes the place of
             those before it.
     """
@@ -67,7 +65,6 @@ class Schedule:
     lacking: ClassVar[str] = ""
     splits: tuple[int, ...] = ()
     overlaps_stores: ClassVar[bool] = False
-    is_predicted: ClassVar[bool] = False
     tables: tuple[str, ...] = ()
 
     # --- where it runs ---------------------------------------------------------------------------------------------
@@ -84,14 +81,17 @@ class Schedule:
         """Whether some config of it can run a problem, whatever its number of rows."""
         return self.universal
 
-    def takes(self, config: Config, a_turned: bool, b_turned: bool, reads: bool) -> bool:
+    def takes(self, config: Config, a_turned: bool, b_turned: bool) -> bool:
         """Whether a config of it can run a problem that it suits, whatever the sizes are.
 
         Args:
             a_turned, b_turned: whether adjacent elements lie along M in a, and along N in b.
-            reads: whether the epilogue reads tensors.
         """
         return True
+
+    def code(self, config: Config) -> object:
+        """What of a row of tiles the compiled kernel depends on, other than the schedule; None for all of it."""
+        return None
 
     def own_tables(self) -> tuple[str, ...]:
         """Those of `tables` that count with this version of Triton."""

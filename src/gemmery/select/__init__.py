@@ -12,22 +12,17 @@ from ..problem import Config, Problem
 from ..schedules import bind
 from . import measured, shortlist, store
 from .model import Cost, Costs, costs
-from .space import Space, mn_major, without_predicted
+from .space import Space, mn_major
 
 __all__ = ["Cost", "best_time", "candidates", "mn_major", "rank"]
 
 
-def _predict(problem: Problem, every: bool = False) -> tuple[Space, Costs, np.ndarray]:
+def _predict(problem: Problem) -> tuple[Space, Costs, np.ndarray]:
     """The configs that can run a problem, their predicted costs, and their order, best first.
 
     Configs whose kernels are on the shortlist for all M come before the others.
-
-    Args:
-        every: with those of schedules whose times are only predicted, which come last.
     """
     space = shortlist.allowed(problem)
-    if not every:
-        space = without_predicted(space)
     rows = np.array([[problem.M]])
     considered = space.considered(rows)[0]
     if not considered.all():
@@ -40,7 +35,7 @@ def _predict(problem: Problem, every: bool = False) -> tuple[Space, Costs, np.nd
 
 def rank(problem: Problem) -> list[tuple[Config, Cost]]:
     """Every config that can run the problem with its predicted cost, in the order in which they are tried."""
-    space, predicted, order = _predict(problem, every=True)
+    space, predicted, order = _predict(problem)
     return [(space.configs[i], predicted[i]) for i in order.tolist()]
 
 

@@ -18,7 +18,7 @@ from ..problem import Problem
 from ..schedules.binding import spans
 from . import measured
 from .model import costs
-from .space import Space, everywhere, space_of, without_predicted
+from .space import Space, everywhere, space_of
 
 #: Kernels that serve all M of otherwise equal problems.
 KERNELS = 8
@@ -44,7 +44,7 @@ def of(problem: Problem) -> frozenset[int]:
 
 @functools.lru_cache(KEPT)
 def _of(problem: Problem) -> frozenset[int]:
-    space = without_predicted(allowed(problem))
+    space = allowed(problem)
     logs = _log_times(problem, space)
     kernels = np.unique(space.kernel)
     # The best config of each kernel; they differ in how many parts K is cut into, which is no other code.

@@ -188,7 +188,10 @@ def _space(
         names: schedules that are considered.
     """
     entries = []
-    for number, tile in enumerate(tiles_of(family, kind)):
+    codes: dict[object, int] = {}
+    for row, tile in enumerate(tiles_of(family, kind)):
+        code = schedules.of(tile.config.schedule).code(tile.config)
+        number = codes.setdefault(row if code is None else (tile.config.schedule, code), row)
         if tile.config.schedule not in names or (tile.blocks and not blocks):
             continue
         loads = not (tma and tile.strided) if tile.config.loader == "pointer" else tma
@@ -217,20 +220,13 @@ def mn_major(problem: Problem) -> MNMajor:
 def space_of(problem: Problem) -> Space:
     """The configs that can run a problem at all: its family, its kind, its layout's loaders and its schedules."""
     p = problem
-    return _taken(_space_of(p), p.a.col != 1, p.b.row != 1, bool(p.extras))
+    return _taken(_space_of(p), p.a.col != 1, p.b.row != 1)
 
 
 @functools.lru_cache(256)
-def _taken(space: Space, a_turned: bool, b_turned: bool, reads: bool) -> Space:
+def _taken(space: Space, a_turned: bool, b_turned: bool) -> Space:
     """The configs of a space that their schedules take; arguments are those of `Schedule.takes`."""
-    own = [schedules.of(each.schedule).takes(each, a_turned, b_turned, reads) for each in space.configs]
-    return space if all(own) else space.where(np.array(own))
-
-
-@functools.lru_cache(256)
-def without_predicted(space: Space) -> Space:
-    """The configs of a space whose schedules have measured times."""
-    own = [not schedules.of(each.schedule).is_predicted for each in space.configs]
+    own = [schedules.of(each.schedule).takes(each, a_turned, b_turned) for each in space.configs]
     return space if all(own) else space.where(np.array(own))
 
 

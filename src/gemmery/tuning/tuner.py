@@ -11,6 +11,7 @@ import contextlib
 import random
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import devices, schedules
+from .. import devices
 from ..api import plan
 from ..dtypes import Precision
 from ..launch.padding import launched
@@ -35,8 +36,8 @@ from .workers import WORTH_WORKERS, Target, Workers
 
 #: Configs whose predicted time is more than this many times the best prediction are not measured.
 PRUNE = 1.5
-#: Of schedules with many tiles and no measured times, at most so many are: the model is off by a few per cent.
-PREDICTED = 16
+#: Of each schedule at most so many are: of some there are hundreds of tiles, and the model is off by a few per cent.
+PER_SCHEDULE = 16
 #: The quickest are measured again: at most so many, if they are within this factor of the first, in so many turns.
 FINALISTS, NEAR, TURNS = 4, 1.06, 4
 
@@ -254,9 +255,13 @@ def _promising(ranked: list[tuple[Config, Cost]]) -> list[Config]:
     """The configs that are worth measuring."""
     limit = min(cost.total for _, cost in ranked) * PRUNE
     near = [config for config, cost in ranked if cost.total <= limit]
-    predicted = [config for config in near if schedules.of(config.schedule).is_predicted]
-    left_out = set(predicted[PREDICTED:])
-    return [config for config in near if config not in left_out]
+    seen: Counter[str] = Counter()
+    found = []
+    for config in near:
+        seen[config.schedule] += 1
+        if seen[config.schedule] <= PER_SCHEDULE:
+            found.append(config)
+    return found
 
 
 class _Run:
