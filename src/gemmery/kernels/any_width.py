@@ -32,9 +32,6 @@ STAGES = gl.constexpr(12)
 #: The accumulator of a warpgroup for 8 columns.
 BLOCK8 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
 
-# Names that differ between versions of Triton: these are of 3.6 and of later ones.
-_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_inline_asm = getattr(gl, "inline_asm", None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -46,17 +43,15 @@ def _value(x):
 
 
 @builtin
-def address_of(ring, _semantic=None):
-    """The address of the ring in shared memory.
+def shared_at(AT, _semantic=None):
+    """The address of what lies `AT` bytes behind the beginning of shared memory, where the ring is.
 
-    Before Triton 3.9 assembly can't be given one. There the ring has to lie where shared memory begins, which
-    `schedules.any_width` makes sure of in the compiled kernel.
+    `schedules.any_width` makes sure in the compiled kernel that it is there.
     """
-    if _inline_asm is not None:
-        return _inline_asm("mov.b32 $0, $1;", "=r,r", [ring], gl.int32, is_pure=False, _semantic=_semantic)
     return gl.inline_asm_elementwise(
-        "mov.b32 $0, global_smem;", "=r", [], dtype=gl.int32, is_pure=True, pack=1, _semantic=_semantic
-    )
+        f"{{ .reg .b32 first; mov.b32 first, global_smem; add.s32 $0, first, {_value(AT)}; }}", "=r", [],
+        dtype=gl.int32, is_pure=True, pack=1, _semantic=_semantic,
+    )  # fmt: skip
 
 
 def _switch(index, values, cases):
@@ -177,15 +172,6 @@ def widths_of(least, most, each):
     return list(range(least, most + 1, each))
 
 
-@builtin
-def view(blocks, rows, cols, layout, _semantic=None):
-    """The ring as a row of blocks of a box's shape."""
-    rows, cols = _value(rows), _value(cols)
-    reinterpret = getattr(blocks, "_reinterpret", None) or blocks.reinterpret
-    count = blocks.shape[0] * 512 // (rows * cols)
-    return reinterpret(blocks.dtype, [count, rows, cols], _value(layout), _semantic=_semantic)
-
-
 @gluon.constexpr_function
 def some_of(values, first, end):
     """Some elements of a list."""
@@ -195,113 +181,201 @@ def some_of(values, first, end):
 @gluon.jit
 def full(ring, stage):
     """The barrier of a stage whose blocks arrive."""
-    return ring[1].index(stage)
+    return ring[0].index(ring[1] + stage)
 
 
 @gluon.jit
 def free(ring, stage):
     """The barrier of a stage that is read."""
-    return ring[1].index(STAGES + stage)
+    return ring[0].index(ring[1] + STAGES + stage)
 
 
 @gluon.jit
 def turn_of(ring, GROUP: gl.constexpr):
     """The barrier of a warpgroup that waits for its turn."""
-    return ring[1].index(2 * STAGES + GROUP)
+    return ring[0].index(ring[1] + 2 * STAGES + GROUP)
 
 
 @builtin
-def expect(arrived, stage, count, BARRIERS_AT, _semantic=None):
-    """Says how many bytes a stage gets, which is one arrival; one thread of the warp does.
+def expect(arrived, count, _semantic=None):
+    """Says how many bytes a stage gets, which is one arrival at the barrier with address `arrived`.
 
     Gluon's own instruction takes constants only.
-
-    Args:
-        arrived: the stage's barrier.
-        BARRIERS_AT: where the first stage's lies behind the beginning of shared memory, as for `address_of`.
     """
-    if _inline_asm is not None:
-        _inline_asm(
-            "{ .reg .pred p; elect.sync _|p, 0xffffffff; @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1; }",
-            "r,r", [arrived, count], _semantic=_semantic,
-        )  # fmt: skip
-        return
     gl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .b32 first, own; mov.b32 first, global_smem; mad.lo.s32 own, $1, 8, first;"
-        "elect.sync _|p, 0xffffffff;"
-        f"@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [own + {_value(BARRIERS_AT)}], $2; mov.b32 $0, 0; }}",
-        "=r,r,r", [stage, count], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$1], $2; mov.b32 $0, 0;", "=r,r,r", [arrived, count],
+        dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
     )  # fmt: skip
 
 
-@gluon.jit
-def load_box(box, blocks, arrived, at, row, k, TURNED: gl.constexpr):
-    """Begins to load as many rows of an operand as the descriptor's box has into the ring, as block `at` of such."""
-    to = view(blocks, box.block_type.shape[0], box.block_type.shape[1], box.layout).index(at)
-    if TURNED:
-        _load(box, [k, row], arrived, to)
+@builtin
+def release(stage, arrives, AT, _semantic=None):
+    """Says that a warp has read a stage, if it `arrives`: at its barrier `free`, and in a cluster at the other CTA's,
+    which may load into both. Alone it counts for the other one, too.
+
+    Args:
+        AT: where these barriers begin, see `shared_at`.
+    """
+    gl.inline_asm_elementwise(
+        "{ .reg .pred own, other; .reg .b32 at, ctas, count, peer; elect.sync _|own, 0xffffffff;"
+        f"mov.b32 at, global_smem; mad.lo.s32 at, $1, 8, at; add.s32 at, at, {_value(AT)};"
+        "setp.ne.and.s32 own, $2, 0, own; mov.u32 ctas, %cluster_nctaid.x; setp.gt.and.s32 other, ctas, 1, own;"
+        "sub.s32 count, 3, ctas; @own mbarrier.arrive.shared::cta.b64 _, [at], count;"
+        "mov.u32 peer, %cluster_ctarank; xor.b32 peer, peer, 1; @other mapa.shared::cluster.u32 at, at, peer;"
+        "@other mbarrier.arrive.release.cluster.shared::cluster.b64 _, [at]; mov.b32 $0, 0; }",
+        "=r,r,r", [stage, arrives], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
+    )  # fmt: skip
+
+
+@builtin
+def load_box(to, arrived, row, k, shared, turn, rows, FIRST, SIZE, MAP, TURNED, _semantic=None):
+    """Begins to load a box of an operand, if it is among as many rows as there are.
+
+    Gluon multicasts with Triton 3.9 alone, and only where layouts are those of clusters.
+
+    Args:
+        to: the address of the operand's block of a stage.
+        arrived: the address of the stage's barrier `full`.
+        row, k: where the block begins.
+        shared: whether the other CTA of the cluster has the same block. One of them loads a box into both then.
+        turn: if it is even, that is this one.
+        rows: of the block.
+        FIRST: the box's first row; None for one of less than 64 rows, of which there is one if `rows` needs it.
+        SIZE: the box's rows.
+        MAP: the number of the kernel's parameter that is its tensor map.
+        TURNED: whether adjacent elements lie along the rows and not along K.
+    """
+    first, size = _value(FIRST), _value(SIZE)
+    if first is None:
+        find = f"and.b32 n, $7, {size}; setp.eq.s32 own, n, 0; @own bra.uni DONE; and.b32 n, $7, {-2 * size};"
     else:
-        _load(box, [row, k], arrived, to)
+        find = f"setp.lt.s32 own, $7, {first + size}; @own bra.uni DONE; mov.b32 n, {first};"
+    place = "{n, $4}" if _value(TURNED) else "{$4, n}"
+    load = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+    gl.inline_asm_elementwise(
+        f"{{ .reg .pred own, both; .reg .b64 map; .reg .b32 n, to; .reg .b16 all; {find}"
+        f"mad.lo.s32 to, n, 128, $1; add.s32 n, n, $3; mov.b16 all, 3;"
+        f"mov.b64 map, gemm_any_width_param_{_value(MAP)}; cvta.param.u64 map, map; setp.eq.s32 own, $5, 0;"
+        f"@own {load} [to], [map, {place}], [$2]; @own bra.uni DONE; setp.ne.s32 both, $6, 0;"
+        f"@both {load}.multicast::cluster [to], [map, {place}], [$2], all;\nDONE: mov.b32 $0, 0; }}",
+        "=r,r,r,r,r,r,r,r", [to, arrived, row, k, shared, turn, rows], dtype=gl.int32, is_pure=False, pack=1,
+        _semantic=_semantic,
+    )  # fmt: skip
+
+
+@builtin
+def of_cluster(_semantic=None):
+    """How many CTAs the cluster has in which this one was launched."""
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, %cluster_nctaid.x;", "=r", [], dtype=gl.int32, is_pure=True, pack=1, _semantic=_semantic
+    )
+
+
+@builtin
+def is_first_thread(_semantic=None):
+    """1 in one of the 128 threads that run this, and 0 in the others."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; and.b32 t, t, 127; setp.eq.u32 p, t, 0;"
+        "selp.b32 $0, 1, 0, p; }",
+        "=r", [], dtype=gl.int32, is_pure=True, pack=1, _semantic=_semantic,
+    )  # fmt: skip
+
+
+@builtin
+def meet(_semantic=None):
+    """Waits, in all threads, until those of all CTAs of a cluster are here."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 n; mov.u32 n, %cluster_nctaid.x; setp.gt.s32 p, n, 1;"
+        "@p fence.mbarrier_init.release.cluster; @p barrier.cluster.arrive.release; @p barrier.cluster.wait.acquire;"
+        "mov.b32 $0, 0; }",
+        "=r", [], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def maps_of(has_y64, has_y32, has_y16, has_y8):
+    """Which of the kernel's parameters are the tensor maps of Y's boxes.
+
+    Each descriptor makes five parameters: its tensor map, sizes and strides. X's is the first one.
+    """
+    has = [has_y64, has_y32, has_y16, has_y8]
+    return [5 + 5 * sum(has[:i]) for i in range(4)]
 
 
 @gluon.jit
-def load_x(x, blocks, arrived, stage, row, k, ROWS: gl.constexpr, TURNED: gl.constexpr):
+def load_x(x, to, arrived, row, k, shared, turn, ROWS: gl.constexpr, TURNED: gl.constexpr):
     """Begins to load `ROWS` rows of X."""
     BOX: gl.constexpr = x.block_type.shape[1 if TURNED else 0]
     for i in gl.static_range(ROWS // BOX):
-        load_box(x, blocks, arrived, stage * (ROWS // BOX) + i, row + BOX * i, k, TURNED)
+        load_box(to, arrived, row, k, shared, (turn ^ i) & 1, ROWS, i * BOX, BOX, 0, TURNED)
 
 
 @gluon.jit
-def load_y(ys, blocks, arrived, at, row, k, width, WIDTHS: gl.constexpr, TURNED: gl.constexpr):
-    """Begins to load `width` rows of Y in boxes of 64, and then of 32, 16 and 8, at most one of each.
-
-    Args:
-        at: where they begin in the ring, in 64 rows.
-    """
+def load_y(
+    ys, to, arrived, row, k, shared, turn, width, WIDTHS: gl.constexpr, MAPS: gl.constexpr, TURNED: gl.constexpr
+):
+    """Begins to load `width` rows of Y in boxes of 64, and then of 32, 16 and 8, at most one of each."""
     for i in gl.static_range(WIDTHS[-1] // 64):
-        if width >= 64 * i + 64:
-            load_box(ys[0], blocks, arrived, at + i, row + 64 * i, k, TURNED)
+        load_box(to, arrived, row, k, shared, (turn ^ i) & 1, width, 64 * i, 64, MAPS[0], TURNED)
     for i in gl.static_range(1, 4):
-        # The outer condition is the compiler's.
-        if ys[i] is not None:  # noqa: SIM102
-            if width & (64 >> i):
-                before = width & -(128 >> i)
-                load_box(ys[i], blocks, arrived, (at << i) + before // (64 >> i), row + before, k, TURNED)
+        if ys[i] is not None:
+            load_box(to, arrived, row, k, shared, (turn ^ i) & 1, width, None, 64 >> i, MAPS[i], TURNED)
 
 
 @gluon.jit
 def corner(unit, state, shape, tile, PLACE: gl.constexpr, X_ROWS: gl.constexpr, SWAP: gl.constexpr):
-    """Where a unit begins in X and in Y, the end of its rows of the output, and its range of K."""
-    width, band_m = tile[0], tile[1]
+    """Where a unit begins in X and in Y, the end of its rows of the output, and its range of K.
+
+    What would reach beyond the operands begins before, if there is so much: TMA fills rows outside with zeros, at a
+    tenth of the speed of loads. Elements that two units have are stored twice then, with the same bits.
+    """
+    width, band_m, x_ctas, y_ctas = tile[0], tile[1], tile[2], tile[3]
+    ctas = x_ctas * y_ctas
+    both, rank = unit // ctas, unit % ctas
     if SWAP:
-        _, col, row, end, first_k, last_k = PLACE(unit, state, shape, width, X_ROWS, band_m)
+        _, col, row, end, first_k, last_k = PLACE(both, state, shape, width * y_ctas, X_ROWS * x_ctas, band_m)
     else:
-        _, row, col, end, first_k, last_k = PLACE(unit, state, shape, X_ROWS, width, band_m)
+        _, row, col, end, first_k, last_k = PLACE(both, state, shape, X_ROWS * x_ctas, width * y_ctas, band_m)
+    x_rows = shape[1] if SWAP else shape[0]
+    y_rows = shape[0] if SWAP else shape[1]
+    row = gl.minimum(row + rank * (x_ctas - 1) * X_ROWS, gl.maximum(x_rows - X_ROWS, 0))
+    col = gl.minimum(col + rank * (y_ctas - 1) * width, gl.maximum(y_rows - width, 0))
     return row, col, end, first_k, last_k
 
 
 @gluon.jit
 def produce(
     x, ys, ring, shape, state, tile, PLACE: gl.constexpr, X_ROWS: gl.constexpr, WIDTHS: gl.constexpr,
-    SWAP: gl.constexpr, X_TURNED: gl.constexpr, Y_TURNED: gl.constexpr, BARRIERS_AT: gl.constexpr,
+    SWAP: gl.constexpr, X_TURNED: gl.constexpr, Y_TURNED: gl.constexpr, MAPS: gl.constexpr,
+    RING_BYTES: gl.constexpr,
 ):  # fmt: skip
-    """Loads what `consume` multiplies, in the same order."""
-    blocks, stages, y_blocks = ring[0], ring[2], ring[3]
-    width = tile[0]
-    stage = gl.to_tensor(0)
-    # The parity before the first: what has not been used yet is free.
-    phase = gl.to_tensor(1)
-    for unit in range(gl.program_id(0), state[0], gl.num_programs(0)):
-        row, col, _, first_k, last_k = corner(unit, state, shape, tile, PLACE, X_ROWS, SWAP)
-        for k in range(first_k, last_k, STEP):
-            mbarrier.wait(free(ring, stage), phase)
-            arrived = full(ring, stage)
-            expect(arrived, stage, (X_ROWS + width) * (STEP * 2), BARRIERS_AT)
-            load_x(x, blocks, arrived, stage, row, k, X_ROWS, X_TURNED)
-            at = stages * (X_ROWS // 64) + stage * y_blocks
-            load_y(ys, blocks, arrived, at, col, k, width, WIDTHS, Y_TURNED)
-            stage, phase = following(stage, phase, stages)
+    """Loads what `consume` multiplies, in the same order.
+
+    Two CTAs of a cluster have the same rows of X, or of Y: each of the boxes of these is loaded by one of them, which
+    alternate along K.
+    """
+    stages, y_blocks = ring[2], ring[3]
+    width, x_ctas, y_ctas = tile[0], tile[2], tile[3]
+    meet()
+    if is_first_thread() == 1:
+        shares_x = gl.where(y_ctas * of_cluster() == 4, 1, 0)
+        shares_y = gl.where(x_ctas * of_cluster() == 4, 1, 0)
+        stage = gl.to_tensor(0)
+        # The parity before the first: what has not been used yet is free.
+        phase = gl.to_tensor(1)
+        for unit in range(gl.program_id(0), state[0] * x_ctas * y_ctas, gl.num_programs(0)):
+            row, col, _, first_k, last_k = corner(unit, state, shape, tile, PLACE, X_ROWS, SWAP)
+            for k in range(first_k, last_k, STEP):
+                mbarrier.wait(free(ring, stage), phase)
+                arrived = shared_at(RING_BYTES) + stage * 8
+                expect(arrived, (X_ROWS + width) * (STEP * 2))
+                turn = (k // STEP + gl.program_id(0)) & 1
+                load_x(x, shared_at(0) + stage * (X_ROWS * 128), arrived, row, k, shares_x, turn, X_ROWS, X_TURNED)
+                at = shared_at(0) + stages * (X_ROWS * 128) + stage * y_blocks * 8192
+                load_y(ys, at, arrived, col, k, shares_y, turn, width, WIDTHS, MAPS, Y_TURNED)
+                stage, phase = following(stage, phase, stages)
+    # The other CTA may still load into this one, or say there that it has read what this one loaded.
+    meet()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -341,7 +415,7 @@ def multiply(
 @gluon.jit
 def sum_steps(
     acc, heads, ring, first_k, last_k, stage, phase, width, KIND: gl.constexpr, X_ROWS: gl.constexpr,
-    WIDTHS: gl.constexpr, X_TURNED: gl.constexpr, Y_TURNED: gl.constexpr,
+    WIDTHS: gl.constexpr, X_TURNED: gl.constexpr, Y_TURNED: gl.constexpr, RING_BYTES: gl.constexpr,
 ):  # fmt: skip
     """The K loop of one warpgroup, from `first_k` to `last_k`, at least a step.
 
@@ -361,17 +435,17 @@ def sum_steps(
         # This step's products stay under way, so those of the step before are done with their blocks.
         acc = wgmma_wait(acc, 1)
         before = gl.where(stage == 0, stages - 1, stage - 1)
-        mbarrier.arrive(free(ring, before), pred=k > first_k)
+        release(before, adds, RING_BYTES + 8 * STAGES)
         stage, phase = following(stage, phase, stages)
     return acc, stage, phase
 
 
 @gluon.jit
-def last_step_done(acc, ring, stage):
+def last_step_done(acc, ring, stage, RING_BYTES: gl.constexpr):
     """Waits for the last products of the K loop."""
     acc = wgmma_wait(acc, 0)
     before = gl.where(stage == 0, ring[2] - 1, stage - 1)
-    mbarrier.arrive(free(ring, before))
+    release(before, 1, RING_BYTES + 8 * STAGES)
     return acc
 
 
@@ -439,13 +513,14 @@ def consume(
     out, staging, ring, args, shape, state, tile, GROUP: gl.constexpr, GROUPS: gl.constexpr, PLACE: gl.constexpr,
     EPILOGUE: gl.constexpr, CAST: gl.constexpr, KIND: gl.constexpr, X_ROWS: gl.constexpr, WIDTHS: gl.constexpr,
     SWAP: gl.constexpr, PINGPONG: gl.constexpr, X_TURNED: gl.constexpr, Y_TURNED: gl.constexpr, BUFFERS: gl.constexpr,
-    PART: gl.constexpr,
+    PART: gl.constexpr, RING_BYTES: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's part of the work."""
-    blocks, stages = ring[0], ring[2]
+    stages = ring[2]
     OWN: gl.constexpr = X_ROWS if PINGPONG else X_ROWS // GROUPS
     FIRST: gl.constexpr = 0 if PINGPONG else GROUP * OWN
-    address = address_of(blocks)
+    meet()
+    address = shared_at(0)
     # A row of a stage is 128 bytes.
     heads = (
         matrix_descriptor(address, 8192 if X_TURNED else 16) + FIRST * 8,
@@ -462,18 +537,18 @@ def consume(
         every *= 2
         if GROUP == 1:
             stage, phase = later(stage, phase, steps, stages)
-    for unit in range(first, state[0], every):
+    for unit in range(first, state[0] * tile[2] * tile[3], every):
         row, col, end, first_k, last_k = corner(unit, state, shape, tile, PLACE, X_ROWS, SWAP)
         if PINGPONG:
             mbarrier.wait(turn_of(ring, GROUP), turn)
             turn = turn ^ 1
         acc, stage, phase = sum_steps(
-            zeros_of(OWN // 64 * WIDTHS[-1] // 8), heads, ring, first_k, last_k, stage, phase, tile[0], KIND, X_ROWS,
-            WIDTHS, X_TURNED, Y_TURNED,
+            zeros_of(OWN // 64 * WIDTHS[-1] // 8), heads, ring, first_k, last_k, stage, phase,
+            tile[0], KIND, X_ROWS, WIDTHS, X_TURNED, Y_TURNED, RING_BYTES,
         )  # fmt: skip
         if PINGPONG:
             mbarrier.arrive(turn_of(ring, 1 - GROUP))
-        acc = last_step_done(acc, ring, stage)
+        acc = last_step_done(acc, ring, stage, RING_BYTES)
         finish_tile(
             acc, out, staging, args, (end, shape[1]), row + FIRST, col, tile[0], GROUP, EPILOGUE, CAST, SWAP, WIDTHS,
             BUFFERS, PART,
@@ -482,16 +557,18 @@ def consume(
             # The stages of the tile between are the other warpgroup's.
             stage, phase = later(stage, phase, steps, stages)
     tma.store_wait(0)
+    meet()
 
 
-@gluon.jit(do_not_specialize=["M", "N", "K", "tiles", "width", "band_m", "stages", "y_blocks"])
+@gluon.jit(
+    do_not_specialize=["M", "N", "K", "tiles", "width", "band_m", "x_ctas", "y_ctas", "stages", "y_blocks"]
+)
 def gemm_any_width(
-    x, y64, y32, y16, y8, out, M, N, K, tiles, width, band_m, stages, y_blocks, place_args, args,
+    x, y64, y32, y16, y8, out, M, N, K, tiles, width, band_m, x_ctas, y_ctas, stages, y_blocks, place_args, args,
     PLACE: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, KIND: gl.constexpr, X_ROWS: gl.constexpr,
     LEAST: gl.constexpr, MOST: gl.constexpr, EACH: gl.constexpr, RING_ROWS: gl.constexpr,
     GROUPS: gl.constexpr, SWAP: gl.constexpr, PINGPONG: gl.constexpr, X_TURNED: gl.constexpr, Y_TURNED: gl.constexpr,
-    BUFFERS: gl.constexpr, REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr, RING: gl.constexpr,
-    SOURCE: gl.constexpr,
+    BUFFERS: gl.constexpr, REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr, SOURCE: gl.constexpr,
 ):  # fmt: skip
     """As many programs as run at once, which take tiles in turn.
 
@@ -501,30 +578,32 @@ def gemm_any_width(
         out: descriptor of the part of the output that is stored at a time: 64 rows of X by some of Y.
         width: rows of Y in a tile, a multiple of `EACH` from `LEAST` to `MOST`.
         band_m: the height of a tile band, see `order`.
+        x_ctas, y_ctas: CTAs of a cluster along X and along Y, 1 or 2, at most one of them 2; those along Y share rows
+            of X, and the other way round.
         stages, y_blocks: how many stages there are, at most `STAGES`, and how many 64 rows of Y each has room for.
         PLACE: `place.whole_tile`.
         RING_ROWS: rows of all stages, at least.
         GROUPS: warpgroups that multiply: 1, 2 or 3; 2 with PINGPONG.
         BUFFERS: parts of the output that each warpgroup has room for.
         REGISTERS, LOADER_REGISTERS: of a thread in all warpgroups but the first, and of the loader's.
-        RING: the layout of a stage: swizzled by 128 bytes.
         SOURCE: tells versions of this file apart.
     """
     shape = (M, N, K)
     state = (tiles, place_args)
-    tile = (width, band_m)
+    tile = (width, band_m, x_ctas, y_ctas)
     ys = (y64, y32, y16, y8)
     WIDTHS: gl.constexpr = widths_of(LEAST, MOST, EACH)
+    MAPS: gl.constexpr = maps_of(y64 is not None, y32 is not None, y16 is not None, y8 is not None)
     PART: gl.constexpr = out.block_type.shape[0 if SWAP else 1]
-    # The largest, so that it is where shared memory begins; see `address_of`.
-    blocks = gl.allocate_shared_memory(x.dtype, [RING_ROWS // 8, 8, STEP], RING)
+    RING_BYTES: gl.constexpr = RING_ROWS * (STEP * 2)
+    # The ring and then its barriers, in units of 8 bytes. It is the largest, so that shared memory begins with it.
+    memory = gl.allocate_shared_memory(gl.int64, [RING_BYTES // 8 + 2 * STAGES + 2, 1], mbarrier.MBarrierLayout())
     staging = gl.allocate_shared_memory(out.dtype, [GROUPS * BUFFERS] + out.block_type.shape, out.layout)  # noqa: RUF005
-    barriers = gl.allocate_shared_memory(gl.int64, [2 * STAGES + 2, 1], mbarrier.MBarrierLayout())
-    BARRIERS_AT: gl.constexpr = (RING_ROWS * STEP + GROUPS * BUFFERS * 64 * PART) * 2
-    ring = (blocks, barriers, stages, y_blocks)
+    ring = (memory, RING_BYTES // 8, stages, y_blocks)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full(ring, stage), count=1)
-        mbarrier.init(free(ring, stage), count=1 if PINGPONG else GROUPS)
+        # Four warps of each warpgroup that reads it, of two CTAs; see `release`.
+        mbarrier.init(free(ring, stage), count=8 * (1 if PINGPONG else GROUPS))
     for group in gl.static_range(2):
         mbarrier.init(turn_of(ring, group), count=1)
     if PINGPONG:
@@ -537,15 +616,18 @@ def gemm_any_width(
                     consume,
                     (
                         out, staging, ring, args, shape, state, tile, 0, GROUPS, PLACE, EPILOGUE, CAST, KIND, X_ROWS,
-                        WIDTHS, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, PART,
+                        WIDTHS, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, PART, RING_BYTES,
                     ),
                 ),
                 (
                     produce,
-                    (x, ys, ring, shape, state, tile, PLACE, X_ROWS, WIDTHS, SWAP, X_TURNED, Y_TURNED, BARRIERS_AT),
+                    (
+                        x, ys, ring, shape, state, tile, PLACE, X_ROWS, WIDTHS, SWAP, X_TURNED, Y_TURNED, MAPS,
+                        RING_BYTES,
+                    ),
                 ),
             ],
-            [1],
+            [4],
             [LOADER_REGISTERS],
         )  # fmt: skip
     elif GROUPS == 2:
@@ -555,22 +637,25 @@ def gemm_any_width(
                     consume,
                     (
                         out, staging, ring, args, shape, state, tile, 0, GROUPS, PLACE, EPILOGUE, CAST, KIND, X_ROWS,
-                        WIDTHS, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, PART,
+                        WIDTHS, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, PART, RING_BYTES,
                     ),
                 ),
                 (
                     consume,
                     (
                         out, staging, ring, args, shape, state, tile, 1, GROUPS, PLACE, EPILOGUE, CAST, KIND, X_ROWS,
-                        WIDTHS, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, PART,
+                        WIDTHS, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, PART, RING_BYTES,
                     ),
                 ),
                 (
                     produce,
-                    (x, ys, ring, shape, state, tile, PLACE, X_ROWS, WIDTHS, SWAP, X_TURNED, Y_TURNED, BARRIERS_AT),
+                    (
+                        x, ys, ring, shape, state, tile, PLACE, X_ROWS, WIDTHS, SWAP, X_TURNED, Y_TURNED, MAPS,
+                        RING_BYTES,
+                    ),
                 ),
             ],
-            [4, 1],
+            [4, 4],
             [REGISTERS, LOADER_REGISTERS],
         )  # fmt: skip
     else:
@@ -580,28 +665,31 @@ def gemm_any_width(
                     consume,
                     (
                         out, staging, ring, args, shape, state, tile, 0, GROUPS, PLACE, EPILOGUE, CAST, KIND, X_ROWS,
-                        WIDTHS, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, PART,
+                        WIDTHS, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, PART, RING_BYTES,
                     ),
                 ),
                 (
                     consume,
                     (
                         out, staging, ring, args, shape, state, tile, 1, GROUPS, PLACE, EPILOGUE, CAST, KIND, X_ROWS,
-                        WIDTHS, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, PART,
+                        WIDTHS, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, PART, RING_BYTES,
                     ),
                 ),
                 (
                     consume,
                     (
                         out, staging, ring, args, shape, state, tile, 2, GROUPS, PLACE, EPILOGUE, CAST, KIND, X_ROWS,
-                        WIDTHS, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, PART,
+                        WIDTHS, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, PART, RING_BYTES,
                     ),
                 ),
                 (
                     produce,
-                    (x, ys, ring, shape, state, tile, PLACE, X_ROWS, WIDTHS, SWAP, X_TURNED, Y_TURNED, BARRIERS_AT),
+                    (
+                        x, ys, ring, shape, state, tile, PLACE, X_ROWS, WIDTHS, SWAP, X_TURNED, Y_TURNED, MAPS,
+                        RING_BYTES,
+                    ),
                 ),
             ],
-            [4, 4, 1],
+            [4, 4, 4],
             [REGISTERS, REGISTERS, LOADER_REGISTERS],
         )  # fmt: skip

@@ -40,7 +40,7 @@ MOST_STAGES = 12
 #: By the number of warpgroups: parts of the output that each has room for.
 BUFFERS = {1: 2, 2: 2, 3: 1}
 #: By the number of warpgroups: registers of a thread in all but the first one, and of the loader's.
-REGISTERS = {1: (0, 40), 2: (232, 40), 3: (160, 32)}
+REGISTERS = {1: (0, 56), 2: (232, 40), 3: (152, 56)}
 #: By the same: numbers of the accumulator that a thread has registers for.
 ACCUMULATORS = {1: 128, 2: 160, 3: 96}
 #: Of the model of its time, fitted to 377 times of random products on an H200: part of the tensor cores' rate, and what
@@ -75,7 +75,9 @@ class Tile(NamedTuple):
 
     @classmethod
     def of(cls, config: Config, takes_turns: bool) -> Tile:
-        x, y = (config.block_n, config.block_m) if config.swap else (config.block_m, config.block_n)
+        x, y = config.block_m // config.cluster_m, config.block_n // config.cluster_n
+        if config.swap:
+            x, y = y, x
         groups = config.num_warps // 4
         return cls(x, y, groups, x if takes_turns or not groups else x // groups)
 
@@ -162,6 +164,12 @@ class AnyWidth(Schedule):
                 f"Config: the {self.name} schedule needs the descriptor loader, block_k {STEP} and "
                 f"{' or '.join(map(str, warps))} warps"
             )
+        if c.ctas > 2:
+            raise ValueError(
+                f"Config: the {self.name} schedule takes clusters of 2x1 or 1x2, not {c.cluster_m}x{c.cluster_n}"
+            )
+        if c.block_m % c.cluster_m or c.block_n % c.cluster_n:
+            raise ValueError("Config: a cluster divides its tile evenly")
         tile = self.tile(c)
         if tile.own not in (ROWS, 2 * ROWS) or tile.x % tile.own:
             raise ValueError(
@@ -196,19 +204,25 @@ class AnyWidth(Schedule):
         return AnyWidthBinding(problem, config, self.tile(config), self.takes_turns)
 
     def at_once(self, problem: Problem, config: Config) -> int:
-        return problem.device.sms
+        return problem.device.sms // config.ctas
 
     def costs(self, problem: Problem, space: Space, given: Given) -> Costs:
         """See `Schedule.costs`."""
         p, s, device = problem, space, problem.device
         rows, memory, rate = given
-        x, y = np.where(s.swap, s.block_n, s.block_m), np.where(s.swap, s.block_m, s.block_n)
+        m, n = s.block_m // s.cluster_m, s.block_n // s.cluster_n
+        x, y = np.where(s.swap, n, m), np.where(s.swap, m, n)
+        x_ctas = np.where(s.swap, s.cluster_n, s.cluster_m)
+        ctas = s.cluster_m * s.cluster_n
         steps = -(-max(p.K, 1) // STEP)
         tiles = -(-rows // s.block_m) * -(-p.N // s.block_n)
-        turns = -(-tiles // device.sms)
+        clusters = device.sms // ctas
+        turns = -(-tiles // clusters)
         compute = turns * steps * 2.0 * x * y * STEP / (rate * EFFICIENCY) * (1 + EDGE / y)
-        share = np.minimum(INTAKE, L2 * device.sms / np.minimum(tiles, device.sms)) * device.sm_bandwidth
-        l2 = turns * steps * (x + y) * STEP * 2.0 / share
+        # What a multiprocessor takes in, and its share of what L2 gives out: CTAs of a cluster read some of it once.
+        busy = np.minimum(tiles, clusters) / clusters
+        read = np.where(x_ctas == ctas, x + y / ctas, x / ctas + y)
+        l2 = turns * steps * np.maximum((x + y) / INTAKE, read * busy / L2) * STEP * 2.0 / device.sm_bandwidth
         loop = (compute**MIX + l2**MIX) ** (1 / MIX)
         loop = np.maximum(loop, turns * steps * LATENCY / (s.num_stages - 1))
         loop = loop * (1 + SLOWING * np.log10(np.maximum(loop / LONG, 1)))
@@ -223,7 +237,7 @@ class AnyWidth(Schedule):
     def walk(self, problem: Problem, config: Config) -> Walk:
         p, c = problem, config
         tiles = _tiles(p, c)
-        programs = min(tiles, p.device.sms)
+        programs = min(tiles, p.device.sms // c.ctas)
         program, turn = in_turn(tiles, programs)
         columns = whole_tiles(p, c, np.arange(tiles), -(-p.N // c.block_n))
         return Walk(programs, p.device.sms, program=program, turn=turn, **columns)
@@ -234,7 +248,7 @@ class Cooperative(AnyWidth):
 
     name = "cooperative"
     about = "as many programs as run at once; one warp loads, warpgroups share a tile of any width"
-    knobs = frozenset({"swap", "rest_n"})
+    knobs = frozenset({"swap", "rest_n", "cluster"})
 
 
 class PingPong(AnyWidth):
@@ -242,7 +256,7 @@ class PingPong(AnyWidth):
 
     name = "pingpong"
     about = "as many programs as run at once; one warp loads, two warpgroups take tiles of any width in turn"
-    knobs = frozenset({"swap", "rest_n"})
+    knobs = frozenset({"swap", "rest_n", "cluster"})
     takes_turns = True
 
 
@@ -276,8 +290,6 @@ class AnyWidthBinding(Binding):
     """A `Binding` of the kernel for tiles of any width."""
 
     def __init__(self, problem: Problem, config: Config, tile: Tile, takes_turns: bool) -> None:
-        from triton.experimental.gluon import language as gl
-
         from ..kernels import any_width, dialect
 
         p, c = problem, config
@@ -285,7 +297,10 @@ class AnyWidthBinding(Binding):
         self.split = None
         self.kernel = any_width.gemm_any_width
         self.tiles = _tiles(p, c)
-        self.grid = (min(self.tiles, p.device.sms), 1, 1)
+        self.in_cluster = c.ctas
+        self.grid = (min(self.tiles, p.device.sms // c.ctas) * c.ctas, 1, 1)
+        #: CTAs of a cluster along X and Y.
+        self.ctas = c.cluster[::-1] if c.swap else c.cluster
         a_turned, b_turned = p.a.col != 1, p.b.row != 1
         x_turned, self.y_turned = (b_turned, a_turned) if c.swap else (a_turned, b_turned)
         self.part = tile.part
@@ -312,7 +327,6 @@ class AnyWidthBinding(Binding):
             "BUFFERS": BUFFERS[tile.groups],
             "REGISTERS": registers,
             "LOADER_REGISTERS": loader,
-            "RING": gl.NVMMASharedLayout(128, 16, 2),
             "SOURCE": source(),
             # Those of the first warpgroup; the compiler adds those of the others.
             "num_warps": 4,
@@ -324,11 +338,9 @@ class AnyWidthBinding(Binding):
         Raises:
             RuntimeError: the ring or its barriers do not lie where this version's kernel has to look for them.
         """
-        from triton.experimental.gluon import language as gl
-
         compiled = super().compile(tensors, numbers)
-        if not hasattr(gl, "inline_asm"):
-            check_memory(compiled.asm["llir"], self.ring_rows * ROW, self.barriers_at)
+        check_maps(compiled.asm["ptx"])
+        check_memory(compiled.asm["llir"], self.ring_rows * ROW)
         return compiled
 
     def arguments(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> list[Any]:
@@ -340,15 +352,9 @@ class AnyWidthBinding(Binding):
         block = (self.part, ROWS) if c.swap else (ROWS, self.part)
         return [
             self._operand(b if c.swap else a, is_b=c.swap, rows=tile.x & -tile.x), *map(ys.get, (64, 32, 16, 8)),
-            descriptor(out, (p.M, p.N), p.out.row, block), p.M, p.N, p.K, self.tiles, tile.y, c.group_m, c.num_stages,
-            -(-tile.y // ROWS), (), epilogue_arguments(p, self.part, extras, numbers),
+            descriptor(out, (p.M, p.N), p.out.row, block), p.M, p.N, p.K, self.tiles, tile.y, c.group_m, *self.ctas,
+            c.num_stages, -(-tile.y // ROWS), (), epilogue_arguments(p, self.part, extras, numbers),
         ]  # fmt: skip
-
-    @property
-    def barriers_at(self) -> int:
-        """Bytes of shared memory before the ring's barriers."""
-        groups = self.tile.groups
-        return self.ring_rows * ROW + groups * BUFFERS[groups] * ROWS * self.part * 2
 
     def _loads(self, size: int) -> bool:
         """Whether some width that the kernel has code for takes boxes of so many rows of Y."""
@@ -376,8 +382,19 @@ def source() -> str:
     return hashlib.sha256(Path(any_width.__file__).read_bytes()).hexdigest()[:16]
 
 
-def check_memory(llir: str, size: int, barriers: int) -> None:
-    """RuntimeError unless the first `size` bytes of shared memory are the ring's, and its barriers begin at `barriers`.
+def check_maps(ptx: str) -> None:
+    """RuntimeError unless the parameters that a kernel takes for tensor maps are some.
+
+    Args:
+        ptx: the kernel in PTX.
+    """
+    for used in set(re.findall(r"gemm_any_width_param_\d+", ptx)):
+        if f"mov.b64 map, {used};" in ptx and not re.search(rf"\.align \d+ \.b8 {used}\[128\]", ptx):
+            raise RuntimeError(f"the kernel's parameter {used} is no tensor map")
+
+
+def check_memory(llir: str, size: int) -> None:
+    """RuntimeError unless the first `size` bytes of shared memory are the ring's, and its barriers begin behind them.
 
     Whatever else there is, is found at constant offsets behind the ring. If something stood before it, its own offset
     would be one of less than its size, since nothing else is as large.
@@ -389,8 +406,8 @@ def check_memory(llir: str, size: int, barriers: int) -> None:
     if not offsets or min(offsets) < size:
         raise RuntimeError(f"the ring of {size} bytes does not begin where shared memory does")
     first = re.search(r"mbarrier\.init.*@global_smem, i32 (\d+)", llir)
-    if first is None or int(first[1]) != barriers:
-        raise RuntimeError(f"the ring's barriers are not {barriers} bytes behind where shared memory begins")
+    if first is None or int(first[1]) != size:
+        raise RuntimeError(f"the ring's barriers are not {size} bytes behind where shared memory begins")
 
 
 COOPERATIVE, PINGPONG = Cooperative(), PingPong()
