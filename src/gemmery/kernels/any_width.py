@@ -197,6 +197,19 @@ def turn_of(ring, GROUP: gl.constexpr):
 
 
 @builtin
+def wait(barrier, phase, _semantic=None):
+    """Waits, each thread on its own, until the phase of this parity of the barrier with that address is complete.
+
+    Before Gluon's own, all threads of a warpgroup meet.
+    """
+    gl.inline_asm_elementwise(
+        "{ .reg .pred done;\nAGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [$1], $2; @!done bra AGAIN;"
+        "mov.b32 $0, 0; }",
+        "=r,r,r", [barrier, phase], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
+    )  # fmt: skip
+
+
+@builtin
 def expect(arrived, count, _semantic=None):
     """Says how many bytes a stage gets, which is one arrival at the barrier with address `arrived`.
 
@@ -366,8 +379,8 @@ def produce(
         for unit in range(gl.program_id(0), state[0] * x_ctas * y_ctas, gl.num_programs(0)):
             row, col, _, first_k, last_k = corner(unit, state, shape, tile, PLACE, X_ROWS, SWAP)
             for k in range(first_k, last_k, STEP):
-                mbarrier.wait(free(ring, stage), phase)
                 arrived = shared_at(RING_BYTES) + stage * 8
+                wait(arrived + 8 * STAGES, phase)
                 expect(arrived, (X_ROWS + width) * (STEP * 2))
                 turn = (k // STEP + gl.program_id(0)) & 1
                 load_x(x, shared_at(0) + stage * (X_ROWS * 128), arrived, row, k, shares_x, turn, X_ROWS, X_TURNED)
@@ -426,7 +439,7 @@ def sum_steps(
     stages, y_blocks = ring[2], ring[3]
     gl.assume(first_k < last_k)
     for k in range(first_k, last_k, STEP):
-        mbarrier.wait(full(ring, stage), phase)
+        wait(shared_at(RING_BYTES) + stage * 8, phase)
         # 64 rows of 64 numbers are 512 units of 16 bytes.
         own_x = heads[0] + stage * (X_ROWS // 64 * 512)
         own_y = heads[1] + stage * y_blocks * 512
@@ -693,3 +706,5 @@ def gemm_any_width(
             [4, 4, 4],
             [REGISTERS, REGISTERS, LOADER_REGISTERS],
         )  # fmt: skip
+    # What only assembly uses in between must not be given to anything else.
+    mbarrier.invalidate(full(ring, 0))

@@ -394,20 +394,22 @@ def check_maps(ptx: str) -> None:
 
 
 def check_memory(llir: str, size: int) -> None:
-    """RuntimeError unless the first `size` bytes of shared memory are the ring's, and its barriers begin behind them.
+    """RuntimeError unless the first `size` bytes of shared memory are the ring's, its barriers are behind them, and
+    all else behind these.
 
-    Whatever else there is, is found at constant offsets behind the ring. If something stood before it, its own offset
-    would be one of less than its size, since nothing else is as large.
+    Whatever else there is, is found at constant offsets. If something stood before the ring, its own offset would be
+    one of less than its size, since nothing else is as large.
 
     Args:
         llir: the kernel in LLVM's language.
     """
-    offsets = [int(found) for found in re.findall(r"@global_smem, i32 (\d+)", llir)]
-    if not offsets or min(offsets) < size:
-        raise RuntimeError(f"the ring of {size} bytes does not begin where shared memory does")
     first = re.search(r"mbarrier\.init.*@global_smem, i32 (\d+)", llir)
     if first is None or int(first[1]) != size:
         raise RuntimeError(f"the ring's barriers are not {size} bytes behind where shared memory begins")
+    others = [line for line in llir.splitlines() if "mbarrier" not in line]
+    offsets = [int(found) for line in others for found in re.findall(r"@global_smem, i32 (\d+)", line)]
+    if not offsets or min(offsets) < size + 8 * (2 * MOST_STAGES + 2):
+        raise RuntimeError(f"the ring of {size} bytes and its barriers do not have shared memory's first bytes alone")
 
 
 COOPERATIVE, PINGPONG = Cooperative(), PingPong()
