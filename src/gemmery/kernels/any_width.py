@@ -211,13 +211,14 @@ def wait(barrier, phase, _semantic=None):
 
 @builtin
 def expect(arrived, count, _semantic=None):
-    """Says how many bytes a stage gets, which is one arrival at the barrier with address `arrived`.
+    """One thread of a warp says how many bytes a stage gets, an arrival at the barrier with address `arrived`.
 
     Gluon's own instruction takes constants only.
     """
     gl.inline_asm_elementwise(
-        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$1], $2; mov.b32 $0, 0;", "=r,r,r", [arrived, count],
-        dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
+        "{ .reg .pred one; elect.sync _|one, 0xffffffff;"
+        "@one mbarrier.arrive.expect_tx.shared::cta.b64 _, [$1], $2; mov.b32 $0, 0; }",
+        "=r,r,r", [arrived, count], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
     )  # fmt: skip
 
 
@@ -235,14 +236,14 @@ def release(stage, arrives, AT, _semantic=None):
         "setp.ne.and.s32 own, $2, 0, own; mov.u32 ctas, %cluster_nctaid.x; setp.gt.and.s32 other, ctas, 1, own;"
         "sub.s32 count, 3, ctas; @own mbarrier.arrive.shared::cta.b64 _, [at], count;"
         "mov.u32 peer, %cluster_ctarank; xor.b32 peer, peer, 1; @other mapa.shared::cluster.u32 at, at, peer;"
-        "@other mbarrier.arrive.release.cluster.shared::cluster.b64 _, [at]; mov.b32 $0, 0; }",
+        "@other mbarrier.arrive.shared::cluster.b64 _, [at]; mov.b32 $0, 0; }",
         "=r,r,r", [stage, arrives], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
     )  # fmt: skip
 
 
 @builtin
 def load_box(to, arrived, row, k, shared, turn, rows, FIRST, SIZE, MAP, TURNED, _semantic=None):
-    """Begins to load a box of an operand, if it is among as many rows as there are.
+    """One thread of a warp begins to load a box of an operand, if it is among as many rows as there are.
 
     Gluon multicasts with Triton 3.9 alone, and only where layouts are those of clusters.
 
@@ -266,10 +267,11 @@ def load_box(to, arrived, row, k, shared, turn, rows, FIRST, SIZE, MAP, TURNED, 
     place = "{n, $4}" if _value(TURNED) else "{$4, n}"
     load = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
     gl.inline_asm_elementwise(
-        f"{{ .reg .pred own, both; .reg .b64 map; .reg .b32 n, to; .reg .b16 all; {find}"
-        f"mad.lo.s32 to, n, 128, $1; add.s32 n, n, $3; mov.b16 all, 3;"
-        f"mov.b64 map, gemm_any_width_param_{_value(MAP)}; cvta.param.u64 map, map; setp.eq.s32 own, $5, 0;"
-        f"@own {load} [to], [map, {place}], [$2]; @own bra.uni DONE; setp.ne.s32 both, $6, 0;"
+        f"{{ .reg .pred own, both, one; .reg .b64 map; .reg .b32 n, to; .reg .b16 all; {find}"
+        "mad.lo.s32 to, n, 128, $1; add.s32 n, n, $3; mov.b16 all, 3; elect.sync _|one, 0xffffffff;"
+        f"mov.b64 map, gemm_any_width_param_{_value(MAP)}; cvta.param.u64 map, map;"
+        "setp.eq.and.s32 own, $5, 0, one; setp.ne.and.s32 both, $5, 0, one; setp.eq.and.s32 both, $6, 0, both;"
+        f"@own {load} [to], [map, {place}], [$2];"
         f"@both {load}.multicast::cluster [to], [map, {place}], [$2], all;\nDONE: mov.b32 $0, 0; }}",
         "=r,r,r,r,r,r,r,r", [to, arrived, row, k, shared, turn, rows], dtype=gl.int32, is_pure=False, pack=1,
         _semantic=_semantic,
@@ -285,11 +287,12 @@ def of_cluster(_semantic=None):
 
 
 @builtin
-def is_first_thread(_semantic=None):
-    """1 in one of the 128 threads that run this, and 0 in the others."""
+def is_first_warp(_semantic=None):
+    """1 in one of the four warps that run this, and 0 in the others."""
+    # All threads ask the first one, so that the assembler knows that they agree.
     return gl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; and.b32 t, t, 127; setp.eq.u32 p, t, 0;"
-        "selp.b32 $0, 1, 0, p; }",
+        "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; and.b32 t, t, 127; shfl.sync.idx.b32 t, t, 0, 31, 0xffffffff;"
+        "setp.lt.u32 p, t, 32; selp.b32 $0, 1, 0, p; }",
         "=r", [], dtype=gl.int32, is_pure=True, pack=1, _semantic=_semantic,
     )  # fmt: skip
 
@@ -299,7 +302,7 @@ def meet(_semantic=None):
     """Waits, in all threads, until those of all CTAs of a cluster are here."""
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 n; mov.u32 n, %cluster_nctaid.x; setp.gt.s32 p, n, 1;"
-        "@p fence.mbarrier_init.release.cluster; @p barrier.cluster.arrive.release; @p barrier.cluster.wait.acquire;"
+        "@p fence.mbarrier_init.release.cluster; @p barrier.cluster.arrive.relaxed; @p barrier.cluster.wait.acquire;"
         "mov.b32 $0, 0; }",
         "=r", [], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
     )  # fmt: skip
@@ -370,7 +373,7 @@ def produce(
     stages, y_blocks = ring[2], ring[3]
     width, x_ctas, y_ctas = tile[0], tile[2], tile[3]
     meet()
-    if is_first_thread() == 1:
+    if is_first_warp() == 1:
         shares_x = gl.where(y_ctas * of_cluster() == 4, 1, 0)
         shares_y = gl.where(x_ctas * of_cluster() == 4, 1, 0)
         stage = gl.to_tensor(0)
