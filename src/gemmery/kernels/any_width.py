@@ -154,8 +154,9 @@ def matrix_descriptor(address, CHUNK: gl.constexpr):
     Args:
         CHUNK: bytes from one 64 to the next, where adjacent elements lie along the rows.
     """
+    # Above its 18 bits an address has the number of the CTA in its cluster.
     return (
-        (gl.cast(address, gl.int64) >> 4)
+        (gl.cast(address & 0x3FFFF, gl.int64) >> 4)
         | (gl.cast(1, gl.int64) << 62)
         | (gl.cast(64, gl.int64) << 32)
         | (gl.cast(CHUNK // 16, gl.int64) << 16)
@@ -268,9 +269,10 @@ def load_box(to, arrived, row, k, shared, turn, rows, FIRST, SIZE, MAP, TURNED, 
     load = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
     gl.inline_asm_elementwise(
         f"{{ .reg .pred own, both, one; .reg .b64 map; .reg .b32 n, to; .reg .b16 all; {find}"
-        "mad.lo.s32 to, n, 128, $1; add.s32 n, n, $3; mov.b16 all, 3; elect.sync _|one, 0xffffffff;"
+        "elect.sync _|one, 0xffffffff; @!one bra DONE;"
+        "mad.lo.s32 to, n, 128, $1; add.s32 n, n, $3; mov.b16 all, 3;"
         f"mov.b64 map, gemm_any_width_param_{_value(MAP)}; cvta.param.u64 map, map;"
-        "setp.eq.and.s32 own, $5, 0, one; setp.ne.and.s32 both, $5, 0, one; setp.eq.and.s32 both, $6, 0, both;"
+        "setp.eq.s32 own, $5, 0; setp.ne.s32 both, $5, 0; setp.eq.and.s32 both, $6, 0, both;"
         f"@own {load} [to], [map, {place}], [$2];"
         f"@both {load}.multicast::cluster [to], [map, {place}], [$2], all;\nDONE: mov.b32 $0, 0; }}",
         "=r,r,r,r,r,r,r,r", [to, arrived, row, k, shared, turn, rows], dtype=gl.int32, is_pure=False, pack=1,
