@@ -173,12 +173,6 @@ def widths_of(least, most, each):
     return list(range(least, most + 1, each))
 
 
-@gluon.constexpr_function
-def some_of(values, first, end):
-    """Some elements of a list."""
-    return values[first:end]
-
-
 @gluon.jit
 def full(ring, stage):
     """The barrier of a stage whose blocks arrive."""
@@ -211,19 +205,6 @@ def wait(barrier, phase, _semantic=None):
 
 
 @builtin
-def expect(arrived, count, _semantic=None):
-    """One thread of a warp says how many bytes a stage gets, an arrival at the barrier with address `arrived`.
-
-    Gluon's own instruction takes constants only.
-    """
-    gl.inline_asm_elementwise(
-        "{ .reg .pred one; elect.sync _|one, 0xffffffff;"
-        "@one mbarrier.arrive.expect_tx.shared::cta.b64 _, [$1], $2; mov.b32 $0, 0; }",
-        "=r,r,r", [arrived, count], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
-    )  # fmt: skip
-
-
-@builtin
 def release(stage, arrives, AT, _semantic=None):
     """Says that a warp has read a stage, if it `arrives`: at its barrier `free`, and in a cluster at the other CTA's,
     which may load into both. Alone it counts for the other one, too.
@@ -242,41 +223,57 @@ def release(stage, arrives, AT, _semantic=None):
     )  # fmt: skip
 
 
-@builtin
-def load_box(to, arrived, row, k, shared, turn, rows, FIRST, SIZE, MAP, TURNED, _semantic=None):
-    """One thread of a warp begins to load a box of an operand, if it is among as many rows as there are.
+def _loads(to, row, k, shared, turn, rows, box, MAP, TURNED):
+    """Assembly that begins to load an operand's block of a stage, `box` rows at a time.
 
-    Gluon multicasts with Triton 3.9 alone, and only where layouts are those of clusters.
+    The last box ends where the block does, and may have rows of the one before it.
 
     Args:
-        to: the address of the operand's block of a stage.
-        arrived: the address of the stage's barrier `full`.
-        row, k: where the block begins.
-        shared: whether the other CTA of the cluster has the same block. One of them loads a box into both then.
-        turn: if it is even, that is this one.
-        rows: of the block.
-        FIRST: the box's first row; None for one of less than 64 rows, of which there is one if `rows` needs it.
-        SIZE: the box's rows.
-        MAP: the number of the kernel's parameter that is its tensor map.
+        to, row, k, shared, turn, rows, box: registers; see `load_stage`.
+        MAP: the number of the kernel's parameter that is the operand's tensor map.
         TURNED: whether adjacent elements lie along the rows and not along K.
     """
-    first, size = _value(FIRST), _value(SIZE)
-    if first is None:
-        find = f"and.b32 n, $7, {size}; setp.eq.s32 own, n, 0; @own bra.uni DONE; and.b32 n, $7, {-2 * size};"
-    else:
-        find = f"setp.lt.s32 own, $7, {first + size}; @own bra.uni DONE; mov.b32 n, {first};"
-    place = "{n, $4}" if _value(TURNED) else "{$4, n}"
     load = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+    at = f"{{n, {k}}}" if TURNED else f"{{{k}, n}}"
+    return (
+        "{ .reg .pred own, both, more; .reg .b64 map; .reg .b32 first, n, to; .reg .b16 all; mov.b16 all, 3;"
+        f"mov.b64 map, gemm_any_width_param_{MAP}; cvta.param.u64 map, map; setp.eq.s32 own, {shared}, 0;"
+        f"setp.ne.s32 both, {shared}, 0; setp.eq.and.s32 both, {turn}, 0, both; mov.b32 first, 0;\n"
+        f"NEXT: sub.s32 n, {rows}, {box}; min.s32 n, n, first; mad.lo.s32 to, n, {2 * STEP.value}, {to};"
+        f"add.s32 n, n, {row}; @own {load} [to], [map, {at}], [arrived];"
+        f"@both {load}.multicast::cluster [to], [map, {at}], [arrived], all;"
+        f"add.s32 first, first, {box}; setp.lt.s32 more, first, {rows}; @more bra NEXT; }}"
+    )
+
+
+@builtin
+def load_stage(
+    arrived, count, k, turn, to_x, row, shares_x, x_rows, x_box, to_y, col, shares_y, y_rows, y_box,
+    X_TURNED, Y_TURNED, _semantic=None,
+):  # fmt: skip
+    """One thread of a warp begins to load a stage's blocks of X and Y.
+
+    Gluon multicasts with Triton 3.9 alone, and only where layouts are those of clusters; its boxes are powers of two.
+
+    Args:
+        arrived: the address of the stage's barrier `full`.
+        count: bytes that arrive there.
+        k, row, col: where the blocks begin along K, in X and in Y.
+        turn: if it is even, this CTA loads what the two of a cluster share, into both.
+        to_x, to_y: the addresses of the blocks.
+        shares_x, shares_y: whether the other CTA of the cluster has the same rows of X or of Y.
+        x_rows, y_rows: of the blocks.
+        x_box, y_box: rows that the tensor maps load at a time.
+        X_TURNED, Y_TURNED: whether adjacent elements lie along the rows and not along K.
+    """
+    x = _loads("$5", "$6", "$3", "$7", "$4", "$8", "$9", 0, _value(X_TURNED))
+    y = _loads("$10", "$11", "$3", "$12", "$4", "$13", "$14", 5, _value(Y_TURNED))
     gl.inline_asm_elementwise(
-        f"{{ .reg .pred own, both, one; .reg .b64 map; .reg .b32 n, to; .reg .b16 all; {find}"
-        "elect.sync _|one, 0xffffffff; @!one bra DONE;"
-        "mad.lo.s32 to, n, 128, $1; add.s32 n, n, $3; mov.b16 all, 3;"
-        f"mov.b64 map, gemm_any_width_param_{_value(MAP)}; cvta.param.u64 map, map;"
-        "setp.eq.s32 own, $5, 0; setp.ne.s32 both, $5, 0; setp.eq.and.s32 both, $6, 0, both;"
-        f"@own {load} [to], [map, {place}], [$2];"
-        f"@both {load}.multicast::cluster [to], [map, {place}], [$2], all;\nDONE: mov.b32 $0, 0; }}",
-        "=r,r,r,r,r,r,r,r", [to, arrived, row, k, shared, turn, rows], dtype=gl.int32, is_pure=False, pack=1,
-        _semantic=_semantic,
+        "{ .reg .pred one; .reg .b32 arrived; elect.sync _|one, 0xffffffff; @!one bra DONE; mov.b32 arrived, $1;"
+        f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [arrived], $2; {x} {y}\nDONE: mov.b32 $0, 0; }}",
+        ",".join(["=r"] + ["r"] * 14),
+        [arrived, count, k, turn, to_x, row, shares_x, x_rows, x_box, to_y, col, shares_y, y_rows, y_box],
+        dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
     )  # fmt: skip
 
 
@@ -310,36 +307,6 @@ def meet(_semantic=None):
     )  # fmt: skip
 
 
-@gluon.constexpr_function
-def maps_of(has_y64, has_y32, has_y16, has_y8):
-    """Which of the kernel's parameters are the tensor maps of Y's boxes.
-
-    Each descriptor makes five parameters: its tensor map, sizes and strides. X's is the first one.
-    """
-    has = [has_y64, has_y32, has_y16, has_y8]
-    return [5 + 5 * sum(has[:i]) for i in range(4)]
-
-
-@gluon.jit
-def load_x(x, to, arrived, row, k, shared, turn, ROWS: gl.constexpr, TURNED: gl.constexpr):
-    """Begins to load `ROWS` rows of X."""
-    BOX: gl.constexpr = x.block_type.shape[1 if TURNED else 0]
-    for i in gl.static_range(ROWS // BOX):
-        load_box(to, arrived, row, k, shared, (turn ^ i) & 1, ROWS, i * BOX, BOX, 0, TURNED)
-
-
-@gluon.jit
-def load_y(
-    ys, to, arrived, row, k, shared, turn, width, WIDTHS: gl.constexpr, MAPS: gl.constexpr, TURNED: gl.constexpr
-):
-    """Begins to load `width` rows of Y in boxes of 64, and then of 32, 16 and 8, at most one of each."""
-    for i in gl.static_range(WIDTHS[-1] // 64):
-        load_box(to, arrived, row, k, shared, (turn ^ i) & 1, width, 64 * i, 64, MAPS[0], TURNED)
-    for i in gl.static_range(1, 4):
-        if ys[i] is not None:
-            load_box(to, arrived, row, k, shared, (turn ^ i) & 1, width, None, 64 >> i, MAPS[i], TURNED)
-
-
 @gluon.jit
 def corner(unit, state, shape, tile, PLACE: gl.constexpr, X_ROWS: gl.constexpr, SWAP: gl.constexpr):
     """Where a unit begins in X and in Y, the end of its rows of the output, and its range of K.
@@ -363,21 +330,21 @@ def corner(unit, state, shape, tile, PLACE: gl.constexpr, X_ROWS: gl.constexpr, 
 
 @gluon.jit
 def produce(
-    x, ys, ring, shape, state, tile, PLACE: gl.constexpr, X_ROWS: gl.constexpr, WIDTHS: gl.constexpr,
-    SWAP: gl.constexpr, X_TURNED: gl.constexpr, Y_TURNED: gl.constexpr, MAPS: gl.constexpr,
-    RING_BYTES: gl.constexpr,
+    ring, shape, state, tile, boxes, PLACE: gl.constexpr, X_ROWS: gl.constexpr, SWAP: gl.constexpr,
+    X_TURNED: gl.constexpr, Y_TURNED: gl.constexpr, RING_BYTES: gl.constexpr,
 ):  # fmt: skip
     """Loads what `consume` multiplies, in the same order.
 
-    Two CTAs of a cluster have the same rows of X, or of Y: each of the boxes of these is loaded by one of them, which
-    alternate along K.
+    Two CTAs of a cluster have the same rows of X, or of Y. Each of them loads these for both every other step.
     """
     stages, y_blocks = ring[2], ring[3]
     width, x_ctas, y_ctas = tile[0], tile[2], tile[3]
+    x_box, y_box = boxes
     meet()
     if is_first_warp() == 1:
         shares_x = gl.where(y_ctas * of_cluster() == 4, 1, 0)
         shares_y = gl.where(x_ctas * of_cluster() == 4, 1, 0)
+        count = (gl.cdiv(X_ROWS, x_box) * x_box + gl.cdiv(width, y_box) * y_box) * (STEP * 2)
         stage = gl.to_tensor(0)
         # The parity before the first: what has not been used yet is free.
         phase = gl.to_tensor(1)
@@ -386,11 +353,12 @@ def produce(
             for k in range(first_k, last_k, STEP):
                 arrived = shared_at(RING_BYTES) + stage * 8
                 wait(arrived + 8 * STAGES, phase)
-                expect(arrived, (X_ROWS + width) * (STEP * 2))
-                turn = (k // STEP + gl.program_id(0)) & 1
-                load_x(x, shared_at(0) + stage * (X_ROWS * 128), arrived, row, k, shares_x, turn, X_ROWS, X_TURNED)
-                at = shared_at(0) + stages * (X_ROWS * 128) + stage * y_blocks * 8192
-                load_y(ys, at, arrived, col, k, shares_y, turn, width, WIDTHS, MAPS, Y_TURNED)
+                to_x = shared_at(0) + stage * (X_ROWS * STEP * 2)
+                to_y = shared_at(0) + stages * (X_ROWS * STEP * 2) + stage * y_blocks * (64 * STEP * 2)
+                load_stage(
+                    arrived, count, k, (k // STEP + gl.program_id(0)) & 1, to_x, row, shares_x, X_ROWS, x_box, to_y,
+                    col, shares_y, width, y_box, X_TURNED, Y_TURNED,
+                )  # fmt: skip
                 stage, phase = following(stage, phase, stages)
     # The other CTA may still load into this one, or say there that it has read what this one loaded.
     meet()
@@ -579,10 +547,12 @@ def consume(
 
 
 @gluon.jit(
-    do_not_specialize=["M", "N", "K", "tiles", "width", "band_m", "x_ctas", "y_ctas", "stages", "y_blocks"]
-)
+    do_not_specialize=[
+        "M", "N", "K", "tiles", "width", "band_m", "x_ctas", "y_ctas", "x_box", "y_box", "stages", "y_blocks",
+    ]
+)  # fmt: skip
 def gemm_any_width(
-    x, y64, y32, y16, y8, out, M, N, K, tiles, width, band_m, x_ctas, y_ctas, stages, y_blocks, place_args, args,
+    x, y, out, M, N, K, tiles, width, band_m, x_ctas, y_ctas, x_box, y_box, stages, y_blocks, place_args, args,
     PLACE: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, KIND: gl.constexpr, X_ROWS: gl.constexpr,
     LEAST: gl.constexpr, MOST: gl.constexpr, EACH: gl.constexpr, RING_ROWS: gl.constexpr,
     GROUPS: gl.constexpr, SWAP: gl.constexpr, PINGPONG: gl.constexpr, X_TURNED: gl.constexpr, Y_TURNED: gl.constexpr,
@@ -591,13 +561,13 @@ def gemm_any_width(
     """As many programs as run at once, which take tiles in turn.
 
     Args:
-        x: descriptor of X's blocks.
-        y64, y32, y16, y8: descriptors of Y's blocks of so many rows; None for those that no width takes.
+        x, y: descriptors of X and of Y. Only their tensor maps are used.
         out: descriptor of the part of the output that is stored at a time: 64 rows of X by some of Y.
         width: rows of Y in a tile, a multiple of `EACH` from `LEAST` to `MOST`.
         band_m: the height of a tile band, see `order`.
         x_ctas, y_ctas: CTAs of a cluster along X and along Y, 1 or 2, at most one of them 2; those along Y share rows
             of X, and the other way round.
+        x_box, y_box: rows that the tensor maps load at a time.
         stages, y_blocks: how many stages there are, at most `STAGES`, and how many 64 rows of Y each has room for.
         PLACE: `place.whole_tile`.
         RING_ROWS: rows of all stages, at least.
@@ -609,9 +579,8 @@ def gemm_any_width(
     shape = (M, N, K)
     state = (tiles, place_args)
     tile = (width, band_m, x_ctas, y_ctas)
-    ys = (y64, y32, y16, y8)
+    boxes = (x_box, y_box)
     WIDTHS: gl.constexpr = widths_of(LEAST, MOST, EACH)
-    MAPS: gl.constexpr = maps_of(y64 is not None, y32 is not None, y16 is not None, y8 is not None)
     PART: gl.constexpr = out.block_type.shape[0 if SWAP else 1]
     RING_BYTES: gl.constexpr = RING_ROWS * (STEP * 2)
     # The ring and then its barriers, in units of 8 bytes. It is the largest, so that shared memory begins with it.
@@ -639,10 +608,7 @@ def gemm_any_width(
                 ),
                 (
                     produce,
-                    (
-                        x, ys, ring, shape, state, tile, PLACE, X_ROWS, WIDTHS, SWAP, X_TURNED, Y_TURNED, MAPS,
-                        RING_BYTES,
-                    ),
+                    (ring, shape, state, tile, boxes, PLACE, X_ROWS, SWAP, X_TURNED, Y_TURNED, RING_BYTES),
                 ),
             ],
             [4],
@@ -667,10 +633,7 @@ def gemm_any_width(
                 ),
                 (
                     produce,
-                    (
-                        x, ys, ring, shape, state, tile, PLACE, X_ROWS, WIDTHS, SWAP, X_TURNED, Y_TURNED, MAPS,
-                        RING_BYTES,
-                    ),
+                    (ring, shape, state, tile, boxes, PLACE, X_ROWS, SWAP, X_TURNED, Y_TURNED, RING_BYTES),
                 ),
             ],
             [4, 4],
@@ -702,10 +665,7 @@ def gemm_any_width(
                 ),
                 (
                     produce,
-                    (
-                        x, ys, ring, shape, state, tile, PLACE, X_ROWS, WIDTHS, SWAP, X_TURNED, Y_TURNED, MAPS,
-                        RING_BYTES,
-                    ),
+                    (ring, shape, state, tile, boxes, PLACE, X_ROWS, SWAP, X_TURNED, Y_TURNED, RING_BYTES),
                 ),
             ],
             [4, 4, 4],

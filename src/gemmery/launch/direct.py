@@ -172,6 +172,9 @@ class _Layouter:
         # Without a note of the compiler's the kernel takes a pointer and offsets, which gemmery never asks for.
         if source is None or note is None:
             raise _Unsuitable
+        box = getattr(descriptor, "box", None)
+        if box is not None:
+            note = {**note, "block_size": box}
         self.laid.maps.append((len(self.laid.values), source, _maps(descriptor, note, self.expand)))
         self.laid.values += [None, *descriptor.shape, *descriptor.strides]
 
@@ -319,7 +322,7 @@ def lay_out(
     entry: Entry, binding: Binding, compiled: Any, proxies: tuple[Any, ...], numbers: tuple[float, ...]
 ) -> Arguments | None:
     """The arguments of a compiled kernel, given meta proxies of its tensors; None where they can't be known ahead."""
-    arguments = binding.arguments(proxies, numbers)
+    arguments = binding.direct_arguments(proxies, numbers)
     values = dict(zip(binding.kernel.arg_names, arguments, strict=False))
     notes = getattr(compiled.metadata, "tensordesc_meta", None)
     layouter = _Layouter(proxies, _expander(), notes, entry.nested)

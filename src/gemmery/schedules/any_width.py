@@ -40,7 +40,7 @@ MOST_STAGES = 12
 #: By the number of warpgroups: parts of the output that each has room for.
 BUFFERS = {1: 2, 2: 2, 3: 1}
 #: By the number of warpgroups: registers of a thread in all but the first one, and of the loader's.
-REGISTERS = {1: (0, 56), 2: (232, 40), 3: (152, 56)}
+REGISTERS = {1: (0, 40), 2: (232, 40), 3: (160, 32)}
 #: By the same: numbers of the accumulator that a thread has registers for.
 ACCUMULATORS = {1: 128, 2: 160, 3: 96}
 #: Of the model of its time, fitted to 377 times of random products on an H200: part of the tensor cores' rate, and what
@@ -302,7 +302,7 @@ class AnyWidthBinding(Binding):
         #: CTAs of a cluster along X and Y.
         self.ctas = c.cluster[::-1] if c.swap else c.cluster
         a_turned, b_turned = p.a.col != 1, p.b.row != 1
-        x_turned, self.y_turned = (b_turned, a_turned) if c.swap else (a_turned, b_turned)
+        self.x_turned, self.y_turned = (b_turned, a_turned) if c.swap else (a_turned, b_turned)
         self.part = tile.part
         each = ROWS if self.y_turned else tile.each
         # Small tiles have a kernel each: it loads quicker with their width as a constant.
@@ -322,7 +322,7 @@ class AnyWidthBinding(Binding):
             "GROUPS": tile.groups,
             "SWAP": c.swap,
             "PINGPONG": takes_turns,
-            "X_TURNED": x_turned,
+            "X_TURNED": self.x_turned,
             "Y_TURNED": self.y_turned,
             "BUFFERS": BUFFERS[tile.groups],
             "REGISTERS": registers,
@@ -345,33 +345,39 @@ class AnyWidthBinding(Binding):
 
     def arguments(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> list[Any]:
         """The kernel's run-time arguments, as for `Binding.arguments`."""
+        return self._arguments(tensors, numbers, (ROWS, ROWS))
+
+    def direct_arguments(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> list[Any]:
+        """See `Binding.direct_arguments`."""
+        x, y = ROWS if self.x_turned else self.tile.x, ROWS if self.y_turned else self.tile.y
+        return self._arguments(tensors, numbers, (x, y))
+
+    def _arguments(self, tensors: Sequence[Any], numbers: Sequence[float], boxes: tuple[int, ...]) -> list[Any]:
+        """The kernel's arguments, with tensor maps that load so many rows of X and of Y at a time."""
         p, c, tile = self.problem, self.config, self.tile
         (a,), (b,), out, extras = sorted_tensors(p, tensors)
-        sizes = [size for size in (64, 32, 16, 8) if self._loads(size)]
-        ys = {size: self._operand(a if c.swap else b, is_b=not c.swap, rows=size) for size in sizes}
         block = (self.part, ROWS) if c.swap else (ROWS, self.part)
+        x, y = (b, a) if c.swap else (a, b)
         return [
-            self._operand(b if c.swap else a, is_b=c.swap, rows=tile.x & -tile.x), *map(ys.get, (64, 32, 16, 8)),
+            self._operand(x, c.swap, boxes[0]), self._operand(y, not c.swap, boxes[1]),
             descriptor(out, (p.M, p.N), p.out.row, block), p.M, p.N, p.K, self.tiles, tile.y, c.group_m, *self.ctas,
-            c.num_stages, -(-tile.y // ROWS), (), epilogue_arguments(p, self.part, extras, numbers),
+            *boxes, c.num_stages, -(-tile.y // ROWS), (), epilogue_arguments(p, self.part, extras, numbers),
         ]  # fmt: skip
 
-    def _loads(self, size: int) -> bool:
-        """Whether some width that the kernel has code for takes boxes of so many rows of Y."""
-        k = self.constants
-        return any(
-            width & size or (size == 64 and width >> 6)
-            for width in range(k["LEAST"], k["MOST"] + 1, k["EACH"])
-        )
-
     def _operand(self, tensor: Any, is_b: bool, rows: int) -> Any:
-        """The descriptor of an operand's boxes of so many rows."""
+        """The descriptor of an operand, of which so many rows are loaded at a time.
+
+        Its type has boxes of `ROWS` rows, so that it is the same for all.
+        """
         p = self.problem
         # Strides along K and along the rows.
         along, across, size = (p.b.row, p.b.col, p.N) if is_b else (p.a.col, p.a.row, p.M)
         if along != 1:
             return descriptor(tensor, (p.K, size), along, (STEP, ROWS))
-        return descriptor(tensor, (size, p.K), across, (rows, STEP))
+        made = descriptor(tensor, (size, p.K), across, (ROWS, STEP))
+        if rows != ROWS:
+            made.box = [rows, STEP]
+        return made
 
 
 @functools.cache

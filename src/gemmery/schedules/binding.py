@@ -343,6 +343,13 @@ class Binding:
         """Launch on the current device and stream; arguments as for `arguments`."""
         self.kernel[self.grid](*self.arguments(tensors, numbers), **self.constants)
 
+    def direct_arguments(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> list[Any]:
+        """The arguments of the direct launch, as those of `arguments`.
+
+        A descriptor may have a `box` here, which its tensor map loads at a time instead of its type's block.
+        """
+        return self.arguments(tensors, numbers)
+
     def compile(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> Any:
         """Compile without launching, for the active driver's target; tensors may be on the meta device."""
         return self.kernel.warmup(*self.arguments(tensors, numbers), grid=self.grid, **self.constants)
