@@ -154,9 +154,8 @@ def matrix_descriptor(address, CHUNK: gl.constexpr):
     Args:
         CHUNK: bytes from one 64 to the next, where adjacent elements lie along the rows.
     """
-    # Above its 18 bits an address has the number of the CTA in its cluster.
     return (
-        (gl.cast(address & 0x3FFFF, gl.int64) >> 4)
+        (gl.cast(address, gl.int64) >> 4)
         | (gl.cast(1, gl.int64) << 62)
         | (gl.cast(64, gl.int64) << 32)
         | (gl.cast(CHUNK // 16, gl.int64) << 16)
@@ -206,104 +205,65 @@ def wait(barrier, phase, _semantic=None):
 
 @builtin
 def release(stage, arrives, AT, _semantic=None):
-    """Says that a warp has read a stage, if it `arrives`: at its barrier `free`, and in a cluster at the other CTA's,
-    which may load into both. Alone it counts for the other one, too.
+    """Says that a warp has read a stage, if it `arrives`, at its barrier `free`.
 
     Args:
         AT: where these barriers begin, see `shared_at`.
     """
     gl.inline_asm_elementwise(
-        "{ .reg .pred own, other; .reg .b32 at, ctas, count, peer; elect.sync _|own, 0xffffffff;"
-        f"mov.b32 at, global_smem; mad.lo.s32 at, $1, 8, at; add.s32 at, at, {_value(AT)};"
-        "setp.ne.and.s32 own, $2, 0, own; mov.u32 ctas, %cluster_nctaid.x; setp.gt.and.s32 other, ctas, 1, own;"
-        "sub.s32 count, 3, ctas; @own mbarrier.arrive.shared::cta.b64 _, [at], count;"
-        "mov.u32 peer, %cluster_ctarank; xor.b32 peer, peer, 1; @other mapa.shared::cluster.u32 at, at, peer;"
-        "@other mbarrier.arrive.shared::cluster.b64 _, [at]; mov.b32 $0, 0; }",
+        "{ .reg .pred one; .reg .b32 at; elect.sync _|one, 0xffffffff; setp.ne.and.s32 one, $2, 0, one;"
+        f"mov.b32 at, global_smem; mad.lo.s32 at, $1, 8, at;"
+        f"@one mbarrier.arrive.shared::cta.b64 _, [at + {_value(AT)}]; mov.b32 $0, 0; }}",
         "=r,r,r", [stage, arrives], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
     )  # fmt: skip
 
 
-def _loads(to, row, k, shared, turn, rows, box, MAP, TURNED):
+def _loads(to, row, k, rows, box, MAP, TURNED):
     """Assembly that begins to load an operand's block of a stage, `box` rows at a time.
 
     The last box ends where the block does, and may have rows of the one before it.
 
     Args:
-        to, row, k, shared, turn, rows, box: registers; see `load_stage`.
+        to, row, k, rows, box: registers; see `load_stage`.
         MAP: the number of the kernel's parameter that is the operand's tensor map.
         TURNED: whether adjacent elements lie along the rows and not along K.
     """
-    load = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
     at = f"{{n, {k}}}" if TURNED else f"{{{k}, n}}"
     return (
-        "{ .reg .pred own, both, more; .reg .b64 map; .reg .b32 first, n, to; .reg .b16 all; mov.b16 all, 3;"
-        f"mov.b64 map, gemm_any_width_param_{MAP}; cvta.param.u64 map, map; setp.eq.s32 own, {shared}, 0;"
-        f"setp.ne.s32 both, {shared}, 0; setp.eq.and.s32 both, {turn}, 0, both; mov.b32 first, 0;\n"
+        f"{{ .reg .pred more; .reg .b64 map; .reg .b32 first, n, to; mov.b64 map, gemm_any_width_param_{MAP};"
+        "cvta.param.u64 map, map; mov.b32 first, 0;\n"
         f"NEXT: sub.s32 n, {rows}, {box}; min.s32 n, n, first; mad.lo.s32 to, n, {2 * STEP.value}, {to};"
-        f"add.s32 n, n, {row}; @own {load} [to], [map, {at}], [arrived];"
-        f"@both {load}.multicast::cluster [to], [map, {at}], [arrived], all;"
+        f"add.s32 n, n, {row};"
+        f"cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [to], [map, {at}], [arrived];"
         f"add.s32 first, first, {box}; setp.lt.s32 more, first, {rows}; @more bra NEXT; }}"
     )
 
 
 @builtin
 def load_stage(
-    arrived, count, k, turn, to_x, row, shares_x, x_rows, x_box, to_y, col, shares_y, y_rows, y_box,
-    X_TURNED, Y_TURNED, _semantic=None,
-):  # fmt: skip
+    arrived, count, k, to_x, row, x_rows, x_box, to_y, col, y_rows, y_box, X_TURNED, Y_TURNED, _semantic=None
+):
     """One thread of a warp begins to load a stage's blocks of X and Y.
 
-    Gluon multicasts with Triton 3.9 alone, and only where layouts are those of clusters; its boxes are powers of two.
+    Gluon's own instruction loads powers of two; of a width that is none it would take several, one after the other,
+    and the tensor cores would wait for them.
 
     Args:
         arrived: the address of the stage's barrier `full`.
         count: bytes that arrive there.
         k, row, col: where the blocks begin along K, in X and in Y.
-        turn: if it is even, this CTA loads what the two of a cluster share, into both.
         to_x, to_y: the addresses of the blocks.
-        shares_x, shares_y: whether the other CTA of the cluster has the same rows of X or of Y.
         x_rows, y_rows: of the blocks.
         x_box, y_box: rows that the tensor maps load at a time.
         X_TURNED, Y_TURNED: whether adjacent elements lie along the rows and not along K.
     """
-    x = _loads("$5", "$6", "$3", "$7", "$4", "$8", "$9", 0, _value(X_TURNED))
-    y = _loads("$10", "$11", "$3", "$12", "$4", "$13", "$14", 5, _value(Y_TURNED))
+    x = _loads("$4", "$5", "$3", "$6", "$7", 0, _value(X_TURNED))
+    y = _loads("$8", "$9", "$3", "$10", "$11", 5, _value(Y_TURNED))
     gl.inline_asm_elementwise(
         "{ .reg .pred one; .reg .b32 arrived; elect.sync _|one, 0xffffffff; @!one bra DONE; mov.b32 arrived, $1;"
         f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [arrived], $2; {x} {y}\nDONE: mov.b32 $0, 0; }}",
-        ",".join(["=r"] + ["r"] * 14),
-        [arrived, count, k, turn, to_x, row, shares_x, x_rows, x_box, to_y, col, shares_y, y_rows, y_box],
+        ",".join(["=r"] + ["r"] * 11), [arrived, count, k, to_x, row, x_rows, x_box, to_y, col, y_rows, y_box],
         dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
-    )  # fmt: skip
-
-
-@builtin
-def of_cluster(_semantic=None):
-    """How many CTAs the cluster has in which this one was launched."""
-    return gl.inline_asm_elementwise(
-        "mov.u32 $0, %cluster_nctaid.x;", "=r", [], dtype=gl.int32, is_pure=True, pack=1, _semantic=_semantic
-    )
-
-
-@builtin
-def is_first_warp(_semantic=None):
-    """1 in one of the four warps that run this, and 0 in the others."""
-    # All threads ask the first one, so that the assembler knows that they agree.
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; and.b32 t, t, 127; shfl.sync.idx.b32 t, t, 0, 31, 0xffffffff;"
-        "setp.lt.u32 p, t, 32; selp.b32 $0, 1, 0, p; }",
-        "=r", [], dtype=gl.int32, is_pure=True, pack=1, _semantic=_semantic,
-    )  # fmt: skip
-
-
-@builtin
-def meet(_semantic=None):
-    """Waits, in all threads, until those of all CTAs of a cluster are here."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .b32 n; mov.u32 n, %cluster_nctaid.x; setp.gt.s32 p, n, 1;"
-        "@p fence.mbarrier_init.release.cluster; @p barrier.cluster.arrive.relaxed; @p barrier.cluster.wait.acquire;"
-        "mov.b32 $0, 0; }",
-        "=r", [], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
     )  # fmt: skip
 
 
@@ -314,17 +274,15 @@ def corner(unit, state, shape, tile, PLACE: gl.constexpr, X_ROWS: gl.constexpr, 
     What would reach beyond the operands begins before, if there is so much: TMA fills rows outside with zeros, at a
     tenth of the speed of loads. Elements that two units have are stored twice then, with the same bits.
     """
-    width, band_m, x_ctas, y_ctas = tile[0], tile[1], tile[2], tile[3]
-    ctas = x_ctas * y_ctas
-    both, rank = unit // ctas, unit % ctas
+    width, band_m = tile[0], tile[1]
     if SWAP:
-        _, col, row, end, first_k, last_k = PLACE(both, state, shape, width * y_ctas, X_ROWS * x_ctas, band_m)
+        _, col, row, end, first_k, last_k = PLACE(unit, state, shape, width, X_ROWS, band_m)
     else:
-        _, row, col, end, first_k, last_k = PLACE(both, state, shape, X_ROWS * x_ctas, width * y_ctas, band_m)
+        _, row, col, end, first_k, last_k = PLACE(unit, state, shape, X_ROWS, width, band_m)
     x_rows = shape[1] if SWAP else shape[0]
     y_rows = shape[0] if SWAP else shape[1]
-    row = gl.minimum(row + rank * (x_ctas - 1) * X_ROWS, gl.maximum(x_rows - X_ROWS, 0))
-    col = gl.minimum(col + rank * (y_ctas - 1) * width, gl.maximum(y_rows - width, 0))
+    row = gl.minimum(row, gl.maximum(x_rows - X_ROWS, 0))
+    col = gl.minimum(col, gl.maximum(y_rows - width, 0))
     return row, col, end, first_k, last_k
 
 
@@ -333,35 +291,23 @@ def produce(
     ring, shape, state, tile, boxes, PLACE: gl.constexpr, X_ROWS: gl.constexpr, SWAP: gl.constexpr,
     X_TURNED: gl.constexpr, Y_TURNED: gl.constexpr, RING_BYTES: gl.constexpr,
 ):  # fmt: skip
-    """Loads what `consume` multiplies, in the same order.
-
-    Two CTAs of a cluster have the same rows of X, or of Y. Each of them loads these for both every other step.
-    """
+    """Loads what `consume` multiplies, in the same order."""
     stages, y_blocks = ring[2], ring[3]
-    width, x_ctas, y_ctas = tile[0], tile[2], tile[3]
+    width = tile[0]
     x_box, y_box = boxes
-    meet()
-    if is_first_warp() == 1:
-        shares_x = gl.where(y_ctas * of_cluster() == 4, 1, 0)
-        shares_y = gl.where(x_ctas * of_cluster() == 4, 1, 0)
-        count = (gl.cdiv(X_ROWS, x_box) * x_box + gl.cdiv(width, y_box) * y_box) * (STEP * 2)
-        stage = gl.to_tensor(0)
-        # The parity before the first: what has not been used yet is free.
-        phase = gl.to_tensor(1)
-        for unit in range(gl.program_id(0), state[0] * x_ctas * y_ctas, gl.num_programs(0)):
-            row, col, _, first_k, last_k = corner(unit, state, shape, tile, PLACE, X_ROWS, SWAP)
-            for k in range(first_k, last_k, STEP):
-                arrived = shared_at(RING_BYTES) + stage * 8
-                wait(arrived + 8 * STAGES, phase)
-                to_x = shared_at(0) + stage * (X_ROWS * STEP * 2)
-                to_y = shared_at(0) + stages * (X_ROWS * STEP * 2) + stage * y_blocks * (64 * STEP * 2)
-                load_stage(
-                    arrived, count, k, (k // STEP + gl.program_id(0)) & 1, to_x, row, shares_x, X_ROWS, x_box, to_y,
-                    col, shares_y, width, y_box, X_TURNED, Y_TURNED,
-                )  # fmt: skip
-                stage, phase = following(stage, phase, stages)
-    # The other CTA may still load into this one, or say there that it has read what this one loaded.
-    meet()
+    count = (gl.cdiv(X_ROWS, x_box) * x_box + gl.cdiv(width, y_box) * y_box) * (STEP * 2)
+    stage = gl.to_tensor(0)
+    # The parity before the first: what has not been used yet is free.
+    phase = gl.to_tensor(1)
+    for unit in range(gl.program_id(0), state[0], gl.num_programs(0)):
+        row, col, _, first_k, last_k = corner(unit, state, shape, tile, PLACE, X_ROWS, SWAP)
+        for k in range(first_k, last_k, STEP):
+            arrived = shared_at(RING_BYTES) + stage * 8
+            wait(arrived + 8 * STAGES, phase)
+            to_x = shared_at(0) + stage * (X_ROWS * STEP * 2)
+            to_y = shared_at(0) + stages * (X_ROWS * STEP * 2) + stage * y_blocks * (64 * STEP * 2)
+            load_stage(arrived, count, k, to_x, row, X_ROWS, x_box, to_y, col, width, y_box, X_TURNED, Y_TURNED)
+            stage, phase = following(stage, phase, stages)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -505,7 +451,6 @@ def consume(
     stages = ring[2]
     OWN: gl.constexpr = X_ROWS if PINGPONG else X_ROWS // GROUPS
     FIRST: gl.constexpr = 0 if PINGPONG else GROUP * OWN
-    meet()
     address = shared_at(0)
     # A row of a stage is 128 bytes.
     heads = (
@@ -523,7 +468,7 @@ def consume(
         every *= 2
         if GROUP == 1:
             stage, phase = later(stage, phase, steps, stages)
-    for unit in range(first, state[0] * tile[2] * tile[3], every):
+    for unit in range(first, state[0], every):
         row, col, end, first_k, last_k = corner(unit, state, shape, tile, PLACE, X_ROWS, SWAP)
         if PINGPONG:
             mbarrier.wait(turn_of(ring, GROUP), turn)
@@ -543,16 +488,15 @@ def consume(
             # The stages of the tile between are the other warpgroup's.
             stage, phase = later(stage, phase, steps, stages)
     tma.store_wait(0)
-    meet()
 
 
 @gluon.jit(
     do_not_specialize=[
-        "M", "N", "K", "tiles", "width", "band_m", "x_ctas", "y_ctas", "x_box", "y_box", "stages", "y_blocks",
+        "M", "N", "K", "tiles", "width", "band_m", "x_box", "y_box", "stages", "y_blocks",
     ]
 )  # fmt: skip
 def gemm_any_width(
-    x, y, out, M, N, K, tiles, width, band_m, x_ctas, y_ctas, x_box, y_box, stages, y_blocks, place_args, args,
+    x, y, out, M, N, K, tiles, width, band_m, x_box, y_box, stages, y_blocks, place_args, args,
     PLACE: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, KIND: gl.constexpr, X_ROWS: gl.constexpr,
     LEAST: gl.constexpr, MOST: gl.constexpr, EACH: gl.constexpr, RING_ROWS: gl.constexpr,
     GROUPS: gl.constexpr, SWAP: gl.constexpr, PINGPONG: gl.constexpr, X_TURNED: gl.constexpr, Y_TURNED: gl.constexpr,
@@ -565,8 +509,6 @@ def gemm_any_width(
         out: descriptor of the part of the output that is stored at a time: 64 rows of X by some of Y.
         width: rows of Y in a tile, a multiple of `EACH` from `LEAST` to `MOST`.
         band_m: the height of a tile band, see `order`.
-        x_ctas, y_ctas: CTAs of a cluster along X and along Y, 1 or 2, at most one of them 2; those along Y share rows
-            of X, and the other way round.
         x_box, y_box: rows that the tensor maps load at a time.
         stages, y_blocks: how many stages there are, at most `STAGES`, and how many 64 rows of Y each has room for.
         PLACE: `place.whole_tile`.
@@ -578,7 +520,7 @@ def gemm_any_width(
     """
     shape = (M, N, K)
     state = (tiles, place_args)
-    tile = (width, band_m, x_ctas, y_ctas)
+    tile = (width, band_m)
     boxes = (x_box, y_box)
     WIDTHS: gl.constexpr = widths_of(LEAST, MOST, EACH)
     PART: gl.constexpr = out.block_type.shape[0 if SWAP else 1]
@@ -589,8 +531,8 @@ def gemm_any_width(
     ring = (memory, RING_BYTES // 8, stages, y_blocks)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full(ring, stage), count=1)
-        # Four warps of each warpgroup that reads it, of two CTAs; see `release`.
-        mbarrier.init(free(ring, stage), count=8 * (1 if PINGPONG else GROUPS))
+        # Four warps of each warpgroup that reads it.
+        mbarrier.init(free(ring, stage), count=4 * (1 if PINGPONG else GROUPS))
     for group in gl.static_range(2):
         mbarrier.init(turn_of(ring, group), count=1)
     if PINGPONG:
@@ -611,7 +553,7 @@ def gemm_any_width(
                     (ring, shape, state, tile, boxes, PLACE, X_ROWS, SWAP, X_TURNED, Y_TURNED, RING_BYTES),
                 ),
             ],
-            [4],
+            [1],
             [LOADER_REGISTERS],
         )  # fmt: skip
     elif GROUPS == 2:
@@ -636,7 +578,7 @@ def gemm_any_width(
                     (ring, shape, state, tile, boxes, PLACE, X_ROWS, SWAP, X_TURNED, Y_TURNED, RING_BYTES),
                 ),
             ],
-            [4, 4],
+            [4, 1],
             [REGISTERS, LOADER_REGISTERS],
         )  # fmt: skip
     else:
@@ -668,7 +610,7 @@ def gemm_any_width(
                     (ring, shape, state, tile, boxes, PLACE, X_ROWS, SWAP, X_TURNED, Y_TURNED, RING_BYTES),
                 ),
             ],
-            [4, 4, 4],
+            [4, 4, 1],
             [REGISTERS, REGISTERS, LOADER_REGISTERS],
         )  # fmt: skip
     # What only assembly uses in between must not be given to anything else.

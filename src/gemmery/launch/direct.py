@@ -193,20 +193,19 @@ class Entry:
     """The entry into the launcher of a version of Triton.
 
     Attributes:
-        enter: gives the function that launches a compiled kernel over a grid, with numbers of its warps and CTAs and
-            its shared memory as the C function takes them; None for a launcher that is not as known.
+        enter: gives the function that launches a compiled kernel over a grid; None for a launcher that is not as known.
         nested: see `_Layouter`.
         module: names that Triton's module for NVIDIA's driver must have.
         launcher: names that a kernel's launcher must have.
     """
 
-    enter: Callable[[Any, tuple[int, int, int], Any], _Enter | None]
+    enter: Callable[[Any, tuple[int, int, int]], _Enter | None]
     nested: bool
     module: tuple[str, ...]
     launcher: tuple[str, ...]
 
 
-def _enter_own_module(compiled: Any, grid: tuple[int, int, int], packed: Any) -> _Enter | None:
+def _enter_own_module(compiled: Any, grid: tuple[int, int, int]) -> _Enter | None:
     """Triton 3.6: a C module per signature, whose function takes the kernel's arguments as its own."""
     launcher = compiled.run
     launch = launcher.launch
@@ -217,7 +216,7 @@ def _enter_own_module(compiled: Any, grid: tuple[int, int, int], packed: Any) ->
             return None
         launch = cells["launcher"].cell_contents
     x, y, z = grid
-    function = compiled.function
+    function, packed = compiled.function, compiled.packed_metadata
     cooperative, dependent = launcher.launch_cooperative_grid, launcher.launch_pdl
 
     def enter(stream: int, values: list[Any]) -> None:
@@ -228,7 +227,7 @@ def _enter_own_module(compiled: Any, grid: tuple[int, int, int], packed: Any) ->
     return enter
 
 
-def _enter_shared_function(compiled: Any, grid: tuple[int, int, int], packed: Any) -> _Enter | None:
+def _enter_shared_function(compiled: Any, grid: tuple[int, int, int]) -> _Enter | None:
     """Triton 3.7 to 3.9: one C function for all kernels, which reads a list of arguments by a description of them."""
     from triton.backends.nvidia import driver
 
@@ -240,7 +239,7 @@ def _enter_shared_function(compiled: Any, grid: tuple[int, int, int], packed: An
     # The launcher's own description is of nested tuples; here the arguments come as one flat list.
     annotations = [driver.PyKernelArg(nested_tuple=None, type=driver.ARG_KERNEL)] * len(signature)
     x, y, z = grid
-    function = compiled.function
+    function, packed = compiled.function, compiled.packed_metadata
     cooperative, dependent = launcher.launch_cooperative_grid, launcher.launch_pdl
 
     def enter(stream: int, values: list[Any]) -> None:
@@ -347,7 +346,7 @@ def prepare(
     known = entry()
     if known is None or not _suits(known, compiled.run):
         return None
-    enter = known.enter(compiled, *_in_clusters(binding, compiled.packed_metadata))
+    enter = known.enter(compiled, binding.grid)
     if enter is None:
         return None
     proxies = tuple(map(_meta_proxy, tensors))
@@ -364,13 +363,6 @@ def prepare(
     # Newer versions unload the code of a compiled kernel that nobody holds any more.
     launch.__dict__["compiled"] = compiled
     return launch
-
-
-def _in_clusters(binding: Binding, packed: Any) -> tuple[tuple[int, int, int], Any]:
-    """The grid of clusters, and a kernel's metadata with their number of CTAs."""
-    x, y, z = binding.grid
-    warps, ctas, shared = packed
-    return (x // binding.in_cluster, y, z), (warps, ctas * binding.in_cluster, shared)
 
 
 def _by_numbers(laid_out: Callable[..., Arguments | None]) -> Callable[..., Any]:

@@ -75,9 +75,7 @@ class Tile(NamedTuple):
 
     @classmethod
     def of(cls, config: Config, takes_turns: bool) -> Tile:
-        x, y = config.block_m // config.cluster_m, config.block_n // config.cluster_n
-        if config.swap:
-            x, y = y, x
+        x, y = (config.block_n, config.block_m) if config.swap else (config.block_m, config.block_n)
         groups = config.num_warps // 4
         return cls(x, y, groups, x if takes_turns or not groups else x // groups)
 
@@ -164,12 +162,6 @@ class AnyWidth(Schedule):
                 f"Config: the {self.name} schedule needs the descriptor loader, block_k {STEP} and "
                 f"{' or '.join(map(str, warps))} warps"
             )
-        if c.ctas > 2:
-            raise ValueError(
-                f"Config: the {self.name} schedule takes clusters of 2x1 or 1x2, not {c.cluster_m}x{c.cluster_n}"
-            )
-        if c.block_m % c.cluster_m or c.block_n % c.cluster_n:
-            raise ValueError("Config: a cluster divides its tile evenly")
         tile = self.tile(c)
         if tile.own not in (ROWS, 2 * ROWS) or tile.x % tile.own:
             raise ValueError(
@@ -204,25 +196,19 @@ class AnyWidth(Schedule):
         return AnyWidthBinding(problem, config, self.tile(config), self.takes_turns)
 
     def at_once(self, problem: Problem, config: Config) -> int:
-        return problem.device.sms // config.ctas
+        return problem.device.sms
 
     def costs(self, problem: Problem, space: Space, given: Given) -> Costs:
         """See `Schedule.costs`."""
         p, s, device = problem, space, problem.device
         rows, memory, rate = given
-        m, n = s.block_m // s.cluster_m, s.block_n // s.cluster_n
-        x, y = np.where(s.swap, n, m), np.where(s.swap, m, n)
-        x_ctas = np.where(s.swap, s.cluster_n, s.cluster_m)
-        ctas = s.cluster_m * s.cluster_n
+        x, y = np.where(s.swap, s.block_n, s.block_m), np.where(s.swap, s.block_m, s.block_n)
         steps = -(-max(p.K, 1) // STEP)
         tiles = -(-rows // s.block_m) * -(-p.N // s.block_n)
-        clusters = device.sms // ctas
-        turns = -(-tiles // clusters)
+        turns = -(-tiles // device.sms)
         compute = turns * steps * 2.0 * x * y * STEP / (rate * EFFICIENCY) * (1 + EDGE / y)
-        # What a multiprocessor takes in, and its share of what L2 gives out: CTAs of a cluster read some of it once.
-        busy = np.minimum(tiles, clusters) / clusters
-        read = np.where(x_ctas == ctas, x + y / ctas, x / ctas + y)
-        l2 = turns * steps * np.maximum((x + y) / INTAKE, read * busy / L2) * STEP * 2.0 / device.sm_bandwidth
+        share = np.minimum(INTAKE, L2 * device.sms / np.minimum(tiles, device.sms)) * device.sm_bandwidth
+        l2 = turns * steps * (x + y) * STEP * 2.0 / share
         loop = (compute**MIX + l2**MIX) ** (1 / MIX)
         loop = np.maximum(loop, turns * steps * LATENCY / (s.num_stages - 1))
         loop = loop * (1 + SLOWING * np.log10(np.maximum(loop / LONG, 1)))
@@ -237,7 +223,7 @@ class AnyWidth(Schedule):
     def walk(self, problem: Problem, config: Config) -> Walk:
         p, c = problem, config
         tiles = _tiles(p, c)
-        programs = min(tiles, p.device.sms // c.ctas)
+        programs = min(tiles, p.device.sms)
         program, turn = in_turn(tiles, programs)
         columns = whole_tiles(p, c, np.arange(tiles), -(-p.N // c.block_n))
         return Walk(programs, p.device.sms, program=program, turn=turn, **columns)
@@ -248,7 +234,7 @@ class Cooperative(AnyWidth):
 
     name = "cooperative"
     about = "as many programs as run at once; one warp loads, warpgroups share a tile of any width"
-    knobs = frozenset({"swap", "rest_n", "cluster"})
+    knobs = frozenset({"swap", "rest_n"})
 
 
 class PingPong(AnyWidth):
@@ -256,7 +242,7 @@ class PingPong(AnyWidth):
 
     name = "pingpong"
     about = "as many programs as run at once; one warp loads, two warpgroups take tiles of any width in turn"
-    knobs = frozenset({"swap", "rest_n", "cluster"})
+    knobs = frozenset({"swap", "rest_n"})
     takes_turns = True
 
 
@@ -297,10 +283,7 @@ class AnyWidthBinding(Binding):
         self.split = None
         self.kernel = any_width.gemm_any_width
         self.tiles = _tiles(p, c)
-        self.in_cluster = c.ctas
-        self.grid = (min(self.tiles, p.device.sms // c.ctas) * c.ctas, 1, 1)
-        #: CTAs of a cluster along X and Y.
-        self.ctas = c.cluster[::-1] if c.swap else c.cluster
+        self.grid = (min(self.tiles, p.device.sms), 1, 1)
         a_turned, b_turned = p.a.col != 1, p.b.row != 1
         self.x_turned, self.y_turned = (b_turned, a_turned) if c.swap else (a_turned, b_turned)
         self.part = tile.part
@@ -360,8 +343,8 @@ class AnyWidthBinding(Binding):
         x, y = (b, a) if c.swap else (a, b)
         return [
             self._operand(x, c.swap, boxes[0]), self._operand(y, not c.swap, boxes[1]),
-            descriptor(out, (p.M, p.N), p.out.row, block), p.M, p.N, p.K, self.tiles, tile.y, c.group_m, *self.ctas,
-            *boxes, c.num_stages, -(-tile.y // ROWS), (), epilogue_arguments(p, self.part, extras, numbers),
+            descriptor(out, (p.M, p.N), p.out.row, block), p.M, p.N, p.K, self.tiles, tile.y, c.group_m, *boxes,
+            c.num_stages, -(-tile.y // ROWS), (), epilogue_arguments(p, self.part, extras, numbers),
         ]  # fmt: skip
 
     def _operand(self, tensor: Any, is_b: bool, rows: int) -> Any:

@@ -163,13 +163,10 @@ class Binding:
         constants: its constexpr parameters and the compiler's options.
         grid: programs along x, y, z.
         persistent: whether the kernel's programs take tiles in turn.
-        in_cluster: how many adjacent programs the direct launch makes a cluster of. The kernel finds out at run time:
-            in an ordinary launch, which knows only clusters that Triton compiled for, each is alone.
     """
 
     kernel: Any = gemm.gemm_tiles
     persistent = False
-    in_cluster = 1
 
     def __init__(self, problem: Problem, config: Config) -> None:
         p, c = problem, config

@@ -15,22 +15,15 @@ TURNS = ((128, 2, 128),)
 LEAST_STAGES = 3
 
 
-#: Clusters along X and along Y: none, CTAs that share Y, and CTAs that share X.
-CLUSTERS = ((1, 1), (2, 1), (1, 2))
-
-
 def _rows(sizes: tuple[tuple[int, int, int], ...]) -> str:
     lines = []
     for x, groups, own in sizes:
         known = Tile(x, 0, groups, own)
         for y in range(PART, known.widest + 1, known.each):
             stages = Tile(x, y, groups, own).most_stages
-            if stages < LEAST_STAGES:
-                continue
-            for along_x, along_y in CLUSTERS:
-                m, n, rest = x * along_x, y * along_y, f"8 {4 * groups} {stages} 1.0"
-                lines.append(f"{m}x{n}x64 {rest}" + (f" cluster={along_x}x{along_y}" if m * n > x * y else ""))
-                lines.append(f"{n}x{m}x64 {rest} swap" + (f" cluster={along_y}x{along_x}" if m * n > x * y else ""))
+            if stages >= LEAST_STAGES:
+                lines.append(f"{x}x{y}x64 8 {4 * groups} {stages} 1.0")
+                lines.append(f"{y}x{x}x64 8 {4 * groups} {stages} 1.0 swap")
     return "\n".join(lines)
 
 
