@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import triton
 from torch.nn import functional as F
 
 import gemmery
@@ -90,3 +91,22 @@ def test_under_load_on_two_streams_and_in_a_graph(text):
         out.fill_(torch.nan)
         graph.replay()
         assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("text", [
+    "128x176x64-g8-w8-s4-cooperative-descriptor", "176x128x64-g8-w8-s4-cooperative-descriptor-swap",
+    "192x144x64-g8-w12-s4-cooperative-descriptor", "128x72x64-g8-w8-s6-pingpong-descriptor",
+])  # fmt: skip
+def test_an_ordinary_launch_has_the_same_bits(text):
+    # Its tensor maps load 64 rows at a time, those of a direct launch all rows of a tile.
+    a, b = values((333, 2048), torch.bfloat16), values((600, 2048), torch.bfloat16).t()
+    want = gemmery.matmul(a, b, config=text)
+    seen = []
+    hooks = triton.knobs.runtime.launch_enter_hook
+    hooks.add(seen.append)
+    try:
+        found = gemmery.matmul(a, b, config=text)
+    finally:
+        hooks.remove(seen.append)
+    assert seen
+    assert torch.equal(found, want)

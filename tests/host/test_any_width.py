@@ -1,12 +1,15 @@
 """Tiles of any width: their sizes, what refuses them, what they cost, and what the ring's views rest on."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from gemmery import Config, schedules
+from gemmery.lab.abstract import abstract_problem
 from gemmery.schedules import any_width
-from gemmery.select import candidates, rank, shortlist
+from gemmery.select import candidates, rank, samples, shortlist
 from gemmery.select.shapes import device_named, problem_of
 from gemmery.select.space import tiles_of
 from gemmery.tuning import tuner
@@ -49,7 +52,7 @@ def test_rows_are_configs_that_fit():
 
 
 @pytest.mark.parametrize("layout", ["NT", "NN", "TN", "TT"])
-def test_the_kernel_of_a_row_has_its_width_and_what_loads_it(layout):
+def test_the_kernel_of_a_row_has_its_width(layout):
     p = problem(layout=layout)
     kernels = {}
     for config in ROWS:
@@ -60,8 +63,6 @@ def test_the_kernel_of_a_row_has_its_width_and_what_loads_it(layout):
         assert tile_of(config).y in range(k["LEAST"], k["MOST"] + 1, k["EACH"])
         ring, stage_rows = k["RING_ROWS"], tile_of(config).x + -(-tile_of(config).y // 64) * 64
         assert config.num_stages * stage_rows <= ring
-        sizes = {size for size in (64, 32, 16, 8) if binding._loads(size)}
-        assert {64} | {size for size in (32, 16, 8) if tile_of(config).y & size} <= sizes
         kernels.setdefault(schedules.of(config.schedule).code(config), set()).add((config.schedule, str(k)))
     # What `code` takes for one kernel is one.
     found = [own for code in kernels.values() for own in code]
@@ -160,14 +161,61 @@ def test_the_walk_covers_every_tile_and_all_of_k_once(text):
 def test_a_ring_that_lies_elsewhere_is_refused():
     line = "getelementptr (i8, ptr addrspace(3) @global_smem, i32 {})\n"
     barrier = 'asm "mbarrier.init.shared::cta.b64 [$1], 1;" ' + line
-    right = line.format(4096) + barrier.format(8192) + barrier.format(8200)
-    any_width.check_memory(right, 4096, 8192)
-    with pytest.raises(RuntimeError, match="does not begin where shared memory does"):
-        any_width.check_memory(right + line.format(1024), 4096, 8192)
-    with pytest.raises(RuntimeError, match="does not begin"):
-        any_width.check_memory("", 4096, 8192)
-    with pytest.raises(RuntimeError, match="barriers are not 8200 bytes behind"):
-        any_width.check_memory(right, 4096, 8200)
+    barriers = 8 * (2 * any_width.MOST_STAGES + 2)
+    right = line.format(4096 + barriers) + barrier.format(4096) + barrier.format(4104)
+    any_width.check_memory(right, 4096)
+    for at in (1024, 4096 + barriers - 8):
+        with pytest.raises(RuntimeError, match="do not have shared memory's first bytes alone"):
+            any_width.check_memory(right + line.format(at), 4096)
+    with pytest.raises(RuntimeError, match="first bytes alone"):
+        any_width.check_memory(barrier.format(4096), 4096)
+    with pytest.raises(RuntimeError, match="barriers are not 8192 bytes behind"):
+        any_width.check_memory(right, 8192)
+    with pytest.raises(RuntimeError, match="barriers are not 4096 bytes behind"):
+        any_width.check_memory("", 4096)
+
+
+def test_a_parameter_that_is_no_tensor_map_is_refused():
+    maps = ".param .align 64 .b8 gemm_any_width_param_0[128],\n.param .align 64 .b8 gemm_any_width_param_5[128]\n"
+    used = "mov.b64 map, gemm_any_width_param_0; mov.b64 map, gemm_any_width_param_{};"
+    any_width.check_maps(maps + used.format(5))
+    with pytest.raises(RuntimeError, match="gemm_any_width_param_4 is no tensor map"):
+        any_width.check_maps(maps + ".param .u32 gemm_any_width_param_4\n" + used.format(4))
+
+
+@pytest.mark.parametrize(
+    ("layout", "text", "boxes"),
+    [
+        ("NT", "128x176x64-g8-w8-s4-cooperative-descriptor", (128, 176)),
+        ("NT", "176x128x64-g8-w8-s4-cooperative-descriptor-swap", (128, 176)),
+        ("TT", "192x144x64-g8-w12-s4-cooperative-descriptor", (64, 144)),
+        ("NN", "192x128x64-g8-w12-s4-cooperative-descriptor", (192, 64)),
+        ("NT", "64x64x64-g8-w4-s8-cooperative-descriptor", (64, 64)),
+    ],
+)
+def test_a_direct_launch_loads_as_many_rows_at_a_time_as_a_tile_has(layout, text, boxes):
+    p = problem(layout=layout)
+    binding = schedules.bind(p, Config.of(text))
+    names = binding.kernel.arg_names
+    for arguments, rows in ((binding.direct_arguments, boxes), (binding.arguments, (64, 64))):
+        given = dict(zip(names, arguments(*samples.arguments(p, "meta")), strict=False))
+        assert (given["x_box"], given["y_box"]) == rows
+        for name, each in zip("xy", rows, strict=True):
+            # All have one type, so that one compiled kernel serves them.
+            assert given[name].block_shape == [64, 64]
+            assert getattr(given[name], "box", [64, 64]) == [each, 64]
+
+
+@pytest.mark.parametrize("epilogue", ["bias_residual", "add_matrix"])
+def test_epilogues_with_another_matrix_are_refused(epilogue):
+    p = problem()
+    if epilogue == "bias_residual":
+        p = abstract_problem(1000, 1536, 2048, epilogue="bias_residual", device=H200)
+    else:
+        p = replace(p, epilogue="add_matrix", addend=p.out)
+    with pytest.raises(ValueError, match="no epilogue with another matrix"):
+        schedules.bind(p, Config.of("128x176x64-g8-w8-s4-cooperative-descriptor"))
+    assert not {config.schedule for config in candidates(p)} & {"cooperative", "pingpong"}
 
 
 def test_tuning_measures_the_best_of_them():

@@ -54,8 +54,11 @@ def test_an_explanation_says_what_binds():
 
 
 def test_a_quicker_kernel_that_is_not_kept_is_named():
-    found = gemmery.explain(777, 9216, 3072, dtype=torch.bfloat16, device="H200", top=20)
-    assert found.quicker is not None
+    explained = (
+        gemmery.explain(m, 9216, 3072, dtype=torch.bfloat16, device="H200", top=20)
+        for m in range(65, 4096, 122)
+    )
+    found = next(each for each in explained if each.quicker is not None)
     assert found.quicker.config not in [choice.config for choice in found.choices[:8]]
     assert found.quicker.cost.total < min(choice.cost.total for choice in found.choices[:8])
     assert f"{found.quicker.config} is predicted to take" in str(found)

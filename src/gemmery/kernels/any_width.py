@@ -8,10 +8,11 @@ has them.
 The operand on the side of the 64 rows is X, the other one is Y. X is A and Y is B; with SWAP it is the other way
 round, the tile comes out transposed, and n cuts M. A tile has X_ROWS by n elements.
 
-One warp (`produce`) loads blocks of both into a ring of stages, which it runs ahead in across tiles. Warpgroups, which
-are four warps each (`consume`), multiply. They share a tile, each with its own rows of X, or with PINGPONG take tiles
-in turn: while one multiplies, the other one stores. These are CUTLASS's cooperative and ping-pong schedules
-(github.com/NVIDIA/cutlass).
+One warp (`produce`) loads blocks of both into a ring of stages, which it runs ahead in across tiles. For each step
+along K it has one load of X and one of Y, of as many rows as the tile has: any number, since it belongs to the tensor
+map. Warpgroups, which are four warps each (`consume`), multiply. They share a tile, each with its own rows of X, or
+with PINGPONG take tiles in turn: while one multiplies, the other one stores. These are CUTLASS's cooperative and
+ping-pong schedules (github.com/NVIDIA/cutlass).
 
 The blocks of X of all stages come first in the ring, and then those of Y. Of its barriers, `full` is complete when all
 blocks of a stage have arrived, and `free` when all warpgroups that read it have; `turn` says which one may multiply.
@@ -31,7 +32,6 @@ STEP = gl.constexpr(64)
 STAGES = gl.constexpr(12)
 #: The accumulator of a warpgroup for 8 columns.
 BLOCK8 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
-
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -306,7 +306,9 @@ def produce(
             wait(arrived + 8 * STAGES, phase)
             to_x = shared_at(0) + stage * (X_ROWS * STEP * 2)
             to_y = shared_at(0) + stages * (X_ROWS * STEP * 2) + stage * y_blocks * (64 * STEP * 2)
-            load_stage(arrived, count, k, to_x, row, X_ROWS, x_box, to_y, col, width, y_box, X_TURNED, Y_TURNED)
+            load_stage(
+                arrived, count, k, to_x, row, X_ROWS, x_box, to_y, col, width, y_box, X_TURNED, Y_TURNED
+            )
             stage, phase = following(stage, phase, stages)
 
 
@@ -526,7 +528,9 @@ def gemm_any_width(
     PART: gl.constexpr = out.block_type.shape[0 if SWAP else 1]
     RING_BYTES: gl.constexpr = RING_ROWS * (STEP * 2)
     # The ring and then its barriers, in units of 8 bytes. It is the largest, so that shared memory begins with it.
-    memory = gl.allocate_shared_memory(gl.int64, [RING_BYTES // 8 + 2 * STAGES + 2, 1], mbarrier.MBarrierLayout())
+    memory = gl.allocate_shared_memory(
+        gl.int64, [RING_BYTES // 8 + 2 * STAGES + 2, 1], mbarrier.MBarrierLayout()
+    )
     staging = gl.allocate_shared_memory(out.dtype, [GROUPS * BUFFERS] + out.block_type.shape, out.layout)  # noqa: RUF005
     ring = (memory, RING_BYTES // 8, stages, y_blocks)
     for stage in gl.static_range(STAGES):

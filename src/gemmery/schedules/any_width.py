@@ -43,19 +43,18 @@ BUFFERS = {1: 2, 2: 2, 3: 1}
 REGISTERS = {1: (0, 40), 2: (232, 40), 3: (160, 32)}
 #: By the same: numbers of the accumulator that a thread has registers for.
 ACCUMULATORS = {1: 128, 2: 160, 3: 96}
-#: Of the model of its time, fitted to 855 times of 72 random products on an H200: part of the tensor cores' rate, and
+#: Of the model of its time, fitted to 688 times of 58 random products on an H200: part of the tensor cores' rate, and
 #: what a narrow instruction takes more, in columns.
-EFFICIENCY, EDGE = 0.887, 8.6
+EFFICIENCY, EDGE = 0.889, 8.4
 #: Share of the bandwidth from L2 of one multiprocessor and of all together; how sharply it or the tensor cores decide;
 #: seconds from asking for bytes until they are there.
-INTAKE, L2, MIX, LATENCY = 0.99, 0.89, 12.0, 1.28e-6
+INTAKE, L2, MIX, LATENCY = 0.975, 0.907, 12.0, 1.3e-6
 #: What a tenfold time costs for the clock, which power lowers, and from how many seconds on.
-SLOWING, LONG = 0.019, 3e-5
+SLOWING, LONG = 0.028, 3e-5
 #: Share of the time that stores take alone; seconds around a launch and around a tile.
-STORE, START, TILE = 0.45, 6.25e-6, 0.7e-6
-#: The model is off by 5 %, and of so many configs the best is one that it thinks too well of. On 26 random products of
-#: a seed that nothing was fitted to, it preferred these tiles 25 times without this factor, 6 of them wrongly, and 18
-#: times with it, 3 of them wrongly; the worst took 1.21 and 1.12 times as long.
+STORE, START, TILE = 0.36, 6.23e-6, 0.68e-6
+
+#: The model is off by 8 %, and of so many configs the best is one that it thinks too well of.
 DOUBT = 1.02
 
 
@@ -335,7 +334,9 @@ class AnyWidthBinding(Binding):
         x, y = ROWS if self.x_turned else self.tile.x, ROWS if self.y_turned else self.tile.y
         return self._arguments(tensors, numbers, (x, y))
 
-    def _arguments(self, tensors: Sequence[Any], numbers: Sequence[float], boxes: tuple[int, ...]) -> list[Any]:
+    def _arguments(
+        self, tensors: Sequence[Any], numbers: Sequence[float], boxes: tuple[int, ...]
+    ) -> list[Any]:
         """The kernel's arguments, with tensor maps that load so many rows of X and of Y at a time."""
         p, c, tile = self.problem, self.config, self.tile
         (a,), (b,), out, extras = sorted_tensors(p, tensors)
@@ -398,7 +399,9 @@ def check_memory(llir: str, size: int) -> None:
     others = [line for line in llir.splitlines() if "mbarrier" not in line]
     offsets = [int(found) for line in others for found in re.findall(r"@global_smem, i32 (\d+)", line)]
     if not offsets or min(offsets) < size + 8 * (2 * MOST_STAGES + 2):
-        raise RuntimeError(f"the ring of {size} bytes and its barriers do not have shared memory's first bytes alone")
+        raise RuntimeError(
+            f"the ring of {size} bytes and its barriers do not have shared memory's first bytes alone"
+        )
 
 
 COOPERATIVE, PINGPONG = Cooperative(), PingPong()
