@@ -95,7 +95,7 @@ def test_under_load_on_two_streams_and_in_a_graph(text):
 
 @pytest.mark.parametrize("text", [
     "128x176x64-g8-w8-s4-cooperative-descriptor", "176x128x64-g8-w8-s4-cooperative-descriptor-swap",
-    "192x144x64-g8-w12-s4-cooperative-descriptor", "128x72x64-g8-w8-s6-pingpong-descriptor",
+    "192x144x64-g8-w12-s4-cooperative-descriptor", "128x80x64-g8-w8-s6-pingpong-descriptor",
 ])  # fmt: skip
 def test_an_ordinary_launch_has_the_same_bits(text):
     # Its tensor maps load 64 rows at a time, those of a direct launch all rows of a tile.

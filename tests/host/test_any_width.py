@@ -191,19 +191,22 @@ def test_a_parameter_that_is_no_tensor_map_is_refused():
         ("TT", "192x144x64-g8-w12-s4-cooperative-descriptor", (64, 144)),
         ("NN", "192x128x64-g8-w12-s4-cooperative-descriptor", (192, 64)),
         ("NT", "64x64x64-g8-w4-s8-cooperative-descriptor", (64, 64)),
+        ("NT", "64x24x64-g8-w4-s8-cooperative-descriptor", (64, 24)),
     ],
 )
 def test_a_direct_launch_loads_as_many_rows_at_a_time_as_a_tile_has(layout, text, boxes):
     p = problem(layout=layout)
     binding = schedules.bind(p, Config.of(text))
     names = binding.kernel.arg_names
-    for arguments, rows in ((binding.direct_arguments, boxes), (binding.arguments, (64, 64))):
+    # An ordinary launch loads a power of two of rows at a time, of which the tile has at least one.
+    powers = 64, min(64, 1 << (boxes[1].bit_length() - 1))
+    for arguments, rows in ((binding.direct_arguments, boxes), (binding.arguments, powers)):
         given = dict(zip(names, arguments(*samples.arguments(p, "meta")), strict=False))
         assert (given["x_box"], given["y_box"]) == rows
-        for name, each in zip("xy", rows, strict=True):
-            # All have one type, so that one compiled kernel serves them.
-            assert given[name].block_shape == [64, 64]
-            assert getattr(given[name], "box", [64, 64]) == [each, 64]
+        for name, box, power in zip("xy", rows, powers, strict=True):
+            # The type is the same for all widths, so that one compiled kernel serves them.
+            assert given[name].block_shape == [power, 64]
+            assert getattr(given[name], "box", [power, 64]) == [box, 64]
 
 
 @pytest.mark.parametrize("epilogue", ["bias_residual", "add_matrix"])

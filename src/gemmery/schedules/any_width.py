@@ -85,7 +85,7 @@ class Tile(NamedTuple):
 
     @property
     def each(self) -> int:
-        """What a width is a multiple of. Beside many accumulators a loader of boxes of 8 rows too would spill."""
+        """What a width is a multiple of. A kernel has code for each width, which takes time to compile."""
         return 8 if self.own == ROWS and self.groups < 3 else 16
 
     @property
@@ -327,7 +327,7 @@ class AnyWidthBinding(Binding):
 
     def arguments(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> list[Any]:
         """The kernel's run-time arguments, as for `Binding.arguments`."""
-        return self._arguments(tensors, numbers, (ROWS, ROWS))
+        return self._arguments(tensors, numbers, (ROWS, self.part))
 
     def direct_arguments(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> list[Any]:
         """See `Binding.direct_arguments`."""
@@ -343,24 +343,21 @@ class AnyWidthBinding(Binding):
         block = (self.part, ROWS) if c.swap else (ROWS, self.part)
         x, y = (b, a) if c.swap else (a, b)
         return [
-            self._operand(x, c.swap, boxes[0]), self._operand(y, not c.swap, boxes[1]),
+            self._operand(x, c.swap, ROWS, boxes[0]), self._operand(y, not c.swap, self.part, boxes[1]),
             descriptor(out, (p.M, p.N), p.out.row, block), p.M, p.N, p.K, self.tiles, tile.y, c.group_m, *boxes,
             c.num_stages, -(-tile.y // ROWS), (), epilogue_arguments(p, self.part, extras, numbers),
         ]  # fmt: skip
 
-    def _operand(self, tensor: Any, is_b: bool, rows: int) -> Any:
-        """The descriptor of an operand, of which so many rows are loaded at a time.
-
-        Its type has boxes of `ROWS` rows, so that it is the same for all.
-        """
+    def _operand(self, tensor: Any, is_b: bool, rows: int, box: int) -> Any:
+        """The descriptor of an operand: its type has blocks of so many rows, its tensor map loads `box` at a time."""
         p = self.problem
         # Strides along K and along the rows.
         along, across, size = (p.b.row, p.b.col, p.N) if is_b else (p.a.col, p.a.row, p.M)
         if along != 1:
             return descriptor(tensor, (p.K, size), along, (STEP, ROWS))
-        made = descriptor(tensor, (size, p.K), across, (ROWS, STEP))
-        if rows != ROWS:
-            made.box = [rows, STEP]
+        made = descriptor(tensor, (size, p.K), across, (rows, STEP))
+        if box != rows:
+            made.box = [box, STEP]
         return made
 
 
