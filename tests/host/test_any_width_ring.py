@@ -1,0 +1,296 @@
+"""The ring of tiles of any width, run in Python: no interpreter of Triton runs its assembly.
+
+The kernel's own functions run, each warp in a thread. What is assembly or Gluon is stood in for by `Machine`, which lets
+one thread go on at a time and picks the next one at random. It complains about what is read before it was loaded,
+loaded while it is read, or waited for by all.
+"""
+
+import random
+import threading
+import types
+from collections import Counter
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+from gemmery.kernels import any_width, rings
+
+STEP, RING_BYTES = 64, 1 << 20
+
+
+class Wrong(AssertionError):
+    """What the machine complains about."""
+
+
+class Barrier:
+    def __init__(self, count):
+        self.count = self.pending = count
+        self.bytes = self.phase = 0
+
+    def arrive(self, count=1):
+        self.pending -= count
+        if self.pending < 0:
+            raise Wrong("more arrivals than a phase has")
+        self.complete()
+
+    def complete(self):
+        if self.pending == 0 and self.bytes == 0:
+            self.pending, self.phase = self.count, self.phase ^ 1
+
+
+class Machine:
+    """Shared memory by rows of 128 bytes, barriers by address, and loads under way."""
+
+    def __init__(self, seed, waits):
+        self.waits = waits
+        self.random = random.Random(seed)
+        self.barriers, self.rows, self.loads = {}, {}, []
+        self.reading = Counter()
+        self.turn, self.warps, self.blocked, self.error = threading.Condition(), [], set(), None
+        self.now = None
+
+    # --- threads ---
+
+    def run(self, functions):
+        self.warps = list(range(len(functions)))
+        threads = [threading.Thread(target=self._warp, args=each) for each in enumerate(functions)]
+        self.now = self.random.choice(self.warps)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self.error is not None:
+            raise self.error
+
+    def _warp(self, number, function):
+        try:
+            self._wait_for_turn(number)
+            function()
+        except Exception as error:
+            self.error = self.error or error
+        with self.turn:
+            self.warps.remove(number)
+            self._next()
+
+    def _wait_for_turn(self, number):
+        with self.turn:
+            self.turn.wait_for(lambda: self.now == number or self.error is not None)
+        if self.error is not None:
+            raise self.error
+
+    def _next(self):
+        while self.loads and (self.random.random() < 0.2 or len(self.blocked) == len(self.warps)):
+            self._land(self.loads.pop(self.random.randrange(len(self.loads))))
+        if self.warps and len(self.blocked) == len(self.warps):
+            self.error = self.error or Wrong("all wait")
+        free = [warp for warp in self.warps if warp not in self.blocked]
+        self.now = self.random.choice(free) if free else None
+        self.turn.notify_all()
+
+    def pause(self, ready=lambda: True):
+        """Lets another warp go on, and comes back when `ready` says so."""
+        number = self.now
+        while True:
+            with self.turn:
+                if not ready():
+                    self.blocked.add(number)
+                self._next()
+            self._wait_for_turn(number)
+            if ready():
+                return
+
+    def changed(self):
+        self.blocked.clear()
+
+    # --- memory ---
+
+    def wait(self, address, phase):
+        barrier = self.barriers[address]
+        self.pause(lambda: barrier.phase != phase or not self.waits(address))
+
+    def arrive(self, address):
+        self.barriers[address].arrive()
+        self.changed()
+        self.pause()
+
+    def load(self, address, count, writes):
+        barrier = self.barriers[address]
+        barrier.bytes += count
+        barrier.arrive()
+        self.loads.append((barrier, count, writes))
+        self.pause()
+
+    def _land(self, load):
+        barrier, count, writes = load
+        if any(self.reading[row] for row in writes):
+            self.error = self.error or Wrong("loaded while it is read")
+        self.rows.update(writes)
+        barrier.bytes -= count
+        barrier.complete()
+        self.changed()
+
+
+def kernel(machine, program, programs, x_rows, width, changes):
+    """The kernel's functions with what stands in for Gluon and for assembly."""
+    in_flight = {}
+
+    def load_stage(arrived, count, k, to_x, row, rows, x_box, to_y, col, y_rows, y_box, *turned):
+        writes = {to_x + 128 * i: ("x", row + i, k) for i in range(rows)}
+        writes |= {to_y + 128 * i: ("y", col + i, k) for i in range(y_rows)}
+        assert count == 128 * len(writes)
+        machine.load(arrived, count, writes)
+
+    def multiply(acc, own_x, own_y, adds, width, *constants):
+        rows = [own_x * 16 + 128 * i for i in range(64)] + [own_y * 16 + 128 * i for i in range(width)]
+        machine.reading.update(rows)
+        in_flight.setdefault(threading.get_ident(), []).append(rows)
+        machine.pause()
+        return [*(acc if adds else []), tuple(machine.rows.get(row) for row in rows)]
+
+    def wgmma_wait(acc, left):
+        under_way = in_flight[threading.get_ident()]
+        while len(under_way) > left:
+            machine.reading.subtract(under_way.pop(0))
+        return acc
+
+    def following(stage, phase, stages):
+        return (0, phase ^ 1) if stage == stages - 1 else (stage + 1, phase)
+
+    gl = types.SimpleNamespace(
+        constexpr=int, where=lambda condition, x, y: x if condition else y, to_tensor=int, cdiv=lambda x, y: -(-x // y),
+        program_id=lambda axis: program, num_programs=lambda axis: programs, assume=lambda condition: None,
+        minimum=min, maximum=max, static_range=range,
+    )  # fmt: skip
+    names = {
+        "gl": gl, "STEP": STEP, "STAGES": any_width.STAGES.value, "following": following,
+        "later": types.FunctionType(rings.later.fn.__code__, {"gl": gl}), "shared_at": lambda at: at,
+        "wait": machine.wait, "load_stage": load_stage, "multiply": multiply, "wgmma_wait": wgmma_wait,
+        "release": lambda stage, arrives, at: machine.arrive(at + 8 * stage) if arrives else None,
+        "matrix_descriptor": lambda address, chunk: address // 16, "zeros_of": lambda count: [],
+        "mbarrier": types.SimpleNamespace(wait=machine.wait, arrive=machine.arrive),
+        "tma": types.SimpleNamespace(store_wait=lambda left: None), "range": range, "len": len,
+    } | changes  # fmt: skip
+    for name in ("turn_of", "corner", "sum_steps", "last_step_done", "produce", "consume"):
+        made = types.FunctionType(getattr(any_width, name).fn.__code__, names, name)
+        names.setdefault(name, made)
+    return names
+
+
+def emulate(
+    seed, groups, x_rows, width, stages, takes_turns, sizes, arrivals=0, waits=lambda at: True, **changes
+):
+    """One program of three, whose tiles must have the blocks of the right rows and steps.
+
+    Args:
+        arrivals: how many more a stage waits for than there are before it is loaded again.
+        waits: whether there is any waiting at a barrier.
+        changes: functions of the kernel that others take the place of.
+    """
+    M, N, K = sizes
+    machine = Machine(seed, waits)
+    most = any_width.STAGES.value
+    for stage in range(most):
+        machine.barriers[RING_BYTES + 8 * stage] = Barrier(1)
+        count = 4 * (1 if takes_turns else groups) + arrivals
+        machine.barriers[RING_BYTES + 8 * (most + stage)] = Barrier(count)
+    for group in range(2):
+        # All four warps of a group arrive here, of which Gluon makes one.
+        machine.barriers[RING_BYTES + 8 * (2 * most + group)] = Barrier(4)
+    if takes_turns:
+        machine.barriers[RING_BYTES + 8 * 2 * most].arrive(4)
+    done, own = [], x_rows if takes_turns else x_rows // groups
+
+    def finish_tile(acc, out, staging, args, shape, row, col, *rest):
+        for step, blocks in enumerate(acc):
+            x = [("x", row + i, step * STEP) for i in range(64)]
+            y = [("y", col + i, step * STEP) for i in range(width)]
+            if blocks != tuple(x + y):
+                raise Wrong("not the blocks of this step")
+        if len(acc) != -(-K // STEP):
+            raise Wrong("not all steps")
+        done.append((row, col))
+
+    names = kernel(machine, 1, 3, x_rows, width, {"finish_tile": finish_tile} | changes)
+    memory = types.SimpleNamespace(index=lambda at: RING_BYTES + 8 * at)
+    ring = (memory, 0, stages, -(-width // 64))
+    across = -(-N // width)
+    tiles = -(-M // x_rows) * across
+
+    def place(unit, state, shape, rows, cols, band):
+        return 0, unit // across * rows, unit % across * cols, shape[0], 0, K
+
+    state, tile = (tiles, ()), (width, 8)
+    # Its widths, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, PART and RING_BYTES.
+    constants = [width], False, takes_turns, False, False, 1, 64, RING_BYTES
+
+    def consume(group):
+        names["consume"](
+            None,
+            None,
+            ring,
+            (),
+            sizes,
+            state,
+            tile,
+            group,
+            groups,
+            place,
+            None,
+            None,
+            "bf16",
+            x_rows,
+            *constants,
+        )
+
+    def produce():
+        names["produce"](
+            ring, sizes, state, tile, (x_rows, width), place, x_rows, False, False, False, RING_BYTES
+        )
+
+    machine.run([produce, *(lambda group=group: consume(group) for group in range(groups) for _ in range(4))])
+    units = range(1, tiles, 3)
+    expected = Counter()
+    for unit in units:
+        row, col = min(unit // across * x_rows, M - x_rows), min(unit % across * width, N - width)
+        for group in range(1 if takes_turns else groups):
+            expected[row + group * own, col] += 4
+    assert Counter(done) == expected
+
+
+CASES = [
+    # groups, rows of X, width, stages, taking turns, sizes
+    (1, 64, 72, 3, False, (256, 300, 200)),
+    (2, 128, 88, 4, False, (300, 400, 330)),
+    (3, 192, 64, 3, False, (400, 256, 128)),
+    (2, 64, 80, 3, True, (256, 400, 200)),
+    (2, 64, 80, 4, True, (320, 400, 64)),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_every_warp_reads_what_was_loaded_for_it(case, seed):
+    emulate(seed, *case)
+
+
+MUTANTS = {
+    "phases that never change": {"following": lambda stage, phase, stages: ((stage + 1) % stages, phase)},
+    "products that are not waited for": {"wgmma_wait": lambda acc, left: acc},
+    "no stages skipped in turns": {"later": lambda stage, phase, steps, stages: (stage, phase)},
+    "one arrival too many": {"arrivals": 1},
+    "one arrival too few": {"arrivals": -1},
+    "no wait for a stage that is read": {"waits": lambda at: at < RING_BYTES + 8 * any_width.STAGES.value},
+    "no wait for loads": {"waits": lambda at: at >= RING_BYTES + 8 * any_width.STAGES.value},
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutants_are_caught(mutant):
+    caught = 0
+    for seed in range(4):
+        for case in CASES[1:4]:
+            try:
+                emulate(seed, *case, **MUTANTS[mutant])
+            except Wrong:
+                caught += 1
+    assert caught
