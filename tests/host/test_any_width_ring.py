@@ -1,8 +1,8 @@
 """The ring of tiles of any width, run in Python: no interpreter of Triton runs its assembly.
 
-The kernel's own functions run, each warp in a thread. What is assembly or Gluon is stood in for by `Machine`, which lets
-one thread go on at a time and picks the next one at random. It complains about what is read before it was loaded,
-loaded while it is read, or waited for by all.
+The kernel's own functions run, each warp in a thread. `Machine` takes the place of assembly and of Gluon. It lets one
+thread run at a time, and picks the next one at random. It fails if a block is read before it was loaded, if it is
+loaded while it is read, or if all warps wait.
 """
 
 import random
@@ -19,7 +19,7 @@ STEP, RING_BYTES = 64, 1 << 20
 
 
 class Wrong(AssertionError):
-    """What the machine complains about."""
+    """The warps have broken the ring's rules."""
 
 
 class Barrier:
@@ -67,6 +67,7 @@ class Machine:
             self._wait_for_turn(number)
             function()
         except Exception as error:
+            # A thread can't raise it to the test; `run` does.
             self.error = self.error or error
         with self.turn:
             self.warps.remove(number)
@@ -130,7 +131,7 @@ class Machine:
         self.changed()
 
 
-def kernel(machine, program, programs, x_rows, width, changes):
+def kernel(machine, program, programs, changes):
     """The kernel's functions with what stands in for Gluon and for assembly."""
     in_flight = {}
 
@@ -153,22 +154,20 @@ def kernel(machine, program, programs, x_rows, width, changes):
             machine.reading.subtract(under_way.pop(0))
         return acc
 
-    def following(stage, phase, stages):
-        return (0, phase ^ 1) if stage == stages - 1 else (stage + 1, phase)
-
     gl = types.SimpleNamespace(
         constexpr=int, where=lambda condition, x, y: x if condition else y, to_tensor=int, cdiv=lambda x, y: -(-x // y),
         program_id=lambda axis: program, num_programs=lambda axis: programs, assume=lambda condition: None,
         minimum=min, maximum=max, static_range=range,
     )  # fmt: skip
     names = {
-        "gl": gl, "STEP": STEP, "STAGES": any_width.STAGES.value, "following": following,
+        "gl": gl, "STEP": STEP, "STAGES": any_width.STAGES.value,
+        "following": types.FunctionType(rings.following.fn.__code__, {"gl": gl}),
         "later": types.FunctionType(rings.later.fn.__code__, {"gl": gl}), "shared_at": lambda at: at,
         "wait": machine.wait, "load_stage": load_stage, "multiply": multiply, "wgmma_wait": wgmma_wait,
         "release": lambda stage, arrives, at: machine.arrive(at + 8 * stage) if arrives else None,
         "matrix_descriptor": lambda address, chunk: address // 16, "zeros_of": lambda count: [],
         "mbarrier": types.SimpleNamespace(wait=machine.wait, arrive=machine.arrive),
-        "tma": types.SimpleNamespace(store_wait=lambda left: None), "range": range, "len": len,
+        "tma": types.SimpleNamespace(store_wait=lambda left: None)
     } | changes  # fmt: skip
     for name in ("turn_of", "corner", "sum_steps", "last_step_done", "produce", "consume"):
         made = types.FunctionType(getattr(any_width, name).fn.__code__, names, name)
@@ -210,7 +209,7 @@ def emulate(
             raise Wrong("not all steps")
         done.append((row, col))
 
-    names = kernel(machine, 1, 3, x_rows, width, {"finish_tile": finish_tile} | changes)
+    names = kernel(machine, 1, 3, {"finish_tile": finish_tile} | changes)
     memory = types.SimpleNamespace(index=lambda at: RING_BYTES + 8 * at)
     ring = (memory, 0, stages, -(-width // 64))
     across = -(-N // width)

@@ -14,8 +14,8 @@ map. Warpgroups, which are four warps each (`consume`), multiply. They share a t
 with PINGPONG take tiles in turn: while one multiplies, the other one stores. These are CUTLASS's cooperative and
 ping-pong schedules (github.com/NVIDIA/cutlass).
 
-The blocks of X of all stages come first in the ring, and then those of Y. Of its barriers, `full` is complete when all
-blocks of a stage have arrived, and `free` when all warpgroups that read it have; `turn` says which one may multiply.
+The ring holds the blocks of X of all stages, and then those of Y. Each stage has two barriers: `full` is complete when
+its blocks have arrived, `free` when all warps have read them. `turn` says which warpgroup may multiply.
 """
 
 from triton.experimental import gluon
@@ -271,8 +271,9 @@ def load_stage(
 def corner(unit, state, shape, tile, PLACE: gl.constexpr, X_ROWS: gl.constexpr, SWAP: gl.constexpr):
     """Where a unit begins in X and in Y, the end of its rows of the output, and its range of K.
 
-    What would reach beyond the operands begins before, if there is so much: TMA fills rows outside with zeros, at a
-    tenth of the speed of loads. Elements that two units have are stored twice then, with the same bits.
+    The last tile along each side is moved back so that it ends where the operand does, if the operand is as large as a
+    tile. TMA fills rows outside an operand with zeros, at a tenth of the speed of loads. Two tiles then share elements,
+    and both store them, with the same bits.
     """
     width, band_m = tile[0], tile[1]
     if SWAP:

@@ -172,6 +172,7 @@ class _Layouter:
         # Without a note of the compiler's the kernel takes a pointer and offsets, which gemmery never asks for.
         if source is None or note is None:
             raise _Unsuitable
+        # See `Binding.direct_arguments`.
         box = getattr(descriptor, "box", None)
         if box is not None:
             note = {**note, "block_size": box}

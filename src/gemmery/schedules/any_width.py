@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import triton
 
+from ..devices import ARCHS
 from ..kernels import place
 from ..kernels.numerics import cast
 from ..operands import Dense
@@ -35,7 +36,7 @@ ROWS, STEP, ROW = 64, 64, 128
 #: Columns of Y that are stored at a time, at most.
 PART = 64
 #: Bytes of shared memory, and of those for barriers.
-SHARED, BARRIERS = 232448, 1024
+SHARED, BARRIERS = ARCHS["sm_90"].shared, 1024
 #: Stages that are enough.
 MOST_STAGES = 12
 #: By the number of warpgroups: parts of the output that each has room for.
@@ -89,7 +90,7 @@ class Tile(NamedTuple):
 
     @property
     def each(self) -> int:
-        """What a width is a multiple of. A kernel has code for each width, which takes time to compile."""
+        """Widths are multiples of this. A kernel has code for each width, and more code takes longer to compile."""
         return 8 if self.own == ROWS and self.groups < 3 else 16
 
     @property
@@ -99,19 +100,19 @@ class Tile(NamedTuple):
 
     @property
     def stage_rows(self) -> int:
-        """Rows of a stage: those of Y begin and end at a multiple of the largest box that TMA loads."""
+        """Rows of a stage. Those of Y are rounded up to whole 64s."""
         return self.x + -(-self.y // ROWS) * ROWS
 
-    def ring_rows(self, part: int) -> int:
+    @property
+    def ring_rows(self) -> int:
         """Rows that there is shared memory for, beside the parts of the output."""
-        return (
-            (SHARED - BARRIERS - self.groups * BUFFERS[self.groups] * ROWS * part * 2) // ROW // ROWS * ROWS
-        )
+        stored = self.groups * BUFFERS[self.groups] * ROWS * self.part * 2
+        return (SHARED - BARRIERS - stored) // ROW // ROWS * ROWS
 
     @property
     def most_stages(self) -> int:
         """Stages that there is room for."""
-        return min(MOST_STAGES, self.ring_rows(self.part) // self.stage_rows)
+        return min(MOST_STAGES, self.ring_rows // self.stage_rows)
 
 
 class AnyWidth(Schedule):
@@ -291,9 +292,8 @@ class AnyWidthBinding(Binding):
         self.x_turned, self.y_turned = (b_turned, a_turned) if c.swap else (a_turned, b_turned)
         self.part = tile.part
         each = ROWS if self.y_turned else tile.each
-        # Small tiles have a kernel each: it loads quicker with their width as a constant.
+        # A narrow tile has a kernel of its own, since it stores fewer columns at a time.
         least, most = (self.part, tile.widest) if tile.y >= PART else (tile.y, tile.y)
-        self.ring_rows = tile.ring_rows(self.part)
         registers, loader = REGISTERS[tile.groups]
         self.constants = {
             "PLACE": dialect.in_gluon(place.whole_tile),
@@ -304,7 +304,7 @@ class AnyWidthBinding(Binding):
             "LEAST": least,
             "MOST": most // each * each,
             "EACH": each,
-            "RING_ROWS": self.ring_rows,
+            "RING_ROWS": tile.ring_rows,
             "GROUPS": tile.groups,
             "SWAP": c.swap,
             "PINGPONG": takes_turns,
@@ -328,7 +328,7 @@ class AnyWidthBinding(Binding):
         # Every number of rows comes here, with one of a few kernels.
         if compiled not in _CHECKED:
             check_maps(compiled.asm["ptx"])
-            check_memory(compiled.asm["llir"], self.ring_rows * ROW)
+            check_memory(compiled.asm["llir"], self.tile.ring_rows * ROW)
             _CHECKED.add(compiled)
         return compiled
 

@@ -90,7 +90,7 @@ class Schedule:
         return True
 
     def code(self, config: Config) -> object:
-        """What of a row of tiles the compiled kernel depends on, other than the schedule; None for all of it."""
+        """The part of a config that its compiled kernel depends on, beside the schedule; None for the whole config."""
         return None
 
     def own_tables(self) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """The rows of tiles of any width, see `kernels.any_width`: all from `PART` columns on that registers and memory hold.
 
-There are too many to write down, and nothing to say of one that does not follow from its sizes. Of narrower ones each
-would be a kernel of its own, and where they suit, tiles that powers of two make are quicker.
+There are too many to write down, and all that is said of one follows from its sizes. Narrower tiles are left out: each
+would need a kernel of its own, and powers of two are quicker there.
 """
 
 from __future__ import annotations
