@@ -15,7 +15,11 @@ with PINGPONG take tiles in turn: while one multiplies, the other one stores. Th
 ping-pong schedules (github.com/NVIDIA/cutlass).
 
 The ring holds the blocks of X of all stages, and then those of Y. Each stage has two barriers: `full` is complete when
-its blocks have arrived, `free` when all warps have read them. `turn` says which warpgroup may multiply.
+its blocks have arrived, `free` when all warps have read them. `turn` says which warpgroup may multiply, `unused` that
+the ring is not read any more.
+
+A tile goes to memory in parts of 64 rows of X by some of Y, through slots of shared memory. Each warpgroup has some
+slots of its own. A program's last tile has a slot for each part, in the ring.
 """
 
 from triton.experimental import gluon
@@ -24,7 +28,7 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from .rings import beside, finish, following, later
+from .rings import barrier, beside, following, last_to_arrive, later, rounded
 
 #: Elements along K of a stage, of 16 bits each: a row of 128 bytes, which is what TMA swizzles.
 STEP = gl.constexpr(64)
@@ -173,21 +177,55 @@ def widths_of(least, most, each):
 
 
 @gluon.jit
-def full(ring, stage):
-    """The barrier of a stage whose blocks arrive."""
-    return ring[0].index(ring[1] + stage)
-
-
-@gluon.jit
-def free(ring, stage):
-    """The barrier of a stage that is read."""
-    return ring[0].index(ring[1] + STAGES + stage)
-
-
-@gluon.jit
 def turn_of(ring, GROUP: gl.constexpr):
     """The barrier of a warpgroup that waits for its turn."""
-    return ring[0].index(ring[1] + 2 * STAGES + GROUP)
+    return ring[0].index(2 * STAGES + GROUP)
+
+
+@gluon.jit
+def unused(ring):
+    """The barrier at which warpgroups arrive that do not read the ring any more."""
+    return ring[0].index(2 * STAGES + 2)
+
+
+@builtin
+def begin(stages, READERS, TURN, GROUPS, AT, _semantic=None):
+    """Fetches the tensor maps, and makes all barriers, a fourth of them in each warp.
+
+    The hardware makes one after the other. The first load of a launch waits for both.
+
+    Args:
+        stages: how many there are.
+        READERS, TURN, GROUPS: arrivals at `free`, at a warpgroup's turn and at `unused`.
+        AT: where the barriers begin, see `shared_at`.
+    """
+    maps = "".join(
+        f"setp.eq.u32 own, thread, {32 * i}; mov.b64 map, gemm_any_width_param_{5 * i}; cvta.param.u64 map, map;"
+        "@own prefetch.tensormap [map];"
+        for i in range(3)
+    )
+    most = STAGES.value
+    gl.inline_asm_elementwise(
+        f"{{ .reg .pred own; .reg .b32 thread, number, at, count; .reg .b64 map; mov.u32 thread, %tid.x; {maps}"
+        # Thread 4 i + w of warp w makes number 4 i + w: first `full` of all stages, then `free`, then the others.
+        "shr.u32 at, thread, 5; and.b32 thread, thread, 31; mad.lo.s32 number, thread, 4, at; shl.b32 at, $1, 1;"
+        "add.s32 thread, at, 3; setp.lt.u32 own, number, thread; mov.b32 count, 1; sub.s32 thread, number, at;"
+        "{ .reg .pred behind; .reg .b32 place; setp.ge.u32 behind, number, $1; mov.b32 place, number;"
+        f"@behind mov.b32 count, {_value(READERS)}; sub.s32 number, number, $1; @behind add.s32 place, number, {most};"
+        f"setp.ge.s32 behind, thread, 0; @behind mov.b32 count, {_value(TURN)}; @behind add.s32 place, thread, {2 * most};"
+        f"setp.ge.s32 behind, thread, 2; @behind mov.b32 count, {_value(GROUPS)}; mov.b32 number, place; }}"
+        f"mov.b32 at, global_smem; mad.lo.s32 at, number, 8, at;"
+        f"@own mbarrier.init.shared::cta.b64 [at + {_value(AT)}], count; mov.b32 $0, 0; }}",
+        "=r,r", [stages], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
+    )  # fmt: skip
+
+
+@builtin
+def computed(value, _semantic=None):
+    """The same number, computed by now: not behind a loop that comes next."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic
+    )
 
 
 @builtin
@@ -290,10 +328,10 @@ def corner(unit, state, shape, tile, PLACE: gl.constexpr, X_ROWS: gl.constexpr, 
 @gluon.jit
 def produce(
     ring, shape, state, tile, boxes, PLACE: gl.constexpr, X_ROWS: gl.constexpr, SWAP: gl.constexpr,
-    X_TURNED: gl.constexpr, Y_TURNED: gl.constexpr, RING_BYTES: gl.constexpr,
+    X_TURNED: gl.constexpr, Y_TURNED: gl.constexpr, BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
     """Loads what `consume` multiplies, in the same order."""
-    stages, y_blocks = ring[2], ring[3]
+    stages = ring[1]
     width = tile[0]
     x_box, y_box = boxes
     count = (gl.cdiv(X_ROWS, x_box) * x_box + gl.cdiv(width, y_box) * y_box) * (STEP * 2)
@@ -303,10 +341,10 @@ def produce(
     for unit in range(gl.program_id(0), state[0], gl.num_programs(0)):
         row, col, _, first_k, last_k = corner(unit, state, shape, tile, PLACE, X_ROWS, SWAP)
         for k in range(first_k, last_k, STEP):
-            arrived = shared_at(RING_BYTES) + stage * 8
+            arrived = shared_at(BARRIERS_AT) + stage * 8
             wait(arrived + 8 * STAGES, phase)
             to_x = shared_at(0) + stage * (X_ROWS * STEP * 2)
-            to_y = shared_at(0) + stages * (X_ROWS * STEP * 2) + stage * y_blocks * (64 * STEP * 2)
+            to_y = shared_at(0) + stages * (X_ROWS * STEP * 2) + stage * width * (STEP * 2)
             load_stage(
                 arrived, count, k, to_x, row, X_ROWS, x_box, to_y, col, width, y_box, X_TURNED, Y_TURNED
             )
@@ -350,7 +388,7 @@ def multiply(
 @gluon.jit
 def sum_steps(
     acc, heads, ring, first_k, last_k, stage, phase, width, KIND: gl.constexpr, X_ROWS: gl.constexpr,
-    WIDTHS: gl.constexpr, X_TURNED: gl.constexpr, Y_TURNED: gl.constexpr, RING_BYTES: gl.constexpr,
+    WIDTHS: gl.constexpr, X_TURNED: gl.constexpr, Y_TURNED: gl.constexpr, BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
     """The K loop of one warpgroup, from `first_k` to `last_k`, at least a step.
 
@@ -358,30 +396,164 @@ def sum_steps(
         heads: matrix descriptors of its X and of Y in the first stage.
         width: of the tile.
     """
-    stages, y_blocks = ring[2], ring[3]
+    stages = ring[1]
     gl.assume(first_k < last_k)
     for k in range(first_k, last_k, STEP):
-        wait(shared_at(RING_BYTES) + stage * 8, phase)
-        # 64 rows of 64 numbers are 512 units of 16 bytes.
-        own_x = heads[0] + stage * (X_ROWS // 64 * 512)
-        own_y = heads[1] + stage * y_blocks * 512
+        wait(shared_at(BARRIERS_AT) + stage * 8, phase)
+        # A row of 64 numbers is 8 units of 16 bytes.
+        own_x = heads[0] + stage * (X_ROWS * 8)
+        own_y = heads[1] + stage * width * 8
         adds = gl.where(k > first_k, 1, 0)
         acc = multiply(acc, own_x, own_y, adds, width, KIND, WIDTHS, X_TURNED, Y_TURNED)
         # This step's products stay under way, so those of the step before are done with their blocks.
         acc = wgmma_wait(acc, 1)
         before = gl.where(stage == 0, stages - 1, stage - 1)
-        release(before, adds, RING_BYTES + 8 * STAGES)
+        release(before, adds, BARRIERS_AT + 8 * STAGES)
         stage, phase = following(stage, phase, stages)
     return acc, stage, phase
 
 
 @gluon.jit
-def last_step_done(acc, ring, stage, RING_BYTES: gl.constexpr):
+def last_step_done(acc, ring, stage, BARRIERS_AT: gl.constexpr):
     """Waits for the last products of the K loop."""
     acc = wgmma_wait(acc, 0)
-    before = gl.where(stage == 0, ring[2] - 1, stage - 1)
-    release(before, 1, RING_BYTES + 8 * STAGES)
+    before = gl.where(stage == 0, ring[1] - 1, stage - 1)
+    release(before, 1, BARRIERS_AT + 8 * STAGES)
     return acc
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tiles that are cut along K
+
+
+@builtin
+def store_partial(acc, to, width, COUNT, _semantic=None):
+    """Stores a warpgroup's accumulator in memory, each thread 16 bytes at a time.
+
+    Args:
+        to: the address, in a block as `BLOCK8` has them.
+        width: of the tile, likewise. What is behind it is not stored.
+        COUNT: blocks of 8 columns for each 64 rows of X.
+    """
+    blocks, count = len(acc.values), _value(COUNT)
+    to_, columns = f"${4 + 4 * blocks}", f"${8 + 4 * blocks}"
+    lines = [
+        ("" if i % count else f"mad.lo.s32 of, {columns}, {256 * (i // count)}, thread; cvt.s64.s32 at, of; add.s64 at, at, {to_};")
+        + f"setp.gt.s32 own, {columns}, {8 * (i % count)}; @own st.global.v4.f32 [at + {2048 * (i % count)}],"
+        f" {{{', '.join(f'${4 + 4 * i + j}' for j in range(4))}}};"
+        for i in range(blocks)
+    ]
+    gl.inline_asm_elementwise(
+        "{ .reg .pred own; .reg .b32 thread, of; .reg .b64 at; mov.u32 thread, %tid.x; and.b32 thread, thread, 127;"
+        f"shl.b32 thread, thread, 4; {''.join(lines)} {''.join(f'mov.b32 ${i}, 0;' for i in range(4))} }}",
+        ",".join(["=r"] * 4 + ["f"] * (4 * blocks) + ["l"] * 4 + ["r"] * 4), [*acc.values, to, width],
+        dtype=gl.int32, is_pure=False, pack=4, _semantic=_semantic,
+    )  # fmt: skip
+
+
+@builtin
+def fetch_partial(to, at, size, _semantic=None):
+    """Begins to copy what a warpgroup has stored into shared memory; each thread will read what it copies.
+
+    Args:
+        to, at: the addresses in shared and in global memory.
+        size: in bytes.
+    """
+    gl.inline_asm_elementwise(
+        "{ .reg .pred more; .reg .b32 thread, to, done; .reg .b64 at; mov.u32 thread, %tid.x;"
+        "and.b32 thread, thread, 127; mad.lo.s32 to, thread, 16, $1; mad.wide.s32 at, thread, 16, $2; mov.b32 done, 0;\n"
+        "NEXT: cp.async.cg.shared.global [to], [at], 16; add.s32 to, to, 2048; add.s64 at, at, 2048;"
+        "add.s32 done, done, 2048; setp.lt.s32 more, done, $3; @more bra NEXT; mov.b32 $0, 0; }",
+        "=r,r,l,r", [to, at, size], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
+    )  # fmt: skip
+
+
+@builtin
+def fetched(_semantic=None):
+    """Waits until what this thread copies has arrived."""
+    gl.inline_asm_elementwise(
+        "cp.async.wait_all; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic
+    )
+
+
+@builtin
+def add_fetched(blocks, at, _semantic=None):
+    """Adds to some blocks of an accumulator what lies for them at an address in shared memory, given in a block."""
+    numbers = 4 * len(blocks.values)
+    lines = [
+        f"ld.shared.v4.f32 {{n0, n1, n2, n3}}, [at + {2048 * i}];"
+        + "".join(f"add.f32 ${4 * i + j}, ${4 * i + j}, n{j};" for j in range(4))
+        for i in range(len(blocks.values))
+    ]
+    constraints = ["=f"] * numbers + [str(i) for i in range(numbers)] + ["r"] * 4
+    made = gl.inline_asm_elementwise(
+        "{ .reg .f32 n0, n1, n2, n3; .reg .b32 thread, at; mov.u32 thread, %tid.x; and.b32 thread, thread, 127;"
+        f"mad.lo.s32 at, thread, 16, ${2 * numbers}; {''.join(lines)} }}",
+        ",".join(constraints), [*blocks.values, at],
+        dtype=[gl.float32] * len(blocks.values), is_pure=False, pack=4, _semantic=_semantic,
+    )  # fmt: skip
+    return gl.tuple(list(made))
+
+
+@gluon.jit
+def combine(
+    acc, unit, ring, state, workspace, width, GROUP: gl.constexpr, GROUPS: gl.constexpr, COUNT: gl.constexpr,
+    RING_BYTES: gl.constexpr,
+):  # fmt: skip
+    """Stores a part of a tile. The warpgroup that does so last copies the other parts into the ring; nobody waits.
+
+    Returns:
+        Whether that is this warpgroup, and what `summed` takes.
+    """
+    whole, parts = state[1], state[2]
+    partials, semaphores = workspace
+    # Bytes of a warpgroup's partial sum.
+    size = len(acc) // COUNT * width * 256
+    number = unit - whole
+    tile = number // parts
+    own = number % parts
+    first = gl.cast(partials, gl.int64) + gl.cast(tile * parts * GROUPS + GROUP, gl.int64) * size
+    to = first + gl.cast(own * GROUPS, gl.int64) * size
+    store_partial(acc, gl.full([64, 8], to, gl.int64, BLOCK8), gl.full([64, 8], width, gl.int32, BLOCK8), COUNT)
+    done = last_to_arrive(semaphores + tile * GROUPS + GROUP, parts - 1)
+    address = shared_at(GROUP * (RING_BYTES // GROUPS))
+    if done:
+        mbarrier.wait(unused(ring), 0)
+        for i in range(parts - 1):
+            other = gl.where(i < own, i, i + 1)
+            fetch_partial(address + i * size, first + gl.cast(other * GROUPS, gl.int64) * size, size)
+        fetched()
+    return done, (unit >= whole, own, parts, address, size)
+
+
+@gluon.jit
+def summed(blocks, cut, first):
+    """Adds up, in order, the parts of some of the accumulator's blocks, of which this warpgroup has one in registers.
+
+    Args:
+        cut: (whether the tile is cut, which part this is, how many there are, where the others are, size of one).
+        first: which the first of the blocks is.
+    """
+    is_cut, own, parts, address, size = cut
+    if is_cut:
+        total = zeros_of(len(blocks))
+        for part in range(parts):
+            if part == own:
+                total = sums_of(total, blocks)
+            else:
+                at = address + gl.where(part < own, part, part - 1) * size + first * 2048
+                total = add_fetched(total, gl.full([64, 8], at, gl.int32, BLOCK8))
+        blocks = total
+    return blocks
+
+
+@gluon.jit
+def sums_of(left, right):
+    """The sums of two accumulators' blocks."""
+    made = ()
+    for i in gl.static_range(len(left)):
+        made += (left[i] + right[i],)  # type: ignore[assignment]
+    return made
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -389,71 +561,151 @@ def last_step_done(acc, ring, stage, RING_BYTES: gl.constexpr):
 
 
 @gluon.jit
-def columns_of(acc, FIRST: gl.constexpr, COUNT: gl.constexpr):
-    """`COUNT` blocks of 8 columns, a power of two, as one tensor; no number moves."""
+def columns_of(blocks):
+    """Blocks of 8 columns, a power of two of them, as one tensor; no number moves."""
+    COUNT: gl.constexpr = len(blocks)
     if COUNT == 1:
-        return acc[FIRST]
+        return blocks[0]
     else:
-        left = columns_of(acc, FIRST, COUNT // 2)
-        right = columns_of(acc, FIRST + COUNT // 2, COUNT // 2)
+        left = columns_of(blocks_of(blocks, 0, COUNT // 2))
+        right = columns_of(blocks_of(blocks, COUNT // 2, COUNT // 2))
         LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8 * COUNT, 16])
         return gl.convert_layout(beside(left, right), LAYOUT, assert_trivial=True)
 
 
+@builtin
+def store_slots(first, stride, count, warp, row, col, width, MAP, PART, SWAP, _semantic=None):
+    """Begins to store `count` parts of the output from slots, each by another warp: issuing a store takes a while.
+
+    Args:
+        first, stride: where the first slot is, and from one to the next, in bytes behind the beginning of shared memory.
+        warp: the warp that stores the first part.
+        row, col: where the first part begins, in X and in Y. The others are beside it, the last one ends at `width`.
+        MAP: the number of the kernel's parameter that is the output's tensor map.
+    """
+    at = "{row, col}" if _value(SWAP) else "{col, row}"
+    gl.inline_asm_elementwise(
+        "{ .reg .pred own, one; .reg .b32 part, row, col, at, most; .reg .b64 map; elect.sync _|one, 0xffffffff;"
+        "mov.u32 part, %tid.x; shr.u32 part, part, 5; and.b32 part, part, 3; sub.s32 part, part, $4;"
+        "setp.lt.u32 own, part, $3; and.pred own, own, one;"
+        f"mul.lo.s32 col, part, {_value(PART)}; sub.s32 most, $7, {_value(PART)}; min.s32 col, col, most;"
+        "add.s32 col, col, $6; mov.b32 row, $5; mov.b32 at, global_smem; add.s32 at, at, $1; mad.lo.s32 at, part, $2, at;"
+        f"mov.b64 map, gemm_any_width_param_{_value(MAP)}; cvta.param.u64 map, map;"
+        f"@own cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [map, {at}], [at];"
+        "@own cp.async.bulk.commit_group; mov.b32 $0, 0; }",
+        "=r,r,r,r,r,r,r,r", [first, stride, count, warp, row, col, width],
+        dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
+    )  # fmt: skip
+
+
+@builtin
+def wait_for_slot(warp, _semantic=None):
+    """Waits in a warp until what it stores has been read from shared memory."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred own; .reg .b32 warp; mov.u32 warp, %tid.x; shr.u32 warp, warp, 5; and.b32 warp, warp, 3;"
+        "setp.eq.u32 own, warp, $1; @own cp.async.bulk.wait_group.read 0; mov.b32 $0, 0; }",
+        "=r,r", [warp], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
+    )  # fmt: skip
+
+
 @gluon.jit
-def finish_block(
-    block, out, staged, args, shape, row, col, EPILOGUE: gl.constexpr, CAST: gl.constexpr, SWAP: gl.constexpr,
-    PENDING: gl.constexpr,
+def put_part(
+    blocks, out, slots, slot, args, shape, row, col, wait, EPILOGUE: gl.constexpr, CAST: gl.constexpr,
+    SWAP: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
-    """Epilogue and store of 64 rows of X by some of Y, which begin at `row` and `col`."""
+    """Epilogue of 64 rows of X by some of Y, which begin at `row` and `col`, into a slot.
+
+    Args:
+        wait: the warp that may still be storing from the slot, -1 for none.
+    """
     if SWAP:
-        finish(block, out, staged, args, shape, col, row, EPILOGUE, CAST, SWAP, False, PENDING)
-    else:
-        finish(block, out, staged, args, shape, row, col, EPILOGUE, CAST, SWAP, False, PENDING)
+        row, col = col, row
+    value, _, _ = rounded(columns_of(blocks), out, args, shape, row, col, EPILOGUE, CAST, SWAP, False)
+    if wait >= 0:
+        wait_for_slot(wait)
+        barrier()
+    slots.index(slot).store(value)
 
 
 @gluon.jit
 def finish_tile(
-    acc, out, staging, args, shape, row, col, width, GROUP: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr,
-    SWAP: gl.constexpr, WIDTHS: gl.constexpr, BUFFERS: gl.constexpr, PART: gl.constexpr,
+    acc, out, slots, args, shape, row, col, width, spread, first_slot, cut, EPILOGUE: gl.constexpr, CAST: gl.constexpr,
+    SWAP: gl.constexpr, WIDTHS: gl.constexpr, X_ROWS: gl.constexpr, BUFFERS: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
-    """Epilogue and store of a warpgroup's part of a tile: `PART` columns at a time, through its own `BUFFERS` in turn.
+    """Epilogue and store of a warpgroup's part of a tile, `PART` columns at a time.
 
     The last columns may overlap those before, and are stored twice then, with the same bits.
+
+    Args:
+        spread: whether each part has a slot of its own, in the ring, where this warpgroup's rows of X were: 64 rows of X
+            have one in each stage. Otherwise parts take the warpgroup's `BUFFERS` in turn.
+        first_slot: the first of these slots.
+        cut: see `summed`; None where no tile is cut.
     """
     COUNT: gl.constexpr = WIDTHS[-1] // 8
     WHOLE: gl.constexpr = WIDTHS[-1] // PART
+    SLOT: gl.constexpr = PART * 128
+    # Slots of 64 rows of X, and of a stage's.
+    OWN: gl.constexpr = 64 // PART
+    STAGE: gl.constexpr = X_ROWS // PART
     whole = width // PART
     parts = gl.cdiv(width, PART)
     for m in gl.static_range(len(acc) // COUNT):
         for i in gl.static_range(WHOLE):
             if i < whole:
-                block = columns_of(acc, m * COUNT + i * PART // 8, PART // 8)
-                staged = staging.index(GROUP * BUFFERS + (m * parts + i) % BUFFERS)
-                finish_block(
-                    block, out, staged, args, shape, row + 64 * m, col + i * PART, EPILOGUE, CAST, SWAP, BUFFERS - 1
+                blocks = blocks_of(acc, m * COUNT + i * PART // 8, PART // 8)
+                if cut is not None:
+                    blocks = summed(blocks, cut, m * (width // 8) + i * PART // 8)
+                buffer = (m * parts + i) % BUFFERS
+                slot = first_slot + gl.where(spread, m * OWN + i * STAGE, buffer)
+                put_part(
+                    blocks, out, slots, slot, args, shape, row + 64 * m, col + i * PART, gl.where(spread, -1, buffer),
+                    EPILOGUE, CAST, SWAP, BUFFERS,
                 )  # fmt: skip
+                if not spread:
+                    hopper.fence_async_shared()
+                    barrier()
+                    store_slots(slot * SLOT, 0, 1, buffer, row + 64 * m, col + i * PART, PART, 10, PART, SWAP)
         if whole < parts:
             columns = gl.full([64, 8], width, gl.int32, BLOCK8)
-            last = last_blocks(blocks_of(acc, m * COUNT, COUNT), columns, PART // 8, WIDTHS)
-            staged = staging.index(GROUP * BUFFERS + (m * parts + whole) % BUFFERS)
-            finish_block(
-                columns_of(last, 0, PART // 8), out, staged, args, shape, row + 64 * m, col + width - PART, EPILOGUE,
-                CAST, SWAP, BUFFERS - 1,
+            behind = last_blocks(blocks_of(acc, m * COUNT, COUNT), columns, PART // 8, WIDTHS)
+            if cut is not None:
+                behind = summed(behind, cut, m * (width // 8) + width // 8 - PART // 8)
+            buffer = (m * parts + whole) % BUFFERS
+            slot = first_slot + gl.where(spread, m * OWN + whole * STAGE, buffer)
+            put_part(
+                behind, out, slots, slot, args, shape, row + 64 * m, col + width - PART, gl.where(spread, -1, buffer),
+                EPILOGUE, CAST, SWAP, BUFFERS,
             )  # fmt: skip
+            if not spread:
+                hopper.fence_async_shared()
+                barrier()
+                store_slots(slot * SLOT, 0, 1, buffer, row + 64 * m, col + width - PART, PART, 10, PART, SWAP)
+        if spread:
+            hopper.fence_async_shared()
+            barrier()
+            at = (first_slot + m * OWN) * SLOT
+            store_slots(at, STAGE * SLOT, parts, 0, row + 64 * m, col, width, 10, PART, SWAP)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The kernel
 
 
 @gluon.jit
 def consume(
-    out, staging, ring, args, shape, state, tile, GROUP: gl.constexpr, GROUPS: gl.constexpr, PLACE: gl.constexpr,
-    EPILOGUE: gl.constexpr, CAST: gl.constexpr, KIND: gl.constexpr, X_ROWS: gl.constexpr, WIDTHS: gl.constexpr,
-    SWAP: gl.constexpr, PINGPONG: gl.constexpr, X_TURNED: gl.constexpr, Y_TURNED: gl.constexpr, BUFFERS: gl.constexpr,
-    PART: gl.constexpr, RING_BYTES: gl.constexpr,
+    out, slots, ring, args, workspace, shape, state, tile, GROUP: gl.constexpr, GROUPS: gl.constexpr,
+    PLACE: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, KIND: gl.constexpr, X_ROWS: gl.constexpr,
+    WIDTHS: gl.constexpr, SWAP: gl.constexpr, PINGPONG: gl.constexpr, X_TURNED: gl.constexpr, Y_TURNED: gl.constexpr,
+    BUFFERS: gl.constexpr, PART: gl.constexpr, RING_BYTES: gl.constexpr,
+    BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's part of the work."""
-    stages = ring[2]
+    stages, width = ring[1], tile[0]
+    units, whole, parts = state[0], state[1], state[2]
     OWN: gl.constexpr = X_ROWS if PINGPONG else X_ROWS // GROUPS
     FIRST: gl.constexpr = 0 if PINGPONG else GROUP * OWN
+    COUNT: gl.constexpr = WIDTHS[-1] // 8
     address = shared_at(0)
     # A row of a stage is 128 bytes.
     heads = (
@@ -464,29 +716,51 @@ def consume(
     phase = gl.to_tensor(0)
     turn = gl.to_tensor(0)
     first = gl.program_id(0)
-    every = gl.num_programs(0)
+    programs = gl.num_programs(0)
+    every = programs
     steps = gl.cdiv(shape[2], STEP)
     if PINGPONG:
         first += GROUP * every
         every *= 2
         if GROUP == 1:
             stage, phase = later(stage, phase, steps, stages)
-    for unit in range(first, state[0], every):
+    if first >= units:
+        mbarrier.arrive(unused(ring))
+    for unit in range(first, units, every):
         row, col, end, first_k, last_k = corner(unit, state, shape, tile, PLACE, X_ROWS, SWAP)
+        row, col, end = computed(row), computed(col), computed(end)
         if PINGPONG:
             mbarrier.wait(turn_of(ring, GROUP), turn)
             turn = turn ^ 1
         acc, stage, phase = sum_steps(
-            zeros_of(OWN // 64 * WIDTHS[-1] // 8), heads, ring, first_k, last_k, stage, phase,
-            tile[0], KIND, X_ROWS, WIDTHS, X_TURNED, Y_TURNED, RING_BYTES,
+            zeros_of(OWN // 64 * COUNT), heads, ring, first_k, last_k, stage, phase, width, KIND, X_ROWS, WIDTHS,
+            X_TURNED, Y_TURNED, BARRIERS_AT,
         )  # fmt: skip
         if PINGPONG:
             mbarrier.arrive(turn_of(ring, 1 - GROUP))
-        acc = last_step_done(acc, ring, stage, RING_BYTES)
-        finish_tile(
-            acc, out, staging, args, (end, shape[1]), row + FIRST, col, tile[0], GROUP, EPILOGUE, CAST, SWAP, WIDTHS,
-            BUFFERS, PART,
-        )  # fmt: skip
+        acc = last_step_done(acc, ring, stage, BARRIERS_AT)
+        if unit + every >= units:
+            mbarrier.arrive(unused(ring))
+        done = unit >= 0
+        cut = None
+        # The program's last tile: nothing is loaded any more.
+        spread = (unit + programs >= units) & (gl.cdiv(width, PART) <= stages)
+        if workspace is not None:
+            cut = (unit >= whole, 0, parts, 0, 0)
+            if unit >= whole:
+                done, cut = combine(acc, unit, ring, state, workspace, width, GROUP, GROUPS, COUNT, RING_BYTES)
+            spread = spread & (unit < whole)
+        first_slot = gl.where(spread, FIRST // PART, RING_BYTES // (128 * PART) + GROUP * BUFFERS)
+        if spread:
+            if PINGPONG:
+                # The other warpgroup has read the same rows of X.
+                mbarrier.wait(unused(ring), 0)
+            barrier()
+        if done:
+            finish_tile(
+                acc, out, slots, args, (end, shape[1]), row + FIRST, col, width, spread, first_slot, cut, EPILOGUE,
+                CAST, SWAP, WIDTHS, X_ROWS, BUFFERS, PART,
+            )  # fmt: skip
         if PINGPONG:
             # The stages of the tile between are the other warpgroup's.
             stage, phase = later(stage, phase, steps, stages)
@@ -495,67 +769,73 @@ def consume(
 
 @gluon.jit(
     do_not_specialize=[
-        "M", "N", "K", "tiles", "width", "band_m", "x_box", "y_box", "stages", "y_blocks",
+        "M", "N", "K", "units", "whole", "parts", "part_k", "tiles_m", "tiles_n", "width", "band_m", "x_box", "y_box",
+        "stages",
     ]
 )  # fmt: skip
 def gemm_any_width(
-    x, y, out, M, N, K, tiles, width, band_m, x_box, y_box, stages, y_blocks, place_args, args,
+    x, y, out, M, N, K, units, whole, parts, part_k, tiles_m, tiles_n, width, band_m, x_box, y_box, stages, place_args,
+    args, workspace,
     PLACE: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, KIND: gl.constexpr, X_ROWS: gl.constexpr,
     LEAST: gl.constexpr, MOST: gl.constexpr, EACH: gl.constexpr, RING_ROWS: gl.constexpr,
     GROUPS: gl.constexpr, SWAP: gl.constexpr, PINGPONG: gl.constexpr, X_TURNED: gl.constexpr, Y_TURNED: gl.constexpr,
     BUFFERS: gl.constexpr, REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr, SOURCE: gl.constexpr,
 ):  # fmt: skip
-    """As many programs as run at once, which take tiles in turn.
+    """As many programs as run at once, which take units in turn: whole tiles, and then parts of tiles.
 
     Args:
         x, y: descriptors of X and of Y. Only their tensor maps are used.
         out: descriptor of the part of the output that is stored at a time: 64 rows of X by some of Y.
+        units, whole: how many units there are, and how many of them are whole tiles.
+        parts, part_k: in how many parts each of the other tiles is cut along K, and K in a part.
+        tiles_m, tiles_n: tiles along M and N.
         width: rows of Y in a tile, a multiple of `EACH` from `LEAST` to `MOST`.
         band_m: the height of a tile band, see `order`.
         x_box, y_box: rows that the tensor maps load at a time.
-        stages, y_blocks: how many stages there are, at most `STAGES`, and how many 64 rows of Y each has room for.
-        PLACE: `place.whole_tile`.
+        stages: how many there are, at most `STAGES`.
+        place_args, args: run-time arguments of PLACE and of the epilogue.
+        workspace: (partials, semaphores): memory for an fp32 tile a part, and zeros, one for each tile that is cut and
+            warpgroup, which are zeros again afterwards. None where no tile is cut.
+        PLACE: `place.sized_tile`, or `place.sized_part` with a workspace.
         RING_ROWS: rows of all stages, at least.
         GROUPS: warpgroups that multiply: 1, 2 or 3; 2 with PINGPONG.
-        BUFFERS: parts of the output that each warpgroup has room for.
+        BUFFERS: slots that each warpgroup has beside the ring.
         REGISTERS, LOADER_REGISTERS: of a thread in all warpgroups but the first, and of the loader's.
         SOURCE: tells versions of this file apart.
     """
     shape = (M, N, K)
-    state = (tiles, place_args)
+    state = (units, whole, parts, part_k, tiles_m, tiles_n, place_args)
     tile = (width, band_m)
     boxes = (x_box, y_box)
     WIDTHS: gl.constexpr = widths_of(LEAST, MOST, EACH)
     PART: gl.constexpr = out.block_type.shape[0 if SWAP else 1]
     RING_BYTES: gl.constexpr = RING_ROWS * (STEP * 2)
-    # The ring and then its barriers, in units of 8 bytes. It is the largest, so that shared memory begins with it.
-    memory = gl.allocate_shared_memory(
-        gl.int64, [RING_BYTES // 8 + 2 * STAGES + 2, 1], mbarrier.MBarrierLayout()
-    )
-    staging = gl.allocate_shared_memory(out.dtype, [GROUPS * BUFFERS] + out.block_type.shape, out.layout)  # noqa: RUF005
-    ring = (memory, RING_BYTES // 8, stages, y_blocks)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full(ring, stage), count=1)
-        # Four warps of each warpgroup that reads it.
-        mbarrier.init(free(ring, stage), count=4 * (1 if PINGPONG else GROUPS))
-    for group in gl.static_range(2):
-        mbarrier.init(turn_of(ring, group), count=1)
+    SLOT: gl.constexpr = out.block_type.shape[0] * out.block_type.shape[1] * 2
+    SLOTS: gl.constexpr = RING_BYTES // SLOT + GROUPS * BUFFERS
+    # The ring and the warpgroups' slots. They are the largest, so that shared memory begins with them.
+    slots = gl.allocate_shared_memory(out.dtype, [SLOTS] + out.block_type.shape, out.layout)  # noqa: RUF005
+    barriers = gl.allocate_shared_memory(gl.int64, [2 * STAGES + 3, 1], mbarrier.MBarrierLayout())
+    BARRIERS_AT: gl.constexpr = SLOTS * SLOT
+    ring = (barriers, stages)
+    # Four warps of each warpgroup read a stage.
+    begin(stages, 4 * (1 if PINGPONG else GROUPS), 1, GROUPS, BARRIERS_AT)
+    hopper.fence_async_shared()
     if PINGPONG:
         mbarrier.arrive(turn_of(ring, 0))
-    hopper.fence_async_shared()
     if GROUPS == 1:
         gl.warp_specialize(
             [
                 (
                     consume,
                     (
-                        out, staging, ring, args, shape, state, tile, 0, GROUPS, PLACE, EPILOGUE, CAST, KIND, X_ROWS,
-                        WIDTHS, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, PART, RING_BYTES,
+                        out, slots, ring, args, workspace, shape, state, tile, 0, GROUPS, PLACE, EPILOGUE, CAST, KIND,
+                        X_ROWS, WIDTHS, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, PART,
+                        RING_BYTES, BARRIERS_AT,
                     ),
                 ),
                 (
                     produce,
-                    (ring, shape, state, tile, boxes, PLACE, X_ROWS, SWAP, X_TURNED, Y_TURNED, RING_BYTES),
+                    (ring, shape, state, tile, boxes, PLACE, X_ROWS, SWAP, X_TURNED, Y_TURNED, BARRIERS_AT),
                 ),
             ],
             [1],
@@ -567,20 +847,22 @@ def gemm_any_width(
                 (
                     consume,
                     (
-                        out, staging, ring, args, shape, state, tile, 0, GROUPS, PLACE, EPILOGUE, CAST, KIND, X_ROWS,
-                        WIDTHS, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, PART, RING_BYTES,
+                        out, slots, ring, args, workspace, shape, state, tile, 0, GROUPS, PLACE, EPILOGUE, CAST, KIND,
+                        X_ROWS, WIDTHS, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, PART,
+                        RING_BYTES, BARRIERS_AT,
                     ),
                 ),
                 (
                     consume,
                     (
-                        out, staging, ring, args, shape, state, tile, 1, GROUPS, PLACE, EPILOGUE, CAST, KIND, X_ROWS,
-                        WIDTHS, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, PART, RING_BYTES,
+                        out, slots, ring, args, workspace, shape, state, tile, 1, GROUPS, PLACE, EPILOGUE, CAST, KIND,
+                        X_ROWS, WIDTHS, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, PART,
+                        RING_BYTES, BARRIERS_AT,
                     ),
                 ),
                 (
                     produce,
-                    (ring, shape, state, tile, boxes, PLACE, X_ROWS, SWAP, X_TURNED, Y_TURNED, RING_BYTES),
+                    (ring, shape, state, tile, boxes, PLACE, X_ROWS, SWAP, X_TURNED, Y_TURNED, BARRIERS_AT),
                 ),
             ],
             [4, 1],
@@ -592,31 +874,34 @@ def gemm_any_width(
                 (
                     consume,
                     (
-                        out, staging, ring, args, shape, state, tile, 0, GROUPS, PLACE, EPILOGUE, CAST, KIND, X_ROWS,
-                        WIDTHS, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, PART, RING_BYTES,
+                        out, slots, ring, args, workspace, shape, state, tile, 0, GROUPS, PLACE, EPILOGUE, CAST, KIND,
+                        X_ROWS, WIDTHS, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, PART,
+                        RING_BYTES, BARRIERS_AT,
                     ),
                 ),
                 (
                     consume,
                     (
-                        out, staging, ring, args, shape, state, tile, 1, GROUPS, PLACE, EPILOGUE, CAST, KIND, X_ROWS,
-                        WIDTHS, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, PART, RING_BYTES,
+                        out, slots, ring, args, workspace, shape, state, tile, 1, GROUPS, PLACE, EPILOGUE, CAST, KIND,
+                        X_ROWS, WIDTHS, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, PART,
+                        RING_BYTES, BARRIERS_AT,
                     ),
                 ),
                 (
                     consume,
                     (
-                        out, staging, ring, args, shape, state, tile, 2, GROUPS, PLACE, EPILOGUE, CAST, KIND, X_ROWS,
-                        WIDTHS, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, PART, RING_BYTES,
+                        out, slots, ring, args, workspace, shape, state, tile, 2, GROUPS, PLACE, EPILOGUE, CAST, KIND,
+                        X_ROWS, WIDTHS, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, PART,
+                        RING_BYTES, BARRIERS_AT,
                     ),
                 ),
                 (
                     produce,
-                    (ring, shape, state, tile, boxes, PLACE, X_ROWS, SWAP, X_TURNED, Y_TURNED, RING_BYTES),
+                    (ring, shape, state, tile, boxes, PLACE, X_ROWS, SWAP, X_TURNED, Y_TURNED, BARRIERS_AT),
                 ),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, LOADER_REGISTERS],
         )  # fmt: skip
     # What only assembly uses in between must not be given to anything else.
-    mbarrier.invalidate(full(ring, 0))
+    mbarrier.invalidate(barriers.index(0))

@@ -16,9 +16,15 @@ def grouped(tile, tiles_m, tiles_n, band_m):
     of Triton's matmul tutorial and, under the name of threadblock swizzling, of CUTLASS.
     """
     batch = tile // (tiles_m * tiles_n)
-    tile = tile % (tiles_m * tiles_n)
+    tile_m, tile_n = banded(tile % (tiles_m * tiles_n), tiles_m, tiles_n, band_m)
+    return batch, tile_m, tile_n
+
+
+@triton.jit
+def banded(tile, tiles_m, tiles_n, band_m):
+    """The same within one matrix: the tile's place in it."""
     band = tile // (band_m * tiles_n)
     first_m = band * band_m
     band_rows = min(tiles_m - first_m, band_m)
     within = tile - first_m * tiles_n
-    return batch, first_m + within % band_rows, within // band_rows
+    return first_m + within % band_rows, within // band_rows

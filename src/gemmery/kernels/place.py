@@ -15,7 +15,7 @@ A unit's range of K is never empty: where K is 0 it ends at 1, and loaders give 
 import triton
 import triton.language as tl
 
-from .order import grouped
+from .order import banded, grouped
 
 
 @triton.jit
@@ -107,3 +107,24 @@ def tail_chunk(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     batch, row, col, end, _, _ = whole_tile(tile, state, shape, BLOCK_M, BLOCK_N, band_m)
     first_k = unit % parts * part_k
     return batch, row, col, end, first_k, min(first_k + part_k, shape[2])
+
+
+@triton.jit
+def sized_tile(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m):
+    """Tile number `unit`, over all of K, of a product without a batch.
+
+    `state` is (units, whole tiles, parts, part_k, tiles along M, tiles along N, ...): tiles are not counted anew here.
+    """
+    tile_m, tile_n = banded(unit, state[4], state[5], band_m)
+    return 0, tile_m * BLOCK_M, tile_n * BLOCK_N, shape[0], 0, shape[2]
+
+
+@triton.jit
+def sized_part(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m):
+    """The same, but units behind the whole tiles are parts of tiles: `part_k` of K, `parts` of each tile."""
+    _, whole, parts, part_k, tiles_m, tiles_n, _ = state
+    behind = tl.maximum(unit - whole, 0)
+    tile_m, tile_n = banded(tl.minimum(unit, whole) + behind // parts, tiles_m, tiles_n, band_m)
+    first_k = behind % parts * part_k
+    last_k = tl.where(unit < whole, shape[2], tl.minimum(first_k + part_k, shape[2]))
+    return 0, tile_m * BLOCK_M, tile_n * BLOCK_N, shape[0], first_k, last_k

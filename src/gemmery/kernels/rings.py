@@ -27,6 +27,7 @@ READ_ONCE = gl.constexpr(
 
 # Names that differ between versions of Triton: these are of 3.6 and of later ones.
 _store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 column_halves = in_gluon(operands.column_halves)
 beside = in_gluon(operands.beside)
@@ -87,6 +88,16 @@ def add_partials(acc, first, parts, partials, SIZE: gl.constexpr, col, COLS: gl.
 
 
 @gluon.jit
+def last_to_arrive(semaphore, others):
+    """Counts a warpgroup once all its threads are here, and says whether `others` came before it; see `combine`."""
+    barrier()
+    last = gl.atomic_add(semaphore, 1, sem="acq_rel") == others
+    if last:
+        gl.store(semaphore, 0)
+    return last
+
+
+@gluon.jit
 def combine(
     acc, tile, parts, partials, semaphore, LAST_TO_ARRIVE: gl.constexpr, PIECE: gl.constexpr, PIECES: gl.constexpr
 ):  # fmt: skip
@@ -125,6 +136,25 @@ def halves_beside(block):
 
 
 @gluon.jit
+def rounded(
+    acc, out, args, shape, row, col, EPILOGUE: gl.constexpr, CAST: gl.constexpr, SWAP: gl.constexpr, PAIRED: gl.constexpr
+):  # fmt: skip
+    """What the epilogue makes of a subtile's accumulator, as it is stored, and its row and column in the output.
+
+    Arguments are those of `finish`.
+    """
+    block = acc.permute((1, 0)) if SWAP else acc
+    EACH: gl.constexpr = 2 if PAIRED else 1
+    if PAIRED:
+        block = halves_beside(block)
+    ROWS: gl.constexpr = block.shape[0]
+    COLS: gl.constexpr = block.shape[1] // EACH
+    own_col = col // EACH
+    value = EPILOGUE(block, args, (shape[0], shape[1] // EACH), (), 0, row, own_col, ROWS, COLS, False)
+    return CAST(value, out.dtype), row, own_col
+
+
+@gluon.jit
 def finish(
     acc, out, staged, args, shape, row, col, EPILOGUE: gl.constexpr, CAST: gl.constexpr, SWAP: gl.constexpr,
     PAIRED: gl.constexpr, PENDING: gl.constexpr = 0,
@@ -149,15 +179,8 @@ def finish(
         else:
             finish(right, out, staged, args, shape, row, col + HALF, EPILOGUE, CAST, SWAP, PAIRED, PENDING)
     else:
-        block = acc.permute((1, 0)) if SWAP else acc
-        EACH: gl.constexpr = 2 if PAIRED else 1
-        if PAIRED:
-            block = halves_beside(block)
-        ROWS: gl.constexpr = block.shape[0]
-        COLS: gl.constexpr = block.shape[1] // EACH
-        own_col = col // EACH
-        value = EPILOGUE(block, args, (shape[0], shape[1] // EACH), (), 0, row, own_col, ROWS, COLS, False)
+        value, row, col = rounded(acc, out, args, shape, row, col, EPILOGUE, CAST, SWAP, PAIRED)
         tma.store_wait(PENDING)
-        staged.store(CAST(value, out.dtype))
+        staged.store(value)
         hopper.fence_async_shared()
-        _store(out, [row, own_col], staged)
+        _store(out, [row, col], staged)

@@ -40,7 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from .dialect import in_gluon
 from .packed import of_rows
-from .rings import READ_ONCE, beside, combine, finish, following, later
+from .rings import READ_ONCE, beside, combine, finish, following, last_to_arrive, later
 
 OF_ROWS = in_gluon(of_rows)
 
@@ -51,7 +51,6 @@ ROWS, WARPGROUPS, REGISTERS, LOADER_REGISTERS = (gl.constexpr(x) for x in (64, 2
 # Names that differ between versions of Triton: these are of 3.6 and of later ones.
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @gluon.jit
@@ -476,16 +475,6 @@ def multiply_scaled(
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What comes after the K loop
-
-
-@gluon.jit
-def last_to_arrive(semaphore, others):
-    """Counts a warpgroup once all its threads are here, and says whether `others` came before it; see `rings`."""
-    _barrier()
-    last = gl.atomic_add(semaphore, 1, sem="acq_rel") == others
-    if last:
-        gl.store(semaphore, 0)
-    return last
 
 
 @gluon.jit

@@ -22,10 +22,10 @@ from ..devices import ARCHS
 from ..kernels import place
 from ..kernels.numerics import cast
 from ..operands import Dense
-from .base import Schedule
 from .binding import Binding, epilogue_arguments, epilogue_of, sorted_tensors, storable, suits_tma
-from .cost import OVERLAP, Costs, Given
-from .walk import Walk, in_turn, whole_tiles
+from .cost import FILL, OVERLAP, Costs, Given
+from .persistent_static import PersistentStatic, Work
+from .waves import Split
 
 if TYPE_CHECKING:
     from ..problem import Config, Problem
@@ -39,8 +39,6 @@ PART = 64
 SHARED, BARRIERS = ARCHS["sm_90"].shared, 1024
 #: Stages that are enough.
 MOST_STAGES = 12
-#: By the number of warpgroups: parts of the output that each has room for.
-BUFFERS = {1: 2, 2: 2, 3: 1}
 #: By the number of warpgroups: registers of a thread in all but the first one, and of the loader's.
 REGISTERS = {1: (0, 40), 2: (232, 40), 3: (160, 32)}
 #: By the same: numbers of the accumulator that a thread has registers for.
@@ -55,6 +53,10 @@ INTAKE, L2, MIX, LATENCY = 0.975, 0.907, 12.0, 1.3e-6
 SLOWING, LONG = 0.028, 3e-5
 #: Share of the time that stores take alone; seconds around a launch and around a tile.
 STORE, START, TILE = 0.36, 6.23e-6, 0.68e-6
+#: Seconds that parts of a tile take to meet, beside the time of their bytes.
+REDUCTION = 2.5e-6
+#: What a kernel that could cut tiles costs more where it does not: it has more code.
+IDLE = 1.1
 
 #: The model is off by 8 %, and of so many configs the best is one that it thinks too well of.
 DOUBT = 1.02
@@ -99,15 +101,30 @@ class Tile(NamedTuple):
         return min(PART, 1 << (self.y.bit_length() - 1))
 
     @property
+    def buffers(self) -> int:
+        """Parts of the output that each warpgroup has room for beside the ring. Stages of large tiles need the rest."""
+        return 2 if self.x <= 2 * ROWS else 1
+
+    @property
     def stage_rows(self) -> int:
-        """Rows of a stage. Those of Y are rounded up to whole 64s."""
-        return self.x + -(-self.y // ROWS) * ROWS
+        """Rows of a stage."""
+        return self.x + self.y
 
     @property
     def ring_rows(self) -> int:
         """Rows that there is shared memory for, beside the parts of the output."""
-        stored = self.groups * BUFFERS[self.groups] * ROWS * self.part * 2
+        stored = self.groups * self.buffers * ROWS * self.part * 2
         return (SHARED - BARRIERS - stored) // ROW // ROWS * ROWS
+
+    @property
+    def slots(self) -> int:
+        """Parts of the output that there is room for, in the ring and beside it."""
+        return self.ring_rows // self.part + self.groups * self.buffers
+
+    @property
+    def most_parts(self) -> int:
+        """Parts of a tile that is cut along K. The warpgroup that adds them up has one, and the ring the others."""
+        return 1 + self.ring_rows * ROW // (self.x * self.y * 4)
 
     @property
     def most_stages(self) -> int:
@@ -115,14 +132,13 @@ class Tile(NamedTuple):
         return min(MOST_STAGES, self.ring_rows // self.stage_rows)
 
 
-class AnyWidth(Schedule):
+class AnyWidth(PersistentStatic):
     """One program on each multiprocessor, which takes tiles in turn.
 
     Attributes:
         takes_turns: whether warpgroups take tiles in turn, and do not share them.
     """
 
-    universal = False
     title = "tiles of any width"
     archs = ("sm_90",)
     # Those whose Gluon has the names that the kernel is written in.
@@ -130,7 +146,6 @@ class AnyWidth(Schedule):
     # With fewer, powers of two are as quick or quicker.
     rows = range(65, sys.maxsize)
     reason = "preferred where powers of two leave part of the last wave idle"
-    overlaps_stores = True
     takes_turns: ClassVar[bool] = False
 
     def suits(self, problem: Problem) -> bool:
@@ -147,9 +162,9 @@ class AnyWidth(Schedule):
         )
 
     def takes(self, config: Config, a_turned: bool, b_turned: bool) -> bool:
-        y, y_turned = self.tile(config).y, a_turned if config.swap else b_turned
+        tile, y_turned = self.tile(config), a_turned if config.swap else b_turned
         # Of a box of 64 a part would be loaded for nothing; such products took up to twice as long.
-        return not (y_turned and y % ROWS)
+        return not (y_turned and tile.y % ROWS) and config.split_k <= tile.most_parts
 
     def tile(self, config: Config) -> Tile:
         """The tile of a config."""
@@ -193,14 +208,13 @@ class AnyWidth(Schedule):
         if p.M == 1 and p.epilogue == "add_row":
             return "a row that is added to one row may be the output itself, of which some is stored twice"
         if not self.takes(c, p.a.col != 1, p.b.row != 1):
+            if c.split_k > self.tile(c).most_parts:
+                return f"the ring has room for the partial sums of {self.tile(c).most_parts} parts; given {c.split_k}"
             return f"an operand whose adjacent elements lie along N or M needs a width that is a multiple of {ROWS}"
         return None
 
     def bind(self, problem: Problem, config: Config) -> Binding:
-        return AnyWidthBinding(problem, config, self.tile(config), self.takes_turns)
-
-    def at_once(self, problem: Problem, config: Config) -> int:
-        return problem.device.sms
+        return AnyWidthBinding(problem, config, self.work(problem, config), self.tile(config), self.takes_turns)
 
     def costs(self, problem: Problem, space: Space, given: Given) -> Costs:
         """See `Schedule.costs`."""
@@ -209,28 +223,27 @@ class AnyWidth(Schedule):
         x, y = np.where(s.swap, s.block_n, s.block_m), np.where(s.swap, s.block_m, s.block_n)
         steps = -(-max(p.K, 1) // STEP)
         tiles = -(-rows // s.block_m) * -(-p.N // s.block_n)
-        turns = -(-tiles // device.sms)
-        compute = turns * steps * 2.0 * x * y * STEP / (rate * EFFICIENCY) * (1 + EDGE / y)
-        share = np.minimum(INTAKE, L2 * device.sms / np.minimum(tiles, device.sms)) * device.sm_bandwidth
-        l2 = turns * steps * (x + y) * STEP * 2.0 / share
+        whole, _, chunk, parts = Work.divide_many(tiles, steps, device.sms, 1, s.split_k)
+        turns, own_steps = whole + (chunk > 0), whole * steps + chunk
+        busy = np.minimum(np.where(whole > 0, tiles, tiles * parts), device.sms)
+        compute = own_steps * 2.0 * x * y * STEP / (rate * EFFICIENCY) * (1 + EDGE / y)
+        share = np.minimum(INTAKE, L2 * device.sms / busy) * device.sm_bandwidth
+        l2 = own_steps * (x + y) * STEP * 2.0 / share
         loop = (compute**MIX + l2**MIX) ** (1 / MIX)
-        loop = np.maximum(loop, turns * steps * LATENCY / (s.num_stages - 1))
+        loop = np.maximum(loop, own_steps * LATENCY / (s.num_stages - 1))
+        # Tiles are moved into the operands, but for an operand that is smaller than a tile.
+        x_rows, y_rows = np.where(s.swap, p.N, rows), np.where(s.swap, rows, p.N)
+        loop = np.maximum(loop, own_steps * np.maximum(x - x_rows, y - y_rows) * FILL)
         loop = loop * (1 + SLOWING * np.log10(np.maximum(loop / LONG, 1)))
         body = (loop**OVERLAP + memory**OVERLAP) ** (1 / OVERLAP)
         own = x if self.takes_turns else x / (s.num_warps // 4)
         store = own * y * 2.0 / device.store_bandwidth * STORE
         once = START + turns * TILE + store * (1 if self.takes_turns else turns)
-        total = (body + once) * DOUBT
-        nothing = np.zeros_like(total)
-        return Costs(total, compute, l2, memory, once, nothing, np.zeros(1), turns * np.ones_like(total))
-
-    def walk(self, problem: Problem, config: Config) -> Walk:
-        p, c = problem, config
-        tiles = _tiles(p, c)
-        programs = min(tiles, p.device.sms)
-        program, turn = in_turn(tiles, programs)
-        columns = whole_tiles(p, c, np.arange(tiles), -(-p.N // c.block_n))
-        return Walk(programs, p.device.sms, program=program, turn=turn, **columns)
+        reduction = np.where(chunk > 0, REDUCTION + parts * x * y * 4.0 / device.sm_bandwidth, 0.0)
+        # One kernel less for a tile that can be cut, but is not.
+        idle = np.where((s.split_k > 1) & (chunk == 0), IDLE, 1.0)
+        total = (body + once + reduction) * DOUBT * idle
+        return Costs(total, compute, l2, memory, once, reduction, np.zeros(1), turns * np.ones_like(total))
 
 
 class Cooperative(AnyWidth):
@@ -238,7 +251,10 @@ class Cooperative(AnyWidth):
 
     name = "cooperative"
     about = "as many programs as run at once; one warp loads, warpgroups share a tile of any width"
-    knobs = frozenset({"swap", "rest_n"})
+    knobs = frozenset({"swap", "rest_n", "split_k"})
+
+    def cuts(self, problem: Problem, config: Config) -> list[str]:
+        return ["what fills no last wave is cut along K"] if config.split_k > 1 else []
 
 
 class PingPong(AnyWidth):
@@ -263,10 +279,6 @@ def _epilogue_suits(problem: Problem) -> bool:
     return plain and all((x.row + x.col) * 256 < 1 << 31 for x in p.extras)
 
 
-def _tiles(problem: Problem, config: Config) -> int:
-    return -(-problem.M // config.block_m) * -(-problem.N // config.block_n)
-
-
 def descriptor(tensor: Any, shape: Sequence[int], stride: int, block: Sequence[int]) -> Any:
     """A tensor descriptor as Gluon takes it, swizzled by as many bytes as a row of the block has, up to 128."""
     from triton.experimental.gluon import language as gl
@@ -279,15 +291,17 @@ def descriptor(tensor: Any, shape: Sequence[int], stride: int, block: Sequence[i
 class AnyWidthBinding(Binding):
     """A `Binding` of the kernel for tiles of any width."""
 
-    def __init__(self, problem: Problem, config: Config, tile: Tile, takes_turns: bool) -> None:
+    def __init__(
+        self, problem: Problem, config: Config, work: Work, tile: Tile, takes_turns: bool
+    ) -> None:
         from ..kernels import any_width, dialect
 
         p, c = problem, config
         self.problem, self.config, self.tile = p, c, tile
-        self.split = None
+        self.split = Split.of(p, c)
+        self.work = work
         self.kernel = any_width.gemm_any_width
-        self.tiles = _tiles(p, c)
-        self.grid = (min(self.tiles, p.device.sms), 1, 1)
+        self.grid = (self.work.programs, 1, 1)
         a_turned, b_turned = p.a.col != 1, p.b.row != 1
         self.x_turned, self.y_turned = (b_turned, a_turned) if c.swap else (a_turned, b_turned)
         self.part = tile.part
@@ -296,7 +310,7 @@ class AnyWidthBinding(Binding):
         least, most = (self.part, tile.widest) if tile.y >= PART else (tile.y, tile.y)
         registers, loader = REGISTERS[tile.groups]
         self.constants = {
-            "PLACE": dialect.in_gluon(place.whole_tile),
+            "PLACE": dialect.in_gluon(place.sized_tile if self.split is None else place.sized_part),
             "EPILOGUE": dialect.in_gluon(epilogue_of(p)),
             "CAST": dialect.in_gluon(cast),
             "KIND": "f16" if p.a.dtype == torch.float16 else "bf16",
@@ -310,7 +324,7 @@ class AnyWidthBinding(Binding):
             "PINGPONG": takes_turns,
             "X_TURNED": self.x_turned,
             "Y_TURNED": self.y_turned,
-            "BUFFERS": BUFFERS[tile.groups],
+            "BUFFERS": tile.buffers,
             "REGISTERS": registers,
             "LOADER_REGISTERS": loader,
             "SOURCE": source(),
@@ -328,7 +342,7 @@ class AnyWidthBinding(Binding):
         # Every number of rows comes here, with one of a few kernels.
         if compiled not in _CHECKED:
             check_maps(compiled.asm["ptx"])
-            check_memory(compiled.asm["llir"], self.tile.ring_rows * ROW)
+            check_memory(compiled.asm["llir"], self.tile.slots * self.tile.part * ROW)
             _CHECKED.add(compiled)
         return compiled
 
@@ -349,11 +363,21 @@ class AnyWidthBinding(Binding):
         (a,), (b,), out, extras = sorted_tensors(p, tensors)
         block = (self.part, ROWS) if c.swap else (ROWS, self.part)
         x, y = (b, a) if c.swap else (a, b)
+        whole, cut, *parts = self.work.units(STEP)
+        workspace = None if self.split is None else self.workspace(out.device)
         return [
             self._operand(x, c.swap, ROWS, boxes[0]), self._operand(y, not c.swap, self.part, boxes[1]),
-            descriptor(out, (p.M, p.N), p.out.row, block), p.M, p.N, p.K, self.tiles, tile.y, c.group_m, *boxes,
-            c.num_stages, -(-tile.y // ROWS), (), epilogue_arguments(p, self.part, extras, numbers),
+            descriptor(out, (p.M, p.N), p.out.row, block), p.M, p.N, p.K, whole + cut, whole, *parts,
+            -(-p.M // c.block_m), -(-p.N // c.block_n), tile.y, c.group_m, *boxes, c.num_stages, (),
+            epilogue_arguments(p, self.part, extras, numbers), workspace,
         ]  # fmt: skip
+
+    @property
+    def workspace_size(self) -> tuple[int, int]:
+        """Bytes in which parts of tiles meet, and counters of their arrivals; none where no tile is cut."""
+        w, tile = self.work, self.tile
+        floats = w.cut * w.parts * tile.x * self.constants["MOST"]
+        return floats * torch.float32.itemsize, w.counters(tile.groups)
 
     def _operand(self, tensor: Any, is_b: bool, rows: int, box: int) -> Any:
         """The descriptor of an operand: its type has blocks of so many rows, its tensor map loads `box` at a time."""
@@ -388,24 +412,22 @@ def check_maps(ptx: str) -> None:
 
 
 def check_memory(llir: str, size: int) -> None:
-    """RuntimeError unless the first `size` bytes of shared memory are the ring's, its barriers are behind them, and
-    all else behind these.
+    """RuntimeError unless the first `size` bytes of shared memory are the slots', the barriers are behind them, and all
+    else behind these.
 
-    Whatever else there is, is found at constant offsets. If something stood before the ring, its own offset would be
-    one of less than its size, since nothing else is as large.
+    Whatever else there is, is found at constant offsets. If something stood before the slots, its own offset would be
+    one of less than their size, since nothing else is as large.
 
     Args:
         llir: the kernel in LLVM's language.
     """
-    first = re.search(r"mbarrier\.init.*@global_smem, i32 (\d+)", llir)
+    first = re.search(r"mbarrier\.inval.*@global_smem, i32 (\d+)", llir)
     if first is None or int(first[1]) != size:
-        raise RuntimeError(f"the ring's barriers are not {size} bytes behind where shared memory begins")
+        raise RuntimeError(f"the barriers are not {size} bytes behind where shared memory begins")
     others = [line for line in llir.splitlines() if "mbarrier" not in line]
     offsets = [int(found) for line in others for found in re.findall(r"@global_smem, i32 (\d+)", line)]
-    if not offsets or min(offsets) < size + 8 * (2 * MOST_STAGES + 2):
-        raise RuntimeError(
-            f"the ring of {size} bytes and its barriers do not have shared memory's first bytes alone"
-        )
+    if not offsets or min(offsets) < size + 8 * (2 * MOST_STAGES + 3):
+        raise RuntimeError(f"{size} bytes of slots and the barriers do not have shared memory's first bytes alone")
 
 
 COOPERATIVE, PINGPONG = Cooperative(), PingPong()

@@ -6,10 +6,12 @@ would need a kernel of its own, and powers of two are quicker there.
 
 from __future__ import annotations
 
-from ..schedules.any_width import PART, Tile
+from ..schedules.any_width import PART, ROWS, Tile
 
 #: Rows of X, warpgroups, and rows of X of each: of tiles that warpgroups share, and of those that they take in turn.
 SHARED_TILES = ((64, 1, 64), (128, 2, 64), (192, 3, 64), (256, 2, 128))
+#: Rows of X of tiles that are also cut along K: of few tiles, none is large.
+CUT = (64, 128)
 TURNS = ((128, 2, 128),)
 #: Fewer stages do not keep the tensor cores busy.
 LEAST_STAGES = 3
@@ -22,8 +24,9 @@ def _rows(sizes: tuple[tuple[int, int, int], ...]) -> str:
         for y in range(PART, known.widest + 1, known.each):
             stages = Tile(x, y, groups, own).most_stages
             if stages >= LEAST_STAGES:
-                lines.append(f"{x}x{y}x64 8 {4 * groups} {stages} 1.0")
-                lines.append(f"{y}x{x}x64 8 {4 * groups} {stages} 1.0 swap")
+                cut = " splits" if x in CUT and own == ROWS else ""
+                lines.append(f"{x}x{y}x64 8 {4 * groups} {stages} 1.0{cut}")
+                lines.append(f"{y}x{x}x64 8 {4 * groups} {stages} 1.0 swap{cut}")
     return "\n".join(lines)
 
 
