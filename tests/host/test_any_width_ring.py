@@ -181,10 +181,10 @@ def kernel(machine, program, programs, groups, changes):
         "wait": machine.wait, "load_stage": load_stage, "multiply": multiply, "wgmma_wait": wgmma_wait,
         "release": lambda stage, arrives, at: machine.arrive(at + 8 * stage) if arrives else None,
         "matrix_descriptor": lambda address, chunk: address // 16, "zeros_of": lambda count: [],
-        "barrier": lambda: machine.meet(groups[threading.get_ident()]), "computed": lambda value: value, "mbarrier": types.SimpleNamespace(wait=machine.wait, arrive=machine.arrive),
+        "barrier": lambda: machine.meet(groups[threading.get_ident()]) if groups[threading.get_ident()] >= 0 else None, "computed": lambda value: value, "mbarrier": types.SimpleNamespace(wait=machine.wait, arrive=machine.arrive),
         "tma": types.SimpleNamespace(store_wait=lambda left: None)
     } | changes  # fmt: skip
-    for name in ("turn_of", "unused", "corner", "sum_steps", "last_step_done", "produce", "consume"):
+    for name in ("turn_of", "unused", "corner", "load_step", "load_ahead", "sum_steps", "last_step_done", "produce", "consume"):
         made = types.FunctionType(getattr(any_width, name).fn.__code__, names, name)
         names.setdefault(name, made)
     return names
@@ -265,6 +265,10 @@ def emulate(
         )
 
     def produce():
+        of_thread[threading.get_ident()] = -1
+        names["load_ahead"](
+            ring, sizes, state, tile, (x_rows, width), place, x_rows, False, False, False, BARRIERS_AT
+        )
         names["produce"](
             ring, sizes, state, tile, (x_rows, width), place, x_rows, False, False, False, BARRIERS_AT
         )

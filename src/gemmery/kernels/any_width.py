@@ -279,26 +279,31 @@ def _loads(to, row, k, rows, box, MAP, TURNED):
 
 @builtin
 def load_stage(
-    arrived, count, k, to_x, row, x_rows, x_box, to_y, col, y_rows, y_box, X_TURNED, Y_TURNED, _semantic=None
-):
+    arrived, count, k, to_x, row, x_rows, x_box, to_y, col, y_rows, y_box, X_TURNED, Y_TURNED, FIRST_WARP,
+    _semantic=None,
+):  # fmt: skip
     """One thread of a warp begins to load a stage's blocks of X and Y.
 
     Gluon's own instruction loads powers of two; of a width that is none it would take several, one after the other,
     and the tensor cores would wait for them.
 
     Args:
-        arrived: the address of the stage's barrier `full`.
-        count: bytes that arrive there.
-        k, row, col: where the blocks begin along K, in X and in Y.
+        arrived: the address of the barrier at which they arrive.
+        count: bytes of the blocks, and those that boxes load twice.
+        k: where they begin along K.
+        row, col: where they begin in X and in Y.
         to_x, to_y: the addresses of the blocks.
         x_rows, y_rows: of the blocks.
         x_box, y_box: rows that the tensor maps load at a time.
         X_TURNED, Y_TURNED: whether adjacent elements lie along the rows and not along K.
+        FIRST_WARP: whether there are other warps here, and only the program's first one loads.
     """
     x = _loads("$4", "$5", "$3", "$6", "$7", 0, _value(X_TURNED))
     y = _loads("$8", "$9", "$3", "$10", "$11", 5, _value(Y_TURNED))
+    others = "mov.u32 arrived, %tid.x; setp.lt.and.u32 one, arrived, 32, one;"
     gl.inline_asm_elementwise(
-        "{ .reg .pred one; .reg .b32 arrived; elect.sync _|one, 0xffffffff; @!one bra DONE; mov.b32 arrived, $1;"
+        f"{{ .reg .pred one; .reg .b32 arrived; elect.sync _|one, 0xffffffff; {others if _value(FIRST_WARP) else ''}"
+        "@!one bra DONE; mov.b32 arrived, $1;"
         f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [arrived], $2; {x} {y}\nDONE: mov.b32 $0, 0; }}",
         ",".join(["=r"] + ["r"] * 11), [arrived, count, k, to_x, row, x_rows, x_box, to_y, col, y_rows, y_box],
         dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
@@ -326,28 +331,54 @@ def corner(unit, state, shape, tile, PLACE: gl.constexpr, X_ROWS: gl.constexpr, 
 
 
 @gluon.jit
+def load_step(
+    ring, stage, k, row, col, tile, boxes, X_ROWS: gl.constexpr, X_TURNED: gl.constexpr, Y_TURNED: gl.constexpr,
+    BARRIERS_AT: gl.constexpr, FIRST_WARP: gl.constexpr,
+):  # fmt: skip
+    """Begins to load a step along K of the tile at `row` and `col` into a stage."""
+    width = tile[0]
+    x_box, y_box = boxes
+    count = (gl.cdiv(X_ROWS, x_box) * x_box + gl.cdiv(width, y_box) * y_box) * (STEP * 2)
+    to_x = shared_at(0) + stage * (X_ROWS * STEP * 2)
+    to_y = shared_at(0) + ring[1] * (X_ROWS * STEP * 2) + stage * width * (STEP * 2)
+    load_stage(
+        shared_at(BARRIERS_AT) + stage * 8, count, k, to_x, row, X_ROWS, x_box, to_y, col, width, y_box, X_TURNED,
+        Y_TURNED, FIRST_WARP,
+    )  # fmt: skip
+
+
+@gluon.jit
+def load_ahead(
+    ring, shape, state, tile, boxes, PLACE: gl.constexpr, X_ROWS: gl.constexpr, SWAP: gl.constexpr,
+    X_TURNED: gl.constexpr, Y_TURNED: gl.constexpr, BARRIERS_AT: gl.constexpr,
+):  # fmt: skip
+    """Loads the first steps of the program's first unit, as many as there are stages, before warps have their roles."""
+    row, col, _, first_k, last_k = corner(gl.program_id(0), state, shape, tile, PLACE, X_ROWS, SWAP)
+    barrier()
+    for stage in range(gl.minimum(ring[1], gl.cdiv(last_k - first_k, STEP))):
+        k = first_k + stage * STEP
+        load_step(ring, stage, k, row, col, tile, boxes, X_ROWS, X_TURNED, Y_TURNED, BARRIERS_AT, True)
+
+
+@gluon.jit
 def produce(
     ring, shape, state, tile, boxes, PLACE: gl.constexpr, X_ROWS: gl.constexpr, SWAP: gl.constexpr,
     X_TURNED: gl.constexpr, Y_TURNED: gl.constexpr, BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
-    """Loads what `consume` multiplies, in the same order."""
+    """Loads what `consume` multiplies, in the same order, behind what `load_ahead` does."""
     stages = ring[1]
-    width = tile[0]
-    x_box, y_box = boxes
-    count = (gl.cdiv(X_ROWS, x_box) * x_box + gl.cdiv(width, y_box) * y_box) * (STEP * 2)
     stage = gl.to_tensor(0)
     # The parity before the first: what has not been used yet is free.
     phase = gl.to_tensor(1)
     for unit in range(gl.program_id(0), state[0], gl.num_programs(0)):
         row, col, _, first_k, last_k = corner(unit, state, shape, tile, PLACE, X_ROWS, SWAP)
+        if unit == gl.program_id(0):
+            ahead = gl.minimum(stages, gl.cdiv(last_k - first_k, STEP))
+            first_k += ahead * STEP
+            stage, phase = later(stage, phase, ahead, stages)
         for k in range(first_k, last_k, STEP):
-            arrived = shared_at(BARRIERS_AT) + stage * 8
-            wait(arrived + 8 * STAGES, phase)
-            to_x = shared_at(0) + stage * (X_ROWS * STEP * 2)
-            to_y = shared_at(0) + stages * (X_ROWS * STEP * 2) + stage * width * (STEP * 2)
-            load_stage(
-                arrived, count, k, to_x, row, X_ROWS, x_box, to_y, col, width, y_box, X_TURNED, Y_TURNED
-            )
+            wait(shared_at(BARRIERS_AT) + stage * 8 + 8 * STAGES, phase)
+            load_step(ring, stage, k, row, col, tile, boxes, X_ROWS, X_TURNED, Y_TURNED, BARRIERS_AT, False)
             stage, phase = following(stage, phase, stages)
 
 
@@ -574,27 +605,22 @@ def columns_of(blocks):
 
 
 @builtin
-def store_slots(first, stride, count, warp, row, col, width, MAP, PART, SWAP, _semantic=None):
-    """Begins to store `count` parts of the output from slots, each by another warp: issuing a store takes a while.
+def store_slot(at, warp, row, col, MAP, SWAP, _semantic=None):
+    """One thread of a warp begins to store a part of the output from a slot.
 
     Args:
-        first, stride: where the first slot is, and from one to the next, in bytes behind the beginning of shared memory.
-        warp: the warp that stores the first part.
-        row, col: where the first part begins, in X and in Y. The others are beside it, the last one ends at `width`.
+        at: where the slot is, in bytes behind the beginning of shared memory.
+        row, col: where the part begins, in X and in Y.
         MAP: the number of the kernel's parameter that is the output's tensor map.
     """
-    at = "{row, col}" if _value(SWAP) else "{col, row}"
+    place = "{$3, $4}" if _value(SWAP) else "{$4, $3}"
     gl.inline_asm_elementwise(
-        "{ .reg .pred own, one; .reg .b32 part, row, col, at, most; .reg .b64 map; elect.sync _|one, 0xffffffff;"
-        "mov.u32 part, %tid.x; shr.u32 part, part, 5; and.b32 part, part, 3; sub.s32 part, part, $4;"
-        "setp.lt.u32 own, part, $3; and.pred own, own, one;"
-        f"mul.lo.s32 col, part, {_value(PART)}; sub.s32 most, $7, {_value(PART)}; min.s32 col, col, most;"
-        "add.s32 col, col, $6; mov.b32 row, $5; mov.b32 at, global_smem; add.s32 at, at, $1; mad.lo.s32 at, part, $2, at;"
-        f"mov.b64 map, gemm_any_width_param_{_value(MAP)}; cvta.param.u64 map, map;"
-        f"@own cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [map, {at}], [at];"
+        "{ .reg .pred own, one; .reg .b32 warp, at; .reg .b64 map; elect.sync _|one, 0xffffffff; mov.u32 warp, %tid.x;"
+        "shr.u32 warp, warp, 5; and.b32 warp, warp, 3; setp.eq.and.u32 own, warp, $2, one; mov.b32 at, global_smem;"
+        f"add.s32 at, at, $1; mov.b64 map, gemm_any_width_param_{_value(MAP)}; cvta.param.u64 map, map;"
+        f"@own cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [map, {place}], [at];"
         "@own cp.async.bulk.commit_group; mov.b32 $0, 0; }",
-        "=r,r,r,r,r,r,r,r", [first, stride, count, warp, row, col, width],
-        dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
+        "=r,r,r,r,r", [at, warp, row, col], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
     )  # fmt: skip
 
 
@@ -609,22 +635,28 @@ def wait_for_slot(warp, _semantic=None):
 
 
 @gluon.jit
-def put_part(
-    blocks, out, slots, slot, args, shape, row, col, wait, EPILOGUE: gl.constexpr, CAST: gl.constexpr,
-    SWAP: gl.constexpr, BUFFERS: gl.constexpr,
+def finish_part(
+    blocks, out, slots, slot, args, shape, row, col, warp, waits, EPILOGUE: gl.constexpr, CAST: gl.constexpr,
+    SWAP: gl.constexpr,
 ):  # fmt: skip
-    """Epilogue of 64 rows of X by some of Y, which begin at `row` and `col`, into a slot.
+    """Epilogue and store of 64 rows of X by some of Y, which begin at `row` and `col`, through a slot.
 
     Args:
-        wait: the warp that may still be storing from the slot, -1 for none.
+        warp: which one stores. Issuing a store takes a while, so warps take turns.
+        waits: whether that warp may still be storing something from the slot.
     """
+    at_row, at_col = row, col
     if SWAP:
-        row, col = col, row
-    value, _, _ = rounded(columns_of(blocks), out, args, shape, row, col, EPILOGUE, CAST, SWAP, False)
-    if wait >= 0:
-        wait_for_slot(wait)
+        at_row, at_col = col, row
+    value, _, _ = rounded(columns_of(blocks), out, args, shape, at_row, at_col, EPILOGUE, CAST, SWAP, False)
+    if waits:
+        wait_for_slot(warp)
         barrier()
     slots.index(slot).store(value)
+    hopper.fence_async_shared()
+    barrier()
+    SLOT: gl.constexpr = out.block_type.shape[0] * out.block_type.shape[1] * 2
+    store_slot(slot * SLOT, warp, row, col, 10, SWAP)
 
 
 @gluon.jit
@@ -644,48 +676,35 @@ def finish_tile(
     """
     COUNT: gl.constexpr = WIDTHS[-1] // 8
     WHOLE: gl.constexpr = WIDTHS[-1] // PART
-    SLOT: gl.constexpr = PART * 128
     # Slots of 64 rows of X, and of a stage's.
     OWN: gl.constexpr = 64 // PART
     STAGE: gl.constexpr = X_ROWS // PART
     whole = width // PART
     parts = gl.cdiv(width, PART)
+    not_spread = spread == 0
     for m in gl.static_range(len(acc) // COUNT):
         for i in gl.static_range(WHOLE):
             if i < whole:
                 blocks = blocks_of(acc, m * COUNT + i * PART // 8, PART // 8)
                 if cut is not None:
                     blocks = summed(blocks, cut, m * (width // 8) + i * PART // 8)
-                buffer = (m * parts + i) % BUFFERS
-                slot = first_slot + gl.where(spread, m * OWN + i * STAGE, buffer)
-                put_part(
-                    blocks, out, slots, slot, args, shape, row + 64 * m, col + i * PART, gl.where(spread, -1, buffer),
-                    EPILOGUE, CAST, SWAP, BUFFERS,
+                part = m * parts + i
+                slot = first_slot + gl.where(spread, m * OWN + i * STAGE, part % BUFFERS)
+                finish_part(
+                    blocks, out, slots, slot, args, shape, row + 64 * m, col + i * PART,
+                    gl.where(spread, part % 4, part % BUFFERS), not_spread, EPILOGUE, CAST, SWAP,
                 )  # fmt: skip
-                if not spread:
-                    hopper.fence_async_shared()
-                    barrier()
-                    store_slots(slot * SLOT, 0, 1, buffer, row + 64 * m, col + i * PART, PART, 10, PART, SWAP)
         if whole < parts:
             columns = gl.full([64, 8], width, gl.int32, BLOCK8)
             behind = last_blocks(blocks_of(acc, m * COUNT, COUNT), columns, PART // 8, WIDTHS)
             if cut is not None:
                 behind = summed(behind, cut, m * (width // 8) + width // 8 - PART // 8)
-            buffer = (m * parts + whole) % BUFFERS
-            slot = first_slot + gl.where(spread, m * OWN + whole * STAGE, buffer)
-            put_part(
-                behind, out, slots, slot, args, shape, row + 64 * m, col + width - PART, gl.where(spread, -1, buffer),
-                EPILOGUE, CAST, SWAP, BUFFERS,
+            part = m * parts + whole
+            slot = first_slot + gl.where(spread, m * OWN + whole * STAGE, part % BUFFERS)
+            finish_part(
+                behind, out, slots, slot, args, shape, row + 64 * m, col + width - PART,
+                gl.where(spread, part % 4, part % BUFFERS), not_spread, EPILOGUE, CAST, SWAP,
             )  # fmt: skip
-            if not spread:
-                hopper.fence_async_shared()
-                barrier()
-                store_slots(slot * SLOT, 0, 1, buffer, row + 64 * m, col + width - PART, PART, 10, PART, SWAP)
-        if spread:
-            hopper.fence_async_shared()
-            barrier()
-            at = (first_slot + m * OWN) * SLOT
-            store_slots(at, STAGE * SLOT, parts, 0, row + 64 * m, col, width, 10, PART, SWAP)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -820,6 +839,7 @@ def gemm_any_width(
     # Four warps of each warpgroup read a stage.
     begin(stages, 4 * (1 if PINGPONG else GROUPS), 1, GROUPS, BARRIERS_AT)
     hopper.fence_async_shared()
+    load_ahead(ring, shape, state, tile, boxes, PLACE, X_ROWS, SWAP, X_TURNED, Y_TURNED, BARRIERS_AT)
     if PINGPONG:
         mbarrier.arrive(turn_of(ring, 0))
     if GROUPS == 1:
