@@ -267,10 +267,10 @@ def emulate(
     def produce():
         of_thread[threading.get_ident()] = -1
         names["load_ahead"](
-            ring, sizes, state, tile, (x_rows, width), place, x_rows, False, False, False, BARRIERS_AT
+            ring, sizes, state, tile, (x_rows, width, 128 * (x_rows + width)), place, x_rows, False, False, False, BARRIERS_AT
         )
         names["produce"](
-            ring, sizes, state, tile, (x_rows, width), place, x_rows, False, False, False, BARRIERS_AT
+            ring, sizes, state, tile, (x_rows, width, 128 * (x_rows + width)), place, x_rows, False, False, False, BARRIERS_AT
         )
 
     machine.run([produce, *(lambda group=group: consume(group) for group in range(groups) for _ in range(4))])

@@ -300,10 +300,10 @@ def load_stage(
     """
     x = _loads("$4", "$5", "$3", "$6", "$7", 0, _value(X_TURNED))
     y = _loads("$8", "$9", "$3", "$10", "$11", 5, _value(Y_TURNED))
-    others = "mov.u32 arrived, %tid.x; setp.lt.and.u32 one, arrived, 32, one;"
+    others = "mov.u32 arrived, %tid.x; setp.ge.u32 one, arrived, 32; @one bra DONE;"
     gl.inline_asm_elementwise(
-        f"{{ .reg .pred one; .reg .b32 arrived; elect.sync _|one, 0xffffffff; {others if _value(FIRST_WARP) else ''}"
-        "@!one bra DONE; mov.b32 arrived, $1;"
+        f"{{ .reg .pred one; .reg .b32 arrived; {others if _value(FIRST_WARP) else ''}"
+        "elect.sync _|one, 0xffffffff; @!one bra DONE; mov.b32 arrived, $1;"
         f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [arrived], $2; {x} {y}\nDONE: mov.b32 $0, 0; }}",
         ",".join(["=r"] + ["r"] * 11), [arrived, count, k, to_x, row, x_rows, x_box, to_y, col, y_rows, y_box],
         dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
@@ -337,8 +337,7 @@ def load_step(
 ):  # fmt: skip
     """Begins to load a step along K of the tile at `row` and `col` into a stage."""
     width = tile[0]
-    x_box, y_box = boxes
-    count = (gl.cdiv(X_ROWS, x_box) * x_box + gl.cdiv(width, y_box) * y_box) * (STEP * 2)
+    x_box, y_box, count = boxes
     to_x = shared_at(0) + stage * (X_ROWS * STEP * 2)
     to_y = shared_at(0) + ring[1] * (X_ROWS * STEP * 2) + stage * width * (STEP * 2)
     load_stage(
@@ -789,12 +788,12 @@ def consume(
 @gluon.jit(
     do_not_specialize=[
         "M", "N", "K", "units", "whole", "parts", "part_k", "tiles_m", "tiles_n", "width", "band_m", "x_box", "y_box",
-        "stages",
+        "step_bytes", "stages",
     ]
 )  # fmt: skip
 def gemm_any_width(
-    x, y, out, M, N, K, units, whole, parts, part_k, tiles_m, tiles_n, width, band_m, x_box, y_box, stages, place_args,
-    args, workspace,
+    x, y, out, M, N, K, units, whole, parts, part_k, tiles_m, tiles_n, width, band_m, x_box, y_box, step_bytes, stages,
+    place_args, args, workspace,
     PLACE: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, KIND: gl.constexpr, X_ROWS: gl.constexpr,
     LEAST: gl.constexpr, MOST: gl.constexpr, EACH: gl.constexpr, RING_ROWS: gl.constexpr,
     GROUPS: gl.constexpr, SWAP: gl.constexpr, PINGPONG: gl.constexpr, X_TURNED: gl.constexpr, Y_TURNED: gl.constexpr,
@@ -811,6 +810,7 @@ def gemm_any_width(
         width: rows of Y in a tile, a multiple of `EACH` from `LEAST` to `MOST`.
         band_m: the height of a tile band, see `order`.
         x_box, y_box: rows that the tensor maps load at a time.
+        step_bytes: bytes that are loaded in a step along K, of which boxes may load some twice.
         stages: how many there are, at most `STAGES`.
         place_args, args: run-time arguments of PLACE and of the epilogue.
         workspace: (partials, semaphores): memory for an fp32 tile a part, and zeros, one for each tile that is cut and
@@ -825,7 +825,7 @@ def gemm_any_width(
     shape = (M, N, K)
     state = (units, whole, parts, part_k, tiles_m, tiles_n, place_args)
     tile = (width, band_m)
-    boxes = (x_box, y_box)
+    boxes = (x_box, y_box, step_bytes)
     WIDTHS: gl.constexpr = widths_of(LEAST, MOST, EACH)
     PART: gl.constexpr = out.block_type.shape[0 if SWAP else 1]
     RING_BYTES: gl.constexpr = RING_ROWS * (STEP * 2)

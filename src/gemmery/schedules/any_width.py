@@ -368,7 +368,8 @@ class AnyWidthBinding(Binding):
         return [
             self._operand(x, c.swap, ROWS, boxes[0]), self._operand(y, not c.swap, self.part, boxes[1]),
             descriptor(out, (p.M, p.N), p.out.row, block), p.M, p.N, p.K, whole + cut, whole, *parts,
-            -(-p.M // c.block_m), -(-p.N // c.block_n), tile.y, c.group_m, *boxes, c.num_stages, (),
+            -(-p.M // c.block_m), -(-p.N // c.block_n), tile.y, c.group_m, *boxes,
+            sum(-(-rows // box) * box * ROW for rows, box in zip((tile.x, tile.y), boxes, strict=True)), c.num_stages, (),
             epilogue_arguments(p, self.part, extras, numbers), workspace,
         ]  # fmt: skip
 
