@@ -23,7 +23,7 @@ from ..kernels import place
 from ..kernels.numerics import cast
 from ..operands import Dense
 from .binding import Binding, epilogue_arguments, epilogue_of, sorted_tensors, storable, suits_tma
-from .cost import FILL, OVERLAP, Costs, Given
+from .cost import FILL, Costs, Given
 from .persistent_static import PersistentStatic, Work
 from .waves import Split
 
@@ -43,23 +43,25 @@ MOST_STAGES = 12
 REGISTERS = {1: (0, 40), 2: (232, 40), 3: (160, 32)}
 #: By the same: numbers of the accumulator that a thread has registers for.
 ACCUMULATORS = {1: 128, 2: 160, 3: 96}
-#: Of the model of its time, fitted to 688 times of 58 random products on an H200: part of the tensor cores' rate, and
+#: Of the model of its time, fitted to 1,248 times of 96 random products on an H200: part of the tensor cores' rate, and
 #: what a narrow instruction takes more, in columns.
-EFFICIENCY, EDGE = 0.889, 8.4
-#: Share of the bandwidth from L2 of one multiprocessor and of all together; how sharply it or the tensor cores decide;
-#: seconds from asking for bytes until they are there.
-INTAKE, L2, MIX, LATENCY = 0.975, 0.907, 12.0, 1.3e-6
+EFFICIENCY, EDGE = 0.894, 5.9
+#: Share of the bandwidth from L2 of one multiprocessor and of all together; seconds from asking for bytes until they
+#: are there, and those that a step takes at least.
+INTAKE, L2, LATENCY, LEAST = 0.98, 0.854, 1.38e-6, 0.192e-6
 #: What a tenfold time costs for the clock, which power lowers, and from how many seconds on.
-SLOWING, LONG = 0.028, 3e-5
-#: Share of the time that stores take alone; seconds around a launch and around a tile.
-STORE, START, TILE = 0.36, 6.23e-6, 0.68e-6
-#: Seconds that parts of a tile take to meet, beside the time of their bytes.
-REDUCTION = 2.5e-6
+SLOWING, LONG = 0.0182, 3e-5
+#: What the memory takes more than in a long stream, and how it and the loop, which mostly overlap, add up.
+MEMORY, OVERLAP = 1.112, 2.94
+#: Seconds around a launch. Seconds around a tile and share of the time that its store takes alone, where warpgroups
+#: share tiles; and the same where they take turns, when the last store alone counts.
+START = 5.58e-6
+TILE, STORE = 0.97e-6, 0.364
+TURN, LAST_STORE = 0.266e-6, 0.862
+#: Seconds that parts of a tile take to meet, beside the time of their bytes, and how often each byte is on its way.
+REDUCTION, TIMES = 1.08e-6, 3.29
 #: What a kernel that could cut tiles costs more where it does not: it has more code.
 IDLE = 1.1
-
-#: The model is off by 8 %, and of so many configs the best is one that it thinks too well of.
-DOUBT = 1.02
 
 #: Compiled kernels that were looked into, and are as they have to be.
 _CHECKED: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -229,20 +231,21 @@ class AnyWidth(PersistentStatic):
         compute = own_steps * 2.0 * x * y * STEP / (rate * EFFICIENCY) * (1 + EDGE / y)
         share = np.minimum(INTAKE, L2 * device.sms / busy) * device.sm_bandwidth
         l2 = own_steps * (x + y) * STEP * 2.0 / share
-        loop = (compute**MIX + l2**MIX) ** (1 / MIX)
-        loop = np.maximum(loop, own_steps * LATENCY / (s.num_stages - 1))
+        least = own_steps * np.maximum(LATENCY / (s.num_stages - 1), LEAST)
         # Tiles are moved into the operands, but for an operand that is smaller than a tile.
         x_rows, y_rows = np.where(s.swap, p.N, rows), np.where(s.swap, rows, p.N)
-        loop = np.maximum(loop, own_steps * np.maximum(x - x_rows, y - y_rows) * FILL)
+        outside = own_steps * np.maximum(x - x_rows, y - y_rows) * FILL
+        loop = np.maximum(np.maximum(compute, l2), np.maximum(least, outside))
         loop = loop * (1 + SLOWING * np.log10(np.maximum(loop / LONG, 1)))
-        body = (loop**OVERLAP + memory**OVERLAP) ** (1 / OVERLAP)
+        body = (loop**OVERLAP + (MEMORY * memory) ** OVERLAP) ** (1 / OVERLAP)
         own = x if self.takes_turns else x / (s.num_warps // 4)
-        store = own * y * 2.0 / device.store_bandwidth * STORE
-        once = START + turns * TILE + store * (1 if self.takes_turns else turns)
-        reduction = np.where(chunk > 0, REDUCTION + parts * x * y * 4.0 / device.sm_bandwidth, 0.0)
+        store = own * y * 2.0 / device.store_bandwidth
+        around = turns * TURN + store * LAST_STORE if self.takes_turns else turns * (TILE + store * STORE)
+        once = START + around
+        reduction = np.where(chunk > 0, REDUCTION + TIMES * parts * x * y * 4.0 / device.sm_bandwidth, 0.0)
         # One kernel less for a tile that can be cut, but is not.
         idle = np.where((s.split_k > 1) & (chunk == 0), IDLE, 1.0)
-        total = (body + once + reduction) * DOUBT * idle
+        total = (body + once + reduction) * idle
         return Costs(total, compute, l2, memory, once, reduction, np.zeros(1), turns * np.ones_like(total))
 
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from ..problem import Problem
+    from ..select.space import Space
 
 Floats = np.ndarray
 
@@ -17,8 +21,9 @@ STREAM = 0.855
 STORE = 0.3
 #: Part of the whole tile's rate that a small tile of the tail reaches.
 TAIL_EFFICIENCY = 0.8
-#: Seconds that TMA takes for a row of 128 bytes outside an operand, which it fills with zeros. Measured on an H200.
-FILL = 4.6e-9
+#: Seconds that TMA takes for a row of 128 bytes outside an operand, which it fills with zeros, in a block that is in
+#: part inside; and the share of all tiles that have such blocks from which on it is as slow. Measured on an H200.
+FILL, FILLED = 4.6e-9, 0.25
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,20 @@ class Costs:
         """The costs of one config."""
         values = (getattr(self, name) for name in Cost.__dataclass_fields__)
         return Cost(*(float(np.broadcast_to(value, self.total.shape)[index]) for value in values))
+
+
+def filled(problem: Problem, space: Space, rows: Floats) -> Floats:
+    """Seconds that TMA takes at most for what a step along K has outside the operands; see `FILL`."""
+    p, s = problem, space
+    tiles_m, tiles_n = -(-rows // s.block_m), -(-p.N // s.block_n)
+    # A tile that is no power of two wide is loaded as two blocks.
+    main = 1 << np.floor(np.log2(s.block_n)).astype(int)
+    inside = p.N - (tiles_n - 1) * s.block_n
+    outside_n = np.where(inside <= main, main, s.block_n) - inside
+    outside_m = tiles_m * s.block_m - rows
+    of_m = outside_m * (p.a.col == 1) * p.a.dtype.itemsize * np.minimum(1, 1 / (FILLED * tiles_m))
+    of_n = outside_n * (p.b.row == 1) * p.b.bits / 8 * np.minimum(1, 1 / (FILLED * tiles_n))
+    return np.maximum(of_m, of_n) * s.block_k / 128 * FILL * (s.loader == "descriptor")
 
 
 class Given(NamedTuple):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .base import Schedule
-from .cost import FILL, OVERLAP, STORE, STREAM, TAIL_EFFICIENCY, Costs, Given
+from .cost import OVERLAP, STORE, STREAM, TAIL_EFFICIENCY, Costs, Given, filled
 from .walk import Ints, Walk, in_turn, whole_tiles
 from .waves import Split
 
@@ -126,8 +126,7 @@ class PersistentStatic(Schedule):
         from_a, from_b = own_m / s.cluster_n * item, own_n / s.cluster_m * item_b
         taken_in = (from_a + from_b) * s.block_k
         area = own_m * own_n
-        tiles_m, tiles_n = -(-rows // s.block_m), -(-p.N // s.block_n)
-        tiles = tiles_m * tiles_n
+        tiles = -(-rows // s.block_m) * -(-p.N // s.block_n)
         steps = -(-max(p.K, 1) // s.block_k)
         whole, small, chunk, parts = Work.divide_many(tiles, steps, device.sms // ctas, s.tail_n, s.split_k)
         compute_step = 2.0 * area * s.block_k / (rate * s.efficiency)
@@ -136,14 +135,13 @@ class PersistentStatic(Schedule):
         part = 1 / s.tail_n
         # Rows of tiles pass the same block of B at different times where some tiles are cut along K; L2 holds on to a
         # part.
-        again = np.where(chunk > 0, tiles_m - 1, 0) * (p.N * p.K * item_b * AGAIN)
+        again = np.where(chunk > 0, -(-rows // s.block_m) - 1, 0) * (p.N * p.K * item_b * AGAIN)
         memory = memory + again / (device.bandwidth * STREAM)
         # A narrower tile computes less for the same rows of A.
         compute = long * compute_step + small * steps * compute_step * part / TAIL_EFFICIENCY
-        # The last row of tiles may have rows outside A, which come late.
-        fill_step = np.minimum(tiles_m * s.block_m - rows, own_m) * FILL
-        slow = np.minimum(long, -(-tiles_n // (device.sms // ctas)) * steps)
-        compute = compute + slow * np.maximum(fill_step - np.maximum(compute_step, l2_step), 0)
+        # A tile with much outside the operands ends late.
+        late = np.minimum(long, steps) * np.maximum(filled(p, s, rows) - np.maximum(compute_step, l2_step), 0)
+        compute = compute + late
         l2 = long * l2_step + small * steps * l2_step * (from_a + from_b * part) / (from_a + from_b)
         body = (np.maximum(compute, l2) ** OVERLAP + memory**OVERLAP) ** (1 / OVERLAP)
         store = area * p.out.dtype.itemsize / device.store_bandwidth

@@ -8,7 +8,7 @@ import numpy as np
 
 from .base import Schedule
 from .binding import Binding, refusal_of
-from .cost import OVERLAP, TAIL_EFFICIENCY, Costs, Floats, Given
+from .cost import OVERLAP, TAIL_EFFICIENCY, Costs, Floats, Given, filled
 from .walk import Walk, whole_tiles
 from .waves import Split, Waves, cut_last_wave
 
@@ -66,7 +66,9 @@ class Tile(Schedule):
         small_l2 = (s.block_m / s.tail_m * item + s.block_n / s.tail_n * item_b) * p.K / l2_bandwidth_per_sm
         tail = turns * np.maximum(small_compute, small_l2) + (small > 0) * device.delays.tail
 
-        busy = np.maximum(compute, l2) + tail
+        # A tile with much outside the operands ends late.
+        late = each * filled(p, s, rows) - np.maximum(compute, l2) / np.maximum(work, 1)
+        busy = np.maximum(compute, l2) + np.maximum(late, 0) + tail
         body = (busy**OVERLAP + memory**OVERLAP) ** (1 / OVERLAP)
         store = area * p.out.dtype.itemsize / device.store_bandwidth
         once = device.delays.launch + self.around(work, together, device.delays.start, store)

@@ -18,7 +18,7 @@ from .tiles import ALIKE, FAMILIES
 #: Columns of a space that are fields of its configs.
 _COLUMNS = (
     "block_m", "block_n", "block_k", "num_warps", "num_stages", "tail_m", "tail_n", "split_k", "split_store",
-    "swap", "cluster_m", "cluster_n", "schedule",
+    "swap", "cluster_m", "cluster_n", "schedule", "loader",
 )  # fmt: skip
 
 
@@ -122,6 +122,7 @@ class Space:
     cluster_m: np.ndarray
     cluster_n: np.ndarray
     schedule: np.ndarray
+    loader: np.ndarray
     numerics: np.ndarray
     efficiency: np.ndarray
 
