@@ -257,7 +257,7 @@ def release(stage, arrives, AT, _semantic=None):
 
 
 def _loads(to, row, k, rows, box, MAP, TURNED):
-    """Assembly that begins to load an operand's block of a stage, `box` rows at a time.
+    """Assembly that begins to load an operand's block of a stage, `box` rows at a time; mostly that is all of them.
 
     The last box ends where the block does, and may have rows of the one before it.
 
@@ -266,14 +266,17 @@ def _loads(to, row, k, rows, box, MAP, TURNED):
         MAP: the number of the kernel's parameter that is the operand's tensor map.
         TURNED: whether adjacent elements lie along the rows and not along K.
     """
-    at = f"{{n, {k}}}" if TURNED else f"{{{k}, n}}"
+    def load(to, row):
+        at = f"{{{row}, {k}}}" if TURNED else f"{{{k}, {row}}}"
+        how = "shared::cluster.global.mbarrier::complete_tx::bytes"
+        return f"cp.async.bulk.tensor.2d.{how} [{to}], [map, {at}], [arrived];"
+
     return (
-        f"{{ .reg .pred more; .reg .b64 map; .reg .b32 first, n, to; mov.b64 map, gemm_any_width_param_{MAP};"
-        "cvta.param.u64 map, map; mov.b32 first, 0;\n"
-        f"NEXT: sub.s32 n, {rows}, {box}; min.s32 n, n, first; mad.lo.s32 to, n, {2 * STEP.value}, {to};"
-        f"add.s32 n, n, {row};"
-        f"cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [to], [map, {at}], [arrived];"
-        f"add.s32 first, first, {box}; setp.lt.s32 more, first, {rows}; @more bra NEXT; }}"
+        f"{{ .reg .pred more; .reg .b64 map; .reg .b32 last, first, n, to; mov.b64 map, gemm_any_width_param_{MAP};"
+        f"cvta.param.u64 map, map; {load(to, row)} sub.s32 last, {rows}, {box}; setp.gt.s32 more, last, 0;"
+        f"@!more bra LOADED; mov.b32 first, {box};\n"
+        f"NEXT: min.s32 n, first, last; mad.lo.s32 to, n, {2 * STEP.value}, {to}; add.s32 n, n, {row}; {load('to', 'n')}"
+        f"add.s32 first, first, {box}; setp.lt.s32 more, first, {rows}; @more bra NEXT;\nLOADED: }}"
     )
 
 
