@@ -43,23 +43,26 @@ MOST_STAGES = 12
 REGISTERS = {1: (0, 40), 2: (232, 40), 3: (160, 32)}
 #: By the same: numbers of the accumulator that a thread has registers for.
 ACCUMULATORS = {1: 128, 2: 160, 3: 96}
-#: Of the model of its time, fitted to 1,248 times of 96 random products on an H200: part of the tensor cores' rate, and
+#: Of the model of its time, fitted to 1,717 times of 143 random products on an H200: part of the tensor cores' rate, and
 #: what a narrow instruction takes more, in columns.
-EFFICIENCY, EDGE = 0.894, 5.9
+EFFICIENCY, EDGE = 0.89, 6.3
 #: Share of the bandwidth from L2 of one multiprocessor and of all together; seconds from asking for bytes until they
 #: are there, and those that a step takes at least.
-INTAKE, L2, LATENCY, LEAST = 0.98, 0.854, 1.38e-6, 0.192e-6
+INTAKE, L2, LATENCY, LEAST = 0.981, 0.836, 1.41e-6, 0.192e-6
 #: What a tenfold time costs for the clock, which power lowers, and from how many seconds on.
-SLOWING, LONG = 0.0182, 3e-5
-#: What the memory takes more than in a long stream, and how it and the loop, which mostly overlap, add up.
-MEMORY, OVERLAP = 1.112, 2.94
+SLOWING, LONG = 0.0153, 3e-5
+#: Time from memory over that at its bandwidth: in the limit of a long stream, what a short one takes more, and what is
+#: short, in seconds. How memory and the loop, which mostly overlap, add up.
+MEMORY, SHORT, RAMP, OVERLAP = 0.874, 0.477, 1e-4, 3.79
 #: Seconds around a launch. Seconds around a tile and share of the time that its store takes alone, where warpgroups
 #: share tiles; and the same where they take turns, when the last store alone counts.
-START = 5.58e-6
-TILE, STORE = 0.97e-6, 0.364
-TURN, LAST_STORE = 0.266e-6, 0.862
+START = 5.37e-6
+TILE, STORE = 0.886e-6, 0.38
+TURN, LAST_STORE = 0.212e-6, 0.86
+#: What a step in turns takes more where operands' adjacent elements lie along M or N.
+TURNED = 1.08
 #: Seconds that parts of a tile take to meet, beside the time of their bytes, and how often each byte is on its way.
-REDUCTION, TIMES = 1.08e-6, 3.29
+REDUCTION, TIMES = 0.963e-6, 3.42
 #: What a kernel that could cut tiles costs more where it does not: it has more code.
 IDLE = 1.1
 
@@ -237,7 +240,10 @@ class AnyWidth(PersistentStatic):
         outside = own_steps * np.maximum(x - x_rows, y - y_rows) * FILL
         loop = np.maximum(np.maximum(compute, l2), np.maximum(least, outside))
         loop = loop * (1 + SLOWING * np.log10(np.maximum(loop / LONG, 1)))
-        body = (loop**OVERLAP + (MEMORY * memory) ** OVERLAP) ** (1 / OVERLAP)
+        if self.takes_turns and (p.a.col != 1 or p.b.row != 1):
+            loop = loop * TURNED
+        streamed = memory * (MEMORY + SHORT * np.exp(-memory / RAMP))
+        body = (loop**OVERLAP + streamed**OVERLAP) ** (1 / OVERLAP)
         own = x if self.takes_turns else x / (s.num_warps // 4)
         store = own * y * 2.0 / device.store_bandwidth
         around = turns * TURN + store * LAST_STORE if self.takes_turns else turns * (TILE + store * STORE)
