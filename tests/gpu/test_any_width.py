@@ -1,5 +1,7 @@
 """Tiles of any width: right at ragged sizes, in every layout, with epilogues, and the same every time."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import triton
@@ -41,7 +43,7 @@ def some_case(r):
         layout, dtype = r.choice(("NT", "NT", "NN", "TN", "TT")), r.choice(HALVES)
         m, n, k = r.randint(1, 700), 8 * r.randint(2, 90), 8 * r.randint(1, 250)
         m = -(-m // 8) * 8 if layout[0] == "T" else m
-        config = tile.config
+        config = replace(tile.config, split_k=r.choice((1, 2, 3, 4))) if tile.splits else tile.config
         epilogue = r.choice(list(EPILOGUES))
         problem = problem_of(
             m, n, k, layout=layout, dtype=dtype, bias=epilogue == "bias", device=device_named("H200")
@@ -70,6 +72,7 @@ def test_random_tiles_and_products(part):
 @pytest.mark.parametrize("text", [
     "128x160x64-g8-w8-s4-pingpong-descriptor", "64x72x64-g8-w4-s8-cooperative-descriptor",
     "192x144x64-g8-w12-s4-cooperative-descriptor", "112x128x64-g8-w8-s5-pingpong-descriptor-swap",
+    "128x176x64-g8-w8-s5-cooperative-descriptor-k2", "72x64x64-g8-w4-s8-cooperative-descriptor-k4-swap",
 ])  # fmt: skip
 def test_under_load_on_two_streams_and_in_a_graph(text):
     a, b = values((333, 2048), torch.bfloat16), values((600, 2048), torch.bfloat16).t()
@@ -96,6 +99,7 @@ def test_under_load_on_two_streams_and_in_a_graph(text):
 @pytest.mark.parametrize("text", [
     "128x176x64-g8-w8-s4-cooperative-descriptor", "176x128x64-g8-w8-s4-cooperative-descriptor-swap",
     "192x144x64-g8-w12-s4-cooperative-descriptor", "128x80x64-g8-w8-s6-pingpong-descriptor",
+    "128x176x64-g8-w8-s5-cooperative-descriptor-k3",
 ])  # fmt: skip
 def test_an_ordinary_launch_has_the_same_bits(text):
     # Its tensor maps load 64 rows at a time, those of a direct launch all rows of a tile.

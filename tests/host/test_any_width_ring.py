@@ -184,7 +184,17 @@ def kernel(machine, program, programs, groups, changes):
         "barrier": lambda: machine.meet(groups[threading.get_ident()]) if groups[threading.get_ident()] >= 0 else None, "computed": lambda value: value, "mbarrier": types.SimpleNamespace(wait=machine.wait, arrive=machine.arrive),
         "tma": types.SimpleNamespace(store_wait=lambda left: None)
     } | changes  # fmt: skip
-    for name in ("turn_of", "unused", "corner", "load_step", "load_ahead", "sum_steps", "last_step_done", "produce", "consume"):
+    for name in (
+        "turn_of",
+        "unused",
+        "corner",
+        "load_step",
+        "load_ahead",
+        "sum_steps",
+        "last_step_done",
+        "produce",
+        "consume",
+    ):
         made = types.FunctionType(getattr(any_width, name).fn.__code__, names, name)
         names.setdefault(name, made)
     return names
@@ -267,10 +277,30 @@ def emulate(
     def produce():
         of_thread[threading.get_ident()] = -1
         names["load_ahead"](
-            ring, sizes, state, tile, (x_rows, width, 128 * (x_rows + width)), place, x_rows, False, False, False, BARRIERS_AT
+            ring,
+            sizes,
+            state,
+            tile,
+            (x_rows, width, 128 * (x_rows + width)),
+            place,
+            x_rows,
+            False,
+            False,
+            False,
+            BARRIERS_AT,
         )
         names["produce"](
-            ring, sizes, state, tile, (x_rows, width, 128 * (x_rows + width)), place, x_rows, False, False, False, BARRIERS_AT
+            ring,
+            sizes,
+            state,
+            tile,
+            (x_rows, width, 128 * (x_rows + width)),
+            place,
+            x_rows,
+            False,
+            False,
+            False,
+            BARRIERS_AT,
         )
 
     machine.run([produce, *(lambda group=group: consume(group) for group in range(groups) for _ in range(4))])
@@ -307,7 +337,9 @@ MUTANTS = {
     "one arrival too few": {"arrivals": -1},
     "no wait for a stage that is read": {"waits": lambda at: at < BARRIERS_AT + 8 * any_width.STAGES.value},
     "no meeting before rows of X become slots": {"barrier": lambda: None},
-    "no wait for the other warpgroup's rows of X": {"waits": lambda at: at != BARRIERS_AT + 8 * (2 * any_width.STAGES.value + 2)},
+    "no wait for the other warpgroup's rows of X": {
+        "waits": lambda at: at != BARRIERS_AT + 8 * (2 * any_width.STAGES.value + 2)
+    },
     "no wait for loads": {"waits": lambda at: at >= BARRIERS_AT + 8 * any_width.STAGES.value},
 }
 

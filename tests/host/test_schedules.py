@@ -95,7 +95,7 @@ def test_a_config_names_it(toy):
         replace(config, swap=True)
     with pytest.raises(
         ValueError,
-        match="split_k needs the tile schedule, the cluster one, the specialized one or the t",
+        match="split_k needs the tile schedule, the cluster one, the specialized one, the cooperative one or the t",
     ):
         Config.of("128x128x64-g8-w4-s4-persistent-descriptor-k2")
 

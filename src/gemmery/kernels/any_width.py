@@ -266,6 +266,7 @@ def _loads(to, row, k, rows, box, MAP, TURNED):
         MAP: the number of the kernel's parameter that is the operand's tensor map.
         TURNED: whether adjacent elements lie along the rows and not along K.
     """
+
     def load(to, row):
         at = f"{{{row}, {k}}}" if TURNED else f"{{{k}, {row}}}"
         how = "shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -471,7 +472,11 @@ def store_partial(acc, to, width, COUNT, _semantic=None):
     blocks, count = len(acc.values), _value(COUNT)
     to_, columns = f"${4 + 4 * blocks}", f"${8 + 4 * blocks}"
     lines = [
-        ("" if i % count else f"mad.lo.s32 of, {columns}, {256 * (i // count)}, thread; cvt.s64.s32 at, of; add.s64 at, at, {to_};")
+        (
+            ""
+            if i % count
+            else f"mad.lo.s32 of, {columns}, {256 * (i // count)}, thread; cvt.s64.s32 at, of; add.s64 at, at, {to_};"
+        )
         + f"setp.gt.s32 own, {columns}, {8 * (i % count)}; @own st.global.v4.f32 [at + {2048 * (i % count)}],"
         f" {{{', '.join(f'${4 + 4 * i + j}' for j in range(4))}}};"
         for i in range(blocks)
@@ -505,7 +510,13 @@ def fetch_partial(to, at, size, _semantic=None):
 def fetched(_semantic=None):
     """Waits until what this thread copies has arrived."""
     gl.inline_asm_elementwise(
-        "cp.async.wait_all; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic
+        "cp.async.wait_all; mov.b32 $0, 0;",
+        "=r",
+        [],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+        _semantic=_semantic,
     )
 
 
@@ -547,7 +558,9 @@ def combine(
     own = number % parts
     first = gl.cast(partials, gl.int64) + gl.cast(tile * parts * GROUPS + GROUP, gl.int64) * size
     to = first + gl.cast(own * GROUPS, gl.int64) * size
-    store_partial(acc, gl.full([64, 8], to, gl.int64, BLOCK8), gl.full([64, 8], width, gl.int32, BLOCK8), COUNT)
+    store_partial(
+        acc, gl.full([64, 8], to, gl.int64, BLOCK8), gl.full([64, 8], width, gl.int32, BLOCK8), COUNT
+    )
     done = last_to_arrive(semaphores + tile * GROUPS + GROUP, parts - 1)
     address = shared_at(GROUP * (RING_BYTES // GROUPS))
     if done:
@@ -769,7 +782,9 @@ def consume(
         if workspace is not None:
             cut = (unit >= whole, 0, parts, 0, 0)
             if unit >= whole:
-                done, cut = combine(acc, unit, ring, state, workspace, width, GROUP, GROUPS, COUNT, RING_BYTES)
+                done, cut = combine(
+                    acc, unit, ring, state, workspace, width, GROUP, GROUPS, COUNT, RING_BYTES
+                )
             spread = spread & (unit < whole)
         first_slot = gl.where(spread, FIRST // PART, RING_BYTES // (128 * PART) + GROUP * BUFFERS)
         if spread:

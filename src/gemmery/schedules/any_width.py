@@ -219,7 +219,9 @@ class AnyWidth(PersistentStatic):
         return None
 
     def bind(self, problem: Problem, config: Config) -> Binding:
-        return AnyWidthBinding(problem, config, self.work(problem, config), self.tile(config), self.takes_turns)
+        return AnyWidthBinding(
+            problem, config, self.work(problem, config), self.tile(config), self.takes_turns
+        )
 
     def costs(self, problem: Problem, space: Space, given: Given) -> Costs:
         """See `Schedule.costs`."""
@@ -300,9 +302,7 @@ def descriptor(tensor: Any, shape: Sequence[int], stride: int, block: Sequence[i
 class AnyWidthBinding(Binding):
     """A `Binding` of the kernel for tiles of any width."""
 
-    def __init__(
-        self, problem: Problem, config: Config, work: Work, tile: Tile, takes_turns: bool
-    ) -> None:
+    def __init__(self, problem: Problem, config: Config, work: Work, tile: Tile, takes_turns: bool) -> None:
         from ..kernels import any_width, dialect
 
         p, c = problem, config
@@ -434,10 +434,18 @@ def check_memory(llir: str, size: int) -> None:
     first = re.search(r"mbarrier\.inval.*@global_smem, i32 (\d+)", llir)
     if first is None or int(first[1]) != size:
         raise RuntimeError(f"the barriers are not {size} bytes behind where shared memory begins")
+    end = size + 8 * (2 * MOST_STAGES + 3)
+    named = [int(at) for at in re.findall(r"mbarrier\.\w+[^;]*\[at \+ (\d+)\]", llir)]
+    if not all(size <= at < end for at in named):
+        raise RuntimeError(
+            f"the kernel's assembly takes something for barriers that is not; they end at {end}"
+        )
     others = [line for line in llir.splitlines() if "mbarrier" not in line]
     offsets = [int(found) for line in others for found in re.findall(r"@global_smem, i32 (\d+)", line)]
-    if not offsets or min(offsets) < size + 8 * (2 * MOST_STAGES + 3):
-        raise RuntimeError(f"{size} bytes of slots and the barriers do not have shared memory's first bytes alone")
+    if not offsets or min(offsets) < end:
+        raise RuntimeError(
+            f"{size} bytes of slots and the barriers do not have shared memory's first bytes alone"
+        )
 
 
 COOPERATIVE, PINGPONG = Cooperative(), PingPong()
