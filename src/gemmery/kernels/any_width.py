@@ -205,16 +205,23 @@ def begin(stages, READERS, TURN, GROUPS, AT, _semantic=None):
         for i in range(3)
     )
     most = STAGES.value
+    # Warp w makes barriers w, w + 4, ..., a thread each: `full` of all stages, then `free`, then the other three.
+    choice = "".join(
+        f"setp.ge.s32 own, number, {first}; @own mov.b32 count, {count}; @own mov.b32 moved, {by};"
+        for first, by, count in (
+            ("0", "0", 1), ("$1", "free", _value(READERS)), ("both", "others", _value(TURN)),
+            ("last", "others", _value(GROUPS)),
+        )
+    )  # fmt: skip
     gl.inline_asm_elementwise(
-        f"{{ .reg .pred own; .reg .b32 thread, number, at, count; .reg .b64 map; mov.u32 thread, %tid.x; {maps}"
-        # Thread 4 i + w of warp w makes number 4 i + w: first `full` of all stages, then `free`, then the others.
-        "shr.u32 at, thread, 5; and.b32 thread, thread, 31; mad.lo.s32 number, thread, 4, at; shl.b32 at, $1, 1;"
-        "add.s32 thread, at, 3; setp.lt.u32 own, number, thread; mov.b32 count, 1; sub.s32 thread, number, at;"
-        "{ .reg .pred behind; .reg .b32 place; setp.ge.u32 behind, number, $1; mov.b32 place, number;"
-        f"@behind mov.b32 count, {_value(READERS)}; sub.s32 number, number, $1; @behind add.s32 place, number, {most};"
-        f"setp.ge.s32 behind, thread, 0; @behind mov.b32 count, {_value(TURN)}; @behind add.s32 place, thread, {2 * most};"
-        f"setp.ge.s32 behind, thread, 2; @behind mov.b32 count, {_value(GROUPS)}; mov.b32 number, place; }}"
-        f"mov.b32 at, global_smem; mad.lo.s32 at, number, 8, at;"
+        f"{{ .reg .pred own; .reg .b32 thread, number, count, both, last, free, others, moved, at; .reg .b64 map;"
+        f"mov.u32 thread, %tid.x; {maps}"
+        "shr.u32 at, thread, 5; and.b32 number, thread, 31; mad.lo.s32 number, number, 4, at;"
+        "add.s32 both, $1, $1; add.s32 last, both, 2;"
+        # How far barriers of a kind are from where they would be without room for more stages.
+        f"sub.s32 free, {most}, $1; sub.s32 others, {2 * most}, both; {choice}"
+        "add.s32 moved, moved, number; mov.b32 at, global_smem; mad.lo.s32 at, moved, 8, at;"
+        "setp.le.s32 own, number, last;"
         f"@own mbarrier.init.shared::cta.b64 [at + {_value(AT)}], count; mov.b32 $0, 0; }}",
         "=r,r", [stages], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
     )  # fmt: skip
@@ -276,8 +283,8 @@ def _loads(to, row, k, rows, box, MAP, TURNED):
         f"{{ .reg .pred more; .reg .b64 map; .reg .b32 last, first, n, to; mov.b64 map, gemm_any_width_param_{MAP};"
         f"cvta.param.u64 map, map; {load(to, row)} sub.s32 last, {rows}, {box}; setp.gt.s32 more, last, 0;"
         f"@!more bra LOADED; mov.b32 first, {box};\n"
-        f"NEXT: min.s32 n, first, last; mad.lo.s32 to, n, {2 * STEP.value}, {to}; add.s32 n, n, {row}; {load('to', 'n')}"
-        f"add.s32 first, first, {box}; setp.lt.s32 more, first, {rows}; @more bra NEXT;\nLOADED: }}"
+        f"NEXT: min.s32 n, first, last; mad.lo.s32 to, n, {2 * STEP.value}, {to}; add.s32 n, n, {row};"
+        f"{load('to', 'n')} add.s32 first, first, {box}; setp.lt.s32 more, first, {rows}; @more bra NEXT;\nLOADED: }}"
     )
 
 
@@ -499,8 +506,8 @@ def fetch_partial(to, at, size, _semantic=None):
     """
     gl.inline_asm_elementwise(
         "{ .reg .pred more; .reg .b32 thread, to, done; .reg .b64 at; mov.u32 thread, %tid.x;"
-        "and.b32 thread, thread, 127; mad.lo.s32 to, thread, 16, $1; mad.wide.s32 at, thread, 16, $2; mov.b32 done, 0;\n"
-        "NEXT: cp.async.cg.shared.global [to], [at], 16; add.s32 to, to, 2048; add.s64 at, at, 2048;"
+        "and.b32 thread, thread, 127; mad.lo.s32 to, thread, 16, $1; mad.wide.s32 at, thread, 16, $2;"
+        "mov.b32 done, 0;\nNEXT: cp.async.cg.shared.global [to], [at], 16; add.s32 to, to, 2048; add.s64 at, at, 2048;"
         "add.s32 done, done, 2048; setp.lt.s32 more, done, $3; @more bra NEXT; mov.b32 $0, 0; }",
         "=r,r,l,r", [to, at, size], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
     )  # fmt: skip
@@ -684,8 +691,8 @@ def finish_tile(
     The last columns may overlap those before, and are stored twice then, with the same bits.
 
     Args:
-        spread: whether each part has a slot of its own, in the ring, where this warpgroup's rows of X were: 64 rows of X
-            have one in each stage. Otherwise parts take the warpgroup's `BUFFERS` in turn.
+        spread: whether each part has a slot of its own, in the ring, where this warpgroup's rows of X were: 64 rows of
+            X have one in each stage. Otherwise parts take the warpgroup's `BUFFERS` in turn.
         first_slot: the first of these slots.
         cut: see `summed`; None where no tile is cut.
     """
@@ -731,8 +738,7 @@ def consume(
     out, slots, ring, args, workspace, shape, state, tile, GROUP: gl.constexpr, GROUPS: gl.constexpr,
     PLACE: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, KIND: gl.constexpr, X_ROWS: gl.constexpr,
     WIDTHS: gl.constexpr, SWAP: gl.constexpr, PINGPONG: gl.constexpr, X_TURNED: gl.constexpr, Y_TURNED: gl.constexpr,
-    BUFFERS: gl.constexpr, PART: gl.constexpr, RING_BYTES: gl.constexpr,
-    BARRIERS_AT: gl.constexpr,
+    BUFFERS: gl.constexpr, PART: gl.constexpr, RING_BYTES: gl.constexpr, BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's part of the work."""
     stages, width = ring[1], tile[0]

@@ -137,7 +137,8 @@ def halves_beside(block):
 
 @gluon.jit
 def rounded(
-    acc, out, args, shape, row, col, EPILOGUE: gl.constexpr, CAST: gl.constexpr, SWAP: gl.constexpr, PAIRED: gl.constexpr
+    acc, out, args, shape, row, col, EPILOGUE: gl.constexpr, CAST: gl.constexpr, SWAP: gl.constexpr,
+    PAIRED: gl.constexpr,
 ):  # fmt: skip
     """What the epilogue makes of a subtile's accumulator, as it is stored, and its row and column in the output.
 
@@ -157,7 +158,7 @@ def rounded(
 @gluon.jit
 def finish(
     acc, out, staged, args, shape, row, col, EPILOGUE: gl.constexpr, CAST: gl.constexpr, SWAP: gl.constexpr,
-    PAIRED: gl.constexpr, PENDING: gl.constexpr = 0,
+    PAIRED: gl.constexpr,
 ):  # fmt: skip
     """Epilogue and store of a tile's accumulator, in subtiles as large as the output's descriptor takes them.
 
@@ -167,20 +168,19 @@ def finish(
         CAST: `cast(value, dtype)` rounds what the epilogue returns.
         SWAP: whether the accumulator is transposed.
         PAIRED: whether two columns of the product make one of the output; they are in the accumulator by eights.
-        PENDING: stores that may still be under way when `staged` is written.
     """
     DIM: gl.constexpr = 0 if SWAP else 1
     if acc.shape[1] > out.block_type.shape[DIM]:
         HALF: gl.constexpr = acc.shape[1] // 2
         left, right = column_halves(acc)
-        finish(left, out, staged, args, shape, row, col, EPILOGUE, CAST, SWAP, PAIRED, PENDING)
+        finish(left, out, staged, args, shape, row, col, EPILOGUE, CAST, SWAP, PAIRED)
         if SWAP:
-            finish(right, out, staged, args, shape, row + HALF, col, EPILOGUE, CAST, SWAP, PAIRED, PENDING)
+            finish(right, out, staged, args, shape, row + HALF, col, EPILOGUE, CAST, SWAP, PAIRED)
         else:
-            finish(right, out, staged, args, shape, row, col + HALF, EPILOGUE, CAST, SWAP, PAIRED, PENDING)
+            finish(right, out, staged, args, shape, row, col + HALF, EPILOGUE, CAST, SWAP, PAIRED)
     else:
         value, row, col = rounded(acc, out, args, shape, row, col, EPILOGUE, CAST, SWAP, PAIRED)
-        tma.store_wait(PENDING)
+        tma.store_wait(0)
         staged.store(value)
         hopper.fence_async_shared()
         _store(out, [row, col], staged)

@@ -43,8 +43,8 @@ MOST_STAGES = 12
 REGISTERS = {1: (0, 40), 2: (232, 40), 3: (160, 32)}
 #: By the same: numbers of the accumulator that a thread has registers for.
 ACCUMULATORS = {1: 128, 2: 160, 3: 96}
-#: Of the model of its time, fitted to 1,717 times of 143 random products on an H200: part of the tensor cores' rate, and
-#: what a narrow instruction takes more, in columns.
+#: Of the model of its time, fitted to 1,717 times of 143 random products on an H200: part of the tensor cores' rate,
+#: and what a narrow instruction takes more, in columns.
 EFFICIENCY, EDGE = 0.89, 6.3
 #: Share of the bandwidth from L2 of one multiprocessor and of all together; seconds from asking for bytes until they
 #: are there, and those that a step takes at least.
@@ -373,12 +373,13 @@ class AnyWidthBinding(Binding):
         block = (self.part, ROWS) if c.swap else (ROWS, self.part)
         x, y = (b, a) if c.swap else (a, b)
         whole, cut, *parts = self.work.units(STEP)
+        loaded = sum(-(-rows // box) * box for rows, box in zip((tile.x, tile.y), boxes, strict=True))
         workspace = None if self.split is None else self.workspace(out.device)
         return [
             self._operand(x, c.swap, ROWS, boxes[0]), self._operand(y, not c.swap, self.part, boxes[1]),
             descriptor(out, (p.M, p.N), p.out.row, block), p.M, p.N, p.K, whole + cut, whole, *parts,
             -(-p.M // c.block_m), -(-p.N // c.block_n), tile.y, c.group_m, *boxes,
-            sum(-(-rows // box) * box * ROW for rows, box in zip((tile.x, tile.y), boxes, strict=True)), c.num_stages, (),
+            loaded * ROW, c.num_stages, (),
             epilogue_arguments(p, self.part, extras, numbers), workspace,
         ]  # fmt: skip
 
@@ -386,7 +387,7 @@ class AnyWidthBinding(Binding):
     def workspace_size(self) -> tuple[int, int]:
         """Bytes in which parts of tiles meet, and counters of their arrivals; none where no tile is cut."""
         w, tile = self.work, self.tile
-        floats = w.cut * w.parts * tile.x * self.constants["MOST"]
+        floats = w.cut * w.parts * tile.x * tile.y
         return floats * torch.float32.itemsize, w.counters(tile.groups)
 
     def _operand(self, tensor: Any, is_b: bool, rows: int, box: int) -> Any:

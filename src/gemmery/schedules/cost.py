@@ -99,7 +99,8 @@ def filled(problem: Problem, space: Space, rows: Floats) -> Floats:
     outside_m = tiles_m * s.block_m - rows
     of_m = outside_m * (p.a.col == 1) * p.a.dtype.itemsize * np.minimum(1, 1 / (FILLED * tiles_m))
     of_n = outside_n * (p.b.row == 1) * p.b.bits / 8 * np.minimum(1, 1 / (FILLED * tiles_n))
-    return np.maximum(of_m, of_n) * s.block_k / 128 * FILL * (s.loader == "descriptor")
+    seconds: Floats = np.maximum(of_m, of_n) * s.block_k / 128 * FILL * (s.loader == "descriptor")
+    return seconds
 
 
 class Given(NamedTuple):
