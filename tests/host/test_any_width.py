@@ -1,5 +1,6 @@
 """Tiles of any width: their sizes, what refuses them, what they cost, and what the ring's views rest on."""
 
+import types
 from dataclasses import replace
 
 import numpy as np
@@ -7,8 +8,10 @@ import pytest
 import torch
 
 from gemmery import Config, schedules
+from gemmery.kernels import order, place
 from gemmery.lab.abstract import abstract_problem
 from gemmery.schedules import any_width
+from gemmery.schedules.any_width import Tile
 from gemmery.select import candidates, rank, samples, shortlist
 from gemmery.select.shapes import device_named, problem_of
 from gemmery.select.space import tiles_of
@@ -142,7 +145,12 @@ def test_all_widths_of_a_kernel_are_there_for_every_number_of_rows():
 
 
 @pytest.mark.parametrize(
-    "text", ["128x160x64-g8-w8-s4-pingpong-descriptor", "64x72x64-g4-w4-s8-cooperative-descriptor"]
+    "text",
+    [
+        "128x160x64-g8-w8-s4-pingpong-descriptor",
+        "64x72x64-g4-w4-s8-cooperative-descriptor",
+        "128x72x64-g4-w8-s6-cooperative-descriptor-k3",
+    ],
 )
 def test_the_walk_covers_every_tile_and_all_of_k_once(text):
     p, config = problem(200, 520, 2048), Config.of(text)
@@ -155,6 +163,44 @@ def test_the_walk_covers_every_tile_and_all_of_k_once(text):
         )
         covered[rows, cols] += walk.last_k[i] - walk.first_k[i]
     assert (covered == 2048).all()
+
+
+@pytest.mark.parametrize("sizes", [(200, 520, 2048), (3000, 2048, 1000), (129, 6144, 4160)])
+@pytest.mark.parametrize(
+    "text",
+    ["128x72x64-g4-w8-s6-cooperative-descriptor", "136x64x64-g8-w4-s6-cooperative-descriptor-k3-swap"],
+)
+def test_the_kernel_places_units_as_the_walk_does(sizes, text):
+    # The device's functions, run in Python.
+    p, config = problem(*sizes), Config.of(text)
+    binding = schedules.bind(p, config)
+    walk = schedules.of(config.schedule).walk(p, config)
+    tl = types.SimpleNamespace(
+        minimum=min,
+        maximum=max,
+        where=lambda condition, x, y: x if condition else y,
+        cdiv=lambda x, y: -(-x // y),
+    )
+    banded = types.FunctionType(order.banded.fn.__code__, {"tl": tl, "min": min})
+    function = place.sized_tile if binding.split is None else place.sized_part
+    placed = types.FunctionType(function.fn.__code__, {"tl": tl, "banded": banded})
+    work, tiles = binding.work, [-(-p.M // config.block_m), -(-p.N // config.block_n)]
+    whole, cut, *parts = work.units(64)
+    state = (whole + cut, whole, *parts, *tiles, ())
+    found = [placed(unit, state, (p.M, p.N, p.K), config.block_m, config.block_n, config.group_m)
+             for unit in range(whole + cut)]  # fmt: skip
+    wanted = zip(walk.row, walk.col, walk.first_k, walk.last_k, strict=True)
+    assert [(row, col, first, last) for _, row, col, _, first, last in found] == [
+        tuple(map(int, each)) for each in wanted
+    ]
+
+
+def test_parts_of_large_tiles_are_as_many_as_the_ring_holds():
+    assert Tile(128, 256, 2, 64).most_parts == 2
+    assert Tile(64, 64, 1, 64).most_parts > 4
+    config = Config.of("128x256x64-g8-w8-s4-cooperative-descriptor-k3")
+    with pytest.raises(ValueError, match="the ring has room for the partial sums of 2 parts; given 3"):
+        schedules.bind(problem(), config)
 
 
 def test_a_ring_that_lies_elsewhere_is_refused():
