@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .base import Schedule
-from .cost import OVERLAP, STORE, STREAM, TAIL_EFFICIENCY, Costs, Given, filled
+from .cost import OVERLAP, STORE, STREAM, TAIL_EFFICIENCY, Costs, Given
 from .walk import Ints, Walk, in_turn, whole_tiles
 from .waves import Split
 
@@ -139,9 +139,6 @@ class PersistentStatic(Schedule):
         memory = memory + again / (device.bandwidth * STREAM)
         # A narrower tile computes less for the same rows of A.
         compute = long * compute_step + small * steps * compute_step * part / TAIL_EFFICIENCY
-        # A tile with much outside the operands ends late.
-        late = np.minimum(long, steps) * np.maximum(filled(p, s, rows) - np.maximum(compute_step, l2_step), 0)
-        compute = compute + late
         l2 = long * l2_step + small * steps * l2_step * (from_a + from_b * part) / (from_a + from_b)
         body = (np.maximum(compute, l2) ** OVERLAP + memory**OVERLAP) ** (1 / OVERLAP)
         store = area * p.out.dtype.itemsize / device.store_bandwidth
