@@ -201,11 +201,22 @@ def kernel(machine, program, programs, groups, changes):
 
 
 def emulate(
-    seed, groups, x_rows, width, stages, takes_turns, sizes, arrivals=0, waits=lambda at: True, **changes
+    seed,
+    groups,
+    x_rows,
+    width,
+    stages,
+    takes_turns,
+    sizes,
+    parts=1,
+    arrivals=0,
+    waits=lambda at: True,
+    **changes,
 ):
     """One program of three, whose tiles must have the blocks of the right rows and steps.
 
     Args:
+        parts: of tiles that would not fill a last wave, along K.
         arrivals: how many more a stage waits for than there are before it is loaded again.
         waits: whether there is any waiting at a barrier.
         changes: functions of the kernel that others take the place of.
@@ -225,31 +236,49 @@ def emulate(
         machine.barriers[BARRIERS_AT + 8 * 2 * most].arrive(4)
     done, own = [], x_rows if takes_turns else x_rows // groups
 
-    def finish_tile(acc, out, slots, args, shape, row, col, width, spread, first_slot, *rest):
+    def combine(acc, unit, ring, *rest):
+        # This program's part is the last one to be done: the other ones come into the ring.
+        machine.wait(any_width_unused, 0)
+        if any(machine.reading.values()):
+            raise Wrong("the ring is read when other parts come into it")
+        return True, part_of(unit)
+
+    def finish_tile(acc, out, slots, args, shape, row, col, width, spread, first_slot, cut, *rest):
         # What is stored lies where this warpgroup's rows of X were.
         rows = [64 * first_slot + stage * x_rows + i for stage in range(stages) for i in range(own)]
         if spread and any(machine.reading[128 * i] for i in rows):
             raise Wrong("the ring is read when it has become slots")
+        first_k, last_k = (0, K) if cut is None or cut[0] is False else cut
         for step, blocks in enumerate(acc):
-            x = [("x", row + i, step * STEP) for i in range(64)]
-            y = [("y", col + i, step * STEP) for i in range(width)]
+            x = [("x", row + i, first_k + step * STEP) for i in range(64)]
+            y = [("y", col + i, first_k + step * STEP) for i in range(width)]
             if blocks != tuple(x + y):
                 raise Wrong("not the blocks of this step")
-        if len(acc) != -(-K // STEP):
+        if len(acc) != -(-(last_k - first_k) // STEP):
             raise Wrong("not all steps")
         done.append((row, col))
 
     of_thread = {}
-    names = kernel(machine, 1, 3, of_thread, {"finish_tile": finish_tile} | changes)
+    names = kernel(machine, 1, 3, of_thread, {"finish_tile": finish_tile, "combine": combine} | changes)
+    any_width_unused = BARRIERS_AT + 8 * (2 * most + 2)
     barriers = types.SimpleNamespace(index=lambda at: BARRIERS_AT + 8 * at)
     ring = (barriers, stages)
     across = -(-N // width)
     tiles = -(-M // x_rows) * across
 
-    def place(unit, state, shape, rows, cols, band):
-        return 0, unit // across * rows, unit % across * cols, shape[0], 0, K
+    # Three programs run at once.
+    whole = tiles if parts == 1 else tiles // 3 * 3
+    units, part_k = whole + (tiles - whole) * parts, -(-K // STEP // parts) * STEP
 
-    state, tile = (tiles, tiles, 1, 0, 0, 0, ()), (width, 8)
+    def part_of(unit):
+        first_k = (unit - whole) % parts * part_k
+        return (0, K) if unit < whole else (first_k, min(first_k + part_k, K))
+
+    def place(unit, state, shape, rows, cols, band):
+        number = min(unit, whole) + max(unit - whole, 0) // parts
+        return 0, number // across * rows, number % across * cols, shape[0], *part_of(unit)
+
+    state, tile = (units, whole, parts, part_k, 0, 0, ()), (width, 8)
     # Its widths, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, PART, RING_BYTES and BARRIERS_AT.
     constants = [width], False, takes_turns, False, False, 1, 64, BARRIERS_AT // 2, BARRIERS_AT
 
@@ -260,7 +289,7 @@ def emulate(
             None,
             ring,
             (),
-            None,
+            None if parts == 1 else (),
             sizes,
             state,
             tile,
@@ -304,22 +333,24 @@ def emulate(
         )
 
     machine.run([produce, *(lambda group=group: consume(group) for group in range(groups) for _ in range(4))])
-    units = range(1, tiles, 3)
     expected = Counter()
-    for unit in units:
-        row, col = min(unit // across * x_rows, M - x_rows), min(unit % across * width, N - width)
+    for unit in range(1, units, 3):
+        _, row, col, *_ = place(unit, state, sizes, x_rows, width, 8)
+        row, col = min(row, M - x_rows), min(col, N - width)
         for group in range(1 if takes_turns else groups):
             expected[row + group * own, col] += 4
     assert Counter(done) == expected
 
 
 CASES = [
-    # groups, rows of X, width, stages, taking turns, sizes
+    # groups, rows of X, width, stages, taking turns, sizes, parts along K of what fills no last wave
     (1, 64, 72, 3, False, (256, 300, 200)),
     (2, 128, 88, 4, False, (300, 400, 330)),
     (3, 192, 64, 3, False, (400, 256, 128)),
     (2, 64, 80, 3, True, (256, 400, 200)),
     (2, 64, 80, 4, True, (320, 400, 64)),
+    (2, 128, 88, 3, False, (400, 600, 500), 2),
+    (1, 64, 72, 3, False, (64, 72, 700), 3),
 ]
 
 

@@ -569,7 +569,8 @@ def combine(
         acc, gl.full([64, 8], to, gl.int64, BLOCK8), gl.full([64, 8], width, gl.int32, BLOCK8), COUNT
     )
     done = last_to_arrive(semaphores + tile * GROUPS + GROUP, parts - 1)
-    address = shared_at(GROUP * (RING_BYTES // GROUPS))
+    # Each warpgroup has its share of the ring, in whole rows.
+    address = shared_at(GROUP * (RING_BYTES // 128 // GROUPS * 128))
     if done:
         mbarrier.wait(unused(ring), 0)
         for i in range(parts - 1):

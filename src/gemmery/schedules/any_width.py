@@ -129,7 +129,7 @@ class Tile(NamedTuple):
     @property
     def most_parts(self) -> int:
         """Parts of a tile that is cut along K. The warpgroup that adds them up has one, and the ring the others."""
-        return 1 + self.ring_rows * ROW // (self.x * self.y * 4)
+        return 1 + self.ring_rows // self.groups * ROW // (self.own * self.y * 4)
 
     @property
     def most_stages(self) -> int:
@@ -251,7 +251,7 @@ class AnyWidth(PersistentStatic):
         around = turns * TURN + store * LAST_STORE if self.takes_turns else turns * (TILE + store * STORE)
         once = START + around
         reduction = np.where(chunk > 0, REDUCTION + TIMES * parts * x * y * 4.0 / device.sm_bandwidth, 0.0)
-        # One kernel less for a tile that can be cut, but is not.
+        # So that a tile that is not cut has the kernel without that code.
         idle = np.where((s.split_k > 1) & (chunk == 0), IDLE, 1.0)
         total = (body + once + reduction) * idle
         return Costs(total, compute, l2, memory, once, reduction, np.zeros(1), turns * np.ones_like(total))
