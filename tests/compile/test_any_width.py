@@ -23,7 +23,7 @@ CASES = [
     ("NT", "64x248x64-g8-w4-s4-cooperative-descriptor"),
     ("TT", "192x64x64-g8-w12-s4-cooperative-descriptor"),
     ("NT", "256x160x64-g8-w8-s3-cooperative-descriptor"),
-    ("NT", "128x160x64-g8-w8-s4-pingpong-descriptor"),
+    ("NT", "128x144x64-g8-w8-s4-pingpong-descriptor"),
     ("NT", "16x64x64-g8-w4-s12-cooperative-descriptor-swap"),
 ]
 

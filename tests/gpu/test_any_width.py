@@ -70,7 +70,7 @@ def test_random_tiles_and_products(part):
 
 
 @pytest.mark.parametrize("text", [
-    "128x160x64-g8-w8-s4-pingpong-descriptor", "64x72x64-g8-w4-s8-cooperative-descriptor",
+    "128x144x64-g8-w8-s4-pingpong-descriptor", "64x72x64-g8-w4-s8-cooperative-descriptor",
     "192x144x64-g8-w12-s4-cooperative-descriptor", "112x128x64-g8-w8-s5-pingpong-descriptor-swap",
     "128x176x64-g8-w8-s5-cooperative-descriptor-k2", "72x64x64-g8-w4-s8-cooperative-descriptor-k4-swap",
 ])  # fmt: skip

@@ -769,7 +769,7 @@ def consume(
         mbarrier.arrive(unused(ring))
     for unit in range(first, units, every):
         row, col, end, first_k, last_k = corner(unit, state, shape, tile, PLACE, X_ROWS, SWAP)
-        row, col, end = computed(row), computed(col), computed(end)
+        row, col = computed(row), computed(col)
         if PINGPONG:
             mbarrier.wait(turn_of(ring, GROUP), turn)
             turn = turn ^ 1

@@ -41,8 +41,8 @@ SHARED, BARRIERS = ARCHS["sm_90"].shared, 1024
 MOST_STAGES = 12
 #: By the number of warpgroups: registers of a thread in all but the first one, and of the loader's.
 REGISTERS = {1: (0, 40), 2: (232, 40), 3: (160, 32)}
-#: By the same: numbers of the accumulator that a thread has registers for.
-ACCUMULATORS = {1: 128, 2: 160, 3: 96}
+#: By the same: numbers of the accumulator that a thread has registers for; and of a warpgroup that takes turns.
+ACCUMULATORS, IN_TURNS = {1: 128, 2: 160, 3: 96}, 144
 #: Of the model of its time, fitted to 1,717 times of 143 random products on an H200: part of the tensor cores' rate,
 #: and what a narrow instruction takes more, in columns.
 EFFICIENCY, EDGE = 0.89, 6.3
@@ -93,7 +93,8 @@ class Tile(NamedTuple):
     @property
     def widest(self) -> int:
         """The largest width that a kernel for this X has registers for."""
-        return min(256, ACCUMULATORS[self.groups] * 128 // self.own)
+        numbers = ACCUMULATORS[self.groups] if self.own < self.x or self.groups == 1 else IN_TURNS
+        return min(256, numbers * 128 // self.own)
 
     @property
     def each(self) -> int:
