@@ -83,6 +83,7 @@ def test_the_kernel_of_a_row_has_its_width(layout):
         ("96x128x64-g8-w8-s4-cooperative-descriptor", "64 or 128 rows for each warpgroup"),
         ("128x128x64-g8-w12-s4-cooperative-descriptor", "64 or 128 rows for each warpgroup"),
         ("128x256x64-g8-w8-s5-cooperative-descriptor", "there is shared memory for 4"),
+        ("128x128x64-g8-w8-s1-cooperative-descriptor", "needs at least 2"),
         ("128x128x128-g8-w8-s4-cooperative-descriptor", "block_k 64"),
         ("128x128x64-g8-w8-s4-cooperative-pointer", "descriptor loader"),
         ("128x128x64-g8-w4-s4-pingpong-descriptor", "8 warps"),
@@ -195,9 +196,44 @@ def test_the_kernel_places_units_as_the_walk_does(sizes, text):
     ]
 
 
+@pytest.mark.parametrize(
+    "sizes", [(1600, 1408, 4096), (1092, 3720, 4096), (200, 600, 2048), (4000, 1000, 640)]
+)
+@pytest.mark.parametrize("text", ["128x128x64-g8-w8-s4-cooperative-descriptor-k2",
+                                  "176x128x64-g8-w8-s5-cooperative-descriptor-k3-swap"])  # fmt: skip
+def test_elements_that_two_tiles_store_have_the_same_bits(sizes, text):
+    # A tile that is moved back into the output overlaps another one, which must be cut as it is.
+    p, config = problem(*sizes), Config.of(text)
+    walk, work = schedules.of(config.schedule).walk(p, config), schedules.bind(p, config).work
+    gl = types.SimpleNamespace(minimum=min, maximum=max, where=lambda condition, x, y: x if condition else y)
+    corner = types.FunctionType(kernel.corner.fn.__code__, {"gl": gl})
+    x, y = sides(config)
+    cut = np.full((p.M, p.N), -1)
+    for unit, (row, col) in enumerate(zip(walk.row, walk.col, strict=True)):
+        state = (work.whole + work.cut * work.parts, work.whole, work.parts)
+        at_x, at_y, *_ = corner(
+            unit,
+            state,
+            (p.M, p.N, p.K),
+            (y, 8),
+            lambda *args, at=(row, col): (0, *at, p.M, 0, p.K),
+            x,
+            config.swap,
+        )
+        at_m, at_n = (at_y, at_x) if config.swap else (at_x, at_y)
+        own = cut[at_m : at_m + config.block_m, at_n : at_n + config.block_n]
+        mine = int(unit >= work.whole)
+        assert ((own == -1) | (own == mine)).all()
+        own[:] = mine
+    assert (cut >= 0).all()
+
+
 def test_parts_of_large_tiles_are_as_many_as_the_ring_holds():
     assert Tile(128, 256, 2, 64).most_parts == 2
     assert Tile(64, 64, 1, 64).most_parts > 4
+    # Each warpgroup has whole rows of the ring.
+    tile = Tile(192, 64, 3, 64)
+    assert (tile.most_parts - 1) * tile.own * tile.y * 4 <= tile.ring_rows // 3 * 128
     config = Config.of("128x256x64-g8-w8-s4-cooperative-descriptor-k3")
     with pytest.raises(ValueError, match="the ring has room for the partial sums of 2 parts; given 3"):
         schedules.bind(problem(), config)

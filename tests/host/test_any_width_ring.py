@@ -336,7 +336,8 @@ def emulate(
     expected = Counter()
     for unit in range(1, units, 3):
         _, row, col, *_ = place(unit, state, sizes, x_rows, width, 8)
-        row, col = min(row, M - x_rows), min(col, N - width)
+        if unit < whole or not whole:
+            row, col = min(row, M - x_rows), min(col, N - width)
         for group in range(1 if takes_turns else groups):
             expected[row + group * own, col] += 4
     assert Counter(done) == expected

@@ -327,7 +327,8 @@ def corner(unit, state, shape, tile, PLACE: gl.constexpr, X_ROWS: gl.constexpr, 
 
     The last tile along each side is moved back so that it ends where the operand does, if the operand is as large as a
     tile. TMA fills rows outside an operand with zeros, at a tenth of the speed of loads. Two tiles then share elements,
-    and both store them, with the same bits.
+    and both store them, with the same bits. A tile that is cut along K has other bits than a whole one, so behind whole
+    tiles it stays where it is.
     """
     width, band_m = tile[0], tile[1]
     if SWAP:
@@ -336,8 +337,9 @@ def corner(unit, state, shape, tile, PLACE: gl.constexpr, X_ROWS: gl.constexpr, 
         _, row, col, end, first_k, last_k = PLACE(unit, state, shape, X_ROWS, width, band_m)
     x_rows = shape[1] if SWAP else shape[0]
     y_rows = shape[0] if SWAP else shape[1]
-    row = gl.minimum(row, gl.maximum(x_rows - X_ROWS, 0))
-    col = gl.minimum(col, gl.maximum(y_rows - width, 0))
+    moves = (unit < state[1]) | (state[1] == 0)
+    row = gl.where(moves, gl.minimum(row, gl.maximum(x_rows - X_ROWS, 0)), row)
+    col = gl.where(moves, gl.minimum(col, gl.maximum(y_rows - width, 0)), col)
     return row, col, end, first_k, last_k
 
 
@@ -781,6 +783,8 @@ def consume(
             mbarrier.arrive(turn_of(ring, 1 - GROUP))
         acc = last_step_done(acc, ring, stage, BARRIERS_AT)
         if unit + every >= units:
+            # One thread arrives, for all four warps.
+            barrier()
             mbarrier.arrive(unused(ring))
         done = unit >= 0
         cut = None

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 #: Rows of X that a `wgmma` multiplies, and its step along K; bytes of a row of a stage.
 ROWS, STEP, ROW = 64, 64, 128
+#: Rows that a tensor map loads at a time, at most.
+BOX = 256
 #: Columns of Y that are stored at a time, at most.
 PART = 64
 #: Bytes of shared memory, and of those for barriers.
@@ -196,6 +198,11 @@ class AnyWidth(PersistentStatic):
             raise ValueError(
                 f"Config: the {self.name} schedule needs a width that is a multiple of {tile.each} from 16 to "
                 f"{tile.widest}"
+            )
+        if c.num_stages < 2:
+            # A stage is free when the product of the next one has begun.
+            raise ValueError(
+                f"Config: num_stages is {c.num_stages}; the {self.name} schedule needs at least 2"
             )
         if c.num_stages > tile.most_stages:
             raise ValueError(
@@ -362,7 +369,10 @@ class AnyWidthBinding(Binding):
 
     def direct_arguments(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> list[Any]:
         """See `Binding.direct_arguments`."""
-        x, y = ROWS if self.x_turned else self.tile.x, ROWS if self.y_turned else self.tile.y
+        x, y = (
+            ROWS if turned or rows > BOX else rows
+            for turned, rows in ((self.x_turned, self.tile.x), (self.y_turned, self.tile.y))
+        )
         return self._arguments(tensors, numbers, (x, y))
 
     def _arguments(

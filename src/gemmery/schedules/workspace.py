@@ -61,6 +61,8 @@ class Workspaces:
         return new
 
     def _captured(self, index: int, counters: int) -> Tensor:
+        if not counters:
+            return _zeros(0, torch.device("cuda", index))
         with self._lock:
             _, ready = self._reserved.get(index, (None, []))
             if ready and counters <= _COUNTERS:
