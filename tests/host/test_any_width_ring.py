@@ -146,7 +146,7 @@ def kernel(machine, program, programs, groups, changes):
     """The kernel's functions with what stands in for Gluon and for assembly.
 
     Args:
-        groups: of each thread, the warpgroup.
+        groups: the warpgroup of each thread; None for the loader's.
     """
     in_flight = {}
 
@@ -169,6 +169,12 @@ def kernel(machine, program, programs, groups, changes):
             machine.reading.subtract(under_way.pop(0))
         return acc
 
+    def barrier():
+        # The loader's warp is alone.
+        group = groups[threading.get_ident()]
+        if group is not None:
+            machine.meet(group)
+
     gl = types.SimpleNamespace(
         constexpr=int, where=lambda condition, x, y: x if condition else y, to_tensor=int, cdiv=lambda x, y: -(-x // y),
         program_id=lambda axis: program, num_programs=lambda axis: programs, assume=lambda condition: None,
@@ -181,7 +187,7 @@ def kernel(machine, program, programs, groups, changes):
         "wait": machine.wait, "load_stage": load_stage, "multiply": multiply, "wgmma_wait": wgmma_wait,
         "release": lambda stage, arrives, at: machine.arrive(at + 8 * stage) if arrives else None,
         "matrix_descriptor": lambda address, chunk: address // 16, "zeros_of": lambda count: [],
-        "barrier": lambda: machine.meet(groups[threading.get_ident()]) if groups[threading.get_ident()] >= 0 else None, "computed": lambda value: value, "mbarrier": types.SimpleNamespace(wait=machine.wait, arrive=machine.arrive),
+        "barrier": barrier, "computed": lambda value: value, "mbarrier": types.SimpleNamespace(wait=machine.wait, arrive=machine.arrive),
         "tma": types.SimpleNamespace(store_wait=lambda left: None)
     } | changes  # fmt: skip
     for name in (
@@ -238,7 +244,7 @@ def emulate(
 
     def combine(acc, unit, ring, *rest):
         # This program's part is the last one to be done: the other ones come into the ring.
-        machine.wait(any_width_unused, 0)
+        machine.wait(unused, 0)
         if any(machine.reading.values()):
             raise Wrong("the ring is read when other parts come into it")
         return True, part_of(unit)
@@ -260,7 +266,7 @@ def emulate(
 
     of_thread = {}
     names = kernel(machine, 1, 3, of_thread, {"finish_tile": finish_tile, "combine": combine} | changes)
-    any_width_unused = BARRIERS_AT + 8 * (2 * most + 2)
+    unused = BARRIERS_AT + 8 * (2 * most + 2)
     barriers = types.SimpleNamespace(index=lambda at: BARRIERS_AT + 8 * at)
     ring = (barriers, stages)
     across = -(-N // width)
@@ -304,33 +310,11 @@ def emulate(
         )
 
     def produce():
-        of_thread[threading.get_ident()] = -1
-        names["load_ahead"](
-            ring,
-            sizes,
-            state,
-            tile,
-            (x_rows, width, 128 * (x_rows + width)),
-            place,
-            x_rows,
-            False,
-            False,
-            False,
-            BARRIERS_AT,
-        )
-        names["produce"](
-            ring,
-            sizes,
-            state,
-            tile,
-            (x_rows, width, 128 * (x_rows + width)),
-            place,
-            x_rows,
-            False,
-            False,
-            False,
-            BARRIERS_AT,
-        )
+        of_thread[threading.get_ident()] = None
+        boxes = x_rows, width, 128 * (x_rows + width)
+        given = ring, sizes, state, tile, boxes, place, x_rows, False, False, False, BARRIERS_AT
+        names["load_ahead"](*given)
+        names["produce"](*given)
 
     machine.run([produce, *(lambda group=group: consume(group) for group in range(groups) for _ in range(4))])
     expected = Counter()

@@ -15,8 +15,8 @@ with PINGPONG take tiles in turn: while one multiplies, the other one stores. Th
 ping-pong schedules (github.com/NVIDIA/cutlass).
 
 The ring holds the blocks of X of all stages, and then those of Y. Each stage has two barriers: `full` is complete when
-its blocks have arrived, `free` when all warps have read them. `turn` says which warpgroup may multiply, `unused` that
-the ring is not read any more.
+its blocks have arrived, `free` when all warps have read them. `turn` says which warpgroup may multiply. `unused` is
+complete when no warpgroup reads the ring any more.
 
 A tile goes to memory in parts of 64 rows of X by some of Y, through slots of shared memory. Each warpgroup has some
 slots of its own. A program's last tile has a slot for each part, in the ring.
@@ -184,19 +184,19 @@ def turn_of(ring, GROUP: gl.constexpr):
 
 @gluon.jit
 def unused(ring):
-    """The barrier at which warpgroups arrive that do not read the ring any more."""
+    """The barrier at which warpgroups arrive once they no longer read the ring."""
     return ring[0].index(2 * STAGES + 2)
 
 
 @builtin
-def begin(stages, READERS, TURN, GROUPS, AT, _semantic=None):
+def begin(stages, READERS, GROUPS, AT, _semantic=None):
     """Fetches the tensor maps, and makes all barriers, a fourth of them in each warp.
 
     The hardware makes one after the other. The first load of a launch waits for both.
 
     Args:
         stages: how many there are.
-        READERS, TURN, GROUPS: arrivals at `free`, at a warpgroup's turn and at `unused`.
+        READERS, GROUPS: arrivals at `free` and at `unused`; there is one at `full` and at a warpgroup's turn.
         AT: where the barriers begin, see `shared_at`.
     """
     maps = "".join(
@@ -209,7 +209,7 @@ def begin(stages, READERS, TURN, GROUPS, AT, _semantic=None):
     choice = "".join(
         f"setp.ge.s32 own, number, {first}; @own mov.b32 count, {count}; @own mov.b32 moved, {by};"
         for first, by, count in (
-            ("0", "0", 1), ("$1", "free", _value(READERS)), ("both", "others", _value(TURN)),
+            ("0", "0", 1), ("$1", "free", _value(READERS)), ("both", "others", 1),
             ("last", "others", _value(GROUPS)),
         )
     )  # fmt: skip
@@ -229,7 +229,7 @@ def begin(stages, READERS, TURN, GROUPS, AT, _semantic=None):
 
 @builtin
 def computed(value, _semantic=None):
-    """The same number, computed by now: not behind a loop that comes next."""
+    """Returns the same number, and keeps the compiler from computing it after a loop that follows."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic
     )
@@ -475,7 +475,7 @@ def store_partial(acc, to, width, COUNT, _semantic=None):
 
     Args:
         to: the address, in a block as `BLOCK8` has them.
-        width: of the tile, likewise. What is behind it is not stored.
+        width: the tile's width, likewise in a block. Columns beyond it are not stored.
         COUNT: blocks of 8 columns for each 64 rows of X.
     """
     blocks, count = len(acc.values), _value(COUNT)
@@ -517,21 +517,15 @@ def fetch_partial(to, at, size, _semantic=None):
 
 @builtin
 def fetched(_semantic=None):
-    """Waits until what this thread copies has arrived."""
+    """Waits until this thread's copies have arrived."""
     gl.inline_asm_elementwise(
-        "cp.async.wait_all; mov.b32 $0, 0;",
-        "=r",
-        [],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-        _semantic=_semantic,
-    )
+        "cp.async.wait_all; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
+    )  # fmt: skip
 
 
 @builtin
 def add_fetched(blocks, at, _semantic=None):
-    """Adds to some blocks of an accumulator what lies for them at an address in shared memory, given in a block."""
+    """Adds fetched numbers to some blocks of an accumulator. Their address in shared memory comes in a block."""
     numbers = 4 * len(blocks.values)
     lines = [
         f"ld.shared.v4.f32 {{n0, n1, n2, n3}}, [at + {2048 * i}];"
@@ -555,8 +549,10 @@ def combine(
 ):  # fmt: skip
     """Stores a part of a tile. The warpgroup that does so last copies the other parts into the ring; nobody waits.
 
+    `rings.combine` adds parts up in registers, of which an accumulator of this width leaves none.
+
     Returns:
-        Whether that is this warpgroup, and what `summed` takes.
+        Whether this warpgroup is the last one, and what `summed` takes.
     """
     whole, parts = state[1], state[2]
     partials, semaphores = workspace
@@ -630,19 +626,18 @@ def columns_of(blocks):
 
 
 @builtin
-def store_slot(at, warp, row, col, MAP, SWAP, _semantic=None):
+def store_slot(at, warp, row, col, SWAP, _semantic=None):
     """One thread of a warp begins to store a part of the output from a slot.
 
     Args:
         at: where the slot is, in bytes behind the beginning of shared memory.
         row, col: where the part begins, in X and in Y.
-        MAP: the number of the kernel's parameter that is the output's tensor map.
     """
     place = "{$3, $4}" if _value(SWAP) else "{$4, $3}"
     gl.inline_asm_elementwise(
         "{ .reg .pred own, one; .reg .b32 warp, at; .reg .b64 map; elect.sync _|one, 0xffffffff; mov.u32 warp, %tid.x;"
         "shr.u32 warp, warp, 5; and.b32 warp, warp, 3; setp.eq.and.u32 own, warp, $2, one; mov.b32 at, global_smem;"
-        f"add.s32 at, at, $1; mov.b64 map, gemm_any_width_param_{_value(MAP)}; cvta.param.u64 map, map;"
+        "add.s32 at, at, $1; mov.b64 map, gemm_any_width_param_10; cvta.param.u64 map, map;"
         f"@own cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [map, {place}], [at];"
         "@own cp.async.bulk.commit_group; mov.b32 $0, 0; }",
         "=r,r,r,r,r", [at, warp, row, col], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
@@ -651,7 +646,7 @@ def store_slot(at, warp, row, col, MAP, SWAP, _semantic=None):
 
 @builtin
 def wait_for_slot(warp, _semantic=None):
-    """Waits in a warp until what it stores has been read from shared memory."""
+    """Waits, in one warp, until its stores have read their slots."""
     gl.inline_asm_elementwise(
         "{ .reg .pred own; .reg .b32 warp; mov.u32 warp, %tid.x; shr.u32 warp, warp, 5; and.b32 warp, warp, 3;"
         "setp.eq.u32 own, warp, $1; @own cp.async.bulk.wait_group.read 0; mov.b32 $0, 0; }",
@@ -661,27 +656,32 @@ def wait_for_slot(warp, _semantic=None):
 
 @gluon.jit
 def finish_part(
-    blocks, out, slots, slot, args, shape, row, col, warp, waits, EPILOGUE: gl.constexpr, CAST: gl.constexpr,
-    SWAP: gl.constexpr,
+    blocks, out, slots, first_slot, spread, number, in_ring, args, shape, row, col, EPILOGUE: gl.constexpr,
+    CAST: gl.constexpr, SWAP: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
     """Epilogue and store of 64 rows of X by some of Y, which begin at `row` and `col`, through a slot.
 
     Args:
-        warp: which one stores. Issuing a store takes a while, so warps take turns.
-        waits: whether that warp may still be storing something from the slot.
+        first_slot, spread: see `finish_tile`.
+        number: which part of the tile this is.
+        in_ring: the part's slot, counted from the first, where parts are spread over the ring.
     """
+    SLOT: gl.constexpr = out.block_type.shape[0] * out.block_type.shape[1] * 2
+    slot = first_slot + gl.where(spread, in_ring, number % BUFFERS)
+    # Issuing a store takes a while, so warps take turns.
+    warp = gl.where(spread, number % 4, number % BUFFERS)
     at_row, at_col = row, col
     if SWAP:
         at_row, at_col = col, row
     value, _, _ = rounded(columns_of(blocks), out, args, shape, at_row, at_col, EPILOGUE, CAST, SWAP, False)
-    if waits:
+    if spread == 0:
+        # This warp may still be storing an earlier part from the slot.
         wait_for_slot(warp)
         barrier()
     slots.index(slot).store(value)
     hopper.fence_async_shared()
     barrier()
-    SLOT: gl.constexpr = out.block_type.shape[0] * out.block_type.shape[1] * 2
-    store_slot(slot * SLOT, warp, row, col, 10, SWAP)
+    store_slot(slot * SLOT, warp, row, col, SWAP)
 
 
 @gluon.jit
@@ -706,29 +706,24 @@ def finish_tile(
     STAGE: gl.constexpr = X_ROWS // PART
     whole = width // PART
     parts = gl.cdiv(width, PART)
-    not_spread = spread == 0
     for m in gl.static_range(len(acc) // COUNT):
         for i in gl.static_range(WHOLE):
             if i < whole:
                 blocks = blocks_of(acc, m * COUNT + i * PART // 8, PART // 8)
                 if cut is not None:
                     blocks = summed(blocks, cut, m * (width // 8) + i * PART // 8)
-                part = m * parts + i
-                slot = first_slot + gl.where(spread, m * OWN + i * STAGE, part % BUFFERS)
                 finish_part(
-                    blocks, out, slots, slot, args, shape, row + 64 * m, col + i * PART,
-                    gl.where(spread, part % 4, part % BUFFERS), not_spread, EPILOGUE, CAST, SWAP,
+                    blocks, out, slots, first_slot, spread, m * parts + i, m * OWN + i * STAGE, args, shape,
+                    row + 64 * m, col + i * PART, EPILOGUE, CAST, SWAP, BUFFERS,
                 )  # fmt: skip
         if whole < parts:
             columns = gl.full([64, 8], width, gl.int32, BLOCK8)
             behind = last_blocks(blocks_of(acc, m * COUNT, COUNT), columns, PART // 8, WIDTHS)
             if cut is not None:
                 behind = summed(behind, cut, m * (width // 8) + width // 8 - PART // 8)
-            part = m * parts + whole
-            slot = first_slot + gl.where(spread, m * OWN + whole * STAGE, part % BUFFERS)
             finish_part(
-                behind, out, slots, slot, args, shape, row + 64 * m, col + width - PART,
-                gl.where(spread, part % 4, part % BUFFERS), not_spread, EPILOGUE, CAST, SWAP,
+                behind, out, slots, first_slot, spread, m * parts + whole, m * OWN + whole * STAGE, args, shape,
+                row + 64 * m, col + width - PART, EPILOGUE, CAST, SWAP, BUFFERS,
             )  # fmt: skip
 
 
@@ -866,7 +861,7 @@ def gemm_any_width(
     BARRIERS_AT: gl.constexpr = SLOTS * SLOT
     ring = (barriers, stages)
     # Four warps of each warpgroup read a stage.
-    begin(stages, 4 * (1 if PINGPONG else GROUPS), 1, GROUPS, BARRIERS_AT)
+    begin(stages, 4 * (1 if PINGPONG else GROUPS), GROUPS, BARRIERS_AT)
     hopper.fence_async_shared()
     load_ahead(ring, shape, state, tile, boxes, PLACE, X_ROWS, SWAP, X_TURNED, Y_TURNED, BARRIERS_AT)
     if PINGPONG:

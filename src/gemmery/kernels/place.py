@@ -113,7 +113,7 @@ def tail_chunk(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 def sized_tile(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m):
     """Tile number `unit`, over all of K, of a product without a batch.
 
-    `state` is (units, whole tiles, parts, part_k, tiles along M, tiles along N, ...): tiles are not counted anew here.
+    `state` is (units, whole tiles, parts, part_k, tiles along M, tiles along N, ...), so none are counted here.
     """
     tile_m, tile_n = banded(unit, state[4], state[5], band_m)
     return 0, tile_m * BLOCK_M, tile_n * BLOCK_N, shape[0], 0, shape[2]

@@ -140,9 +140,10 @@ def rounded(
     acc, out, args, shape, row, col, EPILOGUE: gl.constexpr, CAST: gl.constexpr, SWAP: gl.constexpr,
     PAIRED: gl.constexpr,
 ):  # fmt: skip
-    """What the epilogue makes of a subtile's accumulator, as it is stored, and its row and column in the output.
+    """Applies the epilogue to a subtile's accumulator, and rounds the result; arguments are those of `finish`.
 
-    Arguments are those of `finish`.
+    Returns:
+        The rounded values, and their row and column in the output.
     """
     block = acc.permute((1, 0)) if SWAP else acc
     EACH: gl.constexpr = 2 if PAIRED else 1

@@ -91,7 +91,7 @@ class Costs:
 def filled(problem: Problem, space: Space, rows: Floats) -> Floats:
     """Seconds that TMA takes at most for what a step along K has outside the operands; see `FILL`.
 
-    Measured of matrices of 16 bits. Of packed and scaled operands nothing is known, and none are taken.
+    Measured on 16-bit matrices. Other types, packed weights and scaled operands were not measured; for them it is 0.
     """
     p, s = problem, space
     if p.b.kind or p.a.dtype.itemsize != 2:
