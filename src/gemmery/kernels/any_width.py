@@ -58,6 +58,24 @@ def shared_at(AT, _semantic=None):
     )  # fmt: skip
 
 
+#: Assembly that waits, each thread on its own, until the phase of this parity of a barrier is complete. Before Gluon's
+#: own, all threads of a warpgroup meet.
+_WAIT = "\nAGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [{barrier}], {phase}; @!done bra AGAIN;"
+
+
+def _release(stage, arrives):
+    """Assembly that says that a warp has read a stage, at its barrier `free`.
+
+    Args:
+        stage: the address of the stage's barrier `full`.
+        arrives: a predicate.
+    """
+    return (
+        f"elect.sync _|one, 0xffffffff; and.pred one, one, {arrives};"
+        f"@one mbarrier.arrive.shared::cta.b64 _, [{stage} + {8 * STAGES.value}];"
+    )
+
+
 def _switch(index, values, cases):
     """Assembly that runs the case of the value that register `index` has, which is one of `values`, in order.
 
@@ -74,13 +92,22 @@ def _switch(index, values, cases):
 
 
 @builtin
-def wgmma(acc, at_x, at_y, adds, width, X_STEP, Y_STEP, KIND, X_TURNED, Y_TURNED, WIDTHS, _semantic=None):
-    """Begins `acc` plus, or without `adds` just, the product of some rows of X and `width` of Y, STEP along K.
+def multiply_steps(
+    acc, full, stage, phase, stages, steps, head_x, head_y, width, X_ROWS, KIND, X_TURNED, Y_TURNED, WIDTHS,
+    _semantic=None,
+):  # fmt: skip
+    """The K loop of a warpgroup: the sum of the products of some rows of X and `width` of Y, of at least one step.
+
+    The products of the last step are still under way, see `last_step_done`. All but `acc` come in a block.
 
     Args:
-        acc: for each 64 rows of X as many blocks as the largest width has. Those behind `width` stay as they are.
-        at_x, at_y: matrix descriptors, as PTX calls what says where a block lies in shared memory, and how.
-        X_STEP, Y_STEP: from one sixteen along K to the next, in units of 16 bytes.
+        acc: for each 64 rows of X as many blocks as the largest width has. Those behind `width` stay as they are; what
+            the others have before is not used.
+        full: the address of the first stage's barrier.
+        stage, phase: of the first step; see `following`.
+        steps: how many there are.
+        head_x, head_y: matrix descriptors of the first stage's blocks, as PTX calls what says where a block lies in
+            shared memory, and how.
         KIND: the operands' type, as PTX names it.
         X_TURNED, Y_TURNED: whether adjacent elements lie along the rows and not along K.
         WIDTHS: what `width` may be, in order.
@@ -88,26 +115,42 @@ def wgmma(acc, at_x, at_y, adds, width, X_STEP, Y_STEP, KIND, X_TURNED, Y_TURNED
     widths = [_value(width) for width in _value(WIDTHS)]
     numbers = 4 * len(acc.values)
     # Every operand comes four times, a register for each number of a thread.
-    x, y, p, w = (2 * numbers + 4 * i for i in range(4))
+    given = iter(range(2 * numbers, 2 * numbers + 32, 4))
+    full_, stage_, phase_, stages_, steps_, x_, y_, width_ = (f"${next(given)}" for _ in range(8))
+    # A sixteenth along K is 32 bytes further, or 16 rows.
+    x_step, y_step = (128 if _value(turned) else 2 for turned in (X_TURNED, Y_TURNED))
     cases = []
     for each in widths:
         shape = f"m64n{each}k16.f32.{_value(KIND)}.{_value(KIND)}"
-        lines = ["wgmma.fence.sync.aligned;"]
+        lines = [f"\nSTEP: {_WAIT.format(barrier='at', phase='phase')} wgmma.fence.sync.aligned;"]
         for row, first in enumerate(range(0, numbers, widths[-1] // 2)):
             registers = ", ".join(f"${first + i}" for i in range(each // 2))
             for i in range(4):
                 # 64 rows of 64 numbers are 512 units, however they lie.
                 lines.append(
-                    f"add.s64 x, ${x}, {512 * row + i * _value(X_STEP)}; add.s64 y, ${y}, {i * _value(Y_STEP)};"
-                    f"wgmma.mma_async.sync.aligned.{shape} {{{registers}}}, x, y,"
-                    f" {'1' if i else 'p'}, 1, 1, {int(_value(X_TURNED))}, {int(_value(Y_TURNED))};"
+                    f"add.s64 own_x, x, {512 * row + i * x_step}; add.s64 own_y, y, {i * y_step};"
+                    f"wgmma.mma_async.sync.aligned.{shape} {{{registers}}}, own_x, own_y,"
+                    f" {'1' if i else 'adds'}, 1, 1, {int(_value(X_TURNED))}, {int(_value(Y_TURNED))};"
                 )
-        cases.append("\n".join([*lines, "wgmma.commit_group.sync.aligned;"]))
-    switch = _switch(f"${w}", widths, cases)
-    constraints = ["=f"] * numbers + [str(i) for i in range(numbers)] + ["l"] * 8 + ["r"] * 8
+        lines.append(
+            # This step's products stay under way, so those of the step before are done with their blocks.
+            "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 1;"
+            f"{_release('before', 'adds')}"
+            "setp.eq.s32 adds, 0, 0; mov.b32 before, at; add.s32 at, at, 8; add.s32 stage, stage, 1;"
+            f"add.s64 x, x, {8 * _value(X_ROWS)}; add.s64 y, y, y_rows; setp.ge.s32 wraps, stage, {stages_};"
+            f"@wraps mov.b32 stage, 0; @wraps mov.b32 at, {full_}; @wraps mov.b64 x, {x_}; @wraps mov.b64 y, {y_};"
+            "@wraps xor.b32 phase, phase, 1; sub.s32 left, left, 1; setp.gt.s32 more, left, 0; @more bra.uni STEP;"
+        )
+        cases.append(f"{{ {chr(10).join(lines)} }}")
+    constraints = ["=f"] * numbers + [str(i) for i in range(numbers)] + ["r"] * 20 + ["l"] * 8 + ["r"] * 4
     made = gl.inline_asm_elementwise(
-        f"{{ .reg .pred p; .reg .b64 x, y; setp.ne.b32 p, ${p}, 0;\n{switch} }}", ",".join(constraints),
-        [*acc.values, at_x, at_y, adds, width],
+        "{ .reg .pred adds, done, one, wraps, more; .reg .b64 x, y, own_x, own_y, y_rows;"
+        ".reg .b32 stage, phase, at, before, left, own;"
+        f"mov.b32 stage, {stage_}; mov.b32 phase, {phase_}; mov.b32 left, {steps_}; setp.ne.s32 adds, 0, 0;"
+        f"mad.lo.s32 at, stage, 8, {full_}; mov.b32 before, at; mad.wide.s32 x, stage, {8 * _value(X_ROWS)}, {x_};"
+        f"mul.lo.s32 own, {width_}, 8; cvt.s64.s32 y_rows, own; mad.wide.s32 y, stage, own, {y_};"
+        f"{_switch(width_, widths, cases)} }}",
+        ",".join(constraints), [*acc.values, full, stage, phase, stages, steps, head_x, head_y, width],
         dtype=[gl.float32] * len(acc.values), is_pure=False, pack=4, _semantic=_semantic,
     )  # fmt: skip
     return gl.tuple(list(made))
@@ -236,48 +279,32 @@ def computed(value, _semantic=None):
 
 
 @builtin
-def wait(barrier, phase, _semantic=None):
-    """Waits, each thread on its own, until the phase of this parity of the barrier with that address is complete.
-
-    Before Gluon's own, all threads of a warpgroup meet.
-    """
+def release(barrier, _semantic=None):
+    """Says that a warp has read a stage, given the address of its barrier `full`."""
     gl.inline_asm_elementwise(
-        "{ .reg .pred done;\nAGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [$1], $2; @!done bra AGAIN;"
-        "mov.b32 $0, 0; }",
-        "=r,r,r", [barrier, phase], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
+        f"{{ .reg .pred one, arrives; setp.eq.s32 arrives, 0, 0; {_release('$1', 'arrives')} mov.b32 $0, 0; }}",
+        "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
     )  # fmt: skip
 
 
-@builtin
-def release(stage, arrives, AT, _semantic=None):
-    """Says that a warp has read a stage, if it `arrives`, at its barrier `free`.
-
-    Args:
-        AT: where these barriers begin, see `shared_at`.
-    """
-    gl.inline_asm_elementwise(
-        "{ .reg .pred one; .reg .b32 at; elect.sync _|one, 0xffffffff; setp.ne.and.s32 one, $2, 0, one;"
-        f"mov.b32 at, global_smem; mad.lo.s32 at, $1, 8, at;"
-        f"@one mbarrier.arrive.shared::cta.b64 _, [at + {_value(AT)}]; mov.b32 $0, 0; }}",
-        "=r,r,r", [stage, arrives], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
-    )  # fmt: skip
-
-
-def _loads(to, row, k, rows, box, MAP, TURNED):
+def _loads(to, row, k, rows, box, MAP, TURNED, policy):
     """Assembly that begins to load an operand's block of a stage, `box` rows at a time; mostly that is all of them.
 
     The last box ends where the block does, and may have rows of the one before it.
 
     Args:
-        to, row, k, rows, box: registers; see `load_stage`.
+        to, row, k, rows, box: registers; see `load_steps`.
         MAP: the number of the kernel's parameter that is the operand's tensor map.
         TURNED: whether adjacent elements lie along the rows and not along K.
+        policy: the register of a cache policy; "" for none.
     """
 
     def load(to, row):
         at = f"{{{row}, {k}}}" if TURNED else f"{{{k}, {row}}}"
         how = "shared::cluster.global.mbarrier::complete_tx::bytes"
-        return f"cp.async.bulk.tensor.2d.{how} [{to}], [map, {at}], [arrived];"
+        if policy:
+            return f"cp.async.bulk.tensor.2d.{how}.L2::cache_hint [{to}], [map, {at}], [at], {policy};"
+        return f"cp.async.bulk.tensor.2d.{how} [{to}], [map, {at}], [at];"
 
     return (
         f"{{ .reg .pred more; .reg .b64 map; .reg .b32 last, first, n, to; mov.b64 map, gemm_any_width_param_{MAP};"
@@ -289,34 +316,51 @@ def _loads(to, row, k, rows, box, MAP, TURNED):
 
 
 @builtin
-def load_stage(
-    arrived, count, k, to_x, row, x_rows, x_box, to_y, col, y_rows, y_box, X_TURNED, Y_TURNED, FIRST_WARP,
-    _semantic=None,
+def load_steps(
+    full, stage, phase, stages, k, last_k, row, x_box, col, width, y_box, count, X_ROWS, SWAP, X_TURNED,
+    Y_TURNED, AHEAD, _semantic=None,
 ):  # fmt: skip
-    """One thread of a warp begins to load a stage's blocks of X and Y.
+    """One thread loads the blocks of X and Y of some steps, each into its stage.
 
     Gluon's own instruction loads powers of two; of a width that is none it would take several, one after the other,
     and the tensor cores would wait for them.
 
     Args:
-        arrived: the address of the barrier at which they arrive.
-        count: bytes of the blocks, and those that boxes load twice.
-        k: where they begin along K.
-        row, col: where they begin in X and in Y.
-        to_x, to_y: the addresses of the blocks.
-        x_rows, y_rows: of the blocks.
+        full: the address of the first stage's barrier at which they arrive.
+        stage, phase: of the first step; see `following`.
+        k, last_k: where the steps begin and end along K.
+        row, col: where the blocks begin in X and in Y.
+        width: rows of Y.
         x_box, y_box: rows that the tensor maps load at a time.
+        count: bytes of a step's blocks, and those that boxes load twice.
+        SWAP: whether X is B, which is the first to leave L2. Most of its blocks are read once, at about the same time,
+            and take the place of their own kind there, rather than of what other kernels have written.
         X_TURNED, Y_TURNED: whether adjacent elements lie along the rows and not along K.
-        FIRST_WARP: whether there are other warps here, and only the program's first one loads.
+        AHEAD: whether stages have not been used, so that there is nothing to wait for, and a warpgroup is here, of
+            which the first warp loads; else one warp.
     """
-    x = _loads("$4", "$5", "$3", "$6", "$7", 0, _value(X_TURNED))
-    y = _loads("$8", "$9", "$3", "$10", "$11", 5, _value(Y_TURNED))
-    others = "mov.u32 arrived, %tid.x; setp.ge.u32 one, arrived, 32; @one bra DONE;"
+    x_bytes = _value(X_ROWS) * 2 * STEP.value
+    policies = ("policy", "") if _value(SWAP) else ("", "policy")
+    x = _loads("x", "$6", "k", str(_value(X_ROWS)), "$7", 0, _value(X_TURNED), policies[0])
+    y = _loads("y", "$8", "k", "$9", "$10", 5, _value(Y_TURNED), policies[1])
+    if _value(AHEAD):
+        alone, free = "mov.u32 at, %tid.x; setp.ge.u32 one, at, 32; @one bra DONE;", ""
+    else:
+        alone, free = "", _WAIT.format(barrier=f"at + {8 * STAGES.value}", phase="phase")
     gl.inline_asm_elementwise(
-        f"{{ .reg .pred one; .reg .b32 arrived; {others if _value(FIRST_WARP) else ''}"
-        "elect.sync _|one, 0xffffffff; @!one bra DONE; mov.b32 arrived, $1;"
-        f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [arrived], $2; {x} {y}\nDONE: mov.b32 $0, 0; }}",
-        ",".join(["=r"] + ["r"] * 11), [arrived, count, k, to_x, row, x_rows, x_box, to_y, col, y_rows, y_box],
+        "{ .reg .pred one, done, wraps, more; .reg .b64 policy;"
+        f".reg .b32 stage, phase, at, k, x, y, x_first, y_first, y_bytes; {alone}"
+        "elect.sync _|one, 0xffffffff; @!one bra DONE; createpolicy.fractional.L2::evict_first.b64 policy, 1.0;"
+        "mov.b32 stage, $2; mov.b32 phase, $3; mov.b32 k, $5; mad.lo.s32 at, stage, 8, $1; mov.b32 x_first, global_smem;"
+        f"mad.lo.s32 y_first, $4, {x_bytes}, x_first; mul.lo.s32 y_bytes, $9, {2 * STEP.value};"
+        f"mad.lo.s32 x, stage, {x_bytes}, x_first; mad.lo.s32 y, stage, y_bytes, y_first; setp.ge.s32 more, k, $12;"
+        f"@more bra DONE;\nSTEP: {free} mbarrier.arrive.expect_tx.shared::cta.b64 _, [at], $11; {x} {y}"
+        f"add.s32 k, k, {STEP.value}; add.s32 at, at, 8; add.s32 x, x, {x_bytes}; add.s32 y, y, y_bytes;"
+        "add.s32 stage, stage, 1; setp.ge.s32 wraps, stage, $4; @wraps mov.b32 stage, 0; @wraps mov.b32 at, $1;"
+        "@wraps mov.b32 x, x_first; @wraps mov.b32 y, y_first; @wraps xor.b32 phase, phase, 1;"
+        "setp.lt.s32 more, k, $12; @more bra STEP;\nDONE: mov.b32 $0, 0; }",
+        ",".join(["=r"] + ["r"] * 12),
+        [full, stage, phase, stages, k, row, x_box, col, width, y_box, count, last_k],
         dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
     )  # fmt: skip
 
@@ -344,41 +388,29 @@ def corner(unit, state, shape, tile, PLACE: gl.constexpr, X_ROWS: gl.constexpr, 
 
 
 @gluon.jit
-def load_step(
-    ring, stage, k, row, col, tile, boxes, X_ROWS: gl.constexpr, X_TURNED: gl.constexpr, Y_TURNED: gl.constexpr,
-    BARRIERS_AT: gl.constexpr, FIRST_WARP: gl.constexpr,
+def load_ahead(
+    ring, shape, state, tile, loads, PLACE: gl.constexpr, X_ROWS: gl.constexpr, SWAP: gl.constexpr,
+    X_TURNED: gl.constexpr, Y_TURNED: gl.constexpr, BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
-    """Begins to load a step along K of the tile at `row` and `col` into a stage."""
-    width = tile[0]
-    x_box, y_box, count = boxes
-    to_x = shared_at(0) + stage * (X_ROWS * STEP * 2)
-    to_y = shared_at(0) + ring[1] * (X_ROWS * STEP * 2) + stage * width * (STEP * 2)
-    load_stage(
-        shared_at(BARRIERS_AT) + stage * 8, count, k, to_x, row, X_ROWS, x_box, to_y, col, width, y_box, X_TURNED,
-        Y_TURNED, FIRST_WARP,
+    """Loads the first steps of the program's first unit, as many as there are stages, before warps have their roles."""
+    stages = ring[1]
+    x_box, y_box, count = loads
+    row, col, _, first_k, last_k = corner(gl.program_id(0), state, shape, tile, PLACE, X_ROWS, SWAP)
+    barrier()
+    load_steps(
+        shared_at(BARRIERS_AT), 0, 0, stages, first_k, gl.minimum(last_k, first_k + stages * STEP), row, x_box, col,
+        tile[0], y_box, count, X_ROWS, SWAP, X_TURNED, Y_TURNED, True,
     )  # fmt: skip
 
 
 @gluon.jit
-def load_ahead(
-    ring, shape, state, tile, boxes, PLACE: gl.constexpr, X_ROWS: gl.constexpr, SWAP: gl.constexpr,
-    X_TURNED: gl.constexpr, Y_TURNED: gl.constexpr, BARRIERS_AT: gl.constexpr,
-):  # fmt: skip
-    """Loads the first steps of the program's first unit, as many as there are stages, before warps have their roles."""
-    row, col, _, first_k, last_k = corner(gl.program_id(0), state, shape, tile, PLACE, X_ROWS, SWAP)
-    barrier()
-    for stage in range(gl.minimum(ring[1], gl.cdiv(last_k - first_k, STEP))):
-        k = first_k + stage * STEP
-        load_step(ring, stage, k, row, col, tile, boxes, X_ROWS, X_TURNED, Y_TURNED, BARRIERS_AT, True)
-
-
-@gluon.jit
 def produce(
-    ring, shape, state, tile, boxes, PLACE: gl.constexpr, X_ROWS: gl.constexpr, SWAP: gl.constexpr,
+    ring, shape, state, tile, loads, PLACE: gl.constexpr, X_ROWS: gl.constexpr, SWAP: gl.constexpr,
     X_TURNED: gl.constexpr, Y_TURNED: gl.constexpr, BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
     """Loads what `consume` multiplies, in the same order, behind what `load_ahead` does."""
     stages = ring[1]
+    x_box, y_box, count = loads
     stage = gl.to_tensor(0)
     # The parity before the first: what has not been used yet is free.
     phase = gl.to_tensor(1)
@@ -388,10 +420,11 @@ def produce(
             ahead = gl.minimum(stages, gl.cdiv(last_k - first_k, STEP))
             first_k += ahead * STEP
             stage, phase = later(stage, phase, ahead, stages)
-        for k in range(first_k, last_k, STEP):
-            wait(shared_at(BARRIERS_AT) + stage * 8 + 8 * STAGES, phase)
-            load_step(ring, stage, k, row, col, tile, boxes, X_ROWS, X_TURNED, Y_TURNED, BARRIERS_AT, False)
-            stage, phase = following(stage, phase, stages)
+        load_steps(
+            shared_at(BARRIERS_AT), stage, phase, stages, first_k, last_k, row, x_box, col, tile[0], y_box, count,
+            X_ROWS, SWAP, X_TURNED, Y_TURNED, False,
+        )  # fmt: skip
+        stage, phase = later(stage, phase, gl.cdiv(gl.maximum(last_k - first_k, 0), STEP), stages)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -408,52 +441,30 @@ def zeros_of(COUNT: gl.constexpr):
 
 
 @gluon.jit
-def multiply(
-    acc, own_x, own_y, adds, width, KIND: gl.constexpr, WIDTHS: gl.constexpr, X_TURNED: gl.constexpr,
-    Y_TURNED: gl.constexpr,
-):  # fmt: skip
-    """A step along K: begins to add the product of a stage's blocks to the sum.
-
-    Args:
-        own_x, own_y: matrix descriptors of this stage's blocks.
-        width: of the tile.
-    """
-    at_x = gl.full([64, 8], own_x, gl.int64, BLOCK8)
-    at_y = gl.full([64, 8], own_y, gl.int64, BLOCK8)
-    more = gl.full([64, 8], adds, gl.int32, BLOCK8)
-    columns = gl.full([64, 8], width, gl.int32, BLOCK8)
-    # A sixteenth along K is 32 bytes further, or 16 rows.
-    X_STEP: gl.constexpr = 128 if X_TURNED else 2
-    Y_STEP: gl.constexpr = 128 if Y_TURNED else 2
-    return wgmma(acc, at_x, at_y, more, columns, X_STEP, Y_STEP, KIND, X_TURNED, Y_TURNED, WIDTHS)
-
-
-@gluon.jit
 def sum_steps(
-    acc, heads, ring, first_k, last_k, stage, phase, width, KIND: gl.constexpr, X_ROWS: gl.constexpr,
+    heads, ring, first_k, last_k, stage, phase, width, COUNT: gl.constexpr, KIND: gl.constexpr, X_ROWS: gl.constexpr,
     WIDTHS: gl.constexpr, X_TURNED: gl.constexpr, Y_TURNED: gl.constexpr, BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
-    """The K loop of one warpgroup, from `first_k` to `last_k`, at least a step.
+    """The sum of a warpgroup's products from `first_k` to `last_k`, at least a step.
 
     Args:
         heads: matrix descriptors of its X and of Y in the first stage.
         width: of the tile.
+        COUNT: blocks of 8 columns.
     """
-    stages = ring[1]
-    gl.assume(first_k < last_k)
-    for k in range(first_k, last_k, STEP):
-        wait(shared_at(BARRIERS_AT) + stage * 8, phase)
-        # A row of 64 numbers is 8 units of 16 bytes.
-        own_x = heads[0] + stage * (X_ROWS * 8)
-        own_y = heads[1] + stage * width * 8
-        adds = gl.where(k > first_k, 1, 0)
-        acc = multiply(acc, own_x, own_y, adds, width, KIND, WIDTHS, X_TURNED, Y_TURNED)
-        # This step's products stay under way, so those of the step before are done with their blocks.
-        acc = wgmma_wait(acc, 1)
-        before = gl.where(stage == 0, stages - 1, stage - 1)
-        release(before, adds, BARRIERS_AT + 8 * STAGES)
-        stage, phase = following(stage, phase, stages)
+    steps = gl.cdiv(last_k - first_k, STEP)
+    acc = multiply_steps(
+        zeros_of(COUNT), in_block(shared_at(BARRIERS_AT)), in_block(stage), in_block(phase), in_block(ring[1]),
+        in_block(steps), in_block(heads[0]), in_block(heads[1]), in_block(width), X_ROWS, KIND, X_TURNED, Y_TURNED, WIDTHS,
+    )  # fmt: skip
+    stage, phase = later(stage, phase, steps, ring[1])
     return acc, stage, phase
+
+
+@gluon.jit
+def in_block(value):
+    """A number in each place of a block of an accumulator, as assembly takes it that also takes some of these."""
+    return gl.full([64, 8], value, value.dtype, BLOCK8)
 
 
 @gluon.jit
@@ -461,7 +472,7 @@ def last_step_done(acc, ring, stage, BARRIERS_AT: gl.constexpr):
     """Waits for the last products of the K loop."""
     acc = wgmma_wait(acc, 0)
     before = gl.where(stage == 0, ring[1] - 1, stage - 1)
-    release(before, 1, BARRIERS_AT + 8 * STAGES)
+    release(shared_at(BARRIERS_AT) + before * 8)
     return acc
 
 
@@ -563,9 +574,7 @@ def combine(
     own = number % parts
     first = gl.cast(partials, gl.int64) + gl.cast(tile * parts * GROUPS + GROUP, gl.int64) * size
     to = first + gl.cast(own * GROUPS, gl.int64) * size
-    store_partial(
-        acc, gl.full([64, 8], to, gl.int64, BLOCK8), gl.full([64, 8], width, gl.int32, BLOCK8), COUNT
-    )
+    store_partial(acc, in_block(to), in_block(width), COUNT)
     done = last_to_arrive(semaphores + tile * GROUPS + GROUP, parts - 1)
     # Each warpgroup has its share of the ring, in whole rows.
     address = shared_at(GROUP * (RING_BYTES // 128 // GROUPS * 128))
@@ -594,7 +603,7 @@ def summed(blocks, cut, first):
                 total = sums_of(total, blocks)
             else:
                 at = address + gl.where(part < own, part, part - 1) * size + first * 2048
-                total = add_fetched(total, gl.full([64, 8], at, gl.int32, BLOCK8))
+                total = add_fetched(total, in_block(at))
         blocks = total
     return blocks
 
@@ -717,8 +726,7 @@ def finish_tile(
                     row + 64 * m, col + i * PART, EPILOGUE, CAST, SWAP, BUFFERS,
                 )  # fmt: skip
         if whole < parts:
-            columns = gl.full([64, 8], width, gl.int32, BLOCK8)
-            behind = last_blocks(blocks_of(acc, m * COUNT, COUNT), columns, PART // 8, WIDTHS)
+            behind = last_blocks(blocks_of(acc, m * COUNT, COUNT), in_block(width), PART // 8, WIDTHS)
             if cut is not None:
                 behind = summed(behind, cut, m * (width // 8) + width // 8 - PART // 8)
             finish_part(
@@ -771,8 +779,8 @@ def consume(
             mbarrier.wait(turn_of(ring, GROUP), turn)
             turn = turn ^ 1
         acc, stage, phase = sum_steps(
-            zeros_of(OWN // 64 * COUNT), heads, ring, first_k, last_k, stage, phase, width, KIND, X_ROWS, WIDTHS,
-            X_TURNED, Y_TURNED, BARRIERS_AT,
+            heads, ring, first_k, last_k, stage, phase, width, OWN // 64 * COUNT, KIND, X_ROWS, WIDTHS, X_TURNED,
+            Y_TURNED, BARRIERS_AT,
         )  # fmt: skip
         if PINGPONG:
             mbarrier.arrive(turn_of(ring, 1 - GROUP))
@@ -849,7 +857,7 @@ def gemm_any_width(
     shape = (M, N, K)
     state = (units, whole, parts, part_k, tiles_m, tiles_n, place_args)
     tile = (width, band_m)
-    boxes = (x_box, y_box, step_bytes)
+    loads = (x_box, y_box, step_bytes)
     WIDTHS: gl.constexpr = widths_of(LEAST, MOST, EACH)
     PART: gl.constexpr = out.block_type.shape[0 if SWAP else 1]
     RING_BYTES: gl.constexpr = RING_ROWS * (STEP * 2)
@@ -863,7 +871,7 @@ def gemm_any_width(
     # Four warps of each warpgroup read a stage.
     begin(stages, 4 * (1 if PINGPONG else GROUPS), GROUPS, BARRIERS_AT)
     hopper.fence_async_shared()
-    load_ahead(ring, shape, state, tile, boxes, PLACE, X_ROWS, SWAP, X_TURNED, Y_TURNED, BARRIERS_AT)
+    load_ahead(ring, shape, state, tile, loads, PLACE, X_ROWS, SWAP, X_TURNED, Y_TURNED, BARRIERS_AT)
     if PINGPONG:
         mbarrier.arrive(turn_of(ring, 0))
     if GROUPS == 1:
@@ -879,7 +887,7 @@ def gemm_any_width(
                 ),
                 (
                     produce,
-                    (ring, shape, state, tile, boxes, PLACE, X_ROWS, SWAP, X_TURNED, Y_TURNED, BARRIERS_AT),
+                    (ring, shape, state, tile, loads, PLACE, X_ROWS, SWAP, X_TURNED, Y_TURNED, BARRIERS_AT),
                 ),
             ],
             [1],
@@ -906,7 +914,7 @@ def gemm_any_width(
                 ),
                 (
                     produce,
-                    (ring, shape, state, tile, boxes, PLACE, X_ROWS, SWAP, X_TURNED, Y_TURNED, BARRIERS_AT),
+                    (ring, shape, state, tile, loads, PLACE, X_ROWS, SWAP, X_TURNED, Y_TURNED, BARRIERS_AT),
                 ),
             ],
             [4, 1],
@@ -941,7 +949,7 @@ def gemm_any_width(
                 ),
                 (
                     produce,
-                    (ring, shape, state, tile, boxes, PLACE, X_ROWS, SWAP, X_TURNED, Y_TURNED, BARRIERS_AT),
+                    (ring, shape, state, tile, loads, PLACE, X_ROWS, SWAP, X_TURNED, Y_TURNED, BARRIERS_AT),
                 ),
             ],
             [4, 4, 1],

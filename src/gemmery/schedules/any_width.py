@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-import sys
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,28 +44,28 @@ MOST_STAGES = 12
 REGISTERS = {1: (0, 40), 2: (232, 40), 3: (160, 32)}
 #: By the same: numbers of the accumulator that a thread has registers for; and of a warpgroup that takes turns.
 ACCUMULATORS, IN_TURNS = {1: 128, 2: 160, 3: 96}, 144
-#: Of the model of its time, fitted to 1,717 times of 143 random products on an H200: part of the tensor cores' rate,
-#: and what a narrow instruction takes more, in columns.
-EFFICIENCY, EDGE = 0.89, 6.3
+#: Of the model of its time, fitted to 595 times of 120 random products on an H200: part of the tensor cores' rate, and
+#: what a narrow instruction takes more, in columns.
+EFFICIENCY, EDGE = 0.898, 10.1
 #: Share of the bandwidth from L2 of one multiprocessor and of all together; seconds from asking for bytes until they
-#: are there, and those that a step takes at least.
-INTAKE, L2, LATENCY, LEAST = 0.981, 0.836, 1.41e-6, 0.192e-6
+#: are there.
+INTAKE, L2, LATENCY = 1.07, 0.974, 1.17e-6
 #: What a tenfold time costs for the clock, which power lowers, and from how many seconds on.
-SLOWING, LONG = 0.0153, 3e-5
+SLOWING, LONG = 0.0038, 3e-5
 #: Time from memory over that at its bandwidth: in the limit of a long stream, what a short one takes more, and what is
 #: short, in seconds. How memory and the loop, which mostly overlap, add up.
-MEMORY, SHORT, RAMP, OVERLAP = 0.874, 0.477, 1e-4, 3.79
+MEMORY, SHORT, RAMP, OVERLAP = 1.083, 0.755, 3.75e-6, 4.17
 #: Seconds around a launch. Seconds around a tile and share of the time that its store takes alone, where warpgroups
 #: share tiles; and the same where they take turns, when the last store alone counts.
-START = 5.37e-6
-TILE, STORE = 0.886e-6, 0.38
-TURN, LAST_STORE = 0.212e-6, 0.86
+START = 4.66e-6
+TILE, STORE = 0.9e-6, 1.39
+TURN, LAST_STORE = 0.462e-6, 1.84
 #: What a step in turns takes more where operands' adjacent elements lie along M or N.
-TURNED = 1.08
+TURNED = 1.05
 #: Seconds that parts of a tile take to meet, beside the time of their bytes, and how often each byte is on its way.
-REDUCTION, TIMES = 0.963e-6, 3.42
+REDUCTION, TIMES = 1.04e-6, 2.69
 #: What a kernel that could cut tiles costs more where it does not: it has more code.
-IDLE = 1.1
+IDLE = 1.02
 
 #: Compiled kernels that were looked into, and are as they have to be.
 _CHECKED: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -151,8 +150,6 @@ class AnyWidth(PersistentStatic):
     archs = ("sm_90",)
     # Those whose Gluon has the names that the kernel is written in.
     versions = ("3.6", "3.7", "3.8", "3.9")
-    # With fewer, powers of two are as quick or quicker.
-    rows = range(65, sys.maxsize)
     reason = "preferred where powers of two leave part of the last wave idle"
     takes_turns: ClassVar[bool] = False
 
@@ -244,7 +241,7 @@ class AnyWidth(PersistentStatic):
         compute = own_steps * 2.0 * x * y * STEP / (rate * EFFICIENCY) * (1 + EDGE / y)
         share = np.minimum(INTAKE, L2 * device.sms / busy) * device.sm_bandwidth
         l2 = own_steps * (x + y) * STEP * 2.0 / share
-        least = own_steps * np.maximum(LATENCY / (s.num_stages - 1), LEAST)
+        least = own_steps * LATENCY / (s.num_stages - 1)
         # Tiles are moved into the operands, but for an operand that is smaller than a tile.
         x_rows, y_rows = np.where(s.swap, p.N, rows), np.where(s.swap, rows, p.N)
         outside = own_steps * np.maximum(x - x_rows, y - y_rows) * FILL
@@ -447,8 +444,9 @@ def check_memory(llir: str, size: int) -> None:
     if first is None or int(first[1]) != size:
         raise RuntimeError(f"the barriers are not {size} bytes behind where shared memory begins")
     end = size + 8 * (2 * MOST_STAGES + 3)
-    named = [int(at) for at in re.findall(r"mbarrier\.\w+[^;]*\[at \+ (\d+)\]", llir)]
-    if not all(size <= at < end for at in named):
+    made = [int(at) for at in re.findall(r"mbarrier\.init[^;]*\[at \+ (\d+)\]", llir)]
+    named = [int(at) for at in re.findall(r"mov\.b32 first, global_smem; add\.s32 \$0, first, (\d+);", llir)]
+    if any(at != size for at in made) or any(at > size for at in named):
         raise RuntimeError(
             f"the kernel's assembly takes something for barriers that is not; they end at {end}"
         )

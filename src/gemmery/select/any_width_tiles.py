@@ -1,7 +1,7 @@
 """The rows of tiles of any width, see `kernels.any_width`: all from `PART` columns on that registers and memory hold.
 
-There are too many to write down, and all that is said of one follows from its sizes. Narrower tiles are left out: each
-would need a kernel of its own, and powers of two are quicker there.
+There are too many to write down, and all that is said of one follows from its sizes. Of narrower tiles each needs a
+kernel of its own. There are two, for products of a few rows.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ SHARED_TILES = ((64, 1, 64), (128, 2, 64), (192, 3, 64), (256, 2, 128))
 #: Rows of X of tiles that are also cut along K: of few tiles, none is large.
 CUT = (64, 128)
 TURNS = ((128, 2, 128),)
+#: Columns of narrow tiles, of 64 rows of X.
+NARROW = (16, 32)
 #: Fewer stages do not keep the tensor cores busy.
 LEAST_STAGES = 3
 
@@ -30,4 +32,7 @@ def _rows(sizes: tuple[tuple[int, int, int], ...]) -> str:
     return "\n".join(lines)
 
 
-COOPERATIVE, PINGPONG = _rows(SHARED_TILES), _rows(TURNS)
+_NARROW = "\n".join(
+    f"{y}x{ROWS}x64 8 4 {Tile(ROWS, y, 1, ROWS).most_stages} 1.0 swap splits" for y in NARROW
+)
+COOPERATIVE, PINGPONG = f"{_rows(SHARED_TILES)}\n{_NARROW}", _rows(TURNS)
