@@ -5,9 +5,9 @@ python benchmarks/fit_prediction.py --check     only cross-validate
 
 Constants of the laws of time are fitted by least squares of logarithms; what these leave is kept as samples for the
 correction, rounded. Results are those of benchmarks/results in the regime "burst", without the suites of random
-products, and for gemmery the quickest config of each shape in the selector's tables. In the cross-validation neither
-the constants nor the correction have seen any measurement of a shape (M, N, K), of whatever type, layout or batch,
-that is predicted.
+products, and for gemmery the quickest config of each shape in the selector's tables; rows of configs that this version
+does not have are left out. In the cross-validation neither the constants nor the correction have seen any measurement
+of a shape (M, N, K), of whatever type, layout or batch, that is predicted.
 """
 
 import argparse
@@ -93,6 +93,7 @@ def read(results: Path, device: Device) -> list[Data]:
 
 
 def _ours(rows: list[recorded.Recorded], device: Device) -> Data:
+    rows = [row for row in rows if not row.outdated]
     timed = list(recorded.read_tables(device))
     launches = [ours.launch(row.problem, row.config, row.copied) for row in rows]
     launches += [ours.launch(one.problem, one.config) for one in timed]

@@ -58,7 +58,6 @@ BARS = {
     "square": [Bar(1.01, 0.96, kinds=("bf16", "fp16"))],
     "llm": [Bar(1.01, 0.95)],
     "decode_small": [Bar(1.02, 0.96)],
-    # Newer versions of Triton have clusters.
     "decode_mid": [Bar(0.93, 0.85), Bar(0.99, 0.93, kinds=("bf16, Triton 3.9",))],
     "layouts_plain": [Bar(1.00, 0.93)],
     "views": [Bar(1.20, 0.93)],

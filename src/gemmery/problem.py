@@ -137,9 +137,7 @@ class Problem:
         return f"{batch}{self.M}x{self.N}x{self.K} {self.a} @ {self.b} -> {self.out}{fused}{invariant}"
 
 
-_INTEGERS = (
-    "block_m", "block_n", "block_k", "group_m", "num_warps", "num_stages", "tail", "split_k", "cluster_m", "cluster_n",
-)  # fmt: skip
+_INTEGERS = ("block_m", "block_n", "block_k", "group_m", "num_warps", "num_stages", "tail", "split_k")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +151,7 @@ class Config:
         num_warps: warps in a program.
         num_stages: blocks of A and B in flight.
         schedule: how the programs of a launch walk over its tiles, one of `schedules.REGISTRY`: "tile", "persistent",
-            "cluster", "specialized", "cooperative" or "pingpong". Not every one takes every knob.
+            "specialized", "cooperative" or "pingpong". Not every one takes every knob.
         loader: "pointer" takes any strides, "descriptor" needs TMA and 16-byte alignment.
         split_store: store a tile as two halves, which halves the staging memory.
         tail: parts into which tiles are cut that would not fill a last wave, or not all of whose columns exist: 2 or 4
@@ -161,7 +159,6 @@ class Config:
         split_k: parts along K into which tiles are cut, each for a program: all tiles, or those that would not fill a
             last wave, as the schedule has it.
         swap: give the tensor cores the transposed product, so that a block of few rows lies on their narrow side.
-        cluster_m, cluster_n: CTAs of a cluster along M and N, which divide its tile.
         stream: B is read once and need not stay in L2 (from Triton 3.9 on, before that it changes nothing).
     """
 
@@ -177,8 +174,6 @@ class Config:
     tail: int = 1
     split_k: int = 1
     swap: bool = False
-    cluster_m: int = 1
-    cluster_n: int = 1
     stream: bool = False
 
     def __post_init__(self) -> None:
@@ -204,16 +199,6 @@ class Config:
                 f"Config: tail is {self.tail!r}; it must be 1, 2, 4 or 8 and leave parts of 16 by 16 or more"
             )
         schedules.of(self.schedule).check(self)
-
-    @property
-    def cluster(self) -> tuple[int, int]:
-        """CTAs of a program along M and N."""
-        return self.cluster_m, self.cluster_n
-
-    @property
-    def ctas(self) -> int:
-        """CTAs in a program: 1 but for clusters."""
-        return self.cluster_m * self.cluster_n
 
     @property
     def main_n(self) -> int:
@@ -265,11 +250,10 @@ class Config:
         tail = f"-t{self.tail}" if self.tail > 1 else ""
         parts = f"-k{self.split_k}" if self.split_k != 1 else ""
         swap = "-swap" if self.swap else ""
-        cluster = f"-c{self.cluster_m}x{self.cluster_n}" if self.ctas > 1 else ""
         stream = "-stream" if self.stream else ""
         return (
             f"{self.block_m}x{self.block_n}x{self.block_k}-g{self.group_m}-w{self.num_warps}-s{self.num_stages}"
-            f"-{self.schedule}-{self.loader}{halves}{tail}{parts}{swap}{cluster}{stream}"
+            f"-{self.schedule}-{self.loader}{halves}{tail}{parts}{swap}{stream}"
         )
 
 
@@ -289,19 +273,19 @@ def _parse(text: str) -> dict[str, Any]:
     names = "|".join(map(re.escape, schedules.REGISTRY))
     pattern = (
         rf"(\d+)x(\d+)x(\d+)-g(\d+)-w(\d+)-s(\d+)-({names})-(pointer|descriptor)(/2)?"
-        r"(?:-t(\d))?(?:-k(\d+))?(-swap)?(?:-c(\d)x(\d))?(-stream)?"
+        r"(?:-t(\d))?(?:-k(\d+))?(-swap)?(-stream)?"
     )
     match = re.fullmatch(pattern, text)
     if match is None:
         raise ValueError(
             f"config {text!r} is not of the form "
-            "128x256x64-g8-w8-s4-persistent-descriptor[/2][-t4][-k2][-swap][-c2x1][-stream]"
+            "128x256x64-g8-w8-s4-persistent-descriptor[/2][-t4][-k2][-swap][-stream]"
         )
     knobs = ("block_m", "block_n", "block_k", "group_m", "num_warps", "num_stages")
     numbers: dict[str, Any] = {name: int(match[i + 1]) for i, name in enumerate(knobs)}
-    optional = (("tail", 10), ("split_k", 11), ("cluster_m", 13), ("cluster_n", 14))
+    optional = (("tail", 10), ("split_k", 11))
     numbers |= {name: int(match[i]) for name, i in optional if match[i]}
-    flags = {name: match[i] is not None for name, i in (("split_store", 9), ("swap", 12), ("stream", 15))}
+    flags = {name: match[i] is not None for name, i in (("split_store", 9), ("swap", 12), ("stream", 13))}
     return numbers | flags | {"schedule": match[7], "loader": match[8]}
 
 

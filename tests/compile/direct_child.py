@@ -21,7 +21,6 @@ from gemmery.launch import direct
 from gemmery.layout import make_problem
 from gemmery.problem import Config
 from gemmery.schedules import bind
-from gemmery.schedules.cluster import CLUSTER
 from gemmery.schedules.specialized import SPECIALIZED
 from gemmery.schedules.workspace import WORKSPACES
 
@@ -175,20 +174,8 @@ CASES = {
     "scale": (TILE + "pointer", {"m": 128, "n": 192, "k": 256}),
     "split": (TILE + "pointer-k4", {"m": 128, "n": 192, "k": 1024}),
 }
-CLUSTERED = "128x128x64-g8-w4-s8-cluster-descriptor"
-if CLUSTER.available():
-    CASES |= {
-        "cluster": (CLUSTERED + "-c2x1-stream", {"m": 200, "n": 192, "k": 256, "order": "T"}),
-        "cluster tail": (CLUSTERED + "-t2-c2x1", {"m": 200, "n": 192, "k": 256}),
-        "cluster split": (CLUSTERED + "-k2-c2x1", {"m": 200, "n": 192, "k": 1024, "bias": (192,)}),
-        "cluster matrix": (
-            "128x128x64-g8-w8-s6-cluster-descriptor",
-            {"m": 200, "n": 192, "k": 256, "bias": (200, 192)},
-        ),
-    }
 #: Factors of the launches, one after the other.
 FACTORS = {"scale": [(2.0, 1), (0.0, 1), (-0.0, 1), (2.0, 1)], "matrix": [(1, 1), (0.5, 3), (0.1, 1)]}
-FACTORS["cluster matrix"] = FACTORS["matrix"]
 
 
 #: Products with a traced epilogue, by the name that they have in `fused_targets`: also the operands' type.

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from gemmery.schedules.cluster import CLUSTER
 from gemmery.schedules.specialized import SPECIALIZED
 
 # One process launches all kernels, so one worker asks it.
@@ -22,8 +21,6 @@ CHECKS = (
     "pointers", "odd", "descriptors", "batch", "persistent", "tail", "row", "matrix", "scale", "split", "fused",
     "packed", "hooks", "unknown",
 )  # fmt: skip
-if CLUSTER.available():
-    CHECKS += ("cluster", "cluster tail", "cluster split", "cluster matrix")
 if SPECIALIZED.available():
     CHECKS += ("specialized packed", "specialized scaled")
 

@@ -7,7 +7,7 @@ from gemmery.lab.fused_targets import gradient
 from gemmery.lab.inspection.resources import usage
 from gemmery.lab.targets import TARGETS, Case, cases, expected, serialised
 from gemmery.problem import Config
-from gemmery.schedules import cluster, specialized
+from gemmery.schedules import specialized
 from tests.compile.compiling import compile_dense, compile_posed, device_of, strictly_for
 
 #: Configs that every target can run. An instruction for a warpgroup takes at least 64 rows.
@@ -28,7 +28,6 @@ SPECIALIZED = {
     "packed": ("int4_gelu", "bf16", "64x64x128-g1-w8-s4-specialized-descriptor-swap", 16),
     "scaled": ("scaled_blocks", "e4m3", "128x256x128-g16-w8-s3-specialized-descriptor", 4096),
 }
-CLUSTER = "128x128x64-g8-w4-s8-cluster-descriptor-c2x1-stream"
 
 every_target = pytest.mark.parametrize("target", TARGETS)
 
@@ -89,9 +88,3 @@ def test_specialized(name):
     *abstract_problem, config, rows = SPECIALIZED[name]
     compiled = compile_posed("sm_90", *abstract_problem, config, rows)
     check("sm_90", compiled, "gemm_specialized", "wgmma.mma_async")
-
-
-@pytest.mark.skipif(not cluster.CLUSTER.available(), reason="clusters need another Triton")
-def test_cluster():
-    compiled = compile_dense("sm_90", CLUSTER)
-    check("sm_90", compiled, "gemm_cluster", "wgmma.mma_async")

@@ -1,11 +1,14 @@
 """The ring of tiles of any width, run in Python: no interpreter of Triton runs its assembly.
 
-The kernel's own functions run, each warp in a thread. `Machine` takes the place of assembly and of Gluon. It lets one
-thread run at a time, and picks the next one at random. It fails if a block is read before it was loaded, if it is
-loaded while it is read, or if all warps wait.
+The kernel's own functions run, each warp in a thread, and `ptx` runs their assembly. `Machine` takes the place of
+barriers, of loads and of the tensor cores. It lets one thread run at a time, and picks the next one at random. It fails
+if a block is read before it was loaded, if it is loaded while it is read, or if all warps wait.
 """
 
+import functools
+import inspect
 import random
+import re
 import threading
 import types
 from collections import Counter
@@ -15,11 +18,23 @@ import pytest
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from gemmery.kernels import any_width, rings
 
-STEP, BARRIERS_AT = 64, 1 << 20
+from .ptx import Program
+
+BARRIERS_AT = 1 << 17
 
 
 class Wrong(AssertionError):
     """The warps have broken the ring's rules."""
+
+
+class Constant(int):
+    """A constant of the kernel's file, a number to what it traces and an object to what writes assembly."""
+
+    value = property(int)
+
+
+STEP, STAGES = Constant(any_width.STEP.value), Constant(any_width.STAGES.value)
+program = functools.cache(Program)
 
 
 class Barrier:
@@ -125,11 +140,14 @@ class Machine:
         self.changed()
         self.pause(lambda: met[0] >= last)
 
+    def expect(self, address, count):
+        self.barriers[address].bytes += count
+        self.barriers[address].arrive()
+        self.changed()
+        self.pause()
+
     def load(self, address, count, writes):
-        barrier = self.barriers[address]
-        barrier.bytes += count
-        barrier.arrive()
-        self.loads.append((barrier, count, writes))
+        self.loads.append((self.barriers[address], count, writes))
         self.pause()
 
     def _land(self, load):
@@ -142,31 +160,102 @@ class Machine:
         self.changed()
 
 
-def kernel(machine, program, programs, groups, changes):
-    """The kernel's functions with what stands in for Gluon and for assembly.
+class Warp:
+    """One warp's assembly.
 
     Args:
-        groups: the warpgroup of each thread; None for the loader's.
+        boxes: rows that are loaded at a time, of X and of Y.
+        width: of the tile.
     """
-    in_flight = {}
 
-    def load_stage(arrived, count, k, to_x, row, rows, x_box, to_y, col, y_rows, y_box, *turned):
-        writes = {to_x + 128 * i: ("x", row + i, k) for i in range(rows)}
-        writes |= {to_y + 128 * i: ("y", col + i, k) for i in range(y_rows)}
-        assert count == 128 * len(writes)
-        machine.load(arrived, count, writes)
+    def __init__(self, machine, boxes, width):
+        self.machine, self.boxes, self.width = machine, boxes, width
+        self.steps, self.group, self.under_way = [], [], []
 
-    def multiply(acc, own_x, own_y, adds, width, *constants):
-        rows = [own_x * 16 + 128 * i for i in range(64)] + [own_y * 16 + 128 * i for i in range(width)]
-        machine.reading.update(rows)
-        in_flight.setdefault(threading.get_ident(), []).append(rows)
-        machine.pause()
-        return [*(acc if adds else []), tuple(machine.rows.get(row) for row in rows)]
+    def ptx(self, code, arguments, value):
+        """See `Program.run`."""
+        address = [self._address(each, value) for each in arguments if each.startswith("[")]
+        if code.startswith("mbarrier.try_wait"):
+            self.machine.wait(address[0], value(arguments[2]))
+            return arguments[0], True
+        if code.startswith("elect"):
+            return arguments[0].split("|")[1], True
+        if code.startswith("createpolicy"):
+            return None
+        if code.startswith("and.pred"):
+            return arguments[0], value(arguments[1]) and value(arguments[2])
+        if code.startswith("mbarrier.arrive.expect_tx"):
+            self.machine.expect(address[0], value(arguments[2]))
+        elif code.startswith("mbarrier.arrive"):
+            self.machine.arrive(address[0])
+        elif code.startswith("cp.async.bulk.tensor"):
+            self._load(arguments, address, value)
+        elif code.startswith("wgmma.mma_async"):
+            self._multiply(arguments, value)
+        elif code.startswith("wgmma.commit_group"):
+            self.under_way.append([row for rows in self.group for row in rows])
+            self.group = []
+        elif code.startswith("wgmma.wait_group"):
+            self.wait(value(arguments[0]))
+        else:
+            assert code.startswith("wgmma.fence"), code
+        return None
+
+    @staticmethod
+    def _address(text, value):
+        return sum(
+            part if isinstance(part := value(each), int) else 0 for each in text.strip("[]").split("+")
+        )
+
+    def _load(self, arguments, address, value):
+        tensor_map, at = re.fullmatch(r"\[(\S+), (\{.*\})\]", arguments[1]).groups()
+        operand = 0 if value(tensor_map) == "gemm_any_width_param_0" else 1
+        k, row = (value(each) for each in at.strip("{}").split(","))
+        rows, name = self.boxes[operand], "xy"[operand]
+        writes = {address[0] + 128 * i: (name, row + i, k) for i in range(rows)}
+        self.machine.load(address[-1], 128 * rows, writes)
+
+    def _multiply(self, arguments, value):
+        x, y = (value(each) * 16 for each in arguments[1:3])
+        part = len(self.group)
+        assert x % 128 == y % 128 == 32 * part, "not the next sixteenth along K"
+        rows = [x - 32 * part + 128 * i for i in range(64)] + [
+            y - 32 * part + 128 * i for i in range(self.width)
+        ]
+        self.machine.reading.update(rows)
+        self.group.append(rows)
+        self.machine.pause()
+        read = tuple(self.machine.rows.get(row) for row in rows)
+        if part == 0:
+            self.steps = [*(self.steps if value(arguments[3]) else []), read]
+        elif read != self.steps[-1]:
+            raise Wrong("a stage changes while it is read")
+
+    def wait(self, left):
+        while len(self.under_way) > left:
+            self.machine.reading.subtract(self.under_way.pop(0))
+
+
+def kernel(machine, number, programs, groups, boxes, width, edit, changes):
+    """The kernel's functions with what stands in for Gluon.
+
+    Args:
+        number: which program this is.
+        groups: the warpgroup of each thread; None for the loader's.
+        edit: changes the assembly.
+    """
+    warps = {}
+
+    def inline_asm_elementwise(text, constraints, given, *, pack, **more):
+        warp = warps.setdefault(threading.get_ident(), Warp(machine, boxes, width))
+        outputs = constraints.count("=")
+        values = [None] * outputs + [each for each in given for _ in range(pack)]
+        warp.steps = []
+        program(edit(text)).run(values, warp)
+        return warp.steps
 
     def wgmma_wait(acc, left):
-        under_way = in_flight[threading.get_ident()]
-        while len(under_way) > left:
-            machine.reading.subtract(under_way.pop(0))
+        warps[threading.get_ident()].wait(left)
         return acc
 
     def barrier():
@@ -177,24 +266,29 @@ def kernel(machine, program, programs, groups, changes):
 
     gl = types.SimpleNamespace(
         constexpr=int, where=lambda condition, x, y: x if condition else y, to_tensor=int, cdiv=lambda x, y: -(-x // y),
-        program_id=lambda axis: program, num_programs=lambda axis: programs, assume=lambda condition: None,
-        minimum=min, maximum=max, static_range=range, cast=lambda x, dtype: x, int64=int,
+        program_id=lambda axis: number, num_programs=lambda axis: programs, assume=lambda condition: None,
+        minimum=min, maximum=max, static_range=range, cast=lambda x, dtype: x, int32=int, int64=int, float32=float,
+        inline_asm_elementwise=inline_asm_elementwise, tuple=list,
     )  # fmt: skip
+    blocks = types.SimpleNamespace(values=[None] * (width // 8))
     names = {
-        "gl": gl, "STEP": STEP, "STAGES": any_width.STAGES.value,
-        "following": types.FunctionType(rings.following.fn.__code__, {"gl": gl}),
+        name: value for name, value in vars(any_width).items() if name.startswith("_") and not name.startswith("__")
+    } | {
+        "gl": gl, "STEP": STEP, "STAGES": STAGES,
         "later": types.FunctionType(rings.later.fn.__code__, {"gl": gl}), "shared_at": lambda at: at,
-        "wait": machine.wait, "load_stage": load_stage, "multiply": multiply, "wgmma_wait": wgmma_wait,
-        "release": lambda stage, arrives, at: machine.arrive(at + 8 * stage) if arrives else None,
-        "matrix_descriptor": lambda address, chunk: address // 16, "zeros_of": lambda count: [],
+        "wgmma_wait": wgmma_wait, "matrix_descriptor": lambda address, chunk: address // 16,
+        "zeros_of": lambda count: blocks, "in_block": lambda value: value,
         "barrier": barrier, "computed": lambda value: value, "mbarrier": types.SimpleNamespace(wait=machine.wait, arrive=machine.arrive),
         "tma": types.SimpleNamespace(store_wait=lambda left: None)
     } | changes  # fmt: skip
+    for name in ("load_steps", "multiply_steps", "release"):
+        function = inspect.unwrap(getattr(any_width, name))
+        made = types.FunctionType(function.__code__, names, name, function.__defaults__)
+        names.setdefault(name, made)
     for name in (
         "turn_of",
         "unused",
         "corner",
-        "load_step",
         "load_ahead",
         "sum_steps",
         "last_step_done",
@@ -217,6 +311,7 @@ def emulate(
     parts=1,
     arrivals=0,
     waits=lambda at: True,
+    edit=lambda text: text,
     **changes,
 ):
     """One program of three, whose tiles must have the blocks of the right rows and steps.
@@ -225,11 +320,12 @@ def emulate(
         parts: of tiles that would not fill a last wave, along K.
         arrivals: how many more a stage waits for than there are before it is loaded again.
         waits: whether there is any waiting at a barrier.
+        edit: changes the assembly.
         changes: functions of the kernel that others take the place of.
     """
     M, N, K = sizes
     machine = Machine(seed, waits)
-    most = any_width.STAGES.value
+    most = STAGES
     for stage in range(most):
         machine.barriers[BARRIERS_AT + 8 * stage] = Barrier(1)
         count = 4 * (1 if takes_turns else groups) + arrivals
@@ -265,7 +361,10 @@ def emulate(
         done.append((row, col))
 
     of_thread = {}
-    names = kernel(machine, 1, 3, of_thread, {"finish_tile": finish_tile, "combine": combine} | changes)
+    # Two boxes of each operand, of which the second one has some rows of the first.
+    boxes = tuple((rows // 16 + 1) * 8 for rows in (x_rows, width))
+    stood_in = {"finish_tile": finish_tile, "combine": combine} | changes
+    names = kernel(machine, 1, 3, of_thread, boxes, width, edit, stood_in)
     unused = BARRIERS_AT + 8 * (2 * most + 2)
     barriers = types.SimpleNamespace(index=lambda at: BARRIERS_AT + 8 * at)
     ring = (barriers, stages)
@@ -311,8 +410,8 @@ def emulate(
 
     def produce():
         of_thread[threading.get_ident()] = None
-        boxes = x_rows, width, 128 * (x_rows + width)
-        given = ring, sizes, state, tile, boxes, place, x_rows, False, False, False, BARRIERS_AT
+        loads = *boxes, 128 * 2 * sum(boxes), 0
+        given = ring, sizes, state, tile, loads, place, x_rows, False, False, False, BARRIERS_AT
         names["load_ahead"](*given)
         names["produce"](*given)
 
@@ -346,8 +445,19 @@ def test_every_warp_reads_what_was_loaded_for_it(case, seed):
 
 
 MUTANTS = {
-    "phases that never change": {"following": lambda stage, phase, stages: ((stage + 1) % stages, phase)},
-    "products that are not waited for": {"wgmma_wait": lambda acc, left: acc},
+    "phases that never change": {
+        "edit": lambda text: text.replace("xor.b32 phase, phase, 1", "mov.b32 phase, phase")
+    },
+    "products that are not waited for": {
+        "edit": lambda text: text.replace("wait_group.sync.aligned 1", "wait_group.sync.aligned 9")
+    },
+    "a stage that is free while it is read": {
+        "edit": lambda text: text.replace("cta.b64 _, [before", "cta.b64 _, [at")
+    },
+    "a ring that does not begin again": {
+        "edit": lambda text: text.replace("@wraps mov.b32 x,", "@wraps mov.b32 own,")
+    },
+    "a box that is not counted": {"edit": lambda text: text.replace("_, [at], $12", "_, [at], 64")},
     "no stages skipped in turns": {"later": lambda stage, phase, steps, stages: (stage, phase)},
     "one arrival too many": {"arrivals": 1},
     "one arrival too few": {"arrivals": -1},

@@ -31,18 +31,15 @@ def configs(draw):
 
 
 @st.composite
-def clustered(draw):
-    rows, cols = draw(st.sampled_from((1, 2))), draw(st.sampled_from((1, 2)))
-    tail, parts = draw(st.sampled_from(((1, 1), (2, 1), (4, 1), (1, 2), (1, 3))))
+def streamed(draw):
     return Config(
-        draw(st.sampled_from((64, 128))) * rows, draw(st.sampled_from((64, 128, 256))), 64,
-        num_warps=draw(st.sampled_from((4, 8))), num_stages=draw(st.integers(1, 12)), schedule="cluster",
-        loader="descriptor", split_store=draw(st.booleans()), tail=tail, split_k=parts, cluster_m=rows, cluster_n=cols,
-        stream=draw(st.booleans()),
+        draw(st.sampled_from((16, 64, 128))), draw(st.sampled_from((64, 128))), draw(st.sampled_from((64, 128, 256))),
+        num_warps=8, num_stages=draw(st.integers(1, 12)), schedule="specialized", loader="descriptor",
+        split_k=draw(st.integers(1, 4)), swap=draw(st.booleans()), stream=draw(st.booleans()),
     )  # fmt: skip
 
 
-@given(configs() | clustered())
+@given(configs() | streamed())
 def test_round_trips(config):
     assert Config.of(str(config)) == config
     assert Config.of(config.asdict()) == config
@@ -52,7 +49,7 @@ def test_round_trips(config):
     assert hash(Config.of(str(config))) == hash(config)
 
 
-@given(configs() | clustered(), configs() | clustered())
+@given(configs() | streamed(), configs() | streamed())
 def test_different_configs_have_different_names(one, other):
     assert (str(one) == str(other)) == (one == other)
 
@@ -61,13 +58,13 @@ def test_the_form_that_is_documented():
     config = Config(128, 256, 64, 16, 8, 4, "persistent", "descriptor", True, 4)
     assert str(config) == "128x256x64-g16-w8-s4-persistent-descriptor/2-t4"
     assert str(Config(16, 32, 64)) == "16x32x64-g8-w4-s3-tile-pointer"
-    text = "128x128x64-g8-w4-s8-cluster-descriptor-c2x1-stream"
+    text = "16x128x256-g1-w8-s4-specialized-descriptor-k2-swap-stream"
     assert str(Config.of(text)) == text
-    assert (Config.of(text).cluster_m, Config.of(text).ctas, Config.of(text).stream) == (2, 2, True)
+    assert (Config.of(text).split_k, Config.of(text).swap, Config.of(text).stream) == (2, True, True)
 
 
 GOOD = {"block_m": 64, "block_n": 64, "block_k": 64}
-CLUSTER = {"schedule": "cluster", "loader": "descriptor"}
+SPECIALIZED = {"schedule": "specialized", "loader": "descriptor", "num_warps": 8}
 WRONG = [
     ({"block_m": 48}, "block_m is 48"),
     ({"block_n": 8}, "block_n is 8"),
@@ -80,8 +77,8 @@ WRONG = [
     ({"group_m": 0}, "group_m is 0"),
     ({"split_k": 0}, "split_k is 0; it must be at least 1"),
     ({"split_k": 0, "schedule": "persistent"}, "split_k is 0; it must be at least 1"),
-    (CLUSTER | {"split_k": 0}, "split_k is 0; it must be at least 1"),
-    (CLUSTER | {"schedule": "specialized", "num_warps": 8, "split_k": -1}, "split_k is -1; it must be at least 1"),
+    (SPECIALIZED | {"split_k": 0}, "split_k is 0; it must be at least 1"),
+    (SPECIALIZED | {"split_k": -1}, "split_k is -1; it must be at least 1"),
     ({"group_m": 2.5}, "group_m is 2.5"),
     ({"group_m": "8"}, "group_m is '8'"),
     ({"tail": 3, "schedule": "persistent"}, "tail is 3"),
@@ -90,16 +87,11 @@ WRONG = [
     ({"tail": 2}, "tail needs the persistent schedule"),
     ({"schedule": "stream"}, "schedule is 'stream'"),
     ({"loader": "tma"}, "loader is 'tma'"),
-    ({"cluster_m": 2}, "need the cluster schedule"),
-    ({"cluster_n": 0}, "need the cluster schedule"),
-    ({"stream": True}, "stream needs the cluster schedule or the specialized one"),
+    ({"stream": True}, "stream needs the specialized schedule"),
     ({"stream": 1}, "stream is 1"),
-    ({"cluster_m": True}, "cluster_m is True"),
-    ({"schedule": "cluster"}, "needs the descriptor loader"),
-    (CLUSTER | {"num_warps": 2}, "4 or 8 warps"),
-    (CLUSTER | {"tail": 2, "split_k": 2}, "with the cluster schedule tail is"),
-    (CLUSTER | {"cluster_m": 3, "block_m": 256}, "cluster_m is 3"),
-    (CLUSTER | {"cluster_m": 2}, "block_m is 64"),
+    ({"split_k": True}, "split_k is True"),
+    ({"schedule": "specialized"}, "needs the descriptor loader"),
+    (SPECIALIZED | {"num_warps": 4}, "needs the descriptor loader and 8 warps"),
     ({"stages": 3, "warps": 4}, "Config has no stages, warps"),
 ]  # fmt: skip
 

@@ -16,7 +16,6 @@ from gemmery.lab.doctor import checks, machine, trials
 from gemmery.lab.doctor.checks import findings
 from gemmery.lab.doctor.show import show
 from gemmery.problem import Config
-from gemmery.schedules.cluster import CLUSTER
 from gemmery.schedules.specialized import SPECIALIZED
 from gemmery.select import store
 from tests.problems import make
@@ -86,7 +85,6 @@ def test_nothing_is_found_on_a_sound_machine(sound):
 FAKED = {
     "old torch": ("versions.torch", "2.10.1", "torch is 2.10.1", "torch>=2.11", True),
     "old triton": ("versions.triton", "3.5.0", "triton is 3.5.0", "triton>=3.6", True),
-    "no clusters": ("versions.triton", "3.8.0", "no clusters", "triton==3.9", False),
     "unknown launcher": ("short_launch", False, "enter kernels of Triton 3.9.0", "CUDA graph", False),
     "no compiler": ("tools.c compiler", None, "no C compiler", "CC", True),
     "no headers": ("tools.Python.h", None, "no Python.h", "python3-dev", True),
@@ -208,9 +206,6 @@ def test_how_each_architecture_runs_what_not_all_can(monkeypatch):
     assert "TMA" in how("sm_90")["loads"]
     assert "nvfp4" in how("sm_86")["packed weights"]
     for there in (True, False):
-        monkeypatch.setattr(CLUSTER, "available", lambda there=there: there)
-        assert how("sm_90")["clusters"].startswith("chosen") is there
-        assert how("sm_100")["clusters"].startswith("none")
         monkeypatch.setattr(SPECIALIZED, "available", lambda there=there: there)
         assert how("sm_90")["specialised warps"].startswith("chosen") is there
         assert how("sm_100")["specialised warps"].startswith("none")
@@ -301,7 +296,7 @@ def test_what_is_found_on_a_gpu_is_shown(monkeypatch, sound):
         assert f"- {one['what']}: {one['instead']}" in printed
         assert one["advice"] in printed
     assert "NVIDIA L4" in printed
-    assert "GPU 0, clusters" in printed
+    assert "GPU 0, specialised warps" in printed
     assert "7 of NVIDIA H200" in printed
     assert "nothing is broken" not in printed
 

@@ -137,7 +137,6 @@ def test_waves_of_the_simulation_are_turns_of_the_programs():
             "the last 100 whole tiles and the 4 columns beyond whole tiles are computed in 264 small tiles of 128×128",
         ),
         ((64, 64, 4096), "64x64x64-g8-w4-s4-tile-pointer-k8", "K is cut into 8 parts"),
-        ((64, 64, 4096), "128x128x64-g8-w4-s4-cluster-descriptor-c2x1", "a cluster of 2 multiprocessors"),
     ],
 )  # fmt: skip
 def test_what_is_left_out_is_said(sizes, config, said):

@@ -42,7 +42,6 @@ class Toy(Tile):
     knobs = frozenset({"split_k"})
     universal = False
     archs = ("sm_90",)
-    rows = range(100, 1000)
     reason = "chosen for 100 to 999 rows"
     instead = "nothing to play with"
     splits = (2, 5)
@@ -50,6 +49,9 @@ class Toy(Tile):
 
     def suits(self, problem):
         return self.runs_on(problem.device.target) and not problem.batch
+
+    def considers(self, problem, rows):
+        return (rows >= 100) & (rows < 1000)
 
     def refusal(self, problem, config):
         if not self.suits(problem):
@@ -95,7 +97,7 @@ def test_a_config_names_it(toy):
         replace(config, swap=True)
     with pytest.raises(
         ValueError,
-        match="split_k needs the tile schedule, the cluster one, the specialized one, the cooperative one or the t",
+        match="split_k needs the tile schedule, the specialized one, the cooperative one or the t",
     ):
         Config.of("128x128x64-g8-w4-s4-persistent-descriptor-k2")
 
@@ -181,15 +183,13 @@ STILL = {
 
 
 def named(tree):
-    """Names of schedules that a module has as strings: any but "tile" and "cluster", which have other meanings too."""
+    """Names of schedules that a module has as strings: any but "tile", which has other meanings too."""
     names = set(schedules.REGISTRY)
     for node in ast.walk(tree):
         compared = isinstance(node, ast.Compare) and "schedule" in ast.unparse(node)
         looked_at = ast.walk(node) if compared else [node]
         for one in looked_at:
-            if isinstance(one, ast.Constant) and one.value in names - (
-                set() if compared else {"tile", "cluster"}
-            ):
+            if isinstance(one, ast.Constant) and one.value in names - (set() if compared else {"tile"}):
                 yield one.value
 
 

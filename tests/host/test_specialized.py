@@ -40,9 +40,7 @@ def test_text_and_back():
     assert CONFIG.swap
 
 
-@pytest.mark.parametrize(
-    "words", ["num_warps=4", "loader=pointer", "tail=2", "cluster_m=2", "block_n=192", "split_store=1"]
-)
+@pytest.mark.parametrize("words", ["num_warps=4", "loader=pointer", "tail=2", "block_n=192", "split_store=1"])
 def test_fields_that_do_not_go_together(words):
     name, value = words.split("=")
     given = CONFIG.asdict() | {name: int(value) if value.isdigit() else value}
@@ -162,7 +160,7 @@ def test_room_for_parts_of_tiles():
 def test_all_tables_are_found_by_what_their_files_are_called():
     found = measured.tables_of(H200)
     assert sorted(measured.TABLES.glob("nvidia-h200-*.json")) == [table.path for table in found]
-    assert {table.suffix for table in found} == {"", "cluster", "specialized", "specialized-streamed"}
+    assert {table.suffix for table in found} == {"", "specialized", "specialized-streamed"}
 
 
 @pytest.mark.parametrize("streams", [False, True])

@@ -1,6 +1,6 @@
 """Schedules of launches: every element of every product once, in the turns that the kernels take.
 
-That single visits and schedules are those of the kernels, tests/interpret says; clusters it can't run.
+That single visits and schedules are those of the kernels, tests/interpret says, of those that it can run.
 """
 
 import doctest
@@ -13,10 +13,9 @@ import pytest
 from gemmery import Config, devices
 from gemmery.lab import tile_order
 from gemmery.lab.tile_order import band, plain_walk, programs_at_once, visits, walk
-from gemmery.schedules.cluster import CLUSTER
 from gemmery.schedules.persistent_static import Work
 from gemmery.select.shapes import problem_of
-from tests.host.test_clusters import shares
+from tests.host.test_persistent_static import shares
 
 H200 = devices.TABLE["NVIDIA H200"]
 
@@ -64,17 +63,16 @@ def covered(problem, schedule):
 @pytest.mark.parametrize(
     "text",
     [
-        "128x128x64-g2-w4-s4-cluster-descriptor-c2x1",
-        "128x128x64-g2-w4-s4-cluster-descriptor-t2-c2x1",
-        "128x128x64-g2-w4-s4-cluster-descriptor-t4-c1x2",
-        "128x128x64-g2-w4-s4-cluster-descriptor-k3-c2x1",
+        "128x128x64-g2-w8-s4-specialized-descriptor",
+        "128x128x64-g2-w8-s4-specialized-descriptor-k3",
+        "128x136x64-g2-w8-s4-cooperative-descriptor-k2",
+        "128x144x64-g2-w8-s4-pingpong-descriptor",
         "64x64x64-g2-w4-s4-tile-pointer-k3",
         "64x128x64-g2-w4-s4-persistent-descriptor-t4",
         "128x128x64-g2-w4-s4-persistent-descriptor-t8",
     ],
 )
-def test_every_product_is_summed_up_once(text, monkeypatch):
-    monkeypatch.setattr(CLUSTER, "available", lambda: True)
+def test_every_product_is_summed_up_once(text):
     for M, N, sms in itertools.product((100, 260), (136, 400), (6, 10)):
         problem = problem_of(M, N, 200, device=replace(H200, sms=sms))
         schedule = walk(problem, Config.of(text))
@@ -85,11 +83,11 @@ def test_every_product_is_summed_up_once(text, monkeypatch):
             assert sorted(turns) == list(range(len(turns)))
 
 
-def test_clusters_share_steps_as_their_kernel_does():
-    config = Config.of("128x128x64-g1-w4-s4-cluster-descriptor-k2-c2x1")
-    problem = problem_of(128, 128 * 7, 640, device=replace(H200, sms=10))
+def test_programs_share_steps_as_their_kernel_does():
+    config = Config.of("128x128x64-g1-w8-s4-specialized-descriptor-k2")
+    problem = problem_of(128, 128 * 7, 640, device=replace(H200, sms=5))
     schedule = walk(problem, config)
-    work = Work.divide(7, 10, 5, split=2)
+    work = Work.divide(7, 10, 5, 2)
     assert work.cut == 2  # else the test is of nothing
     expected = sorted(shares(work, 10))
     found = zip(
@@ -112,4 +110,4 @@ def test_waves():
 def test_programs_at_once():
     problem = problem_of(4096, 4096, 4096, device=H200)
     assert programs_at_once(problem, Config.of("128x256x64-g8-w8-s4-persistent-descriptor/2")) == 132
-    assert programs_at_once(problem, Config.of("128x128x64-g8-w4-s8-cluster-descriptor-c2x1")) == 66
+    assert programs_at_once(problem, Config.of("128x128x64-g8-w8-s6-cooperative-descriptor")) == 132

@@ -84,19 +84,6 @@ def tail_tile(
 
 
 @triton.jit
-def tail_columns(
-    unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m, PARTS_N: tl.constexpr,
-):  # fmt: skip
-    """Some columns of a tile behind the whole ones, each of which is cut into `PARTS_N`.
-
-    `state` begins with the number of whole tiles.
-    """
-    tile = state[0] + unit // PARTS_N
-    batch, row, col, end, first_k, last_k = whole_tile(tile, state, shape, BLOCK_M, BLOCK_N, band_m)
-    return batch, row, col + unit % PARTS_N * (BLOCK_N // PARTS_N), end, first_k, last_k
-
-
-@triton.jit
 def tail_chunk(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m):
     """Part `unit % parts` of a tile behind the whole ones: `part_k` of K.
 

@@ -1,8 +1,8 @@
 """What the kernels with a loading warp have in common: the ring of stages, and tiles cut along K between programs.
 
 Programs take whole tiles in turn. The tiles that would not fill a last wave may be cut along K into `parts`, one a
-program; see `clusters.Work`. Each partial sum is stored in a workspace, and the program that finishes its part of a
-tile last adds all of them up. The scheme is stream-K's (Osama et al., 2023, arXiv:2301.03598).
+program; see `schedules.persistent_static.Work`. Each partial sum is stored in a workspace, and the program that
+finishes its part of a tile last adds all of them up. The scheme is stream-K's (Osama et al., 2023, arXiv:2301.03598).
 
 The kernels' numbers are parameters of their own, since Triton makes a kernel for each of some values of those in
 tuples. Within a kernel they travel together: `shape` is (M, N, K), and PLACE's `state`, see `place`, is
@@ -89,7 +89,10 @@ def add_partials(acc, first, parts, partials, SIZE: gl.constexpr, col, COLS: gl.
 
 @gluon.jit
 def last_to_arrive(semaphore, others):
-    """Counts a warpgroup once all its threads are here, and says whether `others` came before it; see `combine`."""
+    """Counts a warpgroup once all its threads are here, and says whether `others` came before it.
+
+    If so, the semaphore is 0 again, as it was before the first one.
+    """
     barrier()
     last = gl.atomic_add(semaphore, 1, sem="acq_rel") == others
     if last:
@@ -98,9 +101,7 @@ def last_to_arrive(semaphore, others):
 
 
 @gluon.jit
-def combine(
-    acc, tile, parts, partials, semaphore, LAST_TO_ARRIVE: gl.constexpr, PIECE: gl.constexpr, PIECES: gl.constexpr
-):  # fmt: skip
+def combine(acc, tile, parts, partials, semaphore, PIECE: gl.constexpr, PIECES: gl.constexpr):
     """Adds up a tile's parts, in order, in the program that finishes its part last; nobody waits.
 
     Where warpgroups of one program have a piece of the tile each, they do this on their own.
@@ -108,8 +109,6 @@ def combine(
     Args:
         tile: its number among those that are cut.
         semaphore: counts the parts that are done. 0 before, and afterwards.
-        LAST_TO_ARRIVE: `last_to_arrive(semaphore, others)` counts a part, and says whether `others` came before it; if
-            so, it sets the semaphore back.
         PIECE, PIECES: which piece of how many `acc` is.
 
     Returns:
@@ -120,7 +119,7 @@ def combine(
     SIZE: gl.constexpr = PIECES * OWN
     own = partials + PIECE * OWN
     gl.store(own + gl.program_id(0).to(gl.int64) * SIZE + offsets(acc, 0, COLS), acc)
-    done = LAST_TO_ARRIVE(semaphore, parts - 1)
+    done = last_to_arrive(semaphore, parts - 1)
     if done:
         acc = add_partials(acc, tile * parts, parts, own, SIZE, 0, COLS)
     return acc, done

@@ -40,7 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from .dialect import in_gluon
 from .packed import of_rows
-from .rings import READ_ONCE, beside, combine, finish, following, last_to_arrive, later
+from .rings import READ_ONCE, beside, combine, finish, following, later
 
 OF_ROWS = in_gluon(of_rows)
 
@@ -540,7 +540,7 @@ def consume(
             if PIECE == WARPGROUP:
                 tile = unit // parts
                 semaphore = semaphores + tile * PIECES + PIECE
-                acc, done = combine(acc, tile, parts, partials, semaphore, last_to_arrive, PIECE, PIECES)
+                acc, done = combine(acc, tile, parts, partials, semaphore, PIECE, PIECES)
                 if done:
                     finish(
                         acc, out, staged, args, (end, N), row + DOWN, col + RIGHT, EPILOGUE, CAST, SWAP, PAIRED,

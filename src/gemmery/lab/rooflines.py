@@ -217,15 +217,14 @@ def triples(sizes: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def results_of(device: Device, folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """By suite, the rows of a folder's results that a GPU was timed on in the regime "burst".
+    """By suite, the rows of a folder's results that a GPU was timed on, and that are `recorded.standing`.
 
     Of several results of a row the last in the list counts, see `recorded.newest_last`.
     """
     found: dict[str, list[dict[str, Any]]] = {}
     for _, result in recorded.newest_last(folder):
         if recorded.device_of(result["gpu"]) == device:
-            rows = [row for row in result["rows"] if "burst" in row.get("summary", {})]
-            found.setdefault(result["suite"], []).extend(rows)
+            found.setdefault(result["suite"], []).extend(recorded.standing(result))
     return found
 
 

@@ -57,7 +57,7 @@ def visits(tiles_m: int, tiles_n: int, order: str = "grouped", group_size: int =
 
 
 def programs_at_once(problem: Problem, config: Config) -> int:
-    """How many programs of a config a GPU holds at once; clusters count as one. What the selector's model reckons."""
+    """How many programs of a config a GPU holds at once. What the selector's model reckons."""
     return schedules.of(config.schedule).at_once(problem, config)
 
 

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from .any_width import COOPERATIVE, PINGPONG
 from .base import REGISTRY, Schedule, of, register
-from .cluster import CLUSTER
 from .persistent import PERSISTENT
 from .specialized import SPECIALIZED
 from .tile import TILE
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DEFAULT", "REGISTRY", "Schedule", "bind", "of", "register"]
 
-for _schedule in (TILE, PERSISTENT, CLUSTER, SPECIALIZED, COOPERATIVE, PINGPONG):
+for _schedule in (TILE, PERSISTENT, SPECIALIZED, COOPERATIVE, PINGPONG):
     register(_schedule)
 #: The schedule of a Config that names none.
 DEFAULT = TILE.name

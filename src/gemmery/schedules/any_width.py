@@ -22,7 +22,7 @@ from ..kernels import place
 from ..kernels.numerics import cast
 from ..operands import Dense
 from .binding import Binding, epilogue_arguments, epilogue_of, sorted_tensors, storable, suits_tma
-from .cost import FILL, Costs, Given
+from .cost import FILL, Costs, Floats, Given
 from .persistent_static import PersistentStatic, Work
 from .waves import Split
 
@@ -46,26 +46,29 @@ REGISTERS = {1: (0, 40), 2: (232, 40), 3: (160, 32)}
 ACCUMULATORS, IN_TURNS = {1: 128, 2: 160, 3: 96}, 144
 #: Of the model of its time, fitted to 595 times of 120 random products on an H200: part of the tensor cores' rate, and
 #: what a narrow instruction takes more, in columns.
-EFFICIENCY, EDGE = 0.898, 10.1
+EFFICIENCY, EDGE = 0.897, 10.1
 #: Share of the bandwidth from L2 of one multiprocessor and of all together; seconds from asking for bytes until they
 #: are there.
-INTAKE, L2, LATENCY = 1.07, 0.974, 1.17e-6
+INTAKE, L2, LATENCY = 1.07, 0.972, 1.17e-6
 #: What a tenfold time costs for the clock, which power lowers, and from how many seconds on.
-SLOWING, LONG = 0.0038, 3e-5
+SLOWING, LONG = 0.0028, 3e-5
 #: Time from memory over that at its bandwidth: in the limit of a long stream, what a short one takes more, and what is
 #: short, in seconds. How memory and the loop, which mostly overlap, add up.
-MEMORY, SHORT, RAMP, OVERLAP = 1.083, 0.755, 3.75e-6, 4.17
+MEMORY, SHORT, RAMP, OVERLAP = 1.089, 0.841, 3.39e-6, 4.19
 #: Seconds around a launch. Seconds around a tile and share of the time that its store takes alone, where warpgroups
 #: share tiles; and the same where they take turns, when the last store alone counts.
-START = 4.66e-6
-TILE, STORE = 0.9e-6, 1.39
-TURN, LAST_STORE = 0.462e-6, 1.84
+START = 4.59e-6
+TILE, STORE = 0.97e-6, 1.33
+TURN, LAST_STORE = 0.479e-6, 1.94
 #: What a step in turns takes more where operands' adjacent elements lie along M or N.
 TURNED = 1.05
 #: Seconds that parts of a tile take to meet, beside the time of their bytes, and how often each byte is on its way.
-REDUCTION, TIMES = 1.04e-6, 2.69
+REDUCTION, TIMES = 1.01e-6, 2.74
 #: What a kernel that could cut tiles costs more where it does not: it has more code.
 IDLE = 1.02
+
+#: How much larger than all else an operand has to be to leave L2 first. Measured on an H200.
+STREAMED = 1.5
 
 #: Compiled kernels that were looked into, and are as they have to be.
 _CHECKED: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -171,6 +174,10 @@ class AnyWidth(PersistentStatic):
         # Of a box of 64 a part would be loaded for nothing; such products took up to twice as long.
         return not (y_turned and tile.y % ROWS) and config.split_k <= tile.most_parts
 
+    def considers(self, problem: Problem, rows: Floats) -> np.ndarray:
+        # A row that is added to one row may be the output itself, of which some is stored twice.
+        return (np.asarray(rows) > 1) | (problem.epilogue != "add_row")
+
     def tile(self, config: Config) -> Tile:
         """The tile of a config."""
         return Tile.of(config, self.takes_turns)
@@ -215,7 +222,7 @@ class AnyWidth(PersistentStatic):
                 f"loader, and an output with adjacent columns and rows of whole 16-byte units; given {p} on "
                 f"{p.device.arch} with Triton {triton.__version__}"
             )
-        if p.M == 1 and p.epilogue == "add_row":
+        if not self.considers(p, np.asarray(p.M)):
             return "a row that is added to one row may be the output itself, of which some is stored twice"
         if not self.takes(c, p.a.col != 1, p.b.row != 1):
             if c.split_k > self.tile(c).most_parts:
@@ -235,7 +242,7 @@ class AnyWidth(PersistentStatic):
         x, y = np.where(s.swap, s.block_n, s.block_m), np.where(s.swap, s.block_m, s.block_n)
         steps = -(-max(p.K, 1) // STEP)
         tiles = -(-rows // s.block_m) * -(-p.N // s.block_n)
-        whole, _, chunk, parts = Work.divide_many(tiles, steps, device.sms, 1, s.split_k)
+        whole, chunk, parts = Work.divide_many(tiles, steps, device.sms, s.split_k)
         turns, own_steps = whole + (chunk > 0), whole * steps + chunk
         busy = np.minimum(np.where(whole > 0, tiles, tiles * parts), device.sms)
         compute = own_steps * 2.0 * x * y * STEP / (rate * EFFICIENCY) * (1 + EDGE / y)
@@ -249,12 +256,14 @@ class AnyWidth(PersistentStatic):
         loop = loop * (1 + SLOWING * np.log10(np.maximum(loop / LONG, 1)))
         if self.takes_turns and (p.a.col != 1 or p.b.row != 1):
             loop = loop * TURNED
-        streamed = memory * (MEMORY + SHORT * np.exp(-memory / RAMP))
-        body = (loop**OVERLAP + streamed**OVERLAP) ** (1 / OVERLAP)
         own = x if self.takes_turns else x / (s.num_warps // 4)
         store = own * y * 2.0 / device.store_bandwidth
-        around = turns * TURN + store * LAST_STORE if self.takes_turns else turns * (TILE + store * STORE)
-        once = START + around
+        around = np.asarray(TURN if self.takes_turns else TILE + store * STORE)
+        # Loads run ahead across tiles, so that memory is not waited for around any but the last.
+        loop = loop + (turns - 1) * around
+        streamed = memory * (MEMORY + SHORT * np.exp(-memory / RAMP))
+        body = (loop**OVERLAP + streamed**OVERLAP) ** (1 / OVERLAP)
+        once = START + around + store * (LAST_STORE if self.takes_turns else 0.0)
         reduction = np.where(chunk > 0, REDUCTION + TIMES * parts * x * y * 4.0 / device.sm_bandwidth, 0.0)
         # So that a tile that is not cut has the kernel without that code.
         idle = np.where((s.split_k > 1) & (chunk == 0), IDLE, 1.0)
@@ -387,9 +396,23 @@ class AnyWidthBinding(Binding):
             self._operand(x, c.swap, ROWS, boxes[0]), self._operand(y, not c.swap, self.part, boxes[1]),
             descriptor(out, (p.M, p.N), p.out.row, block), p.M, p.N, p.K, whole + cut, whole, *parts,
             -(-p.M // c.block_m), -(-p.N // c.block_n), tile.y, c.group_m, *boxes,
-            loaded * ROW, c.num_stages, (),
+            loaded * ROW, self.streams, c.num_stages, (),
             epilogue_arguments(p, self.part, extras, numbers), workspace,
         ]  # fmt: skip
+
+    @property
+    def streams(self) -> int:
+        """Which operand is the first to leave L2: 1 for X, 2 for Y, 0 for neither.
+
+        An operand that is most of what is read and written takes the place of its own kind there, rather than of what
+        other kernels have written, which would have to go to memory first. Elsewhere both are read again.
+        """
+        p = self.problem
+        a, b, out = p.M * p.K, p.N * p.K, p.M * p.N
+        first, last = (2, 1) if self.config.swap else (1, 2)
+        if a > STREAMED * (b + out):
+            return first
+        return last if b > STREAMED * (a + out) else 0
 
     @property
     def workspace_size(self) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
 import triton
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from ..problem import Config, Problem
     from ..select.space import Space
     from .binding import Binding
-    from .cost import Costs, Given
+    from .cost import Costs, Floats, Given
     from .walk import Walk
 
 #: Knobs that not every schedule takes, with the value that stands for none, and how a message about them begins.
@@ -27,7 +28,6 @@ KNOBS = {
     "split_store": (False, "split_store needs"),
     "swap": (False, "swap needs"),
     "rest_n": (0, "a block_n that is no power of two needs"),
-    "cluster": ((1, 1), "cluster_m and cluster_n need"),
     "stream": (False, "stream needs"),
 }
 
@@ -42,10 +42,8 @@ class Schedule:
         knobs: those of `KNOBS` that it takes.
         universal: whether it runs every problem on every GPU, with some config.
         archs, versions: architectures and versions of Triton for which it is written; empty for all.
-        rows: numbers of rows for which it is considered; None for all.
         reason: when it is chosen, for `gemmery doctor`.
         instead: what there is in its place where it does not run; "" for nothing worth saying.
-        lacking: what is missed with a version of Triton that does not have it, on a GPU that could run it; "" likewise.
         splits: parts along K that are considered for rows of tiles that say `splits`.
         overlaps_stores: whether a program stores a tile while it computes its next one.
         tables: what stands behind a kind in the names of its own tables of measured times; each takes the place of
@@ -59,10 +57,8 @@ class Schedule:
     universal: ClassVar[bool] = True
     archs: tuple[str, ...] = ()
     versions: tuple[str, ...] = ()
-    rows: range | None = None
     reason: ClassVar[str] = ""
     instead: ClassVar[str] = ""
-    lacking: ClassVar[str] = ""
     splits: tuple[int, ...] = ()
     overlaps_stores: ClassVar[bool] = False
     tables: tuple[str, ...] = ()
@@ -88,6 +84,10 @@ class Schedule:
             a_turned, b_turned: whether adjacent elements lie along M in a, and along N in b.
         """
         return True
+
+    def considers(self, problem: Problem, rows: Floats) -> np.ndarray:
+        """For which numbers of rows its configs are considered, of a problem that it suits."""
+        return np.ones(np.shape(rows), bool)
 
     def code(self, config: Config) -> object:
         """The part of a config that its compiled kernel depends on, beside the schedule; None for the whole config."""
@@ -134,7 +134,7 @@ class Schedule:
         raise NotImplementedError
 
     def at_once(self, problem: Problem, config: Config) -> int:
-        """The number of programs that a GPU holds at once, by which costs are computed; a cluster counts as one."""
+        """The number of programs that a GPU holds at once, by which costs are computed."""
         raise NotImplementedError
 
     def walk(self, problem: Problem, config: Config) -> Walk:

@@ -1,7 +1,7 @@
 """As many programs as run at once, each with its share of the tiles, which is settled before the launch.
 
-What would not fill a last wave is cut, so that all programs end at about the same time. `Work.divide` is for a launch,
-`Work.divide_many` for the model of its time.
+What would not fill a last wave may be cut along K, so that all programs end at about the same time. `Work.divide` is
+for a launch, `Work.divide_many` for the model of its time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .base import Schedule
-from .cost import OVERLAP, STORE, STREAM, TAIL_EFFICIENCY, Costs, Given
+from .cost import OVERLAP, STORE, STREAM, Costs, Given
 from .walk import Ints, Walk, in_turn, whole_tiles
 from .waves import Split
 
@@ -20,18 +20,17 @@ if TYPE_CHECKING:
     from ..problem import Config, Problem
     from ..select.space import Space
 
-#: Part of B that is read again for every further row of tiles, where clusters take different parts of K.
+#: Part of B that is read again for every further row of tiles, where programs take different parts of K.
 AGAIN = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The division of tiles between programs, which are clusters; see `kernels.cluster.gemm_cluster`.
+    """The division of tiles between programs.
 
     Attributes:
         programs: how many there are.
         whole: tiles that are computed whole, by the programs in turn.
-        tail: parts of the other tiles, cut into columns.
         cut: other tiles, cut along K.
         parts: of a tile that is cut along K, each for a program.
         chunk: steps of a part; the last one may have fewer.
@@ -39,17 +38,15 @@ class Work:
 
     programs: int
     whole: int
-    tail: int = 0
     cut: int = 0
     parts: int = 1
     chunk: int = 1
 
     @classmethod
-    def divide(cls, tiles: int, steps: int, most: int, tail: int = 1, split: int = 1) -> Work:
+    def divide(cls, tiles: int, steps: int, most: int, split: int = 1) -> Work:
         """Tiles of `steps` steps along K for at most `most` programs at a time.
 
-        What would not fill a last wave is cut along K, into `split` parts a tile, where that gives each program one; or
-        else into `tail` parts a tile along N, where no program then has as many parts as make a tile.
+        What would not fill a last wave is cut along K, into `split` parts a tile, where that gives each program one.
         """
         whole = tiles // most * most
         rest = tiles - whole
@@ -57,32 +54,24 @@ class Work:
             chunk = -(-steps // split)
             parts = -(-steps // chunk)
             if chunk < steps and rest * parts <= most:
-                return cls(most if whole else rest * parts, whole, 0, rest, parts, chunk)
-        if rest and -(-rest * tail // most) < tail:
-            return cls(min(most, max(whole, rest * tail)), whole, rest * tail)
+                return cls(most if whole else rest * parts, whole, rest, parts, chunk)
         return cls(min(tiles, most), tiles)
 
     @staticmethod
     def divide_many(
-        tiles: Any, steps: Any, most: Any, tail: Any, split: Any
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        tiles: Any, steps: Any, most: Any, split: Any
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The same for arrays, of what decides the time.
 
         Returns:
-            Whole tiles and parts of tiles along N on the busiest program; the steps that it has of tiles that are cut
-            along K, 0 where none is; and the parts of such a tile.
+            Whole tiles on the busiest program; the steps that it has of tiles that are cut along K, 0 where none is;
+            and the parts of such a tile.
         """
         whole, rest = tiles // most, tiles % most
         chunk = -(-steps // split)
         parts = -(-steps // chunk)
         cut = (rest > 0) & (split > 1) & (chunk < steps) & (rest * parts <= most)
-        tailed = (rest > 0) & (-(-rest * tail // most) < tail) & ~cut
-        return (
-            whole + ((rest > 0) & ~cut & ~tailed),
-            np.where(tailed, -(-rest * tail // most), 0),
-            np.where(cut, chunk, 0),
-            np.where(cut, parts, 1),
-        )
+        return whole + ((rest > 0) & ~cut), np.where(cut, chunk, 0), np.where(cut, parts, 1)
 
     def partials(self, block_m: int, block_n: int) -> int:
         """Floats of workspace that cut tiles need."""
@@ -90,11 +79,11 @@ class Work:
 
     def units(self, block_k: int) -> tuple[int, int, int, int]:
         """The numbers that kernels take: whole tiles, units behind them, parts of a cut tile, K in a part."""
-        return self.whole, self.tail or self.cut * self.parts, self.parts, self.chunk * block_k
+        return self.whole, self.cut * self.parts, self.parts, self.chunk * block_k
 
-    def counters(self, ctas: int) -> int:
-        """Counters that cut tiles need."""
-        return self.cut * ctas
+    def counters(self, pieces: int) -> int:
+        """Counters that cut tiles need, of which warpgroups have so many pieces each."""
+        return self.cut * pieces
 
 
 class PersistentStatic(Schedule):
@@ -109,75 +98,59 @@ class PersistentStatic(Schedule):
         p, c = problem, config
         tiles = -(-p.M // c.block_m) * -(-p.N // c.block_n)
         steps = -(-p.K // c.block_k)
-        # Only the cluster's knobs cut along N; others have a tail of 1.
-        return Work.divide(tiles, steps, self.at_once(p, c), c.tail, c.split_k if Split.of(p, c) else 1)
+        return Work.divide(tiles, steps, self.at_once(p, c), c.split_k if Split.of(p, c) else 1)
 
     def at_once(self, problem: Problem, config: Config) -> int:
-        """A program on each multiprocessor, or a cluster on each group of them."""
-        return max(problem.device.sms // config.ctas, 1)
+        """A program on each multiprocessor."""
+        return problem.device.sms
 
     def costs(self, problem: Problem, space: Space, given: Given) -> Costs:
         p, s, device = problem, space, problem.device
         rows, memory, rate = given
         item, item_b = p.a.dtype.itemsize, p.b.bits / 8
-        ctas = s.cluster_m * s.cluster_n
-        own_m, own_n = s.block_m // s.cluster_m, s.block_n // s.cluster_n
-        # What CTAs of a cluster share is read once.
-        from_a, from_b = own_m / s.cluster_n * item, own_n / s.cluster_m * item_b
-        taken_in = (from_a + from_b) * s.block_k
-        area = own_m * own_n
+        taken_in = (s.block_m * item + s.block_n * item_b) * s.block_k
+        area = s.block_m * s.block_n
         tiles = -(-rows // s.block_m) * -(-p.N // s.block_n)
         steps = -(-max(p.K, 1) // s.block_k)
-        whole, small, chunk, parts = Work.divide_many(tiles, steps, device.sms // ctas, s.tail_n, s.split_k)
-        compute_step = 2.0 * area * s.block_k / (rate * s.efficiency)
-        l2_step = taken_in / device.sm_bandwidth
-        long = whole * steps + chunk
-        part = 1 / s.tail_n
+        whole, chunk, parts = Work.divide_many(tiles, steps, device.sms, s.split_k)
+        own_steps = whole * steps + chunk
+        compute = own_steps * (2.0 * area * s.block_k / (rate * s.efficiency))
+        l2 = own_steps * (taken_in / device.sm_bandwidth)
         # Rows of tiles pass the same block of B at different times where some tiles are cut along K; L2 holds on to a
         # part.
         again = np.where(chunk > 0, -(-rows // s.block_m) - 1, 0) * (p.N * p.K * item_b * AGAIN)
         memory = memory + again / (device.bandwidth * STREAM)
-        # A narrower tile computes less for the same rows of A.
-        compute = long * compute_step + small * steps * compute_step * part / TAIL_EFFICIENCY
-        l2 = long * l2_step + small * steps * l2_step * (from_a + from_b * part) / (from_a + from_b)
         body = (np.maximum(compute, l2) ** OVERLAP + memory**OVERLAP) ** (1 / OVERLAP)
         store = area * p.out.dtype.itemsize / device.store_bandwidth
-        turns = whole + (chunk > 0) + small * part
+        turns = whole + (chunk > 0)
         once = device.delays.launch + device.delays.start + turns * store * STORE
         reduction = np.where(
             chunk > 0, device.delays.reduction + parts * area * 4.0 / device.store_bandwidth, 0.0
         )
-        waves = whole + chunk / steps + small * part
+        waves = whole + chunk / steps
         return Costs(body + once + reduction, compute, l2, memory, once, reduction, np.zeros(1), waves)
 
     def walk(self, problem: Problem, config: Config) -> Walk:
-        """Whole tiles in turn, then a narrow tile or a share of the steps of tiles that are cut along K."""
+        """Whole tiles in turn, then a share of the steps of tiles that are cut along K."""
         p, c = problem, config
         tiles_n = -(-p.N // c.block_n)
         work = self.work(p, c)
         program, turn = in_turn(work.whole, work.programs)
         columns = whole_tiles(p, c, np.arange(work.whole), tiles_n)
         before = np.bincount(program, minlength=work.programs)
-        own, behind, more = _rest(p, c, work, tiles_n)
+        own, more = _parts(p, c, work, tiles_n)
         return Walk(
             work.programs, self.at_once(p, c), program=np.concatenate([program, own]),
-            turn=np.concatenate([turn, before[own] + behind]),
+            turn=np.concatenate([turn, before[own]]),
             **{name: np.concatenate([columns[name], more[name]]) for name in columns},
         )  # fmt: skip
 
 
-def _rest(problem: Problem, config: Config, work: Work, tiles_n: int) -> tuple[Ints, Ints, dict[str, Ints]]:
-    """The rest that fills no wave: programs, their turns behind the whole tiles, and where the units lie."""
+def _parts(problem: Problem, config: Config, work: Work, tiles_n: int) -> tuple[Ints, dict[str, Ints]]:
+    """The parts of tiles that are cut along K: their programs, one each, and where they lie."""
     c = config
-    if work.tail:
-        part = np.arange(work.tail)
-        columns = whole_tiles(problem, c, work.whole + part // c.tail, tiles_n)
-        cols = c.block_n // c.tail
-        columns["col"] += part % c.tail * cols
-        columns["cols"] = np.full_like(part, cols)
-        return *in_turn(work.tail, work.programs), columns
     program = np.arange(work.cut * work.parts)
     columns = whole_tiles(problem, c, work.whole + program // work.parts, tiles_n)
     columns["first_k"] = program % work.parts * work.chunk * c.block_k
     columns["last_k"] = np.minimum(columns["first_k"] + work.chunk * c.block_k, problem.K)
-    return program, np.zeros_like(program), columns
+    return program, columns

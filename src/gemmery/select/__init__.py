@@ -24,7 +24,7 @@ def _predict(problem: Problem) -> tuple[Space, Costs, np.ndarray]:
     """
     space = shortlist.allowed(problem)
     rows = np.array([[problem.M]])
-    considered = space.considered(rows)[0]
+    considered = space.considered(problem, rows)[0]
     if not considered.all():
         space = space.where(considered)
     factor = measured.factor(problem, space, rows)

@@ -32,7 +32,5 @@ def _rows(sizes: tuple[tuple[int, int, int], ...]) -> str:
     return "\n".join(lines)
 
 
-_NARROW = "\n".join(
-    f"{y}x{ROWS}x64 8 4 {Tile(ROWS, y, 1, ROWS).most_stages} 1.0 swap splits" for y in NARROW
-)
+_NARROW = "\n".join(f"{y}x{ROWS}x64 8 4 {Tile(ROWS, y, 1, ROWS).most_stages} 1.0 swap splits" for y in NARROW)
 COOPERATIVE, PINGPONG = f"{_rows(SHARED_TILES)}\n{_NARROW}", _rows(TURNS)

@@ -57,7 +57,7 @@ def _log_times(problem: Problem, space: Space) -> np.ndarray:
     """The logarithm of the predicted time for each of `ROWS` and each config."""
     least = np.array([[replace(problem, M=int(M)).bytes] for M in ROWS[:, 0]], dtype=float)
     times: np.ndarray = costs(problem, space, ROWS, least).total * measured.factor(problem, space, ROWS)
-    return np.log(np.where(space.considered(ROWS), times, np.inf))
+    return np.log(np.where(space.considered(problem, ROWS), times, np.inf))
 
 
 def allowed(problem: Problem) -> Space:

@@ -18,7 +18,7 @@ from .tiles import ALIKE, FAMILIES
 #: Columns of a space that are fields of its configs.
 _COLUMNS = (
     "block_m", "block_n", "block_k", "num_warps", "num_stages", "tail_m", "tail_n", "split_k", "split_store",
-    "swap", "cluster_m", "cluster_n", "schedule", "loader",
+    "swap", "schedule", "loader",
 )  # fmt: skip
 
 
@@ -81,14 +81,11 @@ def _tile(line: str, loader: str, schedule: str, number: int, alike: bool) -> Ti
     shape, group, warps, stages, efficiency, *words = line.split()
     m, n, k = map(int, shape.split("x"))
     tails = [int(word.removeprefix("tail=")) for word in words if word.startswith("tail=")]
-    cluster = [
-        int(size) for word in words if word.startswith("cluster=") for size in word[8:].split("x")
-    ] or [1, 1]
     config = Config(
         m, n, k, group_m=int(group), num_warps=int(warps), num_stages=int(stages),
         schedule=schedule, loader=loader,  # type: ignore[arg-type]
         split_store="split" in words, tail=tails[0] if tails else 1, swap="swap" in words,
-        cluster_m=cluster[0], cluster_n=cluster[1], stream="stream" in words,
+        stream="stream" in words,
     )  # fmt: skip
     marks = {name: name in words for name in ("aligned", "splits", "strided", "blocks")}
     numerics = 0 if alike and "apart" not in words else 1 + number
@@ -119,8 +116,6 @@ class Space:
     split_k: np.ndarray
     split_store: np.ndarray
     swap: np.ndarray
-    cluster_m: np.ndarray
-    cluster_n: np.ndarray
     schedule: np.ndarray
     loader: np.ndarray
     numerics: np.ndarray
@@ -162,13 +157,11 @@ class Space:
             found[name] = (np.flatnonzero(own), self if own.all() else self.where(own))
         return found
 
-    def considered(self, M: np.ndarray) -> np.ndarray:
+    def considered(self, problem: Problem, M: np.ndarray) -> np.ndarray:
         """Whether configs are considered for numbers of rows, of shape (m, 1): an array of (m, configs)."""
         found = np.ones((len(M), len(self)), bool)
         for name, (places, _) in self.by_schedule.items():
-            rows = schedules.of(name).rows
-            if rows is not None:
-                found[:, places] = (rows.start <= M) & (rows.stop > M)
+            found[:, places] = schedules.of(name).considers(problem, M)
         return found
 
 

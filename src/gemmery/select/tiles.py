@@ -8,7 +8,7 @@ A row reads `MxNxK group_m num_warps num_stages efficiency` and then, where they
 - `strided`: considered only for matrices that descriptors can't take;
 - `apart`: too few rows for its family's matrix instruction, so that it sums with another, in another order;
 - `blocks`: considered only where an epilogue reads or writes whole matrices, for which it needs shared memory;
-- `cluster=MxN` and `stream`: see `Config`; rows of a schedule are considered where it suits, see `schedules`.
+- `stream`: see `Config`; rows of a schedule are considered where it suits, see `schedules`.
 
 The efficiency is the part of the device's achievable rate that the tile's main loop reaches once it is running: fitted
 to measurements for Hopper on an H200, estimated elsewhere. Every row compiles without spills on every architecture of
@@ -73,16 +73,6 @@ HOPPER: dict[str, Rows] = {
             64x64x64   8 4 3 0.11 strided splits
             64x256x32  8 8 3 0.11 strided
             16x64x128  8 4 4 0.10 strided swap splits
-        """,
-        ("descriptor", "cluster"): """
-            128x128x64 8 4 8  0.76 cluster=2x1 stream splits
-            128x128x64 8 4 8  0.76 cluster=2x1 stream tail=2
-            128x64x64  8 4 12 0.64 cluster=2x1 stream splits
-            128x128x64 8 8 6  0.96 stream splits
-            256x128x64 8 8 6  0.88 cluster=2x1 stream splits
-            256x128x64 8 8 6  0.88 cluster=2x1 stream tail=2
-            256x256x64 8 8 4  0.96 cluster=2x1 stream split
-            256x256x64 8 8 4  0.96 cluster=2x1 stream split tail=2
         """,
         ("descriptor", "cooperative"): any_width_tiles.COOPERATIVE,
         ("descriptor", "pingpong"): any_width_tiles.PINGPONG,

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ... import devices
-from ...schedules import REGISTRY
 
 #: The oldest versions that are supported; pyproject.toml has the same.
 OLDEST = {"torch": (2, 11), "triton": (3, 6)}
@@ -175,26 +174,15 @@ def _each_gpu(facts: dict[str, Any]) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def _upgrade(version: str) -> str:
-    return f"pip install triton=={version}.*, where this torch allows it"
-
-
 def _by_version(facts: dict[str, Any]) -> Iterator[Finding]:
     """What another version of Triton would bring, to the GPUs that are here."""
     has = facts["versions"]["triton"]
     here = {gpu["row"]["arch"] for gpu in facts["gpus"] if gpu["row"] is not None}
-    for schedule in REGISTRY.values():
-        known = not schedule.versions or ".".join(has.split(".")[:2]) in schedule.versions
-        if not known and schedule.lacking and here.intersection(schedule.archs):
-            yield Finding(
-                f"Triton {has} has no {schedule.title} that gemmery knows", schedule.lacking,
-                _upgrade(schedule.versions[-1]),
-            )  # fmt: skip
-    upgrade = _upgrade("3.9")
     if "sm_100" in here and _number(has) < (3, 9):
         yield Finding(
-            f"Triton {has} does not use tcgen05 for int8", "int8 products use an older instruction", upgrade
-        )
+            f"Triton {has} does not use tcgen05 for int8", "int8 products use an older instruction",
+            "pip install triton==3.9.*, where this torch allows it",
+        )  # fmt: skip
     if here and not facts["short_launch"]:
         yield Finding(
             f"gemmery does not know how to enter kernels of Triton {has} directly"

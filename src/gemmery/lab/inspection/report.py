@@ -82,7 +82,7 @@ class Inspection:
         c = self.config
         # wgmma is issued by a warpgroup at a time.
         issuers = c.num_warps / (4 if "GMMA" in self.loop.tensor[0].opcode else 1)
-        return self.loop.work * issuers * c.ctas / (c.block_m * c.block_n * c.block_k)
+        return self.loop.work * issuers / (c.block_m * c.block_n * c.block_k)
 
     @cached_property
     def ahead(self) -> float | None:

@@ -67,19 +67,19 @@ class Launch:
 def waves(launch: Launch) -> dict[str, Any]:
     """How a launch falls into waves over the multiprocessors, how full each is, and what lies outside of the matrix.
 
-    A wave is one unit of work, a tile or a part of one, for each multiprocessor, or for each cluster of them. It takes
-    as long as its longest unit, and a unit as long as it has to compute.
+    A wave is one unit of work, a tile or a part of one, for each multiprocessor. It takes as long as its longest
+    unit, and a unit as long as it has to compute.
     """
     problem, config, (tiles_m, tiles_n) = launch.problem, launch.config, launch.tiles
     schedule = walk(problem, config)
-    places = max(problem.device.sms // config.ctas, 1)
+    places = problem.device.sms
     whole = config.block_m * config.block_n * max(problem.K, 1)
     work = schedule.rows * schedule.cols * (schedule.last_k - schedule.first_k) / whole
     wave = schedule.program // places + schedule.turn
     units, long = np.bincount(wave), np.zeros(wave.max() + 1)
     np.maximum.at(long, wave, work)
     beside = launch.programs // places
-    where = texts.count(places, "multiprocessor" if config.ctas == 1 else "cluster")
+    where = texts.count(places, "multiprocessor")
     tiles = tiles_m * tiles_n
     cut = "" if len(schedule) == tiles else f", some cut: {texts.count(len(schedule), 'piece')} of work"
     return {

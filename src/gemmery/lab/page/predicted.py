@@ -154,8 +154,6 @@ def _knobs(c: Config) -> Iterator[tuple[str, str, str]]:
     yield "num_stages", str(c.num_stages), "blocks of A and B in flight"
     yield "schedule", c.schedule, schedules.of(c.schedule).about
     yield "loader", c.loader, loaders[c.loader]
-    if c.ctas > 1:
-        yield "cluster", f"{c.cluster_m} × {c.cluster_n}", "CTAs that share a tile's blocks"
     if c.split_k > 1:
         yield "split_k", str(c.split_k), "parts of K, added up within the launch"
     if c.tail > 1:

@@ -32,8 +32,7 @@ class Recorded:
         suite: the suite's name, with its type where it is run in several, and the version of Triton that is not 3.6.
         row, dtype: what was measured.
         problem: the row's, on the GPU that it was measured on.
-        config: what ran; None where the result does not say, or names one that this version does not have. What it
-            would choose itself then stands for it.
+        config: what ran; None where the result does not say, or names one that this version does not have.
         copied: whether matrices were copied before; None where the result does not say.
         seconds: by method, the median over the rounds; spread: the least and the largest.
     """
@@ -46,6 +45,11 @@ class Recorded:
     copied: bool | None
     seconds: dict[str, float]
     spread: dict[str, tuple[float, float]]
+
+    @property
+    def outdated(self) -> bool:
+        """Whether what ran is no config of this version, so that its time says nothing of this version's kernels."""
+        return _is_outdated(self.config, self.copied)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -81,16 +85,25 @@ def read_result(path: Path, regime: str = "burst") -> list[Recorded]:
 
 def _recorded(suite: str, record: dict[str, Any], regime: str, device: Device) -> Recorded:
     row = Row.of(record)
-    _, _, chosen = record.get("plan", "").partition(": ")
-    words = chosen.split(", ")
+    config, copied = _chosen(record)
     summary = record["summary"][regime]
     return Recorded(
         suite=suite, row=row, dtype=record["dtype"], problem=of_row(row, record["dtype"], device),
-        config=_config(words[0]) if chosen else None,
-        copied=len(words) > 1 if chosen else None,
+        config=config, copied=copied,
         seconds={method: us * 1e-6 for method, us in summary["median_us"].items()},
         spread={method: (least * 1e-6, most * 1e-6) for method, (least, most) in summary["spread_us"].items()},
     )  # fmt: skip
+
+
+def _chosen(record: dict[str, Any]) -> tuple[Config | None, bool | None]:
+    """What a row says of its plan: its `Recorded.config` and `copied`."""
+    _, _, chosen = record.get("plan", "").partition(": ")
+    words = chosen.split(", ")
+    return (_config(words[0]), len(words) > 1) if chosen else (None, None)
+
+
+def _is_outdated(config: Config | None, copied: bool | None) -> bool:
+    return config is None and copied is not None
 
 
 def _config(text: str) -> Config | None:
@@ -113,6 +126,12 @@ def read_results(place: Path, regime: str = "burst") -> list[Recorded]:
 def fitted(place: Path) -> list[Path]:
     """The results in a folder that may be fitted to; ValueError as for `read_results`."""
     return [path for path in sorted(place.glob("*.json")) if results.read(path)["suite"] not in RANDOM]
+
+
+def standing(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a result in the regime "burst", but for those of configs that this version does not have."""
+    rows = [row for row in result["rows"] if "burst" in row.get("summary", {})]
+    return [row for row in rows if not _is_outdated(*_chosen(row))]
 
 
 def newest_last(place: Path) -> list[tuple[Path, dict[str, Any]]]:
@@ -156,14 +175,13 @@ class Measured:
 
 @functools.cache
 def _by_sizes(place: Path, device: Device) -> dict[tuple[int, int, int], list[tuple[str, dict[str, Any]]]]:
-    """A folder's rows of a GPU in the regime "burst", by M, N and K, with where each is from."""
+    """A folder's rows of a GPU that are `standing`, by M, N and K, with where each is from."""
     found: dict[tuple[int, int, int], list[tuple[str, dict[str, Any]]]] = {}
     for path, result in newest_last(place):
         if device_of(result["gpu"]) == device:
             source = f"{path.name}, Triton {result['triton']}, {str(result.get('date', ''))[:10]}"
-            for row in result["rows"]:
-                if "burst" in row.get("summary", {}):
-                    found.setdefault((row["M"], row["N"], row["K"]), []).append((source, row))
+            for row in standing(result):
+                found.setdefault((row["M"], row["N"], row["K"]), []).append((source, row))
     return found
 
 

@@ -1,0 +1,119 @@
+"""Runs the PTX of a kernel's inline assembly for one warp whose threads go the same way, so far as the tests need it."""
+
+import re
+
+#: What compares two numbers in `setp`.
+_COMPARE = {
+    "eq": lambda a, b: a == b, "ne": lambda a, b: a != b, "lt": lambda a, b: a < b, "le": lambda a, b: a <= b,
+    "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b,
+}  # fmt: skip
+#: The first thread, and where shared memory begins.
+_GIVEN = {"%tid.x": 0, "global_smem": 0}
+
+
+class Program:
+    """Statements with their registers and labels found in the scopes around them.
+
+    Args:
+        text: the assembly.
+    """
+
+    def __init__(self, text):
+        self.statements, labels = [], {}
+        scopes, count, held = [((), {})], 0, ""
+        depth = 0
+        for char in text:
+            if depth or (char == "{" and held.strip()):
+                # Braces within a statement hold a list of operands.
+                depth += (char == "{") - (char == "}")
+                held += char
+            elif char == "{":
+                count += 1
+                scopes.append(((*scopes[-1][0], count), dict(scopes[-1][1])))
+            elif char == "}":
+                assert not held.strip(), held
+                scopes.pop()
+            elif char == ":" and re.fullmatch(r"\w+", held.strip()):
+                labels[scopes[-1][0], held.strip()] = len(self.statements)
+                held = ""
+            elif char == ";":
+                self._add(held.strip(), *scopes[-1])
+                held = ""
+            else:
+                held += char
+        assert not held.strip(), held
+        assert not depth
+        self.targets = {
+            at: next(labels[path[:i], name] for i in range(len(path), -1, -1) if (path[:i], name) in labels)
+            for at, (_, _, path, name) in enumerate(self.statements)
+            if name
+        }
+
+    def _add(self, statement, path, registers):
+        if statement.startswith(".reg"):
+            for name in re.findall(r"\w+", statement.split(None, 2)[2]):
+                registers[name] = f"{name}.{'.'.join(map(str, path))}"
+            return
+        predicate, statement = re.fullmatch(r"(?:@(!?\w+)\s+)?(.*)", statement, re.DOTALL).groups()
+        if predicate:
+            sign, name = ("!", predicate[1:]) if predicate[0] == "!" else ("", predicate)
+            predicate = sign + registers[name]
+        name = statement.split()[1] if statement.split()[0].startswith("bra") else ""
+        if not name:
+            code, _, operands = statement.partition(" ")
+            operands = re.sub(
+                r"(?<![\w.$%:])[a-z_]\w*", lambda found: registers.get(found[0], found[0]), operands
+            )
+            statement = f"{code} {operands}"
+        self.statements.append((predicate, statement, path, name))
+
+    def run(self, operands, machine):
+        """Run it.
+
+        Args:
+            operands: the values of $0, $1, and so on.
+            machine: `machine.ptx(code, arguments)` runs what is no arithmetic, and may give a value back.
+        """
+        registers, at = {}, 0
+
+        def value(text):
+            text = text.strip()
+            if text.startswith("$"):
+                return operands[int(text[1:])]
+            if re.fullmatch(r"-?\d+|0x[0-9a-f]+", text):
+                return int(text, 0)
+            return registers.get(text, _GIVEN.get(text, text))
+
+        while at < len(self.statements):
+            predicate, statement, _, name = self.statements[at]
+            at += 1
+            if predicate and registers[predicate.lstrip("!")] == predicate.startswith("!"):
+                continue
+            if name:
+                at = self.targets[at - 1]
+                continue
+            code, _, rest = statement.partition(" ")
+            to, *given = re.findall(r"(?:\{[^}]*\}|\[[^\]]*\]|[^,])+", rest) or [""]
+            kind = code.split(".")[0]
+            if kind == "setp":
+                _, compare, *more = code.split(".")
+                found = _COMPARE[compare](value(given[0]), value(given[1]))
+                registers[to.strip()] = found and (more[0] != "and" or value(given[2]))
+            elif kind in ("mov", "cvt", "cvta", "add", "sub", "mul", "mad", "min", "xor", "and"):
+                registers[to.strip()] = self._computed(kind, [value(each) for each in given], value)
+            else:
+                found = machine.ptx(code, [to.strip(), *map(str.strip, given)], value)
+                if found is not None:
+                    registers[found[0]] = found[1]
+
+    @staticmethod
+    def _computed(kind, values, value):
+        if kind == "mov" and isinstance(values[0], str) and values[0].startswith("{"):
+            return value(values[0].strip("{}").split(",")[0])
+        if kind in ("mov", "cvt", "cvta"):
+            return values[0]
+        a, b, *c = values
+        return {
+            "add": lambda: a + b, "sub": lambda: a - b, "mul": lambda: a * b, "mad": lambda: a * b + c[0],
+            "min": lambda: min(a, b), "xor": lambda: a ^ b, "and": lambda: a & b,
+        }[kind]()  # fmt: skip
