@@ -44,28 +44,26 @@ MOST_STAGES = 12
 REGISTERS = {1: (0, 40), 2: (232, 40), 3: (160, 32)}
 #: By the same: numbers of the accumulator that a thread has registers for; and of a warpgroup that takes turns.
 ACCUMULATORS, IN_TURNS = {1: 128, 2: 160, 3: 96}, 144
-#: Of the model of its time, fitted to 595 times of 120 random products on an H200: part of the tensor cores' rate, and
-#: what a narrow instruction takes more, in columns.
-EFFICIENCY, EDGE = 0.897, 10.1
+#: Of the model of its time, fitted to 904 times of random products on an H200: part of the tensor cores' rate, and what
+#: a narrow instruction takes more, in columns.
+EFFICIENCY, EDGE = 0.903, 10.1
 #: Share of the bandwidth from L2 of one multiprocessor and of all together; seconds from asking for bytes until they
 #: are there.
-INTAKE, L2, LATENCY = 1.07, 0.972, 1.17e-6
+INTAKE, L2, LATENCY = 1.085, 0.974, 1.16e-6
 #: What a tenfold time costs for the clock, which power lowers, and from how many seconds on.
-SLOWING, LONG = 0.0028, 3e-5
+SLOWING, LONG = 0.0145, 3e-5
 #: Time from memory over that at its bandwidth: in the limit of a long stream, what a short one takes more, and what is
 #: short, in seconds. How memory and the loop, which mostly overlap, add up.
-MEMORY, SHORT, RAMP, OVERLAP = 1.089, 0.841, 3.39e-6, 4.19
+MEMORY, SHORT, RAMP, OVERLAP = 1.084, 0.746, 3.64e-6, 4.11
 #: Seconds around a launch. Seconds around a tile and share of the time that its store takes alone, where warpgroups
 #: share tiles; and the same where they take turns, when the last store alone counts.
-START = 4.59e-6
-TILE, STORE = 0.97e-6, 1.33
-TURN, LAST_STORE = 0.479e-6, 1.94
-#: What a step in turns takes more where operands' adjacent elements lie along M or N.
-TURNED = 1.05
+START = 4.99e-6
+TILE, STORE = 0.63e-6, 1.36
+TURN, LAST_STORE = 0.638e-6, 0.638
 #: Seconds that parts of a tile take to meet, beside the time of their bytes, and how often each byte is on its way.
-REDUCTION, TIMES = 1.01e-6, 2.74
+REDUCTION, TIMES = 1.0e-6, 2.73
 #: What a kernel that could cut tiles costs more where it does not: it has more code.
-IDLE = 1.02
+IDLE = 1.01
 
 #: How much larger than all else an operand has to be to leave L2 first. Measured on an H200.
 STREAMED = 1.5
@@ -254,8 +252,6 @@ class AnyWidth(PersistentStatic):
         outside = own_steps * np.maximum(x - x_rows, y - y_rows) * FILL
         loop = np.maximum(np.maximum(compute, l2), np.maximum(least, outside))
         loop = loop * (1 + SLOWING * np.log10(np.maximum(loop / LONG, 1)))
-        if self.takes_turns and (p.a.col != 1 or p.b.row != 1):
-            loop = loop * TURNED
         own = x if self.takes_turns else x / (s.num_warps // 4)
         store = own * y * 2.0 / device.store_bandwidth
         around = np.asarray(TURN if self.takes_turns else TILE + store * STORE)
