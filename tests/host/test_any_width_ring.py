@@ -9,6 +9,7 @@ import functools
 import inspect
 import random
 import re
+import sys
 import threading
 import types
 from collections import Counter
@@ -165,11 +166,11 @@ class Warp:
 
     Args:
         boxes: rows that are loaded at a time, of X and of Y.
-        width: of the tile.
+        streams: 1 where X is loaded with a cache policy, 2 where Y is.
     """
 
-    def __init__(self, machine, boxes, width):
-        self.machine, self.boxes, self.width = machine, boxes, width
+    def __init__(self, machine, boxes, streams):
+        self.machine, self.boxes, self.streams = machine, boxes, streams
         self.steps, self.group, self.under_way = [], [], []
 
     def ptx(self, code, arguments, value):
@@ -182,16 +183,14 @@ class Warp:
             return arguments[0].split("|")[1], True
         if code.startswith("createpolicy"):
             return None
-        if code.startswith("and.pred"):
-            return arguments[0], value(arguments[1]) and value(arguments[2])
         if code.startswith("mbarrier.arrive.expect_tx"):
             self.machine.expect(address[0], value(arguments[2]))
         elif code.startswith("mbarrier.arrive"):
             self.machine.arrive(address[0])
         elif code.startswith("cp.async.bulk.tensor"):
-            self._load(arguments, address, value)
+            self._load(code, arguments, address, value)
         elif code.startswith("wgmma.mma_async"):
-            self._multiply(arguments, value)
+            self._multiply(int(re.search(r"m64n(\d+)", code)[1]), arguments, value)
         elif code.startswith("wgmma.commit_group"):
             self.under_way.append([row for rows in self.group for row in rows])
             self.group = []
@@ -207,28 +206,34 @@ class Warp:
             part if isinstance(part := value(each), int) else 0 for each in text.strip("[]").split("+")
         )
 
-    def _load(self, arguments, address, value):
+    def _load(self, code, arguments, address, value):
         tensor_map, at = re.fullmatch(r"\[(\S+), (\{.*\})\]", arguments[1]).groups()
         operand = 0 if value(tensor_map) == "gemm_any_width_param_0" else 1
         k, row = (value(each) for each in at.strip("{}").split(","))
+        if code.endswith("cache_hint") != (self.streams == operand + 1):
+            raise Wrong("not the operand's cache policy")
         rows, name = self.boxes[operand], "xy"[operand]
         writes = {address[0] + 128 * i: (name, row + i, k) for i in range(rows)}
         self.machine.load(address[-1], 128 * rows, writes)
 
-    def _multiply(self, arguments, value):
+    def _multiply(self, width, arguments, value):
         x, y = (value(each) * 16 for each in arguments[1:3])
-        part = len(self.group)
+        # The sixteenths along K of 64 rows of X, and then those of the next 64.
+        part = len(self.group) % 4
         assert x % 128 == y % 128 == 32 * part, "not the next sixteenth along K"
-        rows = [x - 32 * part + 128 * i for i in range(64)] + [
-            y - 32 * part + 128 * i for i in range(self.width)
-        ]
-        self.machine.reading.update(rows)
-        self.group.append(rows)
+        own, others = ([at - 32 * part + 128 * i for i in range(n)] for at, n in ((x, 64), (y, width)))
+        self.machine.reading.update(own + others)
+        self.group.append(own + others)
         self.machine.pause()
-        read = tuple(self.machine.rows.get(row) for row in rows)
+        read = (
+            tuple(self.machine.rows.get(row) for row in own),
+            tuple(self.machine.rows.get(row) for row in others),
+        )
+        if len(self.group) == 1:
+            self.steps = [*(self.steps if value(arguments[3]) else []), []]
         if part == 0:
-            self.steps = [*(self.steps if value(arguments[3]) else []), read]
-        elif read != self.steps[-1]:
+            self.steps[-1].append(read)
+        elif read != self.steps[-1][-1]:
             raise Wrong("a stage changes while it is read")
 
     def wait(self, left):
@@ -236,18 +241,20 @@ class Warp:
             self.machine.reading.subtract(self.under_way.pop(0))
 
 
-def kernel(machine, number, programs, groups, boxes, width, edit, changes):
+def kernel(machine, number, programs, groups, boxes, streams, widths, edit, changes):
     """The kernel's functions with what stands in for Gluon.
 
     Args:
         number: which program this is.
         groups: the warpgroup of each thread; None for the loader's.
+        boxes, streams: see `Warp`.
+        widths: those that there is assembly for.
         edit: changes the assembly.
     """
     warps = {}
 
     def inline_asm_elementwise(text, constraints, given, *, pack, **more):
-        warp = warps.setdefault(threading.get_ident(), Warp(machine, boxes, width))
+        warp = warps.setdefault(threading.get_ident(), Warp(machine, boxes, streams))
         outputs = constraints.count("=")
         values = [None] * outputs + [each for each in given for _ in range(pack)]
         warp.steps = []
@@ -266,18 +273,16 @@ def kernel(machine, number, programs, groups, boxes, width, edit, changes):
 
     gl = types.SimpleNamespace(
         constexpr=int, where=lambda condition, x, y: x if condition else y, to_tensor=int, cdiv=lambda x, y: -(-x // y),
-        program_id=lambda axis: number, num_programs=lambda axis: programs, assume=lambda condition: None,
-        minimum=min, maximum=max, static_range=range, cast=lambda x, dtype: x, int32=int, int64=int, float32=float,
-        inline_asm_elementwise=inline_asm_elementwise, tuple=list,
+        program_id=lambda axis: number, num_programs=lambda axis: programs, minimum=min, maximum=max, int32=int,
+        float32=float, inline_asm_elementwise=inline_asm_elementwise, tuple=list,
     )  # fmt: skip
-    blocks = types.SimpleNamespace(values=[None] * (width // 8))
     names = {
         name: value for name, value in vars(any_width).items() if name.startswith("_") and not name.startswith("__")
     } | {
         "gl": gl, "STEP": STEP, "STAGES": STAGES,
         "later": types.FunctionType(rings.later.fn.__code__, {"gl": gl}), "shared_at": lambda at: at,
         "wgmma_wait": wgmma_wait, "matrix_descriptor": lambda address, chunk: address // 16,
-        "zeros_of": lambda count: blocks, "in_block": lambda value: value,
+        "zeros_of": lambda count: types.SimpleNamespace(values=[None] * count), "in_block": lambda value: value,
         "barrier": barrier, "computed": lambda value: value, "mbarrier": types.SimpleNamespace(wait=machine.wait, arrive=machine.arrive),
         "tma": types.SimpleNamespace(store_wait=lambda left: None)
     } | changes  # fmt: skip
@@ -351,10 +356,11 @@ def emulate(
         if spread and any(machine.reading[128 * i] for i in rows):
             raise Wrong("the ring is read when it has become slots")
         first_k, last_k = (0, K) if cut is None or cut[0] is False else cut
-        for step, blocks in enumerate(acc):
-            x = [("x", row + i, first_k + step * STEP) for i in range(64)]
-            y = [("y", col + i, first_k + step * STEP) for i in range(width)]
-            if blocks != tuple(x + y):
+        for step, found in enumerate(acc):
+            k = first_k + step * STEP
+            y = tuple(("y", col + i, k) for i in range(width))
+            firsts = range(row, row + own, 64)
+            if found != [(tuple(("x", first + i, k) for i in range(64)), y) for first in firsts]:
                 raise Wrong("not the blocks of this step")
         if len(acc) != -(-(last_k - first_k) // STEP):
             raise Wrong("not all steps")
@@ -364,7 +370,8 @@ def emulate(
     # Two boxes of each operand, of which the second one has some rows of the first.
     boxes = tuple((rows // 16 + 1) * 8 for rows in (x_rows, width))
     stood_in = {"finish_tile": finish_tile, "combine": combine} | changes
-    names = kernel(machine, 1, 3, of_thread, boxes, width, edit, stood_in)
+    streams, widths = random.Random(seed).randrange(3), [width - 8, width, width + 8]
+    names = kernel(machine, 1, 3, of_thread, boxes, streams, widths, edit, stood_in)
     unused = BARRIERS_AT + 8 * (2 * most + 2)
     barriers = types.SimpleNamespace(index=lambda at: BARRIERS_AT + 8 * at)
     ring = (barriers, stages)
@@ -385,7 +392,7 @@ def emulate(
 
     state, tile = (units, whole, parts, part_k, 0, 0, ()), (width, 8)
     # Its widths, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, PART, RING_BYTES and BARRIERS_AT.
-    constants = [width], False, takes_turns, False, False, 1, 64, BARRIERS_AT // 2, BARRIERS_AT
+    constants = widths, False, takes_turns, False, False, 1, 64, BARRIERS_AT // 2, BARRIERS_AT
 
     def consume(group):
         of_thread[threading.get_ident()] = group
@@ -410,7 +417,7 @@ def emulate(
 
     def produce():
         of_thread[threading.get_ident()] = None
-        loads = *boxes, 128 * 2 * sum(boxes), 0
+        loads = *boxes, 128 * 2 * sum(boxes), streams
         given = ring, sizes, state, tile, loads, place, x_rows, False, False, False, BARRIERS_AT
         names["load_ahead"](*given)
         names["produce"](*given)
@@ -435,6 +442,9 @@ CASES = [
     (2, 64, 80, 4, True, (320, 400, 64)),
     (2, 128, 88, 3, False, (400, 600, 500), 2),
     (1, 64, 72, 3, False, (64, 72, 700), 3),
+    # Two blocks of 64 rows for each warpgroup.
+    (2, 256, 88, 3, False, (600, 300, 200)),
+    (2, 128, 80, 3, True, (400, 300, 200)),
 ]
 
 
@@ -442,6 +452,18 @@ CASES = [
 @pytest.mark.parametrize("seed", range(3))
 def test_every_warp_reads_what_was_loaded_for_it(case, seed):
     emulate(seed, *case)
+
+
+#: Where barriers begin of which each stage has one, those of turns, and the last one.
+FREE_AT, TURNS_AT, UNUSED_AT = (BARRIERS_AT + 8 * at for at in (STAGES, 2 * STAGES, 2 * STAGES + 2))
+
+
+def skipping_none(stage, phase, steps, stages):
+    """`rings.later`, but the stages of the tiles between are not skipped."""
+    if sys._getframe(1).f_code.co_name == "consume":
+        return stage, phase
+    stage += steps
+    return stage % stages, phase ^ (stage // stages & 1)
 
 
 MUTANTS = {
@@ -458,15 +480,21 @@ MUTANTS = {
         "edit": lambda text: text.replace("@wraps mov.b32 x,", "@wraps mov.b32 own,")
     },
     "a box that is not counted": {"edit": lambda text: text.replace("_, [at], $12", "_, [at], 64")},
-    "no stages skipped in turns": {"later": lambda stage, phase, steps, stages: (stage, phase)},
+    "the second 64 rows of X taken for the first": {"edit": lambda text: text.replace("x, 512;", "x, 0;")},
+    "another width's instructions": {
+        "edit": lambda text: text.replace("setp.lt.s32 less", "setp.gt.s32 less")
+    },
+    "the other operand's cache policy": {
+        "edit": lambda text: text.replace("x_streams, $13, 1", "x_streams, $13, 2")
+    },
+    "no stages skipped in turns": {"later": skipping_none},
     "one arrival too many": {"arrivals": 1},
     "one arrival too few": {"arrivals": -1},
-    "no wait for a stage that is read": {"waits": lambda at: at < BARRIERS_AT + 8 * any_width.STAGES.value},
+    "no wait for a stage that is read": {"waits": lambda at: not FREE_AT <= at < TURNS_AT},
+    "no wait for a turn": {"waits": lambda at: not TURNS_AT <= at < UNUSED_AT},
     "no meeting before rows of X become slots": {"barrier": lambda: None},
-    "no wait for the other warpgroup's rows of X": {
-        "waits": lambda at: at != BARRIERS_AT + 8 * (2 * any_width.STAGES.value + 2)
-    },
-    "no wait for loads": {"waits": lambda at: at >= BARRIERS_AT + 8 * any_width.STAGES.value},
+    "no wait for the other warpgroup's rows of X": {"waits": lambda at: at != UNUSED_AT},
+    "no wait for loads": {"waits": lambda at: at >= FREE_AT},
 }
 
 

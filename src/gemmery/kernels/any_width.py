@@ -125,14 +125,15 @@ def multiply_steps(
 ):  # fmt: skip
     """The K loop of a warpgroup: the sum of the products of some rows of X and `width` of Y, of at least one step.
 
-    The products of the last step are still under way, see `last_step_done`. All but `acc` come in a block. As one piece
-    of assembly a step of 64 by 64 takes 0.17 microseconds, and 0.19 as a loop around several.
+    The products of the last step are still under way, see `last_step_done`. All arguments but `acc` are blocks, see
+    `in_block`. With 64 rows and columns a step takes 0.17 µs as one piece of assembly, and 0.19 µs as a loop around
+    several.
 
     Args:
         acc: for each 64 rows of X as many blocks as the largest width has. Those behind `width` stay as they are; what
             the others have before is not used.
         full: the address of the first stage's barrier.
-        stage, phase: of the first step; see `rings.following`.
+        stage, phase: of the first step; see `rings.later`.
         steps: how many there are.
         head_x, head_y: matrix descriptors of the first stage's blocks, see `matrix_descriptor`.
         KIND: the operands' type, as PTX names it.
@@ -335,12 +336,12 @@ def load_steps(
 ):  # fmt: skip
     """One thread loads the blocks of X and Y of some steps, each into its stage.
 
-    Gluon's own instruction loads powers of two; of a width that is none it would take several, one after the other,
-    and the tensor cores would wait for them.
+    Gluon's own load takes a power of two of rows. Another width would need several, one after the other, and the tensor
+    cores would wait for them.
 
     Args:
         full: the address of the first stage's barrier at which they arrive.
-        stage, phase: of the first step; see `rings.following`.
+        stage, phase: of the first step; see `rings.later`.
         k, last_k: where the steps begin and end along K.
         row, col: where the blocks begin in X and in Y.
         width: rows of Y.
@@ -348,8 +349,8 @@ def load_steps(
         count: bytes of a step's blocks, and those that boxes load twice.
         streams: 1 where X is the first to leave L2, 2 where Y is, 0 where neither is.
         X_TURNED, Y_TURNED: whether adjacent elements lie along the rows and not along K.
-        AHEAD: whether stages have not been used, so that there is nothing to wait for, and a warpgroup is here, of
-            which the first warp loads; else one warp.
+        AHEAD: True before warps have their roles: the stages are unused, so there is nothing to wait for, and the first
+            warp of the warpgroup loads. False in the loader's warp.
     """
     full_, stage_, phase_, stages_, k_, last_, row_, x_box_, col_, width_, y_box_, count_, streams_ = (
         f"${i}" for i in range(1, 14)
@@ -419,9 +420,10 @@ def load_ahead(
     x_box, y_box, count, streams = loads
     row, col, _, first_k, last_k = corner(gl.program_id(0), state, shape, tile, PLACE, X_ROWS, SWAP)
     barrier()
+    last_k = first_k + gl.minimum(last_k - first_k, stages * STEP)
     load_steps(
-        shared_at(BARRIERS_AT), 0, 0, stages, first_k, gl.minimum(last_k, first_k + stages * STEP), row, x_box, col,
-        tile[0], y_box, count, streams, X_ROWS, X_TURNED, Y_TURNED, True,
+        shared_at(BARRIERS_AT), 0, 0, stages, first_k, last_k, row, x_box, col, tile[0], y_box, count, streams, X_ROWS,
+        X_TURNED, Y_TURNED, True,
     )  # fmt: skip
 
 

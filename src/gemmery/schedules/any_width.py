@@ -38,6 +38,8 @@ BOX = 256
 PART = 64
 #: Bytes of shared memory, and of those for barriers.
 SHARED, BARRIERS = ARCHS["sm_90"].shared, 1024
+#: The largest K: the kernel counts in 32 bits, and past it by as many steps as there are stages.
+MOST_K = (1 << 31) - 1024
 #: Stages that are enough.
 MOST_STAGES = 12
 #: By the number of warpgroups: registers of a thread in all but the first one, and of the loader's.
@@ -52,8 +54,8 @@ EFFICIENCY, EDGE = 0.903, 10.1
 INTAKE, L2, LATENCY = 1.085, 0.974, 1.16e-6
 #: What a tenfold time costs for the clock, which power lowers, and from how many seconds on.
 SLOWING, LONG = 0.0145, 3e-5
-#: Time from memory over that at its bandwidth: in the limit of a long stream, what a short one takes more, and what is
-#: short, in seconds. How memory and the loop, which mostly overlap, add up.
+#: Time from memory over that at `STREAM` of its bandwidth: in the limit of a long stream, what a short one takes more,
+#: and what is short, in seconds. How memory and the loop, which mostly overlap, add up.
 MEMORY, SHORT, RAMP, OVERLAP = 1.084, 0.746, 3.64e-6, 4.11
 #: Seconds around a launch. Seconds around a tile and share of the time that its store takes alone, where warpgroups
 #: share tiles; and the same where they take turns, when the last store alone counts.
@@ -151,13 +153,14 @@ class AnyWidth(PersistentStatic):
     archs = ("sm_90",)
     # Those whose Gluon has the names that the kernel is written in.
     versions = ("3.6", "3.7", "3.8", "3.9")
-    reason = "preferred where powers of two leave part of the last wave idle"
+    reason = "chosen where it is predicted to be the fastest"
     takes_turns: ClassVar[bool] = False
 
     def suits(self, problem: Problem) -> bool:
         p = problem
         return (
             self.runs_on(p.device.target)
+            and p.K <= MOST_K
             and not (p.batch or p.paired or p.batch_invariant)
             and type(p.a) is type(p.b) is Dense
             and all(operand.dtype.itemsize == 2 for operand in (p.a, p.b, p.out))
@@ -215,10 +218,10 @@ class AnyWidth(PersistentStatic):
         p, c = problem, config
         if not self.suits(p):
             return (
-                f"schedule {self.name!r} needs Triton {', '.join(self.versions)}, a GPU of sm_90, fp16 or bf16, K > 0, "
-                f"no batch, no batch invariance, no epilogue with another matrix, operands that suit the descriptor "
-                f"loader, and an output with adjacent columns and rows of whole 16-byte units; given {p} on "
-                f"{p.device.arch} with Triton {triton.__version__}"
+                f"schedule {self.name!r} needs Triton {', '.join(self.versions)}, a GPU of sm_90, fp16 or bf16, K from "
+                f"1 to {MOST_K}, no batch, no batch invariance, no epilogue with another matrix, operands that suit "
+                f"the descriptor loader, and an output with adjacent columns and rows of whole 16-byte units; given "
+                f"{p} on {p.device.arch} with Triton {triton.__version__}"
             )
         if not self.considers(p, np.asarray(p.M)):
             return "a row that is added to one row may be the output itself, of which some is stored twice"
@@ -255,7 +258,7 @@ class AnyWidth(PersistentStatic):
         own = x if self.takes_turns else x / (s.num_warps // 4)
         store = own * y * 2.0 / device.store_bandwidth
         around = np.asarray(TURN if self.takes_turns else TILE + store * STORE)
-        # Loads run ahead across tiles, so that memory is not waited for around any but the last.
+        # Loads run ahead across tiles: only the time around the last tile is not overlapped with memory.
         loop = loop + (turns - 1) * around
         streamed = memory * (MEMORY + SHORT * np.exp(-memory / RAMP))
         body = (loop**OVERLAP + streamed**OVERLAP) ** (1 / OVERLAP)
@@ -401,7 +404,8 @@ class AnyWidthBinding(Binding):
         """Which operand is the first to leave L2: 1 for X, 2 for Y, 0 for neither.
 
         An operand that is most of what is read and written takes the place of its own kind there, rather than of what
-        other kernels have written, which would have to go to memory first. Elsewhere both are read again.
+        other kernels have written, which would have to go to memory first. Otherwise both are read again, and stay in
+        L2.
         """
         p = self.problem
         a, b, out = p.M * p.K, p.N * p.K, p.M * p.N
@@ -451,7 +455,7 @@ def check_maps(ptx: str) -> None:
 
 def check_memory(llir: str, size: int) -> None:
     """RuntimeError unless the first `size` bytes of shared memory are the slots', the barriers are behind them, and all
-    else behind these.
+    else behind these; or if assembly looks for the ring or the barriers elsewhere.
 
     Whatever else there is, is found at constant offsets. If something stood before the slots, its own offset would be
     one of less than their size, since nothing else is as large.
@@ -465,9 +469,9 @@ def check_memory(llir: str, size: int) -> None:
     end = size + 8 * (2 * MOST_STAGES + 3)
     made = [int(at) for at in re.findall(r"mbarrier\.init[^;]*\[at \+ (\d+)\]", llir)]
     named = [int(at) for at in re.findall(r"mov\.b32 first, global_smem; add\.s32 \$0, first, (\d+);", llir)]
-    if any(at != size for at in made) or any(at > size for at in named):
+    if set(made) != {size} or size not in named or max(named) > size:
         raise RuntimeError(
-            f"the kernel's assembly takes something for barriers that is not; they end at {end}"
+            f"the kernel's assembly looks for barriers elsewhere than {size} bytes behind where shared memory begins"
         )
     others = [line for line in llir.splitlines() if "mbarrier" not in line]
     offsets = [int(found) for line in others for found in re.findall(r"@global_smem, i32 (\d+)", line)]

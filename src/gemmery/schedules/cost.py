@@ -24,8 +24,9 @@ TAIL_EFFICIENCY = 0.8
 #: Seconds that TMA takes for a row of 128 bytes outside an operand, which it fills with zeros, in a block that is in
 #: part inside; and the share of all tiles that have such blocks from which on it is as slow. Measured on an H200.
 FILL, FILLED = 5.5e-9, 0.25
-#: Time of a stream from memory, over that at the bandwidth: in the limit of a long one, what a short one takes more,
-#: and what is short, in seconds. It is slower while others' results in L2 are written back. Fitted on an H200.
+#: Time of a stream from memory, over that at `STREAM` of the bandwidth: in the limit of a long one, what a short one
+#: takes more, and what is short, in seconds. It is slower while others' results in L2 are written back. Fitted on an
+#: H200, and taken for all GPUs.
 LONG_STREAM, SHORT_STREAM, RAMP = 0.913, 0.433, 40e-6
 
 
@@ -112,9 +113,9 @@ def filled(problem: Problem, space: Space, rows: Floats) -> Floats:
 
 
 def streamed(problem: Problem, memory: Floats) -> Floats:
-    """Seconds that a stream of blocks from memory takes, of those at its bandwidth; see `LONG_STREAM`.
+    """Seconds that a stream of blocks from memory takes, given those at `STREAM` of the bandwidth; see `LONG_STREAM`.
 
-    Measured on 16-bit matrices. Of other types, packed weights and scaled operands it is taken at the bandwidth.
+    Measured on 16-bit matrices. For other types, packed weights and scaled operands nothing is changed.
     """
     if problem.b.kind or problem.a.dtype.itemsize != 2:
         return memory

@@ -82,7 +82,7 @@ class Work:
         return self.whole, self.cut * self.parts, self.parts, self.chunk * block_k
 
     def counters(self, pieces: int) -> int:
-        """Counters that cut tiles need, of which warpgroups have so many pieces each."""
+        """Counters that cut tiles need: one for each piece of a tile, of which each warpgroup has one."""
         return self.cut * pieces
 
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from ..problem import Config, Problem
     from ..select.space import Space
 
-#: Seconds by which a launch for 16-bit matrices takes less than `Delays` says. Measured on an H200.
+#: Seconds by which a launch for 16-bit matrices takes less than `Delays` says. Measured on an H200, and taken for all
+#: GPUs.
 SOONER = 0.75e-6
 #: Registers of a thread besides its accumulators; registers and threads of a multiprocessor.
 OTHER_REGISTERS, REGISTERS, THREADS = 45, 65536, 2048

@@ -1,7 +1,7 @@
-"""The rows of tiles of any width, see `kernels.any_width`: all from `PART` columns on that registers and memory hold.
+"""The rows of tiles of any width, see `kernels.any_width`: all of `PART` columns and more for which there are registers
+and memory, and two narrower ones for products of a few rows.
 
-There are too many to write down, and all that is said of one follows from its sizes. Of narrower tiles each needs a
-kernel of its own. There are two, for products of a few rows.
+They are made from their sizes, since there are too many to write down. Each narrower tile needs a kernel of its own.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def fitted(place: Path) -> list[Path]:
 
 
 def standing(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a result in the regime "burst", but for those of configs that this version does not have."""
+    """The rows of a result in the regime "burst", without those whose config this version does not have."""
     rows = [row for row in result["rows"] if "burst" in row.get("summary", {})]
     return [row for row in rows if not _is_outdated(*_chosen(row))]
 
