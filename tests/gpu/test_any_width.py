@@ -1,6 +1,7 @@
 """Tiles of any width: right at ragged sizes, in every layout, with epilogues, and the same every time."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -8,10 +9,11 @@ import triton
 from torch.nn import functional as F
 
 import gemmery
-from gemmery import schedules
+from gemmery import Config, schedules
 from gemmery.schedules.any_width import COOPERATIVE
 from gemmery.select.shapes import device_named, problem_of
 from gemmery.select.space import tiles_of
+from gemmery.tuning.workers import Target, Workers
 from tests.gpu.common import DRY, HALVES, rng, values, wide
 
 pytestmark = [
@@ -36,28 +38,71 @@ def operand(rows, cols, transposed, dtype):
     return values((cols, rows), dtype).t() if transposed else values((rows, cols), dtype)
 
 
+PARTS = range(6)
+
+
+class Case(NamedTuple):
+    """A product, with a config that does not refuse it."""
+
+    m: int
+    n: int
+    k: int
+    layout: str
+    dtype: torch.dtype
+    config: Config
+    epilogue: str
+
+    @property
+    def problem(self):
+        """The product's problem, with a bias but without any other epilogue."""
+        return problem_of(
+            self.m, self.n, self.k, layout=self.layout, dtype=self.dtype, bias=self.epilogue == "bias",
+            device=device_named("H200"),
+        )  # fmt: skip
+
+    def operands(self):
+        a = operand(self.m, self.k, self.layout[0] == "T", self.dtype)
+        return a, operand(self.k, self.n, self.layout[1] == "T", self.dtype)
+
+
 def some_case(r):
-    """A config, and operands that it does not refuse."""
     while True:
         tile = r.choice(TILES)
         layout, dtype = r.choice(("NT", "NT", "NN", "TN", "TT")), r.choice(HALVES)
         m, n, k = r.randint(1, 700), 8 * r.randint(2, 90), 8 * r.randint(1, 250)
         m = -(-m // 8) * 8 if layout[0] == "T" else m
         config = replace(tile.config, split_k=r.choice((1, 2, 3, 4))) if tile.splits else tile.config
-        epilogue = r.choice(list(EPILOGUES))
-        problem = problem_of(
-            m, n, k, layout=layout, dtype=dtype, bias=epilogue == "bias", device=device_named("H200")
-        )
-        if schedules.of(config.schedule).refusal(problem, config) is None:
-            a, b = operand(m, k, layout[0] == "T", dtype), operand(k, n, layout[1] == "T", dtype)
-            return a, b, config, epilogue
+        case = Case(m, n, k, layout, dtype, config, r.choice(list(EPILOGUES)))
+        if schedules.of(config.schedule).refusal(case.problem, config) is None:
+            return case
 
 
-@pytest.mark.parametrize("part", range(6))
-def test_random_tiles_and_products(part):
+def some_cases(part):
     r = rng("any width", part)
-    for _ in range(8):
-        a, b, config, epilogue = some_case(r)
+    return [some_case(r) for _ in range(8)]
+
+
+def compile_ahead(cases, target):
+    """Compiles kernels of cases in several processes, so that the tests find them; those of traced epilogues are left."""
+    with Workers(target) as workers:
+        plain = [case for case in cases if case.epilogue != "gelu"]
+        for future in [workers.submit(case.problem, case.config) for case in plain]:
+            assert future.result() is None
+
+
+@pytest.fixture(scope="module")
+def cases():
+    found = {part: some_cases(part) for part in PARTS}
+    compile_ahead([case for own in found.values() for case in own], Target.active())
+    return found
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_random_tiles_and_products(part, cases):
+    rng("any width", "values", part)
+    for case in cases[part]:
+        a, b = case.operands()
+        config, epilogue = case.config, case.epilogue
         want = WANTED[epilogue](wide(a) @ wide(b))
         result = torch.full(want.shape, torch.nan, dtype=a.dtype, device="cuda")
         EPILOGUES[epilogue](a, b, out=result, config=config)
