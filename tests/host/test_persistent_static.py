@@ -6,7 +6,7 @@ from gemmery.schedules.persistent_static import Work
 
 
 def shares(work, steps):
-    """What kernels make of the numbers: for each program the tiles along K that it takes, cut or whole."""
+    """The shares of tiles that each program computes, as kernels do: program, tile, first step and end of the steps."""
     for program in range(work.programs):
         for tile in range(program, work.whole, work.programs):
             yield program, tile, 0, steps

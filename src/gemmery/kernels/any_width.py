@@ -126,8 +126,8 @@ def multiply_steps(
     """The K loop of a warpgroup: the sum of the products of some rows of X and `width` of Y, of at least one step.
 
     The products of the last step are still under way, see `last_step_done`. All arguments but `acc` are blocks, see
-    `in_block`. With 64 rows and columns a step takes 0.17 µs as one piece of assembly, and 0.19 µs as a loop around
-    several.
+    `in_block`. A loop around several pieces of assembly is slower: a product of 128×4096×14336 in tiles of 64 by 64 took
+    49.2 µs with one, and takes 43.7 µs, on an H200 with Triton 3.6.
 
     Args:
         acc: for each 64 rows of X as many blocks as the largest width has. Those behind `width` stay as they are; what
@@ -362,7 +362,7 @@ def load_steps(
         alone, free = "mov.u32 at, %tid.x; setp.ge.u32 one, at, 32; @one bra DONE;", ""
     else:
         alone, free = "", _WAIT.format(barrier=f"at + {8 * STAGES.value}", phase="phase")
-    begin = (
+    setup = (
         f"{alone} elect.sync _|one, 0xffffffff; @!one bra DONE;"
         "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;"
         f"setp.eq.s32 x_streams, {streams_}, 1; setp.eq.s32 y_streams, {streams_}, 2;"
@@ -379,7 +379,7 @@ def load_steps(
     )
     gl.inline_asm_elementwise(
         "{ .reg .pred one, done, wraps, ends, x_streams, y_streams; .reg .b64 policy;"
-        f".reg .b32 stage, phase, at, k, x, y, x_first, y_first, y_bytes; {begin}\n"
+        f".reg .b32 stage, phase, at, k, x, y, x_first, y_first, y_bytes; {setup}\n"
         f"STEP: setp.ge.s32 ends, k, {last_}; @ends bra DONE; {free}"
         f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [at], {count_}; {x} {y} {go_on}\nDONE: mov.b32 $0, 0; }}",
         ",".join(["=r"] + ["r"] * 13),
@@ -440,15 +440,17 @@ def produce(
     phase = gl.to_tensor(1)
     for unit in range(gl.program_id(0), state[0], gl.num_programs(0)):
         row, col, _, first_k, last_k = corner(unit, state, shape, tile, PLACE, X_ROWS, SWAP)
+        steps = gl.cdiv(last_k - first_k, STEP)
         if unit == gl.program_id(0):
-            ahead = gl.minimum(stages, gl.cdiv(last_k - first_k, STEP))
+            ahead = gl.minimum(stages, steps)
             first_k += ahead * STEP
+            steps -= ahead
             stage, phase = later(stage, phase, ahead, stages)
         load_steps(
             shared_at(BARRIERS_AT), stage, phase, stages, first_k, last_k, row, x_box, col, tile[0], y_box, count,
             streams, X_ROWS, X_TURNED, Y_TURNED, False,
         )  # fmt: skip
-        stage, phase = later(stage, phase, gl.cdiv(gl.maximum(last_k - first_k, 0), STEP), stages)
+        stage, phase = later(stage, phase, steps, stages)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def visits(tiles_m: int, tiles_n: int, order: str = "grouped", group_size: int =
 
 
 def programs_at_once(problem: Problem, config: Config) -> int:
-    """How many programs of a config a GPU holds at once. What the selector's model reckons."""
+    """The number of programs of a config that a GPU holds at once, as the selector's model computes it."""
     return schedules.of(config.schedule).at_once(problem, config)
 
 

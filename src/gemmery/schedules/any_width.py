@@ -22,7 +22,7 @@ from ..kernels import place
 from ..kernels.numerics import cast
 from ..operands import Dense
 from .binding import Binding, epilogue_arguments, epilogue_of, sorted_tensors, storable, suits_tma
-from .cost import FILL, Costs, Floats, Given
+from .cost import FILL, Costs, Floats, Given, Stream
 from .persistent_static import PersistentStatic, Work
 from .waves import Split
 
@@ -54,9 +54,8 @@ EFFICIENCY, EDGE = 0.903, 10.1
 INTAKE, L2, LATENCY = 1.085, 0.974, 1.16e-6
 #: What a tenfold time costs for the clock, which power lowers, and from how many seconds on.
 SLOWING, LONG = 0.0145, 3e-5
-#: Time from memory over that at `STREAM` of its bandwidth: in the limit of a long stream, what a short one takes more,
-#: and what is short, in seconds. How memory and the loop, which mostly overlap, add up.
-MEMORY, SHORT, RAMP, OVERLAP = 1.084, 0.746, 3.64e-6, 4.11
+#: The stream of blocks from memory. How it and the loop, which mostly overlap, add up.
+MEMORY, OVERLAP = Stream(long=1.084, short=0.746, ramp=3.64e-6), 4.11
 #: Seconds around a launch. Seconds around a tile and share of the time that its store takes alone, where warpgroups
 #: share tiles; and the same where they take turns, when the last store alone counts.
 START = 4.99e-6
@@ -260,8 +259,7 @@ class AnyWidth(PersistentStatic):
         around = np.asarray(TURN if self.takes_turns else TILE + store * STORE)
         # Loads run ahead across tiles: only the time around the last tile is not overlapped with memory.
         loop = loop + (turns - 1) * around
-        streamed = memory * (MEMORY + SHORT * np.exp(-memory / RAMP))
-        body = (loop**OVERLAP + streamed**OVERLAP) ** (1 / OVERLAP)
+        body = (loop**OVERLAP + MEMORY.seconds(memory) ** OVERLAP) ** (1 / OVERLAP)
         once = START + around + store * (LAST_STORE if self.takes_turns else 0.0)
         reduction = np.where(chunk > 0, REDUCTION + TIMES * parts * x * y * 4.0 / device.sm_bandwidth, 0.0)
         # So that a tile that is not cut has the kernel without that code.
@@ -418,8 +416,7 @@ class AnyWidthBinding(Binding):
     def workspace_size(self) -> tuple[int, int]:
         """Bytes in which parts of tiles meet, and counters of their arrivals; none where no tile is cut."""
         w, tile = self.work, self.tile
-        floats = w.cut * w.parts * tile.x * tile.y
-        return floats * torch.float32.itemsize, w.counters(tile.groups)
+        return w.partials(tile.x, tile.y) * torch.float32.itemsize, w.counters(tile.groups)
 
     def _operand(self, tensor: Any, is_b: bool, rows: int, box: int) -> Any:
         """The descriptor of an operand: its type has blocks of so many rows, its tensor map loads `box` at a time."""

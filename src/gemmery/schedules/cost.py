@@ -24,10 +24,6 @@ TAIL_EFFICIENCY = 0.8
 #: Seconds that TMA takes for a row of 128 bytes outside an operand, which it fills with zeros, in a block that is in
 #: part inside; and the share of all tiles that have such blocks from which on it is as slow. Measured on an H200.
 FILL, FILLED = 5.5e-9, 0.25
-#: Time of a stream from memory, over that at `STREAM` of the bandwidth: in the limit of a long one, what a short one
-#: takes more, and what is short, in seconds. It is slower while others' results in L2 are written back. Fitted on an
-#: H200, and taken for all GPUs.
-LONG_STREAM, SHORT_STREAM, RAMP = 0.913, 0.433, 40e-6
 
 
 @dataclass(frozen=True)
@@ -92,13 +88,18 @@ class Costs:
         return Cost(*(float(np.broadcast_to(value, self.total.shape)[index]) for value in values))
 
 
+def fitted(problem: Problem) -> bool:
+    """Whether corrections hold that were measured on dense 16-bit matrices alone."""
+    return not problem.b.kind and problem.a.dtype.itemsize == 2
+
+
 def filled(problem: Problem, space: Space, rows: Floats) -> Floats:
     """Seconds that TMA takes at most for what a step along K has outside the operands; see `FILL`.
 
-    Measured on 16-bit matrices. Other types, packed weights and scaled operands were not measured; for them it is 0.
+    For problems that are not `fitted` it is 0.
     """
     p, s = problem, space
-    if p.b.kind or p.a.dtype.itemsize != 2:
+    if not fitted(p):
         return np.zeros(1)
     tiles_m, tiles_n = -(-rows // s.block_m), -(-p.N // s.block_n)
     # A tile that is no power of two wide is loaded as two blocks.
@@ -112,14 +113,24 @@ def filled(problem: Problem, space: Space, rows: Floats) -> Floats:
     return seconds
 
 
-def streamed(problem: Problem, memory: Floats) -> Floats:
-    """Seconds that a stream of blocks from memory takes, given those at `STREAM` of the bandwidth; see `LONG_STREAM`.
+class Stream(NamedTuple):
+    """The time of a stream of blocks from memory, over that at `STREAM` of the bandwidth.
 
-    Measured on 16-bit matrices. For other types, packed weights and scaled operands nothing is changed.
+    A short stream takes longer, since what other kernels have left in L2 is written back meanwhile.
+
+    Attributes:
+        long: in the limit of a long stream.
+        short: what a short one takes more.
+        ramp: the time of a short one, in seconds.
     """
-    if problem.b.kind or problem.a.dtype.itemsize != 2:
-        return memory
-    return memory * (LONG_STREAM + SHORT_STREAM * np.exp(-memory / RAMP))
+
+    long: float
+    short: float
+    ramp: float
+
+    def seconds(self, memory: Floats) -> Floats:
+        """What a stream takes, given its seconds at `STREAM` of the bandwidth."""
+        return memory * (self.long + self.short * np.exp(-memory / self.ramp))
 
 
 class Given(NamedTuple):

@@ -1,7 +1,7 @@
 """As many programs as run at once, each with its share of the tiles, which is settled before the launch.
 
-What would not fill a last wave may be cut along K, so that all programs end at about the same time. `Work.divide` is
-for a launch, `Work.divide_many` for the model of its time.
+Tiles that would not fill a last wave may be cut along K, so that all programs end at about the same time. `Work.divide`
+divides the tiles of a launch, `Work.divide_many` those of many configs for the model of their time.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Work:
     def divide(cls, tiles: int, steps: int, most: int, split: int = 1) -> Work:
         """Tiles of `steps` steps along K for at most `most` programs at a time.
 
-        What would not fill a last wave is cut along K, into `split` parts a tile, where that gives each program one.
+        Tiles that would not fill a last wave are cut along K into `split` parts each, if there are no more parts than
+        programs.
         """
         whole = tiles // most * most
         rest = tiles - whole

@@ -8,7 +8,7 @@ import numpy as np
 
 from .base import Schedule
 from .binding import Binding, refusal_of
-from .cost import OVERLAP, TAIL_EFFICIENCY, Costs, Floats, Given, filled, streamed
+from .cost import OVERLAP, TAIL_EFFICIENCY, Costs, Floats, Given, Stream, filled, fitted
 from .walk import Walk, whole_tiles
 from .waves import Split, Waves, cut_last_wave
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from ..problem import Config, Problem
     from ..select.space import Space
 
-#: Seconds by which a launch for 16-bit matrices takes less than `Delays` says. Measured on an H200, and taken for all
-#: GPUs.
-SOONER = 0.75e-6
+#: Of problems that are `fitted`: the stream of blocks from memory, and the seconds by which a launch takes less than
+#: `Delays` says. Measured on an H200, and taken for all GPUs.
+MEMORY, SOONER = Stream(long=0.913, short=0.433, ramp=40e-6), 0.75e-6
 #: Registers of a thread besides its accumulators; registers and threads of a multiprocessor.
 OTHER_REGISTERS, REGISTERS, THREADS = 45, 65536, 2048
 
@@ -72,9 +72,11 @@ class Tile(Schedule):
         # A tile with much outside the operands ends late.
         late = each * filled(p, s, rows) - np.maximum(compute, l2) / np.maximum(work, 1)
         busy = np.maximum(compute, l2) + np.maximum(late, 0) + tail
-        body = (busy**OVERLAP + streamed(p, memory) ** OVERLAP) ** (1 / OVERLAP)
+        sooner = 0.0
+        if fitted(p):
+            memory, sooner = MEMORY.seconds(memory), SOONER
+        body = (busy**OVERLAP + memory**OVERLAP) ** (1 / OVERLAP)
         store = area * p.out.dtype.itemsize / device.store_bandwidth
-        sooner = 0.0 if p.b.kind or item != 2 else SOONER
         once = device.delays.launch - sooner + self.around(work, together, device.delays.start, store)
         reduction = np.where(
             parts > 1, device.delays.reduction + parts * area * 4.0 / device.store_bandwidth, 0.0

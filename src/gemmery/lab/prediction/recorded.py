@@ -96,7 +96,7 @@ def _recorded(suite: str, record: dict[str, Any], regime: str, device: Device) -
 
 
 def _chosen(record: dict[str, Any]) -> tuple[Config | None, bool | None]:
-    """What a row says of its plan: its `Recorded.config` and `copied`."""
+    """The config that a row's plan names, and whether matrices were copied; see `Recorded`."""
     _, _, chosen = record.get("plan", "").partition(": ")
     words = chosen.split(", ")
     return (_config(words[0]), len(words) > 1) if chosen else (None, None)
