@@ -72,10 +72,8 @@ class Tile(Schedule):
         # A tile with much outside the operands ends late.
         late = each * filled(p, s, rows) - np.maximum(compute, l2) / np.maximum(work, 1)
         busy = np.maximum(compute, l2) + np.maximum(late, 0) + tail
-        sooner = 0.0
-        if fitted(p):
-            memory, sooner = MEMORY.seconds(memory), SOONER
-        body = (busy**OVERLAP + memory**OVERLAP) ** (1 / OVERLAP)
+        stream, sooner = (MEMORY.seconds(memory), SOONER) if fitted(p) else (memory, 0.0)
+        body = (busy**OVERLAP + stream**OVERLAP) ** (1 / OVERLAP)
         store = area * p.out.dtype.itemsize / device.store_bandwidth
         once = device.delays.launch - sooner + self.around(work, together, device.delays.start, store)
         reduction = np.where(
