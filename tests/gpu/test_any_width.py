@@ -1,6 +1,7 @@
 """Tiles of any width: right at ragged sizes, in every layout, with epilogues, and the same every time."""
 
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -10,9 +11,14 @@ from torch.nn import functional as F
 
 import gemmery
 from gemmery import Config, schedules
+from gemmery.devices import current
+from gemmery.lab.abstract import of_row
+from gemmery.lab.fusions import FUSIONS
+from gemmery.lab.inputs import check, make_inputs
+from gemmery.lab.suites import Row
 from gemmery.schedules.any_width import COOPERATIVE
 from gemmery.select.shapes import device_named, problem_of
-from gemmery.select.space import tiles_of
+from gemmery.select.space import kind_of, tiles_of
 from gemmery.tuning.workers import Target, Workers
 from tests.gpu.common import DRY, HALVES, rng, values, wide
 
@@ -170,3 +176,101 @@ def test_an_ordinary_launch_has_the_same_bits(text):
         hooks.remove(seen.append)
     assert seen
     assert torch.equal(found, want)
+
+
+#: What a row of a suite says besides its sizes, and its type.
+KINDS = {
+    "pairs": ({"epilogue": "swiglu", "call": "linear"}, "bf16"),
+    "fp8": ({"scales": "row", "call": "matmul"}, "fp8"),
+    "fp8 fast": ({"scales": "row", "call": "matmul"}, "fp8fast"),
+}
+
+
+def some_row(r, kind):
+    """A product of a kind, and a config that does not refuse it."""
+    more, dtype = KINDS[kind]
+    while True:
+        row = Row(kind, r.randint(1, 700), 16 * r.randint(2, 90), 16 * r.randint(1, 200), **more)
+        problem = of_row(row, dtype, device_named("H200"))
+        own = [
+            x
+            for x in tiles_of("hopper", kind_of(problem))
+            if x.config.schedule in ("cooperative", "pingpong")
+        ]
+        tile = r.choice(own)
+        config = replace(tile.config, split_k=r.choice((1, 2, 3, 4))) if tile.splits else tile.config
+        if schedules.of(config.schedule).refusal(problem, config) is None:
+            return row, dtype, config
+
+
+@pytest.fixture(scope="module")
+def rows():
+    found = {}
+    for kind in KINDS:
+        r = rng("any width", kind)
+        found[kind] = [some_row(r, kind) for _ in range(16)]
+    with Workers(Target.active()) as workers:
+        asked = [
+            workers.submit(of_row(row, dtype, current(torch.device("cuda"))), config)
+            for own in found.values()
+            for row, dtype, config in own
+        ]
+        assert [future.result() for future in asked] == [None] * len(asked)
+    return found
+
+
+def called(inputs, config):
+    if inputs.scaled is not None:
+        return gemmery.scaled_matmul(*inputs.scaled, fast_accum=inputs.kind.fast_accum, config=config)
+    return gemmery.linear(
+        inputs.a, inputs.b.mT, epilogue=FUSIONS[inputs.row.epilogue].function, config=config
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_kinds_of_operands(kind, rows):
+    for row, dtype, config in rows[kind]:
+        inputs = make_inputs(row, dtype, 1)
+        # The result is likely to come into the memory that this leaves.
+        torch.full_like(inputs.out, torch.nan)
+        check(partial(called, inputs, config), inputs, range(row.M))
+        first = inputs.out.clone()
+        for _ in range(5):
+            assert torch.equal(called(inputs, config), first), (str(config), row)
+        seen = []
+        hooks = triton.knobs.runtime.launch_enter_hook
+        hooks.add(seen.append)
+        try:
+            ordinary = called(inputs, config)
+        finally:
+            hooks.remove(seen.append)
+        assert seen
+        assert torch.equal(ordinary, first), (str(config), row)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_halves_of_one_allocation_or_two(apart):
+    x, weight = values((200, 1024), torch.bfloat16), values((1200, 1024), torch.bfloat16)
+    halves = weight[:600], weight[600:]
+    pair = tuple(half.clone() for half in reversed(halves))[::-1] if apart else halves
+    want = FUSIONS["swiglu"].function(wide(x) @ wide(weight).mT)
+    for text in (
+        "128x144x64-g8-w8-s4-pingpong-descriptor",
+        "144x128x64-g8-w8-s4-cooperative-descriptor-swap",
+    ):
+        result = gemmery.linear(x, pair, epilogue=FUSIONS["swiglu"].function, config=text)
+        assert ((wide(result) - want).norm() / want.norm()).item() < 4e-3
+
+
+def test_rows_do_not_depend_on_the_batch():
+    x, weight = values((700, 2048), torch.bfloat16), values((1536, 2048), torch.bfloat16)
+    texts = (
+        "128x176x64-g8-w8-s4-cooperative-descriptor", "16x64x64-g8-w4-s12-cooperative-descriptor-swap",
+        "128x144x64-g8-w8-s4-pingpong-descriptor", "144x192x64-g8-w12-s4-cooperative-descriptor-swap",
+        "256x144x64-g8-w8-s3-cooperative-descriptor", "128x256x64-g8-w8-s4-persistent-descriptor",
+    )  # fmt: skip
+    want = gemmery.linear(x, weight, batch_invariant=True)
+    for text in texts:
+        for M in (1, 17, 130, 700):
+            found = gemmery.linear(x[:M], weight, batch_invariant=True, config=text)
+            assert torch.equal(found, want[:M]), (text, M)

@@ -7,6 +7,8 @@ _COMPARE = {
     "eq": lambda a, b: a == b, "ne": lambda a, b: a != b, "lt": lambda a, b: a < b, "le": lambda a, b: a <= b,
     "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b,
 }  # fmt: skip
+#: What is arithmetic of integers.
+_INTEGER = ("mov", "cvt", "cvta", "add", "sub", "mul", "mad", "min", "xor", "and", "shr")
 #: The first thread, and where shared memory begins.
 _GIVEN = {"%tid.x": 0, "global_smem": 0}
 
@@ -51,8 +53,9 @@ class Program:
 
     def _add(self, statement, path, registers):
         if statement.startswith(".reg"):
-            for name in re.findall(r"\w+", statement.split(None, 2)[2]):
-                registers[name] = f"{name}.{'.'.join(map(str, path))}"
+            for name, count in re.findall(r"(\w+)(?:<(\d+)>)?", statement.split(None, 2)[2]):
+                for each in [f"{name}{i}" for i in range(int(count))] if count else [name]:
+                    registers[each] = f"{each}.{'.'.join(map(str, path))}"
             return
         predicate, statement = re.fullmatch(r"(?:@(!?\w+)\s+)?(.*)", statement, re.DOTALL).groups()
         if predicate:
@@ -72,7 +75,7 @@ class Program:
 
         Args:
             operands: the values of $0, $1, and so on.
-            machine: `machine.ptx(code, arguments)` runs what is no arithmetic, and may give a value back.
+            machine: `machine.ptx(code, arguments)` runs what is no arithmetic of integers, and may give a value back.
         """
         registers, at = {}, 0
 
@@ -99,7 +102,7 @@ class Program:
                 _, compare, *more = code.split(".")
                 found = _COMPARE[compare](value(given[0]), value(given[1]))
                 registers[to.strip()] = found and (more[0] != "and" or value(given[2]))
-            elif kind in ("mov", "cvt", "cvta", "add", "sub", "mul", "mad", "min", "xor", "and"):
+            elif kind in _INTEGER and not code.endswith(".f32"):
                 registers[to.strip()] = self._computed(kind, [value(each) for each in given], value)
             else:
                 found = machine.ptx(code, [to.strip(), *map(str.strip, given)], value)
@@ -115,5 +118,5 @@ class Program:
         a, b, *c = values
         return {
             "add": lambda: a + b, "sub": lambda: a - b, "mul": lambda: a * b, "mad": lambda: a * b + c[0],
-            "min": lambda: min(a, b), "xor": lambda: a ^ b, "and": lambda: a & b,
+            "min": lambda: min(a, b), "xor": lambda: a ^ b, "and": lambda: a & b, "shr": lambda: a >> b,
         }[kind]()  # fmt: skip

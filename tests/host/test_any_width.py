@@ -20,7 +20,7 @@ from gemmery.tuning import tuner
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from gemmery.kernels import any_width as kernel
 
-H200 = device_named("H200")
+H200, FP8 = device_named("H200"), torch.float8_e4m3fn
 ROWS = [
     tile.config for tile in tiles_of("hopper", "half") if tile.config.schedule in ("cooperative", "pingpong")
 ]
@@ -51,7 +51,7 @@ def test_rows_are_configs_that_fit():
         stages = config.num_stages * (tile.x + tile.y) * 128
         assert stages <= tile.ring_rows * 128 <= H200.target.shared - any_width.BARRIERS - stored
         assert tile.y >= tile.part
-        assert tile.y <= tile.widest
+        assert tile.y <= tile.widest()
 
 
 @pytest.mark.parametrize("layout", ["NT", "NN", "TN", "TT"])
@@ -84,7 +84,7 @@ def test_the_kernel_of_a_row_has_its_width(layout):
         ("128x128x64-g8-w12-s4-cooperative-descriptor", "64 or 128 rows for each warpgroup"),
         ("128x256x64-g8-w8-s5-cooperative-descriptor", "there is shared memory for 4"),
         ("128x128x64-g8-w8-s1-cooperative-descriptor", "needs at least 2"),
-        ("128x128x128-g8-w8-s4-cooperative-descriptor", "block_k 64"),
+        ("128x128x32-g8-w8-s4-cooperative-descriptor", "block_k 64 or 128"),
         ("128x128x64-g8-w8-s4-cooperative-pointer", "descriptor loader"),
         ("128x128x64-g8-w4-s4-pingpong-descriptor", "8 warps"),
         ("128x128x64-g8-w8-s4-pingpong-descriptor-k2", "split_k needs"),
@@ -102,8 +102,15 @@ def test_configs_that_are_none(text, message):
         ({"layout": "NN"}, "128x176x64-g8-w8-s4-cooperative-descriptor", "multiple of 64"),
         ({"layout": "TT"}, "176x128x64-g8-w8-s4-cooperative-descriptor-swap", "multiple of 64"),
         ({"batch": (3,)}, "128x176x64-g8-w8-s4-cooperative-descriptor", "no batch"),
-        ({"batch_invariant": True}, "128x176x64-g8-w8-s4-cooperative-descriptor", "no batch invariance"),
-        ({"dtype": torch.float32}, "128x176x64-g8-w8-s4-cooperative-descriptor", "fp16 or bf16"),
+        ({"dtype": torch.float32}, "128x176x64-g8-w8-s4-cooperative-descriptor", "fp16, bf16 or fp8"),
+        ({}, "128x176x128-g8-w8-s4-cooperative-descriptor", "bfloat16 needs block_k 64"),
+        ({"dtype": FP8}, "128x176x64-g8-w8-s4-cooperative-descriptor", "float8_e4m3fn needs block_k 128"),
+        ({"dtype": FP8}, "128x184x128-g8-w8-s4-cooperative-descriptor", "registers for a width of 176"),
+        (
+            {"dtype": FP8, "layout": "NN"},
+            "128x64x128-g8-w8-s4-cooperative-descriptor",
+            "adjacent elements along K",
+        ),
         ({"N": 1001}, "128x176x64-g8-w8-s4-cooperative-descriptor", "16-byte units"),
         (
             {"M": 64, "N": 256, "K": (1 << 31) - 64},
@@ -116,6 +123,38 @@ def test_configs_that_are_none(text, message):
 def test_what_a_problem_refuses(given, text, message):
     with pytest.raises(ValueError, match=message):
         schedules.bind(problem(**given), Config.of(text))
+
+
+@pytest.mark.parametrize(
+    ("N", "layout", "text", "message"),
+    [
+        (1536, "NT", "128x168x64-g8-w8-s4-cooperative-descriptor", "in two halves one of 16"),
+        (1544, "NT", "128x176x64-g8-w8-s4-cooperative-descriptor", "a multiple of 8 in each"),
+        (1536, "NN", "128x128x64-g8-w8-s4-cooperative-descriptor", "with adjacent elements"),
+    ],
+)
+def test_what_weights_in_two_halves_need(N, layout, text, message):
+    p = abstract_problem(1000, N, 2048, device=H200, epilogue="swiglu", layout=layout)
+    with pytest.raises(ValueError, match=message):
+        schedules.bind(p, Config.of(text))
+
+
+def test_each_kind_of_operand_is_considered():
+    for more in (
+        {"epilogue": "swiglu"},
+        {"batch_invariant": True},
+        {"dtype": "fp8", "scales": "row"},
+        {"dtype": "fp8fast"},
+    ):
+        p = abstract_problem(300, 6144, 4096, device=H200, **more)
+        assert {config.schedule for config, _ in rank(p)} >= {"cooperative", "pingpong"}, more
+        for config, _ in rank(p):
+            assert schedules.of(config.schedule).refusal(p, config) is None, str(config)
+
+
+def test_rows_that_do_not_depend_on_the_batch_are_not_cut_along_k():
+    p = problem(300, 6144, 4096, batch_invariant=True)
+    assert {config.split_k for config, _ in rank(p)} == {1}
 
 
 @pytest.mark.parametrize("layout", ["NT", "NN", "TN", "TT"])

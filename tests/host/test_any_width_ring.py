@@ -34,7 +34,7 @@ class Constant(int):
     value = property(int)
 
 
-STEP, STAGES = Constant(any_width.STEP.value), Constant(any_width.STAGES.value)
+STEP, ROW, STAGES = 64, Constant(any_width.ROW.value), Constant(any_width.STAGES.value)
 program = functools.cache(Program)
 
 
@@ -165,13 +165,24 @@ class Warp:
     """One warp's assembly.
 
     Args:
-        boxes: rows that are loaded at a time, of X and of Y.
+        boxes, forms: rows that are loaded at a time, and how they lie, of X and of Y.
         streams: 1 where X is loaded with a cache policy, 2 where Y is.
     """
 
-    def __init__(self, machine, boxes, streams):
-        self.machine, self.boxes, self.streams = machine, boxes, streams
-        self.steps, self.group, self.under_way = [], [], []
+    def __init__(self, machine, boxes, forms, streams):
+        self.machine, self.boxes, self.forms, self.streams = machine, boxes, forms, streams
+        self.group, self.under_way = [], []
+        self.begin()
+
+    def begin(self):
+        self.steps, self.promoted, self.added = [], [], Counter()
+
+    @property
+    def result(self):
+        """The blocks of all steps that an accumulator holds."""
+        if self.added and set(self.added.values()) != {len(self.promoted)}:
+            raise Wrong("not all sums are promoted")
+        return self.promoted or self.steps
 
     def ptx(self, code, arguments, value):
         """See `Program.run`."""
@@ -196,9 +207,19 @@ class Warp:
             self.group = []
         elif code.startswith("wgmma.wait_group"):
             self.wait(value(arguments[0]))
+        elif code == "add.f32":
+            self._promote(*arguments)
         else:
             assert code.startswith("wgmma.fence"), code
         return None
+
+    def _promote(self, total, same, number):
+        if self.under_way:
+            raise Wrong("added before it is there")
+        assert total == same == "$" + re.match(r"n(\d+)", number)[1]
+        self.added[total] += 1
+        if total == "$0":
+            self.promoted += self.steps
 
     @staticmethod
     def _address(text, value):
@@ -209,7 +230,11 @@ class Warp:
     def _load(self, code, arguments, address, value):
         tensor_map, at = re.fullmatch(r"\[(\S+), (\{.*\})\]", arguments[1]).groups()
         operand = 0 if value(tensor_map) == "gemm_any_width_param_0" else 1
-        k, row = (value(each) for each in at.strip("{}").split(","))
+        k, row, *more = (value(each) for each in at.strip("{}").split(","))
+        if self.forms[operand] == "pairs":
+            # Its first coordinates are k and a row of the first eight of the first half.
+            assert (row, more[0]) == (0, 0)
+            row = 16 * more[1]
         if code.endswith("cache_hint") != (self.streams == operand + 1):
             raise Wrong("not the operand's cache policy")
         rows, name = self.boxes[operand], "xy"[operand]
@@ -241,25 +266,24 @@ class Warp:
             self.machine.reading.subtract(self.under_way.pop(0))
 
 
-def kernel(machine, number, programs, groups, boxes, streams, widths, edit, changes):
+def kernel(machine, number, programs, groups, boxes, forms, streams, edit, changes):
     """The kernel's functions with what stands in for Gluon.
 
     Args:
         number: which program this is.
         groups: the warpgroup of each thread; None for the loader's.
-        boxes, streams: see `Warp`.
-        widths: those that there is assembly for.
+        boxes, forms, streams: see `Warp`.
         edit: changes the assembly.
     """
     warps = {}
 
     def inline_asm_elementwise(text, constraints, given, *, pack, **more):
-        warp = warps.setdefault(threading.get_ident(), Warp(machine, boxes, streams))
+        warp = warps.setdefault(threading.get_ident(), Warp(machine, boxes, forms, streams))
         outputs = constraints.count("=")
         values = [None] * outputs + [each for each in given for _ in range(pack)]
-        warp.steps = []
+        warp.begin()
         program(edit(text)).run(values, warp)
-        return warp.steps
+        return warp.result
 
     def wgmma_wait(acc, left):
         warps[threading.get_ident()].wait(left)
@@ -279,7 +303,7 @@ def kernel(machine, number, programs, groups, boxes, streams, widths, edit, chan
     names = {
         name: value for name, value in vars(any_width).items() if name.startswith("_") and not name.startswith("__")
     } | {
-        "gl": gl, "STEP": STEP, "STAGES": STAGES,
+        "gl": gl, "ROW": ROW, "STAGES": STAGES, "step_of": lambda kind: STEP,
         "later": types.FunctionType(rings.later.fn.__code__, {"gl": gl}), "shared_at": lambda at: at,
         "wgmma_wait": wgmma_wait, "matrix_descriptor": lambda address, chunk: address // 16,
         "zeros_of": lambda count: types.SimpleNamespace(values=[None] * count), "in_block": lambda value: value,
@@ -314,6 +338,8 @@ def emulate(
     takes_turns,
     sizes,
     parts=1,
+    forms=("rows", "rows"),
+    promotes=False,
     arrivals=0,
     waits=lambda at: True,
     edit=lambda text: text,
@@ -323,6 +349,8 @@ def emulate(
 
     Args:
         parts: of tiles that would not fill a last wave, along K.
+        forms: how X and Y lie.
+        promotes: whether each step is summed by itself and then added.
         arrivals: how many more a stage waits for than there are before it is loaded again.
         waits: whether there is any waiting at a barrier.
         edit: changes the assembly.
@@ -368,10 +396,10 @@ def emulate(
 
     of_thread = {}
     # Two boxes of each operand, of which the second one has some rows of the first.
-    boxes = tuple((rows // 16 + 1) * 8 for rows in (x_rows, width))
+    boxes = tuple((rows // 32 + 1) * 16 for rows in (x_rows, width))
     stood_in = {"finish_tile": finish_tile, "combine": combine} | changes
     streams, widths = random.Random(seed).randrange(3), [width - 8, width, width + 8]
-    names = kernel(machine, 1, 3, of_thread, boxes, streams, widths, edit, stood_in)
+    names = kernel(machine, 1, 3, of_thread, boxes, forms, streams, edit, stood_in)
     unused = BARRIERS_AT + 8 * (2 * most + 2)
     barriers = types.SimpleNamespace(index=lambda at: BARRIERS_AT + 8 * at)
     ring = (barriers, stages)
@@ -391,8 +419,8 @@ def emulate(
         return 0, number // across * rows, number % across * cols, shape[0], *part_of(unit)
 
     state, tile = (units, whole, parts, part_k, 0, 0, ()), (width, 8)
-    # Its widths, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, PART, RING_BYTES and BARRIERS_AT.
-    constants = widths, False, takes_turns, False, False, 1, 64, BARRIERS_AT // 2, BARRIERS_AT
+    # PROMOTES, X_ROWS, its widths, SWAP, PINGPONG, both forms, BUFFERS, PART, RING_BYTES and BARRIERS_AT.
+    constants = promotes, x_rows, widths, False, takes_turns, *forms, 1, 64, BARRIERS_AT // 2, BARRIERS_AT
 
     def consume(group):
         of_thread[threading.get_ident()] = group
@@ -410,15 +438,14 @@ def emulate(
             place,
             None,
             None,
-            "bf16",
-            x_rows,
+            "bf16.bf16",
             *constants,
         )
 
     def produce():
         of_thread[threading.get_ident()] = None
         loads = *boxes, 128 * 2 * sum(boxes), streams
-        given = ring, sizes, state, tile, loads, place, x_rows, False, False, False, BARRIERS_AT
+        given = ring, sizes, state, tile, loads, place, x_rows, STEP, False, *forms, BARRIERS_AT
         names["load_ahead"](*given)
         names["produce"](*given)
 
@@ -445,6 +472,13 @@ CASES = [
     # Two blocks of 64 rows for each warpgroup.
     (2, 256, 88, 3, False, (600, 300, 200)),
     (2, 128, 80, 3, True, (400, 300, 200)),
+    # Two halves by eights, as X and as Y.
+    (2, 128, 80, 3, False, (400, 300, 200), 2, ("pairs", "rows")),
+    (2, 64, 80, 4, True, (300, 400, 200), 1, ("rows", "pairs")),
+    # Steps that are summed by themselves.
+    (2, 128, 88, 3, False, (300, 400, 330), 2, ("rows", "rows"), True),
+    (2, 256, 80, 3, False, (600, 300, 200), 1, ("rows", "rows"), True),
+    (2, 64, 80, 3, True, (256, 400, 200), 1, ("rows", "rows"), True),
 ]
 
 
@@ -473,6 +507,10 @@ MUTANTS = {
     "products that are not waited for": {
         "edit": lambda text: text.replace("wait_group.sync.aligned 1", "wait_group.sync.aligned 9")
     },
+    "sums that are promoted too early": {
+        "edit": lambda text: text.replace("wait_group.sync.aligned 0", "wait_group.sync.aligned 9")
+    },
+    "rows of one half for those of two": {"edit": lambda text: text.replace(", 4; @", ", 3; @")},
     "a stage that is free while it is read": {
         "edit": lambda text: text.replace("cta.b64 _, [before", "cta.b64 _, [at")
     },

@@ -20,6 +20,10 @@ complete when no warpgroup reads the ring any more.
 
 A tile goes to memory in parts of 64 rows of X by some of Y, through slots of shared memory. Each warpgroup has some
 slots of its own. A program's last tile has a slot for each part, in the ring.
+
+Operands have a form, which says what the coordinates of their tensor maps are: "rows" are (k, row), "turned" is
+(row, k), where adjacent elements lie along the rows, and "pairs" are (k, row of 8, half, eight). These come from two
+halves by turns, 8 rows from each, so that both numbers that make one of the output are in one thread.
 """
 
 from triton.experimental import gluon
@@ -30,8 +34,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from .rings import barrier, beside, last_to_arrive, later, rounded
 
-#: Elements along K of a stage, of 16 bits each: a row of 128 bytes, which is what TMA swizzles.
-STEP = gl.constexpr(64)
+#: Bytes of a row of a stage, which is what TMA swizzles.
+ROW = gl.constexpr(128)
 #: Stages that there are barriers for.
 STAGES = gl.constexpr(12)
 #: The accumulator of a warpgroup for 8 columns.
@@ -56,6 +60,12 @@ def shared_at(AT, _semantic=None):
         f"{{ .reg .b32 first; mov.b32 first, global_smem; add.s32 $0, first, {_value(AT)}; }}", "=r", [],
         dtype=gl.int32, is_pure=True, pack=1, _semantic=_semantic,
     )  # fmt: skip
+
+
+@gluon.constexpr_function
+def step_of(KIND):
+    """Elements along K of a stage."""
+    return 64 if "16" in KIND else 128
 
 
 #: The upper half of all matrix descriptors: swizzled by 128 bytes, 1024 bytes from one 8 rows to the next.
@@ -93,57 +103,88 @@ def _switch(index, values, cases):
     )
 
 
-def _products(numbers, width, most, KIND, turned):
+def _products(sums, KIND, turned, adds):
     """Assembly that begins a step's products, of what registers x and y describe.
 
     Args:
-        numbers: of the accumulator that a thread has.
-        width: rows of Y.
-        most: the largest width, for which there are registers.
+        sums: for each 64 rows of X the registers of the sums.
         KIND, turned: see `multiply_steps`; `turned` is of X and of Y.
+        adds: whether the step is added to what the registers have: a predicate, or 0.
     """
-    # A sixteenth along K is 32 bytes further, or 16 rows; in units of 16 bytes.
+    # A fourth of a step along K is 32 bytes further, or 16 rows; in units of 16 bytes.
     x_step, y_step = (128 if each else 2 for each in turned)
+    wide = "16" in KIND
+    # Only operands of 16 bits can be turned.
+    behind = f", {int(turned[0])}, {int(turned[1])}" if wide else ""
     lines = ["wgmma.fence.sync.aligned;"]
-    for row, first in enumerate(range(0, numbers, most // 2)):
-        registers = ", ".join(f"${first + i}" for i in range(width // 2))
+    for row, registers in enumerate(sums):
         for i in range(4):
-            # 64 rows of 64 numbers are 512 units, however they lie.
+            # 64 rows of 128 bytes are 512 units, however they lie.
             lines.append(
                 f"add.s32 own, x, {512 * row + i * x_step}; mov.b64 own_x, {{own, {_HEAD}}};"
                 f"add.s32 own, y, {i * y_step}; mov.b64 own_y, {{own, {_HEAD}}};"
-                f"wgmma.mma_async.sync.aligned.m64n{width}k16.f32.{KIND}.{KIND} {{{registers}}}, own_x, own_y,"
-                f" {'1' if i else 'adds'}, 1, 1, {int(turned[0])}, {int(turned[1])};"
+                f"wgmma.mma_async.sync.aligned.m64n{2 * len(registers)}k{16 if wide else 32}.f32.{KIND}"
+                f" {{{', '.join(registers)}}}, own_x, own_y, {'1' if i else adds}, 1, 1{behind};"
             )
     return "\n".join([*lines, "wgmma.commit_group.sync.aligned;"])
 
 
+def _step_of_width(numbers, width, most, KIND, turned, PROMOTES):
+    """Assembly of a step's products of a width, and of the release of the stage that they are the last to read.
+
+    Args:
+        numbers: of the accumulator that a thread has.
+        most: the largest width, for which there are registers.
+        KIND, turned, PROMOTES: see `multiply_steps`.
+    """
+    firsts = range(0, numbers, most // 2)
+    sums = [[f"${first + i}" for i in range(width // 2)] for first in firsts]
+    if not PROMOTES:
+        # This step's products stay under way, so those of the step before are done with their blocks.
+        return (
+            f"{_products(sums, KIND, turned, 'adds')} wgmma.wait_group.sync.aligned 1;"
+            f"{_release('before', 'adds')} setp.eq.s32 adds, 0, 0;"
+        )
+    own = [[f"n{i + first}" for i in range(width // 2)] for first in firsts]
+    added = "".join(
+        f"add.f32 {total}, {total}, {number};"
+        for totals, numbers in zip(sums, own, strict=True)
+        for total, number in zip(totals, numbers, strict=True)
+    )
+    # Other warpgroups multiply meanwhile.
+    return (
+        f"{{ .reg .f32 n<{numbers}>; {_products(own, KIND, turned, '0')} wgmma.wait_group.sync.aligned 0;"
+        f"{_release('at', 'always')} {added} }}"
+    )
+
+
 @builtin
 def multiply_steps(
-    acc, full, stage, phase, stages, steps, head_x, head_y, width, X_ROWS, KIND, X_TURNED, Y_TURNED, WIDTHS,
+    acc, full, stage, phase, stages, steps, head_x, head_y, width, X_ROWS, KIND, PROMOTES, X_FORM, Y_FORM, WIDTHS,
     _semantic=None,
 ):  # fmt: skip
     """The K loop of a warpgroup: the sum of the products of some rows of X and `width` of Y, of at least one step.
 
-    The products of the last step are still under way, see `last_step_done`. All arguments but `acc` are blocks, see
-    `in_block`. The loop is within the assembly, since one around several pieces of assembly takes longer.
+    The products of the last step are still under way, see `last_step_done`, unless they are promoted. All arguments but
+    `acc` are blocks, see `in_block`. The loop is within the assembly, since one around several pieces of assembly takes
+    longer.
 
     Args:
-        acc: for each 64 rows of X as many blocks as the largest width has. Those behind `width` stay as they are; what
-            the others have before is not used.
+        acc: zeros, for each 64 rows of X as many blocks as the largest width has. Those behind `width` stay so.
         full: the address of the first stage's barrier.
         stage, phase: of the first step; see `rings.later`.
         steps: how many there are.
         head_x, head_y: matrix descriptors of the first stage's blocks, see `matrix_descriptor`.
-        KIND: the operands' type, as PTX names it.
-        X_TURNED, Y_TURNED: whether adjacent elements lie along the rows and not along K.
+        KIND: the types of X and of Y, as PTX names them, with a point between them.
+        PROMOTES: whether each step is summed by itself and then added. Tensor cores sum fp8 with 14 bits.
+        X_FORM, Y_FORM: how the operands lie.
         WIDTHS: what `width` may be, in order.
     """
     widths = [_value(width) for width in _value(WIDTHS)]
     numbers = 4 * len(acc.values)
     # Every operand comes four times, a register for each number of a thread.
     full_, stage_, phase_, stages_, steps_, x_, y_, width_ = (f"${2 * numbers + 4 * i}" for i in range(8))
-    turned = bool(_value(X_TURNED)), bool(_value(Y_TURNED))
+    turned = _value(X_FORM) == "turned", _value(Y_FORM) == "turned"
     # A row of 64 numbers is 8 units of 16 bytes.
     x_rows = 8 * _value(X_ROWS)
     go_on = (
@@ -152,16 +193,14 @@ def multiply_steps(
         f"@wraps mov.b32 stage, 0; @wraps mov.b32 at, {full_}; @wraps mov.b32 x, {x_}; @wraps mov.b32 y, {y_};"
         "@wraps xor.b32 phase, phase, 1; sub.s32 left, left, 1; setp.gt.s32 more, left, 0; @more bra.uni STEP;"
     )
-    # This step's products stay under way, so those of the step before are done with their blocks.
-    arrived = _WAIT.format(barrier="at", phase="phase")
-    done = f"wgmma.wait_group.sync.aligned 1; {_release('before', 'adds')} setp.eq.s32 adds, 0, 0;"
+    arrived, kind, promotes = _WAIT.format(barrier="at", phase="phase"), _value(KIND), bool(_value(PROMOTES))
     cases = [
-        f"{{\nSTEP: {arrived} {_products(numbers, each, widths[-1], _value(KIND), turned)} {done} {go_on} }}"
+        f"{{\nSTEP: {arrived} {_step_of_width(numbers, each, widths[-1], kind, turned, promotes)} {go_on} }}"
         for each in widths
     ]
     constraints = ["=f"] * numbers + [str(i) for i in range(numbers)] + ["r"] * 32
     made = gl.inline_asm_elementwise(
-        "{ .reg .pred adds, done, one, wraps, more; .reg .b64 own_x, own_y;"
+        "{ .reg .pred adds, always, done, one, wraps, more; .reg .b64 own_x, own_y; setp.eq.s32 always, 0, 0;"
         ".reg .b32 stage, phase, at, before, left, x, y, y_rows, own;"
         f"mov.b32 stage, {stage_}; mov.b32 phase, {phase_}; mov.b32 left, {steps_}; setp.ne.s32 adds, 0, 0;"
         f"mad.lo.s32 at, stage, 8, {full_}; mov.b32 before, at; mad.lo.s32 x, stage, {x_rows}, {x_};"
@@ -231,6 +270,15 @@ def widths_of(least, most, each):
     return list(range(least, most + 1, each))
 
 
+def _maps(X_FORM, Y_FORM):
+    """The numbers of the kernel's parameters that are the tensor maps of X, of Y and of the output.
+
+    The sizes and strides of each are parameters, too.
+    """
+    behind_x, behind_y = (9 if _value(form) == "pairs" else 5 for form in (X_FORM, Y_FORM))
+    return 0, behind_x, behind_x + behind_y
+
+
 @gluon.jit
 def turn_of(ring, GROUP: gl.constexpr):
     """The barrier of a warpgroup that waits for its turn."""
@@ -244,7 +292,7 @@ def unused(ring):
 
 
 @builtin
-def begin(stages, READERS, GROUPS, AT, _semantic=None):
+def begin(stages, READERS, GROUPS, AT, X_FORM, Y_FORM, _semantic=None):
     """Fetches the tensor maps, and makes all barriers, a fourth of them in each warp.
 
     The hardware makes one after the other. The first load of a launch waits for both.
@@ -253,11 +301,12 @@ def begin(stages, READERS, GROUPS, AT, _semantic=None):
         stages: how many there are.
         READERS, GROUPS: arrivals at `free` and at `unused`; there is one at `full` and at a warpgroup's turn.
         AT: where the barriers begin, see `shared_at`.
+        X_FORM, Y_FORM: how the operands lie.
     """
     maps = "".join(
-        f"setp.eq.u32 own, thread, {32 * i}; mov.b64 map, gemm_any_width_param_{5 * i}; cvta.param.u64 map, map;"
+        f"setp.eq.u32 own, thread, {32 * i}; mov.b64 map, gemm_any_width_param_{number}; cvta.param.u64 map, map;"
         "@own prefetch.tensormap [map];"
-        for i in range(3)
+        for i, number in enumerate(_maps(X_FORM, Y_FORM))
     )
     most = STAGES.value
     # Warp w makes barriers w, w + 4, ..., a thread each: `full` of all stages, then `free`, then the other three.
@@ -299,7 +348,7 @@ def release(barrier, _semantic=None):
     )  # fmt: skip
 
 
-def _loads(to, row, k, rows, box, MAP, TURNED, streams):
+def _loads(to, row, k, rows, box, MAP, FORM, streams):
     """Assembly that begins to load an operand's block of a stage, `box` rows at a time; mostly that is all of them.
 
     The last box ends where the block does, and may have rows of the one before it.
@@ -307,31 +356,36 @@ def _loads(to, row, k, rows, box, MAP, TURNED, streams):
     Args:
         to, row, k, rows, box: registers; see `load_steps`.
         MAP: the number of the kernel's parameter that is the operand's tensor map.
-        TURNED: whether adjacent elements lie along the rows and not along K.
+        FORM: how the operand lies.
         streams: the predicate that says whether the operand is the first to leave L2.
     """
 
     def load(to, row):
-        at = f"{{{row}, {k}}}" if TURNED else f"{{{k}, {row}}}"
-        how = "shared::cluster.global.mbarrier::complete_tx::bytes"
+        dims, at, before = {
+            "rows": (2, f"{{{k}, {row}}}", ""),
+            "turned": (2, f"{{{row}, {k}}}", ""),
+            "pairs": (4, f"{{{k}, zero, zero, eight}}", f"mov.b32 zero, 0; shr.u32 eight, {row}, 4;"),
+        }[FORM]
+        load = f"cp.async.bulk.tensor.{dims}d.shared::cluster.global.mbarrier::complete_tx::bytes"
         return (
-            f"@{streams} cp.async.bulk.tensor.2d.{how}.L2::cache_hint [{to}], [map, {at}], [at], policy;"
-            f"@!{streams} cp.async.bulk.tensor.2d.{how} [{to}], [map, {at}], [at];"
+            f"{before} @{streams} {load}.L2::cache_hint [{to}], [map, {at}], [at], policy;"
+            f"@!{streams} {load} [{to}], [map, {at}], [at];"
         )
 
     return (
-        f"{{ .reg .pred more; .reg .b64 map; .reg .b32 last, first, n, to; mov.b64 map, gemm_any_width_param_{MAP};"
-        f"cvta.param.u64 map, map; {load(to, row)} sub.s32 last, {rows}, {box}; setp.gt.s32 more, last, 0;"
+        f"{{ .reg .pred more; .reg .b64 map; .reg .b32 last, first, n, to, zero, eight;"
+        f"mov.b64 map, gemm_any_width_param_{MAP}; cvta.param.u64 map, map; {load(to, row)}"
+        f"sub.s32 last, {rows}, {box}; setp.gt.s32 more, last, 0;"
         f"@!more bra LOADED; mov.b32 first, {box};\n"
-        f"NEXT: min.s32 n, first, last; mad.lo.s32 to, n, {2 * STEP.value}, {to}; add.s32 n, n, {row};"
+        f"NEXT: min.s32 n, first, last; mad.lo.s32 to, n, {ROW.value}, {to}; add.s32 n, n, {row};"
         f"{load('to', 'n')} add.s32 first, first, {box}; setp.lt.s32 more, first, {rows}; @more bra NEXT;\nLOADED: }}"
     )
 
 
 @builtin
 def load_steps(
-    full, stage, phase, stages, k, last_k, row, x_box, col, width, y_box, count, streams, X_ROWS, X_TURNED,
-    Y_TURNED, AHEAD, _semantic=None,
+    full, stage, phase, stages, k, last_k, row, x_box, col, width, y_box, count, streams, X_ROWS, STEP,
+    X_FORM, Y_FORM, AHEAD, _semantic=None,
 ):  # fmt: skip
     """One thread loads the blocks of X and Y of some steps, each into its stage.
 
@@ -347,16 +401,18 @@ def load_steps(
         x_box, y_box: rows that the tensor maps load at a time.
         count: bytes of a step's blocks, and those that boxes load twice.
         streams: 1 where X is the first to leave L2, 2 where Y is, 0 where neither is.
-        X_TURNED, Y_TURNED: whether adjacent elements lie along the rows and not along K.
+        STEP: elements along K of a step.
+        X_FORM, Y_FORM: how the operands lie.
         AHEAD: True before warps have their roles: the stages are unused, so there is nothing to wait for, and the first
             warp of the warpgroup loads. False in the loader's warp.
     """
     full_, stage_, phase_, stages_, k_, last_, row_, x_box_, col_, width_, y_box_, count_, streams_ = (
         f"${i}" for i in range(1, 14)
     )
-    x_bytes = _value(X_ROWS) * 2 * STEP.value
-    x = _loads("x", row_, "k", str(_value(X_ROWS)), x_box_, 0, _value(X_TURNED), "x_streams")
-    y = _loads("y", col_, "k", width_, y_box_, 5, _value(Y_TURNED), "y_streams")
+    x_bytes = _value(X_ROWS) * ROW.value
+    x_map, y_map, _ = _maps(X_FORM, Y_FORM)
+    x = _loads("x", row_, "k", str(_value(X_ROWS)), x_box_, x_map, _value(X_FORM), "x_streams")
+    y = _loads("y", col_, "k", width_, y_box_, y_map, _value(Y_FORM), "y_streams")
     if _value(AHEAD):
         alone, free = "mov.u32 at, %tid.x; setp.ge.u32 one, at, 32; @one bra DONE;", ""
     else:
@@ -367,11 +423,11 @@ def load_steps(
         f"setp.eq.s32 x_streams, {streams_}, 1; setp.eq.s32 y_streams, {streams_}, 2;"
         f"mov.b32 stage, {stage_}; mov.b32 phase, {phase_}; mov.b32 k, {k_}; mad.lo.s32 at, stage, 8, {full_};"
         f"mov.b32 x_first, global_smem; mad.lo.s32 y_first, {stages_}, {x_bytes}, x_first;"
-        f"mul.lo.s32 y_bytes, {width_}, {2 * STEP.value};"
+        f"mul.lo.s32 y_bytes, {width_}, {ROW.value};"
         f"mad.lo.s32 x, stage, {x_bytes}, x_first; mad.lo.s32 y, stage, y_bytes, y_first;"
     )
     go_on = (
-        f"add.s32 k, k, {STEP.value}; add.s32 at, at, 8; add.s32 x, x, {x_bytes}; add.s32 y, y, y_bytes;"
+        f"add.s32 k, k, {_value(STEP)}; add.s32 at, at, 8; add.s32 x, x, {x_bytes}; add.s32 y, y, y_bytes;"
         f"add.s32 stage, stage, 1; setp.ge.s32 wraps, stage, {stages_};"
         f"@wraps mov.b32 stage, 0; @wraps mov.b32 at, {full_}; @wraps mov.b32 x, x_first; @wraps mov.b32 y, y_first;"
         "@wraps xor.b32 phase, phase, 1; bra STEP;"
@@ -411,8 +467,8 @@ def corner(unit, state, shape, tile, PLACE: gl.constexpr, X_ROWS: gl.constexpr, 
 
 @gluon.jit
 def load_ahead(
-    ring, shape, state, tile, loads, PLACE: gl.constexpr, X_ROWS: gl.constexpr, SWAP: gl.constexpr,
-    X_TURNED: gl.constexpr, Y_TURNED: gl.constexpr, BARRIERS_AT: gl.constexpr,
+    ring, shape, state, tile, loads, PLACE: gl.constexpr, X_ROWS: gl.constexpr, STEP: gl.constexpr,
+    SWAP: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
     """Loads the first steps of the program's first unit, as many as there are stages, before warps have their roles."""
     stages = ring[1]
@@ -422,14 +478,14 @@ def load_ahead(
     last_k = first_k + gl.minimum(last_k - first_k, stages * STEP)
     load_steps(
         shared_at(BARRIERS_AT), 0, 0, stages, first_k, last_k, row, x_box, col, tile[0], y_box, count, streams, X_ROWS,
-        X_TURNED, Y_TURNED, True,
+        STEP, X_FORM, Y_FORM, True,
     )  # fmt: skip
 
 
 @gluon.jit
 def produce(
-    ring, shape, state, tile, loads, PLACE: gl.constexpr, X_ROWS: gl.constexpr, SWAP: gl.constexpr,
-    X_TURNED: gl.constexpr, Y_TURNED: gl.constexpr, BARRIERS_AT: gl.constexpr,
+    ring, shape, state, tile, loads, PLACE: gl.constexpr, X_ROWS: gl.constexpr, STEP: gl.constexpr,
+    SWAP: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
     """Loads what `consume` multiplies, in the same order, behind what `load_ahead` does."""
     stages = ring[1]
@@ -447,7 +503,7 @@ def produce(
             stage, phase = later(stage, phase, ahead, stages)
         load_steps(
             shared_at(BARRIERS_AT), stage, phase, stages, first_k, last_k, row, x_box, col, tile[0], y_box, count,
-            streams, X_ROWS, X_TURNED, Y_TURNED, False,
+            streams, X_ROWS, STEP, X_FORM, Y_FORM, False,
         )  # fmt: skip
         stage, phase = later(stage, phase, steps, stages)
 
@@ -467,8 +523,9 @@ def zeros_of(COUNT: gl.constexpr):
 
 @gluon.jit
 def sum_steps(
-    heads, ring, first_k, last_k, stage, phase, width, COUNT: gl.constexpr, KIND: gl.constexpr, X_ROWS: gl.constexpr,
-    WIDTHS: gl.constexpr, X_TURNED: gl.constexpr, Y_TURNED: gl.constexpr, BARRIERS_AT: gl.constexpr,
+    heads, ring, first_k, last_k, stage, phase, width, COUNT: gl.constexpr, KIND: gl.constexpr,
+    PROMOTES: gl.constexpr, X_ROWS: gl.constexpr, WIDTHS: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr,
+    BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
     """The sum of a warpgroup's products from `first_k` to `last_k`, at least a step.
 
@@ -477,11 +534,11 @@ def sum_steps(
         width: of the tile.
         COUNT: blocks of 8 columns.
     """
-    steps = gl.cdiv(last_k - first_k, STEP)
+    steps = gl.cdiv(last_k - first_k, step_of(KIND))
     acc = multiply_steps(
         zeros_of(COUNT), in_block(shared_at(BARRIERS_AT)), in_block(stage), in_block(phase), in_block(ring[1]),
-        in_block(steps), in_block(heads[0]), in_block(heads[1]), in_block(width), X_ROWS, KIND, X_TURNED, Y_TURNED,
-        WIDTHS,
+        in_block(steps), in_block(heads[0]), in_block(heads[1]), in_block(width), X_ROWS, KIND, PROMOTES, X_FORM,
+        Y_FORM, WIDTHS,
     )  # fmt: skip
     stage, phase = later(stage, phase, steps, ring[1])
     return acc, stage, phase
@@ -661,19 +718,20 @@ def columns_of(blocks):
 
 
 @builtin
-def store_slot(at, warp, row, col, SWAP, _semantic=None):
+def store_slot(at, warp, row, col, X_FORM, Y_FORM, _semantic=None):
     """One thread of a warp begins to store a part of the output from a slot.
 
     Args:
         at: where the slot is, in bytes behind the beginning of shared memory.
-        row, col: where the part begins, in X and in Y.
+        row, col: where the part begins.
+        X_FORM, Y_FORM: how the operands lie.
     """
-    place = "{$3, $4}" if _value(SWAP) else "{$4, $3}"
+    number = _maps(X_FORM, Y_FORM)[2]
     gl.inline_asm_elementwise(
         "{ .reg .pred own, one; .reg .b32 warp, at; .reg .b64 map; elect.sync _|one, 0xffffffff; mov.u32 warp, %tid.x;"
         "shr.u32 warp, warp, 5; and.b32 warp, warp, 3; setp.eq.and.u32 own, warp, $2, one; mov.b32 at, global_smem;"
-        "add.s32 at, at, $1; mov.b64 map, gemm_any_width_param_10; cvta.param.u64 map, map;"
-        f"@own cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [map, {place}], [at];"
+        f"add.s32 at, at, $1; mov.b64 map, gemm_any_width_param_{number}; cvta.param.u64 map, map;"
+        "@own cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [map, {$4, $3}], [at];"
         "@own cp.async.bulk.commit_group; mov.b32 $0, 0; }",
         "=r,r,r,r,r", [at, warp, row, col], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
     )  # fmt: skip
@@ -692,7 +750,7 @@ def wait_for_slot(warp, _semantic=None):
 @gluon.jit
 def finish_part(
     blocks, out, slots, first_slot, spread, number, in_ring, args, shape, row, col, EPILOGUE: gl.constexpr,
-    CAST: gl.constexpr, SWAP: gl.constexpr, BUFFERS: gl.constexpr,
+    CAST: gl.constexpr, SWAP: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
     """Epilogue and store of 64 rows of X by some of Y, which begin at `row` and `col`, through a slot.
 
@@ -701,28 +759,33 @@ def finish_part(
         number: which part of the tile this is.
         in_ring: the part's slot, counted from the first, where parts are spread over the ring.
     """
-    SLOT: gl.constexpr = out.block_type.shape[0] * out.block_type.shape[1] * 2
+    PAIRED: gl.constexpr = X_FORM == "pairs" or Y_FORM == "pairs"
+    # A pair's slot has room for both numbers.
+    SLOT: gl.constexpr = out.block_type.shape[0] * out.block_type.shape[1] * (4 if PAIRED else 2)
     slot = first_slot + gl.where(spread, in_ring, number % BUFFERS)
     # Issuing a store takes a while, so warps take turns.
     warp = gl.where(spread, number % 4, number % BUFFERS)
     at_row, at_col = row, col
     if SWAP:
         at_row, at_col = col, row
-    value, _, _ = rounded(columns_of(blocks), out, args, shape, at_row, at_col, EPILOGUE, CAST, SWAP, False)
+    value, at_row, at_col = rounded(
+        columns_of(blocks), out, args, shape, at_row, at_col, EPILOGUE, CAST, SWAP, PAIRED
+    )
     if spread == 0:
         # This warp may still be storing an earlier part from the slot.
         wait_for_slot(warp)
         barrier()
-    slots.index(slot).store(value)
+    slots.index(slot * (2 if PAIRED else 1)).store(value)
     hopper.fence_async_shared()
     barrier()
-    store_slot(slot * SLOT, warp, row, col, SWAP)
+    store_slot(slot * SLOT, warp, at_row, at_col, X_FORM, Y_FORM)
 
 
 @gluon.jit
 def finish_tile(
     acc, out, slots, args, shape, row, col, width, spread, first_slot, cut, EPILOGUE: gl.constexpr, CAST: gl.constexpr,
-    SWAP: gl.constexpr, WIDTHS: gl.constexpr, X_ROWS: gl.constexpr, BUFFERS: gl.constexpr, PART: gl.constexpr,
+    SWAP: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, WIDTHS: gl.constexpr, X_ROWS: gl.constexpr,
+    BUFFERS: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
     """Epilogue and store of a warpgroup's part of a tile, `PART` columns at a time.
 
@@ -749,7 +812,7 @@ def finish_tile(
                     blocks = summed(blocks, cut, m * (width // 8) + i * PART // 8)
                 finish_part(
                     blocks, out, slots, first_slot, spread, m * parts + i, m * OWN + i * STAGE, args, shape,
-                    row + 64 * m, col + i * PART, EPILOGUE, CAST, SWAP, BUFFERS,
+                    row + 64 * m, col + i * PART, EPILOGUE, CAST, SWAP, X_FORM, Y_FORM, BUFFERS,
                 )  # fmt: skip
         if whole < parts:
             behind = last_blocks(blocks_of(acc, m * COUNT, COUNT), in_block(width), PART // 8, WIDTHS)
@@ -757,7 +820,7 @@ def finish_tile(
                 behind = summed(behind, cut, m * (width // 8) + width // 8 - PART // 8)
             finish_part(
                 behind, out, slots, first_slot, spread, m * parts + whole, m * OWN + whole * STAGE, args, shape,
-                row + 64 * m, col + width - PART, EPILOGUE, CAST, SWAP, BUFFERS,
+                row + 64 * m, col + width - PART, EPILOGUE, CAST, SWAP, X_FORM, Y_FORM, BUFFERS,
             )  # fmt: skip
 
 
@@ -768,9 +831,10 @@ def finish_tile(
 @gluon.jit
 def consume(
     out, slots, ring, args, workspace, shape, state, tile, GROUP: gl.constexpr, GROUPS: gl.constexpr,
-    PLACE: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, KIND: gl.constexpr, X_ROWS: gl.constexpr,
-    WIDTHS: gl.constexpr, SWAP: gl.constexpr, PINGPONG: gl.constexpr, X_TURNED: gl.constexpr, Y_TURNED: gl.constexpr,
-    BUFFERS: gl.constexpr, PART: gl.constexpr, RING_BYTES: gl.constexpr, BARRIERS_AT: gl.constexpr,
+    PLACE: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, KIND: gl.constexpr, PROMOTES: gl.constexpr,
+    X_ROWS: gl.constexpr, WIDTHS: gl.constexpr, SWAP: gl.constexpr, PINGPONG: gl.constexpr, X_FORM: gl.constexpr,
+    Y_FORM: gl.constexpr, BUFFERS: gl.constexpr, PART: gl.constexpr, RING_BYTES: gl.constexpr,
+    BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's part of the work."""
     stages, width = ring[1], tile[0]
@@ -781,8 +845,8 @@ def consume(
     address = shared_at(0)
     # A row of a stage is 128 bytes.
     heads = (
-        matrix_descriptor(address, 8192 if X_TURNED else 16) + FIRST * 8,
-        matrix_descriptor(address, 8192 if Y_TURNED else 16) + stages * (X_ROWS * 8),
+        matrix_descriptor(address, 8192 if X_FORM == "turned" else 16) + FIRST * 8,
+        matrix_descriptor(address, 8192 if Y_FORM == "turned" else 16) + stages * (X_ROWS * 8),
     )
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
@@ -790,7 +854,7 @@ def consume(
     first = gl.program_id(0)
     programs = gl.num_programs(0)
     every = programs
-    steps = gl.cdiv(shape[2], STEP)
+    steps = gl.cdiv(shape[2], step_of(KIND))
     if PINGPONG:
         first += GROUP * every
         every *= 2
@@ -805,12 +869,13 @@ def consume(
             mbarrier.wait(turn_of(ring, GROUP), turn)
             turn = turn ^ 1
         acc, stage, phase = sum_steps(
-            heads, ring, first_k, last_k, stage, phase, width, OWN // 64 * COUNT, KIND, X_ROWS, WIDTHS, X_TURNED,
-            Y_TURNED, BARRIERS_AT,
+            heads, ring, first_k, last_k, stage, phase, width, OWN // 64 * COUNT, KIND, PROMOTES, X_ROWS, WIDTHS,
+            X_FORM, Y_FORM, BARRIERS_AT,
         )  # fmt: skip
         if PINGPONG:
             mbarrier.arrive(turn_of(ring, 1 - GROUP))
-        acc = last_step_done(acc, ring, stage, BARRIERS_AT)
+        if not PROMOTES:
+            acc = last_step_done(acc, ring, stage, BARRIERS_AT)
         if unit + every >= units:
             # One thread arrives, for all four warps.
             barrier()
@@ -835,7 +900,7 @@ def consume(
         if done:
             finish_tile(
                 acc, out, slots, args, (end, shape[1]), row + FIRST, col, width, spread, first_slot, cut, EPILOGUE,
-                CAST, SWAP, WIDTHS, X_ROWS, BUFFERS, PART,
+                CAST, SWAP, X_FORM, Y_FORM, WIDTHS, X_ROWS, BUFFERS, PART,
             )  # fmt: skip
         if PINGPONG:
             # The stages of the tile between are the other warpgroup's.
@@ -852,16 +917,16 @@ def consume(
 def gemm_any_width(
     x, y, out, M, N, K, units, whole, parts, part_k, tiles_m, tiles_n, width, band_m, x_box, y_box, step_bytes, streams,
     stages, place_args, args, workspace,
-    PLACE: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, KIND: gl.constexpr, X_ROWS: gl.constexpr,
-    LEAST: gl.constexpr, MOST: gl.constexpr, EACH: gl.constexpr, RING_ROWS: gl.constexpr,
-    GROUPS: gl.constexpr, SWAP: gl.constexpr, PINGPONG: gl.constexpr, X_TURNED: gl.constexpr, Y_TURNED: gl.constexpr,
+    PLACE: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, KIND: gl.constexpr, PROMOTES: gl.constexpr,
+    X_ROWS: gl.constexpr, LEAST: gl.constexpr, MOST: gl.constexpr, EACH: gl.constexpr, RING_ROWS: gl.constexpr,
+    GROUPS: gl.constexpr, SWAP: gl.constexpr, PINGPONG: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr,
     BUFFERS: gl.constexpr, REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr, SOURCE: gl.constexpr,
 ):  # fmt: skip
     """As many programs as run at once, which take units in turn: whole tiles, and then parts of tiles.
 
     Args:
         x, y: descriptors of X and of Y. Only their tensor maps are used.
-        out: descriptor of the part of the output that is stored at a time: 64 rows of X by some of Y.
+        out: descriptor of the part of the output that is stored at a time, which is of 64 rows of X by some of Y.
         units, whole: how many units there are, and how many of them are whole tiles.
         parts, part_k: in how many parts each of the other tiles is cut along K, and K in a part.
         tiles_m, tiles_n: tiles along M and N.
@@ -875,8 +940,10 @@ def gemm_any_width(
         workspace: (partials, semaphores): memory for an fp32 tile a part, and zeros, one for each tile that is cut and
             warpgroup, which are zeros again afterwards. None where no tile is cut.
         PLACE: `place.sized_tile`, or `place.sized_part` with a workspace.
+        KIND, PROMOTES: see `multiply_steps`.
         RING_ROWS: rows of all stages, at least.
         GROUPS: warpgroups that multiply: 1, 2 or 3; 2 with PINGPONG.
+        X_FORM, Y_FORM: how the operands lie.
         BUFFERS: slots that each warpgroup has beside the ring.
         REGISTERS, LOADER_REGISTERS: of a thread in all warpgroups but the first, and of the loader's.
         SOURCE: tells versions of this file apart.
@@ -886,19 +953,22 @@ def gemm_any_width(
     tile = (width, band_m)
     loads = (x_box, y_box, step_bytes, streams)
     WIDTHS: gl.constexpr = widths_of(LEAST, MOST, EACH)
-    PART: gl.constexpr = out.block_type.shape[0 if SWAP else 1]
-    RING_BYTES: gl.constexpr = RING_ROWS * (STEP * 2)
-    SLOT: gl.constexpr = out.block_type.shape[0] * out.block_type.shape[1] * 2
+    PAIRED: gl.constexpr = X_FORM == "pairs" or Y_FORM == "pairs"
+    PART: gl.constexpr = out.block_type.shape[0] if SWAP else out.block_type.shape[1] * (2 if PAIRED else 1)
+    STEP: gl.constexpr = step_of(KIND)
+    RING_BYTES: gl.constexpr = RING_ROWS * ROW
+    SLOT: gl.constexpr = 64 * PART * 2
     SLOTS: gl.constexpr = RING_BYTES // SLOT + GROUPS * BUFFERS
     # The ring and the warpgroups' slots. They are the largest, so that shared memory begins with them.
-    slots = gl.allocate_shared_memory(out.dtype, [SLOTS] + out.block_type.shape, out.layout)  # noqa: RUF005
+    COUNT: gl.constexpr = SLOTS * (2 if PAIRED else 1)
+    slots = gl.allocate_shared_memory(out.dtype, [COUNT] + out.block_type.shape, out.layout)  # noqa: RUF005
     barriers = gl.allocate_shared_memory(gl.int64, [2 * STAGES + 3, 1], mbarrier.MBarrierLayout())
     BARRIERS_AT: gl.constexpr = SLOTS * SLOT
     ring = (barriers, stages)
     # Four warps of each warpgroup read a stage.
-    begin(stages, 4 * (1 if PINGPONG else GROUPS), GROUPS, BARRIERS_AT)
+    begin(stages, 4 * (1 if PINGPONG else GROUPS), GROUPS, BARRIERS_AT, X_FORM, Y_FORM)
     hopper.fence_async_shared()
-    load_ahead(ring, shape, state, tile, loads, PLACE, X_ROWS, SWAP, X_TURNED, Y_TURNED, BARRIERS_AT)
+    load_ahead(ring, shape, state, tile, loads, PLACE, X_ROWS, STEP, SWAP, X_FORM, Y_FORM, BARRIERS_AT)
     if PINGPONG:
         mbarrier.arrive(turn_of(ring, 0))
     if GROUPS == 1:
@@ -908,13 +978,13 @@ def gemm_any_width(
                     consume,
                     (
                         out, slots, ring, args, workspace, shape, state, tile, 0, GROUPS, PLACE, EPILOGUE, CAST, KIND,
-                        X_ROWS, WIDTHS, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, PART,
+                        PROMOTES, X_ROWS, WIDTHS, SWAP, PINGPONG, X_FORM, Y_FORM, BUFFERS, PART,
                         RING_BYTES, BARRIERS_AT,
                     ),
                 ),
                 (
                     produce,
-                    (ring, shape, state, tile, loads, PLACE, X_ROWS, SWAP, X_TURNED, Y_TURNED, BARRIERS_AT),
+                    (ring, shape, state, tile, loads, PLACE, X_ROWS, STEP, SWAP, X_FORM, Y_FORM, BARRIERS_AT),
                 ),
             ],
             [1],
@@ -927,7 +997,7 @@ def gemm_any_width(
                     consume,
                     (
                         out, slots, ring, args, workspace, shape, state, tile, 0, GROUPS, PLACE, EPILOGUE, CAST, KIND,
-                        X_ROWS, WIDTHS, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, PART,
+                        PROMOTES, X_ROWS, WIDTHS, SWAP, PINGPONG, X_FORM, Y_FORM, BUFFERS, PART,
                         RING_BYTES, BARRIERS_AT,
                     ),
                 ),
@@ -935,13 +1005,13 @@ def gemm_any_width(
                     consume,
                     (
                         out, slots, ring, args, workspace, shape, state, tile, 1, GROUPS, PLACE, EPILOGUE, CAST, KIND,
-                        X_ROWS, WIDTHS, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, PART,
+                        PROMOTES, X_ROWS, WIDTHS, SWAP, PINGPONG, X_FORM, Y_FORM, BUFFERS, PART,
                         RING_BYTES, BARRIERS_AT,
                     ),
                 ),
                 (
                     produce,
-                    (ring, shape, state, tile, loads, PLACE, X_ROWS, SWAP, X_TURNED, Y_TURNED, BARRIERS_AT),
+                    (ring, shape, state, tile, loads, PLACE, X_ROWS, STEP, SWAP, X_FORM, Y_FORM, BARRIERS_AT),
                 ),
             ],
             [4, 1],
@@ -954,7 +1024,7 @@ def gemm_any_width(
                     consume,
                     (
                         out, slots, ring, args, workspace, shape, state, tile, 0, GROUPS, PLACE, EPILOGUE, CAST, KIND,
-                        X_ROWS, WIDTHS, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, PART,
+                        PROMOTES, X_ROWS, WIDTHS, SWAP, PINGPONG, X_FORM, Y_FORM, BUFFERS, PART,
                         RING_BYTES, BARRIERS_AT,
                     ),
                 ),
@@ -962,7 +1032,7 @@ def gemm_any_width(
                     consume,
                     (
                         out, slots, ring, args, workspace, shape, state, tile, 1, GROUPS, PLACE, EPILOGUE, CAST, KIND,
-                        X_ROWS, WIDTHS, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, PART,
+                        PROMOTES, X_ROWS, WIDTHS, SWAP, PINGPONG, X_FORM, Y_FORM, BUFFERS, PART,
                         RING_BYTES, BARRIERS_AT,
                     ),
                 ),
@@ -970,13 +1040,13 @@ def gemm_any_width(
                     consume,
                     (
                         out, slots, ring, args, workspace, shape, state, tile, 2, GROUPS, PLACE, EPILOGUE, CAST, KIND,
-                        X_ROWS, WIDTHS, SWAP, PINGPONG, X_TURNED, Y_TURNED, BUFFERS, PART,
+                        PROMOTES, X_ROWS, WIDTHS, SWAP, PINGPONG, X_FORM, Y_FORM, BUFFERS, PART,
                         RING_BYTES, BARRIERS_AT,
                     ),
                 ),
                 (
                     produce,
-                    (ring, shape, state, tile, loads, PLACE, X_ROWS, SWAP, X_TURNED, Y_TURNED, BARRIERS_AT),
+                    (ring, shape, state, tile, loads, PLACE, X_ROWS, STEP, SWAP, X_FORM, Y_FORM, BARRIERS_AT),
                 ),
             ],
             [4, 4, 1],

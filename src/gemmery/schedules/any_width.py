@@ -11,7 +11,7 @@ import re
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,9 @@ from ..devices import ARCHS
 from ..kernels import place
 from ..kernels.numerics import cast
 from ..operands import Dense
-from .binding import Binding, epilogue_arguments, epilogue_of, sorted_tensors, storable, suits_tma
+from ..operands.pair import Pair
+from .base import Forms
+from .binding import Binding, epilogue_arguments, epilogue_of, promotes, sorted_tensors, storable, suits_tma
 from .cost import FILL, Costs, Floats, Given, Stream
 from .persistent_static import PersistentStatic, Work
 from .waves import Split
@@ -30,8 +32,10 @@ if TYPE_CHECKING:
     from ..problem import Config, Problem
     from ..select.space import Space
 
-#: Rows of X that a `wgmma` multiplies, and its step along K; bytes of a row of a stage.
-ROWS, STEP, ROW = 64, 64, 128
+#: Rows of X that a `wgmma` multiplies; bytes of a row of a stage.
+ROWS, ROW = 64, 128
+#: Rows that come from one half of a weight in two halves, before as many of the other half.
+EIGHT = 8
 #: Rows that a tensor map loads at a time, at most.
 BOX = 256
 #: Columns of Y that are stored at a time, at most.
@@ -46,9 +50,13 @@ MOST_STAGES = 12
 REGISTERS = {1: (0, 40), 2: (232, 40), 3: (160, 32)}
 #: By the same: numbers of the accumulator that a thread has registers for; and of a warpgroup that takes turns.
 ACCUMULATORS, IN_TURNS = {1: 128, 2: 160, 3: 96}, 144
+#: The same where a step's sum has as many registers again.
+PROMOTED = {1: 96, 2: 88, 3: 64}
 #: Of the model of its time, fitted to 904 times of random products on an H200: part of the tensor cores' rate, and what
 #: a narrow instruction takes more, in columns.
 EFFICIENCY, EDGE = 0.903, 10.1
+#: What it takes more where each step's sum is promoted.
+PROMOTING = 1.1
 #: Share of the bandwidth from L2 of one multiprocessor and of all together; seconds from asking for bytes until they
 #: are there.
 INTAKE, L2, LATENCY = 1.085, 0.974, 1.16e-6
@@ -68,6 +76,14 @@ IDLE = 1.01
 
 #: How much larger than all else an operand has to be to leave L2 first. Measured on an H200.
 STREAMED = 1.5
+
+#: How an operand lies, see `kernels.any_width`, and what a tile's width is then a multiple of. Of a box of 64 turned
+#: rows a part would be loaded for nothing; such products took up to twice as long.
+Form = Literal["rows", "turned", "pairs"]
+EACH: dict[Form, int] = {"rows": 8, "turned": ROWS, "pairs": 2 * EIGHT}
+
+#: Types of operands, as PTX names them.
+KINDS = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 #: Compiled kernels that were looked into, and are as they have to be.
 _CHECKED: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -93,10 +109,16 @@ class Tile(NamedTuple):
         groups = config.num_warps // 4
         return cls(x, y, groups, x if takes_turns or not groups else x // groups)
 
-    @property
-    def widest(self) -> int:
-        """The largest width that a kernel for this X has registers for."""
-        numbers = ACCUMULATORS[self.groups] if self.own < self.x or self.groups == 1 else IN_TURNS
+    def widest(self, promotes: bool = False) -> int:
+        """The largest width that a kernel for this X has registers for.
+
+        Args:
+            promotes: whether each step is summed by itself before it is added, see `binding.promotes`.
+        """
+        if promotes:
+            numbers = PROMOTED[self.groups]
+        else:
+            numbers = ACCUMULATORS[self.groups] if self.own < self.x or self.groups == 1 else IN_TURNS
         return min(256, numbers * 128 // self.own)
 
     @property
@@ -141,6 +163,13 @@ class Tile(NamedTuple):
         return min(MOST_STAGES, self.ring_rows // self.stage_rows)
 
 
+def forms_of(config: Config, forms: Forms) -> tuple[Form, Form]:
+    """How X and Y lie, see `kernels.any_width`."""
+    a: Form = "turned" if forms.a_turned else "rows"
+    b: Form = "turned" if forms.b_turned else "pairs" if forms.paired else "rows"
+    return (b, a) if config.swap else (a, b)
+
+
 class AnyWidth(PersistentStatic):
     """One program on each multiprocessor, which takes tiles in turn.
 
@@ -160,19 +189,22 @@ class AnyWidth(PersistentStatic):
         return (
             self.runs_on(p.device.target)
             and p.K <= MOST_K
-            and not (p.batch or p.paired or p.batch_invariant)
-            and type(p.a) is type(p.b) is Dense
-            and all(operand.dtype.itemsize == 2 for operand in (p.a, p.b, p.out))
+            and not p.batch
+            and type(p.a) is Dense
+            and type(p.b) in (Dense, Pair)
+            and all(operand.dtype in KINDS for operand in (p.a, p.b))
+            and p.out.dtype in (torch.float16, torch.bfloat16)
+            and (p.a.dtype.itemsize == 2 or (p.a.col == 1 and p.b.row == 1))
             and suits_tma(p)
             and p.out.col == 1
-            and storable(p.out, p.M, p.N, ())
+            and storable(p.out, p.M, p.out_n, ())
+            and (not p.paired or (p.b.row == 1 and p.out_n % EIGHT == 0))
             and _epilogue_suits(p)
         )
 
-    def takes(self, config: Config, a_turned: bool, b_turned: bool) -> bool:
-        tile, y_turned = self.tile(config), a_turned if config.swap else b_turned
-        # Of a box of 64 a part would be loaded for nothing; such products took up to twice as long.
-        return not (y_turned and tile.y % ROWS) and config.split_k <= tile.most_parts
+    def takes(self, config: Config, forms: Forms) -> bool:
+        tile, (_, y_form) = self.tile(config), forms_of(config, forms)
+        return tile.y % max(tile.each, EACH[y_form]) == 0 and config.split_k <= tile.most_parts
 
     def considers(self, problem: Problem, rows: Floats) -> np.ndarray:
         # A row that is added to one row may be the output itself, of which some is stored twice.
@@ -188,9 +220,9 @@ class AnyWidth(PersistentStatic):
 
     def check_sizes(self, config: Config) -> None:
         c, warps = config, ((8,) if self.takes_turns else (4, 8, 12))
-        if c.loader != "descriptor" or c.block_k != STEP or c.num_warps not in warps:
+        if c.loader != "descriptor" or c.block_k not in (ROW // 2, ROW) or c.num_warps not in warps:
             raise ValueError(
-                f"Config: the {self.name} schedule needs the descriptor loader, block_k {STEP} and "
+                f"Config: the {self.name} schedule needs the descriptor loader, block_k {ROW // 2} or {ROW} and "
                 f"{' or '.join(map(str, warps))} warps"
             )
         tile = self.tile(c)
@@ -198,10 +230,10 @@ class AnyWidth(PersistentStatic):
             raise ValueError(
                 f"Config: the {self.name} schedule needs {ROWS} or {2 * ROWS} rows for each warpgroup of 4 warps"
             )
-        if tile.y % tile.each or not 16 <= tile.y <= tile.widest:
+        if tile.y % tile.each or not 16 <= tile.y <= tile.widest():
             raise ValueError(
                 f"Config: the {self.name} schedule needs a width that is a multiple of {tile.each} from 16 to "
-                f"{tile.widest}"
+                f"{tile.widest()}"
             )
         if c.num_stages < 2:
             # A stage is free when the product of the next one has begun.
@@ -217,17 +249,27 @@ class AnyWidth(PersistentStatic):
         p, c = problem, config
         if not self.suits(p):
             return (
-                f"schedule {self.name!r} needs Triton {', '.join(self.versions)}, a GPU of sm_90, fp16 or bf16, K from "
-                f"1 to {MOST_K}, no batch, no batch invariance, no epilogue with another matrix, operands that suit "
-                f"the descriptor loader, and an output with adjacent columns and rows of whole 16-byte units; given "
-                f"{p} on {p.device.arch} with Triton {triton.__version__}"
+                f"schedule {self.name!r} needs Triton {', '.join(self.versions)}, a GPU of sm_90, operands of fp16, "
+                f"bf16 or fp8 and an output of fp16 or bf16, K from 1 to {MOST_K}, no batch, no epilogue with another "
+                f"matrix, operands that suit the descriptor loader, fp8 with adjacent elements along K, an output with "
+                f"adjacent columns and rows of whole 16-byte units, and of a weight in two halves rows with adjacent "
+                f"elements, a multiple of {EIGHT} in each; given {p} on {p.device.arch} with Triton "
+                f"{triton.__version__}"
             )
+        if c.block_k * p.a.dtype.itemsize != ROW:
+            return f"{p.a.dtype} needs block_k {ROW // p.a.dtype.itemsize}"
+        widest = self.tile(c).widest(promotes(p))
+        if self.tile(c).y > widest:
+            return f"fp8 whose steps are promoted to fp32 leaves registers for a width of {widest}"
         if not self.considers(p, np.asarray(p.M)):
             return "a row that is added to one row may be the output itself, of which some is stored twice"
-        if not self.takes(c, p.a.col != 1, p.b.row != 1):
+        if not self.takes(c, Forms.of(p)):
             if c.split_k > self.tile(c).most_parts:
                 return f"the ring has room for the partial sums of {self.tile(c).most_parts} parts; given {c.split_k}"
-            return f"an operand whose adjacent elements lie along N or M needs a width that is a multiple of {ROWS}"
+            return (
+                f"an operand whose adjacent elements lie along N or M needs a width that is a multiple of {ROWS}, and "
+                f"a weight in two halves one of {2 * EIGHT}"
+            )
         return None
 
     def bind(self, problem: Problem, config: Config) -> Binding:
@@ -240,14 +282,16 @@ class AnyWidth(PersistentStatic):
         p, s, device = problem, space, problem.device
         rows, memory, rate = given
         x, y = np.where(s.swap, s.block_n, s.block_m), np.where(s.swap, s.block_m, s.block_n)
-        steps = -(-max(p.K, 1) // STEP)
+        step = ROW // p.a.dtype.itemsize
+        steps = -(-max(p.K, 1) // step)
         tiles = -(-rows // s.block_m) * -(-p.N // s.block_n)
         whole, chunk, parts = Work.divide_many(tiles, steps, device.sms, s.split_k)
         turns, own_steps = whole + (chunk > 0), whole * steps + chunk
         busy = np.minimum(np.where(whole > 0, tiles, tiles * parts), device.sms)
-        compute = own_steps * 2.0 * x * y * STEP / (rate * EFFICIENCY) * (1 + EDGE / y)
+        compute = own_steps * 2.0 * x * y * step / (rate * EFFICIENCY) * (1 + EDGE / y)
+        compute = compute * PROMOTING if promotes(p) else compute
         share = np.minimum(INTAKE, L2 * device.sms / busy) * device.sm_bandwidth
-        l2 = own_steps * (x + y) * STEP * 2.0 / share
+        l2 = own_steps * (x + y) * float(ROW) / share
         least = own_steps * LATENCY / (s.num_stages - 1)
         # Tiles are moved into the operands, but for an operand that is smaller than a tile.
         x_rows, y_rows = np.where(s.swap, p.N, rows), np.where(s.swap, rows, p.N)
@@ -301,13 +345,14 @@ def _epilogue_suits(problem: Problem) -> bool:
     return plain and all((x.row + x.col) * 256 < 1 << 31 for x in p.extras)
 
 
-def descriptor(tensor: Any, shape: Sequence[int], stride: int, block: Sequence[int]) -> Any:
+def descriptor(tensor: Any, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]) -> Any:
     """A tensor descriptor as Gluon takes it, swizzled by as many bytes as a row of the block has, up to 128."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    layout = gl.NVMMASharedLayout(min(128, block[1] * 2), 16, 2)
-    return TensorDescriptor(tensor, list(shape), [stride, 1], list(block), layout)
+    item = tensor.dtype.itemsize
+    layout = gl.NVMMASharedLayout(min(ROW, block[-1] * item), 8 * item, len(block))
+    return TensorDescriptor(tensor, list(shape), list(strides), list(block), layout)
 
 
 class AnyWidthBinding(Binding):
@@ -322,18 +367,19 @@ class AnyWidthBinding(Binding):
         self.work = work
         self.kernel = any_width.gemm_any_width
         self.grid = (self.work.programs, 1, 1)
-        a_turned, b_turned = p.a.col != 1, p.b.row != 1
-        self.x_turned, self.y_turned = (b_turned, a_turned) if c.swap else (a_turned, b_turned)
+        self.forms = forms_of(c, Forms.of(p))
         self.part = tile.part
-        each = ROWS if self.y_turned else tile.each
+        each = max(tile.each, EACH[self.forms[1]])
         # A narrow tile has a kernel of its own, since it stores fewer columns at a time.
-        least, most = (self.part, tile.widest) if tile.y >= PART else (tile.y, tile.y)
+        least, most = (self.part, tile.widest(promotes(p))) if tile.y >= PART else (tile.y, tile.y)
         registers, loader = REGISTERS[tile.groups]
+        x, y = (p.b.dtype, p.a.dtype) if c.swap else (p.a.dtype, p.b.dtype)
         self.constants = {
             "PLACE": dialect.in_gluon(place.sized_tile if self.split is None else place.sized_part),
             "EPILOGUE": dialect.in_gluon(epilogue_of(p)),
             "CAST": dialect.in_gluon(cast),
-            "KIND": "f16" if p.a.dtype == torch.float16 else "bf16",
+            "KIND": f"{KINDS[x]}.{KINDS[y]}",
+            "PROMOTES": promotes(p),
             "X_ROWS": tile.x,
             "LEAST": least,
             "MOST": most // each * each,
@@ -342,8 +388,8 @@ class AnyWidthBinding(Binding):
             "GROUPS": tile.groups,
             "SWAP": c.swap,
             "PINGPONG": takes_turns,
-            "X_TURNED": self.x_turned,
-            "Y_TURNED": self.y_turned,
+            "X_FORM": self.forms[0],
+            "Y_FORM": self.forms[1],
             "BUFFERS": tile.buffers,
             "REGISTERS": registers,
             "LOADER_REGISTERS": loader,
@@ -373,8 +419,8 @@ class AnyWidthBinding(Binding):
     def direct_arguments(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> list[Any]:
         """See `Binding.direct_arguments`."""
         x, y = (
-            ROWS if turned or rows > BOX else rows
-            for turned, rows in ((self.x_turned, self.tile.x), (self.y_turned, self.tile.y))
+            ROWS if form == "turned" or rows > BOX else rows
+            for form, rows in zip(self.forms, (self.tile.x, self.tile.y), strict=True)
         )
         return self._arguments(tensors, numbers, (x, y))
 
@@ -384,14 +430,16 @@ class AnyWidthBinding(Binding):
         """The kernel's arguments, with tensor maps that load so many rows of X and of Y at a time."""
         p, c, tile = self.problem, self.config, self.tile
         (a,), (b,), out, extras = sorted_tensors(p, tensors)
-        block = (self.part, ROWS) if c.swap else (ROWS, self.part)
+        # Both numbers of a pair make one.
+        rows, columns = (self.part, ROWS) if c.swap else (ROWS, self.part)
+        block = rows, columns * p.out_n // p.N
         x, y = (b, a) if c.swap else (a, b)
-        whole, cut, *parts = self.work.units(STEP)
+        whole, cut, *parts = self.work.units(c.block_k)
         loaded = sum(-(-rows // box) * box for rows, box in zip((tile.x, tile.y), boxes, strict=True))
         workspace = None if self.split is None else self.workspace(out.device)
         return [
             self._operand(x, c.swap, ROWS, boxes[0]), self._operand(y, not c.swap, self.part, boxes[1]),
-            descriptor(out, (p.M, p.N), p.out.row, block), p.M, p.N, p.K, whole + cut, whole, *parts,
+            descriptor(out, (p.M, p.out_n), (p.out.row, 1), block), p.M, p.N, p.K, whole + cut, whole, *parts,
             -(-p.M // c.block_m), -(-p.N // c.block_n), tile.y, c.group_m, *boxes,
             loaded * ROW, self.streams, c.num_stages, (),
             epilogue_arguments(p, self.part, extras, numbers), workspace,
@@ -420,14 +468,20 @@ class AnyWidthBinding(Binding):
 
     def _operand(self, tensor: Any, is_b: bool, rows: int, box: int) -> Any:
         """The descriptor of an operand: its type has blocks of so many rows, its tensor map loads `box` at a time."""
-        p = self.problem
+        p, step = self.problem, self.config.block_k
         # Strides along K and along the rows.
         along, across, size = (p.b.row, p.b.col, p.N) if is_b else (p.a.col, p.a.row, p.M)
         if along != 1:
-            return descriptor(tensor, (p.K, size), along, (STEP, ROWS))
-        made = descriptor(tensor, (size, p.K), across, (rows, STEP))
-        if box != rows:
-            made.box = [box, STEP]
+            return descriptor(tensor, (p.K, size), (along, 1), (step, ROWS))
+        if not (is_b and p.paired):
+            made = descriptor(tensor, (size, p.K), (across, 1), (rows, step))
+            made.box = [box, step]
+            return made
+        # Rows come eight from one half and eight from the other.
+        both, distance = 2 * EIGHT, p.b.half_stride(p)  # type: ignore[attr-defined]
+        shape, strides = (size // both, 2, EIGHT, p.K), (EIGHT * across, distance, across, 1)
+        made = descriptor(tensor, shape, strides, (rows // both, 2, EIGHT, step))
+        made.box = [box // both, 2, EIGHT, step]
         return made
 
 

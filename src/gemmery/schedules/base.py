@@ -8,7 +8,7 @@ it divides the work. Everything else asks the registry; a new schedule is one mo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 import triton
@@ -30,6 +30,23 @@ KNOBS = {
     "rest_n": (0, "a block_n that is no power of two needs"),
     "stream": (False, "stream needs"),
 }
+
+
+class Forms(NamedTuple):
+    """How a problem's operands lie, as far as it decides which tiles they can be cut into.
+
+    Attributes:
+        a_turned, b_turned: whether adjacent elements lie along M in a, and along N in b.
+        paired: see `Problem.paired`.
+    """
+
+    a_turned: bool
+    b_turned: bool
+    paired: bool
+
+    @classmethod
+    def of(cls, problem: Problem) -> Forms:
+        return cls(problem.a.col != 1, problem.b.row != 1, problem.paired)
 
 
 class Schedule:
@@ -77,12 +94,8 @@ class Schedule:
         """Whether some config of it can run a problem, whatever its number of rows."""
         return self.universal
 
-    def takes(self, config: Config, a_turned: bool, b_turned: bool) -> bool:
-        """Whether a config of it can run a problem that it suits, whatever the sizes are.
-
-        Args:
-            a_turned, b_turned: whether adjacent elements lie along M in a, and along N in b.
-        """
+    def takes(self, config: Config, forms: Forms) -> bool:
+        """Whether a config of it can run a problem that it suits, whatever the sizes are."""
         return True
 
     def considers(self, problem: Problem, rows: Floats) -> np.ndarray:

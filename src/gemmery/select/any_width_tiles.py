@@ -6,7 +6,7 @@ They are made from their sizes, since there are too many to write down. Each nar
 
 from __future__ import annotations
 
-from ..schedules.any_width import PART, ROWS, Tile
+from ..schedules.any_width import COOPERATIVE, PART, PINGPONG, ROW, ROWS, Tile
 
 #: Rows of X, warpgroups, and rows of X of each: of tiles that warpgroups share, and of those that they take in turn.
 SHARED_TILES = ((64, 1, 64), (128, 2, 64), (192, 3, 64), (256, 2, 128))
@@ -19,18 +19,29 @@ NARROW = (16, 32)
 LEAST_STAGES = 3
 
 
-def _rows(sizes: tuple[tuple[int, int, int], ...]) -> str:
+def _rows(sizes: tuple[tuple[int, int, int], ...], step: int, promotes: bool) -> str:
     lines = []
     for x, groups, own in sizes:
         known = Tile(x, 0, groups, own)
-        for y in range(PART, known.widest + 1, known.each):
+        for y in range(PART, known.widest(promotes) + 1, known.each):
             stages = Tile(x, y, groups, own).most_stages
             if stages >= LEAST_STAGES:
                 cut = " splits" if x in CUT and own == ROWS else ""
-                lines.append(f"{x}x{y}x64 8 {4 * groups} {stages} 1.0{cut}")
-                lines.append(f"{y}x{x}x64 8 {4 * groups} {stages} 1.0 swap{cut}")
+                lines.append(f"{x}x{y}x{step} 8 {4 * groups} {stages} 1.0{cut}")
+                lines.append(f"{y}x{x}x{step} 8 {4 * groups} {stages} 1.0 swap{cut}")
     return "\n".join(lines)
 
 
-_NARROW = "\n".join(f"{y}x{ROWS}x64 8 4 {Tile(ROWS, y, 1, ROWS).most_stages} 1.0 swap splits" for y in NARROW)
-COOPERATIVE, PINGPONG = f"{_rows(SHARED_TILES)}\n{_NARROW}", _rows(TURNS)
+def rows(item: int, promotes: bool = False) -> dict[tuple[str, str], str]:
+    """The rows of both schedules.
+
+    Args:
+        item: bytes of an element of the operands.
+        promotes: whether each step is summed by itself before it is added.
+    """
+    step = ROW // item
+    narrow = [f"{y}x{ROWS}x{step} 8 4 {Tile(ROWS, y, 1, ROWS).most_stages} 1.0 swap splits" for y in NARROW]
+    return {
+        ("descriptor", COOPERATIVE.name): "\n".join([_rows(SHARED_TILES, step, promotes), *narrow]),
+        ("descriptor", PINGPONG.name): _rows(TURNS, step, promotes),
+    }

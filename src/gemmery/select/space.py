@@ -12,6 +12,7 @@ import torch
 
 from .. import schedules
 from ..problem import Config, Problem
+from ..schedules.base import Forms
 from ..schedules.binding import promotes, suits_tma
 from .tiles import ALIKE, FAMILIES
 
@@ -213,14 +214,13 @@ def mn_major(problem: Problem) -> MNMajor:
 
 def space_of(problem: Problem) -> Space:
     """The configs that can run a problem at all: its family, its kind, its layout's loaders and its schedules."""
-    p = problem
-    return _taken(_space_of(p), p.a.col != 1, p.b.row != 1)
+    return _taken(_space_of(problem), Forms.of(problem))
 
 
 @functools.lru_cache(256)
-def _taken(space: Space, a_turned: bool, b_turned: bool) -> Space:
-    """The configs of a space that their schedules take; arguments are those of `Schedule.takes`."""
-    own = [schedules.of(each.schedule).takes(each, a_turned, b_turned) for each in space.configs]
+def _taken(space: Space, forms: Forms) -> Space:
+    """The configs of a space that their schedules take."""
+    own = [schedules.of(each.schedule).takes(each, forms) for each in space.configs]
     return space if all(own) else space.where(np.array(own))
 
 

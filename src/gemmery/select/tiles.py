@@ -74,9 +74,8 @@ HOPPER: dict[str, Rows] = {
             64x256x32  8 8 3 0.11 strided
             16x64x128  8 4 4 0.10 strided swap splits
         """,
-        ("descriptor", "cooperative"): any_width_tiles.COOPERATIVE,
-        ("descriptor", "pingpong"): any_width_tiles.PINGPONG,
-    },
+    }
+    | any_width_tiles.rows(2),
     "fp8": {
         ("descriptor", "persistent"): """
             128x256x128 16 8 4 0.84 split
@@ -97,7 +96,8 @@ HOPPER: dict[str, Rows] = {
             64x64x128  16 4 3 0.25
             16x64x128  16 4 3 0.08 apart
         """,
-    },
+    }
+    | any_width_tiles.rows(1),
     "fp8 accurate": {
         ("descriptor", "persistent"): "256x128x128 16 8 3 0.67 split",
         ("descriptor", "tile"): """
@@ -113,7 +113,8 @@ HOPPER: dict[str, Rows] = {
             64x64x128 16 4 3 0.21
             16x64x128 16 4 3 0.08 apart
         """,
-    },
+    }
+    | any_width_tiles.rows(1, promotes=True),
     "int8": {
         ("descriptor", "persistent"): """
             128x256x128 16 8 3 0.67 split
