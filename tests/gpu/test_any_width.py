@@ -267,7 +267,7 @@ def test_rows_do_not_depend_on_the_batch():
     texts = (
         "128x176x64-g8-w8-s4-cooperative-descriptor", "16x64x64-g8-w4-s12-cooperative-descriptor-swap",
         "128x144x64-g8-w8-s4-pingpong-descriptor", "144x192x64-g8-w12-s4-cooperative-descriptor-swap",
-        "256x144x64-g8-w8-s3-cooperative-descriptor", "128x256x64-g8-w8-s4-persistent-descriptor",
+        "256x144x64-g8-w8-s3-cooperative-descriptor", "128x256x64-g16-w8-s4-persistent-descriptor/2",
     )  # fmt: skip
     want = gemmery.linear(x, weight, batch_invariant=True)
     for text in texts:

@@ -55,8 +55,9 @@ PROMOTED = {1: 96, 2: 88, 3: 64}
 #: Of the model of its time, fitted to 904 times of random products on an H200: part of the tensor cores' rate, and what
 #: a narrow instruction takes more, in columns.
 EFFICIENCY, EDGE = 0.903, 10.1
-#: What it takes more where each step's sum is promoted.
-PROMOTING = 1.1
+#: What the products take longer where each step's sum is promoted, by the number of warpgroups of which the others
+#: multiply meanwhile.
+PROMOTING = (1.57, 1.14, 1.04)
 #: Share of the bandwidth from L2 of one multiprocessor and of all together; seconds from asking for bytes until they
 #: are there.
 INTAKE, L2, LATENCY = 1.085, 0.974, 1.16e-6
@@ -69,6 +70,9 @@ MEMORY, OVERLAP = Stream(long=1.084, short=0.746, ramp=3.64e-6), 4.11
 START = 4.99e-6
 TILE, STORE = 0.63e-6, 1.36
 TURN, LAST_STORE = 0.638e-6, 0.638
+#: Seconds that a tile takes more where its epilogue reads a vector, and where tiles are taken in turn; and seconds that
+#: a function such as an activation takes for an element of a warpgroup's.
+VECTOR, VECTOR_IN_TURN, FUNCTION = 1.04e-6, 0.6e-6, 1.4e-10
 #: Seconds that parts of a tile take to meet, beside the time of their bytes, and how often each byte is on its way.
 REDUCTION, TIMES = 1.0e-6, 2.73
 #: What a kernel that could cut tiles costs more where it does not: it has more code.
@@ -289,7 +293,9 @@ class AnyWidth(PersistentStatic):
         turns, own_steps = whole + (chunk > 0), whole * steps + chunk
         busy = np.minimum(np.where(whole > 0, tiles, tiles * parts), device.sms)
         compute = own_steps * 2.0 * x * y * step / (rate * EFFICIENCY) * (1 + EDGE / y)
-        compute = compute * PROMOTING if promotes(p) else compute
+        if promotes(p):
+            groups = 1 if self.takes_turns else s.num_warps // 4
+            compute = compute * np.asarray(PROMOTING)[groups - 1]
         share = np.minimum(INTAKE, L2 * device.sms / busy) * device.sm_bandwidth
         l2 = own_steps * (x + y) * float(ROW) / share
         least = own_steps * LATENCY / (s.num_stages - 1)
@@ -301,6 +307,7 @@ class AnyWidth(PersistentStatic):
         own = x if self.takes_turns else x / (s.num_warps // 4)
         store = own * y * 2.0 / device.store_bandwidth
         around = np.asarray(TURN if self.takes_turns else TILE + store * STORE)
+        around = around + _epilogue_seconds(p, own * y, self.takes_turns)
         # Loads run ahead across tiles: only the time around the last tile is not overlapped with memory.
         loop = loop + (turns - 1) * around
         body = (loop**OVERLAP + MEMORY.seconds(memory) ** OVERLAP) ** (1 / OVERLAP)
@@ -330,6 +337,16 @@ class PingPong(AnyWidth):
     about = "as many programs as run at once; one warp loads, two warpgroups take tiles of any width in turn"
     knobs = frozenset({"swap", "rest_n"})
     takes_turns = True
+
+
+def _epilogue_seconds(problem: Problem, elements: Floats, takes_turns: bool) -> Floats:
+    """What an epilogue adds to the time around a tile, of which a warpgroup has so many elements."""
+    reads = any(x.row or x.col for x in problem.extras)
+    source = "" if problem.fusion is None else problem.fusion.source
+    # Products, sums and conversions of type take no time worth counting.
+    calls = len(re.findall(r"= \((?!as_type)\w+\(", source))
+    seconds: Floats = elements * (FUNCTION * calls) + reads * (VECTOR_IN_TURN if takes_turns else VECTOR)
+    return seconds
 
 
 def _epilogue_suits(problem: Problem) -> bool:
