@@ -33,7 +33,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 ORDER = (
     "square", "llm", "llm_large", "decode", "layouts", "views", "bmm", "dtypes", "invariant", "odd", "strided",
     "fused", "lowbit", "lowbit_formats", "lowbit_fused", "scaled", "scaled_accurate", "scaled_mx", "launch",
-    "random_decode", "random_mid", "random_prefill", "random_backward",
+    *suites.RANDOM,
 )  # fmt: skip
 
 Data = dict[str, Any]
@@ -94,6 +94,17 @@ GROUPS = (
     Group("random models, 65 to 511 rows, beside cuBLAS", ("random_mid",)),
     Group("random models, 512 to 8192 rows, beside cuBLAS", ("random_prefill",)),
     Group("the same with gradients, beside cuBLAS", ("random_backward",)),
+    Group("random models, batch-invariant, beside cuBLAS that is not", ("random_invariant",)),
+    Group(
+        "random models, activation or bias behind the product, beside the best of torch and torch.compile",
+        ("random_swiglu", "random_bias_gelu", "random_bias_residual"),
+    ),
+    Group("random models, int4 weights, 1 to 64 rows, beside bf16 ones", ("random_int4_small",)),
+    Group("random models, int4 weights, 256 to 8192 rows, beside bf16 ones", ("random_int4",)),
+    Group(
+        "random models, fp8 with scales, beside torch",
+        ("random_fp8", "random_fp8_accurate", "random_fp8_blocks"),
+    ),
     Group("known models, 512 to 8192 rows, beside cuBLAS", ("llm",)),
     Group("activation or bias behind the product, beside the best of torch and torch.compile", ("fused",)),
     Group("int4 weights, beside bf16 ones and tinygemm", ("lowbit",)),

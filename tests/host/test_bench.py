@@ -488,6 +488,20 @@ def test_random_products_of_any_seed(asked, tmp_path):
     assert new.drawn != newer.drawn
 
 
+def test_random_products_with_a_type_of_their_own(asked, tmp_path):
+    several = "--suite", "random_fp8,random_int4", "--dtype", "bf16,fp16"
+    command(*several, "--seed", "7", "--count", "2", "--json", str(tmp_path))
+    command("--suite", "random_fp8_blocks", "--json", str(tmp_path))
+    drawn, own = [planned for _, planned in asked]
+    assert [run.path.name for run in drawn] == [
+        "random_fp8-mixed-seed7.json", "random_int4-bf16-seed7.json", "random_int4-fp16-seed7.json",
+    ]  # fmt: skip
+    assert drawn[0].rows == suites.drawn("random_fp8", 7, 2)
+    assert [(run.path.name, run.rows, tuple(run.regimes)) for run in own] == [
+        ("random_fp8_blocks-mixed.json", suites.load("random_fp8_blocks"), ("burst",)),
+    ]
+
+
 def test_a_result_says_which_seed_its_rows_are_of(gpu, watch, tmp_path):
     path = tmp_path / "r.json"
     suite(gpu, watch, path=path, regimes=["burst"], rounds=1, drawn=7)

@@ -149,9 +149,11 @@ def test_mx_is_compared_with_the_same_numbers_in_bf16():
 
 @pytest.mark.parametrize("scales", [scales for scales in suites.SCALES if scales != "mx"])
 @pytest.mark.parametrize("kind", ["fp8", "fp8fast"])
-def test_torch_gets_scales_as_it_wants_them(monkeypatch, scales, kind):
+@pytest.mark.parametrize(("M", "K"), [(32, 512), (30, 384), (1, 1152), (36, 256)])
+def test_torch_gets_scales_as_it_wants_them(monkeypatch, scales, kind, M, K):
     def scaled_mm(a, b, *, scale_a, scale_b, out_dtype, use_fast_accum):
         if scales == "block":
+            assert a.shape[0] == -(-M // 4) * 4
             assert one_block_size_scales(a, scale_a) == "1x128"
             assert one_block_size_scales(b.mT, scale_b.mT) == "128x128"
             assert not use_fast_accum
@@ -166,9 +168,10 @@ def test_torch_gets_scales_as_it_wants_them(monkeypatch, scales, kind):
         return ((a.float() * scale_a) @ (b.float() * scale_b)).to(out_dtype)
 
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
-    # Rows of blocks are a multiple of four, as are those of the suites.
-    inputs = made(dataclasses.replace(SCALED, scales=scales, dtype=kind, K=512))
-    assert check(peers.cublas(inputs), inputs, range(32)) < 4e-3
+    inputs = made(dataclasses.replace(SCALED, scales=scales, dtype=kind, M=M, K=K))
+    assert check(peers.cublas(inputs), inputs, range(M)) < 4e-3
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    assert check(peers.compiled(inputs), inputs, range(M)) < 4e-3
 
 
 def test_int8_with_scales_is_timed_bare_and_checked_with_them(monkeypatch):

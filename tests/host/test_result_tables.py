@@ -134,11 +134,26 @@ def test_random_products_come_first_and_take_all_seeds_together():
     assert (
         first == [group.title for group in records.GROUPS if group.regime == "burst"][: records.MOST_GROUPS]
     )
-    assert [group.suites for group in records.GROUPS[:4]] == [(name,) for name in suites.RANDOM]
+    grouped = [name for group in records.GROUPS for name in group.suites]
+    assert grouped[: len(suites.RANDOM)] == list(suites.RANDOM)
     more = ratios_of("random_decode", [0.5, 0.5, 0.5], drawn=7)
     line = table(readme_tables.few_lines([*data, more]))[1]
     assert line[1:] == ["4", "**0.59** · 0.50 · 0.50"]
     assert [one[0] for one in table(readme_tables.few_lines([*data, more]))[1:]] == first
+
+
+def test_suites_of_one_kind_of_random_product_are_one_line():
+    data = [
+        ratios_of("random_swiglu", [1.2]), ratios_of("random_bias_gelu", [1.2, 1.2]), ratios_of("random_fp8", [0.5]),
+        ratios_of("random_fp8_blocks", [2.0]),
+    ]  # fmt: skip
+    data[0]["peers"].append("compile")
+    data[0]["rows"][0]["summary"]["burst"]["ratio"]["compile"] = {"median": 0.6}
+    for one in data[2:]:
+        one["dtype"] = "mixed"
+    fused, fp8 = table(readme_tables.few_lines(data))[1:]
+    assert fused[1:] == ["3", "**0.95** · 0.72 · 0.60"]
+    assert fp8[1:] == ["2", "**1.00** · 0.65 · 0.50"]
 
 
 def test_groups_are_of_suites_and_take_the_best_peer():

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from gemmery.formats import FORMATS
+from gemmery.formats.scaled import BLOCK
 from gemmery.lab import fusions, inputs, suites
 from gemmery.lab.suites import Row
 
@@ -45,6 +46,15 @@ def test_the_suites_of_the_protocol_are_there():
         "random_mid",
         "random_prefill",
         "random_backward",
+        "random_invariant",
+        "random_swiglu",
+        "random_bias_gelu",
+        "random_bias_residual",
+        "random_int4_small",
+        "random_int4",
+        "random_fp8",
+        "random_fp8_accurate",
+        "random_fp8_blocks",
     }
     assert wanted == set(suites.whole())
     sizes = {1024, 1536, 2048, 3072, 4096, 5120, 6144, 8192, 12288, 16384}
@@ -144,6 +154,11 @@ def test_packing_of_a_weight():
     assert set(suites.WEIGHTS) == set(FORMATS)
 
 
+def test_blocks_are_those_of_scaled_operands():
+    """The suites say so without importing them, which needs torch."""
+    assert suites.BLOCK == BLOCK
+
+
 def test_the_invariant_suite_takes_from_both_of_its_sources():
     rows = suites.load("invariant")
     assert len(rows) == suites.MOST_ROWS
@@ -158,6 +173,9 @@ def test_every_suite_says_what_it_is():
     for name in suites.names():
         assert suites.about(name).endswith(".")
     assert suites.about("decode_mid") == "Part of decode."
+    assert suites.about("random_mid").startswith("Products of random transformers, unless")
+    assert "transformers with epilogue swiglu, call linear, unless" in suites.about("random_swiglu")
+    assert "transformers with batch_invariant, unless" in suites.about("random_invariant")
 
 
 def test_rows_come_back_from_their_records():

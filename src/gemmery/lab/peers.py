@@ -105,13 +105,41 @@ def _scaled_product(inputs: Inputs) -> Callable[..., Tensor]:
         return partial(_int8_with_scales, scale_a=scale_a, scale_b=scale_b)
     fast = inputs.kind.fast_accum
     if inputs.row.scales == "block":
-        # What cuBLAS takes on Hopper: a's scales with the rows innermost in memory, b's as those of (N, K), turned.
+        # What cuBLAS takes on Hopper: a's scales with the rows innermost in memory, b's as those of (N, K), turned,
+        # whose rows begin at multiples of `MULTIPLE`.
         # Each block is summed at the tensor cores' own precision, and torch refuses to be asked for more or less.
-        scale_a, fast = scale_a.mT.contiguous().mT, False
-    return partial(
+        scale_a, fast = _filled_up(scale_a, 0).mT.contiguous().mT, False
+        scale_b = _filled_up(scale_b, 1)[:, : scale_b.shape[1]]
+    product = partial(
         torch._scaled_mm, scale_a=scale_a, scale_b=scale_b.mT if scale_b.dim() else scale_b,
         out_dtype=inputs.kind.out, use_fast_accum=fast,
     )  # fmt: skip
+    M = inputs.row.M
+    return partial(_first_rows, product, M) if inputs.row.scales == "block" and M % MULTIPLE else product
+
+
+#: What cuBLAS wants multiples of where blocks have scales: the rows of a, and what is between rows of b's scales.
+MULTIPLE = 4
+
+
+def _filled_up(x: Tensor, dim: int) -> Tensor:
+    """A matrix with zeros behind it, so that a dimension is a multiple of `MULTIPLE`."""
+    missing = -x.shape[dim] % MULTIPLE
+    if not missing:
+        return x
+    sizes = [size + (missing if place == dim else 0) for place, size in enumerate(x.shape)]
+    filled = x.new_zeros(sizes)
+    filled.narrow(dim, 0, x.shape[dim]).copy_(x)
+    return filled
+
+
+def _first_rows(product: Callable[..., Tensor], rows: int, a: Tensor, b: Tensor) -> Tensor:
+    return product(a, b)[:rows]
+
+
+def _factors(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """What torch's product is called with: a is filled up beforehand, where it has to be, so that it is not timed."""
+    return _filled_up(inputs.a, 0) if inputs.row.scales == "block" else inputs.a, inputs.b
 
 
 def _with_scales(sums: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
@@ -141,7 +169,7 @@ def cublas(inputs: Inputs) -> Call:
     if call == "linear":
         return partial(torch.nn.functional.linear, inputs.a, inputs.b.mT)
     if call == "matmul":
-        return partial(product, inputs.a, inputs.b)
+        return partial(product, *_factors(inputs))
     return partial(product, inputs.a, inputs.b, out=inputs.out)
 
 
@@ -159,7 +187,7 @@ def compiled(inputs: Inputs, mode: str = "max-autotune-no-cudagraphs") -> Call:
         return multiply(a, b)
 
     best = torch.compile(product, mode=mode, dynamic=False, fullgraph=True)
-    return partial(best, inputs.a, inputs.b)
+    return partial(best, *_factors(inputs))
 
 
 # --- the tutorials --------------------------------------------------------------------------------------------------

@@ -7,8 +7,10 @@ neither torch nor a GPU.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 #: Hidden sizes of published language and vision models.
@@ -50,14 +52,22 @@ class Product:
     K: int
     layout: str
 
+    @property
+    def projection(self) -> str:
+        """What of the transformer it is: qkv, o, gate_up, up, down or latent."""
+        return self.name.partition(" ")[0]
 
-def draw(seed: int, which: str, count: int) -> list[Product]:
+
+def draw(
+    seed: int, which: str, count: int, keep: Callable[[Product], bool] = lambda product: True
+) -> list[Product]:
     """The first `count` products of a seed.
 
     Args:
         seed: any integer.
         which: of `CLASSES`.
         count: how many; the first ones are the same whatever it is.
+        keep: says which products count; the others are passed over. There must be such products in the class.
 
     Raises:
         ValueError: the class is none, or fewer than one product is asked for.
@@ -70,12 +80,18 @@ def draw(seed: int, which: str, count: int) -> list[Product]:
         raise ValueError(f"class {which!r} given; there are {', '.join(CLASSES)}")
     if count < 1:
         raise ValueError(f"{count} products asked for; at least one is wanted")
-    rows = "prefill" if which == BACKWARD else which
-    rng = random.Random(f"{seed} {rows}")
-    return [_product(rng, rows, which == BACKWARD) for _ in range(count)]
+    return list(itertools.islice(filter(keep, _products(seed, which)), count))
 
 
 # The order in which numbers are drawn is part of what a seed means: a change to it changes every suite.
+
+
+def _products(seed: int, which: str) -> Iterator[Product]:
+    """All products of a seed, without end."""
+    rows = "prefill" if which == BACKWARD else which
+    rng = random.Random(f"{seed} {rows}")
+    while True:
+        yield _product(rng, rows, which == BACKWARD)
 
 
 def _product(rng: random.Random, rows: str, backward: bool) -> Product:

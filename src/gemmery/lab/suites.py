@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from . import random_products
+from .random_products import BACKWARD, ROWS, Product
 
 DATA = Path(__file__).with_name("suite_data")
 #: So many that a suite in burst takes a minute or two.
@@ -31,12 +32,16 @@ MATRIX_NAMES = {"a": "mk", "b": "kn", "out": "mn"}
 EPILOGUES = ("swiglu", "bias", "bias_gelu", "bias_gelu_tanh", "bias_relu_squared", "bias_residual")
 #: What a row calls: `matmul` into a given output or a new one, `linear`, or a plan made beforehand.
 CALLS = ("matmul_out", "matmul", "linear", "plan")
+#: How many numbers of an int4 weight share a scale where the row does not say.
+GROUP = 128
 #: Formats of packed weights, each with how many numbers share a scale where the row does not say; None for as many as
 #: the format has by itself.
-WEIGHTS = {"int4": 128, "int8": None, "e4m3": None, "e5m2": None, "mxfp4": None, "nvfp4": None, "nf4": None}
+WEIGHTS = {"int4": GROUP, "int8": None, "e4m3": None, "e5m2": None, "mxfp4": None, "nvfp4": None, "nf4": None}
 #: What shares a scale where both operands have 8 bits: all, a row, blocks (1 × 128 of A, 128 × 128 of B), or 32 columns
 #: of fp8 (MXFP8).
 SCALES = ("tensor", "row", "block", "mx")
+#: Columns, and rows of B, that share a scale of blocks.
+BLOCK = 128
 
 
 @dataclass(frozen=True)
@@ -161,8 +166,61 @@ MIXTURES: dict[str, tuple[tuple[str, ...], int, dict[str, Any]]] = {
     "invariant": (("llm", "decode"), MOST_ROWS // 2, {"batch_invariant": True}),
 }
 
-#: Suites of random products, and of which class of `random_products`.
-RANDOM = {f"random_{which}": which for which in random_products.CLASSES}
+
+@dataclass(frozen=True)
+class Drawing:
+    """A suite of random products.
+
+    Attributes:
+        classes: of `random_products`; row i is of class i modulo their number.
+        changes: what is different about its rows, by fields of `Row`.
+        keep: says which products it has; the others of a seed are passed over.
+    """
+
+    classes: tuple[str, ...]
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    keep: Callable[[Product], bool] = lambda product: True
+
+
+def _stacked(product: Product) -> bool:
+    """Whether the weight is that of a gate and of what it gates, each with a multiple of `STEP` rows."""
+    return product.projection == "gate_up" and product.N % (2 * random_products.STEP) == 0
+
+
+def _whole_groups(product: Product) -> bool:
+    return product.K % GROUP == 0
+
+
+def _whole_blocks(product: Product) -> bool:
+    return product.N % BLOCK == product.K % BLOCK == 0
+
+
+def _epilogue(name: str) -> dict[str, Any]:
+    return {"epilogue": name, "call": "linear"}
+
+
+def _scales(name: str, dtype: str) -> dict[str, Any]:
+    return {"scales": name, "dtype": dtype, "call": "matmul"}
+
+
+_ALL = tuple(ROWS)
+_INT4 = {"weight": "int4", "call": "linear"}
+
+#: Suites of random products. Those of a seed and class are the same in all suites, as far as they are kept.
+RANDOM: dict[str, Drawing] = {
+    **{f"random_{which}": Drawing((which,)) for which in random_products.CLASSES},
+    "random_invariant": Drawing(_ALL, {"batch_invariant": True}),
+    "random_swiglu": Drawing(_ALL, _epilogue("swiglu"), _stacked),
+    "random_bias_gelu": Drawing(_ALL, _epilogue("bias_gelu_tanh")),
+    "random_bias_residual": Drawing(_ALL, _epilogue("bias_residual")),
+    "random_int4_small": Drawing(("decode",), _INT4, _whole_groups),
+    "random_int4": Drawing(
+        ("mid", "prefill"), _INT4, lambda product: product.M >= 256 and _whole_groups(product)
+    ),
+    "random_fp8": Drawing(_ALL, _scales("row", "fp8fast")),
+    "random_fp8_accurate": Drawing(_ALL, _scales("row", "fp8")),
+    "random_fp8_blocks": Drawing(_ALL, _scales("block", "fp8"), _whole_blocks),
+}
 #: The seeds of their rows; each has as many.
 SEEDS = (1, 2, 3, 4)
 
@@ -207,21 +265,26 @@ def load(name: str) -> list[Row]:
 def drawn(name: str, seed: int, count: int) -> list[Row]:
     """The first `count` rows that a suite of `RANDOM` has for a seed; names are seed/number, and what the product is.
 
+    The first ones are the same whatever the count is.
+
     Raises:
         ValueError: there is no such suite, or fewer than one row is asked for.
     """
     if name not in RANDOM:
         raise ValueError(f"suite {name!r} has no seeds; there are {', '.join(RANDOM)}")
-    return [
-        _of_product(f"{seed}/{number}", one, RANDOM[name] == random_products.BACKWARD)
-        for number, one in enumerate(random_products.draw(seed, RANDOM[name], count), 1)
-    ]
+    if count < 1:
+        raise ValueError(f"{count} rows asked for; at least one is wanted")
+    suite = RANDOM[name]
+    each = -(-count // len(suite.classes))
+    by_class = [random_products.draw(seed, which, each, suite.keep) for which in suite.classes]
+    in_turn = [product for turn in zip(*by_class, strict=True) for product in turn]
+    return [_of_product(f"{seed}/{number}", one, suite) for number, one in enumerate(in_turn[:count], 1)]
 
 
-def _of_product(place: str, product: random_products.Product, layouts: bool) -> Row:
-    words = [place, product.name, *([product.layout] if layouts else [])]
+def _of_product(place: str, product: Product, suite: Drawing) -> Row:
+    words = [place, product.name, *([product.layout] if BACKWARD in suite.classes else [])]
     a, b = ({"N": "row", "T": "col"}[letter] for letter in product.layout)
-    return Row(" ".join(words), product.M, product.N, product.K, a=a, b=b)
+    return Row(" ".join(words), product.M, product.N, product.K, a=a, b=b, **suite.changes)
 
 
 def held_out() -> set[tuple[int, int, int]]:
@@ -238,7 +301,13 @@ def about(name: str) -> str:
         return f"Rows of {' and '.join(sources)} with {', '.join(changes)}."
     if name in RANDOM:
         seeds = ", ".join(map(str, SEEDS))
-        return f"Products of random transformers, unless others are drawn of seeds {seeds}; nothing is tuned on them."
+        given = ", ".join(
+            key if value is True else f"{key} {value}" for key, value in RANDOM[name].changes.items()
+        )
+        return (
+            f"Products of random transformers{f' with {given}' if given else ''}, unless others are drawn of seeds "
+            f"{seeds}; nothing is tuned on them."
+        )
     return str(json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))["about"])
 
 
