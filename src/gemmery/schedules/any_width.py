@@ -186,6 +186,8 @@ class AnyWidth(PersistentStatic):
     # Those whose Gluon has the names that the kernel is written in.
     versions = ("3.6", "3.7", "3.8", "3.9")
     reason = "chosen where it is predicted to be the fastest"
+    # Of few tiles, narrow ones have room for many parts.
+    splits = (2, 3, 4, 6, 8, 11)
     takes_turns: ClassVar[bool] = False
 
     def suits(self, problem: Problem) -> bool:
@@ -304,13 +306,18 @@ class AnyWidth(PersistentStatic):
         outside = own_steps * np.maximum(x - x_rows, y - y_rows) * FILL
         loop = np.maximum(np.maximum(compute, l2), np.maximum(least, outside))
         loop = loop * (1 + SLOWING * np.log10(np.maximum(loop / LONG, 1)))
+        stream = MEMORY.seconds(memory)
+        # The last steps are of a part of the programs, each of which can't load faster because others have ended.
+        together = np.where(chunk > 0, whole, tiles // device.sms) * steps
+        waits = stream * np.minimum(together * device.sms / (tiles * steps), 1)
+        waits = waits + loop * (1 - together / own_steps)
         own = x if self.takes_turns else x / (s.num_warps // 4)
         store = own * y * 2.0 / device.store_bandwidth
         around = np.asarray(TURN if self.takes_turns else TILE + store * STORE)
         around = around + _epilogue_seconds(p, own * y, self.takes_turns)
         # Loads run ahead across tiles: only the time around the last tile is not overlapped with memory.
         loop = loop + (turns - 1) * around
-        body = (loop**OVERLAP + MEMORY.seconds(memory) ** OVERLAP) ** (1 / OVERLAP)
+        body = np.maximum((loop**OVERLAP + stream**OVERLAP) ** (1 / OVERLAP), waits)
         once = START + around + store * (LAST_STORE if self.takes_turns else 0.0)
         reduction = np.where(chunk > 0, REDUCTION + TIMES * parts * x * y * 4.0 / device.sm_bandwidth, 0.0)
         # So that a tile that is not cut has the kernel without that code.

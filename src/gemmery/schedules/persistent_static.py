@@ -91,7 +91,7 @@ class PersistentStatic(Schedule):
     """The base of schedules that divide their tiles as `Work` does."""
 
     universal = False
-    splits = (2, 3, 4)
+    splits: tuple[int, ...] = (2, 3, 4)
     overlaps_stores = True
 
     def work(self, problem: Problem, config: Config) -> Work:
