@@ -183,6 +183,7 @@ KINDS = {
     "pairs": ({"epilogue": "swiglu", "call": "linear"}, "bf16"),
     "fp8": ({"scales": "row", "call": "matmul"}, "fp8"),
     "fp8 fast": ({"scales": "row", "call": "matmul"}, "fp8fast"),
+    "fp8 blocks": ({"scales": "block", "call": "matmul"}, "fp8"),
 }
 
 
@@ -190,7 +191,15 @@ def some_row(r, kind):
     """A product of a kind, and a config that does not refuse it."""
     more, dtype = KINDS[kind]
     while True:
-        row = Row(kind, r.randint(1, 700), 16 * r.randint(2, 90), 16 * r.randint(1, 200), **more)
+        # Only whole blocks of a weight have scales.
+        unit = 128 if kind == "fp8 blocks" else 16
+        row = Row(
+            kind,
+            r.randint(1, 700),
+            unit * r.randint(1, 1400 // unit),
+            unit * r.randint(1, 3200 // unit),
+            **more,
+        )
         problem = of_row(row, dtype, device_named("H200"))
         own = [
             x

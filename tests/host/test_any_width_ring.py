@@ -166,23 +166,39 @@ class Warp:
 
     Args:
         boxes, forms: rows that are loaded at a time, and how they lie, of X and of Y.
+        scaled: is told each number of an accumulator that is added times a scale, the step, and where the scales are.
         streams: 1 where X is loaded with a cache policy, 2 where Y is.
     """
 
-    def __init__(self, machine, boxes, forms, streams):
-        self.machine, self.boxes, self.forms, self.streams = machine, boxes, forms, streams
+    def __init__(self, machine, boxes, forms, streams, scaled):
+        self.machine, self.boxes, self.forms, self.streams, self.scaled = (
+            machine,
+            boxes,
+            forms,
+            streams,
+            scaled,
+        )
         self.group, self.under_way = [], []
         self.begin()
 
     def begin(self):
-        self.steps, self.promoted, self.added = [], [], Counter()
+        self.steps, self.pieces, self.added, self.last = [], [], Counter(), (-1, -1)
 
     @property
     def result(self):
         """The blocks of all steps that an accumulator holds."""
-        if self.added and set(self.added.values()) != {len(self.promoted)}:
-            raise Wrong("not all sums are promoted")
-        return self.promoted or self.steps
+        if not self.added:
+            return self.steps
+        steps, last = [], None
+        for x, y in self.pieces:
+            # Both 64 rows of a step begin at the same place along K.
+            if x[0][-1] != last:
+                steps.append([])
+            steps[-1].append((x, y))
+            last = x[0][-1]
+        if set(self.added.values()) != {len(steps)}:
+            raise Wrong("not all sums are added")
+        return steps
 
     def ptx(self, code, arguments, value):
         """See `Program.run`."""
@@ -208,18 +224,38 @@ class Warp:
         elif code.startswith("wgmma.wait_group"):
             self.wait(value(arguments[0]))
         elif code == "add.f32":
-            self._promote(*arguments)
+            total, same, number = arguments
+            assert total == same
+            self._add(total, number)
+        elif code == "ld.global.f32":
+            # A scale is known by where it is.
+            return arguments[0], (address[0],)
+        elif code == "mul.f32":
+            return arguments[0], value(arguments[1]) + value(arguments[2])
+        elif code == "selp.f32":
+            return arguments[0], value(arguments[1 if value(arguments[3]) else 2])
+        elif code == "fma.rn.f32":
+            total, number, scale, same = arguments
+            assert total == same
+            self._add(total, number, value(scale))
         else:
             assert code.startswith("wgmma.fence"), code
         return None
 
-    def _promote(self, total, same, number):
+    def _add(self, total, number, scale=None):
+        """A thread's number of the step's product is added to its total, maybe times a scale."""
         if self.under_way:
             raise Wrong("added before it is there")
-        assert total == same == "$" + re.match(r"n(\d+)", number)[1]
+        of, place = (int(re.search(r"\d+", each)[0]) for each in (total, number))
+        if place == 0:
+            self.pieces += self.steps[-1]
+            self.last = -1, -1
+        assert place == self.last[1] + 1, "not the next number"
+        assert of > self.last[0], "not the next total"
+        self.last = of, place
+        if scale is not None:
+            self.scaled(of, self.added[total], scale)
         self.added[total] += 1
-        if total == "$0":
-            self.promoted += self.steps
 
     @staticmethod
     def _address(text, value):
@@ -255,6 +291,7 @@ class Warp:
             tuple(self.machine.rows.get(row) for row in others),
         )
         if len(self.group) == 1:
+            # A piece of a step that is promoted begins a sum of its own.
             self.steps = [*(self.steps if value(arguments[3]) else []), []]
         if part == 0:
             self.steps[-1].append(read)
@@ -266,19 +303,19 @@ class Warp:
             self.machine.reading.subtract(self.under_way.pop(0))
 
 
-def kernel(machine, number, programs, groups, boxes, forms, streams, edit, changes):
+def kernel(machine, number, programs, groups, boxes, forms, streams, scaled, edit, changes):
     """The kernel's functions with what stands in for Gluon.
 
     Args:
         number: which program this is.
         groups: the warpgroup of each thread; None for the loader's.
-        boxes, forms, streams: see `Warp`.
+        boxes, forms, streams, scaled: see `Warp`.
         edit: changes the assembly.
     """
     warps = {}
 
     def inline_asm_elementwise(text, constraints, given, *, pack, **more):
-        warp = warps.setdefault(threading.get_ident(), Warp(machine, boxes, forms, streams))
+        warp = warps.setdefault(threading.get_ident(), Warp(machine, boxes, forms, streams, scaled))
         outputs = constraints.count("=")
         values = [None] * outputs + [each for each in given for _ in range(pack)]
         warp.begin()
@@ -340,6 +377,7 @@ def emulate(
     parts=1,
     forms=("rows", "rows"),
     promotes=False,
+    scales=False,
     arrivals=0,
     waits=lambda at: True,
     edit=lambda text: text,
@@ -351,6 +389,7 @@ def emulate(
         parts: of tiles that would not fill a last wave, along K.
         forms: how X and Y lie.
         promotes: whether each step is summed by itself and then added.
+        scales: whether it is multiplied by scales before.
         arrivals: how many more a stage waits for than there are before it is loaded again.
         waits: whether there is any waiting at a barrier.
         edit: changes the assembly.
@@ -394,12 +433,29 @@ def emulate(
             raise Wrong("not all steps")
         done.append((row, col))
 
-    of_thread = {}
+    def scales_of(step_args, row, col, shape, first_k, every_m, every_n):
+        # Scales of A begin at 2^20, those of B at 2^30, and are as far apart as these say.
+        low, first = first_k // STEP, col // 128
+        found[threading.get_ident()] = (row, col, low)
+        columns = [(1 << 30) + 8 * (first + i) + 1000 * low for i in range(3)]
+        made = ((1 << 20) + 4 * row + 10000 * low, *columns, 10000, 1000, 16 - col % 128 // 8)
+        return made
+
+    def scaled(number, step, scale):
+        row, col, low = found[threading.get_ident()]
+        wanted = (
+            (1 << 20) + 4 * row + 10000 * (low + step),
+            (1 << 30) + 8 * ((col + number // 4 * 8) // 128) + 1000 * (low + step),
+        )
+        if scale != wanted:
+            raise Wrong("not the scales of this block and step")
+
+    of_thread, found = {}, {}
     # Two boxes of each operand, of which the second one has some rows of the first.
     boxes = tuple((rows // 32 + 1) * 16 for rows in (x_rows, width))
-    stood_in = {"finish_tile": finish_tile, "combine": combine} | changes
+    stood_in = {"finish_tile": finish_tile, "combine": combine, "scales_of": scales_of} | changes
     streams, widths = random.Random(seed).randrange(3), [width - 8, width, width + 8]
-    names = kernel(machine, 1, 3, of_thread, boxes, forms, streams, edit, stood_in)
+    names = kernel(machine, 1, 3, of_thread, boxes, forms, streams, scaled, edit, stood_in)
     unused = BARRIERS_AT + 8 * (2 * most + 2)
     barriers = types.SimpleNamespace(index=lambda at: BARRIERS_AT + 8 * at)
     ring = (barriers, stages)
@@ -419,8 +475,20 @@ def emulate(
         return 0, number // across * rows, number % across * cols, shape[0], *part_of(unit)
 
     state, tile = (units, whole, parts, part_k, 0, 0, ()), (width, 8)
-    # PROMOTES, X_ROWS, its widths, SWAP, PINGPONG, both forms, BUFFERS, PART, RING_BYTES and BARRIERS_AT.
-    constants = promotes, x_rows, widths, False, takes_turns, *forms, 1, 64, BARRIERS_AT // 2, BARRIERS_AT
+    # PROMOTES, EVERY, X_ROWS, its widths, SWAP, PINGPONG, both forms, BUFFERS, PART, RING_BYTES and BARRIERS_AT.
+    constants = (
+        promotes,
+        (1, 128) if scales else None,
+        x_rows,
+        widths,
+        False,
+        takes_turns,
+        *forms,
+        1,
+        64,
+        BARRIERS_AT // 2,
+        BARRIERS_AT,
+    )
 
     def consume(group):
         of_thread[threading.get_ident()] = group
@@ -428,6 +496,7 @@ def emulate(
             None,
             None,
             ring,
+            (),
             (),
             None if parts == 1 else (),
             sizes,
@@ -479,6 +548,10 @@ CASES = [
     (2, 128, 88, 3, False, (300, 400, 330), 2, ("rows", "rows"), True),
     (2, 256, 80, 3, False, (600, 300, 200), 1, ("rows", "rows"), True),
     (2, 64, 80, 3, True, (256, 400, 200), 1, ("rows", "rows"), True),
+    (2, 256, 136, 3, False, (600, 300, 200), 1, ("rows", "rows"), True),
+    # Steps that are multiplied by scales before, of two and of three times 128 columns.
+    (2, 128, 88, 3, False, (300, 400, 330), 2, ("rows", "rows"), True, True),
+    (1, 64, 168, 3, False, (200, 700, 200), 1, ("rows", "rows"), True, True),
 ]
 
 
@@ -509,6 +582,12 @@ MUTANTS = {
     },
     "sums that are promoted too early": {
         "edit": lambda text: text.replace("wait_group.sync.aligned 0", "wait_group.sync.aligned 9")
+    },
+    "the first 128 columns' scales for all": {
+        "edit": lambda text: text.replace("less, ahead, 1", "less, ahead, -1")
+    },
+    "scales that stay those of the first step": {
+        "edit": lambda text: text.replace("add.s64 at_col0, at_col0", "add.s64 at_col1, at_col1")
     },
     "rows of one half for those of two": {"edit": lambda text: text.replace(", 4; @", ", 3; @")},
     "a stage that is free while it is read": {

@@ -129,39 +129,97 @@ def _products(sums, KIND, turned, adds):
     return "\n".join([*lines, "wgmma.commit_group.sync.aligned;"])
 
 
-def _step_of_width(numbers, width, most, KIND, turned, PROMOTES):
-    """Assembly of a step's products of a width, and of the release of the stage that they are the last to read.
+def _step(sums, KIND, turned):
+    """Assembly of a step's products, and of the release of the stage that they are the last to read.
 
     Args:
-        numbers: of the accumulator that a thread has.
-        most: the largest width, for which there are registers.
-        KIND, turned, PROMOTES: see `multiply_steps`.
+        sums: for each 64 rows of X the registers of the accumulator.
+        KIND, turned: see `multiply_steps`.
     """
-    firsts = range(0, numbers, most // 2)
-    sums = [[f"${first + i}" for i in range(width // 2)] for first in firsts]
-    if not PROMOTES:
-        # This step's products stay under way, so those of the step before are done with their blocks.
-        return (
-            f"{_products(sums, KIND, turned, 'adds')} wgmma.wait_group.sync.aligned 1;"
-            f"{_release('before', 'adds')} setp.eq.s32 adds, 0, 0;"
-        )
-    own = [[f"n{i + first}" for i in range(width // 2)] for first in firsts]
-    added = "".join(
-        f"add.f32 {total}, {total}, {number};"
-        for totals, numbers in zip(sums, own, strict=True)
-        for total, number in zip(totals, numbers, strict=True)
-    )
-    # Other warpgroups multiply meanwhile.
+    # This step's products stay under way, so those of the step before are done with their blocks.
     return (
-        f"{{ .reg .f32 n<{numbers}>; {_products(own, KIND, turned, '0')} wgmma.wait_group.sync.aligned 0;"
-        f"{_release('at', 'always')} {added} }}"
+        f"{_products(sums, KIND, turned, 'adds')} wgmma.wait_group.sync.aligned 1;"
+        f"{_release('before', 'adds')} setp.eq.s32 adds, 0, 0;"
+    )
+
+
+def _promoted_step(sums, KIND, columns):
+    """The same, but the step's product has registers of its own and is added then. Other warpgroups multiply meanwhile.
+
+    Args:
+        columns: where the product is multiplied by scales before, of how many times 128 columns; 0 where it is not.
+    """
+    own = [
+        [f"n{len(registers) * row + i}" for i in range(len(registers))] for row, registers in enumerate(sums)
+    ]
+    pieces = list(zip(sums, own, strict=True))
+    if columns:
+        before, added = _scales(columns), "".join(_scaled_sums(*piece) for piece in pieces)
+    else:
+        before = ""
+        added = "".join(f"add.f32 {x}, {x}, {y};" for piece in pieces for x, y in zip(*piece, strict=True))
+    return (
+        f"{{ .reg .f32 n<{sum(map(len, own))}>; {_products(own, KIND, (False, False), '0')} {before}"
+        f"wgmma.wait_group.sync.aligned 0; {_release('at', 'always')} {added} }}"
+    )
+
+
+def _scales(columns):
+    """Assembly that multiplies a step's scales of a thread's two rows by those of so many times 128 columns.
+
+    Then it begins to load the next step's.
+    """
+    return (
+        "".join(f"mul.f32 both{i}{j}, row{i}, col{j};" for i in range(2) for j in range(columns))
+        + "setp.gt.s32 more, left, 1;"
+        + "".join(
+            f"add.s64 at_{kind}{i}, at_{kind}{i}, {kind}_step; @more ld.global.f32 {kind}{i}, [at_{kind}{i}];"
+            for kind, count in (("row", 2), ("col", columns))
+            for i in range(count)
+        )
+    )
+
+
+def _scaled_sums(totals, numbers):
+    """Assembly that multiplies a step's numbers by their scales and adds them.
+
+    A block of 8 columns has the scale of the tile's first 128 columns of B that share one, of the second or of the
+    third; `ahead` is how many blocks there are before the second.
+    """
+    lines = []
+    for block in range(len(totals) // 4):
+        # Of a block in the tile's second 128 columns the scale is the next one.
+        half = block // 16
+        lines.append(f"setp.le.s32 less, ahead, {block % 16};")
+        for row in range(2):
+            lines.append(f"selp.f32 scale, both{row}{half + 1}, both{row}{half}, less;")
+            lines += [
+                f"fma.rn.f32 {totals[i]}, {numbers[i]}, scale, {totals[i]};"
+                for i in range(4 * block + 2 * row, 4 * block + 2 * row + 2)
+            ]
+    return "".join(lines)
+
+
+def _scales_of(first, columns):
+    """Assembly that begins with the first step's scales of two rows and of so many times 128 columns.
+
+    Args:
+        first: the number of the first register of what `scales_of` gives.
+    """
+    at = {"row0": first, "row1": first + 2} | {f"col{j}": first + 4 + 4 * j for j in range(columns)}
+    loads = "".join(f"mov.b64 at_{name}, ${i}; ld.global.f32 {name}, [at_{name}];" for name, i in at.items())
+    return (
+        ".reg .pred less; .reg .f32 row0, row1, col0, col1, col2, scale;"
+        ".reg .f32 both00, both01, both02, both10, both11, both12;"
+        ".reg .b64 at_row0, at_row1, at_col0, at_col1, at_col2, row_step, col_step; .reg .b32 ahead;"
+        f"mov.b64 row_step, ${first + 16}; mov.b64 col_step, ${first + 20}; mov.b32 ahead, ${first + 24}; {loads}"
     )
 
 
 @builtin
 def multiply_steps(
-    acc, full, stage, phase, stages, steps, head_x, head_y, width, X_ROWS, KIND, PROMOTES, X_FORM, Y_FORM, WIDTHS,
-    _semantic=None,
+    acc, full, stage, phase, stages, steps, head_x, head_y, width, scales, X_ROWS, KIND, PROMOTES, X_FORM, Y_FORM,
+    WIDTHS, _semantic=None,
 ):  # fmt: skip
     """The K loop of a warpgroup: the sum of the products of some rows of X and `width` of Y, of at least one step.
 
@@ -176,6 +234,7 @@ def multiply_steps(
         steps: how many there are.
         head_x, head_y: matrix descriptors of the first stage's blocks, see `matrix_descriptor`.
         KIND: the types of X and of Y, as PTX names them, with a point between them.
+        scales: what `scales_of` gives for steps that are multiplied by scales, which are promoted; (), where none is.
         PROMOTES: whether each step is summed by itself and then added. Tensor cores sum fp8 with 14 bits.
         X_FORM, Y_FORM: how the operands lie.
         WIDTHS: what `width` may be, in order.
@@ -193,20 +252,26 @@ def multiply_steps(
         f"@wraps mov.b32 stage, 0; @wraps mov.b32 at, {full_}; @wraps mov.b32 x, {x_}; @wraps mov.b32 y, {y_};"
         "@wraps xor.b32 phase, phase, 1; sub.s32 left, left, 1; setp.gt.s32 more, left, 0; @more bra.uni STEP;"
     )
-    arrived, kind, promotes = _WAIT.format(barrier="at", phase="phase"), _value(KIND), bool(_value(PROMOTES))
-    cases = [
-        f"{{\nSTEP: {arrived} {_step_of_width(numbers, each, widths[-1], kind, turned, promotes)} {go_on} }}"
-        for each in widths
-    ]
+    arrived, kind = _WAIT.format(barrier="at", phase="phase"), _value(KIND)
+    # A tile may begin within 128 columns that share a scale.
+    columns = 1 + -(-widths[-1] // 128) if len(scales) else 0
+    cases = []
+    for each in widths:
+        sums = [[f"${first + i}" for i in range(each // 2)] for first in range(0, numbers, widths[-1] // 2)]
+        step = _promoted_step(sums, kind, columns) if _value(PROMOTES) else _step(sums, kind, turned)
+        cases.append(f"{{\nSTEP: {arrived} {step} {go_on} }}")
     constraints = ["=f"] * numbers + [str(i) for i in range(numbers)] + ["r"] * 32
+    constraints += ["l"] * 24 + ["r"] * 4 if columns else []
     made = gl.inline_asm_elementwise(
-        "{ .reg .pred adds, always, done, one, wraps, more; .reg .b64 own_x, own_y; setp.eq.s32 always, 0, 0;"
+        f"{{ {_scales_of(2 * numbers + 32, columns) if columns else ''}"
+        ".reg .pred adds, always, done, one, wraps, more; .reg .b64 own_x, own_y; setp.eq.s32 always, 0, 0;"
         ".reg .b32 stage, phase, at, before, left, x, y, y_rows, own;"
         f"mov.b32 stage, {stage_}; mov.b32 phase, {phase_}; mov.b32 left, {steps_}; setp.ne.s32 adds, 0, 0;"
         f"mad.lo.s32 at, stage, 8, {full_}; mov.b32 before, at; mad.lo.s32 x, stage, {x_rows}, {x_};"
         f"mul.lo.s32 y_rows, {width_}, 8; mad.lo.s32 y, stage, y_rows, {y_};"
         f"{_switch(width_, widths, cases)} }}",
-        ",".join(constraints), [*acc.values, full, stage, phase, stages, steps, head_x, head_y, width],
+        ",".join(constraints),
+        [*acc.values, full, stage, phase, stages, steps, head_x, head_y, width, *scales],
         dtype=[gl.float32] * len(acc.values), is_pure=False, pack=4, _semantic=_semantic,
     )  # fmt: skip
     return gl.tuple(list(made))
@@ -523,7 +588,7 @@ def zeros_of(COUNT: gl.constexpr):
 
 @gluon.jit
 def sum_steps(
-    heads, ring, first_k, last_k, stage, phase, width, COUNT: gl.constexpr, KIND: gl.constexpr,
+    heads, ring, first_k, last_k, stage, phase, width, scales, COUNT: gl.constexpr, KIND: gl.constexpr,
     PROMOTES: gl.constexpr, X_ROWS: gl.constexpr, WIDTHS: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr,
     BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
@@ -532,16 +597,44 @@ def sum_steps(
     Args:
         heads: matrix descriptors of its X and of Y in the first stage.
         width: of the tile.
+        scales: see `multiply_steps`.
         COUNT: blocks of 8 columns.
     """
     steps = gl.cdiv(last_k - first_k, step_of(KIND))
     acc = multiply_steps(
         zeros_of(COUNT), in_block(shared_at(BARRIERS_AT)), in_block(stage), in_block(phase), in_block(ring[1]),
-        in_block(steps), in_block(heads[0]), in_block(heads[1]), in_block(width), X_ROWS, KIND, PROMOTES, X_FORM,
-        Y_FORM, WIDTHS,
+        in_block(steps), in_block(heads[0]), in_block(heads[1]), in_block(width), scales, X_ROWS, KIND, PROMOTES,
+        X_FORM, Y_FORM, WIDTHS,
     )  # fmt: skip
     stage, phase = later(stage, phase, steps, ring[1])
     return acc, stage, phase
+
+
+@gluon.jit
+def scales_of(step_args, row, col, shape, first_k, EVERY_M: gl.constexpr, EVERY_N: gl.constexpr):
+    """Where the scales of 64 rows of A and of a tile's columns of B are, each in a block.
+
+    Args:
+        step_args: the scales, as `kernels.scales` takes them, of a step each.
+        row, col: where rows and columns begin, in a matrix of `shape`.
+        first_k: where the steps begin.
+        EVERY_M, EVERY_N: rows and columns that share a scale; the latter in multiples of 128.
+
+    Returns:
+        The addresses of the first step's scales: of the rows, and of three times 128 columns from a multiple of 128 on;
+        bytes to the next step's, of rows and of columns; and how many times 8 columns there are before the second 128.
+    """
+    at_a, _, row_a, k_a, at_b, _, row_b, k_b = step_args
+    nothing = gl.zeros([64, 8], gl.int64, BLOCK8)
+    low = gl.cast(first_k // 128, gl.int64)
+    # Rows and columns outside have some scale.
+    rows = gl.minimum(row + gl.arange(0, 64, gl.SliceLayout(1, BLOCK8)), shape[0] - 1) // EVERY_M
+    of_rows = gl.cast(at_a, gl.int64) + (rows.to(gl.int64) * row_a + low * k_a) * 4
+    made = (gl.expand_dims(of_rows, 1) + nothing,)
+    for i in gl.static_range(3):
+        column = gl.minimum(col // 128 + i, (shape[1] - 1) // 128) * 128 // EVERY_N
+        made += (nothing + (gl.cast(at_b, gl.int64) + (gl.cast(column, gl.int64) * row_b + low * k_b) * 4),)  # type: ignore[assignment]
+    return made + (nothing + k_a * 4, nothing + k_b * 4, in_block(16 - col % 128 // 8))  # noqa: RUF005
 
 
 @gluon.jit
@@ -830,10 +923,10 @@ def finish_tile(
 
 @gluon.jit
 def consume(
-    out, slots, ring, args, workspace, shape, state, tile, GROUP: gl.constexpr, GROUPS: gl.constexpr,
+    out, slots, ring, step_args, args, workspace, shape, state, tile, GROUP: gl.constexpr, GROUPS: gl.constexpr,
     PLACE: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, KIND: gl.constexpr, PROMOTES: gl.constexpr,
-    X_ROWS: gl.constexpr, WIDTHS: gl.constexpr, SWAP: gl.constexpr, PINGPONG: gl.constexpr, X_FORM: gl.constexpr,
-    Y_FORM: gl.constexpr, BUFFERS: gl.constexpr, PART: gl.constexpr, RING_BYTES: gl.constexpr,
+    EVERY: gl.constexpr, X_ROWS: gl.constexpr, WIDTHS: gl.constexpr, SWAP: gl.constexpr, PINGPONG: gl.constexpr,
+    X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr, PART: gl.constexpr, RING_BYTES: gl.constexpr,
     BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's part of the work."""
@@ -868,9 +961,12 @@ def consume(
         if PINGPONG:
             mbarrier.wait(turn_of(ring, GROUP), turn)
             turn = turn ^ 1
+        scales = ()
+        if EVERY is not None:
+            scales = scales_of(step_args, row + FIRST, col, (end, shape[1]), first_k, EVERY[0], EVERY[1])
         acc, stage, phase = sum_steps(
-            heads, ring, first_k, last_k, stage, phase, width, OWN // 64 * COUNT, KIND, PROMOTES, X_ROWS, WIDTHS,
-            X_FORM, Y_FORM, BARRIERS_AT,
+            heads, ring, first_k, last_k, stage, phase, width, scales, OWN // 64 * COUNT, KIND, PROMOTES, X_ROWS,
+            WIDTHS, X_FORM, Y_FORM, BARRIERS_AT,
         )  # fmt: skip
         if PINGPONG:
             mbarrier.arrive(turn_of(ring, 1 - GROUP))
@@ -916,11 +1012,12 @@ def consume(
 )  # fmt: skip
 def gemm_any_width(
     x, y, out, M, N, K, units, whole, parts, part_k, tiles_m, tiles_n, width, band_m, x_box, y_box, step_bytes, streams,
-    stages, place_args, args, workspace,
+    stages, place_args, step_args, args, workspace,
     PLACE: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, KIND: gl.constexpr, PROMOTES: gl.constexpr,
-    X_ROWS: gl.constexpr, LEAST: gl.constexpr, MOST: gl.constexpr, EACH: gl.constexpr, RING_ROWS: gl.constexpr,
-    GROUPS: gl.constexpr, SWAP: gl.constexpr, PINGPONG: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr,
-    BUFFERS: gl.constexpr, REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr, SOURCE: gl.constexpr,
+    EVERY: gl.constexpr, X_ROWS: gl.constexpr, LEAST: gl.constexpr, MOST: gl.constexpr, EACH: gl.constexpr,
+    RING_ROWS: gl.constexpr, GROUPS: gl.constexpr, SWAP: gl.constexpr, PINGPONG: gl.constexpr, X_FORM: gl.constexpr,
+    Y_FORM: gl.constexpr, BUFFERS: gl.constexpr, REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
+    SOURCE: gl.constexpr,
 ):  # fmt: skip
     """As many programs as run at once, which take units in turn: whole tiles, and then parts of tiles.
 
@@ -936,11 +1033,12 @@ def gemm_any_width(
         step_bytes: bytes that are loaded in a step along K, of which boxes may load some twice.
         streams: 1 where X is the first to leave L2, 2 where Y is, 0 where neither is.
         stages: how many there are, at most `STAGES`.
-        place_args, args: run-time arguments of PLACE and of the epilogue.
+        place_args, step_args, args: run-time arguments of PLACE, of `scales_of` and of the epilogue.
         workspace: (partials, semaphores): memory for an fp32 tile a part, and zeros, one for each tile that is cut and
             warpgroup, which are zeros again afterwards. None where no tile is cut.
         PLACE: `place.sized_tile`, or `place.sized_part` with a workspace.
         KIND, PROMOTES: see `multiply_steps`.
+        EVERY: rows of A and columns of B that share a scale along K; None where there are no such scales.
         RING_ROWS: rows of all stages, at least.
         GROUPS: warpgroups that multiply: 1, 2 or 3; 2 with PINGPONG.
         X_FORM, Y_FORM: how the operands lie.
@@ -977,9 +1075,9 @@ def gemm_any_width(
                 (
                     consume,
                     (
-                        out, slots, ring, args, workspace, shape, state, tile, 0, GROUPS, PLACE, EPILOGUE, CAST, KIND,
-                        PROMOTES, X_ROWS, WIDTHS, SWAP, PINGPONG, X_FORM, Y_FORM, BUFFERS, PART,
-                        RING_BYTES, BARRIERS_AT,
+                        out, slots, ring, step_args, args, workspace, shape, state, tile, 0, GROUPS, PLACE, EPILOGUE,
+                        CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, PINGPONG, X_FORM, Y_FORM,
+                        BUFFERS, PART, RING_BYTES, BARRIERS_AT,
                     ),
                 ),
                 (
@@ -996,17 +1094,17 @@ def gemm_any_width(
                 (
                     consume,
                     (
-                        out, slots, ring, args, workspace, shape, state, tile, 0, GROUPS, PLACE, EPILOGUE, CAST, KIND,
-                        PROMOTES, X_ROWS, WIDTHS, SWAP, PINGPONG, X_FORM, Y_FORM, BUFFERS, PART,
-                        RING_BYTES, BARRIERS_AT,
+                        out, slots, ring, step_args, args, workspace, shape, state, tile, 0, GROUPS, PLACE, EPILOGUE,
+                        CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, PINGPONG, X_FORM, Y_FORM,
+                        BUFFERS, PART, RING_BYTES, BARRIERS_AT,
                     ),
                 ),
                 (
                     consume,
                     (
-                        out, slots, ring, args, workspace, shape, state, tile, 1, GROUPS, PLACE, EPILOGUE, CAST, KIND,
-                        PROMOTES, X_ROWS, WIDTHS, SWAP, PINGPONG, X_FORM, Y_FORM, BUFFERS, PART,
-                        RING_BYTES, BARRIERS_AT,
+                        out, slots, ring, step_args, args, workspace, shape, state, tile, 1, GROUPS, PLACE, EPILOGUE,
+                        CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, PINGPONG, X_FORM, Y_FORM,
+                        BUFFERS, PART, RING_BYTES, BARRIERS_AT,
                     ),
                 ),
                 (
@@ -1023,25 +1121,25 @@ def gemm_any_width(
                 (
                     consume,
                     (
-                        out, slots, ring, args, workspace, shape, state, tile, 0, GROUPS, PLACE, EPILOGUE, CAST, KIND,
-                        PROMOTES, X_ROWS, WIDTHS, SWAP, PINGPONG, X_FORM, Y_FORM, BUFFERS, PART,
-                        RING_BYTES, BARRIERS_AT,
+                        out, slots, ring, step_args, args, workspace, shape, state, tile, 0, GROUPS, PLACE, EPILOGUE,
+                        CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, PINGPONG, X_FORM, Y_FORM,
+                        BUFFERS, PART, RING_BYTES, BARRIERS_AT,
                     ),
                 ),
                 (
                     consume,
                     (
-                        out, slots, ring, args, workspace, shape, state, tile, 1, GROUPS, PLACE, EPILOGUE, CAST, KIND,
-                        PROMOTES, X_ROWS, WIDTHS, SWAP, PINGPONG, X_FORM, Y_FORM, BUFFERS, PART,
-                        RING_BYTES, BARRIERS_AT,
+                        out, slots, ring, step_args, args, workspace, shape, state, tile, 1, GROUPS, PLACE, EPILOGUE,
+                        CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, PINGPONG, X_FORM, Y_FORM,
+                        BUFFERS, PART, RING_BYTES, BARRIERS_AT,
                     ),
                 ),
                 (
                     consume,
                     (
-                        out, slots, ring, args, workspace, shape, state, tile, 2, GROUPS, PLACE, EPILOGUE, CAST, KIND,
-                        PROMOTES, X_ROWS, WIDTHS, SWAP, PINGPONG, X_FORM, Y_FORM, BUFFERS, PART,
-                        RING_BYTES, BARRIERS_AT,
+                        out, slots, ring, step_args, args, workspace, shape, state, tile, 2, GROUPS, PLACE, EPILOGUE,
+                        CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, PINGPONG, X_FORM, Y_FORM,
+                        BUFFERS, PART, RING_BYTES, BARRIERS_AT,
                     ),
                 ),
                 (

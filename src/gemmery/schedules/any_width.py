@@ -18,10 +18,12 @@ import torch
 import triton
 
 from ..devices import ARCHS
+from ..formats.scaled import BLOCK
 from ..kernels import place
 from ..kernels.numerics import cast
 from ..operands import Dense
 from ..operands.pair import Pair
+from ..operands.scaled import Scaled
 from .base import Forms
 from .binding import Binding, epilogue_arguments, epilogue_of, promotes, sorted_tensors, storable, suits_tma
 from .cost import FILL, Costs, Floats, Given, Stream
@@ -50,14 +52,14 @@ MOST_STAGES = 12
 REGISTERS = {1: (0, 40), 2: (232, 40), 3: (160, 32)}
 #: By the same: numbers of the accumulator that a thread has registers for; and of a warpgroup that takes turns.
 ACCUMULATORS, IN_TURNS = {1: 128, 2: 160, 3: 96}, 144
-#: The same where a step's sum has as many registers again.
-PROMOTED = {1: 96, 2: 88, 3: 64}
+#: The same where a step's sum has as many registers again, and where there are scales besides.
+PROMOTED, SCALED = {1: 96, 2: 88, 3: 64}, {1: 88, 2: 80, 3: 48}
 #: Of the model of its time, fitted to 904 times of random products on an H200: part of the tensor cores' rate, and what
 #: a narrow instruction takes more, in columns.
 EFFICIENCY, EDGE = 0.903, 10.1
-#: What the products take longer where each step's sum is promoted, by the number of warpgroups of which the others
-#: multiply meanwhile.
-PROMOTING = (1.57, 1.14, 1.04)
+#: What the products take longer where each step's sum is promoted, and where it is scaled before, by the number of
+#: warpgroups of which the others multiply meanwhile.
+PROMOTING, SCALING = (1.57, 1.14, 1.04), (1.8, 1.65, 1.6)
 #: Share of the bandwidth from L2 of one multiprocessor and of all together; seconds from asking for bytes until they
 #: are there.
 INTAKE, L2, LATENCY = 1.085, 0.974, 1.16e-6
@@ -113,17 +115,20 @@ class Tile(NamedTuple):
         groups = config.num_warps // 4
         return cls(x, y, groups, x if takes_turns or not groups else x // groups)
 
-    def widest(self, promotes: bool = False) -> int:
+    def widest(self, numbers: dict[int, int] | None = None) -> int:
         """The largest width that a kernel for this X has registers for.
 
         Args:
-            promotes: whether each step is summed by itself before it is added, see `binding.promotes`.
+            numbers: of the accumulator that there are registers for, where not all are free: see `registers_for`.
         """
-        if promotes:
-            numbers = PROMOTED[self.groups]
-        else:
-            numbers = ACCUMULATORS[self.groups] if self.own < self.x or self.groups == 1 else IN_TURNS
-        return min(256, numbers * 128 // self.own)
+        if numbers is not None:
+            return numbers[self.groups] * 128 // self.own
+        return min(
+            256,
+            (ACCUMULATORS[self.groups] if self.own < self.x or self.groups == 1 else IN_TURNS)
+            * 128
+            // self.own,
+        )
 
     @property
     def each(self) -> int:
@@ -196,8 +201,7 @@ class AnyWidth(PersistentStatic):
             self.runs_on(p.device.target)
             and p.K <= MOST_K
             and not p.batch
-            and type(p.a) is Dense
-            and type(p.b) in (Dense, Pair)
+            and _operands_suit(p)
             and all(operand.dtype in KINDS for operand in (p.a, p.b))
             and p.out.dtype in (torch.float16, torch.bfloat16)
             and (p.a.dtype.itemsize == 2 or (p.a.col == 1 and p.b.row == 1))
@@ -210,6 +214,8 @@ class AnyWidth(PersistentStatic):
 
     def takes(self, config: Config, forms: Forms) -> bool:
         tile, (_, y_form) = self.tile(config), forms_of(config, forms)
+        if forms.scaled and (config.swap or tile.own != ROWS or tile.y > tile.widest(SCALED)):
+            return False
         return tile.y % max(tile.each, EACH[y_form]) == 0 and config.split_k <= tile.most_parts
 
     def considers(self, problem: Problem, rows: Floats) -> np.ndarray:
@@ -258,15 +264,17 @@ class AnyWidth(PersistentStatic):
                 f"schedule {self.name!r} needs Triton {', '.join(self.versions)}, a GPU of sm_90, operands of fp16, "
                 f"bf16 or fp8 and an output of fp16 or bf16, K from 1 to {MOST_K}, no batch, no epilogue with another "
                 f"matrix, operands that suit the descriptor loader, fp8 with adjacent elements along K, an output with "
-                f"adjacent columns and rows of whole 16-byte units, and of a weight in two halves rows with adjacent "
-                f"elements, a multiple of {EIGHT} in each; given {p} on {p.device.arch} with Triton "
-                f"{triton.__version__}"
+                f"adjacent columns and rows of whole 16-byte units, of a weight in two halves rows with adjacent "
+                f"elements, a multiple of {EIGHT} in each, and scales along K for {BLOCK} columns; given {p} on "
+                f"{p.device.arch} with Triton {triton.__version__}"
             )
         if c.block_k * p.a.dtype.itemsize != ROW:
             return f"{p.a.dtype} needs block_k {ROW // p.a.dtype.itemsize}"
-        widest = self.tile(c).widest(promotes(p))
+        widest = self.tile(c).widest(registers_for(p))
         if self.tile(c).y > widest:
             return f"fp8 whose steps are promoted to fp32 leaves registers for a width of {widest}"
+        if p.b.by_steps and (c.swap or self.tile(c).own != ROWS):
+            return f"scales along K need {ROWS} rows for each warpgroup and no swap"
         if not self.considers(p, np.asarray(p.M)):
             return "a row that is added to one row may be the output itself, of which some is stored twice"
         if not self.takes(c, Forms.of(p)):
@@ -295,9 +303,9 @@ class AnyWidth(PersistentStatic):
         turns, own_steps = whole + (chunk > 0), whole * steps + chunk
         busy = np.minimum(np.where(whole > 0, tiles, tiles * parts), device.sms)
         compute = own_steps * 2.0 * x * y * step / (rate * EFFICIENCY) * (1 + EDGE / y)
-        if promotes(p):
+        if registers_for(p) is not None:
             groups = 1 if self.takes_turns else s.num_warps // 4
-            compute = compute * np.asarray(PROMOTING)[groups - 1]
+            compute = compute * np.asarray(SCALING if p.b.by_steps else PROMOTING)[groups - 1]
         share = np.minimum(INTAKE, L2 * device.sms / busy) * device.sm_bandwidth
         l2 = own_steps * (x + y) * float(ROW) / share
         least = own_steps * LATENCY / (s.num_stages - 1)
@@ -346,6 +354,25 @@ class PingPong(AnyWidth):
     takes_turns = True
 
 
+def _operands_suit(problem: Problem) -> bool:
+    """Whether operands are matrices, or fp8 with scales for as many columns of K as a step has."""
+    a, b = problem.a, problem.b
+    if not isinstance(a, Scaled) or not isinstance(b, Scaled):
+        return type(a) is Dense and type(b) in (Dense, Pair)
+    return b.by_steps and b.step == BLOCK and b.every % BLOCK == 0 and not problem.paired
+
+
+def registers_for(problem: Problem) -> dict[int, int] | None:
+    """By the number of warpgroups, numbers of the accumulator for which there are registers, where not all are free."""
+    return SCALED if problem.b.by_steps else PROMOTED if promotes(problem) else None
+
+
+def every_of(problem: Problem) -> tuple[int, int] | None:
+    """Rows of A and columns of B that share a scale along K, if there are such scales."""
+    a, b = problem.a, problem.b
+    return (a.every, b.every) if isinstance(a, Scaled) and isinstance(b, Scaled) else None
+
+
 def _epilogue_seconds(problem: Problem, elements: Floats, takes_turns: bool) -> Floats:
     """What an epilogue adds to the time around a tile, of which a warpgroup has so many elements."""
     reads = any(x.row or x.col for x in problem.extras)
@@ -387,6 +414,7 @@ class AnyWidthBinding(Binding):
 
         p, c = problem, config
         self.problem, self.config, self.tile = p, c, tile
+        self.a, self.b = p.a.access(p, is_b=False, tma=True), p.b.access(p, is_b=True, tma=True)
         self.split = Split.of(p, c)
         self.work = work
         self.kernel = any_width.gemm_any_width
@@ -395,7 +423,7 @@ class AnyWidthBinding(Binding):
         self.part = tile.part
         each = max(tile.each, EACH[self.forms[1]])
         # A narrow tile has a kernel of its own, since it stores fewer columns at a time.
-        least, most = (self.part, tile.widest(promotes(p))) if tile.y >= PART else (tile.y, tile.y)
+        least, most = (self.part, tile.widest(registers_for(p))) if tile.y >= PART else (tile.y, tile.y)
         registers, loader = REGISTERS[tile.groups]
         x, y = (p.b.dtype, p.a.dtype) if c.swap else (p.a.dtype, p.b.dtype)
         self.constants = {
@@ -403,7 +431,8 @@ class AnyWidthBinding(Binding):
             "EPILOGUE": dialect.in_gluon(epilogue_of(p)),
             "CAST": dialect.in_gluon(cast),
             "KIND": f"{KINDS[x]}.{KINDS[y]}",
-            "PROMOTES": promotes(p),
+            "PROMOTES": registers_for(p) is not None,
+            "EVERY": every_of(p),
             "X_ROWS": tile.x,
             "LEAST": least,
             "MOST": most // each * each,
@@ -453,7 +482,9 @@ class AnyWidthBinding(Binding):
     ) -> list[Any]:
         """The kernel's arguments, with tensor maps that load so many rows of X and of Y at a time."""
         p, c, tile = self.problem, self.config, self.tile
-        (a,), (b,), out, extras = sorted_tensors(p, tensors)
+        of_a, of_b, out, extras = sorted_tensors(p, tensors)
+        a, b = of_a[0], of_b[0]
+        step_args = (*self.a.step_scales(of_a), *self.b.step_scales(of_b))
         # Both numbers of a pair make one.
         rows, columns = (self.part, ROWS) if c.swap else (ROWS, self.part)
         block = rows, columns * p.out_n // p.N
@@ -465,7 +496,7 @@ class AnyWidthBinding(Binding):
             self._operand(x, c.swap, ROWS, boxes[0]), self._operand(y, not c.swap, self.part, boxes[1]),
             descriptor(out, (p.M, p.out_n), (p.out.row, 1), block), p.M, p.N, p.K, whole + cut, whole, *parts,
             -(-p.M // c.block_m), -(-p.N // c.block_n), tile.y, c.group_m, *boxes,
-            loaded * ROW, self.streams, c.num_stages, (),
+            loaded * ROW, self.streams, c.num_stages, (), step_args,
             epilogue_arguments(p, self.part, extras, numbers), workspace,
         ]  # fmt: skip
 

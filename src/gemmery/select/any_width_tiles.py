@@ -6,7 +6,7 @@ They are made from their sizes, since there are too many to write down. Each nar
 
 from __future__ import annotations
 
-from ..schedules.any_width import COOPERATIVE, PART, PINGPONG, ROW, ROWS, Tile
+from ..schedules.any_width import COOPERATIVE, PART, PINGPONG, ROW, ROWS, SCALED, Tile
 
 #: Rows of X, warpgroups, and rows of X of each: of tiles that warpgroups share, and of those that they take in turn.
 SHARED_TILES = ((64, 1, 64), (128, 2, 64), (192, 3, 64), (256, 2, 128))
@@ -19,29 +19,40 @@ NARROW = (16, 32)
 LEAST_STAGES = 3
 
 
-def _rows(sizes: tuple[tuple[int, int, int], ...], step: int, promotes: bool) -> str:
+#: Numbers of the accumulator that there are registers for; see `Tile.widest`.
+Numbers = dict[int, int] | None
+
+
+def _rows(sizes: tuple[tuple[int, int, int], ...], step: int, numbers: Numbers) -> list[str]:
     lines = []
     for x, groups, own in sizes:
         known = Tile(x, 0, groups, own)
-        for y in range(PART, known.widest(promotes) + 1, known.each):
+        for y in range(PART, known.widest(numbers) + 1, known.each):
             stages = Tile(x, y, groups, own).most_stages
             if stages >= LEAST_STAGES:
                 cut = " splits" if x in CUT and own == ROWS else ""
                 lines.append(f"{x}x{y}x{step} 8 {4 * groups} {stages} 1.0{cut}")
                 lines.append(f"{y}x{x}x{step} 8 {4 * groups} {stages} 1.0 swap{cut}")
-    return "\n".join(lines)
+    return lines
 
 
-def rows(item: int, promotes: bool = False) -> dict[tuple[str, str], str]:
+def rows(item: int, numbers: Numbers = None) -> dict[tuple[str, str], str]:
     """The rows of both schedules.
 
     Args:
         item: bytes of an element of the operands.
-        promotes: whether each step is summed by itself before it is added.
+        numbers: of the accumulator that there are registers for, where not all are free.
     """
     step = ROW // item
     narrow = [f"{y}x{ROWS}x{step} 8 4 {Tile(ROWS, y, 1, ROWS).most_stages} 1.0 swap splits" for y in NARROW]
     return {
-        ("descriptor", COOPERATIVE.name): "\n".join([_rows(SHARED_TILES, step, promotes), *narrow]),
-        ("descriptor", PINGPONG.name): _rows(TURNS, step, promotes),
+        ("descriptor", COOPERATIVE.name): "\n".join([*_rows(SHARED_TILES, step, numbers), *narrow]),
+        ("descriptor", PINGPONG.name): "\n".join(_rows(TURNS, step, numbers)),
     }
+
+
+def scaled_rows() -> dict[tuple[str, str], str]:
+    """The rows for fp8 whose steps are multiplied by scales."""
+    sizes = tuple(size for size in SHARED_TILES if size[2] == ROWS)
+    lines = [f"{line} apart" for line in _rows(sizes, ROW, SCALED) if "swap" not in line]
+    return {("descriptor", COOPERATIVE.name): "\n".join(lines)}

@@ -8,6 +8,8 @@ can be better than a larger one: while one of them unpacks or scales, the other 
 
 from __future__ import annotations
 
+from . import any_width_tiles
+
 Rows = dict[tuple[str, str], str]
 
 HOPPER: dict[str, Rows] = {
@@ -101,7 +103,8 @@ HOPPER: dict[str, Rows] = {
             64x64x128 16 4 3 0.21
             16x64x128 16 4 3 0.08 swap splits
         """,
-    },
+    }
+    | any_width_tiles.scaled_rows(),
     "scaled32": {
         ("descriptor", "tile"): """
             128x128x32 16 8 6 0.40 split splits

@@ -17,6 +17,7 @@ its family, which `make check-targets` proves; another Triton allocates register
 
 from __future__ import annotations
 
+from ..schedules.any_width import PROMOTED
 from . import any_width_tiles
 from .quantized_tiles import QUANTIZED, Rows
 
@@ -114,7 +115,7 @@ HOPPER: dict[str, Rows] = {
             16x64x128 16 4 3 0.08 apart
         """,
     }
-    | any_width_tiles.rows(1, promotes=True),
+    | any_width_tiles.rows(1, PROMOTED),
     "int8": {
         ("descriptor", "persistent"): """
             128x256x128 16 8 3 0.67 split
