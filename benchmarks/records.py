@@ -116,7 +116,7 @@ GROUPS = (
     Group("fp32, fp64, int8 and fp8, beside torch", ("dtypes",)),
     Group("host time of a call, beside torch", ("launch",), "host"),
 )
-MOST_GROUPS = 10
+MOST_GROUPS = 13
 #: The parts of `models.py` in the order in which they are shown.
 MODELS = ("gated", "llama", "costs", "first", "host")
 #: What the fastest peer of each row is called, where there are several.

@@ -104,10 +104,13 @@ QUOTED = {
         r"TF32:\*\* ([\d.]*\d) of cuBLAS. `precision=\"tf32\"` has ([\d.]*\d) with b as a weight is stored, ([\d.]*\d) otherwise",
         lambda: tuple(row("dtypes", name) for name in ("fp32 4096", "tf32 4096", "tf32 NN 4096")),
     ),
-    "fp8 with exact sums": (
+    "int4 weights": (
         "README.md",
-        r"exact sums:\*\* ([\d.]*\d) of torch. With `fast_accum=True` the ratio is about ([\d.]*\d)",
-        lambda: (summary("scaled_accurate", "scaled_accurate_fp8")["geomean"], summary("scaled")["geomean"]),
+        r"on random shapes ([\d.]*\d) of cuBLAS with bf16 weights in the geometric mean, ([\d.]*\d) at worst. "
+        r"With 1 to 64 rows it is ([\d.]*\d)",
+        lambda: (
+            summary("random_int4")["geomean"], summary("random_int4")["worst"], summary("random_int4_small")["geomean"],
+        ),
     ),
     "tiny matrices": ("README.md", r"share nothing: ([\d.]*\d) with 16384", lambda: (row("bmm", "16384 of 32"),)),
     "a compiled model": (
