@@ -24,9 +24,10 @@ from ..kernels.numerics import cast
 from ..operands import Dense
 from ..operands.pair import Pair
 from ..operands.scaled import Scaled
+from . import any_width_cost
 from .base import Forms
 from .binding import Binding, epilogue_arguments, epilogue_of, promotes, sorted_tensors, storable, suits_tma
-from .cost import FILL, Costs, Floats, Given, Stream
+from .cost import Costs, Floats, Given
 from .persistent_static import PersistentStatic, Work
 from .waves import Split
 
@@ -54,32 +55,6 @@ REGISTERS = {1: (0, 40), 2: (232, 40), 3: (160, 32)}
 ACCUMULATORS, IN_TURNS = {1: 128, 2: 160, 3: 96}, 144
 #: The same where a step's sum has as many registers again, and where there are scales besides.
 PROMOTED, SCALED = {1: 96, 2: 88, 3: 64}, {1: 88, 2: 80, 3: 48}
-#: Of the model of its time, fitted to 904 times of random products on an H200: part of the tensor cores' rate, and what
-#: a narrow instruction takes more, in columns.
-EFFICIENCY, EDGE = 0.903, 10.1
-#: What the products take longer where each step's sum is promoted, and where it is scaled before, by the number of
-#: warpgroups of which the others multiply meanwhile.
-PROMOTING, SCALING = (1.57, 1.14, 1.04), (1.8, 1.65, 1.6)
-#: Share of the bandwidth from L2 of one multiprocessor and of all together; seconds from asking for bytes until they
-#: are there.
-INTAKE, L2, LATENCY = 1.085, 0.974, 1.16e-6
-#: What a tenfold time costs for the clock, which power lowers, and from how many seconds on.
-SLOWING, LONG = 0.0145, 3e-5
-#: The stream of blocks from memory. How it and the loop, which mostly overlap, add up.
-MEMORY, OVERLAP = Stream(long=1.084, short=0.746, ramp=3.64e-6), 4.11
-#: Seconds around a launch. Seconds around a tile and share of the time that its store takes alone, where warpgroups
-#: share tiles; and the same where they take turns, when the last store alone counts.
-START = 4.99e-6
-TILE, STORE = 0.63e-6, 1.36
-TURN, LAST_STORE = 0.638e-6, 0.638
-#: Seconds that a tile takes more where its epilogue reads a vector, and where tiles are taken in turn; and seconds that
-#: a function such as an activation takes for an element of a warpgroup's.
-VECTOR, VECTOR_IN_TURN, FUNCTION = 1.04e-6, 0.6e-6, 1.4e-10
-#: Seconds that parts of a tile take to meet, beside the time of their bytes, and how often each byte is on its way.
-REDUCTION, TIMES = 1.0e-6, 2.73
-#: What a kernel that could cut tiles costs more where it does not: it has more code.
-IDLE = 1.01
-
 #: How much larger than all else an operand has to be to leave L2 first. Measured on an H200.
 STREAMED = 1.5
 
@@ -292,46 +267,7 @@ class AnyWidth(PersistentStatic):
         )
 
     def costs(self, problem: Problem, space: Space, given: Given) -> Costs:
-        """See `Schedule.costs`."""
-        p, s, device = problem, space, problem.device
-        rows, memory, rate = given
-        x, y = np.where(s.swap, s.block_n, s.block_m), np.where(s.swap, s.block_m, s.block_n)
-        step = ROW // p.a.dtype.itemsize
-        steps = -(-max(p.K, 1) // step)
-        tiles = -(-rows // s.block_m) * -(-p.N // s.block_n)
-        whole, chunk, parts = Work.divide_many(tiles, steps, device.sms, s.split_k)
-        turns, own_steps = whole + (chunk > 0), whole * steps + chunk
-        busy = np.minimum(np.where(whole > 0, tiles, tiles * parts), device.sms)
-        compute = own_steps * 2.0 * x * y * step / (rate * EFFICIENCY) * (1 + EDGE / y)
-        if registers_for(p) is not None:
-            groups = 1 if self.takes_turns else s.num_warps // 4
-            compute = compute * np.asarray(SCALING if p.b.by_steps else PROMOTING)[groups - 1]
-        share = np.minimum(INTAKE, L2 * device.sms / busy) * device.sm_bandwidth
-        l2 = own_steps * (x + y) * float(ROW) / share
-        least = own_steps * LATENCY / (s.num_stages - 1)
-        # Tiles are moved into the operands, but for an operand that is smaller than a tile.
-        x_rows, y_rows = np.where(s.swap, p.N, rows), np.where(s.swap, rows, p.N)
-        outside = own_steps * np.maximum(x - x_rows, y - y_rows) * FILL
-        loop = np.maximum(np.maximum(compute, l2), np.maximum(least, outside))
-        loop = loop * (1 + SLOWING * np.log10(np.maximum(loop / LONG, 1)))
-        stream = MEMORY.seconds(memory)
-        # The last steps are of a part of the programs, each of which can't load faster because others have ended.
-        together = np.where(chunk > 0, whole, tiles // device.sms) * steps
-        waits = stream * np.minimum(together * device.sms / (tiles * steps), 1)
-        waits = waits + loop * (1 - together / own_steps)
-        own = x if self.takes_turns else x / (s.num_warps // 4)
-        store = own * y * 2.0 / device.store_bandwidth
-        around = np.asarray(TURN if self.takes_turns else TILE + store * STORE)
-        around = around + _epilogue_seconds(p, own * y, self.takes_turns)
-        # Loads run ahead across tiles: only the time around the last tile is not overlapped with memory.
-        loop = loop + (turns - 1) * around
-        body = np.maximum((loop**OVERLAP + stream**OVERLAP) ** (1 / OVERLAP), waits)
-        once = START + around + store * (LAST_STORE if self.takes_turns else 0.0)
-        reduction = np.where(chunk > 0, REDUCTION + TIMES * parts * x * y * 4.0 / device.sm_bandwidth, 0.0)
-        # So that a tile that is not cut has the kernel without that code.
-        idle = np.where((s.split_k > 1) & (chunk == 0), IDLE, 1.0)
-        total = (body + once + reduction) * idle
-        return Costs(total, compute, l2, memory, once, reduction, np.zeros(1), turns * np.ones_like(total))
+        return any_width_cost.costs(problem, space, given, self.takes_turns)
 
 
 class Cooperative(AnyWidth):
@@ -371,16 +307,6 @@ def every_of(problem: Problem) -> tuple[int, int] | None:
     """Rows of A and columns of B that share a scale along K, if there are such scales."""
     a, b = problem.a, problem.b
     return (a.every, b.every) if isinstance(a, Scaled) and isinstance(b, Scaled) else None
-
-
-def _epilogue_seconds(problem: Problem, elements: Floats, takes_turns: bool) -> Floats:
-    """What an epilogue adds to the time around a tile, of which a warpgroup has so many elements."""
-    reads = any(x.row or x.col for x in problem.extras)
-    source = "" if problem.fusion is None else problem.fusion.source
-    # Products, sums and conversions of type take no time worth counting.
-    calls = len(re.findall(r"= \((?!as_type)\w+\(", source))
-    seconds: Floats = elements * (FUNCTION * calls) + reads * (VECTOR_IN_TURN if takes_turns else VECTOR)
-    return seconds
 
 
 def _epilogue_suits(problem: Problem) -> bool:

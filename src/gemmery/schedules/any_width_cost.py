@@ -1,0 +1,126 @@
+"""The predicted time of tiles of any width, see `kernels.any_width`.
+
+Its numbers are fitted to 904 times of random products on an H200
+(`benchmarks/results/looks/any_width_times-bf16.json`); those of epilogues and of fp8 to others
+(`any_width_kinds-mixed.json`).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .binding import promotes
+from .cost import FILL, Costs, Floats, Given, Stream
+from .persistent_static import Work
+
+if TYPE_CHECKING:
+    from ..problem import Problem
+    from ..select.space import Space
+
+#: Part of the tensor cores' rate, and what a narrow instruction takes more, in columns.
+EFFICIENCY, EDGE = 0.903, 10.1
+#: What the products take longer where each step's sum is promoted, and where it is scaled before, by the number of
+#: warpgroups of which the others multiply meanwhile.
+PROMOTING, SCALING = (1.57, 1.14, 1.04), (1.8, 1.65, 1.6)
+#: Share of the bandwidth from L2 of one multiprocessor and of all together; seconds from asking for bytes until they
+#: are there.
+INTAKE, L2, LATENCY = 1.085, 0.974, 1.16e-6
+#: What a tenfold time costs for the clock, which power lowers, and from how many seconds on.
+SLOWING, LONG = 0.0145, 3e-5
+#: The stream of blocks from memory. How it and the loop, which mostly overlap, add up.
+MEMORY, OVERLAP = Stream(long=1.084, short=0.746, ramp=3.64e-6), 4.11
+#: Seconds around a launch. Seconds around a tile and share of the time that its store takes alone, where warpgroups
+#: share tiles; and the same where they take turns, when the last store alone counts.
+START = 4.99e-6
+TILE, STORE = 0.63e-6, 1.36
+TURN, LAST_STORE = 0.638e-6, 0.638
+#: Seconds that a tile takes more where its epilogue reads a vector, and where tiles are taken in turn; and seconds that
+#: a function such as an activation takes for an element of a warpgroup's.
+VECTOR, VECTOR_IN_TURN, FUNCTION = 1.04e-6, 0.6e-6, 1.4e-10
+#: Seconds that parts of a tile take to meet, beside the time of their bytes, and how often each byte is on its way.
+REDUCTION, TIMES = 1.0e-6, 2.73
+#: What a kernel that could cut tiles costs more where it does not: it has more code.
+IDLE = 1.01
+
+
+def costs(problem: Problem, space: Space, given: Given, takes_turns: bool) -> Costs:
+    """The predicted costs of a space's configs, see `Schedule.costs`.
+
+    Args:
+        takes_turns: whether warpgroups take tiles in turn, and do not share them.
+    """
+    p, s, device = problem, space, problem.device
+    x, y = np.where(s.swap, s.block_n, s.block_m), np.where(s.swap, s.block_m, s.block_n)
+    groups = 1 if takes_turns else s.num_warps // 4
+    steps = -(-max(p.K, 1) // s.block_k)
+    tiles = -(-given.rows // s.block_m) * -(-p.N // s.block_n)
+    whole, chunk, parts = Work.divide_many(tiles, steps, device.sms, s.split_k)
+    turns, own_steps = whole + (chunk > 0), whole * steps + chunk
+    busy = np.minimum(np.where(whole > 0, tiles, tiles * parts), device.sms)
+    compute = own_steps * 2.0 * x * y * s.block_k / (given.rate * EFFICIENCY) * (1 + EDGE / y)
+    compute = compute * _summing(p)[groups - 1]
+    share = np.minimum(INTAKE, L2 * device.sms / busy) * device.sm_bandwidth
+    l2 = own_steps * (x + y) * (s.block_k * float(p.a.dtype.itemsize)) / share
+    loop = np.maximum(np.maximum(compute, l2), own_steps * _least_of_step(p, s, given.rows, x, y))
+    loop = loop * (1 + SLOWING * np.log10(np.maximum(loop / LONG, 1)))
+    stream = MEMORY.seconds(given.memory)
+    together = np.where(chunk > 0, whole, tiles // device.sms) * steps
+    waits = _waits(stream, loop, together / own_steps, together * device.sms / (tiles * steps))
+    elements = x / groups * y
+    store = elements * 2.0 / device.store_bandwidth
+    around = TURN if takes_turns else TILE + store * STORE
+    around = around + _epilogue_seconds(p, elements, takes_turns)
+    # Loads run ahead across tiles: only the time around the last tile is not overlapped with memory.
+    loop = loop + (turns - 1) * around
+    body = np.maximum((loop**OVERLAP + stream**OVERLAP) ** (1 / OVERLAP), waits)
+    once = START + around + store * (LAST_STORE if takes_turns else 0.0)
+    reduction = np.where(chunk > 0, REDUCTION + TIMES * parts * x * y * 4.0 / device.sm_bandwidth, 0.0)
+    # So that a tile that is not cut has the kernel without that code.
+    idle = np.where((s.split_k > 1) & (chunk == 0), IDLE, 1.0)
+    total = (body + once + reduction) * idle
+    return Costs(total, compute, l2, given.memory, once, reduction, np.zeros(1), turns * np.ones_like(total))
+
+
+def _summing(problem: Problem) -> Floats:
+    """What products take longer by what is done with their sums, for 1, 2 and 3 warpgroups."""
+    if problem.b.by_steps:
+        return np.asarray(SCALING)
+    return np.asarray(PROMOTING) if promotes(problem) else np.ones(3)
+
+
+def _least_of_step(problem: Problem, space: Space, rows: Floats, x: Floats, y: Floats) -> Floats:
+    """Seconds that a step takes at least: until its bytes are there, and for rows outside the operands.
+
+    Tiles are moved into the operands, but for an operand that is smaller than a tile.
+    """
+    x_rows = np.where(space.swap, problem.N, rows)
+    y_rows = np.where(space.swap, rows, problem.N)
+    outside = np.maximum(x - x_rows, y - y_rows) * FILL
+    seconds: Floats = np.maximum(LATENCY / (space.num_stages - 1), outside)
+    return seconds
+
+
+def _waits(stream: Floats, loop: Floats, together: Floats, streamed: Floats) -> Floats:
+    """The least time where the last steps are of a part of the programs.
+
+    Each of these can't load faster because others have ended.
+
+    Args:
+        together: the share of the busiest program's steps that all programs have.
+        streamed: the share of all bytes that are loaded by then.
+    """
+    seconds: Floats = stream * np.minimum(streamed, 1) + loop * (1 - together)
+    return seconds
+
+
+def _epilogue_seconds(problem: Problem, elements: Floats, takes_turns: bool) -> Floats:
+    """What an epilogue adds to the time around a tile, of which a warpgroup has so many elements."""
+    reads = any(x.row or x.col for x in problem.extras)
+    source = "" if problem.fusion is None else problem.fusion.source
+    # Products, sums and conversions of type take no time worth counting.
+    calls = len(re.findall(r"= \((?!as_type)\w+\(", source))
+    seconds: Floats = elements * (FUNCTION * calls) + reads * (VECTOR_IN_TURN if takes_turns else VECTOR)
+    return seconds
