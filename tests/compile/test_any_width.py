@@ -73,5 +73,5 @@ def test_other_kinds_compile(kind, text):
     problem = abstract_problem(3000, 1024, 4096, device=device_named("H200"), **kind)
     with compiling_for("sm_90"):
         compiled = schedules.bind(problem, config).compile(*arguments(problem, "meta"))
-    # Some versions spill numbers behind the K loop where a sum is promoted and cut along K.
-    assert usage(compiled).spilled <= (16 if kind.get("dtype") == "fp8" and config.split_k > 1 else 0)
+    # Some versions spill a few numbers behind the K loop, where the epilogue multiplies by scales.
+    assert usage(compiled).spilled <= (16 if kind.get("scales") == "row" else 0)

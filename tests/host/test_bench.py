@@ -332,7 +332,11 @@ def test_times_and_ratios_of_all_recorded_results_belong_together():
     for data in map(results_of.read, files):
         for row in data["rows"]:
             for regime, figures in row.get("summary", {}).items():
-                first = next(peer for peer in data["peers"] if peer in figures["us"])
+                first = next((peer for peer in data["peers"] if peer in figures["us"]), None)
+                if first is None:
+                    # torch refuses some shapes with scales of blocks.
+                    assert set(row["left_out"]) == set(data["peers"]), (data["suite"], row["name"])
+                    continue
                 ratio = figures["us"][first] / figures["us"]["gemmery"]
                 if len(row["rounds"][regime]) % 2:
                     assert ratio == pytest.approx(figures["ratio"][first]["median"]), (
