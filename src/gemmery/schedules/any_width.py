@@ -295,7 +295,8 @@ def _operands_suit(problem: Problem) -> bool:
     a, b = problem.a, problem.b
     if not isinstance(a, Scaled) or not isinstance(b, Scaled):
         return type(a) is Dense and type(b) in (Dense, Pair)
-    return b.by_steps and b.step == BLOCK and b.every % BLOCK == 0 and not problem.paired
+    scales = all(operand.scale.dtype == torch.float32 for operand in (a, b))
+    return scales and b.by_steps and b.step == BLOCK and b.every % BLOCK == 0 and not problem.paired
 
 
 def registers_for(problem: Problem) -> dict[int, int] | None:
