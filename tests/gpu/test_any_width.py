@@ -191,7 +191,7 @@ def some_row(r, kind):
     """A product of a kind, and a config that does not refuse it."""
     more, dtype = KINDS[kind]
     while True:
-        # Only whole blocks of a weight have scales.
+        # `make_inputs` makes whole blocks of a weight.
         unit = 128 if kind == "fp8 blocks" else 16
         row = Row(
             kind,

@@ -105,6 +105,11 @@ def test_configs_that_are_none(text, message):
         ({"dtype": torch.float32}, "128x176x64-g8-w8-s4-cooperative-descriptor", "fp16, bf16 or fp8"),
         ({}, "128x176x128-g8-w8-s4-cooperative-descriptor", "bfloat16 needs block_k 64"),
         ({"dtype": FP8}, "128x176x64-g8-w8-s4-cooperative-descriptor", "float8_e4m3fn needs block_k 128"),
+        (
+            {"batch_invariant": True},
+            "128x176x64-g8-w8-s4-cooperative-descriptor-k2",
+            "depends on the number of rows",
+        ),
         ({"dtype": FP8}, "128x184x128-g8-w8-s4-cooperative-descriptor", "registers for a width of 176"),
         (
             {"dtype": FP8, "layout": "NN"},
@@ -129,6 +134,7 @@ def test_what_a_problem_refuses(given, text, message):
     ("N", "layout", "text", "message"),
     [
         (1536, "NT", "128x168x64-g8-w8-s4-cooperative-descriptor", "in two halves one of 16"),
+        (1536, "NT", "64x16x64-g8-w4-s4-cooperative-descriptor", "from 32 on"),
         (1544, "NT", "128x176x64-g8-w8-s4-cooperative-descriptor", "a multiple of 8 in each"),
         (1536, "NN", "128x128x64-g8-w8-s4-cooperative-descriptor", "with adjacent elements"),
     ],

@@ -22,8 +22,9 @@ A tile goes to memory in parts of 64 rows of X by some of Y, through slots of sh
 slots of its own. A program's last tile has a slot for each part, in the ring.
 
 Operands have a form, which says what the coordinates of their tensor maps are: "rows" are (k, row), "turned" is
-(row, k), where adjacent elements lie along the rows, and "pairs" are (k, row of 8, half, eight). These come from two
-halves by turns, 8 rows from each, so that both numbers that make one of the output are in one thread.
+(row, k), where adjacent elements lie along the rows, and "pairs" are (k, row of 8, half, eight). Rows of a
+pair come from its two halves in turn, eight at a time, so that both numbers that make one of the output are in one
+thread.
 """
 
 from triton.experimental import gluon
@@ -144,7 +145,9 @@ def _step(sums, KIND, turned):
 
 
 def _promoted_step(sums, KIND, columns):
-    """The same, but the step's product has registers of its own and is added then. Other warpgroups multiply meanwhile.
+    """As `_step`, but the products have registers of their own, which are then added to the accumulator.
+
+    Other warpgroups multiply meanwhile.
 
     Args:
         columns: where the product is multiplied by scales before, of how many times 128 columns; 0 where it is not.
@@ -244,7 +247,7 @@ def multiply_steps(
     # Every operand comes four times, a register for each number of a thread.
     full_, stage_, phase_, stages_, steps_, x_, y_, width_ = (f"${2 * numbers + 4 * i}" for i in range(8))
     turned = _value(X_FORM) == "turned", _value(Y_FORM) == "turned"
-    # A row of 64 numbers is 8 units of 16 bytes.
+    # A row of 128 bytes is 8 units of 16.
     x_rows = 8 * _value(X_ROWS)
     go_on = (
         f"mov.b32 before, at; add.s32 at, at, 8; add.s32 x, x, {x_rows}; add.s32 y, y, y_rows;"
@@ -634,7 +637,7 @@ def scales_of(step_args, row, col, shape, first_k, EVERY_M: gl.constexpr, EVERY_
     for i in gl.static_range(3):
         column = gl.minimum(col // 128 + i, (shape[1] - 1) // 128) * 128 // EVERY_N
         made += (nothing + (gl.cast(at_b, gl.int64) + (gl.cast(column, gl.int64) * row_b + low * k_b) * 4),)  # type: ignore[assignment]
-    return made + (nothing + k_a * 4, nothing + k_b * 4, in_block(16 - col % 128 // 8))  # noqa: RUF005
+    return made + ((nothing + k_a) * 4, (nothing + k_b) * 4, in_block(16 - col % 128 // 8))  # noqa: RUF005
 
 
 @gluon.jit

@@ -37,15 +37,16 @@ if TYPE_CHECKING:
 
 #: Rows of X that a `wgmma` multiplies; bytes of a row of a stage.
 ROWS, ROW = 64, 128
-#: Rows that come from one half of a weight in two halves, before as many of the other half.
-EIGHT = 8
+#: Rows that come from one half of a weight in two halves, before as many of the other half; and the least width where
+#: these are Y, since TMA stores at least half as many columns.
+EIGHT, LEAST_PAIRS = 8, 32
 #: Rows that a tensor map loads at a time, at most.
 BOX = 256
 #: Columns of Y that are stored at a time, at most.
 PART = 64
 #: Bytes of shared memory, and of those for barriers.
 SHARED, BARRIERS = ARCHS["sm_90"].shared, 1024
-#: The largest K: the kernel counts in 32 bits, and past it by as many steps as there are stages.
+#: The largest K: the kernel counts in 32 bits, and past it by less than a step.
 MOST_K = (1 << 31) - 1024
 #: Stages that are enough.
 MOST_STAGES = 12
@@ -94,7 +95,7 @@ class Tile(NamedTuple):
         """The largest width that a kernel for this X has registers for.
 
         Args:
-            numbers: of the accumulator that there are registers for, where not all are free: see `registers_for`.
+            numbers: see `numbers_for`.
         """
         if numbers is not None:
             return numbers[self.groups] * 128 // self.own
@@ -189,7 +190,7 @@ class AnyWidth(PersistentStatic):
 
     def takes(self, config: Config, forms: Forms) -> bool:
         tile, (_, y_form) = self.tile(config), forms_of(config, forms)
-        if forms.scaled and (config.swap or tile.own != ROWS or tile.y > tile.widest(SCALED)):
+        if y_form == "pairs" and tile.part < LEAST_PAIRS:
             return False
         return tile.y % max(tile.each, EACH[y_form]) == 0 and config.split_k <= tile.most_parts
 
@@ -240,16 +241,20 @@ class AnyWidth(PersistentStatic):
                 f"bf16 or fp8 and an output of fp16 or bf16, K from 1 to {MOST_K}, no batch, no epilogue with another "
                 f"matrix, operands that suit the descriptor loader, fp8 with adjacent elements along K, an output with "
                 f"adjacent columns and rows of whole 16-byte units, of a weight in two halves rows with adjacent "
-                f"elements, a multiple of {EIGHT} in each, and scales along K for {BLOCK} columns; given {p} on "
+                f"elements, a multiple of {EIGHT} in each, and scales for {BLOCK} of K and {BLOCK} of N; given {p} on "
                 f"{p.device.arch} with Triton {triton.__version__}"
             )
         if c.block_k * p.a.dtype.itemsize != ROW:
             return f"{p.a.dtype} needs block_k {ROW // p.a.dtype.itemsize}"
-        widest = self.tile(c).widest(registers_for(p))
-        if self.tile(c).y > widest:
-            return f"fp8 whose steps are promoted to fp32 leaves registers for a width of {widest}"
+        if p.batch_invariant and c.split_k > 1:
+            return "whether a tile is cut along K depends on the number of rows"
         if p.b.by_steps and (c.swap or self.tile(c).own != ROWS):
             return f"scales along K need {ROWS} rows for each warpgroup and no swap"
+        widest = self.tile(c).widest(numbers_for(p))
+        if self.tile(c).y > widest:
+            return (
+                f"fp8 whose steps are promoted to fp32, or scaled, leaves registers for a width of {widest}"
+            )
         if not self.considers(p, np.asarray(p.M)):
             return "a row that is added to one row may be the output itself, of which some is stored twice"
         if not self.takes(c, Forms.of(p)):
@@ -257,7 +262,7 @@ class AnyWidth(PersistentStatic):
                 return f"the ring has room for the partial sums of {self.tile(c).most_parts} parts; given {c.split_k}"
             return (
                 f"an operand whose adjacent elements lie along N or M needs a width that is a multiple of {ROWS}, and "
-                f"a weight in two halves one of {2 * EIGHT}"
+                f"a weight in two halves one of {2 * EIGHT}, from {LEAST_PAIRS} on"
             )
         return None
 
@@ -295,12 +300,13 @@ def _operands_suit(problem: Problem) -> bool:
     a, b = problem.a, problem.b
     if not isinstance(a, Scaled) or not isinstance(b, Scaled):
         return type(a) is Dense and type(b) in (Dense, Pair)
+    # The kernel's assembly loads fp32.
     scales = all(operand.scale.dtype == torch.float32 for operand in (a, b))
     return scales and b.by_steps and b.step == BLOCK and b.every % BLOCK == 0 and not problem.paired
 
 
-def registers_for(problem: Problem) -> dict[int, int] | None:
-    """By the number of warpgroups, numbers of the accumulator for which there are registers, where not all are free."""
+def numbers_for(problem: Problem) -> dict[int, int] | None:
+    """By the number of warpgroups, the numbers of an accumulator that a thread may have; None for the usual ones."""
     return SCALED if problem.b.by_steps else PROMOTED if promotes(problem) else None
 
 
@@ -313,8 +319,8 @@ def every_of(problem: Problem) -> tuple[int, int] | None:
 def _epilogue_suits(problem: Problem) -> bool:
     """Whether an epilogue asks for nothing but its block, few registers, and no offsets beyond 32 bits in it.
 
-    Registers spill beside an accumulator where an epilogue reads or writes another matrix. One that is added may
-    moreover be the output itself, of which some columns are stored twice.
+    Registers spill beside an accumulator where an epilogue reads or writes another matrix. A matrix that is added
+    may be the output itself, of which some columns are stored twice.
     """
     p, f = problem, problem.fusion
     if p.wants_subtiles or p.epilogue == "add_matrix":
@@ -350,7 +356,7 @@ class AnyWidthBinding(Binding):
         self.part = tile.part
         each = max(tile.each, EACH[self.forms[1]])
         # A narrow tile has a kernel of its own, since it stores fewer columns at a time.
-        least, most = (self.part, tile.widest(registers_for(p))) if tile.y >= PART else (tile.y, tile.y)
+        least, most = (self.part, tile.widest(numbers_for(p))) if tile.y >= PART else (tile.y, tile.y)
         registers, loader = REGISTERS[tile.groups]
         x, y = (p.b.dtype, p.a.dtype) if c.swap else (p.a.dtype, p.b.dtype)
         self.constants = {
@@ -358,7 +364,7 @@ class AnyWidthBinding(Binding):
             "EPILOGUE": dialect.in_gluon(epilogue_of(p)),
             "CAST": dialect.in_gluon(cast),
             "KIND": f"{KINDS[x]}.{KINDS[y]}",
-            "PROMOTES": registers_for(p) is not None,
+            "PROMOTES": numbers_for(p) is not None,
             "EVERY": every_of(p),
             "X_ROWS": tile.x,
             "LEAST": least,
@@ -436,7 +442,8 @@ class AnyWidthBinding(Binding):
         L2.
         """
         p = self.problem
-        a, b, out = p.M * p.K, p.N * p.K, p.M * p.N
+        a, b = (rows * p.K * x.dtype.itemsize for rows, x in ((p.M, p.a), (p.N, p.b)))
+        out = p.M * p.out_n * p.out.dtype.itemsize
         first, last = (2, 1) if self.config.swap else (1, 2)
         if a > STREAMED * (b + out):
             return first

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 #: Part of the tensor cores' rate, and what a narrow instruction takes more, in columns.
 EFFICIENCY, EDGE = 0.903, 10.1
-#: What the products take longer where each step's sum is promoted, and where it is scaled before, by the number of
-#: warpgroups of which the others multiply meanwhile.
+#: What the products take longer where each step's sum is promoted, and where it is scaled before; for 1, 2 and 3
+#: warpgroups, of which the others multiply while one adds.
 PROMOTING, SCALING = (1.57, 1.14, 1.04), (1.8, 1.65, 1.6)
 #: Share of the bandwidth from L2 of one multiprocessor and of all together; seconds from asking for bytes until they
 #: are there.

@@ -38,18 +38,15 @@ class Forms(NamedTuple):
     Attributes:
         a_turned, b_turned: whether adjacent elements lie along M in a, and along N in b.
         paired: see `Problem.paired`.
-        scaled: whether the product of each step along K is multiplied by scales.
     """
 
     a_turned: bool
     b_turned: bool
     paired: bool
-    scaled: bool
 
     @classmethod
     def of(cls, problem: Problem) -> Forms:
-        p = problem
-        return cls(p.a.col != 1, p.b.row != 1, p.paired, p.b.by_steps)
+        return cls(problem.a.col != 1, problem.b.row != 1, problem.paired)
 
 
 class Schedule:

@@ -17,9 +17,7 @@ TURNS = ((128, 2, 128),)
 NARROW = (16, 32)
 #: Fewer stages do not keep the tensor cores busy.
 LEAST_STAGES = 3
-
-
-#: Numbers of the accumulator that there are registers for; see `Tile.widest`.
+#: See `schedules.any_width.numbers_for`.
 Numbers = dict[int, int] | None
 
 
@@ -41,7 +39,7 @@ def rows(item: int, numbers: Numbers = None) -> dict[tuple[str, str], str]:
 
     Args:
         item: bytes of an element of the operands.
-        numbers: of the accumulator that there are registers for, where not all are free.
+        numbers: see `schedules.any_width.numbers_for`.
     """
     step = ROW // item
     narrow = [f"{y}x{ROWS}x{step} 8 4 {Tile(ROWS, y, 1, ROWS).most_stages} 1.0 swap splits" for y in NARROW]
