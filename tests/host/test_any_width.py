@@ -158,6 +158,12 @@ def test_each_kind_of_operand_is_considered():
             assert schedules.of(config.schedule).refusal(p, config) is None, str(config)
 
 
+def test_fp8_rows_that_do_not_depend_on_the_batch_are_left_to_schedules_whose_bits_are_known():
+    for dtype in ("fp8", "fp8fast"):
+        p = abstract_problem(300, 6144, 4096, device=H200, dtype=dtype, scales="row", batch_invariant=True)
+        assert not {config.schedule for config, _ in rank(p)} & {"cooperative", "pingpong"}
+
+
 def test_rows_that_do_not_depend_on_the_batch_are_not_cut_along_k():
     p = problem(300, 6144, 4096, batch_invariant=True)
     assert {config.split_k for config, _ in rank(p)} == {1}

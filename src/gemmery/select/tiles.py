@@ -6,7 +6,8 @@ A row reads `MxNxK group_m num_warps num_stages efficiency` and then, where they
 - `aligned`: only where rows begin at multiples of 16 elements, see `space.Tile`;
 - `splits`: also considered with its tiles cut along K;
 - `strided`: considered only for matrices that descriptors can't take;
-- `apart`: too few rows for its family's matrix instruction, so that it sums with another, in another order;
+- `apart`: it sums in another order than its family's other rows, as those do that have too few rows for the family's
+  matrix instruction, or it is not known to sum in theirs;
 - `blocks`: considered only where an epilogue reads or writes whole matrices, for which it needs shared memory;
 - `stream`: see `Config`; rows of a schedule are considered where it suits, see `schedules`.
 
