@@ -144,20 +144,20 @@ def _step(sums, KIND, turned):
     )
 
 
-def _promoted_step(sums, KIND, columns):
+def _promoted_step(sums, KIND, spans):
     """As `_step`, but the products have registers of their own, which are then added to the accumulator.
 
     Other warpgroups multiply meanwhile.
 
     Args:
-        columns: where the product is multiplied by scales before, of how many times 128 columns; 0 where it is not.
+        spans: how many spans of columns a tile can touch, see `scales_of`; 0 where there are no scales.
     """
     own = [
         [f"n{len(registers) * row + i}" for i in range(len(registers))] for row, registers in enumerate(sums)
     ]
     pieces = list(zip(sums, own, strict=True))
-    if columns:
-        before, added = _scales(columns), "".join(_scaled_sums(*piece) for piece in pieces)
+    if spans:
+        before, added = _scales(spans), "".join(_scaled_sums(*piece) for piece in pieces)
     else:
         before = ""
         added = "".join(f"add.f32 {x}, {x}, {y};" for piece in pieces for x, y in zip(*piece, strict=True))
@@ -167,17 +167,14 @@ def _promoted_step(sums, KIND, columns):
     )
 
 
-def _scales(columns):
-    """Assembly that multiplies a step's scales of a thread's two rows by those of so many times 128 columns.
-
-    Then it begins to load the next step's.
-    """
+def _scales(spans):
+    """Assembly that multiplies the scales of a thread's two rows by those of all spans, and loads the next step's."""
     return (
-        "".join(f"mul.f32 both{i}{j}, row{i}, col{j};" for i in range(2) for j in range(columns))
+        "".join(f"mul.f32 both{i}{j}, row{i}, col{j};" for i in range(2) for j in range(spans))
         + "setp.gt.s32 more, left, 1;"
         + "".join(
             f"add.s64 at_{kind}{i}, at_{kind}{i}, {kind}_step; @more ld.global.f32 {kind}{i}, [at_{kind}{i}];"
-            for kind, count in (("row", 2), ("col", columns))
+            for kind, count in (("row", 2), ("col", spans))
             for i in range(count)
         )
     )
@@ -186,16 +183,15 @@ def _scales(columns):
 def _scaled_sums(totals, numbers):
     """Assembly that multiplies a step's numbers by their scales and adds them.
 
-    A block of 8 columns has the scale of the tile's first 128 columns of B that share one, of the second or of the
-    third; `ahead` is how many blocks there are before the second.
+    The tile's first span has `ahead` blocks of 8 columns. The blocks behind them have the scale of the next span.
     """
     lines = []
     for block in range(len(totals) // 4):
-        # Of a block in the tile's second 128 columns the scale is the next one.
-        half = block // 16
+        # A span has 16 blocks.
+        span = block // 16
         lines.append(f"setp.le.s32 less, ahead, {block % 16};")
         for row in range(2):
-            lines.append(f"selp.f32 scale, both{row}{half + 1}, both{row}{half}, less;")
+            lines.append(f"selp.f32 scale, both{row}{span + 1}, both{row}{span}, less;")
             lines += [
                 f"fma.rn.f32 {totals[i]}, {numbers[i]}, scale, {totals[i]};"
                 for i in range(4 * block + 2 * row, 4 * block + 2 * row + 2)
@@ -203,13 +199,13 @@ def _scaled_sums(totals, numbers):
     return "".join(lines)
 
 
-def _scales_of(first, columns):
-    """Assembly that begins with the first step's scales of two rows and of so many times 128 columns.
+def _scales_of(first, spans):
+    """Assembly that declares the registers for scales, and loads those of the first step.
 
     Args:
         first: the number of the first register of what `scales_of` gives.
     """
-    at = {"row0": first, "row1": first + 2} | {f"col{j}": first + 4 + 4 * j for j in range(columns)}
+    at = {"row0": first, "row1": first + 2} | {f"col{j}": first + 4 + 4 * j for j in range(spans)}
     loads = "".join(f"mov.b64 at_{name}, ${i}; ld.global.f32 {name}, [at_{name}];" for name, i in at.items())
     return (
         ".reg .pred less; .reg .f32 row0, row1, col0, col1, col2, scale;"
@@ -256,17 +252,17 @@ def multiply_steps(
         "@wraps xor.b32 phase, phase, 1; sub.s32 left, left, 1; setp.gt.s32 more, left, 0; @more bra.uni STEP;"
     )
     arrived, kind = _WAIT.format(barrier="at", phase="phase"), _value(KIND)
-    # A tile may begin within 128 columns that share a scale.
-    columns = 1 + -(-widths[-1] // 128) if len(scales) else 0
+    # A tile may begin within a span.
+    spans = 1 + -(-widths[-1] // 128) if len(scales) else 0
     cases = []
     for each in widths:
         sums = [[f"${first + i}" for i in range(each // 2)] for first in range(0, numbers, widths[-1] // 2)]
-        step = _promoted_step(sums, kind, columns) if _value(PROMOTES) else _step(sums, kind, turned)
+        step = _promoted_step(sums, kind, spans) if _value(PROMOTES) else _step(sums, kind, turned)
         cases.append(f"{{\nSTEP: {arrived} {step} {go_on} }}")
     constraints = ["=f"] * numbers + [str(i) for i in range(numbers)] + ["r"] * 32
-    constraints += ["l"] * 24 + ["r"] * 4 if columns else []
+    constraints += ["l"] * 24 + ["r"] * 4 if spans else []
     made = gl.inline_asm_elementwise(
-        f"{{ {_scales_of(2 * numbers + 32, columns) if columns else ''}"
+        f"{{ {_scales_of(2 * numbers + 32, spans) if spans else ''}"
         ".reg .pred adds, always, done, one, wraps, more; .reg .b64 own_x, own_y; setp.eq.s32 always, 0, 0;"
         ".reg .b32 stage, phase, at, before, left, x, y, y_rows, own;"
         f"mov.b32 stage, {stage_}; mov.b32 phase, {phase_}; mov.b32 left, {steps_}; setp.ne.s32 adds, 0, 0;"
@@ -615,7 +611,9 @@ def sum_steps(
 
 @gluon.jit
 def scales_of(step_args, row, col, shape, first_k, EVERY_M: gl.constexpr, EVERY_N: gl.constexpr):
-    """Where the scales of 64 rows of A and of a tile's columns of B are, each in a block.
+    """The addresses of the scales of 64 rows of A and of a tile's columns of B, each in a block.
+
+    A span is 128 columns of B from a multiple of 128 on. A tile touches up to three.
 
     Args:
         step_args: the scales, as `kernels.scales` takes them, of a step each.
@@ -624,8 +622,8 @@ def scales_of(step_args, row, col, shape, first_k, EVERY_M: gl.constexpr, EVERY_
         EVERY_M, EVERY_N: rows and columns that share a scale; the latter in multiples of 128.
 
     Returns:
-        The addresses of the first step's scales: of the rows, and of three times 128 columns from a multiple of 128 on;
-        bytes to the next step's, of rows and of columns; and how many times 8 columns there are before the second 128.
+        The addresses of the first step's scales, of the rows and of three spans; the bytes to the next step's, for rows
+        and for spans; and the number of blocks of 8 columns in the first span.
     """
     at_a, _, row_a, k_a, at_b, _, row_b, k_b = step_args
     nothing = gl.zeros([64, 8], gl.int64, BLOCK8)

@@ -105,8 +105,8 @@ def _scaled_product(inputs: Inputs) -> Callable[..., Tensor]:
         return partial(_int8_with_scales, scale_a=scale_a, scale_b=scale_b)
     fast = inputs.kind.fast_accum
     if inputs.row.scales == "block":
-        # What cuBLAS takes on Hopper: a's scales with the rows innermost in memory, b's as those of (N, K), turned,
-        # whose rows begin at multiples of `MULTIPLE`.
+        # cuBLAS on Hopper takes a's scales with the rows innermost in memory, and the transpose of those of b as
+        # (N, K), with a stride between rows that is a multiple of `MULTIPLE`.
         # Each block is summed at the tensor cores' own precision, and torch refuses to be asked for more or less.
         scale_a, fast = _filled_up(scale_a, 0).mT.contiguous().mT, False
         scale_b = _filled_up(scale_b, 1)[:, : scale_b.shape[1]]
@@ -118,7 +118,7 @@ def _scaled_product(inputs: Inputs) -> Callable[..., Tensor]:
     return partial(_first_rows, product, M) if inputs.row.scales == "block" and M % MULTIPLE else product
 
 
-#: What cuBLAS wants multiples of where blocks have scales: the rows of a, and what is between rows of b's scales.
+#: With scales of blocks, cuBLAS needs a multiple of this for the rows of a and for the stride of b's scales.
 MULTIPLE = 4
 
 
@@ -138,7 +138,7 @@ def _first_rows(product: Callable[..., Tensor], rows: int, a: Tensor, b: Tensor)
 
 
 def _factors(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """What torch's product is called with: a is filled up beforehand, where it has to be, so that it is not timed."""
+    """The operands of torch's product. Filling up a is not timed, since it happens here."""
     return _filled_up(inputs.a, 0) if inputs.row.scales == "block" else inputs.a, inputs.b
 
 

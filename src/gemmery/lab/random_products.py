@@ -54,7 +54,7 @@ class Product:
 
     @property
     def projection(self) -> str:
-        """What of the transformer it is: qkv, o, gate_up, up, down or latent."""
+        """The name of the weight: qkv, o, gate_up, up, down or latent."""
         return self.name.partition(" ")[0]
 
 

@@ -21,7 +21,7 @@ from ..devices import ARCHS
 from ..formats.scaled import BLOCK
 from ..kernels import place
 from ..kernels.numerics import cast
-from ..operands import Dense
+from ..operands import Dense, DenseAccess
 from ..operands.pair import Pair
 from ..operands.scaled import Scaled
 from . import any_width_cost
@@ -59,8 +59,8 @@ PROMOTED, SCALED = {1: 96, 2: 88, 3: 64}, {1: 88, 2: 80, 3: 48}
 #: How much larger than all else an operand has to be to leave L2 first. Measured on an H200.
 STREAMED = 1.5
 
-#: How an operand lies, see `kernels.any_width`, and what a tile's width is then a multiple of. Of a box of 64 turned
-#: rows a part would be loaded for nothing; such products took up to twice as long.
+#: The form of an operand, see `kernels.any_width`. The form of Y decides which multiples a tile's width can be. TMA
+#: loads 64 turned rows at a time; with other widths part of them was not needed, and took up to twice as long.
 Form = Literal["rows", "turned", "pairs"]
 EACH: dict[Form, int] = {"rows": 8, "turned": ROWS, "pairs": 2 * EIGHT}
 
@@ -98,13 +98,10 @@ class Tile(NamedTuple):
             numbers: see `numbers_for`.
         """
         if numbers is not None:
-            return numbers[self.groups] * 128 // self.own
-        return min(
-            256,
-            (ACCUMULATORS[self.groups] if self.own < self.x or self.groups == 1 else IN_TURNS)
-            * 128
-            // self.own,
-        )
+            most = numbers[self.groups]
+        else:
+            most = ACCUMULATORS[self.groups] if self.own < self.x or self.groups == 1 else IN_TURNS
+        return min(256, most * 128 // self.own)
 
     @property
     def each(self) -> int:
@@ -466,9 +463,11 @@ class AnyWidthBinding(Binding):
             made = descriptor(tensor, (size, p.K), (across, 1), (rows, step))
             made.box = [box, step]
             return made
-        # Rows come eight from one half and eight from the other.
-        both, distance = 2 * EIGHT, p.b.half_stride(p)  # type: ignore[attr-defined]
-        shape, strides = (size // both, 2, EIGHT, p.K), (EIGHT * across, distance, across, 1)
+        # Eight rows of one half, then eight of the other.
+        assert isinstance(self.b, DenseAccess)
+        assert self.b.half_stride is not None
+        both = 2 * EIGHT
+        shape, strides = (size // both, 2, EIGHT, p.K), (EIGHT * across, self.b.half_stride, across, 1)
         made = descriptor(tensor, shape, strides, (rows // both, 2, EIGHT, step))
         made.box = [box // both, 2, EIGHT, step]
         return made

@@ -85,7 +85,7 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool) -> Co
 
 
 def _summing(problem: Problem) -> Floats:
-    """What products take longer by what is done with their sums, for 1, 2 and 3 warpgroups."""
+    """The factor by which promotion or scaling slows the products, for 1, 2 and 3 warpgroups."""
     if problem.b.by_steps:
         return np.asarray(SCALING)
     return np.asarray(PROMOTING) if promotes(problem) else np.ones(3)
@@ -117,7 +117,11 @@ def _waits(stream: Floats, loop: Floats, together: Floats, streamed: Floats) -> 
 
 
 def _epilogue_seconds(problem: Problem, elements: Floats, takes_turns: bool) -> Floats:
-    """What an epilogue adds to the time around a tile, of which a warpgroup has so many elements."""
+    """The seconds that an epilogue adds to a tile.
+
+    Args:
+        elements: of a warpgroup's part of the tile.
+    """
     reads = any(x.row or x.col for x in problem.extras)
     source = "" if problem.fusion is None else problem.fusion.source
     # Products, sums and conversions of type take no time worth counting.

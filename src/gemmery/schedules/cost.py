@@ -129,7 +129,7 @@ class Stream(NamedTuple):
     ramp: float
 
     def seconds(self, memory: Floats) -> Floats:
-        """What a stream takes, given its seconds at `STREAM` of the bandwidth."""
+        """The seconds of a stream that takes `memory` seconds at `STREAM` of the bandwidth."""
         return memory * (self.long + self.short * np.exp(-memory / self.ramp))
 
 
