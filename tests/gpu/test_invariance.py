@@ -10,6 +10,7 @@ from torch.nn import functional as F
 import gemmery
 import gemmery.nn
 from gemmery import ScaledTensor, devices, schedules
+from gemmery.schedules.base import Forms
 from gemmery.select.space import tiles_of
 from gemmery.select.tiles import FAMILIES
 from tests.gpu.common import DEVICE, DRY, FP8, LAYOUTS, needs_cuda, size, values, wide
@@ -83,7 +84,7 @@ def assert_configs_agree(kind, number, first):
     want = gemmery.matmul(a, b, config=other, **options)
     takes = schedules.of(config.schedule).takes
     for layout in ("NT", LAYOUTS[number % 4]):
-        if not takes(config, layout[0] == "T", layout[1] == "N"):
+        if not takes(config, Forms(layout[0] == "T", layout[1] == "N", paired=False)):
             continue
         x, y = laid_out(a, layout[0]), laid_out(b, layout[1])
         assert_same_bits(

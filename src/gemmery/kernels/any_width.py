@@ -33,22 +33,20 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from . import any_width_packed as packed
+from .any_width_loop import (
+    STAGES, WAIT, format_of, multiply_steps, releasing, step_of, switch, value_of, x_bytes_of,
+)  # fmt: skip
 from .rings import barrier, beside, last_to_arrive, later, rounded
 
 #: Bytes of a row of a stage, which is what TMA swizzles.
 ROW = gl.constexpr(128)
-#: Stages that there are barriers for.
-STAGES = gl.constexpr(12)
 #: The accumulator of a warpgroup for 8 columns.
 BLOCK8 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # wgmma
-
-
-def _value(x):
-    return getattr(x, "value", x)
 
 
 @builtin
@@ -58,222 +56,9 @@ def shared_at(AT, _semantic=None):
     `schedules.any_width` makes sure in the compiled kernel that it is there.
     """
     return gl.inline_asm_elementwise(
-        f"{{ .reg .b32 first; mov.b32 first, global_smem; add.s32 $0, first, {_value(AT)}; }}", "=r", [],
+        f"{{ .reg .b32 first; mov.b32 first, global_smem; add.s32 $0, first, {value_of(AT)}; }}", "=r", [],
         dtype=gl.int32, is_pure=True, pack=1, _semantic=_semantic,
     )  # fmt: skip
-
-
-@gluon.constexpr_function
-def step_of(KIND):
-    """Elements along K of a stage."""
-    return 64 if "16" in KIND else 128
-
-
-#: The upper half of all matrix descriptors: swizzled by 128 bytes, 1024 bytes from one 8 rows to the next.
-_HEAD = 1 << 30 | 64
-#: Assembly that waits, each thread on its own, until the phase of this parity of a barrier is complete. Before Gluon's
-#: own, all threads of a warpgroup meet.
-_WAIT = "\nAGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [{barrier}], {phase}; @!done bra AGAIN;"
-
-
-def _release(stage, arrives):
-    """Assembly that says that a warp has read a stage, at its barrier `free`.
-
-    Args:
-        stage: the address of the stage's barrier `full`.
-        arrives: a predicate.
-    """
-    return (
-        f"elect.sync _|one, 0xffffffff; and.pred one, one, {arrives};"
-        f"@one mbarrier.arrive.shared::cta.b64 _, [{stage} + {8 * STAGES.value}];"
-    )
-
-
-def _switch(index, values, cases):
-    """Assembly that runs the case of the value that register `index` has, which is one of `values`, in order.
-
-    Branches are uniform: all threads have the same value.
-    """
-    if len(cases) == 1:
-        return cases[0]
-    half = len(cases) // 2
-    lower, upper = _switch(index, values[:half], cases[:half]), _switch(index, values[half:], cases[half:])
-    return (
-        f"{{ .reg .pred less; setp.lt.s32 less, {index}, {values[half]}; @less bra.uni LOWER; {upper} bra.uni DONE;\n"
-        f"LOWER: {lower}\nDONE: }}"
-    )
-
-
-def _products(sums, KIND, turned, adds):
-    """Assembly that begins a step's products, of what registers x and y describe.
-
-    Args:
-        sums: for each 64 rows of X the registers of the sums.
-        KIND, turned: see `multiply_steps`; `turned` is of X and of Y.
-        adds: whether the step is added to what the registers have: a predicate, or 0.
-    """
-    # A fourth of a step along K is 32 bytes further, or 16 rows; in units of 16 bytes.
-    x_step, y_step = (128 if each else 2 for each in turned)
-    wide = "16" in KIND
-    # Only operands of 16 bits can be turned.
-    behind = f", {int(turned[0])}, {int(turned[1])}" if wide else ""
-    lines = ["wgmma.fence.sync.aligned;"]
-    for row, registers in enumerate(sums):
-        for i in range(4):
-            # 64 rows of 128 bytes are 512 units, however they lie.
-            lines.append(
-                f"add.s32 own, x, {512 * row + i * x_step}; mov.b64 own_x, {{own, {_HEAD}}};"
-                f"add.s32 own, y, {i * y_step}; mov.b64 own_y, {{own, {_HEAD}}};"
-                f"wgmma.mma_async.sync.aligned.m64n{2 * len(registers)}k{16 if wide else 32}.f32.{KIND}"
-                f" {{{', '.join(registers)}}}, own_x, own_y, {'1' if i else adds}, 1, 1{behind};"
-            )
-    return "\n".join([*lines, "wgmma.commit_group.sync.aligned;"])
-
-
-def _step(sums, KIND, turned):
-    """Assembly of a step's products, and of the release of the stage that they are the last to read.
-
-    Args:
-        sums: for each 64 rows of X the registers of the accumulator.
-        KIND, turned: see `multiply_steps`.
-    """
-    # This step's products stay under way, so those of the step before are done with their blocks.
-    return (
-        f"{_products(sums, KIND, turned, 'adds')} wgmma.wait_group.sync.aligned 1;"
-        f"{_release('before', 'adds')} setp.eq.s32 adds, 0, 0;"
-    )
-
-
-def _promoted_step(sums, KIND, spans):
-    """As `_step`, but the products have registers of their own, which are then added to the accumulator.
-
-    Other warpgroups multiply meanwhile.
-
-    Args:
-        spans: how many spans of columns a tile can touch, see `scales_of`; 0 where there are no scales.
-    """
-    own = [
-        [f"n{len(registers) * row + i}" for i in range(len(registers))] for row, registers in enumerate(sums)
-    ]
-    pieces = list(zip(sums, own, strict=True))
-    if spans:
-        before, added = _scales(spans), "".join(_scaled_sums(*piece) for piece in pieces)
-    else:
-        before = ""
-        added = "".join(f"add.f32 {x}, {x}, {y};" for piece in pieces for x, y in zip(*piece, strict=True))
-    return (
-        f"{{ .reg .f32 n<{sum(map(len, own))}>; {_products(own, KIND, (False, False), '0')} {before}"
-        f"wgmma.wait_group.sync.aligned 0; {_release('at', 'always')} {added} }}"
-    )
-
-
-def _scales(spans):
-    """Assembly that multiplies the scales of a thread's two rows by those of all spans, and loads the next step's."""
-    return (
-        "".join(f"mul.f32 both{i}{j}, row{i}, col{j};" for i in range(2) for j in range(spans))
-        + "setp.gt.s32 more, left, 1;"
-        + "".join(
-            f"add.s64 at_{kind}{i}, at_{kind}{i}, {kind}_step; @more ld.global.f32 {kind}{i}, [at_{kind}{i}];"
-            for kind, count in (("row", 2), ("col", spans))
-            for i in range(count)
-        )
-    )
-
-
-def _scaled_sums(totals, numbers):
-    """Assembly that multiplies a step's numbers by their scales and adds them.
-
-    The tile's first span has `ahead` blocks of 8 columns. The blocks behind them have the scale of the next span.
-    """
-    lines = []
-    for block in range(len(totals) // 4):
-        # A span has 16 blocks.
-        span = block // 16
-        lines.append(f"setp.le.s32 less, ahead, {block % 16};")
-        for row in range(2):
-            lines.append(f"selp.f32 scale, both{row}{span + 1}, both{row}{span}, less;")
-            lines += [
-                f"fma.rn.f32 {totals[i]}, {numbers[i]}, scale, {totals[i]};"
-                for i in range(4 * block + 2 * row, 4 * block + 2 * row + 2)
-            ]
-    return "".join(lines)
-
-
-def _scales_of(first, spans):
-    """Assembly that declares the registers for scales, and loads those of the first step.
-
-    Args:
-        first: the number of the first register of what `scales_of` gives.
-    """
-    at = {"row0": first, "row1": first + 2} | {f"col{j}": first + 4 + 4 * j for j in range(spans)}
-    loads = "".join(f"mov.b64 at_{name}, ${i}; ld.global.f32 {name}, [at_{name}];" for name, i in at.items())
-    return (
-        ".reg .pred less; .reg .f32 row0, row1, col0, col1, col2, scale;"
-        ".reg .f32 both00, both01, both02, both10, both11, both12;"
-        ".reg .b64 at_row0, at_row1, at_col0, at_col1, at_col2, row_step, col_step; .reg .b32 ahead;"
-        f"mov.b64 row_step, ${first + 16}; mov.b64 col_step, ${first + 20}; mov.b32 ahead, ${first + 24}; {loads}"
-    )
-
-
-@builtin
-def multiply_steps(
-    acc, full, stage, phase, stages, steps, head_x, head_y, width, scales, X_ROWS, KIND, PROMOTES, X_FORM, Y_FORM,
-    WIDTHS, _semantic=None,
-):  # fmt: skip
-    """The K loop of a warpgroup: the sum of the products of some rows of X and `width` of Y, of at least one step.
-
-    The products of the last step are still under way, see `last_step_done`, unless they are promoted. All arguments but
-    `acc` are blocks, see `in_block`. The loop is within the assembly, since one around several pieces of assembly takes
-    longer.
-
-    Args:
-        acc: zeros, for each 64 rows of X as many blocks as the largest width has. Those behind `width` stay so.
-        full: the address of the first stage's barrier.
-        stage, phase: of the first step; see `rings.later`.
-        steps: how many there are.
-        head_x, head_y: matrix descriptors of the first stage's blocks, see `matrix_descriptor`.
-        KIND: the types of X and of Y, as PTX names them, with a point between them.
-        scales: what `scales_of` gives for steps that are multiplied by scales, which are promoted; (), where none is.
-        PROMOTES: whether each step is summed by itself and then added. Tensor cores sum fp8 with 14 bits.
-        X_FORM, Y_FORM: how the operands lie.
-        WIDTHS: what `width` may be, in order.
-    """
-    widths = [_value(width) for width in _value(WIDTHS)]
-    numbers = 4 * len(acc.values)
-    # Every operand comes four times, a register for each number of a thread.
-    full_, stage_, phase_, stages_, steps_, x_, y_, width_ = (f"${2 * numbers + 4 * i}" for i in range(8))
-    turned = _value(X_FORM) == "turned", _value(Y_FORM) == "turned"
-    # A row of 128 bytes is 8 units of 16.
-    x_rows = 8 * _value(X_ROWS)
-    go_on = (
-        f"mov.b32 before, at; add.s32 at, at, 8; add.s32 x, x, {x_rows}; add.s32 y, y, y_rows;"
-        f"add.s32 stage, stage, 1; setp.ge.s32 wraps, stage, {stages_};"
-        f"@wraps mov.b32 stage, 0; @wraps mov.b32 at, {full_}; @wraps mov.b32 x, {x_}; @wraps mov.b32 y, {y_};"
-        "@wraps xor.b32 phase, phase, 1; sub.s32 left, left, 1; setp.gt.s32 more, left, 0; @more bra.uni STEP;"
-    )
-    arrived, kind = _WAIT.format(barrier="at", phase="phase"), _value(KIND)
-    # A tile may begin within a span.
-    spans = 1 + -(-widths[-1] // 128) if len(scales) else 0
-    cases = []
-    for each in widths:
-        sums = [[f"${first + i}" for i in range(each // 2)] for first in range(0, numbers, widths[-1] // 2)]
-        step = _promoted_step(sums, kind, spans) if _value(PROMOTES) else _step(sums, kind, turned)
-        cases.append(f"{{\nSTEP: {arrived} {step} {go_on} }}")
-    constraints = ["=f"] * numbers + [str(i) for i in range(numbers)] + ["r"] * 32
-    constraints += ["l"] * 24 + ["r"] * 4 if spans else []
-    made = gl.inline_asm_elementwise(
-        f"{{ {_scales_of(2 * numbers + 32, spans) if spans else ''}"
-        ".reg .pred adds, always, done, one, wraps, more; .reg .b64 own_x, own_y; setp.eq.s32 always, 0, 0;"
-        ".reg .b32 stage, phase, at, before, left, x, y, y_rows, own;"
-        f"mov.b32 stage, {stage_}; mov.b32 phase, {phase_}; mov.b32 left, {steps_}; setp.ne.s32 adds, 0, 0;"
-        f"mad.lo.s32 at, stage, 8, {full_}; mov.b32 before, at; mad.lo.s32 x, stage, {x_rows}, {x_};"
-        f"mul.lo.s32 y_rows, {width_}, 8; mad.lo.s32 y, stage, y_rows, {y_};"
-        f"{_switch(width_, widths, cases)} }}",
-        ",".join(constraints),
-        [*acc.values, full, stage, phase, stages, steps, head_x, head_y, width, *scales],
-        dtype=[gl.float32] * len(acc.values), is_pure=False, pack=4, _semantic=_semantic,
-    )  # fmt: skip
-    return gl.tuple(list(made))
 
 
 @builtin
@@ -282,7 +67,7 @@ def wgmma_wait(acc, LEFT, _semantic=None):
     numbers = 4 * len(acc.values)
     constraints = ["=f"] * numbers + [str(i) for i in range(numbers)]
     made = gl.inline_asm_elementwise(
-        f"wgmma.wait_group.sync.aligned {_value(LEFT)};", ",".join(constraints), list(acc.values),
+        f"wgmma.wait_group.sync.aligned {value_of(LEFT)};", ",".join(constraints), list(acc.values),
         dtype=[gl.float32] * len(acc.values), is_pure=False, pack=4, _semantic=_semantic,
     )  # fmt: skip
     return gl.tuple(list(made))
@@ -291,7 +76,7 @@ def wgmma_wait(acc, LEFT, _semantic=None):
 @builtin
 def blocks_of(acc, FIRST, COUNT, _semantic=None):
     """Some of an accumulator's blocks of 8 columns."""
-    return gl.tuple(list(acc.values)[_value(FIRST) : _value(FIRST) + _value(COUNT)])
+    return gl.tuple(list(acc.values)[value_of(FIRST) : value_of(FIRST) + value_of(COUNT)])
 
 
 @builtin
@@ -301,15 +86,15 @@ def last_blocks(acc, width, COUNT, WIDTHS, _semantic=None):
     Args:
         WIDTHS: what `width` may be, in order.
     """
-    numbers, made = 4 * len(acc.values), 4 * _value(COUNT)
-    widths = [_value(width) for width in _value(WIDTHS)]
+    numbers, made = 4 * len(acc.values), 4 * value_of(COUNT)
+    widths = [value_of(width) for width in value_of(WIDTHS)]
     cases = [
         " ".join(f"mov.b32 ${i}, ${made + each // 2 - made + i};" for i in range(made)) for each in widths
     ]
     constraints = ["=&f"] * made + ["f"] * numbers + ["r"] * 4
     found = gl.inline_asm_elementwise(
-        _switch(f"${made + numbers}", widths, cases), ",".join(constraints), [*acc.values, width],
-        dtype=[gl.float32] * _value(COUNT), is_pure=True, pack=4, _semantic=_semantic,
+        switch(f"${made + numbers}", widths, cases), ",".join(constraints), [*acc.values, width],
+        dtype=[gl.float32] * value_of(COUNT), is_pure=True, pack=4, _semantic=_semantic,
     )  # fmt: skip
     return gl.tuple(list(found))
 
@@ -334,13 +119,18 @@ def widths_of(least, most, each):
     return list(range(least, most + 1, each))
 
 
+#: Dimensions of the tensor map of an operand of each form.
+_DIMS = {"rows": 2, "turned": 2, "pairs": 4, "packed": 3}
+
+
 def _maps(X_FORM, Y_FORM):
-    """The numbers of the kernel's parameters that are the tensor maps of X, of Y and of the output.
+    """The numbers of the kernel's parameters that are tensor maps: of X, of Y, of the output, of scales and of shifts.
 
     The sizes and strides of each are parameters, too.
     """
-    behind_x, behind_y = (9 if _value(form) == "pairs" else 5 for form in (X_FORM, Y_FORM))
-    return 0, behind_x, behind_x + behind_y
+    behind_x, behind_y = (1 + 2 * _DIMS[value_of(form)] for form in (X_FORM, Y_FORM))
+    out = behind_x + behind_y
+    return 0, behind_x, out, out + 5, out + 10
 
 
 @gluon.jit
@@ -370,15 +160,15 @@ def begin(stages, READERS, GROUPS, AT, X_FORM, Y_FORM, _semantic=None):
     maps = "".join(
         f"setp.eq.u32 own, thread, {32 * i}; mov.b64 map, gemm_any_width_param_{number}; cvta.param.u64 map, map;"
         "@own prefetch.tensormap [map];"
-        for i, number in enumerate(_maps(X_FORM, Y_FORM))
+        for i, number in enumerate(_maps(X_FORM, Y_FORM)[:3])
     )
     most = STAGES.value
-    # Warp w makes barriers w, w + 4, ..., a thread each: `full` of all stages, then `free`, then the other three.
+    # Warp w makes barriers w, w + 4, ..., a thread each: `full` of all stages, then `free`, then the other four.
     choice = "".join(
         f"setp.ge.s32 own, number, {first}; @own mov.b32 count, {count}; @own mov.b32 moved, {by};"
         for first, by, count in (
-            ("0", "0", 1), ("$1", "free", _value(READERS)), ("both", "others", 1),
-            ("last", "others", _value(GROUPS)),
+            ("0", "0", 1), ("$1", "free", value_of(READERS)), ("both", "others", 1),
+            ("last", "others", value_of(GROUPS)),
         )
     )  # fmt: skip
     gl.inline_asm_elementwise(
@@ -389,8 +179,9 @@ def begin(stages, READERS, GROUPS, AT, X_FORM, Y_FORM, _semantic=None):
         # How far barriers of a kind are from where they would be without room for more stages.
         f"sub.s32 free, {most}, $1; sub.s32 others, {2 * most}, both; {choice}"
         "add.s32 moved, moved, number; mov.b32 at, global_smem; mad.lo.s32 at, moved, 8, at;"
-        "setp.le.s32 own, number, last;"
-        f"@own mbarrier.init.shared::cta.b64 [at + {_value(AT)}], count; mov.b32 $0, 0; }}",
+        # The last two, of which one is `any_width_loop.NOWHERE`'s, are alike.
+        "add.s32 last, last, 1; setp.le.s32 own, number, last;"
+        f"@own mbarrier.init.shared::cta.b64 [at + {value_of(AT)}], count; mov.b32 $0, 0; }}",
         "=r,r", [stages], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
     )  # fmt: skip
 
@@ -407,48 +198,55 @@ def computed(value, _semantic=None):
 def release(barrier, _semantic=None):
     """Says that a warp has read a stage, given the address of its barrier `full`."""
     gl.inline_asm_elementwise(
-        f"{{ .reg .pred one, arrives; setp.eq.s32 arrives, 0, 0; {_release('$1', 'arrives')} mov.b32 $0, 0; }}",
+        f"{{ .reg .pred one; {releasing('$1')} mov.b32 $0, 0; }}",
         "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
     )  # fmt: skip
 
 
-def _loads(to, row, k, rows, box, MAP, FORM, streams):
+def _loads(operand, row, k, rows, box, MAP, FORM, each):
     """Assembly that begins to load an operand's block of a stage, `box` rows at a time; mostly that is all of them.
 
     The last box ends where the block does, and may have rows of the one before it.
 
     Args:
-        to, row, k, rows, box: registers; see `load_steps`.
+        operand: "x" or "y", a register that says where the block goes. Predicate `x_streams` or `y_streams` says whether
+            it is the first to leave L2, `x_more` or `y_more` whether there are several boxes.
+        row, k, rows, box: registers; see `load_steps`.
         MAP: the number of the kernel's parameter that is the operand's tensor map.
         FORM: how the operand lies.
-        streams: the predicate that says whether the operand is the first to leave L2.
+        each: bytes of a row.
     """
 
     def load(to, row):
-        dims, at, before = {
-            "rows": (2, f"{{{k}, {row}}}", ""),
-            "turned": (2, f"{{{row}, {k}}}", ""),
-            "pairs": (4, f"{{{k}, zero, zero, eight}}", f"mov.b32 zero, 0; shr.u32 eight, {row}, 4;"),
+        at, before = {
+            "rows": (f"{{{k}, {row}}}", ""),
+            "turned": (f"{{{row}, {k}}}", ""),
+            "pairs": (f"{{{k}, zero, zero, eight}}", f"mov.b32 zero, 0; shr.u32 eight, {row}, 4;"),
+            # Four lines of words are 16 rows by 64 numbers of 4 bits along K, and a row has 8 bytes for each bit.
+            "packed": (
+                "{zero, line, strip}",
+                f"mov.b32 zero, 0; mul.lo.s32 line, {k}, {each // 8}; shr.u32 line, line, 6; shr.u32 strip, {row}, 4;",
+            ),
         }[FORM]
-        load = f"cp.async.bulk.tensor.{dims}d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        load = f"cp.async.bulk.tensor.{_DIMS[FORM]}d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        # A hint that says what is so without one makes loads slow of what many programs read.
         return (
-            f"{before} @{streams} {load}.L2::cache_hint [{to}], [map, {at}], [at], policy;"
-            f"@!{streams} {load} [{to}], [map, {at}], [at];"
+            f"{before} @{operand}_streams {load}.L2::cache_hint [{to}], [map, {at}], [at], policy;"
+            f"@!{operand}_streams {load} [{to}], [map, {at}], [at];"
         )
 
     return (
-        f"{{ .reg .pred more; .reg .b64 map; .reg .b32 last, first, n, to, zero, eight;"
-        f"mov.b64 map, gemm_any_width_param_{MAP}; cvta.param.u64 map, map; {load(to, row)}"
-        f"sub.s32 last, {rows}, {box}; setp.gt.s32 more, last, 0;"
-        f"@!more bra LOADED; mov.b32 first, {box};\n"
-        f"NEXT: min.s32 n, first, last; mad.lo.s32 to, n, {ROW.value}, {to}; add.s32 n, n, {row};"
+        f"{{ .reg .pred more; .reg .b64 map; .reg .b32 last, first, n, to, zero, eight, line, strip;"
+        f"mov.b64 map, gemm_any_width_param_{MAP}; cvta.param.u64 map, map; {load(operand, row)}"
+        f"@!{operand}_more bra LOADED; sub.s32 last, {rows}, {box}; mov.b32 first, {box};\n"
+        f"NEXT: min.s32 n, first, last; mad.lo.s32 to, n, {each}, {operand}; add.s32 n, n, {row};"
         f"{load('to', 'n')} add.s32 first, first, {box}; setp.lt.s32 more, first, {rows}; @more bra NEXT;\nLOADED: }}"
     )
 
 
 @builtin
 def load_steps(
-    full, stage, phase, stages, k, last_k, row, x_box, col, width, y_box, count, streams, X_ROWS, STEP,
+    full, stage, phase, stages, k, last_k, row, x_box, col, width, y_box, count, streams, X_ROWS, STEP, FORMAT,
     X_FORM, Y_FORM, AHEAD, _semantic=None,
 ):  # fmt: skip
     """One thread loads the blocks of X and Y of some steps, each into its stage.
@@ -466,6 +264,7 @@ def load_steps(
         count: bytes of a step's blocks, and those that boxes load twice.
         streams: 1 where X is the first to leave L2, 2 where Y is, 0 where neither is.
         STEP: elements along K of a step.
+        FORMAT: see `multiply_steps`.
         X_FORM, Y_FORM: how the operands lie.
         AHEAD: True before warps have their roles: the stages are unused, so there is nothing to wait for, and the first
             warp of the warpgroup loads. False in the loader's warp.
@@ -473,34 +272,42 @@ def load_steps(
     full_, stage_, phase_, stages_, k_, last_, row_, x_box_, col_, width_, y_box_, count_, streams_ = (
         f"${i}" for i in range(1, 14)
     )
-    x_bytes = _value(X_ROWS) * ROW.value
-    x_map, y_map, _ = _maps(X_FORM, Y_FORM)
-    x = _loads("x", row_, "k", str(_value(X_ROWS)), x_box_, x_map, _value(X_FORM), "x_streams")
-    y = _loads("y", col_, "k", width_, y_box_, y_map, _value(Y_FORM), "y_streams")
-    if _value(AHEAD):
+    rows, format = value_of(X_ROWS), format_of(FORMAT)
+    x_bytes, params_bytes = packed.x_bytes(rows, format), packed.params_bytes(rows, format)
+    x_map, y_map, _, *of_params = _maps(X_FORM, Y_FORM)
+    x = _loads("x", row_, "k", str(rows), x_box_, x_map, value_of(X_FORM), x_bytes // rows)
+    y = _loads("y", col_, "k", width_, y_box_, y_map, value_of(Y_FORM), ROW.value)
+    params = ""
+    if params_bytes:
+        params = (
+            f"mad.lo.s32 params, stage, {params_bytes}, params_first;"
+            f"{packed.load_params(format, rows, x_box_, of_params[:format.kinds], row_, 'k')}"
+        )
+    if value_of(AHEAD):
         alone, free = "mov.u32 at, %tid.x; setp.ge.u32 one, at, 32; @one bra DONE;", ""
     else:
-        alone, free = "", _WAIT.format(barrier=f"at + {8 * STAGES.value}", phase="phase")
+        alone, free = "", WAIT.format(barrier=f"at + {8 * STAGES.value}", phase="phase")
     setup = (
         f"{alone} elect.sync _|one, 0xffffffff; @!one bra DONE;"
         "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;"
         f"setp.eq.s32 x_streams, {streams_}, 1; setp.eq.s32 y_streams, {streams_}, 2;"
+        f"setp.lt.s32 x_more, {x_box_}, {rows}; setp.lt.s32 y_more, {y_box_}, {width_};"
         f"mov.b32 stage, {stage_}; mov.b32 phase, {phase_}; mov.b32 k, {k_}; mad.lo.s32 at, stage, 8, {full_};"
         f"mov.b32 x_first, global_smem; mad.lo.s32 y_first, {stages_}, {x_bytes}, x_first;"
-        f"mul.lo.s32 y_bytes, {width_}, {ROW.value};"
+        f"mul.lo.s32 y_bytes, {width_}, {ROW.value}; mad.lo.s32 params_first, {stages_}, y_bytes, y_first;"
         f"mad.lo.s32 x, stage, {x_bytes}, x_first; mad.lo.s32 y, stage, y_bytes, y_first;"
     )
     go_on = (
-        f"add.s32 k, k, {_value(STEP)}; add.s32 at, at, 8; add.s32 x, x, {x_bytes}; add.s32 y, y, y_bytes;"
+        f"add.s32 k, k, {value_of(STEP)}; add.s32 at, at, 8; add.s32 x, x, {x_bytes}; add.s32 y, y, y_bytes;"
         f"add.s32 stage, stage, 1; setp.ge.s32 wraps, stage, {stages_};"
         f"@wraps mov.b32 stage, 0; @wraps mov.b32 at, {full_}; @wraps mov.b32 x, x_first; @wraps mov.b32 y, y_first;"
         "@wraps xor.b32 phase, phase, 1; bra STEP;"
     )
     gl.inline_asm_elementwise(
-        "{ .reg .pred one, done, wraps, ends, x_streams, y_streams; .reg .b64 policy;"
-        f".reg .b32 stage, phase, at, k, x, y, x_first, y_first, y_bytes; {setup}\n"
+        "{ .reg .pred one, done, wraps, ends, x_streams, y_streams, x_more, y_more; .reg .b64 policy;"
+        f".reg .b32 stage, phase, at, k, x, y, x_first, y_first, y_bytes, params, params_first; {setup}\n"
         f"STEP: setp.ge.s32 ends, k, {last_}; @ends bra DONE; {free}"
-        f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [at], {count_}; {x} {y} {go_on}\nDONE: mov.b32 $0, 0; }}",
+        f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [at], {count_}; {x} {y} {params} {go_on}\nDONE: mov.b32 $0, 0; }}",
         ",".join(["=r"] + ["r"] * 13),
         [full, stage, phase, stages, k, last_k, row, x_box, col, width, y_box, count, streams],
         dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
@@ -508,7 +315,9 @@ def load_steps(
 
 
 @gluon.jit
-def corner(unit, state, shape, tile, PLACE: gl.constexpr, X_ROWS: gl.constexpr, SWAP: gl.constexpr):
+def corner(
+    unit, state, shape, tile, PLACE: gl.constexpr, X_ROWS: gl.constexpr, SWAP: gl.constexpr, X_FORM: gl.constexpr
+):  # fmt: skip
     """Where a unit begins in X and in Y, the end of its rows of the output, and its range of K.
 
     The last tile along each side is moved back so that it ends where the operand does, if the operand is as large as a
@@ -522,6 +331,9 @@ def corner(unit, state, shape, tile, PLACE: gl.constexpr, X_ROWS: gl.constexpr, 
     else:
         _, row, col, end, first_k, last_k = PLACE(unit, state, shape, X_ROWS, width, band_m)
     x_rows = shape[1] if SWAP else shape[0]
+    if X_FORM == "packed":
+        # Words are of 16 rows each.
+        x_rows = gl.cdiv(x_rows, 16) * 16
     y_rows = shape[0] if SWAP else shape[1]
     moves = (unit < state[1]) | (state[1] == 0)
     row = gl.where(moves, gl.minimum(row, gl.maximum(x_rows - X_ROWS, 0)), row)
@@ -532,24 +344,24 @@ def corner(unit, state, shape, tile, PLACE: gl.constexpr, X_ROWS: gl.constexpr, 
 @gluon.jit
 def load_ahead(
     ring, shape, state, tile, loads, PLACE: gl.constexpr, X_ROWS: gl.constexpr, STEP: gl.constexpr,
-    SWAP: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BARRIERS_AT: gl.constexpr,
+    SWAP: gl.constexpr, FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
     """Loads the first steps of the program's first unit, as many as there are stages, before warps have their roles."""
     stages = ring[1]
     x_box, y_box, count, streams = loads
-    row, col, _, first_k, last_k = corner(gl.program_id(0), state, shape, tile, PLACE, X_ROWS, SWAP)
+    row, col, _, first_k, last_k = corner(gl.program_id(0), state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM)
     barrier()
     last_k = first_k + gl.minimum(last_k - first_k, stages * STEP)
     load_steps(
         shared_at(BARRIERS_AT), 0, 0, stages, first_k, last_k, row, x_box, col, tile[0], y_box, count, streams, X_ROWS,
-        STEP, X_FORM, Y_FORM, True,
+        STEP, FORMAT, X_FORM, Y_FORM, True,
     )  # fmt: skip
 
 
 @gluon.jit
 def produce(
     ring, shape, state, tile, loads, PLACE: gl.constexpr, X_ROWS: gl.constexpr, STEP: gl.constexpr,
-    SWAP: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BARRIERS_AT: gl.constexpr,
+    SWAP: gl.constexpr, FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
     """Loads what `consume` multiplies, in the same order, behind what `load_ahead` does."""
     stages = ring[1]
@@ -558,7 +370,7 @@ def produce(
     # The parity before the first: what has not been used yet is free.
     phase = gl.to_tensor(1)
     for unit in range(gl.program_id(0), state[0], gl.num_programs(0)):
-        row, col, _, first_k, last_k = corner(unit, state, shape, tile, PLACE, X_ROWS, SWAP)
+        row, col, _, first_k, last_k = corner(unit, state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM)
         steps = gl.cdiv(last_k - first_k, STEP)
         if unit == gl.program_id(0):
             ahead = gl.minimum(stages, steps)
@@ -567,7 +379,7 @@ def produce(
             stage, phase = later(stage, phase, ahead, stages)
         load_steps(
             shared_at(BARRIERS_AT), stage, phase, stages, first_k, last_k, row, x_box, col, tile[0], y_box, count,
-            streams, X_ROWS, STEP, X_FORM, Y_FORM, False,
+            streams, X_ROWS, STEP, FORMAT, X_FORM, Y_FORM, False,
         )  # fmt: skip
         stage, phase = later(stage, phase, steps, stages)
 
@@ -588,22 +400,23 @@ def zeros_of(COUNT: gl.constexpr):
 @gluon.jit
 def sum_steps(
     heads, ring, first_k, last_k, stage, phase, width, scales, COUNT: gl.constexpr, KIND: gl.constexpr,
-    PROMOTES: gl.constexpr, X_ROWS: gl.constexpr, WIDTHS: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr,
-    BARRIERS_AT: gl.constexpr,
+    PROMOTES: gl.constexpr, X_ROWS: gl.constexpr, FIRST: gl.constexpr, WIDTHS: gl.constexpr, FORMAT: gl.constexpr,
+    X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
     """The sum of a warpgroup's products from `first_k` to `last_k`, at least a step.
 
     Args:
         heads: matrix descriptors of its X and of Y in the first stage.
         width: of the tile.
-        scales: see `multiply_steps`.
+        scales, FORMAT: see `multiply_steps`.
+        FIRST: the first of its rows of X.
         COUNT: blocks of 8 columns.
     """
     steps = gl.cdiv(last_k - first_k, step_of(KIND))
     acc = multiply_steps(
         zeros_of(COUNT), in_block(shared_at(BARRIERS_AT)), in_block(stage), in_block(phase), in_block(ring[1]),
-        in_block(steps), in_block(heads[0]), in_block(heads[1]), in_block(width), scales, X_ROWS, KIND, PROMOTES,
-        X_FORM, Y_FORM, WIDTHS,
+        in_block(steps), in_block(heads[0]), in_block(heads[1]), in_block(width), scales, X_ROWS, FIRST, KIND,
+        PROMOTES, FORMAT, X_FORM, Y_FORM, WIDTHS,
     )  # fmt: skip
     stage, phase = later(stage, phase, steps, ring[1])
     return acc, stage, phase
@@ -666,7 +479,7 @@ def store_partial(acc, to, width, COUNT, _semantic=None):
         width: the tile's width, likewise in a block. Columns beyond it are not stored.
         COUNT: blocks of 8 columns for each 64 rows of X.
     """
-    blocks, count = len(acc.values), _value(COUNT)
+    blocks, count = len(acc.values), value_of(COUNT)
     to_, columns = f"${4 + 4 * blocks}", f"${8 + 4 * blocks}"
     lines = [
         (
@@ -887,7 +700,8 @@ def finish_tile(
 
     Args:
         spread: whether each part has a slot of its own, in the ring, where this warpgroup's rows of X were: 64 rows of
-            X have one in each stage. Otherwise parts take the warpgroup's `BUFFERS` in turn.
+            X have one in each stage. Words are smaller, so all parts lie side by side there. Otherwise parts
+            take the warpgroup's `BUFFERS` in turn.
         first_slot: the first of these slots.
         cut: see `summed`; None where no tile is cut.
     """
@@ -895,9 +709,12 @@ def finish_tile(
     WHOLE: gl.constexpr = WIDTHS[-1] // PART
     # Slots of 64 rows of X, and of a stage's.
     OWN: gl.constexpr = 64 // PART
-    STAGE: gl.constexpr = X_ROWS // PART
+    STAGE: gl.constexpr = 1 if X_FORM == "packed" else X_ROWS // PART
     whole = width // PART
     parts = gl.cdiv(width, PART)
+    own = OWN
+    if X_FORM == "packed":
+        own = parts
     for m in gl.static_range(len(acc) // COUNT):
         for i in gl.static_range(WHOLE):
             if i < whole:
@@ -905,7 +722,7 @@ def finish_tile(
                 if cut is not None:
                     blocks = summed(blocks, cut, m * (width // 8) + i * PART // 8)
                 finish_part(
-                    blocks, out, slots, first_slot, spread, m * parts + i, m * OWN + i * STAGE, args, shape,
+                    blocks, out, slots, first_slot, spread, m * parts + i, m * own + i * STAGE, args, shape,
                     row + 64 * m, col + i * PART, EPILOGUE, CAST, SWAP, X_FORM, Y_FORM, BUFFERS,
                 )  # fmt: skip
         if whole < parts:
@@ -913,7 +730,7 @@ def finish_tile(
             if cut is not None:
                 behind = summed(behind, cut, m * (width // 8) + width // 8 - PART // 8)
             finish_part(
-                behind, out, slots, first_slot, spread, m * parts + whole, m * OWN + whole * STAGE, args, shape,
+                behind, out, slots, first_slot, spread, m * parts + whole, m * own + whole * STAGE, args, shape,
                 row + 64 * m, col + width - PART, EPILOGUE, CAST, SWAP, X_FORM, Y_FORM, BUFFERS,
             )  # fmt: skip
 
@@ -927,8 +744,8 @@ def consume(
     out, slots, ring, step_args, args, workspace, shape, state, tile, GROUP: gl.constexpr, GROUPS: gl.constexpr,
     PLACE: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, KIND: gl.constexpr, PROMOTES: gl.constexpr,
     EVERY: gl.constexpr, X_ROWS: gl.constexpr, WIDTHS: gl.constexpr, SWAP: gl.constexpr, PINGPONG: gl.constexpr,
-    X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr, PART: gl.constexpr, RING_BYTES: gl.constexpr,
-    BARRIERS_AT: gl.constexpr,
+    FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr, PART: gl.constexpr,
+    RING_BYTES: gl.constexpr, BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's part of the work."""
     stages, width = ring[1], tile[0]
@@ -937,10 +754,12 @@ def consume(
     FIRST: gl.constexpr = 0 if PINGPONG else GROUP * OWN
     COUNT: gl.constexpr = WIDTHS[-1] // 8
     address = shared_at(0)
-    # A row of a stage is 128 bytes.
+    # In units of 16 bytes.
+    OWN_AT: gl.constexpr = x_bytes_of(FIRST, FORMAT) // 16
+    X_BLOCK: gl.constexpr = x_bytes_of(X_ROWS, FORMAT) // 16
     heads = (
-        matrix_descriptor(address, 8192 if X_FORM == "turned" else 16) + FIRST * 8,
-        matrix_descriptor(address, 8192 if Y_FORM == "turned" else 16) + stages * (X_ROWS * 8),
+        (address >> 4 if X_FORM == "packed" else matrix_descriptor(address, 8192 if X_FORM == "turned" else 16)) + OWN_AT,
+        matrix_descriptor(address, 8192 if Y_FORM == "turned" else 16) + stages * X_BLOCK,
     )
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
@@ -957,7 +776,7 @@ def consume(
     if first >= units:
         mbarrier.arrive(unused(ring))
     for unit in range(first, units, every):
-        row, col, end, first_k, last_k = corner(unit, state, shape, tile, PLACE, X_ROWS, SWAP)
+        row, col, end, first_k, last_k = corner(unit, state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM)
         row, col = computed(row), computed(col)
         if PINGPONG:
             mbarrier.wait(turn_of(ring, GROUP), turn)
@@ -967,7 +786,7 @@ def consume(
             scales = scales_of(step_args, row + FIRST, col, (end, shape[1]), first_k, EVERY[0], EVERY[1])
         acc, stage, phase = sum_steps(
             heads, ring, first_k, last_k, stage, phase, width, scales, OWN // 64 * COUNT, KIND, PROMOTES, X_ROWS,
-            WIDTHS, X_FORM, Y_FORM, BARRIERS_AT,
+            FIRST, WIDTHS, FORMAT, X_FORM, Y_FORM, BARRIERS_AT,
         )  # fmt: skip
         if PINGPONG:
             mbarrier.arrive(turn_of(ring, 1 - GROUP))
@@ -980,7 +799,9 @@ def consume(
         done = unit >= 0
         cut = None
         # The program's last tile: nothing is loaded any more.
-        spread = (unit + programs >= units) & (gl.cdiv(width, PART) <= stages)
+        spread = unit + programs >= units
+        if X_FORM != "packed":
+            spread = spread & (gl.cdiv(width, PART) <= stages)
         if workspace is not None:
             cut = (unit >= whole, 0, parts, 0, 0)
             if unit >= whole:
@@ -988,10 +809,13 @@ def consume(
                     acc, unit, ring, state, workspace, width, GROUP, GROUPS, COUNT, RING_BYTES
                 )
             spread = spread & (unit < whole)
-        first_slot = gl.where(spread, FIRST // PART, RING_BYTES // (128 * PART) + GROUP * BUFFERS)
+        in_ring = FIRST // PART
+        if X_FORM == "packed":
+            in_ring = FIRST // 64 * gl.cdiv(width, PART)
+        first_slot = gl.where(spread, in_ring, RING_BYTES // (128 * PART) + GROUP * BUFFERS)
         if spread:
-            if PINGPONG:
-                # The other warpgroup has read the same rows of X.
+            if PINGPONG or X_FORM == "packed":
+                # Other warpgroups read what is there.
                 mbarrier.wait(unused(ring), 0)
             barrier()
         if done:
@@ -1012,12 +836,12 @@ def consume(
     ]
 )  # fmt: skip
 def gemm_any_width(
-    x, y, out, M, N, K, units, whole, parts, part_k, tiles_m, tiles_n, width, band_m, x_box, y_box, step_bytes, streams,
+    x, y, out, scales, shifts, M, N, K, units, whole, parts, part_k, tiles_m, tiles_n, width, band_m, x_box, y_box, step_bytes, streams,
     stages, place_args, step_args, args, workspace,
     PLACE: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, KIND: gl.constexpr, PROMOTES: gl.constexpr,
     EVERY: gl.constexpr, X_ROWS: gl.constexpr, LEAST: gl.constexpr, MOST: gl.constexpr, EACH: gl.constexpr,
-    RING_ROWS: gl.constexpr, GROUPS: gl.constexpr, SWAP: gl.constexpr, PINGPONG: gl.constexpr, X_FORM: gl.constexpr,
-    Y_FORM: gl.constexpr, BUFFERS: gl.constexpr, REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
+    RING_ROWS: gl.constexpr, GROUPS: gl.constexpr, SWAP: gl.constexpr, PINGPONG: gl.constexpr, FORMAT: gl.constexpr,
+    X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr, REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
     SOURCE: gl.constexpr,
 ):  # fmt: skip
     """As many programs as run at once, which take units in turn: whole tiles, and then parts of tiles.
@@ -1025,6 +849,8 @@ def gemm_any_width(
     Args:
         x, y: descriptors of X and of Y. Only their tensor maps are used.
         out: descriptor of the part of the output that is stored at a time, which is of 64 rows of X by some of Y.
+        scales, shifts: descriptors of the group parameters of a packed weight, as far as it has some. Only their tensor
+            maps are used.
         units, whole: how many units there are, and how many of them are whole tiles.
         parts, part_k: in how many parts each of the other tiles is cut along K, and K in a part.
         tiles_m, tiles_n: tiles along M and N.
@@ -1042,6 +868,7 @@ def gemm_any_width(
         EVERY: rows of A and columns of B that share a scale along K; None where there are no such scales.
         RING_ROWS: rows of all stages, at least.
         GROUPS: warpgroups that multiply: 1, 2 or 3; 2 with PINGPONG.
+        FORMAT: see `multiply_steps`.
         X_FORM, Y_FORM: how the operands lie.
         BUFFERS: slots that each warpgroup has beside the ring.
         REGISTERS, LOADER_REGISTERS: of a thread in all warpgroups but the first, and of the loader's.
@@ -1061,13 +888,13 @@ def gemm_any_width(
     # The ring and the warpgroups' slots. They are the largest, so that shared memory begins with them.
     COUNT: gl.constexpr = SLOTS * (2 if PAIRED else 1)
     slots = gl.allocate_shared_memory(out.dtype, [COUNT] + out.block_type.shape, out.layout)  # noqa: RUF005
-    barriers = gl.allocate_shared_memory(gl.int64, [2 * STAGES + 3, 1], mbarrier.MBarrierLayout())
+    barriers = gl.allocate_shared_memory(gl.int64, [2 * STAGES + 4, 1], mbarrier.MBarrierLayout())
     BARRIERS_AT: gl.constexpr = SLOTS * SLOT
     ring = (barriers, stages)
     # Four warps of each warpgroup read a stage.
     begin(stages, 4 * (1 if PINGPONG else GROUPS), GROUPS, BARRIERS_AT, X_FORM, Y_FORM)
     hopper.fence_async_shared()
-    load_ahead(ring, shape, state, tile, loads, PLACE, X_ROWS, STEP, SWAP, X_FORM, Y_FORM, BARRIERS_AT)
+    load_ahead(ring, shape, state, tile, loads, PLACE, X_ROWS, STEP, SWAP, FORMAT, X_FORM, Y_FORM, BARRIERS_AT)
     if PINGPONG:
         mbarrier.arrive(turn_of(ring, 0))
     if GROUPS == 1:
@@ -1077,13 +904,13 @@ def gemm_any_width(
                     consume,
                     (
                         out, slots, ring, step_args, args, workspace, shape, state, tile, 0, GROUPS, PLACE, EPILOGUE,
-                        CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, PINGPONG, X_FORM, Y_FORM,
-                        BUFFERS, PART, RING_BYTES, BARRIERS_AT,
+                        CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, PINGPONG, FORMAT, X_FORM, Y_FORM, BUFFERS,
+                        PART, RING_BYTES, BARRIERS_AT,
                     ),
                 ),
                 (
                     produce,
-                    (ring, shape, state, tile, loads, PLACE, X_ROWS, STEP, SWAP, X_FORM, Y_FORM, BARRIERS_AT),
+                    (ring, shape, state, tile, loads, PLACE, X_ROWS, STEP, SWAP, FORMAT, X_FORM, Y_FORM, BARRIERS_AT),
                 ),
             ],
             [1],
@@ -1096,21 +923,21 @@ def gemm_any_width(
                     consume,
                     (
                         out, slots, ring, step_args, args, workspace, shape, state, tile, 0, GROUPS, PLACE, EPILOGUE,
-                        CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, PINGPONG, X_FORM, Y_FORM,
-                        BUFFERS, PART, RING_BYTES, BARRIERS_AT,
+                        CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, PINGPONG, FORMAT, X_FORM, Y_FORM, BUFFERS,
+                        PART, RING_BYTES, BARRIERS_AT,
                     ),
                 ),
                 (
                     consume,
                     (
                         out, slots, ring, step_args, args, workspace, shape, state, tile, 1, GROUPS, PLACE, EPILOGUE,
-                        CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, PINGPONG, X_FORM, Y_FORM,
-                        BUFFERS, PART, RING_BYTES, BARRIERS_AT,
+                        CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, PINGPONG, FORMAT, X_FORM, Y_FORM, BUFFERS,
+                        PART, RING_BYTES, BARRIERS_AT,
                     ),
                 ),
                 (
                     produce,
-                    (ring, shape, state, tile, loads, PLACE, X_ROWS, STEP, SWAP, X_FORM, Y_FORM, BARRIERS_AT),
+                    (ring, shape, state, tile, loads, PLACE, X_ROWS, STEP, SWAP, FORMAT, X_FORM, Y_FORM, BARRIERS_AT),
                 ),
             ],
             [4, 1],
@@ -1123,29 +950,29 @@ def gemm_any_width(
                     consume,
                     (
                         out, slots, ring, step_args, args, workspace, shape, state, tile, 0, GROUPS, PLACE, EPILOGUE,
-                        CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, PINGPONG, X_FORM, Y_FORM,
-                        BUFFERS, PART, RING_BYTES, BARRIERS_AT,
+                        CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, PINGPONG, FORMAT, X_FORM, Y_FORM, BUFFERS,
+                        PART, RING_BYTES, BARRIERS_AT,
                     ),
                 ),
                 (
                     consume,
                     (
                         out, slots, ring, step_args, args, workspace, shape, state, tile, 1, GROUPS, PLACE, EPILOGUE,
-                        CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, PINGPONG, X_FORM, Y_FORM,
-                        BUFFERS, PART, RING_BYTES, BARRIERS_AT,
+                        CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, PINGPONG, FORMAT, X_FORM, Y_FORM, BUFFERS,
+                        PART, RING_BYTES, BARRIERS_AT,
                     ),
                 ),
                 (
                     consume,
                     (
                         out, slots, ring, step_args, args, workspace, shape, state, tile, 2, GROUPS, PLACE, EPILOGUE,
-                        CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, PINGPONG, X_FORM, Y_FORM,
-                        BUFFERS, PART, RING_BYTES, BARRIERS_AT,
+                        CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, PINGPONG, FORMAT, X_FORM, Y_FORM, BUFFERS,
+                        PART, RING_BYTES, BARRIERS_AT,
                     ),
                 ),
                 (
                     produce,
-                    (ring, shape, state, tile, loads, PLACE, X_ROWS, STEP, SWAP, X_FORM, Y_FORM, BARRIERS_AT),
+                    (ring, shape, state, tile, loads, PLACE, X_ROWS, STEP, SWAP, FORMAT, X_FORM, Y_FORM, BARRIERS_AT),
                 ),
             ],
             [4, 4, 1],

@@ -132,6 +132,11 @@ class Spec(Layout):
         return False
 
     @property
+    def staged(self) -> str:
+        """How stages of `schedules.any_width` hold it where it is packed; "" where they do not, or it is not."""
+        return ""
+
+    @property
     def is_scaled(self) -> bool:
         """Whether its scales change along K."""
         return False

@@ -18,10 +18,13 @@ import torch
 import triton
 
 from ..devices import ARCHS
+from ..formats.packing import LINE, STRIP
 from ..formats.scaled import BLOCK
+from ..kernels import any_width_packed as packed
 from ..kernels import place
 from ..kernels.numerics import cast
 from ..operands import Dense, DenseAccess
+from ..operands.packed import Packed, PackedAccess
 from ..operands.pair import Pair
 from ..operands.scaled import Scaled
 from . import any_width_cost
@@ -56,13 +59,15 @@ REGISTERS = {1: (0, 40), 2: (232, 40), 3: (160, 32)}
 ACCUMULATORS, IN_TURNS = {1: 128, 2: 160, 3: 96}, 144
 #: The same where a step's sum has as many registers again, and where there are scales besides.
 PROMOTED, SCALED = {1: 96, 2: 88, 3: 64}, {1: 88, 2: 80, 3: 48}
+#: The same where X is a packed weight, of which a step's operands are in registers.
+PACKED = {1: 128, 2: 144, 3: 96}
 #: How much larger than all else an operand has to be to leave L2 first. Measured on an H200.
 STREAMED = 1.5
 
 #: The form of an operand, see `kernels.any_width`. The form of Y decides which multiples a tile's width can be. TMA
 #: loads 64 turned rows at a time; with other widths part of them was not needed, and took up to twice as long.
-Form = Literal["rows", "turned", "pairs"]
-EACH: dict[Form, int] = {"rows": 8, "turned": ROWS, "pairs": 2 * EIGHT}
+Form = Literal["rows", "turned", "pairs", "packed"]
+EACH: dict[Form, int] = {"rows": 8, "packed": 8, "turned": ROWS, "pairs": 2 * EIGHT}
 
 #: Types of operands, as PTX names them.
 KINDS = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -119,11 +124,6 @@ class Tile(NamedTuple):
         return 2 if self.x <= 2 * ROWS else 1
 
     @property
-    def stage_rows(self) -> int:
-        """Rows of a stage."""
-        return self.x + self.y
-
-    @property
     def ring_rows(self) -> int:
         """Rows that there is shared memory for, beside the parts of the output."""
         stored = self.groups * self.buffers * ROWS * self.part * 2
@@ -139,16 +139,20 @@ class Tile(NamedTuple):
         """Parts of a tile that is cut along K. The warpgroup that adds them up has one, and the ring the others."""
         return 1 + self.ring_rows // self.groups * ROW // (self.own * self.y * 4)
 
-    @property
-    def most_stages(self) -> int:
-        """Stages that there is room for."""
-        return min(MOST_STAGES, self.ring_rows // self.stage_rows)
+    def most_stages(self, format: packed.Format | None = None) -> int:
+        """Stages that there is room for.
+
+        Args:
+            format: of X, if that is a packed weight.
+        """
+        each = packed.x_bytes(self.x, format) + self.y * ROW + packed.params_bytes(self.x, format)
+        return min(MOST_STAGES, self.ring_rows * ROW // each)
 
 
 def forms_of(config: Config, forms: Forms) -> tuple[Form, Form]:
     """How X and Y lie, see `kernels.any_width`."""
     a: Form = "turned" if forms.a_turned else "rows"
-    b: Form = "turned" if forms.b_turned else "pairs" if forms.paired else "rows"
+    b: Form = "packed" if forms.packed else "turned" if forms.b_turned else "pairs" if forms.paired else "rows"
     return (b, a) if config.swap else (a, b)
 
 
@@ -187,9 +191,10 @@ class AnyWidth(PersistentStatic):
 
     def takes(self, config: Config, forms: Forms) -> bool:
         tile, (_, y_form) = self.tile(config), forms_of(config, forms)
-        if y_form == "pairs" and tile.part < LEAST_PAIRS:
+        if y_form == "packed" or (y_form == "pairs" and tile.part < LEAST_PAIRS):
             return False
-        return tile.y % max(tile.each, EACH[y_form]) == 0 and config.split_k <= tile.most_parts
+        fits = config.num_stages <= tile.most_stages(format_of(forms)) and config.split_k <= tile.most_parts
+        return tile.y % max(tile.each, EACH[y_form]) == 0 and fits
 
     def considers(self, problem: Problem, rows: Floats) -> np.ndarray:
         # A row that is added to one row may be the output itself, of which some is stored twice.
@@ -199,7 +204,9 @@ class AnyWidth(PersistentStatic):
         """The tile of a config."""
         return Tile.of(config, self.takes_turns)
 
-    def code(self, config: Config) -> object:
+    def code(self, config: Config, kind: str) -> object:
+        if kind.startswith("packed"):
+            return None
         tile = self.tile(config)
         return config.swap, tile.x, tile.groups, min(tile.y, PART)
 
@@ -225,10 +232,9 @@ class AnyWidth(PersistentStatic):
             raise ValueError(
                 f"Config: num_stages is {c.num_stages}; the {self.name} schedule needs at least 2"
             )
-        if c.num_stages > tile.most_stages:
-            raise ValueError(
-                f"Config: num_stages is {c.num_stages}; of this tile there is shared memory for {tile.most_stages}"
-            )
+        # Words of a packed weight leave room for more stages, so the rest is up to `refusal`.
+        if c.num_stages > MOST_STAGES:
+            raise ValueError(f"Config: num_stages is {c.num_stages}; there are barriers for {MOST_STAGES}")
 
     def refusal(self, problem: Problem, config: Config) -> str | None:
         p, c = problem, config
@@ -250,18 +256,27 @@ class AnyWidth(PersistentStatic):
         widest = self.tile(c).widest(numbers_for(p))
         if self.tile(c).y > widest:
             return (
-                f"fp8 whose steps are promoted to fp32, or scaled, leaves registers for a width of {widest}"
+                f"an operand of this kind leaves registers for a width of {widest}"
             )
         if not self.considers(p, np.asarray(p.M)):
             return "a row that is added to one row may be the output itself, of which some is stored twice"
-        if not self.takes(c, Forms.of(p)):
-            if c.split_k > self.tile(c).most_parts:
-                return f"the ring has room for the partial sums of {self.tile(c).most_parts} parts; given {c.split_k}"
-            return (
-                f"an operand whose adjacent elements lie along N or M needs a width that is a multiple of {ROWS}, and "
-                f"a weight in two halves one of {2 * EIGHT}, from {LEAST_PAIRS} on"
-            )
-        return None
+        return self._untaken(c, Forms.of(p))
+
+    def _untaken(self, config: Config, forms: Forms) -> str | None:
+        """Why operands that lie so can't be cut into a config's tiles; None if they can."""
+        c, tile = config, self.tile(config)
+        if self.takes(c, forms):
+            return None
+        if forms.packed and not c.swap:
+            return "packed weights need swap"
+        if c.num_stages > (most := tile.most_stages(format_of(forms))):
+            return f"num_stages is {c.num_stages}; of this tile there is shared memory for {most}"
+        if c.split_k > tile.most_parts:
+            return f"the ring has room for the partial sums of {tile.most_parts} parts; given {c.split_k}"
+        return (
+            f"an operand whose adjacent elements lie along N or M needs a width that is a multiple of {ROWS}, and "
+            f"a weight in two halves one of {2 * EIGHT}, from {LEAST_PAIRS} on"
+        )
 
     def bind(self, problem: Problem, config: Config) -> Binding:
         return AnyWidthBinding(
@@ -293,8 +308,12 @@ class PingPong(AnyWidth):
 
 
 def _operands_suit(problem: Problem) -> bool:
-    """Whether operands are matrices, or fp8 with scales for as many columns of K as a step has."""
+    """Whether operands are matrices, one of which may be packed, or fp8 with scales for as many columns of K as a step
+    has.
+    """
     a, b = problem.a, problem.b
+    if isinstance(b, Packed):
+        return type(a) is Dense and bool(b.staged) and not problem.paired
     if not isinstance(a, Scaled) or not isinstance(b, Scaled):
         return type(a) is Dense and type(b) in (Dense, Pair)
     # The kernel's assembly loads fp32.
@@ -304,7 +323,14 @@ def _operands_suit(problem: Problem) -> bool:
 
 def numbers_for(problem: Problem) -> dict[int, int] | None:
     """By the number of warpgroups, the numbers of an accumulator that a thread may have; None for the usual ones."""
+    if problem.b.is_packed:
+        return PACKED
     return SCALED if problem.b.by_steps else PROMOTED if promotes(problem) else None
+
+
+def format_of(forms: Forms) -> packed.Format | None:
+    """The format of a packed weight, if there is one."""
+    return packed.Format.of(forms.packed) if forms.packed else None
 
 
 def every_of(problem: Problem) -> tuple[int, int] | None:
@@ -326,13 +352,15 @@ def _epilogue_suits(problem: Problem) -> bool:
     return plain and all((x.row + x.col) * 256 < 1 << 31 for x in p.extras)
 
 
-def descriptor(tensor: Any, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]) -> Any:
-    """A tensor descriptor as Gluon takes it, swizzled by as many bytes as a row of the block has, up to 128."""
+def descriptor(
+    tensor: Any, shape: Sequence[int], strides: Sequence[int], block: Sequence[int], swizzle: int = ROW
+) -> Any:
+    """A tensor descriptor as Gluon takes it, swizzled by as many bytes as a row of the block has, up to `swizzle`."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     item = tensor.dtype.itemsize
-    layout = gl.NVMMASharedLayout(min(ROW, block[-1] * item), 8 * item, len(block))
+    layout = gl.NVMMASharedLayout(min(swizzle, block[-1] * item), 8 * item, len(block))
     return TensorDescriptor(tensor, list(shape), list(strides), list(block), layout)
 
 
@@ -349,11 +377,13 @@ class AnyWidthBinding(Binding):
         self.work = work
         self.kernel = any_width.gemm_any_width
         self.grid = (self.work.programs, 1, 1)
-        self.forms = forms_of(c, Forms.of(p))
+        self.forms, self.format = forms_of(c, Forms.of(p)), format_of(Forms.of(p))
         self.part = tile.part
         each = max(tile.each, EACH[self.forms[1]])
-        # A narrow tile has a kernel of its own, since it stores fewer columns at a time.
-        least, most = (self.part, tile.widest(numbers_for(p))) if tile.y >= PART else (tile.y, tile.y)
+        # A narrow tile has a kernel of its own, since it stores fewer columns at a time. So has each with a packed weight:
+        # with several widths Triton 3.8's assembler, and older ones, would make products wait for each other.
+        shares = tile.y >= PART and self.format is None
+        least, most = (self.part, tile.widest(numbers_for(p))) if shares else (tile.y, tile.y)
         registers, loader = REGISTERS[tile.groups]
         x, y = (p.b.dtype, p.a.dtype) if c.swap else (p.a.dtype, p.b.dtype)
         self.constants = {
@@ -361,7 +391,7 @@ class AnyWidthBinding(Binding):
             "EPILOGUE": dialect.in_gluon(epilogue_of(p)),
             "CAST": dialect.in_gluon(cast),
             "KIND": f"{KINDS[x]}.{KINDS[y]}",
-            "PROMOTES": numbers_for(p) is not None,
+            "PROMOTES": p.b.by_steps or promotes(p),
             "EVERY": every_of(p),
             "X_ROWS": tile.x,
             "LEAST": least,
@@ -371,6 +401,7 @@ class AnyWidthBinding(Binding):
             "GROUPS": tile.groups,
             "SWAP": c.swap,
             "PINGPONG": takes_turns,
+            "FORMAT": str(self.format) if self.format else None,
             "X_FORM": self.forms[0],
             "Y_FORM": self.forms[1],
             "BUFFERS": tile.buffers,
@@ -420,13 +451,14 @@ class AnyWidthBinding(Binding):
         block = rows, columns * p.out_n // p.N
         x, y = (b, a) if c.swap else (a, b)
         whole, cut, *parts = self.work.units(c.block_k)
-        loaded = sum(-(-rows // box) * box for rows, box in zip((tile.x, tile.y), boxes, strict=True))
+        loaded = [-(-rows // box) * box for rows, box in zip((tile.x, tile.y), boxes, strict=True)]
+        step_bytes = packed.x_bytes(loaded[0], self.format) + loaded[1] * ROW + packed.params_bytes(tile.x, self.format)
         workspace = None if self.split is None else self.workspace(out.device)
         return [
             self._operand(x, c.swap, ROWS, boxes[0]), self._operand(y, not c.swap, self.part, boxes[1]),
-            descriptor(out, (p.M, p.out_n), (p.out.row, 1), block), p.M, p.N, p.K, whole + cut, whole, *parts,
+            descriptor(out, (p.M, p.out_n), (p.out.row, 1), block), *self._params(of_b, boxes[0]), p.M, p.N, p.K, whole + cut, whole, *parts,
             -(-p.M // c.block_m), -(-p.N // c.block_n), tile.y, c.group_m, *boxes,
-            loaded * ROW, self.streams, c.num_stages, (), step_args,
+            step_bytes, self.streams, c.num_stages, (), step_args,
             epilogue_arguments(p, self.part, extras, numbers), workspace,
         ]  # fmt: skip
 
@@ -439,7 +471,7 @@ class AnyWidthBinding(Binding):
         L2.
         """
         p = self.problem
-        a, b = (rows * p.K * x.dtype.itemsize for rows, x in ((p.M, p.a), (p.N, p.b)))
+        a, b = (rows * p.K * x.bits / 8 for rows, x in ((p.M, p.a), (p.N, p.b)))
         out = p.M * p.out_n * p.out.dtype.itemsize
         first, last = (2, 1) if self.config.swap else (1, 2)
         if a > STREAMED * (b + out):
@@ -455,6 +487,8 @@ class AnyWidthBinding(Binding):
     def _operand(self, tensor: Any, is_b: bool, rows: int, box: int) -> Any:
         """The descriptor of an operand: its type has blocks of so many rows, its tensor map loads `box` at a time."""
         p, step = self.problem, self.config.block_k
+        if is_b and isinstance(self.b, PackedAccess):
+            return self._words(tensor, self.b, rows, box)
         # Strides along K and along the rows.
         along, across, size = (p.b.row, p.b.col, p.N) if is_b else (p.a.col, p.a.row, p.M)
         if along != 1:
@@ -473,12 +507,34 @@ class AnyWidthBinding(Binding):
         return made
 
 
+    def _words(self, tensor: Any, own: PackedAccess, rows: int, box: int) -> Any:
+        """The descriptor of a packed weight's words, as `_operand`."""
+        assert self.format is not None
+        lines = self.format.words // ROW
+        shape, strides = (own.strips, own.lines, LINE), (own.lines * LINE, LINE, 1)
+        made = descriptor(tensor, shape, strides, (rows // STRIP, lines, LINE))
+        made.box = [box // STRIP, lines, LINE]
+        return made
+
+    def _params(self, tensors: Sequence[Any], box: int) -> list[Any]:
+        """The descriptors of scales and of shifts, of `box` rows of X at a time; None where there are none."""
+        found: list[Any] = [None, None]
+        if isinstance(self.b, PackedAccess) and self.format is not None:
+            shape, block = (self.b.groups, self.b.columns), (max(self.format.groups, 1), ROWS)
+            for i, each in enumerate(tensors[1:]):
+                made = descriptor(each, shape, (self.b.columns, 1), block, swizzle=0)
+                made.box = [block[0], box if block[0] == 1 else ROWS]
+                found[i] = made
+        return found
+
+
 @functools.cache
 def source() -> str:
-    """A digest of the kernel's file: Triton does not notice a change in what writes its assembly."""
-    from ..kernels import any_width
+    """A digest of the kernel's files: Triton does not notice a change in what writes its assembly."""
+    from ..kernels import any_width, any_width_loop, decoders
 
-    return hashlib.sha256(Path(any_width.__file__).read_bytes()).hexdigest()[:16]
+    files = (any_width, any_width_loop, packed, decoders)
+    return hashlib.sha256(b"".join(Path(x.__file__).read_bytes() for x in files)).hexdigest()[:16]
 
 
 def check_maps(ptx: str) -> None:
@@ -505,7 +561,7 @@ def check_memory(llir: str, size: int) -> None:
     first = re.search(r"mbarrier\.inval.*@global_smem, i32 (\d+)", llir)
     if first is None or int(first[1]) != size:
         raise RuntimeError(f"the barriers are not {size} bytes behind where shared memory begins")
-    end = size + 8 * (2 * MOST_STAGES + 3)
+    end = size + 8 * (2 * MOST_STAGES + 4)
     made = [int(at) for at in re.findall(r"mbarrier\.init[^;]*\[at \+ (\d+)\]", llir)]
     named = [int(at) for at in re.findall(r"mov\.b32 first, global_smem; add\.s32 \$0, first, (\d+);", llir)]
     if set(made) != {size} or size not in named or max(named) > size:

@@ -63,7 +63,9 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool) -> Co
     compute = own_steps * 2.0 * x * y * s.block_k / (given.rate * EFFICIENCY) * (1 + EDGE / y)
     compute = compute * _summing(p)[groups - 1]
     share = np.minimum(INTAKE, L2 * device.sms / busy) * device.sm_bandwidth
-    l2 = own_steps * (x + y) * (s.block_k * float(p.a.dtype.itemsize)) / share
+    # Of a packed weight, which is X, words are loaded.
+    loaded = x * (p.b.bits / p.a.bits) + y if p.b.is_packed else x + y
+    l2 = own_steps * loaded * (s.block_k * p.a.bits / 8) / share
     loop = np.maximum(np.maximum(compute, l2), own_steps * _least_of_step(p, s, given.rows, x, y))
     loop = loop * (1 + SLOWING * np.log10(np.maximum(loop / LONG, 1)))
     stream = MEMORY.seconds(given.memory)

@@ -38,15 +38,18 @@ class Forms(NamedTuple):
     Attributes:
         a_turned, b_turned: whether adjacent elements lie along M in a, and along N in b.
         paired: see `Problem.paired`.
+        packed: of a packed weight its `Packed.staged`.
     """
 
     a_turned: bool
     b_turned: bool
     paired: bool
+    packed: str = ""
 
     @classmethod
     def of(cls, problem: Problem) -> Forms:
-        return cls(problem.a.col != 1, problem.b.row != 1, problem.paired)
+        p = problem
+        return cls(p.a.col != 1, p.b.row != 1, p.paired, p.b.staged)
 
 
 class Schedule:
@@ -102,8 +105,12 @@ class Schedule:
         """For which numbers of rows its configs are considered, of a problem that it suits."""
         return np.ones(np.shape(rows), bool)
 
-    def code(self, config: Config) -> object:
-        """The part of a config that its compiled kernel depends on, beside the schedule; None for the whole config."""
+    def code(self, config: Config, kind: str) -> object:
+        """The part of a config that its compiled kernel depends on, beside the schedule; None for the whole config.
+
+        Args:
+            kind: of the operands, see `select.space.kind_of`.
+        """
         return None
 
     def own_tables(self) -> tuple[str, ...]:

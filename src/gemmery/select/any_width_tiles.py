@@ -6,7 +6,8 @@ They are made from their sizes, since there are too many to write down. Each nar
 
 from __future__ import annotations
 
-from ..schedules.any_width import COOPERATIVE, PART, PINGPONG, ROW, ROWS, SCALED, Tile
+from ..kernels.any_width_packed import STEP, Format
+from ..schedules.any_width import COOPERATIVE, PACKED, PART, PINGPONG, ROW, ROWS, SCALED, Tile
 
 #: Rows of X, warpgroups, and rows of X of each: of tiles that warpgroups share, and of those that they take in turn.
 SHARED_TILES = ((64, 1, 64), (128, 2, 64), (192, 3, 64), (256, 2, 128))
@@ -15,21 +16,28 @@ CUT = (64, 128)
 TURNS = ((128, 2, 128),)
 #: Columns of narrow tiles, of 64 rows of X.
 NARROW = (16, 32)
+#: Columns of tiles with a packed weight, each of which has a kernel of its own.
+WIDTHS = (16, 32, 64, 96, 128, 160, 192, 224, 256)
 #: Fewer stages do not keep the tensor cores busy.
 LEAST_STAGES = 3
 #: See `schedules.any_width.numbers_for`.
 Numbers = dict[int, int] | None
 
 
-def _rows(sizes: tuple[tuple[int, int, int], ...], step: int, numbers: Numbers) -> list[str]:
+def _rows(
+    sizes: tuple[tuple[int, int, int], ...], step: int, numbers: Numbers, format: Format | None = None
+) -> list[str]:
     lines = []
     for x, groups, own in sizes:
         known = Tile(x, 0, groups, own)
-        for y in range(PART, known.widest(numbers) + 1, known.each):
-            stages = Tile(x, y, groups, own).most_stages
+        for y in WIDTHS if format is not None else range(PART, known.widest(numbers) + 1, known.each):
+            if y > known.widest(numbers) or (y < PART and x not in CUT):
+                continue
+            stages = Tile(x, y, groups, own).most_stages(format)
             if stages >= LEAST_STAGES:
                 cut = " splits" if x in CUT and own == ROWS else ""
-                lines.append(f"{x}x{y}x{step} 8 {4 * groups} {stages} 1.0{cut}")
+                if format is None:
+                    lines.append(f"{x}x{y}x{step} 8 {4 * groups} {stages} 1.0{cut}")
                 lines.append(f"{y}x{x}x{step} 8 {4 * groups} {stages} 1.0 swap{cut}")
     return lines
 
@@ -42,7 +50,7 @@ def rows(item: int, numbers: Numbers = None) -> dict[tuple[str, str], str]:
         numbers: see `schedules.any_width.numbers_for`.
     """
     step = ROW // item
-    narrow = [f"{y}x{ROWS}x{step} 8 4 {Tile(ROWS, y, 1, ROWS).most_stages} 1.0 swap splits" for y in NARROW]
+    narrow = [f"{y}x{ROWS}x{step} 8 4 {Tile(ROWS, y, 1, ROWS).most_stages()} 1.0 swap splits" for y in NARROW]
     # Of 16-bit operands they give the bits of other schedules, which was measured; of fp8 it was not.
     apart = "" if item > 1 else " apart"
     shared, turns = [*_rows(SHARED_TILES, step, numbers), *narrow], _rows(TURNS, step, numbers)
@@ -57,3 +65,17 @@ def scaled_rows() -> dict[tuple[str, str], str]:
     sizes = tuple(size for size in SHARED_TILES if size[2] == ROWS)
     lines = [f"{line} apart" for line in _rows(sizes, ROW, SCALED) if "swap" not in line]
     return {("descriptor", COOPERATIVE.name): "\n".join(lines)}
+
+
+def packed_rows(bits: int) -> dict[tuple[str, str], str]:
+    """The rows for packed weights, which are X.
+
+    Args:
+        bits: of a number.
+    """
+    # There is room for as many stages with any group parameters, but for those of groups of less than a step.
+    format = Format("", bits, STEP, "zeros", 0)
+    return {
+        ("descriptor", schedule.name): "\n".join(f"{line} apart" for line in _rows(sizes, STEP, PACKED, format))
+        for schedule, sizes in ((COOPERATIVE, SHARED_TILES), (PINGPONG, TURNS))
+    }

@@ -48,7 +48,8 @@ HOPPER: dict[str, Rows] = {
             64x64x64   8 4 3 0.20 swap strided splits
             16x64x128  8 4 3 0.20 swap strided splits
         """,
-    },
+    }
+    | any_width_tiles.packed_rows(4),
     "packed8": {
         ("descriptor", "tile"): """
             16x64x256   1 4 3 0.40 swap splits
@@ -83,7 +84,8 @@ HOPPER: dict[str, Rows] = {
             64x64x64   8 4 3 0.20 swap strided splits
             16x64x128  8 4 3 0.20 swap strided splits
         """,
-    },
+    }
+    | any_width_tiles.packed_rows(8),
     "scaled": {
         ("descriptor", "tile"): """
             128x128x128 16 8 3 0.56 split splits

@@ -185,7 +185,7 @@ def _space(
     entries = []
     codes: dict[object, int] = {}
     for row, tile in enumerate(tiles_of(family, kind)):
-        code = schedules.of(tile.config.schedule).code(tile.config)
+        code = schedules.of(tile.config.schedule).code(tile.config, kind)
         number = codes.setdefault(row if code is None else (tile.config.schedule, code), row)
         if tile.config.schedule not in names or (tile.blocks and not blocks):
             continue

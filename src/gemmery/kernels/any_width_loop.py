@@ -1,0 +1,302 @@
+"""The K loop of tiles of any width, as assembly; see `any_width`.
+
+The loop is within the assembly, since one around several pieces of assembly takes longer.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+
+from . import any_width_packed as packed
+from .any_width_packed import Format
+
+#: Stages that there are barriers for.
+STAGES = gl.constexpr(12)
+
+
+#: From the first stage's barrier `full` to a stage of which nobody waits for `free`: before the first step there is none.
+NOWHERE = 8 * (STAGES.value + 3)
+
+
+def value_of(x):
+    """A constant's value."""
+    return getattr(x, "value", x)
+
+
+def format_of(x):
+    """The format of a packed weight, of a constant that may be None."""
+    text = value_of(x)
+    return None if text is None else Format.of(text)
+
+
+@gluon.constexpr_function
+def x_bytes_of(rows, FORMAT):
+    """As `any_width_packed.x_bytes`, which Triton does not let it call."""
+    return rows * (128 if FORMAT is None else 8 * int(FORMAT.split("/")[1]))
+
+
+@gluon.constexpr_function
+def step_of(KIND):
+    """Elements along K of a stage."""
+    return 64 if "16" in KIND else 128
+
+
+#: The upper half of all matrix descriptors: swizzled by 128 bytes, 1024 bytes from one 8 rows to the next.
+_HEAD = 1 << 30 | 64
+#: Assembly that waits, each thread on its own, until the phase of this parity of a barrier is complete. Before Gluon's
+#: own, all threads of a warpgroup meet.
+WAIT = "\nAGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [{barrier}], {phase}; @!done bra AGAIN;"
+
+
+def releasing(stage, offset=0):
+    """Assembly that says that a warp has read a stage, at its barrier `free`.
+
+    Args:
+        stage: the address of the stage's barrier `full`.
+    """
+    return f"elect.sync _|one, 0xffffffff; @one mbarrier.arrive.shared::cta.b64 _, [{stage} + {8 * STAGES.value + offset}];"
+
+
+def switch(index, values, cases):
+    """Assembly that runs the case of the value that register `index` has, which is one of `values`, in order.
+
+    Branches are uniform: all threads have the same value.
+    """
+    if len(cases) == 1:
+        return cases[0]
+    half = len(cases) // 2
+    lower, upper = switch(index, values[:half], cases[:half]), switch(index, values[half:], cases[half:])
+    return (
+        f"{{ .reg .pred less; setp.lt.s32 less, {index}, {values[half]}; @less bra.uni LOWER; {upper} bra.uni DONE;\n"
+        f"LOWER: {lower}\nDONE: }}"
+    )
+
+
+def _products(sums, KIND, turned, adds):
+    """Assembly that begins a step's products, of what registers x and y describe.
+
+    Args:
+        sums: for each 64 rows of X the registers of the sums.
+        KIND, turned: see `multiply_steps`; `turned` is of X and of Y.
+        adds: whether the step is added to what the registers have: a predicate, or 0.
+    """
+    # A fourth of a step along K is 32 bytes further, or 16 rows; in units of 16 bytes.
+    x_step, y_step = (128 if each else 2 for each in turned)
+    wide = "16" in KIND
+    # Only operands of 16 bits can be turned.
+    behind = f", {int(turned[0])}, {int(turned[1])}" if wide else ""
+    lines = ["wgmma.fence.sync.aligned;"]
+    for row, registers in enumerate(sums):
+        for i in range(4):
+            # 64 rows of 128 bytes are 512 units, however they lie.
+            lines.append(
+                f"add.s32 own, x, {512 * row + i * x_step}; mov.b64 own_x, {{own, {_HEAD}}};"
+                f"add.s32 own, y, {i * y_step}; mov.b64 own_y, {{own, {_HEAD}}};"
+                f"wgmma.mma_async.sync.aligned.m64n{2 * len(registers)}k{16 if wide else 32}.f32.{KIND}"
+                f" {{{', '.join(registers)}}}, own_x, own_y, {'1' if i else adds}, 1, 1{behind};"
+            )
+    return "\n".join([*lines, "wgmma.commit_group.sync.aligned;"])
+
+
+def _step(sums, KIND, turned):
+    """Assembly of a step's products, and of the release of the stage that they are the last to read.
+
+    Args:
+        sums: for each 64 rows of X the registers of the accumulator.
+        KIND, turned: see `multiply_steps`.
+    """
+    # This step's products stay under way, so those of the step before are done with their blocks.
+    return (
+        f"{_products(sums, KIND, turned, 'adds')} wgmma.wait_group.sync.aligned 1;"
+        f"{releasing('before')} setp.eq.s32 adds, 0, 0;"
+    )
+
+
+def _packed_steps(sums, KIND, turned, format, rows, go_on):
+    """Assembly of the steps' loop where X is a packed weight, which is unpacked on the way.
+
+    Each operand of a step has registers of its own, which are written again while the products of up to three others
+    are under way, the first one's behind those of the step before. In another order Triton 3.8's assembler, and older
+    ones, would make the products wait for each other.
+
+    Args:
+        turned: of Y.
+        format: see `any_width_packed.Format`.
+        rows: of X in a stage.
+        go_on: assembly that goes on to the next step, and says whether there is `more`.
+    """
+    own, kind = len(sums), KIND.split(".")[0]
+    left, width = packed.PIECES - 1, 2 * len(sums[0])
+    released = releasing("earlier", -width)
+    begin = (
+        f"{{ {WAIT.format(barrier='at', phase='phase')} {packed.load(format, rows, own)}"
+        f"{packed.prepare(format, kind, own)} }}"
+    )
+    first = packed.unpacked(format, kind, own, 0)
+
+    def step(adds):
+        lines = []
+        for i in range(packed.PIECES):
+            lines.append(
+                f"add.s32 own, y, {i * (128 if turned else 2)}; mov.b64 own_y, {{own, {_HEAD}}};"
+                "wgmma.fence.sync.aligned;"
+            )
+            lines += [
+                f"wgmma.mma_async.sync.aligned.m64n{2 * len(registers)}k16.f32.{KIND} {{{', '.join(registers)}}},"
+                f" {{{', '.join(packed.pieces_of(row, i))}}}, own_y, {adds if i == 0 else 1}, 1, 1, {int(turned)};"
+                for row, registers in enumerate(sums)
+            ]
+            lines.append("wgmma.commit_group.sync.aligned;")
+            if i < left:
+                lines += [f"wgmma.wait_group.sync.aligned {left};", packed.unpacked(format, kind, own, i + 1)]
+        return f"{''.join(lines)} add.s32 earlier, before, {width}; {go_on}"
+
+    # The first step is apart, so that none depends on which one it is.
+    return (
+        f"{{ .reg .b32 earlier; {packed.registers(format)} {begin} {first} {step(0)} @!more bra.uni DONE;\n"
+        f"STEP: {begin} wgmma.wait_group.sync.aligned {left}; {released} {first} {step(1)}"
+        f"@more bra.uni STEP;\nDONE: wgmma.wait_group.sync.aligned 0; {released} }}"
+    )
+
+
+def _promoted_step(sums, KIND, spans):
+    """As `_step`, but the products have registers of their own, which are then added to the accumulator.
+
+    Other warpgroups multiply meanwhile.
+
+    Args:
+        spans: how many spans of columns a tile can touch, see `scales_of`; 0 where there are no scales.
+    """
+    own = [
+        [f"n{len(registers) * row + i}" for i in range(len(registers))] for row, registers in enumerate(sums)
+    ]
+    pieces = list(zip(sums, own, strict=True))
+    if spans:
+        before, added = _scales(spans), "".join(_scaled_sums(*piece) for piece in pieces)
+    else:
+        before = ""
+        added = "".join(f"add.f32 {x}, {x}, {y};" for piece in pieces for x, y in zip(*piece, strict=True))
+    return (
+        f"{{ .reg .f32 n<{sum(map(len, own))}>; {_products(own, KIND, (False, False), '0')} {before}"
+        f"wgmma.wait_group.sync.aligned 0; {releasing('at')} {added} }}"
+    )
+
+
+def _scales(spans):
+    """Assembly that multiplies the scales of a thread's two rows by those of all spans, and loads the next step's."""
+    return (
+        "".join(f"mul.f32 both{i}{j}, row{i}, col{j};" for i in range(2) for j in range(spans))
+        + "setp.gt.s32 more, left, 1;"
+        + "".join(
+            f"add.s64 at_{kind}{i}, at_{kind}{i}, {kind}_step; @more ld.global.f32 {kind}{i}, [at_{kind}{i}];"
+            for kind, count in (("row", 2), ("col", spans))
+            for i in range(count)
+        )
+    )
+
+
+def _scaled_sums(totals, numbers):
+    """Assembly that multiplies a step's numbers by their scales and adds them.
+
+    The tile's first span has `ahead` blocks of 8 columns. The blocks behind them have the scale of the next span.
+    """
+    lines = []
+    for block in range(len(totals) // 4):
+        # A span has 16 blocks.
+        span = block // 16
+        lines.append(f"setp.le.s32 less, ahead, {block % 16};")
+        for row in range(2):
+            lines.append(f"selp.f32 scale, both{row}{span + 1}, both{row}{span}, less;")
+            lines += [
+                f"fma.rn.f32 {totals[i]}, {numbers[i]}, scale, {totals[i]};"
+                for i in range(4 * block + 2 * row, 4 * block + 2 * row + 2)
+            ]
+    return "".join(lines)
+
+
+def _scales_of(first, spans):
+    """Assembly that declares the registers for scales, and loads those of the first step.
+
+    Args:
+        first: the number of the first register of what `scales_of` gives.
+    """
+    at = {"row0": first, "row1": first + 2} | {f"col{j}": first + 4 + 4 * j for j in range(spans)}
+    loads = "".join(f"mov.b64 at_{name}, ${i}; ld.global.f32 {name}, [at_{name}];" for name, i in at.items())
+    return (
+        ".reg .pred less; .reg .f32 row0, row1, col0, col1, col2, scale;"
+        ".reg .f32 both00, both01, both02, both10, both11, both12;"
+        ".reg .b64 at_row0, at_row1, at_col0, at_col1, at_col2, row_step, col_step; .reg .b32 ahead;"
+        f"mov.b64 row_step, ${first + 16}; mov.b64 col_step, ${first + 20}; mov.b32 ahead, ${first + 24}; {loads}"
+    )
+
+
+@builtin
+def multiply_steps(
+    acc, full, stage, phase, stages, steps, head_x, head_y, width, scales, X_ROWS, FIRST, KIND, PROMOTES, FORMAT, X_FORM,
+    Y_FORM, WIDTHS, _semantic=None,
+):  # fmt: skip
+    """The K loop of a warpgroup: the sum of the products of some rows of X and `width` of Y, of at least one step.
+
+    The products of the last step are still under way, see `last_step_done`, unless they are promoted. All arguments but
+    `acc` are blocks, see `in_block`.
+
+    Args:
+        acc: zeros, for each 64 rows of X as many blocks as the largest width has. Those behind `width` stay so.
+        full: the address of the first stage's barrier.
+        stage, phase: of the first step; see `rings.later`.
+        steps: how many there are.
+        head_x, head_y: matrix descriptors of the first stage's blocks, see `matrix_descriptor`; of a packed weight where
+            its words are, in units of 16 bytes.
+        X_ROWS, FIRST: rows of X in a stage, and the first of the warpgroup's.
+        KIND: the types of X and of Y, as PTX names them, with a point between them.
+        scales: what `scales_of` gives for steps that are multiplied by scales, which are promoted; (), where none is.
+        PROMOTES: whether each step is summed by itself and then added. Tensor cores sum fp8 with 14 bits.
+        FORMAT: of a packed weight, which is X; see `any_width_packed.Format`. Otherwise None.
+        X_FORM, Y_FORM: how the operands lie.
+        WIDTHS: what `width` may be, in order.
+    """
+    widths = [value_of(width) for width in value_of(WIDTHS)]
+    numbers = 4 * len(acc.values)
+    # Every operand comes four times, a register for each number of a thread.
+    full_, stage_, phase_, stages_, steps_, x_, y_, width_ = (f"${2 * numbers + 4 * i}" for i in range(8))
+    turned = value_of(X_FORM) == "turned", value_of(Y_FORM) == "turned"
+    rows, format = value_of(X_ROWS), format_of(FORMAT)
+    # In units of 16 bytes.
+    x_block = packed.x_bytes(rows, format) // 16
+    go_on = (
+        f"mov.b32 before, at; add.s32 at, at, 8; add.s32 x, x, {x_block}; add.s32 y, y, y_rows;"
+        f"add.s32 stage, stage, 1; setp.ge.s32 wraps, stage, {stages_};"
+        f"@wraps mov.b32 stage, 0; @wraps mov.b32 at, {full_}; @wraps mov.b32 x, {x_}; @wraps mov.b32 y, {y_};"
+        "@wraps xor.b32 phase, phase, 1; sub.s32 left, left, 1; setp.gt.s32 more, left, 0;"
+    )
+    arrived, kind = WAIT.format(barrier="at", phase="phase"), value_of(KIND)
+    # A tile may begin within a span.
+    spans = 1 + -(-widths[-1] // 128) if len(scales) else 0
+    cases = []
+    for each in widths:
+        sums = [[f"${first + i}" for i in range(each // 2)] for first in range(0, numbers, widths[-1] // 2)]
+        if format is not None:
+            cases.append(_packed_steps(sums, kind, turned[1], format, rows, go_on))
+            continue
+        step = _promoted_step(sums, kind, spans) if value_of(PROMOTES) else _step(sums, kind, turned)
+        cases.append(f"{{\nSTEP: {arrived} {step} {go_on} @more bra.uni STEP; }}")
+    before = _scales_of(2 * numbers + 32, spans) if spans else ""
+    if format is not None:
+        before = packed.begin(format, rows, value_of(FIRST), stages_, width_)
+    constraints = ["=f"] * numbers + [str(i) for i in range(numbers)] + ["r"] * 32
+    constraints += ["l"] * 24 + ["r"] * 4 if spans else []
+    made = gl.inline_asm_elementwise(
+        f"{{ {before}"
+        ".reg .pred adds, done, one, wraps, more; .reg .b64 own_x, own_y;"
+        ".reg .b32 stage, phase, at, before, left, x, y, y_rows, own;"
+        f"mov.b32 stage, {stage_}; mov.b32 phase, {phase_}; mov.b32 left, {steps_}; setp.ne.s32 adds, 0, 0;"
+        f"mad.lo.s32 at, stage, 8, {full_}; add.s32 before, {full_}, {NOWHERE}; mad.lo.s32 x, stage, {x_block}, {x_};"
+        f"mul.lo.s32 y_rows, {width_}, 8; mad.lo.s32 y, stage, y_rows, {y_};"
+        f"{switch(width_, widths, cases)} }}",
+        ",".join(constraints),
+        [*acc.values, full, stage, phase, stages, steps, head_x, head_y, width, *scales],
+        dtype=[gl.float32] * len(acc.values), is_pure=False, pack=4, _semantic=_semantic,
+    )  # fmt: skip
+    return gl.tuple(list(made))
+
+
