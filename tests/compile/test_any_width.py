@@ -8,6 +8,7 @@ import torch
 from gemmery import Config, schedules
 from gemmery.lab.abstract import abstract_problem
 from gemmery.lab.inspection.resources import usage
+from gemmery.lab.inspection.sass import disassemble
 from gemmery.launch.cross_compile import compiling_for
 from gemmery.schedules.any_width import COOPERATIVE
 from gemmery.select.samples import arguments
@@ -64,6 +65,25 @@ KINDS = [
     ({"dtype": "fp8", "scales": "block"}, "192x96x128-g8-w12-s5-cooperative-descriptor"),
     ({"dtype": "fp8", "scales": "block"}, "64x176x128-g8-w4-s6-cooperative-descriptor"),
 ]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("format", ["int4", "int8", "nvfp4", "nf4", "e4m3"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("text", [
+    "64x64x64-g8-w4-s8-cooperative-descriptor-k2-swap", "256x64x64-g8-w4-s5-cooperative-descriptor-swap",
+    "224x128x64-g8-w8-s4-cooperative-descriptor-swap", "192x192x64-g8-w12-s4-cooperative-descriptor-swap",
+    "128x256x64-g8-w8-s4-cooperative-descriptor-swap", "128x128x64-g8-w8-s6-pingpong-descriptor-swap",
+])  # fmt: skip
+def test_products_with_packed_weights_do_not_wait_for_each_other(text, format, dtype):
+    problem = abstract_problem(3000, 1024, 4096, device=device_named("H200"), weight=format, dtype=dtype)
+    with compiling_for("sm_90"):
+        compiled = schedules.bind(problem, Config.of(text)).compile(*arguments(problem, "meta"))
+    # A few of the kernel's arguments, before and behind the loops.
+    assert usage(compiled).spilled <= 16
+    # The assembler has a wait for all products behind each one where it finds no registers for several.
+    code = disassemble(compiled.asm["cubin"])
+    assert code.count("WARPGROUP.DEPBAR.LE gsb0, 0x3") >= 6 * Config.of(text).num_warps // 4
 
 
 @pytest.mark.sampled(3)

@@ -16,6 +16,7 @@ from gemmery.lab.abstract import of_row
 from gemmery.lab.fusions import FUSIONS
 from gemmery.lab.inputs import check, make_inputs
 from gemmery.lab.suites import Row
+from gemmery.operands import Packed
 from gemmery.schedules.any_width import COOPERATIVE
 from gemmery.select.shapes import device_named, problem_of
 from gemmery.select.space import kind_of, tiles_of
@@ -255,6 +256,65 @@ def test_other_kinds_of_operands(kind, rows):
             hooks.remove(seen.append)
         assert seen
         assert torch.equal(ordinary, first), (str(config), row)
+
+
+#: Formats of packed weights, with what is asked for besides.
+PACKED = {
+    "int4": {}, "int4 16": {"group_size": 16}, "int4 64 zeros": {"group_size": 64, "symmetric": False},
+    "int4 channel": {"group_size": 0}, "int8": {}, "int8 32 zeros": {"group_size": 32, "symmetric": False},
+    "e4m3": {}, "e5m2": {}, "mxfp4": {}, "nvfp4": {}, "nf4": {},
+}  # fmt: skip
+PACKED_TILES = (
+    "96x64x64-g8-w4-s6-cooperative-descriptor-k2-swap", "160x128x64-g8-w8-s5-cooperative-descriptor-swap",
+    "64x192x64-g8-w12-s6-cooperative-descriptor-swap", "128x256x64-g8-w8-s4-cooperative-descriptor-swap",
+    "96x128x64-g8-w8-s5-pingpong-descriptor-swap", "64x64x128-g1-w4-s4-tile-descriptor-swap",
+)  # fmt: skip
+
+
+def packed_case(name, dtype):
+    """A product with a packed weight, and its problem; N and K divide by nothing, a tile may be larger than M."""
+    r = rng("any width", name, dtype)
+    m, n, k = r.randint(60, 700), 8 * r.randint(9, 90), 8 * r.randint(20, 250)
+    x, w = values((m, k), dtype), values((n, k), torch.float32) / 4
+    weight = gemmery.quantize(w, name.split()[0], dtype=dtype, **PACKED[name])
+    spec = Packed.of(
+        dtype, weight.format.name, weight.format.bits, weight.group_size, "zeros" if weight.zeros is not None else "",
+        N=n, K=k,
+    )  # fmt: skip
+    plain = problem_of(m, n, k, dtype=dtype, device=current(torch.device("cuda")))
+    return x, weight, replace(plain, b=spec)
+
+
+@pytest.fixture(scope="module")
+def packed():
+    found = {(name, dtype): packed_case(name, dtype) for name in PACKED for dtype in HALVES}
+    with Workers(Target.active()) as workers:
+        asked = [
+            workers.submit(problem, Config.of(text))
+            for _, _, problem in found.values()
+            for text in PACKED_TILES
+        ]
+        assert [future.result() for future in asked] == [None] * len(asked)
+    return found
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_weights(name, dtype, packed):
+    x, weight, problem = packed[name, dtype]
+    want = wide(x) @ weight.dequantize(torch.float64).mT
+    theirs = (wide(x @ weight.dequantize().mT) - want).norm() / want.norm()
+    *_, tile = [gemmery.linear(x, weight, config=text) for text in PACKED_TILES]
+    for text in PACKED_TILES:
+        refusal = schedules.of(Config.of(text).schedule).refusal(problem, Config.of(text))
+        assert refusal is None, refusal
+        torch.full_like(tile, torch.nan)
+        result = gemmery.linear(x, weight, config=text)
+        assert (wide(result) - want).norm() / want.norm() <= 1.05 * theirs + 1e-5, text
+        # The same numbers in the same order, but where K is cut.
+        assert "-k2" in text or torch.equal(result, tile), text
+        for _ in range(5):
+            assert torch.equal(gemmery.linear(x, weight, config=text), result), text
 
 
 @pytest.mark.parametrize("apart", [False, True])

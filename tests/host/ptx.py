@@ -8,7 +8,7 @@ _COMPARE = {
     "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b,
 }  # fmt: skip
 #: What is arithmetic of integers.
-_INTEGER = ("mov", "cvt", "cvta", "add", "sub", "mul", "mad", "min", "xor", "and", "shr")
+_INTEGER = ("mov", "cvt", "cvta", "add", "sub", "mul", "mad", "min", "xor", "and", "shr", "shl")
 #: The first thread, and where shared memory begins.
 _GIVEN = {"%tid.x": 0, "global_smem": 0}
 
@@ -75,7 +75,8 @@ class Program:
 
         Args:
             operands: the values of $0, $1, and so on.
-            machine: `machine.ptx(code, arguments)` runs what is no arithmetic of integers, and may give a value back.
+            machine: `machine.ptx(code, arguments, value)` runs what is no arithmetic of integers. It may give a register
+                back, or several, and their value.
         """
         registers, at = {}, 0
 
@@ -107,7 +108,8 @@ class Program:
             else:
                 found = machine.ptx(code, [to.strip(), *map(str.strip, given)], value)
                 if found is not None:
-                    registers[found[0]] = found[1]
+                    to, result = found
+                    registers.update(dict.fromkeys(to if isinstance(to, list) else [to], result))
 
     @staticmethod
     def _computed(kind, values, value):
@@ -118,5 +120,5 @@ class Program:
         a, b, *c = values
         return {
             "add": lambda: a + b, "sub": lambda: a - b, "mul": lambda: a * b, "mad": lambda: a * b + c[0],
-            "min": lambda: min(a, b), "xor": lambda: a ^ b, "and": lambda: a & b, "shr": lambda: a >> b,
+            "min": lambda: min(a, b), "xor": lambda: a ^ b, "and": lambda: a & b, "shr": lambda: a >> b, "shl": lambda: a << b,
         }[kind]()  # fmt: skip

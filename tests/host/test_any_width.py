@@ -66,7 +66,9 @@ def test_the_kernel_of_a_row_has_its_width(layout):
         assert tile_of(config).y in range(k["LEAST"], k["MOST"] + 1, k["EACH"])
         ring, stage_rows = k["RING_ROWS"], tile_of(config).x + tile_of(config).y
         assert config.num_stages * stage_rows <= ring
-        kernels.setdefault(schedules.of(config.schedule).code(config, "half"), set()).add((config.schedule, str(k)))
+        kernels.setdefault(schedules.of(config.schedule).code(config, "half"), set()).add(
+            (config.schedule, str(k))
+        )
     # What `code` takes for one kernel is one.
     found = [own for code in kernels.values() for own in code]
     assert len(found) == len({own for own in found}) <= 12
@@ -82,7 +84,7 @@ def test_the_kernel_of_a_row_has_its_width(layout):
         ("128x8x64-g8-w8-s4-cooperative-descriptor", "multiple of 8 from 16"),
         ("96x128x64-g8-w8-s4-cooperative-descriptor", "64 or 128 rows for each warpgroup"),
         ("128x128x64-g8-w12-s4-cooperative-descriptor", "64 or 128 rows for each warpgroup"),
-        ("128x256x64-g8-w8-s5-cooperative-descriptor", "there is shared memory for 4"),
+        ("128x256x64-g8-w8-s13-cooperative-descriptor", "barriers for 12"),
         ("128x128x64-g8-w8-s1-cooperative-descriptor", "needs at least 2"),
         ("128x128x32-g8-w8-s4-cooperative-descriptor", "block_k 64 or 128"),
         ("128x128x64-g8-w8-s4-cooperative-pointer", "descriptor loader"),
@@ -102,6 +104,7 @@ def test_configs_that_are_none(text, message):
         ({"layout": "NN"}, "128x176x64-g8-w8-s4-cooperative-descriptor", "multiple of 64"),
         ({"layout": "TT"}, "176x128x64-g8-w8-s4-cooperative-descriptor-swap", "multiple of 64"),
         ({"batch": (3,)}, "128x176x64-g8-w8-s4-cooperative-descriptor", "no batch"),
+        ({}, "128x256x64-g8-w8-s5-cooperative-descriptor", "there is shared memory for 4"),
         ({"dtype": torch.float32}, "128x176x64-g8-w8-s4-cooperative-descriptor", "fp16, bf16 or fp8"),
         ({}, "128x176x128-g8-w8-s4-cooperative-descriptor", "bfloat16 needs block_k 64"),
         ({"dtype": FP8}, "128x176x64-g8-w8-s4-cooperative-descriptor", "float8_e4m3fn needs block_k 128"),
@@ -143,6 +146,33 @@ def test_what_weights_in_two_halves_need(N, layout, text, message):
     p = abstract_problem(1000, N, 2048, device=H200, epilogue="swiglu", layout=layout)
     with pytest.raises(ValueError, match=message):
         schedules.bind(p, Config.of(text))
+
+
+@pytest.mark.parametrize(
+    ("format", "more", "text", "message"),
+    [
+        ("int4", {}, "128x176x64-g8-w8-s4-cooperative-descriptor", "need swap"),
+        ("int4", {}, "160x256x64-g8-w8-s4-cooperative-descriptor-swap", "registers for a width of 144"),
+        ("int4", {}, "256x128x64-g8-w8-s6-cooperative-descriptor-swap", "there is shared memory for 5"),
+        ("int4", {"epilogue": "swiglu"}, "128x128x64-g8-w8-s4-cooperative-descriptor-swap", "needs Triton"),
+    ],
+)
+def test_what_packed_weights_need(format, more, text, message):
+    p = abstract_problem(1000, 1536, 2048, device=H200, weight=format, **more)
+    with pytest.raises(ValueError, match=message):
+        schedules.bind(p, Config.of(text))
+
+
+@pytest.mark.parametrize("format", ["int4", "int8", "nf4", "e4m3"])
+def test_every_row_for_packed_weights_takes_them(format):
+    p = abstract_problem(1000, 1536, 2048, device=H200, weight=format)
+    rows = [
+        tile.config
+        for tile in tiles_of("hopper", p.b.kind)
+        if tile.config.schedule in ("cooperative", "pingpong")
+    ]
+    assert len(rows) > 20
+    assert {schedules.of(config.schedule).refusal(p, config) for config in rows} == {None}
 
 
 def test_each_kind_of_operand_is_considered():
@@ -297,6 +327,7 @@ def test_elements_that_two_tiles_store_have_the_same_bits(sizes, text):
             lambda *args, at=(row, col): (0, *at, p.M, 0, p.K),
             x,
             config.swap,
+            "rows",
         )
         at_m, at_n = (at_y, at_x) if config.swap else (at_x, at_y)
         own = cut[at_m : at_m + config.block_m, at_n : at_n + config.block_n]
@@ -320,7 +351,7 @@ def test_parts_of_large_tiles_are_as_many_as_the_ring_holds():
 def test_a_ring_that_lies_elsewhere_is_refused():
     line = "getelementptr (i8, ptr addrspace(3) @global_smem, i32 {})\n"
     barrier = 'asm "mbarrier.inval.shared::cta.b64 [$1];" ' + line
-    barriers = 8 * (2 * any_width.MOST_STAGES + 3)
+    barriers = 8 * (2 * any_width.MOST_STAGES + 4)
     made = 'asm "mbarrier.init.shared::cta.b64 [at + {}], count;"\n'
     named = 'asm "mov.b32 first, global_smem; add.s32 $0, first, {};"\n'
     others = line.format(4096 + barriers) + barrier.format(4096) + barrier.format(4104)

@@ -17,7 +17,7 @@ from collections import Counter
 import pytest
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
-from gemmery.kernels import any_width, rings
+from gemmery.kernels import any_width, any_width_loop, any_width_packed, rings
 
 from .ptx import Program
 
@@ -35,6 +35,8 @@ class Constant(int):
 
 
 STEP, ROW, STAGES = 64, Constant(any_width.ROW.value), Constant(any_width.STAGES.value)
+#: 4-bit integers with scales, of which two steps have the same.
+INT4 = any_width_packed.Format("int", 4, 2 * STEP, "", 8)
 program = functools.cache(Program)
 
 
@@ -179,6 +181,8 @@ class Warp:
             scaled,
         )
         self.group, self.under_way = [], []
+        # Registers that products under way read.
+        self.busy = Counter()
         self.begin()
 
     def begin(self):
@@ -221,6 +225,17 @@ class Warp:
         elif code.startswith("wgmma.commit_group"):
             self.under_way.append([row for rows in self.group for row in rows])
             self.group = []
+        elif code == "ld.shared.v4.b32":
+            found = self.machine.rows.get(address[0])
+            if found is None:
+                raise Wrong("no words there")
+            return re.findall(r"[\w.]+", arguments[0]), found
+        elif code == "ld.shared.b16":
+            # Those of a row, and of the one 8 behind it.
+            return arguments[0], self.machine.rows.get(address[0] // 128 * 128)
+        elif code == "unpack":
+            self._unpack(arguments, value)
+            return re.findall(r"[\w.]+", arguments[0]), (value(arguments[1]), int(arguments[3]))
         elif code.startswith("wgmma.wait_group"):
             self.wait(value(arguments[0]))
         elif code == "add.f32":
@@ -241,6 +256,14 @@ class Warp:
         else:
             assert code.startswith("wgmma.fence"), code
         return None
+
+    def _unpack(self, arguments, value):
+        """An operand is unpacked into registers that no product reads any more, with the scales of its words."""
+        if any(self.busy[each] for each in re.findall(r"[\w.]+", arguments[0])):
+            raise Wrong("unpacked while products read it")
+        (_, row, k), scale = value(arguments[1]), value(arguments[2])
+        if scale != ("s", row, k // INT4.group):
+            raise Wrong("not the words' scales")
 
     def _add(self, total, number, scale=None):
         """A thread's number of the step's product is added to its total, maybe times a scale."""
@@ -265,8 +288,22 @@ class Warp:
 
     def _load(self, code, arguments, address, value):
         tensor_map, at = re.fullmatch(r"\[(\S+), (\{.*\})\]", arguments[1]).groups()
-        operand = 0 if value(tensor_map) == "gemm_any_width_param_0" else 1
-        k, row, *more = (value(each) for each in at.strip("{}").split(","))
+        number, places = value(tensor_map), [value(each) for each in at.strip("{}").split(",")]
+        if self.forms[0] == "packed" and number == f"gemm_any_width_param_{7 + 5 + 5}":
+            row, group = places
+            writes = {address[0] + 2 * i: ("s", row + i, group) for i in range(0, self.boxes[0], 64)}
+            self.machine.load(address[-1], 2 * self.boxes[0], writes)
+            return
+        operand = 0 if number == "gemm_any_width_param_0" else 1
+        if operand == 0 and self.forms[0] == "packed":
+            _, line, strip = places
+            lines = self.boxes[0] // 16 * 4
+            writes = {
+                address[0] + 128 * i: ("x", 16 * (strip + i // 4), 16 * (line + i % 4)) for i in range(lines)
+            }
+            self.machine.load(address[-1], 128 * lines, writes)
+            return
+        k, row, *more = places
         if self.forms[operand] == "pairs":
             # Its first coordinates are k and a row of the first eight of the first half.
             assert (row, more[0]) == (0, 0)
@@ -278,6 +315,9 @@ class Warp:
         self.machine.load(address[-1], 128 * rows, writes)
 
     def _multiply(self, width, arguments, value):
+        if arguments[1].startswith("{"):
+            self._multiply_pieces(width, arguments, value)
+            return
         x, y = (value(each) * 16 for each in arguments[1:3])
         # The sixteenths along K of 64 rows of X, and then those of the next 64.
         part = len(self.group) % 4
@@ -298,9 +338,35 @@ class Warp:
         elif read != self.steps[-1][-1]:
             raise Wrong("a stage changes while it is read")
 
+    def _multiply_pieces(self, width, arguments, value):
+        """As `_multiply`, with one of the operands of a packed step."""
+        pieces = re.findall(r"[\w.]+", arguments[1])
+        (found, part), y = value(pieces[0]), value(arguments[2]) * 16
+        assert y % 128 == 32 * part, "not the operand's sixteenth along K"
+        others = [y - 32 * part + 128 * i for i in range(width)]
+        self.machine.reading.update(others)
+        self.busy.update(pieces)
+        self.group.append([*others, *pieces])
+        self.machine.pause()
+        _, row, k = found
+        read = (
+            tuple(("x", row + i, k) for i in range(64)),
+            tuple(self.machine.rows.get(each) for each in others),
+        )
+        if part == 0 and len(self.group) == 1:
+            if value(arguments[3]) == 0:
+                self.steps = []
+            self.steps.append([])
+        if part == 0:
+            self.steps[-1].append(read)
+        elif read not in self.steps[-1]:
+            raise Wrong("a stage changes while it is read")
+
     def wait(self, left):
         while len(self.under_way) > left:
-            self.machine.reading.subtract(self.under_way.pop(0))
+            done = self.under_way.pop(0)
+            self.machine.reading.subtract(each for each in done if isinstance(each, int))
+            self.busy.subtract(each for each in done if isinstance(each, str))
 
 
 def kernel(machine, number, programs, groups, boxes, forms, streams, scaled, edit, changes):
@@ -337,9 +403,24 @@ def kernel(machine, number, programs, groups, boxes, forms, streams, scaled, edi
         program_id=lambda axis: number, num_programs=lambda axis: programs, minimum=min, maximum=max, int32=int,
         float32=float, inline_asm_elementwise=inline_asm_elementwise, tuple=list,
     )  # fmt: skip
+    own = {
+        name: value
+        for file in (any_width_loop, any_width)
+        for name, value in vars(file).items()
+        if name[:2] != "__"
+    }
+    kept = ("value_of", "format_of", "releasing", "switch", "WAIT", "NOWHERE")
+    packed = types.SimpleNamespace(**vars(any_width_packed) | {
+        "prepare": lambda *given: "",
+        "unpacked": lambda format, kind, own, piece: "".join(
+            f"unpack {{{', '.join(any_width_packed.pieces_of(i, piece))}}}, word{4 * i}, scale{i}_0_0, {piece};"
+            for i in range(own)
+        ),
+    })  # fmt: skip
     names = {
-        name: value for name, value in vars(any_width).items() if name.startswith("_") and not name.startswith("__")
+        name: value for name, value in own.items() if name.startswith("_") or name in kept
     } | {
+        "packed": packed, "x_bytes_of": lambda rows, format: any_width_packed.x_bytes(rows, format and INT4),
         "gl": gl, "ROW": ROW, "STAGES": STAGES, "step_of": lambda kind: STEP,
         "later": types.FunctionType(rings.later.fn.__code__, {"gl": gl}), "shared_at": lambda at: at,
         "wgmma_wait": wgmma_wait, "matrix_descriptor": lambda address, chunk: address // 16,
@@ -348,9 +429,19 @@ def kernel(machine, number, programs, groups, boxes, forms, streams, scaled, edi
         "tma": types.SimpleNamespace(store_wait=lambda left: None)
     } | changes  # fmt: skip
     for name in ("load_steps", "multiply_steps", "release"):
-        function = inspect.unwrap(getattr(any_width, name))
+        function = inspect.unwrap(own[name])
         made = types.FunctionType(function.__code__, names, name, function.__defaults__)
         names.setdefault(name, made)
+    for name in (
+        "_step",
+        "_promoted_step",
+        "_packed_steps",
+        "_products",
+        "_scales",
+        "_scaled_sums",
+        "_scales_of",
+    ):
+        names[name] = types.FunctionType(own[name].__code__, names, name)
     for name in (
         "turn_of",
         "unused",
@@ -378,6 +469,7 @@ def emulate(
     forms=("rows", "rows"),
     promotes=False,
     scales=False,
+    format=None,
     arrivals=0,
     waits=lambda at: True,
     edit=lambda text: text,
@@ -390,6 +482,7 @@ def emulate(
         forms: how X and Y lie.
         promotes: whether each step is summed by itself and then added.
         scales: whether it is multiplied by scales before.
+        format: of X, which is packed.
         arrivals: how many more a stage waits for than there are before it is loaded again.
         waits: whether there is any waiting at a barrier.
         edit: changes the assembly.
@@ -405,7 +498,9 @@ def emulate(
     for group in range(2):
         # All four warps of a group arrive here, of which Gluon makes one.
         machine.barriers[BARRIERS_AT + 8 * (2 * most + group)] = Barrier(4)
-    machine.barriers[BARRIERS_AT + 8 * (2 * most + 2)] = Barrier(4 * groups)
+    # The last one is nobody's.
+    for last in (2, 3):
+        machine.barriers[BARRIERS_AT + 8 * (2 * most + last)] = Barrier(4 * groups)
     if takes_turns:
         machine.barriers[BARRIERS_AT + 8 * 2 * most].arrive(4)
     done, own = [], x_rows if takes_turns else x_rows // groups
@@ -420,6 +515,9 @@ def emulate(
     def finish_tile(acc, out, slots, args, shape, row, col, width, spread, first_slot, cut, *rest):
         # What is stored lies where this warpgroup's rows of X were.
         rows = [64 * first_slot + stage * x_rows + i for stage in range(stages) for i in range(own)]
+        if format is not None:
+            # All of it: parts lie side by side.
+            rows = range(stages * (x_rows + width))
         if spread and any(machine.reading[128 * i] for i in rows):
             raise Wrong("the ring is read when it has become slots")
         first_k, last_k = (0, K) if cut is None or cut[0] is False else cut
@@ -453,8 +551,10 @@ def emulate(
     of_thread, found = {}, {}
     # Two boxes of each operand, of which the second one has some rows of the first.
     boxes = tuple((rows // 32 + 1) * 16 for rows in (x_rows, width))
+    if format is not None:
+        boxes = random.Random(seed).choice((64, x_rows)), boxes[1]
     stood_in = {"finish_tile": finish_tile, "combine": combine, "scales_of": scales_of} | changes
-    streams, widths = random.Random(seed).randrange(3), [width - 8, width, width + 8]
+    streams, widths = random.Random(seed).randrange(3), [width] if format else [width - 8, width, width + 8]
     names = kernel(machine, 1, 3, of_thread, boxes, forms, streams, scaled, edit, stood_in)
     unused = BARRIERS_AT + 8 * (2 * most + 2)
     barriers = types.SimpleNamespace(index=lambda at: BARRIERS_AT + 8 * at)
@@ -475,7 +575,7 @@ def emulate(
         return 0, number // across * rows, number % across * cols, shape[0], *part_of(unit)
 
     state, tile = (units, whole, parts, part_k, 0, 0, ()), (width, 8)
-    # PROMOTES, EVERY, X_ROWS, its widths, SWAP, PINGPONG, both forms, BUFFERS, PART, RING_BYTES and BARRIERS_AT.
+    # PROMOTES, EVERY, X_ROWS, its widths, SWAP, PINGPONG, FORMAT, both forms, BUFFERS, PART, RING_BYTES and BARRIERS_AT.
     constants = (
         promotes,
         (1, 128) if scales else None,
@@ -483,6 +583,7 @@ def emulate(
         widths,
         False,
         takes_turns,
+        format,
         *forms,
         1,
         64,
@@ -513,8 +614,12 @@ def emulate(
 
     def produce():
         of_thread[threading.get_ident()] = None
-        loads = *boxes, 128 * 2 * sum(boxes), streams
-        given = ring, sizes, state, tile, loads, place, x_rows, STEP, False, *forms, BARRIERS_AT
+        # Both boxes of each operand; of words and scales no row is loaded twice.
+        count = 128 * 2 * sum(boxes)
+        if format is not None:
+            count = x_rows // 16 * INT4.words + 128 * 2 * boxes[1] + 2 * x_rows
+        loads = *boxes, count, streams
+        given = ring, sizes, state, tile, loads, place, x_rows, STEP, False, format, *forms, BARRIERS_AT
         names["load_ahead"](*given)
         names["produce"](*given)
 
@@ -552,6 +657,11 @@ CASES = [
     # Steps that are multiplied by scales before, of two and of three times 128 columns.
     (2, 128, 88, 3, False, (300, 400, 330), 2, ("rows", "rows"), True, True),
     (1, 64, 168, 3, False, (200, 700, 200), 1, ("rows", "rows"), True, True),
+    # Packed weights.
+    (2, 128, 64, 3, False, (304, 400, 330), 2, ("packed", "rows"), False, False, str(INT4)),
+    (2, 256, 64, 4, False, (608, 300, 200), 1, ("packed", "rows"), False, False, str(INT4)),
+    (2, 128, 96, 3, True, (400, 300, 200), 1, ("packed", "rows"), False, False, str(INT4)),
+    (1, 64, 96, 3, False, (64, 96, 700), 3, ("packed", "rows"), False, False, str(INT4)),
 ]
 
 
@@ -582,6 +692,22 @@ MUTANTS = {
     },
     "sums that are promoted too early": {
         "edit": lambda text: text.replace("wait_group.sync.aligned 0", "wait_group.sync.aligned 9")
+    },
+    "operands that are unpacked while they are read": {
+        "edit": lambda text: text.replace("wait_group.sync.aligned 3", "wait_group.sync.aligned 9")
+    },
+    "a packed stage that is free while it is read": {
+        "edit": lambda text: text.replace("add.s32 earlier, before", "add.s32 earlier, at")
+    },
+    "the group parameters of another stage": {
+        "edit": lambda text: text.replace(
+            "mad.lo.s32 params, stage, 256, first", "mad.lo.s32 params, left, 256, first"
+        )
+    },
+    "a packed stage that is never free": {
+        "edit": lambda text: text.replace(
+            "@one mbarrier.arrive.shared::cta.b64 _, [earlier", "@!one exit [earlier"
+        )
     },
     "the first 128 columns' scales for all": {
         "edit": lambda text: text.replace("less, ahead, 1", "less, ahead, -1")

@@ -35,7 +35,15 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from . import any_width_packed as packed
 from .any_width_loop import (
-    STAGES, WAIT, format_of, multiply_steps, releasing, step_of, switch, value_of, x_bytes_of,
+    STAGES,
+    WAIT,
+    format_of,
+    multiply_steps,
+    releasing,
+    step_of,
+    switch,
+    value_of,
+    x_bytes_of,
 )  # fmt: skip
 from .rings import barrier, beside, last_to_arrive, later, rounded
 
@@ -209,8 +217,8 @@ def _loads(operand, row, k, rows, box, MAP, FORM, each):
     The last box ends where the block does, and may have rows of the one before it.
 
     Args:
-        operand: "x" or "y", a register that says where the block goes. Predicate `x_streams` or `y_streams` says whether
-            it is the first to leave L2, `x_more` or `y_more` whether there are several boxes.
+        operand: "x" or "y", a register that says where the block goes. Predicate `x_streams` or `y_streams` says
+            whether it is the first to leave L2, `x_more` or `y_more` whether there are several boxes.
         row, k, rows, box: registers; see `load_steps`.
         MAP: the number of the kernel's parameter that is the operand's tensor map.
         FORM: how the operand lies.
@@ -281,7 +289,7 @@ def load_steps(
     if params_bytes:
         params = (
             f"mad.lo.s32 params, stage, {params_bytes}, params_first;"
-            f"{packed.load_params(format, rows, x_box_, of_params[:format.kinds], row_, 'k')}"
+            f"{packed.load_params(format, rows, x_box_, of_params[: len(format.kinds)], row_, 'k')}"
         )
     if value_of(AHEAD):
         alone, free = "mov.u32 at, %tid.x; setp.ge.u32 one, at, 32; @one bra DONE;", ""
@@ -307,7 +315,8 @@ def load_steps(
         "{ .reg .pred one, done, wraps, ends, x_streams, y_streams, x_more, y_more; .reg .b64 policy;"
         f".reg .b32 stage, phase, at, k, x, y, x_first, y_first, y_bytes, params, params_first; {setup}\n"
         f"STEP: setp.ge.s32 ends, k, {last_}; @ends bra DONE; {free}"
-        f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [at], {count_}; {x} {y} {params} {go_on}\nDONE: mov.b32 $0, 0; }}",
+        f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [at], {count_}; {x} {y} {params} {go_on}\n"
+        "DONE: mov.b32 $0, 0; }",
         ",".join(["=r"] + ["r"] * 13),
         [full, stage, phase, stages, k, last_k, row, x_box, col, width, y_box, count, streams],
         dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
@@ -757,8 +766,11 @@ def consume(
     # In units of 16 bytes.
     OWN_AT: gl.constexpr = x_bytes_of(FIRST, FORMAT) // 16
     X_BLOCK: gl.constexpr = x_bytes_of(X_ROWS, FORMAT) // 16
+    head_x = (
+        address >> 4 if X_FORM == "packed" else matrix_descriptor(address, 8192 if X_FORM == "turned" else 16)
+    )
     heads = (
-        (address >> 4 if X_FORM == "packed" else matrix_descriptor(address, 8192 if X_FORM == "turned" else 16)) + OWN_AT,
+        head_x + OWN_AT,
         matrix_descriptor(address, 8192 if Y_FORM == "turned" else 16) + stages * X_BLOCK,
     )
     stage = gl.to_tensor(0)
@@ -836,13 +848,13 @@ def consume(
     ]
 )  # fmt: skip
 def gemm_any_width(
-    x, y, out, scales, shifts, M, N, K, units, whole, parts, part_k, tiles_m, tiles_n, width, band_m, x_box, y_box, step_bytes, streams,
-    stages, place_args, step_args, args, workspace,
+    x, y, out, scales, shifts, M, N, K, units, whole, parts, part_k, tiles_m, tiles_n, width, band_m, x_box, y_box,
+    step_bytes, streams, stages, place_args, step_args, args, workspace,
     PLACE: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, KIND: gl.constexpr, PROMOTES: gl.constexpr,
     EVERY: gl.constexpr, X_ROWS: gl.constexpr, LEAST: gl.constexpr, MOST: gl.constexpr, EACH: gl.constexpr,
     RING_ROWS: gl.constexpr, GROUPS: gl.constexpr, SWAP: gl.constexpr, PINGPONG: gl.constexpr, FORMAT: gl.constexpr,
-    X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr, REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
-    SOURCE: gl.constexpr,
+    X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr, REGISTERS: gl.constexpr,
+    LOADER_REGISTERS: gl.constexpr, SOURCE: gl.constexpr,
 ):  # fmt: skip
     """As many programs as run at once, which take units in turn: whole tiles, and then parts of tiles.
 
@@ -894,7 +906,9 @@ def gemm_any_width(
     # Four warps of each warpgroup read a stage.
     begin(stages, 4 * (1 if PINGPONG else GROUPS), GROUPS, BARRIERS_AT, X_FORM, Y_FORM)
     hopper.fence_async_shared()
-    load_ahead(ring, shape, state, tile, loads, PLACE, X_ROWS, STEP, SWAP, FORMAT, X_FORM, Y_FORM, BARRIERS_AT)
+    load_ahead(
+        ring, shape, state, tile, loads, PLACE, X_ROWS, STEP, SWAP, FORMAT, X_FORM, Y_FORM, BARRIERS_AT
+    )
     if PINGPONG:
         mbarrier.arrive(turn_of(ring, 0))
     if GROUPS == 1:

@@ -14,7 +14,7 @@ from .any_width_packed import Format
 STAGES = gl.constexpr(12)
 
 
-#: From the first stage's barrier `full` to a stage of which nobody waits for `free`: before the first step there is none.
+#: How far behind the first stage's barrier `full` that of no stage is. The first step releases it, and nobody waits.
 NOWHERE = 8 * (STAGES.value + 3)
 
 
@@ -52,9 +52,11 @@ def releasing(stage, offset=0):
     """Assembly that says that a warp has read a stage, at its barrier `free`.
 
     Args:
-        stage: the address of the stage's barrier `full`.
+        stage: a register with the address of the stage's barrier `full`.
+        offset: what has to be added to it.
     """
-    return f"elect.sync _|one, 0xffffffff; @one mbarrier.arrive.shared::cta.b64 _, [{stage} + {8 * STAGES.value + offset}];"
+    at = 8 * STAGES.value + offset
+    return f"elect.sync _|one, 0xffffffff; @one mbarrier.arrive.shared::cta.b64 _, [{stage} + {at}];"
 
 
 def switch(index, values, cases):
@@ -153,7 +155,7 @@ def _packed_steps(sums, KIND, turned, format, rows, go_on):
 
     # The first step is apart, so that none depends on which one it is.
     return (
-        f"{{ .reg .b32 earlier; {packed.registers(format)} {begin} {first} {step(0)} @!more bra.uni DONE;\n"
+        f"{{ .reg .b32 earlier; {packed.registers(format, own)} {begin} {first} {step(0)} @!more bra.uni DONE;\n"
         f"STEP: {begin} wgmma.wait_group.sync.aligned {left}; {released} {first} {step(1)}"
         f"@more bra.uni STEP;\nDONE: wgmma.wait_group.sync.aligned 0; {released} }}"
     )
@@ -232,8 +234,8 @@ def _scales_of(first, spans):
 
 @builtin
 def multiply_steps(
-    acc, full, stage, phase, stages, steps, head_x, head_y, width, scales, X_ROWS, FIRST, KIND, PROMOTES, FORMAT, X_FORM,
-    Y_FORM, WIDTHS, _semantic=None,
+    acc, full, stage, phase, stages, steps, head_x, head_y, width, scales, X_ROWS, FIRST, KIND, PROMOTES, FORMAT,
+    X_FORM, Y_FORM, WIDTHS, _semantic=None,
 ):  # fmt: skip
     """The K loop of a warpgroup: the sum of the products of some rows of X and `width` of Y, of at least one step.
 
@@ -245,8 +247,8 @@ def multiply_steps(
         full: the address of the first stage's barrier.
         stage, phase: of the first step; see `rings.later`.
         steps: how many there are.
-        head_x, head_y: matrix descriptors of the first stage's blocks, see `matrix_descriptor`; of a packed weight where
-            its words are, in units of 16 bytes.
+        head_x, head_y: matrix descriptors of the first stage's blocks, see `matrix_descriptor`; of a packed weight
+            where its words are, in units of 16 bytes.
         X_ROWS, FIRST: rows of X in a stage, and the first of the warpgroup's.
         KIND: the types of X and of Y, as PTX names them, with a point between them.
         scales: what `scales_of` gives for steps that are multiplied by scales, which are promoted; (), where none is.
@@ -298,5 +300,3 @@ def multiply_steps(
         dtype=[gl.float32] * len(acc.values), is_pure=False, pack=4, _semantic=_semantic,
     )  # fmt: skip
     return gl.tuple(list(made))
-
-

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import re
 import weakref
 from collections.abc import Sequence
@@ -152,7 +153,9 @@ class Tile(NamedTuple):
 def forms_of(config: Config, forms: Forms) -> tuple[Form, Form]:
     """How X and Y lie, see `kernels.any_width`."""
     a: Form = "turned" if forms.a_turned else "rows"
-    b: Form = "packed" if forms.packed else "turned" if forms.b_turned else "pairs" if forms.paired else "rows"
+    b: Form = (
+        "packed" if forms.packed else "turned" if forms.b_turned else "pairs" if forms.paired else "rows"
+    )
     return (b, a) if config.swap else (a, b)
 
 
@@ -255,9 +258,7 @@ class AnyWidth(PersistentStatic):
             return f"scales along K need {ROWS} rows for each warpgroup and no swap"
         widest = self.tile(c).widest(numbers_for(p))
         if self.tile(c).y > widest:
-            return (
-                f"an operand of this kind leaves registers for a width of {widest}"
-            )
+            return f"an operand of this kind leaves registers for a width of {widest}"
         if not self.considers(p, np.asarray(p.M)):
             return "a row that is added to one row may be the output itself, of which some is stored twice"
         return self._untaken(c, Forms.of(p))
@@ -380,8 +381,9 @@ class AnyWidthBinding(Binding):
         self.forms, self.format = forms_of(c, Forms.of(p)), format_of(Forms.of(p))
         self.part = tile.part
         each = max(tile.each, EACH[self.forms[1]])
-        # A narrow tile has a kernel of its own, since it stores fewer columns at a time. So has each with a packed weight:
-        # with several widths Triton 3.8's assembler, and older ones, would make products wait for each other.
+        # A narrow tile has a kernel of its own, since it stores fewer columns at a time. So has each width with a
+        # packed weight: in a kernel for several, Triton 3.8's assembler, and older ones, make products wait for each
+        # other.
         shares = tile.y >= PART and self.format is None
         least, most = (self.part, tile.widest(numbers_for(p))) if shares else (tile.y, tile.y)
         registers, loader = REGISTERS[tile.groups]
@@ -452,11 +454,16 @@ class AnyWidthBinding(Binding):
         x, y = (b, a) if c.swap else (a, b)
         whole, cut, *parts = self.work.units(c.block_k)
         loaded = [-(-rows // box) * box for rows, box in zip((tile.x, tile.y), boxes, strict=True)]
-        step_bytes = packed.x_bytes(loaded[0], self.format) + loaded[1] * ROW + packed.params_bytes(tile.x, self.format)
+        step_bytes = (
+            packed.x_bytes(loaded[0], self.format)
+            + loaded[1] * ROW
+            + packed.params_bytes(tile.x, self.format)
+        )
         workspace = None if self.split is None else self.workspace(out.device)
         return [
             self._operand(x, c.swap, ROWS, boxes[0]), self._operand(y, not c.swap, self.part, boxes[1]),
-            descriptor(out, (p.M, p.out_n), (p.out.row, 1), block), *self._params(of_b, boxes[0]), p.M, p.N, p.K, whole + cut, whole, *parts,
+            descriptor(out, (p.M, p.out_n), (p.out.row, 1), block), *self._params(of_b, boxes[0]),
+            p.M, p.N, p.K, whole + cut, whole, *parts,
             -(-p.M // c.block_m), -(-p.N // c.block_n), tile.y, c.group_m, *boxes,
             step_bytes, self.streams, c.num_stages, (), step_args,
             epilogue_arguments(p, self.part, extras, numbers), workspace,
@@ -506,7 +513,6 @@ class AnyWidthBinding(Binding):
         made.box = [box // both, 2, EIGHT, step]
         return made
 
-
     def _words(self, tensor: Any, own: PackedAccess, rows: int, box: int) -> Any:
         """The descriptor of a packed weight's words, as `_operand`."""
         assert self.format is not None
@@ -534,7 +540,9 @@ def source() -> str:
     from ..kernels import any_width, any_width_loop, decoders
 
     files = (any_width, any_width_loop, packed, decoders)
-    return hashlib.sha256(b"".join(Path(x.__file__).read_bytes() for x in files)).hexdigest()[:16]
+    return hashlib.sha256(b"".join(Path(inspect.getfile(each)).read_bytes() for each in files)).hexdigest()[
+        :16
+    ]
 
 
 def check_maps(ptx: str) -> None:

@@ -16,6 +16,9 @@ from .binding import promotes
 from .cost import FILL, Costs, Floats, Given, Stream
 from .persistent_static import Work
 
+#: Rows of X that a warp group unpacks at a time.
+ROWS = 64
+
 if TYPE_CHECKING:
     from ..problem import Problem
     from ..select.space import Space
@@ -25,6 +28,11 @@ EFFICIENCY, EDGE = 0.903, 10.1
 #: What the products take longer where each step's sum is promoted, and where it is scaled before; for 1, 2 and 3
 #: warpgroups, of which the others multiply while one adds.
 PROMOTING, SCALING = (1.57, 1.14, 1.04), (1.8, 1.65, 1.6)
+#: Seconds of a step in which a packed weight is unpacked: once, and for each 64 rows. How they and the products add up,
+#: and what part of their rate these keep.
+UNPACK, UNPACK_ROWS, UNPACK_OVERLAP, UNPACK_EFFICIENCY = 1.42e-7, 5.68e-8, 3.42, 1.107
+#: Seconds until each warpgroup has the code for it.
+UNPACK_START = 5.03e-7
 #: Share of the bandwidth from L2 of one multiprocessor and of all together; seconds from asking for bytes until they
 #: are there.
 INTAKE, L2, LATENCY = 1.085, 0.974, 1.16e-6
@@ -62,6 +70,10 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool) -> Co
     busy = np.minimum(np.where(whole > 0, tiles, tiles * parts), device.sms)
     compute = own_steps * 2.0 * x * y * s.block_k / (given.rate * EFFICIENCY) * (1 + EDGE / y)
     compute = compute * _summing(p)[groups - 1]
+    if p.b.is_packed:
+        unpack = own_steps * (UNPACK + UNPACK_ROWS * x / ROWS)
+        q = UNPACK_OVERLAP
+        compute = ((compute / UNPACK_EFFICIENCY) ** q + unpack**q) ** (1 / q)
     share = np.minimum(INTAKE, L2 * device.sms / busy) * device.sm_bandwidth
     # Of a packed weight, which is X, words are loaded.
     loaded = x * (p.b.bits / p.a.bits) + y if p.b.is_packed else x + y
@@ -78,7 +90,8 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool) -> Co
     # Loads run ahead across tiles: only the time around the last tile is not overlapped with memory.
     loop = loop + (turns - 1) * around
     body = np.maximum((loop**OVERLAP + stream**OVERLAP) ** (1 / OVERLAP), waits)
-    once = START + around + store * (LAST_STORE if takes_turns else 0.0)
+    start = START + UNPACK_START * s.num_warps / 4 if p.b.is_packed else START
+    once = start + around + store * (LAST_STORE if takes_turns else 0.0)
     reduction = np.where(chunk > 0, REDUCTION + TIMES * parts * x * y * 4.0 / device.sm_bandwidth, 0.0)
     # So that a tile that is not cut has the kernel without that code.
     idle = np.where((s.split_k > 1) & (chunk == 0), IDLE, 1.0)

@@ -17,7 +17,7 @@ TURNS = ((128, 2, 128),)
 #: Columns of narrow tiles, of 64 rows of X.
 NARROW = (16, 32)
 #: Columns of tiles with a packed weight, each of which has a kernel of its own.
-WIDTHS = (16, 32, 64, 96, 128, 160, 192, 224, 256)
+WIDTHS = (64, 96, 128, 160, 192, 224, 256)
 #: Fewer stages do not keep the tensor cores busy.
 LEAST_STAGES = 3
 #: See `schedules.any_width.numbers_for`.
@@ -31,7 +31,7 @@ def _rows(
     for x, groups, own in sizes:
         known = Tile(x, 0, groups, own)
         for y in WIDTHS if format is not None else range(PART, known.widest(numbers) + 1, known.each):
-            if y > known.widest(numbers) or (y < PART and x not in CUT):
+            if y > known.widest(numbers):
                 continue
             stages = Tile(x, y, groups, own).most_stages(format)
             if stages >= LEAST_STAGES:
@@ -76,6 +76,8 @@ def packed_rows(bits: int) -> dict[tuple[str, str], str]:
     # There is room for as many stages with any group parameters, but for those of groups of less than a step.
     format = Format("", bits, STEP, "zeros", 0)
     return {
-        ("descriptor", schedule.name): "\n".join(f"{line} apart" for line in _rows(sizes, STEP, PACKED, format))
+        ("descriptor", schedule.name): "\n".join(
+            f"{line} apart" for line in _rows(sizes, STEP, PACKED, format)
+        )
         for schedule, sizes in ((COOPERATIVE, SHARED_TILES), (PINGPONG, TURNS))
     }
