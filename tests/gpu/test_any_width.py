@@ -12,11 +12,10 @@ from torch.nn import functional as F
 import gemmery
 from gemmery import Config, schedules
 from gemmery.devices import current
-from gemmery.lab.abstract import of_row
+from gemmery.lab.abstract import linear_problem, of_row
 from gemmery.lab.fusions import FUSIONS
 from gemmery.lab.inputs import check, make_inputs
 from gemmery.lab.suites import Row
-from gemmery.operands import Packed
 from gemmery.schedules.any_width import COOPERATIVE
 from gemmery.select.shapes import device_named, problem_of
 from gemmery.select.space import kind_of, tiles_of
@@ -276,13 +275,12 @@ def packed_case(name, dtype):
     r = rng("any width", name, dtype)
     m, n, k = r.randint(60, 700), 8 * r.randint(9, 90), 8 * r.randint(20, 250)
     x, w = values((m, k), dtype), values((n, k), torch.float32) / 4
-    weight = gemmery.quantize(w, name.split()[0], dtype=dtype, **PACKED[name])
-    spec = Packed.of(
-        dtype, weight.format.name, weight.format.bits, weight.group_size, "zeros" if weight.zeros is not None else "",
-        N=n, K=k,
-    )  # fmt: skip
-    plain = problem_of(m, n, k, dtype=dtype, device=current(torch.device("cuda")))
-    return x, weight, replace(plain, b=spec)
+
+    def quantized(w):
+        return gemmery.quantize(w, name.split()[0], dtype=dtype, **PACKED[name])
+
+    problem = linear_problem(x.to("meta"), quantized(w.to("meta")), current(torch.device("cuda")))
+    return x, quantized(w), problem
 
 
 @pytest.fixture(scope="module")

@@ -28,11 +28,12 @@ EFFICIENCY, EDGE = 0.903, 10.1
 #: What the products take longer where each step's sum is promoted, and where it is scaled before; for 1, 2 and 3
 #: warpgroups, of which the others multiply while one adds.
 PROMOTING, SCALING = (1.57, 1.14, 1.04), (1.8, 1.65, 1.6)
-#: Seconds of a step in which a packed weight is unpacked: once, and for each 64 rows. How they and the products add up,
-#: and what part of their rate these keep.
-UNPACK, UNPACK_ROWS, UNPACK_OVERLAP, UNPACK_EFFICIENCY = 1.42e-7, 5.68e-8, 3.42, 1.107
+#: Seconds of a step in which a packed weight is unpacked: once, and for each 64 rows. How they and the products add up.
+UNPACK, UNPACK_ROWS, UNPACK_OVERLAP = 1.31e-7, 6.87e-8, 3.78
+#: What part of `EFFICIENCY` these products have, with 64 rows for each warpgroup and with 128.
+UNPACK_EFFICIENCY = (1.0415, 1.087)
 #: Seconds until each warpgroup has the code for it.
-UNPACK_START = 5.03e-7
+UNPACK_START = 5.18e-7
 #: Share of the bandwidth from L2 of one multiprocessor and of all together; seconds from asking for bytes until they
 #: are there.
 INTAKE, L2, LATENCY = 1.085, 0.974, 1.16e-6
@@ -68,12 +69,11 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool) -> Co
     whole, chunk, parts = Work.divide_many(tiles, steps, device.sms, s.split_k)
     turns, own_steps = whole + (chunk > 0), whole * steps + chunk
     busy = np.minimum(np.where(whole > 0, tiles, tiles * parts), device.sms)
-    compute = own_steps * 2.0 * x * y * s.block_k / (given.rate * EFFICIENCY) * (1 + EDGE / y)
-    compute = compute * _summing(p)[groups - 1]
+    compute = own_steps * 2.0 * x * y * s.block_k / (given.rate * EFFICIENCY)
     if p.b.is_packed:
-        unpack = own_steps * (UNPACK + UNPACK_ROWS * x / ROWS)
-        q = UNPACK_OVERLAP
-        compute = ((compute / UNPACK_EFFICIENCY) ** q + unpack**q) ** (1 / q)
+        compute = _unpacking(compute, own_steps, x, groups)
+    else:
+        compute = compute * (1 + EDGE / y) * _summing(p)[groups - 1]
     share = np.minimum(INTAKE, L2 * device.sms / busy) * device.sm_bandwidth
     # Of a packed weight, which is X, words are loaded.
     loaded = x * (p.b.bits / p.a.bits) + y if p.b.is_packed else x + y
@@ -97,6 +97,19 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool) -> Co
     idle = np.where((s.split_k > 1) & (chunk == 0), IDLE, 1.0)
     total = (body + once + reduction) * idle
     return Costs(total, compute, l2, given.memory, once, reduction, np.zeros(1), turns * np.ones_like(total))
+
+
+def _unpacking(compute: Floats, steps: Floats, x: Floats, groups: Floats) -> Floats:
+    """The time of products that take so long by themselves, where X is a packed weight.
+
+    Args:
+        steps: of a program.
+        groups: warpgroups that share a tile.
+    """
+    products = compute / np.where(x > ROWS * groups, UNPACK_EFFICIENCY[1], UNPACK_EFFICIENCY[0])
+    unpack = steps * (UNPACK + UNPACK_ROWS * x / ROWS)
+    seconds: Floats = (products**UNPACK_OVERLAP + unpack**UNPACK_OVERLAP) ** (1 / UNPACK_OVERLAP)
+    return seconds
 
 
 def _summing(problem: Problem) -> Floats:

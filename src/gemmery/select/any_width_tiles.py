@@ -16,8 +16,9 @@ CUT = (64, 128)
 TURNS = ((128, 2, 128),)
 #: Columns of narrow tiles, of 64 rows of X.
 NARROW = (16, 32)
-#: Columns of tiles with a packed weight, each of which has a kernel of its own.
-WIDTHS = (64, 96, 128, 160, 192, 224, 256)
+#: Of tiles with a packed weight, each of which has a kernel of its own, widths are multiples of this. A warpgroup that
+#: has a tile alone takes up to a fifth longer than predicted with more columns than `ALONE`.
+STEP_PACKED, ALONE = 16, 128
 #: Fewer stages do not keep the tensor cores busy.
 LEAST_STAGES = 3
 #: See `schedules.any_width.numbers_for`.
@@ -29,17 +30,24 @@ def _rows(
 ) -> list[str]:
     lines = []
     for x, groups, own in sizes:
-        known = Tile(x, 0, groups, own)
-        for y in WIDTHS if format is not None else range(PART, known.widest(numbers) + 1, known.each):
-            if y > known.widest(numbers):
-                continue
+        for y in _widths(Tile(x, 0, groups, own), numbers, format):
             stages = Tile(x, y, groups, own).most_stages(format)
             if stages >= LEAST_STAGES:
                 cut = " splits" if x in CUT and own == ROWS else ""
                 if format is None:
                     lines.append(f"{x}x{y}x{step} 8 {4 * groups} {stages} 1.0{cut}")
-                lines.append(f"{y}x{x}x{step} 8 {4 * groups} {stages} 1.0 swap{cut}")
+                # A weight's words are few, so the other operand decides how high bands of tiles are.
+                band = 8 if format is None else 4
+                lines.append(f"{y}x{x}x{step} {band} {4 * groups} {stages} 1.0 swap{cut}")
     return lines
+
+
+def _widths(tile: Tile, numbers: Numbers, format: Format | None) -> range:
+    """The widths of tiles with so many rows of X."""
+    widest = tile.widest(numbers)
+    if format is None:
+        return range(PART, widest + 1, tile.each)
+    return range(PART, (widest if tile.groups > 1 else ALONE) + 1, STEP_PACKED)
 
 
 def rows(item: int, numbers: Numbers = None) -> dict[tuple[str, str], str]:
