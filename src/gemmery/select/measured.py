@@ -193,7 +193,7 @@ class Table:
         """
         there = self.known[:, own].any(axis=1)
         if not there.any():
-            return np.zeros((len(apart), len(own) + 1))
+            return np.full((len(apart), len(own) + 1), DOUBT * self.partial)
         apart, known, residuals = apart[:, there], self.known[there] * own, self.residuals[there] * own
         nearest = apart.min(axis=1, keepdims=True)
         weights = np.exp(-(apart - nearest) / (2 * self.reach**2) - nearest / (2 * self.far**2))
