@@ -2,7 +2,7 @@
 
 Its numbers are fitted to 904 times of random products on an H200
 (`benchmarks/results/looks/any_width_times-bf16.json`); those of epilogues and of fp8 to others
-(`any_width_kinds-mixed.json`).
+(`any_width_kinds-mixed.json`), and those of packed weights to int4's (`any_width_packed-bf16.json`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,6 @@ from .binding import promotes
 from .cost import FILL, Costs, Floats, Given, Stream
 from .persistent_static import Work
 
-#: Rows of X that a warp group unpacks at a time.
-ROWS = 64
-
 if TYPE_CHECKING:
     from ..problem import Problem
     from ..select.space import Space
@@ -28,6 +25,8 @@ EFFICIENCY, EDGE = 0.903, 10.1
 #: What the products take longer where each step's sum is promoted, and where it is scaled before; for 1, 2 and 3
 #: warpgroups, of which the others multiply while one adds.
 PROMOTING, SCALING = (1.57, 1.14, 1.04), (1.8, 1.65, 1.6)
+#: Rows of X that a warpgroup unpacks at a time.
+ROWS = 64
 #: Seconds of a step in which a packed weight is unpacked: once, and for each 64 rows. How they and the products add up.
 UNPACK, UNPACK_ROWS, UNPACK_OVERLAP = 1.31e-7, 6.87e-8, 3.78
 #: What part of `EFFICIENCY` these products have, with 64 rows for each warpgroup and with 128.
@@ -63,7 +62,7 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool) -> Co
     """
     p, s, device = problem, space, problem.device
     x, y = np.where(s.swap, s.block_n, s.block_m), np.where(s.swap, s.block_m, s.block_n)
-    groups = 1 if takes_turns else s.num_warps // 4
+    groups = np.ones_like(s.num_warps) if takes_turns else s.num_warps // 4
     steps = -(-max(p.K, 1) // s.block_k)
     tiles = -(-given.rows // s.block_m) * -(-p.N // s.block_n)
     whole, chunk, parts = Work.divide_many(tiles, steps, device.sms, s.split_k)
