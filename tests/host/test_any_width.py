@@ -8,17 +8,18 @@ import pytest
 import torch
 
 from gemmery import Config, schedules
-from gemmery.kernels import order, place
+from gemmery.kernels import any_width_packed, order, place
 from gemmery.lab.abstract import abstract_problem
 from gemmery.schedules import any_width
 from gemmery.schedules.any_width import Tile
-from gemmery.select import candidates, rank, samples, shortlist
+from gemmery.select import candidates, measured, rank, samples, shortlist
 from gemmery.select.shapes import device_named, problem_of
-from gemmery.select.space import tiles_of
+from gemmery.select.space import space_of, tiles_of
 from gemmery.tuning import tuner
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from gemmery.kernels import any_width as kernel
+from gemmery.kernels import any_width_loop as loop
 
 H200, FP8 = device_named("H200"), torch.float8_e4m3fn
 ROWS = [
@@ -136,7 +137,12 @@ def test_what_a_problem_refuses(given, text, message):
 @pytest.mark.parametrize(
     ("N", "layout", "text", "message"),
     [
-        (1536, "NT", "128x168x64-g8-w8-s4-cooperative-descriptor", "in two halves one of 16"),
+        (
+            1536,
+            "NT",
+            "128x168x64-g8-w8-s4-cooperative-descriptor",
+            "in two halves needs a width that is a multiple of 16",
+        ),
         (1536, "NT", "64x16x64-g8-w4-s4-cooperative-descriptor", "from 32 on"),
         (1544, "NT", "128x176x64-g8-w8-s4-cooperative-descriptor", "a multiple of 8 in each"),
         (1536, "NN", "128x128x64-g8-w8-s4-cooperative-descriptor", "with adjacent elements"),
@@ -154,6 +160,7 @@ def test_what_weights_in_two_halves_need(N, layout, text, message):
         ("int4", {}, "128x176x64-g8-w8-s4-cooperative-descriptor", "need swap"),
         ("int4", {}, "160x256x64-g8-w8-s4-cooperative-descriptor-swap", "registers for a width of 144"),
         ("int4", {}, "256x128x64-g8-w8-s6-cooperative-descriptor-swap", "there is shared memory for 5"),
+        ("int4", {}, "128x128x64-g8-w8-s2-cooperative-descriptor-swap", "need at least 3"),
         ("int4", {"epilogue": "swiglu"}, "128x128x64-g8-w8-s4-cooperative-descriptor-swap", "needs Triton"),
     ],
 )
@@ -163,16 +170,35 @@ def test_what_packed_weights_need(format, more, text, message):
         schedules.bind(p, Config.of(text))
 
 
-@pytest.mark.parametrize("format", ["int4", "int8", "nf4", "e4m3"])
-def test_every_row_for_packed_weights_takes_them(format):
+@pytest.mark.parametrize("format", ["int4", "int8", "nf4", "e4m3", "mxfp4", "nvfp4"])
+def test_every_tile_for_packed_weights_has_a_row_that_takes_them(format):
     p = abstract_problem(1000, 1536, 2048, device=H200, weight=format)
-    rows = [
-        tile.config
-        for tile in tiles_of("hopper", p.b.kind)
-        if tile.config.schedule in ("cooperative", "pingpong")
-    ]
-    assert len(rows) > 20
-    assert {schedules.of(config.schedule).refusal(p, config) for config in rows} == {None}
+    taken = {}
+    for tile in tiles_of("hopper", p.b.kind):
+        config = tile.config
+        if config.schedule in ("cooperative", "pingpong"):
+            size = config.schedule, config.block_m, config.block_n
+            refusal = schedules.of(config.schedule).refusal(p, config)
+            assert refusal is None or "shared memory" in refusal
+            taken[size] = taken.get(size, False) or refusal is None
+    assert len(taken) > 20
+    assert all(taken.values())
+
+
+def test_tiles_for_packed_weights_that_nobody_timed_are_doubted():
+    p = abstract_problem(1000, 1536, 2048, device=H200, weight="int4")
+    space = space_of(p)
+    factors = measured.factor(p, space, np.array([[1000.0]]))
+    own = np.isin(space.schedule, ["cooperative", "pingpong"])
+    assert own.any()
+    assert np.allclose(np.log(factors[0, own]), measured.DOUBT)
+    assert not np.allclose(np.log(factors[0, ~own]), measured.DOUBT)
+
+
+@pytest.mark.parametrize("text", ["int/4/128//8", "int/8/32/zeros/128", "e4m3/8/0//0", None])
+def test_both_say_how_many_bytes_a_block_has(text):
+    format = None if text is None else any_width_packed.StageFormat.of(text)
+    assert loop.x_bytes_of(128, text) == any_width_packed.x_bytes(128, format)
 
 
 def test_each_kind_of_operand_is_considered():

@@ -10,11 +10,11 @@ round, the tile comes out transposed, and n cuts M. A tile has X_ROWS by n eleme
 
 One warp (`produce`) loads blocks of both into a ring of stages, which it runs ahead in across tiles. For each step
 along K it has one load of X and one of Y, of as many rows as the tile has: any number, since it belongs to the tensor
-map. Warpgroups, which are four warps each (`consume`), multiply. They share a tile, each with its own rows of X, or
+map. If X is a packed weight, there is one more for each kind of group parameters. Warpgroups, which are four warps each (`consume`), multiply. They share a tile, each with its own rows of X, or
 with PINGPONG take tiles in turn: while one multiplies, the other one stores. These are CUTLASS's cooperative and
 ping-pong schedules (github.com/NVIDIA/cutlass).
 
-The ring holds the blocks of X of all stages, and then those of Y. Each stage has two barriers: `full` is complete when
+The ring holds the blocks of X of all stages, then those of Y, and then group parameters. Each stage has two barriers: `full` is complete when
 its blocks have arrived, `free` when all warps have read them. `turn` says which warpgroup may multiply. `unused` is
 complete when no warpgroup reads the ring any more.
 
@@ -22,9 +22,9 @@ A tile goes to memory in parts of 64 rows of X by some of Y, through slots of sh
 slots of its own. A program's last tile has a slot for each part, in the ring.
 
 Operands have a form, which says what the coordinates of their tensor maps are: "rows" are (k, row), "turned" is
-(row, k), where adjacent elements lie along the rows, and "pairs" are (k, row of 8, half, eight). Rows of a
-pair come from its two halves in turn, eight at a time, so that both numbers that make one of the output are in one
-thread.
+(row, k), where adjacent elements lie along the rows, "pairs" are (k, row of 8, half, eight), and "packed" is (word,
+line, strip), see `any_width_packed`. Rows of a pair come from its two halves in turn, eight at a time, so that both
+numbers that make one of the output are in one thread.
 """
 
 from triton.experimental import gluon
@@ -230,14 +230,14 @@ def _loads(operand, row, k, rows, box, MAP, FORM, each):
             "rows": (f"{{{k}, {row}}}", ""),
             "turned": (f"{{{row}, {k}}}", ""),
             "pairs": (f"{{{k}, zero, zero, eight}}", f"mov.b32 zero, 0; shr.u32 eight, {row}, 4;"),
-            # Four lines of words are 16 rows by 64 numbers of 4 bits along K, and a row has 8 bytes for each bit.
+            # A row has 8 bytes for each bit of a number, and 16 rows have a line for each 64 bits.
             "packed": (
                 "{zero, line, strip}",
-                f"mov.b32 zero, 0; mul.lo.s32 line, {k}, {each // 8}; shr.u32 line, line, 6; shr.u32 strip, {row}, 4;",
+                f"mov.b32 zero, 0; shr.u32 line, {k}, {6 - (each // 8).bit_length() + 1}; shr.u32 strip, {row}, 4;",
             ),
         }[FORM]
         load = f"cp.async.bulk.tensor.{_DIMS[FORM]}d.shared::cluster.global.mbarrier::complete_tx::bytes"
-        # A hint that says what is so without one makes loads slow of what many programs read.
+        # An explicit `evict_normal` slows loads of blocks that many programs read.
         return (
             f"{before} @{operand}_streams {load}.L2::cache_hint [{to}], [map, {at}], [at], policy;"
             f"@!{operand}_streams {load} [{to}], [map, {at}], [at];"
@@ -415,7 +415,7 @@ def sum_steps(
     """The sum of a warpgroup's products from `first_k` to `last_k`, at least a step.
 
     Args:
-        heads: matrix descriptors of its X and of Y in the first stage.
+        heads: where its X and Y are in the first stage, see `multiply_steps`.
         width: of the tile.
         scales, FORMAT: see `multiply_steps`.
         FIRST: the first of its rows of X.
@@ -884,7 +884,7 @@ def gemm_any_width(
         X_FORM, Y_FORM: how the operands lie.
         BUFFERS: slots that each warpgroup has beside the ring.
         REGISTERS, LOADER_REGISTERS: of a thread in all warpgroups but the first, and of the loader's.
-        SOURCE: tells versions of this file apart.
+        SOURCE: tells versions of the files apart that write assembly.
     """
     shape = (M, N, K)
     state = (units, whole, parts, part_k, tiles_m, tiles_n, place_args)

@@ -8,13 +8,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 
 from . import any_width_packed as packed
-from .any_width_packed import Format
+from .any_width_packed import StageFormat
 
 #: Stages that there are barriers for.
 STAGES = gl.constexpr(12)
 
 
-#: How far behind the first stage's barrier `full` that of no stage is. The first step releases it, and nobody waits.
+#: From the first stage's barrier `full` to that of the stage before the first step. There is none, and nobody waits.
 NOWHERE = 8 * (STAGES.value + 3)
 
 
@@ -26,7 +26,7 @@ def value_of(x):
 def format_of(x):
     """The format of a packed weight, of a constant that may be None."""
     text = value_of(x)
-    return None if text is None else Format.of(text)
+    return None if text is None else StageFormat.of(text)
 
 
 @gluon.constexpr_function
@@ -48,15 +48,13 @@ _HEAD = 1 << 30 | 64
 WAIT = "\nAGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [{barrier}], {phase}; @!done bra AGAIN;"
 
 
-def releasing(stage, offset=0):
+def releasing(stage):
     """Assembly that says that a warp has read a stage, at its barrier `free`.
 
     Args:
         stage: a register with the address of the stage's barrier `full`.
-        offset: what has to be added to it.
     """
-    at = 8 * STAGES.value + offset
-    return f"elect.sync _|one, 0xffffffff; @one mbarrier.arrive.shared::cta.b64 _, [{stage} + {at}];"
+    return f"elect.sync _|one, 0xffffffff; @one mbarrier.arrive.shared::cta.b64 _, [{stage} + {8 * STAGES.value}];"
 
 
 def switch(index, values, cases):
@@ -117,19 +115,18 @@ def _step(sums, KIND, turned):
 def _packed_steps(sums, KIND, turned, format, rows, go_on):
     """Assembly of the steps' loop where X is a packed weight, which is unpacked on the way.
 
-    Each operand of a step has registers of its own, which are written again while the products of up to three others
-    are under way, the first one's behind those of the step before. In another order Triton 3.8's assembler, and older
-    ones, would make the products wait for each other.
+    A step is multiplied in pieces, each of which has registers of its own. They are overwritten while up to three
+    other products are under way. In another order, or with a first step that is not apart, the assembler of Triton 3.8
+    and older ones makes the products wait for each other.
 
     Args:
         turned: of Y.
-        format: see `any_width_packed.Format`.
+        format: see `any_width_packed.StageFormat`.
         rows: of X in a stage.
         go_on: assembly that goes on to the next step, and says whether there is `more`.
     """
     own, kind = len(sums), KIND.split(".")[0]
-    left, width = packed.PIECES - 1, 2 * len(sums[0])
-    released = releasing("earlier", -width)
+    left, released = packed.PIECES - 1, releasing("earlier")
     begin = (
         f"{{ {WAIT.format(barrier='at', phase='phase')} {packed.load(format, rows, own)}"
         f"{packed.prepare(format, kind, own)} }}"
@@ -151,7 +148,7 @@ def _packed_steps(sums, KIND, turned, format, rows, go_on):
             lines.append("wgmma.commit_group.sync.aligned;")
             if i < left:
                 lines += [f"wgmma.wait_group.sync.aligned {left};", packed.unpacked(format, kind, own, i + 1)]
-        return f"{''.join(lines)} add.s32 earlier, before, {width}; {go_on}"
+        return f"{''.join(lines)} mov.b32 earlier, before; {go_on}"
 
     # The first step is apart, so that none depends on which one it is.
     return (
@@ -253,7 +250,7 @@ def multiply_steps(
         KIND: the types of X and of Y, as PTX names them, with a point between them.
         scales: what `scales_of` gives for steps that are multiplied by scales, which are promoted; (), where none is.
         PROMOTES: whether each step is summed by itself and then added. Tensor cores sum fp8 with 14 bits.
-        FORMAT: of a packed weight, which is X; see `any_width_packed.Format`. Otherwise None.
+        FORMAT: of a packed weight, which is X; see `any_width_packed.StageFormat`. Otherwise None.
         X_FORM, Y_FORM: how the operands lie.
         WIDTHS: what `width` may be, in order.
     """

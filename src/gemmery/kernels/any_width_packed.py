@@ -3,8 +3,9 @@
 The weight is X, the operand with 64 rows for each `wgmma`, which takes it from registers. A stage has its words, as
 `formats.packing` deals them out to threads, and its group parameters: all scales, then all shifts, of 64 rows of X at
 a time, and of these of one group after the other. For each 64 rows and 64 numbers of 4 bits along K, a thread has 16
-bytes of words. They become its share of the four operands that a step multiplies, and each operand is unpacked while
-the tensor cores multiply others. CUTLASS's mixed-input kernels work in this order (github.com/NVIDIA/cutlass).
+bytes of words. They become its share of the four pieces in which a step is multiplied, of 16 numbers along K each, and
+each piece is unpacked while the tensor cores multiply others. CUTLASS's mixed-input kernels work in this order
+(github.com/NVIDIA/cutlass).
 
 The arithmetic is that of `kernels.packed`, so a weight has the same bits in all schedules.
 """
@@ -16,15 +17,15 @@ import triton.language as tl
 
 from . import decoders
 
-#: Numbers along K of a step, and operands of a step.
+#: Numbers along K of a step, and pieces in which it is multiplied.
 STEP, PIECES = 64, 4
 #: Rows whose group parameters lie together; rows of a strip of words; bytes of a line of them.
-ROWS, STRIP, LINE = 64, 16, 128
+ROWS, STRIP, LINE_BYTES = 64, 16, 128
 #: The GPU whose assembly this is.
 ARCH = 90
 
 
-class Format(NamedTuple):
+class StageFormat(NamedTuple):
     """What the assembly has to know of a packed weight.
 
     Attributes:
@@ -41,7 +42,7 @@ class Format(NamedTuple):
     zero: int
 
     @classmethod
-    def of(cls, text: str) -> "Format":
+    def of(cls, text: str) -> "StageFormat":
         """The format that `str` has written down."""
         code, bits, group, shifts, zero = text.split("/")
         return cls(code, int(bits), int(group), shifts, int(zero))
@@ -57,7 +58,7 @@ class Format(NamedTuple):
     @property
     def blocks(self) -> int:
         """Blocks of words of a strip and a step, of 4 lines, of which a thread has 16 bytes."""
-        return self.words // (4 * LINE)
+        return self.words // (4 * LINE_BYTES)
 
     @property
     def groups(self) -> int:
@@ -71,16 +72,16 @@ class Format(NamedTuple):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of group parameters that there are, as registers are named."""
+        """The kinds of group parameters that there are; registers are named after them."""
         return ("scale", "shift")[: bool(self.group) + bool(self.shifts)]
 
 
-def x_bytes(rows: int, format: Format | None) -> int:
+def x_bytes(rows: int, format: StageFormat | None) -> int:
     """Bytes that so many rows of X have in a stage: of the operand, or of its words where it is packed."""
-    return rows * LINE if format is None else rows // STRIP * format.words
+    return rows * LINE_BYTES if format is None else rows // STRIP * format.words
 
 
-def params_bytes(rows: int, format: Format | None) -> int:
+def params_bytes(rows: int, format: StageFormat | None) -> int:
     """Bytes of the group parameters of so many rows of X in a stage."""
     return 0 if format is None else rows // ROWS * format.params * len(format.kinds)
 
@@ -89,13 +90,13 @@ def params_bytes(rows: int, format: Format | None) -> int:
 # Loads
 
 
-def load_params(format: Format, rows: int, box: str, maps: list[int], row: str, k: str) -> str:
+def load_params(format: StageFormat, rows: int, box: str, maps: list[int], row: str, k: str) -> str:
     """Assembly that begins to load a stage's group parameters.
 
     Args:
         rows: of X.
         box: rows that the tensor maps load at a time where a step has one group; with more groups it is 64.
-        maps: the numbers of the kernel's parameters that are tensor maps, of each of `Format.kinds`.
+        maps: the numbers of the kernel's parameters that are tensor maps, of each of `StageFormat.kinds`.
         row, k: registers that say where the step begins.
 
     Register `params` is the stage's place, and `at` its barrier.
@@ -115,7 +116,7 @@ def load_params(format: Format, rows: int, box: str, maps: list[int], row: str, 
     return f"{declared} {group} {' '.join(lines)} }}"
 
 
-def begin(format: Format, rows: int, first: int, stages: str, width: str) -> str:
+def begin(format: StageFormat, rows: int, first: int, stages: str, width: str) -> str:
     """Assembly that finds where a thread's words and group parameters are, as `load` counts from there.
 
     Args:
@@ -128,18 +129,18 @@ def begin(format: Format, rows: int, first: int, stages: str, width: str) -> str
         "and.b32 warp, warp, 3; and.b32 lane, lane, 31;"
         # Group parameters come behind both operands' blocks of all stages. A warp has 16 of 64 rows, and a thread the
         # row that is its number divided by 4, and that 8 behind it.
-        f"mad.lo.s32 params, {width}, {LINE}, {x_bytes(rows, format)}; mul.lo.s32 first_params, params, {stages};"
+        f"mad.lo.s32 params, {width}, {LINE_BYTES}, {x_bytes(rows, format)}; mul.lo.s32 first_params, params, {stages};"
         "mov.b32 params, global_smem; add.s32 first_params, first_params, params; shr.u32 params, lane, 2;"
         f"mad.lo.s32 params, warp, {STRIP}, params; mad.lo.s32 first_params, params, 2, first_params;"
         f"add.s32 first_params, first_params, {first // ROWS * format.params};"
         # A warp has a strip. TMA swizzles: of line i the n-th 16 bytes lie where those of number n xor i would.
-        f"shr.u32 line, lane, 3; mad.lo.s32 line, warp, {format.words // LINE}, line; and.b32 place, line, 7;"
+        f"shr.u32 line, lane, 3; mad.lo.s32 line, warp, {format.words // LINE_BYTES}, line; and.b32 place, line, 7;"
         "xor.b32 lane, lane, place; and.b32 lane, lane, 7; mul.lo.s32 place, lane, 16;"
-        f"mad.lo.s32 place, line, {LINE}, place;"
+        f"mad.lo.s32 place, line, {LINE_BYTES}, place;"
     )
 
 
-def registers(format: Format, own: int) -> str:
+def registers(format: StageFormat, own: int) -> str:
     """Assembly that declares the registers of a step.
 
     Args:
@@ -157,12 +158,12 @@ def registers(format: Format, own: int) -> str:
     )
 
 
-def _params_of(format: Format, own: int) -> list[str]:
+def _params_of(format: StageFormat, own: int) -> list[str]:
     """What tells the registers of a thread's group parameters apart: which 64 rows, group, and half of 16 rows."""
     return [f"{i}_{j}_{half}" for i in range(own) for j in range(format.groups) for half in range(2)]
 
 
-def load(format: Format, rows: int, own: int) -> str:
+def load(format: StageFormat, rows: int, own: int) -> str:
     """Assembly that loads a thread's words and group parameters of a stage.
 
     Args:
@@ -177,7 +178,7 @@ def load(format: Format, rows: int, own: int) -> str:
         lines.append(f"shl.b32 own, x, 4; xor.b32 params, place, {64 * block}; add.s32 own, own, params;")
         for i in range(own):
             names = ", ".join(_words(format, i, block))
-            at = ROWS // STRIP * format.words * i + 4 * LINE * block
+            at = ROWS // STRIP * format.words * i + 4 * LINE_BYTES * block
             lines.append(f"ld.shared.v4.b32 {{{names}}}, [own + {at}];")
     if format.group:
         lines.append(f"mad.lo.s32 params, stage, {params_bytes(rows, format)}, first_params;")
@@ -190,7 +191,7 @@ def load(format: Format, rows: int, own: int) -> str:
     return "".join(lines)
 
 
-def _words(format: Format, i: int, block: int) -> list[str]:
+def _words(format: StageFormat, i: int, block: int) -> list[str]:
     """The registers of a block's words: two of a row, and two of that 8 behind it."""
     return [f"word{4 * (format.blocks * i + block) + j}" for j in range(4)]
 
@@ -200,11 +201,11 @@ def _words(format: Format, i: int, block: int) -> list[str]:
 
 
 def pieces_of(i: int, piece: int) -> list[str]:
-    """The registers of one of a step's operands for 64 rows: of a row, that 8 behind it, and both 8 further along K."""
+    """The registers of one of a step's pieces of 64 rows: of a row, that 8 behind it, and both 8 further along K."""
     return [f"piece{4 * (PIECES * i + piece) + j}" for j in range(4)]
 
 
-def prepare(format: Format, kind: str, own: int) -> str:
+def prepare(format: StageFormat, kind: str, own: int) -> str:
     """Assembly that turns group parameters into what `unpacked` multiplies by and adds.
 
     Args:
@@ -234,8 +235,8 @@ def prepare(format: Format, kind: str, own: int) -> str:
     return "".join(lines)
 
 
-def unpacked(format: Format, kind: str, own: int, piece: int) -> str:
-    """Assembly that unpacks a thread's share of one of a step's operands, see `pieces_of`, of each 64 rows."""
+def unpacked(format: StageFormat, kind: str, own: int, piece: int) -> str:
+    """Assembly that unpacks a thread's share of one of a step's pieces, see `pieces_of`, of each 64 rows."""
     block, part = divmod(piece, PIECES // format.blocks)
     text = _decoder(format, _dtype(kind), part)
     lines = []
@@ -252,7 +253,7 @@ def unpacked(format: Format, kind: str, own: int, piece: int) -> str:
     return "".join(lines)
 
 
-def _decoder(format: Format, dtype: tl.dtype, part: int) -> str:
+def _decoder(format: StageFormat, dtype: tl.dtype, part: int) -> str:
     """A decoder's assembly: two words are in $2 and $3, pairs of numbers come in $0 and $1."""
     text: str
     if format.code == "int":
@@ -265,7 +266,7 @@ def _decoder(format: Format, dtype: tl.dtype, part: int) -> str:
     return text
 
 
-def _number(format: Format, kind: str, x: str, each: str, which: int) -> str:
+def _number(format: StageFormat, kind: str, x: str, each: str, which: int) -> str:
     """Assembly that makes numbers of what the decoder gives, as `packed.number` and `packed.biased` do.
 
     Args:
@@ -311,12 +312,12 @@ def _dtype(kind: str) -> tl.dtype:
     return tl.float16 if kind == "f16" else tl.bfloat16
 
 
-def _zero(format: Format) -> int:
+def _zero(format: StageFormat) -> int:
     """The code that stands for 0. Other numbers than integers have it in the decoder's table."""
     return format.zero if format.code == "int" else 0
 
 
-def _powers(format: Format, dtype: tl.dtype) -> tuple[int, ...]:
+def _powers(format: StageFormat, dtype: tl.dtype) -> tuple[int, ...]:
     """What `decoders.unit_of` and, for both of a decoder's results, `decoders.exponent_of` give."""
     unit = decoders.unit_of(format.code, format.bits, dtype, ARCH)
     return unit, *(decoders.exponent_of(format.code, format.bits, which) if unit else 0 for which in (0, 1))

@@ -19,6 +19,7 @@ from ..kernels import steps
 
 if TYPE_CHECKING:
     from ..devices import Device
+    from ..kernels.any_width_packed import StageFormat
     from ..problem import Config, Problem
 
 
@@ -132,9 +133,9 @@ class Spec(Layout):
         return False
 
     @property
-    def staged(self) -> str:
-        """How stages of `schedules.any_width` hold it where it is packed; "" where they do not, or it is not."""
-        return ""
+    def staged(self) -> StageFormat | None:
+        """How stages of `schedules.any_width` hold it where it is packed; None where they do not, or it is not."""
+        return None
 
     @property
     def is_scaled(self) -> bool:

@@ -19,7 +19,7 @@ from ..formats.base import FORMATS
 from ..formats.packing import LINE, STRIP, block_columns, runs
 from ..formats.tensor import QuantizedTensor
 from ..kernels import decoders
-from ..kernels.any_width_packed import Format
+from ..kernels.any_width_packed import StageFormat
 from ..kernels.packed import load_packed, unpack
 from .base import Access, Layout, Multiply, Operand, Spec, negated
 from .dense import DenseOperand
@@ -100,13 +100,13 @@ class Packed(Spec):
         return torch.empty(shape, device="meta").stride()
 
     @property
-    def staged(self) -> str:
-        """How a stage of `schedules.any_width` holds it, see `kernels.any_width_packed.Format`; "" where none can."""
+    def staged(self) -> StageFormat | None:
+        """See `Spec.staged`: groups of a power of two, with scales in the type of a."""
         fits = not self.group or (self.group >= STRIP and self.group.bit_count() == 1)
         if self.wide or self.matrices != 1 or not fits:
-            return ""
+            return None
         format = FORMATS[self.format_name]
-        return str(Format(format.code, self.packed_bits, self.group, self.shifts, format.zero))
+        return StageFormat(format.code, self.packed_bits, self.group, self.shifts, format.zero)
 
     @property
     def layouts(self) -> tuple[Layout, ...]:

@@ -62,13 +62,16 @@ ACCUMULATORS, IN_TURNS = {1: 128, 2: 160, 3: 96}, 144
 PROMOTED, SCALED = {1: 96, 2: 88, 3: 64}, {1: 88, 2: 80, 3: 48}
 #: The same where X is a packed weight, of which a step's operands are in registers.
 PACKED = {1: 128, 2: 144, 3: 96}
+#: The fewest stages with a packed weight: a step's words are read while the step before is multiplied, and the stage
+#: before that is free afterwards.
+LEAST_PACKED = 3
 #: How much larger than all else an operand has to be to leave L2 first. Measured on an H200.
 STREAMED = 1.5
 
 #: The form of an operand, see `kernels.any_width`. The form of Y decides which multiples a tile's width can be. TMA
 #: loads 64 turned rows at a time; with other widths part of them was not needed, and took up to twice as long.
 Form = Literal["rows", "turned", "pairs", "packed"]
-EACH: dict[Form, int] = {"rows": 8, "packed": 8, "turned": ROWS, "pairs": 2 * EIGHT}
+EACH: dict[Form, int] = {"rows": 8, "turned": ROWS, "pairs": 2 * EIGHT}
 
 #: Types of operands, as PTX names them.
 KINDS = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -140,7 +143,7 @@ class Tile(NamedTuple):
         """Parts of a tile that is cut along K. The warpgroup that adds them up has one, and the ring the others."""
         return 1 + self.ring_rows // self.groups * ROW // (self.own * self.y * 4)
 
-    def most_stages(self, format: packed.Format | None = None) -> int:
+    def most_stages(self, format: packed.StageFormat | None = None) -> int:
         """Stages that there is room for.
 
         Args:
@@ -193,11 +196,7 @@ class AnyWidth(PersistentStatic):
         )
 
     def takes(self, config: Config, forms: Forms) -> bool:
-        tile, (_, y_form) = self.tile(config), forms_of(config, forms)
-        if y_form == "packed" or (y_form == "pairs" and tile.part < LEAST_PAIRS):
-            return False
-        fits = config.num_stages <= tile.most_stages(format_of(forms)) and config.split_k <= tile.most_parts
-        return tile.y % max(tile.each, EACH[y_form]) == 0 and fits
+        return self._untaken(config, forms) is None
 
     def considers(self, problem: Problem, rows: Floats) -> np.ndarray:
         # A row that is added to one row may be the output itself, of which some is stored twice.
@@ -247,8 +246,9 @@ class AnyWidth(PersistentStatic):
                 f"bf16 or fp8 and an output of fp16 or bf16, K from 1 to {MOST_K}, no batch, no epilogue with another "
                 f"matrix, operands that suit the descriptor loader, fp8 with adjacent elements along K, an output with "
                 f"adjacent columns and rows of whole 16-byte units, of a weight in two halves rows with adjacent "
-                f"elements, a multiple of {EIGHT} in each, and scales for {BLOCK} of K and {BLOCK} of N; given {p} on "
-                f"{p.device.arch} with Triton {triton.__version__}"
+                f"elements, a multiple of {EIGHT} in each, of a packed weight no halves, groups of a power of two from "
+                f"{STRIP} on and scales in the type of a, and of fp8 scales for {BLOCK} of K and {BLOCK} of N; given "
+                f"{p} on {p.device.arch} with Triton {triton.__version__}"
             )
         if c.block_k * p.a.dtype.itemsize != ROW:
             return f"{p.a.dtype} needs block_k {ROW // p.a.dtype.itemsize}"
@@ -258,26 +258,33 @@ class AnyWidth(PersistentStatic):
             return f"scales along K need {ROWS} rows for each warpgroup and no swap"
         widest = self.tile(c).widest(numbers_for(p))
         if self.tile(c).y > widest:
-            return f"an operand of this kind leaves registers for a width of {widest}"
+            kind = "a packed weight" if p.b.is_packed else "fp8 that is promoted or scaled"
+            return f"{kind} leaves registers for a width of {widest}"
         if not self.considers(p, np.asarray(p.M)):
             return "a row that is added to one row may be the output itself, of which some is stored twice"
         return self._untaken(c, Forms.of(p))
 
     def _untaken(self, config: Config, forms: Forms) -> str | None:
         """Why operands that lie so can't be cut into a config's tiles; None if they can."""
-        c, tile = config, self.tile(config)
-        if self.takes(c, forms):
-            return None
-        if forms.packed and not c.swap:
+        c, tile, (_, y_form) = config, self.tile(config), forms_of(config, forms)
+        if y_form == "packed":
             return "packed weights need swap"
-        if c.num_stages > (most := tile.most_stages(format_of(forms))):
+        if forms.packed and c.num_stages < LEAST_PACKED:
+            return f"num_stages is {c.num_stages}; packed weights need at least {LEAST_PACKED}"
+        if c.num_stages > (most := tile.most_stages(forms.packed)):
             return f"num_stages is {c.num_stages}; of this tile there is shared memory for {most}"
         if c.split_k > tile.most_parts:
             return f"the ring has room for the partial sums of {tile.most_parts} parts; given {c.split_k}"
-        return (
-            f"an operand whose adjacent elements lie along N or M needs a width that is a multiple of {ROWS}, and "
-            f"a weight in two halves one of {2 * EIGHT}, from {LEAST_PAIRS} on"
-        )
+        if tile.y % EACH[y_form]:
+            kind = (
+                "a weight in two halves"
+                if y_form == "pairs"
+                else "an operand with adjacent elements along N or M"
+            )
+            return f"{kind} needs a width that is a multiple of {EACH[y_form]}"
+        if y_form == "pairs" and tile.part < LEAST_PAIRS:
+            return f"a weight in two halves needs a width from {LEAST_PAIRS} on"
+        return None
 
     def bind(self, problem: Problem, config: Config) -> Binding:
         return AnyWidthBinding(
@@ -329,11 +336,6 @@ def numbers_for(problem: Problem) -> dict[int, int] | None:
     return SCALED if problem.b.by_steps else PROMOTED if promotes(problem) else None
 
 
-def format_of(forms: Forms) -> packed.Format | None:
-    """The format of a packed weight, if there is one."""
-    return packed.Format.of(forms.packed) if forms.packed else None
-
-
 def every_of(problem: Problem) -> tuple[int, int] | None:
     """Rows of A and columns of B that share a scale along K, if there are such scales."""
     a, b = problem.a, problem.b
@@ -378,7 +380,7 @@ class AnyWidthBinding(Binding):
         self.work = work
         self.kernel = any_width.gemm_any_width
         self.grid = (self.work.programs, 1, 1)
-        self.forms, self.format = forms_of(c, Forms.of(p)), format_of(Forms.of(p))
+        self.forms, self.format = forms_of(c, Forms.of(p)), p.b.staged
         self.part = tile.part
         each = max(tile.each, EACH[self.forms[1]])
         # A narrow tile has a kernel of its own, since it stores fewer columns at a time. So has each width with a

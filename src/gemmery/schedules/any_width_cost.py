@@ -27,11 +27,12 @@ EFFICIENCY, EDGE = 0.903, 10.1
 PROMOTING, SCALING = (1.57, 1.14, 1.04), (1.8, 1.65, 1.6)
 #: Rows of X that a warpgroup unpacks at a time.
 ROWS = 64
-#: Seconds of a step in which a packed weight is unpacked: once, and for each 64 rows. How they and the products add up.
+#: Seconds of a step in which a packed weight is unpacked: once, and for each 64 rows. The exponent with which they and
+#: the products add up.
 UNPACK, UNPACK_ROWS, UNPACK_OVERLAP = 1.31e-7, 6.87e-8, 3.78
 #: What part of `EFFICIENCY` these products have, with 64 rows for each warpgroup and with 128.
 UNPACK_EFFICIENCY = (1.0415, 1.087)
-#: Seconds until each warpgroup has the code for it.
+#: Seconds at a launch's start for each warpgroup, which has more code to fetch.
 UNPACK_START = 5.18e-7
 #: Share of the bandwidth from L2 of one multiprocessor and of all together; seconds from asking for bytes until they
 #: are there.

@@ -15,6 +15,7 @@ import triton
 
 if TYPE_CHECKING:
     from ..devices import Arch
+    from ..kernels.any_width_packed import StageFormat
     from ..problem import Config, Problem
     from ..select.space import Space
     from .binding import Binding
@@ -38,13 +39,13 @@ class Forms(NamedTuple):
     Attributes:
         a_turned, b_turned: whether adjacent elements lie along M in a, and along N in b.
         paired: see `Problem.paired`.
-        packed: of a packed weight its `Packed.staged`.
+        packed: `Spec.staged` of b.
     """
 
     a_turned: bool
     b_turned: bool
     paired: bool
-    packed: str = ""
+    packed: StageFormat | None = None
 
     @classmethod
     def of(cls, problem: Problem) -> Forms:

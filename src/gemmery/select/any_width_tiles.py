@@ -1,12 +1,13 @@
-"""The rows of tiles of any width, see `kernels.any_width`: all of `PART` columns and more for which there are registers
-and memory, and two narrower ones for products of a few rows.
+"""The rows of tiles of any width, see `kernels.any_width`.
 
-They are made from their sizes, since there are too many to write down. Each narrower tile needs a kernel of its own.
+Of matrices they are all of `PART` columns and more for which there are registers and memory, and two narrower ones for
+products of a few rows, each of which needs a kernel of its own. Packed weights, with which every width needs one, have
+fewer, and none that is narrow. The rows are made from their sizes, since there are too many to write down.
 """
 
 from __future__ import annotations
 
-from ..kernels.any_width_packed import STEP, Format
+from ..kernels.any_width_packed import STEP, StageFormat
 from ..schedules.any_width import COOPERATIVE, PACKED, PART, PINGPONG, ROW, ROWS, SCALED, Tile
 
 #: Rows of X, warpgroups, and rows of X of each: of tiles that warpgroups share, and of those that they take in turn.
@@ -26,26 +27,33 @@ Numbers = dict[int, int] | None
 
 
 def _rows(
-    sizes: tuple[tuple[int, int, int], ...], step: int, numbers: Numbers, format: Format | None = None
+    sizes: tuple[tuple[int, int, int], ...], step: int, numbers: Numbers, *formats: StageFormat
 ) -> list[str]:
-    lines = []
+    """The rows of tiles of these sizes, with as many stages as there is room for.
+
+    Args:
+        formats: of packed weights, if there are any, those for which there are rows; most stages come first.
+    """
+    lines: list[str] = []
     for x, groups, own in sizes:
-        for y in _widths(Tile(x, 0, groups, own), numbers, format):
-            stages = Tile(x, y, groups, own).most_stages(format)
-            if stages >= LEAST_STAGES:
+        for y in _widths(Tile(x, 0, groups, own), numbers, bool(formats)):
+            most = [Tile(x, y, groups, own).most_stages(format) for format in formats or (None,)]
+            for stages in dict.fromkeys(most):
+                if stages < LEAST_STAGES:
+                    continue
                 cut = " splits" if x in CUT and own == ROWS else ""
-                if format is None:
+                if not formats:
                     lines.append(f"{x}x{y}x{step} 8 {4 * groups} {stages} 1.0{cut}")
-                # A weight's words are few, so the other operand decides how high bands of tiles are.
-                band = 8 if format is None else 4
+                # A tile loads more of A than of a weight's words, so few rows of tiles are multiplied at a time.
+                band = 4 if formats else 8
                 lines.append(f"{y}x{x}x{step} {band} {4 * groups} {stages} 1.0 swap{cut}")
     return lines
 
 
-def _widths(tile: Tile, numbers: Numbers, format: Format | None) -> range:
+def _widths(tile: Tile, numbers: Numbers, is_packed: bool) -> range:
     """The widths of tiles with so many rows of X."""
     widest = tile.widest(numbers)
-    if format is None:
+    if not is_packed:
         return range(PART, widest + 1, tile.each)
     return range(PART, (widest if tile.groups > 1 else ALONE) + 1, STEP_PACKED)
 
@@ -81,11 +89,11 @@ def packed_rows(bits: int) -> dict[tuple[str, str], str]:
     Args:
         bits: of a number.
     """
-    # There is room for as many stages with any group parameters, but for those of groups of less than a step.
-    format = Format("", bits, STEP, "zeros", 0)
+    # Small groups have more parameters, for which some tiles have fewer stages.
+    formats = [StageFormat("", bits, group, "zeros", 0) for group in (STEP, STEP // 4)]
     return {
         ("descriptor", schedule.name): "\n".join(
-            f"{line} apart" for line in _rows(sizes, STEP, PACKED, format)
+            f"{line} apart" for line in _rows(sizes, STEP, PACKED, *formats)
         )
         for schedule, sizes in ((COOPERATIVE, SHARED_TILES), (PINGPONG, TURNS))
     }

@@ -37,7 +37,7 @@ REACH_PACKED, FAR_PACKED = 0.2, 1.5
 #: The weight of the model itself, where a measurement of the very shape has 1.
 PRIOR = 0.3
 #: By how much (a logarithm) a config of a packed weight that was not timed is taken to be off beyond that: there was a
-#: reason not to, such as too few registers.
+#: reason not to, such as too few registers. A schedule of which nothing was timed is taken to be off by as much.
 DOUBT = 0.1
 
 
@@ -189,7 +189,7 @@ class Table:
     def _log(self, apart: np.ndarray, own: np.ndarray) -> np.ndarray:
         """Logarithms of factors by shape and config, of which those of one schedule, `own`, are right.
 
-        Other schedules say nothing of this one: not every Triton has them.
+        Other schedules' times say nothing of this one: not every Triton has it. Where it has none, `DOUBT` is left.
         """
         there = self.known[:, own].any(axis=1)
         if not there.any():
