@@ -44,7 +44,7 @@ from .any_width_loop import (
     switch,
     value_of,
     x_bytes_of,
-)  # fmt: skip
+)
 from .rings import barrier, beside, last_to_arrive, later, rounded
 
 #: Bytes of a row of a stage, which is what TMA swizzles.

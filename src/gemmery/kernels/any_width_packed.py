@@ -10,8 +10,9 @@ each piece is unpacked while the tensor cores multiply others. CUTLASS's mixed-i
 The arithmetic is that of `kernels.packed`, so a weight has the same bits in all schedules.
 """
 
+import itertools
 import struct
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton.language as tl
 
@@ -25,8 +26,19 @@ ROWS, STRIP, LINE_BYTES = 64, 16, 128
 ARCH = 90
 
 
+#: What writes a decoder's assembly, by `StageFormat.code` and bits. Other weights take no tiles of any width.
+DECODERS: dict[tuple[str, int], Any] = {
+    ("int", 4): decoders.ptx_of_nibbles,
+    ("int", 8): decoders.ptx_of_bytes,
+    ("e2m1", 4): decoders.ptx_of_e2m1,
+    ("nf4", 4): decoders.ptx_of_nf4,
+    ("e4m3", 8): lambda part, dtype, wait: decoders.ptx_of_fp8_conversion(part, dtype, wait, True),
+    ("e5m2", 8): lambda part, dtype, wait: decoders.ptx_of_fp8_conversion(part, dtype, wait, False),
+}
+
+
 class StageFormat(NamedTuple):
-    """What the assembly has to know of a packed weight.
+    """A packed weight's format, as far as the assembly needs it.
 
     Attributes:
         code, bits: which number a code stands for, and how long it is; see `formats.base.Format`.
@@ -147,7 +159,7 @@ def registers(format: StageFormat, own: int) -> str:
         own: how many times 64 rows the warpgroup has.
     """
     names = [
-        f"{name}{each}"
+        f"{name}{_suffix(*each)}"
         for name in (*format.kinds, "left", "right", "zero")
         for each in _params_of(format, own)
     ]
@@ -158,9 +170,14 @@ def registers(format: StageFormat, own: int) -> str:
     )
 
 
-def _params_of(format: StageFormat, own: int) -> list[str]:
-    """What tells the registers of a thread's group parameters apart: which 64 rows, group, and half of 16 rows."""
-    return [f"{i}_{j}_{half}" for i in range(own) for j in range(format.groups) for half in range(2)]
+def _params_of(format: StageFormat, own: int) -> list[tuple[int, int, int]]:
+    """A thread's group parameters of one kind: which 64 rows, which group, and which half of 16 rows each is for."""
+    return list(itertools.product(range(own), range(format.groups), range(2)))
+
+
+def _suffix(i: int, group: int, half: int) -> str:
+    """The end of the name of a group parameter's register."""
+    return f"{i}_{group}_{half}"
 
 
 def load(format: StageFormat, rows: int, own: int) -> str:
@@ -184,10 +201,10 @@ def load(format: StageFormat, rows: int, own: int) -> str:
         lines.append(f"mad.lo.s32 params, stage, {params_bytes(rows, format)}, first_params;")
     for number, kind in enumerate(format.kinds):
         of_kind = rows // ROWS * format.params * number
-        for each in _params_of(format, own):
-            i, j, half = map(int, each.split("_"))
-            at = of_kind + format.params * i + 2 * ROWS * j + STRIP * half
-            lines.append(f"ld.shared.b16 number, [params + {at}]; mov.b32 {kind}{each}, {{number, number}};")
+        for i, group, half in _params_of(format, own):
+            at = of_kind + format.params * i + 2 * ROWS * group + STRIP * half
+            register = f"{kind}{_suffix(i, group, half)}"
+            lines.append(f"ld.shared.b16 number, [params + {at}]; mov.b32 {register}, {{number, number}};")
     return "".join(lines)
 
 
@@ -216,7 +233,7 @@ def prepare(format: StageFormat, kind: str, own: int) -> str:
     unit, *exponents = _powers(format, dtype)
     bias = decoders.bias_of(format.code, dtype)
     lines = []
-    for each in _params_of(format, own):
+    for each in itertools.starmap(_suffix, _params_of(format, own)):
         scale, shift = f"scale{each}", f"shift{each}"
         if unit and format.shifts:
             sign = 1 if format.shifts == "offsets" else -1
@@ -238,7 +255,8 @@ def prepare(format: StageFormat, kind: str, own: int) -> str:
 def unpacked(format: StageFormat, kind: str, own: int, piece: int) -> str:
     """Assembly that unpacks a thread's share of one of a step's pieces, see `pieces_of`, of each 64 rows."""
     block, part = divmod(piece, PIECES // format.blocks)
-    text = _decoder(format, _dtype(kind), part)
+    # Two words are in $2 and $3, pairs of numbers come in $0 and $1. No wait: the loop has its own.
+    text = DECODERS[format.code, format.bits](part, _dtype(kind), -1)
     lines = []
     for i in range(own):
         registers = pieces_of(i, piece)
@@ -248,22 +266,9 @@ def unpacked(format: StageFormat, kind: str, own: int, piece: int) -> str:
             for number, register in enumerate((*results, *words)):
                 decoded = decoded.replace(f"${number}", register)
             lines.append(decoded)
-            each = f"{i}_{piece * format.groups // PIECES}_{half}"
+            each = _suffix(i, piece * format.groups // PIECES, half)
             lines += [_number(format, kind, result, each, which) for which, result in enumerate(results)]
     return "".join(lines)
-
-
-def _decoder(format: StageFormat, dtype: tl.dtype, part: int) -> str:
-    """A decoder's assembly: two words are in $2 and $3, pairs of numbers come in $0 and $1."""
-    text: str
-    if format.code == "int":
-        ptx = decoders.ptx_of_nibbles if format.bits == 4 else decoders.ptx_of_bytes
-        text = ptx(part, dtype, -1)
-    elif format.code in ("e4m3", "e5m2"):
-        text = decoders.ptx_of_fp8_conversion(part, dtype, -1, format.code == "e4m3")
-    else:
-        text = {"e2m1": decoders.ptx_of_e2m1, "nf4": decoders.ptx_of_nf4}[format.code](part, dtype, -1)
-    return text
 
 
 def _number(format: StageFormat, kind: str, x: str, each: str, which: int) -> str:
@@ -271,7 +276,7 @@ def _number(format: StageFormat, kind: str, x: str, each: str, which: int) -> st
 
     Args:
         x: the register of a pair.
-        each: which group parameters are its own, see `_params_of`.
+        each: the end of the names of its group parameters' registers.
         which: whether it is the decoder's first or second result.
     """
     dtype = _dtype(kind)

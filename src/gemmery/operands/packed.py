@@ -19,6 +19,7 @@ from ..formats.base import FORMATS
 from ..formats.packing import LINE, STRIP, block_columns, runs
 from ..formats.tensor import QuantizedTensor
 from ..kernels import decoders
+from ..kernels.any_width_packed import DECODERS as STAGED
 from ..kernels.any_width_packed import StageFormat
 from ..kernels.packed import load_packed, unpack
 from .base import Access, Layout, Multiply, Operand, Spec, negated
@@ -102,10 +103,11 @@ class Packed(Spec):
     @property
     def staged(self) -> StageFormat | None:
         """See `Spec.staged`: groups of a power of two, with scales in the type of a."""
-        fits = not self.group or (self.group >= STRIP and self.group.bit_count() == 1)
-        if self.wide or self.matrices != 1 or not fits:
-            return None
         format = FORMATS[self.format_name]
+        fits = not self.group or (self.group >= STRIP and self.group.bit_count() == 1)
+        known = (format.code, self.packed_bits) in STAGED
+        if self.wide or self.matrices != 1 or not (fits and known):
+            return None
         return StageFormat(format.code, self.packed_bits, self.group, self.shifts, format.zero)
 
     @property

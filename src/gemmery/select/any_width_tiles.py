@@ -1,8 +1,9 @@
 """The rows of tiles of any width, see `kernels.any_width`.
 
-Of matrices they are all of `PART` columns and more for which there are registers and memory, and two narrower ones for
-products of a few rows, each of which needs a kernel of its own. Packed weights, with which every width needs one, have
-fewer, and none that is narrow. The rows are made from their sizes, since there are too many to write down.
+Matrices have a row for every width from `PART` on that fits into registers and shared memory. They have two narrower
+tiles for products of a few rows, each with a kernel of its own. Packed weights need a kernel for every width, so they
+have fewer widths, and no narrow tiles. The rows are made from the sizes of tiles, since there are too many to write
+down.
 """
 
 from __future__ import annotations
