@@ -9,8 +9,8 @@ _COMPARE = {
 }  # fmt: skip
 #: What is arithmetic of integers.
 _INTEGER = ("mov", "cvt", "cvta", "add", "sub", "mul", "mad", "min", "xor", "and", "shr", "shl")
-#: The first thread, and where shared memory begins.
-_GIVEN = {"%tid.x": 0, "global_smem": 0}
+#: Where shared memory begins.
+_GIVEN = {"global_smem": 0}
 
 
 class Program:
@@ -21,7 +21,7 @@ class Program:
     """
 
     def __init__(self, text):
-        self.statements, labels = [], {}
+        self.statements, self.table, labels = [], [], {}
         scopes, count, held = [((), {})], 0, ""
         depth = 0
         for char in text:
@@ -46,9 +46,11 @@ class Program:
         assert not held.strip(), held
         assert not depth
         self.targets = {
-            at: next(labels[path[:i], name] for i in range(len(path), -1, -1) if (path[:i], name) in labels)
-            for at, (_, _, path, name) in enumerate(self.statements)
-            if name
+            at: [
+                next(labels[path[:i], name] for i in range(len(path), -1, -1) if (path[:i], name) in labels)
+                for name in names
+            ]
+            for at, (_, _, path, names) in enumerate(self.statements)
         }
 
     def _add(self, statement, path, registers):
@@ -57,18 +59,23 @@ class Program:
                 for each in [f"{name}{i}" for i in range(int(count))] if count else [name]:
                     registers[each] = f"{each}.{'.'.join(map(str, path))}"
             return
+        if statement.startswith(".branchtargets"):
+            # Of the branch behind it.
+            self.table = re.findall(r"\w+", statement)[1:]
+            return
         predicate, statement = re.fullmatch(r"(?:@(!?\w+)\s+)?(.*)", statement, re.DOTALL).groups()
         if predicate:
             sign, name = ("!", predicate[1:]) if predicate[0] == "!" else ("", predicate)
             predicate = sign + registers[name]
-        name = statement.split()[1] if statement.split()[0].startswith("bra") else ""
-        if not name:
+        code, *rest = statement.split()
+        names = {"bra": rest, "brx": self.table}.get(code.split(".")[0], [])
+        if code.split(".")[0] != "bra":
             code, _, operands = statement.partition(" ")
             operands = re.sub(
                 r"(?<![\w.$%:])[a-z_]\w*", lambda found: registers.get(found[0], found[0]), operands
             )
             statement = f"{code} {operands}"
-        self.statements.append((predicate, statement, path, name))
+        self.statements.append((predicate, statement, path, names))
 
     def run(self, operands, machine):
         """Run it.
@@ -76,9 +83,9 @@ class Program:
         Args:
             operands: the values of $0, $1, and so on.
             machine: `machine.ptx(code, arguments, value)` runs what is no arithmetic of integers. It may give a register
-                back, or several, and their value.
+                back, or several, and their value. `machine.thread` is the number of the warp's first thread.
         """
-        registers, at = {}, 0
+        registers, at = {"%tid.x": machine.thread}, 0
 
         def value(text):
             text = text.strip()
@@ -89,14 +96,14 @@ class Program:
             return registers.get(text, _GIVEN.get(text, text))
 
         while at < len(self.statements):
-            predicate, statement, _, name = self.statements[at]
+            predicate, statement, _, names = self.statements[at]
             at += 1
             if predicate and registers[predicate.lstrip("!")] == predicate.startswith("!"):
                 continue
-            if name:
-                at = self.targets[at - 1]
-                continue
             code, _, rest = statement.partition(" ")
+            if names:
+                at = self.targets[at - 1][value(rest.split(",")[0]) if code.startswith("brx") else 0]
+                continue
             to, *given = re.findall(r"(?:\{[^}]*\}|\[[^\]]*\]|[^,])+", rest) or [""]
             kind = code.split(".")[0]
             if kind == "setp":

@@ -17,7 +17,7 @@ from collections import Counter
 import pytest
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
-from gemmery.kernels import any_width, any_width_loop, any_width_packed, rings
+from gemmery.kernels import any_width, any_width_load, any_width_loop, any_width_packed, rings
 
 from .ptx import Program
 
@@ -34,7 +34,9 @@ class Constant(int):
     value = property(int)
 
 
-STEP, ROW, STAGES = 64, Constant(any_width.ROW.value), Constant(any_width.STAGES.value)
+STEP, ROW, STAGES = 64, Constant(any_width_load.ROW.value), Constant(any_width.STAGES.value)
+#: Where barriers begin of which each stage has one, those of turns, and the last one.
+FREE_AT, TURNS_AT, UNUSED_AT = (BARRIERS_AT + 8 * at for at in (STAGES, 2 * STAGES, 2 * STAGES + 2))
 #: 4-bit integers with scales, of which two steps have the same.
 INT4 = any_width_packed.StageFormat("int", 4, 2 * STEP, "", 8)
 program = functools.cache(Program)
@@ -180,7 +182,7 @@ class Warp:
             streams,
             scaled,
         )
-        self.group, self.under_way = [], []
+        self.thread, self.group, self.under_way = 0, [], []
         # Registers that products under way read.
         self.busy = Counter()
         self.begin()
@@ -216,6 +218,11 @@ class Warp:
             return None
         if code.startswith("mbarrier.arrive.expect_tx"):
             self.machine.expect(address[0], value(arguments[2]))
+        elif code.startswith("mbarrier.init"):
+            assert address[0] not in self.machine.barriers
+            # All four warps of a group arrive behind turns, of which Gluon makes one.
+            each = 4 if address[0] >= UNUSED_AT else 1
+            self.machine.barriers[address[0]] = Barrier(each * int(arguments[1]))
         elif code.startswith("mbarrier.arrive"):
             self.machine.arrive(address[0])
         elif code.startswith("cp.async.bulk.tensor"):
@@ -254,7 +261,7 @@ class Warp:
             assert total == same
             self._add(total, number, value(scale))
         else:
-            assert code.startswith("wgmma.fence"), code
+            assert code.startswith(("wgmma.fence", "fence.proxy.async", "prefetch.tensormap")), code
         return None
 
     def _unpack(self, arguments, value):
@@ -369,12 +376,13 @@ class Warp:
             self.busy.subtract(each for each in done if isinstance(each, str))
 
 
-def kernel(machine, number, programs, groups, boxes, forms, streams, scaled, edit, changes):
+def kernel(machine, number, programs, groups, threads, boxes, forms, streams, scaled, edit, changes):
     """The kernel's functions with what stands in for Gluon.
 
     Args:
         number: which program this is.
-        groups: the warpgroup of each thread; None for the loader's.
+        groups: the warpgroup of each thread of Python; None for a loader's.
+        threads: the number of the first thread of each loader's warp.
         boxes, forms, streams, scaled: see `Warp`.
         edit: changes the assembly.
     """
@@ -385,15 +393,12 @@ def kernel(machine, number, programs, groups, boxes, forms, streams, scaled, edi
         outputs = constraints.count("=")
         values = [None] * outputs + [each for each in given for _ in range(pack)]
         warp.begin()
+        warp.thread = threads.get(threading.get_ident(), 0)
         program(edit(text)).run(values, warp)
         return warp.result
 
-    def wgmma_wait(acc, left):
-        warps[threading.get_ident()].wait(left)
-        return acc
-
     def barrier():
-        # The loader's warp is alone.
+        # Loaders' warps do not wait for each other.
         group = groups[threading.get_ident()]
         if group is not None:
             machine.meet(group)
@@ -405,11 +410,11 @@ def kernel(machine, number, programs, groups, boxes, forms, streams, scaled, edi
     )  # fmt: skip
     own = {
         name: value
-        for file in (any_width_loop, any_width)
+        for file in (any_width_load, any_width_loop, any_width)
         for name, value in vars(file).items()
         if name[:2] != "__"
     }
-    kept = ("value_of", "format_of", "releasing", "switch", "WAIT", "NOWHERE")
+    kept = ("value_of", "format_of", "releasing", "switch", "WAIT", "NOWHERE", "maps_of")
     packed = types.SimpleNamespace(**vars(any_width_packed) | {
         "prepare": lambda *given: "",
         "unpacked": lambda format, kind, own, piece: "".join(
@@ -421,21 +426,26 @@ def kernel(machine, number, programs, groups, boxes, forms, streams, scaled, edi
         name: value for name, value in own.items() if name.startswith("_") or name in kept
     } | {
         "packed": packed, "x_bytes_of": lambda rows, format: any_width_packed.x_bytes(rows, format and INT4),
-        "gl": gl, "ROW": ROW, "STAGES": STAGES, "step_of": lambda kind: STEP,
+        "gl": gl, "AHEAD": Constant(any_width_load.AHEAD.value), "SMALL": any_width_load.SMALL, "ROW": ROW, "STAGES": STAGES, "step_of": lambda kind: STEP,
         "later": types.FunctionType(rings.later.fn.__code__, {"gl": gl}), "shared_at": lambda at: at,
-        "wgmma_wait": wgmma_wait, "matrix_descriptor": lambda address, chunk: address // 16,
+        "matrix_descriptor": lambda address, chunk: address // 16,
         "zeros_of": lambda count: types.SimpleNamespace(values=[None] * count), "in_block": lambda value: value,
         "barrier": barrier, "computed": lambda value: value, "mbarrier": types.SimpleNamespace(wait=machine.wait, arrive=machine.arrive),
         "tma": types.SimpleNamespace(store_wait=lambda left: None)
     } | changes  # fmt: skip
-    for name in ("load_steps", "multiply_steps", "release"):
+    for name in ("begin", "load_steps", "multiply_steps"):
         function = inspect.unwrap(own[name])
         made = types.FunctionType(function.__code__, names, name, function.__defaults__)
         names.setdefault(name, made)
     for name in (
+        "_operands",
+        "_load",
+        "_places",
+        "_steps",
         "_step",
         "_promoted_step",
         "_packed_steps",
+        "_tail",
         "_products",
         "_scales",
         "_scaled_sums",
@@ -444,11 +454,10 @@ def kernel(machine, number, programs, groups, boxes, forms, streams, scaled, edi
         names[name] = types.FunctionType(own[name].__code__, names, name)
     for name in (
         "turn_of",
+        "turn_at",
         "unused",
         "corner",
-        "load_ahead",
         "sum_steps",
-        "last_step_done",
         "produce",
         "consume",
     ):
@@ -490,19 +499,6 @@ def emulate(
     """
     M, N, K = sizes
     machine = Machine(seed, waits)
-    most = STAGES
-    for stage in range(most):
-        machine.barriers[BARRIERS_AT + 8 * stage] = Barrier(1)
-        count = 4 * (1 if takes_turns else groups) + arrivals
-        machine.barriers[BARRIERS_AT + 8 * (most + stage)] = Barrier(count)
-    for group in range(2):
-        # All four warps of a group arrive here, of which Gluon makes one.
-        machine.barriers[BARRIERS_AT + 8 * (2 * most + group)] = Barrier(4)
-    # The last one is nobody's.
-    for last in (2, 3):
-        machine.barriers[BARRIERS_AT + 8 * (2 * most + last)] = Barrier(4 * groups)
-    if takes_turns:
-        machine.barriers[BARRIERS_AT + 8 * 2 * most].arrive(4)
     done, own = [], x_rows if takes_turns else x_rows // groups
 
     def combine(acc, unit, ring, *rest):
@@ -548,15 +544,16 @@ def emulate(
         if scale != wanted:
             raise Wrong("not the scales of this block and step")
 
-    of_thread, found = {}, {}
+    of_thread, threads, found, begun = {}, {}, {}, []
+    readers = 4 * (1 if takes_turns else groups) + arrivals
     # Two boxes of each operand, of which the second one has some rows of the first.
     boxes = tuple((rows // 32 + 1) * 16 for rows in (x_rows, width))
     if format is not None:
         boxes = random.Random(seed).choice((64, x_rows)), boxes[1]
     stood_in = {"finish_tile": finish_tile, "combine": combine, "scales_of": scales_of} | changes
     streams, widths = random.Random(seed).randrange(3), [width] if format else [width - 8, width, width + 8]
-    names = kernel(machine, 1, 3, of_thread, boxes, forms, streams, scaled, edit, stood_in)
-    unused = BARRIERS_AT + 8 * (2 * most + 2)
+    names = kernel(machine, 1, 3, of_thread, threads, boxes, forms, streams, scaled, edit, stood_in)
+    unused = BARRIERS_AT + 8 * (2 * STAGES + 2)
     barriers = types.SimpleNamespace(index=lambda at: BARRIERS_AT + 8 * at)
     ring = (barriers, stages)
     across = -(-N // width)
@@ -591,12 +588,20 @@ def emulate(
         BARRIERS_AT,
     )
 
+    def first():
+        return names["corner"](1, state, sizes, tile, place, x_rows, False, forms[0])
+
+    def wait_for_roles():
+        machine.pause(lambda: begun)
+
     def consume(group):
+        wait_for_roles()
         of_thread[threading.get_ident()] = group
         names["consume"](
             None,
             None,
             ring,
+            first(),
             (),
             (),
             None if parts == 1 else (),
@@ -612,18 +617,33 @@ def emulate(
             *constants,
         )
 
-    def produce():
+    def produce(warp):
         of_thread[threading.get_ident()] = None
         # Both boxes of each operand; of words and scales no row is loaded twice.
-        count = 128 * 2 * sum(boxes)
+        counts = [128 * 2 * box for box in boxes]
         if format is not None:
-            count = x_rows // 16 * INT4.words + 128 * 2 * boxes[1] + 2 * x_rows
-        loads = *boxes, count, streams
-        given = ring, sizes, state, tile, loads, place, x_rows, STEP, False, format, *forms, BARRIERS_AT
-        names["load_ahead"](*given)
-        names["produce"](*given)
+            counts[0] = x_rows // 16 * INT4.words + 2 * x_rows
+        loads = boxes[0], counts[0], boxes[1], counts[1], streams
+        behind = x_rows, STEP
+        lie = format, *forms, BARRIERS_AT
+        if warp == 0:
+            # One thread stands in for all of the first warpgroup, whose first warp comes last.
+            row, col, _, first_k, last_k = first()
+            last_k = min(last_k, first_k + min(stages, any_width_load.AHEAD.value) * STEP)
+            given = first_k, last_k, row, *loads[:2], col, width, *loads[2:]
+            for each in (3, 2, 1, 0):
+                threads[threading.get_ident()] = 32 * each
+                names["begin"](BARRIERS_AT, stages, *given, readers, groups, *behind, *lie[:-1])
+            begun.append(True)
+            machine.changed()
+        threads[threading.get_ident()] = 32 * warp
+        wait_for_roles()
+        names["produce"](ring, first(), sizes, state, tile, loads, place, *behind, False, *lie)
 
-    machine.run([produce, *(lambda group=group: consume(group) for group in range(groups) for _ in range(4))])
+    loaders = [
+        lambda warp=warp: produce(warp) for warp in range(2 if x_rows == any_width_load.SMALL[0] else 1)
+    ]
+    machine.run(loaders + [lambda group=group: consume(group) for group in range(groups) for _ in range(4)])
     expected = Counter()
     for unit in range(1, units, 3):
         _, row, col, *_ = place(unit, state, sizes, x_rows, width, 8)
@@ -671,10 +691,6 @@ def test_every_warp_reads_what_was_loaded_for_it(case, seed):
     emulate(seed, *case)
 
 
-#: Where barriers begin of which each stage has one, those of turns, and the last one.
-FREE_AT, TURNS_AT, UNUSED_AT = (BARRIERS_AT + 8 * at for at in (STAGES, 2 * STAGES, 2 * STAGES + 2))
-
-
 def skipping_none(stage, phase, steps, stages):
     """`rings.later`, but the stages of the tiles between are not skipped."""
     if sys._getframe(1).f_code.co_name == "consume":
@@ -715,20 +731,20 @@ MUTANTS = {
     "scales that stay those of the first step": {
         "edit": lambda text: text.replace("add.s64 at_col0, at_col0", "add.s64 at_col1, at_col1")
     },
-    "rows of one half for those of two": {"edit": lambda text: text.replace(", 4; @", ", 3; @")},
+    "rows of one half for those of two": {
+        "edit": lambda text: text.replace(", 4; cp.async", ", 3; cp.async")
+    },
     "a stage that is free while it is read": {
         "edit": lambda text: text.replace("cta.b64 _, [before", "cta.b64 _, [at")
     },
     "a ring that does not begin again": {
         "edit": lambda text: text.replace("@wraps mov.b32 x,", "@wraps mov.b32 own,")
     },
-    "a box that is not counted": {"edit": lambda text: text.replace("_, [at], $12", "_, [at], 64")},
+    "a box that is not counted": {"edit": lambda text: text.replace("_, [at], $13", "_, [at], 64")},
     "the second 64 rows of X taken for the first": {"edit": lambda text: text.replace("x, 512;", "x, 0;")},
-    "another width's instructions": {
-        "edit": lambda text: text.replace("setp.lt.s32 less", "setp.gt.s32 less")
-    },
+    "another width's instructions": {"edit": lambda text: text.replace("CASE0, CASE1", "CASE1, CASE0")},
     "the other operand's cache policy": {
-        "edit": lambda text: text.replace("x_streams, $13, 1", "x_streams, $13, 2")
+        "edit": lambda text: text.replace("streams, $14, 1", "streams, $14, 2")
     },
     "no stages skipped in turns": {"later": skipping_none},
     "one arrival too many": {"arrivals": 1},

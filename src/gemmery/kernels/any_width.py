@@ -33,22 +33,10 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from . import any_width_packed as packed
-from .any_width_loop import (
-    STAGES,
-    WAIT,
-    format_of,
-    multiply_steps,
-    releasing,
-    step_of,
-    switch,
-    value_of,
-    x_bytes_of,
-)
+from .any_width_load import AHEAD, ROW, begin, load_steps, loaders_of, maps_of
+from .any_width_loop import STAGES, multiply_steps, step_of, value_of, x_bytes_of
 from .rings import barrier, beside, last_to_arrive, later, rounded
 
-#: Bytes of a row of a stage, which is what TMA swizzles.
-ROW = gl.constexpr(128)
 #: The accumulator of a warpgroup for 8 columns.
 BLOCK8 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
 
@@ -70,41 +58,9 @@ def shared_at(AT, _semantic=None):
 
 
 @builtin
-def wgmma_wait(acc, LEFT, _semantic=None):
-    """Waits until no more than `LEFT` products are under way."""
-    numbers = 4 * len(acc.values)
-    constraints = ["=f"] * numbers + [str(i) for i in range(numbers)]
-    made = gl.inline_asm_elementwise(
-        f"wgmma.wait_group.sync.aligned {value_of(LEFT)};", ",".join(constraints), list(acc.values),
-        dtype=[gl.float32] * len(acc.values), is_pure=False, pack=4, _semantic=_semantic,
-    )  # fmt: skip
-    return gl.tuple(list(made))
-
-
-@builtin
 def blocks_of(acc, FIRST, COUNT, _semantic=None):
     """Some of an accumulator's blocks of 8 columns."""
     return gl.tuple(list(acc.values)[value_of(FIRST) : value_of(FIRST) + value_of(COUNT)])
-
-
-@builtin
-def last_blocks(acc, width, COUNT, WIDTHS, _semantic=None):
-    """The last `COUNT` blocks of 8 columns of those that `width` columns have.
-
-    Args:
-        WIDTHS: what `width` may be, in order.
-    """
-    numbers, made = 4 * len(acc.values), 4 * value_of(COUNT)
-    widths = [value_of(width) for width in value_of(WIDTHS)]
-    cases = [
-        " ".join(f"mov.b32 ${i}, ${made + each // 2 - made + i};" for i in range(made)) for each in widths
-    ]
-    constraints = ["=&f"] * made + ["f"] * numbers + ["r"] * 4
-    found = gl.inline_asm_elementwise(
-        switch(f"${made + numbers}", widths, cases), ",".join(constraints), [*acc.values, width],
-        dtype=[gl.float32] * value_of(COUNT), is_pure=True, pack=4, _semantic=_semantic,
-    )  # fmt: skip
-    return gl.tuple(list(found))
 
 
 @gluon.jit
@@ -127,24 +83,16 @@ def widths_of(least, most, each):
     return list(range(least, most + 1, each))
 
 
-#: Dimensions of the tensor map of an operand of each form.
-_DIMS = {"rows": 2, "turned": 2, "pairs": 4, "packed": 3}
-
-
-def _maps(X_FORM, Y_FORM):
-    """The numbers of the kernel's parameters that are tensor maps: of X, of Y, of the output, of scales and of shifts.
-
-    The sizes and strides of each are parameters, too.
-    """
-    behind_x, behind_y = (1 + 2 * _DIMS[value_of(form)] for form in (X_FORM, Y_FORM))
-    out = behind_x + behind_y
-    return 0, behind_x, out, out + 5, out + 10
-
-
 @gluon.jit
 def turn_of(ring, GROUP: gl.constexpr):
     """The barrier of a warpgroup that waits for its turn."""
     return ring[0].index(2 * STAGES + GROUP)
+
+
+@gluon.jit
+def turn_at(GROUP: gl.constexpr, BARRIERS_AT: gl.constexpr):
+    """The address of `turn_of`'s barrier."""
+    return shared_at(BARRIERS_AT) + 8 * (2 * STAGES + GROUP)
 
 
 @gluon.jit
@@ -154,173 +102,11 @@ def unused(ring):
 
 
 @builtin
-def begin(stages, READERS, GROUPS, AT, X_FORM, Y_FORM, _semantic=None):
-    """Fetches the tensor maps, and makes all barriers, a fourth of them in each warp.
-
-    The hardware makes one after the other. The first load of a launch waits for both.
-
-    Args:
-        stages: how many there are.
-        READERS, GROUPS: arrivals at `free` and at `unused`; there is one at `full` and at a warpgroup's turn.
-        AT: where the barriers begin, see `shared_at`.
-        X_FORM, Y_FORM: how the operands lie.
-    """
-    maps = "".join(
-        f"setp.eq.u32 own, thread, {32 * i}; mov.b64 map, gemm_any_width_param_{number}; cvta.param.u64 map, map;"
-        "@own prefetch.tensormap [map];"
-        for i, number in enumerate(_maps(X_FORM, Y_FORM)[:3])
-    )
-    most = STAGES.value
-    # Warp w makes barriers w, w + 4, ..., a thread each: `full` of all stages, then `free`, then the other four.
-    choice = "".join(
-        f"setp.ge.s32 own, number, {first}; @own mov.b32 count, {count}; @own mov.b32 moved, {by};"
-        for first, by, count in (
-            ("0", "0", 1), ("$1", "free", value_of(READERS)), ("both", "others", 1),
-            ("last", "others", value_of(GROUPS)),
-        )
-    )  # fmt: skip
-    gl.inline_asm_elementwise(
-        f"{{ .reg .pred own; .reg .b32 thread, number, count, both, last, free, others, moved, at; .reg .b64 map;"
-        f"mov.u32 thread, %tid.x; {maps}"
-        "shr.u32 at, thread, 5; and.b32 number, thread, 31; mad.lo.s32 number, number, 4, at;"
-        "add.s32 both, $1, $1; add.s32 last, both, 2;"
-        # How far barriers of a kind are from where they would be without room for more stages.
-        f"sub.s32 free, {most}, $1; sub.s32 others, {2 * most}, both; {choice}"
-        "add.s32 moved, moved, number; mov.b32 at, global_smem; mad.lo.s32 at, moved, 8, at;"
-        # The last two, of which one is `any_width_loop.NOWHERE`'s, are alike.
-        "add.s32 last, last, 1; setp.le.s32 own, number, last;"
-        f"@own mbarrier.init.shared::cta.b64 [at + {value_of(AT)}], count; mov.b32 $0, 0; }}",
-        "=r,r", [stages], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
-    )  # fmt: skip
-
-
-@builtin
 def computed(value, _semantic=None):
     """Returns the same number, and keeps the compiler from computing it after a loop that follows."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic
     )
-
-
-@builtin
-def release(barrier, _semantic=None):
-    """Says that a warp has read a stage, given the address of its barrier `full`."""
-    gl.inline_asm_elementwise(
-        f"{{ .reg .pred one; {releasing('$1')} mov.b32 $0, 0; }}",
-        "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
-    )  # fmt: skip
-
-
-def _loads(operand, row, k, rows, box, MAP, FORM, each):
-    """Assembly that begins to load an operand's block of a stage, `box` rows at a time; mostly that is all of them.
-
-    The last box ends where the block does, and may have rows of the one before it.
-
-    Args:
-        operand: "x" or "y", a register that says where the block goes. Predicate `x_streams` or `y_streams` says
-            whether it is the first to leave L2, `x_more` or `y_more` whether there are several boxes.
-        row, k, rows, box: registers; see `load_steps`.
-        MAP: the number of the kernel's parameter that is the operand's tensor map.
-        FORM: how the operand lies.
-        each: bytes of a row.
-    """
-
-    def load(to, row):
-        at, before = {
-            "rows": (f"{{{k}, {row}}}", ""),
-            "turned": (f"{{{row}, {k}}}", ""),
-            "pairs": (f"{{{k}, zero, zero, eight}}", f"mov.b32 zero, 0; shr.u32 eight, {row}, 4;"),
-            # A row has 8 bytes for each bit of a number, and 16 rows have a line for each 64 bits.
-            "packed": (
-                "{zero, line, strip}",
-                f"mov.b32 zero, 0; shr.u32 line, {k}, {6 - (each // 8).bit_length() + 1}; shr.u32 strip, {row}, 4;",
-            ),
-        }[FORM]
-        load = f"cp.async.bulk.tensor.{_DIMS[FORM]}d.shared::cluster.global.mbarrier::complete_tx::bytes"
-        # An explicit `evict_normal` slows loads of blocks that many programs read.
-        return (
-            f"{before} @{operand}_streams {load}.L2::cache_hint [{to}], [map, {at}], [at], policy;"
-            f"@!{operand}_streams {load} [{to}], [map, {at}], [at];"
-        )
-
-    return (
-        f"{{ .reg .pred more; .reg .b64 map; .reg .b32 last, first, n, to, zero, eight, line, strip;"
-        f"mov.b64 map, gemm_any_width_param_{MAP}; cvta.param.u64 map, map; {load(operand, row)}"
-        f"@!{operand}_more bra LOADED; sub.s32 last, {rows}, {box}; mov.b32 first, {box};\n"
-        f"NEXT: min.s32 n, first, last; mad.lo.s32 to, n, {each}, {operand}; add.s32 n, n, {row};"
-        f"{load('to', 'n')} add.s32 first, first, {box}; setp.lt.s32 more, first, {rows}; @more bra NEXT;\nLOADED: }}"
-    )
-
-
-@builtin
-def load_steps(
-    full, stage, phase, stages, k, last_k, row, x_box, col, width, y_box, count, streams, X_ROWS, STEP, FORMAT,
-    X_FORM, Y_FORM, AHEAD, _semantic=None,
-):  # fmt: skip
-    """One thread loads the blocks of X and Y of some steps, each into its stage.
-
-    Gluon's own load takes a power of two of rows. Another width would need several, one after the other, and the tensor
-    cores would wait for them.
-
-    Args:
-        full: the address of the first stage's barrier at which they arrive.
-        stage, phase: of the first step; see `rings.later`.
-        k, last_k: where the steps begin and end along K.
-        row, col: where the blocks begin in X and in Y.
-        width: rows of Y.
-        x_box, y_box: rows that the tensor maps load at a time.
-        count: bytes of a step's blocks, and those that boxes load twice.
-        streams: 1 where X is the first to leave L2, 2 where Y is, 0 where neither is.
-        STEP: elements along K of a step.
-        FORMAT: see `multiply_steps`.
-        X_FORM, Y_FORM: how the operands lie.
-        AHEAD: True before warps have their roles: the stages are unused, so there is nothing to wait for, and the first
-            warp of the warpgroup loads. False in the loader's warp.
-    """
-    full_, stage_, phase_, stages_, k_, last_, row_, x_box_, col_, width_, y_box_, count_, streams_ = (
-        f"${i}" for i in range(1, 14)
-    )
-    rows, format = value_of(X_ROWS), format_of(FORMAT)
-    x_bytes, params_bytes = packed.x_bytes(rows, format), packed.params_bytes(rows, format)
-    x_map, y_map, _, *of_params = _maps(X_FORM, Y_FORM)
-    x = _loads("x", row_, "k", str(rows), x_box_, x_map, value_of(X_FORM), x_bytes // rows)
-    y = _loads("y", col_, "k", width_, y_box_, y_map, value_of(Y_FORM), ROW.value)
-    params = ""
-    if params_bytes:
-        params = (
-            f"mad.lo.s32 params, stage, {params_bytes}, params_first;"
-            f"{packed.load_params(format, rows, x_box_, of_params[: len(format.kinds)], row_, 'k')}"
-        )
-    if value_of(AHEAD):
-        alone, free = "mov.u32 at, %tid.x; setp.ge.u32 one, at, 32; @one bra DONE;", ""
-    else:
-        alone, free = "", WAIT.format(barrier=f"at + {8 * STAGES.value}", phase="phase")
-    setup = (
-        f"{alone} elect.sync _|one, 0xffffffff; @!one bra DONE;"
-        "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;"
-        f"setp.eq.s32 x_streams, {streams_}, 1; setp.eq.s32 y_streams, {streams_}, 2;"
-        f"setp.lt.s32 x_more, {x_box_}, {rows}; setp.lt.s32 y_more, {y_box_}, {width_};"
-        f"mov.b32 stage, {stage_}; mov.b32 phase, {phase_}; mov.b32 k, {k_}; mad.lo.s32 at, stage, 8, {full_};"
-        f"mov.b32 x_first, global_smem; mad.lo.s32 y_first, {stages_}, {x_bytes}, x_first;"
-        f"mul.lo.s32 y_bytes, {width_}, {ROW.value}; mad.lo.s32 params_first, {stages_}, y_bytes, y_first;"
-        f"mad.lo.s32 x, stage, {x_bytes}, x_first; mad.lo.s32 y, stage, y_bytes, y_first;"
-    )
-    go_on = (
-        f"add.s32 k, k, {value_of(STEP)}; add.s32 at, at, 8; add.s32 x, x, {x_bytes}; add.s32 y, y, y_bytes;"
-        f"add.s32 stage, stage, 1; setp.ge.s32 wraps, stage, {stages_};"
-        f"@wraps mov.b32 stage, 0; @wraps mov.b32 at, {full_}; @wraps mov.b32 x, x_first; @wraps mov.b32 y, y_first;"
-        "@wraps xor.b32 phase, phase, 1; bra STEP;"
-    )
-    gl.inline_asm_elementwise(
-        "{ .reg .pred one, done, wraps, ends, x_streams, y_streams, x_more, y_more; .reg .b64 policy;"
-        f".reg .b32 stage, phase, at, k, x, y, x_first, y_first, y_bytes, params, params_first; {setup}\n"
-        f"STEP: setp.ge.s32 ends, k, {last_}; @ends bra DONE; {free}"
-        f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [at], {count_}; {x} {y} {params} {go_on}\n"
-        "DONE: mov.b32 $0, 0; }",
-        ",".join(["=r"] + ["r"] * 13),
-        [full, stage, phase, stages, k, last_k, row, x_box, col, width, y_box, count, streams],
-        dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -351,46 +137,32 @@ def corner(
 
 
 @gluon.jit
-def load_ahead(
-    ring, shape, state, tile, loads, PLACE: gl.constexpr, X_ROWS: gl.constexpr, STEP: gl.constexpr,
-    SWAP: gl.constexpr, FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BARRIERS_AT: gl.constexpr,
-):  # fmt: skip
-    """Loads the first steps of the program's first unit, as many as there are stages, before warps have their roles."""
-    stages = ring[1]
-    x_box, y_box, count, streams = loads
-    row, col, _, first_k, last_k = corner(gl.program_id(0), state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM)
-    barrier()
-    last_k = first_k + gl.minimum(last_k - first_k, stages * STEP)
-    load_steps(
-        shared_at(BARRIERS_AT), 0, 0, stages, first_k, last_k, row, x_box, col, tile[0], y_box, count, streams, X_ROWS,
-        STEP, FORMAT, X_FORM, Y_FORM, True,
-    )  # fmt: skip
-
-
-@gluon.jit
 def produce(
-    ring, shape, state, tile, loads, PLACE: gl.constexpr, X_ROWS: gl.constexpr, STEP: gl.constexpr,
+    ring, first, shape, state, tile, loads, PLACE: gl.constexpr, X_ROWS: gl.constexpr, STEP: gl.constexpr,
     SWAP: gl.constexpr, FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
-    """Loads what `consume` multiplies, in the same order, behind what `load_ahead` does."""
+    """Loads what `consume` multiplies, in the same order, behind what `begin` does.
+
+    Args:
+        first: what `corner` says of the program's first unit.
+    """
     stages = ring[1]
-    x_box, y_box, count, streams = loads
+    x_box, x_count, y_box, y_count, streams = loads
     stage = gl.to_tensor(0)
     # The parity before the first: what has not been used yet is free.
     phase = gl.to_tensor(1)
+    row, col, _, first_k, last_k = first
+    ahead = gl.minimum(gl.minimum(stages, AHEAD), gl.cdiv(last_k - first_k, STEP))
+    stage, phase = later(stage, phase, ahead, stages)
+    first_k += ahead * STEP
     for unit in range(gl.program_id(0), state[0], gl.num_programs(0)):
-        row, col, _, first_k, last_k = corner(unit, state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM)
-        steps = gl.cdiv(last_k - first_k, STEP)
-        if unit == gl.program_id(0):
-            ahead = gl.minimum(stages, steps)
-            first_k += ahead * STEP
-            steps -= ahead
-            stage, phase = later(stage, phase, ahead, stages)
+        if unit != gl.program_id(0):
+            row, col, _, first_k, last_k = corner(unit, state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM)
         load_steps(
-            shared_at(BARRIERS_AT), stage, phase, stages, first_k, last_k, row, x_box, col, tile[0], y_box, count,
-            streams, X_ROWS, STEP, FORMAT, X_FORM, Y_FORM, False,
+            shared_at(BARRIERS_AT), stage, phase, stages, first_k, last_k, row, x_box, x_count, col, tile[0], y_box,
+            y_count, streams, X_ROWS, STEP, FORMAT, X_FORM, Y_FORM,
         )  # fmt: skip
-        stage, phase = later(stage, phase, steps, stages)
+        stage, phase = later(stage, phase, gl.cdiv(last_k - first_k, STEP), stages)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -408,27 +180,27 @@ def zeros_of(COUNT: gl.constexpr):
 
 @gluon.jit
 def sum_steps(
-    heads, ring, first_k, last_k, stage, phase, width, scales, COUNT: gl.constexpr, KIND: gl.constexpr,
-    PROMOTES: gl.constexpr, X_ROWS: gl.constexpr, FIRST: gl.constexpr, WIDTHS: gl.constexpr, FORMAT: gl.constexpr,
-    X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BARRIERS_AT: gl.constexpr,
+    heads, ring, steps, stage, phase, width, next_turn, scales, KIND: gl.constexpr, PROMOTES: gl.constexpr,
+    X_ROWS: gl.constexpr, FIRST: gl.constexpr, OWN: gl.constexpr, WIDTHS: gl.constexpr, PART: gl.constexpr,
+    FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, PINGPONG: gl.constexpr,
+    BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
-    """The sum of a warpgroup's products from `first_k` to `last_k`, at least a step.
+    """The sum of a warpgroup's products of some steps, at least one, as `multiply_steps` gives it.
 
     Args:
         heads: where its X and Y are in the first stage, see `multiply_steps`.
         width: of the tile.
+        next_turn: the barrier of the other warpgroup's turn, with PINGPONG.
         scales, FORMAT: see `multiply_steps`.
-        FIRST: the first of its rows of X.
-        COUNT: blocks of 8 columns.
+        FIRST, OWN: the first of its rows of X, and how many these are.
+        PART: columns of Y that are read at a time.
     """
-    steps = gl.cdiv(last_k - first_k, step_of(KIND))
-    acc = multiply_steps(
+    COUNT: gl.constexpr = OWN // 64 * ((WIDTHS[-1] + PART - 1) // PART) * PART // 8
+    return multiply_steps(
         zeros_of(COUNT), in_block(shared_at(BARRIERS_AT)), in_block(stage), in_block(phase), in_block(ring[1]),
-        in_block(steps), in_block(heads[0]), in_block(heads[1]), in_block(width), scales, X_ROWS, FIRST, KIND,
-        PROMOTES, FORMAT, X_FORM, Y_FORM, WIDTHS,
+        in_block(steps), in_block(heads[0]), in_block(heads[1]), in_block(width), in_block(next_turn), scales, X_ROWS,
+        FIRST, KIND, PROMOTES, FORMAT, X_FORM, Y_FORM, WIDTHS, PART, PINGPONG,
     )  # fmt: skip
-    stage, phase = later(stage, phase, steps, ring[1])
-    return acc, stage, phase
 
 
 @gluon.jit
@@ -466,40 +238,35 @@ def in_block(value):
     return gl.full([64, 8], value, value.dtype, BLOCK8)
 
 
-@gluon.jit
-def last_step_done(acc, ring, stage, BARRIERS_AT: gl.constexpr):
-    """Waits for the last products of the K loop."""
-    acc = wgmma_wait(acc, 0)
-    before = gl.where(stage == 0, ring[1] - 1, stage - 1)
-    release(shared_at(BARRIERS_AT) + before * 8)
-    return acc
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Tiles that are cut along K
 
 
 @builtin
-def store_partial(acc, to, width, COUNT, _semantic=None):
+def store_partial(acc, to, width, OWN, PART, _semantic=None):
     """Stores a warpgroup's accumulator in memory, each thread 16 bytes at a time.
 
     Args:
+        acc: what `multiply_steps` gives.
         to: the address, in a block as `BLOCK8` has them.
-        width: the tile's width, likewise in a block. Columns beyond it are not stored.
-        COUNT: blocks of 8 columns for each 64 rows of X.
+        width: the tile's width, likewise in a block.
+        OWN, PART: see `multiply_steps`.
     """
-    blocks, count = len(acc.values), value_of(COUNT)
-    to_, columns = f"${4 + 4 * blocks}", f"${8 + 4 * blocks}"
-    lines = [
-        (
-            ""
-            if i % count
-            else f"mad.lo.s32 of, {columns}, {256 * (i // count)}, thread; cvt.s64.s32 at, of; add.s64 at, at, {to_};"
+    blocks, of_part, rows = len(acc.values), value_of(PART) // 8, value_of(OWN) // 64
+    to_, width_ = f"${4 + 4 * blocks}", f"${8 + 4 * blocks}"
+    lines = []
+    for i in range(0, blocks, of_part):
+        row, first = divmod(8 * i, 8 * blocks // rows)
+        # The last part may store some blocks again.
+        lines.append(
+            f"sub.s32 of, {width_}, {8 * of_part}; min.s32 of, of, {first}; mad.lo.s32 of, {width_}, {row}, of;"
+            f"mad.lo.s32 of, of, 256, thread; cvt.s64.s32 at, of; add.s64 at, at, {to_};"
+            f"setp.gt.s32 own, {width_}, {first};"
         )
-        + f"setp.gt.s32 own, {columns}, {8 * (i % count)}; @own st.global.v4.f32 [at + {2048 * (i % count)}],"
-        f" {{{', '.join(f'${4 + 4 * i + j}' for j in range(4))}}};"
-        for i in range(blocks)
-    ]
+        lines += [
+            f"@own st.global.v4.f32 [at + {2048 * j}], {{{', '.join(f'${4 * (1 + i + j) + n}' for n in range(4))}}};"
+            for j in range(of_part)
+        ]
     gl.inline_asm_elementwise(
         "{ .reg .pred own; .reg .b32 thread, of; .reg .b64 at; mov.u32 thread, %tid.x; and.b32 thread, thread, 127;"
         f"shl.b32 thread, thread, 4; {''.join(lines)} {''.join(f'mov.b32 ${i}, 0;' for i in range(4))} }}",
@@ -554,8 +321,8 @@ def add_fetched(blocks, at, _semantic=None):
 
 @gluon.jit
 def combine(
-    acc, unit, ring, state, workspace, width, GROUP: gl.constexpr, GROUPS: gl.constexpr, COUNT: gl.constexpr,
-    RING_BYTES: gl.constexpr,
+    acc, unit, ring, state, workspace, width, OWN: gl.constexpr, PART: gl.constexpr, GROUP: gl.constexpr,
+    GROUPS: gl.constexpr, RING_BYTES: gl.constexpr,
 ):  # fmt: skip
     """Stores a part of a tile. The warpgroup that does so last copies the other parts into the ring; nobody waits.
 
@@ -567,13 +334,13 @@ def combine(
     whole, parts = state[1], state[2]
     partials, semaphores = workspace
     # Bytes of a warpgroup's partial sum.
-    size = len(acc) // COUNT * width * 256
+    size = OWN * width * 4
     number = unit - whole
     tile = number // parts
     own = number % parts
     first = gl.cast(partials, gl.int64) + gl.cast(tile * parts * GROUPS + GROUP, gl.int64) * size
     to = first + gl.cast(own * GROUPS, gl.int64) * size
-    store_partial(acc, in_block(to), in_block(width), COUNT)
+    store_partial(acc, in_block(to), in_block(width), OWN, PART)
     done = last_to_arrive(semaphores + tile * GROUPS + GROUP, parts - 1)
     # Each warpgroup has its share of the ring, in whole rows.
     address = shared_at(GROUP * (RING_BYTES // 128 // GROUPS * 128))
@@ -642,7 +409,7 @@ def store_slot(at, warp, row, col, X_FORM, Y_FORM, _semantic=None):
         row, col: where the part begins.
         X_FORM, Y_FORM: how the operands lie.
     """
-    number = _maps(X_FORM, Y_FORM)[2]
+    number = maps_of(X_FORM, Y_FORM)[2]
     gl.inline_asm_elementwise(
         "{ .reg .pred own, one; .reg .b32 warp, at; .reg .b64 map; elect.sync _|one, 0xffffffff; mov.u32 warp, %tid.x;"
         "shr.u32 warp, warp, 5; and.b32 warp, warp, 3; setp.eq.and.u32 own, warp, $2, one; mov.b32 at, global_smem;"
@@ -700,7 +467,7 @@ def finish_part(
 @gluon.jit
 def finish_tile(
     acc, out, slots, args, shape, row, col, width, spread, first_slot, cut, EPILOGUE: gl.constexpr, CAST: gl.constexpr,
-    SWAP: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, WIDTHS: gl.constexpr, X_ROWS: gl.constexpr,
+    SWAP: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, OWN: gl.constexpr, X_ROWS: gl.constexpr,
     BUFFERS: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
     """Epilogue and store of a warpgroup's part of a tile, `PART` columns at a time.
@@ -714,34 +481,25 @@ def finish_tile(
         first_slot: the first of these slots.
         cut: see `summed`; None where no tile is cut.
     """
-    COUNT: gl.constexpr = WIDTHS[-1] // 8
-    WHOLE: gl.constexpr = WIDTHS[-1] // PART
+    COUNT: gl.constexpr = len(acc) // (OWN // 64)
     # Slots of 64 rows of X, and of a stage's.
-    OWN: gl.constexpr = 64 // PART
+    SLOTS: gl.constexpr = 64 // PART
     STAGE: gl.constexpr = 1 if X_FORM == "packed" else X_ROWS // PART
-    whole = width // PART
     parts = gl.cdiv(width, PART)
-    own = OWN
+    own = SLOTS
     if X_FORM == "packed":
         own = parts
-    for m in gl.static_range(len(acc) // COUNT):
-        for i in gl.static_range(WHOLE):
-            if i < whole:
+    for m in gl.static_range(OWN // 64):
+        for i in gl.static_range(COUNT * 8 // PART):
+            if i < parts:
                 blocks = blocks_of(acc, m * COUNT + i * PART // 8, PART // 8)
+                at = gl.minimum(i * PART, width - PART)
                 if cut is not None:
-                    blocks = summed(blocks, cut, m * (width // 8) + i * PART // 8)
+                    blocks = summed(blocks, cut, (m * width + at) // 8)
                 finish_part(
                     blocks, out, slots, first_slot, spread, m * parts + i, m * own + i * STAGE, args, shape,
-                    row + 64 * m, col + i * PART, EPILOGUE, CAST, SWAP, X_FORM, Y_FORM, BUFFERS,
+                    row + 64 * m, col + at, EPILOGUE, CAST, SWAP, X_FORM, Y_FORM, BUFFERS,
                 )  # fmt: skip
-        if whole < parts:
-            behind = last_blocks(blocks_of(acc, m * COUNT, COUNT), in_block(width), PART // 8, WIDTHS)
-            if cut is not None:
-                behind = summed(behind, cut, m * (width // 8) + width // 8 - PART // 8)
-            finish_part(
-                behind, out, slots, first_slot, spread, m * parts + whole, m * own + whole * STAGE, args, shape,
-                row + 64 * m, col + width - PART, EPILOGUE, CAST, SWAP, X_FORM, Y_FORM, BUFFERS,
-            )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -750,18 +508,21 @@ def finish_tile(
 
 @gluon.jit
 def consume(
-    out, slots, ring, step_args, args, workspace, shape, state, tile, GROUP: gl.constexpr, GROUPS: gl.constexpr,
+    out, slots, ring, first, step_args, args, workspace, shape, state, tile, GROUP: gl.constexpr, GROUPS: gl.constexpr,
     PLACE: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, KIND: gl.constexpr, PROMOTES: gl.constexpr,
     EVERY: gl.constexpr, X_ROWS: gl.constexpr, WIDTHS: gl.constexpr, SWAP: gl.constexpr, PINGPONG: gl.constexpr,
     FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr, PART: gl.constexpr,
     RING_BYTES: gl.constexpr, BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup's part of the work."""
+    """One warpgroup's part of the work.
+
+    Args:
+        first: what `corner` says of the program's first unit.
+    """
     stages, width = ring[1], tile[0]
     units, whole, parts = state[0], state[1], state[2]
     OWN: gl.constexpr = X_ROWS if PINGPONG else X_ROWS // GROUPS
     FIRST: gl.constexpr = 0 if PINGPONG else GROUP * OWN
-    COUNT: gl.constexpr = WIDTHS[-1] // 8
     address = shared_at(0)
     # In units of 16 bytes.
     OWN_AT: gl.constexpr = x_bytes_of(FIRST, FORMAT) // 16
@@ -775,20 +536,23 @@ def consume(
     )
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    turn = gl.to_tensor(0)
-    first = gl.program_id(0)
+    # Nobody has a turn before the first one.
+    turn = gl.to_tensor(1 - GROUP)
+    own = gl.program_id(0)
     programs = gl.num_programs(0)
     every = programs
     steps = gl.cdiv(shape[2], step_of(KIND))
     if PINGPONG:
-        first += GROUP * every
+        own += GROUP * every
         every *= 2
         if GROUP == 1:
             stage, phase = later(stage, phase, steps, stages)
-    if first >= units:
+    if own >= units:
         mbarrier.arrive(unused(ring))
-    for unit in range(first, units, every):
-        row, col, end, first_k, last_k = corner(unit, state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM)
+    row, col, end, first_k, last_k = first
+    for unit in range(own, units, every):
+        if unit != gl.program_id(0):
+            row, col, end, first_k, last_k = corner(unit, state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM)
         row, col = computed(row), computed(col)
         if PINGPONG:
             mbarrier.wait(turn_of(ring, GROUP), turn)
@@ -796,14 +560,11 @@ def consume(
         scales = ()
         if EVERY is not None:
             scales = scales_of(step_args, row + FIRST, col, (end, shape[1]), first_k, EVERY[0], EVERY[1])
-        acc, stage, phase = sum_steps(
-            heads, ring, first_k, last_k, stage, phase, width, scales, OWN // 64 * COUNT, KIND, PROMOTES, X_ROWS,
-            FIRST, WIDTHS, FORMAT, X_FORM, Y_FORM, BARRIERS_AT,
+        own_steps = gl.cdiv(last_k - first_k, step_of(KIND))
+        acc = sum_steps(
+            heads, ring, own_steps, stage, phase, width, turn_at(1 - GROUP, BARRIERS_AT), scales, KIND, PROMOTES,
+            X_ROWS, FIRST, OWN, WIDTHS, PART, FORMAT, X_FORM, Y_FORM, PINGPONG, BARRIERS_AT,
         )  # fmt: skip
-        if PINGPONG:
-            mbarrier.arrive(turn_of(ring, 1 - GROUP))
-        if not PROMOTES:
-            acc = last_step_done(acc, ring, stage, BARRIERS_AT)
         if unit + every >= units:
             # One thread arrives, for all four warps.
             barrier()
@@ -818,7 +579,7 @@ def consume(
             cut = (unit >= whole, 0, parts, 0, 0)
             if unit >= whole:
                 done, cut = combine(
-                    acc, unit, ring, state, workspace, width, GROUP, GROUPS, COUNT, RING_BYTES
+                    acc, unit, ring, state, workspace, width, OWN, PART, GROUP, GROUPS, RING_BYTES
                 )
             spread = spread & (unit < whole)
         in_ring = FIRST // PART
@@ -833,23 +594,24 @@ def consume(
         if done:
             finish_tile(
                 acc, out, slots, args, (end, shape[1]), row + FIRST, col, width, spread, first_slot, cut, EPILOGUE,
-                CAST, SWAP, X_FORM, Y_FORM, WIDTHS, X_ROWS, BUFFERS, PART,
+                CAST, SWAP, X_FORM, Y_FORM, OWN, X_ROWS, BUFFERS, PART,
             )  # fmt: skip
         if PINGPONG:
             # The stages of the tile between are the other warpgroup's.
-            stage, phase = later(stage, phase, steps, stages)
+            own_steps += steps
+        stage, phase = later(stage, phase, own_steps, stages)
     tma.store_wait(0)
 
 
 @gluon.jit(
     do_not_specialize=[
-        "M", "N", "K", "units", "whole", "parts", "part_k", "tiles_m", "tiles_n", "width", "band_m", "x_box", "y_box",
-        "step_bytes", "streams", "stages",
+        "M", "N", "K", "units", "whole", "parts", "part_k", "tiles_m", "tiles_n", "width", "band_m", "x_box", "x_count",
+        "y_box", "y_count", "streams", "stages",
     ]
 )  # fmt: skip
 def gemm_any_width(
-    x, y, out, scales, shifts, M, N, K, units, whole, parts, part_k, tiles_m, tiles_n, width, band_m, x_box, y_box,
-    step_bytes, streams, stages, place_args, step_args, args, workspace,
+    x, y, out, scales, shifts, M, N, K, units, whole, parts, part_k, tiles_m, tiles_n, width, band_m, x_box, x_count,
+    y_box, y_count, streams, stages, place_args, step_args, args, workspace,
     PLACE: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, KIND: gl.constexpr, PROMOTES: gl.constexpr,
     EVERY: gl.constexpr, X_ROWS: gl.constexpr, LEAST: gl.constexpr, MOST: gl.constexpr, EACH: gl.constexpr,
     RING_ROWS: gl.constexpr, GROUPS: gl.constexpr, SWAP: gl.constexpr, PINGPONG: gl.constexpr, FORMAT: gl.constexpr,
@@ -869,7 +631,7 @@ def gemm_any_width(
         width: rows of Y in a tile, a multiple of `EACH` from `LEAST` to `MOST`.
         band_m: the height of a tile band, see `order`.
         x_box, y_box: rows that the tensor maps load at a time.
-        step_bytes: bytes that are loaded in a step along K, of which boxes may load some twice.
+        x_count, y_count: bytes that are loaded of both in a step along K, of which boxes may load some twice.
         streams: 1 where X is the first to leave L2, 2 where Y is, 0 where neither is.
         stages: how many there are, at most `STAGES`.
         place_args, step_args, args: run-time arguments of PLACE, of `scales_of` and of the epilogue.
@@ -889,7 +651,7 @@ def gemm_any_width(
     shape = (M, N, K)
     state = (units, whole, parts, part_k, tiles_m, tiles_n, place_args)
     tile = (width, band_m)
-    loads = (x_box, y_box, step_bytes, streams)
+    loads = (x_box, x_count, y_box, y_count, streams)
     WIDTHS: gl.constexpr = widths_of(LEAST, MOST, EACH)
     PAIRED: gl.constexpr = X_FORM == "pairs" or Y_FORM == "pairs"
     PART: gl.constexpr = out.block_type.shape[0] if SWAP else out.block_type.shape[1] * (2 if PAIRED else 1)
@@ -903,31 +665,35 @@ def gemm_any_width(
     barriers = gl.allocate_shared_memory(gl.int64, [2 * STAGES + 4, 1], mbarrier.MBarrierLayout())
     BARRIERS_AT: gl.constexpr = SLOTS * SLOT
     ring = (barriers, stages)
+    first = corner(gl.program_id(0), state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM)
+    row, col, _, first_k, last_k = first
     # Four warps of each warpgroup read a stage.
-    begin(stages, 4 * (1 if PINGPONG else GROUPS), GROUPS, BARRIERS_AT, X_FORM, Y_FORM)
+    begin(
+        shared_at(BARRIERS_AT), stages, first_k, gl.minimum(last_k, first_k + gl.minimum(stages, AHEAD) * STEP), row,
+        x_box, x_count, col, width, y_box, y_count, streams, 4 * (1 if PINGPONG else GROUPS), GROUPS, X_ROWS, STEP,
+        FORMAT, X_FORM, Y_FORM,
+    )  # fmt: skip
     hopper.fence_async_shared()
-    load_ahead(
-        ring, shape, state, tile, loads, PLACE, X_ROWS, STEP, SWAP, FORMAT, X_FORM, Y_FORM, BARRIERS_AT
-    )
-    if PINGPONG:
-        mbarrier.arrive(turn_of(ring, 0))
     if GROUPS == 1:
         gl.warp_specialize(
             [
                 (
                     consume,
                     (
-                        out, slots, ring, step_args, args, workspace, shape, state, tile, 0, GROUPS, PLACE, EPILOGUE,
-                        CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, PINGPONG, FORMAT, X_FORM, Y_FORM, BUFFERS,
-                        PART, RING_BYTES, BARRIERS_AT,
+                        out, slots, ring, first, step_args, args, workspace, shape, state, tile, 0, GROUPS, PLACE,
+                        EPILOGUE, CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, PINGPONG, FORMAT, X_FORM, Y_FORM,
+                        BUFFERS, PART, RING_BYTES, BARRIERS_AT,
                     ),
                 ),
                 (
                     produce,
-                    (ring, shape, state, tile, loads, PLACE, X_ROWS, STEP, SWAP, FORMAT, X_FORM, Y_FORM, BARRIERS_AT),
+                    (
+                        ring, first, shape, state, tile, loads, PLACE, X_ROWS, STEP, SWAP, FORMAT, X_FORM, Y_FORM,
+                        BARRIERS_AT,
+                    ),
                 ),
             ],
-            [1],
+            [loaders_of(X_ROWS)],
             [LOADER_REGISTERS],
         )  # fmt: skip
     elif GROUPS == 2:
@@ -936,25 +702,28 @@ def gemm_any_width(
                 (
                     consume,
                     (
-                        out, slots, ring, step_args, args, workspace, shape, state, tile, 0, GROUPS, PLACE, EPILOGUE,
-                        CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, PINGPONG, FORMAT, X_FORM, Y_FORM, BUFFERS,
-                        PART, RING_BYTES, BARRIERS_AT,
+                        out, slots, ring, first, step_args, args, workspace, shape, state, tile, 0, GROUPS, PLACE,
+                        EPILOGUE, CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, PINGPONG, FORMAT, X_FORM, Y_FORM,
+                        BUFFERS, PART, RING_BYTES, BARRIERS_AT,
                     ),
                 ),
                 (
                     consume,
                     (
-                        out, slots, ring, step_args, args, workspace, shape, state, tile, 1, GROUPS, PLACE, EPILOGUE,
-                        CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, PINGPONG, FORMAT, X_FORM, Y_FORM, BUFFERS,
-                        PART, RING_BYTES, BARRIERS_AT,
+                        out, slots, ring, first, step_args, args, workspace, shape, state, tile, 1, GROUPS, PLACE,
+                        EPILOGUE, CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, PINGPONG, FORMAT, X_FORM, Y_FORM,
+                        BUFFERS, PART, RING_BYTES, BARRIERS_AT,
                     ),
                 ),
                 (
                     produce,
-                    (ring, shape, state, tile, loads, PLACE, X_ROWS, STEP, SWAP, FORMAT, X_FORM, Y_FORM, BARRIERS_AT),
+                    (
+                        ring, first, shape, state, tile, loads, PLACE, X_ROWS, STEP, SWAP, FORMAT, X_FORM, Y_FORM,
+                        BARRIERS_AT,
+                    ),
                 ),
             ],
-            [4, 1],
+            [4, loaders_of(X_ROWS)],
             [REGISTERS, LOADER_REGISTERS],
         )  # fmt: skip
     else:
@@ -963,33 +732,36 @@ def gemm_any_width(
                 (
                     consume,
                     (
-                        out, slots, ring, step_args, args, workspace, shape, state, tile, 0, GROUPS, PLACE, EPILOGUE,
-                        CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, PINGPONG, FORMAT, X_FORM, Y_FORM, BUFFERS,
-                        PART, RING_BYTES, BARRIERS_AT,
+                        out, slots, ring, first, step_args, args, workspace, shape, state, tile, 0, GROUPS, PLACE,
+                        EPILOGUE, CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, PINGPONG, FORMAT, X_FORM, Y_FORM,
+                        BUFFERS, PART, RING_BYTES, BARRIERS_AT,
                     ),
                 ),
                 (
                     consume,
                     (
-                        out, slots, ring, step_args, args, workspace, shape, state, tile, 1, GROUPS, PLACE, EPILOGUE,
-                        CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, PINGPONG, FORMAT, X_FORM, Y_FORM, BUFFERS,
-                        PART, RING_BYTES, BARRIERS_AT,
+                        out, slots, ring, first, step_args, args, workspace, shape, state, tile, 1, GROUPS, PLACE,
+                        EPILOGUE, CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, PINGPONG, FORMAT, X_FORM, Y_FORM,
+                        BUFFERS, PART, RING_BYTES, BARRIERS_AT,
                     ),
                 ),
                 (
                     consume,
                     (
-                        out, slots, ring, step_args, args, workspace, shape, state, tile, 2, GROUPS, PLACE, EPILOGUE,
-                        CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, PINGPONG, FORMAT, X_FORM, Y_FORM, BUFFERS,
-                        PART, RING_BYTES, BARRIERS_AT,
+                        out, slots, ring, first, step_args, args, workspace, shape, state, tile, 2, GROUPS, PLACE,
+                        EPILOGUE, CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, PINGPONG, FORMAT, X_FORM, Y_FORM,
+                        BUFFERS, PART, RING_BYTES, BARRIERS_AT,
                     ),
                 ),
                 (
                     produce,
-                    (ring, shape, state, tile, loads, PLACE, X_ROWS, STEP, SWAP, FORMAT, X_FORM, Y_FORM, BARRIERS_AT),
+                    (
+                        ring, first, shape, state, tile, loads, PLACE, X_ROWS, STEP, SWAP, FORMAT, X_FORM, Y_FORM,
+                        BARRIERS_AT,
+                    ),
                 ),
             ],
-            [4, 4, 1],
+            [4, 4, loaders_of(X_ROWS)],
             [REGISTERS, REGISTERS, LOADER_REGISTERS],
         )  # fmt: skip
     # What only assembly uses in between must not be given to anything else.

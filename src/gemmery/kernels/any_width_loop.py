@@ -58,17 +58,18 @@ def releasing(stage):
 
 
 def switch(index, values, cases):
-    """Assembly that runs the case of the value that register `index` has, which is one of `values`, in order.
+    """Assembly that runs the case of the value that register `index` has, which is one of `values`, evenly spaced.
 
-    Branches are uniform: all threads have the same value.
+    All threads have the same value.
     """
     if len(cases) == 1:
         return cases[0]
-    half = len(cases) // 2
-    lower, upper = switch(index, values[:half], cases[:half]), switch(index, values[half:], cases[half:])
+    each = values[1] - values[0]
+    labels = ", ".join(f"CASE{i}" for i in range(len(cases)))
+    made = "".join(f"\nCASE{i}: {{ {case} }} bra.uni DONE;" for i, case in enumerate(cases))
     return (
-        f"{{ .reg .pred less; setp.lt.s32 less, {index}, {values[half]}; @less bra.uni LOWER; {upper} bra.uni DONE;\n"
-        f"LOWER: {lower}\nDONE: }}"
+        f"{{ .reg .b32 case; sub.s32 case, {index}, {values[0]}; shr.u32 case, case, {each.bit_length() - 1};\n"
+        f"CASES: .branchtargets {labels};\nbrx.idx.uni case, CASES; {made}\nDONE: }}"
     )
 
 
@@ -112,7 +113,7 @@ def _step(sums, KIND, turned):
     )
 
 
-def _packed_steps(sums, KIND, turned, format, rows, go_on):
+def _packed_steps(sums, KIND, turned, format, rows, go_on, last):
     """Assembly of the steps' loop where X is a packed weight, which is unpacked on the way.
 
     A step is multiplied in pieces, each of which has registers of its own. They are overwritten while up to three
@@ -124,6 +125,7 @@ def _packed_steps(sums, KIND, turned, format, rows, go_on):
         format: see `any_width_packed.StageFormat`.
         rows: of X in a stage.
         go_on: assembly that goes on to the next step, and says whether there is `more`.
+        last: assembly that comes behind the last step's products.
     """
     own, kind = len(sums), KIND.split(".")[0]
     left, released = packed.PIECES - 1, releasing("earlier")
@@ -154,7 +156,7 @@ def _packed_steps(sums, KIND, turned, format, rows, go_on):
     return (
         f"{{ .reg .b32 earlier; {packed.registers(format, own)} {begin} {first} {step(0)} @!more bra.uni DONE;\n"
         f"STEP: {begin} wgmma.wait_group.sync.aligned {left}; {released} {first} {step(1)}"
-        f"@more bra.uni STEP;\nDONE: wgmma.wait_group.sync.aligned 0; {released} }}"
+        f"@more bra.uni STEP;\nDONE: {last} }}"
     )
 
 
@@ -229,18 +231,33 @@ def _scales_of(first, spans):
     )
 
 
+def _tail(registers, width, part):
+    """Assembly that moves the last numbers of an accumulator to where its last part has them, of 64 rows of X.
+
+    It is read in parts of `part` columns. Of a width that is no multiple of it, the last part has some columns of the
+    one before.
+
+    Args:
+        registers: of all parts' numbers.
+    """
+    size, count = part // 2, width // 2
+    first = -(-count // size) * size - size
+    # From the last one on: none is overwritten that is still to be moved.
+    pairs = [(first + i, count - size + i) for i in reversed(range(size))]
+    return "".join(f"mov.b32 {registers[to]}, {registers[of]};" for to, of in pairs if to != of)
+
+
 @builtin
 def multiply_steps(
-    acc, full, stage, phase, stages, steps, head_x, head_y, width, scales, X_ROWS, FIRST, KIND, PROMOTES, FORMAT,
-    X_FORM, Y_FORM, WIDTHS, _semantic=None,
+    acc, full, stage, phase, stages, steps, head_x, head_y, width, next_turn, scales, X_ROWS, FIRST, KIND,
+    PROMOTES, FORMAT, X_FORM, Y_FORM, WIDTHS, PART, PINGPONG, _semantic=None,
 ):  # fmt: skip
     """The K loop of a warpgroup: the sum of the products of some rows of X and `width` of Y, of at least one step.
 
-    The products of the last step are still under way, see `last_step_done`, unless they are promoted. All arguments but
-    `acc` are blocks, see `in_block`.
+    All arguments but `acc` are blocks, see `in_block`.
 
     Args:
-        acc: zeros, for each 64 rows of X as many blocks as the largest width has. Those behind `width` stay so.
+        acc: zeros, for each 64 rows of X as many blocks as the parts of the largest width have.
         full: the address of the first stage's barrier.
         stage, phase: of the first step; see `rings.later`.
         steps: how many there are.
@@ -253,11 +270,20 @@ def multiply_steps(
         FORMAT: of a packed weight, which is X; see `any_width_packed.StageFormat`. Otherwise None.
         X_FORM, Y_FORM: how the operands lie.
         WIDTHS: what `width` may be, in order.
+        PART: columns of Y that are read at a time.
+        PINGPONG: whether the other warpgroup may multiply when this one's last products have begun. Each warp says so
+            at the barrier with the address `next_turn`.
+
+    Returns:
+        The blocks of 8 columns of each part of `width`, for each 64 rows of X. The last part ends where `width` does.
     """
-    widths = [value_of(width) for width in value_of(WIDTHS)]
-    numbers = 4 * len(acc.values)
+    widths, part = [value_of(width) for width in value_of(WIDTHS)], value_of(PART)
+    # Of 64 rows of X, and of all.
+    size, numbers = -(-widths[-1] // part) * part // 2, 4 * len(acc.values)
     # Every operand comes four times, a register for each number of a thread.
-    full_, stage_, phase_, stages_, steps_, x_, y_, width_ = (f"${2 * numbers + 4 * i}" for i in range(8))
+    full_, stage_, phase_, stages_, steps_, x_, y_, width_, turn_ = (
+        f"${2 * numbers + 4 * i}" for i in range(9)
+    )
     turned = value_of(X_FORM) == "turned", value_of(Y_FORM) == "turned"
     rows, format = value_of(X_ROWS), format_of(FORMAT)
     # In units of 16 bytes.
@@ -268,21 +294,30 @@ def multiply_steps(
         f"@wraps mov.b32 stage, 0; @wraps mov.b32 at, {full_}; @wraps mov.b32 x, {x_}; @wraps mov.b32 y, {y_};"
         "@wraps xor.b32 phase, phase, 1; sub.s32 left, left, 1; setp.gt.s32 more, left, 0;"
     )
+    turns = f"elect.sync _|one, 0xffffffff; @one mbarrier.arrive.shared::cta.b64 _, [{turn_}];"
+    turns = turns if value_of(PINGPONG) else ""
     arrived, kind = WAIT.format(barrier="at", phase="phase"), value_of(KIND)
     # A tile may begin within a span.
     spans = 1 + -(-widths[-1] // 128) if len(scales) else 0
     cases = []
     for each in widths:
-        sums = [[f"${first + i}" for i in range(each // 2)] for first in range(0, numbers, widths[-1] // 2)]
+        registers = [[f"${first + i}" for i in range(size)] for first in range(0, numbers, size)]
+        sums = [row[: each // 2] for row in registers]
+        ends = "".join(_tail(row, each, part) for row in registers)
         if format is not None:
-            cases.append(_packed_steps(sums, kind, turned[1], format, rows, go_on))
+            last = f"{turns} wgmma.wait_group.sync.aligned 0; {releasing('earlier')} {releasing('before')} {ends}"
+            cases.append(_packed_steps(sums, kind, turned[1], format, rows, go_on, last))
             continue
-        step = _promoted_step(sums, kind, spans) if value_of(PROMOTES) else _step(sums, kind, turned)
-        cases.append(f"{{\nSTEP: {arrived} {step} {go_on} @more bra.uni STEP; }}")
-    before = _scales_of(2 * numbers + 32, spans) if spans else ""
+        if value_of(PROMOTES):
+            step, last = _promoted_step(sums, kind, spans), turns + ends
+        else:
+            step = _step(sums, kind, turned)
+            last = f"{turns} wgmma.wait_group.sync.aligned 0; {releasing('before')} {ends}"
+        cases.append(f"{{\nSTEP: {arrived} {step} {go_on} @more bra.uni STEP; {last} }}")
+    before = _scales_of(2 * numbers + 36, spans) if spans else ""
     if format is not None:
         before = packed.begin(format, rows, value_of(FIRST), stages_, width_)
-    constraints = ["=f"] * numbers + [str(i) for i in range(numbers)] + ["r"] * 32
+    constraints = ["=f"] * numbers + [str(i) for i in range(numbers)] + ["r"] * 36
     constraints += ["l"] * 24 + ["r"] * 4 if spans else []
     made = gl.inline_asm_elementwise(
         f"{{ {before}"
@@ -293,7 +328,7 @@ def multiply_steps(
         f"mul.lo.s32 y_rows, {width_}, 8; mad.lo.s32 y, stage, y_rows, {y_};"
         f"{switch(width_, widths, cases)} }}",
         ",".join(constraints),
-        [*acc.values, full, stage, phase, stages, steps, head_x, head_y, width, *scales],
+        [*acc.values, full, stage, phase, stages, steps, head_x, head_y, width, next_turn, *scales],
         dtype=[gl.float32] * len(acc.values), is_pure=False, pack=4, _semantic=_semantic,
     )  # fmt: skip
     return gl.tuple(list(made))

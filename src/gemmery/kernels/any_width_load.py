@@ -1,0 +1,288 @@
+"""The start and the loads of tiles of any width, as assembly; see `any_width`.
+
+Before warps have their roles, the first one makes some barriers and begins to load, since a launch waits longest for
+its first loads. The others make the rest of the barriers. Then one warp loads. For a step of a small tile the tensor
+cores take less time than a thread takes to begin two loads, so there one warp loads X and another one Y. Large tiles
+take up to 2 % longer so.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+
+from . import any_width_packed as packed
+from .any_width_loop import STAGES, WAIT, format_of, value_of
+
+#: Bytes of a row of a stage, which is what TMA swizzles.
+ROW = gl.constexpr(128)
+#: Steps that are loaded before warps have their roles.
+AHEAD = gl.constexpr(2)
+#: Two warps load tiles with so many rows of X, and of Y at most.
+SMALL = (64, 96)
+#: Dimensions of the tensor map of an operand of each form.
+_DIMS = {"rows": 2, "turned": 2, "pairs": 4, "packed": 3}
+
+
+def maps_of(X_FORM, Y_FORM):
+    """The numbers of the kernel's parameters that are tensor maps: of X, of Y, of the output, of scales and of shifts.
+
+    The sizes and strides of each are parameters, too.
+    """
+    behind_x, behind_y = (1 + 2 * _DIMS[value_of(form)] for form in (X_FORM, Y_FORM))
+    out = behind_x + behind_y
+    return 0, behind_x, out, out + 5, out + 10
+
+
+@gluon.constexpr_function
+def loaders_of(X_ROWS):
+    """The number of warps that load."""
+    return 2 if SMALL[0] == X_ROWS else 1
+
+
+class _Operand(NamedTuple):
+    """What the assembly of an operand's loads is made of.
+
+    Register `x` says where X's next block goes, `x_first` where that of the first stage goes, `x_bytes` how large a
+    block is, and `x_map` where the tensor map is. Predicate `x_streams` says whether X is the first to leave L2, and
+    `x_several` whether a block takes several loads. Likewise `y` and so on.
+
+    Attributes:
+        name: "x" or "y".
+        load: makes the assembly of a load, given where it goes, its first row, and an operand for a cache policy.
+        row, rows, box: registers or constants: where blocks begin, their rows, and rows that a load has.
+        size: a register: bytes that a step loads.
+        each: bytes of a row.
+        params: assembly that loads a step's group parameters.
+    """
+
+    name: str
+    load: Callable[..., str]
+    row: str
+    rows: str
+    box: str
+    size: str
+    each: int
+    params: str
+
+    def setup(self, MAP: int, streams: str) -> str:
+        """Assembly that sets the operand's registers up, but for those that `_places` does.
+
+        Args:
+            MAP: the number of the kernel's parameter that is the tensor map.
+            streams: a register that says which operand leaves L2 first.
+        """
+        x = self.name
+        return (
+            f"mov.b64 {x}_map, gemm_any_width_param_{MAP}; cvta.param.u64 {x}_map, {x}_map;"
+            f"setp.eq.s32 {x}_streams, {streams}, {'xy'.index(x) + 1};"
+            f"setp.lt.s32 {x}_several, {self.box}, {self.rows}; mad.lo.s32 {x}, stage, {x}_bytes, {x}_first;"
+        )
+
+    def block(self, policy: str = "") -> str:
+        """Assembly that loads a block at once."""
+        return self._announced(self.load(self.name, self.row, policy))
+
+    def several(self) -> str:
+        """Assembly that loads a block in several loads. The last one may have rows of the one before."""
+        x = self.name
+
+        def either(to: str, row: str) -> str:
+            return (
+                f"{{ @{x}_streams bra HINTED; {self.load(to, row)} bra LOADED;\n"
+                f"HINTED: {self.load(to, row, ', policy')}\nLOADED: }}"
+            )
+
+        return self._announced(
+            f"{{ {either(x, self.row)} @!{x}_several bra DONE; sub.s32 last, {self.rows}, {self.box};"
+            f"mov.b32 loaded, {self.box};\nNEXT: min.s32 n, loaded, last; mad.lo.s32 part, n, {self.each}, {x};"
+            f"add.s32 n, n, {self.row}; {either('part', 'n')} add.s32 loaded, loaded, {self.box};"
+            f"setp.lt.s32 more, loaded, {self.rows}; @more bra NEXT;\nDONE: }}"
+        )
+
+    def _announced(self, loads: str) -> str:
+        return f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [at], {self.size}; {loads} {self.params}"
+
+
+def _operands(X_ROWS, FORMAT, X_FORM, Y_FORM, row, x_box, x_count, col, width, y_box, y_count):
+    """X and Y, given registers of what `load_steps` takes."""
+    rows, format = value_of(X_ROWS), format_of(FORMAT)
+    x_bytes, params_bytes = packed.x_bytes(rows, format), packed.params_bytes(rows, format)
+    params = ""
+    if params_bytes:
+        maps = maps_of(X_FORM, Y_FORM)[3:][: len(format.kinds)]
+        params = (
+            f"mad.lo.s32 params, stage, {params_bytes}, params_first;"
+            f"{packed.load_params(format, rows, x_box, maps, row, 'k')}"
+        )
+    each = x_bytes // rows
+    return (
+        _Operand("x", _load("x", value_of(X_FORM), each), row, str(rows), x_box, x_count, each, params),
+        _Operand("y", _load("y", value_of(Y_FORM), ROW.value), col, width, y_box, y_count, ROW.value, ""),
+    )
+
+
+def _load(name, FORM, each):
+    """What makes the assembly of a load, see `_Operand.load`, of an operand that lies so."""
+    code = f"cp.async.bulk.tensor.{_DIMS[FORM]}d.shared::cluster.global.mbarrier::complete_tx::bytes"
+
+    def load(to, row, policy=""):
+        at, before = {
+            "rows": (f"{{k, {row}}}", ""),
+            "turned": (f"{{{row}, k}}", ""),
+            "pairs": ("{k, zero, zero, eight}", f"mov.b32 zero, 0; shr.u32 eight, {row}, 4;"),
+            # A row has 8 bytes for each bit of a number, and 16 rows have a line for each 64 bits.
+            "packed": (
+                "{zero, line, strip}",
+                f"mov.b32 zero, 0; shr.u32 line, k, {6 - (each // 8).bit_length() + 1}; shr.u32 strip, {row}, 4;",
+            ),
+        }[FORM]
+        return f"{before} {code}{'.L2::cache_hint' * bool(policy)} [{to}], [{name}_map, {at}], [at]{policy};"
+
+    return load
+
+
+#: Assembly that declares the registers of loads.
+_REGISTERS = (
+    ".reg .pred done, wraps, more, x_streams, y_streams, x_several, y_several; .reg .b64 policy, x_map, y_map;"
+    ".reg .b32 stage, phase, at, k, x, x_first, x_bytes, y, y_first, y_bytes, params, params_first;"
+    ".reg .b32 last, loaded, n, part, zero, eight, line, strip;"
+)
+
+
+def _places(x_bytes, stages, width):
+    """Assembly that finds where blocks of the first stage are, and how large they are; and a cache policy."""
+    return (
+        f"mov.b32 x_first, global_smem; mov.b32 x_bytes, {x_bytes}; mul.lo.s32 y_bytes, {width}, {ROW.value};"
+        f"mad.lo.s32 y_first, {stages}, x_bytes, x_first; mad.lo.s32 params_first, {stages}, y_bytes, y_first;"
+        "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;"
+    )
+
+
+def _steps(operands, before, last_k, STEP, wraps):
+    """Assembly that loads blocks of some operands for at least one step, and goes to DONE.
+
+    Args:
+        before: assembly that waits until a stage is free.
+        last_k: a register; where the steps end.
+        wraps: assembly that begins the ring again where it ends.
+    """
+
+    def loop(blocks):
+        ahead = "".join(f"add.s32 {x.name}, {x.name}, {x.name}_bytes;" for x in operands)
+        return (
+            f"{{\nSTEP: {before} {''.join(blocks)} add.s32 k, k, {value_of(STEP)}; add.s32 at, at, 8; {ahead}"
+            f"add.s32 stage, stage, 1; {wraps} setp.lt.s32 more, k, {last_k}; @more bra STEP; bra DONE; }}"
+        )
+
+    # A loop for each case, since branches take as long as loads. An explicit `evict_normal` would slow loads of blocks
+    # that many programs read.
+    text = "".join(f"@{x.name}_several bra SEVERAL;" for x in operands)
+    text += "".join(f"@{x.name}_streams bra STREAMED_{x.name};" for x in operands)
+    text += loop([x.block() for x in operands])
+    for x in operands:
+        text += f"\nSTREAMED_{x.name}: {loop([y.block(', policy' * (x is y)) for y in operands])}"
+    return f"{text}\nSEVERAL: {loop([x.several() for x in operands])}"
+
+
+@builtin
+def begin(
+    full, stages, k, last_k, row, x_box, x_count, col, width, y_box, y_count, streams, READERS, GROUPS, X_ROWS, STEP,
+    FORMAT, X_FORM, Y_FORM, _semantic=None,
+):  # fmt: skip
+    """Makes all barriers, and loads the blocks of at most `AHEAD` steps; see `load_steps`.
+
+    Args:
+        k, last_k: where the steps begin and end along K, of which there may be none.
+        READERS, GROUPS: arrivals at `free` and at `unused`. At `full` each operand arrives, and at a warpgroup's turn
+            each warp of the other one.
+    """
+    full_, stages_, k_, last_, *of_operands, streams_ = (f"${i}" for i in range(1, 13))
+    x, y = _operands(X_ROWS, FORMAT, X_FORM, Y_FORM, *of_operands)
+    x_map, y_map, out, *_ = maps_of(X_FORM, Y_FORM)
+
+    def made(first, count, arrivals):
+        return "".join(
+            f"mbarrier.init.shared::cta.b64 [{full_} + {8 * (first + i)}], {value_of(arrivals)};"
+            for i in range(count)
+        )
+
+    ahead, most = AHEAD.value, STAGES.value
+    # Warp 0's barriers are those of its loads. The last of all is `any_width_loop.NOWHERE`'s.
+    others = (
+        made(most, most, READERS), made(ahead, most - ahead, 2),
+        f"mov.b64 x_map, gemm_any_width_param_{out}; cvta.param.u64 x_map, x_map; prefetch.tensormap [x_map];"
+        + made(2 * most, 2, 4) + made(2 * most + 2, 2, GROUPS),
+    )  # fmt: skip
+    gl.inline_asm_elementwise(
+        f"{{ {_REGISTERS} .reg .b32 warp; elect.sync _|more, 0xffffffff; @!more bra DONE;"
+        "mov.u32 warp, %tid.x; shr.u32 warp, warp, 5;"
+        + "".join(f"setp.eq.s32 more, warp, {i + 1}; @more bra OTHER{i};" for i in range(3))
+        + f"{made(0, ahead, 2)} fence.proxy.async.shared::cta; setp.lt.s32 more, {k_}, {last_}; @!more bra DONE;"
+        f"mov.b32 stage, 0; mov.b32 at, {full_}; mov.b32 k, {k_};"
+        f"{_places(packed.x_bytes(value_of(X_ROWS), format_of(FORMAT)), stages_, of_operands[4])}"
+        f"{x.setup(x_map, streams_)} {y.setup(y_map, streams_)} {_steps((x, y), '', last_, STEP, '')}"
+        + "".join(f"\nOTHER{i}: {each} bra DONE;" for i, each in enumerate(others))
+        + "\nDONE: mov.b32 $0, 0; }",
+        ",".join(["=r"] + ["r"] * 12),
+        [full, stages, k, last_k, row, x_box, x_count, col, width, y_box, y_count, streams],
+        dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
+    )  # fmt: skip
+
+
+@builtin
+def load_steps(
+    full, stage, phase, stages, k, last_k, row, x_box, x_count, col, width, y_box, y_count, streams, X_ROWS, STEP,
+    FORMAT, X_FORM, Y_FORM, _semantic=None,
+):  # fmt: skip
+    """Loads the blocks of X and Y of some steps, each into its stage.
+
+    Gluon's own load takes a power of two of rows. Another width would need several, one after the other, and the tensor
+    cores would wait for them.
+
+    Args:
+        full: the address of the first stage's barrier at which they arrive.
+        stage, phase: of the first step; see `rings.later`.
+        k, last_k: where the steps begin and end along K.
+        row, col: where the blocks begin in X and in Y.
+        width: rows of Y.
+        x_box, y_box: rows that the tensor maps load at a time.
+        x_count, y_count: bytes of a step's blocks, and those that boxes load twice.
+        streams: 1 where X is the first to leave L2, 2 where Y is, 0 where neither is.
+        STEP: elements along K of a step.
+        FORMAT: see `multiply_steps`.
+        X_FORM, Y_FORM: how the operands lie.
+    """
+    full_, stage_, phase_, stages_, k_, last_, *of_operands, streams_ = (f"${i}" for i in range(1, 15))
+    width_ = of_operands[4]
+    free = WAIT.format(barrier=f"at + {8 * STAGES.value}", phase="phase")
+    wraps = (
+        f"setp.ge.s32 wraps, stage, {stages_}; @wraps mov.b32 stage, 0; @wraps mov.b32 at, {full_};"
+        "@wraps xor.b32 phase, phase, 1;"
+    )
+
+    def of(*operands):
+        begins = "".join(f"@wraps mov.b32 {x.name}, {x.name}_first;" for x in operands)
+        return f"{{ {_steps(operands, free, last_, STEP, wraps + begins)} }}"
+
+    x, y = _operands(X_ROWS, FORMAT, X_FORM, Y_FORM, *of_operands)
+    x_map, y_map, *_ = maps_of(X_FORM, Y_FORM)
+    loads = of(x, y)
+    if value_of(X_ROWS) == SMALL[0]:
+        loads = (
+            "mov.u32 warp, %tid.x; shr.u32 warp, warp, 5; and.b32 warp, warp, 1; setp.eq.s32 more, warp, 1;"
+            f"setp.gt.s32 wraps, {width_}, {SMALL[1]}; @wraps bra BOTH; @more bra OTHER; {of(x)}\nOTHER: {of(y)}\n"
+            f"BOTH: @more bra DONE; {loads}"
+        )
+    gl.inline_asm_elementwise(
+        f"{{ {_REGISTERS} .reg .b32 warp; setp.lt.s32 more, {k_}, {last_}; @!more bra DONE;"
+        f"elect.sync _|more, 0xffffffff; @!more bra DONE; mov.b32 stage, {stage_}; mov.b32 phase, {phase_};"
+        f"mov.b32 k, {k_}; mad.lo.s32 at, stage, 8, {full_};"
+        f"{_places(packed.x_bytes(value_of(X_ROWS), format_of(FORMAT)), stages_, width_)}"
+        f"{x.setup(x_map, streams_)} {y.setup(y_map, streams_)} {loads}\nDONE: mov.b32 $0, 0; }}",
+        ",".join(["=r"] + ["r"] * 14),
+        [full, stage, phase, stages, k, last_k, row, x_box, x_count, col, width, y_box, y_count, streams],
+        dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
+    )  # fmt: skip
