@@ -1,5 +1,6 @@
 """Tiles of any width: their sizes, what refuses them, what they cost, and what the ring's views rest on."""
 
+import re
 import types
 from dataclasses import replace
 
@@ -395,6 +396,18 @@ def test_a_ring_that_lies_elsewhere_is_refused():
     for text in (right + named.format(4104), others, others + named.format(2048)):
         with pytest.raises(RuntimeError, match="looks for barriers elsewhere"):
             any_width.check_memory(text, 4096)
+
+
+@pytest.mark.parametrize("part", [16, 32, 64])
+def test_the_last_part_ends_where_the_width_does(part):
+    for width in range(part, 257, 8):
+        count, size = -(-width // part), part // 2
+        registers = {f"$r{i}": i for i in range(count * size)}
+        for to, of in re.findall(r"mov\.b32 (\S+), (\S+);", loop._tail(list(registers), width, part)):
+            registers[to] = registers[of]
+        found = list(registers.values())
+        assert found[:-size] == list(range((count - 1) * size))
+        assert found[-size:] == list(range(width // 2 - size, width // 2))
 
 
 def test_a_parameter_that_is_no_tensor_map_is_refused():

@@ -1,6 +1,6 @@
 """The predicted time of tiles of any width, see `kernels.any_width`.
 
-Its numbers are fitted to 904 times of random products on an H200
+Its numbers are fitted to 550 times of random products on an H200
 (`benchmarks/results/looks/any_width_times-bf16.json`); those of epilogues and of fp8 to others
 (`any_width_kinds-mixed.json`), and those of packed weights to int4's (`any_width_packed-bf16.json`).
 """
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .binding import promotes
-from .cost import FILL, Costs, Floats, Given, Stream
+from .cost import Costs, Floats, Given, Stream
 from .persistent_static import Work
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..select.space import Space
 
 #: Part of the tensor cores' rate, and what a narrow instruction takes more, in columns.
-EFFICIENCY, EDGE = 0.903, 10.1
+EFFICIENCY, EDGE = 0.935, 17.5
 #: What the products take longer where each step's sum is promoted, and where it is scaled before; for 1, 2 and 3
 #: warpgroups, of which the others multiply while one adds.
 PROMOTING, SCALING = (1.57, 1.14, 1.04), (1.8, 1.65, 1.6)
@@ -31,26 +31,29 @@ ROWS = 64
 #: the products add up.
 UNPACK, UNPACK_ROWS, UNPACK_OVERLAP = 1.31e-7, 6.87e-8, 3.78
 #: What part of `EFFICIENCY` these products have, with 64 rows for each warpgroup and with 128.
-UNPACK_EFFICIENCY = (1.0415, 1.087)
-#: Seconds at a launch's start for each warpgroup, which has more code to fetch.
-UNPACK_START = 5.18e-7
+UNPACK_EFFICIENCY = (1.006, 1.05)
+#: Seconds at a launch's start for each warpgroup, which has more code to fetch; and less than of a kernel that has code
+#: for several widths.
+UNPACK_START, ONE_WIDTH = 5.18e-7, 0.8e-6
 #: Share of the bandwidth from L2 of one multiprocessor and of all together; seconds from asking for bytes until they
 #: are there.
-INTAKE, L2, LATENCY = 1.085, 0.974, 1.16e-6
+INTAKE, L2, LATENCY = 1.212, 0.999, 1.14e-6
+#: Seconds of a step for a row outside the operands, if all multiprocessors ask for as many.
+FILL = 6.5e-9
 #: What a tenfold time costs for the clock, which power lowers, and from how many seconds on.
-SLOWING, LONG = 0.0145, 3e-5
+SLOWING, LONG = 0.0126, 3e-5
 #: The stream of blocks from memory. How it and the loop, which mostly overlap, add up.
-MEMORY, OVERLAP = Stream(long=1.084, short=0.746, ramp=3.64e-6), 4.11
+MEMORY, OVERLAP = Stream(long=1.097, short=0.715, ramp=3.50e-6), 3.58
 #: Seconds around a launch. Seconds around a tile and share of the time that its store takes alone, where warpgroups
 #: share tiles; and the same where they take turns, when the last store alone counts.
-START = 4.99e-6
-TILE, STORE = 0.63e-6, 1.36
-TURN, LAST_STORE = 0.638e-6, 0.638
+START = 4.55e-6
+TILE, STORE = 0.95e-6, 1.40
+TURN, LAST_STORE = 0.724e-6, 0.651
 #: Seconds that a tile takes more where its epilogue reads a vector, and where tiles are taken in turn; and seconds that
 #: a function such as an activation takes for an element of a warpgroup's.
 VECTOR, VECTOR_IN_TURN, FUNCTION = 1.04e-6, 0.6e-6, 1.4e-10
 #: Seconds that parts of a tile take to meet, beside the time of their bytes, and how often each byte is on its way.
-REDUCTION, TIMES = 1.0e-6, 2.73
+REDUCTION, TIMES = 1.18e-6, 2.68
 #: What a kernel that could cut tiles costs more where it does not: it has more code.
 IDLE = 1.01
 
@@ -78,7 +81,7 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool) -> Co
     # Of a packed weight, which is X, words are loaded.
     loaded = x * (p.b.bits / p.a.bits) + y if p.b.is_packed else x + y
     l2 = own_steps * loaded * (s.block_k * p.a.bits / 8) / share
-    loop = np.maximum(np.maximum(compute, l2), own_steps * _least_of_step(p, s, given.rows, x, y))
+    loop = np.maximum(np.maximum(compute, l2), own_steps * _least_of_step(p, s, given.rows, x, y, busy))
     loop = loop * (1 + SLOWING * np.log10(np.maximum(loop / LONG, 1)))
     stream = MEMORY.seconds(given.memory)
     together = np.where(chunk > 0, whole, tiles // device.sms) * steps
@@ -90,7 +93,7 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool) -> Co
     # Loads run ahead across tiles: only the time around the last tile is not overlapped with memory.
     loop = loop + (turns - 1) * around
     body = np.maximum((loop**OVERLAP + stream**OVERLAP) ** (1 / OVERLAP), waits)
-    start = START + UNPACK_START * s.num_warps / 4 if p.b.is_packed else START
+    start = START + UNPACK_START * s.num_warps / 4 - ONE_WIDTH if p.b.is_packed else START
     once = start + around + store * (LAST_STORE if takes_turns else 0.0)
     reduction = np.where(chunk > 0, REDUCTION + TIMES * parts * x * y * 4.0 / device.sm_bandwidth, 0.0)
     # So that a tile that is not cut has the kernel without that code.
@@ -119,14 +122,20 @@ def _summing(problem: Problem) -> Floats:
     return np.asarray(PROMOTING) if promotes(problem) else np.ones(3)
 
 
-def _least_of_step(problem: Problem, space: Space, rows: Floats, x: Floats, y: Floats) -> Floats:
+def _least_of_step(
+    problem: Problem, space: Space, rows: Floats, x: Floats, y: Floats, busy: Floats
+) -> Floats:
     """Seconds that a step takes at least: until its bytes are there, and for rows outside the operands.
 
-    Tiles are moved into the operands, but for an operand that is smaller than a tile.
+    Tiles are moved into the operands, but for an operand that is smaller than a tile. All programs together ask for its
+    rows outside.
+
+    Args:
+        busy: programs that have tiles.
     """
     x_rows = np.where(space.swap, problem.N, rows)
     y_rows = np.where(space.swap, rows, problem.N)
-    outside = np.maximum(x - x_rows, y - y_rows) * FILL
+    outside = np.maximum(x - x_rows, y - y_rows) * FILL * busy / problem.device.sms
     seconds: Floats = np.maximum(LATENCY / (space.num_stages - 1), outside)
     return seconds
 
