@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..select.space import Space
 
 #: Part of the tensor cores' rate, and what a narrow instruction takes more, in columns.
-EFFICIENCY, EDGE = 0.935, 17.5
+EFFICIENCY, EDGE = 0.943, 18.8
 #: What the products take longer where each step's sum is promoted, and where it is scaled before; for 1, 2 and 3
 #: warpgroups, of which the others multiply while one adds.
 PROMOTING, SCALING = (1.57, 1.14, 1.04), (1.8, 1.65, 1.6)
@@ -31,29 +31,29 @@ ROWS = 64
 #: the products add up.
 UNPACK, UNPACK_ROWS, UNPACK_OVERLAP = 1.31e-7, 6.87e-8, 3.78
 #: What part of `EFFICIENCY` these products have, with 64 rows for each warpgroup and with 128.
-UNPACK_EFFICIENCY = (1.006, 1.05)
+UNPACK_EFFICIENCY = (0.997, 1.041)
 #: Seconds at a launch's start for each warpgroup, which has more code to fetch; and less than of a kernel that has code
 #: for several widths.
 UNPACK_START, ONE_WIDTH = 5.18e-7, 0.8e-6
 #: Share of the bandwidth from L2 of one multiprocessor and of all together; seconds from asking for bytes until they
 #: are there.
-INTAKE, L2, LATENCY = 1.212, 0.999, 1.14e-6
-#: Seconds of a step for a row outside the operands, if all multiprocessors ask for as many.
-FILL = 6.5e-9
+INTAKE, L2, LATENCY = 1.217, 0.999, 1.14e-6
+#: Seconds of a step for a row outside the operands, if at least so many of the multiprocessors ask for such rows.
+FILL, FILLING = 5.15e-9, 0.47
 #: What a tenfold time costs for the clock, which power lowers, and from how many seconds on.
-SLOWING, LONG = 0.0126, 3e-5
+SLOWING, LONG = 0.0120, 3e-5
 #: The stream of blocks from memory. How it and the loop, which mostly overlap, add up.
-MEMORY, OVERLAP = Stream(long=1.097, short=0.715, ramp=3.50e-6), 3.58
+MEMORY, OVERLAP = Stream(long=1.102, short=0.707, ramp=3.41e-6), 3.57
 #: Seconds around a launch. Seconds around a tile and share of the time that its store takes alone, where warpgroups
 #: share tiles; and the same where they take turns, when the last store alone counts.
-START = 4.55e-6
-TILE, STORE = 0.95e-6, 1.40
-TURN, LAST_STORE = 0.724e-6, 0.651
+START = 4.49e-6
+TILE, STORE = 0.99e-6, 1.40
+TURN, LAST_STORE = 0.760e-6, 0.657
 #: Seconds that a tile takes more where its epilogue reads a vector, and where tiles are taken in turn; and seconds that
 #: a function such as an activation takes for an element of a warpgroup's.
 VECTOR, VECTOR_IN_TURN, FUNCTION = 1.04e-6, 0.6e-6, 1.4e-10
 #: Seconds that parts of a tile take to meet, beside the time of their bytes, and how often each byte is on its way.
-REDUCTION, TIMES = 1.18e-6, 2.68
+REDUCTION, TIMES = 1.22e-6, 2.60
 #: What a kernel that could cut tiles costs more where it does not: it has more code.
 IDLE = 1.01
 
@@ -135,7 +135,8 @@ def _least_of_step(
     """
     x_rows = np.where(space.swap, problem.N, rows)
     y_rows = np.where(space.swap, rows, problem.N)
-    outside = np.maximum(x - x_rows, y - y_rows) * FILL * busy / problem.device.sms
+    asking = np.minimum(1, busy / (FILLING * problem.device.sms))
+    outside = np.maximum(x - x_rows, y - y_rows) * FILL * asking
     seconds: Floats = np.maximum(LATENCY / (space.num_stages - 1), outside)
     return seconds
 

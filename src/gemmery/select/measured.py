@@ -31,6 +31,9 @@ from .tiles import FAMILIES
 TABLES = Path(__file__).with_name("tables")
 #: How far a measurement reaches: in doublings of a size or of the parts along K.
 REACH = 0.8
+#: The same for products of at most so many seconds at the tensor cores' rate. Their time depends on how tiles fill the
+#: multiprocessors, which is another way with other sizes.
+REACH_SHORT, SHORT = 0.25, 30e-6
 #: The same for packed weights, whose tiles' worth changes faster: how many rows of A they take decides how much is
 #: unpacked. So it is how much nearer a shape has to be to count for more; the nearest reach `FAR_PACKED`.
 REACH_PACKED, FAR_PACKED = 0.2, 1.5
@@ -177,7 +180,9 @@ class Table:
         if space not in self.found:
             self.found[space] = self._find(space)
         present, of, columns = self.found[space]
-        parts = [self._log(apart, self.schedules == schedule) for schedule in present]
+        least = problem.matrices * 2.0 * M * problem.N * problem.K / problem.device.rate(problem.a.dtype)
+        reach = np.where((least <= SHORT) & (not self.partial), REACH_SHORT, self.reach)
+        parts = [self._log(apart, reach, self.schedules == schedule) for schedule in present]
         return np.asarray(np.exp(np.stack(parts)[of, :, columns].T))
 
     def _find(self, space: Space) -> tuple[list[str], np.ndarray, np.ndarray]:
@@ -186,8 +191,12 @@ class Table:
         of = np.array([present.index(schedule) for schedule in space.schedule.tolist()])
         return present, of, np.array([self.column.get(config, -1) for config in space.configs])
 
-    def _log(self, apart: np.ndarray, own: np.ndarray) -> np.ndarray:
+    def _log(self, apart: np.ndarray, reach: np.ndarray, own: np.ndarray) -> np.ndarray:
         """Logarithms of factors by shape and config, of which those of one schedule, `own`, are right.
+
+        Args:
+            apart: (m, shapes), squares of distances.
+            reach: (m, 1).
 
         Other schedules' times say nothing of this one: not every Triton has it. Where it has none, `DOUBT` is left.
         """
@@ -196,7 +205,8 @@ class Table:
             return np.full((len(apart), len(own) + 1), DOUBT * self.partial)
         apart, known, residuals = apart[:, there], self.known[there] * own, self.residuals[there] * own
         nearest = apart.min(axis=1, keepdims=True)
-        weights = np.exp(-(apart - nearest) / (2 * self.reach**2) - nearest / (2 * self.far**2))
+        far = self.far if self.partial else reach
+        weights = np.exp(-(apart - nearest) / (2 * reach**2) - nearest / (2 * far**2))
         known, residuals = weights @ known, weights @ residuals
         # What is not known of a config itself, up to the model's weight, is taken from all.
         total = known.sum(axis=1, keepdims=True)
