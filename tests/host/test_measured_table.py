@@ -135,9 +135,9 @@ def test_few_rows_of_a_packed_weight_take_few_rows_of_tiles(format):
         for N, K in ((8192, 8192), (14336, 4096), (4096, 14336), (6144, 4096)):
             config = rank(abstract_problem(M, N, K, device=H200, weight=format))[0][0]
             rows = max(16, 1 << (M - 1).bit_length())
-            # Not every width of a packed weight's tiles has a kernel, so it may be the next one.
+            # Not every width of a packed weight's tiles has a kernel, so it may be one of the next two.
             if config.schedule in ("cooperative", "pingpong"):
-                rows += 16
+                rows += 32
             assert config.block_m <= rows, (M, N, K, str(config))
 
 

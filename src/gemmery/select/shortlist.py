@@ -30,11 +30,15 @@ SHARPNESS = 30.0
 KEPT = 4096
 #: N and K of the weight for which the quickest class of batch-invariant configs is sought.
 WEIGHT = (4096, 4096)
-#: The numbers of rows for which a shortlist is made.
+#: The numbers of rows for which a shortlist is made. They lie close together, since how tiles fill the multiprocessors
+#: changes from one to the next.
 ROWS = np.array([
-    1, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536,
-    1792, 2048, 2560, 3072, 3584, 4096, 6144, 8192,
+    1, 8, 16, 24, 32, 48, 64, 72, 80, 88, 96, 104, 112, 120, 128, 144, 160, 176, 192, 208, 224, 240, 256, 288, 320, 352,
+    384, 416, 448, 480, 512, 576, 640, 704, 768, 832, 896, 960, 1024, 1152, 1280, 1408, 1536, 1664, 1792, 1920, 2048,
+    2304, 2560, 2816, 3072, 3328, 3584, 3840, 4096, 5120, 6144, 7168, 8192,
 ])[:, None]  # fmt: skip
+#: How much each of them counts, so that few rows count as much as they would if all were as far apart.
+WEIGHTS = np.where(ROWS <= 64, 1.0, 0.5)
 
 
 def of(problem: Problem) -> frozenset[int]:
@@ -50,7 +54,7 @@ def _of(problem: Problem) -> frozenset[int]:
     # The best config of each kernel; they differ in how many parts K is cut into, which is no other code.
     best = np.stack([logs[:, space.kernel == kernel].min(axis=1) for kernel in kernels], axis=1)
     count = PACKED_KERNELS if problem.b.is_packed else KERNELS
-    return frozenset(kernels[_cover(best, count)].tolist())
+    return frozenset(kernels[_cover(best, count, WEIGHTS)].tolist())
 
 
 def _log_times(problem: Problem, space: Space) -> np.ndarray:
@@ -96,14 +100,17 @@ def numerics(device: Device, precision: Precision, fast_accum: bool, a: Spec, b:
     return min(means, key=means.__getitem__)
 
 
-def _cover(logs: np.ndarray, count: int) -> list[int]:
+def _cover(logs: np.ndarray, count: int, weights: np.ndarray | float = 1.0) -> list[int]:
     """Columns of an array, `count` at most, whose minimum over them is little above that over all.
+
+    Args:
+        weights: (rows, 1), how much a row counts.
 
     Found greedily, and then each is exchanged for a better one where there is one, given the others.
     """
     loss = logs - logs.min(axis=1, keepdims=True)
     # One number of rows with a large loss is worse than many with a small one.
-    loss = loss + SHARPNESS * loss**2
+    loss = weights * (loss + SHARPNESS * loss**2)
     chosen: list[int] = []
     for _ in range(min(count, logs.shape[1])):
         chosen.append(_best_addition(loss, chosen))
