@@ -10,9 +10,10 @@ round, the tile comes out transposed, and n cuts M. A tile has X_ROWS by n eleme
 
 One warp (`produce`; two where tiles are small) loads blocks of both into a ring of stages, which it runs ahead in
 across tiles. For each step along K it has one load of X and one of Y, of as many rows as the tile has: any number,
-since it belongs to the tensor map. If X is a packed weight, there is one more for each kind of group parameters. Warpgroups, which are four warps each
-(`consume`), multiply. They share a tile, each with its own rows of X, or with PINGPONG take tiles in turn: while one
-multiplies, the other one stores. These are CUTLASS's cooperative and ping-pong schedules (github.com/NVIDIA/cutlass).
+since it belongs to the tensor map. If X is a packed weight, there is one more for each kind of group parameters.
+Warpgroups, which are four warps each (`consume`), multiply. They share a tile, each with its own rows of X, or with
+PINGPONG take tiles in turn: while one multiplies, the other one stores. These are CUTLASS's cooperative and ping-pong
+schedules (github.com/NVIDIA/cutlass).
 
 The ring holds the blocks of X of all stages, then those of Y, and then group parameters. Each stage has two barriers:
 `full` is complete when its blocks have arrived, `free` when all warps have read them. `turn` says which warpgroup may
