@@ -146,6 +146,8 @@ class Machine:
         self.pause(lambda: met[0] >= last)
 
     def expect(self, address, count):
+        if address not in self.barriers:
+            raise Wrong("no barrier there")
         self.barriers[address].bytes += count
         self.barriers[address].arrive()
         self.changed()
@@ -627,11 +629,11 @@ def emulate(
         behind = x_rows, STEP
         lie = format, *forms, BARRIERS_AT
         if warp == 0:
-            # One thread stands in for all of the first warpgroup, whose first warp comes last.
+            # One thread stands in for all of the first warpgroup. Its first warp may use no other one's barriers.
             row, col, _, first_k, last_k = first()
             last_k = min(last_k, first_k + min(stages, any_width_load.AHEAD.value) * STEP)
             given = first_k, last_k, row, *loads[:2], col, width, *loads[2:]
-            for each in (3, 2, 1, 0):
+            for each in range(4):
                 threads[threading.get_ident()] = 32 * each
                 names["begin"](BARRIERS_AT, stages, *given, readers, groups, *behind, *lie[:-1])
             begun.append(True)
@@ -663,6 +665,10 @@ CASES = [
     (2, 64, 80, 4, True, (320, 400, 64)),
     (2, 128, 88, 3, False, (400, 600, 500), 2),
     (1, 64, 72, 3, False, (64, 72, 700), 3),
+    # No more stages than steps that are loaded ahead, one tile for two warpgroups, one loader for 64 rows.
+    (2, 128, 88, 2, False, (300, 400, 330)),
+    (2, 64, 80, 3, True, (64, 160, 200)),
+    (1, 64, 136, 3, False, (256, 600, 200)),
     # Two blocks of 64 rows for each warpgroup.
     (2, 256, 88, 3, False, (600, 300, 200)),
     (2, 128, 80, 3, True, (400, 300, 200)),
@@ -697,6 +703,14 @@ def skipping_none(stage, phase, steps, stages):
         return stage, phase
     stage += steps
     return stage % stages, phase ^ (stage // stages & 1)
+
+
+def made_by_another_warp(text):
+    """The assembly with what the first warp makes before its loads, in the second one's part."""
+    made = "".join(
+        f"mbarrier.init.shared::cta.b64 [$1 + {8 * i}], 2;" for i in range(any_width_load.AHEAD.value)
+    )
+    return text.replace(made, "").replace("OTHER1: ", f"OTHER1: {made} ") if made in text else text
 
 
 MUTANTS = {
@@ -737,11 +751,17 @@ MUTANTS = {
     "a stage that is free while it is read": {
         "edit": lambda text: text.replace("cta.b64 _, [before", "cta.b64 _, [at")
     },
+    "the first warp's barriers made by another one": {"edit": made_by_another_warp},
+    "one arrival for both operands": {
+        "edit": lambda text: text.replace("], 2;", "], 1;") if "OTHER2" in text else text
+    },
     "a ring that does not begin again": {
         "edit": lambda text: text.replace("@wraps mov.b32 x,", "@wraps mov.b32 own,")
     },
     "a box that is not counted": {"edit": lambda text: text.replace("_, [at], $13", "_, [at], 64")},
-    "the second 64 rows of X taken for the first": {"edit": lambda text: text.replace("x, 512;", "x, 0;")},
+    "the second 64 rows of X taken for the first": {
+        "edit": lambda text: text.replace("own, x, 512;", "own, x, 0;")
+    },
     "another width's instructions": {"edit": lambda text: text.replace("CASE0, CASE1", "CASE1, CASE0")},
     "the other operand's cache policy": {
         "edit": lambda text: text.replace("streams, $14, 1", "streams, $14, 2")

@@ -43,7 +43,7 @@ BLOCK8 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# wgmma
+# Shared memory and accumulators
 
 
 @builtin
@@ -632,7 +632,7 @@ def gemm_any_width(
         width: rows of Y in a tile, a multiple of `EACH` from `LEAST` to `MOST`.
         band_m: the height of a tile band, see `order`.
         x_box, y_box: rows that the tensor maps load at a time.
-        x_count, y_count: bytes that are loaded of both in a step along K, of which boxes may load some twice.
+        x_count, y_count: see `load_steps`.
         streams: 1 where X is the first to leave L2, 2 where Y is, 0 where neither is.
         stages: how many there are, at most `STAGES`.
         place_args, step_args, args: run-time arguments of PLACE, of `scales_of` and of the epilogue.

@@ -1,9 +1,9 @@
 """The start and the loads of tiles of any width, as assembly; see `any_width`.
 
-Before warps have their roles, the first one makes some barriers and begins to load, since a launch waits longest for
-its first loads. The others make the rest of the barriers. Then one warp loads. For a step of a small tile the tensor
-cores take less time than a thread takes to begin two loads, so there one warp loads X and another one Y. Large tiles
-take up to 2 % longer so.
+A launch waits longest for its first loads. So before warps have their roles, warp 0 initialises the barriers of the
+first `AHEAD` steps and issues their loads, and warps 1 to 3 initialise the other barriers. Afterwards one warp loads. A
+step of a small tile takes the tensor cores less time than one thread takes to issue two loads, so small tiles have two
+loading warps, one for each operand. With two, large tiles would be up to 2 % slower.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from .any_width_loop import STAGES, WAIT, format_of, value_of
 ROW = gl.constexpr(128)
 #: Steps that are loaded before warps have their roles.
 AHEAD = gl.constexpr(2)
-#: Two warps load tiles with so many rows of X, and of Y at most.
+#: Two warps load tiles with so many rows of X, and of Y at most. With more rows of Y one of the two has nothing to do.
 SMALL = (64, 96)
 #: Dimensions of the tensor map of an operand of each form.
 _DIMS = {"rows": 2, "turned": 2, "pairs": 4, "packed": 3}
@@ -210,10 +210,11 @@ def begin(
         )
 
     ahead, most = AHEAD.value, STAGES.value
-    # Warp 0's barriers are those of its loads. The last of all is `any_width_loop.NOWHERE`'s.
+    # Warp 0's barriers are those of its loads.
     others = (
         made(most, most, READERS), made(ahead, most - ahead, 2),
         f"mov.b64 x_map, gemm_any_width_param_{out}; cvta.param.u64 x_map, x_map; prefetch.tensormap [x_map];"
+        # The last of all is `any_width_loop.NOWHERE`'s.
         + made(2 * most, 2, 4) + made(2 * most + 2, 2, GROUPS),
     )  # fmt: skip
     gl.inline_asm_elementwise(
@@ -249,7 +250,8 @@ def load_steps(
         row, col: where the blocks begin in X and in Y.
         width: rows of Y.
         x_box, y_box: rows that the tensor maps load at a time.
-        x_count, y_count: bytes of a step's blocks, and those that boxes load twice.
+        x_count, y_count: bytes that a step loads of X, with its group parameters, and of Y. Rows that two boxes load
+            count twice.
         streams: 1 where X is the first to leave L2, 2 where Y is, 0 where neither is.
         STEP: elements along K of a step.
         FORMAT: see `multiply_steps`.
@@ -272,6 +274,7 @@ def load_steps(
     loads = of(x, y)
     if value_of(X_ROWS) == SMALL[0]:
         loads = (
+            # The number of the first loading warp is a multiple of 4.
             "mov.u32 warp, %tid.x; shr.u32 warp, warp, 5; and.b32 warp, warp, 1; setp.eq.s32 more, warp, 1;"
             f"setp.gt.s32 wraps, {width_}, {SMALL[1]}; @wraps bra BOTH; @more bra OTHER; {of(x)}\nOTHER: {of(y)}\n"
             f"BOTH: @more bra DONE; {loads}"

@@ -58,13 +58,14 @@ def releasing(stage):
 
 
 def switch(index, values, cases):
-    """Assembly that runs the case of the value that register `index` has, which is one of `values`, evenly spaced.
+    """Assembly that runs the case of the value that register `index` has.
 
-    All threads have the same value.
+    It is one of `values`, which lie a power of two apart. All threads have the same value.
     """
     if len(cases) == 1:
         return cases[0]
     each = values[1] - values[0]
+    assert each & (each - 1) == 0
     labels = ", ".join(f"CASE{i}" for i in range(len(cases)))
     made = "".join(f"\nCASE{i}: {{ {case} }} bra.uni DONE;" for i, case in enumerate(cases))
     return (

@@ -1,6 +1,6 @@
 """The predicted time of tiles of any width, see `kernels.any_width`.
 
-Its numbers are fitted to 550 times of random products on an H200
+Its numbers are fitted to times of random products on an H200
 (`benchmarks/results/looks/any_width_times-bf16.json`); those of epilogues and of fp8 to others
 (`any_width_kinds-mixed.json`), and those of packed weights to int4's (`any_width_packed-bf16.json`).
 """
@@ -32,13 +32,14 @@ ROWS = 64
 UNPACK, UNPACK_ROWS, UNPACK_OVERLAP = 1.31e-7, 6.87e-8, 3.78
 #: What part of `EFFICIENCY` these products have, with 64 rows for each warpgroup and with 128.
 UNPACK_EFFICIENCY = (0.997, 1.041)
-#: Seconds at a launch's start for each warpgroup, which has more code to fetch; and less than of a kernel that has code
-#: for several widths.
+#: Seconds at a launch's start for each warpgroup, which has more code to fetch. Seconds that a kernel for one width
+#: saves there.
 UNPACK_START, ONE_WIDTH = 5.18e-7, 0.8e-6
 #: Share of the bandwidth from L2 of one multiprocessor and of all together; seconds from asking for bytes until they
 #: are there.
 INTAKE, L2, LATENCY = 1.217, 0.999, 1.14e-6
-#: Seconds of a step for a row outside the operands, if at least so many of the multiprocessors ask for such rows.
+#: Seconds of a step for a row outside the operands, and the share of the multiprocessors that ask for such rows from
+#: which on it takes as long.
 FILL, FILLING = 5.15e-9, 0.47
 #: What a tenfold time costs for the clock, which power lowers, and from how many seconds on.
 SLOWING, LONG = 0.0120, 3e-5

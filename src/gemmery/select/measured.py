@@ -31,8 +31,8 @@ from .tiles import FAMILIES
 TABLES = Path(__file__).with_name("tables")
 #: How far a measurement reaches: in doublings of a size or of the parts along K.
 REACH = 0.8
-#: The same for products of at most so many seconds at the tensor cores' rate. Their time depends on how tiles fill the
-#: multiprocessors, which is another way with other sizes.
+#: The same, of a size, for products of at most so many seconds at the tensor cores' rate. Their time depends on how
+#: tiles fill the multiprocessors, which differs from size to size.
 REACH_SHORT, SHORT = 0.25, 30e-6
 #: The same for packed weights, whose tiles' worth changes faster: how many rows of A they take decides how much is
 #: unpacked. So it is how much nearer a shape has to be to count for more; the nearest reach `FAR_PACKED`.
