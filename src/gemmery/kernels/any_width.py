@@ -148,7 +148,7 @@ def produce(
         first: what `corner` says of the program's first unit.
     """
     stages = ring[1]
-    x_box, x_count, y_box, y_count, streams = loads
+    x_box, x_size, y_box, y_size, streams = loads
     stage = gl.to_tensor(0)
     # The parity before the first: what has not been used yet is free.
     phase = gl.to_tensor(1)
@@ -160,8 +160,8 @@ def produce(
         if unit != gl.program_id(0):
             row, col, _, first_k, last_k = corner(unit, state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM)
         load_steps(
-            shared_at(BARRIERS_AT), stage, phase, stages, first_k, last_k, row, x_box, x_count, col, tile[0], y_box,
-            y_count, streams, X_ROWS, STEP, FORMAT, X_FORM, Y_FORM,
+            shared_at(BARRIERS_AT), stage, phase, stages, first_k, last_k, row, x_box, x_size, col, tile[0], y_box,
+            y_size, streams, X_ROWS, STEP, FORMAT, X_FORM, Y_FORM,
         )  # fmt: skip
         stage, phase = later(stage, phase, gl.cdiv(last_k - first_k, STEP), stages)
 
@@ -606,13 +606,13 @@ def consume(
 
 @gluon.jit(
     do_not_specialize=[
-        "M", "N", "K", "units", "whole", "parts", "part_k", "tiles_m", "tiles_n", "width", "band_m", "x_box", "x_count",
-        "y_box", "y_count", "streams", "stages",
+        "M", "N", "K", "units", "whole", "parts", "part_k", "tiles_m", "tiles_n", "width", "band_m", "x_box", "x_size",
+        "y_box", "y_size", "streams", "stages",
     ]
 )  # fmt: skip
 def gemm_any_width(
-    x, y, out, scales, shifts, M, N, K, units, whole, parts, part_k, tiles_m, tiles_n, width, band_m, x_box, x_count,
-    y_box, y_count, streams, stages, place_args, step_args, args, workspace,
+    x, y, out, scales, shifts, M, N, K, units, whole, parts, part_k, tiles_m, tiles_n, width, band_m, x_box, x_size,
+    y_box, y_size, streams, stages, place_args, step_args, args, workspace,
     PLACE: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, KIND: gl.constexpr, PROMOTES: gl.constexpr,
     EVERY: gl.constexpr, X_ROWS: gl.constexpr, LEAST: gl.constexpr, MOST: gl.constexpr, EACH: gl.constexpr,
     RING_ROWS: gl.constexpr, GROUPS: gl.constexpr, SWAP: gl.constexpr, PINGPONG: gl.constexpr, FORMAT: gl.constexpr,
@@ -632,7 +632,7 @@ def gemm_any_width(
         width: rows of Y in a tile, a multiple of `EACH` from `LEAST` to `MOST`.
         band_m: the height of a tile band, see `order`.
         x_box, y_box: rows that the tensor maps load at a time.
-        x_count, y_count: see `load_steps`.
+        x_size, y_size: see `load_steps`.
         streams: 1 where X is the first to leave L2, 2 where Y is, 0 where neither is.
         stages: how many there are, at most `STAGES`.
         place_args, step_args, args: run-time arguments of PLACE, of `scales_of` and of the epilogue.
@@ -652,7 +652,7 @@ def gemm_any_width(
     shape = (M, N, K)
     state = (units, whole, parts, part_k, tiles_m, tiles_n, place_args)
     tile = (width, band_m)
-    loads = (x_box, x_count, y_box, y_count, streams)
+    loads = (x_box, x_size, y_box, y_size, streams)
     WIDTHS: gl.constexpr = widths_of(LEAST, MOST, EACH)
     PAIRED: gl.constexpr = X_FORM == "pairs" or Y_FORM == "pairs"
     PART: gl.constexpr = out.block_type.shape[0] if SWAP else out.block_type.shape[1] * (2 if PAIRED else 1)
@@ -671,7 +671,7 @@ def gemm_any_width(
     # Four warps of each warpgroup read a stage.
     begin(
         shared_at(BARRIERS_AT), stages, first_k, gl.minimum(last_k, first_k + gl.minimum(stages, AHEAD) * STEP), row,
-        x_box, x_count, col, width, y_box, y_count, streams, 4 * (1 if PINGPONG else GROUPS), GROUPS, X_ROWS, STEP,
+        x_box, x_size, col, width, y_box, y_size, streams, 4 * (1 if PINGPONG else GROUPS), GROUPS, X_ROWS, STEP,
         FORMAT, X_FORM, Y_FORM,
     )  # fmt: skip
     hopper.fence_async_shared()

@@ -43,7 +43,7 @@ def loaders_of(X_ROWS):
 
 
 class _Operand(NamedTuple):
-    """What the assembly of an operand's loads is made of.
+    """An operand, as the assembly of its loads needs it.
 
     Register `x` says where X's next block goes, `x_first` where that of the first stage goes, `x_bytes` how large a
     block is, and `x_map` where the tensor map is. Predicate `x_streams` says whether X is the first to leave L2, and
@@ -51,7 +51,7 @@ class _Operand(NamedTuple):
 
     Attributes:
         name: "x" or "y".
-        load: makes the assembly of a load, given where it goes, its first row, and an operand for a cache policy.
+        load: writes the assembly of a load, given where it goes, its first row, and an operand for a cache policy.
         row, rows, box: registers or constants: where blocks begin, their rows, and rows that a load has.
         size: a register: bytes that a step loads.
         each: bytes of a row.
@@ -68,7 +68,7 @@ class _Operand(NamedTuple):
     params: str
 
     def setup(self, MAP: int, streams: str) -> str:
-        """Assembly that sets the operand's registers up, but for those that `_places` does.
+        """Assembly that sets the operand's registers, except those that `_places` sets.
 
         Args:
             MAP: the number of the kernel's parameter that is the tensor map.
@@ -106,7 +106,7 @@ class _Operand(NamedTuple):
         return f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [at], {self.size}; {loads} {self.params}"
 
 
-def _operands(X_ROWS, FORMAT, X_FORM, Y_FORM, row, x_box, x_count, col, width, y_box, y_count):
+def _operands(X_ROWS, FORMAT, X_FORM, Y_FORM, row, x_box, x_size, col, width, y_box, y_size):
     """X and Y, given registers of what `load_steps` takes."""
     rows, format = value_of(X_ROWS), format_of(FORMAT)
     x_bytes, params_bytes = packed.x_bytes(rows, format), packed.params_bytes(rows, format)
@@ -119,13 +119,19 @@ def _operands(X_ROWS, FORMAT, X_FORM, Y_FORM, row, x_box, x_count, col, width, y
         )
     each = x_bytes // rows
     return (
-        _Operand("x", _load("x", value_of(X_FORM), each), row, str(rows), x_box, x_count, each, params),
-        _Operand("y", _load("y", value_of(Y_FORM), ROW.value), col, width, y_box, y_count, ROW.value, ""),
+        _Operand("x", _load("x", value_of(X_FORM), each), row, str(rows), x_box, x_size, each, params),
+        _Operand("y", _load("y", value_of(Y_FORM), ROW.value), col, width, y_box, y_size, ROW.value, ""),
     )
 
 
 def _load(name, FORM, each):
-    """What makes the assembly of a load, see `_Operand.load`, of an operand that lies so."""
+    """A function that writes the assembly of a load; see `_Operand.load`.
+
+    Args:
+        name: of the operand.
+        FORM: how it lies.
+        each: bytes of a row.
+    """
     code = f"cp.async.bulk.tensor.{_DIMS[FORM]}d.shared::cluster.global.mbarrier::complete_tx::bytes"
 
     def load(to, row, policy=""):
@@ -189,7 +195,7 @@ def _steps(operands, before, last_k, STEP, wraps):
 
 @builtin
 def begin(
-    full, stages, k, last_k, row, x_box, x_count, col, width, y_box, y_count, streams, READERS, GROUPS, X_ROWS, STEP,
+    full, stages, k, last_k, row, x_box, x_size, col, width, y_box, y_size, streams, READERS, GROUPS, X_ROWS, STEP,
     FORMAT, X_FORM, Y_FORM, _semantic=None,
 ):  # fmt: skip
     """Makes all barriers, and loads the blocks of at most `AHEAD` steps; see `load_steps`.
@@ -228,14 +234,14 @@ def begin(
         + "".join(f"\nOTHER{i}: {each} bra DONE;" for i, each in enumerate(others))
         + "\nDONE: mov.b32 $0, 0; }",
         ",".join(["=r"] + ["r"] * 12),
-        [full, stages, k, last_k, row, x_box, x_count, col, width, y_box, y_count, streams],
+        [full, stages, k, last_k, row, x_box, x_size, col, width, y_box, y_size, streams],
         dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
     )  # fmt: skip
 
 
 @builtin
 def load_steps(
-    full, stage, phase, stages, k, last_k, row, x_box, x_count, col, width, y_box, y_count, streams, X_ROWS, STEP,
+    full, stage, phase, stages, k, last_k, row, x_box, x_size, col, width, y_box, y_size, streams, X_ROWS, STEP,
     FORMAT, X_FORM, Y_FORM, _semantic=None,
 ):  # fmt: skip
     """Loads the blocks of X and Y of some steps, each into its stage.
@@ -250,7 +256,7 @@ def load_steps(
         row, col: where the blocks begin in X and in Y.
         width: rows of Y.
         x_box, y_box: rows that the tensor maps load at a time.
-        x_count, y_count: bytes that a step loads of X, with its group parameters, and of Y. Rows that two boxes load
+        x_size, y_size: bytes that a step loads of X, with its group parameters, and of Y. Rows that two boxes load
             count twice.
         streams: 1 where X is the first to leave L2, 2 where Y is, 0 where neither is.
         STEP: elements along K of a step.
@@ -286,6 +292,6 @@ def load_steps(
         f"{_places(packed.x_bytes(value_of(X_ROWS), format_of(FORMAT)), stages_, width_)}"
         f"{x.setup(x_map, streams_)} {y.setup(y_map, streams_)} {loads}\nDONE: mov.b32 $0, 0; }}",
         ",".join(["=r"] + ["r"] * 14),
-        [full, stage, phase, stages, k, last_k, row, x_box, x_count, col, width, y_box, y_count, streams],
+        [full, stage, phase, stages, k, last_k, row, x_box, x_size, col, width, y_box, y_size, streams],
         dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
     )  # fmt: skip

@@ -233,13 +233,13 @@ def _scales_of(first, spans):
 
 
 def _tail(registers, width, part):
-    """Assembly that moves the last numbers of an accumulator to where its last part has them, of 64 rows of X.
+    """Assembly that moves the last numbers of 64 rows of X into the registers of the last part.
 
-    It is read in parts of `part` columns. Of a width that is no multiple of it, the last part has some columns of the
-    one before.
+    The accumulator is read in parts. If the width is no multiple of a part, the last part overlaps the one before.
 
     Args:
-        registers: of all parts' numbers.
+        registers: those of all parts.
+        part: columns of a part.
     """
     size, count = part // 2, width // 2
     first = -(-count // size) * size - size

@@ -456,14 +456,14 @@ class AnyWidthBinding(Binding):
         x, y = (b, a) if c.swap else (a, b)
         whole, cut, *parts = self.work.units(c.block_k)
         loaded = [-(-rows // box) * box for rows, box in zip((tile.x, tile.y), boxes, strict=True)]
-        x_count = packed.x_bytes(loaded[0], self.format) + packed.params_bytes(tile.x, self.format)
+        x_size = packed.x_bytes(loaded[0], self.format) + packed.params_bytes(tile.x, self.format)
         workspace = None if self.split is None else self.workspace(out.device)
         return [
             self._operand(x, c.swap, ROWS, boxes[0]), self._operand(y, not c.swap, self.part, boxes[1]),
             descriptor(out, (p.M, p.out_n), (p.out.row, 1), block), *self._params(of_b, boxes[0]),
             p.M, p.N, p.K, whole + cut, whole, *parts,
             -(-p.M // c.block_m), -(-p.N // c.block_n), tile.y, c.group_m, boxes[0],
-            x_count, boxes[1], loaded[1] * ROW, self.streams, c.num_stages, (), step_args,
+            x_size, boxes[1], loaded[1] * ROW, self.streams, c.num_stages, (), step_args,
             epilogue_arguments(p, self.part, extras, numbers), workspace,
         ]  # fmt: skip
 
