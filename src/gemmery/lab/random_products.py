@@ -1,8 +1,8 @@
 """Random products as models have them: the yardstick for shapes that nobody has thought of.
 
 A transformer is drawn (hidden size, heads, feed-forward width, tensor-parallel degree), of it a projection, and a
-number of rows. The same seed gives the same products everywhere. Nothing is ever tuned or fitted on them. Needs
-neither torch nor a GPU.
+number of rows. The same seed gives the same products everywhere. What is tuned or fitted leaves out those of
+`suites.held_out`. Needs neither torch nor a GPU.
 """
 
 from __future__ import annotations

@@ -288,7 +288,7 @@ def _of_product(place: str, product: Product, suite: Drawing) -> Row:
 
 
 def held_out() -> set[tuple[int, int, int]]:
-    """M, N and K of what is never tuned or fitted on: the rows of all suites of `RANDOM`."""
+    """M, N and K of what a table or a fit must leave out: the rows of all suites of `RANDOM`."""
     return {(row.M, row.N, row.K) for name in RANDOM for row in load(name)}
 
 

@@ -194,11 +194,11 @@ class Table:
     def _log(self, apart: np.ndarray, reach: np.ndarray, own: np.ndarray) -> np.ndarray:
         """Logarithms of factors by shape and config, of which those of one schedule, `own`, are right.
 
+        Other schedules' times say nothing of this one: not every Triton has it. Where it has none, `DOUBT` is left.
+
         Args:
             apart: (m, shapes), squares of distances.
             reach: (m, 1).
-
-        Other schedules' times say nothing of this one: not every Triton has it. Where it has none, `DOUBT` is left.
         """
         there = self.known[:, own].any(axis=1)
         if not there.any():

@@ -103,10 +103,10 @@ def numerics(device: Device, precision: Precision, fast_accum: bool, a: Spec, b:
 def _cover(logs: np.ndarray, count: int, weights: np.ndarray | float = 1.0) -> list[int]:
     """Columns of an array, `count` at most, whose minimum over them is little above that over all.
 
+    Found greedily, and then each is exchanged for a better one where there is one, given the others.
+
     Args:
         weights: (rows, 1), how much a row counts.
-
-    Found greedily, and then each is exchanged for a better one where there is one, given the others.
     """
     loss = logs - logs.min(axis=1, keepdims=True)
     # One number of rows with a large loss is worse than many with a small one.
