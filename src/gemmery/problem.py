@@ -147,7 +147,8 @@ class Config:
     Attributes:
         block_m, block_n, block_k: the tile of the output that a program computes, and the step along K; powers of two,
             but block_n can be the sum of two, as 192 is, and the schedules for tiles of any width take multiples of 8.
-        group_m: height in tiles of the bands in which tiles are visited.
+        group_m: height in tiles of the bands in which tiles are visited. 0 stands for a height that suits the sizes,
+            which the schedules for tiles of any width take.
         num_warps: warps in a program.
         num_stages: blocks of A and B in flight.
         schedule: how the programs of a launch walk over its tiles, one of `schedules.REGISTRY`: "tile", "persistent",
@@ -187,9 +188,14 @@ class Config:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"Config: {name} is {getattr(self, name)!r}; it must be one of {allowed}")
         schedules.of(self.schedule).check_sizes(self)
-        for name in ("group_m", "num_stages", "split_k"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"Config: {name} is {getattr(self, name)!r}; it must be at least 1")
+        least = {
+            "group_m": 0 if schedules.of(self.schedule).sizes_bands else 1,
+            "num_stages": 1,
+            "split_k": 1,
+        }
+        for name, smallest in least.items():
+            if getattr(self, name) < smallest:
+                raise ValueError(f"Config: {name} is {getattr(self, name)!r}; it must be at least {smallest}")
         if (
             self.tail not in (1, 2, 4, 8)
             or self.block_n // self.tail_n < 16

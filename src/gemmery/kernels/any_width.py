@@ -34,7 +34,7 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from .any_width_load import AHEAD, ROW, begin, load_steps, loaders_of, maps_of
+from .any_width_load import AHEAD, ROW, begin, load_steps, loaders_of, maps_of, prefetch_maps
 from .any_width_loop import STAGES, multiply_steps, step_of, value_of, x_bytes_of
 from .rings import barrier, beside, last_to_arrive, later, rounded
 
@@ -551,9 +551,9 @@ def consume(
     if own >= units:
         mbarrier.arrive(unused(ring))
     row, col, end, first_k, last_k = first
+    if PINGPONG and GROUP == 1:
+        row, col, end, first_k, last_k = corner(own, state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM)
     for unit in range(own, units, every):
-        if unit != gl.program_id(0):
-            row, col, end, first_k, last_k = corner(unit, state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM)
         row, col = computed(row), computed(col)
         if PINGPONG:
             mbarrier.wait(turn_of(ring, GROUP), turn)
@@ -601,18 +601,24 @@ def consume(
             # The stages of the tile between are the other warpgroup's.
             own_steps += steps
         stage, phase = later(stage, phase, own_steps, stages)
+        # Computed just before the K loop, it would take registers there.
+        if unit + every < units:
+            row, col, end, first_k, last_k = corner(
+                unit + every, state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM
+            )
     tma.store_wait(0)
 
 
 @gluon.jit(
     do_not_specialize=[
-        "M", "N", "K", "units", "whole", "parts", "part_k", "tiles_m", "tiles_n", "width", "band_m", "x_box", "x_size",
-        "y_box", "y_size", "streams", "stages",
+        "M", "N", "K", "units", "whole", "parts", "part_k", "tiles_m", "tiles_n", "area_divisor", "band_divisor",
+        "last_divisor", "parts_divisor", "width", "band_m", "x_box", "x_size", "y_box", "y_size", "streams", "stages",
     ]
 )  # fmt: skip
 def gemm_any_width(
-    x, y, out, scales, shifts, M, N, K, units, whole, parts, part_k, tiles_m, tiles_n, width, band_m, x_box, x_size,
-    y_box, y_size, streams, stages, place_args, step_args, args, workspace,
+    x, y, out, scales, shifts, M, N, K, units, whole, parts, part_k, tiles_m, tiles_n, area_divisor, band_divisor,
+    last_divisor, parts_divisor, width, band_m, x_box, x_size, y_box, y_size, streams, stages, step_args, args,
+    workspace,
     PLACE: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, KIND: gl.constexpr, PROMOTES: gl.constexpr,
     EVERY: gl.constexpr, X_ROWS: gl.constexpr, LEAST: gl.constexpr, MOST: gl.constexpr, EACH: gl.constexpr,
     RING_ROWS: gl.constexpr, GROUPS: gl.constexpr, SWAP: gl.constexpr, PINGPONG: gl.constexpr, FORMAT: gl.constexpr,
@@ -629,13 +635,14 @@ def gemm_any_width(
         units, whole: how many units there are, and how many of them are whole tiles.
         parts, part_k: in how many parts each of the other tiles is cut along K, and K in a part.
         tiles_m, tiles_n: tiles along M and N.
+        area_divisor, band_divisor, last_divisor, parts_divisor: what PLACE divides by, see `place.sized_tile`.
         width: rows of Y in a tile, a multiple of `EACH` from `LEAST` to `MOST`.
         band_m: the height of a tile band, see `order`.
         x_box, y_box: rows that the tensor maps load at a time.
         x_size, y_size: see `load_steps`.
         streams: 1 where X is the first to leave L2, 2 where Y is, 0 where neither is.
         stages: how many there are, at most `STAGES`.
-        place_args, step_args, args: run-time arguments of PLACE, of `scales_of` and of the epilogue.
+        step_args, args: run-time arguments of `scales_of` and of the epilogue.
         workspace: (partials, semaphores): memory for an fp32 tile a part, and zeros, one for each tile that is cut and
             warpgroup, which are zeros again afterwards. None where no tile is cut.
         PLACE: `place.sized_tile`, or `place.sized_part` with a workspace.
@@ -649,8 +656,10 @@ def gemm_any_width(
         REGISTERS, LOADER_REGISTERS: of a thread in all warpgroups but the first, and of the loader's.
         SOURCE: tells versions of the files apart that write assembly.
     """
+    prefetch_maps(FORMAT, X_FORM, Y_FORM)
     shape = (M, N, K)
-    state = (units, whole, parts, part_k, tiles_m, tiles_n, place_args)
+    divisors = (area_divisor, band_divisor, last_divisor, parts_divisor)
+    state = (units, whole, parts, part_k, tiles_m, tiles_n, divisors)
     tile = (width, band_m)
     loads = (x_box, x_size, y_box, y_size, streams)
     WIDTHS: gl.constexpr = widths_of(LEAST, MOST, EACH)
@@ -674,7 +683,6 @@ def gemm_any_width(
         x_box, x_size, col, width, y_box, y_size, streams, 4 * (1 if PINGPONG else GROUPS), GROUPS, X_ROWS, STEP,
         FORMAT, X_FORM, Y_FORM,
     )  # fmt: skip
-    hopper.fence_async_shared()
     if GROUPS == 1:
         gl.warp_specialize(
             [

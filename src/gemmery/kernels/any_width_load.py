@@ -194,6 +194,26 @@ def _steps(operands, before, last_k, STEP, wraps):
 
 
 @builtin
+def prefetch_maps(FORMAT, X_FORM, Y_FORM, _semantic=None):
+    """One thread begins to fetch the tensor maps of what is loaded, which come from memory.
+
+    Args:
+        FORMAT: see `multiply_steps`.
+        X_FORM, Y_FORM: how the operands lie.
+    """
+    format, (x, y, _, *params) = format_of(FORMAT), maps_of(X_FORM, Y_FORM)
+    maps = "".join(
+        f"mov.b64 map, gemm_any_width_param_{i}; cvta.param.u64 map, map; @first prefetch.tensormap [map];"
+        for i in (x, y, *params[: len(format.kinds) if format else 0])
+    )
+    gl.inline_asm_elementwise(
+        "{ .reg .pred first; .reg .b32 thread; .reg .b64 map; mov.u32 thread, %tid.x; setp.eq.s32 first, thread, 0;"
+        f"{maps} mov.b32 $0, 0; }}",
+        "=r", [], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
+    )  # fmt: skip
+
+
+@builtin
 def begin(
     full, stages, k, last_k, row, x_box, x_size, col, width, y_box, y_size, streams, READERS, GROUPS, X_ROWS, STEP,
     FORMAT, X_FORM, Y_FORM, _semantic=None,
@@ -225,13 +245,14 @@ def begin(
     )  # fmt: skip
     gl.inline_asm_elementwise(
         f"{{ {_REGISTERS} .reg .b32 warp; elect.sync _|more, 0xffffffff; @!more bra DONE;"
-        "mov.u32 warp, %tid.x; shr.u32 warp, warp, 5;"
-        + "".join(f"setp.eq.s32 more, warp, {i + 1}; @more bra OTHER{i};" for i in range(3))
-        + f"{made(0, ahead, 2)} fence.proxy.async.shared::cta; setp.lt.s32 more, {k_}, {last_}; @!more bra DONE;"
+        "mov.u32 warp, %tid.x; shr.u32 warp, warp, 5; setp.ne.s32 more, warp, 0; @more bra OTHERS;"
+        f"{made(0, ahead, 2)} fence.mbarrier_init.release.cluster; setp.lt.s32 more, {k_}, {last_}; @!more bra DONE;"
         f"mov.b32 stage, 0; mov.b32 at, {full_}; mov.b32 k, {k_};"
         f"{_places(packed.x_bytes(value_of(X_ROWS), format_of(FORMAT)), stages_, of_operands[4])}"
         f"{x.setup(x_map, streams_)} {y.setup(y_map, streams_)} {_steps((x, y), '', last_, STEP, '')}"
-        + "".join(f"\nOTHER{i}: {each} bra DONE;" for i, each in enumerate(others))
+        # Not before warp 0's part: a table of places to branch to would have to be fetched.
+        "\nOTHERS:" + "".join(f"setp.eq.s32 more, warp, {i + 1}; @more bra OTHER{i};" for i in range(2)) + "bra OTHER2;"
+        + "".join(f"\nOTHER{i}: {each} fence.mbarrier_init.release.cluster; bra DONE;" for i, each in enumerate(others))
         + "\nDONE: mov.b32 $0, 0; }",
         ",".join(["=r"] + ["r"] * 12),
         [full, stages, k, last_k, row, x_box, x_size, col, width, y_box, y_size, streams],

@@ -147,10 +147,11 @@ def _chosen(problem: Problem, group_size: int | None, programs: int | None, cach
     product, config = chosen.product, chosen.config
     if group_size is not None:
         config = replace(config, group_m=group_size)
+    schedule = schedules.of(config.schedule)
     return Launch(
         problem.M, problem.N, problem.K, problem.device, (config.block_m, config.block_n, config.block_k),
-        config.group_m, programs or programs_at_once(product, config), cache, problem.a.dtype.itemsize, config,
-        walk(product, config), tuple(schedules.of(config.schedule).cuts(product, config)), arithmetic(problem),
+        schedule.band(product, config), programs or programs_at_once(product, config), cache, problem.a.dtype.itemsize,
+        config, walk(product, config), tuple(schedule.cuts(product, config)), arithmetic(problem),
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import math
 import re
 import weakref
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ from .base import Forms
 from .binding import Binding, epilogue_arguments, epilogue_of, promotes, sorted_tensors, storable, suits_tma
 from .cost import Costs, Floats, Given
 from .persistent_static import PersistentStatic, Work
+from .walk import divisor
 from .waves import Split
 
 if TYPE_CHECKING:
@@ -67,6 +69,9 @@ PACKED = {1: 128, 2: 144, 3: 96}
 LEAST_PACKED = 3
 #: How much larger than all else an operand has to be to leave L2 first. Measured on an H200.
 STREAMED = 1.5
+
+#: How high bands are, of what has the least to read; and where several bands are computed at a time.
+BAND, LOW_BAND = 0.75, 2
 
 #: The form of an operand, see `kernels.any_width`. The form of Y decides which multiples a tile's width can be. TMA
 #: loads 64 turned rows at a time; with other widths part of them was not needed, and took up to twice as long.
@@ -176,6 +181,7 @@ class AnyWidth(PersistentStatic):
     reason = "chosen where it is predicted to be the fastest"
     # Of few tiles, narrow ones have room for many parts.
     splits = (2, 3, 4, 6, 8, 11)
+    sizes_bands = True
     takes_turns: ClassVar[bool] = False
 
     def suits(self, problem: Problem) -> bool:
@@ -286,9 +292,31 @@ class AnyWidth(PersistentStatic):
             return f"a weight in two halves needs a width from {LEAST_PAIRS} on"
         return None
 
+    def band(self, problem: Problem, config: Config) -> int:
+        """The height of the bands: the config's, or one by the sizes.
+
+        Tiles that are computed at the same time read as little as possible where they are as high as they are wide, in
+        bytes. If bands reach all columns before they are that high, tiles are computed in several bands at a time, and
+        low bands are better. Bands are about equally high. Measured on an H200 (`any_width_bands-bf16.json`).
+        """
+        p, c = problem, config
+        if c.group_m:
+            return c.group_m
+        tiles_m, tiles_n = -(-p.M // c.block_m), -(-p.N // c.block_n)
+        shape = (c.block_n * p.b.bits) / (c.block_m * p.a.bits)
+        height = BAND * math.sqrt(p.device.sms * shape)
+        if height * tiles_n <= p.device.sms:
+            return LOW_BAND
+        return -(-tiles_m // max(1, round(tiles_m / height)))
+
     def bind(self, problem: Problem, config: Config) -> Binding:
         return AnyWidthBinding(
-            problem, config, self.work(problem, config), self.tile(config), self.takes_turns
+            problem,
+            config,
+            self.work(problem, config),
+            self.tile(config),
+            self.band(problem, config),
+            self.takes_turns,
         )
 
     def costs(self, problem: Problem, space: Space, given: Given) -> Costs:
@@ -370,14 +398,16 @@ def descriptor(
 class AnyWidthBinding(Binding):
     """A `Binding` of the kernel for tiles of any width."""
 
-    def __init__(self, problem: Problem, config: Config, work: Work, tile: Tile, takes_turns: bool) -> None:
+    def __init__(
+        self, problem: Problem, config: Config, work: Work, tile: Tile, band: int, takes_turns: bool
+    ) -> None:
         from ..kernels import any_width, dialect
 
         p, c = problem, config
         self.problem, self.config, self.tile = p, c, tile
         self.a, self.b = p.a.access(p, is_b=False, tma=True), p.b.access(p, is_b=True, tma=True)
         self.split = Split.of(p, c)
-        self.work = work
+        self.work, self.band = work, band
         self.kernel = any_width.gemm_any_width
         self.grid = (self.work.programs, 1, 1)
         self.forms, self.format = forms_of(c, Forms.of(p)), p.b.staged
@@ -458,12 +488,14 @@ class AnyWidthBinding(Binding):
         loaded = [-(-rows // box) * box for rows, box in zip((tile.x, tile.y), boxes, strict=True)]
         x_size = packed.x_bytes(loaded[0], self.format) + packed.params_bytes(tile.x, self.format)
         workspace = None if self.split is None else self.workspace(out.device)
+        tiles_m, tiles_n, band = -(-p.M // c.block_m), -(-p.N // c.block_n), self.band
+        last_band = tiles_m - (tiles_m - 1) // band * band
         return [
             self._operand(x, c.swap, ROWS, boxes[0]), self._operand(y, not c.swap, self.part, boxes[1]),
             descriptor(out, (p.M, p.out_n), (p.out.row, 1), block), *self._params(of_b, boxes[0]),
             p.M, p.N, p.K, whole + cut, whole, *parts,
-            -(-p.M // c.block_m), -(-p.N // c.block_n), tile.y, c.group_m, boxes[0],
-            x_size, boxes[1], loaded[1] * ROW, self.streams, c.num_stages, (), step_args,
+            tiles_m, tiles_n, divisor(band * tiles_n), divisor(band), divisor(last_band), divisor(parts[0]),
+            tile.y, band, boxes[0], x_size, boxes[1], loaded[1] * ROW, self.streams, c.num_stages, step_args,
             epilogue_arguments(p, self.part, extras, numbers), workspace,
         ]  # fmt: skip
 

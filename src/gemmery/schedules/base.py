@@ -67,6 +67,7 @@ class Schedule:
         instead: what there is in its place where it does not run; "" for nothing worth saying.
         splits: parts along K that are considered for rows of tiles that say `splits`.
         overlaps_stores: whether a program stores a tile while it computes its next one.
+        sizes_bands: whether `Config.group_m` may be 0, for bands as high as `band` says.
         tables: what stands behind a kind in the names of its own tables of measured times; each takes the place of
             those before it.
     """
@@ -82,6 +83,7 @@ class Schedule:
     instead: ClassVar[str] = ""
     splits: tuple[int, ...] = ()
     overlaps_stores: ClassVar[bool] = False
+    sizes_bands: ClassVar[bool] = False
     tables: tuple[str, ...] = ()
 
     # --- where it runs ---------------------------------------------------------------------------------------------
@@ -153,6 +155,10 @@ class Schedule:
     def costs(self, problem: Problem, space: Space, given: Given) -> Costs:
         """The predicted costs of a space's configs, all of which are of this schedule."""
         raise NotImplementedError
+
+    def band(self, problem: Problem, config: Config) -> int:
+        """The height in tiles of the bands in which a launch visits its tiles."""
+        return config.group_m
 
     def at_once(self, problem: Problem, config: Config) -> int:
         """The number of programs that a GPU holds at once, by which costs are computed."""

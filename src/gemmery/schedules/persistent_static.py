@@ -137,9 +137,10 @@ class PersistentStatic(Schedule):
         tiles_n = -(-p.N // c.block_n)
         work = self.work(p, c)
         program, turn = in_turn(work.whole, work.programs)
-        columns = whole_tiles(p, c, np.arange(work.whole), tiles_n)
+        band = self.band(p, c)
+        columns = whole_tiles(p, c, np.arange(work.whole), tiles_n, band)
         before = np.bincount(program, minlength=work.programs)
-        own, more = _parts(p, c, work, tiles_n)
+        own, more = _parts(p, c, work, tiles_n, band)
         return Walk(
             work.programs, self.at_once(p, c), program=np.concatenate([program, own]),
             turn=np.concatenate([turn, before[own]]),
@@ -147,11 +148,13 @@ class PersistentStatic(Schedule):
         )  # fmt: skip
 
 
-def _parts(problem: Problem, config: Config, work: Work, tiles_n: int) -> tuple[Ints, dict[str, Ints]]:
+def _parts(
+    problem: Problem, config: Config, work: Work, tiles_n: int, band: int
+) -> tuple[Ints, dict[str, Ints]]:
     """The parts of tiles that are cut along K: their programs, one each, and where they lie."""
     c = config
     program = np.arange(work.cut * work.parts)
-    columns = whole_tiles(problem, c, work.whole + program // work.parts, tiles_n)
+    columns = whole_tiles(problem, c, work.whole + program // work.parts, tiles_n, band)
     columns["first_k"] = program % work.parts * work.chunk * c.block_k
     columns["last_k"] = np.minimum(columns["first_k"] + work.chunk * c.block_k, problem.K)
     return program, columns

@@ -71,10 +71,28 @@ def tiles_of(problem: Problem, tile: Sizes, group: int, number: Ints, tiles_n: i
     }  # fmt: skip
 
 
-def whole_tiles(problem: Problem, config: Config, number: Ints, tiles_n: int) -> dict[str, Ints]:
-    """The same for a config's tiles."""
+def whole_tiles(
+    problem: Problem, config: Config, number: Ints, tiles_n: int, band: int | None = None
+) -> dict[str, Ints]:
+    """The same for a config's tiles.
+
+    Args:
+        band: height of the bands in tiles, if it is another one than `Config.group_m`.
+    """
     size = (config.block_m, config.block_n, config.block_k)
-    return tiles_of(problem, size, config.group_m, number, tiles_n)
+    return tiles_of(problem, size, band or config.group_m, number, tiles_n)
+
+
+def divisor(number: int) -> int:
+    """What `kernels.place.quotient` divides by `number` with, which is from 1 to 2^31: a factor and a shift.
+
+    Example:
+        >>> shift, factor = divmod(divisor(7), 1 << 32)
+        >>> 100 * factor >> 31 + shift
+        14
+    """
+    shift = (number - 1).bit_length()
+    return -(-(1 << 31 + shift) // number) | shift << 32
 
 
 def in_turn(units: int, programs: int) -> tuple[Ints, Ints]:

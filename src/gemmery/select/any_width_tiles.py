@@ -44,10 +44,8 @@ def _rows(
                     continue
                 cut = " splits" if x in CUT and own == ROWS else ""
                 if not formats:
-                    lines.append(f"{x}x{y}x{step} 8 {4 * groups} {stages} 1.0{cut}")
-                # A tile loads more of A than of a weight's words, so few rows of tiles are multiplied at a time.
-                band = 4 if formats else 8
-                lines.append(f"{y}x{x}x{step} {band} {4 * groups} {stages} 1.0 swap{cut}")
+                    lines.append(f"{x}x{y}x{step} 0 {4 * groups} {stages} 1.0{cut}")
+                lines.append(f"{y}x{x}x{step} 0 {4 * groups} {stages} 1.0 swap{cut}")
     return lines
 
 
@@ -67,7 +65,7 @@ def rows(item: int, numbers: Numbers = None) -> dict[tuple[str, str], str]:
         numbers: see `schedules.any_width.numbers_for`.
     """
     step = ROW // item
-    narrow = [f"{y}x{ROWS}x{step} 8 4 {Tile(ROWS, y, 1, ROWS).most_stages()} 1.0 swap splits" for y in NARROW]
+    narrow = [f"{y}x{ROWS}x{step} 0 4 {Tile(ROWS, y, 1, ROWS).most_stages()} 1.0 swap splits" for y in NARROW]
     # Of 16-bit operands they give the bits of other schedules, which was measured; of fp8 it was not.
     apart = "" if item > 1 else " apart"
     shared, turns = [*_rows(SHARED_TILES, step, numbers), *narrow], _rows(TURNS, step, numbers)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ... import schedules
 from ...problem import Config, Problem
 from .. import l2, tile_order
 from ..tile_order import walk
@@ -36,10 +37,8 @@ class Launch:
     @property
     def orders(self) -> list[tuple[str, str, int]]:
         """What an order is called, its name in `tile_order`, and its group size: plain rows, and the config's."""
-        return [
-            ("row by row", "row", 1),
-            (f"in groups of {self.config.group_m}", "grouped", self.config.group_m),
-        ]
+        band = schedules.of(self.config.schedule).band(self.problem, self.config)
+        return [("row by row", "row", 1), (f"in groups of {band}", "grouped", band)]
 
     @functools.cached_property
     def programs(self) -> int:

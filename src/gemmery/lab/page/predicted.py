@@ -100,7 +100,7 @@ def choice(why: Explanation, found: Prediction) -> dict[str, Any]:
     """What was chosen over what, and why."""
     return {
         "config": found.config if why.choices else None,
-        "knobs": knobs(Config.of(found.config)) if why.choices else [],
+        "knobs": knobs(found.problem, Config.of(found.config)) if why.choices else [],
         "reasons": reasons(why, found),
         "parts": _parts(found.cost),
         "chosen_over": f"The best {len(why.choices)} of {texts.count(why.considered, 'config')}",
@@ -141,18 +141,19 @@ def _parts(cost: dict[str, float]) -> list[dict[str, Any]]:
     ]
 
 
-def knobs(config: Config) -> list[dict[str, str]]:
-    """The knobs of a config with their meaning; those that are off are left out."""
-    return [{"name": name, "value": value, "about": about} for name, value, about in _knobs(config)]
+def knobs(problem: Problem, config: Config) -> list[dict[str, str]]:
+    """The knobs of a problem's config with their meaning; those that are off are left out."""
+    return [{"name": name, "value": value, "about": about} for name, value, about in _knobs(problem, config)]
 
 
-def _knobs(c: Config) -> Iterator[tuple[str, str, str]]:
+def _knobs(problem: Problem, c: Config) -> Iterator[tuple[str, str, str]]:
     loaders = {"pointer": "any strides", "descriptor": "tensor descriptors (TMA)"}
     yield "tile", f"{c.block_m} × {c.block_n} × {c.block_k}", "rows, columns, step along K"
-    yield "group_m", str(c.group_m), "rows of tiles in a group"
+    schedule = schedules.of(c.schedule)
+    yield "group_m", str(schedule.band(problem, c)), "rows of tiles in a group"
     yield "num_warps", str(c.num_warps), "warps in a program"
     yield "num_stages", str(c.num_stages), "blocks of A and B in flight"
-    yield "schedule", c.schedule, schedules.of(c.schedule).about
+    yield "schedule", c.schedule, schedule.about
     yield "loader", c.loader, loaders[c.loader]
     if c.split_k > 1:
         yield "split_k", str(c.split_k), "parts of K, added up within the launch"
