@@ -1,5 +1,6 @@
 """Tiles of any width: their sizes, what refuses them, what they cost, and what the ring's views rest on."""
 
+import inspect
 import re
 import types
 from dataclasses import replace
@@ -9,9 +10,9 @@ import pytest
 import torch
 
 from gemmery import Config, schedules
-from gemmery.kernels import any_width_packed, order, place
+from gemmery.kernels import any_width_packed, place
 from gemmery.lab.abstract import abstract_problem
-from gemmery.schedules import any_width
+from gemmery.schedules import any_width, walk
 from gemmery.schedules.any_width import Tile
 from gemmery.select import candidates, measured, rank, samples, shortlist
 from gemmery.select.shapes import device_named, problem_of
@@ -301,10 +302,43 @@ def test_the_walk_covers_every_tile_and_all_of_k_once(text):
     assert (covered == 2048).all()
 
 
-@pytest.mark.parametrize("sizes", [(200, 520, 2048), (3000, 2048, 1000), (129, 6144, 4160)])
+def test_a_quotient_needs_no_division():
+    tl = types.SimpleNamespace(
+        int32=32, cast=lambda x, bits: x & (1 << bits) - 1, umulhi=lambda x, y: x * y >> 32
+    )
+    quotient = types.FunctionType(place.quotient.fn.__code__, {"tl": tl})
+    most = (1 << 31) - 1
+    for number in (1, 2, 3, 5, 7, 8, 9, 127, 128, 132, 641, 65537, 1 << 30, most, most - 1):
+        factor = walk.divisor(number)
+        assert (1 << 31) <= factor < 1 << 37
+        near = {least + i for least in range(0, most, most // 7) for i in (0, number - 1, number, number + 1)}
+        near |= {most - most % number + i for i in (-1, 0)}
+        for x in (each for each in near if 0 <= each <= most):
+            assert quotient(x, factor) == x // number
+
+
+def state_of(binding):
+    """What a kernel tells its place, and the height of bands, out of its arguments."""
+    given = binding.arguments(*samples.arguments(binding.problem, "meta"))
+    names = inspect.signature(kernel.gemm_any_width.fn).parameters
+    of = dict(zip(names, given, strict=False))
+    numbers = [of[name] for name in ("units", "whole", "parts", "part_k", "tiles_m", "tiles_n")]
+    divisors = tuple(of[f"{name}_divisor"] for name in ("area", "band", "last", "cut"))
+    return (*numbers, divisors), of["band_m"]
+
+
+@pytest.mark.parametrize(
+    "sizes", [(200, 520, 2048), (3000, 2048, 1000), (129, 6144, 4160), (2114, 512, 4096)]
+)
 @pytest.mark.parametrize(
     "text",
-    ["128x72x64-g4-w8-s6-cooperative-descriptor", "136x64x64-g8-w4-s6-cooperative-descriptor-k3-swap"],
+    [
+        "128x72x64-g4-w8-s6-cooperative-descriptor",
+        "136x64x64-g8-w4-s6-cooperative-descriptor-k3-swap",
+        "144x64x64-g0-w4-s6-cooperative-descriptor-k4-swap",
+        "64x208x64-g0-w4-s5-cooperative-descriptor-k2",
+        "128x96x64-g0-w8-s5-pingpong-descriptor",
+    ],
 )
 def test_the_kernel_places_units_as_the_walk_does(sizes, text):
     # The device's functions, run in Python.
@@ -315,16 +349,18 @@ def test_the_kernel_places_units_as_the_walk_does(sizes, text):
         minimum=min,
         maximum=max,
         where=lambda condition, x, y: x if condition else y,
-        cdiv=lambda x, y: -(-x // y),
+        int32=32,
+        cast=lambda x, bits: x & (1 << bits) - 1,
+        umulhi=lambda x, y: x * y >> 32,
     )
-    banded = types.FunctionType(order.banded.fn.__code__, {"tl": tl, "min": min})
-    function = place.sized_tile if binding.split is None else place.sized_part
-    placed = types.FunctionType(function.fn.__code__, {"tl": tl, "banded": banded})
-    work, tiles = binding.work, [-(-p.M // config.block_m), -(-p.N // config.block_n)]
-    whole, cut, *parts = work.units(64)
-    state = (whole + cut, whole, *parts, *tiles, ())
-    found = [placed(unit, state, (p.M, p.N, p.K), config.block_m, config.block_n, config.group_m)
-             for unit in range(whole + cut)]  # fmt: skip
+    names = {"tl": tl}
+    for function in (place.quotient, place.sized_band, place.sized_tile, place.sized_part):
+        names[function.fn.__name__] = types.FunctionType(function.fn.__code__, names)
+    placed = names["sized_tile" if binding.split is None else "sized_part"]
+    state, band = state_of(binding)
+    found = [
+        placed(unit, state, (p.M, p.N, p.K), config.block_m, config.block_n, band) for unit in range(state[0])
+    ]
     wanted = zip(walk.row, walk.col, walk.first_k, walk.last_k, strict=True)
     assert [(row, col, first, last) for _, row, col, _, first, last in found] == [
         tuple(map(int, each)) for each in wanted

@@ -46,6 +46,8 @@ class Barrier:
     def __init__(self, count):
         self.count = self.pending = count
         self.bytes = self.phase = 0
+        # Who has made it, and has not yet shown it to others.
+        self.maker = threading.get_ident()
 
     def arrive(self, count=1):
         self.pending -= count
@@ -129,10 +131,14 @@ class Machine:
     # --- memory ---
 
     def wait(self, address, phase):
+        if self.hidden(address):
+            raise Wrong("a barrier that others do not see")
         barrier = self.barriers[address]
         self.pause(lambda: barrier.phase != phase or not self.waits(address))
 
     def arrive(self, address):
+        if self.hidden(address):
+            raise Wrong("a barrier that others do not see")
         self.barriers[address].arrive()
         self.changed()
         self.pause()
@@ -152,6 +158,15 @@ class Machine:
         self.barriers[address].arrive()
         self.changed()
         self.pause()
+
+    def hidden(self, address):
+        return address in self.barriers and self.barriers[address].maker is not None
+
+    def show(self):
+        """Others see the barriers that this thread has made."""
+        for barrier in self.barriers.values():
+            if barrier.maker == threading.get_ident():
+                barrier.maker = None
 
     def load(self, address, count, writes):
         self.loads.append((self.barriers[address], count, writes))
@@ -211,6 +226,8 @@ class Warp:
     def ptx(self, code, arguments, value):
         """See `Program.run`."""
         address = [self._address(each, value) for each in arguments if each.startswith("[")]
+        if any(self.machine.hidden(each) for each in address if not code.startswith("mbarrier.init")):
+            raise Wrong("a barrier that others do not see")
         if code.startswith("mbarrier.try_wait"):
             self.machine.wait(address[0], value(arguments[2]))
             return arguments[0], True
@@ -225,6 +242,8 @@ class Warp:
             # All four warps of a group arrive behind turns, of which Gluon makes one.
             each = 4 if address[0] >= UNUSED_AT else 1
             self.machine.barriers[address[0]] = Barrier(each * int(arguments[1]))
+        elif code.startswith("fence.mbarrier_init"):
+            self.machine.show()
         elif code.startswith("mbarrier.arrive"):
             self.machine.arrive(address[0])
         elif code.startswith("cp.async.bulk.tensor"):
@@ -752,6 +771,12 @@ MUTANTS = {
         "edit": lambda text: text.replace("cta.b64 _, [before", "cta.b64 _, [at")
     },
     "the first warp's barriers made by another one": {"edit": made_by_another_warp},
+    "no fence behind the first warp's barriers": {
+        "edit": lambda text: text.replace("fence.mbarrier_init.release.cluster; setp", "setp")
+    },
+    "no fence behind the other warps' barriers": {
+        "edit": lambda text: text.replace("fence.mbarrier_init.release.cluster; bra", "bra")
+    },
     "one arrival for both operands": {
         "edit": lambda text: text.replace("], 2;", "], 1;") if "OTHER2" in text else text
     },

@@ -336,9 +336,9 @@ def combine(
     partials, semaphores = workspace
     # Bytes of a warpgroup's partial sum.
     size = OWN * width * 4
-    number = unit - whole
-    tile = number // parts
-    own = number % parts
+    cut = state[4] * state[5] - whole
+    own = (unit - whole) // cut
+    tile = (unit - whole) % cut
     first = gl.cast(partials, gl.int64) + gl.cast(tile * parts * GROUPS + GROUP, gl.int64) * size
     to = first + gl.cast(own * GROUPS, gl.int64) * size
     store_partial(acc, in_block(to), in_block(width), OWN, PART)
@@ -612,12 +612,12 @@ def consume(
 @gluon.jit(
     do_not_specialize=[
         "M", "N", "K", "units", "whole", "parts", "part_k", "tiles_m", "tiles_n", "area_divisor", "band_divisor",
-        "last_divisor", "parts_divisor", "width", "band_m", "x_box", "x_size", "y_box", "y_size", "streams", "stages",
+        "last_divisor", "cut_divisor", "width", "band_m", "x_box", "x_size", "y_box", "y_size", "streams", "stages",
     ]
 )  # fmt: skip
 def gemm_any_width(
     x, y, out, scales, shifts, M, N, K, units, whole, parts, part_k, tiles_m, tiles_n, area_divisor, band_divisor,
-    last_divisor, parts_divisor, width, band_m, x_box, x_size, y_box, y_size, streams, stages, step_args, args,
+    last_divisor, cut_divisor, width, band_m, x_box, x_size, y_box, y_size, streams, stages, step_args, args,
     workspace,
     PLACE: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, KIND: gl.constexpr, PROMOTES: gl.constexpr,
     EVERY: gl.constexpr, X_ROWS: gl.constexpr, LEAST: gl.constexpr, MOST: gl.constexpr, EACH: gl.constexpr,
@@ -635,7 +635,7 @@ def gemm_any_width(
         units, whole: how many units there are, and how many of them are whole tiles.
         parts, part_k: in how many parts each of the other tiles is cut along K, and K in a part.
         tiles_m, tiles_n: tiles along M and N.
-        area_divisor, band_divisor, last_divisor, parts_divisor: what PLACE divides by, see `place.sized_tile`.
+        area_divisor, band_divisor, last_divisor, cut_divisor: what PLACE divides by, see `place.sized_tile`.
         width: rows of Y in a tile, a multiple of `EACH` from `LEAST` to `MOST`.
         band_m: the height of a tile band, see `order`.
         x_box, y_box: rows that the tensor maps load at a time.
@@ -658,7 +658,7 @@ def gemm_any_width(
     """
     prefetch_maps(FORMAT, X_FORM, Y_FORM)
     shape = (M, N, K)
-    divisors = (area_divisor, band_divisor, last_divisor, parts_divisor)
+    divisors = (area_divisor, band_divisor, last_divisor, cut_divisor)
     state = (units, whole, parts, part_k, tiles_m, tiles_n, divisors)
     tile = (width, band_m)
     loads = (x_box, x_size, y_box, y_size, streams)

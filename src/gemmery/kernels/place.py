@@ -123,7 +123,7 @@ def sized_tile(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     """Tile number `unit`, over all of K, of a product without a batch.
 
     `state` is (units, whole tiles, parts, part_k, tiles along M, tiles along N, divisors), so none are counted here.
-    The divisors are those of `sized_band`, and that of the parts.
+    The divisors are those of `sized_band`, and that of the tiles behind the whole ones.
     """
     tile_m, tile_n = sized_band(unit, state[4], state[5], band_m, state[6])
     return 0, tile_m * BLOCK_M, tile_n * BLOCK_N, shape[0], 0, shape[2]
@@ -131,11 +131,15 @@ def sized_tile(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 
 @triton.jit
 def sized_part(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m):
-    """The same, but units behind the whole tiles are parts of tiles: `part_k` of K, `parts` of each tile."""
-    _, whole, parts, part_k, tiles_m, tiles_n, divisors = state
+    """The same, but units behind the whole tiles are parts of tiles, `part_k` of K: first the first part of each tile.
+
+    So programs that begin together load blocks of the same rows or columns.
+    """
+    _, whole, _, part_k, tiles_m, tiles_n, divisors = state
     behind = tl.maximum(unit - whole, 0)
-    cut = quotient(behind, divisors[3])
-    tile_m, tile_n = sized_band(tl.minimum(unit, whole) + cut, tiles_m, tiles_n, band_m, divisors)
-    first_k = (behind - cut * parts) * part_k
+    part = quotient(behind, divisors[3])
+    tile = tl.minimum(unit, whole) + behind - part * (tiles_m * tiles_n - whole)
+    tile_m, tile_n = sized_band(tile, tiles_m, tiles_n, band_m, divisors)
+    first_k = part * part_k
     last_k = tl.where(unit < whole, shape[2], tl.minimum(first_k + part_k, shape[2]))
     return 0, tile_m * BLOCK_M, tile_n * BLOCK_N, shape[0], first_k, last_k

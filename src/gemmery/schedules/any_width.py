@@ -34,7 +34,7 @@ from .base import Forms
 from .binding import Binding, epilogue_arguments, epilogue_of, promotes, sorted_tensors, storable, suits_tma
 from .cost import Costs, Floats, Given
 from .persistent_static import PersistentStatic, Work
-from .walk import divisor
+from .walk import Ints, divisor
 from .waves import Split
 
 if TYPE_CHECKING:
@@ -309,6 +309,11 @@ class AnyWidth(PersistentStatic):
             return LOW_BAND
         return -(-tiles_m // max(1, round(tiles_m / height)))
 
+    def cut_units(self, work: Work, unit: Ints) -> tuple[Ints, Ints]:
+        # In this order programs that begin together load the same blocks, see `place.sized_part`.
+        part, tile = np.divmod(unit, max(1, work.cut))
+        return tile, part
+
     def bind(self, problem: Problem, config: Config) -> Binding:
         return AnyWidthBinding(
             problem,
@@ -490,13 +495,13 @@ class AnyWidthBinding(Binding):
         workspace = None if self.split is None else self.workspace(out.device)
         tiles_m, tiles_n, band = -(-p.M // c.block_m), -(-p.N // c.block_n), self.band
         last_band = tiles_m - (tiles_m - 1) // band * band
+        divisors = map(divisor, (band * tiles_n, band, last_band, max(1, self.work.cut)))
         return [
             self._operand(x, c.swap, ROWS, boxes[0]), self._operand(y, not c.swap, self.part, boxes[1]),
             descriptor(out, (p.M, p.out_n), (p.out.row, 1), block), *self._params(of_b, boxes[0]),
             p.M, p.N, p.K, whole + cut, whole, *parts,
-            tiles_m, tiles_n, divisor(band * tiles_n), divisor(band), divisor(last_band), divisor(parts[0]),
-            tile.y, band, boxes[0], x_size, boxes[1], loaded[1] * ROW, self.streams, c.num_stages, step_args,
-            epilogue_arguments(p, self.part, extras, numbers), workspace,
+            tiles_m, tiles_n, *divisors, tile.y, band, boxes[0], x_size, boxes[1], loaded[1] * ROW, self.streams,
+            c.num_stages, step_args, epilogue_arguments(p, self.part, extras, numbers), workspace,
         ]  # fmt: skip
 
     @property

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..select.space import Space
 
 #: Part of the tensor cores' rate, and what a narrow instruction takes more, in columns.
-EFFICIENCY, EDGE = 0.943, 18.8
+EFFICIENCY, EDGE = 0.927, 17.2
 #: What the products take longer where each step's sum is promoted, and where it is scaled before; for 1, 2 and 3
 #: warpgroups, of which the others multiply while one adds.
 PROMOTING, SCALING = (1.57, 1.14, 1.04), (1.8, 1.65, 1.6)
@@ -29,32 +29,33 @@ PROMOTING, SCALING = (1.57, 1.14, 1.04), (1.8, 1.65, 1.6)
 ROWS = 64
 #: Seconds of a step in which a packed weight is unpacked: once, and for each 64 rows. The exponent with which they and
 #: the products add up.
-UNPACK, UNPACK_ROWS, UNPACK_OVERLAP = 1.31e-7, 6.87e-8, 3.78
+UNPACK, UNPACK_ROWS, UNPACK_OVERLAP = 1.21e-7, 6.59e-8, 3.68
 #: What part of `EFFICIENCY` these products have, with 64 rows for each warpgroup and with 128.
-UNPACK_EFFICIENCY = (0.997, 1.041)
+UNPACK_EFFICIENCY = (0.997, 0.941)
 #: Seconds at a launch's start for each warpgroup, which has more code to fetch. Seconds that a kernel for one width
 #: saves there, from 14 times of one product (`any_width_sooner-bf16.json`).
-UNPACK_START, ONE_WIDTH = 5.18e-7, 0.8e-6
+UNPACK_START, ONE_WIDTH = 4.70e-7, 0.85e-6
 #: Share of the bandwidth from L2 of one multiprocessor and of all together; seconds from asking for bytes until they
 #: are there.
-INTAKE, L2, LATENCY = 1.217, 0.999, 1.14e-6
+INTAKE, L2, LATENCY = 1.174, 1.008, 1.20e-6
 #: Seconds of a step for a row outside the operands, and the share of the multiprocessors that ask for such rows from
 #: which on it takes as long.
-FILL, FILLING = 5.15e-9, 0.47
+FILL, FILLING = 6.85e-9, 0.60
 #: What a tenfold time costs for the clock, which power lowers, and from how many seconds on.
-SLOWING, LONG = 0.0120, 3e-5
+SLOWING, LONG = 0.0276, 3e-5
 #: The stream of blocks from memory. How it and the loop, which mostly overlap, add up.
-MEMORY, OVERLAP = Stream(long=1.102, short=0.707, ramp=3.41e-6), 3.57
+MEMORY, OVERLAP = Stream(long=1.075, short=1.32, ramp=3.54e-6), 3.85
 #: Seconds around a launch. Seconds around a tile and share of the time that its store takes alone, where warpgroups
-#: share tiles; and the same where they take turns, when the last store alone counts.
-START = 4.49e-6
-TILE, STORE = 0.99e-6, 1.40
-TURN, LAST_STORE = 0.760e-6, 0.657
+#: share tiles. Where they take turns, seconds between tiles; and the former around the last tile, whose store alone
+#: counts.
+START = 4.23e-6
+TILE, STORE = 0.685e-6, 1.376
+TURN, LAST, LAST_STORE = 0.288e-6, 0.941e-6, 0.686
 #: Seconds that a tile takes more where its epilogue reads a vector, and where tiles are taken in turn; and seconds that
 #: a function such as an activation takes for an element of a warpgroup's.
 VECTOR, VECTOR_IN_TURN, FUNCTION = 1.04e-6, 0.6e-6, 1.4e-10
 #: Seconds that parts of a tile take to meet, beside the time of their bytes, and how often each byte is on its way.
-REDUCTION, TIMES = 1.22e-6, 2.60
+REDUCTION, TIMES = 0.742e-6, 2.94
 #: What a kernel that could cut tiles costs more where it does not: it has more code.
 IDLE = 1.01
 
@@ -95,7 +96,7 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool) -> Co
     loop = loop + (turns - 1) * around
     body = np.maximum((loop**OVERLAP + stream**OVERLAP) ** (1 / OVERLAP), waits)
     start = START + UNPACK_START * s.num_warps / 4 - ONE_WIDTH if p.b.is_packed else START
-    once = start + around + store * (LAST_STORE if takes_turns else 0.0)
+    once = start + (LAST + store * LAST_STORE if takes_turns else around)
     reduction = np.where(chunk > 0, REDUCTION + TIMES * parts * x * y * 4.0 / device.sm_bandwidth, 0.0)
     # So that a tile that is not cut has the kernel without that code.
     idle = np.where((s.split_k > 1) & (chunk == 0), IDLE, 1.0)

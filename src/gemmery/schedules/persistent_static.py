@@ -131,6 +131,11 @@ class PersistentStatic(Schedule):
         waves = whole + chunk / steps
         return Costs(body + once + reduction, compute, l2, memory, once, reduction, np.zeros(1), waves)
 
+    def cut_units(self, work: Work, unit: Ints) -> tuple[Ints, Ints]:
+        """Of units behind the whole tiles: which of the other tiles each is of, and which part of it."""
+        tile, part = np.divmod(unit, work.parts)
+        return tile, part
+
     def walk(self, problem: Problem, config: Config) -> Walk:
         """Whole tiles in turn, then a share of the steps of tiles that are cut along K."""
         p, c = problem, config
@@ -140,21 +145,13 @@ class PersistentStatic(Schedule):
         band = self.band(p, c)
         columns = whole_tiles(p, c, np.arange(work.whole), tiles_n, band)
         before = np.bincount(program, minlength=work.programs)
-        own, more = _parts(p, c, work, tiles_n, band)
+        own = np.arange(work.cut * work.parts)
+        tile, part = self.cut_units(work, own)
+        more = whole_tiles(p, c, work.whole + tile, tiles_n, band)
+        more["first_k"] = part * work.chunk * c.block_k
+        more["last_k"] = np.minimum(more["first_k"] + work.chunk * c.block_k, p.K)
         return Walk(
             work.programs, self.at_once(p, c), program=np.concatenate([program, own]),
             turn=np.concatenate([turn, before[own]]),
             **{name: np.concatenate([columns[name], more[name]]) for name in columns},
         )  # fmt: skip
-
-
-def _parts(
-    problem: Problem, config: Config, work: Work, tiles_n: int, band: int
-) -> tuple[Ints, dict[str, Ints]]:
-    """The parts of tiles that are cut along K: their programs, one each, and where they lie."""
-    c = config
-    program = np.arange(work.cut * work.parts)
-    columns = whole_tiles(problem, c, work.whole + program // work.parts, tiles_n, band)
-    columns["first_k"] = program % work.parts * work.chunk * c.block_k
-    columns["last_k"] = np.minimum(columns["first_k"] + work.chunk * c.block_k, problem.K)
-    return program, columns
