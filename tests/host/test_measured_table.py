@@ -120,6 +120,21 @@ def test_shipped_tables_of_plain_products_have_no_random_ones():
         assert not shapes & suites.held_out(), path.name
 
 
+@pytest.mark.parametrize(
+    ("file", "rows"),
+    [
+        ("any_width_times-bf16", "rows"),
+        ("any_width_bands-bf16", "heights"),
+        ("any_width_packed-bf16", "fit"),
+        ("any_width_kinds-mixed", "rows"),
+    ],
+)
+def test_what_the_model_is_fitted_to_has_no_random_ones(file, rows):
+    found = json.loads((ROOT / f"benchmarks/results/looks/{file}.json").read_text())[rows]
+    assert found
+    assert not {(row["M"], row["N"], row["K"]) for row in found} & suites.held_out()
+
+
 def test_nothing_that_belongs_there(script, tmp_path, capsys):
     file = tmp_path / "timings.json"
     file.write_text(json.dumps(exported([], "NVIDIA A100 (108 SMs)")))

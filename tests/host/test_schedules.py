@@ -152,7 +152,7 @@ def test_it_is_bound_to_its_kernel(toy):
 def test_it_is_shown(toy):
     problem, config = of(200), Config.of(TEXT)
     assert TEXT.partition("-")[0] in str(explain_problem(problem))
-    assert {"name": "schedule", "value": "toy", "about": toy.about} in knobs(config)
+    assert {"name": "schedule", "value": "toy", "about": toy.about} in knobs(problem, config)
     assert runs(devices.ARCHS["sm_90"])["toys"] == toy.reason
     assert runs(devices.ARCHS["sm_80"])["toys"] == f"none: {toy.instead}"
     assert programs_at_once(problem, config) == toy.at_once(problem, config)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..select.space import Space
 
 #: Part of the tensor cores' rate, and what a narrow instruction takes more, in columns.
-EFFICIENCY, EDGE = 0.927, 17.2
+EFFICIENCY, EDGE = 0.9345, 18.8
 #: What the products take longer where each step's sum is promoted, and where it is scaled before; for 1, 2 and 3
 #: warpgroups, of which the others multiply while one adds.
 PROMOTING, SCALING = (1.57, 1.14, 1.04), (1.8, 1.65, 1.6)
@@ -29,33 +29,33 @@ PROMOTING, SCALING = (1.57, 1.14, 1.04), (1.8, 1.65, 1.6)
 ROWS = 64
 #: Seconds of a step in which a packed weight is unpacked: once, and for each 64 rows. The exponent with which they and
 #: the products add up.
-UNPACK, UNPACK_ROWS, UNPACK_OVERLAP = 1.21e-7, 6.59e-8, 3.68
+UNPACK, UNPACK_ROWS, UNPACK_OVERLAP = 1.22e-7, 6.53e-8, 3.62
 #: What part of `EFFICIENCY` these products have, with 64 rows for each warpgroup and with 128.
-UNPACK_EFFICIENCY = (0.997, 0.941)
+UNPACK_EFFICIENCY = (0.984, 0.930)
 #: Seconds at a launch's start for each warpgroup, which has more code to fetch. Seconds that a kernel for one width
 #: saves there, from 14 times of one product (`any_width_sooner-bf16.json`).
-UNPACK_START, ONE_WIDTH = 4.70e-7, 0.85e-6
+UNPACK_START, ONE_WIDTH = 4.53e-7, 0.84e-6
 #: Share of the bandwidth from L2 of one multiprocessor and of all together; seconds from asking for bytes until they
 #: are there.
-INTAKE, L2, LATENCY = 1.174, 1.008, 1.20e-6
+INTAKE, L2, LATENCY = 1.170, 0.998, 1.21e-6
 #: Seconds of a step for a row outside the operands, and the share of the multiprocessors that ask for such rows from
 #: which on it takes as long.
-FILL, FILLING = 6.85e-9, 0.60
+FILL, FILLING = 7.05e-9, 0.615
 #: What a tenfold time costs for the clock, which power lowers, and from how many seconds on.
-SLOWING, LONG = 0.0276, 3e-5
+SLOWING, LONG = 0.0185, 3e-5
 #: The stream of blocks from memory. How it and the loop, which mostly overlap, add up.
-MEMORY, OVERLAP = Stream(long=1.075, short=1.32, ramp=3.54e-6), 3.85
+MEMORY, OVERLAP = Stream(long=1.077, short=1.475, ramp=3.35e-6), 3.92
 #: Seconds around a launch. Seconds around a tile and share of the time that its store takes alone, where warpgroups
 #: share tiles. Where they take turns, seconds between tiles; and the former around the last tile, whose store alone
 #: counts.
-START = 4.23e-6
-TILE, STORE = 0.685e-6, 1.376
-TURN, LAST, LAST_STORE = 0.288e-6, 0.941e-6, 0.686
+START = 4.21e-6
+TILE, STORE = 0.660e-6, 1.325
+TURN, LAST, LAST_STORE = 0.297e-6, 0.944e-6, 0.668
 #: Seconds that a tile takes more where its epilogue reads a vector, and where tiles are taken in turn; and seconds that
 #: a function such as an activation takes for an element of a warpgroup's.
 VECTOR, VECTOR_IN_TURN, FUNCTION = 1.04e-6, 0.6e-6, 1.4e-10
 #: Seconds that parts of a tile take to meet, beside the time of their bytes, and how often each byte is on its way.
-REDUCTION, TIMES = 0.742e-6, 2.94
+REDUCTION, TIMES = 0.663e-6, 3.10
 #: What a kernel that could cut tiles costs more where it does not: it has more code.
 IDLE = 1.01
 
