@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .binding import promotes
-from .cost import Costs, Floats, Given, Stream
+from .cost import FILL, FILLED, Costs, Floats, Given, Stream
 from .persistent_static import Work
 
 if TYPE_CHECKING:
@@ -38,9 +38,6 @@ UNPACK_START, ONE_WIDTH = 4.53e-7, 0.84e-6
 #: Share of the bandwidth from L2 of one multiprocessor and of all together; seconds from asking for bytes until they
 #: are there.
 INTAKE, L2, LATENCY = 1.170, 0.998, 1.21e-6
-#: Seconds of a step for a row outside the operands, and the share of the multiprocessors that ask for such rows from
-#: which on it takes as long.
-FILL, FILLING = 7.05e-9, 0.615
 #: What a tenfold time costs for the clock, which power lowers, and from how many seconds on.
 SLOWING, LONG = 0.0185, 3e-5
 #: The stream of blocks from memory. How it and the loop, which mostly overlap, add up.
@@ -137,7 +134,7 @@ def _least_of_step(
     """
     x_rows = np.where(space.swap, problem.N, rows)
     y_rows = np.where(space.swap, rows, problem.N)
-    asking = np.minimum(1, busy / (FILLING * problem.device.sms))
+    asking = np.minimum(1, busy / (FILLED * problem.device.sms))
     outside = np.maximum(x - x_rows, y - y_rows) * FILL * asking
     seconds: Floats = np.maximum(LATENCY / (space.num_stages - 1), outside)
     return seconds

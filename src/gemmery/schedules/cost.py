@@ -22,8 +22,9 @@ STORE = 0.3
 #: Part of the whole tile's rate that a small tile of the tail reaches.
 TAIL_EFFICIENCY = 0.8
 #: Seconds that TMA takes for a row of 128 bytes outside an operand, which it fills with zeros, in a block that is in
-#: part inside; and the share of all tiles that have such blocks from which on it is as slow. Measured on an H200.
-FILL, FILLED = 5.5e-9, 0.25
+#: part inside; and the share of the multiprocessors that ask for such rows from which on it takes as long. Fitted with
+#: the model of tiles of any width.
+FILL, FILLED = 7.05e-9, 0.615
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,10 @@ def filled(problem: Problem, space: Space, rows: Floats) -> Floats:
     inside = p.N - (tiles_n - 1) * s.block_n
     outside_n = np.where(inside <= main, main, s.block_n) - inside
     outside_m = tiles_m * s.block_m - rows
-    of_m = outside_m * (p.a.col == 1) * p.a.dtype.itemsize * np.minimum(1, 1 / (FILLED * tiles_m))
-    of_n = outside_n * (p.b.row == 1) * p.b.bits / 8 * np.minimum(1, 1 / (FILLED * tiles_n))
+    # The multiprocessors that have a tile ask for such rows together.
+    busy = np.minimum(1, tiles_m * tiles_n * p.matrices / p.device.sms) / FILLED
+    of_m = outside_m * (p.a.col == 1) * p.a.dtype.itemsize * np.minimum(1, busy / tiles_m)
+    of_n = outside_n * (p.b.row == 1) * p.b.bits / 8 * np.minimum(1, busy / tiles_n)
     seconds: Floats = np.maximum(of_m, of_n) * s.block_k / 128 * FILL * (s.loader == "descriptor")
     return seconds
 
