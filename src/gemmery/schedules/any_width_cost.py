@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 #: Part of the tensor cores' rate, and what a narrow instruction takes more, in columns.
 EFFICIENCY, EDGE = 0.9345, 18.8
+#: The same where both operands have adjacent elements along their rows, which narrow instructions read more slowly from
+#: shared memory; the square of its part of the width counts.
+TURNED = 32.0
 #: What the products take longer where each step's sum is promoted, and where it is scaled before; for 1, 2 and 3
 #: warpgroups, of which the others multiply while one adds.
 PROMOTING, SCALING = (1.57, 1.14, 1.04), (1.8, 1.65, 1.6)
@@ -75,7 +78,8 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool) -> Co
     if p.b.is_packed:
         compute = _unpacking(compute, own_steps, x, groups)
     else:
-        compute = compute * (1 + EDGE / y) * _summing(p)[groups - 1]
+        turned = TURNED if p.a.col != 1 and p.b.row != 1 else 0.0
+        compute = compute * (1 + EDGE / y) * (1 + (turned / y) ** 2) * _summing(p)[groups - 1]
     share = np.minimum(INTAKE, L2 * device.sms / busy) * device.sm_bandwidth
     # Of a packed weight, which is X, words are loaded.
     loaded = x * (p.b.bits / p.a.bits) + y if p.b.is_packed else x + y
