@@ -21,7 +21,7 @@ from .model import costs
 from .space import Space, everywhere, space_of
 
 #: Kernels that serve all M of otherwise equal problems.
-KERNELS = 8
+KERNELS = 6
 #: The same for packed weights, for which the best tile changes faster with M.
 PACKED_KERNELS = 12
 #: How much larger losses count more in the choice of a shortlist.
