@@ -28,7 +28,8 @@ class _Strides:
 
 def _expand(tensor: Tensor, batch: Sequence[int], rows: int, cols: int) -> _Strides:
     *steps, row, col = tensor.expand(*batch, rows, cols).stride()
-    return _Strides(steps, row, col)
+    # A vector is the same for one row as for many; torch gives a new dimension of size 1 the stride of a matrix.
+    return _Strides(steps, row if tensor.dim() > 1 else 0, col)
 
 
 def _drop_unit(sizes: list[int], operands: list[_Strides]) -> None:

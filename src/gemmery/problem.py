@@ -147,8 +147,8 @@ class Config:
     Attributes:
         block_m, block_n, block_k: the tile of the output that a program computes, and the step along K; powers of two,
             but block_n can be the sum of two, as 192 is, and the schedules for tiles of any width take multiples of 8.
-        group_m: height in tiles of the bands in which tiles are visited. 0 stands for a height that suits the sizes,
-            which the schedules for tiles of any width take.
+        group_m: height in tiles of the bands in which tiles are visited. 0 derives the height from the sizes; only the
+            schedules for tiles of any width accept it.
         num_warps: warps in a program.
         num_stages: blocks of A and B in flight.
         schedule: how the programs of a launch walk over its tiles, one of `schedules.REGISTRY`: "tile", "persistent",

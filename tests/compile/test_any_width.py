@@ -53,7 +53,7 @@ def check_spills(compiled, within=0):
     Args:
         within: how many accesses there may be in K loops.
     """
-    assert usage(compiled).spilled <= 112
+    assert usage(compiled).spilled <= 136
     code = disassemble(compiled.asm["cubin"]).splitlines()
     loops = k_loops(code)
     assert loops

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from gemmery import Config, schedules
-from gemmery.kernels import any_width_packed, place
+from gemmery.kernels import any_width_packed, order, place
 from gemmery.lab.abstract import abstract_problem
 from gemmery.schedules import any_width, walk
 from gemmery.schedules.any_width import Tile
+from gemmery.schedules.base import Forms
 from gemmery.select import candidates, measured, rank, samples, shortlist
 from gemmery.select.shapes import device_named, problem_of
-from gemmery.select.space import space_of, tiles_of
+from gemmery.select.space import kind_of, space_of, tiles_of
 from gemmery.tuning import tuner
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
@@ -302,19 +303,78 @@ def test_the_walk_covers_every_tile_and_all_of_k_once(text):
     assert (covered == 2048).all()
 
 
-def test_a_quotient_needs_no_division():
+@pytest.mark.parametrize(
+    ("kind", "made"),
+    [
+        ("half", {}), ("fp8", {"dtype": "fp8fast"}), ("fp8 accurate", {"dtype": "fp8"}), ("packed4", {"weight": "int4"}),
+        ("packed8", {"weight": "int8"}), ("scaled", {"dtype": "fp8", "scales": "block"}),
+    ],
+)  # fmt: skip
+def test_what_takes_a_layout_runs_it_with_every_number_of_rows(kind, made):
+    # As tests/gpu/test_invariance.py runs all rows of tiles.
+    own = [
+        tile.config
+        for tile in tiles_of("hopper", kind)
+        if tile.config.schedule in ("cooperative", "pingpong")
+    ]
+    assert own
+    plain = not {"weight", "scales"} & set(made)
+    for layout in ("NT", "NN", "TN", "TT") if plain else ("NT",):
+        # TMA wants columns of A that begin at multiples of 16 bytes.
+        for M in (2192, 8, 64) if layout[0] == "T" else (2192, 1, 5, 60):
+            p = abstract_problem(M, 2112, 1152, layout=layout, device=H200, **made)
+            assert kind_of(p) == kind
+            forms = Forms(layout[0] == "T", layout[1] == "N", paired=False, packed=p.b.staged)
+            taken = [config for config in own if schedules.of(config.schedule).takes(config, forms)]
+            assert taken or (layout != "NT" and kind.startswith("fp8"))
+            refused = {str(c): schedules.of(c.schedule).refusal(p, c) for c in taken}
+            assert not {text: why for text, why in refused.items() if why is not None}, layout
+
+
+def device_functions():
+    """Functions of the device that take numbers, run in Python with 32 bits."""
+
+    def signed(x):
+        return (x + (1 << 31)) % (1 << 32) - (1 << 31)
+
     tl = types.SimpleNamespace(
-        int32=32, cast=lambda x, bits: x & (1 << bits) - 1, umulhi=lambda x, y: x * y >> 32
-    )
-    quotient = types.FunctionType(place.quotient.fn.__code__, {"tl": tl})
-    most = (1 << 31) - 1
-    for number in (1, 2, 3, 5, 7, 8, 9, 127, 128, 132, 641, 65537, 1 << 30, most, most - 1):
+        minimum=min, maximum=max, where=lambda condition, x, y: x if condition else y, int32=32,
+        cast=lambda x, bits: signed(x), umulhi=lambda x, y: signed((x % (1 << 32)) * (y % (1 << 32)) >> 32),
+    )  # fmt: skip
+    names = {"tl": tl}
+    for function in (order.quotient, order.divided, order.part_of, place.sized_tile, place.sized_part):
+        names[function.fn.__name__] = types.FunctionType(function.fn.__code__, names)
+    return names
+
+
+def test_quotient_is_floor_division():
+    quotient, most = device_functions()["quotient"], (1 << 30) - 1
+    for number in (1, 2, 3, 5, 7, 8, 9, 127, 128, 132, 641, 65537, most - 1, most, 1 << 31):
         factor = walk.divisor(number)
         assert (1 << 31) <= factor < 1 << 37
         near = {least + i for least in range(0, most, most // 7) for i in (0, number - 1, number, number + 1)}
         near |= {most - most % number + i for i in (-1, 0)}
         for x in (each for each in near if 0 <= each <= most):
             assert quotient(x, factor) == x // number
+
+
+@pytest.mark.parametrize("text", ["144x64x64-g{}-w4-s6-cooperative-descriptor-swap",
+                                  "128x96x64-g{}-w8-s5-pingpong-descriptor"])  # fmt: skip
+def test_bands_are_as_high_as_the_sizes_want_unless_they_are_given(text):
+    def band(g, *sizes):
+        config = Config.of(text.format(g))
+        return schedules.of(config.schedule).band(problem(*sizes), config)
+
+    # Several bands are in flight where there are few columns, and one band has all rows where these are few.
+    assert band(0, 5000, 512, 1024) == 2
+    assert band(0, 16, 65536, 1024) == 1
+    height = band(0, 8192, 8192, 1024)
+    assert 3 <= height <= 16
+    assert (band(5, 8192, 8192, 1024), band(5, 16, 8192, 1024)) == (5, 1)
+    with pytest.raises(ValueError, match="group_m is -1; it must be at least 0"):
+        replace(Config.of(text.format(0)), group_m=-1)
+    with pytest.raises(ValueError, match="group_m is 0; it must be at least 1"):
+        Config.of("64x64x64-g0-w4-s3-tile-pointer")
 
 
 def state_of(binding):
@@ -341,21 +401,10 @@ def state_of(binding):
     ],
 )
 def test_the_kernel_places_units_as_the_walk_does(sizes, text):
-    # The device's functions, run in Python.
     p, config = problem(*sizes), Config.of(text)
     binding = schedules.bind(p, config)
     walk = schedules.of(config.schedule).walk(p, config)
-    tl = types.SimpleNamespace(
-        minimum=min,
-        maximum=max,
-        where=lambda condition, x, y: x if condition else y,
-        int32=32,
-        cast=lambda x, bits: x & (1 << bits) - 1,
-        umulhi=lambda x, y: x * y >> 32,
-    )
-    names = {"tl": tl}
-    for function in (place.quotient, place.sized_band, place.sized_tile, place.sized_part):
-        names[function.fn.__name__] = types.FunctionType(function.fn.__code__, names)
+    names = device_functions()
     placed = names["sized_tile" if binding.split is None else "sized_part"]
     state, band = state_of(binding)
     found = [

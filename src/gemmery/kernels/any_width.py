@@ -34,9 +34,12 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from . import dialect, order
 from .any_width_load import AHEAD, ROW, begin, load_steps, loaders_of, maps_of, prefetch_maps
 from .any_width_loop import STAGES, multiply_steps, step_of, value_of, x_bytes_of
 from .rings import barrier, beside, last_to_arrive, later, rounded
+
+part_of = dialect.in_gluon(order.part_of)
 
 #: The accumulator of a warpgroup for 8 columns.
 BLOCK8 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
@@ -336,9 +339,7 @@ def combine(
     partials, semaphores = workspace
     # Bytes of a warpgroup's partial sum.
     size = OWN * width * 4
-    cut = state[4] * state[5] - whole
-    own = (unit - whole) // cut
-    tile = (unit - whole) % cut
+    own, tile = part_of(unit - whole, state[4] * state[5] - whole, state[6][3])
     first = gl.cast(partials, gl.int64) + gl.cast(tile * parts * GROUPS + GROUP, gl.int64) * size
     to = first + gl.cast(own * GROUPS, gl.int64) * size
     store_partial(acc, in_block(to), in_block(width), OWN, PART)
@@ -601,7 +602,7 @@ def consume(
             # The stages of the tile between are the other warpgroup's.
             own_steps += steps
         stage, phase = later(stage, phase, own_steps, stages)
-        # Computed just before the K loop, it would take registers there.
+        # The next tile's corner. Computed just before the K loop, it would take registers in the loop.
         if unit + every < units:
             row, col, end, first_k, last_k = corner(
                 unit + every, state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM
@@ -635,7 +636,8 @@ def gemm_any_width(
         units, whole: how many units there are, and how many of them are whole tiles.
         parts, part_k: in how many parts each of the other tiles is cut along K, and K in a part.
         tiles_m, tiles_n: tiles along M and N.
-        area_divisor, band_divisor, last_divisor, cut_divisor: what PLACE divides by, see `place.sized_tile`.
+        area_divisor, band_divisor, last_divisor, cut_divisor: what PLACE divides by, see `place.sized_tile`. In a
+            tuple, Triton would make kernels for their values.
         width: rows of Y in a tile, a multiple of `EACH` from `LEAST` to `MOST`.
         band_m: the height of a tile band, see `order`.
         x_box, y_box: rows that the tensor maps load at a time.

@@ -195,7 +195,7 @@ def _steps(operands, before, last_k, STEP, wraps):
 
 @builtin
 def prefetch_maps(FORMAT, X_FORM, Y_FORM, _semantic=None):
-    """One thread begins to fetch the tensor maps of what is loaded, which come from memory.
+    """Prefetches the tensor maps of the operands, in one thread.
 
     Args:
         FORMAT: see `multiply_steps`.
@@ -250,7 +250,7 @@ def begin(
         f"mov.b32 stage, 0; mov.b32 at, {full_}; mov.b32 k, {k_};"
         f"{_places(packed.x_bytes(value_of(X_ROWS), format_of(FORMAT)), stages_, of_operands[4])}"
         f"{x.setup(x_map, streams_)} {y.setup(y_map, streams_)} {_steps((x, y), '', last_, STEP, '')}"
-        # Not before warp 0's part: a table of places to branch to would have to be fetched.
+        # Behind warp 0's code: branches before it would become a jump table, whose fetch delays warp 0.
         "\nOTHERS:" + "".join(f"setp.eq.s32 more, warp, {i + 1}; @more bra OTHER{i};" for i in range(2)) + "bra OTHER2;"
         + "".join(f"\nOTHER{i}: {each} fence.mbarrier_init.release.cluster; bra DONE;" for i, each in enumerate(others))
         + "\nDONE: mov.b32 $0, 0; }",

@@ -5,7 +5,7 @@ tile of a matrix before it goes on to the next matrix of the batch.
 """
 
 import triton
-import triton.language as tl  # noqa: F401  The interpreter wants it here.
+import triton.language as tl
 
 
 @triton.jit
@@ -28,3 +28,43 @@ def banded(tile, tiles_m, tiles_n, band_m):
     band_rows = min(tiles_m - first_m, band_m)
     within = tile - first_m * tiles_n
     return first_m + within % band_rows, within // band_rows
+
+
+@triton.jit
+def quotient(x, divisor):
+    """Returns `x // d` for 0 <= x < 2^30, by a multiplication. A division would delay a launch's first load.
+
+    The method is that of Granlund and Montgomery, Division by invariant integers using multiplication (PLDI 1994).
+
+    Args:
+        divisor: `schedules.walk.divisor(d)`.
+    """
+    return tl.umulhi(2 * x, tl.cast(divisor, tl.int32)) >> tl.cast(divisor >> 32, tl.int32)
+
+
+@triton.jit
+def divided(tile, tiles_m, tiles_n, band_m, divisors):
+    """Returns what `banded` returns, without divisions.
+
+    Args:
+        divisors: those of a band's tiles, of `band_m` and of the last band's height, and maybe others.
+    """
+    first_m = quotient(tile, divisors[0]) * band_m
+    within = tile - first_m * tiles_n
+    left = tiles_m - first_m
+    tile_n = quotient(within, tl.where(left < band_m, divisors[2], divisors[1]))
+    return first_m + within - tile_n * tl.minimum(left, band_m), tile_n
+
+
+@triton.jit
+def part_of(unit, tiles, divisor):
+    """Which part of which cut tile a unit is: the first part of every tile, then the second, and so on.
+
+    Programs that start together then load the same blocks.
+
+    Args:
+        unit: its number behind the whole tiles.
+        tiles, divisor: how many tiles are cut, and the divisor of this number.
+    """
+    part = quotient(unit, divisor)
+    return part, unit - part * tiles

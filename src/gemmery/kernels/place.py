@@ -15,7 +15,7 @@ A unit's range of K is never empty: where K is 0 it ends at 1, and loaders give 
 import triton
 import triton.language as tl
 
-from .order import grouped
+from .order import divided, grouped, part_of
 
 
 @triton.jit
@@ -97,49 +97,22 @@ def tail_chunk(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 
 
 @triton.jit
-def quotient(x, divisor):
-    """`x // d`, of x from 0 on below 2^31, without a division: a launch waits for that of its first tile.
-
-    The method is that of Granlund and Montgomery, Division by invariant integers using multiplication (PLDI 1994).
-
-    Args:
-        divisor: `schedules.walk.divisor(d)`.
-    """
-    return tl.umulhi(2 * x, tl.cast(divisor, tl.int32)) >> tl.cast(divisor >> 32, tl.int32)
-
-
-@triton.jit
-def sized_band(tile, tiles_m, tiles_n, band_m, divisors):
-    """As `order.banded`. `divisors` begins with those of a band's tiles, of `band_m` and of the last band's height."""
-    first_m = quotient(tile, divisors[0]) * band_m
-    within = tile - first_m * tiles_n
-    left = tiles_m - first_m
-    tile_n = quotient(within, tl.where(left < band_m, divisors[2], divisors[1]))
-    return first_m + within - tile_n * tl.minimum(left, band_m), tile_n
-
-
-@triton.jit
 def sized_tile(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m):
     """Tile number `unit`, over all of K, of a product without a batch.
 
     `state` is (units, whole tiles, parts, part_k, tiles along M, tiles along N, divisors), so none are counted here.
-    The divisors are those of `sized_band`, and that of the tiles behind the whole ones.
+    The divisors are those of `order.divided`, and that of the tiles behind the whole ones.
     """
-    tile_m, tile_n = sized_band(unit, state[4], state[5], band_m, state[6])
+    tile_m, tile_n = divided(unit, state[4], state[5], band_m, state[6])
     return 0, tile_m * BLOCK_M, tile_n * BLOCK_N, shape[0], 0, shape[2]
 
 
 @triton.jit
 def sized_part(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m):
-    """The same, but units behind the whole tiles are parts of tiles, `part_k` of K: first the first part of each tile.
-
-    So programs that begin together load blocks of the same rows or columns.
-    """
+    """The same, but units behind the whole tiles are parts of tiles, `part_k` of K each; see `order.part_of`."""
     _, whole, _, part_k, tiles_m, tiles_n, divisors = state
-    behind = tl.maximum(unit - whole, 0)
-    part = quotient(behind, divisors[3])
-    tile = tl.minimum(unit, whole) + behind - part * (tiles_m * tiles_n - whole)
-    tile_m, tile_n = sized_band(tile, tiles_m, tiles_n, band_m, divisors)
+    part, cut_tile = part_of(tl.maximum(unit - whole, 0), tiles_m * tiles_n - whole, divisors[3])
+    tile_m, tile_n = divided(tl.minimum(unit, whole) + cut_tile, tiles_m, tiles_n, band_m, divisors)
     first_k = part * part_k
     last_k = tl.where(unit < whole, shape[2], tl.minimum(first_k + part_k, shape[2]))
     return 0, tile_m * BLOCK_M, tile_n * BLOCK_N, shape[0], first_k, last_k

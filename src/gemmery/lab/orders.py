@@ -266,9 +266,10 @@ class Comparison:
         if more <= 0:
             return ""
         times = f"{more / it.device.bandwidth * 1e6:.2g} µs at the memory's peak, beside {it.arithmetic * 1e6:.3g} µs"
+        whence = "belong to the tile in the table of tiles" if it.config.group_m else "follow from the sizes"
         return (
-            f"the choice does not weigh this traffic: groups of {it.group_size} belong to the tile in the table of "
-            f"tiles; {best.label}, {amount(more)} less are read, {times} of arithmetic at the peak rate"
+            f"the choice does not weigh this traffic: groups of {it.group_size} {whence}; "
+            f"{best.label}, {amount(more)} less are read, {times} of arithmetic at the peak rate"
         )
 
     def _first_conclusion(self) -> str:

@@ -253,7 +253,9 @@ class PackedOperand(Operand):
     def outer(self) -> Tensor | None:
         """A number for each row of the weight."""
         channel = self.weight.channel
-        return None if channel is None or self.transposed else channel.unsqueeze(-2)
+        if channel is None or self.transposed:
+            return None
+        return channel if channel.dim() == 1 else channel.unsqueeze(-2)
 
     @property
     def outer_place(self) -> int:

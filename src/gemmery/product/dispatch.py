@@ -58,7 +58,7 @@ def whole(call: Call, is_compiled: bool = False) -> Any:
         if inputs:
             addend = inputs[0].expand(call.shape)
             addend = addend.unsqueeze(-1) if vector_b else addend
-            inputs = [addend.unsqueeze(-2) if vector_a else addend]
+            inputs = [addend.unsqueeze(-2) if vector_a and addend.dim() > 1 else addend]
         a = DenseOperand(a.matrix.unsqueeze(0)) if vector_a else a
         b = DenseOperand(b.matrix.unsqueeze(-1)) if vector_b else b
         call = replace(call, op="matmul", a=a, b=b, inputs=tuple(inputs))

@@ -101,14 +101,15 @@ def _matrices(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The operands as (batches of) matrices: a vector a is one row, a vector b one column."""
     vector_a, vector_b = a.dim() == 1, b.dim() == 1
-    if addend is not None:
+    if addend is not None and (vector_a or vector_b):
         addend = addend.expand(out.shape)
     if vector_b:
         b, out = b.unsqueeze(-1), out.unsqueeze(-1)
         addend = None if addend is None else addend.unsqueeze(-1)
     if vector_a:
         a, out = a.unsqueeze(0), out.unsqueeze(-2)
-        addend = None if addend is None else addend.unsqueeze(-2)
+        # A vector that is added to each row stays one.
+        addend = addend if addend is None or addend.dim() == 1 else addend.unsqueeze(-2)
     return a, b, out, addend
 
 

@@ -70,7 +70,7 @@ LEAST_PACKED = 3
 #: How much larger than all else an operand has to be to leave L2 first. Measured on an H200.
 STREAMED = 1.5
 
-#: How high bands are, of what has the least to read; and where several bands are computed at a time.
+#: The height of bands, as a part of that with the least to read; and the height where several bands are in flight.
 BAND, LOW_BAND = 0.75, 2
 
 #: The form of an operand, see `kernels.any_width`. The form of Y decides which multiples a tile's width can be. TMA
@@ -275,6 +275,8 @@ class AnyWidth(PersistentStatic):
         c, tile, (_, y_form) = config, self.tile(config), forms_of(config, forms)
         if y_form == "packed":
             return "packed weights need swap"
+        if c.block_k == ROW and (forms.a_turned or forms.b_turned):
+            return "operands of 8 bits need adjacent elements along K"
         if forms.packed and c.num_stages < LEAST_PACKED:
             return f"num_stages is {c.num_stages}; packed weights need at least {LEAST_PACKED}"
         if c.num_stages > (most := tile.most_stages(forms.packed)):
@@ -295,22 +297,22 @@ class AnyWidth(PersistentStatic):
     def band(self, problem: Problem, config: Config) -> int:
         """The height of the bands: the config's, or one by the sizes.
 
-        Tiles that are computed at the same time read as little as possible where they are as high as they are wide, in
-        bytes. If bands reach all columns before they are that high, tiles are computed in several bands at a time, and
-        low bands are better. Bands are about equally high. Measured on an H200 (`any_width_bands-bf16.json`).
+        The tiles in flight read least where they cover as many bytes of A as of B. If a band of that height has fewer
+        tiles than there are multiprocessors, several bands are in flight, and low ones are better. Bands have about
+        equal heights. Measured on an H200 (`any_width_bands-bf16.json`).
         """
         p, c = problem, config
-        if c.group_m:
-            return c.group_m
         tiles_m, tiles_n = -(-p.M // c.block_m), -(-p.N // c.block_n)
+        if c.group_m:
+            return min(c.group_m, tiles_m)
         shape = (c.block_n * p.b.bits) / (c.block_m * p.a.bits)
         height = BAND * math.sqrt(p.device.sms * shape)
         if height * tiles_n <= p.device.sms:
-            return LOW_BAND
+            return min(LOW_BAND, tiles_m)
         return -(-tiles_m // max(1, round(tiles_m / height)))
 
     def cut_units(self, work: Work, unit: Ints) -> tuple[Ints, Ints]:
-        # In this order programs that begin together load the same blocks, see `place.sized_part`.
+        # As `kernels.order.part_of`.
         part, tile = np.divmod(unit, max(1, work.cut))
         return tile, part
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 #: Part of the tensor cores' rate, and what a narrow instruction takes more, in columns.
 EFFICIENCY, EDGE = 0.9345, 18.8
-#: The same where both operands have adjacent elements along their rows, which narrow instructions read more slowly from
-#: shared memory; the square of its part of the width counts.
+#: EDGE's counterpart where both operands have adjacent elements along their rows, which narrow instructions read more
+#: slowly from shared memory: products take 1 + (TURNED / width)^2 times as long.
 TURNED = 32.0
 #: What the products take longer where each step's sum is promoted, and where it is scaled before; for 1, 2 and 3
 #: warpgroups, of which the others multiply while one adds.
@@ -46,8 +46,8 @@ SLOWING, LONG = 0.0185, 3e-5
 #: The stream of blocks from memory. How it and the loop, which mostly overlap, add up.
 MEMORY, OVERLAP = Stream(long=1.077, short=1.475, ramp=3.35e-6), 3.92
 #: Seconds around a launch. Seconds around a tile and share of the time that its store takes alone, where warpgroups
-#: share tiles. Where they take turns, seconds between tiles; and the former around the last tile, whose store alone
-#: counts.
+#: share tiles. Where they take turns, seconds between tiles, and seconds around the last one, of whose store
+#: `LAST_STORE` counts.
 START = 4.21e-6
 TILE, STORE = 0.660e-6, 1.325
 TURN, LAST, LAST_STORE = 0.297e-6, 0.944e-6, 0.668

@@ -45,9 +45,10 @@ class Persistent(Tile):
         programs = min(max(work.tiles, work.parts), at_once)
         tiles_n = -(-problem.N // config.block_n) if config.tail_n == 1 else problem.N // config.block_n
         program, turn = in_turn(work.tiles, programs)
-        columns = whole_tiles(problem, config, np.arange(work.tiles), tiles_n)
+        band = self.band(problem, config)
+        columns = whole_tiles(problem, config, np.arange(work.tiles), tiles_n, band)
         if work.parts:
-            small = _small_tiles(problem, config, work, tiles_n)
+            small = _small_tiles(problem, config, work, tiles_n, band)
             columns = {name: np.concatenate([columns[name], small[name]]) for name in columns}
             own, turns = in_turn(work.parts, programs)
             before = np.bincount(program, minlength=programs)
@@ -71,11 +72,11 @@ class Persistent(Tile):
         ]
 
 
-def _small_tiles(problem: Problem, config: Config, work: Waves, tiles_n: int) -> dict[str, Ints]:
+def _small_tiles(problem: Problem, config: Config, work: Waves, tiles_n: int, band: int) -> dict[str, Ints]:
     """Where the parts of cut tiles lie, and behind them those of the ragged columns; as `kernels.place.tail_tile`."""
     c, tiles_m = config, -(-problem.M // config.block_m)
     unit = np.arange(work.cut * c.tail)
-    columns = whole_tiles(problem, c, work.tiles + unit // c.tail, tiles_n)
+    columns = whole_tiles(problem, c, work.tiles + unit // c.tail, tiles_n, band)
     strip, part_n = np.divmod(np.arange(work.parts - len(unit)), max(work.strips, 1))
     strips = {
         "batch": strip // (tiles_m * c.tail_m), "row": strip // c.tail_m % tiles_m * c.block_m,

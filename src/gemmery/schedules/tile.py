@@ -117,7 +117,8 @@ class Tile(Schedule):
         split = Split.of(problem, config)
         parts = 1 if split is None else split.parts
         program = np.arange(tiles * parts)
-        columns = whole_tiles(problem, config, program % max(tiles, 1), -(-problem.N // config.block_n))
+        tiles_n, band = -(-problem.N // config.block_n), self.band(problem, config)
+        columns = whole_tiles(problem, config, program % max(tiles, 1), tiles_n, band)
         if split is not None:
             columns["first_k"] = program // tiles * split.length
             columns["last_k"] = np.minimum(columns["first_k"] + split.length, problem.K)

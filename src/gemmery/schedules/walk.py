@@ -71,20 +71,14 @@ def tiles_of(problem: Problem, tile: Sizes, group: int, number: Ints, tiles_n: i
     }  # fmt: skip
 
 
-def whole_tiles(
-    problem: Problem, config: Config, number: Ints, tiles_n: int, band: int | None = None
-) -> dict[str, Ints]:
-    """The same for a config's tiles.
-
-    Args:
-        band: height of the bands in tiles, if it is another one than `Config.group_m`.
-    """
+def whole_tiles(problem: Problem, config: Config, number: Ints, tiles_n: int, band: int) -> dict[str, Ints]:
+    """The same for a config's tiles, in bands of this height; see `Schedule.band`."""
     size = (config.block_m, config.block_n, config.block_k)
-    return tiles_of(problem, size, band or config.group_m, number, tiles_n)
+    return tiles_of(problem, size, band, number, tiles_n)
 
 
 def divisor(number: int) -> int:
-    """What `kernels.place.quotient` divides by `number` with, which is from 1 to 2^31: a factor and a shift.
+    """Encodes a divisor from 1 to 2^31 for `kernels.order.quotient`: a factor in the low 32 bits, a shift above them.
 
     Example:
         >>> shift, factor = divmod(divisor(7), 1 << 32)
