@@ -37,7 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from . import dialect, order
 from .any_width_load import AHEAD, ROW, begin, load_steps, loaders_of, maps_of, prefetch_maps
 from .any_width_loop import STAGES, multiply_steps, step_of, value_of, x_bytes_of
-from .rings import barrier, beside, last_to_arrive, later, rounded
+from .rings import barrier, begin_roles, beside, last_to_arrive, later, rounded
 
 part_of = dialect.in_gluon(order.part_of)
 
@@ -685,95 +685,16 @@ def gemm_any_width(
         x_box, x_size, col, width, y_box, y_size, streams, 4 * (1 if PINGPONG else GROUPS), GROUPS, X_ROWS, STEP,
         FORMAT, X_FORM, Y_FORM,
     )  # fmt: skip
-    if GROUPS == 1:
-        gl.warp_specialize(
-            [
-                (
-                    consume,
-                    (
-                        out, slots, ring, first, step_args, args, workspace, shape, state, tile, 0, GROUPS, PLACE,
-                        EPILOGUE, CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, PINGPONG, FORMAT, X_FORM, Y_FORM,
-                        BUFFERS, PART, RING_BYTES, BARRIERS_AT,
-                    ),
-                ),
-                (
-                    produce,
-                    (
-                        ring, first, shape, state, tile, loads, PLACE, X_ROWS, STEP, SWAP, FORMAT, X_FORM, Y_FORM,
-                        BARRIERS_AT,
-                    ),
-                ),
-            ],
-            [loaders_of(X_ROWS)],
-            [LOADER_REGISTERS],
-        )  # fmt: skip
-    elif GROUPS == 2:
-        gl.warp_specialize(
-            [
-                (
-                    consume,
-                    (
-                        out, slots, ring, first, step_args, args, workspace, shape, state, tile, 0, GROUPS, PLACE,
-                        EPILOGUE, CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, PINGPONG, FORMAT, X_FORM, Y_FORM,
-                        BUFFERS, PART, RING_BYTES, BARRIERS_AT,
-                    ),
-                ),
-                (
-                    consume,
-                    (
-                        out, slots, ring, first, step_args, args, workspace, shape, state, tile, 1, GROUPS, PLACE,
-                        EPILOGUE, CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, PINGPONG, FORMAT, X_FORM, Y_FORM,
-                        BUFFERS, PART, RING_BYTES, BARRIERS_AT,
-                    ),
-                ),
-                (
-                    produce,
-                    (
-                        ring, first, shape, state, tile, loads, PLACE, X_ROWS, STEP, SWAP, FORMAT, X_FORM, Y_FORM,
-                        BARRIERS_AT,
-                    ),
-                ),
-            ],
-            [4, loaders_of(X_ROWS)],
-            [REGISTERS, LOADER_REGISTERS],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (
-                    consume,
-                    (
-                        out, slots, ring, first, step_args, args, workspace, shape, state, tile, 0, GROUPS, PLACE,
-                        EPILOGUE, CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, PINGPONG, FORMAT, X_FORM, Y_FORM,
-                        BUFFERS, PART, RING_BYTES, BARRIERS_AT,
-                    ),
-                ),
-                (
-                    consume,
-                    (
-                        out, slots, ring, first, step_args, args, workspace, shape, state, tile, 1, GROUPS, PLACE,
-                        EPILOGUE, CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, PINGPONG, FORMAT, X_FORM, Y_FORM,
-                        BUFFERS, PART, RING_BYTES, BARRIERS_AT,
-                    ),
-                ),
-                (
-                    consume,
-                    (
-                        out, slots, ring, first, step_args, args, workspace, shape, state, tile, 2, GROUPS, PLACE,
-                        EPILOGUE, CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, PINGPONG, FORMAT, X_FORM, Y_FORM,
-                        BUFFERS, PART, RING_BYTES, BARRIERS_AT,
-                    ),
-                ),
-                (
-                    produce,
-                    (
-                        ring, first, shape, state, tile, loads, PLACE, X_ROWS, STEP, SWAP, FORMAT, X_FORM, Y_FORM,
-                        BARRIERS_AT,
-                    ),
-                ),
-            ],
-            [4, 4, loaders_of(X_ROWS)],
-            [REGISTERS, REGISTERS, LOADER_REGISTERS],
-        )  # fmt: skip
+    begin_roles(
+        consume,
+        (out, slots, ring, first, step_args, args, workspace, shape, state, tile),
+        (
+            GROUPS, PLACE, EPILOGUE, CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, PINGPONG, FORMAT, X_FORM,
+            Y_FORM, BUFFERS, PART, RING_BYTES, BARRIERS_AT,
+        ),
+        produce,
+        (ring, first, shape, state, tile, loads, PLACE, X_ROWS, STEP, SWAP, FORMAT, X_FORM, Y_FORM, BARRIERS_AT),
+        GROUPS, loaders_of(X_ROWS), REGISTERS, LOADER_REGISTERS,
+    )  # fmt: skip
     # What only assembly uses in between must not be given to anything else.
     mbarrier.invalidate(barriers.index(0))

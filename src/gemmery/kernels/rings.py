@@ -11,6 +11,7 @@ tuples. Within a kernel they travel together: `shape` is (M, N, K), and PLACE's 
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
@@ -31,6 +32,30 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 column_halves = in_gluon(operands.column_halves)
 beside = in_gluon(operands.beside)
+
+
+@builtin
+def begin_roles(
+    multiply, given, constants, load, loaded, GROUPS, LOADERS, REGISTERS, LOADER_REGISTERS, _semantic=None,
+    _generator=None,
+):  # fmt: skip
+    """Gives each warpgroup and the loading warps their role.
+
+    Args:
+        multiply: run by warpgroup `i` as `multiply(*given, i, *constants)`.
+        load: run by the other warps as `load(*loaded)`.
+        LOADERS: how many warps load.
+        REGISTERS, LOADER_REGISTERS: registers of a thread in all warpgroups but the first, and in the loading warps.
+    """
+    roles = [
+        (multiply, gl.tuple([*given.values, gl.constexpr(i), *constants.values]))
+        for i in range(getattr(GROUPS, "value", GROUPS))
+    ]
+    others = len(roles) - 1
+    gl.warp_specialize(
+        [*roles, (load, loaded)], [4] * others + [LOADERS], [REGISTERS] * others + [LOADER_REGISTERS],
+        _semantic=_semantic, _generator=_generator,
+    )  # fmt: skip
 
 
 @gluon.jit

@@ -40,7 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from .dialect import in_gluon
 from .packed import of_rows
-from .rings import READ_ONCE, beside, combine, finish, following, later
+from .rings import READ_ONCE, begin_roles, beside, combine, finish, following, later
 
 OF_ROWS = in_gluon(of_rows)
 
@@ -618,30 +618,17 @@ def gemm_specialized(
         if step_args[1] is not None:
             shift_blocks = allocate_group_params(step_args[1], STAGES, BLOCK_N, BLOCK_K, GROUP, PAIRED)
     ring = (a_blocks, b_blocks, scale_blocks, shift_blocks, full, free)
-    gl.warp_specialize(
-        [
-            (
-                consume,
-                (
-                    out, staging, ring, meeting, step_args, args, workspace, shape, state, 0, PLACE, TAIL_PLACE,
-                    MULTIPLY, EPILOGUE, CAST, BLOCK_M, BLOCK_N, BLOCK_K, BAND_M, STAGES, SWAP, PAIRED, SPLIT, TURNS,
-                ),
-            ),
-            (
-                consume,
-                (
-                    out, staging, ring, meeting, step_args, args, workspace, shape, state, 1, PLACE, TAIL_PLACE,
-                    MULTIPLY, EPILOGUE, CAST, BLOCK_M, BLOCK_N, BLOCK_K, BAND_M, STAGES, SWAP, PAIRED, SPLIT, TURNS,
-                ),
-            ),
-            (
-                produce,
-                (
-                    a, b, step_args, ring, shape, state, PLACE, TAIL_PLACE, BLOCK_M, BLOCK_N, BLOCK_K, BAND_M, STAGES,
-                    PER, GROUP, PAIRED, SPLIT, STREAM, ROTATE,
-                ),
-            ),
-        ],
-        [4, 1],
-        [REGISTERS, LOADER_REGISTERS],
+    begin_roles(
+        consume,
+        (out, staging, ring, meeting, step_args, args, workspace, shape, state),
+        (
+            PLACE, TAIL_PLACE, MULTIPLY, EPILOGUE, CAST, BLOCK_M, BLOCK_N, BLOCK_K, BAND_M, STAGES, SWAP, PAIRED, SPLIT,
+            TURNS,
+        ),
+        produce,
+        (
+            a, b, step_args, ring, shape, state, PLACE, TAIL_PLACE, BLOCK_M, BLOCK_N, BLOCK_K, BAND_M, STAGES, PER,
+            GROUP, PAIRED, SPLIT, STREAM, ROTATE,
+        ),
+        WARPGROUPS, 1, REGISTERS, LOADER_REGISTERS,
     )  # fmt: skip
