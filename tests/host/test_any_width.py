@@ -24,6 +24,8 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from gemmery.kernels import any_width as kernel
 from gemmery.kernels import any_width_loop as loop
 
+from .ptx import Program
+
 H200, FP8 = device_named("H200"), torch.float8_e4m3fn
 ROWS = [
     tile.config for tile in tiles_of("hopper", "half") if tile.config.schedule in ("cooperative", "pingpong")
@@ -550,3 +552,83 @@ def test_tuning_measures_the_best_of_them():
         ours = [config for config in promising if config.schedule == name]
         assert ours == near[: tuner.PER_SCHEDULE]
     assert len(promising) > tuner.PER_SCHEDULE
+
+
+class Memory:
+    """What a thread's assembly stores, copies and adds. Numbers are known by (64 rows, 8 columns, thread, place)."""
+
+    def __init__(self):
+        self.stored, self.copied, self.added, self.thread = {}, {}, [], 0
+
+    def ptx(self, code, arguments, value):
+        """See `ptx.Program.run`."""
+        at = [sum(value(x) for x in re.split(r"\s\+\s", each[1:-1])) for each in arguments if each[0] == "["]
+        if code == "st.global.v4.f32":
+            for i, register in enumerate(arguments[1].strip("{}").split(",")):
+                self.stored.setdefault(at[0] + 4 * i, set()).add(value(register))
+        elif code == "cp.async.cg.shared.global":
+            self.copied |= {at[0] + i: self.stored[at[1] + i] for i in range(0, 16, 4)}
+        elif code == "ld.shared.v4.f32":
+            return [name.strip() for name in arguments[0].strip("{}").split(",")], at[0]
+        elif code == "add.f32":
+            place = int(re.match(r"n(\d)", arguments[2])[1])
+            self.added.append((value(arguments[1]), self.copied[value(arguments[2]) + 4 * place]))
+        else:
+            assert code == "exit", code
+        return None
+
+
+def assembly_of(name, *arguments):
+    """What a function of the kernel's file writes."""
+    found = []
+
+    def inline_asm_elementwise(text, *more, **how):
+        found.append(text)
+        return ()
+
+    gl = types.SimpleNamespace(
+        inline_asm_elementwise=inline_asm_elementwise, int32=int, float32=float, tuple=list
+    )
+    made = inspect.unwrap(getattr(kernel, name))
+    types.FunctionType(made.__code__, {"gl": gl, "value_of": loop.value_of}, name, made.__defaults__)(
+        *arguments
+    )
+    return Program(found[0])
+
+
+@pytest.mark.parametrize(("own", "width", "part", "most"), [(64, 72, 64, 256), (64, 200, 64, 256), (128, 144, 64, 144),
+                                                            (64, 32, 32, 32), (128, 64, 64, 160)])  # fmt: skip
+def test_parts_of_tiles_meet_number_by_number(own, width, part, most):
+    """A part of a tile is stored as another warpgroup fetches it, and what is fetched is added to the same element."""
+    each, to, ring = part // 8, 1 << 20, 4096
+    parts, of_rows = -(-width // part), -(-most // part) * each
+    columns = [min(i * part, width - part) // 8 + j for i in range(parts) for j in range(each)]
+    columns += [None] * (of_rows - len(columns))
+
+    def numbers(thread, blocks):
+        return [(m, b, thread, i) for m, b in blocks for i in range(4)]
+
+    blocks = [(m, column) for m in range(own // 64) for column in columns]
+    nothing = types.SimpleNamespace(values=[None] * len(blocks))
+    store, fetch = (
+        assembly_of("store_partial", nothing, 0, 0, own, part),
+        assembly_of("fetch_partial", 0, 0, 0),
+    )
+    memory = Memory()
+    for memory.thread in range(128):
+        store.run([None] * 4 + numbers(memory.thread, blocks) + [to] * 4 + [width] * 4, memory)
+    size = own * width * 4
+    for memory.thread in range(128):
+        fetch.run([None, ring, to, size], memory)
+    assert sorted(memory.stored) == list(range(to, to + size, 4))
+    assert sorted(memory.copied) == list(range(ring, ring + size, 4))
+    add = assembly_of("add_fetched", types.SimpleNamespace(values=[None] * each), 0)
+    for m in range(own // 64):
+        for i in range(parts):
+            first = min(i * part, width - part)
+            at = ring + (m * width + first) // 8 * 2048
+            for memory.thread in (0, 1, 31, 77, 127):
+                mine = numbers(memory.thread, [(m, first // 8 + j) for j in range(each)])
+                memory.added = []
+                add.run(mine + mine + [at] * 4, memory)
+                assert memory.added == [(number, {number}) for number in mine]
