@@ -332,6 +332,8 @@ class Warp:
             self.machine.load(address[-1], 128 * lines, writes)
             return
         k, row, *more = places
+        if self.forms[operand] == "turned":
+            row, k = k, row
         if self.forms[operand] == "pairs":
             # Its first coordinates are k and a row of the first eight of the first half.
             assert (row, more[0]) == (0, 0)
@@ -339,25 +341,25 @@ class Warp:
         if code.endswith("cache_hint") != (self.streams == operand + 1):
             raise Wrong("not the operand's cache policy")
         rows, name = self.boxes[operand], "xy"[operand]
-        writes = {address[0] + 128 * i: (name, row + i, k) for i in range(rows)}
+        if self.forms[operand] == "turned":
+            assert rows == 64
+            writes = {address[0] + 128 * i: (name, row, k + i) for i in range(64)}
+        else:
+            writes = {address[0] + 128 * i: (name, row + i, k) for i in range(rows)}
         self.machine.load(address[-1], 128 * rows, writes)
 
     def _multiply(self, width, arguments, value):
         if arguments[1].startswith("{"):
             self._multiply_pieces(width, arguments, value)
             return
-        x, y = (value(each) * 16 for each in arguments[1:3])
-        # The sixteenths along K of 64 rows of X, and then those of the next 64.
+        at = [value(each) * 16 for each in arguments[1:3]]
+        # The fourths along K of 64 rows of X, and then those of the next 64.
         part = len(self.group) % 4
-        assert x % 128 == y % 128 == 32 * part, "not the next sixteenth along K"
-        own, others = ([at - 32 * part + 128 * i for i in range(n)] for at, n in ((x, 64), (y, width)))
-        self.machine.reading.update(own + others)
-        self.group.append(own + others)
+        lines = [self._lines(i, at[i], rows, part) for i, rows in ((0, 64), (1, width))]
+        self.machine.reading.update(lines[0] + lines[1])
+        self.group.append(lines[0] + lines[1])
         self.machine.pause()
-        read = (
-            tuple(self.machine.rows.get(row) for row in own),
-            tuple(self.machine.rows.get(row) for row in others),
-        )
+        read = tuple(self._read(i, lines[i], part) for i in range(2))
         if len(self.group) == 1:
             # A piece of a step that is promoted begins a sum of its own.
             self.steps = [*(self.steps if value(arguments[3]) else []), []]
@@ -365,6 +367,24 @@ class Warp:
             self.steps[-1].append(read)
         elif read != self.steps[-1][-1]:
             raise Wrong("a stage changes while it is read")
+
+    def _lines(self, operand, at, rows, part):
+        """Where the lines of 128 bytes are that have a fourth of a step: of each row, or of 64 rows each, 16 along K."""
+        if self.forms[operand] == "turned":
+            assert at % 8192 == 2048 * part, "not the next fourth along K"
+            return [at + 8192 * chunk + 128 * i for chunk in range(-(-rows // 64)) for i in range(16)]
+        assert at % 128 == 32 * part, "not the next fourth along K"
+        return [at - 32 * part + 128 * i for i in range(rows)]
+
+    def _read(self, operand, lines, part):
+        """What is there, as rows from the step's beginning along K on."""
+        found = [self.machine.rows.get(line) for line in lines]
+        if self.forms[operand] != "turned" or None in found:
+            return tuple(found)
+        name, first, k = found[0]
+        if found != [(name, first + 64 * (i // 16), k + i % 16) for i in range(len(found))]:
+            return tuple(found)
+        return tuple((name, first + i, k - 16 * part) for i in range(64 * len(found) // 16))
 
     def _multiply_pieces(self, width, arguments, value):
         """As `_multiply`, with one of the operands of a packed step."""
@@ -569,6 +589,7 @@ def emulate(
     readers = 4 * (1 if takes_turns else groups) + arrivals
     # Two boxes of each operand, of which the second one has some rows of the first.
     boxes = tuple((rows // 32 + 1) * 16 for rows in (x_rows, width))
+    boxes = tuple(64 if form == "turned" else box for form, box in zip(forms, boxes, strict=True))
     if format is not None:
         boxes = random.Random(seed).choice((64, x_rows)), boxes[1]
     stood_in = {"finish_tile": finish_tile, "combine": combine, "scales_of": scales_of} | changes
@@ -694,6 +715,10 @@ CASES = [
     # Two halves by eights, as X and as Y.
     (2, 128, 80, 3, False, (400, 300, 200), 2, ("pairs", "rows")),
     (2, 64, 80, 4, True, (300, 400, 200), 1, ("rows", "pairs")),
+    # Adjacent elements along the rows of X, of Y and of both.
+    (2, 128, 72, 3, False, (400, 300, 200), 2, ("turned", "rows")),
+    (2, 128, 128, 3, True, (400, 640, 200), 1, ("rows", "turned")),
+    (3, 192, 64, 4, False, (600, 320, 264), 1, ("turned", "turned")),
     # Steps that are summed by themselves.
     (2, 128, 88, 3, False, (300, 400, 330), 2, ("rows", "rows"), True),
     (2, 256, 80, 3, False, (600, 300, 200), 1, ("rows", "rows"), True),
