@@ -20,7 +20,8 @@ from typer.testing import CliRunner
 
 import gemmery
 from gemmery import devices
-from gemmery.cli import app, examples, main, spread
+from gemmery.cli import app, examples, main
+from gemmery.cli.options import spread
 from gemmery.devices import TABLE
 from gemmery.lab import peers
 from gemmery.lab.doctor import checks, doctor, examine
@@ -96,7 +97,9 @@ def test_sizes_may_be_given_as_they_are_printed():
     assert spread(given) == ["explain", "16", "8192", "8192", "--device", "H200"]
     option = ["order", "16", "8192", "8192", "--tile", "16x64x64"]
     assert spread(option) == option
-    run = subprocess.run([sys.executable, "-m", "gemmery", *given], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-m", "gemmery", *given], capture_output=True, text=True, check=True
+    )
     assert run.stdout.startswith("16x8192x8192 bf16")
 
 

@@ -6,9 +6,7 @@ has the commands of one subject; importing it adds them to `app`.
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Sequence
 from typing import Annotated
 
 from .options import app  # isort: skip  (first, since it says what is missing where typer is)
@@ -46,24 +44,12 @@ def _options(
         _load()
 
 
-def spread(words: Sequence[str]) -> list[str]:
-    """The words of a command line, with sizes as all output has them, 16x8192x8192, as the three that commands take.
-
-    Values of options stay as they are.
-    """
-    found: list[str] = []
-    for before, word in zip(("", *words), words, strict=False):
-        sizes = re.fullmatch(r"\d+x\d+x\d+", word) and not before.startswith("-")
-        found += word.split("x") if sizes else [word]
-    return found
-
-
 def main() -> None:
     """The entry point of the `gemmery` command."""
     from ..files import WriteError
 
     try:
-        app(spread(sys.argv[1:]), prog_name="gemmery")
+        app(prog_name="gemmery")
     except WriteError as error:
         # What no check could tell before the work, such as a full disk.
         raise SystemExit(f"Error: {error}") from error

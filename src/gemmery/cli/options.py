@@ -4,18 +4,40 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 try:
     import typer
+    import typer.core
 except ModuleNotFoundError as error:
     raise SystemExit("gemmery's command line needs typer and rich: pip install 'gemmery[cli]'") from error
 
 from .examples import epilog
+
+
+def spread(words: Sequence[str]) -> list[str]:
+    """The words of a command line, with sizes as all output has them, 16x8192x8192, as the three that commands take.
+
+    Values of options stay as they are.
+    """
+    found: list[str] = []
+    for before, word in zip(("", *words), words, strict=False):
+        sizes = re.fullmatch(r"\d+x\d+x\d+", word) and not before.startswith("-")
+        found += word.split("x") if sizes else [word]
+    return found
+
+
+class Group(typer.core.TyperGroup):
+    """The commands' group, which takes sizes in two forms; see `spread`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As Click's."""
+        return super().parse_args(ctx, spread(args))
 
 
 class Commands(typer.Typer):
@@ -26,7 +48,7 @@ class Commands(typer.Typer):
     """
 
     def __init__(self, *, within: str = "", **options: Any) -> None:
-        super().__init__(epilog=epilog(within) if within else None, **options)
+        super().__init__(epilog=epilog(within) if within else None, cls=Group, **options)
         self.within = within
 
     def command(self, name: str | None = None, **options: Any) -> Callable[[Any], Any]:
