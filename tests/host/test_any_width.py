@@ -334,7 +334,7 @@ def test_what_takes_a_layout_runs_it_with_every_number_of_rows(kind, made):
 
 
 def device_functions():
-    """Functions of the device that take numbers, run in Python with 32 bits."""
+    """Returns the device's functions of numbers, which run in Python with 32-bit arithmetic."""
 
     def signed(x):
         return (x + (1 << 31)) % (1 << 32) - (1 << 31)
@@ -380,7 +380,7 @@ def test_bands_are_as_high_as_the_sizes_want_unless_they_are_given(text):
 
 
 def state_of(binding):
-    """What a kernel tells its place, and the height of bands, out of its arguments."""
+    """Returns the state and the band height that a kernel passes to its place."""
     given = binding.arguments(*samples.arguments(binding.problem, "meta"))
     names = inspect.signature(kernel.gemm_any_width.fn).parameters
     of = dict(zip(names, given, strict=False))
@@ -555,7 +555,10 @@ def test_tuning_measures_the_best_of_them():
 
 
 class Memory:
-    """What a thread's assembly stores, copies and adds. Numbers are known by (64 rows, 8 columns, thread, place)."""
+    """Records what a thread's assembly stores, copies and adds.
+
+    A number is identified by its 64 rows, its 8 columns, its thread and its place among the thread's four.
+    """
 
     def __init__(self):
         self.stored, self.copied, self.added, self.thread = {}, {}, [], 0
@@ -574,12 +577,12 @@ class Memory:
             place = int(re.match(r"n(\d)", arguments[2])[1])
             self.added.append((value(arguments[1]), self.copied[value(arguments[2]) + 4 * place]))
         else:
-            assert code == "exit", code
+            raise AssertionError(code)
         return None
 
 
 def assembly_of(name, *arguments):
-    """What a function of the kernel's file writes."""
+    """Returns the assembly that a function of the kernel's file writes."""
     found = []
 
     def inline_asm_elementwise(text, *more, **how):

@@ -369,7 +369,7 @@ class Warp:
             raise Wrong("a stage changes while it is read")
 
     def _lines(self, operand, at, rows, part):
-        """Where the lines of 128 bytes are that have a fourth of a step: of each row, or of 64 rows each, 16 along K."""
+        """Returns where the lines are that hold a fourth of a step: one for each row, or 16 for each 64 turned rows."""
         if self.forms[operand] == "turned":
             assert at % 8192 == 2048 * part, "not the next fourth along K"
             return [at + 8192 * chunk + 128 * i for chunk in range(-(-rows // 64)) for i in range(16)]
@@ -377,7 +377,7 @@ class Warp:
         return [at - 32 * part + 128 * i for i in range(rows)]
 
     def _read(self, operand, lines, part):
-        """What is there, as rows from the step's beginning along K on."""
+        """Returns the contents of lines, as rows that begin where the step begins along K."""
         found = [self.machine.rows.get(line) for line in lines]
         if self.forms[operand] != "turned" or None in found:
             return tuple(found)
@@ -867,7 +867,7 @@ MUTANTS = {
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutants_are_caught(mutant):
-    """Something goes wrong, sooner or later what the mutant is about."""
+    """Every mutant is caught, by the message that it names."""
     message, found = MUTANTS[mutant]["message"], set()
     changes = {name: value for name, value in MUTANTS[mutant].items() if name != "message"}
     # Some need a warp to be late by a whole tile.

@@ -21,9 +21,9 @@ from .examples import epilog
 
 
 def spread(words: Sequence[str]) -> list[str]:
-    """The words of a command line, with sizes as all output has them, 16x8192x8192, as the three that commands take.
+    """Returns the words of a command line, with sizes such as 16x8192x8192 as the three numbers that commands take.
 
-    Values of options stay as they are.
+    All output has sizes in this form. Values of options stay as they are.
     """
     found: list[str] = []
     for before, word in zip(("", *words), words, strict=False):
@@ -33,10 +33,10 @@ def spread(words: Sequence[str]) -> list[str]:
 
 
 class Group(typer.core.TyperGroup):
-    """The commands' group, which takes sizes in two forms; see `spread`."""
+    """A group of commands that take sizes in two forms; see `spread`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As Click's."""
+        """Parses the words as Click does."""
         return super().parse_args(ctx, spread(args))
 
 

@@ -34,12 +34,13 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from . import dialect, order
+from . import order
 from .any_width_load import AHEAD, ROW, begin, load_steps, loaders_of, maps_of, prefetch_maps
-from .any_width_loop import STAGES, multiply_steps, step_of, value_of, x_bytes_of
+from .any_width_loop import STAGES, multiply_steps, step_of, x_bytes_of
+from .dialect import in_gluon, value_of
 from .rings import barrier, begin_roles, beside, last_to_arrive, later, rounded
 
-part_of = dialect.in_gluon(order.part_of)
+part_of = in_gluon(order.part_of)
 
 #: The accumulator of a warpgroup for 8 columns.
 BLOCK8 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))

@@ -14,7 +14,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 
 from . import any_width_packed as packed
-from .any_width_loop import STAGES, WAIT, format_of, value_of
+from .any_width_loop import STAGES, WAIT, format_of
+from .dialect import value_of
 
 #: Bytes of a row of a stage, which is what TMA swizzles.
 ROW = gl.constexpr(128)

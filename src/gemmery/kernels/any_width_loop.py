@@ -9,6 +9,7 @@ from triton.experimental.gluon.language._core import builtin
 
 from . import any_width_packed as packed
 from .any_width_packed import StageFormat
+from .dialect import value_of
 
 #: Stages that there are barriers for.
 STAGES = gl.constexpr(12)
@@ -16,11 +17,6 @@ STAGES = gl.constexpr(12)
 
 #: From the first stage's barrier `full` to that of the stage before the first step. There is none, and nobody waits.
 NOWHERE = 8 * (STAGES.value + 3)
-
-
-def value_of(x):
-    """A constant's value."""
-    return getattr(x, "value", x)
 
 
 def format_of(x):

@@ -17,6 +17,11 @@ vars(LANGUAGE).update(vars(tl) | vars(gl))
 _lock = threading.RLock()
 
 
+def value_of(x: Any) -> Any:
+    """Returns the value of a constant, as functions that write assembly take it."""
+    return getattr(x, "value", x)
+
+
 def in_gluon(function: Any) -> Any:
     """The same `@triton.jit` function with Gluon's language for its `tl`, and so for the functions that it calls.
 

@@ -58,7 +58,7 @@ def divided(tile, tiles_m, tiles_n, band_m, divisors):
 
 @triton.jit
 def part_of(unit, tiles, divisor):
-    """Which part of which cut tile a unit is: the first part of every tile, then the second, and so on.
+    """Returns a unit's part and its cut tile. Units are the first part of every tile, then the second, and so on.
 
     Programs that start together then load the same blocks.
 

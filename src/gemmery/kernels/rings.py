@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from . import operands
-from .dialect import in_gluon
+from .dialect import in_gluon, value_of
 
 #: For blocks that are read once. They take the place of their own kind in L2, rather than of what is still to be
 #: written back or read again. None with versions that can't tell TMA so.
@@ -49,7 +49,7 @@ def begin_roles(
     """
     roles = [
         (multiply, gl.tuple([*given.values, gl.constexpr(i), *constants.values]))
-        for i in range(getattr(GROUPS, "value", GROUPS))
+        for i in range(value_of(GROUPS))
     ]
     others = len(roles) - 1
     gl.warp_specialize(

@@ -132,7 +132,7 @@ class PersistentStatic(Schedule):
         return Costs(body + once + reduction, compute, l2, memory, once, reduction, np.zeros(1), waves)
 
     def cut_units(self, work: Work, unit: Ints) -> tuple[Ints, Ints]:
-        """Of units behind the whole tiles: which of the other tiles each is of, and which part of it."""
+        """Returns, for each unit behind the whole tiles, the number of its cut tile and of its part."""
         tile, part = np.divmod(unit, work.parts)
         return tile, part
 
