@@ -196,10 +196,8 @@ class Config:
         for name, smallest in least.items():
             if getattr(self, name) < smallest:
                 raise ValueError(f"Config: {name} is {getattr(self, name)!r}; it must be at least {smallest}")
-        if (
-            self.tail not in (1, 2, 4, 8)
-            or self.block_n // self.tail_n < 16
-            or self.block_m // self.tail_m < 16
+        if self.tail not in (1, 2, 4, 8) or (
+            self.tail > 1 and min(self.block_n // self.tail_n, self.block_m // self.tail_m) < 16
         ):
             raise ValueError(
                 f"Config: tail is {self.tail!r}; it must be 1, 2, 4 or 8 and leave parts of 16 by 16 or more"

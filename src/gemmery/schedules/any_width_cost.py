@@ -41,6 +41,8 @@ UNPACK_START, ONE_WIDTH = 4.53e-7, 0.84e-6
 #: Share of the bandwidth from L2 of one multiprocessor and of all together; seconds from asking for bytes until they
 #: are there.
 INTAKE, L2, LATENCY = 1.170, 0.998, 1.21e-6
+#: The exponent with which the products and the loads from L2 add up.
+JOINT = 16.0
 #: What a tenfold time costs for the clock, which power lowers, and from how many seconds on.
 SLOWING, LONG = 0.0185, 3e-5
 #: The stream of blocks from memory. How it and the loop, which mostly overlap, add up.
@@ -84,7 +86,8 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool) -> Co
     # Of a packed weight, which is X, words are loaded.
     loaded = x * (p.b.bits / p.a.bits) + y if p.b.is_packed else x + y
     l2 = own_steps * loaded * (s.block_k * p.a.bits / 8) / share
-    loop = np.maximum(np.maximum(compute, l2), own_steps * _least_of_step(p, s, given.rows, x, y, busy))
+    loop = (compute**JOINT + l2**JOINT) ** (1 / JOINT)
+    loop = np.maximum(loop, own_steps * _least_of_step(p, s, given.rows, x, y, busy))
     loop = loop * (1 + SLOWING * np.log10(np.maximum(loop / LONG, 1)))
     stream = MEMORY.seconds(given.memory)
     together = np.where(chunk > 0, whole, tiles // device.sms) * steps

@@ -1,0 +1,156 @@
+"""The product of a few rows and a packed weight, whose strips of 16 rows are shared out among programs and warps.
+
+With few rows, a product takes as long as its weight takes from memory. So all multiprocessors have to load all the time,
+from the first moment on, and equally much. A program has some strips: as many as divide a weight evenly among
+multiprocessors. All of its warps load and multiply; together they go through the steps along K of the program's strips,
+see `strips_loop`. What warps have of the same strip is then added up in shared memory, in order.
+
+Each step is multiplied by `mma.sync`, of which warps of a multiprocessor keep several in flight, unlike `wgmma`, which
+four warps issue and wait for together. Weights go from memory to registers without a barrier, as in
+Marlin (github.com/IST-DASLab/marlin), which is also where a program's warps share out K.
+
+For Hopper, in Gluon, since the loop is assembly. Its arithmetic is that of `kernels.packed`, but for the order of the
+sum.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+
+from . import any_width_packed, strips_loop
+from .dialect import value_of
+from .rings import last_to_arrive
+from .strips_loop import multiply_strips
+
+#: Rows of a strip; bytes of a row of a partial sum.
+STRIP, SUM_ROW = gl.constexpr(any_width_packed.STRIP), gl.constexpr(strips_loop.SUM_ROW)
+#: Strips whose sums are finished at a time: 64 columns of the output.
+TOGETHER = gl.constexpr(4)
+
+
+@builtin
+def partial_sums(at, count, STRIDE, _semantic=None):
+    """The sums of numbers in shared memory.
+
+    Args:
+        at: a block with the address of the first number of each sum, from where shared memory begins.
+        count: a block with how many numbers there are.
+        STRIDE: bytes from one to the next.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred more; .reg .b32 at, left; .reg .f32 each; mov.b32 at, global_smem; add.s32 at, at, $1;"
+        "mov.b32 left, $2; mov.f32 $0, 0f00000000;\nNEXT: ld.shared.f32 each, [at]; add.f32 $0, $0, each;"
+        f"add.s32 at, at, {value_of(STRIDE)}; sub.s32 left, left, 1; setp.gt.s32 more, left, 0; @more bra NEXT; }}",
+        "=&f,r,r", [at, count], dtype=gl.float32, is_pure=False, pack=1, _semantic=_semantic,
+    )  # fmt: skip
+
+
+@gluon.jit
+def sums_of(first, strips, COLUMNS: gl.constexpr, WARPS: gl.constexpr, LAYOUT: gl.constexpr):
+    """The sums of some strips, as a block of `COLUMNS` rows of the output by 16 of its columns for each strip.
+
+    The partial sum that a warp has of a strip is the one whose number is the sum of theirs: a warp has one strip, or
+    two that follow each other.
+
+    Args:
+        first: the first of these strips; behind the program's last one that one is repeated.
+        strips: the program's.
+    """
+    rows = gl.arange(0, COLUMNS, gl.SliceLayout(1, LAYOUT))[:, None]
+    cols = gl.arange(0, TOGETHER * STRIP, gl.SliceLayout(0, LAYOUT))[None, :]
+    strip = gl.minimum(first + cols // STRIP, strips - 1)
+    # Warp w has parts of strips from w * strips // WARPS on to (w + 1) * strips // WARPS.
+    low = gl.maximum(gl.cdiv(strip * WARPS, strips) - 1, 0)
+    high = gl.cdiv((strip + 1) * WARPS, strips) - 1
+    SIZE: gl.constexpr = SUM_ROW * COLUMNS
+    at = (low + strip) * SIZE + cols % STRIP * 4 + rows * SUM_ROW
+    return partial_sums(at, high - low + 1 + rows * 0, SIZE)
+
+
+@gluon.jit
+def store_block(acc, out, strides, args, shape, row, col, EPILOGUE: gl.constexpr, CAST: gl.constexpr):
+    """Epilogue and store of a block of the output that begins at `row` and `col`."""
+    LAYOUT: gl.constexpr = acc.type.layout
+    value = EPILOGUE(acc, args, shape, (), 0, row, col, acc.shape[0], acc.shape[1], False)
+    rows = row + gl.arange(0, acc.shape[0], gl.SliceLayout(1, LAYOUT))[:, None]
+    cols = col + gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
+    places = out + rows.to(gl.int64) * strides[0] + cols.to(gl.int64) * strides[1]
+    gl.store(places, CAST(value, out.dtype.element_ty), mask=(rows < shape[0]) & (cols < shape[1]))
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "M", "N", "K", "tiles", "part_k", "x_stride", "out_row", "strips", "chunk", "groups",
+    ]
+)  # fmt: skip
+def gemm_strips(
+    x, words, scales, shifts, out, M, N, K, tiles, part_k, x_stride, out_row, out_col, strips, chunk, groups,
+    strip_bytes, args, workspace,
+    PLACE: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, KIND: gl.constexpr, FORMAT: gl.constexpr,
+    COLUMNS: gl.constexpr, SLOTS: gl.constexpr, X_BYTES: gl.constexpr, BYTES: gl.constexpr, WARPS: gl.constexpr,
+    SOURCE: gl.constexpr,
+):  # fmt: skip
+    """A program for each tile of some strips, or for each part of one that is cut along K.
+
+    Args:
+        x: pointer to rows of activations, whose elements are adjacent.
+        words, scales, shifts: pointers to those of a packed weight; None for what it has not.
+        tiles: along both M and N.
+        part_k: K in a part of a tile; ignored where none is cut.
+        x_stride, out_row, out_col: strides of the activations' rows, and of the output.
+        strips: of a tile.
+        chunk, groups, strip_bytes: see `multiply_strips`.
+        workspace: (partials, semaphores): memory for an fp32 tile a part, and zeros, one for each tile, which are zeros
+            again afterwards. None where no tile is cut.
+        PLACE: `place.single_tile`, or `place.split_tile` with a workspace.
+        FORMAT, KIND, COLUMNS, SLOTS, X_BYTES: see `multiply_strips`.
+        BYTES: of shared memory, in all; whole KiB.
+        WARPS: `num_warps`.
+        SOURCE: tells versions of the files apart that write assembly.
+    """
+    # Nothing else is as large, so shared memory begins with it.
+    memory = gl.allocate_shared_memory(gl.int32, [BYTES // 1024, 256], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    unit = gl.program_id(0)
+    _, row, col, _, first_k, last_k = PLACE(unit, (tiles, part_k), (M, N, K), COLUMNS, strips * STRIP, 1)
+    own = gl.minimum(strips, gl.cdiv(N - col, STRIP))
+    nothing = gl.cast(0, gl.int64)
+    multiply_strips(
+        gl.cast(words, gl.int64), nothing if scales is None else gl.cast(scales, gl.int64),
+        nothing if shifts is None else gl.cast(shifts, gl.int64),
+        gl.cast(x, gl.int64) + gl.cast(row, gl.int64) * x_stride * 2, gl.cast(strip_bytes, gl.int64),
+        gl.cast(x_stride, gl.int64) * 2, gl.minimum(M - row, COLUMNS), K, col // STRIP, own, first_k // 64,
+        gl.cdiv(last_k - first_k, 64), chunk, groups, gl.cdiv(N, STRIP) * (2 * STRIP), FORMAT, KIND, COLUMNS, WARPS,
+        SLOTS, X_BYTES,
+    )  # fmt: skip
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [WARPS, 1], [1, 0])
+    WIDTH: gl.constexpr = TOGETHER * STRIP
+    strides = (out_row, out_col)
+    # Columns behind the program's last strip are another one's.
+    shape = (M, gl.minimum(N, col + own * STRIP))
+    done = unit >= 0
+    if workspace is not None:
+        partials, semaphores = workspace
+        tile = unit % tiles
+        parts = gl.num_programs(0) // tiles
+        rows = gl.arange(0, COLUMNS, gl.SliceLayout(1, LAYOUT))[:, None]
+        cols = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))[None, :]
+        size = COLUMNS * gl.cdiv(strips, TOGETHER) * WIDTH
+        places = partials + gl.cast(tile * parts, gl.int64) * size + rows * WIDTH + cols
+        for first in range(0, own, TOGETHER):
+            acc = sums_of(first, own, COLUMNS, WARPS, LAYOUT)
+            gl.store(places + gl.cast(unit // tiles, gl.int64) * size + first * (COLUMNS * STRIP), acc)
+        done = last_to_arrive(semaphores + tile, parts - 1)
+        if done:
+            for first in range(0, own, TOGETHER):
+                acc = gl.zeros([COLUMNS, WIDTH], gl.float32, LAYOUT)
+                for part in range(parts):
+                    at = places + gl.cast(part, gl.int64) * size + first * (COLUMNS * STRIP)
+                    acc += gl.load(at, cache_modifier=".cg")
+                store_block(acc, out, strides, args, shape, row, col + first * STRIP, EPILOGUE, CAST)
+    else:
+        for first in range(0, own, TOGETHER):
+            acc = sums_of(first, own, COLUMNS, WARPS, LAYOUT)
+            store_block(acc, out, strides, args, shape, row, col + first * STRIP, EPILOGUE, CAST)
+    # What only assembly uses would not be there otherwise, or be given to something else.
+    memory.index(BYTES // 1024 - 1).store(gl.zeros([256], gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0])))
+    memory._keep_alive()

@@ -1,0 +1,264 @@
+"""Programs that have some strips of 16 rows of a packed weight, which their warps share out; see `kernels.strips`."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import re
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import triton
+
+from ..devices import ARCHS
+from ..formats.packing import STRIP
+from ..kernels import any_width_packed as packed
+from ..kernels import place
+from ..kernels.numerics import cast
+from ..operands import Dense
+from ..operands.packed import Packed, PackedAccess
+from .base import Forms, Schedule
+from .binding import Binding, epilogue_arguments, epilogue_of, sorted_tensors, suits_tma
+from .cost import Costs, Floats, Given
+from .walk import Walk, whole_tiles
+from .waves import Split
+
+if TYPE_CHECKING:
+    from ..problem import Config, Problem
+    from ..select.space import Space
+
+#: Rows of activations that a tile may have.
+COLUMNS = (8, 16, 32)
+#: By the number of warps: bytes of shared memory for activations.
+X_BYTES = {4: 32 << 10, 8: 64 << 10, 16: 128 << 10}
+#: Bytes of shared memory of a program, which leave some for what Triton needs.
+SHARED = ARCHS["sm_90"].shared - 1024
+#: Types of activations, as PTX names them.
+KINDS = {torch.float16: "f16", torch.bfloat16: "bf16"}
+
+#: Compiled kernels that were looked into, and are as they have to be.
+_CHECKED: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class Strips(Schedule):
+    """A program for each tile of some strips, or for each part of one that is cut along K."""
+
+    name = "strips"
+    about = "a program for some strips of a packed weight, which all of its warps load and multiply"
+    title = "strips of packed weights"
+    knobs = frozenset({"split_k", "swap", "rest_n"})
+    universal = False
+    archs = ("sm_90",)
+    # Those whose Gluon has the names that the kernel is written in.
+    versions = ("3.6", "3.7", "3.8", "3.9")
+    reason = "chosen for packed weights and few rows, where it is predicted to be the fastest"
+    splits = (2, 3, 4, 6, 8, 12, 16)
+
+    def suits(self, problem: Problem) -> bool:
+        p = problem
+        return (
+            self.runs_on(p.device.target)
+            and isinstance(p.b, Packed)
+            and bool(p.b.staged)
+            and not p.paired
+            and not p.batch
+            and type(p.a) is Dense
+            and p.a.dtype in KINDS
+            and p.a.col == 1
+            and suits_tma(p)
+            and _epilogue_suits(p)
+        )
+
+    def takes(self, config: Config, forms: Forms) -> bool:
+        return forms.packed is not None and _bytes(config, forms.packed) <= SHARED
+
+    def code(self, config: Config, kind: str) -> object:
+        return config.block_m, config.num_warps, config.num_stages
+
+    def check_sizes(self, config: Config) -> None:
+        c = config
+        if c.loader != "pointer" or c.num_warps not in X_BYTES or c.block_k != packed.STEP or not c.swap:
+            raise ValueError(
+                f"Config: the {self.name} schedule needs swap, the pointer loader, block_k {packed.STEP} and 4, 8 or 16 "
+                f"warps"
+            )
+        if c.block_m not in COLUMNS or c.block_n % STRIP or not STRIP <= c.block_n <= STRIP * c.num_warps:
+            raise ValueError(
+                f"Config: the {self.name} schedule needs block_m 8, 16 or 32, and a block_n that is a multiple of "
+                f"{STRIP} up to {STRIP} for each warp"
+            )
+        if c.num_stages < 3:
+            raise ValueError(f"Config: num_stages is {c.num_stages}; the {self.name} schedule needs at least 3")
+
+    def refusal(self, problem: Problem, config: Config) -> str | None:
+        p, c = problem, config
+        if not self.suits(p):
+            return (
+                f"schedule {self.name!r} needs Triton {', '.join(self.versions)}, a GPU of sm_90, a packed weight without "
+                f"halves or a batch, with groups of a power of two from {STRIP} on and scales in the type of a, and rows of "
+                f"a with adjacent elements that are aligned; given {p} on {p.device.arch} with Triton "
+                f"{triton.__version__}"
+            )
+        if p.batch_invariant:
+            return "the order of a sum depends on how many strips a program has"
+        if not self.takes(c, Forms.of(p)):
+            return f"num_stages is {c.num_stages}; there is shared memory for fewer"
+        return None
+
+    def bind(self, problem: Problem, config: Config) -> Binding:
+        return StripsBinding(problem, config)
+
+    def considers(self, problem: Problem, rows: Floats) -> np.ndarray:
+        return np.full(np.shape(rows), not problem.batch_invariant)
+
+    def costs(self, problem: Problem, space: Space, given: Given) -> Costs:
+        raise NotImplementedError
+
+    def at_once(self, problem: Problem, config: Config) -> int:
+        format = problem.b.staged
+        assert format is not None
+        return problem.device.sms * max(1, SHARED // (_bytes(config, format) + 1024))
+
+    def walk(self, problem: Problem, config: Config) -> Walk:
+        """First the first part along K of every tile."""
+        p, c = problem, config
+        tiles_n = -(-p.N // c.block_n)
+        tiles, split = -(-p.M // c.block_m) * tiles_n, Split.of(p, c)
+        program = np.arange(tiles * (1 if split is None else split.parts))
+        columns = whole_tiles(p, c, program % max(tiles, 1), tiles_n, 1)
+        if split is not None:
+            columns["first_k"] = program // tiles * split.length
+            columns["last_k"] = np.minimum(columns["first_k"] + split.length, p.K)
+        return Walk(
+            len(program), self.at_once(p, c), program=program, turn=np.zeros_like(program), **columns
+        )
+
+    def cuts(self, problem: Problem, config: Config) -> list[str]:
+        split = Split.of(problem, config)
+        if split is None:
+            return []
+        return [f"K is cut into {split.parts} parts for programs of their own; drawn uncut"]
+
+
+def _bytes(config: Config, format: packed.StageFormat) -> int:
+    """Bytes of shared memory that a program needs."""
+    from ..kernels.strips_loop import slot_bytes
+
+    c = config
+    return X_BYTES[c.num_warps] + c.num_warps * c.num_stages * slot_bytes(format)
+
+
+def _epilogue_suits(problem: Problem) -> bool:
+    """Whether an epilogue asks for nothing but its block, and for no offsets beyond 32 bits in it."""
+    p, f = problem, problem.fusion
+    plain = f is None or (f.stores and not (f.reduces or f.whole or p.a.prologue))
+    return plain and all((x.row + x.col) * 256 < 1 << 31 for x in p.extras)
+
+
+class StripsBinding(Binding):
+    """A `Binding` of the kernel for strips."""
+
+    def __init__(self, problem: Problem, config: Config) -> None:
+        from ..kernels import dialect, strips
+
+        p, c = problem, config
+        self.problem, self.config = p, c
+        self.a, self.b = p.a.access(p, is_b=False, tma=False), p.b.access(p, is_b=True, tma=False)
+        self.split, self.format = Split.of(p, c), p.b.staged
+        assert self.format is not None
+        self.tiles = -(-p.M // c.block_m) * -(-p.N // c.block_n)
+        self.kernel = strips.gemm_strips
+        self.grid = (self.tiles * (1 if self.split is None else self.split.parts), 1, 1)
+        self.constants = {
+            "PLACE": dialect.in_gluon(place.single_tile if self.split is None else place.split_tile),
+            "EPILOGUE": dialect.in_gluon(epilogue_of(p)),
+            "CAST": dialect.in_gluon(cast),
+            "KIND": KINDS[p.a.dtype],
+            "FORMAT": str(self.format),
+            "COLUMNS": c.block_m,
+            "SLOTS": c.num_stages,
+            "X_BYTES": X_BYTES[c.num_warps],
+            "BYTES": -(-_bytes(c, self.format) // 1024) * 1024,
+            "WARPS": c.num_warps,
+            "SOURCE": source(),
+            "num_warps": c.num_warps,
+        }
+
+    def compile(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> Any:
+        """See `Binding.compile`.
+
+        Raises:
+            RuntimeError: shared memory does not begin with what the kernel's assembly takes.
+        """
+        compiled = super().compile(tensors, numbers)
+        if compiled not in _CHECKED:
+            check_memory(compiled.asm["llir"], self.constants["BYTES"], compiled.metadata.shared)
+            _CHECKED.add(compiled)
+        return compiled
+
+    def arguments(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> list[Any]:
+        """The kernel's run-time arguments, as for `Binding.arguments`."""
+        p, c = self.problem, self.config
+        a, b, out, extras = sorted_tensors(p, tensors)
+        assert isinstance(self.b, PackedAccess)
+        workspace = None if self.split is None else self.workspace(out.device)
+        part_k = 0 if self.split is None else self.split.length
+        words, *params = [*b, None, None][:3]
+        assert self.format is not None
+        return [
+            a[0], words, *params, out, p.M, p.N, p.K, self.tiles, part_k, p.a.row, p.out.row, p.out.col,
+            c.block_n // STRIP, self.chunk, self.b.groups, self.b.lines * packed.LINE_BYTES,
+            epilogue_arguments(p, 0, extras, numbers), workspace,
+        ]  # fmt: skip
+
+    @property
+    def chunk(self) -> int:
+        """Steps whose activations are in shared memory together: all of a part, or so many that there is room for twice
+        as many.
+        """
+        length = self.problem.K if self.split is None else self.split.length
+        steps, room = -(-length // packed.STEP), X_BYTES[self.config.num_warps] // (128 * self.config.block_m)
+        return steps if steps <= room else room // 2
+
+    @property
+    def workspace_size(self) -> tuple[int, int]:
+        """Bytes in which parts of tiles meet, and counters of their arrivals; none where no tile is cut."""
+        if self.split is None:
+            return 0, 0
+        each = self.config.block_m * -(-self.config.block_n // 64) * 64
+        return self.split.parts * self.tiles * each * torch.float32.itemsize, self.tiles
+
+
+@functools.cache
+def source() -> str:
+    """A digest of the kernel's files: Triton does not notice a change in what writes its assembly."""
+    from ..kernels import decoders, strips, strips_loop
+
+    files = (strips, strips_loop, packed, decoders)
+    return hashlib.sha256(b"".join(Path(inspect.getfile(each)).read_bytes() for each in files)).hexdigest()[
+        :16
+    ]
+
+
+def check_memory(llir: str, size: int, shared: int) -> None:
+    """RuntimeError unless the first `size` bytes of shared memory are the assembly's alone.
+
+    The kernel writes to the last KiB of them by itself, and to nothing before.
+
+    Args:
+        llir: the kernel in LLVM's language.
+        shared: bytes of shared memory that the kernel has.
+    """
+    own = [line for line in llir.splitlines() if " asm " not in line and not line.startswith("@global_smem")]
+    offsets = [int(found) for line in own for found in re.findall(r"@global_smem, i32 (\d+)", line)]
+    first = [line for line in own if "@global_smem" in line and not re.search(r"@global_smem, i32 \d+", line)]
+    if shared < size or first or not offsets or min(offsets) != size - 1024:
+        raise RuntimeError(f"the first {size} bytes of shared memory are not the assembly's alone")
+
+
+STRIPS = Strips()
