@@ -1,6 +1,6 @@
 """Runs inline assembly for the warps of a program whose threads may go different ways, so far as the tests need it.
 
-Copies by `cp.async` are made late or at once, as a random number says: late ones when their thread waits for them.
+Copies are made late or at once, as a random number says: late ones when a thread waits for them, and no sooner.
 """
 
 import re
@@ -53,7 +53,9 @@ class Block:
         self.program, self.operands, self.memory, self.r = Program(text), operands, memory, r
         self.shared = np.full(shared, 0xFF, np.uint8)
         self.warps = [Warp(i) for i in range(warps)]
-        self.steps = 0
+        #: By the address of a barrier: its phase, the arrivals and bytes that it waits for, and copies that are on the way.
+        self.barriers = {}
+        self.spins = 0
 
     def run(self):
         """Run all warps to the end, each up to a barrier at a time, in random order."""
@@ -76,7 +78,6 @@ class Block:
     def _step(self, warp, at, active):
         predicate, statement, _, names = self.program.statements[at]
         warp.at[active] += 1
-        self.steps += 1
         if predicate:
             held = warp.registers[predicate.lstrip("!")].astype(bool)
             active = active & (held != predicate.startswith("!"))
@@ -123,8 +124,9 @@ class Block:
         if code.endswith("bf16x2"):
             return self._pairs(kind, a, b, c)
         if kind == "setp":
+            more = c.astype(bool) if c is not None else True
             a, b = (a & 0xFFFFFFFF, b & 0xFFFFFFFF) if ".u32" in code else (a, b)
-            return _COMPARE[code.split(".")[1]](a, b)
+            return _COMPARE[code.split(".")[1]](a, b) & more
         if kind == "selp":
             return np.where(c.astype(bool), a, b)
         made = {
@@ -150,6 +152,9 @@ class Block:
         return self._value(warp, name) + (self._value(warp, offset) if offset else 0)
 
     def _cp(self, warp, active, code, to, given):
+        if "bulk" in code:
+            self._bulk(warp, active, to, given)
+            return
         for lane in np.flatnonzero(active):
             if code.endswith("commit_group"):
                 warp.groups[lane].append(warp.open[lane])
@@ -175,6 +180,61 @@ class Block:
         self.shared[at : at + 16] = 0
         self.shared[at : at + size] = self.memory[of : of + size]
 
+    def _bulk(self, warp, active, to, given):
+        for lane in np.flatnonzero(active):
+            at, of, size, barrier = (
+                int(x[lane])
+                for x in (
+                    self._place(warp, to), self._place(warp, given[0]), self._value(warp, given[1]),
+                    self._place(warp, given[2]),
+                )
+            )  # fmt: skip
+            assert at % 16 == of % 16 == size % 16 == 0 and size > 0, (at, of, size)
+            assert 0 <= of <= len(self.memory) - size, "a copy from outside of memory"
+            self.shared[at : at + size] = 0xFF
+            self.barriers[barrier]["copies"].append((at, of, size))
+            if self.r.random() < 0.5:
+                self._arrive(barrier)
+
+    def _arrive(self, barrier):
+        """Makes a barrier's copies; its phase is over when it has all bytes and arrivals."""
+        state = self.barriers[barrier]
+        for at, of, size in state["copies"]:
+            self._copy(at, of, size)
+            state["bytes"] -= size
+        state["copies"] = []
+        if not state["bytes"] and not state["arrivals"]:
+            state.update(phase=state["phase"] ^ 1, arrivals=1)
+
+    def _mbarrier(self, warp, active, code, to, given):
+        for lane in np.flatnonzero(active):
+            if "init" in code:
+                barrier = int(self._place(warp, to)[lane])
+                assert barrier % 8 == 0
+                assert int(self._value(warp, given[0])[lane]) == 1
+                self.barriers[barrier] = {"phase": 0, "arrivals": 1, "bytes": 0, "copies": []}
+            elif "expect_tx" in code:
+                state = self.barriers[int(self._place(warp, given[0])[lane])]
+                assert state["arrivals"] == 1, "a slot is filled that is being filled"
+                state["arrivals"], state["bytes"] = 0, state["bytes"] + int(self._value(warp, given[1])[lane])
+        if "try_wait" in code:
+            barriers = self._place(warp, given[0])
+            assert active.all() and len(set(barriers)) == 1, "a part of a warp waits"
+            barrier = int(barriers[0])
+            if self.barriers[barrier]["phase"] == self._value(warp, given[1])[0] and self.r.random() < 0.5:
+                self._arrive(barrier)
+            over = self.barriers[barrier]["phase"] != self._value(warp, given[1])[0]
+            self._set(warp, active, to, np.full(LANES, over))
+            if not over:
+                self.spins += 1
+                assert self.spins < 10000, "a wait for what does not come"
+
+    def _fence(self, warp, active, code, to, given):
+        pass
+
+    def _createpolicy(self, warp, active, code, to, given):
+        self._set(warp, active, to, np.zeros(LANES, np.int64))
+
     def _ld(self, warp, active, code, to, given):
         place, size = self._place(warp, given[0]), 2 if "b16" in code else 4
         for i, name in enumerate(to.strip("{}").split(",")):
@@ -185,7 +245,14 @@ class Block:
             self._set(warp, active, name.strip(), value)
 
     def _st(self, warp, active, code, to, given):
-        place, value = self._place(warp, to), self._value(warp, given[0])
+        place = self._place(warp, to)
+        if "v4" in code:
+            numbers = [self._value(warp, x) for x in given[0].strip("{}").split(",")]
+            for lane in np.flatnonzero(active):
+                words = np.array([x[lane] for x in numbers], np.uint32)
+                self.shared[place[lane] : place[lane] + 16] = words.view(np.uint8)
+            return
+        value = self._value(warp, given[0])
         for lane in np.flatnonzero(active):
             self.shared[place[lane] : place[lane] + 4] = value[lane : lane + 1].astype(np.float32).view(np.uint8)
 

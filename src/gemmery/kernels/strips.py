@@ -80,11 +80,11 @@ def store_block(acc, out, strides, args, shape, row, col, EPILOGUE: gl.constexpr
 
 @gluon.jit(
     do_not_specialize=[
-        "M", "N", "K", "tiles", "part_k", "x_stride", "out_row", "strips", "chunk", "groups",
+        "M", "N", "K", "tiles", "part_k", "x_stride", "out_row", "strips", "chunk", "buffers", "groups",
     ]
 )  # fmt: skip
 def gemm_strips(
-    x, words, scales, shifts, out, M, N, K, tiles, part_k, x_stride, out_row, out_col, strips, chunk, groups,
+    x, words, scales, shifts, out, M, N, K, tiles, part_k, x_stride, out_row, out_col, strips, chunk, buffers, groups,
     strip_bytes, args, workspace,
     PLACE: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, KIND: gl.constexpr, FORMAT: gl.constexpr,
     COLUMNS: gl.constexpr, SLOTS: gl.constexpr, X_BYTES: gl.constexpr, BYTES: gl.constexpr, WARPS: gl.constexpr,
@@ -99,7 +99,7 @@ def gemm_strips(
         part_k: K in a part of a tile; ignored where none is cut.
         x_stride, out_row, out_col: strides of the activations' rows, and of the output.
         strips: of a tile.
-        chunk, groups, strip_bytes: see `multiply_strips`.
+        chunk, buffers, groups, strip_bytes: see `multiply_strips`.
         workspace: (partials, semaphores): memory for an fp32 tile a part, and zeros, one for each tile, which are zeros
             again afterwards. None where no tile is cut.
         PLACE: `place.single_tile`, or `place.split_tile` with a workspace.
@@ -119,7 +119,7 @@ def gemm_strips(
         nothing if shifts is None else gl.cast(shifts, gl.int64),
         gl.cast(x, gl.int64) + gl.cast(row, gl.int64) * x_stride * 2, gl.cast(strip_bytes, gl.int64),
         gl.cast(x_stride, gl.int64) * 2, gl.minimum(M - row, COLUMNS), K, col // STRIP, own, first_k // 64,
-        gl.cdiv(last_k - first_k, 64), chunk, groups, gl.cdiv(N, STRIP) * (2 * STRIP), FORMAT, KIND, COLUMNS, WARPS,
+        gl.cdiv(last_k - first_k, 64), chunk, buffers, groups, gl.cdiv(N, STRIP) * (2 * STRIP), FORMAT, KIND, COLUMNS, WARPS,
         SLOTS, X_BYTES,
     )  # fmt: skip
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [WARPS, 1], [1, 0])

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 COLUMNS = (8, 16, 32)
 #: By the number of warps: bytes of shared memory for activations.
 X_BYTES = {4: 32 << 10, 8: 64 << 10, 16: 128 << 10}
+#: Units of a warp in a chunk of activations.
+UNITS = 8
 #: Bytes of shared memory of a program, which leave some for what Triton needs.
 SHARED = ARCHS["sm_90"].shared - 1024
 #: Types of activations, as PTX names them.
@@ -147,10 +149,11 @@ class Strips(Schedule):
 
 def _bytes(config: Config, format: packed.StageFormat) -> int:
     """Bytes of shared memory that a program needs."""
-    from ..kernels.strips_loop import slot_bytes
+    from ..kernels.strips_loop import barrier_bytes, slot_bytes
 
     c = config
-    return X_BYTES[c.num_warps] + c.num_warps * c.num_stages * slot_bytes(format)
+    slots = c.num_warps * c.num_stages * slot_bytes(format)
+    return X_BYTES[c.num_warps] + slots + barrier_bytes(c.num_warps, c.num_stages)
 
 
 def _epilogue_suits(problem: Problem) -> bool:
@@ -212,18 +215,27 @@ class StripsBinding(Binding):
         assert self.format is not None
         return [
             a[0], words, *params, out, p.M, p.N, p.K, self.tiles, part_k, p.a.row, p.out.row, p.out.col,
-            c.block_n // STRIP, self.chunk, self.b.groups, self.b.lines * packed.LINE_BYTES,
+            c.block_n // STRIP, *self.chunks, self.b.groups, self.b.lines * packed.LINE_BYTES,
             epilogue_arguments(p, 0, extras, numbers), workspace,
         ]  # fmt: skip
 
     @property
-    def chunk(self) -> int:
-        """Steps whose activations are in shared memory together: all of a part, or so many that there is room for twice
-        as many.
+    def chunks(self) -> tuple[int, int]:
+        """Steps of a chunk of activations, and chunks that there is room for, so far as there are as many.
+
+        A chunk has as many steps as give a warp `UNITS` units. With fewer, warps wait for each other too often; with
+        more, they wait for the first one.
         """
-        length = self.problem.K if self.split is None else self.split.length
-        steps, room = -(-length // packed.STEP), X_BYTES[self.config.num_warps] // (128 * self.config.block_m)
-        return steps if steps <= room else room // 2
+        from ..kernels.strips_loop import MOST_CHUNKS, ROW, UNIT
+
+        c, length = self.config, self.problem.K if self.split is None else self.split.length
+        steps, room = -(-length // packed.STEP), X_BYTES[c.num_warps]
+        most = (room // c.block_m - UNIT) // ROW
+        least = -(-UNITS * c.num_warps * STRIP // c.block_n)
+        if steps <= min(most, least):
+            return steps, 1
+        chunk = min(least, (room // 2 // c.block_m - UNIT) // ROW)
+        return chunk, min(MOST_CHUNKS, room // (c.block_m * (chunk * ROW + UNIT)))
 
     @property
     def workspace_size(self) -> tuple[int, int]:
