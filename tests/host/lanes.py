@@ -131,7 +131,7 @@ class Block:
             return np.where(c.astype(bool), a, b)
         made = {
             "mov": lambda: a, "cvt": lambda: a, "add": lambda: a + b, "sub": lambda: a - b, "mul": lambda: a * b,
-            "mad": lambda: a * b + c, "min": lambda: np.minimum(a, b), "xor": lambda: a ^ b, "and": lambda: a & b,
+            "mad": lambda: a * b + c, "min": lambda: np.minimum(a, b), "max": lambda: np.maximum(a, b), "xor": lambda: a ^ b, "and": lambda: a & b,
             "shl": lambda: a << b & 0xFFFFFFFF, "shr": lambda: (a & 0xFFFFFFFF) >> b,
         }[kind]()  # fmt: skip
         return made

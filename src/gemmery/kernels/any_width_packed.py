@@ -159,7 +159,7 @@ def registers(format: StageFormat, own: int) -> str:
         own: how many times 64 rows the warpgroup has.
     """
     names = [
-        f"{name}{_suffix(*each)}"
+        f"{name}{suffix(*each)}"
         for name in (*format.kinds, "left", "right", "zero")
         for each in _params_of(format, own)
     ]
@@ -175,7 +175,7 @@ def _params_of(format: StageFormat, own: int) -> list[tuple[int, int, int]]:
     return list(itertools.product(range(own), range(format.groups), range(2)))
 
 
-def _suffix(i: int, group: int, half: int) -> str:
+def suffix(i: int, group: int, half: int) -> str:
     """The end of the name of a group parameter's register."""
     return f"{i}_{group}_{half}"
 
@@ -194,7 +194,7 @@ def load(format: StageFormat, rows: int, own: int) -> str:
         # Four lines further another bit of the swizzle is set.
         lines.append(f"shl.b32 own, x, 4; xor.b32 params, place, {64 * block}; add.s32 own, own, params;")
         for i in range(own):
-            names = ", ".join(_words(format, i, block))
+            names = ", ".join(words_of(format, i, block))
             at = ROWS // STRIP * format.words * i + 4 * LINE_BYTES * block
             lines.append(f"ld.shared.v4.b32 {{{names}}}, [own + {at}];")
     if format.group:
@@ -203,12 +203,12 @@ def load(format: StageFormat, rows: int, own: int) -> str:
         of_kind = rows // ROWS * format.params * number
         for i, group, half in _params_of(format, own):
             at = of_kind + format.params * i + 2 * ROWS * group + STRIP * half
-            register = f"{kind}{_suffix(i, group, half)}"
+            register = f"{kind}{suffix(i, group, half)}"
             lines.append(f"ld.shared.b16 number, [params + {at}]; mov.b32 {register}, {{number, number}};")
     return "".join(lines)
 
 
-def _words(format: StageFormat, i: int, block: int) -> list[str]:
+def words_of(format: StageFormat, i: int, block: int) -> list[str]:
     """The registers of a block's words: two of a row, and two of that 8 behind it."""
     return [f"word{4 * (format.blocks * i + block) + j}" for j in range(4)]
 
@@ -233,7 +233,7 @@ def prepare(format: StageFormat, kind: str, own: int) -> str:
     unit, *exponents = _powers(format, dtype)
     bias = decoders.bias_of(format.code, dtype)
     lines = []
-    for each in itertools.starmap(_suffix, _params_of(format, own)):
+    for each in itertools.starmap(suffix, _params_of(format, own)):
         scale, shift = f"scale{each}", f"shift{each}"
         if unit and format.shifts:
             sign = 1 if format.shifts == "offsets" else -1
@@ -261,12 +261,12 @@ def unpacked(format: StageFormat, kind: str, own: int, piece: int) -> str:
     for i in range(own):
         registers = pieces_of(i, piece)
         for half in range(2):
-            results, words = registers[half::2], _words(format, i, block)[2 * half : 2 * half + 2]
+            results, words = registers[half::2], words_of(format, i, block)[2 * half : 2 * half + 2]
             decoded = text
             for number, register in enumerate((*results, *words)):
                 decoded = decoded.replace(f"${number}", register)
             lines.append(decoded)
-            each = _suffix(i, piece * format.groups // PIECES, half)
+            each = suffix(i, piece * format.groups // PIECES, half)
             lines += [_number(format, kind, result, each, which) for which, result in enumerate(results)]
     return "".join(lines)
 

@@ -46,25 +46,32 @@ def partial_sums(at, count, STRIDE, _semantic=None):
 
 
 @gluon.jit
-def sums_of(first, strips, COLUMNS: gl.constexpr, WARPS: gl.constexpr, LAYOUT: gl.constexpr):
+def sums_of(
+    first, strips, bundles, COLUMNS: gl.constexpr, BUNDLE: gl.constexpr, WARPS: gl.constexpr, SPANS: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
     """The sums of some strips, as a block of `COLUMNS` rows of the output by 16 of its columns for each strip.
 
-    The partial sum that a warp has of a strip is the one whose number is the sum of theirs: a warp has one strip, or
+    The partial sum that a warp has of a bundle is the one whose number is the sum of theirs: a warp has one bundle, or
     two that follow each other.
 
     Args:
         first: the first of these strips; behind the program's last one that one is repeated.
         strips: the program's.
+        bundles, SPANS: see `multiply_strips`.
     """
     rows = gl.arange(0, COLUMNS, gl.SliceLayout(1, LAYOUT))[:, None]
     cols = gl.arange(0, TOGETHER * STRIP, gl.SliceLayout(0, LAYOUT))[None, :]
     strip = gl.minimum(first + cols // STRIP, strips - 1)
-    # Warp w has parts of strips from w * strips // WARPS on to (w + 1) * strips // WARPS.
-    low = gl.maximum(gl.cdiv(strip * WARPS, strips) - 1, 0)
-    high = gl.cdiv((strip + 1) * WARPS, strips) - 1
+    bundle = strip // BUNDLE
+    # Warp w has parts of bundles from w * bundles // WARPS on to (w + 1) * bundles // WARPS.
+    low = bundle * WARPS // bundles
+    high = gl.cdiv((bundle + 1) * WARPS, bundles) - 1
+    if SPANS:
+        low = gl.maximum(gl.cdiv(bundle * WARPS, bundles) - 1, 0)
     SIZE: gl.constexpr = SUM_ROW * COLUMNS
-    at = (low + strip) * SIZE + cols % STRIP * 4 + rows * SUM_ROW
-    return partial_sums(at, high - low + 1 + rows * 0, SIZE)
+    at = ((low + bundle) * BUNDLE + strip % BUNDLE) * SIZE + cols % STRIP * 4 + rows * SUM_ROW
+    return partial_sums(at, high - low + 1 + rows * 0, SIZE * BUNDLE)
 
 
 @gluon.jit
@@ -87,7 +94,7 @@ def gemm_strips(
     x, words, scales, shifts, out, M, N, K, tiles, part_k, x_stride, out_row, out_col, strips, chunk, buffers, groups,
     strip_bytes, args, workspace,
     PLACE: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, KIND: gl.constexpr, FORMAT: gl.constexpr,
-    COLUMNS: gl.constexpr, SLOTS: gl.constexpr, X_BYTES: gl.constexpr, BYTES: gl.constexpr, WARPS: gl.constexpr,
+    COLUMNS: gl.constexpr, BUNDLE: gl.constexpr, SPANS: gl.constexpr, SLOTS: gl.constexpr, X_BYTES: gl.constexpr, BYTES: gl.constexpr, WARPS: gl.constexpr,
     SOURCE: gl.constexpr,
 ):  # fmt: skip
     """A program for each tile of some strips, or for each part of one that is cut along K.
@@ -103,7 +110,7 @@ def gemm_strips(
         workspace: (partials, semaphores): memory for an fp32 tile a part, and zeros, one for each tile, which are zeros
             again afterwards. None where no tile is cut.
         PLACE: `place.single_tile`, or `place.split_tile` with a workspace.
-        FORMAT, KIND, COLUMNS, SLOTS, X_BYTES: see `multiply_strips`.
+        FORMAT, KIND, COLUMNS, BUNDLE, SPANS, SLOTS, X_BYTES: see `multiply_strips`.
         BYTES: of shared memory, in all; whole KiB.
         WARPS: `num_warps`.
         SOURCE: tells versions of the files apart that write assembly.
@@ -113,14 +120,15 @@ def gemm_strips(
     unit = gl.program_id(0)
     _, row, col, _, first_k, last_k = PLACE(unit, (tiles, part_k), (M, N, K), COLUMNS, strips * STRIP, 1)
     own = gl.minimum(strips, gl.cdiv(N - col, STRIP))
+    bundles = gl.cdiv(strips, BUNDLE)
     nothing = gl.cast(0, gl.int64)
     multiply_strips(
         gl.cast(words, gl.int64), nothing if scales is None else gl.cast(scales, gl.int64),
         nothing if shifts is None else gl.cast(shifts, gl.int64),
         gl.cast(x, gl.int64) + gl.cast(row, gl.int64) * x_stride * 2, gl.cast(strip_bytes, gl.int64),
-        gl.cast(x_stride, gl.int64) * 2, gl.minimum(M - row, COLUMNS), K, col // STRIP, own, first_k // 64,
-        gl.cdiv(last_k - first_k, 64), chunk, buffers, groups, gl.cdiv(N, STRIP) * (2 * STRIP), FORMAT, KIND, COLUMNS, WARPS,
-        SLOTS, X_BYTES,
+        gl.cast(x_stride, gl.int64) * 2, gl.minimum(M - row, COLUMNS), K, col // STRIP, own, bundles, first_k // 128,
+        gl.cdiv(last_k - first_k, 128), chunk, buffers, groups, gl.cdiv(N, STRIP) * (2 * STRIP), FORMAT, KIND, COLUMNS, BUNDLE,
+        WARPS, SLOTS, X_BYTES, SPANS,
     )  # fmt: skip
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [WARPS, 1], [1, 0])
     WIDTH: gl.constexpr = TOGETHER * STRIP
@@ -137,7 +145,7 @@ def gemm_strips(
         size = COLUMNS * gl.cdiv(strips, TOGETHER) * WIDTH
         places = partials + gl.cast(tile * parts, gl.int64) * size + rows * WIDTH + cols
         for first in range(0, own, TOGETHER):
-            acc = sums_of(first, own, COLUMNS, WARPS, LAYOUT)
+            acc = sums_of(first, own, bundles, COLUMNS, BUNDLE, WARPS, SPANS, LAYOUT)
             gl.store(places + gl.cast(unit // tiles, gl.int64) * size + first * (COLUMNS * STRIP), acc)
         done = last_to_arrive(semaphores + tile, parts - 1)
         if done:
@@ -149,7 +157,7 @@ def gemm_strips(
                 store_block(acc, out, strides, args, shape, row, col + first * STRIP, EPILOGUE, CAST)
     else:
         for first in range(0, own, TOGETHER):
-            acc = sums_of(first, own, COLUMNS, WARPS, LAYOUT)
+            acc = sums_of(first, own, bundles, COLUMNS, BUNDLE, WARPS, SPANS, LAYOUT)
             store_block(acc, out, strides, args, shape, row, col + first * STRIP, EPILOGUE, CAST)
     # What only assembly uses would not be there otherwise, or be given to something else.
     memory.index(BYTES // 1024 - 1).store(gl.zeros([256], gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0])))

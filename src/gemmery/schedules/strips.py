@@ -29,15 +29,18 @@ from .walk import Walk, whole_tiles
 from .waves import Split
 
 if TYPE_CHECKING:
+    from ..kernels import strips_loop
     from ..problem import Config, Problem
     from ..select.space import Space
 
 #: Rows of activations that a tile may have.
 COLUMNS = (8, 16, 32)
 #: By the number of warps: bytes of shared memory for activations.
-X_BYTES = {4: 32 << 10, 8: 64 << 10, 16: 128 << 10}
+X_BYTES = {4: 48 << 10, 8: 112 << 10, 16: 96 << 10}
+#: Numbers along K of a unit, see `kernels.strips_loop`; and strips of a bundle, at most, by the rows of activations.
+DEPTH, BUNDLES = 128, {8: 4, 16: 4, 32: 2}
 #: Units of a warp in a chunk of activations.
-UNITS = 8
+UNITS = 4
 #: Bytes of shared memory of a program, which leave some for what Triton needs.
 SHARED = ARCHS["sm_90"].shared - 1024
 #: Types of activations, as PTX names them.
@@ -77,22 +80,28 @@ class Strips(Schedule):
         )
 
     def takes(self, config: Config, forms: Forms) -> bool:
-        return forms.packed is not None and _bytes(config, forms.packed) <= SHARED
+        if forms.packed is None:
+            return False
+        shape = _shape(config, forms.packed)
+        sums = (config.num_warps + config.block_n // STRIP // shape.bundle) * shape.bundle * shape.sum_bytes
+        return shape.bytes <= SHARED and sums <= shape.x_bytes
 
     def code(self, config: Config, kind: str) -> object:
-        return config.block_m, config.num_warps, config.num_stages
+        bundle = _bundle(config)
+        spans = config.num_warps % (config.block_n // STRIP // bundle) != 0
+        return config.block_m, bundle, spans, config.num_warps, config.num_stages
 
     def check_sizes(self, config: Config) -> None:
         c = config
-        if c.loader != "pointer" or c.num_warps not in X_BYTES or c.block_k != packed.STEP or not c.swap:
+        if c.loader != "pointer" or c.num_warps not in X_BYTES or c.block_k != DEPTH or not c.swap:
             raise ValueError(
-                f"Config: the {self.name} schedule needs swap, the pointer loader, block_k {packed.STEP} and 4, 8 or 16 "
+                f"Config: the {self.name} schedule needs swap, the pointer loader, block_k {DEPTH} and 4, 8 or 16 "
                 f"warps"
             )
-        if c.block_m not in COLUMNS or c.block_n % STRIP or not STRIP <= c.block_n <= STRIP * c.num_warps:
+        if c.block_m not in COLUMNS or c.block_n % STRIP or not STRIP <= c.block_n <= STRIP * _bundle(c) * c.num_warps:
             raise ValueError(
                 f"Config: the {self.name} schedule needs block_m 8, 16 or 32, and a block_n that is a multiple of "
-                f"{STRIP} up to {STRIP} for each warp"
+                f"{STRIP}, up to as many as there are warps for"
             )
         if c.num_stages < 3:
             raise ValueError(f"Config: num_stages is {c.num_stages}; the {self.name} schedule needs at least 3")
@@ -124,7 +133,7 @@ class Strips(Schedule):
     def at_once(self, problem: Problem, config: Config) -> int:
         format = problem.b.staged
         assert format is not None
-        return problem.device.sms * max(1, SHARED // (_bytes(config, format) + 1024))
+        return problem.device.sms * max(1, SHARED // (_shape(config, format).bytes + 1024))
 
     def walk(self, problem: Problem, config: Config) -> Walk:
         """First the first part along K of every tile."""
@@ -147,13 +156,22 @@ class Strips(Schedule):
         return [f"K is cut into {split.parts} parts for programs of their own; drawn uncut"]
 
 
-def _bytes(config: Config, format: packed.StageFormat) -> int:
-    """Bytes of shared memory that a program needs."""
-    from ..kernels.strips_loop import barrier_bytes, slot_bytes
+def _shape(config: Config, format: packed.StageFormat, kind: str = "bf16") -> strips_loop.Shape:
+    """What the kernel of a config is made for."""
+    from ..kernels import strips_loop
 
     c = config
-    slots = c.num_warps * c.num_stages * slot_bytes(format)
-    return X_BYTES[c.num_warps] + slots + barrier_bytes(c.num_warps, c.num_stages)
+    bundle = _bundle(c)
+    spans = c.num_warps % (c.block_n // STRIP // bundle) != 0
+    return strips_loop.Shape(
+        format, kind, c.block_m, bundle, c.num_warps, c.num_stages, X_BYTES[c.num_warps], spans
+    )
+
+
+def _bundle(config: Config) -> int:
+    """Strips of a bundle: as many as divide those of a tile, and registers allow."""
+    strips, most = config.block_n // STRIP, 2 if config.num_warps == 16 else BUNDLES[config.block_m]
+    return next(each for each in (4, 2, 1) if each <= most and strips % each == 0)
 
 
 def _epilogue_suits(problem: Problem) -> bool:
@@ -177,6 +195,8 @@ class StripsBinding(Binding):
         self.tiles = -(-p.M // c.block_m) * -(-p.N // c.block_n)
         self.kernel = strips.gemm_strips
         self.grid = (self.tiles * (1 if self.split is None else self.split.parts), 1, 1)
+        shape = _shape(c, self.format, KINDS[p.a.dtype])
+        self.bundles = c.block_n // STRIP // shape.bundle
         self.constants = {
             "PLACE": dialect.in_gluon(place.single_tile if self.split is None else place.split_tile),
             "EPILOGUE": dialect.in_gluon(epilogue_of(p)),
@@ -184,9 +204,11 @@ class StripsBinding(Binding):
             "KIND": KINDS[p.a.dtype],
             "FORMAT": str(self.format),
             "COLUMNS": c.block_m,
+            "BUNDLE": shape.bundle,
+            "SPANS": shape.spans,
             "SLOTS": c.num_stages,
-            "X_BYTES": X_BYTES[c.num_warps],
-            "BYTES": -(-_bytes(c, self.format) // 1024) * 1024,
+            "X_BYTES": shape.x_bytes,
+            "BYTES": -(-shape.bytes // 1024) * 1024,
             "WARPS": c.num_warps,
             "SOURCE": source(),
             "num_warps": c.num_warps,
@@ -221,21 +243,20 @@ class StripsBinding(Binding):
 
     @property
     def chunks(self) -> tuple[int, int]:
-        """Steps of a chunk of activations, and chunks that there is room for, so far as there are as many.
+        """Units of a chunk of activations, and chunks that there is room for, so far as there are as many.
 
-        A chunk has as many steps as give a warp `UNITS` units. With fewer, warps wait for each other too often; with
+        A chunk has as many units as give a warp `UNITS` of them. With fewer, warps wait for each other too often; with
         more, they wait for the first one.
         """
-        from ..kernels.strips_loop import MOST_CHUNKS, ROW, UNIT
+        from ..kernels.strips_loop import COPY, MOST_CHUNKS, ROW
 
         c, length = self.config, self.problem.K if self.split is None else self.split.length
-        steps, room = -(-length // packed.STEP), X_BYTES[c.num_warps]
-        most = (room // c.block_m - UNIT) // ROW
-        least = -(-UNITS * c.num_warps * STRIP // c.block_n)
-        if steps <= min(most, least):
-            return steps, 1
-        chunk = min(least, (room // 2 // c.block_m - UNIT) // ROW)
-        return chunk, min(MOST_CHUNKS, room // (c.block_m * (chunk * ROW + UNIT)))
+        units, room = -(-length // DEPTH), X_BYTES[c.num_warps]
+        least = -(-UNITS * c.num_warps // self.bundles)
+        if units <= min((room // c.block_m - COPY) // ROW, least):
+            return units, 1
+        chunk = min(least, (room // 2 // c.block_m - COPY) // ROW)
+        return chunk, min(MOST_CHUNKS, room // (c.block_m * (chunk * ROW + COPY)))
 
     @property
     def workspace_size(self) -> tuple[int, int]:
