@@ -3,7 +3,7 @@
 A strip is 16 rows of the weight. A program has bundles of `bundle` strips; a unit is a bundle and `DEPTH` numbers along
 K, and is multiplied by one warp, which loads activations once for the whole bundle. All warps go through K in chunks,
 whose activations are in shared memory, and share out the units of one chunk after the other evenly, so a warp has a range
-of units, of one bundle or of two. Which bundles it has is the same in every chunk, since it depends on the ratio of
+of units, of one bundle or of two. They wait for each other only where a chunk takes the place of another one. Which bundles it has is the same in every chunk, since it depends on the ratio of
 bundles to warps alone.
 
 A warp has slots of its own for the words of its next units, and waits for nobody else's. Words and activations are
@@ -88,7 +88,7 @@ class Shape(NamedTuple):
     @property
     def bytes(self) -> int:
         """Bytes of shared memory."""
-        return self.barriers_at + 8 * (MOST_CHUNKS + self.warps * self.slots)
+        return self.barriers_at + 8 * (2 * MOST_CHUNKS + self.warps * self.slots)
 
     @property
     def sums(self) -> int:
@@ -232,7 +232,7 @@ def _own_params(s: Shape) -> str:
 def _load_chunk() -> str:
     """Assembly that begins to copy the activations of the chunk from `at` on, in the first warp: a row for each thread.
 
-    Rows that do not exist are left as they are: each makes nothing but its own column of the sum. What is behind K
+    There is no room for rows that do not exist: what is read in their place makes nothing but its own column of the sum. What is behind K
     becomes zeros. `at` counts from `first_unit`, and `load_buffer` is the chunk's buffer.
     """
     return (
@@ -362,11 +362,15 @@ def _begin(s: Shape) -> str:
         "mul.lo.s32 begins, warp, bundles; add.s32 ends, begins, bundles; shr.u32 first_bundle, begins, log_warps;"
         "shr.u32 second_bundle, ends, log_warps; setp.ne.s32 has_second, first_bundle, second_bundle;"
         f"add.s32 barriers, memory, {s.barriers_at}; mad.lo.s32 full_at, warp, {8 * s.slots}, barriers;"
-        f"add.s32 full_at, full_at, {8 * MOST_CHUNKS}; mad.lo.s32 slots_at, warp, {s.slots * s.slot}, memory;"
+        f"add.s32 full_at, full_at, {16 * MOST_CHUNKS}; mad.lo.s32 slots_at, warp, {s.slots * s.slot}, memory;"
         f"add.s32 slots_at, slots_at, {s.x_bytes}; add.s32 slots_end, slots_at, {s.slots * s.slot};"
         + "".join(f"@is_first mbarrier.init.shared::cta.b64 [full_at + {8 * i}], 1;" for i in range(s.slots))
         + "setp.eq.s32 there, thread, 0;"
-        + "".join(f"@there mbarrier.init.shared::cta.b64 [barriers + {8 * i}], 1;" for i in range(MOST_CHUNKS))
+        + "".join(
+            f"@there mbarrier.init.shared::cta.b64 [barriers + {8 * i}], 1;"
+            f"@there mbarrier.init.shared::cta.b64 [barriers + {8 * (MOST_CHUNKS + i)}], {s.warps};"
+            for i in range(MOST_CHUNKS)
+        )
         + "fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff;"
         # Where a strip's words begin, for a thread that copies them.
         "add.s32 size, strip, lane; cvt.s64.s32 from, size; mad.lo.s64 own_words, from, strip_bytes, words;"
@@ -374,7 +378,7 @@ def _begin(s: Shape) -> str:
         f"add.s32 own_param, own_param, {s.bundle * s.words};"
         # `ldmatrix` takes 16 bytes of a row of activations at a time: of eight rows numbers 0 to 7 along K, then 8 to 15...
         f"mad.lo.s32 pitch, chunk, {ROW}, {COPY}; shl.b32 eight_rows, pitch, 3;"
-        f"mul.lo.s32 buffer_bytes, pitch, {s.columns}; and.b32 own_line, lane, 7; mul.lo.s32 own_line, own_line, pitch;"
+        "mul.lo.s32 buffer_bytes, pitch, rows; and.b32 own_line, lane, 7; mul.lo.s32 own_line, own_line, pitch;"
         "shr.u32 size, lane, 3; mad.lo.s32 own_line, size, 16, own_line;"
         + "".join(f"mov.f32 sum{i}, 0f00000000;" for i in range(s.sums))
         + "".join(f"mov.f32 other{i}, 0f00000000;" for i in range(s.sums) if s.spans)
@@ -418,7 +422,7 @@ def assembly(s: Shape) -> str:
         ".reg .pred fetching, has_second, has_params, is_first, loads, more, there, second;"
         ".reg .b32 memory, barriers, thread, warp, lane, log_warps, begins, ends, first_bundle, second_bundle,"
         "own_line, own_param, pitch, eight_rows, buffer_bytes, to, arrives, slot, slots_at, slots_end, full, full_at, phase,"
-        "size, at, load_buffer, buffer, buffer_phase, line_at, at_chunk, range, left, start, line, words_at, params_at, row,"
+        "size, at, load_buffer, buffer, buffer_phase, free_phase, line_at, at_chunk, range, left, start, line, words_at, params_at, row,"
         "unit_k, swapped, next_chunk, next_range, next_left, next_unit, next_bundle, done;"
         ".reg .b64 policy, own_words, next_words, from, wide;"
         f".reg .f32 sum<{s.sums}>, other<{s.sums}>; {_begin(s)}"
@@ -432,12 +436,16 @@ def assembly(s: Shape) -> str:
         f"\nAHEAD: {_fetch(s)} add.s32 to, to, {s.slot}; add.s32 arrives, arrives, 8;"
         f"add.s32 done, done, 1; setp.lt.s32 more, done, {s.slots - 1}; @more bra AHEAD;"
         "mov.b32 slot, slots_at; mov.b32 full, full_at; mov.b32 phase, 0; mov.b32 buffer, 0; mov.b32 buffer_phase, 0;"
-        "mov.b32 at_chunk, 0;"
-        # All warps are done with the chunk before.
-        f"\nCHUNK: bar.sync 0; setp.lt.and.s32 more, at, units, loads; @!more bra HERE; {_load_chunk()}"
+        "mov.b32 at_chunk, 0; mov.b32 free_phase, 0; bar.sync 0;"
+        # The next chunk to be loaded takes the place of the one before this, once all warps are done with it.
+        "\nCHUNK: setp.lt.and.s32 more, at, units, loads; @!more bra HERE; setp.eq.s32 more, at_chunk, 0; @more bra EMPTY;"
+        f"mad.lo.s32 row, load_buffer, 8, barriers; add.s32 row, row, {8 * MOST_CHUNKS}; {_wait('row', 'free_phase')}"
+        "add.s32 size, load_buffer, 1; setp.ge.s32 more, size, buffers; @more xor.b32 free_phase, free_phase, 1;"
+        f"\nEMPTY: {_load_chunk()}"
         f"\nHERE: sub.s32 size, units, at_chunk; min.s32 size, size, chunk; mad.lo.s32 row, buffer, 8, barriers;"
         f"{_wait('row', 'buffer_phase')} mad.lo.s32 line_at, buffer, buffer_bytes, own_line;"
-        f"add.s32 line_at, line_at, memory; {_chunk(s)}"
+        f"add.s32 line_at, line_at, memory; {_chunk(s)} mad.lo.s32 row, buffer, 8, barriers; bar.warp.sync 0xffffffff;"
+        f"@is_first mbarrier.arrive.shared::cta.b64 _, [row + {8 * MOST_CHUNKS}];"
         "add.s32 buffer, buffer, 1; setp.ge.s32 more, buffer, buffers; @more mov.b32 buffer, 0;"
         "@more xor.b32 buffer_phase, buffer_phase, 1;"
         "add.s32 at_chunk, at_chunk, chunk; setp.lt.s32 more, at_chunk, units; @more bra CHUNK;"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import math
 import re
 import weakref
 from collections.abc import Sequence
@@ -36,11 +37,11 @@ if TYPE_CHECKING:
 #: Rows of activations that a tile may have.
 COLUMNS = (8, 16, 32)
 #: By the number of warps: bytes of shared memory for activations.
-X_BYTES = {4: 48 << 10, 8: 112 << 10, 16: 96 << 10}
+X_BYTES = {4: 44 << 10, 8: 88 << 10, 16: 88 << 10}
 #: Numbers along K of a unit, see `kernels.strips_loop`; and strips of a bundle, at most, by the rows of activations.
 DEPTH, BUNDLES = 128, {8: 4, 16: 4, 32: 2}
 #: Units of a warp in a chunk of activations.
-UNITS = 4
+UNITS = int(__import__('os').environ.get('STRIPS_UNITS','2'))
 #: Bytes of shared memory of a program, which leave some for what Triton needs.
 SHARED = ARCHS["sm_90"].shared - 1024
 #: Types of activations, as PTX names them.
@@ -243,20 +244,21 @@ class StripsBinding(Binding):
 
     @property
     def chunks(self) -> tuple[int, int]:
-        """Units of a chunk of activations, and chunks that there is room for, so far as there are as many.
+        """Units along K of a chunk of activations, and how many chunks there is room for.
 
-        A chunk has as many units as give a warp `UNITS` of them. With fewer, warps wait for each other too often; with
-        more, they wait for the first one.
+        All warps have equally many units of a chunk where its number of them allows. With fewer units warps wait for each
+        other more often; with more, they wait longer for the first chunk.
         """
         from ..kernels.strips_loop import COPY, MOST_CHUNKS, ROW
 
         c, length = self.config, self.problem.K if self.split is None else self.split.length
-        units, room = -(-length // DEPTH), X_BYTES[c.num_warps]
-        least = -(-UNITS * c.num_warps // self.bundles)
-        if units <= min((room // c.block_m - COPY) // ROW, least):
+        units, room = -(-length // DEPTH), X_BYTES[c.num_warps] // min(c.block_m, self.problem.M)
+        even = c.num_warps // math.gcd(c.num_warps, self.bundles)
+        if units <= min((room - COPY) // ROW, UNITS * even):
             return units, 1
-        chunk = min(least, (room // 2 // c.block_m - COPY) // ROW)
-        return chunk, min(MOST_CHUNKS, room // (c.block_m * (chunk * ROW + COPY)))
+        most = max((room // 3 - COPY) // ROW // even * even, min(even, (room // 2 - COPY) // ROW))
+        chunk = min(UNITS * even, most)
+        return chunk, min(MOST_CHUNKS, room // (chunk * ROW + COPY))
 
     @property
     def workspace_size(self) -> tuple[int, int]:
