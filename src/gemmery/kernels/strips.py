@@ -24,6 +24,8 @@ from .strips_loop import multiply_strips
 
 #: Rows of a strip; bytes of a row of a partial sum.
 STRIP, SUM_ROW = gl.constexpr(any_width_packed.STRIP), gl.constexpr(strips_loop.SUM_ROW)
+#: Rows of activations; numbers along K of a unit.
+COLUMNS, DEPTH = gl.constexpr(strips_loop.COLUMNS), gl.constexpr(strips_loop.DEPTH)
 #: Strips whose sums are finished at a time: 64 columns of the output.
 TOGETHER = gl.constexpr(4)
 
@@ -47,7 +49,7 @@ def partial_sums(at, count, STRIDE, _semantic=None):
 
 @gluon.jit
 def sums_of(
-    first, strips, bundles, COLUMNS: gl.constexpr, BUNDLE: gl.constexpr, WARPS: gl.constexpr, SPANS: gl.constexpr,
+    first, strips, bundles, BUNDLE: gl.constexpr, WARPS: gl.constexpr, SPANS: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """The sums of some strips, as a block of `COLUMNS` rows of the output by 16 of its columns for each strip.
@@ -94,7 +96,7 @@ def gemm_strips(
     x, words, scales, shifts, out, M, N, K, tiles, part_k, x_stride, out_row, out_col, strips, chunk, buffers, groups,
     strip_bytes, args, workspace,
     PLACE: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, KIND: gl.constexpr, FORMAT: gl.constexpr,
-    COLUMNS: gl.constexpr, BUNDLE: gl.constexpr, SPANS: gl.constexpr, SLOTS: gl.constexpr, X_BYTES: gl.constexpr, BYTES: gl.constexpr, WARPS: gl.constexpr,
+    BUNDLE: gl.constexpr, SPANS: gl.constexpr, SLOTS: gl.constexpr, X_BYTES: gl.constexpr, BYTES: gl.constexpr, WARPS: gl.constexpr,
     SOURCE: gl.constexpr,
 ):  # fmt: skip
     """A program for each tile of some strips, or for each part of one that is cut along K.
@@ -110,7 +112,7 @@ def gemm_strips(
         workspace: (partials, semaphores): memory for an fp32 tile a part, and zeros, one for each tile, which are zeros
             again afterwards. None where no tile is cut.
         PLACE: `place.single_tile`, or `place.split_tile` with a workspace.
-        FORMAT, KIND, COLUMNS, BUNDLE, SPANS, SLOTS, X_BYTES: see `multiply_strips`.
+        FORMAT, KIND, BUNDLE, SPANS, SLOTS, X_BYTES: see `multiply_strips`.
         BYTES: of shared memory, in all; whole KiB.
         WARPS: `num_warps`.
         SOURCE: tells versions of the files apart that write assembly.
@@ -126,8 +128,8 @@ def gemm_strips(
         gl.cast(words, gl.int64), nothing if scales is None else gl.cast(scales, gl.int64),
         nothing if shifts is None else gl.cast(shifts, gl.int64),
         gl.cast(x, gl.int64) + gl.cast(row, gl.int64) * x_stride * 2, gl.cast(strip_bytes, gl.int64),
-        gl.cast(x_stride, gl.int64) * 2, gl.minimum(M - row, COLUMNS), K, col // STRIP, own, bundles, first_k // 128,
-        gl.cdiv(last_k - first_k, 128), chunk, buffers, groups, gl.cdiv(N, STRIP) * (2 * STRIP), FORMAT, KIND, COLUMNS, BUNDLE,
+        gl.cast(x_stride, gl.int64) * 2, gl.minimum(M - row, COLUMNS), K, col // STRIP, own, bundles, first_k // DEPTH,
+        gl.cdiv(last_k - first_k, DEPTH), chunk, buffers, groups, gl.cdiv(N, STRIP) * (2 * STRIP), FORMAT, KIND, BUNDLE,
         WARPS, SLOTS, X_BYTES, SPANS,
     )  # fmt: skip
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [WARPS, 1], [1, 0])
@@ -145,7 +147,7 @@ def gemm_strips(
         size = COLUMNS * gl.cdiv(strips, TOGETHER) * WIDTH
         places = partials + gl.cast(tile * parts, gl.int64) * size + rows * WIDTH + cols
         for first in range(0, own, TOGETHER):
-            acc = sums_of(first, own, bundles, COLUMNS, BUNDLE, WARPS, SPANS, LAYOUT)
+            acc = sums_of(first, own, bundles, BUNDLE, WARPS, SPANS, LAYOUT)
             gl.store(places + gl.cast(unit // tiles, gl.int64) * size + first * (COLUMNS * STRIP), acc)
         done = last_to_arrive(semaphores + tile, parts - 1)
         if done:
@@ -157,7 +159,7 @@ def gemm_strips(
                 store_block(acc, out, strides, args, shape, row, col + first * STRIP, EPILOGUE, CAST)
     else:
         for first in range(0, own, TOGETHER):
-            acc = sums_of(first, own, bundles, COLUMNS, BUNDLE, WARPS, SPANS, LAYOUT)
+            acc = sums_of(first, own, bundles, BUNDLE, WARPS, SPANS, LAYOUT)
             store_block(acc, out, strides, args, shape, row, col + first * STRIP, EPILOGUE, CAST)
     # What only assembly uses would not be there otherwise, or be given to something else.
     memory.index(BYTES // 1024 - 1).store(gl.zeros([256], gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0])))

@@ -3,7 +3,7 @@
 A strip is 16 rows of the weight. A program has bundles of `bundle` strips; a unit is a bundle and `DEPTH` numbers along
 K, and is multiplied by one warp, which loads activations once for the whole bundle. All warps go through K in chunks,
 whose activations are in shared memory, and share out the units of one chunk after the other evenly, so a warp has a range
-of units, of one bundle or of two. They wait for each other only where a chunk takes the place of another one. Which bundles it has is the same in every chunk, since it depends on the ratio of
+of units, of one bundle or of two. Which bundles it has is the same in every chunk, since it depends on the ratio of
 bundles to warps alone.
 
 A warp has slots of its own for the words of its next units, and waits for nobody else's. Words and activations are
@@ -20,6 +20,8 @@ from . import any_width_packed as packed
 from .any_width_packed import LINE_BYTES, PIECES, STEP, STRIP, StageFormat
 from .dialect import value_of
 
+#: Rows of activations, which are columns of a sum.
+COLUMNS = 8
 #: Numbers along K of a unit, and how many of `any_width_packed`'s steps these are.
 DEPTH, STEPS = 128, 128 // STEP
 #: Bytes of a row of activations in a unit, and of one of a partial sum, which threads then store without conflicts.
@@ -38,7 +40,6 @@ class Shape(NamedTuple):
     Attributes:
         format: of the weight.
         kind: the type of activations, as PTX names it.
-        columns: of a sum, one for each row of activations; a multiple of 8.
         bundle: strips of a unit.
         warps: a power of two.
         slots: of a warp.
@@ -48,7 +49,6 @@ class Shape(NamedTuple):
 
     format: StageFormat
     kind: str
-    columns: int
     bundle: int
     warps: int
     slots: int
@@ -88,17 +88,17 @@ class Shape(NamedTuple):
     @property
     def bytes(self) -> int:
         """Bytes of shared memory."""
-        return self.barriers_at + 8 * (2 * MOST_CHUNKS + self.warps * self.slots)
+        return self.barriers_at + 8 * (MOST_CHUNKS + self.warps * self.slots)
 
     @property
     def sums(self) -> int:
         """Numbers of a partial sum that a thread has."""
-        return self.bundle * self.columns // 2
+        return self.bundle * COLUMNS // 2
 
     @property
     def sum_bytes(self) -> int:
         """Bytes of the partial sum of a strip."""
-        return SUM_ROW * self.columns
+        return SUM_ROW * COLUMNS
 
 
 def _wait(barrier: str, phase: str) -> str:
@@ -261,13 +261,13 @@ def _multiply(s: Shape) -> str:
     activations at `line`. A unit at the end of K may have one step less.
     """
     lines = [
-        f"{{ {packed.registers(s.format, s.bundle)} .reg .b32 b<{s.columns}>, near, steps; .reg .pred ends;"
+        f"{{ {packed.registers(s.format, s.bundle)} .reg .b32 b<8>, steps; .reg .pred ends;"
         f"sub.s32 steps, k, unit_k; setp.le.s32 ends, steps, {STEP};"
     ]
     for step in range(STEPS):
         if step:
             lines.append("@ends bra DONE;")
-        lines += [_load_words(s, step), _load_activations(s, step)]
+        lines += [_load_words(s, step), _load_activations(step)]
         if s.format.group and (not step or s.format.group < DEPTH):
             lines.append(_load_params(s, step))
             lines.append(packed.prepare(s.format, s.kind, s.bundle))
@@ -298,40 +298,34 @@ def _load_params(s: Shape, step: int) -> str:
     )
 
 
-def _load_activations(s: Shape, step: int) -> str:
-    """Assembly that loads a thread's share of a step's activations, of eight rows of them at a time."""
-    lines = ["mov.b32 near, line;"]
-    for first in range(0, s.columns, 8):
-        lines += [
-            f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{{', '.join(f'b{first + 4 * half + j}' for j in range(4))}}},"
-            f" [near + {2 * STEP * step + STEP * half}];"
-            for half in range(2)
-        ]
-        lines.append("add.s32 near, near, eight_rows;")
-    return "".join(lines)
+def _load_activations(step: int) -> str:
+    """Assembly that loads a thread's share of a step's activations."""
+    return "".join(
+        f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{{', '.join(f'b{4 * half + j}' for j in range(4))}}},"
+        f" [line + {2 * STEP * step + STEP * half}];"
+        for half in range(2)
+    )
 
 
 def _products(s: Shape, piece: int) -> str:
     """Assembly that unpacks one of a step's pieces, see `packed.pieces_of`, and multiplies it."""
     lines = [packed.unpacked(s.format, s.kind, s.bundle, piece)]
     for i in range(s.bundle):
-        for first in range(0, s.columns, 8):
-            sums = ", ".join(f"sum{s.columns // 2 * i + first // 2 + j}" for j in range(4))
-            b = first + 2 * piece
-            lines.append(
-                f"mma.sync.aligned.m16n8k16.row.col.f32.{s.kind}.{s.kind}.f32 {{{sums}}},"
-                f" {{{', '.join(packed.pieces_of(i, piece))}}}, {{b{b}, b{b + 1}}}, {{{sums}}};"
-            )
+        sums = ", ".join(f"sum{4 * i + j}" for j in range(4))
+        lines.append(
+            f"mma.sync.aligned.m16n8k16.row.col.f32.{s.kind}.{s.kind}.f32 {{{sums}}},"
+            f" {{{', '.join(packed.pieces_of(i, piece))}}}, {{b{2 * piece}, b{2 * piece + 1}}}, {{{sums}}};"
+        )
     return "".join(lines)
 
 
 def _store_sums(s: Shape, index: str) -> str:
     """Assembly that stores a thread's numbers of a partial sum as the `index`-th one."""
-    lines = []
-    for i in range(s.bundle):
-        for j in range(s.columns // 2):
-            at = s.sum_bytes * i + SUM_ROW * (8 * (j // 4) + j % 2) + 32 * (j // 2 % 2)
-            lines.append(f"st.shared.f32 [own + {at}], sum{s.columns // 2 * i + j};")
+    lines = [
+        f"st.shared.f32 [own + {s.sum_bytes * i + SUM_ROW * (j % 2) + 32 * (j // 2)}], sum{4 * i + j};"
+        for i in range(s.bundle)
+        for j in range(4)
+    ]
     return (
         f"{{ .reg .b32 own, place; shr.u32 place, lane, 2; mad.lo.s32 own, {index}, {s.sum_bytes * s.bundle}, memory;"
         "mad.lo.s32 own, place, 4, own; and.b32 place, lane, 3;"
@@ -362,22 +356,18 @@ def _begin(s: Shape) -> str:
         "mul.lo.s32 begins, warp, bundles; add.s32 ends, begins, bundles; shr.u32 first_bundle, begins, log_warps;"
         "shr.u32 second_bundle, ends, log_warps; setp.ne.s32 has_second, first_bundle, second_bundle;"
         f"add.s32 barriers, memory, {s.barriers_at}; mad.lo.s32 full_at, warp, {8 * s.slots}, barriers;"
-        f"add.s32 full_at, full_at, {16 * MOST_CHUNKS}; mad.lo.s32 slots_at, warp, {s.slots * s.slot}, memory;"
+        f"add.s32 full_at, full_at, {8 * MOST_CHUNKS}; mad.lo.s32 slots_at, warp, {s.slots * s.slot}, memory;"
         f"add.s32 slots_at, slots_at, {s.x_bytes}; add.s32 slots_end, slots_at, {s.slots * s.slot};"
         + "".join(f"@is_first mbarrier.init.shared::cta.b64 [full_at + {8 * i}], 1;" for i in range(s.slots))
         + "setp.eq.s32 there, thread, 0;"
-        + "".join(
-            f"@there mbarrier.init.shared::cta.b64 [barriers + {8 * i}], 1;"
-            f"@there mbarrier.init.shared::cta.b64 [barriers + {8 * (MOST_CHUNKS + i)}], {s.warps};"
-            for i in range(MOST_CHUNKS)
-        )
+        + "".join(f"@there mbarrier.init.shared::cta.b64 [barriers + {8 * i}], 1;" for i in range(MOST_CHUNKS))
         + "fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff;"
         # Where a strip's words begin, for a thread that copies them.
         "add.s32 size, strip, lane; cvt.s64.s32 from, size; mad.lo.s64 own_words, from, strip_bytes, words;"
         f"{_own_params(s)} shr.u32 own_param, lane, 2; shl.b32 own_param, own_param, 1;"
         f"add.s32 own_param, own_param, {s.bundle * s.words};"
         # `ldmatrix` takes 16 bytes of a row of activations at a time: of eight rows numbers 0 to 7 along K, then 8 to 15...
-        f"mad.lo.s32 pitch, chunk, {ROW}, {COPY}; shl.b32 eight_rows, pitch, 3;"
+        f"mad.lo.s32 pitch, chunk, {ROW}, {COPY}; "
         "mul.lo.s32 buffer_bytes, pitch, rows; and.b32 own_line, lane, 7; mul.lo.s32 own_line, own_line, pitch;"
         "shr.u32 size, lane, 3; mad.lo.s32 own_line, size, 16, own_line;"
         + "".join(f"mov.f32 sum{i}, 0f00000000;" for i in range(s.sums))
@@ -421,8 +411,8 @@ def assembly(s: Shape) -> str:
         f"{{ .reg .b64 {', '.join(longs)}; .reg .b32 {', '.join(numbers)}; {given}"
         ".reg .pred fetching, has_second, has_params, is_first, loads, more, there, second;"
         ".reg .b32 memory, barriers, thread, warp, lane, log_warps, begins, ends, first_bundle, second_bundle,"
-        "own_line, own_param, pitch, eight_rows, buffer_bytes, to, arrives, slot, slots_at, slots_end, full, full_at, phase,"
-        "size, at, load_buffer, buffer, buffer_phase, free_phase, line_at, at_chunk, range, left, start, line, words_at, params_at, row,"
+        "own_line, own_param, pitch, buffer_bytes, to, arrives, slot, slots_at, slots_end, full, full_at, phase,"
+        "size, at, load_buffer, buffer, buffer_phase, line_at, at_chunk, range, left, start, line, words_at, params_at, row,"
         "unit_k, swapped, next_chunk, next_range, next_left, next_unit, next_bundle, done;"
         ".reg .b64 policy, own_words, next_words, from, wide;"
         f".reg .f32 sum<{s.sums}>, other<{s.sums}>; {_begin(s)}"
@@ -436,16 +426,12 @@ def assembly(s: Shape) -> str:
         f"\nAHEAD: {_fetch(s)} add.s32 to, to, {s.slot}; add.s32 arrives, arrives, 8;"
         f"add.s32 done, done, 1; setp.lt.s32 more, done, {s.slots - 1}; @more bra AHEAD;"
         "mov.b32 slot, slots_at; mov.b32 full, full_at; mov.b32 phase, 0; mov.b32 buffer, 0; mov.b32 buffer_phase, 0;"
-        "mov.b32 at_chunk, 0; mov.b32 free_phase, 0; bar.sync 0;"
-        # The next chunk to be loaded takes the place of the one before this, once all warps are done with it.
-        "\nCHUNK: setp.lt.and.s32 more, at, units, loads; @!more bra HERE; setp.eq.s32 more, at_chunk, 0; @more bra EMPTY;"
-        f"mad.lo.s32 row, load_buffer, 8, barriers; add.s32 row, row, {8 * MOST_CHUNKS}; {_wait('row', 'free_phase')}"
-        "add.s32 size, load_buffer, 1; setp.ge.s32 more, size, buffers; @more xor.b32 free_phase, free_phase, 1;"
-        f"\nEMPTY: {_load_chunk()}"
+        "mov.b32 at_chunk, 0;"
+        # All warps are done with the chunk before.
+        f"\nCHUNK: bar.sync 0; setp.lt.and.s32 more, at, units, loads; @!more bra HERE; {_load_chunk()}"
         f"\nHERE: sub.s32 size, units, at_chunk; min.s32 size, size, chunk; mad.lo.s32 row, buffer, 8, barriers;"
         f"{_wait('row', 'buffer_phase')} mad.lo.s32 line_at, buffer, buffer_bytes, own_line;"
-        f"add.s32 line_at, line_at, memory; {_chunk(s)} mad.lo.s32 row, buffer, 8, barriers; bar.warp.sync 0xffffffff;"
-        f"@is_first mbarrier.arrive.shared::cta.b64 _, [row + {8 * MOST_CHUNKS}];"
+        f"add.s32 line_at, line_at, memory; {_chunk(s)}"
         "add.s32 buffer, buffer, 1; setp.ge.s32 more, buffer, buffers; @more mov.b32 buffer, 0;"
         "@more xor.b32 buffer_phase, buffer_phase, 1;"
         "add.s32 at_chunk, at_chunk, chunk; setp.lt.s32 more, at_chunk, units; @more bra CHUNK;"
@@ -458,7 +444,7 @@ def assembly(s: Shape) -> str:
 @builtin
 def multiply_strips(
     words, scales, shifts, x, strip_bytes, x_stride, rows, k, strip, strips, bundles, first_unit, units, chunk,
-    buffers, groups, params_row, FORMAT, KIND, COLUMNS, BUNDLE, WARPS, SLOTS, X_BYTES, SPANS, _semantic=None,
+    buffers, groups, params_row, FORMAT, KIND, BUNDLE, WARPS, SLOTS, X_BYTES, SPANS, _semantic=None,
 ):  # fmt: skip
     """Leaves the partial sums of a program's strips in shared memory, see `strips.sums_of`.
 
@@ -467,7 +453,7 @@ def multiply_strips(
         x: the address of the first row of activations.
         strip_bytes: of the words of a strip.
         x_stride: bytes from one row of activations to the next.
-        rows: of activations, at most `COLUMNS`.
+        rows: of activations, at most 8.
         k: columns of the activations.
         strip, strips: the program's first strip, and how many it has.
         bundles: of all programs but the last one, which may have fewer strips; at most one for each warp.
@@ -476,10 +462,10 @@ def multiply_strips(
         buffers: chunks that there is room for in `X_BYTES`, at most `MOST_CHUNKS`; 1 only where one chunk has all units.
         groups: groups along K.
         params_row: bytes from one group's parameters to the next one's.
-        FORMAT, KIND, COLUMNS, BUNDLE, WARPS, SLOTS, X_BYTES, SPANS: see `Shape`.
+        FORMAT, KIND, BUNDLE, WARPS, SLOTS, X_BYTES, SPANS: see `Shape`.
     """
     shape = Shape(
-        StageFormat.of(value_of(FORMAT)), *map(value_of, (KIND, COLUMNS, BUNDLE, WARPS, SLOTS, X_BYTES, SPANS))
+        StageFormat.of(value_of(FORMAT)), *map(value_of, (KIND, BUNDLE, WARPS, SLOTS, X_BYTES, SPANS))
     )
     gl.inline_asm_elementwise(
         assembly(shape), ",".join(["=r"] + ["l"] * 6 + ["r"] * 11),

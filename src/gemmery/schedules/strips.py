@@ -25,7 +25,7 @@ from ..operands import Dense
 from ..operands.packed import Packed, PackedAccess
 from .base import Forms, Schedule
 from .binding import Binding, epilogue_arguments, epilogue_of, sorted_tensors, suits_tma
-from .cost import Costs, Floats, Given
+from .cost import Costs, Floats, Given, Stream
 from .walk import Walk, whole_tiles
 from .waves import Split
 
@@ -34,18 +34,27 @@ if TYPE_CHECKING:
     from ..problem import Config, Problem
     from ..select.space import Space
 
-#: Rows of activations that a tile may have.
-COLUMNS = (8, 16, 32)
+#: Rows of activations that a tile has.
+COLUMNS = 8
 #: By the number of warps: bytes of shared memory for activations.
-X_BYTES = {4: 44 << 10, 8: 88 << 10, 16: 88 << 10}
-#: Numbers along K of a unit, see `kernels.strips_loop`; and strips of a bundle, at most, by the rows of activations.
-DEPTH, BUNDLES = 128, {8: 4, 16: 4, 32: 2}
+X_BYTES = {4: 48 << 10, 8: 112 << 10, 16: 96 << 10}
+#: Numbers along K of a unit, and strips of a bundle, at most; see `kernels.strips_loop`.
+DEPTH, BUNDLE = 128, 4
+#: Bits of a code, by warps and strips of a bundle, at most.
+WORDS = 128
 #: Units of a warp in a chunk of activations.
-UNITS = int(__import__('os').environ.get('STRIPS_UNITS','2'))
+UNITS = 3
 #: Bytes of shared memory of a program, which leave some for what Triton needs.
 SHARED = ARCHS["sm_90"].shared - 1024
 #: Types of activations, as PTX names them.
 KINDS = {torch.float16: "f16", torch.bfloat16: "bf16"}
+
+#: Seconds of a multiprocessor for a unit, and for each of its strips; seconds that a warp takes for a unit of one strip,
+#: by two; bytes of activations that come in a second; seconds around a launch, and where parts of a tile meet.
+UNIT_TIME, STRIP_TIME, WAIT, X_BANDWIDTH = 5.5e-9, 23.7e-9, 0.11e-6, 33.5e9
+START, REDUCTION = 5.42e-6, 1.38e-6
+#: The stream of words from memory, and the exponent with which it and the units add up.
+MEMORY, OVERLAP = Stream(long=0.885, short=1.576, ramp=6.0e-6), 2.0
 
 #: Compiled kernels that were looked into, and are as they have to be.
 _CHECKED: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -63,7 +72,7 @@ class Strips(Schedule):
     # Those whose Gluon has the names that the kernel is written in.
     versions = ("3.6", "3.7", "3.8", "3.9")
     reason = "chosen for packed weights and few rows, where it is predicted to be the fastest"
-    splits = (2, 3, 4, 6, 8, 12, 16)
+    splits = (2, 3, 4, 6, 8)
 
     def suits(self, problem: Problem) -> bool:
         p = problem
@@ -84,13 +93,13 @@ class Strips(Schedule):
         if forms.packed is None:
             return False
         shape = _shape(config, forms.packed)
-        sums = (config.num_warps + config.block_n // STRIP // shape.bundle) * shape.bundle * shape.sum_bytes
-        return shape.bytes <= SHARED and sums <= shape.x_bytes
+        bundles = config.block_n // STRIP // shape.bundle
+        sums = (config.num_warps + bundles) * shape.bundle * shape.sum_bytes
+        return bundles <= config.num_warps and shape.bytes <= SHARED and sums <= shape.x_bytes
 
     def code(self, config: Config, kind: str) -> object:
-        bundle = _bundle(config)
-        spans = config.num_warps % (config.block_n // STRIP // bundle) != 0
-        return config.block_m, bundle, spans, config.num_warps, config.num_stages
+        bundle = _bundle(config, int(kind.removeprefix("packed")))
+        return bundle, _spans(config, bundle), config.num_warps, config.num_stages
 
     def check_sizes(self, config: Config) -> None:
         c = config
@@ -99,10 +108,9 @@ class Strips(Schedule):
                 f"Config: the {self.name} schedule needs swap, the pointer loader, block_k {DEPTH} and 4, 8 or 16 "
                 f"warps"
             )
-        if c.block_m not in COLUMNS or c.block_n % STRIP or not STRIP <= c.block_n <= STRIP * _bundle(c) * c.num_warps:
+        if c.block_m != COLUMNS or c.block_n % STRIP or c.block_n < STRIP:
             raise ValueError(
-                f"Config: the {self.name} schedule needs block_m 8, 16 or 32, and a block_n that is a multiple of "
-                f"{STRIP}, up to as many as there are warps for"
+                f"Config: the {self.name} schedule needs block_m {COLUMNS}, and a block_n that is a multiple of {STRIP}"
             )
         if c.num_stages < 3:
             raise ValueError(f"Config: num_stages is {c.num_stages}; the {self.name} schedule needs at least 3")
@@ -119,17 +127,44 @@ class Strips(Schedule):
         if p.batch_invariant:
             return "the order of a sum depends on how many strips a program has"
         if not self.takes(c, Forms.of(p)):
-            return f"num_stages is {c.num_stages}; there is shared memory for fewer"
+            return f"a program has no shared memory for {c.num_stages} stages, or not enough warps for block_n {c.block_n}"
         return None
 
     def bind(self, problem: Problem, config: Config) -> Binding:
         return StripsBinding(problem, config)
 
     def considers(self, problem: Problem, rows: Floats) -> np.ndarray:
-        return np.full(np.shape(rows), not problem.batch_invariant)
+        return (np.asarray(rows) <= COLUMNS) & (not problem.batch_invariant)
 
     def costs(self, problem: Problem, space: Space, given: Given) -> Costs:
-        raise NotImplementedError
+        """See `Schedule.costs`.
+
+        A multiprocessor multiplies the units of its programs, unless a program's warps take longer, each of which waits
+        for the words of its units. Meanwhile the activations come from L2, to every program all of its part's. Fitted to
+        times of int4 on an H200 (`benchmarks/results/looks/strips-bf16.json`).
+        """
+        p, s, sms = problem, space, problem.device.sms
+        bundle = np.array([_bundle(config, int(p.b.bits)) for config in s.configs])
+        bundles = s.block_n / STRIP / bundle
+        tiles = -(-given.rows // s.block_m) * -(-p.N // s.block_n)
+        length = -(-(-(-max(p.K, 1) // s.block_k)) // s.split_k)
+        parts = -(-(-(-max(p.K, 1) // s.block_k)) // length)
+        resident = np.maximum(8 // s.num_warps, 1)
+        waves = np.ceil(tiles * parts / (sms * resident))
+        # Of the busiest multiprocessor.
+        programs = np.where(waves > 1, waves * resident, np.ceil(tiles * parts / sms))
+        compute = programs * bundles * length * (UNIT_TIME + STRIP_TIME * bundle)
+        waits = waves * np.ceil(bundles * length / s.num_warps) * WAIT * (1 + bundle)
+        rows = np.minimum(given.rows, s.block_m)
+        l2 = programs * rows * length * (DEPTH * p.a.dtype.itemsize) / X_BANDWIDTH
+        stream = MEMORY.seconds(given.memory)
+        body = ((np.maximum(compute, waits) + l2) ** OVERLAP + stream**OVERLAP) ** (1 / OVERLAP)
+        reduction = np.where(parts > 1, REDUCTION, 0.0)
+        once = START * np.ones_like(body)
+        return Costs(
+            body + once + reduction, compute, l2, given.memory, once, reduction, np.zeros(1),
+            waves * np.ones_like(body),
+        )  # fmt: skip
 
     def at_once(self, problem: Problem, config: Config) -> int:
         format = problem.b.staged
@@ -161,18 +196,22 @@ def _shape(config: Config, format: packed.StageFormat, kind: str = "bf16") -> st
     """What the kernel of a config is made for."""
     from ..kernels import strips_loop
 
-    c = config
-    bundle = _bundle(c)
-    spans = c.num_warps % (c.block_n // STRIP // bundle) != 0
+    c, bundle = config, _bundle(config, format.bits)
     return strips_loop.Shape(
-        format, kind, c.block_m, bundle, c.num_warps, c.num_stages, X_BYTES[c.num_warps], spans
+        format, kind, bundle, c.num_warps, c.num_stages, X_BYTES[c.num_warps], _spans(c, bundle)
     )
 
 
-def _bundle(config: Config) -> int:
-    """Strips of a bundle: as many as divide those of a tile, and registers allow."""
-    strips, most = config.block_n // STRIP, 2 if config.num_warps == 16 else BUNDLES[config.block_m]
+def _bundle(config: Config, bits: int) -> int:
+    """Strips of a bundle: as many as divide those of a tile, and there is shared memory for."""
+    strips = config.block_n // STRIP
+    most = min(BUNDLE, WORDS // (bits * max(config.num_warps, 8)))
     return next(each for each in (4, 2, 1) if each <= most and strips % each == 0)
+
+
+def _spans(config: Config, bundle: int) -> bool:
+    """Whether a warp may have units of two bundles."""
+    return config.num_warps % (config.block_n // STRIP // bundle) != 0
 
 
 def _epilogue_suits(problem: Problem) -> bool:
@@ -204,7 +243,6 @@ class StripsBinding(Binding):
             "CAST": dialect.in_gluon(cast),
             "KIND": KINDS[p.a.dtype],
             "FORMAT": str(self.format),
-            "COLUMNS": c.block_m,
             "BUNDLE": shape.bundle,
             "SPANS": shape.spans,
             "SLOTS": c.num_stages,
@@ -252,13 +290,19 @@ class StripsBinding(Binding):
         from ..kernels.strips_loop import COPY, MOST_CHUNKS, ROW
 
         c, length = self.config, self.problem.K if self.split is None else self.split.length
-        units, room = -(-length // DEPTH), X_BYTES[c.num_warps] // min(c.block_m, self.problem.M)
+        units, rows = -(-length // DEPTH), min(COLUMNS, self.problem.M)
         even = c.num_warps // math.gcd(c.num_warps, self.bundles)
-        if units <= min((room - COPY) // ROW, UNITS * even):
+
+        def fits(chunk: int, count: int) -> bool:
+            # Of the last chunk, rows are read that do not exist.
+            return ((count - 1) * rows + COLUMNS) * (chunk * ROW + COPY) <= X_BYTES[c.num_warps]
+
+        if units <= UNITS * even and fits(units, 1):
             return units, 1
-        most = max((room // 3 - COPY) // ROW // even * even, min(even, (room // 2 - COPY) // ROW))
-        chunk = min(UNITS * even, most)
-        return chunk, min(MOST_CHUNKS, room // (chunk * ROW + COPY))
+        wanted = [each * even for each in range(UNITS, 0, -1)]
+        least = next(chunk for chunk in range(even, 0, -1) if fits(chunk, 2))
+        chunk = next((chunk for chunk in wanted if fits(chunk, 3)), least)
+        return chunk, max(count for count in range(2, MOST_CHUNKS + 1) if fits(chunk, count))
 
     @property
     def workspace_size(self) -> tuple[int, int]:
