@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 
-from tests.host.ptx import Program
+from .ptx import Program
 
 LANES = 32
 _COMPARE = {
@@ -121,7 +121,7 @@ class Block:
         if kind == "mov" and given[0].startswith("{"):
             low, high = [self._value(warp, x) for x in given[0].strip("{}").split(",")]
             return low | high << 16
-        a, b, c, d = [*[self._value(warp, x) for x in given], None, None, None][:4]
+        a, b, c = [*[self._value(warp, x) for x in given], None, None][:3]
         if code.endswith("bf16x2"):
             return self._pairs(kind, a, b, c)
         if kind == "setp":
@@ -169,7 +169,8 @@ class Block:
                 at, of = self._place(warp, to)[lane], self._place(warp, given[0])[lane]
                 size = self._value(warp, given[2])[lane] if len(given) > 2 else 16
                 # What is read must be there, and written to the end.
-                assert at >= 0 and at % 16 == 0 and of % 16 == 0
+                assert at >= 0
+                assert at % 16 == of % 16 == 0
                 assert not size or 0 <= of <= len(self.memory) - size, "a copy from outside of memory"
                 self.shared[at : at + 16] = 0xFF
                 if self.r.random() < 0.5:
@@ -190,8 +191,10 @@ class Block:
                     self._place(warp, given[2]),
                 )
             )  # fmt: skip
-            assert at % 16 == of % 16 == size % 16 == 0 and size > 0, (at, of, size)
-            assert 0 <= of <= len(self.memory) - size, "a copy from outside of memory"
+            assert at % 16 == of % 16 == size % 16 == 0, (at, of, size)
+            assert size > 0
+            assert of >= 0, "a copy from outside of memory"
+            assert of + size <= len(self.memory), "a copy from outside of memory"
             self.shared[at : at + size] = 0xFF
             self.barriers[barrier]["copies"].append((at, of, size))
             if self.r.random() < 0.5:
@@ -213,7 +216,13 @@ class Block:
                 barrier = int(self._place(warp, to)[lane])
                 assert barrier % 8 == 0
                 count = int(self._value(warp, given[0])[lane])
-                self.barriers[barrier] = {"phase": 0, "arrivals": count, "count": count, "bytes": 0, "copies": []}
+                self.barriers[barrier] = {
+                    "phase": 0,
+                    "arrivals": count,
+                    "count": count,
+                    "bytes": 0,
+                    "copies": [],
+                }
             elif "arrive" in code:
                 barrier = int(self._place(warp, given[0])[lane])
                 state = self.barriers[barrier]
@@ -225,7 +234,8 @@ class Block:
                     self._arrive(barrier)
         if "try_wait" in code:
             barriers = self._place(warp, given[0])
-            assert active.all() and len(set(barriers)) == 1, "a part of a warp waits"
+            assert active.all(), "a part of a warp waits"
+            assert len(set(barriers)) == 1
             barrier = int(barriers[0])
             if self.barriers[barrier]["phase"] == self._value(warp, given[1])[0] and self.r.random() < 0.5:
                 self._arrive(barrier)
@@ -259,7 +269,9 @@ class Block:
             return
         value = self._value(warp, given[0])
         for lane in np.flatnonzero(active):
-            self.shared[place[lane] : place[lane] + 4] = value[lane : lane + 1].astype(np.float32).view(np.uint8)
+            self.shared[place[lane] : place[lane] + 4] = (
+                value[lane : lane + 1].astype(np.float32).view(np.uint8)
+            )
 
     def _ldmatrix(self, warp, active, code, to, given):
         assert active.all(), "ldmatrix by a part of a warp"

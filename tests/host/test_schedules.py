@@ -92,12 +92,13 @@ def test_a_config_names_it(toy):
     assert str(config) == TEXT
     assert Config.of(TEXT + "-k5").split_k == 5
     with pytest.raises(
-        ValueError, match="swap needs the tile schedule, the specialized one, the cooperative one or the p"
+        ValueError,
+        match="swap needs the tile schedule, the specialized one, the cooperative one, the pingpong one",
     ):
         replace(config, swap=True)
     with pytest.raises(
         ValueError,
-        match="split_k needs the tile schedule, the specialized one, the cooperative one or the t",
+        match="split_k needs the tile schedule, the specialized one, the cooperative one, the sliced_k one or the t",
     ):
         Config.of("128x128x64-g8-w4-s4-persistent-descriptor-k2")
 

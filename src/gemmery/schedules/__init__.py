@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from .any_width import COOPERATIVE, PINGPONG
 from .base import REGISTRY, Schedule, of, register
 from .persistent import PERSISTENT
+from .sliced_k import SLICED_K
 from .specialized import SPECIALIZED
-from .strips import STRIPS
 from .tile import TILE
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DEFAULT", "REGISTRY", "Schedule", "bind", "of", "register"]
 
-for _schedule in (TILE, PERSISTENT, SPECIALIZED, COOPERATIVE, PINGPONG, STRIPS):
+for _schedule in (TILE, PERSISTENT, SPECIALIZED, COOPERATIVE, PINGPONG, SLICED_K):
     register(_schedule)
 #: The schedule of a Config that names none.
 DEFAULT = TILE.name

@@ -12,8 +12,8 @@ from . import any_width_tiles
 
 Rows = dict[tuple[str, str], str]
 
-#: Strips of tiles, by the number of warps; see `kernels.strips`. A bundle of four is multiplied the most quickly. Other
-#: numbers are there to divide a weight evenly among multiprocessors.
+#: Strips of tiles, by the number of warps; see `kernels.sliced_k`. Bundles of four take the least time. Other numbers
+#: are there to divide a weight evenly among multiprocessors.
 STRIPS = {
     4: (1, 2, 4, 8, 12, 16),
     8: (1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28),
@@ -21,8 +21,8 @@ STRIPS = {
 }
 
 
-def _strips() -> str:
-    """The rows of tiles of strips."""
+def _sliced_k() -> str:
+    """The rows of tiles whose K is shared by warps."""
     return "\n".join(
         f"8x{16 * each}x128 1 {warps} 3 1.0 swap splits apart"
         for warps, strips in STRIPS.items()
@@ -61,7 +61,7 @@ HOPPER: dict[str, Rows] = {
             32x64x256   1 8 8 0.40 swap splits stream apart
             16x64x256   1 8 8 0.40 swap splits stream apart
         """,
-        ("pointer", "strips"): _strips(),
+        ("pointer", "sliced_k"): _sliced_k(),
         ("pointer", "tile"): """
             128x64x64  8 4 3 0.30 swap aligned strided
             64x64x64   8 4 3 0.20 swap strided splits

@@ -1,4 +1,4 @@
-"""Programs that have some strips of 16 rows of a packed weight, which their warps share out; see `kernels.strips`."""
+"""Programs that have some strips of 16 rows of a packed weight, which their warps share out; see `kernels.sliced_k`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .walk import Walk, whole_tiles
 from .waves import Split
 
 if TYPE_CHECKING:
-    from ..kernels import strips_loop
+    from ..kernels import sliced_k_loop
     from ..problem import Config, Problem
     from ..select.space import Space
 
@@ -38,34 +38,37 @@ if TYPE_CHECKING:
 COLUMNS = 8
 #: By the number of warps: bytes of shared memory for activations.
 X_BYTES = {4: 48 << 10, 8: 112 << 10, 16: 96 << 10}
-#: Numbers along K of a unit, and strips of a bundle, at most; see `kernels.strips_loop`.
+#: Numbers along K of a unit, and strips of a bundle, at most; see `kernels.sliced_k_loop`.
 DEPTH, BUNDLE = 128, 4
-#: Bits of a code, by warps and strips of a bundle, at most.
+#: Bits of a code times warps times strips of a bundle, at most.
 WORDS = 128
 #: Units of a warp in a chunk of activations.
 UNITS = 3
 #: Bytes of shared memory of a program, which leave some for what Triton needs.
 SHARED = ARCHS["sm_90"].shared - 1024
+#: The largest K and N: bytes of a strip and of a row of group parameters are counted in 32 bits.
+MOST_K, MOST_N = 1 << 26, 1 << 26
 #: Types of activations, as PTX names them.
 KINDS = {torch.float16: "f16", torch.bfloat16: "bf16"}
 
-#: Seconds of a multiprocessor for a unit, and for each of its strips; seconds that a warp takes for a unit of one strip,
-#: by two; bytes of activations that come in a second; seconds around a launch, and where parts of a tile meet.
+#: Seconds of a multiprocessor for a unit, and for each of its strips. Seconds that a warp takes for a unit at least,
+#: and as many for each of its strips. Bytes of activations that a multiprocessor gets in a second. Seconds around a
+#: launch, and those that parts of a tile take to meet.
 UNIT_TIME, STRIP_TIME, WAIT, X_BANDWIDTH = 5.5e-9, 23.7e-9, 0.11e-6, 33.5e9
 START, REDUCTION = 5.42e-6, 1.38e-6
 #: The stream of words from memory, and the exponent with which it and the units add up.
 MEMORY, OVERLAP = Stream(long=0.885, short=1.576, ramp=6.0e-6), 2.0
 
-#: Compiled kernels that were looked into, and are as they have to be.
+#: Compiled kernels whose shared memory was checked.
 _CHECKED: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-class Strips(Schedule):
+class SlicedK(Schedule):
     """A program for each tile of some strips, or for each part of one that is cut along K."""
 
-    name = "strips"
+    name = "sliced_k"
     about = "a program for some strips of a packed weight, which all of its warps load and multiply"
-    title = "strips of packed weights"
+    title = "packed weights with K shared by warps"
     knobs = frozenset({"split_k", "swap", "rest_n"})
     universal = False
     archs = ("sm_90",)
@@ -86,6 +89,9 @@ class Strips(Schedule):
             and p.a.dtype in KINDS
             and p.a.col == 1
             and suits_tma(p)
+            and p.K % 8 == 0
+            and p.K <= MOST_K
+            and p.N <= MOST_N
             and _epilogue_suits(p)
         )
 
@@ -113,25 +119,31 @@ class Strips(Schedule):
                 f"Config: the {self.name} schedule needs block_m {COLUMNS}, and a block_n that is a multiple of {STRIP}"
             )
         if c.num_stages < 3:
-            raise ValueError(f"Config: num_stages is {c.num_stages}; the {self.name} schedule needs at least 3")
+            raise ValueError(
+                f"Config: num_stages is {c.num_stages}; the {self.name} schedule needs at least 3"
+            )
 
     def refusal(self, problem: Problem, config: Config) -> str | None:
         p, c = problem, config
         if not self.suits(p):
             return (
-                f"schedule {self.name!r} needs Triton {', '.join(self.versions)}, a GPU of sm_90, a packed weight without "
-                f"halves or a batch, with groups of a power of two from {STRIP} on and scales in the type of a, and rows of "
-                f"a with adjacent elements that are aligned; given {p} on {p.device.arch} with Triton "
+                f"schedule {self.name!r} needs Triton {', '.join(self.versions)}, a GPU of sm_90, a packed weight "
+                f"without halves or a batch, with groups of a power of two from {STRIP} on and scales in the type of "
+                f"a, a of fp16 or bf16 with adjacent elements in aligned rows, K a multiple of 8 up to {MOST_K}, N up "
+                f"to {MOST_N}, and an epilogue that reduces no rows; given {p} on {p.device.arch} with Triton "
                 f"{triton.__version__}"
             )
         if p.batch_invariant:
             return "the order of a sum depends on how many strips a program has"
         if not self.takes(c, Forms.of(p)):
-            return f"a program has no shared memory for {c.num_stages} stages, or not enough warps for block_n {c.block_n}"
+            return (
+                f"{c.num_warps} warps take no block_n of {c.block_n} with {c.num_stages} stages: there is a bundle of "
+                f"strips for each warp at most, and shared memory for {SHARED} bytes"
+            )
         return None
 
     def bind(self, problem: Problem, config: Config) -> Binding:
-        return StripsBinding(problem, config)
+        return SlicedKBinding(problem, config)
 
     def considers(self, problem: Problem, rows: Floats) -> np.ndarray:
         return (np.asarray(rows) <= COLUMNS) & (not problem.batch_invariant)
@@ -139,16 +151,17 @@ class Strips(Schedule):
     def costs(self, problem: Problem, space: Space, given: Given) -> Costs:
         """See `Schedule.costs`.
 
-        A multiprocessor multiplies the units of its programs, unless a program's warps take longer, each of which waits
-        for the words of its units. Meanwhile the activations come from L2, to every program all of its part's. Fitted to
-        times of int4 on an H200 (`benchmarks/results/looks/strips-bf16.json`).
+        A multiprocessor multiplies the units of its programs; it takes at least as long as a warp for its own. The
+        activations of a program's part of K come from L2 before. The words come from memory meanwhile. Fitted to times
+        of int4 on an H200 (`benchmarks/results/looks/sliced_k-bf16.json`).
         """
         p, s, sms = problem, space, problem.device.sms
         bundle = np.array([_bundle(config, int(p.b.bits)) for config in s.configs])
         bundles = s.block_n / STRIP / bundle
         tiles = -(-given.rows // s.block_m) * -(-p.N // s.block_n)
-        length = -(-(-(-max(p.K, 1) // s.block_k)) // s.split_k)
-        parts = -(-(-(-max(p.K, 1) // s.block_k)) // length)
+        units = np.ceil(max(p.K, 1) / s.block_k)
+        length = np.ceil(units / s.split_k)
+        parts = np.ceil(units / length)
         resident = np.maximum(8 // s.num_warps, 1)
         waves = np.ceil(tiles * parts / (sms * resident))
         # Of the busiest multiprocessor.
@@ -181,9 +194,7 @@ class Strips(Schedule):
         if split is not None:
             columns["first_k"] = program // tiles * split.length
             columns["last_k"] = np.minimum(columns["first_k"] + split.length, p.K)
-        return Walk(
-            len(program), self.at_once(p, c), program=program, turn=np.zeros_like(program), **columns
-        )
+        return Walk(len(program), self.at_once(p, c), program=program, turn=np.zeros_like(program), **columns)
 
     def cuts(self, problem: Problem, config: Config) -> list[str]:
         split = Split.of(problem, config)
@@ -192,12 +203,12 @@ class Strips(Schedule):
         return [f"K is cut into {split.parts} parts for programs of their own; drawn uncut"]
 
 
-def _shape(config: Config, format: packed.StageFormat, kind: str = "bf16") -> strips_loop.Shape:
+def _shape(config: Config, format: packed.StageFormat, kind: str = "bf16") -> sliced_k_loop.Shape:
     """What the kernel of a config is made for."""
-    from ..kernels import strips_loop
+    from ..kernels import sliced_k_loop
 
     c, bundle = config, _bundle(config, format.bits)
-    return strips_loop.Shape(
+    return sliced_k_loop.Shape(
         format, kind, bundle, c.num_warps, c.num_stages, X_BYTES[c.num_warps], _spans(c, bundle)
     )
 
@@ -221,11 +232,11 @@ def _epilogue_suits(problem: Problem) -> bool:
     return plain and all((x.row + x.col) * 256 < 1 << 31 for x in p.extras)
 
 
-class StripsBinding(Binding):
+class SlicedKBinding(Binding):
     """A `Binding` of the kernel for strips."""
 
     def __init__(self, problem: Problem, config: Config) -> None:
-        from ..kernels import dialect, strips
+        from ..kernels import dialect, sliced_k
 
         p, c = problem, config
         self.problem, self.config = p, c
@@ -233,7 +244,7 @@ class StripsBinding(Binding):
         self.split, self.format = Split.of(p, c), p.b.staged
         assert self.format is not None
         self.tiles = -(-p.M // c.block_m) * -(-p.N // c.block_n)
-        self.kernel = strips.gemm_strips
+        self.kernel = sliced_k.gemm_sliced_k
         self.grid = (self.tiles * (1 if self.split is None else self.split.parts), 1, 1)
         shape = _shape(c, self.format, KINDS[p.a.dtype])
         self.bundles = c.block_n // STRIP // shape.bundle
@@ -284,10 +295,10 @@ class StripsBinding(Binding):
     def chunks(self) -> tuple[int, int]:
         """Units along K of a chunk of activations, and how many chunks there is room for.
 
-        All warps have equally many units of a chunk where its number of them allows. With fewer units warps wait for each
-        other more often; with more, they wait longer for the first chunk.
+        All warps have equally many units of a chunk where its number of them allows. With fewer units warps wait for
+        each other more often; with more, they wait longer for the first chunk.
         """
-        from ..kernels.strips_loop import COPY, MOST_CHUNKS, ROW
+        from ..kernels.sliced_k_loop import COPY, MOST_CHUNKS, ROW
 
         c, length = self.config, self.problem.K if self.split is None else self.split.length
         units, rows = -(-length // DEPTH), min(COLUMNS, self.problem.M)
@@ -316,9 +327,9 @@ class StripsBinding(Binding):
 @functools.cache
 def source() -> str:
     """A digest of the kernel's files: Triton does not notice a change in what writes its assembly."""
-    from ..kernels import decoders, strips, strips_loop
+    from ..kernels import decoders, sliced_k, sliced_k_loop
 
-    files = (strips, strips_loop, packed, decoders)
+    files = (sliced_k, sliced_k_loop, packed, decoders)
     return hashlib.sha256(b"".join(Path(inspect.getfile(each)).read_bytes() for each in files)).hexdigest()[
         :16
     ]
@@ -340,4 +351,4 @@ def check_memory(llir: str, size: int, shared: int) -> None:
         raise RuntimeError(f"the first {size} bytes of shared memory are not the assembly's alone")
 
 
-STRIPS = Strips()
+SLICED_K = SlicedK()

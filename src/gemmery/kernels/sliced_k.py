@@ -1,13 +1,12 @@
-"""The product of a few rows and a packed weight, whose strips of 16 rows are shared out among programs and warps.
+"""The product of a few rows and a packed weight, in which the warps of a program share out K.
 
-With few rows, a product takes as long as its weight takes from memory. So all multiprocessors have to load all the time,
-from the first moment on, and equally much. A program has some strips: as many as divide a weight evenly among
-multiprocessors. All of its warps load and multiply; together they go through the steps along K of the program's strips,
-see `strips_loop`. What warps have of the same strip is then added up in shared memory, in order.
+With few rows, a product takes about as long as its weight takes from memory. So all multiprocessors have to load all
+the time, and equally much. A program has some strips of 16 rows of the weight: as many as divide it evenly among
+multiprocessors. All of its warps load and multiply, and share out the strips along K, see `sliced_k_loop`. What warps
+have of the same strip is then added up in shared memory, in order. CUTLASS calls this sliced-K.
 
-Each step is multiplied by `mma.sync`, of which warps of a multiprocessor keep several in flight, unlike `wgmma`, which
-four warps issue and wait for together. Weights go from memory to registers without a barrier, as in
-Marlin (github.com/IST-DASLab/marlin), which is also where a program's warps share out K.
+The products are those of `mma.sync`, which each warp issues alone. `wgmma` would have four warps wait for each other.
+That warps share out K is known from Marlin (github.com/IST-DASLab/marlin).
 
 For Hopper, in Gluon, since the loop is assembly. Its arithmetic is that of `kernels.packed`, but for the order of the
 sum.
@@ -17,15 +16,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 
-from . import any_width_packed, strips_loop
+from . import any_width_packed, sliced_k_loop
 from .dialect import value_of
 from .rings import last_to_arrive
-from .strips_loop import multiply_strips
+from .sliced_k_loop import multiply_strips
 
 #: Rows of a strip; bytes of a row of a partial sum.
-STRIP, SUM_ROW = gl.constexpr(any_width_packed.STRIP), gl.constexpr(strips_loop.SUM_ROW)
+STRIP, SUM_ROW = gl.constexpr(any_width_packed.STRIP), gl.constexpr(sliced_k_loop.SUM_ROW)
 #: Rows of activations; numbers along K of a unit.
-COLUMNS, DEPTH = gl.constexpr(strips_loop.COLUMNS), gl.constexpr(strips_loop.DEPTH)
+COLUMNS, DEPTH = gl.constexpr(sliced_k_loop.COLUMNS), gl.constexpr(sliced_k_loop.DEPTH)
 #: Strips whose sums are finished at a time: 64 columns of the output.
 TOGETHER = gl.constexpr(4)
 
@@ -92,11 +91,12 @@ def store_block(acc, out, strides, args, shape, row, col, EPILOGUE: gl.constexpr
         "M", "N", "K", "tiles", "part_k", "x_stride", "out_row", "strips", "chunk", "buffers", "groups",
     ]
 )  # fmt: skip
-def gemm_strips(
+def gemm_sliced_k(
     x, words, scales, shifts, out, M, N, K, tiles, part_k, x_stride, out_row, out_col, strips, chunk, buffers, groups,
     strip_bytes, args, workspace,
     PLACE: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, KIND: gl.constexpr, FORMAT: gl.constexpr,
-    BUNDLE: gl.constexpr, SPANS: gl.constexpr, SLOTS: gl.constexpr, X_BYTES: gl.constexpr, BYTES: gl.constexpr, WARPS: gl.constexpr,
+    BUNDLE: gl.constexpr, SPANS: gl.constexpr, SLOTS: gl.constexpr, X_BYTES: gl.constexpr, BYTES: gl.constexpr,
+    WARPS: gl.constexpr,
     SOURCE: gl.constexpr,
 ):  # fmt: skip
     """A program for each tile of some strips, or for each part of one that is cut along K.
@@ -161,6 +161,8 @@ def gemm_strips(
         for first in range(0, own, TOGETHER):
             acc = sums_of(first, own, bundles, BUNDLE, WARPS, SPANS, LAYOUT)
             store_block(acc, out, strides, args, shape, row, col + first * STRIP, EPILOGUE, CAST)
-    # What only assembly uses would not be there otherwise, or be given to something else.
-    memory.index(BYTES // 1024 - 1).store(gl.zeros([256], gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0])))
+    # Only assembly uses this memory. The store keeps the compiler from removing it or giving it to something else.
+    memory.index(BYTES // 1024 - 1).store(
+        gl.zeros([256], gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0]))
+    )
     memory._keep_alive()

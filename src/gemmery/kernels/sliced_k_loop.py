@@ -1,14 +1,15 @@
-"""The assembly of `kernels.strips`: how warps load and multiply their share of a packed weight's strips.
+"""The assembly of `kernels.sliced_k`: how warps load and multiply their share of a packed weight's strips.
 
 A strip is 16 rows of the weight. A program has bundles of `bundle` strips; a unit is a bundle and `DEPTH` numbers along
 K, and is multiplied by one warp, which loads activations once for the whole bundle. All warps go through K in chunks,
-whose activations are in shared memory, and share out the units of one chunk after the other evenly, so a warp has a range
-of units, of one bundle or of two. Which bundles it has is the same in every chunk, since it depends on the ratio of
-bundles to warps alone.
+whose activations are in shared memory, and share out the units of one chunk after the other evenly. So a warp has a
+range of units, of one bundle or of two. Which bundles it has is the same in every chunk, since it depends on the ratio
+of bundles to warps alone.
 
-A warp has slots of its own for the words of its next units, and waits for nobody else's. Words and activations are
-copied by `cp.async.bulk`, which can be told that words are read once: then they leave L2 first, and not what is still to
-be written back to memory. (`cp.async` can be told so too, but an H200 calls that an illegal instruction.)
+A warp has slots of its own for the words of its next units, and does not wait for other warps'. Words and activations
+are copied by `cp.async.bulk`, which can be told that words are read once: then they leave L2 first, and not what is
+still to be written back to memory. `cp.async` takes the same hint in PTX, but an H200 calls that an illegal
+instruction.
 """
 
 from typing import NamedTuple
@@ -26,11 +27,11 @@ COLUMNS = 8
 DEPTH, STEPS = 128, 128 // STEP
 #: Bytes of a row of activations in a unit, and of one of a partial sum, which threads then store without conflicts.
 ROW, SUM_ROW = 2 * DEPTH, 4 * (STRIP + 4)
-#: Bytes that a thread copies at a time, and by which rows of activations are longer, so that `ldmatrix` has no conflicts.
+#: Bytes that a thread copies at a time. Rows of activations are longer by as much, so that `ldmatrix` has no conflicts.
 COPY = 16
 #: Chunks of activations that there may be room for.
 MOST_CHUNKS = 4
-#: What copies without threads' help.
+#: The instruction for bulk copies.
 BULK = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
 
 
@@ -42,7 +43,7 @@ class Shape(NamedTuple):
         kind: the type of activations, as PTX names it.
         bundle: strips of a unit.
         warps: a power of two.
-        slots: of a warp.
+        slots: slots of each warp.
         x_bytes: of shared memory, for activations.
         spans: whether a warp may have units of two bundles: whether `bundles` does not divide `warps`.
     """
@@ -92,7 +93,7 @@ class Shape(NamedTuple):
 
     @property
     def sums(self) -> int:
-        """Numbers of a partial sum that a thread has."""
+        """Elements of a partial sum that each thread holds."""
         return self.bundle * COLUMNS // 2
 
     @property
@@ -104,8 +105,8 @@ class Shape(NamedTuple):
 def _wait(barrier: str, phase: str) -> str:
     """Assembly that waits for a barrier's phase."""
     return (
-        f"{{ .reg .pred done;\nWAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [{barrier}], {phase}; @done bra DONE;"
-        "bra WAIT;\nDONE: }"
+        f"{{ .reg .pred done;\nWAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [{barrier}], {phase};"
+        "@done bra DONE; bra WAIT;\nDONE: }"
     )
 
 
@@ -114,7 +115,7 @@ def _wait(barrier: str, phase: str) -> str:
 
 
 def _ends(size: str) -> str:
-    """Assembly that finds a warp's first and last unit, `low` and `high`, of all in a chunk of so many units a bundle."""
+    """Assembly that finds a warp's first and last unit, `low` and `high`, in a chunk of so many units a bundle."""
     return (
         f"mul.lo.s32 low, begins, {size}; shr.u32 low, low, log_warps; mul.lo.s32 high, ends, {size};"
         "shr.u32 high, high, log_warps;"
@@ -148,8 +149,8 @@ def _fetch(s: Shape) -> str:
     A thread copies the words of a strip, if there is one for it. `arrives` is the slot's barrier.
     """
     lines = [
-        "mad.lo.s32 left, next_bundle, "
-        f"{s.bundle}, 0; sub.s32 left, strips, left; min.s32 left, left, {s.bundle}; max.s32 left, left, 0; setp.lt.and.s32 there, lane, left, fetching;"
+        f"mul.lo.s32 left, next_bundle, {s.bundle}; sub.s32 left, strips, left; min.s32 left, left, {s.bundle};"
+        "max.s32 left, left, 0; setp.lt.and.s32 there, lane, left, fetching;"
         f"cvt.u32.u64 size, strip_bytes; mul.lo.s32 place, next_unit, {s.words}; sub.s32 size, size, place;"
         f"min.s32 size, size, {s.words}; mul.lo.s32 place, size, left; and.pred other, is_first, fetching;"
         "@other mbarrier.arrive.expect_tx.shared::cta.b64 _, [arrives], place; bar.warp.sync 0xffffffff;"
@@ -157,15 +158,18 @@ def _fetch(s: Shape) -> str:
         f"@there {BULK}.L2::cache_hint [place], [next_words], size, [arrives], policy;"
     ]
     if s.format.blocks > 1:
-        # The last step may end before its last block does, and the strip's words with it. Zeros take the place of these.
+        # The last step may end before its last block does, and the strip's words with it. Zeros take their place.
         block = 4 * LINE_BYTES
         lines.append(
-            f"and.b32 place, size, {block}; setp.ne.and.s32 other, place, 0, fetching; mad.lo.s32 place, lane, {COPY}, to;"
-            "add.s32 place, place, size; mov.b32 row, 0;"
+            f"and.b32 place, size, {block}; setp.ne.and.s32 other, place, 0, fetching;"
+            f"mad.lo.s32 place, lane, {COPY}, to; add.s32 place, place, size; mov.b32 row, 0;"
         )
         lines += [
-            f"@other st.shared.v4.b32 [place + {s.words * i}], {{row, row, row, row}};" for i in range(s.bundle)
+            f"@other st.shared.v4.b32 [place + {s.words * i}], {{row, row, row, row}};"
+            for i in range(s.bundle)
         ]
+        # A later copy into the same bytes must come behind these.
+        lines.append("@other fence.proxy.async.shared::cta;")
     if s.format.group:
         shift = s.format.group.bit_length() - 1
         lines.append(
@@ -177,7 +181,8 @@ def _fetch(s: Shape) -> str:
                 f"add.s32 row, first, own_group{i}; setp.lt.s32 other, row, groups; selp.b32 size, {COPY}, 0, other;"
                 f"mul.wide.s32 from, row, params_row; add.s64 from, from, own_params{i}; add.s64 from, from, at;"
                 f"setp.lt.and.s32 there, own_place, left, has_params; and.pred there, there, fetching;"
-                f"add.s32 place, to, own_slot; @there cp.async.cg.shared.global [place + {COPY * 32 * i}], [from], {COPY}, size;"
+                f"add.s32 place, to, own_slot;"
+                f"@there cp.async.cg.shared.global [place + {COPY * 32 * i}], [from], {COPY}, size;"
             )
     return (
         "{ .reg .pred there, other, second; .reg .b32 place, row, size, left, first; .reg .b64 from, at;"
@@ -222,7 +227,8 @@ def _own_params(s: Shape) -> str:
         lines.append(
             f"shr.u32 size, lane, {each.bit_length() - 1}; add.s32 size, size, {32 // each * i};"
             f"and.b32 own_group{i}, size, {s.groups - 1}; shr.u32 size, size, {log}; setp.ne.s32 there, size, 0;"
-            f"mov.b64 own_params{i}, scales; @there mov.b64 own_params{i}, shifts; mul.wide.s32 wide, own_place, {COPY};"
+            f"mov.b64 own_params{i}, scales; @there mov.b64 own_params{i}, shifts;"
+            f"mul.wide.s32 wide, own_place, {COPY};"
             f"add.s64 own_params{i}, own_params{i}, wide; mul.wide.s32 wide, strip, {2 * STRIP};"
             f"add.s64 own_params{i}, own_params{i}, wide;"
         )
@@ -232,8 +238,8 @@ def _own_params(s: Shape) -> str:
 def _load_chunk() -> str:
     """Assembly that begins to copy the activations of the chunk from `at` on, in the first warp: a row for each thread.
 
-    There is no room for rows that do not exist: what is read in their place makes nothing but its own column of the sum. What is behind K
-    becomes zeros. `at` counts from `first_unit`, and `load_buffer` is the chunk's buffer.
+    Rows past M have no space: what is read in their place affects only columns of the sum that are not stored. Numbers
+    past K are set to zero. `at` counts from `first_unit`, and `load_buffer` is the chunk's buffer.
     """
     return (
         "{ .reg .pred there; .reg .b32 to, bar, bytes, all, last; .reg .b64 from, wide;"
@@ -246,7 +252,8 @@ def _load_chunk() -> str:
         f"setp.lt.s32 there, lane, rows; @there {BULK} [to], [from], bytes, [bar];"
         "add.s32 last, to, all; add.s32 to, to, bytes; mov.b32 bytes, 0;"
         "\nZERO: setp.lt.and.s32 there, to, last, there; @!there bra END;"
-        "st.shared.v4.b32 [to], {bytes, bytes, bytes, bytes}; add.s32 to, to, 16; bra ZERO;\nEND: bar.warp.sync 0xffffffff;"
+        "st.shared.v4.b32 [to], {bytes, bytes, bytes, bytes}; add.s32 to, to, 16; bra ZERO;"
+        "\nEND: bar.warp.sync 0xffffffff;"
         "add.s32 at, at, chunk; add.s32 load_buffer, load_buffer, 1; setp.ge.s32 there, load_buffer, buffers;"
         "@there mov.b32 load_buffer, 0; }"
     )
@@ -338,7 +345,8 @@ def _swap(s: Shape) -> str:
     if not s.spans:
         return ""
     return "".join(
-        f"mov.b32 swapped, sum{i}; mov.b32 sum{i}, other{i}; mov.b32 other{i}, swapped;" for i in range(s.sums)
+        f"mov.b32 swapped, sum{i}; mov.b32 sum{i}, other{i}; mov.b32 other{i}, swapped;"
+        for i in range(s.sums)
     )
 
 
@@ -360,13 +368,15 @@ def _begin(s: Shape) -> str:
         f"add.s32 slots_at, slots_at, {s.x_bytes}; add.s32 slots_end, slots_at, {s.slots * s.slot};"
         + "".join(f"@is_first mbarrier.init.shared::cta.b64 [full_at + {8 * i}], 1;" for i in range(s.slots))
         + "setp.eq.s32 there, thread, 0;"
-        + "".join(f"@there mbarrier.init.shared::cta.b64 [barriers + {8 * i}], 1;" for i in range(MOST_CHUNKS))
+        + "".join(
+            f"@there mbarrier.init.shared::cta.b64 [barriers + {8 * i}], 1;" for i in range(MOST_CHUNKS)
+        )
         + "fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff;"
         # Where a strip's words begin, for a thread that copies them.
         "add.s32 size, strip, lane; cvt.s64.s32 from, size; mad.lo.s64 own_words, from, strip_bytes, words;"
         f"{_own_params(s)} shr.u32 own_param, lane, 2; shl.b32 own_param, own_param, 1;"
         f"add.s32 own_param, own_param, {s.bundle * s.words};"
-        # `ldmatrix` takes 16 bytes of a row of activations at a time: of eight rows numbers 0 to 7 along K, then 8 to 15...
+        # `ldmatrix` takes 16 bytes of a row of activations at a time: numbers 0 to 7 along K of eight rows, 8 to 15 ...
         f"mad.lo.s32 pitch, chunk, {ROW}, {COPY}; "
         "mul.lo.s32 buffer_bytes, pitch, rows; and.b32 own_line, lane, 7; mul.lo.s32 own_line, own_line, pitch;"
         "shr.u32 size, lane, 3; mad.lo.s32 own_line, size, 16, own_line;"
@@ -398,7 +408,19 @@ def _chunk(s: Shape) -> str:
 def assembly(s: Shape) -> str:
     """The assembly, whose operands are those of `multiply_strips` from $1 on."""
     longs = ("words", "scales", "shifts", "x", "strip_bytes", "x_stride")
-    numbers = ("rows", "k", "strip", "strips", "bundles", "first_unit", "units", "chunk", "buffers", "groups", "params_row")
+    numbers = (
+        "rows",
+        "k",
+        "strip",
+        "strips",
+        "bundles",
+        "first_unit",
+        "units",
+        "chunk",
+        "buffers",
+        "groups",
+        "params_row",
+    )
     given = "".join(f"mov.b64 {name}, ${1 + i};" for i, name in enumerate(longs)) + "".join(
         f"mov.b32 {name}, ${1 + len(longs) + i};" for i, name in enumerate(numbers)
     )
@@ -412,8 +434,8 @@ def assembly(s: Shape) -> str:
         ".reg .pred fetching, has_second, has_params, is_first, loads, more, there, second;"
         ".reg .b32 memory, barriers, thread, warp, lane, log_warps, begins, ends, first_bundle, second_bundle,"
         "own_line, own_param, pitch, buffer_bytes, to, arrives, slot, slots_at, slots_end, full, full_at, phase,"
-        "size, at, load_buffer, buffer, buffer_phase, line_at, at_chunk, range, left, start, line, words_at, params_at, row,"
-        "unit_k, swapped, next_chunk, next_range, next_left, next_unit, next_bundle, done;"
+        "size, at, load_buffer, buffer, buffer_phase, line_at, at_chunk, range, left, start, line, words_at, params_at,"
+        "row, unit_k, swapped, next_chunk, next_range, next_left, next_unit, next_bundle, done;"
         ".reg .b64 policy, own_words, next_words, from, wide;"
         f".reg .f32 sum<{s.sums}>, other<{s.sums}>; {_begin(s)}"
         # The first units, and the first chunks: all but one of those that there is room for.
@@ -446,20 +468,20 @@ def multiply_strips(
     words, scales, shifts, x, strip_bytes, x_stride, rows, k, strip, strips, bundles, first_unit, units, chunk,
     buffers, groups, params_row, FORMAT, KIND, BUNDLE, WARPS, SLOTS, X_BYTES, SPANS, _semantic=None,
 ):  # fmt: skip
-    """Leaves the partial sums of a program's strips in shared memory, see `strips.sums_of`.
+    """Leaves the partial sums of a program's strips in shared memory, see `sliced_k.sums_of`.
 
     Args:
-        words, scales, shifts: addresses of the weight's; of what there is not, any number.
+        words, scales, shifts: the addresses of the weight's; ignored where the format has none.
         x: the address of the first row of activations.
         strip_bytes: of the words of a strip.
         x_stride: bytes from one row of activations to the next.
         rows: of activations, at most 8.
         k: columns of the activations.
         strip, strips: the program's first strip, and how many it has.
-        bundles: of all programs but the last one, which may have fewer strips; at most one for each warp.
+        bundles: of a full tile, at most one for each warp; the last tile may have fewer strips.
         first_unit, units: its range of K.
         chunk: units of a chunk.
-        buffers: chunks that there is room for in `X_BYTES`, at most `MOST_CHUNKS`; 1 only where one chunk has all units.
+        buffers: chunks that there is room for, at most `MOST_CHUNKS`; 1 only where one chunk has all units.
         groups: groups along K.
         params_row: bytes from one group's parameters to the next one's.
         FORMAT, KIND, BUNDLE, WARPS, SLOTS, X_BYTES, SPANS: see `Shape`.
