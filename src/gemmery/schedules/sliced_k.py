@@ -76,6 +76,7 @@ class SlicedK(Schedule):
     versions = ("3.6", "3.7", "3.8", "3.9")
     reason = "chosen for packed weights and few rows, where it is predicted to be the fastest"
     splits = (2, 3, 4, 6, 8)
+    tables = ("sliced_k",)
 
     def suits(self, problem: Problem) -> bool:
         p = problem
