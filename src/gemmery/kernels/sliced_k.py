@@ -46,6 +46,14 @@ def partial_sums(at, count, STRIDE, _semantic=None):
     )  # fmt: skip
 
 
+@builtin
+def same_program(_semantic=None):
+    """The number of the program, read anew: what is computed from it need not be kept in registers until here."""
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, %ctaid.x;", "=r", [], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic
+    )
+
+
 @gluon.jit
 def sums_of(
     first, strips, bundles, BUNDLE: gl.constexpr, WARPS: gl.constexpr, SPANS: gl.constexpr,
@@ -119,8 +127,8 @@ def gemm_sliced_k(
     """
     # Nothing else is as large, so shared memory begins with it.
     memory = gl.allocate_shared_memory(gl.int32, [BYTES // 1024, 256], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    unit = gl.program_id(0)
-    _, row, col, _, first_k, last_k = PLACE(unit, (tiles, part_k), (M, N, K), COLUMNS, strips * STRIP, 1)
+    sizes, state = (M, N, K), (tiles, part_k)
+    _, row, col, _, first_k, last_k = PLACE(gl.program_id(0), state, sizes, COLUMNS, strips * STRIP, 1)
     own = gl.minimum(strips, gl.cdiv(N - col, STRIP))
     bundles = gl.cdiv(strips, BUNDLE)
     nothing = gl.cast(0, gl.int64)
@@ -132,6 +140,10 @@ def gemm_sliced_k(
         gl.cdiv(last_k - first_k, DEPTH), chunk, buffers, groups, gl.cdiv(N, STRIP) * (2 * STRIP), FORMAT, KIND, BUNDLE,
         WARPS, SLOTS, X_BYTES, SPANS,
     )  # fmt: skip
+    unit = same_program()
+    _, row, col, _, _, _ = PLACE(unit, state, sizes, COLUMNS, strips * STRIP, 1)
+    own = gl.minimum(strips, gl.cdiv(N - col, STRIP))
+    bundles = gl.cdiv(strips, BUNDLE)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [WARPS, 1], [1, 0])
     WIDTH: gl.constexpr = TOGETHER * STRIP
     strides = (out_row, out_col)
