@@ -290,7 +290,9 @@ class Block:
                 left[row + 8 * (i % 2), pair + 8 * (i // 2) + j] = numbers(word >> 16 * j & 0xFFFF)
         for i, word in enumerate(b):
             for j in range(2):
-                right[pair + 8 * i + j, row] = numbers(word >> 16 * j & 0xFFFF)
+                # Poison is a signalling NaN.
+                with np.errstate(invalid="ignore"):
+                    right[pair + 8 * i + j, row] = numbers(word >> 16 * j & 0xFFFF)
         for i, number in enumerate(c):
             total[row + 8 * (i // 2), pair + i % 2] = number
         with np.errstate(invalid="ignore"):
