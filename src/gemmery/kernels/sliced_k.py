@@ -1,12 +1,12 @@
 """The product of a few rows and a packed weight, in which the warps of a program share out K.
 
 With few rows, a product takes about as long as its weight takes from memory. So all multiprocessors have to load all
-the time, and equally much. A program has some strips of 16 rows of the weight: as many as divide it evenly among
-multiprocessors. All of its warps load and multiply, and share out the strips along K, see `sliced_k_loop`. What warps
-have of the same strip is then added up in shared memory, in order. CUTLASS calls this sliced-K.
+the time, and equally much. A program has some strips of 16 rows of the weight, as many as divide the weight evenly
+among multiprocessors. Its warps divide K among themselves; each loads and multiplies its own part, see `sliced_k_loop`.
+The program then adds up the partial sums of its warps in shared memory, in a fixed order. CUTLASS calls this sliced-K,
+and Marlin does it for int4 weights (github.com/IST-DASLab/marlin).
 
-The products are those of `mma.sync`, which each warp issues alone. `wgmma` would have four warps wait for each other.
-That warps share out K is known from Marlin (github.com/IST-DASLab/marlin).
+Each warp issues its own products by `mma.sync`. `wgmma` would make four warps wait for each other.
 
 For Hopper, in Gluon, since the loop is assembly. Its arithmetic is that of `kernels.packed`, but for the order of the
 sum.
@@ -17,9 +17,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 
 from . import any_width_packed, sliced_k_loop
+from .any_width_packed import StageFormat
 from .dialect import value_of
 from .rings import last_to_arrive
-from .sliced_k_loop import multiply_strips
+from .sliced_k_loop import Shape, assembly
 
 #: Rows of a strip; bytes of a row of a partial sum.
 STRIP, SUM_ROW = gl.constexpr(any_width_packed.STRIP), gl.constexpr(sliced_k_loop.SUM_ROW)
@@ -27,6 +28,42 @@ STRIP, SUM_ROW = gl.constexpr(any_width_packed.STRIP), gl.constexpr(sliced_k_loo
 COLUMNS, DEPTH = gl.constexpr(sliced_k_loop.COLUMNS), gl.constexpr(sliced_k_loop.DEPTH)
 #: Strips whose sums are finished at a time: 64 columns of the output.
 TOGETHER = gl.constexpr(4)
+
+
+@builtin
+def multiply_strips(
+    words, scales, shifts, x, strip_bytes, x_stride, rows, k, strip, strips, bundles, first_unit, units, chunk,
+    buffers, groups, params_row, FORMAT, KIND, BUNDLE, WARPS, SLOTS, X_BYTES, SPANS, _semantic=None,
+):  # fmt: skip
+    """Leaves the partial sums of a program's strips in shared memory, see `sums_of`.
+
+    Args:
+        words, scales, shifts: the addresses of the weight's; ignored where the format has none.
+        x: the address of the first row of activations.
+        strip_bytes: of the words of a strip.
+        x_stride: bytes from one row of activations to the next.
+        rows: of activations, at most 8.
+        k: columns of the activations.
+        strip, strips: the program's first strip, and how many it has.
+        bundles: of a full tile, at most one for each warp; the last tile may have fewer strips.
+        first_unit, units: its range of K.
+        chunk: units of a chunk.
+        buffers: chunks that there is room for, up to `sliced_k_loop.MOST_CHUNKS`; 1 only if one chunk has all units.
+        groups: groups along K.
+        params_row: bytes from one group's parameters to the next one's.
+        FORMAT, KIND, BUNDLE, WARPS, SLOTS, X_BYTES, SPANS: see `Shape`.
+    """
+    shape = Shape(
+        StageFormat.of(value_of(FORMAT)), *map(value_of, (KIND, BUNDLE, WARPS, SLOTS, X_BYTES, SPANS))
+    )
+    gl.inline_asm_elementwise(
+        assembly(shape), ",".join(["=r"] + ["l"] * 6 + ["r"] * 11),
+        [
+            words, scales, shifts, x, strip_bytes, x_stride, rows, k, strip, strips, bundles, first_unit, units, chunk,
+            buffers, groups, params_row,
+        ],
+        dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
+    )  # fmt: skip
 
 
 @builtin
@@ -94,6 +131,53 @@ def store_block(acc, out, strides, args, shape, row, col, EPILOGUE: gl.constexpr
     gl.store(places, CAST(value, out.dtype.element_ty), mask=(rows < shape[0]) & (cols < shape[1]))
 
 
+@gluon.jit
+def corner(unit, state, shape, strips, PLACE: gl.constexpr):
+    """The row and the column where a unit of work begins, how many strips it has, and its range of K."""
+    _, row, col, _, first_k, last_k = PLACE(unit, state, shape, COLUMNS, strips * STRIP, 1)
+    return row, col, gl.minimum(strips, gl.cdiv(shape[1] - col, STRIP)), first_k, last_k
+
+
+@gluon.jit
+def finish(
+    out, strides, args, workspace, unit, tiles, shape, place, BUNDLE: gl.constexpr, WARPS: gl.constexpr,
+    SPANS: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr,
+):  # fmt: skip
+    """Adds up the partial sums of a program's warps, then those of a tile's parts, in the part that is done last.
+
+    Args:
+        tiles: how many there are.
+        shape: (rows of the output, end of the program's columns).
+        place: (row, column, the program's strips, strips of a full tile).
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [WARPS, 1], [1, 0])
+    WIDTH: gl.constexpr = TOGETHER * STRIP
+    row, col, own, strips = place
+    bundles = gl.cdiv(strips, BUNDLE)
+    if workspace is not None:
+        partials, semaphores = workspace
+        tile = unit % tiles
+        parts = gl.num_programs(0) // tiles
+        rows = gl.arange(0, COLUMNS, gl.SliceLayout(1, LAYOUT))[:, None]
+        cols = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))[None, :]
+        size = COLUMNS * gl.cdiv(strips, TOGETHER) * WIDTH
+        places = partials + gl.cast(tile * parts, gl.int64) * size + rows * WIDTH + cols
+        for first in range(0, own, TOGETHER):
+            acc = sums_of(first, own, bundles, BUNDLE, WARPS, SPANS, LAYOUT)
+            gl.store(places + gl.cast(unit // tiles, gl.int64) * size + first * (COLUMNS * STRIP), acc)
+        if last_to_arrive(semaphores + tile, parts - 1):
+            for first in range(0, own, TOGETHER):
+                acc = gl.zeros([COLUMNS, WIDTH], gl.float32, LAYOUT)
+                for part in range(parts):
+                    at = places + gl.cast(part, gl.int64) * size + first * (COLUMNS * STRIP)
+                    acc += gl.load(at, cache_modifier=".cg")
+                store_block(acc, out, strides, args, shape, row, col + first * STRIP, EPILOGUE, CAST)
+    else:
+        for first in range(0, own, TOGETHER):
+            acc = sums_of(first, own, bundles, BUNDLE, WARPS, SPANS, LAYOUT)
+            store_block(acc, out, strides, args, shape, row, col + first * STRIP, EPILOGUE, CAST)
+
+
 @gluon.jit(
     do_not_specialize=[
         "M", "N", "K", "tiles", "part_k", "x_stride", "out_row", "strips", "chunk", "buffers", "groups",
@@ -104,8 +188,7 @@ def gemm_sliced_k(
     strip_bytes, args, workspace,
     PLACE: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, KIND: gl.constexpr, FORMAT: gl.constexpr,
     BUNDLE: gl.constexpr, SPANS: gl.constexpr, SLOTS: gl.constexpr, X_BYTES: gl.constexpr, BYTES: gl.constexpr,
-    WARPS: gl.constexpr,
-    SOURCE: gl.constexpr,
+    WARPS: gl.constexpr, SOURCE: gl.constexpr,
 ):  # fmt: skip
     """A program for each tile of some strips, or for each part of one that is cut along K.
 
@@ -128,8 +211,7 @@ def gemm_sliced_k(
     # Nothing else is as large, so shared memory begins with it.
     memory = gl.allocate_shared_memory(gl.int32, [BYTES // 1024, 256], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     sizes, state = (M, N, K), (tiles, part_k)
-    _, row, col, _, first_k, last_k = PLACE(gl.program_id(0), state, sizes, COLUMNS, strips * STRIP, 1)
-    own = gl.minimum(strips, gl.cdiv(N - col, STRIP))
+    row, col, own, first_k, last_k = corner(gl.program_id(0), state, sizes, strips, PLACE)
     bundles = gl.cdiv(strips, BUNDLE)
     nothing = gl.cast(0, gl.int64)
     multiply_strips(
@@ -141,38 +223,25 @@ def gemm_sliced_k(
         WARPS, SLOTS, X_BYTES, SPANS,
     )  # fmt: skip
     unit = same_program()
-    _, row, col, _, _, _ = PLACE(unit, state, sizes, COLUMNS, strips * STRIP, 1)
-    own = gl.minimum(strips, gl.cdiv(N - col, STRIP))
-    bundles = gl.cdiv(strips, BUNDLE)
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [WARPS, 1], [1, 0])
-    WIDTH: gl.constexpr = TOGETHER * STRIP
-    strides = (out_row, out_col)
+    row, col, own, _, _ = corner(unit, state, sizes, strips, PLACE)
     # Columns behind the program's last strip are another one's.
     shape = (M, gl.minimum(N, col + own * STRIP))
-    done = unit >= 0
-    if workspace is not None:
-        partials, semaphores = workspace
-        tile = unit % tiles
-        parts = gl.num_programs(0) // tiles
-        rows = gl.arange(0, COLUMNS, gl.SliceLayout(1, LAYOUT))[:, None]
-        cols = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))[None, :]
-        size = COLUMNS * gl.cdiv(strips, TOGETHER) * WIDTH
-        places = partials + gl.cast(tile * parts, gl.int64) * size + rows * WIDTH + cols
-        for first in range(0, own, TOGETHER):
-            acc = sums_of(first, own, bundles, BUNDLE, WARPS, SPANS, LAYOUT)
-            gl.store(places + gl.cast(unit // tiles, gl.int64) * size + first * (COLUMNS * STRIP), acc)
-        done = last_to_arrive(semaphores + tile, parts - 1)
-        if done:
-            for first in range(0, own, TOGETHER):
-                acc = gl.zeros([COLUMNS, WIDTH], gl.float32, LAYOUT)
-                for part in range(parts):
-                    at = places + gl.cast(part, gl.int64) * size + first * (COLUMNS * STRIP)
-                    acc += gl.load(at, cache_modifier=".cg")
-                store_block(acc, out, strides, args, shape, row, col + first * STRIP, EPILOGUE, CAST)
-    else:
-        for first in range(0, own, TOGETHER):
-            acc = sums_of(first, own, bundles, BUNDLE, WARPS, SPANS, LAYOUT)
-            store_block(acc, out, strides, args, shape, row, col + first * STRIP, EPILOGUE, CAST)
+    place = (row, col, own, strips)
+    finish(
+        out,
+        (out_row, out_col),
+        args,
+        workspace,
+        unit,
+        tiles,
+        shape,
+        place,
+        BUNDLE,
+        WARPS,
+        SPANS,
+        EPILOGUE,
+        CAST,
+    )
     # Only assembly uses this memory. The store keeps the compiler from removing it or giving it to something else.
     memory.index(BYTES // 1024 - 1).store(
         gl.zeros([256], gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0]))

@@ -8,18 +8,14 @@ of bundles to warps alone.
 
 A warp has slots of its own for the words of its next units, and does not wait for other warps'. Words and activations
 are copied by `cp.async.bulk`, which can be told that words are read once: then they leave L2 first, and not what is
-still to be written back to memory. `cp.async` takes the same hint in PTX, but an H200 calls that an illegal
+still to be written back to memory. PTX has the same hint for `cp.async`, but an H200 fails there with an illegal
 instruction.
 """
 
 from typing import NamedTuple
 
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
-
 from . import any_width_packed as packed
 from .any_width_packed import LINE_BYTES, PIECES, STEP, STRIP, StageFormat
-from .dialect import value_of
 
 #: Rows of activations, which are columns of a sum.
 COLUMNS = 8
@@ -36,10 +32,10 @@ BULK = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
 
 
 class Shape(NamedTuple):
-    """What the assembly is made for.
+    """The parameters of the assembly.
 
     Attributes:
-        format: of the weight.
+        format: the weight's format.
         kind: the type of activations, as PTX names it.
         bundle: strips of a unit.
         warps: a power of two.
@@ -409,18 +405,8 @@ def assembly(s: Shape) -> str:
     """The assembly, whose operands are those of `multiply_strips` from $1 on."""
     longs = ("words", "scales", "shifts", "x", "strip_bytes", "x_stride")
     numbers = (
-        "rows",
-        "k",
-        "strip",
-        "strips",
-        "bundles",
-        "first_unit",
-        "units",
-        "chunk",
-        "buffers",
-        "groups",
-        "params_row",
-    )
+        "rows", "k", "strip", "strips", "bundles", "first_unit", "units", "chunk", "buffers", "groups", "params_row",
+    )  # fmt: skip
     given = "".join(f"mov.b64 {name}, ${1 + i};" for i, name in enumerate(longs)) + "".join(
         f"mov.b32 {name}, ${1 + len(longs) + i};" for i, name in enumerate(numbers)
     )
@@ -461,39 +447,3 @@ def assembly(s: Shape) -> str:
         f"bar.sync 0; add.s32 row, warp, first_bundle; {_store_sums(s, 'row')} {last}"
         "\nSTORED: bar.sync 0; mov.b32 $0, 0; }"
     )
-
-
-@builtin
-def multiply_strips(
-    words, scales, shifts, x, strip_bytes, x_stride, rows, k, strip, strips, bundles, first_unit, units, chunk,
-    buffers, groups, params_row, FORMAT, KIND, BUNDLE, WARPS, SLOTS, X_BYTES, SPANS, _semantic=None,
-):  # fmt: skip
-    """Leaves the partial sums of a program's strips in shared memory, see `sliced_k.sums_of`.
-
-    Args:
-        words, scales, shifts: the addresses of the weight's; ignored where the format has none.
-        x: the address of the first row of activations.
-        strip_bytes: of the words of a strip.
-        x_stride: bytes from one row of activations to the next.
-        rows: of activations, at most 8.
-        k: columns of the activations.
-        strip, strips: the program's first strip, and how many it has.
-        bundles: of a full tile, at most one for each warp; the last tile may have fewer strips.
-        first_unit, units: its range of K.
-        chunk: units of a chunk.
-        buffers: chunks that there is room for, at most `MOST_CHUNKS`; 1 only where one chunk has all units.
-        groups: groups along K.
-        params_row: bytes from one group's parameters to the next one's.
-        FORMAT, KIND, BUNDLE, WARPS, SLOTS, X_BYTES, SPANS: see `Shape`.
-    """
-    shape = Shape(
-        StageFormat.of(value_of(FORMAT)), *map(value_of, (KIND, BUNDLE, WARPS, SLOTS, X_BYTES, SPANS))
-    )
-    gl.inline_asm_elementwise(
-        assembly(shape), ",".join(["=r"] + ["l"] * 6 + ["r"] * 11),
-        [
-            words, scales, shifts, x, strip_bytes, x_stride, rows, k, strip, strips, bundles, first_unit, units, chunk,
-            buffers, groups, params_row,
-        ],
-        dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
-    )  # fmt: skip

@@ -6,13 +6,9 @@ Two schedules: in one the warpgroups share a tile, in the other one they take ti
 from __future__ import annotations
 
 import functools
-import hashlib
-import inspect
 import math
 import re
-import weakref
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -31,7 +27,17 @@ from ..operands.pair import Pair
 from ..operands.scaled import Scaled
 from . import any_width_cost
 from .base import Forms
-from .binding import Binding, epilogue_arguments, epilogue_of, promotes, sorted_tensors, storable, suits_tma
+from .binding import (
+    Binding,
+    digest,
+    epilogue_arguments,
+    epilogue_of,
+    needs_only_its_block,
+    promotes,
+    sorted_tensors,
+    storable,
+    suits_tma,
+)  # fmt: skip
 from .cost import Costs, Floats, Given
 from .persistent_static import PersistentStatic, Work
 from .walk import Ints, divisor
@@ -80,9 +86,6 @@ EACH: dict[Form, int] = {"rows": 8, "turned": ROWS, "pairs": 2 * EIGHT}
 
 #: Types of operands, as PTX names them.
 KINDS = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-
-#: Compiled kernels that were looked into, and are as they have to be.
-_CHECKED: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class Tile(NamedTuple):
@@ -383,11 +386,8 @@ def _epilogue_suits(problem: Problem) -> bool:
     Registers spill beside an accumulator where an epilogue reads or writes another matrix. A matrix that is added
     may be the output itself, of which some columns are stored twice.
     """
-    p, f = problem, problem.fusion
-    if p.wants_subtiles or p.epilogue == "add_matrix":
-        return False
-    plain = f is None or (f.stores and not (f.reduces or f.whole or p.a.prologue))
-    return plain and all((x.row + x.col) * 256 < 1 << 31 for x in p.extras)
+    p = problem
+    return not (p.wants_subtiles or p.epilogue == "add_matrix") and needs_only_its_block(p)
 
 
 def descriptor(
@@ -453,19 +453,10 @@ class AnyWidthBinding(Binding):
             "num_warps": 4,
         }
 
-    def compile(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> Any:
-        """See `Binding.compile`.
-
-        Raises:
-            RuntimeError: the ring, its barriers or the tensor maps are not where the kernel's assembly looks for them.
-        """
-        compiled = super().compile(tensors, numbers)
-        # Every number of rows comes here, with one of a few kernels.
-        if compiled not in _CHECKED:
-            check_maps(compiled.asm["ptx"])
-            check_memory(compiled.asm["llir"], self.tile.slots * self.tile.part * ROW)
-            _CHECKED.add(compiled)
-        return compiled
+    def check(self, compiled: Any) -> None:
+        """RuntimeError unless the ring, its barriers and the tensor maps are where the kernel's assembly looks."""
+        check_maps(compiled.asm["ptx"])
+        check_memory(compiled.asm["llir"], self.tile.slots * self.tile.part * ROW)
 
     def arguments(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> list[Any]:
         """The kernel's run-time arguments, as for `Binding.arguments`."""
@@ -573,13 +564,10 @@ class AnyWidthBinding(Binding):
 
 @functools.cache
 def source() -> str:
-    """A digest of the kernel's files: Triton does not notice a change in what writes its assembly."""
+    """The `digest` of the kernel's files."""
     from ..kernels import any_width, any_width_load, any_width_loop, decoders
 
-    files = (any_width, any_width_load, any_width_loop, packed, decoders)
-    return hashlib.sha256(b"".join(Path(inspect.getfile(each)).read_bytes() for each in files)).hexdigest()[
-        :16
-    ]
+    return digest(any_width, any_width_load, any_width_loop, packed, decoders)
 
 
 def check_maps(ptx: str) -> None:

@@ -6,7 +6,12 @@ serves a launch, a compilation for the GPU at hand, and a cross-compilation with
 
 from __future__ import annotations
 
+import hashlib
+import inspect
+import weakref
 from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,6 +31,8 @@ from .workspace import WORKSPACES, Workspace
 if TYPE_CHECKING:
     from ..problem import Config, Problem
 
+#: Compiled kernels that `Binding.check` was given.
+_CHECKED: weakref.WeakSet[Any] = weakref.WeakSet()
 _TL: dict[torch.dtype, Any] = {dtype: getattr(tl, name.removeprefix("tl.")) for dtype, name in TYPES.items()}
 #: fp8 products are promoted to the fp32 accumulator after this many steps along K, as cuBLAS does in its accurate mode.
 PROMOTE_EVERY = 128
@@ -66,6 +73,19 @@ def epilogue_of(problem: Problem) -> Any:
     own = problem.fusion
     made = getattr(epilogues, problem.epilogue) if own is None else function(own.source)
     return problem.b.of_sum(made, problem.device)
+
+
+def needs_only_its_block(problem: Problem) -> bool:
+    """Whether an epilogue asks for nothing but its block, and for no offsets beyond 32 bits in it."""
+    p, f = problem, problem.fusion
+    plain = f is None or (f.stores and not (f.reduces or f.whole or p.a.prologue))
+    return plain and all((x.row + x.col) * _BOX < 1 << 31 for x in p.extras)
+
+
+def digest(*modules: ModuleType) -> str:
+    """A digest of a kernel's files: Triton does not notice a change in what writes its assembly."""
+    files = b"".join(Path(inspect.getfile(each)).read_bytes() for each in modules)
+    return hashlib.sha256(files).hexdigest()[:16]
 
 
 def phases(problem: Problem) -> tuple[Any, Any]:
@@ -348,5 +368,17 @@ class Binding:
         return self.arguments(tensors, numbers)
 
     def compile(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> Any:
-        """Compile without launching, for the active driver's target; tensors may be on the meta device."""
-        return self.kernel.warmup(*self.arguments(tensors, numbers), grid=self.grid, **self.constants)
+        """Compile without launching, for the active driver's target; tensors may be on the meta device.
+
+        Raises:
+            RuntimeError: see `check`.
+        """
+        compiled = self.kernel.warmup(*self.arguments(tensors, numbers), grid=self.grid, **self.constants)
+        # Every number of rows comes here, with one of a few kernels.
+        if compiled not in _CHECKED:
+            self.check(compiled)
+            _CHECKED.add(compiled)
+        return compiled
+
+    def check(self, compiled: Any) -> None:
+        """RuntimeError unless a compiled kernel is as what it was made of takes for granted; by default nothing is."""

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import inspect
 import math
 import re
-import weakref
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,25 +17,33 @@ from ..formats.packing import STRIP
 from ..kernels import any_width_packed as packed
 from ..kernels import place
 from ..kernels.numerics import cast
+from ..kernels.sliced_k_loop import COLUMNS, COPY, DEPTH, MOST_CHUNKS, ROW, Shape
 from ..operands import Dense
 from ..operands.packed import Packed, PackedAccess
-from .base import Forms, Schedule
-from .binding import Binding, epilogue_arguments, epilogue_of, sorted_tensors, suits_tma
+from .any_width import KINDS
+from .base import Forms
+from .binding import (
+    Binding,
+    digest,
+    epilogue_arguments,
+    epilogue_of,
+    needs_only_its_block,
+    sorted_tensors,
+    suits_tma,
+)  # fmt: skip
 from .cost import Costs, Floats, Given, Stream
-from .walk import Walk, whole_tiles
+from .tile import Tile
+from .walk import Ints
 from .waves import Split
 
 if TYPE_CHECKING:
-    from ..kernels import sliced_k_loop
     from ..problem import Config, Problem
     from ..select.space import Space
 
-#: Rows of activations that a tile has.
-COLUMNS = 8
 #: By the number of warps: bytes of shared memory for activations.
 X_BYTES = {4: 48 << 10, 8: 112 << 10, 16: 96 << 10}
-#: Numbers along K of a unit, and strips of a bundle, at most; see `kernels.sliced_k_loop`.
-DEPTH, BUNDLE = 128, 4
+#: Strips of a bundle, at most; see `kernels.sliced_k_loop`.
+BUNDLE = 4
 #: Bits of a code times warps times strips of a bundle, at most.
 WORDS = 128
 #: Units of a warp in a chunk of activations.
@@ -48,8 +52,6 @@ UNITS = 3
 SHARED = ARCHS["sm_90"].shared - 1024
 #: The largest K and N: bytes of a strip and of a row of group parameters are counted in 32 bits.
 MOST_K, MOST_N = 1 << 26, 1 << 26
-#: Types of activations, as PTX names them.
-KINDS = {torch.float16: "f16", torch.bfloat16: "bf16"}
 
 #: Seconds of a multiprocessor for a unit, and for each of its strips. Seconds that a warp takes for a unit at least,
 #: and as many for each of its strips. Bytes of activations that a multiprocessor gets in a second. Seconds around a
@@ -61,11 +63,9 @@ MEMORY, OVERLAP = Stream(long=0.885, short=1.576, ramp=6.0e-6), 2.0
 
 #: Registers of a thread: without a word of it, ptxas takes 64 and spills some, although there are more.
 REGISTERS = 128
-#: Compiled kernels whose shared memory was checked.
-_CHECKED: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-class SlicedK(Schedule):
+class SlicedK(Tile):
     """A program for each tile of some strips, or for each part of one that is cut along K."""
 
     name = "sliced_k"
@@ -89,13 +89,13 @@ class SlicedK(Schedule):
             and not p.paired
             and not p.batch
             and type(p.a) is Dense
-            and p.a.dtype in KINDS
+            and p.a.dtype in (torch.float16, torch.bfloat16)
             and p.a.col == 1
             and suits_tma(p)
             and p.K % 8 == 0
             and p.K <= MOST_K
             and p.N <= MOST_N
-            and _epilogue_suits(p)
+            and needs_only_its_block(p)
         )
 
     def takes(self, config: Config, forms: Forms) -> bool:
@@ -107,8 +107,9 @@ class SlicedK(Schedule):
         return bundles <= config.num_warps and shape.bytes <= SHARED and sums <= shape.x_bytes
 
     def code(self, config: Config, kind: str) -> object:
-        bundle = _bundle(config, int(kind.removeprefix("packed")))
-        return bundle, _spans(config, bundle), config.num_warps, config.num_stages
+        c = config
+        bundle = int(_bundle(c.block_n, c.num_warps, int(kind.removeprefix("packed"))))
+        return bundle, _spans(c, bundle), c.num_warps, c.num_stages
 
     def check_sizes(self, config: Config) -> None:
         c = config
@@ -159,7 +160,7 @@ class SlicedK(Schedule):
         of int4 on an H200 (`benchmarks/results/looks/sliced_k-bf16.json`).
         """
         p, s, sms = problem, space, problem.device.sms
-        bundle = np.array([_bundle(config, int(p.b.bits)) for config in s.configs])
+        bundle = _bundle(s.block_n, s.num_warps, int(p.b.bits))
         bundles = s.block_n / STRIP / bundle
         tiles = -(-given.rows // s.block_m) * -(-p.N // s.block_n)
         units = np.ceil(max(p.K, 1) / s.block_k)
@@ -182,57 +183,33 @@ class SlicedK(Schedule):
             waves * np.ones_like(body),
         )  # fmt: skip
 
+    def band(self, problem: Problem, config: Config) -> int:
+        """Tiles are not in bands."""
+        return 1
+
     def at_once(self, problem: Problem, config: Config) -> int:
         format = problem.b.staged
         assert format is not None
         return problem.device.sms * max(1, SHARED // (_shape(config, format).bytes + 1024))
 
-    def walk(self, problem: Problem, config: Config) -> Walk:
-        """First the first part along K of every tile."""
-        p, c = problem, config
-        tiles_n = -(-p.N // c.block_n)
-        tiles, split = -(-p.M // c.block_m) * tiles_n, Split.of(p, c)
-        program = np.arange(tiles * (1 if split is None else split.parts))
-        columns = whole_tiles(p, c, program % max(tiles, 1), tiles_n, 1)
-        if split is not None:
-            columns["first_k"] = program // tiles * split.length
-            columns["last_k"] = np.minimum(columns["first_k"] + split.length, p.K)
-        return Walk(len(program), self.at_once(p, c), program=program, turn=np.zeros_like(program), **columns)
 
-    def cuts(self, problem: Problem, config: Config) -> list[str]:
-        split = Split.of(problem, config)
-        if split is None:
-            return []
-        return [f"K is cut into {split.parts} parts for programs of their own; drawn uncut"]
+def _shape(config: Config, format: packed.StageFormat, kind: str = "bf16") -> Shape:
+    """The parameters of a config's assembly."""
+    c = config
+    bundle = int(_bundle(c.block_n, c.num_warps, format.bits))
+    return Shape(format, kind, bundle, c.num_warps, c.num_stages, X_BYTES[c.num_warps], _spans(c, bundle))
 
 
-def _shape(config: Config, format: packed.StageFormat, kind: str = "bf16") -> sliced_k_loop.Shape:
-    """What the kernel of a config is made for."""
-    from ..kernels import sliced_k_loop
-
-    c, bundle = config, _bundle(config, format.bits)
-    return sliced_k_loop.Shape(
-        format, kind, bundle, c.num_warps, c.num_stages, X_BYTES[c.num_warps], _spans(c, bundle)
-    )
-
-
-def _bundle(config: Config, bits: int) -> int:
-    """Strips of a bundle: as many as divide those of a tile, and there is shared memory for."""
-    strips = config.block_n // STRIP
-    most = min(BUNDLE, WORDS // (bits * max(config.num_warps, 8)))
-    return next(each for each in (4, 2, 1) if each <= most and strips % each == 0)
+def _bundle(block_n: Ints | int, num_warps: Ints | int, bits: int) -> Ints:
+    """Strips of a bundle: as many as divide those of a tile, and there is shared memory for. All are powers of two."""
+    most = np.minimum(BUNDLE, WORDS // (bits * np.maximum(num_warps, 8)))
+    found: Ints = np.gcd(block_n // STRIP, most)
+    return found
 
 
 def _spans(config: Config, bundle: int) -> bool:
     """Whether a warp may have units of two bundles."""
     return config.num_warps % (config.block_n // STRIP // bundle) != 0
-
-
-def _epilogue_suits(problem: Problem) -> bool:
-    """Whether an epilogue asks for nothing but its block, and for no offsets beyond 32 bits in it."""
-    p, f = problem, problem.fusion
-    plain = f is None or (f.stores and not (f.reduces or f.whole or p.a.prologue))
-    return plain and all((x.row + x.col) * 256 < 1 << 31 for x in p.extras)
 
 
 class SlicedKBinding(Binding):
@@ -268,17 +245,9 @@ class SlicedKBinding(Binding):
             "maxnreg": REGISTERS,
         }
 
-    def compile(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> Any:
-        """See `Binding.compile`.
-
-        Raises:
-            RuntimeError: shared memory does not begin with what the kernel's assembly takes.
-        """
-        compiled = super().compile(tensors, numbers)
-        if compiled not in _CHECKED:
-            check_memory(compiled.asm["llir"], self.constants["BYTES"], compiled.metadata.shared)
-            _CHECKED.add(compiled)
-        return compiled
+    def check(self, compiled: Any) -> None:
+        """RuntimeError unless shared memory begins with what the kernel's assembly takes."""
+        check_memory(compiled.asm["llir"], self.constants["BYTES"], compiled.metadata.shared)
 
     def arguments(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> list[Any]:
         """The kernel's run-time arguments, as for `Binding.arguments`."""
@@ -295,15 +264,13 @@ class SlicedKBinding(Binding):
             epilogue_arguments(p, 0, extras, numbers), workspace,
         ]  # fmt: skip
 
-    @property
+    @functools.cached_property
     def chunks(self) -> tuple[int, int]:
         """Units along K of a chunk of activations, and how many chunks there is room for.
 
         All warps have equally many units of a chunk where its number of them allows. With fewer units warps wait for
         each other more often; with more, they wait longer for the first chunk.
         """
-        from ..kernels.sliced_k_loop import COPY, MOST_CHUNKS, ROW
-
         c, length = self.config, self.problem.K if self.split is None else self.split.length
         units, rows = -(-length // DEPTH), min(COLUMNS, self.problem.M)
         even = c.num_warps // math.gcd(c.num_warps, self.bundles)
@@ -330,13 +297,10 @@ class SlicedKBinding(Binding):
 
 @functools.cache
 def source() -> str:
-    """A digest of the kernel's files: Triton does not notice a change in what writes its assembly."""
+    """The `digest` of the kernel's files."""
     from ..kernels import decoders, sliced_k, sliced_k_loop
 
-    files = (sliced_k, sliced_k_loop, packed, decoders)
-    return hashlib.sha256(b"".join(Path(inspect.getfile(each)).read_bytes() for each in files)).hexdigest()[
-        :16
-    ]
+    return digest(sliced_k, sliced_k_loop, packed, decoders)
 
 
 def check_memory(llir: str, size: int, shared: int) -> None:

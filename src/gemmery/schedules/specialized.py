@@ -22,7 +22,15 @@ from ..kernels import place
 from ..kernels.numerics import cast
 from ..operands.packed import Packed, PackedAccess
 from ..operands.scaled import Scaled
-from .binding import Binding, epilogue_arguments, epilogue_of, sorted_tensors, storable, suits_tma
+from .binding import (
+    Binding,
+    epilogue_arguments,
+    epilogue_of,
+    needs_only_its_block,
+    sorted_tensors,
+    storable,
+    suits_tma,
+)  # fmt: skip
 from .persistent_static import PersistentStatic, Work
 from .waves import Split
 
@@ -77,7 +85,8 @@ class Specialized(PersistentStatic):
             and p.out.col == 1
             and p.out.dtype in (torch.float16, torch.bfloat16)
             and storable(p.out, p.M, p.out_n, ())
-            and _epilogue_suits(p)
+            and needs_only_its_block(p)
+            and (p.b.is_packed or not p.paired)
         )
 
     def check(self, config: Config) -> None:
@@ -128,14 +137,6 @@ def _scaled(problem: Problem) -> bool:
     if not isinstance(p.b, Scaled) or p.b.step != BLOCK or p.a.dtype not in FP8:
         return False
     return p.b.row == 1 and p.b.every % BLOCK == 0
-
-
-def _epilogue_suits(problem: Problem) -> bool:
-    """Whether an epilogue asks for nothing but its block, and for no offsets beyond 32 bits in it."""
-    p, f = problem, problem.fusion
-    plain = f is None or (f.stores and not (f.reduces or f.whole or p.a.prologue))
-    near = all((x.row + x.col) * 256 < 1 << 31 for x in p.extras)
-    return plain and near and (p.b.is_packed or not p.paired)
 
 
 def _turns(problem: Problem, config: Config) -> bool:

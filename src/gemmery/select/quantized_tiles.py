@@ -8,6 +8,8 @@ can be better than a larger one: while one of them unpacks or scales, the other 
 
 from __future__ import annotations
 
+from ..formats.packing import STRIP
+from ..kernels.sliced_k_loop import COLUMNS, DEPTH
 from . import any_width_tiles
 
 Rows = dict[tuple[str, str], str]
@@ -24,7 +26,7 @@ STRIPS = {
 def _sliced_k() -> str:
     """The rows of tiles whose K is shared by warps."""
     return "\n".join(
-        f"8x{16 * each}x128 1 {warps} 3 1.0 swap splits apart"
+        f"{COLUMNS}x{STRIP * each}x{DEPTH} 1 {warps} 3 1.0 swap splits apart"
         for warps, strips in STRIPS.items()
         for each in strips
     )
