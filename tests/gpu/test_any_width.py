@@ -270,7 +270,11 @@ PACKED_TILES = (
 def packed_case(name, dtype):
     """A product with a packed weight, and its problem; N and K divide by nothing, a tile may be larger than M."""
     r = rng("any width", name, dtype)
-    m, n, k = r.randint(60, 700), 8 * r.randint(9, 90), 8 * r.randint(20, 250)
+    return packed_product(name, dtype, r.randint(60, 700), 8 * r.randint(9, 90), 8 * r.randint(20, 250))
+
+
+def packed_product(name, dtype, m, n, k):
+    """Activations, a weight in a format of `PACKED`, and the problem of their product."""
     x, w = values((m, k), dtype), values((n, k), torch.float32) / 4
 
     def quantized(w):

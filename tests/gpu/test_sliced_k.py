@@ -13,7 +13,7 @@ from gemmery.lab.abstract import linear_problem
 from gemmery.schedules.sliced_k import SLICED_K
 from gemmery.tuning.workers import Target, Workers
 from tests.gpu.common import DRY, HALVES, rng, values, wide
-from tests.gpu.test_any_width import PACKED, by_ordinary_launch
+from tests.gpu.test_any_width import PACKED, by_ordinary_launch, packed_product
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,14 +36,7 @@ LARGE = "8x128x128-g1-w4-s3-sliced_k-pointer-k3-swap"
 def case(name, dtype):
     """A product with a packed weight, and its problem; N and K divide by nothing."""
     r = rng("sliced k", name, dtype)
-    m, n, k = r.randint(1, 8), 8 * r.randint(2, 200), 8 * r.randint(16, 800)
-    x, w = values((m, k), dtype), values((n, k), torch.float32) / 4
-
-    def quantized(w):
-        return gemmery.quantize(w, name.split()[0], dtype=dtype, **PACKED[name])
-
-    problem = linear_problem(x.to("meta"), quantized(w.to("meta")), current(torch.device("cuda")))
-    return x, quantized(w), problem
+    return packed_product(name, dtype, r.randint(1, 8), 8 * r.randint(2, 200), 8 * r.randint(16, 800))
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,11 +14,10 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 import gemmery
 from gemmery import Config, schedules, select
 from gemmery.kernels import decoders, sliced_k_loop
-from gemmery.kernels.sliced_k_loop import COLUMNS, SUM_ROW, Shape
-from gemmery.operands import Dense, Layout, Packed
+from gemmery.kernels.sliced_k_loop import COLUMNS, DEPTH, SUM_ROW, Shape
+from gemmery.lab.abstract import abstract_problem, linear_problem
 from gemmery.operands.packed import PackedOperand
-from gemmery.problem import Problem
-from gemmery.schedules.sliced_k import DEPTH, SLICED_K, X_BYTES
+from gemmery.schedules.sliced_k import SLICED_K, X_BYTES
 from gemmery.select import space
 from gemmery.select.shapes import device_named
 
@@ -26,14 +26,7 @@ from .lanes import Block
 H200 = device_named("H200")
 
 
-def problem_of(M, N, K, *, group=128, symmetric=True):
-    """A product with a weight of int4, of which no numbers are made."""
-    b = Packed.of(torch.bfloat16, "int4", 4, group, "" if symmetric else "zeros", N=N, K=K)
-    stride = -(-K // 8) * 8
-    return Problem(
-        M=M, N=N, K=K, batch=(), device=H200, a=Dense(torch.bfloat16, (), stride, 1, True), b=b,
-        out=Layout(torch.bfloat16, (), N, 1, True),
-    )  # fmt: skip
+problem_of = partial(abstract_problem, device=H200, weight="int4")
 
 
 def memory_of(tensors):
@@ -51,7 +44,7 @@ def error(M, N, K, bundle, strips, warps=4, slots=3, chunk=0, buffers=1, seed=1,
 
     Args:
         bundle, strips, warps, slots: see `Shape`, and strips of a program.
-        chunk, buffers: see `sliced_k_loop.multiply_strips`; without, all units are one chunk.
+        chunk, buffers: see `sliced_k.multiply_strips`; without, all units are one chunk.
         first: the program's first strip.
         unit, units: its range of K; without, all from `unit` on.
         text: changes the assembly.
@@ -59,10 +52,8 @@ def error(M, N, K, bundle, strips, warps=4, slots=3, chunk=0, buffers=1, seed=1,
     """
     torch.manual_seed(seed)
     weight = gemmery.quantize(torch.randn(N, K), "int4", dtype=torch.bfloat16, **more)
-    x, spec = (
-        torch.randn(M, K).bfloat16(),
-        problem_of(M, N, K, group=more.get("group_size", 128), symmetric=more.get("symmetric", True)).b,
-    )
+    x = torch.randn(M, K).bfloat16()
+    spec = linear_problem(x.to("meta"), weight.to("meta"), H200).b
     memory, places = memory_of([*PackedOperand(weight).launched, x])
     units = units or -(-K // DEPTH) - unit
     bundles, own = -(-strips // bundle), min(strips, -(-N // 16) - first)
@@ -202,9 +193,7 @@ def test_kernels_that_are_one_have_the_same_constants():
     problem, seen = problem_of(4, 4096, 4096), {}
     for each in space.tiles_of("hopper", "packed4"):
         if each.config.schedule == "sliced_k":
-            constants = {
-                k: v for k, v in schedules.bind(problem, each.config).constants.items() if k != "BYTES"
-            }
+            constants = schedules.bind(problem, each.config).constants
             code = SLICED_K.code(each.config, "packed4")
             assert seen.setdefault(code, constants) == constants
     assert len(seen) < 20
@@ -229,16 +218,18 @@ def test_configs_that_are_none(text, words):
 
 
 def test_products_that_are_refused():
-    config = tile("8x64x128-g1-w8-s3")
-    assert SLICED_K.refusal(problem_of(4, 512, 512), config) is None
-    invariant = replace(problem_of(4, 512, 512), batch_invariant=True)
+    config, problem = tile("8x64x128-g1-w8-s3"), problem_of(4, 512, 512)
+    assert SLICED_K.refusal(problem, config) is None
+    invariant = replace(problem, batch_invariant=True)
     assert "order of a sum" in SLICED_K.refusal(invariant, config)
-    assert "shared memory" in SLICED_K.refusal(problem_of(4, 512, 512), replace(config, num_stages=12))
-    assert "needs" in SLICED_K.refusal(problem_of(4, 512, 512, group=48), config)
+    assert "shared memory" in SLICED_K.refusal(problem, replace(config, num_stages=12))
+    assert "needs" in SLICED_K.refusal(replace(problem, b=replace(problem.b, group=48)), config)
     for K in (1001, 1004, 4090):
         # Bulk copies are of whole 16 bytes.
-        assert "K a multiple of 8" in SLICED_K.refusal(problem_of(4, 512, K), config)
-    assert not SLICED_K.considers(problem_of(4, 512, 512), np.array([[9]])).any()
+        assert "K a multiple of 8" in SLICED_K.refusal(
+            replace(problem_of(4, 512, -(-K // 8) * 8), K=K), config
+        )
+    assert not SLICED_K.considers(problem, np.array([[9]])).any()
 
 
 def test_it_is_chosen_for_few_rows_of_a_large_weight():
