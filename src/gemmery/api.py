@@ -16,7 +16,7 @@ from .problem import Config
 from .product.check import check_tensor
 from .product.run import plan as plan_of
 from .product.run import product
-from .product.spec import NONE, Factor, Functions, Number, Options, OutTypes
+from .product.spec import NONE, Factor, Functions, Number, Options, OutTypes, scalars_of
 
 
 def matmul(
@@ -160,7 +160,7 @@ def addmm(
     if input is None:
         check_tensor("addmm", "input", input)
     options = (out_dtype, resolved(precision, a), fast_accum, batch_invariant, config)
-    made: Tensor = product("addmm", a, b, input, NONE, out, options, alpha, beta)
+    made: Tensor = product("addmm", a, b, input, NONE, out, options, scalars_of(alpha, beta))
     return made
 
 

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .product.compute import compute
 from .product.run import checked, product
 from .product.shape import result_shape
-from .product.spec import NONE, Number, Options
+from .product.spec import NONE, Number, Options, scalars_of
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _DEVICES = ("cuda", "cpu")
@@ -79,7 +79,7 @@ def _product(
             # The tangents are torch's, which sees to them above.
             call = checked(op, a, b, addend, NONE, out, options, alpha, beta)
             return compute(call, out)[0][0]
-        return product(op, a, b, addend, NONE, out, options, alpha, beta)
+        return product(op, a, b, addend, NONE, out, options, scalars_of(alpha, beta))
 
 
 def _refusal(what: str) -> NotImplementedError:

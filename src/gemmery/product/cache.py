@@ -29,7 +29,7 @@ class Known:
         plan: what is launched.
         pick: of the call's values and, behind them, the results from the last to the first, those that are launched.
         numbers: places of the launch's numbers among the call's values; None for alpha and beta.
-        makers: allocate the results, in their order.
+        makers: allocate the results, from the last to the first.
         results: where more is to be done than to return what is allocated: what the epilogue makes.
         many: whether it returns a tuple.
         extents: places of the tensors among the values, with the bytes from the first element to the end of the last.
@@ -71,32 +71,32 @@ def look(given: Sequence[Any], grad: bool) -> tuple[list[Any], list[Any]] | None
     """
     addresses: list[Any] = []
     looks: list[Any] = []
-    place: int | None = None
-    for x in given:
-        kind = type(x)
-        # `seen.PLAIN`, written out: this is the hot path.
-        if kind is Tensor or kind is Parameter:
-            device = x.get_device()
-            if device != place:
-                if place is not None:
+    place = None
+    try:
+        for x in given:
+            kind = type(x)
+            # `seen.PLAIN`, written out: this is the hot path.
+            if kind is Tensor or kind is Parameter:
+                device = x.get_device()
+                if device != place:
+                    if place is not None:
+                        return None
+                    place = device
+                if (grad and x.requires_grad) or x.is_neg() or (device < 0 and x.is_meta):
                     return None
-                place = device
-            if (grad and x.requires_grad) or x.is_neg() or (device < 0 and x.is_meta):
-                return None
-            try:
                 address = x.data_ptr()
-            except RuntimeError:
-                return None  # a sparse tensor
-            addresses.append(address)
-            looks.append((x.shape, x.stride(), x.dtype, address & 15))
-        elif kind is float or kind is int:
-            addresses.append(x)
-            looks.append(kind)
-        elif x is None or kind is bool:
-            addresses.append(0)
-            looks.append(x)
-        else:
-            return None
+                addresses.append(address)
+                looks.append((x.shape, x.stride(), x.dtype, address & 15))
+            elif kind is float or kind is int:
+                addresses.append(x)
+                looks.append(kind)
+            elif x is None or kind is bool:
+                addresses.append(0)
+                looks.append(x)
+            else:
+                return None
+    except RuntimeError:
+        return None  # a sparse tensor
     looks.append(place)
     return addresses, looks
 
@@ -115,29 +115,29 @@ def launch(
         scalars: alpha and beta.
         out: where the result goes; it is known not to overlap anything.
     """
-    plan, results, numbers = known.plan, known.results, scalars
-    # Loops: before Python 3.12 a comprehension is a call.
-    made: list[Any] = []
+    plan, results = known.plan, known.results
+    numbers = scalars if known.numbers is None else tuple([objects[i] for i in known.numbers])
     allocated: list[Any] = []
+    # The results, from the last to the first. Loops: before Python 3.12 a comprehension is a call.
+    made: list[Any] = []
     if results is not None:
         allocated = results.allocate(objects[0].device, plan.slots if results.reduces else 1, out)
-        made = results.flat(allocated)
+        made += reversed(results.flat(allocated))
     elif out is not None:
         made.append(out)
     else:
         for make in known.makers:
             made.append(make())
-    if known.numbers is not None:
-        numbers = tuple([objects[i] for i in known.numbers])
-    for x in reversed(made):
+    for x in made:
         addresses.append(x.data_ptr())
-    if plan.direct is None or not plan.direct(known.pick(addresses), numbers):
-        plan.run(known.pick([*objects, *made[::-1]]), numbers)
+    direct = plan.direct
+    if direct is None or not direct(known.pick(addresses), numbers):
+        plan.run(known.pick([*objects, *made]), numbers)
     if out is not None:
         # Autograd must see that a tensor was written behind its back.
         _increment_version((out,))
         return [out]
-    return made if results is None else results.unalias(results.finish(allocated))
+    return made[::-1] if results is None else results.unalias(results.finish(allocated))
 
 
 def may_overlap(known: Known, addresses: Sequence[Any], objects: Sequence[Any], out: Tensor) -> bool:

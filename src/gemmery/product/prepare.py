@@ -135,7 +135,7 @@ def _traced(call: Call, out: Tensor | None) -> Known:
     values, flat = call.values, results.flat(tensors)
     given = [values[i] if i >= 0 else flat[~i] for i in places]
     plan = _plan(call, problem, given, tuple([values[i] for i in numbers]))
-    plain = results.makers(call.device) if results.is_plain else ()
+    plain = results.makers(call.device)[::-1] if results.is_plain else ()
     return Known(
         plan, itemgetter(*places), numbers, plain, None if results.is_plain else results, made.many, _extents(values),
         extent_bytes(flat[0]),

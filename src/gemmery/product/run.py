@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, is_autocast_enabled, is_grad_enabled
 from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
+from torch.nn import Parameter
 
 from .. import devices
 from ..epilogues.function import Epilogue, Held, memoised
@@ -36,14 +36,14 @@ from .dispatch import dispatched
 from .prepare import prepare
 from .prologue import apply_prologue
 from .seen import autocast_dtype, check_forward_mode, needs_dispatcher
-from .spec import Call, Functions, Number, Options
+from .spec import ONES, Call, Functions, Number, Options
 
 _HELD = (Epilogue, Held)
 
 
 def product(
     op: str, a: Any, b: Any, bias: Any, functions: tuple[Any, ...], out: Tensor | None, options: tuple[Any, ...],
-    alpha: Number = 1, beta: Number = 1,
+    scalars: tuple[Number, Number] = ONES,
 ) -> Any:  # fmt: skip
     """A product as the user called it.
 
@@ -51,6 +51,7 @@ def product(
         a, b, bias: see `build.make_call`.
         functions: see `spec.Functions`.
         options: see `spec.Options`.
+        scalars: see `spec.scalars_of`.
     """
     if is_dynamo_compiling():
         # It imports the compiler, which takes a second.
@@ -58,46 +59,54 @@ def product(
 
         if isinstance(b, QuantizedTensor) and isinstance(a, Tensor) and a.dim() == 1:
             return _of_vector(op, a, b, bias, Functions(*functions), out, Options(*options))
-        return compiled(op, a, b, bias, Functions(*functions), out, Options(*options), alpha, beta)
-    epilogue = functions[0]
+        return compiled(op, a, b, bias, Functions(*functions), out, Options(*options), *scalars)
+    epilogue, _, prologue, _ = functions
     if epilogue is not None and type(epilogue) not in _HELD:
         # A function that was met before is the epilogue that it was then.
-        functions = (memoised(epilogue), *functions[1:])
+        epilogue = memoised(epilogue)
+        functions = (epilogue, *functions[1:])
     if options[-1] is not None and not isinstance(options[-1], str):
         # A string is as good a key, and parsing it at every call would take longer than the call.
         options = (*options[:-1], Config.of(options[-1]))
     key = None
-    # Types first: a tensor of 1 is equal to 1 as well.
-    plain = type(alpha) is int and type(beta) is int and alpha == 1 and beta == 1
     if not (
         _len_torch_dispatch_stack() or _are_functorch_transforms_active() or forward_ad._current_level >= 0
     ):
         kind = type(b)
-        if kind is Tensor or kind is torch.nn.Parameter:
+        if kind is Tensor or kind is Parameter:
             given, form = [a, b], None
         else:
             given, form = _parts(a, b)
         number: Any = 0
-        if functions[0] is not None or functions[2] is not None:
+        if epilogue is not None or prologue is not None:
             number = _add_functions(given, functions, bias)
         elif bias is not None:
             given.append(bias)
         if out is not None:
             given.append(out)
-        looked = None if number is None else cache.look(given, torch.is_grad_enabled())
+        looked = None if number is None else cache.look(given, is_grad_enabled())
         if looked is not None:
-            scalars = plain or (alpha == 1, beta == 1, beta == 0)
-            key = (op, number, form, bias is None, out is None, options, scalars, *looked[1])
+            addresses, looks = looked
+            scaling = None if scalars is ONES else _kind_of(scalars)
+            key = (op, number, form, bias is None, out is None, options, scaling, *looks)
             known = cache.find(key)
+            # Without an argument it is asked for CUDA, in a third of the time.
             if known is not None and (
-                out is not None or not torch.is_autocast_enabled("cuda" if given[0].is_cuda else "cpu")
+                out is not None
+                or not (is_autocast_enabled() if looks[-1] >= 0 else is_autocast_enabled("cpu"))
             ):
-                if not plain:
-                    check_scalars(op, a, alpha, beta)
-                if out is None or not cache.may_overlap(known, looked[0], given, out):
-                    made = cache.launch(known, looked[0], given, (alpha, beta), out)
+                if scalars is not ONES:
+                    check_scalars(op, a, *scalars)
+                if out is None or not cache.may_overlap(known, addresses, given, out):
+                    made = cache.launch(known, addresses, given, scalars, out)
                     return tuple(made) if known.many else made[0]
-    return _first(op, a, b, bias, Functions(*functions), out, Options(*options), alpha, beta, key)
+    return _first(op, a, b, bias, Functions(*functions), out, Options(*options), *scalars, key)
+
+
+def _kind_of(scalars: tuple[Number, Number]) -> Any:
+    """What of alpha and beta decides which code runs."""
+    alpha, beta = scalars
+    return alpha == 1, beta == 1, beta == 0
 
 
 def _parts(a: Any, b: Any) -> tuple[list[Any], Any]:

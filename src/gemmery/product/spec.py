@@ -42,6 +42,15 @@ class Functions(NamedTuple):
 
 
 NONE = Functions()
+#: Alpha and beta of a product that is not scaled, known by their identity.
+ONES: tuple[Number, Number] = (1, 1)
+
+
+def scalars_of(alpha: Number, beta: Number) -> tuple[Number, Number]:
+    """Alpha and beta as `run.product` takes them: `ONES` where both are 1."""
+    # Types first: a tensor of 1 is equal to 1 as well.
+    plain = type(alpha) is int and type(beta) is int and alpha == 1 and beta == 1
+    return ONES if plain else (alpha, beta)
 
 
 def unchanged(acc: Tensor) -> Tensor:
