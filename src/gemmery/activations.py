@@ -21,7 +21,7 @@ from .operands.base import negated
 from .product.check import check_tensor
 from .product.operator import LIBRARY
 from .product.seen import needs_dispatcher
-from .schedules.binding import _TL
+from .schedules.binding import TL
 
 Per = Literal["token", "block", "tensor", "mx"]
 PERS: tuple[Per, ...] = ("token", "block", "tensor", "mx")
@@ -239,7 +239,7 @@ def _walk(x: Tensor, span: int | None) -> _Walk:
 def _format(format: str) -> dict[str, Any]:
     """A format as compile-time arguments."""
     dtype, largest = FORMATS[format]
-    return {"LARGEST": largest, "DTYPE": _TL[dtype]}
+    return {"LARGEST": largest, "DTYPE": TL[dtype]}
 
 
 def _cast_lines(x: Tensor, data: Tensor, scale: Tensor, format: str, span: int) -> None:

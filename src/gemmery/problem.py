@@ -87,9 +87,7 @@ class Problem:
     @property
     def wants_subtiles(self) -> bool:
         """Whether a traced epilogue takes many registers: for more as large as the output, or for random numbers."""
-        if self.fusion is None:
-            return False
-        return any(x.row and x.col for x in self.fusion.operands) or "uniform(" in self.fusion.source
+        return self.fusion is not None and bool(self.fusion.matrices or self.fusion.draws)
 
     @property
     def layouts(self) -> tuple[Layout, ...]:

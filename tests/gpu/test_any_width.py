@@ -186,6 +186,7 @@ def test_an_ordinary_launch_has_the_same_bits(text):
 #: What a row of a suite says besides its sizes, and its type.
 KINDS = {
     "pairs": ({"epilogue": "swiglu", "call": "linear"}, "bf16"),
+    "matrix": ({"epilogue": "bias_residual", "call": "linear"}, "bf16"),
     "fp8": ({"scales": "row", "call": "matmul"}, "fp8"),
     "fp8 fast": ({"scales": "row", "call": "matmul"}, "fp8fast"),
     "fp8 blocks": ({"scales": "block", "call": "matmul"}, "fp8"),
@@ -236,9 +237,8 @@ def rows():
 def called(inputs, config):
     if inputs.scaled is not None:
         return gemmery.scaled_matmul(*inputs.scaled, fast_accum=inputs.kind.fast_accum, config=config)
-    return gemmery.linear(
-        inputs.a, inputs.b.mT, epilogue=FUSIONS[inputs.row.epilogue].function, config=config
-    )
+    function = FUSIONS[inputs.row.epilogue].function
+    return gemmery.linear(inputs.a, inputs.b.mT, epilogue=function, args=inputs.args, config=config)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -252,6 +252,39 @@ def test_other_kinds_of_operands(kind, rows):
         for _ in range(5):
             assert torch.equal(called(inputs, config), first), (str(config), row)
         assert torch.equal(by_ordinary_launch(partial(called, inputs, config)), first), (str(config), row)
+
+
+def added(acc, residual):
+    return acc + residual
+
+
+def gated(acc, residual):
+    gate, up = acc.chunk(2, dim=-1)
+    return F.silu(gate) * up + residual
+
+
+@pytest.mark.parametrize("function", [added, gated])
+@pytest.mark.parametrize("text", [
+    "128x176x64-g8-w8-s4-cooperative-descriptor", "176x128x64-g8-w8-s4-cooperative-descriptor-swap",
+    "192x144x64-g8-w12-s4-cooperative-descriptor", "128x80x64-g8-w8-s6-pingpong-descriptor",
+    "112x128x64-g8-w8-s5-pingpong-descriptor-swap", "256x160x64-g8-w8-s3-cooperative-descriptor",
+    "64x64x64-g8-w4-s12-cooperative-descriptor", "64x144x64-g8-w4-s6-cooperative-descriptor-k3",
+])  # fmt: skip
+def test_an_epilogue_reads_a_matrix(text, function):
+    # Tiles for each program: less than one, one, and several; the matrix has rows of its own and another type.
+    for M, N, K in ((100, 336, 520), (1333, 1200, 136), (3000, 3088, 264)):
+        x, weight = values((M, K), torch.bfloat16), values((N, K), torch.bfloat16)
+        columns = N // 2 if function is gated else N
+        residual = values((M, columns + 24), torch.float16)[:, 8 : columns + 8]
+        want = function(wide(x) @ wide(weight).mT, wide(residual))
+        out = torch.full_like(want, torch.nan, dtype=torch.bfloat16)
+        run = partial(gemmery.linear, x, weight, epilogue=function, args=(residual,), config=text)
+        run(out=out)
+        theirs = function(x.float() @ weight.float().mT, residual.float()).to(torch.bfloat16)
+        assert (wide(out) - want).abs().max() <= 1.05 * (wide(theirs) - want).abs().max() + 1e-2
+        for _ in range(5):
+            assert torch.equal(run(), out)
+        assert torch.equal(by_ordinary_launch(run), out)
 
 
 #: Formats of packed weights, with what is asked for besides.

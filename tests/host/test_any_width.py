@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from gemmery import Config, schedules
+from gemmery import Config, epilogues, schedules
 from gemmery.kernels import any_width_packed, order, place
-from gemmery.lab.abstract import abstract_problem
+from gemmery.lab.abstract import abstract_problem, linear_problem
 from gemmery.schedules import any_width, walk
 from gemmery.schedules.any_width import Tile
 from gemmery.schedules.base import Forms
@@ -465,24 +465,25 @@ def test_parts_of_large_tiles_are_as_many_as_the_ring_holds():
 def test_a_ring_that_lies_elsewhere_is_refused():
     line = "getelementptr (i8, ptr addrspace(3) @global_smem, i32 {})\n"
     barrier = 'asm "mbarrier.inval.shared::cta.b64 [$1];" ' + line
-    barriers = 8 * (2 * any_width.MOST_STAGES + 4)
+    count = 2 * any_width.MOST_STAGES + 4
+    barriers = 8 * count
     named = 'asm "mov.b32 first, global_smem; add.s32 $0, first, {};"\n'
     others = line.format(4096 + barriers) + barrier.format(4096) + barrier.format(4104)
     right = others + named.format(4096) + named.format(2048)
-    any_width.check_memory(right, 4096)
+    any_width.check_memory(right, 4096, count)
     for at in (1024, 4096 + barriers - 8):
         with pytest.raises(RuntimeError, match="do not have shared memory's first bytes alone"):
-            any_width.check_memory(right + line.format(at), 4096)
+            any_width.check_memory(right + line.format(at), 4096, count)
     with pytest.raises(RuntimeError, match="first bytes alone"):
-        any_width.check_memory(barrier.format(4096) + named.format(4096), 4096)
+        any_width.check_memory(barrier.format(4096) + named.format(4096), 4096, count)
     with pytest.raises(RuntimeError, match="barriers are not 8192 bytes behind"):
-        any_width.check_memory(right, 8192)
+        any_width.check_memory(right, 8192, count)
     with pytest.raises(RuntimeError, match="barriers are not 4096 bytes behind"):
-        any_width.check_memory("", 4096)
+        any_width.check_memory("", 4096, count)
     # What the assembly is looked for in may be written otherwise one day.
     for text in (right + named.format(4104), others, others + named.format(2048)):
         with pytest.raises(RuntimeError, match="looks for barriers elsewhere"):
-            any_width.check_memory(text, 4096)
+            any_width.check_memory(text, 4096, count)
 
 
 @pytest.mark.parametrize("part", [16, 32, 64])
@@ -531,14 +532,41 @@ def test_a_direct_launch_loads_as_many_rows_at_a_time_as_a_tile_has(layout, text
             assert getattr(given[name], "box", [power, 64]) == [box, 64]
 
 
-@pytest.mark.parametrize("epilogue", ["bias_residual", "add_matrix"])
-def test_epilogues_with_another_matrix_are_refused(epilogue):
-    p = problem()
-    if epilogue == "bias_residual":
-        p = abstract_problem(1000, 1536, 2048, epilogue="bias_residual", device=H200)
-    else:
-        p = replace(p, epilogue="add_matrix", addend=p.out)
-    with pytest.raises(ValueError, match="no epilogue with another matrix"):
+def fused_problem(function, *args):
+    a, weight = (
+        torch.empty(*shape, dtype=torch.bfloat16, device="meta") for shape in ((1000, 2048), (1536, 2048))
+    )
+    return linear_problem(a, weight, H200, epilogue=function, args=args)
+
+
+def matrix(dtype=torch.bfloat16, columns=1536):
+    return torch.empty(1000, columns, dtype=dtype, device="meta")
+
+
+def test_an_epilogue_may_read_one_matrix():
+    for given in (matrix(), matrix(torch.float16), matrix(columns=2048)[:, 8:1544]):
+        p = fused_problem(lambda acc, x: acc + x, given)
+        binding = schedules.bind(p, Config.of("128x176x64-g8-w8-s4-cooperative-descriptor"))
+        descriptor = dict(
+            zip(binding.kernel.arg_names, binding.arguments(samples.arguments(p, "meta")[0]), strict=False)
+        )["matrix"]
+        # As the output is stored.
+        assert (descriptor.shape, descriptor.block_shape) == ([1000, 1536], [64, 64])
+        assert descriptor.strides[0] == given.stride(0)
+        assert candidates(p)[0].schedule in ("cooperative", "pingpong")
+
+
+@pytest.mark.parametrize("p", [
+    replace(problem(), epilogue="add_matrix", addend=problem().out),
+    fused_problem(lambda acc, x, y: acc + x * y, matrix(), matrix()),
+    fused_problem(lambda acc, x: (acc + x, acc - x), matrix()),
+    fused_problem(lambda acc, x: acc + x, matrix(torch.float32)),
+    fused_problem(lambda acc, x: acc + x, torch.empty(1536, 1000, dtype=torch.bfloat16, device="meta").mT),
+    fused_problem(lambda acc, x: acc + x, matrix(columns=1537)[:, :-1]),
+    fused_problem(lambda acc, x: epilogues.dropout(acc + x, 0.5, 1), matrix()),
+], ids=["add_matrix", "two", "two results", "fp32", "transposed", "odd rows", "random"])  # fmt: skip
+def test_other_epilogues_with_matrices_are_refused(p):
+    with pytest.raises(ValueError, match="an epilogue that reads at most one more matrix"):
         schedules.bind(p, Config.of("128x176x64-g8-w8-s4-cooperative-descriptor"))
     assert not {config.schedule for config in candidates(p)} & {"cooperative", "pingpong"}
 

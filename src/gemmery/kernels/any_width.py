@@ -34,11 +34,12 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from . import any_width_given as given
 from . import order
-from .any_width_load import AHEAD, ROW, begin, load_steps, loaders_of, maps_of, prefetch_maps
+from .any_width_load import AHEAD, ROW, begin, load_steps, loaders_of, maps_of, prefetch_maps, shared_at
 from .any_width_loop import STAGES, multiply_steps, step_of, x_bytes_of
 from .dialect import in_gluon, value_of
-from .rings import barrier, begin_roles, beside, last_to_arrive, later, rounded
+from .rings import barrier, begin_roles, beside, column_halves, last_to_arrive, later, rounded, upright
 
 part_of = in_gluon(order.part_of)
 
@@ -48,18 +49,6 @@ BLOCK8 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Shared memory and accumulators
-
-
-@builtin
-def shared_at(AT, _semantic=None):
-    """The address of what lies `AT` bytes behind the beginning of shared memory, where the ring is.
-
-    `schedules.any_width` makes sure in the compiled kernel that it is there.
-    """
-    return gl.inline_asm_elementwise(
-        f"{{ .reg .b32 first; mov.b32 first, global_smem; add.s32 $0, first, {value_of(AT)}; }}", "=r", [],
-        dtype=gl.int32, is_pure=True, pack=1, _semantic=_semantic,
-    )  # fmt: skip
 
 
 @builtin
@@ -435,33 +424,47 @@ def wait_for_slot(warp, _semantic=None):
 
 @gluon.jit
 def finish_part(
-    blocks, out, slots, first_slot, spread, number, in_ring, args, shape, row, col, EPILOGUE: gl.constexpr,
-    CAST: gl.constexpr, SWAP: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr,
+    blocks, out, slots, ring, first_slot, own_slot, spread, part, taken, in_ring, args, shape, row, col,
+    GIVEN: gl.constexpr, GROUP: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, SWAP: gl.constexpr,
+    X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
     """Epilogue and store of 64 rows of X by some of Y, which begin at `row` and `col`, through a slot.
 
     Args:
-        first_slot, spread: see `finish_tile`.
-        number: which part of the tile this is.
+        first_slot, own_slot, spread, taken: see `finish_tile`.
+        part: which part of the tile this is.
         in_ring: the part's slot, counted from the first, where parts are spread over the ring.
     """
     PAIRED: gl.constexpr = X_FORM == "pairs" or Y_FORM == "pairs"
     # A pair's slot has room for both numbers.
-    SLOT: gl.constexpr = out.block_type.shape[0] * out.block_type.shape[1] * (4 if PAIRED else 2)
+    EACH: gl.constexpr = 2 if PAIRED else 1
+    SLOT: gl.constexpr = out.block_type.shape[0] * out.block_type.shape[1] * 2 * EACH
+    number = taken + part
     slot = first_slot + gl.where(spread, in_ring, number % BUFFERS)
     # Issuing a store takes a while, so warps take turns.
     warp = gl.where(spread, number % 4, number % BUFFERS)
     at_row, at_col = row, col
     if SWAP:
         at_row, at_col = col, row
-    value, at_row, at_col = rounded(
-        columns_of(blocks), out, args, shape, at_row, at_col, EPILOGUE, CAST, SWAP, PAIRED
-    )
-    if spread == 0:
+    block = upright(columns_of(blocks), SWAP, PAIRED)
+    if GIVEN is not None:
+        # Both numbers of a pair make one.
+        like = block
+        if PAIRED:
+            like, _ = column_halves(block)
+        read = given.block_of(
+            ring, slots, part, taken, own_slot, spread, slot, like, GIVEN[1], GROUP, EACH, BUFFERS
+        )  # fmt: skip
+        args = (args, read)
+    value, at_row, at_col = rounded(block, out, args, shape, at_row, at_col, EPILOGUE, CAST, PAIRED)
+    if GIVEN is not None:
+        # All threads have read the part, whose slot may be this one.
+        barrier()
+    elif spread == 0:
         # This warp may still be storing an earlier part from the slot.
         wait_for_slot(warp)
         barrier()
-    slots.index(slot * (2 if PAIRED else 1)).store(value)
+    slots.index(slot * EACH).store(value)
     hopper.fence_async_shared()
     barrier()
     store_slot(slot * SLOT, warp, at_row, at_col, X_FORM, Y_FORM)
@@ -469,9 +472,10 @@ def finish_part(
 
 @gluon.jit
 def finish_tile(
-    acc, out, slots, args, shape, row, col, width, spread, first_slot, cut, EPILOGUE: gl.constexpr, CAST: gl.constexpr,
-    SWAP: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, OWN: gl.constexpr, X_ROWS: gl.constexpr,
-    BUFFERS: gl.constexpr, PART: gl.constexpr,
+    acc, out, slots, ring, args, shape, row, col, width, spread, first_slot, own_slot, cut, taken,
+    GIVEN: gl.constexpr, GROUP: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, SWAP: gl.constexpr,
+    X_FORM: gl.constexpr, Y_FORM: gl.constexpr, OWN: gl.constexpr, X_ROWS: gl.constexpr, BUFFERS: gl.constexpr,
+    PART: gl.constexpr, BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
     """Epilogue and store of a warpgroup's part of a tile, `PART` columns at a time.
 
@@ -482,12 +486,15 @@ def finish_tile(
             X have one in each stage. Words are smaller, so all parts lie side by side there. Otherwise parts
             take the warpgroup's `BUFFERS` in turn.
         first_slot: the first of these slots.
+        own_slot: the first of the warpgroup's own.
         cut: see `summed`; None where no tile is cut.
+        taken: parts of the tiles before, where the epilogue reads a matrix; otherwise 0.
     """
     COUNT: gl.constexpr = len(acc) // (OWN // 64)
     # Slots of 64 rows of X, and of a stage's.
     SLOTS: gl.constexpr = 64 // PART
     STAGE: gl.constexpr = 1 if X_FORM == "packed" else X_ROWS // PART
+    EACH: gl.constexpr = 2 if X_FORM == "pairs" or Y_FORM == "pairs" else 1
     parts = gl.cdiv(width, PART)
     own = SLOTS
     if X_FORM == "packed":
@@ -495,13 +502,19 @@ def finish_tile(
     for m in gl.static_range(OWN // 64):
         for i in gl.static_range(COUNT * 8 // PART):
             if i < parts:
+                part = m * parts + i
+                if GIVEN is not None:
+                    given.read_others(
+                        out, part, (row, col, width), OWN // 64 * parts, taken, own_slot, spread,
+                        (first_slot, STAGE, own), GIVEN[0], GROUP, SWAP, EACH, BUFFERS, PART, BARRIERS_AT,
+                    )  # fmt: skip
                 blocks = blocks_of(acc, m * COUNT + i * PART // 8, PART // 8)
                 at = gl.minimum(i * PART, width - PART)
                 if cut is not None:
                     blocks = summed(blocks, cut, (m * width + at) // 8)
                 finish_part(
-                    blocks, out, slots, first_slot, spread, m * parts + i, m * own + i * STAGE, args, shape,
-                    row + 64 * m, col + at, EPILOGUE, CAST, SWAP, X_FORM, Y_FORM, BUFFERS,
+                    blocks, out, slots, ring, first_slot, own_slot, spread, part, taken, m * own + i * STAGE, args,
+                    shape, row + 64 * m, col + at, GIVEN, GROUP, EPILOGUE, CAST, SWAP, X_FORM, Y_FORM, BUFFERS,
                 )  # fmt: skip
 
 
@@ -512,10 +525,10 @@ def finish_tile(
 @gluon.jit
 def consume(
     out, slots, ring, first, step_args, args, workspace, shape, state, tile, GROUP: gl.constexpr, GROUPS: gl.constexpr,
-    PLACE: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, KIND: gl.constexpr, PROMOTES: gl.constexpr,
-    EVERY: gl.constexpr, X_ROWS: gl.constexpr, WIDTHS: gl.constexpr, SWAP: gl.constexpr, PINGPONG: gl.constexpr,
-    FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr, PART: gl.constexpr,
-    RING_BYTES: gl.constexpr, BARRIERS_AT: gl.constexpr,
+    PLACE: gl.constexpr, GIVEN: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, KIND: gl.constexpr,
+    PROMOTES: gl.constexpr, EVERY: gl.constexpr, X_ROWS: gl.constexpr, WIDTHS: gl.constexpr, SWAP: gl.constexpr,
+    PINGPONG: gl.constexpr, FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr,
+    PART: gl.constexpr, RING_BYTES: gl.constexpr, BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's part of the work.
 
@@ -526,6 +539,7 @@ def consume(
     units, whole, parts = state[0], state[1], state[2]
     OWN: gl.constexpr = X_ROWS if PINGPONG else X_ROWS // GROUPS
     FIRST: gl.constexpr = 0 if PINGPONG else GROUP * OWN
+    EACH: gl.constexpr = 2 if X_FORM == "pairs" or Y_FORM == "pairs" else 1
     address = shared_at(0)
     # In units of 16 bytes.
     OWN_AT: gl.constexpr = x_bytes_of(FIRST, FORMAT) // 16
@@ -555,8 +569,20 @@ def consume(
     row, col, end, first_k, last_k = first
     if PINGPONG and GROUP == 1:
         row, col, end, first_k, last_k = corner(own, state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM)
+    own_slot = RING_BYTES // (128 * PART) + GROUP * BUFFERS
+    taken = 0
+    if GIVEN is not None:
+        taken = gl.to_tensor(0)
+        total = OWN // 64 * gl.cdiv(width, PART)
+        # A constant would put its offset among those by which the compiled kernel is checked.
+        own_slot = computed(gl.to_tensor(own_slot))
     for unit in range(own, units, every):
         row, col = computed(row), computed(col)
+        if GIVEN is not None and unit < whole:
+            given.read_first(
+                out, (row + FIRST, col, width), total, taken, own_slot, GIVEN[0], GROUP, SWAP, EACH, BUFFERS, PART,
+                BARRIERS_AT,
+            )  # fmt: skip
         if PINGPONG:
             mbarrier.wait(turn_of(ring, GROUP), turn)
             turn = turn ^ 1
@@ -584,11 +610,16 @@ def consume(
                 done, cut = combine(
                     acc, unit, ring, state, workspace, width, OWN, PART, GROUP, GROUPS, RING_BYTES
                 )
+                if GIVEN is not None and done:
+                    given.read_first(
+                        out, (row + FIRST, col, width), total, taken, own_slot, GIVEN[0], GROUP, SWAP, EACH, BUFFERS,
+                        PART, BARRIERS_AT,
+                    )  # fmt: skip
             spread = spread & (unit < whole)
         in_ring = FIRST // PART
         if X_FORM == "packed":
             in_ring = FIRST // 64 * gl.cdiv(width, PART)
-        first_slot = gl.where(spread, in_ring, RING_BYTES // (128 * PART) + GROUP * BUFFERS)
+        first_slot = gl.where(spread, in_ring, own_slot)
         if spread:
             if PINGPONG or X_FORM == "packed":
                 # Other warpgroups read what is there.
@@ -596,9 +627,12 @@ def consume(
             barrier()
         if done:
             finish_tile(
-                acc, out, slots, args, (end, shape[1]), row + FIRST, col, width, spread, first_slot, cut, EPILOGUE,
-                CAST, SWAP, X_FORM, Y_FORM, OWN, X_ROWS, BUFFERS, PART,
+                acc, out, slots, ring, args, (end, shape[1]), row + FIRST, col, width, spread, first_slot,
+                own_slot, cut, taken, GIVEN, GROUP, EPILOGUE, CAST, SWAP, X_FORM, Y_FORM, OWN, X_ROWS, BUFFERS, PART,
+                BARRIERS_AT,
             )  # fmt: skip
+            if GIVEN is not None:
+                taken += total
         if PINGPONG:
             # The stages of the tile between are the other warpgroup's.
             own_steps += steps
@@ -618,13 +652,13 @@ def consume(
     ]
 )  # fmt: skip
 def gemm_any_width(
-    x, y, out, scales, shifts, M, N, K, units, whole, parts, part_k, tiles_m, tiles_n, area_divisor, band_divisor,
-    last_divisor, cut_divisor, width, band_m, x_box, x_size, y_box, y_size, streams, stages, step_args, args,
-    workspace,
-    PLACE: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, KIND: gl.constexpr, PROMOTES: gl.constexpr,
-    EVERY: gl.constexpr, X_ROWS: gl.constexpr, LEAST: gl.constexpr, MOST: gl.constexpr, EACH: gl.constexpr,
-    RING_ROWS: gl.constexpr, GROUPS: gl.constexpr, SWAP: gl.constexpr, PINGPONG: gl.constexpr, FORMAT: gl.constexpr,
-    X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr, REGISTERS: gl.constexpr,
+    x, y, out, scales, shifts, matrix, M, N, K, units, whole, parts, part_k, tiles_m, tiles_n, area_divisor,
+    band_divisor, last_divisor, cut_divisor, width, band_m, x_box, x_size, y_box, y_size, streams, stages, step_args,
+    args, workspace,
+    PLACE: gl.constexpr, GIVEN: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, KIND: gl.constexpr,
+    PROMOTES: gl.constexpr, EVERY: gl.constexpr, X_ROWS: gl.constexpr, LEAST: gl.constexpr, MOST: gl.constexpr,
+    EACH: gl.constexpr, RING_ROWS: gl.constexpr, GROUPS: gl.constexpr, SWAP: gl.constexpr, PINGPONG: gl.constexpr,
+    FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr, REGISTERS: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr, SOURCE: gl.constexpr,
 ):  # fmt: skip
     """As many programs as run at once, which take units in turn: whole tiles, and then parts of tiles.
@@ -634,6 +668,8 @@ def gemm_any_width(
         out: descriptor of the part of the output that is stored at a time, which is of 64 rows of X by some of Y.
         scales, shifts: descriptors of the group parameters of a packed weight, as far as it has some. Only their tensor
             maps are used.
+        matrix: descriptor of a matrix that the epilogue reads, as `out`; None where it reads none. Only its tensor map
+            is used.
         units, whole: how many units there are, and how many of them are whole tiles.
         parts, part_k: in how many parts each of the other tiles is cut along K, and K in a part.
         tiles_m, tiles_n: tiles along M and N.
@@ -649,6 +685,8 @@ def gemm_any_width(
         workspace: (partials, semaphores): memory for an fp32 tile a part, and zeros, one for each tile that is cut and
             warpgroup, which are zeros again afterwards. None where no tile is cut.
         PLACE: `place.sized_tile`, or `place.sized_part` with a workspace.
+        GIVEN: of the one matrix that the epilogue reads, the number of the parameter that is its tensor map, and its
+            type; None where it reads none.
         KIND, PROMOTES: see `multiply_steps`.
         EVERY: rows of A and columns of B that share a scale along K; None where there are no such scales.
         RING_ROWS: rows of all stages, at least.
@@ -675,7 +713,8 @@ def gemm_any_width(
     # The ring and the warpgroups' slots. They are the largest, so that shared memory begins with them.
     COUNT: gl.constexpr = SLOTS * (2 if PAIRED else 1)
     slots = gl.allocate_shared_memory(out.dtype, [COUNT] + out.block_type.shape, out.layout)  # noqa: RUF005
-    barriers = gl.allocate_shared_memory(gl.int64, [2 * STAGES + 4, 1], mbarrier.MBarrierLayout())
+    PARTS: gl.constexpr = given.barriers_of(GIVEN, GROUPS)
+    barriers = gl.allocate_shared_memory(gl.int64, [2 * STAGES + 4 + PARTS, 1], mbarrier.MBarrierLayout())
     BARRIERS_AT: gl.constexpr = SLOTS * SLOT
     ring = (barriers, stages)
     first = corner(gl.program_id(0), state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM)
@@ -684,14 +723,14 @@ def gemm_any_width(
     begin(
         shared_at(BARRIERS_AT), stages, first_k, gl.minimum(last_k, first_k + gl.minimum(stages, AHEAD) * STEP), row,
         x_box, x_size, col, width, y_box, y_size, streams, 4 * (1 if PINGPONG else GROUPS), GROUPS, X_ROWS, STEP,
-        FORMAT, X_FORM, Y_FORM,
+        FORMAT, X_FORM, Y_FORM, PARTS,
     )  # fmt: skip
     begin_roles(
         consume,
         (out, slots, ring, first, step_args, args, workspace, shape, state, tile),
         (
-            GROUPS, PLACE, EPILOGUE, CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, PINGPONG, FORMAT, X_FORM,
-            Y_FORM, BUFFERS, PART, RING_BYTES, BARRIERS_AT,
+            GROUPS, PLACE, GIVEN, EPILOGUE, CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, PINGPONG, FORMAT,
+            X_FORM, Y_FORM, BUFFERS, PART, RING_BYTES, BARRIERS_AT,
         ),
         produce,
         (ring, first, shape, state, tile, loads, PLACE, X_ROWS, STEP, SWAP, FORMAT, X_FORM, Y_FORM, BARRIERS_AT),

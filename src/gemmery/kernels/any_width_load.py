@@ -43,6 +43,18 @@ def loaders_of(X_ROWS):
     return 2 if SMALL[0] == X_ROWS else 1
 
 
+@builtin
+def shared_at(AT, _semantic=None):
+    """The address of what lies `AT` bytes behind the beginning of shared memory, where the ring is.
+
+    `schedules.any_width` makes sure in the compiled kernel that it is there.
+    """
+    return gl.inline_asm_elementwise(
+        f"{{ .reg .b32 first; mov.b32 first, global_smem; add.s32 $0, first, {value_of(AT)}; }}", "=r", [],
+        dtype=gl.int32, is_pure=True, pack=1, _semantic=_semantic,
+    )  # fmt: skip
+
+
 class _Operand(NamedTuple):
     """An operand, as the assembly of its loads needs it.
 
@@ -217,7 +229,7 @@ def prefetch_maps(FORMAT, X_FORM, Y_FORM, _semantic=None):
 @builtin
 def begin(
     full, stages, k, last_k, row, x_box, x_size, col, width, y_box, y_size, streams, READERS, GROUPS, X_ROWS, STEP,
-    FORMAT, X_FORM, Y_FORM, _semantic=None,
+    FORMAT, X_FORM, Y_FORM, PARTS=0, _semantic=None,
 ):  # fmt: skip
     """Makes all barriers, and loads the blocks of at most `AHEAD` steps; see `load_steps`.
 
@@ -225,6 +237,7 @@ def begin(
         k, last_k: where the steps begin and end along K, of which there may be none.
         READERS, GROUPS: arrivals at `free` and at `unused`. At `full` each operand arrives, and at a warpgroup's turn
             each warp of the other one.
+        PARTS: barriers at which parts of the epilogue's matrix arrive.
     """
     full_, stages_, k_, last_, *of_operands, streams_ = (f"${i}" for i in range(1, 13))
     x, y = _operands(X_ROWS, FORMAT, X_FORM, Y_FORM, *of_operands)
@@ -242,7 +255,8 @@ def begin(
         made(most, most, READERS), made(ahead, most - ahead, 2),
         f"mov.b64 x_map, gemm_any_width_param_{out}; cvta.param.u64 x_map, x_map; prefetch.tensormap [x_map];"
         # The last of all is `any_width_loop.NOWHERE`'s.
-        + made(2 * most, 2, 4) + made(2 * most + 2, 2, GROUPS),
+        + made(2 * most, 2, 4) + made(2 * most + 2, 2, GROUPS)
+        + made(2 * most + 4, value_of(PARTS), 1),
     )  # fmt: skip
     gl.inline_asm_elementwise(
         f"{{ {_REGISTERS} .reg .b32 warp; elect.sync _|more, 0xffffffff; @!more bra DONE;"

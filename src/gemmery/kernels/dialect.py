@@ -26,7 +26,8 @@ def in_gluon(function: Any) -> Any:
     """The same `@triton.jit` function with Gluon's language for its `tl`, and so for the functions that it calls.
 
     Gluon's kernels call Triton's functions, but a `tl.arange` there lacks a layout; `gl.arange` finds one by itself.
-    The copy has the source of the original, by which Triton notices an edit. It is kept with the original.
+    The copy has the source of the original, by which Triton notices an edit. It is kept with the original. A constant
+    of the module with the name `IN_GLUON` is true in it.
     """
     with _lock:
         if "_in_gluon" not in vars(function):
@@ -45,5 +46,7 @@ def _copy(function: Any) -> None:
     for name in body.__code__.co_names:
         if names.get(name) is tl:
             names[name] = LANGUAGE
+        elif name == "IN_GLUON":
+            names[name] = tl.constexpr(True)
         elif type(names.get(name)) is JITFunction:
             names[name] = in_gluon(names[name])

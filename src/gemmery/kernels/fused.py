@@ -19,6 +19,10 @@ def whole(parts):
     return tl.cast(high, tl.int64) + tl.cast(middle, tl.int64) + tl.cast(low, tl.int64)
 
 
+#: Whether this is Gluon, which has a block where the accumulator has it; see `dialect.in_gluon`.
+IN_GLUON = tl.constexpr(False)
+
+
 @triton.jit
 def load_block(
     x, strides, half: tl.constexpr, shape, sizes, batch, row, col,
@@ -36,11 +40,13 @@ def brought(block):
     Taken apart and put together it passes shared memory before it is widened. Otherwise Triton has the accumulator,
     which is wider, come to where the block was loaded.
     """
-    if block.dtype.is_floating():
+    if not block.dtype.is_floating():
+        return block
+    elif IN_GLUON:
+        return as_type(block, tl.float32)
+    else:
         left, right = column_halves(as_type(block, tl.float32))
         return beside(left, right)
-    else:
-        return block
 
 
 @triton.jit

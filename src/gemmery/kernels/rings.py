@@ -160,19 +160,24 @@ def halves_beside(block):
 
 
 @gluon.jit
+def upright(acc, SWAP: gl.constexpr, PAIRED: gl.constexpr):
+    """A subtile's accumulator as the output has it; arguments are those of `finish`. No number moves."""
+    block = acc.permute((1, 0)) if SWAP else acc
+    if PAIRED:
+        block = halves_beside(block)
+    return block
+
+
+@gluon.jit
 def rounded(
-    acc, out, args, shape, row, col, EPILOGUE: gl.constexpr, CAST: gl.constexpr, SWAP: gl.constexpr,
-    PAIRED: gl.constexpr,
+    block, out, args, shape, row, col, EPILOGUE: gl.constexpr, CAST: gl.constexpr, PAIRED: gl.constexpr,
 ):  # fmt: skip
-    """Applies the epilogue to a subtile's accumulator, and rounds the result; arguments are those of `finish`.
+    """Applies the epilogue to what `upright` gives, and rounds the result; arguments are those of `finish`.
 
     Returns:
         The rounded values, and their row and column in the output.
     """
-    block = acc.permute((1, 0)) if SWAP else acc
     EACH: gl.constexpr = 2 if PAIRED else 1
-    if PAIRED:
-        block = halves_beside(block)
     ROWS: gl.constexpr = block.shape[0]
     COLS: gl.constexpr = block.shape[1] // EACH
     own_col = col // EACH
@@ -204,7 +209,9 @@ def finish(
         else:
             finish(right, out, staged, args, shape, row, col + HALF, EPILOGUE, CAST, SWAP, PAIRED)
     else:
-        value, row, col = rounded(acc, out, args, shape, row, col, EPILOGUE, CAST, SWAP, PAIRED)
+        value, row, col = rounded(
+            upright(acc, SWAP, PAIRED), out, args, shape, row, col, EPILOGUE, CAST, PAIRED
+        )
         tma.store_wait(0)
         staged.store(value)
         hopper.fence_async_shared()

@@ -171,7 +171,7 @@ class Plan:
         return -(-self.problem.out_n // self._binding.slot)
 
     def fit(self, tensors: Sequence[Any], numbers: Sequence[float] = (), *, pinned: bool) -> None:
-        """Compile for the current GPU, going down the ranking until a kernel fits without spills.
+        """Compile for the current GPU, going down the ranking until a kernel fits without spills that slow it.
 
         An epilogue may need some memory of its own in any tile, as sines do: after a few kernels that spill, and of
         which one spills little, that one is taken.
@@ -245,7 +245,7 @@ def compile_first_fitting(
     problem: Problem, configs: Sequence[Config], given: tuple[Sequence[Any], Sequence[float]],
     examine: Callable[[Any], int], pinned: bool = False,
 ) -> FirstFitting:  # fmt: skip
-    """Compile configs in their order until a kernel fits without spills; see `Plan.fit`.
+    """Compile configs in their order until a kernel fits without spills that slow it; see `Plan.fit`.
 
     Args:
         given: what `Binding.compile` takes; tensors may be on the meta device.
@@ -272,7 +272,7 @@ def compile_first_fitting(
             refusal = error
             passed[config] = str(error)
             continue
-        if spills == 0 or pinned:
+        if spills <= binding.harmless_spills or pinned:
             return FirstFitting(binding, compiled, passed)
         passed[config] = f"spills {4 * spills} bytes a thread"
         # Configs that differ in how they cut K may be one kernel.

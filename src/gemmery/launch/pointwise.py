@@ -16,7 +16,7 @@ from ..layout import fold_blocks
 from ..operands import Traced
 from ..operands.base import negated
 from ..operands.scalars import traced_arguments
-from ..schedules.binding import _TL
+from ..schedules.binding import TL
 
 if TYPE_CHECKING:
     from ..epilogues.results import Results
@@ -48,7 +48,7 @@ def pointwise(results: Results, first: Tensor, inputs: Sequence[Any]) -> list[Te
         with on_device(first):
             kernel.pointwise[grid](
                 first, out, args, M, width, batch, *[(negated(x), x.row, x.col) for x in (its, to)],
-                EPILOGUE=function(made.source), ACC=_TL[results.wide], OUT=_TL[out.dtype],
+                EPILOGUE=function(made.source), ACC=TL[results.wide], OUT=TL[out.dtype],
                 STORE=access.store_nothing if made.main is None else access.store_strided,
                 BLOCK_M=rows, BLOCK_N=columns, WIDE=wide, num_warps=4,
             )  # fmt: skip

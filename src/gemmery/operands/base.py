@@ -96,6 +96,16 @@ class Traced:
     operands: tuple[Layout, ...]
     numbers: int = 0
 
+    @property
+    def matrices(self) -> tuple[Layout, ...]:
+        """Those of its operands that differ from element to element."""
+        return tuple([x for x in self.operands if x.row and x.col])
+
+    @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers."""
+        return "uniform(" in self.source
+
     def __str__(self) -> str:
         return self.source.split("(", 1)[0].split()[-1]
 

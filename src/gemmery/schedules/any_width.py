@@ -28,11 +28,12 @@ from ..operands.scaled import Scaled
 from . import any_width_cost
 from .base import Forms
 from .binding import (
+    TL,
     Binding,
     digest,
     epilogue_arguments,
-    epilogue_of,
     needs_only_its_block,
+    phases,
     promotes,
     sorted_tensors,
     storable,
@@ -252,10 +253,11 @@ class AnyWidth(PersistentStatic):
         if not self.suits(p):
             return (
                 f"schedule {self.name!r} needs Triton {', '.join(self.versions)}, a GPU of sm_90, operands of fp16, "
-                f"bf16 or fp8 and an output of fp16 or bf16, K from 1 to {MOST_K}, no batch, no epilogue with another "
-                f"matrix, operands that suit the descriptor loader, fp8 with adjacent elements along K, an output with "
-                f"adjacent columns and rows of whole 16-byte units, of a weight in two halves rows with adjacent "
-                f"elements, a multiple of {EIGHT} in each, of a packed weight no halves, groups of a power of two from "
+                f"bf16 or fp8 and an output of fp16 or bf16, K from 1 to {MOST_K}, no batch, an epilogue that reads at "
+                f"most one more matrix, of 16 bits with adjacent columns, operands that suit the descriptor loader, "
+                f"fp8 with adjacent elements along K, an output with adjacent columns and rows of whole 16-byte units, "
+                f"of a weight in two halves rows with adjacent elements and a multiple of {EIGHT} in each, of a packed "
+                f"weight no halves, groups of a power of two from "
                 f"{STRIP} on and scales in the type of a, and of fp8 scales for {BLOCK} of K and {BLOCK} of N; given "
                 f"{p} on {p.device.arch} with Triton {triton.__version__}"
             )
@@ -383,11 +385,22 @@ def every_of(problem: Problem) -> tuple[int, int] | None:
 def _epilogue_suits(problem: Problem) -> bool:
     """Whether an epilogue asks for nothing but its block, few registers, and no offsets beyond 32 bits in it.
 
-    Registers spill beside an accumulator where an epilogue reads or writes another matrix. A matrix that is added
-    may be the output itself, of which some columns are stored twice.
+    It may read one matrix, which comes part by part. Registers spill beside an accumulator where it reads or writes
+    more. A matrix that is added to a bare product may be the output itself, of which some columns are stored twice.
     """
     p = problem
-    return not (p.wants_subtiles or p.epilogue == "add_matrix") and needs_only_its_block(p)
+    if p.epilogue == "add_matrix" or (p.wants_subtiles and not _reads_one_matrix(p)):
+        return False
+    return needs_only_its_block(p)
+
+
+def _reads_one_matrix(problem: Problem) -> bool:
+    """Whether one matrix is all that takes an epilogue many registers, and it passes through a part's slot."""
+    fusion = problem.fusion
+    if fusion is None or fusion.ahead is None or fusion.draws or len(fusion.matrices) != 1:
+        return False
+    (matrix,) = fusion.matrices
+    return matrix.col == 1 and matrix.dtype.itemsize == 2 and matrix.takes_tma(())
 
 
 def descriptor(
@@ -404,6 +417,9 @@ def descriptor(
 
 class AnyWidthBinding(Binding):
     """A `Binding` of the kernel for tiles of any width."""
+
+    # Where a tile ends; `tests/compile` looks into the loops of the machine code.
+    harmless_spills = 40
 
     def __init__(
         self, problem: Problem, config: Config, work: Work, tile: Tile, band: int, takes_turns: bool
@@ -427,9 +443,11 @@ class AnyWidthBinding(Binding):
         least, most = (self.part, tile.widest(numbers_for(p))) if shares else (tile.y, tile.y)
         registers, loader = REGISTERS[tile.groups]
         x, y = (p.b.dtype, p.a.dtype) if c.swap else (p.a.dtype, p.b.dtype)
+        _, epilogue = phases(p)
         self.constants = {
             "PLACE": dialect.in_gluon(place.sized_tile if self.split is None else place.sized_part),
-            "EPILOGUE": dialect.in_gluon(epilogue_of(p)),
+            "GIVEN": self._given_map(),
+            "EPILOGUE": dialect.in_gluon(epilogue),
             "CAST": dialect.in_gluon(cast),
             "KIND": f"{KINDS[x]}.{KINDS[y]}",
             "PROMOTES": p.b.by_steps or promotes(p),
@@ -453,10 +471,24 @@ class AnyWidthBinding(Binding):
             "num_warps": 4,
         }
 
+    def _given_map(self) -> tuple[int, Any] | None:
+        """`GIVEN` of the kernel."""
+        from ..kernels import any_width_given
+
+        fusion = self.problem.fusion
+        if fusion is None or not fusion.matrices:
+            return None
+        return any_width_given.map_of(self.format, *self.forms), TL[fusion.matrices[0].dtype]
+
     def check(self, compiled: Any) -> None:
         """RuntimeError unless the ring, its barriers and the tensor maps are where the kernel's assembly looks."""
+        from ..kernels import any_width_given
+
         check_maps(compiled.asm["ptx"])
-        check_memory(compiled.asm["llir"], self.tile.slots * self.tile.part * ROW)
+        barriers = (
+            2 * MOST_STAGES + 4 + any_width_given.barriers_of(self.constants["GIVEN"], self.tile.groups)
+        )
+        check_memory(compiled.asm["llir"], self.tile.slots * self.tile.part * ROW, barriers)
 
     def arguments(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> list[Any]:
         """The kernel's run-time arguments, as for `Binding.arguments`."""
@@ -492,10 +524,19 @@ class AnyWidthBinding(Binding):
         return [
             self._operand(x, c.swap, ROWS, boxes[0]), self._operand(y, not c.swap, self.part, boxes[1]),
             descriptor(out, (p.M, p.out_n), (p.out.row, 1), block), *self._params(of_b, boxes[0]),
-            p.M, p.N, p.K, whole + cut, whole, *parts,
+            self._given(extras, block), p.M, p.N, p.K, whole + cut, whole, *parts,
             tiles_m, tiles_n, *divisors, tile.y, band, boxes[0], x_size, boxes[1], loaded[1] * ROW, self.streams,
             c.num_stages, step_args, epilogue_arguments(p, self.part, extras, numbers), workspace,
         ]  # fmt: skip
+
+    def _given(self, extras: Sequence[Any], block: Sequence[int]) -> Any:
+        """The descriptor of the one matrix that the epilogue reads; None where it reads none."""
+        p = self.problem
+        if self.constants["GIVEN"] is None:
+            return None
+        assert p.fusion is not None
+        (place,) = [i for i, x in enumerate(p.fusion.operands) if x.row and x.col]
+        return descriptor(extras[place], (p.M, p.out_n), (p.fusion.operands[place].row, 1), block)
 
     @property
     def streams(self) -> int:
@@ -565,9 +606,9 @@ class AnyWidthBinding(Binding):
 @functools.cache
 def source() -> str:
     """The `digest` of the kernel's files."""
-    from ..kernels import any_width, any_width_load, any_width_loop, decoders
+    from ..kernels import any_width, any_width_given, any_width_load, any_width_loop, decoders
 
-    return digest(any_width, any_width_load, any_width_loop, packed, decoders)
+    return digest(any_width, any_width_given, any_width_load, any_width_loop, packed, decoders)
 
 
 def check_maps(ptx: str) -> None:
@@ -583,8 +624,8 @@ def check_maps(ptx: str) -> None:
             raise RuntimeError(f"the kernel's parameter {used} is no tensor map")
 
 
-def check_memory(llir: str, size: int) -> None:
-    """RuntimeError unless the first `size` bytes of shared memory are the slots', the barriers are behind them, and all
+def check_memory(llir: str, size: int, barriers: int) -> None:
+    """RuntimeError unless the first `size` bytes of shared memory are the slots', `barriers` are behind them, and all
     else behind these; or if assembly looks for the ring or the barriers elsewhere.
 
     Whatever else there is, is found at constant offsets. If something stood before the slots, its own offset would be
@@ -596,14 +637,16 @@ def check_memory(llir: str, size: int) -> None:
     first = re.search(r"mbarrier\.inval.*@global_smem, i32 (\d+)", llir)
     if first is None or int(first[1]) != size:
         raise RuntimeError(f"the barriers are not {size} bytes behind where shared memory begins")
-    end = size + 8 * (2 * MOST_STAGES + 4)
+    end = size + 8 * barriers
     named = [int(at) for at in re.findall(r"mov\.b32 first, global_smem; add\.s32 \$0, first, (\d+);", llir)]
     if size not in named or max(named) > size:
         raise RuntimeError(
             f"the kernel's assembly looks for barriers elsewhere than {size} bytes behind where shared memory begins"
         )
     others = [line for line in llir.splitlines() if "mbarrier" not in line]
-    offsets = [int(found) for line in others for found in re.findall(r"@global_smem, i32 (\d+)", line)]
+    # A barrier whose number is computed is counted from the first one.
+    found = {int(at) for line in others for at in re.findall(r"@global_smem, i32 (\d+)", line)}
+    offsets = found - {size}
     if not offsets or min(offsets) < end:
         raise RuntimeError(
             f"{size} bytes of slots and the barriers do not have shared memory's first bytes alone"

@@ -56,6 +56,8 @@ TURN, LAST, LAST_STORE = 0.297e-6, 0.944e-6, 0.668
 #: Seconds that a tile takes more where its epilogue reads a vector, and where tiles are taken in turn; and seconds that
 #: a function such as an activation takes for an element of a warpgroup's.
 VECTOR, VECTOR_IN_TURN, FUNCTION = 1.04e-6, 0.6e-6, 1.4e-10
+#: Seconds that a tile takes more where its epilogue reads a matrix, for the first part and for an element.
+MATRIX, MATRIX_ELEMENT = 0.3e-6, 3e-11
 #: Seconds that parts of a tile take to meet, beside the time of their bytes, and how often each byte is on its way.
 REDUCTION, TIMES = 0.663e-6, 3.10
 #: What a kernel that could cut tiles costs more where it does not: it has more code.
@@ -166,9 +168,11 @@ def _epilogue_seconds(problem: Problem, elements: Floats, takes_turns: bool) -> 
     Args:
         elements: of a warpgroup's part of the tile.
     """
-    reads = any(x.row or x.col for x in problem.extras)
+    reads = any(bool(x.row) != bool(x.col) for x in problem.extras)
     source = "" if problem.fusion is None else problem.fusion.source
     # Products, sums and conversions of type take no time worth counting.
     calls = len(re.findall(r"= \((?!as_type)\w+\(", source))
     seconds: Floats = elements * (FUNCTION * calls) + reads * (VECTOR_IN_TURN if takes_turns else VECTOR)
+    if problem.fusion is not None and problem.fusion.matrices:
+        seconds = seconds + MATRIX + elements * MATRIX_ELEMENT
     return seconds

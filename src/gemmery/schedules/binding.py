@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 #: Compiled kernels that `Binding.check` was given.
 _CHECKED: weakref.WeakSet[Any] = weakref.WeakSet()
-_TL: dict[torch.dtype, Any] = {dtype: getattr(tl, name.removeprefix("tl.")) for dtype, name in TYPES.items()}
+TL: dict[torch.dtype, Any] = {dtype: getattr(tl, name.removeprefix("tl.")) for dtype, name in TYPES.items()}
 #: fp8 products are promoted to the fp32 accumulator after this many steps along K, as cuBLAS does in its accurate mode.
 PROMOTE_EVERY = 128
 #: TMA takes blocks of at most this many elements along each dimension.
@@ -183,10 +183,12 @@ class Binding:
         constants: its constexpr parameters and the compiler's options.
         grid: programs along x, y, z.
         persistent: whether the kernel's programs take tiles in turn.
+        harmless_spills: 32-bit words per thread that its kernels may spill, since they do so outside their loops.
     """
 
     kernel: Any = gemm.gemm_tiles
     persistent = False
+    harmless_spills = 0
 
     def __init__(self, problem: Problem, config: Config) -> None:
         p, c = problem, config
@@ -247,8 +249,8 @@ class Binding:
             "PAIRED": p.paired,
             "CHECK_K": p.K == 0 or p.K % c.block_k != 0,
             "WIDE": self._wide(),
-            "ACC": _TL[p.summed],
-            "OUT": _TL[p.out.dtype],
+            "ACC": TL[p.summed],
+            "OUT": TL[p.out.dtype],
             "PRECISION": p.precision,
             "IMPRECISE_ACC": min(PROMOTE_EVERY, c.block_k) if promotes(p) else -1,
             "num_warps": c.num_warps,
