@@ -571,6 +571,7 @@ def consume(
         row, col, end, first_k, last_k = corner(own, state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM)
     own_slot = RING_BYTES // (128 * PART) + GROUP * BUFFERS
     taken = 0
+    total = 0
     if GIVEN is not None:
         taken = gl.to_tensor(0)
         total = OWN // 64 * gl.cdiv(width, PART)
