@@ -27,6 +27,7 @@ class Fusion(Traced):
         reduces: whether it leaves parts of reduced rows.
         stores: whether the kernel stores a result of it, or it stores all itself.
         ahead: the texts of the same in two functions, or None; see `epilogues.lower.Program`.
+        both: the text of the same as a function of two results, or None; see there.
         whole: whether it needs tiles as wide as the product.
     """
 
@@ -34,6 +35,7 @@ class Fusion(Traced):
     reduces: bool = False
     stores: bool = True
     ahead: tuple[str, str] | None = None
+    both: str | None = None
     whole: bool = False
 
 

@@ -241,17 +241,79 @@ def called(inputs, config):
     return gemmery.linear(inputs.a, inputs.b.mT, epilogue=function, args=inputs.args, config=config)
 
 
+def check_row(row, dtype, config):
+    """A product is right, and the same every time, launched by Triton as well."""
+    inputs = make_inputs(row, dtype, 1)
+    # The result is likely to come into the memory that this leaves.
+    torch.full_like(inputs.out, torch.nan)
+    check(partial(called, inputs, config), inputs, range(row.M))
+    first = inputs.out.clone()
+    for _ in range(5):
+        assert torch.equal(called(inputs, config), first), (str(config), row)
+    assert torch.equal(by_ordinary_launch(partial(called, inputs, config)), first), (str(config), row)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_kinds_of_operands(kind, rows):
     for row, dtype, config in rows[kind]:
-        inputs = make_inputs(row, dtype, 1)
-        # The result is likely to come into the memory that this leaves.
-        torch.full_like(inputs.out, torch.nan)
-        check(partial(called, inputs, config), inputs, range(row.M))
-        first = inputs.out.clone()
-        for _ in range(5):
-            assert torch.equal(called(inputs, config), first), (str(config), row)
-        assert torch.equal(by_ordinary_launch(partial(called, inputs, config)), first), (str(config), row)
+        check_row(row, dtype, config)
+
+
+#: Tiles whose steps come in two halves: of each kernel the narrowest, the widest and one between, and cut along K.
+HALVED = {
+    "fp8": (
+        "128x192x128-g0-w8-s4-cooperative-descriptor", "128x208x128-g0-w8-s4-cooperative-descriptor",
+        "128x256x128-g0-w8-s4-cooperative-descriptor", "128x240x128-g0-w8-s4-cooperative-descriptor-k2",
+        "224x128x128-g0-w8-s4-cooperative-descriptor-swap", "64x208x128-g0-w4-s5-cooperative-descriptor",
+        "256x64x128-g0-w4-s4-cooperative-descriptor-swap", "192x144x128-g0-w12-s4-cooperative-descriptor",
+        "160x192x128-g0-w12-s4-cooperative-descriptor-swap", "64x192x128-g0-w8-s4-pingpong-descriptor",
+    ),
+    "fp8 blocks": (
+        "128x176x128-g0-w8-s4-cooperative-descriptor", "128x208x128-g0-w8-s4-cooperative-descriptor",
+        "128x224x128-g0-w8-s4-cooperative-descriptor", "128x192x128-g0-w8-s4-cooperative-descriptor-k2",
+        "64x192x128-g0-w4-s5-cooperative-descriptor-k3", "64x256x128-g0-w4-s4-cooperative-descriptor",
+        "192x112x128-g0-w12-s4-cooperative-descriptor", "192x128x128-g0-w12-s4-cooperative-descriptor",
+    ),
+}  # fmt: skip
+#: Products whose tiles begin anywhere within a span of 128 columns. The last tiles end where the output does, and with
+#: the last sizes a tile is larger than it.
+HALVED_SIZES = ((333, 1408, 1152), (700, 2688, 640), (41, 128, 512))
+
+
+@pytest.fixture(scope="module")
+def halved():
+    found = {
+        (kind, text): [Row(kind, *sizes, **KINDS[kind][0]) for sizes in HALVED_SIZES]
+        for kind, texts in HALVED.items()
+        for text in texts
+    }
+    # Other sizes mostly have the kernel of the first.
+    with Workers(Target.active()) as workers:
+        asked = [
+            workers.submit(of_row(own[0], KINDS[kind][1], current(torch.device("cuda"))), Config.of(text))
+            for (kind, text), own in found.items()
+        ]
+        assert [future.result() for future in asked] == [None] * len(asked)
+    return found
+
+
+@pytest.mark.parametrize(("kind", "text"), [(kind, text) for kind, texts in HALVED.items() for text in texts])
+def test_steps_in_halves(kind, text, halved):
+    for row in halved[kind, text]:
+        check_row(row, KINDS[kind][1], Config.of(text))
+
+
+def test_scales_of_columns_are_those_of_their_span():
+    # All numbers are 1, so a wrong scale is seen in every column of its block.
+    m, n, k = 200, 1408, 640
+    a, b = (torch.ones(size, device="cuda").to(torch.float8_e4m3fn) for size in ((m, k), (n, k)))
+    of_a, of_b = torch.rand(m, k // 128, device="cuda"), torch.rand(n // 128, k // 128, device="cuda")
+    want = 128 * wide(of_a) @ wide(of_b).mT.repeat_interleave(128, dim=1)
+    for text in HALVED["fp8 blocks"]:
+        found = gemmery.scaled_matmul(
+            gemmery.ScaledTensor(a, of_a), gemmery.ScaledTensor(b, of_b), config=text
+        )
+        assert ((wide(found) - want).abs() <= 2**-7 * want).all(), text
 
 
 def added(acc, residual):
@@ -285,6 +347,51 @@ def test_an_epilogue_reads_a_matrix(text, function):
         for _ in range(5):
             assert torch.equal(run(), out)
         assert torch.equal(by_ordinary_launch(run), out)
+
+
+def with_its_input(acc, bias):
+    x = acc + bias
+    return F.gelu(x), x
+
+
+def gated_with_half(acc, bias):
+    gate, up = (acc + bias).chunk(2, dim=-1)
+    return F.silu(gate) * up, up.to(torch.float16)
+
+
+@pytest.mark.parametrize("function", [with_its_input, gated_with_half])
+@pytest.mark.parametrize("text", [
+    "128x176x64-g8-w8-s4-cooperative-descriptor", "176x128x64-g8-w8-s4-cooperative-descriptor-swap",
+    "192x144x64-g8-w12-s4-cooperative-descriptor", "128x80x64-g8-w8-s6-pingpong-descriptor",
+    "112x128x64-g8-w8-s5-pingpong-descriptor-swap", "256x160x64-g8-w8-s3-cooperative-descriptor",
+    "64x144x64-g8-w4-s6-cooperative-descriptor-k3",
+])  # fmt: skip
+def test_an_epilogue_has_a_second_result(text, function):
+    for M, N, K in ((100, 336, 520), (1333, 1200, 136), (3000, 3088, 264)):
+        x, weight, bias = (
+            values((M, K), torch.bfloat16),
+            values((N, K), torch.bfloat16),
+            values(N, torch.bfloat16),
+        )
+        run = partial(gemmery.linear, x, weight, epilogue=function, args=(bias,), config=text)
+        wants = function(wide(x) @ wide(weight).mT, wide(bias))
+        found = run()
+        for result, want in zip(found, wants, strict=True):
+            assert ((wide(result) - want).norm() / want.norm()).item() < 4e-3
+        for again in (*[run() for _ in range(5)], by_ordinary_launch(run)):
+            assert all(map(torch.equal, again, found))
+
+
+@pytest.mark.parametrize("name", ["int4", "int8 32 zeros"])
+def test_packed_weights_with_a_matrix(name):
+    x, weight, _ = packed_product(name, torch.bfloat16, 333, 1200, 1032)
+    residual = values((333, 1200), torch.bfloat16)
+    want = added(wide(x) @ weight.dequantize(torch.float64).mT, wide(residual))
+    for text in PACKED_TILES:
+        run = partial(gemmery.linear, x, weight, epilogue=added, args=(residual,), config=text)
+        found = run()
+        assert ((wide(found) - want).norm() / want.norm()).item() < 4e-3, text
+        assert all(torch.equal(run(), found) for _ in range(5)), text
 
 
 #: Formats of packed weights, with what is asked for besides.

@@ -1,4 +1,4 @@
-"""The matrix that an epilogue reads, in tiles of any width: its parts pass through slots in the right order.
+"""The matrix that an epilogue reads or writes, in tiles of any width: its parts pass through slots in the right order.
 
 The kernel's own functions run in Python, for one warpgroup. `Slots` takes the place of shared memory and barriers. It
 fails if a slot is overwritten that is still read or stored, or if a part is taken that is another one or not there.
@@ -27,12 +27,19 @@ class Slots:
     Attributes:
         held: by slot: ("read", corner of the part that has been read into it) or ("stored", the warp that stores it).
         arrivals: by barrier, how often a part has arrived there.
-        taken, results: corners of parts that were given to the epilogue, and of those that were stored.
+        taken, results, seconds: corners of parts that were given to the epilogue, and of those that were stored.
         fetched: corners of parts that were fetched into L2.
     """
 
     def __init__(self):
-        self.held, self.arrivals, self.taken, self.results, self.fetched = {}, {}, [], [], []
+        self.held, self.arrivals, self.taken, self.results, self.fetched, self.seconds = (
+            {},
+            {},
+            [],
+            [],
+            [],
+            [],
+        )
         self.slot = None
 
     # --- what the kernel's functions call ---
@@ -69,23 +76,31 @@ class Slots:
         self.taken.append(corner)
         return types.SimpleNamespace(to=lambda dtype, bitcast: corner)
 
+    def wait_for_slot(self, warp):
+        self.held = {slot: held for slot, held in self.held.items() if held != ("stored", warp)}
+
     def store(self, value):
         # What is in the slot has been read, and what was stored from it has left it.
         if self.slot in self.held:
             raise Wrong(f"slot {self.slot} is {self.held[self.slot][0]}")
-        self.held[self.slot] = ("written", None)
+        self.held[self.slot] = ("written", value)
 
-    def store_slot(self, at, warp, row, col, X_FORM, Y_FORM):
+    def store_slot(self, at, warp, row, col, X_FORM, Y_FORM, MAP):
         slot, rest = divmod(at, PART_BYTES)
-        assert (rest, slot, self.held[slot][0]) == (0, self.slot, "written")
+        assert (rest, slot) == (0, self.slot)
+        assert self.held[slot] == ("written", "second" if MAP else "first")
         self.held[slot] = ("stored", warp)
-        self.results.append((row, col))
+        (self.seconds if MAP else self.results).append((row, col))
 
 
 def bodies(slots, **changed):
     """The kernel's functions with `slots` for what they call."""
     gl = types.SimpleNamespace(
-        cdiv=lambda a, b: -(-a // b), minimum=min, where=lambda p, a, b: a if p else b, static_range=range
+        cdiv=lambda a, b: -(-a // b),
+        to_tensor=bool,
+        minimum=min,
+        where=lambda p, a, b: a if p else b,
+        static_range=range,
     )
     barriers = [types.SimpleNamespace(index=lambda i: i)]
     names = {
@@ -93,15 +108,13 @@ def bodies(slots, **changed):
         "IN_RING": any_width_given.IN_RING.value, "shared_at": lambda at: at, "read_into": slots.read_into,
         "fetch": slots.fetch, "mbarrier": types.SimpleNamespace(wait=slots.wait),
         "columns_of": lambda blocks: blocks, "blocks_of": lambda *more: "blocks",
-        "upright": lambda blocks, *more: types.SimpleNamespace(type=types.SimpleNamespace(layout=None)),
+        "wait_for_slot": slots.wait_for_slot, "upright": lambda blocks, *more: types.SimpleNamespace(type=types.SimpleNamespace(layout=None)),
         "column_halves": lambda block: (block, block), "barrier": lambda: None,
-        "rounded": lambda block, out, args, shape, row, col, EPILOGUE, CAST, PAIRED: (
-            args[1], row, col // (2 if PAIRED else 1)
-        ),
+        "applied": lambda block, args, shape, row, col, EPILOGUE, PAIRED: EPILOGUE,
         "hopper": types.SimpleNamespace(fence_async_shared=lambda: None), "store_slot": slots.store_slot,
     }  # fmt: skip
     for module, chosen in ((any_width_given, ("corner_of", "read", "read_first", "read_others", "block_of")),
-                           (any_width, ("finish_part", "finish_tile"))):  # fmt: skip
+                           (any_width, ("leave", "finish_part", "finish_tile"))):  # fmt: skip
         for name in chosen:
             made = inspect.unwrap(getattr(module, name))
             made = getattr(made, "fn", made)
@@ -114,27 +127,41 @@ def bodies(slots, **changed):
     return types.SimpleNamespace(**names), barriers
 
 
-def run(own, width, buffers, *, tiles, swap=False, packed=False, x_rows=128, **changed):
-    """Finishes some tiles, of which the last one is spread over the ring, as `any_width.consume` does."""
+class Value(str):
+    """A block, named after the result that it is of."""
+
+    def to(self, dtype, bitcast):
+        return str(self)
+
+
+def run(own, width, buffers, *, tiles, swap=False, packed=False, x_rows=128, reads=True, **changed):
+    """Finishes some tiles, of which the last one is spread over the ring, as `any_width.consume` does.
+
+    Args:
+        reads: whether the epilogue reads a matrix; else it has a second result.
+    """
     slots = Slots()
     kernel, barriers = bodies(slots, **changed)
-    out = types.SimpleNamespace(block_type=types.SimpleNamespace(shape=[64, 64]))
+    out = types.SimpleNamespace(block_type=types.SimpleNamespace(shape=[64, 64]), dtype=None)
+    slots.dtype = None
     total, taken, want = own // 64 * -(-width // 64), 0, []
     acc = ["block"] * (own // 64 * -(-256 // 64) * 8)
     x_form = "packed" if packed else "rows"
     for tile in range(tiles):
         row, col = 1000 * tile, 3000 * tile
         place = (row, col, width)
-        kernel.given.read_first(
-            out, place, total, taken, OWN_SLOT, "map", GROUP, swap, 1, buffers, 64, BARRIERS_AT
-        )
+        if reads:
+            kernel.given.read_first(
+                out, place, total, taken, OWN_SLOT, "map", GROUP, swap, 1, buffers, 64, BARRIERS_AT
+            )
         spread = tile == tiles - 1
         kernel.finish_tile(
             acc, out, slots, barriers, (), None, row, col, width, spread, 0 if spread else OWN_SLOT, OWN_SLOT,
-            None, taken, ("map", "dtype"), GROUP, None, None, swap, x_form, "rows", own, x_rows, buffers, 64,
-            BARRIERS_AT,
+            None, taken, ("map", "dtype") if reads else None, None if reads else 7, GROUP,
+            Value("first") if reads else (Value("first"), Value("second")), lambda value, dtype: value, swap, x_form,
+            "rows", own, x_rows, buffers, 64, BARRIERS_AT,
         )  # fmt: skip
-        taken += total
+        taken += total if reads else 0
         for m in range(own // 64):
             for at in range(0, width, 64):
                 corner = row + 64 * m, col + min(at, width - 64)
@@ -159,6 +186,15 @@ def test_parts_come_in_order(own, width, buffers, packed, tiles, swap):
     ]
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("own", "width", "buffers"), CASES)
+@pytest.mark.parametrize("tiles", [1, 3])
+def test_second_results_leave_in_order(own, width, buffers, packed, tiles):
+    slots, want = run(own, width, buffers, tiles=tiles, packed=packed, reads=False)
+    assert slots.results == slots.seconds == want
+    assert not slots.taken
+
+
 def replaced(old, new):
     """A function with other source, for a mutant."""
 
@@ -166,7 +202,7 @@ def replaced(old, new):
         source = inspect.getsource(function)
         assert old in source, old
         lines = source[source.index("def ") :].replace(old, new)
-        made = {"gl": types.SimpleNamespace(constexpr=None)}
+        made = {}
         exec(compile("from __future__ import annotations\n" + lines, "mutant", "exec"), made)
         return made[function.__name__]
 

@@ -111,6 +111,8 @@ class Program:
         ahead: the same in two texts, of a function that loads a block of the one matrix that it reads, and of the rest,
             whose arguments are (args, block); None where it reads none, several, or one of wide elements: two blocks of
             more do not fit into the registers beside the accumulator.
+        both: the text of a function that returns the block of the one other matrix that it writes behind its own,
+            instead of storing it; None where it writes none or several, or reads one.
         whole: whether it needs tiles as wide as the product, since it uses reduced rows again.
         many: whether the function returns a tuple.
     """
@@ -122,6 +124,7 @@ class Program:
     outputs: tuple[Output, ...]
     tensors: int
     ahead: tuple[str, str] | None
+    both: str | None
     whole: bool
     many: bool
 
@@ -749,6 +752,8 @@ def _finished(state: _Lowering, node: fx.Node) -> Program:
         None,
     )
     outputs: list[Output] = []
+    # Lines that store a matrix, and the blocks that they store.
+    stored: list[tuple[int, str]] = []
     position = len(state.inputs)
     for i, x in enumerate(results):
         kept = all_kept[i]
@@ -773,18 +778,21 @@ def _finished(state: _Lowering, node: fx.Node) -> Program:
         else:
             places = (position,)
             for half, name in enumerate(x.names):
+                block = f"as_type({name}, o{position}.dtype.element_ty)"
+                stored.append((len(state.lines), block))
                 state.lines.append(
-                    f"store_block(o{position}, t{position}, {half}, shape, sizes, batch, row, col, "
-                    f"as_type({name}, o{position}.dtype.element_ty), ROWS, COLS, WIDE)"
+                    f"store_block(o{position}, t{position}, {half}, shape, sizes, batch, row, col, {block}, ROWS, "
+                    "COLS, WIDE)"
                 )
             columns = _columns(state, len(x.names))
             outputs.append(Output(x.dtype, columns, None, places, None, kept, is_matrix))
         position += len(places)
     block = "tl.full((1, 1), 0, tl.int32)" if main is None else results[main].names[0]
     state.lines.append(f"return tl.broadcast_to({block}, (ROWS, COLS))")
+    alone = main is not None and not any(x.kept or x.reduced for x in outputs)
     return Program(
         _source(state, position), state.paired, tuple(state.inputs), tuple(state.numbers), tuple(outputs), position,
-        _ahead(state, position), bool(state.complete), many,
+        _ahead(state, position), _both(state, position, stored) if alone else None, bool(state.complete), many,
     )  # fmt: skip
 
 
@@ -841,6 +849,24 @@ def _text(kind: str, first: str, lines: Sequence[str]) -> str:
 
 def _source(state: _Lowering, tensors: int) -> str:
     return _text("fused", "acc, args", [*_unpacked(state, tensors), *state.lines])
+
+
+def _both(state: _Lowering, tensors: int, stored: list[tuple[int, str]]) -> str | None:
+    """See `Program.both`.
+
+    Args:
+        stored: lines that store a matrix, and what they store.
+    """
+    if len(stored) != 1 or state.loads:
+        return None
+    ((line, block),) = stored
+    *lines, last = state.lines
+    kept = [text for i, text in enumerate(lines) if i != line]
+    return _text(
+        "both",
+        "acc, args",
+        [*_unpacked(state, tensors), *kept, f"{last}, tl.broadcast_to({block}, (ROWS, COLS))"],
+    )
 
 
 def _ahead(state: _Lowering, tensors: int) -> tuple[str, str] | None:

@@ -39,7 +39,7 @@ from . import order
 from .any_width_load import AHEAD, ROW, begin, load_steps, loaders_of, maps_of, prefetch_maps, shared_at
 from .any_width_loop import STAGES, multiply_steps, step_of, x_bytes_of
 from .dialect import in_gluon, value_of
-from .rings import barrier, begin_roles, beside, column_halves, last_to_arrive, later, rounded, upright
+from .rings import applied, barrier, begin_roles, beside, column_halves, last_to_arrive, later, upright
 
 part_of = in_gluon(order.part_of)
 
@@ -393,15 +393,16 @@ def columns_of(blocks):
 
 
 @builtin
-def store_slot(at, warp, row, col, X_FORM, Y_FORM, _semantic=None):
-    """One thread of a warp begins to store a part of the output from a slot.
+def store_slot(at, warp, row, col, X_FORM, Y_FORM, MAP, _semantic=None):
+    """One thread of a warp begins to store a part of a result from a slot.
 
     Args:
         at: where the slot is, in bytes behind the beginning of shared memory.
         row, col: where the part begins.
         X_FORM, Y_FORM: how the operands lie.
+        MAP: the number of the kernel's parameter that is the result's tensor map; None for the output's.
     """
-    number = maps_of(X_FORM, Y_FORM)[2]
+    number = value_of(MAP) or maps_of(X_FORM, Y_FORM)[2]
     gl.inline_asm_elementwise(
         "{ .reg .pred own, one; .reg .b32 warp, at; .reg .b64 map; elect.sync _|one, 0xffffffff; mov.u32 warp, %tid.x;"
         "shr.u32 warp, warp, 5; and.b32 warp, warp, 3; setp.eq.and.u32 own, warp, $2, one; mov.b32 at, global_smem;"
@@ -423,10 +424,32 @@ def wait_for_slot(warp, _semantic=None):
 
 
 @gluon.jit
+def leave(
+    value, slots, slot, warp, waits, row, col, EACH: gl.constexpr, SLOT: gl.constexpr, X_FORM: gl.constexpr,
+    Y_FORM: gl.constexpr, MAP: gl.constexpr,
+):  # fmt: skip
+    """Begins to store a part of a result through a slot.
+
+    Args:
+        waits: whether the warp may still be storing an earlier part from the slot.
+        EACH: columns of the product that make one of the output. A slot has room for all.
+        SLOT: bytes of a slot.
+        X_FORM, Y_FORM, MAP: see `store_slot`.
+    """
+    if waits:
+        wait_for_slot(warp)
+        barrier()
+    slots.index(slot * EACH).store(value.to(slots.dtype, bitcast=True))
+    hopper.fence_async_shared()
+    barrier()
+    store_slot(slot * SLOT, warp, row, col, X_FORM, Y_FORM, MAP)
+
+
+@gluon.jit
 def finish_part(
     blocks, out, slots, ring, first_slot, own_slot, spread, part, taken, in_ring, args, shape, row, col,
-    GIVEN: gl.constexpr, GROUP: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, SWAP: gl.constexpr,
-    X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr,
+    GIVEN: gl.constexpr, SECOND: gl.constexpr, GROUP: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr,
+    SWAP: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
     """Epilogue and store of 64 rows of X by some of Y, which begin at `row` and `col`, through a slot.
 
@@ -436,17 +459,19 @@ def finish_part(
         in_ring: the part's slot, counted from the first, where parts are spread over the ring.
     """
     PAIRED: gl.constexpr = X_FORM == "pairs" or Y_FORM == "pairs"
-    # A pair's slot has room for both numbers.
     EACH: gl.constexpr = 2 if PAIRED else 1
     SLOT: gl.constexpr = out.block_type.shape[0] * out.block_type.shape[1] * 2 * EACH
-    number = taken + part
-    slot = first_slot + gl.where(spread, in_ring, number % BUFFERS)
-    # Issuing a store takes a while, so warps take turns.
-    warp = gl.where(spread, number % 4, number % BUFFERS)
     at_row, at_col = row, col
     if SWAP:
         at_row, at_col = col, row
     block = upright(columns_of(blocks), SWAP, PAIRED)
+    # Issuing a store takes a while, so warps take turns.
+    number = taken + part
+    if SECOND is not None:
+        number = 2 * part
+    slot = first_slot + gl.where(spread, in_ring, number % BUFFERS)
+    warp = gl.where(spread, part % 4, number % BUFFERS)
+    waits = spread == 0
     if GIVEN is not None:
         # Both numbers of a pair make one.
         like = block
@@ -456,26 +481,28 @@ def finish_part(
             ring, slots, part, taken, own_slot, spread, slot, like, GIVEN[1], GROUP, EACH, BUFFERS
         )  # fmt: skip
         args = (args, read)
-    value, at_row, at_col = rounded(block, out, args, shape, at_row, at_col, EPILOGUE, CAST, PAIRED)
+    value = applied(block, args, shape, at_row, at_col, EPILOGUE, PAIRED)
     if GIVEN is not None:
         # All threads have read the part, whose slot may be this one.
         barrier()
-    elif spread == 0:
-        # This warp may still be storing an earlier part from the slot.
-        wait_for_slot(warp)
-        barrier()
-    slots.index(slot * EACH).store(value)
-    hopper.fence_async_shared()
-    barrier()
-    store_slot(slot * SLOT, warp, at_row, at_col, X_FORM, Y_FORM)
+        waits = gl.to_tensor(False)
+    second = None
+    if SECOND is not None:
+        value, second = value
+    value = CAST(value, out.dtype)
+    at_col = at_col // EACH
+    leave(value, slots, slot, warp, waits, at_row, at_col, EACH, SLOT, X_FORM, Y_FORM, None)
+    if SECOND is not None:
+        own = gl.where(spread, part, number + 1) % BUFFERS
+        leave(second, slots, own_slot + own, own, True, at_row, at_col, EACH, SLOT, X_FORM, Y_FORM, SECOND)
 
 
 @gluon.jit
 def finish_tile(
     acc, out, slots, ring, args, shape, row, col, width, spread, first_slot, own_slot, cut, taken,
-    GIVEN: gl.constexpr, GROUP: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, SWAP: gl.constexpr,
-    X_FORM: gl.constexpr, Y_FORM: gl.constexpr, OWN: gl.constexpr, X_ROWS: gl.constexpr, BUFFERS: gl.constexpr,
-    PART: gl.constexpr, BARRIERS_AT: gl.constexpr,
+    GIVEN: gl.constexpr, SECOND: gl.constexpr, GROUP: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr,
+    SWAP: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, OWN: gl.constexpr, X_ROWS: gl.constexpr,
+    BUFFERS: gl.constexpr, PART: gl.constexpr, BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
     """Epilogue and store of a warpgroup's part of a tile, `PART` columns at a time.
 
@@ -514,7 +541,7 @@ def finish_tile(
                     blocks = summed(blocks, cut, (m * width + at) // 8)
                 finish_part(
                     blocks, out, slots, ring, first_slot, own_slot, spread, part, taken, m * own + i * STAGE, args,
-                    shape, row + 64 * m, col + at, GIVEN, GROUP, EPILOGUE, CAST, SWAP, X_FORM, Y_FORM, BUFFERS,
+                    shape, row + 64 * m, col + at, GIVEN, SECOND, GROUP, EPILOGUE, CAST, SWAP, X_FORM, Y_FORM, BUFFERS,
                 )  # fmt: skip
 
 
@@ -525,10 +552,10 @@ def finish_tile(
 @gluon.jit
 def consume(
     out, slots, ring, first, step_args, args, workspace, shape, state, tile, GROUP: gl.constexpr, GROUPS: gl.constexpr,
-    PLACE: gl.constexpr, GIVEN: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, KIND: gl.constexpr,
-    PROMOTES: gl.constexpr, EVERY: gl.constexpr, X_ROWS: gl.constexpr, WIDTHS: gl.constexpr, SWAP: gl.constexpr,
-    PINGPONG: gl.constexpr, FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr,
-    PART: gl.constexpr, RING_BYTES: gl.constexpr, BARRIERS_AT: gl.constexpr,
+    PLACE: gl.constexpr, GIVEN: gl.constexpr, SECOND: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr,
+    KIND: gl.constexpr, PROMOTES: gl.constexpr, EVERY: gl.constexpr, X_ROWS: gl.constexpr, WIDTHS: gl.constexpr,
+    SWAP: gl.constexpr, PINGPONG: gl.constexpr, FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr,
+    BUFFERS: gl.constexpr, PART: gl.constexpr, RING_BYTES: gl.constexpr, BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's part of the work.
 
@@ -575,6 +602,7 @@ def consume(
     if GIVEN is not None:
         taken = gl.to_tensor(0)
         total = OWN // 64 * gl.cdiv(width, PART)
+    if GIVEN is not None or SECOND is not None:
         # A constant would put its offset among those by which the compiled kernel is checked.
         own_slot = computed(gl.to_tensor(own_slot))
     for unit in range(own, units, every):
@@ -629,8 +657,8 @@ def consume(
         if done:
             finish_tile(
                 acc, out, slots, ring, args, (end, shape[1]), row + FIRST, col, width, spread, first_slot,
-                own_slot, cut, taken, GIVEN, GROUP, EPILOGUE, CAST, SWAP, X_FORM, Y_FORM, OWN, X_ROWS, BUFFERS, PART,
-                BARRIERS_AT,
+                own_slot, cut, taken, GIVEN, SECOND, GROUP, EPILOGUE, CAST, SWAP, X_FORM, Y_FORM, OWN, X_ROWS,
+                BUFFERS, PART, BARRIERS_AT,
             )  # fmt: skip
             if GIVEN is not None:
                 taken += total
@@ -656,11 +684,11 @@ def gemm_any_width(
     x, y, out, scales, shifts, matrix, M, N, K, units, whole, parts, part_k, tiles_m, tiles_n, area_divisor,
     band_divisor, last_divisor, cut_divisor, width, band_m, x_box, x_size, y_box, y_size, streams, stages, step_args,
     args, workspace,
-    PLACE: gl.constexpr, GIVEN: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, KIND: gl.constexpr,
-    PROMOTES: gl.constexpr, EVERY: gl.constexpr, X_ROWS: gl.constexpr, LEAST: gl.constexpr, MOST: gl.constexpr,
-    EACH: gl.constexpr, RING_ROWS: gl.constexpr, GROUPS: gl.constexpr, SWAP: gl.constexpr, PINGPONG: gl.constexpr,
-    FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr, REGISTERS: gl.constexpr,
-    LOADER_REGISTERS: gl.constexpr, SOURCE: gl.constexpr,
+    PLACE: gl.constexpr, GIVEN: gl.constexpr, SECOND: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr,
+    KIND: gl.constexpr, PROMOTES: gl.constexpr, EVERY: gl.constexpr, X_ROWS: gl.constexpr, LEAST: gl.constexpr,
+    MOST: gl.constexpr, EACH: gl.constexpr, RING_ROWS: gl.constexpr, GROUPS: gl.constexpr, SWAP: gl.constexpr,
+    PINGPONG: gl.constexpr, FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr,
+    REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr, SOURCE: gl.constexpr,
 ):  # fmt: skip
     """As many programs as run at once, which take units in turn: whole tiles, and then parts of tiles.
 
@@ -669,8 +697,8 @@ def gemm_any_width(
         out: descriptor of the part of the output that is stored at a time, which is of 64 rows of X by some of Y.
         scales, shifts: descriptors of the group parameters of a packed weight, as far as it has some. Only their tensor
             maps are used.
-        matrix: descriptor of a matrix that the epilogue reads, as `out`; None where it reads none. Only its tensor map
-            is used.
+        matrix: descriptor of a matrix that the epilogue reads or writes, as `out`; None where there is none. Only its
+            tensor map is used.
         units, whole: how many units there are, and how many of them are whole tiles.
         parts, part_k: in how many parts each of the other tiles is cut along K, and K in a part.
         tiles_m, tiles_n: tiles along M and N.
@@ -688,6 +716,7 @@ def gemm_any_width(
         PLACE: `place.sized_tile`, or `place.sized_part` with a workspace.
         GIVEN: of the one matrix that the epilogue reads, the number of the parameter that is its tensor map, and its
             type; None where it reads none.
+        SECOND: the same number, where the matrix is a second result; otherwise None.
         KIND, PROMOTES: see `multiply_steps`.
         EVERY: rows of A and columns of B that share a scale along K; None where there are no such scales.
         RING_ROWS: rows of all stages, at least.
@@ -730,8 +759,8 @@ def gemm_any_width(
         consume,
         (out, slots, ring, first, step_args, args, workspace, shape, state, tile),
         (
-            GROUPS, PLACE, GIVEN, EPILOGUE, CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, PINGPONG, FORMAT,
-            X_FORM, Y_FORM, BUFFERS, PART, RING_BYTES, BARRIERS_AT,
+            GROUPS, PLACE, GIVEN, SECOND, EPILOGUE, CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, PINGPONG,
+            FORMAT, X_FORM, Y_FORM, BUFFERS, PART, RING_BYTES, BARRIERS_AT,
         ),
         produce,
         (ring, first, shape, state, tile, loads, PLACE, X_ROWS, STEP, SWAP, FORMAT, X_FORM, Y_FORM, BARRIERS_AT),

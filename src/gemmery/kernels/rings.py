@@ -169,20 +169,12 @@ def upright(acc, SWAP: gl.constexpr, PAIRED: gl.constexpr):
 
 
 @gluon.jit
-def rounded(
-    block, out, args, shape, row, col, EPILOGUE: gl.constexpr, CAST: gl.constexpr, PAIRED: gl.constexpr,
-):  # fmt: skip
-    """Applies the epilogue to what `upright` gives, and rounds the result; arguments are those of `finish`.
-
-    Returns:
-        The rounded values, and their row and column in the output.
-    """
+def applied(block, args, shape, row, col, EPILOGUE: gl.constexpr, PAIRED: gl.constexpr):
+    """Applies the epilogue to what `upright` gives; arguments are those of `finish`."""
     EACH: gl.constexpr = 2 if PAIRED else 1
     ROWS: gl.constexpr = block.shape[0]
     COLS: gl.constexpr = block.shape[1] // EACH
-    own_col = col // EACH
-    value = EPILOGUE(block, args, (shape[0], shape[1] // EACH), (), 0, row, own_col, ROWS, COLS, False)
-    return CAST(value, out.dtype), row, own_col
+    return EPILOGUE(block, args, (shape[0], shape[1] // EACH), (), 0, row, col // EACH, ROWS, COLS, False)
 
 
 @gluon.jit
@@ -209,10 +201,8 @@ def finish(
         else:
             finish(right, out, staged, args, shape, row, col + HALF, EPILOGUE, CAST, SWAP, PAIRED)
     else:
-        value, row, col = rounded(
-            upright(acc, SWAP, PAIRED), out, args, shape, row, col, EPILOGUE, CAST, PAIRED
-        )
+        value = CAST(applied(upright(acc, SWAP, PAIRED), args, shape, row, col, EPILOGUE, PAIRED), out.dtype)
         tma.store_wait(0)
         staged.store(value)
         hopper.fence_async_shared()
-        _store(out, [row, col], staged)
+        _store(out, [row, col // (2 if PAIRED else 1)], staged)

@@ -16,6 +16,7 @@ import torch
 import triton
 
 from ..devices import ARCHS
+from ..epilogues.device import function
 from ..formats.packing import LINE, STRIP
 from ..formats.scaled import BLOCK
 from ..kernels import any_width_packed as packed
@@ -67,10 +68,29 @@ MOST_STAGES = 12
 REGISTERS = {1: (0, 40), 2: (232, 40), 3: (160, 32)}
 #: By the same: numbers of the accumulator that a thread has registers for; and of a warpgroup that takes turns.
 ACCUMULATORS, IN_TURNS = {1: 128, 2: 160, 3: 96}, 144
-#: The same where a step's sum has as many registers again, and where there are scales besides.
-PROMOTED, SCALED = {1: 96, 2: 88, 3: 64}, {1: 88, 2: 80, 3: 48}
-#: The same where X is a packed weight, of which a step's operands are in registers.
-PACKED = {1: 128, 2: 144, 3: 96}
+
+
+class Numbers(NamedTuple):
+    """Numbers of the accumulator that a thread has registers for, by the number of warpgroups.
+
+    Attributes:
+        whole: where a step's sum, if it has registers of its own, has as many again.
+        halved: where it comes in two halves, and has half as many; of warpgroups with 64 rows of X.
+    """
+
+    whole: dict[int, int]
+    halved: dict[int, int]
+
+
+#: Where a step's sum has registers of its own, and where there are scales besides.
+PROMOTED = Numbers({1: 96, 2: 88, 3: 64}, {1: 128, 2: 128, 3: 80})
+SCALED = Numbers({1: 88, 2: 80, 3: 48}, {1: 128, 2: 112, 3: 64})
+#: Where X is a packed weight, of which a step's operands are in registers.
+PACKED = Numbers({1: 128, 2: 144, 3: 96}, {})
+#: By the kind of operands, see `select.space.kind_of`.
+OF_KINDS = {"fp8 accurate": PROMOTED, "scaled": SCALED}
+#: The widths of tiles whose steps come in halves are multiples of this, see `any_width_loop._promoted_step`.
+EACH_HALVED = 16
 #: The fewest stages with a packed weight: a step's words are read while the step before is multiplied, and the stage
 #: before that is free afterwards.
 LEAST_PACKED = 3
@@ -109,17 +129,24 @@ class Tile(NamedTuple):
         groups = config.num_warps // 4
         return cls(x, y, groups, x if takes_turns or not groups else x // groups)
 
-    def widest(self, numbers: dict[int, int] | None = None) -> int:
-        """The largest width that a kernel for this X has registers for.
+    def widest(self, numbers: Numbers | None = None) -> int:
+        """The largest width that a kernel for this X has registers for, where steps do not come in halves.
 
         Args:
             numbers: see `numbers_for`.
         """
         if numbers is not None:
-            most = numbers[self.groups]
+            most = numbers.whole[self.groups]
         else:
             most = ACCUMULATORS[self.groups] if self.own < self.x or self.groups == 1 else IN_TURNS
         return min(256, most * 128 // self.own)
+
+    def halved(self, numbers: Numbers | None) -> range:
+        """The widths beyond `widest` whose steps come in halves."""
+        if numbers is None or self.own > ROWS:
+            return range(0)
+        first = self.widest(numbers) // EACH_HALVED * EACH_HALVED + EACH_HALVED
+        return range(first, min(256, 2 * numbers.halved.get(self.groups, 0)) + 1, EACH_HALVED)
 
     @property
     def each(self) -> int:
@@ -220,7 +247,8 @@ class AnyWidth(PersistentStatic):
         if kind.startswith("packed"):
             return None
         tile = self.tile(config)
-        return config.swap, tile.x, tile.groups, min(tile.y, PART)
+        halved = tile.y in tile.halved(OF_KINDS.get(kind))
+        return config.swap, tile.x, tile.groups, min(tile.y, PART), halved
 
     def check_sizes(self, config: Config) -> None:
         c, warps = config, ((8,) if self.takes_turns else (4, 8, 12))
@@ -253,8 +281,8 @@ class AnyWidth(PersistentStatic):
         if not self.suits(p):
             return (
                 f"schedule {self.name!r} needs Triton {', '.join(self.versions)}, a GPU of sm_90, operands of fp16, "
-                f"bf16 or fp8 and an output of fp16 or bf16, K from 1 to {MOST_K}, no batch, an epilogue that reads at "
-                f"most one more matrix, of 16 bits with adjacent columns, operands that suit the descriptor loader, "
+                f"bf16 or fp8 and an output of fp16 or bf16, K from 1 to {MOST_K}, no batch, an epilogue with at most "
+                f"one more matrix, of 16 bits with adjacent columns, operands that suit the descriptor loader, "
                 f"fp8 with adjacent elements along K, an output with adjacent columns and rows of whole 16-byte units, "
                 f"of a weight in two halves rows with adjacent elements and a multiple of {EIGHT} in each, of a packed "
                 f"weight no halves, groups of a power of two from "
@@ -267,10 +295,11 @@ class AnyWidth(PersistentStatic):
             return "whether a tile is cut along K depends on the number of rows"
         if p.b.by_steps and (c.swap or self.tile(c).own != ROWS):
             return f"scales along K need {ROWS} rows for each warpgroup and no swap"
-        widest = self.tile(c).widest(numbers_for(p))
-        if self.tile(c).y > widest:
+        widest, halved = self.tile(c).widest(numbers_for(p)), self.tile(c).halved(numbers_for(p))
+        if self.tile(c).y > widest and self.tile(c).y not in halved:
             kind = "a packed weight" if p.b.is_packed else "fp8 that is promoted or scaled"
-            return f"{kind} leaves registers for a width of {widest}"
+            wide = f", and in halves for multiples of {EACH_HALVED} up to {halved[-1]}" if halved else ""
+            return f"{kind} leaves registers for a width of {widest}{wide}"
         if not self.considers(p, np.asarray(p.M)):
             return "a row that is added to one row may be the output itself, of which some is stored twice"
         return self._untaken(c, Forms.of(p))
@@ -332,7 +361,7 @@ class AnyWidth(PersistentStatic):
         )
 
     def costs(self, problem: Problem, space: Space, given: Given) -> Costs:
-        return any_width_cost.costs(problem, space, given, self.takes_turns)
+        return any_width_cost.costs(problem, space, given, self.takes_turns, numbers_for(problem))
 
 
 class Cooperative(AnyWidth):
@@ -369,8 +398,8 @@ def _operands_suit(problem: Problem) -> bool:
     return scales and b.by_steps and b.step == BLOCK and b.every % BLOCK == 0 and not problem.paired
 
 
-def numbers_for(problem: Problem) -> dict[int, int] | None:
-    """By the number of warpgroups, the numbers of an accumulator that a thread may have; None for the usual ones."""
+def numbers_for(problem: Problem) -> Numbers | None:
+    """The numbers of an accumulator that a thread may have; None for the usual ones."""
     if problem.b.is_packed:
         return PACKED
     return SCALED if problem.b.by_steps else PROMOTED if promotes(problem) else None
@@ -385,22 +414,24 @@ def every_of(problem: Problem) -> tuple[int, int] | None:
 def _epilogue_suits(problem: Problem) -> bool:
     """Whether an epilogue asks for nothing but its block, few registers, and no offsets beyond 32 bits in it.
 
-    It may read one matrix, which comes part by part. Registers spill beside an accumulator where it reads or writes
-    more. A matrix that is added to a bare product may be the output itself, of which some columns are stored twice.
+    It may read or write one more matrix, which comes or leaves part by part. Registers spill beside an accumulator
+    where there are more. A matrix that is added to a bare product may be the output itself, of which some columns are
+    stored twice.
     """
     p = problem
-    if p.epilogue == "add_matrix" or (p.wants_subtiles and not _reads_one_matrix(p)):
+    if p.epilogue == "add_matrix" or (p.wants_subtiles and not _has_one_matrix(p)):
         return False
     return needs_only_its_block(p)
 
 
-def _reads_one_matrix(problem: Problem) -> bool:
+def _has_one_matrix(problem: Problem) -> bool:
     """Whether one matrix is all that takes an epilogue many registers, and it passes through a part's slot."""
-    fusion = problem.fusion
-    if fusion is None or fusion.ahead is None or fusion.draws or len(fusion.matrices) != 1:
+    p, fusion = problem, problem.fusion
+    if fusion is None or fusion.draws or len(fusion.matrices) != 1 or not (fusion.ahead or fusion.both):
         return False
     (matrix,) = fusion.matrices
-    return matrix.col == 1 and matrix.dtype.itemsize == 2 and matrix.takes_tma(())
+    suits = matrix.takes_tma(()) if fusion.ahead else storable(matrix, p.M, p.out_n, ())
+    return matrix.col == 1 and matrix.dtype.itemsize == 2 and suits
 
 
 def descriptor(
@@ -419,7 +450,7 @@ class AnyWidthBinding(Binding):
     """A `Binding` of the kernel for tiles of any width."""
 
     # Where a tile ends; `tests/compile` looks into the loops of the machine code.
-    harmless_spills = 40
+    harmless_spills = 56
 
     def __init__(
         self, problem: Problem, config: Config, work: Work, tile: Tile, band: int, takes_turns: bool
@@ -438,19 +469,26 @@ class AnyWidthBinding(Binding):
         each = max(tile.each, EACH[self.forms[1]])
         # A narrow tile has a kernel of its own, since it stores fewer columns at a time. So has each width with a
         # packed weight: in a kernel for several, Triton 3.8's assembler, and older ones, make products wait for each
-        # other.
+        # other. Widths whose steps come in halves have another one, since beside them narrower tiles would spill
+        # registers.
+        numbers = numbers_for(p)
+        widest, halved = tile.widest(numbers), tile.halved(numbers)
         shares = tile.y >= PART and self.format is None
-        least, most = (self.part, tile.widest(numbers_for(p))) if shares else (tile.y, tile.y)
+        least, most = (self.part, widest) if shares else (tile.y, tile.y)
+        if tile.y in halved:
+            least, most, each = halved[0], halved[-1], EACH_HALVED
         registers, loader = REGISTERS[tile.groups]
         x, y = (p.b.dtype, p.a.dtype) if c.swap else (p.a.dtype, p.b.dtype)
-        _, epilogue = phases(p)
+        given, second = self._matrix_map()
+        epilogue = p.b.of_sum(function(p.fusion.both), p.device) if second and p.fusion else phases(p)[1]
         self.constants = {
             "PLACE": dialect.in_gluon(place.sized_tile if self.split is None else place.sized_part),
-            "GIVEN": self._given_map(),
+            "GIVEN": given,
+            "SECOND": second,
             "EPILOGUE": dialect.in_gluon(epilogue),
             "CAST": dialect.in_gluon(cast),
             "KIND": f"{KINDS[x]}.{KINDS[y]}",
-            "PROMOTES": p.b.by_steps or promotes(p),
+            "PROMOTES": widest if p.b.by_steps or promotes(p) else 0,
             "EVERY": every_of(p),
             "X_ROWS": tile.x,
             "LEAST": least,
@@ -471,14 +509,15 @@ class AnyWidthBinding(Binding):
             "num_warps": 4,
         }
 
-    def _given_map(self) -> tuple[int, Any] | None:
-        """`GIVEN` of the kernel."""
+    def _matrix_map(self) -> tuple[tuple[int, Any] | None, int | None]:
+        """`GIVEN` and `SECOND` of the kernel."""
         from ..kernels import any_width_given
 
         fusion = self.problem.fusion
         if fusion is None or not fusion.matrices:
-            return None
-        return any_width_given.map_of(self.format, *self.forms), TL[fusion.matrices[0].dtype]
+            return None, None
+        number = any_width_given.map_of(self.format, *self.forms)
+        return (None, number) if fusion.both else ((number, TL[fusion.matrices[0].dtype]), None)
 
     def check(self, compiled: Any) -> None:
         """RuntimeError unless the ring, its barriers and the tensor maps are where the kernel's assembly looks."""
@@ -524,17 +563,16 @@ class AnyWidthBinding(Binding):
         return [
             self._operand(x, c.swap, ROWS, boxes[0]), self._operand(y, not c.swap, self.part, boxes[1]),
             descriptor(out, (p.M, p.out_n), (p.out.row, 1), block), *self._params(of_b, boxes[0]),
-            self._given(extras, block), p.M, p.N, p.K, whole + cut, whole, *parts,
+            self._matrix(extras, block), p.M, p.N, p.K, whole + cut, whole, *parts,
             tiles_m, tiles_n, *divisors, tile.y, band, boxes[0], x_size, boxes[1], loaded[1] * ROW, self.streams,
             c.num_stages, step_args, epilogue_arguments(p, self.part, extras, numbers), workspace,
         ]  # fmt: skip
 
-    def _given(self, extras: Sequence[Any], block: Sequence[int]) -> Any:
-        """The descriptor of the one matrix that the epilogue reads; None where it reads none."""
+    def _matrix(self, extras: Sequence[Any], block: Sequence[int]) -> Any:
+        """The descriptor of the one matrix that the epilogue reads or writes; None where there is none."""
         p = self.problem
-        if self.constants["GIVEN"] is None:
+        if p.fusion is None or not p.fusion.matrices:
             return None
-        assert p.fusion is not None
         (place,) = [i for i, x in enumerate(p.fusion.operands) if x.row and x.col]
         return descriptor(extras[place], (p.M, p.out_n), (p.fusion.operands[place].row, 1), block)
 

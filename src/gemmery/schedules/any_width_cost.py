@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .binding import promotes
 from .cost import FILL, FILLED, Costs, Floats, Given, Stream
 from .persistent_static import Work
 
 if TYPE_CHECKING:
     from ..problem import Problem
     from ..select.space import Space
+    from .any_width import Numbers
 
 #: Part of the tensor cores' rate, and what a narrow instruction takes more, in columns.
 EFFICIENCY, EDGE = 0.9345, 18.8
@@ -28,7 +28,10 @@ TURNED = 32.0
 #: What the products take longer where each step's sum is promoted, and where it is scaled before; for 1, 2 and 3
 #: warpgroups, of which the others multiply while one adds.
 PROMOTING, SCALING = (1.57, 1.14, 1.04), (1.8, 1.65, 1.6)
-#: Rows of X that a warpgroup unpacks at a time.
+#: The same where each step's products come in two halves, promoted or scaled. It is an estimate and not fitted yet: for
+#: 2 warpgroups after tiles of 128 by 256 of `specialized`, which come so; for 1 and 3 it is SCALING's.
+HALVED = (1.8, 1.25, 1.6)
+#: Rows of X that a warpgroup multiplies or unpacks at a time.
 ROWS = 64
 #: Seconds of a step in which a packed weight is unpacked: once, and for each 64 rows. The exponent with which they and
 #: the products add up.
@@ -64,11 +67,12 @@ REDUCTION, TIMES = 0.663e-6, 3.10
 IDLE = 1.01
 
 
-def costs(problem: Problem, space: Space, given: Given, takes_turns: bool) -> Costs:
+def costs(problem: Problem, space: Space, given: Given, takes_turns: bool, numbers: Numbers | None) -> Costs:
     """The predicted costs of a space's configs, see `Schedule.costs`.
 
     Args:
         takes_turns: whether warpgroups take tiles in turn, and do not share them.
+        numbers: see `any_width.numbers_for`.
     """
     p, s, device = problem, space, problem.device
     x, y = np.where(s.swap, s.block_n, s.block_m), np.where(s.swap, s.block_m, s.block_n)
@@ -83,7 +87,7 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool) -> Co
         compute = _unpacking(compute, own_steps, x, groups)
     else:
         turned = TURNED if p.a.col != 1 and p.b.row != 1 else 0.0
-        compute = compute * (1 + EDGE / y) * (1 + (turned / y) ** 2) * _summing(p)[groups - 1]
+        compute = compute * (1 + EDGE / y) * (1 + (turned / y) ** 2) * _summing(p, s, x, y, groups, numbers)
     share = np.minimum(INTAKE, L2 * device.sms / busy) * device.sm_bandwidth
     # Of a packed weight, which is X, words are loaded.
     loaded = x * (p.b.bits / p.a.bits) + y if p.b.is_packed else x + y
@@ -95,7 +99,8 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool) -> Co
     together = np.where(chunk > 0, whole, tiles // device.sms) * steps
     waits = _waits(stream, loop, together / own_steps, together * device.sms / (tiles * steps))
     elements = x / groups * y
-    store = elements * 2.0 / device.store_bandwidth
+    writes = p.fusion is not None and p.fusion.both is not None
+    store = elements * 2.0 * (1 + writes) / device.store_bandwidth
     around = TURN if takes_turns else TILE + store * STORE
     around = around + _epilogue_seconds(p, elements, takes_turns)
     # Loads run ahead across tiles: only the time around the last tile is not overlapped with memory.
@@ -123,11 +128,23 @@ def _unpacking(compute: Floats, steps: Floats, x: Floats, groups: Floats) -> Flo
     return seconds
 
 
-def _summing(problem: Problem) -> Floats:
-    """The factor by which promotion or scaling slows the products, for 1, 2 and 3 warpgroups."""
-    if problem.b.by_steps:
-        return np.asarray(SCALING)
-    return np.asarray(PROMOTING) if promotes(problem) else np.ones(3)
+def _summing(
+    problem: Problem, space: Space, x: Floats, y: Floats, groups: np.ndarray, numbers: Numbers | None
+) -> Floats:
+    """The factor by which promotion or scaling slows the products.
+
+    Args:
+        groups: warpgroups that share a tile.
+        numbers: see `any_width.numbers_for`.
+    """
+    if numbers is None:
+        return np.ones(len(groups))
+    factors = np.array(SCALING if problem.b.by_steps else PROMOTING)
+    # As `any_width.Tile.halved`.
+    whole = np.array([numbers.whole[each] for each in (1, 2, 3)])[space.num_warps // 4 - 1]
+    halved = (x == ROWS * groups) & (y > 2 * whole)
+    found: Floats = np.where(halved, np.array(HALVED)[groups - 1], factors[groups - 1])
+    return found
 
 
 def _least_of_step(
@@ -173,6 +190,6 @@ def _epilogue_seconds(problem: Problem, elements: Floats, takes_turns: bool) -> 
     # Products, sums and conversions of type take no time worth counting.
     calls = len(re.findall(r"= \((?!as_type)\w+\(", source))
     seconds: Floats = elements * (FUNCTION * calls) + reads * (VECTOR_IN_TURN if takes_turns else VECTOR)
-    if problem.fusion is not None and problem.fusion.matrices:
+    if problem.fusion is not None and problem.fusion.ahead:
         seconds = seconds + MATRIX + elements * MATRIX_ELEMENT
     return seconds
