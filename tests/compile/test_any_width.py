@@ -97,7 +97,7 @@ KINDS = [
     ({"dtype": "fp8", "scales": "block"}, "64x176x128-g8-w4-s6-cooperative-descriptor"),
     # Steps that come in halves.
     ({"dtype": "fp8", "scales": "row"}, "128x208x128-g8-w8-s4-cooperative-descriptor-k2"),
-    ({"dtype": "fp8", "epilogue": "bias_gelu"}, "160x192x128-g8-w12-s4-cooperative-descriptor-swap"),
+    ({"dtype": "fp8", "epilogue": "bias_gelu"}, "144x192x128-g8-w12-s4-cooperative-descriptor-swap"),
     ({"dtype": "fp8", "scales": "block", "bias": True}, "128x224x128-g8-w8-s4-cooperative-descriptor"),
     ({"dtype": "fp8", "scales": "block"}, "64x256x128-g8-w4-s5-cooperative-descriptor-k2"),
 ]

@@ -266,7 +266,7 @@ HALVED = {
         "128x256x128-g0-w8-s4-cooperative-descriptor", "128x240x128-g0-w8-s4-cooperative-descriptor-k2",
         "224x128x128-g0-w8-s4-cooperative-descriptor-swap", "64x208x128-g0-w4-s5-cooperative-descriptor",
         "256x64x128-g0-w4-s4-cooperative-descriptor-swap", "192x144x128-g0-w12-s4-cooperative-descriptor",
-        "160x192x128-g0-w12-s4-cooperative-descriptor-swap", "64x192x128-g0-w8-s4-pingpong-descriptor",
+        "144x192x128-g0-w12-s4-cooperative-descriptor-swap", "64x192x128-g0-w8-s4-pingpong-descriptor",
     ),
     "fp8 blocks": (
         "128x176x128-g0-w8-s4-cooperative-descriptor", "128x208x128-g0-w8-s4-cooperative-descriptor",

@@ -108,7 +108,7 @@ def bodies(slots, **changed):
         "IN_RING": any_width_given.IN_RING.value, "shared_at": lambda at: at, "read_into": slots.read_into,
         "fetch": slots.fetch, "mbarrier": types.SimpleNamespace(wait=slots.wait),
         "columns_of": lambda blocks: blocks, "blocks_of": lambda *more: "blocks",
-        "wait_for_slot": slots.wait_for_slot, "upright": lambda blocks, *more: types.SimpleNamespace(type=types.SimpleNamespace(layout=None)),
+        "lie_beside": lambda X_FORM, SECOND: X_FORM == "packed" or SECOND is not None, "wait_for_slot": slots.wait_for_slot, "upright": lambda blocks, *more: types.SimpleNamespace(type=types.SimpleNamespace(layout=None)),
         "column_halves": lambda block: (block, block), "barrier": lambda: None,
         "applied": lambda block, args, shape, row, col, EPILOGUE, PAIRED: EPILOGUE,
         "hopper": types.SimpleNamespace(fence_async_shared=lambda: None), "store_slot": slots.store_slot,
@@ -152,7 +152,19 @@ def run(own, width, buffers, *, tiles, swap=False, packed=False, x_rows=128, rea
         place = (row, col, width)
         if reads:
             kernel.given.read_first(
-                out, place, total, taken, OWN_SLOT, "map", GROUP, swap, 1, buffers, 64, BARRIERS_AT
+                out,
+                place,
+                total,
+                taken,
+                OWN_SLOT,
+                tile == tiles - 1,
+                "map",
+                GROUP,
+                swap,
+                1,
+                buffers,
+                64,
+                BARRIERS_AT,
             )
         spread = tile == tiles - 1
         kernel.finish_tile(
@@ -181,9 +193,7 @@ def test_parts_come_in_order(own, width, buffers, packed, tiles, swap):
     assert slots.taken == want
     assert slots.results == want
     of_tile = len(want) // tiles
-    assert slots.fetched == [
-        part for tile in range(tiles) for part in want[tile * of_tile :][:of_tile][buffers:]
-    ]
+    assert slots.fetched == want[-of_tile:][buffers:]
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -77,6 +77,12 @@ def widths_of(least, most, each):
     return list(range(least, most + 1, each))
 
 
+@gluon.constexpr_function
+def lie_beside(X_FORM, SECOND):
+    """Whether the parts of a program's last tile lie side by side in the ring."""
+    return X_FORM == "packed" or SECOND is not None
+
+
 @gluon.jit
 def turn_of(ring, GROUP: gl.constexpr):
     """The barrier of a warpgroup that waits for its turn."""
@@ -493,8 +499,9 @@ def finish_part(
     at_col = at_col // EACH
     leave(value, slots, slot, warp, waits, at_row, at_col, EACH, SLOT, X_FORM, Y_FORM, None)
     if SECOND is not None:
-        own = gl.where(spread, part, number + 1) % BUFFERS
-        leave(second, slots, own_slot + own, own, True, at_row, at_col, EACH, SLOT, X_FORM, Y_FORM, SECOND)
+        slot = first_slot + gl.where(spread, in_ring + 1, (number + 1) % BUFFERS)
+        warp = gl.where(spread, (part + 2) % 4, (number + 1) % BUFFERS)
+        leave(second, slots, slot, warp, waits, at_row, at_col, EACH, SLOT, X_FORM, Y_FORM, SECOND)
 
 
 @gluon.jit
@@ -510,22 +517,24 @@ def finish_tile(
 
     Args:
         spread: whether each part has a slot of its own, in the ring, where this warpgroup's rows of X were: 64 rows of
-            X have one in each stage. Words are smaller, so all parts lie side by side there. Otherwise parts
-            take the warpgroup's `BUFFERS` in turn.
+            X have one in each stage. With a packed weight, whose words are smaller, and with two results, all parts
+            lie side by side there. Otherwise parts take the warpgroup's `BUFFERS` in turn.
         first_slot: the first of these slots.
         own_slot: the first of the warpgroup's own.
         cut: see `summed`; None where no tile is cut.
         taken: parts of the tiles before, where the epilogue reads a matrix; otherwise 0.
     """
     COUNT: gl.constexpr = len(acc) // (OWN // 64)
-    # Slots of 64 rows of X, and of a stage's.
+    BESIDE: gl.constexpr = lie_beside(X_FORM, SECOND)
+    RESULTS: gl.constexpr = 1 if SECOND is None else 2
+    # Slots of 64 rows of X, and from one part to the next.
     SLOTS: gl.constexpr = 64 // PART
-    STAGE: gl.constexpr = 1 if X_FORM == "packed" else X_ROWS // PART
+    NEXT: gl.constexpr = RESULTS if BESIDE else X_ROWS // PART
     EACH: gl.constexpr = 2 if X_FORM == "pairs" or Y_FORM == "pairs" else 1
     parts = gl.cdiv(width, PART)
     own = SLOTS
-    if X_FORM == "packed":
-        own = parts
+    if BESIDE:
+        own = parts * RESULTS
     for m in gl.static_range(OWN // 64):
         for i in gl.static_range(COUNT * 8 // PART):
             if i < parts:
@@ -533,14 +542,14 @@ def finish_tile(
                 if GIVEN is not None:
                     given.read_others(
                         out, part, (row, col, width), OWN // 64 * parts, taken, own_slot, spread,
-                        (first_slot, STAGE, own), GIVEN[0], GROUP, SWAP, EACH, BUFFERS, PART, BARRIERS_AT,
+                        (first_slot, NEXT, own), GIVEN[0], GROUP, SWAP, EACH, BUFFERS, PART, BARRIERS_AT,
                     )  # fmt: skip
                 blocks = blocks_of(acc, m * COUNT + i * PART // 8, PART // 8)
                 at = gl.minimum(i * PART, width - PART)
                 if cut is not None:
                     blocks = summed(blocks, cut, (m * width + at) // 8)
                 finish_part(
-                    blocks, out, slots, ring, first_slot, own_slot, spread, part, taken, m * own + i * STAGE, args,
+                    blocks, out, slots, ring, first_slot, own_slot, spread, part, taken, m * own + i * NEXT, args,
                     shape, row + 64 * m, col + at, GIVEN, SECOND, GROUP, EPILOGUE, CAST, SWAP, X_FORM, Y_FORM, BUFFERS,
                 )  # fmt: skip
 
@@ -609,8 +618,8 @@ def consume(
         row, col = computed(row), computed(col)
         if GIVEN is not None and unit < whole:
             given.read_first(
-                out, (row + FIRST, col, width), total, taken, own_slot, GIVEN[0], GROUP, SWAP, EACH, BUFFERS, PART,
-                BARRIERS_AT,
+                out, (row + FIRST, col, width), total, taken, own_slot, unit + programs >= units, GIVEN[0], GROUP,
+                SWAP, EACH, BUFFERS, PART, BARRIERS_AT,
             )  # fmt: skip
         if PINGPONG:
             mbarrier.wait(turn_of(ring, GROUP), turn)
@@ -631,7 +640,7 @@ def consume(
         cut = None
         # The program's last tile: nothing is loaded any more.
         spread = unit + programs >= units
-        if X_FORM != "packed":
+        if not lie_beside(X_FORM, SECOND):
             spread = spread & (gl.cdiv(width, PART) <= stages)
         if workspace is not None:
             cut = (unit >= whole, 0, parts, 0, 0)
@@ -641,16 +650,16 @@ def consume(
                 )
                 if GIVEN is not None and done:
                     given.read_first(
-                        out, (row + FIRST, col, width), total, taken, own_slot, GIVEN[0], GROUP, SWAP, EACH, BUFFERS,
-                        PART, BARRIERS_AT,
+                        out, (row + FIRST, col, width), total, taken, own_slot, False, GIVEN[0], GROUP, SWAP, EACH,
+                        BUFFERS, PART, BARRIERS_AT,
                     )  # fmt: skip
             spread = spread & (unit < whole)
         in_ring = FIRST // PART
-        if X_FORM == "packed":
-            in_ring = FIRST // 64 * gl.cdiv(width, PART)
+        if lie_beside(X_FORM, SECOND):
+            in_ring = FIRST // 64 * gl.cdiv(width, PART) * (1 if SECOND is None else 2)
         first_slot = gl.where(spread, in_ring, own_slot)
         if spread:
-            if PINGPONG or X_FORM == "packed":
+            if PINGPONG or lie_beside(X_FORM, SECOND):
                 # Other warpgroups read what is there.
                 mbarrier.wait(unused(ring), 0)
             barrier()

@@ -1,9 +1,9 @@
 """A matrix that the epilogue reads, in tiles of any width; see `any_width`.
 
 It comes by TMA, in the parts in which the output is stored, into slots that are free: the first parts into the
-warpgroup's own slots before the K loop, while the others are fetched into L2. Of a program's last tile, the others
-follow at once when the K loop is over, each into its slot in the ring. Of other tiles, each takes an own slot as soon
-as the part before has left it.
+warpgroup's own slots before the K loop. Of a program's last tile, the others are fetched into L2 then, and follow when
+the K loop is over, each into its slot in the ring. Of other tiles, each takes an own slot as soon as the part before
+has left it.
 
 Each warpgroup has `OF_GROUP` barriers behind the others, at which parts arrive: one for each of its own slots, which is
 used again and again, and one for each part that comes into the ring.
@@ -115,21 +115,22 @@ def read(
 
 @gluon.jit
 def read_first(
-    out, place, total, taken, own_slot, MAP: gl.constexpr, GROUP: gl.constexpr, SWAP: gl.constexpr,
+    out, place, total, taken, own_slot, is_last, MAP: gl.constexpr, GROUP: gl.constexpr, SWAP: gl.constexpr,
     EACH: gl.constexpr, BUFFERS: gl.constexpr, PART: gl.constexpr, BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
-    """Begins to read a tile's first parts, and fetches the others.
+    """Begins to read a tile's first parts, and fetches the others of the program's last tile.
 
     Args:
         total: parts of the tile.
         taken: parts of the warpgroup's tiles before.
         own_slot: the first of the warpgroup's `BUFFERS` own slots.
+        is_last: whether this is the program's last tile.
     """
     for part in range(total):
         if part < BUFFERS:
             own = (taken + part) % BUFFERS
             read(out, part, place, own_slot + own, own, own, MAP, GROUP, SWAP, EACH, PART, BARRIERS_AT)
-        else:
+        elif is_last:
             row, col = corner_of(part, place, SWAP, EACH, PART)
             fetch(part % 4, row, col, MAP)
 

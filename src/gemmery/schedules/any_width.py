@@ -83,7 +83,7 @@ class Numbers(NamedTuple):
 
 
 #: Where a step's sum has registers of its own, and where there are scales besides.
-PROMOTED = Numbers({1: 96, 2: 88, 3: 64}, {1: 128, 2: 128, 3: 80})
+PROMOTED = Numbers({1: 96, 2: 88, 3: 64}, {1: 128, 2: 128, 3: 72})
 SCALED = Numbers({1: 88, 2: 80, 3: 48}, {1: 128, 2: 112, 3: 64})
 #: Where X is a packed weight, of which a step's operands are in registers.
 PACKED = Numbers({1: 128, 2: 144, 3: 96}, {})
