@@ -107,6 +107,7 @@ def bodies(slots, **changed):
         "gl": gl, "STAGES": any_width.STAGES.value, "OF_GROUP": any_width_given.OF_GROUP.value,
         "IN_RING": any_width_given.IN_RING.value, "shared_at": lambda at: at, "read_into": slots.read_into,
         "fetch": slots.fetch, "mbarrier": types.SimpleNamespace(wait=slots.wait),
+        "in_block": lambda value: value, "picked": lambda acc, index, PART: "blocks",
         "columns_of": lambda blocks: blocks, "blocks_of": lambda *more: "blocks",
         "lie_beside": lambda X_FORM, SECOND: X_FORM == "packed" or SECOND is not None, "wait_for_slot": slots.wait_for_slot, "upright": lambda blocks, *more: types.SimpleNamespace(type=types.SimpleNamespace(layout=None)),
         "column_halves": lambda block: (block, block), "barrier": lambda: None,
@@ -114,7 +115,7 @@ def bodies(slots, **changed):
         "hopper": types.SimpleNamespace(fence_async_shared=lambda: None), "store_slot": slots.store_slot,
     }  # fmt: skip
     for module, chosen in ((any_width_given, ("corner_of", "read", "read_first", "read_others", "block_of")),
-                           (any_width, ("leave", "finish_part", "finish_tile"))):  # fmt: skip
+                           (any_width, ("leave", "finish_part", "finish_next", "finish_tile"))):  # fmt: skip
         for name in chosen:
             made = inspect.unwrap(getattr(module, name))
             made = getattr(made, "fn", made)
@@ -134,11 +135,14 @@ class Value(str):
         return str(self)
 
 
-def run(own, width, buffers, *, tiles, swap=False, packed=False, x_rows=128, reads=True, **changed):
+def run(
+    own, width, buffers, *, tiles, swap=False, packed=False, x_rows=128, reads=True, loops=False, **changed
+):
     """Finishes some tiles, of which the last one is spread over the ring, as `any_width.consume` does.
 
     Args:
         reads: whether the epilogue reads a matrix; else it has a second result.
+        loops: whether parts are finished in a loop.
     """
     slots = Slots()
     kernel, barriers = bodies(slots, **changed)
@@ -170,7 +174,7 @@ def run(own, width, buffers, *, tiles, swap=False, packed=False, x_rows=128, rea
         kernel.finish_tile(
             acc, out, slots, barriers, (), None, row, col, width, spread, 0 if spread else OWN_SLOT, OWN_SLOT,
             None, taken, ("map", "dtype") if reads else None, None if reads else 7, GROUP,
-            Value("first") if reads else (Value("first"), Value("second")), lambda value, dtype: value, swap, x_form,
+            Value("first") if reads else (Value("first"), Value("second")), lambda value, dtype: value, swap, loops, x_form,
             "rows", own, x_rows, buffers, 64, BARRIERS_AT,
         )  # fmt: skip
         taken += total if reads else 0
@@ -188,8 +192,9 @@ CASES = [(64, 64, 2), (64, 176, 2), (64, 256, 2), (128, 80, 2), (128, 144, 2), (
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("own", "width", "buffers"), CASES)
 @pytest.mark.parametrize("tiles", [1, 2, 5])
-def test_parts_come_in_order(own, width, buffers, packed, tiles, swap):
-    slots, want = run(own, width, buffers, tiles=tiles, swap=swap, packed=packed)
+@pytest.mark.parametrize("loops", [False, True])
+def test_parts_come_in_order(own, width, buffers, packed, tiles, swap, loops):
+    slots, want = run(own, width, buffers, tiles=tiles, swap=swap, packed=packed, loops=loops)
     assert slots.taken == want
     assert slots.results == want
     of_tile = len(want) // tiles
@@ -199,8 +204,9 @@ def test_parts_come_in_order(own, width, buffers, packed, tiles, swap):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("own", "width", "buffers"), CASES)
 @pytest.mark.parametrize("tiles", [1, 3])
-def test_second_results_leave_in_order(own, width, buffers, packed, tiles):
-    slots, want = run(own, width, buffers, tiles=tiles, packed=packed, reads=False)
+@pytest.mark.parametrize("loops", [False, True])
+def test_second_results_leave_in_order(own, width, buffers, packed, tiles, loops):
+    slots, want = run(own, width, buffers, tiles=tiles, packed=packed, reads=False, loops=loops)
     assert slots.results == slots.seconds == want
     assert not slots.taken
 

@@ -37,7 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from . import any_width_given as given
 from . import order
 from .any_width_load import AHEAD, ROW, begin, load_steps, loaders_of, maps_of, prefetch_maps, shared_at
-from .any_width_loop import STAGES, multiply_steps, step_of, x_bytes_of
+from .any_width_loop import STAGES, multiply_steps, step_of, switch, x_bytes_of
 from .dialect import in_gluon, value_of
 from .rings import applied, barrier, begin_roles, beside, column_halves, last_to_arrive, later, upright
 
@@ -399,6 +399,22 @@ def columns_of(blocks):
 
 
 @builtin
+def picked(acc, index, PART, _semantic=None):
+    """Part number `index` of an accumulator's blocks, in registers of its own."""
+    numbers, size = 4 * len(acc.values), value_of(PART) // 2
+    cases = [
+        "".join(f"mov.b32 ${j}, ${size + first + j};" for j in range(size))
+        for first in range(0, numbers, size)
+    ]
+    made = gl.inline_asm_elementwise(
+        switch(f"${size + numbers}", range(len(cases) + 1), cases),
+        ",".join(["=&f"] * size + ["f"] * numbers + ["r"] * 4), [*acc.values, index],
+        dtype=[gl.float32] * (size // 4), is_pure=True, pack=4, _semantic=_semantic,
+    )  # fmt: skip
+    return gl.tuple(list(made))
+
+
+@builtin
 def store_slot(at, warp, row, col, X_FORM, Y_FORM, MAP, _semantic=None):
     """One thread of a warp begins to store a part of a result from a slot.
 
@@ -505,11 +521,40 @@ def finish_part(
 
 
 @gluon.jit
+def finish_next(
+    blocks, out, slots, ring, ring_slots, own_slot, spread, part, total, taken, m, i, cut, args, shape, row, col, width,
+    GIVEN: gl.constexpr, SECOND: gl.constexpr, GROUP: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr,
+    SWAP: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr, PART: gl.constexpr,
+    BARRIERS_AT: gl.constexpr,
+):  # fmt: skip
+    """Finishes a tile's part number `part` of `total`, which is number `i` of its 64 rows of X number `m`.
+
+    Args:
+        ring_slots: see `any_width_given.read_others`.
+        own_slot, spread, taken, cut: see `finish_tile`.
+    """
+    if GIVEN is not None:
+        EACH: gl.constexpr = 2 if X_FORM == "pairs" or Y_FORM == "pairs" else 1
+        given.read_others(
+            out, part, (row, col, width), total, taken, own_slot, spread, ring_slots, GIVEN[0], GROUP, SWAP, EACH,
+            BUFFERS, PART, BARRIERS_AT,
+        )  # fmt: skip
+    first_slot, each, every = ring_slots
+    at = gl.minimum(i * PART, width - PART)
+    if cut is not None:
+        blocks = summed(blocks, cut, (m * width + at) // 8)
+    finish_part(
+        blocks, out, slots, ring, first_slot, own_slot, spread, part, taken, m * every + i * each, args, shape,
+        row + 64 * m, col + at, GIVEN, SECOND, GROUP, EPILOGUE, CAST, SWAP, X_FORM, Y_FORM, BUFFERS,
+    )  # fmt: skip
+
+
+@gluon.jit
 def finish_tile(
     acc, out, slots, ring, args, shape, row, col, width, spread, first_slot, own_slot, cut, taken,
     GIVEN: gl.constexpr, SECOND: gl.constexpr, GROUP: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr,
-    SWAP: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, OWN: gl.constexpr, X_ROWS: gl.constexpr,
-    BUFFERS: gl.constexpr, PART: gl.constexpr, BARRIERS_AT: gl.constexpr,
+    SWAP: gl.constexpr, LOOPS: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, OWN: gl.constexpr,
+    X_ROWS: gl.constexpr, BUFFERS: gl.constexpr, PART: gl.constexpr, BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
     """Epilogue and store of a warpgroup's part of a tile, `PART` columns at a time.
 
@@ -523,6 +568,8 @@ def finish_tile(
         own_slot: the first of the warpgroup's own.
         cut: see `summed`; None where no tile is cut.
         taken: parts of the tiles before, where the epilogue reads a matrix; otherwise 0.
+        LOOPS: whether the code is there once, for all parts. Straight code of a long epilogue takes longer to fetch
+            than to run.
     """
     COUNT: gl.constexpr = len(acc) // (OWN // 64)
     BESIDE: gl.constexpr = lie_beside(X_FORM, SECOND)
@@ -530,28 +577,31 @@ def finish_tile(
     # Slots of 64 rows of X, and from one part to the next.
     SLOTS: gl.constexpr = 64 // PART
     NEXT: gl.constexpr = RESULTS if BESIDE else X_ROWS // PART
-    EACH: gl.constexpr = 2 if X_FORM == "pairs" or Y_FORM == "pairs" else 1
     parts = gl.cdiv(width, PART)
+    total = OWN // 64 * parts
     own = SLOTS
     if BESIDE:
         own = parts * RESULTS
-    for m in gl.static_range(OWN // 64):
-        for i in gl.static_range(COUNT * 8 // PART):
-            if i < parts:
-                part = m * parts + i
-                if GIVEN is not None:
-                    given.read_others(
-                        out, part, (row, col, width), OWN // 64 * parts, taken, own_slot, spread,
-                        (first_slot, NEXT, own), GIVEN[0], GROUP, SWAP, EACH, BUFFERS, PART, BARRIERS_AT,
+    ring_slots = (first_slot, NEXT, own)
+    if LOOPS:
+        for part in range(total):
+            m = part // parts
+            i = part - m * parts
+            blocks = picked(acc, in_block(m * (COUNT * 8 // PART) + i), PART)
+            finish_next(
+                blocks, out, slots, ring, ring_slots, own_slot, spread, part, total, taken, m, i, cut, args, shape, row,
+                col, width, GIVEN, SECOND, GROUP, EPILOGUE, CAST, SWAP, X_FORM, Y_FORM, BUFFERS, PART, BARRIERS_AT,
+            )  # fmt: skip
+    else:
+        for m in gl.static_range(OWN // 64):
+            for i in gl.static_range(COUNT * 8 // PART):
+                if i < parts:
+                    blocks = blocks_of(acc, m * COUNT + i * PART // 8, PART // 8)
+                    finish_next(
+                        blocks, out, slots, ring, ring_slots, own_slot, spread, m * parts + i, total, taken, m, i, cut,
+                        args, shape, row, col, width, GIVEN, SECOND, GROUP, EPILOGUE, CAST, SWAP, X_FORM, Y_FORM,
+                        BUFFERS, PART, BARRIERS_AT,
                     )  # fmt: skip
-                blocks = blocks_of(acc, m * COUNT + i * PART // 8, PART // 8)
-                at = gl.minimum(i * PART, width - PART)
-                if cut is not None:
-                    blocks = summed(blocks, cut, (m * width + at) // 8)
-                finish_part(
-                    blocks, out, slots, ring, first_slot, own_slot, spread, part, taken, m * own + i * NEXT, args,
-                    shape, row + 64 * m, col + at, GIVEN, SECOND, GROUP, EPILOGUE, CAST, SWAP, X_FORM, Y_FORM, BUFFERS,
-                )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -563,8 +613,9 @@ def consume(
     out, slots, ring, first, step_args, args, workspace, shape, state, tile, GROUP: gl.constexpr, GROUPS: gl.constexpr,
     PLACE: gl.constexpr, GIVEN: gl.constexpr, SECOND: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr,
     KIND: gl.constexpr, PROMOTES: gl.constexpr, EVERY: gl.constexpr, X_ROWS: gl.constexpr, WIDTHS: gl.constexpr,
-    SWAP: gl.constexpr, PINGPONG: gl.constexpr, FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr,
-    BUFFERS: gl.constexpr, PART: gl.constexpr, RING_BYTES: gl.constexpr, BARRIERS_AT: gl.constexpr,
+    SWAP: gl.constexpr, LOOPS: gl.constexpr, PINGPONG: gl.constexpr, FORMAT: gl.constexpr, X_FORM: gl.constexpr,
+    Y_FORM: gl.constexpr, BUFFERS: gl.constexpr, PART: gl.constexpr, RING_BYTES: gl.constexpr,
+    BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's part of the work.
 
@@ -666,7 +717,7 @@ def consume(
         if done:
             finish_tile(
                 acc, out, slots, ring, args, (end, shape[1]), row + FIRST, col, width, spread, first_slot,
-                own_slot, cut, taken, GIVEN, SECOND, GROUP, EPILOGUE, CAST, SWAP, X_FORM, Y_FORM, OWN, X_ROWS,
+                own_slot, cut, taken, GIVEN, SECOND, GROUP, EPILOGUE, CAST, SWAP, LOOPS, X_FORM, Y_FORM, OWN, X_ROWS,
                 BUFFERS, PART, BARRIERS_AT,
             )  # fmt: skip
             if GIVEN is not None:
@@ -696,8 +747,8 @@ def gemm_any_width(
     PLACE: gl.constexpr, GIVEN: gl.constexpr, SECOND: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr,
     KIND: gl.constexpr, PROMOTES: gl.constexpr, EVERY: gl.constexpr, X_ROWS: gl.constexpr, LEAST: gl.constexpr,
     MOST: gl.constexpr, EACH: gl.constexpr, RING_ROWS: gl.constexpr, GROUPS: gl.constexpr, SWAP: gl.constexpr,
-    PINGPONG: gl.constexpr, FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr,
-    REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr, SOURCE: gl.constexpr,
+    LOOPS: gl.constexpr, PINGPONG: gl.constexpr, FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr,
+    BUFFERS: gl.constexpr, REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr, SOURCE: gl.constexpr,
 ):  # fmt: skip
     """As many programs as run at once, which take units in turn: whole tiles, and then parts of tiles.
 
@@ -730,6 +781,7 @@ def gemm_any_width(
         EVERY: rows of A and columns of B that share a scale along K; None where there are no such scales.
         RING_ROWS: rows of all stages, at least.
         GROUPS: warpgroups that multiply: 1, 2 or 3; 2 with PINGPONG.
+        LOOPS: see `finish_tile`.
         FORMAT: see `multiply_steps`.
         X_FORM, Y_FORM: how the operands lie.
         BUFFERS: slots that each warpgroup has beside the ring.
@@ -768,8 +820,8 @@ def gemm_any_width(
         consume,
         (out, slots, ring, first, step_args, args, workspace, shape, state, tile),
         (
-            GROUPS, PLACE, GIVEN, SECOND, EPILOGUE, CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, PINGPONG,
-            FORMAT, X_FORM, Y_FORM, BUFFERS, PART, RING_BYTES, BARRIERS_AT,
+            GROUPS, PLACE, GIVEN, SECOND, EPILOGUE, CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, LOOPS,
+            PINGPONG, FORMAT, X_FORM, Y_FORM, BUFFERS, PART, RING_BYTES, BARRIERS_AT,
         ),
         produce,
         (ring, first, shape, state, tile, loads, PLACE, X_ROWS, STEP, SWAP, FORMAT, X_FORM, Y_FORM, BARRIERS_AT),

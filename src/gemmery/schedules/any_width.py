@@ -497,6 +497,7 @@ class AnyWidthBinding(Binding):
             "RING_ROWS": tile.ring_rows,
             "GROUPS": tile.groups,
             "SWAP": c.swap,
+            "LOOPS": any_width_cost.functions_of(p) > 0,
             "PINGPONG": takes_turns,
             "FORMAT": str(self.format) if self.format else None,
             "X_FORM": self.forms[0],

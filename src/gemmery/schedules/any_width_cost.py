@@ -179,6 +179,15 @@ def _waits(stream: Floats, loop: Floats, together: Floats, streamed: Floats) -> 
     return seconds
 
 
+def functions_of(problem: Problem) -> int:
+    """How many functions such as activations an epilogue calls for an element.
+
+    Products, sums and conversions of type take no time worth counting.
+    """
+    source = "" if problem.fusion is None else problem.fusion.source
+    return len(re.findall(r"= \((?!as_type)\w+\(", source))
+
+
 def _epilogue_seconds(problem: Problem, elements: Floats, takes_turns: bool) -> Floats:
     """The seconds that an epilogue adds to a tile.
 
@@ -186,10 +195,9 @@ def _epilogue_seconds(problem: Problem, elements: Floats, takes_turns: bool) -> 
         elements: of a warpgroup's part of the tile.
     """
     reads = any(bool(x.row) != bool(x.col) for x in problem.extras)
-    source = "" if problem.fusion is None else problem.fusion.source
-    # Products, sums and conversions of type take no time worth counting.
-    calls = len(re.findall(r"= \((?!as_type)\w+\(", source))
-    seconds: Floats = elements * (FUNCTION * calls) + reads * (VECTOR_IN_TURN if takes_turns else VECTOR)
+    seconds: Floats = elements * (FUNCTION * functions_of(problem)) + reads * (
+        VECTOR_IN_TURN if takes_turns else VECTOR
+    )
     if problem.fusion is not None and problem.fusion.ahead:
         seconds = seconds + MATRIX + elements * MATRIX_ELEMENT
     return seconds
