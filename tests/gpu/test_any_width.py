@@ -241,79 +241,17 @@ def called(inputs, config):
     return gemmery.linear(inputs.a, inputs.b.mT, epilogue=function, args=inputs.args, config=config)
 
 
-def check_row(row, dtype, config):
-    """A product is right, and the same every time, launched by Triton as well."""
-    inputs = make_inputs(row, dtype, 1)
-    # The result is likely to come into the memory that this leaves.
-    torch.full_like(inputs.out, torch.nan)
-    check(partial(called, inputs, config), inputs, range(row.M))
-    first = inputs.out.clone()
-    for _ in range(5):
-        assert torch.equal(called(inputs, config), first), (str(config), row)
-    assert torch.equal(by_ordinary_launch(partial(called, inputs, config)), first), (str(config), row)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_kinds_of_operands(kind, rows):
     for row, dtype, config in rows[kind]:
-        check_row(row, dtype, config)
-
-
-#: Tiles whose steps come in two halves: of each kernel the narrowest, the widest and one between, and cut along K.
-HALVED = {
-    "fp8": (
-        "128x192x128-g0-w8-s4-cooperative-descriptor", "128x208x128-g0-w8-s4-cooperative-descriptor",
-        "128x256x128-g0-w8-s4-cooperative-descriptor", "128x240x128-g0-w8-s4-cooperative-descriptor-k2",
-        "224x128x128-g0-w8-s4-cooperative-descriptor-swap", "64x208x128-g0-w4-s5-cooperative-descriptor",
-        "256x64x128-g0-w4-s4-cooperative-descriptor-swap", "192x144x128-g0-w12-s4-cooperative-descriptor",
-        "144x192x128-g0-w12-s4-cooperative-descriptor-swap", "64x192x128-g0-w8-s4-pingpong-descriptor",
-    ),
-    "fp8 blocks": (
-        "128x176x128-g0-w8-s4-cooperative-descriptor", "128x208x128-g0-w8-s4-cooperative-descriptor",
-        "128x224x128-g0-w8-s4-cooperative-descriptor", "128x192x128-g0-w8-s4-cooperative-descriptor-k2",
-        "64x192x128-g0-w4-s5-cooperative-descriptor-k3", "64x256x128-g0-w4-s4-cooperative-descriptor",
-        "192x112x128-g0-w12-s4-cooperative-descriptor", "192x128x128-g0-w12-s4-cooperative-descriptor",
-    ),
-}  # fmt: skip
-#: Products whose tiles begin anywhere within a span of 128 columns. The last tiles end where the output does, and with
-#: the last sizes a tile is larger than it.
-HALVED_SIZES = ((333, 1408, 1152), (700, 2688, 640), (41, 128, 512))
-
-
-@pytest.fixture(scope="module")
-def halved():
-    found = {
-        (kind, text): [Row(kind, *sizes, **KINDS[kind][0]) for sizes in HALVED_SIZES]
-        for kind, texts in HALVED.items()
-        for text in texts
-    }
-    # Other sizes mostly have the kernel of the first.
-    with Workers(Target.active()) as workers:
-        asked = [
-            workers.submit(of_row(own[0], KINDS[kind][1], current(torch.device("cuda"))), Config.of(text))
-            for (kind, text), own in found.items()
-        ]
-        assert [future.result() for future in asked] == [None] * len(asked)
-    return found
-
-
-@pytest.mark.parametrize(("kind", "text"), [(kind, text) for kind, texts in HALVED.items() for text in texts])
-def test_steps_in_halves(kind, text, halved):
-    for row in halved[kind, text]:
-        check_row(row, KINDS[kind][1], Config.of(text))
-
-
-def test_scales_of_columns_are_those_of_their_span():
-    # All numbers are 1, so a wrong scale is seen in every column of its block.
-    m, n, k = 200, 1408, 640
-    a, b = (torch.ones(size, device="cuda").to(torch.float8_e4m3fn) for size in ((m, k), (n, k)))
-    of_a, of_b = torch.rand(m, k // 128, device="cuda"), torch.rand(n // 128, k // 128, device="cuda")
-    want = 128 * wide(of_a) @ wide(of_b).mT.repeat_interleave(128, dim=1)
-    for text in HALVED["fp8 blocks"]:
-        found = gemmery.scaled_matmul(
-            gemmery.ScaledTensor(a, of_a), gemmery.ScaledTensor(b, of_b), config=text
-        )
-        assert ((wide(found) - want).abs() <= 2**-7 * want).all(), text
+        inputs = make_inputs(row, dtype, 1)
+        # The result is likely to come into the memory that this leaves.
+        torch.full_like(inputs.out, torch.nan)
+        check(partial(called, inputs, config), inputs, range(row.M))
+        first = inputs.out.clone()
+        for _ in range(5):
+            assert torch.equal(called(inputs, config), first), (str(config), row)
+        assert torch.equal(by_ordinary_launch(partial(called, inputs, config)), first), (str(config), row)
 
 
 def added(acc, residual):

@@ -12,7 +12,7 @@ import torch
 from gemmery import Config, epilogues, schedules
 from gemmery.kernels import any_width_packed, order, place
 from gemmery.lab.abstract import abstract_problem, linear_problem
-from gemmery.schedules import any_width, any_width_cost, walk
+from gemmery.schedules import any_width, walk
 from gemmery.schedules.any_width import Tile
 from gemmery.schedules.base import Forms
 from gemmery.select import candidates, measured, rank, samples, shortlist
@@ -81,48 +81,6 @@ def test_the_kernel_of_a_row_has_its_width(layout):
 
 
 @pytest.mark.parametrize(
-    ("kind", "made"),
-    [("fp8 accurate", {"dtype": "fp8"}), ("scaled", {"dtype": "fp8", "scales": "block"})],
-)
-def test_widths_whose_steps_come_in_halves_have_a_kernel_of_their_own(kind, made):
-    p = abstract_problem(2192, 2112, 1152, device=H200, **made)
-    kernels, halved = {}, set()
-    for tile in tiles_of("hopper", kind):
-        config = tile.config
-        if config.schedule not in ("cooperative", "pingpong"):
-            continue
-        k, own = schedules.bind(p, config).constants, tile_of(config)
-        assert own.y in range(k["LEAST"], k["MOST"] + 1, k["EACH"])
-        # Both halves are multiples of 8.
-        assert k["MOST"] <= k["PROMOTES"] or (
-            k["LEAST"] > k["PROMOTES"] and k["LEAST"] % 16 == k["EACH"] % 16 == 0
-        )
-        if own.y > k["PROMOTES"]:
-            halved.add((own.x, own.y))
-        kernels.setdefault((config.schedule, schedules.of(config.schedule).code(config, kind)), set()).add(
-            str(k)
-        )
-    assert all(len(own) == 1 for own in kernels.values())
-    assert len(kernels) == len({text for own in kernels.values() for text in own})
-    assert halved >= {(64, 256), (128, 192), (128, 208), (128, 224)}
-
-
-def test_steps_in_halves_have_a_cost_of_their_own():
-    p = abstract_problem(4096, 4096, 4096, device=H200, dtype="fp8", scales="block")
-    compute = {str(config): cost.compute for config, cost in rank(p)}
-    whole, halved = (
-        compute[f"128x{width}x128-g0-w8-s{stages}-cooperative-descriptor"]
-        for width, stages in ((160, 5), (224, 4))
-    )
-    work = {
-        width: -(-32 * -(-4096 // width) // 132) * width * (1 + any_width_cost.EDGE / width)
-        for width in (160, 224)
-    }
-    expected = any_width_cost.HALVED[1] / any_width_cost.SCALING[1]
-    assert halved / work[224] == pytest.approx(expected * whole / work[160])
-
-
-@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("128x172x64-g8-w8-s4-cooperative-descriptor", "multiple of 8 from 16 to 256"),
@@ -161,12 +119,7 @@ def test_configs_that_are_none(text, message):
             "128x176x64-g8-w8-s4-cooperative-descriptor-k2",
             "depends on the number of rows",
         ),
-        (
-            {"dtype": FP8},
-            "128x184x128-g8-w8-s4-cooperative-descriptor",
-            "for a width of 176, and in halves for",
-        ),
-        ({"dtype": FP8}, "256x96x128-g8-w8-s4-cooperative-descriptor", "registers for a width of 88$"),
+        ({"dtype": FP8}, "128x184x128-g8-w8-s4-cooperative-descriptor", "registers for a width of 176"),
         (
             {"dtype": FP8, "layout": "NN"},
             "128x64x128-g8-w8-s4-cooperative-descriptor",

@@ -70,15 +70,13 @@ def switch(index, values, cases):
     )
 
 
-def _products(sums, KIND, turned, adds, column):
+def _products(sums, KIND, turned, adds):
     """Assembly that begins a step's products, of what registers x and y describe.
 
     Args:
         sums: for each 64 rows of X the registers of the sums.
         KIND, turned: see `multiply_steps`; `turned` is of X and of Y.
         adds: whether the step is added to what the registers have: a predicate, or 0.
-        column: the first of the products' columns, which are rows of Y; a multiple of 8, as the swizzle repeats every 8
-            rows. 0 where Y is turned.
     """
     # A fourth of a step along K is 32 bytes further, or 16 rows; in units of 16 bytes.
     x_step, y_step = (128 if each else 2 for each in turned)
@@ -91,7 +89,7 @@ def _products(sums, KIND, turned, adds, column):
             # 64 rows of 128 bytes are 512 units, however they lie.
             lines.append(
                 f"add.s32 own, x, {512 * row + i * x_step}; mov.b64 own_x, {{own, {_HEAD}}};"
-                f"add.s32 own, y, {8 * column + i * y_step}; mov.b64 own_y, {{own, {_HEAD}}};"
+                f"add.s32 own, y, {i * y_step}; mov.b64 own_y, {{own, {_HEAD}}};"
                 f"wgmma.mma_async.sync.aligned.m64n{2 * len(registers)}k{16 if wide else 32}.f32.{KIND}"
                 f" {{{', '.join(registers)}}}, own_x, own_y, {'1' if i else adds}, 1, 1{behind};"
             )
@@ -107,7 +105,7 @@ def _step(sums, KIND, turned):
     """
     # This step's products stay under way, so those of the step before are done with their blocks.
     return (
-        f"{_products(sums, KIND, turned, 'adds', 0)} wgmma.wait_group.sync.aligned 1;"
+        f"{_products(sums, KIND, turned, 'adds')} wgmma.wait_group.sync.aligned 1;"
         f"{releasing('before')} setp.eq.s32 adds, 0, 0;"
     )
 
@@ -159,35 +157,27 @@ def _packed_steps(sums, KIND, turned, format, rows, go_on, last):
     )
 
 
-def _promoted_step(sums, KIND, spans, at_once):
+def _promoted_step(sums, KIND, spans):
     """As `_step`, but the products have registers of their own, which are then added to the accumulator.
 
-    Other warpgroups multiply meanwhile. The products of wide tiles come in two halves of the columns, one after the
-    other in the same registers. Both are as wide: otherwise the assembler makes each product wait for the one before.
+    Other warpgroups multiply meanwhile.
 
     Args:
         spans: how many spans of columns a tile can touch, see `scales_of`; 0 where there are no scales.
-        at_once: columns that come at once, at most.
     """
-    halves = 1 if 2 * len(sums[0]) <= at_once else 2
-    size = len(sums[0]) // halves
-    own = [[f"n{size * row + i}" for i in range(size)] for row in range(len(sums))]
-    lines = []
-    for half in range(halves):
-        # A number for each two columns.
-        first, last = half * size, half == halves - 1
-        pieces = [(row[first : first + size], numbers) for row, numbers in zip(sums, own, strict=True)]
-        if spans:
-            added = "".join(_scaled_sums(*piece, first // 4) for piece in pieces)
-        else:
-            added = "".join(
-                f"add.f32 {x}, {x}, {y};" for piece in pieces for x, y in zip(*piece, strict=True)
-            )
-        lines.append(
-            f"{_products(own, KIND, (False, False), '0', 2 * first)} {_scales(spans) if spans and not half else ''}"
-            f"wgmma.wait_group.sync.aligned 0; {releasing('at') if last else ''} {added}"
-        )
-    return f"{{ .reg .f32 n<{size * len(sums)}>; {' '.join(lines)} }}"
+    own = [
+        [f"n{len(registers) * row + i}" for i in range(len(registers))] for row, registers in enumerate(sums)
+    ]
+    pieces = list(zip(sums, own, strict=True))
+    if spans:
+        before, added = _scales(spans), "".join(_scaled_sums(*piece) for piece in pieces)
+    else:
+        before = ""
+        added = "".join(f"add.f32 {x}, {x}, {y};" for piece in pieces for x, y in zip(*piece, strict=True))
+    return (
+        f"{{ .reg .f32 n<{sum(map(len, own))}>; {_products(own, KIND, (False, False), '0')} {before}"
+        f"wgmma.wait_group.sync.aligned 0; {releasing('at')} {added} }}"
+    )
 
 
 def _scales(spans):
@@ -203,19 +193,16 @@ def _scales(spans):
     )
 
 
-def _scaled_sums(totals, numbers, first):
+def _scaled_sums(totals, numbers):
     """Assembly that multiplies a step's numbers by their scales and adds them.
 
     The tile's first span has `ahead` blocks of 8 columns. The blocks behind them have the scale of the next span.
-
-    Args:
-        first: which of the tile's blocks is the first of these.
     """
     lines = []
     for block in range(len(totals) // 4):
         # A span has 16 blocks.
-        span, place = divmod(first + block, 16)
-        lines.append(f"setp.le.s32 less, ahead, {place};")
+        span = block // 16
+        lines.append(f"setp.le.s32 less, ahead, {block % 16};")
         for row in range(2):
             lines.append(f"selp.f32 scale, both{row}{span + 1}, both{row}{span}, less;")
             lines += [
@@ -276,8 +263,7 @@ def multiply_steps(
         X_ROWS, FIRST: rows of X in a stage, and the first of the warpgroup's.
         KIND: the types of X and of Y, as PTX names them, with a point between them.
         scales: what `scales_of` gives for steps that are multiplied by scales, which are promoted; (), where none is.
-        PROMOTES: 0, or where each step is summed by itself and then added, how many columns come at once, at most.
-            Tensor cores sum fp8 with 14 bits.
+        PROMOTES: whether each step is summed by itself and then added. Tensor cores sum fp8 with 14 bits.
         FORMAT: of a packed weight, which is X; see `any_width_packed.StageFormat`. Otherwise None.
         X_FORM, Y_FORM: how the operands lie.
         WIDTHS: what `width` may be, in order.
@@ -320,7 +306,7 @@ def multiply_steps(
             cases.append(_packed_steps(sums, kind, turned[1], format, rows, go_on, last))
             continue
         if value_of(PROMOTES):
-            step, last = _promoted_step(sums, kind, spans, value_of(PROMOTES)), turns + ends
+            step, last = _promoted_step(sums, kind, spans), turns + ends
         else:
             step = _step(sums, kind, turned)
             last = f"{turns} wgmma.wait_group.sync.aligned 0; {releasing('before')} {ends}"

@@ -40,7 +40,7 @@ from .binding import (
     storable,
     suits_tma,
 )  # fmt: skip
-from .cost import Costs, Floats, Given
+from .cost import Costs, Floats, Given, functions_of
 from .persistent_static import PersistentStatic, Work
 from .walk import Ints, divisor
 from .waves import Split
@@ -69,28 +69,10 @@ REGISTERS = {1: (0, 40), 2: (232, 40), 3: (160, 32)}
 #: By the same: numbers of the accumulator that a thread has registers for; and of a warpgroup that takes turns.
 ACCUMULATORS, IN_TURNS = {1: 128, 2: 160, 3: 96}, 144
 
-
-class Numbers(NamedTuple):
-    """Numbers of the accumulator that a thread has registers for, by the number of warpgroups.
-
-    Attributes:
-        whole: where a step's sum, if it has registers of its own, has as many again.
-        halved: where it comes in two halves, and has half as many; of warpgroups with 64 rows of X.
-    """
-
-    whole: dict[int, int]
-    halved: dict[int, int]
-
-
-#: Where a step's sum has registers of its own, and where there are scales besides.
-PROMOTED = Numbers({1: 96, 2: 88, 3: 64}, {1: 128, 2: 128, 3: 72})
-SCALED = Numbers({1: 88, 2: 80, 3: 48}, {1: 128, 2: 112, 3: 64})
-#: Where X is a packed weight, of which a step's operands are in registers.
-PACKED = Numbers({1: 128, 2: 144, 3: 96}, {})
-#: By the kind of operands, see `select.space.kind_of`.
-OF_KINDS = {"fp8 accurate": PROMOTED, "scaled": SCALED}
-#: The widths of tiles whose steps come in halves are multiples of this, see `any_width_loop._promoted_step`.
-EACH_HALVED = 16
+#: The same where a step's sum has as many registers again, and where there are scales besides.
+PROMOTED, SCALED = {1: 96, 2: 88, 3: 64}, {1: 88, 2: 80, 3: 48}
+#: The same where X is a packed weight, of which a step's operands are in registers.
+PACKED = {1: 128, 2: 144, 3: 96}
 #: The fewest stages with a packed weight: a step's words are read while the step before is multiplied, and the stage
 #: before that is free afterwards.
 LEAST_PACKED = 3
@@ -129,24 +111,17 @@ class Tile(NamedTuple):
         groups = config.num_warps // 4
         return cls(x, y, groups, x if takes_turns or not groups else x // groups)
 
-    def widest(self, numbers: Numbers | None = None) -> int:
-        """The largest width that a kernel for this X has registers for, where steps do not come in halves.
+    def widest(self, numbers: dict[int, int] | None = None) -> int:
+        """The largest width that a kernel for this X has registers for.
 
         Args:
             numbers: see `numbers_for`.
         """
         if numbers is not None:
-            most = numbers.whole[self.groups]
+            most = numbers[self.groups]
         else:
             most = ACCUMULATORS[self.groups] if self.own < self.x or self.groups == 1 else IN_TURNS
         return min(256, most * 128 // self.own)
-
-    def halved(self, numbers: Numbers | None) -> range:
-        """The widths beyond `widest` whose steps come in halves."""
-        if numbers is None or self.own > ROWS:
-            return range(0)
-        first = self.widest(numbers) // EACH_HALVED * EACH_HALVED + EACH_HALVED
-        return range(first, min(256, 2 * numbers.halved.get(self.groups, 0)) + 1, EACH_HALVED)
 
     @property
     def each(self) -> int:
@@ -247,8 +222,7 @@ class AnyWidth(PersistentStatic):
         if kind.startswith("packed"):
             return None
         tile = self.tile(config)
-        halved = tile.y in tile.halved(OF_KINDS.get(kind))
-        return config.swap, tile.x, tile.groups, min(tile.y, PART), halved
+        return config.swap, tile.x, tile.groups, min(tile.y, PART)
 
     def check_sizes(self, config: Config) -> None:
         c, warps = config, ((8,) if self.takes_turns else (4, 8, 12))
@@ -295,11 +269,10 @@ class AnyWidth(PersistentStatic):
             return "whether a tile is cut along K depends on the number of rows"
         if p.b.by_steps and (c.swap or self.tile(c).own != ROWS):
             return f"scales along K need {ROWS} rows for each warpgroup and no swap"
-        widest, halved = self.tile(c).widest(numbers_for(p)), self.tile(c).halved(numbers_for(p))
-        if self.tile(c).y > widest and self.tile(c).y not in halved:
+        widest = self.tile(c).widest(numbers_for(p))
+        if self.tile(c).y > widest:
             kind = "a packed weight" if p.b.is_packed else "fp8 that is promoted or scaled"
-            wide = f", and in halves for multiples of {EACH_HALVED} up to {halved[-1]}" if halved else ""
-            return f"{kind} leaves registers for a width of {widest}{wide}"
+            return f"{kind} leaves registers for a width of {widest}"
         if not self.considers(p, np.asarray(p.M)):
             return "a row that is added to one row may be the output itself, of which some is stored twice"
         return self._untaken(c, Forms.of(p))
@@ -361,7 +334,7 @@ class AnyWidth(PersistentStatic):
         )
 
     def costs(self, problem: Problem, space: Space, given: Given) -> Costs:
-        return any_width_cost.costs(problem, space, given, self.takes_turns, numbers_for(problem))
+        return any_width_cost.costs(problem, space, given, self.takes_turns)
 
 
 class Cooperative(AnyWidth):
@@ -398,8 +371,8 @@ def _operands_suit(problem: Problem) -> bool:
     return scales and b.by_steps and b.step == BLOCK and b.every % BLOCK == 0 and not problem.paired
 
 
-def numbers_for(problem: Problem) -> Numbers | None:
-    """The numbers of an accumulator that a thread may have; None for the usual ones."""
+def numbers_for(problem: Problem) -> dict[int, int] | None:
+    """By the number of warpgroups, the numbers of an accumulator that a thread may have; None for the usual ones."""
     if problem.b.is_packed:
         return PACKED
     return SCALED if problem.b.by_steps else PROMOTED if promotes(problem) else None
@@ -469,14 +442,9 @@ class AnyWidthBinding(Binding):
         each = max(tile.each, EACH[self.forms[1]])
         # A narrow tile has a kernel of its own, since it stores fewer columns at a time. So has each width with a
         # packed weight: in a kernel for several, Triton 3.8's assembler, and older ones, make products wait for each
-        # other. Widths whose steps come in halves have another one, since beside them narrower tiles would spill
-        # registers.
-        numbers = numbers_for(p)
-        widest, halved = tile.widest(numbers), tile.halved(numbers)
+        # other.
         shares = tile.y >= PART and self.format is None
-        least, most = (self.part, widest) if shares else (tile.y, tile.y)
-        if tile.y in halved:
-            least, most, each = halved[0], halved[-1], EACH_HALVED
+        least, most = (self.part, tile.widest(numbers_for(p))) if shares else (tile.y, tile.y)
         registers, loader = REGISTERS[tile.groups]
         x, y = (p.b.dtype, p.a.dtype) if c.swap else (p.a.dtype, p.b.dtype)
         given, second = self._matrix_map()
@@ -488,7 +456,7 @@ class AnyWidthBinding(Binding):
             "EPILOGUE": dialect.in_gluon(epilogue),
             "CAST": dialect.in_gluon(cast),
             "KIND": f"{KINDS[x]}.{KINDS[y]}",
-            "PROMOTES": widest if p.b.by_steps or promotes(p) else 0,
+            "PROMOTES": p.b.by_steps or promotes(p),
             "EVERY": every_of(p),
             "X_ROWS": tile.x,
             "LEAST": least,
@@ -497,7 +465,8 @@ class AnyWidthBinding(Binding):
             "RING_ROWS": tile.ring_rows,
             "GROUPS": tile.groups,
             "SWAP": c.swap,
-            "LOOPS": any_width_cost.functions_of(p) > 0,
+            # Of tiles in turn, it was a twentieth faster to thirteen hundredths slower; of pairs it gained nothing.
+            "LOOPS": functions_of(p) > 0 and not takes_turns and not p.paired,
             "PINGPONG": takes_turns,
             "FORMAT": str(self.format) if self.format else None,
             "X_FORM": self.forms[0],

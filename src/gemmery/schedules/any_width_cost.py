@@ -2,23 +2,23 @@
 
 Its numbers are fitted to times of random products on an H200
 (`benchmarks/results/looks/any_width_times-bf16.json`); those of epilogues and of fp8 to others
-(`any_width_kinds-mixed.json`), and those of packed weights to int4's (`any_width_packed-bf16.json`).
+(`any_width_kinds-mixed.json`, `any_width_epilogues-bf16.json`), and those of packed weights to int4's
+(`any_width_packed-bf16.json`).
 """
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .cost import FILL, FILLED, Costs, Floats, Given, Stream
+from .binding import promotes
+from .cost import FILL, FILLED, FUNCTION, Costs, Floats, Given, Stream, calls_of, fitted
 from .persistent_static import Work
 
 if TYPE_CHECKING:
     from ..problem import Problem
     from ..select.space import Space
-    from .any_width import Numbers
 
 #: Part of the tensor cores' rate, and what a narrow instruction takes more, in columns.
 EFFICIENCY, EDGE = 0.9345, 18.8
@@ -28,10 +28,7 @@ TURNED = 32.0
 #: What the products take longer where each step's sum is promoted, and where it is scaled before; for 1, 2 and 3
 #: warpgroups, of which the others multiply while one adds.
 PROMOTING, SCALING = (1.57, 1.14, 1.04), (1.8, 1.65, 1.6)
-#: The same where each step's products come in two halves, promoted or scaled. It is an estimate and not fitted yet: for
-#: 2 warpgroups after tiles of 128 by 256 of `specialized`, which come so; for 1 and 3 it is SCALING's.
-HALVED = (1.8, 1.25, 1.6)
-#: Rows of X that a warpgroup multiplies or unpacks at a time.
+#: Rows of X that a warpgroup unpacks at a time.
 ROWS = 64
 #: Seconds of a step in which a packed weight is unpacked: once, and for each 64 rows. The exponent with which they and
 #: the products add up.
@@ -56,23 +53,29 @@ MEMORY, OVERLAP = Stream(long=1.077, short=1.475, ramp=3.35e-6), 3.92
 START = 4.21e-6
 TILE, STORE = 0.660e-6, 1.325
 TURN, LAST, LAST_STORE = 0.297e-6, 0.944e-6, 0.668
-#: Seconds that a tile takes more where its epilogue reads a vector, and where tiles are taken in turn; and seconds that
-#: a function such as an activation takes for an element of a warpgroup's.
-VECTOR, VECTOR_IN_TURN, FUNCTION = 1.04e-6, 0.6e-6, 1.4e-10
-#: Seconds that a tile takes more where its epilogue reads a matrix, for the first part and for an element.
-MATRIX, MATRIX_ELEMENT = 0.3e-6, 3e-11
+#: Seconds that a tile takes more where its epilogue reads a vector, and where tiles are taken in turn.
+VECTOR, VECTOR_IN_TURN = 1.04e-6, 0.6e-6
+#: The first for 16-bit operands, where the vector is that of the rows of X; and where it is that of the rows of Y, once
+#: and for each part of a tile, which reads another piece of it.
+VECTOR_X, VECTOR_Y, VECTOR_PART = 0.65e-6, 0.2e-6, 0.65e-6
+#: Where tiles are taken in turn there is code for each part, and fetching it takes longer the more there is: the
+#: seconds for the square of the parts of a program's last tile.
+CODE = 0.33e-6
+#: Seconds for each part but the first of a tile whose epilogue reads a matrix.
+MATRIX = 0.6e-6
+#: Elements of a part.
+PART = 64 * 64
 #: Seconds that parts of a tile take to meet, beside the time of their bytes, and how often each byte is on its way.
 REDUCTION, TIMES = 0.663e-6, 3.10
 #: What a kernel that could cut tiles costs more where it does not: it has more code.
 IDLE = 1.01
 
 
-def costs(problem: Problem, space: Space, given: Given, takes_turns: bool, numbers: Numbers | None) -> Costs:
+def costs(problem: Problem, space: Space, given: Given, takes_turns: bool) -> Costs:
     """The predicted costs of a space's configs, see `Schedule.costs`.
 
     Args:
         takes_turns: whether warpgroups take tiles in turn, and do not share them.
-        numbers: see `any_width.numbers_for`.
     """
     p, s, device = problem, space, problem.device
     x, y = np.where(s.swap, s.block_n, s.block_m), np.where(s.swap, s.block_m, s.block_n)
@@ -87,7 +90,7 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool, numbe
         compute = _unpacking(compute, own_steps, x, groups)
     else:
         turned = TURNED if p.a.col != 1 and p.b.row != 1 else 0.0
-        compute = compute * (1 + EDGE / y) * (1 + (turned / y) ** 2) * _summing(p, s, x, y, groups, numbers)
+        compute = compute * (1 + EDGE / y) * (1 + (turned / y) ** 2) * _summing(p)[groups - 1]
     share = np.minimum(INTAKE, L2 * device.sms / busy) * device.sm_bandwidth
     # Of a packed weight, which is X, words are loaded.
     loaded = x * (p.b.bits / p.a.bits) + y if p.b.is_packed else x + y
@@ -99,15 +102,16 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool, numbe
     together = np.where(chunk > 0, whole, tiles // device.sms) * steps
     waits = _waits(stream, loop, together / own_steps, together * device.sms / (tiles * steps))
     elements = x / groups * y
-    writes = p.fusion is not None and p.fusion.both is not None
-    store = elements * 2.0 * (1 + writes) / device.store_bandwidth
-    around = TURN if takes_turns else TILE + store * STORE
-    around = around + _epilogue_seconds(p, elements, takes_turns)
+    results = 1 if p.fusion is None or p.fusion.both is None else 2
+    store = elements * 2.0 * results / device.store_bandwidth
+    epilogue = _epilogue_seconds(p, s, x * y, elements, takes_turns)
+    around = (TURN if takes_turns else TILE + store * STORE) + epilogue
     # Loads run ahead across tiles: only the time around the last tile is not overlapped with memory.
     loop = loop + (turns - 1) * around
     body = np.maximum((loop**OVERLAP + stream**OVERLAP) ** (1 / OVERLAP), waits)
     start = START + UNPACK_START * s.num_warps / 4 - ONE_WIDTH if p.b.is_packed else START
-    once = start + (LAST + store * LAST_STORE if takes_turns else around)
+    last = LAST + store * LAST_STORE + epilogue + _code_seconds(p, elements)
+    once = start + (last if takes_turns else around)
     reduction = np.where(chunk > 0, REDUCTION + TIMES * parts * x * y * 4.0 / device.sm_bandwidth, 0.0)
     # So that a tile that is not cut has the kernel without that code.
     idle = np.where((s.split_k > 1) & (chunk == 0), IDLE, 1.0)
@@ -128,23 +132,11 @@ def _unpacking(compute: Floats, steps: Floats, x: Floats, groups: Floats) -> Flo
     return seconds
 
 
-def _summing(
-    problem: Problem, space: Space, x: Floats, y: Floats, groups: np.ndarray, numbers: Numbers | None
-) -> Floats:
-    """The factor by which promotion or scaling slows the products.
-
-    Args:
-        groups: warpgroups that share a tile.
-        numbers: see `any_width.numbers_for`.
-    """
-    if numbers is None:
-        return np.ones(len(groups))
-    factors = np.array(SCALING if problem.b.by_steps else PROMOTING)
-    # As `any_width.Tile.halved`.
-    whole = np.array([numbers.whole[each] for each in (1, 2, 3)])[space.num_warps // 4 - 1]
-    halved = (x == ROWS * groups) & (y > 2 * whole)
-    found: Floats = np.where(halved, np.array(HALVED)[groups - 1], factors[groups - 1])
-    return found
+def _summing(problem: Problem) -> Floats:
+    """The factor by which promotion or scaling slows the products, for 1, 2 and 3 warpgroups."""
+    if problem.b.by_steps:
+        return np.asarray(SCALING)
+    return np.asarray(PROMOTING) if promotes(problem) else np.ones(3)
 
 
 def _least_of_step(
@@ -179,25 +171,36 @@ def _waits(stream: Floats, loop: Floats, together: Floats, streamed: Floats) -> 
     return seconds
 
 
-def functions_of(problem: Problem) -> int:
-    """How many functions such as activations an epilogue calls for an element.
-
-    Products, sums and conversions of type take no time worth counting.
-    """
-    source = "" if problem.fusion is None else problem.fusion.source
-    return len(re.findall(r"= \((?!as_type)\w+\(", source))
-
-
-def _epilogue_seconds(problem: Problem, elements: Floats, takes_turns: bool) -> Floats:
+def _epilogue_seconds(
+    problem: Problem, space: Space, area: Floats, elements: Floats, takes_turns: bool
+) -> Floats:
     """The seconds that an epilogue adds to a tile.
 
     Args:
-        elements: of a warpgroup's part of the tile.
+        area: elements of the tile.
+        elements: of a warpgroup's part of it.
     """
-    reads = any(bool(x.row) != bool(x.col) for x in problem.extras)
-    seconds: Floats = elements * (FUNCTION * functions_of(problem)) + reads * (
-        VECTOR_IN_TURN if takes_turns else VECTOR
+    p = problem
+    seconds: Floats = area * (FUNCTION * calls_of(p))
+    of_rows, of_columns = (
+        any(bool(x.row) == row and bool(x.col) != row for x in p.extras) for row in (True, False)
     )
-    if problem.fusion is not None and problem.fusion.ahead:
-        seconds = seconds + MATRIX + elements * MATRIX_ELEMENT
+    if takes_turns or not fitted(p):
+        seconds = seconds + (of_rows or of_columns) * (VECTOR_IN_TURN if takes_turns else VECTOR)
+    elif of_rows or of_columns:
+        along_y = np.where(space.swap, of_rows, of_columns)
+        parts = np.maximum(elements / PART, 1)
+        seconds = seconds + np.where(along_y, VECTOR_Y + VECTOR_PART * parts, VECTOR_X)
+    if p.fusion is not None and p.fusion.matrices:
+        seconds = seconds + MATRIX * np.maximum(elements / PART - 1, 0)
+    return seconds
+
+
+def _code_seconds(problem: Problem, elements: Floats) -> Floats:
+    """The seconds that fetching the code of an epilogue's functions adds where tiles are taken in turn.
+
+    Args:
+        elements: of a warpgroup's tile.
+    """
+    seconds: Floats = CODE * (calls_of(problem) * elements / PART) ** 2
     return seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,6 +26,9 @@ TAIL_EFFICIENCY = 0.8
 #: part inside; and the share of the multiprocessors that ask for such rows from which on it takes as long. Fitted with
 #: the model of tiles of any width.
 FILL, FILLED = 7.05e-9, 0.615
+#: Seconds that a function such as an activation takes for an element of a tile, and that reading or writing another
+#: matrix takes. Fitted with the model of tiles of any width.
+FUNCTION, ELEMENT = 0.85e-10, 0.4e-10
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,20 @@ class Costs:
         """The costs of one config."""
         values = (getattr(self, name) for name in Cost.__dataclass_fields__)
         return Cost(*(float(np.broadcast_to(value, self.total.shape)[index]) for value in values))
+
+
+def functions_of(problem: Problem) -> int:
+    """How many functions such as activations an epilogue calls.
+
+    Products, sums and conversions of type take no time worth counting.
+    """
+    source = "" if problem.fusion is None else problem.fusion.source
+    return len(re.findall(r"= \((?!as_type)\w+\(", source))
+
+
+def calls_of(problem: Problem) -> float:
+    """How often an epilogue calls a function, for each element of the product."""
+    return functions_of(problem) * problem.out_n / problem.N
 
 
 def fitted(problem: Problem) -> bool:

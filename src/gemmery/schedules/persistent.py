@@ -8,7 +8,7 @@ import numpy as np
 
 from ..kernels import gemm
 from .binding import Binding
-from .cost import STORE, Floats
+from .cost import ELEMENT, FUNCTION, STORE, Floats, calls_of, fitted
 from .tile import Tile
 from .walk import Ints, Walk, in_turn, whole_tiles
 from .waves import Waves
@@ -37,6 +37,12 @@ class Persistent(Tile):
     def around(self, work: Floats, together: Floats, start: float, store: Floats) -> Floats:
         """See `Tile.around`."""
         return np.asarray(start + work * store * STORE)
+
+    def epilogue(self, problem: Problem) -> float:
+        """See `Tile.epilogue`. A multiprocessor has one program."""
+        if not fitted(problem) or problem.fusion is None:
+            return 0.0
+        return calls_of(problem) * FUNCTION + len(problem.fusion.matrices) * ELEMENT
 
     def walk(self, problem: Problem, config: Config) -> Walk:
         """Whole tiles, and behind them the small tiles of the tail."""

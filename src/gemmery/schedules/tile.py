@@ -76,6 +76,7 @@ class Tile(Schedule):
         body = (busy**OVERLAP + stream**OVERLAP) ** (1 / OVERLAP)
         store = area * p.out.dtype.itemsize / device.store_bandwidth
         once = device.delays.launch - sooner + self.around(work, together, device.delays.start, store)
+        once = once + work / parts * area * self.epilogue(p)
         reduction = np.where(
             parts > 1, device.delays.reduction + parts * area * 4.0 / device.store_bandwidth, 0.0
         )
@@ -105,6 +106,10 @@ class Tile(Schedule):
     def around(self, work: Floats, together: Floats, start: float, store: Floats) -> Floats:
         """Seconds before the first step and behind the last one of the tiles of a multiprocessor."""
         return np.asarray(np.ceil(work / together) * (start + store))
+
+    def epilogue(self, problem: Problem) -> float:
+        """Seconds that a traced epilogue adds for an element. Programs beside this one multiply meanwhile."""
+        return 0.0
 
     def at_once(self, problem: Problem, config: Config) -> int:
         c = config

@@ -1,15 +1,15 @@
 """The rows of tiles of any width, see `kernels.any_width`.
 
-Matrices have a row for every width from `PART` on that fits into registers and shared memory; of fp8 that is promoted
-or scaled the widest have steps that come in halves. They have two narrower tiles for products of a few rows, each with
-a kernel of its own. Packed weights need a kernel for every width, so they have fewer widths, and no narrow tiles. The
-rows are made from the sizes of tiles, since there are too many to write down.
+Matrices have a row for every width from `PART` on that fits into registers and shared memory. They have two narrower
+tiles for products of a few rows, each with a kernel of its own. Packed weights need a kernel for every width, so they
+have fewer widths, and no narrow tiles. The rows are made from the sizes of tiles, since there are too many to write
+down.
 """
 
 from __future__ import annotations
 
 from ..kernels.any_width_packed import STEP, StageFormat
-from ..schedules.any_width import COOPERATIVE, PACKED, PART, PINGPONG, ROW, ROWS, SCALED, Numbers, Tile
+from ..schedules.any_width import COOPERATIVE, PACKED, PART, PINGPONG, ROW, ROWS, SCALED, Tile
 
 #: Rows of X, warpgroups, and rows of X of each: of tiles that warpgroups share, and of those that they take in turn.
 SHARED_TILES = ((64, 1, 64), (128, 2, 64), (192, 3, 64), (256, 2, 128))
@@ -23,15 +23,16 @@ NARROW = (16, 32)
 STEP_PACKED, ALONE = 16, 128
 #: Fewer stages do not keep the tensor cores busy.
 LEAST_STAGES = 3
+#: See `schedules.any_width.numbers_for`.
+Numbers = dict[int, int] | None
 
 
 def _rows(
-    sizes: tuple[tuple[int, int, int], ...], step: int, numbers: Numbers | None, *formats: StageFormat
+    sizes: tuple[tuple[int, int, int], ...], step: int, numbers: Numbers, *formats: StageFormat
 ) -> list[str]:
     """The rows of tiles of these sizes, with as many stages as there is room for.
 
     Args:
-        numbers: see `schedules.any_width.numbers_for`.
         formats: of packed weights, if there are any, those for which there are rows; most stages come first.
     """
     lines: list[str] = []
@@ -48,15 +49,15 @@ def _rows(
     return lines
 
 
-def _widths(tile: Tile, numbers: Numbers | None, is_packed: bool) -> list[int]:
+def _widths(tile: Tile, numbers: Numbers, is_packed: bool) -> range:
     """The widths of tiles with so many rows of X."""
     widest = tile.widest(numbers)
     if not is_packed:
-        return [*range(PART, widest + 1, tile.each), *tile.halved(numbers)]
-    return list(range(PART, (widest if tile.groups > 1 else ALONE) + 1, STEP_PACKED))
+        return range(PART, widest + 1, tile.each)
+    return range(PART, (widest if tile.groups > 1 else ALONE) + 1, STEP_PACKED)
 
 
-def rows(item: int, numbers: Numbers | None = None) -> dict[tuple[str, str], str]:
+def rows(item: int, numbers: Numbers = None) -> dict[tuple[str, str], str]:
     """The rows of both schedules.
 
     Args:
