@@ -96,7 +96,7 @@ GROUPS = (
     Group("the same with gradients, beside cuBLAS", ("random_backward",)),
     Group("random models, batch-invariant, beside cuBLAS that is not", ("random_invariant",)),
     Group(
-        "random models, activation or bias behind the product, beside the best of torch and torch.compile",
+        "random models, activation, bias or residual behind the product, beside the best of torch and torch.compile",
         ("random_swiglu", "random_bias_gelu", "random_bias_residual"),
     ),
     Group("random models, int4 weights, 1 to 64 rows, beside bf16 ones", ("random_int4_small",)),
@@ -116,7 +116,7 @@ GROUPS = (
     Group("fp32, fp64, int8 and fp8, beside torch", ("dtypes",)),
     Group("host time of a call, beside torch", ("launch",), "host"),
 )
-MOST_GROUPS = 13
+MOST_GROUPS = 14
 #: The parts of `models.py` in the order in which they are shown.
 MODELS = ("gated", "llama", "costs", "first", "host")
 #: What the fastest peer of each row is called, where there are several.

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from gemmery import Config, schedules
-from gemmery.lab.abstract import abstract_problem
+from gemmery.lab.abstract import abstract_problem, linear_problem
 from gemmery.lab.inspection.resources import usage
 from gemmery.lab.inspection.sass import disassemble
 from gemmery.launch.cross_compile import compiling_for
-from gemmery.schedules.any_width import COOPERATIVE
+from gemmery.schedules.any_width import COOPERATIVE, AnyWidthBinding
 from gemmery.select.samples import arguments
 from gemmery.select.shapes import device_named, problem_of
 
@@ -45,15 +45,16 @@ def k_loops(code):
     return {min(found, key=lambda loop: loop[1] - loop[0]) for found in around if found}
 
 
-def check_spills(compiled, within=0):
+def check_spills(compiled, within=0, most=136):
     """Some of the kernel's arguments are spilled where roles begin and where a tile ends.
 
     The last part of a tile takes most registers, with 128 rows of X for each warpgroup.
 
     Args:
         within: how many accesses there may be in K loops.
+        most: bytes of a thread.
     """
-    assert usage(compiled).spilled <= 136
+    assert usage(compiled).spilled <= most
     code = disassemble(compiled.asm["cubin"]).splitlines()
     loops = k_loops(code)
     assert loops
@@ -89,6 +90,12 @@ KINDS = [
     ({"epilogue": "swiglu"}, "128x144x64-g8-w8-s4-pingpong-descriptor"),
     ({"epilogue": "swiglu"}, "144x256x64-g8-w8-s4-cooperative-descriptor-swap"),
     ({"epilogue": "swiglu"}, "16x64x64-g8-w4-s12-cooperative-descriptor-k2-swap"),
+    ({"epilogue": "bias_gelu_tanh"}, "128x176x64-g8-w8-s4-cooperative-descriptor"),
+    ({"epilogue": "bias_gelu_tanh"}, "192x192x64-g8-w12-s3-cooperative-descriptor-swap"),
+    ({"epilogue": "bias_residual"}, "128x176x64-g8-w8-s4-cooperative-descriptor-k2"),
+    ({"epilogue": "bias_residual"}, "160x256x64-g8-w8-s3-cooperative-descriptor-swap"),
+    ({"epilogue": "bias_residual"}, "128x128x64-g8-w8-s4-pingpong-descriptor"),
+    ({"epilogue": "bias_residual", "weight": "int4"}, "96x128x64-g8-w8-s5-cooperative-descriptor-swap"),
     ({"dtype": "fp8fast", "scales": "row"}, "192x192x128-g8-w12-s4-cooperative-descriptor"),
     ({"dtype": "fp8", "scales": "row"}, "176x128x128-g8-w8-s4-cooperative-descriptor-k2-swap"),
     ({"dtype": "fp8", "scales": "row"}, "192x128x128-g8-w12-s5-cooperative-descriptor"),
@@ -125,3 +132,32 @@ def test_other_kinds_compile(kind, text):
     with compiling_for("sm_90"):
         compiled = schedules.bind(problem, config).compile(*arguments(problem, "meta"))
     check_spills(compiled)
+
+
+def with_its_input(acc, bias):
+    x = acc + bias
+    return torch.nn.functional.gelu(x), x
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("text", [
+    "128x176x64-g8-w8-s4-cooperative-descriptor", "176x128x64-g8-w8-s4-cooperative-descriptor-k2-swap",
+    "112x128x64-g8-w8-s5-pingpong-descriptor-swap", "192x144x64-g8-w12-s4-cooperative-descriptor",
+])  # fmt: skip
+def test_second_results_compile(text):
+    x, weight, bias = (
+        torch.empty(*size, dtype=torch.bfloat16, device="meta")
+        for size in ((3000, 4096), (1024, 4096), (1024,))
+    )
+    problem = linear_problem(x, weight, device_named("H200"), epilogue=with_its_input, args=(bias,))
+    with compiling_for("sm_90"):
+        compiled = schedules.bind(problem, Config.of(text)).compile(*arguments(problem, "meta"))
+    check_spills(compiled, most=4 * AnyWidthBinding.harmless_spills)
+    # Two results, by one tensor map each.
+    maps = set(
+        re.findall(
+            r"mov\.b64 map, (gemm_any_width_param_\d+);[^;]*;\s*@own cp\.async\.bulk\.tensor\.2d\.global",
+            compiled.asm["ptx"],
+        )
+    )
+    assert len(maps) == 2

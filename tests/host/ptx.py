@@ -81,7 +81,7 @@ class Program:
         """Run it.
 
         Args:
-            operands: the values of $0, $1, and so on.
+            operands: the values of $0, $1, and so on, of which those that are written change.
             machine: `machine.ptx(code, arguments, value)` runs what is no arithmetic of integers. It may give a register
                 back, or several, and their value. `machine.thread` is the number of the warp's first thread.
         """
@@ -111,7 +111,11 @@ class Program:
                 found = _COMPARE[compare](value(given[0]), value(given[1]))
                 registers[to.strip()] = found and (more[0] != "and" or value(given[2]))
             elif kind in _INTEGER and not code.endswith(".f32"):
-                registers[to.strip()] = self._computed(kind, [value(each) for each in given], value)
+                result = self._computed(kind, [value(each) for each in given], value)
+                if to.strip().startswith("$"):
+                    operands[int(to.strip()[1:])] = result
+                else:
+                    registers[to.strip()] = result
             else:
                 found = machine.ptx(code, [to.strip(), *map(str.strip, given)], value)
                 if found is not None:

@@ -10,7 +10,9 @@ import types
 import pytest
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
-from gemmery.kernels import any_width, any_width_given
+from gemmery.kernels import any_width, any_width_given, any_width_loop
+
+from .ptx import Program
 
 PART_BYTES = 64 * 64 * 2
 BARRIERS_AT, GROUP, OWN_SLOT = 1 << 20, 1, 40
@@ -238,3 +240,26 @@ def test_mistakes_are_found(changed, what):
             for tiles in (1, 2, 5):
                 slots, want = run(own, width, buffers, tiles=tiles, **changed)
                 assert slots.taken == want
+
+
+@pytest.mark.parametrize("part", [16, 32, 64])
+@pytest.mark.parametrize("parts", [1, 2, 3, 6])
+def test_a_part_is_picked_out_of_an_accumulator(part, parts):
+    texts = []
+
+    def inline_asm_elementwise(text, *more, **how):
+        texts.append(text)
+        return ()
+
+    gl = types.SimpleNamespace(
+        inline_asm_elementwise=inline_asm_elementwise, int32=int, float32=float, tuple=list
+    )
+    made = inspect.unwrap(any_width.picked)
+    names = {"gl": gl, "value_of": any_width_loop.value_of, "switch": any_width_loop.switch}
+    acc = types.SimpleNamespace(values=[None] * (parts * part // 8))
+    types.FunctionType(made.__code__, names, "picked", made.__defaults__)(acc, None, part)
+    size = part // 2
+    for index in range(parts):
+        registers = [None] * size + list(range(parts * size)) + [index] * 4
+        Program(texts[0]).run(registers, types.SimpleNamespace(thread=0))
+        assert registers[:size] == list(range(index * size, (index + 1) * size))

@@ -127,6 +127,7 @@ def test_shipped_tables_of_plain_products_have_no_random_ones():
         ("any_width_bands-bf16", "heights"),
         ("any_width_packed-bf16", "fit"),
         ("any_width_kinds-mixed", "rows"),
+        ("any_width_epilogues-bf16", "rows"),
     ],
 )
 def test_what_the_model_is_fitted_to_has_no_random_ones(file, rows):
