@@ -116,9 +116,11 @@ def launch(
         out: where the result goes; it is known not to overlap anything.
     """
     plan, results = known.plan, known.results
-    numbers = scalars if known.numbers is None else tuple([objects[i] for i in known.numbers])
+    numbers: tuple[Any, ...] = scalars
+    if known.numbers is not None:
+        numbers = tuple([objects[i] for i in known.numbers]) if known.numbers else ()
     allocated: list[Any] = []
-    # The results, from the last to the first. Loops: before Python 3.12 a comprehension is a call.
+    # The results, from the last to the first. A loop: before Python 3.12 a comprehension is a call.
     made: list[Any] = []
     if results is not None:
         allocated = results.allocate(objects[0].device, plan.slots if results.reduces else 1, out)
