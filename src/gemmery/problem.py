@@ -44,7 +44,7 @@ class Problem:
     """`out[z] = epilogue(a[z] @ b[z])` for every z of a batch; a is (M, K), b is (K, N), out is (M, N).
 
     Attributes:
-        batch: shape of the batch, dimensions that can be merged merged, () for a single product.
+        batch: shape of the batch, mergeable dimensions already merged, () for a single product.
         epilogue: name of the epilogue: identity, scale, add_row or add_matrix; or "fused".
         addend: layout of the matrix or row that the epilogue adds, if it adds one.
         fusion: the traced epilogue, where it is "fused".

@@ -84,6 +84,7 @@ def test_explain_takes_the_types_of_the_bench(dtype):
         ((64, 64, 64, "--dtype", "fp4"), "dtype is 'fp4'; it must be one of bf16, .*e5m2"),
         ((64, 64, 64, "--layout", "XY"), "layout is 'XY'"),
         ((64, 64, 64, "--device", "abacus"), "device is 'abacus'"),
+        ((64, 64, 64, "--epilogue", "bias_gelu", "--bias"), "bias_gelu adds a bias already"),
         ((64, 64, 64, "--top", "0"), "top"),
         ((64, 64, 64, "--json", "/nowhere/file"), "there is no directory"),
     ],
@@ -103,9 +104,13 @@ def test_explain_names_what_is_wrong(words, message):
         (("--dtype", "e4m3", "--scales", "block"), "scaled along K on NVIDIA H200"),
     ],
 )
-def test_explain_knows_packed_weights_and_epilogues(words, shown):
-    status, said = run("explain", 64, 1024, 4096, "--device", "H200", "--top", 2, *words)
+def test_explain_knows_packed_weights_and_epilogues(words, shown, kept, tmp_path):
+    kept.record(make(device="NVIDIA H200"), Config(64, 64, 64), 1e-5)
+    file = tmp_path / "explained.json"
+    status, said = run("explain", 64, 1024, 4096, "--device", "H200", "--top", 2, "--json", file, *words)
     assert status == 0
+    assert shown in said
+    assert json.loads(file.read_text())["problem"] in said
     assert shown in said
     assert len(set(re.findall(r"\d+x\d+x\d+-g\S+", said))) == 2
 

@@ -49,7 +49,7 @@ def explain(
     """Say which config runs a product of an M by K and a K by N matrix, and why, on any known GPU; runs nothing.
 
     The table has a row for each candidate, first the one that runs. Its columns are predicted times in microseconds,
-    but for the last two:
+    but for waves, a number, and measured, a measured time:
 
     \b
     total       of the whole product
@@ -63,7 +63,8 @@ def explain(
     measured    microseconds, where this machine has a timing, see gemmery tune
 
     compute, l2 and memory overlap, so that total is less than the sum. The lines below the table say what binds the
-    first candidate, and what it gains over the next.
+    first candidate, and what it gains over the next. These are the figures that kernels are chosen by; gemmery
+    predict gives a better estimate of the time.
     """
     from ..lab.abstract import abstract_problem
     from ..launch.explain import explain_problem

@@ -124,6 +124,8 @@ def abstract_problem(
     options = Options(None, kind.precision, kind.fast_accum, batch_invariant, None)
     a = meta(M, K, dtype=kind.dtype) if layout[0] == "N" else meta(K, M, dtype=kind.dtype).mT
     fusion = FUSIONS[epilogue] if epilogue else None
+    if bias and fusion is not None and "row" in fusion.operands:
+        raise ValueError(f"{epilogue} adds a bias already: give bias or this epilogue")
     shapes = {"row": (N,), "matrix": (M, N)}
     # What is added to a product of 8-bit operands has the type of its result.
     added = kind.dtype if kind.dtype.itemsize > 1 else torch.bfloat16

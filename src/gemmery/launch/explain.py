@@ -88,9 +88,9 @@ class Explanation:
         return sentences
 
     def asdict(self) -> dict[str, Any]:
-        """Everything as plain values, for JSON; times in seconds."""
+        """Everything as plain values, for JSON; times in seconds. A product with an epilogue is given in words."""
         return {
-            "problem": to_dict(self.problem),
+            "problem": str(self.problem) if self.problem.fusion is not None else to_dict(self.problem),
             "device": device_text(self.problem.device),
             "considered": self.considered,
             "untuned": None if self.untuned is None else str(self.untuned),
@@ -129,7 +129,7 @@ class Explanation:
 
 def _what_binds(problem: Problem, cost: Cost) -> str:
     part = max((*BINDING, "overhead"), key=lambda name: getattr(cost, name))
-    waves = f"each of {problem.device.sms} multiprocessors has {cost.waves:.2f} tiles or fewer"
+    waves = f"at most {cost.waves:.2f} tiles on each of {problem.device.sms} multiprocessors"
     if part == "overhead":
         return f"overhead dominates: {cost.overhead * 1e6:.1f} of {cost.total * 1e6:.1f} µs; {waves}"
     share = getattr(cost, part) / cost.total
@@ -159,7 +159,8 @@ def explain_problem(problem: Problem, top: int = 5) -> Explanation:
     padded = worth_copying(problem)
     product = problem if padded is None else padded.problem
     costs = dict(rank(product))
-    timings = store.current()
+    # Timings are of bare products; see `select.candidates`.
+    timings = None if problem.fusion is not None else store.current()
     measured = {} if timings is None else timings.timings(product)
     # What runs comes first, though something else may be predicted to be quicker; see `quicker`.
     runs, *others = [
