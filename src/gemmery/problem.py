@@ -28,6 +28,7 @@ class Fusion(Traced):
         stores: whether the kernel stores a result of it, or it stores all itself.
         ahead: the texts of the same in two functions, or None; see `epilogues.lower.Program`.
         both: the text of the same as a function of two results, or None; see there.
+        place: which of the operands `ahead` loads or `both` returns, or None.
         whole: whether it needs tiles as wide as the product.
     """
 
@@ -36,7 +37,19 @@ class Fusion(Traced):
     stores: bool = True
     ahead: tuple[str, str] | None = None
     both: str | None = None
+    place: int | None = None
     whole: bool = False
+
+    @property
+    def matrix(self) -> Layout | None:
+        """The one matrix that it reads or writes, if `ahead` loads it or `both` returns it.
+
+        An operand of the output's shape whose rows or columns are all the same one is no matrix in memory.
+        """
+        if self.place is None or len(self.matrices) != 1:
+            return None
+        operand = self.operands[self.place]
+        return operand if operand.row and operand.col else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,6 +134,20 @@ def test_other_kinds_compile(kind, text):
     check_spills(compiled)
 
 
+@pytest.mark.parametrize(
+    "text", ["64x64x64-g0-w4-s12-cooperative-descriptor-swap", "128x176x64-g8-w8-s4-cooperative-descriptor"]
+)
+def test_one_row_for_many_products_compiles(text):
+    x, weight, row = (
+        torch.empty(*size, dtype=torch.bfloat16, device="meta")
+        for size in ((64, 1, 4096), (4096, 4096), (1, 4096))
+    )
+    problem = linear_problem(x, weight, device_named("H200"), epilogue=torch.add, args=(row,))
+    with compiling_for("sm_90"):
+        compiled = schedules.bind(problem, Config.of(text)).compile(*arguments(problem, "meta"))
+    check_spills(compiled, most=4 * AnyWidthBinding.harmless_spills)
+
+
 def with_its_input(acc, bias):
     x = acc + bias
     return torch.nn.functional.gelu(x), x

@@ -263,7 +263,11 @@ def gated(acc, residual):
     return F.silu(gate) * up + residual
 
 
-@pytest.mark.parametrize("function", [added, gated])
+def activated(acc, residual):
+    return F.gelu(acc) + residual
+
+
+@pytest.mark.parametrize("function", [added, gated, activated])
 @pytest.mark.parametrize("text", [
     "128x176x64-g8-w8-s4-cooperative-descriptor", "176x128x64-g8-w8-s4-cooperative-descriptor-swap",
     "192x144x64-g8-w12-s4-cooperative-descriptor", "128x80x64-g8-w8-s6-pingpong-descriptor",
@@ -285,6 +289,25 @@ def test_an_epilogue_reads_a_matrix(text, function):
         for _ in range(5):
             assert torch.equal(run(), out)
         assert torch.equal(by_ordinary_launch(run), out)
+
+
+@pytest.mark.parametrize(
+    "function", [lambda acc, r: acc + r, lambda acc, r: (F.gelu(acc + r), acc + r)], ids=["one", "two"]
+)
+def test_one_row_for_many_products(function):
+    x, weight, row = (
+        values((64, 1, 520), torch.bfloat16),
+        values((336, 520), torch.bfloat16),
+        values((1, 336), torch.bfloat16),
+    )
+    found = gemmery.linear(x, weight, epilogue=function, args=(row,))
+    wants = function(wide(x) @ wide(weight).mT, wide(row))
+    for result, want in zip(
+        found if isinstance(found, tuple) else (found,),
+        wants if isinstance(wants, tuple) else (wants,),
+        strict=True,
+    ):
+        assert ((wide(result) - want).norm() / want.norm()).item() < 4e-3
 
 
 def with_its_input(acc, bias):

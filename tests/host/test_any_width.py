@@ -556,6 +556,16 @@ def test_an_epilogue_may_read_one_matrix():
         assert candidates(p)[0].schedule in ("cooperative", "pingpong")
 
 
+@pytest.mark.parametrize(
+    "given", [matrix()[:1].expand(1000, -1), matrix()[:, :1].expand(-1, 1536)], ids=["row", "column"]
+)
+def test_what_is_expanded_to_a_matrix_is_loaded_as_what_it_is(given):
+    p = fused_problem(lambda acc, x: acc + x, given)
+    binding = schedules.bind(p, Config.of("128x176x64-g8-w8-s4-cooperative-descriptor"))
+    assert (binding.constants["GIVEN"], binding.constants["SECOND"]) == (None, None)
+    assert "fused_" in str(binding.constants["EPILOGUE"])
+
+
 def test_an_epilogue_may_have_a_second_result():
     for function in (lambda acc: (acc.relu(), acc), lambda acc: (acc.relu(), acc.to(torch.float16))):
         p = fused_problem(function)
@@ -571,12 +581,15 @@ def test_an_epilogue_may_have_a_second_result():
     fused_problem(lambda acc, x: (acc + x, acc - x), matrix()),
     fused_problem(lambda acc: (acc.relu(), acc, acc + 1)),
     fused_problem(lambda acc: (acc.relu(), acc.to(torch.int32))),
+    fused_problem(lambda acc: (acc.relu(), torch.ones_like(acc))),
+    fused_problem(lambda acc, x: (acc * x, x), torch.empty((), dtype=torch.bfloat16, device="meta")),
+    fused_problem(lambda acc, x: (acc + x, acc), matrix()[:1].expand(1000, -1)),
     fused_problem(lambda acc: (acc.relu(), acc.amax(-1))),
     fused_problem(lambda acc, x: acc + x, matrix(torch.float32)),
     fused_problem(lambda acc, x: acc + x, torch.empty(1536, 1000, dtype=torch.bfloat16, device="meta").mT),
     fused_problem(lambda acc, x: acc + x, matrix(columns=1537)[:, :-1]),
     fused_problem(lambda acc, x: epilogues.dropout(acc + x, 0.5, 1), matrix()),
-], ids=["add_matrix", "two", "one and two results", "three results", "wide result", "row result", "fp32", "transposed", "odd rows", "random"])  # fmt: skip
+], ids=["add_matrix", "two", "one and two results", "three results", "wide result", "constant result", "number as a result", "one row and a second result", "row result", "fp32", "transposed", "odd rows", "random"])  # fmt: skip
 def test_other_epilogues_with_matrices_are_refused(p):
     with pytest.raises(ValueError, match="an epilogue with at most one more matrix"):
         schedules.bind(p, Config.of("128x176x64-g8-w8-s4-cooperative-descriptor"))

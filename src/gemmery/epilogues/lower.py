@@ -113,6 +113,7 @@ class Program:
             more do not fit into the registers beside the accumulator.
         both: the text of a function that returns the block of the one other matrix that it writes behind its own,
             instead of storing it; None where it writes none or several, or reads one.
+        place: which of the tensors is the matrix that `ahead` loads or `both` returns; None without either.
         whole: whether it needs tiles as wide as the product, since it uses reduced rows again.
         many: whether the function returns a tuple.
     """
@@ -125,6 +126,7 @@ class Program:
     tensors: int
     ahead: tuple[str, str] | None
     both: str | None
+    place: int | None
     whole: bool
     many: bool
 
@@ -168,7 +170,7 @@ class _Lowering:
     values: dict[fx.Node, Any] = field(default_factory=dict)
     inputs: list[int] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
-    loads: list[tuple[int, int, torch.dtype]] = field(default_factory=list)  # line, halves, type
+    loads: list[tuple[int, int, torch.dtype, int]] = field(default_factory=list)  # line, halves, type, tensor
     count: int = 0
     #: Reduced rows that are used again, as what a tile makes of them that is as wide as the product.
     complete: dict[fx.Node, Value] = field(default_factory=dict)
@@ -227,7 +229,7 @@ class _Lowering:
         self.inputs.append(position)
         x = f"x{position}, s{position}"
         if wide and rows:
-            self.loads.append((len(self.lines), times, given.dtype))
+            self.loads.append((len(self.lines), times, given.dtype, len(self.inputs) - 1))
             loads = [
                 f"load_block({x}, {h}, shape, sizes, batch, row, col, ROWS, COLS, WIDE)" for h in range(times)
             ]
@@ -754,6 +756,7 @@ def _finished(state: _Lowering, node: fx.Node) -> Program:
     outputs: list[Output] = []
     # Lines that store a matrix, and the blocks that they store.
     stored: list[tuple[int, str]] = []
+    second = None
     position = len(state.inputs)
     for i, x in enumerate(results):
         kept = all_kept[i]
@@ -776,7 +779,7 @@ def _finished(state: _Lowering, node: fx.Node) -> Program:
             outputs.append(Output(x.dtype, _columns(state, 1)))
             continue
         else:
-            places = (position,)
+            places, second = (position,), position
             for half, name in enumerate(x.names):
                 block = f"as_type({name}, o{position}.dtype.element_ty)"
                 stored.append((len(state.lines), block))
@@ -789,10 +792,15 @@ def _finished(state: _Lowering, node: fx.Node) -> Program:
         position += len(places)
     block = "tl.full((1, 1), 0, tl.int32)" if main is None else results[main].names[0]
     state.lines.append(f"return tl.broadcast_to({block}, (ROWS, COLS))")
-    alone = main is not None and not any(x.kept or x.reduced for x in outputs)
+    both = None
+    if main is not None and not any(x.kept is not None or x.reduced for x in outputs):
+        # A number is no block, and can't become one in Gluon.
+        blocks = [state.values[x].rows or state.values[x].wide for x in flat]
+        both = _both(state, position, stored) if all(blocks) else None
+    ahead = _ahead(state, position)
     return Program(
         _source(state, position), state.paired, tuple(state.inputs), tuple(state.numbers), tuple(outputs), position,
-        _ahead(state, position), _both(state, position, stored) if alone else None, bool(state.complete), many,
+        ahead, both, state.loads[0][3] if ahead else second if both else None, bool(state.complete), many,
     )  # fmt: skip
 
 
@@ -873,7 +881,7 @@ def _ahead(state: _Lowering, tensors: int) -> tuple[str, str] | None:
     """See `Program.ahead`."""
     if len(state.loads) != 1:
         return None
-    line, halves, dtype = state.loads[0]
+    line, halves, dtype, _ = state.loads[0]
     if halves != 1 or dtype.itemsize > 2:
         return None
     unpack = _unpacked(state, tensors)

@@ -157,7 +157,7 @@ def problem_of_traced(call: Call, results: Results, tensors: list[Any], device: 
     plain, layouts = fold(call.a, call.b, results.main(tensors), extras, device)
     fusion = Fusion(
         made.source, tuple(layouts), len(made.numbers), made.paired, results.reduces, made.main is not None,
-        made.ahead, made.both, made.whole,
+        made.ahead, made.both, made.place, made.whole,
     )  # fmt: skip
     return replace(plain, epilogue="fused", fusion=fusion, **_how(call, device))
 

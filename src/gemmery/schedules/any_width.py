@@ -33,6 +33,7 @@ from .binding import (
     Binding,
     digest,
     epilogue_arguments,
+    epilogue_of,
     needs_only_its_block,
     phases,
     promotes,
@@ -400,9 +401,12 @@ def _epilogue_suits(problem: Problem) -> bool:
 def _has_one_matrix(problem: Problem) -> bool:
     """Whether one matrix is all that takes an epilogue many registers, and it passes through a part's slot."""
     p, fusion = problem, problem.fusion
-    if fusion is None or fusion.draws or len(fusion.matrices) != 1 or not (fusion.ahead or fusion.both):
+    if fusion is None or fusion.draws or fusion.matrix is None:
         return False
-    (matrix,) = fusion.matrices
+    matrix = fusion.matrix
+    if fusion.both and isinstance(p.b, Packed):
+        # It compiles, but has not run on a GPU.
+        return False
     suits = matrix.takes_tma(()) if fusion.ahead else storable(matrix, p.M, p.out_n, ())
     return matrix.col == 1 and matrix.dtype.itemsize == 2 and suits
 
@@ -448,7 +452,7 @@ class AnyWidthBinding(Binding):
         registers, loader = REGISTERS[tile.groups]
         x, y = (p.b.dtype, p.a.dtype) if c.swap else (p.a.dtype, p.b.dtype)
         given, second = self._matrix_map()
-        epilogue = p.b.of_sum(function(p.fusion.both), p.device) if second and p.fusion else phases(p)[1]
+        epilogue = self._epilogue(given, second)
         self.constants = {
             "PLACE": dialect.in_gluon(place.sized_tile if self.split is None else place.sized_part),
             "GIVEN": given,
@@ -465,7 +469,7 @@ class AnyWidthBinding(Binding):
             "RING_ROWS": tile.ring_rows,
             "GROUPS": tile.groups,
             "SWAP": c.swap,
-            "LOOPS": self._loops(takes_turns),
+            "LOOPS": self._loops(takes_turns, given, second),
             "PINGPONG": takes_turns,
             "FORMAT": str(self.format) if self.format else None,
             "X_FORM": self.forms[0],
@@ -478,24 +482,34 @@ class AnyWidthBinding(Binding):
             "num_warps": 4,
         }
 
-    def _loops(self, takes_turns: bool) -> bool:
+    def _loops(self, takes_turns: bool, given: object, second: object) -> bool:
         """`LOOPS` of the kernel, as far as it gained on an H200 (`any_width_epilogues-bf16`).
 
-        Three warpgroups have no registers for two results beside an accumulator that stays whole.
+        It was not measured where a matrix is read. Three warpgroups have no registers for two results beside an
+        accumulator that stays whole.
         """
         p = self.problem
-        two = p.fusion is not None and p.fusion.both is not None
-        return functions_of(p) > 0 and not takes_turns and not p.paired and not (two and self.tile.groups > 2)
+        suits = given is None and not (second is not None and self.tile.groups > 2)
+        return functions_of(p) > 0 and not takes_turns and not p.paired and suits
+
+    def _epilogue(self, given: object, second: object) -> Any:
+        """The function of a part's block: with a matrix, it takes the matrix's block too, or returns it."""
+        p = self.problem
+        if given is not None:
+            return phases(p)[1]
+        if second is not None and p.fusion is not None:
+            return p.b.of_sum(function(p.fusion.both), p.device)
+        return epilogue_of(p)
 
     def _matrix_map(self) -> tuple[tuple[int, Any] | None, int | None]:
         """`GIVEN` and `SECOND` of the kernel."""
         from ..kernels import any_width_given
 
         fusion = self.problem.fusion
-        if fusion is None or not fusion.matrices:
+        if fusion is None or fusion.matrix is None:
             return None, None
         number = any_width_given.map_of(self.format, *self.forms)
-        return (None, number) if fusion.both else ((number, TL[fusion.matrices[0].dtype]), None)
+        return (None, number) if fusion.both else ((number, TL[fusion.matrix.dtype]), None)
 
     def check(self, compiled: Any) -> None:
         """RuntimeError unless the ring, its barriers and the tensor maps are where the kernel's assembly looks."""
@@ -549,10 +563,9 @@ class AnyWidthBinding(Binding):
     def _matrix(self, extras: Sequence[Any], block: Sequence[int]) -> Any:
         """The descriptor of the one matrix that the epilogue reads or writes; None where there is none."""
         p = self.problem
-        if p.fusion is None or not p.fusion.matrices:
+        if p.fusion is None or p.fusion.place is None or p.fusion.matrix is None:
             return None
-        (place,) = [i for i, x in enumerate(p.fusion.operands) if x.row and x.col]
-        return descriptor(extras[place], (p.M, p.out_n), (p.fusion.operands[place].row, 1), block)
+        return descriptor(extras[p.fusion.place], (p.M, p.out_n), (p.fusion.matrix.row, 1), block)
 
     @property
     def streams(self) -> int:

@@ -102,7 +102,7 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool) -> Co
     together = np.where(chunk > 0, whole, tiles // device.sms) * steps
     waits = _waits(stream, loop, together / own_steps, together * device.sms / (tiles * steps))
     elements = x / groups * y
-    results = 1 if p.fusion is None or p.fusion.both is None else 2
+    results = 1 if p.fusion is None or p.fusion.matrix is None or p.fusion.both is None else 2
     store = elements * 2.0 * results / device.store_bandwidth
     epilogue = _epilogue_seconds(p, s, x * y, elements, takes_turns)
     around = (TURN if takes_turns else TILE + store * STORE) + epilogue
@@ -191,7 +191,7 @@ def _epilogue_seconds(
         along_y = np.where(space.swap, of_rows, of_columns)
         parts = np.maximum(elements / PART, 1)
         seconds = seconds + np.where(along_y, VECTOR_Y + VECTOR_PART * parts, VECTOR_X)
-    if p.fusion is not None and p.fusion.matrices:
+    if p.fusion is not None and p.fusion.matrix is not None:
         seconds = seconds + MATRIX * np.maximum(elements / PART - 1, 0)
     return seconds
 
