@@ -46,7 +46,7 @@ class Fusion(Traced):
 
         An operand of the output's shape whose rows or columns are all the same one is no matrix in memory.
         """
-        if self.place is None or len(self.matrices) != 1:
+        if self.place is None or len(self.matrix_operands) != 1:
             return None
         operand = self.operands[self.place]
         return operand if operand.row and operand.col else None
@@ -102,7 +102,7 @@ class Problem:
     @property
     def wants_subtiles(self) -> bool:
         """Whether a traced epilogue takes many registers: for more as large as the output, or for random numbers."""
-        return self.fusion is not None and bool(self.fusion.matrices or self.fusion.draws)
+        return self.fusion is not None and bool(self.fusion.matrix_operands or self.fusion.draws)
 
     @property
     def layouts(self) -> tuple[Layout, ...]:

@@ -97,7 +97,7 @@ class Traced:
     numbers: int = 0
 
     @property
-    def matrices(self) -> tuple[Layout, ...]:
+    def matrix_operands(self) -> tuple[Layout, ...]:
         """Those of its operands that differ from element to element."""
         return tuple([x for x in self.operands if x.row and x.col])
 

@@ -55,8 +55,6 @@ ROWS, ROW = 64, 128
 #: Rows that come from one half of a weight in two halves, before as many of the other half; and the least width where
 #: these are Y, since TMA stores at least half as many columns.
 EIGHT, LEAST_PAIRS = 8, 32
-#: Rows that a tensor map loads at a time, at most.
-BOX = 256
 #: Columns of Y that are stored at a time, at most.
 PART = 64
 #: Bytes of shared memory, and of those for barriers.
@@ -69,10 +67,9 @@ MOST_STAGES = 12
 REGISTERS = {1: (0, 40), 2: (232, 40), 3: (160, 32)}
 #: By the same: numbers of the accumulator that a thread has registers for; and of a warpgroup that takes turns.
 ACCUMULATORS, IN_TURNS = {1: 128, 2: 160, 3: 96}, 144
-
-#: The same where a step's sum has as many registers again, and where there are scales besides.
+#: Of the accumulator where a step's sum has as many registers again, and where there are scales besides.
 PROMOTED, SCALED = {1: 96, 2: 88, 3: 64}, {1: 88, 2: 80, 3: 48}
-#: The same where X is a packed weight, of which a step's operands are in registers.
+#: And where X is a packed weight, of which a step's operands are in registers.
 PACKED = {1: 128, 2: 144, 3: 96}
 #: The fewest stages with a packed weight: a step's words are read while the step before is multiplied, and the stage
 #: before that is free afterwards.

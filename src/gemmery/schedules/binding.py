@@ -37,7 +37,7 @@ TL: dict[torch.dtype, Any] = {dtype: getattr(tl, name.removeprefix("tl.")) for d
 #: fp8 products are promoted to the fp32 accumulator after this many steps along K, as cuBLAS does in its accurate mode.
 PROMOTE_EVERY = 128
 #: TMA takes blocks of at most this many elements along each dimension.
-_BOX = 256
+BOX = 256
 
 
 def suits_tma(problem: Problem) -> bool:
@@ -79,7 +79,7 @@ def needs_only_its_block(problem: Problem) -> bool:
     """Whether an epilogue asks for nothing but its block, and for no offsets beyond 32 bits in it."""
     p, f = problem, problem.fusion
     plain = f is None or (f.stores and not (f.reduces or f.whole or p.a.prologue))
-    return plain and all((x.row + x.col) * _BOX < 1 << 31 for x in p.extras)
+    return plain and all((x.row + x.col) * BOX < 1 << 31 for x in p.extras)
 
 
 def digest(*modules: ModuleType) -> str:
@@ -164,8 +164,8 @@ def refusal_of(problem: Problem, config: Config) -> str | None:
             f"loader 'descriptor' needs TMA, and a and b with one unit stride, other strides and addresses that are "
             f"multiples of 16 bytes, at most one batch dimension, and sizes below 2^31; given {p}"
         )
-    if tma and max(c.block_m, p.b.columns(c)[0], c.block_k, c.tail_k) > _BOX:
-        return f"loader 'descriptor' takes blocks of at most {_BOX} along each side"
+    if tma and max(c.block_m, p.b.columns(c)[0], c.block_k, c.tail_k) > BOX:
+        return f"loader 'descriptor' takes blocks of at most {BOX} along each side"
     if p.fusion is not None and p.fusion.whole and not spans(p, c):
         return f"an epilogue that uses reduced rows again needs whole tiles of at least {p.N} columns"
     split = Split.of(p, c)

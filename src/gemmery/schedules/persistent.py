@@ -42,7 +42,7 @@ class Persistent(Tile):
         """See `Tile.epilogue`. A multiprocessor has one program."""
         if not fitted(problem) or problem.fusion is None:
             return 0.0
-        return calls_of(problem) * FUNCTION + len(problem.fusion.matrices) * ELEMENT
+        return calls_of(problem) * FUNCTION + len(problem.fusion.matrix_operands) * ELEMENT
 
     def walk(self, problem: Problem, config: Config) -> Walk:
         """Whole tiles, and behind them the small tiles of the tail."""
