@@ -29,6 +29,7 @@ from ..operands.scaled import Scaled
 from . import any_width_cost
 from .base import Forms
 from .binding import (
+    BOX,
     TL,
     Binding,
     digest,
