@@ -609,6 +609,50 @@ def finish_tile(
 
 
 @gluon.jit
+def heads_of(
+    stages, FIRST: gl.constexpr, X_ROWS: gl.constexpr, FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr
+):  # fmt: skip
+    """Where a warpgroup's rows of X, from `FIRST` on, and those of Y begin in the ring, as `sum_steps` takes it."""
+    address = shared_at(0)
+    # In units of 16 bytes.
+    OWN_AT: gl.constexpr = x_bytes_of(FIRST, FORMAT) // 16
+    X_BLOCK: gl.constexpr = x_bytes_of(X_ROWS, FORMAT) // 16
+    head_x = (
+        address >> 4 if X_FORM == "packed" else matrix_descriptor(address, 8192 if X_FORM == "turned" else 16)
+    )
+    head_y = matrix_descriptor(address, 8192 if Y_FORM == "turned" else 16)
+    return head_x + OWN_AT, head_y + stages * X_BLOCK
+
+
+@gluon.jit
+def slots_of(
+    ring, is_last, is_whole, width, own_slot, CUTS: gl.constexpr, FIRST: gl.constexpr, PINGPONG: gl.constexpr,
+    X_FORM: gl.constexpr, SECOND: gl.constexpr, PART: gl.constexpr,
+):  # fmt: skip
+    """Whether a tile's parts are spread over the ring, and the first of their slots; see `finish_tile`.
+
+    They are in the program's last tile, when nothing is loaded any more, unless it is cut along K. Returns once the
+    slots are free.
+    """
+    BESIDE: gl.constexpr = lie_beside(X_FORM, SECOND)
+    spread = is_last
+    if not BESIDE:
+        spread = spread & (gl.cdiv(width, PART) <= ring[1])
+    if CUTS:
+        spread = spread & is_whole
+    in_ring = FIRST // PART
+    if BESIDE:
+        in_ring = FIRST // 64 * gl.cdiv(width, PART) * (1 if SECOND is None else 2)
+    first_slot = gl.where(spread, in_ring, own_slot)
+    if spread:
+        if PINGPONG or BESIDE:
+            # Other warpgroups read what is there.
+            mbarrier.wait(unused(ring), 0)
+        barrier()
+    return spread, first_slot
+
+
+@gluon.jit
 def consume(
     out, slots, ring, first, step_args, args, workspace, shape, state, tile, GROUP: gl.constexpr, GROUPS: gl.constexpr,
     PLACE: gl.constexpr, GIVEN: gl.constexpr, SECOND: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr,
@@ -627,17 +671,7 @@ def consume(
     OWN: gl.constexpr = X_ROWS if PINGPONG else X_ROWS // GROUPS
     FIRST: gl.constexpr = 0 if PINGPONG else GROUP * OWN
     EACH: gl.constexpr = 2 if X_FORM == "pairs" or Y_FORM == "pairs" else 1
-    address = shared_at(0)
-    # In units of 16 bytes.
-    OWN_AT: gl.constexpr = x_bytes_of(FIRST, FORMAT) // 16
-    X_BLOCK: gl.constexpr = x_bytes_of(X_ROWS, FORMAT) // 16
-    head_x = (
-        address >> 4 if X_FORM == "packed" else matrix_descriptor(address, 8192 if X_FORM == "turned" else 16)
-    )
-    heads = (
-        head_x + OWN_AT,
-        matrix_descriptor(address, 8192 if Y_FORM == "turned" else 16) + stages * X_BLOCK,
-    )
+    heads = heads_of(stages, FIRST, X_ROWS, FORMAT, X_FORM, Y_FORM)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     # Nobody has a turn before the first one.
@@ -689,10 +723,6 @@ def consume(
             mbarrier.arrive(unused(ring))
         done = unit >= 0
         cut = None
-        # The program's last tile: nothing is loaded any more.
-        spread = unit + programs >= units
-        if not lie_beside(X_FORM, SECOND):
-            spread = spread & (gl.cdiv(width, PART) <= stages)
         if workspace is not None:
             cut = (unit >= whole, 0, parts, 0, 0)
             if unit >= whole:
@@ -704,16 +734,10 @@ def consume(
                         out, (row + FIRST, col, width), total, taken, own_slot, False, GIVEN[0], GROUP, SWAP, EACH,
                         BUFFERS, PART, BARRIERS_AT,
                     )  # fmt: skip
-            spread = spread & (unit < whole)
-        in_ring = FIRST // PART
-        if lie_beside(X_FORM, SECOND):
-            in_ring = FIRST // 64 * gl.cdiv(width, PART) * (1 if SECOND is None else 2)
-        first_slot = gl.where(spread, in_ring, own_slot)
-        if spread:
-            if PINGPONG or lie_beside(X_FORM, SECOND):
-                # Other warpgroups read what is there.
-                mbarrier.wait(unused(ring), 0)
-            barrier()
+        spread, first_slot = slots_of(
+            ring, unit + programs >= units, unit < whole, width, own_slot, workspace is not None, FIRST, PINGPONG,
+            X_FORM, SECOND, PART,
+        )  # fmt: skip
         if done:
             finish_tile(
                 acc, out, slots, ring, args, (end, shape[1]), row + FIRST, col, width, spread, first_slot,
