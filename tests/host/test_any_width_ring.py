@@ -501,6 +501,8 @@ def kernel(machine, number, programs, groups, threads, boxes, forms, streams, sc
         "corner",
         "sum_steps",
         "produce",
+        "heads_of",
+        "slots_of",
         "consume",
     ):
         made = types.FunctionType(getattr(any_width, name).fn.__code__, names, name)
