@@ -462,6 +462,15 @@ def test_parts_of_large_tiles_are_as_many_as_the_ring_holds():
         schedules.bind(problem(), config)
 
 
+def test_the_ring_has_room_for_both_results_of_a_tile():
+    for config in ROWS:
+        tile = tile_of(config)
+        for y in range(tile.part, tile.widest() + 1, tile.each):
+            of_width = tile._replace(y=y)
+            parts = -(-y // of_width.part) * tile.x // 64
+            assert 2 * parts <= of_width.ring_rows // of_width.part, (str(config), y)
+
+
 def test_a_ring_that_lies_elsewhere_is_refused():
     line = "getelementptr (i8, ptr addrspace(3) @global_smem, i32 {})\n"
     barrier = 'asm "mbarrier.inval.shared::cta.b64 [$1];" ' + line
