@@ -358,6 +358,13 @@ def test_untraceable(function, text, line):
     assert isinstance(caught.value, ValueError)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.complex64], ids=str)
+def test_an_argument_of_a_type_without_a_kernel_is_refused(dtype):
+    given = torch.zeros(300).to(dtype)
+    with pytest.raises(Untraceable, match=f"takes a tensor of {dtype}, which no kernel reads"):
+        program(lambda acc, x: acc + x.to(acc.dtype), (given,), b=torch.randn(A.shape[-1], 300))
+
+
 @pytest.mark.parametrize("function", [lambda acc: (), lambda acc: []])
 def test_an_epilogue_that_returns_nothing_is_refused(function):
     with pytest.raises(Untraceable, match="returns no tensor"):

@@ -189,7 +189,7 @@ class _Lowering:
 
     @property
     def _width(self) -> int:
-        """MetaProxy-in for the output's columns."""
+        """Columns of the output, in the sizes that the function is traced with."""
         return self.sizes.N // 2 if self.paired else self.sizes.N
 
     def form(self, node: fx.Node, shape: Sequence[int]) -> tuple[bool, bool, int]:
@@ -226,6 +226,8 @@ class _Lowering:
                 return Value(("acc",), given.dtype, True, True)
             self.lines.append("left, right = column_halves(acc)")
             return Value(("left", "right"), given.dtype, True, True)
+        if given.dtype not in TYPES:
+            raise self.fail(node, f"takes a tensor of {given.dtype}, which no kernel reads")
         self.inputs.append(position)
         x = f"x{position}, s{position}"
         if wide and rows:

@@ -47,7 +47,7 @@ Argument = Shape | Number
 
 @dataclass(frozen=True)
 class Sizes:
-    """MetaProxy-ins for the sizes of a product."""
+    """Sizes of a product that a function is traced with, in place of the true ones."""
 
     M: int
     N: int
