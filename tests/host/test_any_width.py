@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from gemmery import Config, epilogues, schedules
+from gemmery import Config, epilogues, quantize, schedules
 from gemmery.kernels import any_width_packed, order, place
 from gemmery.lab.abstract import abstract_problem, linear_problem
 from gemmery.schedules import any_width, walk
@@ -603,6 +603,21 @@ def test_other_epilogues_with_matrices_are_refused(p):
     with pytest.raises(ValueError, match="an epilogue with at most one more matrix"):
         schedules.bind(p, Config.of("128x176x64-g8-w8-s4-cooperative-descriptor"))
     assert not {config.schedule for config in candidates(p)} & {"cooperative", "pingpong"}
+
+
+def test_a_packed_weight_with_a_second_result_is_left_to_other_schedules():
+    a, weight = (
+        torch.empty(*shape, dtype=torch.bfloat16, device="meta") for shape in ((1000, 2048), (1536, 2048))
+    )
+    weight = quantize(weight, "int4", group_size=64)
+    one, two = (
+        linear_problem(a, weight, H200, epilogue=function)
+        for function in (torch.relu, lambda acc: (acc.relu(), acc))
+    )
+    text = "96x128x64-g8-w8-s5-cooperative-descriptor-swap"
+    schedules.bind(one, Config.of(text))
+    with pytest.raises(ValueError, match="an epilogue with at most one more matrix"):
+        schedules.bind(two, Config.of(text))
 
 
 def test_tuning_measures_the_best_of_them():
