@@ -35,7 +35,6 @@ class Fusion:
 
 FUSIONS: dict[str, Fusion] = {
     "swiglu": Fusion(library.swiglu, (), halves=True),
-    "gelu": Fusion(library.gelu, ()),
     "bias": Fusion(library.bias),
     "bias_gelu": Fusion(library.compose(library.bias, library.gelu)),
     "bias_gelu_tanh": Fusion(library.compose(library.bias, library.gelu_tanh)),
