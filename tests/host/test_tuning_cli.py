@@ -111,7 +111,6 @@ def test_explain_knows_packed_weights_and_epilogues(words, shown, kept, tmp_path
     assert status == 0
     assert shown in said
     assert json.loads(file.read_text())["problem"] in said
-    assert shown in said
     assert len(set(re.findall(r"\d+x\d+x\d+-g\S+", said))) == 2
 
 

@@ -1,9 +1,9 @@
 """A matrix that the epilogue reads, in tiles of any width; see `any_width`.
 
-It comes by TMA, in the parts in which the output is stored, into slots that are free: the first parts into the
-warpgroup's own slots before the K loop. Of a program's last tile, the others are fetched into L2 then, and follow when
-the K loop is over, each into its slot in the ring. Of other tiles, each takes an own slot as soon as the part before
-has left it.
+The matrix is divided into the same parts as the output. TMA loads each part into a free slot of shared memory. The
+first parts are loaded into the warpgroup's own slots before the K loop. In a program's last tile, the other parts are
+prefetched into L2 at the same time, and each is loaded into its slot in the ring after the K loop. In other tiles, a
+part is loaded into one of the warpgroup's own slots as soon as the part before it has been stored.
 
 Each warpgroup has `OF_GROUP` barriers behind the others, at which parts arrive: one for each of its own slots, which is
 used again and again, and one for each part that comes into the ring.

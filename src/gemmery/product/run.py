@@ -104,7 +104,7 @@ def product(
 
 
 def _kind_of(scalars: tuple[Number, Number]) -> Any:
-    """What of alpha and beta decides which code runs."""
+    """The properties of alpha and beta that select a kernel."""
     alpha, beta = scalars
     return alpha == 1, beta == 1, beta == 0
 
