@@ -190,13 +190,15 @@ def test_every_tile_for_packed_weights_has_a_row_that_takes_them(format):
     assert all(taken.values())
 
 
-def test_tiles_for_packed_weights_that_nobody_timed_are_doubted():
-    p = abstract_problem(1000, 1536, 2048, device=H200, weight="int4")
+@pytest.mark.parametrize("format", ["int4", "nf4"])
+def test_tiles_for_packed_weights_that_nobody_timed_are_doubted(format):
+    p = abstract_problem(1000, 1536, 2048, device=H200, weight=format)
     space = space_of(p)
     factors = measured.factor(p, space, np.array([[1000.0]]))
     own = np.isin(space.schedule, ["cooperative", "pingpong"])
     assert own.any()
-    assert np.allclose(np.log(factors[0, own]), measured.DOUBT)
+    # The model of these schedules is fitted to int4's times.
+    assert np.allclose(np.log(factors[0, own]), 0 if format == "int4" else measured.DOUBT)
     assert not np.allclose(np.log(factors[0, ~own]), measured.DOUBT)
 
 

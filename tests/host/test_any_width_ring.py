@@ -783,6 +783,10 @@ MUTANTS = {
         "message": "unpacked while products read it",
         "edit": lambda text: text.replace("wait_group.sync.aligned 3", "wait_group.sync.aligned 9"),
     },
+    "two operands at a time that are unpacked while they are read": {
+        "message": "unpacked while products read it",
+        "edit": lambda text: text.replace("wait_group.sync.aligned 1", "wait_group.sync.aligned 9"),
+    },
     "a packed stage that is free while it is read": {
         "message": "loaded while it is read",
         "edit": lambda text: text.replace("mov.b32 earlier, before", "mov.b32 earlier, at"),

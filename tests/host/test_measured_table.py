@@ -126,6 +126,7 @@ def test_shipped_tables_of_plain_products_have_no_random_ones():
         ("any_width_times-bf16", "rows"),
         ("any_width_bands-bf16", "heights"),
         ("any_width_packed-bf16", "fit"),
+        ("any_width_pieces-bf16", "fit"),
         ("any_width_kinds-mixed", "rows"),
         ("any_width_epilogues-bf16", "rows"),
     ],

@@ -110,50 +110,55 @@ def _step(sums, KIND, turned):
     )
 
 
-def _packed_steps(sums, KIND, turned, format, rows, go_on, last):
+def _packed_steps(sums, KIND, turned, format, rows, count, go_on, last):
     """Assembly of the steps' loop where X is a packed weight, which is unpacked on the way.
 
-    A step is multiplied in pieces, each of which has registers of its own. They are overwritten while up to three
-    other products are under way. In another order, or with a first step that is not apart, the assembler of Triton 3.8
-    and older ones makes the products wait for each other.
+    A step is multiplied in pieces, each of which has registers of its own, `count` pieces at a time. Their registers
+    are overwritten while the products of the other pieces are under way. In another order, or with a first step that
+    is not apart, the assembler of Triton 3.8 and older ones makes the products wait for each other.
 
     Args:
         turned: of Y.
         format: see `any_width_packed.StageFormat`.
         rows: of X in a stage.
+        count: 1, 2 or 4.
         go_on: assembly that goes on to the next step, and says whether there is `more`.
         last: assembly that comes behind the last step's products.
     """
     own, kind = len(sums), KIND.split(".")[0]
-    left, released = packed.PIECES - 1, releasing("earlier")
+    turns = [range(first, first + count) for first in range(0, packed.PIECES, count)]
+    wait = f"wgmma.wait_group.sync.aligned {len(turns) - 1};"
     begin = (
         f"{{ {WAIT.format(barrier='at', phase='phase')} {packed.load(format, rows, own)}"
         f"{packed.prepare(format, kind, own)} }}"
     )
-    first = packed.unpacked(format, kind, own, 0)
 
-    def step(adds):
-        lines = []
-        for i in range(packed.PIECES):
+    def unpacked(turn):
+        return "".join(packed.unpacked(format, kind, own, piece) for piece in turn)
+
+    def products(turn, adds):
+        lines = ["wgmma.fence.sync.aligned;"]
+        for piece in turn:
             lines.append(
-                f"add.s32 own, y, {i * (128 if turned else 2)}; mov.b64 own_y, {{own, {_HEAD}}};"
-                "wgmma.fence.sync.aligned;"
+                f"add.s32 own, y, {piece * (128 if turned else 2)}; mov.b64 own_y, {{own, {_HEAD}}};"
             )
             lines += [
                 f"wgmma.mma_async.sync.aligned.m64n{2 * len(registers)}k16.f32.{KIND} {{{', '.join(registers)}}},"
-                f" {{{', '.join(packed.pieces_of(row, i))}}}, own_y, {adds if i == 0 else 1}, 1, 1, {int(turned)};"
+                f" {{{', '.join(packed.pieces_of(row, piece))}}}, own_y, {1 if piece else adds}, 1, 1, {int(turned)};"
                 for row, registers in enumerate(sums)
             ]
-            lines.append("wgmma.commit_group.sync.aligned;")
-            if i < left:
-                lines += [f"wgmma.wait_group.sync.aligned {left};", packed.unpacked(format, kind, own, i + 1)]
+        return "".join([*lines, "wgmma.commit_group.sync.aligned;"])
+
+    def step(adds):
+        lines = [unpacked(turns[0]), products(turns[0], adds)]
+        for turn in turns[1:]:
+            lines += [wait, unpacked(turn), products(turn, adds)]
         return f"{''.join(lines)} mov.b32 earlier, before; {go_on}"
 
     # The first step is apart, so that none depends on which one it is.
     return (
-        f"{{ .reg .b32 earlier; {packed.registers(format, own)} {begin} {first} {step(0)} @!more bra.uni DONE;\n"
-        f"STEP: {begin} wgmma.wait_group.sync.aligned {left}; {released} {first} {step(1)}"
-        f"@more bra.uni STEP;\nDONE: {last} }}"
+        f"{{ .reg .b32 earlier; {packed.registers(format, own)} {begin} {step(0)} @!more bra.uni DONE;\n"
+        f"STEP: {begin} {wait} {releasing('earlier')} {step(1)} @more bra.uni STEP;\nDONE: {last} }}"
     )
 
 
@@ -303,7 +308,9 @@ def multiply_steps(
         ends = "".join(_tail(row, each, part) for row in registers)
         if format is not None:
             last = f"{turns} wgmma.wait_group.sync.aligned 0; {releasing('earlier')} {releasing('before')} {ends}"
-            cases.append(_packed_steps(sums, kind, turned[1], format, rows, go_on, last))
+            # Each wait takes time, in which no other warpgroup multiplies where there is one alone.
+            count = 2 if rows == packed.ROWS * len(sums) and not turns else 1
+            cases.append(_packed_steps(sums, kind, turned[1], format, rows, count, go_on, last))
             continue
         if value_of(PROMOTES):
             step, last = _promoted_step(sums, kind, spans), turns + ends

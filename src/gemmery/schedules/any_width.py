@@ -187,6 +187,7 @@ class AnyWidth(PersistentStatic):
     # Of few tiles, narrow ones have room for many parts.
     splits = (2, 3, 4, 6, 8, 11)
     sizes_bands = True
+    fits = ("packed int4",)
     takes_turns: ClassVar[bool] = False
 
     def suits(self, problem: Problem) -> bool:

@@ -3,7 +3,7 @@
 Its numbers are fitted to times of random products on an H200
 (`benchmarks/results/looks/any_width_times-bf16.json`); those of epilogues and of fp8 to others
 (`any_width_kinds-mixed.json`, `any_width_epilogues-bf16.json`), and those of packed weights to int4's
-(`any_width_packed-bf16.json`).
+(`any_width_packed-bf16.json`, `any_width_pieces-bf16.json`).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ TURNED = 32.0
 PROMOTING, SCALING = (1.57, 1.14, 1.04), (1.8, 1.65, 1.6)
 #: Rows of X that a warpgroup unpacks at a time.
 ROWS = 64
-#: Seconds of a step in which a packed weight is unpacked: once, and for each 64 rows. The exponent with which they and
-#: the products add up.
-UNPACK, UNPACK_ROWS, UNPACK_OVERLAP = 1.22e-7, 6.53e-8, 3.62
+#: Seconds of a step in which a packed weight is unpacked: once, by several warpgroups and by one alone, and for each 64
+#: rows. The exponent with which they and the products add up.
+UNPACK, UNPACK_ALONE, UNPACK_ROWS, UNPACK_OVERLAP = 1.31e-7, 0.954e-7, 6.27e-8, 3.61
 #: What part of `EFFICIENCY` these products have, with 64 rows for each warpgroup and with 128.
-UNPACK_EFFICIENCY = (0.984, 0.930)
-#: Seconds at a launch's start for each warpgroup, which has more code to fetch. Seconds that a kernel for one width
-#: saves there, from 14 times of one product (`any_width_sooner-bf16.json`).
-UNPACK_START, ONE_WIDTH = 4.53e-7, 0.84e-6
+UNPACK_EFFICIENCY = (0.979, 0.946)
+#: Seconds at a launch's start for each warpgroup, which has more code to fetch, and those that a kernel for one width
+#: saves there.
+UNPACK_START, ONE_WIDTH = 3.20e-7, 0.447e-6
 #: Share of the bandwidth from L2 of one multiprocessor and of all together; seconds from asking for bytes until they
 #: are there.
 INTAKE, L2, LATENCY = 1.170, 0.998, 1.21e-6
@@ -127,7 +127,8 @@ def _unpacking(compute: Floats, steps: Floats, x: Floats, groups: Floats) -> Flo
         groups: warpgroups that share a tile.
     """
     products = compute / np.where(x > ROWS * groups, UNPACK_EFFICIENCY[1], UNPACK_EFFICIENCY[0])
-    unpack = steps * (UNPACK + UNPACK_ROWS * x / ROWS)
+    once = np.where(x > ROWS, UNPACK, UNPACK_ALONE)
+    unpack = steps * (once + UNPACK_ROWS * x / ROWS)
     seconds: Floats = (products**UNPACK_OVERLAP + unpack**UNPACK_OVERLAP) ** (1 / UNPACK_OVERLAP)
     return seconds
 

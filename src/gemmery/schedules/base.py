@@ -70,6 +70,7 @@ class Schedule:
         sizes_bands: whether `Config.group_m` may be 0, for bands as high as `band` says.
         tables: what stands behind a kind in the names of its own tables of measured times; each takes the place of
             those before it.
+        fits: the tables, by their `select.measured.table_name`, of what its model is itself fitted to.
     """
 
     name: ClassVar[str]
@@ -85,6 +86,7 @@ class Schedule:
     overlaps_stores: ClassVar[bool] = False
     sizes_bands: ClassVar[bool] = False
     tables: tuple[str, ...] = ()
+    fits: tuple[str, ...] = ()
 
     # --- where it runs ---------------------------------------------------------------------------------------------
 

@@ -40,7 +40,8 @@ REACH_PACKED, FAR_PACKED = 0.2, 1.5
 #: The weight of the model itself, where a measurement of the very shape has 1.
 PRIOR = 0.3
 #: By how much (a logarithm) a config of a packed weight that was not timed is taken to be off beyond that: there was a
-#: reason not to, such as too few registers. A schedule of which nothing was timed is taken to be off by as much.
+#: reason not to, such as too few registers. A schedule of which nothing was timed is taken to be off by as much, unless
+#: its model is fitted to the format, see `Schedule.fits`.
 DOUBT = 0.1
 
 
@@ -121,6 +122,7 @@ class Table:
         reach, far: see `REACH` and `REACH_PACKED`.
         found: what `_find` found.
         partial: whether some configs were not timed at each shape, and are taken to be as far off as the others.
+        name: its `table_name`.
     """
 
     column: dict[Config, int]
@@ -132,6 +134,7 @@ class Table:
     reach: float = REACH
     far: float = REACH
     partial: bool = False
+    name: str = ""
     found: WeakKeyDictionary[Space, tuple[list[str], np.ndarray, np.ndarray]] = field(
         default_factory=WeakKeyDictionary
     )
@@ -169,6 +172,7 @@ class Table:
             reach=reach,
             far=far,
             partial=packed,
+            name=name,
         )
 
     def factor(self, problem: Problem, space: Space, M: np.ndarray) -> np.ndarray:
@@ -182,7 +186,7 @@ class Table:
         present, of, columns = self.found[space]
         least = problem.matrices * 2.0 * M * problem.N * problem.K / problem.device.rate(problem.a.dtype)
         reach = np.where((least <= SHORT) & (not self.partial), REACH_SHORT, self.reach)
-        parts = [self._log(apart, reach, self.schedules == schedule) for schedule in present]
+        parts = [self._log(apart, reach, schedule) for schedule in present]
         return np.asarray(np.exp(np.stack(parts)[of, :, columns].T))
 
     def _find(self, space: Space) -> tuple[list[str], np.ndarray, np.ndarray]:
@@ -191,8 +195,8 @@ class Table:
         of = np.array([present.index(schedule) for schedule in space.schedule.tolist()])
         return present, of, np.array([self.column.get(config, -1) for config in space.configs])
 
-    def _log(self, apart: np.ndarray, reach: np.ndarray, own: np.ndarray) -> np.ndarray:
-        """Logarithms of factors by shape and config, of which those of one schedule, `own`, are right.
+    def _log(self, apart: np.ndarray, reach: np.ndarray, schedule: str) -> np.ndarray:
+        """Logarithms of factors by shape and config, of which those of one schedule are right.
 
         Other schedules' times say nothing of this one: not every Triton has it. Where it has none, `DOUBT` is left.
 
@@ -200,9 +204,11 @@ class Table:
             apart: (m, shapes), squares of distances.
             reach: (m, 1).
         """
+        own = self.schedules == schedule
         there = self.known[:, own].any(axis=1)
         if not there.any():
-            return np.full((len(apart), len(own) + 1), DOUBT * self.partial)
+            is_doubted = self.partial and self.name not in schedules.of(schedule).fits
+            return np.full((len(apart), len(own) + 1), DOUBT * is_doubted)
         apart, known, residuals = apart[:, there], self.known[there] * own, self.residuals[there] * own
         nearest = apart.min(axis=1, keepdims=True)
         far = self.far if self.partial else reach
