@@ -121,7 +121,10 @@ def test_products_with_packed_weights_do_not_wait_for_each_other(text, format, d
     check_spills(compiled, within=4 if Config.of(text).num_warps == 12 else 0)
     # The assembler has a wait for all products behind each one where it finds no registers for several.
     code = disassemble(compiled.asm["cubin"])
-    assert code.count("WARPGROUP.DEPBAR.LE gsb0, 0x3") >= 6 * Config.of(text).num_warps // 4
+    groups = Config.of(text).num_warps // 4
+    # One that is alone has two turns of two pieces, the others four of one.
+    others, least = (1, 3) if groups == 1 else (3, 6)
+    assert code.count(f"WARPGROUP.DEPBAR.LE gsb0, {others:#x}") >= least * groups
 
 
 @pytest.mark.sampled(3)
