@@ -96,6 +96,8 @@ KINDS = [
     ({"epilogue": "bias_residual"}, "160x256x64-g8-w8-s3-cooperative-descriptor-swap"),
     ({"epilogue": "bias_residual"}, "128x128x64-g8-w8-s4-pingpong-descriptor"),
     ({"epilogue": "bias_residual", "weight": "int4"}, "96x128x64-g8-w8-s5-cooperative-descriptor-swap"),
+    ({"batch": (7,)}, "128x128x64-g8-w8-s6-pingpong-descriptor-swap"),
+    ({"batch": (7,), "layout": "TN"}, "128x256x64-g8-w8-s4-cooperative-descriptor"),
     ({"dtype": "fp8fast", "scales": "row"}, "192x192x128-g8-w12-s4-cooperative-descriptor"),
     ({"dtype": "fp8", "scales": "row"}, "176x128x128-g8-w8-s4-cooperative-descriptor-k2-swap"),
     ({"dtype": "fp8", "scales": "row"}, "192x128x128-g8-w12-s5-cooperative-descriptor"),

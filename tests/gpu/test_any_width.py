@@ -183,6 +183,34 @@ def test_an_ordinary_launch_has_the_same_bits(text):
     assert torch.equal(by_ordinary_launch(lambda: gemmery.matmul(a, b, config=text)), want)
 
 
+@pytest.mark.parametrize("layout", ["NT", "NN", "TN", "TT"])
+@pytest.mark.parametrize("text", [
+    "128x128x64-g0-w8-s6-cooperative-descriptor", "64x128x64-g0-w8-s8-cooperative-descriptor-swap",
+    "128x64x64-g0-w8-s6-pingpong-descriptor", "192x128x64-g0-w12-s4-cooperative-descriptor",
+    "256x128x64-g0-w8-s3-cooperative-descriptor", "64x64x64-g0-w4-s12-cooperative-descriptor",
+])  # fmt: skip
+def test_a_batch(text, layout):
+    # Matrices that are smaller than a tile, or end within one; fewer tiles than programs, and more.
+    for count, M, N, K in ((3, 40, 48, 136), (7, 200, 136, 520), (50, 264, 528, 72)):
+        a, b = (values((count, *sizes), torch.bfloat16) for sizes in ((M, K), (K, N)))
+        if layout[0] == "T":
+            a = a.mT.contiguous().mT
+        if layout[1] == "T":
+            b = b.mT.contiguous().mT
+        # The output's matrices do not touch, and what is around them stays as it is.
+        around = torch.full((count, M + 3, N + 24), torch.nan, dtype=a.dtype, device="cuda")
+        out = around[:, 1 : M + 1, 8 : N + 8]
+        run = partial(gemmery.bmm, a, b, config=text)
+        run(out=out)
+        want = wide(a) @ wide(b)
+        theirs = torch.bmm(a, b).to(torch.float64) - want
+        assert (out - want).abs().max() <= 1.05 * theirs.abs().max() + want.abs().max() * 2**-8
+        assert torch.isnan(around).sum() == around.numel() - out.numel()
+        for _ in range(5):
+            assert torch.equal(run(), out)
+        assert torch.equal(by_ordinary_launch(run), out)
+
+
 #: What a row of a suite says besides its sizes, and its type.
 KINDS = {
     "pairs": ({"epilogue": "swiglu", "call": "linear"}, "bf16"),

@@ -109,7 +109,9 @@ def test_configs_that_are_none(text, message):
     [
         ({"layout": "NN"}, "128x176x64-g8-w8-s4-cooperative-descriptor", "multiple of 64"),
         ({"layout": "TT"}, "176x128x64-g8-w8-s4-cooperative-descriptor-swap", "multiple of 64"),
-        ({"batch": (3,)}, "128x176x64-g8-w8-s4-cooperative-descriptor", "no batch"),
+        ({"batch": (3,), "bias": True}, "128x176x64-g8-w8-s4-cooperative-descriptor", "of a batch one dimension"),
+        ({"batch": (3,), "dtype": FP8}, "128x64x128-g8-w8-s4-cooperative-descriptor", "of a batch one dimension"),
+        ({"batch": (3,)}, "128x176x64-g8-w8-s4-cooperative-descriptor-k2", "tiles of a batch are not cut"),
         ({}, "128x256x64-g8-w8-s5-cooperative-descriptor", "there is shared memory for 4"),
         ({"dtype": torch.float32}, "128x176x64-g8-w8-s4-cooperative-descriptor", "fp16, bf16 or fp8"),
         ({}, "128x176x128-g8-w8-s4-cooperative-descriptor", "bfloat16 needs block_k 64"),
@@ -346,7 +348,8 @@ def device_functions():
         cast=lambda x, bits: signed(x), umulhi=lambda x, y: signed((x % (1 << 32)) * (y % (1 << 32)) >> 32),
     )  # fmt: skip
     names = {"tl": tl}
-    for function in (order.quotient, order.divided, order.part_of, place.sized_tile, place.sized_part):
+    own = place.sized_tile, place.sized_part, place.sized_tile_of_batch
+    for function in (order.quotient, order.divided, order.part_of, *own):
         names[function.fn.__name__] = types.FunctionType(function.fn.__code__, names)
     return names
 
@@ -392,7 +395,7 @@ def state_of(binding):
 
 
 @pytest.mark.parametrize(
-    "sizes", [(200, 520, 2048), (3000, 2048, 1000), (129, 6144, 4160), (2114, 512, 4096)]
+    "sizes", [(200, 520, 2048), (3000, 2048, 1000), (129, 6144, 4160), (2114, 512, 4096), (300, 520, 512, 7)]
 )
 @pytest.mark.parametrize(
     "text",
@@ -405,17 +408,19 @@ def state_of(binding):
     ],
 )
 def test_the_kernel_places_units_as_the_walk_does(sizes, text):
-    p, config = problem(*sizes), Config.of(text)
+    p, config = problem(*sizes[:3], batch=sizes[3:]), Config.of(text)
+    if p.batch:
+        config = replace(config, split_k=1)
     binding = schedules.bind(p, config)
     walk = schedules.of(config.schedule).walk(p, config)
     names = device_functions()
-    placed = names["sized_tile" if binding.split is None else "sized_part"]
+    placed = names[binding.place.__name__]
     state, band = state_of(binding)
     found = [
         placed(unit, state, (p.M, p.N, p.K), config.block_m, config.block_n, band) for unit in range(state[0])
     ]
-    wanted = zip(walk.row, walk.col, walk.first_k, walk.last_k, strict=True)
-    assert [(row, col, first, last) for _, row, col, _, first, last in found] == [
+    wanted = zip(walk.batch, walk.row, walk.col, walk.first_k, walk.last_k, strict=True)
+    assert [(batch, row, col, first, last) for batch, row, col, _, first, last in found] == [
         tuple(map(int, each)) for each in wanted
     ]
 
@@ -430,7 +435,8 @@ def test_elements_that_two_tiles_store_have_the_same_bits(sizes, text):
     p, config = problem(*sizes), Config.of(text)
     walk, work = schedules.of(config.schedule).walk(p, config), schedules.bind(p, config).work
     gl = types.SimpleNamespace(minimum=min, maximum=max, where=lambda condition, x, y: x if condition else y)
-    corner = types.FunctionType(kernel.corner.fn.__code__, {"gl": gl})
+    own = {"gl": gl, "is_batched": lambda form: False}
+    corner = types.FunctionType(kernel.corner.fn.__code__, own)
     x, y = sides(config)
     cut = np.full((p.M, p.N), -1)
     for unit, (row, col) in enumerate(zip(walk.row, walk.col, strict=True)):

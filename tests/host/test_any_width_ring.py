@@ -38,6 +38,8 @@ STEP, ROW, STAGES = 64, Constant(any_width_load.ROW.value), Constant(any_width.S
 #: Where barriers begin of which each stage has one, those of turns, and the last one.
 FREE_AT, TURNS_AT, UNUSED_AT = (BARRIERS_AT + 8 * at for at in (STAGES, 2 * STAGES, 2 * STAGES + 2))
 #: 4-bit integers with scales, of which two steps have the same.
+#: From a row of a matrix of a batch to that of the next one.
+MATRIX = 1 << 20
 INT4 = any_width_packed.StageFormat("int", 4, 2 * STEP, "", 8)
 program = functools.cache(Program)
 
@@ -332,8 +334,10 @@ class Warp:
             self.machine.load(address[-1], 128 * lines, writes)
             return
         k, row, *more = places
-        if self.forms[operand] == "turned":
+        if self.forms[operand].endswith("turned"):
             row, k = k, row
+        if self.forms[operand].startswith("many"):
+            row += MATRIX * more[0]
         if self.forms[operand] == "pairs":
             # Its first coordinates are k and a row of the first eight of the first half.
             assert (row, more[0]) == (0, 0)
@@ -341,7 +345,7 @@ class Warp:
         if code.endswith("cache_hint") != (self.streams == operand + 1):
             raise Wrong("not the operand's cache policy")
         rows, name = self.boxes[operand], "xy"[operand]
-        if self.forms[operand] == "turned":
+        if self.forms[operand].endswith("turned"):
             assert rows == 64
             writes = {address[0] + 128 * i: (name, row, k + i) for i in range(64)}
         else:
@@ -370,7 +374,7 @@ class Warp:
 
     def _lines(self, operand, at, rows, part):
         """Returns where the lines are that hold a fourth of a step: one for each row, or 16 for each 64 turned rows."""
-        if self.forms[operand] == "turned":
+        if self.forms[operand].endswith("turned"):
             assert at % 8192 == 2048 * part, "not the next fourth along K"
             return [at + 8192 * chunk + 128 * i for chunk in range(-(-rows // 64)) for i in range(16)]
         assert at % 128 == 32 * part, "not the next fourth along K"
@@ -379,7 +383,7 @@ class Warp:
     def _read(self, operand, lines, part):
         """Returns the contents of lines, as rows that begin where the step begins along K."""
         found = [self.machine.rows.get(line) for line in lines]
-        if self.forms[operand] != "turned" or None in found:
+        if not self.forms[operand].endswith("turned") or None in found:
             return tuple(found)
         name, first, k = found[0]
         if found != [(name, first + 64 * (i // 16), k + i % 16) for i in range(len(found))]:
@@ -468,6 +472,7 @@ def kernel(machine, number, programs, groups, threads, boxes, forms, streams, sc
     } | {
         "packed": packed, "x_bytes_of": lambda rows, format: any_width_packed.x_bytes(rows, format and INT4),
         "lie_beside": lambda form, second: form == "packed",
+        "is_batched": lambda form: form.startswith("many"), "is_turned": lambda form: form.endswith("turned"),
         "gl": gl, "AHEAD": Constant(any_width_load.AHEAD.value), "SMALL": any_width_load.SMALL, "ROW": ROW, "STAGES": STAGES, "step_of": lambda kind: STEP,
         "later": types.FunctionType(rings.later.fn.__code__, {"gl": gl}), "shared_at": lambda at: at,
         "matrix_descriptor": lambda address, chunk: address // 16,
@@ -499,6 +504,8 @@ def kernel(machine, number, programs, groups, threads, boxes, forms, streams, sc
         "turn_at",
         "unused",
         "corner",
+        "batch_of",
+        "sizes_of",
         "sum_steps",
         "produce",
         "heads_of",
@@ -563,6 +570,8 @@ def emulate(
         if spread and any(machine.reading[128 * i] for i in rows):
             raise Wrong("the ring is read when it has become slots")
         first_k, last_k = (0, K) if cut is None or cut[0] is False else cut
+        # Rows of the second matrix of a batch have large numbers.
+        row, col = (each + MATRIX * sum(shape[2:]) for each in (row, col))
         for step, found in enumerate(acc):
             k = first_k + step * STEP
             y = tuple(("y", col + i, k) for i in range(width))
@@ -594,7 +603,7 @@ def emulate(
     readers = 4 * (1 if takes_turns else groups) + arrivals
     # Two boxes of each operand, of which the second one has some rows of the first.
     boxes = tuple((rows // 32 + 1) * 16 for rows in (x_rows, width))
-    boxes = tuple(64 if form == "turned" else box for form, box in zip(forms, boxes, strict=True))
+    boxes = tuple(64 if form.endswith("turned") else box for form, box in zip(forms, boxes, strict=True))
     if format is not None:
         boxes = random.Random(seed).choice((64, x_rows)), boxes[1]
     stood_in = {"finish_tile": finish_tile, "combine": combine, "scales_of": scales_of} | changes
@@ -604,7 +613,8 @@ def emulate(
     barriers = types.SimpleNamespace(index=lambda at: BARRIERS_AT + 8 * at)
     ring = (barriers, stages)
     across = -(-N // width)
-    tiles = -(-M // x_rows) * across
+    each = -(-M // x_rows) * across
+    tiles = each * (2 if forms[0].startswith("many") else 1)
 
     # Three programs run at once.
     whole = tiles if parts == 1 else tiles // 3 * 3
@@ -616,7 +626,8 @@ def emulate(
 
     def place(unit, state, shape, rows, cols, band):
         number = min(unit, whole) + max(unit - whole, 0) // parts
-        return 0, number // across * rows, number % across * cols, shape[0], *part_of(unit)
+        matrix, number = divmod(number, each)
+        return matrix, number // across * rows, number % across * cols, shape[0], *part_of(unit)
 
     state, tile = (units, whole, parts, part_k, 0, 0, ()), (width, 8)
     # PROMOTES, EVERY, X_ROWS, its widths, SWAP, PINGPONG, FORMAT, both forms, BUFFERS, PART, RING_BYTES and BARRIERS_AT.
@@ -679,9 +690,9 @@ def emulate(
         lie = format, *forms, BARRIERS_AT
         if warp == 0:
             # One thread stands in for all of the first warpgroup. Its first warp may use no other one's barriers.
-            row, col, _, first_k, last_k = first()
+            row, col, end, first_k, last_k = first()
             last_k = min(last_k, first_k + min(stages, any_width_load.AHEAD.value) * STEP)
-            given = first_k, last_k, row, *loads[:2], col, width, *loads[2:]
+            given = first_k, last_k, row, *loads[:2], col, width, *loads[2:], names["batch_of"](end, forms[0])
             for each in range(4):
                 threads[threading.get_ident()] = 32 * each
                 names["begin"](BARRIERS_AT, stages, *given, readers, groups, *behind, *lie[:-1])
@@ -697,9 +708,10 @@ def emulate(
     machine.run(loaders + [lambda group=group: consume(group) for group in range(groups) for _ in range(4)])
     expected = Counter()
     for unit in range(1, units, 3):
-        _, row, col, *_ = place(unit, state, sizes, x_rows, width, 8)
+        matrix, row, col, *_ = place(unit, state, sizes, x_rows, width, 8)
         if unit < whole or not whole:
             row, col = min(row, M - x_rows), min(col, N - width)
+        row, col = row + MATRIX * matrix, col + MATRIX * matrix
         for group in range(1 if takes_turns else groups):
             expected[row + group * own, col] += 4
     assert Counter(done) == expected
@@ -728,6 +740,10 @@ CASES = [
     (2, 128, 72, 3, False, (400, 300, 200), 2, ("turned", "rows")),
     (2, 128, 128, 3, True, (400, 640, 200), 1, ("rows", "turned")),
     (3, 192, 64, 4, False, (600, 320, 264), 1, ("turned", "turned")),
+    # Two matrices of each operand.
+    (2, 128, 88, 3, False, (300, 200, 330), 1, ("many rows", "many rows")),
+    (2, 128, 64, 3, True, (150, 200, 200), 1, ("many turned", "many rows")),
+    (1, 64, 128, 3, False, (100, 300, 200), 1, ("many rows", "many turned")),
     # Steps that are summed by themselves.
     (2, 128, 88, 3, False, (300, 400, 330), 2, ("rows", "rows"), True),
     (2, 256, 80, 3, False, (600, 300, 200), 1, ("rows", "rows"), True),
@@ -846,6 +862,10 @@ MUTANTS = {
     "the second 64 rows of X taken for the first": {
         "message": "a stage changes while it is read",
         "edit": lambda text: text.replace("own, x, 512;", "own, x, 0;"),
+    },
+    "the first matrix of a batch for all": {
+        "message": "not the blocks of this step",
+        "edit": lambda text: text.replace(", $15}", ", 0}"),
     },
     "another width's instructions": {
         "message": "not the blocks of this step",

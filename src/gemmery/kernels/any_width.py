@@ -25,7 +25,8 @@ slots of its own. A program's last tile has a slot for each part, in the ring.
 Operands have a form, which says what the coordinates of their tensor maps are: "rows" are (k, row), "turned" is
 (row, k), where adjacent elements lie along the rows, "pairs" are (k, row of 8, half, eight), and "packed" is (word,
 line, strip), see `any_width_packed`. Rows of a pair come from its two halves in turn, eight at a time, so that both
-numbers that make one of the output are in one thread.
+numbers that make one of the output are in one thread. "many rows" and "many turned" are of a batch of matrices, and
+have one more coordinate, which says which matrix it is. Tiles of a batch are not cut along K.
 """
 
 from triton.experimental import gluon
@@ -36,7 +37,18 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from . import any_width_given as given
 from . import order
-from .any_width_load import AHEAD, ROW, begin, load_steps, loaders_of, maps_of, prefetch_maps, shared_at
+from .any_width_load import (
+    AHEAD,
+    ROW,
+    begin,
+    is_batched,
+    is_turned,
+    load_steps,
+    loaders_of,
+    maps_of,
+    prefetch_maps,
+    shared_at,
+)
 from .any_width_loop import STAGES, multiply_steps, step_of, switch, x_bytes_of
 from .dialect import in_gluon, value_of
 from .rings import applied, barrier, begin_roles, beside, column_halves, last_to_arrive, later, upright
@@ -115,6 +127,8 @@ def corner(
 ):  # fmt: skip
     """Where a unit begins in X and in Y, the end of its rows of the output, and its range of K.
 
+    Of a batch, the end of the rows comes with the number of the matrix: (end, batch).
+
     The last tile along each side is moved back so that it ends where the operand does, if the operand is as large as a
     tile. TMA fills rows outside an operand with zeros, at a tenth of the speed of loads. Two tiles then share elements,
     and both store them, with the same bits. A tile that is cut along K has other bits than a whole one, so behind whole
@@ -122,9 +136,9 @@ def corner(
     """
     width, band_m = tile[0], tile[1]
     if SWAP:
-        _, col, row, end, first_k, last_k = PLACE(unit, state, shape, width, X_ROWS, band_m)
+        batch, col, row, end, first_k, last_k = PLACE(unit, state, shape, width, X_ROWS, band_m)
     else:
-        _, row, col, end, first_k, last_k = PLACE(unit, state, shape, X_ROWS, width, band_m)
+        batch, row, col, end, first_k, last_k = PLACE(unit, state, shape, X_ROWS, width, band_m)
     x_rows = shape[1] if SWAP else shape[0]
     if X_FORM == "packed":
         # Words are of 16 rows each.
@@ -133,7 +147,27 @@ def corner(
     moves = (unit < state[1]) | (state[1] == 0)
     row = gl.where(moves, gl.minimum(row, gl.maximum(x_rows - X_ROWS, 0)), row)
     col = gl.where(moves, gl.minimum(col, gl.maximum(y_rows - width, 0)), col)
+    if is_batched(X_FORM):
+        end = (end, batch)
     return row, col, end, first_k, last_k
+
+
+@gluon.jit
+def batch_of(end, X_FORM: gl.constexpr):
+    """Of what `corner` says of the end of the rows: (which matrix,) of a batch, otherwise ()."""
+    batch = ()
+    if is_batched(X_FORM):
+        batch = (end[1],)
+    return batch
+
+
+@gluon.jit
+def sizes_of(end, columns, X_FORM: gl.constexpr):
+    """The end of a unit's rows and the columns of the product, and of a batch which matrix it is."""
+    sizes = (end, columns)
+    if is_batched(X_FORM):
+        sizes = (end[0], columns, end[1])
+    return sizes
 
 
 @gluon.jit
@@ -151,16 +185,16 @@ def produce(
     stage = gl.to_tensor(0)
     # The parity before the first: what has not been used yet is free.
     phase = gl.to_tensor(1)
-    row, col, _, first_k, last_k = first
+    row, col, end, first_k, last_k = first
     ahead = gl.minimum(gl.minimum(stages, AHEAD), gl.cdiv(last_k - first_k, STEP))
     stage, phase = later(stage, phase, ahead, stages)
     first_k += ahead * STEP
     for unit in range(gl.program_id(0), state[0], gl.num_programs(0)):
         if unit != gl.program_id(0):
-            row, col, _, first_k, last_k = corner(unit, state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM)
+            row, col, end, first_k, last_k = corner(unit, state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM)
         load_steps(
             shared_at(BARRIERS_AT), stage, phase, stages, first_k, last_k, row, x_box, x_size, col, tile[0], y_box,
-            y_size, streams, X_ROWS, STEP, FORMAT, X_FORM, Y_FORM,
+            y_size, streams, batch_of(end, X_FORM), X_ROWS, STEP, FORMAT, X_FORM, Y_FORM,
         )  # fmt: skip
         stage, phase = later(stage, phase, gl.cdiv(last_k - first_k, STEP), stages)
 
@@ -415,23 +449,26 @@ def picked(acc, index, PART, _semantic=None):
 
 
 @builtin
-def store_slot(at, warp, row, col, X_FORM, Y_FORM, MAP, _semantic=None):
+def store_slot(at, warp, row, col, sizes, X_FORM, Y_FORM, MAP, _semantic=None):
     """One thread of a warp begins to store a part of a result from a slot.
 
     Args:
         at: where the slot is, in bytes behind the beginning of shared memory.
         row, col: where the part begins.
+        sizes: see `sizes_of`.
         X_FORM, Y_FORM: how the operands lie.
         MAP: the number of the kernel's parameter that is the result's tensor map; None for the output's.
     """
-    number = value_of(MAP) or maps_of(X_FORM, Y_FORM)[2]
+    number, batch = value_of(MAP) or maps_of(X_FORM, Y_FORM)[2], list(sizes.values)[2:]
     gl.inline_asm_elementwise(
         "{ .reg .pred own, one; .reg .b32 warp, at; .reg .b64 map; elect.sync _|one, 0xffffffff; mov.u32 warp, %tid.x;"
         "shr.u32 warp, warp, 5; and.b32 warp, warp, 3; setp.eq.and.u32 own, warp, $2, one; mov.b32 at, global_smem;"
         f"add.s32 at, at, $1; mov.b64 map, gemm_any_width_param_{number}; cvta.param.u64 map, map;"
-        "@own cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [map, {$4, $3}], [at];"
+        f"@own cp.async.bulk.tensor.{2 + len(batch)}d.global.shared::cta.bulk_group"
+        f" [map, {{$4, $3{', $5' * len(batch)}}}], [at];"
         "@own cp.async.bulk.commit_group; mov.b32 $0, 0; }",
-        "=r,r,r,r,r", [at, warp, row, col], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
+        ",".join(["=r", *["r"] * (4 + len(batch))]), [at, warp, row, col, *batch],
+        dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
     )  # fmt: skip
 
 
@@ -447,7 +484,7 @@ def wait_for_slot(warp, _semantic=None):
 
 @gluon.jit
 def leave(
-    value, slots, slot, warp, waits, row, col, EACH: gl.constexpr, SLOT: gl.constexpr, X_FORM: gl.constexpr,
+    value, slots, slot, warp, waits, row, col, sizes, EACH: gl.constexpr, SLOT: gl.constexpr, X_FORM: gl.constexpr,
     Y_FORM: gl.constexpr, MAP: gl.constexpr,
 ):  # fmt: skip
     """Begins to store a part of a result through a slot.
@@ -456,7 +493,7 @@ def leave(
         waits: whether the warp may still be storing an earlier part from the slot.
         EACH: columns of the product that make one of the output. A slot has room for all.
         SLOT: bytes of a slot.
-        X_FORM, Y_FORM, MAP: see `store_slot`.
+        sizes, X_FORM, Y_FORM, MAP: see `store_slot`.
     """
     if waits:
         wait_for_slot(warp)
@@ -464,7 +501,7 @@ def leave(
     slots.index(slot * EACH).store(value.to(slots.dtype, bitcast=True))
     hopper.fence_async_shared()
     barrier()
-    store_slot(slot * SLOT, warp, row, col, X_FORM, Y_FORM, MAP)
+    store_slot(slot * SLOT, warp, row, col, sizes, X_FORM, Y_FORM, MAP)
 
 
 @gluon.jit
@@ -482,7 +519,7 @@ def finish_part(
     """
     PAIRED: gl.constexpr = X_FORM == "pairs" or Y_FORM == "pairs"
     EACH: gl.constexpr = 2 if PAIRED else 1
-    SLOT: gl.constexpr = out.block_type.shape[0] * out.block_type.shape[1] * 2 * EACH
+    SLOT: gl.constexpr = out.block_type.shape[-2] * out.block_type.shape[-1] * 2 * EACH
     at_row, at_col = row, col
     if SWAP:
         at_row, at_col = col, row
@@ -513,11 +550,11 @@ def finish_part(
         value, second = value
     value = CAST(value, out.dtype)
     at_col = at_col // EACH
-    leave(value, slots, slot, warp, waits, at_row, at_col, EACH, SLOT, X_FORM, Y_FORM, None)
+    leave(value, slots, slot, warp, waits, at_row, at_col, shape, EACH, SLOT, X_FORM, Y_FORM, None)
     if SECOND is not None:
         slot = first_slot + gl.where(spread, in_ring + 1, (number + 1) % BUFFERS)
         warp = gl.where(spread, (part + 2) % 4, (number + 1) % BUFFERS)
-        leave(second, slots, slot, warp, waits, at_row, at_col, EACH, SLOT, X_FORM, Y_FORM, SECOND)
+        leave(second, slots, slot, warp, waits, at_row, at_col, shape, EACH, SLOT, X_FORM, Y_FORM, SECOND)
 
 
 @gluon.jit
@@ -618,9 +655,9 @@ def heads_of(
     OWN_AT: gl.constexpr = x_bytes_of(FIRST, FORMAT) // 16
     X_BLOCK: gl.constexpr = x_bytes_of(X_ROWS, FORMAT) // 16
     head_x = (
-        address >> 4 if X_FORM == "packed" else matrix_descriptor(address, 8192 if X_FORM == "turned" else 16)
+        address >> 4 if X_FORM == "packed" else matrix_descriptor(address, 8192 if is_turned(X_FORM) else 16)
     )
-    head_y = matrix_descriptor(address, 8192 if Y_FORM == "turned" else 16)
+    head_y = matrix_descriptor(address, 8192 if is_turned(Y_FORM) else 16)
     return head_x + OWN_AT, head_y + stages * X_BLOCK
 
 
@@ -740,7 +777,7 @@ def consume(
         )  # fmt: skip
         if done:
             finish_tile(
-                acc, out, slots, ring, args, (end, shape[1]), row + FIRST, col, width, spread, first_slot,
+                acc, out, slots, ring, args, sizes_of(end, shape[1], X_FORM), row + FIRST, col, width, spread, first_slot,
                 own_slot, cut, taken, GIVEN, SECOND, GROUP, EPILOGUE, CAST, SWAP, LOOPS, X_FORM, Y_FORM, OWN, X_ROWS,
                 BUFFERS, PART, BARRIERS_AT,
             )  # fmt: skip
@@ -786,8 +823,8 @@ def gemm_any_width(
         units, whole: how many units there are, and how many of them are whole tiles.
         parts, part_k: in how many parts each of the other tiles is cut along K, and K in a part.
         tiles_m, tiles_n: tiles along M and N.
-        area_divisor, band_divisor, last_divisor, cut_divisor: what PLACE divides by, see `place.sized_tile`. In a
-            tuple, Triton would make kernels for their values.
+        area_divisor, band_divisor, last_divisor, cut_divisor: what PLACE divides by, see `place.sized_tile` and
+            `place.sized_tile_of_batch`. In a tuple, Triton would make kernels for their values.
         width: rows of Y in a tile, a multiple of `EACH` from `LEAST` to `MOST`.
         band_m: the height of a tile band, see `order`.
         x_box, y_box: rows that the tensor maps load at a time.
@@ -797,7 +834,7 @@ def gemm_any_width(
         step_args, args: run-time arguments of `scales_of` and of the epilogue.
         workspace: (partials, semaphores): memory for an fp32 tile a part, and zeros, one for each tile that is cut and
             warpgroup, which are zeros again afterwards. None where no tile is cut.
-        PLACE: `place.sized_tile`, or `place.sized_part` with a workspace.
+        PLACE: `place.sized_tile`, `place.sized_part` with a workspace, or `place.sized_tile_of_batch`.
         GIVEN: of the one matrix that the epilogue reads, the number of the parameter that is its tensor map, and its
             type; None where it reads none.
         SECOND: the same number, where the matrix is a second result; otherwise None.
@@ -820,25 +857,29 @@ def gemm_any_width(
     loads = (x_box, x_size, y_box, y_size, streams)
     WIDTHS: gl.constexpr = widths_of(LEAST, MOST, EACH)
     PAIRED: gl.constexpr = X_FORM == "pairs" or Y_FORM == "pairs"
-    PART: gl.constexpr = out.block_type.shape[0] if SWAP else out.block_type.shape[1] * (2 if PAIRED else 1)
+    PART: gl.constexpr = out.block_type.shape[-2] if SWAP else out.block_type.shape[-1] * (2 if PAIRED else 1)
     STEP: gl.constexpr = step_of(KIND)
     RING_BYTES: gl.constexpr = RING_ROWS * ROW
     SLOT: gl.constexpr = 64 * PART * 2
     SLOTS: gl.constexpr = RING_BYTES // SLOT + GROUPS * BUFFERS
     # The ring and the warpgroups' slots. They are the largest, so that shared memory begins with them.
     COUNT: gl.constexpr = SLOTS * (2 if PAIRED else 1)
-    slots = gl.allocate_shared_memory(out.dtype, [COUNT] + out.block_type.shape, out.layout)  # noqa: RUF005
+    ROWS: gl.constexpr = out.block_type.shape[-2]
+    COLS: gl.constexpr = out.block_type.shape[-1]
+    # The output's layout without the batch.
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(out.layout.swizzle_byte_width, out.layout.element_bitwidth, 2)
+    slots = gl.allocate_shared_memory(out.dtype, [COUNT, ROWS, COLS], LAYOUT)
     PARTS: gl.constexpr = given.barriers_of(GIVEN, GROUPS)
     barriers = gl.allocate_shared_memory(gl.int64, [2 * STAGES + 4 + PARTS, 1], mbarrier.MBarrierLayout())
     BARRIERS_AT: gl.constexpr = SLOTS * SLOT
     ring = (barriers, stages)
     first = corner(gl.program_id(0), state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM)
-    row, col, _, first_k, last_k = first
+    row, col, end, first_k, last_k = first
     # Four warps of each warpgroup read a stage.
     begin(
         shared_at(BARRIERS_AT), stages, first_k, gl.minimum(last_k, first_k + gl.minimum(stages, AHEAD) * STEP), row,
-        x_box, x_size, col, width, y_box, y_size, streams, 4 * (1 if PINGPONG else GROUPS), GROUPS, X_ROWS, STEP,
-        FORMAT, X_FORM, Y_FORM, PARTS,
+        x_box, x_size, col, width, y_box, y_size, streams, batch_of(end, X_FORM), 4 * (1 if PINGPONG else GROUPS),
+        GROUPS, X_ROWS, STEP, FORMAT, X_FORM, Y_FORM, PARTS,
     )  # fmt: skip
     begin_roles(
         consume,

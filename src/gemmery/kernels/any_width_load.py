@@ -24,13 +24,25 @@ AHEAD = gl.constexpr(2)
 #: Two warps load tiles with so many rows of X, and of Y at most. With more rows of Y one of the two has nothing to do.
 SMALL = (64, 96)
 #: Dimensions of the tensor map of an operand of each form.
-_DIMS = {"rows": 2, "turned": 2, "pairs": 4, "packed": 3}
+_DIMS = {"rows": 2, "turned": 2, "pairs": 4, "packed": 3, "many rows": 3, "many turned": 3}
+
+
+@gluon.constexpr_function
+def is_turned(FORM):
+    """Whether adjacent elements of an operand lie along its rows."""
+    return FORM.endswith("turned")
+
+
+@gluon.constexpr_function
+def is_batched(FORM):
+    """Whether an operand is a batch of matrices; then all operands are, and the output."""
+    return FORM.startswith("many")
 
 
 def maps_of(X_FORM, Y_FORM):
     """The numbers of the kernel's parameters that are tensor maps: of X, of Y, of the output, of scales and of shifts.
 
-    The sizes and strides of each are parameters, too.
+    The sizes and strides of each are parameters, too. No packed weight is a batch.
     """
     behind_x, behind_y = (1 + 2 * _DIMS[value_of(form)] for form in (X_FORM, Y_FORM))
     out = behind_x + behind_y
@@ -119,8 +131,8 @@ class _Operand(NamedTuple):
         return f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [at], {self.size}; {loads} {self.params}"
 
 
-def _operands(X_ROWS, FORMAT, X_FORM, Y_FORM, row, x_box, x_size, col, width, y_box, y_size):
-    """X and Y, given registers of what `load_steps` takes."""
+def _operands(X_ROWS, FORMAT, X_FORM, Y_FORM, batch, row, x_box, x_size, col, width, y_box, y_size):
+    """X and Y, given registers of what `load_steps` takes; `batch` is used where there is one."""
     rows, format = value_of(X_ROWS), format_of(FORMAT)
     x_bytes, params_bytes = packed.x_bytes(rows, format), packed.params_bytes(rows, format)
     params = ""
@@ -132,18 +144,19 @@ def _operands(X_ROWS, FORMAT, X_FORM, Y_FORM, row, x_box, x_size, col, width, y_
         )
     each = x_bytes // rows
     return (
-        _Operand("x", _load("x", value_of(X_FORM), each), row, str(rows), x_box, x_size, each, params),
-        _Operand("y", _load("y", value_of(Y_FORM), ROW.value), col, width, y_box, y_size, ROW.value, ""),
+        _Operand("x", _load("x", value_of(X_FORM), each, batch), row, str(rows), x_box, x_size, each, params),
+        _Operand("y", _load("y", value_of(Y_FORM), ROW.value, batch), col, width, y_box, y_size, ROW.value, ""),
     )
 
 
-def _load(name, FORM, each):
+def _load(name, FORM, each, batch):
     """A function that writes the assembly of a load; see `_Operand.load`.
 
     Args:
         name: of the operand.
         FORM: how it lies.
         each: bytes of a row.
+        batch: a register: which matrix of a batch.
     """
     code = f"cp.async.bulk.tensor.{_DIMS[FORM]}d.shared::cluster.global.mbarrier::complete_tx::bytes"
 
@@ -151,6 +164,8 @@ def _load(name, FORM, each):
         at, before = {
             "rows": (f"{{k, {row}}}", ""),
             "turned": (f"{{{row}, k}}", ""),
+            "many rows": (f"{{k, {row}, {batch}}}", ""),
+            "many turned": (f"{{{row}, k, {batch}}}", ""),
             "pairs": ("{k, zero, zero, eight}", f"mov.b32 zero, 0; shr.u32 eight, {row}, 4;"),
             # A row has 8 bytes for each bit of a number, and 16 rows have a line for each 64 bits.
             "packed": (
@@ -228,8 +243,8 @@ def prefetch_maps(FORMAT, X_FORM, Y_FORM, _semantic=None):
 
 @builtin
 def begin(
-    full, stages, k, last_k, row, x_box, x_size, col, width, y_box, y_size, streams, READERS, GROUPS, X_ROWS, STEP,
-    FORMAT, X_FORM, Y_FORM, PARTS=0, _semantic=None,
+    full, stages, k, last_k, row, x_box, x_size, col, width, y_box, y_size, streams, batch, READERS, GROUPS, X_ROWS,
+    STEP, FORMAT, X_FORM, Y_FORM, PARTS=0, _semantic=None,
 ):  # fmt: skip
     """Makes all barriers, and loads the blocks of at most `AHEAD` steps; see `load_steps`.
 
@@ -240,7 +255,8 @@ def begin(
         PARTS: barriers at which parts of the epilogue's matrix arrive.
     """
     full_, stages_, k_, last_, *of_operands, streams_ = (f"${i}" for i in range(1, 13))
-    x, y = _operands(X_ROWS, FORMAT, X_FORM, Y_FORM, *of_operands)
+    given = [full, stages, k, last_k, row, x_box, x_size, col, width, y_box, y_size, streams, *batch]
+    x, y = _operands(X_ROWS, FORMAT, X_FORM, Y_FORM, "$13", *of_operands)
     x_map, y_map, out, *_ = maps_of(X_FORM, Y_FORM)
 
     def made(first, count, arrivals):
@@ -269,15 +285,14 @@ def begin(
         "\nOTHERS:" + "".join(f"setp.eq.s32 more, warp, {i + 1}; @more bra OTHER{i};" for i in range(2)) + "bra OTHER2;"
         + "".join(f"\nOTHER{i}: {each} fence.mbarrier_init.release.cluster; bra DONE;" for i, each in enumerate(others))
         + "\nDONE: mov.b32 $0, 0; }",
-        ",".join(["=r"] + ["r"] * 12),
-        [full, stages, k, last_k, row, x_box, x_size, col, width, y_box, y_size, streams],
+        ",".join(["=r"] + ["r"] * len(given)), given,
         dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
     )  # fmt: skip
 
 
 @builtin
 def load_steps(
-    full, stage, phase, stages, k, last_k, row, x_box, x_size, col, width, y_box, y_size, streams, X_ROWS, STEP,
+    full, stage, phase, stages, k, last_k, row, x_box, x_size, col, width, y_box, y_size, streams, batch, X_ROWS, STEP,
     FORMAT, X_FORM, Y_FORM, _semantic=None,
 ):  # fmt: skip
     """Loads the blocks of X and Y of some steps, each into its stage.
@@ -295,6 +310,7 @@ def load_steps(
         x_size, y_size: bytes that a step loads of X, with its group parameters, and of Y. Rows that two boxes load
             count twice.
         streams: 1 where X is the first to leave L2, 2 where Y is, 0 where neither is.
+        batch: (which matrix,) of a batch; otherwise ().
         STEP: elements along K of a step.
         FORMAT: see `multiply_steps`.
         X_FORM, Y_FORM: how the operands lie.
@@ -311,7 +327,8 @@ def load_steps(
         begins = "".join(f"@wraps mov.b32 {x.name}, {x.name}_first;" for x in operands)
         return f"{{ {_steps(operands, free, last_, STEP, wraps + begins)} }}"
 
-    x, y = _operands(X_ROWS, FORMAT, X_FORM, Y_FORM, *of_operands)
+    given = [full, stage, phase, stages, k, last_k, row, x_box, x_size, col, width, y_box, y_size, streams, *batch]
+    x, y = _operands(X_ROWS, FORMAT, X_FORM, Y_FORM, "$15", *of_operands)
     x_map, y_map, *_ = maps_of(X_FORM, Y_FORM)
     loads = of(x, y)
     if value_of(X_ROWS) == SMALL[0]:
@@ -327,7 +344,6 @@ def load_steps(
         f"mov.b32 k, {k_}; mad.lo.s32 at, stage, 8, {full_};"
         f"{_places(packed.x_bytes(value_of(X_ROWS), format_of(FORMAT)), stages_, width_)}"
         f"{x.setup(x_map, streams_)} {y.setup(y_map, streams_)} {loads}\nDONE: mov.b32 $0, 0; }}",
-        ",".join(["=r"] + ["r"] * 14),
-        [full, stage, phase, stages, k, last_k, row, x_box, x_size, col, width, y_box, y_size, streams],
+        ",".join(["=r"] + ["r"] * len(given)), given,
         dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
     )  # fmt: skip

@@ -286,7 +286,7 @@ def multiply_steps(
     full_, stage_, phase_, stages_, steps_, x_, y_, width_, turn_ = (
         f"${2 * numbers + 4 * i}" for i in range(9)
     )
-    turned = value_of(X_FORM) == "turned", value_of(Y_FORM) == "turned"
+    turned = value_of(X_FORM).endswith("turned"), value_of(Y_FORM).endswith("turned")
     rows, format = value_of(X_ROWS), format_of(FORMAT)
     # In units of 16 bytes.
     x_block = packed.x_bytes(rows, format) // 16

@@ -15,7 +15,7 @@ A unit's range of K is never empty: where K is 0 it ends at 1, and loaders give 
 import triton
 import triton.language as tl
 
-from .order import divided, grouped, part_of
+from .order import divided, grouped, part_of, quotient
 
 
 @triton.jit
@@ -105,6 +105,15 @@ def sized_tile(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     """
     tile_m, tile_n = divided(unit, state[4], state[5], band_m, state[6])
     return 0, tile_m * BLOCK_M, tile_n * BLOCK_N, shape[0], 0, shape[2]
+
+
+@triton.jit
+def sized_tile_of_batch(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m):
+    """The same of a batch. The last divisor is the number of a matrix's tiles."""
+    tiles_m, tiles_n, divisors = state[4], state[5], state[6]
+    batch = quotient(unit, divisors[3])
+    tile_m, tile_n = divided(unit - batch * tiles_m * tiles_n, tiles_m, tiles_n, band_m, divisors)
+    return batch, tile_m * BLOCK_M, tile_n * BLOCK_N, shape[0], 0, shape[2]
 
 
 @triton.jit

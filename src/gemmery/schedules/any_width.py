@@ -83,8 +83,10 @@ BAND, LOW_BAND = 0.75, 2
 
 #: The form of an operand, see `kernels.any_width`. The form of Y decides which multiples a tile's width can be. TMA
 #: loads 64 turned rows at a time; with other widths part of them was not needed, and took up to twice as long.
-Form = Literal["rows", "turned", "pairs", "packed"]
-EACH: dict[Form, int] = {"rows": 8, "turned": ROWS, "pairs": 2 * EIGHT}
+Form = Literal["rows", "turned", "pairs", "packed", "many rows", "many turned"]
+EACH: dict[Form, int] = {"rows": 8, "turned": ROWS, "pairs": 2 * EIGHT, "many rows": 8, "many turned": ROWS}
+#: The form of matrices of a batch, by that of one.
+MANY: dict[Form, Form] = {"rows": "many rows", "turned": "many turned"}
 
 #: Types of operands, as PTX names them.
 KINDS = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -169,6 +171,8 @@ def forms_of(config: Config, forms: Forms) -> tuple[Form, Form]:
     b: Form = (
         "packed" if forms.packed else "turned" if forms.b_turned else "pairs" if forms.paired else "rows"
     )
+    if forms.batched:
+        a, b = MANY[a], MANY[b]
     return (b, a) if config.swap else (a, b)
 
 
@@ -195,14 +199,14 @@ class AnyWidth(PersistentStatic):
         return (
             self.runs_on(p.device.target)
             and p.K <= MOST_K
-            and not p.batch
             and _operands_suit(p)
+            and (not p.batch or _batch_suits(p))
             and all(operand.dtype in KINDS for operand in (p.a, p.b))
             and p.out.dtype in (torch.float16, torch.bfloat16)
             and (p.a.dtype.itemsize == 2 or (p.a.col == 1 and p.b.row == 1))
             and suits_tma(p)
             and p.out.col == 1
-            and storable(p.out, p.M, p.out_n, ())
+            and storable(p.out, p.M, p.out_n, p.batch)
             and (not p.paired or (p.b.row == 1 and p.out_n % EIGHT == 0))
             and _epilogue_suits(p)
         )
@@ -255,8 +259,9 @@ class AnyWidth(PersistentStatic):
         if not self.suits(p):
             return (
                 f"schedule {self.name!r} needs Triton {', '.join(self.versions)}, a GPU of sm_90, operands of fp16, "
-                f"bf16 or fp8 and an output of fp16 or bf16, K from 1 to {MOST_K}, no batch, an epilogue with at most "
-                f"one more matrix, of 16 bits with adjacent columns, operands that suit the descriptor loader, "
+                f"bf16 or fp8 and an output of fp16 or bf16, K from 1 to {MOST_K}, an epilogue with at most one more "
+                f"matrix, of 16 bits with adjacent columns, of a batch one dimension, no epilogue and matrices of 16 bits "
+                f"of which none is shared, operands that suit the descriptor loader, "
                 f"fp8 with adjacent elements along K, an output with adjacent columns and rows of whole 16-byte units, "
                 f"of a weight in two halves rows with adjacent elements and a multiple of {EIGHT} in each, of a packed "
                 f"weight no halves, groups of a power of two from "
@@ -288,6 +293,8 @@ class AnyWidth(PersistentStatic):
             return f"num_stages is {c.num_stages}; packed weights need at least {LEAST_PACKED}"
         if c.num_stages > (most := tile.most_stages(forms.packed)):
             return f"num_stages is {c.num_stages}; of this tile there is shared memory for {most}"
+        if forms.batched and c.split_k > 1:
+            return "tiles of a batch are not cut along K"
         if c.split_k > tile.most_parts:
             return f"the ring has room for the partial sums of {tile.most_parts} parts; given {c.split_k}"
         if tile.y % EACH[y_form]:
@@ -369,6 +376,13 @@ def _operands_suit(problem: Problem) -> bool:
     # The kernel's assembly loads fp32.
     scales = all(operand.scale.dtype == torch.float32 for operand in (a, b))
     return scales and b.by_steps and b.step == BLOCK and b.every % BLOCK == 0 and not problem.paired
+
+
+def _batch_suits(problem: Problem) -> bool:
+    """Whether a batch is of plain products, each of matrices of its own."""
+    p = problem
+    bare = type(p.a) is Dense and type(p.b) is Dense and p.a.dtype.itemsize == 2 and p.epilogue == "identity"
+    return bare and len(p.batch) == 1 and all(p.a.steps) and all(p.b.steps)
 
 
 def numbers_for(problem: Problem) -> dict[int, int] | None:
@@ -453,7 +467,7 @@ class AnyWidthBinding(Binding):
         given, second = self._matrix_map()
         epilogue = self._epilogue(given, second)
         self.constants = {
-            "PLACE": dialect.in_gluon(place.sized_tile if self.split is None else place.sized_part),
+            "PLACE": dialect.in_gluon(self.place),
             "GIVEN": given,
             "SECOND": second,
             "EPILOGUE": dialect.in_gluon(epilogue),
@@ -480,6 +494,13 @@ class AnyWidthBinding(Binding):
             # Those of the first warpgroup; the compiler adds those of the others.
             "num_warps": 4,
         }
+
+    @property
+    def place(self) -> Any:
+        """`PLACE` of the kernel."""
+        if self.problem.batch:
+            return place.sized_tile_of_batch
+        return place.sized_tile if self.split is None else place.sized_part
 
     def _loops(self, takes_turns: bool, given: object, second: object) -> bool:
         """`LOOPS` of the kernel, as far as it gained on an H200 (`any_width_epilogues-bf16`).
@@ -527,7 +548,7 @@ class AnyWidthBinding(Binding):
     def direct_arguments(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> list[Any]:
         """See `Binding.direct_arguments`."""
         x, y = (
-            ROWS if form == "turned" or rows > BOX else rows
+            ROWS if form.endswith("turned") or rows > BOX else rows
             for form, rows in zip(self.forms, (self.tile.x, self.tile.y), strict=True)
         )
         return self._arguments(tensors, numbers, (x, y))
@@ -550,14 +571,21 @@ class AnyWidthBinding(Binding):
         workspace = None if self.split is None else self.workspace(out.device)
         tiles_m, tiles_n, band = -(-p.M // c.block_m), -(-p.N // c.block_n), self.band
         last_band = tiles_m - (tiles_m - 1) // band * band
-        divisors = map(divisor, (band * tiles_n, band, last_band, max(1, self.work.cut)))
+        units = tiles_m * tiles_n if p.batch else self.work.cut
+        divisors = map(divisor, (band * tiles_n, band, last_band, max(1, units)))
         return [
             self._operand(x, c.swap, ROWS, boxes[0]), self._operand(y, not c.swap, self.part, boxes[1]),
-            descriptor(out, (p.M, p.out_n), (p.out.row, 1), block), *self._params(of_b, boxes[0]),
+            self._output(out, block), *self._params(of_b, boxes[0]),
             self._matrix(extras, block), p.M, p.N, p.K, whole + cut, whole, *parts,
             tiles_m, tiles_n, *divisors, tile.y, band, boxes[0], x_size, boxes[1], loaded[1] * ROW, self.streams,
             c.num_stages, step_args, epilogue_arguments(p, self.part, extras, numbers), workspace,
         ]  # fmt: skip
+
+    def _output(self, out: Any, block: tuple[int, int]) -> Any:
+        """The descriptor of the output, for blocks that are stored at a time."""
+        p = self.problem
+        many = (1,) * len(p.batch)
+        return descriptor(out, (*p.batch, p.M, p.out_n), (*p.out.steps, p.out.row, 1), (*many, *block))
 
     def _matrix(self, extras: Sequence[Any], block: Sequence[int]) -> Any:
         """The descriptor of the one matrix that the epilogue reads or writes; None where there is none."""
@@ -595,11 +623,12 @@ class AnyWidthBinding(Binding):
             return self._words(tensor, self.b, rows, box)
         # Strides along K and along the rows.
         along, across, size = (p.b.row, p.b.col, p.N) if is_b else (p.a.col, p.a.row, p.M)
+        steps, many = (p.b if is_b else p.a).steps, [1] * len(p.batch)
         if along != 1:
-            return descriptor(tensor, (p.K, size), (along, 1), (step, ROWS))
+            return descriptor(tensor, (*p.batch, p.K, size), (*steps, along, 1), (*many, step, ROWS))
         if not (is_b and p.paired):
-            made = descriptor(tensor, (size, p.K), (across, 1), (rows, step))
-            made.box = [box, step]
+            made = descriptor(tensor, (*p.batch, size, p.K), (*steps, across, 1), (*many, rows, step))
+            made.box = [*many, box, step]
             return made
         # Eight rows of one half, then eight of the other.
         assert isinstance(self.b, DenseAccess)

@@ -81,7 +81,7 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool) -> Co
     x, y = np.where(s.swap, s.block_n, s.block_m), np.where(s.swap, s.block_m, s.block_n)
     groups = np.ones_like(s.num_warps) if takes_turns else s.num_warps // 4
     steps = -(-max(p.K, 1) // s.block_k)
-    tiles = -(-given.rows // s.block_m) * -(-p.N // s.block_n)
+    tiles = p.matrices * -(-given.rows // s.block_m) * -(-p.N // s.block_n)
     whole, chunk, parts = Work.divide_many(tiles, steps, device.sms, s.split_k)
     turns, own_steps = whole + (chunk > 0), whole * steps + chunk
     busy = np.minimum(np.where(whole > 0, tiles, tiles * parts), device.sms)

@@ -40,17 +40,19 @@ class Forms(NamedTuple):
         a_turned, b_turned: whether adjacent elements lie along M in a, and along N in b.
         paired: see `Problem.paired`.
         packed: `Spec.staged` of b.
+        batched: whether there is a batch of them.
     """
 
     a_turned: bool
     b_turned: bool
     paired: bool
     packed: StageFormat | None = None
+    batched: bool = False
 
     @classmethod
     def of(cls, problem: Problem) -> Forms:
         p = problem
-        return cls(p.a.col != 1, p.b.row != 1, p.paired, p.b.staged)
+        return cls(p.a.col != 1, p.b.row != 1, p.paired, p.b.staged, bool(p.batch))
 
 
 class Schedule:

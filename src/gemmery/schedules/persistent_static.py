@@ -97,7 +97,7 @@ class PersistentStatic(Schedule):
     def work(self, problem: Problem, config: Config) -> Work:
         """The work of a launch."""
         p, c = problem, config
-        tiles = -(-p.M // c.block_m) * -(-p.N // c.block_n)
+        tiles = p.matrices * -(-p.M // c.block_m) * -(-p.N // c.block_n)
         steps = -(-p.K // c.block_k)
         return Work.divide(tiles, steps, self.at_once(p, c), c.split_k if Split.of(p, c) else 1)
 
