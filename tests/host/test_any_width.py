@@ -109,8 +109,16 @@ def test_configs_that_are_none(text, message):
     [
         ({"layout": "NN"}, "128x176x64-g8-w8-s4-cooperative-descriptor", "multiple of 64"),
         ({"layout": "TT"}, "176x128x64-g8-w8-s4-cooperative-descriptor-swap", "multiple of 64"),
-        ({"batch": (3,), "bias": True}, "128x176x64-g8-w8-s4-cooperative-descriptor", "of a batch one dimension"),
-        ({"batch": (3,), "dtype": FP8}, "128x64x128-g8-w8-s4-cooperative-descriptor", "of a batch one dimension"),
+        (
+            {"batch": (3,), "bias": True},
+            "128x176x64-g8-w8-s4-cooperative-descriptor",
+            "of a batch one dimension",
+        ),
+        (
+            {"batch": (3,), "dtype": FP8},
+            "128x64x128-g8-w8-s4-cooperative-descriptor",
+            "of a batch one dimension",
+        ),
         ({"batch": (3,)}, "128x176x64-g8-w8-s4-cooperative-descriptor-k2", "tiles of a batch are not cut"),
         ({}, "128x256x64-g8-w8-s5-cooperative-descriptor", "there is shared memory for 4"),
         ({"dtype": torch.float32}, "128x176x64-g8-w8-s4-cooperative-descriptor", "fp16, bf16 or fp8"),

@@ -43,6 +43,7 @@ from .any_width_load import (
     begin,
     is_batched,
     is_turned,
+    issue,
     load_steps,
     loaders_of,
     maps_of,
@@ -155,19 +156,19 @@ def corner(
 @gluon.jit
 def batch_of(end, X_FORM: gl.constexpr):
     """Of what `corner` says of the end of the rows: (which matrix,) of a batch, otherwise ()."""
-    batch = ()
     if is_batched(X_FORM):
-        batch = (end[1],)
-    return batch
+        return (end[1],)
+    else:
+        return ()
 
 
 @gluon.jit
 def sizes_of(end, columns, X_FORM: gl.constexpr):
     """The end of a unit's rows and the columns of the product, and of a batch which matrix it is."""
-    sizes = (end, columns)
     if is_batched(X_FORM):
-        sizes = (end[0], columns, end[1])
-    return sizes
+        return end[0], columns, end[1]
+    else:
+        return end, columns
 
 
 @gluon.jit
@@ -460,15 +461,11 @@ def store_slot(at, warp, row, col, sizes, X_FORM, Y_FORM, MAP, _semantic=None):
         MAP: the number of the kernel's parameter that is the result's tensor map; None for the output's.
     """
     number, batch = value_of(MAP) or maps_of(X_FORM, Y_FORM)[2], list(sizes.values)[2:]
-    gl.inline_asm_elementwise(
-        "{ .reg .pred own, one; .reg .b32 warp, at; .reg .b64 map; elect.sync _|one, 0xffffffff; mov.u32 warp, %tid.x;"
-        "shr.u32 warp, warp, 5; and.b32 warp, warp, 3; setp.eq.and.u32 own, warp, $2, one; mov.b32 at, global_smem;"
-        f"add.s32 at, at, $1; mov.b64 map, gemm_any_width_param_{number}; cvta.param.u64 map, map;"
+    issue(
+        "mov.b32 at, global_smem; add.s32 at, at, $2;"
         f"@own cp.async.bulk.tensor.{2 + len(batch)}d.global.shared::cta.bulk_group"
-        f" [map, {{$4, $3{', $5' * len(batch)}}}], [at];"
-        "@own cp.async.bulk.commit_group; mov.b32 $0, 0; }",
-        ",".join(["=r", *["r"] * (4 + len(batch))]), [at, warp, row, col, *batch],
-        dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
+        f" [map, {{$4, $3{', $5' * len(batch)}}}], [at]; @own cp.async.bulk.commit_group;",
+        warp, [at, row, col, *batch], number, _semantic=_semantic,
     )  # fmt: skip
 
 
@@ -777,9 +774,9 @@ def consume(
         )  # fmt: skip
         if done:
             finish_tile(
-                acc, out, slots, ring, args, sizes_of(end, shape[1], X_FORM), row + FIRST, col, width, spread, first_slot,
-                own_slot, cut, taken, GIVEN, SECOND, GROUP, EPILOGUE, CAST, SWAP, LOOPS, X_FORM, Y_FORM, OWN, X_ROWS,
-                BUFFERS, PART, BARRIERS_AT,
+                acc, out, slots, ring, args, sizes_of(end, shape[1], X_FORM), row + FIRST, col, width, spread,
+                first_slot, own_slot, cut, taken, GIVEN, SECOND, GROUP, EPILOGUE, CAST, SWAP, LOOPS, X_FORM, Y_FORM,
+                OWN, X_ROWS, BUFFERS, PART, BARRIERS_AT,
             )  # fmt: skip
             if GIVEN is not None:
                 taken += total

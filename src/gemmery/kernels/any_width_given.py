@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .any_width_load import maps_of, shared_at
+from .any_width_load import issue, maps_of, shared_at
 from .any_width_loop import STAGES
 from .any_width_packed import StageFormat
 from .dialect import value_of
@@ -43,18 +43,6 @@ def barriers_of(GIVEN, GROUPS):
 
 
 @builtin
-def _issue(instruction, warp, operands, MAP, _semantic):
-    """Runs an instruction in one thread of a warp: `own` is its predicate, and `map` the matrix's tensor map."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred own, one; .reg .b32 warp, at; .reg .b64 map; elect.sync _|one, 0xffffffff; mov.u32 warp, %tid.x;"
-        "shr.u32 warp, warp, 5; and.b32 warp, warp, 3; setp.eq.and.u32 own, warp, $1, one;"
-        f"mov.b64 map, gemm_any_width_param_{value_of(MAP)}; cvta.param.u64 map, map; {instruction} mov.b32 $0, 0; }}",
-        ",".join(["=r"] + ["r"] * (1 + len(operands))), [warp, *operands],
-        dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
-    )  # fmt: skip
-
-
-@builtin
 def read_into(at, arrived, warp, row, col, BYTES, MAP, _semantic=None):
     """A warp begins to read a part into a slot, once its own stores have left it.
 
@@ -65,19 +53,19 @@ def read_into(at, arrived, warp, row, col, BYTES, MAP, _semantic=None):
         BYTES: of the part.
         MAP: see `map_of`.
     """
-    _issue(
+    issue(
         "mov.b32 at, global_smem; add.s32 at, at, $2; @own cp.async.bulk.wait_group.read 0;"
         f"@own mbarrier.arrive.expect_tx.shared::cta.b64 _, [$3], {value_of(BYTES)};"
         "@own cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [at], [map, {$5, $4}], [$3];",
-        warp, [at, arrived, row, col], MAP, _semantic=_semantic,
+        warp, [at, arrived, row, col], value_of(MAP), _semantic=_semantic,
     )  # fmt: skip
 
 
 @builtin
 def fetch(warp, row, col, MAP, _semantic=None):
     """A warp begins to fetch a part into L2; see `read_into`."""
-    _issue(
-        "@own cp.async.bulk.prefetch.tensor.2d.L2.global [map, {$3, $2}];", warp, [row, col], MAP,
+    issue(
+        "@own cp.async.bulk.prefetch.tensor.2d.L2.global [map, {$3, $2}];", warp, [row, col], value_of(MAP),
         _semantic=_semantic,
     )  # fmt: skip
 

@@ -67,6 +67,24 @@ def shared_at(AT, _semantic=None):
     )  # fmt: skip
 
 
+@builtin
+def issue(instruction, warp, operands, map, _semantic):
+    """Runs an instruction in one thread of a warp of each warpgroup.
+
+    Args:
+        instruction: assembly. Predicate `own` is that of the thread, register `map` is where the tensor map is, and
+            register `at` is free. The operands begin with $2.
+        map: the number of the kernel's parameter that is the tensor map.
+    """
+    gl.inline_asm_elementwise(
+        "{ .reg .pred own, one; .reg .b32 warp, at; .reg .b64 map; elect.sync _|one, 0xffffffff; mov.u32 warp, %tid.x;"
+        "shr.u32 warp, warp, 5; and.b32 warp, warp, 3; setp.eq.and.u32 own, warp, $1, one;"
+        f"mov.b64 map, gemm_any_width_param_{map}; cvta.param.u64 map, map; {instruction} mov.b32 $0, 0; }}",
+        ",".join(["=r"] + ["r"] * (1 + len(operands))), [warp, *operands],
+        dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
+    )  # fmt: skip
+
+
 class _Operand(NamedTuple):
     """An operand, as the assembly of its loads needs it.
 
@@ -145,7 +163,9 @@ def _operands(X_ROWS, FORMAT, X_FORM, Y_FORM, batch, row, x_box, x_size, col, wi
     each = x_bytes // rows
     return (
         _Operand("x", _load("x", value_of(X_FORM), each, batch), row, str(rows), x_box, x_size, each, params),
-        _Operand("y", _load("y", value_of(Y_FORM), ROW.value, batch), col, width, y_box, y_size, ROW.value, ""),
+        _Operand(
+            "y", _load("y", value_of(Y_FORM), ROW.value, batch), col, width, y_box, y_size, ROW.value, ""
+        ),
     )
 
 
@@ -327,7 +347,23 @@ def load_steps(
         begins = "".join(f"@wraps mov.b32 {x.name}, {x.name}_first;" for x in operands)
         return f"{{ {_steps(operands, free, last_, STEP, wraps + begins)} }}"
 
-    given = [full, stage, phase, stages, k, last_k, row, x_box, x_size, col, width, y_box, y_size, streams, *batch]
+    given = [
+        full,
+        stage,
+        phase,
+        stages,
+        k,
+        last_k,
+        row,
+        x_box,
+        x_size,
+        col,
+        width,
+        y_box,
+        y_size,
+        streams,
+        *batch,
+    ]
     x, y = _operands(X_ROWS, FORMAT, X_FORM, Y_FORM, "$15", *of_operands)
     x_map, y_map, *_ = maps_of(X_FORM, Y_FORM)
     loads = of(x, y)

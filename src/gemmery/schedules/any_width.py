@@ -260,8 +260,8 @@ class AnyWidth(PersistentStatic):
             return (
                 f"schedule {self.name!r} needs Triton {', '.join(self.versions)}, a GPU of sm_90, operands of fp16, "
                 f"bf16 or fp8 and an output of fp16 or bf16, K from 1 to {MOST_K}, an epilogue with at most one more "
-                f"matrix, of 16 bits with adjacent columns, of a batch one dimension, no epilogue and matrices of 16 bits "
-                f"of which none is shared, operands that suit the descriptor loader, "
+                f"matrix, of 16 bits with adjacent columns, of a batch one dimension, no epilogue and matrices of 16 "
+                f"bits of which none is shared, operands that suit the descriptor loader, "
                 f"fp8 with adjacent elements along K, an output with adjacent columns and rows of whole 16-byte units, "
                 f"of a weight in two halves rows with adjacent elements and a multiple of {EIGHT} in each, of a packed "
                 f"weight no halves, groups of a power of two from "
