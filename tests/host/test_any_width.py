@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gemmery import Config, epilogues, quantize, schedules
-from gemmery.kernels import any_width_packed, order, place
+from gemmery.kernels import any_width_cut, any_width_packed, order, place
 from gemmery.lab.abstract import abstract_problem, linear_problem
 from gemmery.schedules import any_width, walk
 from gemmery.schedules.any_width import Tile
@@ -675,7 +675,7 @@ class Memory:
 
 
 def assembly_of(name, *arguments):
-    """Returns the assembly that a function of the kernel's file writes."""
+    """Returns the assembly that a function of tiles that are cut writes."""
     found = []
 
     def inline_asm_elementwise(text, *more, **how):
@@ -685,7 +685,7 @@ def assembly_of(name, *arguments):
     gl = types.SimpleNamespace(
         inline_asm_elementwise=inline_asm_elementwise, int32=int, float32=float, tuple=list
     )
-    made = inspect.unwrap(getattr(kernel, name))
+    made = inspect.unwrap(getattr(any_width_cut, name))
     types.FunctionType(made.__code__, {"gl": gl, "value_of": loop.value_of}, name, made.__defaults__)(
         *arguments
     )

@@ -10,7 +10,7 @@ import types
 import pytest
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
-from gemmery.kernels import any_width, any_width_given, any_width_loop
+from gemmery.kernels import any_width, any_width_acc, any_width_finish, any_width_given, any_width_loop
 
 from .ptx import Program
 
@@ -87,7 +87,7 @@ class Slots:
             raise Wrong(f"slot {self.slot} is {self.held[self.slot][0]}")
         self.held[self.slot] = ("written", value)
 
-    def store_slot(self, at, warp, row, col, X_FORM, Y_FORM, MAP):
+    def store_slot(self, at, warp, row, col, sizes, X_FORM, Y_FORM, MAP):
         slot, rest = divmod(at, PART_BYTES)
         assert (rest, slot) == (0, self.slot)
         assert self.held[slot] == ("written", "second" if MAP else "first")
@@ -117,7 +117,7 @@ def bodies(slots, **changed):
         "hopper": types.SimpleNamespace(fence_async_shared=lambda: None), "store_slot": slots.store_slot,
     }  # fmt: skip
     for module, chosen in ((any_width_given, ("corner_of", "read", "read_first", "read_others", "block_of")),
-                           (any_width, ("leave", "finish_part", "finish_next", "finish_tile"))):  # fmt: skip
+                           (any_width_finish, ("leave", "finish_part", "finish_next", "finish_tile"))):  # fmt: skip
         for name in chosen:
             made = inspect.unwrap(getattr(module, name))
             made = getattr(made, "fn", made)
@@ -254,7 +254,7 @@ def test_a_part_is_picked_out_of_an_accumulator(part, parts):
     gl = types.SimpleNamespace(
         inline_asm_elementwise=inline_asm_elementwise, int32=int, float32=float, tuple=list
     )
-    made = inspect.unwrap(any_width.picked)
+    made = inspect.unwrap(any_width_acc.picked)
     names = {"gl": gl, "value_of": any_width_loop.value_of, "switch": any_width_loop.switch}
     acc = types.SimpleNamespace(values=[None] * (parts * part // 8))
     types.FunctionType(made.__code__, names, "picked", made.__defaults__)(acc, None, part)

@@ -32,42 +32,29 @@ have one more coordinate, which says which matrix it is. Tiles of a batch are no
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from . import any_width_given as given
-from . import order
+from .any_width_acc import BLOCK8, in_block, zeros_of
+from .any_width_cut import combine
+from .any_width_finish import finish_tile, slots_of
 from .any_width_load import (
     AHEAD,
     ROW,
     begin,
     is_batched,
     is_turned,
-    issue,
     load_steps,
     loaders_of,
-    maps_of,
     prefetch_maps,
     shared_at,
+    unused,
 )
-from .any_width_loop import STAGES, multiply_steps, step_of, switch, x_bytes_of
-from .dialect import in_gluon, value_of
-from .rings import applied, barrier, begin_roles, beside, column_halves, last_to_arrive, later, upright
-
-part_of = in_gluon(order.part_of)
-
-#: The accumulator of a warpgroup for 8 columns.
-BLOCK8 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
-
+from .any_width_loop import STAGES, multiply_steps, step_of, x_bytes_of
+from .rings import barrier, begin_roles, later
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Shared memory and accumulators
-
-
-@builtin
-def blocks_of(acc, FIRST, COUNT, _semantic=None):
-    """Some of an accumulator's blocks of 8 columns."""
-    return gl.tuple(list(acc.values)[value_of(FIRST) : value_of(FIRST) + value_of(COUNT)])
+# The ring
 
 
 @gluon.jit
@@ -80,20 +67,10 @@ def matrix_descriptor(address, CHUNK: gl.constexpr):
     return (address >> 4) | (CHUNK // 16 << 16)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The ring
-
-
 @gluon.constexpr_function
 def widths_of(least, most, each):
     """The widths that a compiled kernel has code for."""
     return list(range(least, most + 1, each))
-
-
-@gluon.constexpr_function
-def lie_beside(X_FORM, SECOND):
-    """Whether the parts of a program's last tile lie side by side in the ring."""
-    return X_FORM == "packed" or SECOND is not None
 
 
 @gluon.jit
@@ -106,12 +83,6 @@ def turn_of(ring, GROUP: gl.constexpr):
 def turn_at(GROUP: gl.constexpr, BARRIERS_AT: gl.constexpr):
     """The address of `turn_of`'s barrier."""
     return shared_at(BARRIERS_AT) + 8 * (2 * STAGES + GROUP)
-
-
-@gluon.jit
-def unused(ring):
-    """The barrier at which warpgroups arrive once they no longer read the ring."""
-    return ring[0].index(2 * STAGES + 2)
 
 
 @builtin
@@ -205,15 +176,6 @@ def produce(
 
 
 @gluon.jit
-def zeros_of(COUNT: gl.constexpr):
-    """An accumulator of `COUNT` blocks of 8 columns."""
-    acc = ()
-    for _ in gl.static_range(COUNT):
-        acc += (gl.zeros([64, 8], gl.float32, BLOCK8),)  # type: ignore[assignment]
-    return acc
-
-
-@gluon.jit
 def sum_steps(
     heads, ring, steps, stage, phase, width, next_turn, scales, KIND: gl.constexpr, PROMOTES: gl.constexpr,
     X_ROWS: gl.constexpr, FIRST: gl.constexpr, OWN: gl.constexpr, WIDTHS: gl.constexpr, PART: gl.constexpr,
@@ -267,377 +229,6 @@ def scales_of(step_args, row, col, shape, first_k, EVERY_M: gl.constexpr, EVERY_
     return made + ((nothing + k_a) * 4, (nothing + k_b) * 4, in_block(16 - col % 128 // 8))  # noqa: RUF005
 
 
-@gluon.jit
-def in_block(value):
-    """A number in each place of a block of an accumulator, as assembly takes it that also takes some of these."""
-    return gl.full([64, 8], value, value.dtype, BLOCK8)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Tiles that are cut along K
-
-
-@builtin
-def store_partial(acc, to, width, OWN, PART, _semantic=None):
-    """Stores a warpgroup's accumulator in memory, each thread 16 bytes at a time.
-
-    Args:
-        acc: what `multiply_steps` gives.
-        to: the address, in a block as `BLOCK8` has them.
-        width: the tile's width, likewise in a block.
-        OWN, PART: see `multiply_steps`.
-    """
-    blocks, of_part, rows = len(acc.values), value_of(PART) // 8, value_of(OWN) // 64
-    to_, width_ = f"${4 + 4 * blocks}", f"${8 + 4 * blocks}"
-    lines = []
-    for i in range(0, blocks, of_part):
-        row, first = divmod(8 * i, 8 * blocks // rows)
-        # The last part may store some blocks again.
-        lines.append(
-            f"sub.s32 of, {width_}, {8 * of_part}; min.s32 of, of, {first}; mad.lo.s32 of, {width_}, {row}, of;"
-            f"mad.lo.s32 of, of, 256, thread; cvt.s64.s32 at, of; add.s64 at, at, {to_};"
-            f"setp.gt.s32 own, {width_}, {first};"
-        )
-        lines += [
-            f"@own st.global.v4.f32 [at + {2048 * j}], {{{', '.join(f'${4 * (1 + i + j) + n}' for n in range(4))}}};"
-            for j in range(of_part)
-        ]
-    gl.inline_asm_elementwise(
-        "{ .reg .pred own; .reg .b32 thread, of; .reg .b64 at; mov.u32 thread, %tid.x; and.b32 thread, thread, 127;"
-        f"shl.b32 thread, thread, 4; {''.join(lines)} {''.join(f'mov.b32 ${i}, 0;' for i in range(4))} }}",
-        ",".join(["=r"] * 4 + ["f"] * (4 * blocks) + ["l"] * 4 + ["r"] * 4), [*acc.values, to, width],
-        dtype=gl.int32, is_pure=False, pack=4, _semantic=_semantic,
-    )  # fmt: skip
-
-
-@builtin
-def fetch_partial(to, at, size, _semantic=None):
-    """Begins to copy what a warpgroup has stored into shared memory; each thread will read what it copies.
-
-    Args:
-        to, at: the addresses in shared and in global memory.
-        size: in bytes.
-    """
-    gl.inline_asm_elementwise(
-        "{ .reg .pred more; .reg .b32 thread, to, done; .reg .b64 at; mov.u32 thread, %tid.x;"
-        "and.b32 thread, thread, 127; mad.lo.s32 to, thread, 16, $1; mad.wide.s32 at, thread, 16, $2;"
-        "mov.b32 done, 0;\nNEXT: cp.async.cg.shared.global [to], [at], 16; add.s32 to, to, 2048; add.s64 at, at, 2048;"
-        "add.s32 done, done, 2048; setp.lt.s32 more, done, $3; @more bra NEXT; mov.b32 $0, 0; }",
-        "=r,r,l,r", [to, at, size], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
-    )  # fmt: skip
-
-
-@builtin
-def fetched(_semantic=None):
-    """Waits until this thread's copies have arrived."""
-    gl.inline_asm_elementwise(
-        "cp.async.wait_all; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
-    )  # fmt: skip
-
-
-@builtin
-def add_fetched(blocks, at, _semantic=None):
-    """Adds fetched numbers to some blocks of an accumulator. Their address in shared memory comes in a block."""
-    numbers = 4 * len(blocks.values)
-    lines = [
-        f"ld.shared.v4.f32 {{n0, n1, n2, n3}}, [at + {2048 * i}];"
-        + "".join(f"add.f32 ${4 * i + j}, ${4 * i + j}, n{j};" for j in range(4))
-        for i in range(len(blocks.values))
-    ]
-    constraints = ["=f"] * numbers + [str(i) for i in range(numbers)] + ["r"] * 4
-    made = gl.inline_asm_elementwise(
-        "{ .reg .f32 n0, n1, n2, n3; .reg .b32 thread, at; mov.u32 thread, %tid.x; and.b32 thread, thread, 127;"
-        f"mad.lo.s32 at, thread, 16, ${2 * numbers}; {''.join(lines)} }}",
-        ",".join(constraints), [*blocks.values, at],
-        dtype=[gl.float32] * len(blocks.values), is_pure=False, pack=4, _semantic=_semantic,
-    )  # fmt: skip
-    return gl.tuple(list(made))
-
-
-@gluon.jit
-def combine(
-    acc, unit, ring, state, workspace, width, OWN: gl.constexpr, PART: gl.constexpr, GROUP: gl.constexpr,
-    GROUPS: gl.constexpr, RING_BYTES: gl.constexpr,
-):  # fmt: skip
-    """Stores a part of a tile. The warpgroup that does so last copies the other parts into the ring; nobody waits.
-
-    `rings.combine` adds parts up in registers, of which an accumulator of this width leaves none.
-
-    Returns:
-        Whether this warpgroup is the last one, and what `summed` takes.
-    """
-    whole, parts = state[1], state[2]
-    partials, semaphores = workspace
-    # Bytes of a warpgroup's partial sum.
-    size = OWN * width * 4
-    own, tile = part_of(unit - whole, state[4] * state[5] - whole, state[6][3])
-    first = gl.cast(partials, gl.int64) + gl.cast(tile * parts * GROUPS + GROUP, gl.int64) * size
-    to = first + gl.cast(own * GROUPS, gl.int64) * size
-    store_partial(acc, in_block(to), in_block(width), OWN, PART)
-    done = last_to_arrive(semaphores + tile * GROUPS + GROUP, parts - 1)
-    # Each warpgroup has its share of the ring, in whole rows.
-    address = shared_at(GROUP * (RING_BYTES // 128 // GROUPS * 128))
-    if done:
-        mbarrier.wait(unused(ring), 0)
-        for i in range(parts - 1):
-            other = gl.where(i < own, i, i + 1)
-            fetch_partial(address + i * size, first + gl.cast(other * GROUPS, gl.int64) * size, size)
-        fetched()
-    return done, (unit >= whole, own, parts, address, size)
-
-
-@gluon.jit
-def summed(blocks, cut, first):
-    """Adds up, in order, the parts of some of the accumulator's blocks, of which this warpgroup has one in registers.
-
-    Args:
-        cut: (whether the tile is cut, which part this is, how many there are, where the others are, size of one).
-        first: which the first of the blocks is.
-    """
-    is_cut, own, parts, address, size = cut
-    if is_cut:
-        total = zeros_of(len(blocks))
-        for part in range(parts):
-            if part == own:
-                total = sums_of(total, blocks)
-            else:
-                at = address + gl.where(part < own, part, part - 1) * size + first * 2048
-                total = add_fetched(total, in_block(at))
-        blocks = total
-    return blocks
-
-
-@gluon.jit
-def sums_of(left, right):
-    """The sums of two accumulators' blocks."""
-    made = ()
-    for i in gl.static_range(len(left)):
-        made += (left[i] + right[i],)  # type: ignore[assignment]
-    return made
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What comes after the K loop
-
-
-@gluon.jit
-def columns_of(blocks):
-    """Blocks of 8 columns, a power of two of them, as one tensor; no number moves."""
-    COUNT: gl.constexpr = len(blocks)
-    if COUNT == 1:
-        return blocks[0]
-    else:
-        left = columns_of(blocks_of(blocks, 0, COUNT // 2))
-        right = columns_of(blocks_of(blocks, COUNT // 2, COUNT // 2))
-        LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8 * COUNT, 16])
-        return gl.convert_layout(beside(left, right), LAYOUT, assert_trivial=True)
-
-
-@builtin
-def picked(acc, index, PART, _semantic=None):
-    """Part number `index` of an accumulator's blocks, in registers of its own."""
-    numbers, size = 4 * len(acc.values), value_of(PART) // 2
-    cases = [
-        "".join(f"mov.b32 ${j}, ${size + first + j};" for j in range(size))
-        for first in range(0, numbers, size)
-    ]
-    made = gl.inline_asm_elementwise(
-        switch(f"${size + numbers}", range(len(cases) + 1), cases),
-        ",".join(["=&f"] * size + ["f"] * numbers + ["r"] * 4), [*acc.values, index],
-        dtype=[gl.float32] * (size // 4), is_pure=True, pack=4, _semantic=_semantic,
-    )  # fmt: skip
-    return gl.tuple(list(made))
-
-
-@builtin
-def store_slot(at, warp, row, col, sizes, X_FORM, Y_FORM, MAP, _semantic=None):
-    """One thread of a warp begins to store a part of a result from a slot.
-
-    Args:
-        at: where the slot is, in bytes behind the beginning of shared memory.
-        row, col: where the part begins.
-        sizes: see `sizes_of`.
-        X_FORM, Y_FORM: how the operands lie.
-        MAP: the number of the kernel's parameter that is the result's tensor map; None for the output's.
-    """
-    number, batch = value_of(MAP) or maps_of(X_FORM, Y_FORM)[2], list(sizes.values)[2:]
-    issue(
-        "mov.b32 at, global_smem; add.s32 at, at, $2;"
-        f"@own cp.async.bulk.tensor.{2 + len(batch)}d.global.shared::cta.bulk_group"
-        f" [map, {{$4, $3{', $5' * len(batch)}}}], [at]; @own cp.async.bulk.commit_group;",
-        warp, [at, row, col, *batch], number, _semantic=_semantic,
-    )  # fmt: skip
-
-
-@builtin
-def wait_for_slot(warp, _semantic=None):
-    """Waits, in one warp, until its stores have read their slots."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred own; .reg .b32 warp; mov.u32 warp, %tid.x; shr.u32 warp, warp, 5; and.b32 warp, warp, 3;"
-        "setp.eq.u32 own, warp, $1; @own cp.async.bulk.wait_group.read 0; mov.b32 $0, 0; }",
-        "=r,r", [warp], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
-    )  # fmt: skip
-
-
-@gluon.jit
-def leave(
-    value, slots, slot, warp, waits, row, col, sizes, EACH: gl.constexpr, SLOT: gl.constexpr, X_FORM: gl.constexpr,
-    Y_FORM: gl.constexpr, MAP: gl.constexpr,
-):  # fmt: skip
-    """Begins to store a part of a result through a slot.
-
-    Args:
-        waits: whether the warp may still be storing an earlier part from the slot.
-        EACH: columns of the product that make one of the output. A slot has room for all.
-        SLOT: bytes of a slot.
-        sizes, X_FORM, Y_FORM, MAP: see `store_slot`.
-    """
-    if waits:
-        wait_for_slot(warp)
-        barrier()
-    slots.index(slot * EACH).store(value.to(slots.dtype, bitcast=True))
-    hopper.fence_async_shared()
-    barrier()
-    store_slot(slot * SLOT, warp, row, col, sizes, X_FORM, Y_FORM, MAP)
-
-
-@gluon.jit
-def finish_part(
-    blocks, out, slots, ring, first_slot, own_slot, spread, part, taken, in_ring, args, shape, row, col,
-    GIVEN: gl.constexpr, SECOND: gl.constexpr, GROUP: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr,
-    SWAP: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr,
-):  # fmt: skip
-    """Epilogue and store of 64 rows of X by some of Y, which begin at `row` and `col`, through a slot.
-
-    Args:
-        first_slot, own_slot, spread, taken: see `finish_tile`.
-        part: which part of the tile this is.
-        in_ring: the part's slot, counted from the first, where parts are spread over the ring.
-    """
-    PAIRED: gl.constexpr = X_FORM == "pairs" or Y_FORM == "pairs"
-    EACH: gl.constexpr = 2 if PAIRED else 1
-    SLOT: gl.constexpr = out.block_type.shape[-2] * out.block_type.shape[-1] * 2 * EACH
-    at_row, at_col = row, col
-    if SWAP:
-        at_row, at_col = col, row
-    block = upright(columns_of(blocks), SWAP, PAIRED)
-    # Issuing a store takes a while, so warps take turns.
-    number = taken + part
-    if SECOND is not None:
-        number = 2 * part
-    slot = first_slot + gl.where(spread, in_ring, number % BUFFERS)
-    warp = gl.where(spread, part % 4, number % BUFFERS)
-    waits = spread == 0
-    if GIVEN is not None:
-        # Both numbers of a pair make one.
-        like = block
-        if PAIRED:
-            like, _ = column_halves(block)
-        read = given.block_of(
-            ring, slots, part, taken, own_slot, spread, slot, like, GIVEN[1], GROUP, EACH, BUFFERS
-        )  # fmt: skip
-        args = (args, read)
-    value = applied(block, args, shape, at_row, at_col, EPILOGUE, PAIRED)
-    if GIVEN is not None:
-        # All threads have read the part, whose slot may be this one.
-        barrier()
-        waits = gl.to_tensor(False)
-    second = None
-    if SECOND is not None:
-        value, second = value
-    value = CAST(value, out.dtype)
-    at_col = at_col // EACH
-    leave(value, slots, slot, warp, waits, at_row, at_col, shape, EACH, SLOT, X_FORM, Y_FORM, None)
-    if SECOND is not None:
-        slot = first_slot + gl.where(spread, in_ring + 1, (number + 1) % BUFFERS)
-        warp = gl.where(spread, (part + 2) % 4, (number + 1) % BUFFERS)
-        leave(second, slots, slot, warp, waits, at_row, at_col, shape, EACH, SLOT, X_FORM, Y_FORM, SECOND)
-
-
-@gluon.jit
-def finish_next(
-    blocks, out, slots, ring, ring_slots, own_slot, spread, part, total, taken, m, i, cut, args, shape, row, col, width,
-    GIVEN: gl.constexpr, SECOND: gl.constexpr, GROUP: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr,
-    SWAP: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr, PART: gl.constexpr,
-    BARRIERS_AT: gl.constexpr,
-):  # fmt: skip
-    """Finishes a tile's part number `part` of `total`, which is number `i` of its 64 rows of X number `m`.
-
-    Args:
-        ring_slots: see `any_width_given.read_others`.
-        own_slot, spread, taken, cut: see `finish_tile`.
-    """
-    if GIVEN is not None:
-        EACH: gl.constexpr = 2 if X_FORM == "pairs" or Y_FORM == "pairs" else 1
-        given.read_others(
-            out, part, (row, col, width), total, taken, own_slot, spread, ring_slots, GIVEN[0], GROUP, SWAP, EACH,
-            BUFFERS, PART, BARRIERS_AT,
-        )  # fmt: skip
-    first_slot, each, every = ring_slots
-    at = gl.minimum(i * PART, width - PART)
-    if cut is not None:
-        blocks = summed(blocks, cut, (m * width + at) // 8)
-    finish_part(
-        blocks, out, slots, ring, first_slot, own_slot, spread, part, taken, m * every + i * each, args, shape,
-        row + 64 * m, col + at, GIVEN, SECOND, GROUP, EPILOGUE, CAST, SWAP, X_FORM, Y_FORM, BUFFERS,
-    )  # fmt: skip
-
-
-@gluon.jit
-def finish_tile(
-    acc, out, slots, ring, args, shape, row, col, width, spread, first_slot, own_slot, cut, taken,
-    GIVEN: gl.constexpr, SECOND: gl.constexpr, GROUP: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr,
-    SWAP: gl.constexpr, LOOPS: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, OWN: gl.constexpr,
-    X_ROWS: gl.constexpr, BUFFERS: gl.constexpr, PART: gl.constexpr, BARRIERS_AT: gl.constexpr,
-):  # fmt: skip
-    """Epilogue and store of a warpgroup's part of a tile, `PART` columns at a time.
-
-    The last columns may overlap those before, and are stored twice then, with the same bits.
-
-    Args:
-        spread: whether each part has a slot of its own, in the ring, where this warpgroup's rows of X were: 64 rows of
-            X have one in each stage. With a packed weight, whose words are smaller, and with two results, all parts
-            lie side by side there. Otherwise parts take the warpgroup's `BUFFERS` in turn.
-        first_slot: the first of these slots.
-        own_slot: the first of the warpgroup's own.
-        cut: see `summed`; None where no tile is cut.
-        taken: parts of the tiles before, where the epilogue reads a matrix; otherwise 0.
-        LOOPS: whether the code is there once, for all parts. Straight code of a long epilogue takes longer to fetch
-            than to run.
-    """
-    COUNT: gl.constexpr = len(acc) // (OWN // 64)
-    BESIDE: gl.constexpr = lie_beside(X_FORM, SECOND)
-    RESULTS: gl.constexpr = 1 if SECOND is None else 2
-    # Slots of 64 rows of X, and from one part to the next.
-    SLOTS: gl.constexpr = 64 // PART
-    NEXT: gl.constexpr = RESULTS if BESIDE else X_ROWS // PART
-    parts = gl.cdiv(width, PART)
-    total = OWN // 64 * parts
-    own = SLOTS
-    if BESIDE:
-        own = parts * RESULTS
-    ring_slots = (first_slot, NEXT, own)
-    if LOOPS:
-        for part in range(total):
-            m = part // parts
-            i = part - m * parts
-            blocks = picked(acc, in_block(m * (COUNT * 8 // PART) + i), PART)
-            finish_next(
-                blocks, out, slots, ring, ring_slots, own_slot, spread, part, total, taken, m, i, cut, args, shape, row,
-                col, width, GIVEN, SECOND, GROUP, EPILOGUE, CAST, SWAP, X_FORM, Y_FORM, BUFFERS, PART, BARRIERS_AT,
-            )  # fmt: skip
-    else:
-        for m in gl.static_range(OWN // 64):
-            for i in gl.static_range(COUNT * 8 // PART):
-                if i < parts:
-                    blocks = blocks_of(acc, m * COUNT + i * PART // 8, PART // 8)
-                    finish_next(
-                        blocks, out, slots, ring, ring_slots, own_slot, spread, m * parts + i, total, taken, m, i, cut,
-                        args, shape, row, col, width, GIVEN, SECOND, GROUP, EPILOGUE, CAST, SWAP, X_FORM, Y_FORM,
-                        BUFFERS, PART, BARRIERS_AT,
-                    )  # fmt: skip
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The kernel
 
@@ -656,34 +247,6 @@ def heads_of(
     )
     head_y = matrix_descriptor(address, 8192 if is_turned(Y_FORM) else 16)
     return head_x + OWN_AT, head_y + stages * X_BLOCK
-
-
-@gluon.jit
-def slots_of(
-    ring, is_last, is_whole, width, own_slot, CUTS: gl.constexpr, FIRST: gl.constexpr, PINGPONG: gl.constexpr,
-    X_FORM: gl.constexpr, SECOND: gl.constexpr, PART: gl.constexpr,
-):  # fmt: skip
-    """Whether a tile's parts are spread over the ring, and the first of their slots; see `finish_tile`.
-
-    They are in the program's last tile, when nothing is loaded any more, unless it is cut along K. Returns once the
-    slots are free.
-    """
-    BESIDE: gl.constexpr = lie_beside(X_FORM, SECOND)
-    spread = is_last
-    if not BESIDE:
-        spread = spread & (gl.cdiv(width, PART) <= ring[1])
-    if CUTS:
-        spread = spread & is_whole
-    in_ring = FIRST // PART
-    if BESIDE:
-        in_ring = FIRST // 64 * gl.cdiv(width, PART) * (1 if SECOND is None else 2)
-    first_slot = gl.where(spread, in_ring, own_slot)
-    if spread:
-        if PINGPONG or BESIDE:
-            # Other warpgroups read what is there.
-            mbarrier.wait(unused(ring), 0)
-        barrier()
-    return spread, first_slot
 
 
 @gluon.jit

@@ -67,6 +67,12 @@ def shared_at(AT, _semantic=None):
     )  # fmt: skip
 
 
+@gluon.jit
+def unused(ring):
+    """The barrier at which warpgroups arrive once they no longer read the ring."""
+    return ring[0].index(2 * STAGES + 2)
+
+
 @builtin
 def issue(instruction, warp, operands, map, _semantic):
     """Runs an instruction in one thread of a warp of each warpgroup.

@@ -663,9 +663,21 @@ class AnyWidthBinding(Binding):
 @functools.cache
 def source() -> str:
     """The `digest` of the kernel's files."""
-    from ..kernels import any_width, any_width_given, any_width_load, any_width_loop, decoders
+    from ..kernels import (
+        any_width,
+        any_width_acc,
+        any_width_cut,
+        any_width_finish,
+        any_width_given,
+        any_width_load,
+        any_width_loop,
+        decoders,
+    )
 
-    return digest(any_width, any_width_given, any_width_load, any_width_loop, packed, decoders)
+    return digest(
+        any_width, any_width_acc, any_width_cut, any_width_finish, any_width_given, any_width_load, any_width_loop,
+        packed, decoders,
+    )  # fmt: skip
 
 
 def check_maps(ptx: str) -> None:

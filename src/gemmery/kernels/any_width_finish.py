@@ -1,0 +1,237 @@
+"""What comes after the K loop of a tile of any width: epilogue and store, part by part; see `any_width`."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from . import any_width_given as given
+from .any_width_acc import blocks_of, columns_of, in_block, picked
+from .any_width_cut import summed
+from .any_width_load import issue, maps_of, unused
+from .dialect import value_of
+from .rings import applied, barrier, column_halves, upright
+
+
+@gluon.constexpr_function
+def lie_beside(X_FORM, SECOND):
+    """Whether the parts of a program's last tile lie side by side in the ring."""
+    return X_FORM == "packed" or SECOND is not None
+
+
+@gluon.jit
+def slots_of(
+    ring, is_last, is_whole, width, own_slot, CUTS: gl.constexpr, FIRST: gl.constexpr, PINGPONG: gl.constexpr,
+    X_FORM: gl.constexpr, SECOND: gl.constexpr, PART: gl.constexpr,
+):  # fmt: skip
+    """Whether a tile's parts are spread over the ring, and the first of their slots; see `finish_tile`.
+
+    They are in the program's last tile, when nothing is loaded any more, unless it is cut along K. Returns once the
+    slots are free.
+    """
+    BESIDE: gl.constexpr = lie_beside(X_FORM, SECOND)
+    spread = is_last
+    if not BESIDE:
+        spread = spread & (gl.cdiv(width, PART) <= ring[1])
+    if CUTS:
+        spread = spread & is_whole
+    in_ring = FIRST // PART
+    if BESIDE:
+        in_ring = FIRST // 64 * gl.cdiv(width, PART) * (1 if SECOND is None else 2)
+    first_slot = gl.where(spread, in_ring, own_slot)
+    if spread:
+        if PINGPONG or BESIDE:
+            # Other warpgroups read what is there.
+            mbarrier.wait(unused(ring), 0)
+        barrier()
+    return spread, first_slot
+
+
+@builtin
+def store_slot(at, warp, row, col, sizes, X_FORM, Y_FORM, MAP, _semantic=None):
+    """One thread of a warp begins to store a part of a result from a slot.
+
+    Args:
+        at: where the slot is, in bytes behind the beginning of shared memory.
+        row, col: where the part begins.
+        sizes: see `sizes_of`.
+        X_FORM, Y_FORM: how the operands lie.
+        MAP: the number of the kernel's parameter that is the result's tensor map; None for the output's.
+    """
+    number, batch = value_of(MAP) or maps_of(X_FORM, Y_FORM)[2], list(sizes.values)[2:]
+    issue(
+        "mov.b32 at, global_smem; add.s32 at, at, $2;"
+        f"@own cp.async.bulk.tensor.{2 + len(batch)}d.global.shared::cta.bulk_group"
+        f" [map, {{$4, $3{', $5' * len(batch)}}}], [at]; @own cp.async.bulk.commit_group;",
+        warp, [at, row, col, *batch], number, _semantic=_semantic,
+    )  # fmt: skip
+
+
+@builtin
+def wait_for_slot(warp, _semantic=None):
+    """Waits, in one warp, until its stores have read their slots."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred own; .reg .b32 warp; mov.u32 warp, %tid.x; shr.u32 warp, warp, 5; and.b32 warp, warp, 3;"
+        "setp.eq.u32 own, warp, $1; @own cp.async.bulk.wait_group.read 0; mov.b32 $0, 0; }",
+        "=r,r", [warp], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
+    )  # fmt: skip
+
+
+@gluon.jit
+def leave(
+    value, slots, slot, warp, waits, row, col, sizes, EACH: gl.constexpr, SLOT: gl.constexpr, X_FORM: gl.constexpr,
+    Y_FORM: gl.constexpr, MAP: gl.constexpr,
+):  # fmt: skip
+    """Begins to store a part of a result through a slot.
+
+    Args:
+        waits: whether the warp may still be storing an earlier part from the slot.
+        EACH: columns of the product that make one of the output. A slot has room for all.
+        SLOT: bytes of a slot.
+        sizes, X_FORM, Y_FORM, MAP: see `store_slot`.
+    """
+    if waits:
+        wait_for_slot(warp)
+        barrier()
+    slots.index(slot * EACH).store(value.to(slots.dtype, bitcast=True))
+    hopper.fence_async_shared()
+    barrier()
+    store_slot(slot * SLOT, warp, row, col, sizes, X_FORM, Y_FORM, MAP)
+
+
+@gluon.jit
+def finish_part(
+    blocks, out, slots, ring, first_slot, own_slot, spread, part, taken, in_ring, args, shape, row, col,
+    GIVEN: gl.constexpr, SECOND: gl.constexpr, GROUP: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr,
+    SWAP: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr,
+):  # fmt: skip
+    """Epilogue and store of 64 rows of X by some of Y, which begin at `row` and `col`, through a slot.
+
+    Args:
+        first_slot, own_slot, spread, taken: see `finish_tile`.
+        part: which part of the tile this is.
+        in_ring: the part's slot, counted from the first, where parts are spread over the ring.
+    """
+    PAIRED: gl.constexpr = X_FORM == "pairs" or Y_FORM == "pairs"
+    EACH: gl.constexpr = 2 if PAIRED else 1
+    SLOT: gl.constexpr = out.block_type.shape[-2] * out.block_type.shape[-1] * 2 * EACH
+    at_row, at_col = row, col
+    if SWAP:
+        at_row, at_col = col, row
+    block = upright(columns_of(blocks), SWAP, PAIRED)
+    # Issuing a store takes a while, so warps take turns.
+    number = taken + part
+    if SECOND is not None:
+        number = 2 * part
+    slot = first_slot + gl.where(spread, in_ring, number % BUFFERS)
+    warp = gl.where(spread, part % 4, number % BUFFERS)
+    waits = spread == 0
+    if GIVEN is not None:
+        # Both numbers of a pair make one.
+        like = block
+        if PAIRED:
+            like, _ = column_halves(block)
+        read = given.block_of(
+            ring, slots, part, taken, own_slot, spread, slot, like, GIVEN[1], GROUP, EACH, BUFFERS
+        )  # fmt: skip
+        args = (args, read)
+    value = applied(block, args, shape, at_row, at_col, EPILOGUE, PAIRED)
+    if GIVEN is not None:
+        # All threads have read the part, whose slot may be this one.
+        barrier()
+        waits = gl.to_tensor(False)
+    second = None
+    if SECOND is not None:
+        value, second = value
+    value = CAST(value, out.dtype)
+    at_col = at_col // EACH
+    leave(value, slots, slot, warp, waits, at_row, at_col, shape, EACH, SLOT, X_FORM, Y_FORM, None)
+    if SECOND is not None:
+        slot = first_slot + gl.where(spread, in_ring + 1, (number + 1) % BUFFERS)
+        warp = gl.where(spread, (part + 2) % 4, (number + 1) % BUFFERS)
+        leave(second, slots, slot, warp, waits, at_row, at_col, shape, EACH, SLOT, X_FORM, Y_FORM, SECOND)
+
+
+@gluon.jit
+def finish_next(
+    blocks, out, slots, ring, ring_slots, own_slot, spread, part, total, taken, m, i, cut, args, shape, row, col, width,
+    GIVEN: gl.constexpr, SECOND: gl.constexpr, GROUP: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr,
+    SWAP: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr, PART: gl.constexpr,
+    BARRIERS_AT: gl.constexpr,
+):  # fmt: skip
+    """Finishes a tile's part number `part` of `total`, which is number `i` of its 64 rows of X number `m`.
+
+    Args:
+        ring_slots: see `any_width_given.read_others`.
+        own_slot, spread, taken, cut: see `finish_tile`.
+    """
+    if GIVEN is not None:
+        EACH: gl.constexpr = 2 if X_FORM == "pairs" or Y_FORM == "pairs" else 1
+        given.read_others(
+            out, part, (row, col, width), total, taken, own_slot, spread, ring_slots, GIVEN[0], GROUP, SWAP, EACH,
+            BUFFERS, PART, BARRIERS_AT,
+        )  # fmt: skip
+    first_slot, each, every = ring_slots
+    at = gl.minimum(i * PART, width - PART)
+    if cut is not None:
+        blocks = summed(blocks, cut, (m * width + at) // 8)
+    finish_part(
+        blocks, out, slots, ring, first_slot, own_slot, spread, part, taken, m * every + i * each, args, shape,
+        row + 64 * m, col + at, GIVEN, SECOND, GROUP, EPILOGUE, CAST, SWAP, X_FORM, Y_FORM, BUFFERS,
+    )  # fmt: skip
+
+
+@gluon.jit
+def finish_tile(
+    acc, out, slots, ring, args, shape, row, col, width, spread, first_slot, own_slot, cut, taken,
+    GIVEN: gl.constexpr, SECOND: gl.constexpr, GROUP: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr,
+    SWAP: gl.constexpr, LOOPS: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, OWN: gl.constexpr,
+    X_ROWS: gl.constexpr, BUFFERS: gl.constexpr, PART: gl.constexpr, BARRIERS_AT: gl.constexpr,
+):  # fmt: skip
+    """Epilogue and store of a warpgroup's part of a tile, `PART` columns at a time.
+
+    The last columns may overlap those before, and are stored twice then, with the same bits.
+
+    Args:
+        spread: whether each part has a slot of its own, in the ring, where this warpgroup's rows of X were: 64 rows of
+            X have one in each stage. With a packed weight, whose words are smaller, and with two results, all parts
+            lie side by side there. Otherwise parts take the warpgroup's `BUFFERS` in turn.
+        first_slot: the first of these slots.
+        own_slot: the first of the warpgroup's own.
+        cut: see `summed`; None where no tile is cut.
+        taken: parts of the tiles before, where the epilogue reads a matrix; otherwise 0.
+        LOOPS: whether the code is there once, for all parts. Straight code of a long epilogue takes longer to fetch
+            than to run.
+    """
+    COUNT: gl.constexpr = len(acc) // (OWN // 64)
+    BESIDE: gl.constexpr = lie_beside(X_FORM, SECOND)
+    RESULTS: gl.constexpr = 1 if SECOND is None else 2
+    # Slots of 64 rows of X, and from one part to the next.
+    SLOTS: gl.constexpr = 64 // PART
+    NEXT: gl.constexpr = RESULTS if BESIDE else X_ROWS // PART
+    parts = gl.cdiv(width, PART)
+    total = OWN // 64 * parts
+    own = SLOTS
+    if BESIDE:
+        own = parts * RESULTS
+    ring_slots = (first_slot, NEXT, own)
+    if LOOPS:
+        for part in range(total):
+            m = part // parts
+            i = part - m * parts
+            blocks = picked(acc, in_block(m * (COUNT * 8 // PART) + i), PART)
+            finish_next(
+                blocks, out, slots, ring, ring_slots, own_slot, spread, part, total, taken, m, i, cut, args, shape, row,
+                col, width, GIVEN, SECOND, GROUP, EPILOGUE, CAST, SWAP, X_FORM, Y_FORM, BUFFERS, PART, BARRIERS_AT,
+            )  # fmt: skip
+    else:
+        for m in gl.static_range(OWN // 64):
+            for i in gl.static_range(COUNT * 8 // PART):
+                if i < parts:
+                    blocks = blocks_of(acc, m * COUNT + i * PART // 8, PART // 8)
+                    finish_next(
+                        blocks, out, slots, ring, ring_slots, own_slot, spread, m * parts + i, total, taken, m, i, cut,
+                        args, shape, row, col, width, GIVEN, SECOND, GROUP, EPILOGUE, CAST, SWAP, X_FORM, Y_FORM,
+                        BUFFERS, PART, BARRIERS_AT,
+                    )  # fmt: skip
