@@ -78,7 +78,7 @@ def quantize_activations(
 
     Raises:
         TypeError: x is not of such a type, or its gradient is asked for.
-        ValueError: format or per is none of these, x has less than two dimensions, or amax does not fit.
+        ValueError: format or per is unknown, x has less than two dimensions, or amax does not fit.
 
     Example:
         >>> import torch, gemmery

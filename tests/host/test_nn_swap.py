@@ -545,7 +545,7 @@ LEFT = {
     "compiled layer": (lambda _, m: m.up_proj.compile(backend="eager"), "up_proj", "it was compiled by itself"),
     "another class": (renamed, "", "whose forward is not known"),
     "another forward": (pretending, "", "whose forward is not known"),
-    "another activation": (lambda _, m: setattr(m, "act_fn", nn.Mish()), "", "its activation Mish is none of gemmery's"),
+    "another activation": (lambda _, m: setattr(m, "act_fn", nn.Mish()), "", "its activation Mish is not one of gemmery's"),
     "quantised weight": (quantised, "up_proj", "its weight is a Scaled, not a plain parameter"),
     "more children": (lambda _, m: setattr(m, "norm", nn.LayerNorm(24)), "", "it has more than its class gives it"),
     "more parameters": (
@@ -589,7 +589,7 @@ def test_what_the_report_says():
         "7 left\n"
         "  bert.encoder.layer.0.attention.self.query, bert.encoder.layer.0.attention.self.key, "
         "bert.encoder.layer.0.attention.self.value and 3 more: it has hooks\n"
-        f"  {path}: its activation Mish is none of gemmery's"
+        f"  {path}: its activation Mish is not one of gemmery's"
     )
     assert report.replaced[0] == ("bert.encoder.layer.0.attention.output.dense", "Linear")
     assert ("bert.encoder.layer.1.intermediate", "BertIntermediate (gelu)") in report.replaced

@@ -341,7 +341,7 @@ def plot(files: Sequence[Path], kinds: Sequence[str], out: Path) -> dict[str, An
         For each kind the file and the series that are in it; no file where the results have none of these.
 
     Raises:
-        ValueError: a file is no result, a kind is none, or `out` has another ending.
+        ValueError: a file is no result, a kind is unknown, or `out` has another ending.
         FileNotFoundError: there is no such directory.
     """
     check_name(out)

@@ -233,7 +233,7 @@ def problem_of_strides(
         device: a GPU of the device table by its name or a part of it; by default the current one, or else an H200.
 
     Raises:
-        ValueError: a size, the layout or strides are none.
+        ValueError: a size, the layout or strides are invalid.
         TypeError: the type is not supported.
     """
     if layout not in LAYOUTS:

@@ -108,7 +108,7 @@ def launch_of(
         l2_bytes: size of the cache; by default the GPU's.
 
     Raises:
-        ValueError: a size is none, there are too many tiles, or gemmery has no kernel for the product there.
+        ValueError: a size is invalid, there are too many tiles, or gemmery has no kernel for the product there.
     """
     for name, value in (
         ("group_size", group_size),

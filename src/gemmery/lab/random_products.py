@@ -70,7 +70,7 @@ def draw(
         keep: says which products count; the others are passed over. There must be such products in the class.
 
     Raises:
-        ValueError: the class is none, or fewer than one product is asked for.
+        ValueError: the class is unknown, or fewer than one product is asked for.
 
     Example:
         >>> draw(5, "mid", 1)

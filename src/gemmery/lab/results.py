@@ -94,7 +94,7 @@ def read(path: Path) -> dict[str, Any]:
     """A result as `Result.save` wrote it, its rows' summaries made of their rounds anew, so that one rule is for all.
 
     Raises:
-        ValueError: the file is none.
+        ValueError: the file is not a result.
     """
     data = read_json(path)
     if not isinstance(data, dict) or (missing := set(_NEEDED) - set(data)):

@@ -183,7 +183,7 @@ def rooflines(
         results: a folder of results, of which those of this GPU are shown; None for predictions alone.
 
     Raises:
-        ValueError: a size, a type or a suite is none, or a JSON file in the folder is no result.
+        ValueError: a size, a type or a suite is invalid, or a JSON file in the folder is no result.
     """
     dtype = short_name(dtype)
     if dtype not in KINDS:

@@ -24,7 +24,7 @@ def band(order: str, tiles_m: int, group_size: int) -> int:
     """Rows of tiles in a band, `band_m` in `kernels.order`, for an order by its name.
 
     Raises:
-        ValueError: there is no such order, or `group_size` is none.
+        ValueError: there is no such order, or `group_size` is invalid.
     """
     if order not in ORDERS:
         raise ValueError(f"order is {order!r}; it must be one of {', '.join(ORDERS)}")
@@ -76,7 +76,7 @@ def plain_walk(problem: Problem, tile: Sizes, group_size: int = 8) -> Walk:
     """One program a tile, of any size, with a tile on each multiprocessor at once.
 
     Raises:
-        ValueError: a size is none, or there are more tiles than `MOST_UNITS`.
+        ValueError: a size is invalid, or there are more tiles than `MOST_UNITS`.
     """
     for name, size in zip(("block_m", "block_n", "block_k", "group_size"), (*tile, group_size), strict=True):
         if size < 1:

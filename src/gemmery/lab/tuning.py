@@ -84,7 +84,7 @@ class Request:
         """The problems, each once.
 
         Raises:
-            ValueError: a suite, shape, type or line of the log is none.
+            ValueError: a suite, shape, type or line of the log is invalid.
             OSError: the log can't be read.
         """
         kinds = [kind_named(name) for name in self.dtypes]

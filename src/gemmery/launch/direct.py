@@ -128,7 +128,7 @@ class _Layouter:
         self.laid = Arguments()
 
     def source(self, value: Any) -> int | None:
-        """Which tensor an argument is; None for one that is none."""
+        """Which tensor an argument is; None for another argument."""
         if not isinstance(value, Tensor):
             return None
         for i, known in enumerate(self.sources):

@@ -48,8 +48,8 @@ class Explanation:
         copies: the matrices that are copied first, of "a" and "b", since the kernel reads copies quicker; the choices
             are for the product of the copies.
         copying: predicted seconds of that.
-        quicker: a config that is predicted to be quicker than all choices and is not taken, since its kernel is none of
-            those that are kept for every M; see `shortlist`.
+        quicker: a config that is predicted to be quicker than all choices and is not taken, since its kernel is not
+            among those that serve every M; see `shortlist`.
     """
 
     problem: Problem
@@ -82,8 +82,8 @@ class Explanation:
         if self.quicker is not None and self.quicker.cost is not None:
             less = 1 - self.quicker.cost.total / first.cost.total
             sentences.append(
-                f"{self.quicker.config} is predicted to take {less:.1%} less, but is none of the few kernels that are "
-                f"kept for every number of rows; pin it with config="
+                f"{self.quicker.config} is predicted to take {less:.1%} less, but its kernel is not among the few that "
+                f"serve every number of rows; pin it with config="
             )
         return sentences
 
@@ -205,7 +205,7 @@ def explain(
         The candidates with the predicted cost of each part, and the time where it was measured; print it.
 
     Raises:
-        ValueError: a size, layout, precision or device is none.
+        ValueError: a size, layout, precision or device is invalid.
         TypeError: a type is not supported.
 
     Example:

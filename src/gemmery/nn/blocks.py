@@ -159,7 +159,7 @@ def refusal(kind: Family, block: nn.Module, why_not: Callable[[nn.Module], str |
     if set(block._modules) - {kind.act} != set(kind.layers) or block._parameters or block._buffers:
         return "it has more than its class gives it"
     if recognised(function) is None:
-        return f"its activation {_describe(function)} is none of gemmery's"
+        return f"its activation {_describe(function)} is not one of gemmery's"
     code = own_code(function) if isinstance(function, nn.Module) else None
     if code is not None:
         return f"of its activation: {code}"

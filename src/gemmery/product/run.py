@@ -192,7 +192,7 @@ def checked(
         check_tensor(op, "out", out)
         check_not_packed(op, "out", out)
     if options.config is not None:
-        Config.of(options.config)  # one that is none is an error, whether a kernel runs or not
+        Config.of(options.config)  # an invalid one is an error, whether a kernel runs or not
     is_scaled = isinstance(b, ScaledTensor)
     if options.out_dtype is None and isinstance(out, Tensor) and (functions.epilogue is None or is_scaled):
         options = options._replace(out_dtype=out.dtype)

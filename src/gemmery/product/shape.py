@@ -14,14 +14,20 @@ def operand_names(op: str) -> tuple[str, str, str]:
     return "a", "b", "input" if op == "addmm" else "bias"
 
 
-def result_shape(op: str, a: Tensor, b: Tensor) -> tuple[int, ...]:
-    """The shape of `a @ b`; ValueError where they do not fit."""
+def result_shape(op: str, a: Tensor, b: Tensor, packed: bool = False) -> tuple[int, ...]:
+    """The shape of `a @ b`; ValueError where they do not fit.
+
+    Args:
+        packed: whether b stands for the transpose of a packed weight.
+    """
     for name, tensor in zip(operand_names(op), (a, b), strict=False):
         if tensor.dim() == 0:
             raise ValueError(f"{op}: {name} is a scalar; it must have at least one dimension")
     what = f"{op}: a is {tuple(a.shape)} and b is {tuple(b.shape)}"
     if op == "linear":
         what = f"linear: x is {tuple(a.shape)} and weight is {tuple(b.t().shape)}, which is (N, K)"
+    elif packed:
+        what = f"{op}: a is {tuple(a.shape)} and b is a packed weight {tuple(b.mT.shape)}, which is (N, K)"
     inner_a, inner_b = a.shape[-1], b.shape[-2] if b.dim() > 1 else b.shape[0]
     if inner_a != inner_b:
         raise ValueError(f"{what}: inner sizes {inner_a} and {inner_b} differ")

@@ -133,7 +133,7 @@ class Call:
     @property
     def shape(self) -> tuple[int, ...]:
         """The product's, (..., M, N)."""
-        shape = result_shape(self.op, self.a.matrix, self.b.matrix)
+        shape = result_shape(self.op, self.a.matrix, self.b.matrix, self.b.is_packed)
         return shape if self.b.halves == 1 else (*shape[:-1], shape[-1] * self.b.halves)
 
     @property

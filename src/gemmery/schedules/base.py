@@ -127,7 +127,7 @@ class Schedule:
     # --- configs ---------------------------------------------------------------------------------------------------
 
     def check_sizes(self, config: Config) -> None:
-        """ValueError for a Config whose tile or number of warps is none."""
+        """ValueError for a Config whose tile or number of warps is invalid."""
         c = config
         for name in ("block_m", "block_n", "block_k"):
             value = getattr(c, name)

@@ -76,7 +76,7 @@ def problem_of(
     The other arguments are those of `gemmery.matmul`.
 
     Raises:
-        ValueError: a size, the layout or the precision is none.
+        ValueError: a size, the layout or the precision is invalid.
         TypeError: a type is not supported.
     """
     check_sizes(M, N, K, batch, least_k=0)

@@ -44,7 +44,7 @@ class Timing(NamedTuple):
         """A timing of values that came from a file.
 
         Raises:
-            ValueError: one of them is none that `Store.record` keeps.
+            ValueError: `Store.record` does not keep such an entry.
         """
         if seconds is not None:
             seconds = _positive("seconds", seconds)

@@ -229,7 +229,7 @@ def warmup(
         What was prepared, for each weight that differs in layout from the others.
 
     Raises:
-        ValueError: there is no GPU to compile for, or a weight is none.
+        ValueError: there is no GPU to compile for, or a weight is invalid.
         TypeError: a weight's type is not supported.
 
     Example:

@@ -216,9 +216,9 @@ def inspect(problem: Problem | Plan, config: Config | dict[str, Any] | str | Non
             spills or that no GPU would launch is shown all the same.
 
     Raises:
-        ValueError: the config is none or does not suit the problem, none fits, the GPU lacks the instructions, or
+        ValueError: the config is invalid or does not suit the problem, none fits, the GPU lacks the instructions, or
             kernels are interpreted in this process.
-        TypeError: the problem is none; or the config comes with a plan, which has its own.
+        TypeError: the problem is not a problem or a plan; or the config comes with a plan, which has its own.
 
     Example:
         >>> from gemmery.devices import TABLE

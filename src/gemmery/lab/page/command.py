@@ -92,7 +92,7 @@ def serve(request: Request, host: str, port: int, open_page: bool | None) -> Non
         open_page: whether to open it in a browser; None for where there is a desktop.
 
     Raises:
-        ValueError: a choice is none.
+        ValueError: a choice is invalid.
         OSError: nothing can be served there.
         SystemExit: the server's libraries are not installed.
     """

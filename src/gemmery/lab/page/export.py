@@ -34,7 +34,7 @@ def page(sizes: Sequence[Shape], choices: Mapping[str, Sequence[str]]) -> str:
             first of everything.
 
     Raises:
-        QueryError: a size or a name is none, there are too many products, or none of them can be computed.
+        QueryError: a size or a name is invalid, there are too many products, or none of them can be computed.
     """
     sizes = list(dict.fromkeys(sizes))
     for shape in sizes:

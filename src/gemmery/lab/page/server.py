@@ -26,7 +26,7 @@ def _body(query: Query) -> bytes:
 
 
 def encoded(values: Any) -> bytes:
-    """Plain values as JSON; a number that is none would be an error of ours."""
+    """Plain values as JSON. NaN or infinity among them would be an error of ours."""
     return json.dumps(values, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 

@@ -138,7 +138,7 @@ def cost_of(problem: Problem, config: Config) -> Cost:
     tiles = _tiles(problem.device.target.family, kind_of(problem))
     tile = tiles.get(row_of(config))
     if tile is None:
-        raise ValueError(f"config {config} is none of those that are considered for {problem}")
+        raise ValueError(f"config {config} is not among those that are considered for {problem}")
     return costs(problem, Space.of([(config, tile, 0)]))[0]
 
 

@@ -118,7 +118,7 @@ def read_results(place: Path, regime: str = "burst") -> list[Recorded]:
     """All rows of a folder's results, but for those that nothing is fitted to: of `suites.RANDOM`.
 
     Raises:
-        ValueError: a JSON file in it is none.
+        ValueError: a JSON file in it is not a result.
     """
     return [row for path in fitted(place) for row in read_result(path, regime)]
 
