@@ -394,7 +394,7 @@ def test_a_config_can_be_given():
     other = predict(problem, "64x64x64-g8-w4-s3-tile-descriptor")
     assert other.config.startswith("64x64x64")
     assert other.gemmery > 1.3 * best.gemmery
-    with pytest.raises(ValueError, match="none of those that are considered"):
+    with pytest.raises(ValueError, match="not among those that are considered"):
         predict(problem, "16x16x16-g1-w1-s1-tile-pointer")
 
 
