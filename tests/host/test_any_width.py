@@ -443,8 +443,7 @@ def test_elements_that_two_tiles_store_have_the_same_bits(sizes, text):
     p, config = problem(*sizes), Config.of(text)
     walk, work = schedules.of(config.schedule).walk(p, config), schedules.bind(p, config).work
     gl = types.SimpleNamespace(minimum=min, maximum=max, where=lambda condition, x, y: x if condition else y)
-    own = {"gl": gl, "is_batched": lambda form: False}
-    corner = types.FunctionType(kernel.corner.fn.__code__, own)
+    corner = types.FunctionType(kernel.corner.fn.__code__, {"gl": gl})
     x, y = sides(config)
     cut = np.full((p.M, p.N), -1)
     for unit, (row, col) in enumerate(zip(walk.row, walk.col, strict=True)):

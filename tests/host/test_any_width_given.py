@@ -87,7 +87,7 @@ class Slots:
             raise Wrong(f"slot {self.slot} is {self.held[self.slot][0]}")
         self.held[self.slot] = ("written", value)
 
-    def store_slot(self, at, warp, row, col, sizes, X_FORM, Y_FORM, MAP):
+    def store_slot(self, at, warp, row, col, shape, X_FORM, Y_FORM, MAP):
         slot, rest = divmod(at, PART_BYTES)
         assert (rest, slot) == (0, self.slot)
         assert self.held[slot] == ("written", "second" if MAP else "first")

@@ -38,9 +38,9 @@ STEP, ROW, STAGES = 64, Constant(any_width_load.ROW.value), Constant(any_width.S
 #: Where barriers begin of which each stage has one, those of turns, and the last one.
 FREE_AT, TURNS_AT, UNUSED_AT = (BARRIERS_AT + 8 * at for at in (STAGES, 2 * STAGES, 2 * STAGES + 2))
 #: 4-bit integers with scales, of which two steps have the same.
+INT4 = any_width_packed.StageFormat("int", 4, 2 * STEP, "", 8)
 #: From a row of a matrix of a batch to that of the next one.
 MATRIX = 1 << 20
-INT4 = any_width_packed.StageFormat("int", 4, 2 * STEP, "", 8)
 program = functools.cache(Program)
 
 
@@ -459,7 +459,7 @@ def kernel(machine, number, programs, groups, threads, boxes, forms, streams, sc
         for name, value in vars(file).items()
         if name[:2] != "__"
     }
-    kept = ("value_of", "format_of", "releasing", "switch", "WAIT", "NOWHERE", "maps_of")
+    kept = ("matrix_of", "value_of", "format_of", "releasing", "switch", "WAIT", "NOWHERE", "maps_of")
     packed = types.SimpleNamespace(**vars(any_width_packed) | {
         "prepare": lambda *given: "",
         "unpacked": lambda format, kind, own, piece: "".join(
@@ -472,7 +472,7 @@ def kernel(machine, number, programs, groups, threads, boxes, forms, streams, sc
     } | {
         "packed": packed, "x_bytes_of": lambda rows, format: any_width_packed.x_bytes(rows, format and INT4),
         "lie_beside": lambda form, second: form == "packed",
-        "is_batched": lambda form: form.startswith("many"), "is_turned": lambda form: form.endswith("turned"),
+        "is_turned": lambda form: form.endswith("turned"),
         "gl": gl, "AHEAD": Constant(any_width_load.AHEAD.value), "SMALL": any_width_load.SMALL, "ROW": ROW, "STAGES": STAGES, "step_of": lambda kind: STEP,
         "later": types.FunctionType(rings.later.fn.__code__, {"gl": gl}), "shared_at": lambda at: at,
         "matrix_descriptor": lambda address, chunk: address // 16,
@@ -504,8 +504,6 @@ def kernel(machine, number, programs, groups, threads, boxes, forms, streams, sc
         "turn_at",
         "unused",
         "corner",
-        "batch_of",
-        "sizes_of",
         "sum_steps",
         "produce",
         "heads_of",
@@ -571,7 +569,7 @@ def emulate(
             raise Wrong("the ring is read when it has become slots")
         first_k, last_k = (0, K) if cut is None or cut[0] is False else cut
         # Rows of the second matrix of a batch have large numbers.
-        row, col = (each + MATRIX * sum(shape[2:]) for each in (row, col))
+        row, col = (each + MATRIX * shape[2] for each in (row, col))
         for step, found in enumerate(acc):
             k = first_k + step * STEP
             y = tuple(("y", col + i, k) for i in range(width))
@@ -690,9 +688,9 @@ def emulate(
         lie = format, *forms, BARRIERS_AT
         if warp == 0:
             # One thread stands in for all of the first warpgroup. Its first warp may use no other one's barriers.
-            row, col, end, first_k, last_k = first()
+            row, col, _, first_k, last_k, batch = first()
             last_k = min(last_k, first_k + min(stages, any_width_load.AHEAD.value) * STEP)
-            given = first_k, last_k, row, *loads[:2], col, width, *loads[2:], names["batch_of"](end, forms[0])
+            given = first_k, last_k, row, *loads[:2], col, width, *loads[2:], batch
             for each in range(4):
                 threads[threading.get_ident()] = 32 * each
                 names["begin"](BARRIERS_AT, stages, *given, readers, groups, *behind, *lie[:-1])

@@ -42,7 +42,6 @@ from .any_width_load import (
     AHEAD,
     ROW,
     begin,
-    is_batched,
     is_turned,
     load_steps,
     loaders_of,
@@ -97,9 +96,7 @@ def computed(value, _semantic=None):
 def corner(
     unit, state, shape, tile, PLACE: gl.constexpr, X_ROWS: gl.constexpr, SWAP: gl.constexpr, X_FORM: gl.constexpr
 ):  # fmt: skip
-    """Where a unit begins in X and in Y, the end of its rows of the output, and its range of K.
-
-    Of a batch, the end of the rows comes with the number of the matrix: (end, batch).
+    """Where a unit begins in X and in Y, the end of its rows of the output, its range of K, and which matrix it is of.
 
     The last tile along each side is moved back so that it ends where the operand does, if the operand is as large as a
     tile. TMA fills rows outside an operand with zeros, at a tenth of the speed of loads. Two tiles then share elements,
@@ -119,27 +116,7 @@ def corner(
     moves = (unit < state[1]) | (state[1] == 0)
     row = gl.where(moves, gl.minimum(row, gl.maximum(x_rows - X_ROWS, 0)), row)
     col = gl.where(moves, gl.minimum(col, gl.maximum(y_rows - width, 0)), col)
-    if is_batched(X_FORM):
-        end = (end, batch)
-    return row, col, end, first_k, last_k
-
-
-@gluon.jit
-def batch_of(end, X_FORM: gl.constexpr):
-    """Of what `corner` says of the end of the rows: (which matrix,) of a batch, otherwise ()."""
-    if is_batched(X_FORM):
-        return (end[1],)
-    else:
-        return ()
-
-
-@gluon.jit
-def sizes_of(end, columns, X_FORM: gl.constexpr):
-    """The end of a unit's rows and the columns of the product, and of a batch which matrix it is."""
-    if is_batched(X_FORM):
-        return end[0], columns, end[1]
-    else:
-        return end, columns
+    return row, col, end, first_k, last_k, batch
 
 
 @gluon.jit
@@ -157,16 +134,18 @@ def produce(
     stage = gl.to_tensor(0)
     # The parity before the first: what has not been used yet is free.
     phase = gl.to_tensor(1)
-    row, col, end, first_k, last_k = first
+    row, col, _, first_k, last_k, batch = first
     ahead = gl.minimum(gl.minimum(stages, AHEAD), gl.cdiv(last_k - first_k, STEP))
     stage, phase = later(stage, phase, ahead, stages)
     first_k += ahead * STEP
     for unit in range(gl.program_id(0), state[0], gl.num_programs(0)):
         if unit != gl.program_id(0):
-            row, col, end, first_k, last_k = corner(unit, state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM)
+            row, col, _, first_k, last_k, batch = corner(
+                unit, state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM
+            )
         load_steps(
             shared_at(BARRIERS_AT), stage, phase, stages, first_k, last_k, row, x_box, x_size, col, tile[0], y_box,
-            y_size, streams, batch_of(end, X_FORM), X_ROWS, STEP, FORMAT, X_FORM, Y_FORM,
+            y_size, streams, batch, X_ROWS, STEP, FORMAT, X_FORM, Y_FORM,
         )  # fmt: skip
         stage, phase = later(stage, phase, gl.cdiv(last_k - first_k, STEP), stages)
 
@@ -284,9 +263,9 @@ def consume(
             stage, phase = later(stage, phase, steps, stages)
     if own >= units:
         mbarrier.arrive(unused(ring))
-    row, col, end, first_k, last_k = first
+    row, col, end, first_k, last_k, batch = first
     if PINGPONG and GROUP == 1:
-        row, col, end, first_k, last_k = corner(own, state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM)
+        row, col, end, first_k, last_k, batch = corner(own, state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM)
     own_slot = RING_BYTES // (128 * PART) + GROUP * BUFFERS
     taken = 0
     total = 0
@@ -337,7 +316,7 @@ def consume(
         )  # fmt: skip
         if done:
             finish_tile(
-                acc, out, slots, ring, args, sizes_of(end, shape[1], X_FORM), row + FIRST, col, width, spread,
+                acc, out, slots, ring, args, (end, shape[1], batch), row + FIRST, col, width, spread,
                 first_slot, own_slot, cut, taken, GIVEN, SECOND, GROUP, EPILOGUE, CAST, SWAP, LOOPS, X_FORM, Y_FORM,
                 OWN, X_ROWS, BUFFERS, PART, BARRIERS_AT,
             )  # fmt: skip
@@ -349,7 +328,7 @@ def consume(
         stage, phase = later(stage, phase, own_steps, stages)
         # The next tile's corner. Computed just before the K loop, it would take registers in the loop.
         if unit + every < units:
-            row, col, end, first_k, last_k = corner(
+            row, col, end, first_k, last_k, batch = corner(
                 unit + every, state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM
             )
     tma.store_wait(0)
@@ -434,11 +413,11 @@ def gemm_any_width(
     BARRIERS_AT: gl.constexpr = SLOTS * SLOT
     ring = (barriers, stages)
     first = corner(gl.program_id(0), state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM)
-    row, col, end, first_k, last_k = first
+    row, col, _, first_k, last_k, batch = first
     # Four warps of each warpgroup read a stage.
     begin(
         shared_at(BARRIERS_AT), stages, first_k, gl.minimum(last_k, first_k + gl.minimum(stages, AHEAD) * STEP), row,
-        x_box, x_size, col, width, y_box, y_size, streams, batch_of(end, X_FORM), 4 * (1 if PINGPONG else GROUPS),
+        x_box, x_size, col, width, y_box, y_size, streams, batch, 4 * (1 if PINGPONG else GROUPS),
         GROUPS, X_ROWS, STEP, FORMAT, X_FORM, Y_FORM, PARTS,
     )  # fmt: skip
     begin_roles(

@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from . import any_width_given as given
 from .any_width_acc import blocks_of, columns_of, in_block, picked
 from .any_width_cut import summed
-from .any_width_load import issue, maps_of, unused
+from .any_width_load import issue, maps_of, matrix_of, unused
 from .dialect import value_of
 from .rings import applied, barrier, column_halves, upright
 
@@ -49,17 +49,17 @@ def slots_of(
 
 
 @builtin
-def store_slot(at, warp, row, col, sizes, X_FORM, Y_FORM, MAP, _semantic=None):
+def store_slot(at, warp, row, col, shape, X_FORM, Y_FORM, MAP, _semantic=None):
     """One thread of a warp begins to store a part of a result from a slot.
 
     Args:
         at: where the slot is, in bytes behind the beginning of shared memory.
         row, col: where the part begins.
-        sizes: see `sizes_of`.
+        shape: (end of the rows, columns of the product, which matrix of a batch).
         X_FORM, Y_FORM: how the operands lie.
         MAP: the number of the kernel's parameter that is the result's tensor map; None for the output's.
     """
-    number, batch = value_of(MAP) or maps_of(X_FORM, Y_FORM)[2], list(sizes.values)[2:]
+    number, batch = value_of(MAP) or maps_of(X_FORM, Y_FORM)[2], matrix_of(shape.values[2], X_FORM)
     issue(
         "mov.b32 at, global_smem; add.s32 at, at, $2;"
         f"@own cp.async.bulk.tensor.{2 + len(batch)}d.global.shared::cta.bulk_group"
@@ -80,7 +80,7 @@ def wait_for_slot(warp, _semantic=None):
 
 @gluon.jit
 def leave(
-    value, slots, slot, warp, waits, row, col, sizes, EACH: gl.constexpr, SLOT: gl.constexpr, X_FORM: gl.constexpr,
+    value, slots, slot, warp, waits, row, col, shape, EACH: gl.constexpr, SLOT: gl.constexpr, X_FORM: gl.constexpr,
     Y_FORM: gl.constexpr, MAP: gl.constexpr,
 ):  # fmt: skip
     """Begins to store a part of a result through a slot.
@@ -89,7 +89,7 @@ def leave(
         waits: whether the warp may still be storing an earlier part from the slot.
         EACH: columns of the product that make one of the output. A slot has room for all.
         SLOT: bytes of a slot.
-        sizes, X_FORM, Y_FORM, MAP: see `store_slot`.
+        shape, X_FORM, Y_FORM, MAP: see `store_slot`.
     """
     if waits:
         wait_for_slot(warp)
@@ -97,7 +97,7 @@ def leave(
     slots.index(slot * EACH).store(value.to(slots.dtype, bitcast=True))
     hopper.fence_async_shared()
     barrier()
-    store_slot(slot * SLOT, warp, row, col, sizes, X_FORM, Y_FORM, MAP)
+    store_slot(slot * SLOT, warp, row, col, shape, X_FORM, Y_FORM, MAP)
 
 
 @gluon.jit

@@ -33,10 +33,9 @@ def is_turned(FORM):
     return FORM.endswith("turned")
 
 
-@gluon.constexpr_function
-def is_batched(FORM):
-    """Whether an operand is a batch of matrices; then all operands are, and the output."""
-    return FORM.startswith("many")
+def matrix_of(batch, FORM):
+    """What assembly takes more where operands are a batch: which matrix it is, in a list; otherwise nothing."""
+    return [batch] if value_of(FORM).startswith("many") else []
 
 
 def maps_of(X_FORM, Y_FORM):
@@ -74,18 +73,20 @@ def unused(ring):
 
 
 @builtin
-def issue(instruction, warp, operands, map, _semantic):
-    """Runs an instruction in one thread of a warp of each warpgroup.
+def issue(instruction, warp, operands, number, _semantic):
+    """Runs an instruction in one thread of a warpgroup.
 
     Args:
         instruction: assembly. Predicate `own` is that of the thread, register `map` is where the tensor map is, and
-            register `at` is free. The operands begin with $2.
-        map: the number of the kernel's parameter that is the tensor map.
+            register `at` is free.
+        warp: which of the warpgroup's four warps the thread is in.
+        operands: numbers, the first of which is $2.
+        number: of the kernel's parameter that is the tensor map.
     """
     gl.inline_asm_elementwise(
         "{ .reg .pred own, one; .reg .b32 warp, at; .reg .b64 map; elect.sync _|one, 0xffffffff; mov.u32 warp, %tid.x;"
         "shr.u32 warp, warp, 5; and.b32 warp, warp, 3; setp.eq.and.u32 own, warp, $1, one;"
-        f"mov.b64 map, gemm_any_width_param_{map}; cvta.param.u64 map, map; {instruction} mov.b32 $0, 0; }}",
+        f"mov.b64 map, gemm_any_width_param_{number}; cvta.param.u64 map, map; {instruction} mov.b32 $0, 0; }}",
         ",".join(["=r"] + ["r"] * (1 + len(operands))), [warp, *operands],
         dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
     )  # fmt: skip
@@ -281,7 +282,8 @@ def begin(
         PARTS: barriers at which parts of the epilogue's matrix arrive.
     """
     full_, stages_, k_, last_, *of_operands, streams_ = (f"${i}" for i in range(1, 13))
-    given = [full, stages, k, last_k, row, x_box, x_size, col, width, y_box, y_size, streams, *batch]
+    given = [full, stages, k, last_k, row, x_box, x_size, col, width, y_box, y_size, streams]
+    given += matrix_of(batch, X_FORM)
     x, y = _operands(X_ROWS, FORMAT, X_FORM, Y_FORM, "$13", *of_operands)
     x_map, y_map, out, *_ = maps_of(X_FORM, Y_FORM)
 
@@ -336,7 +338,7 @@ def load_steps(
         x_size, y_size: bytes that a step loads of X, with its group parameters, and of Y. Rows that two boxes load
             count twice.
         streams: 1 where X is the first to leave L2, 2 where Y is, 0 where neither is.
-        batch: (which matrix,) of a batch; otherwise ().
+        batch: which matrix, of a batch.
         STEP: elements along K of a step.
         FORMAT: see `multiply_steps`.
         X_FORM, Y_FORM: how the operands lie.
@@ -353,23 +355,8 @@ def load_steps(
         begins = "".join(f"@wraps mov.b32 {x.name}, {x.name}_first;" for x in operands)
         return f"{{ {_steps(operands, free, last_, STEP, wraps + begins)} }}"
 
-    given = [
-        full,
-        stage,
-        phase,
-        stages,
-        k,
-        last_k,
-        row,
-        x_box,
-        x_size,
-        col,
-        width,
-        y_box,
-        y_size,
-        streams,
-        *batch,
-    ]
+    given = [full, stage, phase, stages, k, last_k, row, x_box, x_size, col, width, y_box, y_size, streams]
+    given += matrix_of(batch, X_FORM)
     x, y = _operands(X_ROWS, FORMAT, X_FORM, Y_FORM, "$15", *of_operands)
     x_map, y_map, *_ = maps_of(X_FORM, Y_FORM)
     loads = of(x, y)

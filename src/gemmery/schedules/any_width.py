@@ -62,6 +62,8 @@ PART = 64
 SHARED, BARRIERS = ARCHS["sm_90"].shared, 1024
 #: The largest K: the kernel counts in 32 bits, and past it by less than a step.
 MOST_K = (1 << 31) - 1024
+#: The most units: `order.quotient` divides numbers below 2^30.
+MOST_UNITS = (1 << 30) - 1
 #: Stages that are enough.
 MOST_STAGES = 12
 #: By the number of warpgroups: registers of a thread in all but the first one, and of the loader's.
@@ -260,8 +262,8 @@ class AnyWidth(PersistentStatic):
             return (
                 f"schedule {self.name!r} needs Triton {', '.join(self.versions)}, a GPU of sm_90, operands of fp16, "
                 f"bf16 or fp8 and an output of fp16 or bf16, K from 1 to {MOST_K}, an epilogue with at most one more "
-                f"matrix, of 16 bits with adjacent columns, of a batch one dimension, no epilogue and matrices of 16 "
-                f"bits of which none is shared, operands that suit the descriptor loader, "
+                f"matrix, of 16 bits with adjacent columns, operands that suit the descriptor loader, "
+                f"in a batch plain products of 16-bit matrices, with one dimension and no shared matrix, "
                 f"fp8 with adjacent elements along K, an output with adjacent columns and rows of whole 16-byte units, "
                 f"of a weight in two halves rows with adjacent elements and a multiple of {EIGHT} in each, of a packed "
                 f"weight no halves, groups of a power of two from "
@@ -270,6 +272,8 @@ class AnyWidth(PersistentStatic):
             )
         if c.block_k * p.a.dtype.itemsize != ROW:
             return f"{p.a.dtype} needs block_k {ROW // p.a.dtype.itemsize}"
+        if (units := sum(self.work(p, c).units(c.block_k)[:2])) > MOST_UNITS:
+            return f"the kernel counts tiles and parts of tiles to {MOST_UNITS}; there are {units}"
         if p.batch_invariant and c.split_k > 1:
             return "whether a tile is cut along K depends on the number of rows"
         if p.b.by_steps and (c.swap or self.tile(c).own != ROWS):
@@ -571,8 +575,9 @@ class AnyWidthBinding(Binding):
         workspace = None if self.split is None else self.workspace(out.device)
         tiles_m, tiles_n, band = -(-p.M // c.block_m), -(-p.N // c.block_n), self.band
         last_band = tiles_m - (tiles_m - 1) // band * band
-        units = tiles_m * tiles_n if p.batch else self.work.cut
-        divisors = map(divisor, (band * tiles_n, band, last_band, max(1, units)))
+        # The tiles of a matrix of a batch, or those that are cut along K.
+        counted = tiles_m * tiles_n if p.batch else self.work.cut
+        divisors = map(divisor, (band * tiles_n, band, last_band, max(1, counted)))
         return [
             self._operand(x, c.swap, ROWS, boxes[0]), self._operand(y, not c.swap, self.part, boxes[1]),
             self._output(out, block), *self._params(of_b, boxes[0]),
