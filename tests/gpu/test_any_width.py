@@ -209,6 +209,11 @@ def test_a_batch(text, layout):
         for _ in range(5):
             assert torch.equal(run(), out)
         assert torch.equal(by_ordinary_launch(run), out)
+        # Each matrix has the bits that it has alone, and in a batch of heads side by side.
+        assert torch.equal(gemmery.matmul(a[-1], b[-1], config=text), out[-1])
+        if layout == "NT":
+            beside = torch.empty(M, count, K, dtype=a.dtype, device="cuda").transpose(0, 1).copy_(a)
+            assert torch.equal(gemmery.bmm(beside, b, config=text), out)
 
 
 #: What a row of a suite says besides its sizes, and its type.

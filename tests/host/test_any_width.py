@@ -112,14 +112,19 @@ def test_configs_that_are_none(text, message):
         (
             {"batch": (3,), "bias": True},
             "128x176x64-g8-w8-s4-cooperative-descriptor",
-            "of a batch one dimension",
+            "in a batch plain products",
         ),
         (
             {"batch": (3,), "dtype": FP8},
             "128x64x128-g8-w8-s4-cooperative-descriptor",
-            "of a batch one dimension",
+            "in a batch plain products",
         ),
         ({"batch": (3,)}, "128x176x64-g8-w8-s4-cooperative-descriptor-k2", "tiles of a batch are not cut"),
+        (
+            {"batch": (1 << 30,), "M": 1, "N": 8, "K": 8},
+            "16x64x64-g8-w4-s4-cooperative-descriptor-swap",
+            "to 1073741823; there are 1073741824",
+        ),
         ({}, "128x256x64-g8-w8-s5-cooperative-descriptor", "there is shared memory for 4"),
         ({"dtype": torch.float32}, "128x176x64-g8-w8-s4-cooperative-descriptor", "fp16, bf16 or fp8"),
         ({}, "128x176x128-g8-w8-s4-cooperative-descriptor", "bfloat16 needs block_k 64"),
