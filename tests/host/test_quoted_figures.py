@@ -110,7 +110,7 @@ QUOTED = {
     ),
     "int4 weights": (
         "README.md",
-        r"on random shapes ([\d.]*\d) of cuBLAS with bf16 weights in the geometric mean, ([\d.]*\d) at worst. "
+        r"on random shapes ([\d.]*\d) of cuBLAS with bf16 weights in the geometric mean, ([\d.]*\d) at worst \(Triton 3.6\). "
         r"With 1 to 64 rows it is ([\d.]*\d)",
         lambda: (
             summary("random_int4")["geomean"], summary("random_int4")["worst"], summary("random_int4_small")["geomean"],
