@@ -175,7 +175,7 @@ def test_second_results_compile(text):
     # Two results, by one tensor map each.
     maps = set(
         re.findall(
-            r"mov\.b64 map, (gemm_any_width_param_\d+);[^;]*;\s*@own cp\.async\.bulk\.tensor\.2d\.global",
+            r"mov\.b64 map, (gemm_any_width_param_\d+);(?:[^;@]*;)*\s*@own cp\.async\.bulk\.tensor\.2d\.global",
             compiled.asm["ptx"],
         )
     )
