@@ -23,7 +23,7 @@ def of(series, method, regime="burst"):
 
 
 def test_throughput_over_size():
-    data = result("square-bf16")
+    data = result("square-fp16")
     found = bench_series.throughput(data)
     assert {(one.method, one.regime) for one in found} == {
         (method, regime) for method in ("gemmery", "cublas") for regime in ("burst", "steady")
