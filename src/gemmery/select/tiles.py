@@ -101,10 +101,10 @@ HOPPER: dict[str, Rows] = {
     }
     | any_width_tiles.rows(1),
     "fp8 accurate": {
-        ("descriptor", "persistent"): "256x128x128 16 8 3 0.67 split",
+        ("descriptor", "persistent"): "256x128x128 16 8 3 0.58 split",
         ("descriptor", "tile"): """
-            256x128x128 8 8 4 0.70 split
-            128x128x128 8 8 6 0.66
+            256x128x128 8 8 4 0.64 split
+            128x128x128 8 8 6 0.62
             64x128x128  16 4 4 0.58
             64x64x256   8 4 4 0.40 swap
             64x64x128   8 4 6 0.40 swap splits
