@@ -14,7 +14,10 @@ Summed = Annotated[int, typer.Argument(metavar="K", help="What is summed over: c
 #: The same in an option whose values have the form MxNxK.
 SIZES = "M: rows of A and of the result; N: columns of B and of the result; K: what is summed over."
 
-Batch = Annotated[list[str] | None, typer.Option(metavar="SIZES", help="Leading dimensions: --batch 8,16.")]
+Batch = Annotated[
+    list[str] | None,
+    typer.Option(metavar="SIZES", help="Leading dimensions, of plain products: --batch 8,16."),
+]
 Weight = Annotated[
     str, typer.Option(metavar="FORMAT", help="B's packed format: int4, int8, e4m3, e5m2, mxfp4, nvfp4, nf4.")
 ]
