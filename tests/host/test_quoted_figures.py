@@ -117,6 +117,11 @@ QUOTED = {
         ),
     ),
     "tiny matrices": ("README.md", r"share nothing: ([\d.]*\d) with 16384", lambda: (row("bmm", "16384 of 32"),)),
+    "batches": (
+        "README.md",
+        r"([\d.]*\d) in the mean of (\d+)\.",
+        lambda: (summary("bmm")["geomean"], summary("bmm")["rows"]),
+    ),
     "a compiled model": (
         "README.md",
         r"a compiled Llama takes ([\d.]*\d) of the time of a swapped one, and a swapped and compiled one ([\d.]*\d)",
