@@ -102,8 +102,6 @@ def combine(
 ):  # fmt: skip
     """Stores a part of a tile. The warpgroup that does so last copies the other parts into the ring; nobody waits.
 
-    `rings.combine` adds parts up in registers, of which an accumulator of this width leaves none.
-
     Returns:
         Whether this warpgroup is the last one, and what `summed` takes.
     """

@@ -1,4 +1,4 @@
-"""What comes after the K loop of a tile of any width: epilogue and store, part by part; see `any_width`."""
+"""The epilogue and the store of tiles of any width, part by part; see `any_width`."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

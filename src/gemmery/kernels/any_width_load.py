@@ -34,7 +34,7 @@ def is_turned(FORM):
 
 
 def matrix_of(batch, FORM):
-    """What assembly takes more where operands are a batch: which matrix it is, in a list; otherwise nothing."""
+    """A list of one more operand of assembly, the number of the matrix, if operands are a batch; else an empty one."""
     return [batch] if value_of(FORM).startswith("many") else []
 
 
@@ -183,7 +183,7 @@ def _load(name, FORM, each, batch):
         name: of the operand.
         FORM: how it lies.
         each: bytes of a row.
-        batch: a register: which matrix of a batch.
+        batch: a register with the number of the matrix, in a batch.
     """
     code = f"cp.async.bulk.tensor.{_DIMS[FORM]}d.shared::cluster.global.mbarrier::complete_tx::bytes"
 
@@ -338,7 +338,7 @@ def load_steps(
         x_size, y_size: bytes that a step loads of X, with its group parameters, and of Y. Rows that two boxes load
             count twice.
         streams: 1 where X is the first to leave L2, 2 where Y is, 0 where neither is.
-        batch: which matrix, of a batch.
+        batch: the number of the matrix, in a batch.
         STEP: elements along K of a step.
         FORMAT: see `multiply_steps`.
         X_FORM, Y_FORM: how the operands lie.

@@ -121,7 +121,7 @@ def _packed_steps(sums, KIND, turned, format, rows, count, go_on, last):
         turned: of Y.
         format: see `any_width_packed.StageFormat`.
         rows: of X in a stage.
-        count: 1, 2 or 4.
+        count: 1 or 2.
         go_on: assembly that goes on to the next step, and says whether there is `more`.
         last: assembly that comes behind the last step's products.
     """

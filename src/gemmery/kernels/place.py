@@ -110,10 +110,10 @@ def sized_tile(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 @triton.jit
 def sized_tile_of_batch(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m):
     """The same of a batch. The last divisor is the number of a matrix's tiles."""
-    tiles_m, tiles_n, divisors = state[4], state[5], state[6]
-    batch = quotient(unit, divisors[3])
-    tile_m, tile_n = divided(unit - batch * tiles_m * tiles_n, tiles_m, tiles_n, band_m, divisors)
-    return batch, tile_m * BLOCK_M, tile_n * BLOCK_N, shape[0], 0, shape[2]
+    batch = quotient(unit, state[6][3])
+    tile = unit - batch * state[4] * state[5]
+    _, row, col, end, first_k, last_k = sized_tile(tile, state, shape, BLOCK_M, BLOCK_N, band_m)
+    return batch, row, col, end, first_k, last_k
 
 
 @triton.jit

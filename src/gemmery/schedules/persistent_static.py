@@ -111,7 +111,7 @@ class PersistentStatic(Schedule):
         item, item_b = p.a.dtype.itemsize, p.b.bits / 8
         taken_in = (s.block_m * item + s.block_n * item_b) * s.block_k
         area = s.block_m * s.block_n
-        tiles = -(-rows // s.block_m) * -(-p.N // s.block_n)
+        tiles = p.matrices * -(-rows // s.block_m) * -(-p.N // s.block_n)
         steps = -(-max(p.K, 1) // s.block_k)
         whole, chunk, parts = Work.divide_many(tiles, steps, device.sms, s.split_k)
         own_steps = whole * steps + chunk
