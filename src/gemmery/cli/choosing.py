@@ -49,7 +49,7 @@ def explain(
     """Say which config runs a product of an M by K and a K by N matrix, and why, on any known GPU; runs nothing.
 
     The table has a row for each candidate, first the one that runs. Its columns are predicted times in microseconds,
-    but for waves, a number, and measured, a measured time:
+    except waves, which is a number, and measured, which is a measured time:
 
     \b
     total       of the whole product

@@ -121,7 +121,6 @@ class Table:
         near: (configs, configs), how much configs of one row, with K cut into other parts, say of each other.
         reach, far: see `REACH` and `REACH_PACKED`.
         found: what `_find` found.
-        partial: whether some configs were not timed at each shape, and are taken to be as far off as the others.
         name: its `table_name`.
     """
 
@@ -133,7 +132,6 @@ class Table:
     near: np.ndarray
     reach: float = REACH
     far: float = REACH
-    partial: bool = False
     name: str = ""
     found: WeakKeyDictionary[Space, tuple[list[str], np.ndarray, np.ndarray]] = field(
         default_factory=WeakKeyDictionary
@@ -171,9 +169,13 @@ class Table:
             near=near,
             reach=reach,
             far=far,
-            partial=packed,
             name=name,
         )
+
+    @property
+    def partial(self) -> bool:
+        """Whether some configs were not timed at each shape, and are taken to be as far off as the others."""
+        return self.name.startswith("packed ")
 
     def factor(self, problem: Problem, space: Space, M: np.ndarray) -> np.ndarray:
         """What predictions for `M` rows, of shape (m, 1), are multiplied by: an array of (m, configs)."""
