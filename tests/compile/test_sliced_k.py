@@ -7,11 +7,13 @@ import torch
 
 import gemmery
 from gemmery.devices import TABLE
+from gemmery.kernels.any_width_packed import StageFormat
 from gemmery.lab.abstract import linear_problem
 from gemmery.lab.inspection.sass import disassemble
 from gemmery.operands.packed import PackedOperand
 from gemmery.problem import Config
 from gemmery.schedules import bind
+from gemmery.schedules.base import Forms
 from gemmery.schedules.sliced_k import SLICED_K
 from gemmery.select.space import tiles_of
 
@@ -20,9 +22,10 @@ from .compiling import strictly_for
 pytestmark = pytest.mark.skipif(not SLICED_K.available(), reason="sliced_k needs another Triton")
 
 H200 = TABLE["NVIDIA H200"]
+INT4 = Forms(False, False, False, StageFormat("int", 4, 128, "", 8))
 #: A tile for each compiled kernel, cut along K and not.
 TILES = {
-    (SLICED_K.code(each.config, "packed4"), cut): f"{str(each.config).removesuffix('-swap')}{cut}-swap"
+    (SLICED_K.code(each.config, INT4), cut): f"{str(each.config).removesuffix('-swap')}{cut}-swap"
     for each in tiles_of("hopper", "packed4")
     if each.config.schedule == "sliced_k"
     for cut in ("", "-k2")

@@ -72,7 +72,7 @@ def test_the_kernel_of_a_row_has_its_width(layout):
         assert tile_of(config).y in range(k["LEAST"], k["MOST"] + 1, k["EACH"])
         ring, stage_rows = k["RING_ROWS"], tile_of(config).x + tile_of(config).y
         assert config.num_stages * stage_rows <= ring
-        kernels.setdefault(schedules.of(config.schedule).code(config, "half"), set()).add(
+        kernels.setdefault(schedules.of(config.schedule).code(config, Forms.of(p)), set()).add(
             (config.schedule, str(k))
         )
     # What `code` takes for one kernel is one.
@@ -294,8 +294,9 @@ def test_an_operand_that_is_most_of_all_leaves_the_cache_first(M, N, swap, strea
 
 def test_all_widths_of_a_kernel_are_there_for_every_number_of_rows():
     found = {str(candidates(problem(M, 2112, 7168))[0]) for M in range(512, 8192, 96)}
+    forms = Forms.of(problem(512, 2112, 7168))
     codes = {
-        (config.schedule, schedules.of(config.schedule).code(config, "half") or config)
+        (config.schedule, schedules.of(config.schedule).code(config, forms) or config)
         for config in map(Config.of, found)
     }
     assert len(codes) <= shortlist.KERNELS < len(found)

@@ -605,7 +605,8 @@ def emulate(
     if format is not None:
         boxes = random.Random(seed).choice((64, x_rows)), boxes[1]
     stood_in = {"finish_tile": finish_tile, "combine": combine, "scales_of": scales_of} | changes
-    streams, widths = random.Random(seed).randrange(3), [width] if format else [width - 8, width, width + 8]
+    streams, apart = random.Random(seed).randrange(3), 16 if format else 8
+    widths = [width - apart, width, width + apart]
     names = kernel(machine, 1, 3, of_thread, threads, boxes, forms, streams, scaled, edit, stood_in)
     unused = BARRIERS_AT + 8 * (2 * STAGES + 2)
     barriers = types.SimpleNamespace(index=lambda at: BARRIERS_AT + 8 * at)

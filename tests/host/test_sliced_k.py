@@ -17,6 +17,7 @@ from gemmery.kernels import decoders, sliced_k_loop
 from gemmery.kernels.sliced_k_loop import COLUMNS, DEPTH, SUM_ROW, Shape
 from gemmery.lab.abstract import abstract_problem, linear_problem
 from gemmery.operands.packed import PackedOperand
+from gemmery.schedules.base import Forms
 from gemmery.schedules.sliced_k import SLICED_K, X_BYTES
 from gemmery.select import space
 from gemmery.select.shapes import device_named
@@ -194,7 +195,7 @@ def test_kernels_that_are_one_have_the_same_constants():
     for each in space.tiles_of("hopper", "packed4"):
         if each.config.schedule == "sliced_k":
             constants = schedules.bind(problem, each.config).constants
-            code = SLICED_K.code(each.config, "packed4")
+            code = SLICED_K.code(each.config, Forms.of(problem))
             assert seen.setdefault(code, constants) == constants
     assert len(seen) < 20
 

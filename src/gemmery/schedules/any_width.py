@@ -74,6 +74,12 @@ ACCUMULATORS, IN_TURNS = {1: 128, 2: 160, 3: 96}, 144
 PROMOTED, SCALED = {1: 96, 2: 88, 3: 64}, {1: 88, 2: 80, 3: 48}
 #: And where X is a packed weight, of which a step's operands are in registers.
 PACKED = {1: 128, 2: 144, 3: 96}
+#: With an int4 weight and 64 rows of X for each warpgroup, the widths that share a kernel, from the first to the last
+#: and by the number of warpgroups. In kernels for more, and in those of most other packed weights, some versions of the
+#: assembler make products wait for each other.
+INT4_WIDTHS = {1: ((64, 128),), 2: ((64, 128), (144, 192), (208, 256)), 3: ((64, 96), (112, 144), (160, 192))}
+#: With a packed weight, widths that share a kernel are multiples of this.
+EACH_PACKED = 16
 #: The fewest stages with a packed weight: a step's words are read while the step before is multiplied, and the stage
 #: before that is free afterwards.
 LEAST_PACKED = 3
@@ -130,6 +136,14 @@ class Tile(NamedTuple):
     def each(self) -> int:
         """Widths are multiples of this. A kernel has code for each width, and more code takes longer to compile."""
         return 8 if self.own == ROWS and self.groups < 3 else 16
+
+    def packed_widths(self, format: packed.StageFormat) -> range:
+        """The widths of the kernel that has this one, where X is a packed weight."""
+        if (format.code, format.bits) == ("int", 4) and self.own == ROWS:
+            for least, most in INT4_WIDTHS[self.groups]:
+                if self.y in (widths := range(least, most + 1, EACH_PACKED)):
+                    return widths
+        return range(self.y, self.y + 1, self.each)
 
     @property
     def part(self) -> int:
@@ -224,11 +238,10 @@ class AnyWidth(PersistentStatic):
         """The tile of a config."""
         return Tile.of(config, self.takes_turns)
 
-    def code(self, config: Config, kind: str) -> object:
-        if kind.startswith("packed"):
-            return None
+    def code(self, config: Config, forms: Forms) -> object:
         tile = self.tile(config)
-        return config.swap, tile.x, tile.groups, min(tile.y, PART)
+        widths = tile.packed_widths(forms.packed) if forms.packed else min(tile.y, PART)
+        return config.swap, tile.x, tile.groups, widths
 
     def check_sizes(self, config: Config) -> None:
         c, warps = config, ((8,) if self.takes_turns else (4, 8, 12))
@@ -461,11 +474,9 @@ class AnyWidthBinding(Binding):
         self.forms, self.format = forms_of(c, Forms.of(p)), p.b.staged
         self.part = tile.part
         each = max(tile.each, EACH[self.forms[1]])
-        # A narrow tile has a kernel of its own, since it stores fewer columns at a time. So has each width with a
-        # packed weight: in a kernel for several, Triton 3.8's assembler, and older ones, make products wait for each
-        # other.
-        shares = tile.y >= PART and self.format is None
-        least, most = (self.part, tile.widest(numbers_for(p))) if shares else (tile.y, tile.y)
+        # A narrow tile has a kernel of its own, since it stores fewer columns at a time.
+        least, most = (self.part, tile.widest(numbers_for(p))) if tile.y >= PART else (tile.y, tile.y)
+        widths = tile.packed_widths(self.format) if self.format else range(least, most + 1, each)
         registers, loader = REGISTERS[tile.groups]
         x, y = (p.b.dtype, p.a.dtype) if c.swap else (p.a.dtype, p.b.dtype)
         given, second = self._matrix_map()
@@ -480,9 +491,9 @@ class AnyWidthBinding(Binding):
             "PROMOTES": p.b.by_steps or promotes(p),
             "EVERY": every_of(p),
             "X_ROWS": tile.x,
-            "LEAST": least,
-            "MOST": most // each * each,
-            "EACH": each,
+            "LEAST": widths[0],
+            "MOST": widths[-1],
+            "EACH": widths.step,
             "RING_ROWS": tile.ring_rows,
             "GROUPS": tile.groups,
             "SWAP": c.swap,

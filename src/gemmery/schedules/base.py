@@ -112,12 +112,8 @@ class Schedule:
         """For which numbers of rows its configs are considered, of a problem that it suits."""
         return np.ones(np.shape(rows), bool)
 
-    def code(self, config: Config, kind: str) -> object:
-        """The part of a config that its compiled kernel depends on, beside the schedule; None for the whole config.
-
-        Args:
-            kind: of the operands, see `select.space.kind_of`.
-        """
+    def code(self, config: Config, forms: Forms) -> object:
+        """The part of a config that it takes on which the compiled kernel depends; None for the whole config."""
         return None
 
     def own_tables(self) -> tuple[str, ...]:

@@ -106,9 +106,10 @@ class SlicedK(Tile):
         sums = (config.num_warps + bundles) * shape.bundle * shape.sum_bytes
         return bundles <= config.num_warps and shape.bytes <= SHARED and sums <= shape.x_bytes
 
-    def code(self, config: Config, kind: str) -> object:
-        c = config
-        bundle = int(_bundle(c.block_n, c.num_warps, int(kind.removeprefix("packed"))))
+    def code(self, config: Config, forms: Forms) -> object:
+        c, format = config, forms.packed
+        assert format is not None
+        bundle = int(_bundle(c.block_n, c.num_warps, format.bits))
         return bundle, _spans(c, bundle), c.num_warps, c.num_stages
 
     def check_sizes(self, config: Config) -> None:

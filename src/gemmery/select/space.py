@@ -166,7 +166,7 @@ class Space:
         return found
 
 
-@functools.cache
+@functools.lru_cache(256)
 def _space(
     family: str,
     kind: str,
@@ -174,6 +174,7 @@ def _space(
     aligned: bool,
     whole: bool,
     names: tuple[str, ...],
+    forms: Forms,
     blocks: bool = False,
 ) -> Space:
     """All configs for a kind of operand and what is known of its layout.
@@ -185,16 +186,19 @@ def _space(
     entries = []
     codes: dict[object, int] = {}
     for row, tile in enumerate(tiles_of(family, kind)):
-        code = schedules.of(tile.config.schedule).code(tile.config, kind)
-        number = codes.setdefault(row if code is None else (tile.config.schedule, code), row)
-        if tile.config.schedule not in names or (tile.blocks and not blocks):
+        if tile.config.schedule not in names:
             continue
+        schedule = schedules.of(tile.config.schedule)
+        if not schedule.takes(tile.config, forms):
+            continue
+        code = schedule.code(tile.config, forms)
+        number = codes.setdefault(row if code is None else (tile.config.schedule, code), row)
         loads = not (tma and tile.strided) if tile.config.loader == "pointer" else tma
-        if loads and (aligned or not tile.aligned):
+        if loads and (aligned or not tile.aligned) and (blocks or not tile.blocks):
             entries.append((tile.config, tile, 2 * number))
             if tile.splits and not whole:
-                splits = schedules.of(tile.config.schedule).splits
-                entries += [(replace(tile.config, split_k=parts), tile, 2 * number + 1) for parts in splits]
+                cuts = [replace(tile.config, split_k=parts) for parts in schedule.splits]
+                entries += [(each, tile, 2 * number + 1) for each in cuts if schedule.takes(each, forms)]
     return Space.of(entries)
 
 
@@ -214,17 +218,6 @@ def mn_major(problem: Problem) -> MNMajor:
 
 def space_of(problem: Problem) -> Space:
     """The configs that can run a problem at all: its family, its kind, its layout's loaders and its schedules."""
-    return _taken(_space_of(problem), Forms.of(problem))
-
-
-@functools.lru_cache(256)
-def _taken(space: Space, forms: Forms) -> Space:
-    """The configs of a space that their schedules take."""
-    own = [schedules.of(each.schedule).takes(each, forms) for each in space.configs]
-    return space if all(own) else space.where(np.array(own))
-
-
-def _space_of(problem: Problem) -> Space:
     return _space(
         problem.device.target.family,
         kind_of(problem),
@@ -232,6 +225,7 @@ def _space_of(problem: Problem) -> Space:
         problem.a.has_aligned_rows and problem.b.has_aligned_rows,
         problem.batch_invariant or problem.K == 0,
         tuple(name for name, schedule in schedules.REGISTRY.items() if schedule.suits(problem)),
+        Forms.of(problem),
         problem.wants_subtiles,
     )
 
@@ -241,7 +235,7 @@ def everywhere(problem: Problem) -> frozenset[int]:
     target = problem.device.target
     names = tuple(name for name, schedule in schedules.REGISTRY.items() if schedule.universal)
     spaces = [
-        _space(target.family, kind_of(problem), tma, aligned, True, names)
+        _space(target.family, kind_of(problem), tma, aligned, True, names, Forms.of(problem))
         for tma in {False, target.tma}
         for aligned in (False, True)
     ]
