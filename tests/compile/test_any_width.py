@@ -78,7 +78,7 @@ def test_tiles_compile(layout, text, dtype):
     width = config.block_m if config.swap else config.block_n
     kind = "f16" if dtype == torch.float16 else "bf16"
     k = binding.constants
-    widths = range(k["LEAST"], k["MOST"] + 1, k["EACH"])
+    widths = k["WIDTHS"]
     assert width in widths
     assert set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+)", compiled.asm["ptx"])) == {
         f"m64n{each}k16.f32.{kind}.{kind}" for each in widths
@@ -120,14 +120,13 @@ KINDS = [
 def test_products_with_packed_weights_do_not_wait_for_each_other(text, format, dtype):
     problem = abstract_problem(3000, 1024, 4096, device=device_named("H200"), weight=format, dtype=dtype)
     with compiling_for("sm_90"):
-        compiled = schedules.bind(problem, Config.of(text)).compile(*arguments(problem, "meta"))
+        binding = schedules.bind(problem, Config.of(text))
+        compiled = binding.compile(*arguments(problem, "meta"))
     # With Triton 3.9, of three warpgroups.
     check_spills(compiled, within=4 if Config.of(text).num_warps == 12 else 0)
     # The assembler has a wait for all products behind each one where it finds no registers for several.
     code = disassemble(compiled.asm["cubin"])
-    config = Config.of(text)
-    groups = config.num_warps // 4
-    widths = len(schedules.of(config.schedule).tile(config).packed_widths(problem.b.staged))
+    groups, widths = Config.of(text).num_warps // 4, len(binding.widths)
     # One that is alone has two turns of two pieces, the others four of one.
     others, least = (1, 3) if groups == 1 else (3, 6)
     assert code.count(f"WARPGROUP.DEPBAR.LE gsb0, {others:#x}") >= least * groups * widths

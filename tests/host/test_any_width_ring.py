@@ -472,7 +472,7 @@ def kernel(machine, number, programs, groups, threads, boxes, forms, streams, sc
     } | {
         "packed": packed, "x_bytes_of": lambda rows, format: any_width_packed.x_bytes(rows, format and INT4),
         "lie_beside": lambda form, second: form == "packed",
-        "is_turned": lambda form: form.endswith("turned"),
+        "is_turned": lambda form: form.endswith("turned"), "widest_of": max,
         "gl": gl, "AHEAD": Constant(any_width_load.AHEAD.value), "SMALL": any_width_load.SMALL, "ROW": ROW, "STAGES": STAGES, "step_of": lambda kind: STEP,
         "later": types.FunctionType(rings.later.fn.__code__, {"gl": gl}), "shared_at": lambda at: at,
         "matrix_descriptor": lambda address, chunk: address // 16,
@@ -606,7 +606,7 @@ def emulate(
         boxes = random.Random(seed).choice((64, x_rows)), boxes[1]
     stood_in = {"finish_tile": finish_tile, "combine": combine, "scales_of": scales_of} | changes
     streams, apart = random.Random(seed).randrange(3), 16 if format else 8
-    widths = [width - apart, width, width + apart]
+    widths = random.Random(seed).sample([width - apart, width, width + apart], 3)
     names = kernel(machine, 1, 3, of_thread, threads, boxes, forms, streams, scaled, edit, stood_in)
     unused = BARRIERS_AT + 8 * (2 * STAGES + 2)
     barriers = types.SimpleNamespace(index=lambda at: BARRIERS_AT + 8 * at)
@@ -868,7 +868,7 @@ MUTANTS = {
     },
     "another width's instructions": {
         "message": "not the blocks of this step",
-        "edit": lambda text: text.replace("CASE0, CASE1", "CASE1, CASE0"),
+        "edit": lambda text: re.sub(r"(targets) (\w+), (\w+)", r"\1 \3, \2", text),
     },
     "the other operand's cache policy": {
         "message": "not the operand's cache policy",

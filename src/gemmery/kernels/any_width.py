@@ -67,9 +67,9 @@ def matrix_descriptor(address, CHUNK: gl.constexpr):
 
 
 @gluon.constexpr_function
-def widths_of(least, most, each):
-    """The widths that a compiled kernel has code for."""
-    return list(range(least, most + 1, each))
+def widest_of(widths):
+    """The largest of some widths."""
+    return max(widths)
 
 
 @gluon.jit
@@ -171,7 +171,7 @@ def sum_steps(
         FIRST, OWN: the first of its rows of X, and how many these are.
         PART: columns of Y that are read at a time.
     """
-    COUNT: gl.constexpr = OWN // 64 * ((WIDTHS[-1] + PART - 1) // PART) * PART // 8
+    COUNT: gl.constexpr = OWN // 64 * ((widest_of(WIDTHS) + PART - 1) // PART) * PART // 8
     return multiply_steps(
         zeros_of(COUNT), in_block(shared_at(BARRIERS_AT)), in_block(stage), in_block(phase), in_block(ring[1]),
         in_block(steps), in_block(heads[0]), in_block(heads[1]), in_block(width), in_block(next_turn), scales, X_ROWS,
@@ -345,10 +345,10 @@ def gemm_any_width(
     band_divisor, last_divisor, cut_divisor, width, band_m, x_box, x_size, y_box, y_size, streams, stages, step_args,
     args, workspace,
     PLACE: gl.constexpr, GIVEN: gl.constexpr, SECOND: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr,
-    KIND: gl.constexpr, PROMOTES: gl.constexpr, EVERY: gl.constexpr, X_ROWS: gl.constexpr, LEAST: gl.constexpr,
-    MOST: gl.constexpr, EACH: gl.constexpr, RING_ROWS: gl.constexpr, GROUPS: gl.constexpr, SWAP: gl.constexpr,
-    LOOPS: gl.constexpr, PINGPONG: gl.constexpr, FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr,
-    BUFFERS: gl.constexpr, REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr, SOURCE: gl.constexpr,
+    KIND: gl.constexpr, PROMOTES: gl.constexpr, EVERY: gl.constexpr, X_ROWS: gl.constexpr, WIDTHS: gl.constexpr,
+    RING_ROWS: gl.constexpr, GROUPS: gl.constexpr, SWAP: gl.constexpr, LOOPS: gl.constexpr, PINGPONG: gl.constexpr,
+    FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr,
+    REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr, SOURCE: gl.constexpr,
 ):  # fmt: skip
     """As many programs as run at once, which take units in turn: whole tiles, and then parts of tiles.
 
@@ -364,7 +364,7 @@ def gemm_any_width(
         tiles_m, tiles_n: tiles along M and N.
         area_divisor, band_divisor, last_divisor, cut_divisor: what PLACE divides by, see `place.sized_tile` and
             `place.sized_tile_of_batch`. In a tuple, Triton would make kernels for their values.
-        width: rows of Y in a tile, a multiple of `EACH` from `LEAST` to `MOST`.
+        width: rows of Y in a tile, one of WIDTHS.
         band_m: the height of a tile band, see `order`.
         x_box, y_box: rows that the tensor maps load at a time.
         x_size, y_size: see `load_steps`.
@@ -377,7 +377,7 @@ def gemm_any_width(
         GIVEN: of the one matrix that the epilogue reads, the number of the parameter that is its tensor map, and its
             type; None where it reads none.
         SECOND: the same number, where the matrix is a second result; otherwise None.
-        KIND, PROMOTES: see `multiply_steps`.
+        KIND, PROMOTES, WIDTHS: see `multiply_steps`.
         EVERY: rows of A and columns of B that share a scale along K; None where there are no such scales.
         RING_ROWS: rows of all stages, at least.
         GROUPS: warpgroups that multiply: 1, 2 or 3; 2 with PINGPONG.
@@ -394,7 +394,6 @@ def gemm_any_width(
     state = (units, whole, parts, part_k, tiles_m, tiles_n, divisors)
     tile = (width, band_m)
     loads = (x_box, x_size, y_box, y_size, streams)
-    WIDTHS: gl.constexpr = widths_of(LEAST, MOST, EACH)
     PAIRED: gl.constexpr = X_FORM == "pairs" or Y_FORM == "pairs"
     PART: gl.constexpr = out.block_type.shape[-2] if SWAP else out.block_type.shape[-1] * (2 if PAIRED else 1)
     STEP: gl.constexpr = step_of(KIND)

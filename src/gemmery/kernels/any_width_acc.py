@@ -64,7 +64,7 @@ def picked(acc, index, PART, _semantic=None):
         for first in range(0, numbers, size)
     ]
     made = gl.inline_asm_elementwise(
-        switch(f"${size + numbers}", range(len(cases) + 1), cases),
+        switch(f"${size + numbers}", range(len(cases)), cases),
         ",".join(["=&f"] * size + ["f"] * numbers + ["r"] * 4), [*acc.values, index],
         dtype=[gl.float32] * (size // 4), is_pure=True, pack=4, _semantic=_semantic,
     )  # fmt: skip

@@ -56,16 +56,20 @@ def releasing(stage):
 def switch(index, values, cases):
     """Assembly that runs the case of the value that register `index` has.
 
-    It is one of `values`, which lie a power of two apart. All threads have the same value.
+    It is one of `values`, which lie a power of two apart, and are in the order of the code. All threads have the same
+    value.
     """
     if len(cases) == 1:
         return cases[0]
-    each = values[1] - values[0]
+    ordered = sorted(values)
+    each = ordered[1] - ordered[0]
     assert each & (each - 1) == 0
-    labels = ", ".join(f"CASE{i}" for i in range(len(cases)))
-    made = "".join(f"\nCASE{i}: {{ {case} }} bra.uni DONE;" for i, case in enumerate(cases))
+    labels = ", ".join(f"CASE{value}" for value in ordered)
+    made = "".join(
+        f"\nCASE{value}: {{ {case} }} bra.uni DONE;" for value, case in zip(values, cases, strict=True)
+    )
     return (
-        f"{{ .reg .b32 case; sub.s32 case, {index}, {values[0]}; shr.u32 case, case, {each.bit_length() - 1};\n"
+        f"{{ .reg .b32 case; sub.s32 case, {index}, {ordered[0]}; shr.u32 case, case, {each.bit_length() - 1};\n"
         f"CASES: .branchtargets {labels};\nbrx.idx.uni case, CASES; {made}\nDONE: }}"
     )
 
@@ -271,7 +275,7 @@ def multiply_steps(
         PROMOTES: whether each step is summed by itself and then added. Tensor cores sum fp8 with 14 bits.
         FORMAT: of a packed weight, which is X; see `any_width_packed.StageFormat`. Otherwise None.
         X_FORM, Y_FORM: how the operands lie.
-        WIDTHS: what `width` may be, in order.
+        WIDTHS: what `width` may be, in the order of the code for each.
         PART: columns of Y that are read at a time.
         PINGPONG: whether the other warpgroup may multiply when this one's last products have begun. Each warp says so
             at the barrier with the address `next_turn`.
@@ -281,7 +285,7 @@ def multiply_steps(
     """
     widths, part = [value_of(width) for width in value_of(WIDTHS)], value_of(PART)
     # Of 64 rows of X, and of all.
-    size, numbers = -(-widths[-1] // part) * part // 2, 4 * len(acc.values)
+    size, numbers = -(-max(widths) // part) * part // 2, 4 * len(acc.values)
     # Every operand comes four times, a register for each number of a thread.
     full_, stage_, phase_, stages_, steps_, x_, y_, width_, turn_ = (
         f"${2 * numbers + 4 * i}" for i in range(9)
@@ -300,7 +304,7 @@ def multiply_steps(
     turns = turns if value_of(PINGPONG) else ""
     arrived, kind = WAIT.format(barrier="at", phase="phase"), value_of(KIND)
     # A tile may begin within a span.
-    spans = 1 + -(-widths[-1] // 128) if len(scales) else 0
+    spans = 1 + -(-max(widths) // 128) if len(scales) else 0
     cases = []
     for each in widths:
         registers = [[f"${first + i}" for i in range(size)] for first in range(0, numbers, size)]

@@ -74,17 +74,20 @@ ACCUMULATORS, IN_TURNS = {1: 128, 2: 160, 3: 96}, 144
 PROMOTED, SCALED = {1: 96, 2: 88, 3: 64}, {1: 88, 2: 80, 3: 48}
 #: And where X is a packed weight, of which a step's operands are in registers.
 PACKED = {1: 128, 2: 144, 3: 96}
-#: With an int4 weight and 64 rows of X for each warpgroup, the widths that share a kernel, from the first to the last
-#: and by the number of warpgroups. In kernels for more, and in those of most other packed weights, some versions of the
-#: assembler make products wait for each other.
-INT4_WIDTHS = {1: ((64, 128),), 2: ((64, 128), (144, 192), (208, 256)), 3: ((64, 96), (112, 144), (160, 192))}
-#: With a packed weight, widths that share a kernel are multiples of this.
-EACH_PACKED = 16
+#: The widths that share a kernel where X is a packed weight and each warpgroup has 64 rows of it, by the number of
+#: warpgroups. A kernel for more widths is more often one in which products wait for each other, see `serialises`.
+PACKED_WIDTHS = {
+    1: (range(64, 129, 16),),
+    2: (range(64, 129, 16), range(144, 193, 16), range(208, 257, 16)),
+    3: (range(64, 97, 16), range(112, 145, 16), range(160, 193, 16)),
+}
 #: The fewest stages with a packed weight: a step's words are read while the step before is multiplied, and the stage
 #: before that is free afterwards.
 LEAST_PACKED = 3
 #: How much larger than all else an operand has to be to leave L2 first. Measured on an H200.
 STREAMED = 1.5
+#: The machine code of a wait for products, with how many may stay under way.
+WAIT = re.compile(rb"\xc5\x79\x00\x00\x00\x80\x00\x00.(.)", re.DOTALL)
 
 #: The height of bands, as a part of that with the least to read; and the height where several bands are in flight.
 BAND, LOW_BAND = 0.75, 2
@@ -137,13 +140,21 @@ class Tile(NamedTuple):
         """Widths are multiples of this. A kernel has code for each width, and more code takes longer to compile."""
         return 8 if self.own == ROWS and self.groups < 3 else 16
 
-    def packed_widths(self, format: packed.StageFormat) -> range:
-        """The widths of the kernel that has this one, where X is a packed weight."""
-        if (format.code, format.bits) == ("int", 4) and self.own == ROWS:
-            for least, most in INT4_WIDTHS[self.groups]:
-                if self.y in (widths := range(least, most + 1, EACH_PACKED)):
-                    return widths
-        return range(self.y, self.y + 1, self.each)
+    def widths(self, of_y: Form, numbers: dict[int, int] | None, is_packed: bool) -> Sequence[int]:
+        """The widths of the kernel that has this one.
+
+        Args:
+            of_y: the form of Y.
+            numbers: see `numbers_for`.
+            is_packed: whether X is a packed weight.
+        """
+        if is_packed:
+            shared = PACKED_WIDTHS[self.groups] if self.own == ROWS else ()
+            return next((widths for widths in shared if self.y in widths), (self.y,))
+        # A narrow tile stores fewer columns at a time.
+        if self.y < PART:
+            return (self.y,)
+        return range(PART, self.widest(numbers) + 1, max(self.each, EACH[of_y]))
 
     @property
     def part(self) -> int:
@@ -240,7 +251,7 @@ class AnyWidth(PersistentStatic):
 
     def code(self, config: Config, forms: Forms) -> object:
         tile = self.tile(config)
-        widths = tile.packed_widths(forms.packed) if forms.packed else min(tile.y, PART)
+        widths = tile.widths(forms_of(config, forms)[1], None, forms.packed is not None)
         return config.swap, tile.x, tile.groups, widths
 
     def check_sizes(self, config: Config) -> None:
@@ -473,10 +484,7 @@ class AnyWidthBinding(Binding):
         self.grid = (self.work.programs, 1, 1)
         self.forms, self.format = forms_of(c, Forms.of(p)), p.b.staged
         self.part = tile.part
-        each = max(tile.each, EACH[self.forms[1]])
-        # A narrow tile has a kernel of its own, since it stores fewer columns at a time.
-        least, most = (self.part, tile.widest(numbers_for(p))) if tile.y >= PART else (tile.y, tile.y)
-        widths = tile.packed_widths(self.format) if self.format else range(least, most + 1, each)
+        self.widths = tuple(tile.widths(self.forms[1], numbers_for(p), bool(self.format)))
         registers, loader = REGISTERS[tile.groups]
         x, y = (p.b.dtype, p.a.dtype) if c.swap else (p.a.dtype, p.b.dtype)
         given, second = self._matrix_map()
@@ -491,9 +499,7 @@ class AnyWidthBinding(Binding):
             "PROMOTES": p.b.by_steps or promotes(p),
             "EVERY": every_of(p),
             "X_ROWS": tile.x,
-            "LEAST": widths[0],
-            "MOST": widths[-1],
-            "EACH": widths.step,
+            "WIDTHS": self.widths,
             "RING_ROWS": tile.ring_rows,
             "GROUPS": tile.groups,
             "SWAP": c.swap,
@@ -545,6 +551,17 @@ class AnyWidthBinding(Binding):
             return None, None
         number = any_width_given.map_of(self.format, *self.forms)
         return (None, number) if fusion.both else ((number, TL[fusion.matrix.dtype]), None)
+
+    def compile(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> Any:
+        """See `Binding.compile`. A kernel that serialises is compiled anew: in other orders, at last for one width."""
+        compiled = super().compile(tensors, numbers)
+        others = [self.widths[first:] + self.widths[:first] for first in range(1, len(self.widths))]
+        for widths in (*others, (self.tile.y,)):
+            if self.format is None or not serialises(compiled):
+                break
+            self.constants["WIDTHS"] = widths
+            compiled = super().compile(tensors, numbers)
+        return compiled
 
     def check(self, compiled: Any) -> None:
         """RuntimeError unless the ring, its barriers and the tensor maps are where the kernel's assembly looks."""
@@ -694,6 +711,17 @@ def source() -> str:
         any_width, any_width_acc, any_width_cut, any_width_finish, any_width_given, any_width_load, any_width_loop,
         packed, decoders,
     )  # fmt: skip
+
+
+@functools.cache
+def serialises(compiled: Any) -> bool:
+    """Whether the assembler has put a wait for all products behind each one.
+
+    It does so in a part of all kernels that unpack a weight, "due to insufficient register resources for the wgmma
+    pipeline" (its message C7511), and for no visible reason: the same code in another order does not.
+    """
+    waits = WAIT.findall(compiled.asm["cubin"])
+    return bool(waits) and not any(left != b"\0" for left in waits)
 
 
 def check_maps(ptx: str) -> None:
