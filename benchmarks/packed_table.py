@@ -7,7 +7,7 @@ python benchmarks/packed_table.py --format int4 --rows 1,16
 Times every tile, in every number of parts along K that is considered, on cold inputs, in shuffled order. A schedule
 that not every Triton has gets a table of its own. A second one is for the Triton that streams, see `Config.stream`; it
 is about the numbers of rows that do (1,16,32,64), and about other schedules as well. With some numbers of rows or
-weights alone, the rest of a table stays: not for tiles that are new, which would have no times there.
+small weights alone, the rest of a table stays: not for tiles that are new, which would have no times there.
 """
 
 import argparse
@@ -42,8 +42,12 @@ from measured_table import TABLES, text_of
 
 #: Schedules that have tables of their own.
 OWN = [schedule.name for schedule in REGISTRY.values() if schedule.tables]
+#: Weights, N and K, and the numbers of rows with which they are timed.
 WEIGHTS = ((8192, 8192), (14336, 4096), (4096, 14336), (4096, 4096), (28672, 4096), (2048, 8192))
 ROWS = (1, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096)
+#: The same of small weights.
+SMALL = ((768, 1024), (768, 3072), (768, 9216), (2560, 1024), (2560, 3072), (9216, 1024), (9216, 3072), (1536, 16384))
+FEW = (1, 16, 32, 64, 256)
 #: How much more than the quickest a config may take in the first round to be timed again.
 NEAR = 1.25
 #: Microseconds for which each of these is timed, in at most so many rounds: one time of a short kernel says little.
@@ -166,8 +170,8 @@ def main() -> None:
     parser.add_argument("--schedule", choices=OWN, default="", help="this one, in a table of its own")
     parser.add_argument("--rounds", type=int, default=5, help="at least so many")
     parser.add_argument("--processes", type=int, default=14)
-    parser.add_argument("--weights", type=int, default=len(WEIGHTS), help="so many of the weights")
-    parser.add_argument("--rows", help="numbers of rows, separated by commas (default: all)")
+    parser.add_argument("--small", action="store_true", help="small weights alone")
+    parser.add_argument("--rows", help="these numbers of rows alone, separated by commas")
     parser.add_argument("--out", type=Path, default=TABLES, metavar="DIR")
     options = parser.parse_args()
     format = options.format
@@ -178,23 +182,27 @@ def main() -> None:
             if line:
                 print(line, flush=True)
     scratch = torch.empty(1 << 28, dtype=torch.int8, device="cuda")
-    some = tuple(int(number) for number in options.rows.split(",")) if options.rows else ROWS
+    some = {int(number) for number in options.rows.split(",")} if options.rows else {*ROWS, *FEW}
+    shapes = [(M, *weight) for weight in SMALL for M in FEW]
+    if not options.small:
+        shapes = [(M, *weight) for weight in WEIGHTS for M in ROWS] + shapes
     times = {}
-    for N, K in WEIGHTS[: options.weights]:
-        for M in some:
-            found = measure(format, options.schedule, M, N, K, options.rounds, scratch)
-            if not found:
-                continue
-            times[1, M, N, K] = found
-            best = min(found, key=found.__getitem__)
-            print(M, N, K, best, found[best], flush=True)
+    for M, N, K in shapes:
+        if M not in some:
+            continue
+        found = measure(format, options.schedule, M, N, K, options.rounds, scratch)
+        if not found:
+            continue
+        times[1, M, N, K] = found
+        best = min(found, key=found.__getitem__)
+        print(M, N, K, best, found[best], flush=True)
     import triton
 
     name = problem.device.name
     suffix = of(options.schedule).own_tables()[-1] if options.schedule else ""
     path = options.out / file_name(name, f"packed {format}", suffix)
     versions = {triton.__version__}
-    if path.is_file() and (some, options.weights) != (ROWS, len(WEIGHTS)):
+    if path.is_file() and (options.rows or options.small):
         times = read(path) | times
         versions |= set(json.loads(path.read_text(encoding="utf-8"))["triton"].split(", "))
     path.write_text(text_of(times, name, versions), encoding="utf-8")

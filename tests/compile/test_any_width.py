@@ -10,7 +10,7 @@ from gemmery.lab.abstract import abstract_problem, linear_problem
 from gemmery.lab.inspection.resources import usage
 from gemmery.lab.inspection.sass import disassemble
 from gemmery.launch.cross_compile import compiling_for
-from gemmery.schedules.any_width import COOPERATIVE, AnyWidthBinding
+from gemmery.schedules.any_width import COOPERATIVE, WAIT, AnyWidthBinding, serialises
 from gemmery.select.samples import arguments
 from gemmery.select.shapes import device_named, problem_of
 
@@ -85,6 +85,21 @@ def test_tiles_compile(layout, text, dtype):
     }
 
 
+@pytest.mark.parametrize(("more", "text", "expected"), [
+    ({"weight": "int4"}, "64x64x64-g8-w4-s8-cooperative-descriptor-swap", False),
+    ({"dtype": "fp8", "scales": "row"}, "64x192x128-g8-w4-s6-cooperative-descriptor", True),
+])  # fmt: skip
+def test_waits_are_found_in_machine_code(more, text, expected):
+    """A promoted step waits for its own products, so none stay under way."""
+    problem = abstract_problem(3000, 1024, 4096, device=device_named("H200"), **more)
+    with compiling_for("sm_90"):
+        compiled = schedules.bind(problem, Config.of(text)).compile(*arguments(problem, "meta"))
+    left = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, (\w+)", disassemble(compiled.asm["cubin"]))
+    assert sorted(each[0] for each in WAIT.findall(compiled.asm["cubin"])) == sorted(int(x, 16) for x in left)
+    assert left
+    assert serialises(compiled) is expected
+
+
 #: What `abstract_problem` takes, and a config.
 KINDS = [
     ({"epilogue": "swiglu"}, "128x144x64-g8-w8-s4-pingpong-descriptor"),
@@ -127,6 +142,7 @@ def test_products_with_packed_weights_do_not_wait_for_each_other(text, format, d
     # The assembler has a wait for all products behind each one where it finds no registers for several.
     code = disassemble(compiled.asm["cubin"])
     groups, widths = Config.of(text).num_warps // 4, len(binding.widths)
+    assert not serialises(compiled)
     # One that is alone has two turns of two pieces, the others four of one.
     others, least = (1, 3) if groups == 1 else (3, 6)
     assert code.count(f"WARPGROUP.DEPBAR.LE gsb0, {others:#x}") >= least * groups * widths

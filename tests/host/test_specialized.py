@@ -160,7 +160,7 @@ def test_room_for_parts_of_tiles():
 def test_all_tables_are_found_by_what_their_files_are_called():
     found = measured.tables_of(H200)
     assert sorted(measured.TABLES.glob("nvidia-h200-*.json")) == [table.path for table in found]
-    assert {table.suffix for table in found} == {"", "sliced_k", "specialized", "specialized-streamed"}
+    assert {table.suffix for table in found} == {"", "specialized", "specialized-streamed"}
 
 
 @pytest.mark.parametrize("streams", [False, True])

@@ -53,13 +53,15 @@ SHARED = ARCHS["sm_90"].shared - 1024
 #: The largest K and N: bytes of a strip and of a row of group parameters are counted in 32 bits.
 MOST_K, MOST_N = 1 << 26, 1 << 26
 
-#: Seconds of a multiprocessor for a unit, and for each of its strips. Seconds that a warp takes for a unit at least,
-#: and as many for each of its strips. Bytes of activations that a multiprocessor gets in a second. Seconds around a
-#: launch, and those that parts of a tile take to meet.
-UNIT_TIME, STRIP_TIME, WAIT, X_BANDWIDTH = 5.5e-9, 23.7e-9, 0.11e-6, 33.5e9
-START, REDUCTION = 5.42e-6, 1.38e-6
-#: The stream of words from memory, and the exponent with which it and the units add up.
-MEMORY, OVERLAP = Stream(long=0.885, short=1.576, ramp=6.0e-6), 2.0
+#: Seconds of a multiprocessor for a strip of a unit. Seconds that a warp takes for a unit at least, and as many for
+#: each of its strips. Bytes of activations that a multiprocessor gets in a second.
+STRIP_TIME, WAIT, X_BANDWIDTH = 18.2e-9, 0.115e-6, 59.7e9
+#: Seconds around a launch, those of each wave of programs behind the first, and those that 16 warps take more in each.
+START, WAVE, MANY_WARPS = 5.4e-6, 2.92e-6, 1.0e-6
+#: Seconds that parts of a tile take to meet, and for each strip of each part.
+REDUCTION, REDUCTION_STRIP = 0.884e-6, 0.025e-6
+#: The stream of words from memory.
+MEMORY = Stream(long=0.627, short=1.326, ramp=4.57e-6)
 
 #: Registers of a thread: without a word of it, ptxas takes 64 and spills some, although there are more.
 REGISTERS = 128
@@ -78,7 +80,7 @@ class SlicedK(Tile):
     versions = ("3.6", "3.7", "3.8", "3.9")
     reason = "chosen for packed weights and few rows, where it is predicted to be the fastest"
     splits = (2, 3, 4, 6, 8)
-    tables = ("sliced_k",)
+    fits = ("packed int4",)
 
     def suits(self, problem: Problem) -> bool:
         p = problem
@@ -157,8 +159,8 @@ class SlicedK(Tile):
         """See `Schedule.costs`.
 
         A multiprocessor multiplies the units of its programs; it takes at least as long as a warp for its own. The
-        activations of a program's part of K come from L2 before. The words come from memory meanwhile. Fitted to times
-        of int4 on an H200 (`benchmarks/results/looks/sliced_k-bf16.json`).
+        activations of a program's part of K come from L2 before. The words come from memory; that this adds up with the
+        rest is what the times say. Fitted to times of int4 on an H200 (`benchmarks/results/looks/sliced_k-bf16.json`).
         """
         p, s, sms = problem, space, problem.device.sms
         bundle = _bundle(s.block_n, s.num_warps, int(p.b.bits))
@@ -171,14 +173,14 @@ class SlicedK(Tile):
         waves = np.ceil(tiles * parts / (sms * resident))
         # Of the busiest multiprocessor.
         programs = np.where(waves > 1, waves * resident, np.ceil(tiles * parts / sms))
-        compute = programs * bundles * length * (UNIT_TIME + STRIP_TIME * bundle)
+        compute = programs * bundles * length * STRIP_TIME * bundle
         waits = waves * np.ceil(bundles * length / s.num_warps) * WAIT * (1 + bundle)
         rows = np.minimum(given.rows, s.block_m)
         l2 = programs * rows * length * (DEPTH * p.a.dtype.itemsize) / X_BANDWIDTH
         stream = MEMORY.seconds(given.memory)
-        body = ((np.maximum(compute, waits) + l2) ** OVERLAP + stream**OVERLAP) ** (1 / OVERLAP)
-        reduction = np.where(parts > 1, REDUCTION, 0.0)
-        once = START * np.ones_like(body)
+        body = np.maximum(compute, waits) + l2 + stream
+        reduction = np.where(parts > 1, REDUCTION + REDUCTION_STRIP * parts * bundles * bundle, 0.0)
+        once = START + (waves - 1) * WAVE + waves * MANY_WARPS * (s.num_warps > 8)
         return Costs(
             body + once + reduction, compute, l2, given.memory, once, reduction, np.zeros(1),
             waves * np.ones_like(body),

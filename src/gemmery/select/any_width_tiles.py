@@ -1,9 +1,8 @@
 """The rows of tiles of any width, see `kernels.any_width`.
 
 Matrices have a row for every width from `PART` on that fits into registers and shared memory. They have two narrower
-tiles for products of a few rows, each with a kernel of its own. Packed weights need a kernel for every width, so they
-have fewer widths, and no narrow tiles. The rows are made from the sizes of tiles, since there are too many to write
-down.
+tiles for products of a few rows, each with a kernel of its own. Packed weights have fewer widths, and no narrow tiles.
+The rows are made from the sizes of tiles, since there are too many to write down.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ CUT = (64, 128)
 TURNS = ((128, 2, 128),)
 #: Columns of narrow tiles, of 64 rows of X.
 NARROW = (16, 32)
-#: Of tiles with a packed weight, each of which has a kernel of its own, widths are multiples of this. A warpgroup that
-#: has a tile alone takes up to a fifth longer than predicted with more columns than `ALONE`.
+#: Widths of tiles with a packed weight are multiples of this, so that few of them have to share a kernel. A warpgroup
+#: that has a tile alone takes up to a fifth longer than predicted with more columns than `ALONE`.
 STEP_PACKED, ALONE = 16, 128
 #: Fewer stages do not keep the tensor cores busy.
 LEAST_STAGES = 3
