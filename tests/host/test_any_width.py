@@ -27,9 +27,8 @@ from gemmery.kernels import any_width_loop as loop
 from .ptx import Program
 
 H200, FP8 = device_named("H200"), torch.float8_e4m3fn
-ROWS = [
-    tile.config for tile in tiles_of("hopper", "half") if tile.config.schedule in ("cooperative", "pingpong")
-]
+BOTH = ("cooperative", "pingpong")
+ROWS = [tile.config for tile in tiles_of("hopper", "half") if tile.config.schedule in BOTH]
 
 
 def problem(M=1000, N=1536, K=2048, **more):
@@ -62,22 +61,35 @@ def test_rows_are_configs_that_fit():
 
 @pytest.mark.parametrize("layout", ["NT", "NN", "TN", "TT"])
 def test_the_kernel_of_a_row_has_its_width(layout):
-    p = problem(layout=layout)
+    check_widths(problem(layout=layout), ROWS, 12)
+
+
+@pytest.mark.parametrize("weight", ["int4", "nvfp4", "int8"])
+def test_the_kernel_of_a_row_for_packed_weights_has_its_width(weight):
+    p = abstract_problem(3000, 1024, 4096, device=H200, weight=weight)
+    rows = [tile.config for tile in tiles_of("hopper", kind_of(p)) if tile.config.schedule in BOTH]
+    check_widths(p, rows, 25)
+
+
+def check_widths(p, rows, most):
+    """Each row's kernel has its width, and rows that `code` says share one do; there are so many kernels at most."""
     kernels = {}
-    for config in ROWS:
+    for config in rows:
         if schedules.of(config.schedule).refusal(p, config) is not None:
             continue
         binding = schedules.bind(p, config)
-        k = binding.constants
-        assert tile_of(config).y in k["WIDTHS"]
-        ring, stage_rows = k["RING_ROWS"], tile_of(config).x + tile_of(config).y
-        assert config.num_stages * stage_rows <= ring
+        k, tile = binding.constants, tile_of(config)
+        assert tile.y in k["WIDTHS"]
+        x_bytes = any_width_packed.x_bytes(tile.x, p.b.staged) + any_width_packed.params_bytes(
+            tile.x, p.b.staged
+        )
+        assert config.num_stages * (x_bytes + tile.y * any_width.ROW) <= k["RING_ROWS"] * any_width.ROW
         kernels.setdefault(schedules.of(config.schedule).code(config, Forms.of(p)), set()).add(
             (config.schedule, str(k))
         )
     # What `code` takes for one kernel is one.
     found = [own for code in kernels.values() for own in code]
-    assert len(found) == len({own for own in found}) <= 12
+    assert len(found) == len({own for own in found}) <= most
 
 
 @pytest.mark.parametrize(
