@@ -147,20 +147,20 @@ class Table:
         space = space_of(_problem(parts[0]["shapes"][0], device, dtype, name))
         rows: dict[tuple[int, ...], np.ndarray] = {}
         for data in parts:
-            for shape, found in zip(map(tuple, data["shapes"]), _times(data, space), strict=True):
+            for shape, found in zip(map(tuple, data["shapes"]), _times(data, space, name), strict=True):
                 # What a later file says of a shape takes the place of what an earlier one says.
                 rows[shape] = np.where(np.isnan(found), rows.get(shape, np.nan), found)
         shapes, times = list(rows), np.stack(list(rows.values()))
         # Most tiles of any width are in no table.
         timed = np.isfinite(times).any(axis=0)
-        packed = name.startswith("packed ")
-        space, times = space.where(timed), times[:, timed] - OTHER_CODE * packed
+        space, times = space.where(timed), times[:, timed]
         predicted = np.stack([costs(_problem(s, device, dtype, name), space).total for s in shapes])
         residuals = np.log(times / predicted)
         known = np.isfinite(residuals)
         batch, M, N, K = np.array(shapes, dtype=float).T
         row = np.unique([id(tile) for tile in space.tiles], return_inverse=True)[1]
         apart = np.subtract.outer(np.log2(space.split_k), np.log2(space.split_k))
+        packed = name.startswith("packed ")
         reach, far = (REACH_PACKED, FAR_PACKED) if packed else (REACH, REACH)
         near = np.equal.outer(row, row) * np.exp(-(apart**2) / (2 * reach**2))
         return cls(
@@ -226,9 +226,15 @@ class Table:
         return np.concatenate([each, typical], axis=1)
 
 
-def _times(data: dict[str, Any], space: Space) -> np.ndarray:
+def seconds_of(microseconds: Any, name: str) -> np.ndarray:
+    """Seconds of what a table with this `table_name` has, NaN where there is no measurement; see `OTHER_CODE`."""
+    seconds: np.ndarray = np.array(microseconds, dtype=float) * 1e-6
+    return seconds - OTHER_CODE if name.startswith("packed ") else seconds
+
+
+def _times(data: dict[str, Any], space: Space, name: str) -> np.ndarray:
     """Seconds by a file's shapes and a space's configs, NaN where there is no measurement."""
-    times = np.array(data["microseconds"], dtype=float) * 1e-6
+    times = seconds_of(data["microseconds"], name)
     names = {text: place for place, text in enumerate(data["configs"])}
     chosen = [names.get(str(config), -1) for config in space.configs]
     return np.where(np.array(chosen) >= 0, times[:, chosen], np.nan)

@@ -231,4 +231,4 @@ def read_tables(device: Device) -> Iterator[Timed]:
             ]
             if timed:
                 us, config = min(timed)
-                yield Timed(path.stem, problem, Config.of(config), us * 1e-6)
+                yield Timed(path.stem, problem, Config.of(config), float(measured.seconds_of(us, name)))
