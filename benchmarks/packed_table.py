@@ -5,9 +5,10 @@ python benchmarks/packed_table.py --format int4 --schedule specialized
 python benchmarks/packed_table.py --format int4 --rows 1,16
 
 Times every tile, in every number of parts along K that is considered, on cold inputs, in shuffled order. A schedule
-that not every Triton has gets a table of its own. A second one is for the Triton that streams, see `Config.stream`; it
-is about the numbers of rows that do (1,16,32,64), and about other schedules as well. With some numbers of rows or
-small weights alone, the rest of a table stays: not for tiles that are new, which would have no times there.
+that not every Triton has gets a table of its own. A second one is for the Triton that streams, see `Config.stream`, and
+is about other schedules as well. Each launch comes behind one of another kernel, see `measured.OTHER_CODE`. With some
+numbers of rows or small weights alone, the rest of a table stays: not for tiles that are new, which would have no times
+there.
 """
 
 import argparse
