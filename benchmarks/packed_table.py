@@ -47,7 +47,16 @@ OWN = [schedule.name for schedule in REGISTRY.values() if schedule.tables]
 WEIGHTS = ((8192, 8192), (14336, 4096), (4096, 14336), (4096, 4096), (28672, 4096), (2048, 8192))
 ROWS = (1, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096)
 #: The same of small weights.
-SMALL = ((768, 1024), (768, 3072), (768, 9216), (2560, 1024), (2560, 3072), (9216, 1024), (9216, 3072), (1536, 16384))
+SMALL = (
+    (768, 1024),
+    (768, 3072),
+    (768, 9216),
+    (2560, 1024),
+    (2560, 3072),
+    (9216, 1024),
+    (9216, 3072),
+    (1536, 16384),
+)
 FEW = (1, 16, 32, 64, 256)
 #: How much more than the quickest a config may take in the first round to be timed again.
 NEAR = 1.25
