@@ -7,8 +7,8 @@ python benchmarks/packed_table.py --format int4 --rows 1,16
 Times every tile, in every number of parts along K that is considered, on cold inputs, in shuffled order. A schedule
 that not every Triton has gets a table of its own. A second one is for the Triton that streams, see `Config.stream`, and
 is about other schedules as well. Each launch comes behind one of another kernel, see `measured.OTHER_CODE`. With some
-numbers of rows or small weights alone, the rest of a table stays: not for tiles that are new, which would have no times
-there.
+numbers of rows or small weights alone, the rest of a table is kept. Don't use this after adding tiles: they would have
+no times in it.
 """
 
 import argparse
@@ -46,7 +46,7 @@ OWN = [schedule.name for schedule in REGISTRY.values() if schedule.tables]
 #: Weights, N and K, and the numbers of rows with which they are timed.
 WEIGHTS = ((8192, 8192), (14336, 4096), (4096, 14336), (4096, 4096), (28672, 4096), (2048, 8192))
 ROWS = (1, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096)
-#: The same of small weights.
+#: Small weights, and the numbers of rows with which they are timed.
 SMALL = (
     (768, 1024),
     (768, 3072),
@@ -193,6 +193,8 @@ def main() -> None:
                 print(line, flush=True)
     scratch = torch.empty(1 << 28, dtype=torch.int8, device="cuda")
     some = {int(number) for number in options.rows.split(",")} if options.rows else {*ROWS, *FEW}
+    if some - {*ROWS, *FEW}:
+        parser.error(f"--rows: there are {', '.join(map(str, sorted({*ROWS, *FEW})))}")
     shapes = [(M, *weight) for weight in SMALL for M in FEW]
     if not options.small:
         shapes = [(M, *weight) for weight in WEIGHTS for M in ROWS] + shapes

@@ -10,7 +10,7 @@ from gemmery.lab.abstract import abstract_problem, linear_problem
 from gemmery.lab.inspection.resources import usage
 from gemmery.lab.inspection.sass import disassemble
 from gemmery.launch.cross_compile import compiling_for
-from gemmery.schedules.any_width import COOPERATIVE, WAIT, AnyWidthBinding, serialises
+from gemmery.schedules.any_width import COOPERATIVE, PENDING, AnyWidthBinding, waits_for_each
 from gemmery.select.samples import arguments
 from gemmery.select.shapes import device_named, problem_of
 
@@ -95,9 +95,11 @@ def test_waits_are_found_in_machine_code(more, text, expected):
     with compiling_for("sm_90"):
         compiled = schedules.bind(problem, Config.of(text)).compile(*arguments(problem, "meta"))
     left = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, (\w+)", disassemble(compiled.asm["cubin"]))
-    assert sorted(each[0] for each in WAIT.findall(compiled.asm["cubin"])) == sorted(int(x, 16) for x in left)
+    assert sorted(each[0] for each in PENDING.findall(compiled.asm["cubin"])) == sorted(
+        int(x, 16) for x in left
+    )
     assert left
-    assert serialises(compiled) is expected
+    assert waits_for_each(compiled) is expected
 
 
 #: What `abstract_problem` takes, and a config.
@@ -141,8 +143,8 @@ def test_products_with_packed_weights_do_not_wait_for_each_other(text, format, d
     check_spills(compiled, within=4 if Config.of(text).num_warps == 12 else 0)
     # The assembler has a wait for all products behind each one where it finds no registers for several.
     code = disassemble(compiled.asm["cubin"])
-    groups, widths = Config.of(text).num_warps // 4, len(binding.widths)
-    assert not serialises(compiled)
+    groups, widths = Config.of(text).num_warps // 4, len(binding.constants["WIDTHS"])
+    assert not waits_for_each(compiled)
     # One that is alone has two turns of two pieces, the others four of one.
     others, least = (1, 3) if groups == 1 else (3, 6)
     assert code.count(f"WARPGROUP.DEPBAR.LE gsb0, {others:#x}") >= least * groups * widths

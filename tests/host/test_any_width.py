@@ -75,21 +75,53 @@ def check_widths(p, rows, most):
     """Each row's kernel has its width, and rows that `code` says share one do; there are so many kernels at most."""
     kernels = {}
     for config in rows:
-        if schedules.of(config.schedule).refusal(p, config) is not None:
+        schedule = schedules.of(config.schedule)
+        if schedule.refusal(p, config) is not None:
             continue
         binding = schedules.bind(p, config)
-        k, tile = binding.constants, tile_of(config)
+        k, tile, format = binding.constants, tile_of(config), p.b.staged
         assert tile.y in k["WIDTHS"]
-        x_bytes = any_width_packed.x_bytes(tile.x, p.b.staged) + any_width_packed.params_bytes(
-            tile.x, p.b.staged
-        )
+        x_bytes = any_width_packed.x_bytes(tile.x, format) + any_width_packed.params_bytes(tile.x, format)
         assert config.num_stages * (x_bytes + tile.y * any_width.ROW) <= k["RING_ROWS"] * any_width.ROW
-        kernels.setdefault(schedules.of(config.schedule).code(config, Forms.of(p)), set()).add(
-            (config.schedule, str(k))
-        )
-    # What `code` takes for one kernel is one.
-    found = [own for code in kernels.values() for own in code]
-    assert len(found) == len({own for own in found}) <= most
+        code = config.schedule, schedule.code(config, Forms.of(p))
+        assert kernels.setdefault(code, str(k)) == str(k)
+    assert len(set(kernels.values())) == len(kernels) <= most
+
+
+def test_widths_of_packed_weights_share_kernels():
+    """All rows of `any_width_tiles` do with 64 rows of X for each warpgroup."""
+    p = abstract_problem(3000, 1024, 4096, device=H200, weight="int4")
+    for tile in tiles_of("hopper", kind_of(p)):
+        if tile.config.schedule in BOTH and tile_of(tile.config).own == 64:
+            assert len(tile_of(tile.config).widths("packed", "rows", None)) > 2, tile.config
+
+
+@pytest.mark.parametrize("well", [(96, 112, 128, 64, 80), (64, 80, 96, 112, 128), ()])
+def test_a_kernel_whose_products_wait_is_compiled_again(well, monkeypatch):
+    """With its widths in other orders, and at last for one width; and later at once with what was found."""
+    Kernel = type("Kernel", (), {})
+    made = {}
+
+    def compile(binding, tensors, numbers=()):
+        asked.append(binding.constants["WIDTHS"])
+        return made.setdefault(asked[-1], Kernel())
+
+    monkeypatch.setattr(any_width.Binding, "compile", compile)
+    monkeypatch.setattr(any_width, "waits_for_each", lambda kernel: kernel is not made.get(well or (96,)))
+    p, config = (
+        abstract_problem(3000, 1024, 4096, device=H200, weight="int4"),
+        "96x128x64-g0-w8-s8-cooperative-descriptor-swap",
+    )
+    first = (64, 80, 96, 112, 128)
+    orders, found = [first[i:] + first[:i] for i in range(5)], well or (96,)
+    tried = orders[: orders.index(well) + 1] if well else orders
+    ends = [] if found == first else [found]
+    for sequence in ([*tried, *ends], [first, *ends]):
+        asked, binding = [], schedules.bind(p, Config.of(config))
+        assert binding.compile([]) is made[well or (96,)]
+        assert binding.constants["WIDTHS"] == (well or (96,))
+        assert asked == sequence
+        assert binding.compile([]) is made[well or (96,)]
 
 
 @pytest.mark.parametrize(

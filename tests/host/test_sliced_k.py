@@ -17,9 +17,11 @@ from gemmery.kernels import decoders, sliced_k_loop
 from gemmery.kernels.sliced_k_loop import COLUMNS, DEPTH, SUM_ROW, Shape
 from gemmery.lab.abstract import abstract_problem, linear_problem
 from gemmery.operands.packed import PackedOperand
+from gemmery.schedules import sliced_k
 from gemmery.schedules.base import Forms
 from gemmery.schedules.sliced_k import SLICED_K, X_BYTES
 from gemmery.select import space
+from gemmery.select.model import costs
 from gemmery.select.shapes import device_named
 
 from .lanes import Block
@@ -237,3 +239,17 @@ def test_it_is_chosen_for_few_rows_of_a_large_weight():
     first = {M: select.rank(problem_of(M, 32768, 8192))[0][0].schedule for M in (1, 5, 16)}
     assert first[5] == "sliced_k"
     assert first[16] != "sliced_k"
+
+
+@pytest.mark.parametrize("num_warps", [4, 8, 16])
+def test_a_program_more_than_there_is_room_for_costs_a_wave(num_warps):
+    config = Config.of(f"8x16x128-g1-w{num_warps}-s3-sliced_k-pointer-swap")
+    room = SLICED_K.at_once(problem_of(8, 4096, 4096), config)
+
+    def seconds(programs):
+        problem = problem_of(8, 16 * programs, 4096)
+        found = space.space_of(problem)
+        return costs(problem, found).overhead[found.configs.index(config)]
+
+    assert seconds(room) == pytest.approx(seconds(room - 1))
+    assert seconds(room + 1) == pytest.approx(seconds(room) + sliced_k.WAVE)

@@ -68,7 +68,7 @@ def matrix_descriptor(address, CHUNK: gl.constexpr):
 
 @gluon.constexpr_function
 def widest_of(widths):
-    """The largest of some widths."""
+    """The largest of some widths; device code can't call `max` for that."""
     return max(widths)
 
 

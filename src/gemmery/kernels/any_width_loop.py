@@ -56,8 +56,8 @@ def releasing(stage):
 def switch(index, values, cases):
     """Assembly that runs the case of the value that register `index` has.
 
-    It is one of `values`, which lie a power of two apart, and are in the order of the code. All threads have the same
-    value.
+    It is one of `values`. Sorted, these lie a power of two apart; they come in the order in which their cases are
+    written. All threads have the same value.
     """
     if len(cases) == 1:
         return cases[0]

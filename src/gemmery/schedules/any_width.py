@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -75,7 +76,7 @@ PROMOTED, SCALED = {1: 96, 2: 88, 3: 64}, {1: 88, 2: 80, 3: 48}
 #: And where X is a packed weight, of which a step's operands are in registers.
 PACKED = {1: 128, 2: 144, 3: 96}
 #: The widths that share a kernel where X is a packed weight and each warpgroup has 64 rows of it, by the number of
-#: warpgroups. A kernel for more widths is more often one in which products wait for each other, see `serialises`.
+#: warpgroups. The more widths a kernel has, the more often its products wait for each other, see `waits_for_each`.
 PACKED_WIDTHS = {
     1: (range(64, 129, 16),),
     2: (range(64, 129, 16), range(144, 193, 16), range(208, 257, 16)),
@@ -87,7 +88,7 @@ LEAST_PACKED = 3
 #: How much larger than all else an operand has to be to leave L2 first. Measured on an H200.
 STREAMED = 1.5
 #: The machine code of a wait for products, with how many may stay under way.
-WAIT = re.compile(rb"\xc5\x79\x00\x00\x00\x80\x00\x00.(.)", re.DOTALL)
+PENDING = re.compile(rb"\xc5\x79\x00\x00\x00\x80\x00\x00.(.)", re.DOTALL)
 
 #: The height of bands, as a part of that with the least to read; and the height where several bands are in flight.
 BAND, LOW_BAND = 0.75, 2
@@ -140,21 +141,20 @@ class Tile(NamedTuple):
         """Widths are multiples of this. A kernel has code for each width, and more code takes longer to compile."""
         return 8 if self.own == ROWS and self.groups < 3 else 16
 
-    def widths(self, of_y: Form, numbers: dict[int, int] | None, is_packed: bool) -> Sequence[int]:
-        """The widths of the kernel that has this one.
+    def widths(self, of_x: Form, of_y: Form, numbers: dict[int, int] | None) -> tuple[int, ...]:
+        """The widths that this tile's kernel has code for; its own is among them.
 
         Args:
-            of_y: the form of Y.
+            of_x, of_y: the forms of X and of Y.
             numbers: see `numbers_for`.
-            is_packed: whether X is a packed weight.
         """
-        if is_packed:
-            shared = PACKED_WIDTHS[self.groups] if self.own == ROWS else ()
-            return next((widths for widths in shared if self.y in widths), (self.y,))
         # A narrow tile stores fewer columns at a time.
-        if self.y < PART:
-            return (self.y,)
-        return range(PART, self.widest(numbers) + 1, max(self.each, EACH[of_y]))
+        found: Sequence[int] = (self.y,)
+        if of_x == "packed" and self.own == ROWS:
+            found = next((widths for widths in PACKED_WIDTHS[self.groups] if self.y in widths), found)
+        elif of_x != "packed" and self.y >= PART:
+            found = range(PART, self.widest(numbers) + 1, self.each)
+        return tuple(width for width in found if width % EACH[of_y] == 0)
 
     @property
     def part(self) -> int:
@@ -251,8 +251,8 @@ class AnyWidth(PersistentStatic):
 
     def code(self, config: Config, forms: Forms) -> object:
         tile = self.tile(config)
-        widths = tile.widths(forms_of(config, forms)[1], None, forms.packed is not None)
-        return config.swap, tile.x, tile.groups, widths
+        # Here widths tell kernels apart; fp8 that is promoted or scaled has fewer of them.
+        return config.swap, tile.x, tile.groups, tile.widths(*forms_of(config, forms), None)
 
     def check_sizes(self, config: Config) -> None:
         c, warps = config, ((8,) if self.takes_turns else (4, 8, 12))
@@ -484,7 +484,7 @@ class AnyWidthBinding(Binding):
         self.grid = (self.work.programs, 1, 1)
         self.forms, self.format = forms_of(c, Forms.of(p)), p.b.staged
         self.part = tile.part
-        self.widths = tuple(tile.widths(self.forms[1], numbers_for(p), bool(self.format)))
+        self.widths = tile.widths(*self.forms, numbers_for(p))
         registers, loader = REGISTERS[tile.groups]
         x, y = (p.b.dtype, p.a.dtype) if c.swap else (p.a.dtype, p.b.dtype)
         given, second = self._matrix_map()
@@ -553,15 +553,38 @@ class AnyWidthBinding(Binding):
         return (None, number) if fusion.both else ((number, TL[fusion.matrix.dtype]), None)
 
     def compile(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> Any:
-        """See `Binding.compile`. A kernel that serialises is compiled anew: in other orders, at last for one width."""
+        """See `Binding.compile`.
+
+        If products wait for each other in a kernel for several widths, it is compiled again with its widths in other
+        orders, and at last for this tile's width alone.
+        """
         compiled = super().compile(tensors, numbers)
-        others = [self.widths[first:] + self.widths[:first] for first in range(1, len(self.widths))]
-        for widths in (*others, (self.tile.y,)):
-            if self.format is None or not serialises(compiled):
-                break
-            self.constants["WIDTHS"] = widths
-            compiled = super().compile(tensors, numbers)
-        return compiled
+        present = self.constants["WIDTHS"]
+        if self.format is None or len(present) == 1:
+            return compiled
+        if compiled not in _ORDERS:
+            _ORDERS[compiled] = self._order(compiled, tensors, numbers)
+        widths = _ORDERS[compiled] or (self.tile.y,)
+        if widths == present:
+            return compiled
+        self.constants["WIDTHS"] = widths
+        return super().compile(tensors, numbers)
+
+    def _order(self, compiled: Any, tensors: Sequence[Any], numbers: Sequence[float]) -> tuple[int, ...]:
+        """The widths in an order with which products do not wait for each other; () if there is none.
+
+        Args:
+            compiled: the kernel with the widths in the present order.
+        """
+        present: tuple[int, ...] = self.constants["WIDTHS"]
+        for first in range(len(present)):
+            widths = present[first:] + present[:first]
+            if first:
+                self.constants["WIDTHS"] = widths
+                compiled = super().compile(tensors, numbers)
+            if not waits_for_each(compiled):
+                return widths
+        return ()
 
     def check(self, compiled: Any) -> None:
         """RuntimeError unless the ring, its barriers and the tensor maps are where the kernel's assembly looks."""
@@ -713,15 +736,18 @@ def source() -> str:
     )  # fmt: skip
 
 
-@functools.cache
-def serialises(compiled: Any) -> bool:
-    """Whether the assembler has put a wait for all products behind each one.
+#: By a kernel for several widths of a packed weight, its widths in the order that does well; see `_order`.
+_ORDERS: WeakKeyDictionary[Any, tuple[int, ...]] = WeakKeyDictionary()
 
-    It does so in a part of all kernels that unpack a weight, "due to insufficient register resources for the wgmma
-    pipeline" (its message C7511), and for no visible reason: the same code in another order does not.
+
+def waits_for_each(compiled: Any) -> bool:
+    """Whether each product of a kernel waits for the one before.
+
+    The assembler makes them wait in about a fifth of the kernels that unpack a weight, "due to insufficient register
+    resources for the wgmma pipeline" (its message C7511). We know no reason: with its cases in another order, the same
+    kernel often has no such waits. Triton does not keep the message, so the machine code is searched.
     """
-    waits = WAIT.findall(compiled.asm["cubin"])
-    return bool(waits) and not any(left != b"\0" for left in waits)
+    return set(PENDING.findall(compiled.asm["cubin"])) == {b"\0"}
 
 
 def check_maps(ptx: str) -> None:

@@ -34,7 +34,7 @@ KNOBS = {
 
 
 class Forms(NamedTuple):
-    """How a problem's operands lie, as far as it decides which tiles they can be cut into.
+    """How a problem's operands lie, as far as it decides which tiles they can be cut into, and a kernel's code.
 
     Attributes:
         a_turned, b_turned: whether adjacent elements lie along M in a, and along N in b.
@@ -113,7 +113,7 @@ class Schedule:
         return np.ones(np.shape(rows), bool)
 
     def code(self, config: Config, forms: Forms) -> object:
-        """The part of a config that it takes on which the compiled kernel depends; None for the whole config."""
+        """What the compiled kernel depends on, of a config that `takes` lets in; None for the whole config."""
         return None
 
     def own_tables(self) -> tuple[str, ...]:

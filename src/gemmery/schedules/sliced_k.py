@@ -55,13 +55,14 @@ MOST_K, MOST_N = 1 << 26, 1 << 26
 
 #: Seconds of a multiprocessor for a strip of a unit. Seconds that a warp takes for a unit at least, and as many for
 #: each of its strips. Bytes of activations that a multiprocessor gets in a second.
-STRIP_TIME, WAIT, X_BANDWIDTH = 18.2e-9, 0.115e-6, 59.7e9
-#: Seconds around a launch, those of each wave of programs behind the first, and those that 16 warps take more in each.
-START, WAVE, MANY_WARPS = 5.4e-6, 2.92e-6, 1.0e-6
+STRIP_TIME, WAIT, X_BANDWIDTH = 17.0e-9, 0.108e-6, 54e9
+#: Seconds around a launch, those of each wave of programs behind the first, and how much longer a launch takes with 16
+#: warps.
+START, WAVE, MANY_WARPS = 5.44e-6, 3.3e-6, 1.06e-6
 #: Seconds that parts of a tile take to meet, and for each strip of each part.
-REDUCTION, REDUCTION_STRIP = 0.884e-6, 0.025e-6
+REDUCTION, REDUCTION_STRIP = 0.812e-6, 0.025e-6
 #: The stream of words from memory.
-MEMORY = Stream(long=0.627, short=1.326, ramp=4.57e-6)
+MEMORY = Stream(long=0.665, short=1.383, ramp=4.36e-6)
 
 #: Registers of a thread: without a word of it, ptxas takes 64 and spills some, although there are more.
 REGISTERS = 128
@@ -159,28 +160,29 @@ class SlicedK(Tile):
         """See `Schedule.costs`.
 
         A multiprocessor multiplies the units of its programs; it takes at least as long as a warp for its own. The
-        activations of a program's part of K come from L2 before. The words come from memory; that this adds up with the
-        rest is what the times say. Fitted to times of int4 on an H200 (`benchmarks/results/looks/sliced_k-bf16.json`).
+        activations of a program's part of K come from L2 before. The words come from memory. Measured times say that
+        this adds to the rest and does not overlap with it. Fitted to times of int4 on an H200
+        (`benchmarks/results/looks/sliced_k-bf16.json`, and seed 101 of `choices-bf16.json`).
         """
         p, s, sms = problem, space, problem.device.sms
-        bundle = _bundle(s.block_n, s.num_warps, int(p.b.bits))
-        bundles = s.block_n / STRIP / bundle
+        assert p.b.staged is not None
+        bundle, strips = _bundle(s.block_n, s.num_warps, int(p.b.bits)), s.block_n / STRIP
         tiles = -(-given.rows // s.block_m) * -(-p.N // s.block_n)
         units = np.ceil(max(p.K, 1) / s.block_k)
         length = np.ceil(units / s.split_k)
         parts = np.ceil(units / length)
-        resident = np.maximum(8 // s.num_warps, 1)
+        resident = np.array([_resident(_shape(config, p.b.staged)) for config in s.configs])
         waves = np.ceil(tiles * parts / (sms * resident))
         # Of the busiest multiprocessor.
         programs = np.where(waves > 1, waves * resident, np.ceil(tiles * parts / sms))
-        compute = programs * bundles * length * STRIP_TIME * bundle
-        waits = waves * np.ceil(bundles * length / s.num_warps) * WAIT * (1 + bundle)
+        compute = programs * strips * length * STRIP_TIME
+        waits = waves * np.ceil(strips / bundle * length / s.num_warps) * WAIT * (1 + bundle)
         rows = np.minimum(given.rows, s.block_m)
         l2 = programs * rows * length * (DEPTH * p.a.dtype.itemsize) / X_BANDWIDTH
         stream = MEMORY.seconds(given.memory)
         body = np.maximum(compute, waits) + l2 + stream
-        reduction = np.where(parts > 1, REDUCTION + REDUCTION_STRIP * parts * bundles * bundle, 0.0)
-        once = START + (waves - 1) * WAVE + waves * MANY_WARPS * (s.num_warps > 8)
+        reduction = np.where(parts > 1, REDUCTION + REDUCTION_STRIP * parts * strips, 0.0)
+        once = START + (waves - 1) * WAVE + MANY_WARPS * (s.num_warps > 8)
         return Costs(
             body + once + reduction, compute, l2, given.memory, once, reduction, np.zeros(1),
             waves * np.ones_like(body),
@@ -193,7 +195,7 @@ class SlicedK(Tile):
     def at_once(self, problem: Problem, config: Config) -> int:
         format = problem.b.staged
         assert format is not None
-        return problem.device.sms * max(1, SHARED // (_shape(config, format).bytes + 1024))
+        return problem.device.sms * _resident(_shape(config, format))
 
 
 def _shape(config: Config, format: packed.StageFormat, kind: str = "bf16") -> Shape:
@@ -201,6 +203,11 @@ def _shape(config: Config, format: packed.StageFormat, kind: str = "bf16") -> Sh
     c = config
     bundle = int(_bundle(c.block_n, c.num_warps, format.bits))
     return Shape(format, kind, bundle, c.num_warps, c.num_stages, X_BYTES[c.num_warps], _spans(c, bundle))
+
+
+def _resident(shape: Shape) -> int:
+    """Programs that a multiprocessor holds at once."""
+    return max(1, SHARED // (shape.bytes + 1024))
 
 
 def _bundle(block_n: Ints | int, num_warps: Ints | int, bits: int) -> Ints:

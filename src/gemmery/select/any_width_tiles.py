@@ -17,7 +17,7 @@ CUT = (64, 128)
 TURNS = ((128, 2, 128),)
 #: Columns of narrow tiles, of 64 rows of X.
 NARROW = (16, 32)
-#: Widths of tiles with a packed weight are multiples of this, so that few of them have to share a kernel. A warpgroup
+#: Widths of tiles with a packed weight are multiples of this, so that few widths share a kernel. A warpgroup
 #: that has a tile alone takes up to a fifth longer than predicted with more columns than `ALONE`.
 STEP_PACKED, ALONE = 16, 128
 #: Fewer stages do not keep the tensor cores busy.

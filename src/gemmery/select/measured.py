@@ -37,8 +37,8 @@ REACH_SHORT, SHORT = 0.25, 30e-6
 #: The same for packed weights, whose tiles' worth changes faster: how many rows of A they take decides how much is
 #: unpacked. So it is how much nearer a shape has to be to count for more; the nearest reach `FAR_PACKED`.
 REACH_PACKED, FAR_PACKED = 0.2, 1.5
-#: Seconds that times in these tables have more than those of `Stopwatch`, to which the models of other schedules are
-#: fitted: each was taken behind another kernel's, and the multiprocessors had to fetch its code.
+#: Seconds by which times in tables of packed weights are longer than `Stopwatch`'s, to which the models of other
+#: schedules are fitted: most launches came behind one of another kernel, and had to fetch their code.
 OTHER_CODE = 0.8e-6
 #: The weight of the model itself, where a measurement of the very shape has 1.
 PRIOR = 0.3

@@ -99,7 +99,7 @@ class Space:
 
     Attributes:
         configs, tiles: the configs, and the rows of the table that they come from.
-        kernel: configs with the same number here run the same compiled kernel.
+        kernel: configs with the same number here run the same compiled kernel; but see `AnyWidthBinding.compile`.
 
     The other columns are those of `Config` and `Tile`, by their names.
     """
@@ -182,6 +182,8 @@ def _space(
     Args:
         whole: leave out configs that cut K.
         names: schedules that are considered.
+        forms: how the operands lie.
+        blocks: whether the epilogue reads or writes whole matrices.
     """
     entries = []
     codes: dict[object, int] = {}
@@ -233,6 +235,7 @@ def space_of(problem: Problem) -> Space:
 def everywhere(problem: Problem) -> frozenset[int]:
     """The numbers in `Space.numerics` that are there whatever the layouts of a problem's matrices."""
     target = problem.device.target
+    # These take all forms.
     names = tuple(name for name, schedule in schedules.REGISTRY.items() if schedule.universal)
     spaces = [
         _space(target.family, kind_of(problem), tma, aligned, True, names, Forms.of(problem))
