@@ -6,7 +6,7 @@ python benchmarks/packed_table.py --format int4 --rows 1,16
 
 Times every tile, in every number of parts along K that is considered, on cold inputs, in shuffled order. A schedule
 that not every Triton has gets a table of its own. A second one is for the Triton that streams, see `Config.stream`, and
-is about other schedules as well. Each launch comes behind one of another kernel, see `measured.OTHER_CODE`. With some
+is about other schedules as well. Most launches come behind one of another kernel, see `measured.OTHER_CODE`. With some
 numbers of rows or small weights alone, the rest of a table is kept. Don't use this after adding tiles: they would have
 no times in it.
 """

@@ -745,7 +745,8 @@ def waits_for_each(compiled: Any) -> bool:
 
     The assembler makes them wait in about a fifth of the kernels that unpack a weight, "due to insufficient register
     resources for the wgmma pipeline" (its message C7511). We know no reason: with its cases in another order, the same
-    kernel often has no such waits. Triton does not keep the message, so the machine code is searched.
+    kernel often has no such waits. Triton does not keep the message, so the machine code is searched. That is quicker
+    than to ask the assembler again, as `lab.targets.serialised` does.
     """
     return set(PENDING.findall(compiled.asm["cubin"])) == {b"\0"}
 

@@ -113,7 +113,10 @@ class Schedule:
         return np.ones(np.shape(rows), bool)
 
     def code(self, config: Config, forms: Forms) -> object:
-        """What the compiled kernel depends on, of a config that `takes` lets in; None for the whole config."""
+        """The part of a config that decides which compiled kernel runs; None stands for the whole config.
+
+        It is asked of configs that `takes` accepts.
+        """
         return None
 
     def own_tables(self) -> tuple[str, ...]:
