@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 from weakref import WeakKeyDictionary
@@ -28,6 +27,7 @@ from ..operands.packed import Packed, PackedAccess
 from ..operands.pair import Pair
 from ..operands.scaled import Scaled
 from . import any_width_cost
+from .any_width_compiled import check_maps, check_memory, waits_for_each
 from .base import Forms
 from .binding import (
     BOX,
@@ -87,8 +87,6 @@ PACKED_WIDTHS = {
 LEAST_PACKED = 3
 #: How much larger than all else an operand has to be to leave L2 first. Measured on an H200.
 STREAMED = 1.5
-#: The machine code of a wait for products, with how many may stay under way.
-PENDING = re.compile(rb"\xc5\x79\x00\x00\x00\x80\x00\x00.(.)", re.DOTALL)
 
 #: The height of bands, as a part of that with the least to read; and the height where several bands are in flight.
 BAND, LOW_BAND = 0.75, 2
@@ -738,59 +736,6 @@ def source() -> str:
 
 #: By a kernel for several widths of a packed weight, its widths in the order that does well; see `_order`.
 _ORDERS: WeakKeyDictionary[Any, tuple[int, ...]] = WeakKeyDictionary()
-
-
-def waits_for_each(compiled: Any) -> bool:
-    """Whether each product of a kernel waits for the one before.
-
-    The assembler makes them wait in about a fifth of the kernels that unpack a weight, "due to insufficient register
-    resources for the wgmma pipeline" (its message C7511). We know no reason: with its cases in another order, the same
-    kernel often has no such waits. Triton does not keep the message, so the machine code is searched. That is quicker
-    than to ask the assembler again, as `lab.targets.serialised` does.
-    """
-    return set(PENDING.findall(compiled.asm["cubin"])) == {b"\0"}
-
-
-def check_maps(ptx: str) -> None:
-    """RuntimeError unless the parameters that a kernel takes for tensor maps are some.
-
-    Args:
-        ptx: the kernel in PTX.
-    """
-    for used in set(re.findall(r"gemm_any_width_param_\d+", ptx)):
-        if re.search(rf"mov\.b64 \w+, {used};", ptx) and not re.search(
-            rf"\.align \d+ \.b8 {used}\[128\]", ptx
-        ):
-            raise RuntimeError(f"the kernel's parameter {used} is no tensor map")
-
-
-def check_memory(llir: str, size: int, barriers: int) -> None:
-    """RuntimeError unless the first `size` bytes of shared memory are the slots', `barriers` are behind them, and all
-    else behind these; or if assembly looks for the ring or the barriers elsewhere.
-
-    Whatever else there is, is found at constant offsets. If something stood before the slots, its own offset would be
-    one of less than their size, since nothing else is as large.
-
-    Args:
-        llir: the kernel in LLVM's language.
-    """
-    first = re.search(r"mbarrier\.inval.*@global_smem, i32 (\d+)", llir)
-    if first is None or int(first[1]) != size:
-        raise RuntimeError(f"the barriers are not {size} bytes behind where shared memory begins")
-    end = size + 8 * barriers
-    named = [int(at) for at in re.findall(r"mov\.b32 first, global_smem; add\.s32 \$0, first, (\d+);", llir)]
-    if size not in named or max(named) > size:
-        raise RuntimeError(
-            f"the kernel's assembly looks for barriers elsewhere than {size} bytes behind where shared memory begins"
-        )
-    others = [line for line in llir.splitlines() if "mbarrier" not in line]
-    # A barrier whose number is computed is counted from the first one.
-    found = {int(at) for line in others for at in re.findall(r"@global_smem, i32 (\d+)", line)}
-    offsets = found - {size}
-    if not offsets or min(offsets) < end:
-        raise RuntimeError(
-            f"{size} bytes of slots and the barriers do not have shared memory's first bytes alone"
-        )
 
 
 COOPERATIVE, PINGPONG = Cooperative(), PingPong()
