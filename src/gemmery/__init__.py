@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .activations import quantize_activations
     from .formats import QuantizedTensor, quantize
     from .formats.scaled import ScaledTensor
+    from .grouped import grouped_linear, grouped_mm
     from .launch.explain import explain
     from .scaled import scaled_matmul
     from .tuning.tuner import tune
@@ -29,12 +30,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Config", "Plan", "Problem", "QuantizedTensor", "ScaledTensor", "addmm", "batch_invariant", "bmm", "epilogue",
-    "explain", "linear", "matmul", "nn", "plan", "quantize", "quantize_activations", "scaled_matmul", "tune", "warmup",
+    "explain", "grouped_linear", "grouped_mm", "linear", "matmul", "nn", "plan", "quantize", "quantize_activations", "scaled_matmul", "tune", "warmup",
 ]  # fmt: skip
 
 #: Where the names are that a program seldom needs, and that are imported when it does.
 _LATER = {
-    "QuantizedTensor": ".formats.tensor", "ScaledTensor": ".formats.scaled", "explain": ".launch.explain", "nn": ".nn",
+    "QuantizedTensor": ".formats.tensor", "ScaledTensor": ".formats.scaled", "explain": ".launch.explain",
+    "grouped_linear": ".grouped", "grouped_mm": ".grouped", "nn": ".nn",
     "quantize": ".formats.quantize", "quantize_activations": ".activations", "scaled_matmul": ".scaled",
     "tune": ".tuning.tuner", "warmup": ".tuning.warm",
 }  # fmt: skip

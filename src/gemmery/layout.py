@@ -119,13 +119,13 @@ def fold(
     """The Problem of the bare product, with as few batch dimensions as can be, and the layouts of `extras` in it.
 
     Args:
-        out: (..., M, columns) with the broadcast batch.
+        out: (..., M, columns) with the broadcast batch, or without where all matrices of it are one.
         extras: what the epilogue reads and writes besides, each with the columns that it has or is broadcast to.
     """
     left, right = a.matrix, b.matrix
     M, K = left.shape[-2:]
     columns = right.shape[-1]
-    sizes = list(out.shape[:-2])
+    sizes = list(broadcast_batch(left.shape[:-2], right.shape[:-2]))
     others = [*extras, *a.along()]
     of_a, of_b = _expand(left, sizes, M, K), _expand(right, sizes, K, columns)
     of_out = _expand(out, sizes, M, out.shape[-1])
@@ -133,7 +133,8 @@ def fold(
     walkers = [of_a, of_out, *of_others]
     _drop_unit(sizes, [*walkers, of_b])
     _merge(sizes, [*walkers, of_b])
-    rows = _fold_rows(sizes, M, walkers, of_b)
+    # Rows of groups are those of one matrix already.
+    rows = M if a.is_ragged else _fold_rows(sizes, M, walkers, of_b)
     layouts = [_layout(tensor, x) for (tensor, _), x in zip(others, of_others, strict=True)]
     N = columns * b.halves
     plain = Problem(

@@ -6,7 +6,8 @@ It is made from tensors' shapes and strides by `layout` and never sees data.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+import math
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -15,6 +16,10 @@ from . import schedules
 from .devices import Device
 from .dtypes import Precision
 from .operands.base import Layout, Spec, Traced
+from .operands.dense import Dense
+
+#: Standard deviations by which groups of rows are taken to be larger than on average, were they dealt out at random.
+SPREAD = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +126,41 @@ class Problem:
         for size in self.batch:
             count *= size
         return count
+
+    @property
+    def ragged(self) -> str:
+        """What groups a comes in, of which only the GPU knows where they end; see `Spec.ragged`."""
+        return self.a.ragged
+
+    def tile_rows(self, block_m: int) -> int:
+        """The rows of tiles of so many rows, in all matrices; of groups of rows the most that there can be."""
+        if self.ragged != "rows":
+            return self.matrices * -(-self.M // block_m)
+        # Each group may have a tile that is not full, and so may the rows behind the last one.
+        groups = min(self.matrices + 1, self.M)
+        return (self.M + groups * (block_m - 1)) // block_m
+
+    @property
+    def predicted(self) -> Problem:
+        """The product whose time is predicted in place of this one's: where groups are ragged, that of equal ones.
+
+        Where rows are dealt out at random, tiles of the average height would often be one too few.
+        """
+        if not self.ragged:
+            return self
+        p = self
+        if self.ragged == "k":
+            K = -(-p.K // max(p.matrices, 1))
+            a = Dense(p.a.dtype, p.a.steps, p.a.row, p.a.col, p.a.aligned)
+            return replace(p, K=K, a=a)
+        groups = max(min(p.matrices, p.M), 1)
+        mean = p.M / groups
+        M = math.ceil(mean + SPREAD * math.sqrt(mean)) if mean > 1 else 1
+        batch = (groups,) if p.batch else ()
+        steps = (M * p.a.row,) if p.batch else ()
+        a = Dense(p.a.dtype, steps, p.a.row, p.a.col, p.a.aligned)
+        out = replace(p.out, steps=(M * p.out.row,) if p.batch else ())
+        return replace(p, M=M, batch=batch, a=a, out=out)
 
     @property
     def takes_numbers(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,12 +24,14 @@ class Results:
         shape: of what it is given first, (..., M, N).
         types: of its results.
         wide: the type of sums.
+        cleared: whether what the epilogue stores itself is 0 before, since it is not called for every row.
     """
 
     program: Program
     shape: tuple[int, ...]
     types: tuple[torch.dtype, ...]
     wide: torch.dtype
+    cleared: bool = False
 
     @property
     def reduces(self) -> bool:
@@ -63,7 +66,13 @@ class Results:
 
     def makers(self, device: torch.device) -> tuple[Callable[[], Tensor], ...]:
         """Functions that allocate the results, where these are plain."""
-        return tuple([maker(*known, device) for known in self.matrices if known is not None])
+        found: list[Callable[[], Tensor]] = []
+        for i, known in enumerate(self.matrices):
+            if known is not None and self.cleared and i != self.program.main:
+                found.append(functools.partial(torch.zeros, known[0], dtype=known[1], device=device))
+            elif known is not None:
+                found.append(maker(*known, device))
+        return tuple(found)
 
     def flat(self, tensors: Sequence[Any]) -> list[Tensor]:
         """The tensors of `allocate`, one after the other, and last the substitute for the kernel's own output."""
@@ -96,17 +105,18 @@ class Results:
     def allocate(self, device: torch.device, slots: int, out: Tensor | None = None) -> list[Any]:
         """A tensor for each result; for a reduced row a list of (..., M, slots), rows adjacent, one a part."""
         tensors: list[Any] = []
-        for output, known in zip(self.program.outputs, self.matrices, strict=True):
+        for i, (output, known) in enumerate(zip(self.program.outputs, self.matrices, strict=True)):
+            make = torch.zeros if self.cleared and i != self.program.main else torch.empty
             if output.same is not None:
                 tensors.append(tensors[output.same])
             elif output.reduced is None:
                 assert known is not None
-                tensors.append(torch.empty(known[0], dtype=known[1], device=device) if out is None else out)
+                tensors.append(make(known[0], dtype=known[1], device=device) if out is None else out)
             else:
                 kind = self.wide if self.wide.is_floating_point else torch.float32
                 kind = kind if output.reduced.casts[0].is_floating_point else torch.int64
                 parts = [
-                    torch.empty((slots, *self.shape[:-1]), dtype=kind, device=device) for _ in output.places
+                    make((slots, *self.shape[:-1]), dtype=kind, device=device) for _ in output.places
                 ]
                 tensors.append([part.movedim(0, -1) for part in parts])
         return tensors

@@ -43,14 +43,15 @@ def sum_steps(
     a, b, b_rest, a_strides, b_strides, step_args = inputs
     batch, row, col, end, first_k, last_k = place
     _, N, K = shape
+    stop = tl.maximum(last_k, first_k + 1)
     acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), ACC)
     # Without a rest there is nothing to carry; a small constant takes its place.
     REST: tl.constexpr = REST_N if REST_N > 0 else 1
     rest = tl.zeros((REST, BLOCK_M) if SWAP else (BLOCK_M, REST), ACC)
     # Were the loop possibly empty, its way around would join the accumulators while wgmma still writes them, and the
     # assembler would then wait for every single one.
-    tl.assume(first_k < last_k)
-    for k in range(first_k, last_k, BLOCK_K):
+    tl.assume(first_k < stop)
+    for k in range(first_k, stop, BLOCK_K):
         loaded = None
         loaded_rest = None
         if LOAD_STEP is not None:
@@ -60,13 +61,13 @@ def sum_steps(
                 loaded_rest = LOAD_STEP(
                     step_args, (end, N, K), sizes, batch, row, col + BLOCK_N, k, BLOCK_M, REST_N, BLOCK_K
                 )  # fmt: skip
-        x = LOAD_A(a, (end, K), a_strides, sizes, batch, row, k, BLOCK_M, BLOCK_K, True, CHECK_K, WIDE)
-        y = LOAD_B(b, (K, N), b_strides, sizes, batch, k, col, BLOCK_K, BLOCK_N, CHECK_K, True, WIDE)
+        x = LOAD_A(a, (end, last_k), a_strides, sizes, batch, row, k, BLOCK_M, BLOCK_K, True, CHECK_K, WIDE)
+        y = LOAD_B(b, (last_k, N), b_strides, sizes, batch, k, col, BLOCK_K, BLOCK_N, CHECK_K, True, WIDE)
         acc = MULTIPLY(x, y, acc, loaded, SWAP, PRECISION, IMPRECISE_ACC)
         if REST_N > 0:
             # Waited for under the first product: loaded before it, it costs a tenth of the rate at 128 x 192.
             z = LOAD_B(
-                b_rest, (K, N), b_strides, sizes, batch, k, col + BLOCK_N, BLOCK_K, REST_N, CHECK_K, True, WIDE
+                b_rest, (last_k, N), b_strides, sizes, batch, k, col + BLOCK_N, BLOCK_K, REST_N, CHECK_K, True, WIDE
             )  # fmt: skip
             rest = MULTIPLY(x, z, rest, loaded_rest, SWAP, PRECISION, IMPRECISE_ACC)
     return acc.T if SWAP else acc, rest.T if SWAP else rest
@@ -141,6 +142,17 @@ def finish(
             loaded += (PREFETCH(args, shape, sizes, batch, row, next_col, ROWS, WIDTH // EACH, WIDE),)  # type: ignore[assignment]
 
 
+@triton.jit
+def clear(output, shape, sizes, place, STORE: tl.constexpr, OUT: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Store zeros in place of a tile, which makes `COLS` columns of the output.
+
+    `output` is (out, out_strides), `shape` that of the output, and the place's column is one of it.
+    """
+    out, out_strides = output
+    _, row, col, end, _, _ = place
+    STORE(out, (end, shape[1]), out_strides, sizes, 0, row, col, tl.zeros((ROWS, COLS), OUT), ROWS, COLS, WIDE)
+
+
 @triton.jit(do_not_specialize=["M", "tiles", "part_k"])
 def gemm_tiles(
     a, b, out, b_rest, out_rest, b_scales, b_shifts, M, N, K, sizes, a_strides, b_strides, out_strides,
@@ -150,6 +162,7 @@ def gemm_tiles(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, REST_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND_M: tl.constexpr,
     SWAP: tl.constexpr, PAIRED: tl.constexpr, EPILOGUE_SUBTILES: tl.constexpr, CHECK_K: tl.constexpr,
     WIDE: tl.constexpr, ACC: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr,
+    RAGGED: tl.constexpr,
 ):  # fmt: skip
     """One program a tile, or with a workspace one for every `part_k` of a tile's K; see `parts`.
 
@@ -159,11 +172,24 @@ def gemm_tiles(
         b_rest, out_rest: b and out again, with descriptors for blocks of `REST_N` columns.
         b_scales, b_shifts: what belongs to b where it is the words of packed numbers, see `packed`; or None.
         workspace: (partials, semaphores), or None where tiles are not cut.
+        RAGGED: whether PLACE is `place.tile_of_rows`. The host does not know the groups, so it starts as many programs
+            as there can be tiles. Rows behind the last group's become 0.
     """
     shape = (M, N, K)
     unit = tl.program_id(0)
     right = b if b_scales is None else (b, b_scales, b_shifts)
     place = PLACE(unit, (tiles, part_k, place_args), shape, BLOCK_M, BLOCK_N + REST_N, BAND_M)
+    if RAGGED:
+        batch, row, col, end, first_k, last_k = place
+        if row >= end:
+            return
+        if batch == place_args[1]:
+            EACH: tl.constexpr = 2 if PAIRED else 1
+            clear(
+                (out, out_strides), (M, N // EACH), sizes, (0, row, col // EACH, end, 0, 0), STORE, OUT, WIDE, BLOCK_M,
+                BLOCK_N // EACH,
+            )  # fmt: skip
+            return
     acc, rest = sum_steps(
         (a, right, b_rest, a_strides, b_strides, step_args), shape, sizes, place, LOAD_A, LOAD_B, LOAD_STEP, MULTIPLY,
         BLOCK_M, BLOCK_N, REST_N, BLOCK_K, SWAP, CHECK_K, WIDE, ACC, PRECISION, IMPRECISE_ACC,

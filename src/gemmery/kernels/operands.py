@@ -68,6 +68,29 @@ def load_strided(
 
 
 @triton.jit
+def load_gathered(
+    x, shape, strides, sizes, batch, row, col,
+    ROWS: tl.constexpr, COLS: tl.constexpr, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """A block whose rows are those of a matrix with certain numbers.
+
+    `strides` has a fourth entry: where the numbers are, one for each row.
+    """
+    steps, stride_row, stride_col, numbers = strides
+    rows = row + tl.arange(0, ROWS)
+    inside = (rows < shape[0])[:, None]
+    source = tl.load(numbers + rows, mask=rows < shape[0], other=0).to(tl.int64)
+    cols = tl.arange(0, COLS)
+    if WIDE:
+        cols = cols.to(tl.int64)
+    corner = batch_offset(batch, sizes, steps) + tl.cast(col, tl.int64) * stride_col
+    pointers = x + corner + (source * stride_row)[:, None] + (cols * stride_col)[None, :]
+    if CHECK_COLS:
+        inside = inside & (cols < shape[1] - col)[None, :]
+    return tl.load(pointers, mask=inside, other=0.0)
+
+
+@triton.jit
 def load_tma(
     x, shape, strides, sizes, batch, row, col,
     ROWS: tl.constexpr, COLS: tl.constexpr, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr, WIDE: tl.constexpr,
@@ -136,7 +159,10 @@ def load_tma_pairs(
     ROWS: tl.constexpr, COLS: tl.constexpr, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """The same through a tensor descriptor over a matrix (rows, 2, columns / 2)."""
-    return x.load([row, 0, col // 2]).reshape(ROWS, COLS)
+    if len(sizes) == 0:
+        return x.load([row, 0, col // 2]).reshape(ROWS, COLS)
+    else:
+        return x.load([-batch * strides[0][0], row, 0, col // 2]).reshape(ROWS, COLS)
 
 
 @triton.jit
@@ -145,7 +171,10 @@ def load_tma_pairs_transposed(
     ROWS: tl.constexpr, COLS: tl.constexpr, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """The same through a tensor descriptor over the transpose (2, columns / 2, rows) of a matrix with adjacent rows."""
-    return x.load([0, col // 2, row]).reshape(COLS, ROWS).T
+    if len(sizes) == 0:
+        return x.load([0, col // 2, row]).reshape(COLS, ROWS).T
+    else:
+        return x.load([-batch * strides[0][0], 0, col // 2, row]).reshape(COLS, ROWS).T
 
 
 @triton.jit
@@ -169,6 +198,22 @@ def store_strided(
     row_inside = (tl.arange(0, ROWS) < shape[0] - row)[:, None]
     col_inside = (tl.arange(0, COLS) < shape[1] - col)[None, :]
     tl.store(pointers, value, mask=row_inside & col_inside)
+
+
+@triton.jit
+def store_scattered(
+    x, shape, strides, sizes, batch, row, col, value, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """A block whose rows go to those of a matrix with certain numbers.
+
+    `strides` has a fourth entry: where the numbers are, one for each row of the product.
+    """
+    steps, stride_row, stride_col, numbers = strides
+    rows = row + tl.arange(0, ROWS)
+    target = tl.load(numbers + rows, mask=rows < shape[0], other=0).to(tl.int64)
+    cols = (col + tl.arange(0, COLS)).to(tl.int64)
+    pointers = x + batch_offset(batch, sizes, steps) + (target * stride_row)[:, None] + (cols * stride_col)[None, :]
+    tl.store(pointers, value, mask=(rows < shape[0])[:, None] & (cols < shape[1])[None, :])
 
 
 @triton.jit

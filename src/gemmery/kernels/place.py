@@ -9,13 +9,13 @@ K. `state` is the kernel's numbers of units, as each kernel's docstring lists th
 run-time arguments, `place_args`, which may hold pointers. `shape` is (M, N, K), tiles are of `BLOCK_M` by `BLOCK_N`,
 and `band_m` is the height of a tile band, see `order`.
 
-A unit's range of K is never empty: where K is 0 it ends at 1, and loaders give zeros for it.
+A unit's range of K may be empty. Loaders then give zeros for the one step that kernels take in any case.
 """
 
 import triton
 import triton.language as tl
 
-from .order import divided, grouped, part_of, quotient
+from .order import banded, divided, grouped, part_of, quotient
 
 
 @triton.jit
@@ -23,7 +23,7 @@ def whole_tile(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     """Tile number `unit`, over all of K."""
     M, N, K = shape
     batch, tile_m, tile_n = grouped(unit, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), band_m)
-    return batch, tile_m * BLOCK_M, tile_n * BLOCK_N, M, 0, tl.maximum(K, 1)
+    return batch, tile_m * BLOCK_M, tile_n * BLOCK_N, M, 0, K
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def inner_tile(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     """Tile number `unit` of those that have all of their columns; `tail_tile` has the other columns."""
     M, N, K = shape
     batch, tile_m, tile_n = grouped(unit, tl.cdiv(M, BLOCK_M), N // BLOCK_N, band_m)
-    return batch, tile_m * BLOCK_M, tile_n * BLOCK_N, M, 0, tl.maximum(K, 1)
+    return batch, tile_m * BLOCK_M, tile_n * BLOCK_N, M, 0, K
 
 
 @triton.jit
@@ -80,7 +80,7 @@ def tail_tile(
         part_m = strip % PARTS_M
         part_n = (unit - cut * PARTS) % strips
     row = tile_m * BLOCK_M + part_m * (BLOCK_M // PARTS_M)
-    return batch, row, tile_n * BLOCK_N + part_n * (BLOCK_N // PARTS_N), M, 0, tl.maximum(K, 1)
+    return batch, row, tile_n * BLOCK_N + part_n * (BLOCK_N // PARTS_N), M, 0, K
 
 
 @triton.jit
@@ -125,3 +125,70 @@ def sized_part(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     first_k = part * part_k
     last_k = tl.where(unit < whole, shape[2], tl.minimum(first_k + part_k, shape[2]))
     return 0, tile_m * BLOCK_M, tile_n * BLOCK_N, shape[0], first_k, last_k
+
+
+@triton.jit
+def group_of(tile, offs, groups, M, BLOCK_M: tl.constexpr, SCAN: tl.constexpr):
+    """The group to which a row of tiles belongs, where the rows of groups lie one behind the other.
+
+    Rows behind the last group's are those of one more group, number `groups`. Behind these, a row of tiles has no rows.
+
+    Args:
+        tile: the number of the row of tiles. Each group begins with a new one.
+        offs: where the ends of the groups are, which do not decrease.
+        M: the end of all rows.
+        SCAN: how many groups are looked at together, a power of two.
+
+    Returns:
+        The group, its first row of tiles, its first row and its end.
+    """
+    found = groups + 1
+    first = tile
+    begin = tile * 0
+    end = tile * 0
+    before = tile * 0
+    for chunk in range(0, groups + 1, SCAN):
+        group = chunk + tl.arange(0, SCAN)
+        begins = tl.load(offs + group - 1, mask=(group > 0) & (group <= groups), other=0)
+        ends = tl.load(offs + group, mask=group < groups, other=0)
+        begins = tl.where(group > groups, M, tl.minimum(begins, M))
+        ends = tl.where(group >= groups, M, tl.minimum(ends, M))
+        tiles = tl.cdiv(tl.maximum(ends - begins, 0), BLOCK_M)
+        behind = before + tl.cumsum(tiles, 0)
+        here = (behind - tiles <= tile) & (tile < behind)
+        # At most one group of all is here.
+        found += tl.sum(tl.where(here, group - groups - 1, 0), 0)
+        first += tl.sum(tl.where(here, behind - tiles - tile, 0), 0)
+        begin += tl.sum(tl.where(here, begins, 0), 0)
+        end += tl.sum(tl.where(here, ends, 0), 0)
+        before = tl.max(behind, 0)
+    return found, first, begin, end
+
+
+@triton.jit
+def tile_of_rows(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m, SCAN: tl.constexpr):
+    """Tile number `unit` of groups of rows, one group's tiles behind the other's; see `group_of`.
+
+    The batch is the group. A group's weight is read once, since its tiles come together. `place_args` is
+    (offs, groups). A unit beyond the last tile begins at the end of its rows.
+    """
+    M, N, K = shape
+    offs, groups = state[2]
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    group, first, begin, end = group_of(unit // tiles_n, offs, groups, M, BLOCK_M, SCAN)
+    tiles_m = tl.maximum(tl.cdiv(end - begin, BLOCK_M), 1)
+    tile_m, tile_n = banded(unit - first * tiles_n, tiles_m, tiles_n, band_m)
+    return group, begin + tile_m * BLOCK_M, tile_n * BLOCK_N, end, 0, K
+
+
+@triton.jit
+def tile_of_ranges(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m):
+    """Tile number `unit` of a batch whose matrices each have a range of K, one behind the other.
+
+    `place_args` is (offs, groups), with the ends of the ranges.
+    """
+    offs = state[2][0]
+    batch, row, col, end, _, K = whole_tile(unit, state, shape, BLOCK_M, BLOCK_N, band_m)
+    first_k = tl.load(offs + batch - 1, mask=batch > 0, other=0)
+    last_k = tl.load(offs + batch)
+    return batch, row, col, end, tl.minimum(first_k, K), tl.minimum(last_k, K)

@@ -110,7 +110,7 @@ class Padded:
 def padded(problem: Problem) -> Padded | None:
     """The problem on copies of the matrices that are slow to read; None where none is, or a copy would be no better."""
     p = problem
-    if not p.device.target.tma or p.K == 0 or len(p.batch) > 1:
+    if not p.device.target.tma or p.K == 0 or len(p.batch) > 1 or p.ragged:
         return None
     if p.paired:  # a copy would part the halves of columns
         return None

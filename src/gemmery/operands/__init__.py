@@ -11,12 +11,13 @@ from .base import Access, Layout, Operand, Spec, Traced
 from .dense import Dense, DenseAccess, DenseOperand
 from .packed import Packed, PackedOperand
 from .pair import Pair, PairOperand
+from .ragged import Groups, Ragged, RaggedOperand
 from .row_scaled import RowScaledOperand
 from .scaled import Scaled, ScaledOperand
 
 __all__ = [
-    "Access", "Dense", "DenseAccess", "DenseOperand", "Layout", "Operand", "Packed", "PackedOperand", "Pair",
-    "PairOperand", "RowScaledOperand", "Scaled", "ScaledOperand", "Spec", "Traced", "rebuild",
+    "Access", "Dense", "DenseAccess", "DenseOperand", "Groups", "Layout", "Operand", "Packed", "PackedOperand", "Pair",
+    "PairOperand", "Ragged", "RaggedOperand", "RowScaledOperand", "Scaled", "ScaledOperand", "Spec", "Traced", "rebuild",
 ]  # fmt: skip
 
 #: What makes an operand again, by the first word of its text.
@@ -24,6 +25,7 @@ _KINDS: dict[str, Callable[[Sequence[str], Sequence[Tensor], Sequence[int]], Ope
     "dense": lambda facts, tensors, sizes: DenseOperand(tensors[0]),
     "pair": lambda facts, tensors, sizes: PairOperand(tensors[0], tensors[1]),
     "packed": PackedOperand.rebuild,
+    "ragged": RaggedOperand.rebuild,
     "rows": RowScaledOperand.rebuild,
     "scaled": ScaledOperand.rebuild,
 }

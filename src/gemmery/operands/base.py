@@ -7,13 +7,14 @@ is how kernels load it with one config. Kinds differ in what they override: see 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
+from .. import reference
 from ..dtypes import DTYPE_NAMES, OUT_DTYPES, accumulator
 from ..kernels import steps
 
@@ -146,6 +147,11 @@ class Spec(Layout):
     def staged(self) -> StageFormat | None:
         """How stages of `schedules.any_width` hold it where it is packed; None where they do not, or it is not."""
         return None
+
+    @property
+    def ragged(self) -> str:
+        """What groups it comes in, of which only the GPU knows where they end: "rows", "k", or "" for none."""
+        return ""
 
     @property
     def is_scaled(self) -> bool:
@@ -292,6 +298,15 @@ class Operand:
         """Whether it is one plain matrix and nothing else."""
         return False
 
+    @property
+    def is_ragged(self) -> bool:
+        """Whether it comes in groups of which only the GPU knows where they end."""
+        return False
+
+    def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The product's shape, of that of a batch of matrices."""
+        return shape
+
     def named(self, name: str) -> list[tuple[str, Tensor]]:
         """Its tensors, each with what a user calls it who calls the operand `name`."""
         raise NotImplementedError
@@ -307,6 +322,30 @@ class Operand:
     def in_torch(self) -> Tensor:
         """The matrix that it stands for, without `outer`."""
         raise NotImplementedError
+
+    def multiplied(self, b: Operand, dtype: torch.dtype, by_rows: bool) -> Tensor:
+        """The product with a second operand, in torch; see `reference.gemm`."""
+        return reference.gemm(self.in_torch(), b.in_torch(), out_dtype=dtype, by_rows=by_rows)
+
+    def of_rows(self, value: Any) -> Any:
+        """An input of an epilogue as torch broadcasts it to the product."""
+        return value
+
+    def finished(self, results: Sequence[Tensor], is_scattered: bool = True) -> list[Tensor]:
+        """An epilogue's results as a kernel stores them, of those that torch computed for the product's rows.
+
+        Args:
+            is_scattered: whether rows go where the kernel would store them.
+        """
+        return list(results)
+
+    def of_results(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Gradients of results, row by row as the product has them."""
+        return list(grads)
+
+    def unscattered(self) -> Operand:
+        """The same for a product whose rows stay where they are."""
+        return self
 
     def prologue_applied(self) -> Operand:
         """The same without a prologue, which is applied in torch."""
@@ -368,11 +407,30 @@ class Operand:
         """
         raise NotImplementedError
 
+    def gradients_with(
+        self, b: Operand, grad: Tensor, multiply: Multiply, needs: tuple[Sequence[bool], Sequence[bool]]
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Gradients of a product with respect to this first operand's tensors and to those of `b`; see `gradients`."""
+        of_a, of_b = b.gradients(self.matrix, grad, multiply, (needs[0][0], needs[1]))
+        return [of_a, *[None] * (len(self.tensors) - 1)], of_b
+
+    def summed_over_groups(
+        self, grad: Tensor, like: Tensor, multiply: Callable[[Operand, Operand], Tensor]
+    ) -> Tensor | None:
+        """The gradient of an epilogue's input of which one part belongs to a group of rows; None for other inputs.
+
+        Args:
+            grad: of what every row of the product saw.
+            like: the input.
+            multiply: gives a product without an epilogue, in the input's type.
+        """
+        return None
+
 
 class Multiply(Protocol):
     """A product of a matrix and an operand; see `Operand.gradients`."""
 
-    def __call__(self, x: Tensor, y: Operand, addend: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor | Operand, y: Operand, addend: Tensor | None = None) -> Tensor:
         """`x @ y + addend`."""
 
 
@@ -381,9 +439,11 @@ class Access:
 
     Attributes:
         strides: what its loader takes as `strides`; see `kernels.operands`.
+        scatters: whether rows of the result go elsewhere; see `scattered`.
     """
 
     strides: tuple[Any, ...]
+    scatters = False
 
     def loader(self) -> Any:
         """The device function that loads a block."""
@@ -403,6 +463,18 @@ class Access:
 
     def step_scales(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
         """The scales by which the product of each step along K is multiplied: pointer and strides; () for none."""
+        return ()
+
+    def place(self) -> Any:
+        """The PLACE of products with this first operand, see `kernels.place`; None for the schedule's own."""
+        return None
+
+    def place_args(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+        """Its `place_args`."""
+        return ()
+
+    def scattered(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+        """The argument of the store behind its strides, which says where rows of the result go; () where they stay."""
         return ()
 
 

@@ -37,7 +37,7 @@ class Dense(Spec):
         if not (is_b and problem.paired):
             return True
         distance = self.half_stride(problem) * self.dtype.itemsize
-        return not problem.batch and distance > 0 and distance % 16 == 0 and distance < 1 << 40
+        return distance > 0 and distance % 16 == 0 and distance < 1 << 40
 
     def half_stride(self, problem: Problem) -> int:
         """Elements from the left half of its columns to the right one."""
@@ -207,21 +207,25 @@ class DenseAccess(Access):
         shape, strides, block = [self.rows, self.cols], [self.layout.row, 1], [block_rows, block_cols]
         if self.transposed:
             shape, strides, block = [self.cols, self.rows], [self.layout.col, 1], [block_cols, block_rows]
-        if self.batch:
-            step = self.layout.steps[0]
-            shape = [self.batch[0] if step else 1, *shape]
-            strides = [step or strides[0], *strides]
-            block = [1, *block]
-        return TensorDescriptor(tensor, shape, strides, block)
+        return TensorDescriptor(tensor, *self._batched(shape, strides, block))
+
+    def _batched(self, shape: list[Any], strides: list[Any], block: list[int]) -> tuple[list[Any], ...]:
+        """A descriptor's shape, strides and block with those of the batch."""
+        if not self.batch:
+            return shape, strides, block
+        step = self.layout.steps[0]
+        return [self.batch[0] if step else 1, *shape], [step or strides[0], *strides], [1, *block]
 
     def _paired(self, tensor: Tensor, block_rows: int, block_cols: int) -> TensorDescriptor:
         """Over the halves of the columns as a dimension of their own."""
         cols, half = self.cols // 2, block_cols // 2
         if self.transposed:
             strides = [self.half_stride, self.layout.col, 1]
-            return TensorDescriptor(tensor, [2, cols, self.rows], strides, [2, half, block_rows])
-        strides = [self.layout.row, self.half_stride, 1]
-        return TensorDescriptor(tensor, [self.rows, 2, cols], strides, [block_rows, 2, half])
+            shape, block = [2, cols, self.rows], [2, half, block_rows]
+        else:
+            strides = [self.layout.row, self.half_stride, 1]
+            shape, block = [self.rows, 2, cols], [block_rows, 2, half]
+        return TensorDescriptor(tensor, *self._batched(shape, strides, block))
 
     def behind_strides(self, tensors: Sequence[Tensor], numbers: Sequence[float]) -> tuple[Any, ...]:
         """The prologue's arguments."""

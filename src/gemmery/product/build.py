@@ -11,10 +11,19 @@ from torch import Tensor
 from ..epilogues.function import Epilogue, captured_of
 from ..formats.scaled import BLOCK, MX_BLOCK, ScaledTensor
 from ..formats.tensor import QuantizedTensor
-from ..operands import DenseOperand, Operand, PackedOperand, PairOperand, RowScaledOperand, ScaledOperand
+from ..operands import (
+    DenseOperand,
+    Groups,
+    Operand,
+    PackedOperand,
+    PairOperand,
+    RaggedOperand,
+    RowScaledOperand,
+    ScaledOperand,
+)
 from . import prologue
 from .check import check_not_packed, check_ranks, check_second, check_tensor, moved
-from .shape import operand_names
+from .shape import OF_WEIGHTS, operand_names
 from .spec import Call, Factor, Functions, Number, Options, unchanged
 
 #: The epilogue of products without one; made once, and so captured once.
@@ -82,8 +91,10 @@ def right_matrix(op: str, b: Tensor) -> Tensor:
     Raises:
         ValueError: linear's weight has more than two dimensions.
     """
-    if op != "linear":
+    if op not in OF_WEIGHTS:
         return b
+    if op == "grouped_linear":
+        return b.mT
     if b.dim() > 2:
         raise ValueError(f"linear: weight is {tuple(b.shape)}; it must be (N, K) or (K,)")
     return b.t()
@@ -94,18 +105,26 @@ def operands_of(op: str, a: Any, b: Any, takes_pair: bool) -> tuple[Operand, Ope
     if isinstance(a, ScaledTensor):
         return scaled_operands(a, b)
     first, second, _ = operand_names(op)
+    if isinstance(a, Groups):
+        check_second(op, b, takes_pair)
+        return RaggedOperand(*a), _second(op, b)
     check_tensor(op, first, a)
     check_not_packed(op, first, a, *([second] if isinstance(b, QuantizedTensor) else []))
     check_second(op, b, takes_pair)
-    left = DenseOperand(a)
     if isinstance(b, QuantizedTensor):
         check_packed(op, a, b)
-        return left, PackedOperand(b)
+    right = _second(op, b)
+    if right.is_dense:
+        check_ranks(op, a, right.matrix)
+    return DenseOperand(a), right
+
+
+def _second(op: str, b: Any) -> Operand:
+    if isinstance(b, QuantizedTensor):
+        return PackedOperand(b)
     if isinstance(b, tuple | list):
-        return left, PairOperand(right_matrix(op, b[0]), right_matrix(op, b[1]))
-    right = right_matrix(op, b)
-    check_ranks(op, a, right)
-    return left, DenseOperand(right)
+        return PairOperand(right_matrix(op, b[0]), right_matrix(op, b[1]))
+    return DenseOperand(right_matrix(op, b))
 
 
 def check_packed(op: str, a: Tensor, b: QuantizedTensor) -> None:

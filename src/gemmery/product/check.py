@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 from ..dtypes import DTYPE_NAMES, FP8, OUT_DTYPES, PRECISIONS
 from ..formats.tensor import QuantizedTensor
 from ..layout import overlap, overlaps_itself, same_layout
-from .shape import operand_names
+from .shape import OF_WEIGHTS, operand_names
 from .spec import Call, Number, OutTypes
 
 #: Ranks that operations ask for.
@@ -178,7 +178,7 @@ def check(call: Call) -> None:
         )
     shape = call.shape
     if call.b.halves > 1:
-        _check_halves(op, *call.b.tensors)
+        _check_halves(op, *call.b.tensors, rank=3 if call.a.is_ragged else 2)
     if not call.ready:
         check_matrices(op, a, b)
     check_types(op, a, b)
@@ -193,12 +193,12 @@ def check(call: Call) -> None:
         _check_inputs(call, shape)
 
 
-def _check_halves(op: str, left: Tensor, right: Tensor) -> None:
+def _check_halves(op: str, left: Tensor, right: Tensor, rank: int) -> None:
     name = operand_names(op)[1]
-    if left.dim() != 2 or right.shape != left.shape:
-        shapes = [tuple((x.t() if op == "linear" else x).shape) for x in (left, right)]
+    if left.dim() != rank or right.shape != left.shape:
+        shapes = [tuple((x.mT if op in OF_WEIGHTS else x).shape) for x in (left, right)]
         raise ValueError(
-            f"{op}: the halves of {name} are {shapes[0]} and {shapes[1]}; they must be matrices of one shape"
+            f"{op}: the halves of {name} are {shapes[0]} and {shapes[1]}; they must have {rank} dimensions and one shape"
         )
     if right.dtype != left.dtype or right.device != left.device:
         raise ValueError(
@@ -242,7 +242,13 @@ def input_name(call: Call, i: int) -> str:
 
 
 def dimensions(call: Call, i: int, tensor: Tensor, shape: tuple[int, ...]) -> tuple[str, ...]:
-    """A tensor's dimensions by the product's names, or ValueError."""
+    """A tensor's dimensions by the product's names, or ValueError.
+
+    What belongs to groups of rows, (G, 1, columns), has those of one row.
+    """
+    of_groups = call.a.is_ragged and tensor.dim() == len(shape) + 1 == 3
+    if of_groups and tensor.shape[0] == call.a.matrix.shape[0] and tensor.shape[1] == 1:
+        return dimensions(call, i, tensor[0], shape)
     if tensor.dim() > len(shape):
         raise ValueError(f"{call.op}: {input_name(call, i)} is {tuple(tensor.shape)}; the product is {shape}")
     names: list[str] = []

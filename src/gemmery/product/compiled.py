@@ -126,16 +126,17 @@ def _with_epilogue(call: Call, epilogue: Callable[..., Any]) -> Any:
 
 def _behind(call: Call, epilogue: Callable[..., Any]) -> Any:
     """A product with a function that is compiled with the code around it."""
-    options, biases = call.options, call.inputs[: call.biases]
+    options, inputs = call.options, [call.a.of_rows(x) for x in call.inputs]
+    biases = inputs[: call.biases]
     wide = call.summed if call.a.is_dense and call.b.outer is None else torch.float32
     halves = [DenseOperand(x) for x in call.b.tensors] if call.b.halves > 1 else [call.b]
     how = options._replace(out_dtype=wide)
-    products = [plain_product(call.a, x, how) for x in halves]
+    products = [plain_product(call.a.unscattered(), x, how) for x in halves]
     product = products[0] if len(products) == 1 else torch.cat(products, dim=-1)
     if biases:
         product = product + (biases[0] if len(biases) == 1 else torch.cat(list(biases), -1))
-    made = epilogue(product, *call.inputs[call.biases :])
+    made = epilogue(product, *inputs[call.biases :])
     many = isinstance(made, tuple | list)
     results = list(made) if many else [made]
     types = kept_types(call.op, types_of(results, product), wide, call.b.default, options.out_dtype)
-    return returned([x.to(kind) for x, kind in zip(results, types, strict=True)], many)
+    return returned(call.a.finished([x.to(kind) for x, kind in zip(results, types, strict=True)]), many)

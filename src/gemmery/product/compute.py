@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import devices, reference
+from ..operands import DenseOperand
 from . import cache
 from .check import check_memory, check_out, result_dtype
 from .epilogue import outputs_of
@@ -56,7 +57,7 @@ def _by_reference(call: Call, out: Tensor | None) -> tuple[list[Tensor], bool]:
     call, by_rows = call.prologue_applied(), call.options.batch_invariant and call.dtype.is_floating_point
     # Where there is no result, there is nothing to unpack.
     is_empty = 0 in call.shape and call.b.halves == 1
-    a, b = call.a.in_torch(), call.b.matrix if is_empty else call.b.in_torch()
+    b = DenseOperand(call.b.matrix) if is_empty else call.b
     if call.ready:
         dtype = result_dtype(call.op, call.dtype, call.options.out_dtype)
         if out is not None:
@@ -64,10 +65,11 @@ def _by_reference(call: Call, out: Tensor | None) -> tuple[list[Tensor], bool]:
             check_memory(call, out)
         addend = call.inputs[0] if call.inputs else None
         made = reference.gemm(
-            a, b, addend, alpha=call.alpha, beta=call.beta, out_dtype=dtype, by_rows=by_rows
+            call.a.in_torch(), b.in_torch(), addend, alpha=call.alpha, beta=call.beta, out_dtype=dtype, by_rows=by_rows
         )
         return [made if out is None else out.copy_(made)], False
-    results, many = outputs_of(call, reference.gemm(a, b, out_dtype=call.summed, by_rows=by_rows))
+    results, many = outputs_of(call, call.a.multiplied(b, call.summed, by_rows))
+    results = call.a.finished(results)
     if call.device.type == "cpu":
         warn(call)
     if out is not None:

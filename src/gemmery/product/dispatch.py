@@ -78,12 +78,14 @@ def unfused(call: Call) -> Any:
     kernel, where the function can't be run again as it was, and where torch.func differentiates.
     """
     b = call.b if call.b.halves == 1 else DenseOperand(call.b.in_torch())
-    product = plain_product(call.a.matrix, b, call.options._replace(out_dtype=call.wide), call.op)
+    call = call.prologue_applied()
+    product = plain_product(call.a.unscattered(), b, call.options._replace(out_dtype=call.wide), call.op)
     if call.does_nothing:
-        return product.to(call.options.out_dtype or call.b.default)  # type: ignore[arg-type]  # one, without a function
+        made = product.to(call.options.out_dtype or call.b.default)  # type: ignore[arg-type]  # one, without a function
+        return call.a.finished([made])[0]
     # The operator has multiplied by the operands' scales.
-    results, many = outputs_of(replace(call.prologue_applied(), outer=()), product)
-    return returned(results, many)
+    results, many = outputs_of(replace(call, outer=()), product)
+    return returned(call.a.finished(results), many)
 
 
 def _dispatched_out(call: Call, out: Tensor) -> Tensor:

@@ -54,7 +54,9 @@ def _gradients_of(
         grads: of its results, None for those that nothing depends on.
         needs: which of the tensors' are needed.
     """
-    call, given = saved.call(tensors), [g for g in grads if g is not None]
+    call = saved.call(tensors)
+    grads = call.a.of_results(grads)
+    given = [g for g in grads if g is not None]
     if not given:
         return [None] * len(tensors)
     of_a, of_b = len(call.a.tensors), len(call.b.tensors)
@@ -67,13 +69,18 @@ def _gradients_of(
     else:
         flat = (tensors, saved.sizes, saved.numbers, saved.text, saved.batch_invariant)
         places = [int(g is not None) for g in grads]
+        inputs = tensors[of_a + of_b :]
+        if any(wants and x.dim() < 3 for wants, x in zip(wanted, inputs, strict=True)):
+            # On rows behind all groups nothing depends; sums over groups leave them out anyway.
+            given = call.a.finished(given, is_scattered=False)
         of_product, *of_inputs = torch.ops.gemmery.product_backward(*flat, product, given, places, wanted)
     left = iter(of_inputs)
     of_others = [next(left) if w else None for w in wanted]
     a = call.a.matrix
     multiply = functools.partial(_multiply, call)
-    found = call.b.gradients(a, of_product.to(a.dtype), multiply, (needs[0], needs[of_a : of_a + of_b]))
-    return [found[0], *[None] * (of_a - 1), *found[1], *of_others]
+    wants = needs[:of_a], needs[of_a : of_a + of_b]
+    found = call.a.gradients_with(call.b, of_product.to(a.dtype), multiply, wants)
+    return [*found[0], *found[1], *of_others]
 
 
 def _of_addend(grad: Tensor, call: Call, addend: Tensor) -> Tensor:
@@ -81,7 +88,7 @@ def _of_addend(grad: Tensor, call: Call, addend: Tensor) -> Tensor:
     return scaled.sum_to_size(addend.shape).to(addend.dtype)
 
 
-def _multiply(call: Call, x: Tensor, y: Operand, addend: Tensor | None = None) -> Tensor:
+def _multiply(call: Call, x: Tensor | Operand, y: Operand, addend: Tensor | None = None) -> Tensor:
     """A product of a backward pass, computed as the forward one is."""
     how = Options(None, call.options.precision, False, call.options.batch_invariant)
     return plain_product(x, y, how, "matmul", addend, call.alpha)
@@ -188,14 +195,13 @@ def _gradients_backward(ctx: Any, of_results: list[Tensor | None]) -> tuple[Any,
 def _again(ctx: Any, tensors: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
     call = ctx.saved.call(tensors)
     how = Options(None, call.options.precision, False, call.options.batch_invariant)
+    a = call.a.unscattered()
     if call.b.halves > 1:
-        product = torch.cat(
-            [plain_product(call.a.matrix, DenseOperand(x), how) for x in call.b.tensors], dim=-1
-        )
+        product = torch.cat([plain_product(a, DenseOperand(x), how) for x in call.b.tensors], dim=-1)
     else:
-        product = plain_product(call.a.matrix, call.b, how)
+        product = plain_product(a, call.b, how)
     if call.biases:
-        product = product + torch.cat(list(call.inputs[: call.biases]), dim=-1)
+        product = product + torch.cat([call.a.of_rows(x) for x in call.inputs[: call.biases]], dim=-1)
     return vjp.by_torch(call, product, placed(grads, ctx.given), ctx.wanted)
 
 

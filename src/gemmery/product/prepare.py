@@ -119,7 +119,7 @@ def _matrices(
 
 def _traced(call: Call, out: Tensor | None) -> Known:
     made = program(call)
-    results = Results(made, call.shape, _types(call, made), call.summed)
+    results = Results(made, call.shape, _types(call, made), call.summed, call.a.is_ragged)
     if out is not None:
         check_out(call, out, results.whole[0], made.many)
         check_memory(call, out)

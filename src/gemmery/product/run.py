@@ -21,6 +21,7 @@ from ..epilogues.results import returned
 from ..formats.scaled import ScaledTensor
 from ..formats.tensor import QuantizedTensor
 from ..launch.plan import Plan
+from ..operands import Groups
 from ..problem import Config
 from . import cache
 from .build import lowered, make_call
@@ -73,7 +74,7 @@ def product(
         _len_torch_dispatch_stack() or _are_functorch_transforms_active() or forward_ad._current_level >= 0
     ):
         kind = type(b)
-        if kind is Tensor or kind is Parameter:
+        if (kind is Tensor or kind is Parameter) and type(a) is not Groups:
             given, form = [a, b], None
         else:
             given, form = _parts(a, b)
@@ -111,6 +112,10 @@ def _kind_of(scalars: tuple[Number, Number]) -> Any:
 
 def _parts(a: Any, b: Any) -> tuple[list[Any], Any]:
     """The values of operands that are not both plain matrices, as `Call.values` has them, and what else tells them."""
+    if type(a) is Groups:
+        given, form = _parts(a.matrix, b)
+        given[1:1] = [a.offs, a.gather, a.scatter]
+        return given, (a.axis, form)
     kind = type(b)
     if kind is QuantizedTensor:
         own = b.__dict__

@@ -7,10 +7,16 @@ from torch import Tensor
 from ..layout import broadcast_batch
 
 
+#: Operations whose second operand is a weight (..., N, K).
+OF_WEIGHTS = ("linear", "grouped_linear")
+
+
 def operand_names(op: str) -> tuple[str, str, str]:
     """The user's names for the two operands and the addend, for messages."""
-    if op == "linear":
+    if op in OF_WEIGHTS:
         return "x", "weight", "bias"
+    if op == "grouped_mm":
+        return "mat_a", "mat_b", "bias"
     return "a", "b", "input" if op == "addmm" else "bias"
 
 

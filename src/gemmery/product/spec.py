@@ -133,7 +133,7 @@ class Call:
     @property
     def shape(self) -> tuple[int, ...]:
         """The product's, (..., M, N)."""
-        shape = result_shape(self.op, self.a.matrix, self.b.matrix, self.b.is_packed)
+        shape = self.a.shape_of(result_shape(self.op, self.a.matrix, self.b.matrix, self.b.is_packed))
         return shape if self.b.halves == 1 else (*shape[:-1], shape[-1] * self.b.halves)
 
     @property
@@ -167,7 +167,7 @@ class Call:
                 as it is now.
         """
         own = len(given) - self.captured.count
-        function, values = self.function, list(given[:own])
+        function, values = self.function, [self.a.of_rows(x) for x in given[:own]]
         if rebuilt:
             function = self.captured.rebuild(given[own:])
         if self.b.swapped:

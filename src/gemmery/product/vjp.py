@@ -8,8 +8,10 @@ such as one with a logsumexp, is differentiated by torch itself, operator by ope
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,9 +25,12 @@ from ..epilogues.results import Results
 from ..epilogues.trace import Sizes, stand_ins
 from ..launch.pointwise import pointwise
 from ..memo import keep
+from ..operands import Operand
+from .build import NOTHING
 from .check import dimensions
 from .epilogue import outputs_of
-from .spec import Call
+from .flat import arguments_of
+from .spec import Call, Options, unchanged
 
 _needs: dict[Any, bool] = {}
 
@@ -197,7 +202,7 @@ def run(
         return by_torch(call, product, grads, wanted)
     wants = _of_inputs(call, wanted)
     try:
-        of_product, of_inputs = _by_kernel(call.without_bias(), product, grads, wants[call.biases :])
+        of_product, of_inputs = _by_kernel(_of_rows(call), product, grads, wants[call.biases :])
     except Untraceable:
         return by_torch(call, product, grads, wanted)
     return _all_summed(call, of_product, of_inputs, wants)
@@ -211,11 +216,17 @@ def by_torch(
     if product is None:
         shape = call.shape
         product = torch.zeros((), dtype=call.dtype, device=call.device).expand(shape)
-    bare = call.without_bias()
+    bare = _of_rows(call)
     of_product, of_inputs = _pulled(
         bare, product, bare.inputs, grads, [False] * len(grads), wants[call.biases :]
     )
     return _all_summed(call, of_product, of_inputs, wants)
+
+
+def _of_rows(call: Call) -> Call:
+    """The call without biases, with inputs that broadcast to the product in torch."""
+    bare = call.without_bias()
+    return replace(bare, inputs=tuple([call.a.of_rows(x) for x in bare.inputs]))
 
 
 def _of_inputs(call: Call, wanted: Sequence[bool]) -> list[bool]:
@@ -231,7 +242,17 @@ def _all_summed(
     of_biases = of_product.chunk(call.biases, dim=-1) if call.biases else ()
     grads = [g for g, wanted in zip(of_biases, wants, strict=False) if wanted] + list(of_inputs)
     tensors = [x for x, wanted in zip(call.inputs, wants, strict=True) if wanted]
-    return [of_product, *[_summed(g, x) for g, x in zip(grads, tensors, strict=True)]]
+    multiply = functools.partial(_multiply, call)
+    found = [call.a.summed_over_groups(g, x, multiply) for g, x in zip(grads, tensors, strict=True)]
+    summed = [_summed(g, x) if y is None else y for g, x, y in zip(grads, tensors, found, strict=True)]
+    return [of_product, *summed]
+
+
+def _multiply(call: Call, x: Operand, y: Operand) -> Tensor:
+    options = Options(None, call.options.precision, False, call.options.batch_invariant)
+    bare = Call("matmul", x, y, unchanged, NOTHING, (), 0, options)
+    made: Tensor = torch.ops.gemmery.product(*arguments_of(bare, ""), False)[0]
+    return made
 
 
 def _summed(grad: Tensor, tensor: Tensor) -> Tensor:

@@ -41,6 +41,7 @@ class Forms(NamedTuple):
         paired: see `Problem.paired`.
         packed: `Spec.staged` of b.
         batched: whether there is a batch of them.
+        ragged: see `Problem.ragged`.
     """
 
     a_turned: bool
@@ -48,11 +49,12 @@ class Forms(NamedTuple):
     paired: bool
     packed: StageFormat | None = None
     batched: bool = False
+    ragged: str = ""
 
     @classmethod
     def of(cls, problem: Problem) -> Forms:
         p = problem
-        return cls(p.a.col != 1, p.b.row != 1, p.paired, p.b.staged, bool(p.batch))
+        return cls(p.a.col != 1, p.b.row != 1, p.paired, p.b.staged, bool(p.batch), p.ragged)
 
 
 class Schedule:

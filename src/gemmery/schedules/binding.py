@@ -198,7 +198,8 @@ class Binding:
         self.a = p.a.access(p, is_b=False, tma=tma)
         self.b = p.b.access(p, is_b=True, tma=tma)
         # A tensor that stands in for an output has strides of 0, which no descriptor takes.
-        stored = tma and storable(p.out, p.M, p.out_n, p.batch)
+        # Tiles of groups of rows end where the next group begins.
+        stored = tma and not p.ragged and storable(p.out, p.M, p.out_n, p.batch)
         self.out = DenseAccess(p.out, p.M, p.out_n, p.batch, stored)
         self.subtiles = epilogue_subtiles(p, c)
         # A small tile has half the columns.
@@ -238,16 +239,14 @@ class Binding:
             "MULTIPLY": multiply,
             "PREFETCH": prefetch,
             "EPILOGUE": epilogue,
-            "STORE": access.store_nothing
-            if p.fusion is not None and not p.fusion.stores
-            else self.out.store(),
+            "STORE": self._store(),
             "BLOCK_M": c.block_m,
             "BLOCK_N": self.main_n,
             "BLOCK_K": c.block_k,
             "BAND_M": c.group_m,
             "EPILOGUE_SUBTILES": self.subtiles,
             "PAIRED": p.paired,
-            "CHECK_K": p.K == 0 or p.K % c.block_k != 0,
+            "CHECK_K": p.K == 0 or p.K % c.block_k != 0 or p.ragged == "k",
             "WIDE": self._wide(),
             "ACC": TL[p.summed],
             "OUT": TL[p.out.dtype],
@@ -266,10 +265,18 @@ class Binding:
             constants["TAIL_SUBTILES"] = self.tail_subtiles
             constants["CHECK_TAIL_K"] = p.K == 0 or p.K % c.tail_k != 0
         else:
-            constants["PLACE"] = place.single_tile if self.split is None else place.split_tile
+            own = place.single_tile if self.split is None else place.split_tile
+            constants["PLACE"] = self.a.place() or own
+            constants["RAGGED"] = p.ragged == "rows"
             constants["REST_N"] = self.rest_n
             constants["SWAP"] = c.swap
         return constants
+
+    def _store(self) -> Any:
+        p = self.problem
+        if p.fusion is not None and not p.fusion.stores:
+            return access.store_nothing
+        return access.store_scattered if self.a.scatters else self.out.store()
 
     def _tail_place(self) -> Any:
         """The device function that places small tiles, or None where there are none."""
@@ -296,7 +303,7 @@ class Binding:
         strides = [
             (*self.a.strides, *self.a.behind_strides(a, own)),
             (*self.b.strides, *self.b.behind_strides(b, ())),
-            self.out.strides,
+            (*self.out.strides, *self.a.scattered(a)),
         ]
         sizes = [p.M, p.N, p.K, p.batch, *strides]
         step_args = (*self.a.step_scales(a), *self.b.step_scales(b))
@@ -316,7 +323,8 @@ class Binding:
         if self.split is not None:
             part_k, workspace = self.split.length, self.workspace(out.device)
         units = [waves.tiles, part_k]
-        return [*matrices, *rest, *group_params, *sizes, *units, (), step_args, epilogue_args, workspace]
+        place_args = self.a.place_args(a)
+        return [*matrices, *rest, *group_params, *sizes, *units, place_args, step_args, epilogue_args, workspace]
 
     @property
     def workspace_size(self) -> tuple[int, int]:

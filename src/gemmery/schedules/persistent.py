@@ -27,6 +27,14 @@ class Persistent(Tile):
     splits = ()
     overlaps_stores = True
 
+    def suits(self, problem: Problem) -> bool:
+        return not problem.ragged
+
+    def refusal(self, problem: Problem, config: Config) -> str | None:
+        if problem.ragged:
+            return "schedule 'persistent' does not run products in groups"
+        return super().refusal(problem, config)
+
     def bind(self, problem: Problem, config: Config) -> Binding:
         return PersistentBinding(problem, config)
 

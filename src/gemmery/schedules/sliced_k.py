@@ -87,6 +87,7 @@ class SlicedK(Tile):
         p = problem
         return (
             self.runs_on(p.device.target)
+            and not p.ragged
             and isinstance(p.b, Packed)
             and bool(p.b.staged)
             and not p.paired

@@ -78,6 +78,7 @@ class Specialized(PersistentStatic):
         p = problem
         return (
             self.runs_on(p.device.target)
+            and not p.ragged
             and not p.batch
             and (_packed(p) or _scaled(p))
             and p.a.col == 1

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .base import Schedule
+from .base import Forms, Schedule
 from .binding import Binding, refusal_of
 from .cost import OVERLAP, TAIL_EFFICIENCY, Costs, Floats, Given, Stream, filled, fitted
 from .walk import Walk, whole_tiles
@@ -31,7 +31,12 @@ class Tile(Schedule):
     knobs = frozenset({"split_k", "split_store", "swap", "rest_n"})
     splits: tuple[int, ...] = (2, 3, 4, 5, 6, 8, 12, 16)
 
+    def takes(self, config: Config, forms: Forms) -> bool:
+        return not forms.ragged or (not config.rest_n and config.split_k == 1)
+
     def refusal(self, problem: Problem, config: Config) -> str | None:
+        if not self.takes(config, Forms.of(problem)):
+            return "products in groups take no split_k, and a block_n that is a power of two"
         return refusal_of(problem, config)
 
     def bind(self, problem: Problem, config: Config) -> Binding:

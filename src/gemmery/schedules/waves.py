@@ -65,7 +65,7 @@ class Waves:
     @classmethod
     def of(cls, problem: Problem, config: Config) -> Waves:
         """The work of a problem with a config."""
-        rows = problem.matrices * -(-problem.M // config.block_m)
+        rows = problem.tile_rows(config.block_m)
         work = cut_last_wave(
             rows, problem.N, config.block_n, config.tail_m, config.tail_n, problem.device.sms
         )
@@ -96,6 +96,8 @@ class Split:
         They also do where the kernel, which counts along K in 32 bits, could not say where the last part ends.
         """
         steps = -(-problem.K // config.block_k)
+        if problem.ragged:
+            return None
         if config.split_k == 1 or steps < 2:
             return None
         each = -(-steps // config.split_k)

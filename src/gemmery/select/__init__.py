@@ -23,12 +23,13 @@ def _predict(problem: Problem) -> tuple[Space, Costs, np.ndarray]:
     Configs whose kernels are on the shortlist for all M come before the others.
     """
     space = shortlist.allowed(problem)
-    rows = np.array([[problem.M]])
-    considered = space.considered(problem, rows)[0]
+    stand_in = problem.predicted
+    rows = np.array([[stand_in.M]])
+    considered = space.considered(stand_in, rows)[0]
     if not considered.all():
         space = space.where(considered)
-    factor = measured.factor(problem, space, rows)
-    predicted = costs(problem, space).corrected(np.broadcast_to(factor, (1, len(space)))[0])
+    factor = measured.factor(stand_in, space, rows)
+    predicted = costs(stand_in, space).corrected(np.broadcast_to(factor, (1, len(space)))[0])
     others = ~np.isin(space.kernel, list(shortlist.of(problem)))
     return space, predicted, np.lexsort((predicted.total, others))
 

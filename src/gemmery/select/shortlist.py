@@ -49,7 +49,9 @@ def of(problem: Problem) -> frozenset[int]:
 @functools.lru_cache(KEPT)
 def _of(problem: Problem) -> frozenset[int]:
     space = allowed(problem)
-    logs = _log_times(problem, space)
+    # Of ragged groups, one row for each.
+    stand_in = replace(problem, M=problem.matrices).predicted if problem.ragged else problem
+    logs = _log_times(stand_in, space)
     kernels = np.unique(space.kernel)
     # The best config of each kernel; they differ in how many parts K is cut into, which is no other code.
     best = np.stack([logs[:, space.kernel == kernel].min(axis=1) for kernel in kernels], axis=1)

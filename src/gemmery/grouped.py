@@ -1,0 +1,276 @@
+"""Products of groups: `gemmery.grouped_mm` and `gemmery.grouped_linear`, as of mixture-of-experts layers."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from .api import bmm
+from .epilogues.function import Epilogue
+from .formats.tensor import QuantizedTensor
+from .operands.ragged import Axis, Groups
+from .precision import AskedPrecision, resolved
+from .problem import Config
+from .product.check import check_not_packed, check_tensor
+from .product.prologue import apply_prologue
+from .product.run import product
+from .product.shape import operand_names
+from .product.spec import Factor, Functions, OutTypes
+
+#: Ask the GPU whether `offs` is valid, at the price of a synchronisation with every call.
+CHECKS_OFFSETS = os.environ.get("GEMMERY_CHECK_OFFSETS", "0") not in ("", "0")
+
+
+def grouped_mm(
+    mat_a: Tensor,
+    mat_b: Factor,
+    *,
+    offs: Tensor | None = None,
+    bias: Factor | None = None,
+    gather: Tensor | None = None,
+    scatter: Tensor | None = None,
+    row_scale: Tensor | None = None,
+    epilogue: Callable[..., Any] | None = None,
+    args: Sequence[Any] = (),
+    prologue: Callable[..., Any] | None = None,
+    prologue_args: Sequence[Any] = (),
+    out: Tensor | None = None,
+    out_dtype: OutTypes = None,
+    precision: AskedPrecision = "ieee",
+    fast_accum: bool = False,
+    batch_invariant: bool = False,
+    config: Config | dict[str, Any] | str | None = None,
+) -> Any:
+    """Products of G groups, as torch's `grouped_mm`. What is grouped follows from the ranks:
+
+    - (R, K) and (G, K, N): groups of rows. Rows `offs[g - 1]` to `offs[g]` are multiplied by matrix g; the result is
+      (R, N). Rows behind the last group become 0.
+    - (G, M, K) and (K, R): groups of columns; the result is (M, R).
+    - (M, K) and (K, N): ranges of K; the result is (G, M, N). It is 0 for an empty range.
+    - (G, M, K) and (G, K, N): a batch, without `offs`.
+
+    The GPU alone reads `offs`: nothing waits for it, and a CUDA graph can be replayed with other groups.
+
+    Args:
+        mat_a, mat_b: two matrices or batches, of any strides, in one type, on one device. With groups of rows `mat_b`
+            may be a packed weight (G, N, K), a `gemmery.QuantizedTensor`, or a pair, see `gemmery.matmul`.
+        offs: (G,), int32, on the operands' device: the end of each group. It does not decrease; two equal ends make an
+            empty group. The last one may be less than the number of rows.
+        bias: with groups of rows (G, N), or (N,) for all groups; with a pair also a pair of these.
+        gather: (R,), int32: which row of `mat_a` each row of the product reads. `mat_a` is not copied, and R need not
+            be the number of its rows. Behind the last group it is not read.
+        scatter: (R,), int32: which row of the result each row of the product becomes. No number may come twice.
+        row_scale: (R,): what each row of the result is multiplied by, behind the epilogue.
+        epilogue: a torch function of the product, (R, N), and `args`, as for `gemmery.matmul`.
+        args: tensors that broadcast to (R, N); (G, 1, N) and (G, 1, 1) are one row, or number, for each group.
+        prologue: an elementwise torch function of `mat_a` and `prologue_args`. It runs before the product.
+        prologue_args: see `gemmery.matmul`.
+        out: where the result goes, any strides, with groups of rows, or in a batch.
+        out_dtype, precision, fast_accum, batch_invariant, config: see `gemmery.matmul`.
+
+    Returns:
+        The product, summed in float32 (float64 for float64, int32 for int8) and rounded once; with an epilogue, what it
+        returns.
+
+    Raises:
+        ValueError: shapes or devices do not fit. Whether `offs` is in order is checked on the CPU, and on a GPU where
+            the environment variable GEMMERY_CHECK_OFFSETS is 1, since that waits for the GPU. Kernels never read or
+            write out of bounds for an `offs` that is not in order.
+        TypeError: a type is not supported, or two differ.
+
+    Example:
+        >>> import torch, gemmery
+        >>> x, w = torch.randn(6, 8), torch.randn(3, 8, 4)
+        >>> y = gemmery.grouped_mm(x, w, offs=torch.tensor([2, 2, 5], dtype=torch.int32))
+        >>> y.shape, bool((y[5] == 0).all())
+        (torch.Size([6, 4]), True)
+        >>> torch.testing.assert_close(y[2:5], x[2:5] @ w[2])
+    """
+    op = "grouped_mm"
+    check_tensor(op, "mat_a", mat_a)
+    check_not_packed(op, "mat_a", mat_a)
+    ranks = (mat_a.dim(), _rank(op, mat_b))
+    functions = Functions(epilogue, args, prologue, prologue_args)
+    options = (out_dtype, resolved(precision, mat_a), fast_accum, batch_invariant, config)
+    behind = {"gather": gather, "scatter": scatter, "row_scale": row_scale}
+    if ranks == (2, 3):
+        return _of_rows(op, mat_a, mat_b, offs, bias, behind, functions, out, options)
+    if ranks not in ((3, 2), (2, 2), (3, 3)):
+        raise ValueError(
+            f"{op}: mat_a has {ranks[0]} dimensions and mat_b {ranks[1]}; both must have 2 or 3 dimensions"
+        )
+    given = {"bias": bias, **behind, "epilogue": epilogue, "prologue": prologue}
+    if ranks == (3, 3):
+        _refuse(op, "a batch", {"offs": offs, "bias": bias, **behind})
+        return bmm(
+            mat_a, mat_b, epilogue=epilogue, args=args, prologue=prologue, prologue_args=prologue_args, out=out,  # type: ignore[arg-type]
+            out_dtype=out_dtype, precision=precision, fast_accum=fast_accum, batch_invariant=batch_invariant,
+            config=config,
+        )  # fmt: skip
+    assert isinstance(mat_b, Tensor)
+    if ranks == (3, 2):
+        _refuse(op, "groups of columns", {**given, "out": out})
+        made = _of_rows(op, mat_b.mT, mat_a.mT, offs, None, {}, functions, None, options)
+        return made.mT
+    _refuse(op, "ranges of K", {**given, "out": out})
+    groups = _groups(op, mat_a, offs, "k", mat_a.shape[1])
+    return product(op, groups, mat_b, None, functions, out, options)
+
+
+def grouped_linear(
+    x: Tensor,
+    weight: Factor,
+    bias: Factor | None = None,
+    *,
+    offs: Tensor,
+    gather: Tensor | None = None,
+    scatter: Tensor | None = None,
+    row_scale: Tensor | None = None,
+    epilogue: Callable[..., Any] | None = None,
+    args: Sequence[Any] = (),
+    prologue: Callable[..., Any] | None = None,
+    prologue_args: Sequence[Any] = (),
+    out: Tensor | None = None,
+    out_dtype: OutTypes = None,
+    precision: AskedPrecision = "ieee",
+    fast_accum: bool = False,
+    batch_invariant: bool = False,
+    config: Config | dict[str, Any] | str | None = None,
+) -> Any:
+    """`x[rows of group g] @ weight[g].T + bias[g]` for G groups of rows, such as the tokens of experts.
+
+    Args:
+        x: (R, K), the rows of one group behind those of the other. With `gather`, any number of rows in any order.
+        weight: (G, N, K); a pair of such, as (gate, up) with an epilogue that halves the columns; or packed.
+        bias: (G, N), or (N,) for all groups; with a pair also a pair.
+
+    The other arguments, the result (R, N) and the errors are those of `grouped_mm`.
+
+    Example:
+        >>> import torch, gemmery
+        >>> x, gate, up = torch.randn(5, 8), torch.randn(2, 4, 8), torch.randn(2, 4, 8)
+        >>> offs = torch.tensor([3, 5], dtype=torch.int32)
+        >>> y = gemmery.grouped_linear(x, (gate, up), offs=offs, epilogue=gemmery.epilogues.swiglu)
+        >>> torch.testing.assert_close(y[:3], torch.nn.functional.silu(x[:3] @ gate[0].T) * (x[:3] @ up[0].T))
+    """
+    op = "grouped_linear"
+    check_tensor(op, "x", x)
+    check_not_packed(op, "x", x)
+    if (x.dim(), rank := _rank(op, weight)) != (2, 3):
+        raise ValueError(
+            f"{op}: x has {x.dim()} dimensions and weight {rank}; they must be (R, K) and (G, N, K)"
+        )
+    options = (out_dtype, resolved(precision, x), fast_accum, batch_invariant, config)
+    behind = {"gather": gather, "scatter": scatter, "row_scale": row_scale}
+    return _of_rows(
+        op, x, weight, offs, bias, behind, Functions(epilogue, args, prologue, prologue_args), out, options
+    )
+
+
+def _rank(op: str, second: Any) -> int:
+    """Dimensions of the second operand, or of its halves."""
+    first = second[0] if isinstance(second, tuple | list) and second else second
+    check_tensor(op, operand_names(op)[1], first)
+    rank: int = first.dim()
+    return rank
+
+
+def _refuse(op: str, what: str, given: dict[str, Any]) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{op}: {name} is for groups of rows; given with {what}")
+
+
+def _of_rows(
+    op: str, x: Tensor, weight: Any, offs: Any, bias: Any, behind: dict[str, Any], functions: Functions,
+    out: Tensor | None, options: tuple[Any, ...],
+) -> Any:  # fmt: skip
+    """A product of groups of rows."""
+    x, functions = apply_prologue(x, functions)
+    gather, scatter, row_scale = (behind.get(name) for name in ("gather", "scatter", "row_scale"))
+    if isinstance(weight, QuantizedTensor) and weight.permutation is not None:
+        x = x.index_select(-1, weight.permutation)
+        weight = weight.with_parts(weight.parts() | {"permutation": None})
+    rows = x.shape[0]
+    if gather is not None:
+        _check_indices(op, "gather", gather, x, None)
+        rows = gather.shape[0]
+    if scatter is not None:
+        _check_indices(op, "scatter", scatter, x, rows)
+    first = weight[0] if isinstance(weight, tuple | list) else weight
+    groups = _groups(op, x, offs, "rows", rows, first.shape[0])
+    groups = groups._replace(gather=gather, scatter=scatter)
+    if row_scale is not None:
+        check_tensor(op, "row_scale", row_scale)
+        if row_scale.shape != (rows,):
+            raise ValueError(f"{op}: row_scale is {tuple(row_scale.shape)}; it must be ({rows},)")
+        scaled = _scaled(functions.epilogue)
+        functions = functions._replace(epilogue=scaled, args=(*functions.args, row_scale.unsqueeze(-1)))
+    return product(op, groups, weight, _of_groups(op, bias, first.shape[0]), functions, out, options)
+
+
+def _check_indices(op: str, name: str, value: Any, x: Tensor, rows: int | None) -> None:
+    check_tensor(op, name, value)
+    if value.dim() != 1 or (rows is not None and value.shape[0] != rows):
+        wanted = "one dimension" if rows is None else f"the shape ({rows},), a number for each row"
+        raise ValueError(f"{op}: {name} is {tuple(value.shape)}; it must have {wanted}")
+    if value.dtype != torch.int32:
+        raise TypeError(f"{op}: {name} is {value.dtype}; it must be torch.int32")
+    if value.device != x.device:
+        raise ValueError(f"{op}: {name} is on {value.device} and {operand_names(op)[0]} on {x.device}")
+    if not value.is_contiguous():
+        raise ValueError(f"{op}: {name} has a stride of {value.stride(0)}; it must be contiguous")
+
+
+def _groups(op: str, x: Tensor, offs: Any, axis: Axis, most: int, count: int | None = None) -> Groups:
+    """The first operand, with checked ends of groups.
+
+    Args:
+        most: the largest end that there can be.
+        count: how many groups there must be.
+    """
+    if offs is None:
+        raise ValueError(f"{op}: offs is missing; operands of these ranks need the ends of the groups")
+    check_tensor(op, "offs", offs)
+    if offs.dim() != 1 or (count is not None and offs.shape[0] != count):
+        wanted = "one dimension" if count is None else f"the shape ({count},), an end for each group"
+        raise ValueError(f"{op}: offs is {tuple(offs.shape)}; it must have {wanted}")
+    _check_indices(op, "offs", offs, x, None)
+    if (CHECKS_OFFSETS or offs.device.type == "cpu") and not is_compiling() and type(offs) is Tensor:
+        ends = [0, *offs.tolist()]
+        if any(i > j for i, j in zip(ends, ends[1:], strict=False)) or ends[-1] > most:
+            raise ValueError(
+                f"{op}: offs is {ends[1:]}; it must not decrease, and its last number must be {most} at most"
+            )
+    return Groups(x, offs, axis)
+
+
+def _of_groups(op: str, bias: Any, count: int) -> Any:
+    """A bias, or each of a pair, with a row for each group where it has one."""
+    if isinstance(bias, tuple | list):
+        return tuple([_of_groups(op, x, count) for x in bias])
+    if not isinstance(bias, Tensor) or bias.dim() != 2:
+        return bias
+    if bias.shape[0] != count:
+        raise ValueError(f"{op}: bias is {tuple(bias.shape)}; it must be ({count}, N) or (N,)")
+    return bias.unsqueeze(1)
+
+
+@functools.lru_cache(256)
+def _scaled(epilogue: Any) -> Any:
+    """An epilogue, or none, behind which each row is multiplied by the last of its arguments."""
+
+    def scaled(product: Tensor, *args: Any) -> Any:
+        *own, scale = args
+        made = product if epilogue is None else epilogue(product, *own)
+        if isinstance(made, tuple | list):
+            return tuple([x * scale for x in made])
+        return made * scale
+
+    return Epilogue(scaled)

@@ -1,0 +1,311 @@
+"""Groups of rows, or ranges of K, one behind the other in one matrix, each for a matrix of its own of a batch.
+
+Where the groups end is known to the GPU alone. A product of groups of rows is that of a batch that shares its first
+operand and its result, of which each row belongs to one matrix of the batch: the place of a unit of work says to which,
+see `kernels.place`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from .. import reference
+from ..epilogues.device import with_constants
+from ..kernels import operands as loaders
+from ..kernels import place
+from .base import Access, Layout, Multiply, Operand, Spec
+from .dense import Dense, DenseAccess, DenseOperand
+
+if TYPE_CHECKING:
+    from ..problem import Problem
+
+#: What the groups are of: rows of the product, or ranges of K.
+Axis = Literal["rows", "k"]
+#: Groups that a program looks at together, at most.
+SCAN = 1024
+
+
+class Groups(NamedTuple):
+    """A first operand in groups, as public functions hand it on.
+
+    Attributes:
+        matrix: (R, K), or (M, K) where ranges of K are groups.
+        offs: (G,), int32, the end of each group.
+        axis: what the groups are of.
+        gather: (R,), int32, which row of `matrix` each row of the product reads; None for its own.
+        scatter: (R,), int32, which row of the result each row of the product becomes; None for its own.
+    """
+
+    matrix: Tensor
+    offs: Tensor
+    axis: Axis = "rows"
+    gather: Tensor | None = None
+    scatter: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged(Dense):
+    """A matrix in groups; the layout is that of a batch of them, which are all of the same memory.
+
+    Attributes:
+        axis: what the groups are of.
+        gathers, scatters: whether rows come from, and go to, others than those with their numbers.
+        indices: the layouts of the ends of groups, and of the numbers of rows.
+    """
+
+    axis: Axis = "rows"
+    gathers: bool = False
+    scatters: bool = False
+    indices: tuple[Layout, ...] = ()
+
+    @property
+    def ragged(self) -> str:
+        return self.axis
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """The matrix, then the ends of groups and the numbers of rows."""
+        return (self, *self.indices)
+
+    def suits_tma(self, problem: Problem, is_b: bool) -> bool:
+        """Gathered rows come by pointers in any case. A descriptor does not know where a range of K ends."""
+        if self.axis == "k":
+            return False
+        return self.gathers or self.takes_tma(problem.batch)
+
+    def access(self, problem: Problem, is_b: bool, tma: bool) -> Access:
+        return RaggedAccess(self, problem, tma and not self.gathers)
+
+    def __str__(self) -> str:
+        marks = " gathered" * self.gathers + " scattered" * self.scatters
+        return f"{Dense.__str__(self)} in groups of {'K' if self.axis == 'k' else 'rows'}{marks}"
+
+
+class RaggedAccess(DenseAccess):
+    """The loader of a matrix in groups, and where its units of work lie."""
+
+    def __init__(self, spec: Ragged, problem: Problem, tma: bool) -> None:
+        super().__init__(spec, problem.M, problem.K, problem.batch, tma)
+        self.spec, self.groups = spec, problem.matrices
+        self.scatters = spec.scatters
+
+    def loader(self) -> Any:
+        return loaders.load_gathered if self.spec.gathers else super().loader()
+
+    def behind_strides(self, tensors: Sequence[Tensor], numbers: Sequence[float]) -> tuple[Any, ...]:
+        """The numbers of gathered rows."""
+        return (tensors[2],) if self.spec.gathers else ()
+
+    def place(self) -> Any:
+        if self.spec.axis == "k":
+            return place.tile_of_ranges
+        # One more than there are groups: the rows behind the last one.
+        scan = min(triton.next_power_of_2(self.groups + 1), SCAN)
+        return with_constants(place.tile_of_rows, SCAN=scan)
+
+    def place_args(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+        return tensors[1], self.groups
+
+    def scattered(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+        """What a store takes behind its strides: the numbers of the result's rows, if it needs them."""
+        return (tensors[-1],) if self.spec.scatters else ()
+
+
+class RaggedOperand(Operand):
+    """A matrix in groups as the first operand.
+
+    Args:
+        matrix: (R, K), or (M, K) where ranges of K are groups.
+        offs, axis, gather, scatter: see `Groups`.
+    """
+
+    def __init__(
+        self, matrix: Tensor, offs: Tensor, axis: Axis = "rows", gather: Tensor | None = None,
+        scatter: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self.inner, self.offs, self.axis, self.gather, self.scatter = matrix, offs, axis, gather, scatter
+        there = [(i, x) for i, x in enumerate((matrix, offs, gather, scatter)) if x is not None]
+        self.tensors = self.launched = tuple([x for _, x in there])
+        self.places = tuple([i for i, _ in there])
+        self.groups = offs.shape[0]
+        rows = matrix.shape[0] if gather is None else gather.shape[0]
+        if gather is None:
+            self.matrix = matrix.expand(self.groups, *matrix.shape)
+        else:
+            # Of the shape of what is gathered; the spec has the strides.
+            self.matrix = matrix.new_empty(()).expand(self.groups, rows, matrix.shape[1])
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        return self.inner, self.offs, self.gather, self.scatter
+
+    @property
+    def is_ragged(self) -> bool:
+        """It is."""
+        return True
+
+    @property
+    def rows(self) -> int:
+        """Of the product."""
+        return self.matrix.shape[-2]
+
+    def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """See `Operand.shape_of`: groups of rows lie in one matrix."""
+        return shape if self.axis == "k" else shape[-2:]
+
+    def named(self, name: str) -> list[tuple[str, Tensor]]:
+        names = (name, "offs", "gather", "scatter")
+        return [(n, x) for n, x in zip(names, self.values, strict=True) if x is not None]
+
+    def lowered(self, op: str, names: tuple[str, str], dtype: torch.dtype) -> Operand:
+        matrix = DenseOperand(self.inner).lowered(op, names, dtype).matrix
+        return RaggedOperand(matrix, self.offs, self.axis, self.gather, self.scatter)
+
+    def spec(self, matrix: Spec, along: Sequence[Layout], problem: Problem) -> Spec:
+        m, steps = matrix, (0,) * len(problem.batch)
+        if self.gather is not None:
+            inner = self.inner
+            m = replace(m, row=inner.stride(0), col=inner.stride(1), aligned=inner.data_ptr() % 16 == 0)
+        indices = tuple([
+            Layout(x.dtype, steps, 0, 1, x.data_ptr() % 16 == 0) for x in self.tensors[1:]
+        ])  # fmt: skip
+        gathers, scatters = self.gather is not None, self.scatter is not None
+        return Ragged(m.dtype, m.steps, m.row, m.col, m.aligned, None, self.axis, gathers, scatters, indices)
+
+    # --- in torch ----------------------------------------------------------------------------------------------------
+
+    def multiplied(self, b: Operand, dtype: torch.dtype, by_rows: bool) -> Tensor:
+        """See `Operand.multiplied`: group by group."""
+        x = self.gathered()
+        right, ends = b.in_torch(), self.offs.tolist()
+        bounds = list(zip([0, *ends[:-1]], ends, strict=True))
+        if self.axis == "k":
+            groups = [reference.gemm(x[:, i:j], right[i:j], out_dtype=dtype, by_rows=by_rows) for i, j in bounds]
+            return torch.stack(groups) if groups else x.new_zeros((0, x.shape[0], right.shape[-1]), dtype=dtype)
+        groups = [
+            reference.gemm(x[i:j], right[g], out_dtype=dtype, by_rows=by_rows) for g, (i, j) in enumerate(bounds)
+        ]  # fmt: skip
+        behind = x.shape[0] - (ends[-1] if ends else 0)
+        return torch.cat([*groups, x.new_zeros((behind, right.shape[-1]), dtype=dtype)])
+
+    def sources(self) -> Tensor:
+        """(R,), `gather` for rows of groups, and 0 for those behind them, of which it need not be defined."""
+        assert self.gather is not None
+        return self.gather.long().masked_fill(self.behind().squeeze(-1), 0)
+
+    def gathered(self) -> Tensor:
+        """(R, K), the rows of the product."""
+        return self.inner if self.gather is None else self.inner.index_select(0, self.sources())
+
+    def group_of_rows(self) -> Tensor:
+        """(R,), the group of each row; the last one for rows behind all groups."""
+        rows = torch.arange(self.rows, device=self.offs.device, dtype=torch.int32)
+        found = torch.searchsorted(self.offs, rows, right=True, out_int32=True)
+        return found.clamp(max=max(self.groups - 1, 0))
+
+    def of_rows(self, value: Any) -> Any:
+        """See `Operand.of_rows`: what belongs to groups, (G, 1, ...), becomes what belongs to rows."""
+        if self.axis == "k" or not isinstance(value, Tensor) or value.dim() != 3:
+            return value
+        return value.squeeze(1).index_select(0, self.group_of_rows())
+
+    def behind(self) -> Tensor:
+        """(R, 1), whether a row lies behind the last group."""
+        rows = torch.arange(self.rows, device=self.offs.device, dtype=torch.int32)
+        end = self.offs[-1:] if self.groups else self.offs.new_zeros(1)
+        return (rows >= end).unsqueeze(-1)
+
+    def finished(self, results: Sequence[Tensor], is_scattered: bool = True) -> list[Tensor]:
+        if self.axis == "k":
+            return list(results)
+        behind = self.behind()
+        cleared = [x.masked_fill(behind if x.dim() > 1 else behind.squeeze(-1), 0) for x in results]
+        if self.scatter is None or not is_scattered:
+            return cleared
+        return [torch.zeros_like(x).index_copy(0, self.scatter.long(), x) for x in cleared]
+
+    def of_results(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        if self.scatter is None:
+            return list(grads)
+        return [None if g is None else g.index_select(0, self.scatter) for g in grads]
+
+    def unscattered(self) -> Operand:
+        if self.scatter is None:
+            return self
+        return RaggedOperand(self.inner, self.offs, self.axis, self.gather)
+
+    # --- for the operator --------------------------------------------------------------------------------------------
+
+    @property
+    def text(self) -> str:
+        return f"ragged:{self.axis}:{int(self.gather is not None)}{int(self.scatter is not None)}"
+
+    @classmethod
+    def rebuild(cls, facts: Sequence[str], tensors: Sequence[Tensor], sizes: Sequence[int]) -> RaggedOperand:
+        """See `operands.rebuild`."""
+        axis, there = facts
+        matrix, offs, *left = tensors
+        numbers = iter(left)
+        gather, scatter = (next(numbers) if is_there == "1" else None for is_there in there)
+        return cls(matrix, offs, "k" if axis == "k" else "rows", gather, scatter)
+
+    def mapped(self, dims: Sequence[int | None], rank: int, size: int, everywhere: bool) -> Operand:
+        raise NotImplementedError("vmap: a grouped product can't be mapped")
+
+    def gradients_with(
+        self, b: Operand, grad: Tensor, multiply: Multiply, needs: tuple[Sequence[bool], Sequence[bool]]
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """See `Operand.gradients_with`."""
+        of_rest: list[Tensor | None] = [None] * (len(self.tensors) - 1)
+        if self.axis == "k":
+            return self._of_ranges(b, grad, multiply, needs, of_rest)
+
+        def of_groups(x: Tensor, y: Operand, addend: Tensor | None = None) -> Tensor:
+            return multiply(RaggedOperand(x, self.offs), y, addend)
+
+        of_a = None
+        if needs[0][0]:
+            like = self.inner.new_empty(()).expand(self.rows, self.inner.shape[1])
+            of_a = b.gradients(like, grad, of_groups, (True, [False] * len(b.tensors)))[0]
+            if self.gather is not None and of_a is not None:
+                # Rows that are read by several of the product's; this one sorts, and so is deterministic.
+                of_a = torch.zeros_like(self.inner).index_put((self.sources(),), of_a, accumulate=True)
+        halves = grad.chunk(b.halves, dim=-1)
+        of_b: list[Tensor | None] = [None] * len(b.tensors)
+        if any(needs[1]):
+            x = self.gathered()
+            for i, (matrix, half) in enumerate(zip(b.tensors, halves, strict=False)):
+                of_b[i] = self._of_weight(x, matrix, half, multiply) if needs[1][i] else None
+        return [of_a, *of_rest], of_b
+
+    def _of_weight(self, x: Tensor, weight: Tensor, grad: Tensor, multiply: Multiply) -> Tensor:
+        """The gradient of one matrix for each group, laid out as these are."""
+        if weight.stride(-2) == 1 and weight.stride(-1) != 1:
+            return multiply(RaggedOperand(grad.mT, self.offs, "k"), DenseOperand(x)).mT
+        return multiply(RaggedOperand(x.mT, self.offs, "k"), DenseOperand(grad))
+
+    def _of_ranges(
+        self, b: Operand, grad: Tensor, multiply: Multiply, needs: tuple[Sequence[bool], Sequence[bool]],
+        of_rest: list[Tensor | None],
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:  # fmt: skip
+        """Both operands' gradients are products in groups of rows: those of K."""
+        of_a = of_b = None
+        if needs[0][0]:
+            of_a = multiply(RaggedOperand(b.matrix, self.offs), DenseOperand(grad.mT)).mT
+        if needs[1][0]:
+            of_b = multiply(RaggedOperand(self.inner.mT, self.offs), DenseOperand(grad))
+        return [of_a, *of_rest], [of_b]
+
+    def summed_over_groups(self, grad: Tensor, like: Tensor, multiply: Callable[[Operand, Operand], Tensor]) -> Tensor | None:
+        if self.axis == "k" or like.dim() != 3:
+            return None
+        wide = grad.float() if grad.dtype.itemsize < 4 and like.shape[-1] == 1 else grad
+        columns = wide.sum(-1, keepdim=True) if like.shape[-1] == 1 else wide
+        ones = columns.new_ones(()).expand(1, self.rows)
+        return multiply(RaggedOperand(ones, self.offs, "k"), DenseOperand(columns)).to(like.dtype)
