@@ -125,7 +125,8 @@ def fold(
     left, right = a.matrix, b.matrix
     M, K = left.shape[-2:]
     columns = right.shape[-1]
-    sizes = list(broadcast_batch(left.shape[:-2], right.shape[:-2]))
+    # The result of groups of rows is one matrix for all.
+    sizes = list((left if a.is_ragged else out).shape[:-2])
     others = [*extras, *a.along()]
     of_a, of_b = _expand(left, sizes, M, K), _expand(right, sizes, K, columns)
     of_out = _expand(out, sizes, M, out.shape[-1])
