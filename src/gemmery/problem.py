@@ -18,9 +18,6 @@ from .dtypes import Precision
 from .operands.base import Layout, Spec, Traced
 from .operands.dense import Dense
 
-#: Standard deviations by which groups of rows are taken to be larger than on average, were they dealt out at random.
-SPREAD = 1.5
-
 
 @dataclass(frozen=True, slots=True)
 class Fusion(Traced):
@@ -144,7 +141,7 @@ class Problem:
     def predicted(self) -> Problem:
         """The product whose time is predicted in place of this one's: where groups are ragged, that of equal ones.
 
-        Where rows are dealt out at random, tiles of the average height would often be one too few.
+        As many groups have rows as if these were dealt out at random.
         """
         if not self.ragged:
             return self
@@ -153,9 +150,8 @@ class Problem:
             K = -(-p.K // max(p.matrices, 1))
             a = Dense(p.a.dtype, p.a.steps, p.a.row, p.a.col, p.a.aligned)
             return replace(p, K=K, a=a)
-        groups = max(min(p.matrices, p.M), 1)
-        mean = p.M / groups
-        M = math.ceil(mean + SPREAD * math.sqrt(mean)) if mean > 1 else 1
+        groups = max(round(p.matrices * (1 - math.exp(-p.M / p.matrices))), 1) if p.matrices else 1
+        M = -(-p.M // groups)
         batch = (groups,) if p.batch else ()
         steps = (M * p.a.row,) if p.batch else ()
         a = Dense(p.a.dtype, steps, p.a.row, p.a.col, p.a.aligned)

@@ -26,7 +26,8 @@ Operands have a form, which says what the coordinates of their tensor maps are: 
 (row, k), where adjacent elements lie along the rows, "pairs" are (k, row of 8, half, eight), and "packed" is (word,
 line, strip), see `any_width_packed`. Rows of a pair come from its two halves in turn, eight at a time, so that both
 numbers that make one of the output are in one thread. "many rows" and "many turned" are of a batch of matrices, and
-have one more coordinate, which says which matrix it is. Tiles of a batch are not cut along K.
+have one more coordinate, which says which matrix it is. "grouped rows" and "grouped turned" are of an A whose rows are
+in groups, each for a matrix of its own of B, see `place.next_tile_of_rows`. Tiles of a batch are not cut along K.
 """
 
 from triton.experimental import gluon
@@ -42,6 +43,7 @@ from .any_width_load import (
     AHEAD,
     ROW,
     begin,
+    in_groups,
     is_turned,
     load_steps,
     loaders_of,
@@ -94,29 +96,69 @@ def computed(value, _semantic=None):
 
 @gluon.jit
 def corner(
-    unit, state, shape, tile, PLACE: gl.constexpr, X_ROWS: gl.constexpr, SWAP: gl.constexpr, X_FORM: gl.constexpr
+    unit, known, state, shape, tile, PLACE: gl.constexpr, X_ROWS: gl.constexpr, SWAP: gl.constexpr,
+    X_FORM: gl.constexpr, Y_FORM: gl.constexpr,
 ):  # fmt: skip
     """Where a unit begins in X and in Y, the end of its rows of the output, its range of K, and which matrix it is of.
 
     The last tile along each side is moved back so that it ends where the operand does, if the operand is as large as a
     tile. TMA fills rows outside an operand with zeros, at a tenth of the speed of loads. Two tiles then share elements,
     and both store them, with the same bits. A tile that is cut along K has other bits than a whole one, so behind whole
-    tiles it stays where it is.
+    tiles it stays where it is. So does one at the end of a group of rows.
+
+    Args:
+        known: what was found out about groups of rows for an earlier unit, see `place.next_tile_of_rows`; or ().
+            The same of this unit is returned last.
     """
     width, band_m = tile[0], tile[1]
+    GROUPED: gl.constexpr = in_groups(X_FORM, Y_FORM)
     if SWAP:
-        batch, col, row, end, first_k, last_k = PLACE(unit, state, shape, width, X_ROWS, band_m)
+        place, known = placed(unit, known, state, shape, width, X_ROWS, band_m, PLACE, GROUPED)
+        batch, col, row, end, first_k, last_k = place
     else:
-        batch, row, col, end, first_k, last_k = PLACE(unit, state, shape, X_ROWS, width, band_m)
+        place, known = placed(unit, known, state, shape, X_ROWS, width, band_m, PLACE, GROUPED)
+        batch, row, col, end, first_k, last_k = place
     x_rows = shape[1] if SWAP else shape[0]
     if X_FORM == "packed":
         # Words are of 16 rows each.
         x_rows = gl.cdiv(x_rows, 16) * 16
     y_rows = shape[0] if SWAP else shape[1]
     moves = (unit < state[1]) | (state[1] == 0)
-    row = gl.where(moves, gl.minimum(row, gl.maximum(x_rows - X_ROWS, 0)), row)
-    col = gl.where(moves, gl.minimum(col, gl.maximum(y_rows - width, 0)), col)
-    return row, col, end, first_k, last_k, batch
+    if SWAP or not GROUPED:
+        row = gl.where(moves, gl.minimum(row, gl.maximum(x_rows - X_ROWS, 0)), row)
+    if not (SWAP and GROUPED):
+        col = gl.where(moves, gl.minimum(col, gl.maximum(y_rows - width, 0)), col)
+    return row, col, end, first_k, last_k, batch, known
+
+
+@gluon.jit
+def placed(
+    unit, known, state, shape, ROWS, COLS, band_m, PLACE: gl.constexpr, GROUPED: gl.constexpr
+):  # fmt: skip
+    """What PLACE says of a unit, and what is known for the next one."""
+    if GROUPED:
+        return PLACE(unit, state, shape, ROWS, COLS, band_m, known)
+    else:
+        return PLACE(unit, state, shape, ROWS, COLS, band_m), known
+
+
+@gluon.jit
+def tiles_of_groups(place_args, M, ROWS):
+    """Rows of tiles, of `ROWS` rows each, that groups of rows have, with those behind the last one.
+
+    Each warp adds up all of them by itself.
+    """
+    offs, groups = place_args
+    LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    total = gl.to_tensor(0)
+    for first in range(0, groups + 1, 128):
+        group = first + gl.arange(0, 128, LAYOUT)
+        begins = gl.load(offs + group - 1, mask=(group > 0) & (group <= groups), other=0)
+        ends = gl.load(offs + group, mask=group < groups, other=0)
+        begins = gl.where(group > groups, M, gl.minimum(begins, M))
+        ends = gl.where(group >= groups, M, gl.minimum(ends, M))
+        total += gl.sum(gl.cdiv(gl.maximum(ends - begins, 0), ROWS), 0)
+    return total
 
 
 @gluon.jit
@@ -134,14 +176,14 @@ def produce(
     stage = gl.to_tensor(0)
     # The parity before the first: what has not been used yet is free.
     phase = gl.to_tensor(1)
-    row, col, _, first_k, last_k, batch = first
+    row, col, _, first_k, last_k, batch, known = first
     ahead = gl.minimum(gl.minimum(stages, AHEAD), gl.cdiv(last_k - first_k, STEP))
     stage, phase = later(stage, phase, ahead, stages)
     first_k += ahead * STEP
     for unit in range(gl.program_id(0), state[0], gl.num_programs(0)):
         if unit != gl.program_id(0):
-            row, col, _, first_k, last_k, batch = corner(
-                unit, state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM
+            row, col, _, first_k, last_k, batch, known = corner(
+                unit, known, state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM, Y_FORM
             )
         load_steps(
             shared_at(BARRIERS_AT), stage, phase, stages, first_k, last_k, row, x_box, x_size, col, tile[0], y_box,
@@ -263,9 +305,11 @@ def consume(
             stage, phase = later(stage, phase, steps, stages)
     if own >= units:
         mbarrier.arrive(unused(ring))
-    row, col, end, first_k, last_k, batch = first
+    row, col, end, first_k, last_k, batch, known = first
     if PINGPONG and GROUP == 1:
-        row, col, end, first_k, last_k, batch = corner(own, state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM)
+        row, col, end, first_k, last_k, batch, known = corner(
+            own, known, state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM, Y_FORM
+        )
     own_slot = RING_BYTES // (128 * PART) + GROUP * BUFFERS
     taken = 0
     total = 0
@@ -314,9 +358,12 @@ def consume(
             ring, unit + programs >= units, unit < whole, width, own_slot, workspace is not None, FIRST, PINGPONG,
             X_FORM, SECOND, PART,
         )  # fmt: skip
+        of_output = (end, shape[1], batch)
+        if in_groups(X_FORM, Y_FORM):
+            of_output = (end, shape[1], batch, state[7][1])
         if done:
             finish_tile(
-                acc, out, slots, ring, args, (end, shape[1], batch), row + FIRST, col, width, spread,
+                acc, out, slots, ring, args, of_output, row + FIRST, col, width, spread,
                 first_slot, own_slot, cut, taken, GIVEN, SECOND, GROUP, EPILOGUE, CAST, SWAP, LOOPS, X_FORM, Y_FORM,
                 OWN, X_ROWS, BUFFERS, PART, BARRIERS_AT,
             )  # fmt: skip
@@ -328,8 +375,8 @@ def consume(
         stage, phase = later(stage, phase, own_steps, stages)
         # The next tile's corner. Computed just before the K loop, it would take registers in the loop.
         if unit + every < units:
-            row, col, end, first_k, last_k, batch = corner(
-                unit + every, state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM
+            row, col, end, first_k, last_k, batch, known = corner(
+                unit + every, known, state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM, Y_FORM
             )
     tma.store_wait(0)
 
@@ -342,8 +389,8 @@ def consume(
 )  # fmt: skip
 def gemm_any_width(
     x, y, out, scales, shifts, matrix, M, N, K, units, whole, parts, part_k, tiles_m, tiles_n, area_divisor,
-    band_divisor, last_divisor, cut_divisor, width, band_m, x_box, x_size, y_box, y_size, streams, stages, step_args,
-    args, workspace,
+    band_divisor, last_divisor, cut_divisor, width, band_m, x_box, x_size, y_box, y_size, streams, stages, place_args,
+    step_args, args, workspace,
     PLACE: gl.constexpr, GIVEN: gl.constexpr, SECOND: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr,
     KIND: gl.constexpr, PROMOTES: gl.constexpr, EVERY: gl.constexpr, X_ROWS: gl.constexpr, WIDTHS: gl.constexpr,
     RING_ROWS: gl.constexpr, GROUPS: gl.constexpr, SWAP: gl.constexpr, LOOPS: gl.constexpr, PINGPONG: gl.constexpr,
@@ -370,10 +417,12 @@ def gemm_any_width(
         x_size, y_size: see `load_steps`.
         streams: 1 where X is the first to leave L2, 2 where Y is, 0 where neither is.
         stages: how many there are, at most `STAGES`.
+        place_args: (offs, groups) of groups of rows, otherwise (). Then `units` is as many as there can be.
         step_args, args: run-time arguments of `scales_of` and of the epilogue.
         workspace: (partials, semaphores): memory for an fp32 tile a part, and zeros, one for each tile that is cut and
             warpgroup, which are zeros again afterwards. None where no tile is cut.
-        PLACE: `place.sized_tile`, `place.sized_part` with a workspace, or `place.sized_tile_of_batch`.
+        PLACE: `place.sized_tile`, `place.sized_part` with a workspace, `place.sized_tile_of_batch`, or
+            `place.next_tile_of_rows`.
         GIVEN: of the one matrix that the epilogue reads, the number of the parameter that is its tensor map, and its
             type; None where it reads none.
         SECOND: the same number, where the matrix is a second result; otherwise None.
@@ -391,7 +440,13 @@ def gemm_any_width(
     prefetch_maps(FORMAT, X_FORM, Y_FORM)
     shape = (M, N, K)
     divisors = (area_divisor, band_divisor, last_divisor, cut_divisor)
-    state = (units, whole, parts, part_k, tiles_m, tiles_n, divisors)
+    known = ()
+    if in_groups(X_FORM, Y_FORM):
+        # The groups say how many tiles there are.
+        units = tiles_of_groups(place_args, M, width if SWAP else X_ROWS) * tiles_n
+        whole = units
+        known = (gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))
+    state = (units, whole, parts, part_k, tiles_m, tiles_n, divisors, place_args)
     tile = (width, band_m)
     loads = (x_box, x_size, y_box, y_size, streams)
     PAIRED: gl.constexpr = X_FORM == "pairs" or Y_FORM == "pairs"
@@ -411,8 +466,8 @@ def gemm_any_width(
     barriers = gl.allocate_shared_memory(gl.int64, [2 * STAGES + 4 + PARTS, 1], mbarrier.MBarrierLayout())
     BARRIERS_AT: gl.constexpr = SLOTS * SLOT
     ring = (barriers, stages)
-    first = corner(gl.program_id(0), state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM)
-    row, col, _, first_k, last_k, batch = first
+    first = corner(gl.program_id(0), known, state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM, Y_FORM)
+    row, col, _, first_k, last_k, batch, _ = first
     # Four warps of each warpgroup read a stage.
     begin(
         shared_at(BARRIERS_AT), stages, first_k, gl.minimum(last_k, first_k + gl.minimum(stages, AHEAD) * STEP), row,

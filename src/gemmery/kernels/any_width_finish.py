@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from . import any_width_given as given
 from .any_width_acc import blocks_of, columns_of, in_block, picked
 from .any_width_cut import summed
-from .any_width_load import issue, maps_of, matrix_of, unused
+from .any_width_load import in_groups, is_any, is_batch, issue, maps_of, matrix_of, unused
 from .dialect import value_of
 from .rings import applied, barrier, column_halves, upright
 
@@ -48,18 +48,37 @@ def slots_of(
     return spread, first_slot
 
 
+#: Rows in the innermost of the three dimensions that a result of groups of rows has along its rows.
+LAST_ROW = 1 << 30
+
+
 @builtin
 def store_slot(at, warp, row, col, shape, X_FORM, Y_FORM, MAP, _semantic=None):
     """One thread of a warp begins to store a part of a result from a slot.
 
+    A result of groups of rows has three dimensions along its rows, of 2^30 rows each or more. The address of row
+    (z, y, x) is that of row x + y + (2^34 / stride - 1) z. So the row with x = 2^30 - (end - row), y = end and z = 2^30
+    is number `row`, since addresses are of 64 bits, and TMA leaves out rows from `end` on, where x would be 2^30. The
+    idea is that of `tools/ragged_tma.py` of Triton.
+
     Args:
         at: where the slot is, in bytes behind the beginning of shared memory.
         row, col: where the part begins.
-        shape: (end of the rows, columns of the product, which matrix of a batch).
+        shape: (end of the rows, columns of the product, which matrix of a batch, and how many groups of rows).
         X_FORM, Y_FORM: how the operands lie.
         MAP: the number of the kernel's parameter that is the result's tensor map; None for the output's.
     """
-    number, batch = value_of(MAP) or maps_of(X_FORM, Y_FORM)[2], matrix_of(shape.values[2], X_FORM)
+    number = value_of(MAP) or maps_of(X_FORM, Y_FORM)[2]
+    if is_any("grouped", X_FORM, Y_FORM):
+        issue(
+            "{ .reg .b32 x, z; mov.b32 at, global_smem; add.s32 at, at, $2; sub.s32 x, $3, $5;"
+            f"add.s32 x, x, {LAST_ROW}; mov.b32 z, {LAST_ROW};"
+            "@own cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [map, {$4, x, $5, z}], [at]; }"
+            "@own cp.async.bulk.commit_group;",
+            warp, [at, row, col, shape.values[0]], number, _semantic=_semantic,
+        )  # fmt: skip
+        return
+    batch = matrix_of(shape.values[2], X_FORM, Y_FORM)
     issue(
         "mov.b32 at, global_smem; add.s32 at, at, $2;"
         f"@own cp.async.bulk.tensor.{2 + len(batch)}d.global.shared::cta.bulk_group"
@@ -136,7 +155,11 @@ def finish_part(
             ring, slots, part, taken, own_slot, spread, slot, like, GIVEN[1], GROUP, EACH, BUFFERS
         )  # fmt: skip
         args = (args, read)
-    value = applied(block, args, shape, at_row, at_col, EPILOGUE, PAIRED)
+    GROUPED: gl.constexpr = in_groups(X_FORM, Y_FORM)
+    value = applied(block, args, shape, at_row, at_col, EPILOGUE, PAIRED, GROUPED and is_batch(X_FORM, Y_FORM))
+    if GROUPED:
+        # Rows behind the last group become 0.
+        value = gl.where(shape[2] < shape[3], value, gl.zeros_like(value))
     if GIVEN is not None:
         # All threads have read the part, whose slot may be this one.
         barrier()

@@ -24,7 +24,10 @@ AHEAD = gl.constexpr(2)
 #: Two warps load tiles with so many rows of X, and of Y at most. With more rows of Y one of the two has nothing to do.
 SMALL = (64, 96)
 #: Dimensions of the tensor map of an operand of each form.
-_DIMS = {"rows": 2, "turned": 2, "pairs": 4, "packed": 3, "many rows": 3, "many turned": 3}
+_DIMS = {
+    "rows": 2, "turned": 2, "pairs": 4, "packed": 3, "many rows": 3, "many turned": 3, "grouped rows": 2,
+    "grouped turned": 2,
+}  # fmt: skip
 
 
 @gluon.constexpr_function
@@ -33,19 +36,39 @@ def is_turned(FORM):
     return FORM.endswith("turned")
 
 
-def matrix_of(batch, FORM):
-    """A list of one more operand of assembly, the number of the matrix, if operands are a batch; else an empty one."""
-    return [batch] if value_of(FORM).startswith("many") else []
+def is_any(kind, *forms):
+    """Whether some operands are of a kind, the first word of their forms."""
+    return any(value_of(form).startswith(kind) for form in forms)
+
+
+def matrix_of(batch, X_FORM, Y_FORM):
+    """A list of one more operand of assembly, the number of the matrix, if an operand is a batch; else an empty one."""
+    return [batch] if is_any("many", X_FORM, Y_FORM) else []
+
+
+@gluon.constexpr_function
+def in_groups(X_FORM, Y_FORM):
+    """Whether A comes in groups of rows, each for a matrix of its own."""
+    return X_FORM.startswith("grouped") or Y_FORM.startswith("grouped")
+
+
+@gluon.constexpr_function
+def is_batch(X_FORM, Y_FORM):
+    """Whether an operand is a batch."""
+    return X_FORM.startswith("many") or Y_FORM.startswith("many")
 
 
 def maps_of(X_FORM, Y_FORM):
     """The numbers of the kernel's parameters that are tensor maps: of X, of Y, of the output, of scales and of shifts.
 
-    The sizes and strides of each are parameters, too. No packed weight is a batch.
+    The sizes and strides of each are parameters, too. No packed weight is a batch. For the output of groups of rows see
+    `any_width_finish.store_slot`.
     """
     behind_x, behind_y = (1 + 2 * _DIMS[value_of(form)] for form in (X_FORM, Y_FORM))
     out = behind_x + behind_y
-    return 0, behind_x, out, out + 5, out + 10
+    dims = 4 if is_any("grouped", X_FORM, Y_FORM) else 3 if is_any("many", X_FORM, Y_FORM) else 2
+    behind = out + 1 + 2 * dims
+    return 0, behind_x, out, behind, behind + 5
 
 
 @gluon.constexpr_function
@@ -191,6 +214,8 @@ def _load(name, FORM, each, batch):
         at, before = {
             "rows": (f"{{k, {row}}}", ""),
             "turned": (f"{{{row}, k}}", ""),
+            "grouped rows": (f"{{k, {row}}}", ""),
+            "grouped turned": (f"{{{row}, k}}", ""),
             "many rows": (f"{{k, {row}, {batch}}}", ""),
             "many turned": (f"{{{row}, k, {batch}}}", ""),
             "pairs": ("{k, zero, zero, eight}", f"mov.b32 zero, 0; shr.u32 eight, {row}, 4;"),
@@ -283,7 +308,7 @@ def begin(
     """
     full_, stages_, k_, last_, *of_operands, streams_ = (f"${i}" for i in range(1, 13))
     given = [full, stages, k, last_k, row, x_box, x_size, col, width, y_box, y_size, streams]
-    given += matrix_of(batch, X_FORM)
+    given += matrix_of(batch, X_FORM, Y_FORM)
     x, y = _operands(X_ROWS, FORMAT, X_FORM, Y_FORM, "$13", *of_operands)
     x_map, y_map, out, *_ = maps_of(X_FORM, Y_FORM)
 
@@ -356,7 +381,7 @@ def load_steps(
         return f"{{ {_steps(operands, free, last_, STEP, wraps + begins)} }}"
 
     given = [full, stage, phase, stages, k, last_k, row, x_box, x_size, col, width, y_box, y_size, streams]
-    given += matrix_of(batch, X_FORM)
+    given += matrix_of(batch, X_FORM, Y_FORM)
     x, y = _operands(X_ROWS, FORMAT, X_FORM, Y_FORM, "$15", *of_operands)
     x_map, y_map, *_ = maps_of(X_FORM, Y_FORM)
     loads = of(x, y)

@@ -192,3 +192,40 @@ def tile_of_ranges(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.conste
     first_k = tl.load(offs + batch - 1, mask=batch > 0, other=0)
     last_k = tl.load(offs + batch)
     return batch, row, col, end, tl.minimum(first_k, K), tl.minimum(last_k, K)
+
+
+@triton.jit
+def next_tile_of_rows(unit, state, shape, BLOCK_M, BLOCK_N, band_m, known):
+    """The same for units that are met in ascending order: looks for the group from where an earlier one was found.
+
+    `state` is that of `sized_tile`, with the divisor of the tiles along N in the last place, and then `place_args`.
+    Rows behind the last group have a range of K behind that of all operands, which is as long. A unit beyond the last
+    tile has an empty range.
+
+    Args:
+        known: the group that was found, the rows of tiles before it, its first row and its end; at first zeros.
+
+    Returns:
+        The place, and what is known for the next unit.
+    """
+    M, _, K = shape
+    tiles_n = state[5]
+    offs, groups = state[7]
+    group, before, begin, end = known
+    tile = quotient(unit, state[6][3])
+    if end == 0:
+        # Nothing is known, or the groups so far are empty.
+        end = tl.where(group < groups, tl.minimum(tl.load(offs + group, mask=group < groups, other=0), M), M)
+    tiles = tl.cdiv(end - begin, BLOCK_M)
+    while (tile >= before + tiles) & (group < groups):
+        before += tiles
+        begin = end
+        group += 1
+        end = tl.load(offs + group, mask=group < groups, other=0)
+        end = tl.where(group < groups, tl.maximum(tl.minimum(end, M), begin), M)
+        tiles = tl.cdiv(end - begin, BLOCK_M)
+    tile_m, tile_n = banded(unit - before * tiles_n, tl.maximum(tiles, 1), tiles_n, band_m)
+    first_k = tl.where(group < groups, 0, K)
+    last_k = tl.where(unit < state[0], first_k + K, first_k)
+    place = (group, begin + tile_m * BLOCK_M, tile_n * BLOCK_N, end, first_k, last_k)
+    return place, (group, before, begin, end)

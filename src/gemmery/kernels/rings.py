@@ -169,12 +169,23 @@ def upright(acc, SWAP: gl.constexpr, PAIRED: gl.constexpr):
 
 
 @gluon.jit
-def applied(block, args, shape, row, col, EPILOGUE: gl.constexpr, PAIRED: gl.constexpr):
-    """Applies the epilogue to what `upright` gives; arguments are those of `finish`."""
+def applied(
+    block, args, shape, row, col, EPILOGUE: gl.constexpr, PAIRED: gl.constexpr, IN_BATCH: gl.constexpr = False
+):  # fmt: skip
+    """Applies the epilogue to what `upright` gives; arguments are those of `finish`.
+
+    Args:
+        IN_BATCH: whether `shape` has two more numbers: which matrix of a batch this is, and how many there are.
+    """
     EACH: gl.constexpr = 2 if PAIRED else 1
     ROWS: gl.constexpr = block.shape[0]
     COLS: gl.constexpr = block.shape[1] // EACH
-    return EPILOGUE(block, args, (shape[0], shape[1] // EACH), (), 0, row, col // EACH, ROWS, COLS, False)
+    sizes = ()
+    batch = 0
+    if IN_BATCH:
+        sizes = (shape[3],)
+        batch = gl.minimum(shape[2], shape[3] - 1)
+    return EPILOGUE(block, args, (shape[0], shape[1] // EACH), sizes, batch, row, col // EACH, ROWS, COLS, False)
 
 
 @gluon.jit

@@ -182,17 +182,20 @@ class RaggedOperand(Operand):
 
     def multiplied(self, b: Operand, dtype: torch.dtype, by_rows: bool) -> Tensor:
         """See `Operand.multiplied`: group by group."""
+        if 0 in self.matrix.shape[:-1] or b.matrix.shape[-1] == 0:
+            # Without looking at the ends, for which a GPU would be waited for.
+            shape = (*self.shape_of(self.matrix.shape)[:-1], b.matrix.shape[-1] * b.halves)
+            return self.inner.new_zeros(shape, dtype=dtype)
         x = self.gathered()
         right, ends = b.in_torch(), self.offs.tolist()
         bounds = list(zip([0, *ends[:-1]], ends, strict=True))
         if self.axis == "k":
             groups = [reference.gemm(x[:, i:j], right[i:j], out_dtype=dtype, by_rows=by_rows) for i, j in bounds]
-            return torch.stack(groups) if groups else x.new_zeros((0, x.shape[0], right.shape[-1]), dtype=dtype)
+            return torch.stack(groups)
         groups = [
             reference.gemm(x[i:j], right[g], out_dtype=dtype, by_rows=by_rows) for g, (i, j) in enumerate(bounds)
         ]  # fmt: skip
-        behind = x.shape[0] - (ends[-1] if ends else 0)
-        return torch.cat([*groups, x.new_zeros((behind, right.shape[-1]), dtype=dtype)])
+        return torch.cat([*groups, x.new_zeros((x.shape[0] - ends[-1], right.shape[-1]), dtype=dtype)])
 
     def sources(self) -> Tensor:
         """(R,), `gather` for rows of groups, and 0 for those behind them, of which it need not be defined."""

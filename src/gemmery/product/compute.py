@@ -25,7 +25,9 @@ def compute(call: Call, out: Tensor | None, key: Any = None) -> tuple[list[Tenso
         key: under which it is remembered, if it is.
     """
     call = replace(call, b=call.b.loadable())
-    if devices.current(call.device) is None or 0 in call.shape:
+    # Without a group, the rows that there may be lie behind all groups.
+    is_empty = 0 in call.shape or 0 in call.a.matrix.shape[:-2]
+    if devices.current(call.device) is None or is_empty:
         return _by_reference(call, out)
     call = call.ordered()
     known = prepare(call, out)

@@ -22,7 +22,7 @@ from ..formats.scaled import BLOCK
 from ..kernels import any_width_packed as packed
 from ..kernels import place
 from ..kernels.numerics import cast
-from ..operands import Dense, DenseAccess
+from ..operands import Dense, DenseAccess, Ragged
 from ..operands.packed import Packed, PackedAccess
 from ..operands.pair import Pair
 from ..operands.scaled import Scaled
@@ -93,10 +93,19 @@ BAND, LOW_BAND = 0.75, 2
 
 #: The form of an operand, see `kernels.any_width`. The form of Y decides which multiples a tile's width can be. TMA
 #: loads 64 turned rows at a time; with other widths part of them was not needed, and took up to twice as long.
-Form = Literal["rows", "turned", "pairs", "packed", "many rows", "many turned"]
-EACH: dict[Form, int] = {"rows": 8, "turned": ROWS, "pairs": 2 * EIGHT, "many rows": 8, "many turned": ROWS}
-#: The form of matrices of a batch, by that of one.
+Form = Literal[
+    "rows", "turned", "pairs", "packed", "many rows", "many turned", "grouped rows", "grouped turned"
+]
+EACH: dict[Form, int] = {
+    "rows": 8, "turned": ROWS, "pairs": 2 * EIGHT, "many rows": 8, "many turned": ROWS, "grouped rows": 8,
+    "grouped turned": ROWS,
+}  # fmt: skip
+#: The form of matrices of a batch, by that of one; and that of a matrix in groups of rows.
 MANY: dict[Form, Form] = {"rows": "many rows", "turned": "many turned"}
+GROUPED: dict[Form, Form] = {"rows": "grouped rows", "turned": "grouped turned"}
+#: Rows in the dimensions of the tensor map of a result of groups of rows, see `any_width_finish.store_slot`; and
+#: elements from one row of the outermost to the next, and one row more.
+LAST_ROW, MOST_ROWS, APART = 1 << 30, (1 << 31) - 1, 1 << 34
 
 #: Types of operands, as PTX names them.
 KINDS = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -197,7 +206,9 @@ def forms_of(config: Config, forms: Forms) -> tuple[Form, Form]:
         "packed" if forms.packed else "turned" if forms.b_turned else "pairs" if forms.paired else "rows"
     )
     if forms.batched:
-        a, b = MANY[a], MANY[b]
+        a, b = a if forms.ragged else MANY[a], MANY[b]
+    if forms.ragged:
+        a = GROUPED[a]
     return (b, a) if config.swap else (a, b)
 
 
@@ -225,7 +236,7 @@ class AnyWidth(PersistentStatic):
             self.runs_on(p.device.target)
             and p.K <= MOST_K
             and _operands_suit(p)
-            and (not p.batch or _batch_suits(p))
+            and (_groups_suit(p) if p.ragged else not p.batch or _batch_suits(p))
             and all(operand.dtype in KINDS for operand in (p.a, p.b))
             and p.out.dtype in (torch.float16, torch.bfloat16)
             and (p.a.dtype.itemsize == 2 or (p.a.col == 1 and p.b.row == 1))
@@ -397,6 +408,8 @@ def _operands_suit(problem: Problem) -> bool:
     a, b = problem.a, problem.b
     if isinstance(b, Packed):
         return type(a) is Dense and bool(b.staged) and not problem.paired
+    if problem.ragged:
+        return type(b) is Dense
     if not isinstance(a, Scaled) or not isinstance(b, Scaled):
         return type(a) is Dense and type(b) in (Dense, Pair)
     # The kernel's assembly loads fp32.
@@ -409,6 +422,16 @@ def _batch_suits(problem: Problem) -> bool:
     p = problem
     bare = type(p.a) is Dense and type(p.b) is Dense and p.a.dtype.itemsize == 2 and p.epilogue == "identity"
     return bare and len(p.batch) == 1 and all(p.a.steps) and all(p.b.steps)
+
+
+def _groups_suit(problem: Problem) -> bool:
+    """Whether groups are of rows of 16-bit numbers that stay where they are, with an epilogue of vectors at most."""
+    p = problem
+    if p.ragged != "rows" or not isinstance(p.a, Ragged) or p.a.gathers or p.a.scatters or p.paired:
+        return False
+    vectors = p.fusion is not None and not p.fusion.matrix_operands and not p.fusion.draws
+    # So that the tensor map's outermost step is positive.
+    return p.a.dtype.itemsize == 2 and vectors and p.M < LAST_ROW and 0 < p.out.row < LAST_ROW
 
 
 def numbers_for(problem: Problem) -> dict[int, int] | None:
@@ -517,6 +540,8 @@ class AnyWidthBinding(Binding):
     @property
     def place(self) -> Any:
         """`PLACE` of the kernel."""
+        if self.problem.ragged:
+            return place.next_tile_of_rows
         if self.problem.batch:
             return place.sized_tile_of_batch
         return place.sized_tile if self.split is None else place.sized_part
@@ -624,20 +649,23 @@ class AnyWidthBinding(Binding):
         workspace = None if self.split is None else self.workspace(out.device)
         tiles_m, tiles_n, band = -(-p.M // c.block_m), -(-p.N // c.block_n), self.band
         last_band = tiles_m - (tiles_m - 1) // band * band
-        # The tiles of a matrix of a batch, or those that are cut along K.
-        counted = tiles_m * tiles_n if p.batch else self.work.cut
+        # The tiles along N, where groups have some along M; those of a matrix of a batch; or those cut along K.
+        counted = tiles_n if p.ragged else tiles_m * tiles_n if p.batch else self.work.cut
         divisors = map(divisor, (band * tiles_n, band, last_band, max(1, counted)))
         return [
             self._operand(x, c.swap, ROWS, boxes[0]), self._operand(y, not c.swap, self.part, boxes[1]),
             self._output(out, block), *self._params(of_b, boxes[0]),
             self._matrix(extras, block), p.M, p.N, p.K, whole + cut, whole, *parts,
             tiles_m, tiles_n, *divisors, tile.y, band, boxes[0], x_size, boxes[1], loaded[1] * ROW, self.streams,
-            c.num_stages, step_args, epilogue_arguments(p, self.part, extras, numbers), workspace,
+            c.num_stages, self.a.place_args(of_a), step_args, epilogue_arguments(p, self.part, extras, numbers), workspace,
         ]  # fmt: skip
 
     def _output(self, out: Any, block: tuple[int, int]) -> Any:
         """The descriptor of the output, for blocks that are stored at a time."""
         p = self.problem
+        if p.ragged:
+            shape, row = (MOST_ROWS, MOST_ROWS, LAST_ROW, p.out_n), p.out.row
+            return descriptor(out, shape, (APART - row, row, row, 1), (1, 1, *block))
         many = (1,) * len(p.batch)
         return descriptor(out, (*p.batch, p.M, p.out_n), (*p.out.steps, p.out.row, 1), (*many, *block))
 
@@ -657,6 +685,8 @@ class AnyWidthBinding(Binding):
         L2.
         """
         p = self.problem
+        if p.ragged:
+            return 0
         a, b = (rows * p.K * x.bits / 8 for rows, x in ((p.M, p.a), (p.N, p.b)))
         out = p.M * p.out_n * p.out.dtype.itemsize
         first, last = (2, 1) if self.config.swap else (1, 2)
@@ -677,11 +707,13 @@ class AnyWidthBinding(Binding):
             return self._words(tensor, self.b, rows, box)
         # Strides along K and along the rows.
         along, across, size = (p.b.row, p.b.col, p.N) if is_b else (p.a.col, p.a.row, p.M)
-        steps, many = (p.b if is_b else p.a).steps, [1] * len(p.batch)
+        # Groups of rows lie in one matrix.
+        batch, steps = (p.batch, (p.b if is_b else p.a).steps) if is_b or not p.ragged else ((), ())
+        many = [1] * len(batch)
         if along != 1:
-            return descriptor(tensor, (*p.batch, p.K, size), (*steps, along, 1), (*many, step, ROWS))
+            return descriptor(tensor, (*batch, p.K, size), (*steps, along, 1), (*many, step, ROWS))
         if not (is_b and p.paired):
-            made = descriptor(tensor, (*p.batch, size, p.K), (*steps, across, 1), (*many, rows, step))
+            made = descriptor(tensor, (*batch, size, p.K), (*steps, across, 1), (*many, rows, step))
             made.box = [*many, box, step]
             return made
         # Eight rows of one half, then eight of the other.

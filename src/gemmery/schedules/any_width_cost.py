@@ -81,7 +81,7 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool) -> Co
     x, y = np.where(s.swap, s.block_n, s.block_m), np.where(s.swap, s.block_m, s.block_n)
     groups = np.ones_like(s.num_warps) if takes_turns else s.num_warps // 4
     steps = -(-max(p.K, 1) // s.block_k)
-    tiles = p.matrices * -(-given.rows // s.block_m) * -(-p.N // s.block_n)
+    tiles = given.tile_rows(p.matrices, s.block_m) * -(-p.N // s.block_n)
     whole, chunk, parts = Work.divide_many(tiles, steps, device.sms, s.split_k)
     turns, own_steps = whole + (chunk > 0), whole * steps + chunk
     busy = np.minimum(np.where(whole > 0, tiles, tiles * parts), device.sms)
@@ -96,7 +96,7 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool) -> Co
     loaded = x * (p.b.bits / p.a.bits) + y if p.b.is_packed else x + y
     l2 = own_steps * loaded * (s.block_k * p.a.bits / 8) / share
     loop = (compute**JOINT + l2**JOINT) ** (1 / JOINT)
-    loop = np.maximum(loop, own_steps * _least_of_step(p, s, given.rows, x, y, busy))
+    loop = np.maximum(loop, own_steps * _least_of_step(p, s, given.rows_inside, x, y, busy))
     loop = loop * (1 + SLOWING * np.log10(np.maximum(loop / LONG, 1)))
     stream = MEMORY.seconds(given.memory)
     together = np.where(chunk > 0, whole, tiles // device.sms) * steps

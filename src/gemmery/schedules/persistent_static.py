@@ -97,7 +97,7 @@ class PersistentStatic(Schedule):
     def work(self, problem: Problem, config: Config) -> Work:
         """The work of a launch."""
         p, c = problem, config
-        tiles = p.matrices * -(-p.M // c.block_m) * -(-p.N // c.block_n)
+        tiles = p.tile_rows(c.block_m) * -(-p.N // c.block_n)
         steps = -(-p.K // c.block_k)
         return Work.divide(tiles, steps, self.at_once(p, c), c.split_k if Split.of(p, c) else 1)
 
@@ -107,11 +107,11 @@ class PersistentStatic(Schedule):
 
     def costs(self, problem: Problem, space: Space, given: Given) -> Costs:
         p, s, device = problem, space, problem.device
-        rows, memory, rate = given
+        rows, memory, rate = given.rows, given.memory, given.rate
         item, item_b = p.a.dtype.itemsize, p.b.bits / 8
         taken_in = (s.block_m * item + s.block_n * item_b) * s.block_k
         area = s.block_m * s.block_n
-        tiles = p.matrices * -(-rows // s.block_m) * -(-p.N // s.block_n)
+        tiles = given.tile_rows(p.matrices, s.block_m) * -(-p.N // s.block_n)
         steps = -(-max(p.K, 1) // s.block_k)
         whole, chunk, parts = Work.divide_many(tiles, steps, device.sms, s.split_k)
         own_steps = whole * steps + chunk

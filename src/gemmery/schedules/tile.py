@@ -50,11 +50,11 @@ class Tile(Schedule):
         flight.
         """
         p, s, device = problem, space, problem.device
-        rows, memory, rate = given
+        memory, rate = given.memory, given.rate
         item, item_b = p.a.dtype.itemsize, p.b.bits / 8
         stage = (s.block_m * item + s.block_n * item_b) * s.block_k * 1.0
         tiles, _, _, small = cut_last_wave(
-            p.matrices * -(-rows // s.block_m), p.N, s.block_n, s.tail_m, s.tail_n, device.sms
+            given.tile_rows(p.matrices, s.block_m), p.N, s.block_n, s.tail_m, s.tail_n, device.sms
         )
         steps = -(-max(p.K, 1) // s.block_k)
         each = -(-steps // s.split_k)
@@ -75,7 +75,7 @@ class Tile(Schedule):
         tail = turns * np.maximum(small_compute, small_l2) + (small > 0) * device.delays.tail
 
         # A tile with much outside the operands ends late.
-        late = each * filled(p, s, rows) - np.maximum(compute, l2) / np.maximum(work, 1)
+        late = each * filled(p, s, given) - np.maximum(compute, l2) / np.maximum(work, 1)
         busy = np.maximum(compute, l2) + np.maximum(late, 0) + tail
         stream, sooner = (MEMORY.seconds(memory), SOONER) if fitted(p) else (memory, 0.0)
         body = (busy**OVERLAP + stream**OVERLAP) ** (1 / OVERLAP)

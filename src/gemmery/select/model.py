@@ -21,19 +21,20 @@ TRANSPOSED = 0.15
 
 
 def costs(
-    problem: Problem, space: Space, M: Floats | None = None, least_bytes: Floats | None = None
-) -> Costs:
+    problem: Problem, space: Space, M: Floats | None = None, least_bytes: Floats | None = None, ragged: bool = False
+) -> Costs:  # fmt: skip
     """The predicted costs of running `problem` with each config of a space.
 
     Args:
         M: numbers of rows, as a column, to predict for instead of the problem's; then `least_bytes` are their bytes.
+        ragged: whether the problem is `Problem.predicted` of one with groups of rows.
     """
     p, device = problem, problem.device
     rate = device.rate(p.a.dtype, p.precision) * device.achieved / device.sms
     if any(mn_major(p)):
         rate *= TRANSPOSED
     bytes_moved = np.asarray(p.bytes if least_bytes is None else least_bytes, dtype=float)
-    given = Given(np.asarray(p.M if M is None else M), bytes_moved / (device.bandwidth * STREAM), rate)
+    given = Given(np.asarray(p.M if M is None else M), bytes_moved / (device.bandwidth * STREAM), rate, ragged)
     return Costs.joined([
         (places, schedules.of(name).costs(p, part, given)) for name, (places, part) in space.by_schedule.items()
     ])  # fmt: skip

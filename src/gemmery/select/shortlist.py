@@ -51,7 +51,7 @@ def _of(problem: Problem) -> frozenset[int]:
     space = allowed(problem)
     # Of ragged groups, one row for each.
     stand_in = replace(problem, M=problem.matrices).predicted if problem.ragged else problem
-    logs = _log_times(stand_in, space)
+    logs = _log_times(stand_in, space, problem.ragged == "rows")
     kernels = np.unique(space.kernel)
     # The best config of each kernel; they differ in how many parts K is cut into, which is no other code.
     best = np.stack([logs[:, space.kernel == kernel].min(axis=1) for kernel in kernels], axis=1)
@@ -59,10 +59,10 @@ def _of(problem: Problem) -> frozenset[int]:
     return frozenset(kernels[_cover(best, count, WEIGHTS)].tolist())
 
 
-def _log_times(problem: Problem, space: Space) -> np.ndarray:
+def _log_times(problem: Problem, space: Space, ragged: bool = False) -> np.ndarray:
     """The logarithm of the predicted time for each of `ROWS` and each config."""
     least = np.array([[replace(problem, M=int(M)).bytes] for M in ROWS[:, 0]], dtype=float)
-    times: np.ndarray = costs(problem, space, ROWS, least).total * measured.factor(problem, space, ROWS)
+    times: np.ndarray = costs(problem, space, ROWS, least, ragged).total * measured.factor(problem, space, ROWS)
     return np.log(np.where(space.considered(problem, ROWS), times, np.inf))
 
 

@@ -1,0 +1,162 @@
+"""Products of groups in the interpreter: every case with its gradients, types, layouts, tiles and odd groups."""
+
+import pytest
+import torch
+
+import gemmery
+from gemmery import epilogues
+from tests.grouped import BEHIND, CASES, COUNTS, GROUPS, ROWS, close, compared, ends_of, rows_of
+
+SIZES = {"M": 19, "N": 24, "K": 33}
+F32 = torch.float32
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_and_gradients(name):
+    for ours, theirs in compared(CASES[name], SIZES, F32):
+        assert close(ours, theirs, F32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["bias", "gather", "ranges of K"])
+def test_types(name, dtype):
+    for ours, theirs in compared(CASES[name], SIZES, dtype):
+        assert ours.dtype == dtype
+        assert close(ours, theirs, dtype)
+
+
+def test_eight_bit_numbers():
+    torch.manual_seed(0)
+    offs = ends_of(COUNTS)
+    x = torch.randint(-128, 128, (ROWS, 48), dtype=torch.int8)
+    w = torch.randint(-128, 128, (GROUPS, 32, 48), dtype=torch.int8)
+    y = gemmery.grouped_linear(x, w, offs=offs)
+    assert y.dtype == torch.int32
+    assert torch.equal(y, rows_of(x.long(), offs, lambda r, g: r @ w[g].long().T).int())
+
+
+@pytest.mark.parametrize("counts", [[0] * 5, [9], [0, 0, 40, 0], [1] * 30, [3, 0, 1] * 400], ids=str)
+def test_groups(counts):
+    """No rows at all, one group, one that has everything, and more groups than are looked at together."""
+    torch.manual_seed(0)
+    offs = ends_of(counts)
+    x, w = torch.randn(sum(counts) + 2, 17), torch.randn(len(counts), 8, 17)
+    y = gemmery.grouped_linear(x, w, offs=offs)
+    expected = rows_of(x.double(), offs, lambda r, g: r @ w[g].double().T)
+    assert close(y, expected, F32)
+    assert (y[-2:] == 0).all()
+    a, b = torch.randn(6, sum(counts)), torch.randn(sum(counts), 8)
+    if sum(counts):
+        products = gemmery.grouped_mm(a, b, offs=offs)
+        empty = torch.tensor(counts) == 0
+        assert (products[empty] == 0).all()
+        assert torch.allclose(products.sum(0), a @ b, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 3, 4), (6, 0, 3, 4), (6, 5, 0, 4), (6, 5, 3, 0)], ids=str)
+def test_nothing(shape):
+    """No group, no column of K, no column of the result, no row."""
+    N, K, G, R = shape
+    y = gemmery.grouped_linear(torch.randn(R, K), torch.randn(G, N, K), offs=torch.zeros(G, dtype=torch.int32))
+    assert y.shape == (R, N)
+    assert (y == 0).all()
+
+
+def test_rows_behind_the_last_group_are_not_read():
+    offs = ends_of(COUNTS)
+    x, w, b = torch.randn(ROWS, 16), torch.randn(GROUPS, 8, 16), torch.randn(GROUPS, 8)
+    x[-BEHIND:] = torch.nan
+    y = gemmery.grouped_linear(x, w, b, offs=offs, epilogue=epilogues.gelu)
+    assert y.isfinite().all()
+    assert (y[-BEHIND:] == 0).all()
+    gather = torch.arange(ROWS, dtype=torch.int32)
+    gather[-BEHIND:] = 1 << 30
+    assert torch.equal(gemmery.grouped_linear(x, w, b, offs=offs, gather=gather, epilogue=epilogues.gelu), y)
+
+
+def test_their_gradients_are_zero():
+    offs = ends_of(COUNTS)
+    x, w = torch.randn(ROWS, 16, requires_grad=True), torch.randn(GROUPS, 8, 16, requires_grad=True)
+    y = gemmery.grouped_linear(x, w, offs=offs, epilogue=epilogues.silu)
+    grad = torch.randn(ROWS, 8)
+    grad[-BEHIND:] = torch.nan
+    y.backward(grad)
+    assert (x.grad[-BEHIND:] == 0).all()
+    assert w.grad.isfinite().all()
+    assert (w.grad[torch.tensor(COUNTS) == 0] == 0).all()
+
+
+def test_every_result_is_zero_behind_the_last_group():
+    offs = ends_of(COUNTS)
+    x, w = torch.randn(ROWS, 16), torch.randn(GROUPS, 8, 16)
+    results = gemmery.grouped_linear(x, w, offs=offs, epilogue=lambda y: (y, y + 1, (y * y).sum(-1)))
+    for result in results:
+        assert (result[-BEHIND:] == 0).all()
+    expected = rows_of(x, offs, lambda r, g: r @ w[g].T)
+    torch.testing.assert_close(results[1][:-BEHIND], expected[:-BEHIND] + 1)
+    torch.testing.assert_close(results[2], expected.square().sum(-1))
+
+
+@pytest.mark.parametrize("config", ["16x16x16-g1-w4-s2-tile-pointer", "32x16x16-g2-w4-s2-tile-pointer/2", "16x32x16-g8-w4-s2-tile-pointer-swap"])  # fmt: skip
+def test_tiles(config):
+    offs = ends_of(COUNTS)
+    x, w, b = torch.randn(ROWS, 40), torch.randn(GROUPS, 56, 40), torch.randn(GROUPS, 56)
+    y = gemmery.grouped_linear(x, w, b, offs=offs, config=config)
+    expected = rows_of(x.double(), offs, lambda r, g: r @ w[g].double().T + b[g].double())
+    assert close(y, expected, F32)
+
+
+@pytest.mark.parametrize("layout", ["x transposed", "x every second", "weight (G, K, N)", "weight shared"])
+def test_layouts(layout):
+    offs = ends_of(COUNTS)
+    x, w = torch.randn(ROWS, 32), torch.randn(GROUPS, 16, 32)
+    if layout == "x transposed":
+        x = x.T.contiguous().T
+    elif layout == "x every second":
+        x = torch.randn(ROWS, 64)[:, ::2]
+    elif layout == "weight (G, K, N)":
+        w = w.mT.contiguous().mT
+    else:
+        w = w[:1].expand_as(w)
+    out = torch.empty(32, ROWS).T[:, ::2]
+    y = gemmery.grouped_linear(x, w, offs=offs, out=out)
+    assert y is out
+    assert close(y, rows_of(x.double(), offs, lambda r, g: r @ w[g].double().T), F32)
+
+
+@pytest.mark.parametrize("format", ["int4", "int8", "mxfp4", "e4m3"])
+def test_packed_weights(format):
+    offs = ends_of(COUNTS)
+    x = torch.randn(ROWS, 128).bfloat16()
+    w = gemmery.quantize(torch.randn(GROUPS, 64, 128) / 8, format)
+    y = gemmery.grouped_linear(x, w, offs=offs)
+    exact = w.dequantize(torch.float64)
+    assert close(y, rows_of(x.double(), offs, lambda r, g: r @ exact[g].T), torch.bfloat16)
+    y = gemmery.grouped_linear(x, w, offs=offs, epilogue=epilogues.swiglu)
+    z = rows_of(x.double(), offs, lambda r, g: r @ exact[g].T)
+    gate, up = z.chunk(2, -1)
+    assert close(y, torch.nn.functional.silu(gate) * up, torch.bfloat16)
+    x.requires_grad_()
+    gemmery.grouped_linear(x, w, offs=offs).float().sum().backward()
+    assert close(x.grad, rows_of(torch.ones(ROWS, 64).double(), offs, lambda r, g: r @ exact[g]), torch.bfloat16)
+
+
+def test_a_call_sees_other_groups():
+    """What is remembered of a call does not hold the groups."""
+    x, w = torch.randn(20, 16), torch.randn(3, 8, 16)
+    for counts in ([20, 0, 0], [0, 5, 9], [1, 2, 3], [0, 0, 20]):
+        offs = ends_of(counts)
+        y = gemmery.grouped_linear(x, w, offs=offs)
+        assert close(y, rows_of(x.double(), offs, lambda r, g: r @ w[g].double().T), F32)
+
+
+def test_ends_that_are_not_in_order_read_nothing_outside(monkeypatch):
+    """A GPU is not asked whether they are; here the check is left out."""
+    from gemmery import grouped
+    from gemmery.operands import Groups
+
+    monkeypatch.setattr(grouped, "_groups", lambda op, x, offs, axis, most, count=None: Groups(x, offs, axis))
+    x, w = torch.randn(20, 16), torch.randn(3, 8, 16)
+    offs = torch.tensor([9, 4, 900], dtype=torch.int32)
+    assert gemmery.grouped_linear(x, w, offs=offs).isfinite().all()
+    assert gemmery.grouped_mm(torch.randn(8, 20), x, offs=offs).isfinite().all()
