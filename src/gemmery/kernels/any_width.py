@@ -52,6 +52,7 @@ from .any_width_load import (
     unused,
 )
 from .any_width_loop import STAGES, multiply_steps, step_of, x_bytes_of
+from .order import quotient
 from .rings import barrier, begin_roles, later
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -140,25 +141,6 @@ def placed(
         return PLACE(unit, state, shape, ROWS, COLS, band_m, known)
     else:
         return PLACE(unit, state, shape, ROWS, COLS, band_m), known
-
-
-@gluon.jit
-def tiles_of_groups(place_args, M, ROWS):
-    """Rows of tiles, of `ROWS` rows each, that groups of rows have, with those behind the last one.
-
-    Each warp adds up all of them by itself.
-    """
-    offs, groups = place_args
-    LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    total = gl.to_tensor(0)
-    for first in range(0, groups + 1, 128):
-        group = first + gl.arange(0, 128, LAYOUT)
-        begins = gl.load(offs + group - 1, mask=(group > 0) & (group <= groups), other=0)
-        ends = gl.load(offs + group, mask=group < groups, other=0)
-        begins = gl.where(group > groups, M, gl.minimum(begins, M))
-        ends = gl.where(group >= groups, M, gl.minimum(ends, M))
-        total += gl.sum(gl.cdiv(gl.maximum(ends - begins, 0), ROWS), 0)
-    return total
 
 
 @gluon.jit
@@ -391,7 +373,8 @@ def gemm_any_width(
     x, y, out, scales, shifts, matrix, M, N, K, units, whole, parts, part_k, tiles_m, tiles_n, area_divisor,
     band_divisor, last_divisor, cut_divisor, width, band_m, x_box, x_size, y_box, y_size, streams, stages, place_args,
     step_args, args, workspace,
-    PLACE: gl.constexpr, GIVEN: gl.constexpr, SECOND: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr,
+    PLACE: gl.constexpr, GROUP_OF: gl.constexpr, GIVEN: gl.constexpr, SECOND: gl.constexpr, EPILOGUE: gl.constexpr,
+    CAST: gl.constexpr,
     KIND: gl.constexpr, PROMOTES: gl.constexpr, EVERY: gl.constexpr, X_ROWS: gl.constexpr, WIDTHS: gl.constexpr,
     RING_ROWS: gl.constexpr, GROUPS: gl.constexpr, SWAP: gl.constexpr, LOOPS: gl.constexpr, PINGPONG: gl.constexpr,
     FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr,
@@ -423,6 +406,7 @@ def gemm_any_width(
             warpgroup, which are zeros again afterwards. None where no tile is cut.
         PLACE: `place.sized_tile`, `place.sized_part` with a workspace, `place.sized_tile_of_batch`, or
             `place.next_tile_of_rows`.
+        GROUP_OF: `place.group_of`, or None without groups.
         GIVEN: of the one matrix that the epilogue reads, the number of the parameter that is its tensor map, and its
             type; None where it reads none.
         SECOND: the same number, where the matrix is a second result; otherwise None.
@@ -442,10 +426,13 @@ def gemm_any_width(
     divisors = (area_divisor, band_divisor, last_divisor, cut_divisor)
     known = ()
     if in_groups(X_FORM, Y_FORM):
-        # The groups say how many tiles there are.
-        units = tiles_of_groups(place_args, M, width if SWAP else X_ROWS) * tiles_n
+        tile_row = quotient(gl.program_id(0), cut_divisor)
+        group, before, begins, ends, tile_rows = GROUP_OF(
+            tile_row, place_args[0], place_args[1], M, width if SWAP else X_ROWS
+        )
+        known = (group, before, begins, ends)
+        units = tile_rows * tiles_n
         whole = units
-        known = (gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))
     state = (units, whole, parts, part_k, tiles_m, tiles_n, divisors, place_args)
     tile = (width, band_m)
     loads = (x_box, x_size, y_box, y_size, streams)

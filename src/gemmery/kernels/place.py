@@ -17,6 +17,18 @@ import triton.language as tl
 
 from .order import banded, divided, grouped, part_of, quotient
 
+#: Whether this is the copy for Gluon's kernels, see `dialect.in_gluon`.
+IN_GLUON = tl.constexpr(False)
+
+
+@triton.jit
+def numbered(COUNT: tl.constexpr):
+    """The numbers from 0 on. In Gluon's kernels each of four warps has all of them."""
+    if IN_GLUON:
+        return tl.arange(0, COUNT, tl.BlockedLayout([COUNT // 32 if COUNT > 32 else 1], [32], [4], [0]))
+    else:
+        return tl.arange(0, COUNT)
+
 
 @triton.jit
 def whole_tile(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m):
@@ -128,7 +140,13 @@ def sized_part(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 
 
 @triton.jit
-def group_of(tile, offs, groups, M, BLOCK_M: tl.constexpr, SCAN: tl.constexpr):
+def added(a0, a1, a2, a3, a4, b0, b1, b2, b3, b4):
+    """Five sums at once, which take one exchange between warps."""
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4
+
+
+@triton.jit
+def group_of(tile, offs, groups, M, BLOCK_M, SCAN: tl.constexpr):
     """The group to which a row of tiles belongs, where the rows of groups lie one behind the other.
 
     Rows behind the last group's are those of one more group, number `groups`. Behind these, a row of tiles has no rows.
@@ -140,29 +158,32 @@ def group_of(tile, offs, groups, M, BLOCK_M: tl.constexpr, SCAN: tl.constexpr):
         SCAN: how many groups are looked at together, a power of two.
 
     Returns:
-        The group, its first row of tiles, its first row and its end.
+        The group, its first row of tiles, its first row and its end; and how many rows of tiles there are.
     """
     found = groups + 1
     first = tile
     begin = tile * 0
     end = tile * 0
-    before = tile * 0
+    total = tile * 0
     for chunk in range(0, groups + 1, SCAN):
-        group = chunk + tl.arange(0, SCAN)
+        group = chunk + numbered(SCAN)
         begins = tl.load(offs + group - 1, mask=(group > 0) & (group <= groups), other=0)
         ends = tl.load(offs + group, mask=group < groups, other=0)
         begins = tl.where(group > groups, M, tl.minimum(begins, M))
         ends = tl.where(group >= groups, M, tl.minimum(ends, M))
         tiles = tl.cdiv(tl.maximum(ends - begins, 0), BLOCK_M)
-        behind = before + tl.cumsum(tiles, 0)
-        here = (behind - tiles <= tile) & (tile < behind)
+        before = total + tl.cumsum(tiles, 0) - tiles
+        here = ((before <= tile) & (tile < before + tiles)).to(tl.int32)
         # At most one group of all is here.
-        found += tl.sum(tl.where(here, group - groups - 1, 0), 0)
-        first += tl.sum(tl.where(here, behind - tiles - tile, 0), 0)
-        begin += tl.sum(tl.where(here, begins, 0), 0)
-        end += tl.sum(tl.where(here, ends, 0), 0)
-        before = tl.max(behind, 0)
-    return found, first, begin, end
+        sums = tl.reduce(
+            (here * (group - groups - 1), here * (before - tile), here * begins, here * ends, tiles), 0, added
+        )
+        found += sums[0]
+        first += sums[1]
+        begin += sums[2]
+        end += sums[3]
+        total += sums[4]
+    return found, first, begin, end, total
 
 
 @triton.jit
@@ -175,7 +196,7 @@ def tile_of_rows(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexp
     M, N, K = shape
     offs, groups = state[2]
     tiles_n = tl.cdiv(N, BLOCK_N)
-    group, first, begin, end = group_of(unit // tiles_n, offs, groups, M, BLOCK_M, SCAN)
+    group, first, begin, end, _ = group_of(unit // tiles_n, offs, groups, M, BLOCK_M, SCAN)
     tiles_m = tl.maximum(tl.cdiv(end - begin, BLOCK_M), 1)
     tile_m, tile_n = banded(unit - first * tiles_n, tiles_m, tiles_n, band_m)
     return group, begin + tile_m * BLOCK_M, tile_n * BLOCK_N, end, 0, K
@@ -198,32 +219,31 @@ def tile_of_ranges(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.conste
 def next_tile_of_rows(unit, state, shape, BLOCK_M, BLOCK_N, band_m, known):
     """The same for units that are met in ascending order: looks for the group from where an earlier one was found.
 
-    `state` is that of `sized_tile`, with the divisor of the tiles along N in the last place, and then `place_args`.
-    Rows behind the last group have a range of K behind that of all operands, which is as long. A unit beyond the last
-    tile has an empty range.
+    `state` is that of `sized_tile`, with the divisors of `BLOCK_M` and of the tiles along N in the first and the last
+    place, and then `place_args`. Rows behind the last group have a range of K behind that of all operands, which is as
+    long. A unit beyond the last tile has an empty range.
 
     Args:
-        known: the group that was found, the rows of tiles before it, its first row and its end; at first zeros.
+        known: the group that was found, the rows of tiles before it, its first row and its end, as `group_of` says.
 
     Returns:
         The place, and what is known for the next unit.
     """
     M, _, K = shape
-    tiles_n = state[5]
+    tiles_n, divisors = state[5], state[6]
     offs, groups = state[7]
     group, before, begin, end = known
-    tile = quotient(unit, state[6][3])
-    if end == 0:
-        # Nothing is known, or the groups so far are empty.
-        end = tl.where(group < groups, tl.minimum(tl.load(offs + group, mask=group < groups, other=0), M), M)
-    tiles = tl.cdiv(end - begin, BLOCK_M)
+    tile = quotient(unit, divisors[3])
+    tiles = quotient(end - begin + BLOCK_M - 1, divisors[0])
+    # Asked for a group ahead, so that nothing waits for it.
+    after = tl.load(offs + group + 1, mask=group + 1 < groups, other=M)
     while (tile >= before + tiles) & (group < groups):
         before += tiles
-        begin = end
         group += 1
-        end = tl.load(offs + group, mask=group < groups, other=0)
-        end = tl.where(group < groups, tl.maximum(tl.minimum(end, M), begin), M)
-        tiles = tl.cdiv(end - begin, BLOCK_M)
+        begin = end
+        end = tl.maximum(tl.minimum(after, M), begin)
+        after = tl.load(offs + group + 1, mask=group + 1 < groups, other=M)
+        tiles = quotient(end - begin + BLOCK_M - 1, divisors[0])
     tile_m, tile_n = banded(unit - before * tiles_n, tl.maximum(tiles, 1), tiles_n, band_m)
     first_k = tl.where(group < groups, 0, K)
     last_k = tl.where(unit < state[0], first_k + K, first_k)

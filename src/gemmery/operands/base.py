@@ -469,6 +469,10 @@ class Access:
         """The PLACE of products with this first operand, see `kernels.place`; None for the schedule's own."""
         return None
 
+    def group_of(self) -> Any:
+        """The device function that finds a group of rows, see `place.group_of`; None where there are none."""
+        return None
+
     def place_args(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
         """Its `place_args`."""
         return ()

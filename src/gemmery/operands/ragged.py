@@ -105,9 +105,15 @@ class RaggedAccess(DenseAccess):
     def place(self) -> Any:
         if self.spec.axis == "k":
             return place.tile_of_ranges
-        # One more than there are groups: the rows behind the last one.
-        scan = min(triton.next_power_of_2(self.groups + 1), SCAN)
-        return with_constants(place.tile_of_rows, SCAN=scan)
+        return with_constants(place.tile_of_rows, SCAN=self._scan)
+
+    def group_of(self) -> Any:
+        return with_constants(place.group_of, SCAN=self._scan)
+
+    @property
+    def _scan(self) -> int:
+        """Groups that are looked at together: with the rows behind the last one there is one more."""
+        return min(int(triton.next_power_of_2(self.groups + 1)), SCAN)
 
     def place_args(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
         return tensors[1], self.groups

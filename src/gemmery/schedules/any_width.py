@@ -512,6 +512,7 @@ class AnyWidthBinding(Binding):
         epilogue = self._epilogue(given, second)
         self.constants = {
             "PLACE": dialect.in_gluon(self.place),
+            "GROUP_OF": dialect.in_gluon(self.a.group_of()) if p.ragged else None,
             "GIVEN": given,
             "SECOND": second,
             "EPILOGUE": dialect.in_gluon(epilogue),
@@ -649,9 +650,11 @@ class AnyWidthBinding(Binding):
         workspace = None if self.split is None else self.workspace(out.device)
         tiles_m, tiles_n, band = -(-p.M // c.block_m), -(-p.N // c.block_n), self.band
         last_band = tiles_m - (tiles_m - 1) // band * band
-        # The tiles along N, where groups have some along M; those of a matrix of a batch; or those cut along K.
+        # Groups need the divisors of the rows of a tile, and of the tiles along N. A batch needs that of a matrix's
+        # tiles, others that of those which are cut along K.
         counted = tiles_n if p.ragged else tiles_m * tiles_n if p.batch else self.work.cut
-        divisors = map(divisor, (band * tiles_n, band, last_band, max(1, counted)))
+        area = c.block_m if p.ragged else band * tiles_n
+        divisors = map(divisor, (area, band, last_band, max(1, counted)))
         return [
             self._operand(x, c.swap, ROWS, boxes[0]), self._operand(y, not c.swap, self.part, boxes[1]),
             self._output(out, block), *self._params(of_b, boxes[0]),
