@@ -140,12 +140,6 @@ def sized_part(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 
 
 @triton.jit
-def added(a0, a1, a2, a3, a4, b0, b1, b2, b3, b4):
-    """Five sums at once, which take one exchange between warps."""
-    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4
-
-
-@triton.jit
 def group_of(tile, offs, groups, M, BLOCK_M, SCAN: tl.constexpr):
     """The group to which a row of tiles belongs, where the rows of groups lie one behind the other.
 
@@ -160,10 +154,9 @@ def group_of(tile, offs, groups, M, BLOCK_M, SCAN: tl.constexpr):
     Returns:
         The group, its first row of tiles, its first row and its end; and how many rows of tiles there are.
     """
-    found = groups + 1
-    first = tile
-    begin = tile * 0
-    end = tile * 0
+    # Two numbers in each, so that warps exchange fewer sums.
+    found = tl.cast(tile * 0, tl.int64)
+    rows = found
     total = tile * 0
     for chunk in range(0, groups + 1, SCAN):
         group = chunk + numbered(SCAN)
@@ -173,17 +166,15 @@ def group_of(tile, offs, groups, M, BLOCK_M, SCAN: tl.constexpr):
         ends = tl.where(group >= groups, M, tl.minimum(ends, M))
         tiles = tl.cdiv(tl.maximum(ends - begins, 0), BLOCK_M)
         before = total + tl.cumsum(tiles, 0) - tiles
-        here = ((before <= tile) & (tile < before + tiles)).to(tl.int32)
         # At most one group of all is here.
-        sums = tl.reduce(
-            (here * (group - groups - 1), here * (before - tile), here * begins, here * ends, tiles), 0, added
-        )
-        found += sums[0]
-        first += sums[1]
-        begin += sums[2]
-        end += sums[3]
-        total += sums[4]
-    return found, first, begin, end, total
+        here = (before <= tile) & (tile < before + tiles)
+        found += tl.sum(tl.where(here, (group + 1).to(tl.int64) << 32 | before, 0), 0)
+        rows += tl.sum(tl.where(here, begins.to(tl.int64) << 32 | ends, 0), 0)
+        total += tl.sum(tiles, 0)
+    none = found == 0
+    group = tl.where(none, groups + 1, (found >> 32).to(tl.int32) - 1)
+    first = tl.where(none, tile, found.to(tl.int32))
+    return group, first, (rows >> 32).to(tl.int32), rows.to(tl.int32), total
 
 
 @triton.jit

@@ -1,6 +1,8 @@
 """Modules: torch.nn's, with their products done by gemmery, and a swap for models that exist."""
 
 from .activations import Activation, activation
+from .experts import Experts
+from .hugging_face import register_experts
 from .linear import Linear
 from .mlp import MLP, GatedMLP, activated_linear, gated_linear, stacked_gated_linear
 from .quantized import QuantizedLinear
@@ -8,6 +10,6 @@ from .quantizing import quantize
 from .swap import Swapped, swap
 
 __all__ = [
-    "MLP", "Activation", "GatedMLP", "Linear", "QuantizedLinear", "Swapped", "activated_linear", "activation",
-    "gated_linear", "quantize", "stacked_gated_linear", "swap",
+    "MLP", "Activation", "Experts", "GatedMLP", "Linear", "QuantizedLinear", "Swapped", "activated_linear",
+    "activation", "gated_linear", "quantize", "register_experts", "stacked_gated_linear", "swap",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Quantising the linear layers of a model."""
+"""Quantising the linear layers and the experts of a model."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ import torch
 from torch import nn
 
 from ..formats.base import Format
+from ..formats.packing import STRIP
 from ..formats.quantize import Scale
 from ..formats.quantize import quantize as quantize_tensor
 from ..formats.tensor import lookup
-from .linear import Linear
+from . import hugging_face
+from .experts import Experts
+from .linear import Linear, own_code
 from .quantized import QuantizedLinear
 from .swap import Slot, Swapped, changed, is_linear, why_not
 
@@ -24,17 +27,18 @@ def quantize(
     skip: Iterable[str] = ("lm_head",), symmetric: bool = True, scale: Scale = "channel",
     dtype: torch.dtype | None = None, batch_invariant: bool = False,
 ) -> Swapped:  # fmt: skip
-    """Replace the plain linear layers inside a model by quantised ones, rounded to nearest, in place.
+    """Replace the plain linear layers and the experts inside a model by quantised ones, rounded to nearest, in place.
 
-    These are every torch.nn.Linear and gemmery.nn.Linear; they become gemmery.nn.QuantizedLinear and keep their biases.
-    Layers that share a weight share the quantised one. Left alone, each with a reason in the report, are those that
-    `skip` names, those whose weight is also another module's, such as an embedding's, those with code that a
-    replacement would lose, and those whose weight the format can't hold.
+    Every torch.nn.Linear and gemmery.nn.Linear becomes a gemmery.nn.QuantizedLinear and keeps its bias. Layers that
+    share a weight share the quantised one. Experts, which are gemmery.nn.Experts and those that `swap` replaces, become
+    gemmery.nn.Experts with packed weights. Left alone, each with a reason in the report, are those that `skip` names,
+    those whose weight is also another module's, such as an embedding's, those with code that a replacement would lose,
+    experts whose activation can't be part of a product, and those whose weight the format can't hold.
 
     Args:
         model: of any floating type and on any device.
         format, group_size, symmetric, scale, dtype: as for `gemmery.quantize`.
-        skip: names of layers, or of modules whose layers are left: whole parts of qualified names, in which * stands
+        skip: names of layers or experts, or of modules in which these are left: whole parts of qualified names, in which * stands
             for anything. "lm_head" is that at any depth, "layers.0" all of the first layer. The report says which
             others than "lm_head" name no layer.
         batch_invariant: see `gemmery.matmul`.
@@ -71,7 +75,7 @@ def quantize(
         walk.report.left.append(("", "it is not inside a module, so that nothing can take its place"))
     # With a module's other names, which lead to other places.
     for path, module in model.named_modules(remove_duplicate=False):
-        if path and is_linear(module):
+        if path and (is_linear(module) or is_experts(module)):
             prefix, _, name = path.rpartition(".")
             walk.meet(module, path, model.get_submodule(prefix), name)
     # The default may name a layer that a model has not; what is asked for should be there.
@@ -102,7 +106,7 @@ class _Walk:
     batch_invariant: bool
     owners: dict[int, str]
     report: Swapped = field(default_factory=Swapped)
-    made: dict[int, QuantizedLinear | None] = field(default_factory=dict)
+    made: dict[int, QuantizedLinear | Experts | None] = field(default_factory=dict)
     weights: dict[int, nn.Parameter] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
 
@@ -113,7 +117,8 @@ class _Walk:
             if isinstance(after, str):
                 self.report.left.append((path, after))
             else:
-                self.report.replaced.append((path, "Linear"))
+                what = type(layer).__name__ if isinstance(after, Experts) else "Linear"
+                self.report.replaced.append((path, what))
             self.made[id(layer)] = None if isinstance(after, str) else after
         found = self.made[id(layer)]
         if found is not None:
@@ -121,21 +126,25 @@ class _Walk:
 
     def reason(self, layer: nn.Module, path: str) -> str | None:
         """Why a layer is not to be quantised; None if it is."""
-        if isinstance(layer, QuantizedLinear):
+        if isinstance(layer, QuantizedLinear) or (isinstance(layer, Experts) and layer.packed):
             return "it is quantised already"
         named = [x for x in self.skip if matches(path, x)]
         self.used.update(named)
         pattern = next(iter(named), None)
         if pattern is not None:
             return f"it is to be skipped ({pattern!r})"
+        if is_experts(layer):
+            return own_code(layer) if isinstance(layer, Experts) else hugging_face.refusal(layer)
         reason = changed(layer) if type(layer) is Linear else why_not(layer)
         if reason is not None:
             return reason
         owner = self.owners.get(id(layer.weight))
         return None if owner is None else f"its weight is also that of {owner}"
 
-    def replacement(self, layer: nn.Module) -> QuantizedLinear | str:
+    def replacement(self, layer: nn.Module) -> QuantizedLinear | Experts | str:
         """What takes a layer's place, or why nothing does."""
+        if is_experts(layer):
+            return self.experts(layer)
         assert isinstance(layer, nn.Linear)
         if id(layer.weight) not in self.weights:
             try:
@@ -146,6 +155,31 @@ class _Walk:
         invariant = self.batch_invariant or (isinstance(layer, Linear) and layer.batch_invariant)
         after = QuantizedLinear(self.weights[id(layer.weight)], layer.bias, batch_invariant=invariant)
         return after.train(layer.training)
+
+
+    def experts(self, module: nn.Module) -> Experts | str:
+        """What takes the place of experts, or why nothing does."""
+        found = module if isinstance(module, Experts) else hugging_face.stacked(module)
+        if isinstance(found, str):
+            return found
+        if found.gated and found.hidden_features % STRIP:
+            return f"its gate has {found.hidden_features} rows; packed they must be a multiple of {STRIP}"
+        first, down = getattr(found, found.first), found.down_proj
+        try:
+            first, down = (quantize_tensor(x.detach(), self.format, **self.options) for x in (first, down))
+        except (ValueError, TypeError) as error:
+            return str(error)
+        after = Experts.of(
+            first, down, getattr(found, f"{found.first}_bias"), found.down_proj_bias, activation=found.activation,
+            gated=found.gated, precision=found.precision,
+            batch_invariant=self.batch_invariant or found.batch_invariant,
+        )  # fmt: skip
+        return after.train(module.training)
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module is one of experts, gemmery's or Hugging Face's."""
+    return isinstance(module, Experts) or hugging_face.resembles(module)
 
 
 def matches(path: str, pattern: str) -> bool:

@@ -10,14 +10,16 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..precision import AskedPrecision
-from . import blocks, foreign, norms
+from . import blocks, foreign, hugging_face, norms
 from .blocks import FusedGatedMLP, FusedIntermediate
+from .experts import Experts
+from .hugging_face import FusedExperts
 from .linear import Linear, is_plain, own_code
 from .norms import FusedRMSNorm
 from .quantized import QuantizedLinear
 
 #: What has been swapped before and is whole in itself.
-_OURS = (FusedGatedMLP, FusedIntermediate, FusedRMSNorm, QuantizedLinear)
+_OURS = (Experts, FusedExperts, FusedGatedMLP, FusedIntermediate, FusedRMSNorm, QuantizedLinear)
 #: How many names of one kind a summary spells out.
 _NAMED = 3
 
@@ -44,8 +46,8 @@ class Swapped:
         replaced: (qualified name, what it was) of each module, in the model's order; a module with several names has
             its first one here, and the layers of a block that was replaced as a whole are part of it.
         left: (qualified name, why) of each linear layer, each other module of a kind that multiplies by weights
-            (Hugging Face's Conv1D, attention, recurrent and bilinear ones of torch), and each feed-forward block and
-            norm like the known ones, that stayed.
+            (Hugging Face's Conv1D, attention, recurrent and bilinear ones of torch), and each feed-forward block, each
+            norm and all experts like the known ones, that stayed.
 
     Example:
         >>> import torch, gemmery.nn
@@ -133,7 +135,7 @@ _STATE = tuple(name for name in nn.Module().__dict__ if name != "_modules")
 
 
 def _restore(before: nn.Module, after: nn.Module) -> None:
-    if isinstance(after, QuantizedLinear):
+    if isinstance(after, QuantizedLinear) or (isinstance(after, Experts) and after.packed):
         before.train(after.training)
         return
     for name in _STATE:
@@ -156,9 +158,10 @@ def swap(
 
     These are: every torch.nn.Linear, by a gemmery.nn.Linear; and the feed-forward blocks of Hugging Face's Llama,
     Mistral, Qwen and Gemma (gate, up, activation, down) and of BERT and its relatives (dense and activation), by
-    blocks whose activation runs inside a product. Beside these, the RMSNorms of Llama, Mistral and Qwen become torch's
-    own, one kernel instead of six. Names, state dicts, tied and shared parameters, training flags and `requires_grad`
-    stay as they are.
+    blocks whose activation runs inside a product. Experts of Hugging Face's mixtures (those that transformers decorates
+    with `use_experts_implementation`) are computed by `gemmery.moe.experts`, see `register_experts`. Beside these, the
+    RMSNorms of Llama, Mistral and Qwen become torch's own, one kernel instead of six. Names, state dicts, tied and
+    shared parameters, training flags and `requires_grad` stay as they are.
 
     Quantised linear layers of other libraries become gemmery.nn.QuantizedLinear, with the same weights packed anew:
     GPTQ's and AWQ's (of AutoGPTQ, GPTQModel and AutoAWQ, unless a kernel has reordered them), bitsandbytes' Linear4bit
@@ -171,11 +174,11 @@ def swap(
 
     Args:
         model: of any dtype and on any device; what a product supports is checked when it runs.
-        precision: how float32 is multiplied, see `gemmery.matmul`. By default layers with float32 weights are left to
+        precision: how float32 is multiplied, see `gemmery.matmul`. By default modules with float32 weights are left to
             torch, whose own products are faster there; with `batch_invariant`, or where a precision is named, they are
             replaced. `"torch"` is what torch is set to (`torch.set_float32_matmul_precision`) at each call.
         batch_invariant: whether a row of a product has the same bits in every batch, see `gemmery.matmul`.
-        fuse: whether blocks and norms are replaced; with False, only layers are. A fused sum is not rounded before
+        fuse: whether blocks, experts and norms are replaced; with False, only layers are. A fused sum is not rounded before
             its activation, so that results in 16 bits differ from the model's by roundings.
 
     Returns:
@@ -198,7 +201,8 @@ def swap(
             "swap: model is a torch.jit.ScriptModule, whose code is fixed; swap it before it is scripted"
         )
     walk = _Walk(precision or "torch", batch_invariant, fuse, keeps_float32)
-    replaceable = blocks.family(model) is not None or norms.resembles(model) or isinstance(model, _OURS)
+    known = (blocks.family(model) is not None, norms.resembles(model), hugging_face.resembles(model))
+    replaceable = any(known) or isinstance(model, _OURS)
     if is_linear(model) or foreign.recognise(model) is not None or (fuse and replaceable):
         walk.report.left.append(("", "it is not inside a module, so that nothing can take its place"))
     if not isinstance(model, _OURS):
@@ -269,6 +273,8 @@ class _Walk:
                 report.left.append((path, reason))
         if self.fuse and norms.resembles(module):
             self.norm(module, path)
+        if self.fuse and hugging_face.resembles(module) and self.experts(module, path):
+            return
         kind = blocks.family(module) if self.fuse else None
         if kind is not None and self.block(kind, module, path):
             return
@@ -284,6 +290,17 @@ class _Walk:
         after = blocks.fuse(kind, module, layers)
         self.places[id(module)] = after
         self.report.replaced.append((path, f"{type(module).__name__} ({after.activation.name})"))
+        return True
+
+    def experts(self, module: nn.Module, path: str) -> bool:
+        """Replace experts, unless something speaks against it."""
+        reason = hugging_face.refusal(module) or self.why_not_in_float32(module.down_proj)
+        if reason is not None:
+            self.report.left.append((path, reason))
+            return False
+        self.places[id(module)] = FusedExperts(module, self.precision, self.batch_invariant)
+        where = "" if hugging_face.fusible(module) else " (activation in torch)"
+        self.report.replaced.append((path, f"{type(module).__name__}{where}"))
         return True
 
     def norm(self, module: nn.Module, path: str) -> None:
@@ -306,10 +323,13 @@ class _Walk:
 
     def why_not(self, module: nn.Module) -> str | None:
         """Why a linear layer is not replaced; None if it can be."""
-        reason = why_not(module)
-        if reason is None and self.keeps_float32 and cast(Tensor, module.weight).dtype == torch.float32:
-            reason = "its weight is float32, which torch multiplies faster; name a precision to replace it"
-        return reason
+        return why_not(module) or self.why_not_in_float32(module.weight)
+
+    def why_not_in_float32(self, weight: object) -> str | None:
+        """Why a module with a weight of float32 is not replaced; None for other types, or if it can be."""
+        if self.keeps_float32 and cast(Tensor, weight).dtype == torch.float32:
+            return "its weight is float32, which torch multiplies faster; name a precision to replace it"
+        return None
 
     def why_not_in_block(self, module: nn.Module) -> str | None:
         """The same of a layer of a block, which can be fused around layers that are gemmery's already."""
