@@ -27,7 +27,8 @@ Operands have a form, which says what the coordinates of their tensor maps are: 
 line, strip), see `any_width_packed`. Rows of a pair come from its two halves in turn, eight at a time, so that both
 numbers that make one of the output are in one thread. "many rows" and "many turned" are of a batch of matrices, and
 have one more coordinate, which says which matrix it is. "grouped rows" and "grouped turned" are of an A whose rows are
-in groups, each for a matrix of its own of B, see `place.next_tile_of_rows`. Tiles of a batch are not cut along K.
+in groups, each for a matrix of its own of B, see `place.next_tile_of_rows`. "ranged turned" are operands of which each
+product of a batch has a range of K. Tiles of a batch are not cut along K.
 """
 
 from triton.experimental import gluon
@@ -44,6 +45,7 @@ from .any_width_load import (
     ROW,
     begin,
     in_groups,
+    in_ranges,
     is_turned,
     load_steps,
     loaders_of,
@@ -158,18 +160,18 @@ def produce(
     stage = gl.to_tensor(0)
     # The parity before the first: what has not been used yet is free.
     phase = gl.to_tensor(1)
-    row, col, _, first_k, last_k, batch, known = first
+    row, col, end, first_k, last_k, batch, known = first
     ahead = gl.minimum(gl.minimum(stages, AHEAD), gl.cdiv(last_k - first_k, STEP))
     stage, phase = later(stage, phase, ahead, stages)
     first_k += ahead * STEP
     for unit in range(gl.program_id(0), state[0], gl.num_programs(0)):
         if unit != gl.program_id(0):
-            row, col, _, first_k, last_k, batch, known = corner(
+            row, col, end, first_k, last_k, batch, known = corner(
                 unit, known, state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM, Y_FORM
             )
         load_steps(
             shared_at(BARRIERS_AT), stage, phase, stages, first_k, last_k, row, x_box, x_size, col, tile[0], y_box,
-            y_size, streams, batch, X_ROWS, STEP, FORMAT, X_FORM, Y_FORM,
+            y_size, streams, end if in_ranges(X_FORM, Y_FORM) else batch, X_ROWS, STEP, FORMAT, X_FORM, Y_FORM,
         )  # fmt: skip
         stage, phase = later(stage, phase, gl.cdiv(last_k - first_k, STEP), stages)
 
@@ -343,6 +345,8 @@ def consume(
         of_output = (end, shape[1], batch)
         if in_groups(X_FORM, Y_FORM):
             of_output = (end, shape[1], batch, state[7][1])
+        if in_ranges(X_FORM, Y_FORM):
+            of_output = (shape[0], shape[1], batch)
         if done:
             finish_tile(
                 acc, out, slots, ring, args, of_output, row + FIRST, col, width, spread,
@@ -400,12 +404,13 @@ def gemm_any_width(
         x_size, y_size: see `load_steps`.
         streams: 1 where X is the first to leave L2, 2 where Y is, 0 where neither is.
         stages: how many there are, at most `STAGES`.
-        place_args: (offs, groups) of groups of rows, otherwise (). Then `units` is as many as there can be.
+        place_args: (offs, groups) of groups of rows, with which `units` is as many as there can be, and of ranges of
+            K; otherwise ().
         step_args, args: run-time arguments of `scales_of` and of the epilogue.
         workspace: (partials, semaphores): memory for an fp32 tile a part, and zeros, one for each tile that is cut and
             warpgroup, which are zeros again afterwards. None where no tile is cut.
-        PLACE: `place.sized_tile`, `place.sized_part` with a workspace, `place.sized_tile_of_batch`, or
-            `place.next_tile_of_rows`.
+        PLACE: `place.sized_tile`, `place.sized_part` with a workspace, `place.sized_tile_of_batch`,
+            `place.next_tile_of_rows`, or `place.sized_tile_of_ranges`.
         GROUP_OF: `place.group_of`, or None without groups.
         GIVEN: of the one matrix that the epilogue reads, the number of the parameter that is its tensor map, and its
             type; None where it reads none.
@@ -454,11 +459,11 @@ def gemm_any_width(
     BARRIERS_AT: gl.constexpr = SLOTS * SLOT
     ring = (barriers, stages)
     first = corner(gl.program_id(0), known, state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM, Y_FORM)
-    row, col, _, first_k, last_k, batch, _ = first
+    row, col, end, first_k, last_k, batch, _ = first
     # Four warps of each warpgroup read a stage.
     begin(
         shared_at(BARRIERS_AT), stages, first_k, gl.minimum(last_k, first_k + gl.minimum(stages, AHEAD) * STEP), row,
-        x_box, x_size, col, width, y_box, y_size, streams, batch, 4 * (1 if PINGPONG else GROUPS),
+        x_box, x_size, col, width, y_box, y_size, streams, end if in_ranges(X_FORM, Y_FORM) else batch, 4 * (1 if PINGPONG else GROUPS),
         GROUPS, X_ROWS, STEP, FORMAT, X_FORM, Y_FORM, PARTS,
     )  # fmt: skip
     begin_roles(

@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from . import any_width_given as given
 from .any_width_acc import blocks_of, columns_of, in_block, picked
 from .any_width_cut import summed
-from .any_width_load import in_groups, is_any, is_batch, issue, maps_of, matrix_of, unused
+from .any_width_load import LAST_ROW, in_groups, is_any, is_batch, issue, maps_of, matrix_of, unused
 from .dialect import value_of
 from .rings import applied, barrier, column_halves, upright
 
@@ -48,10 +48,6 @@ def slots_of(
     return spread, first_slot
 
 
-#: Rows in the innermost of the three dimensions that a result of groups of rows has along its rows.
-LAST_ROW = 1 << 30
-
-
 @builtin
 def store_slot(at, warp, row, col, shape, X_FORM, Y_FORM, MAP, _semantic=None):
     """One thread of a warp begins to store a part of a result from a slot.
@@ -72,7 +68,7 @@ def store_slot(at, warp, row, col, shape, X_FORM, Y_FORM, MAP, _semantic=None):
     if is_any("grouped", X_FORM, Y_FORM):
         issue(
             "{ .reg .b32 x, z; mov.b32 at, global_smem; add.s32 at, at, $2; sub.s32 x, $3, $5;"
-            f"add.s32 x, x, {LAST_ROW}; mov.b32 z, {LAST_ROW};"
+            f"add.s32 x, x, {LAST_ROW.value}; mov.b32 z, {LAST_ROW.value};"
             "@own cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [map, {$4, x, $5, z}], [at]; }"
             "@own cp.async.bulk.commit_group;",
             warp, [at, row, col, shape.values[0]], number, _semantic=_semantic,

@@ -26,8 +26,10 @@ SMALL = (64, 96)
 #: Dimensions of the tensor map of an operand of each form.
 _DIMS = {
     "rows": 2, "turned": 2, "pairs": 4, "packed": 3, "many rows": 3, "many turned": 3, "grouped rows": 2,
-    "grouped turned": 2,
+    "grouped turned": 2, "ranged turned": 4,
 }  # fmt: skip
+#: Where the innermost of the dimensions ends that rows of groups and ranges of K have, see `any_width_finish.store_slot`.
+LAST_ROW = gl.constexpr(1 << 30)
 
 
 @gluon.constexpr_function
@@ -42,14 +44,24 @@ def is_any(kind, *forms):
 
 
 def matrix_of(batch, X_FORM, Y_FORM):
-    """A list of one more operand of assembly, the number of the matrix, if an operand is a batch; else an empty one."""
-    return [batch] if is_any("many", X_FORM, Y_FORM) else []
+    """A list of one more operand of assembly, if operands are a batch or ranges of K; else an empty one.
+
+    Args:
+        batch: the number of the matrix, or the end of the range.
+    """
+    return [batch] if is_any("many", X_FORM, Y_FORM) or is_any("ranged", X_FORM, Y_FORM) else []
 
 
 @gluon.constexpr_function
 def in_groups(X_FORM, Y_FORM):
     """Whether A comes in groups of rows, each for a matrix of its own."""
     return X_FORM.startswith("grouped") or Y_FORM.startswith("grouped")
+
+
+@gluon.constexpr_function
+def in_ranges(X_FORM, Y_FORM):
+    """Whether each matrix of a batch has a range of K."""
+    return X_FORM.startswith("ranged")
 
 
 @gluon.constexpr_function
@@ -66,7 +78,7 @@ def maps_of(X_FORM, Y_FORM):
     """
     behind_x, behind_y = (1 + 2 * _DIMS[value_of(form)] for form in (X_FORM, Y_FORM))
     out = behind_x + behind_y
-    dims = 4 if is_any("grouped", X_FORM, Y_FORM) else 3 if is_any("many", X_FORM, Y_FORM) else 2
+    dims = 4 if is_any("grouped", X_FORM, Y_FORM) else 2 + len(matrix_of(None, X_FORM, Y_FORM))
     behind = out + 1 + 2 * dims
     return 0, behind_x, out, behind, behind + 5
 
@@ -206,7 +218,7 @@ def _load(name, FORM, each, batch):
         name: of the operand.
         FORM: how it lies.
         each: bytes of a row.
-        batch: a register with the number of the matrix, in a batch.
+        batch: a register with the number of the matrix, in a batch; or with the end of the range of K.
     """
     code = f"cp.async.bulk.tensor.{_DIMS[FORM]}d.shared::cluster.global.mbarrier::complete_tx::bytes"
 
@@ -216,6 +228,10 @@ def _load(name, FORM, each, batch):
             "turned": (f"{{{row}, k}}", ""),
             "grouped rows": (f"{{k, {row}}}", ""),
             "grouped turned": (f"{{{row}, k}}", ""),
+            "ranged turned": (
+                f"{{{row}, line, {batch}, strip}}",
+                f"sub.s32 line, k, {batch}; add.s32 line, line, {LAST_ROW.value}; mov.b32 strip, {LAST_ROW.value};",
+            ),
             "many rows": (f"{{k, {row}, {batch}}}", ""),
             "many turned": (f"{{{row}, k, {batch}}}", ""),
             "pairs": ("{k, zero, zero, eight}", f"mov.b32 zero, 0; shr.u32 eight, {row}, 4;"),
@@ -363,7 +379,7 @@ def load_steps(
         x_size, y_size: bytes that a step loads of X, with its group parameters, and of Y. Rows that two boxes load
             count twice.
         streams: 1 where X is the first to leave L2, 2 where Y is, 0 where neither is.
-        batch: the number of the matrix, in a batch.
+        batch: the number of the matrix, in a batch; or the end of the range of K.
         STEP: elements along K of a step.
         FORMAT: see `multiply_steps`.
         X_FORM, Y_FORM: how the operands lie.

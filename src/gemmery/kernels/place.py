@@ -240,3 +240,16 @@ def next_tile_of_rows(unit, state, shape, BLOCK_M, BLOCK_N, band_m, known):
     last_k = tl.where(unit < state[0], first_k + K, first_k)
     place = (group, begin + tile_m * BLOCK_M, tile_n * BLOCK_N, end, first_k, last_k)
     return place, (group, before, begin, end)
+
+
+@triton.jit
+def sized_tile_of_ranges(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m):
+    """As `sized_tile_of_batch`, of a batch whose matrices each have a range of K; `state` ends with `place_args`.
+
+    The end that is returned is that of the range. An empty range is one step long, behind its end.
+    """
+    batch, row, col, _, _, K = sized_tile_of_batch(unit, state, shape, BLOCK_M, BLOCK_N, band_m)
+    offs = state[7][0]
+    first_k = tl.minimum(tl.load(offs + batch - 1, mask=batch > 0, other=0), K)
+    end = tl.maximum(tl.minimum(tl.load(offs + batch), K), first_k)
+    return batch, row, col, end, first_k, tl.maximum(end, first_k + 1)

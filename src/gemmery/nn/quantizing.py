@@ -38,9 +38,9 @@ def quantize(
     Args:
         model: of any floating type and on any device.
         format, group_size, symmetric, scale, dtype: as for `gemmery.quantize`.
-        skip: names of layers or experts, or of modules in which these are left: whole parts of qualified names, in which * stands
-            for anything. "lm_head" is that at any depth, "layers.0" all of the first layer. The report says which
-            others than "lm_head" name no layer.
+        skip: names of layers or experts, or of modules in which these are left: whole parts of qualified names, in
+            which * stands for anything. "lm_head" is that at any depth, "layers.0" all of the first layer. The report
+            says which others than "lm_head" name no layer.
         batch_invariant: see `gemmery.matmul`.
 
     Returns:
@@ -156,7 +156,6 @@ class _Walk:
         after = QuantizedLinear(self.weights[id(layer.weight)], layer.bias, batch_invariant=invariant)
         return after.train(layer.training)
 
-
     def experts(self, module: nn.Module) -> Experts | str:
         """What takes the place of experts, or why nothing does."""
         found = module if isinstance(module, Experts) else hugging_face.stacked(module)
@@ -164,9 +163,9 @@ class _Walk:
             return found
         if found.gated and found.hidden_features % STRIP:
             return f"its gate has {found.hidden_features} rows; packed they must be a multiple of {STRIP}"
-        first, down = getattr(found, found.first), found.down_proj
+        weights = (getattr(found, found.first), found.down_proj)
         try:
-            first, down = (quantize_tensor(x.detach(), self.format, **self.options) for x in (first, down))
+            first, down = (quantize_tensor(x.detach(), self.format, **self.options) for x in weights)
         except (ValueError, TypeError) as error:
             return str(error)
         after = Experts.of(

@@ -178,8 +178,8 @@ def swap(
             torch, whose own products are faster there; with `batch_invariant`, or where a precision is named, they are
             replaced. `"torch"` is what torch is set to (`torch.set_float32_matmul_precision`) at each call.
         batch_invariant: whether a row of a product has the same bits in every batch, see `gemmery.matmul`.
-        fuse: whether blocks, experts and norms are replaced; with False, only layers are. A fused sum is not rounded before
-            its activation, so that results in 16 bits differ from the model's by roundings.
+        fuse: whether blocks, experts and norms are replaced; with False, only layers are. A fused sum is not rounded
+            before its activation, so that results in 16 bits differ from the model's by roundings.
 
     Returns:
         What was replaced and what was left; its `undo()` is the way back.

@@ -74,9 +74,7 @@ class Ragged(Dense):
         return (self, *self.indices)
 
     def suits_tma(self, problem: Problem, is_b: bool) -> bool:
-        """Gathered rows come by pointers in any case. A descriptor does not know where a range of K ends."""
-        if self.axis == "k":
-            return False
+        """Gathered rows come by pointers in any case."""
         return self.gathers or self.takes_tma(problem.batch)
 
     def access(self, problem: Problem, is_b: bool, tma: bool) -> Access:

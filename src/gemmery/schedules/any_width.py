@@ -21,6 +21,7 @@ from ..formats.packing import LINE, STRIP
 from ..formats.scaled import BLOCK
 from ..kernels import any_width_packed as packed
 from ..kernels import place
+from ..kernels.any_width_load import LAST_ROW
 from ..kernels.numerics import cast
 from ..operands import Dense, DenseAccess, Ragged
 from ..operands.packed import Packed, PackedAccess
@@ -94,18 +95,18 @@ BAND, LOW_BAND = 0.75, 2
 #: The form of an operand, see `kernels.any_width`. The form of Y decides which multiples a tile's width can be. TMA
 #: loads 64 turned rows at a time; with other widths part of them was not needed, and took up to twice as long.
 Form = Literal[
-    "rows", "turned", "pairs", "packed", "many rows", "many turned", "grouped rows", "grouped turned"
+    "rows", "turned", "pairs", "packed", "many rows", "many turned", "grouped rows", "grouped turned", "ranged turned"
 ]
 EACH: dict[Form, int] = {
     "rows": 8, "turned": ROWS, "pairs": 2 * EIGHT, "many rows": 8, "many turned": ROWS, "grouped rows": 8,
-    "grouped turned": ROWS,
+    "grouped turned": ROWS, "ranged turned": ROWS,
 }  # fmt: skip
 #: The form of matrices of a batch, by that of one; and that of a matrix in groups of rows.
 MANY: dict[Form, Form] = {"rows": "many rows", "turned": "many turned"}
 GROUPED: dict[Form, Form] = {"rows": "grouped rows", "turned": "grouped turned"}
-#: Rows in the dimensions of the tensor map of a result of groups of rows, see `any_width_finish.store_slot`; and
+#: Rows in the outer dimensions along which groups and ranges have their ends, see `any_width_finish.store_slot`; and
 #: elements from one row of the outermost to the next, and one row more.
-LAST_ROW, MOST_ROWS, APART = 1 << 30, (1 << 31) - 1, 1 << 34
+MOST_ROWS, APART = (1 << 31) - 1, 1 << 34
 
 #: Types of operands, as PTX names them.
 KINDS = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -201,6 +202,8 @@ class Tile(NamedTuple):
 
 def forms_of(config: Config, forms: Forms) -> tuple[Form, Form]:
     """How X and Y lie, see `kernels.any_width`."""
+    if forms.ragged == "k":
+        return "ranged turned", "ranged turned"
     a: Form = "turned" if forms.a_turned else "rows"
     b: Form = (
         "packed" if forms.packed else "turned" if forms.b_turned else "pairs" if forms.paired else "rows"
@@ -330,8 +333,10 @@ class AnyWidth(PersistentStatic):
             return f"num_stages is {c.num_stages}; packed weights need at least {LEAST_PACKED}"
         if c.num_stages > (most := tile.most_stages(forms.packed)):
             return f"num_stages is {c.num_stages}; of this tile there is shared memory for {most}"
-        if forms.batched and c.split_k > 1:
+        if (forms.batched or forms.ragged) and c.split_k > 1:
             return "tiles of a batch are not cut along K"
+        if forms.ragged == "k" and self.takes_turns:
+            return "warpgroups take turns where all tiles have as many steps; ranges of K differ"
         if c.split_k > tile.most_parts:
             return f"the ring has room for the partial sums of {tile.most_parts} parts; given {c.split_k}"
         if tile.y % EACH[y_form]:
@@ -425,13 +430,20 @@ def _batch_suits(problem: Problem) -> bool:
 
 
 def _groups_suit(problem: Problem) -> bool:
-    """Whether groups are of rows of 16-bit numbers that stay where they are, with an epilogue of vectors at most."""
+    """Whether groups are of rows of 16-bit numbers that stay where they are, with an epilogue of vectors at most.
+
+    Ranges of K need operands that are turned, as those of a weight's gradient are, and a bare product.
+    """
     p = problem
-    if p.ragged != "rows" or not isinstance(p.a, Ragged) or p.a.gathers or p.a.scatters or p.paired:
+    if not isinstance(p.a, Ragged) or p.a.gathers or p.a.scatters or p.paired or p.a.dtype.itemsize != 2:
         return False
-    vectors = p.fusion is not None and not p.fusion.matrix_operands and not p.fusion.draws
-    # So that the tensor map's outermost step is positive.
-    return p.a.dtype.itemsize == 2 and vectors and p.M < LAST_ROW and 0 < p.out.row < LAST_ROW
+    if p.fusion is None or p.fusion.matrix_operands or p.fusion.draws:
+        return False
+    # So that the outermost step of each tensor map is positive.
+    if p.ragged == "rows":
+        return max(p.M, p.out.row) < LAST_ROW.value
+    turned = p.a.row == p.b.col == 1 and p.a.col > 1 and p.b.row > 1
+    return turned and not p.fusion.operands and max(p.K, p.a.col, p.b.row) < LAST_ROW.value
 
 
 def numbers_for(problem: Problem) -> dict[int, int] | None:
@@ -512,7 +524,7 @@ class AnyWidthBinding(Binding):
         epilogue = self._epilogue(given, second)
         self.constants = {
             "PLACE": dialect.in_gluon(self.place),
-            "GROUP_OF": dialect.in_gluon(self.a.group_of()) if p.ragged else None,
+            "GROUP_OF": dialect.in_gluon(self.a.group_of()) if p.ragged == "rows" else None,
             "GIVEN": given,
             "SECOND": second,
             "EPILOGUE": dialect.in_gluon(epilogue),
@@ -542,7 +554,7 @@ class AnyWidthBinding(Binding):
     def place(self) -> Any:
         """`PLACE` of the kernel."""
         if self.problem.ragged:
-            return place.next_tile_of_rows
+            return place.next_tile_of_rows if self.problem.ragged == "rows" else place.sized_tile_of_ranges
         if self.problem.batch:
             return place.sized_tile_of_batch
         return place.sized_tile if self.split is None else place.sized_part
@@ -652,8 +664,9 @@ class AnyWidthBinding(Binding):
         last_band = tiles_m - (tiles_m - 1) // band * band
         # Groups need the divisors of the rows of a tile, and of the tiles along N. A batch needs that of a matrix's
         # tiles, others that of those which are cut along K.
-        counted = tiles_n if p.ragged else tiles_m * tiles_n if p.batch else self.work.cut
-        area = c.block_m if p.ragged else band * tiles_n
+        is_grouped = p.ragged == "rows"
+        counted = tiles_n if is_grouped else tiles_m * tiles_n if p.batch or p.ragged else self.work.cut
+        area = c.block_m if is_grouped else band * tiles_n
         divisors = map(divisor, (area, band, last_band, max(1, counted)))
         return [
             self._operand(x, c.swap, ROWS, boxes[0]), self._operand(y, not c.swap, self.part, boxes[1]),
@@ -666,11 +679,13 @@ class AnyWidthBinding(Binding):
     def _output(self, out: Any, block: tuple[int, int]) -> Any:
         """The descriptor of the output, for blocks that are stored at a time."""
         p = self.problem
-        if p.ragged:
-            shape, row = (MOST_ROWS, MOST_ROWS, LAST_ROW, p.out_n), p.out.row
+        if p.ragged == "rows":
+            shape, row = (MOST_ROWS, MOST_ROWS, LAST_ROW.value, p.out_n), p.out.row
             return descriptor(out, shape, (APART - row, row, row, 1), (1, 1, *block))
-        many = (1,) * len(p.batch)
-        return descriptor(out, (*p.batch, p.M, p.out_n), (*p.out.steps, p.out.row, 1), (*many, *block))
+        # Ranges of K are always a batch.
+        batch, steps = (p.batch, p.out.steps) if p.batch or not p.ragged else ((1,), (p.out.row,))
+        many = (1,) * len(batch)
+        return descriptor(out, (*batch, p.M, p.out_n), (*steps, p.out.row, 1), (*many, *block))
 
     def _matrix(self, extras: Sequence[Any], block: Sequence[int]) -> Any:
         """The descriptor of the one matrix that the epilogue reads or writes; None where there is none."""
@@ -713,6 +728,9 @@ class AnyWidthBinding(Binding):
         # Groups of rows lie in one matrix.
         batch, steps = (p.batch, (p.b if is_b else p.a).steps) if is_b or not p.ragged else ((), ())
         many = [1] * len(batch)
+        if p.ragged == "k":
+            shape, block = (MOST_ROWS, MOST_ROWS, LAST_ROW.value, size), (1, 1, step, ROWS)
+            return descriptor(tensor, shape, (APART - along, along, along, 1), block)
         if along != 1:
             return descriptor(tensor, (*batch, p.K, size), (*steps, along, 1), (*many, step, ROWS))
         if not (is_b and p.paired):

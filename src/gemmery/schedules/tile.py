@@ -32,11 +32,13 @@ class Tile(Schedule):
     splits: tuple[int, ...] = (2, 3, 4, 5, 6, 8, 12, 16)
 
     def takes(self, config: Config, forms: Forms) -> bool:
-        return not forms.ragged or (not config.rest_n and config.split_k == 1)
+        # Descriptors do not know where a range of K ends.
+        loads = forms.ragged != "k" or config.loader == "pointer"
+        return loads and (not forms.ragged or (not config.rest_n and config.split_k == 1))
 
     def refusal(self, problem: Problem, config: Config) -> str | None:
         if not self.takes(config, Forms.of(problem)):
-            return "products in groups take no split_k, and a block_n that is a power of two"
+            return "products in groups take no split_k, a block_n that is a power of two, and in ranges of K pointers"
         return refusal_of(problem, config)
 
     def bind(self, problem: Problem, config: Config) -> Binding:
