@@ -493,7 +493,9 @@ def test_elements_that_two_tiles_store_have_the_same_bits(sizes, text):
     p, config = problem(*sizes), Config.of(text)
     walk, work = schedules.of(config.schedule).walk(p, config), schedules.bind(p, config).work
     gl = types.SimpleNamespace(minimum=min, maximum=max, where=lambda condition, x, y: x if condition else y)
-    corner = types.FunctionType(kernel.corner.fn.__code__, {"gl": gl})
+    placed = types.FunctionType(kernel.placed.fn.__code__, {})
+    names = {"gl": gl, "placed": placed, "in_groups": lambda x, y: False}
+    corner = types.FunctionType(kernel.corner.fn.__code__, names)
     x, y = sides(config)
     cut = np.full((p.M, p.N), -1)
     for unit, (row, col) in enumerate(zip(walk.row, walk.col, strict=True)):

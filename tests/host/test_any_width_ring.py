@@ -459,7 +459,7 @@ def kernel(machine, number, programs, groups, threads, boxes, forms, streams, sc
         for name, value in vars(file).items()
         if name[:2] != "__"
     }
-    kept = ("matrix_of", "value_of", "format_of", "releasing", "switch", "WAIT", "NOWHERE", "maps_of")
+    kept = ("matrix_of", "is_any", "value_of", "format_of", "releasing", "switch", "WAIT", "NOWHERE", "maps_of")
     packed = types.SimpleNamespace(**vars(any_width_packed) | {
         "prepare": lambda *given: "",
         "unpacked": lambda format, kind, own, piece: "".join(
@@ -473,7 +473,8 @@ def kernel(machine, number, programs, groups, threads, boxes, forms, streams, sc
         "packed": packed, "x_bytes_of": lambda rows, format: any_width_packed.x_bytes(rows, format and INT4),
         "lie_beside": lambda form, second: form == "packed",
         "is_turned": lambda form: form.endswith("turned"), "widest_of": max,
-        "gl": gl, "AHEAD": Constant(any_width_load.AHEAD.value), "SMALL": any_width_load.SMALL, "ROW": ROW, "STAGES": STAGES, "step_of": lambda kind: STEP,
+        "in_groups": lambda x, y: "grouped" in x + y, "in_ranges": lambda x, y: "ranged" in x,
+        "gl": gl, "AHEAD": Constant(any_width_load.AHEAD.value), "LAST_ROW": any_width_load.LAST_ROW, "SMALL": any_width_load.SMALL, "ROW": ROW, "STAGES": STAGES, "step_of": lambda kind: STEP,
         "later": types.FunctionType(rings.later.fn.__code__, {"gl": gl}), "shared_at": lambda at: at,
         "matrix_descriptor": lambda address, chunk: address // 16,
         "zeros_of": lambda count: types.SimpleNamespace(values=[None] * count), "in_block": lambda value: value,
@@ -503,6 +504,7 @@ def kernel(machine, number, programs, groups, threads, boxes, forms, streams, sc
         "turn_of",
         "turn_at",
         "unused",
+        "placed",
         "corner",
         "sum_steps",
         "produce",
@@ -647,7 +649,7 @@ def emulate(
     )
 
     def first():
-        return names["corner"](1, state, sizes, tile, place, x_rows, False, forms[0])
+        return names["corner"](1, (), state, sizes, tile, place, x_rows, False, *forms)
 
     def wait_for_roles():
         machine.pause(lambda: begun)
@@ -689,7 +691,7 @@ def emulate(
         lie = format, *forms, BARRIERS_AT
         if warp == 0:
             # One thread stands in for all of the first warpgroup. Its first warp may use no other one's barriers.
-            row, col, _, first_k, last_k, batch = first()
+            row, col, _, first_k, last_k, batch, _ = first()
             last_k = min(last_k, first_k + min(stages, any_width_load.AHEAD.value) * STEP)
             given = first_k, last_k, row, *loads[:2], col, width, *loads[2:], batch
             for each in range(4):

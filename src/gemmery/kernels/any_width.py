@@ -26,9 +26,9 @@ Operands have a form, which says what the coordinates of their tensor maps are: 
 (row, k), where adjacent elements lie along the rows, "pairs" are (k, row of 8, half, eight), and "packed" is (word,
 line, strip), see `any_width_packed`. Rows of a pair come from its two halves in turn, eight at a time, so that both
 numbers that make one of the output are in one thread. "many rows" and "many turned" are of a batch of matrices, and
-have one more coordinate, which says which matrix it is. "grouped rows" and "grouped turned" are of an A whose rows are
-in groups, each for a matrix of its own of B, see `place.next_tile_of_rows`. "ranged turned" are operands of which each
-product of a batch has a range of K. Tiles of a batch are not cut along K.
+have one more coordinate, which says which matrix it is. "grouped rows" are of an A whose rows are in groups, each for a
+matrix of its own of B, see `place.next_tile_of_rows`. "ranged turned" are operands of which each product of a batch has
+a range of K. Tiles of a batch are not cut along K.
 """
 
 from triton.experimental import gluon

@@ -26,7 +26,7 @@ SMALL = (64, 96)
 #: Dimensions of the tensor map of an operand of each form.
 _DIMS = {
     "rows": 2, "turned": 2, "pairs": 4, "packed": 3, "many rows": 3, "many turned": 3, "grouped rows": 2,
-    "grouped turned": 2, "ranged turned": 4,
+    "ranged turned": 4,
 }  # fmt: skip
 #: Where the innermost of the dimensions ends that rows of groups and ranges of K have, see `any_width_finish.store_slot`.
 LAST_ROW = gl.constexpr(1 << 30)
@@ -227,7 +227,6 @@ def _load(name, FORM, each, batch):
             "rows": (f"{{k, {row}}}", ""),
             "turned": (f"{{{row}, k}}", ""),
             "grouped rows": (f"{{k, {row}}}", ""),
-            "grouped turned": (f"{{{row}, k}}", ""),
             "ranged turned": (
                 f"{{{row}, line, {batch}, strip}}",
                 f"sub.s32 line, k, {batch}; add.s32 line, line, {LAST_ROW.value}; mov.b32 strip, {LAST_ROW.value};",

@@ -74,11 +74,19 @@ class Ragged(Dense):
         return (self, *self.indices)
 
     def suits_tma(self, problem: Problem, is_b: bool) -> bool:
-        """Gathered rows come by pointers in any case."""
-        return self.gathers or self.takes_tma(problem.batch)
+        """Rows that come by pointers in any case need no more."""
+        return self.by_pointers or self.takes_tma(problem.batch)
+
+    @property
+    def by_pointers(self) -> bool:
+        """Whether TMA can't load its blocks: gathered rows, and groups that lie side by side.
+
+        A group may begin anywhere, and along adjacent elements TMA loads from multiples of 16 bytes alone.
+        """
+        return self.gathers or (self.axis == "rows" and self.col != 1)
 
     def access(self, problem: Problem, is_b: bool, tma: bool) -> Access:
-        return RaggedAccess(self, problem, tma and not self.gathers)
+        return RaggedAccess(self, problem, tma and not self.by_pointers)
 
     def __str__(self) -> str:
         marks = " gathered" * self.gathers + " scattered" * self.scatters

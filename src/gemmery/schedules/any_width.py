@@ -95,15 +95,14 @@ BAND, LOW_BAND = 0.75, 2
 #: The form of an operand, see `kernels.any_width`. The form of Y decides which multiples a tile's width can be. TMA
 #: loads 64 turned rows at a time; with other widths part of them was not needed, and took up to twice as long.
 Form = Literal[
-    "rows", "turned", "pairs", "packed", "many rows", "many turned", "grouped rows", "grouped turned", "ranged turned"
+    "rows", "turned", "pairs", "packed", "many rows", "many turned", "grouped rows", "ranged turned"
 ]
 EACH: dict[Form, int] = {
     "rows": 8, "turned": ROWS, "pairs": 2 * EIGHT, "many rows": 8, "many turned": ROWS, "grouped rows": 8,
-    "grouped turned": ROWS, "ranged turned": ROWS,
+    "ranged turned": ROWS,
 }  # fmt: skip
-#: The form of matrices of a batch, by that of one; and that of a matrix in groups of rows.
+#: The form of matrices of a batch, by that of one.
 MANY: dict[Form, Form] = {"rows": "many rows", "turned": "many turned"}
-GROUPED: dict[Form, Form] = {"rows": "grouped rows", "turned": "grouped turned"}
 #: Rows in the outer dimensions along which groups and ranges have their ends, see `any_width_finish.store_slot`; and
 #: elements from one row of the outermost to the next, and one row more.
 MOST_ROWS, APART = (1 << 31) - 1, 1 << 34
@@ -211,7 +210,7 @@ def forms_of(config: Config, forms: Forms) -> tuple[Form, Form]:
     if forms.batched:
         a, b = a if forms.ragged else MANY[a], MANY[b]
     if forms.ragged:
-        a = GROUPED[a]
+        a = "grouped rows"
     return (b, a) if config.swap else (a, b)
 
 
@@ -435,7 +434,7 @@ def _groups_suit(problem: Problem) -> bool:
     Ranges of K need operands that are turned, as those of a weight's gradient are, and a bare product.
     """
     p = problem
-    if not isinstance(p.a, Ragged) or p.a.gathers or p.a.scatters or p.paired or p.a.dtype.itemsize != 2:
+    if not isinstance(p.a, Ragged) or p.a.by_pointers or p.a.scatters or p.paired or p.a.dtype.itemsize != 2:
         return False
     if p.fusion is None or p.fusion.matrix_operands or p.fusion.draws:
         return False

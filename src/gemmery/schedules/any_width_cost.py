@@ -67,6 +67,8 @@ MATRIX = 0.6e-6
 PART = 64 * 64
 #: Seconds that parts of a tile take to meet, beside the time of their bytes, and how often each byte is on its way.
 REDUCTION, TIMES = 0.663e-6, 3.10
+#: Seconds in which a program finds its first group of rows, see `tile.FIND`.
+FIND = 5.0e-6
 #: What a kernel that could cut tiles costs more where it does not: it has more code.
 IDLE = 1.01
 
@@ -110,6 +112,7 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool) -> Co
     loop = loop + (turns - 1) * around
     body = np.maximum((loop**OVERLAP + stream**OVERLAP) ** (1 / OVERLAP), waits)
     start = START + UNPACK_START * s.num_warps / 4 - ONE_WIDTH if p.b.is_packed else START
+    start = start + FIND if given.ragged else start
     last = LAST + store * LAST_STORE + epilogue + _code_seconds(p, elements)
     once = start + (last if takes_turns else around)
     reduction = np.where(chunk > 0, REDUCTION + TIMES * parts * x * y * 4.0 / device.sm_bandwidth, 0.0)
