@@ -1,6 +1,7 @@
 """Products of groups: cases with their meaning in float64, for every device."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,14 +22,14 @@ def ends_of(counts, device="cpu"):
 def rows_of(x, offs, function):
     """`function(rows, group)` of each group's rows, and zeros for rows behind the last one."""
     ends = [0, *offs.tolist()]
-    made = [function(x[i:j], g) for g, (i, j) in enumerate(zip(ends, ends[1:], strict=False))]
+    made = [function(x[i:j], g) for g, (i, j) in enumerate(pairwise(ends))]
     return torch.cat([*made, made[0].new_zeros(x.shape[0] - ends[-1], made[0].shape[1])])
 
 
 def ranges_of(a, b, offs):
     """The products of ranges of K."""
     ends = [0, *offs.tolist()]
-    return torch.stack([a[:, i:j] @ b[i:j] for i, j in zip(ends, ends[1:], strict=False)])
+    return torch.stack([a[:, i:j] @ b[i:j] for i, j in pairwise(ends)])
 
 
 @dataclass(frozen=True)

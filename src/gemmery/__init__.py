@@ -16,7 +16,7 @@ except PutOffError:
     pass  # the command line loads these before it runs anything: see `_load`
 
 if TYPE_CHECKING:
-    from . import nn
+    from . import moe, nn
     from .activations import quantize_activations
     from .formats import QuantizedTensor, quantize
     from .formats.scaled import ScaledTensor
@@ -30,13 +30,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Config", "Plan", "Problem", "QuantizedTensor", "ScaledTensor", "addmm", "batch_invariant", "bmm", "epilogue",
-    "explain", "grouped_linear", "grouped_mm", "linear", "matmul", "nn", "plan", "quantize", "quantize_activations", "scaled_matmul", "tune", "warmup",
+    "explain", "grouped_linear", "grouped_mm", "linear", "matmul", "moe", "nn", "plan", "quantize",
+    "quantize_activations", "scaled_matmul", "tune", "warmup",
 ]  # fmt: skip
 
 #: Where the names are that a program seldom needs, and that are imported when it does.
 _LATER = {
     "QuantizedTensor": ".formats.tensor", "ScaledTensor": ".formats.scaled", "explain": ".launch.explain",
-    "grouped_linear": ".grouped", "grouped_mm": ".grouped", "nn": ".nn",
+    "grouped_linear": ".grouped", "grouped_mm": ".grouped", "moe": ".moe", "nn": ".nn",
     "quantize": ".formats.quantize", "quantize_activations": ".activations", "scaled_matmul": ".scaled",
     "tune": ".tuning.tuner", "warmup": ".tuning.warm",
 }  # fmt: skip
@@ -53,7 +54,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(_LATER[name], __name__)
     # Kept, so that the next time nobody asks here.
-    globals()[name] = found = module if name == "nn" else getattr(module, name)
+    globals()[name] = found = module if name in ("moe", "nn") else getattr(module, name)
     return found
 
 

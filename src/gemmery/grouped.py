@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -244,7 +245,7 @@ def _groups(op: str, x: Tensor, offs: Any, axis: Axis, most: int, count: int | N
     _check_indices(op, "offs", offs, x, None)
     if (CHECKS_OFFSETS or offs.device.type == "cpu") and not is_compiling() and type(offs) is Tensor:
         ends = [0, *offs.tolist()]
-        if any(i > j for i, j in zip(ends, ends[1:], strict=False)) or ends[-1] > most:
+        if any(i > j for i, j in itertools.pairwise(ends)) or ends[-1] > most:
             raise ValueError(
                 f"{op}: offs is {ends[1:]}; it must not decrease, and its last number must be {most} at most"
             )

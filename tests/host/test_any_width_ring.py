@@ -459,7 +459,17 @@ def kernel(machine, number, programs, groups, threads, boxes, forms, streams, sc
         for name, value in vars(file).items()
         if name[:2] != "__"
     }
-    kept = ("matrix_of", "is_any", "value_of", "format_of", "releasing", "switch", "WAIT", "NOWHERE", "maps_of")
+    kept = (
+        "matrix_of",
+        "is_any",
+        "value_of",
+        "format_of",
+        "releasing",
+        "switch",
+        "WAIT",
+        "NOWHERE",
+        "maps_of",
+    )
     packed = types.SimpleNamespace(**vars(any_width_packed) | {
         "prepare": lambda *given: "",
         "unpacked": lambda format, kind, own, piece: "".join(

@@ -57,7 +57,9 @@ def test_groups(counts):
 def test_nothing(shape):
     """No group, no column of K, no column of the result, no row."""
     N, K, G, R = shape
-    y = gemmery.grouped_linear(torch.randn(R, K), torch.randn(G, N, K), offs=torch.zeros(G, dtype=torch.int32))
+    y = gemmery.grouped_linear(
+        torch.randn(R, K), torch.randn(G, N, K), offs=torch.zeros(G, dtype=torch.int32)
+    )
     assert y.shape == (R, N)
     assert (y == 0).all()
 
@@ -138,7 +140,9 @@ def test_packed_weights(format):
     assert close(y, torch.nn.functional.silu(gate) * up, torch.bfloat16)
     x.requires_grad_()
     gemmery.grouped_linear(x, w, offs=offs).float().sum().backward()
-    assert close(x.grad, rows_of(torch.ones(ROWS, 64).double(), offs, lambda r, g: r @ exact[g]), torch.bfloat16)
+    assert close(
+        x.grad, rows_of(torch.ones(ROWS, 64).double(), offs, lambda r, g: r @ exact[g]), torch.bfloat16
+    )
 
 
 def test_a_call_sees_other_groups():

@@ -115,9 +115,7 @@ class Results:
             else:
                 kind = self.wide if self.wide.is_floating_point else torch.float32
                 kind = kind if output.reduced.casts[0].is_floating_point else torch.int64
-                parts = [
-                    make((slots, *self.shape[:-1]), dtype=kind, device=device) for _ in output.places
-                ]
+                parts = [make((slots, *self.shape[:-1]), dtype=kind, device=device) for _ in output.places]
                 tensors.append([part.movedim(0, -1) for part in parts])
         return tensors
 

@@ -344,7 +344,7 @@ def consume(
         )  # fmt: skip
         of_output = (end, shape[1], batch)
         if in_groups(X_FORM, Y_FORM):
-            of_output = (end, shape[1], batch, state[7][1])
+            of_output += (state[7][1],)  # type: ignore[assignment]
         if in_ranges(X_FORM, Y_FORM):
             of_output = (shape[0], shape[1], batch)
         if done:
@@ -435,7 +435,7 @@ def gemm_any_width(
         group, before, begins, ends, tile_rows = GROUP_OF(
             tile_row, place_args[0], place_args[1], M, width if SWAP else X_ROWS
         )
-        known = (group, before, begins, ends)
+        known = (group, before, begins, ends)  # type: ignore[assignment]
         units = tile_rows * tiles_n
         whole = units
     state = (units, whole, parts, part_k, tiles_m, tiles_n, divisors, place_args)
@@ -460,10 +460,11 @@ def gemm_any_width(
     ring = (barriers, stages)
     first = corner(gl.program_id(0), known, state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM, Y_FORM)
     row, col, end, first_k, last_k, batch, _ = first
+    extra = end if in_ranges(X_FORM, Y_FORM) else batch
     # Four warps of each warpgroup read a stage.
     begin(
         shared_at(BARRIERS_AT), stages, first_k, gl.minimum(last_k, first_k + gl.minimum(stages, AHEAD) * STEP), row,
-        x_box, x_size, col, width, y_box, y_size, streams, end if in_ranges(X_FORM, Y_FORM) else batch, 4 * (1 if PINGPONG else GROUPS),
+        x_box, x_size, col, width, y_box, y_size, streams, extra, 4 * (1 if PINGPONG else GROUPS),
         GROUPS, X_ROWS, STEP, FORMAT, X_FORM, Y_FORM, PARTS,
     )  # fmt: skip
     begin_roles(

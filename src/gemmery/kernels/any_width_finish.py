@@ -152,7 +152,9 @@ def finish_part(
         )  # fmt: skip
         args = (args, read)
     GROUPED: gl.constexpr = in_groups(X_FORM, Y_FORM)
-    value = applied(block, args, shape, at_row, at_col, EPILOGUE, PAIRED, GROUPED and is_batch(X_FORM, Y_FORM))
+    value = applied(
+        block, args, shape, at_row, at_col, EPILOGUE, PAIRED, GROUPED and is_batch(X_FORM, Y_FORM)
+    )
     if GROUPED:
         # Rows behind the last group become 0.
         value = gl.where(shape[2] < shape[3], value, gl.zeros_like(value))

@@ -28,7 +28,8 @@ _DIMS = {
     "rows": 2, "turned": 2, "pairs": 4, "packed": 3, "many rows": 3, "many turned": 3, "grouped rows": 2,
     "ranged turned": 4,
 }  # fmt: skip
-#: Where the innermost of the dimensions ends that rows of groups and ranges of K have, see `any_width_finish.store_slot`.
+#: The end of the innermost of the dimensions that rows of groups and ranges of K have, see
+#: `any_width_finish.store_slot`.
 LAST_ROW = gl.constexpr(1 << 30)
 
 

@@ -143,14 +143,26 @@ def finish(
 
 
 @triton.jit
-def clear(output, shape, sizes, place, STORE: tl.constexpr, OUT: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+def clear(
+    output,
+    shape,
+    sizes,
+    place,
+    STORE: tl.constexpr,
+    OUT: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
     """Store zeros in place of a tile, which makes `COLS` columns of the output.
 
     `output` is (out, out_strides), `shape` that of the output, and the place's column is one of it.
     """
     out, out_strides = output
     _, row, col, end, _, _ = place
-    STORE(out, (end, shape[1]), out_strides, sizes, 0, row, col, tl.zeros((ROWS, COLS), OUT), ROWS, COLS, WIDE)
+    STORE(
+        out, (end, shape[1]), out_strides, sizes, 0, row, col, tl.zeros((ROWS, COLS), OUT), ROWS, COLS, WIDE
+    )
 
 
 @triton.jit(do_not_specialize=["M", "tiles", "part_k"])

@@ -212,7 +212,9 @@ def store_scattered(
     rows = row + tl.arange(0, ROWS)
     target = tl.load(numbers + rows, mask=rows < shape[0], other=0).to(tl.int64)
     cols = (col + tl.arange(0, COLS)).to(tl.int64)
-    pointers = x + batch_offset(batch, sizes, steps) + (target * stride_row)[:, None] + (cols * stride_col)[None, :]
+    pointers = (
+        x + batch_offset(batch, sizes, steps) + (target * stride_row)[:, None] + (cols * stride_col)[None, :]
+    )
     tl.store(pointers, value, mask=(rows < shape[0])[:, None] & (cols < shape[1])[None, :])
 
 

@@ -178,7 +178,9 @@ def group_of(tile, offs, groups, M, BLOCK_M, SCAN: tl.constexpr):
 
 
 @triton.jit
-def tile_of_rows(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m, SCAN: tl.constexpr):
+def tile_of_rows(
+    unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m, SCAN: tl.constexpr
+):
     """Tile number `unit` of groups of rows, one group's tiles behind the other's; see `group_of`.
 
     The batch is the group. A group's weight is read once, since its tiles come together. `place_args` is

@@ -183,9 +183,11 @@ def applied(
     sizes = ()
     batch = 0
     if IN_BATCH:
-        sizes = (shape[3],)
+        sizes = (shape[3],)  # type: ignore[assignment]
         batch = gl.minimum(shape[2], shape[3] - 1)
-    return EPILOGUE(block, args, (shape[0], shape[1] // EACH), sizes, batch, row, col // EACH, ROWS, COLS, False)
+    return EPILOGUE(
+        block, args, (shape[0], shape[1] // EACH), sizes, batch, row, col // EACH, ROWS, COLS, False
+    )
 
 
 @gluon.jit

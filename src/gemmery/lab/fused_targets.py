@@ -23,6 +23,7 @@ from ..formats.scaled import BLOCK, MX_BLOCK
 from ..formats.tensor import QuantizedTensor
 from ..kernels import pointwise
 from ..nn.feed_forward import Differentiable
+from ..operands import Groups
 from ..problem import Problem
 from ..product import prepare, vjp
 from ..product.build import make_call
@@ -204,6 +205,38 @@ def abstract_product(name: str, dtype: str, rows: int, size: int, device: Device
             prologue=how.prologue,
             prologue_args=before,
         )
+    assert isinstance(made, Abstract)
+    return made
+
+
+def grouped_problem(
+    rows: int, groups: int, N: int, K: int, *, device: Device, dtype: torch.dtype = torch.bfloat16,
+    gathers: bool = False, function: Callable[..., Any] | None = None,
+) -> Problem:  # fmt: skip
+    """The problem of `grouped_linear` for (rows, K) and weights (groups, N, K)."""
+    return _grouped("grouped_linear", rows, groups, N, K, device, dtype, gathers, function).problem
+
+
+def ranges_problem(
+    rows: int, groups: int, N: int, K: int, *, device: Device, dtype: torch.dtype = torch.bfloat16
+) -> Problem:
+    """The problem of the gradient of such weights."""
+    return _grouped("grouped_mm", rows, groups, N, K, device, dtype, False, None).problem
+
+
+def _grouped(
+    op: str, rows: int, groups: int, N: int, K: int, device: Device, dtype: torch.dtype, gathers: bool,
+    function: Callable[..., Any] | None,
+) -> Abstract:  # fmt: skip
+    x = torch.empty(rows, K, dtype=dtype, device="meta")
+    numbers = torch.empty(max(rows, groups), dtype=torch.int32, device="meta")
+    offs, gather = numbers[:groups], numbers[:rows] if gathers else None
+    a: Groups = Groups(x, offs, "rows", gather)
+    b = x.new_empty(groups, N, K)
+    if op == "grouped_mm":
+        a, b = Groups(x.new_empty(rows, N).mT, offs, "k"), x
+    with _made_for(device):
+        made: Any = plan(op, a, b, None, Functions(function), None, Options())
     assert isinstance(made, Abstract)
     return made
 

@@ -16,8 +16,9 @@ from .row_scaled import RowScaledOperand
 from .scaled import Scaled, ScaledOperand
 
 __all__ = [
-    "Access", "Dense", "DenseAccess", "DenseOperand", "Groups", "Layout", "Operand", "Packed", "PackedOperand", "Pair",
-    "PairOperand", "Ragged", "RaggedOperand", "RowScaledOperand", "Scaled", "ScaledOperand", "Spec", "Traced", "rebuild",
+    "Access", "Dense", "DenseAccess", "DenseOperand", "Groups", "Layout", "Operand", "Packed", "PackedOperand",
+    "Pair", "PairOperand", "Ragged", "RaggedOperand", "RowScaledOperand", "Scaled", "ScaledOperand", "Spec", "Traced",
+    "rebuild",
 ]  # fmt: skip
 
 #: What makes an operand again, by the first word of its text.

@@ -202,7 +202,9 @@ class RaggedOperand(Operand):
         right, ends = b.in_torch(), self.offs.tolist()
         bounds = list(zip([0, *ends[:-1]], ends, strict=True))
         if self.axis == "k":
-            groups = [reference.gemm(x[:, i:j], right[i:j], out_dtype=dtype, by_rows=by_rows) for i, j in bounds]
+            groups = [
+                reference.gemm(x[:, i:j], right[i:j], out_dtype=dtype, by_rows=by_rows) for i, j in bounds
+            ]
             return torch.stack(groups)
         groups = [
             reference.gemm(x[i:j], right[g], out_dtype=dtype, by_rows=by_rows) for g, (i, j) in enumerate(bounds)
@@ -281,7 +283,8 @@ class RaggedOperand(Operand):
         if self.axis == "k":
             return self._of_ranges(b, grad, multiply, needs, of_rest)
 
-        def of_groups(x: Tensor, y: Operand, addend: Tensor | None = None) -> Tensor:
+        def of_groups(x: Tensor | Operand, y: Operand, addend: Tensor | None = None) -> Tensor:
+            assert isinstance(x, Tensor)
             return multiply(RaggedOperand(x, self.offs), y, addend)
 
         of_a = None
@@ -317,7 +320,9 @@ class RaggedOperand(Operand):
             of_b = multiply(RaggedOperand(self.inner.mT, self.offs), DenseOperand(grad))
         return [of_a, *of_rest], [of_b]
 
-    def summed_over_groups(self, grad: Tensor, like: Tensor, multiply: Callable[[Operand, Operand], Tensor]) -> Tensor | None:
+    def summed_over_groups(
+        self, grad: Tensor, like: Tensor, multiply: Callable[[Operand, Operand], Tensor]
+    ) -> Tensor | None:
         if self.axis == "k" or like.dim() != 3:
             return None
         wide = grad.float() if grad.dtype.itemsize < 4 and like.shape[-1] == 1 else grad

@@ -178,7 +178,7 @@ def check(call: Call) -> None:
         )
     shape = call.shape
     if call.b.halves > 1:
-        _check_halves(op, *call.b.tensors, rank=3 if call.a.is_ragged else 2)
+        _check_halves(op, 3 if call.a.is_ragged else 2, *call.b.tensors)
     if not call.ready:
         check_matrices(op, a, b)
     check_types(op, a, b)
@@ -193,12 +193,13 @@ def check(call: Call) -> None:
         _check_inputs(call, shape)
 
 
-def _check_halves(op: str, left: Tensor, right: Tensor, rank: int) -> None:
+def _check_halves(op: str, rank: int, left: Tensor, right: Tensor) -> None:
     name = operand_names(op)[1]
     if left.dim() != rank or right.shape != left.shape:
         shapes = [tuple((x.mT if op in OF_WEIGHTS else x).shape) for x in (left, right)]
         raise ValueError(
-            f"{op}: the halves of {name} are {shapes[0]} and {shapes[1]}; they must have {rank} dimensions and one shape"
+            f"{op}: the halves of {name} are {shapes[0]} and {shapes[1]}; they must be "
+            f"{'matrices' if rank == 2 else 'batches of matrices'} of one shape"
         )
     if right.dtype != left.dtype or right.device != left.device:
         raise ValueError(

@@ -67,7 +67,13 @@ def _by_reference(call: Call, out: Tensor | None) -> tuple[list[Tensor], bool]:
             check_memory(call, out)
         addend = call.inputs[0] if call.inputs else None
         made = reference.gemm(
-            call.a.in_torch(), b.in_torch(), addend, alpha=call.alpha, beta=call.beta, out_dtype=dtype, by_rows=by_rows
+            call.a.in_torch(),
+            b.in_torch(),
+            addend,
+            alpha=call.alpha,
+            beta=call.beta,
+            out_dtype=dtype,
+            by_rows=by_rows,
         )
         return [made if out is None else out.copy_(made)], False
     results, many = outputs_of(call, call.a.multiplied(b, call.summed, by_rows))

@@ -6,7 +6,6 @@ from torch import Tensor
 
 from ..layout import broadcast_batch
 
-
 #: Operations whose second operand is a weight (..., N, K).
 OF_WEIGHTS = ("linear", "grouped_linear")
 

@@ -440,9 +440,9 @@ def _groups_suit(problem: Problem) -> bool:
         return False
     # So that the outermost step of each tensor map is positive.
     if p.ragged == "rows":
-        return max(p.M, p.out.row) < LAST_ROW.value
+        return bool(max(p.M, p.out.row) < LAST_ROW.value)
     turned = p.a.row == p.b.col == 1 and p.a.col > 1 and p.b.row > 1
-    return turned and not p.fusion.operands and max(p.K, p.a.col, p.b.row) < LAST_ROW.value
+    return turned and not p.fusion.operands and bool(max(p.K, p.a.col, p.b.row) < LAST_ROW.value)
 
 
 def numbers_for(problem: Problem) -> dict[int, int] | None:
@@ -672,7 +672,8 @@ class AnyWidthBinding(Binding):
             self._output(out, block), *self._params(of_b, boxes[0]),
             self._matrix(extras, block), p.M, p.N, p.K, whole + cut, whole, *parts,
             tiles_m, tiles_n, *divisors, tile.y, band, boxes[0], x_size, boxes[1], loaded[1] * ROW, self.streams,
-            c.num_stages, self.a.place_args(of_a), step_args, epilogue_arguments(p, self.part, extras, numbers), workspace,
+            c.num_stages, self.a.place_args(of_a), step_args, epilogue_arguments(p, self.part, extras, numbers),
+            workspace,
         ]  # fmt: skip
 
     def _output(self, out: Any, block: tuple[int, int]) -> Any:

@@ -324,7 +324,17 @@ class Binding:
             part_k, workspace = self.split.length, self.workspace(out.device)
         units = [waves.tiles, part_k]
         place_args = self.a.place_args(a)
-        return [*matrices, *rest, *group_params, *sizes, *units, place_args, step_args, epilogue_args, workspace]
+        return [
+            *matrices,
+            *rest,
+            *group_params,
+            *sizes,
+            *units,
+            place_args,
+            step_args,
+            epilogue_args,
+            workspace,
+        ]
 
     @property
     def workspace_size(self) -> tuple[int, int]:

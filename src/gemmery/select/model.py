@@ -34,7 +34,9 @@ def costs(
     if any(mn_major(p)):
         rate *= TRANSPOSED
     bytes_moved = np.asarray(p.bytes if least_bytes is None else least_bytes, dtype=float)
-    given = Given(np.asarray(p.M if M is None else M), bytes_moved / (device.bandwidth * STREAM), rate, ragged)
+    given = Given(
+        np.asarray(p.M if M is None else M), bytes_moved / (device.bandwidth * STREAM), rate, ragged
+    )
     return Costs.joined([
         (places, schedules.of(name).costs(p, part, given)) for name, (places, part) in space.by_schedule.items()
     ])  # fmt: skip

@@ -62,7 +62,9 @@ def _of(problem: Problem) -> frozenset[int]:
 def _log_times(problem: Problem, space: Space, ragged: bool = False) -> np.ndarray:
     """The logarithm of the predicted time for each of `ROWS` and each config."""
     least = np.array([[replace(problem, M=int(M)).bytes] for M in ROWS[:, 0]], dtype=float)
-    times: np.ndarray = costs(problem, space, ROWS, least, ragged).total * measured.factor(problem, space, ROWS)
+    times: np.ndarray = costs(problem, space, ROWS, least, ragged).total * measured.factor(
+        problem, space, ROWS
+    )
     return np.log(np.where(space.considered(problem, ROWS), times, np.inf))
 
 

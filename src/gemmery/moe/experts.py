@@ -1,0 +1,286 @@
+"""Experts: two grouped products with an activation between them, for tokens that have chosen their experts.
+
+Four kernels: routing; the first product, which gathers tokens and ends in the activation; the second product; and the
+weighted sum of each token's rows. A weight of the router is applied in that sum, in float32. In an epilogue of the
+second product it would save nothing, since the rows of a token have to be summed in any case.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from ..epilogues import library
+from ..epilogues.function import Epilogue, memoised
+from ..formats.tensor import QuantizedTensor
+from ..grouped import grouped_linear
+from ..precision import AskedPrecision
+from ..product.check import check_tensor
+from ..product.spec import Factor
+from .routing import combine, route
+
+
+@dataclass(frozen=True)
+class Unfused:
+    """An activation that torch runs behind the first product, for functions that can't be part of a kernel.
+
+    Attributes:
+        function: of the whole first product, (R, 2I) or (R, I), whose columns are in the order of the weight's.
+    """
+
+    function: Callable[[Tensor], Tensor]
+
+
+Activation = str | Callable[..., Tensor] | Epilogue[..., Tensor] | Unfused
+
+
+def experts(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor | None,
+    gate_up: Factor,
+    down: Tensor,
+    *,
+    activation: Activation = "silu",
+    gate_up_bias: Factor | None = None,
+    down_bias: Tensor | None = None,
+    gated: bool = True,
+    transposed: bool = False,
+    concatenated: bool = True,
+    post_norm: Callable[[Tensor], Tensor] | None = None,
+    precision: AskedPrecision = "ieee",
+    batch_invariant: bool = False,
+) -> Tensor:
+    """The experts of a mixture-of-experts layer: `sum_j weight[j] * down[e_j](act(gate[e_j](x)) * up[e_j](x))`.
+
+    On a GPU these are four kernels, and nothing waits for it: a CUDA graph can be replayed with other choices. x is not
+    copied. Gradients reach x, the weights of the router, dense weights of the experts, and biases.
+
+    Args:
+        x: (..., H), the tokens.
+        top_k_index: (..., k), int32 or int64, the experts of each token. Ids outside `0..E - 1`, as under expert
+            parallelism, add nothing.
+        top_k_weights: (..., k), of floating point, the weights of the router; None for ones.
+        gate_up: (E, 2I, H), the rows of gate before those of up; or a pair (gate, up) of (E, I, H), with the same
+            strides; or packed, a `gemmery.QuantizedTensor`. Without a gate (E, I, H).
+        down: (E, H, I), dense or packed. It may have another number of rows than x has columns.
+        activation: "silu", "gelu", "gelu_tanh", "relu" or "relu_squared", of the gate, which then multiplies up; or a
+            torch function of (gate, up), such as `clamped_swiglu`, that returns a tensor of their shape. Without a gate
+            it is a function of the first product. An `Epilogue`, such as `gate` returns, is a function of the whole
+            first product, (R, 2I). Under torch.compile a name or an `Epilogue`.
+        gate_up_bias: (E, 2I), in the order of the weight's rows; with a pair also a pair of (E, I).
+        down_bias: (E, H).
+        gated: whether there is a gate.
+        transposed: whether dense weights are (E, H, 2I) and (E, I, H). They are not copied.
+        concatenated: False where rows of gate and up alternate, as gpt-oss has them: gate 0, up 0, gate 1. They are not
+            copied. Packed weights are concatenated.
+        post_norm: a torch function of the second product's rows, (R, H), that runs before they are summed.
+        precision, batch_invariant: see `gemmery.matmul`.
+
+    Returns:
+        (..., H), in x's type.
+
+    Raises:
+        ValueError: shapes, layouts or devices do not fit, or no activation has this name.
+        TypeError: a type is not supported, or two differ.
+
+    Example:
+        >>> import torch
+        >>> from gemmery.moe import experts
+        >>> x, gate_up, down = torch.randn(5, 8), torch.randn(4, 12, 8), torch.randn(4, 8, 6)
+        >>> index, weights = torch.tensor([[0, 3], [1, 3], [0, 1], [3, 1], [3, 0]]), torch.rand(5, 2)
+        >>> y = experts(x, index, weights, gate_up, down)
+        >>> def expert(x, e):
+        ...     gate, up = (x @ gate_up[e].T).chunk(2, -1)
+        ...     return torch.nn.functional.silu(gate) * up @ down[e].T
+        >>> torch.testing.assert_close(y[0], weights[0, 0] * expert(x[0], 0) + weights[0, 1] * expert(x[0], 3))
+    """
+    epilogue, between = _activation(activation, gated)
+    first, second = _oriented("gate_up", gate_up, transposed), _oriented("down", down, transposed)
+    if gated and not concatenated and between is None and not isinstance(first, tuple):
+        first, gate_up_bias = _apart(first), _bias_apart(gate_up_bias)
+    _check(x, top_k_index, first, second, gated)
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    how: dict[str, Any] = {"precision": precision, "batch_invariant": batch_invariant}
+    routing = route(top_k_index, second.shape[0])
+    hidden: Tensor = grouped_linear(
+        rows, first, gate_up_bias, offs=routing.offs, gather=routing.token, epilogue=epilogue, **how
+    )
+    if between is not None:
+        hidden = between(hidden)
+    y: Tensor = grouped_linear(hidden, second, down_bias, offs=routing.offs, **how)
+    if post_norm is not None:
+        y = post_norm(y)
+    return combine(y, routing, top_k_weights).to(x.dtype)
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
+    """gpt-oss's activation: `g * sigmoid(alpha * g) * (u + 1)` with g at most `limit` and u from `-limit` to `limit`.
+
+    Other numbers are given by functools.partial.
+
+    Example:
+        >>> import functools, torch
+        >>> from gemmery.moe import clamped_swiglu
+        >>> clamped_swiglu(torch.tensor([1.0, 9.0]), torch.tensor([0.0, 9.0]))
+        tensor([ 0.8458, 55.9996])
+        >>> functools.partial(clamped_swiglu, limit=2.0)(torch.tensor([9.0]), torch.tensor([9.0]))
+        tensor([5.8070])
+    """
+    gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + 1)
+
+
+def gate(function: Callable[[Tensor, Tensor], Tensor]) -> Epilogue[..., Tensor]:
+    """The epilogue of a function of gate and up: of a product whose columns are those of the gate, then those of up.
+
+    `experts` makes it of its activation; under torch.compile it has to be made before. It is the same for one function.
+
+    Args:
+        function: a torch function of two tensors that returns one of their shape.
+
+    Raises:
+        TypeError: it is no function, or a module.
+
+    Example:
+        >>> import torch
+        >>> from gemmery.moe import gate
+        >>> sum_of_both = gate(lambda gate, up: gate + up)
+        >>> sum_of_both(torch.tensor([[1.0, 2.0, 30.0, 40.0]]))
+        tensor([[31., 42.]])
+    """
+    if isinstance(function, torch.nn.Module) or not callable(function):
+        kind = "module " if isinstance(function, torch.nn.Module) else ""
+        raise TypeError(
+            f"gate: given a {kind}{type(function).__name__}; it must be a torch function of (gate, up)"
+        )
+    # One that is made anew, as a lambda, is the one that it was, if it takes the same values from outside.
+    is_made_once = isinstance(function, types.FunctionType) and "<" not in function.__qualname__
+    return _gate(function if is_made_once else memoised(function))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Activations
+
+
+def _halved(function: Callable[[Tensor, Tensor], Tensor], acc: Tensor) -> Tensor:
+    gate, up = acc.chunk(2, dim=-1)
+    return function(gate, up)
+
+
+def _times_up(function: Callable[[Tensor], Tensor], acc: Tensor) -> Tensor:
+    gate, up = acc.chunk(2, dim=-1)
+    return function(gate) * up
+
+
+@functools.lru_cache(256)
+def _gate(known: Any) -> Epilogue[..., Tensor]:
+    function = known.__gemmery_epilogue__ if isinstance(known, Epilogue) else known
+    halved = functools.partial(_halved, function)
+    functools.update_wrapper(halved, function, assigned=("__name__",), updated=())
+    return Epilogue(halved)
+
+
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": library.gelu,
+    "gelu_tanh": library.gelu_tanh,
+    "relu": library.relu,
+    "relu_squared": library.relu_squared,
+    "silu": library.silu,
+}
+#: Made once each: code under torch.compile takes only epilogues that exist before it runs.
+_ALONE = {name: Epilogue(function) for name, function in _FUNCTIONS.items()}
+_GATED = {name: Epilogue(functools.partial(_times_up, function)) for name, function in _FUNCTIONS.items()}
+
+
+def _activation(given: Any, gated: bool) -> tuple[Any, Callable[[Tensor], Tensor] | None]:
+    """The first product's epilogue, or what torch runs behind it."""
+    if isinstance(given, Unfused):
+        return None, given.function
+    if isinstance(given, Epilogue):
+        return given, None
+    if isinstance(given, str):
+        known = _GATED if gated else _ALONE
+        if given not in known:
+            raise ValueError(
+                f"experts: activation is {given!r}; it must be a function or one of {', '.join(known)}"
+            )
+        return known[given], None
+    if not callable(given):
+        raise TypeError(
+            f"experts: activation is a {type(given).__name__}; it must be a name or a torch function"
+        )
+    if not gated:
+        return given, None
+    if is_compiling():
+        raise TypeError(
+            "experts: under torch.compile, activation must be a name or what gemmery.moe.gate(f) returned, made "
+            "outside of compiled code"
+        )
+    return gate(given), None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Weights
+
+
+def _oriented(name: str, weight: Any, transposed: bool) -> Any:
+    """A weight, or each of a pair, as (E, rows, columns)."""
+    if isinstance(weight, tuple | list):
+        return tuple([_oriented(f"{name}[{i}]", x, transposed) for i, x in enumerate(weight)])
+    check_tensor("experts", name, weight)
+    if weight.dim() != 3:
+        raise ValueError(f"experts: {name} is {tuple(weight.shape)}; it must have three dimensions")
+    if not transposed:
+        return weight
+    if isinstance(weight, QuantizedTensor):
+        raise ValueError(
+            f"experts: {name} is packed, with transposed=True; quantise the weights of (E, 2I, H) and (E, H, I)"
+        )
+    return weight.mT
+
+
+def _apart(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows of gate, and those of up, of a weight in which they alternate."""
+    if isinstance(weight, QuantizedTensor):
+        raise ValueError(
+            "experts: gate_up is packed, with concatenated=False; quantise the rows of gate before those of up"
+        )
+    return weight[:, 0::2], weight[:, 1::2]
+
+
+def _bias_apart(bias: Any) -> Any:
+    return (bias[:, 0::2], bias[:, 1::2]) if isinstance(bias, Tensor) and bias.dim() == 2 else bias
+
+
+def _check(x: Tensor, top_k_index: Tensor, first: Any, second: Tensor, gated: bool) -> None:
+    """ValueError unless tokens, choices and weights fit each other; what is left is for the parts to say."""
+    check_tensor("experts", "x", x)
+    check_tensor("experts", "top_k_index", top_k_index)
+    if x.dim() == 0 or top_k_index.dim() == 0 or x.shape[:-1] != top_k_index.shape[:-1]:
+        raise ValueError(
+            f"experts: x is {tuple(x.shape)} and top_k_index {tuple(top_k_index.shape)}; they must be (..., H) and "
+            "(..., k)"
+        )
+    pair = first if isinstance(first, tuple) else (first,)
+    if len(pair) not in (1, 2) or (len(pair) == 2 and not gated):
+        raise ValueError(
+            f"experts: gate_up is a tuple of {len(pair)}; it must be a tensor or, with a gate, a pair (gate, up)"
+        )
+    count, _, width = second.shape
+    rows = width * (2 if gated and len(pair) == 1 else 1)
+    for part in pair:
+        if tuple(part.shape) != (count, rows, x.shape[-1]):
+            names = "(E, 2I, H)" if rows != width else "(E, I, H)"
+            raise ValueError(
+                f"experts: gate_up is {tuple(part.shape)} and down {tuple(second.shape)}; for x of {x.shape[-1]} "
+                f"columns they must be {names} = {(count, rows, x.shape[-1])} and (E, H, I); transposed=True is for "
+                "the transposes of these"
+            )

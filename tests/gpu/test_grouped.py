@@ -1,0 +1,159 @@
+"""Products of groups: every case with gradients in 16 bits, random groups in every tile, and one graph for many groups."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import gemmery
+from gemmery import Config, epilogues, schedules
+from gemmery.devices import current
+from gemmery.lab.fused_targets import grouped_problem
+from tests.gpu.common import DEVICE, HALVES, needs_cuda, size, values, wide
+from tests.grouped import CASES, close, compared, ends_of, rows_of
+
+pytestmark = pytest.mark.gpu
+
+SIZES = {"M": 200, "N": 136, "K": 264}
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", CASES)
+def test_results_and_gradients(name, dtype):
+    for ours, theirs in compared(CASES[name], SIZES, dtype, DEVICE):
+        assert close(ours, theirs, dtype)
+
+
+def random_counts(rng, rows, groups, how):
+    counts = [0] * groups
+    live = {
+        "all": range(groups),
+        "some": [g for g in range(groups) if rng.random() < 0.5] or [0],
+        "one": [0],
+    }[how]
+    for _ in range(rows):
+        counts[rng.choice(live)] += 1
+    return counts
+
+
+CONFIGS = [
+    None,
+    "128x192x64-g0-w8-s4-cooperative-descriptor",
+    "64x256x64-g0-w8-s4-pingpong-descriptor",
+    "192x160x64-g0-w12-s4-cooperative-descriptor",
+    "104x128x64-g0-w8-s4-cooperative-descriptor-swap",
+    "16x128x64-g0-w8-s6-cooperative-descriptor-swap",
+    "64x96x64-g0-w4-s5-cooperative-descriptor",
+    "128x256x64-g8-w8-s3-tile-descriptor/2",
+    "16x128x128-g8-w4-s3-tile-descriptor-swap",
+    "64x64x64-g8-w4-s3-tile-pointer",
+]
+#: Of a weight's gradient.
+RANGES = [
+    None,
+    "128x192x64-g0-w8-s4-cooperative-descriptor",
+    "192x128x64-g0-w8-s4-cooperative-descriptor-swap",
+    "64x128x64-g0-w4-s4-cooperative-descriptor",
+    "64x64x64-g8-w4-s3-tile-pointer",
+]
+
+
+def usable(text, problem):
+    if text is not None and (
+        reason := schedules.of(Config.of(text).schedule).refusal(problem, Config.of(text))
+    ):
+        pytest.skip(reason)
+
+
+@pytest.mark.parametrize("how", ["all", "some", "one"])
+@pytest.mark.parametrize("groups", [1, 7, 130, 1100])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_groups_of_rows(config, groups, how, seeded):
+    rows, behind = seeded.choice([1, 77, size(1500)]), seeded.choice([0, 3, 150])
+    N, K = 16 * seeded.randrange(1, 20), 16 * seeded.randrange(1, 20)
+    usable(config, grouped_problem(rows + behind, groups, N, K, device=current(torch.device(DEVICE))))
+    offs = ends_of(random_counts(seeded, rows, groups, how), DEVICE)
+    x, w, b = values((rows + behind, K), BF16), values((groups, N, K), BF16), values((groups, N), BF16)
+    x[rows:] = torch.nan
+    y = gemmery.grouped_linear(x, w, b, offs=offs, epilogue=F.silu, config=config)
+    x[rows:] = 0
+    expected = rows_of(wide(x), offs, lambda r, g: F.silu(r @ wide(w[g]).T + wide(b[g])))
+    assert close(y, expected, BF16)
+    assert (y[rows:] == 0).all()
+    for _ in range(3):
+        assert torch.equal(gemmery.grouped_linear(x, w, b, offs=offs, epilogue=F.silu, config=config), y)
+
+
+@pytest.mark.parametrize("how", ["all", "some", "one"])
+@pytest.mark.parametrize("groups", [1, 7, 130])
+@pytest.mark.parametrize("config", RANGES)
+def test_ranges_of_k(config, groups, how, seeded):
+    rows, behind = seeded.choice([1, 77, size(1500)]), seeded.choice([0, 3, 150])
+    M, N = 16 * seeded.randrange(1, 20), 16 * seeded.randrange(1, 20)
+    if config is not None and "cooperative" in config:
+        usable(config, grouped_problem(rows, groups, M, M, device=current(torch.device(DEVICE))))
+    offs = ends_of(random_counts(seeded, rows, groups, how), DEVICE)
+    a, b = values((rows + behind, M), BF16), values((rows + behind, N), BF16)
+    a[rows:], b[rows:] = torch.nan, torch.inf
+    y = gemmery.grouped_mm(a.mT, b, offs=offs, config=config)
+    ends = [0, *offs.tolist()]
+    expected = torch.stack([wide(a[i:j]).T @ wide(b[i:j]) for i, j in pairwise(ends)])
+    assert close(y, expected, BF16)
+    assert torch.equal(gemmery.grouped_mm(a.mT, b, offs=offs, config=config), y)
+
+
+@pytest.mark.parametrize("format", ["int4", "int8", "mxfp4", "nvfp4", "e4m3"])
+@pytest.mark.parametrize("rows", [60, 700])
+def test_packed_weights(format, rows, seeded):
+    groups, N, K = 9, 256, 512
+    offs = ends_of(random_counts(seeded, rows, groups, "some"), DEVICE)
+    x = values((rows + 5, K), BF16)
+    w = gemmery.quantize(values((groups, N, K), torch.float32) / 8, format)
+    exact = w.dequantize(torch.float64)
+    z = rows_of(wide(x), offs, lambda r, g: r @ exact[g].T)
+    assert close(gemmery.grouped_linear(x, w, offs=offs), z, BF16)
+    gate, up = z.chunk(2, -1)
+    assert close(gemmery.grouped_linear(x, w, offs=offs, epilogue=epilogues.swiglu), F.silu(gate) * up, BF16)
+
+
+@needs_cuda
+@pytest.mark.parametrize("rows", [64, 3000])
+def test_one_graph_for_many_groups(rows, seeded):
+    """Forward and backward, with the bits of eager calls."""
+    groups, N, K = 40, 256, 320
+    x, w = values((rows, K), BF16).requires_grad_(), values((groups, N, K), BF16).requires_grad_()
+    grad, offs = values((rows, N // 2), BF16), ends_of([0] * groups, DEVICE)
+
+    def step():
+        y = gemmery.grouped_linear(x, w, offs=offs, epilogue=epilogues.swiglu)
+        return y, *torch.autograd.grad(y, (x, w), grad)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(200 if rows < 1000 else 20):
+        offs.copy_(ends_of(random_counts(seeded, seeded.randrange(rows + 1), groups, "some")))
+        graph.replay()
+        for ours, eager in zip(captured, step(), strict=True):
+            assert torch.equal(ours, eager)
+
+
+@needs_cuda
+def test_more_elements_than_32_bits_count():
+    groups, N, K = 70, 8192, 4096
+    free, _ = torch.cuda.mem_get_info()
+    if free < 12 << 30:
+        pytest.skip("needs 12 GB")
+    w = torch.empty(groups, N, K, dtype=BF16, device=DEVICE).normal_()
+    x = values((groups, K), BF16)
+    offs = torch.arange(1, groups + 1, dtype=torch.int32, device=DEVICE)
+    y = gemmery.grouped_linear(x, w, offs=offs)
+    for g in (0, groups - 1):
+        assert close(y[g], wide(x[g]) @ wide(w[g]).T, BF16)
