@@ -131,6 +131,10 @@ def fold(
     of_a, of_b = _expand(left, sizes, M, K), _expand(right, sizes, K, columns)
     of_out = _expand(out, sizes, M, out.shape[-1])
     of_others = [_expand(tensor, sizes, M, width) for tensor, width in others]
+    for (tensor, _), strides in zip(others, of_others, strict=True):
+        if a.is_ragged and tensor.dim() > 2 and tensor.shape[-2] == 1:
+            # Of groups, the same for their rows, though there be but one.
+            strides.row = 0
     walkers = [of_a, of_out, *of_others]
     _drop_unit(sizes, [*walkers, of_b])
     _merge(sizes, [*walkers, of_b])

@@ -98,7 +98,7 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool) -> Co
     loaded = x * (p.b.bits / p.a.bits) + y if p.b.is_packed else x + y
     l2 = own_steps * loaded * (s.block_k * p.a.bits / 8) / share
     loop = (compute**JOINT + l2**JOINT) ** (1 / JOINT)
-    loop = np.maximum(loop, own_steps * _least_of_step(p, s, given.rows_inside, x, y, busy))
+    loop = np.maximum(loop, own_steps * _least_of_step(p, s, given.rows_inside(p.matrices), x, y, busy))
     loop = loop * (1 + SLOWING * np.log10(np.maximum(loop / LONG, 1)))
     stream = MEMORY.seconds(given.memory)
     together = np.where(chunk > 0, whole, tiles // device.sms) * steps

@@ -130,7 +130,9 @@ def filled(problem: Problem, space: Space, given: Given) -> Floats:
     main = 1 << np.floor(np.log2(s.block_n)).astype(int)
     inside = p.N - (tiles_n - 1) * s.block_n
     outside_n = np.where(inside <= main, main, s.block_n) - inside
-    outside_m = np.zeros(1) if given.ragged else tiles_m * s.block_m - rows
+    outside_m = tiles_m * s.block_m - rows
+    if given.ragged:
+        outside_m = np.maximum(s.block_m - given.rows_inside(p.matrices), 0)
     # The multiprocessors that have a tile ask for such rows together.
     busy = np.minimum(1, tiles_m * tiles_n * p.matrices / p.device.sms) / FILLED
     of_m = outside_m * (p.a.col == 1) * p.a.dtype.itemsize * np.minimum(1, busy / tiles_m)
@@ -187,7 +189,6 @@ class Given(NamedTuple):
         sizes = [np.maximum(np.round(mean + z * apart), 1) for z in QUANTILES]
         return np.asarray(matrices * np.mean([np.ceil(size / block_m) for size in sizes], axis=0))
 
-    @property
-    def rows_inside(self) -> Floats:
-        """Rows of a matrix that a tile can load; a tile of a small group loads those of the next one."""
-        return np.asarray(np.inf) if self.ragged else self.rows
+    def rows_inside(self, matrices: int) -> Floats:
+        """Rows of a matrix that a tile can load; a tile of a small group loads those of the next groups."""
+        return np.asarray(self.rows * matrices) if self.ragged else self.rows

@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 #: Of problems that are `fitted`: the stream of blocks from memory, and the seconds by which a launch takes less than
 #: `Delays` says. Measured on an H200, and taken for all GPUs.
 MEMORY, SOONER = Stream(long=0.913, short=0.433, ramp=40e-6), 0.75e-6
-#: Of groups of rows: the seconds in which a program finds its group, and the least area of a tile, with how much faster
-#: such tiles are than in plain products. Fitted to random products on an H200 (`looks/grouped_times-bf16.json`).
-FIND, LARGE, FASTER = 1.2e-6, 128 * 256, 1.2
+#: Of groups of rows: the seconds in which a program finds its group; how long the stream from memory takes beside that
+#: of a plain product; and the least area of a tile, with how much faster such tiles are than in plain products. Fitted
+#: to random products on an H200 (`looks/grouped_times-bf16.json`).
+FIND, STREAM, LARGE, FASTER = 1.2e-6, 0.88, 128 * 256, 1.25
 #: Registers of a thread besides its accumulators; registers and threads of a multiprocessor.
 OTHER_REGISTERS, REGISTERS, THREADS = 45, 65536, 2048
 
@@ -84,6 +85,7 @@ class Tile(Schedule):
         late = each * filled(p, s, given) - np.maximum(compute, l2) / np.maximum(work, 1)
         busy = np.maximum(compute, l2) + np.maximum(late, 0) + tail
         stream, sooner = (MEMORY.seconds(memory), SOONER) if fitted(p) else (memory, 0.0)
+        stream = stream * (STREAM if given.ragged else 1.0)
         body = (busy**OVERLAP + stream**OVERLAP) ** (1 / OVERLAP)
         store = area * p.out.dtype.itemsize / device.store_bandwidth
         once = device.delays.launch - sooner + self.around(work, together, device.delays.start, store)

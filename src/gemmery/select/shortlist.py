@@ -37,7 +37,9 @@ ROWS = np.array([
     320, 352, 384, 416, 448, 480, 512, 576, 640, 704, 768, 832, 896, 960, 1024, 1152, 1280, 1408, 1536, 1664, 1792,
     1920, 2048, 2304, 2560, 2816, 3072, 3328, 3584, 3840, 4096, 5120, 6144, 7168, 8192,
 ])[:, None]  # fmt: skip
-#: How much each of them counts, so that few rows count as much as they would if all were as far apart.
+#: The same in all groups, of products that touch few of many groups.
+FEW = (1, 2, 4, 8, 16, 32, 64)
+#: How much each of `ROWS` counts, so that few rows count as much as they would if all were as far apart.
 WEIGHTS = np.where(ROWS <= 64, 1.0, 0.5)
 
 
@@ -49,23 +51,35 @@ def of(problem: Problem) -> frozenset[int]:
 @functools.lru_cache(KEPT)
 def _of(problem: Problem) -> frozenset[int]:
     space = allowed(problem)
-    # Of ragged groups, one row for each.
-    stand_in = replace(problem, M=problem.matrices).predicted if problem.ragged else problem
-    logs = _log_times(stand_in, space, problem.ragged == "rows")
+    logs, weights = _all_log_times(problem, space)
     kernels = np.unique(space.kernel)
     # The best config of each kernel; they differ in how many parts K is cut into, which is no other code.
     best = np.stack([logs[:, space.kernel == kernel].min(axis=1) for kernel in kernels], axis=1)
     count = PACKED_KERNELS if problem.b.is_packed else KERNELS
-    return frozenset(kernels[_cover(best, count, WEIGHTS)].tolist())
+    return frozenset(kernels[_cover(best, count, weights)].tolist())
 
 
-def _log_times(problem: Problem, space: Space, ragged: bool = False) -> np.ndarray:
-    """The logarithm of the predicted time for each of `ROWS` and each config."""
-    least = np.array([[replace(problem, M=int(M)).bytes] for M in ROWS[:, 0]], dtype=float)
-    times: np.ndarray = costs(problem, space, ROWS, least, ragged).total * measured.factor(
-        problem, space, ROWS
-    )
-    return np.log(np.where(space.considered(problem, ROWS), times, np.inf))
+def _all_log_times(problem: Problem, space: Space) -> tuple[np.ndarray, np.ndarray]:
+    """`_log_times` for all numbers of rows for which a shortlist is made, and how much each of them counts.
+
+    Of groups of rows these are the rows of a group on average, and then few rows in all, which touch few groups.
+    """
+    if problem.ragged != "rows":
+        return _log_times(problem.predicted, space), WEIGHTS
+    few = [R for R in FEW if problem.matrices > R]
+    stand_ins = [replace(problem, M=R).predicted for R in (problem.matrices, *few)]
+    logs = [_log_times(stand_ins[0], space, ROWS, ragged=True)]
+    logs += [_log_times(x, space, np.array([[x.M]]), ragged=True) for x in stand_ins[1:]]
+    return np.concatenate(logs), np.concatenate([WEIGHTS, np.ones((len(few), 1))])
+
+
+def _log_times(
+    problem: Problem, space: Space, rows: np.ndarray = ROWS, *, ragged: bool = False
+) -> np.ndarray:  # fmt: skip
+    """The logarithm of the predicted time for each of some numbers of rows and each config."""
+    least = np.array([[replace(problem, M=int(M)).bytes] for M in rows[:, 0]], dtype=float)
+    times: np.ndarray = costs(problem, space, rows, least, ragged).total * measured.factor(problem, space, rows)
+    return np.log(np.where(space.considered(problem, rows), times, np.inf))
 
 
 def allowed(problem: Problem) -> Space:
