@@ -1,7 +1,8 @@
 """Write the tables of benchmarks/results/*.json: a few lines between README.md's two marks, all suites between those of
-docs/results.md, every row in RESULTS.md.
+docs/results.md, every row in RESULTS.md. Where there are results of grouped.py, and docs/grouped.md, theirs go between
+the marks of that page.
 
-python benchmarks/readme_tables.py           rewrite all three
+python benchmarks/readme_tables.py           rewrite all
 python benchmarks/readme_tables.py --check   exit 1 if one is out of date
 """
 
@@ -15,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import grouped_summary  # noqa: E402
 from benchmarks import lowbit as packed  # noqa: E402
 from benchmarks.records import (  # noqa: E402
     RESULTS,
@@ -207,6 +209,30 @@ def summary(results: list[Data], of_models: Sequence[Data] = ()) -> str:
     )
 
 
+# --- products of groups ---------------------------------------------------------------------------------------------
+
+
+def grouped(results: Sequence[Data]) -> str:
+    """Everything between the marks of docs/grouped.md."""
+    head, lines = grouped_summary.class_lines(results)
+    return "\n\n".join([_table(head, lines, "lrr"), grouped_summary.ABOUT, grouped_summary.places(results)])
+
+
+def grouped_sections(results: Sequence[Data]) -> list[str]:
+    """The headings and tables of all rows, by version of Triton."""
+    return [
+        "\n\n".join([
+            f"## grouped, Triton {version}",
+            _table(
+                grouped_summary.ROW_HEADING,
+                [[_cell(cell) for cell in line] for line in grouped_summary.row_lines(entries)],
+                "lllrlrrrl",
+            ),
+        ])
+        for version, entries in grouped_summary.pooled(results).items()
+    ]  # fmt: skip
+
+
 # --- every row ------------------------------------------------------------------------------------------------------
 
 
@@ -274,12 +300,12 @@ def section(result: Data) -> str:
     return "\n\n".join([f"## {result['suite']}, {kind(result)}", table, "\n".join(f"- {x}" for x in lines)])
 
 
-def every_row(results: list[Data]) -> str:
+def every_row(results: list[Data], of_groups: Sequence[Data] = ()) -> str:
     """The text of RESULTS.md."""
     title = "# Results, row by row"
     origin = "Written by `benchmarks/readme_tables.py` from the files under `benchmarks/results/`."
     sections = [section(result) for result in results] or [NONE]
-    return "\n\n".join([title, f"{ABOUT} {origin}", *sections]) + "\n"
+    return "\n\n".join([title, f"{ABOUT} {origin}", *sections, *grouped_sections(of_groups)]) + "\n"
 
 
 # --- the files ------------------------------------------------------------------------------------------------------
@@ -303,21 +329,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md", metavar="FILE")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "results.md", metavar="FILE")
+    parser.add_argument("--grouped", type=Path, default=ROOT / "docs" / "grouped.md", metavar="FILE")
     parser.add_argument("--rows", type=Path, default=ROOT / "benchmarks" / "RESULTS.md", metavar="FILE")
     options = parser.parse_args(arguments)
     try:
         results = read_results(options.results)
         readme = rewritten(options.readme, few_lines(results))
         page = rewritten(options.page, summary(results, read_models(options.results)))
+        of_groups = grouped_summary.read(options.results)
+        pages = [(options.readme, readme), (options.page, page)]
+        if of_groups and options.grouped.exists():
+            pages.append((options.grouped, rewritten(options.grouped, grouped(of_groups))))
     except ValueError as error:
         print(f"readme_tables: {error}", file=sys.stderr)
         return 2
     stale = []
-    for path, wanted in (
-        (options.readme, readme),
-        (options.page, page),
-        (options.rows, every_row(results)),
-    ):
+    for path, wanted in (*pages, (options.rows, every_row(results, of_groups))):
         if path.exists() and path.read_text(encoding="utf-8") == wanted:
             continue
         if options.check:

@@ -67,7 +67,8 @@ def grouped_mm(
         gather: (R,), int32: which row of `mat_a` each row of the product reads. `mat_a` is not copied, and R need not
             be the number of its rows. Behind the last group it is not read.
         scatter: (R,), int32: which row of the result each row of the product becomes. No number may come twice.
-        row_scale: (R,): what each row of the result is multiplied by, behind the epilogue.
+        row_scale: (R,): what each row of the result is multiplied by, behind the epilogue and before it is rounded;
+            under torch.compile after that.
         epilogue: a torch function of the product, (R, N), and `args`, as for `gemmery.matmul`.
         args: tensors that broadcast to (R, N); (G, 1, N) and (G, 1, 1) are one row, or number, for each group.
         prologue: an elementwise torch function of `mat_a` and `prologue_args`. It runs before the product.
@@ -207,13 +208,27 @@ def _of_rows(
     first = weight[0] if isinstance(weight, tuple | list) else weight
     groups = _groups(op, x, offs, "rows", rows, first.shape[0])
     groups = groups._replace(gather=gather, scatter=scatter)
-    if row_scale is not None:
-        check_tensor(op, "row_scale", row_scale)
-        if row_scale.shape != (rows,):
-            raise ValueError(f"{op}: row_scale is {tuple(row_scale.shape)}; it must be ({rows},)")
-        scaled = _scaled(functions.epilogue)
-        functions = functions._replace(epilogue=scaled, args=(*functions.args, row_scale.unsqueeze(-1)))
-    return product(op, groups, weight, _of_groups(op, bias, first.shape[0]), functions, out, options)
+    bias = _of_groups(op, bias, first.shape[0])
+    if row_scale is None:
+        return product(op, groups, weight, bias, functions, out, options)
+    check_tensor(op, "row_scale", row_scale)
+    if row_scale.shape != (rows,):
+        raise ValueError(f"{op}: row_scale is {tuple(row_scale.shape)}; it must be ({rows},)")
+    if is_compiling():
+        # The compiler knows epilogues that were made before, and fuses what is behind them itself.
+        return _times_rows(product(op, groups, weight, bias, functions, out, options), row_scale, scatter)
+    scaled = _scaled(functions.epilogue)
+    functions = functions._replace(epilogue=scaled, args=(*functions.args, row_scale.unsqueeze(-1)))
+    return product(op, groups, weight, bias, functions, out, options)
+
+
+def _times_rows(made: Any, row_scale: Tensor, scatter: Tensor | None) -> Any:
+    """Results whose rows are multiplied where they went."""
+    if scatter is not None:
+        row_scale = torch.zeros_like(row_scale).index_copy(0, scatter.long(), row_scale)
+    results = made if isinstance(made, tuple) else (made,)
+    scaled = tuple([(x * row_scale.unsqueeze(-1)).to(x.dtype) for x in results])
+    return scaled if isinstance(made, tuple) else scaled[0]
 
 
 def _check_indices(op: str, name: str, value: Any, x: Tensor, rows: int | None) -> None:

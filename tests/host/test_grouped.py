@@ -1,0 +1,137 @@
+"""Products of groups without kernels: their meaning, errors before any launch, the operator, and what torch does with it."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+import gemmery
+from gemmery import epilogues
+from tests.grouped import CASES, COUNTS, GROUPS, ROWS, close, compared, ends_of, rows_of
+
+F32 = torch.float32
+X, W, B = torch.randn(ROWS, 16), torch.randn(GROUPS, 8, 16), torch.randn(GROUPS, 8)
+OFFS = ends_of(COUNTS)
+
+
+@pytest.mark.parametrize("dtype", [F32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_results_and_gradients(name, dtype):
+    for ours, theirs in compared(CASES[name], {"M": 12, "N": 24, "K": 33}, dtype):
+        assert close(ours, theirs, dtype)
+
+
+def test_torch_agrees():
+    x, w = X.bfloat16(), W.bfloat16()
+    offs = ends_of((*COUNTS[:-1], COUNTS[-1] + ROWS - sum(COUNTS)))
+    torch.testing.assert_close(
+        gemmery.grouped_mm(x, w.mT, offs=offs), torch._grouped_mm(x, w.mT, offs=offs), rtol=2e-2, atol=2e-2
+    )
+
+
+def linear(x=X, w=W, b=None, offs=OFFS, **more):
+    return gemmery.grouped_linear(x, w, b, offs=offs, **more)
+
+
+#: What is wrong, and a part of what is said about it.
+WRONG = {
+    "no tensor": (lambda: linear(offs=[3, 5]), TypeError, "offs is a list"),
+    "no ends": (lambda: gemmery.grouped_mm(X, W.mT), ValueError, "offs is missing"),
+    "type of ends": (lambda: linear(offs=OFFS.long()), TypeError, "offs is torch.int64; it must be torch.int32"),
+    "too few ends": (lambda: linear(offs=OFFS[:2]), ValueError, r"offs is \(2,\); it must have the shape \(5,\)"),
+    "two dimensions of ends": (lambda: linear(offs=OFFS[None]), ValueError, r"offs is \(1, 5\)"),
+    "falling ends": (lambda: linear(offs=OFFS.flip(0).contiguous()), ValueError, "it must not decrease"),
+    "ends beyond the rows": (lambda: linear(offs=OFFS + ROWS), ValueError, f"must be {ROWS} at most"),
+    "strided ends": (lambda: linear(offs=OFFS.repeat_interleave(2)[::2]), ValueError, "it must be contiguous"),
+    "ends elsewhere": (lambda: linear(offs=OFFS.to("meta")), ValueError, "offs is on meta and x on cpu"),
+    "ranks": (lambda: linear(X[0]), ValueError, r"x has 1 dimensions and weight 3"),
+    "ranks of mm": (lambda: gemmery.grouped_mm(X[None, None], W, offs=OFFS), ValueError, "mat_a has 4 dimensions"),
+    "K": (lambda: linear(X[:, :9]), ValueError, "inner sizes 9 and 16 differ"),
+    "types": (lambda: linear(X.half()), TypeError, "x is torch.float16 and weight is torch.float32"),
+    "groups of the bias": (lambda: linear(b=B[:3]), ValueError, r"bias is \(3, 8\); it must be \(5, N\) or \(N,\)"),
+    "columns of the bias": (lambda: linear(b=B[:, :5]), ValueError, "must broadcast to the product"),
+    "gather": (lambda: linear(gather=torch.zeros(3)), TypeError, "gather is torch.float32"),
+    "scatter": (lambda: linear(scatter=OFFS), ValueError, f"scatter is \\(5,\\); it must have the shape \\({ROWS},\\)"),
+    "row scale": (lambda: linear(row_scale=torch.ones(3)), ValueError, f"row_scale is \\(3,\\); it must be \\({ROWS},\\)"),
+    "a bias of ranges": (lambda: gemmery.grouped_mm(X.T, X, offs=OFFS, bias=B), ValueError, "bias is for groups of rows"),
+    "ends of a batch": (lambda: gemmery.grouped_mm(W, W.mT, offs=OFFS), ValueError, "offs is for groups of rows"),
+    "halves": (lambda: linear(w=(W, W[:2]), epilogue=epilogues.swiglu), ValueError, "batches of matrices of one shape"),
+    "a pair without its epilogue": (lambda: linear(w=(W, W)), TypeError, "which takes an epilogue"),
+    "x packed": (lambda: linear(gemmery.quantize(torch.randn(64, 64), "int4")), TypeError, "x is packed"),
+    "an argument": (lambda: linear(epilogue=lambda y, r: y + r, args=(torch.ones(5, 2, 8),)), ValueError, "args"),
+    "out": (lambda: linear(out=torch.empty(3, 8)), ValueError, r"out is \(3, 8\); the result is"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors(name):
+    call, kind, text = WRONG[name]
+    with pytest.raises(kind, match=text):
+        call()
+
+
+@pytest.mark.parametrize("name", [x for x in CASES if x not in ("batch", "arguments")])
+def test_compiled(name):
+    """One graph, forward and backward."""
+    case, sizes = CASES[name], {"M": 12, "N": 24, "K": 33}
+    inputs = case.inputs({**sizes, "2N": 48}, F32)
+    from tests.grouped import numbers
+
+    at = numbers()
+    plain = [x.clone().requires_grad_() for x in inputs]
+    traced = [x.clone().requires_grad_() for x in inputs]
+    y = case.product(*plain, OFFS, at)
+    z = torch.compile(case.product, backend="aot_eager", fullgraph=True)(*traced, OFFS, at)
+    torch.testing.assert_close(z, y)
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    z.backward(grad)
+    for a, b in zip(plain, traced, strict=True):
+        torch.testing.assert_close(b.grad, a.grad)
+
+
+def test_the_operator():
+    from gemmery.operands import Groups
+    from gemmery.product.build import make_call
+    from gemmery.product.flat import arguments_of
+    from gemmery.product.spec import Functions, Options
+
+    x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
+    call = make_call("grouped_linear", Groups(x, OFFS), w, B.unsqueeze(1), Functions(), Options())
+    torch.library.opcheck(torch.ops.gemmery.product.default, (*arguments_of(call, ""), True))
+
+
+def test_fake_tensors():
+    with FakeTensorMode() as mode:
+        x, w, offs = (mode.from_tensor(t) for t in (X, W, OFFS))
+        assert gemmery.grouped_linear(x, w, offs=offs).shape == (ROWS, 8)
+        assert gemmery.grouped_mm(x.T, x, offs=offs).shape == (GROUPS, 16, 16)
+
+
+def test_autocast():
+    with torch.autocast("cpu", torch.bfloat16):
+        y = linear(b=B)
+    assert y.dtype == torch.bfloat16
+    assert close(
+        y, rows_of(X.double(), OFFS, lambda r, g: r @ W[g].double().T + B[g].double()), torch.bfloat16
+    )
+
+
+def test_second_derivatives_of_a_bare_product():
+    x, w = torch.randn(7, 3).double().requires_grad_(), torch.randn(2, 4, 3).double().requires_grad_()
+    offs = torch.tensor([2, 6], dtype=torch.int32)
+    assert torch.autograd.gradgradcheck(lambda x, w: gemmery.grouped_linear(x, w, offs=offs), (x, w))
+    assert torch.autograd.gradcheck(
+        lambda x, w: gemmery.grouped_linear(x, w, offs=offs, epilogue=torch.tanh), (x, w)
+    )
+
+
+def test_results_are_what_torch_functions_make_of_rows():
+    seen = []
+
+    def function(y):
+        seen.append(tuple(y.shape))
+        return F.silu(y)
+
+    linear(epilogue=function)
+    assert (ROWS, 8) in seen
