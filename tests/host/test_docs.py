@@ -144,7 +144,13 @@ def test_all_public_names_are_in_the_reference():
     text = "\n".join((ROOT / page).read_text() for page in pages.PAGES if page.startswith("docs/api/"))
     shown = set(re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE))
     own = {name.rsplit(".", 1)[1] for name in shown}
-    public = {*gemmery.__all__, *gemmery.nn.__all__, *gemmery.moe.__all__, *epilogues.__all__, *formats.__all__}
+    public = {
+        *gemmery.__all__,
+        *gemmery.nn.__all__,
+        *gemmery.moe.__all__,
+        *epilogues.__all__,
+        *formats.__all__,
+    }
     public -= {"nn", "moe"}
     assert not public - own
 

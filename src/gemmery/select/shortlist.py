@@ -78,7 +78,9 @@ def _log_times(
 ) -> np.ndarray:  # fmt: skip
     """The logarithm of the predicted time for each of some numbers of rows and each config."""
     least = np.array([[replace(problem, M=int(M)).bytes] for M in rows[:, 0]], dtype=float)
-    times: np.ndarray = costs(problem, space, rows, least, ragged).total * measured.factor(problem, space, rows)
+    times: np.ndarray = costs(problem, space, rows, least, ragged).total * measured.factor(
+        problem, space, rows
+    )
     return np.log(np.where(space.considered(problem, rows), times, np.inf))
 
 
