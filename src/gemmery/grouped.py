@@ -14,6 +14,7 @@ from torch.compiler import is_compiling
 
 from .api import bmm
 from .epilogues.function import Epilogue
+from .formats.scaled import ScaledTensor
 from .formats.tensor import QuantizedTensor
 from .operands.ragged import Axis, Groups
 from .precision import AskedPrecision, resolved
@@ -29,8 +30,8 @@ CHECKS_OFFSETS = os.environ.get("GEMMERY_CHECK_OFFSETS", "0") not in ("", "0")
 
 
 def grouped_mm(
-    mat_a: Tensor,
-    mat_b: Factor,
+    mat_a: Tensor | ScaledTensor,
+    mat_b: Factor | ScaledTensor,
     *,
     offs: Tensor | None = None,
     bias: Factor | None = None,
@@ -60,7 +61,8 @@ def grouped_mm(
 
     Args:
         mat_a, mat_b: two matrices or batches, of any strides, in one type, on one device. With groups of rows `mat_b`
-            may be a packed weight (G, N, K), a `gemmery.QuantizedTensor`, or a pair, see `gemmery.matmul`.
+            may be a packed weight (G, N, K), a `gemmery.QuantizedTensor`, or a pair, see `gemmery.matmul`; or both are
+            a `gemmery.ScaledTensor`, of fp8 or int8, with scales of rows: (R, K) and (G, N, K).
         offs: (G,), int32, on the operands' device: the end of each group. It does not decrease; two equal ends make an
             empty group. The last one may be less than the number of rows.
         bias: with groups of rows (G, N), or (N,) for all groups; with a pair also a pair of these.
@@ -95,11 +97,12 @@ def grouped_mm(
         >>> torch.testing.assert_close(y[2:5], x[2:5] @ w[2])
     """
     op = "grouped_mm"
-    check_tensor(op, "mat_a", mat_a)
-    check_not_packed(op, "mat_a", mat_a)
-    ranks = (mat_a.dim(), _rank(op, mat_b))
+    numbers = mat_a.data if isinstance(mat_a, ScaledTensor) else mat_a
+    check_tensor(op, "mat_a", numbers)
+    check_not_packed(op, "mat_a", numbers)
+    ranks = (numbers.dim(), _rank(op, mat_b))
     functions = Functions(epilogue, args, prologue, prologue_args)
-    options = (out_dtype, resolved(precision, mat_a), fast_accum, batch_invariant, config)
+    options = (out_dtype, resolved(precision, numbers), fast_accum, batch_invariant, config)
     behind = {"gather": gather, "scatter": scatter, "row_scale": row_scale}
     if ranks == (2, 3):
         return _of_rows(op, mat_a, mat_b, offs, bias, behind, functions, out, options)
@@ -115,7 +118,8 @@ def grouped_mm(
             out_dtype=out_dtype, precision=precision, fast_accum=fast_accum, batch_invariant=batch_invariant,
             config=config,
         )  # fmt: skip
-    assert isinstance(mat_b, Tensor)
+    if not isinstance(mat_a, Tensor) or not isinstance(mat_b, Tensor):
+        raise TypeError(f"{op}: mat_a and mat_b must be tensors where groups are not of rows")
     if ranks == (3, 2):
         _refuse(op, "groups of columns", {**given, "out": out})
         made = _of_rows(op, mat_b.mT, mat_a.mT, offs, None, {}, functions, None, options)
@@ -126,8 +130,8 @@ def grouped_mm(
 
 
 def grouped_linear(
-    x: Tensor,
-    weight: Factor,
+    x: Tensor | ScaledTensor,
+    weight: Factor | ScaledTensor,
     bias: Factor | None = None,
     *,
     offs: Tensor,
@@ -149,7 +153,8 @@ def grouped_linear(
 
     Args:
         x: (R, K), the rows of one group behind those of the other. With `gather`, any number of rows in any order.
-        weight: (G, N, K); a pair of such, as (gate, up) with an epilogue that halves the columns; or packed.
+        weight: (G, N, K); a pair of such, as (gate, up) with an epilogue that halves the columns; or packed; or with x
+            a `gemmery.ScaledTensor`.
         bias: (G, N), or (N,) for all groups; with a pair also a pair.
 
     The other arguments, the result (R, N) and the errors are those of `grouped_mm`.
@@ -162,13 +167,14 @@ def grouped_linear(
         >>> torch.testing.assert_close(y[:3], torch.nn.functional.silu(x[:3] @ gate[0].T) * (x[:3] @ up[0].T))
     """
     op = "grouped_linear"
-    check_tensor(op, "x", x)
-    check_not_packed(op, "x", x)
-    if (x.dim(), rank := _rank(op, weight)) != (2, 3):
+    numbers = x.data if isinstance(x, ScaledTensor) else x
+    check_tensor(op, "x", numbers)
+    check_not_packed(op, "x", numbers)
+    if (numbers.dim(), rank := _rank(op, weight)) != (2, 3):
         raise ValueError(
-            f"{op}: x has {x.dim()} dimensions and weight {rank}; they must be (R, K) and (G, N, K)"
+            f"{op}: x has {numbers.dim()} dimensions and weight {rank}; they must be (R, K) and (G, N, K)"
         )
-    options = (out_dtype, resolved(precision, x), fast_accum, batch_invariant, config)
+    options = (out_dtype, resolved(precision, numbers), fast_accum, batch_invariant, config)
     behind = {"gather": gather, "scatter": scatter, "row_scale": row_scale}
     return _of_rows(
         op, x, weight, offs, bias, behind, Functions(epilogue, args, prologue, prologue_args), out, options
@@ -178,6 +184,7 @@ def grouped_linear(
 def _rank(op: str, second: Any) -> int:
     """Dimensions of the second operand, or of its halves."""
     first = second[0] if isinstance(second, tuple | list) and second else second
+    first = first.data if isinstance(first, ScaledTensor) else first
     check_tensor(op, operand_names(op)[1], first)
     rank: int = first.dim()
     return rank
@@ -190,10 +197,11 @@ def _refuse(op: str, what: str, given: dict[str, Any]) -> None:
 
 
 def _of_rows(
-    op: str, x: Tensor, weight: Any, offs: Any, bias: Any, behind: dict[str, Any], functions: Functions,
+    op: str, x: Any, weight: Any, offs: Any, bias: Any, behind: dict[str, Any], functions: Functions,
     out: Tensor | None, options: tuple[Any, ...],
 ) -> Any:  # fmt: skip
     """A product of groups of rows."""
+    x, scale = _apart(op, x, weight)
     x, functions = apply_prologue(x, functions)
     gather, scatter, row_scale = (behind.get(name) for name in ("gather", "scatter", "row_scale"))
     if isinstance(weight, QuantizedTensor) and weight.permutation is not None:
@@ -203,11 +211,14 @@ def _of_rows(
     if gather is not None:
         _check_indices(op, "gather", gather, x, None)
         rows = gather.shape[0]
+        if scale is not None and scale.dim():
+            # Behind the last group, a number need not be that of a row.
+            scale = scale.index_select(0, gather.clamp(0, max(scale.shape[0] - 1, 0)))
     if scatter is not None:
         _check_indices(op, "scatter", scatter, x, rows)
     first = weight[0] if isinstance(weight, tuple | list) else weight
     groups = _groups(op, x, offs, "rows", rows, first.shape[0])
-    groups = groups._replace(gather=gather, scatter=scatter)
+    groups = groups._replace(gather=gather, scatter=scatter, scale=scale)
     bias = _of_groups(op, bias, first.shape[0])
     if row_scale is None:
         return product(op, groups, weight, bias, functions, out, options)
@@ -220,6 +231,22 @@ def _of_rows(
     scaled = _scaled(functions.epilogue)
     functions = functions._replace(epilogue=scaled, args=(*functions.args, row_scale.unsqueeze(-1)))
     return product(op, groups, weight, bias, functions, out, options)
+
+
+def _apart(op: str, x: Any, weight: Any) -> tuple[Tensor, Tensor | None]:
+    """The numbers of rows, and their scales; TypeError or ValueError for scales that groups do not take."""
+    first, second, _ = operand_names(op)
+    scaled = [isinstance(x, ScaledTensor), isinstance(weight, ScaledTensor)]
+    if not any(scaled):
+        return x, None
+    if not all(scaled):
+        raise TypeError(f"{op}: {first} and {second} must both be a gemmery.ScaledTensor, or neither")
+    for name, value in ((first, x), (second, weight)):
+        if value.kind not in ("tensor", "row"):
+            raise ValueError(
+                f"{op}: {name} has scales {value.kind}; with groups they must be of rows, or of all"
+            )
+    return x.data, x.row_factors
 
 
 def _times_rows(made: Any, row_scale: Tensor, scatter: Tensor | None) -> Any:

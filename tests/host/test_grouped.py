@@ -59,6 +59,13 @@ WRONG = {
     "a pair without its epilogue": (lambda: linear(w=(W, W)), TypeError, "which takes an epilogue"),
     "x packed": (lambda: linear(gemmery.quantize(torch.randn(64, 64), "int4")), TypeError, "x is packed"),
     "an argument": (lambda: linear(epilogue=lambda y, r: y + r, args=(torch.ones(5, 2, 8),)), ValueError, "args"),
+    "scales of blocks": (
+        lambda: linear(gemmery.ScaledTensor(X.to(torch.int8), torch.ones(ROWS, 1)), gemmery.ScaledTensor(torch.zeros(GROUPS, 8, 256, dtype=torch.int8), torch.ones(GROUPS, 8, 2))),
+        ValueError, "weight has scales 1x128",
+    ),
+    "one of two scaled": (
+        lambda: linear(gemmery.ScaledTensor(X.to(torch.int8), torch.ones(ROWS, 1))), TypeError, "or neither",
+    ),
     "out": (lambda: linear(out=torch.empty(3, 8)), ValueError, r"out is \(3, 8\); the result is"),
 }  # fmt: skip
 

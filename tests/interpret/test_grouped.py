@@ -164,3 +164,27 @@ def test_ends_that_are_not_in_order_read_nothing_outside(monkeypatch):
     offs = torch.tensor([9, 4, 900], dtype=torch.int32)
     assert gemmery.grouped_linear(x, w, offs=offs).isfinite().all()
     assert gemmery.grouped_mm(torch.randn(8, 20), x, offs=offs).isfinite().all()
+
+
+@pytest.mark.parametrize("scale", ["row", "tensor"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_scaled_operands(dtype, scale):
+    torch.manual_seed(0)
+    offs, tokens = ends_of(COUNTS), 9
+    gather = torch.randint(tokens, (ROWS,), dtype=torch.int32)
+    a, w = (torch.randint(-9, 9, shape).to(dtype) for shape in ((tokens, 64), (GROUPS, 32, 64)))
+    scales = (
+        [torch.rand(tokens, 1), torch.rand(GROUPS, 32, 1)]
+        if scale == "row"
+        else [torch.rand(()), torch.rand(1)]
+    )
+    x, weight = gemmery.ScaledTensor(a, scales[0]), gemmery.ScaledTensor(w, scales[1])
+    bias = torch.randn(GROUPS, 32)
+    exact, full = x.dequantize(torch.float64)[gather.long()], weight.dequantize(torch.float64)
+    for _ in range(2):
+        y = gemmery.grouped_linear(x, weight, bias, offs=offs, gather=gather, epilogue=epilogues.swiglu)
+        z = rows_of(exact, offs, lambda r, g: r @ full[g].T + bias[g].double())
+        z[-BEHIND:] = 0
+        gate, up = z.chunk(2, -1)
+        assert y.dtype == torch.bfloat16
+        assert close(y, torch.nn.functional.silu(gate) * up, torch.bfloat16)

@@ -40,6 +40,7 @@ class Groups(NamedTuple):
         axis: what the groups are of.
         gather: (R,), int32, which row of `matrix` each row of the product reads; None for its own.
         scatter: (R,), int32, which row of the result each row of the product becomes; None for its own.
+        scale: () or (R, 1), float32, by which 8-bit rows of the product are multiplied; None for others.
     """
 
     matrix: Tensor
@@ -47,6 +48,7 @@ class Groups(NamedTuple):
     axis: Axis = "rows"
     gather: Tensor | None = None
     scatter: Tensor | None = None
+    scale: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +141,13 @@ class RaggedOperand(Operand):
 
     def __init__(
         self, matrix: Tensor, offs: Tensor, axis: Axis = "rows", gather: Tensor | None = None,
-        scatter: Tensor | None = None,
+        scatter: Tensor | None = None, scale: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.inner, self.offs, self.axis, self.gather, self.scatter = matrix, offs, axis, gather, scatter
+        self.scale = scale
         there = [(i, x) for i, x in enumerate((matrix, offs, gather, scatter)) if x is not None]
-        self.tensors = self.launched = tuple([x for _, x in there])
+        self.launched = tuple([x for _, x in there])
+        self.tensors = self.launched if scale is None else (*self.launched, scale)
         self.places = tuple([i for i, _ in there])
         self.groups = offs.shape[0]
         rows = matrix.shape[0] if gather is None else gather.shape[0]
@@ -155,7 +159,17 @@ class RaggedOperand(Operand):
 
     @property
     def values(self) -> tuple[Any, ...]:
-        return self.inner, self.offs, self.gather, self.scatter
+        return self.inner, self.offs, self.gather, self.scatter, self.scale
+
+    @property
+    def outer(self) -> Tensor | None:
+        """The scale of the rows."""
+        return self.scale
+
+    @property
+    def outer_place(self) -> int:
+        """See `Operand.outer_place`."""
+        return 4
 
     @property
     def is_ragged(self) -> bool:
@@ -172,12 +186,12 @@ class RaggedOperand(Operand):
         return shape if self.axis == "k" else shape[-2:]
 
     def named(self, name: str) -> list[tuple[str, Tensor]]:
-        names = (name, "offs", "gather", "scatter")
+        names = (name, "offs", "gather", "scatter", f"{name}'s scales")
         return [(n, x) for n, x in zip(names, self.values, strict=True) if x is not None]
 
     def lowered(self, op: str, names: tuple[str, str], dtype: torch.dtype) -> Operand:
         matrix = DenseOperand(self.inner).lowered(op, names, dtype).matrix
-        return RaggedOperand(matrix, self.offs, self.axis, self.gather, self.scatter)
+        return RaggedOperand(matrix, self.offs, self.axis, self.gather, self.scatter, self.scale)
 
     def spec(self, matrix: Spec, along: Sequence[Layout], problem: Problem) -> Spec:
         m, steps = matrix, (0,) * len(problem.batch)
@@ -185,7 +199,7 @@ class RaggedOperand(Operand):
             inner = self.inner
             m = replace(m, row=inner.stride(0), col=inner.stride(1), aligned=inner.data_ptr() % 16 == 0)
         indices = tuple([
-            Layout(x.dtype, steps, 0, 1, x.data_ptr() % 16 == 0) for x in self.tensors[1:]
+            Layout(x.dtype, steps, 0, 1, x.data_ptr() % 16 == 0) for x in self.launched[1:]
         ])  # fmt: skip
         gathers, scatters = self.gather is not None, self.scatter is not None
         return Ragged(m.dtype, m.steps, m.row, m.col, m.aligned, None, self.axis, gathers, scatters, indices)
@@ -255,13 +269,14 @@ class RaggedOperand(Operand):
     def unscattered(self) -> Operand:
         if self.scatter is None:
             return self
-        return RaggedOperand(self.inner, self.offs, self.axis, self.gather)
+        return RaggedOperand(self.inner, self.offs, self.axis, self.gather, None, self.scale)
 
     # --- for the operator --------------------------------------------------------------------------------------------
 
     @property
     def text(self) -> str:
-        return f"ragged:{self.axis}:{int(self.gather is not None)}{int(self.scatter is not None)}"
+        there = "".join([str(int(x is not None)) for x in (self.gather, self.scatter, self.scale)])
+        return f"ragged:{self.axis}:{there}"
 
     @classmethod
     def rebuild(cls, facts: Sequence[str], tensors: Sequence[Tensor], sizes: Sequence[int]) -> RaggedOperand:
@@ -269,8 +284,8 @@ class RaggedOperand(Operand):
         axis, there = facts
         matrix, offs, *left = tensors
         numbers = iter(left)
-        gather, scatter = (next(numbers) if is_there == "1" else None for is_there in there)
-        return cls(matrix, offs, "k" if axis == "k" else "rows", gather, scatter)
+        gather, scatter, scale = (next(numbers) if is_there == "1" else None for is_there in there)
+        return cls(matrix, offs, "k" if axis == "k" else "rows", gather, scatter, scale)
 
     def mapped(self, dims: Sequence[int | None], rank: int, size: int, everywhere: bool) -> Operand:
         raise NotImplementedError("vmap: a grouped product can't be mapped")

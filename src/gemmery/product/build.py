@@ -106,7 +106,8 @@ def operands_of(op: str, a: Any, b: Any, takes_pair: bool) -> tuple[Operand, Ope
         return scaled_operands(a, b)
     first, second, _ = operand_names(op)
     if isinstance(a, Groups):
-        check_second(op, b, takes_pair)
+        if not isinstance(b, ScaledTensor):
+            check_second(op, b, takes_pair)
         return RaggedOperand(*a), _second(op, b)
     check_tensor(op, first, a)
     check_not_packed(op, first, a, *([second] if isinstance(b, QuantizedTensor) else []))
@@ -122,6 +123,10 @@ def operands_of(op: str, a: Any, b: Any, takes_pair: bool) -> tuple[Operand, Ope
 def _second(op: str, b: Any) -> Operand:
     if isinstance(b, QuantizedTensor):
         return PackedOperand(b)
+    if isinstance(b, ScaledTensor):
+        # Of groups, each with a scale for each of its rows.
+        factors = b.column_factors
+        return RowScaledOperand(b.data.mT, factors.unsqueeze(-2) if factors.dim() else factors)
     if isinstance(b, tuple | list):
         return PairOperand(right_matrix(op, b[0]), right_matrix(op, b[1]))
     return DenseOperand(right_matrix(op, b))

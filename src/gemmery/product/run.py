@@ -114,7 +114,9 @@ def _parts(a: Any, b: Any) -> tuple[list[Any], Any]:
     """The values of operands that are not both plain matrices, as `Call.values` has them, and what else tells them."""
     if type(a) is Groups:
         given, form = _parts(a.matrix, b)
-        given[1:1] = [a.offs, a.gather, a.scatter]
+        if type(b) is ScaledTensor:
+            given, form = [a.matrix, b.data, b.scale], b.kind
+        given[1:1] = [a.offs, a.gather, a.scatter, a.scale]
         return given, (a.axis, form)
     kind = type(b)
     if kind is QuantizedTensor:
