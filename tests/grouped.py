@@ -131,6 +131,22 @@ CASES = {
             x, offs, lambda r, g: gated(r @ w[g].T + b[g], r @ u[g].T + c[g])
         ),
     ),
+    "swiglu of alternating rows": Case(
+        (X, "G 2N K", "G 2N"),
+        lambda x, w, b, offs, at: gemmery.grouped_linear(
+            x, (w[:, 0::2], w[:, 1::2]), (b[:, 0::2], b[:, 1::2]), offs=offs, epilogue=epilogues.swiglu
+        ),
+        lambda x, w, b, offs, at: rows_of(
+            x, offs, lambda r, g: gated(r @ w[g, 0::2].T + b[g, 0::2], r @ w[g, 1::2].T + b[g, 1::2])
+        ),
+    ),
+    "swiglu of alternating columns": Case(
+        (X, "G K 2N"),
+        lambda x, w, offs, at: gemmery.grouped_mm(
+            x, (w[..., 0::2], w[..., 1::2]), offs=offs, epilogue=epilogues.swiglu
+        ),
+        lambda x, w, offs, at: rows_of(x, offs, lambda r, g: gated(r @ w[g, :, 0::2], r @ w[g, :, 1::2])),
+    ),
     "arguments": Case(
         (X, W, "G 1 N", "R N"),
         lambda x, w, s, r, offs, at: gemmery.grouped_linear(

@@ -131,6 +131,15 @@ def beside(left, right):
 
 
 @triton.jit
+def part_columns(acc):
+    """A block whose even columns become the left half, and the odd ones the right half."""
+    rows: tl.constexpr = acc.shape[0]
+    cols: tl.constexpr = acc.shape[1]
+    left, right = acc.reshape(rows, cols // 2, 2).split()
+    return beside(left, right)
+
+
+@triton.jit
 def load_strided_pairs(
     x, shape, strides, sizes, batch, row, col,
     ROWS: tl.constexpr, COLS: tl.constexpr, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr, WIDE: tl.constexpr,

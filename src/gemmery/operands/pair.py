@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -9,10 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .base import Layout, Multiply, Operand, Spec
-from .dense import Dense, DenseOperand, gradient_of, leading
+from ..epilogues.device import compiled
+from ..kernels.operands import part_columns
+from .base import Access, Layout, Multiply, Operand, Spec
+from .dense import Dense, DenseAccess, DenseOperand, gradient_of, leading
 
 if TYPE_CHECKING:
+    from ..devices import Device
     from ..problem import Problem
 
 
@@ -26,8 +30,20 @@ class Pair(Dense):
 
     distance: int = 0
 
+    @property
+    def alternates(self) -> bool:
+        """Whether columns of both halves alternate in one matrix, as gpt-oss has gate and up."""
+        return self.distance > 0 and self.col == 2 * self.distance
+
+    @property
+    def whole(self) -> Dense:
+        """That matrix."""
+        return Dense(self.dtype, self.steps, self.row, self.distance, self.aligned)
+
     def alike(self) -> Pair:
         """See `Spec.alike`: it hardly matters how far apart the halves are."""
+        if self.alternates:
+            return self
         # The distance's divisors, which loads and descriptors look at, and whether it takes 32 bits.
         distance = (self.distance % 16 or 16) + (self.distance >> 31 > 0) * (1 << 31)
         return replace(self, distance=distance)
@@ -35,6 +51,34 @@ class Pair(Dense):
     def half_stride(self, problem: Problem) -> int:
         """See `Dense.half_stride`."""
         return self.distance
+
+    def suits_tma(self, problem: Problem, is_b: bool) -> bool:
+        if self.alternates:
+            return self.whole.takes_tma(problem.batch)
+        return Dense.suits_tma(self, problem, is_b)
+
+    def access(self, problem: Problem, is_b: bool, tma: bool) -> Access:
+        """See `Spec.access`; columns that alternate are loaded as they lie."""
+        if self.alternates:
+            return DenseAccess(self.whole, problem.K, problem.N, problem.batch, tma)
+        return Dense.access(self, problem, is_b, tma)
+
+    def of_sum(self, epilogue: Any, device: Device) -> Any:
+        """See `Spec.of_sum`: columns that alternate are put side by side for the epilogue."""
+        return _parted(epilogue) if self.alternates else epilogue
+
+
+_PARTED = """\
+def parted_{name}(
+    acc, args, shape, sizes, batch, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr
+):
+    return EPILOGUE(PART(acc), args, shape, sizes, batch, row, col, ROWS, COLS, WIDE)
+"""
+
+
+@functools.lru_cache(1024)
+def _parted(epilogue: Any) -> Any:
+    return compiled(_PARTED.format(name=epilogue.__name__), {"EPILOGUE": epilogue, "PART": part_columns})
 
 
 class PairOperand(Operand):

@@ -414,6 +414,8 @@ def _operands_suit(problem: Problem) -> bool:
         return type(a) is Dense and bool(b.staged) and not problem.paired
     if problem.ragged:
         return type(b) is Dense
+    if isinstance(b, Pair) and b.alternates:
+        return False
     if not isinstance(a, Scaled) or not isinstance(b, Scaled):
         return type(a) is Dense and type(b) in (Dense, Pair)
     # The kernel's assembly loads fp32.

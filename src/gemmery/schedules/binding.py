@@ -24,6 +24,7 @@ from ..kernels import epilogues, gemm, place
 from ..kernels import operands as access
 from ..operands import DenseAccess, Layout
 from ..operands.base import negated
+from ..operands.pair import Pair
 from ..operands.scalars import parts, traced_arguments
 from .waves import Split, Waves
 from .workspace import WORKSPACES, Workspace
@@ -146,6 +147,8 @@ def spans(problem: Problem, config: Config) -> bool:
 def epilogue_subtiles(problem: Problem, config: Config) -> int:
     """In how many subtiles the epilogue and the store of a block come."""
     if not config.split_store or problem.b.by_steps or (problem.fusion is not None and problem.fusion.whole):
+        return 1
+    if isinstance(problem.b, Pair) and problem.b.alternates:
         return 1
     if problem.paired:
         # Half of a tile's columns are stored then, and parts of K are added by columns.
