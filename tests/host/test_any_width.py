@@ -502,12 +502,14 @@ def test_elements_that_two_tiles_store_have_the_same_bits(sizes, text):
         state = (work.whole + work.cut * work.parts, work.whole, work.parts)
         at_x, at_y, *_ = corner(
             unit,
+            (),
             state,
             (p.M, p.N, p.K),
             (y, 8),
             lambda *args, at=(row, col): (0, *at, p.M, 0, p.K),
             x,
             config.swap,
+            "rows",
             "rows",
         )
         at_m, at_n = (at_y, at_x) if config.swap else (at_x, at_y)

@@ -73,7 +73,7 @@ def test_layouts_and_activations_with_gradients(layout, activation):
     assert (ours[1][UNUSED] == 0).all()
 
 
-@pytest.mark.parametrize("given", ["relu_squared", torch.tanh, lambda acc: acc * 2], ids=str)
+@pytest.mark.parametrize("given", ["relu_squared", torch.tanh, lambda acc: acc * 2], ids=["name", "function", "lambda"])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_without_a_gate(given, transposed):
     function = given if callable(given) else lambda acc: torch.relu(acc).square()
@@ -197,7 +197,7 @@ def test_packed_weights(format):
     assert c.grad.abs().max() > 0
 
 
-@pytest.mark.parametrize("activation", ["silu", gate(clamped_swiglu)], ids=str)
+@pytest.mark.parametrize("activation", ["silu", gate(clamped_swiglu)], ids=["silu", "clamped"])
 @pytest.mark.parametrize("layout", ["stacked", "alternating and transposed"])
 def test_compiled(layout, activation):
     x, w, d, b, c = (t.requires_grad_() for t in leaves(torch.float32, tokens=9))
@@ -319,7 +319,7 @@ def test_what_the_module_refuses():
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "state dict"])
-@pytest.mark.parametrize("activation", ["silu", gate(clamped_swiglu)], ids=str)
+@pytest.mark.parametrize("activation", ["silu", gate(clamped_swiglu)], ids=["silu", "clamped"])
 def test_copies_of_the_module(way, activation):
     layer = Experts(EXPERTS, IN, HIDDEN, activation=activation, bias=True)
     if way == "deepcopy":
