@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import records
+from benchmarks import grouped_summary, records
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = records.read_results(records.RESULTS)
@@ -57,10 +57,11 @@ def held(method):
     return MODELS[GATED]["held_bytes"][method] / 2**20
 
 
-def near():
-    """Rows of the suites of known models that are within 2 % of cuBLAS or faster, and all."""
-    found = [*rows("llm").values(), *rows("decode").values()]
-    return sum(ratio >= 0.98 for ratio in found), len(found)
+def experts(some):
+    """The speed of whole layers of experts over Hugging Face's, with the newest version of Triton."""
+    kind = next(x for x in grouped_summary.KINDS if x.title.startswith(f"experts with routing, {some}"))
+    newest = next(iter(grouped_summary.pooled(grouped_summary.read(records.RESULTS)).values()))
+    return grouped_summary.figures(kind, newest).geomean
 
 
 def costs(*names):
@@ -71,7 +72,11 @@ GATED = "GatedMLP, forward and backward, M=8192"
 LLAMA = "Llama of 1.2B, decoding 16 rows in a CUDA graph"
 #: Page, sentence with a group for each figure, and what these have to be.
 QUOTED = {
-    "near cuBLAS": ("README.md", r"(\d+) of the (\d+) rows are within 2 %", near),
+    "experts": (
+        "README.md",
+        r"([\d.]*\d) times as fast as Hugging Face's best path with 4096 tokens and more, and ([\d.]*\d) times with up to 256",
+        lambda: tuple(experts(some) for some in ("T ≥ 4096", "T ≤ 256")),
+    ),
     "level with cuBLAS": (
         "README.md",
         r"([\d.]*\d) in the geometric mean and ([\d.]*\d) at worst with 512 to 8192 rows",
