@@ -196,7 +196,7 @@ def check(call: Call) -> None:
 def _check_halves(op: str, rank: int, left: Tensor, right: Tensor) -> None:
     name = operand_names(op)[1]
     if left.dim() != rank or right.shape != left.shape:
-        shapes = [tuple((x.mT if op in OF_WEIGHTS else x).shape) for x in (left, right)]
+        shapes = [tuple((x.mT if op in OF_WEIGHTS and x.dim() > 1 else x).shape) for x in (left, right)]
         raise ValueError(
             f"{op}: the halves of {name} are {shapes[0]} and {shapes[1]}; they must be "
             f"{'matrices' if rank == 2 else 'batches of matrices'} of one shape"
