@@ -188,3 +188,15 @@ def test_scaled_operands(dtype, scale):
         gate, up = z.chunk(2, -1)
         assert y.dtype == torch.bfloat16
         assert close(y, torch.nn.functional.silu(gate) * up, torch.bfloat16)
+
+
+def test_rows_have_the_same_bits_in_every_group():
+    """Batch-invariant: neither the size of the group nor the other groups have a say."""
+    torch.manual_seed(0)
+    x, w = torch.randn(40, 64).bfloat16(), torch.randn(3, 32, 64).bfloat16()
+    first = gemmery.grouped_linear(x, w, offs=ends_of([40, 0, 0]), batch_invariant=True)
+    for counts in ([1, 20, 19], [17, 0, 5], [8, 8, 8]):
+        y = gemmery.grouped_linear(x, w, offs=ends_of(counts), batch_invariant=True)
+        assert torch.equal(y[: counts[0]], first[: counts[0]])
+    alone = gemmery.grouped_linear(x[:1], w, offs=ends_of([1, 0, 0]), batch_invariant=True)
+    assert torch.equal(alone, first[:1])
