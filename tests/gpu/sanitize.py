@@ -72,10 +72,46 @@ def run(dtype, config, m, n, k, layout, added, kwargs, batch=()):
     assert error < 1e-2, f"{dtype} {config} {m}x{n}x{k} {layout}: relative error {error}"
 
 
+#: Configs of groups of rows, and of ranges of K. Those of tiles of any width are for Hopper.
+GROUPED = {
+    "rows": ("32x32x32-g2-w4-s2-tile-pointer", "32x32x64-g2-w4-s2-tile-descriptor"),
+    "rows on hopper": (
+        "64x96x64-g0-w4-s5-cooperative-descriptor",
+        "64x128x64-g0-w8-s4-pingpong-descriptor-swap",
+    ),
+    "ranges": ("32x32x32-g2-w4-s2-tile-pointer",),
+    "ranges on hopper": ("64x128x64-g0-w4-s4-cooperative-descriptor",),
+}
+
+
+def run_grouped(kind, config):
+    """Groups of which some are empty, with rows behind the last one."""
+    counts, behind = (5, 0, 70, 1, 0), 9
+    ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+    offs = torch.tensor(ends, dtype=torch.int32).to(DEVICE)
+    x, y = (torch.randn(ends[-1] + behind, n).bfloat16() for n in (72, 136))
+    w = torch.randn(len(counts), 136, 72).bfloat16()
+    bounds = list(zip([0, *ends[:-1]], ends, strict=True))
+    if kind.startswith("rows"):
+        out = gemmery.grouped_linear(x.to(DEVICE), w.to(DEVICE), offs=offs, config=config)
+        want = torch.cat([x[i:j].double() @ w[g].double().T for g, (i, j) in enumerate(bounds)])
+        assert (out[ends[-1] :] == 0).all()
+        out = out[: ends[-1]]
+    else:
+        out = gemmery.grouped_mm(y.to(DEVICE).mT, x.to(DEVICE), offs=offs, config=config)
+        want = torch.stack([y[i:j].double().T @ x[i:j].double() for i, j in bounds])
+    error = ((out.cpu().double() - want).norm() / want.norm()).item()
+    assert error < 1e-2, f"{kind} {config}: relative error {error}"
+
+
 def main():
     torch.manual_seed(0)
     for case in RUNS:
         run(*case)
+    is_hopper = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+    for kind, configs in GROUPED.items():
+        for config in configs if is_hopper or "hopper" not in kind else ():
+            run_grouped(kind, config)
     for loader, k in (("pointer", 35), ("descriptor", 40)):
         run(HALF, f"64x32x32-g2-w4-s2-persistent-{loader}", 70, 40, k, "NT", None, {}, batch=(3,))
     if DEVICE == "cuda":
