@@ -13,16 +13,17 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from .api import bmm
-from .epilogues.function import Epilogue
+from .epilogues.function import function_of
 from .formats.scaled import ScaledTensor
 from .formats.tensor import QuantizedTensor
 from .operands.ragged import Axis, Groups
 from .precision import AskedPrecision, resolved
 from .problem import Config
-from .product.check import check_not_packed, check_tensor
+from .product.check import check_not_packed, check_tensor, check_types
 from .product.prologue import apply_prologue
 from .product.run import product
-from .product.shape import operand_names
+from .product.seen import PLAIN, autocast_dtype
+from .product.shape import OF_WEIGHTS, operand_names
 from .product.spec import Factor, Functions, OutTypes
 
 #: Ask the GPU whether `offs` is valid, at the price of a synchronisation with every call.
@@ -69,8 +70,8 @@ def grouped_mm(
         gather: (R,), int32: which row of `mat_a` each row of the product reads. `mat_a` is not copied, and R need not
             be the number of its rows. Behind the last group it is not read.
         scatter: (R,), int32: which row of the result each row of the product becomes. No number may come twice.
-        row_scale: (R,): what each row of the result is multiplied by, behind the epilogue and before it is rounded;
-            under torch.compile after that.
+        row_scale: (R,), of floating point: what each row of the result is multiplied by, behind the epilogue and before
+            it is rounded; under torch.compile after that. Of several results the matrices are multiplied.
         epilogue: a torch function of the product, (R, N), and `args`, as for `gemmery.matmul`.
         args: tensors that broadcast to (R, N); (G, 1, N) and (G, 1, 1) are one row, or number, for each group.
         prologue: an elementwise torch function of `mat_a` and `prologue_args`. It runs before the product.
@@ -110,16 +111,17 @@ def grouped_mm(
         raise ValueError(
             f"{op}: mat_a has {ranks[0]} dimensions and mat_b {ranks[1]}; both must have 2 or 3 dimensions"
         )
+    if not isinstance(mat_a, Tensor) or not isinstance(mat_b, Tensor) or isinstance(mat_b, QuantizedTensor):
+        raise TypeError(f"{op}: mat_a and mat_b must be plain tensors where groups are not of rows")
+    _check_operands(op, mat_a, mat_b, mat_b.shape[-2])
     given = {"bias": bias, **behind, "epilogue": epilogue, "prologue": prologue}
     if ranks == (3, 3):
         _refuse(op, "a batch", {"offs": offs, "bias": bias, **behind})
         return bmm(
-            mat_a, mat_b, epilogue=epilogue, args=args, prologue=prologue, prologue_args=prologue_args, out=out,  # type: ignore[arg-type]
+            mat_a, mat_b, epilogue=epilogue, args=args, prologue=prologue, prologue_args=prologue_args, out=out,
             out_dtype=out_dtype, precision=precision, fast_accum=fast_accum, batch_invariant=batch_invariant,
             config=config,
         )  # fmt: skip
-    if not isinstance(mat_a, Tensor) or not isinstance(mat_b, Tensor):
-        raise TypeError(f"{op}: mat_a and mat_b must be tensors where groups are not of rows")
     if ranks == (3, 2):
         _refuse(op, "groups of columns", {**given, "out": out})
         made = _of_rows(op, mat_b.mT, mat_a.mT, offs, None, {}, functions, None, options)
@@ -193,7 +195,7 @@ def _rank(op: str, second: Any) -> int:
 def _refuse(op: str, what: str, given: dict[str, Any]) -> None:
     for name, value in given.items():
         if value is not None:
-            raise ValueError(f"{op}: {name} is for groups of rows; given with {what}")
+            raise ValueError(f"{op}: {name} is given with {what}; these operands do not take it")
 
 
 def _of_rows(
@@ -201,13 +203,16 @@ def _of_rows(
     out: Tensor | None, options: tuple[Any, ...],
 ) -> Any:  # fmt: skip
     """A product of groups of rows."""
-    x, scale = _apart(op, x, weight)
+    x, scale = _apart(op, x, weight, functions)
     x, functions = apply_prologue(x, functions)
     gather, scatter, row_scale = (behind.get(name) for name in ("gather", "scatter", "row_scale"))
     if isinstance(weight, QuantizedTensor) and weight.permutation is not None:
         x = x.index_select(-1, weight.permutation)
         weight = weight.with_parts(weight.parts() | {"permutation": None})
     rows = x.shape[0]
+    first = weight[0] if isinstance(weight, tuple | list) else weight
+    of_weight = op in OF_WEIGHTS or isinstance(weight, QuantizedTensor | ScaledTensor)
+    _check_operands(op, x, first, first.shape[-1 if of_weight else -2])
     if gather is not None:
         _check_indices(op, "gather", gather, x, None)
         rows = gather.shape[0]
@@ -216,24 +221,53 @@ def _of_rows(
             scale = scale.index_select(0, gather.clamp(0, max(scale.shape[0] - 1, 0)))
     if scatter is not None:
         _check_indices(op, "scatter", scatter, x, rows)
-    first = weight[0] if isinstance(weight, tuple | list) else weight
     groups = _groups(op, x, offs, "rows", rows, first.shape[0])
     groups = groups._replace(gather=gather, scatter=scatter, scale=scale)
     bias = _of_groups(op, bias, first.shape[0])
     if row_scale is None:
         return product(op, groups, weight, bias, functions, out, options)
-    check_tensor(op, "row_scale", row_scale)
-    if row_scale.shape != (rows,):
-        raise ValueError(f"{op}: row_scale is {tuple(row_scale.shape)}; it must be ({rows},)")
+    _check_row_scale(op, row_scale, rows, functions.epilogue)
     if is_compiling():
         # The compiler knows epilogues that were made before, and fuses what is behind them itself.
-        return _times_rows(product(op, groups, weight, bias, functions, out, options), row_scale, scatter)
-    scaled = _scaled(functions.epilogue)
+        return _times_rows(
+            product(op, groups, weight, bias, functions, out, options), row_scale, scatter, out
+        )
+    scaled = functools.partial(_scaled, function_of(functions.epilogue))
     functions = functions._replace(epilogue=scaled, args=(*functions.args, row_scale.unsqueeze(-1)))
     return product(op, groups, weight, bias, functions, out, options)
 
 
-def _apart(op: str, x: Any, weight: Any) -> tuple[Tensor, Tensor | None]:
+def _check_operands(op: str, x: Tensor, weight: Any, inner: int) -> None:
+    """ValueError unless the operands have as many numbers along K; TypeError for types that do not go together.
+
+    Args:
+        inner: those of the weight.
+    """
+    first, second, _ = operand_names(op)
+    if x.shape[-1] != inner:
+        raise ValueError(
+            f"{op}: {first} is {tuple(x.shape)} and {second} is {tuple(weight.shape)}: inner sizes {x.shape[-1]} and "
+            f"{inner} differ"
+        )
+    if (
+        isinstance(weight, Tensor)
+        and not isinstance(weight, QuantizedTensor)
+        and autocast_dtype(x.device) is None
+    ):
+        check_types(op, x, weight)
+
+
+def _check_row_scale(op: str, row_scale: Any, rows: int, epilogue: Any) -> None:
+    check_tensor(op, "row_scale", row_scale)
+    if row_scale.shape != (rows,):
+        raise ValueError(f"{op}: row_scale is {tuple(row_scale.shape)}; it must be ({rows},)")
+    if not row_scale.dtype.is_floating_point:
+        raise TypeError(f"{op}: row_scale is {row_scale.dtype}; it must be of floating point")
+    if epilogue is not None and not callable(epilogue):
+        raise TypeError(f"{op}: epilogue is a {type(epilogue).__name__}; it must be a function")
+
+
+def _apart(op: str, x: Any, weight: Any, functions: Functions) -> tuple[Tensor, Tensor | None]:
     """The numbers of rows, and their scales; TypeError or ValueError for scales that groups do not take."""
     first, second, _ = operand_names(op)
     scaled = [isinstance(x, ScaledTensor), isinstance(weight, ScaledTensor)]
@@ -241,6 +275,8 @@ def _apart(op: str, x: Any, weight: Any) -> tuple[Tensor, Tensor | None]:
         return x, None
     if not all(scaled):
         raise TypeError(f"{op}: {first} and {second} must both be a gemmery.ScaledTensor, or neither")
+    if functions.prologue is not None:
+        raise TypeError(f"{op}: a prologue takes floating-point operands; {first} is a gemmery.ScaledTensor")
     for name, value in ((first, x), (second, weight)):
         if value.kind not in ("tensor", "row"):
             raise ValueError(
@@ -249,12 +285,15 @@ def _apart(op: str, x: Any, weight: Any) -> tuple[Tensor, Tensor | None]:
     return x.data, x.row_factors
 
 
-def _times_rows(made: Any, row_scale: Tensor, scatter: Tensor | None) -> Any:
-    """Results whose rows are multiplied where they went."""
+def _times_rows(made: Any, row_scale: Tensor, scatter: Tensor | None, out: Tensor | None) -> Any:
+    """The matrices among results with their rows multiplied where they went."""
     if scatter is not None:
         row_scale = torch.zeros_like(row_scale).index_copy(0, scatter.long(), row_scale)
+    scale = row_scale.unsqueeze(-1)
+    if out is not None:
+        return out.mul_(scale)
     results = made if isinstance(made, tuple) else (made,)
-    scaled = tuple([(x * row_scale.unsqueeze(-1)).to(x.dtype) for x in results])
+    scaled = tuple([(x * scale).to(x.dtype) if x.dim() > 1 else x for x in results])
     return scaled if isinstance(made, tuple) else scaled[0]
 
 
@@ -285,7 +324,7 @@ def _groups(op: str, x: Tensor, offs: Any, axis: Axis, most: int, count: int | N
         wanted = "one dimension" if count is None else f"the shape ({count},), an end for each group"
         raise ValueError(f"{op}: offs is {tuple(offs.shape)}; it must have {wanted}")
     _check_indices(op, "offs", offs, x, None)
-    if (CHECKS_OFFSETS or offs.device.type == "cpu") and not is_compiling() and type(offs) is Tensor:
+    if (CHECKS_OFFSETS or offs.device.type == "cpu") and not is_compiling() and type(offs) in PLAIN:
         ends = [0, *offs.tolist()]
         if any(i > j for i, j in itertools.pairwise(ends)) or ends[-1] > most:
             raise ValueError(
@@ -305,15 +344,13 @@ def _of_groups(op: str, bias: Any, count: int) -> Any:
     return bias.unsqueeze(1)
 
 
-@functools.lru_cache(256)
-def _scaled(epilogue: Any) -> Any:
-    """An epilogue, or none, behind which each row is multiplied by the last of its arguments."""
-
-    def scaled(product: Tensor, *args: Any) -> Any:
-        *own, scale = args
-        made = product if epilogue is None else epilogue(product, *own)
-        if isinstance(made, tuple | list):
-            return tuple([x * scale for x in made])
-        return made * scale
-
-    return Epilogue(scaled)
+def _scaled(function: Callable[..., Any] | None, product: Tensor, *args: Any) -> Any:
+    """An epilogue behind a function, or none: the matrices among its results with each row times the last argument."""
+    *own, scale = args
+    made = product if function is None else function(product, *own)
+    many = isinstance(made, tuple | list)
+    # In the type that the function left a result in, whatever the scale's is.
+    results = [
+        (x * scale).to(x.dtype) if x.dim() == product.dim() else x for x in (made if many else (made,))
+    ]
+    return tuple(results) if many else results[0]

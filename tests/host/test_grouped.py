@@ -53,8 +53,8 @@ WRONG = {
     "gather": (lambda: linear(gather=torch.zeros(3)), TypeError, "gather is torch.float32"),
     "scatter": (lambda: linear(scatter=OFFS), ValueError, f"scatter is \\(5,\\); it must have the shape \\({ROWS},\\)"),
     "row scale": (lambda: linear(row_scale=torch.ones(3)), ValueError, f"row_scale is \\(3,\\); it must be \\({ROWS},\\)"),
-    "a bias of ranges": (lambda: gemmery.grouped_mm(X.T, X, offs=OFFS, bias=B), ValueError, "bias is for groups of rows"),
-    "ends of a batch": (lambda: gemmery.grouped_mm(W, W.mT, offs=OFFS), ValueError, "offs is for groups of rows"),
+    "a bias of ranges": (lambda: gemmery.grouped_mm(X.T, X, offs=OFFS, bias=B), ValueError, "bias is given with ranges of K"),
+    "ends of a batch": (lambda: gemmery.grouped_mm(W, W.mT, offs=OFFS), ValueError, "offs is given with a batch"),
     "halves": (lambda: linear(w=(W, W[:2]), epilogue=epilogues.swiglu), ValueError, "batches of matrices of one shape"),
     "a pair without its epilogue": (lambda: linear(w=(W, W)), TypeError, "which takes an epilogue"),
     "x packed": (lambda: linear(gemmery.quantize(torch.randn(64, 64), "int4")), TypeError, "x is packed"),
@@ -65,6 +65,29 @@ WRONG = {
     ),
     "one of two scaled": (
         lambda: linear(gemmery.ScaledTensor(X.to(torch.int8), torch.ones(ROWS, 1))), TypeError, "or neither",
+    ),
+    "a prologue of codes": (
+        lambda: linear(
+            gemmery.ScaledTensor(X.to(torch.int8), torch.ones(())), gemmery.ScaledTensor(W.to(torch.int8), torch.ones(())),
+            prologue=torch.relu,
+        ),
+        TypeError, "a prologue takes floating-point operands",
+    ),
+    "a batch of scaled operands": (
+        lambda: gemmery.grouped_mm(*[gemmery.ScaledTensor(W.to(torch.int8), torch.ones(()))] * 2), TypeError, "plain tensors",
+    ),
+    "a packed weight in ranges": (
+        lambda: gemmery.grouped_mm(X.T.bfloat16(), gemmery.quantize(torch.randn(ROWS, ROWS), "int4", group_size=0), offs=OFFS),
+        TypeError, "plain tensors",
+    ),
+    "ends that are a parameter": (
+        lambda: linear(offs=torch.nn.Parameter(OFFS - 9, requires_grad=False)), ValueError, "must not decrease",
+    ),
+    "a number for an epilogue": (
+        lambda: linear(epilogue=3, row_scale=torch.ones(ROWS)), TypeError, "epilogue is a int",
+    ),
+    "names of columns": (
+        lambda: gemmery.grouped_mm(W, X, offs=OFFS), ValueError, rf"mat_a is \(5, 8, 16\) and mat_b is \({ROWS}, 16\)",
     ),
     "out": (lambda: linear(out=torch.empty(3, 8)), ValueError, r"out is \(3, 8\); the result is"),
 }  # fmt: skip
@@ -142,3 +165,35 @@ def test_results_are_what_torch_functions_make_of_rows():
 
     linear(epilogue=function)
     assert (ROWS, 8) in seen
+
+
+def test_row_scale():
+    """Of matrices alone, in the type of the result, for functions that are made anew, and into `out` when compiled."""
+    from gemmery.product import cache
+
+    scale = torch.rand(ROWS)
+    both, sums = linear(epilogue=lambda y: (y, y.sum(-1)), row_scale=scale)
+    plain = linear()
+    torch.testing.assert_close(both, plain * scale[:, None])
+    torch.testing.assert_close(sums, plain.sum(-1))
+    half = linear(X.half(), W.half(), row_scale=scale.double())
+    assert half.dtype == torch.float16
+    before = len(cache._known)
+    for _ in range(3):
+        linear(row_scale=scale, epilogue=lambda y: torch.relu(y))
+    assert len(cache._known) <= before + 1
+    out = torch.empty(ROWS, 8)
+
+    def into(x, w, scale, out):
+        return gemmery.grouped_linear(x, w, offs=OFFS, row_scale=scale, out=out)
+
+    assert torch.compile(into, backend="eager", fullgraph=True)(X, W, scale, out).data_ptr() == out.data_ptr()
+    torch.testing.assert_close(out, plain * scale[:, None])
+
+
+def test_nothing_to_multiply():
+    none = torch.zeros(0, dtype=torch.int32)
+    assert (gemmery.grouped_linear(X, W[:0], B[:0], offs=none) == 0).all()
+    y = gemmery.grouped_linear(X[:0], W, B, offs=OFFS * 0, gather=torch.zeros(5, dtype=torch.int32))
+    assert y.shape == (5, 8)
+    assert (y == 0).all()

@@ -161,9 +161,13 @@ def test_ends_that_are_not_in_order_read_nothing_outside(monkeypatch):
 
     monkeypatch.setattr(grouped, "_groups", lambda op, x, offs, axis, most, count=None: Groups(x, offs, axis))
     x, w = torch.randn(20, 16), torch.randn(3, 8, 16)
-    offs = torch.tensor([9, 4, 900], dtype=torch.int32)
-    assert gemmery.grouped_linear(x, w, offs=offs).isfinite().all()
-    assert gemmery.grouped_mm(torch.randn(8, 20), x, offs=offs).isfinite().all()
+    around = torch.full((60, 8), torch.nan)
+    for ends in ([9, 4, 900], [-9, 4, 5], [-(1 << 31), (1 << 31) - 1, 0]):
+        offs = torch.tensor(ends, dtype=torch.int32)
+        gemmery.grouped_linear(x, w, offs=offs, out=around[20:40])
+        assert around[:20].isnan().all()
+        assert around[40:].isnan().all()
+        assert gemmery.grouped_mm(torch.randn(8, 20), x, offs=offs).isfinite().all()
 
 
 @pytest.mark.parametrize("scale", ["row", "tensor"])

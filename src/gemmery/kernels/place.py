@@ -162,8 +162,9 @@ def group_of(tile, offs, groups, M, BLOCK_M, SCAN: tl.constexpr):
         group = chunk + numbered(SCAN)
         begins = tl.load(offs + group - 1, mask=(group > 0) & (group <= groups), other=0)
         ends = tl.load(offs + group, mask=group < groups, other=0)
-        begins = tl.where(group > groups, M, tl.minimum(begins, M))
-        ends = tl.where(group >= groups, M, tl.minimum(ends, M))
+        # Whatever the ends are, no row outside is touched.
+        begins = tl.where(group > groups, M, tl.maximum(tl.minimum(begins, M), 0))
+        ends = tl.where(group >= groups, M, tl.maximum(tl.minimum(ends, M), 0))
         tiles = tl.cdiv(tl.maximum(ends - begins, 0), BLOCK_M)
         before = total + tl.cumsum(tiles, 0) - tiles
         # At most one group of all is here.
@@ -205,7 +206,7 @@ def tile_of_ranges(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.conste
     batch, row, col, end, _, K = whole_tile(unit, state, shape, BLOCK_M, BLOCK_N, band_m)
     first_k = tl.load(offs + batch - 1, mask=batch > 0, other=0)
     last_k = tl.load(offs + batch)
-    return batch, row, col, end, tl.minimum(first_k, K), tl.minimum(last_k, K)
+    return batch, row, col, end, tl.maximum(tl.minimum(first_k, K), 0), tl.minimum(last_k, K)
 
 
 @triton.jit
@@ -252,6 +253,6 @@ def sized_tile_of_ranges(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.
     """
     batch, row, col, _, _, K = sized_tile_of_batch(unit, state, shape, BLOCK_M, BLOCK_N, band_m)
     offs = state[7][0]
-    first_k = tl.minimum(tl.load(offs + batch - 1, mask=batch > 0, other=0), K)
+    first_k = tl.maximum(tl.minimum(tl.load(offs + batch - 1, mask=batch > 0, other=0), K), 0)
     end = tl.maximum(tl.minimum(tl.load(offs + batch), K), first_k)
     return batch, row, col, end, first_k, tl.maximum(end, first_k + 1)

@@ -232,6 +232,9 @@ class RaggedOperand(Operand):
 
     def gathered(self) -> Tensor:
         """(R, K), the rows of the product."""
+        if self.gather is not None and self.inner.shape[0] == 0:
+            # Then there are no rows in groups.
+            return self.inner.new_zeros(self.rows, self.inner.shape[1])
         return self.inner if self.gather is None else self.inner.index_select(0, self.sources())
 
     def group_of_rows(self) -> Tensor:
@@ -244,6 +247,8 @@ class RaggedOperand(Operand):
         """See `Operand.of_rows`: what belongs to groups, (G, 1, ...), becomes what belongs to rows."""
         if self.axis == "k" or not isinstance(value, Tensor) or value.dim() != 3:
             return value
+        if self.groups == 0:
+            return value.new_zeros(self.rows, value.shape[-1])
         return value.squeeze(1).index_select(0, self.group_of_rows())
 
     def behind(self) -> Tensor:

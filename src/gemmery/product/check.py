@@ -249,7 +249,7 @@ def dimensions(call: Call, i: int, tensor: Tensor, shape: tuple[int, ...]) -> tu
     """
     of_groups = call.a.is_ragged and tensor.dim() == len(shape) + 1 == 3
     if of_groups and tensor.shape[0] == call.a.matrix.shape[0] and tensor.shape[1] == 1:
-        return dimensions(call, i, tensor[0], shape)
+        return dimensions(call, i, torch.empty(tensor.shape[1:], device="meta"), shape)
     if tensor.dim() > len(shape):
         raise ValueError(f"{call.op}: {input_name(call, i)} is {tuple(tensor.shape)}; the product is {shape}")
     names: list[str] = []

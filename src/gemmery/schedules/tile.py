@@ -42,7 +42,10 @@ class Tile(Schedule):
 
     def refusal(self, problem: Problem, config: Config) -> str | None:
         if not self.takes(config, Forms.of(problem)):
-            return "products in groups take no split_k, a block_n that is a power of two, and in ranges of K pointers"
+            return (
+                "products in groups need a block_n that is a power of two and split_k 1, and those of ranges of K the "
+                "pointer loader"
+            )
         return refusal_of(problem, config)
 
     def bind(self, problem: Problem, config: Config) -> Binding:
