@@ -70,8 +70,8 @@ def grouped_mm(
         gather: (R,), int32: which row of `mat_a` each row of the product reads. `mat_a` is not copied, and R need not
             be the number of its rows. Behind the last group it is not read.
         scatter: (R,), int32: which row of the result each row of the product becomes. No number may come twice.
-        row_scale: (R,), of floating point: what each row of the result is multiplied by, behind the epilogue and before
-            it is rounded; under torch.compile after that. Of several results the matrices are multiplied.
+        row_scale: (R,), of floating point: what each row of the product is multiplied by, wherever it goes, behind the
+            epilogue and before it is rounded; under torch.compile after that. Only matrices among results are.
         epilogue: a torch function of the product, (R, N), and `args`, as for `gemmery.matmul`.
         args: tensors that broadcast to (R, N); (G, 1, N) and (G, 1, 1) are one row, or number, for each group.
         prologue: an elementwise torch function of `mat_a` and `prologue_args`. It runs before the product.
@@ -84,7 +84,8 @@ def grouped_mm(
         returns.
 
     Raises:
-        ValueError: shapes or devices do not fit. Whether `offs` is in order is checked on the CPU, and on a GPU where
+        ValueError: shapes or devices do not fit. Whether `offs` is in order, and rows have numbers of rows that there
+            are, is checked on the CPU, and on a GPU where
             the environment variable GEMMERY_CHECK_OFFSETS is 1, since that waits for the GPU. Kernels never read or
             write out of bounds for an `offs` that is not in order.
         TypeError: a type is not supported, or two differ.
@@ -222,8 +223,9 @@ def _of_rows(
     if scatter is not None:
         _check_indices(op, "scatter", scatter, x, rows)
     groups = _groups(op, x, offs, "rows", rows, first.shape[0])
+    _check_numbers(op, offs, {"gather": (gather, x.shape[0]), "scatter": (scatter, rows)})
     groups = groups._replace(gather=gather, scatter=scatter, scale=scale)
-    bias = _of_groups(op, bias, first.shape[0])
+    bias = _of_groups(op, bias, first.shape[0], first.shape[-2 if of_weight else -1])
     if row_scale is None:
         return product(op, groups, weight, bias, functions, out, options)
     _check_row_scale(op, row_scale, rows, functions.epilogue)
@@ -285,6 +287,12 @@ def _apart(op: str, x: Any, weight: Any, functions: Functions) -> tuple[Tensor, 
     return x.data, x.row_factors
 
 
+def _of_groups_alone(row_scale: Tensor, offs: Tensor) -> Tensor:
+    """Factors of rows, 1 for rows behind the last group, which are 0."""
+    rows = torch.arange(row_scale.shape[0], device=offs.device)
+    return torch.where(rows < offs[-1], row_scale, 1.0) if offs.shape[0] else torch.ones_like(row_scale)
+
+
 def _times_rows(made: Any, row_scale: Tensor, scatter: Tensor | None, out: Tensor | None) -> Any:
     """The matrices among results with their rows multiplied where they went."""
     if scatter is not None:
@@ -324,7 +332,7 @@ def _groups(op: str, x: Tensor, offs: Any, axis: Axis, most: int, count: int | N
         wanted = "one dimension" if count is None else f"the shape ({count},), an end for each group"
         raise ValueError(f"{op}: offs is {tuple(offs.shape)}; it must have {wanted}")
     _check_indices(op, "offs", offs, x, None)
-    if (CHECKS_OFFSETS or offs.device.type == "cpu") and not is_compiling() and type(offs) in PLAIN:
+    if _looks_at(offs):
         ends = [0, *offs.tolist()]
         if any(i > j for i, j in itertools.pairwise(ends)) or ends[-1] > most:
             raise ValueError(
@@ -333,14 +341,36 @@ def _groups(op: str, x: Tensor, offs: Any, axis: Axis, most: int, count: int | N
     return Groups(x, offs, axis)
 
 
-def _of_groups(op: str, bias: Any, count: int) -> Any:
-    """A bias, or each of a pair, with a row for each group where it has one."""
+def _looks_at(x: Tensor) -> bool:
+    """Whether the numbers in a tensor are checked: they are at hand, or the user waits for them."""
+    return (CHECKS_OFFSETS or x.device.type == "cpu") and not is_compiling() and type(x) in PLAIN
+
+
+def _check_numbers(op: str, offs: Tensor, given: dict[str, tuple[Tensor | None, int]]) -> None:
+    """ValueError for numbers of rows that there are not, as far as they belong to groups; by name, with how many."""
+    for name, (numbers, most) in given.items():
+        if numbers is None or not _looks_at(numbers) or not _looks_at(offs) or not offs.shape[0]:
+            continue
+        # All rows have a place in the result, those behind the groups too.
+        used = numbers if name == "scatter" else numbers[: int(offs[-1])]
+        if used.numel() and not 0 <= int(used.min()) <= int(used.max()) < most:
+            raise ValueError(
+                f"{op}: {name} has numbers from {int(used.min())} to {int(used.max())}; there are {most} rows"
+            )
+
+
+def _of_groups(op: str, bias: Any, count: int, columns: int) -> Any:
+    """A bias, or each of a pair, with a row for each group where it has one.
+
+    Args:
+        count, columns: of the weight's groups, and rows of the weight, or of each of a pair.
+    """
     if isinstance(bias, tuple | list):
-        return tuple([_of_groups(op, x, count) for x in bias])
+        return tuple([_of_groups(op, x, count, x.shape[-1] if isinstance(x, Tensor) else 0) for x in bias])
     if not isinstance(bias, Tensor) or bias.dim() != 2:
         return bias
-    if bias.shape[0] != count:
-        raise ValueError(f"{op}: bias is {tuple(bias.shape)}; it must be ({count}, N) or (N,)")
+    if bias.shape[0] != count or bias.shape[1] not in (1, columns, 2 * columns):
+        raise ValueError(f"{op}: bias is {tuple(bias.shape)}; it must be {(count, columns)} or {(columns,)}")
     return bias.unsqueeze(1)
 
 

@@ -48,8 +48,8 @@ WRONG = {
     "ranks of mm": (lambda: gemmery.grouped_mm(X[None, None], W, offs=OFFS), ValueError, "mat_a has 4 dimensions"),
     "K": (lambda: linear(X[:, :9]), ValueError, "inner sizes 9 and 16 differ"),
     "types": (lambda: linear(X.half()), TypeError, "x is torch.float16 and weight is torch.float32"),
-    "groups of the bias": (lambda: linear(b=B[:3]), ValueError, r"bias is \(3, 8\); it must be \(5, N\) or \(N,\)"),
-    "columns of the bias": (lambda: linear(b=B[:, :5]), ValueError, "must broadcast to the product"),
+    "groups of the bias": (lambda: linear(b=B[:3]), ValueError, r"bias is \(3, 8\); it must be \(5, 8\) or \(8,\)"),
+    "columns of the bias": (lambda: linear(b=B[:, :5]), ValueError, r"bias is \(5, 5\); it must be \(5, 8\)"),
     "gather": (lambda: linear(gather=torch.zeros(3)), TypeError, "gather is torch.float32"),
     "scatter": (lambda: linear(scatter=OFFS), ValueError, f"scatter is \\(5,\\); it must have the shape \\({ROWS},\\)"),
     "row scale": (lambda: linear(row_scale=torch.ones(3)), ValueError, f"row_scale is \\(3,\\); it must be \\({ROWS},\\)"),
@@ -88,6 +88,12 @@ WRONG = {
     ),
     "names of columns": (
         lambda: gemmery.grouped_mm(W, X, offs=OFFS), ValueError, rf"mat_a is \(5, 8, 16\) and mat_b is \({ROWS}, 16\)",
+    ),
+    "a gathered row that is not there": (
+        lambda: linear(gather=torch.full((ROWS,), ROWS, dtype=torch.int32)), ValueError, f"there are {ROWS} rows",
+    ),
+    "a scattered row that is not there": (
+        lambda: linear(scatter=torch.arange(ROWS, dtype=torch.int32) - 1), ValueError, "scatter has numbers from -1",
     ),
     "out": (lambda: linear(out=torch.empty(3, 8)), ValueError, r"out is \(3, 8\); the result is"),
 }  # fmt: skip

@@ -104,6 +104,7 @@ def experts(
     """
     epilogue, between = _activation(activation, gated)
     first, second = _oriented("gate_up", gate_up, transposed), _oriented("down", down, transposed)
+    _check_biases(gate_up_bias, down_bias, first, second)
     if gated and not concatenated and between is None and not isinstance(first, tuple):
         first, gate_up_bias = _apart(first), _bias_apart(gate_up_bias)
     _check(x, top_k_index, first, second, gated)
@@ -258,6 +259,18 @@ def _apart(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def _bias_apart(bias: Any) -> Any:
     return (bias[:, 0::2], bias[:, 1::2]) if isinstance(bias, Tensor) and bias.dim() == 2 else bias
+
+
+def _check_biases(gate_up_bias: Any, down_bias: Any, first: Any, second: Any) -> None:
+    """ValueError unless each bias has a row for each expert and a column for each row of its weight."""
+    pairs = [("down_bias", down_bias, second)]
+    weights = first if isinstance(first, tuple | list) else (first,)
+    biases = gate_up_bias if isinstance(gate_up_bias, tuple | list) else (gate_up_bias,)
+    if len(weights) == len(biases):
+        pairs += [("gate_up_bias", bias, weight) for bias, weight in zip(biases, weights, strict=True)]
+    for name, bias, weight in pairs:
+        if isinstance(bias, Tensor) and tuple(bias.shape) != tuple(weight.shape[:2]):
+            raise ValueError(f"experts: {name} is {tuple(bias.shape)}; it must be {tuple(weight.shape[:2])}")
 
 
 def _check(x: Tensor, top_k_index: Tensor, first: Any, second: Tensor, gated: bool) -> None:
