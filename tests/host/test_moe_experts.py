@@ -73,7 +73,9 @@ def test_layouts_and_activations_with_gradients(layout, activation):
     assert (ours[1][UNUSED] == 0).all()
 
 
-@pytest.mark.parametrize("given", ["relu_squared", torch.tanh, lambda acc: acc * 2], ids=["name", "function", "lambda"])
+@pytest.mark.parametrize(
+    "given", ["relu_squared", torch.tanh, lambda acc: acc * 2], ids=["name", "function", "lambda"]
+)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_without_a_gate(given, transposed):
     function = given if callable(given) else lambda acc: torch.relu(acc).square()
