@@ -10,7 +10,8 @@ from gemmery.lab.abstract import abstract_problem, linear_problem
 from gemmery.lab.inspection.resources import usage
 from gemmery.lab.inspection.sass import disassemble
 from gemmery.launch.cross_compile import compiling_for
-from gemmery.schedules.any_width import COOPERATIVE, AnyWidthBinding
+from gemmery.schedules.any_width import COOPERATIVE
+from gemmery.schedules.any_width_binding import AnyWidthBinding
 from gemmery.schedules.any_width_compiled import PENDING, waits_for_each
 from gemmery.select.samples import arguments
 from gemmery.select.shapes import device_named, problem_of

@@ -22,7 +22,7 @@ import gemmery.nn
 from gemmery import devices
 from gemmery.lab import targets
 from gemmery.launch import direct
-from gemmery.schedules import any_width
+from gemmery.schedules import any_width_binding
 from gemmery.tuning import warm
 
 
@@ -80,7 +80,7 @@ def main():
     devices.current = lambda device: devices.TABLE["NVIDIA H200"]
     # There is no code that it could launch, or look into.
     direct.prepare = lambda *given: None
-    any_width.check_memory = lambda *given: None
+    any_width_binding.check_memory = lambda *given: None
     weights, most = json.loads(sys.argv[1]), int((sys.argv[2:] or [8192])[0])
     reports = []
     for weight in weights:

@@ -12,8 +12,8 @@ import torch
 from gemmery import Config, epilogues, quantize, schedules
 from gemmery.kernels import any_width_cut, any_width_packed, order, place
 from gemmery.lab.abstract import abstract_problem, linear_problem
-from gemmery.schedules import any_width, walk
-from gemmery.schedules.any_width import Tile
+from gemmery.schedules import any_width_binding, any_width_compiled, any_width_tile, walk
+from gemmery.schedules.any_width_tile import Tile
 from gemmery.schedules.base import Forms
 from gemmery.select import candidates, measured, rank, samples, shortlist
 from gemmery.select.shapes import device_named, problem_of
@@ -40,7 +40,7 @@ def sides(config):
 
 
 def test_the_kernel_has_barriers_for_as_many_stages_as_there_may_be():
-    assert kernel.STAGES.value == any_width.MOST_STAGES
+    assert kernel.STAGES.value == any_width_tile.MOST_STAGES
 
 
 def tile_of(config):
@@ -54,7 +54,7 @@ def test_rows_are_configs_that_fit():
         tile = tile_of(config)
         stored = tile.groups * tile.buffers * 64 * tile.part * 2
         stages = config.num_stages * (tile.x + tile.y) * 128
-        assert stages <= tile.ring_rows * 128 <= H200.target.shared - any_width.BARRIERS - stored
+        assert stages <= tile.ring_rows * 128 <= H200.target.shared - any_width_tile.BARRIERS - stored
         assert tile.y >= tile.part
         assert tile.y <= tile.widest()
 
@@ -82,7 +82,9 @@ def check_widths(p, rows, most):
         k, tile, format = binding.constants, tile_of(config), p.b.staged
         assert tile.y in k["WIDTHS"]
         x_bytes = any_width_packed.x_bytes(tile.x, format) + any_width_packed.params_bytes(tile.x, format)
-        assert config.num_stages * (x_bytes + tile.y * any_width.ROW) <= k["RING_ROWS"] * any_width.ROW
+        assert (
+            config.num_stages * (x_bytes + tile.y * any_width_tile.ROW) <= k["RING_ROWS"] * any_width_tile.ROW
+        )
         code = config.schedule, schedule.code(config, Forms.of(p))
         assert kernels.setdefault(code, str(k)) == str(k)
     assert len(set(kernels.values())) == len(kernels) <= most
@@ -106,8 +108,10 @@ def test_a_kernel_whose_products_wait_is_compiled_again(well, monkeypatch):
         asked.append(binding.constants["WIDTHS"])
         return made.setdefault(asked[-1], Kernel())
 
-    monkeypatch.setattr(any_width.Binding, "compile", compile)
-    monkeypatch.setattr(any_width, "waits_for_each", lambda kernel: kernel is not made.get(well or (96,)))
+    monkeypatch.setattr(any_width_binding.Binding, "compile", compile)
+    monkeypatch.setattr(
+        any_width_binding, "waits_for_each", lambda kernel: kernel is not made.get(well or (96,))
+    )
     p, config = (
         abstract_problem(3000, 1024, 4096, device=H200, weight="int4"),
         "96x128x64-g0-w8-s8-cooperative-descriptor-swap",
@@ -543,25 +547,25 @@ def test_the_ring_has_room_for_both_results_of_a_tile():
 def test_a_ring_that_lies_elsewhere_is_refused():
     line = "getelementptr (i8, ptr addrspace(3) @global_smem, i32 {})\n"
     barrier = 'asm "mbarrier.inval.shared::cta.b64 [$1];" ' + line
-    count = 2 * any_width.MOST_STAGES + 4
+    count = 2 * any_width_tile.MOST_STAGES + 4
     barriers = 8 * count
     named = 'asm "mov.b32 first, global_smem; add.s32 $0, first, {};"\n'
     others = line.format(4096 + barriers) + barrier.format(4096) + barrier.format(4104)
     right = others + named.format(4096) + named.format(2048)
-    any_width.check_memory(right, 4096, count)
+    any_width_compiled.check_memory(right, 4096, count)
     for at in (1024, 4096 + barriers - 8):
         with pytest.raises(RuntimeError, match="do not have shared memory's first bytes alone"):
-            any_width.check_memory(right + line.format(at), 4096, count)
+            any_width_compiled.check_memory(right + line.format(at), 4096, count)
     with pytest.raises(RuntimeError, match="first bytes alone"):
-        any_width.check_memory(barrier.format(4096) + named.format(4096), 4096, count)
+        any_width_compiled.check_memory(barrier.format(4096) + named.format(4096), 4096, count)
     with pytest.raises(RuntimeError, match="barriers are not 8192 bytes behind"):
-        any_width.check_memory(right, 8192, count)
+        any_width_compiled.check_memory(right, 8192, count)
     with pytest.raises(RuntimeError, match="barriers are not 4096 bytes behind"):
-        any_width.check_memory("", 4096, count)
+        any_width_compiled.check_memory("", 4096, count)
     # What the assembly is looked for in may be written otherwise one day.
     for text in (right + named.format(4104), others, others + named.format(2048)):
         with pytest.raises(RuntimeError, match="looks for barriers elsewhere"):
-            any_width.check_memory(text, 4096, count)
+            any_width_compiled.check_memory(text, 4096, count)
 
 
 @pytest.mark.parametrize("part", [16, 32, 64])
@@ -579,9 +583,9 @@ def test_the_last_part_ends_where_the_width_does(part):
 def test_a_parameter_that_is_no_tensor_map_is_refused():
     maps = ".param .align 64 .b8 gemm_any_width_param_0[128],\n.param .align 64 .b8 gemm_any_width_param_5[128]\n"
     used = "mov.b64 map, gemm_any_width_param_0; mov.b64 map, gemm_any_width_param_{};"
-    any_width.check_maps(maps + used.format(5))
+    any_width_compiled.check_maps(maps + used.format(5))
     with pytest.raises(RuntimeError, match="gemm_any_width_param_4 is no tensor map"):
-        any_width.check_maps(maps + ".param .u32 gemm_any_width_param_4\n" + used.format(4))
+        any_width_compiled.check_maps(maps + ".param .u32 gemm_any_width_param_4\n" + used.format(4))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from ..kernels.numerics import cast
 from ..kernels.sliced_k_loop import COLUMNS, COPY, DEPTH, MOST_CHUNKS, ROW, Shape
 from ..operands import Dense
 from ..operands.packed import Packed, PackedAccess
-from .any_width import KINDS
+from .any_width_tile import KINDS
 from .base import Forms
 from .binding import (
     Binding,

@@ -8,7 +8,8 @@ The rows are made from the sizes of tiles, since there are too many to write dow
 from __future__ import annotations
 
 from ..kernels.any_width_packed import STEP, StageFormat
-from ..schedules.any_width import COOPERATIVE, PACKED, PART, PINGPONG, ROW, ROWS, SCALED, Tile
+from ..schedules.any_width import COOPERATIVE, PINGPONG
+from ..schedules.any_width_tile import PACKED, PART, ROW, ROWS, SCALED, Tile
 
 #: Rows of X, warpgroups, and rows of X of each: of tiles that warpgroups share, and of those that they take in turn.
 SHARED_TILES = ((64, 1, 64), (128, 2, 64), (192, 3, 64), (256, 2, 128))
@@ -22,7 +23,7 @@ NARROW = (16, 32)
 STEP_PACKED, ALONE = 16, 128
 #: Fewer stages do not keep the tensor cores busy.
 LEAST_STAGES = 3
-#: See `schedules.any_width.numbers_for`.
+#: See `schedules.any_width_tile.numbers_for`.
 Numbers = dict[int, int] | None
 
 
@@ -61,7 +62,7 @@ def rows(item: int, numbers: Numbers = None) -> dict[tuple[str, str], str]:
 
     Args:
         item: bytes of an element of the operands.
-        numbers: see `schedules.any_width.numbers_for`.
+        numbers: see `schedules.any_width_tile.numbers_for`.
     """
     step = ROW // item
     narrow = [f"{y}x{ROWS}x{step} 0 4 {Tile(ROWS, y, 1, ROWS).most_stages()} 1.0 swap splits" for y in NARROW]

@@ -18,7 +18,7 @@ its family, which `make check-targets` proves; another Triton allocates register
 
 from __future__ import annotations
 
-from ..schedules.any_width import PROMOTED
+from ..schedules.any_width_tile import PROMOTED
 from . import any_width_tiles
 from .quantized_tiles import QUANTIZED, Rows
 

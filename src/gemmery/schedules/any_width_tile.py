@@ -1,0 +1,177 @@
+"""The tiles of any width: what of X and Y they have, and what there is room for; see `kernels.any_width`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+
+from ..devices import ARCHS
+from ..kernels import any_width_packed as packed
+from ..operands.scaled import Scaled
+from .base import Forms
+from .binding import promotes
+
+if TYPE_CHECKING:
+    from ..problem import Config, Problem
+
+#: Rows of X that a `wgmma` multiplies; bytes of a row of a stage.
+ROWS, ROW = 64, 128
+#: Rows that come from one half of a weight in two halves, before as many of the other half; and the least width where
+#: these are Y, since TMA stores at least half as many columns.
+EIGHT, LEAST_PAIRS = 8, 32
+#: Columns of Y that are stored at a time, at most.
+PART = 64
+#: Bytes of shared memory, and of those for barriers.
+SHARED, BARRIERS = ARCHS["sm_90"].shared, 1024
+#: Stages that are enough.
+MOST_STAGES = 12
+#: By the number of warpgroups: numbers of the accumulator that a thread has registers for; and those of a warpgroup
+#: that takes turns.
+ACCUMULATORS, IN_TURNS = {1: 128, 2: 160, 3: 96}, 144
+#: Of the accumulator where a step's sum has as many registers again, and where there are scales besides.
+PROMOTED, SCALED = {1: 96, 2: 88, 3: 64}, {1: 88, 2: 80, 3: 48}
+#: And where X is a packed weight, of which a step's operands are in registers.
+PACKED = {1: 128, 2: 144, 3: 96}
+#: The widths that share a kernel where X is a packed weight and each warpgroup has 64 rows of it, by the number of
+#: warpgroups. The more widths a kernel has, the more often its products wait for each other, see `waits_for_each`.
+PACKED_WIDTHS = {
+    1: (range(64, 129, 16),),
+    2: (range(64, 129, 16), range(144, 193, 16), range(208, 257, 16)),
+    3: (range(64, 97, 16), range(112, 145, 16), range(160, 193, 16)),
+}
+#: The fewest stages with a packed weight: a step's words are read while the step before is multiplied, and the stage
+#: before that is free afterwards.
+LEAST_PACKED = 3
+
+#: The form of an operand, see `kernels.any_width`. The form of Y decides which multiples a tile's width can be. TMA
+#: loads 64 turned rows at a time; with other widths part of them was not needed, and took up to twice as long.
+Form = Literal[
+    "rows", "turned", "pairs", "packed", "many rows", "many turned", "grouped rows", "ranged turned"
+]
+EACH: dict[Form, int] = {
+    "rows": 8, "turned": ROWS, "pairs": 2 * EIGHT, "many rows": 8, "many turned": ROWS, "grouped rows": 8,
+    "ranged turned": ROWS,
+}  # fmt: skip
+#: The form of matrices of a batch, by that of one.
+MANY: dict[Form, Form] = {"rows": "many rows", "turned": "many turned"}
+
+#: Types of operands, as PTX names them.
+KINDS = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+
+
+class Tile(NamedTuple):
+    """A config's tile, of X and Y, the tensor cores' operands; see `kernels.any_width`.
+
+    Attributes:
+        x, y: rows of both in a tile.
+        groups: warpgroups.
+        own: rows of X of each.
+    """
+
+    x: int
+    y: int
+    groups: int
+    own: int
+
+    @classmethod
+    def of(cls, config: Config, takes_turns: bool) -> Tile:
+        x, y = (config.block_n, config.block_m) if config.swap else (config.block_m, config.block_n)
+        groups = config.num_warps // 4
+        return cls(x, y, groups, x if takes_turns or not groups else x // groups)
+
+    def widest(self, numbers: dict[int, int] | None = None) -> int:
+        """The largest width that a kernel for this X has registers for.
+
+        Args:
+            numbers: see `numbers_for`.
+        """
+        if numbers is not None:
+            most = numbers[self.groups]
+        else:
+            most = ACCUMULATORS[self.groups] if self.own < self.x or self.groups == 1 else IN_TURNS
+        return min(256, most * 128 // self.own)
+
+    @property
+    def each(self) -> int:
+        """Widths are multiples of this. A kernel has code for each width, and more code takes longer to compile."""
+        return 8 if self.own == ROWS and self.groups < 3 else 16
+
+    def widths(self, of_x: Form, of_y: Form, numbers: dict[int, int] | None) -> tuple[int, ...]:
+        """The widths that this tile's kernel has code for; its own is among them.
+
+        Args:
+            of_x, of_y: the forms of X and of Y.
+            numbers: see `numbers_for`.
+        """
+        # A narrow tile stores fewer columns at a time.
+        found: Sequence[int] = (self.y,)
+        if of_x == "packed" and self.own == ROWS:
+            found = next((widths for widths in PACKED_WIDTHS[self.groups] if self.y in widths), found)
+        elif of_x != "packed" and self.y >= PART:
+            found = range(PART, self.widest(numbers) + 1, self.each)
+        return tuple(width for width in found if width % EACH[of_y] == 0)
+
+    @property
+    def part(self) -> int:
+        """Columns of Y that are stored at a time. The last ones may overlap those before."""
+        return min(PART, 1 << (self.y.bit_length() - 1))
+
+    @property
+    def buffers(self) -> int:
+        """Parts of the output that each warpgroup has room for beside the ring. Stages of large tiles need the rest."""
+        return 2 if self.x <= 2 * ROWS else 1
+
+    @property
+    def ring_rows(self) -> int:
+        """Rows that there is shared memory for, beside the parts of the output."""
+        stored = self.groups * self.buffers * ROWS * self.part * 2
+        return (SHARED - BARRIERS - stored) // ROW // ROWS * ROWS
+
+    @property
+    def slots(self) -> int:
+        """Parts of the output that there is room for, in the ring and beside it."""
+        return self.ring_rows // self.part + self.groups * self.buffers
+
+    @property
+    def most_parts(self) -> int:
+        """Parts of a tile that is cut along K. The warpgroup that adds them up has one, and the ring the others."""
+        return 1 + self.ring_rows // self.groups * ROW // (self.own * self.y * 4)
+
+    def most_stages(self, format: packed.StageFormat | None = None) -> int:
+        """Stages that there is room for.
+
+        Args:
+            format: of X, if that is a packed weight.
+        """
+        each = packed.x_bytes(self.x, format) + self.y * ROW + packed.params_bytes(self.x, format)
+        return min(MOST_STAGES, self.ring_rows * ROW // each)
+
+
+def forms_of(config: Config, forms: Forms) -> tuple[Form, Form]:
+    """How X and Y lie, see `kernels.any_width`."""
+    if forms.ragged == "k":
+        return "ranged turned", "ranged turned"
+    a: Form = "turned" if forms.a_turned else "rows"
+    b: Form = (
+        "packed" if forms.packed else "turned" if forms.b_turned else "pairs" if forms.paired else "rows"
+    )
+    if forms.batched:
+        a, b = a if forms.ragged else MANY[a], MANY[b]
+    if forms.ragged:
+        a = "grouped rows"
+    return (b, a) if config.swap else (a, b)
+
+
+def numbers_for(problem: Problem) -> dict[int, int] | None:
+    """By the number of warpgroups, the numbers of an accumulator that a thread may have; None for the usual ones."""
+    if problem.b.is_packed:
+        return PACKED
+    return SCALED if problem.b.by_steps else PROMOTED if promotes(problem) else None
+
+
+def every_of(problem: Problem) -> tuple[int, int] | None:
+    """Rows of A and columns of B that share a scale along K, if there are such scales."""
+    a, b = problem.a, problem.b
+    return (a.every, b.every) if isinstance(a, Scaled) and isinstance(b, Scaled) else None
