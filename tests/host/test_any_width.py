@@ -453,7 +453,7 @@ def state_of(binding):
     of = dict(zip(names, given, strict=False))
     numbers = [of[name] for name in ("units", "whole", "parts", "part_k", "tiles_m", "tiles_n")]
     divisors = tuple(of[f"{name}_divisor"] for name in ("area", "band", "last", "cut"))
-    return (*numbers, divisors), of["band_m"]
+    return (*numbers, divisors, ()), of["band_m"]
 
 
 @pytest.mark.parametrize(

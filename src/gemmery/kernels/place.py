@@ -112,8 +112,8 @@ def tail_chunk(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 def sized_tile(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m):
     """Tile number `unit`, over all of K, of a product without a batch.
 
-    `state` is (units, whole tiles, parts, part_k, tiles along M, tiles along N, divisors), so none are counted here.
-    The divisors are those of `order.divided`, and that of the tiles behind the whole ones.
+    `state` is (units, whole tiles, parts, part_k, tiles along M, tiles along N, divisors, place_args), so none are
+    counted here. The divisors are those of `order.divided`, and that of the tiles behind the whole ones.
     """
     tile_m, tile_n = divided(unit, state[4], state[5], band_m, state[6])
     return 0, tile_m * BLOCK_M, tile_n * BLOCK_N, shape[0], 0, shape[2]
@@ -131,7 +131,7 @@ def sized_tile_of_batch(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.c
 @triton.jit
 def sized_part(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m):
     """The same, but units behind the whole tiles are parts of tiles, `part_k` of K each; see `order.part_of`."""
-    _, whole, _, part_k, tiles_m, tiles_n, divisors = state
+    _, whole, _, part_k, tiles_m, tiles_n, divisors, _ = state
     part, cut_tile = part_of(tl.maximum(unit - whole, 0), tiles_m * tiles_n - whole, divisors[3])
     tile_m, tile_n = divided(tl.minimum(unit, whole) + cut_tile, tiles_m, tiles_n, band_m, divisors)
     first_k = part * part_k
