@@ -13,7 +13,7 @@ from gemmery.select.samples import arguments
 from tests.compile.compiling import device_of, strictly_for
 from tests.compile.test_any_width import check_spills
 
-BACK_ENDS = ("sm_80", "sm_90", "gfx942")
+BACK_ENDS = ("sm_90", "sm_80", "gfx942")
 #: Rows of 32 groups, for few and for many in each.
 ROWS = (100, 8192)
 
@@ -37,6 +37,7 @@ def check_first(target):
         assert usage(compiled).spilled <= most, name
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("target", BACK_ENDS)
 def test_every_back_end(target):
     check_first(target)
@@ -48,6 +49,7 @@ def test_every_target(target):
     check_first(target)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.skipif(not COOPERATIVE.available(), reason="tiles of any width need another Triton")
 @pytest.mark.parametrize(
     ("make", "text"),

@@ -64,6 +64,7 @@ def check(target, ids, dtype, weights):
             assert not moves or name == "dots" or f"st.global.{wide}" in moves, (name, moves)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("target", BACK_ENDS)
 def test_every_back_end(target):
     check(target, torch.int64, torch.bfloat16, torch.float32)

@@ -53,6 +53,7 @@ def test_examples(name):
 # What they mean
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_and_activations_with_gradients(layout, activation):
@@ -179,6 +180,7 @@ def test_a_second_product_of_another_width():
     torch.testing.assert_close(y, experts(x, index, weights, w, d)[:, :20])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("format", ["int4", "int8", "mxfp4", "nvfp4", "nf4", "e4m3", "e5m2"])
 def test_packed_weights(format):
     x, w, d, b, c = leaves(torch.bfloat16)
@@ -320,6 +322,7 @@ def test_what_the_module_refuses():
         Experts.of(torch.zeros(4, 6, 8), torch.zeros(4, 8, 6))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "state dict"])
 @pytest.mark.parametrize("activation", ["silu", gate(clamped_swiglu)], ids=["silu", "clamped"])
 def test_copies_of_the_module(way, activation):
@@ -342,6 +345,7 @@ def packed(format="int8", seed=0):
     return Experts.of(*(gemmery.quantize(t, format, dtype=torch.bfloat16) for t in (w, d)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", ["deepcopy", "torch.save", "another format", "assign"])
 def test_copies_of_a_packed_module(way):
     layer, given = packed(), (torch.randn(7, IN), *choices(7))
@@ -443,6 +447,7 @@ def test_training_follows_eager(name, way):
     assert ours == pytest.approx(plain, rel=1e-4)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_swapped_and_undone(name, fused):
     model = MODELS[name].make(experts_implementation="eager")
@@ -553,6 +558,7 @@ def test_experts_that_stay(kind, why):
 # --- quantised
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("format", ["int4", "mxfp4", "e4m3", "int8"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_quantised_model(name, format):

@@ -17,6 +17,7 @@ def test_results_and_gradients(name):
         assert close(ours, theirs, F32)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["bias", "gather", "ranges of K"])
 def test_types(name, dtype):
@@ -35,6 +36,7 @@ def test_eight_bit_numbers():
     assert torch.equal(y, rows_of(x.long(), offs, lambda r, g: r @ w[g].long().T).int())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("counts", [[0] * 5, [9], [0, 0, 40, 0], [1] * 30, [3, 0, 1] * 400], ids=str)
 def test_groups(counts):
     """No rows at all, one group, one that has everything, and more groups than are looked at together."""
@@ -108,6 +110,7 @@ def test_tiles(config):
     assert close(y, expected, F32)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", ["x transposed", "x every second", "weight (G, K, N)", "weight shared"])
 def test_layouts(layout):
     offs = ends_of(COUNTS)
@@ -126,6 +129,7 @@ def test_layouts(layout):
     assert close(y, rows_of(x.double(), offs, lambda r, g: r @ w[g].double().T), F32)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("format", ["int4", "int8", "mxfp4", "e4m3"])
 def test_packed_weights(format):
     offs = ends_of(COUNTS)

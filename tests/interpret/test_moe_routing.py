@@ -57,6 +57,7 @@ ROUTINGS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_routing(name, dtype, kernels):
@@ -72,6 +73,7 @@ def test_routing(name, dtype, kernels):
         assert torch.equal(got, meant), field
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("few", [moe._FEW, 0], ids=["few", "many"])
 @pytest.mark.parametrize("groups", [128, 1100])
 def test_sizes_as_they_are(groups, few, monkeypatch):
@@ -90,6 +92,7 @@ def routed(tokens, k, groups=6, low=0, high=None):
     return route(ids_of((tokens, k), low, groups if high is None else high), groups)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("weights", [None, F16, BF16, F32, F64], ids=str)
 @pytest.mark.parametrize("dtype", [F16, BF16, F32, F64], ids=str)
 def test_combining(dtype, weights):
@@ -111,6 +114,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strides(layout, monkeypatch):
     """Of y, of the weights and of gradients, in several blocks of columns."""
@@ -194,6 +198,7 @@ def test_gradients_are_those_of_differences(weighted):
         assert torch.autograd.gradcheck(lambda y: combine(y, routing), (y,))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("weights", [F16, F32], ids=str)
 @pytest.mark.parametrize("dtype", [F16, BF16, F32, F64], ids=str)
 def test_types_of_gradients(dtype, weights):
