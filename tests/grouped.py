@@ -201,3 +201,22 @@ def close(ours, theirs, dtype):
     return ours.shape == theirs.shape and bool(
         ((ours.double() - theirs).abs() <= eps * max(1.0, theirs.abs().max().item())).all()
     )
+
+
+#: Kinds of scales of x and of the weight, see `gemmery.ScaledTensor`, at least one of which change along K.
+KINDS = [
+    ("1x128", "128x128"), ("1x128", "1x128"), ("row", "128x128"), ("128x128", "1x128"), ("tensor", "128x128"),
+    ("1x128", "tensor"), ("1x32", "1x32"), ("1x32", "row"), ("tensor", "1x32"),
+]  # fmt: skip
+
+
+def scaled(kind, shape, dtype, device="cpu"):
+    """Small numbers with scales of a kind."""
+    *lead, R, K = shape
+    steps = -(-K // (32 if kind == "1x32" else 128))
+    rows = {"128x128": -(-R // 128)}.get(kind, R)
+    size = {"tensor": (), "row": (*lead, R, 1)}.get(kind, (*lead, rows, steps))
+    scale = torch.rand(size) + 0.5
+    if kind == "1x32":
+        scale = torch.randint(-3, 3, size).float().exp2().to(torch.float8_e8m0fnu)
+    return gemmery.ScaledTensor(torch.randint(-9, 9, shape).to(dtype), scale).to(device)

@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from .api import bmm
-from .epilogues.function import function_of
+from .epilogues.function import captured_of, function_of
 from .formats.scaled import ScaledTensor
 from .formats.tensor import QuantizedTensor
 from .operands.ragged import Axis, Groups
 from .precision import AskedPrecision, resolved
 from .problem import Config
-from .product.check import check_not_packed, check_tensor, check_types
+from .product.build import OUTER_KINDS
+from .product.check import check_kinds, check_not_packed, check_tensor, check_types
 from .product.prologue import apply_prologue
 from .product.run import product
 from .product.seen import PLAIN, autocast_dtype
@@ -63,7 +64,8 @@ def grouped_mm(
     Args:
         mat_a, mat_b: two matrices or batches, of any strides, in one type, on one device. With groups of rows `mat_b`
             may be a packed weight (G, N, K), a `gemmery.QuantizedTensor`, or a pair, see `gemmery.matmul`; or both are
-            a `gemmery.ScaledTensor`, of fp8 or int8, with scales of rows: (R, K) and (G, N, K).
+            a `gemmery.ScaledTensor`, of fp8 or int8: (R, K) and (G, N, K), with the scales that
+            `gemmery.scaled_matmul` takes.
         offs: (G,), int32, on the operands' device: the end of each group. It does not decrease; two equal ends make an
             empty group. The last one may be less than the number of rows.
         bias: with groups of rows (G, N), or (N,) for all groups; with a pair also a pair of these.
@@ -74,7 +76,8 @@ def grouped_mm(
             epilogue and before it is rounded; under torch.compile after that. Only matrices among results are.
         epilogue: a torch function of the product, (R, N), and `args`, as for `gemmery.matmul`.
         args: tensors that broadcast to (R, N); (G, 1, N) and (G, 1, 1) are one row, or number, for each group.
-        prologue: an elementwise torch function of `mat_a` and `prologue_args`. It runs before the product.
+        prologue: an elementwise torch function of `mat_a` and `prologue_args`, see `gemmery.matmul`; with groups of
+            rows, and in a batch. Where rows are gathered and it reads tensors, it runs before the product.
         prologue_args: see `gemmery.matmul`.
         out: where the result goes, any strides, with groups of rows, or in a batch.
         out_dtype, precision, fast_accum, batch_invariant, config: see `gemmery.matmul`.
@@ -204,27 +207,28 @@ def _of_rows(
     out: Tensor | None, options: tuple[Any, ...],
 ) -> Any:  # fmt: skip
     """A product of groups of rows."""
-    x, scale = _apart(op, x, weight, functions)
-    x, functions = apply_prologue(x, functions)
+    _check_scaled(op, x, weight, functions)
     gather, scatter, row_scale = (behind.get(name) for name in ("gather", "scatter", "row_scale"))
-    if isinstance(weight, QuantizedTensor) and weight.permutation is not None:
+    is_permuted = isinstance(weight, QuantizedTensor) and weight.permutation is not None
+    if is_permuted or (gather is not None and _reads_tensors(functions)) or is_compiling():
+        x, functions = apply_prologue(x, functions)
+    if is_permuted:
         x = x.index_select(-1, weight.permutation)
         weight = weight.with_parts(weight.parts() | {"permutation": None})
+    numbers = x.data if isinstance(x, ScaledTensor) else x
     rows = x.shape[0]
     first = weight[0] if isinstance(weight, tuple | list) else weight
     of_weight = op in OF_WEIGHTS or isinstance(weight, QuantizedTensor | ScaledTensor)
-    _check_operands(op, x, first, first.shape[-1 if of_weight else -2])
+    _check_operands(op, numbers, first, first.shape[-1 if of_weight else -2])
     if gather is not None:
-        _check_indices(op, "gather", gather, x, None)
+        _check_indices(op, "gather", gather, numbers, None)
         rows = gather.shape[0]
-        if scale is not None and scale.dim():
-            # Behind the last group, a number need not be that of a row.
-            scale = scale.index_select(0, gather.clamp(0, max(scale.shape[0] - 1, 0)))
     if scatter is not None:
-        _check_indices(op, "scatter", scatter, x, rows)
-    groups = _groups(op, x, offs, "rows", rows, first.shape[0])
+        _check_indices(op, "scatter", scatter, numbers, rows)
+    groups = _groups(op, numbers, offs, "rows", rows, first.shape[0])
     _check_numbers(op, offs, {"gather": (gather, x.shape[0]), "scatter": (scatter, rows)})
-    groups = groups._replace(gather=gather, scatter=scatter, scale=scale)
+    scale = _gathered_scales(x, weight, gather)
+    groups = groups._replace(matrix=x, gather=gather, scatter=scatter, scale=scale)
     bias = _of_groups(op, bias, first.shape[0], first.shape[-2 if of_weight else -1])
     if row_scale is None:
         return product(op, groups, weight, bias, functions, out, options)
@@ -269,28 +273,33 @@ def _check_row_scale(op: str, row_scale: Any, rows: int, epilogue: Any) -> None:
         raise TypeError(f"{op}: epilogue is a {type(epilogue).__name__}; it must be a function")
 
 
-def _apart(op: str, x: Any, weight: Any, functions: Functions) -> tuple[Tensor, Tensor | None]:
-    """The numbers of rows, and their scales; TypeError or ValueError for scales that groups do not take."""
+def _check_scaled(op: str, x: Any, weight: Any, functions: Functions) -> None:
+    """TypeError or ValueError unless both operands have scales that go together, or neither has."""
     first, second, _ = operand_names(op)
     scaled = [isinstance(x, ScaledTensor), isinstance(weight, ScaledTensor)]
     if not any(scaled):
-        return x, None
+        return
     if not all(scaled):
         raise TypeError(f"{op}: {first} and {second} must both be a gemmery.ScaledTensor, or neither")
     if functions.prologue is not None:
         raise TypeError(f"{op}: a prologue takes floating-point operands; {first} is a gemmery.ScaledTensor")
-    for name, value in ((first, x), (second, weight)):
-        if value.kind not in ("tensor", "row"):
-            raise ValueError(
-                f"{op}: {name} has scales {value.kind}; with groups they must be of rows, or of all"
-            )
-    return x.data, x.row_factors
+    check_kinds(op, x, weight)
 
 
-def _of_groups_alone(row_scale: Tensor, offs: Tensor) -> Tensor:
-    """Factors of rows, 1 for rows behind the last group, which are 0."""
-    rows = torch.arange(row_scale.shape[0], device=offs.device)
-    return torch.where(rows < offs[-1], row_scale, 1.0) if offs.shape[0] else torch.ones_like(row_scale)
+def _reads_tensors(functions: Functions) -> bool:
+    """Whether a prologue reads other tensors, whose rows are not those of the product."""
+    if functions.prologue is None:
+        return False
+    captured = captured_of(functions.prologue)[1]
+    return any(isinstance(value, Tensor) for value in (*functions.prologue_args, *captured.tensors))
+
+
+def _gathered_scales(x: Any, weight: Any, gather: Tensor | None) -> Tensor | None:
+    """The scales of gathered rows by which the product is multiplied; None where the matrix's own do."""
+    if gather is None or not isinstance(x, ScaledTensor) or x.kind != "row" or weight.kind not in OUTER_KINDS:
+        return None
+    # Behind the last group, a number need not be that of a row.
+    return x.scale.index_select(0, gather.clamp(0, max(x.shape[0] - 1, 0)))
 
 
 def _times_rows(made: Any, row_scale: Tensor, scatter: Tensor | None, out: Tensor | None) -> Any:

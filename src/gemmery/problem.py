@@ -16,7 +16,6 @@ from . import schedules
 from .devices import Device
 from .dtypes import Precision
 from .operands.base import Layout, Spec, Traced
-from .operands.dense import Dense
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,17 +145,15 @@ class Problem:
         if not self.ragged:
             return self
         p = self
+        inner = p.a.ungrouped
         if self.ragged == "k":
-            K = -(-p.K // max(p.matrices, 1))
-            a = Dense(p.a.dtype, p.a.steps, p.a.row, p.a.col, p.a.aligned)
-            return replace(p, K=K, a=a)
+            return replace(p, K=-(-p.K // max(p.matrices, 1)), a=inner)
         groups = max(round(p.matrices * (1 - math.exp(-p.M / p.matrices))), 1) if p.matrices else 1
         M = -(-p.M // groups)
         batch = (groups,) if p.batch else ()
         steps = (M * p.a.row,) if p.batch else ()
-        a = Dense(p.a.dtype, steps, p.a.row, p.a.col, p.a.aligned)
         out = replace(p.out, steps=(M * p.out.row,) if p.batch else ())
-        return replace(p, M=M, batch=batch, a=a, out=out)
+        return replace(p, M=M, batch=batch, a=replace(inner, steps=steps), out=out)
 
     @property
     def takes_numbers(self) -> bool:

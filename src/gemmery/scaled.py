@@ -11,7 +11,7 @@ from torch import Tensor
 from .dtypes import FP8
 from .formats.scaled import ScaledTensor
 from .problem import Config
-from .product.check import check_tensor
+from .product.check import check_kinds, check_tensor
 from .product.run import product
 from .product.spec import OutTypes
 
@@ -77,6 +77,8 @@ def _check(a: Any, b: Any, bias: Any, epilogue: Any, args: Any) -> None:
     left, right = a.data, b.data
     if right.dim() != 2:
         raise ValueError(f"{op}: b is {tuple(right.shape)}; it must be (N, K)")
+    if a.kind == "128x128" and left.dim() > 2:
+        raise ValueError(f"{op}: a is {tuple(left.shape)} with scales 128x128; with these it must be (M, K)")
     if left.shape[-1] != right.shape[-1]:
         raise ValueError(
             f"{op}: a is {tuple(left.shape)} and b is {tuple(right.shape)}: "
@@ -86,10 +88,7 @@ def _check(a: Any, b: Any, bias: Any, epilogue: Any, args: Any) -> None:
         raise TypeError(
             f"{op}: a is {left.dtype} and b is {right.dtype}; they must have one type, or both be fp8"
         )
-    if "1x32" in (a.kind, b.kind) and not {a.kind, b.kind}.isdisjoint(("1x128", "128x128")):
-        raise ValueError(
-            f"{op}: a has scales {a.kind} and b {b.kind}; with 1x32, the other's must be 1x32, row or tensor"
-        )
+    check_kinds(op, a, b)
     if left.device != right.device:
         raise ValueError(f"{op}: a is on {left.device} and b on {right.device}; they must be on one device")
     if epilogue is not None and not callable(epilogue):

@@ -23,6 +23,14 @@ def problems(device):
         yield "bare", grouped_problem(rows, 32, 2048, 1024, device=device)
         swiglu = {"gathers": True, "function": epilogues.swiglu}
         yield "gathered", grouped_problem(rows, 32, 2048, 1024, device=device, **swiglu)
+    for dtype in (torch.int8, *device.target.fp8[:1]):
+        yield "blocks", grouped_problem(8192, 32, 2048, 1024, device=device, dtype=dtype, gathers=True)
+    if device.arch != "sm_86":
+        # There the first config spills registers, and a launch takes the next one.
+        yield (
+            "prologue",
+            grouped_problem(8192, 32, 2048, 1024, device=device, prologue=torch.nn.functional.silu),
+        )
     yield "float32", grouped_problem(8192, 32, 2048, 1024, device=device, dtype=torch.float32)
     yield "gradient", ranges_problem(8192, 32, 2048, 1024, device=device)
 

@@ -11,7 +11,7 @@ from gemmery import Config, epilogues, schedules
 from gemmery.devices import current
 from gemmery.lab.fused_targets import grouped_problem
 from tests.gpu.common import DEVICE, HALVES, needs_cuda, size, values, wide
-from tests.grouped import CASES, close, compared, ends_of, rows_of
+from tests.grouped import CASES, KINDS, close, compared, ends_of, rows_of, scaled
 
 pytestmark = pytest.mark.gpu
 
@@ -116,6 +116,39 @@ def test_packed_weights(format, rows, seeded):
     assert close(gemmery.grouped_linear(x, w, offs=offs), z, BF16)
     gate, up = z.chunk(2, -1)
     assert close(gemmery.grouped_linear(x, w, offs=offs, epilogue=epilogues.swiglu), F.silu(gate) * up, BF16)
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("kinds", [("row", "row"), ("tensor", "row"), *KINDS], ids="-".join)
+def test_scaled_operands(kinds, dtype, gathers, seeded):
+    if dtype == torch.int8 and "1x32" in kinds:
+        pytest.skip("scales of 32 columns are for fp8")
+    groups, rows, tokens = seeded.choice([1, 9, 130]), seeded.choice([3, 77, 1500]), 300
+    N, K = 16 * seeded.randrange(1, 30), 16 * seeded.randrange(1, 40)
+    offs = ends_of(random_counts(seeded, rows, groups, "some"), DEVICE)
+    gather = torch.randint(tokens, (rows + 5,), dtype=torch.int32, device=DEVICE) if gathers else None
+    x = scaled(kinds[0], (tokens if gathers else rows + 5, K), dtype, DEVICE)
+    weight = scaled(kinds[1], (groups, N, K), dtype, DEVICE)
+    bias = values((groups, N), torch.float32)
+    exact, full = x.dequantize(torch.float64), weight.dequantize(torch.float64)
+    exact = exact[gather.long()] if gathers else exact
+    expected = rows_of(exact, offs, lambda r, g: r @ full[g].T + wide(bias[g]))
+    for _ in range(2):
+        y = gemmery.grouped_linear(x, weight, bias, offs=offs, gather=gather, out_dtype=torch.float32)
+        assert close(y, expected, torch.float32)
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+def test_prologue(gathers, seeded):
+    groups, rows, tokens, N, K = 9, 700, 300, 256, 512
+    offs = ends_of(random_counts(seeded, rows, groups, "some"), DEVICE)
+    gather = torch.randint(tokens, (rows,), dtype=torch.int32, device=DEVICE) if gathers else None
+    x, w = values((tokens if gathers else rows, K), BF16), values((groups, N, K), BF16)
+    y = gemmery.grouped_linear(x, w, offs=offs, gather=gather, prologue=F.silu)
+    given = F.silu(x.float()).to(BF16)
+    given = given[gather.long()] if gathers else given
+    assert close(y, rows_of(wide(given), offs, lambda r, g: r @ wide(w[g]).T), BF16)
 
 
 @needs_cuda

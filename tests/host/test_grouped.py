@@ -60,8 +60,11 @@ WRONG = {
     "x packed": (lambda: linear(gemmery.quantize(torch.randn(64, 64), "int4")), TypeError, "x is packed"),
     "an argument": (lambda: linear(epilogue=lambda y, r: y + r, args=(torch.ones(5, 2, 8),)), ValueError, "args"),
     "scales of blocks": (
-        lambda: linear(gemmery.ScaledTensor(X.to(torch.int8), torch.ones(ROWS, 1)), gemmery.ScaledTensor(torch.zeros(GROUPS, 8, 256, dtype=torch.int8), torch.ones(GROUPS, 8, 2))),
-        ValueError, "weight has scales 1x128",
+        lambda: linear(
+            gemmery.ScaledTensor(torch.zeros(ROWS, 256).to(torch.float8_e4m3fn), torch.ones(ROWS, 8).to(torch.float8_e8m0fnu)),
+            gemmery.ScaledTensor(torch.zeros(GROUPS, 8, 256).to(torch.float8_e4m3fn), torch.ones(GROUPS, 1, 2)),
+        ),
+        ValueError, "x has scales 1x32 and weight 128x128",
     ),
     "one of two scaled": (
         lambda: linear(gemmery.ScaledTensor(X.to(torch.int8), torch.ones(ROWS, 1))), TypeError, "or neither",

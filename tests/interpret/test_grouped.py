@@ -5,7 +5,19 @@ import torch
 
 import gemmery
 from gemmery import epilogues
-from tests.grouped import BEHIND, CASES, COUNTS, GROUPS, ROWS, close, compared, ends_of, rows_of
+from tests.grouped import (
+    BEHIND,
+    CASES,
+    COUNTS,
+    GROUPS,
+    KINDS,
+    ROWS,
+    close,
+    compared,
+    ends_of,
+    rows_of,
+    scaled,
+)
 
 SIZES = {"M": 19, "N": 24, "K": 33}
 F32 = torch.float32
@@ -196,6 +208,75 @@ def test_scaled_operands(dtype, scale):
         gate, up = z.chunk(2, -1)
         assert y.dtype == torch.bfloat16
         assert close(y, torch.nn.functional.silu(gate) * up, torch.bfloat16)
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.parametrize("kinds", KINDS, ids="-".join)
+def test_scales_of_blocks(kinds, gathers):
+    """A tile of a group may begin at any row, and so in the middle of rows that share a scale."""
+    torch.manual_seed(0)
+    counts, K = (140, 0, 17, 3), 200
+    offs, rows, tokens = ends_of(counts), sum(counts) + BEHIND, 150
+    gather = torch.randint(tokens, (rows,), dtype=torch.int32) if gathers else None
+    dtype = torch.float8_e4m3fn if "1x32" in kinds else torch.int8
+    x = scaled(kinds[0], (tokens if gathers else rows, K), dtype)
+    weight = scaled(kinds[1], (len(counts), 136, K), dtype)
+    bias = torch.randn(len(counts), 136)
+    exact, full = x.dequantize(torch.float64), weight.dequantize(torch.float64)
+    exact = exact[gather.long()] if gathers else exact
+    if gathers:
+        gather[-BEHIND:] = 1 << 30
+    expected = rows_of(exact, offs, lambda r, g: r @ full[g].T + bias[g].double())
+    for _ in range(2):
+        y = gemmery.grouped_linear(x, weight, bias, offs=offs, gather=gather, out_dtype=F32)
+        assert close(y, expected, F32)
+
+
+@pytest.mark.parametrize("split", ["", "/2"])
+def test_halves_of_scaled_tiles(split):
+    """A tile whose halves are summed one after the other clears both where rows lie behind the last group."""
+    torch.manual_seed(0)
+    offs = ends_of(COUNTS)
+    x, weight = scaled("1x128", (ROWS, 256), torch.int8), scaled("128x128", (GROUPS, 128, 256), torch.int8)
+    exact, full = x.dequantize(torch.float64), weight.dequantize(torch.float64)
+    out = torch.full((ROWS, 64), torch.nan)
+    config = f"16x64x128-g1-w4-s2-tile-pointer{split}"
+    y = gemmery.grouped_linear(x, weight, offs=offs, epilogue=epilogues.swiglu, out=out, config=config)
+    gate, up = rows_of(exact, offs, lambda r, g: r @ full[g].T).chunk(2, -1)
+    assert y is out
+    assert close(y, torch.nn.functional.silu(gate) * up, F32)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.parametrize("reads", ["nothing", "columns", "rows", "its closure"])
+def test_prologue(reads, gathers):
+    torch.manual_seed(0)
+    offs, tokens = ends_of(COUNTS), 9
+    gather = torch.randint(tokens, (ROWS,), dtype=torch.int32) if gathers else None
+    x, w = torch.randn(tokens if gathers else ROWS, 40), torch.randn(GROUPS, 24, 40)
+    columns, rows = torch.randn(40), torch.randn(x.shape[0], 1)
+    prologue, args = {
+        "nothing": (torch.exp, ()),
+        "columns": (lambda x, c: torch.tanh(x) * c, (columns,)),
+        "rows": (lambda x, r: torch.tanh(x) + r, (rows,)),
+        "its closure": (lambda x: x + rows * columns, ()),
+    }[reads]
+    given = prologue(x.double(), *[y.double() for y in args])
+    given = given if gather is None else given[gather.long()]
+    expected = rows_of(given, offs, lambda r, g: r @ w[g].double().T)
+    for _ in range(2):
+        y = gemmery.grouped_linear(x, w, offs=offs, gather=gather, prologue=prologue, prologue_args=args)
+        assert close(y, expected, F32)
+    x.requires_grad_()
+    gemmery.grouped_linear(
+        x, w, offs=offs, gather=gather, prologue=prologue, prologue_args=args
+    ).sum().backward()
+    z = x.detach().double().requires_grad_()
+    given = prologue(z, *[y.double() for y in args])
+    given = given if gather is None else given[gather.long()]
+    rows_of(given, offs, lambda r, g: r @ w[g].double().T).sum().backward()
+    assert close(x.grad, z.grad, F32)
 
 
 def test_rows_have_the_same_bits_in_every_group():

@@ -351,6 +351,13 @@ def test_mx_numbers_that_are_none_spoil_their_row():
     assert y[[0, 3, 4, 5]].eq(64).all()
 
 
+@pytest.mark.parametrize("per", ["token", "block", "mx"])
+def test_a_call_that_was_seen_before(per):
+    a, b = (gemmery.quantize_activations(values((n, 256)), per=per) for n in (4, 8))
+    first = gemmery.scaled_matmul(a, b)
+    assert torch.equal(gemmery.scaled_matmul(a, b), first)
+
+
 def test_all_powers_of_two():
     """Each exponent beside 1; NaN is NaN in its own row and column alone."""
     exponents = torch.arange(256, dtype=torch.uint8).view(256, 1)

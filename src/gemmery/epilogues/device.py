@@ -15,9 +15,8 @@ def load_{name}(
     x, shape, strides, sizes, batch, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, CHECK_ROWS: tl.constexpr,
     CHECK_COLS: tl.constexpr, WIDE: tl.constexpr
 ):
-    steps, stride_row, stride_col{names} = strides
-    layout = (steps, stride_row, stride_col)
-    block = LOAD(x, shape, layout, sizes, batch, row, col, ROWS, COLS, CHECK_ROWS, CHECK_COLS, WIDE)
+    {layout}{names} = strides
+    block = LOAD(x, shape, ({layout}), sizes, batch, row, col, ROWS, COLS, CHECK_ROWS, CHECK_COLS, WIDE)
     if block.dtype == tl.float64:
         wide = block
     else:
@@ -42,12 +41,13 @@ def function(source: str) -> Any:
 
 
 @functools.lru_cache(1024)
-def loader_with(source: str, arguments: int, load: Any) -> Any:
+def loader_with(source: str, strides: int, arguments: int, load: Any) -> Any:
     """A loader of blocks, see `kernels.operands`, that go through a device function on their way.
 
     Args:
         source: the function's text.
-        arguments: how many it takes, which come behind the strides.
+        strides: how many `load` takes.
+        arguments: how many the function takes, which come behind these.
         load: loads the blocks.
     """
     from ..kernels.fused import as_type
@@ -55,7 +55,8 @@ def loader_with(source: str, arguments: int, load: Any) -> Any:
     made = function(source)
     names = "".join(f", a{i}" for i in range(arguments))
     given = "".join(f"a{i}, " for i in range(arguments))
-    text = _LOADER.format(name=f"{load.__name__}_{made.__name__}", names=names, given=given)
+    layout = ", ".join(f"stride_{i}" for i in range(strides))
+    text = _LOADER.format(name=f"{load.__name__}_{made.__name__}", layout=layout, names=names, given=given)
     return compiled(text, {"LOAD": load, "FUNCTION": made, "as_type": as_type})
 
 

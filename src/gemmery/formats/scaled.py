@@ -35,7 +35,7 @@ class ScaledTensor:
             () or (1,)                            tensor     everything
             (..., R, 1)                           row        a row: a token, an output channel
             (..., R, ceil(K / 128))               1x128      128 columns of a row
-            (ceil(R / 128), ceil(K / 128))        128x128    a block; data has two dimensions then
+            (..., ceil(R / 128), ceil(K / 128))   128x128    a block
             (..., R, ceil(K / 32))                1x32       32 columns of a row of fp8; float8_e8m0fnu
             ====================================  =========  =====================================
 
@@ -85,6 +85,11 @@ class ScaledTensor:
         return self.data.device
 
     @property
+    def stored_scale(self) -> Tensor:
+        """The scale as kernels take it: Triton has no type for exponents, so these are bytes."""
+        return self.scale.view(torch.uint8) if self.scale.dtype == E8M0 else self.scale
+
+    @property
     def row_factors(self) -> Tensor:
         """The scale as a factor of a product in which these are the rows: () or (..., R, 1); not for blocks."""
         return self.scale.reshape(()) if self.kind == "tensor" else self.scale
@@ -113,7 +118,7 @@ class ScaledTensor:
         R, K = self.shape[-2:]
         across = MX_BLOCK if self.kind == "1x32" else BLOCK
         spread = self.scale.to(torch.float32).repeat_interleave(across, -1)[..., :K]
-        return spread.repeat_interleave(BLOCK, -2)[:R] if self.kind == "128x128" else spread
+        return spread.repeat_interleave(BLOCK, -2)[..., :R, :] if self.kind == "128x128" else spread
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> ScaledTensor:
         """The same on another device.
@@ -175,9 +180,9 @@ def _kind(data: Tensor, scale: Tensor) -> Kind:
         return "row"
     if given == (*lead, R, -(-K // BLOCK)):
         return "1x128"
-    if not lead and given == (-(-R // BLOCK), -(-K // BLOCK)):
+    if given == (*lead, -(-R // BLOCK), -(-K // BLOCK)):
         return "128x128"
-    shapes = [(), (1,), (*lead, R, 1), (*lead, R, -(-K // BLOCK))]
-    shapes += [] if lead else [(-(-R // BLOCK), -(-K // BLOCK))]
+    rows = (R, -(-R // BLOCK))
+    shapes = [(), (1,), (*lead, R, 1), *[(*lead, count, -(-K // BLOCK)) for count in rows]]
     listed = " or ".join(dict.fromkeys(map(str, shapes)))
     raise ValueError(f"ScaledTensor: data is {tuple(data.shape)} and scale is {given}; it must be {listed}")

@@ -199,7 +199,7 @@ def gemm_tiles(
             EACH: tl.constexpr = 2 if PAIRED else 1
             clear(
                 (out, out_strides), (M, N // EACH), sizes, (0, row, col // EACH, end, 0, 0), STORE, OUT, WIDE, BLOCK_M,
-                BLOCK_N // EACH,
+                (BLOCK_N + REST_N) // EACH,
             )  # fmt: skip
             return
     acc, rest = sum_steps(

@@ -47,6 +47,15 @@ def scales_of_rows(
 
 
 @triton.jit
+def scales_at(
+    pointer, steps, stride_row, stride_k, sizes, batch, index, inside, k, EVERY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The scales of the rows with the numbers `index`, of which there are those that are `inside`."""
+    start = pointer + batch_offset(batch, sizes, steps) + tl.cast(k // BLOCK, tl.int64) * stride_k
+    return as_fp32(tl.load(start + (index // EVERY).to(tl.int64) * stride_row, mask=inside, other=0))
+
+
+@triton.jit
 def scales_of_columns(
     pointer, steps, stride_row, stride_k, sizes, batch, col, k, N, COLS: tl.constexpr, EVERY: tl.constexpr,
     BLOCK: tl.constexpr, PAIRED: tl.constexpr,
@@ -54,9 +63,7 @@ def scales_of_columns(
     """The scales of a tile's columns of B; with `PAIRED` half of these are of its right half, as they are loaded."""
     if PAIRED:
         index, inside = columns_of(col, N, COLS, PAIRED)
-        start = pointer + batch_offset(batch, sizes, steps) + tl.cast(k // BLOCK, tl.int64) * stride_k
-        own = tl.load(start + (index // EVERY).to(tl.int64) * stride_row, mask=inside, other=0)
-        return as_fp32(own)
+        return scales_at(pointer, steps, stride_row, stride_k, sizes, batch, index, inside, k, EVERY, BLOCK)
     else:
         return scales_of_rows(
             pointer, steps, stride_row, stride_k, sizes, batch, col, k, N, COLS, EVERY, BLOCK
@@ -66,12 +73,26 @@ def scales_of_columns(
 @triton.jit
 def load_scales(
     args, shape, sizes, batch, row, col, k, ROWS: tl.constexpr, COLS: tl.constexpr, STEP: tl.constexpr,
-    EVERY_M: tl.constexpr, EVERY_N: tl.constexpr, PAIRED: tl.constexpr,
+    EVERY_M: tl.constexpr, EVERY_N: tl.constexpr, PAIRED: tl.constexpr, RAGGED: tl.constexpr,
+    GATHERS: tl.constexpr,
 ):  # fmt: skip
-    """The scales of a step's rows and columns, see `steps`; `EVERY_M` rows of A or `EVERY_N` columns of B share one."""
-    at_a, steps_a, row_a, k_a, at_b, steps_b, row_b, k_b = args
+    """The scales of a step's rows and columns, see `steps`; `EVERY_M` rows of A or `EVERY_N` columns of B share one.
+
+    Args:
+        RAGGED: whether A has groups of rows, whose tiles may begin at any row.
+        GATHERS: whether rows are those with certain numbers, which come behind the scales of A.
+    """
     M, N, _ = shape
-    left = scales_of_rows(at_a, steps_a, row_a, k_a, sizes, batch, row, k, M, ROWS, EVERY_M, STEP)
+    if GATHERS:
+        at_a, steps_a, row_a, k_a, numbers, at_b, steps_b, row_b, k_b = args
+    else:
+        at_a, steps_a, row_a, k_a, at_b, steps_b, row_b, k_b = args
+        numbers = None
+    if RAGGED:
+        index, inside = rows_of(row, M, ROWS, numbers)
+        left = scales_at(at_a, steps_a, row_a, k_a, sizes, batch, index, inside, k, EVERY_M, STEP)
+    else:
+        left = scales_of_rows(at_a, steps_a, row_a, k_a, sizes, batch, row, k, M, ROWS, EVERY_M, STEP)
     right = scales_of_columns(at_b, steps_b, row_b, k_b, sizes, batch, col, k, N, COLS, EVERY_N, STEP, PAIRED)
     return left, right
 
@@ -90,10 +111,13 @@ def add_scaled_product(
 
 
 @triton.jit
-def rows_of(row, rows, ROWS: tl.constexpr):
-    """The rows of a block, and which of them the matrix has."""
+def rows_of(row, rows, ROWS: tl.constexpr, numbers):
+    """The rows of a block, and which of them there are; `numbers` says where gathered rows come from, or is None."""
     index = row + tl.arange(0, ROWS)
-    return index, index < rows
+    inside = index < rows
+    if numbers is not None:
+        index = tl.load(numbers + index, mask=inside, other=0)
+    return index, inside
 
 
 @triton.jit
@@ -105,7 +129,7 @@ def columns_of(col, N, COLS: tl.constexpr, PAIRED: tl.constexpr):
         column = col // 2 + place % HALF
         return column + place // HALF * (N // 2), column < N // 2
     else:
-        return rows_of(col, N, COLS)
+        return rows_of(col, N, COLS, None)
 
 
 @triton.jit
@@ -125,20 +149,20 @@ def powers(
 
 @triton.jit
 def powers_of_rows(
-    pointer, steps, stride_row, stride_k, shape, sizes, batch, row, col, ROWS: tl.constexpr, COLS: tl.constexpr,
-    STEP: tl.constexpr, PAIRED: tl.constexpr,
+    pointer, steps, stride_row, stride_k, numbers, shape, sizes, batch, row, col, ROWS: tl.constexpr,
+    COLS: tl.constexpr, STEP: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
-    """Those of a block of A (M, K) whose corner is (row, col). Its rows are never `PAIRED`."""
-    rows, inside = rows_of(row, shape[0], ROWS)
+    """Those of a block of A (M, K) whose corner is (row, col), see `rows_of`. Its rows are never `PAIRED`."""
+    rows, inside = rows_of(row, shape[0], ROWS, numbers)
     return powers(pointer, steps, stride_row, stride_k, sizes, batch, rows, inside, col, shape[1], COLS, STEP)
 
 
 @triton.jit
 def powers_of_columns(
-    pointer, steps, stride_row, stride_k, shape, sizes, batch, row, col, ROWS: tl.constexpr, COLS: tl.constexpr,
-    STEP: tl.constexpr, PAIRED: tl.constexpr,
+    pointer, steps, stride_row, stride_k, numbers, shape, sizes, batch, row, col, ROWS: tl.constexpr,
+    COLS: tl.constexpr, STEP: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
-    """Those of a block of B (K, N), whose columns may be `PAIRED`."""
+    """Those of a block of B (K, N), whose columns may be `PAIRED`. `numbers` is None."""
     columns, inside = columns_of(col, shape[1], COLS, PAIRED)
     return powers(
         pointer, steps, stride_row, stride_k, sizes, batch, columns, inside, row, shape[0], ROWS, STEP

@@ -19,7 +19,7 @@ from ..dtypes import DTYPE_NAMES, accumulator
 from ..epilogues import library
 from ..formats.base import FORMATS
 from ..formats.packing import pack
-from ..formats.scaled import BLOCK, MX_BLOCK
+from ..formats.scaled import BLOCK, E8M0, MX_BLOCK, ScaledTensor
 from ..formats.tensor import QuantizedTensor
 from ..kernels import pointwise
 from ..nn.feed_forward import Differentiable
@@ -211,32 +211,41 @@ def abstract_product(name: str, dtype: str, rows: int, size: int, device: Device
 
 def grouped_problem(
     rows: int, groups: int, N: int, K: int, *, device: Device, dtype: torch.dtype = torch.bfloat16,
-    gathers: bool = False, function: Callable[..., Any] | None = None,
+    gathers: bool = False, function: Callable[..., Any] | None = None, prologue: Callable[..., Any] | None = None,
 ) -> Problem:  # fmt: skip
-    """The problem of `grouped_linear` for (rows, K) and weights (groups, N, K)."""
-    return _grouped("grouped_linear", rows, groups, N, K, device, dtype, gathers, function).problem
+    """The problem of `grouped_linear` for (rows, K) and weights (groups, N, K).
+
+    Operands of 8 bits have scales of blocks: of 1 x 32 in fp8, and of 1 x 128 and 128 x 128 in int8.
+    """
+    functions = Functions(function, (), prologue)
+    return _grouped("grouped_linear", rows, groups, N, K, device, dtype, gathers, functions).problem
 
 
 def ranges_problem(
     rows: int, groups: int, N: int, K: int, *, device: Device, dtype: torch.dtype = torch.bfloat16
 ) -> Problem:
     """The problem of the gradient of such weights."""
-    return _grouped("grouped_mm", rows, groups, N, K, device, dtype, False, None).problem
+    return _grouped("grouped_mm", rows, groups, N, K, device, dtype, False, Functions()).problem
 
 
 def _grouped(
     op: str, rows: int, groups: int, N: int, K: int, device: Device, dtype: torch.dtype, gathers: bool,
-    function: Callable[..., Any] | None,
+    functions: Functions,
 ) -> Abstract:  # fmt: skip
     x = torch.empty(rows, K, dtype=dtype, device="meta")
     numbers = torch.empty(max(rows, groups), dtype=torch.int32, device="meta")
     offs, gather = numbers[:groups], numbers[:rows] if gathers else None
+    b: Any = x.new_empty(groups, N, K)
     a: Groups = Groups(x, offs, "rows", gather)
-    b = x.new_empty(groups, N, K)
+    if dtype.itemsize == 1:
+        every, size, kind = (BLOCK, BLOCK, torch.float32) if dtype == torch.int8 else (1, MX_BLOCK, E8M0)
+        steps = -(-K // size)
+        a = a._replace(matrix=ScaledTensor(x, torch.empty(rows, steps, dtype=kind, device="meta")))
+        b = ScaledTensor(b, torch.empty(groups, -(-N // every), steps, dtype=kind, device="meta"))
     if op == "grouped_mm":
         a, b = Groups(x.new_empty(rows, N).mT, offs, "k"), x
     with _made_for(device):
-        made: Any = plan(op, a, b, None, Functions(function), None, Options())
+        made: Any = plan(op, a, b, None, functions, None, Options())
     assert isinstance(made, Abstract)
     return made
 

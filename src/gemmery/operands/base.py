@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ..devices import Device
     from ..kernels.any_width_packed import StageFormat
     from ..problem import Config, Problem
+    from ..product.prologue import Prologue
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +153,16 @@ class Spec(Layout):
     def ragged(self) -> str:
         """What groups it comes in, of which only the GPU knows where they end: "rows", "k", or "" for none."""
         return ""
+
+    @property
+    def ungrouped(self) -> Spec:
+        """The same without groups."""
+        return self
+
+    @property
+    def gathers(self) -> bool:
+        """Whether rows of the product come from others than those with their numbers."""
+        return False
 
     @property
     def is_scaled(self) -> bool:
@@ -347,6 +358,10 @@ class Operand:
         """The same for a product whose rows stay where they are."""
         return self
 
+    def with_prologue(self, prologue: Prologue) -> Operand:
+        """The same with a prologue, for a plain matrix."""
+        raise NotImplementedError
+
     def prologue_applied(self) -> Operand:
         """The same without a prologue, which is applied in torch."""
         return self
@@ -439,14 +454,20 @@ class Access:
 
     Attributes:
         strides: what its loader takes as `strides`; see `kernels.operands`.
+        gathers: whether it loads rows with certain numbers; see `gathering`.
         scatters: whether rows of the result go elsewhere; see `scattered`.
     """
 
     strides: tuple[Any, ...]
+    gathers = False
     scatters = False
 
     def loader(self) -> Any:
         """The device function that loads a block."""
+        raise NotImplementedError
+
+    def gathering(self) -> Access:
+        """The same for rows with certain numbers, which come behind the strides; see `load_gathered`."""
         raise NotImplementedError
 
     def argument(self, tensors: Sequence[Tensor], block_rows: int, block_cols: int) -> Any:

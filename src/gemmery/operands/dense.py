@@ -105,6 +105,9 @@ class DenseOperand(Operand):
     def in_torch(self) -> Tensor:
         return self.matrix if self.prologue is None else self.prologue.in_torch(self.matrix)
 
+    def with_prologue(self, prologue: Prologue) -> Operand:
+        return DenseOperand(self.matrix, prologue)
+
     def prologue_applied(self) -> Operand:
         return self if self.prologue is None else DenseOperand(self.in_torch())
 
@@ -176,14 +179,21 @@ class DenseAccess(Access):
         if half_stride is not None:
             self.strides = (*self.strides, half_stride)
 
+    def gathering(self) -> DenseAccess:
+        assert not self.tma
+        self.gathers = True
+        return self
+
     def loader(self) -> Any:
         plain = self._plain_loader()
         if self.prologue is None:
             return plain
         taken = 4 * len(self.prologue.operands) + self.prologue.numbers
-        return loader_with(self.prologue.source, taken, plain)
+        return loader_with(self.prologue.source, len(self.strides) + self.gathers, taken, plain)
 
     def _plain_loader(self) -> Any:
+        if self.gathers:
+            return loaders.load_gathered
         if self.half_stride is not None:
             if not self.tma:
                 return loaders.load_strided_pairs

@@ -17,13 +17,14 @@ from torch import Tensor
 
 from .. import reference
 from ..epilogues.device import with_constants
-from ..kernels import operands as loaders
 from ..kernels import place
 from .base import Access, Layout, Multiply, Operand, Spec
-from .dense import Dense, DenseAccess, DenseOperand
+from .dense import DenseOperand
 
 if TYPE_CHECKING:
-    from ..problem import Problem
+    from ..formats.scaled import ScaledTensor
+    from ..problem import Config, Problem
+    from ..product.prologue import Prologue
 
 #: What the groups are of: rows of the product, or ranges of K.
 Axis = Literal["rows", "k"]
@@ -40,10 +41,10 @@ class Groups(NamedTuple):
         axis: what the groups are of.
         gather: (R,), int32, which row of `matrix` each row of the product reads; None for its own.
         scatter: (R,), int32, which row of the result each row of the product becomes; None for its own.
-        scale: () or (R, 1), float32, by which 8-bit rows of the product are multiplied; None for others.
+        scale: (R, 1), float32, the scales of gathered rows in place of the matrix's; None where these do.
     """
 
-    matrix: Tensor
+    matrix: Tensor | ScaledTensor
     offs: Tensor
     axis: Axis = "rows"
     gather: Tensor | None = None
@@ -52,15 +53,17 @@ class Groups(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Ragged(Dense):
+class Ragged(Spec):
     """A matrix in groups; the layout is that of a batch of them, which are all of the same memory.
 
     Attributes:
+        inner: the matrix without groups, of the same layout.
         axis: what the groups are of.
         gathers, scatters: whether rows come from, and go to, others than those with their numbers.
         indices: the layouts of the ends of groups, and of the numbers of rows.
     """
 
+    inner: Spec | None = None
     axis: Axis = "rows"
     gathers: bool = False
     scatters: bool = False
@@ -71,13 +74,41 @@ class Ragged(Dense):
         return self.axis
 
     @property
+    def ungrouped(self) -> Spec:
+        """See `Spec.ungrouped`."""
+        assert self.inner is not None
+        return self.inner
+
+    @property
     def layouts(self) -> tuple[Layout, ...]:
-        """The matrix, then the ends of groups and the numbers of rows."""
-        return (self, *self.indices)
+        """Those of the matrix, then the ends of groups and the numbers of rows."""
+        return (*self.ungrouped.layouts, *self.indices)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the matrix's scales change along K."""
+        return self.ungrouped.is_scaled
+
+    @property
+    def by_steps(self) -> bool:
+        """See `Spec.by_steps`."""
+        return self.ungrouped.by_steps
+
+    @property
+    def summed(self) -> torch.dtype:
+        """See `Spec.summed`."""
+        return self.ungrouped.summed
+
+    def usual(self, row: int, col: int) -> Spec:
+        """One without groups."""
+        return self.ungrouped.usual(row, col)
+
+    def refusal(self, problem: Problem, config: Config) -> str | None:
+        return self.ungrouped.refusal(problem, config)
 
     def suits_tma(self, problem: Problem, is_b: bool) -> bool:
         """Rows that come by pointers in any case need no more."""
-        return self.by_pointers or self.takes_tma(problem.batch)
+        return self.by_pointers or self.ungrouped.suits_tma(problem, is_b)
 
     @property
     def by_pointers(self) -> bool:
@@ -92,23 +123,38 @@ class Ragged(Dense):
 
     def __str__(self) -> str:
         marks = " gathered" * self.gathers + " scattered" * self.scatters
-        return f"{Dense.__str__(self)} in groups of {'K' if self.axis == 'k' else 'rows'}{marks}"
+        return f"{self.ungrouped} in groups of {'K' if self.axis == 'k' else 'rows'}{marks}"
 
 
-class RaggedAccess(DenseAccess):
+class RaggedAccess(Access):
     """The loader of a matrix in groups, and where its units of work lie."""
 
     def __init__(self, spec: Ragged, problem: Problem, tma: bool) -> None:
-        super().__init__(spec, problem.M, problem.K, problem.batch, tma)
+        inner = spec.ungrouped.access(problem, is_b=False, tma=tma)
+        self.inner = inner.gathering() if spec.gathers else inner
+        self.strides = inner.strides
         self.spec, self.groups = spec, problem.matrices
-        self.scatters = spec.scatters
+        self.gathers, self.scatters = spec.gathers, spec.scatters
+        # Where the ends of groups are among the tensors.
+        self.first = len(spec.ungrouped.layouts)
 
     def loader(self) -> Any:
-        return loaders.load_gathered if self.spec.gathers else super().loader()
+        return self.inner.loader()
+
+    def argument(self, tensors: Sequence[Tensor], block_rows: int, block_cols: int) -> Any:
+        return self.inner.argument(tensors, block_rows, block_cols)
 
     def behind_strides(self, tensors: Sequence[Tensor], numbers: Sequence[float]) -> tuple[Any, ...]:
-        """The numbers of gathered rows."""
-        return (tensors[2],) if self.spec.gathers else ()
+        """The numbers of gathered rows, then what the matrix's loader takes."""
+        return (*self._gathered(tensors), *self.inner.behind_strides(tensors[: self.first], numbers))
+
+    def step_scales(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+        """The matrix's, then the numbers of gathered rows, which have their own."""
+        scales = self.inner.step_scales(tensors[: self.first])
+        return (*scales, *self._gathered(tensors)) if scales else ()
+
+    def _gathered(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+        return (tensors[self.first + 1],) if self.gathers else ()
 
     def place(self) -> Any:
         if self.spec.axis == "k":
@@ -124,7 +170,7 @@ class RaggedAccess(DenseAccess):
         return min(int(triton.next_power_of_2(self.groups + 1)), SCAN)
 
     def place_args(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-        return tensors[1], self.groups
+        return tensors[self.first], self.groups
 
     def scattered(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
         """What a store takes behind its strides: the numbers of the result's rows, if it needs them."""
@@ -135,21 +181,18 @@ class RaggedOperand(Operand):
     """A matrix in groups as the first operand.
 
     Args:
-        matrix: (R, K), or (M, K) where ranges of K are groups.
+        inner: (R, K), or (M, K) where ranges of K are groups; without a prologue if rows are gathered.
         offs, axis, gather, scatter: see `Groups`.
     """
 
     def __init__(
-        self, matrix: Tensor, offs: Tensor, axis: Axis = "rows", gather: Tensor | None = None,
-        scatter: Tensor | None = None, scale: Tensor | None = None,
+        self, inner: Operand, offs: Tensor, axis: Axis = "rows", gather: Tensor | None = None,
+        scatter: Tensor | None = None,
     ) -> None:  # fmt: skip
-        self.inner, self.offs, self.axis, self.gather, self.scatter = matrix, offs, axis, gather, scatter
-        self.scale = scale
-        there = [(i, x) for i, x in enumerate((matrix, offs, gather, scatter)) if x is not None]
-        self.launched = tuple([x for _, x in there])
-        self.tensors = self.launched if scale is None else (*self.launched, scale)
-        self.places = tuple([i for i, _ in there])
-        self.groups = offs.shape[0]
+        self.inner, self.offs, self.axis, self.gather, self.scatter = inner, offs, axis, gather, scatter
+        self.indices = tuple([x for x in (offs, gather, scatter) if x is not None])
+        self.tensors = (*inner.tensors, *self.indices)
+        self.groups, matrix = offs.shape[0], inner.matrix
         rows = matrix.shape[0] if gather is None else gather.shape[0]
         if gather is None:
             self.matrix = matrix.expand(self.groups, *matrix.shape)
@@ -158,18 +201,33 @@ class RaggedOperand(Operand):
             self.matrix = matrix.new_empty(()).expand(self.groups, rows, matrix.shape[1])
 
     @property
+    def launched(self) -> tuple[Tensor, ...]:  # type: ignore[override]  # only where it is asked for
+        """The matrix's, then the ends of groups and the numbers of rows."""
+        return (*self.inner.launched, *self.indices)
+
+    @property
+    def places(self) -> tuple[int, ...]:  # type: ignore[override]
+        """See `Operand.places`."""
+        first = len(self.inner.values)
+        there = [i for i, x in enumerate((self.offs, self.gather, self.scatter)) if x is not None]
+        return (*self.inner.places, *[first + i for i in there])
+
+    @property
     def values(self) -> tuple[Any, ...]:
-        return self.inner, self.offs, self.gather, self.scatter, self.scale
+        return *self.inner.values, self.offs, self.gather, self.scatter
+
+    @property
+    def number_places(self) -> tuple[int, ...]:
+        return self.inner.number_places
 
     @property
     def outer(self) -> Tensor | None:
-        """The scale of the rows."""
-        return self.scale
+        """Scales of the rows."""
+        return self.inner.outer
 
     @property
     def outer_place(self) -> int:
-        """See `Operand.outer_place`."""
-        return 4
+        return self.inner.outer_place
 
     @property
     def is_ragged(self) -> bool:
@@ -186,23 +244,37 @@ class RaggedOperand(Operand):
         return shape if self.axis == "k" else shape[-2:]
 
     def named(self, name: str) -> list[tuple[str, Tensor]]:
-        names = (name, "offs", "gather", "scatter", f"{name}'s scales")
-        return [(n, x) for n, x in zip(names, self.values, strict=True) if x is not None]
+        indices = (("offs", self.offs), ("gather", self.gather), ("scatter", self.scatter))
+        return [*self.inner.named(name), *[(n, x) for n, x in indices if x is not None]]
+
+    def of(self, inner: Operand) -> RaggedOperand:
+        """Another matrix in the same groups."""
+        return RaggedOperand(inner, self.offs, self.axis, self.gather, self.scatter)
 
     def lowered(self, op: str, names: tuple[str, str], dtype: torch.dtype) -> Operand:
-        matrix = DenseOperand(self.inner).lowered(op, names, dtype).matrix
-        return RaggedOperand(matrix, self.offs, self.axis, self.gather, self.scatter, self.scale)
+        return self.of(self.inner.lowered(op, names, dtype))
+
+    def with_prologue(self, prologue: Prologue) -> Operand:
+        return self.of(self.inner.with_prologue(prologue))
+
+    def prologue_applied(self) -> Operand:
+        return self.of(self.inner.prologue_applied())
+
+    def along(self) -> list[tuple[Tensor, int]]:
+        """Those of the matrix, unless its rows are not those of the product."""
+        return [] if self.gather is not None else self.inner.along()
 
     def spec(self, matrix: Spec, along: Sequence[Layout], problem: Problem) -> Spec:
         m, steps = matrix, (0,) * len(problem.batch)
         if self.gather is not None:
-            inner = self.inner
+            inner = self.inner.matrix
             m = replace(m, row=inner.stride(0), col=inner.stride(1), aligned=inner.data_ptr() % 16 == 0)
-        indices = tuple([
-            Layout(x.dtype, steps, 0, 1, x.data_ptr() % 16 == 0) for x in self.launched[1:]
-        ])  # fmt: skip
+        m = self.inner.spec(m, along, problem)
+        indices = tuple([Layout(x.dtype, steps, 0, 1, x.data_ptr() % 16 == 0) for x in self.indices])
         gathers, scatters = self.gather is not None, self.scatter is not None
-        return Ragged(m.dtype, m.steps, m.row, m.col, m.aligned, None, self.axis, gathers, scatters, indices)
+        return Ragged(
+            m.dtype, m.steps, m.row, m.col, m.aligned, m.prologue, m, self.axis, gathers, scatters, indices
+        )
 
     # --- in torch ----------------------------------------------------------------------------------------------------
 
@@ -211,7 +283,7 @@ class RaggedOperand(Operand):
         if 0 in self.matrix.shape[:-1] or b.matrix.shape[-1] == 0:
             # Without looking at the ends, for which a GPU would be waited for.
             shape = (*self.shape_of(self.matrix.shape)[:-1], b.matrix.shape[-1] * b.halves)
-            return self.inner.new_zeros(shape, dtype=dtype)
+            return self.offs.new_zeros(shape, dtype=dtype)
         x = self.gathered()
         right, ends = b.in_torch(), self.offs.tolist()
         bounds = list(zip([0, *ends[:-1]], ends, strict=True))
@@ -232,10 +304,11 @@ class RaggedOperand(Operand):
 
     def gathered(self) -> Tensor:
         """(R, K), the rows of the product."""
-        if self.gather is not None and self.inner.shape[0] == 0:
+        x = self.inner.in_torch()
+        if self.gather is not None and x.shape[0] == 0:
             # Then there are no rows in groups.
-            return self.inner.new_zeros(self.rows, self.inner.shape[1])
-        return self.inner if self.gather is None else self.inner.index_select(0, self.sources())
+            return x.new_zeros(self.rows, x.shape[1])
+        return x if self.gather is None else x.index_select(0, self.sources())
 
     def group_of_rows(self) -> Tensor:
         """(R,), the group of each row; the last one for rows behind all groups."""
@@ -274,23 +347,27 @@ class RaggedOperand(Operand):
     def unscattered(self) -> Operand:
         if self.scatter is None:
             return self
-        return RaggedOperand(self.inner, self.offs, self.axis, self.gather, None, self.scale)
+        return RaggedOperand(self.inner, self.offs, self.axis, self.gather)
 
     # --- for the operator --------------------------------------------------------------------------------------------
 
     @property
     def text(self) -> str:
-        there = "".join([str(int(x is not None)) for x in (self.gather, self.scatter, self.scale)])
-        return f"ragged:{self.axis}:{there}"
+        there = "".join([str(int(x is not None)) for x in (self.gather, self.scatter)])
+        return f"ragged:{self.axis}:{there}:{self.inner.text}"
 
     @classmethod
     def rebuild(cls, facts: Sequence[str], tensors: Sequence[Tensor], sizes: Sequence[int]) -> RaggedOperand:
         """See `operands.rebuild`."""
-        axis, there = facts
-        matrix, offs, *left = tensors
+        from . import rebuild
+
+        axis, there, *inner = facts
+        first = len(tensors) - 1 - there.count("1")
+        offs, *left = tensors[first:]
         numbers = iter(left)
-        gather, scatter, scale = (next(numbers) if is_there == "1" else None for is_there in there)
-        return cls(matrix, offs, "k" if axis == "k" else "rows", gather, scatter, scale)
+        gather, scatter = (next(numbers) if is_there == "1" else None for is_there in there)
+        matrix = rebuild(":".join(inner), tensors[:first], ())
+        return cls(matrix, offs, "k" if axis == "k" else "rows", gather, scatter)
 
     def mapped(self, dims: Sequence[int | None], rank: int, size: int, everywhere: bool) -> Operand:
         raise NotImplementedError("vmap: a grouped product can't be mapped")
@@ -305,28 +382,28 @@ class RaggedOperand(Operand):
 
         def of_groups(x: Tensor | Operand, y: Operand, addend: Tensor | None = None) -> Tensor:
             assert isinstance(x, Tensor)
-            return multiply(RaggedOperand(x, self.offs), y, addend)
+            return multiply(RaggedOperand(DenseOperand(x), self.offs), y, addend)
 
-        of_a = None
+        of_a, matrix = None, self.inner.matrix
         if needs[0][0]:
-            like = self.inner.new_empty(()).expand(self.rows, self.inner.shape[1])
+            like = matrix.new_empty(()).expand(self.rows, matrix.shape[1])
             of_a = b.gradients(like, grad, of_groups, (True, [False] * len(b.tensors)))[0]
             if self.gather is not None and of_a is not None:
                 # Rows that are read by several of the product's; this one sorts, and so is deterministic.
-                of_a = torch.zeros_like(self.inner).index_put((self.sources(),), of_a, accumulate=True)
+                of_a = torch.zeros_like(matrix).index_put((self.sources(),), of_a, accumulate=True)
         halves = grad.chunk(b.halves, dim=-1)
         of_b: list[Tensor | None] = [None] * len(b.tensors)
         if any(needs[1]):
             x = self.gathered()
-            for i, (matrix, half) in enumerate(zip(b.tensors, halves, strict=False)):
-                of_b[i] = self._of_weight(x, matrix, half, multiply) if needs[1][i] else None
+            for i, (weight, half) in enumerate(zip(b.tensors, halves, strict=False)):
+                of_b[i] = self._of_weight(x, weight, half, multiply) if needs[1][i] else None
         return [of_a, *of_rest], of_b
 
     def _of_weight(self, x: Tensor, weight: Tensor, grad: Tensor, multiply: Multiply) -> Tensor:
         """The gradient of one matrix for each group, laid out as these are."""
         if weight.stride(-2) == 1 and weight.stride(-1) != 1:
-            return multiply(RaggedOperand(grad.mT, self.offs, "k"), DenseOperand(x)).mT
-        return multiply(RaggedOperand(x.mT, self.offs, "k"), DenseOperand(grad))
+            return multiply(RaggedOperand(DenseOperand(grad.mT), self.offs, "k"), DenseOperand(x)).mT
+        return multiply(RaggedOperand(DenseOperand(x.mT), self.offs, "k"), DenseOperand(grad))
 
     def _of_ranges(
         self, b: Operand, grad: Tensor, multiply: Multiply, needs: tuple[Sequence[bool], Sequence[bool]],
@@ -335,9 +412,9 @@ class RaggedOperand(Operand):
         """Both operands' gradients are products in groups of rows: those of K."""
         of_a = of_b = None
         if needs[0][0]:
-            of_a = multiply(RaggedOperand(b.matrix, self.offs), DenseOperand(grad.mT)).mT
+            of_a = multiply(RaggedOperand(DenseOperand(b.matrix), self.offs), DenseOperand(grad.mT)).mT
         if needs[1][0]:
-            of_b = multiply(RaggedOperand(self.inner.mT, self.offs), DenseOperand(grad))
+            of_b = multiply(RaggedOperand(DenseOperand(self.inner.matrix.mT), self.offs), DenseOperand(grad))
         return [of_a, *of_rest], [of_b]
 
     def summed_over_groups(
@@ -348,4 +425,6 @@ class RaggedOperand(Operand):
         wide = grad.float() if grad.dtype.itemsize < 4 and like.shape[-1] == 1 else grad
         columns = wide.sum(-1, keepdim=True) if like.shape[-1] == 1 else wide
         ones = columns.new_ones(()).expand(1, self.rows)
-        return multiply(RaggedOperand(ones, self.offs, "k"), DenseOperand(columns)).to(like.dtype)
+        return multiply(RaggedOperand(DenseOperand(ones), self.offs, "k"), DenseOperand(columns)).to(
+            like.dtype
+        )

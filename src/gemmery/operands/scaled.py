@@ -111,10 +111,12 @@ class Scaled(Spec):
     def k_step(self, problem: Problem) -> tuple[Any, Any]:
         if not self.by_steps:
             return self._plain.k_step(problem)
-        assert isinstance(problem.a, Scaled)
+        a = problem.a.ungrouped
+        assert isinstance(a, Scaled)
         load = with_constants(
-            scales.load_scales, EVERY_M=problem.a.every, EVERY_N=self.every, PAIRED=problem.paired
-        )
+            scales.load_scales, EVERY_M=a.every, EVERY_N=self.every, PAIRED=problem.paired,
+            RAGGED=bool(problem.ragged), GATHERS=problem.a.gathers,
+        )  # fmt: skip
         return load, scales.add_scaled_product
 
     def access(self, problem: Problem, is_b: bool, tma: bool) -> Access:
@@ -130,11 +132,18 @@ class ScaledAccess(Access):
         self.spec, self.plain, self.is_b, self.paired = spec, plain, is_b, paired
         self.strides = plain.strides
 
+    def gathering(self) -> ScaledAccess:
+        self.plain.gathering()
+        self.gathers = True
+        return self
+
     def loader(self) -> Any:
         load = self.plain.loader()
         if self.spec.by_steps:
             return load
-        return _loader(load, len(self.strides), self.spec.step, self.is_b, self.is_b and self.paired)
+        return _loader(
+            load, len(self.strides), self.gathers, self.spec.step, self.is_b, self.is_b and self.paired
+        )
 
     def argument(self, tensors: Sequence[Tensor], block_rows: int, block_cols: int) -> Any:
         return self.plain.argument(tensors, block_rows, block_cols)
@@ -160,7 +169,7 @@ def {load}_{of}_{step}_{paired}(
     {layout}, scale, of_batch, of_row, of_k = strides
     # Before the block is waited for, so that they come meanwhile.
     powers = powers_of_{of}(
-        scale, of_batch, of_row, of_k, shape, sizes, batch, row, col, ROWS, COLS, {step}, {paired}
+        scale, of_batch, of_row, of_k, {numbers}, shape, sizes, batch, row, col, ROWS, COLS, {step}, {paired}
     )
     block = LOAD(x, shape, ({layout}), sizes, batch, row, col, ROWS, COLS, CHECK_ROWS, CHECK_COLS, WIDE)
     return {of}_in_bf16(block, powers)
@@ -168,17 +177,19 @@ def {load}_{of}_{step}_{paired}(
 
 
 @functools.lru_cache(1024)
-def _loader(load: Any, strides: int, step: int, of_columns: bool, paired: bool) -> Any:
+def _loader(load: Any, strides: int, gathers: bool, step: int, of_columns: bool, paired: bool) -> Any:
     """A loader of blocks, see `kernels.operands`, whose numbers are multiplied by their scales in bf16.
 
     Args:
         load: loads the blocks, given so many `strides`; those of the scales come behind them.
+        gathers: whether the numbers of gathered rows are among the strides, behind the others.
         step: elements along K that share a scale.
         of_columns: whether the matrix is B, whose columns have scales, and which may be `paired`.
     """
     of = "columns" if of_columns else "rows"
-    layout = ", ".join(f"stride_{i}" for i in range(strides))
-    text = _LOADER.format(load=load.__name__, of=of, layout=layout, step=step, paired=paired)
+    layout = ", ".join(f"stride_{i}" for i in range(strides + gathers))
+    numbers = f"stride_{strides}" if gathers else "None"
+    text = _LOADER.format(load=load.__name__, of=of, layout=layout, numbers=numbers, step=step, paired=paired)
     names = (f"powers_of_{of}", f"{of}_in_bf16")
     return compiled(text, {"LOAD": load} | {name: getattr(scales, name) for name in names})
 
@@ -226,9 +237,10 @@ class ScaledOperand(EightBitOperand):
         if along:
             (layout,) = along
         else:
-            # The same for a whole batch.
-            row, col = scale.stride()
-            layout = Layout(scale.dtype, (0,) * len(problem.batch), row, col, scale.data_ptr() % 16 == 0)
+            # The same for a whole batch, unless it has groups, each with its own.
+            *steps, row, col = scale.stride()
+            of_batch = tuple(steps or [0] * len(problem.batch)) if problem.batch else ()
+            layout = Layout(scale.dtype, of_batch, row, col, scale.data_ptr() % 16 == 0)
         return Scaled(
             m.dtype, m.steps, m.row, m.col, m.aligned, None, layout, self.every, self.step, self.power_of_two
         )

@@ -56,7 +56,9 @@ def make_call(
     matrix = left.matrix
     inputs = tuple([moved(x, matrix) for x in (*biases, *args, *captured.tensors)])
     if before is not None:
-        left = DenseOperand(matrix, prologue.make(op, matrix, before, before_args))
+        # Groups are of a matrix that a prologue sees whole.
+        whole = left.inner.matrix if isinstance(left, RaggedOperand) else matrix
+        left = left.with_prologue(prologue.make(op, whole, before, before_args))
     outer = tuple([x for x in (left.outer, right.outer) if x is not None])
     return Call(op, left, right, function, captured, inputs, len(biases), options, alpha, beta, ready, outer)
 
@@ -106,9 +108,7 @@ def operands_of(op: str, a: Any, b: Any, takes_pair: bool) -> tuple[Operand, Ope
         return scaled_operands(a, b)
     first, second, _ = operand_names(op)
     if isinstance(a, Groups):
-        if not isinstance(b, ScaledTensor):
-            check_second(op, b, takes_pair)
-        return RaggedOperand(*a), _second(op, b)
+        return _groups(op, a, b, takes_pair)
     check_tensor(op, first, a)
     check_not_packed(op, first, a, *([second] if isinstance(b, QuantizedTensor) else []))
     check_second(op, b, takes_pair)
@@ -120,13 +120,22 @@ def operands_of(op: str, a: Any, b: Any, takes_pair: bool) -> tuple[Operand, Ope
     return DenseOperand(a), right
 
 
+def _groups(op: str, a: Groups, b: Any, takes_pair: bool) -> tuple[Operand, Operand]:
+    """The operands of a product of groups."""
+    inner: Operand
+    if isinstance(a.matrix, ScaledTensor):
+        inner, right = scaled_operands(a.matrix, b)
+        if a.scale is not None:
+            inner = RowScaledOperand(a.matrix.data, a.scale)
+    else:
+        check_second(op, b, takes_pair)
+        inner, right = DenseOperand(a.matrix), _second(op, b)
+    return RaggedOperand(inner, a.offs, a.axis, a.gather, a.scatter), right
+
+
 def _second(op: str, b: Any) -> Operand:
     if isinstance(b, QuantizedTensor):
         return PackedOperand(b)
-    if isinstance(b, ScaledTensor):
-        # Of groups, each with a scale for each of its rows.
-        factors = b.column_factors
-        return RowScaledOperand(b.data.mT, factors.unsqueeze(-2) if factors.dim() else factors)
     if isinstance(b, tuple | list):
         return PairOperand(right_matrix(op, b[0]), right_matrix(op, b[1]))
     return DenseOperand(right_matrix(op, b))
@@ -141,35 +150,42 @@ def check_packed(op: str, a: Tensor, b: QuantizedTensor) -> None:
 
 
 def scaled_operands(a: ScaledTensor, b: ScaledTensor) -> tuple[Operand, Operand]:
-    """The operands of `a.dequantize() @ b.dequantize().T`, which are known to fit each other."""
+    """The operands of `a.dequantize() @ b.dequantize().mT`, which are known to fit each other.
+
+    Args:
+        b: (N, K), or (G, N, K) for groups.
+    """
     if a.kind in OUTER_KINDS and b.kind in OUTER_KINDS:
-        return RowScaledOperand(a.data, a.row_factors), RowScaledOperand(b.data.t(), b.column_factors)
+        factors = b.column_factors
+        if factors.dim() > 1:
+            # Of groups, one for each of their rows.
+            factors = factors.unsqueeze(-2)
+        return RowScaledOperand(a.data, a.row_factors), RowScaledOperand(b.data.mT, factors)
     if a.shape[-1] == 0:
         # Without columns of K there are no scales to read, either.
         one = torch.ones((), device=a.device)
-        return RowScaledOperand(a.data, one), RowScaledOperand(b.data.t(), one)
+        return RowScaledOperand(a.data, one), RowScaledOperand(b.data.mT, one)
     step = MX_BLOCK if "1x32" in (a.kind, b.kind) else BLOCK
     (left, rows), (right, columns) = by_steps(a, step), by_steps(b, step)
+    if a.kind == "tensor":
+        left = left.expand(a.shape[-2], -1)
     if b.kind == "tensor":
         # The same for all blocks, which the kernel reads but once.
-        right, columns = right.expand(-(-b.shape[0] // BLOCK), -1), BLOCK
+        right, columns = right.expand(-(-b.shape[-2] // BLOCK), -1), BLOCK
     power_of_two = left.dtype == right.dtype == torch.uint8
     return (
         ScaledOperand(a.data, left, rows, step, power_of_two, is_b=False),
-        ScaledOperand(b.data.t(), right, columns, step, power_of_two, is_b=True),
+        ScaledOperand(b.data.mT, right, columns, step, power_of_two, is_b=True),
     )
 
 
 def by_steps(x: ScaledTensor, step: int) -> tuple[Tensor, int]:
     """One scale for each row, or for so many, and each step of so many columns along K."""
-    if x.kind == "1x32":
-        # Triton has no such type.
-        return x.scale.view(torch.uint8), 1
     if x.kind == "128x128":
         return x.scale, BLOCK
+    if x.kind in ("1x128", "1x32"):
+        return x.stored_scale, 1
     scale = x.scale.reshape(1, 1) if x.kind == "tensor" else x.scale
-    if x.kind == "1x128":
-        return scale, 1
     return scale.expand(*scale.shape[:-1], -(-x.shape[-1] // step)), 1
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ..dtypes import DTYPE_NAMES, FP8, OUT_DTYPES, PRECISIONS
+from ..formats.scaled import ScaledTensor
 from ..formats.tensor import QuantizedTensor
 from ..layout import overlap, overlaps_itself, same_layout
 from .shape import OF_WEIGHTS, operand_names
@@ -87,6 +88,16 @@ def check_types(op: str, a: Tensor, b: Tensor) -> None:
         raise TypeError(
             f"{op}: {first} is {a.dtype} and {second} is {b.dtype}; they must have one type, as by "
             f"{first}.to({second}.dtype)"
+        )
+
+
+def check_kinds(op: str, a: ScaledTensor, b: ScaledTensor) -> None:
+    """ValueError for scales of blocks of two sizes."""
+    first, second, _ = operand_names(op)
+    if "1x32" in (a.kind, b.kind) and not {a.kind, b.kind}.isdisjoint(("1x128", "128x128")):
+        raise ValueError(
+            f"{op}: {first} has scales {a.kind} and {second} {b.kind}; with 1x32, the other's must be 1x32, row or "
+            "tensor"
         )
 
 

@@ -114,9 +114,12 @@ def _parts(a: Any, b: Any) -> tuple[list[Any], Any]:
     """The values of operands that are not both plain matrices, as `Call.values` has them, and what else tells them."""
     if type(a) is Groups:
         given, form = _parts(a.matrix, b)
-        if type(b) is ScaledTensor:
-            given, form = [a.matrix, b.data, b.scale], b.kind
-        given[1:1] = [a.offs, a.gather, a.scatter, a.scale]
+        own = 1
+        if type(a.matrix) is ScaledTensor:
+            own = 2
+            if a.scale is not None:
+                given[1] = a.scale
+        given[own:own] = [a.offs, a.gather, a.scatter]
         return given, (a.axis, form)
     kind = type(b)
     if kind is QuantizedTensor:
@@ -126,7 +129,7 @@ def _parts(a: Any, b: Any) -> tuple[list[Any], Any]:
         given = [a, own["words"], own["scales"], own["zeros"], own["offsets"], own["channel"]]
         return given, own["static"]
     if kind is ScaledTensor and type(a) is ScaledTensor:
-        return [a.data, a.scale, b.data, b.scale], (a.kind, b.kind)
+        return [a.data, a.stored_scale, b.data, b.stored_scale], (a.kind, b.kind)
     if kind in (tuple, list) and len(b) == 2 and isinstance(b[0], Tensor) and isinstance(b[1], Tensor):
         return [a, *b], ("pair", b[1].data_ptr() - b[0].data_ptr())
     return [a, b], None
