@@ -109,14 +109,17 @@ def main():
     for case in RUNS:
         run(*case)
     is_hopper = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+    count = len(RUNS)
     for kind, configs in GROUPED.items():
         for config in configs if is_hopper or "hopper" not in kind else ():
             run_grouped(kind, config)
+            count += 1
     for loader, k in (("pointer", 35), ("descriptor", 40)):
         run(HALF, f"64x32x32-g2-w4-s2-persistent-{loader}", 70, 40, k, "NT", None, {}, batch=(3,))
+        count += 1
     if DEVICE == "cuda":
         torch.cuda.synchronize()
-    print(f"{len(RUNS) + 2} kernels ran")
+    print(f"{count} kernels ran")
     return 0
 
 

@@ -456,6 +456,24 @@ def test_results_of_arguments_alone_have_their_own_shapes(shape):
     torch.testing.assert_close(grad, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("first", (torch.bfloat16, torch.float16, torch.float32))
+def test_what_is_saved_for_gradients_has_the_type_of_each_call(first):
+    """The same function behind products in one type, and then in others."""
+    for dtype in (first, torch.float32, torch.float16, torch.bfloat16):
+        x, w = (
+            values(8, 16, dtype=dtype).requires_grad_(),
+            values(12, 16, seed=1, dtype=dtype).requires_grad_(),
+        )
+        grad = values(8, 6, seed=2, dtype=dtype)
+        got = torch.autograd.grad(gemmery.linear(x, w, epilogue=epilogues.swiglu), (x, w), grad)
+        x, w = x.detach().double().requires_grad_(), w.detach().double().requires_grad_()
+        gate, up = (x @ w.T).chunk(2, -1)
+        want = torch.autograd.grad(F.silu(gate) * up, (x, w), grad.double())
+        limit = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+        for ours, theirs in zip(got, want, strict=True):
+            assert (ours.double() - theirs).abs().max() <= limit * theirs.abs().max()
+
+
 def test_integers_are_rounded_to_the_type_that_they_are_combined_in():
     whole, half = torch.full((12, 20), 2049, dtype=torch.int32), torch.full((12, 20), 3.0).half()
     assert_same(on_arguments(torch.fmod, whole, half), torch.fmod(whole, half))

@@ -30,7 +30,8 @@ def program(call: Call) -> Program:
     """
     shape, key = call.shape, None
     if call.captured.key is not None:
-        key = (call.captured.key, len(call.outer), call.biases, call.b.swapped, call.saves)
+        saved = call.dtype if call.saves else None
+        key = (call.captured.key, len(call.outer), call.biases, call.b.swapped, saved)
 
     @functools.wraps(call.function)
     def function(product: Tensor, *given: Any) -> tuple[list[Tensor], bool]:
