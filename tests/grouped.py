@@ -203,6 +203,47 @@ def close(ours, theirs, dtype):
     )
 
 
+#: Weights whose gradients are added to what is there.
+ACCUMULATED = ("a stack", "a pair", "alternating rows", "K by N", "gathered")
+
+
+def accumulated(kind, dtype, device="cpu"):
+    """What two backward passes add to gradients, and twice the gradient in float64: pairs of tensors."""
+    torch.manual_seed(0)
+    offs, at = ends_of(COUNTS, device), numbers(device)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+
+    def weights(whole):
+        if kind == "a pair":
+            return tuple([half.contiguous() for half in whole.chunk(2, 1)])
+        if kind == "alternating rows":
+            return whole[:, 0::2], whole[:, 1::2]
+        return (whole.mT.contiguous().mT if kind == "K by N" else whole,)
+
+    own = weights((torch.randn(GROUPS, 48, 33, device=device) / 4).to(dtype))
+    own = tuple([x.detach().requires_grad_() for x in own])
+    sums = weights(torch.randn(GROUPS, 48, 33, device=device).to(wide))
+    before = [x.clone() for x in sums]
+    x = torch.randn(9 if kind == "gathered" else ROWS, 33, device=device).to(dtype).requires_grad_()
+    how = {"gather": at[0]} if kind == "gathered" else {}
+    given, added = (own, sums) if len(own) > 1 else (own[0], sums[0])
+    made = [
+        gemmery.grouped_linear(x, given, offs=offs, epilogue=epilogues.swiglu, weight_grad=added, **how)
+        for _ in range(2)
+    ]
+    grad = torch.randn(made[0].shape, device=device).to(dtype)
+    for y in made:
+        y.backward(grad)
+    exact = [w.detach().double().requires_grad_() for w in own]
+    rows = x.detach().double()
+    rows = rows[at[0].long()] if how else rows
+    columns = (lambda g: torch.cat([w[g] for w in exact])) if len(exact) > 1 else (lambda g: exact[0][g])
+    z = rows_of(rows, offs, lambda r, g: gated(*(r @ columns(g).T).chunk(2, -1)))
+    theirs = torch.autograd.grad(z, exact, grad.double())
+    assert all(w.grad is None for w in own)
+    return [(x - y, 2 * z) for x, y, z in zip(sums, before, theirs, strict=True)]
+
+
 #: Kinds of scales of x and of the weight, see `gemmery.ScaledTensor`, at least one of which change along K.
 KINDS = [
     ("1x128", "128x128"), ("1x128", "1x128"), ("row", "128x128"), ("128x128", "1x128"), ("tensor", "128x128"),

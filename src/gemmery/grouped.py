@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active
 from torch.compiler import is_compiling
 
 from .api import bmm
 from .epilogues.function import captured_of, function_of
 from .formats.scaled import ScaledTensor
 from .formats.tensor import QuantizedTensor
+from .layout import overlaps_itself
 from .operands.ragged import Axis, Groups
 from .precision import AskedPrecision, resolved
 from .problem import Config
@@ -23,7 +25,7 @@ from .product.build import OUTER_KINDS
 from .product.check import check_kinds, check_not_packed, check_tensor, check_types
 from .product.prologue import apply_prologue
 from .product.run import product
-from .product.seen import PLAIN, autocast_dtype
+from .product.seen import PLAIN, autocast_dtype, wants_gradient
 from .product.shape import OF_WEIGHTS, operand_names
 from .product.spec import Factor, Functions, OutTypes
 
@@ -45,6 +47,7 @@ def grouped_mm(
     prologue: Callable[..., Any] | None = None,
     prologue_args: Sequence[Any] = (),
     out: Tensor | None = None,
+    accumulate: bool = False,
     out_dtype: OutTypes = None,
     precision: AskedPrecision = "ieee",
     fast_accum: bool = False,
@@ -79,7 +82,8 @@ def grouped_mm(
         prologue: an elementwise torch function of `mat_a` and `prologue_args`, see `gemmery.matmul`; with groups of
             rows, and in a batch. Where rows are gathered and it reads tensors, it runs before the product.
         prologue_args: see `gemmery.matmul`.
-        out: where the result goes, any strides, with groups of rows, or in a batch.
+        out: where the result goes, any strides; not with groups of columns.
+        accumulate: with ranges of K, add the products to `out`, which is float32 (float64 for float64).
         out_dtype, precision, fast_accum, batch_invariant, config: see `gemmery.matmul`.
 
     Returns:
@@ -110,6 +114,7 @@ def grouped_mm(
     options = (out_dtype, resolved(precision, numbers), fast_accum, batch_invariant, config)
     behind = {"gather": gather, "scatter": scatter, "row_scale": row_scale}
     if ranks == (2, 3):
+        _refuse(op, "groups of rows", {"accumulate": accumulate or None})
         return _of_rows(op, mat_a, mat_b, offs, bias, behind, functions, out, options)
     if ranks not in ((3, 2), (2, 2), (3, 3)):
         raise ValueError(
@@ -120,19 +125,21 @@ def grouped_mm(
     _check_operands(op, mat_a, mat_b, mat_b.shape[-2])
     given = {"bias": bias, **behind, "epilogue": epilogue, "prologue": prologue}
     if ranks == (3, 3):
-        _refuse(op, "a batch", {"offs": offs, "bias": bias, **behind})
+        _refuse(op, "a batch", {"offs": offs, "bias": bias, **behind, "accumulate": accumulate or None})
         return bmm(
             mat_a, mat_b, epilogue=epilogue, args=args, prologue=prologue, prologue_args=prologue_args, out=out,
             out_dtype=out_dtype, precision=precision, fast_accum=fast_accum, batch_invariant=batch_invariant,
             config=config,
         )  # fmt: skip
     if ranks == (3, 2):
-        _refuse(op, "groups of columns", {**given, "out": out})
+        _refuse(op, "groups of columns", {**given, "out": out, "accumulate": accumulate or None})
         made = _of_rows(op, mat_b.mT, mat_a.mT, offs, None, {}, functions, None, options)
         return made.mT
-    _refuse(op, "ranges of K", {**given, "out": out})
+    _refuse(op, "ranges of K", given)
     groups = _groups(op, mat_a, offs, "k", mat_a.shape[1])
-    return product(op, groups, mat_b, None, functions, out, options)
+    if accumulate:
+        _check_sum(op, "out", out, mat_a)
+    return product(op, groups, mat_b, out if accumulate else None, functions, out, options)
 
 
 def grouped_linear(
@@ -150,6 +157,7 @@ def grouped_linear(
     prologue_args: Sequence[Any] = (),
     out: Tensor | None = None,
     out_dtype: OutTypes = None,
+    weight_grad: Factor | None = None,
     precision: AskedPrecision = "ieee",
     fast_accum: bool = False,
     batch_invariant: bool = False,
@@ -162,6 +170,9 @@ def grouped_linear(
         weight: (G, N, K); a pair of such, as (gate, up) with an epilogue that halves the columns; or packed; or with x
             a `gemmery.ScaledTensor`.
         bias: (G, N), or (N,) for all groups; with a pair also a pair.
+        weight_grad: the weight's shape, float32 (float64 for float64), any strides: the backward pass adds the weight's
+            gradient to it, unrounded, and autograd gets none for the weight; with a pair also a pair. It is for
+            gradients that are summed over micro-batches, as Megatron-LM's `main_grad`. Not under torch.compile.
 
     The other arguments, the result (R, N) and the errors are those of `grouped_mm`.
 
@@ -182,9 +193,10 @@ def grouped_linear(
         )
     options = (out_dtype, resolved(precision, numbers), fast_accum, batch_invariant, config)
     behind = {"gather": gather, "scatter": scatter, "row_scale": row_scale}
+    buffers = _buffers(op, weight, weight_grad)
     return _of_rows(
-        op, x, weight, offs, bias, behind, Functions(epilogue, args, prologue, prologue_args), out, options
-    )
+        op, x, weight, offs, bias, behind, Functions(epilogue, args, prologue, prologue_args), out, options, buffers
+    )  # fmt: skip
 
 
 def _rank(op: str, second: Any) -> int:
@@ -204,7 +216,7 @@ def _refuse(op: str, what: str, given: dict[str, Any]) -> None:
 
 def _of_rows(
     op: str, x: Any, weight: Any, offs: Any, bias: Any, behind: dict[str, Any], functions: Functions,
-    out: Tensor | None, options: tuple[Any, ...],
+    out: Tensor | None, options: tuple[Any, ...], weight_grad: tuple[Tensor, ...] = (),
 ) -> Any:  # fmt: skip
     """A product of groups of rows."""
     _check_scaled(op, x, weight, functions)
@@ -228,7 +240,9 @@ def _of_rows(
     groups = _groups(op, numbers, offs, "rows", rows, first.shape[0])
     _check_numbers(op, offs, {"gather": (gather, x.shape[0]), "scatter": (scatter, rows)})
     scale = _gathered_scales(x, weight, gather)
-    groups = groups._replace(matrix=x, gather=gather, scatter=scatter, scale=scale)
+    groups = groups._replace(
+        matrix=x, gather=gather, scatter=scatter, scale=scale, weight_grad=weight_grad
+    )  # fmt: skip
     bias = _of_groups(op, bias, first.shape[0], first.shape[-2 if of_weight else -1])
     if row_scale is None:
         return product(op, groups, weight, bias, functions, out, options)
@@ -284,6 +298,48 @@ def _check_scaled(op: str, x: Any, weight: Any, functions: Functions) -> None:
     if functions.prologue is not None:
         raise TypeError(f"{op}: a prologue takes floating-point operands; {first} is a gemmery.ScaledTensor")
     check_kinds(op, x, weight)
+
+
+def _buffers(op: str, weight: Any, weight_grad: Any) -> tuple[Tensor, ...]:
+    """What the gradients of a weight's matrices are added to; () where there are none, or no gradients.
+
+    Raises:
+        ValueError: shapes or devices do not fit, or nothing could be added.
+        TypeError: a type does not fit.
+    """
+    if weight_grad is None:
+        return ()
+    halves, buffers = [list(x) if isinstance(x, tuple | list) else [x] for x in (weight, weight_grad)]
+    if len(halves) != len(buffers):
+        raise TypeError(f"{op}: weight_grad must be a pair with a pair of weights, and a tensor with one")
+    if is_compiling() or _are_functorch_transforms_active():
+        raise ValueError(f"{op}: weight_grad is for autograd; not under torch.compile, nor in torch.func")
+    for half, buffer in zip(halves, buffers, strict=True):
+        if isinstance(half, QuantizedTensor | ScaledTensor):
+            raise TypeError(
+                f"{op}: weight_grad is given, but the weight is packed or scaled, and has no gradient"
+            )
+        _check_sum(op, "weight_grad", buffer, half)
+        if buffer.shape != half.shape:
+            raise ValueError(f"{op}: weight_grad is {tuple(buffer.shape)} and weight {tuple(half.shape)}")
+    if not wants_gradient(halves):
+        return ()
+    # Autograd does not look at what is in it, so another backward pass may have changed it meanwhile.
+    return tuple([x.data for x in buffers])
+
+
+def _check_sum(op: str, name: str, given: Any, like: Tensor) -> None:
+    """ValueError or TypeError unless products of operands can be added to what is given."""
+    if given is None:
+        raise ValueError(f"{op}: out is missing; accumulate=True adds to it")
+    check_tensor(op, name, given)
+    wanted = torch.float64 if like.dtype == torch.float64 else torch.float32
+    if given.dtype != wanted:
+        raise TypeError(f"{op}: {name} is {given.dtype}; it must be {wanted}")
+    if given.device != like.device:
+        raise ValueError(f"{op}: {name} is on {given.device} and the operands are on {like.device}")
+    if overlaps_itself(given):
+        raise ValueError(f"{op}: {name} has strides {given.stride()}: its elements overlap one another")
 
 
 def _reads_tensors(functions: Functions) -> bool:

@@ -11,7 +11,7 @@ from gemmery import Config, epilogues, schedules
 from gemmery.devices import current
 from gemmery.lab.fused_targets import grouped_problem
 from tests.gpu.common import DEVICE, HALVES, needs_cuda, size, values, wide
-from tests.grouped import CASES, KINDS, close, compared, ends_of, rows_of, scaled
+from tests.grouped import ACCUMULATED, CASES, KINDS, accumulated, close, compared, ends_of, rows_of, scaled
 
 pytestmark = pytest.mark.gpu
 
@@ -23,6 +23,13 @@ BF16 = torch.bfloat16
 @pytest.mark.parametrize("name", CASES)
 def test_results_and_gradients(name, dtype):
     for ours, theirs in compared(CASES[name], SIZES, dtype, DEVICE):
+        assert close(ours, theirs, dtype)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("kind", ACCUMULATED)
+def test_gradients_that_are_added_to_others(kind, dtype):
+    for ours, theirs in accumulated(kind, dtype, DEVICE):
         assert close(ours, theirs, dtype)
 
 

@@ -7,7 +7,19 @@ from torch.nn import functional as F
 
 import gemmery
 from gemmery import epilogues
-from tests.grouped import CASES, COUNTS, GROUPS, ROWS, close, compared, ends_of, rows_of
+from tests.grouped import (
+    ACCUMULATED,
+    CASES,
+    COUNTS,
+    GROUPS,
+    ROWS,
+    accumulated,
+    close,
+    compared,
+    ends_of,
+    ranges_of,
+    rows_of,
+)  # fmt: skip
 
 F32 = torch.float32
 X, W, B = torch.randn(ROWS, 16), torch.randn(GROUPS, 8, 16), torch.randn(GROUPS, 8)
@@ -99,6 +111,25 @@ WRONG = {
         lambda: linear(scatter=torch.arange(ROWS, dtype=torch.int32) - 1), ValueError, "scatter has numbers from -1",
     ),
     "out": (lambda: linear(out=torch.empty(3, 8)), ValueError, r"out is \(3, 8\); the result is"),
+    "a sum without out": (lambda: gemmery.grouped_mm(X.T, X, offs=OFFS, accumulate=True), ValueError, "out is missing"),
+    "a sum of 16 bits": (
+        lambda: gemmery.grouped_mm(X.T.bfloat16(), X.bfloat16(), offs=OFFS, out=torch.zeros(5, 16, 16).bfloat16(), accumulate=True),
+        TypeError, "out is torch.bfloat16; it must be torch.float32",
+    ),
+    "a sum of rows": (
+        lambda: gemmery.grouped_mm(X, W.mT, offs=OFFS, out=torch.zeros(ROWS, 8), accumulate=True), ValueError,
+        "accumulate is given with groups of rows",
+    ),
+    "a sum of gradients in 16 bits": (lambda: linear(weight_grad=W.bfloat16()), TypeError, "weight_grad is torch.bfloat16"),
+    "a sum of other gradients": (lambda: linear(weight_grad=W[:2]), ValueError, r"weight_grad is \(2, 8, 16\) and weight \(5, 8, 16\)"),
+    "a sum of one half": (lambda: linear(w=(W, W), epilogue=epilogues.swiglu, weight_grad=W), TypeError, "must be a pair"),
+    "a sum of overlapping gradients": (
+        lambda: linear(weight_grad=torch.zeros(8, 16).expand(5, 8, 16)), ValueError, "overlap one another",
+    ),
+    "gradients of a packed weight": (
+        lambda: linear(torch.randn(ROWS, 64).half(), gemmery.quantize(torch.randn(5, 64, 64), "int4"), weight_grad=torch.zeros(5, 64, 64)),
+        TypeError, "has no gradient",
+    ),
 }  # fmt: skip
 
 
@@ -206,3 +237,60 @@ def test_nothing_to_multiply():
     y = gemmery.grouped_linear(X[:0], W, B, offs=OFFS * 0, gather=torch.zeros(5, dtype=torch.int32))
     assert y.shape == (5, 8)
     assert (y == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [F32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kind", ACCUMULATED)
+def test_gradients_that_are_added_to_others(kind, dtype):
+    for ours, theirs in accumulated(kind, dtype):
+        assert close(ours, theirs, dtype)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_products_that_are_added_to_others(transposed):
+    torch.manual_seed(0)
+    a, b = torch.randn(12, ROWS).bfloat16(), torch.randn(ROWS, 24).bfloat16()
+    out = torch.randn(GROUPS, 24, 12).mT if transposed else torch.randn(GROUPS, 12, 24)
+    before = out.clone()
+    for _ in range(2):
+        assert gemmery.grouped_mm(a, b, offs=ends_of(COUNTS), out=out, accumulate=True) is out
+    assert close(out - before, 2 * ranges_of(a.double(), b.double(), ends_of(COUNTS)), F32)
+    gemmery.grouped_mm(a, b, offs=ends_of(COUNTS), out=out)
+    assert close(out, ranges_of(a.double(), b.double(), ends_of(COUNTS)), F32)
+
+
+def test_sums_of_gradients_are_for_autograd_alone():
+    w, total = W.clone().requires_grad_(), torch.zeros_like(W)
+    y = linear(w=w, weight_grad=total, epilogue=F.silu)
+    with pytest.raises(RuntimeError, match="there is no second derivative"):
+        torch.autograd.grad(y.sum(), w, create_graph=True)
+    with pytest.raises(ValueError, match=r"not under torch.compile, nor in torch.func"):
+        torch.func.grad(lambda w: linear(w=w, weight_grad=total).sum())(W)
+    compiled = torch.compile(lambda w: linear(w=w, weight_grad=total), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"not under torch.compile, nor in torch.func"):
+        compiled(w)
+    with torch.no_grad():
+        linear(w=w, weight_grad=total)
+    assert (total == 0).all()
+
+
+def test_sums_of_gradients_are_those_that_were_given():
+    """Whatever autograd does with the tensors that it keeps."""
+    w, total = W.clone().requires_grad_(), torch.zeros_like(W)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x.clone()):
+        y = linear(w=w, weight_grad=total)
+    y.sum().backward()
+    (want,) = torch.autograd.grad(linear(w=w).sum(), w)
+    torch.testing.assert_close(total, want)
+
+
+def test_other_gradients_beside_sums():
+    x, b, w = X.clone().requires_grad_(), B.clone().requires_grad_(), W.clone().requires_grad_()
+    total = torch.zeros_like(W)
+    made = torch.autograd.grad(
+        linear(x, w, b, weight_grad=total, epilogue=F.silu).sum(), (x, b, w), allow_unused=True
+    )
+    want = torch.autograd.grad(linear(x, w, b, epilogue=F.silu).sum(), (x, b, w))
+    assert made[2] is None
+    for ours, theirs in zip((*made[:2], total), want, strict=True):
+        torch.testing.assert_close(ours, theirs)

@@ -74,6 +74,25 @@ def test_layouts_and_activations_with_gradients(layout, activation):
     assert (ours[1][UNUSED] == 0).all()
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_that_are_added_to_others(layout):
+    x, w, d, b, c = (t.requires_grad_() for t in leaves())
+    index, weights = choices(7)
+    (first, down), how = LAYOUTS[layout](w, d, b)
+    of_w, of_d = torch.randn_like(w), torch.randn_like(d)
+    (of_first, of_down), _ = LAYOUTS[layout](of_w.clone(), of_d.clone(), None)
+    sums = of_first if isinstance(of_first, tuple) else (of_first,)
+    before = [t.clone() for t in (*sums, of_down)]
+    y = experts(x, index, weights, first, down, down_bias=c, gate_up_grad=of_first, down_grad=of_down, **how)
+    own = [t.detach().requires_grad_() for t in (*(first if isinstance(first, tuple) else (first,)), down)]
+    z = experts(x, index, weights, tuple(own[:-1]) if len(own) > 2 else own[0], own[-1], down_bias=c, **how)
+    y.sum().backward()
+    assert w.grad is None
+    assert d.grad is None
+    for total, start, want in zip((*sums, of_down), before, torch.autograd.grad(z.sum(), own), strict=True):
+        torch.testing.assert_close(total - start, want)
+
+
 @pytest.mark.parametrize(
     "given", ["relu_squared", torch.tanh, lambda acc: acc * 2], ids=["name", "function", "lambda"]
 )
@@ -309,6 +328,24 @@ def test_the_module(gated_, bias):
     torch.testing.assert_close(layer(x, index, weights), meaning(x, index, weights, *own, function, *biases))
     layer(x, index, weights).sum().backward()
     assert all(p.grad is not None for p in layer.parameters())
+
+
+def test_the_modules_own_sums_of_gradients():
+    layer = Experts(EXPERTS, IN, HIDDEN, fuse_wgrad_accumulation=True)
+    x, (index, weights) = torch.randn(7, IN), choices(7)
+    with pytest.raises(ValueError, match="up_proj has no main_grad"):
+        layer(x, index, weights)
+    with torch.no_grad():
+        layer(x, index, weights)
+    for p in layer.parameters():
+        p.main_grad = torch.zeros_like(p, dtype=torch.float32)
+    for _ in range(2):
+        layer(x, index, weights).sum().backward()
+    assert all(p.grad is None for p in layer.parameters())
+    layer.fuse_wgrad_accumulation = False
+    layer(x, index, weights).sum().backward()
+    for p in layer.parameters():
+        torch.testing.assert_close(p.main_grad, 2 * p.grad)
 
 
 def test_what_the_module_refuses():

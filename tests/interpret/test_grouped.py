@@ -6,18 +6,21 @@ import torch
 import gemmery
 from gemmery import epilogues
 from tests.grouped import (
+    ACCUMULATED,
     BEHIND,
     CASES,
     COUNTS,
     GROUPS,
     KINDS,
     ROWS,
+    accumulated,
     close,
     compared,
     ends_of,
+    ranges_of,
     rows_of,
     scaled,
-)
+)  # fmt: skip
 
 SIZES = {"M": 19, "N": 24, "K": 33}
 F32 = torch.float32
@@ -289,3 +292,24 @@ def test_rows_have_the_same_bits_in_every_group():
         assert torch.equal(y[: counts[0]], first[: counts[0]])
     alone = gemmery.grouped_linear(x[:1], w, offs=ends_of([1, 0, 0]), batch_invariant=True)
     assert torch.equal(alone, first[:1])
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("dtype", [F32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kind", ACCUMULATED)
+def test_gradients_that_are_added_to_others(kind, dtype):
+    for ours, theirs in accumulated(kind, dtype):
+        assert close(ours, theirs, dtype)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_products_that_are_added_to_others(transposed):
+    torch.manual_seed(0)
+    a, b = torch.randn(12, ROWS).bfloat16(), torch.randn(ROWS, 24).bfloat16()
+    out = torch.randn(GROUPS, 24, 12).mT if transposed else torch.randn(GROUPS, 12, 24)
+    before = out.clone()
+    for _ in range(2):
+        assert gemmery.grouped_mm(a, b, offs=ends_of(COUNTS), out=out, accumulate=True) is out
+    assert close(out - before, 2 * ranges_of(a.double(), b.double(), ends_of(COUNTS)), F32)
+    gemmery.grouped_mm(a, b, offs=ends_of(COUNTS), out=out)
+    assert close(out, ranges_of(a.double(), b.double(), ends_of(COUNTS)), F32)

@@ -55,6 +55,8 @@ def experts(
     transposed: bool = False,
     concatenated: bool = True,
     post_norm: Callable[[Tensor], Tensor] | None = None,
+    gate_up_grad: Factor | None = None,
+    down_grad: Tensor | None = None,
     precision: AskedPrecision = "ieee",
     batch_invariant: bool = False,
 ) -> Tensor:
@@ -82,6 +84,8 @@ def experts(
         concatenated: False where rows of gate and up alternate, as gpt-oss has them: gate 0, up 0, gate 1. They are not
             copied. Packed weights are concatenated.
         post_norm: a torch function of the second product's rows, (R, H), that runs before they are summed.
+        gate_up_grad, down_grad: float32, laid out in the way of the weights: the backward pass adds the weights'
+            gradients to them, unrounded, and autograd gets none; see `gemmery.grouped_linear`'s `weight_grad`.
         precision, batch_invariant: see `gemmery.matmul`.
 
     Returns:
@@ -104,19 +108,23 @@ def experts(
     """
     epilogue, between = _activation(activation, gated)
     first, second = _oriented("gate_up", gate_up, transposed), _oriented("down", down, transposed)
+    of_first = None if gate_up_grad is None else _oriented("gate_up_grad", gate_up_grad, transposed)
+    of_second = None if down_grad is None else _oriented("down_grad", down_grad, transposed)
     _check_biases(gate_up_bias, down_bias, first, second)
     if gated and not concatenated and between is None and not isinstance(first, tuple):
         first, gate_up_bias = _apart(first), _bias_apart(gate_up_bias)
+        of_first = None if of_first is None else _apart(of_first)
     _check(x, top_k_index, first, second, gated)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     how: dict[str, Any] = {"precision": precision, "batch_invariant": batch_invariant}
     routing = route(top_k_index, second.shape[0])
     hidden: Tensor = grouped_linear(
-        rows, first, gate_up_bias, offs=routing.offs, gather=routing.token, epilogue=epilogue, **how
-    )
+        rows, first, gate_up_bias, offs=routing.offs, gather=routing.token, epilogue=epilogue, weight_grad=of_first,
+        **how,
+    )  # fmt: skip
     if between is not None:
         hidden = between(hidden)
-    y: Tensor = grouped_linear(hidden, second, down_bias, offs=routing.offs, **how)
+    y: Tensor = grouped_linear(hidden, second, down_bias, offs=routing.offs, weight_grad=of_second, **how)
     if post_norm is not None:
         y = post_norm(y)
     return combine(y, routing, top_k_weights).to(x.dtype)

@@ -36,6 +36,9 @@ class Experts(nn.Module):
         bias: whether there are biases.
         device, dtype: of the parameters, as for torch.nn.Linear.
         precision, batch_invariant: see `gemmery.matmul`.
+        fuse_wgrad_accumulation: whether the backward pass adds the gradients of both weights, unrounded, to their
+            attributes `main_grad`, float32 and of the weights' shapes, and leaves their `grad` alone. Megatron-LM and
+            Transformer Engine have this name for it. Not under torch.compile.
 
     Raises:
         ValueError: a size is negative, or no activation has this name.
@@ -52,6 +55,7 @@ class Experts(nn.Module):
 
     down_proj: nn.Parameter
     down_proj_bias: nn.Parameter | None
+    fuse_wgrad_accumulation = False
 
     def __init__(
         self,
@@ -66,8 +70,10 @@ class Experts(nn.Module):
         dtype: torch.dtype | None = None,
         precision: AskedPrecision = "ieee",
         batch_invariant: bool = False,
+        fuse_wgrad_accumulation: bool = False,
     ) -> None:
         super().__init__()
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         sizes = {"num_experts": num_experts, "in_features": in_features, "hidden_features": hidden_features}
         for name, size in sizes.items():
             if not isinstance(size, int) or size < 0:
@@ -175,10 +181,24 @@ class Experts(nn.Module):
         x = hidden_states if packed is None else hidden_states.to(packed.dtype)
         y = experts(
             x, top_k_index, top_k_weights, first, down, activation=self.epilogue, gated=self.gated,
-            gate_up_bias=getattr(self, f"{self.first}_bias"), down_bias=self.down_proj_bias, precision=self.precision,
+            gate_up_bias=getattr(self, f"{self.first}_bias"), down_bias=self.down_proj_bias,
+            gate_up_grad=self._main_grad(self.first), down_grad=self._main_grad("down_proj"), precision=self.precision,
             batch_invariant=self.batch_invariant,
         )  # fmt: skip
         return y.to(hidden_states.dtype)
+
+    def _main_grad(self, name: str) -> Tensor | None:
+        """What a weight's gradient is added to; None where autograd has it, or there is none."""
+        weight = getattr(self, name)
+        if not self.fuse_wgrad_accumulation or not weight.requires_grad or not torch.is_grad_enabled():
+            return None
+        found: Tensor | None = getattr(weight, "main_grad", None)
+        if found is None:
+            raise ValueError(
+                f"Experts: {name} has no main_grad, to which fuse_wgrad_accumulation=True adds; set it to float32 "
+                f"zeros of the shape {tuple(weight.shape)}"
+            )
+        return found
 
     def extra_repr(self) -> str:
         """The sizes, the activation, and what the weights are."""

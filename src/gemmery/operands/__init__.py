@@ -23,8 +23,8 @@ __all__ = [
 
 #: What makes an operand again, by the first word of its text.
 _KINDS: dict[str, Callable[[Sequence[str], Sequence[Tensor], Sequence[int]], Operand]] = {
-    "dense": lambda facts, tensors, sizes: DenseOperand(tensors[0]),
-    "pair": lambda facts, tensors, sizes: PairOperand(tensors[0], tensors[1]),
+    "dense": lambda facts, tensors, sizes: DenseOperand(tensors[0], None, tensors[1:]),
+    "pair": lambda facts, tensors, sizes: PairOperand(tensors[0], tensors[1], False, tensors[2:]),
     "packed": PackedOperand.rebuild,
     "ragged": RaggedOperand.rebuild,
     "rows": RowScaledOperand.rebuild,

@@ -245,6 +245,8 @@ class Operand:
         tensors: what it is made of: what operators, autograd and the overlap check see, in an order of its kind's.
         launched: those that a launch is given, in the order of `Spec.layouts`.
         places: where these are among `values`.
+        buffers: one for each of its matrices, to which the matrix's gradient is added in place of being returned; or
+            none.
     """
 
     #: Whether `matrix` is the right one of two halves; only for kernels.
@@ -253,6 +255,7 @@ class Operand:
     tensors: tuple[Tensor, ...]
     launched: tuple[Tensor, ...]
     places: tuple[int, ...]
+    buffers: tuple[Tensor, ...] = ()
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -366,6 +369,14 @@ class Operand:
         """The same without a prologue, which is applied in torch."""
         return self
 
+    def accumulating(self, buffers: Sequence[Tensor]) -> Operand:
+        """The same with `buffers`."""
+        raise NotImplementedError
+
+    def parts(self) -> list[Operand]:
+        """The matrices that stand side by side, each as an operand."""
+        return [self]
+
     def ordered(self) -> Operand:
         """The same, of two halves the one first that comes first in memory, as kernels want them."""
         return self
@@ -445,8 +456,10 @@ class Operand:
 class Multiply(Protocol):
     """A product of a matrix and an operand; see `Operand.gradients`."""
 
-    def __call__(self, x: Tensor | Operand, y: Operand, addend: Tensor | None = None) -> Tensor:
-        """`x @ y + addend`."""
+    def __call__(
+        self, x: Tensor | Operand, y: Operand, addend: Tensor | None = None, into: Tensor | None = None
+    ) -> Tensor:
+        """`x @ y + addend`, or with `into` that matrix, to which `x @ y` has been added."""
 
 
 class Access:

@@ -55,11 +55,14 @@ class DenseOperand(Operand):
     Args:
         tensor: (..., M, K) or (..., K, N).
         prologue: what happens to it on its way into the product; see `product.prologue`.
+        buffers: see `Operand.buffers`; not with a prologue.
     """
 
-    def __init__(self, tensor: Tensor, prologue: Prologue | None = None) -> None:
-        self.matrix, self.prologue = tensor, prologue
-        self.tensors = (tensor,) if prologue is None else (tensor, *prologue.tensors)
+    def __init__(
+        self, tensor: Tensor, prologue: Prologue | None = None, buffers: Sequence[Tensor] = ()
+    ) -> None:
+        self.matrix, self.prologue, self.buffers = tensor, prologue, tuple(buffers)
+        self.tensors = (tensor, *(() if prologue is None else prologue.tensors), *self.buffers)
 
     @property
     def _traced(self) -> Any:
@@ -94,19 +97,23 @@ class DenseOperand(Operand):
         return self.prologue is None
 
     def named(self, name: str) -> list[tuple[str, Tensor]]:
-        return [(name, self.matrix), *[("a tensor of the prologue", x) for x in self.tensors[1:]]]
+        own = () if self.prologue is None else self.prologue.tensors
+        return [(name, self.matrix), *[("a tensor of the prologue", x) for x in own]]
 
     def lowered(self, op: str, names: tuple[str, str], dtype: torch.dtype) -> Operand:
         """See `Operand.lowered`; the prologue comes before the operand is rounded."""
         if self.matrix.dtype == dtype or self.matrix.dtype not in AUTOCAST:
             return self
-        return DenseOperand(self.prologue_applied().matrix.to(dtype))
+        return DenseOperand(self.prologue_applied().matrix.to(dtype), None, self.buffers)
 
     def in_torch(self) -> Tensor:
         return self.matrix if self.prologue is None else self.prologue.in_torch(self.matrix)
 
     def with_prologue(self, prologue: Prologue) -> Operand:
         return DenseOperand(self.matrix, prologue)
+
+    def accumulating(self, buffers: Sequence[Tensor]) -> Operand:
+        return DenseOperand(self.matrix, None, buffers)
 
     def prologue_applied(self) -> Operand:
         return self if self.prologue is None else DenseOperand(self.in_torch())

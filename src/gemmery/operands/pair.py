@@ -86,17 +86,21 @@ class PairOperand(Operand):
 
     Args:
         swapped: whether `matrix` is the right half; only for kernels.
+        buffers: see `Operand.buffers`.
     """
 
-    def __init__(self, left: Tensor, right: Tensor, swapped: bool = False) -> None:
-        self.tensors, self.swapped = (left, right), swapped
+    def __init__(
+        self, left: Tensor, right: Tensor, swapped: bool = False, buffers: Sequence[Tensor] = ()
+    ) -> None:
+        self.tensors, self.swapped = (left, right, *buffers), swapped
+        self.both, self.buffers = (left, right), tuple(buffers)
         self.matrix = right if swapped else left
         self.launched, self.places = (self.matrix,), (int(swapped),)
 
     @property
     def form(self) -> tuple[Any, ...]:
         """Bytes from the left half to the right one; negative if the right one comes first in memory."""
-        left, right = self.tensors
+        left, right = self.both
         return "pair", right.data_ptr() - left.data_ptr()
 
     @property
@@ -105,23 +109,30 @@ class PairOperand(Operand):
         return 2
 
     def named(self, name: str) -> list[tuple[str, Tensor]]:
-        return [(name, x) for x in self.tensors]
+        return [(name, x) for x in self.both]
 
     def lowered(self, op: str, names: tuple[str, str], dtype: torch.dtype) -> Operand:
-        left, right = (DenseOperand(x).lowered(op, names, dtype).matrix for x in self.tensors)
-        return PairOperand(left, right)
+        left, right = (DenseOperand(x).lowered(op, names, dtype).matrix for x in self.both)
+        return PairOperand(left, right, False, self.buffers)
 
     def in_torch(self) -> Tensor:
-        return torch.cat(self.tensors, dim=-1)
+        return torch.cat(self.both, dim=-1)
+
+    def accumulating(self, buffers: Sequence[Tensor]) -> Operand:
+        return PairOperand(*self.both, False, buffers)
+
+    def parts(self) -> list[Operand]:
+        buffers: list[tuple[Tensor, ...]] = [(x,) for x in self.buffers] or [(), ()]
+        return [DenseOperand(x, None, own) for x, own in zip(self.both, buffers, strict=True)]
 
     def ordered(self) -> Operand:
-        left, right = self.tensors
-        return PairOperand(left, right, swapped=right.data_ptr() < left.data_ptr())
+        left, right = self.both
+        return PairOperand(left, right, right.data_ptr() < left.data_ptr(), self.buffers)
 
     @property
     def distance(self) -> int:
         """Elements from the first half in memory to the other one."""
-        other = self.tensors[not self.swapped]
+        other = self.both[not self.swapped]
         return (other.data_ptr() - self.matrix.data_ptr()) // self.matrix.element_size()
 
     def spec(self, matrix: Spec, along: Sequence[Layout], problem: Problem) -> Spec:
@@ -144,7 +155,7 @@ class PairOperand(Operand):
         self, a: Tensor, grad: Tensor, multiply: Multiply, needs: tuple[bool, Sequence[bool]]
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """See `Operand.gradients`; a is one matrix for both halves."""
-        left, right = self.tensors
+        left, right = self.both
         halves = grad.chunk(2, dim=-1)
         of_a = None
         if needs[0]:
@@ -152,5 +163,5 @@ class PairOperand(Operand):
             of_a = multiply(halves[1], DenseOperand(right.mT), of_a).sum_to_size(a.shape)
         return of_a, [
             gradient_of(b, a, g, multiply) if wanted else None
-            for b, g, wanted in zip(self.tensors, halves, needs[1], strict=True)
+            for b, g, wanted in zip(self.both, halves, needs[1][:2], strict=True)
         ]

@@ -42,6 +42,7 @@ class Groups(NamedTuple):
         gather: (R,), int32, which row of `matrix` each row of the product reads; None for its own.
         scatter: (R,), int32, which row of the result each row of the product becomes; None for its own.
         scale: (R, 1), float32, the scales of gathered rows in place of the matrix's; None where these do.
+        weight_grad: what the gradients of the second operand's matrices are added to, laid out as these; or none.
     """
 
     matrix: Tensor | ScaledTensor
@@ -50,6 +51,7 @@ class Groups(NamedTuple):
     gather: Tensor | None = None
     scatter: Tensor | None = None
     scale: Tensor | None = None
+    weight_grad: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,8 +382,11 @@ class RaggedOperand(Operand):
         if self.axis == "k":
             return self._of_ranges(b, grad, multiply, needs, of_rest)
 
-        def of_groups(x: Tensor | Operand, y: Operand, addend: Tensor | None = None) -> Tensor:
+        def of_groups(
+            x: Tensor | Operand, y: Operand, addend: Tensor | None = None, into: Tensor | None = None
+        ) -> Tensor:
             assert isinstance(x, Tensor)
+            assert into is None
             return multiply(RaggedOperand(DenseOperand(x), self.offs), y, addend)
 
         of_a, matrix = None, self.inner.matrix
@@ -395,15 +400,22 @@ class RaggedOperand(Operand):
         of_b: list[Tensor | None] = [None] * len(b.tensors)
         if any(needs[1]):
             x = self.gathered()
-            for i, (weight, half) in enumerate(zip(b.tensors, halves, strict=False)):
+            for i, (weight, half) in enumerate(zip(b.parts(), halves, strict=True)):
                 of_b[i] = self._of_weight(x, weight, half, multiply) if needs[1][i] else None
         return [of_a, *of_rest], of_b
 
-    def _of_weight(self, x: Tensor, weight: Tensor, grad: Tensor, multiply: Multiply) -> Tensor:
-        """The gradient of one matrix for each group, laid out as these are."""
-        if weight.stride(-2) == 1 and weight.stride(-1) != 1:
-            return multiply(RaggedOperand(DenseOperand(grad.mT), self.offs, "k"), DenseOperand(x)).mT
-        return multiply(RaggedOperand(DenseOperand(x.mT), self.offs, "k"), DenseOperand(grad))
+    def _of_weight(self, x: Tensor, weight: Operand, grad: Tensor, multiply: Multiply) -> Tensor | None:
+        """The gradient of one matrix for each group, laid out as these are; None where it goes to a buffer."""
+        into = weight.buffers[0] if weight.buffers else None
+        like = weight.matrix if into is None else into
+        if like.stride(-2) == 1 and like.stride(-1) != 1:
+            left, right = DenseOperand(grad.mT), DenseOperand(x)
+            made = multiply(
+                RaggedOperand(left, self.offs, "k"), right, into=None if into is None else into.mT
+            ).mT
+        else:
+            made = multiply(RaggedOperand(DenseOperand(x.mT), self.offs, "k"), DenseOperand(grad), into=into)
+        return made if into is None else None
 
     def _of_ranges(
         self, b: Operand, grad: Tensor, multiply: Multiply, needs: tuple[Sequence[bool], Sequence[bool]],

@@ -130,6 +130,8 @@ def _groups(op: str, a: Groups, b: Any, takes_pair: bool) -> tuple[Operand, Oper
     else:
         check_second(op, b, takes_pair)
         inner, right = DenseOperand(a.matrix), _second(op, b)
+        if a.weight_grad:
+            right = right.accumulating([right_matrix(op, x) for x in a.weight_grad])
     return RaggedOperand(inner, a.offs, a.axis, a.gather, a.scatter), right
 
 

@@ -17,7 +17,7 @@ from ..formats.scaled import ScaledTensor
 from ..formats.tensor import QuantizedTensor
 from ..layout import overlap, overlaps_itself, same_layout
 from .shape import OF_WEIGHTS, operand_names
-from .spec import Call, Number, OutTypes
+from .spec import Call, Number, OutTypes, unchanged
 
 #: Ranks that operations ask for.
 _RANKS = {"addmm": 2, "bmm": 3}
@@ -189,7 +189,7 @@ def check(call: Call) -> None:
         )
     shape = call.shape
     if call.b.halves > 1:
-        _check_halves(op, 3 if call.a.is_ragged else 2, *call.b.tensors)
+        _check_halves(op, 3 if call.a.is_ragged else 2, *call.b.tensors[:2])
     if not call.ready:
         check_matrices(op, a, b)
     check_types(op, a, b)
@@ -325,7 +325,11 @@ def check_memory(call: Call, out: Tensor) -> None:
         named += [(third, x) for x in call.inputs if call.beta != 0 and not same_layout(out, x)]
     else:
         lead = len(call.outer)
-        named += [(input_name(call, lead + i), x) for i, x in enumerate(call.inputs) if isinstance(x, Tensor)]
+        for i, x in enumerate(call.inputs):
+            # Likewise; but kernels that store some elements of 16 bits twice would add to them twice.
+            is_sum = call.function is unchanged and out.dtype.itemsize > 2 and call.a.unscattered() is call.a
+            if isinstance(x, Tensor) and not (is_sum and same_layout(out, x)):
+                named.append((input_name(call, lead + i), x))
     for name, tensor in named:
         if overlap(out, tensor):
             raise ValueError(f"{call.op}: out and {name} share memory")

@@ -17,7 +17,6 @@ from ..epilogues.function import Epilogue, memoised, named
 from ..epilogues.results import returned
 from ..formats.scaled import ScaledTensor
 from ..formats.tensor import QuantizedTensor
-from ..operands import DenseOperand
 from .build import NOTHING, added, lowered, operands_of
 from .check import check_matrices, check_not_packed, check_tensor
 from .dispatch import runs_again, whole
@@ -129,9 +128,8 @@ def _behind(call: Call, epilogue: Callable[..., Any]) -> Any:
     options, inputs = call.options, [call.a.of_rows(x) for x in call.inputs]
     biases = inputs[: call.biases]
     wide = call.summed if call.a.is_dense and call.b.outer is None else torch.float32
-    halves = [DenseOperand(x) for x in call.b.tensors] if call.b.halves > 1 else [call.b]
     how = options._replace(out_dtype=wide)
-    products = [plain_product(call.a.unscattered(), x, how) for x in halves]
+    products = [plain_product(call.a.unscattered(), x, how) for x in call.b.parts()]
     product = products[0] if len(products) == 1 else torch.cat(products, dim=-1)
     if biases:
         product = product + (biases[0] if len(biases) == 1 else torch.cat(list(biases), -1))

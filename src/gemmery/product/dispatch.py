@@ -77,9 +77,10 @@ def unfused(call: Call) -> Any:
     The function runs once, as the user wrote it, and its gradient is torch's. Gradients go this way where there is no
     kernel, where the function can't be run again as it was, and where torch.func differentiates.
     """
-    b = call.b if call.b.halves == 1 else DenseOperand(call.b.in_torch())
     call = call.prologue_applied()
-    product = plain_product(call.a.unscattered(), b, call.options._replace(out_dtype=call.wide), call.op)
+    how, a = call.options._replace(out_dtype=call.wide), call.a.unscattered()
+    products = [plain_product(a, part, how, call.op) for part in call.b.parts()]
+    product = products[0] if len(products) == 1 else torch.cat(products, dim=-1)
     if call.does_nothing:
         made = product.to(call.options.out_dtype or call.b.default)  # type: ignore[arg-type]  # one, without a function
         return call.a.finished([made])[0]
@@ -90,7 +91,7 @@ def unfused(call: Call) -> Any:
 
 def _dispatched_out(call: Call, out: Tensor) -> Tensor:
     if not call.ready:
-        what = "a packed weight" if call.b.is_packed else "an epilogue"
+        what = "a packed weight" if call.b.is_packed else "groups" if call.a.is_ragged else "an epilogue"
         raise ValueError(
             f"{call.op}: out= with {what} does not support gradients, transforms, modes and subclasses of tensors; use "
             f"what is returned"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ..epilogues.function import named
 from ..operands import DenseOperand, Operand
 from . import vjp
 from .build import NOTHING
+from .compute import compute
 from .flat import arguments_of, call_of, parsed
 from .operator import LIBRARY, placed
 from .seen import in_transform
@@ -37,10 +39,13 @@ class _Saved:
         name = parsed(self.text).epilogue
         self.epilogue = named(name) if name else None
         self.addends = [(x.shape, x.dtype) for x in call.inputs] if call.ready else []
+        # These very ones: what autograd returns of what it keeps may be a copy.
+        self.buffers = call.b.buffers
 
     def call(self, tensors: Sequence[Tensor]) -> Call:
         """The call again."""
-        return call_of(tensors, self.sizes, self.numbers, self.text, self.batch_invariant)
+        call = call_of(tensors, self.sizes, self.numbers, self.text, self.batch_invariant)
+        return replace(call, b=call.b.accumulating(self.buffers)) if self.buffers else call
 
 
 def _gradients_of(
@@ -55,6 +60,10 @@ def _gradients_of(
         needs: which of the tensors' are needed.
     """
     call = saved.call(tensors)
+    if saved.buffers and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{call.op}: with weight_grad there is no second derivative; leave create_graph out"
+        )
     grads = call.a.of_results(grads)
     given = [g for g in grads if g is not None]
     if not given:
@@ -88,10 +97,22 @@ def _of_addend(grad: Tensor, call: Call, addend: Tensor) -> Tensor:
     return scaled.sum_to_size(addend.shape).to(addend.dtype)
 
 
-def _multiply(call: Call, x: Tensor | Operand, y: Operand, addend: Tensor | None = None) -> Tensor:
+def _multiply(
+    call: Call, x: Tensor | Operand, y: Operand, addend: Tensor | None = None, into: Tensor | None = None
+) -> Tensor:
     """A product of a backward pass, computed as the forward one is."""
     how = Options(None, call.options.precision, False, call.options.batch_invariant)
+    if into is not None:
+        return _added(x, y, how, into)
     return plain_product(x, y, how, "matmul", addend, call.alpha)
+
+
+def _added(a: Tensor | Operand, b: Operand, options: Options, to: Tensor) -> Tensor:
+    """A matrix, to which a product has been added in its own type."""
+    left = a if isinstance(a, Operand) else DenseOperand(a)
+    call = Call("matmul", left, b, unchanged, NOTHING, (to,), 1, options._replace(out_dtype=to.dtype))
+    compute(call, to)
+    return to
 
 
 def plain_product(
@@ -197,7 +218,7 @@ def _again(ctx: Any, tensors: Sequence[Tensor], grads: Sequence[Tensor]) -> list
     how = Options(None, call.options.precision, False, call.options.batch_invariant)
     a = call.a.unscattered()
     if call.b.halves > 1:
-        product = torch.cat([plain_product(a, DenseOperand(x), how) for x in call.b.tensors], dim=-1)
+        product = torch.cat([plain_product(a, x, how) for x in call.b.parts()], dim=-1)
     else:
         product = plain_product(a, call.b, how)
     if call.biases:

@@ -196,7 +196,7 @@ def _check_pairing(call: Call, made: Program) -> None:
         )
     if call.b.halves == 1:
         return
-    left, right = call.b.tensors
+    left, right = [x.matrix for x in call.b.parts()]
     if not made.paired:
         raise ValueError(
             f"{call.op}: {name} is in two parts, which takes an epilogue that halves the product's columns; "
