@@ -78,6 +78,15 @@ def test_tiles_of_any_width(make, text):
     check_spills(compiled)
 
 
+@pytest.mark.parametrize("target", BACK_ENDS)
+def test_ranges_that_are_cut(target):
+    problem = ranges_problem(65536, 4, 512, 256, device=device_of(target))
+    config = Config.of("128x128x32-g8-w8-s3-tile-pointer-k8")
+    with strictly_for(target):
+        compiled = schedules.bind(problem, config).compile(*arguments(problem, "meta"))
+    assert usage(compiled).spilled == 0
+
+
 def test_warpgroups_take_no_turns_in_ranges():
     config = Config.of("128x128x64-g0-w8-s4-pingpong-descriptor")
     problem = ranges_problem(8192, 32, 2048, 1024, device=device_of("sm_90"))

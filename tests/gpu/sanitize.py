@@ -79,7 +79,7 @@ GROUPED = {
         "64x96x64-g0-w4-s5-cooperative-descriptor",
         "64x128x64-g0-w8-s4-pingpong-descriptor-swap",
     ),
-    "ranges": ("32x32x32-g2-w4-s2-tile-pointer",),
+    "ranges": ("32x32x32-g2-w4-s2-tile-pointer", "32x32x16-g2-w4-s2-tile-pointer-k3"),
     "ranges on hopper": ("64x128x64-g0-w4-s4-cooperative-descriptor",),
 }
 

@@ -64,6 +64,8 @@ RANGES = [
     "192x128x64-g0-w8-s4-cooperative-descriptor-swap",
     "64x128x64-g0-w4-s4-cooperative-descriptor",
     "64x64x64-g8-w4-s3-tile-pointer",
+    "64x128x32-g8-w4-s3-tile-pointer-k3",
+    "128x128x64-g8-w8-s3-tile-pointer/2-k8-swap",
 ]
 
 

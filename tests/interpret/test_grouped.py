@@ -173,6 +173,37 @@ def test_a_call_sees_other_groups():
         assert close(y, rows_of(x.double(), offs, lambda r, g: r @ w[g].double().T), F32)
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    "config",
+    [
+        "32x32x16-g2-w4-s2-tile-pointer-k2", "32x16x16-g8-w4-s2-tile-pointer-k5", "16x32x16-g8-w4-s2-tile-pointer-k3-swap",
+        "64x64x32-g8-w4-s2-tile-pointer/2-k4",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "counts", [(5, 0, 70, 0, 12), (0, 0, 200), (100,), (0, 0), (1,) * 9, (33, 90, 0, 1, 64, 64, 64)], ids=str
+)
+def test_ranges_that_are_cut(counts, config):
+    """Into as many parts as each needs, and each result has the same bits every time."""
+    torch.manual_seed(0)
+    offs = ends_of(counts)
+    a, b = torch.randn(sum(counts) + 3, 40), torch.randn(sum(counts) + 3, 56)
+    a[sum(counts) :], b[sum(counts) :] = torch.nan, torch.inf
+    for _ in range(2):
+        y = gemmery.grouped_mm(a.mT, b, offs=offs, config=config)
+        assert close(y, ranges_of(a.double().mT, b.double(), offs), F32)
+        assert torch.equal(gemmery.grouped_mm(a.mT, b, offs=offs, config=config), y)
+
+
+def test_a_range_has_the_same_bits_beside_others():
+    torch.manual_seed(0)
+    a, b, how = torch.randn(300, 24), torch.randn(300, 40), "32x32x16-g2-w4-s2-tile-pointer-k3"
+    y = gemmery.grouped_mm(a.mT, b, offs=ends_of((50, 150, 60)), config=how)
+    z = gemmery.grouped_mm(a.mT, b, offs=ends_of((20, 30, 150)), config=how)
+    assert torch.equal(y[1], z[2])
+
+
 def test_ends_that_are_not_in_order_read_nothing_outside(monkeypatch):
     """A GPU is not asked whether they are; here the check is left out."""
     from gemmery import grouped
@@ -181,12 +212,18 @@ def test_ends_that_are_not_in_order_read_nothing_outside(monkeypatch):
     monkeypatch.setattr(grouped, "_groups", lambda op, x, offs, axis, most, count=None: Groups(x, offs, axis))
     x, w = torch.randn(20, 16), torch.randn(3, 8, 16)
     around = torch.full((60, 8), torch.nan)
-    for ends in ([9, 4, 900], [-9, 4, 5], [-(1 << 31), (1 << 31) - 1, 0]):
+    cut = "16x16x16-g8-w4-s2-tile-pointer-k3"
+    a, b, right = torch.randn(8, 200), torch.randn(200, 8), torch.tensor([50, 50, 200], dtype=torch.int32)
+    want = ranges_of(a.double(), b.double(), right)
+    for ends in ([9, 4, 900], [-9, 4, 5], [-(1 << 31), (1 << 31) - 1, 0], [200, 0, 200], [190, 60, 200]):
         offs = torch.tensor(ends, dtype=torch.int32)
         gemmery.grouped_linear(x, w, offs=offs, out=around[20:40])
         assert around[:20].isnan().all()
         assert around[40:].isnan().all()
         assert gemmery.grouped_mm(torch.randn(8, 20), x, offs=offs).isfinite().all()
+        # Parts that meet are counted, and no count is left behind.
+        gemmery.grouped_mm(a, b, offs=offs, config=cut)
+        assert close(gemmery.grouped_mm(a, b, offs=right, config=cut), want, F32)
 
 
 @pytest.mark.parametrize("scale", ["row", "tensor"])

@@ -3,9 +3,9 @@
 `out[z] = epilogue(a[z] @ b[z])` for z over the batch, with a of (M, K), b of (K, N), out of (M, N). A tile program is
 one product of a row of blocks of A with a column of blocks of B; `gemm_tiles` starts one program a tile and
 `gemm_persistent` lets as many programs as the machine holds walk over all tiles. The parts come in as constexpr
-functions: PLACE (see `place`), LOAD_A, LOAD_B and STORE (see `operands`), LOAD_STEP and MULTIPLY (see `steps`),
-PREFETCH and EPILOGUE (see `epilogues`). With PAIRED, LOAD_B gives each tile columns of both halves of B, and the
-epilogue makes one column of two.
+functions: PLACE (see `place`), PART (see `parts`), LOAD_A, LOAD_B and STORE (see `operands`), LOAD_STEP and MULTIPLY
+(see `steps`), PREFETCH and EPILOGUE (see `epilogues`). With PAIRED, LOAD_B gives each tile columns of both halves of B,
+and the epilogue makes one column of two.
 
 Both kernels take, besides the matrices and their strides,
 
@@ -169,8 +169,8 @@ def clear(
 def gemm_tiles(
     a, b, out, b_rest, out_rest, b_scales, b_shifts, M, N, K, sizes, a_strides, b_strides, out_strides,
     tiles, part_k, place_args, step_args, args, workspace,
-    PLACE: tl.constexpr, LOAD_A: tl.constexpr, LOAD_B: tl.constexpr, LOAD_STEP: tl.constexpr, MULTIPLY: tl.constexpr,
-    PREFETCH: tl.constexpr, EPILOGUE: tl.constexpr, STORE: tl.constexpr,
+    PLACE: tl.constexpr, PART: tl.constexpr, LOAD_A: tl.constexpr, LOAD_B: tl.constexpr, LOAD_STEP: tl.constexpr,
+    MULTIPLY: tl.constexpr, PREFETCH: tl.constexpr, EPILOGUE: tl.constexpr, STORE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, REST_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND_M: tl.constexpr,
     SWAP: tl.constexpr, PAIRED: tl.constexpr, EPILOGUE_SUBTILES: tl.constexpr, CHECK_K: tl.constexpr,
     WIDE: tl.constexpr, ACC: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr,
@@ -178,23 +178,27 @@ def gemm_tiles(
 ):  # fmt: skip
     """One program a tile, or with a workspace one for every `part_k` of a tile's K; see `parts`.
 
-    PLACE's `state` is (tiles, part_k, place_args). With a workspace, unit `part * tiles + tile` is a part of a tile.
+    PLACE's `state` is (tiles, part_k, place_args).
 
     Args:
         b_rest, out_rest: b and out again, with descriptors for blocks of `REST_N` columns.
         b_scales, b_shifts: what belongs to b where it is the words of packed numbers, see `packed`; or None.
         workspace: (partials, semaphores), or None where tiles are not cut.
-        RAGGED: whether PLACE is `place.tile_of_rows`. The host does not know the groups, so it starts as many programs
-            as there can be tiles. Rows behind the last group's become 0.
+        PART: where tiles are cut, which part of which tile a program has; otherwise not used.
+        RAGGED: "rows" where PLACE is `place.tile_of_rows`, "k" where it is `place.part_of_ranges`, otherwise "". The
+            host does not know the groups, so it starts as many programs as there can be units. Rows behind the last
+            group's become 0.
     """
     shape = (M, N, K)
     unit = tl.program_id(0)
     right = b if b_scales is None else (b, b_scales, b_shifts)
-    place = PLACE(unit, (tiles, part_k, place_args), shape, BLOCK_M, BLOCK_N + REST_N, BAND_M)
-    if RAGGED:
-        batch, row, col, end, first_k, last_k = place
-        if row >= end:
+    state = (tiles, part_k, place_args)
+    place = PLACE(unit, state, shape, BLOCK_M, BLOCK_N + REST_N, BAND_M)
+    if RAGGED != "":  # noqa: SIM102  # the first is decided while compiling
+        if place[1] >= place[3]:
             return
+    if RAGGED == "rows":
+        batch, row, col, end, first_k, last_k = place
         if batch == place_args[1]:
             EACH: tl.constexpr = 2 if PAIRED else 1
             clear(
@@ -212,13 +216,17 @@ def gemm_tiles(
     if workspace is not None:
         partials, semaphores = workspace
         SIZE: tl.constexpr = BLOCK_M * (BLOCK_N + REST_N)
-        parts = tl.num_programs(0) // tiles
-        part = (partials, unit // tiles, parts, unit % tiles, tiles, SIZE)
-        store_partial(acc, part)
+        own, parts, tile, before = PART(unit, state, shape, place)
+        partials += tl.cast(before, tl.int64) * SIZE
+        part = (partials, own, parts, tile, tiles, SIZE)
         if REST_N > 0:
-            rest_part = (partials + BLOCK_M * BLOCK_N, unit // tiles, parts, unit % tiles, tiles, SIZE)
-            store_partial(rest, rest_part)
-        last = last_to_arrive(semaphores, part)
+            rest_part = (partials + BLOCK_M * BLOCK_N, own, parts, tile, tiles, SIZE)
+        last = parts == 1
+        if parts > 1:
+            store_partial(acc, part)
+            if REST_N > 0:
+                store_partial(rest, rest_part)
+            last = last_to_arrive(semaphores, part)
     if last:
         finish(
             acc, (out, out_strides, args), shape, sizes, place, part, PREFETCH, EPILOGUE, STORE, OUT, WIDE, PAIRED,

@@ -6,11 +6,38 @@ waits. The partial sums are added in the order of K, whoever comes last, so the 
 is back at zero afterwards. The scheme of the semaphore is that of stream-K (Osama et al., 2023, arXiv:2301.03598).
 
 `part` is (partials, part, parts, tile, tiles, size): where partial sums are stored, which part of how many of which of
-how many tiles this is, and the number of elements of a partial sum.
+how many tiles this is, and the number of elements of a partial sum. The part's partial sum has the number
+`part * tiles + tile`.
+
+A function PART says it, `PART(unit, state, shape, place) -> (part, parts, tile, before)`: of what PLACE is given, see
+`place`, and of what it returned. `before` counts partial sums that lie before the first one of this numbering.
 """
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def of_tile(unit, state, shape, place):
+    """Of tiles that are all cut into as many parts; `state` begins with (tiles, part_k)."""
+    tiles = state[0]
+    return unit // tiles, tl.num_programs(0) // tiles, unit % tiles, 0
+
+
+@triton.jit
+def of_range(unit, state, shape, place):
+    """Of tiles whose ranges of K are cut into parts of `part_k`, each into as many as it needs.
+
+    PLACE is `place.part_of_ranges`. No two partial sums lie in one place: before those of a matrix there is room for
+    one of each matrix before it, and for one of each whole part of the ranges before its own.
+    """
+    tiles, part_k = state[0], state[1]
+    batch, first_k, K = place[0], place[4], shape[2]
+    offs = state[2][0]
+    begin = tl.maximum(tl.minimum(tl.load(offs + batch - 1, mask=batch > 0, other=0), K), 0)
+    end = tl.maximum(tl.minimum(tl.load(offs + batch), K), begin)
+    parts = tl.maximum(tl.cdiv(end - begin, part_k), 1)
+    return (first_k - begin) // part_k, parts, batch * tiles + unit % tiles, begin // part_k * tiles
 
 
 @triton.jit
@@ -66,17 +93,24 @@ def add_partials(block, part, col, COLS: tl.constexpr):
     if parts == 2:
         # A sum of two does not depend on their order, and this program still has one of them.
         block += load_partial(1 - part[1], part, inside)
-    elif rows * cols <= 8192:
+    elif parts > 2:
+        block = sum_of_partials(part, inside, block.dtype)
+    return block
+
+
+@triton.jit
+def sum_of_partials(part, inside, ACC: tl.constexpr):
+    """The sum of all parts in the order of K, of elements at offsets `inside`."""
+    block = tl.zeros(inside.shape, ACC)
+    if inside.numel <= 8192:
         # Small blocks leave registers for several loads in flight.
-        block = tl.zeros((rows, cols), block.dtype)
-        for i in range(0, parts, 4):
+        for i in range(0, part[2], 4):
             first = load_partial(i, part, inside)
             second = load_partial(i + 1, part, inside)
             third = load_partial(i + 2, part, inside)
             fourth = load_partial(i + 3, part, inside)
             block = block + first + second + third + fourth
     else:
-        block = tl.zeros((rows, cols), block.dtype)
-        for i in range(0, parts):
+        for i in range(0, part[2]):
             block += load_partial(i, part, inside)
     return block

@@ -140,7 +140,7 @@ def sized_part(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 
 
 @triton.jit
-def group_of(tile, offs, groups, M, BLOCK_M, SCAN: tl.constexpr):
+def group_of(tile, offs, groups, M, BLOCK_M, SCAN: tl.constexpr, LEAST: tl.constexpr = 0):
     """The group to which a row of tiles belongs, where the rows of groups lie one behind the other.
 
     Rows behind the last group's are those of one more group, number `groups`. Behind these, a row of tiles has no rows.
@@ -150,6 +150,7 @@ def group_of(tile, offs, groups, M, BLOCK_M, SCAN: tl.constexpr):
         offs: where the ends of the groups are, which do not decrease.
         M: the end of all rows.
         SCAN: how many groups are looked at together, a power of two.
+        LEAST: the rows of tiles of an empty group.
 
     Returns:
         The group, its first row of tiles, its first row and its end; and how many rows of tiles there are.
@@ -166,6 +167,8 @@ def group_of(tile, offs, groups, M, BLOCK_M, SCAN: tl.constexpr):
         begins = tl.where(group > groups, M, tl.maximum(tl.minimum(begins, M), 0))
         ends = tl.where(group >= groups, M, tl.maximum(tl.minimum(ends, M), 0))
         tiles = tl.cdiv(tl.maximum(ends - begins, 0), BLOCK_M)
+        if LEAST > 0:
+            tiles = tl.where(group < groups, tl.maximum(tiles, LEAST), 0)
         before = total + tl.cumsum(tiles, 0) - tiles
         # At most one group of all is here.
         here = (before <= tile) & (tile < before + tiles)
@@ -207,6 +210,27 @@ def tile_of_ranges(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.conste
     first_k = tl.load(offs + batch - 1, mask=batch > 0, other=0)
     last_k = tl.load(offs + batch)
     return batch, row, col, end, tl.maximum(tl.minimum(first_k, K), 0), tl.minimum(last_k, K)
+
+
+@triton.jit
+def part_of_ranges(
+    unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m, SCAN: tl.constexpr
+):
+    """Part of a tile of such a batch: `part_k` of its matrix's range of K, or what is left of it; see `parts.of_range`.
+
+    A range has at least one part. Units are the tiles of the first part, then those of the second, and so on, so that
+    programs that start together load the same blocks. `state` is (tiles of a matrix, part_k, place_args). A unit beyond
+    the last part begins at the end of its rows. So do all units where there are too many, which happens where the ends
+    are not in order: a tile of which some parts have no program would never be finished.
+    """
+    M, N, K = shape
+    tiles, part_k = state[0], state[1]
+    offs, groups = state[2]
+    group, first, begin, end, parts = group_of(unit // tiles, offs, groups, K, part_k, SCAN, 1)
+    tile_m, tile_n = banded(unit % tiles, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), band_m)
+    row = tl.where((group < groups) & (parts <= tl.num_programs(0) // tiles), tile_m * BLOCK_M, M)
+    first_k = begin + (unit // tiles - first) * part_k
+    return group, row, tile_n * BLOCK_N, M, first_k, tl.minimum(first_k + part_k, end)
 
 
 @triton.jit

@@ -499,8 +499,12 @@ class Access:
         """The scales by which the product of each step along K is multiplied: pointer and strides; () for none."""
         return ()
 
-    def place(self) -> Any:
-        """The PLACE of products with this first operand, see `kernels.place`; None for the schedule's own."""
+    def place(self, is_cut: bool) -> Any:
+        """The PLACE of products with this first operand, see `kernels.place`; None for the schedule's own.
+
+        Args:
+            is_cut: whether tiles are cut along K.
+        """
         return None
 
     def group_of(self) -> Any:

@@ -158,9 +158,9 @@ class RaggedAccess(Access):
     def _gathered(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
         return (tensors[self.first + 1],) if self.gathers else ()
 
-    def place(self) -> Any:
+    def place(self, is_cut: bool) -> Any:
         if self.spec.axis == "k":
-            return place.tile_of_ranges
+            return with_constants(place.part_of_ranges, SCAN=self._scan) if is_cut else place.tile_of_ranges
         return with_constants(place.tile_of_rows, SCAN=self._scan)
 
     def group_of(self) -> Any:

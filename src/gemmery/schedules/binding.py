@@ -22,6 +22,7 @@ from ..epilogues.device import function, with_constants
 from ..epilogues.table import TYPES
 from ..kernels import epilogues, gemm, place
 from ..kernels import operands as access
+from ..kernels import parts as along_k
 from ..operands import DenseAccess, Layout
 from ..operands.base import negated
 from ..operands.pair import Pair
@@ -172,7 +173,8 @@ def refusal_of(problem: Problem, config: Config) -> str | None:
     if p.fusion is not None and p.fusion.whole and not spans(p, c):
         return f"an epilogue that uses reduced rows again needs whole tiles of at least {p.N} columns"
     split = Split.of(p, c)
-    units = Waves.of(p, c).units * (split.parts if split else 1)
+    units = Waves.of(p, c).units
+    units = units if split is None else split.units(p, units)
     if units >= 1 << 31:
         return f"{p} takes {units} programs; at most 2^31 - 1 fit into a launch"
     return p.b.refusal(p, c)
@@ -209,8 +211,9 @@ class Binding:
         self.tail_subtiles = 2 if self.subtiles == 4 and c.block_n // c.tail_n >= 64 else 1
         self.waves = Waves.of(p, c)
         self.split = Split.of(p, c)
-        parts = self.split.parts if self.split else 1
-        self.grid = (self._programs(max(self.waves.tiles * parts, self.waves.parts)), 1, 1)
+        tiles = self.waves.tiles
+        units = tiles if self.split is None else self.split.units(p, tiles)
+        self.grid = (self._programs(max(units, self.waves.parts)), 1, 1)
         self.constants = self._constants()
 
     def _programs(self, units: int) -> int:
@@ -269,8 +272,10 @@ class Binding:
             constants["CHECK_TAIL_K"] = p.K == 0 or p.K % c.tail_k != 0
         else:
             own = place.single_tile if self.split is None else place.split_tile
-            constants["PLACE"] = self.a.place() or own
-            constants["RAGGED"] = p.ragged == "rows"
+            is_cut = self.split is not None
+            constants["PLACE"] = self.a.place(is_cut) or own
+            constants["PART"] = None if not is_cut else along_k.of_range if p.ragged else along_k.of_tile
+            constants["RAGGED"] = p.ragged if p.ragged == "rows" or is_cut else ""
             constants["REST_N"] = self.rest_n
             constants["SWAP"] = c.swap
         return constants
@@ -325,7 +330,10 @@ class Binding:
         part_k, workspace = 0, None
         if self.split is not None:
             part_k, workspace = self.split.length, self.workspace(out.device)
-        units = [waves.tiles, part_k]
+        tiles = waves.tiles
+        if self.split is not None and self.split.of_matrices:
+            tiles //= p.matrices
+        units = [tiles, part_k]
         place_args = self.a.place_args(a)
         return [
             *matrices,
@@ -344,7 +352,8 @@ class Binding:
         """Bytes in which parts of tiles meet, and counters of their arrivals; none where tiles are not cut."""
         if self.split is None:
             return 0, 0
-        elements = self.split.parts * self.waves.tiles * self.config.block_m * self.config.block_n
+        units = self.split.units(self.problem, self.waves.tiles)
+        elements = units * self.config.block_m * self.config.block_n
         return elements * self.problem.summed.itemsize, self.waves.tiles
 
     def workspace(self, device: torch.device) -> Workspace:

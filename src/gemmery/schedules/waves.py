@@ -82,12 +82,14 @@ class Split:
     """The cuts along K of a launch's tiles; see `kernels.parts`.
 
     Attributes:
-        parts: of each tile.
+        parts: of each tile; of ranges of K, of one of average length.
         length: of a part, in elements of K; a tile's last part may be shorter.
+        of_matrices: of ranges of K, how many parts all matrices together can have at most; otherwise 0.
     """
 
     parts: int
     length: int
+    of_matrices: int = 0
 
     @classmethod
     def of(cls, problem: Problem, config: Config) -> Split | None:
@@ -95,11 +97,23 @@ class Split:
 
         They also do where the kernel, which counts along K in 32 bits, could not say where the last part ends.
         """
-        steps = -(-problem.K // config.block_k)
-        if problem.ragged:
-            return None
+        is_ranges = problem.ragged == "k"
+        K = -(-problem.K // max(problem.matrices, 1)) if is_ranges else problem.K
+        steps = -(-K // config.block_k)
         if config.split_k == 1 or steps < 2:
             return None
         each = -(-steps // config.split_k)
         parts, length = -(-steps // each), each * config.block_k
-        return cls(parts, length) if parts * length < 1 << 31 else None
+        # Each range may have a part that is shorter, or empty.
+        of_matrices = problem.matrices + problem.K // length if is_ranges else 0
+        return cls(parts, length, of_matrices) if parts * length < 1 << 31 else None
+
+    def units(self, problem: Problem, tiles: int) -> int:
+        """Parts of all tiles at most.
+
+        Args:
+            tiles: of all matrices.
+        """
+        if not self.of_matrices:
+            return self.parts * tiles
+        return self.of_matrices * (tiles // max(problem.matrices, 1))
