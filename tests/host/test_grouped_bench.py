@@ -3,12 +3,16 @@
 import itertools
 import json
 import math
+import os
 import random
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import grouped, grouped_rows, grouped_summary, readme_tables
+from benchmarks import grouped, grouped_peers, grouped_rows, grouped_summary, readme_tables
+from benchmarks.grouped_peers import Liger, PatientStopwatch, Peers, Quack, Waiting
 from benchmarks.grouped_rows import PARTS, Row
 from gemmery.select.shapes import device_named
 
@@ -195,6 +199,153 @@ def test_plans_are_looked_up_without_a_gpu():
     assert len(grouped.problems_of(wanted, device)) == 5 + 1 + 2
 
 
+# --- libraries ------------------------------------------------------------------------------------------------------
+
+
+class QuackInTorch:
+    """QuACK's functions as their documentation says, with its orders of rows, columns and sizes."""
+
+    def __init__(self):
+        self.tuned = []
+
+    def gemm(self, A, B, bias=None, cu_seqlens_m=None, cu_seqlens_k=None, tuned=True):
+        self.tuned.append(tuned)
+        starts = cu_seqlens_k if cu_seqlens_m is None else cu_seqlens_m
+        assert starts.dtype == torch.int32
+        assert starts[0] == 0
+        bounds = list(itertools.pairwise(starts.tolist()))
+        if cu_seqlens_m is None:
+            # Rows along M, and along N.
+            assert (A.stride(0), B.stride(1)) == (1, 1)
+            parts = [A[:, begin:end].float() @ B[begin:end].float() for begin, end in bounds]
+            return torch.stack(parts).to(A.dtype)
+        assert A.shape[0] == bounds[-1][1]
+        parts = [A[begin:end].float() @ B[group].float() for group, (begin, end) in enumerate(bounds)]
+        if bias is not None:
+            parts = [part + bias[group].float() for group, part in enumerate(parts)]
+        return torch.cat(parts).to(A.dtype)
+
+    def gemm_gated(self, A, B, bias=None, activation=None, cu_seqlens_m=None, A_idx=None, store_preact=True,
+                   concat_layout=None, tuned=True):  # fmt: skip
+        assert A_idx.dtype == torch.int32
+        assert not store_preact
+        y = self.gemm(A[A_idx], B, bias, cu_seqlens_m, None, tuned).float()
+        gate, up = y.chunk(2, -1) if concat_layout == ("B",) else (y[:, ::2], y[:, 1::2])
+        if activation == "swiglu_oai":
+            return None, (gate * torch.sigmoid(1.702 * gate) * (up + 1)).to(A.dtype)
+        assert activation == "swiglu"
+        return None, (torch.nn.functional.silu(gate) * up).to(A.dtype)
+
+
+class LigerInTorch:
+    """Liger's function, whose gradients are torch's."""
+
+    class LigerFusedMoEFunction:
+        @staticmethod
+        def apply(x, gate_up, down, index, weights):
+            assert index.dtype == torch.int32
+            return grouped.Experts(gate_up, down).by_groups(x, index.long(), weights)
+
+
+def libraries(is_tuned=False):
+    return Peers(
+        is_tuned=is_tuned, quack=Quack(QuackInTorch(), is_tuned), liger=Liger(LigerInTorch(), is_tuned)
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "what", "names"),
+    [(TINY, what, ["quack"]) for what in (*PARTS["bare"], *PARTS["gradients"])]
+    + [(TINY, "block", ["quack", "liger"]), (OSS, "block", ["quack", "liger"]), (TINY, "step", ["liger"])]
+    + [(TINY, "int4 up", []), (TINY, "routing", [])],
+    ids=lambda value: value if isinstance(value, str) else getattr(value, "name", ""),
+)
+def test_libraries_compute_the_same(row, what, names):
+    with torch.set_grad_enabled(what == "step"):
+        task = grouped.task_of(grouped.Inputs(row, 1, "cpu"), what, libraries())
+        calls, errors, left_out = grouped.checked_calls(task)
+    assert [name for name in task.methods if grouped_summary.library_of(name)] == names
+    without = {"liger": "NotImplementedError: Liger has no experts with biases"} if row is OSS else {}
+    assert left_out == without
+    assert set(calls) == set(errors) == set(task.methods) - set(without)
+    # Only one of them waits for the GPU.
+    assert [name for name, call in calls.items() if isinstance(call, Waiting)] == [
+        name for name in names if name == "liger" and name not in without
+    ]
+
+
+def test_libraries_are_tuned_where_that_is_asked_for():
+    for is_tuned in (False, True):
+        peers = libraries(is_tuned)
+        (call,) = grouped.gradient(grouped.Inputs(TINY, 1, "cpu"), "up dX", peers).methods[
+            peers.name("quack")
+        ]
+        call()
+        assert peers.quack.module.tuned == [is_tuned]
+    assert peers.name("quack") == "quack-tuned"
+    assert grouped_summary.library_of("quack-tuned") == "quack"
+    assert grouped_summary.library_of("grouped_mm") == grouped_summary.library_of("gemmery") == ""
+
+
+def test_tuning_starts_anew_for_each_block(monkeypatch):
+    kernel = SimpleNamespace(configs=[1, 2], cache={(64, 32): 1})
+    kernels = SimpleNamespace(kernel=kernel, other=3)
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops.fused_moe_kernels", kernels)
+    weights = grouped.Inputs(TINY, 1, "cpu").experts.tensors
+    libraries().blocks(weights, has_gradient=True)
+    assert kernel.cache
+    libraries(is_tuned=True).blocks(weights, has_gradient=True)
+    assert not kernel.cache
+
+
+def test_libraries_are_found_or_said_to_be_absent(monkeypatch):
+    monkeypatch.setenv("LIGER_FUSED_MOE_AUTOTUNE", "1")
+    monkeypatch.setitem(sys.modules, "quack", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "quack.gemm_interface", QuackInTorch())
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops", None)
+    peers = grouped_peers.find()
+    assert os.environ["LIGER_FUSED_MOE_AUTOTUNE"] == "0"
+    assert (peers.quack is None, peers.liger, list(peers.versions)) == (False, None, ["quack"])
+    assert "liger" in peers.absent
+    assert str(peers).startswith("libraries: quack of an unknown version; no liger: ")
+    assert str(grouped_peers.find([])) == "libraries: none"
+
+
+def test_calls_that_wait_are_timed_but_in_no_graph(gpu):
+    watch = PatientStopwatch(cuda=gpu, clock=gpu.clock, flush=gpu.flush)
+
+    def waits():
+        gpu.launch("first", 10e-6)
+        gpu.synchronize()
+        gpu.launch("second", 10e-6, host=40e-6)
+
+    calls = {"gemmery": gpu.kernel("gemmery", 50e-6), "liger": Waiting(waits)}
+    found, left_out = grouped.timed(calls, ["graph", "burst"], 2, 1, watch)
+    assert [set(times) for times in found["graph"]] == [{"gemmery"}] * 2
+    assert left_out == {"liger (graph)": grouped_peers.NO_GRAPH}
+    # The GPU waits for the host between the two kernels, and that counts.
+    assert all(times["liger"] == pytest.approx(60e-6) for times in found["burst"])
+    assert all(times["gemmery"] == pytest.approx(50e-6) for times in found["burst"])
+    with pytest.raises(RuntimeError, match="synchronise"):
+        watch.cold(waits, 1)
+
+
+def test_a_library_that_cannot_be_timed_is_left_out(gpu, watch):
+    def fails():
+        if gpu.capture is not None:
+            raise RuntimeError("not while capturing")
+        gpu.launch("quack", 70e-6)
+
+    calls = {"gemmery": gpu.kernel("gemmery", 50e-6), "torch": gpu.kernel("torch", 60e-6), "quack": fails}
+    found, left_out = grouped.timed(calls, ["graph", "burst"], 2, 1, watch)
+    assert set(found["graph"][0]) == {"gemmery", "torch"}
+    assert set(found["burst"][0]) == set(calls)
+    assert left_out == {"quack (graph)": "RuntimeError: not while capturing"}
+    # What is no library's fault stays an error.
+    with pytest.raises(RuntimeError, match="capturing"):
+        grouped.timed({"gemmery": fails}, ["graph"], 2, 1, watch)
+
+
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
@@ -239,10 +390,10 @@ def run(monkeypatch, gpu, watch, tmp_path):
     times = {"gemmery": 100e-6, "torch": 150e-6, "grouped_mm": 200e-6, "batched_mm": 300e-6, "bf16": 250e-6}
     real_inputs, real_task = grouped.Inputs, grouped.task_of
 
-    def task_of(inputs, what, is_compiled=False):
+    def task_of(inputs, what, peers=grouped.NONE):
         if inputs.row.name == "broken" and what == "down":
             raise RuntimeError("no kernel")
-        task = real_task(inputs, what, is_compiled)
+        task = real_task(inputs, what, peers)
         for name, calls in task.methods.items():
             # Results do not change: thousands of timed calls need not compute them again.
             results = [call() for call in calls]
@@ -256,7 +407,8 @@ def run(monkeypatch, gpu, watch, tmp_path):
     monkeypatch.setattr(grouped_rows, "suite", lambda: small)
     monkeypatch.setattr(grouped, "Inputs", lambda row, seed: real_inputs(row, seed, "cpu"))
     monkeypatch.setattr(grouped, "task_of", task_of)
-    monkeypatch.setattr(grouped, "Stopwatch", lambda: watch)
+    monkeypatch.setattr(grouped, "PatientStopwatch", lambda: watch)
+    monkeypatch.setenv("LIGER_FUSED_MOE_AUTOTUNE", "1")
     monkeypatch.setattr(grouped, "describe_run", lambda *given: result([]))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 1 << 30))
@@ -283,6 +435,9 @@ def test_a_run_is_written(run, capsys, monkeypatch):
     assert grouped_summary.best_ratio(up, "graph") == pytest.approx(1.5, rel=0.05)
     assert up["errors"].keys() == {"gemmery", "torch"}
     assert (up["turns"], up["touched"]) == (6, 6)
+    # Libraries are no dependency of anything: here they are not installed.
+    assert data["libraries"] == {}
+    assert list(data["absent"]) == list(grouped_summary.LIBRARIES)
     assert grouped_summary.best_ratio(entries["small", "int4 up"], "burst") == pytest.approx(2.5, rel=0.05)
     assert list(entries["broken", "step"]["rounds"]) == ["burst"]
     assert "beside Hugging Face's best: 1 rows, mean" in capsys.readouterr().out
@@ -296,7 +451,7 @@ def test_a_run_is_written(run, capsys, monkeypatch):
     assert "11 of 11 measurements were not begun" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", [["--parts", "bare,odd"], ["--no-suite"]])
+@pytest.mark.parametrize("words", [["--parts", "bare,odd"], ["--peers", "odd"], ["--no-suite"]])
 def test_options_are_checked(words, capsys):
     with pytest.raises(SystemExit):
         grouped.main(words)
@@ -380,6 +535,25 @@ def test_kinds_have_their_bars():
     )
     assert grouped_summary.report([]) == "nothing was measured"
     assert "1 failed" in grouped_summary.report(ENTRIES[3:4])
+
+
+def test_libraries_are_lines_of_their_own():
+    times = {"burst": {"gemmery": 10.0, "torch": 12.0, "quack": 9.0, "quack-tuned": 8.0}}
+    entries = [
+        entry(MANY, "up", times),
+        entry(MANY, "memory", {}, bytes={"gemmery": 4, "grouped_mm": 8, "liger": 6}, left_out={"x": "y"}),
+    ]
+    found = {kind.title: grouped_summary.figures(kind, entries) for kind in grouped_summary.KINDS}
+    assert {title: figures.worst for title, figures in found.items() if figures} == {
+        "up and down, T ≥ 2048, beside the best of torch": pytest.approx(1.2),
+        "up and down, T ≥ 2048, beside QuACK": pytest.approx(0.8),
+        "peak memory of forward and backward, T = 32768, beside the least of torch": pytest.approx(2),
+        "peak memory of forward and backward, T = 32768, beside Liger": pytest.approx(1.5),
+    }
+    # The best peer of a row is the best of all.
+    assert grouped_summary.best_ratio(entries[0], "burst") == pytest.approx(0.8)
+    assert grouped_summary.row_lines(entries)[0][4] == "quack-tuned"
+    assert "without x: y" in grouped.line_of(entries[1])
 
 
 def test_what_was_measured_again_counts_once():

@@ -20,6 +20,7 @@ from ..epilogues.device import with_constants
 from ..kernels import place
 from .base import Access, Layout, Multiply, Operand, Spec
 from .dense import DenseOperand
+from .gathered import GatheredOperand
 
 if TYPE_CHECKING:
     from ..formats.scaled import ScaledTensor
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 Axis = Literal["rows", "k"]
 #: Groups that a program looks at together, at most.
 SCAN = 1024
+#: The columns of a product up to which its weights' gradients gather the rows that it read, as they load them. Of wider
+#: products a copy of these rows takes less time than its faster loads save.
+FUSES_GATHER = 2048
 
 
 class Groups(NamedTuple):
@@ -399,22 +403,27 @@ class RaggedOperand(Operand):
         halves = grad.chunk(b.halves, dim=-1)
         of_b: list[Tensor | None] = [None] * len(b.tensors)
         if any(needs[1]):
-            x = self.gathered()
+            x = self._rows_read(grad)
             for i, (weight, half) in enumerate(zip(b.parts(), halves, strict=True)):
                 of_b[i] = self._of_weight(x, weight, half, multiply) if needs[1][i] else None
         return [of_a, *of_rest], of_b
 
-    def _of_weight(self, x: Tensor, weight: Operand, grad: Tensor, multiply: Multiply) -> Tensor | None:
+    def _rows_read(self, grad: Tensor) -> Operand:
+        """The rows that the product read, as the second operand of the gradients of its weights."""
+        if self.gather is None or grad.shape[-1] > FUSES_GATHER or torch.is_grad_enabled():
+            return DenseOperand(self.gathered())
+        return GatheredOperand(self.inner.in_torch(), self.gather)
+
+    def _of_weight(self, x: Operand, weight: Operand, grad: Tensor, multiply: Multiply) -> Tensor | None:
         """The gradient of one matrix for each group, laid out as these are; None where it goes to a buffer."""
         into = weight.buffers[0] if weight.buffers else None
         like = weight.matrix if into is None else into
         if like.stride(-2) == 1 and like.stride(-1) != 1:
-            left, right = DenseOperand(grad.mT), DenseOperand(x)
-            made = multiply(
-                RaggedOperand(left, self.offs, "k"), right, into=None if into is None else into.mT
-            ).mT
+            left = RaggedOperand(DenseOperand(grad.mT), self.offs, "k")
+            made = multiply(left, x, into=None if into is None else into.mT).mT
         else:
-            made = multiply(RaggedOperand(DenseOperand(x.mT), self.offs, "k"), DenseOperand(grad), into=into)
+            left = RaggedOperand(DenseOperand(x.in_torch().mT), self.offs, "k")
+            made = multiply(left, DenseOperand(grad), into=into)
         return made if into is None else None
 
     def _of_ranges(

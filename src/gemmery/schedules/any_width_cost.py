@@ -85,7 +85,8 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool) -> Co
     steps = -(-max(p.K, 1) // s.block_k)
     tiles = given.tile_rows(p.matrices, s.block_m) * -(-p.N // s.block_n)
     whole, chunk, parts = Work.divide_many(tiles, steps, device.sms, s.split_k)
-    turns, own_steps = whole + (chunk > 0), whole * steps + chunk
+    turns = whole + (chunk > 0)
+    own_steps = np.maximum(whole * steps + chunk, steps * given.longest(p.matrices) * (whole > 0))
     busy = np.minimum(np.where(whole > 0, tiles, tiles * parts), device.sms)
     compute = own_steps * 2.0 * x * y * s.block_k / (given.rate * EFFICIENCY)
     if p.b.is_packed:
@@ -112,7 +113,7 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool) -> Co
     loop = loop + (turns - 1) * around
     body = np.maximum((loop**OVERLAP + stream**OVERLAP) ** (1 / OVERLAP), waits)
     start = START + UNPACK_START * s.num_warps / 4 - ONE_WIDTH if p.b.is_packed else START
-    start = start + FIND if given.ragged else start
+    start = start + FIND if given.in_groups else start
     last = LAST + store * LAST_STORE + epilogue + _code_seconds(p, elements)
     once = start + (last if takes_turns else around)
     reduction = np.where(chunk > 0, REDUCTION + TIMES * parts * x * y * 4.0 / device.sm_bandwidth, 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -33,6 +34,8 @@ FUNCTION, ELEMENT = 0.85e-10, 0.4e-10
 #: Gini coefficients of 0.1 to 0.25 (arXiv:2605.20982). And the sizes that stand for all, in standard deviations.
 IMBALANCE = 0.36
 QUANTILES = (-1.53, -0.89, -0.49, -0.16, 0.16, 0.49, 0.89, 1.53)
+#: The largest of n normal numbers is on average about so many times sqrt(2 ln n) standard deviations, for n up to 100.
+LARGEST = 0.75
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,7 @@ def filled(problem: Problem, space: Space, given: Given) -> Floats:
     inside = p.N - (tiles_n - 1) * s.block_n
     outside_n = np.where(inside <= main, main, s.block_n) - inside
     outside_m = tiles_m * s.block_m - rows
-    if given.ragged:
+    if given.in_groups:
         outside_m = np.maximum(s.block_m - given.rows_inside(p.matrices), 0)
     # The multiprocessors that have a tile ask for such rows together.
     busy = np.minimum(1, tiles_m * tiles_n * p.matrices / p.device.sms) / FILLED
@@ -168,13 +171,25 @@ class Given(NamedTuple):
         rows: numbers of rows to predict for: a number, or a column of them.
         memory: seconds that the memory takes for each distinct byte once.
         rate: operations per second of one multiprocessor, in a long product.
-        ragged: whether these are the rows of a group on average, in one matrix for all groups.
+        ragged: what is in groups of uneven sizes, of which the figures are those of an average group: "rows", which
+            are in one matrix for all groups, or "k"; "" for nothing.
     """
 
     rows: Floats
     memory: Floats
     rate: float
-    ragged: bool = False
+    ragged: str = ""
+
+    @property
+    def in_groups(self) -> bool:
+        """Whether rows are."""
+        return self.ragged == "rows"
+
+    def longest(self, matrices: int) -> float:
+        """The largest of uneven ranges of K beside the average one; about what the largest of normal numbers is."""
+        if self.ragged != "k" or matrices < 2:
+            return 1.0
+        return 1 + IMBALANCE * LARGEST * math.sqrt(2 * math.log(matrices))
 
     def tile_rows(self, matrices: int, block_m: Floats) -> Floats:
         """Rows of tiles in all matrices; of ragged groups, as many as there are on average.
@@ -182,7 +197,7 @@ class Given(NamedTuple):
         Args:
             block_m: rows of a tile, for each config.
         """
-        if not self.ragged:
+        if not self.in_groups:
             return np.asarray(matrices * -(-self.rows // block_m))
         mean = np.asarray(self.rows, dtype=float)
         apart = np.sqrt(mean + (IMBALANCE * mean) ** 2)
@@ -191,4 +206,4 @@ class Given(NamedTuple):
 
     def rows_inside(self, matrices: int) -> Floats:
         """Rows of a matrix that a tile can load; a tile of a small group loads those of the next groups."""
-        return np.asarray(self.rows * matrices) if self.ragged else self.rows
+        return np.asarray(self.rows * matrices) if self.in_groups else self.rows

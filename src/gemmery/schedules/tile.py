@@ -69,15 +69,19 @@ class Tile(Schedule):
         steps = -(-max(p.K, 1) // s.block_k)
         each = -(-steps // s.split_k)
         parts = -(-steps // each)
-        work = np.ceil(tiles * parts / device.sms)
+        # Of uneven ranges, one part in two on average is what is left.
+        units = tiles * (parts + 0.5 * (given.ragged == "k") * (parts > 1))
+        work = np.ceil(units / device.sms)
+        # No multiprocessor ends before its longest tile does.
+        own_steps = np.maximum(work * each, np.where(parts > 1, each, steps * given.longest(p.matrices)))
         together = np.clip(work, 1, self.resident(p, s, stage))
 
         in_flight = together * np.maximum(s.num_stages - 1, 0.5) * stage / device.delays.latency
         area = s.block_m * s.block_n
-        faster = np.where((area >= LARGE) & given.ragged, FASTER, 1.0)
-        compute = work * each * 2.0 * area * s.block_k / (rate * s.efficiency * faster)
+        faster = np.where((area >= LARGE) & given.in_groups, FASTER, 1.0)
+        compute = own_steps * 2.0 * area * s.block_k / (rate * s.efficiency * faster)
         l2_bandwidth_per_sm = device.sm_bandwidth
-        l2 = work * each * stage / np.minimum(l2_bandwidth_per_sm, in_flight)
+        l2 = own_steps * stage / np.minimum(l2_bandwidth_per_sm, in_flight)
         # The tail's small tiles, one after the other.
         cuts = s.tail_m * s.tail_n
         turns = np.ceil(small / device.sms)
@@ -89,11 +93,11 @@ class Tile(Schedule):
         late = each * filled(p, s, given) - np.maximum(compute, l2) / np.maximum(work, 1)
         busy = np.maximum(compute, l2) + np.maximum(late, 0) + tail
         stream, sooner = (MEMORY.seconds(memory), SOONER) if fitted(p) else (memory, 0.0)
-        stream = stream * (STREAM if given.ragged else 1.0)
+        stream = stream * (STREAM if given.in_groups else 1.0)
         body = (busy**OVERLAP + stream**OVERLAP) ** (1 / OVERLAP)
         store = area * p.out.dtype.itemsize / device.store_bandwidth
         once = device.delays.launch - sooner + self.around(work, together, device.delays.start, store)
-        once = once + FIND * given.ragged
+        once = once + FIND * (given.in_groups | ((given.ragged == "k") & (parts > 1)))
         once = once + work / parts * area * self.epilogue(p)
         reduction = np.where(
             parts > 1, device.delays.reduction + parts * area * 4.0 / device.store_bandwidth, 0.0

@@ -21,13 +21,13 @@ TRANSPOSED = 0.15
 
 
 def costs(
-    problem: Problem, space: Space, M: Floats | None = None, least_bytes: Floats | None = None, ragged: bool = False
+    problem: Problem, space: Space, M: Floats | None = None, least_bytes: Floats | None = None, ragged: str = ""
 ) -> Costs:  # fmt: skip
     """The predicted costs of running `problem` with each config of a space.
 
     Args:
         M: numbers of rows, as a column, to predict for instead of the problem's; then `least_bytes` are their bytes.
-        ragged: whether the problem is `Problem.predicted` of one with groups of rows.
+        ragged: what was in groups, where the problem is `Problem.predicted` of one with groups.
     """
     p, device = problem, problem.device
     rate = device.rate(p.a.dtype, p.precision) * device.achieved / device.sms

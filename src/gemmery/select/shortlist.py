@@ -65,16 +65,16 @@ def _all_log_times(problem: Problem, space: Space) -> tuple[np.ndarray, np.ndarr
     Of groups of rows these are the rows of a group on average, and then few rows in all, which touch few groups.
     """
     if problem.ragged != "rows":
-        return _log_times(problem.predicted, space), WEIGHTS
+        return _log_times(problem.predicted, space, ragged=problem.ragged), WEIGHTS
     few = [R for R in FEW if problem.matrices > R]
     stand_ins = [replace(problem, M=R).predicted for R in (problem.matrices, *few)]
-    logs = [_log_times(stand_ins[0], space, ROWS, ragged=True)]
-    logs += [_log_times(x, space, np.array([[x.M]]), ragged=True) for x in stand_ins[1:]]
+    logs = [_log_times(stand_ins[0], space, ROWS, ragged="rows")]
+    logs += [_log_times(x, space, np.array([[x.M]]), ragged="rows") for x in stand_ins[1:]]
     return np.concatenate(logs), np.concatenate([WEIGHTS, np.ones((len(few), 1))])
 
 
 def _log_times(
-    problem: Problem, space: Space, rows: np.ndarray = ROWS, *, ragged: bool = False
+    problem: Problem, space: Space, rows: np.ndarray = ROWS, *, ragged: str = ""
 ) -> np.ndarray:  # fmt: skip
     """The logarithm of the predicted time for each of some numbers of rows and each config."""
     least = np.array([[replace(problem, M=int(M)).bytes] for M in rows[:, 0]], dtype=float)

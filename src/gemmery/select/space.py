@@ -195,10 +195,12 @@ def _space(
             continue
         code = schedule.code(tile.config, forms)
         number = codes.setdefault(row if code is None else (tile.config.schedule, code), row)
-        loads = not (tma and tile.strided) if tile.config.loader == "pointer" else tma
+        # Tiles of ranges of K come by pointers where the kernels for tiles of any width do not serve.
+        avoided = tma and tile.strided and forms.ragged != "k"
+        loads = not avoided if tile.config.loader == "pointer" else tma
         if loads and (aligned or not tile.aligned) and (blocks or not tile.blocks):
             entries.append((tile.config, tile, 2 * number))
-            if tile.splits and not whole:
+            if (tile.splits or forms.ragged == "k") and not whole:
                 cuts = [replace(tile.config, split_k=parts) for parts in schedule.splits]
                 entries += [(each, tile, 2 * number + 1) for each in cuts if schedule.takes(each, forms)]
     return Space.of(entries)
