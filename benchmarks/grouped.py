@@ -1,11 +1,13 @@
-"""Measure grouped products and experts on the GPU at hand, beside torch and Hugging Face's experts.
+"""Measure grouped products and experts on the GPU at hand, beside torch, Hugging Face's experts, QuACK and Liger.
 
 python benchmarks/grouped.py --list                                  names what there is; needs no GPU
 python benchmarks/grouped.py --seed 7 --output FILE                  the suite, and 24 random rows of a seed
 python benchmarks/grouped.py --rows Mixtral --parts bare --compile   some of it, with torch.compile as a peer
+python benchmarks/grouped.py --peers quack --tune-peers              with QuACK alone, which tunes itself
 
-Each result is compared with float64 before it is timed. Configs are those that gemmery chooses untuned. The file is
-written behind each measurement. Files under benchmarks/results/grouped are what readme_tables.py makes tables of.
+Each result is compared with float64 before it is timed. Configs are those that gemmery chooses untuned. QuACK and Liger
+are peers where they can be imported, see grouped_peers.py. The file is written behind each measurement. Files under
+benchmarks/results/grouped are what readme_tables.py makes tables of.
 """
 
 import argparse
@@ -37,10 +39,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 import gemmery  # noqa: E402
+from benchmarks import grouped_peers as libraries  # noqa: E402
 from benchmarks import grouped_rows as rows_of  # noqa: E402
 from benchmarks import grouped_summary as summary  # noqa: E402
+from benchmarks.grouped_peers import PatientStopwatch, Peers, sorted_choices, weighted_sum  # noqa: E402
 from benchmarks.grouped_rows import PARTS, Row, part_of  # noqa: E402
-from benchmarks.grouped_summary import OURS  # noqa: E402
+from benchmarks.grouped_summary import LIBRARIES, OURS, library_of  # noqa: E402
 from gemmery import devices, moe, select  # noqa: E402
 from gemmery.lab import timing  # noqa: E402
 from gemmery.lab.inputs import WrongResult  # noqa: E402
@@ -59,6 +63,8 @@ PRODUCT, BLOCK, GRADIENT = 4e-3, 1.2e-2, 2e-2
 TOKENS, CHUNK, USABLE = 64, 8, 0.9
 
 Entry = dict[str, Any]
+#: No peers but torch and Hugging Face's paths.
+NONE = Peers()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -129,22 +135,15 @@ class Experts:
 
     def by_groups(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """What transformers' "grouped_mm" does: sort, gather, multiply, weight, put back, sum."""
-        (tokens, k), count = index.shape, self.down.shape[0]
-        ids, order = index.flatten().sort()
-        # histc takes integers on a GPU alone.
-        numbers = ids.int() if ids.is_cuda else ids.float()
-        offs = torch.histc(numbers, count, 0, count - 1).cumsum(0, dtype=torch.int32)
+        ids, order, offs = sorted_choices(index, self.down.shape[0])
         first, second = self.oriented()
-        y = torch_product(x[order // k], first, offs)
+        y = torch_product(x[order // index.shape[1]], first, offs)
         if self.gate_up_bias is not None:
             y = y.add_(self.gate_up_bias[ids])
         y = torch_product(self.activation(y), second, offs)
         if self.down_bias is not None:
             y = y.add_(self.down_bias[ids])
-        y = y * weights.flatten()[order].unsqueeze(-1)
-        inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(order.shape[0], device=order.device)
-        return y[inverse].view(tokens, k, -1).sum(1).to(x.dtype)
+        return weighted_sum(y, order, weights).to(x.dtype)
 
     def by_copies(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """What transformers' "batched_mm" does: a copy of its expert for each choice of a token."""
@@ -186,15 +185,9 @@ def _of_vectors(x: Tensor, weights: Tensor, is_transposed: bool) -> Tensor:
 
 def routed_by_torch(y: Tensor, index: Tensor, weights: Tensor, count: int) -> Tensor:
     """What transformers' "grouped_mm" does around its products but for the gather of tokens."""
-    tokens, k = index.shape
-    ids, order = index.flatten().sort()
-    numbers = ids.int() if ids.is_cuda else ids.float()
-    torch.histc(numbers, count, 0, count - 1).cumsum(0, dtype=torch.int32)
-    order // k
-    y = y * weights.flatten()[order].unsqueeze(-1)
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(order.shape[0], device=order.device)
-    return y[inverse].view(tokens, k, -1).sum(1).to(y.dtype)
+    _, order, _ = sorted_choices(index, count)
+    order // index.shape[1]
+    return weighted_sum(y, order, weights).to(y.dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -379,7 +372,7 @@ class Task:
     flops: float = 0.0
 
 
-def bare(inputs: Inputs, which: str, is_compiled: bool = False) -> Task:
+def bare(inputs: Inputs, which: str, peers: Peers = NONE) -> Task:
     """The product up or down of rows that are sorted already."""
     (N, K), w = inputs.row.product(which), inputs.weight(which)
     x = inputs.normal(inputs.row.rows, K)
@@ -389,9 +382,12 @@ def bare(inputs: Inputs, which: str, is_compiled: bool = False) -> Task:
         OURS: [partial(gemmery.grouped_linear, x, w, offs=ends) for ends in offs],
         "torch": [partial(torch_product, x, w.mT, ends) for ends in offs],
     }
-    if is_compiled:
+    if peers.is_compiled:
         best = compiled(torch_product)
         methods["compile"] = [partial(best, x, w.mT, ends) for ends in offs]
+    if peers.quack:
+        starts = [libraries.starts_of(ends) for ends in offs]
+        methods[peers.name("quack")] = [partial(peers.quack.rows, x, w.mT, each) for each in starts]
 
     def error(name: str, turn: int, y: Any) -> float:
         return rows_error(y, x, lambda group: w[group].double().T, inputs.moved(shifts[turn]), inputs.rng)
@@ -402,7 +398,7 @@ def bare(inputs: Inputs, which: str, is_compiled: bool = False) -> Task:
     )  # fmt: skip
 
 
-def gradient(inputs: Inputs, what: str, is_compiled: bool = False) -> Task:
+def gradient(inputs: Inputs, what: str, peers: Peers = NONE) -> Task:
     """A gradient of the bare product: "up dX" or "down dW"."""
     which, of = what.split()
     N, K = inputs.row.product(which)
@@ -417,8 +413,11 @@ def gradient(inputs: Inputs, what: str, is_compiled: bool = False) -> Task:
         OURS: [partial(gemmery.grouped_mm, *operands, offs=offs)],
         "torch": [partial(torch_product, *operands, offs)],
     }
-    if is_compiled:
+    if peers.is_compiled:
         methods["compile"] = [partial(compiled(torch_product), *operands, offs)]
+    if peers.quack:
+        product = peers.quack.rows if of == "dX" else peers.quack.ranges
+        methods[peers.name("quack")] = [partial(product, *operands, libraries.starts_of(offs))]
 
     def error(name: str, turn: int, y: Any) -> float:
         if of == "dX":
@@ -433,7 +432,7 @@ def gradient(inputs: Inputs, what: str, is_compiled: bool = False) -> Task:
     )
 
 
-def packed(inputs: Inputs, what: str, is_compiled: bool = False) -> Task:
+def packed(inputs: Inputs, what: str, peers: Peers = NONE) -> Task:
     """The bare product with a packed weight, "int4 up" or "mxfp4 down", beside ours with the same weight in bf16."""
     format, which = what.split()
     (N, K), w = inputs.row.product(which), inputs.weight(which)
@@ -459,7 +458,7 @@ def packed(inputs: Inputs, what: str, is_compiled: bool = False) -> Task:
     )  # fmt: skip
 
 
-def block(inputs: Inputs, is_compiled: bool = False) -> Task:
+def block(inputs: Inputs, peers: Peers = NONE) -> Task:
     """Experts with routing."""
     row, experts, weights = inputs.row, inputs.experts, inputs.router
     x, size = inputs.normal(row.T, row.H), experts.gate_up.nbytes + experts.down.nbytes
@@ -467,8 +466,9 @@ def block(inputs: Inputs, is_compiled: bool = False) -> Task:
     functions = {OURS: experts.ours, "grouped_mm": experts.by_groups}
     if rows_of.batched_fits(row):
         functions["batched_mm"] = experts.by_copies
-    if is_compiled:
+    if peers.is_compiled:
         functions["compile"] = compiled(experts.by_groups)
+    functions |= peers.blocks(experts.tensors, has_gradient=False)
     methods: dict[str, list[Call]] = {
         name: [partial(function, x, top, weights) for top in tops] for name, function in functions.items()
     }
@@ -507,7 +507,7 @@ class Training:
         return self.backward(self.forward[name]())
 
 
-def training(inputs: Inputs, is_compiled: bool) -> Training:
+def training(inputs: Inputs, peers: Peers) -> Training:
     """The block of `block`, once."""
     row = inputs.row
     with torch.enable_grad():
@@ -515,17 +515,18 @@ def training(inputs: Inputs, is_compiled: bool) -> Training:
         own = [tensor.detach().requires_grad_() for tensor in inputs.experts.tensors]
     experts = Experts(*own)
     functions = {OURS: experts.ours, "grouped_mm": experts.by_groups}
-    if is_compiled:
+    if peers.is_compiled:
         functions["compile"] = compiled(experts.by_groups)
+    functions |= peers.blocks(experts.tensors, has_gradient=True)
     forward: dict[str, Callable[[], Tensor]] = {
         name: partial(function, x, inputs.top, weights) for name, function in functions.items()
     }
     return Training(forward, [x, weights, *own], inputs.normal(row.T, row.H))
 
 
-def step(inputs: Inputs, is_compiled: bool = False) -> Task:
+def step(inputs: Inputs, peers: Peers = NONE) -> Task:
     """Experts with routing, forward and backward."""
-    row, made = inputs.row, training(inputs, is_compiled)
+    row, made = inputs.row, training(inputs, peers)
     methods: dict[str, list[Call]] = {name: [partial(made.run, name)] for name in made.forward}
     hidden = inputs.normal(row.rows, row.I)
 
@@ -560,7 +561,7 @@ def gradients_error(inputs: Inputs, made: Training, grads: Sequence[Tensor]) -> 
     return max(errors)
 
 
-def routing(inputs: Inputs, is_compiled: bool = False) -> Task:
+def routing(inputs: Inputs, peers: Peers = NONE) -> Task:
     """Routing and the weighted sum, with no products in between."""
     row, top, weights = inputs.row, inputs.top, inputs.router
     counts = torch.tensor(inputs.counts, device=inputs.device)
@@ -582,9 +583,9 @@ def routing(inputs: Inputs, is_compiled: bool = False) -> Task:
     return Task(methods, error, BLOCK)
 
 
-def memory(inputs: Inputs, is_compiled: bool = False) -> Entry:
+def memory(inputs: Inputs, peers: Peers = NONE) -> Entry:
     """Peak bytes of forward and backward beyond the operands, and bytes held between the two, by method."""
-    made = training(inputs, is_compiled)
+    made = training(inputs, peers)
     entry: Entry = {"bytes": {}, "held_bytes": {}, "errors": {}, "left_out": {}}
     for name, forward in made.forward.items():
         try:
@@ -614,17 +615,17 @@ def peak_of(made: Training, forward: Callable[[], Tensor]) -> tuple[int, int]:
     return peak, held
 
 
-def task_of(inputs: Inputs, measure: str, is_compiled: bool = False) -> Task:
+def task_of(inputs: Inputs, measure: str, peers: Peers = NONE) -> Task:
     """The task of something in `PARTS` but "memory"."""
     match part_of(measure):
         case "bare":
-            return bare(inputs, measure, is_compiled)
+            return bare(inputs, measure, peers)
         case "gradients":
-            return gradient(inputs, measure, is_compiled)
+            return gradient(inputs, measure, peers)
         case "packed":
-            return packed(inputs, measure, is_compiled)
+            return packed(inputs, measure, peers)
         case part:
-            return {"block": block, "step": step, "routing": routing}[part](inputs, is_compiled)
+            return {"block": block, "step": step, "routing": routing}[part](inputs, peers)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -756,7 +757,8 @@ def checked_calls(task: Task) -> tuple[dict[str, Call], dict[str, float], dict[s
                 found.append(checked(name, task.error(name, turn, result), task.tolerance))
                 del result
             errors[name] = max(found)
-            calls[name] = turns[0] if len(turns) == 1 else InTurn(turns)
+            call = turns[0] if len(turns) == 1 else InTurn(turns)
+            calls[name] = libraries.Waiting(call) if library_of(name) in libraries.WAITS else call
         except Exception as error:
             if name == OURS:
                 raise
@@ -764,21 +766,50 @@ def checked_calls(task: Task) -> tuple[dict[str, Call], dict[str, float], dict[s
     return calls, errors, left_out
 
 
+def timed(
+    calls: dict[str, Call], regimes: Sequence[str], rounds: int, seed: int, watch: Stopwatch
+) -> tuple[dict[str, list[timing.Round]], dict[str, str]]:
+    """The rounds of each regime, and why libraries are not in some: a call that waits for the GPU is in no graph."""
+    found: dict[str, list[timing.Round]] = {}
+    left_out: dict[str, str] = {}
+    for regime in regimes:
+        waiting = [name for name, call in calls.items() if isinstance(call, libraries.Waiting)]
+        without = dict.fromkeys(waiting if regime == "graph" else (), libraries.NO_GRAPH)
+        there = {name: call for name, call in calls.items() if name not in without}
+        try:
+            compared = timing.measure(there, rounds=rounds, seed=seed, regimes=[regime], watch=watch)
+        except Exception as error:
+            # Whatever a library can't do, the others are timed.
+            if isinstance(error, torch.OutOfMemoryError) or not any(map(library_of, there)):
+                raise
+            without |= {name: reason_of(error) for name in there if library_of(name)}
+            there = {name: call for name, call in calls.items() if name not in without}
+            compared = timing.measure(there, rounds=rounds, seed=seed, regimes=[regime], watch=watch)
+        found |= compared.rounds
+        left_out |= {f"{name} ({regime})": reason for name, reason in without.items()}
+    return found, left_out
+
+
 def measured(task: Task, regimes: Sequence[str], rounds: int, seed: int, watch: Stopwatch) -> Entry:
     """Check and time a task; what an entry has of it."""
     calls, errors, left_out = checked_calls(task)
-    compared = timing.measure(calls, rounds=rounds, seed=seed, regimes=regimes, watch=watch)
+    times, not_timed = timed(calls, regimes, rounds, seed, watch)
+    left_out |= not_timed
     medians = {
-        regime: {name: round(statistics.median(one[name] for one in each) * 1e6, 3) for name in calls}
-        for regime, each in compared.rounds.items()
+        regime: {
+            name: round(statistics.median(one[name] for one in each) * 1e6, 3)
+            for name in calls
+            if name in each[0]
+        }
+        for regime, each in times.items()
     }
     return {
         "configs": configs_of(task), "turns": len(task.methods[OURS]), "floor_us": task.floor_us, "flops": task.flops,
-        "errors": errors, "left_out": left_out, "us": medians, "rounds": compared.rounds,
+        "errors": errors, "left_out": left_out, "us": medians, "rounds": times,
     }  # fmt: skip
 
 
-def measure(inputs: Inputs, what: str, options: argparse.Namespace, watch: Stopwatch) -> Entry:
+def measure(inputs: Inputs, what: str, rounds: int, peers: Peers, watch: Stopwatch) -> Entry:
     """One entry of the results."""
     row = inputs.row
     entry: Entry = {
@@ -790,10 +821,10 @@ def measure(inputs: Inputs, what: str, options: argparse.Namespace, watch: Stopw
         return entry | {"skipped": f"needs about {needed / 2**30:.0f} GiB, {free / 2**30:.0f} are free"}
     try:
         if what == "memory":
-            return entry | memory(inputs, options.compile)
+            return entry | memory(inputs, peers)
         with torch.set_grad_enabled(what == "step"):
-            task = task_of(inputs, what, options.compile)
-            return entry | measured(task, row.regimes(), options.rounds, inputs.seed, watch)
+            task = task_of(inputs, what, peers)
+            return entry | measured(task, row.regimes(), rounds, inputs.seed, watch)
     except torch.OutOfMemoryError as error:
         return entry | {"skipped": reason_of(error)}
     except Exception as error:
@@ -808,9 +839,8 @@ def line_of(entry: Entry) -> str:
         if reason in entry:
             return f"{head} {reason}: {entry[reason]}"
     if "bytes" in entry:
-        return f"{head} " + " ".join(
-            f"{name} {peak / 2**20:.0f} MiB" for name, peak in entry["bytes"].items()
-        )
+        peaks = " ".join(f"{name} {peak / 2**20:.0f} MiB" for name, peak in entry["bytes"].items())
+        return "\n".join([f"{head} {peaks}", *without_of(entry, head)])
     lines = []
     for regime, us in entry["us"].items():
         times = " ".join(f"{name} {time:.1f}" for name, time in us.items())
@@ -819,8 +849,12 @@ def line_of(entry: Entry) -> str:
             "" if floor is None else f" floor {floor:.2f}"
         )
         lines.append(f"{head} {regime:5s} {times}{figures} {' '.join(entry['configs'])}")
-    lines += [f"{head} without {name}: {reason}" for name, reason in entry["left_out"].items()]
-    return "\n".join(lines)
+    return "\n".join([*lines, *without_of(entry, head)])
+
+
+def without_of(entry: Entry, head: str) -> list[str]:
+    """The lines that say which peers failed."""
+    return [f"{head} without {name}: {reason}" for name, reason in entry["left_out"].items()]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -843,6 +877,12 @@ def arguments_of(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--compile", action="store_true", help="torch.compile as one more peer; takes long")
     parser.add_argument(
+        "--peers",
+        default=",".join(LIBRARIES),
+        help="libraries to measure where they are installed; all by default",
+    )
+    parser.add_argument("--tune-peers", action="store_true", help="libraries tune themselves; takes long")
+    parser.add_argument(
         "--limit", type=float, default=math.inf, metavar="SECONDS", help="begin nothing after that"
     )
     parser.add_argument("--processes", type=int, default=15, help="that compile ahead; 0 for none (15)")
@@ -864,6 +904,9 @@ def arguments_of(words: Sequence[str] | None) -> argparse.Namespace:
     options.parts = options.parts.split(",")
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"--parts: unknown {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    options.peers = [name for name in options.peers.split(",") if name]
+    if unknown := set(options.peers) - set(LIBRARIES):
+        parser.error(f"--peers: unknown {', '.join(sorted(unknown))}; there are {', '.join(LIBRARIES)}")
     if options.no_suite and options.seed is None:
         parser.error("--no-suite: nothing is left; give --seed")
     return options
@@ -917,13 +960,16 @@ def main(words: list[str] | None = None) -> int:
         return 2
     seed = random.SystemRandom().getrandbits(31) if options.inputs is None else options.inputs
     header: Entry = describe_run(seed, options.rounds, ["graph", "burst"], "cuda", [])
-    header |= {"suite": summary.FOLDER, "compiled": options.compile}
+    header |= {"suite": summary.FOLDER}
     header |= {} if options.seed is None else {"drawn": options.seed}
     suffix = "" if options.seed is None else f"-seed{options.seed}"
     path = options.output or OUT / f"triton{triton_version(header)}{suffix}.json"
     if options.processes:
         compile_ahead(wanted, options.processes)
-    watch, seconds = Stopwatch(), dict.fromkeys(PARTS, 0.0)
+    peers = libraries.find(options.peers, options.tune_peers, options.compile)
+    print(peers, flush=True)
+    header |= peers.record()
+    watch, seconds = PatientStopwatch(), dict.fromkeys(PARTS, 0.0)
     entries: list[Entry] = []
     for row, each in itertools.groupby(wanted, lambda pair: pair[0]):
         inputs = None
@@ -932,7 +978,7 @@ def main(words: list[str] | None = None) -> int:
             if start - begun > options.limit or is_broken(entries):
                 break
             inputs = inputs or Inputs(row, seed)
-            entries.append(measure(inputs, what, options, watch))
+            entries.append(measure(inputs, what, options.rounds, peers, watch))
             print(line_of(entries[-1]), flush=True)
             save(path, header, entries)
             free_memory(entries)

@@ -5,6 +5,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,31 @@ from gemmery.lab.timing import geometric_mean, percentile  # noqa: E402
 #: Where results lie: a folder of their own in that of the others.
 FOLDER = "grouped"
 OURS = "gemmery"
+#: Peers that are libraries of their own. All others are torch's or Hugging Face's, which the bars are about.
+LIBRARIES = ("quack", "liger")
 
 Data = dict[str, Any]
 
 
-def best_ratio(entry: Data, regime: str) -> float | None:
-    """The time of the fastest peer over ours: of each peer the median over the rounds. None where there is none."""
+def library_of(name: str) -> str:
+    """The library that a method is of, whether it is tuned or not; "" for one of ours, of torch or of Hugging Face."""
+    library, *_ = name.split("-")
+    return library if library in LIBRARIES else ""
+
+
+def _peers(names: Iterable[str], library: str | None) -> list[str]:
+    """The peers among methods; with a library, those of it, or with "" those of torch and Hugging Face."""
+    return [name for name in names if name != OURS and library in (None, library_of(name))]
+
+
+def best_ratio(entry: Data, regime: str, library: str | None = None) -> float | None:
+    """The time of the fastest peer over ours: of each peer the median over the rounds. None where there is none.
+
+    Args:
+        library: whose peers count, see `LIBRARIES`; "" for those of torch and Hugging Face, None for all.
+    """
     rounds = entry.get("rounds", {}).get(regime, [])
-    peers = [name for name in (rounds[0] if rounds else ()) if name != OURS]
+    peers = _peers(rounds[0] if rounds else (), library)
     return min(
         (statistics.median(one[peer] / one[OURS] for one in rounds) for peer in peers),
         default=None,
@@ -44,11 +62,21 @@ def ours_us(entry: Data, regime: str) -> float | None:
     return statistics.median(one[OURS] for one in rounds) * 1e6 if rounds else None
 
 
-def memory_ratio(entry: Data, regime: str) -> float | None:
-    """The peak of the peer that needs the least over ours."""
+def torch_ratio(entry: Data, regime: str) -> float | None:
+    """`best_ratio` beside torch and Hugging Face."""
+    return best_ratio(entry, regime, "")
+
+
+def memory_ratio(entry: Data, regime: str, library: str | None = None) -> float | None:
+    """The peak of the peer that needs the least over ours; of which peers, see `best_ratio`."""
     peaks = entry.get("bytes", {})
-    others = [peak for name, peak in peaks.items() if name != OURS]
+    others = [peaks[name] for name in _peers(peaks, library)]
     return min(others) / peaks[OURS] if OURS in peaks and others else None
+
+
+def torch_memory_ratio(entry: Data, regime: str) -> float | None:
+    """`memory_ratio` beside torch and Hugging Face."""
+    return memory_ratio(entry, regime, "")
 
 
 @dataclass(frozen=True)
@@ -67,7 +95,7 @@ class Kind:
 
     title: str
     part: str
-    value: Callable[[Data, str], float | None] = best_ratio
+    value: Callable[[Data, str], float | None] = torch_ratio
     least: int = 1
     most: int = 1 << 62
     regime: str = "burst"
@@ -81,6 +109,7 @@ class Kind:
 
 
 _DECODING: Data = {"most": DECODE, "regime": "graph"}
+_QUACK, _LIGER = partial(best_ratio, library="quack"), partial(best_ratio, library="liger")
 _AT_64: Data = {"least": PACKED, "most": PACKED, "regime": "graph"}
 KINDS = (
     Kind("up and down, T ≥ 2048, beside the best of torch", "bare", least=PREFILL, mean=1.05, worst=0.97),
@@ -97,7 +126,19 @@ KINDS = (
     Kind("mxfp4 and int4 experts, T ≥ 2048, beside ours in bf16", "packed", least=PREFILL),
     Kind("route and combine, T = 64, in µs", "routing", ours_us, worst=12.0, is_time=True, **_AT_64),
     Kind(
-        "peak memory of forward and backward, T = 32768, beside the least of torch", "memory", memory_ratio, worst=1.0
+        "peak memory of forward and backward, T = 32768, beside the least of torch", "memory", torch_memory_ratio,
+        worst=1.0,
+    ),
+    Kind("up and down, T ≥ 2048, beside QuACK", "bare", _QUACK, least=PREFILL),
+    Kind("up and down, T ≤ 256, beside QuACK", "bare", _QUACK, **_DECODING),
+    Kind("dX and dW, T ≥ 8192, beside QuACK", "gradients", _QUACK, least=GRADIENTS),
+    Kind("experts with routing, T ≤ 256, beside QuACK with torch's routing", "block", _QUACK, **_DECODING),
+    Kind("experts with routing, T ≥ 4096, beside QuACK with torch's routing", "block", _QUACK, least=BLOCKS),
+    Kind("experts with routing, T ≤ 256 outside CUDA graphs, beside Liger", "block", _LIGER, most=DECODE),
+    Kind("experts with routing, T ≥ 4096, beside Liger", "block", _LIGER, least=BLOCKS),
+    Kind("experts with routing and gradients, T ≥ 8192, beside Liger", "step", _LIGER, least=GRADIENTS),
+    Kind(
+        "peak memory of forward and backward, T = 32768, beside Liger", "memory", partial(memory_ratio, library="liger")
     ),
 )  # fmt: skip
 
@@ -152,7 +193,7 @@ def verdict(kind: Kind, found: Figures) -> str:
         text = f"≤ {kind.worst:g}"
     else:
         # What needs less memory than every peer needs less, not as much.
-        strictly = kind.value is memory_ratio
+        strictly = kind.value is torch_memory_ratio
         met = found.worst > kind.worst if strictly else found.worst >= kind.worst
         met = met and (kind.mean is None or found.geomean >= kind.mean)
         text = "> 1" if strictly else f"≥ {kind.mean:.2f}, {kind.worst:.2f}"
