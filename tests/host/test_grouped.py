@@ -12,13 +12,16 @@ from tests.grouped import (
     CASES,
     COUNTS,
     GROUPS,
+    KINDS,
     ROWS,
     accumulated,
     close,
     compared,
     ends_of,
+    numbers,
     ranges_of,
     rows_of,
+    scaled,
 )  # fmt: skip
 
 F32 = torch.float32
@@ -145,8 +148,6 @@ def test_compiled(name):
     """One graph, forward and backward."""
     case, sizes = CASES[name], {"M": 12, "N": 24, "K": 33}
     inputs = case.inputs({**sizes, "2N": 48}, F32)
-    from tests.grouped import numbers
-
     at = numbers()
     plain = [x.clone().requires_grad_() for x in inputs]
     traced = [x.clone().requires_grad_() for x in inputs]
@@ -294,3 +295,21 @@ def test_other_gradients_beside_sums():
     assert made[2] is None
     for ours, theirs in zip((*made[:2], total), want, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.parametrize("kinds", [("row", "row"), *KINDS], ids="-".join)
+def test_compiled_products_of_scaled_operands(kinds, gathers):
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    dtype, at = torch.float8_e4m3fn, numbers()[0] if gathers else None
+    x, w = scaled(kinds[0], (9 if gathers else ROWS, 256), dtype), scaled(kinds[1], (GROUPS, 48, 256), dtype)
+    exact, full = x.dequantize(torch.float64), w.dequantize(torch.float64)
+    exact = exact[at.long()] if gathers else exact
+
+    def product(offs):
+        return gemmery.grouped_linear(x, w, offs=offs, gather=at, out_dtype=F32)
+
+    for function in (product, torch.compile(product, backend="aot_eager", fullgraph=True)):
+        assert close(function(OFFS), rows_of(exact, OFFS, lambda r, g: r @ full[g].T), F32)
