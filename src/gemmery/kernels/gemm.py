@@ -11,6 +11,8 @@ Both kernels take, besides the matrices and their strides,
 
 - `place_args`, `step_args` and `args`: the own run-time arguments of PLACE, of LOAD_STEP and of the epilogue.
 - M, N, K and `sizes`, the shape of the batch.
+- M_MULTIPLE, of which M is known to be a multiple. Loads of adjacent elements along M need it, since Triton makes
+  no kernels of their own for values of M.
 - numbers of units, for which Triton must not make kernels of their own. It does for numbers in tuples, so these are
   parameters. PLACE is given them in one tuple, `state`.
 """
@@ -21,6 +23,12 @@ import triton.language as tl
 from .numerics import cast
 from .operands import beside, column_halves
 from .parts import add_partials, last_to_arrive, store_partial
+
+
+@triton.jit
+def multiple(x, of: tl.constexpr):
+    """The same number, of which the compiler then knows that it is a multiple. `tl.multiple_of` takes no arguments."""
+    return x // of * of
 
 
 @triton.jit
@@ -174,7 +182,7 @@ def gemm_tiles(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, REST_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND_M: tl.constexpr,
     SWAP: tl.constexpr, PAIRED: tl.constexpr, EPILOGUE_SUBTILES: tl.constexpr, CHECK_K: tl.constexpr,
     WIDE: tl.constexpr, ACC: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr,
-    RAGGED: tl.constexpr,
+    M_MULTIPLE: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     """One program a tile, or with a workspace one for every `part_k` of a tile's K; see `parts`.
 
@@ -189,6 +197,7 @@ def gemm_tiles(
             host does not know the groups, so it starts as many programs as there can be units. Rows behind the last
             group's become 0.
     """
+    M = multiple(M, M_MULTIPLE)
     shape = (M, N, K)
     unit = tl.program_id(0)
     right = b if b_scales is None else (b, b_scales, b_shifts)
@@ -275,7 +284,7 @@ def gemm_persistent(
     PAIRED: tl.constexpr, EPILOGUE_SUBTILES: tl.constexpr, CHECK_K: tl.constexpr, WIDE: tl.constexpr,
     ACC: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr, FLATTEN: tl.constexpr,
     TAIL_M: tl.constexpr, TAIL_N: tl.constexpr, TAIL_K: tl.constexpr, CHECK_TAIL_K: tl.constexpr,
-    TAIL_SUBTILES: tl.constexpr,
+    TAIL_SUBTILES: tl.constexpr, M_MULTIPLE: tl.constexpr,
 ):  # fmt: skip
     """As many programs as run at once, each taking every num_programs-th tile.
 
@@ -288,6 +297,7 @@ def gemm_persistent(
     PLACE's and TAIL_PLACE's `state` is (tiles, tail_tiles, cut, strips, place_args).
     """
     state = (tiles, tail_tiles, cut, strips, place_args)
+    M = multiple(M, M_MULTIPLE)
     walk(
         tiles, a, b, out, a_strides, b_strides, out_strides, state, step_args, args, (M, N, K), sizes,
         PLACE, LOAD_A, LOAD_B, LOAD_STEP, MULTIPLY, PREFETCH, EPILOGUE, STORE, BLOCK_M, BLOCK_N, 1, 1, BLOCK_K, BAND_M,

@@ -140,7 +140,7 @@ def sized_part(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 
 
 @triton.jit
-def group_of(tile, offs, groups, M, BLOCK_M, SCAN: tl.constexpr, LEAST: tl.constexpr = 0):
+def group_of(tile, offs, groups, M, BLOCK_M, SCAN: tl.constexpr, LEAST: tl.constexpr):
     """The group to which a row of tiles belongs, where the rows of groups lie one behind the other.
 
     Rows behind the last group's are those of one more group, number `groups`. Behind these, a row of tiles has no rows.
@@ -193,7 +193,7 @@ def tile_of_rows(
     M, N, K = shape
     offs, groups = state[2]
     tiles_n = tl.cdiv(N, BLOCK_N)
-    group, first, begin, end, _ = group_of(unit // tiles_n, offs, groups, M, BLOCK_M, SCAN)
+    group, first, begin, end, _ = group_of(unit // tiles_n, offs, groups, M, BLOCK_M, SCAN, 0)
     tiles_m = tl.maximum(tl.cdiv(end - begin, BLOCK_M), 1)
     tile_m, tile_n = banded(unit - first * tiles_n, tiles_m, tiles_n, band_m)
     return group, begin + tile_m * BLOCK_M, tile_n * BLOCK_N, end, 0, K

@@ -168,7 +168,7 @@ class RaggedAccess(Access):
         return with_constants(place.tile_of_rows, SCAN=self._scan)
 
     def group_of(self) -> Any:
-        return with_constants(place.group_of, SCAN=self._scan)
+        return with_constants(place.group_of, SCAN=self._scan, LEAST=0)
 
     @property
     def _scan(self) -> int:

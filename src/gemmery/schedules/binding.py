@@ -180,6 +180,12 @@ def refusal_of(problem: Problem, config: Config) -> str | None:
     return p.b.refusal(p, c)
 
 
+def loads_along_m(problem: Problem, config: Config) -> bool:
+    """Whether loads through pointers are of adjacent elements of A along M, as in the gradient of a weight."""
+    a = problem.a
+    return config.loader == "pointer" and a.row == 1 and a.col != 1 and a.has_aligned_rows
+
+
 class Binding:
     """A kernel with everything fixed but the tensors.
 
@@ -256,6 +262,7 @@ class Binding:
             "WIDE": self._wide(),
             "ACC": TL[p.summed],
             "OUT": TL[p.out.dtype],
+            "M_MULTIPLE": 16 if loads_along_m(p, c) and p.M % 16 == 0 else 1,
             "PRECISION": p.precision,
             "IMPRECISE_ACC": min(PROMOTE_EVERY, c.block_k) if promotes(p) else -1,
             "num_warps": c.num_warps,
