@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .. import reference
+from .. import devices, reference
 from ..epilogues.device import with_constants
 from ..kernels import place
 from .base import Access, Layout, Multiply, Operand, Spec
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 Axis = Literal["rows", "k"]
 #: Groups that a program looks at together, at most.
 SCAN = 1024
-#: The columns of a product up to which its weights' gradients gather the rows that it read, as they load them. Of wider
-#: products a copy of these rows takes less time than its faster loads save.
-FUSES_GATHER = 2048
 
 
 class Groups(NamedTuple):
@@ -403,14 +400,20 @@ class RaggedOperand(Operand):
         halves = grad.chunk(b.halves, dim=-1)
         of_b: list[Tensor | None] = [None] * len(b.tensors)
         if any(needs[1]):
-            x = self._rows_read(grad)
+            x = self._rows_read()
             for i, (weight, half) in enumerate(zip(b.parts(), halves, strict=True)):
                 of_b[i] = self._of_weight(x, weight, half, multiply) if needs[1][i] else None
         return [of_a, *of_rest], of_b
 
-    def _rows_read(self, grad: Tensor) -> Operand:
-        """The rows that the product read, as the second operand of the gradients of its weights."""
-        if self.gather is None or grad.shape[-1] > FUSES_GATHER or torch.is_grad_enabled():
+    def _rows_read(self) -> Operand:
+        """The rows that the product read, as the second operand of the gradients of its weights.
+
+        Where TMA would load a copy of them, the copy takes less time than loads of gathered rows cost: on an H200 the
+        gradients take 0.63 to 0.83 of the time, in 8 products of mixture-of-experts layers.
+        """
+        device = devices.current(self.matrix.device)
+        copies = device is None or (device.target.tma and self.matrix.dtype.itemsize == 2)
+        if self.gather is None or copies or torch.is_grad_enabled():
             return DenseOperand(self.gathered())
         return GatheredOperand(self.inner.in_torch(), self.gather)
 

@@ -67,6 +67,7 @@ HOPPER: dict[str, Rows] = {
         ("pointer", "persistent"): "128x256x64 16 8 3 0.79 aligned strided",
         ("pointer", "tile"): """
             128x128x64 8 8 3 0.72 aligned strided
+            128x128x64 8 4 3 0.76 aligned strided blocks
             64x128x64  8 4 3 0.52 aligned strided
             128x64x64  8 4 3 0.52 aligned strided
             64x64x64   8 4 4 0.40 aligned strided splits
