@@ -29,7 +29,11 @@ SIZE = (4, 32, 128)
 SIZES = {"scaled by block": (4, 192, 320), "scaled by mx": (4, 192, 320)}
 PACKED = ("int8", "int4", "e4m3", "e5m2", "mxfp4", "nvfp4", "nf4")
 SCALED = ("tensor", "row", "block", "mx")
-KINDS = ("dense", "pair", *PACKED, *[f"scaled by {x}" for x in SCALED])
+KINDS = ("dense", "pair", "groups", *PACKED, *[f"scaled by {x}" for x in SCALED])
+#: The ends of the groups of M rows, one of them empty; the last row is behind them.
+ENDS = (1, 3, 3)
+#: Kinds of operands whose types are float32.
+WIDE = ("dense", "pair", "groups")
 RESULTS = ("bare", "bias", "plain epilogue", "prebuilt epilogue", "prologue", "several", "out")
 CONTEXTS = (
     "eager", "no_grad", "inference_mode", "autograd", "double backward", "autocast", "checkpoint", "compiled",
@@ -80,7 +84,7 @@ class Case:
     """A product: a function of tensors, `leaves`, which gradients may be asked of, and what it is in float64.
 
     Attributes:
-        held: the packed weight or the two scaled operands, which are no leaves.
+        held: the packed weight, the two scaled operands or the ends of groups, which are no leaves.
     """
 
     kind: str
@@ -92,7 +96,7 @@ class Case:
 
     @classmethod
     def of(cls, kind: str, result: str, device: torch.device) -> Case:
-        dtype = torch.float32 if kind in ("dense", "pair") else torch.bfloat16
+        dtype = torch.float32 if kind in WIDE else torch.bfloat16
         M, N, K = SIZES.get(kind, SIZE)
         x, w = values(M, K, seed=1), values(N, K, seed=2) / K**0.5
         # Parts of a matrix differ in size, so that a scale in another's place shows.
@@ -106,13 +110,16 @@ class Case:
             leaves["w"] = w
         elif kind == "pair":
             leaves["gate"], leaves["up"] = w.chunk(2)
+        elif kind == "groups":
+            leaves["w"] = torch.stack([w, w.flip(0), -w])
+            held = (torch.tensor(ENDS, dtype=torch.int32, device=device),)
         elif kind in PACKED:
             held = (_packed(kind, w.to(dtype), device),)
         else:
             held = _scaled(kind.removeprefix("scaled by "), x.float(), w.float(), device)
             leaves = {}
         if result == "bias":
-            leaves["bias"] = values(N, seed=3)
+            leaves["bias"] = values(*([len(ENDS)] if kind == "groups" else []), N, seed=3)
         if result in ("plain epilogue", "prebuilt epilogue", "several") or kind == "pair":
             leaves["r"] = values(M, columns, seed=4)
         if result == "prologue":
@@ -150,6 +157,8 @@ class Case:
             how["bias"] = given["bias"].chunk(2) if self.kind == "pair" else given["bias"]
         if self.kind.startswith("scaled"):
             return gemmery.scaled_matmul(*held, **how)
+        if self.kind == "groups":
+            return gemmery.grouped_linear(given["x"], given["w"], offs=held[0], **how)
         weight = (given["gate"], given["up"]) if self.kind == "pair" else held[0] if held else given["w"]
         return gemmery.linear(given["x"], weight, **how)
 
@@ -161,11 +170,27 @@ class Case:
         else:
             x = given["x"]
             pair = torch.cat((given["gate"], given["up"])) if self.kind == "pair" else None
-            w = pair if pair is not None else self.held[0].dequantize().double() if self.held else given["w"]
+            packed = self.held[0].dequantize().double() if self.kind in PACKED else None
+            w = next((x for x in (pair, packed) if x is not None), given.get("w"))
         if "s" in given:
             x = stretched(x, given["s"])
+        if self.kind == "groups":
+            return self._of_groups(x, w, given)
         acc = F.linear(x, w, given.get("bias"))
         return acc if self.function is None else self.function(acc, given["r"])
+
+    def _of_groups(self, x: torch.Tensor, w: torch.Tensor, given: dict[str, torch.Tensor]) -> Any:
+        """Rows behind the last group are 0 in all results."""
+        biases = given.get("bias", [None] * len(w))
+        bounds = zip((0, *ENDS), ENDS, w, biases, strict=False)
+        acc = torch.cat([F.linear(x[i:j], of_group, bias) for i, j, of_group, bias in bounds])
+        count, behind = ENDS[-1], x.shape[0] - ENDS[-1]
+        made = acc if self.function is None else self.function(acc, given["r"][:count])
+        padded = [
+            torch.cat((y, y.new_zeros(behind, *y.shape[1:])))
+            for y in (made if isinstance(made, tuple) else (made,))
+        ]
+        return tuple(padded) if isinstance(made, tuple) else padded[0]
 
     def wide(self) -> list[torch.Tensor]:
         """The leaves in float64."""
@@ -174,7 +199,7 @@ class Case:
     @property
     def tolerance(self) -> float:
         """Of the norm of an error over that of what is right."""
-        return 2e-5 if self.kind in ("dense", "pair") else 2e-2
+        return 2e-5 if self.kind in WIDE else 2e-2
 
 
 def _packed(format: str, w: torch.Tensor, device: torch.device) -> Any:
@@ -248,6 +273,8 @@ def verdict(kind: str, result: str, context: str, gpu: bool, kernels: bool) -> A
         return Raises(Exception if context in _COMPILED else TypeError, "no gradient for")
     if kind == "pair" and result in ("bare", "bias"):
         return Raises(Exception if context in _COMPILED else TypeError, "in two parts")
+    if context == "vmap" and kind == "groups" and result != "out":
+        return Raises(NotImplementedError, "vmap: a grouped product can't be mapped")
     if context == "vmap" and scaled and result in ("bare", "bias", "out"):
         return Absent("a ScaledTensor can't be mapped, and nothing else goes in that could be")
     if result == "out":
@@ -263,7 +290,7 @@ def _of_out(kind: str, context: str) -> Any:
         return Absent("transforms have no place that a function could write to")
     fused = kind != "dense"
     if context in _COMPILED:
-        if kind == "dense" and context != "compiled with gradients":
+        if kind in ("dense", "groups") and context != "compiled with gradients":
             return VALUE
         return Raises(Exception, "out=")
     if context in _GRADIENTS:
@@ -483,9 +510,12 @@ def batch_invariant(case: Case) -> None:
         eager(case)
         together = case.run(*case.leaves.values())
         row = {name: t[1:2] if name in ("x", "r", "s") else t for name, t in case.leaves.items()}
-        held = tuple(
+        held = tuple([
             _row_of(x) if i == 0 and case.kind.startswith("scaled") else x for i, x in enumerate(case.held)
-        )
+        ])  # fmt: skip
+        if case.kind == "groups":
+            # The row is one of the second group's.
+            held = ((held[0] - 1).clamp(0, 1),)
         out = None if case.out is None else torch.empty_like(case.out[1:2])
         alone = case.run(*row.values(), held=held, out=out)
     for x, y in zip(*(r if isinstance(r, tuple) else (r,) for r in (together, alone)), strict=True):
