@@ -9,7 +9,7 @@ from torch.nn import functional as F
 import gemmery
 from gemmery import Config, epilogues, schedules
 from gemmery.devices import current
-from gemmery.lab.fused_targets import grouped_problem, ranges_problem
+from gemmery.lab.fused_targets import grouped_problem
 from tests.gpu.common import DEVICE, HALVES, needs_cuda, size, values, wide
 from tests.grouped import ACCUMULATED, CASES, KINDS, accumulated, close, compared, ends_of, rows_of, scaled
 
@@ -63,8 +63,6 @@ RANGES = [
     "128x192x64-g0-w8-s4-cooperative-descriptor",
     "192x128x64-g0-w8-s4-cooperative-descriptor-swap",
     "64x128x64-g0-w4-s4-cooperative-descriptor",
-    "128x128x64-g0-w8-s6-pingpong-descriptor",
-    "256x64x64-g0-w8-s4-pingpong-descriptor-swap",
     "64x64x64-g8-w4-s3-tile-pointer",
     "64x128x32-g8-w4-s3-tile-pointer-k3",
     "128x128x64-g8-w8-s3-tile-pointer/2-k8-swap",
@@ -103,8 +101,8 @@ def test_groups_of_rows(config, groups, how, seeded):
 def test_ranges_of_k(config, groups, how, seeded):
     rows, behind = seeded.choice([1, 77, size(1500)]), seeded.choice([0, 3, 150])
     M, N = 16 * seeded.randrange(1, 20), 16 * seeded.randrange(1, 20)
-    if config is not None and "descriptor" in config:
-        usable(config, ranges_problem(rows + behind, groups, M, N, device=current(torch.device(DEVICE))))
+    if config is not None and "cooperative" in config:
+        usable(config, grouped_problem(rows, groups, M, M, device=current(torch.device(DEVICE))))
     offs = ends_of(random_counts(seeded, rows, groups, how), DEVICE)
     a, b = values((rows + behind, M), BF16), values((rows + behind, N), BF16)
     a[rows:], b[rows:] = torch.nan, torch.inf

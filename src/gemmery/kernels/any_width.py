@@ -282,9 +282,6 @@ def consume(
     programs = gl.num_programs(0)
     every = programs
     steps = gl.cdiv(shape[2], step_of(KIND))
-    if in_ranges(X_FORM, Y_FORM):
-        # Of the first tile; those of ranges differ.
-        steps = gl.cdiv(first[4] - first[3], step_of(KIND))
     if PINGPONG:
         own += GROUP * every
         every *= 2
@@ -360,12 +357,6 @@ def consume(
                 taken += total
         if PINGPONG:
             # The stages of the tile between are the other warpgroup's.
-            if in_ranges(X_FORM, Y_FORM):
-                between = gl.minimum(unit + programs, units - 1)
-                _, _, _, begins, ends, _, _ = corner(
-                    between, known, state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM, Y_FORM
-                )
-                steps = gl.cdiv(ends - begins, step_of(KIND))
             own_steps += steps
         stage, phase = later(stage, phase, own_steps, stages)
         # The next tile's corner. Computed just before the K loop, it would take registers in the loop.

@@ -172,6 +172,8 @@ class AnyWidth(PersistentStatic):
             return f"num_stages is {c.num_stages}; of this tile there is shared memory for {most}"
         if (forms.batched or forms.ragged) and c.split_k > 1:
             return "tiles of a batch are not cut along K"
+        if forms.ragged == "k" and self.takes_turns:
+            return "warpgroups take turns where all tiles have as many steps; ranges of K differ"
         if c.split_k > tile.most_parts:
             return f"the ring has room for the partial sums of {tile.most_parts} parts; given {c.split_k}"
         if tile.y % EACH[y_form]:

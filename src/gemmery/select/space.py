@@ -200,8 +200,7 @@ def _space(
         loads = not avoided if tile.config.loader == "pointer" else tma
         if loads and (aligned or not tile.aligned) and (blocks or not tile.blocks):
             entries.append((tile.config, tile, 2 * number))
-            cuts_ranges = forms.ragged == "k" and tile.config.schedule == "tile"
-            if (tile.splits or cuts_ranges) and not whole:
+            if (tile.splits or forms.ragged == "k") and not whole:
                 cuts = [replace(tile.config, split_k=parts) for parts in schedule.splits]
                 entries += [(each, tile, 2 * number + 1) for each in cuts if schedule.takes(each, forms)]
     return Space.of(entries)
