@@ -54,6 +54,7 @@ from .any_width_load import (
     unused,
 )
 from .any_width_loop import STAGES, multiply_steps, step_of, x_bytes_of
+from .any_width_order import WORDS, in_order, put_in_order
 from .order import quotient
 from .rings import barrier, begin_roles, later
 
@@ -110,16 +111,16 @@ def corner(
     tiles it stays where it is. So does one at the end of a group of rows.
 
     Args:
-        known: what was found out about groups of rows for an earlier unit, see `place.next_tile_of_rows`; or ().
-            The same of this unit is returned last.
+        known: what was found out about groups of rows for an earlier unit, see `place.next_tile_of_rows`; the address
+            of the table that `in_order` takes, for ranges of K; or (). The same of this unit is returned last.
     """
     width, band_m = tile[0], tile[1]
     GROUPED: gl.constexpr = in_groups(X_FORM, Y_FORM)
     if SWAP:
-        place, known = placed(unit, known, state, shape, width, X_ROWS, band_m, PLACE, GROUPED)
+        place, known = placed(unit, known, state, shape, width, X_ROWS, band_m, PLACE, X_FORM, Y_FORM)
         batch, col, row, end, first_k, last_k = place
     else:
-        place, known = placed(unit, known, state, shape, X_ROWS, width, band_m, PLACE, GROUPED)
+        place, known = placed(unit, known, state, shape, X_ROWS, width, band_m, PLACE, X_FORM, Y_FORM)
         batch, row, col, end, first_k, last_k = place
     x_rows = shape[1] if SWAP else shape[0]
     if X_FORM == "packed":
@@ -136,12 +137,14 @@ def corner(
 
 @gluon.jit
 def placed(
-    unit, known, state, shape, ROWS, COLS, band_m, PLACE: gl.constexpr, GROUPED: gl.constexpr
+    unit, known, state, shape, ROWS, COLS, band_m, PLACE: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr
 ):  # fmt: skip
     """What PLACE says of a unit, and what is known for the next one."""
-    if GROUPED:
+    if in_groups(X_FORM, Y_FORM):
         return PLACE(unit, state, shape, ROWS, COLS, band_m, known)
     else:
+        if in_ranges(X_FORM, Y_FORM):
+            unit = in_order(unit, state, known[0])
         return PLACE(unit, state, shape, ROWS, COLS, band_m), known
 
 
@@ -455,9 +458,16 @@ def gemm_any_width(
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(out.layout.swizzle_byte_width, out.layout.element_bitwidth, 2)
     slots = gl.allocate_shared_memory(out.dtype, [COUNT, ROWS, COLS], LAYOUT)
     PARTS: gl.constexpr = given.barriers_of(GIVEN, GROUPS)
-    barriers = gl.allocate_shared_memory(gl.int64, [2 * STAGES + 4 + PARTS, 1], mbarrier.MBarrierLayout())
+    COUNTED: gl.constexpr = 2 * STAGES + 4 + PARTS
+    # Behind them is the table of the ranges' order.
+    TABLE: gl.constexpr = WORDS if in_ranges(X_FORM, Y_FORM) else 0
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNTED + TABLE, 1], mbarrier.MBarrierLayout())
     BARRIERS_AT: gl.constexpr = SLOTS * SLOT
     ring = (barriers, stages)
+    if in_ranges(X_FORM, Y_FORM):
+        table = shared_at(BARRIERS_AT) + 8 * COUNTED
+        known = (table,)  # type: ignore[assignment]
+        put_in_order(table, place_args[0], place_args[1], K)
     first = corner(gl.program_id(0), known, state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM, Y_FORM)
     row, col, end, first_k, last_k, batch, _ = first
     extra = end if in_ranges(X_FORM, Y_FORM) else batch

@@ -187,13 +187,12 @@ class AnyWidthBinding(Binding):
 
     def check(self, compiled: Any) -> None:
         """RuntimeError unless the ring, its barriers and the tensor maps are where the kernel's assembly looks."""
-        from ..kernels import any_width_given
+        from ..kernels import any_width_given, any_width_order
 
         check_maps(compiled.asm["ptx"])
-        barriers = (
-            2 * MOST_STAGES + 4 + any_width_given.barriers_of(self.constants["GIVEN"], self.tile.groups)
-        )
-        check_memory(compiled.asm["llir"], self.tile.slots * self.tile.part * ROW, barriers)
+        words = 2 * MOST_STAGES + 4 + any_width_given.barriers_of(self.constants["GIVEN"], self.tile.groups)
+        words += any_width_order.WORDS.value if self.problem.ragged == "k" else 0
+        check_memory(compiled.asm["llir"], self.tile.slots * self.tile.part * ROW, words)
 
     def arguments(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> list[Any]:
         """The kernel's run-time arguments, as for `Binding.arguments`."""
@@ -342,12 +341,13 @@ def source() -> str:
         any_width_given,
         any_width_load,
         any_width_loop,
+        any_width_order,
         decoders,
     )
 
     return digest(
         any_width, any_width_acc, any_width_cut, any_width_finish, any_width_given, any_width_load, any_width_loop,
-        packed, decoders,
+        any_width_order, packed, decoders,
     )  # fmt: skip
 
 

@@ -1,0 +1,91 @@
+"""In which order tiles of any width take ranges of K, and programs the tiles; see `any_width`.
+
+All tiles of a range are as long as it is. Dealt out to the programs in turn, range after range, tiles of uneven ranges
+leave some programs with more steps than others. They are dealt out from the longest ranges to the shortest ones, and in
+every second round from the last program to the first: then what a program has more in one round, it has less in the
+next. Longest first is Graham's rule (Bounds on multiprocessing timing anomalies, 1969).
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+
+from .order import quotient
+from .rings import barrier
+
+#: Ranges that are put into order; more stay as they are. And 8-byte words of shared memory that their numbers take.
+MOST = gl.constexpr(512)
+WORDS = gl.constexpr(256)
+#: Ranges that each is compared with at a time, by one thread.
+EACH = gl.constexpr(64)
+
+
+@builtin
+def put(at, value, _semantic=None):
+    """Stores numbers in shared memory, each at an address of its own."""
+    gl.inline_asm_elementwise(
+        "st.shared.b32 [$1], $2; mov.b32 $0, 0;", "=r,r,r", [at, value], dtype=gl.int32, is_pure=False, pack=1,
+        _semantic=_semantic,
+    )  # fmt: skip
+
+
+@builtin
+def got(at, _semantic=None):
+    """A number from shared memory."""
+    return gl.inline_asm_elementwise(
+        "ld.shared.b32 $0, [$1];", "=r,r", [at], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic
+    )
+
+
+@gluon.jit
+def lengths_of(ranges, offs, count, K):
+    """The lengths of some ranges, and -1 where there is none."""
+    begins = gl.load(offs + ranges - 1, mask=(ranges > 0) & (ranges < count), other=0)
+    ends = gl.load(offs + ranges, mask=ranges < count, other=0)
+    begins, ends = gl.maximum(gl.minimum(begins, K), 0), gl.minimum(ends, K)
+    return gl.where(ranges < count, gl.maximum(ends - begins, 0), -1)
+
+
+@gluon.jit
+def put_in_order(table, offs, count, K):
+    """Writes the numbers of all ranges to a table in shared memory, from the longest to the shortest.
+
+    Args:
+        table: its address.
+        offs, count: where the ends of the ranges are, and how many.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, EACH], [32, 1], [4, 1], [1, 0])
+    if count <= MOST:
+        for first in range(0, count, 128):
+            own = first + gl.arange(0, 128, gl.SliceLayout(1, LAYOUT))
+            own_length = lengths_of(own, offs, count, K)
+            place = gl.zeros([128], gl.int32, gl.SliceLayout(1, LAYOUT))
+            for start in range(0, count, EACH):
+                others = start + gl.arange(0, EACH, gl.SliceLayout(0, LAYOUT))
+                length = gl.expand_dims(lengths_of(others, offs, count, K), 0)
+                known = gl.expand_dims(own_length, 1)
+                is_before = gl.expand_dims(others, 0) < gl.expand_dims(own, 1)
+                longer = (length > known) | ((length == known) & is_before)
+                place += gl.sum(longer.to(gl.int32), 1)
+            # Places behind all ranges are never read.
+            put(table + 4 * gl.minimum(place, MOST - 1), own)
+        barrier()
+
+
+@gluon.jit
+def in_order(unit, state, table):
+    """The number of the unit's tile among those of all ranges, one range's behind the other's.
+
+    Args:
+        state: as `place.sized_tile_of_batch` takes it.
+    """
+    programs = gl.num_programs(0)
+    turn = unit // programs
+    own = unit - turn * programs
+    reverses = (turn % 2 == 1) & ((turn + 1) * programs <= state[0])
+    unit = gl.where(reverses, turn * programs + programs - 1 - own, unit)
+    if state[7][1] <= MOST:
+        tiles = state[4] * state[5]
+        place = quotient(unit, state[6][3])
+        unit += (got(table + 4 * place) - place) * tiles
+    return unit
