@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _are_functorch_transforms_active
+from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 from torch.compiler import is_compiling
 
 from .api import bmm
-from .epilogues.function import captured_of, function_of
+from .epilogues.function import Epilogue, captured_of, function_of, memoised
 from .formats.scaled import ScaledTensor
 from .formats.tensor import QuantizedTensor
 from .layout import overlaps_itself
@@ -74,16 +74,19 @@ def grouped_mm(
         bias: with groups of rows (G, N), or (N,) for all groups; with a pair also a pair of these.
         gather: (R,), int32: which row of `mat_a` each row of the product reads. `mat_a` is not copied, and R need not
             be the number of its rows. Behind the last group it is not read.
-        scatter: (R,), int32: which row of the result each row of the product becomes. No number may come twice.
+        scatter: (R,), int32: which row of the result each row of the product becomes. No number may come twice. An
+            epilogue has one result then.
         row_scale: (R,), of floating point: what each row of the product is multiplied by, wherever it goes, behind the
-            epilogue and before it is rounded; under torch.compile after that. Only matrices among results are.
+            epilogue and before it is rounded; under torch.compile after that. Results that are reduced rows are not.
         epilogue: a torch function of the product, (R, N), and `args`, as for `gemmery.matmul`.
         args: tensors that broadcast to (R, N); (G, 1, N) and (G, 1, 1) are one row, or number, for each group.
         prologue: an elementwise torch function of `mat_a` and `prologue_args`, see `gemmery.matmul`; with groups of
-            rows, and in a batch. Where rows are gathered and it reads tensors, it runs before the product.
+            rows, and in a batch. Where rows are gathered and it reads tensors, it runs before the product on all rows
+            of `mat_a`, to which these tensors broadcast in any case.
         prologue_args: see `gemmery.matmul`.
         out: where the result goes, any strides; not with groups of columns.
-        accumulate: with ranges of K, add the products to `out`, which is float32 (float64 for float64).
+        accumulate: with ranges of K, add the products to `out`, which is float32 (float64 for float64), and return it.
+            Operands that require gradients are refused.
         out_dtype, precision, fast_accum, batch_invariant, config: see `gemmery.matmul`.
 
     Returns:
@@ -91,10 +94,10 @@ def grouped_mm(
         returns.
 
     Raises:
-        ValueError: shapes or devices do not fit. Whether `offs` is in order, and rows have numbers of rows that there
-            are, is checked on the CPU, and on a GPU where
-            the environment variable GEMMERY_CHECK_OFFSETS is 1, since that waits for the GPU. Kernels never read or
-            write out of bounds for an `offs` that is not in order.
+        ValueError: shapes or devices do not fit. Whether `offs` is in order, and whether `gather` and `scatter` hold
+            numbers of rows that there are, is checked on the CPU; on a GPU, where it means to wait, only if the
+            environment variable GEMMERY_CHECK_OFFSETS is 1. For an `offs` that is not in order kernels never read or
+            write out of bounds, and the result is undefined.
         TypeError: a type is not supported, or two differ.
 
     Example:
@@ -138,7 +141,9 @@ def grouped_mm(
     _refuse(op, "ranges of K", given)
     groups = _groups(op, mat_a, offs, "k", mat_a.shape[1])
     if accumulate:
-        _check_sum(op, "out", out, mat_a)
+        if out is None:
+            raise ValueError(f"{op}: out is missing; accumulate=True adds to it")
+        _check_sum(op, "out", out, mat_a, (groups.offs.shape[0], mat_a.shape[0], mat_b.shape[1]))
     return product(op, groups, mat_b, out if accumulate else None, functions, out, options)
 
 
@@ -172,9 +177,12 @@ def grouped_linear(
         bias: (G, N), or (N,) for all groups; with a pair also a pair.
         weight_grad: the weight's shape, float32 (float64 for float64), any strides: the backward pass adds the weight's
             gradient to it, unrounded, and autograd gets none for the weight; with a pair also a pair. It is for
-            gradients that are summed over micro-batches, as Megatron-LM's `main_grad`. Not under torch.compile.
+            gradients that are summed over micro-batches, in the way of Megatron-LM's `main_grad`. It is this very
+            tensor, though another one takes its place before the backward pass. Hooks on the weight are given None,
+            what the weight was computed from gets no gradient, and wrappers that reduce `weight.grad` find none.
+            Without gradients it is not looked at. torch.compile leaves the call out of its graph.
 
-    The other arguments, the result (R, N) and the errors are those of `grouped_mm`.
+    The other arguments, the result (R, N) and the errors are those of `grouped_mm`, but there is no `accumulate`.
 
     Example:
         >>> import torch, gemmery
@@ -183,6 +191,17 @@ def grouped_linear(
         >>> y = gemmery.grouped_linear(x, (gate, up), offs=offs, epilogue=gemmery.epilogues.swiglu)
         >>> torch.testing.assert_close(y[:3], torch.nn.functional.silu(x[:3] @ gate[0].T) * (x[:3] @ up[0].T))
     """
+    if weight_grad is not None and is_compiling():
+        # It imports the compiler, which takes a second.
+        from .product.compiled import uncompiled
+
+        made: Any = uncompiled(
+            grouped_linear, x, weight, bias, offs=offs, gather=gather, scatter=scatter, row_scale=row_scale,
+            epilogue=epilogue, args=args, prologue=prologue, prologue_args=prologue_args, out=out, out_dtype=out_dtype,
+            weight_grad=weight_grad, precision=precision, fast_accum=fast_accum, batch_invariant=batch_invariant,
+            config=config,
+        )  # fmt: skip
+        return made
     op = "grouped_linear"
     numbers = x.data if isinstance(x, ScaledTensor) else x
     check_tensor(op, "x", numbers)
@@ -252,7 +271,7 @@ def _of_rows(
         return _times_rows(
             product(op, groups, weight, bias, functions, out, options), row_scale, scatter, out
         )
-    scaled = functools.partial(_scaled, function_of(functions.epilogue))
+    scaled = _with_row_scale(functions.epilogue)
     functions = functions._replace(epilogue=scaled, args=(*functions.args, row_scale.unsqueeze(-1)))
     return product(op, groups, weight, bias, functions, out, options)
 
@@ -294,7 +313,8 @@ def _check_scaled(op: str, x: Any, weight: Any, functions: Functions) -> None:
     if not any(scaled):
         return
     if not all(scaled):
-        raise TypeError(f"{op}: {first} and {second} must both be a gemmery.ScaledTensor, or neither")
+        pair = f"; {second} is a pair, which has no scales" if isinstance(weight, tuple | list) else ""
+        raise TypeError(f"{op}: {first} and {second} must both be a gemmery.ScaledTensor, or neither{pair}")
     if functions.prologue is not None:
         raise TypeError(f"{op}: a prologue takes floating-point operands; {first} is a gemmery.ScaledTensor")
     check_kinds(op, x, weight)
@@ -312,27 +332,25 @@ def _buffers(op: str, weight: Any, weight_grad: Any) -> tuple[Tensor, ...]:
     halves, buffers = [list(x) if isinstance(x, tuple | list) else [x] for x in (weight, weight_grad)]
     if len(halves) != len(buffers):
         raise TypeError(f"{op}: weight_grad must be a pair with a pair of weights, and a tensor with one")
-    if is_compiling() or _are_functorch_transforms_active():
-        raise ValueError(f"{op}: weight_grad is for autograd; not under torch.compile, nor in torch.func")
+    if _are_functorch_transforms_active() or _len_torch_dispatch_stack():
+        raise ValueError(f"{op}: weight_grad is for autograd; not in torch.func, nor inside a dispatch mode")
     for half, buffer in zip(halves, buffers, strict=True):
         if isinstance(half, QuantizedTensor | ScaledTensor):
             raise TypeError(
                 f"{op}: weight_grad is given, but the weight is packed or scaled, and has no gradient"
             )
-        _check_sum(op, "weight_grad", buffer, half)
-        if buffer.shape != half.shape:
-            raise ValueError(f"{op}: weight_grad is {tuple(buffer.shape)} and weight {tuple(half.shape)}")
+        _check_sum(op, "weight_grad", buffer, half, tuple(half.shape))
     if not wants_gradient(halves):
         return ()
     # Autograd does not look at what is in it, so another backward pass may have changed it meanwhile.
     return tuple([x.data for x in buffers])
 
 
-def _check_sum(op: str, name: str, given: Any, like: Tensor) -> None:
-    """ValueError or TypeError unless products of operands can be added to what is given."""
-    if given is None:
-        raise ValueError(f"{op}: out is missing; accumulate=True adds to it")
+def _check_sum(op: str, name: str, given: Any, like: Tensor, shape: tuple[int, ...]) -> None:
+    """ValueError or TypeError unless products of operands, of a shape, can be added to what is given."""
     check_tensor(op, name, given)
+    if tuple(given.shape) != shape:
+        raise ValueError(f"{op}: {name} is {tuple(given.shape)}; it must be {shape}")
     wanted = torch.float64 if like.dtype == torch.float64 else torch.float32
     if given.dtype != wanted:
         raise TypeError(f"{op}: {name} is {given.dtype}; it must be {wanted}")
@@ -437,6 +455,19 @@ def _of_groups(op: str, bias: Any, count: int, columns: int) -> Any:
     if bias.shape[0] != count or bias.shape[1] not in (1, columns, 2 * columns):
         raise ValueError(f"{op}: bias is {tuple(bias.shape)}; it must be {(count, columns)} or {(columns,)}")
     return bias.unsqueeze(1)
+
+
+def _with_row_scale(epilogue: Any) -> Epilogue[..., Any]:
+    """An epilogue, or none, with its matrices multiplied by one more argument."""
+    if epilogue is None or isinstance(epilogue, Epilogue):
+        return _row_scaled(epilogue)
+    known = memoised(epilogue)
+    return _row_scaled(known) if isinstance(known, Epilogue) else _row_scaled.__wrapped__(known)
+
+
+@functools.lru_cache(256)
+def _row_scaled(known: Any) -> Epilogue[..., Any]:
+    return Epilogue(functools.partial(_scaled, function_of(known)))
 
 
 def _scaled(function: Callable[..., Any] | None, product: Tensor, *args: Any) -> Any:

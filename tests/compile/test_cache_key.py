@@ -91,7 +91,7 @@ def test_without_an_edit_the_cache_serves(copy, code):
         ("operands.py", "mask=row_inside, other=0.0)", "mask=row_inside, other=1.0)"),
         ("operands.py", "tl.store(pointers, value, mask", "tl.store(pointers, -value, mask"),
         ("epilogues.py", "return acc + tl.load(bias", "return acc - tl.load(bias"),
-        ("order.py", "return batch, first_m + within", "return batch, first_m * 2 + within"),
+        ("order.py", "return first_m + within", "return first_m * 2 + within"),
         ("numerics.py", "return x.to(DTYPE)", "return (x * 2).to(DTYPE)"),
     ],
     ids=["loader", "store", "epilogue", "order", "cast"],

@@ -113,6 +113,17 @@ WRONG = {
     "a scattered row that is not there": (
         lambda: linear(scatter=torch.arange(ROWS, dtype=torch.int32) - 1), ValueError, "scatter has numbers from -1",
     ),
+    "several scattered results": (
+        lambda: linear(scatter=torch.arange(ROWS, dtype=torch.int32), epilogue=lambda y: (y, y * 2)), ValueError,
+        "scatter takes an epilogue with one result; this one returns 2",
+    ),
+    "half of a sum of gradients": (
+        lambda: linear(w=(W, W), epilogue=epilogues.swiglu, weight_grad=(W, None)), TypeError, "weight_grad is a NoneType",
+    ),
+    "the shape of a sum": (
+        lambda: gemmery.grouped_mm(X.T, X, offs=OFFS, out=torch.zeros(5, 16, 9), accumulate=True), ValueError,
+        r"out is \(5, 16, 9\); it must be \(5, 16, 16\)",
+    ),
     "out": (lambda: linear(out=torch.empty(3, 8)), ValueError, r"out is \(3, 8\); the result is"),
     "a sum without out": (lambda: gemmery.grouped_mm(X.T, X, offs=OFFS, accumulate=True), ValueError, "out is missing"),
     "a sum of 16 bits": (
@@ -124,7 +135,7 @@ WRONG = {
         "accumulate is given with groups of rows",
     ),
     "a sum of gradients in 16 bits": (lambda: linear(weight_grad=W.bfloat16()), TypeError, "weight_grad is torch.bfloat16"),
-    "a sum of other gradients": (lambda: linear(weight_grad=W[:2]), ValueError, r"weight_grad is \(2, 8, 16\) and weight \(5, 8, 16\)"),
+    "a sum of other gradients": (lambda: linear(weight_grad=W[:2]), ValueError, r"weight_grad is \(2, 8, 16\); it must be \(5, 8, 16\)"),
     "a sum of one half": (lambda: linear(w=(W, W), epilogue=epilogues.swiglu, weight_grad=W), TypeError, "must be a pair"),
     "a sum of overlapping gradients": (
         lambda: linear(weight_grad=torch.zeros(8, 16).expand(5, 8, 16)), ValueError, "overlap one another",
@@ -265,10 +276,10 @@ def test_sums_of_gradients_are_for_autograd_alone():
     y = linear(w=w, weight_grad=total, epilogue=F.silu)
     with pytest.raises(RuntimeError, match="there is no second derivative"):
         torch.autograd.grad(y.sum(), w, create_graph=True)
-    with pytest.raises(ValueError, match=r"not under torch.compile, nor in torch.func"):
+    with pytest.raises(ValueError, match=r"weight_grad is for autograd; not in torch.func"):
         torch.func.grad(lambda w: linear(w=w, weight_grad=total).sum())(W)
     compiled = torch.compile(lambda w: linear(w=w, weight_grad=total), backend="eager", fullgraph=True)
-    with pytest.raises(Exception, match=r"not under torch.compile, nor in torch.func"):
+    with pytest.raises(Exception, match="added to tensors that the compiler does not see"):
         compiled(w)
     with torch.no_grad():
         linear(w=w, weight_grad=total)
@@ -283,6 +294,38 @@ def test_sums_of_gradients_are_those_that_were_given():
     y.sum().backward()
     (want,) = torch.autograd.grad(linear(w=w).sum(), w)
     torch.testing.assert_close(total, want)
+
+
+def test_sums_of_gradients_are_added_to_by_those_who_ask():
+    x, w, total = X.clone().requires_grad_(), W.clone().requires_grad_(), torch.zeros_like(W)
+    y = linear(x, w, weight_grad=total)
+    (want,) = torch.autograd.grad(linear(w=w).sum(), w)
+    torch.autograd.grad(y.sum(), x, retain_graph=True, create_graph=True)
+    y.sum().backward(inputs=[x], retain_graph=True)
+    assert (total == 0).all()
+    for count in (1, 2):
+        y.sum().backward(retain_graph=True)
+        torch.testing.assert_close(total, count * want)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_code_is_interrupted_for_sums_of_gradients(backend):
+    torch._dynamo.reset()
+    w, total = W.clone().requires_grad_(), torch.zeros_like(W)
+    y = torch.compile(lambda x: linear(x * 2, w, weight_grad=total) + 1, backend=backend)(X)
+    y.sum().backward()
+    (want,) = torch.autograd.grad(linear(X * 2, w).sum(), w)
+    torch.testing.assert_close(total, want)
+
+
+def test_no_rows_to_gather():
+    x, w = torch.randn(0, 16, requires_grad=True), W.clone().requires_grad_()
+    gather = torch.zeros(4, dtype=torch.int32)
+    y = linear(x, w, offs=torch.zeros(GROUPS, dtype=torch.int32), gather=gather)
+    y.sum().backward()
+    assert (y == 0).all()
+    assert x.grad.shape == (0, 16)
+    assert (w.grad == 0).all()
 
 
 def test_other_gradients_beside_sums():

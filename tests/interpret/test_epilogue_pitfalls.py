@@ -474,6 +474,20 @@ def test_what_is_saved_for_gradients_has_the_type_of_each_call(first):
             assert (ours.double() - theirs).abs().max() <= limit * theirs.abs().max()
 
 
+def test_results_in_other_types_may_have_no_gradient():
+    """What is saved of a product does not follow from an earlier call whose results were integers."""
+
+    def function(acc):
+        return torch.sin(acc), acc * 2
+
+    leaf = A.clone().requires_grad_()
+    gemmery.matmul(leaf, B, epilogue=function, out_dtype=(torch.int8, None))
+    first, _ = gemmery.matmul(leaf, B, epilogue=function)
+    (got,) = torch.autograd.grad(first.sum(), leaf)
+    (want,) = torch.autograd.grad(torch.sin(leaf @ B).sum(), leaf)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
 def test_integers_are_rounded_to_the_type_that_they_are_combined_in():
     whole, half = torch.full((12, 20), 2049, dtype=torch.int32), torch.full((12, 20), 3.0).half()
     assert_same(on_arguments(torch.fmod, whole, half), torch.fmod(whole, half))

@@ -250,6 +250,14 @@ def test_scaled_operands(dtype, scale):
         assert close(y, torch.nn.functional.silu(gate) * up, torch.bfloat16)
 
 
+def test_scaled_operands_without_columns():
+    """Also the second time, when the call is known."""
+    x = scaled("1x128", (ROWS, 0), torch.float8_e4m3fn)
+    w = scaled("128x128", (GROUPS, 24, 0), torch.float8_e4m3fn)
+    for _ in range(3):
+        assert (gemmery.grouped_linear(x, w, offs=ends_of(COUNTS)) == 0).all()
+
+
 @pytest.mark.parametrize("gathers", [False, True])
 @pytest.mark.parametrize("kinds", KINDS, ids="-".join)
 def test_scales_of_blocks(kinds, gathers):

@@ -84,8 +84,9 @@ def experts(
         concatenated: False where rows of gate and up alternate, as gpt-oss has them: gate 0, up 0, gate 1. They are not
             copied. Packed weights are concatenated.
         post_norm: a torch function of the second product's rows, (R, H), that runs before they are summed.
-        gate_up_grad, down_grad: float32, laid out in the way of the weights: the backward pass adds the weights'
-            gradients to them, unrounded, and autograd gets none; see `gemmery.grouped_linear`'s `weight_grad`.
+        gate_up_grad, down_grad: of the weights' shapes, float32 (float64 for float64), any strides: the backward pass
+            adds the weights' gradients to them, unrounded, and autograd gets none; see `gemmery.grouped_linear`'s
+            `weight_grad`.
         precision, batch_invariant: see `gemmery.matmul`.
 
     Returns:
@@ -256,8 +257,10 @@ def _oriented(name: str, weight: Any, transposed: bool) -> Any:
     return weight.mT
 
 
-def _apart(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows of gate, and those of up, of a weight in which they alternate."""
+def _apart(weight: Any) -> tuple[Tensor, Tensor]:
+    """The rows of gate, and those of up, of a weight in which they alternate, or of its gradient."""
+    if isinstance(weight, tuple):
+        raise TypeError("experts: gate_up_grad is a pair, and gate_up is not")
     if isinstance(weight, QuantizedTensor):
         raise ValueError(
             "experts: gate_up is packed, with concatenated=False; quantise the rows of gate before those of up"

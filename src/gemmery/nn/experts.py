@@ -37,8 +37,8 @@ class Experts(nn.Module):
         device, dtype: of the parameters, as for torch.nn.Linear.
         precision, batch_invariant: see `gemmery.matmul`.
         fuse_wgrad_accumulation: whether the backward pass adds the gradients of both weights, unrounded, to their
-            attributes `main_grad`, float32 and of the weights' shapes, and leaves their `grad` alone. Megatron-LM and
-            Transformer Engine have this name for it. Not under torch.compile.
+            attributes `main_grad`, float32 and of the weights' shapes, and leaves their `grad` alone; see
+            `gemmery.grouped_linear`'s `weight_grad`. Transformer Engine has this name for it. It can be set later, too.
 
     Raises:
         ValueError: a size is negative, or no activation has this name.
@@ -212,6 +212,7 @@ class Experts(nn.Module):
         text += "" if self.gated else ", gated=False"
         if isinstance(weight, QuantizedTensor):
             text += f", format={weight.format.name}"
+        text += ", fuse_wgrad_accumulation=True" if self.fuse_wgrad_accumulation else ""
         return text + (", batch_invariant=True" if self.batch_invariant else "")
 
     def _load_from_state_dict(

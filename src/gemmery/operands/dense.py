@@ -72,7 +72,7 @@ class DenseOperand(Operand):
     @property
     def values(self) -> tuple[Any, ...]:
         """The matrix, and what the prologue is given, numbers among it."""
-        return self.tensors if self.prologue is None else (self.matrix, *self.prologue.inputs)
+        return (self.matrix, *(() if self.prologue is None else self.prologue.inputs))
 
     @property
     def launched(self) -> tuple[Tensor, ...]:  # type: ignore[override]  # only where it is asked for

@@ -98,6 +98,10 @@ class PairOperand(Operand):
         self.launched, self.places = (self.matrix,), (int(swapped),)
 
     @property
+    def values(self) -> tuple[Any, ...]:
+        return self.both
+
+    @property
     def form(self) -> tuple[Any, ...]:
         """Bytes from the left half to the right one; negative if the right one comes first in memory."""
         left, right = self.both

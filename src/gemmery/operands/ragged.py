@@ -394,7 +394,10 @@ class RaggedOperand(Operand):
         if needs[0][0]:
             like = matrix.new_empty(()).expand(self.rows, matrix.shape[1])
             of_a = b.gradients(like, grad, of_groups, (True, [False] * len(b.tensors)))[0]
-            if self.gather is not None and of_a is not None:
+            if matrix.shape[0] == 0:
+                # Then no row of the product is in a group.
+                of_a = torch.zeros_like(matrix)
+            elif self.gather is not None and of_a is not None:
                 # Rows that are read by several of the product's; this one sorts, and so is deterministic.
                 of_a = torch.zeros_like(matrix).index_put((self.sources(),), of_a, accumulate=True)
         halves = grad.chunk(b.halves, dim=-1)

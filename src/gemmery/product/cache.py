@@ -34,6 +34,7 @@ class Known:
         many: whether it returns a tuple.
         extents: places of the tensors among the values, with the bytes from the first element to the end of the last.
         out_bytes: the same bytes of the first result.
+        sum_place: place of the addend that may be the output itself; -1 where there is none.
     """
 
     plan: Plan
@@ -44,6 +45,7 @@ class Known:
     many: bool
     extents: tuple[tuple[int, int], ...]
     out_bytes: int
+    sum_place: int = -1
 
 
 _known: dict[Any, Known] = {}
@@ -152,7 +154,6 @@ def may_overlap(known: Known, addresses: Sequence[Any], objects: Sequence[Any], 
     end = start + known.out_bytes
     for i, extent in known.extents:
         at = addresses[i]
-        # What is added to a bare product may be the output itself.
-        if at < end and start < at + extent and (objects[i] is not out or i < 2 or known.numbers is not None):
+        if at < end and start < at + extent and (objects[i] is not out or i != known.sum_place):
             return True
     return False

@@ -312,6 +312,21 @@ def check_out(
     check_device(op, "out", out, call.a.matrix)
 
 
+def may_be_sum(call: Call, out: Tensor) -> bool:
+    """Whether the only addend of a product with a traced epilogue may be the output itself.
+
+    It is read where it is written, too. But kernels that store some elements of 16 bits twice would add to them twice.
+    """
+    stays = call.function is unchanged and call.a.unscattered() is call.a
+    return stays and call.biases == 1 == len(call.inputs) and out.dtype.itemsize > 2
+
+
+def check_scattered(call: Call, count: int) -> None:
+    """ValueError where rows of several results would go elsewhere: a kernel stores those of the first one alone."""
+    if count > 1 and call.a.unscattered() is not call.a:
+        raise ValueError(f"{call.op}: scatter takes an epilogue with one result; this one returns {count}")
+
+
 def check_memory(call: Call, out: Tensor) -> None:
     """ValueError if elements of `out` overlap one another, or something that goes in."""
     if overlaps_itself(out):
@@ -325,9 +340,8 @@ def check_memory(call: Call, out: Tensor) -> None:
         named += [(third, x) for x in call.inputs if call.beta != 0 and not same_layout(out, x)]
     else:
         lead = len(call.outer)
+        is_sum = may_be_sum(call, out)
         for i, x in enumerate(call.inputs):
-            # Likewise; but kernels that store some elements of 16 bits twice would add to them twice.
-            is_sum = call.function is unchanged and out.dtype.itemsize > 2 and call.a.unscattered() is call.a
             if isinstance(x, Tensor) and not (is_sum and same_layout(out, x)):
                 named.append((input_name(call, lead + i), x))
     for name, tensor in named:

@@ -18,7 +18,7 @@ from ..epilogues.results import returned
 from ..formats.scaled import ScaledTensor
 from ..formats.tensor import QuantizedTensor
 from .build import NOTHING, added, lowered, operands_of
-from .check import check_matrices, check_not_packed, check_tensor
+from .check import check_matrices, check_not_packed, check_scattered, check_tensor
 from .dispatch import runs_again, whole
 from .epilogue import kept_types, types_of
 from .flat import arguments_of
@@ -53,6 +53,12 @@ def held_name(given: str | Callable[..., Any], device: str) -> str:
     if device and not captured.count and not runs_again(captured, torch.device(device)):
         return ""
     return epilogue.for_compiled_code().name
+
+
+@torch.compiler.disable(reason="gradients are added to tensors that the compiler does not see")  # type: ignore[untyped-decorator]
+def uncompiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A call that compiled code is interrupted for."""
+    return function(*args, **kwargs)
 
 
 def compiled(
@@ -136,5 +142,6 @@ def _behind(call: Call, epilogue: Callable[..., Any]) -> Any:
     made = epilogue(product, *inputs[call.biases :])
     many = isinstance(made, tuple | list)
     results = list(made) if many else [made]
+    check_scattered(call, len(results))
     types = kept_types(call.op, types_of(results, product), wide, call.b.default, options.out_dtype)
     return returned(call.a.finished([x.to(kind) for x, kind in zip(results, types, strict=True)]), many)

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import devices, reference
 from ..operands import DenseOperand
 from . import cache
-from .check import check_memory, check_out, result_dtype
+from .check import check_memory, check_out, check_scattered, result_dtype
 from .epilogue import outputs_of
 from .fusible import warn
 from .prepare import prepare
@@ -38,21 +38,22 @@ def compute(call: Call, out: Tensor | None, key: Any = None) -> tuple[list[Tenso
     return cache.launch(known, addresses, values, (call.alpha, call.beta), out), known.many and out is None
 
 
-def inside(call: Call) -> tuple[list[Tensor], bool]:
+def inside(call: Call, out: Tensor | None = None) -> tuple[list[Tensor], bool]:
     """The same inside an operator: what looks like a call before is launched at once."""
     call = replace(call, b=call.b.loadable())
     with torch.no_grad():
         values = call.values
-        looked = None if call.captured.key is None else cache.look(values, False)
+        given = values if out is None else (*values, out)
+        looked = None if call.captured.key is None else cache.look(given, False)
         if looked is None:
-            return compute(call, None)
+            return compute(call, out)
         scalars = call.alpha == 1, call.beta == 1, call.beta == 0
-        how = call.a.form, call.b.form, call.biases, call.saves, call.options
+        how = call.a.form, call.b.form, call.biases, call.saves, call.options, out is None
         key = (call.op, call.captured.number, scalars, *how, *looked[1])
         known = cache.find(key)
-        if known is None:
-            return compute(call, None, key)
-        return cache.launch(known, looked[0], values, (call.alpha, call.beta), None), known.many
+        if known is None or (out is not None and cache.may_overlap(known, looked[0], given, out)):
+            return compute(call, out, key)
+        return cache.launch(known, looked[0], values, (call.alpha, call.beta), out), known.many
 
 
 def _by_reference(call: Call, out: Tensor | None) -> tuple[list[Tensor], bool]:
@@ -77,6 +78,7 @@ def _by_reference(call: Call, out: Tensor | None) -> tuple[list[Tensor], bool]:
         )
         return [made if out is None else out.copy_(made)], False
     results, many = outputs_of(call, call.a.multiplied(b, call.summed, by_rows))
+    check_scattered(call, len(results) - call.saves)
     results = call.a.finished(results)
     if call.device.type == "cpu":
         warn(call)

@@ -13,7 +13,7 @@ from ..epilogues.function import hold
 from ..epilogues.identity import Captured
 from ..epilogues.results import returned
 from ..operands import DenseOperand
-from .check import check_out, result_dtype
+from .check import check_out, check_scattered, result_dtype
 from .epilogue import outputs_of
 from .flat import arguments_of
 from .fusible import warn
@@ -86,6 +86,7 @@ def unfused(call: Call) -> Any:
         return call.a.finished([made])[0]
     # The operator has multiplied by the operands' scales.
     results, many = outputs_of(replace(call, outer=()), product)
+    check_scattered(call, len(results))
     return returned(call.a.finished(results), many)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from ..epilogues.function import named
 from ..operands import DenseOperand, Operand
 from . import vjp
 from .build import NOTHING
-from .compute import compute
+from .compute import inside
 from .flat import arguments_of, call_of, parsed
 from .operator import LIBRARY, placed
 from .seen import in_transform
@@ -39,13 +38,21 @@ class _Saved:
         name = parsed(self.text).epilogue
         self.epilogue = named(name) if name else None
         self.addends = [(x.shape, x.dtype) for x in call.inputs] if call.ready else []
-        # These very ones: what autograd returns of what it keeps may be a copy.
+        # Not with what autograd keeps, of which it may return a copy, and which must not change meanwhile.
         self.buffers = call.b.buffers
+        self.ahead = len(call.a.tensors) + len(call.b.tensors) - len(self.buffers)
+
+    def kept(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What autograd keeps of a call's tensors."""
+        return [*tensors[: self.ahead], *tensors[self.ahead + len(self.buffers) :]]
+
+    def whole(self, kept: Sequence[Tensor]) -> list[Tensor]:
+        """A call's tensors, of what autograd kept."""
+        return [*kept[: self.ahead], *self.buffers, *kept[self.ahead :]]
 
     def call(self, tensors: Sequence[Tensor]) -> Call:
         """The call again."""
-        call = call_of(tensors, self.sizes, self.numbers, self.text, self.batch_invariant)
-        return replace(call, b=call.b.accumulating(self.buffers)) if self.buffers else call
+        return call_of(tensors, self.sizes, self.numbers, self.text, self.batch_invariant)
 
 
 def _gradients_of(
@@ -60,7 +67,8 @@ def _gradients_of(
         needs: which of the tensors' are needed.
     """
     call = saved.call(tensors)
-    if saved.buffers and torch.is_grad_enabled():
+    of_matrices = slice(len(call.a.tensors), len(call.a.tensors) + len(saved.buffers))
+    if any(needs[of_matrices]) and torch.is_grad_enabled():
         raise RuntimeError(
             f"{call.op}: with weight_grad there is no second derivative; leave create_graph out"
         )
@@ -110,8 +118,7 @@ def _multiply(
 def _added(a: Tensor | Operand, b: Operand, options: Options, to: Tensor) -> Tensor:
     """A matrix, to which a product has been added in its own type."""
     left = a if isinstance(a, Operand) else DenseOperand(a)
-    call = Call("matmul", left, b, unchanged, NOTHING, (to,), 1, options._replace(out_dtype=to.dtype))
-    compute(call, to)
+    inside(Call("matmul", left, b, unchanged, NOTHING, (to,), 1, options._replace(out_dtype=to.dtype)), to)
     return to
 
 
@@ -132,6 +139,15 @@ def plain_product(
     return made
 
 
+def _is_asked_for(node: Any) -> bool:
+    """Whether a backward pass computes the gradient of a node's tensor, which may require one that nobody asks for."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        # A leaf whose gradient torch.autograd.grad returns.
+        return True
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     tensors, *flat, save = inputs
     call = call_of(tensors, *flat)
@@ -139,7 +155,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     if ctx.saved.epilogue is not None and not save:
         raise RuntimeError("gemmery.product: gradients are asked for, and nothing was saved for them")
     ctx.saves = save
-    ctx.save_for_backward(*tensors, *([output[-1]] if save else []))
+    ctx.save_for_backward(*ctx.saved.kept(tensors), *([output[-1]] if save else []))
     if save:
         ctx.mark_non_differentiable(output[-1])
     ctx.set_materialize_grads(False)
@@ -151,9 +167,12 @@ def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     if ctx.saves:
         *tensors, product = tensors
         of_results = of_results[:-1]
+    tensors = ctx.saved.whole(tensors)
     needs = ctx.needs_input_grad[0]
     if not isinstance(needs, list | tuple):
         needs = [x.requires_grad for x in tensors]
+    if ctx.saved.buffers:
+        needs = [need and _is_asked_for(ctx.next_functions[i][0]) for i, need in enumerate(needs)]
     product = product if product is not None and product.dim() > 1 else None
     found = _gradients_of(ctx.saved, list(tensors), product, of_results, list(needs))
     # torch takes a list of numbers for one value, unless it is empty.

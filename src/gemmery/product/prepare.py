@@ -20,7 +20,7 @@ from ..launch.plan import Plan, make_plan, runs_on
 from ..layout import extent_bytes, fold, make_problem
 from ..problem import Config, Fusion, Problem
 from .cache import Known
-from .check import check_memory, check_out, result_dtype
+from .check import check_memory, check_out, check_scattered, may_be_sum, result_dtype
 from .epilogue import output_types, program
 from .shape import operand_names
 from .spec import Call
@@ -72,6 +72,7 @@ def _ready(call: Call, out: Tensor | None) -> Known:
         False,
         _extents((a, b, *call.inputs)),
         extent_bytes(result),
+        2,
     )
 
 
@@ -119,6 +120,7 @@ def _matrices(
 
 def _traced(call: Call, out: Tensor | None) -> Known:
     made = program(call)
+    check_scattered(call, len(made.outputs) - call.saves)
     results = Results(made, call.shape, _types(call, made), call.summed, call.a.is_ragged)
     if out is not None:
         check_out(call, out, results.whole[0], made.many)
@@ -136,9 +138,10 @@ def _traced(call: Call, out: Tensor | None) -> Known:
     given = [values[i] if i >= 0 else flat[~i] for i in places]
     plan = _plan(call, problem, given, tuple([values[i] for i in numbers]))
     plain = results.makers(call.device)[::-1] if results.is_plain else ()
+    sum_place = len(values) - len(call.inputs) if may_be_sum(call, flat[0]) else -1
     return Known(
         plan, itemgetter(*places), numbers, plain, None if results.is_plain else results, made.many, _extents(values),
-        extent_bytes(flat[0]),
+        extent_bytes(flat[0]), sum_place,
     )  # fmt: skip
 
 

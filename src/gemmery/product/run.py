@@ -129,6 +129,8 @@ def _parts(a: Any, b: Any) -> tuple[list[Any], Any]:
         given = [a, own["words"], own["scales"], own["zeros"], own["offsets"], own["channel"]]
         return given, own["static"]
     if kind is ScaledTensor and type(a) is ScaledTensor:
+        if a.data.shape[-1] == 0:
+            return [a, b], None  # it is looked at, and not known: a launch is not given its scales
         return [a.data, a.stored_scale, b.data, b.stored_scale], (a.kind, b.kind)
     if kind in (tuple, list) and len(b) == 2 and isinstance(b[0], Tensor) and isinstance(b[1], Tensor):
         return [a, *b], ("pair", b[1].data_ptr() - b[0].data_ptr())

@@ -51,6 +51,8 @@ def needs_product(call: Call) -> bool:
             len(shape),
             odd,
             call.dtype,
+            # Results in other types may have no gradients.
+            call.options.out_dtype,
             call.device.type,
         )
         if key in _needs:
