@@ -497,8 +497,8 @@ def test_elements_that_two_tiles_store_have_the_same_bits(sizes, text):
     p, config = problem(*sizes), Config.of(text)
     walk, work = schedules.of(config.schedule).walk(p, config), schedules.bind(p, config).work
     gl = types.SimpleNamespace(minimum=min, maximum=max, where=lambda condition, x, y: x if condition else y)
-    placed = types.FunctionType(kernel.placed.fn.__code__, {})
-    names = {"gl": gl, "placed": placed, "in_groups": lambda x, y: False}
+    names = {"gl": gl, "in_groups": lambda x, y: False, "in_ranges": lambda x, y: False}
+    names["placed"] = types.FunctionType(kernel.placed.fn.__code__, names)
     corner = types.FunctionType(kernel.corner.fn.__code__, names)
     x, y = sides(config)
     cut = np.full((p.M, p.N), -1)
@@ -522,6 +522,37 @@ def test_elements_that_two_tiles_store_have_the_same_bits(sizes, text):
         assert ((own == -1) | (own == mine)).all()
         own[:] = mine
     assert (cut >= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("programs", "count", "tiles"), [(132, 128, 96), (132, 7, 48), (5, 3, 2), (132, 40, 300), (1, 4, 1)]
+)
+def test_ranges_are_dealt_out_from_the_longest_on(programs, count, tiles):
+    """Every tile once; and no program has much more to do than another."""
+    from gemmery.kernels import any_width_order
+
+    r = np.random.default_rng(0)
+    lengths = (r.pareto(1.5, count) * 100).astype(int) + 1
+    table = sorted(range(count), key=lambda i: (-lengths[i], i))
+    gl = types.SimpleNamespace(
+        where=lambda condition, x, y: x if condition else y, num_programs=lambda axis: programs
+    )
+    names = {
+        "gl": gl, "MOST": 512, "ROUNDS": any_width_order.ROUNDS.value, "got": lambda at: table[at // 4],
+        "quotient": lambda x, divisor: x // divisor,
+    }  # fmt: skip
+    for name in ("is_ordered", "in_order"):
+        names[name] = types.FunctionType(getattr(any_width_order, name).fn.__code__, names)
+    units = count * tiles
+    state = (units, units, 1, 0, tiles, 1, (0, 0, 0, tiles), (None, count))
+    placed = [names["in_order"](unit, state, 0) for unit in range(units)]
+    assert sorted(placed) == list(range(units))
+    loads = [sum(lengths[placed[u] // tiles] for u in range(p, units, programs)) for p in range(programs)]
+    plain = [sum(lengths[u // tiles] for u in range(p, units, programs)) for p in range(programs)]
+    if units >= 4 * programs:
+        assert max(loads) <= max(plain)
+    if tiles >= 2 * programs:
+        assert placed == list(range(units))
 
 
 def test_parts_of_large_tiles_are_as_many_as_the_ring_holds():

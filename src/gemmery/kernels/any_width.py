@@ -467,7 +467,7 @@ def gemm_any_width(
     if in_ranges(X_FORM, Y_FORM):
         table = shared_at(BARRIERS_AT) + 8 * COUNTED
         known = (table,)  # type: ignore[assignment]
-        put_in_order(table, place_args[0], place_args[1], K)
+        put_in_order(table, place_args[0], place_args[1], K, tiles_m * tiles_n)
     first = corner(gl.program_id(0), known, state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM, Y_FORM)
     row, col, end, first_k, last_k, batch, _ = first
     extra = end if in_ranges(X_FORM, Y_FORM) else batch

@@ -4,6 +4,8 @@ All tiles of a range are as long as it is. Dealt out to the programs in turn, ra
 leave some programs with more steps than others. They are dealt out from the longest ranges to the shortest ones, and in
 every second round from the last program to the first: then what a program has more in one round, it has less in the
 next. Longest first is Graham's rule (Bounds on multiprocessing timing anomalies, 1969).
+
+Where a range has many tiles, all programs have about as many of them, and the order stays as it is.
 """
 
 from triton.experimental import gluon
@@ -16,6 +18,8 @@ from .rings import barrier
 #: Ranges that are put into order; more stay as they are. And 8-byte words of shared memory that their numbers take.
 MOST = gl.constexpr(512)
 WORDS = gl.constexpr(256)
+#: Rounds of all programs that a range's tiles take where ranges are not put into order.
+ROUNDS = gl.constexpr(2)
 #: Ranges that each is compared with at a time, by one thread.
 EACH = gl.constexpr(64)
 
@@ -47,15 +51,22 @@ def lengths_of(ranges, offs, count, K):
 
 
 @gluon.jit
-def put_in_order(table, offs, count, K):
+def is_ordered(tiles, count):
+    """Whether ranges are put into order, of which each has so many tiles."""
+    return (count <= MOST) & (tiles < ROUNDS * gl.num_programs(0))
+
+
+@gluon.jit
+def put_in_order(table, offs, count, K, tiles):
     """Writes the numbers of all ranges to a table in shared memory, from the longest to the shortest.
 
     Args:
         table: its address.
         offs, count: where the ends of the ranges are, and how many.
+        tiles: of a range.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, EACH], [32, 1], [4, 1], [1, 0])
-    if count <= MOST:
+    if is_ordered(tiles, count):
         for first in range(0, count, 128):
             own = first + gl.arange(0, 128, gl.SliceLayout(1, LAYOUT))
             own_length = lengths_of(own, offs, count, K)
@@ -79,13 +90,13 @@ def in_order(unit, state, table):
     Args:
         state: as `place.sized_tile_of_batch` takes it.
     """
-    programs = gl.num_programs(0)
-    turn = unit // programs
-    own = unit - turn * programs
-    reverses = (turn % 2 == 1) & ((turn + 1) * programs <= state[0])
-    unit = gl.where(reverses, turn * programs + programs - 1 - own, unit)
-    if state[7][1] <= MOST:
-        tiles = state[4] * state[5]
+    tiles = state[4] * state[5]
+    if is_ordered(tiles, state[7][1]):
+        programs = gl.num_programs(0)
+        turn = unit // programs
+        own = unit - turn * programs
+        reverses = (turn % 2 == 1) & ((turn + 1) * programs <= state[0])
+        unit = gl.where(reverses, turn * programs + programs - 1 - own, unit)
         place = quotient(unit, state[6][3])
         unit += (got(table + 4 * place) - place) * tiles
     return unit
