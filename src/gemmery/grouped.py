@@ -67,8 +67,8 @@ def grouped_mm(
     Args:
         mat_a, mat_b: two matrices or batches, of any strides, in one type, on one device. With groups of rows `mat_b`
             may be a packed weight (G, N, K), a `gemmery.QuantizedTensor`, or a pair, see `gemmery.matmul`; or both are
-            a `gemmery.ScaledTensor`, of fp8 or int8: (R, K) and (G, N, K), with the scales that
-            `gemmery.scaled_matmul` takes.
+            a `gemmery.ScaledTensor`, of fp8 or int8: (R, K) and, other than a dense one, (G, N, K), with the scales
+            that `gemmery.scaled_matmul` takes.
         offs: (G,), int32, on the operands' device: the end of each group. It does not decrease; two equal ends make an
             empty group. The last one may be less than the number of rows.
         bias: with groups of rows (G, N), or (N,) for all groups; with a pair also a pair of these.
@@ -143,7 +143,7 @@ def grouped_mm(
     if accumulate:
         if out is None:
             raise ValueError(f"{op}: out is missing; accumulate=True adds to it")
-        _check_sum(op, "out", out, mat_a, (groups.offs.shape[0], mat_a.shape[0], mat_b.shape[1]))
+        check_sum(op, "out", out, mat_a, (groups.offs.shape[0], mat_a.shape[0], mat_b.shape[1]))
     return product(op, groups, mat_b, out if accumulate else None, functions, out, options)
 
 
@@ -180,7 +180,7 @@ def grouped_linear(
             gradients that are summed over micro-batches, in the way of Megatron-LM's `main_grad`. It is this very
             tensor, though another one takes its place before the backward pass. Hooks on the weight are given None,
             what the weight was computed from gets no gradient, and wrappers that reduce `weight.grad` find none.
-            Without gradients it is not looked at. torch.compile leaves the call out of its graph.
+            Without gradients nothing is added. torch.compile leaves the call out of its graph.
 
     The other arguments, the result (R, N) and the errors are those of `grouped_mm`, but there is no `accumulate`.
 
@@ -339,14 +339,19 @@ def _buffers(op: str, weight: Any, weight_grad: Any) -> tuple[Tensor, ...]:
             raise TypeError(
                 f"{op}: weight_grad is given, but the weight is packed or scaled, and has no gradient"
             )
-        _check_sum(op, "weight_grad", buffer, half, tuple(half.shape))
+        check_sum(op, "weight_grad", buffer, half, tuple(half.shape))
+        if (
+            isinstance(buffer, Tensor)
+            and buffer.untyped_storage().data_ptr() == half.untyped_storage().data_ptr() != 0
+        ):
+            raise ValueError(f"{op}: weight_grad is in the memory of the weight itself")
     if not wants_gradient(halves):
         return ()
     # Autograd does not look at what is in it, so another backward pass may have changed it meanwhile.
     return tuple([x.data for x in buffers])
 
 
-def _check_sum(op: str, name: str, given: Any, like: Tensor, shape: tuple[int, ...]) -> None:
+def check_sum(op: str, name: str, given: Any, like: Tensor, shape: tuple[int, ...]) -> None:
     """ValueError or TypeError unless products of operands, of a shape, can be added to what is given."""
     check_tensor(op, name, given)
     if tuple(given.shape) != shape:
@@ -394,7 +399,8 @@ def _check_indices(op: str, name: str, value: Any, x: Tensor, rows: int | None) 
         wanted = "one dimension" if rows is None else f"the shape ({rows},), a number for each row"
         raise ValueError(f"{op}: {name} is {tuple(value.shape)}; it must have {wanted}")
     if value.dtype != torch.int32:
-        raise TypeError(f"{op}: {name} is {value.dtype}; it must be torch.int32")
+        how = "; cumsum takes dtype=torch.int32" if name == "offs" else ""
+        raise TypeError(f"{op}: {name} is {value.dtype}; it must be torch.int32{how}")
     if value.device != x.device:
         raise ValueError(f"{op}: {name} is on {value.device} and {operand_names(op)[0]} on {x.device}")
     if not value.is_contiguous():
@@ -412,14 +418,19 @@ def _groups(op: str, x: Tensor, offs: Any, axis: Axis, most: int, count: int | N
         raise ValueError(f"{op}: offs is missing; operands of these ranks need the ends of the groups")
     check_tensor(op, "offs", offs)
     if offs.dim() != 1 or (count is not None and offs.shape[0] != count):
-        wanted = "one dimension" if count is None else f"the shape ({count},), an end for each group"
+        wanted = (
+            "one dimension"
+            if count is None
+            else f"the shape ({count},), an end for each group, with no 0 before"
+        )
         raise ValueError(f"{op}: offs is {tuple(offs.shape)}; it must have {wanted}")
     _check_indices(op, "offs", offs, x, None)
     if _looks_at(offs):
         ends = [0, *offs.tolist()]
         if any(i > j for i, j in itertools.pairwise(ends)) or ends[-1] > most:
             raise ValueError(
-                f"{op}: offs is {ends[1:]}; it must not decrease, and its last number must be {most} at most"
+                f"{op}: offs is {ends[1:]}; it has the ends of the groups, not their sizes, so it must not decrease, and "
+                f"its last number must be {most} at most"
             )
     return Groups(x, offs, axis)
 
@@ -437,9 +448,10 @@ def _check_numbers(op: str, offs: Tensor, given: dict[str, tuple[Tensor | None, 
         # All rows have a place in the result, those behind the groups too.
         used = numbers if name == "scatter" else numbers[: int(offs[-1])]
         if used.numel() and not 0 <= int(used.min()) <= int(used.max()) < most:
-            raise ValueError(
-                f"{op}: {name} has numbers from {int(used.min())} to {int(used.max())}; there are {most} rows"
-            )
+            found = f"numbers from {int(used.min())} to {int(used.max())}"
+            raise ValueError(f"{op}: {name} has {found}; they must be from 0 to {most - 1}")
+        if name == "scatter" and numbers.unique().numel() < numbers.numel():
+            raise ValueError(f"{op}: scatter has a number twice; each row must go to a place of its own")
 
 
 def _of_groups(op: str, bias: Any, count: int, columns: int) -> Any:

@@ -2,7 +2,8 @@
 
     python warm_child.py WEIGHTS [MOST_ROWS]
 
-WEIGHTS is a list of descriptions, as JSON; one with "block" stands for a block of gemmery.nn without its last layer.
+WEIGHTS is a list of descriptions, as JSON; one with "block" stands for a block of gemmery.nn without its last layer,
+and one with "experts" for gemmery.nn.Experts.
 Printed are, for each, how many kernels serve it and with which configs, how many of them were compiled and had not been
 for an earlier weight, how many more were when plans for random numbers of rows came afterwards, and the seconds that
 warming up took per number of rows.
@@ -22,6 +23,10 @@ import gemmery.nn
 from gemmery import devices
 from gemmery.lab import targets
 from gemmery.launch import direct
+from gemmery.moe.experts import products_of
+from gemmery.operands import Groups
+from gemmery.product.run import plan as plan_of
+from gemmery.product.spec import Functions, Options
 from gemmery.schedules import any_width_binding
 from gemmery.tuning import warm
 
@@ -73,6 +78,22 @@ def planned(made, M):
     )
 
 
+def planned_of_experts(made, M, top_k):
+    """The plans of a call of experts for both products, with tensors that are there."""
+    first, _, second = products_of(**made.given())
+    plans = []
+    for product, gathers in ((first, True), (second, False)):
+        weight = product.weight
+        rows, (count, _, columns) = M * top_k, weight.shape
+        x = torch.empty(M if gathers else rows, columns, dtype=torch.bfloat16)
+        offs, numbers = torch.empty(count, dtype=torch.int32), torch.empty(rows, dtype=torch.int32)
+        groups = Groups(x, offs, "rows", numbers if gathers else None)
+        bias = None if product.bias is None else product.bias.detach().unsqueeze(1)
+        functions = Functions(product.epilogue)
+        plans.append(plan_of("grouped_linear", groups, weight.detach(), bias, functions, None, Options()))
+    return plans
+
+
 def main():
     targets.use_target("sm_90")
     compiled = []
@@ -84,23 +105,31 @@ def main():
     weights, most = json.loads(sys.argv[1]), int((sys.argv[2:] or [8192])[0])
     reports = []
     for weight in weights:
-        weight = block(weight) if "block" in weight else weight
+        top_k = weight.get("top_k")
+        if "experts" in weight:
+            weight = gemmery.nn.Experts(*weight["experts"], bias=True, dtype=torch.bfloat16)
+        else:
+            weight = block(weight) if "block" in weight else weight
         compiled.clear()
         begun = time.perf_counter()
-        (warmed,) = gemmery.warmup(weight, max_m=most, workers=0)
-        seconds = (time.perf_counter() - begun) / most
+        found = gemmery.warmup(weight, max_m=most, workers=0, top_k=top_k)
+        seconds = (time.perf_counter() - begun) / most / len(found)
+        assert len(found) == (1 if top_k is None else 2)
         before = len(compiled)
-        (operand,) = warm._operands(weight, False)
         for M in random.Random(0).sample(range(1, most + 1), min(most, 200)):
-            if isinstance(weight, nn.Module):
-                plan = planned(weight, M)
+            if top_k is not None:
+                plans = planned_of_experts(weight, M, top_k)
+            elif isinstance(weight, nn.Module):
+                plans = [planned(weight, M)]
             else:
-                plan = warm._plan(operand.problem(M, devices.TABLE["NVIDIA H200"]))
-            assert isinstance(plan._compiled, Kernel)
+                (operand,) = warm._operands(weight, False)
+                plans = [warm._plan(operand.problem(M, devices.TABLE["NVIDIA H200"]))]
+            assert all(isinstance(plan._compiled, Kernel) for plan in plans)
         reports.append(
             {
-                "kernels": len(warmed.kernels),
-                "configs": sorted({str(config) for config in warmed.kernels}),
+                "weights": len(found),
+                "kernels": sum(len(warmed.kernels) for warmed in found),
+                "configs": sorted({str(config) for warmed in found for config in warmed.kernels}),
                 "compiled": before,
                 "later": len(compiled) - before,
                 "seconds": seconds,

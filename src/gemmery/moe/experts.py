@@ -8,10 +8,11 @@ second product it would save nothing, since the rows of a token have to be summe
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch.compiler import is_compiling
 from ..epilogues import library
 from ..epilogues.function import Epilogue, memoised
 from ..formats.tensor import QuantizedTensor
-from ..grouped import grouped_linear
+from ..grouped import check_sum, grouped_linear
 from ..precision import AskedPrecision
 from ..product.check import check_tensor
 from ..product.spec import Factor
@@ -36,6 +37,20 @@ class Unfused:
     """
 
     function: Callable[[Tensor], Tensor]
+
+
+class Product(NamedTuple):
+    """One of the two grouped products.
+
+    Attributes:
+        weight: (E, rows, columns), or a pair of such; maybe packed.
+        bias: (E, rows), a pair, or None.
+        epilogue: what happens in its kernel, if anything.
+    """
+
+    weight: Any
+    bias: Any
+    epilogue: Any = None
 
 
 Activation = str | Callable[..., Tensor] | Epilogue[..., Tensor] | Unfused
@@ -107,28 +122,46 @@ def experts(
         ...     return torch.nn.functional.silu(gate) * up @ down[e].T
         >>> torch.testing.assert_close(y[0], weights[0, 0] * expert(x[0], 0) + weights[0, 1] * expert(x[0], 3))
     """
-    epilogue, between = _activation(activation, gated)
-    first, second = _oriented("gate_up", gate_up, transposed), _oriented("down", down, transposed)
+    first, between, second = products_of(
+        gate_up, down, activation=activation, gate_up_bias=gate_up_bias, down_bias=down_bias, gated=gated,
+        transposed=transposed, concatenated=concatenated,
+    )  # fmt: skip
     of_first = None if gate_up_grad is None else _oriented("gate_up_grad", gate_up_grad, transposed)
     of_second = None if down_grad is None else _oriented("down_grad", down_grad, transposed)
-    _check_biases(gate_up_bias, down_bias, first, second)
-    if gated and not concatenated and between is None and not isinstance(first, tuple):
-        first, gate_up_bias = _apart(first), _bias_apart(gate_up_bias)
-        of_first = None if of_first is None else _apart(of_first)
-    _check(x, top_k_index, first, second, gated)
+    if of_first is not None and isinstance(first.weight, tuple) and not isinstance(gate_up, tuple | list):
+        of_first = _apart(of_first)
+    _check(x, top_k_index, gate_up, down, gated, transposed)
+    for name, given, weight in (("gate_up_grad", gate_up_grad, gate_up), ("down_grad", down_grad, down)):
+        if isinstance(given, Tensor) and isinstance(weight, Tensor):
+            check_sum("experts", name, given, weight, tuple(weight.shape))
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     how: dict[str, Any] = {"precision": precision, "batch_invariant": batch_invariant}
-    routing = route(top_k_index, second.shape[0])
+    routing = route(top_k_index, second.weight.shape[0])
     hidden: Tensor = grouped_linear(
-        rows, first, gate_up_bias, offs=routing.offs, gather=routing.token, epilogue=epilogue, weight_grad=of_first,
-        **how,
+        rows, first.weight, first.bias, offs=routing.offs, gather=routing.token, epilogue=first.epilogue,
+        weight_grad=of_first, **how,
     )  # fmt: skip
     if between is not None:
         hidden = between(hidden)
-    y: Tensor = grouped_linear(hidden, second, down_bias, offs=routing.offs, weight_grad=of_second, **how)
+    y: Tensor = grouped_linear(
+        hidden, second.weight, second.bias, offs=routing.offs, weight_grad=of_second, **how
+    )  # fmt: skip
     if post_norm is not None:
         y = post_norm(y)
     return combine(y, routing, top_k_weights).to(x.dtype)
+
+
+def products_of(
+    gate_up: Factor, down: Tensor, *, activation: Activation, gate_up_bias: Factor | None, down_bias: Tensor | None,
+    gated: bool, transposed: bool = False, concatenated: bool = True,
+) -> tuple[Product, Callable[[Tensor], Tensor] | None, Product]:  # fmt: skip
+    """The products of `experts`, which has these arguments, and what torch runs between them."""
+    epilogue, between = _activation(activation, gated)
+    first, second = _oriented("gate_up", gate_up, transposed), _oriented("down", down, transposed)
+    _check_biases(gate_up_bias, down_bias, first, second)
+    if gated and not concatenated and between is None and not isinstance(first, tuple):
+        first, gate_up_bias = _apart(first), _bias_apart(gate_up_bias)
+    return Product(first, gate_up_bias, epilogue), between, Product(second, down_bias)
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
@@ -171,9 +204,27 @@ def gate(function: Callable[[Tensor, Tensor], Tensor]) -> Epilogue[..., Tensor]:
         raise TypeError(
             f"gate: given a {kind}{type(function).__name__}; it must be a torch function of (gate, up)"
         )
+    if _takes_one(function):
+        name = getattr(function, "__name__", "the function")
+        raise TypeError(
+            f"gate: {name} takes one tensor; it must be a torch function of (gate, up). For an activation of the gate, "
+            "which then multiplies up, give `experts` its name, such as 'silu'"
+        )
     # One that is made anew, as a lambda, is the one that it was, if it takes the same values from outside.
     is_made_once = isinstance(function, types.FunctionType) and "<" not in function.__qualname__
     return _gate(function if is_made_once else memoised(function))
+
+
+def _takes_one(function: Callable[..., Any]) -> bool:
+    """Whether a function needs one argument alone, as activations do."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        # Of torch's own functions that are not written in Python.
+        return getattr(function, "__name__", "") in ("gelu", "relu", "sigmoid", "silu", "tanh")
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [p for p in parameters if p.kind in positional and p.default is p.empty]
+    return len(needed) == 1 and not any(p.kind is p.VAR_POSITIONAL for p in parameters)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -220,7 +271,8 @@ def _activation(given: Any, gated: bool) -> tuple[Any, Callable[[Tensor], Tensor
         known = _GATED if gated else _ALONE
         if given not in known:
             raise ValueError(
-                f"experts: activation is {given!r}; it must be a function or one of {', '.join(known)}"
+                f"experts: activation is {given!r}; it must be a function or one of {', '.join(known)} (of the gate, "
+                "where there is one: swiglu is 'silu')"
             )
         return known[given], None
     if not callable(given):
@@ -284,7 +336,7 @@ def _check_biases(gate_up_bias: Any, down_bias: Any, first: Any, second: Any) ->
             raise ValueError(f"experts: {name} is {tuple(bias.shape)}; it must be {tuple(weight.shape[:2])}")
 
 
-def _check(x: Tensor, top_k_index: Tensor, first: Any, second: Tensor, gated: bool) -> None:
+def _check(x: Tensor, top_k_index: Tensor, gate_up: Any, down: Tensor, gated: bool, transposed: bool) -> None:
     """ValueError unless tokens, choices and weights fit each other; what is left is for the parts to say."""
     check_tensor("experts", "x", x)
     check_tensor("experts", "top_k_index", top_k_index)
@@ -293,18 +345,21 @@ def _check(x: Tensor, top_k_index: Tensor, first: Any, second: Tensor, gated: bo
             f"experts: x is {tuple(x.shape)} and top_k_index {tuple(top_k_index.shape)}; they must be (..., H) and "
             "(..., k)"
         )
-    pair = first if isinstance(first, tuple) else (first,)
+    pair = gate_up if isinstance(gate_up, tuple | list) else (gate_up,)
     if len(pair) not in (1, 2) or (len(pair) == 2 and not gated):
         raise ValueError(
             f"experts: gate_up is a tuple of {len(pair)}; it must be a tensor or, with a gate, a pair (gate, up)"
         )
-    count, _, width = second.shape
+    width, columns = down.shape[-2 if transposed else -1], x.shape[-1]
     rows = width * (2 if gated and len(pair) == 1 else 1)
+    wanted = (down.shape[0], columns, rows) if transposed else (down.shape[0], rows, columns)
     for part in pair:
-        if tuple(part.shape) != (count, rows, x.shape[-1]):
-            names = "(E, 2I, H)" if rows != width else "(E, I, H)"
+        if tuple(part.shape) != wanted:
+            wide = "I" if rows == width else "2I"
+            names = f"(E, H, {wide}) and (E, I, H)" if transposed else f"(E, {wide}, H) and (E, H, I)"
+            other = "False" if transposed else "True"
             raise ValueError(
-                f"experts: gate_up is {tuple(part.shape)} and down {tuple(second.shape)}; for x of {x.shape[-1]} "
-                f"columns they must be {names} = {(count, rows, x.shape[-1])} and (E, H, I); transposed=True is for "
-                "the transposes of these"
+                f"experts: x has {columns} columns, gate_up is {tuple(part.shape)} and down {tuple(down.shape)}; with "
+                f"transposed={transposed} the weights must be {names}, so that gate_up would be {wanted}. "
+                f"transposed={other} is for their transposes"
             )

@@ -176,16 +176,21 @@ class Experts(nn.Module):
             top_k_index: (..., k), the experts of each token; ids outside `0..E - 1` add nothing.
             top_k_weights: (..., k), the weights of the router.
         """
-        first, down = getattr(self, self.first), self.down_proj
-        packed = next((x for x in (first, down) if isinstance(x, QuantizedTensor)), None)
+        weights = (getattr(self, self.first), self.down_proj)
+        packed = next((x for x in weights if isinstance(x, QuantizedTensor)), None)
         x = hidden_states if packed is None else hidden_states.to(packed.dtype)
         y = experts(
-            x, top_k_index, top_k_weights, first, down, activation=self.epilogue, gated=self.gated,
-            gate_up_bias=getattr(self, f"{self.first}_bias"), down_bias=self.down_proj_bias,
-            gate_up_grad=self._main_grad(self.first), down_grad=self._main_grad("down_proj"), precision=self.precision,
-            batch_invariant=self.batch_invariant,
+            x, top_k_index, top_k_weights, **self.given(), gate_up_grad=self._main_grad(self.first),
+            down_grad=self._main_grad("down_proj"), precision=self.precision, batch_invariant=self.batch_invariant,
         )  # fmt: skip
         return y.to(hidden_states.dtype)
+
+    def given(self) -> dict[str, Any]:
+        """What `gemmery.moe.experts.products_of` is given."""
+        return {
+            "gate_up": getattr(self, self.first), "down": self.down_proj, "activation": self.epilogue,
+            "gate_up_bias": getattr(self, f"{self.first}_bias"), "down_bias": self.down_proj_bias, "gated": self.gated,
+        }  # fmt: skip
 
     def _main_grad(self, name: str) -> Tensor | None:
         """What a weight's gradient is added to; None where autograd has it, or there is none."""
@@ -195,8 +200,8 @@ class Experts(nn.Module):
         found: Tensor | None = getattr(weight, "main_grad", None)
         if found is None:
             raise ValueError(
-                f"Experts: {name} has no main_grad, to which fuse_wgrad_accumulation=True adds; set it to float32 "
-                f"zeros of the shape {tuple(weight.shape)}"
+                f"Experts: {name} has no main_grad, to which fuse_wgrad_accumulation=True adds; set it to "
+                f"{'float64' if weight.dtype == torch.float64 else 'float32'} zeros of the shape {tuple(weight.shape)}"
             )
         return found
 

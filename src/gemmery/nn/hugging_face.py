@@ -101,6 +101,20 @@ class FusedExperts(nn.Module):
         """(T, H) to (T, H), see `experts_forward`."""
         return _computed(self, (hidden_states, top_k_index, top_k_weights), *self.how)
 
+    @property
+    def precision(self) -> AskedPrecision:
+        """See `gemmery.matmul`."""
+        return self.how[0]
+
+    @property
+    def batch_invariant(self) -> bool:
+        """See `gemmery.matmul`."""
+        return self.how[1]
+
+    def given(self) -> dict[str, Any]:
+        """See `gemmery.nn.Experts.given`."""
+        return given_of(self)
+
     def _apply_gate(self, gate_up: Tensor) -> Tensor:
         made: Tensor = self.apply_gate(self, gate_up)
         return made
@@ -113,16 +127,22 @@ class FusedExperts(nn.Module):
 def _computed(
     module: nn.Module, inputs: tuple[Tensor, Tensor, Tensor], precision: AskedPrecision, batch_invariant: bool
 ) -> Tensor:
-    first, has_bias = _first(module), _flag(module, "has_bias", False)
     return experts(
-        *inputs, _weight(module, first), _weight(module, "down_proj"),
-        activation=_activation(module),
-        gate_up_bias=_weight(module, f"{first}_bias") if has_bias else None,
-        down_bias=_weight(module, "down_proj_bias") if has_bias else None,
-        gated=_flag(module, "has_gate", True), transposed=_flag(module, "is_transposed", False),
-        concatenated=_flag(module, "is_concatenated", True), post_norm=_post_norm(module),
-        precision=precision, batch_invariant=batch_invariant,
+        *inputs, **given_of(module), post_norm=_post_norm(module), precision=precision,
+        batch_invariant=batch_invariant,
     )  # fmt: skip
+
+
+def given_of(module: nn.Module) -> dict[str, Any]:
+    """What `gemmery.moe.experts.products_of` is given of a module of experts."""
+    first, has_bias = _first(module), _flag(module, "has_bias", False)
+    return {
+        "gate_up": _weight(module, first), "down": _weight(module, "down_proj"), "activation": _activation(module),
+        "gate_up_bias": _weight(module, f"{first}_bias") if has_bias else None,
+        "down_bias": _weight(module, "down_proj_bias") if has_bias else None,
+        "gated": _flag(module, "has_gate", True), "transposed": _flag(module, "is_transposed", False),
+        "concatenated": _flag(module, "is_concatenated", True),
+    }  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------

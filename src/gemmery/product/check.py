@@ -229,6 +229,8 @@ def _check_inputs(call: Call, shape: tuple[int, ...]) -> None:
                     f"{op}: {input_name(call, i)} is on {value.device} and {operand_names(op)[0]} on {a.device}"
                 )
             names = dimensions(call, i, value, shape)
+            if i < call.lead and call.biases == 1 and call.b.halves == 2 and names[-1:] == ("N/2",):
+                raise ValueError(f"{op}: bias is {tuple(value.shape)}; it must be a pair, as the weights are")
             if len(call.outer) <= i < call.lead and call.biases == 2 and names[-1:] != ("N/2",):
                 raise ValueError(
                     f"{op}: {input_name(call, i)} is {tuple(value.shape)}; the halves' are ({shape[-1] // 2},)"

@@ -22,8 +22,12 @@ from ..dtypes import DTYPE_NAMES, OUT_DTYPES, PRECISIONS, Precision
 from ..launch.padding import launched
 from ..launch.plan import Plan, runs_on
 from ..layout import make_problem
+from ..moe.experts import Product, products_of
+from ..operands import Groups
 from ..precision import AskedPrecision, resolved
 from ..problem import Config, Problem
+from ..product.run import plan as planned
+from ..product.spec import Functions, Options
 from ..schedules import bind
 from ..select import candidates
 from ..select.samples import arguments
@@ -31,7 +35,9 @@ from ..select.shapes import LARGEST_SIZE, dtype_named
 from .workers import WORTH_WORKERS, Target, Workers
 
 if TYPE_CHECKING:
+    from ..nn.experts import Experts
     from ..nn.fused_product import FusedProduct
+    from ..nn.hugging_face import FusedExperts
 
 #: The largest number of rows by default.
 MOST_ROWS = 8192
@@ -200,10 +206,80 @@ class _Fused:
         return made
 
 
+@dataclass
+class _OfExperts:
+    """The right-hand side of a grouped product of experts; what is counted are tokens.
+
+    Attributes:
+        top_k: how many experts each token chooses.
+        gathers: whether it is the first product, which reads each token as often.
+        place: where the products will run.
+    """
+
+    name: str
+    product: Product
+    top_k: int
+    gathers: bool
+    precision: AskedPrecision
+    batch_invariant: bool
+    place: torch.device | None = None
+    _known: Problem | None = None
+
+    @property
+    def b(self) -> Tensor:
+        """One of the matrices to multiply by."""
+        weight = self.product.weight
+        first: Tensor = weight[0] if isinstance(weight, tuple) else weight
+        return first
+
+    def problem(self, M: int, row: Device) -> Problem:
+        """The product for M tokens."""
+        if self._known is None:
+            self._known = self._plan(2).problem
+        return replace(self._known, M=M * self.top_k)
+
+    def _plan(self, M: int) -> Plan:
+        """The plan of a call, which traces the epilogue."""
+        place = self.place or self.b.device
+        if torch.empty(0, device=place).device != self.b.device:
+            raise ValueError(
+                f"warmup: experts {self.name} are on {self.b.device}; move them to {place} first"
+            )
+        weight, bias = _detached(self.product.weight), _detached(self.product.bias)
+        count, columns, rows = self.b.shape[0], self.b.shape[-1], M * self.top_k
+        x = torch.empty(M if self.gathers else rows, columns, dtype=self.b.dtype, device=place)
+        numbers = torch.empty(max(count, rows), dtype=torch.int32, device=place)
+        groups = Groups(x, numbers[:count], "rows", numbers[:rows] if self.gathers else None)
+        biases = [
+            None if one is None else one.unsqueeze(1)
+            for one in (bias if isinstance(bias, tuple) else (bias,))
+        ]
+        options = Options(None, resolved(self.precision, x), False, self.batch_invariant, None)
+        with torch.autocast(place.type, enabled=False):
+            made = planned(
+                "grouped_linear", groups, weight, tuple(biases) if isinstance(bias, tuple) else biases[0],
+                Functions(self.product.epilogue), None, options,
+            )  # fmt: skip
+        if made is None:
+            raise ValueError(f"warmup: no kernel runs on {place}, so there is nothing to compile")
+        return made
+
+
+def _detached(value: Any) -> Any:
+    """A weight or a bias, or both of a pair, without gradients."""
+    if isinstance(value, tuple | list):
+        return tuple([x.detach() for x in value])
+    return None if value is None else value.detach()
+
+
+_Operand = _RightOperand | _Fused | _OfExperts
+
+
 def warmup(
     *weights: nn.Module | Tensor | Weight | dict[str, Any],
     max_m: int = MOST_ROWS,
     sizes: Iterable[int] | None = None,
+    top_k: int | None = None,
     batch_invariant: bool = False,
     device: torch.device | str | None = None,
     progress: Callable[[int, int], object] | None = None,
@@ -215,11 +291,12 @@ def warmup(
     Triton's cache on disk as well: warming up ahead of time makes the next process's warm-up quick.
 
     Args:
-        weights: modules, of which all Linear layers count, and of gemmery.nn's blocks what they run in the place of
-            layers when no gradients are asked for; tensors (N, K); or descriptions, such as
-            {"N": 6144, "K": 4096, "dtype": "bf16", "bias": True}, see `tuning.warm.Weight`.
+        weights: modules, of which all Linear layers count, of gemmery.nn's blocks what they run in the place of layers
+            when no gradients are asked for, and experts of gemmery.nn, also those that `swap` made; tensors (N, K); or
+            descriptions, such as {"N": 6144, "K": 4096, "dtype": "bf16", "bias": True}, see `tuning.warm.Weight`.
         max_m: every number of rows from 1 to this one is prepared; of an input (B, T, K) that is B * T.
         sizes: only these numbers of rows.
+        top_k: how many experts each token chooses; modules with experts need it.
         batch_invariant: for modules and tensors, that the products will be called with it, or in its context.
         device: the GPU; by default that of the weights, or the current one.
         progress: called now and then with how much is done, and of how much.
@@ -229,7 +306,7 @@ def warmup(
         What was prepared, for each weight that differs in layout from the others.
 
     Raises:
-        ValueError: there is no GPU to compile for, or a weight is invalid.
+        ValueError: there is no GPU to compile for, a weight is invalid, or top_k is missing.
         TypeError: a weight's type is not supported.
 
     Example:
@@ -243,10 +320,12 @@ def warmup(
         raise ValueError(
             f"warmup: max_m is {max_m} and sizes {sizes}; there must be numbers of rows, from 1 on"
         )
-    operands = [operand for weight in weights for operand in _operands(weight, batch_invariant)]
+    if top_k is not None and (type(top_k) is not int or top_k < 1):
+        raise ValueError(f"warmup: top_k is {top_k!r}; it must be an integer, at least 1")
+    operands = [operand for weight in weights for operand in _operands(weight, batch_invariant, top_k)]
     place = _place(device, operands)
     for operand in operands:
-        if isinstance(operand, _Fused):
+        if isinstance(operand, _Fused | _OfExperts):
             operand.place = place
     row = devices.current(place)
     if row is None:
@@ -254,10 +333,10 @@ def warmup(
     return _warm(operands, rows, row, place, progress, workers)
 
 
-def _operands(weight: object, batch_invariant: bool) -> list[_RightOperand | _Fused]:
+def _operands(weight: object, batch_invariant: bool, top_k: int | None = None) -> list[_Operand]:
     """The operands of whatever `warmup` is given."""
     if isinstance(weight, nn.Module):
-        return _of_module(weight, batch_invariant)
+        return _of_module(weight, batch_invariant, top_k)
     if isinstance(weight, Tensor):
         return [_operand("", weight, None, "ieee", batch_invariant)]
     if not isinstance(weight, Weight | dict):
@@ -273,11 +352,13 @@ def _operands(weight: object, batch_invariant: bool) -> list[_RightOperand | _Fu
     return [_operand(weight.name, held, bias, weight.precision, weight.batch_invariant)]
 
 
-def _of_module(module: nn.Module, batch_invariant: bool) -> list[_RightOperand | _Fused]:
+def _of_module(module: nn.Module, batch_invariant: bool, top_k: int | None) -> list[_Operand]:
     """The operands of all products in a module: of its layers, but for those that blocks run as one product."""
     from ..nn.blocks import Block
+    from ..nn.experts import Experts
+    from ..nn.hugging_face import FusedExperts
 
-    found: dict[int, _RightOperand | _Fused] = {}
+    found: dict[Any, _Operand] = {}
     replaced: set[str] = set()
     # In all its places: what a block replaces may be called by itself elsewhere.
     for name, child in module.named_modules(remove_duplicate=False):
@@ -286,11 +367,30 @@ def _of_module(module: nn.Module, batch_invariant: bool) -> list[_RightOperand |
         if product is not None:
             replaced |= {prefix + layer for layer in product.layers}
             found.setdefault(id(child), _Fused(prefix + "+".join(product.layers), product, batch_invariant))
+        elif isinstance(child, Experts | FusedExperts):
+            for one in _of_experts(name, child, batch_invariant, top_k):
+                found.setdefault((id(child), one.gathers), one)
         elif isinstance(child, nn.Linear) and name not in replaced:
             precision: Any = getattr(child, "precision", "ieee")
             invariant = batch_invariant or getattr(child, "batch_invariant", False)
             found.setdefault(id(child), _operand(name, child.weight, child.bias, precision, invariant))
     return list(found.values())
+
+
+def _of_experts(
+    name: str, module: Experts | FusedExperts, batch_invariant: bool, top_k: int | None
+) -> list[_OfExperts]:
+    """Both products of a module of experts."""
+    if top_k is None:
+        raise ValueError(
+            f"warmup: {name or type(module).__name__} has experts; give top_k, how many a token chooses"
+        )
+    first, _, second = products_of(**module.given())
+    invariant = batch_invariant or module.batch_invariant
+    return [
+        _OfExperts(name, product, top_k, gathers, module.precision, invariant)
+        for product, gathers in ((first, True), (second, False))
+    ]
 
 
 def _operand(
@@ -307,7 +407,7 @@ def _operand(
     return _RightOperand(name, weight.detach().t(), bias, resolved(precision, weight), batch_invariant)
 
 
-def _place(device: torch.device | str | None, operands: Sequence[_RightOperand | _Fused]) -> torch.device:
+def _place(device: torch.device | str | None, operands: Sequence[_Operand]) -> torch.device:
     """The device to compile for: the one that is named, or the weights', or the current one."""
     if device is not None:
         return torch.device(device)
@@ -320,10 +420,10 @@ def _place(device: torch.device | str | None, operands: Sequence[_RightOperand |
 
 
 def _warm(
-    operands: Sequence[_RightOperand | _Fused], rows: Sequence[int], row: Device, place: torch.device,
+    operands: Sequence[_Operand], rows: Sequence[int], row: Device, place: torch.device,
     progress: Callable[[int, int], object] | None, workers: int | None,
 ) -> list[Warmed]:  # fmt: skip
-    groups: dict[Problem, tuple[_RightOperand | _Fused, Warmed]] = {}
+    groups: dict[Problem, tuple[_Operand, Warmed]] = {}
     with torch.cuda.device(place) if place.type == "cuda" else contextlib.nullcontext():
         for operand in operands:
             largest = operand.problem(max(rows), row)
@@ -365,9 +465,7 @@ def _kernel(plan: Plan) -> object:
     return plan._binding.kernel, str(plan._binding.constants)
 
 
-def _compile_early(
-    operands: Sequence[_RightOperand | _Fused], rows: Sequence[int], row: Device, count: int | None
-) -> None:
+def _compile_early(operands: Sequence[_Operand], rows: Sequence[int], row: Device, count: int | None) -> None:
     """Have other processes compile most of the kernels at once, so that this one finds them in Triton's cache."""
     if count == 0 or devices.INTERPRETED:
         return
