@@ -172,8 +172,8 @@ def grouped_linear(
 
     Args:
         x: (R, K), the rows of one group behind those of the other. With `gather`, any number of rows in any order.
-        weight: (G, N, K); a pair of such, as (gate, up) with an epilogue that halves the columns; or packed; or with x
-            a `gemmery.ScaledTensor`.
+        weight: (G, N, K); a pair of such tensors, as (gate, up) with an epilogue that halves the columns; or packed; or
+            with x a `gemmery.ScaledTensor`.
         bias: (G, N), or (N,) for all groups; with a pair also a pair.
         weight_grad: the weight's shape, float32 (float64 for float64), any strides: the backward pass adds the weight's
             gradient to it, unrounded, and autograd gets none for the weight; with a pair also a pair. It is for
@@ -429,8 +429,8 @@ def _groups(op: str, x: Tensor, offs: Any, axis: Axis, most: int, count: int | N
         ends = [0, *offs.tolist()]
         if any(i > j for i, j in itertools.pairwise(ends)) or ends[-1] > most:
             raise ValueError(
-                f"{op}: offs is {ends[1:]}; it has the ends of the groups, not their sizes, so it must not decrease, and "
-                f"its last number must be {most} at most"
+                f"{op}: offs is {ends[1:]}; it has the ends of the groups, not their sizes, so it must not decrease, "
+                f"and its last number must be {most} at most"
             )
     return Groups(x, offs, axis)
 

@@ -105,7 +105,7 @@ class Experts(nn.Module):
         precision: AskedPrecision = "ieee",
         batch_invariant: bool = False,
     ) -> Experts:
-        """Experts of weights that exist, dense or packed; parameters are shared.
+        """Experts made from existing weights, dense or packed; parameters are shared.
 
         Args:
             first: (E, 2I, H), the gate's rows first, or without a gate (E, I, H).
