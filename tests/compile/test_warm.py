@@ -14,10 +14,10 @@ pytestmark = pytest.mark.slow
 MOST_KERNELS = 6
 WEIGHTS = {
     "Llama-3-8B qkv": {"N": 6144, "K": 4096},
-    "experts": {"experts": [32, 1024, 768], "top_k": 4},
     "Llama-3-8B gate and up": {"block": "GatedMLP", "sizes": [4096, 14336], "options": {"stacked": False}},
 }
 MORE_WEIGHTS = {
+    "experts": {"experts": [32, 1024, 768], "top_k": 4},
     "odd": {"N": 1001, "K": 1003, "bias": True},
     "biases, activation": {"block": "MLP", "sizes": [768, 3072]},
     "DeepSeek-V3 qkv_a": {"N": 2112, "K": 7168},

@@ -51,8 +51,14 @@ def test_eight_bit_numbers():
     assert torch.equal(y, rows_of(x.long(), offs, lambda r, g: r @ w[g].long().T).int())
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("counts", [[0] * 5, [9], [0, 0, 40, 0], [1] * 30, [3, 0, 1] * 400], ids=str)
+@pytest.mark.parametrize(
+    "counts",
+    [
+        pytest.param([0] * 5, id="no rows"), pytest.param([9], id="one group"),
+        pytest.param([0, 0, 40, 0], id="one that has everything"), pytest.param([1] * 30, id="a row each"),
+        pytest.param([3, 0, 1] * 400, id="1200 groups", marks=pytest.mark.exhaustive),
+    ],
+)  # fmt: skip
 def test_groups(counts):
     """No rows at all, one group, one that has everything, and more groups than are looked at together."""
     torch.manual_seed(0)
@@ -173,7 +179,7 @@ def test_a_call_sees_other_groups():
         assert close(y, rows_of(x.double(), offs, lambda r, g: r @ w[g].double().T), F32)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "config",
     [
