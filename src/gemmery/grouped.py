@@ -321,7 +321,7 @@ def _check_scaled(op: str, x: Any, weight: Any, functions: Functions) -> None:
 
 
 def _buffers(op: str, weight: Any, weight_grad: Any) -> tuple[Tensor, ...]:
-    """What the gradients of a weight's matrices are added to; () where there are none, or no gradients.
+    """The tensors to which the gradients of a weight's matrices are added; () without them, or without gradients.
 
     Raises:
         ValueError: shapes or devices do not fit, or nothing could be added.
@@ -340,10 +340,7 @@ def _buffers(op: str, weight: Any, weight_grad: Any) -> tuple[Tensor, ...]:
                 f"{op}: weight_grad is given, but the weight is packed or scaled, and has no gradient"
             )
         check_sum(op, "weight_grad", buffer, half, tuple(half.shape))
-        if (
-            isinstance(buffer, Tensor)
-            and buffer.untyped_storage().data_ptr() == half.untyped_storage().data_ptr() != 0
-        ):
+        if buffer.untyped_storage().data_ptr() == half.untyped_storage().data_ptr() != 0:
             raise ValueError(f"{op}: weight_grad is in the memory of the weight itself")
     if not wants_gradient(halves):
         return ()

@@ -16,26 +16,26 @@ A function PART says it, `PART(unit, state, shape, place) -> (part, parts, tile,
 import triton
 import triton.language as tl
 
+from .place import range_of
+
 
 @triton.jit
 def of_tile(unit, state, shape, place):
-    """Of tiles that are all cut into as many parts; `state` begins with (tiles, part_k)."""
+    """PART where all tiles have as many parts; `state` begins with (tiles, part_k)."""
     tiles = state[0]
     return unit // tiles, tl.num_programs(0) // tiles, unit % tiles, 0
 
 
 @triton.jit
 def of_range(unit, state, shape, place):
-    """Of tiles whose ranges of K are cut into parts of `part_k`, each into as many as it needs.
+    """PART where each tile has a range of K, which has as many parts of `part_k` as it needs.
 
     PLACE is `place.part_of_ranges`. No two partial sums lie in one place: before those of a matrix there is room for
     one of each matrix before it, and for one of each whole part of the ranges before its own.
     """
     tiles, part_k = state[0], state[1]
-    batch, first_k, K = place[0], place[4], shape[2]
-    offs = state[2][0]
-    begin = tl.maximum(tl.minimum(tl.load(offs + batch - 1, mask=batch > 0, other=0), K), 0)
-    end = tl.maximum(tl.minimum(tl.load(offs + batch), K), begin)
+    batch, first_k = place[0], place[4]
+    begin, end = range_of(batch, state[2][0], shape[2])
     parts = tl.maximum(tl.cdiv(end - begin, part_k), 1)
     return (first_k - begin) // part_k, parts, batch * tiles + unit % tiles, begin // part_k * tiles
 

@@ -200,6 +200,13 @@ def tile_of_rows(
 
 
 @triton.jit
+def range_of(batch, offs, K):
+    """The beginning and the end of a matrix's range of K, within K whatever the ends of the ranges are."""
+    begin = tl.maximum(tl.minimum(tl.load(offs + batch - 1, mask=batch > 0, other=0), K), 0)
+    return begin, tl.maximum(tl.minimum(tl.load(offs + batch), K), begin)
+
+
+@triton.jit
 def tile_of_ranges(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m):
     """Tile number `unit` of a batch whose matrices each have a range of K, one behind the other.
 
@@ -276,7 +283,5 @@ def sized_tile_of_ranges(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.
     The end that is returned is that of the range. An empty range is one step long, behind its end.
     """
     batch, row, col, _, _, K = sized_tile_of_batch(unit, state, shape, BLOCK_M, BLOCK_N, band_m)
-    offs = state[7][0]
-    first_k = tl.maximum(tl.minimum(tl.load(offs + batch - 1, mask=batch > 0, other=0), K), 0)
-    end = tl.maximum(tl.minimum(tl.load(offs + batch), K), first_k)
+    first_k, end = range_of(batch, state[7][0], K)
     return batch, row, col, end, first_k, tl.maximum(end, first_k + 1)

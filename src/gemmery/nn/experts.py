@@ -186,14 +186,14 @@ class Experts(nn.Module):
         return y.to(hidden_states.dtype)
 
     def given(self) -> dict[str, Any]:
-        """What `gemmery.moe.experts.products_of` is given."""
+        """The arguments of `gemmery.moe.experts.products_of`."""
         return {
             "gate_up": getattr(self, self.first), "down": self.down_proj, "activation": self.epilogue,
             "gate_up_bias": getattr(self, f"{self.first}_bias"), "down_bias": self.down_proj_bias, "gated": self.gated,
         }  # fmt: skip
 
     def _main_grad(self, name: str) -> Tensor | None:
-        """What a weight's gradient is added to; None where autograd has it, or there is none."""
+        """The tensor to which a weight's gradient is added; None where autograd has it, or there is none."""
         weight = getattr(self, name)
         if not self.fuse_wgrad_accumulation or not weight.requires_grad or not torch.is_grad_enabled():
             return None

@@ -134,7 +134,7 @@ def _computed(
 
 
 def given_of(module: nn.Module) -> dict[str, Any]:
-    """What `gemmery.moe.experts.products_of` is given of a module of experts."""
+    """The arguments of `gemmery.moe.experts.products_of` for a module of experts."""
     first, has_bias = _first(module), _flag(module, "has_bias", False)
     return {
         "gate_up": _weight(module, first), "down": _weight(module, "down_proj"), "activation": _activation(module),

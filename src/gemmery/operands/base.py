@@ -317,6 +317,11 @@ class Operand:
         """Whether it comes in groups of which only the GPU knows where they end."""
         return False
 
+    @property
+    def scatters(self) -> bool:
+        """Whether rows of the result go elsewhere."""
+        return False
+
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The product's shape, of that of a batch of matrices."""
         return shape

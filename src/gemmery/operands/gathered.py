@@ -20,7 +20,7 @@ class Gathered(Dense):
     """A matrix whose rows come from anywhere in another one, of which the layout is.
 
     Attributes:
-        numbers: the layout of the rows' numbers.
+        numbers_of: the layout of the rows' numbers.
     """
 
     numbers_of: Layout | None = None

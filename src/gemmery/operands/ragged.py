@@ -238,6 +238,11 @@ class RaggedOperand(Operand):
         return True
 
     @property
+    def scatters(self) -> bool:
+        """See `Operand.scatters`."""
+        return self.scatter is not None
+
+    @property
     def rows(self) -> int:
         """Of the product."""
         return self.matrix.shape[-2]

@@ -319,13 +319,13 @@ def may_be_sum(call: Call, out: Tensor) -> bool:
 
     It is read where it is written, too. But kernels that store some elements of 16 bits twice would add to them twice.
     """
-    stays = call.function is unchanged and call.a.unscattered() is call.a
+    stays = call.function is unchanged and not call.a.scatters
     return stays and call.biases == 1 == len(call.inputs) and out.dtype.itemsize > 2
 
 
 def check_scattered(call: Call, count: int) -> None:
     """ValueError where rows of several results would go elsewhere: a kernel stores those of the first one alone."""
-    if count > 1 and call.a.unscattered() is not call.a:
+    if count > 1 and call.a.scatters:
         raise ValueError(f"{call.op}: scatter takes an epilogue with one result; this one returns {count}")
 
 

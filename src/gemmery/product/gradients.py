@@ -43,11 +43,11 @@ class _Saved:
         self.ahead = len(call.a.tensors) + len(call.b.tensors) - len(self.buffers)
 
     def kept(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What autograd keeps of a call's tensors."""
+        """A call's tensors without the buffers, for autograd to keep."""
         return [*tensors[: self.ahead], *tensors[self.ahead + len(self.buffers) :]]
 
     def whole(self, kept: Sequence[Tensor]) -> list[Tensor]:
-        """A call's tensors, of what autograd kept."""
+        """A call's tensors, given those that autograd kept."""
         return [*kept[: self.ahead], *self.buffers, *kept[self.ahead :]]
 
     def call(self, tensors: Sequence[Tensor]) -> Call:
