@@ -148,7 +148,7 @@ class Liger:
 
 @dataclass(frozen=True)
 class Peers:
-    """What is measured beside gemmery, torch as it is, and Hugging Face's paths.
+    """The peers beside torch's products and Hugging Face's paths.
 
     Attributes:
         is_compiled: whether torch.compile is.
@@ -179,7 +179,7 @@ class Peers:
         return found
 
     def record(self) -> dict[str, Any]:
-        """What results say of them."""
+        """Their record in the head of the results."""
         return {
             "compiled": self.is_compiled, "libraries": self.versions, "absent": self.absent,
             "libraries_tuned": self.is_tuned,
@@ -234,7 +234,7 @@ class Waiting:
     call: Call
 
     def __call__(self) -> object:
-        """What the call returns."""
+        """Make the call."""
         return self.call()
 
 

@@ -208,7 +208,7 @@ ACCUMULATED = ("a stack", "a pair", "alternating rows", "K by N", "gathered")
 
 
 def accumulated(kind, dtype, device="cpu"):
-    """What two backward passes add to gradients, and twice the gradient in float64: pairs of tensors."""
+    """Pairs of tensors: the sum that two backward passes add, and twice the gradient in float64."""
     torch.manual_seed(0)
     offs, at = ends_of(COUNTS, device), numbers(device)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -242,6 +242,19 @@ def accumulated(kind, dtype, device="cpu"):
     theirs = torch.autograd.grad(z, exact, grad.double())
     assert all(w.grad is None for w in own)
     return [(x - y, 2 * z) for x, y, z in zip(sums, before, theirs, strict=True)]
+
+
+def added_products(transposed):
+    """Pairs of tensors: ranges of K added to `out` twice, then written to it, and the same in float64."""
+    torch.manual_seed(0)
+    a, b, offs = torch.randn(12, ROWS).bfloat16(), torch.randn(ROWS, 24).bfloat16(), ends_of(COUNTS)
+    out = torch.randn(GROUPS, 24, 12).mT if transposed else torch.randn(GROUPS, 12, 24)
+    before, exact = out.clone(), ranges_of(a.double(), b.double(), offs)
+    for _ in range(2):
+        assert gemmery.grouped_mm(a, b, offs=offs, out=out, accumulate=True) is out
+    pairs = [(out - before, 2 * exact)]
+    gemmery.grouped_mm(a, b, offs=offs, out=out)
+    return [*pairs, (out, exact)]
 
 
 #: Kinds of scales of x and of the weight, see `gemmery.ScaledTensor`, at least one of which change along K.

@@ -475,7 +475,7 @@ def test_what_is_saved_for_gradients_has_the_type_of_each_call(first):
 
 
 def test_results_in_other_types_may_have_no_gradient():
-    """What is saved of a product does not follow from an earlier call whose results were integers."""
+    """An earlier call whose results were integers does not decide whether the product is saved."""
 
     def function(acc):
         return torch.sin(acc), acc * 2
