@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .formats.tensor import TORCH_FUNCTIONS, QuantizedTensor
+from .formats.weight import TORCH_FUNCTIONS, PackedWeight
 from .launch.plan import Plan
 from .precision import AskedPrecision, resolved
 from .problem import Config
@@ -41,8 +41,9 @@ def matmul(
         a: (..., M, K) or (K,), any strides.
         b: (..., K, N) or (K,), any strides, on a's device. Types must agree; the two fp8 types may be mixed. With an
             epilogue that halves the columns also a pair of them, (K, N / 2) each and of the same strides, that count as
-            `torch.cat(b, -1)` and are not copied: gate and up as two weights. A packed weight, a
-            `gemmery.QuantizedTensor`, is given as it is, (*batch, N, K), as a Linear's weight.
+            `torch.cat(b, -1)` and are not copied: gate and up as two weights. A packed or sparse
+            weight, a `gemmery.QuantizedTensor` or a `gemmery.SparseTensor`, is given as it is, (*batch, N, K), as a
+            Linear's weight.
         bias: (N,) or anything that broadcasts to the product, added before rounding; with such a pair also a pair.
         epilogue: a torch function of the product (with the bias, in the type of sums) and `args` that runs inside the
             kernel; or what `gemmery.epilogue` made of one. The result is what it returns, one tensor or a tuple.
@@ -103,7 +104,8 @@ def linear(
 
     Args:
         x: (..., K).
-        weight: (N, K), or (K,) for a single output without its dimension; or a pair, see `matmul`. Packed, (N, K).
+        weight: (N, K), or (K,) for a single output without its dimension; or a pair, see `matmul`. Packed or sparse, it is
+            (N, K).
         bias: (N,); or a pair.
 
     The other arguments, the result and the errors are those of `matmul`.
@@ -139,7 +141,7 @@ def addmm(
     Args:
         input: anything that broadcasts to (M, N); may be `out` itself.
         a: (M, K).
-        b: (K, N). Not packed: a `gemmery.QuantizedTensor` is for `linear`, `matmul` and `bmm`.
+        b: (K, N). Not packed or sparse: these are for `linear`, `matmul` and `bmm`.
         beta, alpha: Python numbers; integers for int8.
 
     The other arguments, the result and the errors are those of `matmul`.
@@ -151,11 +153,11 @@ def addmm(
                 [16., 16.]])
     """
     for name, value in (("b", b), ("a", a), ("input", input)):
-        if not isinstance(value, QuantizedTensor):
+        if not isinstance(value, PackedWeight):
             continue
         raise TypeError(
-            f"addmm: {name} is a QuantizedTensor; it can be the second operand alone, of gemmery.linear(a, b, input) "
-            "or gemmery.matmul(a, b, bias=input)"
+            f"addmm: {name} is a {type(value).__name__}; it can be the second operand alone, of "
+            "gemmery.linear(a, b, input) or gemmery.matmul(a, b, bias=input)"
         )
     if input is None:
         check_tensor("addmm", "input", input)
@@ -181,7 +183,7 @@ def bmm(
 ) -> Any:
     """A batch of products, as torch.bmm: (B, M, K) by (B, K, N); the other arguments are those of `matmul`.
 
-    A packed weight, a `gemmery.QuantizedTensor`, is given as it is, (B, N, K), as a batch of Linears' weights.
+    A packed or sparse weight is given as it is, (B, N, K), as a batch of Linears' weights.
 
     Example:
         >>> import torch, gemmery

@@ -6,6 +6,7 @@ from .base import FORMATS, Format
 from .codes import from_codes
 from .files import load_safetensors, save_safetensors
 from .quantize import quantize
+from .sparse import SparseTensor, sparsify
 from .tensor import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -15,11 +16,13 @@ __all__ = [
     "FORMATS",
     "Format",
     "QuantizedTensor",
+    "SparseTensor",
     "from_codes",
     "load_safetensors",
     "quantize",
     "read_weight",
     "save_safetensors",
+    "sparsify",
 ]
 
 

@@ -1,4 +1,4 @@
-"""What torch's own operators do with a quantised weight: moving, copying and cutting it, and no arithmetic."""
+"""What torch's own operators do with a packed weight: moving, copying and cutting it, and no arithmetic."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from . import pieces
-
 if TYPE_CHECKING:
-    from .tensor import QuantizedTensor
+    from .weight import PackedWeight
 
 aten = torch.ops.aten
 
 
-def call(cls: type, func: Any, args: Any, kwargs: Any) -> Any:
-    """An operator of torch with a QuantizedTensor among its arguments."""
+def call(cls: type[PackedWeight], func: Any, args: Any, kwargs: Any) -> Any:
+    """An operator of torch with a packed weight among its arguments."""
     operator = _OPERATORS.get(func)
     if operator is None:
         # In inference mode operators come here before torch has taken them apart.
@@ -34,41 +32,41 @@ def call(cls: type, func: Any, args: Any, kwargs: Any) -> Any:
         if func in _TRANSPOSES:
             use = "gemmery.linear, matmul and bmm take it as it is, (*batch, N, K), not transposed"
         raise NotImplementedError(
-            f"{func}: not defined for {weight!r}; {use}, and its dequantize() is a plain tensor"
+            f"{func}: not defined for {weight!r}; {use}, and its {cls.plain}() is a plain tensor"
         )
     return operator(func, *args, **kwargs)
 
 
 def _each(
-    weight: QuantizedTensor, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
-) -> QuantizedTensor:
+    weight: PackedWeight, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
+) -> PackedWeight:
     return weight.with_parts({name: change(x) for name, x in weight.parts().items()}, dtype=dtype)
 
 
-def _detach(func: Any, weight: QuantizedTensor) -> Any:
+def _detach(func: Any, weight: PackedWeight) -> Any:
     result = _each(weight, lambda x: x.detach())
     return return_and_correct_aliasing(func, (weight,), {}, result)
 
 
-def _as_strided(func: Any, weight: QuantizedTensor, size: Any, stride: Any, offset: int | None = None) -> Any:
+def _as_strided(func: Any, weight: PackedWeight, size: Any, stride: Any, offset: int | None = None) -> Any:
     """For torch.compile, which makes a graph's result that is an alias of its input in this way."""
     if (tuple(size), tuple(stride), offset or 0) != (tuple(weight.shape), weight.stride(), 0):
         raise NotImplementedError(f"as_strided: {weight!r} has no other strides than its own")
     return _detach(aten.detach.default, weight)
 
 
-def _clone(func: Any, weight: QuantizedTensor, *, memory_format: Any = None) -> QuantizedTensor:
+def _clone(func: Any, weight: PackedWeight, *, memory_format: Any = None) -> PackedWeight:
     return _each(weight, lambda x: x.clone())
 
 
 def _empty_like(
     func: Any,
-    weight: QuantizedTensor,
+    weight: PackedWeight,
     *,
     dtype: torch.dtype | None = None,
     device: Any = None,
     **options: Any,
-) -> QuantizedTensor:
+) -> PackedWeight:
     if dtype not in (None, weight.dtype):
         raise ValueError(f"empty_like: dtype is {dtype} and the weight {weight!r}; they must be the same")
     return _each(weight, lambda x: torch.empty_like(x, device=device))
@@ -76,31 +74,22 @@ def _empty_like(
 
 def _to_copy(
     func: Any,
-    weight: QuantizedTensor,
+    weight: PackedWeight,
     *,
     dtype: torch.dtype | None = None,
     device: Any = None,
     non_blocking: bool = False,
     **options: Any,
-) -> QuantizedTensor:
+) -> PackedWeight:
     if dtype not in (None, torch.float16, torch.bfloat16):
         raise ValueError(
-            f"to: dtype is {dtype}; {weight!r} can be of torch.float16 or torch.bfloat16, and its dequantize({dtype}) "
-            "is a plain tensor"
+            f"to: dtype is {dtype}; {weight!r} can be of torch.float16 or torch.bfloat16, and its "
+            f"{weight.plain}({dtype}) is a plain tensor"
         )
     if dtype not in (None, weight.dtype):
-        weight = _in_type(weight, dtype)
+        weight = weight.in_type(dtype)
     # Always a copy: this operator is not called where there is nothing to do.
     return _each(weight, lambda x: x.to(device=device, non_blocking=non_blocking, copy=True))
-
-
-def _in_type(weight: QuantizedTensor, dtype: torch.dtype) -> QuantizedTensor:
-    """What is of the weight's type, in another one."""
-    inner = weight.parts()
-    for name in inner.keys() & {"scales", "zeros", "offsets"}:
-        if inner[name].dtype == weight.dtype:
-            inner[name] = converted("to", name, inner[name], dtype)
-    return weight.with_parts(inner, dtype=dtype)
 
 
 def converted(
@@ -133,10 +122,10 @@ def has_no_values(x: Tensor) -> bool:
     return x.device.type == "meta" or torch.compiler.is_compiling() or is_fake(x)
 
 
-def _copy(func: Any, weight: QuantizedTensor, source: Any, non_blocking: bool = False) -> Any:
+def _copy(func: Any, weight: PackedWeight, source: Any, non_blocking: bool = False) -> Any:
     if type(source) is not type(weight):
         raise TypeError(
-            f"copy_: the source is a {type(source).__name__} and the weight {weight!r}; see gemmery.quantize"
+            f"copy_: the source is a {type(source).__name__} and the weight {weight!r}; see {weight.made_by}"
         )
     old, new = (_layout(x) for x in (weight, source))
     if old != new:
@@ -150,29 +139,27 @@ def _copy(func: Any, weight: QuantizedTensor, source: Any, non_blocking: bool = 
     return return_and_correct_aliasing(func, (weight, source), {}, weight)
 
 
-def _layout(weight: QuantizedTensor) -> dict[str, Any]:
+def _layout(weight: PackedWeight) -> dict[str, Any]:
     """All that two weights must agree in for one to be copied into the other."""
     about = {
         "shape": tuple(weight.shape),
-        "format": weight.format.name,
         "dtype": weight.dtype,
-        "group_size": weight.group_size,
     }
-    return about | {name: (tuple(x.shape), x.dtype) for name, x in weight.parts().items()}
+    return about | weight.about() | {name: (tuple(x.shape), x.dtype) for name, x in weight.parts().items()}
 
 
-def _select(func: Any, weight: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
+def _select(func: Any, weight: PackedWeight, dim: int, index: int) -> PackedWeight:
     axis = dim % weight.ndim
     if axis >= weight.ndim - 2:
         raise NotImplementedError(f"select: dimension {dim} of {weight!r} is no batch; cut it with a slice")
     batch = list(weight.shape[:-2])
     del batch[axis]
-    return pieces.of_batch(weight, tuple(batch), lambda x: x.select(axis, index))
+    return weight.of_batch(tuple(batch), lambda x: x.select(axis, index))
 
 
 def _slice(
     func: Any,
-    weight: QuantizedTensor,
+    weight: PackedWeight,
     dim: int = 0,
     start: int | None = None,
     stop: int | None = None,
@@ -183,18 +170,16 @@ def _slice(
     if axis < weight.ndim - 2:
         batch = list(weight.shape[:-2])
         batch[axis] = len(part)
-        return pieces.of_batch(
-            weight, tuple(batch), lambda x: x[(slice(None),) * axis + (slice(start, stop, step),)]
-        )
+        return weight.of_batch(tuple(batch), lambda x: x[(slice(None),) * axis + (slice(start, stop, step),)])
     if step != 1:
         raise ValueError(f"slice: rows and columns of {weight!r} can be cut with step 1, not {step}")
     if len(part) == weight.shape[axis]:
         return return_and_correct_aliasing(func, (weight,), {}, _each(weight, lambda x: x.detach()))
-    cut = pieces.rows if axis == weight.ndim - 2 else pieces.columns
-    return cut(weight, part.start, max(part.start, part.stop))
+    cut = weight.cut_rows if axis == weight.ndim - 2 else weight.cut_columns
+    return cut(part.start, max(part.start, part.stop))
 
 
-def _unbind(func: Any, weight: QuantizedTensor, dim: int = 0) -> list[QuantizedTensor]:
+def _unbind(func: Any, weight: PackedWeight, dim: int = 0) -> list[PackedWeight]:
     return [_select(func, weight, dim, i) for i in range(weight.shape[dim])]
 
 

@@ -9,7 +9,8 @@ from torch.nn.functional import pad
 from . import packing
 from .aten import converted, has_no_values
 from .base import Format
-from .tensor import DTYPES, LARGEST_SCALE, LIMITED_CODES, QuantizedTensor, check_shared, lookup
+from .tensor import LARGEST_SCALE, LIMITED_CODES, QuantizedTensor, check_shared, lookup
+from .weight import DTYPES
 
 
 def from_codes(

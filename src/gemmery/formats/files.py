@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from ..files import parse_json, replacing
+from .sparse import PATTERN, SparseTensor
 from .tensor import QuantizedTensor
+from .weight import PackedWeight
 
 #: The entry of a file's metadata that says which tensors are parts of a quantised one.
 KEY = "gemmery"
@@ -55,7 +57,7 @@ def save_safetensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]
     storages: set[tuple[torch.device, int]] = set()
     for name, tensor in tensors.items():
         parts = {name: tensor}
-        if isinstance(tensor, QuantizedTensor):
+        if isinstance(tensor, PackedWeight):
             parts, quantized[name] = tensor.to_tensors(f"{name}.")
         if taken := parts.keys() & (plain.keys() | aliases.keys()):
             raise ValueError(f"save_safetensors: two tensors would be stored as {sorted(taken)[0]!r}")
@@ -117,11 +119,12 @@ def load_safetensors(path: str | os.PathLike[str], device: torch.device | str = 
         raise ValueError(f"load_safetensors: {path} is no file of safetensors: {error}") from error
     about = _About.of(text, plain, f"load_safetensors: {path}")
     plain |= {name: plain[source] for name, source in about.aliases.items()}
-    result: dict[str, QuantizedTensor] = {}
-    made: dict[tuple[Any, ...], QuantizedTensor] = {}
+    result: dict[str, PackedWeight] = {}
+    made: dict[tuple[Any, ...], PackedWeight] = {}
     for name, texts in about.tensors.items():
         try:
-            weight = QuantizedTensor.from_tensors(plain, texts, f"{name}.")
+            kind = SparseTensor if texts.get("format") == PATTERN else QuantizedTensor
+            weight: PackedWeight = kind.from_tensors(plain, texts, f"{name}.")
         except (ValueError, TypeError) as error:
             raise ValueError(f"load_safetensors: {path}, tensor {name!r}: {error}") from error
         parts = tuple((part, id(value)) for part, value in weight.parts().items())

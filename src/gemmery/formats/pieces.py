@@ -93,24 +93,3 @@ def _of_permutation(permutation: Tensor, start: int, stop: int, caller: str) -> 
             "elsewhere in the weight: such a weight can be cut along its rows alone"
         )
     return part
-
-
-def shard(weight: QuantizedTensor, dim: int, index: int, count: int) -> QuantizedTensor:
-    """`QuantizedTensor.shard`."""
-    for name, value in (("dim", dim), ("index", index), ("count", count)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"shard: {name} is {value!r}; it must be an int")
-    axis = dim if dim < 0 else dim - weight.ndim
-    if axis not in (-2, -1):
-        raise ValueError(
-            f"shard: dim is {dim} of {weight!r}; it must be -2 (rows) or -1 (columns), or "
-            f"{weight.ndim - 2} or {weight.ndim - 1}"
-        )
-    if count < 1 or not 0 <= index < count:
-        raise ValueError(f"shard: index is {index} and count {count}; it must be 0 <= index < count")
-    size = weight.shape[axis]
-    if size % count:
-        what = "rows" if axis == -2 else "columns"
-        raise ValueError(f"shard: {size} {what} of {weight!r} can't be cut into {count} equal parts")
-    part = size // count
-    return (rows if axis == -2 else columns)(weight, index * part, (index + 1) * part, "shard")

@@ -14,7 +14,8 @@ from .aten import converted
 from .base import Format
 from .codes import from_codes
 from .scaled import BLOCK
-from .tensor import DTYPES, QuantizedTensor, lookup
+from .tensor import QuantizedTensor, lookup
+from .weight import DTYPES
 
 __all__ = ["from_codes", "quantize"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..files import parse_json
 from . import aten, decode, packing, pieces
 from .base import FORMATS, Format
+from .weight import DTYPES, Inner, PackedWeight, check_texts, dtype_of_text, shape_of_text
 
 #: The tensors that a QuantizedTensor consists of, in the order in which they are stored.
 INNER = ("words", "scales", "zeros", "offsets", "channel", "permutation")
@@ -23,14 +22,9 @@ SMALLEST_GROUP = 16
 #: Scales in bfloat16 of these codes, without zeros or offsets, are below this: kernels multiply them by powers of two,
 #: see `kernels.decoders.UNIT`.
 LIMITED_CODES, LARGEST_SCALE = ("int", "e2m1"), 2.0**35
-#: What a weight can be multiplied with.
-DTYPES = (torch.float16, torch.bfloat16)
-_OWN = frozenset((*INNER, "format_name", "group_size", "static"))
-
-Inner = Mapping[str, Tensor | None]
 
 
-class QuantizedTensor(Tensor):
+class QuantizedTensor(PackedWeight):
     """A weight (*batch, N, K) in one of `gemmery.formats.FORMATS`, for activations of type `dtype`.
 
     Element (n, k) of the packed matrix, whose code is `c`, stands for a number of type `dtype`, T below:
@@ -78,10 +72,13 @@ class QuantizedTensor(Tensor):
         tensor([3., 3., 3.], dtype=torch.bfloat16)
     """
 
+    INNER = INNER
+    OWN = frozenset((*INNER, "format_name", "group_size", "static"))
+    made_by = "gemmery.quantize"
+    plain = "dequantize"
+
     format_name: str
     group_size: int
-    #: What tells weights apart, but for their tensors: shape, type, format, group size.
-    static: tuple[Any, ...]
     words: Tensor
     scales: Tensor | None
     zeros: Tensor | None
@@ -90,7 +87,7 @@ class QuantizedTensor(Tensor):
     permutation: Tensor | None
 
     @staticmethod
-    def __new__(  # noqa: D102  (the class has it)
+    def __new__(
         cls,
         shape: tuple[int, ...] | torch.Size,
         format: Format | str,
@@ -132,16 +129,30 @@ class QuantizedTensor(Tensor):
 
     # --- as values -------------------------------------------------------------------------------------------------
 
-    def parts(self) -> dict[str, Tensor]:
-        """The tensors that there are, by name."""
-        return {name: value for name in INNER if (value := getattr(self, name)) is not None}
-
     def with_parts(
         self, inner: Inner, shape: Any = None, dtype: torch.dtype | None = None
     ) -> QuantizedTensor:
-        """The same format with other tensors, which must fit the shape and type."""
         shape, dtype = self.shape if shape is None else shape, dtype or self.dtype
         return type(self)._assemble(shape, self.format, dtype, self.group_size, inner)
+
+    def in_type(self, dtype: torch.dtype) -> QuantizedTensor:
+        inner = self.parts()
+        for name in inner.keys() & set(GROUPED):
+            if inner[name].dtype == self.dtype:
+                inner[name] = aten.converted("to", name, inner[name], dtype)
+        return self.with_parts(inner, dtype=dtype)
+
+    def of_batch(self, batch: tuple[int, ...], take: Callable[[Tensor], Tensor]) -> QuantizedTensor:
+        return pieces.of_batch(self, batch, take)
+
+    def cut_rows(self, start: int, stop: int, caller: str = "slice") -> QuantizedTensor:
+        return pieces.rows(self, start, stop, caller)
+
+    def cut_columns(self, start: int, stop: int, caller: str = "slice") -> QuantizedTensor:
+        return pieces.columns(self, start, stop, caller)
+
+    def about(self) -> dict[str, Any]:
+        return {"format": self.format.name, "group_size": self.group_size}
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The numbers that the weight stands for, columns in their logical order.
@@ -159,39 +170,6 @@ class QuantizedTensor(Tensor):
             True
         """
         return decode.dequantize(self, dtype or self.dtype)
-
-    def unscaled(self) -> QuantizedTensor:
-        """The weight without its `channel`."""
-        return self if self.channel is None else self.with_parts(self.parts() | {"channel": None})
-
-    def shard(self, dim: int, index: int, count: int) -> QuantizedTensor:
-        """Part `index` of `count` equal ones, for tensor parallelism.
-
-        Args:
-            dim: -2 for rows (N: column parallel in torch's words) or -1 for columns (K: row parallel), or the same
-                counted from the front.
-            index: which part.
-            count: how many there are. Parts must be multiples of 16 rows, or of what a block of words and a group of
-                columns have (64 columns for 4 bits in groups of up to 64, 128 in groups of 128).
-
-        Returns:
-            A weight of its own, (*batch, N / count, K) or (*batch, N, K / count).
-
-        Raises:
-            ValueError: the parts can't be cut there, or a permutation moves columns from one part into another.
-
-        Example:
-            >>> import torch, gemmery
-            >>> w = gemmery.quantize(torch.randn(64, 256), "int4", group_size=64)
-            >>> w.shard(-1, 1, 4).shape
-            torch.Size([64, 64])
-        """
-        return pieces.shard(self, dim, index, count)
-
-    @property
-    def nbytes(self) -> int:  # type: ignore[override]
-        """Bytes of all tensors that the weight consists of."""
-        return sum(x.nbytes for x in self.parts().values())
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         group = f", group_size={self.group_size}" if self.group_size else ""
@@ -229,18 +207,13 @@ class QuantizedTensor(Tensor):
         Raises:
             ValueError, TypeError: something is missing or does not fit.
         """
-        if missing := {"format", "shape", "dtype", "group_size"} - texts.keys():
-            raise ValueError(f"from_tensors: the texts have no {', '.join(sorted(missing))}")
-        if wrong := [name for name, text in texts.items() if not isinstance(text, str)]:
-            raise TypeError(f"from_tensors: {wrong[0]} is {texts[wrong[0]]!r}; it must be a text")
+        check_texts(texts, "format", "shape", "dtype", "group_size")
         if (version := texts.get("packing", "1")) not in ("2", str(packing.VERSION)):
             raise ValueError(
                 f"from_tensors: the words of {prefix!r} are of version {version} of their order; this gemmery reads 2 "
                 f"and {packing.VERSION}: quantise the weight anew, or use the gemmery that wrote it"
             )
-        dtype = next((x for x in DTYPES if str(x) == f"torch.{texts['dtype']}"), None)
-        if dtype is None:
-            raise ValueError(f"from_tensors: dtype is {texts['dtype']!r}; it must be float16 or bfloat16")
+        dtype = dtype_of_text(texts["dtype"])
         if prefix + "words" not in tensors:
             raise ValueError(f"from_tensors: there is no tensor {prefix + 'words'!r}")
         words, *rest = (tensors.get(prefix + name) for name in INNER)
@@ -248,41 +221,14 @@ class QuantizedTensor(Tensor):
         format = lookup("from_tensors", texts["format"])
         options: dict[str, Any] = dict(zip(INNER[1:], rest, strict=True))
         group_size = _number("group_size", texts["group_size"])
-        result = cls(_shape(texts["shape"]), format, words, dtype=dtype, group_size=group_size, **options)
+        result = cls(
+            shape_of_text(texts["shape"]), format, words, dtype=dtype, group_size=group_size, **options
+        )
         _check_permutation(result.permutation)
         if version == "2" and format.code == "e2m1":
             words = packing.reordered(words, format.bits, packing.APART, format.order)
             result = result.with_parts(result.parts() | {"words": words})
         return result
-
-    # --- copies and files --------------------------------------------------------------------------------------------
-
-    def _extras(self) -> dict[str, Any]:
-        """What others have set on the weight, such as that it is a parameter."""
-        return {name: value for name, value in self.__dict__.items() if name not in _OWN}
-
-    def storage(self) -> Any:
-        """Raises an error, since a packed weight consists of several tensors.
-
-        Raises:
-            ValueError: always. Functions that write files ask for it, such as a Hugging Face model's `save_pretrained`.
-        """
-        raise ValueError(
-            f"{self!r} has no storage of its own: save_pretrained and safetensors' own functions can't write packed "
-            "weights. Write the state dict with gemmery.formats.save_safetensors(file, model.state_dict()), or with "
-            "torch.save"
-        )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
-        if id(self) in memo:
-            return memo[id(self)]  # type: ignore[no-any-return]
-        memo[id(self)] = result = self.detach().clone()
-        result.__dict__.update(copy.deepcopy(self._extras(), memo))
-        return result  # type: ignore[return-value]
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        tensors, texts = self.to_tensors()
-        return restore, (tensors, texts, self._extras())
 
     # --- to torch ----------------------------------------------------------------------------------------------------
 
@@ -296,31 +242,11 @@ class QuantizedTensor(Tensor):
         name, dtype, group_size = context
         return cls._assemble(size, FORMATS[name], dtype, group_size, inner)
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in TORCH_FUNCTIONS:
-            return TORCH_FUNCTIONS[func](*args, **(kwargs or {}))
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch's own is no class method
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return aten.call(cls, func, args, kwargs or {})
-
 
 def _number(name: str, text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 10):
         raise ValueError(f"from_tensors: {name} is {text!r}; it must be a whole number")
     return int(text)
-
-
-def _shape(text: str) -> tuple[int, ...]:
-    sizes = parse_json(text, "from_tensors: shape")
-    if not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
-        raise ValueError(f"from_tensors: shape is {text!r}; it must be a list of sizes")
-    return tuple(sizes)
 
 
 def _check_permutation(permutation: Tensor | None) -> None:
@@ -334,49 +260,15 @@ def _check_permutation(permutation: Tensor | None) -> None:
 def restore(tensors: dict[str, Tensor], texts: dict[str, str], extras: dict[str, Any]) -> QuantizedTensor:
     """What a pickle calls: the weight, and what others had set on it."""
     result = QuantizedTensor.from_tensors(tensors, texts)
-    result.__dict__.update({name: value for name, value in extras.items() if name not in _OWN})
+    result.__dict__.update({name: value for name, value in extras.items() if name not in QuantizedTensor.OWN})
     return result
+
+
+QuantizedTensor._restore = staticmethod(restore)
 
 
 # torch.load calls nothing else by default. It builds a weight from tensors, after the same checks as the constructor.
 torch.serialization.add_safe_globals([restore])
-
-
-def _set_requires_grad(self: QuantizedTensor, requires_grad: bool = True) -> QuantizedTensor:
-    if requires_grad:
-        raise ValueError(
-            f"requires_grad: {self!r} has no gradient; make parameters of it with requires_grad=False"
-        )
-    return self
-
-
-def _set_data(self: QuantizedTensor, data: Any) -> None:
-    """`weight.data = other`, which for a wrapper would be lost: torch knows of no parts."""
-    if not isinstance(data, QuantizedTensor):
-        raise TypeError(f"data: a {type(data).__name__} can't be the data of {self!r}; see gemmery.quantize")
-    if (data.shape, data.dtype, data.device) != (self.shape, self.dtype, self.device):
-        raise ValueError(
-            f"data: {data!r} can't be that of {self!r}: shape, dtype and device must be the same"
-        )
-    self.format_name, self.group_size, self.static = data.format_name, data.group_size, data.static
-    for name in INNER:
-        setattr(self, name, getattr(data, name))
-
-
-def _share_memory(self: QuantizedTensor) -> QuantizedTensor:
-    for part in self.parts().values():
-        part.share_memory_()
-    return self
-
-
-#: torch's functions that do something of their own with a packed weight. Those that multiply are added where products
-#: are made, in `gemmery.api`.
-TORCH_FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
-    Tensor.share_memory_: _share_memory,
-    Tensor.requires_grad_: _set_requires_grad,
-    Tensor.requires_grad.__set__: _set_requires_grad,  # type: ignore[attr-defined]
-}
 
 
 def lookup(caller: str, format: Format | str) -> Format:

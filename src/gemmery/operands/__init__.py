@@ -15,11 +15,12 @@ from .pair import Pair, PairOperand
 from .ragged import Groups, Ragged, RaggedOperand
 from .row_scaled import RowScaledOperand
 from .scaled import Scaled, ScaledOperand
+from .sparse import Sparse, SparseOperand
 
 __all__ = [
     "Access", "Dense", "DenseAccess", "DenseOperand", "Gathered", "GatheredOperand", "Groups", "Layout", "Operand",
     "Packed", "PackedOperand", "Pair", "PairOperand", "Ragged", "RaggedOperand", "RowScaledOperand", "Scaled",
-    "ScaledOperand", "Spec", "Traced", "rebuild",
+    "ScaledOperand", "Sparse", "SparseOperand", "Spec", "Traced", "rebuild",
 ]  # fmt: skip
 
 #: What makes an operand again, by the first word of its text.
@@ -31,6 +32,7 @@ _KINDS: dict[str, Callable[[Sequence[str], Sequence[Tensor], Sequence[int]], Ope
     "ragged": RaggedOperand.rebuild,
     "rows": RowScaledOperand.rebuild,
     "scaled": ScaledOperand.rebuild,
+    "sparse": SparseOperand.rebuild,
 }
 
 

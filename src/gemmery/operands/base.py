@@ -145,6 +145,11 @@ class Spec(Layout):
         return False
 
     @property
+    def is_sparse(self) -> bool:
+        """Whether two of each four numbers along K are stored."""
+        return False
+
+    @property
     def staged(self) -> StageFormat | None:
         """How stages of `schedules.any_width` hold it where it is packed; None where they do not, or it is not."""
         return None
@@ -304,8 +309,13 @@ class Operand:
 
     @property
     def is_packed(self) -> bool:
-        """Whether its numbers are unpacked in registers."""
+        """Whether it is a `formats.weight.PackedWeight`, (*batch, N, K)."""
         return False
+
+    @property
+    def strip(self) -> int:
+        """Rows of a packed weight that are stored together, so that its halves have to be multiples of it."""
+        return 1
 
     @property
     def is_dense(self) -> bool:

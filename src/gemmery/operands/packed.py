@@ -18,6 +18,7 @@ from ..epilogues.device import compiled
 from ..formats.base import FORMATS
 from ..formats.packing import LINE, STRIP, block_columns, runs
 from ..formats.tensor import QuantizedTensor
+from ..formats.weight import PackedWeight
 from ..kernels import decoders
 from ..kernels.any_width_packed import DECODERS as STAGED
 from ..kernels.any_width_packed import StageFormat
@@ -250,6 +251,10 @@ class PackedOperand(Operand):
         return True
 
     @property
+    def strip(self) -> int:
+        return STRIP
+
+    @property
     def outer(self) -> Tensor | None:
         """A number for each row of the weight."""
         channel = self.weight.channel
@@ -348,7 +353,7 @@ def _meta_proxy(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     return torch.empty_strided((*batch, rows, columns), (*strides, 0, 0), dtype=dtype, device=device)
 
 
-def meta_proxy(weight: QuantizedTensor) -> Tensor:
+def meta_proxy(weight: PackedWeight) -> Tensor:
     """A tensor of the shape, type and device of a packed weight; its strides count matrices."""
     # One that is made inside a mode or a transform belongs to it.
     is_seen = is_compiling() or _len_torch_dispatch_stack() or _are_functorch_transforms_active()

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from ..epilogues.function import Epilogue, captured_of
 from ..formats.scaled import BLOCK, MX_BLOCK, ScaledTensor
+from ..formats.sparse import SparseTensor
 from ..formats.tensor import QuantizedTensor
+from ..formats.weight import PackedWeight
 from ..operands import (
     DenseOperand,
     Groups,
@@ -20,6 +22,7 @@ from ..operands import (
     RaggedOperand,
     RowScaledOperand,
     ScaledOperand,
+    SparseOperand,
 )
 from . import prologue
 from .check import check_not_packed, check_ranks, check_second, check_tensor, moved
@@ -110,9 +113,9 @@ def operands_of(op: str, a: Any, b: Any, takes_pair: bool) -> tuple[Operand, Ope
     if isinstance(a, Groups):
         return _groups(op, a, b, takes_pair)
     check_tensor(op, first, a)
-    check_not_packed(op, first, a, *([second] if isinstance(b, QuantizedTensor) else []))
+    check_not_packed(op, first, a, *([second] if isinstance(b, PackedWeight) else []))
     check_second(op, b, takes_pair)
-    if isinstance(b, QuantizedTensor):
+    if isinstance(b, PackedWeight):
         check_packed(op, a, b)
     right = _second(op, b)
     if right.is_dense:
@@ -138,12 +141,14 @@ def _groups(op: str, a: Groups, b: Any, takes_pair: bool) -> tuple[Operand, Oper
 def _second(op: str, b: Any) -> Operand:
     if isinstance(b, QuantizedTensor):
         return PackedOperand(b)
+    if isinstance(b, SparseTensor):
+        return SparseOperand(b)
     if isinstance(b, tuple | list):
         return PairOperand(right_matrix(op, b[0]), right_matrix(op, b[1]))
     return DenseOperand(right_matrix(op, b))
 
 
-def check_packed(op: str, a: Tensor, b: QuantizedTensor) -> None:
+def check_packed(op: str, a: Tensor, b: PackedWeight) -> None:
     """ValueError for ranks that the operation does not take with a packed weight."""
     if op == "linear" and b.dim() != 2:
         raise ValueError(f"linear: weight is {tuple(b.shape)}; packed, it must be (N, K); use matmul or bmm")

@@ -14,7 +14,7 @@ from torch.compiler import is_compiling
 
 from ..dtypes import DTYPE_NAMES, FP8, OUT_DTYPES, PRECISIONS
 from ..formats.scaled import ScaledTensor
-from ..formats.tensor import QuantizedTensor
+from ..formats.weight import PackedWeight
 from ..layout import overlap, overlaps_itself, same_layout
 from .shape import OF_WEIGHTS, operand_names
 from .spec import Call, Number, OutTypes, unchanged
@@ -49,7 +49,7 @@ def check_second(op: str, b: Any, takes_pair: bool) -> None:
         )
     for i, half in enumerate(b):
         check_tensor(op, f"{second}[{i}]", half)
-        if isinstance(half, QuantizedTensor):
+        if isinstance(half, PackedWeight):
             raise TypeError(
                 f"{op}: {second}[{i}] is packed; halves of packed columns must be one tensor, so quantise their "
                 f"concatenation"
@@ -58,7 +58,7 @@ def check_second(op: str, b: Any, takes_pair: bool) -> None:
 
 def check_not_packed(op: str, name: str, value: object, which: str = "the second operand") -> None:
     """TypeError for a packed weight that is not the second operand, which messages call `which`."""
-    if isinstance(value, QuantizedTensor):
+    if isinstance(value, PackedWeight):
         raise TypeError(f"{op}: {name} is packed; only {which} can be")
 
 

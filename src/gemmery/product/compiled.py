@@ -16,7 +16,7 @@ from torch import Tensor
 from ..epilogues.function import Epilogue, memoised, named
 from ..epilogues.results import returned
 from ..formats.scaled import ScaledTensor
-from ..formats.tensor import QuantizedTensor
+from ..formats.weight import PackedWeight
 from .build import NOTHING, added, lowered, operands_of
 from .check import check_matrices, check_not_packed, check_scattered, check_tensor
 from .dispatch import runs_again, whole
@@ -75,7 +75,7 @@ def compiled(
         )
     if isinstance(epilogue, types.FunctionType) and epilogue.__code__.co_freevars:
         raise TypeError(f"{op}: " + _UNWATCHED.format(what="an epilogue with a closure"))
-    if out is not None and (epilogue is not None or isinstance(b, QuantizedTensor | ScaledTensor)):
+    if out is not None and (epilogue is not None or isinstance(b, PackedWeight | ScaledTensor)):
         what = "an epilogue" if epilogue is not None else "a packed weight"
         raise ValueError(f"{op}: out= with {what} can't be compiled; use what is returned")
     if isinstance(a, Tensor):
@@ -94,7 +94,7 @@ def _call(
     alpha: Number, beta: Number,
 ) -> Call:  # fmt: skip
     """The call, with a function that torch.compile need not look at: the operator finds it by its name."""
-    if isinstance(b, QuantizedTensor) and b.permutation is not None and a.shape[-1] == b.shape[-1]:
+    if isinstance(b, PackedWeight) and b.permutation is not None and a.shape[-1] == b.shape[-1]:
         a = a.index_select(-1, b.permutation)
     left, right = operands_of(op, a, b, epilogue is not None)
     ready = epilogue is None and left.is_dense and right.is_dense

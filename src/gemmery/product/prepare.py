@@ -15,7 +15,6 @@ from ..allocation import maker
 from ..devices import Device
 from ..epilogues.lower import Program
 from ..epilogues.results import Results
-from ..formats.packing import STRIP
 from ..launch.plan import Plan, make_plan, runs_on
 from ..layout import extent_bytes, fold, make_problem
 from ..problem import Config, Fusion, Problem
@@ -192,10 +191,10 @@ def _check_invariant(call: Call, made: Program) -> None:
 def _check_pairing(call: Call, made: Program) -> None:
     """ValueError for halves of columns that the epilogue's kernel can't read."""
     name = operand_names(call.op)[1]
-    if call.b.is_packed and made.paired and call.shape[-1] % (2 * STRIP):
+    if made.paired and call.shape[-1] % (2 * call.b.strip) and call.b.is_packed:
         raise ValueError(
             f"{call.op}: the packed weight has {call.shape[-1]} rows; for an epilogue that halves the columns of the "
-            f"product they must be a multiple of {2 * STRIP}"
+            f"product they must be a multiple of {2 * call.b.strip}"
         )
     if call.b.halves == 1:
         return

@@ -19,7 +19,9 @@ from .. import devices
 from ..epilogues.function import Epilogue, Held, memoised
 from ..epilogues.results import returned
 from ..formats.scaled import ScaledTensor
+from ..formats.sparse import SparseTensor
 from ..formats.tensor import QuantizedTensor
+from ..formats.weight import PackedWeight
 from ..launch.plan import Plan
 from ..operands import Groups
 from ..problem import Config
@@ -58,7 +60,7 @@ def product(
         # It imports the compiler, which takes a second.
         from .compiled import compiled
 
-        if isinstance(b, QuantizedTensor) and isinstance(a, Tensor) and a.dim() == 1:
+        if isinstance(b, PackedWeight) and isinstance(a, Tensor) and a.dim() == 1:
             return _of_vector(op, a, b, bias, Functions(*functions), out, Options(*options))
         return compiled(op, a, b, bias, Functions(*functions), out, Options(*options), *scalars)
     epilogue, _, prologue, _ = functions
@@ -128,6 +130,9 @@ def _parts(a: Any, b: Any) -> tuple[list[Any], Any]:
             return [a, b], None  # it is looked at, and not known
         given = [a, own["words"], own["scales"], own["zeros"], own["offsets"], own["channel"]]
         return given, own["static"]
+    if kind is SparseTensor:
+        own = b.__dict__
+        return [a, own["values"], own["metadata"], own["channel"]], own["static"]
     if kind is ScaledTensor and type(a) is ScaledTensor:
         if a.data.shape[-1] == 0:
             return [a, b], None  # it is looked at, and not known: a launch is not given its scales
@@ -179,13 +184,13 @@ def _first(
     Args:
         key: under which it is remembered; None where it can't be.
     """
-    if isinstance(b, QuantizedTensor) and isinstance(a, Tensor) and not isinstance(a, QuantizedTensor):
+    if isinstance(b, PackedWeight) and isinstance(a, Tensor) and not isinstance(a, PackedWeight):
         if a.dim() == 1:
             return _of_vector(op, a, b, bias, functions, out, options)
         if b.permutation is not None and a.shape[-1] == b.shape[-1]:
             a, functions = apply_prologue(a, functions)
             a = a.index_select(-1, b.permutation)
-            b, key = b.with_parts(b.parts() | {"permutation": None}), None
+            b, key = b.unpermuted(), None
     call = checked(op, a, b, bias, functions, out, options, alpha, beta)
     tensors = call.tensors
     check_forward_mode(op, tensors)
@@ -220,7 +225,7 @@ def checked(
 
 
 def _of_vector(
-    op: str, a: Tensor, b: QuantizedTensor, bias: Any, functions: Functions, out: Tensor | None, options: Options
+    op: str, a: Tensor, b: PackedWeight, bias: Any, functions: Functions, out: Tensor | None, options: Options
 ) -> Any:  # fmt: skip
     """A product of a vector with a packed weight: that of one row, whose results have no rows."""
     if op == "bmm":

@@ -107,6 +107,19 @@ HOPPER: dict[str, Rows] = {
         """,
     }
     | any_width_tiles.packed_rows(8),
+    "sparse": {
+        ("descriptor", "tile"): """
+            16x64x128   1 4 4 0.30 swap splits
+            32x64x128   1 4 4 0.30 swap splits
+            64x64x128   1 4 4 0.40 swap splits
+            128x64x64   2 4 4 0.45 swap splits
+            128x128x64  2 8 3 0.50 swap
+        """,
+        ("pointer", "tile"): """
+            64x64x64   8 4 3 0.20 swap strided splits
+            16x64x64   8 4 3 0.15 swap strided splits
+        """,
+    },
     "scaled": {
         ("descriptor", "tile"): """
             128x128x128 16 8 3 0.56 split splits
@@ -216,7 +229,7 @@ _INTERPRETER: Rows = {
 QUANTIZED: dict[str, dict[str, Rows]] = {
     "hopper": HOPPER,
     **{
-        family: dict.fromkeys(("packed4", "packed8"), rows)
+        family: dict.fromkeys(("packed4", "packed8", "sparse"), rows)
         | {"scaled": _SCALED, "scaled32": _SCALED32, "mx": _MX}
         for family, rows in {
             "blackwell": _BLACKWELL,

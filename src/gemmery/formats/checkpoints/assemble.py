@@ -8,7 +8,8 @@ from torch import Tensor
 from ..aten import converted
 from ..base import FORMATS
 from ..codes import from_codes
-from ..tensor import DTYPES, LARGEST_SCALE, SMALLEST_GROUP, QuantizedTensor, is_group_size
+from ..tensor import LARGEST_SCALE, SMALLEST_GROUP, QuantizedTensor, is_group_size
+from ..weight import DTYPES
 from .words import check_shape, group_size_of
 
 

@@ -1,0 +1,468 @@
+"""2:4 sparse weights: of each four numbers along K two are kept, and metadata says which.
+
+Both lie as torch's `SparseSemiStructuredTensorCUTLASS` has them, so its weights are taken without a copy. The metadata
+of four numbers are four bits: the place of the first kept number in the lower two, that of the second one above. A word
+of metadata is of 16 columns, of row r in its lower half and of row r + 8 in its upper one. The words of 32 rows and 32
+columns lie side by side, in the order in which the lanes of a warp hand them to the tensor cores.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from . import aten
+from .weight import DTYPES, Inner, PackedWeight, check_texts, dtype_of_text, shape_of_text
+
+#: What a file says of the format; the only pattern there is.
+PATTERN = "2:4"
+#: Columns of which two are kept; rows and columns of which storage has a multiple.
+GROUP, ROWS, COLUMNS = 4, 32, 64
+#: Rows and columns of a block of words.
+BLOCK = 32
+#: The tensors that a SparseTensor consists of, in the order in which they are stored.
+INNER = ("values", "metadata", "channel")
+
+Method = Literal["magnitude", "transposable", "as_is"]
+
+
+class SparseTensor(PackedWeight):
+    """A 2:4 sparse weight (*batch, N, K), for activations of its type.
+
+    `sparsify` makes it. It takes part in products as a `QuantizedTensor` does. It moves between devices and between
+    float16 and bfloat16, can be a parameter without gradient, copied, pickled, saved, indexed along its batch, and cut
+    at multiples of 32 rows or 64 columns (which copies).
+
+    Args:
+        shape: (*batch, N, K), where K is a multiple of 4.
+        values: the kept numbers, (*batch, Np, Kp / 2), contiguous, float16 or bfloat16, where Np is N rounded up to 32
+            and Kp is K rounded up to 64; what pads is 0.
+        metadata: int32, (*batch, Kp / 32, Np), contiguous; see the head of the module. Of each four numbers the first
+            place is below the second one, also of those that pad.
+        channel: float32, (*batch, N) or (1,): numbers by which rows are multiplied, as in `QuantizedTensor`.
+
+    Raises:
+        ValueError, TypeError: one of the tensors has another shape, type, device or layout.
+
+    Example:
+        >>> import torch, gemmery
+        >>> w = gemmery.sparsify(torch.tensor([[1.0, -3.0, 0.5, 2.0] * 16] * 32, dtype=torch.bfloat16), "2:4")
+        >>> w.dense()[0, :4]
+        tensor([ 0., -3.,  0.,  2.], dtype=torch.bfloat16)
+    """
+
+    INNER = INNER
+    OWN = frozenset((*INNER, "static"))
+    made_by = "gemmery.sparsify"
+    plain = "dense"
+
+    values: Tensor  # type: ignore[assignment]  # torch's own is for its own sparse tensors
+    metadata: Tensor
+    permutation = None
+
+    @staticmethod
+    def __new__(
+        cls,
+        shape: tuple[int, ...] | torch.Size,
+        values: Tensor,
+        metadata: Tensor,
+        *,
+        channel: Tensor | None = None,
+    ) -> SparseTensor:
+        inner = {"values": values, "metadata": metadata, "channel": channel}
+        _check(tuple(shape), inner)
+        return cls._assemble(shape, inner)
+
+    @classmethod
+    def _assemble(cls, shape: Any, inner: Inner) -> SparseTensor:
+        """One of parts that are known to fit."""
+        values = inner["values"]
+        assert values is not None
+        self = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=values.dtype, device=values.device)
+        self.static = (tuple(shape), values.dtype)
+        for name in INNER:
+            setattr(self, name, inner.get(name))
+        return self
+
+    # --- as values -------------------------------------------------------------------------------------------------
+
+    def with_parts(self, inner: Inner, shape: Any = None, dtype: torch.dtype | None = None) -> SparseTensor:
+        return type(self)._assemble(self.shape if shape is None else shape, inner)
+
+    def in_type(self, dtype: torch.dtype) -> SparseTensor:
+        values = aten.converted("to", "values", self.values, dtype, may_vanish=True)
+        return self.with_parts(self.parts() | {"values": values})
+
+    def of_batch(self, batch: tuple[int, ...], take: Callable[[Tensor], Tensor]) -> SparseTensor:
+        inner = self.parts()
+        for name in inner:
+            if name != "channel" or self._is_per_row:
+                inner[name] = take(inner[name]).contiguous()
+        return self.with_parts(inner, (*batch, *self.shape[-2:]))
+
+    @property
+    def _is_per_row(self) -> bool:
+        """Whether `channel` has a number for each row, instead of one for all."""
+        channel = self.channel
+        return channel is not None and channel.ndim == self.ndim - 1 and tuple(channel.shape) != (1,)
+
+    def cut_rows(self, start: int, stop: int, caller: str = "slice") -> SparseTensor:
+        *batch, N, K = self.shape
+        self._check_cut("rows", start, stop, N, ROWS, caller)
+        inner = self.parts()
+        last = -(-stop // ROWS) * ROWS
+        inner["values"] = _copied(inner["values"][..., start:last, :])
+        inner["metadata"] = _copied(inner["metadata"][..., start:last])
+        if "channel" in inner:
+            inner["channel"] = _copied(
+                inner["channel"][..., start:stop] if self._is_per_row else inner["channel"]
+            )
+        return self.with_parts(inner, (*batch, stop - start, K))
+
+    def cut_columns(self, start: int, stop: int, caller: str = "slice") -> SparseTensor:
+        *batch, N, K = self.shape
+        self._check_cut("columns", start, stop, K, COLUMNS, caller)
+        inner = self.parts()
+        last = -(-stop // COLUMNS) * COLUMNS
+        inner["values"] = _copied(inner["values"][..., start // 2 : last // 2])
+        inner["metadata"] = _copied(inner["metadata"][..., start // BLOCK : last // BLOCK, :])
+        if "channel" in inner:
+            inner["channel"] = inner["channel"].clone()
+        return self.with_parts(inner, (*batch, N, stop - start))
+
+    def _check_cut(self, what: str, start: int, stop: int, size: int, step: int, caller: str) -> None:
+        if start % step or (stop % step and stop != size):
+            raise ValueError(
+                f"{caller}: {what} {start} to {stop} of {self!r}: it can be cut only at multiples of {step}"
+            )
+
+    def about(self) -> dict[str, Any]:
+        return {}
+
+    def dense(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The weight as a plain tensor (*batch, N, K), with zeros in place of what was not kept.
+
+        Args:
+            dtype: of the result; the weight's own by default. Of a weight with a `channel` it is the float32 product of
+                number and channel that is rounded to it.
+
+        Example:
+            >>> import torch, gemmery
+            >>> x = torch.randn(32, 64, dtype=torch.float16)
+            >>> w = gemmery.sparsify(x, "2:4")
+            >>> gemmery.sparsify(w.dense(), "2:4", method="as_is").dense().equal(w.dense())
+            True
+        """
+        N, K = self.shape[-2:]
+        found = expanded(self.values, self.metadata)[..., :N, :K]
+        if self.channel is not None:
+            found = found.float() * self.channel.unsqueeze(-1)
+        return found.to(dtype or self.dtype)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return (
+            f"{type(self).__name__}({tuple(self.shape)}, pattern={PATTERN}, dtype={self.dtype}, "
+            f"device={str(self.device)!r}, bytes={self.nbytes})"
+        )
+
+    # --- as tensors and text -----------------------------------------------------------------------------------------
+
+    def to_tensors(self, prefix: str = "") -> tuple[dict[str, Tensor], dict[str, str]]:
+        texts = {
+            "format": PATTERN,
+            "shape": json.dumps(list(self.shape)),
+            "dtype": str(self.dtype).removeprefix("torch."),
+        }
+        return {prefix + name: value for name, value in self.parts().items()}, texts
+
+    @classmethod
+    def from_tensors(
+        cls, tensors: Mapping[str, Tensor], texts: Mapping[str, str], prefix: str = ""
+    ) -> SparseTensor:
+        """The weight of which `to_tensors` gave these; tensors of other names are ignored.
+
+        Raises:
+            ValueError, TypeError: something is missing or does not fit.
+        """
+        check_texts(texts, "format", "shape", "dtype")
+        for name in ("values", "metadata"):
+            if prefix + name not in tensors:
+                raise ValueError(f"from_tensors: there is no tensor {prefix + name!r}")
+        values, metadata, channel = (tensors.get(prefix + name) for name in INNER)
+        assert values is not None
+        assert metadata is not None
+        if values.dtype != dtype_of_text(texts["dtype"]):
+            raise TypeError(f"from_tensors: values are {values.dtype}; the text says {texts['dtype']}")
+        result = cls(shape_of_text(texts["shape"]), values, metadata, channel=channel)
+        if not aten.has_no_values(metadata):
+            check_metadata(metadata)
+        return result
+
+    # --- to torch ----------------------------------------------------------------------------------------------------
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return list(self.parts()), None
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: dict[str, Tensor], context: None, size: Any, stride: Any
+    ) -> SparseTensor:
+        return cls._assemble(size, inner)
+
+
+def restore(tensors: dict[str, Tensor], texts: dict[str, str], extras: dict[str, Any]) -> SparseTensor:
+    """What a pickle calls: the weight, and what others had set on it."""
+    result = SparseTensor.from_tensors(tensors, texts)
+    result.__dict__.update({name: value for name, value in extras.items() if name not in SparseTensor.OWN})
+    return result
+
+
+SparseTensor._restore = staticmethod(restore)
+torch.serialization.add_safe_globals([restore])
+
+
+def _copied(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _check(shape: tuple[int, ...], inner: Inner) -> None:
+    """Errors of the constructor."""
+    if len(shape) < 2:
+        raise ValueError(f"SparseTensor: shape is {shape}; it must be (*batch, N, K)")
+    *batch, N, K = shape
+    if K % GROUP:
+        raise ValueError(f"SparseTensor: shape is {shape}; its last size must be a multiple of {GROUP}")
+    rows, columns = padded(N, K)
+    wanted: dict[str, tuple[list[tuple[int, ...]], tuple[torch.dtype, ...]]] = {
+        "values": ([(*batch, rows, columns // 2)], DTYPES),
+        "metadata": ([(*batch, columns // BLOCK, rows)], (torch.int32,)),
+        "channel": ([(*batch, N), (1,)], (torch.float32,)),
+    }
+    device = None
+    for name, (shapes, dtypes) in wanted.items():
+        part = inner[name]
+        if part is None and name == "channel":
+            continue
+        if not isinstance(part, Tensor) or isinstance(part, PackedWeight):
+            raise TypeError(f"SparseTensor: {name} is a {type(part).__name__}; it must be a plain tensor")
+        if tuple(part.shape) not in shapes:
+            texts = " or ".join(map(str, shapes))
+            raise ValueError(f"SparseTensor: {name} is {tuple(part.shape)}; it must be {texts}")
+        if part.dtype not in dtypes:
+            texts = " or ".join(map(str, dtypes))
+            raise TypeError(f"SparseTensor: {name} is {part.dtype}; it must be {texts}")
+        if not part.is_contiguous():
+            raise ValueError(f"SparseTensor: {name} has strides {part.stride()}; it must be contiguous")
+        device = device or part.device
+        if part.device != device:
+            raise ValueError(f"SparseTensor: {name} is on {part.device} and values on {device}")
+
+
+def padded(rows: int, columns: int) -> tuple[int, int]:
+    """Rows and columns as they are stored.
+
+    Example:
+        >>> padded(40, 64)
+        (64, 64)
+    """
+    return -(-rows // ROWS) * ROWS, -(-columns // COLUMNS) * COLUMNS
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Metadata
+
+
+def packed_metadata(nibbles: Tensor) -> Tensor:
+    """Words of metadata, (*batch, Kp / 32, Np), of four bits for each group of four numbers, (*batch, Np, Kp / 4)."""
+    *batch, N, groups = nibbles.shape
+    shifts = torch.arange(0, 16, 4, device=nibbles.device)
+    halves = (nibbles.to(torch.int64).view(*batch, N, groups // 4, 4) << shifts).sum(-1)
+    # Block of rows, s, half, g, block of columns, c; lanes are 4 g + 2 s + c.
+    parts = halves.view(*batch, N // BLOCK, 2, 2, 8, groups // 8, 2)
+    words = parts[..., 0, :, :, :] | parts[..., 1, :, :, :] << 16
+    words = words.movedim(-2, -5).transpose(-3, -2).reshape(*batch, groups // 8, N)
+    return ((words + (1 << 31)) % (1 << 32) - (1 << 31)).to(torch.int32)
+
+
+def unpacked_metadata(metadata: Tensor) -> Tensor:
+    """The four bits of each group of four numbers, int32, (*batch, Np, Kp / 4), of `packed_metadata`."""
+    *batch, blocks, N = metadata.shape
+    parts = metadata.view(*batch, blocks, N // BLOCK, 8, 2, 2)
+    halves = torch.stack([parts & 0xFFFF, (parts >> 16) & 0xFFFF], -1)
+    shifts = torch.arange(0, 16, 4, dtype=torch.int32, device=metadata.device)
+    found = (halves.unsqueeze(-1) >> shifts) & 15
+    # Block of columns, block of rows, g, s, c, half, group.
+    b = len(batch)
+    order = (*range(b), b + 1, b + 3, b + 5, b + 2, b, b + 4, b + 6)
+    return found.permute(order).reshape(*batch, N, 8 * blocks)
+
+
+def check_metadata(metadata: Tensor) -> None:
+    """ValueError for four bits whose first place is not below the second one; tensor cores leave open what these do."""
+    found = unpacked_metadata(metadata)
+    wrong = (found & 3) >= (found >> 2)
+    if wrong.any():
+        at = wrong.nonzero()[0].tolist()
+        bits = int(found[tuple(at)])
+        raise ValueError(
+            f"metadata: row {at[-2]}, columns {4 * at[-1]} to {4 * at[-1] + 3} have the places {bits & 3} and "
+            f"{bits >> 2}; the first must be below the second"
+        )
+
+
+def expanded(values: Tensor, metadata: Tensor) -> Tensor:
+    """The numbers with zeros between them, (*batch, Np, Kp)."""
+    nibbles = unpacked_metadata(metadata).to(torch.int64)
+    at = torch.stack([nibbles & 3, nibbles >> 2], -1)
+    kept = values.unflatten(-1, (-1, 2))
+    found = values.new_zeros(*nibbles.shape, GROUP).scatter(-1, at, kept)
+    return found.flatten(-2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Making one
+
+
+def sparsify(weight: Tensor, pattern: str = PATTERN, *, method: Method = "magnitude") -> SparseTensor:
+    """A weight of which two of each four numbers along K are kept.
+
+    Args:
+        weight: (*batch, N, K), float16, bfloat16 or wider, which becomes bfloat16; K is a multiple of 4. Or one of
+            torch's semi-structured weights: of `torch.sparse.SparseSemiStructuredTensorCUTLASS` nothing is copied, of
+            cuSPARSELt's the dense form is packed anew. Their numbers are kept as they are, whatever `method` says.
+        pattern: "2:4".
+        method: which numbers are kept.
+
+            - "magnitude": the two largest ones of each four.
+            - "transposable": those with the largest sum of magnitudes of each 4 by 4, so that each of its rows and
+              columns keeps two, and the transpose is 2:4 as well. N is a multiple of 4. See "Accelerated sparse neural
+              training" (Hubara et al., arXiv:2102.08124).
+            - "as_is": those that are not 0, of which each four may have two at most; -0.0 counts as 0.
+
+    Returns:
+        The weight, on the same device.
+
+    Raises:
+        ValueError: K is no multiple of 4, or with "as_is" four numbers have more than two that are not 0; the message
+            names the first place.
+        TypeError: the weight is no tensor of floating point.
+
+    Example:
+        >>> import torch, gemmery
+        >>> w = gemmery.sparsify(torch.randn(64, 128), "2:4")
+        >>> gemmery.linear(torch.randn(3, 128, dtype=torch.bfloat16), w).shape
+        torch.Size([3, 64])
+    """
+    if pattern != PATTERN:
+        raise ValueError(f"sparsify: pattern is {pattern!r}; it must be {PATTERN!r}")
+    if method not in get_args(Method):
+        raise ValueError(f"sparsify: method is {method!r}; it must be one of {', '.join(get_args(Method))}")
+    if isinstance(weight, torch.sparse.SparseSemiStructuredTensor):
+        return _of_torch(weight)
+    if not isinstance(weight, Tensor) or isinstance(weight, PackedWeight):
+        raise TypeError(f"sparsify: weight is a {type(weight).__name__}; it must be a plain tensor")
+    if not weight.is_floating_point() or weight.itemsize == 1:
+        raise TypeError(
+            f"sparsify: weight is {weight.dtype}; it must be float16, bfloat16, float32 or float64"
+        )
+    if weight.dim() < 2 or weight.shape[-1] % GROUP:
+        raise ValueError(
+            f"sparsify: weight is {tuple(weight.shape)}; it must be (*batch, N, K), where K is a multiple of {GROUP}"
+        )
+    w = weight.detach()
+    if w.dtype not in DTYPES:
+        w = w.to(torch.bfloat16)
+    at = _kept(w, method).sort(-1).values
+    *batch, N, K = w.shape
+    kept = w.unflatten(-1, (-1, GROUP)).gather(-1, at).flatten(-2)
+    # -0.0 would come back from `dense` as it is, and not as the 0 that it counts as.
+    kept = torch.where(kept == 0, torch.zeros_like(kept), kept)
+    rows, columns = padded(N, K)
+    values = w.new_zeros(*batch, rows, columns // 2)
+    values[..., :N, : K // 2] = kept
+    # Padding keeps the first two of four.
+    nibbles = torch.full((*batch, rows, columns // GROUP), 0b0100, dtype=torch.int32, device=w.device)
+    nibbles[..., :N, : K // GROUP] = (at[..., 0] | at[..., 1] << 2).to(torch.int32)
+    return SparseTensor((*batch, N, K), values, packed_metadata(nibbles))
+
+
+def _kept(w: Tensor, method: Method) -> Tensor:
+    """Which two of each four numbers are kept, (*batch, N, K / 4, 2), in any order."""
+    groups = w.unflatten(-1, (-1, GROUP))
+    if method == "transposable":
+        return _first_two(transposable_mask(w).unflatten(-1, (-1, GROUP)).to(torch.int8))
+    if method == "as_is":
+        counts = (groups != 0).sum(-1)
+        if not aten.has_no_values(w) and bool((counts > 2).any()):
+            at = (counts > 2).nonzero()[0].tolist()
+            place = "".join(f"{i}, " for i in at[:-1])
+            raise ValueError(
+                f"sparsify: weight[{place}{4 * at[-1]}:{4 * at[-1] + 4}] has {int(counts[tuple(at)])} numbers that are "
+                "not 0; method='as_is' takes two at most of each four"
+            )
+        return _first_two((groups != 0).to(torch.int8))
+    # NaN counts as the largest, so that it is seen.
+    return _first_two(groups.float().abs().nan_to_num(nan=float("inf")))
+
+
+def _first_two(sizes: Tensor) -> Tensor:
+    """The places of the two largest of each row, of equal ones the first."""
+    found: Tensor = sizes.sort(dim=-1, descending=True, stable=True).indices[..., :2]
+    return found
+
+
+@functools.cache
+def _patterns() -> Tensor:
+    """The 90 patterns of 4 by 4 with two in each row and column, (90, 16)."""
+    rows = [row for row in itertools.product((0, 1), repeat=GROUP) if sum(row) == 2]
+    found = [
+        pattern
+        for pattern in itertools.product(rows, repeat=GROUP)
+        if all(sum(column) == 2 for column in zip(*pattern, strict=True))
+    ]
+    return torch.tensor(found, dtype=torch.float32).flatten(1)
+
+
+def transposable_mask(w: Tensor) -> Tensor:
+    """Where "transposable" keeps numbers: a bool of the weight's shape.
+
+    Raises:
+        ValueError: N is no multiple of 4.
+
+    Example:
+        >>> mask = transposable_mask(torch.randn(8, 8))
+        >>> mask.sum(0).tolist(), mask.sum(1).tolist()
+        ([4, 4, 4, 4, 4, 4, 4, 4], [4, 4, 4, 4, 4, 4, 4, 4])
+    """
+    *batch, N, K = w.shape
+    if N % GROUP:
+        raise ValueError(
+            f"sparsify: weight is {tuple(w.shape)}; for method='transposable' N must be a multiple of {GROUP}"
+        )
+    patterns = _patterns().to(w.device)
+    blocks = w.float().abs().view(*batch, N // GROUP, GROUP, K // GROUP, GROUP).transpose(-3, -2).flatten(-2)
+    best = patterns[(blocks @ patterns.T).argmax(-1)].bool()
+    found: Tensor = best.unflatten(-1, (GROUP, GROUP)).transpose(-3, -2).reshape(w.shape)
+    return found
+
+
+def _of_torch(weight: Any) -> SparseTensor:
+    """A semi-structured weight of torch."""
+    is_whole = tuple(weight.shape) == padded(*weight.shape)
+    if (
+        type(weight).__name__ != "SparseSemiStructuredTensorCUTLASS"
+        or weight.dtype not in DTYPES
+        or not is_whole
+    ):
+        return sparsify(weight.to_dense(), method="as_is")
+    N, K = weight.shape
+    metadata = weight.meta.view(torch.int32).view(K // BLOCK, N)
+    result = SparseTensor((N, K), weight.packed, metadata)
+    check_metadata(metadata)
+    return result
