@@ -104,7 +104,7 @@ def linear(
 
     Args:
         x: (..., K).
-        weight: (N, K), or (K,) for a single output without its dimension; or a pair, see `matmul`. Packed or sparse, it is
+        weight: (N, K), or (K,) for a single output without its dimension; or a pair, see `matmul`; or packed or sparse,
             (N, K).
         bias: (N,); or a pair.
 

@@ -22,13 +22,14 @@ multiply. `unused` is complete when no warpgroup reads the ring any more.
 A tile goes to memory in parts of 64 rows of X by some of Y, through slots of shared memory. Each warpgroup has some
 slots of its own. A program's last tile has a slot for each part, in the ring.
 
-Operands have a form, which says what the coordinates of their tensor maps are: "rows" are (k, row), "turned" is
-(row, k), where adjacent elements lie along the rows, "pairs" are (k, row of 8, half, eight), and "packed" is (word,
-line, strip), see `any_width_packed`. Rows of a pair come from its two halves in turn, eight at a time, so that both
-numbers that make one of the output are in one thread. "many rows" and "many turned" are of a batch of matrices, and
-have one more coordinate, which says which matrix it is. "grouped rows" are of an A whose rows are in groups, each for a
-matrix of its own of B, see `place.next_tile_of_rows`. "ranged turned" are operands of which each product of a batch has
-a range of K. Tiles of a batch are not cut along K.
+Operands have a form, which says what the coordinates of their tensor maps are: "rows" are (k, row), "turned" is (row,
+k), where adjacent elements lie along the rows, "pairs" are (k, row of 8, half, eight), "packed" is (word, line, strip),
+see `any_width_packed`, "sparse" is (kept number, row), see `any_width_sparse`, and "sparse pairs" is both. Rows of a
+pair come from its two halves in turn, eight at a time, so that both numbers that make one of the output are in one
+thread. "many rows" and "many turned" are of a batch of matrices, and have one more coordinate, which says which matrix
+it is. "grouped rows" are of an A whose rows are in groups, each for a matrix of its own of B, see
+`place.next_tile_of_rows`. "ranged turned" are operands of which each product of a batch has a range of K. Tiles of a
+batch are not cut along K.
 """
 
 from triton.experimental import gluon
@@ -46,6 +47,7 @@ from .any_width_load import (
     begin,
     in_groups,
     in_ranges,
+    is_paired,
     is_turned,
     load_steps,
     loaders_of,
@@ -126,6 +128,9 @@ def corner(
     if X_FORM == "packed":
         # Words are of 16 rows each.
         x_rows = gl.cdiv(x_rows, 16) * 16
+    if X_FORM == "sparse":
+        # Metadata is of 32 rows.
+        x_rows = gl.cdiv(x_rows, 32) * 32
     y_rows = shape[0] if SWAP else shape[1]
     moves = (unit < state[1]) | (state[1] == 0)
     if SWAP or not GROUPED:
@@ -275,7 +280,7 @@ def consume(
     units, whole, parts = state[0], state[1], state[2]
     OWN: gl.constexpr = X_ROWS if PINGPONG else X_ROWS // GROUPS
     FIRST: gl.constexpr = 0 if PINGPONG else GROUP * OWN
-    EACH: gl.constexpr = 2 if X_FORM == "pairs" or Y_FORM == "pairs" else 1
+    EACH: gl.constexpr = 2 if is_paired(X_FORM, Y_FORM) else 1
     heads = heads_of(stages, FIRST, X_ROWS, FORMAT, X_FORM, Y_FORM)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
@@ -444,7 +449,7 @@ def gemm_any_width(
     state = (units, whole, parts, part_k, tiles_m, tiles_n, divisors, place_args)
     tile = (width, band_m)
     loads = (x_box, x_size, y_box, y_size, streams)
-    PAIRED: gl.constexpr = X_FORM == "pairs" or Y_FORM == "pairs"
+    PAIRED: gl.constexpr = is_paired(X_FORM, Y_FORM)
     PART: gl.constexpr = out.block_type.shape[-2] if SWAP else out.block_type.shape[-1] * (2 if PAIRED else 1)
     STEP: gl.constexpr = step_of(KIND)
     RING_BYTES: gl.constexpr = RING_ROWS * ROW

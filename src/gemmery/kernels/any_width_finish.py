@@ -9,7 +9,17 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from . import any_width_given as given
 from .any_width_acc import blocks_of, columns_of, in_block, picked
 from .any_width_cut import summed
-from .any_width_load import LAST_ROW, in_groups, is_any, is_batch, issue, maps_of, matrix_of, unused
+from .any_width_load import (
+    LAST_ROW,
+    in_groups,
+    is_any,
+    is_batch,
+    is_paired,
+    issue,
+    maps_of,
+    matrix_of,
+    unused,
+)
 from .dialect import value_of
 from .rings import applied, barrier, column_halves, upright
 
@@ -17,7 +27,7 @@ from .rings import applied, barrier, column_halves, upright
 @gluon.constexpr_function
 def lie_beside(X_FORM, SECOND):
     """Whether the parts of a program's last tile lie side by side in the ring."""
-    return X_FORM == "packed" or SECOND is not None
+    return X_FORM == "packed" or X_FORM.startswith("sparse") or SECOND is not None
 
 
 @gluon.jit
@@ -128,7 +138,7 @@ def finish_part(
         part: which part of the tile this is.
         in_ring: the part's slot, counted from the first, where parts are spread over the ring.
     """
-    PAIRED: gl.constexpr = X_FORM == "pairs" or Y_FORM == "pairs"
+    PAIRED: gl.constexpr = is_paired(X_FORM, Y_FORM)
     EACH: gl.constexpr = 2 if PAIRED else 1
     SLOT: gl.constexpr = out.block_type.shape[-2] * out.block_type.shape[-1] * 2 * EACH
     at_row, at_col = row, col
@@ -188,7 +198,7 @@ def finish_next(
         own_slot, spread, taken, cut: see `finish_tile`.
     """
     if GIVEN is not None:
-        EACH: gl.constexpr = 2 if X_FORM == "pairs" or Y_FORM == "pairs" else 1
+        EACH: gl.constexpr = 2 if is_paired(X_FORM, Y_FORM) else 1
         given.read_others(
             out, part, (row, col, width), total, taken, own_slot, spread, ring_slots, GIVEN[0], GROUP, SWAP, EACH,
             BUFFERS, PART, BARRIERS_AT,

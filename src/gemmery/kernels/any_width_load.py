@@ -25,8 +25,8 @@ AHEAD = gl.constexpr(2)
 SMALL = (64, 96)
 #: Dimensions of the tensor map of an operand of each form.
 _DIMS = {
-    "rows": 2, "turned": 2, "pairs": 4, "packed": 3, "many rows": 3, "many turned": 3, "grouped rows": 2,
-    "ranged turned": 4,
+    "rows": 2, "turned": 2, "pairs": 4, "packed": 3, "sparse": 2, "sparse pairs": 4,
+    "many rows": 3, "many turned": 3, "grouped rows": 2, "ranged turned": 4,
 }  # fmt: skip
 #: The end of the innermost of the dimensions that rows of groups and ranges of K have, see
 #: `any_width_finish.store_slot`.
@@ -37,6 +37,12 @@ LAST_ROW = gl.constexpr(1 << 30)
 def is_turned(FORM):
     """Whether adjacent elements of an operand lie along its rows."""
     return FORM.endswith("turned")
+
+
+@gluon.constexpr_function
+def is_paired(X_FORM, Y_FORM):
+    """Whether two columns of the product make one of the output."""
+    return X_FORM.endswith("pairs") or Y_FORM.endswith("pairs")
 
 
 def is_any(kind, *forms):
@@ -71,17 +77,22 @@ def is_batch(X_FORM, Y_FORM):
     return X_FORM.startswith("many") or Y_FORM.startswith("many")
 
 
+def params_of(FORM):
+    """Parameters of the kernel that are the tensor map of one kind of a weight's group parameters, or its metadata."""
+    return 1 + 2 * {"sparse": 3, "sparse pairs": 4}.get(FORM, 2)
+
+
 def maps_of(X_FORM, Y_FORM):
     """The numbers of the kernel's parameters that are tensor maps: of X, of Y, of the output, of scales and of shifts.
 
-    The sizes and strides of each are parameters, too. No packed weight is a batch. For the output of groups of rows see
-    `any_width_finish.store_slot`.
+    A sparse weight's metadata take the place of scales. The sizes and strides of each are parameters, too. No packed
+    weight is a batch. For the output of groups of rows see `any_width_finish.store_slot`.
     """
     behind_x, behind_y = (1 + 2 * _DIMS[value_of(form)] for form in (X_FORM, Y_FORM))
     out = behind_x + behind_y
     dims = 4 if is_any("grouped", X_FORM, Y_FORM) else 2 + len(matrix_of(None, X_FORM, Y_FORM))
     behind = out + 1 + 2 * dims
-    return 0, behind_x, out, behind, behind + 5
+    return 0, behind_x, out, behind, behind + params_of(value_of(X_FORM))
 
 
 @gluon.constexpr_function
@@ -201,7 +212,7 @@ def _operands(X_ROWS, FORMAT, X_FORM, Y_FORM, batch, row, x_box, x_size, col, wi
         maps = maps_of(X_FORM, Y_FORM)[3:][: len(format.kinds)]
         params = (
             f"mad.lo.s32 params, stage, {params_bytes}, params_first;"
-            f"{packed.load_params(format, rows, x_box, maps, row, 'k')}"
+            f"{format.load_params(rows, x_box, maps, row, 'k')}"
         )
     each = x_bytes // rows
     return (
@@ -235,6 +246,11 @@ def _load(name, FORM, each, batch):
             "many rows": (f"{{k, {row}, {batch}}}", ""),
             "many turned": (f"{{{row}, k, {batch}}}", ""),
             "pairs": ("{k, zero, zero, eight}", f"mov.b32 zero, 0; shr.u32 eight, {row}, 4;"),
+            "sparse": (f"{{line, {row}}}", "shr.u32 line, k, 1;"),
+            "sparse pairs": (
+                "{line, zero, zero, eight}",
+                f"mov.b32 zero, 0; shr.u32 line, k, 1; shr.u32 eight, {row}, 4;",
+            ),
             # A row has 8 bytes for each bit of a number, and 16 rows have a line for each 64 bits.
             "packed": (
                 "{zero, line, strip}",

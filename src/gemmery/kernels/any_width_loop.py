@@ -9,6 +9,7 @@ from triton.experimental.gluon.language._core import builtin
 
 from . import any_width_packed as packed
 from .any_width_packed import StageFormat
+from .any_width_sparse import SparseStage
 from .dialect import value_of
 
 #: Stages that there are barriers for.
@@ -20,9 +21,11 @@ NOWHERE = 8 * (STAGES.value + 3)
 
 
 def format_of(x):
-    """The format of a packed weight, of a constant that may be None."""
+    """The format of a packed or sparse weight, of a constant that may be None."""
     text = value_of(x)
-    return None if text is None else StageFormat.of(text)
+    if text is None:
+        return None
+    return SparseStage.of(text) or StageFormat.of(text)
 
 
 @gluon.constexpr_function
@@ -273,7 +276,7 @@ def multiply_steps(
         KIND: the types of X and of Y, as PTX names them, with a point between them.
         scales: what `scales_of` gives for steps that are multiplied by scales, which are promoted; (), where none is.
         PROMOTES: whether each step is summed by itself and then added. Tensor cores sum fp8 with 14 bits.
-        FORMAT: of a packed weight, which is X; see `any_width_packed.StageFormat`. Otherwise None.
+        FORMAT: of a packed or sparse weight, which is X; see `any_width_packed.AnyStage`. Otherwise None.
         X_FORM, Y_FORM: how the operands lie.
         WIDTHS: what `width` may be, in the order of the code for each.
         PART: columns of Y that are read at a time.
@@ -310,6 +313,11 @@ def multiply_steps(
         registers = [[f"${first + i}" for i in range(size)] for first in range(0, numbers, size)]
         sums = [row[: each // 2] for row in registers]
         ends = "".join(_tail(row, each, part) for row in registers)
+        if isinstance(format, SparseStage):
+            cases.append(
+                format.steps(sums, kind, turned[1], rows, arrived, releasing("before"), go_on, turns + ends)
+            )
+            continue
         if format is not None:
             last = f"{turns} wgmma.wait_group.sync.aligned 0; {releasing('earlier')} {releasing('before')} {ends}"
             # Each wait takes time, in which no other warpgroup multiplies where there is one alone.
@@ -324,7 +332,7 @@ def multiply_steps(
         cases.append(f"{{\nSTEP: {arrived} {step} {go_on} @more bra.uni STEP; {last} }}")
     before = _scales_of(2 * numbers + 36, spans) if spans else ""
     if format is not None:
-        before = packed.begin(format, rows, value_of(FIRST), stages_, width_)
+        before = format.begin(rows, value_of(FIRST), stages_, width_)
     constraints = ["=f"] * numbers + [str(i) for i in range(numbers)] + ["r"] * 36
     constraints += ["l"] * 24 + ["r"] * 4 if spans else []
     made = gl.inline_asm_elementwise(

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import triton.language as tl
 
 from . import decoders
+from .any_width_sparse import SparseStage
 
 #: Numbers along K of a step, and pieces in which it is multiplied.
 STEP, PIECES = 64, 4
@@ -87,69 +88,72 @@ class StageFormat(NamedTuple):
         """The kinds of group parameters that there are; registers are named after them."""
         return ("scale", "shift")[: bool(self.group) + bool(self.shifts)]
 
+    def load_params(self, rows: int, box: str, maps: list[int], row: str, k: str) -> str:
+        """Assembly that begins to load a stage's group parameters.
 
-def x_bytes(rows: int, format: StageFormat | None) -> int:
+        Args:
+            rows: of X.
+            box: rows that the tensor maps load at a time where a step has one group; with more groups it is 64.
+            maps: the numbers of the kernel's parameters that are tensor maps, of each of `kinds`.
+            row, k: registers that say where the step begins.
+
+        Register `params` is the stage's place, and `at` its barrier.
+        """
+        load = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        each = box if self.groups == 1 else str(ROWS)
+        # The assembler would make a slow division of one by a constant.
+        group = f"shr.u32 group, {k}, {self.group.bit_length() - 1};"
+        lines = [
+            f"{{ mov.b64 map, gemm_any_width_param_{number}; cvta.param.u64 map, map; mov.b32 row, {row};"
+            f"add.s32 last, {row}, {rows};\nNEXT: {load} [to], [map, {{row, group}}], [at];"
+            f"mad.lo.s32 to, {each}, {2 * self.groups}, to; add.s32 row, row, {each};"
+            "setp.lt.s32 more, row, last; @more bra NEXT; }"
+            for number in maps
+        ]
+        declared = "{ .reg .pred more; .reg .b64 map; .reg .b32 row, last, group, to; mov.b32 to, params;"
+        return f"{declared} {group} {' '.join(lines)} }}"
+
+    def begin(self, rows: int, first: int, stages: str, width: str) -> str:
+        """Assembly that finds where a thread's words and group parameters are, as `load` counts from there.
+
+        Args:
+            rows: of X in a stage.
+            first: the first of the warpgroup's rows.
+            stages, width: registers; how many stages there are, and rows of Y.
+        """
+        return (
+            ".reg .b32 warp, lane, line, place, params, first_params; mov.u32 lane, %tid.x; shr.u32 warp, lane, 5;"
+            "and.b32 warp, warp, 3; and.b32 lane, lane, 31;"
+            # Group parameters come behind both operands' blocks of all stages. A warp has 16 of 64 rows, and a thread
+            # the row that is its number divided by 4, and that 8 behind it.
+            f"mad.lo.s32 params, {width}, {LINE_BYTES}, {x_bytes(rows, self)};"
+            f"mul.lo.s32 first_params, params, {stages};"
+            "mov.b32 params, global_smem; add.s32 first_params, first_params, params; shr.u32 params, lane, 2;"
+            f"mad.lo.s32 params, warp, {STRIP}, params; mad.lo.s32 first_params, params, 2, first_params;"
+            f"add.s32 first_params, first_params, {first // ROWS * self.params};"
+            # A warp has a strip. TMA swizzles: of line i the n-th 16 bytes lie where those of number n xor i would.
+            f"shr.u32 line, lane, 3; mad.lo.s32 line, warp, {self.words // LINE_BYTES}, line; and.b32 place, line, 7;"
+            "xor.b32 lane, lane, place; and.b32 lane, lane, 7; mul.lo.s32 place, lane, 16;"
+            f"mad.lo.s32 place, line, {LINE_BYTES}, place;"
+        )
+
+
+#: How a stage holds a weight that is stored in a form of its own.
+AnyStage = StageFormat | SparseStage
+
+
+def x_bytes(rows: int, format: AnyStage | None) -> int:
     """Bytes that so many rows of X have in a stage: of the operand, or of its words where it is packed."""
     return rows * LINE_BYTES if format is None else rows // STRIP * format.words
 
 
-def params_bytes(rows: int, format: StageFormat | None) -> int:
+def params_bytes(rows: int, format: AnyStage | None) -> int:
     """Bytes of the group parameters of so many rows of X in a stage."""
     return 0 if format is None else rows // ROWS * format.params * len(format.kinds)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Loads
-
-
-def load_params(format: StageFormat, rows: int, box: str, maps: list[int], row: str, k: str) -> str:
-    """Assembly that begins to load a stage's group parameters.
-
-    Args:
-        rows: of X.
-        box: rows that the tensor maps load at a time where a step has one group; with more groups it is 64.
-        maps: the numbers of the kernel's parameters that are tensor maps, of each of `StageFormat.kinds`.
-        row, k: registers that say where the step begins.
-
-    Register `params` is the stage's place, and `at` its barrier.
-    """
-    load = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-    each = box if format.groups == 1 else str(ROWS)
-    # The assembler would make a slow division of one by a constant.
-    group = f"shr.u32 group, {k}, {format.group.bit_length() - 1};"
-    lines = [
-        f"{{ mov.b64 map, gemm_any_width_param_{number}; cvta.param.u64 map, map; mov.b32 row, {row};"
-        f"add.s32 last, {row}, {rows};\nNEXT: {load} [to], [map, {{row, group}}], [at];"
-        f"mad.lo.s32 to, {each}, {2 * format.groups}, to; add.s32 row, row, {each};"
-        "setp.lt.s32 more, row, last; @more bra NEXT; }"
-        for number in maps
-    ]
-    declared = "{ .reg .pred more; .reg .b64 map; .reg .b32 row, last, group, to; mov.b32 to, params;"
-    return f"{declared} {group} {' '.join(lines)} }}"
-
-
-def begin(format: StageFormat, rows: int, first: int, stages: str, width: str) -> str:
-    """Assembly that finds where a thread's words and group parameters are, as `load` counts from there.
-
-    Args:
-        rows: of X in a stage.
-        first: the first of the warpgroup's rows.
-        stages, width: registers; how many stages there are, and rows of Y.
-    """
-    return (
-        ".reg .b32 warp, lane, line, place, params, first_params; mov.u32 lane, %tid.x; shr.u32 warp, lane, 5;"
-        "and.b32 warp, warp, 3; and.b32 lane, lane, 31;"
-        # Group parameters come behind both operands' blocks of all stages. A warp has 16 of 64 rows, and a thread the
-        # row that is its number divided by 4, and that 8 behind it.
-        f"mad.lo.s32 params, {width}, {LINE_BYTES}, {x_bytes(rows, format)}; mul.lo.s32 first_params, params, {stages};"
-        "mov.b32 params, global_smem; add.s32 first_params, first_params, params; shr.u32 params, lane, 2;"
-        f"mad.lo.s32 params, warp, {STRIP}, params; mad.lo.s32 first_params, params, 2, first_params;"
-        f"add.s32 first_params, first_params, {first // ROWS * format.params};"
-        # A warp has a strip. TMA swizzles: of line i the n-th 16 bytes lie where those of number n xor i would.
-        f"shr.u32 line, lane, 3; mad.lo.s32 line, warp, {format.words // LINE_BYTES}, line; and.b32 place, line, 7;"
-        "xor.b32 lane, lane, place; and.b32 lane, lane, 7; mul.lo.s32 place, lane, 16;"
-        f"mad.lo.s32 place, line, {LINE_BYTES}, place;"
-    )
 
 
 def registers(format: StageFormat, own: int) -> str:

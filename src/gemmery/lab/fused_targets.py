@@ -20,6 +20,8 @@ from ..epilogues import library
 from ..formats.base import FORMATS
 from ..formats.packing import pack
 from ..formats.scaled import BLOCK, E8M0, MX_BLOCK, ScaledTensor
+from ..formats.sparse import BLOCK as BLOCK_2_4
+from ..formats.sparse import SparseTensor, padded
 from ..formats.tensor import QuantizedTensor
 from ..kernels import pointwise
 from ..nn.feed_forward import Differentiable
@@ -74,6 +76,7 @@ class Fused:
         rows: of the product in a sample: few of them take small tiles, which compile sooner.
         columns: of the product, where these are not as many as all other sizes.
         packed: the format and the size of a group of a packed weight.
+        sparse: whether the weight is 2:4 sparse.
         step: columns of both factors that share a scale; 0 where there are none that change along K.
         aligned: whether only sizes that suit all loads are compiled: odd ones are refused, or spill somewhere.
     """
@@ -88,6 +91,7 @@ class Fused:
     rows: int = 16
     columns: int | None = None
     packed: tuple[str, int] | None = None
+    sparse: bool = False
     step: int = 0
     aligned: bool = False
 
@@ -110,6 +114,9 @@ FUSED: dict[str, Fused] = {
     "e4m3_packed": Fused(unchanged, dtypes=("bf16", "fp16"), packed=("e4m3", 0)),
     "nvfp4": Fused(unchanged, dtypes=("bf16", "fp16"), packed=("nvfp4", 16)),
     "nf4": Fused(unchanged, dtypes=("bf16", "fp16"), packed=("nf4", 64), rows=4096),
+    "sparse": Fused(unchanged, dtypes=("bf16", "fp16"), sparse=True),
+    "sparse_gelu": Fused(library.gelu, bias=True, sparse=True, rows=4096),
+    "sparse_swiglu": Fused(library.swiglu, sparse=True, aligned=True),
     "scaled_blocks": Fused(unchanged, dtypes=("int8", "e4m3"), step=BLOCK, aligned=True),
     "scaled_mx": Fused(
         unchanged, dtypes=("e4m3", "e5m2"), needs=torch.float8_e4m3fn, step=MX_BLOCK, aligned=True
@@ -150,6 +157,8 @@ def _operands(
     if how.pair:
         # In one buffer, as all begin at one address on the meta device: apart, and the gate behind what it gates.
         weight = empty(3 * size // 2, size, dtype=kind).chunk(3)[::-2]
+    if how.sparse:
+        weight = _sparse(columns, size, kind)
     if how.packed:
         weight = _packed(*how.packed, columns, size, kind)
     args = tuple([empty(*shapes[x]) if isinstance(x, str) else x for x in how.args])
@@ -163,6 +172,14 @@ def _packed(format: str, group: int, rows: int, columns: int, dtype: torch.dtype
     words = pack(codes, FORMATS[format].bits, FORMATS[format].order)
     shared = None if scales is None else scales.new_empty(scales.shape[1], -(-rows // 16) * 16)
     return QuantizedTensor((rows, columns), format, words, dtype=dtype, group_size=group, scales=shared)
+
+
+def _sparse(rows: int, columns: int, dtype: torch.dtype) -> SparseTensor:
+    """A 2:4 sparse weight on the meta device."""
+    shape = padded(rows, columns)
+    values = torch.empty(shape[0], shape[1] // 2, dtype=dtype, device="meta")
+    metadata = torch.empty(shape[1] // BLOCK_2_4, shape[0], dtype=torch.int32, device="meta")
+    return SparseTensor((rows, columns), values, metadata)
 
 
 def _block_scaled(x: Tensor, weight: Tensor, function: Callable[..., Any], step: int) -> Any:
@@ -193,7 +210,13 @@ def abstract_product(name: str, dtype: str, rows: int, size: int, device: Device
         with _made_for(device):
             blocks: Abstract = _block_scaled(x, weight, how.function, how.step)
             return blocks
-    factor = tuple([half.t() for half in weight]) if how.pair else weight if how.packed else weight.t()
+    factor = (
+        tuple([half.t() for half in weight])
+        if how.pair
+        else weight
+        if how.packed or how.sparse
+        else weight.t()
+    )
     before = (x.new_empty(rows, 1), x.new_empty(size)) if how.prologue else ()
     with _made_for(device):
         made: Any = gemmery.plan(

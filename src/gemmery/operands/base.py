@@ -20,7 +20,7 @@ from ..kernels import steps
 
 if TYPE_CHECKING:
     from ..devices import Device
-    from ..kernels.any_width_packed import StageFormat
+    from ..kernels.any_width_packed import AnyStage
     from ..problem import Config, Problem
     from ..product.prologue import Prologue
 
@@ -150,7 +150,7 @@ class Spec(Layout):
         return False
 
     @property
-    def staged(self) -> StageFormat | None:
+    def staged(self) -> AnyStage | None:
         """How stages of `schedules.any_width` hold it where it is packed; None where they do not, or it is not."""
         return None
 

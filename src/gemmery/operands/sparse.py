@@ -12,6 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..formats.sparse import BLOCK, GROUP, INNER, SparseTensor, padded, unpacked_metadata
 from ..kernels import sparse as loaders
+from ..kernels.any_width_sparse import SparseStage
 from .base import Access, Layout, Multiply, Operand, Spec, negated
 from .dense import DenseOperand, gradient_of
 from .packed import meta_proxy
@@ -62,6 +63,11 @@ class Sparse(Spec):
     def strides_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Values and metadata are contiguous."""
         return torch.empty(shape, device="meta").stride()
+
+    @property
+    def staged(self) -> SparseStage:
+        """See `Spec.staged`."""
+        return SparseStage()
 
     @property
     def layouts(self) -> tuple[Layout, ...]:

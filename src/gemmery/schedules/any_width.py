@@ -19,6 +19,7 @@ from ..operands import Dense, Ragged
 from ..operands.packed import Packed
 from ..operands.pair import Pair
 from ..operands.scaled import Scaled
+from ..operands.sparse import Sparse
 from . import any_width_cost
 from .any_width_binding import AnyWidthBinding
 from .any_width_tile import (
@@ -30,6 +31,7 @@ from .any_width_tile import (
     MOST_STAGES,
     ROW,
     ROWS,
+    SPARSE,
     Tile,
     forms_of,
     numbers_for,
@@ -115,10 +117,10 @@ class AnyWidth(PersistentStatic):
             raise ValueError(
                 f"Config: the {self.name} schedule needs {ROWS} or {2 * ROWS} rows for each warpgroup of 4 warps"
             )
-        if tile.y % tile.each or not 16 <= tile.y <= tile.widest():
+        if tile.y % 8 or not 16 <= tile.y <= tile.widest(SPARSE):
             raise ValueError(
-                f"Config: the {self.name} schedule needs a width that is a multiple of {tile.each} from 16 to "
-                f"{tile.widest()}"
+                f"Config: the {self.name} schedule needs a width that is a multiple of 8 from 16 to "
+                f"{tile.widest(SPARSE)}"
             )
         if c.num_stages < 2:
             # A stage is free when the product of the next one has begun.
@@ -153,7 +155,10 @@ class AnyWidth(PersistentStatic):
             return f"scales along K need {ROWS} rows for each warpgroup and no swap"
         widest = self.tile(c).widest(numbers_for(p))
         if self.tile(c).y > widest:
-            kind = "a packed weight" if p.b.is_packed else "fp8 that is promoted or scaled"
+            kind = (
+                "a packed weight" if p.b.is_packed else "a sparse weight" if p.b.is_sparse else
+                "fp8 that is promoted or scaled"
+            )  # fmt: skip
             return f"{kind} leaves registers for a width of {widest}"
         if not self.considers(p, np.asarray(p.M)):
             return "a row that is added to one row may be the output itself, of which some is stored twice"
@@ -161,13 +166,15 @@ class AnyWidth(PersistentStatic):
 
     def _untaken(self, config: Config, forms: Forms) -> str | None:
         """Why operands that lie so can't be cut into a config's tiles; None if they can."""
-        c, tile, (_, y_form) = config, self.tile(config), forms_of(config, forms)
-        if y_form == "packed":
-            return "packed weights need swap"
+        c, tile, (x_form, y_form) = config, self.tile(config), forms_of(config, forms)
+        if y_form.startswith(("packed", "sparse")):
+            return f"{y_form.split()[0]} weights need swap"
+        if tile.y % tile.each and not x_form.startswith("sparse"):
+            return f"{tile.own} rows for each warpgroup need a width that is a multiple of {tile.each}"
         if c.block_k == ROW and (forms.a_turned or forms.b_turned):
             return "operands of 8 bits need adjacent elements along K"
         if forms.packed and c.num_stages < LEAST_PACKED:
-            return f"num_stages is {c.num_stages}; packed weights need at least {LEAST_PACKED}"
+            return f"num_stages is {c.num_stages}; packed and sparse weights need at least {LEAST_PACKED}"
         if c.num_stages > (most := tile.most_stages(forms.packed)):
             return f"num_stages is {c.num_stages}; of this tile there is shared memory for {most}"
         if (forms.batched or forms.ragged) and c.split_k > 1:
@@ -183,6 +190,8 @@ class AnyWidth(PersistentStatic):
                 else "an operand with adjacent elements along N or M"
             )
             return f"{kind} needs a width that is a multiple of {EACH[y_form]}"
+        if self.takes_turns and x_form.startswith("sparse"):
+            return "warpgroups that take turns wait too often for products with a sparse weight"
         if y_form == "pairs" and tile.part < LEAST_PAIRS:
             return f"a weight in two halves needs a width from {LEAST_PAIRS} on"
         return None
@@ -248,6 +257,8 @@ def _operands_suit(problem: Problem) -> bool:
     has.
     """
     a, b = problem.a, problem.b
+    if isinstance(b, Sparse):
+        return type(a) is Dense and not problem.batch
     if isinstance(b, Packed):
         return type(a) is Dense and bool(b.staged) and not problem.paired
     if problem.ragged:

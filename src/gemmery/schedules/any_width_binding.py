@@ -11,14 +11,27 @@ import torch
 
 from ..epilogues.device import function
 from ..formats.packing import LINE, STRIP
+from ..formats.sparse import BLOCK
 from ..kernels import any_width_packed as packed
 from ..kernels import place
 from ..kernels.any_width_load import LAST_ROW
 from ..kernels.numerics import cast
 from ..operands import DenseAccess
 from ..operands.packed import PackedAccess
+from ..operands.sparse import SparseAccess
 from .any_width_compiled import check_maps, check_memory, waits_for_each
-from .any_width_tile import EIGHT, KINDS, MOST_STAGES, ROW, ROWS, Tile, every_of, forms_of, numbers_for
+from .any_width_tile import (
+    EIGHT,
+    KINDS,
+    MOST_STAGES,
+    ROW,
+    ROWS,
+    Tile,
+    every_of,
+    forms_of,
+    numbers_for,
+    stage_of,
+)
 from .base import Forms
 from .binding import (
     BOX,
@@ -78,7 +91,7 @@ class AnyWidthBinding(Binding):
         self.work, self.band = work, band
         self.kernel = any_width.gemm_any_width
         self.grid = (self.work.programs, 1, 1)
-        self.forms, self.format = forms_of(c, Forms.of(p)), p.b.staged
+        self.forms, self.format = forms_of(c, Forms.of(p)), stage_of(p)
         self.part = tile.part
         self.widths = tile.widths(*self.forms, numbers_for(p))
         registers, loader = REGISTERS[tile.groups]
@@ -286,6 +299,8 @@ class AnyWidthBinding(Binding):
         p, step = self.problem, self.config.block_k
         if is_b and isinstance(self.b, PackedAccess):
             return self._words(tensor, self.b, rows, box)
+        if is_b and isinstance(self.b, SparseAccess):
+            return self._kept(tensor, self.b, rows, box)
         # Strides along K and along the rows.
         along, across, size = (p.b.row, p.b.col, p.N) if is_b else (p.a.col, p.a.row, p.M)
         # Groups of rows lie in one matrix.
@@ -311,17 +326,44 @@ class AnyWidthBinding(Binding):
 
     def _words(self, tensor: Any, own: PackedAccess, rows: int, box: int) -> Any:
         """The descriptor of a packed weight's words, as `_operand`."""
-        assert self.format is not None
+        assert isinstance(self.format, packed.StageFormat)
         lines = self.format.words // ROW
         shape, strides = (own.strips, own.lines, LINE), (own.lines * LINE, LINE, 1)
         made = descriptor(tensor, shape, strides, (rows // STRIP, lines, LINE))
         made.box = [box // STRIP, lines, LINE]
         return made
 
+    def _kept(self, tensor: Any, own: SparseAccess, rows: int, box: int) -> Any:
+        """The descriptor of a sparse weight's kept numbers, as `_operand`."""
+        row, step = own.columns // 2, self.config.block_k // 2
+        if not own.paired:
+            made = descriptor(tensor, (own.rows, row), (row, 1), (rows, step))
+            made.box = [box, step]
+            return made
+        both = 2 * EIGHT
+        shape, strides = (own.rows // both, 2, EIGHT, row), (EIGHT * row, own.rows // 2 * row, row, 1)
+        made = descriptor(tensor, shape, strides, (rows // both, 2, EIGHT, step))
+        made.box = [box // both, 2, EIGHT, step]
+        return made
+
+    def _metadata(self, tensor: Any, own: SparseAccess, box: int) -> Any:
+        """The descriptor of a sparse weight's metadata, of `box` rows of X at a time."""
+        rows, blocks = own.rows, own.columns // BLOCK
+        shape, strides, block = (rows // BLOCK, blocks, BLOCK), (BLOCK, rows, 1), [2, BLOCK]
+        each = BLOCK
+        if own.paired:
+            shape, strides = (rows // (2 * BLOCK), 2, blocks, BLOCK), (BLOCK, rows // 2, rows, 1)  # type: ignore[assignment]
+            block, each = [2, 2, BLOCK], 2 * BLOCK
+        made = descriptor(tensor, shape, strides, (ROWS // each, *block), swizzle=0)
+        made.box = [box // each, *block]
+        return made
+
     def _params(self, tensors: Sequence[Any], box: int) -> list[Any]:
         """The descriptors of scales and of shifts, of `box` rows of X at a time; None where there are none."""
         found: list[Any] = [None, None]
-        if isinstance(self.b, PackedAccess) and self.format is not None:
+        if isinstance(self.b, SparseAccess):
+            return [self._metadata(tensors[1], self.b, box), None]
+        if isinstance(self.b, PackedAccess) and isinstance(self.format, packed.StageFormat):
             shape, block = (self.b.groups, self.b.columns), (max(self.format.groups, 1), ROWS)
             for i, each in enumerate(tensors[1:]):
                 made = descriptor(each, shape, (self.b.columns, 1), block, swizzle=0)
@@ -342,12 +384,13 @@ def source() -> str:
         any_width_load,
         any_width_loop,
         any_width_order,
+        any_width_sparse,
         decoders,
     )
 
     return digest(
         any_width, any_width_acc, any_width_cut, any_width_finish, any_width_given, any_width_load, any_width_loop,
-        any_width_order, packed, decoders,
+        any_width_order, any_width_sparse, packed, decoders,
     )  # fmt: skip
 
 

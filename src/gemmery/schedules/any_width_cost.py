@@ -28,6 +28,9 @@ TURNED = 32.0
 #: What the products take longer where each step's sum is promoted, and where it is scaled before; for 1, 2 and 3
 #: warpgroups, of which the others multiply while one adds.
 PROMOTING, SCALING = (1.57, 1.14, 1.04), (1.8, 1.65, 1.6)
+#: Of products with a 2:4 sparse weight: the part of the time of dense ones that they take if shared memory has to read
+#: nothing but Y; seconds of a step for a warpgroup that is alone.
+SPARSE, SPARSE_ALONE = 0.42, 0.6e-7
 #: Rows of X that a warpgroup unpacks at a time.
 ROWS = 64
 #: Seconds of a step in which a packed weight is unpacked: once, by several warpgroups and by one alone, and for each 64
@@ -89,14 +92,16 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool) -> Co
     own_steps = np.maximum(whole * steps + chunk, steps * given.longest(p.matrices) * (whole > 0))
     busy = np.minimum(np.where(whole > 0, tiles, tiles * parts), device.sms)
     compute = own_steps * 2.0 * x * y * s.block_k / (given.rate * EFFICIENCY)
-    if p.b.is_packed:
+    if p.b.is_sparse:
+        compute = _of_sparse(compute, own_steps, x, y, groups)
+    elif p.b.is_packed:
         compute = _unpacking(compute, own_steps, x, groups)
     else:
         turned = TURNED if p.a.col != 1 and p.b.row != 1 else 0.0
         compute = compute * (1 + EDGE / y) * (1 + (turned / y) ** 2) * _summing(p)[groups - 1]
     share = np.minimum(INTAKE, L2 * device.sms / busy) * device.sm_bandwidth
-    # Of a packed weight, which is X, words are loaded.
-    loaded = x * (p.b.bits / p.a.bits) + y if p.b.is_packed else x + y
+    # Of a packed or sparse weight, which is X, less is loaded.
+    loaded = x * (p.b.bits / p.a.bits) + y if p.b.is_packed or p.b.is_sparse else x + y
     l2 = own_steps * loaded * (s.block_k * p.a.bits / 8) / share
     loop = (compute**JOINT + l2**JOINT) ** (1 / JOINT)
     loop = np.maximum(loop, own_steps * _least_of_step(p, s, given.rows_inside(p.matrices), x, y, busy))
@@ -134,6 +139,22 @@ def _unpacking(compute: Floats, steps: Floats, x: Floats, groups: Floats) -> Flo
     once = np.where(x > ROWS, UNPACK, UNPACK_ALONE)
     unpack = steps * (once + UNPACK_ROWS * x / ROWS)
     seconds: Floats = (products**UNPACK_OVERLAP + unpack**UNPACK_OVERLAP) ** (1 / UNPACK_OVERLAP)
+    return seconds
+
+
+def _of_sparse(compute: Floats, steps: Floats, x: Floats, y: Floats, groups: Floats) -> Floats:
+    """The time of products with a 2:4 sparse weight, where dense ones would take so long.
+
+    Shared memory has as much bandwidth as the products of Y alone take. Reading X takes its part of it, and so does
+    writing both.
+
+    Args:
+        steps: of a program.
+        groups: warpgroups that share a tile.
+    """
+    seconds: Floats = compute * SPARSE * (1 + 68 / y + 64 / x) + np.where(
+        groups == 1, steps * SPARSE_ALONE, 0
+    )
     return seconds
 
 

@@ -9,6 +9,7 @@ import torch
 
 from ..devices import ARCHS
 from ..kernels import any_width_packed as packed
+from ..kernels.any_width_sparse import SparseStage
 from ..operands.scaled import Scaled
 from .base import Forms
 from .binding import promotes
@@ -34,6 +35,9 @@ ACCUMULATORS, IN_TURNS = {1: 128, 2: 160, 3: 96}, 144
 PROMOTED, SCALED = {1: 96, 2: 88, 3: 64}, {1: 88, 2: 80, 3: 48}
 #: And where X is a packed weight, of which a step's operands are in registers.
 PACKED = {1: 128, 2: 144, 3: 96}
+#: And where X is a sparse weight, whose tiles are limited by shared memory's bandwidth, of which large ones take less.
+#: No other kernel has more.
+SPARSE = {1: 128, 2: 176, 3: 96}
 #: The widths that share a kernel where X is a packed weight and each warpgroup has 64 rows of it, by the number of
 #: warpgroups. The more widths a kernel has, the more often its products wait for each other, see `waits_for_each`.
 PACKED_WIDTHS = {
@@ -48,7 +52,16 @@ LEAST_PACKED = 3
 #: The form of an operand, see `kernels.any_width`. The form of Y decides which multiples a tile's width can be. TMA
 #: loads 64 turned rows at a time; with other widths part of them was not needed, and took up to twice as long.
 Form = Literal[
-    "rows", "turned", "pairs", "packed", "many rows", "many turned", "grouped rows", "ranged turned"
+    "rows",
+    "turned",
+    "pairs",
+    "packed",
+    "sparse",
+    "sparse pairs",
+    "many rows",
+    "many turned",
+    "grouped rows",
+    "ranged turned",
 ]
 EACH: dict[Form, int] = {
     "rows": 8, "turned": ROWS, "pairs": 2 * EIGHT, "many rows": 8, "many turned": ROWS, "grouped rows": 8,
@@ -110,7 +123,7 @@ class Tile(NamedTuple):
         if of_x == "packed" and self.own == ROWS:
             found = next((widths for widths in PACKED_WIDTHS[self.groups] if self.y in widths), found)
         elif of_x != "packed" and self.y >= PART:
-            found = range(PART, self.widest(numbers) + 1, self.each)
+            found = range(PART, self.widest(numbers) + 1, 8 if of_x.startswith("sparse") else self.each)
         return tuple(width for width in found if width % EACH[of_y] == 0)
 
     @property
@@ -139,11 +152,11 @@ class Tile(NamedTuple):
         """Parts of a tile that is cut along K. The warpgroup that adds them up has one, and the ring the others."""
         return 1 + self.ring_rows // self.groups * ROW // (self.own * self.y * 4)
 
-    def most_stages(self, format: packed.StageFormat | None = None) -> int:
+    def most_stages(self, format: packed.AnyStage | None = None) -> int:
         """Stages that there is room for.
 
         Args:
-            format: of X, if that is a packed weight.
+            format: of X, if that is a packed or sparse weight.
         """
         each = packed.x_bytes(self.x, format) + self.y * ROW + packed.params_bytes(self.x, format)
         return min(MOST_STAGES, self.ring_rows * ROW // each)
@@ -154,9 +167,11 @@ def forms_of(config: Config, forms: Forms) -> tuple[Form, Form]:
     if forms.ragged == "k":
         return "ranged turned", "ranged turned"
     a: Form = "turned" if forms.a_turned else "rows"
-    b: Form = (
-        "packed" if forms.packed else "turned" if forms.b_turned else "pairs" if forms.paired else "rows"
-    )
+    b: Form = "turned" if forms.b_turned else "pairs" if forms.paired else "rows"
+    if isinstance(forms.packed, SparseStage):
+        b = "sparse pairs" if forms.paired else "sparse"
+    elif forms.packed:
+        b = "packed"
     if forms.batched:
         a, b = a if forms.ragged else MANY[a], MANY[b]
     if forms.ragged:
@@ -168,7 +183,15 @@ def numbers_for(problem: Problem) -> dict[int, int] | None:
     """By the number of warpgroups, the numbers of an accumulator that a thread may have; None for the usual ones."""
     if problem.b.is_packed:
         return PACKED
+    if problem.b.is_sparse:
+        return SPARSE
     return SCALED if problem.b.by_steps else PROMOTED if promotes(problem) else None
+
+
+def stage_of(problem: Problem) -> packed.AnyStage | None:
+    """How stages hold a packed or sparse weight of a problem; None where there is none."""
+    staged = problem.b.staged
+    return staged._replace(paired=True) if isinstance(staged, SparseStage) and problem.paired else staged
 
 
 def every_of(problem: Problem) -> tuple[int, int] | None:

@@ -15,7 +15,7 @@ import triton
 
 if TYPE_CHECKING:
     from ..devices import Arch
-    from ..kernels.any_width_packed import StageFormat
+    from ..kernels.any_width_packed import AnyStage
     from ..problem import Config, Problem
     from ..select.space import Space
     from .binding import Binding
@@ -47,7 +47,7 @@ class Forms(NamedTuple):
     a_turned: bool
     b_turned: bool
     paired: bool
-    packed: StageFormat | None = None
+    packed: AnyStage | None = None
     batched: bool = False
     ragged: str = ""
 

@@ -103,7 +103,7 @@ class SlicedK(Tile):
         )
 
     def takes(self, config: Config, forms: Forms) -> bool:
-        if forms.packed is None:
+        if not isinstance(forms.packed, packed.StageFormat):
             return False
         shape = _shape(config, forms.packed)
         bundles = config.block_n // STRIP // shape.bundle
@@ -166,7 +166,7 @@ class SlicedK(Tile):
         (`benchmarks/results/looks/sliced_k-bf16.json`, and seed 101 of `choices-bf16.json`).
         """
         p, s, sms = problem, space, problem.device.sms
-        assert p.b.staged is not None
+        assert isinstance(p.b.staged, packed.StageFormat)
         bundle, strips = _bundle(s.block_n, s.num_warps, int(p.b.bits)), s.block_n / STRIP
         tiles = -(-given.rows // s.block_m) * -(-p.N // s.block_n)
         units = np.ceil(max(p.K, 1) / s.block_k)
@@ -195,7 +195,7 @@ class SlicedK(Tile):
 
     def at_once(self, problem: Problem, config: Config) -> int:
         format = problem.b.staged
-        assert format is not None
+        assert isinstance(format, packed.StageFormat)
         return problem.device.sms * _resident(_shape(config, format))
 
 
@@ -233,7 +233,7 @@ class SlicedKBinding(Binding):
         self.problem, self.config = p, c
         self.a, self.b = p.a.access(p, is_b=False, tma=False), p.b.access(p, is_b=True, tma=False)
         self.split, self.format = Split.of(p, c), p.b.staged
-        assert self.format is not None
+        assert isinstance(self.format, packed.StageFormat)
         self.tiles = -(-p.M // c.block_m) * -(-p.N // c.block_n)
         self.kernel = sliced_k.gemm_sliced_k
         self.grid = (self.tiles * (1 if self.split is None else self.split.parts), 1, 1)

@@ -7,9 +7,10 @@ The rows are made from the sizes of tiles, since there are too many to write dow
 
 from __future__ import annotations
 
-from ..kernels.any_width_packed import STEP, StageFormat
+from ..kernels.any_width_packed import STEP, AnyStage, StageFormat
+from ..kernels.any_width_sparse import SparseStage
 from ..schedules.any_width import COOPERATIVE, PINGPONG
-from ..schedules.any_width_tile import PACKED, PART, ROW, ROWS, SCALED, Tile
+from ..schedules.any_width_tile import PACKED, PART, ROW, ROWS, SCALED, SPARSE, Tile
 
 #: Rows of X, warpgroups, and rows of X of each: of tiles that warpgroups share, and of those that they take in turn.
 SHARED_TILES = ((64, 1, 64), (128, 2, 64), (192, 3, 64), (256, 2, 128))
@@ -28,16 +29,17 @@ Numbers = dict[int, int] | None
 
 
 def _rows(
-    sizes: tuple[tuple[int, int, int], ...], step: int, numbers: Numbers, *formats: StageFormat
+    sizes: tuple[tuple[int, int, int], ...], step: int, numbers: Numbers, *formats: AnyStage
 ) -> list[str]:
     """The rows of tiles of these sizes, with as many stages as there is room for.
 
     Args:
-        formats: of packed weights, if there are any, those for which there are rows; most stages come first.
+        formats: of packed or sparse weights, if there are any, those for which there are rows; most stages come first.
     """
     lines: list[str] = []
     for x, groups, own in sizes:
-        for y in _widths(Tile(x, 0, groups, own), numbers, bool(formats)):
+        is_packed = any(isinstance(format, StageFormat) for format in formats)
+        for y in _widths(Tile(x, 0, groups, own), numbers, is_packed):
             most = [Tile(x, y, groups, own).most_stages(format) for format in formats or (None,)]
             for stages in dict.fromkeys(most):
                 if stages < LEAST_STAGES:
@@ -52,6 +54,8 @@ def _rows(
 def _widths(tile: Tile, numbers: Numbers, is_packed: bool) -> range:
     """The widths of tiles with so many rows of X."""
     widest = tile.widest(numbers)
+    if numbers is SPARSE:
+        return range(PART, widest + 1, 8)
     if not is_packed:
         return range(PART, widest + 1, tile.each)
     return range(PART, (widest if tile.groups > 1 else ALONE) + 1, STEP_PACKED)
@@ -96,3 +100,15 @@ def packed_rows(bits: int) -> dict[tuple[str, str], str]:
         )
         for schedule, sizes in ((COOPERATIVE, SHARED_TILES), (PINGPONG, TURNS))
     }
+
+
+def sparse_rows() -> dict[tuple[str, str], str]:
+    """The rows for 2:4 sparse weights of 16 bits, which are X. No warpgroups take turns."""
+    format = SparseStage()
+    narrow = [
+        f"{y}x{x}x{STEP} 0 {4 * groups} {Tile(x, y, groups, ROWS).most_stages(format)} 1.0 swap splits"
+        for x, groups in ((ROWS, 1), (2 * ROWS, 2))
+        for y in NARROW
+    ]
+    lines = [*_rows(SHARED_TILES, STEP, SPARSE, format), *narrow]
+    return {("descriptor", COOPERATIVE.name): "\n".join(f"{line} apart" for line in lines)}

@@ -109,17 +109,18 @@ HOPPER: dict[str, Rows] = {
     | any_width_tiles.packed_rows(8),
     "sparse": {
         ("descriptor", "tile"): """
-            16x64x128   1 4 4 0.30 swap splits
-            32x64x128   1 4 4 0.30 swap splits
-            64x64x128   1 4 4 0.40 swap splits
-            128x64x64   2 4 4 0.45 swap splits
-            128x128x64  2 8 3 0.50 swap
+            16x64x128   1 4 4 0.08 swap splits
+            32x64x128   1 4 4 0.15 swap splits
+            64x64x128   1 4 4 0.25 swap splits
+            128x64x64   2 4 4 0.27 swap splits
+            128x128x64  2 8 3 0.38 swap
         """,
         ("pointer", "tile"): """
-            64x64x64   8 4 3 0.20 swap strided splits
-            16x64x64   8 4 3 0.15 swap strided splits
+            64x64x64   8 4 3 0.10 swap strided splits
+            16x64x64   8 4 3 0.05 swap strided splits
         """,
-    },
+    }
+    | any_width_tiles.sparse_rows(),
     "scaled": {
         ("descriptor", "tile"): """
             128x128x128 16 8 3 0.56 split splits

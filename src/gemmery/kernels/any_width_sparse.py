@@ -1,0 +1,161 @@
+"""2:4 sparse weights in tiles of any width: how a stage holds them, and the assembly of their products.
+
+The weight is X. `wgmma.sp` of PTX reads its kept numbers from shared memory, 32 of a row for a step of 64 along K, and
+takes the metadata from registers: of 16 rows and 64 columns each thread of a warp has a word. A stage has the kept
+numbers, swizzled by 64 bytes, and behind the blocks of all stages the words of metadata, those of 32 rows and 32
+columns after each other; see `formats.sparse`.
+
+The tensor cores read metadata while they multiply. So two steps, of which one is under way while the other is loaded,
+have registers of their own. After every `TOGETHER` steps a warpgroup waits for all of its products: with some under way
+from one round of the loop to the next, the assembler of Triton 3.6 to 3.9 makes each wait for the one before.
+"""
+
+from typing import NamedTuple
+
+#: Rows whose words lie together, rows that an instruction multiplies, and bytes of the words of the former with 32
+#: columns.
+BLOCK, ROWS, WORDS_BYTES = 32, 64, 128
+#: The upper half of the matrix descriptor of the kept numbers: swizzled by 64 bytes, 512 bytes from one 8 rows to the
+#: next.
+_HEAD = 2 << 30 | 32
+#: The same of Y, see `any_width_loop`.
+_HEAD_Y = 1 << 30 | 64
+#: Steps of a round of the loop, a power of two.
+TOGETHER = 4
+#: Units of 16 bytes from 64 rows of kept numbers to the next.
+_UNITS = 256
+
+
+class SparseStage(NamedTuple):
+    """How a stage holds 2:4 sparse numbers of 16 bits; the counterpart of `any_width_packed.StageFormat`.
+
+    Attributes:
+        paired: whether the rows are of two halves in turn, eight of each; see the forms of `any_width`.
+        bits: of a number of the matrix, as far as it is in the block of X.
+    """
+
+    paired: bool = False
+    bits: int = 8
+
+    @classmethod
+    def of(cls, text: str) -> "SparseStage | None":
+        """The format that `str` has written down; None for that of a packed weight."""
+        return next((x for x in (cls(), cls(paired=True)) if str(x) == text), None)
+
+    def __str__(self) -> str:
+        return f"2:4/{self.bits}{'/pairs' if self.paired else ''}"
+
+    @property
+    def words(self) -> int:
+        """Bytes of the kept numbers of 16 rows and a step."""
+        return 16 * 64 * self.bits // 8
+
+    @property
+    def params(self) -> int:
+        """Bytes of the metadata of 64 rows and a step."""
+        return 2 * ROWS // BLOCK * WORDS_BYTES
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What there is beside the numbers."""
+        return ("metadata",)
+
+    def load_params(self, rows: int, box: str, maps: list[int], row: str, k: str) -> str:
+        """See `StageFormat.load_params`."""
+        dims, shift = (4, 6) if self.paired else (3, 5)
+        load = f"cp.async.bulk.tensor.{dims}d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        at = "{zero, group, zero, block}" if self.paired else "{zero, group, block}"
+        return (
+            "{ .reg .pred more; .reg .b64 map; .reg .b32 zero, group, block, last, to, each, count;"
+            f"mov.b64 map, gemm_any_width_param_{maps[0]}; cvta.param.u64 map, map; mov.b32 zero, 0;"
+            f"shr.u32 group, {k}, 5; shr.u32 block, {row}, {shift}; add.s32 last, block, {rows >> shift};"
+            f"mov.b32 to, params; shr.u32 count, {box}, {shift}; mul.lo.s32 each, {box}, {self.params // ROWS};\n"
+            f"NEXT: {load} [to], [map, {at}], [at]; add.s32 to, to, each;"
+            "add.s32 block, block, count; setp.lt.s32 more, block, last; @more bra NEXT; }"
+        )
+
+    def begin(self, rows: int, first: int, stages: str, width: str) -> str:
+        """Assembly that finds where a thread's words of metadata are, as `steps` counts from there.
+
+        Args: see `StageFormat.begin`.
+        """
+        # By how many bits of the thread's number, a mask for them, and bytes for each.
+        places = [(0, 1, 4), (1, 1, WORDS_BYTES), (2, 7, 16)]
+        pick = ""
+        if self.paired:
+            # A warp has eight rows of each half, which are the lower or the upper half of the words of both.
+            places.append((6, 1, 8))
+            pick = (
+                "shr.u32 part, lane, 5; and.b32 part, part, 1; setp.ne.s32 upper, part, 0;"
+                f"selp.b32 pick, {0x7632}, {0x5410}, upper;"
+            )
+        else:
+            places += [(5, 1, 8), (6, 1, 2 * WORDS_BYTES)]
+        return (
+            ".reg .pred upper; .reg .b32 lane, part, params, first_params, pick; mov.u32 lane, %tid.x;"
+            f"mad.lo.s32 params, {width}, 128, {rows // 16 * self.words}; mul.lo.s32 first_params, params, {stages};"
+            "mov.b32 params, global_smem; add.s32 first_params, first_params, params;"
+            f"add.s32 first_params, first_params, {first // ROWS * self.params};"
+            # A lane is 4 g + t. Of the first instruction's words lanes with t < 2 have those that it reads.
+            + "".join(
+                f"shr.u32 part, lane, {by}; and.b32 part, part, {mask}; mad.lo.s32 first_params, part, {each},"
+                " first_params;"
+                for by, mask, each in places
+            )
+            + pick
+        )
+
+    def _words(self, register: str, at: int) -> str:
+        """Assembly that loads a thread's word of metadata, which is `at` bytes behind its first one of the stage."""
+        load = f"ld.shared.b32 {register}, [params + {at}];"
+        if not self.paired:
+            return load
+        other = f"ld.shared.b32 part, [params + {at + 2 * WORDS_BYTES}];"
+        return f"{load} {other} prmt.b32 {register}, {register}, part, pick;"
+
+    def steps(
+        self, sums: list[list[str]], KIND: str, turned: bool, rows: int, arrived: str, release: str, go_on: str,
+        last: str,
+    ) -> str:  # fmt: skip
+        """Assembly of the steps' loop.
+
+        Args:
+            sums: for each 64 rows of X the registers of the accumulator.
+            KIND: see `any_width_loop.multiply_steps`.
+            turned: whether adjacent elements of Y lie along its rows.
+            rows: of X in a stage.
+            arrived, release: assembly that waits for a stage, and that releases the stage before.
+            go_on: assembly that goes on to the next step, and says whether there is `more`.
+            last: assembly that comes behind the last step's products.
+        """
+        own = range(len(sums))
+        each = rows // ROWS * self.params
+
+        def step(which: int, adds: int) -> str:
+            lines = [f"{{ {arrived} }} mad.lo.s32 params, stage, {each}, first_params;"]
+            lines += [self._words(f"words{which}{i}", self.params * i) for i in own]
+            lines.append("wgmma.fence.sync.aligned;")
+            for i in own:
+                for half in range(2):
+                    behind = half * (256 if turned else 4)
+                    lines.append(
+                        f"add.s32 own, x, {_UNITS * i + 2 * half}; mov.b64 own_x, {{own, {_HEAD}}};"
+                        f"add.s32 own, y, {behind}; mov.b64 own_y, {{own, {_HEAD_Y}}};"
+                        f"wgmma.mma_async.sp.sync.aligned.m64n{2 * len(sums[i])}k32.f32.{KIND}"
+                        f" {{{', '.join(sums[i])}}}, own_x, own_y, words{which}{i}, {half}, {adds or half}, 1, 1, 0,"
+                        f" {int(turned)};"
+                    )
+            return "".join([*lines, "wgmma.commit_group.sync.aligned;"])
+
+        def done(pending: int) -> str:
+            return f"wgmma.wait_group.sync.aligned {pending}; {release}"
+
+        # `before` is the stage of the step before the last one that began.
+        turn = "".join(f"{step(i % 2, 1)} {done(1) if i else ''} {go_on}" for i in range(TOGETHER))
+        declared = ", ".join(f"words{which}{i}" for which in range(2) for i in own)
+        return (
+            f"{{ .reg .pred few; .reg .b32 rest, {declared}; {step(0, 0)} {go_on} {done(0)} @!more bra.uni DONE;\n"
+            f"FEW: and.b32 rest, left, {TOGETHER - 1}; setp.eq.s32 few, rest, 0; @few bra.uni STEP;"
+            f"{step(0, 1)} {go_on} {done(0)} @more bra.uni FEW; bra.uni DONE;\n"
+            f"STEP: {turn} {done(0)} @more bra.uni STEP;\nDONE: {last} }}"
+        )
