@@ -1,0 +1,147 @@
+"""2:4 sparse weights: right against float64 in every tile, with epilogues and halves, the same bits each time."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import gemmery
+from gemmery import epilogues, schedules
+from gemmery.select.space import tiles_of
+from tests.gpu.common import DEVICE, DRY, HALVES, needs_cuda, rng, size, values, wide
+
+pytestmark = pytest.mark.gpu
+
+#: M, N and K that suit no tile; the last K has a step of 64 that is not whole.
+SHAPES = [
+    (1, 64, 64),
+    (3, 96, 256),
+    (17, 4096, 1024),
+    (64, 1000, 2048),
+    (129, 544, 4096),
+    (777, 1056, 736),
+    (2048, 3104, 1312),
+]
+
+
+def weight(n, k, dtype, batch=(), **options):
+    return gemmery.sparsify(values((*batch, n, k), dtype), **options)
+
+
+def relative(result, want):
+    assert result.isfinite().all()
+    return ((wide(result) - want).norm() / want.norm()).item()
+
+
+def assert_right(result, x, w, want):
+    """No worse than torch's own product of the dense weight, but for a twentieth."""
+    rounded = wide(want.to(result.dtype))
+    theirs = ((rounded - want).norm() / want.norm()).item()
+    assert relative(result, want) <= 1.05 * theirs + 1e-4
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_linear(shape, dtype):
+    rng("sparse linear", shape, dtype)
+    m, n, k = map(size, shape)
+    x, w = values((m, k), dtype), weight(n, k // 4 * 4, dtype)
+    x = x[:, : w.shape[-1]].contiguous()
+    want = wide(x) @ wide(w.dense()).T
+    result = gemmery.linear(x, w)
+    assert_right(result, x, w, want)
+    assert all(gemmery.linear(x, w).equal(result) for _ in range(5))
+
+
+ROWS = [tile for tile in tiles_of("interpreter" if DRY else "hopper", "sparse")]
+
+
+@pytest.mark.parametrize("tile", ROWS, ids=lambda tile: str(tile.config))
+def test_every_tile(tile):
+    random = rng("sparse tile", str(tile.config))
+    if not schedules.of(tile.config.schedule).available():
+        pytest.skip("the schedule needs another Triton")
+    m = size(tile.config.block_m * random.choice((1, 2)) + random.choice((0, 3)))
+    n, k = size(32 * random.randint(4, 40)), size(32 * random.randint(4, 40))
+    x, w = values((m, k), torch.bfloat16), weight(n, k, torch.bfloat16)
+    want = wide(x) @ wide(w.dense()).T
+    config = tile.config
+    if tile.splits and random.random() < 0.5:
+        from dataclasses import replace
+
+        config = replace(config, split_k=2)
+    out = torch.full((m, n), math.nan, dtype=torch.bfloat16, device=DEVICE)
+    gemmery.linear(x, w, out=out, config=config)
+    assert_right(out, x, w, want)
+
+
+@pytest.mark.parametrize("m", (1, 16, 100, 1030))
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_epilogues(m, dtype):
+    rng("sparse epilogues", m, dtype)
+    m, n, k = size(m), 512, 448
+    x, w, bias, r = values((m, k), dtype), weight(n, k, dtype), values((n,), dtype), values((m, n), dtype)
+    product = wide(x) @ wide(w.dense()).T
+    got = gemmery.linear(x, w, bias, epilogue=F.gelu)
+    assert_right(got, x, w, F.gelu(product + wide(bias)))
+    got = gemmery.linear(x, w, bias, epilogue=epilogues.residual, args=(r,))
+    assert_right(got, x, w, product + wide(bias) + wide(r))
+
+
+@pytest.mark.parametrize("m", (1, 7, 33, 64, 200, 1500))
+@pytest.mark.parametrize("n", (128, 1088, 4096))
+def test_swiglu(m, n):
+    rng("sparse swiglu", m, n)
+    m, n, k = size(m), n if not DRY else 128, 512
+    x, w = values((m, k), torch.bfloat16), weight(n, k, torch.bfloat16)
+    product = wide(x) @ wide(w.dense()).T
+    want = F.silu(product[:, : n // 2]) * product[:, n // 2 :]
+    got = gemmery.linear(x, w, epilogue=epilogues.swiglu)
+    assert_right(got, x, w, want)
+
+
+def test_gradients():
+    rng("sparse gradients")
+    m, n, k = size(300), 256, 512
+    x, w = values((m, k), torch.bfloat16).requires_grad_(), weight(n, k, torch.bfloat16)
+    w.values.requires_grad_()
+    y = gemmery.linear(x, w, epilogue=F.silu)
+    g = values((m, n), torch.bfloat16)
+    y.backward(g)
+    xd, wd = wide(x).detach().requires_grad_(), wide(w.dense()).detach().requires_grad_()
+    F.silu(xd @ wd.T).backward(wide(g))
+    from gemmery.operands.sparse import sampled
+
+    assert relative(x.grad, xd.grad) < 1e-2
+    assert relative(w.values.grad, wide(sampled(wd.grad, w))) < 1e-2
+
+
+def test_batch():
+    rng("sparse batch")
+    x, w = values((3, size(100), 192), torch.float16), weight(160, 192, torch.float16, (3,))
+    assert_right(gemmery.bmm(x, w), x, w, wide(x) @ wide(w.dense()).mT)
+
+
+@needs_cuda
+def test_torch_weights():
+    """torch's own compressed weights are taken; of CUTLASS's nothing is copied."""
+    rng("sparse torch")
+    dense = weight(256, 512, torch.float16).dense()
+    theirs = torch.sparse.SparseSemiStructuredTensorCUTLASS.from_dense(dense)
+    ours = gemmery.sparsify(theirs)
+    assert ours.values.data_ptr() == theirs.packed.data_ptr()
+    assert ours.dense().equal(dense)
+
+
+@needs_cuda
+def test_graph():
+    rng("sparse graph")
+    x, w = values((16, 1024), torch.bfloat16), weight(2048, 1024, torch.bfloat16)
+    want = gemmery.linear(x, w)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = gemmery.linear(x, w)
+    for _ in range(200):
+        graph.replay()
+    assert out.equal(want)
