@@ -1,16 +1,15 @@
 """Measure 2:4 sparse weights on the GPU at hand, beside torch's dense product and cuSPARSELt.
 
 python benchmarks/sparse.py --seed 7 --output FILE              the suite, and 16 random rows of a seed at each end of M
-python benchmarks/sparse.py --rows 8192 --configs all           times every config of some rows, for fits of the model
+python benchmarks/sparse.py --rows 8192 --configs 2             times configs of some rows besides, for fits of the model
 
-Each result is compared with the dense product of the same weight in float32 before it is timed. The weight of cuSPARSELt
-is compressed by torch, and its algorithm is the fastest of those it has. Configs are those that gemmery chooses untuned,
+Each result is compared with the dense product of the same weight in float32 before it is timed. cuSPARSELt's weight is
+compressed by torch, and its algorithm is the fastest that it finds. Configs are those that gemmery chooses untuned,
 unless `--configs` says otherwise. The file is written behind each row.
 """
 
 import argparse
 import json
-import math
 import random
 import sys
 import time
@@ -27,7 +26,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 import gemmery  # noqa: E402
 from gemmery import epilogues  # noqa: E402
-from gemmery.lab import timing  # noqa: E402
+from gemmery.lab import random_products, timing  # noqa: E402
 from gemmery.lab.results import describe_run  # noqa: E402
 from gemmery.select.model import costs  # noqa: E402
 from gemmery.select.shortlist import allowed  # noqa: E402
@@ -46,20 +45,16 @@ SUITE = [
     ("prefill 4096x14336x4096", 4096, 14336, 4096, False),
     ("prefill 8192x8192x8192", 8192, 8192, 8192, False),
 ]
-HIDDEN = (1024, 1536, 2048, 2880, 3072, 4096, 5120, 6144, 7168, 8192)
 
 
 def random_rows(seed, count):
-    """Random products of M from 1 to 64 and from 1024 to 8192, whose N and K are multiples of 32."""
-    rng = random.Random(f"{seed} sparse")
+    """Random projections of transformers, as in the other suites, whose N and K are multiples of 32."""
     found = []
-    for low, high, name in ((1, 64, "decode"), (1024, 8192, "prefill")):
-        for _ in range(count):
-            hidden = rng.choice(HIDDEN)
-            other = round(hidden * rng.choice((0.5, 1, 1.5, 2.67, 3.5, 4)) / 32) * 32
-            n, k = (hidden, other) if rng.random() < 0.5 else (other, hidden)
-            m = int(math.exp(rng.uniform(math.log(low), math.log(high + 1))))
-            found.append((f"random {name} {m}x{n}x{k}", m, n, k, False))
+    for name, low in (("decode", 1), ("prefill", 1024)):
+        rows = random_products.draw(
+            seed, name, count, lambda x, low=low: x.N % 32 == 0 and x.K % 32 == 0 and x.M >= low
+        )
+        found += [(f"random {name} {x.M}x{x.N}x{x.K}", x.M, x.N, x.K, False) for x in rows]
     return found
 
 
@@ -196,7 +191,8 @@ def report(entry):
         texts = [f"{x} {medians[x] * 1e6:.1f}" for x in ("torch", "cusparselt", "gemmery") if x in medians]
         ratio = timing.ratio(rounds, "torch", "gemmery")
         print(
-            f"{entry['name']:34} {regime:6} {'  '.join(texts)}  ratio {ratio.median:.3f} ({ratio.min:.3f}-{ratio.max:.3f})"
+            f"{entry['name']:34} {regime:6} {'  '.join(texts)}"
+            f"  ratio {ratio.median:.3f} ({ratio.min:.3f}-{ratio.max:.3f})"
             f"  {entry['config']}  best {best} {medians[best] * 1e6:.1f}",
             flush=True,
         )

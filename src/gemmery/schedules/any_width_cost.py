@@ -29,8 +29,11 @@ TURNED = 32.0
 #: warpgroups, of which the others multiply while one adds.
 PROMOTING, SCALING = (1.57, 1.14, 1.04), (1.8, 1.65, 1.6)
 #: Of products with a 2:4 sparse weight: the part of the time of dense ones that they take if shared memory has to read
-#: nothing but Y; seconds of a step for a warpgroup that is alone.
-SPARSE, SPARSE_ALONE = 0.42, 0.6e-7
+#: nothing but Y; and seconds at a launch's start for each warpgroup but the first.
+SPARSE, SPARSE_GROUP = 0.41, 0.95e-6
+#: What loads from L2 take longer for each doubling of what A and B have beyond L2's size. Dense products, which take
+#: longer themselves, do not show it.
+BEYOND = 0.3
 #: Rows of X that a warpgroup unpacks at a time.
 ROWS = 64
 #: Seconds of a step in which a packed weight is unpacked: once, by several warpgroups and by one alone, and for each 64
@@ -93,7 +96,8 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool) -> Co
     busy = np.minimum(np.where(whole > 0, tiles, tiles * parts), device.sms)
     compute = own_steps * 2.0 * x * y * s.block_k / (given.rate * EFFICIENCY)
     if p.b.is_sparse:
-        compute = _of_sparse(compute, own_steps, x, y, groups)
+        # Shared memory has as much bandwidth as the products of Y alone take. X is read too, and both are written.
+        compute = compute * SPARSE * (1 + 68 / y + 64 / x)
     elif p.b.is_packed:
         compute = _unpacking(compute, own_steps, x, groups)
     else:
@@ -103,6 +107,8 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool) -> Co
     # Of a packed or sparse weight, which is X, less is loaded.
     loaded = x * (p.b.bits / p.a.bits) + y if p.b.is_packed or p.b.is_sparse else x + y
     l2 = own_steps * loaded * (s.block_k * p.a.bits / 8) / share
+    if p.b.is_sparse:
+        l2 = l2 * _beyond_l2(p, given)
     loop = (compute**JOINT + l2**JOINT) ** (1 / JOINT)
     loop = np.maximum(loop, own_steps * _least_of_step(p, s, given.rows_inside(p.matrices), x, y, busy))
     loop = loop * (1 + SLOWING * np.log10(np.maximum(loop / LONG, 1)))
@@ -119,6 +125,7 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool) -> Co
     body = np.maximum((loop**OVERLAP + stream**OVERLAP) ** (1 / OVERLAP), waits)
     start = START + UNPACK_START * s.num_warps / 4 - ONE_WIDTH if p.b.is_packed else START
     start = start + FIND if given.in_groups else start
+    start = start + SPARSE_GROUP * (groups - 1) if p.b.is_sparse else start
     last = LAST + store * LAST_STORE + epilogue + _code_seconds(p, elements)
     once = start + (last if takes_turns else around)
     reduction = np.where(chunk > 0, REDUCTION + TIMES * parts * x * y * 4.0 / device.sm_bandwidth, 0.0)
@@ -142,20 +149,12 @@ def _unpacking(compute: Floats, steps: Floats, x: Floats, groups: Floats) -> Flo
     return seconds
 
 
-def _of_sparse(compute: Floats, steps: Floats, x: Floats, y: Floats, groups: Floats) -> Floats:
-    """The time of products with a 2:4 sparse weight, where dense ones would take so long.
-
-    Shared memory has as much bandwidth as the products of Y alone take. Reading X takes its part of it, and so does
-    writing both.
-
-    Args:
-        steps: of a program.
-        groups: warpgroups that share a tile.
-    """
-    seconds: Floats = compute * SPARSE * (1 + 68 / y + 64 / x) + np.where(
-        groups == 1, steps * SPARSE_ALONE, 0
-    )
-    return seconds
+def _beyond_l2(problem: Problem, given: Given) -> Floats:
+    """By which factor loads from L2 take longer if it has no room for both operands."""
+    p = problem
+    both = (given.rows * p.a.bits + p.N * p.b.bits) * p.K / 8
+    factor: Floats = 1 + BEYOND * np.log2(np.maximum(both / p.device.l2, 1))
+    return factor
 
 
 def _summing(problem: Problem) -> Floats:

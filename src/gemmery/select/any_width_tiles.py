@@ -105,10 +105,7 @@ def packed_rows(bits: int) -> dict[tuple[str, str], str]:
 def sparse_rows() -> dict[tuple[str, str], str]:
     """The rows for 2:4 sparse weights of 16 bits, which are X. No warpgroups take turns."""
     format = SparseStage()
-    narrow = [
-        f"{y}x{x}x{STEP} 0 {4 * groups} {Tile(x, y, groups, ROWS).most_stages(format)} 1.0 swap splits"
-        for x, groups in ((ROWS, 1), (2 * ROWS, 2))
-        for y in NARROW
-    ]
+    stages = Tile(ROWS, NARROW[0], 1, ROWS).most_stages(format)
+    narrow = [f"{y}x{ROWS}x{STEP} 0 4 {stages} 1.0 swap splits" for y in NARROW]
     lines = [*_rows(SHARED_TILES, STEP, SPARSE, format), *narrow]
     return {("descriptor", COOPERATIVE.name): "\n".join(f"{line} apart" for line in lines)}
