@@ -1,7 +1,7 @@
 """Measure 2:4 sparse weights on the GPU at hand, beside torch's dense product and cuSPARSELt.
 
 python benchmarks/sparse.py --seed 7 --output FILE              the suite, and 16 random rows of a seed at each end of M
-python benchmarks/sparse.py --rows 8192 --configs 2             times configs of some rows besides, for fits of the model
+python benchmarks/sparse.py --rows 8192 --configs 2             times configs of some rows, too, for fits of the model
 
 Each result is compared with the dense product of the same weight in float32 before it is timed. cuSPARSELt's weight is
 compressed by torch, and its algorithm is the fastest that it finds. Configs are those that gemmery chooses untuned,
@@ -52,7 +52,7 @@ def random_rows(seed, count):
     found = []
     for name, low in (("decode", 1), ("prefill", 1024)):
         rows = random_products.draw(
-            seed, name, count, lambda x, low=low: x.N % 32 == 0 and x.K % 32 == 0 and x.M >= low
+            seed, name, count, lambda x, low=low: x.N % 32 == 0 and x.K % 32 == 0 and low <= x.M
         )
         found += [(f"random {name} {x.M}x{x.N}x{x.K}", x.M, x.N, x.K, False) for x in rows]
     return found
