@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from .aten import converted
 from .base import Format
 from .codes import from_codes
 from .scaled import BLOCK
+from .sparse import CODES, SparseTensor, quantized
 from .tensor import QuantizedTensor, lookup
 from .weight import DTYPES
 
@@ -59,6 +60,17 @@ class _Rule:
     takes_nan: bool = False
 
 
+@overload
+def quantize(  # type: ignore[overload-overlap]  # it is a Tensor, too
+    w: SparseTensor,
+    format: Format | str,
+    *,
+    group_size: int | None = None,
+    symmetric: bool = True,
+    scale: Scale = "channel",
+    dtype: torch.dtype | None = None,
+) -> SparseTensor: ...
+@overload
 def quantize(
     w: Tensor,
     format: Format | str,
@@ -67,11 +79,21 @@ def quantize(
     symmetric: bool = True,
     scale: Scale = "channel",
     dtype: torch.dtype | None = None,
-) -> QuantizedTensor:
+) -> QuantizedTensor: ...
+def quantize(
+    w: Tensor,
+    format: Format | str,
+    *,
+    group_size: int | None = None,
+    symmetric: bool = True,
+    scale: Scale = "channel",
+    dtype: torch.dtype | None = None,
+) -> QuantizedTensor | SparseTensor:
     """A weight in one of `gemmery.formats.FORMATS`, rounded to nearest, ties to even.
 
     Args:
-        w: (*batch, N, K), of floating point.
+        w: (*batch, N, K), of floating point. Or a `gemmery.SparseTensor`, of which the kept numbers become int8 or e4m3
+            with a scale for each row; the result is one, too.
         format: "int8", "int4", "e4m3", "e5m2", "mxfp4", "nvfp4" or "nf4".
         group_size: columns that share a scale, a power of two from 16 to 1024. 0 for int8 and int4: one float32 scale a
             row, by which the product is multiplied (`channel`). By default 128 for int4, 0 for int8, 64 for nf4; mxfp4
@@ -103,6 +125,8 @@ def quantize(
         True
     """
     format = lookup("quantize", format)
+    if isinstance(w, SparseTensor):
+        return _sparse(w, format, group_size, symmetric, scale, dtype)
     rule = _rule(format)
     _check_weight(w, format, rule)
     rule, request = _request(w, format, rule, group_size, symmetric, scale, dtype)
@@ -118,6 +142,21 @@ def quantize(
     ):
         raise ValueError(f"quantize: w has {largest:g}, too near the largest number of {request.dtype}")
     return result
+
+
+def _sparse(
+    w: SparseTensor, format: Format, group_size: int | None, symmetric: bool, scale: Scale, dtype: torch.dtype | None
+) -> SparseTensor:  # fmt: skip
+    """A sparse weight in 8 bits; ValueError for what only dense ones take."""
+    if format.name not in CODES:
+        raise ValueError(
+            f"quantize: format is {format.name!r} for a sparse weight; it must be one of {', '.join(CODES)}"
+        )
+    if group_size or not symmetric or scale != "channel":
+        raise ValueError("quantize: a sparse weight has a scale for each row, and no groups or zero points")
+    if dtype is not None and dtype != w.dtype:
+        w = w.in_type(dtype)
+    return quantized(w, format.name)
 
 
 # --- arguments -------------------------------------------------------------------------------------------------------

@@ -26,6 +26,8 @@ PATTERN = "2:4"
 GROUP, ROWS, COLUMNS = 4, 32, 64
 #: Rows and columns of a block of words.
 BLOCK = 32
+#: Codes of kept numbers that are stored in 8 bits, and the largest number of each.
+CODES = {"e4m3": 448.0, "int8": 127.0}
 #: The tensors that a SparseTensor consists of, in the order in which they are stored.
 INNER = ("values", "metadata", "channel")
 
@@ -42,10 +44,12 @@ class SparseTensor(PackedWeight):
     Args:
         shape: (*batch, N, K), where K is a multiple of 4.
         values: the kept numbers, (*batch, Np, Kp / 2), contiguous, float16 or bfloat16, where Np is N rounded up to 32
-            and Kp is K rounded up to 64; what pads is 0.
+            and Kp is K rounded up to 64; what pads is 0. With a `code`, int8: the bits of its numbers.
         metadata: int32, (*batch, Kp / 32, Np), contiguous; see the head of the module. Of each four numbers the first
             place is below the second one, also of those that pad.
         channel: float32, (*batch, N) or (1,): numbers by which rows are multiplied, as in `QuantizedTensor`.
+        code: "e4m3" or "int8" for kept numbers of 8 bits, "" for those of 16.
+        dtype: of the activations, with a `code`: float16 or bfloat16, in which all numbers of both codes are exact.
 
     Raises:
         ValueError, TypeError: one of the tensors has another shape, type, device or layout.
@@ -58,10 +62,11 @@ class SparseTensor(PackedWeight):
     """
 
     INNER = INNER
-    OWN = frozenset((*INNER, "static"))
+    OWN = frozenset((*INNER, "static", "code"))
     made_by = "gemmery.sparsify"
     plain = "dense"
 
+    code: str
     values: Tensor  # type: ignore[assignment]  # torch's own is for its own sparse tensors
     metadata: Tensor
     permutation = None
@@ -74,18 +79,21 @@ class SparseTensor(PackedWeight):
         metadata: Tensor,
         *,
         channel: Tensor | None = None,
+        code: str = "",
+        dtype: torch.dtype | None = None,
     ) -> SparseTensor:
         inner = {"values": values, "metadata": metadata, "channel": channel}
-        _check(tuple(shape), inner)
-        return cls._assemble(shape, inner)
+        _check(tuple(shape), inner, code, dtype)
+        return cls._assemble(shape, inner, code, dtype)
 
     @classmethod
-    def _assemble(cls, shape: Any, inner: Inner) -> SparseTensor:
-        """One of parts that are known to fit."""
+    def _assemble(cls, shape: Any, inner: Inner, code: str, dtype: torch.dtype | None) -> SparseTensor:
+        """One of parts that are known to fit; without a code, the type is that of the values."""
         values = inner["values"]
         assert values is not None
-        self = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=values.dtype, device=values.device)
-        self.static = (tuple(shape), values.dtype)
+        kind = values.dtype if dtype is None or not code else dtype
+        self = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=kind, device=values.device)
+        self.code, self.static = code, (tuple(shape), kind, code)
         for name in INNER:
             setattr(self, name, inner.get(name))
         return self
@@ -93,9 +101,13 @@ class SparseTensor(PackedWeight):
     # --- as values -------------------------------------------------------------------------------------------------
 
     def with_parts(self, inner: Inner, shape: Any = None, dtype: torch.dtype | None = None) -> SparseTensor:
-        return type(self)._assemble(self.shape if shape is None else shape, inner)
+        return type(self)._assemble(
+            self.shape if shape is None else shape, inner, self.code, dtype or self.dtype
+        )
 
     def in_type(self, dtype: torch.dtype) -> SparseTensor:
+        if self.code:
+            return self.with_parts(self.parts(), dtype=dtype)
         values = aten.converted("to", "values", self.values, dtype, may_vanish=True)
         return self.with_parts(self.parts() | {"values": values})
 
@@ -143,7 +155,7 @@ class SparseTensor(PackedWeight):
             )
 
     def about(self) -> dict[str, Any]:
-        return {}
+        return {"code": self.code}
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight as a plain tensor (*batch, N, K), with zeros in place of what was not kept.
@@ -160,14 +172,18 @@ class SparseTensor(PackedWeight):
             True
         """
         N, K = self.shape[-2:]
-        found = expanded(self.values, self.metadata)[..., :N, :K]
+        kept = self.values
+        if self.code:
+            kept = (kept.view(torch.float8_e4m3fn) if self.code == "e4m3" else kept).to(self.dtype)
+        found = expanded(kept, self.metadata)[..., :N, :K]
         if self.channel is not None:
             found = found.float() * self.channel.unsqueeze(-1)
         return found.to(dtype or self.dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        code = f", code={self.code}" if self.code else ""
         return (
-            f"{type(self).__name__}({tuple(self.shape)}, pattern={PATTERN}, dtype={self.dtype}, "
+            f"{type(self).__name__}({tuple(self.shape)}, pattern={PATTERN}{code}, dtype={self.dtype}, "
             f"device={str(self.device)!r}, bytes={self.nbytes})"
         )
 
@@ -178,6 +194,7 @@ class SparseTensor(PackedWeight):
             "format": PATTERN,
             "shape": json.dumps(list(self.shape)),
             "dtype": str(self.dtype).removeprefix("torch."),
+            "code": self.code,
         }
         return {prefix + name: value for name, value in self.parts().items()}, texts
 
@@ -197,23 +214,22 @@ class SparseTensor(PackedWeight):
         values, metadata, channel = (tensors.get(prefix + name) for name in INNER)
         assert values is not None
         assert metadata is not None
-        if values.dtype != dtype_of_text(texts["dtype"]):
-            raise TypeError(f"from_tensors: values are {values.dtype}; the text says {texts['dtype']}")
-        result = cls(shape_of_text(texts["shape"]), values, metadata, channel=channel)
+        code, dtype = texts.get("code", ""), dtype_of_text(texts["dtype"])
+        result = cls(shape_of_text(texts["shape"]), values, metadata, channel=channel, code=code, dtype=dtype)
         if not aten.has_no_values(metadata):
             check_metadata(metadata)
         return result
 
     # --- to torch ----------------------------------------------------------------------------------------------------
 
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return list(self.parts()), None
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[str, torch.dtype]]:
+        return list(self.parts()), (self.code, self.dtype)
 
     @classmethod
     def __tensor_unflatten__(
-        cls, inner: dict[str, Tensor], context: None, size: Any, stride: Any
+        cls, inner: dict[str, Tensor], context: tuple[str, torch.dtype], size: Any, stride: Any
     ) -> SparseTensor:
-        return cls._assemble(size, inner)
+        return cls._assemble(size, inner, *context)
 
 
 def restore(tensors: dict[str, Tensor], texts: dict[str, str], extras: dict[str, Any]) -> SparseTensor:
@@ -231,8 +247,19 @@ def _copied(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _check(shape: tuple[int, ...], inner: Inner) -> None:
+def _check(shape: tuple[int, ...], inner: Inner, code: str, dtype: torch.dtype | None) -> None:
     """Errors of the constructor."""
+    if code and code not in CODES:
+        raise ValueError(f"SparseTensor: code is {code!r}; it must be one of {', '.join(CODES)}, or ''")
+    if code and dtype not in DTYPES:
+        raise ValueError(
+            f"SparseTensor: dtype is {dtype} with code {code!r}; it must be torch.float16 or torch.bfloat16"
+        )
+    if not code and dtype not in (
+        None,
+        inner["values"].dtype if isinstance(inner["values"], Tensor) else None,
+    ):
+        raise TypeError(f"SparseTensor: dtype is {dtype}; without a code it must be that of the values")
     if len(shape) < 2:
         raise ValueError(f"SparseTensor: shape is {shape}; it must be (*batch, N, K)")
     *batch, N, K = shape
@@ -240,7 +267,7 @@ def _check(shape: tuple[int, ...], inner: Inner) -> None:
         raise ValueError(f"SparseTensor: shape is {shape}; its last size must be a multiple of {GROUP}")
     rows, columns = padded(N, K)
     wanted: dict[str, tuple[list[tuple[int, ...]], tuple[torch.dtype, ...]]] = {
-        "values": ([(*batch, rows, columns // 2)], DTYPES),
+        "values": ([(*batch, rows, columns // 2)], (torch.int8,) if code else DTYPES),
         "metadata": ([(*batch, columns // BLOCK, rows)], (torch.int32,)),
         "channel": ([(*batch, N), (1,)], (torch.float32,)),
     }
@@ -390,6 +417,31 @@ def sparsify(weight: Tensor, pattern: str = PATTERN, *, method: Method = "magnit
     nibbles = torch.full((*batch, rows, columns // GROUP), 0b0100, dtype=torch.int32, device=w.device)
     nibbles[..., :N, : K // GROUP] = (at[..., 0] | at[..., 1] << 2).to(torch.int32)
     return SparseTensor((*batch, N, K), values, packed_metadata(nibbles))
+
+
+def quantized(weight: SparseTensor, code: str) -> SparseTensor:
+    """A sparse weight whose kept numbers are rounded to 8 bits, with a scale for each row; see `quantize`.
+
+    Raises:
+        ValueError: the kept numbers have 8 bits already, or are not finite.
+    """
+    if weight.code:
+        raise ValueError(f"quantize: the kept numbers of {weight!r} have 8 bits already")
+    values = weight.values.float()
+    N = weight.shape[-2]
+    largest = (
+        values.abs().amax(-1, keepdim=True) if values.numel() else values.new_zeros(*values.shape[:-1], 1)
+    )
+    if not aten.has_no_values(values) and not bool(largest.isfinite().all()):
+        raise ValueError("quantize: w has NaN or infinity")
+    scale = torch.where(largest > 0, largest / CODES[code], torch.ones_like(largest))
+    kept = values / scale
+    codes = kept.to(torch.float8_e4m3fn).view(torch.int8) if code == "e4m3" else kept.round().to(torch.int8)
+    channel = scale.squeeze(-1)[..., :N].contiguous()
+    if weight.channel is not None:
+        channel = channel * weight.channel
+    inner = {"values": codes, "metadata": weight.metadata, "channel": channel}
+    return SparseTensor._assemble(weight.shape, inner, code, weight.dtype)
 
 
 def _kept(w: Tensor, method: Method) -> Tensor:

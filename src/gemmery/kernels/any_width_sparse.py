@@ -3,9 +3,10 @@
 The weight is X. `wgmma.sp` of PTX reads its kept numbers from shared memory, 32 of a row for a step of 64 along K, and
 takes the metadata from registers: of 16 rows and 64 columns each thread of a warp has a word. A stage has the kept
 numbers, swizzled by 64 bytes, and behind the blocks of all stages the words of metadata, those of 32 rows and 32
-columns after each other; see `formats.sparse`.
+columns after each other; see `formats.sparse`. Kept numbers of 8 bits are not swizzled. Each thread reads its share of
+them, makes numbers of 16 bits of them, and the tensor cores take these from registers, too.
 
-The tensor cores read metadata while they multiply. So two steps, of which one is under way while the other is loaded,
+The tensor cores read registers while they multiply. So two steps, of which one is under way while the other is loaded,
 have registers of their own. After every `TOGETHER` steps a warpgroup waits for all of its products: with some under way
 from one round of the loop to the next, the assembler of Triton 3.6 to 3.9 makes each wait for the one before.
 """
@@ -26,24 +27,69 @@ TOGETHER = 4
 _UNITS = 256
 
 
+#: Bytes of a row's kept numbers of 8 bits.
+ROW8 = 32
+
+
+def _registers(which: int, i: int, half: int) -> list[str]:
+    """The registers of one of two sets that an instruction takes X from, of 64 rows and 32 columns.
+
+    They are of a row, of that 8 behind it, and of both 8 kept numbers further along K.
+    """
+    return [f"kept{which}{i}{half}{n}" for n in range(4)]
+
+
+def _to_16_bits(register: str, kind: str) -> str:
+    """Assembly that rounds numbers s and t to a pair."""
+    return f"cvt.rn.{kind}x2.f32 {register}, t, s;"
+
+
+def _of_e4m3(register: str, kind: str) -> str:
+    """Assembly that makes a pair of two bytes in `both`."""
+    if kind == "f16":
+        return f"cvt.rn.f16x2.e4m3x2 {register}, both;"
+    return (
+        f"cvt.rn.f16x2.e4m3x2 {register}, both; mov.b32 {{u, v}}, {register}; cvt.f32.f16 s, u; cvt.f32.f16 t, v;"
+        f"{_to_16_bits(register, kind)}"
+    )
+
+
+def _of_int8(register: str, kind: str) -> str:
+    """The same of integers."""
+    return (
+        f"cvt.u32.u16 {register}, both; bfe.s32 left8, {register}, 0, 8; bfe.s32 right8, {register}, 8, 8;"
+        f"cvt.rn.f32.s32 s, left8; cvt.rn.f32.s32 t, right8; {_to_16_bits(register, kind)}"
+    )
+
+
+#: What writes the assembly that makes numbers of codes.
+_DECODE = {"e4m3": _of_e4m3, "int8": _of_int8}
+
+
 class SparseStage(NamedTuple):
-    """How a stage holds 2:4 sparse numbers of 16 bits; the counterpart of `any_width_packed.StageFormat`.
+    """How a stage holds a 2:4 sparse weight; the counterpart of `any_width_packed.StageFormat`.
 
     Attributes:
+        code: what kept numbers of 8 bits stand for, "e4m3" or "int8"; "" for those of 16.
         paired: whether the rows are of two halves in turn, eight of each; see the forms of `any_width`.
-        bits: of a number of the matrix, as far as it is in the block of X.
     """
 
+    code: str = ""
     paired: bool = False
-    bits: int = 8
 
     @classmethod
     def of(cls, text: str) -> "SparseStage | None":
         """The format that `str` has written down; None for that of a packed weight."""
-        return next((x for x in (cls(), cls(paired=True)) if str(x) == text), None)
+        pattern, _, code, pairs = [*text.split("/"), "", ""][:4]
+        return cls(code, bool(pairs)) if pattern == "2:4" else None
 
     def __str__(self) -> str:
-        return f"2:4/{self.bits}{'/pairs' if self.paired else ''}"
+        return f"2:4/{self.bits}/{self.code}/{'pairs' * self.paired}"
+
+    @property
+    def bits(self) -> int:
+        """Of a number of the matrix, as far as it is in the block of X."""
+        return 4 if self.code else 8
 
     @property
     def words(self) -> int:
@@ -92,7 +138,7 @@ class SparseStage(NamedTuple):
         else:
             places += [(5, 1, 8), (6, 1, 2 * WORDS_BYTES)]
         return (
-            ".reg .pred upper; .reg .b32 lane, part, params, first_params, pick; mov.u32 lane, %tid.x;"
+            f"{self._place()} .reg .pred upper; .reg .b32 lane, part, params, first_params, pick; mov.u32 lane, %tid.x;"
             f"mad.lo.s32 params, {width}, 128, {rows // 16 * self.words}; mul.lo.s32 first_params, params, {stages};"
             "mov.b32 params, global_smem; add.s32 first_params, first_params, params;"
             f"add.s32 first_params, first_params, {first // ROWS * self.params};"
@@ -104,6 +150,25 @@ class SparseStage(NamedTuple):
             )
             + pick
         )
+
+    def _place(self) -> str:
+        """Assembly that finds a thread's first kept number of 8 bits in a block of 64 rows."""
+        if not self.code:
+            return ""
+        return (
+            ".reg .b32 place, quad; mov.u32 quad, %tid.x; shr.u32 place, quad, 2; and.b32 place, place, 31;"
+            # A warp has 16 rows, and a thread the row that is its number divided by 4, and that 8 behind it.
+            f"mul.lo.s32 place, place, {ROW8}; and.b32 quad, quad, 3; mad.lo.s32 place, quad, 2, place;"
+        )
+
+    def _numbers(self, which: int, i: int, kind: str) -> str:
+        """Assembly that makes a thread's registers of the kept numbers of 64 rows and a step."""
+        lines = []
+        for n, register in enumerate(_registers(which, i, 0) + _registers(which, i, 1)):
+            half, rest = divmod(n, 4)
+            at = ROWS * ROW8 * i + 16 * half + 8 * (rest // 2) + 8 * ROW8 * (rest % 2)
+            lines.append(f"ld.shared.b16 both, [bytes + {at}]; {_DECODE[self.code](register, kind)}")
+        return "".join(lines)
 
     def _words(self, register: str, at: int) -> str:
         """Assembly that loads a thread's word of metadata, which is `at` bytes behind its first one of the stage."""
@@ -134,15 +199,21 @@ class SparseStage(NamedTuple):
         def step(which: int, adds: int) -> str:
             lines = [f"{{ {arrived} }} mad.lo.s32 params, stage, {each}, first_params;"]
             lines += [self._words(f"words{which}{i}", self.params * i) for i in own]
+            if self.code:
+                lines.append("shl.b32 bytes, x, 4; add.s32 bytes, bytes, place;")
+                lines += [self._numbers(which, i, KIND.split(".")[0]) for i in own]
             lines.append("wgmma.fence.sync.aligned;")
             for i in own:
                 for half in range(2):
                     behind = half * (256 if turned else 4)
+                    x, signs = "own_x", "1, 1, 0"
+                    if self.code:
+                        x, signs = f"{{{', '.join(_registers(which, i, half))}}}", "1, 1"
                     lines.append(
                         f"add.s32 own, x, {_UNITS * i + 2 * half}; mov.b64 own_x, {{own, {_HEAD}}};"
                         f"add.s32 own, y, {behind}; mov.b64 own_y, {{own, {_HEAD_Y}}};"
                         f"wgmma.mma_async.sp.sync.aligned.m64n{2 * len(sums[i])}k32.f32.{KIND}"
-                        f" {{{', '.join(sums[i])}}}, own_x, own_y, words{which}{i}, {half}, {adds or half}, 1, 1, 0,"
+                        f" {{{', '.join(sums[i])}}}, {x}, own_y, words{which}{i}, {half}, {adds or half}, {signs},"
                         f" {int(turned)};"
                     )
             return "".join([*lines, "wgmma.commit_group.sync.aligned;"])
@@ -153,6 +224,13 @@ class SparseStage(NamedTuple):
         # `before` is the stage of the step before the last one that began.
         turn = "".join(f"{step(i % 2, 1)} {done(1) if i else ''} {go_on}" for i in range(TOGETHER))
         declared = ", ".join(f"words{which}{i}" for which in range(2) for i in own)
+        if self.code:
+            kept = [
+                x for which in range(2) for i in own for half in range(2) for x in _registers(which, i, half)
+            ]
+            declared += (
+                f", {', '.join(kept)}, bytes; .reg .b16 both, u, v; .reg .f32 s, t; .reg .b32 left8, right8"
+            )
         return (
             f"{{ .reg .pred few; .reg .b32 rest, {declared}; {step(0, 0)} {go_on} {done(0)} @!more bra.uni DONE;\n"
             f"FEW: and.b32 rest, left, {TOGETHER - 1}; setp.eq.s32 few, rest, 0; @few bra.uni STEP;"

@@ -10,6 +10,7 @@ zeros.
 import triton
 import triton.language as tl
 
+from .numerics import cast
 from .operands import batch_offset
 
 
@@ -44,7 +45,7 @@ def load_values(
         n, inside = own_rows(col, rows, COLS, PAIRED)
         k = row // 2 + tl.arange(0, HALF)
         pointers = values + (matrix.to(tl.int64) * rows + n)[:, None] * (16 * blocks) + k[None, :]
-        return tl.load(pointers, mask=inside[:, None] & (k < 16 * blocks)[None, :], other=0.0)
+        return tl.load(pointers, mask=inside[:, None] & (k < 16 * blocks)[None, :], other=0)
 
 
 @triton.jit
@@ -65,16 +66,43 @@ def load_places(
 
 
 @triton.jit
+def number_of(x, CODE: tl.constexpr, DTYPE: tl.constexpr):
+    """Kept numbers in the matrix's type, of their codes if they have 8 bits."""
+    if CODE == "e4m3":
+        # Sign, exponent and mantissa as float16 has them, whose exponent counts from 2^-8 of e4m3's.
+        bits = x.to(tl.int16)
+        half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        return cast(half.to(tl.float32) * 256.0, DTYPE)
+    elif CODE == "int8":
+        return cast(x.to(tl.float32), DTYPE)
+    else:
+        return x
+
+
+@triton.jit
 def load_sparse(
-    x, sizes, strides, batch, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr, PAIRED: tl.constexpr
+    x, shape, strides, sizes, batch, row, col,
+    ROWS: tl.constexpr, COLS: tl.constexpr, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr, WIDE: tl.constexpr,
+    TMA: tl.constexpr, PAIRED: tl.constexpr, CODE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """A block of (ROWS, COLS) of the matrix."""
+    """A block of (ROWS, COLS) of the matrix.
+
+    `operands.sparse` gives it its last arguments.
+
+    Args:
+        TMA: whether values come through a descriptor, over (matrices * rows, K / 2), or with PAIRED over
+            (2, rows / 2, K / 2).
+        PAIRED: see `own_rows`.
+        CODE: what 8-bit numbers stand for; "" for others.
+        DTYPE: of the matrix, as a text.
+    """
     values, metadata, _ = x
     steps, rows, blocks = strides
+    KIND: tl.constexpr = tl.float16 if DTYPE == "float16" else tl.bfloat16
     matrix = batch_offset(batch, sizes, steps).to(tl.int32)
     kept = load_values(values, matrix, rows, blocks, row, col, ROWS, COLS, TMA, PAIRED)
     places = load_places(metadata, matrix, rows, blocks, row, col, ROWS, COLS, PAIRED)
-    first, second = kept.reshape(COLS, ROWS // 4, 2).split()
+    first, second = number_of(kept, CODE, KIND).reshape(COLS, ROWS // 4, 2).split()
     at_first = places & 3
     at_second = places >> 2
     zero = tl.zeros_like(first)
@@ -87,39 +115,3 @@ def load_sparse(
         tl.where(at_first == 3, first, tl.where(at_second == 3, second, zero)),
     )
     return tl.join(even, odd).reshape(COLS, ROWS).T
-
-
-@triton.jit
-def load_sparse_strided(
-    x, shape, strides, sizes, batch, row, col,
-    ROWS: tl.constexpr, COLS: tl.constexpr, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """A block through pointers."""
-    return load_sparse(x, sizes, strides, batch, row, col, ROWS, COLS, False, False)
-
-
-@triton.jit
-def load_sparse_strided_pairs(
-    x, shape, strides, sizes, batch, row, col,
-    ROWS: tl.constexpr, COLS: tl.constexpr, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """As many columns of the left half, and beside them those of the right half, through pointers."""
-    return load_sparse(x, sizes, strides, batch, row, col, ROWS, COLS, False, True)
-
-
-@triton.jit
-def load_sparse_tma(
-    x, shape, strides, sizes, batch, row, col,
-    ROWS: tl.constexpr, COLS: tl.constexpr, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """A block whose values come through a tensor descriptor over (matrices * rows, K / 2)."""
-    return load_sparse(x, sizes, strides, batch, row, col, ROWS, COLS, True, False)
-
-
-@triton.jit
-def load_sparse_tma_pairs(
-    x, shape, strides, sizes, batch, row, col,
-    ROWS: tl.constexpr, COLS: tl.constexpr, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """The same as `load_sparse_strided_pairs` through a tensor descriptor over (2, rows / 2, K / 2)."""
-    return load_sparse(x, sizes, strides, batch, row, col, ROWS, COLS, True, True)

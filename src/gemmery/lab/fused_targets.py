@@ -76,7 +76,7 @@ class Fused:
         rows: of the product in a sample: few of them take small tiles, which compile sooner.
         columns: of the product, where these are not as many as all other sizes.
         packed: the format and the size of a group of a packed weight.
-        sparse: whether the weight is 2:4 sparse.
+        sparse: of a 2:4 sparse weight the code of kept numbers of 8 bits, or "".
         step: columns of both factors that share a scale; 0 where there are none that change along K.
         aligned: whether only sizes that suit all loads are compiled: odd ones are refused, or spill somewhere.
     """
@@ -91,7 +91,7 @@ class Fused:
     rows: int = 16
     columns: int | None = None
     packed: tuple[str, int] | None = None
-    sparse: bool = False
+    sparse: str | None = None
     step: int = 0
     aligned: bool = False
 
@@ -114,9 +114,11 @@ FUSED: dict[str, Fused] = {
     "e4m3_packed": Fused(unchanged, dtypes=("bf16", "fp16"), packed=("e4m3", 0)),
     "nvfp4": Fused(unchanged, dtypes=("bf16", "fp16"), packed=("nvfp4", 16)),
     "nf4": Fused(unchanged, dtypes=("bf16", "fp16"), packed=("nf4", 64), rows=4096),
-    "sparse": Fused(unchanged, dtypes=("bf16", "fp16"), sparse=True),
-    "sparse_gelu": Fused(library.gelu, bias=True, sparse=True, rows=4096),
-    "sparse_swiglu": Fused(library.swiglu, sparse=True, aligned=True),
+    "sparse": Fused(unchanged, dtypes=("bf16", "fp16"), sparse=""),
+    "sparse_gelu": Fused(library.gelu, bias=True, sparse="", rows=4096),
+    "sparse_swiglu": Fused(library.swiglu, sparse="", aligned=True),
+    "sparse_e4m3": Fused(unchanged, dtypes=("bf16", "fp16"), sparse="e4m3"),
+    "sparse_int8": Fused(unchanged, sparse="int8"),
     "scaled_blocks": Fused(unchanged, dtypes=("int8", "e4m3"), step=BLOCK, aligned=True),
     "scaled_mx": Fused(
         unchanged, dtypes=("e4m3", "e5m2"), needs=torch.float8_e4m3fn, step=MX_BLOCK, aligned=True
@@ -157,8 +159,8 @@ def _operands(
     if how.pair:
         # In one buffer, as all begin at one address on the meta device: apart, and the gate behind what it gates.
         weight = empty(3 * size // 2, size, dtype=kind).chunk(3)[::-2]
-    if how.sparse:
-        weight = _sparse(columns, size, kind)
+    if how.sparse is not None:
+        weight = _sparse(how.sparse, columns, size, kind)
     if how.packed:
         weight = _packed(*how.packed, columns, size, kind)
     args = tuple([empty(*shapes[x]) if isinstance(x, str) else x for x in how.args])
@@ -174,12 +176,12 @@ def _packed(format: str, group: int, rows: int, columns: int, dtype: torch.dtype
     return QuantizedTensor((rows, columns), format, words, dtype=dtype, group_size=group, scales=shared)
 
 
-def _sparse(rows: int, columns: int, dtype: torch.dtype) -> SparseTensor:
+def _sparse(code: str, rows: int, columns: int, dtype: torch.dtype) -> SparseTensor:
     """A 2:4 sparse weight on the meta device."""
     shape = padded(rows, columns)
-    values = torch.empty(shape[0], shape[1] // 2, dtype=dtype, device="meta")
+    values = torch.empty(shape[0], shape[1] // 2, dtype=torch.int8 if code else dtype, device="meta")
     metadata = torch.empty(shape[1] // BLOCK_2_4, shape[0], dtype=torch.int32, device="meta")
-    return SparseTensor((rows, columns), values, metadata)
+    return SparseTensor((rows, columns), values, metadata, code=code, dtype=dtype)
 
 
 def _block_scaled(x: Tensor, weight: Tensor, function: Callable[..., Any], step: int) -> Any:
@@ -214,7 +216,7 @@ def abstract_product(name: str, dtype: str, rows: int, size: int, device: Device
         tuple([half.t() for half in weight])
         if how.pair
         else weight
-        if how.packed or how.sparse
+        if how.packed or how.sparse is not None
         else weight.t()
     )
     before = (x.new_empty(rows, 1), x.new_empty(size)) if how.prologue else ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..epilogues.device import with_constants
 from ..formats.sparse import BLOCK, GROUP, INNER, SparseTensor, padded, unpacked_metadata
 from ..kernels import sparse as loaders
 from ..kernels.any_width_sparse import SparseStage
@@ -28,14 +30,16 @@ class Sparse(Spec):
     Attributes:
         matrices: how many lie one behind the other in memory.
         metadata: the layout of the metadata.
+        code: what 8-bit numbers stand for, see `formats.sparse.SparseTensor`; "" for those of the matrix's own type.
     """
 
     matrices: int = 1
     metadata: Layout | None = None
+    code: str = ""
 
     @classmethod
     def of(
-        cls, dtype: torch.dtype, *, N: int, K: int, steps: tuple[int, ...] = (), matrices: int = 1,
+        cls, dtype: torch.dtype, code: str = "", *, N: int, K: int, steps: tuple[int, ...] = (), matrices: int = 1,
         aligned: Sequence[bool] = (True, True),
     ) -> Sparse:  # fmt: skip
         """The spec of a weight (N, K).
@@ -45,11 +49,15 @@ class Sparse(Spec):
         """
         rows, columns = padded(N, K)
         metadata = Layout(torch.int32, (), rows, 1, aligned[1])
-        return cls(dtype, steps, 1, columns // 2, aligned[0], None, matrices, metadata)
+        return cls(dtype, steps, 1, columns // 2, aligned[0], None, matrices, metadata, code)
 
     @property
     def kind(self) -> str:
-        return "sparse"
+        return "sparse8" if self.code else "sparse"
+
+    @property
+    def stored(self) -> torch.dtype:
+        return torch.int8 if self.code else self.dtype
 
     @property
     def is_sparse(self) -> bool:
@@ -58,7 +66,7 @@ class Sparse(Spec):
     @property
     def bits(self) -> float:
         """Of a number of the matrix: half of one that is kept, and its place."""
-        return self.dtype.itemsize * 4 + 1
+        return self.stored.itemsize * 4 + 1
 
     def strides_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Values and metadata are contiguous."""
@@ -67,7 +75,7 @@ class Sparse(Spec):
     @property
     def staged(self) -> SparseStage:
         """See `Spec.staged`."""
-        return SparseStage()
+        return SparseStage(self.code)
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
@@ -111,7 +119,7 @@ class Sparse(Spec):
         return SparseAccess(self, problem, tma)
 
     def __str__(self) -> str:
-        return f"{Layout.__str__(self)}/2:4"
+        return f"{self.code or Layout.__str__(self)}/2:4"
 
 
 class SparseAccess(Access):
@@ -123,9 +131,8 @@ class SparseAccess(Access):
         self.strides = (negated(spec), self.rows, self.columns // BLOCK)
 
     def loader(self) -> Any:
-        if self.paired:
-            return loaders.load_sparse_tma_pairs if self.tma else loaders.load_sparse_strided_pairs
-        return loaders.load_sparse_tma if self.tma else loaders.load_sparse_strided
+        dtype = str(self.spec.dtype).removeprefix("torch.")
+        return loader(self.tma, self.paired, self.spec.code, dtype)
 
     def argument(self, tensors: Sequence[Tensor], block_rows: int, block_cols: int) -> Any:
         """The values."""
@@ -142,6 +149,12 @@ class SparseAccess(Access):
     def group_params(self, tensors: Sequence[Tensor], block_rows: int, block_cols: int) -> list[Any]:
         """The metadata."""
         return [tensors[1], None]
+
+
+@functools.cache
+def loader(tma: bool, paired: bool, code: str, dtype: str) -> Any:
+    """The loader of a kind of sparse weights; see `kernels.sparse.load_sparse`."""
+    return with_constants(loaders.load_sparse, TMA=tma, PAIRED=paired, CODE=code, DTYPE=dtype)
 
 
 class SparseOperand(Operand):
@@ -213,6 +226,7 @@ class SparseOperand(Operand):
         aligned = [x.data_ptr() % 16 == 0 for x in (w.values, w.metadata)]
         return Sparse.of(
             w.dtype,
+            w.code,
             N=problem.N,
             K=problem.K,
             steps=matrix.steps,
@@ -222,7 +236,8 @@ class SparseOperand(Operand):
 
     @property
     def text(self) -> str:
-        return f"sparse:{'T' if self.transposed else 'N'}"
+        dtype = str(self.weight.dtype).removeprefix("torch.")
+        return f"sparse:{'T' if self.transposed else 'N'}:{self.weight.code}:{dtype}"
 
     @property
     def sizes(self) -> list[int]:
@@ -233,7 +248,9 @@ class SparseOperand(Operand):
     def rebuild(cls, facts: Sequence[str], tensors: Sequence[Tensor], sizes: Sequence[int]) -> SparseOperand:
         """See `operands.rebuild`."""
         inner = dict(zip(INNER, tensors, strict=False))
-        return cls(SparseTensor._assemble(tuple(sizes), inner), facts[0] == "T")
+        transposed, code, dtype = facts
+        weight = SparseTensor._assemble(tuple(sizes), inner, code, getattr(torch, dtype))
+        return cls(weight, transposed == "T")
 
     def mapped(self, dims: Sequence[int | None], rank: int, size: int, everywhere: bool) -> Operand:
         if any(dim is not None for dim in dims):

@@ -52,6 +52,8 @@ MOST_K = (1 << 31) - 1024
 MOST_UNITS = (1 << 30) - 1
 #: The height of bands, as a part of that with the least to read; and the height where several bands are in flight.
 BAND, LOW_BAND = 0.75, 2
+#: `BAND` for sparse weights.
+SPARSE_BAND = 0.5
 
 
 class AnyWidth(PersistentStatic):
@@ -153,6 +155,8 @@ class AnyWidth(PersistentStatic):
             return "whether a tile is cut along K depends on the number of rows"
         if p.b.by_steps and (c.swap or self.tile(c).own != ROWS):
             return f"scales along K need {ROWS} rows for each warpgroup and no swap"
+        if isinstance(p.b, Sparse) and p.b.code and self.tile(c).own != ROWS:
+            return f"kept numbers of 8 bits need {ROWS} rows for each warpgroup"
         widest = self.tile(c).widest(numbers_for(p))
         if self.tile(c).y > widest:
             kind = (
@@ -208,7 +212,7 @@ class AnyWidth(PersistentStatic):
         if c.group_m:
             return min(c.group_m, tiles_m)
         shape = (c.block_n * p.b.bits) / (c.block_m * p.a.bits)
-        height = BAND * math.sqrt(p.device.sms * shape)
+        height = (SPARSE_BAND if p.b.is_sparse else BAND) * math.sqrt(p.device.sms * shape)
         if height * tiles_n <= p.device.sms:
             return min(LOW_BAND, tiles_m)
         return -(-tiles_m // max(1, round(tiles_m / height)))

@@ -336,13 +336,15 @@ class AnyWidthBinding(Binding):
     def _kept(self, tensor: Any, own: SparseAccess, rows: int, box: int) -> Any:
         """The descriptor of a sparse weight's kept numbers, as `_operand`."""
         row, step = own.columns // 2, self.config.block_k // 2
+        # Threads read numbers of 8 bits one by one.
+        swizzle = 0 if own.spec.code else ROW
         if not own.paired:
-            made = descriptor(tensor, (own.rows, row), (row, 1), (rows, step))
+            made = descriptor(tensor, (own.rows, row), (row, 1), (rows, step), swizzle)
             made.box = [box, step]
             return made
         both = 2 * EIGHT
         shape, strides = (own.rows // both, 2, EIGHT, row), (EIGHT * row, own.rows // 2 * row, row, 1)
-        made = descriptor(tensor, shape, strides, (rows // both, 2, EIGHT, step))
+        made = descriptor(tensor, shape, strides, (rows // both, 2, EIGHT, step), swizzle)
         made.box = [box // both, 2, EIGHT, step]
         return made
 

@@ -102,10 +102,15 @@ def packed_rows(bits: int) -> dict[tuple[str, str], str]:
     }
 
 
-def sparse_rows() -> dict[tuple[str, str], str]:
-    """The rows for 2:4 sparse weights of 16 bits, which are X. No warpgroups take turns."""
-    format = SparseStage()
+def sparse_rows(code: str = "") -> dict[tuple[str, str], str]:
+    """The rows for 2:4 sparse weights, which are X. No warpgroups take turns.
+
+    Args:
+        code: of kept numbers of 8 bits, for which warpgroups have registers for 64 rows each.
+    """
+    format = SparseStage(code)
+    sizes = tuple(size for size in SHARED_TILES if not code or size[2] == ROWS)
     stages = Tile(ROWS, NARROW[0], 1, ROWS).most_stages(format)
     narrow = [f"{y}x{ROWS}x{STEP} 0 4 {stages} 1.0 swap splits" for y in NARROW]
-    lines = [*_rows(SHARED_TILES, STEP, SPARSE, format), *narrow]
+    lines = [*_rows(sizes, STEP, SPARSE, format), *narrow]
     return {("descriptor", COOPERATIVE.name): "\n".join(f"{line} apart" for line in lines)}

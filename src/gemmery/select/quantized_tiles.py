@@ -121,6 +121,20 @@ HOPPER: dict[str, Rows] = {
         """,
     }
     | any_width_tiles.sparse_rows(),
+    "sparse8": {
+        ("descriptor", "tile"): """
+            16x64x128   1 4 4 0.08 swap splits
+            32x64x128   1 4 4 0.15 swap splits
+            64x64x128   1 4 4 0.25 swap splits
+            128x64x64   2 4 4 0.27 swap splits
+            128x128x64  2 8 3 0.38 swap
+        """,
+        ("pointer", "tile"): """
+            64x64x64   8 4 3 0.10 swap strided splits
+            16x64x64   8 4 3 0.05 swap strided splits
+        """,
+    }
+    | any_width_tiles.sparse_rows("e4m3"),
     "scaled": {
         ("descriptor", "tile"): """
             128x128x128 16 8 3 0.56 split splits
@@ -230,7 +244,7 @@ _INTERPRETER: Rows = {
 QUANTIZED: dict[str, dict[str, Rows]] = {
     "hopper": HOPPER,
     **{
-        family: dict.fromkeys(("packed4", "packed8", "sparse"), rows)
+        family: dict.fromkeys(("packed4", "packed8", "sparse", "sparse8"), rows)
         | {"scaled": _SCALED, "scaled32": _SCALED32, "mx": _MX}
         for family, rows in {
             "blackwell": _BLACKWELL,
