@@ -18,6 +18,7 @@ except PutOffError:
 if TYPE_CHECKING:
     from . import moe, nn
     from .activations import quantize_activations
+    from .blocks import sampled_addmm
     from .formats import QuantizedTensor, quantize
     from .formats.scaled import ScaledTensor
     from .grouped import grouped_linear, grouped_mm
@@ -31,14 +32,15 @@ __version__ = "0.1.0"
 __all__ = [
     "Config", "Plan", "Problem", "QuantizedTensor", "ScaledTensor", "addmm", "batch_invariant", "bmm", "epilogue",
     "explain", "grouped_linear", "grouped_mm", "linear", "matmul", "moe", "nn", "plan", "quantize",
-    "quantize_activations", "scaled_matmul", "tune", "warmup",
+    "quantize_activations", "sampled_addmm", "scaled_matmul", "tune", "warmup",
 ]  # fmt: skip
 
 #: Where the names are that a program seldom needs, and that are imported when it does.
 _LATER = {
     "QuantizedTensor": ".formats.tensor", "ScaledTensor": ".formats.scaled", "explain": ".launch.explain",
     "grouped_linear": ".grouped", "grouped_mm": ".grouped", "moe": ".moe", "nn": ".nn",
-    "quantize": ".formats.quantize", "quantize_activations": ".activations", "scaled_matmul": ".scaled",
+    "quantize": ".formats.quantize", "quantize_activations": ".activations",
+    "sampled_addmm": ".blocks", "scaled_matmul": ".scaled",
     "tune": ".tuning.tuner", "warmup": ".tuning.warm",
 }  # fmt: skip
 
