@@ -4,10 +4,10 @@ A product with a block-sparse operand counts along K in stored blocks: those of 
 operand or a block column of the second one, lie one behind the other. PLACE gives a tile the range of its line.
 Functions of the loaders, `at`, then find out where a step lies in each operand's memory:
 
-    at(shape, batch, row, col, table, ROWS, COLS) -> (shape, row, col)
+    at(shape, batch, row, col, table, ROWS, COLS) -> (rows, cols, row, col)
 
-They take what loaders take, see `operands`, and the table that has the answer, and give what the loader of the matrix
-in memory is given. A range may be empty. Its one step lies outside every matrix, so that loaders give zeros.
+They take what loaders take, see `operands`, and the table that has the answer, and give the shape and the corner for
+the loader of the matrix in memory. A range may be empty. Its one step lies outside every matrix, so that loaders give zeros.
 """
 
 import triton
@@ -78,7 +78,7 @@ def at_columns(shape, batch, row, col, table, ROWS: tl.constexpr, COLS: tl.const
     """A dense first operand: the columns of the block that the table has."""
     inside, first = found(col, shape[1], table, BLOCK)
     col = first + within(col, COLS, BLOCK)
-    return (shape[0], tl.where(inside, col + COLS, 0)), row, col
+    return shape[0], tl.where(inside, col + COLS, 0), row, col
 
 
 @triton.jit
@@ -86,7 +86,7 @@ def at_rows(shape, batch, row, col, table, ROWS: tl.constexpr, COLS: tl.constexp
     """A dense second operand: the rows of that block."""
     inside, first = found(row, shape[0], table, BLOCK)
     row = first + within(row, ROWS, BLOCK)
-    return (tl.where(inside, row + ROWS, 0), shape[1]), row, col
+    return tl.where(inside, row + ROWS, 0), shape[1], row, col
 
 
 @triton.jit
@@ -108,7 +108,7 @@ def at_stored(
         row += first
     else:
         col += first
-    return (tl.where(inside, row + ROWS, 0), tl.where(inside, col + COLS, 0)), row, col
+    return tl.where(inside, row + ROWS, 0), tl.where(inside, col + COLS, 0), row, col
 
 
 @triton.jit
@@ -126,6 +126,6 @@ def at_picked(
     """A dense operand of sampled blocks: product number `batch` takes one block of its rows, or of its columns."""
     first = tl.load(table + batch) * BLOCK
     if IS_B:
-        return (shape[0], first + shape[1]), row, first + col
+        return shape[0], first + shape[1], row, first + col
     else:
-        return (first + shape[0], shape[1]), first + row, col
+        return first + shape[0], shape[1], first + row, col

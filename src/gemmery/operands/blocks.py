@@ -29,8 +29,8 @@ def load_{name}(
     CHECK_COLS: tl.constexpr, WIDE: tl.constexpr
 ):
     {layout}{table} = strides
-    shape, row, col = AT(shape, batch, row, col, {given}, ROWS, COLS)
-    return LOAD(x, shape, ({layout}), {batch}, row, col, ROWS, COLS, CHECK_ROWS, CHECK_COLS, WIDE)
+    rows, cols, row, col = AT(shape, batch, row, col, {given}, ROWS, COLS)
+    return LOAD(x, (rows, cols), ({layout}), {batch}, row, col, ROWS, COLS, CHECK_ROWS, CHECK_COLS, WIDE)
 """
 
 
@@ -148,7 +148,7 @@ class Blocks(Spec):
         """See `Spec.shapes`; of a pattern with as many blocks in each line."""
         lines = (cols if is_b else rows) // self.block
         count = max(lines * self.average, 1)
-        tables = [(lines, 3), (count,), (count,)][: len(self.tables)]
+        tables = [(*batch, 1, size) for size in (3 * lines, count, count)][: len(self.tables)]
         return [(count, self.block, self.block), *tables]
 
     def bytes(self, rows: int, cols: int, batch: tuple[int, ...]) -> int:

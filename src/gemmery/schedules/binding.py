@@ -268,7 +268,8 @@ class Binding:
             "PRECISION": p.precision,
             "IMPRECISE_ACC": min(PROMOTE_EVERY, c.block_k) if promotes(p) else -1,
             "num_warps": c.num_warps,
-            "num_stages": c.num_stages,
+            # Triton deals stages out to a load and to those that it waits for, here of the table of blocks.
+            "num_stages": c.num_stages * (2 if p.by_blocks else 1),
         }
         if self.persistent:
             own = place.whole_tile if c.tail == 1 else place.inner_tile
