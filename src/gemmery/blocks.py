@@ -14,6 +14,7 @@ from .precision import AskedPrecision, resolved
 from .problem import Config
 from .product.check import check_device, check_not_packed, check_scalars, check_tensor
 from .product.run import product
+from .product.seen import is_followed
 from .product.spec import NONE, Functions, Number
 
 _OP = "sampled_addmm"
@@ -81,6 +82,15 @@ def sampled_addmm(
             raise ValueError(f"{_OP}: {name} is {tuple(x.shape)}; it must have 2 dimensions")
     if out is not None:
         raise ValueError(f"{_OP}: out= is not supported; use what is returned")
+    if is_followed():
+        # The compiler fails on what is made of sparse tensors.
+        from .product.compiled import uncompiled
+
+        made: Tensor = uncompiled(
+            sampled_addmm, input, a, b, beta=beta, alpha=alpha, precision=precision, batch_invariant=batch_invariant,
+            config=config,
+        )  # fmt: skip
+        return made
     pattern = stored(_OP, "input", input)
     if tuple(input.shape) != (a.shape[0], b.shape[1]):
         raise ValueError(

@@ -37,7 +37,7 @@ from .compute import compute
 from .dispatch import dispatched
 from .prepare import prepare
 from .prologue import apply_prologue
-from .seen import autocast_dtype, check_forward_mode, needs_dispatcher
+from .seen import autocast_dtype, check_forward_mode, is_followed, needs_dispatcher
 from .shape import OF_WEIGHTS
 from .spec import ONES, Call, Functions, Number, Options
 
@@ -90,6 +90,11 @@ def product(
         looked = None if number is None else cache.look(given, is_grad_enabled())
         if looked is None and number is not None and (is_blocks(b) or is_blocks(a)):
             # Met behind the others, for whom a look at the layout would take time.
+            if is_followed():
+                # The compiler fails on what is made of sparse tensors.
+                from .compiled import uncompiled
+
+                return uncompiled(product, op, a, b, bias, functions, out, options, scalars)
             form = _with_blocks(op, a, b, given)
             looked = None if form is None else cache.look(given, is_grad_enabled())
         if looked is not None:
