@@ -7,7 +7,8 @@ Functions of the loaders, `at`, then find out where a step lies in each operand'
     at(shape, batch, row, col, table, ROWS, COLS) -> (rows, cols, row, col)
 
 They take what loaders take, see `operands`, and the table that has the answer, and give the shape and the corner for
-the loader of the matrix in memory. A range may be empty. Its one step lies outside every matrix, so that loaders give zeros.
+the loader of the matrix in memory. A range may be empty. Its one step lies outside every matrix, so that loaders give
+zeros.
 """
 
 import triton
