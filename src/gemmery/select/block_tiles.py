@@ -26,6 +26,8 @@ _HOPPER_COLUMNS: dict[int, Rows] = {
             128x128x64 8 4 3 0.81
             64x128x128 8 4 4 0.71
             64x128x64  8 4 8 0.67
+            16x128x128 8 4 5 0.37 swap
+            16x64x128  8 4 5 0.37 swap
         """,
         ("pointer", "tile"): """
             128x128x64 8 8 3 0.60
@@ -44,6 +46,7 @@ _HOPPER_COLUMNS: dict[int, Rows] = {
             128x64x64 8 4 4 0.64
             128x64x64 8 4 3 0.66
             64x64x64  8 4 3 0.53
+            16x64x64  8 4 8 0.37 swap
         """,
         ("pointer", "tile"): """
             128x64x64 8 4 3 0.45
