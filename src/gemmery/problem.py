@@ -177,7 +177,8 @@ class Problem:
     @property
     def flops(self) -> int:
         """Floating-point (or integer) operations: a multiplication and an addition per inner step."""
-        return 2 * self.matrices * self.M * self.N * self.K
+        K = self.K if self.by_blocks is None else self.by_blocks.mean_k
+        return 2 * self.matrices * self.M * self.N * K
 
     @property
     def bytes(self) -> int:
