@@ -99,6 +99,12 @@ class Pattern:
         if not found[1]:
             raise ValueError(f"{what}: its plain indices must be from 0 to {self._across - 1}")
 
+    def prepare(self) -> None:
+        """Makes all tables, and waits for the GPU: later products may be on any stream."""
+        _ = self.along, self.across
+        if self._ends.is_cuda:
+            torch.cuda.current_stream(self._ends.device).synchronize()
+
     @functools.cached_property
     def lines_of(self) -> Tensor:
         """(count,), int32, the line of each stored block."""
@@ -184,6 +190,7 @@ def pattern_of(
     else:
         pattern = Pattern(compressed, plain, across)
         pattern.check(what)
+        pattern.prepare()
     refs = StorageWeakRef(compressed.untyped_storage()), StorageWeakRef(plain.untyped_storage())
     _patterns[key] = _Kept(pattern, version, refs)
     return pattern
@@ -221,7 +228,7 @@ def known(x: Tensor) -> Stored | None:
 
 
 def stored(op: str, name: str, x: Tensor) -> Stored:
-    """A BSR or BSC tensor, checked. Of a pattern that was not met before, it waits for the GPU once.
+    """A BSR or BSC tensor, checked. Of a pattern that was not met before, it waits for the GPU.
 
     Raises:
         ValueError: its blocks are not square, of a size that there is no kernel for, or it is a batch; or its indices
