@@ -306,10 +306,6 @@ class BlocksOperand(Operand):
     def mapped(self, dims: Sequence[int | None], rank: int, size: int, everywhere: bool) -> Operand:
         raise NotImplementedError("vmap: a product with a block-sparse operand can't be mapped")
 
-    def of(self, stored: Stored, is_b: bool) -> BlocksOperand:
-        """Another one with this one's pattern."""
-        return BlocksOperand(stored, is_b)
-
     def gradients(
         self, a: Tensor, grad: Tensor, multiply: Multiply, needs: tuple[bool, Sequence[bool]]
     ) -> tuple[Tensor | None, list[Tensor | None]]:
