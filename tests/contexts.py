@@ -29,11 +29,13 @@ SIZE = (4, 32, 128)
 SIZES = {"scaled by block": (4, 192, 320), "scaled by mx": (4, 192, 320)}
 PACKED = ("int8", "int4", "e4m3", "e5m2", "mxfp4", "nvfp4", "nf4")
 SCALED = ("tensor", "row", "block", "mx")
-KINDS = ("dense", "pair", "groups", *PACKED, *[f"scaled by {x}" for x in SCALED])
+KINDS = ("dense", "pair", "groups", "blocks", *PACKED, *[f"scaled by {x}" for x in SCALED])
 #: The ends of the groups of M rows, one of them empty; the last row is behind them.
 ENDS = (1, 3, 3)
 #: Kinds of operands whose types are float32.
-WIDE = ("dense", "pair", "groups")
+WIDE = ("dense", "pair", "groups", "blocks")
+#: Of a block-sparse weight, the sizes of its blocks, and which are stored.
+BLOCK, STORED = 16, ((0, 1, 0, 0, 1, 0, 1, 0), (0, 0, 1, 0, 1, 0, 0, 0))
 RESULTS = ("bare", "bias", "plain epilogue", "prebuilt epilogue", "prologue", "several", "out")
 CONTEXTS = (
     "eager", "no_grad", "inference_mode", "autograd", "double backward", "autocast", "checkpoint", "compiled",
@@ -113,6 +115,10 @@ class Case:
         elif kind == "groups":
             leaves["w"] = torch.stack([w, w.flip(0), -w])
             held = (torch.tensor(ENDS, dtype=torch.int32, device=device),)
+        elif kind == "blocks":
+            ends, places, parts = _indices(w)
+            leaves["w"] = parts
+            held = (ends.to(device), places.to(device))
         elif kind in PACKED:
             held = (_packed(kind, w.to(dtype), device),)
         else:
@@ -159,6 +165,10 @@ class Case:
             return gemmery.scaled_matmul(*held, **how)
         if self.kind == "groups":
             return gemmery.grouped_linear(given["x"], given["w"], offs=held[0], **how)
+        if self.kind == "blocks":
+            shape = SIZE[1:]
+            weight = torch.sparse_bsr_tensor(*held, given["w"], size=shape, check_invariants=False)
+            return gemmery.linear(given["x"], weight, **how)
         weight = (given["gate"], given["up"]) if self.kind == "pair" else held[0] if held else given["w"]
         return gemmery.linear(given["x"], weight, **how)
 
@@ -174,6 +184,8 @@ class Case:
             w = next((x for x in (pair, packed) if x is not None), given.get("w"))
         if "s" in given:
             x = stretched(x, given["s"])
+        if self.kind == "blocks":
+            w = _whole(w)
         if self.kind == "groups":
             return self._of_groups(x, w, given)
         acc = F.linear(x, w, given.get("bias"))
@@ -200,6 +212,20 @@ class Case:
     def tolerance(self) -> float:
         """Of the norm of an error over that of what is right."""
         return 2e-5 if self.kind in WIDE else 2e-2
+
+
+def _indices(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Where the blocks of a block-sparse weight are, in BSR, and those of a matrix."""
+    mask = torch.tensor(STORED, dtype=torch.bool)
+    parts = w.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)).permute(0, 2, 1, 3)
+    return F.pad(mask.sum(1).cumsum(0), (1, 0)), mask.nonzero()[:, 1].contiguous(), parts[mask]
+
+
+def _whole(values: torch.Tensor) -> torch.Tensor:
+    """The dense weight of its blocks."""
+    rows, cols = torch.tensor(STORED, device=values.device).nonzero().T
+    whole = values.new_zeros(len(STORED), len(STORED[0]), BLOCK, BLOCK).index_put((rows, cols), values)
+    return whole.permute(0, 2, 1, 3).reshape(SIZE[1:])
 
 
 def _packed(format: str, w: torch.Tensor, device: torch.device) -> Any:
@@ -247,6 +273,7 @@ class Absent:
 VALUE = "value"
 _GRADIENTS = ("autograd", "double backward", "checkpoint", "compiled with gradients", "func.grad")
 _COMPILED = ("compiled", "compiled dynamic", "compiled with gradients")
+_WITHOUT_BSR = (*_COMPILED, "double backward", "make_fx", "fake tensors", "func.grad")
 _SEEN = ("make_fx", "vmap", "func.grad", "dispatch mode", "batch_invariant", "DTensor", "fake tensors")
 
 
@@ -273,11 +300,15 @@ def verdict(kind: str, result: str, context: str, gpu: bool, kernels: bool) -> A
         return Raises(Exception if context in _COMPILED else TypeError, "no gradient for")
     if kind == "pair" and result in ("bare", "bias"):
         return Raises(Exception if context in _COMPILED else TypeError, "in two parts")
+    if kind == "blocks" and context in _WITHOUT_BSR:
+        return Absent("torch makes no BSR tensors there, or its own have no such derivative")
+    if context == "vmap" and kind == "blocks" and result != "out":
+        return Raises(NotImplementedError, "vmap: a product with a block-sparse operand can't be mapped")
     if context == "vmap" and kind == "groups" and result != "out":
         return Raises(NotImplementedError, "vmap: a grouped product can't be mapped")
     if context == "vmap" and scaled and result in ("bare", "bias", "out"):
         return Absent("a ScaledTensor can't be mapped, and nothing else goes in that could be")
-    if result == "out":
+    if result == "out" and not (kind == "blocks" and context == "DTensor"):
         return _of_out(kind, context)
     if context == "DTensor":
         return Raises((NotImplementedError, RuntimeError), "sharding strategy|mixed torch.Tensor and DTensor")  # type: ignore[arg-type]

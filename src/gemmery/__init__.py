@@ -18,6 +18,7 @@ except PutOffError:
 if TYPE_CHECKING:
     from . import moe, nn
     from .activations import quantize_activations
+    from .blocks import sampled_addmm
     from .formats import QuantizedTensor, SparseTensor, quantize, sparsify
     from .formats.scaled import ScaledTensor
     from .grouped import grouped_linear, grouped_mm
@@ -31,15 +32,15 @@ __version__ = "0.1.0"
 __all__ = [
     "Config", "Plan", "Problem", "QuantizedTensor", "ScaledTensor", "SparseTensor", "addmm", "batch_invariant", "bmm",
     "epilogue", "explain", "grouped_linear", "grouped_mm", "linear", "matmul", "moe", "nn", "plan", "quantize",
-    "quantize_activations", "scaled_matmul", "sparsify", "tune", "warmup",
+    "quantize_activations", "sampled_addmm", "scaled_matmul", "sparsify", "tune", "warmup",
 ]  # fmt: skip
 
 #: Where the names are that a program seldom needs, and that are imported when it does.
 _LATER = {
     "QuantizedTensor": ".formats.tensor", "ScaledTensor": ".formats.scaled", "SparseTensor": ".formats.sparse",
     "explain": ".launch.explain", "grouped_linear": ".grouped", "grouped_mm": ".grouped", "moe": ".moe", "nn": ".nn",
-    "quantize": ".formats.quantize", "quantize_activations": ".activations", "scaled_matmul": ".scaled",
-    "sparsify": ".formats.sparse", "tune": ".tuning.tuner", "warmup": ".tuning.warm",
+    "quantize": ".formats.quantize", "quantize_activations": ".activations", "sampled_addmm": ".blocks",
+    "scaled_matmul": ".scaled", "sparsify": ".formats.sparse", "tune": ".tuning.tuner", "warmup": ".tuning.warm",
 }  # fmt: skip
 
 

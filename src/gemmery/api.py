@@ -38,7 +38,8 @@ def matmul(
     """The matrix product `a @ b + bias`, with torch.matmul's broadcasting.
 
     Args:
-        a: (..., M, K) or (K,), any strides.
+        a: (..., M, K) or (K,), any strides. One of a and b may be a block-sparse matrix, in torch's BSR or BSC layout,
+            with blocks of 16, 32, 64 or 128 rows and as many columns.
         b: (..., K, N) or (K,), any strides, on a's device. Types must agree; the two fp8 types may be mixed. With an
             epilogue that halves the columns also a pair of them, (K, N / 2) each and of the same strides, that count as
             `torch.cat(b, -1)` and are not copied: gate and up as two weights. A packed or sparse
@@ -104,8 +105,8 @@ def linear(
 
     Args:
         x: (..., K).
-        weight: (N, K), or (K,) for a single output without its dimension; or a pair, see `matmul`; or packed or sparse,
-            (N, K).
+        weight: (N, K), or (K,) for a single output without its dimension; or a pair, see `matmul`; or packed, sparse or
+            block-sparse, (N, K).
         bias: (N,); or a pair.
 
     The other arguments, the result and the errors are those of `matmul`.

@@ -138,8 +138,7 @@ def fold(
     walkers = [of_a, of_out, *of_others]
     _drop_unit(sizes, [*walkers, of_b])
     _merge(sizes, [*walkers, of_b])
-    # Rows of groups are those of one matrix already.
-    rows = M if a.is_ragged else _fold_rows(sizes, M, walkers, of_b)
+    rows = M if a.keeps_rows else _fold_rows(sizes, M, walkers, of_b)
     layouts = [_layout(tensor, x) for (tensor, _), x in zip(others, of_others, strict=True)]
     N = columns * b.halves
     plain = Problem(

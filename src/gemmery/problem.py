@@ -128,6 +128,16 @@ class Problem:
         """What groups a comes in, of which only the GPU knows where they end; see `Spec.ragged`."""
         return self.a.ragged
 
+    @property
+    def by_blocks(self) -> Spec | None:
+        """The operand by whose stored blocks tiles step along K, if there is one; see `operands.blocks`."""
+        return next((x for x in (self.a, self.b) if x.by_blocks), None)
+
+    @property
+    def has_ranges(self) -> bool:
+        """Whether tiles have ranges of K that the host does not know."""
+        return self.ragged == "k" or self.by_blocks is not None
+
     def tile_rows(self, block_m: int) -> int:
         """The rows of tiles of so many rows, in all matrices; of groups of rows the most that there can be."""
         if self.ragged != "rows":
@@ -140,8 +150,11 @@ class Problem:
     def predicted(self) -> Problem:
         """The product whose time is predicted in place of this one's: where groups are ragged, that of equal ones.
 
-        As many groups have rows as if these were dealt out at random.
+        As many groups have rows as if these were dealt out at random. With a block-sparse operand, it is the product of
+        lines with as many blocks as there are on average.
         """
+        if (sparse := self.by_blocks) is not None:
+            return replace(self, K=sparse.mean_k)
         if not self.ragged:
             return self
         p = self
@@ -164,7 +177,8 @@ class Problem:
     @property
     def flops(self) -> int:
         """Floating-point (or integer) operations: a multiplication and an addition per inner step."""
-        return 2 * self.matrices * self.M * self.N * self.K
+        K = self.K if self.by_blocks is None else self.by_blocks.mean_k
+        return 2 * self.matrices * self.M * self.N * K
 
     @property
     def bytes(self) -> int:

@@ -60,6 +60,7 @@ if DRY or torch.cuda.is_available():
 ROWS = [
     (kind, number)
     for kind in FAMILIES[FAMILY]
+    if kind in KINDS or kind in QUANTISED
     for number, tile in enumerate(tiles_of(FAMILY, kind))
     if schedules.of(tile.config.schedule).available()
 ]

@@ -175,7 +175,7 @@ def test_its_own_measurements_count(toy, monkeypatch, tmp_path):
 # Nobody else knows their names
 
 #: Their own modules, and tables of tiles with texts of configs.
-KNOWN = ("schedules/", "select/tiles.py", "select/quantized_tiles.py")
+KNOWN = ("schedules/", "select/tiles.py", "select/quantized_tiles.py", "select/block_tiles.py")
 #: Files that still compare a schedule with a name.
 STILL = {
     # What a matrix with scales along K refuses.

@@ -112,6 +112,8 @@ def padded(problem: Problem) -> Padded | None:
     p = problem
     if not p.device.target.tma or p.K == 0 or len(p.batch) > 1 or p.ragged:
         return None
+    if not (p.a.takes_copies and p.b.takes_copies):
+        return None
     if p.paired:  # a copy would part the halves of columns
         return None
     a = b = None

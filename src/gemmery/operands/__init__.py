@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from .base import Access, Layout, Operand, Spec, Traced
+from .blocks import BlocksOperand, PickedOperand, Sampled
 from .dense import Dense, DenseAccess, DenseOperand
 from .gathered import Gathered, GatheredOperand
 from .packed import Packed, PackedOperand
@@ -18,17 +19,19 @@ from .scaled import Scaled, ScaledOperand
 from .sparse import Sparse, SparseOperand
 
 __all__ = [
-    "Access", "Dense", "DenseAccess", "DenseOperand", "Gathered", "GatheredOperand", "Groups", "Layout", "Operand",
-    "Packed", "PackedOperand", "Pair", "PairOperand", "Ragged", "RaggedOperand", "RowScaledOperand", "Scaled",
-    "ScaledOperand", "Sparse", "SparseOperand", "Spec", "Traced", "rebuild",
+    "Access", "BlocksOperand", "Dense", "DenseAccess", "DenseOperand", "Gathered", "GatheredOperand", "Groups",
+    "Layout", "Operand", "Packed", "PackedOperand", "Pair", "PairOperand", "PickedOperand", "Ragged", "RaggedOperand",
+    "RowScaledOperand", "Sampled", "Scaled", "ScaledOperand", "Sparse", "SparseOperand", "Spec", "Traced", "rebuild",
 ]  # fmt: skip
 
 #: What makes an operand again, by the first word of its text.
 _KINDS: dict[str, Callable[[Sequence[str], Sequence[Tensor], Sequence[int]], Operand]] = {
+    "blocks": BlocksOperand.rebuild,
     "dense": lambda facts, tensors, sizes: DenseOperand(tensors[0], None, tensors[1:]),
     "gathered": lambda facts, tensors, sizes: GatheredOperand(tensors[0], tensors[1]),
     "pair": lambda facts, tensors, sizes: PairOperand(tensors[0], tensors[1], False, tensors[2:]),
     "packed": PackedOperand.rebuild,
+    "picked": PickedOperand.rebuild,
     "ragged": RaggedOperand.rebuild,
     "rows": RowScaledOperand.rebuild,
     "scaled": ScaledOperand.rebuild,

@@ -170,6 +170,21 @@ class Spec(Layout):
         return False
 
     @property
+    def by_blocks(self) -> bool:
+        """Whether steps along K are its stored blocks."""
+        return False
+
+    @property
+    def mean_k(self) -> int:
+        """Of an operand by whose blocks a product steps: the length of a tile's range along K on average."""
+        raise NotImplementedError
+
+    @property
+    def takes_copies(self) -> bool:
+        """Whether a copy of the matrix can take its place."""
+        return True
+
+    @property
     def is_scaled(self) -> bool:
         """Whether its scales change along K."""
         return False
@@ -330,6 +345,16 @@ class Operand:
     @property
     def scatters(self) -> bool:
         """Whether rows of the result go elsewhere."""
+        return False
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether the rows of the product are those of one matrix, to which no batch can be added."""
+        return self.is_ragged
+
+    @property
+    def by_blocks(self) -> bool:
+        """Whether the product steps through its stored blocks."""
         return False
 
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -515,12 +540,20 @@ class Access:
         return ()
 
     def place(self, is_cut: bool) -> Any:
-        """The PLACE of products with this first operand, see `kernels.place`; None for the schedule's own.
+        """The PLACE of products with this operand, see `kernels.place`; None for the schedule's own.
 
         Args:
             is_cut: whether tiles are cut along K.
         """
         return None
+
+    def leading(self, other: Access) -> Access:
+        """The other operand's access, where this one says which parts along K it loads."""
+        return other
+
+    def given(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+        """Arguments of the other operand's loader, which come behind all of its own."""
+        return ()
 
     def group_of(self) -> Any:
         """The device function that finds a group of rows, see `place.group_of`; None where there are none."""

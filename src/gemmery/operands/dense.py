@@ -195,8 +195,14 @@ class DenseAccess(Access):
         plain = self._plain_loader()
         if self.prologue is None:
             return plain
-        taken = 4 * len(self.prologue.operands) + self.prologue.numbers
-        return loader_with(self.prologue.source, len(self.strides) + self.gathers, taken, plain)
+        own = len(self.strides) + self.gathers
+        return loader_with(self.prologue.source, own, self.taken - own, plain)
+
+    @property
+    def taken(self) -> int:
+        """The count of what its loader takes as `strides`, with the arguments behind them."""
+        own = len(self.strides) + self.gathers
+        return own + (4 * len(self.prologue.operands) + self.prologue.numbers if self.prologue else 0)
 
     def _plain_loader(self) -> Any:
         if self.gathers:

@@ -9,18 +9,22 @@ import torch
 from torch import Tensor
 
 from ..epilogues.function import Epilogue, captured_of
+from ..formats.blocks import is_blocks, stored
 from ..formats.scaled import BLOCK, MX_BLOCK, ScaledTensor
 from ..formats.sparse import SparseTensor
 from ..formats.tensor import QuantizedTensor
 from ..formats.weight import PackedWeight
 from ..operands import (
+    BlocksOperand,
     DenseOperand,
     Groups,
     Operand,
     PackedOperand,
     PairOperand,
+    PickedOperand,
     RaggedOperand,
     RowScaledOperand,
+    Sampled,
     ScaledOperand,
     SparseOperand,
 )
@@ -112,6 +116,10 @@ def operands_of(op: str, a: Any, b: Any, takes_pair: bool) -> tuple[Operand, Ope
     first, second, _ = operand_names(op)
     if isinstance(a, Groups):
         return _groups(op, a, b, takes_pair)
+    if isinstance(a, Sampled):
+        return PickedOperand(a.matrix, a.stored, False), PickedOperand(b.matrix, b.stored, True)
+    if is_blocks(a) or is_blocks(b):
+        return block_operands(op, a, b)
     check_tensor(op, first, a)
     check_not_packed(op, first, a, *([second] if isinstance(b, PackedWeight) else []))
     check_second(op, b, takes_pair)
@@ -121,6 +129,30 @@ def operands_of(op: str, a: Any, b: Any, takes_pair: bool) -> tuple[Operand, Ope
     if right.is_dense:
         check_ranks(op, a, right.matrix)
     return DenseOperand(a), right
+
+
+def block_operands(op: str, a: Any, b: Any) -> tuple[Operand, Operand]:
+    """The operands of a product with one block-sparse matrix."""
+    first, second, _ = operand_names(op)
+    if is_blocks(a) and is_blocks(b):
+        raise TypeError(f"{op}: {first} and {second} are both block-sparse; one of them must be dense")
+    name, other = (second, a) if is_blocks(b) else (first, b)
+    which = first if other is a else second
+    if isinstance(other, tuple | list):
+        raise TypeError(f"{op}: {name} is block-sparse; {which} must be one tensor")
+    check_tensor(op, which, other)
+    check_not_packed(op, which, other, "a product of dense operands")
+    if op == "bmm":
+        raise ValueError(f"bmm: {name} is block-sparse; use matmul, which takes a batch of {which}")
+    if other.dim() < 2:
+        raise ValueError(
+            f"{op}: {which} is {tuple(other.shape)}; with a block-sparse {name} it must be a matrix"
+        )
+    sparse = stored(op, name, a if is_blocks(a) else b)
+    if is_blocks(a):
+        right = right_matrix(op, b)
+        return BlocksOperand(sparse, is_b=False), DenseOperand(right)
+    return DenseOperand(a), BlocksOperand(sparse.mT if op in OF_WEIGHTS else sparse, is_b=True)
 
 
 def _groups(op: str, a: Groups, b: Any, takes_pair: bool) -> tuple[Operand, Operand]:

@@ -56,7 +56,7 @@ def held_name(given: str | Callable[..., Any], device: str) -> str:
 
 
 @torch.compiler.disable(
-    reason="weight_grad (of fuse_wgrad_accumulation=True) is not compiled; it takes fullgraph=False"
+    reason="weight_grad (of fuse_wgrad_accumulation=True) and sparse tensors are not compiled; use fullgraph=False"
 )  # type: ignore[untyped-decorator]
 def uncompiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A call that compiled code is interrupted for."""

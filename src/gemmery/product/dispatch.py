@@ -92,7 +92,9 @@ def unfused(call: Call) -> Any:
 
 def _dispatched_out(call: Call, out: Tensor) -> Tensor:
     if not call.ready:
+        by_blocks = call.a.by_blocks or call.b.by_blocks
         what = "a packed weight" if call.b.is_packed else "groups" if call.a.is_ragged else "an epilogue"
+        what = "a block-sparse operand" if by_blocks else what
         raise ValueError(
             f"{call.op}: out= with {what} does not support gradients, transforms, modes and subclasses of tensors; use "
             f"what is returned"

@@ -196,6 +196,10 @@ def _check_pairing(call: Call, made: Program) -> None:
             f"{call.op}: the packed weight has {call.shape[-1]} rows; for an epilogue that halves the columns of the "
             f"product they must be a multiple of {2 * call.b.strip}"
         )
+    if call.b.by_blocks and made.paired:
+        raise ValueError(
+            f"{call.op}: {name} is block-sparse; with an epilogue that halves the product's columns it must be dense"
+        )
     if call.b.halves == 1:
         return
     left, right = [x.matrix for x in call.b.parts()]

@@ -18,12 +18,13 @@ from torch.nn import Parameter
 from .. import devices
 from ..epilogues.function import Epilogue, Held, memoised
 from ..epilogues.results import returned
+from ..formats.blocks import is_blocks, known
 from ..formats.scaled import ScaledTensor
 from ..formats.sparse import SparseTensor
 from ..formats.tensor import QuantizedTensor
 from ..formats.weight import PackedWeight
 from ..launch.plan import Plan
-from ..operands import Groups
+from ..operands import BlocksOperand, Groups, PickedOperand, Sampled
 from ..problem import Config
 from . import cache
 from .build import lowered, make_call
@@ -38,7 +39,8 @@ from .compute import compute
 from .dispatch import dispatched
 from .prepare import prepare
 from .prologue import apply_prologue
-from .seen import autocast_dtype, check_forward_mode, needs_dispatcher
+from .seen import autocast_dtype, check_forward_mode, is_followed, needs_dispatcher
+from .shape import OF_WEIGHTS
 from .spec import ONES, Call, Functions, Number, Options
 
 _HELD = (Epilogue, Held)
@@ -88,6 +90,15 @@ def product(
         if out is not None:
             given.append(out)
         looked = None if number is None else cache.look(given, is_grad_enabled())
+        if looked is None and number is not None and (is_blocks(b) or is_blocks(a)):
+            # Met behind the others, for whom a look at the layout would take time.
+            if is_followed():
+                # The compiler fails on what is made of sparse tensors.
+                from .compiled import uncompiled
+
+                return uncompiled(product, op, a, b, bias, functions, out, options, scalars)
+            form = _with_blocks(op, a, b, given)
+            looked = None if form is None else cache.look(given, is_grad_enabled())
         if looked is not None:
             addresses, looks = looked
             scaling = None if scalars is ONES else _kind_of(scalars)
@@ -137,9 +148,25 @@ def _parts(a: Any, b: Any) -> tuple[list[Any], Any]:
         if a.data.shape[-1] == 0:
             return [a, b], None  # it is looked at, and not known: a launch is not given its scales
         return [a.data, a.stored_scale, b.data, b.stored_scale], (a.kind, b.kind)
+    if kind is Sampled:
+        picked = PickedOperand(a.matrix, a.stored, False), PickedOperand(b.matrix, b.stored, True)
+        return [*picked[0].values, *picked[1].values], (picked[0].text, picked[1].text)
     if kind in (tuple, list) and len(b) == 2 and isinstance(b[0], Tensor) and isinstance(b[1], Tensor):
         return [a, *b], ("pair", b[1].data_ptr() - b[0].data_ptr())
     return [a, b], None
+
+
+def _with_blocks(op: str, a: Any, b: Any, given: list[Any]) -> Any:
+    """Put the values of a block-sparse operand in its place, and return what else tells it; None if it is new."""
+    is_b = is_blocks(b)
+    x = b if is_b else a
+    stored = known(x)
+    if stored is None:
+        return None
+    operand = BlocksOperand(stored.mT if is_b and op in OF_WEIGHTS else stored, is_b)
+    place = next(i for i, value in enumerate(given) if value is x)
+    given[place : place + 1] = operand.values
+    return operand.form
 
 
 def _add_functions(given: list[Any], functions: tuple[Any, ...], bias: Any) -> Any:

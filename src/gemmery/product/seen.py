@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
 import torch
@@ -31,6 +32,12 @@ def needs_dispatcher(tensors: Iterable[Tensor | None]) -> bool:
 def wants_gradient(tensors: Iterable[Tensor]) -> bool:
     """Whether gradients are recorded of a call with these tensors."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def is_followed() -> bool:
+    """Whether the compiler looks at each function that Python runs: it does so where its graph is interrupted."""
+    compiler = sys.modules.get("torch._C._dynamo.eval_frame") if "torch._dynamo" in sys.modules else None
+    return compiler is not None and callable(compiler.get_eval_frame_callback())
 
 
 def in_transform() -> bool:

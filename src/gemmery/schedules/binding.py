@@ -177,7 +177,7 @@ def refusal_of(problem: Problem, config: Config) -> str | None:
     units = units if split is None else split.units(p, units)
     if units >= 1 << 31:
         return f"{p} takes {units} programs; at most 2^31 - 1 fit into a launch"
-    return p.b.refusal(p, c)
+    return p.a.refusal(p, c) or p.b.refusal(p, c)
 
 
 def loads_along_m(problem: Problem, config: Config) -> bool:
@@ -208,6 +208,8 @@ class Binding:
         tma = c.loader == "descriptor"
         self.a = p.a.access(p, is_b=False, tma=tma)
         self.b = p.b.access(p, is_b=True, tma=tma)
+        # One of them may say which parts along K both load.
+        self.a, self.b = self.b.leading(self.a), self.a.leading(self.b)
         # A tensor that stands in for an output has strides of 0, which no descriptor takes.
         # Tiles of groups of rows end where the next group begins.
         stored = tma and not p.ragged and storable(p.out, p.M, p.out_n, p.batch)
@@ -258,7 +260,7 @@ class Binding:
             "BAND_M": c.group_m,
             "EPILOGUE_SUBTILES": self.subtiles,
             "PAIRED": p.paired,
-            "CHECK_K": p.K == 0 or p.K % c.block_k != 0 or p.ragged == "k",
+            "CHECK_K": p.K == 0 or p.K % c.block_k != 0 or p.has_ranges,
             "WIDE": self._wide(),
             "ACC": TL[p.summed],
             "OUT": TL[p.out.dtype],
@@ -266,10 +268,12 @@ class Binding:
             "PRECISION": p.precision,
             "IMPRECISE_ACC": min(PROMOTE_EVERY, c.block_k) if promotes(p) else -1,
             "num_warps": c.num_warps,
-            "num_stages": c.num_stages,
+            # Triton deals stages out to a load and to those that it waits for, here of the table of blocks.
+            "num_stages": c.num_stages * (2 if p.by_blocks else 1),
         }
         if self.persistent:
-            constants["PLACE"] = place.whole_tile if c.tail == 1 else place.inner_tile
+            own = place.whole_tile if c.tail == 1 else place.inner_tile
+            constants["PLACE"] = self.a.place(False) or self.b.place(False) or own
             constants["TAIL_PLACE"] = self._tail_place()
             constants["FLATTEN"] = c.loader == "descriptor"
             constants["TAIL_M"] = c.tail_m
@@ -280,7 +284,7 @@ class Binding:
         else:
             own = place.single_tile if self.split is None else place.split_tile
             is_cut = self.split is not None
-            constants["PLACE"] = self.a.place(is_cut) or own
+            constants["PLACE"] = self.a.place(is_cut) or self.b.place(is_cut) or own
             constants["PART"] = None if not is_cut else along_k.of_range if p.ragged else along_k.of_tile
             constants["RAGGED"] = p.ragged if p.ragged == "rows" or is_cut else ""
             constants["REST_N"] = self.rest_n
@@ -316,17 +320,18 @@ class Binding:
         ]
         own = numbers[len(numbers) - p.a.numbers :]
         strides = [
-            (*self.a.strides, *self.a.behind_strides(a, own)),
-            (*self.b.strides, *self.b.behind_strides(b, ())),
+            (*self.a.strides, *self.a.behind_strides(a, own), *self.b.given(b)),
+            (*self.b.strides, *self.b.behind_strides(b, ()), *self.a.given(a)),
             (*self.out.strides, *self.a.scattered(a)),
         ]
         sizes = [p.M, p.N, p.K, p.batch, *strides]
         step_args = (*self.a.step_scales(a), *self.b.step_scales(b))
         epilogue_args = epilogue_arguments(p, self.slot, extras, numbers)
+        place_args = self.a.place_args(a) or self.b.place_args(b)
         if self.persistent:
             tail = self._tail_arguments(a, b, out)
             units = [waves.tiles, waves.parts, waves.cut, waves.strips]
-            return [*matrices, *tail, *sizes, *units, (), step_args, epilogue_args]
+            return [*matrices, *tail, *sizes, *units, place_args, step_args, epilogue_args]
         rest = [None, None]
         if self.rest_n:
             columns = self.rest_n // 2 if p.paired else self.rest_n
@@ -341,7 +346,6 @@ class Binding:
         if self.split is not None and self.split.of_matrices:
             tiles //= p.matrices
         units = [tiles, part_k]
-        place_args = self.a.place_args(a)
         return [
             *matrices,
             *rest,

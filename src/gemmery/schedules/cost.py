@@ -116,7 +116,7 @@ def calls_of(problem: Problem) -> float:
 
 def fitted(problem: Problem) -> bool:
     """Whether corrections hold that were measured on dense 16-bit matrices alone."""
-    return not problem.b.kind and problem.a.dtype.itemsize == 2
+    return not (problem.a.kind or problem.b.kind) and problem.a.dtype.itemsize == 2
 
 
 def filled(problem: Problem, space: Space, given: Given) -> Floats:

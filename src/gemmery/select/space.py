@@ -48,8 +48,8 @@ class Tile:
 def kind_of(problem: Problem) -> str:
     """The part of a family's tiles for operands that want the same ones."""
     dtype = problem.a.dtype
-    if problem.b.kind:
-        return problem.b.kind
+    if kind := problem.b.kind or problem.a.kind:
+        return kind
     if dtype == torch.float32:
         return problem.precision
     if dtype == torch.float64:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from ..schedules.any_width_tile import PROMOTED
 from . import any_width_tiles
+from .block_tiles import kinds_of
 from .quantized_tiles import QUANTIZED, Rows
 
 HOPPER: dict[str, Rows] = {
@@ -410,7 +411,7 @@ INTERPRETER: dict[str, Rows] = {
 ALIKE = frozenset({"hopper"})
 
 FAMILIES: dict[str, dict[str, Rows]] = {
-    family: rows | QUANTIZED[family]
+    family: rows | QUANTIZED[family] | kinds_of(family)
     for family, rows in {
         "hopper": HOPPER,
         "blackwell": BLACKWELL,

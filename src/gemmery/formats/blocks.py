@@ -1,0 +1,270 @@
+"""Block-sparse matrices: torch's BSR and BSC tensors as products take them, and what is prepared of a pattern once.
+
+A pattern says which blocks are stored. A product visits it line by line: block columns of its second operand, or block
+rows of its first one. `Pattern` has the tables for both, and for blocks that are sampled, and is kept as long as the
+indices are in memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+#: Sizes of blocks that kernels take.
+SIZES = (16, 32, 64, 128)
+#: Types of values.
+TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+LAYOUTS = (torch.sparse_bsr, torch.sparse_bsc)
+
+
+class Stored(NamedTuple):
+    """A block-sparse matrix.
+
+    Attributes:
+        values: (count, block, block), each block as it stands in the matrix, row- or column-major.
+        compressed: for each line of blocks and behind the last one, where its blocks begin.
+        plain: (count,), where each block stands in its line.
+        blocks: of the matrix, along its rows' and its columns' direction.
+        by_rows: whether lines are block rows, as in BSR; otherwise block columns.
+        prepared: its pattern, where that was looked up already.
+    """
+
+    values: Tensor
+    compressed: Tensor
+    plain: Tensor
+    blocks: tuple[int, int]
+    by_rows: bool
+    prepared: Pattern | None = None
+
+    @property
+    def mT(self) -> Stored:
+        """The transpose."""
+        return Stored(
+            self.values.mT, self.compressed, self.plain, self.blocks[::-1], not self.by_rows, self.prepared
+        )
+
+    @property
+    def pattern(self) -> Pattern:
+        """What is prepared of its indices."""
+        return self.prepared or pattern_of(self.compressed, self.plain, self.blocks[self.by_rows])
+
+
+class Lines(NamedTuple):
+    """How a product visits the lines of a block-sparse operand.
+
+    Attributes:
+        lines: (lines, 3), int32, for each line in the order of visits its number and the range of its steps. The
+            longest comes first, so that none is left for the end.
+        steps: for each step the block along K.
+        slots: for each step the number of the stored block; None where that is the step's own.
+    """
+
+    lines: Tensor
+    steps: Tensor
+    slots: Tensor | None
+
+
+class Pattern:
+    """The tables of a pattern.
+
+    Args:
+        compressed, plain: see `Stored`.
+        across: the number of blocks in a line, stored or not.
+    """
+
+    def __init__(self, compressed: Tensor, plain: Tensor, across: int) -> None:
+        # Copies: what is kept must not keep the indices themselves.
+        self._ends, self._plain = (x.to(torch.int32, copy=True) for x in (compressed, plain))
+        self._across = across
+
+    def has(self, compressed: Tensor, plain: Tensor) -> bool:
+        """Whether it is the pattern of indices, which have its shapes. It waits for the GPU."""
+        return torch.equal(self._ends, compressed.int()) and torch.equal(self._plain, plain.int())
+
+    def check(self, what: str) -> None:
+        """ValueError unless indices are in order and within the matrix. It waits for the GPU."""
+        ends, plain = self._ends, self._plain
+        right = (ends[:1] == 0).all() & (ends[-1:] == len(plain)).all() & (ends.diff() >= 0).all()
+        inside = (plain >= 0).all() & (plain < self._across).all()
+        found = torch.stack([right, inside]).tolist()
+        if not found[0]:
+            raise ValueError(
+                f"{what}: its compressed indices must begin with 0, end with {len(plain)} and not decrease"
+            )
+        if not found[1]:
+            raise ValueError(f"{what}: its plain indices must be from 0 to {self._across - 1}")
+
+    def prepare(self) -> None:
+        """Makes all tables, and waits for the GPU: later products may be on any stream."""
+        _ = self.along, self.across
+        if self._ends.is_cuda:
+            torch.cuda.current_stream(self._ends.device).synchronize()
+
+    @functools.cached_property
+    def lines_of(self) -> Tensor:
+        """(count,), int32, the line of each stored block."""
+        numbers = torch.arange(len(self._ends) - 1, device=self._ends.device, dtype=torch.int32)
+        return _table(torch.repeat_interleave(numbers, self._ends.diff(), output_size=len(self._plain)))
+
+    @functools.cached_property
+    def places_of(self) -> Tensor:
+        """(count,), int32, where each stored block stands in its line."""
+        return _table(self._plain)
+
+    @functools.cached_property
+    def along(self) -> Lines:
+        """Visits of the lines that the indices are compressed along."""
+        return Lines(_visits(self._ends), self.places_of, None)
+
+    @functools.cached_property
+    def across(self) -> Lines:
+        """Visits of the lines in the other direction: those of the transposed pattern."""
+        places, slots = torch.sort(self._plain, stable=True)
+        numbers = torch.arange(self._across + 1, device=slots.device, dtype=torch.int32)
+        ends = torch.searchsorted(places, numbers, out_int32=True)
+        lines = self.lines_of[slots] if len(slots) else self.lines_of
+        return Lines(_visits(ends), _table(lines), _table(slots))
+
+
+def _visits(ends: Tensor) -> Tensor:
+    """`Lines.lines`, of where lines begin and the last one ends."""
+    order = torch.argsort(ends.diff(), descending=True, stable=True)
+    return torch.stack([order, ends[:-1][order], ends[1:][order]], dim=1).int().contiguous()
+
+
+def _table(numbers: Tensor) -> Tensor:
+    """A table that kernels read, of which there is memory, though nothing be stored."""
+    return numbers.int().contiguous() if len(numbers) else numbers.new_zeros(1, dtype=torch.int32)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is kept
+
+
+class _Kept(NamedTuple):
+    pattern: Pattern
+    version: int
+    storages: tuple[StorageWeakRef, StorageWeakRef]
+
+
+_patterns: dict[Any, _Kept] = {}
+
+
+def pattern_of(
+    compressed: Tensor, plain: Tensor, across: int, version: int | None = None, what: str = "block-sparse"
+) -> Pattern:
+    """The pattern of indices, kept until their memory is freed or they change in place.
+
+    A sparse tensor gives its indices as new tensors every time, so their memory is what they are known by. For a new
+    pattern it waits for the GPU.
+
+    Args:
+        version: of the indices, if others than these tensors have it.
+        what: how messages call the matrix.
+
+    Raises:
+        ValueError: indices are out of order.
+        RuntimeError: the pattern is new, and a CUDA graph is being captured.
+    """
+    key = (_look(compressed), _look(plain), across)
+    version = _version_of(compressed) if version is None else version
+    kept = _patterns.get(key)
+    if kept is not None and kept.version == version:
+        return kept.pattern
+    if compressed.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{what}: the pattern is new, and its preparation can't be captured; call it once before"
+        )
+    # A weak reference keeps the number of a storage from later ones.
+    for other, x in list(_patterns.items()):
+        if any(ref.expired() for ref in x.storages):
+            _patterns.pop(other, None)
+    # A sparse tensor has one version for its values and its indices.
+    if kept is not None and kept.pattern.has(compressed, plain):
+        pattern = kept.pattern
+    else:
+        pattern = Pattern(compressed, plain, across)
+        pattern.check(what)
+        pattern.prepare()
+    refs = StorageWeakRef(compressed.untyped_storage()), StorageWeakRef(plain.untyped_storage())
+    _patterns[key] = _Kept(pattern, version, refs)
+    return pattern
+
+
+def _look(x: Tensor) -> Any:
+    return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype
+
+
+def _version_of(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+class _Known(NamedTuple):
+    tensor: weakref.ref[Tensor]
+    version: int
+    stored: Stored
+
+
+#: What was made of sparse tensors, by the numbers of the objects.
+_known: dict[int, _Known] = {}
+
+
+def is_blocks(x: Any) -> bool:
+    """Whether something is a block-sparse tensor."""
+    return isinstance(x, Tensor) and x.layout in LAYOUTS
+
+
+def known(x: Tensor) -> Stored | None:
+    """`stored` of a tensor that was met before and has not changed since; not where gradients are recorded."""
+    found = _known.get(id(x))
+    if found is None or found.tensor() is not x or (torch.is_grad_enabled() and x.requires_grad):
+        return None
+    return found.stored if found.version == _version_of(x) else None
+
+
+def stored(op: str, name: str, x: Tensor) -> Stored:
+    """A BSR or BSC tensor, checked. Of a pattern that was not met before, it waits for the GPU.
+
+    Raises:
+        ValueError: its blocks are not square, of a size that there is no kernel for, or it is a batch; or its indices
+            are out of order.
+        TypeError: its values are of a type that there is no kernel for.
+    """
+    if (before := known(x)) is not None:
+        return before
+    if x.dim() != 2:
+        raise ValueError(f"{op}: {name} is {tuple(x.shape)}; block-sparse, it must be a matrix and no batch")
+    by_rows, records = x.layout == torch.sparse_bsr, torch.is_grad_enabled() and x.requires_grad
+    # What is kept must not be a view of the tensor, which would then be kept, too.
+    seen = x if records else x.data
+    values = seen.values()
+    if values.dim() != 3 or values.shape[1] != values.shape[2] or values.shape[1] not in SIZES:
+        sizes = ", ".join([f"{size}x{size}" for size in SIZES])
+        given = "x".join(map(str, values.shape[1:]))
+        raise ValueError(f"{op}: {name} has blocks of {given}; supported are {sizes}")
+    if values.dtype not in TYPES:
+        types = ", ".join([str(dtype) for dtype in TYPES])
+        raise TypeError(f"{op}: {name} is block-sparse and {values.dtype}; supported are {types}")
+    count, block = values.shape[:2]
+    if max(count * block, *x.shape) >= 1 << 30:
+        raise ValueError(
+            f"{op}: {name} is {tuple(x.shape)} with {count} blocks of {block}x{block}; rows, columns, and rows of all "
+            f"blocks must be fewer than 2^30"
+        )
+    if values.stride() not in ((block * block, block, 1), (block * block, 1, block)):
+        values = values.contiguous()
+    indices = (seen.crow_indices, seen.col_indices) if by_rows else (seen.ccol_indices, seen.row_indices)
+    compressed, plain = (give() for give in indices)
+    blocks = (x.shape[0] // block, x.shape[1] // block)
+    version = _version_of(x)
+    pattern = pattern_of(compressed, plain, blocks[by_rows], version, f"{op}: {name}")
+    found = Stored(values, compressed, plain, blocks, by_rows, pattern)
+    if not records:
+        number = id(x)
+        _known[number] = _Known(weakref.ref(x, lambda _: _known.pop(number, None)), version, found)
+    return found
