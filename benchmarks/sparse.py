@@ -17,6 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -35,15 +36,39 @@ from gemmery.tuning.stopwatch import Stopwatch  # noqa: E402
 BF16 = torch.bfloat16
 #: The largest ‖out − ref‖ / ‖ref‖ that counts as right.
 RIGHT = 4e-3
-#: (name, M, N, K, whether the weight is gate and up).
+#: torch's dense product, cuSPARSELt's, and gemmery's with a dense weight of the same code.
+PEERS = ("torch", "cusparselt", "dense")
+
+
+class Row(NamedTuple):
+    """A product.
+
+    Attributes:
+        gated: whether the weight is gate and up of swiglu.
+        code: of kept numbers of 8 bits, "" for bf16. A dense weight with the same code is a peer then.
+    """
+
+    name: str
+    M: int
+    N: int
+    K: int
+    gated: bool = False
+    code: str = ""
+
+
 SUITE = [
-    *[(f"decode {m}x8192x8192", m, 8192, 8192, False) for m in (1, 16, 64, 128)],
-    ("decode 16x28672x8192", 16, 28672, 8192, False),
-    ("swiglu 16x28672x4096", 16, 28672, 4096, True),
-    ("prefill 512x8192x8192", 512, 8192, 8192, False),
-    ("prefill 4096x4096x4096", 4096, 4096, 4096, False),
-    ("prefill 4096x14336x4096", 4096, 14336, 4096, False),
-    ("prefill 8192x8192x8192", 8192, 8192, 8192, False),
+    *[Row(f"decode {m}x8192x8192", m, 8192, 8192) for m in (1, 16, 64, 128)],
+    Row("decode 16x28672x8192", 16, 28672, 8192),
+    Row("swiglu 16x28672x4096", 16, 28672, 4096, True),
+    Row("prefill 512x8192x8192", 512, 8192, 8192),
+    Row("prefill 4096x4096x4096", 4096, 4096, 4096),
+    Row("prefill 4096x14336x4096", 4096, 14336, 4096),
+    Row("prefill 8192x8192x8192", 8192, 8192, 8192),
+    *[
+        Row(f"{code} decode {m}x8192x8192", m, 8192, 8192, False, code)
+        for code in ("e4m3", "int8")
+        for m in (1, 16, 64)
+    ],
 ]
 
 
@@ -54,7 +79,7 @@ def random_rows(seed, count):
         rows = random_products.draw(
             seed, name, count, lambda x, low=low: x.N % 32 == 0 and x.K % 32 == 0 and low <= x.M
         )
-        found += [(f"random {name} {x.M}x{x.N}x{x.K}", x.M, x.N, x.K, False) for x in rows]
+        found += [Row(f"random {name} {x.M}x{x.N}x{x.K}", x.M, x.N, x.K) for x in rows]
     return found
 
 
@@ -93,11 +118,12 @@ def choices(x, weight, epilogue, every):
 
 def operands(row):
     """x, the sparse weight, and the epilogue of a row."""
-    _, m, n, k, gated = row
+    _, m, n, k, gated, code = row
     g = torch.Generator(device="cuda").manual_seed(random.getrandbits(40))
     x = torch.randn(m, k, device="cuda", dtype=BF16, generator=g)
     w = torch.randn(n, k, device="cuda", dtype=BF16, generator=g)
-    return x, gemmery.sparsify(w), epilogues.swiglu if gated else None
+    sparse = gemmery.sparsify(w)
+    return x, gemmery.quantize(sparse, code) if code else sparse, epilogues.swiglu if gated else None
 
 
 def compile_one(job):
@@ -119,7 +145,14 @@ def compile_all(rows, args):
         names = [*choices(x, sparse, epilogue, args.configs)] if args.configs else []
         for name in [*names, *args.config]:
             config = gemmery.Config.of(name)
-            tile = (config.schedule, config.block_n, config.num_warps, config.split_k > 1, row[4])
+            tile = (
+                config.schedule,
+                config.block_n,
+                config.num_warps,
+                config.split_k > 1,
+                row.gated,
+                row.code,
+            )
             if config.schedule == "tile" or config.block_m < 64:
                 tile = (*tile, config.block_m, config.block_k, config.num_stages)
             if tile not in seen:
@@ -135,10 +168,13 @@ def compile_all(rows, args):
 
 def measure(row, watch, args):
     """One row's entry."""
-    name, m, n, k, gated = row
+    name, m, n, k, gated, code = row
     x, sparse, epilogue = operands(row)
     dense = sparse.dense()
-    want = x.float() @ dense.float().T
+    # Of codes, their numbers, which bf16 holds, before the rows' scales.
+    want = x.float() @ sparse.unscaled().dense(torch.float32).T
+    if code:
+        want *= sparse.channel
     if gated:
         want = F.silu(want[:, : n // 2]) * want[:, n // 2 :]
     entry = {"name": name, "M": m, "N": n, "K": k, "errors": {}}
@@ -151,7 +187,9 @@ def measure(row, watch, args):
         return F.silu(gate) * up
 
     calls = {"torch": eager if gated else partial(F.linear, x, dense)}
-    if not gated and not args.no_peers:
+    if code:
+        calls["dense"] = partial(gemmery.linear, x, gemmery.quantize(dense, code))
+    if not gated and not code and not args.no_peers:
         try:
             call, shaped = cusparselt(x, dense)
             entry["errors"]["cusparselt"] = error(shaped(call()))
@@ -187,9 +225,9 @@ def report(entry):
     for regime, rounds in entry["seconds"].items():
         labels = list(rounds[0])
         medians = {x: sorted(r[x] for r in rounds)[len(rounds) // 2] for x in labels}
-        best = min((x for x in labels if x not in ("torch", "cusparselt")), key=medians.get)
-        texts = [f"{x} {medians[x] * 1e6:.1f}" for x in ("torch", "cusparselt", "gemmery") if x in medians]
-        ratio = timing.ratio(rounds, "torch", "gemmery")
+        best = min((x for x in labels if x not in PEERS), key=medians.get)
+        texts = [f"{x} {medians[x] * 1e6:.1f}" for x in (*PEERS, "gemmery") if x in medians]
+        ratio = timing.ratio(rounds, "dense" if "dense" in medians else "torch", "gemmery")
         print(
             f"{entry['name']:34} {regime:6} {'  '.join(texts)}"
             f"  ratio {ratio.median:.3f} ({ratio.min:.3f}-{ratio.max:.3f})"
@@ -217,7 +255,7 @@ def main():
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     rows = SUITE if args.seed is None else [*SUITE, *random_rows(args.seed, args.count)]
-    rows = [row for row in rows if args.rows is None or args.rows in row[0]]
+    rows = [row for row in rows if args.rows is None or args.rows in row.name]
     begun = time.monotonic()
     if args.configs or args.config:
         compile_all(rows, args)
@@ -225,10 +263,10 @@ def main():
     watch = Stopwatch()
     regimes = ("burst", "steady") if args.steady else ("burst",)
     entries = []
-    data = describe_run(args.seed or 0, args.rounds, regimes, "cuda", ["torch", "cusparselt"])
+    data = describe_run(args.seed or 0, args.rounds, regimes, "cuda", PEERS)
     for row in rows:
         if time.monotonic() - begun > args.seconds:
-            print("time is up before", row[0], flush=True)
+            print("time is up before", row.name, flush=True)
             break
         entries.append(measure(row, watch, args))
         report(entries[-1])

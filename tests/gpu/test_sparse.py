@@ -1,6 +1,7 @@
 """2:4 sparse weights: right against float64 in every tile, with epilogues and halves, the same bits each time."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,8 +26,14 @@ SHAPES = [
 ]
 
 
-def weight(n, k, dtype, batch=(), **options):
-    return gemmery.sparsify(values((*batch, n, k), dtype), **options)
+def weight(n, k, dtype, batch=(), code=""):
+    sparse = gemmery.sparsify(values((*batch, n, k), dtype))
+    return gemmery.quantize(sparse, code) if code else sparse
+
+
+def full(w):
+    """What a weight stands for, as the kernel has it: its numbers, and the rows' scales behind the sum."""
+    return wide(w.dense(torch.float64))
 
 
 def relative(result, want):
@@ -41,35 +48,35 @@ def assert_right(result, x, w, want):
     assert relative(result, want) <= 1.05 * theirs + 1e-4
 
 
+@pytest.mark.parametrize("code", ("", "e4m3", "int8"))
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_linear(shape, dtype):
-    rng("sparse linear", shape, dtype)
+def test_linear(shape, dtype, code):
+    rng("sparse linear", shape, dtype, code)
     m, n, k = map(size, shape)
-    x, w = values((m, k), dtype), weight(n, k // 4 * 4, dtype)
+    x, w = values((m, k), dtype), weight(n, k // 4 * 4, dtype, code=code)
     x = x[:, : w.shape[-1]].contiguous()
-    want = wide(x) @ wide(w.dense()).T
+    want = wide(x) @ full(w).T
     result = gemmery.linear(x, w)
     assert_right(result, x, w, want)
     assert all(gemmery.linear(x, w).equal(result) for _ in range(5))
 
 
-ROWS = [tile for tile in tiles_of("interpreter" if DRY else "hopper", "sparse")]
+FAMILY = "interpreter" if DRY else "hopper"
+TILES = [(code, tile) for code in ("", "e4m3") for tile in tiles_of(FAMILY, "sparse8" if code else "sparse")]
 
 
-@pytest.mark.parametrize("tile", ROWS, ids=lambda tile: str(tile.config))
-def test_every_tile(tile):
-    random = rng("sparse tile", str(tile.config))
+@pytest.mark.parametrize("code, tile", TILES, ids=lambda x: x if isinstance(x, str) else str(x.config))
+def test_every_tile(code, tile):
+    random = rng("sparse tile", code, str(tile.config))
     if not schedules.of(tile.config.schedule).available():
         pytest.skip("the schedule needs another Triton")
     m = size(tile.config.block_m * random.choice((1, 2)) + random.choice((0, 3)))
     n, k = size(32 * random.randint(4, 40)), size(32 * random.randint(4, 40))
-    x, w = values((m, k), torch.bfloat16), weight(n, k, torch.bfloat16)
-    want = wide(x) @ wide(w.dense()).T
+    x, w = values((m, k), torch.bfloat16), weight(n, k, torch.bfloat16, code=code)
+    want = wide(x) @ full(w).T
     config = tile.config
     if tile.splits and random.random() < 0.5:
-        from dataclasses import replace
-
         config = replace(config, split_k=2)
     out = torch.full((m, n), math.nan, dtype=torch.bfloat16, device=DEVICE)
     gemmery.linear(x, w, out=out, config=config)
@@ -82,7 +89,7 @@ def test_epilogues(m, dtype):
     rng("sparse epilogues", m, dtype)
     m, n, k = size(m), 512, 448
     x, w, bias, r = values((m, k), dtype), weight(n, k, dtype), values((n,), dtype), values((m, n), dtype)
-    product = wide(x) @ wide(w.dense()).T
+    product = wide(x) @ full(w).T
     got = gemmery.linear(x, w, bias, epilogue=F.gelu)
     assert_right(got, x, w, F.gelu(product + wide(bias)))
     got = gemmery.linear(x, w, bias, epilogue=epilogues.residual, args=(r,))
@@ -91,11 +98,12 @@ def test_epilogues(m, dtype):
 
 @pytest.mark.parametrize("m", (1, 7, 33, 64, 200, 1500))
 @pytest.mark.parametrize("n", (128, 1088, 4096))
-def test_swiglu(m, n):
-    rng("sparse swiglu", m, n)
+@pytest.mark.parametrize("code", ("", "e4m3"))
+def test_swiglu(m, n, code):
+    rng("sparse swiglu", m, n, code)
     m, n, k = size(m), n if not DRY else 128, 512
-    x, w = values((m, k), torch.bfloat16), weight(n, k, torch.bfloat16)
-    product = wide(x) @ wide(w.dense()).T
+    x, w = values((m, k), torch.bfloat16), weight(n, k, torch.bfloat16, code=code)
+    product = wide(x) @ full(w).T
     want = F.silu(product[:, : n // 2]) * product[:, n // 2 :]
     got = gemmery.linear(x, w, epilogue=epilogues.swiglu)
     assert_right(got, x, w, want)
@@ -120,7 +128,7 @@ def test_gradients():
 def test_batch():
     rng("sparse batch")
     x, w = values((3, size(100), 192), torch.float16), weight(160, 192, torch.float16, (3,))
-    assert_right(gemmery.bmm(x, w), x, w, wide(x) @ wide(w.dense()).mT)
+    assert_right(gemmery.bmm(x, w), x, w, wide(x) @ full(w).mT)
 
 
 @needs_cuda
