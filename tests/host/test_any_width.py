@@ -132,8 +132,8 @@ def test_a_kernel_whose_products_wait_is_compiled_again(well, monkeypatch):
     ("text", "message"),
     [
         ("128x172x64-g8-w8-s4-cooperative-descriptor", "multiple of 8 from 16 to 256"),
-        ("256x184x64-g8-w8-s3-cooperative-descriptor", "multiple of 16 from 16 to 160"),
-        ("192x200x64-g8-w12-s3-cooperative-descriptor", "multiple of 16 from 16 to 192"),
+        ("256x184x64-g8-w8-s3-cooperative-descriptor", "multiple of 8 from 16 to 176"),
+        ("192x200x64-g8-w12-s3-cooperative-descriptor", "multiple of 8 from 16 to 192"),
         ("128x160x64-g8-w8-s4-pingpong-descriptor", "multiple of 16 from 16 to 144"),
         ("128x8x64-g8-w8-s4-cooperative-descriptor", "multiple of 8 from 16"),
         ("96x128x64-g8-w8-s4-cooperative-descriptor", "64 or 128 rows for each warpgroup"),

@@ -117,10 +117,11 @@ class AnyWidth(PersistentStatic):
             raise ValueError(
                 f"Config: the {self.name} schedule needs {ROWS} or {2 * ROWS} rows for each warpgroup of 4 warps"
             )
-        if tile.y % 8 or not 16 <= tile.y <= tile.widest(SPARSE):
+        # Sparse weights have the most widths, but none where warpgroups take turns.
+        each, widest = (tile.each, tile.widest()) if self.takes_turns else (8, tile.widest(SPARSE))
+        if tile.y % each or not 16 <= tile.y <= widest:
             raise ValueError(
-                f"Config: the {self.name} schedule needs a width that is a multiple of 8 from 16 to "
-                f"{tile.widest(SPARSE)}"
+                f"Config: the {self.name} schedule needs a width that is a multiple of {each} from 16 to {widest}"
             )
         if c.num_stages < 2:
             # A stage is free when the product of the next one has begun.
@@ -153,11 +154,12 @@ class AnyWidth(PersistentStatic):
             return "whether a tile is cut along K depends on the number of rows"
         if p.b.by_steps and (c.swap or self.tile(c).own != ROWS):
             return f"scales along K need {ROWS} rows for each warpgroup and no swap"
-        widest = self.tile(c).widest(numbers_for(p))
+        numbers = numbers_for(p)
+        widest = self.tile(c).widest(numbers)
         if self.tile(c).y > widest:
             kind = (
                 "a packed weight" if p.b.is_packed else "a sparse weight" if p.b.is_sparse else
-                "fp8 that is promoted or scaled"
+                "fp8 that is promoted or scaled" if numbers else f"{self.tile(c).own} rows for each warpgroup"
             )  # fmt: skip
             return f"{kind} leaves registers for a width of {widest}"
         if not self.considers(p, np.asarray(p.M)):
