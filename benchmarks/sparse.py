@@ -3,9 +3,9 @@
 python benchmarks/sparse.py --seed 7 --output FILE              the suite, and 16 random rows of a seed at each end of M
 python benchmarks/sparse.py --rows 8192 --configs all           times every config of some rows, for fits of the model
 
-Each result is compared with the dense product of the same weight in float32 before it is timed. The weight of cuSPARSELt
-is compressed by torch, and its algorithm is the fastest of those it has. Configs are those that gemmery chooses untuned,
-unless `--configs` says otherwise. The file is written behind each row.
+Each result is compared with the dense product of the same weight in float32 before it is timed. The weight of
+cuSPARSELt is compressed by torch, and its algorithm is the fastest of those it has. Configs are those that gemmery
+chooses untuned, unless `--configs` says otherwise. The file is written behind each row.
 """
 
 import argparse
@@ -196,8 +196,8 @@ def report(entry):
         texts = [f"{x} {medians[x] * 1e6:.1f}" for x in ("torch", "cusparselt", "gemmery") if x in medians]
         ratio = timing.ratio(rounds, "torch", "gemmery")
         print(
-            f"{entry['name']:34} {regime:6} {'  '.join(texts)}  ratio {ratio.median:.3f} ({ratio.min:.3f}-{ratio.max:.3f})"
-            f"  {entry['config']}  best {best} {medians[best] * 1e6:.1f}",
+            f"{entry['name']:34} {regime:6} {'  '.join(texts)}  ratio {ratio.median:.3f}"
+            f" ({ratio.min:.3f}-{ratio.max:.3f})  {entry['config']}  best {best} {medians[best] * 1e6:.1f}",
             flush=True,
         )
 
