@@ -6,13 +6,17 @@ import pytest
 import torch
 
 from gemmery import Config, schedules
+from gemmery.kernels.any_width_sparse import TOGETHER
 from gemmery.lab.abstract import abstract_problem, linear_problem
+from gemmery.lab.fused_targets import _sparse as sparse_weight
+from gemmery.lab.fused_targets import abstract_product
 from gemmery.lab.inspection.resources import usage
 from gemmery.lab.inspection.sass import disassemble
 from gemmery.launch.cross_compile import compiling_for
 from gemmery.schedules.any_width import COOPERATIVE
 from gemmery.schedules.any_width_binding import AnyWidthBinding
 from gemmery.schedules.any_width_compiled import PENDING, waits_for_each
+from gemmery.schedules.any_width_tile import BARRIERS, ROW
 from gemmery.select.samples import arguments
 from gemmery.select.shapes import device_named, problem_of
 
@@ -150,6 +154,65 @@ def test_products_with_packed_weights_do_not_wait_for_each_other(text, format, d
     # One that is alone has two turns of two pieces, the others four of one.
     others, least = (1, 3) if groups == 1 else (3, 6)
     assert code.count(f"WARPGROUP.DEPBAR.LE gsb0, {others:#x}") >= least * groups * widths
+
+
+#: Products of `lab.fused_targets.FUSED`, and configs of one, two and three warpgroups, with 64 and 128 rows each. In a
+#: sample are kernels for few widths, which compile in seconds.
+SPARSE = [
+    ("sparse", "bf16", "16x64x64-g8-w4-s12-cooperative-descriptor-k2-swap"),
+    ("sparse", "bf16", "64x64x64-g8-w4-s12-cooperative-descriptor-swap"),
+    ("sparse", "fp16", "176x256x64-g8-w8-s5-cooperative-descriptor-k2-swap"),
+    ("sparse", "bf16", "192x192x64-g8-w12-s5-cooperative-descriptor-k2-swap"),
+    ("sparse_gelu", "bf16", "16x128x64-g8-w8-s12-cooperative-descriptor-swap"),
+    ("sparse_gelu", "bf16", "128x256x64-g8-w8-s5-cooperative-descriptor-swap"),
+    ("sparse_gelu", "bf16", "256x128x64-g8-w8-s4-cooperative-descriptor-swap"),
+    ("sparse_gelu", "bf16", "96x192x64-g8-w12-s7-cooperative-descriptor-swap"),
+    ("sparse_swiglu", "bf16", "32x128x64-g8-w8-s12-cooperative-descriptor-swap"),
+    ("sparse_swiglu", "bf16", "64x64x64-g8-w4-s12-cooperative-descriptor-k2-swap"),
+    ("sparse_swiglu", "bf16", "176x256x64-g8-w8-s5-cooperative-descriptor-swap"),
+    ("sparse_swiglu", "bf16", "136x192x64-g8-w12-s6-cooperative-descriptor-swap"),
+]
+
+
+def check_sparse(problem, tensors, config, dtype):
+    """A product with a sparse weight has instructions for one, which do not wait for each other, and fits."""
+    with compiling_for("sm_90"):
+        binding = schedules.bind(problem, config)
+        compiled = binding.compile(*tensors)
+    check_spills(compiled, most=4 * AnyWidthBinding.harmless_spills)
+    assert not waits_for_each(compiled)
+    code = disassemble(compiled.asm["cubin"])
+    widths, tile = binding.constants["WIDTHS"], binding.tile
+    assert tile.y in widths
+    kind = {"bf16": "BF16", "fp16": ""}[dtype]
+    assert set(re.findall(r"HGMMA\.(\S+)", code)) == {
+        f"SP.64x{y}x32.F32{'.' * bool(kind)}{kind}" for y in widths
+    }
+    # Within a round, steps wait for the one before; see `any_width_sparse`.
+    for y in widths:
+        products = code.count(f"HGMMA.SP.64x{y}x32.")
+        # Of the first step, of those that fill no round, and of a round, two for each 64 rows.
+        assert products == 2 * tile.own // 64 * (2 + TOGETHER) * tile.groups
+    waits = len(re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1\b", code))
+    assert waits == (TOGETHER - 1) * len(widths) * tile.groups
+    ring = tile.slots * tile.part * ROW
+    assert ring < usage(compiled).shared <= ring + BARRIERS
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(("name", "dtype", "text"), SPARSE)
+def test_products_with_sparse_weights_do_not_wait_for_each_other(name, dtype, text):
+    check_sparse(*abstract_product(name, dtype, 4096, 4096, device_named("H200")), Config.of(text), dtype)
+
+
+@pytest.mark.exhaustive
+def test_sparse_weights_times_turned_rows_compile():
+    x = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta").t()
+    weight = sparse_weight(4096, 4096, torch.bfloat16)
+    problem = linear_problem(x, weight, device_named("H200"))
+    config = Config.of("128x128x64-g8-w8-s7-cooperative-descriptor-swap")
+    assert schedules.bind(problem, config).forms == ("sparse", "turned")
+    check_sparse(problem, arguments(problem, "meta"), config, "bf16")
 
 
 @pytest.mark.sampled(3)

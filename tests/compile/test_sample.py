@@ -1,6 +1,9 @@
 """Every kernel compiled for every target that it is for: a sample of what `make test-all` compiles with all configs."""
 
+from dataclasses import replace
+
 import pytest
+import triton
 
 from gemmery.devices import ARCHS
 from gemmery.lab.fused_targets import gradient
@@ -8,7 +11,9 @@ from gemmery.lab.inspection.resources import usage
 from gemmery.lab.targets import TARGETS, Case, cases, expected, serialised
 from gemmery.problem import Config
 from gemmery.schedules import specialized
+from gemmery.select.space import tiles_of
 from tests.compile.compiling import compile_dense, compile_posed, device_of, strictly_for
+from tests.compile.test_targets import CHOSEN_FOR
 
 #: Configs that every target can run. An instruction for a warpgroup takes at least 64 rows.
 TILE = "64x64x64-g8-w4-s2-tile-pointer"
@@ -21,6 +26,7 @@ POSED = {
     "traced": ("several", "bf16", TILE),
     "pair": ("swiglu_pair", "bf16", TILE),
     "packed": ("int4_gelu", "bf16", TILE + "-swap"),
+    "sparse": ("sparse_gelu", "bf16", TILE + "-swap"),
     "scaled": ("scaled_blocks", "int8", "64x64x128-g8-w4-s2-tile-pointer"),
 }
 #: Kernels that only Hopper can run, and only some versions of Triton can compile.
@@ -32,11 +38,11 @@ SPECIALIZED = {
 every_target = pytest.mark.parametrize("target", TARGETS)
 
 
-def check(target, compiled, kernel, *units):
+def check(target, compiled, kernel, *units, spilled=0):
     """The kernel is the one that was meant, fits the GPU, and multiplies with one of the instructions, if any."""
     took, text = usage(compiled), compiled.asm.get("ptx") or compiled.asm["amdgcn"]
     assert compiled.metadata.name == kernel
-    assert took.spilled == 0
+    assert took.spilled == spilled
     assert took.shared <= device_of(target).target.shared
     assert not units or any(unit in text for unit in units)
 
@@ -73,6 +79,23 @@ def test_operands_and_epilogues(target, name):
     # Eight bits are multiplied by older instructions on some targets.
     units = [ARCHS[target].matrix] if POSED[name][1] == "bf16" else []
     check(target, compile_posed(target, *POSED[name]), "gemm_tiles", *units)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["sparse", "sparse_gelu", "sparse_swiglu"])
+@every_target
+def test_rows_for_sparse_weights(target, name):
+    """All of the tile schedule, with and without parts of K."""
+    spills = {}
+    rows = [tile for tile in tiles_of(ARCHS[target].family, "sparse") if tile.config.schedule == "tile"]
+    configs = {replace(tile.config, split_k=k) for tile in rows for k in ((1, 2) if tile.splits else (1,))}
+    for config in configs:
+        compiled = compile_posed(target, name, "bf16", str(config))
+        spills[str(config)] = usage(compiled).spilled
+        # What spills is passed over by a plan.
+        check(target, compiled, "gemm_tiles", ARCHS[target].matrix, spilled=spills[str(config)])
+    assert not all(spills.values())
+    assert triton.__version__ != CHOSEN_FOR or not any(spills.values()), spills
 
 
 @every_target

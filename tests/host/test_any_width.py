@@ -12,6 +12,7 @@ import torch
 from gemmery import Config, epilogues, quantize, schedules
 from gemmery.kernels import any_width_cut, any_width_packed, order, place
 from gemmery.lab.abstract import abstract_problem, linear_problem
+from gemmery.lab.fused_targets import _sparse as sparse_weight
 from gemmery.schedules import any_width_binding, any_width_compiled, any_width_tile, walk
 from gemmery.schedules.any_width_tile import Tile
 from gemmery.schedules.base import Forms
@@ -71,6 +72,20 @@ def test_the_kernel_of_a_row_for_packed_weights_has_its_width(weight):
     check_widths(p, rows, 25)
 
 
+def sparse_problem(M=1000, N=1536, K=2048, epilogue=None):
+    x = torch.empty(M, K, dtype=torch.bfloat16, device="meta")
+    return linear_problem(x, sparse_weight(N, K, x.dtype), H200, epilogue=epilogue)
+
+
+@pytest.mark.parametrize("epilogue", [None, epilogues.swiglu])
+def test_the_kernel_of_a_row_for_sparse_weights_has_its_width(epilogue):
+    p = sparse_problem(epilogue=epilogue)
+    rows = [tile.config for tile in tiles_of("hopper", kind_of(p)) if tile.config.schedule in BOTH]
+    assert rows
+    assert not [c for c in rows if schedules.of(c.schedule).refusal(p, c) is not None]
+    check_widths(p, rows, 12)
+
+
 def check_widths(p, rows, most):
     """Each row's kernel has its width, and rows that `code` says share one do; there are so many kernels at most."""
     kernels = {}
@@ -81,6 +96,7 @@ def check_widths(p, rows, most):
         binding = schedules.bind(p, config)
         k, tile, format = binding.constants, tile_of(config), p.b.staged
         assert tile.y in k["WIDTHS"]
+        assert max(k["WIDTHS"]) <= tile.widest(any_width_tile.numbers_for(p))
         x_bytes = any_width_packed.x_bytes(tile.x, format) + any_width_packed.params_bytes(tile.x, format)
         assert (
             config.num_stages * (x_bytes + tile.y * any_width_tile.ROW) <= k["RING_ROWS"] * any_width_tile.ROW
@@ -132,8 +148,8 @@ def test_a_kernel_whose_products_wait_is_compiled_again(well, monkeypatch):
     ("text", "message"),
     [
         ("128x172x64-g8-w8-s4-cooperative-descriptor", "multiple of 8 from 16 to 256"),
-        ("256x184x64-g8-w8-s3-cooperative-descriptor", "multiple of 16 from 16 to 160"),
-        ("192x200x64-g8-w12-s3-cooperative-descriptor", "multiple of 16 from 16 to 192"),
+        ("256x184x64-g8-w8-s3-cooperative-descriptor", "multiple of 8 from 16 to 176"),
+        ("192x200x64-g8-w12-s3-cooperative-descriptor", "multiple of 8 from 16 to 192"),
         ("128x160x64-g8-w8-s4-pingpong-descriptor", "multiple of 16 from 16 to 144"),
         ("128x8x64-g8-w8-s4-cooperative-descriptor", "multiple of 8 from 16"),
         ("96x128x64-g8-w8-s4-cooperative-descriptor", "64 or 128 rows for each warpgroup"),
@@ -236,6 +252,32 @@ def test_what_packed_weights_need(format, more, text, message):
     p = abstract_problem(1000, 1536, 2048, device=H200, weight=format, **more)
     with pytest.raises(ValueError, match=message):
         schedules.bind(p, Config.of(text))
+
+
+@pytest.mark.parametrize(
+    ("epilogue", "text", "message"),
+    [
+        (None, "128x176x64-g8-w8-s4-cooperative-descriptor", "sparse weights need swap"),
+        (None, "184x128x64-g8-w4-s4-cooperative-descriptor-swap", "from 16 to 128"),
+        (None, "176x256x64-g8-w8-s6-cooperative-descriptor-swap", "there is shared memory for 5"),
+        (None, "128x128x64-g8-w8-s2-cooperative-descriptor-swap", "need at least 3"),
+        (None, "128x128x64-g8-w8-s4-pingpong-descriptor-swap", "take turns wait too often"),
+        (epilogues.swiglu, "128x128x64-g8-w8-s4-pingpong-descriptor-swap", "take turns wait too often"),
+    ],
+)
+def test_what_sparse_weights_need(epilogue, text, message):
+    with pytest.raises(ValueError, match=message):
+        schedules.bind(sparse_problem(epilogue=epilogue), Config.of(text))
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("168x256x64-g8-w8-s4-cooperative-descriptor-swap", "128 rows for each warpgroup leaves registers for a width of 160"),
+    ("136x256x64-g8-w8-s4-cooperative-descriptor-swap", "need a width that is a multiple of 16"),
+])  # fmt: skip
+def test_widths_that_only_sparse_weights_have(text, message):
+    with pytest.raises(ValueError, match=message):
+        schedules.bind(problem(), Config.of(text))
+    schedules.bind(sparse_problem(), Config.of(text))
 
 
 @pytest.mark.parametrize("format", ["int4", "int8", "nf4", "e4m3", "mxfp4", "nvfp4"])
@@ -375,7 +417,7 @@ def test_the_walk_covers_every_tile_and_all_of_k_once(text):
     ("kind", "made"),
     [
         ("half", {}), ("fp8", {"dtype": "fp8fast"}), ("fp8 accurate", {"dtype": "fp8"}), ("packed4", {"weight": "int4"}),
-        ("packed8", {"weight": "int8"}), ("scaled", {"dtype": "fp8", "scales": "block"}),
+        ("packed8", {"weight": "int8"}), ("scaled", {"dtype": "fp8", "scales": "block"}), ("sparse", None),
     ],
 )  # fmt: skip
 def test_what_takes_a_layout_runs_it_with_every_number_of_rows(kind, made):
@@ -386,11 +428,14 @@ def test_what_takes_a_layout_runs_it_with_every_number_of_rows(kind, made):
         if tile.config.schedule in ("cooperative", "pingpong")
     ]
     assert own
-    plain = not {"weight", "scales"} & set(made)
+    plain = made is not None and not {"weight", "scales"} & set(made)
     for layout in ("NT", "NN", "TN", "TT") if plain else ("NT",):
         # TMA wants columns of A that begin at multiples of 16 bytes.
         for M in (2192, 8, 64) if layout[0] == "T" else (2192, 1, 5, 60):
-            p = abstract_problem(M, 2112, 1152, layout=layout, device=H200, **made)
+            if made is None:
+                p = sparse_problem(M, 2112, 1152)
+            else:
+                p = abstract_problem(M, 2112, 1152, layout=layout, device=H200, **made)
             assert kind_of(p) == kind
             forms = Forms(layout[0] == "T", layout[1] == "N", paired=False, packed=p.b.staged)
             taken = [config for config in own if schedules.of(config.schedule).takes(config, forms)]

@@ -114,7 +114,7 @@ def bodies(slots, **changed):
         "lie_beside": lambda X_FORM, SECOND: X_FORM == "packed" or SECOND is not None, "wait_for_slot": slots.wait_for_slot, "upright": lambda blocks, *more: types.SimpleNamespace(type=types.SimpleNamespace(layout=None)),
         "column_halves": lambda block: (block, block), "barrier": lambda: None,
         "applied": lambda block, args, shape, row, col, EPILOGUE, PAIRED, IN_BATCH: EPILOGUE,
-        "in_groups": lambda x, y: False, "is_batch": lambda x, y: False,
+        "in_groups": lambda x, y: False, "is_batch": lambda x, y: False, "is_paired": lambda x, y: "pairs" in (x, y),
         "hopper": types.SimpleNamespace(fence_async_shared=lambda: None), "store_slot": slots.store_slot,
     }  # fmt: skip
     for module, chosen in ((any_width_given, ("corner_of", "read", "read_first", "read_others", "block_of")),

@@ -17,7 +17,14 @@ from collections import Counter
 import pytest
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
-from gemmery.kernels import any_width, any_width_load, any_width_loop, any_width_packed, rings
+from gemmery.kernels import (
+    any_width,
+    any_width_load,
+    any_width_loop,
+    any_width_packed,
+    any_width_sparse,
+    rings,
+)
 
 from .ptx import Program
 
@@ -39,6 +46,9 @@ STEP, ROW, STAGES = 64, Constant(any_width_load.ROW.value), Constant(any_width.S
 FREE_AT, TURNS_AT, UNUSED_AT = (BARRIERS_AT + 8 * at for at in (STAGES, 2 * STAGES, 2 * STAGES + 2))
 #: 4-bit integers with scales, of which two steps have the same.
 INT4 = any_width_packed.StageFormat("int", 4, 2 * STEP, "", 8)
+SPARSE, SPARSE_PAIRS = any_width_sparse.SparseStage(), any_width_sparse.SparseStage(paired=True)
+#: Bytes of the words of 32 rows and 32 columns.
+WORDS = any_width_sparse.WORDS_BYTES
 #: From a row of a matrix of a batch to that of the next one.
 MATRIX = 1 << 20
 program = functools.cache(Program)
@@ -63,7 +73,7 @@ class Barrier:
 
 
 class Machine:
-    """Shared memory by rows of 128 bytes, barriers by address, and loads under way."""
+    """Shared memory by rows of 128 bytes, or of 64 where kept numbers are; barriers by address, and loads under way."""
 
     def __init__(self, seed, waits):
         self.waits = waits
@@ -202,8 +212,8 @@ class Warp:
             scaled,
         )
         self.thread, self.group, self.under_way = 0, [], []
-        # Registers that products under way read.
-        self.busy = Counter()
+        # Registers that products under way read, and those that were written behind the last fence.
+        self.busy, self.unfenced = Counter(), set()
         self.begin()
 
     def begin(self):
@@ -250,6 +260,8 @@ class Warp:
             self.machine.arrive(address[0])
         elif code.startswith("cp.async.bulk.tensor"):
             self._load(code, arguments, address, value)
+        elif code.startswith("wgmma.mma_async.sp"):
+            self._multiply_sparse(int(re.search(r"m64n(\d+)k32", code)[1]), arguments, value)
         elif code.startswith("wgmma.mma_async"):
             self._multiply(int(re.search(r"m64n(\d+)", code)[1]), arguments, value)
         elif code.startswith("wgmma.commit_group"):
@@ -263,6 +275,11 @@ class Warp:
         elif code == "ld.shared.b16":
             # Those of a row, and of the one 8 behind it.
             return arguments[0], self.machine.rows.get(address[0] // 128 * 128)
+        elif code == "ld.shared.b32":
+            return arguments[0], self._metadata(arguments[0], address[0])
+        elif code == "prmt.b32":
+            self._write(arguments[0])
+            return arguments[0], tuple(map(value, arguments[1:]))
         elif code == "unpack":
             self._unpack(arguments, value)
             return re.findall(r"[\w.]+", arguments[0]), (value(arguments[1]), int(arguments[3]))
@@ -277,15 +294,31 @@ class Warp:
             return arguments[0], (address[0],)
         elif code == "mul.f32":
             return arguments[0], value(arguments[1]) + value(arguments[2])
-        elif code == "selp.f32":
+        elif code in ("selp.f32", "selp.b32"):
             return arguments[0], value(arguments[1 if value(arguments[3]) else 2])
         elif code == "fma.rn.f32":
             total, number, scale, same = arguments
             assert total == same
             self._add(total, number, value(scale))
+        elif code.startswith("wgmma.fence"):
+            self.unfenced.clear()
         else:
-            assert code.startswith(("wgmma.fence", "fence.proxy.async", "prefetch.tensormap")), code
+            assert code.startswith(("fence.proxy.async", "prefetch.tensormap")), code
         return None
+
+    def _write(self, register):
+        """A register with metadata is written, which no product reads any more."""
+        if self.busy[register]:
+            raise Wrong("metadata changes while products read it")
+        self.unfenced.add(register)
+
+    def _metadata(self, register, address):
+        """Returns the first row and column of the block of words that a word is of."""
+        self._write(register)
+        found = self.machine.rows.get(address // WORDS * WORDS)
+        if found is None:
+            raise Wrong("no metadata there")
+        return found
 
     def _unpack(self, arguments, value):
         """An operand is unpacked into registers that no product reads any more, with the scales of its words."""
@@ -319,7 +352,25 @@ class Warp:
     def _load(self, code, arguments, address, value):
         tensor_map, at = re.fullmatch(r"\[(\S+), (\{.*\})\]", arguments[1]).groups()
         number, places = value(tensor_map), [value(each) for each in at.strip("{}").split(",")]
-        if self.forms[0] == "packed" and number == f"gemm_any_width_param_{7 + 5 + 5}":
+        is_sparse = self.forms[0].startswith("sparse")
+        is_params = number == f"gemm_any_width_param_{any_width_load.maps_of(*self.forms)[3]}"
+        if is_sparse and is_params:
+            _, group, *_, block = places
+            # In a stage, blocks of words are first of 32 columns, then of a half's rows, then of 32 or 64 rows.
+            pairs = self.forms[0].endswith("pairs")
+            firsts = [
+                32 * (2 * (block + i) if pairs else block + i) + 8 * half
+                for i in range(self.boxes[0] // (64 if pairs else 32))
+                for half in range(2 if pairs else 1)
+            ]
+            writes = {
+                address[0] + WORDS * (2 * i + j): ("m", first, 32 * (group + j))
+                for i, first in enumerate(firsts)
+                for j in range(2)
+            }
+            self.machine.load(address[-1], WORDS * len(writes), writes)
+            return
+        if self.forms[0] == "packed" and is_params:
             row, group = places
             writes = {address[0] + 2 * i: ("s", row + i, group) for i in range(0, self.boxes[0], 64)}
             self.machine.load(address[-1], 2 * self.boxes[0], writes)
@@ -338,19 +389,22 @@ class Warp:
             row, k = k, row
         if self.forms[operand].startswith("many"):
             row += MATRIX * more[0]
-        if self.forms[operand] == "pairs":
+        of_kept = is_sparse and operand == 0
+        if of_kept:
+            k *= 2
+        if self.forms[operand].endswith("pairs"):
             # Its first coordinates are k and a row of the first eight of the first half.
             assert (row, more[0]) == (0, 0)
             row = 16 * more[1]
         if code.endswith("cache_hint") != (self.streams == operand + 1):
             raise Wrong("not the operand's cache policy")
-        rows, name = self.boxes[operand], "xy"[operand]
+        rows, name, size = self.boxes[operand], "xy"[operand], 64 if of_kept else 128
         if self.forms[operand].endswith("turned"):
             assert rows == 64
             writes = {address[0] + 128 * i: (name, row, k + i) for i in range(64)}
         else:
-            writes = {address[0] + 128 * i: (name, row + i, k) for i in range(rows)}
-        self.machine.load(address[-1], 128 * rows, writes)
+            writes = {address[0] + size * i: (name, row + i, k) for i in range(rows)}
+        self.machine.load(address[-1], size * rows, writes)
 
     def _multiply(self, width, arguments, value):
         if arguments[1].startswith("{"):
@@ -389,6 +443,59 @@ class Warp:
         if found != [(name, first + 64 * (i // 16), k + i % 16) for i in range(len(found))]:
             return tuple(found)
         return tuple((name, first + i, k - 16 * part) for i in range(64 * len(found) // 16))
+
+    def _multiply_sparse(self, width, arguments, value):
+        """As `_multiply`, of half a step, with X's kept numbers and a word of metadata."""
+        x, y = (value(each) * 16 for each in arguments[1:3])
+        words, half = arguments[3], value(arguments[4])
+        if half != len(self.group) % 2:
+            raise Wrong("not the lanes that have this half's metadata")
+        assert x % 64 == 32 * half, "not the next half of the kept numbers"
+        kept = [x - 32 * half + 64 * i for i in range(64)]
+        turned = self.forms[1].endswith("turned")
+        if turned:
+            assert y % 8192 == 4096 * half, "not the next half of Y"
+            others = [y + 8192 * chunk + 128 * i for chunk in range(-(-width // 64)) for i in range(32)]
+        else:
+            assert y % 128 == 64 * half, "not the next half of Y"
+            others = [y - 64 * half + 128 * i for i in range(width)]
+        if words in self.unfenced:
+            raise Wrong("no fence behind the metadata")
+        self.machine.reading.update(kept + others)
+        self.busy[words] += 1
+        self.group.append([*kept, *others, words])
+        self.machine.pause()
+        read = tuple(map(self.machine.rows.get, kept)), tuple(map(self.machine.rows.get, others))
+        if turned and None not in read[1]:
+            name, first, k = read[1][0]
+            if list(read[1]) != [(name, first + 64 * (i // 32), k + i % 32) for i in range(len(others))]:
+                raise Wrong("not the blocks of this step")
+            read = read[0], tuple((name, first + i, k - 32 * half) for i in range(64 * len(others) // 32))
+        self._check_words(read[0][0], value(words), half)
+        adds = value(arguments[5])
+        if half and not adds:
+            raise Wrong("half a step is not added")
+        if len(self.group) == 1:
+            self.steps = [*(self.steps if adds else []), []]
+        if half == 0:
+            self.steps[-1].append(read)
+        elif read != self.steps[-1][-1]:
+            raise Wrong("a stage changes while it is read")
+
+    def _check_words(self, first, found, half):
+        """A thread's word must be of the rows whose first one is given, if the product of this half reads the word."""
+        if first is None or self.thread // 2 % 2 != half:
+            return
+        _, row, k = first
+        upper, last = self.thread // 32 % 2, self.thread // 64 % 2
+        if self.forms[0].endswith("pairs"):
+            # Lower or upper halves of both words.
+            blocks = [("m", row + 8 * i, k + 32 * half) for i in range(2)]
+            wanted = (*blocks, 0x7632 if upper else 0x5410)
+        else:
+            wanted = ("m", row + 32 * last, k + 32 * half)
+        if found != wanted:
+            raise Wrong("not the metadata of these numbers")
 
     def _multiply_pieces(self, width, arguments, value):
         """As `_multiply`, with one of the operands of a packed step."""
@@ -440,6 +547,8 @@ def kernel(machine, number, programs, groups, threads, boxes, forms, streams, sc
         warp.begin()
         warp.thread = threads.get(threading.get_ident(), 0)
         program(edit(text)).run(values, warp)
+        if warp.under_way or warp.group:
+            raise Wrong("the sum is read before it is there")
         return warp.result
 
     def barrier():
@@ -469,6 +578,7 @@ def kernel(machine, number, programs, groups, threads, boxes, forms, streams, sc
         "WAIT",
         "NOWHERE",
         "maps_of",
+        "SparseStage",
     )
     packed = types.SimpleNamespace(**vars(any_width_packed) | {
         "prepare": lambda *given: "",
@@ -480,9 +590,9 @@ def kernel(machine, number, programs, groups, threads, boxes, forms, streams, sc
     names = {
         name: value for name, value in own.items() if name.startswith("_") or name in kept
     } | {
-        "packed": packed, "x_bytes_of": lambda rows, format: any_width_packed.x_bytes(rows, format and INT4),
-        "lie_beside": lambda form, second: form == "packed",
-        "is_turned": lambda form: form.endswith("turned"), "widest_of": max,
+        "packed": packed, "x_bytes_of": lambda rows, format: any_width_packed.x_bytes(rows, any_width_loop.format_of(format)),
+        "lie_beside": lambda form, second: form == "packed" or form.startswith("sparse"),
+        "is_paired": lambda x, y: x.endswith("pairs") or y.endswith("pairs"), "is_turned": lambda form: form.endswith("turned"), "widest_of": max,
         "in_groups": lambda x, y: "grouped" in x + y, "in_ranges": lambda x, y: "ranged" in x,
         "gl": gl, "AHEAD": Constant(any_width_load.AHEAD.value), "LAST_ROW": any_width_load.LAST_ROW, "SMALL": any_width_load.SMALL, "ROW": ROW, "STAGES": STAGES, "step_of": lambda kind: STEP,
         "later": types.FunctionType(rings.later.fn.__code__, {"gl": gl}), "shared_at": lambda at: at,
@@ -573,11 +683,13 @@ def emulate(
         acc, out, slots, ring, args, shape, row, col, width, spread, first_slot, own_slot, cut, *rest
     ):
         # What is stored lies where this warpgroup's rows of X were.
-        rows = [64 * first_slot + stage * x_rows + i for stage in range(stages) for i in range(own)]
+        slot_rows = [
+            128 * (64 * first_slot + stage * x_rows + i) for stage in range(stages) for i in range(own)
+        ]
         if format is not None:
             # All of it: parts lie side by side.
-            rows = range(stages * (x_rows + width))
-        if spread and any(machine.reading[128 * i] for i in rows):
+            slot_rows = range(0, 128 * stages * (x_rows + width), 64)
+        if spread and any(machine.reading[at] for at in slot_rows):
             raise Wrong("the ring is read when it has become slots")
         first_k, last_k = (0, K) if cut is None or cut[0] is False else cut
         # Rows of the second matrix of a batch have large numbers.
@@ -617,7 +729,8 @@ def emulate(
     if format is not None:
         boxes = random.Random(seed).choice((64, x_rows)), boxes[1]
     stood_in = {"finish_tile": finish_tile, "combine": combine, "scales_of": scales_of} | changes
-    streams, apart = random.Random(seed).randrange(3), 16 if format else 8
+    stage_format, is_sparse = any_width_loop.format_of(format), forms[0].startswith("sparse")
+    streams, apart = random.Random(seed).randrange(3), 16 if forms[0] == "packed" else 8
     widths = random.Random(seed).sample([width - apart, width, width + apart], 3)
     names = kernel(machine, 1, 3, of_thread, threads, boxes, forms, streams, scaled, edit, stood_in)
     unused = BARRIERS_AT + 8 * (2 * STAGES + 2)
@@ -668,9 +781,12 @@ def emulate(
     parameters = list(inspect.signature(any_width.consume.fn).parameters)
     nothing = [None] * (parameters.index("KIND") - parameters.index("PLACE") - 1)
 
-    def consume(group):
+    def consume(group, warp):
         wait_for_roles()
         of_thread[threading.get_ident()] = group
+        if is_sparse:
+            # Which word a thread has depends on its number.
+            threads[threading.get_ident()] = 32 * warp + random.Random(seed + warp).randrange(32)
         names["consume"](
             None,
             None,
@@ -692,10 +808,11 @@ def emulate(
 
     def produce(warp):
         of_thread[threading.get_ident()] = None
-        # Both boxes of each operand; of words and scales no row is loaded twice.
-        counts = [128 * 2 * box for box in boxes]
+        # All boxes of each operand; of words, kept numbers and what belongs to them no row is loaded twice.
+        counts = [128 * box * -(-rows // box) for box, rows in zip(boxes, (x_rows, width), strict=True)]
         if format is not None:
-            counts[0] = x_rows // 16 * INT4.words + 2 * x_rows
+            of_params = any_width_packed.params_bytes(x_rows, stage_format)
+            counts[0] = any_width_packed.x_bytes(x_rows, stage_format) + of_params
         loads = boxes[0], counts[0], boxes[1], counts[1], streams
         behind = x_rows, STEP
         lie = format, *forms, BARRIERS_AT
@@ -716,12 +833,16 @@ def emulate(
     loaders = [
         lambda warp=warp: produce(warp) for warp in range(2 if x_rows == any_width_load.SMALL[0] else 1)
     ]
-    machine.run(loaders + [lambda group=group: consume(group) for group in range(groups) for _ in range(4)])
+    consumers = [
+        lambda group=group, warp=warp: consume(group, warp) for group in range(groups) for warp in range(4)
+    ]
+    machine.run(loaders + consumers)
     expected = Counter()
     for unit in range(1, units, 3):
         matrix, row, col, *_ = place(unit, state, sizes, x_rows, width, 8)
         if unit < whole or not whole:
-            row, col = min(row, M - x_rows), min(col, N - width)
+            last = -(-M // 32) * 32 if forms[0] == "sparse" else M
+            row, col = min(row, last - x_rows), min(col, N - width)
         row, col = row + MATRIX * matrix, col + MATRIX * matrix
         for group in range(1 if takes_turns else groups):
             expected[row + group * own, col] += 4
@@ -768,6 +889,18 @@ CASES = [
     (2, 256, 64, 4, False, (608, 300, 200), 1, ("packed", "rows"), False, False, str(INT4)),
     (2, 128, 96, 3, True, (400, 300, 200), 1, ("packed", "rows"), False, False, str(INT4)),
     (1, 64, 96, 3, False, (64, 96, 700), 3, ("packed", "rows"), False, False, str(INT4)),
+    # Sparse weights: one, two and three warpgroups, with 64 and 128 rows each, and tiles that are cut along K.
+    (1, 64, 72, 3, False, (300, 300, 700), 1, ("sparse", "rows"), False, False, str(SPARSE)),
+    (2, 128, 88, 4, False, (300, 400, 330), 2, ("sparse", "rows"), False, False, str(SPARSE)),
+    (3, 192, 96, 3, False, (400, 300, 520), 1, ("sparse", "rows"), False, False, str(SPARSE)),
+    (2, 256, 136, 4, False, (608, 300, 400), 2, ("sparse", "rows"), False, False, str(SPARSE)),
+    (1, 64, 96, 5, False, (64, 96, 1400), 3, ("sparse", "rows"), False, False, str(SPARSE)),
+    (2, 128, 64, 3, False, (300, 200, 330), 1, ("sparse", "turned"), False, False, str(SPARSE)),
+    # Two halves by eights.
+    (1, 64, 64, 3, False, (64, 192, 700), 3, ("sparse pairs", "rows"), False, False, str(SPARSE_PAIRS)),
+    (2, 128, 88, 4, False, (320, 400, 330), 2, ("sparse pairs", "rows"), False, False, str(SPARSE_PAIRS)),
+    (2, 256, 128, 3, False, (640, 300, 520), 1, ("sparse pairs", "turned"), False, False, str(SPARSE_PAIRS)),
+    (3, 192, 88, 5, False, (448, 200, 400), 1, ("sparse pairs", "rows"), False, False, str(SPARSE_PAIRS)),
 ]
 
 
@@ -775,6 +908,15 @@ CASES = [
 @pytest.mark.parametrize("seed", range(3))
 def test_every_warp_reads_what_was_loaded_for_it(case, seed):
     emulate(seed, *case)
+
+
+@pytest.mark.parametrize("steps", range(1, 13))
+def test_sparse_weights_of_so_many_steps(steps):
+    """Rounds of `any_width_sparse.TOGETHER` steps, with as many before them as are left over."""
+    for seed, format in enumerate((SPARSE, SPARSE_PAIRS)):
+        forms = f"sparse{' pairs' * format.paired}", "rows"
+        emulate(seed, 2, 128, 72, 3, False, (256, 144, 64 * steps), 1, forms, False, False, str(format))
+        emulate(seed, 1, 64, 64, 4, False, (128, 192, 64 * steps - 32), 1, forms, False, False, str(format))
 
 
 def skipping_none(stage, phase, steps, stages):
@@ -909,14 +1051,113 @@ MUTANTS = {
 }
 
 
+#: Those of sparse weights.
+SPARSE_MUTANTS = {
+    "one register for the metadata of all steps": {
+        "message": "metadata changes while products read it",
+        "edit": lambda text: re.sub(r"words1(\d)", r"words0\1", text),
+    },
+    "sparse products that are not waited for in a round": {
+        "message": "metadata changes while products read it",
+        "edit": lambda text: text.replace("wait_group.sync.aligned 1", "wait_group.sync.aligned 9"),
+    },
+    "sparse products that are not waited for behind a round": {
+        "message": "the sum is read before it is there",
+        "edit": lambda text: re.sub(r"aligned 0;([^\n]*@more bra\.uni STEP;)", r"aligned 1;\1", text),
+    },
+    "sparse products that are not waited for before the rounds": {
+        "message": "loaded while it is read",
+        "edit": lambda text: re.sub(r"aligned 0;([^\n]*@more bra\.uni FEW;)", r"aligned 9;\1", text),
+    },
+    "a sparse stage that is free while it is read": {
+        "message": "loaded while it is read",
+        "edit": lambda text: re.sub(
+            r"(wgmma\.wait_group\.sync\.aligned 1;)( elect[^;]*;[^;]*;)", r"\2 \1", text
+        ),
+    },
+    "a sparse stage that is never free": {
+        "message": "all wait",
+        "edit": lambda text: text.replace(
+            "@one mbarrier.arrive.shared::cta.b64 _, [before", "@!one exit [before"
+        ),
+    },
+    "no fence behind metadata": {
+        "message": "no fence behind the metadata",
+        "edit": lambda text: text.replace("wgmma.fence.sync.aligned;", ""),
+    },
+    "the first stage's metadata for all": {
+        "message": "not the metadata of these numbers",
+        "edit": lambda text: text.replace("params, stage, 512, first", "params, 0, 512, first"),
+    },
+    "metadata of the first 64 rows for all": {
+        "message": "not the metadata of these numbers",
+        "edit": lambda text: text.replace("[params + 512]", "[params + 0]"),
+    },
+    "metadata of the first warpgroup for all": {
+        "message": "not the metadata of these numbers",
+        "edit": lambda text: text.replace(
+            "first_params, first_params, 512;", "first_params, first_params, 0;"
+        ),
+    },
+    "metadata of the other half of 64 rows": {
+        "message": "not the metadata of these numbers",
+        "edit": lambda text: text.replace("shr.u32 part, lane, 6;", "shr.u32 part, lane, 7;"),
+    },
+    "the lower halves of words for the upper ones": {
+        "message": "not the metadata of these numbers",
+        "edit": lambda text: text.replace("setp.ne.s32 upper, part", "setp.eq.s32 upper, part"),
+    },
+    "the first half's lanes for both": {
+        "message": "not the lanes that have this half's metadata",
+        "edit": lambda text: re.sub(r"(words\d\d), 1,", r"\1, 0,", text),
+    },
+    "the first half of the kept numbers for both": {
+        "message": "a stage changes while it is read",
+        "edit": lambda text: text.replace("own, x, 256;", "own, x, 0;"),
+    },
+    "metadata of other columns": {
+        "message": "not the metadata of these numbers",
+        "edit": lambda text: text.replace("shr.u32 group, k, 5", "shr.u32 group, k, 6"),
+    },
+    "metadata of other rows": {
+        "message": "not the metadata of these numbers",
+        "edit": lambda text: re.sub(r"shr\.u32 block, (\$\d+), 5", r"shr.u32 block, \1, 6", text),
+    },
+    "all boxes of metadata in one place": {
+        "message": "no metadata there",
+        "edit": lambda text: text.replace("add.s32 to, to, each", "mov.b32 to, to"),
+    },
+    "a box of metadata that is not loaded": {
+        "message": "all wait",
+        "edit": lambda text: text.replace("setp.lt.s32 more, block, last", "setp.lt.s32 more, last, block"),
+    },
+    "kept numbers of other columns": {
+        "message": "not the metadata of these numbers",
+        "edit": lambda text: text.replace("shr.u32 line, k, 1;", "mov.b32 line, k;"),
+    },
+    "rounds that begin too early": {
+        "message": "not the blocks of this step",
+        "edit": lambda text: text.replace("and.b32 rest, left, 3", "and.b32 rest, left, 1"),
+    },
+    "a sum that begins again": {
+        "message": "not the blocks of this step",
+        "edit": lambda text: re.sub(r"(words\d\d, 0), 1,", r"\1, 0,", text),
+    },
+}
+MUTANTS |= SPARSE_MUTANTS
+
+
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutants_are_caught(mutant):
     """Every mutant is caught, by the message that it names."""
     message, found = MUTANTS[mutant]["message"], set()
     changes = {name: value for name, value in MUTANTS[mutant].items() if name != "message"}
+    cases = CASES[1:]
+    if mutant in SPARSE_MUTANTS:
+        cases = [case for case in cases if len(case) > 7 and case[7][0].startswith("sparse")]
     # Some need a warp to be late by a whole tile.
     for seed in range(60):
-        for case in CASES[1:]:
+        for case in cases:
             try:
                 emulate(seed, *case, **changes)
             except Wrong as wrong:

@@ -22,7 +22,7 @@ _HEAD = 2 << 30 | 32
 #: The same of Y, see `any_width_loop`.
 _HEAD_Y = 1 << 30 | 64
 #: Steps of a round of the loop, a power of two.
-TOGETHER = 4
+TOGETHER = 2
 #: Units of 16 bytes from 64 rows of kept numbers to the next.
 _UNITS = 256
 
@@ -200,7 +200,10 @@ class SparseStage(NamedTuple):
             lines = [f"{{ {arrived} }} mad.lo.s32 params, stage, {each}, first_params;"]
             lines += [self._words(f"words{which}{i}", self.params * i) for i in own]
             if self.code:
-                lines.append("shl.b32 bytes, x, 4; add.s32 bytes, bytes, place;")
+                # The address in a matrix descriptor has 14 bits.
+                lines.append(
+                    "and.b32 bytes, x, 0x3fff; shl.b32 bytes, bytes, 4; add.s32 bytes, bytes, place;"
+                )
                 lines += [self._numbers(which, i, KIND.split(".")[0]) for i in own]
             lines.append("wgmma.fence.sync.aligned;")
             for i in own:

@@ -85,7 +85,8 @@ class Sparse(Spec):
 
     def shapes(self, rows: int, cols: int, batch: tuple[int, ...], is_b: bool) -> list[tuple[int, ...]]:
         N, K = padded(cols, rows)
-        return [(self.matrices, N, K // 2), (self.matrices, K // BLOCK, N)]
+        # The metadata's layout has no steps between matrices.
+        return [(self.matrices, N, K // 2), (self.matrices * K // BLOCK, N)]
 
     def bytes(self, rows: int, cols: int, batch: tuple[int, ...]) -> int:
         """Of each matrix that there is, with metadata."""

@@ -119,10 +119,11 @@ class AnyWidth(PersistentStatic):
             raise ValueError(
                 f"Config: the {self.name} schedule needs {ROWS} or {2 * ROWS} rows for each warpgroup of 4 warps"
             )
-        if tile.y % 8 or not 16 <= tile.y <= tile.widest(SPARSE):
+        # Sparse weights have the most widths, but none where warpgroups take turns.
+        each, widest = (tile.each, tile.widest()) if self.takes_turns else (8, tile.widest(SPARSE))
+        if tile.y % each or not 16 <= tile.y <= widest:
             raise ValueError(
-                f"Config: the {self.name} schedule needs a width that is a multiple of 8 from 16 to "
-                f"{tile.widest(SPARSE)}"
+                f"Config: the {self.name} schedule needs a width that is a multiple of {each} from 16 to {widest}"
             )
         if c.num_stages < 2:
             # A stage is free when the product of the next one has begun.
@@ -157,11 +158,12 @@ class AnyWidth(PersistentStatic):
             return f"scales along K need {ROWS} rows for each warpgroup and no swap"
         if isinstance(p.b, Sparse) and p.b.code and self.tile(c).own != ROWS:
             return f"kept numbers of 8 bits need {ROWS} rows for each warpgroup"
-        widest = self.tile(c).widest(numbers_for(p))
+        numbers = numbers_for(p)
+        widest = self.tile(c).widest(numbers)
         if self.tile(c).y > widest:
             kind = (
                 "a packed weight" if p.b.is_packed else "a sparse weight" if p.b.is_sparse else
-                "fp8 that is promoted or scaled"
+                "fp8 that is promoted or scaled" if numbers else f"{self.tile(c).own} rows for each warpgroup"
             )  # fmt: skip
             return f"{kind} leaves registers for a width of {widest}"
         if not self.considers(p, np.asarray(p.M)):
@@ -173,8 +175,8 @@ class AnyWidth(PersistentStatic):
         c, tile, (x_form, y_form) = config, self.tile(config), forms_of(config, forms)
         if y_form.startswith(("packed", "sparse")):
             return f"{y_form.split()[0]} weights need swap"
-        if tile.y % tile.each and not x_form.startswith("sparse"):
-            return f"{tile.own} rows for each warpgroup need a width that is a multiple of {tile.each}"
+        if tile.y % (each := tile.each_of(x_form.startswith("sparse"))):
+            return f"{tile.own} rows for each of {tile.groups} warpgroups need a width that is a multiple of {each}"
         if c.block_k == ROW and (forms.a_turned or forms.b_turned):
             return "operands of 8 bits need adjacent elements along K"
         if forms.packed and c.num_stages < LEAST_PACKED:

@@ -111,6 +111,10 @@ class Tile(NamedTuple):
         """Widths are multiples of this. A kernel has code for each width, and more code takes longer to compile."""
         return 8 if self.own == ROWS and self.groups < 3 else 16
 
+    def each_of(self, is_sparse: bool) -> int:
+        """`each`, given whether X is a sparse weight, of which large tiles of two warpgroups gain most."""
+        return 8 if is_sparse and self.groups < 3 else self.each
+
     def widths(self, of_x: Form, of_y: Form, numbers: dict[int, int] | None) -> tuple[int, ...]:
         """The widths that this tile's kernel has code for; its own is among them.
 
@@ -123,7 +127,7 @@ class Tile(NamedTuple):
         if of_x == "packed" and self.own == ROWS:
             found = next((widths for widths in PACKED_WIDTHS[self.groups] if self.y in widths), found)
         elif of_x != "packed" and self.y >= PART:
-            found = range(PART, self.widest(numbers) + 1, 8 if of_x.startswith("sparse") else self.each)
+            found = range(PART, self.widest(numbers) + 1, self.each_of(of_x.startswith("sparse")))
         return tuple(width for width in found if width % EACH[of_y] == 0)
 
     @property

@@ -55,7 +55,7 @@ def _widths(tile: Tile, numbers: Numbers, is_packed: bool) -> range:
     """The widths of tiles with so many rows of X."""
     widest = tile.widest(numbers)
     if numbers is SPARSE:
-        return range(PART, widest + 1, 8)
+        return range(PART, widest + 1, tile.each_of(True))
     if not is_packed:
         return range(PART, widest + 1, tile.each)
     return range(PART, (widest if tile.groups > 1 else ALONE) + 1, STEP_PACKED)

@@ -232,6 +232,24 @@ _AMD: Rows = {
         16x64x64  8 4 2 0.20 swap splits
     """,
 }
+#: For sparse weights, the tiles of which none spills: with parts of K, smaller ones.
+_BLACKWELL_SPARSE: Rows = {
+    ("descriptor", "tile"): """
+        128x128x64 8 4 3 0.60 swap
+        64x128x64  8 4 4 0.40 swap splits
+        16x128x128 8 8 4 0.20 swap splits
+    """,
+    ("pointer", "tile"): _BLACKWELL["pointer", "tile"],
+}
+_AMD_SPARSE: Rows = {
+    ("pointer", "tile"): """
+        64x64x64  8 4 2 0.60 swap aligned
+        32x32x64  8 4 2 0.30 swap splits
+        16x64x64  8 4 2 0.20 swap
+        16x64x32  8 4 2 0.20 swap splits
+    """,
+}
+_SPARSE = {"blackwell": _BLACKWELL_SPARSE, "cdna": _AMD_SPARSE, "rdna": _AMD_SPARSE}
 _INTERPRETER: Rows = {
     ("descriptor", "tile"): "32x64x64 8 4 3 1.0 swap splits",
     ("pointer", "tile"): """
@@ -244,7 +262,8 @@ _INTERPRETER: Rows = {
 QUANTIZED: dict[str, dict[str, Rows]] = {
     "hopper": HOPPER,
     **{
-        family: dict.fromkeys(("packed4", "packed8", "sparse", "sparse8"), rows)
+        family: dict.fromkeys(("packed4", "packed8"), rows)
+        | dict.fromkeys(("sparse", "sparse8"), _SPARSE.get(family, rows))
         | {"scaled": _SCALED, "scaled32": _SCALED32, "mx": _MX}
         for family, rows in {
             "blackwell": _BLACKWELL,

@@ -1,0 +1,193 @@
+"""2:4 sparse weights in tiles of any width: a stage as TMA fills it, and the words that each thread takes from it.
+
+The kernel's own assembly runs, with tensor maps of a real weight. What a warpgroup then holds must be what `wgmma.sp` of
+PTX wants: expanded by it, the kept numbers are the weight.
+"""
+
+import itertools
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from gemmery import Config, epilogues, schedules, sparsify
+from gemmery.formats.sparse import SparseTensor
+from gemmery.lab.abstract import linear_problem
+from gemmery.select import samples
+from gemmery.select.shapes import device_named
+
+pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+from gemmery.kernels import any_width_load
+from gemmery.kernels.any_width_loop import format_of
+from gemmery.kernels.any_width_sparse import SparseStage
+
+from .ptx import Program
+
+H200 = device_named("H200")
+#: The stage that is looked at, of how many, and rows of Y.
+STAGE, STAGES, WIDTH = 1, 3, 72
+#: Which words' halves `prmt` takes, by what it is told.
+PICKED = {0x5410: 0, 0x7632: 16}
+
+
+class Memory:
+    """Shared memory, into which TMA loads.
+
+    Args:
+        maps: descriptors, by the name of the kernel's parameter that is the tensor map.
+    """
+
+    def __init__(self, maps):
+        self.maps, self.bytes, self.thread = maps, np.full(1 << 18, 0xAA, np.uint8), 0
+        self.announced = self.loaded = 0
+
+    def ptx(self, code, arguments, value):
+        """See `Program.run`."""
+        if code.startswith("cp.async.bulk.tensor"):
+            number, at = re.fullmatch(r"\[(\S+), \{(.*)\}\]", arguments[1]).groups()
+            places = [value(each) for each in at.split(",")]
+            assert f"tensor.{len(places)}d." in code
+            self._load(value(arguments[0].strip("[]")), self.maps[value(number)], places[::-1])
+        elif code.startswith("mbarrier.arrive.expect_tx"):
+            self.announced += value(arguments[2])
+        elif code == "ld.shared.b32":
+            at = sum(map(value, arguments[1].strip("[]").split("+")))
+            assert at % 4 == 0
+            return arguments[0], int(self.bytes[at : at + 4].view(np.uint32)[0])
+        elif code == "selp.b32":
+            return arguments[0], value(arguments[1 if value(arguments[3]) else 2])
+        elif code == "prmt.b32":
+            low, high, picked = map(value, arguments[1:])
+            shift = PICKED[picked]
+            return arguments[0], (low >> shift & 0xFFFF) | (high >> shift & 0xFFFF) << 16
+        else:
+            assert code.startswith("createpolicy"), code
+        return None
+
+    def _load(self, to, made, places):
+        """A box of a tensor from these places on, with zeros where it has no elements."""
+        found, inside = 0, True
+        for i, (place, size, shape, stride) in enumerate(
+            zip(places, made.box, made.shape, made.strides, strict=True)
+        ):
+            along = np.arange(place, place + size).reshape(-1, *[1] * (len(places) - 1 - i))
+            found, inside = found + along * stride, inside & (along < shape)
+        numbers = made.base.view(torch.int16 if made.base.itemsize == 2 else torch.int32).flatten().numpy()
+        # What TMA asks of strides and of a box.
+        assert all(stride * numbers.itemsize % 16 == 0 for stride in made.strides[:-1])
+        assert max(made.box) <= 256
+        box = np.where(inside, numbers[np.where(inside, found, 0)], 0).astype(numbers.dtype)
+        self.bytes[to : to + box.nbytes] = box.reshape(-1).view(np.uint8)
+        self.loaded += box.nbytes
+
+
+def loading(format, form, rows):
+    """The assembly that loads a stage's numbers and metadata; $0 to $3 are the row, the box, the bytes and k."""
+    given = (None, "$0", "$1", "$2", "$0", "$1", "$1", "$2")
+    x, _ = any_width_load._operands(rows, str(format), form, "rows", *given)
+    maps = any_width_load.maps_of(form, "rows")
+    return Program(
+        f"{{ {any_width_load._REGISTERS} mov.b32 stage, {STAGE}; mov.b32 at, 0; mov.b32 k, $3;"
+        f"{any_width_load._places(64 * rows, str(STAGES), str(WIDTH))} {x.setup(maps[0], '0')} {x.several()} }}"
+    )
+
+
+def taking(format, rows, first, own):
+    """The assembly of a thread's words of a stage, of each 64 of its warpgroup's rows; they come in $0 and $1."""
+    sums = [[f"$9{i}" for i in range(32)]] * own
+    text = format.steps(sums, "bf16.bf16", False, rows, "", "", "", "")
+    loads = re.search(r"mad\.lo\.s32 params, stage.*?(?=wgmma\.fence)", text, re.DOTALL)[0]
+    return Program(
+        f"{{ .reg .b32 stage, words00, words01; mov.b32 stage, {STAGE}; mov.b32 words01, 0;"
+        f"{format.begin(rows, first, str(STAGES), str(WIDTH))} {loads}"
+        "mov.b32 $0, words00; mov.b32 $1, words01; }"
+    )
+
+
+def multiplied(kept, words):
+    """64 rows of 64 columns as `wgmma.sp.m64nNk32` multiplies them, in two instructions.
+
+    Args:
+        kept: (64, 32).
+        words: of the 128 threads.
+    """
+    found = np.zeros((64, 64), kept.dtype)
+    for thread, half, part in itertools.product(range(128), range(2), range(4)):
+        warp, lane = divmod(thread, 32)
+        g, t = divmod(lane, 4)
+        selector, c = divmod(t, 2)
+        row, column = 16 * warp + g + 8 * half, 32 * selector + 16 * c + 4 * part
+        places = words[thread] >> (16 * half + 4 * part)
+        for i, place in enumerate((places & 3, places >> 2 & 3)):
+            found[row, column + place] = kept[row, column // 2 + i]
+    return found
+
+
+def rows_of_x(dense, paired, count):
+    """The rows of X, with zeros behind them up to `count`."""
+    if paired:
+        dense = dense.unflatten(0, (2, -1, 8)).transpose(0, 1).flatten(0, 2)
+    found = dense.view(torch.int16).numpy()
+    return np.pad(found, ((0, count - found.shape[0]), (0, -found.shape[1] % 64)))
+
+
+CASES = [
+    # N, K, whether it is in two halves, and a config: 64, 128 and 192 rows of X, and 128 rows for each warpgroup.
+    (104, 104, False, "72x64x64-g8-w4-s4-cooperative-descriptor-swap"),
+    (288, 192, False, "72x128x64-g8-w8-s4-cooperative-descriptor-swap"),
+    (352, 136, False, "72x192x64-g8-w12-s4-cooperative-descriptor-swap"),
+    (608, 128, False, "72x256x64-g8-w8-s4-cooperative-descriptor-swap"),
+    (32, 64, False, "72x128x64-g8-w8-s4-cooperative-descriptor-swap"),
+    (192, 104, True, "72x64x64-g8-w4-s4-cooperative-descriptor-swap"),
+    (320, 136, True, "72x128x64-g8-w8-s4-cooperative-descriptor-swap"),
+    (448, 192, True, "72x192x64-g8-w12-s4-cooperative-descriptor-swap"),
+    (576, 64, True, "72x256x64-g8-w8-s4-cooperative-descriptor-swap"),
+    (64, 104, True, "72x128x64-g8-w8-s4-cooperative-descriptor-swap"),
+]
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_threads_have_the_metadata_that_their_products_read(case, direct):
+    N, K, paired, text = case
+    generator = torch.Generator().manual_seed(N + K)
+    weight = sparsify(torch.randn(N, K, generator=generator).to(torch.bfloat16))
+    x = torch.empty(100, K, dtype=torch.bfloat16, device="meta")
+    meta = SparseTensor((N, K), weight.values.to("meta"), weight.metadata.to("meta"))
+    problem = linear_problem(x, meta, H200, epilogue=epilogues.swiglu if paired else None)
+    binding = schedules.bind(problem, Config.of(text))
+    tensors, numbers = samples.arguments(problem, "cpu")
+    tensors = tensors[0], weight.values, weight.metadata, *tensors[3:]
+    made = (binding.direct_arguments if direct else binding.arguments)(tensors, numbers)
+    given = dict(zip(binding.kernel.arg_names, made, strict=False))
+    tile, format, form = binding.tile, format_of(binding.constants["FORMAT"]), binding.forms[0]
+    assert form == ("sparse pairs" if paired else "sparse")
+    assert (format, tile.y) == (SparseStage(paired=paired), WIDTH)
+    # The assembly's matrix descriptors say how the numbers are swizzled; words are not.
+    assert given["x"].layout.swizzle_byte_width == 64
+    assert given["scales"].layout.swizzle_byte_width == 0
+    places = any_width_load.maps_of(form, "rows")
+    maps = {f"gemm_any_width_param_{places[i]}": given[name] for i, name in ((0, "x"), (3, "scales"))}
+    load, first_rows = loading(format, form, tile.x), range(0, tile.x, tile.own)
+    takes = [taking(format, tile.x, first, tile.own // 64) for first in first_rows]
+    whole = rows_of_x(weight.dense(), paired, N + 2 * tile.x)
+    # The last tile where it stays, and where `corner` moves it; and some that begin where no tile of this size does.
+    each = 64 if paired else 32
+    rows = {0, N // tile.x * tile.x, max(0, -(-N // each) * each - tile.x), min(each, N - N % each)}
+    for row, k in itertools.product(sorted(rows), range(0, K, 64)):
+        memory = Memory(maps)
+        load.run([row, given["x_box"], given["x_size"], k], memory)
+        assert memory.announced == memory.loaded == given["x_size"]
+        at = STAGE * 64 * tile.x
+        kept = memory.bytes[at : at + 64 * tile.x].view(np.int16).reshape(tile.x, 32)
+        for first, take in zip(first_rows, takes, strict=True):
+            words = []
+            for memory.thread in range(128):
+                operands = [None, None]
+                take.run(operands, memory)
+                words.append(operands)
+            for i in range(tile.own // 64):
+                own = first + 64 * i
+                found = multiplied(kept[own : own + 64], [each[i] for each in words])
+                assert (found == whole[row + own : row + own + 64, k : k + 64]).all(), (row, k, own)
