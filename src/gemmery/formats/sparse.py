@@ -463,16 +463,26 @@ def _first_two(sizes: Tensor) -> Tensor:
     return found
 
 
-@functools.cache
-def _patterns() -> Tensor:
-    """The 90 patterns of 4 by 4 with two in each row and column, (90, 16)."""
-    rows = [row for row in itertools.product((0, 1), repeat=GROUP) if sum(row) == 2]
+def _patterns(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """The 90 patterns of 4 by 4 with two in each row and column.
+
+    Returns:
+        The two places of each of the 6 patterns of a row, (6, 2); which of these the rows of each pattern are, (90, 4);
+        and the patterns, bool, (90, 16).
+    """
+    rows = list(itertools.combinations(range(GROUP), 2))
     found = [
         pattern
-        for pattern in itertools.product(rows, repeat=GROUP)
-        if all(sum(column) == 2 for column in zip(*pattern, strict=True))
+        for pattern in itertools.product(range(len(rows)), repeat=GROUP)
+        if all(sum(column in rows[i] for i in pattern) == 2 for column in range(GROUP))
     ]
-    return torch.tensor(found, dtype=torch.float32).flatten(1)
+    masks = [[column in rows[i] for i in pattern for column in range(GROUP)] for pattern in found]
+    with torch.inference_mode(False):
+        return tuple(torch.tensor(x, device=device) for x in (rows, found, masks))  # type: ignore[return-value]
+
+
+#: The same, kept for each device, so that a CUDA graph can be captured of pruning.
+_kept_patterns = functools.cache(_patterns)
 
 
 def transposable_mask(w: Tensor) -> Tensor:
@@ -491,9 +501,16 @@ def transposable_mask(w: Tensor) -> Tensor:
         raise ValueError(
             f"sparsify: weight is {tuple(w.shape)}; for method='transposable' N must be a multiple of {GROUP}"
         )
-    patterns = _patterns().to(w.device)
-    blocks = w.float().abs().view(*batch, N // GROUP, GROUP, K // GROUP, GROUP).transpose(-3, -2).flatten(-2)
-    best = patterns[(blocks @ patterns.T).argmax(-1)].bool()
+    # Tensors that are made while something is traced belong to the trace.
+    places, rows, masks = (_patterns if aten.has_no_values(w) else _kept_patterns)(w.device)
+    blocks = w.detach().float().abs().reshape(*batch, N // GROUP, GROUP, K // GROUP, GROUP).transpose(-3, -2)
+    # No matrix product, which autocast and TF32 would round.
+    of_rows = blocks[..., places[:, 0]] + blocks[..., places[:, 1]]
+    first, *others = (of_rows[..., row, :][..., rows[:, row]] for row in range(GROUP))
+    scores = first
+    for other in others:
+        scores = scores + other
+    best = masks[scores.argmax(-1)]
     found: Tensor = best.unflatten(-1, (GROUP, GROUP)).transpose(-3, -2).reshape(w.shape)
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
@@ -10,8 +11,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..api import linear, matmul
+from ..formats.aten import has_no_values
 from ..formats.sparse import GROUP, PATTERN, SparseTensor, sparsify, sparsify_as, transposable_mask
 from ..formats.weight import DTYPES
+from ..product.seen import autocast_dtype
 from .linear import inherit
 from .packed import PackedLinear
 
@@ -206,12 +209,12 @@ class SparseLinear(nn.Linear):
         """
         if not input.dtype.is_floating_point:
             raise TypeError(f"SparseLinear: the input is {input.dtype}; it must be of a floating type")
-        weight, device = self.weight, input.device.type
-        lowers = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if lowers else weight.dtype
+        weight, asked = self.weight, autocast_dtype(input.device)
+        dtype = asked or weight.dtype
         dtype = dtype if dtype in DTYPES else torch.bfloat16
-        pruned = self._of_type(dtype)
-        with torch.autocast(device, enabled=False):
+        lowers = asked is not None
+        with torch.autocast(input.device.type, enabled=False) if lowers else nullcontext():
+            pruned = self._of_type(dtype)
             output: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
                 input.to(dtype), weight, self.bias, pruned, self.decay, self.batch_invariant
             )
@@ -222,7 +225,6 @@ class SparseLinear(nn.Linear):
         if last is not None and last.is_of(weight, dtype, self.method):
             return last
         made = _Pruned.of(weight, dtype, self.method)
-        # The version of a tensor of inference mode is not known.
         self._last = made if made.version is not None else None
         return made
 
@@ -253,7 +255,8 @@ class _Pruned:
     """What a weight was pruned to, and which weight that was.
 
     Attributes:
-        weight, address, version, method: of the dense weight, and how it was pruned.
+        weight, address, version, method: of the dense weight, and how it was pruned; the version is None where
+            it is not known.
         forward: (N, K).
         backward: its transpose, (K, N), if that is 2:4 as well.
     """
@@ -275,17 +278,21 @@ class _Pruned:
             forward, backward = sparsify_as(w, mask), sparsify_as(w.mT, mask.mT)
         else:
             forward = sparsify(w, method=method)
-        return cls(weight, weight.data_ptr(), _version(weight), method, forward, backward)
+        version = _version(weight)
+        return cls(weight, 0 if version is None else weight.data_ptr(), version, method, forward, backward)
 
     def is_of(self, weight: Tensor, dtype: torch.dtype, method: str) -> bool:
         """Whether this is what pruning a weight would give."""
+        version = _version(weight)
+        if self.weight is not weight or version is None:
+            return False
         then = (self.address, self.version, self.method, self.forward.dtype, self.forward.device)
-        now = (weight.data_ptr(), _version(weight), method, dtype, weight.device)
-        return self.weight is weight and then == now
+        return then == (weight.data_ptr(), version, method, dtype, weight.device)
 
 
 def _version(weight: Tensor) -> int | None:
-    return None if weight.is_inference() else weight._version
+    """How often a weight was written to; None for one that does not count, as those of inference mode."""
+    return None if weight.is_inference() or has_no_values(weight) else weight._version
 
 
 class _Product(torch.autograd.Function):
