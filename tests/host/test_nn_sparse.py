@@ -149,10 +149,11 @@ def test_sparsify_and_undo():
     ids = torch.arange(5)[None]
     before, up, w = model(ids), model.up, model.up.weight
     report = gemmery.nn.sparsify(model, skip=("gone", "lm_head"))
-    assert report.replaced == [("up", "Linear"), ("down", "Linear"), ("tied", "Linear")]
+    assert report.replaced == [
+        ("up", "Linear"), ("down", "Linear"), ("tied", "Linear"), ("experts", "Experts"),
+    ]  # fmt: skip
     assert report.left == [
         ("odd", "sparsify: weight is (16, 63); it must be (*batch, N, K), where K is a multiple of 4"),
-        ("experts", "experts with sparse weights are not supported"),
         ("lm_head", "it is to be skipped ('lm_head')"),
         ("gone", "it was to be skipped, and no linear layer is called that"),
     ]
@@ -164,6 +165,7 @@ def test_sparsify_and_undo():
     x = torch.randn(2, 64).bfloat16()
     close(model.up, x, gemmery.sparsify(w).dense(), model.up.bias)
     again = gemmery.nn.sparsify(model)
+    assert ("experts", "it is sparse already") in again.left
     assert ("up", "it is sparse already") in again.left
     assert ("up", "it is sparse already") in gemmery.nn.quantize(model, "int8").left
     model.down = nn.Identity()
@@ -199,6 +201,26 @@ def test_methods_and_errors_of_sparsify():
         gemmery.nn.sparsify(plain, method="best")
     with pytest.raises(TypeError, match="sparsify: skip is the string 'a'; it must be several"):
         gemmery.nn.sparsify(plain, skip="a")
+
+
+def test_experts():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"a": gemmery.nn.Experts(3, 64, 32), "b": gemmery.nn.Experts(3, 64, 48)}).bfloat16()
+    x, index, weights = torch.randn(5, 64).bfloat16(), torch.randint(3, (5, 2)), torch.rand(5, 2)
+    plain = copy.deepcopy(model["a"])
+    report = gemmery.nn.sparsify(model)
+    assert report.left == [("b", "its gate has 48 rows; packed they must be a multiple of 32")]
+    text = "num_experts=3, in_features=64, hidden_features=32, activation=silu, bias=False, pattern=2:4"
+    assert repr(model["a"]) == f"Experts({text})"
+    with torch.no_grad():
+        for name in ("gate_up_proj", "down_proj"):
+            getattr(plain, name).copy_(getattr(model["a"], name).dense())
+    near(model["a"](x, index, weights), plain(x, index, weights))
+    other = gemmery.nn.Experts.of(*[gemmery.sparsify(torch.zeros(3, 64, k)) for k in (64, 32)])
+    other.load_state_dict(model["a"].state_dict())
+    assert other(x, index, weights).equal(model["a"](x, index, weights))
+    report.undo()
+    assert model["a"].gate_up_proj.requires_grad
 
 
 def test_blocks_and_what_is_left():

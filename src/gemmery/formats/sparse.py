@@ -145,6 +145,10 @@ class SparseTensor(PackedWeight):
     def about(self) -> dict[str, Any]:
         return {}
 
+    @property
+    def form(self) -> str:
+        return f"pattern={PATTERN}"
+
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight as a plain tensor (*batch, N, K), with zeros in place of what was not kept.
 
@@ -167,7 +171,7 @@ class SparseTensor(PackedWeight):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
-            f"{type(self).__name__}({tuple(self.shape)}, pattern={PATTERN}, dtype={self.dtype}, "
+            f"{type(self).__name__}({tuple(self.shape)}, {self.form}, dtype={self.dtype}, "
             f"device={str(self.device)!r}, bytes={self.nbytes})"
         )
 

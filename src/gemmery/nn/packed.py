@@ -72,7 +72,9 @@ class PackedLinear(nn.Module):
 
     def described(self) -> str:
         """What the weight is, for the layer's `repr`."""
-        raise NotImplementedError
+        weight = self.weight
+        assert isinstance(weight, PackedWeight)
+        return weight.form
 
     def extra_repr(self) -> str:
         """The layer's sizes, and what its weight is."""

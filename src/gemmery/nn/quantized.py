@@ -65,7 +65,7 @@ class QuantizedLinear(PackedLinear):
         return self.weight  # type: ignore[return-value]  # a parameter of a tensor subclass is of that class
 
     def described(self) -> str:
-        """The weight's format."""
+        """The weight's format and the columns that share a scale."""
         weight = self.quantized
         group = f", group_size={weight.group_size}" if weight.group_size else ""
-        return f"format={weight.format.name}{group}"
+        return f"{weight.form}{group}"

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..formats.base import Format
+from ..formats.packing import STRIP
 from ..formats.quantize import Scale
 from ..formats.quantize import quantize as quantize_tensor
 from ..formats.tensor import QuantizedTensor
@@ -64,7 +65,7 @@ def quantize(
     def pack(weight: torch.Tensor) -> QuantizedTensor:
         return quantize_tensor(weight, format, **options)
 
-    packing = Packing("quantize", pack, QuantizedLinear, skip, batch_invariant)
+    packing = Packing("quantize", pack, QuantizedLinear, skip, batch_invariant, STRIP)
     packing.check(model)
     quantize_tensor(torch.zeros(16, 16), format, **options)  # for its errors about arguments
     return replace(model, packing)

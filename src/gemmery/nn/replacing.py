@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
-from ..formats.packing import STRIP
+from ..formats.sparse import SparseTensor
 from ..formats.weight import PackedWeight
 from . import hugging_face
 from .experts import Experts
@@ -28,7 +28,7 @@ class Packing:
         layer: the class of the layers that hold such weights.
         skip: names of what is left, see `quantize`.
         batch_invariant: see `gemmery.matmul`.
-        no_experts: why experts are left; None if they are packed, too.
+        strip: rows of which halves of experts' gate and up have a multiple.
         trained: whether layers that are trained with a sparse weight are replaced, by what their `to_inference` gives.
     """
 
@@ -37,7 +37,7 @@ class Packing:
     layer: type[PackedLinear]
     skip: Iterable[str]
     batch_invariant: bool
-    no_experts: str | None = None
+    strip: int
     trained: bool = False
 
     def check(self, model: nn.Module) -> None:
@@ -108,15 +108,13 @@ class _Walk:
         if isinstance(layer, PackedLinear):
             return f"it is {layer.STATE} already"
         if isinstance(layer, Experts) and layer.packed:
-            return "it is quantised already"
+            return f"it is {'sparse' if isinstance(layer.down_proj, SparseTensor) else 'quantised'} already"
         named = [x for x in self.skip if matches(path, x)]
         self.used.update(named)
         pattern = next(iter(named), None)
         if pattern is not None:
             return f"it is to be skipped ({pattern!r})"
         if is_experts(layer):
-            if self.how.no_experts is not None:
-                return self.how.no_experts
             return own_code(layer) if isinstance(layer, Experts) else hugging_face.refusal(layer)
         is_ours = type(layer) is Linear or (self.how.trained and type(layer) is SparseLinear)
         reason = changed(layer) if is_ours else why_not(layer)
@@ -150,8 +148,9 @@ class _Walk:
         found = module if isinstance(module, Experts) else hugging_face.stacked(module)
         if isinstance(found, str):
             return found
-        if found.gated and found.hidden_features % STRIP:
-            return f"its gate has {found.hidden_features} rows; packed they must be a multiple of {STRIP}"
+        strip = self.how.strip
+        if found.gated and found.hidden_features % strip:
+            return f"its gate has {found.hidden_features} rows; packed they must be a multiple of {strip}"
         weights = (getattr(found, found.first), found.down_proj)
         try:
             first, down = (self.how.pack(x.detach()) for x in weights)

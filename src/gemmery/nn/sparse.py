@@ -74,10 +74,6 @@ class PrunedLinear(PackedLinear):
         """The weight, by its real type."""
         return self.weight  # type: ignore[return-value]  # a parameter of a tensor subclass is of that class
 
-    def described(self) -> str:
-        """The weight's pattern."""
-        return f"pattern={PATTERN}"
-
 
 class SparseLinear(nn.Linear):
     """A linear layer that is trained with a 2:4 sparse weight.

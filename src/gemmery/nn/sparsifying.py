@@ -1,4 +1,4 @@
-"""Pruning the linear layers of a model."""
+"""Pruning the linear layers and the experts of a model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from ..formats.sparse import PATTERN, Method, SparseTensor
+from ..formats.sparse import PATTERN, ROWS, Method, SparseTensor
 from ..formats.sparse import sparsify as sparsify_tensor
 from .replacing import Packing, replace
 from .sparse import PrunedLinear
@@ -18,13 +18,14 @@ def sparsify(
     model: nn.Module, pattern: str = PATTERN, *, method: Method = "magnitude", skip: Iterable[str] = ("lm_head",),
     batch_invariant: bool = False,
 ) -> Swapped:  # fmt: skip
-    """Replace the plain linear layers inside a model by 2:4 sparse ones, in place.
+    """Replace the plain linear layers and the experts inside a model by 2:4 sparse ones, in place.
 
     Every torch.nn.Linear and gemmery.nn.Linear becomes a gemmery.nn.PrunedLinear and keeps its bias; a
     gemmery.nn.SparseLinear becomes what its `to_inference` gives, whatever `method` says. Layers that share a weight
-    share the pruned one. Left alone, each with a reason in the report, are those that `skip` names, those whose weight
-    is also another module's, such as an embedding's, those with code that a replacement would lose, those whose
-    in_features are no multiple of 4, and experts.
+    share the pruned one. Experts, which are gemmery.nn.Experts and those that `swap` replaces, become
+    gemmery.nn.Experts with sparse weights. Left alone, each with a reason in the report, are those that `skip` names,
+    those whose weight is also another module's, such as an embedding's, those with code that a replacement would lose,
+    experts whose activation can't be part of a product, and those whose in_features are no multiple of 4.
 
     A model that was trained dense loses accuracy when half of its weights are dropped. Train it further with
     `gemmery.nn.SparseLinear`, or prune it with a method that looks at activations, and then use `method="as_is"`.
@@ -32,8 +33,8 @@ def sparsify(
     Args:
         model: of any floating type and on any device. Weights that are not of 16 bits become bfloat16.
         pattern, method: as for `gemmery.sparsify`.
-        skip: names of layers, or of modules in which these are left: whole parts of qualified names, in which * stands
-            for anything, see `quantize`.
+        skip: names of layers or experts, or of modules in which these are left: whole parts of qualified names, in
+            which * stands for anything, see `quantize`.
         batch_invariant: see `gemmery.matmul`.
 
     Returns:
@@ -56,8 +57,7 @@ def sparsify(
     def pack(weight: torch.Tensor) -> SparseTensor:
         return sparsify_tensor(weight, pattern, method=method)
 
-    why = "experts with sparse weights are not supported"
-    packing = Packing("sparsify", pack, PrunedLinear, skip, batch_invariant, no_experts=why, trained=True)
+    packing = Packing("sparsify", pack, PrunedLinear, skip, batch_invariant, ROWS, trained=True)
     packing.check(model)
     pack(torch.zeros(4, 4))  # for its errors about arguments
     return replace(model, packing)
