@@ -28,8 +28,10 @@ SIZE = (4, 32, 128)
 #: Of products with scales of blocks: several blocks of 128 along N and K, the last of them not whole.
 SIZES = {"scaled by block": (4, 192, 320), "scaled by mx": (4, 192, 320)}
 PACKED = ("int8", "int4", "e4m3", "e5m2", "mxfp4", "nvfp4", "nf4")
+#: All kinds whose weight is one tensor of several.
+WEIGHTS = (*PACKED, "sparse")
 SCALED = ("tensor", "row", "block", "mx")
-KINDS = ("dense", "pair", "groups", "blocks", *PACKED, *[f"scaled by {x}" for x in SCALED])
+KINDS = ("dense", "pair", "groups", "blocks", *WEIGHTS, *[f"scaled by {x}" for x in SCALED])
 #: The ends of the groups of M rows, one of them empty; the last row is behind them.
 ENDS = (1, 3, 3)
 #: Kinds of operands whose types are float32.
@@ -86,7 +88,7 @@ class Case:
     """A product: a function of tensors, `leaves`, which gradients may be asked of, and what it is in float64.
 
     Attributes:
-        held: the packed weight, the two scaled operands or the ends of groups, which are no leaves.
+        held: the packed or sparse weight, the two scaled operands or the ends of groups, which are no leaves.
     """
 
     kind: str
@@ -119,7 +121,7 @@ class Case:
             ends, places, parts = _indices(w)
             leaves["w"] = parts
             held = (ends.to(device), places.to(device))
-        elif kind in PACKED:
+        elif kind in WEIGHTS:
             held = (_packed(kind, w.to(dtype), device),)
         else:
             held = _scaled(kind.removeprefix("scaled by "), x.float(), w.float(), device)
@@ -180,7 +182,7 @@ class Case:
         else:
             x = given["x"]
             pair = torch.cat((given["gate"], given["up"])) if self.kind == "pair" else None
-            packed = self.held[0].dequantize().double() if self.kind in PACKED else None
+            packed = plain(self.held[0]).double() if self.kind in WEIGHTS else None
             w = next((x for x in (pair, packed) if x is not None), given.get("w"))
         if "s" in given:
             x = stretched(x, given["s"])
@@ -228,7 +230,14 @@ def _whole(values: torch.Tensor) -> torch.Tensor:
     return whole.permute(0, 2, 1, 3).reshape(SIZE[1:])
 
 
+def plain(weight: Any) -> torch.Tensor:
+    """The plain tensor of a packed or sparse weight."""
+    return weight.dense() if isinstance(weight, gemmery.SparseTensor) else weight.dequantize()
+
+
 def _packed(format: str, w: torch.Tensor, device: torch.device) -> Any:
+    if format == "sparse":
+        return gemmery.sparsify(w.to(device))
     group = {"group_size": 32} if format in ("int4", "nf4") else {}
     return gemmery.quantize(w.to(device), format, **group)
 

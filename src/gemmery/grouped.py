@@ -16,7 +16,7 @@ from torch.compiler import is_compiling
 from .api import bmm
 from .epilogues.function import Epilogue, captured_of, function_of, memoised
 from .formats.scaled import ScaledTensor
-from .formats.tensor import QuantizedTensor
+from .formats.weight import PackedWeight
 from .layout import overlaps_itself
 from .operands.ragged import Axis, Groups
 from .precision import AskedPrecision, resolved
@@ -66,7 +66,7 @@ def grouped_mm(
 
     Args:
         mat_a, mat_b: two matrices or batches, of any strides, in one type, on one device. With groups of rows `mat_b`
-            may be a packed weight (G, N, K), a `gemmery.QuantizedTensor`, or a pair, see `gemmery.matmul`; or both are
+            may be a packed or sparse weight (G, N, K), or a pair, see `gemmery.matmul`; or both are
             a `gemmery.ScaledTensor`, of fp8 or int8: (R, K) and, other than a dense one, (G, N, K), with the scales
             that `gemmery.scaled_matmul` takes.
         offs: (G,), int32, on the operands' device: the end of each group. It does not decrease; two equal ends make an
@@ -123,7 +123,7 @@ def grouped_mm(
         raise ValueError(
             f"{op}: mat_a has {ranks[0]} dimensions and mat_b {ranks[1]}; both must have 2 or 3 dimensions"
         )
-    if not isinstance(mat_a, Tensor) or not isinstance(mat_b, Tensor) or isinstance(mat_b, QuantizedTensor):
+    if not isinstance(mat_a, Tensor) or not isinstance(mat_b, Tensor) or isinstance(mat_b, PackedWeight):
         raise TypeError(f"{op}: mat_a and mat_b must be plain tensors where groups are not of rows")
     _check_operands(op, mat_a, mat_b, mat_b.shape[-2])
     given = {"bias": bias, **behind, "epilogue": epilogue, "prologue": prologue}
@@ -240,7 +240,7 @@ def _of_rows(
     """A product of groups of rows."""
     _check_scaled(op, x, weight, functions)
     gather, scatter, row_scale = (behind.get(name) for name in ("gather", "scatter", "row_scale"))
-    is_permuted = isinstance(weight, QuantizedTensor) and weight.permutation is not None
+    is_permuted = isinstance(weight, PackedWeight) and weight.permutation is not None
     if is_permuted or (gather is not None and _reads_tensors(functions)) or is_compiling():
         x, functions = apply_prologue(x, functions)
     if is_permuted:
@@ -249,7 +249,7 @@ def _of_rows(
     numbers = x.data if isinstance(x, ScaledTensor) else x
     rows = x.shape[0]
     first = weight[0] if isinstance(weight, tuple | list) else weight
-    of_weight = op in OF_WEIGHTS or isinstance(weight, QuantizedTensor | ScaledTensor)
+    of_weight = op in OF_WEIGHTS or isinstance(weight, PackedWeight | ScaledTensor)
     _check_operands(op, numbers, first, first.shape[-1 if of_weight else -2])
     if gather is not None:
         _check_indices(op, "gather", gather, numbers, None)
@@ -290,7 +290,7 @@ def _check_operands(op: str, x: Tensor, weight: Any, inner: int) -> None:
         )
     if (
         isinstance(weight, Tensor)
-        and not isinstance(weight, QuantizedTensor)
+        and not isinstance(weight, PackedWeight)
         and autocast_dtype(x.device) is None
     ):
         check_types(op, x, weight)
@@ -335,7 +335,7 @@ def _buffers(op: str, weight: Any, weight_grad: Any) -> tuple[Tensor, ...]:
     if _are_functorch_transforms_active() or _len_torch_dispatch_stack():
         raise ValueError(f"{op}: weight_grad is for autograd; not in torch.func, nor inside a dispatch mode")
     for half, buffer in zip(halves, buffers, strict=True):
-        if isinstance(half, QuantizedTensor | ScaledTensor):
+        if isinstance(half, PackedWeight | ScaledTensor):
             raise TypeError(
                 f"{op}: weight_grad is given, but the weight is packed or scaled, and has no gradient"
             )

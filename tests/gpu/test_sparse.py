@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 import gemmery
+import gemmery.nn
 from gemmery import epilogues, schedules
 from gemmery.select.space import tiles_of
 from tests.gpu.common import DEVICE, DRY, HALVES, needs_cuda, rng, size, values, wide
@@ -129,6 +130,40 @@ def test_batch():
     rng("sparse batch")
     x, w = values((3, size(100), 192), torch.float16), weight(160, 192, torch.float16, (3,))
     assert_right(gemmery.bmm(x, w), x, w, wide(x) @ full(w).mT)
+
+
+@pytest.mark.parametrize("rows", (7, 600))
+def test_groups(rows):
+    rng("sparse groups", rows)
+    rows, n, k = size(rows), 128, 192
+    x, w = values((rows, k), torch.bfloat16), weight(n, k, torch.bfloat16, (3,))
+    ends = [rows // 3, rows // 3, rows]
+    offs = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+    dense = wide(w.dense())
+    want = torch.cat([wide(x)[: ends[0]] @ dense[0].T, wide(x)[ends[0] :] @ dense[2].T])
+    assert_right(gemmery.grouped_linear(x, w, offs=offs), x, w, want)
+    want = F.silu(want[:, : n // 2]) * want[:, n // 2 :]
+    assert_right(gemmery.grouped_linear(x, w, offs=offs, epilogue=epilogues.swiglu), x, w, want)
+
+
+@pytest.mark.parametrize("method", ("magnitude", "transposable"))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+def test_a_layer_that_is_trained(method, dtype):
+    """Steps of an optimiser: the forward product, both gradients, and a weight that is pruned anew."""
+    rng("sparse layer", method, dtype)
+    m, n, k = size(1000), 256, 512
+    layer = gemmery.nn.SparseLinear(k, n, method=method, dtype=dtype, device=DEVICE)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    for _ in range(3):
+        x, grad = values((m, k), dtype).requires_grad_(), values((m, n), dtype)
+        y = layer(x)
+        y.backward(grad)
+        dense = wide(layer.pruned().dense())
+        assert relative(y, wide(x.detach()) @ dense.T + wide(layer.bias.detach())) < 1e-2
+        assert relative(x.grad, wide(grad) @ dense) < 1e-2
+        assert relative(layer.weight.grad, wide(grad).T @ wide(x.detach())) < 1e-2
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @needs_cuda

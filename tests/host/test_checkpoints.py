@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from gemmery.formats import SparseTensor
 from gemmery.formats.base import NF4
 from gemmery.formats.checkpoints import (
     read_awq,
@@ -24,8 +25,10 @@ from gemmery.formats.checkpoints import (
     read_fp8,
     read_fp8_blocks,
     read_gptq,
+    read_marlin24,
     read_mxfp4,
     read_nvfp4,
+    read_sparse24,
     read_torchao,
     read_weight,
 )
@@ -373,6 +376,171 @@ def test_groups_for_which_there_is_no_kernel(rng, size):
     if columns % 8 == 0:
         with pytest.raises(ValueError, match=text.format("gptq")):
             read_gptq(torch.zeros(columns // 8, 32, dtype=torch.int32), qzeros, half)
+
+
+# --- compressed-tensors' sparse weights
+
+
+def kept_of(rng, rows, columns):
+    """A mask with two of each four."""
+    order = rng.random((rows, columns // 4, 4)).argsort(-1)
+    return (order < 2).reshape(rows, columns)
+
+
+def bits_of(mask):
+    """A bit for each column, the first in the lowest; one bit at a time."""
+    rows, columns = mask.shape
+    out = np.zeros((rows, -(-columns // 8)), dtype=np.uint8)
+    for k in range(columns):
+        out[:, k // 8] |= mask[:, k].astype(np.uint8) << (k % 8)
+    return out
+
+
+def sparse24(rng, rows, columns, dtype=torch.bfloat16, flat=False):
+    mask = kept_of(rng, rows, columns)
+    numbers = rng.integers(-100, 101, (rows, columns // 2)).astype(np.float32)
+    dense = np.zeros((rows, columns), dtype=np.float32)
+    dense[mask] = numbers.ravel()
+    shape = torch.tensor([rows, columns])
+    tensors = {
+        "compressed": tensor(numbers, dtype), "bitmask": tensor(bits_of(mask)), "shape": shape if flat else shape[:, None],
+    }  # fmt: skip
+    return tensors, dense
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("rows, columns", [(16, 128), (7, 20), (1, 4)])
+def test_sparse24(rng, rows, columns, dtype):
+    tensors, dense = sparse24(rng, rows, columns, dtype, flat=rows == 7)
+    for weight in (read_sparse24(tensors), read_weight({f"l.{n}": x for n, x in tensors.items()}, "l")):
+        assert isinstance(weight, SparseTensor)
+        assert weight.dtype == (dtype if dtype != torch.float32 else torch.bfloat16)
+        assert weight.dense(torch.float32).equal(tensor(dense))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (16,), (16, 1)])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_sparse24_of_8_bits(rng, dtype, shape):
+    tensors, dense = sparse24(rng, 16, 32)
+    tensors["compressed"] = tensors["compressed"].to(dtype)
+    if dtype != torch.int8:
+        dense = tensor(dense).to(dtype).float().numpy()
+    tensors["weight_scale"] = torch.as_tensor(scales_of(rng, *shape)).bfloat16()
+    tensors["weight_zero_point"] = torch.zeros(shape, dtype=torch.int8)
+    weight = read_weight(tensors, "", {"quant_method": "compressed-tensors"})
+    scales = tensors["weight_scale"].float().reshape(-1, 1)
+    assert weight.dense(torch.float32).equal(tensor(dense) * scales)
+    tensors["weight_zero_point"] = torch.ones(shape, dtype=torch.int8)
+    with pytest.raises(ValueError, match="weight_zero_point is not 0"):
+        read_weight(tensors, "")
+
+
+def test_errors_of_sparse24(rng):
+    tensors, _ = sparse24(rng, 16, 32)
+    with pytest.raises(ValueError, match="read_sparse24: there is no bitmask; there must be compressed"):
+        read_sparse24({"compressed": tensors["compressed"], "shape": tensors["shape"]})
+    with pytest.raises(
+        ValueError, match=r"bitmask is \(16, 3\); with a weight of \(16, 32\), it must be \(16, 4\)"
+    ):
+        read_sparse24(tensors | {"bitmask": tensors["bitmask"][:, :3]})
+    with pytest.raises(ValueError, match=r"compressed is \(16, 15\)"):
+        read_sparse24(tensors | {"compressed": tensors["compressed"][:, :15]})
+    with pytest.raises(ValueError, match=r"shape is \(3,\); it must be \(2,\) or \(2, 1\)"):
+        read_sparse24(tensors | {"shape": torch.tensor([1, 16, 32])})
+    with pytest.raises(ValueError, match=r"the weight is \(16, 30\); its columns must be a multiple of 4"):
+        read_sparse24(tensors | {"shape": torch.tensor([16, 30])})
+    bits = tensors["bitmask"].clone()
+    bits[3, 1] = 0b01110011
+    with pytest.raises(ValueError, match="has 3 of row 3, columns 12 to 15; it must have two of each four"):
+        read_sparse24(tensors | {"bitmask": bits})
+    with pytest.raises(ValueError, match=r"compressed is torch\.int8 and weight_scale is missing"):
+        read_sparse24(tensors | {"compressed": tensors["compressed"].to(torch.int8)})
+    with pytest.raises(
+        ValueError, match=r"compressed is torch\.bfloat16 with weight_scale; it must be fp8 or int8"
+    ):
+        read_sparse24(tensors | {"weight_scale": torch.ones(1)})
+    small = tensors | {"compressed": tensors["compressed"].to(torch.int8), "weight_scale": torch.ones(16, 2)}
+    with pytest.raises(ValueError, match=r"weight_scale is \(16, 2\); with 16 rows"):
+        read_sparse24(small)
+    with pytest.raises(ValueError, match="quant_method is 'gptq', and the tensors are those of"):
+        read_weight(tensors, "", {"quant_method": "gptq"})
+    big = tensors | {"compressed": torch.full((16, 16), 1e20).bfloat16()}
+    with pytest.raises(ValueError, match=r"compressed have 9.97277e\+19, which would become inf in"):
+        read_sparse24(big, dtype=torch.float16)
+
+
+def marlin24(rng, bits, rows, columns, groups):
+    """One number at a time, from where lanes of a warp find it."""
+    half, mask = 1 << (bits - 1), kept_of(rng, rows, columns)
+    numbers = np.where(mask, rng.integers(-half, half, (rows, columns)), 0)
+    scales = scales_of(rng, rows, groups)
+    order = [0, 2, 4, 6, 1, 3, 5, 7] if bits == 4 else [0, 2, 1, 3]
+    # Codes by the column of the kept ones, and places in words of a row of 16 kept columns.
+    kept = numbers[mask].reshape(rows, columns // 2).T + half
+    packed = np.zeros((columns // 32, rows * bits // 2), dtype=np.uint32)
+    for at in np.ndindex(columns // 32, rows * 16):
+        tile, lane, rest = at[1] // 1024, at[1] % 1024 // 32, at[1] % 32
+        rest = rest // len(order) * len(order) + order[rest % len(order)]
+        step, block, row = rest // 8, rest // 4 % 2, rest % 4
+        k = 2 * (lane % 4) + row % 2 + 8 * (row // 2)
+        n = 64 * tile + 16 * (lane // 8) + 8 * (lane // 4 % 2) + 4 * block + step
+        per = 32 // bits
+        packed[at[0], at[1] // per] |= np.uint32(int(kept[16 * at[0] + k, n]) << (bits * (at[1] % per)))
+    # Metadata by blocks of 64 rows: two columns of words side by side, swapped where bit 2 of the row is set.
+    meta = np.zeros((columns // 32, 2 * rows), dtype=np.uint16)
+    for n, k in np.ndindex(rows, columns // 4):
+        first, second = mask[n, 4 * k : 4 * k + 4].nonzero()[0]
+        word, half_of = k // 4 % 2, n // 4 % 2
+        place = n // 64 * 64 + n // 2 % 2 * 32 + n // 8 % 8 * 4 + n % 2 * 2 + word
+        meta[k // 8, 2 * place + half_of] |= np.uint16((first | second << 2) << (4 * (k % 4)))
+    stored = scales.T.copy()
+    if groups > 2:
+        for n in range(rows):
+            stored[:, n] = scales[n // 8 * 8 + [0, 4, 1, 5, 2, 6, 3, 7][n % 8]]
+    tensors = {
+        "weight_packed": tensor(packed.view(np.int32)), "meta": tensor(meta.view(np.int16)),
+        "scale_packed": tensor(stored, torch.float16),
+    }  # fmt: skip
+    return tensors, numbers * scales.repeat(columns // groups, 1)
+
+
+@pytest.mark.parametrize("rows, columns, groups", [(64, 32, 1), (128, 64, 1), (64, 256, 2), (64, 384, 3)])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_marlin24(rng, bits, rows, columns, groups):
+    tensors, w = marlin24(rng, bits, rows, columns, groups)
+    config = scheme(bits)
+    config["config_groups"]["group_0"]["weights"]["group_size"] = 128 if groups > 1 else None
+    weight = read_weight({f"l.{name}": x for name, x in tensors.items()}, "l", config)
+    check(weight, w, torch.float16)
+    assert weight.format.name == f"int{bits}"
+    assert weight.group_size == (128 if groups > 1 else 0)
+
+
+def test_errors_of_marlin24(rng):
+    tensors, _ = marlin24(rng, 4, 64, 64, 1)
+    packed, scale, meta = (tensors[name] for name in ("weight_packed", "scale_packed", "meta"))
+    with pytest.raises(
+        ValueError, match=r"weight_packed is \(2, 64\); .* it must be \(2, 128\) for 4 bits or"
+    ):
+        read_marlin24(packed[:, :64], scale, meta)
+    with pytest.raises(
+        ValueError, match=r"meta is \(2, 64\); it must be \(K / 32, 2 N\), where N is a multiple"
+    ):
+        read_marlin24(packed, scale, meta[:, :64])
+    with pytest.raises(ValueError, match=r"scale_packed is \(1, 32\); it must be \(groups, 64\)"):
+        read_marlin24(packed, scale[:, :32], meta)
+    with pytest.raises(ValueError, match="meta is int32; it must be int16"):
+        read_marlin24(packed, scale, meta.int())
+    with pytest.raises(ValueError, match="num_bits is 8 in the configuration; the tensors have 4"):
+        read_weight(tensors, "", scheme(8))
+    for nibble in (0b0000, 0b0101, 0b1010, 0b1111, 0b0001):
+        wrong = meta.clone()
+        wrong[0, 0] = (int(wrong[0, 0]) & ~15) | nibble
+        with pytest.raises(ValueError, match="row 0, columns 0 to 3 have the places"):
+            read_marlin24(packed, scale, wrong)
+
+
+# --- compressed-tensors' integers and fp8
 
 
 @pytest.mark.parametrize("kind", ["channel", "tensor", "zeros"])
@@ -750,7 +918,7 @@ def test_a_configuration_of_another_method(rng):
 def test_a_weight_that_nothing_reads():
     tensors = {"a.weight": torch.ones(16, 32), "a.bias": torch.ones(16)}
     with pytest.raises(
-        ValueError, match=r"at 'a' there is weight \(float32, \(16, 32\)\), which is no quantised weight"
+        ValueError, match=r"at 'a' there is weight \(float32, \(16, 32\)\), which is no packed weight"
     ):
         read_weight(tensors, "a")
     with pytest.raises(ValueError, match=r"at 'b' there is nothing.*quant_method is 'vptq'"):
@@ -776,7 +944,7 @@ def stored(path):
 
 def compare(weight, expected, name):
     """Bits, but for NF4: bitsandbytes does not round its table to 16 bits before it scales, and kernels do."""
-    ours = weight.dequantize()
+    ours = weight.dense() if isinstance(weight, SparseTensor) else weight.dequantize()
     assert ours.dtype == expected.dtype
     if "nf4" in name:
         torch.testing.assert_close(ours, expected, rtol=2**-7, atol=0)

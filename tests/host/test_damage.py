@@ -12,8 +12,15 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from gemmery import Config, quantize
-from gemmery.formats import QuantizedTensor, from_codes, load_safetensors, read_weight, save_safetensors
+from gemmery import Config, quantize, sparsify
+from gemmery.formats import (
+    QuantizedTensor,
+    SparseTensor,
+    from_codes,
+    load_safetensors,
+    read_weight,
+    save_safetensors,
+)
 from gemmery.lab.tuning import read_weights
 from gemmery.select import exchange, log, rank, store
 from gemmery.select.store import Store
@@ -218,7 +225,7 @@ def saved():
     codes = torch.randint(0, 16, (16, 64), dtype=torch.uint8)
     tensors = {
         "plain": plain, "tied": plain, "int4": quantize(weight, "int4", group_size=32), "nf4": quantize(weight, "nf4"),
-        "ordered": from_codes(codes, "int4", scales=torch.ones(16, 2), permutation=order),
+        "ordered": from_codes(codes, "int4", scales=torch.ones(16, 2), permutation=order), "sparse": sparsify(weight),
     }  # fmt: skip
     with folder() as place:
         path = Path(place) / "w.safetensors"
@@ -239,10 +246,16 @@ def loaded(data):
         return attempt(str(path), lambda: load_safetensors(path))
 
 
+def numbers_of(tensor):
+    """A plain tensor of the numbers that one has."""
+    if isinstance(tensor, SparseTensor):
+        return tensor.dense()
+    return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
+
+
 def is_sound(tensor):
-    """Whether a tensor can be used: a quantised one can be decoded."""
-    values = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
-    return values.shape == tensor.shape
+    """Whether a tensor can be used: a packed one can be decoded."""
+    return numbers_of(tensor).shape == tensor.shape
 
 
 @given(damage(8 + HEAD))
@@ -278,7 +291,7 @@ def is_same(one, other, about):
         if one.format_name != other.format_name or one.group_size != other.group_size:
             return True
         return all(value.equal(getattr(other, name)) for name, value in one.parts().items())
-    return one.equal(other)
+    return numbers_of(one).equal(numbers_of(other))
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------
@@ -290,7 +303,7 @@ def checkpoint(name):
         about = json.loads(file.metadata()["about"])
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  (it is no mapping)
     del tensors["expected"]
-    return tensors, about.get("config"), read_weight(tensors, "layer", about.get("config")).dequantize()
+    return tensors, about.get("config"), numbers_of(read_weight(tensors, "layer", about.get("config")))
 
 
 SMALL = {
@@ -305,7 +318,7 @@ MEANT = ("quant_method", "checkpoint_format", "format", "version")
 def read_damaged(tensors, config):
     """A layer's numbers, or None where it was refused."""
     weight = attempt("", lambda: read_weight(tensors, "layer", config))
-    return None if weight is None else weight.dequantize()
+    return None if weight is None else numbers_of(weight)
 
 
 @given(st.sampled_from([name for name, one in SMALL.items() if one[1] is not None]), st.data())

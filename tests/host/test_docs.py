@@ -234,6 +234,42 @@ def test_messages_of_calls_are_quoted(arguments):
     assert f"`{raised.value}`{kind}" in EPILOGUES
 
 
+# --- sparse.md
+
+
+SPARSE = (ROOT / "docs" / "sparse.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: gemmery.sparsify(torch.ones(64, 255)),
+        lambda: gemmery.sparsify(torch.ones(64, 256), method="as_is"),
+        lambda: gemmery.nn.SparseLinear(8, 6, method="transposable"),
+        lambda: gemmery.nn.PrunedLinear(PACKED),
+    ],
+)
+def test_messages_of_sparse_weights_are_quoted(call):
+    with pytest.raises((ValueError, TypeError)) as raised:
+        call()
+    kind = " (TypeError)" if isinstance(raised.value, TypeError) else " -"
+    assert words(f"`{raised.value}`{kind}") in words(section(SPARSE, "Errors").replace("\n\n", " - "))
+
+
+def test_what_sparse_weights_are_said_to_lack_is_not_there():
+    """Whoever adds one of these takes it from the page."""
+    lacks = words(section(SPARSE, "What is not there"))
+    s, x = gemmery.sparsify(torch.ones(3, 64, 64)), torch.ones(4, 64, dtype=torch.bfloat16)
+    for said, call, error in (
+        ("other patterns than 2:4", lambda: gemmery.sparsify(torch.ones(4, 8), "1:2"), ValueError),
+        ("two sparse weights as a pair of halves",
+         lambda: gemmery.linear(x, (s[0], s[1]), epilogue=epilogues.swiglu), TypeError),
+    ):  # fmt: skip
+        assert said in lacks
+        with pytest.raises(error):
+            call()
+
+
 # --- low-bit.md
 
 

@@ -14,16 +14,20 @@ from torch.nn import functional as F
 MODULES = (
     "api", "epilogues.function", "epilogues.library", "activations", "formats.scaled", "invariant",
     "nn.activations", "nn.linear", "nn.mlp", "nn.swap", "launch.explain", "launch.occupancy", "scaled", "tuning.tuner", "tuning.warm",
-    *(f"formats.{name}" for name in ("codes", "files", "packing", "quantize", "tensor")),
+    *(f"formats.{name}" for name in ("codes", "files", "packing", "quantize", "sparse", "tensor", "weight")),
     *(f"formats.checkpoints.{name}" for name in (
-        "assemble", "bitsandbytes", "compressed_tensors", "fp8", "gptq", "microscaling", "read", "torchao", "words",
+        "assemble", "bitsandbytes", "compressed_tensors", "fp8", "gptq", "microscaling", "read", "sparse", "torchao", "words",
     )),
-    *(f"nn.{name}" for name in ("foreign", "quantized", "quantizing")),
+    *(f"nn.{name}" for name in ("foreign", "quantized", "quantizing", "replacing", "sparse", "sparsifying")),
 )  # fmt: skip
-MODULES += tuple([f"formats.{x}" for x in ("codes", "files", "packing", "quantize", "tensor")])
-MODULES += tuple([f"nn.{x}" for x in ("foreign", "quantized", "quantizing")])
+MODULES += tuple(
+    [f"formats.{x}" for x in ("codes", "files", "packing", "quantize", "sparse", "tensor", "weight")]
+)
+MODULES += tuple(
+    [f"nn.{x}" for x in ("foreign", "quantized", "quantizing", "replacing", "sparse", "sparsifying")]
+)
 MODULES += tuple([f"formats.checkpoints.{x}" for x in (
-    "assemble", "bitsandbytes", "compressed_tensors", "fp8", "gptq", "microscaling", "read", "torchao", "words",
+    "assemble", "bitsandbytes", "compressed_tensors", "fp8", "gptq", "microscaling", "read", "sparse", "torchao", "words",
 )])  # fmt: skip
 RUNG = Path(__file__).resolve().parents[2] / "tutorials" / "09_fused_epilogue.py"
 

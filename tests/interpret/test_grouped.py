@@ -171,6 +171,24 @@ def test_packed_weights(format):
     )
 
 
+def test_sparse_weights():
+    offs = ends_of(COUNTS)
+    x = torch.randn(ROWS, 128).bfloat16()
+    w = gemmery.sparsify(torch.randn(GROUPS, 64, 128) / 8)
+    exact = w.dense(torch.float64)
+    z = rows_of(x.double(), offs, lambda r, g: r @ exact[g].T)
+    assert close(gemmery.grouped_linear(x, w, offs=offs), z, torch.bfloat16)
+    assert close(gemmery.grouped_mm(x, w, offs=offs), z, torch.bfloat16)
+    y = gemmery.grouped_linear(x, w, offs=offs, epilogue=epilogues.swiglu)
+    gate, up = z.chunk(2, -1)
+    assert close(y, torch.nn.functional.silu(gate) * up, torch.bfloat16)
+    x.requires_grad_()
+    gemmery.grouped_linear(x, w, offs=offs).float().sum().backward()
+    assert close(
+        x.grad, rows_of(torch.ones(ROWS, 64).double(), offs, lambda r, g: r @ exact[g]), torch.bfloat16
+    )
+
+
 def test_a_call_sees_other_groups():
     """What is remembered of a call does not hold the groups."""
     x, w = torch.randn(20, 16), torch.randn(3, 8, 16)

@@ -80,15 +80,15 @@ def test_without_a_gate():
     assert error(y, want) < 1e-5
 
 
-@pytest.mark.parametrize("format", ["int4", "mxfp4", "e4m3"])
+@pytest.mark.parametrize("format", ["int4", "mxfp4", "e4m3", "2:4"])
 def test_packed_weights(format):
     x, w, d, b, c = leaves(torch.bfloat16)
-    first, down = (
-        gemmery.quantize(t, format, **({"group_size": 16} if format == "int4" else {})) for t in (w, d)
-    )
+    options = {"group_size": 16} if format == "int4" else {}
+    make = gemmery.sparsify if format == "2:4" else gemmery.quantize
+    first, down = (make(t, format, **options) for t in (w, d))
     index, weights = choices(7)
     how = {"activation": clamped_swiglu, "gate_up_bias": b, "down_bias": c}
-    exact = [t.dequantize(torch.float64) for t in (first, down)]
+    exact = [getattr(t, t.plain)(torch.float64) for t in (first, down)]
     want = meaning(x.double(), index, weights.double(), *exact, gated(clamped_swiglu), b.double(), c.double())
     assert error(experts(x, index, weights, first, down, **how), want) < 1e-2
     x.requires_grad_()

@@ -157,6 +157,10 @@ class SparseTensor(PackedWeight):
     def about(self) -> dict[str, Any]:
         return {"code": self.code}
 
+    @property
+    def form(self) -> str:
+        return f"pattern={PATTERN}, code={self.code}" if self.code else f"pattern={PATTERN}"
+
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight as a plain tensor (*batch, N, K), with zeros in place of what was not kept.
 
@@ -181,9 +185,8 @@ class SparseTensor(PackedWeight):
         return found.to(dtype or self.dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        code = f", code={self.code}" if self.code else ""
         return (
-            f"{type(self).__name__}({tuple(self.shape)}, pattern={PATTERN}{code}, dtype={self.dtype}, "
+            f"{type(self).__name__}({tuple(self.shape)}, {self.form}, dtype={self.dtype}, "
             f"device={str(self.device)!r}, bytes={self.nbytes})"
         )
 
@@ -332,7 +335,11 @@ def unpacked_metadata(metadata: Tensor) -> Tensor:
 
 def check_metadata(metadata: Tensor) -> None:
     """ValueError for four bits whose first place is not below the second one; tensor cores leave open what these do."""
-    found = unpacked_metadata(metadata)
+    check_places(unpacked_metadata(metadata))
+
+
+def check_places(found: Tensor) -> None:
+    """The same of the four bits of each group of four numbers, as `unpacked_metadata` gives them."""
     wrong = (found & 3) >= (found >> 2)
     if wrong.any():
         at = wrong.nonzero()[0].tolist()
@@ -405,18 +412,60 @@ def sparsify(weight: Tensor, pattern: str = PATTERN, *, method: Method = "magnit
     w = weight.detach()
     if w.dtype not in DTYPES:
         w = w.to(torch.bfloat16)
-    at = _kept(w, method).sort(-1).values
-    *batch, N, K = w.shape
-    kept = w.unflatten(-1, (-1, GROUP)).gather(-1, at).flatten(-2)
+    return _packed(w, _kept(w, method))
+
+
+def sparsify_as(weight: Tensor, mask: Tensor) -> SparseTensor:
+    """A weight of which the numbers are kept that a mask says, without a look at the mask.
+
+    Args:
+        weight: (*batch, N, K), float16, bfloat16 or wider, which becomes bfloat16; K is a multiple of 4.
+        mask: bool, of the weight's shape; of each four along K two are True.
+
+    Example:
+        >>> import torch
+        >>> w = torch.arange(1.0, 5).bfloat16()[None]
+        >>> sparsify_as(w, torch.tensor([[True, False, False, True]])).dense()
+        tensor([[1., 0., 0., 4.]], dtype=torch.bfloat16)
+    """
+    w = weight.detach()
+    w = w if w.dtype in DTYPES else w.to(torch.bfloat16)
+    return _packed(w, places_of(mask))
+
+
+def _packed(w: Tensor, kept: Tensor) -> SparseTensor:
+    """A weight (*batch, N, K) of which the numbers in these places are kept, (*batch, N, K / 4, 2), in any order."""
+    at = kept.sort(-1).values
+    return of_kept(w.unflatten(-1, (-1, GROUP)).gather(-1, at).flatten(-2), at)
+
+
+def of_kept(numbers: Tensor, at: Tensor) -> SparseTensor:
+    """A weight (*batch, N, K) of its kept numbers.
+
+    Args:
+        numbers: (*batch, N, K / 2), float16 or bfloat16; -0.0 becomes 0.
+        at: (*batch, N, K / 4, 2), integers: the places of each two in their four, the first below the second.
+
+    Example:
+        >>> of_kept(torch.tensor([[3.0, 4.0]]).half(), torch.tensor([[[1, 3]]])).dense()
+        tensor([[0., 3., 0., 4.]], dtype=torch.float16)
+    """
+    *batch, N, half = numbers.shape
     # -0.0 would come back from `dense` as it is, and not as the 0 that it counts as.
-    kept = torch.where(kept == 0, torch.zeros_like(kept), kept)
-    rows, columns = padded(N, K)
-    values = w.new_zeros(*batch, rows, columns // 2)
-    values[..., :N, : K // 2] = kept
+    numbers = torch.where(numbers == 0, torch.zeros_like(numbers), numbers)
+    rows, columns = padded(N, 2 * half)
+    values = numbers.new_zeros(*batch, rows, columns // 2)
+    values[..., :N, :half] = numbers
     # Padding keeps the first two of four.
-    nibbles = torch.full((*batch, rows, columns // GROUP), 0b0100, dtype=torch.int32, device=w.device)
-    nibbles[..., :N, : K // GROUP] = (at[..., 0] | at[..., 1] << 2).to(torch.int32)
-    return SparseTensor((*batch, N, K), values, packed_metadata(nibbles))
+    shape = (*batch, rows, columns // GROUP)
+    nibbles = torch.full(shape, 0b0100, dtype=torch.int32, device=numbers.device)
+    nibbles[..., :N, : half // 2] = (at[..., 0] | at[..., 1] << 2).to(torch.int32)
+    return SparseTensor((*batch, N, 2 * half), values, packed_metadata(nibbles))
+
+
+def places_of(mask: Tensor) -> Tensor:
+    """Where a mask (*batch, N, K) with two of each four is True, as `of_kept` takes it."""
+    return _first_two(mask.unflatten(-1, (-1, GROUP)).to(torch.int8))
 
 
 def quantized(weight: SparseTensor, code: str) -> SparseTensor:
@@ -448,7 +497,7 @@ def _kept(w: Tensor, method: Method) -> Tensor:
     """Which two of each four numbers are kept, (*batch, N, K / 4, 2), in any order."""
     groups = w.unflatten(-1, (-1, GROUP))
     if method == "transposable":
-        return _first_two(transposable_mask(w).unflatten(-1, (-1, GROUP)).to(torch.int8))
+        return places_of(transposable_mask(w))
     if method == "as_is":
         counts = (groups != 0).sum(-1)
         if not aten.has_no_values(w) and bool((counts > 2).any()):
@@ -469,16 +518,26 @@ def _first_two(sizes: Tensor) -> Tensor:
     return found
 
 
-@functools.cache
-def _patterns() -> Tensor:
-    """The 90 patterns of 4 by 4 with two in each row and column, (90, 16)."""
-    rows = [row for row in itertools.product((0, 1), repeat=GROUP) if sum(row) == 2]
+def _patterns(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """The 90 patterns of 4 by 4 with two in each row and column.
+
+    Returns:
+        The two places of each of the 6 patterns of a row, (6, 2); which of these the rows of each pattern are, (90, 4);
+        and the patterns, bool, (90, 16).
+    """
+    rows = list(itertools.combinations(range(GROUP), 2))
     found = [
         pattern
-        for pattern in itertools.product(rows, repeat=GROUP)
-        if all(sum(column) == 2 for column in zip(*pattern, strict=True))
+        for pattern in itertools.product(range(len(rows)), repeat=GROUP)
+        if all(sum(column in rows[i] for i in pattern) == 2 for column in range(GROUP))
     ]
-    return torch.tensor(found, dtype=torch.float32).flatten(1)
+    masks = [[column in rows[i] for i in pattern for column in range(GROUP)] for pattern in found]
+    with torch.inference_mode(False):
+        return tuple(torch.tensor(x, device=device) for x in (rows, found, masks))  # type: ignore[return-value]
+
+
+#: The same, kept for each device, so that a CUDA graph can be captured of pruning.
+_kept_patterns = functools.cache(_patterns)
 
 
 def transposable_mask(w: Tensor) -> Tensor:
@@ -497,9 +556,16 @@ def transposable_mask(w: Tensor) -> Tensor:
         raise ValueError(
             f"sparsify: weight is {tuple(w.shape)}; for method='transposable' N must be a multiple of {GROUP}"
         )
-    patterns = _patterns().to(w.device)
-    blocks = w.float().abs().view(*batch, N // GROUP, GROUP, K // GROUP, GROUP).transpose(-3, -2).flatten(-2)
-    best = patterns[(blocks @ patterns.T).argmax(-1)].bool()
+    # Tensors that are made while something is traced belong to the trace.
+    places, rows, masks = (_patterns if aten.has_no_values(w) else _kept_patterns)(w.device)
+    blocks = w.detach().float().abs().reshape(*batch, N // GROUP, GROUP, K // GROUP, GROUP).transpose(-3, -2)
+    # No matrix product, which autocast and TF32 would round.
+    of_rows = blocks[..., places[:, 0]] + blocks[..., places[:, 1]]
+    first, *others = (of_rows[..., row, :][..., rows[:, row]] for row in range(GROUP))
+    scores = first
+    for other in others:
+        scores = scores + other
+    best = masks[scores.argmax(-1)]
     found: Tensor = best.unflatten(-1, (GROUP, GROUP)).transpose(-3, -2).reshape(w.shape)
     return found
 

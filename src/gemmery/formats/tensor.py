@@ -154,6 +154,10 @@ class QuantizedTensor(PackedWeight):
     def about(self) -> dict[str, Any]:
         return {"format": self.format.name, "group_size": self.group_size}
 
+    @property
+    def form(self) -> str:
+        return f"format={self.format.name}"
+
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The numbers that the weight stands for, columns in their logical order.
 

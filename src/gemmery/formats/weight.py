@@ -75,6 +75,11 @@ class PackedWeight(Tensor):
     def about(self) -> dict[str, Any]:
         """All but shapes and types of tensors that two weights must agree in for one to be copied into the other."""
 
+    @property
+    @abstractmethod
+    def form(self) -> str:
+        """What the weight is stored as, for the `repr` of modules."""
+
     # --- as values -------------------------------------------------------------------------------------------------
 
     def parts(self) -> dict[str, Tensor]:

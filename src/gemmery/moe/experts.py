@@ -20,7 +20,7 @@ from torch.compiler import is_compiling
 
 from ..epilogues import library
 from ..epilogues.function import Epilogue, memoised
-from ..formats.tensor import QuantizedTensor
+from ..formats.weight import PackedWeight
 from ..grouped import check_sum, grouped_linear
 from ..precision import AskedPrecision
 from ..product.check import check_tensor
@@ -86,7 +86,7 @@ def experts(
             parallelism, add nothing.
         top_k_weights: (..., k), of floating point, the weights of the router; None for ones.
         gate_up: (E, 2I, H), the rows of gate before those of up; or a pair (gate, up) of (E, I, H), with the same
-            strides; or packed, a `gemmery.QuantizedTensor`. Without a gate (E, I, H).
+            strides; or packed, a `gemmery.QuantizedTensor` or `SparseTensor`. Without a gate (E, I, H).
         down: (E, H, I), dense or packed. It may have another number of rows than x has columns.
         activation: "silu", "gelu", "gelu_tanh", "relu" or "relu_squared", of the gate, which then multiplies up; or a
             torch function of (gate, up), such as `clamped_swiglu`, that returns a tensor of their shape. Without a gate
@@ -302,9 +302,9 @@ def _oriented(name: str, weight: Any, transposed: bool) -> Any:
         raise ValueError(f"experts: {name} is {tuple(weight.shape)}; it must have three dimensions")
     if not transposed:
         return weight
-    if isinstance(weight, QuantizedTensor):
+    if isinstance(weight, PackedWeight):
         raise ValueError(
-            f"experts: {name} is packed, with transposed=True; quantise the weights of (E, 2I, H) and (E, H, I)"
+            f"experts: {name} is packed, with transposed=True; make them of (E, 2I, H) and (E, H, I)"
         )
     return weight.mT
 
@@ -313,9 +313,9 @@ def _apart(weight: Any) -> tuple[Tensor, Tensor]:
     """The rows of gate, and those of up, of a weight in which they alternate, or of its gradient."""
     if isinstance(weight, tuple):
         raise TypeError("experts: gate_up_grad is a pair, and gate_up is not")
-    if isinstance(weight, QuantizedTensor):
+    if isinstance(weight, PackedWeight):
         raise ValueError(
-            "experts: gate_up is packed, with concatenated=False; quantise the rows of gate before those of up"
+            "experts: gate_up is packed, with concatenated=False; pack the rows of gate before those of up"
         )
     return weight[:, 0::2], weight[:, 1::2]
 

@@ -7,9 +7,12 @@ from .linear import Linear
 from .mlp import MLP, GatedMLP, activated_linear, gated_linear, stacked_gated_linear
 from .quantized import QuantizedLinear
 from .quantizing import quantize
+from .sparse import PrunedLinear, SparseLinear
+from .sparsifying import sparsify
 from .swap import Swapped, swap
 
 __all__ = [
-    "MLP", "Activation", "Experts", "GatedMLP", "Linear", "QuantizedLinear", "Swapped", "activated_linear",
-    "activation", "gated_linear", "quantize", "register_experts", "stacked_gated_linear", "swap",
+    "MLP", "Activation", "Experts", "GatedMLP", "Linear", "PrunedLinear", "QuantizedLinear", "SparseLinear", "Swapped",
+    "activated_linear", "activation", "gated_linear", "quantize", "register_experts", "sparsify",
+    "stacked_gated_linear", "swap",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..epilogues.function import Epilogue
-from ..formats.tensor import QuantizedTensor
+from ..formats.weight import PackedWeight
 from ..moe.experts import experts
 from ..precision import AskedPrecision
 from .activations import Activation, activation
@@ -157,8 +157,8 @@ class Experts(nn.Module):
 
     @property
     def packed(self) -> bool:
-        """Whether a weight is quantised; then it is a parameter without gradient."""
-        return any(isinstance(x, QuantizedTensor) for x in self._parameters.values())
+        """Whether a weight is quantised or sparse; then it is a parameter without gradient."""
+        return any(isinstance(x, PackedWeight) for x in self._parameters.values())
 
     @property
     def epilogue(self) -> Epilogue[..., Tensor]:
@@ -177,7 +177,7 @@ class Experts(nn.Module):
             top_k_weights: (..., k), the weights of the router.
         """
         weights = (getattr(self, self.first), self.down_proj)
-        packed = next((x for x in weights if isinstance(x, QuantizedTensor)), None)
+        packed = next((x for x in weights if isinstance(x, PackedWeight)), None)
         x = hidden_states if packed is None else hidden_states.to(packed.dtype)
         y = experts(
             x, top_k_index, top_k_weights, **self.given(), gate_up_grad=self._main_grad(self.first),
@@ -215,8 +215,8 @@ class Experts(nn.Module):
             f"bias={self.down_proj_bias is not None}"
         )
         text += "" if self.gated else ", gated=False"
-        if isinstance(weight, QuantizedTensor):
-            text += f", format={weight.format.name}"
+        if isinstance(weight, PackedWeight):
+            text += f", {weight.form}"
         text += ", fuse_wgrad_accumulation=True" if self.fuse_wgrad_accumulation else ""
         return text + (", batch_invariant=True" if self.batch_invariant else "")
 
@@ -231,7 +231,7 @@ class Experts(nn.Module):
 
 def _take(own: Any, given: Any) -> None:
     """Puts a packed weight into the parameter of another one, as `QuantizedLinear` does, whatever its format."""
-    packed = isinstance(own, QuantizedTensor) and isinstance(given, QuantizedTensor)
+    packed = isinstance(own, PackedWeight) and isinstance(given, PackedWeight)
     if packed and given.shape == own.shape:
         torch.utils.swap_tensors(own, nn.Parameter(given.to(own.device).clone(), requires_grad=False))
 

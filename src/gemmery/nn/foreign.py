@@ -13,6 +13,7 @@ from ..formats.checkpoints import read_bnb, read_bnb_state, read_fp8, read_torch
 from ..formats.checkpoints.bitsandbytes import check_row_order
 from ..formats.checkpoints.read import is_torchao
 from ..formats.tensor import QuantizedTensor
+from ..formats.weight import PackedWeight
 from .linear import own_code
 from .quantized import QuantizedLinear
 
@@ -124,7 +125,7 @@ def _grouped(module: nn.Module) -> QuantizedTensor:
     tensors = _own(module)
     if "g_idx" in tensors and not tensors["g_idx"].numel():
         del tensors["g_idx"]
-    return read_weight(tensors, "", config)
+    return _quantized(read_weight(tensors, "", config))
 
 
 def _four_bits(weight: Any) -> QuantizedTensor:
@@ -158,4 +159,9 @@ def _fp8(module: Any) -> QuantizedTensor:
 def _compressed(module: nn.Module) -> QuantizedTensor:
     scheme = getattr(getattr(module, "quantization_scheme", None), "weights", None)
     weights = {name: getattr(scheme, name, None) for name in ("group_size", "block_structure", "num_bits")}
-    return read_weight(_own(module), "", {"config_groups": {"group_0": {"weights": weights}}})
+    return _quantized(read_weight(_own(module), "", {"config_groups": {"group_0": {"weights": weights}}}))
+
+
+def _quantized(weight: PackedWeight) -> QuantizedTensor:
+    assert isinstance(weight, QuantizedTensor)  # layers of sparse weights are not recognised
+    return weight

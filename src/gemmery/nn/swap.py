@@ -16,10 +16,13 @@ from .experts import Experts
 from .hugging_face import FusedExperts
 from .linear import Linear, is_plain, own_code
 from .norms import FusedRMSNorm
-from .quantized import QuantizedLinear
+from .packed import PackedLinear
+from .sparse import SparseLinear
 
 #: What has been swapped before and is whole in itself.
-_OURS = (Experts, FusedExperts, FusedGatedMLP, FusedIntermediate, FusedRMSNorm, QuantizedLinear)
+_OURS = (
+    Experts, FusedExperts, FusedGatedMLP, FusedIntermediate, FusedRMSNorm, PackedLinear, SparseLinear,
+)  # fmt: skip
 #: How many names of one kind a summary spells out.
 _NAMED = 3
 
@@ -40,7 +43,7 @@ class Swapped:
     """What `swap` did to a model. As a number, and in comparisons with one, it is how many modules were replaced.
 
     It keeps the modules that were replaced, whose parameters are those of their replacements; only those of layers
-    that were replaced by quantised ones are others, and take memory as long as this lives.
+    that were replaced by quantised or sparse ones are others, and take memory as long as this lives.
 
     Attributes:
         replaced: (qualified name, what it was) of each module, in the model's order; a module with several names has
@@ -102,8 +105,8 @@ class Swapped:
         """Put back the modules that were replaced, the very same objects.
 
         They come back with the parameters, training flags and hooks that their replacements have by now, so that
-        training, moving and loading in between are kept. Layers that were replaced by quantised ones come back with
-        the weights that they had, where these were. A second undo does nothing.
+        training, moving and loading in between are kept. Layers that were replaced by quantised or sparse ones come
+        back with the weights that they had, where these were. A second undo does nothing.
 
         Raises:
             ValueError: a replacement is not there any more, or its layers are others; nothing was put back.
@@ -135,7 +138,7 @@ _STATE = tuple(name for name in nn.Module().__dict__ if name != "_modules")
 
 
 def _restore(before: nn.Module, after: nn.Module) -> None:
-    if isinstance(after, QuantizedLinear) or (isinstance(after, Experts) and after.packed):
+    if isinstance(after, PackedLinear) or (isinstance(after, Experts) and after.packed):
         before.train(after.training)
         return
     for name in _STATE:

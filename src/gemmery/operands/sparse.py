@@ -271,7 +271,11 @@ class SparseOperand(Operand):
             of_a = multiply(grad, other).sum_to_size(a.shape)
         if needs[1][0]:
             found = gradient_of(self.matrix, a, grad, multiply)
-            of_tensors[0] = sampled(found if self.transposed else found.mT, self.weight)
+            found = found if self.transposed else found.mT
+            channel = self.weight.channel
+            # The product is that of numbers times their row's channel.
+            found = found if channel is None else found * channel.unsqueeze(-1)
+            of_tensors[0] = sampled(found, self.weight)
         return of_a, of_tensors
 
 

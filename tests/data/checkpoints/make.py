@@ -5,6 +5,10 @@ Each function needs its library, and returns tensors of one layer named "layer",
 packing modules are loaded from unpacked releases in the folders that are given, for neither installs any more:
 
     python tests/data/checkpoints/make.py [auto_gptq's folder] [awq's folder]
+
+Its formats of 2:4 sparse weights compressed-tensors writes in releases such as 0.9.4, which has other functions:
+
+    python tests/data/checkpoints/make.py sparse
 """
 
 import importlib.util
@@ -91,6 +95,47 @@ def compressed(name, strategy="group", **options):
         "config_groups": {"group_0": {"weights": json.loads(args.model_dump_json(exclude_none=True))}},
     }  # fmt: skip
     return of(packed) | {"expected": expected}, {"library": "compressed-tensors", "config": config}
+
+
+def pruned(rows, columns, dtype):
+    """A weight of which each four numbers of a row have two that are not 0."""
+    groups = plain(dtype, rows, columns).view(rows, -1, 4)
+    least = groups.abs().argsort(-1)[..., :2]
+    return groups.scatter(-1, least, 0).view(rows, columns)
+
+
+def sparse24():
+    from compressed_tensors.compressors.sparse_compressors.sparse_24_bitmask import Sparse24BitMaskTensor
+
+    w = pruned(ROWS, COLUMNS, torch.bfloat16)
+    tensors = Sparse24BitMaskTensor.from_dense(w).dict("layer.weight")
+    config = {
+        "quant_method": "compressed-tensors",
+        "sparsity_config": {"format": "sparse-24-bitmask", "sparsity_structure": "2:4"},
+    }
+    return tensors | {"expected": w}, {"library": "compressed-tensors", "config": config}
+
+
+def marlin24(columns, **options):
+    """The library has no way back from this format; what it quantised to is expected."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import quantize
+
+    args = QuantizationArgs(**options)
+    rows, groups = 64, columns // (args.group_size or columns)
+    w = pruned(rows, columns, torch.float16)
+    scale = (w.view(rows, groups, -1).abs().amax(-1) / (2 ** (args.num_bits - 1) - 1)).half()
+    zeros = torch.zeros(rows, groups, dtype=torch.int8)
+    state = {"layer.weight": w, "layer.weight_scale": scale, "layer.weight_zero_point": zeros}
+    packed = BaseCompressor.load_from_registry("marlin-24").compress(state, {"layer": args})
+    codes = quantize(w, scale, zeros, args).view(rows, groups, -1)
+    expected = (codes.float() * scale.float().unsqueeze(-1)).view(rows, columns).half()
+    config = {
+        "quant_method": "compressed-tensors", "format": "marlin-24",
+        "config_groups": {"group_0": {"weights": json.loads(args.model_dump_json(exclude_none=True))}},
+    }  # fmt: skip
+    return packed | {"expected": expected}, {"library": "compressed-tensors", "config": config}
 
 
 # --- torchao
@@ -205,12 +250,20 @@ COMPRESSED = {
     }),
     "mxfp4": ("mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "group_size": 32, "scale_dtype": torch.uint8}),
 }  # fmt: skip
+SPARSE = {
+    "compressed-sparse24": sparse24,
+    "compressed-marlin24-int4": lambda: marlin24(384, num_bits=4, strategy="group", group_size=128),
+    "compressed-marlin24-int8": lambda: marlin24(64, num_bits=8, strategy="channel"),
+}
 TORCHAO = ("int8", "intx4", "intx8", "float8")
 
 
 def main(gptq_folder=None, awq_folder=None):
     from safetensors.torch import save_file
 
+    if gptq_folder == "sparse":
+        write(SPARSE, save_file)
+        return
     cases = {"bnb-nf4": lambda: bnb(False), "bnb-nf4-double": lambda: bnb(True)}
     for name, (format, options) in COMPRESSED.items():
         cases[f"compressed-{name}"] = lambda format=format, options=options: compressed(format, **options)
@@ -223,6 +276,10 @@ def main(gptq_folder=None, awq_folder=None):
                 cases[name] = lambda bits=bits, order=order: gptq(gptq_folder, bits, order)
     if awq_folder:
         cases["awq-int4"] = lambda: awq(awq_folder)
+    write(cases, save_file)
+
+
+def write(cases, save_file):
     for name, make in cases.items():
         tensors, about = make()
         if "library" in about:

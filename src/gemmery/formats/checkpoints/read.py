@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..sparse import SparseTensor
 from ..tensor import QuantizedTensor
 from . import torchao
 from .bitsandbytes import read_bnb
@@ -16,6 +17,7 @@ from .compressed_tensors import read_compressed_tensors
 from .fp8 import read_fp8, read_fp8_blocks
 from .gptq import read_awq, read_gptq
 from .microscaling import read_mxfp4, read_nvfp4
+from .sparse import read_marlin24, read_sparse24
 from .words import check_dims, is_size, settings_of
 
 Config = Mapping[str, Any]
@@ -27,7 +29,7 @@ def read_weight(
     config: Config | Any = None,
     *,
     dtype: torch.dtype | None = None,
-) -> QuantizedTensor:
+) -> QuantizedTensor | SparseTensor:
     """The weight of one layer of a checkpoint, whatever library made it.
 
     Args:
@@ -40,10 +42,11 @@ def read_weight(
         dtype: of the weight; None for what its source says, see the readers.
 
     Returns:
-        The weight, (N, K), or (E, N, K) for experts.
+        The weight, (N, K), or (E, N, K) for experts: a `SparseTensor` of compressed-tensors' "sparse-24-bitmask", and
+        a `QuantizedTensor` of all others.
 
     Raises:
-        ValueError: it is not quantised, in no known format, its tensors do not go together, or the configuration
+        ValueError: it is not packed, in no known format, its tensors do not go together, or the configuration
             contradicts them.
         TypeError: the tensors are no mapping, or the configuration is neither one nor an object that gives one.
 
@@ -72,6 +75,12 @@ def read_weight(
     if any(name.startswith("weight.quant_state.") for name in own) or "SCB" in own:
         _check_method(config, "bitsandbytes'", "bitsandbytes")
         return read_bnb(own, dtype=dtype)
+    if "compressed" in own and "bitmask" in own:
+        _check_method(config, 'those of "sparse-24-bitmask"', *_COMPRESSED)
+        return read_sparse24(own, dtype=dtype)
+    if "scale_packed" in own and "meta" in own and "weight_packed" in own:
+        _check_method(config, 'those of "marlin-24"', *_COMPRESSED)
+        return _marlin24(own, config, dtype)
     if "weight_scale_inv" in own and "weight" in own:
         _check_method(config, "fp8 with weight_scale_inv", *_FP8_METHODS)
         return _fp8(own, config, dtype)
@@ -105,6 +114,8 @@ _NAMES: dict[str, tuple[str, int | None]] = {
     "weight_packed": ("integers", 2), "weight_scale": ("numbers", None), "weight_shape": ("integers", 1),
     "weight_zero_point": ("integers", None), "weight_g_idx": ("integers", 1), "weight_global_scale": ("floating", None),
     "weight_scale_inv": ("floating", None), "weight_scale_2": ("floating", None),
+    "compressed": ("numbers", 2), "bitmask": ("integers", 2), "shape": ("integers", None),
+    "scale_packed": ("floating", 2), "meta": ("integers", 2),
 }  # fmt: skip
 
 
@@ -132,8 +143,9 @@ def _check_tensor(name: str, tensor: Any, kind: str, dims: int | None) -> None:
         check_dims("read_weight", name, tensor, dims)
 
 
-#: What a `quant_method` can be where there is a weight with a scale.
-_FP8_METHODS = ("compressed-tensors", "compressed_tensors", "fp8", "fbgemm_fp8", "modelopt", "modelopt_fp8")
+#: What a `quant_method` can be where compressed-tensors made the weight, and where there is one with a scale.
+_COMPRESSED = ("compressed-tensors", "compressed_tensors")
+_FP8_METHODS = (*_COMPRESSED, "fp8", "fbgemm_fp8", "modelopt", "modelopt_fp8")
 
 
 def _settings(config: Any) -> Config:
@@ -233,6 +245,18 @@ def _fp8(own: Mapping[str, Tensor], config: Config, dtype: torch.dtype | None) -
     return read_fp8_blocks(weight, scale, block=block, dtype=kind)
 
 
+def _marlin24(own: Mapping[str, Tensor], config: Config, dtype: torch.dtype | None) -> QuantizedTensor:
+    scheme, weight, meta = _scheme(config), own["weight_packed"], own["meta"]
+    bits = 4 * weight.shape[1] / max(meta.shape[1], 1)
+    if scheme.num_bits and bits not in scheme.num_bits:
+        said = " or ".join(map(str, sorted(scheme.num_bits)))
+        raise ValueError(
+            f"read_weight: num_bits is {said} in the configuration; the tensors have {bits:g}, with weight_packed "
+            f"{tuple(weight.shape)} and meta {tuple(meta.shape)}"
+        )
+    return read_marlin24(weight, own["scale_packed"], meta, group_size=scheme.group_size, dtype=dtype)
+
+
 class _Scheme(NamedTuple):
     """What compressed-tensors' configuration says of weights.
 
@@ -301,4 +325,4 @@ def _nothing(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], prefix: s
     what = ", ".join(
         f"{name} ({str(x.dtype).removeprefix('torch.')}, {tuple(x.shape)})" for name, x in own.items()
     )
-    return f"read_weight: {where} there is {what}, which is no quantised weight of a known format{method}"
+    return f"read_weight: {where} there is {what}, which is no packed weight of a known format{method}"

@@ -1,0 +1,101 @@
+"""What linear layers with a packed weight have in common: one that is quantised, and one that is pruned."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..api import linear
+from ..formats.weight import PackedWeight
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose weight is a `PackedWeight` of some kind, computed by `gemmery.linear`.
+
+    The weight is a parameter without gradient; gradients reach the input and the bias. The input is brought to the
+    weight's type, and the result back to the input's.
+
+    Attributes:
+        KIND: the class of the weight.
+        STATE: what a layer of this kind is, for reports.
+    """
+
+    KIND: ClassVar[type[PackedWeight]]
+    STATE: ClassVar[str]
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    in_features: int
+    out_features: int
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, batch_invariant: bool = False) -> None:
+        super().__init__()
+        own, kind = type(self).__name__, self.KIND
+        if not isinstance(weight, kind):
+            raise TypeError(
+                f"{own}: weight is a {type(weight).__name__}; it must be a {kind.__name__}, see {kind.made_by}"
+            )
+        if weight.dim() != 2:
+            raise ValueError(
+                f"{own}: weight is {tuple(weight.shape)}; it must be (out_features, in_features)"
+            )
+        self.out_features, self.in_features = weight.shape
+        if bias is not None and tuple(bias.shape) != (self.out_features,):
+            raise ValueError(
+                f"{own}: bias is {tuple(bias.shape)} and weight {tuple(weight.shape)}; bias must be "
+                f"{(self.out_features,)}"
+            )
+        self.batch_invariant = batch_invariant
+        self.weight = _parameter(weight)
+        if bias is not None and not isinstance(bias, nn.Parameter):
+            bias = nn.Parameter(bias, requires_grad=False)
+        self.register_parameter("bias", bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., in_features) to (..., out_features).
+
+        Raises:
+            TypeError: the input is not of a floating type, to which the result would be cut off.
+        """
+        if not input.dtype.is_floating_point:
+            raise TypeError(
+                f"{type(self).__name__}: the input is {input.dtype}; it must be of a floating type"
+            )
+        weight, bias = self.weight, self.bias
+        x = input.to(weight.dtype)
+        if bias is not None and bias.dtype != weight.dtype:
+            bias = bias.to(weight.dtype)  # type: ignore[assignment]  # not a parameter, but used as a tensor
+        output: Tensor = linear(x, weight, bias, batch_invariant=self.batch_invariant)
+        return output.to(input.dtype)
+
+    def described(self) -> str:
+        """What the weight is, for the layer's `repr`."""
+        weight = self.weight
+        assert isinstance(weight, PackedWeight)
+        return weight.form
+
+    def extra_repr(self) -> str:
+        """The layer's sizes, and what its weight is."""
+        extra = ", batch_invariant=True" if self.batch_invariant else ""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"{self.described()}{extra}"
+        )
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
+    ) -> None:
+        given = state_dict.get(f"{prefix}weight")
+        is_assigned = local_metadata.get("assign_to_params_buffers", False)
+        if not is_assigned and isinstance(given, self.KIND) and given.shape == self.weight.shape:
+            # torch would copy, which needs the same layout and type. The parameter stays the object that it is, which
+            # other layers may share.
+            torch.utils.swap_tensors(self.weight, _parameter(given.to(self.weight.device).clone()))
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+def _parameter(weight: Tensor) -> nn.Parameter:
+    # One that is a parameter already may be shared with other layers.
+    return weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)

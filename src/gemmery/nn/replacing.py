@@ -1,0 +1,190 @@
+"""A walk over a model that puts layers with packed weights in the place of plain ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from torch import Tensor, nn
+
+from ..formats.sparse import SparseTensor
+from ..formats.weight import PackedWeight
+from . import hugging_face
+from .experts import Experts
+from .linear import Linear, own_code
+from .packed import PackedLinear
+from .sparse import SparseLinear
+from .swap import Slot, Swapped, changed, is_linear, why_not
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How weights become packed ones.
+
+    Attributes:
+        caller: the function's name, for errors.
+        pack: makes a packed weight of a plain one; a ValueError or TypeError says why it can't.
+        layer: the class of the layers that hold such weights.
+        skip: names of what is left, see `quantize`.
+        batch_invariant: see `gemmery.matmul`.
+        strip: rows of which halves of experts' gate and up have a multiple.
+        trained: whether layers that are trained with a sparse weight are replaced, by what their `to_inference` gives.
+    """
+
+    caller: str
+    pack: Callable[[Tensor], PackedWeight]
+    layer: type[PackedLinear]
+    skip: Iterable[str]
+    batch_invariant: bool
+    strip: int
+    trained: bool = False
+
+    def check(self, model: nn.Module) -> None:
+        """Errors about the arguments that all such functions have."""
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"{self.caller}: model is a {type(model).__name__}; it must be a torch.nn.Module")
+        if isinstance(self.skip, str):
+            raise TypeError(
+                f"{self.caller}: skip is the string {self.skip!r}; it must be several, such as ({self.skip!r},)"
+            )
+
+
+def replace(model: nn.Module, packing: Packing) -> Swapped:
+    """Replaces the linear layers and the experts inside a model, in place; see `quantize`."""
+    walk = _Walk(packing, tuple(packing.skip), _owners(model))
+    if is_linear(model):
+        walk.report.left.append(("", "it is not inside a module, so that nothing can take its place"))
+    # With a module's other names, which lead to other places.
+    for path, module in model.named_modules(remove_duplicate=False):
+        if path and (is_linear(module) or is_experts(module)):
+            prefix, _, name = path.rpartition(".")
+            walk.meet(module, path, model.get_submodule(prefix), name)
+    # The default may name a layer that a model has not; what is asked for should be there.
+    for pattern in walk.skip:
+        if pattern not in walk.used and pattern != "lm_head":
+            walk.report.left.append((pattern, "it was to be skipped, and no linear layer is called that"))
+    # All at once and last: an error before leaves the model as it was.
+    for slot in walk.report._slots:
+        slot.parent._modules[slot.name] = slot.after
+    return walk.report
+
+
+@dataclass
+class _Walk:
+    """One pass over a model, which notes what is to be replaced and changes nothing.
+
+    Attributes:
+        owners: names of modules that are no linear layers, by the ids of their own parameters.
+        made: what replaces a layer, or None, by its id.
+        weights: packed ones, by the ids of the plain ones.
+        used: what of `skip` names a layer.
+    """
+
+    how: Packing
+    skip: tuple[str, ...]
+    owners: dict[int, str]
+    report: Swapped = field(default_factory=Swapped)
+    made: dict[int, PackedLinear | Experts | None] = field(default_factory=dict)
+    weights: dict[int, nn.Parameter] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
+
+    def meet(self, layer: nn.Module, path: str, parent: nn.Module, name: str) -> None:
+        """Decide about a layer where it is seen for the first time, and note its place."""
+        if id(layer) not in self.made:
+            after = self.reason(layer, path) or self.replacement(layer)
+            if isinstance(after, str):
+                self.report.left.append((path, after))
+            else:
+                own = isinstance(after, Experts) or isinstance(layer, SparseLinear)
+                self.report.replaced.append((path, type(layer).__name__ if own else "Linear"))
+            self.made[id(layer)] = None if isinstance(after, str) else after
+        found = self.made[id(layer)]
+        if found is not None:
+            self.report._slots.append(Slot(path, parent, name, layer, found))
+
+    def reason(self, layer: nn.Module, path: str) -> str | None:
+        """Why a layer is not to be packed; None if it is."""
+        if isinstance(layer, PackedLinear):
+            return f"it is {layer.STATE} already"
+        if isinstance(layer, Experts) and layer.packed:
+            return f"it is {'sparse' if isinstance(layer.down_proj, SparseTensor) else 'quantised'} already"
+        named = [x for x in self.skip if matches(path, x)]
+        self.used.update(named)
+        pattern = next(iter(named), None)
+        if pattern is not None:
+            return f"it is to be skipped ({pattern!r})"
+        if is_experts(layer):
+            return own_code(layer) if isinstance(layer, Experts) else hugging_face.refusal(layer)
+        is_ours = type(layer) is Linear or (self.how.trained and type(layer) is SparseLinear)
+        reason = changed(layer) if is_ours else why_not(layer)
+        if reason is not None:
+            return reason
+        owner = self.owners.get(id(layer.weight))
+        return None if owner is None else f"its weight is also that of {owner}"
+
+    def replacement(self, layer: nn.Module) -> PackedLinear | Experts | str:
+        """What takes a layer's place, or why nothing does."""
+        if is_experts(layer):
+            return self.experts(layer)
+        assert isinstance(layer, nn.Linear)
+        if id(layer.weight) not in self.weights:
+            try:
+                weight = self.pack(layer)
+            except (ValueError, TypeError) as error:
+                return str(error)
+            self.weights[id(layer.weight)] = nn.Parameter(weight, requires_grad=False)
+        own = isinstance(layer, Linear | SparseLinear) and layer.batch_invariant
+        invariant = self.how.batch_invariant or own
+        after = self.how.layer(self.weights[id(layer.weight)], layer.bias, batch_invariant=invariant)
+        return after.train(layer.training)
+
+    def pack(self, layer: nn.Linear) -> PackedWeight:
+        """A layer's packed weight."""
+        return layer.pruned() if isinstance(layer, SparseLinear) else self.how.pack(layer.weight.detach())
+
+    def experts(self, module: nn.Module) -> Experts | str:
+        """What takes the place of experts, or why nothing does."""
+        found = module if isinstance(module, Experts) else hugging_face.stacked(module)
+        if isinstance(found, str):
+            return found
+        strip = self.how.strip
+        if found.gated and found.hidden_features % strip:
+            return f"its gate has {found.hidden_features} rows; packed they must be a multiple of {strip}"
+        weights = (getattr(found, found.first), found.down_proj)
+        try:
+            first, down = (self.how.pack(x.detach()) for x in weights)
+        except (ValueError, TypeError) as error:
+            return str(error)
+        after = Experts.of(
+            first, down, getattr(found, f"{found.first}_bias"), found.down_proj_bias, activation=found.activation,
+            gated=found.gated, precision=found.precision,
+            batch_invariant=self.how.batch_invariant or found.batch_invariant,
+        )  # fmt: skip
+        return after.train(module.training)
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module is one of experts, gemmery's or Hugging Face's."""
+    return isinstance(module, Experts) or hugging_face.resembles(module)
+
+
+def matches(path: str, pattern: str) -> bool:
+    """Whether a pattern is a module's name, or its end, or that of a module that it is in.
+
+    Example:
+        >>> matches("model.lm_head", "lm_head"), matches("model.layers.0.mlp.gate", "layers.*.gate")
+        (True, True)
+        >>> matches("visual.blocks.0.fc", "visual"), matches("model.gate_proj", "gate")
+        (True, False)
+    """
+    return fnmatchcase(f".{path}.", f"*.{pattern}.*")
+
+
+def _owners(model: nn.Module) -> dict[int, str]:
+    found: dict[int, str] = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.Linear):
+            for parameter in module._parameters.values():
+                found.setdefault(id(parameter), path or "the model itself")
+    return found

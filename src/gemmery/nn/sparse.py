@@ -1,0 +1,329 @@
+"""Linear layers with 2:4 sparse weights: one whose weight is pruned, and one that is trained so."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ..api import linear, matmul
+from ..formats.aten import has_no_values
+from ..formats.sparse import GROUP, PATTERN, SparseTensor, sparsify, sparsify_as, transposable_mask
+from ..formats.weight import DTYPES
+from ..product.seen import autocast_dtype
+from .linear import inherit
+from .packed import PackedLinear
+
+#: How `SparseLinear` chooses what is kept.
+PruningMethod = Literal["magnitude", "transposable"]
+
+
+class PrunedLinear(PackedLinear):
+    """A linear layer whose weight is 2:4 sparse, computed by `gemmery.linear`.
+
+    For inference. The weight is a parameter without gradient; gradients reach the input and the bias. The input is
+    brought to the weight's type, and the result back to the input's. A state dict has the `SparseTensor` under
+    "weight"; loading one takes any sparse weight of the layer's sizes, also of another type.
+    `gemmery.formats.save_safetensors` writes such state dicts. `SparseLinear` is for training.
+
+    Args:
+        weight: a `gemmery.SparseTensor`, (out_features, in_features); a parameter of one is shared.
+        bias: (out_features,), a parameter if it is to be trained.
+        batch_invariant: whether a row of the result has the same bits in every batch, see `gemmery.matmul`.
+
+    Raises:
+        TypeError, ValueError: the weight is no sparse matrix, or the bias does not fit it.
+
+    Example:
+        >>> import torch, gemmery.nn
+        >>> layer = gemmery.nn.PrunedLinear(gemmery.sparsify(torch.randn(32, 64), "2:4"))
+        >>> layer
+        PrunedLinear(in_features=64, out_features=32, bias=False, pattern=2:4)
+        >>> layer(torch.randn(4, 64)).shape
+        torch.Size([4, 32])
+    """
+
+    KIND = SparseTensor
+    STATE = "sparse"
+
+    @classmethod
+    def from_linear(
+        cls, layer: nn.Linear, pattern: str = PATTERN, *, batch_invariant: bool = False, **options: Any
+    ) -> PrunedLinear:
+        """A layer with the pruned weight of a plain one, and its bias, the same parameter.
+
+        Args:
+            layer: of any floating type.
+            pattern, options: as for `gemmery.sparsify`.
+
+        Example:
+            >>> import torch, gemmery.nn
+            >>> gemmery.nn.PrunedLinear.from_linear(torch.nn.Linear(64, 32), "2:4")
+            PrunedLinear(in_features=64, out_features=32, bias=True, pattern=2:4)
+        """
+        weight = sparsify(layer.weight.detach(), pattern, **options)
+        made = cls(weight, layer.bias, batch_invariant=batch_invariant)
+        return made.train(layer.training)
+
+    @property
+    def sparse(self) -> SparseTensor:
+        """The weight, by its real type."""
+        return self.weight  # type: ignore[return-value]  # a parameter of a tensor subclass is of that class
+
+
+class SparseLinear(nn.Linear):
+    """A linear layer that is trained with a 2:4 sparse weight.
+
+    `weight` is dense, and what an optimiser updates: a subclass of torch.nn.Linear, with its parameters,
+    initialisation and state dict. Products use a pruned copy of it. The gradient of `weight` is that of the pruned
+    weight, for all its numbers, also those that were pruned (a straight-through estimate), so that these can come back.
+    See "Accelerated sparse neural training" (Hubara et al., arXiv:2102.08124) for the transposable method, and
+    "Learning N:M fine-grained structured sparse neural networks from scratch" (Zhou et al., arXiv:2102.04010) for
+    `decay`.
+
+    Products are in the weight's type if that is float16 or bfloat16, under autocast in autocast's, and else in
+    bfloat16, so that a float32 weight gets a float32 gradient of 16-bit products; the result has the input's type, or
+    autocast's. The weight is pruned anew where its version has changed, as every operator of torch that writes to it
+    changes it. What writes through `weight.data` does not: call `prune()` then.
+
+    Under torch.compile the layer is a call of its own, outside the graphs. There is no double backward. Pruned copies
+    take 9/16 of a 16-bit weight, and twice that with "transposable"; they are no part of copies, pickles and state
+    dicts.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as for torch.nn.Linear. in_features is a multiple of 4.
+        method: which numbers are kept, see `gemmery.sparsify`. With "magnitude" the gradient of the input is a product
+            with the expanded weight. With "transposable" the transpose is 2:4, too, and the gradient of the input is a
+            sparse product as well; out_features is a multiple of 4 then.
+        decay: how much of each number that is not kept is added to its gradient, as SR-STE does; 2e-4 in its paper.
+        batch_invariant: whether a row of the result has the same bits in every batch, see `gemmery.matmul`.
+
+    Raises:
+        ValueError: the sizes are no multiples of 4, or there is no such method.
+
+    Example:
+        >>> import torch, gemmery.nn
+        >>> layer = gemmery.nn.SparseLinear(64, 32, method="transposable")
+        >>> layer(torch.randn(8, 64)).sum().backward()
+        >>> layer.weight.grad.shape, bool((layer.weight.grad != 0).all())
+        (torch.Size([32, 64]), True)
+        >>> layer.to_inference()
+        PrunedLinear(in_features=64, out_features=32, bias=True, pattern=2:4)
+    """
+
+    method: PruningMethod
+    decay: float = 0.0
+    batch_invariant: bool = False
+    #: What was pruned last; no part of copies.
+    _last: _Pruned | None = None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        method: PruningMethod = "magnitude",
+        decay: float = 0.0,
+        batch_invariant: bool = False,
+    ) -> None:
+        _check(in_features, out_features, method)
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.method, self.decay, self.batch_invariant = method, decay, batch_invariant
+
+    @classmethod
+    def from_linear(
+        cls,
+        layer: nn.Linear,
+        *,
+        method: PruningMethod = "magnitude",
+        decay: float = 0.0,
+        batch_invariant: bool = False,
+    ) -> SparseLinear:
+        """A layer that shares the parameters of a plain one, and keeps whatever attributes it was given.
+
+        Example:
+            >>> import torch, gemmery.nn
+            >>> plain = torch.nn.Linear(64, 32)
+            >>> gemmery.nn.SparseLinear.from_linear(plain).weight is plain.weight
+            True
+        """
+        _check(layer.in_features, layer.out_features, method)
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made.in_features, made.out_features = layer.in_features, layer.out_features
+        made.method, made.decay, made.batch_invariant = method, decay, batch_invariant
+        made.register_parameter("weight", cast(nn.Parameter, layer.weight))
+        made.register_parameter("bias", cast("nn.Parameter | None", layer.bias))
+        inherit(made, layer)
+        return made
+
+    def to_inference(self) -> PrunedLinear:
+        """A layer with the pruned weight alone, and this one's bias, the same parameter.
+
+        Example: see `SparseLinear`.
+        """
+        made = PrunedLinear(self.pruned(), self.bias, batch_invariant=self.batch_invariant)
+        return made.train(self.training)
+
+    def pruned(self) -> SparseTensor:
+        """The weight as it is used outside autocast, pruned anew.
+
+        Example:
+            >>> import torch, gemmery.nn
+            >>> gemmery.nn.SparseLinear(64, 32).pruned()
+            SparseTensor((32, 64), pattern=2:4, dtype=torch.bfloat16, device='cpu', bytes=2304)
+        """
+        return sparsify(self.weight, method=self.method)
+
+    def prune(self) -> None:
+        """Have the weight pruned anew by the next call, whatever its version says.
+
+        Example:
+            >>> import torch, gemmery.nn
+            >>> layer = gemmery.nn.SparseLinear(4, 4, bias=False, dtype=torch.bfloat16)
+            >>> before = layer(torch.ones(1, 4, dtype=torch.bfloat16))
+            >>> _ = layer.weight.data.fill_(1)
+            >>> layer.prune()
+            >>> layer(torch.ones(1, 4, dtype=torch.bfloat16))
+            tensor([[2., 2., 2., 2.]], dtype=torch.bfloat16, grad_fn=<_ProductBackward>)
+        """
+        self._last = None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., in_features) to (..., out_features).
+
+        Raises:
+            TypeError: the input is not of a floating type, to which the result would be cut off.
+        """
+        if not input.dtype.is_floating_point:
+            raise TypeError(f"SparseLinear: the input is {input.dtype}; it must be of a floating type")
+        weight, asked = self.weight, autocast_dtype(input.device)
+        dtype = asked or weight.dtype
+        dtype = dtype if dtype in DTYPES else torch.bfloat16
+        lowers = asked is not None
+        with torch.autocast(input.device.type, enabled=False) if lowers else nullcontext():
+            pruned = self._of_type(dtype)
+            output: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
+                input.to(dtype), weight, self.bias, pruned, self.decay, self.batch_invariant
+            )
+        return output if lowers else output.to(input.dtype)
+
+    def _of_type(self, dtype: torch.dtype) -> _Pruned:
+        last, weight = self._last, self.weight
+        if last is not None and last.is_of(weight, dtype, self.method):
+            return last
+        made = _Pruned.of(weight, dtype, self.method)
+        self._last = made if made.version is not None else None
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy's weight counts its own versions.
+        return {name: value for name, value in self.__dict__.items() if name != "_last"}
+
+    def extra_repr(self) -> str:
+        """The layer's sizes, and how it is pruned."""
+        extra = f", decay={self.decay:g}" if self.decay else ""
+        extra += ", batch_invariant=True" if self.batch_invariant else ""
+        return f"{super().extra_repr()}, pattern={PATTERN}, method={self.method!r}{extra}"
+
+
+def _check(in_features: int, out_features: int, method: str) -> None:
+    if method not in get_args(PruningMethod):
+        raise ValueError(
+            f"SparseLinear: method is {method!r}; it must be one of {', '.join(get_args(PruningMethod))}"
+        )
+    for name, size in (("in_features", in_features), ("out_features", out_features)):
+        if size % GROUP and (name == "in_features" or method == "transposable"):
+            why = " for method='transposable'" if name == "out_features" else ""
+            raise ValueError(f"SparseLinear: {name} is {size}; it must be a multiple of {GROUP}{why}")
+
+
+@dataclass(frozen=True, eq=False)
+class _Pruned:
+    """What a weight was pruned to, and which weight that was.
+
+    Attributes:
+        weight, address, version, method: of the dense weight, and how it was pruned; the version is None where
+            it is not known.
+        forward: (N, K).
+        backward: its transpose, (K, N), if that is 2:4 as well.
+    """
+
+    weight: Tensor
+    address: int
+    version: int | None
+    method: str
+    forward: SparseTensor
+    backward: SparseTensor | None
+
+    @classmethod
+    def of(cls, weight: Tensor, dtype: torch.dtype, method: PruningMethod) -> _Pruned:
+        """Prunes a weight."""
+        w = weight.detach().to(dtype)
+        backward = None
+        if method == "transposable":
+            mask = transposable_mask(w)
+            forward, backward = sparsify_as(w, mask), sparsify_as(w.mT, mask.mT)
+        else:
+            forward = sparsify(w, method=method)
+        version = _version(weight)
+        return cls(weight, 0 if version is None else weight.data_ptr(), version, method, forward, backward)
+
+    def is_of(self, weight: Tensor, dtype: torch.dtype, method: str) -> bool:
+        """Whether this is what pruning a weight would give."""
+        version = _version(weight)
+        if self.weight is not weight or version is None:
+            return False
+        then = (self.address, self.version, self.method, self.forward.dtype, self.forward.device)
+        return then == (weight.data_ptr(), version, method, dtype, weight.device)
+
+
+def _version(weight: Tensor) -> int | None:
+    """How often a weight was written to; None for one that does not count, as those of inference mode."""
+    return None if weight.is_inference() or has_no_values(weight) else weight._version
+
+
+class _Product(torch.autograd.Function):
+    """`x @ pruned.T + bias`; what is said to be the gradient of the dense weight is that of the pruned one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, pruned: _Pruned, decay: float, batch_invariant: bool
+    ) -> Tensor:  # fmt: skip
+        ctx.pruned, ctx.decay, ctx.batch_invariant = pruned, decay, batch_invariant
+        ctx.of_weight, ctx.of_bias = weight.dtype, None if bias is None else bias.dtype
+        ctx.save_for_backward(x, weight if decay else None)
+        bias = None if bias is None else bias.to(x.dtype)
+        result: Tensor = linear(x, pruned.forward, bias, batch_invariant=batch_invariant)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        pruned, how = ctx.pruned, {"batch_invariant": ctx.batch_invariant}
+        of_x = of_weight = of_bias = None
+        if ctx.needs_input_grad[0]:
+            other = pruned.backward
+            of_x = (
+                matmul(grad, pruned.forward.dense(), **how) if other is None else linear(grad, other, **how)
+            )
+        rows = grad.reshape(-1, grad.shape[-1])
+        if ctx.needs_input_grad[1]:
+            out_dtype = ctx.of_weight if ctx.of_weight in (*DTYPES, torch.float32) else torch.float32
+            of_weight = matmul(rows.mT, x.reshape(-1, x.shape[-1]), out_dtype=out_dtype, **how)
+            of_weight = of_weight.to(ctx.of_weight)
+            if weight is not None:
+                kept = pruned.forward.dense() != 0
+                of_weight = torch.where(kept, of_weight, torch.add(of_weight, weight, alpha=ctx.decay))
+        if ctx.needs_input_grad[2]:
+            of_bias = rows.sum(0, dtype=torch.float32).to(ctx.of_bias)
+        return of_x, of_weight, of_bias, None, None, None
