@@ -22,7 +22,7 @@ _HEAD = 2 << 30 | 32
 #: The same of Y, see `any_width_loop`.
 _HEAD_Y = 1 << 30 | 64
 #: Steps of a round of the loop, a power of two.
-TOGETHER = 2
+TOGETHER = 1
 #: Units of 16 bytes from 64 rows of kept numbers to the next.
 _UNITS = 256
 
@@ -156,9 +156,11 @@ class SparseStage(NamedTuple):
         if not self.code:
             return ""
         return (
-            ".reg .b32 place, quad; mov.u32 quad, %tid.x; shr.u32 place, quad, 2; and.b32 place, place, 31;"
             # A warp has 16 rows, and a thread the row that is its number divided by 4, and that 8 behind it.
-            f"mul.lo.s32 place, place, {ROW8}; and.b32 quad, quad, 3; mad.lo.s32 place, quad, 2, place;"
+            ".reg .b32 place, quad; mov.u32 quad, %tid.x; shr.u32 place, quad, 5; and.b32 place, place, 3;"
+            f"mul.lo.s32 place, place, {16 * ROW8}; shr.u32 quad, quad, 2; and.b32 quad, quad, 7;"
+            f"mad.lo.s32 place, quad, {ROW8}, place; mov.u32 quad, %tid.x; and.b32 quad, quad, 3;"
+            "mad.lo.s32 place, quad, 2, place;"
         )
 
     def _numbers(self, which: int, i: int, kind: str) -> str:
@@ -196,7 +198,7 @@ class SparseStage(NamedTuple):
         own = range(len(sums))
         each = rows // ROWS * self.params
 
-        def step(which: int, adds: int) -> str:
+        def step(which: int) -> str:
             lines = [f"{{ {arrived} }} mad.lo.s32 params, stage, {each}, first_params;"]
             lines += [self._words(f"words{which}{i}", self.params * i) for i in own]
             if self.code:
@@ -216,7 +218,7 @@ class SparseStage(NamedTuple):
                         f"add.s32 own, x, {_UNITS * i + 2 * half}; mov.b64 own_x, {{own, {_HEAD}}};"
                         f"add.s32 own, y, {behind}; mov.b64 own_y, {{own, {_HEAD_Y}}};"
                         f"wgmma.mma_async.sp.sync.aligned.m64n{2 * len(sums[i])}k32.f32.{KIND}"
-                        f" {{{', '.join(sums[i])}}}, {x}, own_y, words{which}{i}, {half}, {adds or half}, {signs},"
+                        f" {{{', '.join(sums[i])}}}, {x}, own_y, words{which}{i}, {half}, 1, {signs},"
                         f" {int(turned)};"
                     )
             return "".join([*lines, "wgmma.commit_group.sync.aligned;"])
@@ -225,18 +227,19 @@ class SparseStage(NamedTuple):
             return f"wgmma.wait_group.sync.aligned {pending}; {release}"
 
         # `before` is the stage of the step before the last one that began.
-        turn = "".join(f"{step(i % 2, 1)} {done(1) if i else ''} {go_on}" for i in range(TOGETHER))
-        declared = ", ".join(f"words{which}{i}" for which in range(2) for i in own)
+        turn = "".join(f"{step(i % 2)} {done(1) if i else ''} {go_on}" for i in range(TOGETHER))
+        sets = range(min(TOGETHER, 2))
+        declared = ", ".join(f"words{which}{i}" for which in sets for i in own)
         if self.code:
-            kept = [
-                x for which in range(2) for i in own for half in range(2) for x in _registers(which, i, half)
-            ]
+            kept = [x for which in sets for i in own for half in range(2) for x in _registers(which, i, half)]
             declared += (
                 f", {', '.join(kept)}, bytes; .reg .b16 both, u, v; .reg .f32 s, t; .reg .b32 left8, right8"
             )
+        few = (
+            f"\nFEW: and.b32 rest, left, {TOGETHER - 1}; setp.eq.s32 few, rest, 0; @few bra.uni STEP;"
+            f"{step(0)} {go_on} {done(0)} @more bra.uni FEW; bra.uni DONE;"
+        )
         return (
-            f"{{ .reg .pred few; .reg .b32 rest, {declared}; {step(0, 0)} {go_on} {done(0)} @!more bra.uni DONE;\n"
-            f"FEW: and.b32 rest, left, {TOGETHER - 1}; setp.eq.s32 few, rest, 0; @few bra.uni STEP;"
-            f"{step(0, 1)} {go_on} {done(0)} @more bra.uni FEW; bra.uni DONE;\n"
+            f"{{ .reg .pred few; .reg .b32 rest, {declared}; {few if TOGETHER > 1 else ''}\n"
             f"STEP: {turn} {done(0)} @more bra.uni STEP;\nDONE: {last} }}"
         )

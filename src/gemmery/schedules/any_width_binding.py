@@ -167,12 +167,12 @@ class AnyWidthBinding(Binding):
     def compile(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> Any:
         """See `Binding.compile`.
 
-        If products wait for each other in a kernel for several widths, it is compiled again with its widths in other
+        If products wait for each other in a packed weight's kernel for several widths, it is compiled again with its widths in other
         orders, and at last for this tile's width alone.
         """
         compiled = super().compile(tensors, numbers)
         present = self.constants["WIDTHS"]
-        if self.format is None or len(present) == 1:
+        if not isinstance(self.format, packed.StageFormat) or len(present) == 1:
             return compiled
         if compiled not in _ORDERS:
             _ORDERS[compiled] = self._order(compiled, tensors, numbers)

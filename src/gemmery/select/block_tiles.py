@@ -15,15 +15,16 @@ Rows = dict[tuple[str, str], str]
 _HOPPER_COLUMNS: dict[int, Rows] = {
     128: {
         ("descriptor", "persistent"): """
-            256x128x64 8 8 4 0.88 split
-            256x128x64 8 8 3 0.85 split blocks
+            256x128x64 8 8 4 0.75 split
+            256x128x64 8 8 3 0.73 split blocks
             128x128x64 8 8 6 0.74
             128x128x64 8 4 4 0.75
         """,
         ("descriptor", "tile"): """
-            256x128x64 8 8 4 0.77 split
+            256x128x64 8 8 4 0.90 swap
+            256x128x64 8 8 4 0.86 split
             128x128x64 8 8 6 0.76
-            128x128x64 8 4 3 0.81
+            128x128x64 8 4 3 0.76
             64x128x128 8 4 4 0.71
             64x128x64  8 4 8 0.67
             16x128x128 8 4 5 0.37 swap
@@ -37,14 +38,16 @@ _HOPPER_COLUMNS: dict[int, Rows] = {
     },
     64: {
         ("descriptor", "persistent"): """
-            256x64x64 8 8 4 0.70
+            256x64x64 8 8 4 0.62
             128x64x64 8 4 6 0.57
         """,
         ("descriptor", "tile"): """
-            256x64x64 8 8 4 0.66
-            256x64x64 8 8 2 0.70
-            128x64x64 8 4 4 0.64
-            128x64x64 8 4 3 0.66
+            128x64x64 8 4 3 0.72 swap
+            256x64x64 4 4 2 0.71 swap
+            256x64x64 8 8 4 0.60
+            256x64x64 8 8 2 0.60
+            128x64x64 8 4 4 0.66
+            128x64x64 8 4 3 0.70
             64x64x64  8 4 3 0.53
             16x64x64  8 4 8 0.37 swap
         """,
