@@ -192,7 +192,7 @@ def check_sparse(problem, tensors, config, dtype):
     for y in widths:
         products = code.count(f"HGMMA.SP.64x{y}x32.")
         # Of the first step, of those that fill no round, and of a round, two for each 64 rows.
-        assert products == 2 * tile.own // 64 * (2 + TOGETHER) * tile.groups
+        assert products == 2 * tile.own // 64 * (1 + TOGETHER) * tile.groups
     waits = len(re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1\b", code))
     assert waits == (TOGETHER - 1) * len(widths) * tile.groups
     ring = tile.slots * tile.part * ROW

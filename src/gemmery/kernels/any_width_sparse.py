@@ -22,7 +22,7 @@ _HEAD = 2 << 30 | 32
 #: The same of Y, see `any_width_loop`.
 _HEAD_Y = 1 << 30 | 64
 #: Steps of a round of the loop, a power of two.
-TOGETHER = 1
+TOGETHER = 2
 #: Units of 16 bytes from 64 rows of kept numbers to the next.
 _UNITS = 256
 
@@ -39,26 +39,28 @@ def _registers(which: int, i: int, half: int) -> list[str]:
     return [f"kept{which}{i}{half}{n}" for n in range(4)]
 
 
-def _to_16_bits(register: str, kind: str) -> str:
-    """Assembly that rounds numbers s and t to a pair."""
-    return f"cvt.rn.{kind}x2.f32 {register}, t, s;"
-
-
 def _of_e4m3(register: str, kind: str) -> str:
-    """Assembly that makes a pair of two bytes in `both`."""
+    """Assembly that makes a pair of numbers of two bytes in `both`."""
     if kind == "f16":
         return f"cvt.rn.f16x2.e4m3x2 {register}, both;"
+    # Exponents of bfloat16 count from 2^-127, those of e4m3 from 2^-7. Conversions would take longer.
     return (
-        f"cvt.rn.f16x2.e4m3x2 {register}, both; mov.b32 {{u, v}}, {register}; cvt.f32.f16 s, u; cvt.f32.f16 t, v;"
-        f"{_to_16_bits(register, kind)}"
+        f"cvt.u32.u16 {register}, both; prmt.b32 {register}, {register}, 0, 0x4140;"
+        f"and.b32 left8, {register}, 0x7f007f; shl.b32 left8, left8, 4; and.b32 right8, {register}, 0x800080;"
+        f"shl.b32 right8, right8, 8; or.b32 left8, left8, right8; mov.b32 right8, 0x7b807b80;"
+        f"mul.rn.bf16x2 {register}, left8, right8;"
     )
 
 
 def _of_int8(register: str, kind: str) -> str:
-    """The same of integers."""
+    """The same of integers, which become the lower bits of floating-point numbers from 2^23 on."""
+    parts = "".join(
+        f"prmt.b32 left8, {register}, right8, 0x744{n}; mov.b32 {x}, left8; add.f32 {x}, {x}, 0fcb000080;"
+        for n, x in enumerate("st")
+    )
     return (
-        f"cvt.u32.u16 {register}, both; bfe.s32 left8, {register}, 0, 8; bfe.s32 right8, {register}, 8, 8;"
-        f"cvt.rn.f32.s32 s, left8; cvt.rn.f32.s32 t, right8; {_to_16_bits(register, kind)}"
+        f"cvt.u32.u16 {register}, both; xor.b32 {register}, {register}, 0x8080; mov.b32 right8, 0x4b000000; {parts}"
+        f"cvt.rn.{kind}x2.f32 {register}, t, s;"
     )
 
 
@@ -228,18 +230,17 @@ class SparseStage(NamedTuple):
 
         # `before` is the stage of the step before the last one that began.
         turn = "".join(f"{step(i % 2)} {done(1) if i else ''} {go_on}" for i in range(TOGETHER))
-        sets = range(min(TOGETHER, 2))
-        declared = ", ".join(f"words{which}{i}" for which in sets for i in own)
+        declared = ", ".join(f"words{which}{i}" for which in range(2) for i in own)
         if self.code:
-            kept = [x for which in sets for i in own for half in range(2) for x in _registers(which, i, half)]
-            declared += (
-                f", {', '.join(kept)}, bytes; .reg .b16 both, u, v; .reg .f32 s, t; .reg .b32 left8, right8"
-            )
+            kept = [
+                x for which in range(2) for i in own for half in range(2) for x in _registers(which, i, half)
+            ]
+            declared += f", {', '.join(kept)}, bytes; .reg .b16 both; .reg .f32 s, t; .reg .b32 left8, right8"
         few = (
-            f"\nFEW: and.b32 rest, left, {TOGETHER - 1}; setp.eq.s32 few, rest, 0; @few bra.uni STEP;"
+            f"FEW: and.b32 rest, left, {TOGETHER - 1}; setp.eq.s32 few, rest, 0; @few bra.uni STEP;"
             f"{step(0)} {go_on} {done(0)} @more bra.uni FEW; bra.uni DONE;"
         )
         return (
-            f"{{ .reg .pred few; .reg .b32 rest, {declared}; {few if TOGETHER > 1 else ''}\n"
+            f"{{ .reg .pred few; .reg .b32 rest, {declared}; \n{few}\n"
             f"STEP: {turn} {done(0)} @more bra.uni STEP;\nDONE: {last} }}"
         )

@@ -167,8 +167,8 @@ class AnyWidthBinding(Binding):
     def compile(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> Any:
         """See `Binding.compile`.
 
-        If products wait for each other in a packed weight's kernel for several widths, it is compiled again with its widths in other
-        orders, and at last for this tile's width alone.
+        If products wait for each other in a packed weight's kernel for several widths, it is compiled again with its
+        widths in other orders, and at last for this tile's width alone.
         """
         compiled = super().compile(tensors, numbers)
         present = self.constants["WIDTHS"]

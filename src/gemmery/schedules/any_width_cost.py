@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..operands.sparse import Sparse
 from .binding import promotes
 from .cost import FILL, FILLED, FUNCTION, Costs, Floats, Given, Stream, calls_of, fitted
 from .persistent_static import Work
@@ -31,6 +32,8 @@ PROMOTING, SCALING = (1.57, 1.14, 1.04), (1.8, 1.65, 1.6)
 #: Of products with a 2:4 sparse weight: the part of the time of dense ones that they take if shared memory has to read
 #: nothing but Y; and seconds at a launch's start for each warpgroup but the first.
 SPARSE, SPARSE_GROUP = 0.41, 0.95e-6
+#: The least seconds of a step with kept numbers of 8 bits, of which 16 are made.
+SPARSE8 = 1.6e-7
 #: What loads from L2 take longer for each doubling of what A and B have beyond L2's size. Dense products, which take
 #: longer themselves, do not show it.
 BEYOND = 0.3
@@ -111,6 +114,8 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool) -> Co
         l2 = l2 * _beyond_l2(p, given)
     loop = (compute**JOINT + l2**JOINT) ** (1 / JOINT)
     loop = np.maximum(loop, own_steps * _least_of_step(p, s, given.rows_inside(p.matrices), x, y, busy))
+    if isinstance(p.b, Sparse) and p.b.code:
+        loop = np.maximum(loop, own_steps * SPARSE8)
     loop = loop * (1 + SLOWING * np.log10(np.maximum(loop / LONG, 1)))
     stream = MEMORY.seconds(given.memory)
     together = np.where(chunk > 0, whole, tiles // device.sms) * steps

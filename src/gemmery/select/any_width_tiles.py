@@ -110,7 +110,11 @@ def sparse_rows(code: str = "") -> dict[tuple[str, str], str]:
     """
     format = SparseStage(code)
     sizes = tuple(size for size in SHARED_TILES if not code or size[2] == ROWS)
-    stages = Tile(ROWS, NARROW[0], 1, ROWS).most_stages(format)
-    narrow = [f"{y}x{ROWS}x{STEP} 0 4 {stages} 1.0 swap splits" for y in NARROW]
+    # A step of few bytes takes the loading warp as long as one of many.
+    narrow = [
+        f"{y}x{x}x{STEP} 0 {4 * groups} {Tile(x, y, groups, ROWS).most_stages(format)} 1.0 swap splits"
+        for x, groups, _ in sizes[: 2 if code else 1]
+        for y in NARROW
+    ]
     lines = [*_rows(sizes, STEP, SPARSE, format), *narrow]
     return {("descriptor", COOPERATIVE.name): "\n".join(f"{line} apart" for line in lines)}
