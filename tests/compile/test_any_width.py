@@ -8,8 +8,7 @@ import torch
 from gemmery import Config, schedules
 from gemmery.kernels.any_width_sparse import TOGETHER
 from gemmery.lab.abstract import abstract_problem, linear_problem
-from gemmery.lab.fused_targets import _sparse as sparse_weight
-from gemmery.lab.fused_targets import abstract_product
+from gemmery.lab.fused_targets import abstract_product, abstract_sparse
 from gemmery.lab.inspection.resources import usage
 from gemmery.lab.inspection.sass import disassemble
 from gemmery.launch.cross_compile import compiling_for
@@ -208,7 +207,7 @@ def test_products_with_sparse_weights_do_not_wait_for_each_other(name, dtype, te
 @pytest.mark.exhaustive
 def test_sparse_weights_times_turned_rows_compile():
     x = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta").t()
-    weight = sparse_weight(4096, 4096, torch.bfloat16)
+    weight = abstract_sparse("", 4096, 4096, torch.bfloat16)
     problem = linear_problem(x, weight, device_named("H200"))
     config = Config.of("128x128x64-g8-w8-s7-cooperative-descriptor-swap")
     assert schedules.bind(problem, config).forms == ("sparse", "turned")

@@ -12,7 +12,7 @@ import torch
 from gemmery import Config, epilogues, quantize, schedules
 from gemmery.kernels import any_width_cut, any_width_packed, order, place
 from gemmery.lab.abstract import abstract_problem, linear_problem
-from gemmery.lab.fused_targets import _sparse as sparse_weight
+from gemmery.lab.fused_targets import abstract_sparse
 from gemmery.schedules import any_width_binding, any_width_compiled, any_width_tile, walk
 from gemmery.schedules.any_width_tile import Tile
 from gemmery.schedules.base import Forms
@@ -74,7 +74,7 @@ def test_the_kernel_of_a_row_for_packed_weights_has_its_width(weight):
 
 def sparse_problem(M=1000, N=1536, K=2048, epilogue=None):
     x = torch.empty(M, K, dtype=torch.bfloat16, device="meta")
-    return linear_problem(x, sparse_weight(N, K, x.dtype), H200, epilogue=epilogue)
+    return linear_problem(x, abstract_sparse("", N, K, x.dtype), H200, epilogue=epilogue)
 
 
 @pytest.mark.parametrize("epilogue", [None, epilogues.swiglu])

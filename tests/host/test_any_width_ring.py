@@ -1058,15 +1058,15 @@ SPARSE_MUTANTS = {
         "edit": lambda text: re.sub(r"words1(\d)", r"words0\1", text),
     },
     "sparse products that are not waited for in a round": {
-        "message": "metadata changes while products read it",
+        "message": "loaded while it is read",
         "edit": lambda text: text.replace("wait_group.sync.aligned 1", "wait_group.sync.aligned 9"),
     },
     "sparse products that are not waited for behind a round": {
-        "message": "the sum is read before it is there",
+        "message": "metadata changes while products read it",
         "edit": lambda text: re.sub(r"aligned 0;([^\n]*@more bra\.uni STEP;)", r"aligned 1;\1", text),
     },
     "sparse products that are not waited for before the rounds": {
-        "message": "loaded while it is read",
+        "message": "metadata changes while products read it",
         "edit": lambda text: re.sub(r"aligned 0;([^\n]*@more bra\.uni FEW;)", r"aligned 9;\1", text),
     },
     "a sparse stage that is free while it is read": {
@@ -1137,7 +1137,7 @@ SPARSE_MUTANTS = {
     },
     "rounds that begin too early": {
         "message": "not the blocks of this step",
-        "edit": lambda text: text.replace("and.b32 rest, left, 3", "and.b32 rest, left, 1"),
+        "edit": lambda text: text.replace("and.b32 rest, left, 1", "and.b32 rest, left, 0"),
     },
     "a sum that begins again": {
         "message": "not the blocks of this step",

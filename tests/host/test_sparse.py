@@ -470,11 +470,13 @@ def test_tensors_and_texts():
     w = full()
     tensors, texts = w.to_tensors("a.")
     assert sorted(tensors) == ["a.channel", "a.metadata", "a.values"]
-    assert texts == {"format": "2:4", "shape": "[72, 196]", "dtype": "bfloat16"}
+    assert texts == {"format": "2:4", "code": "", "shape": "[72, 196]", "dtype": "bfloat16"}
     check_equal(SparseTensor.from_tensors(tensors, texts, "a."), w)
     with pytest.raises(ValueError, match=r"from_tensors: there is no tensor 'a.metadata'"):
         SparseTensor.from_tensors({"a.values": w.values}, texts, "a.")
-    with pytest.raises(TypeError, match=r"values are torch.bfloat16; the text says float16"):
+    with pytest.raises(
+        TypeError, match=r"dtype is torch.float16; without a code it must be that of the values"
+    ):
         SparseTensor.from_tensors(tensors, texts | {"dtype": "float16"}, "a.")
     with pytest.raises(ValueError, match="the texts have no shape"):
         SparseTensor.from_tensors(tensors, {"format": "2:4", "dtype": "bfloat16"}, "a.")

@@ -215,8 +215,9 @@ _known: dict[int, _Known] = {}
 
 
 def is_blocks(x: Any) -> bool:
-    """Whether something is a block-sparse tensor."""
-    return isinstance(x, Tensor) and x.layout in LAYOUTS
+    """Whether something is a block-sparse tensor; compiled code has none."""
+    # The compiler can't ask for a layout in a backward pass.
+    return isinstance(x, Tensor) and not torch.compiler.is_compiling() and x.layout in LAYOUTS
 
 
 def known(x: Tensor) -> Stored | None:

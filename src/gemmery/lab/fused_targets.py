@@ -160,7 +160,7 @@ def _operands(
         # In one buffer, as all begin at one address on the meta device: apart, and the gate behind what it gates.
         weight = empty(3 * size // 2, size, dtype=kind).chunk(3)[::-2]
     if how.sparse is not None:
-        weight = _sparse(how.sparse, columns, size, kind)
+        weight = abstract_sparse(how.sparse, columns, size, kind)
     if how.packed:
         weight = _packed(*how.packed, columns, size, kind)
     args = tuple([empty(*shapes[x]) if isinstance(x, str) else x for x in how.args])
@@ -176,8 +176,8 @@ def _packed(format: str, group: int, rows: int, columns: int, dtype: torch.dtype
     return QuantizedTensor((rows, columns), format, words, dtype=dtype, group_size=group, scales=shared)
 
 
-def _sparse(code: str, rows: int, columns: int, dtype: torch.dtype) -> SparseTensor:
-    """A 2:4 sparse weight on the meta device."""
+def abstract_sparse(code: str, rows: int, columns: int, dtype: torch.dtype) -> SparseTensor:
+    """A 2:4 sparse weight on the meta device, of "e4m3" or "int8" or, with "", of `dtype`."""
     shape = padded(rows, columns)
     values = torch.empty(shape[0], shape[1] // 2, dtype=torch.int8 if code else dtype, device="meta")
     metadata = torch.empty(shape[1] // BLOCK_2_4, shape[0], dtype=torch.int32, device="meta")
