@@ -37,7 +37,7 @@ BF16 = torch.bfloat16
 #: The largest ‖out − ref‖ / ‖ref‖ that counts as right.
 RIGHT = 4e-3
 #: torch's dense product, cuSPARSELt's, and gemmery's with a dense weight of the same code.
-PEERS = ("torch", "cusparselt", "dense")
+PEERS = ("torch", "torch rows", "cusparselt", "dense")
 
 
 class Row(NamedTuple):
@@ -45,7 +45,9 @@ class Row(NamedTuple):
 
     Attributes:
         gated: whether the weight is gate and up of swiglu.
-        code: of kept numbers of 8 bits, "" for bf16. A dense weight with the same code is a peer then.
+        code: of kept numbers of 8 bits, "" for bf16. A dense weight with the same code is a peer then. "fp8" is e4m3
+            with activations of e4m3 and scales of rows, as is "fp8 fast", which is summed as tensor cores do; the peer
+            is torch's product of the same kind with one scale, which is cuBLAS's, or with those of rows.
     """
 
     name: str
@@ -68,6 +70,11 @@ SUITE = [
         Row(f"{code} decode {m}x8192x8192", m, 8192, 8192, False, code)
         for code in ("e4m3", "int8")
         for m in (1, 16, 64)
+    ],
+    *[
+        Row(f"{code} {m}x{n}x{k}", m, n, k, False, code)
+        for code in ("fp8 fast", "fp8")
+        for m, n, k in ((4096, 11008, 4096), (8192, 8192, 8192), (512, 8192, 8192), (16, 8192, 8192))
     ],
 ]
 
@@ -123,7 +130,29 @@ def operands(row):
     x = torch.randn(m, k, device="cuda", dtype=BF16, generator=g)
     w = torch.randn(n, k, device="cuda", dtype=BF16, generator=g)
     sparse = gemmery.sparsify(w)
+    if code.startswith("fp8"):
+        return gemmery.quantize_activations(x, "e4m3"), gemmery.quantize(sparse, "e4m3"), None
     return x, gemmery.quantize(sparse, code) if code else sparse, epilogues.swiglu if gated else None
+
+
+def product_of(row, x, sparse, epilogue, **more):
+    """gemmery's product of a row's operands."""
+    if row.code.startswith("fp8"):
+        return gemmery.scaled_matmul(x, sparse, fast_accum=row.code == "fp8 fast", **more)
+    return gemmery.linear(x, sparse, epilogue=epilogue, **more)
+
+
+def fp8_peers(x, sparse, code):
+    """torch's products of fp8 with one scale and with those of rows, and gemmery's dense one."""
+    weight = sparse.in_code().unscaled().dense()
+    rows = sparse.channel.unsqueeze(-1)
+    one, fast = torch.ones((), device="cuda"), code == "fp8 fast"
+    times = partial(torch._scaled_mm, x.data, weight.t(), out_dtype=BF16)
+    found = {"torch": partial(times, one, one, use_fast_accum=fast)} if x.shape[0] % 16 == 0 else {}
+    if found and fast:
+        found["torch rows"] = partial(times, x.scale, rows.t(), use_fast_accum=True)
+    dense = gemmery.ScaledTensor(weight, rows)
+    return found | {"dense": partial(gemmery.scaled_matmul, x, dense, fast_accum=fast)}
 
 
 def compile_one(job):
@@ -131,7 +160,7 @@ def compile_one(job):
     row, config = job
     x, sparse, epilogue = operands(row)
     try:
-        gemmery.plan(x, sparse, epilogue=epilogue, config=config)
+        product_of(row, x, sparse, epilogue, config=config)
     except (ValueError, RuntimeError) as error:
         return f"{config}: {str(error)[:200]}"
     return None
@@ -142,7 +171,8 @@ def compile_all(rows, args):
     seen, jobs = set(), []
     for row in rows:
         x, sparse, epilogue = operands(row)
-        names = [*choices(x, sparse, epilogue, args.configs)] if args.configs else []
+        chooses = args.configs and not row.code.startswith("fp8")
+        names = [*choices(x, sparse, epilogue, args.configs)] if chooses else []
         for name in [*names, *args.config]:
             config = gemmery.Config.of(name)
             tile = (
@@ -170,9 +200,9 @@ def measure(row, watch, args):
     """One row's entry."""
     name, m, n, k, gated, code = row
     x, sparse, epilogue = operands(row)
-    dense = sparse.dense()
+    dense, is_fp8 = sparse.dense(), code.startswith("fp8")
     # Of codes, their numbers, which bf16 holds, before the rows' scales.
-    want = x.float() @ sparse.unscaled().dense(torch.float32).T
+    want = (x.dequantize() if is_fp8 else x.float()) @ sparse.unscaled().dense(torch.float32).T
     if code:
         want *= sparse.channel
     if gated:
@@ -186,8 +216,10 @@ def measure(row, watch, args):
         gate, up = F.linear(x, dense).chunk(2, -1)
         return F.silu(gate) * up
 
-    calls = {"torch": eager if gated else partial(F.linear, x, dense)}
-    if code:
+    calls = {} if is_fp8 else {"torch": eager if gated else partial(F.linear, x, dense)}
+    if is_fp8:
+        calls = fp8_peers(x, sparse, code)
+    elif code:
         calls["dense"] = partial(gemmery.linear, x, gemmery.quantize(dense, code))
     if not gated and not code and not args.no_peers:
         try:
@@ -196,11 +228,11 @@ def measure(row, watch, args):
             calls["cusparselt"] = call
         except (RuntimeError, TypeError, AttributeError) as problem:
             entry["errors"]["cusparselt"] = str(problem)[:200]
-    entry["config"] = str(gemmery.plan(x, sparse, epilogue=epilogue).config)
-    ours = {"gemmery": partial(gemmery.linear, x, sparse, epilogue=epilogue)}
-    entry["predicted"] = choices(x, sparse, epilogue, args.configs) if args.configs else {}
+    entry["config"] = str(gemmery.plan(x, sparse, epilogue=epilogue, fast_accum=code == "fp8 fast").config)
+    ours = {"gemmery": partial(product_of, row, x, sparse, epilogue)}
+    entry["predicted"] = choices(x, sparse, epilogue, args.configs) if args.configs and not is_fp8 else {}
     for config in dict.fromkeys([*entry["predicted"], *args.config]):
-        ours[config] = partial(gemmery.linear, x, sparse, epilogue=epilogue, config=config)
+        ours[config] = partial(product_of, row, x, sparse, epilogue, config=config)
     for label, call in list(ours.items()):
         try:
             out = call()
@@ -227,7 +259,10 @@ def report(entry):
         medians = {x: sorted(r[x] for r in rounds)[len(rounds) // 2] for x in labels}
         best = min((x for x in labels if x not in PEERS), key=medians.get)
         texts = [f"{x} {medians[x] * 1e6:.1f}" for x in (*PEERS, "gemmery") if x in medians]
-        ratio = timing.ratio(rounds, "dense" if "dense" in medians else "torch", "gemmery")
+        others = [x for x in ("torch", "torch rows") if x in medians]
+        is_fp8 = entry["name"].startswith("fp8")
+        peer = min(others, key=medians.get) if is_fp8 else "dense" if "dense" in medians else "torch"
+        ratio = timing.ratio(rounds, peer, "gemmery")
         print(
             f"{entry['name']:34} {regime:6} {'  '.join(texts)}"
             f"  ratio {ratio.median:.3f} ({ratio.min:.3f}-{ratio.max:.3f})"

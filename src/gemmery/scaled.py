@@ -10,7 +10,9 @@ from torch import Tensor
 
 from .dtypes import FP8
 from .formats.scaled import ScaledTensor
+from .formats.sparse import SparseTensor
 from .problem import Config
+from .product.build import OUTER_KINDS
 from .product.check import check_kinds, check_tensor
 from .product.run import product
 from .product.spec import OutTypes
@@ -18,7 +20,7 @@ from .product.spec import OutTypes
 
 def scaled_matmul(
     a: ScaledTensor,
-    b: ScaledTensor,
+    b: ScaledTensor | SparseTensor,
     *,
     bias: Tensor | None = None,
     epilogue: Callable[..., Any] | None = None,
@@ -36,7 +38,8 @@ def scaled_matmul(
 
     Args:
         a: (..., M, K); its scale is the tensor's, or its rows'; or one of 128 columns, for b with blocks, or of 32.
-        b: (N, K), like a Linear's weight, in a's type; the two fp8 types may be mixed.
+        b: (N, K), like a Linear's weight, in a's type; the two fp8 types may be mixed. Or a 2:4 sparse weight of e4m3,
+            as `quantize(sparsify(w), "e4m3")` makes it, for fp8 with one scale or one for each row.
         bias: (N,) or anything that broadcasts to the product.
         epilogue: a torch function of the scaled product (with the bias) and `args`, as in `matmul`. One that
             `gemmery.epilogue` made is found again sooner.
@@ -72,9 +75,14 @@ def _check(a: Any, b: Any, bias: Any, epilogue: Any, args: Any) -> None:
     """TypeError or ValueError unless the operands and the bias go together; the rest is for `linear` to say."""
     op = "scaled_matmul"
     for name, value in (("a", a), ("b", b)):
-        if not isinstance(value, ScaledTensor):
+        if not isinstance(value, ScaledTensor) and not (name == "b" and isinstance(value, SparseTensor)):
             raise TypeError(f"{op}: {name} is a {type(value).__name__}; it must be a gemmery.ScaledTensor")
-    left, right = a.data, b.data
+    if isinstance(b, SparseTensor):
+        _check_sparse(op, a, b)
+        left, right, of_right = a.data, b.in_code(), b.channel
+    else:
+        check_kinds(op, a, b)
+        left, right, of_right = a.data, b.data, b.scale
     if right.dim() != 2:
         raise ValueError(f"{op}: b is {tuple(right.shape)}; it must be (N, K)")
     if a.kind == "128x128" and left.dim() > 2:
@@ -88,7 +96,6 @@ def _check(a: Any, b: Any, bias: Any, epilogue: Any, args: Any) -> None:
         raise TypeError(
             f"{op}: a is {left.dtype} and b is {right.dtype}; they must have one type, or both be fp8"
         )
-    check_kinds(op, a, b)
     if left.device != right.device:
         raise ValueError(f"{op}: a is on {left.device} and b on {right.device}; they must be on one device")
     if epilogue is not None and not callable(epilogue):
@@ -101,9 +108,22 @@ def _check(a: Any, b: Any, bias: Any, epilogue: Any, args: Any) -> None:
         raise TypeError(f"{op}: args are an epilogue's; there is none")
     if bias is not None:
         _check_bias(bias, (*left.shape[:-1], right.shape[0]))
-    tensors = (left, a.scale, right, b.scale, bias, *args)
+    tensors = (left, a.scale, right, of_right, bias, *args)
     if torch.is_grad_enabled() and any([isinstance(x, Tensor) and x.requires_grad for x in tensors]):
         raise TypeError(f"{op}: no gradient for {left.dtype} operands, but one of the arguments requires it")
+
+
+def _check_sparse(op: str, a: ScaledTensor, b: SparseTensor) -> None:
+    """TypeError or ValueError unless a sparse weight's numbers and a's scales go together."""
+    if b.code != "e4m3":
+        raise TypeError(
+            f"{op}: b keeps numbers of {b.code or b.dtype}; a sparse one must keep e4m3, "
+            'as gemmery.quantize(b, "e4m3") does'
+        )
+    if a.kind not in OUTER_KINDS:
+        raise ValueError(
+            f"{op}: a has scales {a.kind}; with a sparse b they must be those of the tensor or its rows"
+        )
 
 
 def _check_bias(bias: Any, shape: tuple[int, ...]) -> None:

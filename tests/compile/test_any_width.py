@@ -169,7 +169,7 @@ SPARSE = [
     ("sparse_swiglu", "bf16", "32x128x64-g8-w8-s12-cooperative-descriptor-swap"),
     ("sparse_swiglu", "bf16", "64x64x64-g8-w4-s12-cooperative-descriptor-k2-swap"),
     ("sparse_swiglu", "bf16", "176x256x64-g8-w8-s5-cooperative-descriptor-swap"),
-    ("sparse_swiglu", "bf16", "136x192x64-g8-w12-s6-cooperative-descriptor-swap"),
+    ("sparse_swiglu", "bf16", "128x192x64-g8-w12-s6-cooperative-descriptor-swap"),
 ]
 
 

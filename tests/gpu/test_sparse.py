@@ -10,6 +10,7 @@ from torch.nn import functional as F
 import gemmery
 import gemmery.nn
 from gemmery import epilogues, schedules
+from gemmery.schedules.any_width_tile import PROMOTED, Tile
 from gemmery.select.space import tiles_of
 from tests.gpu.common import DEVICE, DRY, HALVES, needs_cuda, rng, size, values, wide
 
@@ -82,6 +83,69 @@ def test_every_tile(code, tile):
     out = torch.full((m, n), math.nan, dtype=torch.bfloat16, device=DEVICE)
     gemmery.linear(x, w, out=out, config=config)
     assert_right(out, x, w, want)
+
+
+def fp8_operands(m, n, k):
+    """fp8 activations with a scale for each row, a sparse weight of e4m3, and their product."""
+    x = gemmery.quantize_activations(values((m, k), torch.bfloat16), "e4m3")
+    w = weight(n, k, torch.bfloat16, code="e4m3")
+    return x, w, wide(x.dequantize(torch.float64)) @ full(w).T
+
+
+#: What sums of fp8 may be off, promoted and as tensor cores have them.
+FP8_ERRORS = {False: 3e-4, True: 2e-3}
+
+
+@pytest.mark.parametrize("fast", (False, True))
+@pytest.mark.parametrize("shape", [(m, n, -(-k // 16) * 16) for m, n, k in SHAPES], ids=str)
+def test_fp8(shape, fast):
+    rng("sparse fp8", shape, fast)
+    x, w, want = fp8_operands(*map(size, shape))
+    result = gemmery.scaled_matmul(x, w, fast_accum=fast)
+    theirs = relative(want.to(result.dtype), want)
+    assert relative(result, want) <= 1.05 * theirs + FP8_ERRORS[fast]
+    assert all(gemmery.scaled_matmul(x, w, fast_accum=fast).equal(result) for _ in range(5))
+
+
+def has_registers(config):
+    """Whether a warpgroup has registers for a tile and for a round's sum besides."""
+    tile = Tile.of(config, False)
+    return config.schedule == "tile" or tile.y <= tile.widest(PROMOTED)
+
+
+TILES_FP8 = [
+    (x, fast)
+    for x in tiles_of(FAMILY, "sparse fp8")
+    for fast in (False, True)
+    if fast or has_registers(x.config)
+]
+
+
+@pytest.mark.parametrize("tile, fast", TILES_FP8, ids=lambda x: str(getattr(x, "config", x)))
+def test_every_tile_of_fp8(tile, fast):
+    random = rng("sparse fp8 tile", str(tile.config))
+    if not schedules.of(tile.config.schedule).available():
+        pytest.skip("the schedule needs another Triton")
+    m = size(tile.config.block_m * random.choice((1, 2)) + random.choice((0, 3)))
+    n, k = size(32 * random.randint(4, 40)), size(128 * random.randint(2, 20))
+    x, w, want = fp8_operands(m, n, k)
+    config = tile.config
+    if tile.splits and random.random() < 0.5:
+        config = replace(config, split_k=2)
+    out = torch.full((m, n), math.nan, dtype=torch.bfloat16, device=DEVICE)
+    gemmery.scaled_matmul(x, w, out=out, fast_accum=fast, config=config)
+    assert relative(out, want) <= 1.05 * relative(want.to(out.dtype), want) + FP8_ERRORS[fast]
+
+
+@pytest.mark.parametrize("m", (1, 33, 200))
+@pytest.mark.parametrize("n", (128, 1088))
+@pytest.mark.parametrize("fast", (False, True))
+def test_swiglu_of_fp8(m, n, fast):
+    rng("sparse fp8 swiglu", m, n)
+    x, w, product = fp8_operands(size(m), n if not DRY else 128, 512)
+    want = F.silu(product[:, : w.shape[0] // 2]) * product[:, w.shape[0] // 2 :]
+    got = gemmery.scaled_matmul(x, w, epilogue=epilogues.swiglu, fast_accum=fast)
+    assert relative(got, want) <= 1.05 * relative(want.to(got.dtype), want) + 2 * FP8_ERRORS[fast]
 
 
 @pytest.mark.parametrize("m", (1, 16, 100, 1030))

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from gemmery import Config, epilogues, schedules, sparsify
-from gemmery.formats.sparse import SparseTensor
+from gemmery import Config, ScaledTensor, epilogues, quantize, schedules, sparsify
 from gemmery.lab.abstract import linear_problem
+from gemmery.product.spec import Options
 from gemmery.select import samples
 from gemmery.select.shapes import device_named
 
@@ -26,7 +26,7 @@ from .ptx import Program
 
 H200 = device_named("H200")
 #: The stage that is looked at, of how many, and rows of Y.
-STAGE, STAGES, WIDTH = 1, 3, 72
+STAGE, STAGES, WIDTH = 1, 3, 80
 #: Which words' halves `prmt` takes, by what it is told.
 PICKED = {0x5410: 0, 0x7632: 16}
 
@@ -73,7 +73,8 @@ class Memory:
         ):
             along = np.arange(place, place + size).reshape(-1, *[1] * (len(places) - 1 - i))
             found, inside = found + along * stride, inside & (along < shape)
-        numbers = made.base.view(torch.int16 if made.base.itemsize == 2 else torch.int32).flatten().numpy()
+        kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+        numbers = made.base.view(kinds[made.base.itemsize]).flatten().numpy()
         # What TMA asks of strides and of a box.
         assert all(stride * numbers.itemsize % 16 == 0 for stride in made.strides[:-1])
         assert max(made.box) <= 256
@@ -94,23 +95,32 @@ def loading(format, form, rows):
 
 
 def taking(format, rows, first, own):
-    """The assembly of a thread's words of a stage, of each 64 of its warpgroup's rows; they come in $0 and $1."""
+    """The assembly of a thread's words of a stage, of each 64 of its warpgroup's rows.
+
+    They come in $0 and $1 for the first 64 rows, and in $2 and $3 for the next ones: one for each of a step's
+    instructions, or the same one for both.
+    """
     sums = [[f"$9{i}" for i in range(32)]] * own
-    text = format.steps(sums, "bf16.bf16", False, rows, "", "", "", "")
+    text = format.steps(sums, "bf16.bf16", False, False, rows, "", "", "", "")
     loads = re.search(r"mad\.lo\.s32 params, stage.*?(?=wgmma\.fence)", text, re.DOTALL)[0]
+    names = [
+        re.sub("words.", "words0", re.search(rf"own_y, (words0{i}\d?), \d, \d", part)[1])
+        for i in range(own)
+        for part in re.findall(rf"own_y, words0{i}\d?, \d, \d", text)[:2]
+    ]
     return Program(
-        f"{{ .reg .b32 stage, words00, words01; mov.b32 stage, {STAGE}; mov.b32 words01, 0;"
+        f"{{ .reg .b32 stage, {', '.join(dict.fromkeys(names))}; mov.b32 stage, {STAGE};"
         f"{format.begin(rows, first, str(STAGES), str(WIDTH))} {loads}"
-        "mov.b32 $0, words00; mov.b32 $1, words01; }"
+        f"{''.join(f'mov.b32 ${i}, {name};' for i, name in enumerate(names))} }}"
     )
 
 
 def multiplied(kept, words):
-    """64 rows of 64 columns as `wgmma.sp.m64nNk32` multiplies them, in two instructions.
+    """64 rows as `wgmma.sp.m64nNk32` multiplies them, in two instructions with 32 columns each.
 
     Args:
         kept: (64, 32).
-        words: of the 128 threads.
+        words: of the 128 threads, for each instruction.
     """
     found = np.zeros((64, 64), kept.dtype)
     for thread, half, part in itertools.product(range(128), range(2), range(4)):
@@ -118,32 +128,53 @@ def multiplied(kept, words):
         g, t = divmod(lane, 4)
         selector, c = divmod(t, 2)
         row, column = 16 * warp + g + 8 * half, 32 * selector + 16 * c + 4 * part
-        places = words[thread] >> (16 * half + 4 * part)
+        places = words[thread][selector] >> (16 * half + 4 * part)
         for i, place in enumerate((places & 3, places >> 2 & 3)):
             found[row, column + place] = kept[row, column // 2 + i]
     return found
 
 
-def rows_of_x(dense, paired, count):
+def multiplied_fp8(kept, words):
+    """The same by `wgmma.sp.m64nNk64`, with 64 columns each: of each row, two threads have words of 32 columns."""
+    found = np.zeros((64, 128), kept.dtype)
+    for thread, which, part in itertools.product(range(128), range(2), range(8)):
+        warp, lane = divmod(thread, 32)
+        g, t = divmod(lane, 4)
+        row, column = 16 * warp + g + 8 * (t % 2), 64 * which + 32 * (t // 2) + 4 * part
+        places = words[thread][which] >> 4 * part
+        for i, place in enumerate((places & 3, places >> 2 & 3)):
+            found[row, column + place] = kept[row, column // 2 + i]
+    return found
+
+
+def rows_of_x(bits, paired, count):
     """The rows of X, with zeros behind them up to `count`."""
     if paired:
-        dense = dense.unflatten(0, (2, -1, 8)).transpose(0, 1).flatten(0, 2)
-    found = dense.view(torch.int16).numpy()
+        bits = bits.unflatten(0, (2, -1, 8)).transpose(0, 1).flatten(0, 2)
+    found = bits.numpy()
     return np.pad(found, ((0, count - found.shape[0]), (0, -found.shape[1] % 64)))
 
 
 CASES = [
     # N, K, whether it is in two halves, and a config: 64, 128 and 192 rows of X, and 128 rows for each warpgroup.
-    (104, 104, False, "72x64x64-g8-w4-s4-cooperative-descriptor-swap"),
-    (288, 192, False, "72x128x64-g8-w8-s4-cooperative-descriptor-swap"),
-    (352, 136, False, "72x192x64-g8-w12-s4-cooperative-descriptor-swap"),
-    (608, 128, False, "72x256x64-g8-w8-s4-cooperative-descriptor-swap"),
-    (32, 64, False, "72x128x64-g8-w8-s4-cooperative-descriptor-swap"),
-    (192, 104, True, "72x64x64-g8-w4-s4-cooperative-descriptor-swap"),
-    (320, 136, True, "72x128x64-g8-w8-s4-cooperative-descriptor-swap"),
-    (448, 192, True, "72x192x64-g8-w12-s4-cooperative-descriptor-swap"),
-    (576, 64, True, "72x256x64-g8-w8-s4-cooperative-descriptor-swap"),
-    (64, 104, True, "72x128x64-g8-w8-s4-cooperative-descriptor-swap"),
+    (104, 104, False, "80x64x64-g8-w4-s4-cooperative-descriptor-swap"),
+    (288, 192, False, "80x128x64-g8-w8-s4-cooperative-descriptor-swap"),
+    (352, 136, False, "80x192x64-g8-w12-s4-cooperative-descriptor-swap"),
+    (608, 128, False, "80x256x64-g8-w8-s4-cooperative-descriptor-swap"),
+    (32, 64, False, "80x128x64-g8-w8-s4-cooperative-descriptor-swap"),
+    (192, 104, True, "80x64x64-g8-w4-s4-cooperative-descriptor-swap"),
+    (320, 136, True, "80x128x64-g8-w8-s4-cooperative-descriptor-swap"),
+    (448, 192, True, "80x192x64-g8-w12-s4-cooperative-descriptor-swap"),
+    (576, 64, True, "80x256x64-g8-w8-s4-cooperative-descriptor-swap"),
+    (64, 104, True, "80x128x64-g8-w8-s4-cooperative-descriptor-swap"),
+    # fp8.
+    (104, 128, False, "80x64x128-g8-w4-s4-cooperative-descriptor-swap"),
+    (288, 384, False, "80x128x128-g8-w8-s4-cooperative-descriptor-swap"),
+    (352, 240, False, "80x192x128-g8-w12-s4-cooperative-descriptor-swap"),
+    (608, 128, False, "80x256x128-g8-w8-s4-cooperative-descriptor-swap"),
+    (192, 256, True, "80x64x128-g8-w4-s4-cooperative-descriptor-swap"),
+    (576, 128, True, "80x256x128-g8-w8-s4-cooperative-descriptor-swap"),
+    (448, 368, True, "80x192x128-g8-w12-s4-cooperative-descriptor-swap"),
 ]
 
 
@@ -153,9 +184,16 @@ def test_threads_have_the_metadata_that_their_products_read(case, direct):
     N, K, paired, text = case
     generator = torch.Generator().manual_seed(N + K)
     weight = sparsify(torch.randn(N, K, generator=generator).to(torch.bfloat16))
+    fp8 = "x128-g8" in text
     x = torch.empty(100, K, dtype=torch.bfloat16, device="meta")
-    meta = SparseTensor((N, K), weight.values.to("meta"), weight.metadata.to("meta"))
-    problem = linear_problem(x, meta, H200, epilogue=epilogues.swiglu if paired else None)
+    if fp8:
+        # No product here has fp8 that is not promoted, so that widths are those of others.
+        weight = quantize(weight, "e4m3").unscaled()
+        x = ScaledTensor(x.to(torch.float8_e4m3fn), torch.ones((), device="meta"))
+    problem = linear_problem(
+        x, weight.to("meta"), H200, epilogue=epilogues.swiglu if paired else None,
+        options=Options(fast_accum=True),
+    )  # fmt: skip
     binding = schedules.bind(problem, Config.of(text))
     tensors, numbers = samples.arguments(problem, "cpu")
     tensors = tensors[0], weight.values, weight.metadata, *tensors[3:]
@@ -163,7 +201,7 @@ def test_threads_have_the_metadata_that_their_products_read(case, direct):
     given = dict(zip(binding.kernel.arg_names, made, strict=False))
     tile, format, form = binding.tile, format_of(binding.constants["FORMAT"]), binding.forms[0]
     assert form == ("sparse pairs" if paired else "sparse")
-    assert (format, tile.y) == (SparseStage(paired=paired), WIDTH)
+    assert (format, tile.y) == (SparseStage(paired=paired, fp8=fp8), WIDTH)
     # The assembly's matrix descriptors say how the numbers are swizzled; words are not.
     assert given["x"].layout.swizzle_byte_width == 64
     assert given["scales"].layout.swizzle_byte_width == 0
@@ -171,23 +209,25 @@ def test_threads_have_the_metadata_that_their_products_read(case, direct):
     maps = {f"gemm_any_width_param_{places[i]}": given[name] for i, name in ((0, "x"), (3, "scales"))}
     load, first_rows = loading(format, form, tile.x), range(0, tile.x, tile.own)
     takes = [taking(format, tile.x, first, tile.own // 64) for first in first_rows]
-    whole = rows_of_x(weight.dense(), paired, N + 2 * tile.x)
+    bits = weight.in_code().dense().view(torch.int8) if fp8 else weight.dense().view(torch.int16)
+    whole = rows_of_x(bits, paired, N + 2 * tile.x)
+    step, kind, product = (128, np.int8, multiplied_fp8) if fp8 else (64, np.int16, multiplied)
     # The last tile where it stays, and where `corner` moves it; and some that begin where no tile of this size does.
     each = 64 if paired else 32
     rows = {0, N // tile.x * tile.x, max(0, -(-N // each) * each - tile.x), min(each, N - N % each)}
-    for row, k in itertools.product(sorted(rows), range(0, K, 64)):
+    for row, k in itertools.product(sorted(rows), range(0, K, step)):
         memory = Memory(maps)
         load.run([row, given["x_box"], given["x_size"], k], memory)
         assert memory.announced == memory.loaded == given["x_size"]
         at = STAGE * 64 * tile.x
-        kept = memory.bytes[at : at + 64 * tile.x].view(np.int16).reshape(tile.x, 32)
+        kept = memory.bytes[at : at + 64 * tile.x].view(kind).reshape(tile.x, -1)
         for first, take in zip(first_rows, takes, strict=True):
             words = []
             for memory.thread in range(128):
-                operands = [None, None]
+                operands = [None] * (2 * tile.own // 64)
                 take.run(operands, memory)
                 words.append(operands)
             for i in range(tile.own // 64):
                 own = first + 64 * i
-                found = multiplied(kept[own : own + 64], [each[i] for each in words])
-                assert (found == whole[row + own : row + own + 64, k : k + 64]).all(), (row, k, own)
+                found = product(kept[own : own + 64], [each[2 * i : 2 * i + 2] for each in words])
+                assert (found == whole[row + own : row + own + 64, k : k + step]).all(), (row, k, own)

@@ -111,6 +111,10 @@ class SparseTensor(PackedWeight):
         values = aten.converted("to", "values", self.values, dtype, may_vanish=True)
         return self.with_parts(self.parts() | {"values": values})
 
+    def in_code(self) -> SparseTensor:
+        """The weight for activations of fp8: its numbers are those of its code, e4m3."""
+        return self.with_parts(self.parts(), dtype=torch.float8_e4m3fn)
+
     def of_batch(self, batch: tuple[int, ...], take: Callable[[Tensor], Tensor]) -> SparseTensor:
         inner = self.parts()
         for name in inner:
@@ -177,9 +181,10 @@ class SparseTensor(PackedWeight):
         """
         N, K = self.shape[-2:]
         kept = self.values
-        if self.code:
+        if self.code and self.dtype.itemsize > 1:
             kept = (kept.view(torch.float8_e4m3fn) if self.code == "e4m3" else kept).to(self.dtype)
-        found = expanded(kept, self.metadata)[..., :N, :K]
+        # Of a weight in the type of its code, the bits: not all that is done here is done with fp8.
+        found = expanded(kept, self.metadata).view(self.dtype)[..., :N, :K]
         if self.channel is not None:
             found = found.float() * self.channel.unsqueeze(-1)
         return found.to(dtype or self.dtype)

@@ -314,8 +314,9 @@ def multiply_steps(
         sums = [row[: each // 2] for row in registers]
         ends = "".join(_tail(row, each, part) for row in registers)
         if isinstance(format, SparseStage):
+            release, promoted = releasing("before"), value_of(PROMOTES)
             cases.append(
-                format.steps(sums, kind, turned[1], rows, arrived, releasing("before"), go_on, turns + ends)
+                format.steps(sums, kind, turned[1], promoted, rows, arrived, release, go_on, turns + ends)
             )
             continue
         if format is not None:

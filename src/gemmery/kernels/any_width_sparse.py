@@ -3,8 +3,11 @@
 The weight is X. `wgmma.sp` of PTX reads its kept numbers from shared memory, 32 of a row for a step of 64 along K, and
 takes the metadata from registers: of 16 rows and 64 columns each thread of a warp has a word. A stage has the kept
 numbers, swizzled by 64 bytes, and behind the blocks of all stages the words of metadata, those of 32 rows and 32
-columns after each other; see `formats.sparse`. Kept numbers of 8 bits are not swizzled. Each thread reads its share of
-them, makes numbers of 16 bits of them, and the tensor cores take these from registers, too.
+columns after each other; see `formats.sparse`. Where both operands are fp8, all this is of 128 columns, and a thread's
+word is of one row: it is put together of the halves of two that are stored.
+
+Kept numbers of 8 bits that meet numbers of 16 are not swizzled. Each thread reads its share of them, makes numbers of
+16 bits of them, and the tensor cores take these from registers, too.
 
 The tensor cores read registers while they multiply. So two steps, of which one is under way while the other is loaded,
 have registers of their own. After every `TOGETHER` steps a warpgroup waits for all of its products: with some under way
@@ -72,25 +75,27 @@ class SparseStage(NamedTuple):
     """How a stage holds a 2:4 sparse weight; the counterpart of `any_width_packed.StageFormat`.
 
     Attributes:
-        code: what kept numbers of 8 bits stand for, "e4m3" or "int8"; "" for those of 16.
+        code: what kept numbers of 8 bits stand for that become numbers of 16, "e4m3" or "int8"; otherwise "".
         paired: whether the rows are of two halves in turn, eight of each; see the forms of `any_width`.
+        fp8: whether both operands are fp8.
     """
 
     code: str = ""
     paired: bool = False
+    fp8: bool = False
 
     @classmethod
     def of(cls, text: str) -> "SparseStage | None":
         """The format that `str` has written down; None for that of a packed weight."""
-        pattern, _, code, pairs = [*text.split("/"), "", ""][:4]
-        return cls(code, bool(pairs)) if pattern == "2:4" else None
+        pattern, _, code, pairs, fp8 = [*text.split("/"), "", "", ""][:5]
+        return cls(code, bool(pairs), bool(fp8)) if pattern == "2:4" else None
 
     def __str__(self) -> str:
-        return f"2:4/{self.bits}/{self.code}/{'pairs' * self.paired}"
+        return f"2:4/{self.bits}/{self.code}/{'pairs' * self.paired}/{'fp8' * self.fp8}"
 
     @property
     def bits(self) -> int:
-        """Of a number of the matrix, as far as it is in the block of X."""
+        """Of a sixty-fourth of a row's step, as far as it is in the block of X."""
         return 4 if self.code else 8
 
     @property
@@ -101,7 +106,12 @@ class SparseStage(NamedTuple):
     @property
     def params(self) -> int:
         """Bytes of the metadata of 64 rows and a step."""
-        return 2 * ROWS // BLOCK * WORDS_BYTES
+        return ROWS // BLOCK * self.blocks * WORDS_BYTES
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of 32 columns in a step."""
+        return 4 if self.fp8 else 2
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -127,30 +137,36 @@ class SparseStage(NamedTuple):
 
         Args: see `StageFormat.begin`.
         """
-        # By how many bits of the thread's number, a mask for them, and bytes for each.
-        places = [(0, 1, 4), (1, 1, WORDS_BYTES), (2, 7, 16)]
-        pick = ""
+        # By how many bits of the thread's number, a mask for them, and bytes for each. A lane is 4 g + t.
+        rows_bytes = self.blocks * WORDS_BYTES
+        places = [(1, 1, WORDS_BYTES), (2, 7, 16)]
         if self.paired:
             # A warp has eight rows of each half, which are the lower or the upper half of the words of both.
             places.append((6, 1, 8))
-            pick = (
-                "shr.u32 part, lane, 5; and.b32 part, part, 1; setp.ne.s32 upper, part, 0;"
-                f"selp.b32 pick, {0x7632}, {0x5410}, upper;"
-            )
         else:
-            places += [(5, 1, 8), (6, 1, 2 * WORDS_BYTES)]
+            places += [(5, 1, 8), (6, 1, rows_bytes)]
+        if not self.fp8:
+            # Of the first instruction's words lanes with t < 2 have those that it reads.
+            places.append((0, 1, 4))
+        elif self.paired:
+            places.append((0, 1, rows_bytes))
+        # Which halves of two words a thread takes: with fp8, its row is one of the first or of the last eight.
+        which = 5 if self.paired else 0
+        pick = (
+            f"shr.u32 part, lane, {which}; and.b32 part, part, 1; setp.ne.s32 upper, part, 0;"
+            f"selp.b32 pick, {0x7632}, {0x5410}, upper;"
+        )
         return (
             f"{self._place()} .reg .pred upper; .reg .b32 lane, part, params, first_params, pick; mov.u32 lane, %tid.x;"
             f"mad.lo.s32 params, {width}, 128, {rows // 16 * self.words}; mul.lo.s32 first_params, params, {stages};"
             "mov.b32 params, global_smem; add.s32 first_params, first_params, params;"
             f"add.s32 first_params, first_params, {first // ROWS * self.params};"
-            # A lane is 4 g + t. Of the first instruction's words lanes with t < 2 have those that it reads.
             + "".join(
                 f"shr.u32 part, lane, {by}; and.b32 part, part, {mask}; mad.lo.s32 first_params, part, {each},"
                 " first_params;"
                 for by, mask, each in places
             )
-            + pick
+            + pick * (self.paired or self.fp8)
         )
 
     def _place(self) -> str:
@@ -177,14 +193,15 @@ class SparseStage(NamedTuple):
     def _words(self, register: str, at: int) -> str:
         """Assembly that loads a thread's word of metadata, which is `at` bytes behind its first one of the stage."""
         load = f"ld.shared.b32 {register}, [params + {at}];"
-        if not self.paired:
+        if not (self.paired or self.fp8):
             return load
-        other = f"ld.shared.b32 part, [params + {at + 2 * WORDS_BYTES}];"
-        return f"{load} {other} prmt.b32 {register}, {register}, part, pick;"
+        # The next 16 columns, or the same ones of the other half's rows.
+        other = at + (4 if self.fp8 else self.blocks * WORDS_BYTES)
+        return f"{load} ld.shared.b32 part, [params + {other}]; prmt.b32 {register}, {register}, part, pick;"
 
     def steps(
-        self, sums: list[list[str]], KIND: str, turned: bool, rows: int, arrived: str, release: str, go_on: str,
-        last: str,
+        self, sums: list[list[str]], KIND: str, turned: bool, promotes: bool, rows: int, arrived: str, release: str,
+        go_on: str, last: str,
     ) -> str:  # fmt: skip
         """Assembly of the steps' loop.
 
@@ -192,36 +209,39 @@ class SparseStage(NamedTuple):
             sums: for each 64 rows of X the registers of the accumulator.
             KIND: see `any_width_loop.multiply_steps`.
             turned: whether adjacent elements of Y lie along its rows.
+            promotes: whether each round is summed by itself and then added. It has as many numbers that are multiplied
+                as a step of dense fp8.
             rows: of X in a stage.
             arrived, release: assembly that waits for a stage, and that releases the stage before.
             go_on: assembly that goes on to the next step, and says whether there is `more`.
             last: assembly that comes behind the last step's products.
         """
-        own = range(len(sums))
+        own, kind = range(len(sums)), KIND.split(".")[0]
         each = rows // ROWS * self.params
+        found = [[f"n{len(row) * i + j}" for j in range(len(row))] for i, row in enumerate(sums)]
+        pairs = [pair for both in zip(sums, found, strict=True) for pair in zip(*both, strict=True)]
+        declared, added = self._registers(len(sums)), ""
+        if promotes:
+            declared += f" .reg .f32 n<{len(pairs)}>;"
+            added = "".join(f"add.f32 {total}, {total}, {number};" for total, number in pairs)
 
         def step(which: int) -> str:
-            lines = [f"{{ {arrived} }} mad.lo.s32 params, stage, {each}, first_params;"]
-            lines += [self._words(f"words{which}{i}", self.params * i) for i in own]
+            lines = [
+                f"{{ {arrived} }} mad.lo.s32 params, stage, {each}, first_params;",
+                self._loads(which, len(sums)),
+            ]
             if self.code:
                 # The address in a matrix descriptor has 14 bits.
                 lines.append(
                     "and.b32 bytes, x, 0x3fff; shl.b32 bytes, bytes, 4; add.s32 bytes, bytes, place;"
                 )
-                lines += [self._numbers(which, i, KIND.split(".")[0]) for i in own]
+                lines += [self._numbers(which, i, kind) for i in own]
             lines.append("wgmma.fence.sync.aligned;")
             for i in own:
                 for half in range(2):
-                    behind = half * (256 if turned else 4)
-                    x, signs = "own_x", "1, 1, 0"
-                    if self.code:
-                        x, signs = f"{{{', '.join(_registers(which, i, half))}}}", "1, 1"
+                    adds = bool(half or which or not promotes)
                     lines.append(
-                        f"add.s32 own, x, {_UNITS * i + 2 * half}; mov.b64 own_x, {{own, {_HEAD}}};"
-                        f"add.s32 own, y, {behind}; mov.b64 own_y, {{own, {_HEAD_Y}}};"
-                        f"wgmma.mma_async.sp.sync.aligned.m64n{2 * len(sums[i])}k32.f32.{KIND}"
-                        f" {{{', '.join(sums[i])}}}, {x}, own_y, words{which}{i}, {half}, 1, {signs},"
-                        f" {int(turned)};"
+                        self._product((found if promotes else sums)[i], KIND, turned, which, i, half, adds)
                     )
             return "".join([*lines, "wgmma.commit_group.sync.aligned;"])
 
@@ -230,17 +250,55 @@ class SparseStage(NamedTuple):
 
         # `before` is the stage of the step before the last one that began.
         turn = "".join(f"{step(i % 2)} {done(1) if i else ''} {go_on}" for i in range(TOGETHER))
-        declared = ", ".join(f"words{which}{i}" for which in range(2) for i in own)
-        if self.code:
-            kept = [
-                x for which in range(2) for i in own for half in range(2) for x in _registers(which, i, half)
-            ]
-            declared += f", {', '.join(kept)}, bytes; .reg .b16 both; .reg .f32 s, t; .reg .b32 left8, right8"
         few = (
             f"FEW: and.b32 rest, left, {TOGETHER - 1}; setp.eq.s32 few, rest, 0; @few bra.uni STEP;"
-            f"{step(0)} {go_on} {done(0)} @more bra.uni FEW; bra.uni DONE;"
+            f"{step(0)} {go_on} {done(0)} {added} @more bra.uni FEW; bra.uni DONE;"
         )
         return (
-            f"{{ .reg .pred few; .reg .b32 rest, {declared}; \n{few}\n"
-            f"STEP: {turn} {done(0)} @more bra.uni STEP;\nDONE: {last} }}"
+            f"{{ .reg .pred few; .reg .b32 rest; {declared} \n{few}\n"
+            f"STEP: {turn} {done(0)} {added} @more bra.uni STEP;\nDONE: {last} }}"
+        )
+
+    def _registers(self, count: int) -> str:
+        """Assembly that declares the registers of metadata and of kept numbers, for so many times 64 rows of X."""
+        each = [(which, i, half) for which in range(2) for i in range(count) for half in range(2)]
+        # Of numbers of 16 bits, a word serves two instructions.
+        names = dict.fromkeys(self._word(*one) for one in each)
+        text = f".reg .b32 {', '.join(names)};"
+        if not self.code:
+            return text
+        kept = [x for one in each for x in _registers(*one)]
+        return f"{text} .reg .b32 {', '.join(kept)}, bytes, left8, right8; .reg .b16 both; .reg .f32 s, t;"
+
+    def _word(self, which: int, i: int, half: int) -> str:
+        """The register of an instruction's metadata."""
+        return f"words{which}{i}{half if self.fp8 else ''}"
+
+    def _loads(self, which: int, count: int) -> str:
+        """Assembly that loads a thread's words of metadata of a step, for so many times 64 rows of X."""
+        return "".join(
+            self._words(self._word(which, i, half), self.params * i + 2 * half * WORDS_BYTES)
+            for i in range(count)
+            for half in range(2 if self.fp8 else 1)
+        )
+
+    def _product(
+        self, sums: list[str], KIND: str, turned: bool, which: int, i: int, half: int, adds: bool
+    ) -> str:  # fmt: skip
+        """Assembly of the product of 64 rows of X and half a step.
+
+        Args:
+            which: of the two sets of registers.
+            adds: whether it is added to what the registers have.
+        """
+        x, behind = "own_x", "1, 1" if self.fp8 else f"1, 1, 0, {int(turned)}"
+        if self.code:
+            x, behind = f"{{{', '.join(_registers(which, i, half))}}}", f"1, 1, {int(turned)}"
+        # Each thread of a warp has metadata of 64 columns of fp8; of 32 columns of the others, half of the threads.
+        depth, selector = (64, 0) if self.fp8 else (32, half)
+        return (
+            f"add.s32 own, x, {_UNITS * i + 2 * half}; mov.b64 own_x, {{own, {_HEAD}}};"
+            f"add.s32 own, y, {half * (256 if turned else 4)}; mov.b64 own_y, {{own, {_HEAD_Y}}};"
+            f"wgmma.mma_async.sp.sync.aligned.m64n{2 * len(sums)}k{depth}.f32.{KIND}"
+            f" {{{', '.join(sums)}}}, {x}, own_y, {self._word(which, i, half)}, {selector}, {int(adds)}, {behind};"
         )

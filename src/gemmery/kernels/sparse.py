@@ -93,8 +93,8 @@ def load_sparse(
         TMA: whether values come through a descriptor, over (matrices * rows, K / 2), or with PAIRED over
             (2, rows / 2, K / 2).
         PAIRED: see `own_rows`.
-        CODE: what 8-bit numbers stand for; "" for others.
-        DTYPE: of the matrix, as a text.
+        CODE: what 8-bit numbers stand for; "" for those that stay as they are.
+        DTYPE: of the matrix, as a text. Kept numbers of fp8 are loaded as integers.
     """
     values, metadata, _ = x
     steps, rows, blocks = strides
@@ -114,4 +114,7 @@ def load_sparse(
         tl.where(at_first == 1, first, tl.where(at_second == 1, second, zero)),
         tl.where(at_first == 3, first, tl.where(at_second == 3, second, zero)),
     )
-    return tl.join(even, odd).reshape(COLS, ROWS).T
+    block = tl.join(even, odd).reshape(COLS, ROWS).T
+    if DTYPE == "float8_e4m3fn":
+        block = block.to(tl.float8e4nv, bitcast=True)
+    return block

@@ -30,7 +30,8 @@ class Sparse(Spec):
     Attributes:
         matrices: how many lie one behind the other in memory.
         metadata: the layout of the metadata.
-        code: what 8-bit numbers stand for, see `formats.sparse.SparseTensor`; "" for those of the matrix's own type.
+        code: what 8-bit numbers are, see `formats.sparse.SparseTensor`; "" for those of 16 bits. The matrix's own type
+            may be the same, or one of 16 bits.
     """
 
     matrices: int = 1
@@ -52,8 +53,18 @@ class Sparse(Spec):
         return cls(dtype, steps, 1, columns // 2, aligned[0], None, matrices, metadata, code)
 
     @property
+    def is_8_bit(self) -> bool:
+        """Whether the matrix has the type of 8-bit numbers: activations are fp8, too."""
+        return self.dtype.itemsize == 1
+
+    @property
+    def decodes(self) -> bool:
+        """Whether numbers of 16 bits are made of those of 8."""
+        return bool(self.code) and not self.is_8_bit
+
+    @property
     def kind(self) -> str:
-        return "sparse8" if self.code else "sparse"
+        return "sparse fp8" if self.is_8_bit else "sparse8" if self.code else "sparse"
 
     @property
     def stored(self) -> torch.dtype:
@@ -75,7 +86,7 @@ class Sparse(Spec):
     @property
     def staged(self) -> SparseStage:
         """See `Spec.staged`."""
-        return SparseStage(self.code)
+        return SparseStage(fp8=True) if self.is_8_bit else SparseStage(self.code)
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
@@ -133,7 +144,7 @@ class SparseAccess(Access):
 
     def loader(self) -> Any:
         dtype = str(self.spec.dtype).removeprefix("torch.")
-        return loader(self.tma, self.paired, self.spec.code, dtype)
+        return loader(self.tma, self.paired, "" if self.spec.is_8_bit else self.spec.code, dtype)
 
     def argument(self, tensors: Sequence[Tensor], block_rows: int, block_cols: int) -> Any:
         """The values."""

@@ -188,12 +188,14 @@ def check_packed(op: str, a: Tensor, b: PackedWeight) -> None:
         check_ranks(op, a, b)
 
 
-def scaled_operands(a: ScaledTensor, b: ScaledTensor) -> tuple[Operand, Operand]:
+def scaled_operands(a: ScaledTensor, b: ScaledTensor | SparseTensor) -> tuple[Operand, Operand]:
     """The operands of `a.dequantize() @ b.dequantize().mT`, which are known to fit each other.
 
     Args:
-        b: (N, K), or (G, N, K) for groups.
+        b: (N, K), or (G, N, K) for groups; or a sparse weight of fp8.
     """
+    if isinstance(b, SparseTensor):
+        return RowScaledOperand(a.data, a.row_factors), SparseOperand(b.in_code())
     if a.kind in OUTER_KINDS and b.kind in OUTER_KINDS:
         factors = b.column_factors
         if factors.dim() > 1:

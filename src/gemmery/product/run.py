@@ -143,7 +143,10 @@ def _parts(a: Any, b: Any) -> tuple[list[Any], Any]:
         return given, own["static"]
     if kind is SparseTensor:
         own = b.__dict__
-        return [a, own["values"], own["metadata"], own["channel"]], own["static"]
+        of_b = [own["values"], own["metadata"], own["channel"]]
+        if type(a) is ScaledTensor:
+            return [a.data, a.stored_scale, *of_b], (a.kind, own["static"])
+        return [a, *of_b], own["static"]
     if kind is ScaledTensor and type(a) is ScaledTensor:
         if a.data.shape[-1] == 0:
             return [a, b], None  # it is looked at, and not known: a launch is not given its scales
@@ -237,7 +240,7 @@ def checked(
         check_not_packed(op, "out", out)
     if options.config is not None:
         Config.of(options.config)  # an invalid one is an error, whether a kernel runs or not
-    is_scaled = isinstance(b, ScaledTensor)
+    is_scaled = isinstance(a, ScaledTensor)
     if options.out_dtype is None and isinstance(out, Tensor) and (functions.epilogue is None or is_scaled):
         options = options._replace(out_dtype=out.dtype)
     call = make_call(op, a, b, bias, functions, options, alpha, beta)

@@ -14,6 +14,7 @@ import triton
 
 from ..formats.packing import STRIP
 from ..formats.scaled import BLOCK
+from ..formats.sparse import padded
 from ..kernels.any_width_load import LAST_ROW
 from ..operands import Dense, Ragged
 from ..operands.packed import Packed
@@ -29,8 +30,10 @@ from .any_width_tile import (
     LEAST_PACKED,
     LEAST_PAIRS,
     MOST_STAGES,
+    PROMOTED,
     ROW,
     ROWS,
+    SCALED,
     SPARSE,
     Tile,
     forms_of,
@@ -52,6 +55,8 @@ MOST_K = (1 << 31) - 1024
 MOST_UNITS = (1 << 30) - 1
 #: The height of bands, as a part of that with the least to read; and the height where several bands are in flight.
 BAND, LOW_BAND = 0.75, 2
+#: Numbers of an accumulator where a step's sum has registers of its own.
+_PROMOTED = (PROMOTED, SCALED)
 #: `BAND` for sparse weights.
 SPARSE_BAND = 0.5
 
@@ -156,14 +161,14 @@ class AnyWidth(PersistentStatic):
             return "whether a tile is cut along K depends on the number of rows"
         if p.b.by_steps and (c.swap or self.tile(c).own != ROWS):
             return f"scales along K need {ROWS} rows for each warpgroup and no swap"
-        if isinstance(p.b, Sparse) and p.b.code and self.tile(c).own != ROWS:
-            return f"kept numbers of 8 bits need {ROWS} rows for each warpgroup"
+        if isinstance(p.b, Sparse) and p.b.decodes and self.tile(c).own != ROWS:
+            return f"kept numbers of 8 bits with activations of 16 need {ROWS} rows for each warpgroup"
         numbers = numbers_for(p)
         widest = self.tile(c).widest(numbers)
         if self.tile(c).y > widest:
             kind = (
-                "a packed weight" if p.b.is_packed else "a sparse weight" if p.b.is_sparse else
-                "fp8 that is promoted or scaled" if numbers else f"{self.tile(c).own} rows for each warpgroup"
+                "a packed weight" if p.b.is_packed else "fp8 that is promoted or scaled" if numbers in _PROMOTED else
+                "a sparse weight" if numbers else f"{self.tile(c).own} rows for each warpgroup"
             )  # fmt: skip
             return f"{kind} leaves registers for a width of {widest}"
         if not self.considers(p, np.asarray(p.M)):
@@ -264,7 +269,9 @@ def _operands_suit(problem: Problem) -> bool:
     """
     a, b = problem.a, problem.b
     if isinstance(b, Sparse):
-        return type(a) is Dense and not problem.batch
+        # A step of fp8 has so many columns, all of which need metadata.
+        whole = not b.is_8_bit or padded(problem.N, problem.K)[1] % ROW == 0
+        return type(a) is Dense and not problem.batch and whole
     if isinstance(b, Packed):
         return type(a) is Dense and bool(b.staged) and not problem.paired
     if problem.ragged:

@@ -336,8 +336,8 @@ class AnyWidthBinding(Binding):
     def _kept(self, tensor: Any, own: SparseAccess, rows: int, box: int) -> Any:
         """The descriptor of a sparse weight's kept numbers, as `_operand`."""
         row, step = own.columns // 2, self.config.block_k // 2
-        # Threads read numbers of 8 bits one by one.
-        swizzle = 0 if own.spec.code else ROW
+        # Threads read numbers that they decode one by one.
+        swizzle = 0 if own.spec.decodes else ROW
         if not own.paired:
             made = descriptor(tensor, (own.rows, row), (row, 1), (rows, step), swizzle)
             made.box = [box, step]
@@ -351,11 +351,12 @@ class AnyWidthBinding(Binding):
     def _metadata(self, tensor: Any, own: SparseAccess, box: int) -> Any:
         """The descriptor of a sparse weight's metadata, of `box` rows of X at a time."""
         rows, blocks = own.rows, own.columns // BLOCK
-        shape, strides, block = (rows // BLOCK, blocks, BLOCK), (BLOCK, rows, 1), [2, BLOCK]
+        step = self.config.block_k // BLOCK
+        shape, strides, block = (rows // BLOCK, blocks, BLOCK), (BLOCK, rows, 1), [step, BLOCK]
         each = BLOCK
         if own.paired:
             shape, strides = (rows // (2 * BLOCK), 2, blocks, BLOCK), (BLOCK, rows // 2, rows, 1)  # type: ignore[assignment]
-            block, each = [2, 2, BLOCK], 2 * BLOCK
+            block, each = [2, step, BLOCK], 2 * BLOCK
         made = descriptor(tensor, shape, strides, (ROWS // each, *block), swizzle=0)
         made.box = [box // each, *block]
         return made

@@ -100,7 +100,7 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool) -> Co
     compute = own_steps * 2.0 * x * y * s.block_k / (given.rate * EFFICIENCY)
     if p.b.is_sparse:
         # Shared memory has as much bandwidth as the products of Y alone take. X is read too, and both are written.
-        compute = compute * SPARSE * (1 + 68 / y + 64 / x)
+        compute = compute * SPARSE * (1 + 68 / y + 64 / x) * _summing(p)[groups - 1]
     elif p.b.is_packed:
         compute = _unpacking(compute, own_steps, x, groups)
     else:
@@ -114,7 +114,7 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool) -> Co
         l2 = l2 * _beyond_l2(p, given)
     loop = (compute**JOINT + l2**JOINT) ** (1 / JOINT)
     loop = np.maximum(loop, own_steps * _least_of_step(p, s, given.rows_inside(p.matrices), x, y, busy))
-    if isinstance(p.b, Sparse) and p.b.code:
+    if isinstance(p.b, Sparse) and p.b.decodes:
         loop = np.maximum(loop, own_steps * SPARSE8)
     loop = loop * (1 + SLOWING * np.log10(np.maximum(loop / LONG, 1)))
     stream = MEMORY.seconds(given.memory)

@@ -187,9 +187,9 @@ def numbers_for(problem: Problem) -> dict[int, int] | None:
     """By the number of warpgroups, the numbers of an accumulator that a thread may have; None for the usual ones."""
     if problem.b.is_packed:
         return PACKED
-    if problem.b.is_sparse:
-        return SPARSE
-    return SCALED if problem.b.by_steps else PROMOTED if promotes(problem) else None
+    if problem.b.by_steps or promotes(problem):
+        return SCALED if problem.b.by_steps else PROMOTED
+    return SPARSE if problem.b.is_sparse else None
 
 
 def stage_of(problem: Problem) -> packed.AnyStage | None:

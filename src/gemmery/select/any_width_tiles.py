@@ -102,19 +102,16 @@ def packed_rows(bits: int) -> dict[tuple[str, str], str]:
     }
 
 
-def sparse_rows(code: str = "") -> dict[tuple[str, str], str]:
-    """The rows for 2:4 sparse weights, which are X. No warpgroups take turns.
-
-    Args:
-        code: of kept numbers of 8 bits, for which warpgroups have registers for 64 rows each.
-    """
-    format = SparseStage(code)
-    sizes = tuple(size for size in SHARED_TILES if not code or size[2] == ROWS)
+def sparse_rows(format: SparseStage) -> dict[tuple[str, str], str]:
+    """The rows for 2:4 sparse weights, which are X. No warpgroups take turns."""
+    # Warpgroups that decode numbers have registers for 64 rows each.
+    sizes = tuple(size for size in SHARED_TILES if not format.code or size[2] == ROWS)
+    step = ROW if format.fp8 else STEP
     # A step of few bytes takes the loading warp as long as one of many.
     narrow = [
-        f"{y}x{x}x{STEP} 0 {4 * groups} {Tile(x, y, groups, ROWS).most_stages(format)} 1.0 swap splits"
-        for x, groups, _ in sizes[: 2 if code else 1]
+        f"{y}x{x}x{step} 0 {4 * groups} {Tile(x, y, groups, ROWS).most_stages(format)} 1.0 swap splits"
+        for x, groups, _ in sizes[: 2 if format.code else 1]
         for y in NARROW
     ]
-    lines = [*_rows(sizes, STEP, SPARSE, format), *narrow]
+    lines = [*_rows(sizes, step, SPARSE, format), *narrow]
     return {("descriptor", COOPERATIVE.name): "\n".join(f"{line} apart" for line in lines)}

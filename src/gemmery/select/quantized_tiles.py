@@ -9,6 +9,7 @@ can be better than a larger one: while one of them unpacks or scales, the other 
 from __future__ import annotations
 
 from ..formats.packing import STRIP
+from ..kernels.any_width_sparse import SparseStage
 from ..kernels.sliced_k_loop import COLUMNS, DEPTH
 from . import any_width_tiles
 
@@ -120,7 +121,7 @@ HOPPER: dict[str, Rows] = {
             16x64x64   8 4 3 0.05 swap strided splits
         """,
     }
-    | any_width_tiles.sparse_rows(),
+    | any_width_tiles.sparse_rows(SparseStage()),
     "sparse8": {
         ("descriptor", "tile"): """
             16x64x128   1 4 4 0.08 swap splits
@@ -134,7 +135,20 @@ HOPPER: dict[str, Rows] = {
             16x64x64   8 4 3 0.05 swap strided splits
         """,
     }
-    | any_width_tiles.sparse_rows("e4m3"),
+    | any_width_tiles.sparse_rows(SparseStage("e4m3")),
+    "sparse fp8": {
+        ("descriptor", "tile"): """
+            16x64x128   1 4 4 0.08 swap splits
+            64x64x128   1 4 4 0.25 swap splits
+            128x64x128  2 4 3 0.27 swap splits
+            128x128x128 2 8 3 0.38 swap
+        """,
+        ("pointer", "tile"): """
+            64x64x128  8 4 3 0.10 swap strided splits
+            16x64x128  8 4 3 0.05 swap strided splits
+        """,
+    }
+    | any_width_tiles.sparse_rows(SparseStage(fp8=True)),
     "scaled": {
         ("descriptor", "tile"): """
             128x128x128 16 8 3 0.56 split splits
@@ -263,7 +277,7 @@ QUANTIZED: dict[str, dict[str, Rows]] = {
     "hopper": HOPPER,
     **{
         family: dict.fromkeys(("packed4", "packed8"), rows)
-        | dict.fromkeys(("sparse", "sparse8"), _SPARSE.get(family, rows))
+        | dict.fromkeys(("sparse", "sparse8", "sparse fp8"), _SPARSE.get(family, rows))
         | {"scaled": _SCALED, "scaled32": _SCALED32, "mx": _MX}
         for family, rows in {
             "blackwell": _BLACKWELL,
