@@ -10,7 +10,6 @@ from torch.nn import functional as F
 import gemmery
 import gemmery.nn
 from gemmery import epilogues, schedules
-from gemmery.schedules.any_width_tile import PROMOTED, Tile
 from gemmery.select.space import tiles_of
 from tests.gpu.common import DEVICE, DRY, HALVES, needs_cuda, rng, size, values, wide
 
@@ -107,17 +106,10 @@ def test_fp8(shape, fast):
     assert all(gemmery.scaled_matmul(x, w, fast_accum=fast).equal(result) for _ in range(5))
 
 
-def has_registers(config):
-    """Whether a warpgroup has registers for a tile and for a round's sum besides."""
-    tile = Tile.of(config, False)
-    return config.schedule == "tile" or tile.y <= tile.widest(PROMOTED)
-
-
 TILES_FP8 = [
-    (x, fast)
-    for x in tiles_of(FAMILY, "sparse fp8")
+    (tile, fast)
     for fast in (False, True)
-    if fast or has_registers(x.config)
+    for tile in tiles_of(FAMILY, "sparse fp8" if fast or DRY else "sparse fp8 accurate")
 ]
 
 

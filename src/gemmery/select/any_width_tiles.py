@@ -38,8 +38,7 @@ def _rows(
     """
     lines: list[str] = []
     for x, groups, own in sizes:
-        is_packed = any(isinstance(format, StageFormat) for format in formats)
-        for y in _widths(Tile(x, 0, groups, own), numbers, is_packed):
+        for y in _widths(Tile(x, 0, groups, own), numbers, formats):
             most = [Tile(x, y, groups, own).most_stages(format) for format in formats or (None,)]
             for stages in dict.fromkeys(most):
                 if stages < LEAST_STAGES:
@@ -51,14 +50,12 @@ def _rows(
     return lines
 
 
-def _widths(tile: Tile, numbers: Numbers, is_packed: bool) -> range:
+def _widths(tile: Tile, numbers: Numbers, formats: tuple[AnyStage, ...]) -> range:
     """The widths of tiles with so many rows of X."""
     widest = tile.widest(numbers)
-    if numbers is SPARSE:
-        return range(PART, widest + 1, tile.each_of(True))
-    if not is_packed:
-        return range(PART, widest + 1, tile.each)
-    return range(PART, (widest if tile.groups > 1 else ALONE) + 1, STEP_PACKED)
+    if any(isinstance(format, StageFormat) for format in formats):
+        return range(PART, (widest if tile.groups > 1 else ALONE) + 1, STEP_PACKED)
+    return range(PART, widest + 1, tile.each_of(is_sparse=bool(formats)))
 
 
 def rows(item: int, numbers: Numbers = None) -> dict[tuple[str, str], str]:
@@ -102,8 +99,12 @@ def packed_rows(bits: int) -> dict[tuple[str, str], str]:
     }
 
 
-def sparse_rows(format: SparseStage) -> dict[tuple[str, str], str]:
-    """The rows for 2:4 sparse weights, which are X. No warpgroups take turns."""
+def sparse_rows(format: SparseStage, numbers: Numbers = SPARSE) -> dict[tuple[str, str], str]:
+    """The rows for 2:4 sparse weights, which are X. No warpgroups take turns.
+
+    Args:
+        numbers: see `schedules.any_width_tile.numbers_for`.
+    """
     # Warpgroups that decode numbers have registers for 64 rows each.
     sizes = tuple(size for size in SHARED_TILES if not format.code or size[2] == ROWS)
     step = ROW if format.fp8 else STEP
@@ -113,5 +114,5 @@ def sparse_rows(format: SparseStage) -> dict[tuple[str, str], str]:
         for x, groups, _ in sizes[: 2 if format.code else 1]
         for y in NARROW
     ]
-    lines = [*_rows(sizes, step, SPARSE, format), *narrow]
+    lines = [*_rows(sizes, step, numbers, format), *narrow]
     return {("descriptor", COOPERATIVE.name): "\n".join(f"{line} apart" for line in lines)}

@@ -11,6 +11,7 @@ from __future__ import annotations
 from ..formats.packing import STRIP
 from ..kernels.any_width_sparse import SparseStage
 from ..kernels.sliced_k_loop import COLUMNS, DEPTH
+from ..schedules.any_width_tile import PROMOTED
 from . import any_width_tiles
 
 Rows = dict[tuple[str, str], str]
@@ -32,6 +33,20 @@ def _sliced_k() -> str:
         for each in strips
     )
 
+
+#: For fp8 activations.
+_SPARSE_FP8: Rows = {
+    ("descriptor", "tile"): """
+        16x64x128   1 4 4 0.08 swap splits
+        64x64x128   1 4 4 0.25 swap splits
+        128x64x128  2 4 3 0.27 swap splits
+        128x128x128 2 8 3 0.38 swap
+    """,
+    ("pointer", "tile"): """
+        64x64x128  8 4 3 0.10 swap strided splits
+        16x64x128  8 4 3 0.05 swap strided splits
+    """,
+}
 
 HOPPER: dict[str, Rows] = {
     "packed4": {
@@ -136,19 +151,8 @@ HOPPER: dict[str, Rows] = {
         """,
     }
     | any_width_tiles.sparse_rows(SparseStage("e4m3")),
-    "sparse fp8": {
-        ("descriptor", "tile"): """
-            16x64x128   1 4 4 0.08 swap splits
-            64x64x128   1 4 4 0.25 swap splits
-            128x64x128  2 4 3 0.27 swap splits
-            128x128x128 2 8 3 0.38 swap
-        """,
-        ("pointer", "tile"): """
-            64x64x128  8 4 3 0.10 swap strided splits
-            16x64x128  8 4 3 0.05 swap strided splits
-        """,
-    }
-    | any_width_tiles.sparse_rows(SparseStage(fp8=True)),
+    "sparse fp8": _SPARSE_FP8 | any_width_tiles.sparse_rows(SparseStage(fp8=True)),
+    "sparse fp8 accurate": _SPARSE_FP8 | any_width_tiles.sparse_rows(SparseStage(fp8=True), PROMOTED),
     "scaled": {
         ("descriptor", "tile"): """
             128x128x128 16 8 3 0.56 split splits

@@ -49,7 +49,7 @@ def kind_of(problem: Problem) -> str:
     """The part of a family's tiles for operands that want the same ones."""
     dtype = problem.a.dtype
     if kind := problem.b.kind or problem.a.kind:
-        return kind
+        return f"{kind}{' accurate' * promotes(problem)}"
     if dtype == torch.float32:
         return problem.precision
     if dtype == torch.float64:
