@@ -106,9 +106,9 @@ def cusparselt(x, w):
     ]
 
 
-def choices(x, weight, epilogue, every):
+def choices(row, x, weight, epilogue, every):
     """Configs that can run a product with their predicted times, so many of each schedule, the quickest first."""
-    plan = gemmery.plan(x, weight, epilogue=epilogue)
+    plan = gemmery.plan(x, weight, epilogue=epilogue, fast_accum=row.code == "fp8 fast")
     space = allowed(plan.problem)
     times = costs(plan.problem, space).total
     taken, kept = {}, {}
@@ -171,8 +171,7 @@ def compile_all(rows, args):
     seen, jobs = set(), []
     for row in rows:
         x, sparse, epilogue = operands(row)
-        chooses = args.configs and not row.code.startswith("fp8")
-        names = [*choices(x, sparse, epilogue, args.configs)] if chooses else []
+        names = [*choices(row, x, sparse, epilogue, args.configs)] if args.configs else []
         for name in [*names, *args.config]:
             config = gemmery.Config.of(name)
             tile = (
@@ -230,7 +229,7 @@ def measure(row, watch, args):
             entry["errors"]["cusparselt"] = str(problem)[:200]
     entry["config"] = str(gemmery.plan(x, sparse, epilogue=epilogue, fast_accum=code == "fp8 fast").config)
     ours = {"gemmery": partial(product_of, row, x, sparse, epilogue)}
-    entry["predicted"] = choices(x, sparse, epilogue, args.configs) if args.configs and not is_fp8 else {}
+    entry["predicted"] = choices(row, x, sparse, epilogue, args.configs) if args.configs else {}
     for config in dict.fromkeys([*entry["predicted"], *args.config]):
         ours[config] = partial(product_of, row, x, sparse, epilogue, config=config)
     for label, call in list(ours.items()):
