@@ -276,7 +276,9 @@ def main():
     )
     parser.add_argument("--seed", type=int, default=None, help="of random rows; none without it")
     parser.add_argument("--count", type=int, default=16, help="random rows at each end of M")
-    parser.add_argument("--rows", default=None, help="only rows whose name has this")
+    parser.add_argument(
+        "--rows", default=None, help="only rows whose name has one of these, with commas between"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steady", action="store_true")
     parser.add_argument(
@@ -289,7 +291,9 @@ def main():
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     rows = SUITE if args.seed is None else [*SUITE, *random_rows(args.seed, args.count)]
-    rows = [row for row in rows if args.rows is None or args.rows in row.name]
+    rows = [
+        row for row in rows if args.rows is None or any(text in row.name for text in args.rows.split(","))
+    ]
     begun = time.monotonic()
     if args.configs or args.config:
         compile_all(rows, args)
