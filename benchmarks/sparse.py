@@ -26,9 +26,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 import gemmery  # noqa: E402
-from gemmery import epilogues  # noqa: E402
+from gemmery import devices, epilogues  # noqa: E402
 from gemmery.lab import random_products, timing  # noqa: E402
+from gemmery.lab.abstract import linear_problem  # noqa: E402
+from gemmery.lab.fused_targets import abstract_sparse  # noqa: E402
 from gemmery.lab.results import describe_run  # noqa: E402
+from gemmery.product.spec import Options  # noqa: E402
 from gemmery.select.model import costs  # noqa: E402
 from gemmery.select.shortlist import allowed  # noqa: E402
 from gemmery.tuning.stopwatch import Stopwatch  # noqa: E402
@@ -106,14 +109,30 @@ def cusparselt(x, w):
     ]
 
 
-def choices(row, x, weight, epilogue, every):
-    """Configs that can run a product with their predicted times, so many of each schedule, the quickest first."""
-    plan = gemmery.plan(x, weight, epilogue=epilogue, fast_accum=row.code == "fp8 fast")
-    space = allowed(plan.problem)
-    times = costs(plan.problem, space).total
+def choices(row, every):
+    """Configs that can run a product with their predicted times, so many of each schedule, the quickest first.
+
+    Without any, the quickest one.
+    """
+    x = torch.empty(row.M, row.K, dtype=BF16, device="meta")
+    weight = abstract_sparse("e4m3" if row.code.startswith("fp8") else row.code, row.N, row.K, BF16)
+    if row.code.startswith("fp8"):
+        x = gemmery.ScaledTensor(x.to(torch.float8_e4m3fn), torch.empty(row.M, 1, device="meta"))
+        weight = weight.with_parts(weight.parts() | {"channel": torch.empty(row.N, device="meta")})
+    problem = linear_problem(
+        x,
+        weight,
+        devices.current(torch.device("cuda")),
+        epilogue=epilogues.swiglu if row.gated else None,
+        options=Options(fast_accum=row.code == "fp8 fast"),
+    )
+    space = allowed(problem)
+    times = costs(problem, space).total
     taken, kept = {}, {}
     for i in times.argsort():
         config = space.configs[i]
+        if not every:
+            return {str(config): float(times[i])}
         if config.schedule not in ("cooperative", "pingpong", "tile"):
             continue
         key = (config.schedule, config.block_n, config.num_warps)
@@ -170,9 +189,7 @@ def compile_all(rows, args):
     """Compiles what will be timed, several kernels at a time."""
     seen, jobs = set(), []
     for row in rows:
-        x, sparse, epilogue = operands(row)
-        names = [*choices(row, x, sparse, epilogue, args.configs)] if args.configs else []
-        for name in [*names, *args.config]:
+        for name in [*choices(row, args.configs), *args.config]:
             config = gemmery.Config.of(name)
             tile = (
                 config.schedule,
@@ -187,8 +204,6 @@ def compile_all(rows, args):
             if tile not in seen:
                 seen.add(tile)
                 jobs.append((row, name))
-        del x, sparse
-    torch.cuda.empty_cache()
     with ProcessPoolExecutor(min(args.jobs, max(len(jobs), 1)), mp_context=get_context("spawn")) as pool:
         for text in pool.map(compile_one, jobs):
             if text:
@@ -229,7 +244,7 @@ def measure(row, watch, args):
             entry["errors"]["cusparselt"] = str(problem)[:200]
     entry["config"] = str(gemmery.plan(x, sparse, epilogue=epilogue, fast_accum=code == "fp8 fast").config)
     ours = {"gemmery": partial(product_of, row, x, sparse, epilogue)}
-    entry["predicted"] = choices(row, x, sparse, epilogue, args.configs) if args.configs else {}
+    entry["predicted"] = choices(row, args.configs) if args.configs else {}
     for config in dict.fromkeys([*entry["predicted"], *args.config]):
         ours[config] = partial(product_of, row, x, sparse, epilogue, config=config)
     for label, call in list(ours.items()):
@@ -295,9 +310,8 @@ def main():
         row for row in rows if args.rows is None or any(text in row.name for text in args.rows.split(","))
     ]
     begun = time.monotonic()
-    if args.configs or args.config:
-        compile_all(rows, args)
-        print(f"compiled after {time.monotonic() - begun:.0f} s", flush=True)
+    compile_all(rows, args)
+    print(f"compiled after {time.monotonic() - begun:.0f} s", flush=True)
     watch = Stopwatch()
     regimes = ("burst", "steady") if args.steady else ("burst",)
     entries = []
