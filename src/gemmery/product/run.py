@@ -240,7 +240,8 @@ def checked(
         check_not_packed(op, "out", out)
     if options.config is not None:
         Config.of(options.config)  # an invalid one is an error, whether a kernel runs or not
-    is_scaled = isinstance(a, ScaledTensor)
+    # Rows of groups are no ScaledTensor themselves, and a sparse weight of fp8 has no scales of its own.
+    is_scaled = isinstance(a, ScaledTensor) or isinstance(b, ScaledTensor)
     if options.out_dtype is None and isinstance(out, Tensor) and (functions.epilogue is None or is_scaled):
         options = options._replace(out_dtype=out.dtype)
     call = make_call(op, a, b, bias, functions, options, alpha, beta)
