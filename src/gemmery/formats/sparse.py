@@ -445,7 +445,8 @@ def in_halves(numbers: Tensor) -> Tensor:
         [33, 127]
     """
     first, second = numbers.to(torch.int8).unflatten(-1, (-1, 2)).unbind(-1)
-    return (first & 15) | (second << 4)
+    found: Tensor = (first & 15) | (second << 4)
+    return found
 
 
 def from_halves(values: Tensor) -> Tensor:
@@ -587,7 +588,8 @@ def of_codes(
 def laid_scales(scales: Tensor, rows: int) -> Tensor:
     """Scales (*batch, N, groups) as they lie for so many stored rows."""
     padding = (0, rows - scales.shape[-2])
-    return torch.nn.functional.pad(scales.transpose(-1, -2), padding).contiguous()
+    found: Tensor = torch.nn.functional.pad(scales.transpose(-1, -2), padding)
+    return found.contiguous()
 
 
 def _laid(numbers: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:

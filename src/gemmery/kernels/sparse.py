@@ -3,8 +3,9 @@
 `x` is (values, metadata, scales), as `formats.sparse` has them; values come by a pointer or a tensor descriptor,
 metadata and scales, which may be None, by a pointer. The matrix is (K, N), as products have it, and what is stored is
 its transpose: values are (matrices, rows, K / 2), or of int4 (matrices, rows, K / 4), metadata (matrices, K / 32, rows)
-and scales (matrices, groups, rows). `strides` is (steps, rows, blocks, groups): steps of the batch in matrices, negated,
-the rows that are stored of a matrix, its blocks of 32 columns and its groups. Beyond the matrix there are zeros.
+and scales (matrices, groups, rows). `strides` is (steps, rows, blocks, groups): steps of the batch in matrices,
+negated, the rows that are stored of a matrix, its blocks of 32 columns and its groups. Beyond the matrix there are
+zeros.
 """
 
 import triton
@@ -95,16 +96,40 @@ def load_scales(
 
 
 @triton.jit
-def two_of(x, scale, DTYPE: tl.constexpr):
-    """The two integers of each byte, times a scale if there is one, in the matrix's type."""
+def placed(x, places):
+    """Bytes with two integers each as words with those of four columns, of four bits each, with 8 added."""
     both = x.to(tl.int32)
-    first = ((both << 28) >> 28).to(tl.float32)
-    second = (both >> 4).to(tl.float32)
+    first = (both & 15) << ((places & 3) * 4)
+    second = ((both >> 4) & 15) << (places & 12)
+    return (first | second) ^ 0x8888
+
+
+@triton.jit
+def integer_at(words, scale, PLACE: tl.constexpr, DTYPE: tl.constexpr):
+    """One of the integers of `placed`, times a scale if there is one, in the matrix's type."""
+    # The lower bits of a floating-point number from 2^23 on: conversions of integers would take longer.
+    bits = ((words >> (4 * PLACE)) & 15) | 0x4B000000
+    number = bits.to(tl.float32, bitcast=True) - 8388616.0
     if scale is not None:
-        # These products are exact.
-        first *= widen(scale)
-        second *= widen(scale)
-    return cast(first, DTYPE), cast(second, DTYPE)
+        # The product is exact.
+        number *= widen(scale)
+    return cast(number, DTYPE)
+
+
+@triton.jit
+def expanded(kept, places, CODE: tl.constexpr, DTYPE: tl.constexpr):
+    """The numbers of each four columns, of the two that are kept: four blocks of (COLS, ROWS / 4)."""
+    COLS: tl.constexpr = places.shape[0]
+    first, second = number_of(kept, CODE, DTYPE).reshape(COLS, places.shape[1], 2).split()
+    at_first = places & 3
+    at_second = places >> 2
+    zero = tl.zeros_like(first)
+    return (
+        tl.where(at_first == 0, first, tl.where(at_second == 0, second, zero)),
+        tl.where(at_first == 1, first, tl.where(at_second == 1, second, zero)),
+        tl.where(at_first == 2, first, tl.where(at_second == 2, second, zero)),
+        tl.where(at_first == 3, first, tl.where(at_second == 3, second, zero)),
+    )
 
 
 @triton.jit
@@ -136,20 +161,13 @@ def load_sparse(
         scale = None
         if GROUP > 0:
             scale = load_scales(scales, matrix, rows, groups, row, col, ROWS, COLS, PAIRED, GROUP)
-        first, second = two_of(kept, scale, KIND)
+        words = placed(kept, places)
+        even = tl.join(integer_at(words, scale, 0, KIND), integer_at(words, scale, 2, KIND))
+        odd = tl.join(integer_at(words, scale, 1, KIND), integer_at(words, scale, 3, KIND))
     else:
-        first, second = number_of(kept, CODE, KIND).reshape(COLS, ROWS // 4, 2).split()
-    at_first = places & 3
-    at_second = places >> 2
-    zero = tl.zeros_like(first)
-    even = tl.join(
-        tl.where(at_first == 0, first, tl.where(at_second == 0, second, zero)),
-        tl.where(at_first == 2, first, tl.where(at_second == 2, second, zero)),
-    )
-    odd = tl.join(
-        tl.where(at_first == 1, first, tl.where(at_second == 1, second, zero)),
-        tl.where(at_first == 3, first, tl.where(at_second == 3, second, zero)),
-    )
+        a, b, c, d = expanded(kept, places, CODE, KIND)
+        even = tl.join(a, c)
+        odd = tl.join(b, d)
     block = tl.join(even, odd).reshape(COLS, ROWS).T
     if DTYPE == "float8_e4m3fn":
         block = block.to(tl.float8e4nv, bitcast=True)

@@ -210,7 +210,7 @@ class SparseOperand(Operand):
         self._parts = (weight.values, weight.metadata, weight.scales, weight.channel)
         self.tensors = tuple([x for x in self._parts if x is not None])
         self.places = (0, 1) if weight.scales is None else (0, 1, 2)
-        self.launched = tuple([self._parts[i] for i in self.places])
+        self.launched = self.tensors[: len(self.places)]
 
     @property
     def values(self) -> tuple[Any, ...]:
