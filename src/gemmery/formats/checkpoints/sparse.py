@@ -151,7 +151,7 @@ def read_marlin24(
     at = torch.stack([nibbles & 3, nibbles >> 2], -1).long()
     kept, scales, dtype = _kept(weight, bits), scale.T.contiguous(), kind(dtype, scale.dtype)
     made = _sparse(kept, at, bits, scales, group_size, dtype)
-    return made or _dense(kept, at, bits, scales, group_size, dtype)
+    return _dense(kept, at, bits, scales, group_size, dtype) if made is None else made
 
 
 def _sparse(
