@@ -204,6 +204,9 @@ def test_batches(has_channel):
     near(gemmery.matmul(x[0], w), wide(x[0], w))
     near(gemmery.matmul(values(2, 3, 1, 96), w), wide(values(2, 3, 1, 96), w))
     near(gemmery.linear(x, w[1]), wide(x, w[1]))
+    # Of x, whose rows are not aligned, a copy may be read; of the weight none.
+    w, x = weight(3, 40, 196), values(3, 5, 196)
+    near(gemmery.bmm(x, scaled(w) if has_channel else w), wide(x, scaled(w) if has_channel else w))
 
 
 def test_batch_invariant():
