@@ -49,9 +49,9 @@ class Row(NamedTuple):
     Attributes:
         gated: whether the weight is gate and up of swiglu.
         code: of kept numbers of 8 bits or 4, "" for bf16. A dense weight with the same code is a peer then; int4 has
-            groups of 128 columns in both. "fp8" is e4m3
-            with activations of e4m3 and scales of rows, as is "fp8 fast", which is summed as tensor cores do; the peer
-            is torch's product of the same kind with one scale, which is cuBLAS's, or with those of rows.
+            groups of 128 columns in both. "fp8" is e4m3 with activations of e4m3 and scales of rows, as is "fp8 fast",
+            which is summed as tensor cores do; the peer is torch's product of the same kind with one scale, which is
+            cuBLAS's, or with those of rows.
     """
 
     name: str
