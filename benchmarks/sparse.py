@@ -48,9 +48,10 @@ class Row(NamedTuple):
 
     Attributes:
         gated: whether the weight is gate and up of swiglu.
-        code: of kept numbers of 8 bits, "" for bf16. A dense weight with the same code is a peer then. "fp8" is e4m3
-            with activations of e4m3 and scales of rows, as is "fp8 fast", which is summed as tensor cores do; the peer
-            is torch's product of the same kind with one scale, which is cuBLAS's, or with those of rows.
+        code: of kept numbers of 8 bits or 4, "" for bf16. A dense weight with the same code is a peer then; int4 has
+            groups of 128 columns in both. "fp8" is e4m3 with activations of e4m3 and scales of rows, as is "fp8 fast",
+            which is summed as tensor cores do; the peer is torch's product of the same kind with one scale, which is
+            cuBLAS's, or with those of rows.
     """
 
     name: str
@@ -71,7 +72,7 @@ SUITE = [
     Row("prefill 8192x8192x8192", 8192, 8192, 8192),
     *[
         Row(f"{code} decode {m}x8192x8192", m, 8192, 8192, False, code)
-        for code in ("e4m3", "int8")
+        for code in ("e4m3", "int8", "int4")
         for m in (1, 16, 64)
     ],
     *[
@@ -115,7 +116,8 @@ def choices(row, every):
     Without any, the quickest one.
     """
     x = torch.empty(row.M, row.K, dtype=BF16, device="meta")
-    weight = abstract_sparse("e4m3" if row.code.startswith("fp8") else row.code, row.N, row.K, BF16)
+    code, group = "e4m3" if row.code.startswith("fp8") else row.code, 128 if row.code == "int4" else 0
+    weight = abstract_sparse(code, row.N, row.K, BF16, group)
     if row.code.startswith("fp8"):
         x = gemmery.ScaledTensor(x.to(torch.float8_e4m3fn), torch.empty(row.M, 1, device="meta"))
         weight = weight.with_parts(weight.parts() | {"channel": torch.empty(row.N, device="meta")})
@@ -217,7 +219,7 @@ def measure(row, watch, args):
     dense, is_fp8 = sparse.dense(), code.startswith("fp8")
     # Of codes, their numbers, which bf16 holds, before the rows' scales.
     want = (x.dequantize() if is_fp8 else x.float()) @ sparse.unscaled().dense(torch.float32).T
-    if code:
+    if sparse.channel is not None:
         want *= sparse.channel
     if gated:
         want = F.silu(want[:, : n // 2]) * want[:, n // 2 :]

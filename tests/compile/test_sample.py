@@ -27,6 +27,7 @@ POSED = {
     "pair": ("swiglu_pair", "bf16", TILE),
     "packed": ("int4_gelu", "bf16", TILE + "-swap"),
     "sparse": ("sparse_gelu", "bf16", TILE + "-swap"),
+    "sparse int4": ("sparse_int4", "bf16", TILE + "-swap"),
     "scaled": ("scaled_blocks", "int8", "64x64x128-g8-w4-s2-tile-pointer"),
 }
 #: Kernels that only Hopper can run, and only some versions of Triton can compile.
@@ -82,12 +83,21 @@ def test_operands_and_epilogues(target, name):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["sparse", "sparse_gelu", "sparse_swiglu"])
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        ("sparse", "sparse"),
+        ("sparse_gelu", "sparse"),
+        ("sparse_swiglu", "sparse"),
+        ("sparse_int4", "sparse4"),
+        ("sparse_int4_swiglu", "sparse4"),
+    ],
+)
 @every_target
-def test_rows_for_sparse_weights(target, name):
+def test_rows_for_sparse_weights(target, name, kind):
     """All of the tile schedule, with and without parts of K."""
     spills = {}
-    rows = [tile for tile in tiles_of(ARCHS[target].family, "sparse") if tile.config.schedule == "tile"]
+    rows = [tile for tile in tiles_of(ARCHS[target].family, kind) if tile.config.schedule == "tile"]
     configs = {replace(tile.config, split_k=k) for tile in rows for k in ((1, 2) if tile.splits else (1,))}
     for config in configs:
         compiled = compile_posed(target, name, "bf16", str(config))

@@ -27,9 +27,15 @@ SHAPES = [
 ]
 
 
+#: Codes of kept numbers, of int4 with the size of its groups.
+CODES = ("", "e4m3", "int8", "int4/0", "int4/32", "int4/128")
+
+
 def weight(n, k, dtype, batch=(), code=""):
     sparse = gemmery.sparsify(values((*batch, n, k), dtype))
-    return gemmery.quantize(sparse, code) if code else sparse
+    name, _, size = code.partition("/")
+    how = {"group_size": int(size)} if size else {}
+    return gemmery.quantize(sparse, name, **how) if code else sparse
 
 
 def full(w):
@@ -49,7 +55,7 @@ def assert_right(result, x, w, want):
     assert relative(result, want) <= 1.05 * theirs + 1e-4
 
 
-@pytest.mark.parametrize("code", ("", "e4m3", "int8"))
+@pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_linear(shape, dtype, code):
@@ -64,7 +70,8 @@ def test_linear(shape, dtype, code):
 
 
 FAMILY = "interpreter" if DRY else "hopper"
-TILES = [(code, tile) for code in ("", "e4m3") for tile in tiles_of(FAMILY, "sparse8" if code else "sparse")]
+KINDS = {"": "sparse", "e4m3": "sparse8", "int4/32": "sparse4", "int4/128": "sparse4"}
+TILES = [(code, tile) for code, kind in KINDS.items() for tile in tiles_of(FAMILY, kind)]
 
 
 @pytest.mark.parametrize("code, tile", TILES, ids=lambda x: x if isinstance(x, str) else str(x.config))
@@ -155,7 +162,7 @@ def test_epilogues(m, dtype):
 
 @pytest.mark.parametrize("m", (1, 7, 33, 64, 200, 1500))
 @pytest.mark.parametrize("n", (128, 1088, 4096))
-@pytest.mark.parametrize("code", ("", "e4m3"))
+@pytest.mark.parametrize("code", ("", "e4m3", "int4/32"))
 def test_swiglu(m, n, code):
     rng("sparse swiglu", m, n, code)
     m, n, k = size(m), n if not DRY else 128, 512
@@ -182,17 +189,19 @@ def test_gradients():
     assert relative(w.values.grad, wide(sampled(wd.grad, w))) < 1e-2
 
 
-def test_batch():
-    rng("sparse batch")
-    x, w = values((3, size(100), 192), torch.float16), weight(160, 192, torch.float16, (3,))
+@pytest.mark.parametrize("code", ("", "int4/64"))
+def test_batch(code):
+    rng("sparse batch", code)
+    x, w = values((3, size(100), 192), torch.float16), weight(160, 192, torch.float16, (3,), code)
     assert_right(gemmery.bmm(x, w), x, w, wide(x) @ full(w).mT)
 
 
 @pytest.mark.parametrize("rows", (7, 600))
-def test_groups(rows):
-    rng("sparse groups", rows)
+@pytest.mark.parametrize("code", ("", "int4/64"))
+def test_groups(rows, code):
+    rng("sparse groups", rows, code)
     rows, n, k = size(rows), 128, 192
-    x, w = values((rows, k), torch.bfloat16), weight(n, k, torch.bfloat16, (3,))
+    x, w = values((rows, k), torch.bfloat16), weight(n, k, torch.bfloat16, (3,), code)
     ends = [rows // 3, rows // 3, rows]
     offs = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
     dense = wide(w.dense())

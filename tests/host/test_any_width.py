@@ -18,7 +18,7 @@ from gemmery.schedules.any_width_tile import Tile
 from gemmery.schedules.base import Forms
 from gemmery.select import candidates, measured, rank, samples, shortlist
 from gemmery.select.shapes import device_named, problem_of
-from gemmery.select.space import kind_of, space_of, tiles_of
+from gemmery.select.space import configs, kind_of, space_of, tiles_of
 from gemmery.tuning import tuner
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
@@ -268,6 +268,17 @@ def test_what_packed_weights_need(format, more, text, message):
 def test_what_sparse_weights_need(epilogue, text, message):
     with pytest.raises(ValueError, match=message):
         schedules.bind(sparse_problem(epilogue=epilogue), Config.of(text))
+
+
+@pytest.mark.parametrize("group", [0, 128])
+@pytest.mark.parametrize("epilogue", [None, epilogues.swiglu])
+def test_sparse_weights_of_4_bits_are_left_to_the_tile_schedule(epilogue, group):
+    x = torch.empty(1000, 2048, dtype=torch.bfloat16, device="meta")
+    p = linear_problem(x, abstract_sparse("int4", 1536, 2048, x.dtype, group), H200, epilogue=epilogue)
+    assert {tile.config.schedule for tile in configs(p)} == {"tile"}
+    config = Config.of("128x128x64-g8-w8-s4-cooperative-descriptor-swap")
+    with pytest.raises(ValueError, match="of a sparse weight kept numbers of 16 or 8 bits"):
+        schedules.bind(p, config)
 
 
 @pytest.mark.parametrize(("text", "message"), [

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from gemmery.formats import SparseTensor
+from gemmery.formats import QuantizedTensor, SparseTensor
 from gemmery.formats.base import NF4
 from gemmery.formats.checkpoints import (
     read_awq,
@@ -511,9 +511,35 @@ def test_marlin24(rng, bits, rows, columns, groups):
     config = scheme(bits)
     config["config_groups"]["group_0"]["weights"]["group_size"] = 128 if groups > 1 else None
     weight = read_weight({f"l.{name}": x for name, x in tensors.items()}, "l", config)
-    check(weight, w, torch.float16)
-    assert weight.format.name == f"int{bits}"
-    assert weight.group_size == (128 if groups > 1 else 0)
+    if bits == 8 and groups > 1:
+        # Sparse weights of 8 bits have no groups.
+        check(weight, w, torch.float16)
+        assert (weight.format.name, weight.group_size) == ("int8", 128)
+        return
+    assert isinstance(weight, SparseTensor)
+    assert (weight.code, weight.group_size) == (f"int{bits}", 128 if groups > 1 else 0)
+    assert weight.dtype == torch.float16
+    assert weight.dense().equal(tensor(np.asarray(w, dtype=np.float32)).half())
+    per_group = 2 * rows * groups if groups > 1 else 4 * rows
+    # Of two numbers of the matrix one is kept, with two bits for its place.
+    assert weight.nbytes == rows * (columns + -columns % 64) * (bits + 2) // 16 + per_group
+
+
+def test_marlin24_with_scales_that_a_sparse_weight_does_not_hold(rng):
+    tensors, _ = marlin24(rng, 4, 64, 256, 2)
+    scale = tensors["scale_packed"].float() * (1 + 2**-10)
+    packed, meta = tensors["weight_packed"], tensors["meta"]
+    wide = read_marlin24(packed, scale, meta, group_size=128, dtype=torch.bfloat16)
+    assert isinstance(wide, QuantizedTensor)
+    assert wide.scales.dtype == torch.float32
+    exact = read_marlin24(packed, scale.bfloat16(), meta, group_size=128)
+    assert isinstance(exact, SparseTensor)
+    assert exact.dtype == torch.bfloat16
+    small = read_marlin24(packed, torch.ones(16, 64).half(), meta, group_size=16)
+    assert isinstance(small, QuantizedTensor)
+    assert small.group_size == 16
+    with pytest.raises(ValueError, match="group_size is 64, so that 256 columns have 4 groups"):
+        read_marlin24(packed, tensors["scale_packed"], meta, group_size=64)
 
 
 def test_errors_of_marlin24(rng):

@@ -389,6 +389,28 @@ def test_its_state_dict_is_a_linear_layers():
     assert isinstance(layer, nn.Linear)
 
 
+@pytest.mark.parametrize("group_size", [0, 32])
+def test_a_layer_of_int4(tmp_path, group_size):
+    made = [
+        gemmery.quantize(gemmery.sparsify(torch.randn(64, 128).bfloat16()), "int4", group_size=group_size)
+        for _ in range(2)
+    ]
+    layer, other = (PrunedLinear(w, torch.randn(64).bfloat16()) for w in made)
+    x = torch.randn(3, 128).bfloat16()
+    near(layer(x), F.linear(x, layer.sparse.dense(), layer.bias))
+    other.load_state_dict(layer.state_dict())
+    assert other(x).equal(layer(x))
+    assert copy.deepcopy(layer).half()(x.half()).dtype == F16
+    pytest.importorskip("safetensors")
+    save_safetensors(tmp_path / "layer.safetensors", layer.state_dict())
+    fresh = PrunedLinear(gemmery.sparsify(torch.zeros(64, 128)), torch.zeros(64).bfloat16())
+    fresh.load_state_dict(load_safetensors(tmp_path / "layer.safetensors"))
+    assert fresh(x).equal(layer(x))
+    assert fresh.sparse.group_size == group_size
+    size = ", group_size=32" if group_size else ""
+    assert f"pattern=2:4, code=int4{size})" in repr(layer)
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", [BF16, F16])
 def test_autocast(dtype, method):

@@ -54,6 +54,12 @@ def check_equal(a, b):
     assert all(x.equal(y) for x, y in zip(a.parts().values(), b.parts().values(), strict=True))
 
 
+def made_again(w):
+    """A weight of another one's parts, which checks them."""
+    how = {"code": w.code, "dtype": w.dtype, "group_size": w.group_size} if w.code else {}
+    return SparseTensor(w.shape, **w.parts(), **how)
+
+
 def apart(a, b):
     return all(
         x.data_ptr() != y.data_ptr() for x, y in zip(a.parts().values(), b.parts().values(), strict=True)
@@ -67,9 +73,15 @@ def full(*batch, seed=0, per_row=True):
     return w.with_parts(w.parts() | {"channel": channel})
 
 
+def int4(*shape, group_size=32, dtype=BF16):
+    return gemmery.quantize(sparsify(values(*shape, dtype=dtype)), "int4", group_size=group_size)
+
+
 WEIGHTS = {
     "plain": lambda: sparsify(values(64, 128)), "channel": full, "one": lambda: full(per_row=False),
     "batch": lambda: full(2, 3), "float16": lambda: sparsify(values(40, 100, dtype=F16)),
+    "int4": lambda: int4(72, 196, dtype=F16), "int4 rows": lambda: int4(64, 128, group_size=0),
+    "int4 batch": lambda: int4(2, 3, 40, 196, group_size=64),
 }  # fmt: skip
 each_weight = pytest.mark.parametrize("w", [make() for make in WEIGHTS.values()], ids=WEIGHTS)
 
@@ -267,6 +279,100 @@ def test_undefined_metadata_is_refused(nibble):
         pickle.loads(pickle.dumps(wrong))
 
 
+# --- few bits --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("group_size", [None, 0, 32, 64, 256])
+@pytest.mark.parametrize("shape", [(32, 64), (40, 100), (33, 68), (2, 64, 320), (0, 64), (32, 0)])
+def test_int4_is_rounded_as_in_a_dense_weight(shape, group_size):
+    """Zeros between the kept numbers change neither scales nor codes."""
+    s = sparsify(values(*shape))
+    w = gemmery.quantize(s, "int4", group_size=group_size)
+    dense = gemmery.quantize(s.dense(), "int4", group_size=group_size)
+    assert (w.code, w.group_size, w.dtype) == ("int4", dense.group_size, BF16)
+    assert w.metadata.equal(s.metadata)
+    assert w.dense(torch.float32).equal(dense.dequantize(torch.float32))
+    check_equal(made_again(w), w)
+    rows, columns = padded(*shape[-2:])
+    assert w.values.shape == (*shape[:-2], rows, columns // 4)
+    if group_size != 0:
+        assert w.channel is None
+        assert not w.scales[..., shape[-2] :].any()
+
+
+def test_int4_by_hand():
+    """A scale may be negative: the largest number is -8 of them. Others are rounded to nearest, ties to even."""
+    x = torch.zeros(1, 64)
+    x[0, [1, 3, 4, 6, 40, 42]] = torch.tensor([4.0, -3.5, 0.25, 1.5, 2.0, -2.0])
+    w = gemmery.quantize(sparsify(x, method="as_is"), "int4", group_size=32)
+    # By -0.5: -8, 7, -0.5, -3. In the second group both signs are as large, so that nothing is clipped.
+    assert w.scales[:, 0].tolist() == [-0.5, torch.tensor(2 / 7).bfloat16().item()]
+    low, high = w.values[0, :2] & 15, (w.values[0, :2] >> 4) & 15
+    assert (low.tolist(), high.tolist()) == ([8, 0], [7, 13])
+    assert w.dense()[0, [0, 1, 2, 3, 4, 6]].tolist() == [0, 4, 0, -3.5, 0, 1.5]
+    assert w.values[0, 10].item() == 7 | -7 << 4
+
+
+def test_int4_keeps_the_rows_scales_that_there_are():
+    for group_size in (0, 32):
+        plain, scaled = sparsify(values(40, 100)), sparsify(values(40, 100))
+        channel = torch.rand(40) + 0.5
+        scaled = scaled.with_parts(scaled.parts() | {"channel": channel})
+        w, without = (gemmery.quantize(x, "int4", group_size=group_size) for x in (scaled, plain))
+        assert w.unscaled().dense().equal(without.unscaled().dense())
+        want = without.channel * channel if group_size == 0 else channel
+        assert w.channel.equal(want)
+
+
+def test_int4_in_other_types_and_on_meta():
+    w = int4(72, 196)
+    half = w.half()
+    assert (half.dtype, half.scales.dtype) == (F16, F16)
+    assert half.values.equal(w.values)
+    check_equal(half.bfloat16(), w)
+    check_equal(gemmery.quantize(sparsify(values(72, 196)), "int4", group_size=32, dtype=BF16), w)
+    large = gemmery.quantize(sparsify(torch.full((4, 32), 1e6, dtype=BF16)), "int4", group_size=32)
+    with pytest.raises(ValueError, match=r"scales have .* would become inf in torch.float16"):
+        large.half()
+    meta = gemmery.quantize(sparsify(torch.empty(72, 196, dtype=BF16, device="meta")), "int4", group_size=32)
+    assert (meta.device.type, meta.nbytes, meta.shape) == ("meta", w.nbytes, w.shape)
+
+
+def test_bytes_of_int4():
+    """3 bits a weight, and 16 for each group of a row."""
+    assert int4(64, 256, group_size=128).nbytes * 8 == 64 * (256 * 3 + 2 * 16)
+    assert int4(64, 256, group_size=0).nbytes * 8 == 64 * (256 * 3 + 32)
+    text = "SparseTensor((64, 256), pattern=2:4, code=int4, group_size=128, dtype=torch.bfloat16, device='cpu', bytes=6400)"
+    assert repr(int4(64, 256, group_size=128)) == text
+
+
+def test_errors_of_quantize():
+    w = sparsify(values(40, 100))
+    for arguments, text in (
+        (
+            {"format": "int4", "group_size": 16},
+            "group_size is 16; with int4 and a sparse weight it must be 0 or 32",
+        ),
+        ({"format": "int4", "group_size": 48}, "group_size is 48; with int4"),
+        (
+            {"format": "int8", "group_size": 32},
+            "group_size is 32; with int8 and a sparse weight it must be 0$",
+        ),
+        ({"format": "int4", "symmetric": False}, "a sparse weight has no zero points"),
+        ({"format": "nf4"}, "format is 'nf4' for a sparse weight; it must be one of e4m3, int8, int4"),
+    ):
+        with pytest.raises(ValueError, match=f"quantize: {text}"):
+            gemmery.quantize(w, **arguments)
+    for code, bits in (("int4", 4), ("e4m3", 8)):
+        with pytest.raises(ValueError, match=f"have {bits} bits already"):
+            gemmery.quantize(gemmery.quantize(w, code), "int4")
+    with pytest.raises(ValueError, match="w has NaN or infinity"):
+        gemmery.quantize(sparsify(torch.full((4, 4), torch.nan)), "int4")
+    x = gemmery.quantize_activations(values(4, 64), "e4m3")
+    with pytest.raises(TypeError, match="b keeps numbers of int4; a sparse one must keep e4m3"):
+        gemmery.scaled_matmul(x, int4(32, 64))
+
+
 # --- as a tensor -----------------------------------------------------------------------------------------------------
 
 
@@ -403,13 +509,13 @@ def test_rows_and_columns(w):
     for a, b in ((0, 32), (32, None), (0, 0), (32, 32), (None, N), (32, 999)):
         piece = w[..., a:b, :]
         assert piece.dense().equal(dense[..., a:b, :])
-        SparseTensor(piece.shape, **piece.parts())  # which checks its parts
+        made_again(piece)
         if piece.shape != w.shape:
             assert apart(piece, w) or not piece.numel()
     for a, b in ((0, 64), (64, None), (64, K)):
         piece = w[..., a:b]
         assert piece.dense().equal(dense[..., a:b])
-        SparseTensor(piece.shape, **piece.parts())
+        made_again(piece)
     with pytest.raises(ValueError, match=r"slice: rows 8 to .* only at multiples of 32"):
         w[..., 8:32, :]
     with pytest.raises(ValueError, match=r"slice: columns 0 to 32 .* only at multiples of 64"):
@@ -420,6 +526,26 @@ def test_rows_and_columns(w):
         w[..., 0, :]
 
 
+@pytest.mark.parametrize("group_size", [32, 256])
+def test_int4_is_cut_where_groups_end(group_size):
+    w = int4(2, 96, 640, group_size=group_size)
+    step = max(64, group_size)
+    for piece, dense in (
+        (w[..., step:], w.dense()[..., step:]),
+        (w[..., :step], w.dense()[..., :step]),
+        (w[..., 32:96, :], w.dense()[..., 32:96, :]),
+        (w[1], w.dense()[1]),
+    ):
+        assert piece.dense().equal(dense)
+        assert piece.group_size == group_size
+        check_equal(made_again(piece), piece)
+        assert apart(piece, w) or piece.dim() == 2
+    with pytest.raises(ValueError, match=f"columns 0 to {step // 2} .* only at multiples of {step}"):
+        w[..., : step // 2]
+    with pytest.raises(ValueError, match=r"rows 0 to 16 .* only at multiples of 32"):
+        w[..., :16, :]
+
+
 @pytest.mark.parametrize("batch", [(), (2,)])
 def test_shards(batch):
     w = sparsify(values(*batch, 96, 192))
@@ -428,7 +554,7 @@ def test_shards(batch):
         parts = [w.shard(dim, i, 3) for i in range(3)]
         assert torch.cat([x.dense() for x in parts], dim).equal(w.dense())
         for part in parts:
-            SparseTensor(part.shape, **part.parts())
+            made_again(part)
             assert part.channel.data_ptr() != w.channel.data_ptr()
     with pytest.raises(ValueError, match=r"shard: columns 96 to 192 .* only at multiples of 64"):
         w.shard(-1, 1, 2)
@@ -466,6 +592,33 @@ def test_errors_of_the_constructor(change, error, text):
         SparseTensor(**given)
 
 
+@pytest.mark.parametrize(
+    "change, error, text",
+    [
+        (
+            {"values": torch.zeros(64, 64, dtype=torch.int8)},
+            ValueError,
+            r"values is \(64, 64\); .* \(64, 32\)",
+        ),
+        ({"values": torch.zeros(64, 32, dtype=BF16)}, TypeError, "values is torch.bfloat16; .* torch.int8"),
+        ({"scales": torch.ones(3, 64).half()}, ValueError, r"scales is \(3, 64\); it must be \(4, 64\)"),
+        ({"scales": torch.ones(4, 64)}, TypeError, "scales is torch.float32; it must be torch.float16"),
+        ({"scales": torch.ones(64, 4).half().t()}, ValueError, "scales has strides .* contiguous"),
+        ({"scales": None}, ValueError, "group_size is 32 without scales; it must be 0"),
+        ({"group_size": 48}, ValueError, "group_size is 48 with scales; .* power of two of at least 32"),
+        ({"group_size": 0}, ValueError, "group_size is 0 with scales"),
+        ({"code": "int8"}, ValueError, "there are scales with code 'int8'"),
+        ({"code": "int2"}, ValueError, "code is 'int2'; it must be one of e4m3, int8, int4, or ''"),
+        ({"dtype": None}, ValueError, "dtype is None with code 'int4'"),
+    ],
+)
+def test_errors_of_the_constructor_with_int4(change, error, text):
+    w = int4(40, 100, dtype=F16)
+    given = {"shape": w.shape, "code": "int4", "dtype": F16, "group_size": 32} | w.parts() | change
+    with pytest.raises(error, match=f"SparseTensor: .*{text}"):
+        SparseTensor(**given)
+
+
 def test_tensors_and_texts():
     w = full()
     tensors, texts = w.to_tensors("a.")
@@ -480,6 +633,20 @@ def test_tensors_and_texts():
         SparseTensor.from_tensors(tensors, texts | {"dtype": "float16"}, "a.")
     with pytest.raises(ValueError, match="the texts have no shape"):
         SparseTensor.from_tensors(tensors, {"format": "2:4", "dtype": "bfloat16"}, "a.")
+
+
+def test_tensors_and_texts_of_int4():
+    w = int4(72, 196)
+    tensors, texts = w.to_tensors("a.")
+    assert sorted(tensors) == ["a.metadata", "a.scales", "a.values"]
+    assert (texts["code"], texts["group_size"]) == ("int4", "32")
+    check_equal(SparseTensor.from_tensors(tensors, texts, "a."), w)
+    with pytest.raises(ValueError, match="group_size is 'x'; it must be a whole number"):
+        SparseTensor.from_tensors(tensors, texts | {"group_size": "x"}, "a.")
+    with pytest.raises(ValueError, match="group_size is 0 with scales"):
+        SparseTensor.from_tensors(tensors, {k: x for k, x in texts.items() if k != "group_size"}, "a.")
+    with pytest.raises(ValueError, match=r"copy_: the layout differs .*group_size"):
+        w.copy_(int4(72, 196, group_size=64))
 
 
 def test_what_is_not_supported_says_so():

@@ -1,5 +1,7 @@
 """Kernels for 2:4 sparse weights in the interpreter: odd sizes, epilogues, halves, batches, K cut in parts, gradients."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -19,6 +21,10 @@ def values(*shape, seed=0, dtype=BF16):
 
 def weight(*shape, dtype=BF16, **options):
     return gemmery.sparsify(values(*shape, seed=1, dtype=dtype) / 8, **options)
+
+
+def int4(*shape, group_size=32, dtype=BF16):
+    return gemmery.quantize(weight(*shape, dtype=dtype), "int4", group_size=group_size)
 
 
 def scaled(w, per_row=True):
@@ -103,6 +109,77 @@ def test_a_channel(per_row):
          epilogues.swiglu(wide(values(5, 96), scaled(weight(64, 96), per_row))))  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("group_size", [0, 32, 128])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 33, 100), (17, 40, 260), (64, 33, 140)])
+def test_int4(m, n, k, group_size, dtype):
+    x, w = values(m, k, dtype=dtype), int4(n, k, group_size=group_size, dtype=dtype)
+    near(gemmery.linear(x, w, out_dtype=F32), wide(x, w), F32)
+
+
+@pytest.mark.parametrize("m", [1, 18])
+@pytest.mark.parametrize("group_size", [0, 32])
+def test_int4_with_epilogues(m, group_size):
+    x, w, bias = values(m, 100), int4(128, 100, group_size=group_size), values(128)
+    near(gemmery.linear(x, w, bias, epilogue=F.gelu), F.gelu(wide(x, w) + bias))
+    near(gemmery.linear(x, w, bias, epilogue=epilogues.swiglu), epilogues.swiglu(wide(x, w) + bias))
+
+
+def test_int4_in_every_tile():
+    """Steps of 32 and more columns, in groups that are longer and shorter, and K in parts."""
+    from gemmery.select.space import tiles_of
+
+    x = values(20, 400)
+    for group_size in (32, 64, 256):
+        w = int4(70, 400, group_size=group_size)
+        for tile in tiles_of("interpreter", "sparse4"):
+            for parts in (1, 2) if tile.splits else (1,):
+                config = replace(tile.config, split_k=parts)
+                near(gemmery.linear(x, w, config=config, out_dtype=F32), wide(x, w), F32)
+    narrow = gemmery.Config(block_m=16, block_n=32, block_k=32, num_warps=4, num_stages=3, swap=True)
+    near(gemmery.linear(x, w, config=narrow, out_dtype=F32), wide(x, w), F32)
+    with pytest.raises(
+        ValueError, match="block_k must be at least 64 for descriptors of sparse weights of int4"
+    ):
+        gemmery.linear(x, w, config=replace(narrow, loader="descriptor"))
+
+
+def test_int4_batches_and_groups():
+    x, w = values(3, 5, 196), int4(3, 40, 196)
+    near(gemmery.bmm(x, w), wide(x, w))
+    near(gemmery.matmul(x[0], w), wide(x[0], w))
+    near(gemmery.linear(x[1], w[1]), wide(x[1], w[1]))
+    offs = torch.tensor([2, 2, 5], dtype=torch.int32)
+    want = torch.cat([wide(x[0, :2], w[0]), wide(x[0, 2:], w[2])])
+    near(gemmery.grouped_linear(x[0], w, offs=offs), want)
+
+
+def test_int4_gradients_of_x():
+    x, w, grad = values(6, 100).requires_grad_(), scaled(int4(33, 100)), values(6, 33, seed=7)
+    gemmery.linear(x, w, epilogue=F.silu).backward(grad)
+    leaf = x.detach().double().requires_grad_()
+    F.silu(leaf @ w.dense(F64).T).backward(grad.double())
+    near(x.grad, leaf.grad, BF16)
+
+
+def test_a_repeated_call_sees_its_own_scales():
+    x, w, other = values(5, 100), int4(33, 100), int4(33, 100)
+    other.scales.mul_(2)
+    results = [gemmery.linear(x, y, out_dtype=F32) for y in (w, other, w, other)]
+    near(results[1], wide(x, other), F32)
+    assert torch.equal(results[0], results[2])
+    assert torch.equal(results[1], results[3])
+    assert torch.equal(2 * results[0], results[1])
+
+
+def test_int4_compiled():
+    w = int4(40, 100)
+    function = lambda x, w: gemmery.linear(x, w)  # noqa: E731
+    made = torch.compile(function, fullgraph=True, backend="aot_eager")
+    x = values(5, 100)
+    assert torch.equal(made(x, w), function(x, w))
+
+
 def test_halves_that_no_kernel_reads():
     x, w = values(5, 64), weight(48, 64)
     with pytest.raises(ValueError, match=r"48 rows; .* must be a multiple of 64"):
@@ -127,6 +204,9 @@ def test_batches(has_channel):
     near(gemmery.matmul(x[0], w), wide(x[0], w))
     near(gemmery.matmul(values(2, 3, 1, 96), w), wide(values(2, 3, 1, 96), w))
     near(gemmery.linear(x, w[1]), wide(x, w[1]))
+    # Of x, whose rows are not aligned, a copy may be read; of the weight none.
+    w, x = weight(3, 40, 196), values(3, 5, 196)
+    near(gemmery.bmm(x, scaled(w) if has_channel else w), wide(x, scaled(w) if has_channel else w))
 
 
 def test_batch_invariant():

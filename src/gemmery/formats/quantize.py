@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .aten import converted
+from .aten import converted, has_no_values
 from .base import Format
 from .codes import from_codes
 from .scaled import BLOCK
-from .sparse import CODES, SparseTensor, quantized
+from .sparse import CODES, SMALLEST_GROUP, SparseTensor, in_halves, laid_scales, quantized
 from .tensor import QuantizedTensor, lookup
 from .weight import DTYPES
 
@@ -93,11 +93,12 @@ def quantize(
 
     Args:
         w: (*batch, N, K), of floating point. Or a `gemmery.SparseTensor`, of which the kept numbers become int8 or e4m3
-            with a scale for each row; the result is one, too.
+            with a scale for each row, or int4; the result is one, too. It has no zero points.
         format: "int8", "int4", "e4m3", "e5m2", "mxfp4", "nvfp4" or "nf4".
         group_size: columns that share a scale, a power of two from 16 to 1024. 0 for int8 and int4: one float32 scale a
             row, by which the product is multiplied (`channel`). By default 128 for int4, 0 for int8, 64 for nf4; mxfp4
-            has 32 and nvfp4 16, and for e4m3 and e5m2 `scale` decides.
+            has 32 and nvfp4 16, and for e4m3 and e5m2 `scale` decides. Of a sparse weight int4 has 0, or groups of at
+            least 32 columns, of which half are kept.
         symmetric: False for int8 and int4 gives each group a zero point and so the range from its least to its largest
             number; needs groups.
         scale: for e4m3 and e5m2, what shares a float32 scale: all of w ("tensor"), a row ("channel"), or a block of 128
@@ -147,16 +148,55 @@ def quantize(
 def _sparse(
     w: SparseTensor, format: Format, group_size: int | None, symmetric: bool, scale: Scale, dtype: torch.dtype | None
 ) -> SparseTensor:  # fmt: skip
-    """A sparse weight in 8 bits; ValueError for what only dense ones take."""
+    """A sparse weight in 8 bits or 4; ValueError for what only dense ones take."""
     if format.name not in CODES:
         raise ValueError(
             f"quantize: format is {format.name!r} for a sparse weight; it must be one of {', '.join(CODES)}"
         )
-    if group_size or not symmetric or scale != "channel":
-        raise ValueError("quantize: a sparse weight has a scale for each row, and no groups or zero points")
+    if not symmetric or scale != "channel":
+        raise ValueError(
+            "quantize: a sparse weight has no zero points, and no scale of the tensor or of blocks"
+        )
+    if w.code:
+        bits = 4 if w.code == "int4" else 8
+        raise ValueError(f"quantize: the kept numbers of {w!r} have {bits} bits already")
+    rule = _rule(format)
+    sizes = [x for x in rule.sizes if not x or (x >= SMALLEST_GROUP and format.name == "int4")]
+    size = rule.size if group_size is None else group_size
+    if isinstance(size, bool) or size not in sizes:
+        raise ValueError(
+            f"quantize: group_size is {size!r}; with {format.name} and a sparse weight it must be "
+            f"{' or '.join(map(str, sizes))}"
+        )
+    if not has_no_values(w.values) and not bool(w.values.isfinite().all()):
+        raise ValueError("quantize: w has NaN or infinity")
     if dtype is not None and dtype != w.dtype:
         w = w.in_type(dtype)
-    return quantized(w, format.name)
+    return _sparse_int4(w, size) if format.name == "int4" else quantized(w, format.name)
+
+
+def _sparse_int4(w: SparseTensor, size: int) -> SparseTensor:
+    """A sparse weight in 4 bits, with a scale for each row, or for each group of `size` columns."""
+    N, K = w.shape[-2:]
+    values = w.values.detach().float()
+    inner, grouped = w.parts(), values.unsqueeze(-2)
+    if size:
+        # Of a group's columns half are kept, and those that pad the last group are 0.
+        grouped = _groups(values, size // 2)[..., : -(-K // size), :]
+    scales = _or_one(_symmetric_scales(pad(grouped, (0, 1)), 4))
+    if size:
+        scales = _or_one(converted("quantize", "scales", scales, w.dtype, may_vanish=True))
+        inner["scales"] = laid_scales(scales[..., :N, :], values.shape[-2])
+    else:
+        channel = scales.squeeze(-1)[..., :N].contiguous()
+        inner["channel"] = channel if w.channel is None else channel * w.channel
+    codes = (grouped / scales.float().unsqueeze(-1)).round().clamp(-8, 7).flatten(-2)
+    codes = pad(codes, (0, max(0, values.shape[-1] - codes.shape[-1])))[..., : values.shape[-1]]
+    inner["values"] = in_halves(codes)
+    made = SparseTensor._assemble(w.shape, inner, "int4", w.dtype, size)
+    if size and not has_no_values(values) and not bool(made.unscaled().dense().isfinite().all()):
+        raise ValueError(f"quantize: w has {values.abs().max():g}, too near the largest number of {w.dtype}")
+    return made
 
 
 # --- arguments -------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from . import aten
-from .weight import DTYPES, Inner, PackedWeight, check_texts, dtype_of_text, shape_of_text
+from .weight import DTYPES, Inner, PackedWeight, check_texts, dtype_of_text, number_of_text, shape_of_text
 
 #: What a file says of the format; the only pattern there is.
 PATTERN = "2:4"
@@ -26,10 +27,12 @@ PATTERN = "2:4"
 GROUP, ROWS, COLUMNS = 4, 32, 64
 #: Rows and columns of a block of words.
 BLOCK = 32
-#: Codes of kept numbers that are stored in 8 bits, and the largest number of each.
-CODES = {"e4m3": 448.0, "int8": 127.0}
+#: Codes of kept numbers that are stored in 8 bits or 4, and the largest number of each.
+CODES = {"e4m3": 448.0, "int8": 127.0, "int4": 7.0}
+#: The least number of columns with one scale. Each block of metadata has that many.
+SMALLEST_GROUP = 32
 #: The tensors that a SparseTensor consists of, in the order in which they are stored.
-INNER = ("values", "metadata", "channel")
+INNER = ("values", "metadata", "scales", "channel")
 
 Method = Literal["magnitude", "transposable", "as_is"]
 
@@ -44,12 +47,18 @@ class SparseTensor(PackedWeight):
     Args:
         shape: (*batch, N, K), where K is a multiple of 4.
         values: the kept numbers, (*batch, Np, Kp / 2), contiguous, float16 or bfloat16, where Np is N rounded up to 32
-            and Kp is K rounded up to 64; what pads is 0. With a `code`, int8: the bits of its numbers.
+            and Kp is K rounded up to 64; what pads is 0. With a `code`, int8: the bits of its numbers. With "int4",
+            (*batch, Np, Kp / 4): each byte has the two kept numbers of four columns, from -8 to 7, the first one in its
+            lower half.
         metadata: int32, (*batch, Kp / 32, Np), contiguous; see the head of the module. Of each four numbers the first
             place is below the second one, also of those that pad.
+        scales: of the activations' type, (*batch, ceil(K / group_size), Np), contiguous: with the code "int4", numbers
+            by which groups of columns are multiplied. The products are rounded to the activations' type, as in
+            `QuantizedTensor`.
         channel: float32, (*batch, N) or (1,): numbers by which rows are multiplied, as in `QuantizedTensor`.
-        code: "e4m3" or "int8" for kept numbers of 8 bits, "" for those of 16.
-        dtype: of the activations, with a `code`: float16 or bfloat16, in which all numbers of both codes are exact.
+        code: "e4m3" or "int8" for kept numbers of 8 bits, "int4" for those of 4, "" for those of 16.
+        dtype: of the activations, with a `code`: float16 or bfloat16, in which all numbers of all codes are exact.
+        group_size: columns that share one of `scales`, a power of two of at least 32; 0 where there are no scales.
 
     Raises:
         ValueError, TypeError: one of the tensors has another shape, type, device or layout.
@@ -62,13 +71,15 @@ class SparseTensor(PackedWeight):
     """
 
     INNER = INNER
-    OWN = frozenset((*INNER, "static", "code"))
+    OWN = frozenset((*INNER, "static", "code", "group_size"))
     made_by = "gemmery.sparsify"
     plain = "dense"
 
     code: str
+    group_size: int
     values: Tensor  # type: ignore[assignment]  # torch's own is for its own sparse tensors
     metadata: Tensor
+    scales: Tensor | None
     permutation = None
 
     @staticmethod
@@ -78,22 +89,27 @@ class SparseTensor(PackedWeight):
         values: Tensor,
         metadata: Tensor,
         *,
+        scales: Tensor | None = None,
         channel: Tensor | None = None,
         code: str = "",
         dtype: torch.dtype | None = None,
+        group_size: int = 0,
     ) -> SparseTensor:
-        inner = {"values": values, "metadata": metadata, "channel": channel}
-        _check(tuple(shape), inner, code, dtype)
-        return cls._assemble(shape, inner, code, dtype)
+        inner = {"values": values, "metadata": metadata, "scales": scales, "channel": channel}
+        _check(tuple(shape), inner, code, dtype, group_size)
+        return cls._assemble(shape, inner, code, dtype, group_size)
 
     @classmethod
-    def _assemble(cls, shape: Any, inner: Inner, code: str, dtype: torch.dtype | None) -> SparseTensor:
+    def _assemble(
+        cls, shape: Any, inner: Inner, code: str, dtype: torch.dtype | None, group_size: int = 0
+    ) -> SparseTensor:
         """One of parts that are known to fit; without a code, the type is that of the values."""
         values = inner["values"]
         assert values is not None
         kind = values.dtype if dtype is None or not code else dtype
         self = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=kind, device=values.device)
-        self.code, self.static = code, (tuple(shape), kind, code)
+        self.code, self.group_size = code, group_size
+        self.static = (tuple(shape), kind, code, group_size)
         for name in INNER:
             setattr(self, name, inner.get(name))
         return self
@@ -101,15 +117,16 @@ class SparseTensor(PackedWeight):
     # --- as values -------------------------------------------------------------------------------------------------
 
     def with_parts(self, inner: Inner, shape: Any = None, dtype: torch.dtype | None = None) -> SparseTensor:
-        return type(self)._assemble(
-            self.shape if shape is None else shape, inner, self.code, dtype or self.dtype
-        )
+        shape = self.shape if shape is None else shape
+        return type(self)._assemble(shape, inner, self.code, dtype or self.dtype, self.group_size)
 
     def in_type(self, dtype: torch.dtype) -> SparseTensor:
-        if self.code:
-            return self.with_parts(self.parts(), dtype=dtype)
-        values = aten.converted("to", "values", self.values, dtype, may_vanish=True)
-        return self.with_parts(self.parts() | {"values": values})
+        inner = self.parts()
+        if not self.code:
+            inner["values"] = aten.converted("to", "values", self.values, dtype, may_vanish=True)
+        if self.scales is not None:
+            inner["scales"] = aten.converted("to", "scales", self.scales, dtype)
+        return self.with_parts(inner, dtype=dtype)
 
     def in_code(self) -> SparseTensor:
         """The weight for activations of fp8: its numbers are those of its code, e4m3."""
@@ -134,7 +151,8 @@ class SparseTensor(PackedWeight):
         inner = self.parts()
         last = -(-stop // ROWS) * ROWS
         inner["values"] = _copied(inner["values"][..., start:last, :])
-        inner["metadata"] = _copied(inner["metadata"][..., start:last])
+        for name in inner.keys() & {"metadata", "scales"}:
+            inner[name] = _copied(inner[name][..., start:last])
         if "channel" in inner:
             inner["channel"] = _copied(
                 inner["channel"][..., start:stop] if self._is_per_row else inner["channel"]
@@ -143,10 +161,12 @@ class SparseTensor(PackedWeight):
 
     def cut_columns(self, start: int, stop: int, caller: str = "slice") -> SparseTensor:
         *batch, N, K = self.shape
-        self._check_cut("columns", start, stop, K, COLUMNS, caller)
-        inner = self.parts()
+        self._check_cut("columns", start, stop, K, math.lcm(COLUMNS, self.group_size or 1), caller)
+        inner, each, group = self.parts(), columns_each(self.code), self.group_size
         last = -(-stop // COLUMNS) * COLUMNS
-        inner["values"] = _copied(inner["values"][..., start // 2 : last // 2])
+        inner["values"] = _copied(inner["values"][..., start // each : last // each])
+        if "scales" in inner:
+            inner["scales"] = _copied(inner["scales"][..., start // group : -(-stop // group), :])
         inner["metadata"] = _copied(inner["metadata"][..., start // BLOCK : last // BLOCK, :])
         if "channel" in inner:
             inner["channel"] = inner["channel"].clone()
@@ -159,11 +179,21 @@ class SparseTensor(PackedWeight):
             )
 
     def about(self) -> dict[str, Any]:
-        return {"code": self.code}
+        return {"code": self.code, "group_size": self.group_size}
 
     @property
     def form(self) -> str:
-        return f"pattern={PATTERN}, code={self.code}" if self.code else f"pattern={PATTERN}"
+        code = f", code={self.code}" if self.code else ""
+        return f"pattern={PATTERN}{code}{f', group_size={self.group_size}' if self.group_size else ''}"
+
+    def kept_numbers(self) -> Tensor:
+        """The kept numbers before all scales, (*batch, Np, Kp / 2), of the weight's type."""
+        kept = self.values
+        if not self.code or self.dtype.itemsize == 1:
+            return kept
+        if self.code == "int4":
+            kept = from_halves(kept)
+        return (kept.view(torch.float8_e4m3fn) if self.code == "e4m3" else kept).to(self.dtype)
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight as a plain tensor (*batch, N, K), with zeros in place of what was not kept.
@@ -180,11 +210,11 @@ class SparseTensor(PackedWeight):
             True
         """
         N, K = self.shape[-2:]
-        kept = self.values
-        if self.code and self.dtype.itemsize > 1:
-            kept = (kept.view(torch.float8_e4m3fn) if self.code == "e4m3" else kept).to(self.dtype)
         # Of a weight in the type of its code, the bits: not all that is done here is done with fp8.
-        found = expanded(kept, self.metadata).view(self.dtype)[..., :N, :K]
+        found = expanded(self.kept_numbers(), self.metadata).view(self.dtype)[..., :N, :K]
+        if self.scales is not None:
+            scales = self.scales.mT[..., :N, :].repeat_interleave(self.group_size, -1)
+            found = found * scales[..., :K]
         if self.channel is not None:
             found = found.float() * self.channel.unsqueeze(-1)
         return found.to(dtype or self.dtype)
@@ -204,6 +234,8 @@ class SparseTensor(PackedWeight):
             "dtype": str(self.dtype).removeprefix("torch."),
             "code": self.code,
         }
+        if self.group_size:
+            texts["group_size"] = str(self.group_size)
         return {prefix + name: value for name, value in self.parts().items()}, texts
 
     @classmethod
@@ -219,23 +251,27 @@ class SparseTensor(PackedWeight):
         for name in ("values", "metadata"):
             if prefix + name not in tensors:
                 raise ValueError(f"from_tensors: there is no tensor {prefix + name!r}")
-        values, metadata, channel = (tensors.get(prefix + name) for name in INNER)
+        values, metadata, scales, channel = (tensors.get(prefix + name) for name in INNER)
         assert values is not None
         assert metadata is not None
         code, dtype = texts.get("code", ""), dtype_of_text(texts["dtype"])
-        result = cls(shape_of_text(texts["shape"]), values, metadata, channel=channel, code=code, dtype=dtype)
+        group_size = number_of_text("group_size", texts.get("group_size", "0"))
+        result = cls(
+            shape_of_text(texts["shape"]), values, metadata, scales=scales, channel=channel, code=code, dtype=dtype,
+            group_size=group_size,
+        )  # fmt: skip
         if not aten.has_no_values(metadata):
             check_metadata(metadata)
         return result
 
     # --- to torch ----------------------------------------------------------------------------------------------------
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[str, torch.dtype]]:
-        return list(self.parts()), (self.code, self.dtype)
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[str, torch.dtype, int]]:
+        return list(self.parts()), (self.code, self.dtype, self.group_size)
 
     @classmethod
     def __tensor_unflatten__(
-        cls, inner: dict[str, Tensor], context: tuple[str, torch.dtype], size: Any, stride: Any
+        cls, inner: dict[str, Tensor], context: tuple[str, torch.dtype, int], size: Any, stride: Any
     ) -> SparseTensor:
         return cls._assemble(size, inner, *context)
 
@@ -255,7 +291,9 @@ def _copied(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _check(shape: tuple[int, ...], inner: Inner, code: str, dtype: torch.dtype | None) -> None:
+def _check(
+    shape: tuple[int, ...], inner: Inner, code: str, dtype: torch.dtype | None, group_size: int
+) -> None:
     """Errors of the constructor."""
     if code and code not in CODES:
         raise ValueError(f"SparseTensor: code is {code!r}; it must be one of {', '.join(CODES)}, or ''")
@@ -273,16 +311,18 @@ def _check(shape: tuple[int, ...], inner: Inner, code: str, dtype: torch.dtype |
     *batch, N, K = shape
     if K % GROUP:
         raise ValueError(f"SparseTensor: shape is {shape}; its last size must be a multiple of {GROUP}")
+    check_groups("SparseTensor", code, inner["scales"] is not None, group_size)
     rows, columns = padded(N, K)
-    wanted: dict[str, tuple[list[tuple[int, ...]], tuple[torch.dtype, ...]]] = {
-        "values": ([(*batch, rows, columns // 2)], (torch.int8,) if code else DTYPES),
+    wanted: dict[str, tuple[list[tuple[int, ...]], tuple[torch.dtype | None, ...]]] = {
+        "values": ([(*batch, rows, columns // columns_each(code))], (torch.int8,) if code else DTYPES),
         "metadata": ([(*batch, columns // BLOCK, rows)], (torch.int32,)),
+        "scales": ([(*batch, -(-K // (group_size or 1)), rows)], (dtype,)),
         "channel": ([(*batch, N), (1,)], (torch.float32,)),
     }
     device = None
     for name, (shapes, dtypes) in wanted.items():
         part = inner[name]
-        if part is None and name == "channel":
+        if part is None and name in ("scales", "channel"):
             continue
         if not isinstance(part, Tensor) or isinstance(part, PackedWeight):
             raise TypeError(f"SparseTensor: {name} is a {type(part).__name__}; it must be a plain tensor")
@@ -297,6 +337,39 @@ def _check(shape: tuple[int, ...], inner: Inner, code: str, dtype: torch.dtype |
         device = device or part.device
         if part.device != device:
             raise ValueError(f"SparseTensor: {name} is on {part.device} and values on {device}")
+
+
+def check_groups(caller: str, code: str, has_scales: bool, group_size: int) -> None:
+    """Errors about the size of groups: what no kernel knows is no weight either."""
+    if has_scales and code != "int4":
+        raise ValueError(f"{caller}: there are scales with code {code!r}; scales of groups are for 'int4'")
+    if not has_scales and group_size != 0:
+        raise ValueError(f"{caller}: group_size is {group_size!r} without scales; it must be 0")
+    if has_scales and not is_group_size(group_size):
+        raise ValueError(
+            f"{caller}: group_size is {group_size!r} with scales; it must be a power of two of at least "
+            f"{SMALLEST_GROUP}"
+        )
+
+
+def is_group_size(size: object) -> bool:
+    """Whether so many columns can share a scale.
+
+    Example:
+        >>> [size for size in (0, 16, 32, 96, 128) if is_group_size(size)]
+        [32, 128]
+    """
+    return isinstance(size, int) and size >= SMALLEST_GROUP and not size & (size - 1)
+
+
+def columns_each(code: str) -> int:
+    """Columns of which one number of `values` has the kept ones.
+
+    Example:
+        >>> columns_each("int8"), columns_each("int4")
+        (2, 4)
+    """
+    return GROUP if code == "int4" else GROUP // 2
 
 
 def padded(rows: int, columns: int) -> tuple[int, int]:
@@ -362,6 +435,28 @@ def expanded(values: Tensor, metadata: Tensor) -> Tensor:
     kept = values.unflatten(-1, (-1, 2))
     found = values.new_zeros(*nibbles.shape, GROUP).scatter(-1, at, kept)
     return found.flatten(-2)
+
+
+def in_halves(numbers: Tensor) -> Tensor:
+    """Integers from -8 to 7, (..., 2 n), two in a byte: int8, (..., n), the first of two in the lower half.
+
+    Example:
+        >>> in_halves(torch.tensor([1, 2, -1, 7])).tolist()
+        [33, 127]
+    """
+    first, second = numbers.to(torch.int8).unflatten(-1, (-1, 2)).unbind(-1)
+    found: Tensor = (first & 15) | (second << 4)
+    return found
+
+
+def from_halves(values: Tensor) -> Tensor:
+    """What `in_halves` packed: int8, (..., 2 n).
+
+    Example:
+        >>> from_halves(torch.tensor([33, 127], dtype=torch.int8)).tolist()
+        [1, 2, -1, 7]
+    """
+    return torch.stack([(values << 4) >> 4, values >> 4], -1).flatten(-2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -458,6 +553,48 @@ def of_kept(numbers: Tensor, at: Tensor) -> SparseTensor:
     *batch, N, half = numbers.shape
     # -0.0 would come back from `dense` as it is, and not as the 0 that it counts as.
     numbers = torch.where(numbers == 0, torch.zeros_like(numbers), numbers)
+    return SparseTensor((*batch, N, 2 * half), *_laid(numbers, at))
+
+
+def of_codes(
+    codes: Tensor, at: Tensor, code: str, *, dtype: torch.dtype, scales: Tensor | None = None,
+    channel: Tensor | None = None, group_size: int = 0,
+) -> SparseTensor:  # fmt: skip
+    """A weight (*batch, N, K) of kept integers.
+
+    Args:
+        codes: int8, (*batch, N, K / 2).
+        at: see `of_kept`.
+        code: "int8", or "int4" for integers from -8 to 7.
+        dtype: of the activations.
+        scales: of that type, (*batch, N, groups), with "int4".
+        channel, group_size: see `SparseTensor`.
+
+    Example:
+        >>> codes, at = torch.tensor([[3, -4]], dtype=torch.int8), torch.tensor([[[1, 3]]])
+        >>> of_codes(codes, at, "int4", dtype=torch.float16, channel=torch.tensor([0.5])).dense()
+        tensor([[ 0.0000,  1.5000,  0.0000, -2.0000]], dtype=torch.float16)
+    """
+    *batch, N, half = codes.shape
+    values, metadata = _laid(codes, at)
+    values = in_halves(values) if code == "int4" else values
+    shared = None if scales is None else laid_scales(scales, values.shape[-2])
+    return SparseTensor(
+        (*batch, N, 2 * half), values, metadata, scales=shared, channel=channel, code=code, dtype=dtype,
+        group_size=group_size,
+    )  # fmt: skip
+
+
+def laid_scales(scales: Tensor, rows: int) -> Tensor:
+    """Scales (*batch, N, groups) as they lie for so many stored rows."""
+    padding = (0, rows - scales.shape[-2])
+    found: Tensor = torch.nn.functional.pad(scales.transpose(-1, -2), padding)
+    return found.contiguous()
+
+
+def _laid(numbers: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    """Kept numbers (*batch, N, K / 2) with what pads them, and the metadata of their places; see `of_kept`."""
+    *batch, N, half = numbers.shape
     rows, columns = padded(N, 2 * half)
     values = numbers.new_zeros(*batch, rows, columns // 2)
     values[..., :N, :half] = numbers
@@ -465,7 +602,7 @@ def of_kept(numbers: Tensor, at: Tensor) -> SparseTensor:
     shape = (*batch, rows, columns // GROUP)
     nibbles = torch.full(shape, 0b0100, dtype=torch.int32, device=numbers.device)
     nibbles[..., :N, : half // 2] = (at[..., 0] | at[..., 1] << 2).to(torch.int32)
-    return SparseTensor((*batch, N, 2 * half), values, packed_metadata(nibbles))
+    return values, packed_metadata(nibbles)
 
 
 def places_of(mask: Tensor) -> Tensor:
@@ -474,20 +611,12 @@ def places_of(mask: Tensor) -> Tensor:
 
 
 def quantized(weight: SparseTensor, code: str) -> SparseTensor:
-    """A sparse weight whose kept numbers are rounded to 8 bits, with a scale for each row; see `quantize`.
-
-    Raises:
-        ValueError: the kept numbers have 8 bits already, or are not finite.
-    """
-    if weight.code:
-        raise ValueError(f"quantize: the kept numbers of {weight!r} have 8 bits already")
+    """A sparse weight whose kept numbers are rounded to 8 bits, with a scale for each row; see `quantize`."""
     values = weight.values.float()
     N = weight.shape[-2]
     largest = (
         values.abs().amax(-1, keepdim=True) if values.numel() else values.new_zeros(*values.shape[:-1], 1)
     )
-    if not aten.has_no_values(values) and not bool(largest.isfinite().all()):
-        raise ValueError("quantize: w has NaN or infinity")
     scale = torch.where(largest > 0, largest / CODES[code], torch.ones_like(largest))
     kept = values / scale
     codes = kept.to(torch.float8_e4m3fn).view(torch.int8) if code == "e4m3" else kept.round().to(torch.int8)

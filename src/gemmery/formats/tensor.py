@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import aten, decode, packing, pieces
 from .base import FORMATS, Format
-from .weight import DTYPES, Inner, PackedWeight, check_texts, dtype_of_text, shape_of_text
+from .weight import DTYPES, Inner, PackedWeight, check_texts, dtype_of_text, number_of_text, shape_of_text
 
 #: The tensors that a QuantizedTensor consists of, in the order in which they are stored.
 INNER = ("words", "scales", "zeros", "offsets", "channel", "permutation")
@@ -224,7 +224,7 @@ class QuantizedTensor(PackedWeight):
         assert words is not None
         format = lookup("from_tensors", texts["format"])
         options: dict[str, Any] = dict(zip(INNER[1:], rest, strict=True))
-        group_size = _number("group_size", texts["group_size"])
+        group_size = number_of_text("group_size", texts["group_size"])
         result = cls(
             shape_of_text(texts["shape"]), format, words, dtype=dtype, group_size=group_size, **options
         )
@@ -245,12 +245,6 @@ class QuantizedTensor(PackedWeight):
     ) -> QuantizedTensor:
         name, dtype, group_size = context
         return cls._assemble(size, FORMATS[name], dtype, group_size, inner)
-
-
-def _number(name: str, text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise ValueError(f"from_tensors: {name} is {text!r}; it must be a whole number")
-    return int(text)
 
 
 def _check_permutation(permutation: Tensor | None) -> None:

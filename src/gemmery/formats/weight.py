@@ -103,7 +103,7 @@ class PackedWeight(Tensor):
             index: which part.
             count: how many there are. The weight's kind says at which multiples it can be cut. Of a `QuantizedTensor`
                 these are 16 rows, or the columns of a block of words and of a group (64 columns for 4 bits in groups of
-                up to 64, 128 in groups of 128); of a `SparseTensor` 32 rows, or 64 columns.
+                up to 64, 128 in groups of 128); of a `SparseTensor` 32 rows, or 64 columns and whole groups.
 
         Returns:
             A weight of its own, (*batch, N / count, K) or (*batch, N, K / count).
@@ -204,6 +204,13 @@ def dtype_of_text(text: str) -> torch.dtype:
     if dtype is None:
         raise ValueError(f"from_tensors: dtype is {text!r}; it must be float16 or bfloat16")
     return dtype
+
+
+def number_of_text(name: str, text: str) -> int:
+    """The whole number that a text of `to_tensors` says."""
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise ValueError(f"from_tensors: {name} is {text!r}; it must be a whole number")
+    return int(text)
 
 
 def check_texts(texts: Mapping[str, str], *names: str) -> None:

@@ -1,17 +1,19 @@
 """Loaders of 2:4 sparse weights, with the signature of `operands`' loaders: a block comes with its zeros between.
 
-`x` is (values, metadata, None), as `formats.sparse` has them; values come by a pointer or a tensor descriptor, metadata
-by a pointer. The matrix is (K, N), as products have it, and what is stored is its transpose: values are
-(matrices, rows, K / 2), metadata (matrices, K / 32, rows). `strides` is (steps, rows, blocks): steps of the batch in
-matrices, negated, the rows that are stored of a matrix, and its blocks of 32 columns. Beyond the matrix there are
+`x` is (values, metadata, scales), as `formats.sparse` has them; values come by a pointer or a tensor descriptor,
+metadata and scales, which may be None, by a pointer. The matrix is (K, N), as products have it, and what is stored is
+its transpose: values are (matrices, rows, K / 2), or of int4 (matrices, rows, K / 4), metadata (matrices, K / 32, rows)
+and scales (matrices, groups, rows). `strides` is (steps, rows, blocks, groups): steps of the batch in matrices,
+negated, the rows that are stored of a matrix, its blocks of 32 columns and its groups. Beyond the matrix there are
 zeros.
 """
 
 import triton
 import triton.language as tl
 
-from .numerics import cast
+from .numerics import cast, widen
 from .operands import batch_offset
+from .packed import load_group_params
 
 
 @triton.jit
@@ -32,20 +34,20 @@ def own_rows(col, rows, COLS: tl.constexpr, PAIRED: tl.constexpr):
 @triton.jit
 def load_values(
     values, matrix, rows, blocks, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr,
-    PAIRED: tl.constexpr,
+    PAIRED: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """The kept numbers of a block, (COLS, ROWS / 2)."""
-    HALF: tl.constexpr = ROWS // 2
+    """The kept numbers of a block as they are stored, one for EACH columns, (COLS, ROWS / EACH)."""
+    OWN: tl.constexpr = ROWS // EACH
     if TMA:
         if PAIRED:
-            return values.load([0, col // 2, row // 2]).reshape(COLS, HALF)
+            return values.load([0, col // 2, row // EACH]).reshape(COLS, OWN)
         else:
-            return values.load([matrix * rows + col, row // 2])
+            return values.load([matrix * rows + col, row // EACH])
     else:
         n, inside = own_rows(col, rows, COLS, PAIRED)
-        k = row // 2 + tl.arange(0, HALF)
-        pointers = values + (matrix.to(tl.int64) * rows + n)[:, None] * (16 * blocks) + k[None, :]
-        return tl.load(pointers, mask=inside[:, None] & (k < 16 * blocks)[None, :], other=0)
+        k = row // EACH + tl.arange(0, OWN)
+        pointers = values + (matrix.to(tl.int64) * rows + n)[:, None] * (32 // EACH * blocks) + k[None, :]
+        return tl.load(pointers, mask=inside[:, None] & (k < 32 // EACH * blocks)[None, :], other=0)
 
 
 @triton.jit
@@ -80,10 +82,61 @@ def number_of(x, CODE: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def load_scales(
+    scales, matrix, rows, groups, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, PAIRED: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """The scale of each four columns of a block, (COLS, ROWS / 4)."""
+    GROUPS: tl.constexpr = ROWS // GROUP if ROWS > GROUP else 1
+    EACH: tl.constexpr = ROWS // 4 // GROUPS
+    group = matrix * groups + row // GROUP
+    own = load_group_params(scales, group, (matrix + 1) * groups, col, rows, GROUPS, COLS, False, PAIRED)
+    spread = tl.broadcast_to(own.T.reshape(COLS, GROUPS, 1), (COLS, GROUPS, EACH))
+    return spread.reshape(COLS, ROWS // 4)
+
+
+@triton.jit
+def placed(x, places):
+    """Bytes with two integers each as words with those of four columns, of four bits each, with 8 added."""
+    both = x.to(tl.int32)
+    first = (both & 15) << ((places & 3) * 4)
+    second = ((both >> 4) & 15) << (places & 12)
+    return (first | second) ^ 0x8888
+
+
+@triton.jit
+def integer_at(words, scale, PLACE: tl.constexpr):
+    """One of the integers of `placed`, times a scale if there is one, in float32."""
+    # The lower bits of a floating-point number from 2^23 on: conversions of integers would take longer.
+    bits = ((words >> (4 * PLACE)) & 15) | 0x4B000000
+    number = bits.to(tl.float32, bitcast=True) - 8388616.0
+    if scale is not None:
+        # The product is exact.
+        number *= widen(scale)
+    return number
+
+
+@triton.jit
+def expanded(kept, places, CODE: tl.constexpr, DTYPE: tl.constexpr):
+    """The numbers of each four columns, of the two that are kept: four blocks of (COLS, ROWS / 4)."""
+    COLS: tl.constexpr = places.shape[0]
+    first, second = number_of(kept, CODE, DTYPE).reshape(COLS, places.shape[1], 2).split()
+    at_first = places & 3
+    at_second = places >> 2
+    zero = tl.zeros_like(first)
+    return (
+        tl.where(at_first == 0, first, tl.where(at_second == 0, second, zero)),
+        tl.where(at_first == 1, first, tl.where(at_second == 1, second, zero)),
+        tl.where(at_first == 2, first, tl.where(at_second == 2, second, zero)),
+        tl.where(at_first == 3, first, tl.where(at_second == 3, second, zero)),
+    )
+
+
+@triton.jit
 def load_sparse(
     x, shape, strides, sizes, batch, row, col,
     ROWS: tl.constexpr, COLS: tl.constexpr, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr, WIDE: tl.constexpr,
-    TMA: tl.constexpr, PAIRED: tl.constexpr, CODE: tl.constexpr, DTYPE: tl.constexpr,
+    TMA: tl.constexpr, PAIRED: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """A block of (ROWS, COLS) of the matrix.
 
@@ -93,28 +146,32 @@ def load_sparse(
         TMA: whether values come through a descriptor, over (matrices * rows, K / 2), or with PAIRED over
             (2, rows / 2, K / 2).
         PAIRED: see `own_rows`.
-        CODE: what 8-bit numbers stand for; "" for those that stay as they are.
+        CODE: what numbers of 8 bits or 4 stand for; "" for those that stay as they are.
+        GROUP: rows (of K) that share a scale; 0 where none do.
         DTYPE: of the matrix, as a text. Kept numbers of fp8 are loaded as integers.
     """
-    values, metadata, _ = x
-    steps, rows, blocks = strides
+    values, metadata, scales = x
+    steps, rows, blocks, groups = strides
+    EACH: tl.constexpr = 4 if CODE == "int4" else 2
     KIND: tl.constexpr = tl.float16 if DTYPE == "float16" else tl.bfloat16
     matrix = batch_offset(batch, sizes, steps).to(tl.int32)
-    kept = load_values(values, matrix, rows, blocks, row, col, ROWS, COLS, TMA, PAIRED)
+    kept = load_values(values, matrix, rows, blocks, row, col, ROWS, COLS, TMA, PAIRED, EACH)
     places = load_places(metadata, matrix, rows, blocks, row, col, ROWS, COLS, PAIRED)
-    first, second = number_of(kept, CODE, KIND).reshape(COLS, ROWS // 4, 2).split()
-    at_first = places & 3
-    at_second = places >> 2
-    zero = tl.zeros_like(first)
-    even = tl.join(
-        tl.where(at_first == 0, first, tl.where(at_second == 0, second, zero)),
-        tl.where(at_first == 2, first, tl.where(at_second == 2, second, zero)),
-    )
-    odd = tl.join(
-        tl.where(at_first == 1, first, tl.where(at_second == 1, second, zero)),
-        tl.where(at_first == 3, first, tl.where(at_second == 3, second, zero)),
-    )
+    if CODE == "int4":
+        scale = None
+        if GROUP > 0:
+            scale = load_scales(scales, matrix, rows, groups, row, col, ROWS, COLS, PAIRED, GROUP)
+        words = placed(kept, places)
+        even = tl.join(integer_at(words, scale, 0), integer_at(words, scale, 2))
+        odd = tl.join(integer_at(words, scale, 1), integer_at(words, scale, 3))
+    else:
+        a, b, c, d = expanded(kept, places, CODE, KIND)
+        even = tl.join(a, c)
+        odd = tl.join(b, d)
     block = tl.join(even, odd).reshape(COLS, ROWS).T
+    if CODE == "int4":
+        # For sm_100 Triton (3.7) moves a reshape that is the last step into shared memory, and then refuses its layout.
+        block = cast(block, KIND)
     if DTYPE == "float8_e4m3fn":
         block = block.to(tl.float8e4nv, bitcast=True)
     return block

@@ -21,7 +21,7 @@ from ..formats.base import FORMATS
 from ..formats.packing import pack
 from ..formats.scaled import BLOCK, E8M0, MX_BLOCK, ScaledTensor
 from ..formats.sparse import BLOCK as BLOCK_2_4
-from ..formats.sparse import SparseTensor, padded
+from ..formats.sparse import SparseTensor, columns_each, padded
 from ..formats.tensor import QuantizedTensor
 from ..kernels import pointwise
 from ..nn.feed_forward import Differentiable
@@ -76,7 +76,8 @@ class Fused:
         rows: of the product in a sample: few of them take small tiles, which compile sooner.
         columns: of the product, where these are not as many as all other sizes.
         packed: the format and the size of a group of a packed weight.
-        sparse: of a 2:4 sparse weight the code of kept numbers of 8 bits, or "".
+        sparse: of a 2:4 sparse weight the code of kept numbers of 8 bits or 4, or "".
+        group: columns of a sparse weight of int4 that share a scale, or 0.
         step: columns of both factors that share a scale; 0 where there are none that change along K.
         aligned: whether only sizes that suit all loads are compiled: odd ones are refused, or spill somewhere.
     """
@@ -92,6 +93,7 @@ class Fused:
     columns: int | None = None
     packed: tuple[str, int] | None = None
     sparse: str | None = None
+    group: int = 0
     step: int = 0
     aligned: bool = False
 
@@ -119,6 +121,9 @@ FUSED: dict[str, Fused] = {
     "sparse_swiglu": Fused(library.swiglu, sparse="", aligned=True),
     "sparse_e4m3": Fused(unchanged, dtypes=("bf16", "fp16"), sparse="e4m3"),
     "sparse_int8": Fused(unchanged, sparse="int8"),
+    "sparse_int4": Fused(unchanged, dtypes=("bf16", "fp16"), sparse="int4", group=128),
+    "sparse_int4_rows": Fused(unchanged, sparse="int4"),
+    "sparse_int4_swiglu": Fused(library.swiglu, sparse="int4", group=32, aligned=True),
     "scaled_blocks": Fused(unchanged, dtypes=("int8", "e4m3"), step=BLOCK, aligned=True),
     "scaled_mx": Fused(
         unchanged, dtypes=("e4m3", "e5m2"), needs=torch.float8_e4m3fn, step=MX_BLOCK, aligned=True
@@ -160,7 +165,7 @@ def _operands(
         # In one buffer, as all begin at one address on the meta device: apart, and the gate behind what it gates.
         weight = empty(3 * size // 2, size, dtype=kind).chunk(3)[::-2]
     if how.sparse is not None:
-        weight = abstract_sparse(how.sparse, columns, size, kind)
+        weight = abstract_sparse(how.sparse, columns, size, kind, how.group)
     if how.packed:
         weight = _packed(*how.packed, columns, size, kind)
     args = tuple([empty(*shapes[x]) if isinstance(x, str) else x for x in how.args])
@@ -176,12 +181,19 @@ def _packed(format: str, group: int, rows: int, columns: int, dtype: torch.dtype
     return QuantizedTensor((rows, columns), format, words, dtype=dtype, group_size=group, scales=shared)
 
 
-def abstract_sparse(code: str, rows: int, columns: int, dtype: torch.dtype) -> SparseTensor:
-    """A 2:4 sparse weight on the meta device, of "e4m3" or "int8" or, with "", of `dtype`."""
+def abstract_sparse(code: str, rows: int, columns: int, dtype: torch.dtype, group: int = 0) -> SparseTensor:
+    """A 2:4 sparse weight on the meta device, of "e4m3", "int8" or "int4" or, with "", of `dtype`."""
     shape = padded(rows, columns)
-    values = torch.empty(shape[0], shape[1] // 2, dtype=torch.int8 if code else dtype, device="meta")
-    metadata = torch.empty(shape[1] // BLOCK_2_4, shape[0], dtype=torch.int32, device="meta")
-    return SparseTensor((rows, columns), values, metadata, code=code, dtype=dtype)
+
+    def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    values = empty(shape[0], shape[1] // columns_each(code), dtype=torch.int8 if code else dtype)
+    metadata = empty(shape[1] // BLOCK_2_4, shape[0], dtype=torch.int32)
+    scales = empty(-(-columns // group), shape[0], dtype=dtype) if group else None
+    return SparseTensor(
+        (rows, columns), values, metadata, scales=scales, code=code, dtype=dtype, group_size=group
+    )
 
 
 def _block_scaled(x: Tensor, weight: Tensor, function: Callable[..., Any], step: int) -> Any:

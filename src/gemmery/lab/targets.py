@@ -151,7 +151,7 @@ def _fused(case: Case, device: Any, everything: bool) -> Iterator[Report]:
     from .fused_targets import FUSED, abstract_product
 
     # As above, but even, since columns may be halved, and for sparse weights a multiple of 4.
-    size = 4096 if case.aligned else 4100 if FUSED[case.epilogue].sparse else 4098
+    size = 4096 if case.aligned else 4100 if FUSED[case.epilogue].sparse is not None else 4098
     problem, tensors = abstract_product(
         case.epilogue, case.dtype, size if everything else FUSED[case.epilogue].rows, size, device
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..epilogues.device import with_constants
-from ..formats.sparse import BLOCK, GROUP, INNER, SparseTensor, padded, unpacked_metadata
+from ..formats.sparse import BLOCK, GROUP, INNER, SparseTensor, columns_each, padded, unpacked_metadata
 from ..kernels import sparse as loaders
 from ..kernels.any_width_sparse import SparseStage
 from .base import Access, Layout, Multiply, Operand, Spec, negated
@@ -30,27 +30,33 @@ class Sparse(Spec):
     Attributes:
         matrices: how many lie one behind the other in memory.
         metadata: the layout of the metadata.
-        code: what 8-bit numbers are, see `formats.sparse.SparseTensor`; "" for those of 16 bits. The matrix's own type
-            may be the same, or one of 16 bits.
+        code: what numbers of 8 bits or 4 are, see `formats.sparse.SparseTensor`; "" for those of 16 bits. The matrix's
+            own type may be the same, or one of 16 bits.
+        group: rows of B, along K, that share a scale; 0 where none do.
+        scales: the layout of the scales, where there are any.
     """
 
     matrices: int = 1
     metadata: Layout | None = None
     code: str = ""
+    group: int = 0
+    scales: Layout | None = None
 
     @classmethod
     def of(
-        cls, dtype: torch.dtype, code: str = "", *, N: int, K: int, steps: tuple[int, ...] = (), matrices: int = 1,
-        aligned: Sequence[bool] = (True, True),
+        cls, dtype: torch.dtype, code: str = "", group: int = 0, *, N: int, K: int, steps: tuple[int, ...] = (),
+        matrices: int = 1, aligned: Sequence[bool] = (True, True, True),
     ) -> Sparse:  # fmt: skip
         """The spec of a weight (N, K).
 
         Args:
-            aligned: whether the addresses of values and metadata are multiples of 16 bytes.
+            aligned: whether the addresses of values, metadata and scales are multiples of 16 bytes.
         """
         rows, columns = padded(N, K)
         metadata = Layout(torch.int32, (), rows, 1, aligned[1])
-        return cls(dtype, steps, 1, columns // 2, aligned[0], None, matrices, metadata, code)
+        scales = Layout(dtype, (), rows, 1, aligned[2]) if group else None
+        col = columns // columns_each(code)
+        return cls(dtype, steps, 1, col, aligned[0], None, matrices, metadata, code, group, scales)
 
     @property
     def is_8_bit(self) -> bool:
@@ -59,11 +65,13 @@ class Sparse(Spec):
 
     @property
     def decodes(self) -> bool:
-        """Whether numbers of 16 bits are made of those of 8."""
+        """Whether numbers of 16 bits are made of those of 8 or 4."""
         return bool(self.code) and not self.is_8_bit
 
     @property
     def kind(self) -> str:
+        if self.code == "int4":
+            return "sparse4"
         return "sparse fp8" if self.is_8_bit else "sparse8" if self.code else "sparse"
 
     @property
@@ -77,39 +85,46 @@ class Sparse(Spec):
     @property
     def bits(self) -> float:
         """Of a number of the matrix: half of one that is kept, and its place."""
-        return self.stored.itemsize * 4 + 1
+        return self.stored.itemsize * 8 / columns_each(self.code) + 1
 
     def strides_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Values and metadata are contiguous."""
         return torch.empty(shape, device="meta").stride()
 
     @property
-    def staged(self) -> SparseStage:
-        """See `Spec.staged`."""
+    def staged(self) -> SparseStage | None:
+        """See `Spec.staged`. Numbers of 4 bits have none."""
+        if self.code == "int4":
+            return None
         return SparseStage(fp8=True) if self.is_8_bit else SparseStage(self.code)
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """The values, then the metadata."""
+        """The values, then the metadata and the scales, if there are any."""
         assert self.metadata is not None
-        return (self, self.metadata)
+        return (self, self.metadata, *([self.scales] if self.scales else []))
 
     def shapes(self, rows: int, cols: int, batch: tuple[int, ...], is_b: bool) -> list[tuple[int, ...]]:
         N, K = padded(cols, rows)
-        # The metadata's layout has no steps between matrices.
-        return [(self.matrices, N, K // 2), (self.matrices * K // BLOCK, N)]
+        # The layouts of metadata and scales have no steps between matrices.
+        shared = [(self.matrices * -(-rows // self.group), N)] if self.group else []
+        return [(self.matrices, N, K // columns_each(self.code)), (self.matrices * K // BLOCK, N), *shared]
 
     def bytes(self, rows: int, cols: int, batch: tuple[int, ...]) -> int:
-        """Of each matrix that there is, with metadata."""
+        """Of each matrix that there is, with metadata and scales."""
         count = 1
         for size in batch:
             count *= size
-        return int(min(count, self.matrices) * cols * rows * self.bits / 8)
+        groups = -(-rows // self.group) if self.group else 0
+        return int(min(count, self.matrices) * cols * (rows * self.bits / 8 + groups * self.dtype.itemsize))
 
     def usual(self, row: int, col: int) -> Sparse:
         assert self.metadata is not None
         metadata = replace(self.metadata, row=0, aligned=True)
-        return replace(self, steps=(), row=row, col=col, aligned=True, matrices=1, metadata=metadata)
+        scales = replace(self.scales, row=0, aligned=True) if self.scales else None
+        return replace(
+            self, steps=(), row=row, col=col, aligned=True, matrices=1, metadata=metadata, scales=scales
+        )
 
     def suits_tma(self, problem: Problem, is_b: bool) -> bool:
         """A descriptor over halves of the columns has no dimension for a batch."""
@@ -125,13 +140,21 @@ class Sparse(Spec):
             return "sparse weights need swap, in the tile schedule, and a block_n that is a power of two"
         if config.block_k % BLOCK:
             return f"block_k must be a multiple of {BLOCK} for sparse weights"
+        least = LEAST_BOX * columns_each(self.code) // self.stored.itemsize
+        if config.loader == "descriptor" and config.block_k < least:
+            return f"block_k must be at least {least} for descriptors of sparse weights of {self.code}"
         return None
 
     def access(self, problem: Problem, is_b: bool, tma: bool) -> SparseAccess:
         return SparseAccess(self, problem, tma)
 
     def __str__(self) -> str:
-        return f"{self.code or Layout.__str__(self)}/2:4"
+        group = f"/{self.group}" if self.group else ""
+        return f"{self.code or Layout.__str__(self)}{group}/2:4"
+
+
+#: Bytes of a row that a tensor descriptor loads at least.
+LEAST_BOX = 16
 
 
 class SparseAccess(Access):
@@ -140,18 +163,21 @@ class SparseAccess(Access):
     def __init__(self, spec: Sparse, problem: Problem, tma: bool) -> None:
         self.spec, self.tma, self.paired = spec, tma, problem.paired
         self.rows, self.columns = padded(problem.N, problem.K)
-        self.strides = (negated(spec), self.rows, self.columns // BLOCK)
+        groups = -(-problem.K // spec.group) if spec.group else 0
+        self.strides = (negated(spec), self.rows, self.columns // BLOCK, groups)
 
     def loader(self) -> Any:
         dtype = str(self.spec.dtype).removeprefix("torch.")
-        return loader(self.tma, self.paired, "" if self.spec.is_8_bit else self.spec.code, dtype)
+        code = "" if self.spec.is_8_bit else self.spec.code
+        return loader(self.tma, self.paired, code, self.spec.group, dtype)
 
     def argument(self, tensors: Sequence[Tensor], block_rows: int, block_cols: int) -> Any:
         """The values."""
         values = tensors[0]
         if not self.tma:
             return values
-        row, block = self.columns // 2, [block_cols, block_rows // 2]
+        each = columns_each(self.spec.code)
+        row, block = self.columns // each, [block_cols, block_rows // each]
         if self.paired:
             half = self.rows // 2
             shape, strides = [2, half, row], [half * row, row, 1]
@@ -159,14 +185,14 @@ class SparseAccess(Access):
         return TensorDescriptor(values, [self.spec.matrices * self.rows, row], [row, 1], block)
 
     def group_params(self, tensors: Sequence[Tensor], block_rows: int, block_cols: int) -> list[Any]:
-        """The metadata."""
-        return [tensors[1], None]
+        """The metadata, and the scales."""
+        return [tensors[1], tensors[2] if self.spec.group else None]
 
 
 @functools.cache
-def loader(tma: bool, paired: bool, code: str, dtype: str) -> Any:
+def loader(tma: bool, paired: bool, code: str, group: int, dtype: str) -> Any:
     """The loader of a kind of sparse weights; see `kernels.sparse.load_sparse`."""
-    return with_constants(loaders.load_sparse, TMA=tma, PAIRED=paired, CODE=code, DTYPE=dtype)
+    return with_constants(loaders.load_sparse, TMA=tma, PAIRED=paired, CODE=code, GROUP=group, DTYPE=dtype)
 
 
 class SparseOperand(Operand):
@@ -181,10 +207,10 @@ class SparseOperand(Operand):
         self.weight, self.transposed = weight, transposed
         like = meta_proxy(weight)
         self.matrix = like if transposed else like.mT
-        self._parts = (weight.values, weight.metadata, weight.channel)
+        self._parts = (weight.values, weight.metadata, weight.scales, weight.channel)
         self.tensors = tuple([x for x in self._parts if x is not None])
-        self.places = (0, 1)
-        self.launched = self._parts[:2]
+        self.places = (0, 1) if weight.scales is None else (0, 1, 2)
+        self.launched = self.tensors[: len(self.places)]
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -235,33 +261,32 @@ class SparseOperand(Operand):
 
     def spec(self, matrix: Spec, along: Sequence[Layout], problem: Problem) -> Spec:
         w = self.weight
-        aligned = [x.data_ptr() % 16 == 0 for x in (w.values, w.metadata)]
         return Sparse.of(
-            w.dtype,
-            w.code,
-            N=problem.N,
-            K=problem.K,
-            steps=matrix.steps,
-            matrices=w.shape[:-2].numel(),
-            aligned=aligned,
-        )
+            w.dtype, w.code, w.group_size, N=problem.N, K=problem.K, steps=matrix.steps,
+            matrices=w.shape[:-2].numel(), aligned=[*[x.data_ptr() % 16 == 0 for x in self.launched], True],
+        )  # fmt: skip
 
     @property
     def text(self) -> str:
         dtype = str(self.weight.dtype).removeprefix("torch.")
-        return f"sparse:{'T' if self.transposed else 'N'}:{self.weight.code}:{dtype}"
+        there = "".join(["0" if x is None else "1" for x in self._parts])
+        return f"sparse:{'T' if self.transposed else 'N'}:{self.weight.code}:{dtype}:{there}"
 
     @property
     def sizes(self) -> list[int]:
-        """The weight's shape."""
-        return list(self.weight.shape)
+        """The group size, and the weight's shape."""
+        return [self.weight.group_size, *self.weight.shape]
 
     @classmethod
     def rebuild(cls, facts: Sequence[str], tensors: Sequence[Tensor], sizes: Sequence[int]) -> SparseOperand:
         """See `operands.rebuild`."""
-        inner = dict(zip(INNER, tensors, strict=False))
-        transposed, code, dtype = facts
-        weight = SparseTensor._assemble(tuple(sizes), inner, code, getattr(torch, dtype))
+        transposed, code, dtype, there = facts
+        group_size, *shape = sizes
+        left = iter(tensors)
+        inner = {
+            name: next(left) if is_there == "1" else None for name, is_there in zip(INNER, there, strict=True)
+        }
+        weight = SparseTensor._assemble(tuple(shape), inner, code, getattr(torch, dtype), int(group_size))
         return cls(weight, transposed == "T")
 
     def mapped(self, dims: Sequence[int | None], rank: int, size: int, everywhere: bool) -> Operand:

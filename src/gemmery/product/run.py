@@ -143,7 +143,7 @@ def _parts(a: Any, b: Any) -> tuple[list[Any], Any]:
         return given, own["static"]
     if kind is SparseTensor:
         own = b.__dict__
-        of_b = [own["values"], own["metadata"], own["channel"]]
+        of_b = [own["values"], own["metadata"], own["scales"], own["channel"]]
         if type(a) is ScaledTensor:
             return [a.data, a.stored_scale, *of_b], (a.kind, own["static"])
         return [a, *of_b], own["static"]

@@ -150,7 +150,8 @@ class AnyWidth(PersistentStatic):
                 f"fp8 with adjacent elements along K, an output with adjacent columns and rows of whole 16-byte units, "
                 f"of a weight in two halves rows with adjacent elements and a multiple of {EIGHT} in each, of a packed "
                 f"weight no halves, groups of a power of two from "
-                f"{STRIP} on and scales in the type of a, and of fp8 scales for {BLOCK} of K and {BLOCK} of N; given "
+                f"{STRIP} on and scales in the type of a, of a sparse weight kept numbers of 16 or 8 bits, and of "
+                f"fp8 scales for {BLOCK} of K and {BLOCK} of N; given "
                 f"{p} on {p.device.arch} with Triton {triton.__version__}"
             )
         if c.block_k * p.a.dtype.itemsize != ROW:
@@ -271,7 +272,7 @@ def _operands_suit(problem: Problem) -> bool:
     if isinstance(b, Sparse):
         # A step of fp8 has so many columns, all of which need metadata.
         whole = not b.is_8_bit or padded(problem.N, problem.K)[1] % ROW == 0
-        return type(a) is Dense and not problem.batch and whole
+        return type(a) is Dense and not problem.batch and whole and bool(b.staged)
     if isinstance(b, Packed):
         return type(a) is Dense and bool(b.staged) and not problem.paired
     if problem.ragged:

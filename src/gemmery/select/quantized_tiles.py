@@ -137,6 +137,19 @@ HOPPER: dict[str, Rows] = {
         """,
     }
     | any_width_tiles.sparse_rows(SparseStage()),
+    "sparse4": {
+        ("descriptor", "tile"): """
+            16x64x128   1 4 4 0.08 swap splits
+            32x64x128   1 4 4 0.15 swap splits
+            64x64x128   1 4 4 0.25 swap splits
+            128x64x64   2 4 4 0.27 swap splits
+            128x128x64  2 8 3 0.38 swap
+        """,
+        ("pointer", "tile"): """
+            64x64x64   8 4 3 0.10 swap strided splits
+            16x64x64   8 4 3 0.05 swap strided splits
+        """,
+    },
     "sparse8": {
         ("descriptor", "tile"): """
             16x64x128   1 4 4 0.08 swap splits
@@ -281,7 +294,7 @@ QUANTIZED: dict[str, dict[str, Rows]] = {
     "hopper": HOPPER,
     **{
         family: dict.fromkeys(("packed4", "packed8"), rows)
-        | dict.fromkeys(("sparse", "sparse8", "sparse fp8"), _SPARSE.get(family, rows))
+        | dict.fromkeys(("sparse", "sparse8", "sparse4", "sparse fp8"), _SPARSE.get(family, rows))
         | {"scaled": _SCALED, "scaled32": _SCALED32, "mx": _MX}
         for family, rows in {
             "blackwell": _BLACKWELL,

@@ -42,8 +42,8 @@ def read_weight(
         dtype: of the weight; None for what its source says, see the readers.
 
     Returns:
-        The weight, (N, K), or (E, N, K) for experts: a `SparseTensor` of compressed-tensors' "sparse-24-bitmask", and
-        a `QuantizedTensor` of all others.
+        The weight, (N, K), or (E, N, K) for experts: a `SparseTensor` of compressed-tensors' "sparse-24-bitmask" and of
+        most of its "marlin-24", see `read_marlin24`, and a `QuantizedTensor` of all others.
 
     Raises:
         ValueError: it is not packed, in no known format, its tensors do not go together, or the configuration
@@ -245,7 +245,9 @@ def _fp8(own: Mapping[str, Tensor], config: Config, dtype: torch.dtype | None) -
     return read_fp8_blocks(weight, scale, block=block, dtype=kind)
 
 
-def _marlin24(own: Mapping[str, Tensor], config: Config, dtype: torch.dtype | None) -> QuantizedTensor:
+def _marlin24(
+    own: Mapping[str, Tensor], config: Config, dtype: torch.dtype | None
+) -> SparseTensor | QuantizedTensor:
     scheme, weight, meta = _scheme(config), own["weight_packed"], own["meta"]
     bits = 4 * weight.shape[1] / max(meta.shape[1], 1)
     if scheme.num_bits and bits not in scheme.num_bits:

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ..aten import converted
-from ..sparse import GROUP, SparseTensor, check_places, of_kept, places_of
+from ..sparse import GROUP, SparseTensor, check_places, is_group_size, of_codes, of_kept, places_of
 from ..tensor import QuantizedTensor
 from .assemble import kind, scaled_codes
 from .fp8 import FP8
-from .words import check_dims, check_dtype, check_shape, words_to_codes
+from .words import check_dims, check_dtype, check_shape, group_size_of, words_to_codes
 
 _MASKED, _MARLIN = "read_sparse24", "read_marlin24"
 
@@ -97,11 +97,13 @@ def _channel(numbers: Tensor, scale: Tensor | None, zeros: Tensor | None, rows: 
 
 def read_marlin24(
     weight: Tensor, scale: Tensor, meta: Tensor, *, group_size: int | None = None, dtype: torch.dtype | None = None
-) -> QuantizedTensor:  # fmt: skip
+) -> SparseTensor | QuantizedTensor:  # fmt: skip
     """A weight in compressed-tensors' format "marlin-24": 2:4 sparse, of 4 or 8 bits, in the order of a kernel's tiles.
 
-    No kernel here multiplies 4 or 8 bits by 2:4 metadata. So the weight becomes a dense one of `int4` or `int8`, in
-    which what was pruned is 0; it has 4 and 8 bits a number where the checkpoint has 3 and 5.
+    It becomes a sparse weight of `int4` or `int8`, which has 3 or 5 bits a number and scales as the checkpoint does.
+    Where a sparse weight can't hold the scales, it becomes a dense one of these formats, in which what was pruned is 0:
+    those of groups with 8 bits, of groups of fewer than 32 columns, and those of groups that `dtype` does not hold
+    exactly.
 
     Args:
         weight: `weight_packed`, int32, (K / 32, N * bits / 2): the kept codes, with 2 ** (bits - 1) added, of K / 2 by
@@ -122,7 +124,7 @@ def read_marlin24(
     Example:
         >>> import torch
         >>> weight, meta = torch.full((2, 128), -1, dtype=torch.int32), torch.full((2, 128), 0x4444, dtype=torch.int16)
-        >>> read_marlin24(weight, torch.ones(1, 64).half(), meta).dequantize()[0, :5]
+        >>> read_marlin24(weight, torch.ones(1, 64).half(), meta).dense()[0, :5]
         tensor([7., 7., 0., 0., 7.], dtype=torch.float16)
     """
     check_dtype(_MARLIN, "weight_packed", weight, torch.int32)
@@ -147,16 +149,32 @@ def read_marlin24(
     nibbles = _places(meta)
     check_places(nibbles)
     at = torch.stack([nibbles & 3, nibbles >> 2], -1).long()
-    kept = _kept(weight, bits).unflatten(-1, (-1, 2))
-    codes = kept.new_full((*nibbles.shape, GROUP), 1 << (bits - 1)).scatter(-1, at, kept).flatten(-2)
-    return scaled_codes(
-        _MARLIN,
-        codes,
-        f"int{bits}",
-        scale.T.contiguous(),
-        group_size=group_size,
-        dtype=kind(dtype, scale.dtype),
-    )
+    kept, scales, dtype = _kept(weight, bits), scale.T.contiguous(), kind(dtype, scale.dtype)
+    made = _sparse(kept, at, bits, scales, group_size, dtype)
+    return _dense(kept, at, bits, scales, group_size, dtype) if made is None else made
+
+
+def _sparse(
+    kept: Tensor, at: Tensor, bits: int, scales: Tensor, group_size: int | None, dtype: torch.dtype
+) -> SparseTensor | None:  # fmt: skip
+    """The codes that were kept, with scales (N, groups), as a sparse weight; None where that can't hold the scales."""
+    numbers, code = (kept.to(torch.int16) - (1 << (bits - 1))).to(torch.int8), f"int{bits}"
+    size = group_size_of(_MARLIN, 2 * kept.shape[1], scales.shape[1], group_size)
+    if scales.shape[1] == 1:
+        return of_codes(numbers, at, code, dtype=dtype, channel=scales.float().flatten())
+    narrow = scales.to(dtype)
+    if bits != 4 or not is_group_size(size) or not narrow.double().equal(scales.double()):
+        return None
+    return of_codes(numbers, at, code, dtype=dtype, scales=narrow, group_size=size)
+
+
+def _dense(
+    kept: Tensor, at: Tensor, bits: int, scales: Tensor, group_size: int | None, dtype: torch.dtype
+) -> QuantizedTensor:  # fmt: skip
+    """The same as a dense weight."""
+    zeros = kept.new_full((*at.shape[:-1], GROUP), 1 << (bits - 1))
+    codes = zeros.scatter(-1, at, kept.unflatten(-1, (-1, 2))).flatten(-2)
+    return scaled_codes(_MARLIN, codes, f"int{bits}", scales, group_size=group_size, dtype=dtype)
 
 
 def _kept(weight: Tensor, bits: int) -> Tensor:
