@@ -48,7 +48,9 @@ class Memory:
     def __init__(self, tensors):
         parts, self.places, at = [], [], BASE
         for tensor in tensors:
-            count = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+            count = 1 + sum(
+                (size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+            )
             own = tensor.as_strided((count if tensor.numel() else 0,), (1,)).view(torch.uint8).numpy().copy()
             self.places.append(at)
             parts += [own, np.full(-len(own) % BETWEEN + BETWEEN, 0xFF, np.uint8)]
@@ -72,7 +74,9 @@ class Memory:
 
 def statements(text):
     """The statements of a kernel's body as (predicate, code, operands), and the places of labels."""
-    body = re.sub(r"//[^\n]*|\.loc[^\n]*|\.pragma[^\n]*", "", text[text.index("{", text.index(".entry")) + 1 :])
+    body = re.sub(
+        r"//[^\n]*|\.loc[^\n]*|\.pragma[^\n]*", "", text[text.index("{", text.index(".entry")) + 1 :]
+    )
     found, labels = [], {}
     for piece in re.split(r";|(?<=:)\s", re.sub(r"\.(?:reg|section)[^;{}]*;", "", body)):
         line = piece.strip().strip("\n")
@@ -86,7 +90,9 @@ def statements(text):
             labels[line[:-1]] = len(found)
             continue
         predicate, code, rest = re.fullmatch(r"(?:@(!?%p\d+)\s+)?(\S+)\s*(.*)", line, re.DOTALL).groups()
-        found.append((predicate, code, [x.strip() for x in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s{][^,]*", rest)]))
+        found.append(
+            (predicate, code, [x.strip() for x in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s{][^,]*", rest)])
+        )
     return found, labels
 
 
@@ -140,7 +146,11 @@ class Program:
             return np.arange(self.threads).astype(dtype)
         if re.fullmatch(r"-?\d+|0x[0-9a-fA-F]+", text):
             value = int(text, 0) & ((1 << 8 * dtype.itemsize) - 1) if dtype != np.bool_ else int(text) != 0
-            return np.full(self.threads, value).astype(f"u{dtype.itemsize}" if dtype != np.bool_ else bool).view(dtype)
+            return (
+                np.full(self.threads, value)
+                .astype(f"u{dtype.itemsize}" if dtype != np.bool_ else bool)
+                .view(dtype)
+            )
         own = {"%ctaid.x": self.program, "%nctaid.x": self.programs, "%ctaid.y": 0, "global_smem": 0}
         if text in own:
             return np.full(self.threads, own[text]).astype(dtype)
@@ -189,7 +199,9 @@ class Program:
     def _shifted(self, shift, a, by, bits):
         count = self._value(by, "u32")
         within = shift(a, np.minimum(count, bits - 1).astype(a.dtype))
-        return np.where(count < bits, within, (a >> (bits - 1)) * (shift is np.right_shift) * (a.dtype.kind == "i"))
+        return np.where(
+            count < bits, within, (a >> (bits - 1)) * (shift is np.right_shift) * (a.dtype.kind == "i")
+        )
 
     def _mul(self, code, operands, active, more=None):
         words = code.split(".")
@@ -224,13 +236,19 @@ class Program:
         type = code.split(".")[1]
         size = np.dtype(_TYPES[type]).itemsize
         if given.startswith("{"):
-            low, high = (self._value(x.strip(), f"u{4 * size}").astype(np.uint64) for x in given.strip("{}").split(","))
+            low, high = (
+                self._value(x.strip(), f"u{4 * size}").astype(np.uint64) for x in given.strip("{}").split(",")
+            )
             self._set(to, (low | high << np.uint64(4 * size)).astype(f"u{size}"), active)
         elif to.startswith("{"):
             value = self._value(given, type).view(f"u{size}")
             for i, name in enumerate(to.strip("{}").split(",")):
                 if name.strip() != "_":
-                    self._set(name.strip(), (value >> np.array(4 * size * i, value.dtype)).astype(f"u{size // 2}"), active)
+                    self._set(
+                        name.strip(),
+                        (value >> np.array(4 * size * i, value.dtype)).astype(f"u{size // 2}"),
+                        active,
+                    )
         else:
             self._set(to, self._value(given, type), active)
 
@@ -274,13 +292,19 @@ class Program:
         if ".param" in code:
             number = int(re.search(r"_param_(\d+)", operands[1])[1])
             value = self.values[number]
-            made = np.float32(value) if type == "f32" or isinstance(value, float) else np.int64(value).astype(_TYPES[type])
+            made = (
+                np.float32(value)
+                if type == "f32" or isinstance(value, float)
+                else np.int64(value).astype(_TYPES[type])
+            )
             self._set(names[0], np.full(self.threads, made), active)
             return
         size = np.dtype(_TYPES[type]).itemsize
         addresses = self._address(operands[1])[active]
         if ".shared" in code:
-            found = self._shared_bytes(addresses, size * len(names), np.flatnonzero(active) // LANES, self.read)
+            found = self._shared_bytes(
+                addresses, size * len(names), np.flatnonzero(active) // LANES, self.read
+            )
         else:
             found = self.memory.bytes[self.memory.at(addresses, size * len(names))]
         for i, name in enumerate(names):
@@ -344,7 +368,9 @@ class Program:
         assert re.match(r"mma\.sp::ordered_metadata\.sync\.aligned\.m16n8k32\.row\.col\.f32", code)
         kind = code.split(".")[-2]
         kept, x, acc = (
-            np.stack([self._value(name.strip(), "b32") for name in text.strip("{}").split(",")], 1).reshape(-1, LANES, 4)
+            np.stack([self._value(name.strip(), "b32") for name in text.strip("{}").split(",")], 1).reshape(
+                -1, LANES, 4
+            )
             for text in operands[1:4]
         )
         places = self._value(operands[4], "b32").reshape(-1, LANES)
@@ -356,7 +382,9 @@ class Program:
                 other[:, lane % 4 * 2 + 8 * i + e, lane // 4] = numbers[:, :, i, e]
         product = dense.astype(np.float64) @ other
         for i, name in enumerate(operands[0].strip("{}").split(",")):
-            own = product[:, lane // 4 + 8 * (i // 2), lane % 4 * 2 + i % 2] + acc[..., i].copy().view(np.float32)
+            own = product[:, lane // 4 + 8 * (i // 2), lane % 4 * 2 + i % 2] + acc[..., i].copy().view(
+                np.float32
+            )
             self._set(name.strip(), own.astype(np.float32).reshape(-1), active)
 
 
