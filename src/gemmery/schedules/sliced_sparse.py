@@ -138,6 +138,9 @@ class SlicedSparse(Tile):
 class SlicedSparseBinding(Binding):
     """A `Binding` of the kernel for `mma.sp`."""
 
+    # Two numbers that are needed behind the loop, of some kernels that cut K.
+    harmless_spills = 2
+
     def __init__(self, problem: Problem, config: Config) -> None:
         from ..kernels import dialect, sliced_sparse
 
