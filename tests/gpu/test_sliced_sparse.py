@@ -62,7 +62,9 @@ def test_every_tile(text, cut):
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("text", [SMALL, MIDDLE, LARGE])
-@pytest.mark.parametrize("shape", [(1, 32, 64), (8, 8192, 8192), (17, 1, 4), (64, 1000, 2052), (70, 33, 100)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 32, 64), (8, 8192, 8192), (17, 1, 4), (64, 1000, 2052), (70, 33, 100)], ids=str
+)
 def test_sizes(shape, text, dtype):
     rng("mma.sp sizes", shape, text, dtype)
     m, n, k = shape

@@ -216,11 +216,12 @@ def _unfit(took: Usage, device: Any) -> tuple[str, ...]:
 
 def expected(name: str, case: Case, config: Any) -> tuple[str, ...]:
     """The matrix instructions, one of which a kernel must contain; none where the target has no unit for the type."""
+    from .. import schedules
     from ..devices import ARCHS
 
     arch = ARCHS[name]
-    if config.schedule == "sliced_sparse":
-        return ("mma.sp::ordered_metadata",)
+    if own := schedules.of(config.schedule).instruction:
+        return (own,)
     if case.dtype == "fp32" and case.precision == "ieee":
         return ("v_mfma",) if arch.family == "cdna" else ()
     if case.dtype == "fp64":

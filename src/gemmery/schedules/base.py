@@ -71,6 +71,7 @@ class Schedule:
         chosen_on: architectures on which it is chosen untuned, since it was measured to be faster there; None for all.
             Elsewhere its configs come last: a tuner measures them, and a config may name them.
         instead: what there is in its place where it does not run; "" for nothing worth saying.
+        instruction: the matrix instruction of its kernels in PTX, where it is not the architecture's usual one.
         splits: parts along K that are considered for rows of tiles that say `splits`.
         overlaps_stores: whether a program stores a tile while it computes its next one.
         sizes_bands: whether `Config.group_m` may be 0, for bands as high as `band` says.
@@ -89,6 +90,7 @@ class Schedule:
     reason: ClassVar[str] = ""
     chosen_on: ClassVar[tuple[str, ...] | None] = None
     instead: ClassVar[str] = ""
+    instruction: ClassVar[str] = ""
     splits: tuple[int, ...] = ()
     overlaps_stores: ClassVar[bool] = False
     sizes_bands: ClassVar[bool] = False

@@ -51,6 +51,7 @@ class SlicedSparse(Tile):
     # Those whose Gluon has the names that the kernel is written in.
     versions = ("3.6", "3.7", "3.8", "3.9")
     reason = "for 2:4 sparse weights and up to 64 rows, where a config or tuning says so"
+    instruction = "mma.sp::ordered_metadata"
     splits = (2, 4, 8)
     # No GPU has timed it yet.
     chosen_on = ()
