@@ -212,7 +212,7 @@ class Config:
         num_warps: warps in a program.
         num_stages: blocks of A and B in flight.
         schedule: how the programs of a launch walk over its tiles, one of `schedules.REGISTRY`: "tile", "persistent",
-            "specialized", "cooperative", "pingpong" or "sliced_k". Not every one takes every knob.
+            "specialized", "cooperative", "pingpong", "sliced_k" or "sliced_sparse". Not every one takes every knob.
         loader: "pointer" takes any strides, "descriptor" needs TMA and 16-byte alignment.
         split_store: store a tile as two halves, which halves the staging memory.
         tail: parts into which tiles are cut that would not fill a last wave, or not all of whose columns exist: 2 or 4

@@ -24,7 +24,7 @@ from .inspection.resources import Usage, usage
 
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx1100")
 #: Instructions of a matrix unit, any of which shows that a dot did not fall to scalar code.
-_MATRIX = ("wgmma.mma_async", "mma.sync", "tcgen05.mma", "v_mfma", "v_wmma")
+_MATRIX = ("wgmma.mma_async", "mma.sync", "mma.sp::ordered_metadata", "tcgen05.mma", "v_mfma", "v_wmma")
 
 
 @dataclass(frozen=True)
@@ -216,9 +216,12 @@ def _unfit(took: Usage, device: Any) -> tuple[str, ...]:
 
 def expected(name: str, case: Case, config: Any) -> tuple[str, ...]:
     """The matrix instructions, one of which a kernel must contain; none where the target has no unit for the type."""
+    from .. import schedules
     from ..devices import ARCHS
 
     arch = ARCHS[name]
+    if own := schedules.of(config.schedule).instruction:
+        return (own,)
     if case.dtype == "fp32" and case.precision == "ieee":
         return ("v_mfma",) if arch.family == "cdna" else ()
     if case.dtype == "fp64":

@@ -8,6 +8,7 @@ from .any_width import COOPERATIVE, PINGPONG
 from .base import REGISTRY, Schedule, of, register
 from .persistent import PERSISTENT
 from .sliced_k import SLICED_K
+from .sliced_sparse import SLICED_SPARSE
 from .specialized import SPECIALIZED
 from .tile import TILE
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DEFAULT", "REGISTRY", "Schedule", "bind", "of", "register"]
 
-for _schedule in (TILE, PERSISTENT, SPECIALIZED, COOPERATIVE, PINGPONG, SLICED_K):
+for _schedule in (TILE, PERSISTENT, SPECIALIZED, COOPERATIVE, PINGPONG, SLICED_K, SLICED_SPARSE):
     register(_schedule)
 #: The schedule of a Config that names none.
 DEFAULT = TILE.name

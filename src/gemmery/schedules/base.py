@@ -68,7 +68,10 @@ class Schedule:
         universal: whether it runs every problem on every GPU, with some config.
         archs, versions: architectures and versions of Triton for which it is written; empty for all.
         reason: when it is chosen, for `gemmery doctor`.
+        chosen_on: architectures on which it is chosen untuned, since it was measured to be faster there; None for all.
+            Elsewhere its configs come last: a tuner measures them, and a config may name them.
         instead: what there is in its place where it does not run; "" for nothing worth saying.
+        instruction: the matrix instruction of its kernels in PTX, where it is not the architecture's usual one.
         splits: parts along K that are considered for rows of tiles that say `splits`.
         overlaps_stores: whether a program stores a tile while it computes its next one.
         sizes_bands: whether `Config.group_m` may be 0, for bands as high as `band` says.
@@ -85,7 +88,9 @@ class Schedule:
     archs: tuple[str, ...] = ()
     versions: tuple[str, ...] = ()
     reason: ClassVar[str] = ""
+    chosen_on: ClassVar[tuple[str, ...] | None] = None
     instead: ClassVar[str] = ""
+    instruction: ClassVar[str] = ""
     splits: tuple[int, ...] = ()
     overlaps_stores: ClassVar[bool] = False
     sizes_bands: ClassVar[bool] = False
@@ -101,6 +106,10 @@ class Schedule:
     def runs_on(self, arch: Arch) -> bool:
         """Whether it runs on an architecture with this version of Triton."""
         return self.available() and (not self.archs or arch.name in self.archs)
+
+    def is_chosen_on(self, arch: Arch) -> bool:
+        """Whether it is chosen on an architecture without being measured there first."""
+        return self.chosen_on is None or arch.name in self.chosen_on
 
     def suits(self, problem: Problem) -> bool:
         """Whether some config of it can run a problem, whatever its number of rows."""

@@ -20,7 +20,8 @@ __all__ = ["Cost", "best_time", "candidates", "mn_major", "rank"]
 def _predict(problem: Problem) -> tuple[Space, Costs, np.ndarray]:
     """The configs that can run a problem, their predicted costs, and their order, best first.
 
-    Configs whose kernels are on the shortlist for all M come before the others.
+    Configs whose kernels are on the shortlist for all M come before the others, and those that are not chosen untuned
+    come last.
     """
     space = shortlist.allowed(problem)
     stand_in = problem.predicted
@@ -33,7 +34,7 @@ def _predict(problem: Problem) -> tuple[Space, Costs, np.ndarray]:
         np.broadcast_to(factor, (1, len(space)))[0]
     )
     others = ~np.isin(space.kernel, list(shortlist.of(problem)))
-    return space, predicted, np.lexsort((predicted.total, others))
+    return space, predicted, np.lexsort((predicted.total, others, ~space.chosen(problem)))
 
 
 def rank(problem: Problem) -> list[tuple[Config, Cost]]:

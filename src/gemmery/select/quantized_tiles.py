@@ -48,6 +48,26 @@ _SPARSE_FP8: Rows = {
     """,
 }
 
+#: Of sparse weights by `mma.sp`, see `kernels.sliced_sparse`. More rows with fewer columns take too many registers.
+_MMA_SP: Rows = {
+    ("pointer", "sliced_sparse"): """
+        8x32x512   1 4 2 0.60 swap splits apart
+        8x32x1024  1 8 2 0.60 swap splits apart
+        8x64x256   1 4 2 0.60 swap splits apart
+        8x64x512   1 8 2 0.60 swap splits apart
+        8x128x128  1 4 2 0.60 swap splits apart
+        16x32x512  1 4 2 0.60 swap splits apart
+        16x32x1024 1 8 2 0.60 swap splits apart
+        16x64x256  1 4 2 0.60 swap splits apart
+        16x64x512  1 8 2 0.60 swap splits apart
+        32x64x256  1 4 2 0.60 swap splits apart
+        32x64x512  1 8 2 0.60 swap splits apart
+        32x128x128 1 4 2 0.60 swap splits apart
+        64x128x128 1 4 2 0.60 swap splits apart
+        64x128x256 1 8 2 0.60 swap splits apart
+    """,
+}
+
 HOPPER: dict[str, Rows] = {
     "packed4": {
         ("descriptor", "tile"): """
@@ -136,7 +156,8 @@ HOPPER: dict[str, Rows] = {
             16x64x64   8 4 3 0.05 swap strided splits
         """,
     }
-    | any_width_tiles.sparse_rows(SparseStage()),
+    | any_width_tiles.sparse_rows(SparseStage())
+    | _MMA_SP,
     "sparse4": {
         ("descriptor", "tile"): """
             16x64x128   1 4 4 0.08 swap splits
@@ -280,7 +301,14 @@ _AMD_SPARSE: Rows = {
         16x64x32  8 4 2 0.20 swap splits
     """,
 }
-_SPARSE = {"blackwell": _BLACKWELL_SPARSE, "cdna": _AMD_SPARSE, "rdna": _AMD_SPARSE}
+_SPARSE = {
+    "blackwell": _BLACKWELL_SPARSE,
+    "ampere": _AMPERE | _MMA_SP,
+    "ada": _AMPERE | _MMA_SP,
+    "blackwell rtx": _AMPERE | _MMA_SP,
+    "cdna": _AMD_SPARSE,
+    "rdna": _AMD_SPARSE,
+}
 _INTERPRETER: Rows = {
     ("descriptor", "tile"): "32x64x64 8 4 3 1.0 swap splits",
     ("pointer", "tile"): """

@@ -52,7 +52,7 @@ def of(problem: Problem) -> frozenset[int]:
 def _of(problem: Problem) -> frozenset[int]:
     space = allowed(problem)
     logs, weights = _all_log_times(problem, space)
-    kernels = np.unique(space.kernel)
+    kernels = np.unique(space.kernel[space.chosen(problem)])
     # The best config of each kernel; they differ in how many parts K is cut into, which is no other code.
     best = np.stack([logs[:, space.kernel == kernel].min(axis=1) for kernel in kernels], axis=1)
     count = PACKED_KERNELS if problem.b.is_packed else KERNELS

@@ -158,6 +158,13 @@ class Space:
             found[name] = (np.flatnonzero(own), self if own.all() else self.where(own))
         return found
 
+    def chosen(self, problem: Problem) -> np.ndarray:
+        """Which configs are chosen untuned, see `Schedule.chosen_on`."""
+        found = np.ones(len(self), bool)
+        for name, (places, _) in self.by_schedule.items():
+            found[places] = schedules.of(name).is_chosen_on(problem.device.target)
+        return found
+
     def considered(self, problem: Problem, M: np.ndarray) -> np.ndarray:
         """Whether configs are considered for numbers of rows, of shape (m, 1): an array of (m, configs)."""
         found = np.ones((len(M), len(self)), bool)

@@ -1,0 +1,188 @@
+"""Programs whose warps share out N and K of a 2:4 sparse weight, by `mma.sp`; see `kernels.sliced_sparse`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import triton
+
+from ..kernels import place
+from ..kernels.any_width_sparse import SparseStage
+from ..kernels.numerics import cast
+from ..operands import Dense
+from ..operands.sparse import Sparse, SparseAccess
+from .any_width_tile import KINDS
+from .base import Forms
+from .binding import Binding, epilogue_arguments, epilogue_of, needs_only_its_block, sorted_tensors
+from .cost import Floats
+from .tile import Tile
+from .waves import Split
+
+if TYPE_CHECKING:
+    from ..problem import Config, Problem
+    from ..select.space import Space
+    from .walk import Walk
+
+#: Rows of a weight that a warp has, and numbers along K of its step.
+BLOCK, DEPTH = 32, 128
+#: Rows of activations of a tile, and warps of a program.
+ROWS, WARPS = (8, 16, 32, 64), (1, 2, 4, 8, 16)
+#: Numbers of a weight, at most: places in it are counted in 32 bits.
+MOST = 1 << 33
+#: Registers of a thread besides its accumulators; of a multiprocessor.
+OTHER_REGISTERS, REGISTERS = 136, 65536
+
+
+class SlicedSparse(Tile):
+    """A program for each tile, or for each part of one that is cut along K; a warp has 32 rows of the weight."""
+
+    name = "sliced_sparse"
+    about = (
+        "a program for each tile of a 2:4 sparse weight, whose warps share out N and K and multiply by mma.sp"
+    )
+    title = "2:4 sparse weights with mma.sp"
+    knobs = frozenset({"split_k", "swap"})
+    universal = False
+    archs = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
+    # Those whose Gluon has the names that the kernel is written in.
+    versions = ("3.6", "3.7", "3.8", "3.9")
+    reason = "for 2:4 sparse weights and up to 64 rows, where a config or tuning says so"
+    instruction = "mma.sp::ordered_metadata"
+    splits = (2, 4, 8)
+    # No GPU has timed it yet.
+    chosen_on = ()
+
+    def suits(self, problem: Problem) -> bool:
+        p = problem
+        return (
+            self.runs_on(p.device.target)
+            and not p.ragged
+            and isinstance(p.b, Sparse)
+            and not p.b.code
+            and p.b.has_aligned_rows
+            and not p.batch
+            and type(p.a) is Dense
+            and p.a.dtype in (torch.float16, torch.bfloat16)
+            and p.a.col == 1
+            and p.K > 0
+            and p.N * p.K < MOST
+            and max(p.M, p.N, p.K) < 1 << 30
+            and needs_only_its_block(p)
+        )
+
+    def considers(self, problem: Problem, rows: Floats) -> np.ndarray:
+        return (np.asarray(rows) <= max(ROWS)) & (not problem.batch_invariant)
+
+    def takes(self, config: Config, forms: Forms) -> bool:
+        is_sparse = isinstance(forms.packed, SparseStage) and not forms.packed.code
+        return is_sparse and (not forms.paired or config.block_n > BLOCK)
+
+    def check_sizes(self, config: Config) -> None:
+        c = config
+        if c.loader != "pointer" or not c.swap or c.num_stages != 2:
+            raise ValueError(f"Config: the {self.name} schedule needs swap, the pointer loader and 2 stages")
+        if c.block_m not in ROWS:
+            raise ValueError(f"Config: block_m is {c.block_m}; the {self.name} schedule takes one of {ROWS}")
+        shared = c.block_n // BLOCK * (c.block_k // DEPTH)
+        if c.num_warps not in WARPS or c.block_n % BLOCK or c.block_k % DEPTH or shared != c.num_warps:
+            raise ValueError(
+                f"Config: {c.num_warps} warps with a tile of {c.block_n} columns and steps of {c.block_k}; in the "
+                f"{self.name} schedule each warp has {BLOCK} columns and {DEPTH} of a step, and their number is one of "
+                f"{WARPS}"
+            )
+
+    def refusal(self, problem: Problem, config: Config) -> str | None:
+        p, c = problem, config
+        if not self.suits(p):
+            return (
+                f"schedule {self.name!r} needs Triton {', '.join(self.versions)}, a GPU of {', '.join(self.archs)}, a "
+                f"2:4 sparse weight of 16 bits at aligned addresses with fewer than {MOST} numbers, a of fp16 or bf16 "
+                f"with adjacent elements, no batch and no groups, and an epilogue that reduces no rows; given {p} on "
+                f"{p.device.arch} with Triton {triton.__version__}"
+            )
+        if p.batch_invariant:
+            return "the order of a sum depends on how many warps share K"
+        if not self.takes(c, Forms.of(p)):
+            return (
+                f"block_n is {c.block_n}; of a weight in two halves, a program needs {2 * BLOCK} columns or more, "
+                f"since a warp has {BLOCK} of one half"
+            )
+        if p.paired and p.N % (2 * BLOCK):
+            return f"the weight's halves have {p.N // 2} rows each; they need a multiple of {BLOCK}"
+        units = -(-p.M // c.block_m) * -(-p.N // c.block_n) * c.split_k
+        return f"{p} takes {units} programs; at most 2^31 - 1 fit into a launch" if units >= 1 << 31 else None
+
+    def bind(self, problem: Problem, config: Config) -> Binding:
+        return SlicedSparseBinding(problem, config)
+
+    def walk(self, problem: Problem, config: Config) -> Walk:
+        """Parts of a tile have programs that follow each other."""
+        found, split = super().walk(problem, config), Split.of(problem, config)
+        parts = 1 if split is None else split.parts
+        part, tile = np.divmod(found.program, max(len(found) // parts, 1))
+        return replace(found, program=tile * parts + part)
+
+    def resident(self, problem: Problem, columns: Space | Config, stage: Any) -> Any:
+        """See `Tile.resident`. Blocks of the weight are in registers."""
+        s = columns
+        shared = np.maximum(s.block_m * s.block_k * 2, s.block_m * s.block_n * 4) + 1024
+        # A thread has a row's sums of each of a warp's 32 columns.
+        registers = s.num_warps * 32 * (s.block_m + OTHER_REGISTERS)
+        fit = np.minimum(problem.device.target.shared / shared, REGISTERS / registers)
+        return np.maximum(np.floor(fit), 1)
+
+
+class SlicedSparseBinding(Binding):
+    """A `Binding` of the kernel for `mma.sp`."""
+
+    # Two numbers that are needed behind the loop, of some kernels that cut K.
+    harmless_spills = 2
+
+    def __init__(self, problem: Problem, config: Config) -> None:
+        from ..kernels import dialect, sliced_sparse
+
+        p, c = problem, config
+        self.problem, self.config = p, c
+        self.a, self.b = p.a.access(p, is_b=False, tma=False), p.b.access(p, is_b=True, tma=False)
+        self.split = Split.of(p, c)
+        self.tiles = -(-p.M // c.block_m) * -(-p.N // c.block_n)
+        self.kernel = sliced_sparse.gemm_sliced_sparse
+        self.grid = (self.tiles * (1 if self.split is None else self.split.parts), 1, 1)
+        self.constants = {
+            "PLACE": dialect.in_gluon(place.single_tile if self.split is None else place.split_tile),
+            "EPILOGUE": dialect.in_gluon(epilogue_of(p)),
+            "CAST": dialect.in_gluon(cast),
+            "KIND": KINDS[p.a.dtype],
+            "ROWS": c.block_m,
+            "K_WARPS": c.block_k // DEPTH,
+            "N_WARPS": c.block_n // BLOCK,
+            "PAIRED": p.paired,
+            "num_warps": c.num_warps,
+        }
+
+    def arguments(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> list[Any]:
+        """The kernel's run-time arguments, as for `Binding.arguments`."""
+        p = self.problem
+        a, b, out, extras = sorted_tensors(p, tensors)
+        assert isinstance(self.b, SparseAccess)
+        workspace = None if self.split is None else self.workspace(out.device)
+        part_k = 0 if self.split is None else self.split.length
+        return [
+            a[0], *b, out, p.M, p.N, p.K, self.tiles, part_k, p.a.row, p.out.row, p.out.col, self.b.rows // BLOCK,
+            self.b.columns // BLOCK, epilogue_arguments(p, 0, extras, numbers), workspace,
+        ]  # fmt: skip
+
+    @property
+    def workspace_size(self) -> tuple[int, int]:
+        """Bytes in which parts of tiles meet, and counters of their arrivals; none where no tile is cut."""
+        if self.split is None:
+            return 0, 0
+        c = self.config
+        return self.split.parts * self.tiles * c.block_m * c.block_n * torch.float32.itemsize, self.tiles
+
+
+SLICED_SPARSE = SlicedSparse()

@@ -1,0 +1,208 @@
+"""2:4 sparse weights by `mma.sp`: how its operands lie, what is refused, and that nothing takes it untuned."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+
+import gemmery
+from gemmery import Config, epilogues, schedules, select
+from gemmery.devices import ARCHS, TABLE
+from gemmery.formats.sparse import SparseTensor, padded
+from gemmery.kernels import sparse_fragments as fragments
+from gemmery.lab.abstract import linear_problem
+from gemmery.product.spec import Options
+from gemmery.schedules.sliced_sparse import SLICED_SPARSE
+from gemmery.select.space import space_of, tiles_of
+from gemmery.tuning.tuner import _promising
+
+DEVICES = {arch: next(row for row in TABLE.values() if row.arch == arch) for arch in SLICED_SPARSE.archs}
+TEXT = "16x64x256-g1-w4-s2-sliced_sparse-pointer-swap"
+CONFIG = Config.of(TEXT)
+needs_gluon = pytest.mark.skipif(not SLICED_SPARSE.available(), reason="the schedule needs another Triton")
+
+
+def meta(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def weight_of(N, K, dtype=torch.bfloat16, code=""):
+    rows, columns = padded(N, K)
+    values = meta(rows, columns // 2, dtype=torch.int8 if code else dtype)
+    words = meta(columns // 32, rows, dtype=torch.int32)
+    return SparseTensor((N, K), values, words, code=code, dtype=dtype if code else None)
+
+
+def problem_of(M, N, K, arch="sm_80", code="", dtype=torch.bfloat16, **more):
+    return linear_problem(meta(M, K, dtype=dtype), weight_of(N, K, dtype, code), DEVICES[arch], **more)
+
+
+# --- operands --------------------------------------------------------------------------------------------------------
+
+
+def called(function, *given):
+    """What a device function that calls others gives for numpy's numbers."""
+    names = dict(function.fn.__globals__)
+    for name in function.fn.__code__.co_names:
+        if hasattr(names.get(name), "fn"):
+            names[name] = lambda *x, inner=names[name]: called(inner, *x)
+    return type(called)(function.fn.__code__, names)(*given)
+
+
+def test_metadata_by_instruction():
+    """Four bits of each group come into the word of the group's instruction, in the order of 16 columns each."""
+    words = np.random.default_rng(1).integers(0, 1 << 32, (4, 1000)).astype(np.uint32)
+    found = called(fragments.of_instructions, *words)
+    for j, half, i in itertools.product(range(4), range(2), range(4)):
+        group = words[i] >> (16 * half + 4 * j) & 15
+        assert np.array_equal(found[j] >> (16 * half + 4 * i) & 15, group)
+
+
+def placed(layout, rank):
+    """The element of each warp's, lane's and register's number in a linear layout."""
+    bases = [*layout.reg_bases, *layout.lane_bases, *layout.warp_bases]
+    found = np.zeros((1 << len(bases), rank), int)
+    for number in range(len(found)):
+        for bit, base in enumerate(bases):
+            if number >> bit & 1:
+                found[number] ^= np.array(base)
+    return found.reshape(-1, 32, 1 << len(layout.reg_bases), rank)
+
+
+@pytest.mark.parametrize(("k", "n", "tiles"), [(1, 1, 1), (4, 1, 1), (2, 2, 4), (1, 8, 8)])
+def test_fragments(k, n, tiles):
+    """A fragment's dimensions are warps along K, along N, lanes, and then registers; others are what is loaded of it."""
+    own = placed(fragments.fragment(k, n, tiles), 5)
+    words = placed(fragments.words_of_step(k, n, 4, 4), 5)
+    x = placed(fragments.activations_of_step(k, n, tiles), 2)
+    assert own.shape[:3] == (k * n, 32, 4 * tiles)
+    for warp, lane in itertools.product(range(k * n), range(32)):
+        for register in range(4 * tiles):
+            place = [warp // n, warp % n, lane, register // 4, register % 4]
+            assert own[warp, lane, register].tolist() == place
+            # `ldmatrix` gives lane 4 g + t word t of row g, of each of four matrices of 8 rows by 4 words.
+            row, word = 8 * (register // 4) + lane // 4, 16 * (warp // n) + 4 * (register % 4) + lane % 4
+            assert x[warp, lane, register].tolist() == [row, word]
+        for register in range(16):
+            place = [warp // n, warp % n, lane, register // 4, register % 4]
+            assert words[warp, lane, register].tolist() == place
+
+
+# --- configs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("12x64x256-g1-w4-s2", "block_m is 12"), ("128x64x256-g1-w4-s2", "block_m is 128"),
+    ("16x64x256-g1-w8-s2", "8 warps with a tile of 64 columns and steps of 256"), ("16x48x256-g1-w4-s2", "warps"),
+    ("16x96x128-g1-w3-s2", "warps"), ("16x64x64-g1-w2-s2", "warps"), ("16x64x256-g1-w4-s3", "2 stages"),
+])  # fmt: skip
+def test_configs_that_are_none(text, words):
+    with pytest.raises(ValueError, match=words):
+        Config.of(f"{text}-sliced_sparse-pointer-swap")
+
+
+def test_configs_with_other_knobs():
+    for text in (TEXT.removesuffix("-swap"), TEXT.replace("pointer", "descriptor")):
+        with pytest.raises(ValueError, match="needs swap, the pointer loader and 2 stages"):
+            Config.of(text)
+    with pytest.raises(ValueError, match="tail needs"):
+        replace(CONFIG, tail=2)
+
+
+@needs_gluon
+@pytest.mark.parametrize("arch", SLICED_SPARSE.archs)
+def test_products_that_it_runs(arch):
+    for M, N, K in ((1, 32, 64), (64, 1000, 4096), (70, 33, 4)):
+        problem = problem_of(M, N, K, arch)
+        assert SLICED_SPARSE.refusal(problem, CONFIG) is None
+        binding = schedules.bind(problem, replace(CONFIG, split_k=4))
+        assert binding.grid[0] % binding.tiles == 0
+    swiglu = problem_of(4, 128, 256, arch, epilogue=epilogues.swiglu)
+    assert SLICED_SPARSE.refusal(swiglu, CONFIG) is None
+
+
+@needs_gluon
+def test_products_that_are_refused():
+    problem = problem_of(4, 512, 512)
+    for other in (
+        problem_of(4, 512, 512, code="e4m3"),
+        replace(problem, K=0),
+        replace(problem, N=1 << 20, K=1 << 13),
+        replace(problem, batch=(2,)),
+        replace(problem, device=TABLE["NVIDIA B200"]),
+        replace(problem, a=replace(problem.a, row=1, col=4)),
+        replace(problem, b=replace(problem.b, aligned=False)),
+    ):
+        assert "needs Triton" in SLICED_SPARSE.refusal(other, CONFIG)
+        with pytest.raises(ValueError, match="schedule 'sliced_sparse' needs Triton"):
+            schedules.bind(other, CONFIG)
+    invariant = problem_of(4, 512, 512, options=Options(None, "ieee", False, True, None))
+    assert "order of a sum" in SLICED_SPARSE.refusal(invariant, CONFIG)
+    halves = problem_of(4, 128, 256, epilogue=epilogues.swiglu)
+    assert "two halves" in SLICED_SPARSE.refusal(halves, Config.of(TEXT.replace("16x64x256", "16x32x512")))
+    halves = problem_of(4, 96, 256, epilogue=epilogues.swiglu)
+    assert "48 rows each" in SLICED_SPARSE.refusal(halves, CONFIG)
+
+
+@needs_gluon
+def test_every_number_is_computed_once():
+    for split in (1, 3):
+        walk = SLICED_SPARSE.walk(problem_of(20, 200, 1100), replace(CONFIG, split_k=split))
+        assert sorted(walk.program.tolist()) == list(range(2 * 4 * split))
+        assert sum(walk.last_k - walk.first_k) == 1100 * 8
+        # Parts of a tile follow each other.
+        order = np.argsort(walk.program)
+        assert (walk.first_k[order].reshape(-1, split) == walk.first_k[order][:split]).all()
+
+
+# --- choices ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_family_has_its_tiles():
+    for arch in SLICED_SPARSE.archs:
+        own = [
+            x.config for x in tiles_of(ARCHS[arch].family, "sparse") if x.config.schedule == "sliced_sparse"
+        ]
+        assert {config.block_m for config in own} == {8, 16, 32, 64}
+        assert not any(
+            config.schedule == "sliced_sparse"
+            for config in space_of(problem_of(4, 512, 512, arch, "e4m3")).configs
+        )
+
+
+@needs_gluon
+@pytest.mark.parametrize("arch", SLICED_SPARSE.archs)
+@pytest.mark.parametrize("M", [1, 16, 64, 65])
+def test_only_a_tuner_considers_it(M, arch):
+    """It comes last, behind all that was timed somewhere, but a tuner takes what is predicted to be quick."""
+    ranked = select.rank(problem_of(M, 8192, 8192, arch))
+    names = [config.schedule for config, _ in ranked]
+    count = names.count("sliced_sparse")
+    assert (count > 0) == (M <= 64)
+    assert "sliced_sparse" not in names[: len(names) - count]
+    tuned = {config.schedule for config in _promising(ranked)}
+    if M <= 16:
+        assert "sliced_sparse" in tuned
+
+
+@needs_gluon
+def test_it_is_chosen_where_it_was_measured(monkeypatch):
+    problem = problem_of(1, 8192, 8192)
+    select.shortlist._of.cache_clear()
+    monkeypatch.setattr(type(SLICED_SPARSE), "chosen_on", ("sm_80",))
+    try:
+        assert select.rank(problem)[0][0].schedule == "sliced_sparse"
+        assert select.rank(problem_of(1, 8192, 8192, "sm_86"))[0][0].schedule == "tile"
+    finally:
+        select.shortlist._of.cache_clear()
+
+
+def test_others_are_chosen_everywhere():
+    assert all(
+        each.chosen_on is None for each in schedules.REGISTRY.values() if each.name != SLICED_SPARSE.name
+    )
+    assert gemmery.Config.of(TEXT).schedule == SLICED_SPARSE.name
