@@ -2,75 +2,80 @@
 
 A weight is 2:4 sparse if, of each four adjacent numbers along K, at most two are not 0.
 
-    dense      1.5 -0.2  0.1 -0.9   0.3  0.8 -1.1  0.0
-    pruned     1.5   0    0  -0.9    0   0.8 -1.1   0        the two largest of each four
-    kept       1.5 -0.9             0.8 -1.1                 half as many numbers
-    places      0    3               1    2                  and two bits for each
+    dense      1.5 -0.2  0.1 -0.9    0.3  0.8 -1.1  0.0
+    pruned     1.5   0    0  -0.9     0   0.8 -1.1   0      the two largest of each four
+    kept       1.5 -0.9              0.8 -1.1               half of the numbers
+    places      0    3                1    2                and two bits for each
 
-1. A mask. The product of the pruned weight is a dense product. It reads as many bytes and multiplies as many numbers as
-before, zeros among them, in the same time. A mask alone saves nothing.
+Step 1, a mask. The product of the pruned weight is the dense product of before. It reads all numbers and multiplies
+all of them, the zeros too, in the same time. A mask alone saves nothing.
 
-2. Compressed storage. `compress` keeps two numbers of each four, and for each four a code of 4 bits: i0 | i1 << 2, where
-i0 < i1 are the places of the two. With 16 bits a number that is 2 · 16 + 4 = 36 bits in the place of 64, or 9/16 of the
-bytes. `expanded_kernel` reads these and puts the zeros back in registers. It multiplies as many numbers as before, and
-expands on top of that. So it can pay only where reading the weight is what takes the time: with few rows of x.
+Step 2, compressed storage. `compress` keeps two numbers of each four, and a code of 4 bits: `i0 | i1 << 2`, where
+`i0 < i1` are their places. With numbers of 16 bits, that is 2 · 16 + 4 = 36 bits in the place of 64: 9/16 of the
+bytes. `expanded_kernel` reads these and puts the zeros back in registers. It multiplies as much as before, and the
+expansion comes on top. So it can pay only where the time is that of reading the weight: with few rows of x.
 
-3. The sparse tensor cores. Since compute capability 8.0 a tensor core can skip the zeros. `mma.sp.m16n8k32` multiplies
-16 x 32 numbers of the weight, of which it gets 16 x 16, with 32 x 8 numbers of x, in the time that the dense m16n8k16
-takes for half of K. For each kept number, its code chooses the row of x that it meets:
+Step 3, the sparse tensor cores. Since compute capability 8.0 they can leave the zeros out. `mma.sp.m16n8k32`
+multiplies 16 x 32 numbers of the weight, of which it takes the 16 x 16 that are kept, by 32 x 8 numbers of x. That is
+as much work as the dense m16n8k16 for twice its K. By its code, each kept number finds the number of x that it meets:
 
     out[row, col] += kept[row, j] * x[4 * (j // 2) + place[row, j], col]        j = 0 .. 15
 
-Only the left operand can be sparse. So the weight is on the left, and the product is w @ x.T, the transpose of what is
-wanted. tl.dot knows nothing of this instruction, and PTX takes its operands as registers of 32 threads. The picture
-shows which thread has which numbers. In the code these are `place_in_a` to `place_in_codes`, of a lane's number:
+Only the left operand can be sparse. So the weight is on the left: the product is w @ x.T, the transpose of what is
+wanted. PTX takes the operands as registers of the 32 threads of a warp, its *lanes*. The first picture shows which
+lane has which numbers. The code says it in functions: `place_in_a`, `place_in_b`, `place_in_c` and `place_in_codes`.
 
-    lane = 4 g + t      g = 0 .. 7 is a row of the weight, and a column of B; t = 0 .. 3 is a place along K
-    A, kept numbers     4 registers of two: columns 2 t, 2 t + 1 of row g, then of g + 8; then both 8 columns on
-    B, a tile of x      4 registers of two: k = 2 t, 2 t + 1 of column g; then 8, 16 and 24 on
-    C and D             4 registers of one: columns 2 t, 2 t + 1 of row g, then of row g + 8
-    codes               1 register of eight: columns 16 t .. 16 t + 15 of row g, then of row g + 8
+    lane = 4 g + t      g = 0 .. 7 is a row of the weight, or a row of x; t = 0 .. 3 is a place along K
+    A, kept numbers     4 registers of two: columns 2 t and 2 t + 1 of row g, of row g + 8, and both again 8 columns on
+    B, a tile of x      4 registers of two: k = 2 t and 2 t + 1 of column g, and again 8, 16 and 24 on
+    C and D, sums       4 registers of one: columns 2 t and 2 t + 1 of row g, and of row g + 8
+    codes               1 register of eight: columns 16 t to 16 t + 15 of row g, and of row g + 8
 
-The four lanes of a row hold codes for 64 columns, and an instruction multiplies 32. The *selector*, a constant in the
-instruction, says whose codes it reads: 0 those of t = 0 and 1, 1 those of t = 2 and 3. One register serves two
-instructions. Codes whose two places are equal or in the wrong order are undefined for the hardware.
+The four lanes of a row have codes for 64 columns, and one instruction multiplies 32. Its *selector*, a constant, says
+whose codes it reads: 0 those of t = 0 and 1, and 1 those of t = 2 and 3. So one register of codes serves two
+instructions; the second picture shows which lane has which codes. Two equal places in one code are undefined.
 
-Triton's own language does not promise which thread has which element of a tensor. Gluon, which is below it, does:
-a layout there is explicit. `mma_sp_kernel` has its operands as tensors (tiles, warps, 32 lanes, 4 registers), in a layout
-in which the thread of a lane holds what the last index counts, and issues the instruction with inline assembly, 4
-elements at a time. The weight is packed beforehand in this order, so that each thread loads its 16 bytes at once. Each
-warp takes a part of K; at the end the parts are added. A faster kernel would bring x through shared memory and load ahead.
+Triton's language does not promise which thread has which element of a tensor. Gluon, the language below it, does:
+there a layout is explicit. `mma_sp_kernel` has its operands as tensors of (tiles, warps, 32 lanes, 4 registers), in a
+layout that means what these words say. Inline assembly takes 4 elements at a time and issues the instruction. The
+weight is packed in this order beforehand, so that each lane loads its 16 bytes at once. Each warp has a part of K,
+and the parts are added at the end. The kernel is small, and not the fastest: x would go through shared memory, and
+loads ahead.
 
-Where there is no such GPU, `mma_sp` computes in torch what the instruction is defined to do, from the same fragments of
-all 32 lanes. The rung prints which of the two has run.
+`mma_sp` does in torch what PTX defines, with the registers of all 32 lanes. It is checked everywhere, and takes the
+kernel's place where no GPU has the instruction. The rung prints what ran.
 
-PTX has the instruction in two spellings. The one here, `mma.sp::ordered_metadata`, promises that i0 < i1. It needs PTX
-8.5, which Triton 3.6 and newer have for every GPU. NVIDIA warns that the other one may be slow on newer GPUs.
+PTX has two spellings of it. This one, `mma.sp::ordered_metadata`, promises that `i0 < i1`. It needs PTX 8.5, which all
+GPUs have with Triton 3.6 and newer. NVIDIA's manual warns that the other one may be much slower on some GPUs.
 
-4. In gemmery a sparse weight is an operand like any other, with epilogues and gradients:
+Step 4, gemmery. There a sparse weight is an operand like any other, with epilogues and gradients:
 
     import gemmery
     s = gemmery.sparsify(w, "2:4")
     out = gemmery.linear(a, s)
 
-On Hopper its kernel issues `wgmma.sp`: 128 threads multiply 64 rows of the weight by up to 256 rows of x, and both
-come from shared memory, where TMA puts them. Tiles can have any width that is a multiple of 8. Elsewhere the kernels do
-what step 2 does. docs/sparse.md has the rest.
+On Hopper its kernel issues `wgmma.sp`. Four warps together multiply 64 rows of the weight by as many rows of x as the
+tile has, up to 256, and tiles need not be a power of two wide. The kept numbers and x come from shared memory, where
+the TMA unit of rung 8 puts them. Only the codes go through registers. Elsewhere the kernels expand the weight as step
+2 does. docs/sparse.md goes on from here.
 
-When does 2:4 pay? The table counts bits a weight:
+When does 2:4 pay? Codes take their part of what is saved:
 
-    numbers of      dense      2:4
-    16 bits          16          9
-     8 bits           8          5
-     4 bits           4          3
+    numbers of     bits a weight, dense     2:4
+    16 bits                          16       9
+     8 bits                           8       5
+     4 bits                           4       3
 
-With few rows of x, as in decoding, the time is that of reading the weight. There `int4` without sparsity reads less than
-half of what 2:4 reads with 16 bits, and rounding to `int4` usually costs less accuracy than pruning half of the numbers:
-see docs/low-bit.md. With many rows, as in prefill and in training, the time is that of the tensor cores. There `int4`
-gains nothing, since its numbers are multiplied in 16 bits, and 2:4 takes half of the steps: a factor of two at most. It
-asks for a model that was trained or calibrated for the pattern. Where nobody measured the model's quality, take neither.
+With few rows of x, as in decoding, the time is that of reading the weight, and 9/16 of it is the best that 2:4 can
+do. `int4` without sparsity reads less than half of that, and rounding to `int4` usually costs less accuracy than
+pruning half of the numbers: docs/low-bit.md. With many rows, as in prefill and in training, the time is that of the
+tensor cores. There `int4` gains nothing, since its numbers are multiplied in 16 bits, and 2:4 takes half of the
+steps, so that a factor of two is the bound. Pruning a trained model by magnitude alone loses accuracy, often too
+much: 2:4 is for models that were trained or calibrated for it. Where nobody measured the model's quality, take
+neither.
 
-The pattern: Mishra et al., "Accelerating Sparse Deep Neural Networks", 2021. The instruction: NVIDIA, "PTX ISA", mma.sp.
+The pattern: Mishra et al., "Accelerating Sparse Deep Neural Networks", 2021. The instruction: NVIDIA, "PTX ISA",
+mma.sp.
 """
 
 import math
@@ -79,15 +84,14 @@ from dataclasses import dataclass
 
 from _common import (
     INTERPRETED,
+    Product,
     Record,
     Row,
     bench_products,
-    check_strides,
     compare,
     normal,
     output,
     poisoned,
-    product_sizes,
     run,
     rung,
 )
@@ -106,7 +110,7 @@ before = rung(8)  # the dense product, for the comparison
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 1. A mask
+# Step 1: a mask
 
 
 def prune(w: torch.Tensor) -> torch.Tensor:
@@ -117,7 +121,7 @@ def prune(w: torch.Tensor) -> torch.Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 2. Compressed storage
+# Step 2: compressed storage
 
 
 @dataclass(frozen=True)
@@ -143,7 +147,9 @@ def compress(w: torch.Tensor) -> Compressed:
     # What is not 0 comes first; then back to the order along K, so that i0 < i1 also where one of the two is 0.
     places = (fours == 0).to(torch.int8).argsort(dim=-1, stable=True)[..., :2].sort(-1).values
     codes = places[..., 0] | places[..., 1] << 2
-    return Compressed(fours.gather(-1, places).flatten(-2), in_words(codes.unflatten(-1, (-1, 4)), torch.int16))
+    return Compressed(
+        fours.gather(-1, places).flatten(-2), in_words(codes.unflatten(-1, (-1, 4)), torch.int16)
+    )
 
 
 def in_words(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -191,9 +197,11 @@ def expanded_kernel(
         value = tl.load(value_rows + k // 2 + tl.arange(0, BLOCK_K // 2)[None, :], mask=inside_n, other=0.0)
         word = tl.load(word_rows + k // 16 + tl.arange(0, BLOCK_K // 16)[None, :], mask=inside_n, other=0)
         x = tl.load(a_rows + k + tl.arange(0, BLOCK_K)[None, :], mask=inside_m, other=0.0)
-        # On the left, because only a left operand goes from registers into the tensor cores of a Hopper GPU.
+        # On the left, where its 64 rows fill the tensor cores, as few rows of x would not.
         acc = tl.dot(expand(value, word), x.T, acc)
-    tl.store(out + m.to(tl.int64)[:, None] * out_row + n[None, :], acc.T.to(tl.float16), mask=inside_m & inside_n.T)
+    tl.store(
+        out + m.to(tl.int64)[:, None] * out_row + n[None, :], acc.T.to(tl.float16), mask=inside_m & inside_n.T
+    )
 
 
 def expanded(a: torch.Tensor, w: Compressed, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -211,15 +219,15 @@ def expanded(a: torch.Tensor, w: Compressed, out: torch.Tensor | None = None) ->
 
 def rows_of(a: torch.Tensor, K: int) -> int:
     """M; a ValueError that names what does not fit."""
-    if a.dim() != 2 or a.shape[1] != K or a.dtype != torch.float16:
-        raise ValueError(f"wanted float16 (M, {K}), got {tuple(a.shape)} of {a.dtype}")
+    if a.dim() != 2 or a.shape[1] != K or not a.shape[0] or a.dtype != torch.float16:
+        raise ValueError(f"wanted float16 (M, {K}), M > 0, got {tuple(a.shape)} of {a.dtype}")
     if not a.is_contiguous() or a.data_ptr() % 16:
         raise ValueError("a must be contiguous and begin at a multiple of 16 bytes")
     return a.shape[0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 3. Which lane has what. The functions take integers, tensors of torch, and in a kernel tensors of Gluon.
+# Step 3: which lane has what. The functions take integers, tensors of torch, and in a kernel tensors of Gluon.
 
 
 def place_in_a(lane, register, half):
@@ -258,15 +266,17 @@ class Fragments:
 def fragments(w: Compressed) -> Fragments:
     """The weight as the lanes want it: gathered once, by the functions above."""
     device = w.values.device
-    a = w.values.unflatten(0, (-1, 16)).unflatten(2, (-1, 16)).transpose(1, 2)  # strips, steps of 32, 16, 16
+    # Strips of 16 rows, steps of 32 columns, 16 rows, 16 kept numbers.
+    a = w.values.unflatten(0, (-1, 16)).unflatten(2, (-1, 16)).transpose(1, 2)
     a = a[(..., *place_in_a(*indices(32, 4, 2, device=device)))].contiguous().view(torch.int32).squeeze(-1)
-    codes = w.codes().unflatten(0, (-1, 16)).unflatten(2, (-1, 16)).transpose(1, 2)  # strips, steps of 64, 16, 16
+    # Strips, steps of 64, 16 rows, 16 codes.
+    codes = w.codes().unflatten(0, (-1, 16)).unflatten(2, (-1, 16)).transpose(1, 2)
     codes = codes[(..., *place_in_codes(*indices(32, 8, device=device)))]
     return Fragments(a, in_words(codes, torch.int32))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 3. What the instruction does, in torch
+# Step 3: what the instruction does, in torch
 
 
 def mma_sp(
@@ -296,11 +306,12 @@ def halves(words: torch.Tensor) -> torch.Tensor:
 
 
 def emulated(a: torch.Tensor, w: Fragments, out: torch.Tensor) -> torch.Tensor:
-    """a @ w.T as the kernel below has it, with `mma_sp` in the place of the instruction: all strips and tiles at once."""
+    """a @ w.T as the kernel below has it, with `mma_sp` for the instruction: all strips and tiles at once."""
     (M, K), device = a.shape, a.device
     tiles = torch.nn.functional.pad(a, (0, 0, 0, -M % 8)).unflatten(0, (-1, 8)).unflatten(2, (-1, 32))
     k, row = place_in_b(*indices(32, 4, 2, device=device))
-    b = tiles.permute(2, 0, 3, 1)[..., k, row].contiguous().view(torch.int32).squeeze(-1)  # steps, tiles, 32, 4
+    # Steps of 32, tiles, lanes, registers.
+    b = tiles.permute(2, 0, 3, 1)[..., k, row].contiguous().view(torch.int32).squeeze(-1)
     strips = w.a.shape[0]
     d = torch.zeros(strips, tiles.shape[0], 32, 4, device=device)
     for step in range(K // 32):
@@ -314,7 +325,7 @@ def emulated(a: torch.Tensor, w: Fragments, out: torch.Tensor) -> torch.Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 3. The instruction itself
+# Step 3: the instruction itself
 
 INSTRUCTION = "mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32.f16.f16.f32"
 
@@ -460,3 +471,47 @@ def check() -> list[Row]:
         for name, result in results(a, w).items():
             rows += compare(name, f"{m}x{n}x{k}", result, a @ w.T, a.double() @ w.double().T, 5e-4)
     return rows
+
+
+def bench() -> list[Row]:
+    """Rates count the zeros too, so that all methods have one measure."""
+    rows = []
+    for m, n, k in ((1, 8192, 8192), (16, 8192, 8192), (64, 8192, 8192)):
+        w = prune(normal(n, k, scale=k**-0.5))
+        rows += bench_products(((m, n, k),), few_rows(w), weight=lambda *_, w=w: w)
+    w = prune(normal(4096, 4096, scale=4096**-0.5))
+    return rows + bench_products(((4096, 4096, 4096),), many_rows(w), weight=lambda *_: w)
+
+
+def few_rows(w: torch.Tensor) -> list[tuple[str, str, Product]]:
+    """What is timed where reading the weight takes the time. Weights are packed beforehand, once."""
+    compressed = compress(w)
+    packed = fragments(compressed)
+    contenders: list[tuple[str, str, Product]] = [
+        ("rung 8, masked weight", "before", before.matmul),
+        ("torch, masked weight", "torch", lambda a, w, out: torch.matmul(a, w.T, out=out)),
+        ("step 2, expanded in registers", "other", lambda a, _, out: expanded(a, compressed, out)),
+        many_rows(w)[0],
+    ]
+    if has_mma_sp():
+        contenders.insert(0, ("rung 10, mma.sp", "this", lambda a, _, out: matmul(a, packed, out)))
+    return contenders
+
+
+def many_rows(w: torch.Tensor) -> list[tuple[str, str, Product]]:
+    """What is timed where the tensor cores take the time; the kernels of this file are none for that."""
+    import gemmery
+
+    sparse = gemmery.sparsify(w, "2:4")
+    return [
+        ("step 4, gemmery.linear", "other", lambda a, _, out: gemmery.linear(a, sparse, out=out)),
+        ("torch, masked weight", "other", lambda a, w, out: torch.matmul(a, w.T, out=out)),
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> Record:
+    return run(NUMBER, TITLE, check, bench, arguments)
+
+
+if __name__ == "__main__":
+    main()
