@@ -16,20 +16,20 @@ bytes. `expanded_kernel` reads these and puts the zeros back in registers. It mu
 expansion comes on top. So it can pay only where the time is that of reading the weight: with few rows of x.
 
 Step 3, the sparse tensor cores. Since compute capability 8.0 they can leave the zeros out. `mma.sp.m16n8k32`
-multiplies 16 x 32 numbers of the weight, of which it takes the 16 x 16 that are kept, by 32 x 8 numbers of x. That is
-as much work as the dense m16n8k16 for twice its K. By its code, each kept number finds the number of x that it meets:
+multiplies 16 x 32 numbers of the weight, of which it takes the 16 x 16 that are kept, by 32 x 8 numbers of x. It
+multiplies no more than the dense m16n8k16 does, for twice its K. By its code, each kept number finds what it meets:
 
-    out[row, col] += kept[row, j] * x[4 * (j // 2) + place[row, j], col]        j = 0 .. 15
+    out[row, col] += kept[row, j] * x[4 * (j // 2) + place[row, j], col]     j < 16
 
 Only the left operand can be sparse. So the weight is on the left: the product is w @ x.T, the transpose of what is
 wanted. PTX takes the operands as registers of the 32 threads of a warp, its *lanes*. The first picture shows which
 lane has which numbers. The code says it in functions: `place_in_a`, `place_in_b`, `place_in_c` and `place_in_codes`.
 
-    lane = 4 g + t      g = 0 .. 7 is a row of the weight, or a row of x; t = 0 .. 3 is a place along K
-    A, kept numbers     4 registers of two: columns 2 t and 2 t + 1 of row g, of row g + 8, and both again 8 columns on
-    B, a tile of x      4 registers of two: k = 2 t and 2 t + 1 of column g, and again 8, 16 and 24 on
-    C and D, sums       4 registers of one: columns 2 t and 2 t + 1 of row g, and of row g + 8
-    codes               1 register of eight: columns 16 t to 16 t + 15 of row g, and of row g + 8
+    lane = 4 g + t    g = 0 .. 7: a row of w, or of x; t = 0 .. 3: a place along K
+    A, kept of w      4 registers of 2: columns 2 t, 2 t + 1 of row g; of g + 8; 8 on
+    B, a tile of x    4 registers of 2: k = 2 t, 2 t + 1 of column g; 8, 16, 24 on
+    C and D, sums     4 registers of 1: columns 2 t, 2 t + 1 of row g; of g + 8
+    codes             1 register of 8: columns 16 t .. 16 t + 15 of row g; of g + 8
 
 The four lanes of a row have codes for 64 columns, and one instruction multiplies 32. Its *selector*, a constant, says
 whose codes it reads: 0 those of t = 0 and 1, and 1 those of t = 2 and 3. So one register of codes serves two
@@ -39,8 +39,8 @@ Triton's language does not promise which thread has which element of a tensor. G
 there a layout is explicit. `mma_sp_kernel` has its operands as tensors of (tiles, warps, 32 lanes, 4 registers), in a
 layout that means what these words say. Inline assembly takes 4 elements at a time and issues the instruction. The
 weight is packed in this order beforehand, so that each lane loads its 16 bytes at once. Each warp has a part of K,
-and the parts are added at the end. The kernel is small, and not the fastest: x would go through shared memory, and
-loads ahead.
+and the parts are added at the end. The kernel is small, and not the fastest: that would bring x through shared
+memory, and load ahead.
 
 `mma_sp` does in torch what PTX defines, with the registers of all 32 lanes. It is checked everywhere, and takes the
 kernel's place where no GPU has the instruction. The rung prints what ran.
