@@ -30,8 +30,10 @@ def empty(*shape, dtype=torch.int32):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "sm_120"])
-@pytest.mark.parametrize(("tiles", "warps", "steps"), [(1, 8, 4), (8, 4, 2)])
+@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize(
+    ("tiles", "warps", "steps"), [(1, 8, 4), pytest.param(8, 4, 2, marks=pytest.mark.exhaustive)]
+)
 def test_mma_sp_compiles(sparse, target, tiles, warps, steps):
     m, n, k = 8 * tiles, 8192, 8192
     operands = (
