@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import html
 import io
 import re
 import shlex
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -248,6 +250,88 @@ def passes() -> Figure:
     return made
 
 
+def boxes(
+    axes: Axes, corner: tuple[float, float], held: Iterable[tuple[int, int, list[tuple[int, int]]]]
+) -> None:
+    """A box for each lane and number of a colour: around the places of which these are, a row and a column each."""
+    for lane, colour, places in held:
+        rows, columns = zip(*places, strict=True)
+        high, wide = max(rows) - min(rows) + 1, max(columns) - min(columns) + 1
+        assert len(set(places)) == high * wide, "what a box is of must be side by side"
+        cell(axes, corner[0] + min(rows), corner[1] + min(columns), lane, COLOURS[colour], height=high,
+             width=wide)  # fmt: skip
+
+
+def registers(
+    place: Callable[..., tuple[int, int]], halves: int
+) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
+    """Of 32 lanes with 4 registers each: the lane, the register, and where its numbers belong."""
+    for lane, register in np.ndindex(32, 4):
+        more = [(half,) for half in range(halves)] if halves > 1 else [()]
+        yield lane, register, [place(lane, register, *half) for half in more]
+
+
+def fragments() -> Figure:
+    """Rung 10: which lane has which numbers of A, B and D."""
+    in_a, in_b, in_d = functions(10, "place_in_a", "place_in_b", "place_in_c")
+    with panels(7.2, 4.7) as (made, (axes,)):
+        fit(axes, 27.6, 45)
+        label(axes, 0.4, 0, "A: 16 rows of w, 16 kept numbers of each")
+        label(axes, 0.4, 19, "D: 16 rows of w, 8 rows of x")
+        label(axes, 18.6, 0, "B, transposed: 8 rows of x, 32 columns")
+        boxes(axes, (1.2, 0), registers(in_a, 2))
+        boxes(axes, (1.2, 19), registers(in_d, 1))
+        boxes(
+            axes,
+            (19.4, 0),
+            ((*held, [place[::-1] for place in places]) for *held, places in registers(in_b, 2)),
+        )
+        label(axes, 19.9, 34, "number: lane")
+        for register in range(4):
+            cell(axes, 21.4 + 1.4 * register, 34, "", COLOURS[register])
+            label(axes, 21.9 + 1.4 * register, 35.4, f"register {register}")
+    return made
+
+
+def codes() -> Figure:
+    """Rung 10: which lane's word has which codes, and one word in full."""
+    (in_codes,) = functions(10, "place_in_codes")
+    shown = 6
+    with panels(7.2, 3.5) as (made, (axes,)):
+        fit(axes, 18.4, 38)
+        for t in range(4):
+            _, four = in_codes(t, 0)
+            label(axes, 0.4, four + 2, f"selector {four // 8}", ha="center", fontsize=7)
+            label(axes, 1.3, four + 2, f"columns {4 * four}–{4 * four + 15}", ha="center", fontsize=6)
+        for lane, upper in np.ndindex(32, 2):
+            places = [in_codes(lane, 4 * upper + nibble) for nibble in range(4)]
+            boxes(axes, (2, 0), [(lane, places[0][1] // 8, places)])
+        label(axes, 1.3, 20, f"the word of lane {shown}: bits, and the codes there", fontsize=8)
+        for nibble in range(8):
+            row, four = in_codes(shown, nibble)
+            cell(
+                axes,
+                2 + 2 * nibble,
+                20,
+                f"{4 * nibble} to {4 * nibble + 3}",
+                COLOURS[four // 8],
+                height=2,
+                width=4,
+            )
+            label(axes, 3 + 2 * nibble, 24.6, f"row {row}, columns {4 * four} to {4 * four + 3}", fontsize=7)
+    return made
+
+
+def functions(number: int, *names: str) -> list[Callable[..., Any]]:
+    """Functions of a rung that need nothing around them; to import the rung would turn Triton's interpreter on."""
+    path = ladder.tutorial_files()[number]
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names]
+    found: dict[str, Any] = {}
+    exec(compile(tree, path, "exec"), found)
+    return [found[name] for name in names]
+
+
 # --- what is shown where ---------------------------------------------------------------------------------------------
 
 
@@ -259,27 +343,29 @@ class Drawing:
     caption: str
 
 
-DRAWINGS = {
-    1: Drawing(vector, "22 elements in blocks of 8: the indices of each program; hatched ones are masked."),
-    2: Drawing(window, "A window on a matrix: a shape, a block and the offset of its corner are all that is said."),
-    3: Drawing(walk, "The program of the tile at row 1, column 2: what it loads in each step along K, a colour a step; "
-                     "numbers are offsets in memory."),
-    4: Drawing(masks, "The program of the last tile in its last step: 7 x 6 x 5 in blocks of 4. Numbers are offsets, "
-                      "by the strides; hatched ones are masked."),
-    5: Drawing(order, "The number of each tile in either order; blue: the first 8, which run at a time; orange: the "
-                      "blocks of a and b that these read."),
-    6: Drawing(configs, "A larger tile loads less for its operations, and takes more shared memory."),
-    7: Drawing(persistent, "The parts of a program's time, not to scale: flattened, the next tile's loads start under "
-                           "the end of this one."),
-    8: Drawing(shared, "The fourth stage fits where the tile is stored in halves."),
-    9: Drawing(passes, "What the output costs in traffic, pass by pass."),
+DRAWINGS: dict[int, list[Drawing]] = {
+    1: [Drawing(vector, "22 elements in blocks of 8: the indices of each program; hatched ones are masked.")],
+    2: [Drawing(window, "A window on a matrix: a shape, a block and the offset of its corner are all that is said.")],
+    3: [Drawing(walk, "The program of the tile at row 1, column 2: what it loads in each step along K, a colour a "
+                      "step; numbers are offsets in memory.")],
+    4: [Drawing(masks, "The program of the last tile in its last step: 7 x 6 x 5 in blocks of 4. Numbers are offsets, "
+                       "by the strides; hatched ones are masked.")],
+    5: [Drawing(order, "The number of each tile in either order; blue: the first 8, which run at a time; orange: the "
+                       "blocks of a and b that these read.")],
+    6: [Drawing(configs, "A larger tile loads less for its operations, and takes more shared memory.")],
+    7: [Drawing(persistent, "The parts of a program's time, not to scale: flattened, the next tile's loads start under "
+                            "the end of this one.")],
+    8: [Drawing(shared, "The fourth stage fits where the tile is stored in halves.")],
+    9: [Drawing(passes, "What the output costs in traffic, pass by pass.")],
+    10: [Drawing(fragments, "mma.sp.m16n8k32: which of 32 lanes has which numbers, and in which of four registers."),
+         Drawing(codes, "Codes of 16 rows and 64 columns: the lane whose word has them, four to a box, and one word in "
+                        "full. The selector of an instruction says which two lanes of each row it reads.")],
 }  # fmt: skip
 
 
 def shown(number: int) -> str:
-    """A rung's picture, as an element of its page."""
-    drawing = DRAWINGS[number]
-    return svg(drawing.draw(), drawing.caption)
+    """A rung's pictures, as elements of its page."""
+    return "\n\n".join(svg(drawing.draw(), drawing.caption) for drawing in DRAWINGS[number])
 
 
 def of_all(records: Mapping[int, ladder.Record]) -> str:

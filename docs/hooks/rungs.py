@@ -17,8 +17,11 @@ from gemmery.lab import ladder
 
 #: What `benchmarks/rungs.py` wrote.
 RECORDED = ROOT / "benchmarks" / "results" / "ladder" / "rungs.json"
+#: What is said of a rung that is newer than that.
+MISSING = "Not measured yet"
 #: Functions of a rung that are about it and not of it.
-AROUND = {"check", "bench", "main", "picture", "places", "blocks_touched", "print_winners"}
+AROUND = {"check", "bench", "main", "picture", "places", "blocks_touched", "print_winners", "results", "few_rows",
+          "many_rows"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Rung:
 def _linked(line: str) -> str:
     """A line of text, with the pages and rungs that it names as links."""
     line = re.sub(r"\bdocs/([\w-]+)\.md\b", r"[docs/\1.md](../\1.md)", line)
-    return re.sub(r"\brung (\d)\b", lambda m: f"[rung {m[1]}](0{m[1]}.md)", line)
+    return re.sub(r"\brung (\d+)\b", lambda m: f"[rung {m[1]}]({int(m[1]):02}.md)", line)
 
 
 def _is_around(node: ast.stmt) -> bool:
@@ -80,6 +83,11 @@ def _is_around(node: ast.stmt) -> bool:
 def rungs() -> list[Rung]:
     """All rungs, from the first to the last."""
     return [Rung(number, path) for number, path in sorted(ladder.tutorial_files().items())]
+
+
+def place(rung: Rung) -> str:
+    """Its page, beside those of the others."""
+    return f"{rung.number:02}.md"
 
 
 # --- what was measured ----------------------------------------------------------------------------------------------
@@ -149,7 +157,6 @@ def others(record: ladder.Record) -> str:
 
 def page(rung: Rung, run: Recorded) -> str:
     """A rung's page."""
-    record = run.records[rung.number]
     return "\n\n".join(
         part
         for part in (
@@ -158,9 +165,7 @@ def page(rung: Rung, run: Recorded) -> str:
             drawings.shown(rung.number),
             rung.story,
             "## What it gained",
-            gains(record),
-            others(record),
-            f"Ratios are of speed: above 1 the rung is faster. Measured by the file itself on {run.line}.",
+            *gained(rung, run),
             "## The kernel",
             f"```python\n{rung.code(kernels=True)}\n```",
             "## Its check and its measurement",
@@ -168,6 +173,15 @@ def page(rung: Rung, run: Recorded) -> str:
         )
         if part
     )
+
+
+def gained(rung: Rung, run: Recorded) -> tuple[str, ...]:
+    """The tables of what a rung has measured; or that the recorded run was before it was there."""
+    record = run.records.get(rung.number)
+    if record is None:
+        return (f"{MISSING}. The other rungs were measured on {run.line}.",)
+    measured = f"Ratios are of speed: above 1 the rung is faster. Measured by the file itself on {run.line}."
+    return gains(record), others(record), measured
 
 
 def overview(run: Recorded) -> str:
@@ -182,15 +196,19 @@ def _overview_rows(run: Recorded) -> Iterator[str]:
     yield "| rung | shape | time | over the rung before | over torch |"
     yield "| --- | --- | ---: | ---: | ---: |"
     for rung in rungs():
-        found = [gain for gain in ladder.gains(run.records[rung.number].rows) if gain.rate is not None]
+        name = f"[{rung.number} · {rung.title}]({place(rung)})"
+        record = run.records.get(rung.number)
+        if record is None:
+            yield f"| {name} | {MISSING.lower()} | | | |"
+            continue
+        found = [gain for gain in ladder.gains(record.rows) if gain.rate is not None]
         largest = max(found, key=lambda gain: gain.time_us)
         ratios = " | ".join(map(_ratio, (largest.over_before, largest.over_torch)))
-        name = f"[{rung.number} · {rung.title}](0{rung.number}.md)"
         yield f"| {name} | {largest.shape} | {largest.time_us:.0f} µs | {ratios} |"
 
 
 def pages() -> dict[str, str]:
     """All pages of the ladder: their places on the site, and their texts."""
     run = recorded()
-    made = {f"ladder/0{rung.number}.md": page(rung, run) for rung in rungs()}
+    made = {f"ladder/{place(rung)}": page(rung, run) for rung in rungs()}
     return {"ladder/index.md": overview(run), **made}

@@ -12,7 +12,7 @@ import torch
 import gemmery
 import gemmery.nn
 from benchmarks import quantization_error
-from docs.hooks import repository
+from docs.hooks import drawings, repository, rungs
 from gemmery import epilogues, formats
 from gemmery.epilogues import Untraceable, table
 from gemmery.formats import FORMATS, from_codes
@@ -349,3 +349,26 @@ def test_messages_of_packed_weights_are_quoted(call):
         call()
     kind = " (TypeError)" if isinstance(raised.value, TypeError) else " -"
     assert words(f"`{raised.value}`{kind}") in words(section(LOW_BIT, "Errors").replace("\n\n", " - "))
+
+
+# --- the ladder
+
+
+def test_a_rung_that_was_not_measured_says_so():
+    (*_, last) = rungs.rungs()
+    run = rungs.recorded()
+    without = rungs.Recorded(run.header, {n: x for n, x in run.records.items() if n != last.number})
+    assert f"## What it gained\n\n{rungs.MISSING}." in rungs.page(last, without)
+    assert f"({rungs.place(last)}) | {rungs.MISSING.lower()} |" in rungs.overview(without)
+    assert f"({rungs.place(last)})" in rungs.overview(run)
+
+
+def test_pictures_of_fragments_are_drawn_by_the_rungs_functions():
+    in_a, in_codes = drawings.functions(10, "place_in_a", "place_in_codes")
+    assert (in_a(5, 3, 1), in_codes(6, 4)) == ((9, 11), (9, 8))
+    page = rungs.page(rungs.rungs()[-1], rungs.recorded())
+    assert page.count('<figure class="drawing">') == 2
+    assert "row 9, columns 32 to 35" in page
+    # Each lane has four registers of A, of B and of D.
+    drawn = drawings.svg(drawings.fragments(), "")
+    assert {drawn.count(f">{lane}</text>") for lane in range(32)} == {12}

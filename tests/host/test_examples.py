@@ -29,7 +29,7 @@ MODULES += tuple(
 MODULES += tuple([f"formats.checkpoints.{x}" for x in (
     "assemble", "bitsandbytes", "compressed_tensors", "fp8", "gptq", "microscaling", "read", "sparse", "torchao", "words",
 )])  # fmt: skip
-RUNG = Path(__file__).resolve().parents[2] / "tutorials" / "09_fused_epilogue.py"
+TUTORIALS = Path(__file__).resolve().parents[2] / "tutorials"
 
 
 @pytest.mark.parametrize("name", [f"gemmery.{module}" for module in MODULES])
@@ -39,10 +39,22 @@ def test_examples(name):
     assert result.failed == 0
 
 
-def test_the_last_rung_shows_the_same_fusion_in_gemmery():
-    text = ast.get_docstring(ast.parse(RUNG.read_text(encoding="utf-8")))
+def shown_in(rung, **names):
+    """The names that there are after the lines with gemmery which a rung shows."""
+    text = ast.get_docstring(ast.parse((TUTORIALS / rung).read_text(encoding="utf-8")))
     (example,) = re.findall(r"^ +import gemmery\n(?: +.*\n)+", text, re.MULTILINE)
-    a, w, bias = (torch.randn(size, dtype=torch.float16) for size in ((5, 8), (6, 8), 6))
-    names = {"F": F, "a": a, "w": w, "bias": bias}
     exec(textwrap.dedent(example), names)
-    torch.testing.assert_close(names["out"], F.gelu(F.linear(a, w, bias)), rtol=1e-2, atol=1e-2)
+    return names
+
+
+def test_a_rung_shows_the_same_fusion_in_gemmery():
+    a, w, bias = (torch.randn(size, dtype=torch.float16) for size in ((5, 8), (6, 8), 6))
+    out = shown_in("09_fused_epilogue.py", F=F, a=a, w=w, bias=bias)["out"]
+    torch.testing.assert_close(out, F.gelu(F.linear(a, w, bias)), rtol=1e-2, atol=1e-2)
+
+
+def test_a_rung_shows_the_same_sparse_product_in_gemmery():
+    a, w = (torch.randn(size, dtype=torch.float16) for size in ((5, 8), (6, 8)))
+    names = shown_in("10_sparse.py", a=a, w=w)
+    assert (names["s"].dense() != 0).sum() == w.numel() // 2
+    torch.testing.assert_close(names["out"], F.linear(a, names["s"].dense()), rtol=1e-2, atol=1e-2)

@@ -44,8 +44,8 @@ def order(common: ModuleType) -> ModuleType:
 # The rungs
 
 
-def test_there_are_nine_rungs() -> None:
-    assert [path.name[:2] for path in FILES] == [f"{number:02d}" for number in range(1, 10)]
+def test_there_are_ten_rungs() -> None:
+    assert [path.name[:2] for path in FILES] == [f"{number:02d}" for number in range(1, 11)]
     assert list(ladder.tutorial_files().values()) == FILES
 
 
@@ -208,7 +208,7 @@ def test_ladder_runs_a_rung_alone(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_ladder_without_such_a_rung(capsys: pytest.CaptureFixture[str]) -> None:
     assert ladder.ladder([3, 12]) == 2
-    assert "no rung 12: there are 1 to 9" in capsys.readouterr().out
+    assert "no rung 12: there are 1 to 10" in capsys.readouterr().out
 
 
 def test_ladder_reports_a_failure(
