@@ -305,6 +305,7 @@ def main():
     parser.add_argument("--jobs", type=int, default=12, help="kernels that are compiled at a time")
     parser.add_argument("--no-peers", action="store_true", help="without cuSPARSELt")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no row after so many seconds")
+    parser.add_argument("--compile", action="store_true", help="fill Triton's cache, and measure nothing")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     rows = SUITE if args.seed is None else [*SUITE, *random_rows(args.seed, args.count)]
@@ -314,6 +315,8 @@ def main():
     begun = time.monotonic()
     compile_all(rows, args)
     print(f"compiled after {time.monotonic() - begun:.0f} s", flush=True)
+    if args.compile:
+        return
     watch = Stopwatch()
     regimes = ("burst", "steady") if args.steady else ("burst",)
     entries = []
