@@ -199,7 +199,7 @@ def abstract_sparse(code: str, rows: int, columns: int, dtype: torch.dtype, grou
 def _block_scaled(x: Tensor, weight: Tensor, function: Callable[..., Any], step: int) -> Any:
     """A product of operands with scales that change along K."""
     a, b = scaled_meta(x, weight, "mx" if step == MX_BLOCK else "block")
-    return plan("linear", a, b, None, Functions(function), None, Options(torch.bfloat16))
+    return plan("scaled_matmul", a, b, None, Functions(function), None, Options(torch.bfloat16))
 
 
 @contextlib.contextmanager
