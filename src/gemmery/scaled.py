@@ -45,14 +45,15 @@ def scaled_matmul(
         out: see `matmul`.
         out_dtype: type of the result, bfloat16 by default; what an epilogue has cast keeps its type.
         fast_accum: let fp8 products be summed at the tensor cores' own precision, as `torch._scaled_mm` does with
-            `use_fast_accum=True`. Without, partial sums are promoted to float32 every 128 columns.
+            `use_fast_accum=True`. Without, partial sums are promoted to float32 every 128 columns, or every 256 of a
+            sparse weight, of which 128 are kept.
         batch_invariant, config: see `matmul`.
 
     Returns:
         (..., M, N), or what the epilogue returns. Every layout and size works; torch's has its own rules for both.
 
     Raises:
-        TypeError: a factor is not a `ScaledTensor`, types do not go together, or a gradient is asked for.
+        TypeError: a factor is none of these, types do not go together, or a gradient is asked for.
         ValueError: shapes or devices do not fit, one factor has scales of 32 columns and the other of 128, or the GPU
             has no instructions for the type.
 
