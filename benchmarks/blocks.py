@@ -261,7 +261,7 @@ def measured(row: Row, options: argparse.Namespace, watch: Stopwatch) -> dict[st
     bars = {DENSE: row.dense, "torch": row.torch}
     return {
         "row": asdict(row), "blocks": i.sparse.values().shape[0], "error": error, "config": chosen(row, i),
-        "seconds": seconds, "speeds": speeds, "failed": failed, "waits": sorted(waits),
+        "rounds": rounds, "seconds": seconds, "speeds": speeds, "failed": failed, "waits": sorted(waits),
         "passed": all(speeds.get(name, 0) >= bar for name, bar in bars.items() if bar),
         "tflops": 2 * row.M * i.sparse.values().numel() / seconds[OURS] / 1e12,
     }  # fmt: skip

@@ -1,6 +1,5 @@
 """What the results of `grouped.py` say: its classes, their bars, and the tables made of them."""
 
-import json
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -13,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 from benchmarks.grouped_rows import BLOCKS, DECODE, GRADIENTS, PACKED, PARTS, PREFILL  # noqa: E402
+from benchmarks.records import newest_first, read_folder  # noqa: E402
 from gemmery.lab.results import run_line, triton_version  # noqa: E402
 from gemmery.lab.timing import geometric_mean, percentile  # noqa: E402
 
@@ -220,13 +220,7 @@ def report(entries: Sequence[Data]) -> str:
 
 def read(folder: Path) -> list[Data]:
     """All results under a folder of results, by date; ValueError names a file that is none."""
-    found = []
-    for path in sorted((folder / FOLDER).glob("*.json")):
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(data, dict) or {"entries", "triton", "gpu", "protocol", "date"} - set(data):
-            raise ValueError(f"{FOLDER}/{path.name} is no result of grouped.py")
-        found.append(data)
-    return sorted(found, key=lambda data: data["date"])
+    return read_folder(folder / FOLDER, {"entries", "triton", "gpu", "protocol", "date"}, "grouped.py")
 
 
 def key(entry: Data) -> tuple[Any, ...]:
@@ -243,8 +237,7 @@ def pooled(results: Sequence[Data]) -> dict[str, list[Data]]:
         for entry in result["entries"]:
             if "skipped" not in entry:
                 of_version[key(entry)] = entry
-    newest_first = sorted(found, key=lambda version: [*map(int, version.split("."))], reverse=True)
-    return {version: list(found[version].values()) for version in newest_first}
+    return {version: list(found[version].values()) for version in newest_first(found)}
 
 
 def class_lines(results: Sequence[Data]) -> tuple[list[str], list[list[str]]]:

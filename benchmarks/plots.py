@@ -15,6 +15,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import sparse_summary  # noqa: E402
 from benchmarks.records import RESULTS, Data, Pooled, groups, read_results, versions  # noqa: E402
 from gemmery.lab.bench_plots import draw_ratios, draw_throughput  # noqa: E402
 from gemmery.lab.figures import COLOURS, FAINT, INK, figure, save  # noqa: E402
@@ -88,6 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
     out = options.out or options.results
     try:
         results = read_results(options.results)
+        of_sparse = sparse_summary.read(options.results)
     except ValueError as error:
         print(f"plots: {error}", file=sys.stderr)
         return 2
@@ -96,8 +98,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"plots: no results in {options.results}", file=sys.stderr)
         return 2
     out.mkdir(parents=True, exist_ok=True)
-    if groups(results):
-        draw_groups(results, out / "groups.png")
+    if groups([*results, *of_sparse]):
+        draw_groups([*results, *of_sparse], out / "groups.png")
     draw_ratios(results, out / "ratios.png")
     if square:
         draw_throughput(square, out / "square.png")

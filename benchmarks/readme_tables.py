@@ -1,6 +1,6 @@
 """Write the tables of benchmarks/results/*.json: a few lines between README.md's two marks, all suites between those of
-docs/results.md, every row in RESULTS.md. Where there are results of grouped.py, and docs/grouped.md, theirs go between
-the marks of that page.
+docs/results.md, every row in RESULTS.md. Where there are results of grouped.py, sparse.py or blocks.py, theirs go
+between the marks of docs/grouped.md, docs/sparse.md and docs/blocks.md.
 
 python benchmarks/readme_tables.py           rewrite all
 python benchmarks/readme_tables.py --check   exit 1 if one is out of date
@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import grouped_summary  # noqa: E402
+from benchmarks import grouped_summary, sparse_summary  # noqa: E402
 from benchmarks import lowbit as packed  # noqa: E402
 from benchmarks.records import (  # noqa: E402
     RESULTS,
@@ -32,6 +32,7 @@ from benchmarks.records import (  # noqa: E402
     regimes,
     row_round,
     run_line,
+    three,
     two_groups,
     versions,
 )  # fmt: skip
@@ -77,13 +78,9 @@ def few_lines(results: list[Data]) -> str:
     lines = []
     for group, each in found:
         counts = sorted({len(pooled.ratios) for pooled in each.values()})
-        cells = [_three(each[version].figures) if version in each else "" for version in shown]
+        cells = [three(each[version].figures) if version in each else "" for version in shown]
         lines.append([group.title, " or ".join(map(str, counts)), *cells])
     return _table(head, lines, "lrr")
-
-
-def _three(figures: Data) -> str:
-    return f"**{figures['geomean']:.2f}** · {figures['p10']:.2f} · {figures['worst']:.2f}"
 
 
 # --- the summary ----------------------------------------------------------------------------------------------------
@@ -233,6 +230,17 @@ def grouped_sections(results: Sequence[Data]) -> list[str]:
     ]  # fmt: skip
 
 
+# --- sparse weights -------------------------------------------------------------------------------------------------
+
+
+def sparse(results: Sequence[Data], page: str) -> str:
+    """Everything between the marks of docs/sparse.md or docs/blocks.md."""
+    head, lines = sparse_summary.page_lines(results, page)
+    columns = "llr" + "r" * (len(head) - 4) + "l"
+    where = sparse_summary.places(sparse_summary.of_page(results, page))
+    return "\n\n".join([_table(head, lines, columns), sparse_summary.ABOUT, where])
+
+
 # --- every row ------------------------------------------------------------------------------------------------------
 
 
@@ -300,12 +308,13 @@ def section(result: Data) -> str:
     return "\n\n".join([f"## {result['suite']}, {kind(result)}", table, "\n".join(f"- {x}" for x in lines)])
 
 
-def every_row(results: list[Data], of_groups: Sequence[Data] = ()) -> str:
+def every_row(results: list[Data], of_groups: Sequence[Data] = (), of_sparse: Sequence[Data] = ()) -> str:
     """The text of RESULTS.md."""
     title = "# Results, row by row"
     origin = "Written by `benchmarks/readme_tables.py` from the files under `benchmarks/results/`."
     sections = [section(result) for result in results] or [NONE]
-    return "\n\n".join([title, f"{ABOUT} {origin}", *sections, *grouped_sections(of_groups)]) + "\n"
+    sections += [*grouped_sections(of_groups), *map(section, of_sparse)]
+    return "\n\n".join([title, f"{ABOUT} {origin}", *sections]) + "\n"
 
 
 # --- the files ------------------------------------------------------------------------------------------------------
@@ -330,21 +339,27 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md", metavar="FILE")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "results.md", metavar="FILE")
     parser.add_argument("--grouped", type=Path, default=ROOT / "docs" / "grouped.md", metavar="FILE")
+    parser.add_argument("--sparse", type=Path, default=ROOT / "docs" / "sparse.md", metavar="FILE")
+    parser.add_argument("--blocks", type=Path, default=ROOT / "docs" / "blocks.md", metavar="FILE")
     parser.add_argument("--rows", type=Path, default=ROOT / "benchmarks" / "RESULTS.md", metavar="FILE")
     options = parser.parse_args(arguments)
     try:
         results = read_results(options.results)
-        readme = rewritten(options.readme, few_lines(results))
+        of_sparse = sparse_summary.read(options.results)
+        readme = rewritten(options.readme, few_lines([*results, *of_sparse]))
         page = rewritten(options.page, summary(results, read_models(options.results)))
         of_groups = grouped_summary.read(options.results)
         pages = [(options.readme, readme), (options.page, page)]
         if of_groups and options.grouped.exists():
             pages.append((options.grouped, rewritten(options.grouped, grouped(of_groups))))
+        for name, path in (("sparse", options.sparse), ("blocks", options.blocks)):
+            if sparse_summary.of_page(of_sparse, name) and path.exists():
+                pages.append((path, rewritten(path, sparse(of_sparse, name))))
     except ValueError as error:
         print(f"readme_tables: {error}", file=sys.stderr)
         return 2
     stale = []
-    for path, wanted in (*pages, (options.rows, every_row(results, of_groups))):
+    for path, wanted in (*pages, (options.rows, every_row(results, of_groups, of_sparse))):
         if path.exists() and path.read_text(encoding="utf-8") == wanted:
             continue
         if options.check:

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ from gemmery.lab.results import (  # noqa: E402
 )
 
 __all__ = [
-    "RESULTS", "Bar", "Data", "Group", "Pooled", "bar_of", "groups", "kind", "parts", "peers", "read_models",
-    "read_results", "regimes", "row_round", "run_line", "two_groups", "versions",
+    "BEST", "RESULTS", "Bar", "Data", "Group", "Pooled", "bar_of", "groups", "kind", "newest_first", "parts", "peers",
+    "read_folder", "read_models", "read_results", "regimes", "row_round", "run_line", "three", "two_groups", "versions",
 ]  # fmt: skip
 RESULTS = ROOT / "benchmarks" / "results"
 #: Suites in the order in which they are shown; others follow by name.
@@ -37,6 +37,8 @@ ORDER = (
 )  # fmt: skip
 
 Data = dict[str, Any]
+#: What the fastest peer of each row is called, where there are several.
+BEST = "the best"
 
 
 @dataclass(frozen=True)
@@ -81,32 +83,36 @@ class Group:
         title: what they are, and what they are measured beside.
         suites: whose rows are taken together.
         regime: in which the ratios were taken.
+        peer: which of the peers they are beside.
+        keep: says which rows count; all by default.
     """
 
     title: str
     suites: tuple[str, ...]
     regime: str = "burst"
+    peer: str = BEST
+    keep: Callable[[Data], bool] = bool
 
 
 #: The README's table: the first `MOST_GROUPS` of these that have results.
 GROUPS = (
     Group("random models, 1 to 64 rows, beside cuBLAS", ("random_decode",)),
-    Group("random models, 65 to 511 rows, beside cuBLAS", ("random_mid",)),
-    Group("random models, 512 to 8192 rows, beside cuBLAS", ("random_prefill",)),
-    Group("the same with gradients, beside cuBLAS", ("random_backward",)),
+    Group("the same, 65 to 511 rows", ("random_mid",)),
+    Group("the same, 512 to 8192 rows", ("random_prefill",)),
+    Group("the same with gradients", ("random_backward",)),
     Group("random models, batch-invariant, beside cuBLAS that is not", ("random_invariant",)),
     Group(
-        "random models, activation, bias or residual behind the product, beside the best of torch and torch.compile",
+        "random models, fused activation, bias or residual, beside the best of torch and torch.compile",
         ("random_swiglu", "random_bias_gelu", "random_bias_residual"),
     ),
     Group("random models, int4 weights, 1 to 64 rows, beside bf16 ones", ("random_int4_small",)),
-    Group("random models, int4 weights, 256 to 8192 rows, beside bf16 ones", ("random_int4",)),
+    Group("the same, 256 to 8192 rows", ("random_int4",)),
     Group(
         "random models, fp8 with scales, beside torch",
         ("random_fp8", "random_fp8_accurate", "random_fp8_blocks"),
     ),
     Group("known models, 512 to 8192 rows, beside cuBLAS", ("llm",)),
-    Group("activation or bias behind the product, beside the best of torch and torch.compile", ("fused",)),
+    Group("fused activation or bias, beside the best of torch and torch.compile", ("fused",)),
     Group("int4 weights, beside bf16 ones and tinygemm", ("lowbit",)),
     Group("fp8 and int8 with scales, beside torch", ("scaled", "scaled_accurate")),
     Group("MXFP8, beside bf16", ("scaled_mx",)),
@@ -117,10 +123,18 @@ GROUPS = (
     Group("host time of a call, beside torch", ("launch",), "host"),
 )
 MOST_GROUPS = 14
+#: Lines below those, always shown: of suites that `sparse_summary` makes of its results.
+SPARSE_GROUPS = (
+    Group("random models, 2:4 weights, 1 to 64 rows, beside dense cuBLAS", ("sparse_decode",), peer="dense torch"),
+    Group("the same, 1024 rows and more", ("sparse_prefill",), peer="dense torch"),
+    Group(
+        "block-sparse (blocks of 64, 90 % zero), beside the best of dense cuBLAS and torch",
+        ("blocks", "blocks_random"),
+        keep=lambda row: row["block"] == 64 and row["sparsity"] == 0.9,
+    ),
+)  # fmt: skip
 #: The parts of `models.py` in the order in which they are shown.
 MODELS = ("gated", "llama", "costs", "first", "host")
-#: What the fastest peer of each row is called, where there are several.
-BEST = "the best"
 
 
 def read_results(folder: Path) -> list[Data]:
@@ -140,6 +154,17 @@ def read_models(folder: Path) -> list[Data]:
             )
         found[data["part"]] = data
     return [found[part] for part in (*MODELS, *sorted(set(found) - set(MODELS))) if part in found]
+
+
+def read_folder(folder: Path, needed: set[str], script: str) -> list[Data]:
+    """What a script wrote into a folder, by date; ValueError names a file that lacks what is needed."""
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(data, dict) or needed - set(data):
+            raise ValueError(f"{folder.name}/{path.name} is no result of {script}")
+        found.append(data)
+    return sorted(found, key=lambda data: data["date"])
 
 
 def _place(result: Data) -> tuple[int, str, str]:
@@ -192,9 +217,13 @@ class Pooled:
 
 
 def groups(results: Sequence[Data]) -> list[tuple[Group, dict[str, Pooled]]]:
-    """The groups that have results, each with its rows by version of Triton; at most `MOST_GROUPS`."""
+    """The groups that have results, each with its rows by version of Triton: `MOST_GROUPS`, then `SPARSE_GROUPS`."""
+    return [*_groups(GROUPS, results)[:MOST_GROUPS], *_groups(SPARSE_GROUPS, results)]
+
+
+def _groups(of: Sequence[Group], results: Sequence[Data]) -> list[tuple[Group, dict[str, Pooled]]]:
     found = []
-    for group in GROUPS:
+    for group in of:
         rows: dict[str, list[Data]] = {}
         for result in results:
             if (
@@ -202,19 +231,33 @@ def groups(results: Sequence[Data]) -> list[tuple[Group, dict[str, Pooled]]]:
                 and result["dtype"] in ("bf16", "mixed")
                 and not result.get("tuned")
             ):
-                rows.setdefault(triton_version(result), []).extend(map(_with_best, result["rows"]))
-        if pooled := {version: one for version, each in rows.items() if (one := _pooled(each, group.regime))}:
+                own = (_with_best(row) for row in result["rows"] if group.keep(row))
+                rows.setdefault(triton_version(result), []).extend(own)
+        if pooled := {version: one for version, each in rows.items() if (one := _pooled(each, group))}:
             found.append((group, pooled))
-    return found[:MOST_GROUPS]
+    return found
 
 
-def _pooled(rows: Sequence[Data], regime: str) -> Pooled | None:
-    figures = summarise(rows).get(regime, {}).get(BEST)
-    measured = (row["summary"][regime]["ratio"] for row in rows if regime in row["summary"])
-    return None if figures is None else Pooled([one[BEST]["median"] for one in measured if one], figures)
+def _pooled(rows: Sequence[Data], group: Group) -> Pooled | None:
+    figures = summarise(rows).get(group.regime, {}).get(group.peer)
+    measured = (row["summary"][group.regime]["ratio"] for row in rows if group.regime in row["summary"])
+    return (
+        None
+        if figures is None
+        else Pooled([one[group.peer]["median"] for one in measured if group.peer in one], figures)
+    )
+
+
+def three(figures: Data) -> str:
+    """The geometric mean, the 10th percentile and the worst of figures, as tables show them."""
+    return f"**{figures['geomean']:.2f}** · {figures['p10']:.2f} · {figures['worst']:.2f}"
+
+
+def newest_first(versions: Iterable[str]) -> list[str]:
+    """Versions such as 3.9 and 3.10, each once, the newest first."""
+    return sorted(set(versions), key=lambda version: [*map(int, version.split("."))], reverse=True)
 
 
 def versions(found: Sequence[tuple[Group, dict[str, Pooled]]]) -> list[str]:
     """The versions of Triton among them, the newest first."""
-    known = {version for _, each in found for version in each}
-    return sorted(known, key=lambda version: [*map(int, version.split("."))], reverse=True)
+    return newest_first(version for _, each in found for version in each)

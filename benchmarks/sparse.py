@@ -1,5 +1,6 @@
 """Measure 2:4 sparse weights on the GPU at hand, beside torch's dense product and cuSPARSELt.
 
+python benchmarks/sparse.py --list                              names the rows; needs no GPU
 python benchmarks/sparse.py --seed 7 --output FILE              the suite, and 16 random rows of a seed at each end of M
 python benchmarks/sparse.py --rows 8192 --configs 2             times configs of some rows, too, for fits of the model
 
@@ -95,7 +96,10 @@ def random_rows(seed, count):
 
 
 def cusparselt(x, w):
-    """A call of cuSPARSELt's product with its fastest algorithm, and what makes an (M, N) tensor of its result."""
+    """A call of cuSPARSELt's product with its fastest algorithm, and what makes an (M, N) tensor of its result.
+
+    The result is the product of x with rows of zeros below.
+    """
     if not torch.backends.cusparselt.is_available() or min(w.shape) < 64:
         return None
     packed = torch._cslt_compress(w.contiguous())
@@ -105,9 +109,7 @@ def cusparselt(x, w):
     call = partial(
         torch._cslt_sparse_mm, packed, b, transpose_result=True, alg_id=alg, split_k=split, split_k_mode=mode
     )
-    return call, lambda out: (out.t() if out.shape[0] == w.shape[0] and out.shape[1] == rows else out)[
-        : x.shape[0]
-    ]
+    return call, lambda out: (out if out.shape == (rows, w.shape[0]) else out.t())[: x.shape[0]]
 
 
 def choices(row, every):
@@ -305,15 +307,23 @@ def main():
     parser.add_argument("--jobs", type=int, default=12, help="kernels that are compiled at a time")
     parser.add_argument("--no-peers", action="store_true", help="without cuSPARSELt")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no row after so many seconds")
+    parser.add_argument("--compile", action="store_true", help="fill Triton's cache, and measure nothing")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--list", action="store_true", help="name the rows")
     args = parser.parse_args()
     rows = SUITE if args.seed is None else [*SUITE, *random_rows(args.seed, args.count)]
     rows = [
         row for row in rows if args.rows is None or any(text in row.name for text in args.rows.split(","))
     ]
+    if args.list:
+        for row in rows:
+            print(row)
+        return
     begun = time.monotonic()
     compile_all(rows, args)
     print(f"compiled after {time.monotonic() - begun:.0f} s", flush=True)
+    if args.compile:
+        return
     watch = Stopwatch()
     regimes = ("burst", "steady") if args.steady else ("burst",)
     entries = []
