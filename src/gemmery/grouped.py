@@ -21,8 +21,7 @@ from .layout import overlaps_itself
 from .operands.ragged import Axis, Groups
 from .precision import AskedPrecision, resolved
 from .problem import Config
-from .product.build import OUTER_KINDS
-from .product.check import check_kinds, check_not_packed, check_tensor, check_types
+from .product.check import OUTER_KINDS, check_kinds, check_not_packed, check_tensor, check_types
 from .product.prologue import apply_prologue
 from .product.run import product
 from .product.seen import PLAIN, autocast_dtype, wants_gradient

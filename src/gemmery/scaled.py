@@ -8,12 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .dtypes import FP8
 from .formats.scaled import ScaledTensor
 from .formats.sparse import SparseTensor
 from .problem import Config
-from .product.build import OUTER_KINDS
-from .product.check import check_kinds, check_tensor
+from .product.check import check_scaled, check_tensor
 from .product.run import product
 from .product.spec import OutTypes
 
@@ -47,14 +45,15 @@ def scaled_matmul(
         out: see `matmul`.
         out_dtype: type of the result, bfloat16 by default; what an epilogue has cast keeps its type.
         fast_accum: let fp8 products be summed at the tensor cores' own precision, as `torch._scaled_mm` does with
-            `use_fast_accum=True`. Without, partial sums are promoted to float32 every 128 columns.
+            `use_fast_accum=True`. Without, partial sums are promoted to float32 every 128 columns, or every 256 of a
+            sparse weight, of which 128 are kept.
         batch_invariant, config: see `matmul`.
 
     Returns:
         (..., M, N), or what the epilogue returns. Every layout and size works; torch's has its own rules for both.
 
     Raises:
-        TypeError: a factor is not a `ScaledTensor`, types do not go together, or a gradient is asked for.
+        TypeError: a factor is none of these, types do not go together, or a gradient is asked for.
         ValueError: shapes or devices do not fit, one factor has scales of 32 columns and the other of 128, or the GPU
             has no instructions for the type.
 
@@ -74,30 +73,7 @@ def scaled_matmul(
 def _check(a: Any, b: Any, bias: Any, epilogue: Any, args: Any) -> None:
     """TypeError or ValueError unless the operands and the bias go together; the rest is for `linear` to say."""
     op = "scaled_matmul"
-    for name, value in (("a", a), ("b", b)):
-        if not isinstance(value, ScaledTensor) and not (name == "b" and isinstance(value, SparseTensor)):
-            raise TypeError(f"{op}: {name} is a {type(value).__name__}; it must be a gemmery.ScaledTensor")
-    if isinstance(b, SparseTensor):
-        _check_sparse(op, a, b)
-        left, right, of_right = a.data, b.in_code(), b.channel
-    else:
-        check_kinds(op, a, b)
-        left, right, of_right = a.data, b.data, b.scale
-    if right.dim() != 2:
-        raise ValueError(f"{op}: b is {tuple(right.shape)}; it must be (N, K)")
-    if a.kind == "128x128" and left.dim() > 2:
-        raise ValueError(f"{op}: a is {tuple(left.shape)} with scales 128x128; with these it must be (M, K)")
-    if left.shape[-1] != right.shape[-1]:
-        raise ValueError(
-            f"{op}: a is {tuple(left.shape)} and b is {tuple(right.shape)}: "
-            f"inner sizes {left.shape[-1]} and {right.shape[-1]} differ"
-        )
-    if left.dtype != right.dtype and not (left.dtype in FP8 and right.dtype in FP8):
-        raise TypeError(
-            f"{op}: a is {left.dtype} and b is {right.dtype}; they must have one type, or both be fp8"
-        )
-    if left.device != right.device:
-        raise ValueError(f"{op}: a is on {left.device} and b on {right.device}; they must be on one device")
+    check_scaled(op, a, b)
     if epilogue is not None and not callable(epilogue):
         raise TypeError(f"{op}: epilogue is a {type(epilogue).__name__}; it must be a function")
     if isinstance(args, Tensor) or not isinstance(args, tuple | list):
@@ -107,23 +83,11 @@ def _check(a: Any, b: Any, bias: Any, epilogue: Any, args: Any) -> None:
     if epilogue is None and args:
         raise TypeError(f"{op}: args are an epilogue's; there is none")
     if bias is not None:
-        _check_bias(bias, (*left.shape[:-1], right.shape[0]))
-    tensors = (left, a.scale, right, of_right, bias, *args)
+        _check_bias(bias, (*a.shape[:-1], b.shape[0]))
+    of_b = (b.channel,) if isinstance(b, SparseTensor) else (b.data, b.scale)
+    tensors = (a.data, a.scale, *of_b, bias, *args)
     if torch.is_grad_enabled() and any([isinstance(x, Tensor) and x.requires_grad for x in tensors]):
-        raise TypeError(f"{op}: no gradient for {left.dtype} operands, but one of the arguments requires it")
-
-
-def _check_sparse(op: str, a: ScaledTensor, b: SparseTensor) -> None:
-    """TypeError or ValueError unless a sparse weight's numbers and a's scales go together."""
-    if b.code != "e4m3":
-        raise TypeError(
-            f"{op}: b keeps numbers of {b.code or b.dtype}; a sparse one must keep e4m3, "
-            'as gemmery.quantize(b, "e4m3") does'
-        )
-    if a.kind not in OUTER_KINDS:
-        raise ValueError(
-            f"{op}: a has scales {a.kind}; with a sparse b they must be those of the tensor or its rows"
-        )
+        raise TypeError(f"{op}: no gradient for {a.dtype} operands, but one of the arguments requires it")
 
 
 def _check_bias(bias: Any, shape: tuple[int, ...]) -> None:

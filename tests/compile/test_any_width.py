@@ -1,6 +1,7 @@
 """Tiles of any width compile for sm_90: with next to no spills in loops, instructions of their width, and a ring in place."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -173,8 +174,20 @@ SPARSE = [
 ]
 
 
+#: Types of x, with the instructions in machine code for a sparse weight, before and behind their width.
+SPARSE_PRODUCTS = {
+    "bf16": ("HGMMA.SP.64x", "x32.F32.BF16"),
+    "fp16": ("HGMMA.SP.64x", "x32.F32"),
+    "e4m3": ("QGMMA.SP.64x", "x64.F32.E4M3.E4M3"),
+    "e5m2": ("QGMMA.SP.64x", "x64.F32.E4M3.E5M2"),
+}
+
+
 def check_sparse(problem, tensors, config, dtype):
-    """A product with a sparse weight has instructions for one, which do not wait for each other, and fits."""
+    """A product with a sparse weight has instructions for one, which do not wait for each other, and fits.
+
+    Returns the kernel.
+    """
     with compiling_for("sm_90"):
         binding = schedules.bind(problem, config)
         compiled = binding.compile(*tensors)
@@ -183,25 +196,55 @@ def check_sparse(problem, tensors, config, dtype):
     code = disassemble(compiled.asm["cubin"])
     widths, tile = binding.constants["WIDTHS"], binding.tile
     assert tile.y in widths
-    kind = {"bf16": "BF16", "fp16": ""}[dtype]
-    assert set(re.findall(r"HGMMA\.(\S+)", code)) == {
-        f"SP.64x{y}x32.F32{'.' * bool(kind)}{kind}" for y in widths
-    }
+    product, kind = SPARSE_PRODUCTS[dtype]
+    assert set(re.findall(r"[HQ]GMMA\.\S+", code)) == {f"{product}{y}{kind}" for y in widths}
     # Within a round, steps wait for the one before; see `any_width_sparse`.
     for y in widths:
-        products = code.count(f"HGMMA.SP.64x{y}x32.")
+        products = code.count(f"{product}{y}x")
         # Of the first step, of those that fill no round, and of a round, two for each 64 rows.
         assert products == 2 * tile.own // 64 * (1 + TOGETHER) * tile.groups
     waits = len(re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1\b", code))
     assert waits == (TOGETHER - 1) * len(widths) * tile.groups
     ring = tile.slots * tile.part * ROW
     assert ring < usage(compiled).shared <= ring + BARRIERS
+    return compiled
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "dtype", "text"), SPARSE)
 def test_products_with_sparse_weights_do_not_wait_for_each_other(name, dtype, text):
     check_sparse(*abstract_product(name, dtype, 4096, 4096, device_named("H200")), Config.of(text), dtype)
+
+
+#: The same of fp8, and whether sums are fast; of large tiles, which compile for many widths, in `make test-all` alone.
+SPARSE_FP8 = [
+    ("sparse_fp8", "e4m3", True, "16x64x128-g8-w4-s12-cooperative-descriptor-swap"),
+    ("sparse_fp8", "e4m3", False, "16x64x128-g8-w4-s12-cooperative-descriptor-k2-swap"),
+    ("sparse_fp8", "e5m2", False, "32x128x128-g8-w8-s8-cooperative-descriptor-swap"),
+    ("sparse_fp8_swiglu", "e4m3", False, "32x64x128-g8-w4-s8-cooperative-descriptor-swap"),
+    *[
+        pytest.param(*large, marks=pytest.mark.exhaustive)
+        for large in (
+            ("sparse_fp8", "e4m3", True, "128x256x128-g8-w8-s5-cooperative-descriptor-swap"),
+            ("sparse_fp8", "e4m3", False, "176x128x128-g8-w8-s6-cooperative-descriptor-swap"),
+            ("sparse_fp8_swiglu", "e4m3", True, "128x192x128-g8-w12-s6-cooperative-descriptor-swap"),
+        )
+    ],
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "fast", "text"), SPARSE_FP8)
+def test_sparse_weights_of_fp8_are_promoted_by_rounds(name, dtype, fast, text):
+    problem, tensors = abstract_product(name, dtype, 4096, 4096, device_named("H200"))
+    compiled = check_sparse(replace(problem, fast_accum=fast), tensors, Config.of(text), dtype)
+    products = re.findall(
+        r"wgmma\.mma_async\.sp\.sync\.aligned\.m64n\d+k64\.f32\.e4m3\.(\S+) .*?, 0, ([01]), 1, 1;",
+        compiled.asm["ptx"],
+    )
+    assert {of_x for of_x, _ in products} == {dtype}
+    # A round that is promoted begins with a product that is added to nothing; so does a step outside of a round.
+    begun = sum(adds == "0" for _, adds in products)
+    assert begun * (1 + TOGETHER) == (0 if fast else len(products))
 
 
 @pytest.mark.exhaustive

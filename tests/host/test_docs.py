@@ -247,6 +247,12 @@ SPARSE = (ROOT / "docs" / "sparse.md").read_text()
         lambda: gemmery.sparsify(torch.ones(64, 256), method="as_is"),
         lambda: gemmery.nn.SparseLinear(8, 6, method="transposable"),
         lambda: gemmery.nn.PrunedLinear(PACKED),
+        lambda: gemmery.scaled_matmul(ROWS, gemmery.quantize(gemmery.sparsify(WEIGHT), "int4")),
+        lambda: gemmery.scaled_matmul(
+            gemmery.quantize_activations(WEIGHT, per="mx"),
+            gemmery.quantize(gemmery.sparsify(WEIGHT), "e4m3"),
+        ),
+        lambda: gemmery.matmul(ROWS, gemmery.quantize(gemmery.sparsify(WEIGHT), "e4m3")),
     ],
 )
 def test_messages_of_sparse_weights_are_quoted(call):
@@ -321,6 +327,7 @@ def test_all_of_torchaos_tensors_are_listed():
 
 WEIGHT = torch.ones(64, 256, dtype=torch.bfloat16)
 PACKED = gemmery.quantize(WEIGHT, "int4", group_size=64)
+ROWS = gemmery.quantize_activations(WEIGHT)
 CODES, ONES = torch.zeros(64, 256, dtype=torch.uint8), torch.ones(64, 4)
 WRONG = {
     "format": lambda: gemmery.quantize(WEIGHT, "int3"),
@@ -339,7 +346,7 @@ WRONG = {
     "wide scales and offsets": lambda: from_codes(CODES, "int4", scales=ONES, offsets=ONES),
     "addmm": lambda: gemmery.addmm(WEIGHT, WEIGHT, PACKED),
     "shard": lambda: PACKED.shard(-1, 0, 3),
-    "scaled": lambda: gemmery.scaled_matmul(gemmery.quantize_activations(WEIGHT), PACKED),
+    "scaled": lambda: gemmery.scaled_matmul(ROWS, PACKED),
 }
 
 

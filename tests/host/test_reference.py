@@ -142,3 +142,13 @@ def test_places_hold_what_they_were_given(data, shape):
         [1 if dim in layout.shared else size for dim, size in enumerate(shape)], torch.float32, 1
     )
     assert torch.equal(place(shape, torch.float32, layout, content).view, content.expand(shape))
+
+
+@pytest.mark.parametrize("bias", [None, torch.ones(3)])
+def test_autocast_does_not_round_sums(bias):
+    """It is for operands: what the reference widens stays wide."""
+    x, w = torch.full((2, 301), 1.001), torch.full((3, 301), 1.001)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = gemmery.linear(x, w, bias, out_dtype=torch.float32)
+    # All numbers are 1 in bfloat16, which has no 301.
+    assert torch.equal(y, torch.full((2, 3), 301.0 if bias is None else 302.0))

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 
 import gemmery
@@ -344,7 +345,7 @@ A, B = gemmery.quantize_activations(values(3, 8)), gemmery.quantize_activations(
 ROOT = torch.ones(4, requires_grad=True)
 PRODUCTS = [
     (TypeError, lambda: gemmery.scaled_matmul(A.data, B), "a is a Tensor; it must be a gemmery.ScaledTensor"),
-    (TypeError, lambda: gemmery.scaled_matmul(A, B.data), "b is a Tensor"),
+    (TypeError, lambda: gemmery.scaled_matmul(A, B.data), "b is a Tensor; it must be a gemmery.ScaledTensor, or a gemmery.SparseTensor of e4m3"),
     (ValueError, lambda: gemmery.scaled_matmul(A, gemmery.quantize_activations(values(4, 9))), "a is (3, 8) and b is (4, 9): inner sizes 8 and 9 differ"),
     (ValueError, lambda: gemmery.scaled_matmul(A, gemmery.quantize_activations(values(2, 4, 8))), "b is (2, 4, 8); it must be (N, K)"),
     (TypeError, lambda: gemmery.scaled_matmul(A, gemmery.quantize_activations(values(4, 8), "int8")), "a is torch.float8_e4m3fn and b is torch.int8"),
@@ -393,3 +394,159 @@ def test_blocks_compiled_without_an_epilogue(biased):
     compiled = torch.compile(product, backend="eager", fullgraph=True)
     got, want = compiled(a.data, a.scale, bias), product(a.data, a.scale, bias)
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", ["matmul", "linear", "bmm"])
+def test_other_products_take_no_scaled_operands(name):
+    """Their checks know nothing of scales: shapes and codes that do not go together would give a result."""
+    function = getattr(gemmery, name)
+    for b in (B, B.data, sparse(4, 8), int8_of(sparse(4, 8, code=""))):
+        fails(TypeError, functools.partial(function, A, b), f"{name}: ", "gemmery.scaled_matmul")
+
+
+def test_plans_check_scaled_operands():
+    mx = gemmery.quantize_activations(values(3, 8), per="mx")
+    assert gemmery.plan(A, B) is None
+    assert gemmery.plan(A, sparse(4, 8)) is None
+    for error, a, b, said in (
+        (ValueError, A, gemmery.quantize_activations(values(4, 9)), "inner sizes 8 and 9 differ"),
+        (TypeError, A, int8_of(sparse(4, 8, code="")), "b keeps numbers of int8"),
+        (ValueError, mx, sparse(4, 8), "a has scales 1x32"),
+        (TypeError, A, B.data, "b is a Tensor"),
+    ):
+        fails(error, functools.partial(gemmery.plan, a, b), "plan: ", said)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# With a sparse weight
+
+
+def sparse(*shape, code="e4m3", seed=1):
+    """A 2:4 sparse weight whose rows have scales of their own."""
+    w = gemmery.sparsify(values(*shape, seed=seed).to(BF16))
+    return gemmery.quantize(w, code) if code else w
+
+
+def int8_of(w):
+    return gemmery.quantize(w, "int8")
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("per", ["token", "tensor"])
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("shape", [(5, 40, 100), (1, 7, 4), (33, 64, 128), (2, 3, 64, 260)], ids=str)
+def test_products_with_sparse_weights(shape, format, per, fast):
+    *rows, n, k = shape
+    a, w = gemmery.quantize_activations(values(*rows, k), format, per=per), sparse(n, k)
+    product = functools.partial(gemmery.scaled_matmul, a, w, fast_accum=fast)
+    bias, want = values(n, seed=2), a.dequantize(F64) @ w.dense(F64).T
+    near(product(), want)
+    near(product(bias=bias, out_dtype=F32), want + bias, F32)
+    near(product(bias=values(*rows, 1, seed=3), out_dtype=F32), want + values(*rows, 1, seed=3), F32)
+    half = product(out_dtype=torch.float16)
+    assert half.dtype == torch.float16
+    near(half.to(F32).to(BF16), want)
+    r = values(*rows, n, seed=4)
+    y = product(bias=bias, epilogue=lambda acc, r: F.gelu(acc) + r, args=(r,), out_dtype=F32)
+    near(y, F.gelu(want + bias) + r, F32)
+    for dtype in (F32, BF16):
+        out = torch.full((n, *rows), math.nan, dtype=dtype).movedim(0, -1)
+        assert product(out=out) is out
+        near(out, want, dtype)
+
+
+def test_gate_and_up_in_a_sparse_weight():
+    a, w = gemmery.quantize_activations(values(5, 100)), sparse(128, 100)
+    want = a.dequantize(F64) @ w.dense(F64).T
+    near(gemmery.scaled_matmul(a, w, epilogue=epilogues.swiglu), epilogues.swiglu(want))
+    y, amax = gemmery.scaled_matmul(a, w, epilogue=epilogues.with_row_amax)
+    near(y, want)
+    near(amax, want.abs().amax(-1), F32)
+
+
+@pytest.mark.parametrize("per", ["token", "tensor"])
+def test_no_rows_times_a_sparse_weight(per):
+    a, w = gemmery.quantize_activations(torch.empty(0, 100), per=per), sparse(40, 100)
+    assert gemmery.scaled_matmul(a, w).shape == (0, 40)
+    assert gemmery.scaled_matmul(a, w, bias=torch.ones(40), out_dtype=F32).dtype == F32
+
+
+def test_which_scales_a_sparse_weight_has():
+    """Of its rows, one for all, and none; the type that its numbers become in other products is of no account."""
+    a, w = gemmery.quantize_activations(values(5, 100)), sparse(40, 100)
+    one = w.with_parts(w.parts() | {"channel": torch.tensor([0.25])})
+    for weight in (w, one, w.unscaled(), w.half()):
+        near(gemmery.scaled_matmul(a, weight, out_dtype=F32), a.dequantize(F64) @ weight.dense(F64).T, F32)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_autocast_leaves_fp8_and_sums_as_they_are(dtype):
+    """Sums of numbers of fp8 pass the largest of float16, and have more digits than bfloat16."""
+    a = gemmery.quantize_activations(values(5, 100))
+    for b in (gemmery.quantize_activations(values(40, 100)), sparse(40, 100)):
+        want = gemmery.scaled_matmul(a, b, epilogue=torch.neg, out_dtype=F32)
+        with torch.autocast("cpu", dtype):
+            assert torch.equal(gemmery.scaled_matmul(a, b, epilogue=torch.neg, out_dtype=F32), want)
+
+
+W2_4 = sparse(4, 8)
+WITH_SPARSE = [
+    (TypeError, lambda: gemmery.scaled_matmul(A.data, W2_4), "a is a Tensor; it must be a gemmery.ScaledTensor"),
+    (TypeError, lambda: gemmery.scaled_matmul(W2_4, A), "a is a SparseTensor; it must be a gemmery.ScaledTensor"),
+    (TypeError, lambda: gemmery.scaled_matmul(A, sparse(4, 8, code="")), "b keeps numbers of torch.bfloat16; a sparse one must keep e4m3, as gemmery.quantize(gemmery.sparsify(w), \"e4m3\") does"),
+    (TypeError, lambda: gemmery.scaled_matmul(A, int8_of(sparse(4, 8, code=""))), "b keeps numbers of int8"),
+    (TypeError, lambda: gemmery.scaled_matmul(A, sparse(4, 8, code="int4")), "b keeps numbers of int4"),
+    (TypeError, lambda: gemmery.scaled_matmul(gemmery.quantize_activations(values(3, 8), "int8"), W2_4), "a is torch.int8 and b is torch.float8_e4m3fn"),
+    (ValueError, lambda: gemmery.scaled_matmul(gemmery.quantize_activations(values(3, 256), per="block"), sparse(4, 256)), "a has scales 1x128; with a sparse b they must be those of the tensor or its rows"),
+    (ValueError, lambda: gemmery.scaled_matmul(gemmery.quantize_activations(values(3, 8), per="mx"), W2_4), "a has scales 1x32"),
+    (ValueError, lambda: gemmery.scaled_matmul(blocks_of(values(200, 256)), sparse(4, 256)), "a has scales 128x128"),
+    (ValueError, lambda: gemmery.scaled_matmul(A, sparse(4, 12)), "a is (3, 8) and b is (4, 12): inner sizes 8 and 12 differ"),
+    (ValueError, lambda: gemmery.scaled_matmul(A, sparse(2, 4, 8)), "b is (2, 4, 8); it must be (N, K)"),
+    (ValueError, lambda: gemmery.scaled_matmul(A, W2_4.to("meta")), "a is on cpu and b on meta"),
+    (ValueError, lambda: gemmery.scaled_matmul(A, W2_4, bias=torch.ones(3)), "bias is (3,); it must broadcast to the product, (3, 4)"),
+    (TypeError, lambda: gemmery.scaled_matmul(A, W2_4, bias=1.0), "bias is a float"),
+    (ValueError, lambda: gemmery.scaled_matmul(A, W2_4, out=torch.empty(4, 3)), "out is (4, 3); the result is (3, 4)"),
+    (TypeError, lambda: gemmery.scaled_matmul(A, W2_4, out=torch.empty(3, 4), out_dtype=BF16), "out is torch.float32; the result is torch.bfloat16"),
+    (TypeError, lambda: gemmery.scaled_matmul(A, W2_4, out=W2_4), "out is packed"),
+    (TypeError, lambda: gemmery.scaled_matmul(A, (W2_4, W2_4), epilogue=epilogues.swiglu), "b is a tuple"),
+    (TypeError, lambda: gemmery.scaled_matmul(A, W2_4, bias=ROOT), "no gradient for torch.float8_e4m3fn operands"),
+    (TypeError, lambda: gemmery.scaled_matmul(A, W2_4, epilogue=torch.add, args=(ROOT,)), "no gradient"),
+    (TypeError, lambda: gemmery.scaled_matmul(A, W2_4.with_parts(W2_4.parts() | {"channel": ROOT})), "no gradient"),
+    (TypeError, lambda: gemmery.scaled_matmul(ScaledTensor(A.data, ROOT[:3, None]), W2_4), "no gradient"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("error", "call", "said"), WITH_SPARSE, ids=lambda x: x if isinstance(x, str) else ""
+)
+def test_wrong_arguments_with_sparse_weights(error, call, said):
+    fails(error, call, "scaled_matmul: ", said)
+
+
+def test_sparse_weights_as_fakes():
+    a, w = gemmery.quantize_activations(values(5, 100)), sparse(40, 100)
+    for how in ({}, {"out_dtype": F32}, {"epilogue": torch.relu}):
+        want = gemmery.scaled_matmul(a, w, **how)
+        with FakeTensorMode() as mode:
+            data, scale = (mode.from_tensor(x) for x in (a.data, a.scale))
+            weight = w.with_parts({name: mode.from_tensor(part) for name, part in w.parts().items()})
+            fake = gemmery.scaled_matmul(ScaledTensor(data, scale), weight, **how)
+        assert type(fake) is FakeTensor
+        assert (fake.shape, fake.stride(), fake.dtype) == (want.shape, want.stride(), want.dtype)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_with_sparse_weights(dynamic):
+    add = gemmery.epilogue(lambda acc, r: F.gelu(acc) + r)
+    bias, r = values(40), values(40, seed=3)
+
+    def layer(x, w, epilogue):
+        a = gemmery.quantize_activations(x)
+        plain = gemmery.scaled_matmul(a, w, bias=bias, out_dtype=F32, fast_accum=True)
+        return plain, gemmery.scaled_matmul(a, w, epilogue=epilogue, args=(r,))
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for m, seed in ((4, 1), (7, 1), (7, 5), (1, 1)):
+        x, w = values(m, 100, seed=m), sparse(40, 100, seed=seed)
+        for got, want in zip(compiled(x, w, add), layer(x, w, add), strict=True):
+            torch.testing.assert_close(got, want)

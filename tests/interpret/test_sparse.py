@@ -9,6 +9,8 @@ from torch.nn import functional as F
 import gemmery
 from gemmery import epilogues
 from gemmery.operands.sparse import sampled
+from gemmery.product import cache
+from tests.interpret.test_quick import entered  # noqa: F401  (a fixture)
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 #: (M, N, K): one row, odd sizes, N and K that are no multiples of 32 and 64, and more than a tile of rows.
@@ -178,6 +180,78 @@ def test_int4_compiled():
     made = torch.compile(function, fullgraph=True, backend="aot_eager")
     x = values(5, 100)
     assert torch.equal(made(x, w), function(x, w))
+
+
+def fp8(m, n, k, format="e4m3", per="token", seed=0):
+    """Activations of fp8, a weight that keeps numbers of e4m3, and their product."""
+    x = gemmery.quantize_activations(values(m, k, seed=seed, dtype=F32), format, per=per)
+    w = gemmery.quantize(weight(n, k), "e4m3")
+    return x, w, x.dequantize(F64) @ w.dense(F64).T
+
+
+@pytest.mark.parametrize(("format", "per"), [("e4m3", "token"), ("e4m3", "tensor"), ("e5m2", "token")])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 33, 100), (33, 40, 260), (5, 64, 128), (3, 17, 76)])
+def test_fp8(m, n, k, format, per):
+    x, w, want = fp8(m, n, k, format, per)
+    bias, r = values(n), values(m, n, seed=3)
+    near(gemmery.scaled_matmul(x, w), want)
+    near(gemmery.scaled_matmul(x, w, fast_accum=True, out_dtype=F32), want, F32)
+    near(gemmery.scaled_matmul(x, w, bias=bias, out_dtype=F16), want + bias, F16)
+    y = gemmery.scaled_matmul(x, w, bias=bias, epilogue=lambda acc, r: F.silu(acc) + r, args=(r,))
+    near(y, F.silu(want + bias) + r)
+
+
+@pytest.mark.parametrize("m", [1, 33])
+def test_fp8_in_halves(m):
+    x, w, want = fp8(m, 64, 100)
+    near(gemmery.scaled_matmul(x, w, epilogue=epilogues.swiglu), epilogues.swiglu(want))
+
+
+def test_fp8_in_every_tile():
+    from gemmery.select.space import tiles_of
+
+    x, w, want = fp8(20, 70, 400)
+    for tile in tiles_of("interpreter", "sparse fp8"):
+        for parts in (1, 2) if tile.splits else (1,):
+            config = replace(tile.config, split_k=parts)
+            near(gemmery.scaled_matmul(x, w, config=config, out_dtype=F32), want, F32)
+
+
+def test_fp8_of_any_strides():
+    """Numbers and scales of x that lie otherwise, a batch of rows, and a result that lies otherwise."""
+    x, w, _ = fp8(24, 40, 100)
+    turned = gemmery.ScaledTensor(x.data.mT.contiguous().mT, x.scale.repeat_interleave(2, 0)[::2])
+    cut = gemmery.ScaledTensor(x.data[::2], x.scale[::2])
+    batch = gemmery.ScaledTensor(x.data.view(4, 6, 100), x.scale.view(4, 6, 1))
+    swapped = gemmery.ScaledTensor(batch.data.transpose(0, 1), batch.scale.transpose(0, 1))
+    for a in (turned, cut, batch, swapped):
+        want = a.dequantize(F64) @ w.dense(F64).T
+        near(gemmery.scaled_matmul(a, w, bias=values(40)), want + values(40))
+        out = torch.full((40, *want.shape[:-1]), torch.nan, dtype=F32).movedim(0, -1)
+        assert gemmery.scaled_matmul(a, w, out=out) is out
+        near(out, want, F32)
+
+
+def test_repeated_calls_with_fp8_see_their_own_scales(entered):  # noqa: F811
+    """They go the short way, with other numbers, scales and metadata; a scale of another kind is another call."""
+    calls = [fp8(12, 40, 100, seed=seed) for seed in range(3)]
+    x, w, want = calls[1]
+    halved = gemmery.ScaledTensor(x.data, x.scale / 2)
+    tripled = w.with_parts(w.parts() | {"channel": w.channel * 3})
+    other = gemmery.quantize(weight(40, 100, method="transposable"), "e4m3")
+    calls += [
+        (halved, w, want / 2),
+        (x, tripled, want * 3),
+        (x, other, x.dequantize(F64) @ other.dense(F64).T),
+    ]
+    for i, (a, b, wanted) in enumerate(calls):
+        near(gemmery.scaled_matmul(a, b), wanted)
+        assert len(entered) == i
+    whole = gemmery.ScaledTensor(x.data, torch.tensor(0.5))
+    near(gemmery.scaled_matmul(whole, w), whole.dequantize(F64) @ w.dense(F64).T)
+    near(gemmery.scaled_matmul(x, w, fast_accum=True), want)
+    assert len(entered) == len(calls) - 1
+    assert len(cache._known) == 3
 
 
 def test_halves_that_no_kernel_reads():

@@ -139,7 +139,8 @@ class PackedWeight(Tensor):
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         """Bytes of all tensors that the weight consists of."""
-        return sum(x.nbytes for x in self.parts().values())
+        # Under torch.compile sizes may be symbols, of which torch's own can't tell.
+        return sum(x.numel() * x.element_size() for x in self.parts().values())
 
     # --- copies and files --------------------------------------------------------------------------------------------
 

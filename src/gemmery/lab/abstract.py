@@ -63,7 +63,8 @@ def linear_problem(
         TypeError: nor do their types, or the epilogue can't be part of a kernel.
     """
     options = Options() if options is None else options
-    call = make_call("linear", a, weight, bias, Functions(epilogue or UNCHANGED, args), options)
+    op = "scaled_matmul" if isinstance(a, ScaledTensor) else "linear"
+    call = make_call(op, a, weight, bias, Functions(epilogue or UNCHANGED, args), options)
     check(call)
     made = program(call)
     types = output_types(call, [(x.dtype, x.matrix) for x in made.outputs])

@@ -76,7 +76,8 @@ class Fused:
         rows: of the product in a sample: few of them take small tiles, which compile sooner.
         columns: of the product, where these are not as many as all other sizes.
         packed: the format and the size of a group of a packed weight.
-        sparse: of a 2:4 sparse weight the code of kept numbers of 8 bits or 4, or "".
+        sparse: of a 2:4 sparse weight the code of kept numbers of 8 bits or 4, or "". With a dtype of fp8 rows of both
+            operands have scales.
         group: columns of a sparse weight of int4 that share a scale, or 0.
         step: columns of both factors that share a scale; 0 where there are none that change along K.
         aligned: whether only sizes that suit all loads are compiled: odd ones are refused, or spill somewhere.
@@ -124,6 +125,10 @@ FUSED: dict[str, Fused] = {
     "sparse_int4": Fused(unchanged, dtypes=("bf16", "fp16"), sparse="int4", group=128),
     "sparse_int4_rows": Fused(unchanged, sparse="int4"),
     "sparse_int4_swiglu": Fused(library.swiglu, sparse="int4", group=32, aligned=True),
+    "sparse_fp8": Fused(unchanged, dtypes=("e4m3", "e5m2"), needs=torch.float8_e4m3fn, sparse="e4m3"),
+    "sparse_fp8_swiglu": Fused(
+        library.swiglu, dtypes=("e4m3",), needs=torch.float8_e4m3fn, sparse="e4m3", rows=4096, aligned=True
+    ),
     "scaled_blocks": Fused(unchanged, dtypes=("int8", "e4m3"), step=BLOCK, aligned=True),
     "scaled_mx": Fused(
         unchanged, dtypes=("e4m3", "e5m2"), needs=torch.float8_e4m3fn, step=MX_BLOCK, aligned=True
@@ -147,9 +152,7 @@ class Abstract(NamedTuple):
     tensors: tuple[Any, ...]
 
 
-def _operands(
-    name: str, dtype: str, rows: int, size: int
-) -> tuple[Tensor, Any, Tensor | None, tuple[Any, ...]]:
+def _operands(name: str, dtype: str, rows: int, size: int) -> tuple[Any, Any, Tensor | None, tuple[Any, ...]]:
     """A matrix, a Linear's weight or the halves of one, a bias and the epilogue's arguments, on the meta device."""
     how = FUSED[name]
     kind = {name: dtype for dtype, name in DTYPE_NAMES.items()}[dtype]
@@ -160,16 +163,21 @@ def _operands(
 
     columns = how.columns or size
     shapes = {"row": (columns,), "column": (rows, 1), "matrix": (rows, columns), "wide": (rows, 2 * columns)}
+    x: Any = empty(rows, size, dtype=kind)
     weight: Any = empty(columns, size, dtype=kind)
     if how.pair:
         # In one buffer, as all begin at one address on the meta device: apart, and the gate behind what it gates.
         weight = empty(3 * size // 2, size, dtype=kind).chunk(3)[::-2]
     if how.sparse is not None:
-        weight = abstract_sparse(how.sparse, columns, size, kind, how.group)
+        is_fp8 = kind.itemsize == 1
+        weight = abstract_sparse(how.sparse, columns, size, torch.bfloat16 if is_fp8 else kind, how.group)
+        if is_fp8:
+            x = ScaledTensor(x, empty(rows, 1))
+            weight = weight.with_parts(weight.parts() | {"channel": empty(columns)})
     if how.packed:
         weight = _packed(*how.packed, columns, size, kind)
     args = tuple([empty(*shapes[x]) if isinstance(x, str) else x for x in how.args])
-    return empty(rows, size, dtype=kind), weight, empty(columns) if how.bias else None, args
+    return x, weight, empty(columns) if how.bias else None, args
 
 
 def _packed(format: str, group: int, rows: int, columns: int, dtype: torch.dtype) -> QuantizedTensor:
@@ -199,7 +207,7 @@ def abstract_sparse(code: str, rows: int, columns: int, dtype: torch.dtype, grou
 def _block_scaled(x: Tensor, weight: Tensor, function: Callable[..., Any], step: int) -> Any:
     """A product of operands with scales that change along K."""
     a, b = scaled_meta(x, weight, "mx" if step == MX_BLOCK else "block")
-    return plan("linear", a, b, None, Functions(function), None, Options(torch.bfloat16))
+    return plan("scaled_matmul", a, b, None, Functions(function), None, Options(torch.bfloat16))
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from ..formats.sparse import BLOCK, GROUP, INNER, SparseTensor, columns_each, pa
 from ..kernels import sparse as loaders
 from ..kernels.any_width_sparse import SparseStage
 from .base import Access, Layout, Multiply, Operand, Spec, negated
-from .dense import DenseOperand, gradient_of
+from .dense import AUTOCAST, DenseOperand, gradient_of
 from .packed import meta_proxy
 
 if TYPE_CHECKING:
@@ -242,7 +242,7 @@ class SparseOperand(Operand):
         return [(f"{name}'s {part}", x) for part, x in own if x is not None]
 
     def lowered(self, op: str, names: tuple[str, str], dtype: torch.dtype) -> Operand:
-        if self.weight.dtype != dtype:
+        if self.weight.dtype != dtype and self.weight.dtype in AUTOCAST:
             first, second = names
             raise TypeError(
                 f"{op}: autocast brings {first} to {dtype}, and {second} is sparse in {self.weight.dtype}; "

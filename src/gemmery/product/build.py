@@ -29,15 +29,21 @@ from ..operands import (
     SparseOperand,
 )
 from . import prologue
-from .check import check_not_packed, check_ranks, check_second, check_tensor, moved
+from .check import (
+    OUTER_KINDS,
+    check_not_packed,
+    check_ranks,
+    check_scaled,
+    check_second,
+    check_tensor,
+    moved,
+)
 from .shape import OF_WEIGHTS, operand_names
 from .spec import Call, Factor, Functions, Number, Options, unchanged
 
 #: The epilogue of products without one; made once, and so captured once.
 UNCHANGED = Epilogue(unchanged)
 NOTHING = UNCHANGED.captured
-#: Kinds of scales that multiply whole rows and columns of the product.
-OUTER_KINDS = ("tensor", "row")
 
 
 def make_call(
@@ -112,6 +118,7 @@ def right_matrix(op: str, b: Tensor) -> Tensor:
 def operands_of(op: str, a: Any, b: Any, takes_pair: bool) -> tuple[Operand, Operand]:
     """The operands of whatever a user gave."""
     if isinstance(a, ScaledTensor):
+        check_scaled(op, a, b)
         return scaled_operands(a, b)
     first, second, _ = operand_names(op)
     if isinstance(a, Groups):

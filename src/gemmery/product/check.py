@@ -14,6 +14,7 @@ from torch.compiler import is_compiling
 
 from ..dtypes import DTYPE_NAMES, FP8, OUT_DTYPES, PRECISIONS
 from ..formats.scaled import ScaledTensor
+from ..formats.sparse import SparseTensor
 from ..formats.weight import PackedWeight
 from ..layout import overlap, overlaps_itself, same_layout
 from .shape import OF_WEIGHTS, operand_names
@@ -21,6 +22,10 @@ from .spec import Call, Number, OutTypes, unchanged
 
 #: Ranks that operations ask for.
 _RANKS = {"addmm": 2, "bmm": 3}
+#: Kinds of scales that multiply whole rows and columns of the product.
+OUTER_KINDS = ("tensor", "row")
+#: Operations whose first operand may be a `ScaledTensor`, groups aside.
+_OF_SCALED = ("scaled_matmul", "plan")
 
 
 def check_tensor(op: str, name: str, value: object) -> None:
@@ -98,6 +103,51 @@ def check_kinds(op: str, a: ScaledTensor, b: ScaledTensor) -> None:
         raise ValueError(
             f"{op}: {first} has scales {a.kind} and {second} {b.kind}; with 1x32, the other's must be 1x32, row or "
             "tensor"
+        )
+
+
+def check_scaled(op: str, a: Any, b: Any) -> None:
+    """TypeError or ValueError unless the operands of a scaled product go together."""
+    if op not in _OF_SCALED:
+        first = operand_names(op)[0]
+        raise TypeError(f"{op}: {first} is a ScaledTensor; multiply it by gemmery.scaled_matmul")
+    if not isinstance(a, ScaledTensor):
+        raise TypeError(f"{op}: a is a {type(a).__name__}; it must be a gemmery.ScaledTensor")
+    if isinstance(b, SparseTensor):
+        _check_sparse(op, a, b)
+        of_b = torch.float8_e4m3fn
+    elif isinstance(b, ScaledTensor):
+        check_kinds(op, a, b)
+        of_b = b.dtype
+    else:
+        raise TypeError(
+            f"{op}: b is a {type(b).__name__}; it must be a gemmery.ScaledTensor, or a gemmery.SparseTensor of e4m3"
+        )
+    if len(b.shape) != 2:
+        raise ValueError(f"{op}: b is {tuple(b.shape)}; it must be (N, K)")
+    if a.kind == "128x128" and len(a.shape) > 2:
+        raise ValueError(f"{op}: a is {tuple(a.shape)} with scales 128x128; with these it must be (M, K)")
+    if a.shape[-1] != b.shape[-1]:
+        raise ValueError(
+            f"{op}: a is {tuple(a.shape)} and b is {tuple(b.shape)}: "
+            f"inner sizes {a.shape[-1]} and {b.shape[-1]} differ"
+        )
+    if a.dtype != of_b and not (a.dtype in FP8 and of_b in FP8):
+        raise TypeError(f"{op}: a is {a.dtype} and b is {of_b}; they must have one type, or both be fp8")
+    if a.device != b.device:
+        raise ValueError(f"{op}: a is on {a.device} and b on {b.device}; they must be on one device")
+
+
+def _check_sparse(op: str, a: ScaledTensor, b: SparseTensor) -> None:
+    """TypeError or ValueError unless a sparse weight's numbers and a's scales go together."""
+    if b.code != "e4m3":
+        raise TypeError(
+            f"{op}: b keeps numbers of {b.code or b.dtype}; a sparse one must keep e4m3, "
+            'as gemmery.quantize(gemmery.sparsify(w), "e4m3") does'
+        )
+    if a.kind not in OUTER_KINDS:
+        raise ValueError(
+            f"{op}: a has scales {a.kind}; with a sparse b they must be those of the tensor or its rows"
         )
 
 

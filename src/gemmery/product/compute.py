@@ -15,6 +15,7 @@ from .check import check_memory, check_out, check_scattered, result_dtype
 from .epilogue import outputs_of
 from .fusible import warn
 from .prepare import prepare
+from .seen import autocast_dtype
 from .spec import Call
 
 
@@ -28,7 +29,11 @@ def compute(call: Call, out: Tensor | None, key: Any = None) -> tuple[list[Tenso
     # Without a group, the rows that there may be lie behind all groups.
     is_empty = 0 in call.shape or 0 in call.a.matrix.shape[:-2]
     if devices.current(call.device) is None or is_empty:
-        return _by_reference(call, out)
+        if autocast_dtype(call.device) is None:
+            return _by_reference(call, out)
+        # Operands have the type that autocast asks for. The reference widens them, which it would take back.
+        with torch.autocast(call.device.type, enabled=False):
+            return _by_reference(call, out)
     call = call.ordered()
     known = prepare(call, out)
     if key is not None:
