@@ -123,6 +123,8 @@ GROUPS = (
     Group("host time of a call, beside torch", ("launch",), "host"),
 )
 MOST_GROUPS = 14
+#: The GPU that README's table is about. Other pages name that of each result.
+GPU = "NVIDIA H200"
 #: Lines below those, always shown: of suites that `sparse_summary` makes of its results.
 SPARSE_GROUPS = (
     Group("random models, 2:4 weights, 1 to 64 rows, beside dense cuBLAS", ("sparse_decode",), peer="dense torch"),
@@ -217,7 +219,10 @@ class Pooled:
 
 
 def groups(results: Sequence[Data]) -> list[tuple[Group, dict[str, Pooled]]]:
-    """The groups that have results, each with its rows by version of Triton: `MOST_GROUPS`, then `SPARSE_GROUPS`."""
+    """The groups that `GPU` has results of, each with its rows by version of Triton.
+
+    These are `MOST_GROUPS` of the first, and `SPARSE_GROUPS`.
+    """
     return [*_groups(GROUPS, results)[:MOST_GROUPS], *_groups(SPARSE_GROUPS, results)]
 
 
@@ -230,6 +235,7 @@ def _groups(of: Sequence[Group], results: Sequence[Data]) -> list[tuple[Group, d
                 result["suite"] in group.suites
                 and result["dtype"] in ("bf16", "mixed")
                 and not result.get("tuned")
+                and result["gpu"] == GPU
             ):
                 own = (_with_best(row) for row in result["rows"] if group.keep(row))
                 rows.setdefault(triton_version(result), []).extend(own)

@@ -197,7 +197,7 @@ def result(suite_name, names, ratio, dtype="bf16", regime="burst"):
         for row in suites.load(suite_name) if names(row)
     ]  # fmt: skip
     header = {
-        "gpu": "G",
+        "gpu": records.GPU,
         "torch": "1",
         "triton": "3.6.0",
         "cuda": "3",
@@ -209,6 +209,15 @@ def result(suite_name, names, ratio, dtype="bf16", regime="burst"):
         "suite": suite_name, "dtype": dtype, "ours": "gemmery", "peers": ["cublas"], "protocol": protocol,
         "summary": {}, "rows": rows,
     }  # fmt: skip
+
+
+def test_the_readme_is_about_one_gpu():
+    other = result("decode", bool, 1.2) | {"gpu": "another"}
+    assert records.groups([other]) == []
+    assert records.groups([result("decode", bool, 1.2), other]) == records.groups(
+        [result("decode", bool, 1.2)]
+    )
+    assert records.groups([result("decode", bool, 1.2)])
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from benchmarks import blocks, plots, readme_tables, records, sparse, sparse_sum
 from gemmery.lab import suites
 
 HEADER = {
-    "gpu": "G", "torch": "2", "triton": "3.6.0", "cuda": "13", "commit": "c", "date": "2026-01-02T03", "seed": 7,
+    "gpu": "NVIDIA H200", "torch": "2", "triton": "3.6.0", "cuda": "13", "commit": "c", "date": "2026-01-02T03", "seed": 7,
     "ours": "gemmery", "peers": [], "protocol": {"rounds": 3, "regimes": ["burst"]},
 }  # fmt: skip
 
@@ -167,7 +167,7 @@ def test_all_files_are_written(folder, capsys):
         ["torch's BSR", "0, 1 failed", "failed", "≥ 1.30: **missed**"],
         ["dense cuBLAS", "1", "**3.00** · 3.00 · 3.00", ""],
     ]
-    assert "- G, torch 2, Triton 3.6.0, CUDA 13, commit c, 2026-01-02, 3 rounds: 3 rows." in text
+    assert "- NVIDIA H200, torch 2, Triton 3.6.0, CUDA 13, commit c, 2026-01-02, 3 rounds: 3 rows." in text
     rows = pages["rows"].read_text()
     assert "## sparse_decode, bf16, seed 7" in rows
     assert (

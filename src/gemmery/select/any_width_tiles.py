@@ -105,8 +105,9 @@ def sparse_rows(format: SparseStage, numbers: Numbers = SPARSE) -> dict[tuple[st
     Args:
         numbers: see `schedules.any_width_tile.numbers_for`.
     """
-    # Warpgroups that decode numbers have registers for 64 rows each.
-    sizes = tuple(size for size in SHARED_TILES if not format.code or size[2] == ROWS)
+    # Warpgroups that decode numbers have registers for 64 rows each. With scales behind the product, those of 128 rows
+    # spill; with Triton 3.9, the largest was a fifth slower than tiles of three warpgroups.
+    sizes = tuple(size for size in SHARED_TILES if not (format.code or format.fp8) or size[2] == ROWS)
     step = ROW if format.fp8 else STEP
     # A step of few bytes takes the loading warp as long as one of many.
     narrow = [
