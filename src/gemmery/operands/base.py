@@ -451,6 +451,21 @@ class Operand:
         """Sizes that its tensors do not tell, which may be symbols."""
         return []
 
+    def axes(self, rows: str, columns: str) -> list[tuple[str, ...]]:
+        """For each of its tensors, which dimension of the product each of its own is, for products of DTensors.
+
+        A batch dimension is "b-1", "b-2"..., counted from the last one; "" is none along which it can be sharded. Of a
+        kind that can't be sharded there are none at all.
+
+        Args:
+            rows, columns: what those of `matrix` are: "M" and "K", or "K" and "N".
+        """
+        return []
+
+    def grain(self, axis: str) -> int:
+        """Of how many rows or columns a part of a sharded operand has a multiple; 0 where parts may differ in size."""
+        return 0
+
     def mapped(self, dims: Sequence[int | None], rank: int, size: int, everywhere: bool) -> Operand:
         """The operand of a product in which a dimension that `torch.vmap` hides has become the first of the batch.
 
@@ -491,6 +506,16 @@ class Operand:
             multiply: gives a product without an epilogue, in the input's type.
         """
         return None
+
+
+def batch_axes(x: Tensor, own: int) -> tuple[str, ...]:
+    """What the batch dimensions of a tensor are, see `Operand.axes`; one that is broadcast is none.
+
+    Args:
+        own: dimensions behind those of the batch.
+    """
+    count = x.dim() - own
+    return tuple(["" if x.shape[i] == 1 else f"b-{count - i}" for i in range(count)])
 
 
 class Multiply(Protocol):

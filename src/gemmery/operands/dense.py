@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..epilogues.device import loader_with
 from ..kernels import operands as loaders
-from .base import Access, Layout, Multiply, Operand, Spec, Traced, negated
+from .base import Access, Layout, Multiply, Operand, Spec, Traced, batch_axes, negated
 from .scalars import traced_arguments
 
 if TYPE_CHECKING:
@@ -132,6 +132,11 @@ class DenseOperand(Operand):
     @property
     def text(self) -> str:
         return "dense"
+
+    def axes(self, rows: str, columns: str) -> list[tuple[str, ...]]:
+        if self.matrix.dim() == 1:
+            return [("K",)]
+        return [(*batch_axes(self.matrix, 2), rows, columns)]
 
     def mapped(self, dims: Sequence[int | None], rank: int, size: int, everywhere: bool) -> Operand:
         return DenseOperand(leading(self.matrix, dims[0], rank, size, everywhere))

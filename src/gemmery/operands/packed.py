@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -17,13 +18,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..epilogues.device import compiled
 from ..formats.base import FORMATS
 from ..formats.packing import LINE, STRIP, block_columns, runs
+from ..formats.pieces import is_per_row
 from ..formats.tensor import QuantizedTensor
 from ..formats.weight import PackedWeight
 from ..kernels import decoders
 from ..kernels.any_width_packed import DECODERS as STAGED
 from ..kernels.any_width_packed import StageFormat
 from ..kernels.packed import load_packed, unpack
-from .base import Access, Layout, Multiply, Operand, Spec, negated
+from .base import Access, Layout, Multiply, Operand, Spec, batch_axes, negated
 from .dense import DenseOperand
 
 if TYPE_CHECKING:
@@ -320,6 +322,24 @@ class PackedOperand(Operand):
             tuple(shape), FORMATS[format], getattr(torch, dtype), int(group_size), inner
         )
         return cls(weight, transposed == "T")
+
+    def axes(self, rows: str, columns: str) -> list[tuple[str, ...]]:
+        found: list[tuple[str, ...]] = []
+        for name, x in zip(PARTS, self._parts, strict=True):
+            if x is None:
+                continue
+            if name == "channel":
+                found.append((*batch_axes(x, 1), columns) if is_per_row(self.weight) else ("",))
+            elif name == "words":
+                found.append((*batch_axes(x, 3), columns, rows, ""))
+            else:
+                found.append((*batch_axes(x, 2), rows, columns))
+        return found
+
+    def grain(self, axis: str) -> int:
+        if axis == "K":
+            return math.lcm(block_columns(self.weight.format.bits), self.weight.group_size or 1)
+        return STRIP if axis == "N" else 1
 
     def mapped(self, dims: Sequence[int | None], rank: int, size: int, everywhere: bool) -> Operand:
         if any(dim is not None for dim in dims):

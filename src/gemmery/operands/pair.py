@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..epilogues.device import compiled
 from ..kernels.operands import part_columns
-from .base import Access, Layout, Multiply, Operand, Spec
+from .base import Access, Layout, Multiply, Operand, Spec, batch_axes
 from .dense import Dense, DenseAccess, DenseOperand, gradient_of, leading
 
 if TYPE_CHECKING:
@@ -146,6 +146,9 @@ class PairOperand(Operand):
     @property
     def text(self) -> str:
         return "pair"
+
+    def axes(self, rows: str, columns: str) -> list[tuple[str, ...]]:
+        return [(*batch_axes(x, 2), rows, columns) for x in self.both]
 
     def mapped(self, dims: Sequence[int | None], rank: int, size: int, everywhere: bool) -> Operand:
         everywhere = everywhere or any(dim is not None for dim in dims)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .base import Operand
+from .base import Operand, batch_axes
 from .dense import leading
 from .eight_bit import EightBitOperand
 
@@ -46,6 +46,13 @@ class RowScaledOperand(EightBitOperand):
         """See `operands.rebuild`."""
         data, scale = tensors
         return cls(data, scale)
+
+    def axes(self, rows: str, columns: str) -> list[tuple[str, ...]]:
+        data, scale = self.matrix, self.scale
+        own = (*batch_axes(data, 2), rows, columns)
+        if scale.numel() == 1:
+            return [own, ("",) * scale.dim()]
+        return [own, (*batch_axes(scale, 2), rows, "") if columns == "K" else ("N",)]
 
     def mapped(self, dims: Sequence[int | None], rank: int, size: int, everywhere: bool) -> Operand:
         data = leading(self.matrix, dims[0], rank, size, everywhere)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -12,10 +13,20 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..epilogues.device import with_constants
-from ..formats.sparse import BLOCK, GROUP, INNER, SparseTensor, columns_each, padded, unpacked_metadata
+from ..formats.sparse import (
+    BLOCK,
+    COLUMNS,
+    GROUP,
+    INNER,
+    ROWS,
+    SparseTensor,
+    columns_each,
+    padded,
+    unpacked_metadata,
+)
 from ..kernels import sparse as loaders
 from ..kernels.any_width_sparse import SparseStage
-from .base import Access, Layout, Multiply, Operand, Spec, negated
+from .base import Access, Layout, Multiply, Operand, Spec, batch_axes, negated
 from .dense import AUTOCAST, DenseOperand, gradient_of
 from .packed import meta_proxy
 
@@ -288,6 +299,23 @@ class SparseOperand(Operand):
         }
         weight = SparseTensor._assemble(tuple(shape), inner, code, getattr(torch, dtype), int(group_size))
         return cls(weight, transposed == "T")
+
+    def axes(self, rows: str, columns: str) -> list[tuple[str, ...]]:
+        found: list[tuple[str, ...]] = []
+        for name, x in zip(INNER, self._parts, strict=True):
+            if x is None:
+                continue
+            if name == "channel":
+                found.append((*batch_axes(x, 1), columns) if self.weight._is_per_row else ("",))
+            else:
+                own = (columns, rows) if name == "values" else (rows, columns)
+                found.append((*batch_axes(x, 2), *own))
+        return found
+
+    def grain(self, axis: str) -> int:
+        if axis == "K":
+            return math.lcm(COLUMNS, self.weight.group_size or 1)
+        return ROWS if axis == "N" else 1
 
     def mapped(self, dims: Sequence[int | None], rank: int, size: int, everywhere: bool) -> Operand:
         if any(dim is not None for dim in dims):

@@ -18,7 +18,7 @@ from .epilogue import outputs_of
 from .flat import arguments_of
 from .fusible import warn
 from .gradients import Product, plain_product
-from .seen import check_forward_mode, in_transform, is_differentiated, wants_gradient
+from .seen import check_forward_mode, in_transform, is_differentiated, is_sharded, wants_gradient
 from .spec import Call, unchanged
 
 
@@ -26,6 +26,8 @@ def dispatched(call: Call, out: Tensor | None) -> Any:
     """A checked call that something in torch wants to see, outside the compiler."""
     tensors = call.tensors
     check_forward_mode(call.op, tensors)
+    if is_sharded(tensors if out is None else (out, *tensors)):
+        return _dispatched_parts(call, out)
     grad = wants_gradient(tensors)
     if out is not None:
         return _dispatched_out(call, out)
@@ -88,6 +90,16 @@ def unfused(call: Call) -> Any:
     results, many = outputs_of(replace(call, outer=()), product)
     check_scattered(call, len(results))
     return returned(call.a.finished(results), many)
+
+
+def _dispatched_parts(call: Call, out: Tensor | None) -> Any:
+    """A product of DTensors."""
+    if out is not None:
+        raise ValueError(f"{call.op}: out= does not support DTensors; use what is returned")
+    # It imports torch.distributed.tensor, which takes a second.
+    from .sharded import sharded
+
+    return sharded(call, lambda part: dispatched(part, None))
 
 
 def _dispatched_out(call: Call, out: Tensor) -> Tensor:

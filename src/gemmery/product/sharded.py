@@ -1,0 +1,390 @@
+"""Products of DTensors: each rank computes its part of the product from its parts of what goes in.
+
+For each dimension of the device mesh, one dimension of the product is sharded: rows (M), columns (N), a batch
+dimension, the sum (K), or none. The placements of the second operand decide which, then those of the first. All that
+goes in is redistributed to go with it, each rank runs the product of its local tensors as any other one, and the
+results become DTensors. `to_local` and `from_local` are differentiable, so that the gradients are those of the local
+product, and torch.compile traces all of this.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from ..epilogues import Untraceable
+from ..epilogues.results import returned
+from ..operands import rebuild
+from .build import NOTHING
+from .check import input_name
+from .epilogue import outputs_of, program
+from .shape import operand_names
+from .spec import Call, unchanged
+
+#: What a user can do about an epilogue that can't run on parts of a product.
+_INSTEAD = "redistribute {what} to Replicate(), or apply the function to the result"
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a product is sharded.
+
+    Attributes:
+        mesh: the devices.
+        roles: for each dimension of the mesh, the dimension of the product that is sharded along it, see
+            `Operand.axes`; "" where all ranks compute the same.
+        names: the dimensions of the product.
+        axes: for each of the call's tensors, which dimensions of the product its own are.
+    """
+
+    mesh: DeviceMesh
+    roles: tuple[str, ...]
+    names: tuple[str, ...]
+    axes: tuple[tuple[str, ...], ...]
+
+    def wanted(self, i: int) -> list[Placement]:
+        """How one of the call's tensors is to be placed."""
+        own = self.axes[i]
+        return [Shard(own.index(role)) if role in own else Replicate() for role in self.roles]
+
+    def of_gradient(self, i: int) -> list[Placement]:
+        """How the gradient of a local tensor is placed: on each rank it is that of the rank's part of the product."""
+        own = self.axes[i]
+        return [
+            Shard(own.index(role)) if role in own else Replicate() if role in ("", "K") else Partial()
+            for role in self.roles
+        ]
+
+    def of_result(self) -> list[Placement]:
+        """How results are placed."""
+        return [
+            Partial() if role == "K" else Shard(self.names.index(role)) if role else Replicate()
+            for role in self.roles
+        ]
+
+    def parts(self, role: str) -> int:
+        """Into how many parts a dimension of the product is cut."""
+        sizes = [self.mesh.size(i) for i, each in enumerate(self.roles) if each == role]
+        return math.prod(sizes)
+
+
+def sharded(call: Call, run: Any) -> Any:
+    """The results of a call with DTensors among its tensors.
+
+    Args:
+        run: computes a call with local tensors.
+
+    Raises:
+        TypeError: a tensor is not a DTensor.
+        ValueError: the operands or the epilogue can't be sharded in this way.
+    """
+    how = sharding_of(call)
+    is_linear = call.function is unchanged
+    if not is_linear:
+        check_epilogue(call, how, behaviour(call))
+    _check_grains(call, how)
+    if is_linear or "K" not in how.roles:
+        made = run(_local(call, how, adds_once=True))
+        return _distributed(call, how, made)
+    # The function needs the whole sum.
+    made, how = _behind_sum(call, how, run)
+    return _distributed(call, how, made)
+
+
+def sharding_of(call: Call) -> Sharding:
+    """How a call is sharded."""
+    mesh = _mesh(call)
+    axes = _axes(call)
+    of_a, of_b = len(call.a.tensors), len(call.b.tensors)
+    tensors = call.tensors
+    roles = []
+    for i in range(mesh.ndim):
+        role = _role(tensors[of_a : of_a + of_b], axes[of_a : of_a + of_b], i)
+        roles.append(role or _role(tensors[:of_a], axes[:of_a], i))
+    return Sharding(mesh, tuple(roles), _names(call), tuple(axes))
+
+
+def _mesh(call: Call) -> DeviceMesh:
+    mesh = None
+    named = [*call.a.named(operand_names(call.op)[0]), *call.b.named(operand_names(call.op)[1])]
+    given = enumerate(call.inputs, len(call.outer))
+    named += [(input_name(call, i), x) for i, x in given if isinstance(x, Tensor)]
+    found = next((name, x) for name, x in named if isinstance(x, DTensor))
+    for name, x in named:
+        if not isinstance(x, DTensor):
+            if x.dim():
+                raise TypeError(
+                    f"{call.op}: {found[0]} is a DTensor and {name} a plain tensor; make it one as well, by "
+                    "torch.distributed.tensor.distribute_tensor or DTensor.from_local"
+                )
+        elif mesh is None:
+            mesh = x.device_mesh
+        elif x.device_mesh != mesh:
+            raise ValueError(
+                f"{call.op}: {found[0]} is on {mesh} and {name} on {x.device_mesh}; they must be on one mesh"
+            )
+    assert mesh is not None
+    return mesh
+
+
+def _names(call: Call) -> tuple[str, ...]:
+    """The dimensions of the product; a vector has no rows, or no columns."""
+    rows = ("M",) if call.a.matrix.dim() > 1 else ()
+    columns = ("N",) if call.b.matrix.dim() > 1 else ()
+    batch = len(call.shape) - len(rows) - len(columns)
+    return (*[f"b-{batch - i}" for i in range(batch)], *rows, *columns)
+
+
+def _axes(call: Call) -> list[tuple[str, ...]]:
+    """For each of the call's tensors, which dimensions of the product its own are."""
+    found = []
+    for operand, names in ((call.a, ("M", "K")), (call.b, ("K", "N"))):
+        axes = operand.axes(*names)
+        if len(axes) != len(operand.tensors):
+            raise ValueError(
+                f"{call.op}: a product of DTensors can't have groups, block-sparse operands or scales of blocks; call "
+                "it on each rank's part (to_local)"
+            )
+        found += axes
+    return found + [_axes_of_input(call, x) for x in call.inputs if isinstance(x, Tensor)]
+
+
+def _axes_of_input(call: Call, x: Tensor) -> tuple[str, ...]:
+    """The same of a bias or an epilogue's argument, which broadcasts to the product or has half its columns."""
+    names, shape = _names(call), call.shape
+    halved = call.b.halves == 2
+    axes = []
+    for place in range(x.dim(), 0, -1):
+        name, full, size = names[-place], shape[-place], x.shape[-place]
+        if name == "N" and halved:
+            # Of two weights that stand side by side, each is sharded, and with it the two halves of the product.
+            axes.append("N" if 2 * size == full else "" if size == 1 else "2N")
+        else:
+            axes.append(name if size == full else "")
+    return tuple(axes)
+
+
+def _role(tensors: Sequence[Tensor], axes: Sequence[tuple[str, ...]], i: int) -> str:
+    """The dimension of the product along which an operand is sharded in a dimension of the mesh; "" for none."""
+    for x, own in zip(tensors, axes, strict=True):
+        placement = x.placements[i] if isinstance(x, DTensor) else None
+        # Not one of its subclasses, which are sharded in other ways.
+        if type(placement) is Shard and own[placement.dim]:
+            return own[placement.dim]
+    return ""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What can't be sharded
+
+
+def behaviour(call: Call) -> str:
+    """What an epilogue does with the product: "elementwise", "halves", or in words why it needs the whole product."""
+    try:
+        made = program(call)
+    except Untraceable as error:
+        return str(error)
+    if "uniform(" in made.source:
+        return "it draws random numbers, which differ with the place in the whole product"
+    if any(x.kept is not None for x in made.outputs):
+        return "it returns something that is not of the product's shape"
+    if made.whole or any(x.reduced is not None for x in made.outputs):
+        return "reduces"
+    if made.paired:
+        return "halves" if all(x.columns == "N/2" for x in made.outputs) else "it returns both halves"
+    return "elementwise"
+
+
+def check_epilogue(call: Call, how: Sharding, does: str) -> None:
+    """ValueError where an epilogue can't run on parts of the product as these are.
+
+    Args:
+        does: see `behaviour`.
+    """
+    roles = [role for role in how.roles if role not in ("", "K")]
+    second = operand_names(call.op)[1]
+    if does not in ("elementwise", "halves", "reduces") and roles:
+        raise ValueError(
+            f"{call.op}: the product is sharded ({_text(how)}) and the epilogue needs all of it: {does}; "
+            + _INSTEAD.format(what="the operands")
+        )
+    if "N" not in roles:
+        return
+    if does == "reduces":
+        raise ValueError(
+            f"{call.op}: {second} is sharded by the product's columns ({_text(how)}) and the epilogue reduces its rows; "
+            + _INSTEAD.format(what=second)
+        )
+    if does == "halves" and call.b.halves == 1:
+        raise ValueError(
+            f"{call.op}: {second} is sharded by the product's columns ({_text(how)}) and the epilogue halves them, so "
+            f"that no rank has both halves of a column; give {second} as a pair of two DTensors, one for each half, or "
+            + _INSTEAD.format(what=second)
+        )
+    if does != "halves" and call.b.halves == 2:
+        raise ValueError(
+            f"{call.op}: the halves of {second} are sharded by the product's columns; this takes an epilogue that halves "
+            "these, such as gemmery.epilogues.swiglu"
+        )
+    if call.b.halves == 2 and any("2N" in own for own in how.axes):
+        raise ValueError(
+            f"{call.op}: the halves of {second} are sharded by the product's columns, and an argument of the epilogue "
+            "has as many columns as both; it must have those of one"
+        )
+
+
+def _text(how: Sharding) -> str:
+    return ", ".join(role or "none" for role in how.roles)
+
+
+def _check_grains(call: Call, how: Sharding) -> None:
+    """ValueError where a packed operand can't be cut into the parts."""
+    for axis in set(how.roles) - {""}:
+        grain = call.b.grain(axis)
+        if not grain:
+            continue
+        matrix, names = call.b.matrix, (*_batch_names(call.b.matrix), "K", "N")
+        if axis not in names:
+            continue
+        size, parts = matrix.shape[names.index(axis)], how.parts(axis)
+        if size % (parts * grain):
+            what = {"N": "rows", "K": "columns"}.get(axis, "matrices")
+            raise ValueError(
+                f"{call.op}: {operand_names(call.op)[1]} has {size} {what} and is sharded into {parts} parts; each must "
+                f"have a multiple of {grain}"
+            )
+
+
+def _batch_names(matrix: Tensor) -> tuple[str, ...]:
+    count = matrix.dim() - 2
+    return tuple([f"b-{count - i}" for i in range(count)])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# To local tensors and back
+
+
+def local_tensors(call: Call, how: Sharding, adds_once: bool) -> list[Tensor]:
+    """Each rank's parts of the call's tensors.
+
+    Args:
+        adds_once: whether what is added to a part of the sum is added on one rank, and 0 on the others.
+    """
+    operands = len(call.a.tensors) + len(call.b.tensors)
+    found = []
+    for i, x in enumerate(call.tensors):
+        local = _to_local(x, how.wanted(i), how.of_gradient(i))
+        if adds_once and i >= operands and "K" in how.roles:
+            at = how.mesh.get_coordinate()
+            assert at is not None
+            is_first = all(at[j] == 0 for j, role in enumerate(how.roles) if role == "K")
+            local = _Once.apply(local, is_first)  # type: ignore[no-untyped-call]
+        found.append(local)
+    return found
+
+
+def _to_local(x: Tensor, wanted: list[Placement], of_gradient: list[Placement]) -> Tensor:
+    if not isinstance(x, DTensor):
+        return x  # a number
+    if list(x.placements) != wanted:
+        x = x.redistribute(placements=wanted)
+    local: Tensor = x.to_local(grad_placements=of_gradient)
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+class _Once(torch.autograd.Function):
+    """What is added to a sum of which each rank has a part: itself on one rank, 0 on the others."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, is_first: bool) -> Tensor:
+        return x.view_as(x) if is_first else torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # The gradient of the sum is the same on all ranks.
+        return grad, None
+
+
+def local_sizes(call: Call, how: Sharding) -> list[int]:
+    """The second operand's `sizes`, of a rank's part."""
+    sizes = call.b.sizes
+    if not sizes:
+        return sizes
+    first, *shape = sizes
+    names = (*_batch_names(call.b.matrix), "N", "K")
+    return [first, *[size // how.parts(name) for size, name in zip(shape, names, strict=True)]]
+
+
+def _local(call: Call, how: Sharding, adds_once: bool = False) -> Call:
+    """The call with each rank's parts."""
+    tensors = local_tensors(call, how, adds_once)
+    of_a, of_b = len(call.a.tensors), len(call.b.tensors)
+    a = rebuild(call.a.text, tensors[:of_a], call.a.sizes)
+    b = rebuild(call.b.text, tensors[of_a : of_a + of_b], local_sizes(call, how))
+    left = iter(tensors[of_a + of_b :])
+    inputs = tuple([next(left) if isinstance(x, Tensor) else x for x in call.inputs])
+    outer = tuple([x for x in (a.outer, b.outer) if x is not None])
+    return replace(call, a=a, b=b, inputs=inputs, outer=outer)
+
+
+def _behind_sum(call: Call, how: Sharding, run: Any) -> tuple[Any, Sharding]:
+    """The results of an epilogue of a sum of which each rank has a part: the parts are added, then it runs in torch.
+
+    Returns them with how they are sharded: no longer along the sum.
+    """
+    local = _local(call, how)
+    options = local.options._replace(out_dtype=call.wide)
+    products = [
+        run(
+            replace(
+                local, b=part, function=unchanged, captured=NOTHING, inputs=(), biases=0, options=options,
+                ready=local.a.is_dense and part.is_dense,
+            )
+        )
+        for part in local.b.parts()
+    ]  # fmt: skip
+    product = products[0] if len(products) == 1 else torch.cat(products, dim=-1)
+    summed = replace(how, roles=tuple(["" if role == "K" else role for role in how.roles]))
+    parts = _from_local(product, how.mesh, how.of_result(), call.shape)
+    product = _to_local(parts, summed.of_result(), summed.of_result())
+    # The operator has multiplied by the operands' scales.
+    results, many = outputs_of(replace(local, outer=()), product)
+    return returned(results, many), summed
+
+
+def _distributed(call: Call, how: Sharding, made: Any) -> Any:
+    """Local results as DTensors."""
+    results = list(made) if isinstance(made, tuple) else [made]
+    placements = how.of_result()
+    found = [_from_local(x, how.mesh, placements, _whole_shape(call, how, x)) for x in results]
+    return returned(found, isinstance(made, tuple))
+
+
+def _whole_shape(call: Call, how: Sharding, local: Tensor) -> tuple[int, ...]:
+    """The shape of a result of which each rank has a part."""
+    shape = call.shape
+    if not any(how.roles):
+        return tuple(local.shape)
+    if call.function is unchanged:
+        return shape
+    if local.dim() < len(shape):
+        return shape[:-1]
+    return (*shape[:-1], shape[-1] // call.b.halves if "N" in how.roles else local.shape[-1])
+
+
+def _from_local(x: Tensor, mesh: DeviceMesh, placements: list[Placement], shape: tuple[int, ...]) -> Tensor:
+    strides = [1]
+    for size in shape[:0:-1]:
+        strides.append(strides[-1] * max(size, 1))
+    made: Tensor = DTensor.from_local(
+        x, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(strides[::-1])
+    )
+    return made
