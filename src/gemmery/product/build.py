@@ -177,11 +177,14 @@ def _groups(op: str, a: Groups, b: Any, takes_pair: bool) -> tuple[Operand, Oper
     return RaggedOperand(inner, a.offs, a.axis, a.gather, a.scatter), right
 
 
+def weight_operand(weight: PackedWeight) -> Operand:
+    """The second operand that a packed weight without a permutation is."""
+    return PackedOperand(weight) if isinstance(weight, QuantizedTensor) else SparseOperand(weight)  # type: ignore[arg-type]
+
+
 def _second(op: str, b: Any) -> Operand:
-    if isinstance(b, QuantizedTensor):
-        return PackedOperand(b)
-    if isinstance(b, SparseTensor):
-        return SparseOperand(b)
+    if isinstance(b, PackedWeight):
+        return weight_operand(b)
     if isinstance(b, tuple | list):
         return PairOperand(right_matrix(op, b[0]), right_matrix(op, b[1]))
     return DenseOperand(right_matrix(op, b))

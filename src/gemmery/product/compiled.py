@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..epilogues.function import Epilogue, memoised, named
+from ..epilogues.function import Epilogue, captured_of, memoised, named
 from ..epilogues.results import returned
 from ..formats.scaled import ScaledTensor
 from ..formats.weight import PackedWeight
@@ -21,10 +21,10 @@ from .build import NOTHING, added, lowered, operands_of
 from .check import check_matrices, check_not_packed, check_scattered, check_tensor
 from .dispatch import runs_again, whole
 from .epilogue import kept_types, types_of
-from .flat import arguments_of
+from .flat import arguments_of, call_of
 from .gradients import plain_product
 from .prologue import apply_prologue
-from .seen import autocast_dtype, wants_gradient
+from .seen import autocast_dtype, is_sharded, wants_gradient
 from .shape import operand_names
 from .spec import Call, Functions, Number, Options, unchanged
 
@@ -84,6 +84,8 @@ def compiled(
     call = _call(op, a, b, bias, epilogue, args, options, alpha, beta)
     dtype = None if out is not None else autocast_dtype(call.device)
     call = call if dtype is None else lowered(call, dtype)
+    if is_sharded(call.tensors if out is None else (out, *call.tensors)):
+        return _of_parts(call, epilogue, out)
     if out is not None:
         return _into(call, out)
     return whole(call, is_compiled=True) if epilogue is None else _with_epilogue(call, epilogue)
@@ -133,17 +135,85 @@ def _with_epilogue(call: Call, epilogue: Callable[..., Any]) -> Any:
 
 def _behind(call: Call, epilogue: Callable[..., Any]) -> Any:
     """A product with a function that is compiled with the code around it."""
-    options, inputs = call.options, [call.a.of_rows(x) for x in call.inputs]
-    biases = inputs[: call.biases]
-    wide = call.summed if call.a.is_dense and call.b.outer is None else torch.float32
-    how = options._replace(out_dtype=wide)
+    how = call.options._replace(out_dtype=_wide(call))
     products = [plain_product(call.a.unscattered(), x, how) for x in call.b.parts()]
     product = products[0] if len(products) == 1 else torch.cat(products, dim=-1)
+    return _results(call, epilogue, product)
+
+
+def _wide(call: Call) -> torch.dtype:
+    return call.summed if call.a.is_dense and call.b.outer is None else torch.float32
+
+
+def _results(call: Call, epilogue: Callable[..., Any], product: Tensor) -> Any:
+    """The results of a function on a product."""
+    wide, inputs = _wide(call), [call.a.of_rows(x) for x in call.inputs]
+    biases = inputs[: call.biases]
     if biases:
         product = product + (biases[0] if len(biases) == 1 else torch.cat(list(biases), -1))
     made = epilogue(product, *inputs[call.biases :])
     many = isinstance(made, tuple | list)
     results = list(made) if many else [made]
     check_scattered(call, len(results))
-    types = kept_types(call.op, types_of(results, product), wide, call.b.default, options.out_dtype)
+    types = kept_types(call.op, types_of(results, product), wide, call.b.default, call.options.out_dtype)
     return returned(call.a.finished([x.to(kind) for x, kind in zip(results, types, strict=True)]), many)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Products of DTensors
+
+
+class _Traced:
+    """How local parts of a product are computed in compiled code; see `sharded.Ways`."""
+
+    def __init__(self, epilogue: Callable[..., Any] | None) -> None:
+        self.epilogue = epilogue
+
+    def run(self, call: Call) -> Any:
+        if self.epilogue is None:
+            return whole(call, is_compiled=True)
+        return _with_epilogue(call, self.epilogue)
+
+    def bare(self, call: Call) -> Tensor:
+        return whole(call, is_compiled=True)  # type: ignore[no-any-return]
+
+    def behind(self, call: Call, product: Tensor) -> Any:
+        assert self.epilogue is not None
+        return _results(call, self.epilogue, product)
+
+    def behaviour(self, call: Call) -> str:
+        if self.epilogue is None:
+            return ""
+        given = self.epilogue.name if isinstance(self.epilogue, Epilogue) else self.epilogue
+        tensors, sizes, numbers, text, batch_invariant = arguments_of(call, "", is_compiled=True)
+        about = tuple([(tuple(x.shape), x.dtype) for x in tensors])
+        return behaviour_of(given, about, tuple(sizes), tuple(numbers), text, batch_invariant)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no types for it
+def behaviour_of(
+    given: str | Callable[..., Any], about: Any, sizes: Any, numbers: Any, text: str, batch_invariant: bool
+) -> str:
+    """See `sharded.behaviour`.
+
+    Args:
+        given: a plain function, or the name of an Epilogue.
+        about: shapes and types of the call's tensors.
+        sizes, numbers, text, batch_invariant: the rest of the call, see `flat`.
+    """
+    from .sharded import behaviour
+
+    epilogue: Epilogue[Any, Any] = named(given) if isinstance(given, str) else memoised(given)
+    tensors = [torch.empty((), dtype=dtype).expand(shape) for shape, dtype in about]
+    call = call_of(tensors, sizes, numbers, text, batch_invariant)
+    function, captured = captured_of(epilogue)
+    return behaviour(replace(call, function=function, captured=captured, ready=False))
+
+
+def _of_parts(call: Call, epilogue: Callable[..., Any] | None, out: Tensor | None) -> Any:
+    """A product of DTensors in compiled code."""
+    if out is not None:
+        raise ValueError(f"{call.op}: out= does not support DTensors; use what is returned")
+    from .sharded import sharded
+
+    return sharded(call, _Traced(epilogue))

@@ -92,14 +92,32 @@ def unfused(call: Call) -> Any:
     return returned(call.a.finished(results), many)
 
 
+class _Eager:
+    """How local parts of a product are computed outside the compiler; see `sharded.Ways`."""
+
+    def run(self, call: Call) -> Any:
+        return dispatched(call, None)
+
+    def bare(self, call: Call) -> Tensor:
+        return whole(call)  # type: ignore[no-any-return]
+
+    def behind(self, call: Call, product: Tensor) -> Any:
+        return returned(*outputs_of(call, product))
+
+    def behaviour(self, call: Call) -> str:
+        # It imports torch.distributed.tensor, which takes a second.
+        from .sharded import behaviour
+
+        return "" if call.function is unchanged else behaviour(call)
+
+
 def _dispatched_parts(call: Call, out: Tensor | None) -> Any:
     """A product of DTensors."""
     if out is not None:
         raise ValueError(f"{call.op}: out= does not support DTensors; use what is returned")
-    # It imports torch.distributed.tensor, which takes a second.
     from .sharded import sharded
 
-    return sharded(call, lambda part: dispatched(part, None))
+    return sharded(call, _Eager())
 
 
 def _dispatched_out(call: Call, out: Tensor) -> Tensor:

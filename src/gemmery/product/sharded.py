@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,12 +25,22 @@ from ..epilogues.results import returned
 from ..operands import rebuild
 from .build import NOTHING
 from .check import input_name
-from .epilogue import outputs_of, program
+from .epilogue import program
 from .shape import operand_names
 from .spec import Call, unchanged
 
 #: What a user can do about an epilogue that can't run on parts of a product.
 _INSTEAD = "redistribute {what} to Replicate(), or apply the function to the result"
+
+
+def placed(axes: tuple[str, ...], roles: Sequence[str]) -> list[Placement]:
+    """How a tensor goes with a sharded product.
+
+    Args:
+        axes: which dimensions of the product its own are; see `Operand.axes`.
+        roles: for each dimension of the mesh, which one is sharded; "" for none.
+    """
+    return [Shard(axes.index(role)) if role and role in axes else Replicate() for role in roles]
 
 
 @dataclass(frozen=True)
@@ -52,15 +62,14 @@ class Sharding:
 
     def wanted(self, i: int) -> list[Placement]:
         """How one of the call's tensors is to be placed."""
-        own = self.axes[i]
-        return [Shard(own.index(role)) if role in own else Replicate() for role in self.roles]
+        return placed(self.axes[i], self.roles)
 
     def of_gradient(self, i: int) -> list[Placement]:
         """How the gradient of a local tensor is placed: on each rank it is that of the rank's part of the product."""
-        own = self.axes[i]
+        own = placed(self.axes[i], self.roles)
         return [
-            Shard(own.index(role)) if role in own else Replicate() if role in ("", "K") else Partial()
-            for role in self.roles
+            x if isinstance(x, Shard) or role in ("", "K") else Partial()
+            for x, role in zip(own, self.roles, strict=True)
         ]
 
     def of_result(self) -> list[Placement]:
@@ -70,33 +79,54 @@ class Sharding:
             for role in self.roles
         ]
 
+    def summed(self) -> Sharding:
+        """The same behind the sum, of which all ranks have the whole."""
+        return replace(self, roles=tuple(["" if role == "K" else role for role in self.roles]))
+
     def parts(self, role: str) -> int:
         """Into how many parts a dimension of the product is cut."""
         sizes = [self.mesh.size(i) for i, each in enumerate(self.roles) if each == role]
         return math.prod(sizes)
 
 
-def sharded(call: Call, run: Any) -> Any:
-    """The results of a call with DTensors among its tensors.
+class Ways(Protocol):
+    """How local products are computed: in eager mode, or in code that torch.compile traces."""
 
-    Args:
-        run: computes a call with local tensors.
+    def run(self, call: Call) -> Any:
+        """The results of a call with local tensors."""
+
+    def bare(self, call: Call) -> Tensor:
+        """The product of a call with local tensors that has no function."""
+
+    def behind(self, call: Call, product: Tensor) -> Any:
+        """The results of a call's function on a product, in torch."""
+
+    def behaviour(self, call: Call) -> str:
+        """See `behaviour`; "" for a call without a function."""
+
+
+def sharded(call: Call, ways: Ways) -> Any:
+    """The results of a call with DTensors among its tensors.
 
     Raises:
         TypeError: a tensor is not a DTensor.
         ValueError: the operands or the epilogue can't be sharded in this way.
     """
     how = sharding_of(call)
-    is_linear = call.function is unchanged
-    if not is_linear:
-        check_epilogue(call, how, behaviour(call))
     _check_grains(call, how)
-    if is_linear or "K" not in how.roles:
-        made = run(_local(call, how, adds_once=True))
-        return _distributed(call, how, made)
-    # The function needs the whole sum.
-    made, how = _behind_sum(call, how, run)
-    return _distributed(call, how, made)
+    does = ways.behaviour(call)
+    if does:
+        check_epilogue(call, how, does)
+    if does and "K" in how.roles:
+        # The function needs the whole sum.
+        made = _behind_sum(call, how, ways)
+        how = how.summed()
+    else:
+        made = ways.run(_local(call, how, adds_once=not does))
+    results = list(made) if isinstance(made, tuple) else [made]
+    placements = how.of_result()
+    found = [_from_local(x, how.mesh, placements, _whole_shape(call, how, does, x)) for x in results]
+    return returned(found, isinstance(made, tuple))
 
 
 def sharding_of(call: Call) -> Sharding:
@@ -335,15 +365,12 @@ def _local(call: Call, how: Sharding, adds_once: bool = False) -> Call:
     return replace(call, a=a, b=b, inputs=inputs, outer=outer)
 
 
-def _behind_sum(call: Call, how: Sharding, run: Any) -> tuple[Any, Sharding]:
-    """The results of an epilogue of a sum of which each rank has a part: the parts are added, then it runs in torch.
-
-    Returns them with how they are sharded: no longer along the sum.
-    """
+def _behind_sum(call: Call, how: Sharding, ways: Ways) -> Any:
+    """The results of an epilogue of a sum of which each rank has a part: the parts are added, then it runs in torch."""
     local = _local(call, how)
     options = local.options._replace(out_dtype=call.wide)
     products = [
-        run(
+        ways.bare(
             replace(
                 local, b=part, function=unchanged, captured=NOTHING, inputs=(), biases=0, options=options,
                 ready=local.a.is_dense and part.is_dense,
@@ -352,28 +379,18 @@ def _behind_sum(call: Call, how: Sharding, run: Any) -> tuple[Any, Sharding]:
         for part in local.b.parts()
     ]  # fmt: skip
     product = products[0] if len(products) == 1 else torch.cat(products, dim=-1)
-    summed = replace(how, roles=tuple(["" if role == "K" else role for role in how.roles]))
     parts = _from_local(product, how.mesh, how.of_result(), call.shape)
-    product = _to_local(parts, summed.of_result(), summed.of_result())
+    summed = how.summed().of_result()
     # The operator has multiplied by the operands' scales.
-    results, many = outputs_of(replace(local, outer=()), product)
-    return returned(results, many), summed
+    return ways.behind(replace(local, outer=()), _to_local(parts, summed, summed))
 
 
-def _distributed(call: Call, how: Sharding, made: Any) -> Any:
-    """Local results as DTensors."""
-    results = list(made) if isinstance(made, tuple) else [made]
-    placements = how.of_result()
-    found = [_from_local(x, how.mesh, placements, _whole_shape(call, how, x)) for x in results]
-    return returned(found, isinstance(made, tuple))
-
-
-def _whole_shape(call: Call, how: Sharding, local: Tensor) -> tuple[int, ...]:
+def _whole_shape(call: Call, how: Sharding, does: str, local: Tensor) -> tuple[int, ...]:
     """The shape of a result of which each rank has a part."""
     shape = call.shape
     if not any(how.roles):
         return tuple(local.shape)
-    if call.function is unchanged:
+    if not does:
         return shape
     if local.dim() < len(shape):
         return shape[:-1]

@@ -1,0 +1,106 @@
+"""Packed weights whose tensors are DTensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TypeVar
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from ..formats.weight import PackedWeight
+from ..product.build import weight_operand
+from ..product.sharded import placed
+
+W = TypeVar("W", bound=PackedWeight)
+
+
+def distribute_weight(
+    weight: W, device_mesh: DeviceMesh, placements: Sequence[Placement], *, src_data_rank: int | None = 0
+) -> W:
+    """A packed weight, of whose tensors each rank has its part; as torch's `distribute_tensor` for plain tensors.
+
+    It is a weight of the same shape, whose words, scales and so on are DTensors. Products with x as a DTensor take it.
+
+    Args:
+        weight: a `QuantizedTensor` or a `SparseTensor`, (*batch, N, K), whole on each rank.
+        device_mesh: where it goes.
+        placements: for each dimension of the mesh, `Shard(-2)` for rows (N), `Shard(-1)` for columns (K), those of a
+            batch dimension, or `Replicate()`. Each part has a multiple of 16 rows, or of the columns of a block of words
+            and of a group; of a sparse weight of 32 rows, or of 64 columns and a group; see `QuantizedTensor.shard`.
+        src_data_rank: whose weight is taken; None for each rank's own.
+
+    Raises:
+        TypeError: it is no packed weight.
+        ValueError: it can't be cut there, or its columns are in an order of their own (act-order) and would be.
+
+    Example:
+        >>> import torch, gemmery
+        >>> from torch.distributed.tensor import Shard
+        >>> from gemmery.distributed import distribute_weight
+        >>> w = gemmery.quantize(torch.randn(64, 256), "int4", group_size=64)
+        >>> distribute_weight(w, mesh, [Shard(-2)]).words.placements  # doctest: +SKIP
+        (Shard(dim=0),)
+    """
+    if not isinstance(weight, PackedWeight):
+        raise TypeError(
+            f"distribute_weight: weight is a {type(weight).__name__}; it must be a QuantizedTensor or a SparseTensor, "
+            "and others are for torch's distribute_tensor"
+        )
+    if isinstance(next(iter(weight.parts().values())), DTensor):
+        raise ValueError(f"distribute_weight: {weight!r} is distributed already")
+    if len(placements) != device_mesh.ndim:
+        raise ValueError(
+            f"distribute_weight: there are {len(placements)} placements for a mesh of {device_mesh.ndim} dimensions"
+        )
+    axes = [_axis(weight, placement) for placement in placements]
+    operand = weight_operand(weight.unpermuted())
+    for axis in set(axes) - {""}:
+        parts = math.prod(device_mesh.size(i) for i, each in enumerate(axes) if each == axis)
+        size, grain = _sizes(weight)[axis], operand.grain(axis)
+        if size % (parts * grain):
+            raise ValueError(
+                f"distribute_weight: {weight!r} has {size} {_WORDS.get(axis, 'matrices')} and is sharded into {parts} "
+                f"parts; each must have a multiple of {grain}"
+            )
+    if weight.permutation is not None and "K" in axes:
+        raise ValueError(
+            f"distribute_weight: the columns of {weight!r} are packed in an order of their own (GPTQ's act-order): it "
+            "can be sharded by its rows alone"
+        )
+    own = dict(zip([name for name in weight.parts() if name != "permutation"], operand.axes("K", "N"), strict=True))
+    found = {}
+    for name, part in weight.parts().items():
+        where = placed(own.get(name, ()), axes)
+        found[name] = distribute_tensor(part, device_mesh, where, src_data_rank=src_data_rank)
+    return weight.with_parts(found)
+
+
+def full_weight(weight: W) -> W:
+    """The whole of a weight that `distribute_weight` made, on each rank; of another one itself."""
+    parts = weight.parts()
+    if not any(isinstance(x, DTensor) for x in parts.values()):
+        return weight
+    return weight.with_parts({name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in parts.items()})
+
+
+_WORDS = {"N": "rows", "K": "columns"}
+
+
+def _sizes(weight: PackedWeight) -> dict[str, int]:
+    """The weight's dimensions by their names, see `Operand.axes`."""
+    count = weight.dim() - 2
+    names = (*[f"b-{count - i}" for i in range(count)], "N", "K")
+    return dict(zip(names, weight.shape, strict=True))
+
+
+def _axis(weight: PackedWeight, placement: Placement) -> str:
+    if isinstance(placement, Replicate):
+        return ""
+    if type(placement) is not Shard or not -weight.dim() <= placement.dim < weight.dim():
+        raise ValueError(
+            f"distribute_weight: a placement is {placement}; it must be Replicate(), or Shard of one of the "
+            f"{weight.dim()} dimensions"
+        )
+    return list(_sizes(weight))[placement.dim]
