@@ -1,5 +1,171 @@
-"""Styles for torch's `parallelize_module` that know gemmery's modules."""
+"""Styles for torch's `parallelize_module` that shard gemmery's modules."""
+
+from __future__ import annotations
+
 from typing import Any
-class ColwiseParallel: pass
-class RowwiseParallel: pass
-class FeedForwardParallel: pass
+
+import torch.distributed.tensor.parallel as torch_styles
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+from ..nn.blocks import FusedGatedMLP
+from ..nn.mlp import MLP, GatedMLP
+from ..nn.packed import PackedLinear
+from .weights import distribute_weight
+
+#: A layer's placements as torch's styles have them: of the weight, and of the bias.
+COLUMN_WISE, ROW_WISE = (Shard(0), Shard(0)), (Shard(1), Replicate())
+
+
+class ColwiseParallel(torch_styles.ColwiseParallel):
+    """torch's ColwiseParallel, which also takes a `QuantizedLinear` and a `PrunedLinear`.
+
+    Args:
+        input_layouts, output_layouts, use_local_output: as torch's.
+
+    Example:
+        >>> from torch.distributed.tensor.parallel import parallelize_module
+        >>> from gemmery.distributed import ColwiseParallel, RowwiseParallel
+        >>> plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        >>> parallelize_module(model, mesh, plan)  # doctest: +SKIP
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, PackedLinear):
+            return super()._apply(module, device_mesh)
+        _shard(module, device_mesh, COLUMN_WISE, self.src_data_rank)
+        return _hooked(
+            module, device_mesh, self.input_layouts[0], Replicate(), self.output_layouts[0], self.use_local_output
+        )  # fmt: skip
+
+
+class RowwiseParallel(torch_styles.RowwiseParallel):
+    """torch's RowwiseParallel, which also takes a `QuantizedLinear` and a `PrunedLinear`.
+
+    Args:
+        input_layouts, output_layouts, use_local_output: as torch's.
+
+    Example: see `ColwiseParallel`.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, PackedLinear):
+            return super()._apply(module, device_mesh)
+        _shard(module, device_mesh, ROW_WISE, self.src_data_rank)
+        return _hooked(
+            module, device_mesh, self.input_layouts[0], Shard(-1), self.output_layouts[0], self.use_local_output
+        )  # fmt: skip
+
+
+class FeedForwardParallel(ParallelStyle):
+    """A whole feed-forward block, sharded column by column before its activation and row by row behind it.
+
+    Where torch's styles are given to the layers of a block, each layer is called with hooks of its own, so that the
+    block's activation is not part of a product. Here the hooks are the block's, and it stays fused.
+
+    It takes a `gemmery.nn.MLP`, a `GatedMLP` with `stacked=False` and the `FusedGatedMLP` that `gemmery.nn.swap` makes.
+
+    Args:
+        input_layouts: of a plain input tensor; `Replicate()` by default, `Shard(1)` for a sequence that is sharded.
+        output_layouts: of the result; `Replicate()` by default.
+        use_local_output: whether the result is a plain tensor.
+
+    Example:
+        >>> from torch.distributed.tensor.parallel import parallelize_module
+        >>> import gemmery.nn
+        >>> from gemmery.distributed import FeedForwardParallel
+        >>> block = gemmery.nn.GatedMLP(64, 256, stacked=False)
+        >>> parallelize_module(block, mesh, FeedForwardParallel())  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__()
+        self.input_layouts = input_layouts or Replicate()
+        self.output_layouts = output_layouts or Replicate()
+        self.use_local_output = use_local_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        *first, last = _layers(module)
+        for layer in first:
+            _shard(layer, device_mesh, COLUMN_WISE, self.src_data_rank)
+        _shard(last, device_mesh, ROW_WISE, self.src_data_rank)
+        return _hooked(
+            module, device_mesh, self.input_layouts, Replicate(), self.output_layouts, self.use_local_output
+        )
+
+
+def _layers(block: nn.Module) -> list[nn.Module]:
+    """The layers of a block, the last one last.
+
+    Raises:
+        TypeError: it is no such block.
+        ValueError: gate and up are one weight.
+    """
+    if isinstance(block, MLP):
+        return [block.up, block.down]
+    if isinstance(block, GatedMLP):
+        if block.stacked:
+            raise ValueError(
+                "FeedForwardParallel: gate and up of this GatedMLP are one weight, whose rows can't be sharded so that "
+                "each rank has halves of both; make it with stacked=False"
+            )
+        return [block.gate, block.up, block.down]
+    if isinstance(block, FusedGatedMLP):
+        return [block.gate_proj, block.up_proj, block.down_proj]
+    raise TypeError(
+        f"FeedForwardParallel: module is a {type(block).__name__}; it must be a gemmery.nn.MLP, a GatedMLP or a "
+        "FusedGatedMLP"
+    )
+
+
+def _shard(
+    layer: nn.Module, mesh: DeviceMesh, placements: tuple[Placement, Placement], src_data_rank: int | None
+) -> None:
+    """Replace a layer's parameters by sharded ones."""
+    if not isinstance(layer, nn.Linear | PackedLinear):
+        raise TypeError(f"a layer is a {type(layer).__name__}; it must be a linear one")
+    of_weight, of_bias = placements
+    weight, bias = layer.weight, layer.bias
+    if isinstance(layer, PackedLinear):
+        sharded: Tensor = distribute_weight(weight.detach(), mesh, [of_weight], src_data_rank=src_data_rank)  # type: ignore[type-var]
+    else:
+        sharded = distribute_tensor(weight, mesh, [of_weight], src_data_rank=src_data_rank)
+    layer.weight = nn.Parameter(sharded, requires_grad=weight.requires_grad)
+    if bias is not None:
+        sharded = distribute_tensor(bias, mesh, [of_bias], src_data_rank=src_data_rank)
+        layer.bias = nn.Parameter(sharded, requires_grad=bias.requires_grad)
+
+
+def _hooked(
+    module: nn.Module, mesh: DeviceMesh, given: Placement, wanted: Placement, result: Placement, is_local: bool
+) -> nn.Module:  # fmt: skip
+    """A module whose input becomes a DTensor, and whose output is redistributed.
+
+    Args:
+        given: how a plain input is placed.
+        wanted: how the module wants it.
+        result: how the output is to be placed.
+        is_local: whether it becomes a plain tensor.
+    """
+
+    def before(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, *others = inputs
+        if not isinstance(x, DTensor):
+            x = DTensor.from_local(x, mesh, [given], run_check=False)
+        return x.redistribute(placements=[wanted]), *others
+
+    def after(module: nn.Module, inputs: tuple[Any, ...], output: DTensor) -> Tensor:
+        y = output.redistribute(placements=[result])
+        return y.to_local() if is_local else y
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after)
+    return module

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..api import addmm, linear, matmul
 from ..epilogues.function import Epilogue
 from ..precision import AskedPrecision, resolved
+from ..product.seen import is_sharded
 from ..product.spec import Factor
 
 
@@ -71,7 +72,9 @@ def _fits(tensors: tuple[Tensor | None, ...]) -> bool:
     assert x is not None
     if not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
         return False
-    return any(t is not None and t.requires_grad for t in tensors)
+    given = [t for t in tensors if t is not None]
+    # Of DTensors each rank differentiates its part of each product.
+    return any(t.requires_grad for t in given) and not is_sharded(given)
 
 
 class _FeedForward(torch.autograd.Function):

@@ -17,6 +17,7 @@ from ..epilogues.function import Epilogue, captured_of, memoised, named
 from ..epilogues.results import returned
 from ..formats.scaled import ScaledTensor
 from ..formats.weight import PackedWeight
+from ..operands import Operand, rebuild
 from .build import NOTHING, added, lowered, operands_of
 from .check import check_matrices, check_not_packed, check_scattered, check_tensor
 from .dispatch import runs_again, whole
@@ -163,11 +164,38 @@ def _results(call: Call, epilogue: Callable[..., Any], product: Tensor) -> Any:
 # Products of DTensors
 
 
+class _Part(Operand):
+    """A part of a packed weight as the operator is given it: the compiler can't follow how such a weight is made."""
+
+    def __init__(self, whole: Operand, tensors: Sequence[Tensor], sizes: Sequence[int]) -> None:
+        self.whole, self.tensors, self.own_sizes = whole, tuple(tensors), list(sizes)
+        self.matrix = whole.matrix  # for its type and its device
+
+    @property
+    def is_packed(self) -> bool:
+        return True
+
+    @property
+    def outer(self) -> Tensor | None:
+        return self.whole.outer
+
+    @property
+    def text(self) -> str:
+        return self.whole.text
+
+    @property
+    def sizes(self) -> list[int]:
+        return self.own_sizes
+
+
 class _Traced:
     """How local parts of a product are computed in compiled code; see `sharded.Ways`."""
 
     def __init__(self, epilogue: Callable[..., Any] | None) -> None:
         self.epilogue = epilogue
+
+    def part(self, operand: Operand, tensors: Sequence[Tensor], sizes: Sequence[int]) -> Operand:
+        return _Part(operand, tensors, sizes) if operand.is_packed else rebuild(operand.text, tensors, sizes)
 
     def run(self, call: Call) -> Any:
         if self.epilogue is None:
@@ -185,7 +213,7 @@ class _Traced:
         if self.epilogue is None:
             return ""
         given = self.epilogue.name if isinstance(self.epilogue, Epilogue) else self.epilogue
-        tensors, sizes, numbers, text, batch_invariant = arguments_of(call, "", is_compiled=True)
+        tensors, sizes, numbers, text, batch_invariant = arguments_of(call, "")
         about = tuple([(tuple(x.shape), x.dtype) for x in tensors])
         return behaviour_of(given, about, tuple(sizes), tuple(numbers), text, batch_invariant)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from .. import devices
 from ..epilogues.function import hold
 from ..epilogues.identity import Captured
 from ..epilogues.results import returned
-from ..operands import DenseOperand
+from ..operands import DenseOperand, Operand, rebuild
 from .check import check_out, check_scattered, result_dtype
 from .epilogue import outputs_of
 from .flat import arguments_of
@@ -94,6 +95,9 @@ def unfused(call: Call) -> Any:
 
 class _Eager:
     """How local parts of a product are computed outside the compiler; see `sharded.Ways`."""
+
+    def part(self, operand: Operand, tensors: Sequence[Tensor], sizes: Sequence[int]) -> Operand:
+        return rebuild(operand.text, tensors, sizes)
 
     def run(self, call: Call) -> Any:
         return dispatched(call, None)

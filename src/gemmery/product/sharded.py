@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from ..epilogues import Untraceable
 from ..epilogues.results import returned
-from ..operands import rebuild
+from ..operands import Operand
 from .build import NOTHING
 from .check import input_name
 from .epilogue import program
@@ -92,6 +92,9 @@ class Sharding:
 class Ways(Protocol):
     """How local products are computed: in eager mode, or in code that torch.compile traces."""
 
+    def part(self, operand: Operand, tensors: Sequence[Tensor], sizes: Sequence[int]) -> Operand:
+        """An operand of a rank's parts of another one's tensors, with `sizes` in place of its own."""
+
     def run(self, call: Call) -> Any:
         """The results of a call with local tensors."""
 
@@ -122,7 +125,7 @@ def sharded(call: Call, ways: Ways) -> Any:
         made = _behind_sum(call, how, ways)
         how = how.summed()
     else:
-        made = ways.run(_local(call, how, adds_once=not does))
+        made = ways.run(_local(call, how, ways, adds_once=not does))
     results = list(made) if isinstance(made, tuple) else [made]
     placements = how.of_result()
     found = [_from_local(x, how.mesh, placements, _whole_shape(call, how, does, x)) for x in results]
@@ -353,12 +356,12 @@ def local_sizes(call: Call, how: Sharding) -> list[int]:
     return [first, *[size // how.parts(name) for size, name in zip(shape, names, strict=True)]]
 
 
-def _local(call: Call, how: Sharding, adds_once: bool = False) -> Call:
+def _local(call: Call, how: Sharding, ways: Ways, adds_once: bool = False) -> Call:
     """The call with each rank's parts."""
     tensors = local_tensors(call, how, adds_once)
     of_a, of_b = len(call.a.tensors), len(call.b.tensors)
-    a = rebuild(call.a.text, tensors[:of_a], call.a.sizes)
-    b = rebuild(call.b.text, tensors[of_a : of_a + of_b], local_sizes(call, how))
+    a = ways.part(call.a, tensors[:of_a], call.a.sizes)
+    b = ways.part(call.b, tensors[of_a : of_a + of_b], local_sizes(call, how))
     left = iter(tensors[of_a + of_b :])
     inputs = tuple([next(left) if isinstance(x, Tensor) else x for x in call.inputs])
     outer = tuple([x for x in (a.outer, b.outer) if x is not None])
@@ -367,7 +370,7 @@ def _local(call: Call, how: Sharding, adds_once: bool = False) -> Call:
 
 def _behind_sum(call: Call, how: Sharding, ways: Ways) -> Any:
     """The results of an epilogue of a sum of which each rank has a part: the parts are added, then it runs in torch."""
-    local = _local(call, how)
+    local = _local(call, how, ways)
     options = local.options._replace(out_dtype=call.wide)
     products = [
         ways.bare(
