@@ -31,6 +31,11 @@ def call(cls: type[PackedWeight], func: Any, args: Any, kwargs: Any) -> Any:
         use = "it can be the weight of gemmery.linear"
         if func in _TRANSPOSES:
             use = "gemmery.linear, matmul and bmm take it as it is, (*batch, N, K), not transposed"
+        if func in _SPLITS:
+            use = (
+                "gemmery.distributed shards it for tensor parallelism, fully_shard leaves it whole with ignored_params, "
+                "and its shard() is one part"
+            )
         raise NotImplementedError(
             f"{func}: not defined for {weight!r}; {use}, and its {cls.plain}() is a plain tensor"
         )
@@ -183,6 +188,7 @@ def _unbind(func: Any, weight: PackedWeight, dim: int = 0) -> list[PackedWeight]
     return [_select(func, weight, dim, i) for i in range(weight.shape[dim])]
 
 
+_SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 _TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default)
 _OPERATORS: dict[Any, Callable[..., Any]] = {
     aten._to_copy.default: _to_copy,

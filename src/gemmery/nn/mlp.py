@@ -140,7 +140,7 @@ def stacked_gated_linear(
 
     Raises:
         ValueError: shapes or devices do not fit, no activation has this name, or the weight is a DTensor whose rows are
-            sharded.
+            sharded, so that no rank has halves of both.
         TypeError: types are not supported or differ.
 
     Example:
@@ -154,25 +154,12 @@ def stacked_gated_linear(
         raise ValueError(
             f"stacked_gated_linear: weight is {tuple(weight.shape)}; it must be (2 * hidden, in), gate before up"
         )
-    _check_whole(weight)
     epilogue = _resolve(activation).gated
     rows = x if x.dim() > 1 else x.unsqueeze(0)
     y: Tensor = linear(
         rows, weight, bias, epilogue=epilogue, precision=precision, batch_invariant=batch_invariant
     )
     return y if x.dim() > 1 else y.squeeze(0)
-
-
-def _check_whole(weight: Tensor) -> None:
-    """ValueError for a stacked weight whose rows are dealt out: a rank's rows are not a gate's half and up's."""
-    if type(weight) is nn.Parameter or type(weight) is Tensor:
-        return
-    placements = getattr(weight, "placements", ())
-    if any(x.is_shard(0) for x in placements):
-        raise ValueError(
-            f"gate and up are one weight that is sharded by rows ({placements}), so that no rank has halves of both; "
-            "gemmery has no sharded products yet: keep the block whole, or use torch's layers for it"
-        )
 
 
 def _resolve(given: ActivationLike) -> Activation:
@@ -318,8 +305,6 @@ class GatedMLP(nn.Module):
         if not self.stacked:
             return gated_block(self.gate, self.up, self.down, self.activation, self.activation, input)
         first, act = self.gate_up, self.activation
-        if type(first) is Linear:  # not one that FSDP gathers before it is called
-            _check_whole(first.weight)
         if are_alike(first, self.down):
             return _block(input, first.weight, first.bias, self.down, act.gated, act.gated_with_gradient)
         output: Tensor = self.down(_stacked(first, act, input, self.hidden_features))

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..product.seen import is_sharded
 from .linear import inherit, own_code
 
 #: A class comes in here when its forward has been read; a test reads it again in the release that is installed.
@@ -71,6 +72,8 @@ def refusal(norm: nn.Module) -> str | None:
         return f"a {cls.__module__}.{cls.__qualname__}, whose forward is not known"
     if norm._modules or norm._buffers or set(norm._parameters) != {"weight"}:
         return "it has more than its class gives it"
+    if is_sharded((norm.weight,)):
+        return "its weight is a DTensor; call this before the model is sharded"
     if type(norm.weight) is not nn.Parameter:
         return f"its weight is a {type(norm.weight).__name__}, not a plain parameter"
     return own_code(norm)

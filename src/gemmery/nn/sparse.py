@@ -14,7 +14,7 @@ from ..api import linear, matmul
 from ..formats.aten import has_no_values
 from ..formats.sparse import GROUP, PATTERN, SparseTensor, sparsify, sparsify_as, transposable_mask
 from ..formats.weight import DTYPES
-from ..product.seen import autocast_dtype
+from ..product.seen import autocast_dtype, is_sharded
 from .linear import inherit
 from .packed import PackedLinear
 
@@ -202,7 +202,13 @@ class SparseLinear(nn.Linear):
 
         Raises:
             TypeError: the input is not of a floating type, to which the result would be cut off.
+            ValueError: the input or a parameter is a DTensor.
         """
+        if is_sharded((input, *self.parameters(recurse=False))):
+            raise ValueError(
+                "SparseLinear: its input or a parameter is a DTensor; a layer that prunes its weight can't be "
+                "tensor-parallel. fully_shard gathers it, and to_inference() gives one that can be"
+            )
         if not input.dtype.is_floating_point:
             raise TypeError(f"SparseLinear: the input is {input.dtype}; it must be of a floating type")
         weight, asked = self.weight, autocast_dtype(input.device)

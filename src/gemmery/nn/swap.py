@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..precision import AskedPrecision
+from ..product.seen import is_sharded
 from . import blocks, foreign, hugging_face, norms
 from .blocks import FusedGatedMLP, FusedIntermediate
 from .experts import Experts
@@ -385,6 +386,8 @@ def why_not(module: nn.Module) -> str | None:
 
 def changed(module: nn.Module) -> str | None:
     """What a linear layer of this very class has that a replacement would lose; None if nothing."""
+    if is_sharded([x for x in module._parameters.values() if x is not None]):
+        return "its parameters are DTensors; call this before the model is sharded"
     code = own_code(module)
     if code is not None:
         return code

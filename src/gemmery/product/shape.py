@@ -28,18 +28,24 @@ def result_shape(op: str, a: Tensor, b: Tensor, packed: bool = False) -> tuple[i
     for name, tensor in zip(operand_names(op), (a, b), strict=False):
         if tensor.dim() == 0:
             raise ValueError(f"{op}: {name} is a scalar; it must have at least one dimension")
-    what = f"{op}: a is {tuple(a.shape)} and b is {tuple(b.shape)}"
-    if op == "linear":
-        what = f"linear: x is {tuple(a.shape)} and weight is {tuple(b.t().shape)}, which is (N, K)"
-    elif packed:
-        what = f"{op}: a is {tuple(a.shape)} and b is a packed weight {tuple(b.mT.shape)}, which is (N, K)"
     inner_a, inner_b = a.shape[-1], b.shape[-2] if b.dim() > 1 else b.shape[0]
     if inner_a != inner_b:
+        what = _operands(op, a, b, packed)
         raise ValueError(f"{what}: inner sizes {inner_a} and {inner_b} differ")
     try:
         batch = broadcast_batch(a.shape[:-2], b.shape[:-2])
     except RuntimeError as error:
+        what = _operands(op, a, b, packed)
         raise ValueError(f"{what}: batch dimensions do not broadcast") from error
     rows = (a.shape[-2],) if a.dim() > 1 else ()
     cols = (b.shape[-1],) if b.dim() > 1 else ()
     return (*batch, *rows, *cols)
+
+
+def _operands(op: str, a: Tensor, b: Tensor, packed: bool) -> str:
+    """The operands' shapes, for messages."""
+    if op == "linear":
+        return f"linear: x is {tuple(a.shape)} and weight is {tuple(b.shape[::-1])}, which is (N, K)"
+    if packed:
+        return f"{op}: a is {tuple(a.shape)} and b is a packed weight {tuple(b.mT.shape)}, which is (N, K)"
+    return f"{op}: a is {tuple(a.shape)} and b is {tuple(b.shape)}"

@@ -259,7 +259,8 @@ def check_epilogue(call: Call, how: Sharding, does: str) -> None:
     if does == "halves" and call.b.halves == 1:
         raise ValueError(
             f"{call.op}: {second} is sharded by the product's columns ({_text(how)}) and the epilogue halves them, so "
-            f"that no rank has both halves of a column; give {second} as a pair of two DTensors, one for each half, or "
+            f"that no rank has both halves of a column; give {second} as a pair of DTensors, one for each half (GatedMLP: "
+            "stacked=False), or "
             + _INSTEAD.format(what=second)
         )
     if does != "halves" and call.b.halves == 2:
@@ -401,10 +402,11 @@ def _whole_shape(call: Call, how: Sharding, does: str, local: Tensor) -> tuple[i
 
 
 def _from_local(x: Tensor, mesh: DeviceMesh, placements: list[Placement], shape: tuple[int, ...]) -> Tensor:
-    strides = [1]
+    """A rank's part as a DTensor of a shape, of which the parts may differ in size."""
+    strides = [1] if shape else []
     for size in shape[:0:-1]:
         strides.append(strides[-1] * max(size, 1))
-    made: Tensor = DTensor.from_local(
-        x, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(strides[::-1])
-    )
+    # torch takes an empty shape for none.
+    sizes: dict[str, Any] = {"shape": torch.Size(shape), "stride": tuple(strides[::-1])} if shape else {}
+    made: Tensor = DTensor.from_local(x, mesh, placements, run_check=False, **sizes)
     return made
