@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -11,7 +10,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from ..formats.weight import PackedWeight
 from ..product.build import weight_operand
-from ..product.sharded import placed
+from ..product.sharded import check_parts, placed
 
 W = TypeVar("W", bound=PackedWeight)
 
@@ -27,8 +26,9 @@ def distribute_weight(
         weight: a `QuantizedTensor` or a `SparseTensor`, (*batch, N, K), whole on each rank.
         device_mesh: where it goes.
         placements: for each dimension of the mesh, `Shard(-2)` for rows (N), `Shard(-1)` for columns (K), those of a
-            batch dimension, or `Replicate()`. Each part has a multiple of 16 rows, or of the columns of a block of words
-            and of a group; of a sparse weight of 32 rows, or of 64 columns and a group; see `QuantizedTensor.shard`.
+            batch dimension, or `Replicate()`. Each part has a multiple of 16 rows, or of the columns of a block of
+            words and of a group; of a sparse weight of 32 rows, or of 64 columns and a group; see
+            `QuantizedTensor.shard`.
         src_data_rank: whose weight is taken; None for each rank's own.
 
     Raises:
@@ -56,20 +56,14 @@ def distribute_weight(
         )
     axes = [_axis(weight, placement) for placement in placements]
     operand = weight_operand(weight.unpermuted())
-    for axis in set(axes) - {""}:
-        parts = math.prod(device_mesh.size(i) for i, each in enumerate(axes) if each == axis)
-        size, grain = _sizes(weight)[axis], operand.grain(axis)
-        if size % (parts * grain):
-            raise ValueError(
-                f"distribute_weight: {weight!r} has {size} {_WORDS.get(axis, 'matrices')} and is sharded into {parts} "
-                f"parts; each must have a multiple of {grain}"
-            )
+    check_parts(f"distribute_weight: {weight!r}", operand, device_mesh, axes)
     if weight.permutation is not None and "K" in axes:
         raise ValueError(
             f"distribute_weight: the columns of {weight!r} are packed in an order of their own (GPTQ's act-order): it "
             "can be sharded by its rows alone"
         )
-    own = dict(zip([name for name in weight.parts() if name != "permutation"], operand.axes("K", "N"), strict=True))
+    names = [name for name in weight.parts() if name != "permutation"]
+    own = dict(zip(names, operand.axes("K", "N"), strict=True))
     found = {}
     for name, part in weight.parts().items():
         where = placed(own.get(name, ()), axes)
@@ -82,17 +76,9 @@ def full_weight(weight: W) -> W:
     parts = weight.parts()
     if not any(isinstance(x, DTensor) for x in parts.values()):
         return weight
-    return weight.with_parts({name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in parts.items()})
-
-
-_WORDS = {"N": "rows", "K": "columns"}
-
-
-def _sizes(weight: PackedWeight) -> dict[str, int]:
-    """The weight's dimensions by their names, see `Operand.axes`."""
-    count = weight.dim() - 2
-    names = (*[f"b-{count - i}" for i in range(count)], "N", "K")
-    return dict(zip(names, weight.shape, strict=True))
+    return weight.with_parts(
+        {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in parts.items()}
+    )
 
 
 def _axis(weight: PackedWeight, placement: Placement) -> str:
@@ -103,4 +89,5 @@ def _axis(weight: PackedWeight, placement: Placement) -> str:
             f"distribute_weight: a placement is {placement}; it must be Replicate(), or Shard of one of the "
             f"{weight.dim()} dimensions"
         )
-    return list(_sizes(weight))[placement.dim]
+    count = weight.dim() - 2
+    return (*[f"b-{count - i}" for i in range(count)], "N", "K")[placement.dim]

@@ -33,8 +33,8 @@ def call(cls: type[PackedWeight], func: Any, args: Any, kwargs: Any) -> Any:
             use = "gemmery.linear, matmul and bmm take it as it is, (*batch, N, K), not transposed"
         if func in _SPLITS:
             use = (
-                "gemmery.distributed shards it for tensor parallelism, fully_shard leaves it whole with ignored_params, "
-                "and its shard() is one part"
+                "gemmery.distributed shards it for tensor parallelism, fully_shard leaves it whole with "
+                "ignored_params, and its shard() is one part"
             )
         raise NotImplementedError(
             f"{func}: not defined for {weight!r}; {use}, and its {cls.plain}() is a plain tensor"

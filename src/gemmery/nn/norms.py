@@ -72,7 +72,7 @@ def refusal(norm: nn.Module) -> str | None:
         return f"a {cls.__module__}.{cls.__qualname__}, whose forward is not known"
     if norm._modules or norm._buffers or set(norm._parameters) != {"weight"}:
         return "it has more than its class gives it"
-    if is_sharded((norm.weight,)):
+    if is_sharded(norm.parameters()):
         return "its weight is a DTensor; call this before the model is sharded"
     if type(norm.weight) is not nn.Parameter:
         return f"its weight is a {type(norm.weight).__name__}, not a plain parameter"

@@ -215,7 +215,8 @@ class _Traced:
         given = self.epilogue.name if isinstance(self.epilogue, Epilogue) else self.epilogue
         tensors, sizes, numbers, text, batch_invariant = arguments_of(call, "")
         about = tuple([(tuple(x.shape), x.dtype) for x in tensors])
-        return behaviour_of(given, about, tuple(sizes), tuple(numbers), text, batch_invariant)
+        does: str = behaviour_of(given, about, tuple(sizes), tuple(numbers), text, batch_invariant)
+        return does
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no types for it

@@ -39,7 +39,7 @@ from .compute import compute
 from .dispatch import dispatched
 from .prepare import prepare
 from .prologue import apply_prologue
-from .seen import autocast_dtype, check_forward_mode, is_followed, needs_dispatcher
+from .seen import autocast_dtype, check_forward_mode, is_followed, is_sharded, needs_dispatcher
 from .shape import OF_WEIGHTS
 from .spec import ONES, Call, Functions, Number, Options
 
@@ -275,7 +275,12 @@ def plan(
     op: str, a: Any, b: Any, bias: Any, functions: Functions, out: Tensor | None, options: Options
 ) -> Plan | None:
     """The plan that `product` launches with these arguments; None where it launches nothing."""
-    call = checked(op, a, b, bias, functions, out, options).ordered()
+    call = checked(op, a, b, bias, functions, out, options)
+    if is_sharded(call.tensors):
+        raise ValueError(
+            f"{op}: a tensor is a DTensor; give it the local tensors (to_local), which are launched"
+        )
+    call = call.ordered()
     if devices.current(call.device) is None or 0 in call.shape:
         return None
     return prepare(call, out).plan

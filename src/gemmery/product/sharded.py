@@ -83,11 +83,6 @@ class Sharding:
         """The same behind the sum, of which all ranks have the whole."""
         return replace(self, roles=tuple(["" if role == "K" else role for role in self.roles]))
 
-    def parts(self, role: str) -> int:
-        """Into how many parts a dimension of the product is cut."""
-        sizes = [self.mesh.size(i) for i, each in enumerate(self.roles) if each == role]
-        return math.prod(sizes)
-
 
 class Ways(Protocol):
     """How local products are computed: in eager mode, or in code that torch.compile traces."""
@@ -116,7 +111,8 @@ def sharded(call: Call, ways: Ways) -> Any:
         ValueError: the operands or the epilogue can't be sharded in this way.
     """
     how = sharding_of(call)
-    _check_grains(call, how)
+    if call.b.is_packed:
+        check_parts(f"{call.op}: {operand_names(call.op)[1]}", call.b, how.mesh, how.roles)
     does = ways.behaviour(call)
     if does:
         check_epilogue(call, how, does)
@@ -155,8 +151,9 @@ def _mesh(call: Call) -> DeviceMesh:
         if not isinstance(x, DTensor):
             if x.dim():
                 raise TypeError(
-                    f"{call.op}: {found[0]} is a DTensor and {name} a plain tensor; make it one as well, by "
-                    "torch.distributed.tensor.distribute_tensor or DTensor.from_local"
+                    f"{call.op}: {found[0]} is a DTensor and {name} a plain tensor; make it one as well, by torch's "
+                    "distribute_tensor or DTensor.from_local, and of packed weights by "
+                    "gemmery.distributed.distribute_weight"
                 )
         elif mesh is None:
             mesh = x.device_mesh
@@ -165,6 +162,8 @@ def _mesh(call: Call) -> DeviceMesh:
                 f"{call.op}: {found[0]} is on {mesh} and {name} on {x.device_mesh}; they must be on one mesh"
             )
     assert mesh is not None
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"{call.op}: this rank is not part of {mesh}, on which {found[0]} is")
     return mesh
 
 
@@ -243,62 +242,61 @@ def check_epilogue(call: Call, how: Sharding, does: str) -> None:
         does: see `behaviour`.
     """
     roles = [role for role in how.roles if role not in ("", "K")]
-    second = operand_names(call.op)[1]
+    weight = operand_names(call.op)[1]
     if does not in ("elementwise", "halves", "reduces") and roles:
         raise ValueError(
-            f"{call.op}: the product is sharded ({_text(how)}) and the epilogue needs all of it: {does}; "
+            f"{call.op}: the product is sharded along {_text(roles)} and the epilogue needs all of it: {does}; "
             + _INSTEAD.format(what="the operands")
         )
     if "N" not in roles:
         return
     if does == "reduces":
         raise ValueError(
-            f"{call.op}: {second} is sharded by the product's columns ({_text(how)}) and the epilogue reduces its rows; "
-            + _INSTEAD.format(what=second)
+            f"{call.op}: {weight} is sharded along the product's columns, and the epilogue reduces its rows; "
+            + _INSTEAD.format(what=weight)
         )
     if does == "halves" and call.b.halves == 1:
         raise ValueError(
-            f"{call.op}: {second} is sharded by the product's columns ({_text(how)}) and the epilogue halves them, so "
-            f"that no rank has both halves of a column; give {second} as a pair of DTensors, one for each half (GatedMLP: "
-            "stacked=False), or "
-            + _INSTEAD.format(what=second)
+            f"{call.op}: {weight} is sharded along the product's columns, and the epilogue halves them, so that no "
+            f"rank has both halves; give {weight} as a pair of DTensors, one for each half (of a GatedMLP: "
+            "stacked=False), or " + _INSTEAD.format(what=weight)
         )
-    if does != "halves" and call.b.halves == 2:
+    if call.b.halves == 2 and (does != "halves" or any("2N" in own for own in how.axes)):
         raise ValueError(
-            f"{call.op}: the halves of {second} are sharded by the product's columns; this takes an epilogue that halves "
-            "these, such as gemmery.epilogues.swiglu"
-        )
-    if call.b.halves == 2 and any("2N" in own for own in how.axes):
-        raise ValueError(
-            f"{call.op}: the halves of {second} are sharded by the product's columns, and an argument of the epilogue "
-            "has as many columns as both; it must have those of one"
+            f"{call.op}: the halves of {weight} are sharded along the product's columns; the epilogue must halve "
+            "these, as gemmery.epilogues.swiglu does, and its arguments have as many columns as one half"
         )
 
 
-def _text(how: Sharding) -> str:
-    return ", ".join(role or "none" for role in how.roles)
+def _text(roles: Sequence[str]) -> str:
+    words = {"M": "its rows", "N": "its columns"}
+    return " and ".join(dict.fromkeys(words.get(role, "its batch") for role in roles))
 
 
-def _check_grains(call: Call, how: Sharding) -> None:
-    """ValueError where a packed operand can't be cut into the parts."""
-    for axis in set(how.roles) - {""}:
-        grain = call.b.grain(axis)
-        if not grain:
-            continue
-        matrix, names = call.b.matrix, (*_batch_names(call.b.matrix), "K", "N")
-        if axis not in names:
-            continue
-        size, parts = matrix.shape[names.index(axis)], how.parts(axis)
-        if size % (parts * grain):
+def check_parts(name: str, operand: Operand, mesh: DeviceMesh, roles: Sequence[str]) -> None:
+    """ValueError where a packed second operand can't be cut into the parts.
+
+    Args:
+        name: what messages call it.
+        roles: see `Sharding`.
+    """
+    sizes = dict(zip((*_batch_names(operand), "K", "N"), operand.matrix.shape, strict=True))
+    for axis in sizes.keys() & set(roles):
+        grain, size, parts = operand.grain(axis), sizes[axis], parts_of(mesh, roles, axis)
+        if grain and size % (parts * grain):
             what = {"N": "rows", "K": "columns"}.get(axis, "matrices")
             raise ValueError(
-                f"{call.op}: {operand_names(call.op)[1]} has {size} {what} and is sharded into {parts} parts; each must "
-                f"have a multiple of {grain}"
+                f"{name} has {size} {what} and is sharded into {parts} parts; each must have a multiple of {grain}"
             )
 
 
-def _batch_names(matrix: Tensor) -> tuple[str, ...]:
-    count = matrix.dim() - 2
+def parts_of(mesh: DeviceMesh, roles: Sequence[str], role: str) -> int:
+    """Into how many parts a dimension of a product is cut."""
+    return math.prod(mesh.size(i) for i, each in enumerate(roles) if each == role)
+
+
+def _batch_names(operand: Operand) -> tuple[str, ...]:
+    count = operand.matrix.dim() - 2
     return tuple([f"b-{count - i}" for i in range(count)])
 
 
@@ -353,8 +351,9 @@ def local_sizes(call: Call, how: Sharding) -> list[int]:
     if not sizes:
         return sizes
     first, *shape = sizes
-    names = (*_batch_names(call.b.matrix), "N", "K")
-    return [first, *[size // how.parts(name) for size, name in zip(shape, names, strict=True)]]
+    names = (*_batch_names(call.b), "N", "K")
+    parts = [parts_of(how.mesh, how.roles, name) for name in names]
+    return [first, *[size // count for size, count in zip(shape, parts, strict=True)]]
 
 
 def _local(call: Call, how: Sharding, ways: Ways, adds_once: bool = False) -> Call:
