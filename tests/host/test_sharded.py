@@ -1,77 +1,140 @@
-"""Modules under torch's tensor parallelism: what can't be sharded says so."""
+"""Products and modules of DTensors, on two ranks over gloo, against the same in one process."""
+
+import re
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import gemmery.nn
+from tests import ranks as processes
+from tests import sharded
+
+# One worker starts the processes.
+pytestmark = pytest.mark.xdist_group("ranks")
 
 
 @pytest.fixture(scope="module")
-def mesh():
-    """A mesh of this process alone: placements are what they are on many."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
+def ranks():
+    made = processes.Ranks()
+    yield made
+    made.stop()
 
 
-def test_a_stacked_weight_is_not_sharded_by_rows(mesh):
-    x = torch.randn(4, 8)
-    for plan in ({"gate_up": ColwiseParallel(), "down": RowwiseParallel()}, {"gate_up": ColwiseParallel()}):
-        block = parallelize_module(gemmery.nn.GatedMLP(8, 16), mesh, plan)
-        for context in (torch.no_grad(), torch.enable_grad()):
-            with (
-                context,
-                pytest.raises(ValueError, match=r"gate and up are one weight that is sharded by rows"),
-            ):
-                block(x)
+def on(placement):
+    return {"R": "R", "0": "S(0)", "1": "S(1)"}[placement]
 
 
-def test_a_function_of_a_stacked_weight_is_not_either(mesh):
-    x, w = torch.randn(4, 8), torch.randn(32, 8)
-    inner = distribute_tensor(x, mesh, [Replicate()])
-    with pytest.raises(ValueError, match="sharded by rows"):
-        gemmery.nn.stacked_gated_linear(inner, distribute_tensor(w, mesh, [Shard(0)]))
-    # Columns are sums' parts; torch says that nobody has told it how.
-    for place in (Shard(1), Replicate()):
-        with pytest.raises(NotImplementedError, match="sharding strategy"):
-            gemmery.nn.stacked_gated_linear(inner, distribute_tensor(w, mesh, [place]))
+@pytest.mark.parametrize("kind", ("bare", "bias", "relu", "args"))
+def test_all_placements_of_a_linear(ranks, kind):
+    first, second = ranks(sharded.linears, kind)
+    assert first == second
+    assert len(first) == 9
+    summed = "R" if kind in ("relu", "args") else "P(sum)"
+    # A weight that is sharded decides; an epilogue runs behind the whole sum.
+    assert first["R S(0)"] == first["S(0) S(0)"] == first["S(1) S(0)"] == "S(1)"
+    assert first["S(1) S(1)"] == first["R S(1)"] == first["S(1) R"] == summed
+    assert first["S(0) R"] == "S(0)"
+    assert first["R R"] == "R"
 
 
-@pytest.mark.parametrize("place", (Shard(0), Shard(1), Replicate()), ids=str)
 @pytest.mark.parametrize(
-    "epilogue", (None, torch.relu, gemmery.epilogues.swiglu), ids=("bare", "relu", "swiglu")
-)
-def test_sharded_operands_are_never_taken_for_whole_ones(mesh, place, epilogue):
-    x, w = (
-        distribute_tensor(torch.randn(*shape), mesh, [p])
-        for shape, p in (((4, 8), Replicate()), ((32, 8), place))
-    )
-    for grad in (False, True):
-        with pytest.raises(NotImplementedError, match="sharding strategy"):
-            gemmery.linear(x.detach().requires_grad_(grad), w, epilogue=epilogue)
-    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
-        gemmery.linear(torch.randn(4, 8), w, epilogue=epilogue)
+    "function",
+    (
+        sharded.unusual, sharded.addends, sharded.two_dimensions, sharded.rows_of_results, sharded.scaled, sharded.lowered,
+        sharded.a_batch_of_packed_weights, sharded.a_permuted_weight,
+    ),
+    ids=lambda x: x.__name__,
+)  # fmt: skip
+def test_products(ranks, function):
+    ranks(function)
+
+
+def test_two_weights_are_sharded_half_by_half(ranks):
+    found, _ = ranks(sharded.halves)
+    assert found == {"R S(0)": "S(1)", "S(0) S(0)": "S(1)", "S(0) R": "S(0)", "S(1) S(1)": "R", "R S(1)": "R"}
+
+
+@pytest.mark.parametrize("name", sharded.FORMATS)
+def test_packed_weights(ranks, name):
+    ranks(sharded.packed, name)
+
+
+@pytest.mark.parametrize("name", sharded.REFUSALS)
+def test_what_is_refused(ranks, name):
+    _, kind, text = sharded.REFUSALS[name]
+    for found, message in ranks(sharded.refusal, name):
+        assert found is kind
+        assert re.search(text, message), message
+
+
+@pytest.mark.parametrize("compiled", (False, True), ids=("eager", "compiled"))
+@pytest.mark.parametrize("which", sharded.PLANS)
+def test_tensor_parallel_modules(ranks, which, compiled):
+    ranks(sharded.tensor_parallel, which, compiled)
+
+
+@pytest.mark.parametrize("compiled", (False, True), ids=("eager", "compiled"))
+@pytest.mark.parametrize("function", (sharded.packed_layers, sharded.fully_sharded), ids=lambda x: x.__name__)
+def test_other_modules(ranks, function, compiled):
+    ranks(function, compiled)
+
+
+@pytest.mark.parametrize(
+    "function",
+    (
+        sharded.a_sharded_sequence, sharded.a_packed_layer_that_fsdp_ignores, sharded.both_kinds,
+        sharded.replicated_parameters, sharded.checkpoints, sharded.packed_checkpoints,
+    ),
+    ids=lambda x: x.__name__,
+)  # fmt: skip
+def test_modules_and_their_state(ranks, function):
+    ranks(function)
+
+
+class TestModels:
+    """`swap`, `quantize` and `sparsify` before a model is sharded, and after."""
+
+    @pytest.fixture(autouse=True)
+    def _needs_transformers(self):
+        pytest.importorskip("transformers")
+
+    @pytest.mark.parametrize("sharder", ("torch", "blocks", "hugging_face", "fsdp"))
+    def test_swap_before(self, ranks, sharder):
+        (count, left), _ = ranks(sharded.model_changed, "swap", sharder, True)
+        assert (count, left) == (9, [])
+
+    @pytest.mark.parametrize("change", ("quantize", "sparsify"))
+    def test_packed_before(self, ranks, change):
+        (count, left), _ = ranks(sharded.model_changed, change, "ours", True)
+        assert (count, left) == (7, [("lm_head", "it is to be skipped ('lm_head')")])
+
+    @pytest.mark.parametrize("change", sharded.CHANGES)
+    @pytest.mark.parametrize("sharder", ("torch", "hugging_face", "fsdp"))
+    def test_after(self, ranks, change, sharder):
+        (_, left), _ = ranks(sharded.model_changed, change, sharder, False)
+        reasons = dict(left)
+        for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"):
+            assert "call this before the model is sharded" in reasons[f"model.layers.0.{name}"]
+
+    def test_norms(self, ranks):
+        ranks(sharded.norms)
 
 
 def test_a_part_of_a_stacked_layers_output_is_refused():
     """As of a layer of torch's in its place whose rows are dealt out."""
+    import torch
+
     block = gemmery.nn.GatedMLP(8, 16)
     block.gate_up = torch.nn.Linear(8, 16, bias=False)
     with pytest.raises(ValueError, match="16 columns and the block has 32"):
         block(torch.randn(4, 8))
 
 
-def test_fsdp_gathers_a_stacked_weight(mesh):
-    from torch.distributed.fsdp import fully_shard
-
-    torch.manual_seed(0)
-    x = torch.randn(4, 8)
-    for part in ("whole", "gate_up"):
-        block = gemmery.nn.GatedMLP(8, 16)
-        want = block(x).detach()
-        fully_shard(block if part == "whole" else block.gate_up, mesh=mesh)
-        torch.testing.assert_close(block(x).detach(), want)
+def test_a_hang_and_an_error_are_failures():
+    own = processes.Ranks()
+    try:
+        with pytest.raises(processes.Failed, match="rank 0: not done in time"):
+            own(sharded.late, limit=2)
+        with pytest.raises(processes.Failed, match="AssertionError: the other rank"):
+            own(sharded.wrong)
+    finally:
+        own.stop()

@@ -1,0 +1,740 @@
+"""What `tests/host/test_sharded.py` runs on each of two ranks: sharded products and modules against whole ones."""
+
+import copy
+import functools
+import itertools
+import tempfile
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+import torch.distributed.tensor.parallel as torch_styles
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+
+import gemmery
+import gemmery.nn
+from gemmery import distributed as ours
+
+EXACT = {"rtol": 1e-9, "atol": 1e-9}
+#: For results of 16 bits, of numbers about 1: sums of the two ranks are rounded once more.
+ROUNDED = {"rtol": 2e-2, "atol": 2e-2}
+R, ROWS, COLUMNS = Replicate(), Shard(0), Shard(1)
+
+
+@functools.cache
+def mesh(*shape):
+    return init_device_mesh("cpu", shape or (2,), mesh_dim_names=("data", "model")[: len(shape)] or None)
+
+
+def values(*shape, seed=0, dtype=torch.float64):
+    made = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return made.to(dtype)
+
+
+def dealt(x, *placements):
+    return distribute_tensor(x, mesh(), list(placements))
+
+
+def results_of(made):
+    return list(made) if isinstance(made, tuple) else [made]
+
+
+def compare(function, tensors, placements, tolerances=EXACT, grads=True):
+    """A function of tensors on whole ones and on DTensors, with the gradients; returns the results' placements."""
+    whole = [x.clone().requires_grad_(grads) for x in tensors]
+    parts = [dealt(x, p).detach().requires_grad_(grads) for x, p in zip(tensors, placements, strict=True)]
+    want, got = results_of(function(*whole)), results_of(function(*parts))
+    assert len(want) == len(got)
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a.full_tensor(), b, **tolerances)
+    with torch.no_grad():
+        for a, b in zip(results_of(function(*parts)), want, strict=True):
+            torch.testing.assert_close(a.full_tensor(), b, **tolerances)
+    if grads:
+        seeds = [values(*x.shape, seed=9).to(x.dtype) for x in want]
+        wanted = torch.autograd.grad(want, whole, seeds)
+        found = torch.autograd.grad([x.full_tensor() for x in got], parts, seeds)
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a.full_tensor(), b, **tolerances)
+    return [x.placements for x in got]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Products
+
+SHIFTED = gemmery.epilogue(lambda acc, y, number: (torch.relu(acc) * y + number, acc))
+
+
+def linears(kind):
+    """All placements of x and the weight, with a bias and the epilogue's argument."""
+    x, w, b, y = values(6, 8), values(10, 8, seed=1), values(10, seed=2), values(6, 10, seed=3)
+    functions = {
+        "bare": lambda x, w: gemmery.linear(x, w),
+        "bias": lambda x, w, b: gemmery.linear(x, w, b),
+        "relu": lambda x, w, b: gemmery.linear(x, w, b, epilogue=torch.relu),
+        "args": lambda x, w, b, y: gemmery.linear(x, w, b, epilogue=SHIFTED, args=(y, 0.5)),
+    }
+    function = functions[kind]
+    tensors = [x, w, b, y][: {"bare": 2, "args": 4}.get(kind, 3)]
+    found = {}
+    for px, pw in itertools.product((R, ROWS, COLUMNS), repeat=2):
+        for others in ((R, R), (ROWS, COLUMNS)):
+            placements = (px, pw, *others)[: len(tensors)]
+            (first, *_) = compare(function, tensors, placements)
+            found[f"{px} {pw}"] = str(first[0])
+    return found
+
+
+def unusual():
+    """Batches, vectors, sizes that two ranks don't share evenly, and none at all."""
+    shapes = (
+        ((4, 6, 8), (4, 8, 10)), ((4, 6, 8), (8, 10)), ((6, 8), (4, 8, 10)), ((8,), (4, 8, 10)), ((4, 6, 8), (8,)),
+        ((8,), (8,)), ((3, 1, 6, 8), (4, 8, 10)), ((5, 7), (7, 3)), ((1, 7), (7, 1)), ((0, 4), (4, 3)), ((3, 0), (0, 2)),
+    )  # fmt: skip
+    for a, b in shapes:
+        for i, j in itertools.product((None, *range(len(a))), (None, *range(len(b)))):
+            placements = [R if k is None else Shard(k) for k in (i, j)]
+            compare(gemmery.matmul, [values(*a), values(*b, seed=1)], placements)
+
+
+def addends():
+    """`addmm`, whose addend is added once, and inputs of which each rank has a part of the sum."""
+    tensors = [values(4, 6), values(4, 8, seed=1), values(8, 6, seed=2)]
+    for placements in itertools.product((R, ROWS, COLUMNS), repeat=3):
+        compare(lambda c, a, b: gemmery.addmm(c, a, b, beta=2, alpha=0.5), tensors, placements)
+    c, a, b = tensors
+    for place in (R, ROWS, COLUMNS):
+        part = DTensor.from_local(a, mesh(), [Partial()])
+        made = gemmery.addmm(DTensor.from_local(c, mesh(), [Partial()]), part, dealt(b, place))
+        torch.testing.assert_close(made.full_tensor(), 2 * (c + a @ b), **EXACT)
+    infinite = torch.full((6,), torch.inf, dtype=torch.float64)
+    made = gemmery.matmul(dealt(a, COLUMNS), dealt(b, ROWS), bias=dealt(infinite, R))
+    assert made.full_tensor().isposinf().all()
+
+
+def two_dimensions():
+    """A mesh of two dimensions, of which each shards another dimension of the product, or the same."""
+    x, w, b = values(6, 8), values(10, 8, seed=1), values(10, seed=2)
+    for shape in ((1, 2), (2, 1)):
+        own = mesh(*shape)
+        for px, pw in itertools.product(itertools.product((R, ROWS, COLUMNS), repeat=2), repeat=2):
+            parts = [distribute_tensor(t, own, list(p)) for t, p in ((x, px), (w, pw), (b, (R, R)))]
+            for epilogue in (None, torch.relu):
+                want = gemmery.linear(x, w, b, epilogue=epilogue)
+                torch.testing.assert_close(
+                    gemmery.linear(*parts, epilogue=epilogue).full_tensor(), want, **EXACT
+                )
+
+
+def halves():
+    """Gate and up as two weights, with biases, of which each is sharded."""
+
+    def function(x, gate, up, of_gate, of_up, y):
+        return gemmery.linear(
+            x,
+            (gate, up),
+            (of_gate, of_up),
+            epilogue=lambda acc, y: gemmery.epilogues.swiglu(acc) * y,
+            args=(y,),
+        )
+
+    tensors = [values(4, 8), values(6, 8, seed=1), values(6, 8, seed=2), values(6, seed=3), values(6, seed=4)]
+    tensors.append(values(4, 6, seed=5))
+    found = {}
+    for px, pw in ((R, ROWS), (ROWS, ROWS), (ROWS, R), (COLUMNS, COLUMNS), (R, COLUMNS)):
+        (place,) = compare(function, tensors, (px, pw, pw, R, R, ROWS))
+        found[f"{px} {pw}"] = str(place[0])
+    return found
+
+
+def rows_of_results():
+    """Epilogues that reduce rows, or halve them, where rows are whole."""
+    x, w = values(4, 8), values(12, 8, seed=1)
+    for epilogue in (
+        gemmery.epilogues.swiglu,
+        lambda acc: (acc, acc.sum(-1)),
+        lambda acc: acc.softmax(-1),
+        lambda acc: acc.amax(-1, keepdim=True),
+    ):
+        for px, pw in ((R, R), (ROWS, R), (COLUMNS, R), (COLUMNS, COLUMNS), (R, COLUMNS)):
+            compare(functools.partial(gemmery.linear, epilogue=epilogue), [x, w], (px, pw), grads=False)
+
+
+FORMATS = {
+    "int4": lambda w: gemmery.quantize(w, "int4", group_size=64),
+    "zeros": lambda w: gemmery.quantize(w, "int4", group_size=32, symmetric=False),
+    "int8": lambda w: gemmery.quantize(w, "int8"),
+    "nf4": lambda w: gemmery.quantize(w, "nf4", group_size=64),
+    "2:4": gemmery.sparsify,
+    "2:4 int4": lambda w: gemmery.quantize(gemmery.sparsify(w), "int4", group_size=64),
+}
+
+
+def packed(name):
+    """A packed weight whose parts are DTensors."""
+    x, w = values(6, 256) / 16, values(64, 256, seed=1).bfloat16()
+    weight, b = FORMATS[name](w), values(64, seed=2).bfloat16()
+    x = x.bfloat16()
+    for px, pw in itertools.product((R, ROWS, COLUMNS), (R, Shard(-2), Shard(-1))):
+        part = ours.distribute_weight(weight, mesh(), [pw])
+        assert part.shape == weight.shape
+        whole = ours.full_weight(part)
+        assert all(x.equal(whole.parts()[key]) for key, x in weight.parts().items())
+
+        for epilogue in (None, torch.relu):
+
+            def function(x, b, epilogue=epilogue, part=part):
+                own = part if isinstance(x, DTensor) else weight
+                return gemmery.linear(x, own, b, epilogue=epilogue)
+
+            compare(function, [x, b], (px, R), ROUNDED)
+
+
+def a_batch_of_packed_weights():
+    weight = gemmery.quantize(values(4, 32, 64).bfloat16(), "int8")
+    x = values(4, 6, 64, seed=1).bfloat16() / 8
+    for px, pw in itertools.product((R, Shard(0), Shard(1)), (R, Shard(0), Shard(1))):
+        part = ours.distribute_weight(weight, mesh(), [pw])
+        made = gemmery.bmm(dealt(x, px), part)
+        torch.testing.assert_close(made.full_tensor(), gemmery.bmm(x, weight), **ROUNDED)
+
+
+def a_permuted_weight():
+    """Act-order: x is brought to the order of the columns, of which each rank needs all."""
+    w = gemmery.quantize(values(32, 128).bfloat16(), "int4", group_size=64)
+    order = torch.randperm(128, generator=torch.Generator().manual_seed(0))
+    weight = w.with_parts(w.parts() | {"permutation": order})
+    part = ours.distribute_weight(weight, mesh(), [ROWS])
+    x = values(4, 128, seed=1).bfloat16() / 8
+    for place in (R, ROWS, COLUMNS):
+        made = gemmery.linear(dealt(x, place), part)
+        torch.testing.assert_close(made.full_tensor(), gemmery.linear(x, weight), **ROUNDED)
+
+
+def scaled():
+    """8-bit numbers with scales of rows."""
+    a, b = (values(*shape, seed=i).mul(9).to(torch.int8) for i, shape in enumerate(((4, 128), (64, 128))))
+    sa, sb = values(4, 1, seed=2).abs().float(), values(64, 1, seed=3).abs().float()
+    scale = torch.tensor(0.5)
+    for px, pw in itertools.product((R, ROWS, COLUMNS), repeat=2):
+        for left, right in ((sa, sb), (scale, sb), (scale, scale)):
+            of_scales = [p if p == ROWS and s.dim() else R for p, s in ((px, left), (pw, right))]
+            want = gemmery.scaled_matmul(
+                gemmery.ScaledTensor(a, left), gemmery.ScaledTensor(b, right), out_dtype=torch.float32
+            )
+            parts = [
+                gemmery.ScaledTensor(dealt(x, p), dealt(s, q) if s.dim() else s)
+                for x, p, s, q in zip((a, b), (px, pw), (left, right), of_scales, strict=True)
+            ]
+            made = gemmery.scaled_matmul(*parts, out_dtype=torch.float32)
+            torch.testing.assert_close(made.full_tensor(), want)
+
+
+def lowered():
+    """Under autocast, and in inference mode."""
+    x, w = values(4, 8, dtype=torch.float32), values(6, 8, seed=1, dtype=torch.float32)
+    parts = dealt(x, R), dealt(w, ROWS)
+    with torch.autocast("cpu", torch.bfloat16):
+        made = gemmery.linear(*parts)
+        want = gemmery.linear(x, w)
+    assert made.dtype == torch.bfloat16
+    torch.testing.assert_close(made.full_tensor(), want)
+    with torch.inference_mode():
+        torch.testing.assert_close(gemmery.linear(*parts).full_tensor(), gemmery.linear(x, w))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is refused
+
+
+def _random(acc):
+    return torch.where(torch.rand_like(acc) > 0.5, acc, 0)
+
+
+_X, _W = values(4, 8), values(12, 8, seed=1)
+_PACKED = gemmery.quantize(values(32, 128).bfloat16(), "int8")
+_ROWS = values(4, 128).bfloat16()
+
+
+def _groups():
+    offs = dealt(torch.tensor([2, 4], dtype=torch.int32), R)
+    return gemmery.grouped_mm(dealt(_X, R), dealt(values(2, 8, 4), R), offs=offs)
+
+
+def _blocks():
+    a, b = (torch.ones(128, 256).to(torch.float8_e4m3fn) for _ in range(2))
+    parts = [
+        DTensor.from_local(x, mesh(), [R], run_check=False)
+        for x in (a, torch.ones(128, 2), b, torch.ones(1, 2))
+    ]
+    return gemmery.scaled_matmul(gemmery.ScaledTensor(*parts[:2]), gemmery.ScaledTensor(*parts[2:]))
+
+
+def _ordered():
+    weight = _PACKED.with_parts(_PACKED.parts() | {"permutation": torch.arange(128).flip(0)})
+    return ours.distribute_weight(weight, mesh(), [COLUMNS])
+
+
+def _sparse_linear():
+    layer = gemmery.nn.SparseLinear(8, 12)
+    return parallelize_module(layer, mesh(), torch_styles.ColwiseParallel())(_X.float())
+
+
+def _other_mesh():
+    own = mesh(1, 2)["model"]
+    return gemmery.linear(dealt(_X, R), distribute_tensor(_W, own, [R]))
+
+
+def _linear(epilogue, px, pw, args=()):
+    return gemmery.linear(dealt(_X, px), dealt(_W, pw), epilogue=epilogue, args=args)
+
+
+def _pair(epilogue, args=()):
+    return gemmery.linear(dealt(_X, R), (dealt(_W, ROWS), dealt(_W, ROWS)), epilogue=epilogue, args=args)
+
+
+def _block(**plan):
+    return parallelize_module(gemmery.nn.GatedMLP(8, 16), mesh(), plan)(_X.float())
+
+
+#: What is called, the error, and what it says.
+REFUSALS = {
+    "stacked": (lambda: _linear(gemmery.epilogues.swiglu, R, ROWS), ValueError, "no rank has both halves"),
+    "reduces": (lambda: _linear(lambda acc: acc.sum(-1), R, ROWS), ValueError, "the epilogue reduces its rows"),
+    "softmax": (lambda: _linear(lambda acc: acc.softmax(-1), R, ROWS), ValueError, "the epilogue reduces its rows"),
+    "means": (lambda: _linear(lambda acc: acc - acc.mean(), ROWS, R), ValueError, "its rows and the epilogue needs all"),
+    "draws": (lambda: _linear(_random, ROWS, R), ValueError, "its rows and the epilogue needs all"),
+    "dropout": (
+        lambda: _linear(gemmery.epilogues.dropout, R, ROWS, (0.5, 1)), ValueError, "it draws random numbers",
+    ),
+    "elementwise halves": (lambda: _pair(torch.relu), ValueError, "the epilogue must halve these"),
+    "both halves": (lambda: _pair(lambda acc: (gemmery.epilogues.swiglu(acc), acc)), ValueError, "it returns both"),
+    "wide argument": (
+        lambda: _pair(lambda acc, y: gemmery.epilogues.swiglu(acc + y), (dealt(values(24), R),)), ValueError,
+        "as many columns as one half",
+    ),
+    "mixed": (lambda: gemmery.linear(_X, dealt(_W, R)), TypeError, "weight is a DTensor and x a plain tensor"),
+    "mixed bias": (
+        lambda: gemmery.linear(dealt(_X, R), dealt(_W, R), values(12)), TypeError, "x is a DTensor and bias a plain",
+    ),
+    "mixed packed": (
+        lambda: gemmery.linear(dealt(_ROWS, R), _PACKED), TypeError, "weight's words a plain tensor.*distribute_weight",
+    ),
+    "two meshes": (_other_mesh, ValueError, "they must be on one mesh"),
+    "out": (
+        lambda: gemmery.linear(dealt(_X, R), dealt(_W, R), out=dealt(values(4, 12), R)), ValueError,
+        "out= does not support DTensors",
+    ),
+    "plan": (lambda: gemmery.plan(dealt(_X, R), dealt(_W.T, R)), ValueError, "plan: a tensor is a DTensor"),
+    "groups": (_groups, ValueError, "can't have groups"),
+    "scales of blocks": (_blocks, ValueError, "scales of blocks"),
+    "strips": (
+        lambda: ours.distribute_weight(gemmery.quantize(values(48, 64).bfloat16(), "int8"), mesh(), [Shard(-2)]),
+        ValueError, "48 rows and is sharded into 2 parts; each must have a multiple of 16",
+    ),
+    "words": (
+        lambda: ours.distribute_weight(gemmery.quantize(values(32, 96).bfloat16(), "int8"), mesh(), [Shard(-1)]),
+        ValueError, "96 columns and is sharded into 2 parts; each must have a multiple of 32",
+    ),
+    "words by x": (
+        lambda: gemmery.linear(
+            dealt(_ROWS[:, :96], COLUMNS),
+            ours.distribute_weight(gemmery.quantize(values(32, 96).bfloat16(), "int8"), mesh(), [R]),
+        ),
+        ValueError, "weight has 96 columns and is sharded into 2 parts",
+    ),
+    "act-order": (_ordered, ValueError, "it can be sharded by its rows alone"),
+    "a plain weight": (lambda: ours.distribute_weight(_W, mesh(), [R]), TypeError, "it must be a QuantizedTensor"),
+    "twice": (
+        lambda: ours.distribute_weight(ours.distribute_weight(_PACKED, mesh(), [R]), mesh(), [R]), ValueError,
+        "is distributed already",
+    ),
+    "a partial weight": (lambda: ours.distribute_weight(_PACKED, mesh(), [Partial()]), ValueError, "a placement is"),
+    "two placements": (lambda: ours.distribute_weight(_PACKED, mesh(), [R, R]), ValueError, "for a mesh of 1 dim"),
+    "torch's distribute_tensor": (
+        lambda: distribute_tensor(_PACKED, mesh(), [ROWS]), NotImplementedError, "gemmery.distributed shards it",
+    ),
+    "torch's style": (
+        lambda: parallelize_module(gemmery.nn.QuantizedLinear(_PACKED), mesh(), torch_styles.ColwiseParallel()),
+        NotImplementedError, "only support nn.Linear",
+    ),
+    "FSDP of packed weights": (
+        lambda: fully_shard(gemmery.nn.QuantizedLinear(_PACKED), mesh=mesh()), NotImplementedError, "ignored_params",
+    ),
+    "SparseLinear": (_sparse_linear, ValueError, "can't be tensor-parallel"),
+    "stacked block": (
+        lambda: _block(gate_up=torch_styles.ColwiseParallel(), down=torch_styles.RowwiseParallel()), ValueError,
+        "gate_up returns 16 columns and the block has 32",
+    ),
+    "stacked block's style": (
+        lambda: parallelize_module(gemmery.nn.GatedMLP(8, 16), mesh(), ours.FeedForwardParallel()), ValueError,
+        "make it with stacked=False",
+    ),
+    "a layer's style": (
+        lambda: parallelize_module(gemmery.nn.Linear(8, 16), mesh(), ours.FeedForwardParallel()), TypeError,
+        "module is a Linear",
+    ),
+}  # fmt: skip
+
+
+def refusal(name):
+    """The type and the text of what a call raises."""
+    function, *_ = REFUSALS[name]
+    try:
+        function()
+    except (ValueError, TypeError, NotImplementedError) as error:
+        return type(error), str(error)
+    return None, ""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Modules
+
+
+def compare_modules(whole, part, x, tolerances=EXACT, local=lambda x: x):
+    """Results and gradients of a module and of the same in parts."""
+    xs = [x.clone().requires_grad_() for _ in range(2)]
+    want, got = whole(xs[0]), part(xs[1])
+    torch.testing.assert_close(got, local(want), **tolerances)
+    with torch.no_grad():
+        torch.testing.assert_close(part(xs[1]), local(want), **tolerances)
+    seed = values(*want.shape, seed=9).to(want.dtype)
+    names = [name for name, p in whole.named_parameters() if p.requires_grad]
+    wanted = torch.autograd.grad(want, [xs[0], *[whole.get_parameter(n) for n in names]], seed)
+    found = torch.autograd.grad(got, [xs[1], *[part.get_parameter(n) for n in names]], local(seed))
+    for name, a, b in zip(("input", *names), found, wanted, strict=True):
+        torch.testing.assert_close(
+            a.full_tensor() if isinstance(a, DTensor) else a,
+            b,
+            **tolerances,
+            msg=lambda text, name=name: name + text,
+        )
+
+
+def _sequential():
+    return nn.Sequential(gemmery.nn.Linear(16, 24), nn.ReLU(), gemmery.nn.Linear(24, 16))
+
+
+def _mlp():
+    return gemmery.nn.MLP(16, 24)
+
+
+def _gated():
+    return gemmery.nn.GatedMLP(16, 24, stacked=False, bias=True)
+
+
+def _odd():
+    return gemmery.nn.GatedMLP(16, 25, stacked=False)
+
+
+def plans(styles):
+    column, row = styles.ColwiseParallel, styles.RowwiseParallel
+    return {
+        _sequential: {"0": column(), "2": row()},
+        _mlp: {"up": column(), "down": row()},
+        _gated: {"gate": column(), "up": column(), "down": row()},
+    }
+
+
+BLOCKS = {
+    _mlp: ours.FeedForwardParallel(),
+    _gated: ours.FeedForwardParallel(),
+    _odd: ours.FeedForwardParallel(),
+}
+PLANS = {"torch": plans(torch_styles), "ours": plans(ours), "blocks": BLOCKS}
+
+
+def tensor_parallel(which, compiled):
+    for make, plan in PLANS[which].items():
+        torch.manual_seed(0)
+        whole = make().double()
+        part = parallelize_module(copy.deepcopy(whole), mesh(), plan)
+        if which == "blocks":
+            assert part.fused_product() is not None
+        run = torch.compile(part, backend="aot_eager", fullgraph=True) if compiled else part
+        if compiled:
+            run.get_parameter = part.get_parameter
+        compare_modules(whole, run, values(2, 6, 16))
+        torch.compiler.reset()
+
+
+def a_sharded_sequence():
+    """Input and output sharded along the sequence: all-gather before the block, reduce-scatter behind it."""
+    torch.manual_seed(0)
+    whole = _gated().double()
+    part = copy.deepcopy(whole)
+    style = ours.FeedForwardParallel(input_layouts=Shard(1), output_layouts=Shard(1))
+    parallelize_module(part, mesh(), style)
+    x = values(2, 6, 16)
+    own = x.chunk(2, 1)[dist.get_rank()]
+    torch.testing.assert_close(part(own), whole(x).chunk(2, 1)[dist.get_rank()], **EXACT)
+
+
+def packed_layers(compiled):
+    """Quantised and pruned layers, by gemmery's styles."""
+    make = {
+        "int8": lambda: gemmery.nn.QuantizedLinear.from_linear(nn.Linear(128, 32), "int8"),
+        "int4": lambda: gemmery.nn.QuantizedLinear.from_linear(nn.Linear(128, 32), "int4", group_size=64),
+        "2:4": lambda: gemmery.nn.PrunedLinear.from_linear(nn.Linear(128, 64)),
+    }
+    for layer in make.values():
+        torch.manual_seed(0)
+        whole = nn.Sequential(layer()).bfloat16()
+        for style in (ours.ColwiseParallel(output_layouts=R), ours.RowwiseParallel(input_layouts=R)):
+            part = parallelize_module(copy.deepcopy(whole), mesh(), {"0": style})
+            assert copy.deepcopy(part)[0].weight.shape == whole[0].weight.shape
+            run = torch.compile(part, backend="aot_eager", fullgraph=True) if compiled else part
+            if compiled:
+                run.get_parameter = part.get_parameter
+            compare_modules(whole, run, values(4, 128).bfloat16(), ROUNDED)
+            torch.compiler.reset()
+
+
+def fully_sharded(compiled):
+    """FSDP2 of whole blocks, and of each of their layers."""
+    makes = (
+        _sequential, _mlp, _gated, lambda: gemmery.nn.GatedMLP(16, 24), lambda: nn.Sequential(gemmery.nn.SparseLinear(16, 24)),
+    )  # fmt: skip
+    for make, each in itertools.product(makes, (False, True)):
+        torch.manual_seed(0)
+        dtype = (
+            torch.float32
+            if isinstance(make()[0] if isinstance(make(), nn.Sequential) else None, gemmery.nn.SparseLinear)
+            else torch.float64
+        )
+        whole = make().to(dtype)
+        part = copy.deepcopy(whole)
+        for layer in list(part.children()) if each else ():
+            if list(layer.parameters()):
+                fully_shard(layer, mesh=mesh())
+        fully_shard(part, mesh=mesh())
+        run = torch.compile(part, backend="aot_eager") if compiled else part
+        x = values(4, 6, 16, dtype=dtype)
+        want, got = whole(x), run(x)
+        torch.testing.assert_close(got, want)
+        want.square().sum().backward()
+        got.square().sum().backward()
+        for a, b in zip(part.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(a.grad.full_tensor(), b.grad)
+        torch.compiler.reset()
+
+
+def a_packed_layer_that_fsdp_ignores():
+    torch.manual_seed(0)
+    whole = nn.Sequential(gemmery.nn.QuantizedLinear.from_linear(nn.Linear(64, 32), "int8"))
+    part = copy.deepcopy(whole)
+    fully_shard(part, mesh=mesh(), ignored_params={part[0].weight})
+    x = values(4, 64, dtype=torch.float32)
+    torch.testing.assert_close(part(x), whole(x))
+    assert isinstance(part[0].bias, DTensor)
+
+
+def both_kinds():
+    """Tensor parallelism inside FSDP2, on a mesh of two dimensions, and a step of an optimiser."""
+    for shape in ((1, 2), (2, 1)):
+        torch.manual_seed(0)
+        whole = nn.Sequential(_gated(), _gated()).double()
+        part, own = copy.deepcopy(whole), mesh(*shape)
+        parallelize_module(part, own["model"], {"*": ours.FeedForwardParallel()})
+        for layer in part:
+            fully_shard(layer, mesh=own["data"])
+        fully_shard(part, mesh=own["data"])
+        x = values(4, 16)
+        steps = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (whole, part)]
+        for _ in range(2):
+            for module, step in zip((whole, part), steps, strict=True):
+                step.zero_grad()
+                module(x).square().sum().backward()
+                step.step()
+        torch.testing.assert_close(part(x), whole(x), rtol=1e-6, atol=1e-6)
+
+
+def replicated_parameters():
+    """A sharded sequence makes partial gradients of a layer that all ranks have; an optimiser's step adds them up."""
+    torch.manual_seed(0)
+    whole = gemmery.nn.Linear(16, 8).double()
+    part = copy.deepcopy(whole)
+    for name, parameter in list(part.named_parameters()):
+        setattr(part, name, nn.Parameter(dealt(parameter.detach(), R)))
+    x = values(6, 16)
+    for module, given in ((whole, x), (part, dealt(x, ROWS))):
+        step = torch.optim.SGD(module.parameters(), lr=0.1)
+        module(given).sum().backward()
+        step.step()
+    torch.testing.assert_close(part.weight.full_tensor(), whole.weight, **EXACT)
+    torch.testing.assert_close(part.bias.full_tensor(), whole.bias, **EXACT)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models, and their state
+
+
+def checkpoints():
+    """A state dict is written in parts, and read by one process's model, and by parts of another kind."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    torch.manual_seed(0)
+    whole = _sequential()
+    x = values(4, 16, dtype=torch.float32)
+    part = parallelize_module(copy.deepcopy(whole), mesh(), plans(torch_styles)[_sequential])
+    checkpoint.save(part.state_dict(), checkpoint_id=f"{folder[0]}/plain")
+    for sharded in (False, True):
+        other = _sequential()
+        if sharded:
+            fully_shard(other, mesh=mesh())
+        state = other.state_dict()
+        checkpoint.load(state, checkpoint_id=f"{folder[0]}/plain")
+        other.load_state_dict(state)
+        torch.testing.assert_close(other(x), whole(x))
+
+
+def packed_checkpoints():
+    """The same of packed weights, by the tensors that they consist of."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+
+    def make(name):
+        return nn.Sequential(
+            gemmery.nn.QuantizedLinear(FORMATS[name](values(64, 128, seed=name == "int4").bfloat16()))
+        )
+
+    style = {"0": ours.ColwiseParallel(output_layouts=R)}
+    torch.manual_seed(0)
+    x = values(4, 128, dtype=torch.bfloat16)
+    whole = make("int8")
+    want = whole(x)
+    part = parallelize_module(copy.deepcopy(whole), mesh(), style)
+    checkpoint.save(ours.flat_state_dict(part), checkpoint_id=f"{folder[0]}/packed")
+    for sharded in (False, True):
+        other = nn.Sequential(
+            gemmery.nn.QuantizedLinear(gemmery.quantize(values(64, 128, seed=5).bfloat16(), "int8"))
+        )
+        if sharded:
+            parallelize_module(other, mesh(), {"0": ours.RowwiseParallel(input_layouts=R)})
+        state = ours.flat_state_dict(other)
+        checkpoint.load(state, checkpoint_id=f"{folder[0]}/packed")
+        ours.load_flat_state_dict(other, state)
+        torch.testing.assert_close(other(x), want, **ROUNDED)
+    try:
+        ours.load_flat_state_dict(make("int4"), ours.flat_state_dict(whole))
+    except ValueError as error:
+        assert "0.weight is {'format': 'int8'" in str(error)
+    else:
+        raise AssertionError("a weight of another format was loaded")
+    # A rank's own file, of torch.save.
+    file = f"{folder[0]}/own{dist.get_rank()}"
+    torch.save(part.state_dict(), file)
+    again = parallelize_module(make("int8"), mesh(), style)
+    again.load_state_dict(torch.load(file, weights_only=False))
+    torch.testing.assert_close(again(x), want, **ROUNDED)
+
+
+def _llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4,
+        vocab_size=64,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).bfloat16().eval()
+
+
+def _plan(styles, mlp=None):
+    column, row = styles.ColwiseParallel, styles.RowwiseParallel
+    layer = "model.layers.*"
+    plan = {f"{layer}.self_attn.{name}_proj": column() for name in "qkv"} | {
+        f"{layer}.self_attn.o_proj": row()
+    }
+    if mlp is not None:
+        return plan | {f"{layer}.mlp": mlp}
+    return (
+        plan
+        | {f"{layer}.mlp.{name}_proj": column() for name in ("gate", "up")}
+        | {f"{layer}.mlp.down_proj": row()}
+    )
+
+
+def _by_hugging_face(model):
+    """As transformers shards a model by its `tp_plan`: every layer gets a forward of its own."""
+    from fnmatch import fnmatchcase
+
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    plan = {}
+    for pattern, style in model.config.base_model_tp_plan.items():
+        for name, module in model.named_modules():
+            if fnmatchcase(name, f"model.{pattern}"):
+                plan |= {f"{name}.{own}": style for own, _ in module.named_parameters()} | {name: style}
+    apply_tensor_parallelism(model, mesh(), plan)
+
+
+def _fsdp(model):
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh())
+    fully_shard(model, mesh=mesh())
+
+
+SHARDERS = {
+    "torch": lambda model: parallelize_module(model, mesh(), _plan(torch_styles)),
+    "ours": lambda model: parallelize_module(model, mesh(), _plan(ours)),
+    "blocks": lambda model: parallelize_module(model, mesh(), _plan(ours, ours.FeedForwardParallel())),
+    "hugging_face": _by_hugging_face,
+    "fsdp": _fsdp,
+}
+CHANGES = {
+    "swap": gemmery.nn.swap,
+    "quantize": lambda model: gemmery.nn.quantize(model, "int8"),
+    "sparsify": gemmery.nn.sparsify,
+}
+
+
+def model_changed(change, sharder, first):
+    """A model that is changed before it is sharded, or after; returns the report's `left`."""
+    ids = torch.arange(10).unsqueeze(0)
+    model = _llama()
+    if first:
+        report = CHANGES[change](model)
+        with torch.no_grad():
+            want = model(ids).logits
+        SHARDERS[sharder](model)
+    else:
+        with torch.no_grad():
+            want = model(ids).logits
+        SHARDERS[sharder](model)
+        report = CHANGES[change](model)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, want, **ROUNDED)
+    return len(report), report.left
+
+
+def norms():
+    """A swapped norm under SequenceParallel."""
+    model = _llama()
+    gemmery.nn.swap(model)
+    norm = model.model.norm
+    x = values(2, 6, 64, dtype=torch.bfloat16)
+    want = norm(x).chunk(2, 1)[dist.get_rank()]
+    assert type(norm).__name__ == "FusedRMSNorm"
+    part = parallelize_module(norm, mesh(), SequenceParallel(use_local_output=True))
+    torch.testing.assert_close(part(x.chunk(2, 1)[dist.get_rank()]), want)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Of the helper itself
+
+
+def late():
+    """One rank waits for the other, which does not come."""
+    if dist.get_rank() == 0:
+        dist.barrier()
+
+
+def wrong():
+    assert dist.get_rank() == 0, "the other rank"
