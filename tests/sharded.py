@@ -5,6 +5,7 @@ import functools
 import itertools
 import tempfile
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
@@ -178,7 +179,7 @@ FORMATS = {
 
 def packed(name):
     """A packed weight whose parts are DTensors."""
-    x, w = values(6, 256) / 16, values(64, 256, seed=1).bfloat16()
+    x, w = values(6, 256), (values(64, 256, seed=1) / 16).bfloat16()
     weight, b = FORMATS[name](w), values(64, seed=2).bfloat16()
     x = x.bfloat16()
     for px, pw in itertools.product((R, ROWS, COLUMNS), (R, Shard(-2), Shard(-1))):
@@ -233,7 +234,7 @@ def scaled():
                 for x, p, s, q in zip((a, b), (px, pw), (left, right), of_scales, strict=True)
             ]
             made = gemmery.scaled_matmul(*parts, out_dtype=torch.float32)
-            torch.testing.assert_close(made.full_tensor(), want)
+            torch.testing.assert_close(made.full_tensor(), want, rtol=1e-5, atol=1e-2)
 
 
 def lowered():
@@ -450,18 +451,57 @@ BLOCKS = {
 PLANS = {"torch": plans(torch_styles), "ours": plans(ours), "blocks": BLOCKS}
 
 
-def tensor_parallel(which, compiled):
+def tensor_parallel(which):
     for make, plan in PLANS[which].items():
         torch.manual_seed(0)
         whole = make().double()
         part = parallelize_module(copy.deepcopy(whole), mesh(), plan)
-        if which == "blocks":
-            assert part.fused_product() is not None
-        run = torch.compile(part, backend="aot_eager", fullgraph=True) if compiled else part
-        if compiled:
-            run.get_parameter = part.get_parameter
-        compare_modules(whole, run, values(2, 6, 16))
-        torch.compiler.reset()
+        assert which != "blocks" or part.fused_product() is not None
+        compare_modules(whole, part, values(2, 6, 16))
+
+
+def compiled(which):
+    """Code that torch.compile traces without a break: modules, and a packed layer."""
+    torch.manual_seed(0)
+    if which in FORMATS:
+        layer = gemmery.nn.PrunedLinear if which == "2:4" else gemmery.nn.QuantizedLinear
+        whole = nn.Sequential(layer(FORMATS[which]((values(64, 256) / 16).bfloat16()), values(64).bfloat16()))
+        style, x, tolerances = {"0": ours.ColwiseParallel()}, values(4, 256).bfloat16(), ROUNDED
+        local = functools.partial(_own, dim=-1)
+    else:
+        make, style = list(PLANS[which].items())[-1]
+        whole, x, tolerances, local = make().double(), values(2, 6, 16), EXACT, lambda x: x
+    part = parallelize_module(copy.deepcopy(whole), mesh(), style)
+    run = torch.compile(part, backend="aot_eager", fullgraph=True)
+    run.get_parameter = part.get_parameter
+    compare_modules(whole, run, x, tolerances, local)
+    torch.compiler.reset()
+
+
+def _own(x, dim):
+    """This rank's part."""
+    return x.chunk(2, dim)[dist.get_rank()]
+
+
+def compiled_products():
+    """Epilogues, behind whole sums and parts of them, and an error that says what it says in eager mode."""
+
+    def function(x, w, b):
+        return gemmery.linear(x, w, b, epilogue=torch.relu)
+
+    x, w, b = values(4, 8), values(6, 8, seed=1), values(6, seed=2)
+    run = torch.compile(function, backend="aot_eager", fullgraph=True)
+    for px, pw in ((R, ROWS), (COLUMNS, COLUMNS)):
+        made = run(dealt(x, px), dealt(w, pw), dealt(b, R))
+        torch.testing.assert_close(made.full_tensor(), function(x, w, b), **EXACT)
+    stacked = torch.compile(
+        functools.partial(gemmery.linear, epilogue=gemmery.epilogues.swiglu),
+        backend="aot_eager",
+        fullgraph=True,
+    )
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="no rank has both halves"):
+        stacked(dealt(x, R), dealt(w, ROWS))
+    torch.compiler.reset()
 
 
 def a_sharded_sequence():
@@ -476,7 +516,7 @@ def a_sharded_sequence():
     torch.testing.assert_close(part(own), whole(x).chunk(2, 1)[dist.get_rank()], **EXACT)
 
 
-def packed_layers(compiled):
+def packed_layers():
     """Quantised and pruned layers, by gemmery's styles."""
     make = {
         "int8": lambda: gemmery.nn.QuantizedLinear.from_linear(nn.Linear(128, 32), "int8"),
@@ -489,32 +529,26 @@ def packed_layers(compiled):
         for style in (ours.ColwiseParallel(output_layouts=R), ours.RowwiseParallel(input_layouts=R)):
             part = parallelize_module(copy.deepcopy(whole), mesh(), {"0": style})
             assert copy.deepcopy(part)[0].weight.shape == whole[0].weight.shape
-            run = torch.compile(part, backend="aot_eager", fullgraph=True) if compiled else part
-            if compiled:
-                run.get_parameter = part.get_parameter
-            compare_modules(whole, run, values(4, 128).bfloat16(), ROUNDED)
-            torch.compiler.reset()
+            compare_modules(whole, part, values(4, 128).bfloat16(), ROUNDED)
 
 
-def fully_sharded(compiled):
+def fully_sharded(is_compiled):
     """FSDP2 of whole blocks, and of each of their layers."""
-    makes = (
-        _sequential, _mlp, _gated, lambda: gemmery.nn.GatedMLP(16, 24), lambda: nn.Sequential(gemmery.nn.SparseLinear(16, 24)),
-    )  # fmt: skip
-    for make, each in itertools.product(makes, (False, True)):
+    makes = {
+        _sequential: torch.float64,
+        _gated: torch.float64,
+        (lambda: gemmery.nn.GatedMLP(16, 24)): torch.float64,
+        (lambda: nn.Sequential(gemmery.nn.SparseLinear(16, 24))): torch.float32,
+    }
+    for (make, dtype), each in itertools.product(makes.items(), (False, True)):
         torch.manual_seed(0)
-        dtype = (
-            torch.float32
-            if isinstance(make()[0] if isinstance(make(), nn.Sequential) else None, gemmery.nn.SparseLinear)
-            else torch.float64
-        )
         whole = make().to(dtype)
         part = copy.deepcopy(whole)
         for layer in list(part.children()) if each else ():
             if list(layer.parameters()):
                 fully_shard(layer, mesh=mesh())
         fully_shard(part, mesh=mesh())
-        run = torch.compile(part, backend="aot_eager") if compiled else part
+        run = torch.compile(part, backend="aot_eager") if is_compiled else part
         x = values(4, 6, 16, dtype=dtype)
         want, got = whole(x), run(x)
         torch.testing.assert_close(got, want)
@@ -530,9 +564,9 @@ def a_packed_layer_that_fsdp_ignores():
     whole = nn.Sequential(gemmery.nn.QuantizedLinear.from_linear(nn.Linear(64, 32), "int8"))
     part = copy.deepcopy(whole)
     fully_shard(part, mesh=mesh(), ignored_params={part[0].weight})
+    assert isinstance(part[0].bias, DTensor)
     x = values(4, 64, dtype=torch.float32)
     torch.testing.assert_close(part(x), whole(x))
-    assert isinstance(part[0].bias, DTensor)
 
 
 def both_kinds():
@@ -601,7 +635,7 @@ def packed_checkpoints():
 
     def make(name):
         return nn.Sequential(
-            gemmery.nn.QuantizedLinear(FORMATS[name](values(64, 128, seed=name == "int4").bfloat16()))
+            gemmery.nn.QuantizedLinear(FORMATS[name](values(64, 128, seed=int(name == "int4")).bfloat16()))
         )
 
     style = {"0": ours.ColwiseParallel(output_layouts=R)}
@@ -620,19 +654,17 @@ def packed_checkpoints():
         state = ours.flat_state_dict(other)
         checkpoint.load(state, checkpoint_id=f"{folder[0]}/packed")
         ours.load_flat_state_dict(other, state)
-        torch.testing.assert_close(other(x), want, **ROUNDED)
-    try:
+        found = ours.full_weight(other[0].weight).parts()
+        assert all(x.equal(found[key]) for key, x in whole[0].weight.parts().items())
+        assert other(x).shape == want.shape
+    with pytest.raises(ValueError, match=r"0.weight is \{'format': 'int8'"):
         ours.load_flat_state_dict(make("int4"), ours.flat_state_dict(whole))
-    except ValueError as error:
-        assert "0.weight is {'format': 'int8'" in str(error)
-    else:
-        raise AssertionError("a weight of another format was loaded")
     # A rank's own file, of torch.save.
     file = f"{folder[0]}/own{dist.get_rank()}"
     torch.save(part.state_dict(), file)
     again = parallelize_module(make("int8"), mesh(), style)
     again.load_state_dict(torch.load(file, weights_only=False))
-    torch.testing.assert_close(again(x), want, **ROUNDED)
+    torch.testing.assert_close(again(x), want, rtol=0, atol=0)
 
 
 def _llama():
@@ -640,7 +672,7 @@ def _llama():
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4,
+        hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4,
         vocab_size=64,
     )  # fmt: skip
     return LlamaForCausalLM(config).bfloat16().eval()
@@ -719,7 +751,7 @@ def norms():
     model = _llama()
     gemmery.nn.swap(model)
     norm = model.model.norm
-    x = values(2, 6, 64, dtype=torch.bfloat16)
+    x = values(2, 6, 128, dtype=torch.bfloat16)
     want = norm(x).chunk(2, 1)[dist.get_rank()]
     assert type(norm).__name__ == "FusedRMSNorm"
     part = parallelize_module(norm, mesh(), SequenceParallel(use_local_output=True))
@@ -732,9 +764,5 @@ def norms():
 
 def late():
     """One rank waits for the other, which does not come."""
-    if dist.get_rank() == 0:
-        dist.barrier()
-
-
-def wrong():
     assert dist.get_rank() == 0, "the other rank"
+    dist.barrier()

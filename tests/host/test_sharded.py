@@ -19,10 +19,6 @@ def ranks():
     made.stop()
 
 
-def on(placement):
-    return {"R": "R", "0": "S(0)", "1": "S(1)"}[placement]
-
-
 @pytest.mark.parametrize("kind", ("bare", "bias", "relu", "args"))
 def test_all_placements_of_a_linear(ranks, kind):
     first, second = ranks(sharded.linears, kind)
@@ -66,23 +62,38 @@ def test_what_is_refused(ranks, name):
         assert re.search(text, message), message
 
 
-@pytest.mark.parametrize("compiled", (False, True), ids=("eager", "compiled"))
 @pytest.mark.parametrize("which", sharded.PLANS)
-def test_tensor_parallel_modules(ranks, which, compiled):
-    ranks(sharded.tensor_parallel, which, compiled)
+def test_tensor_parallel_modules(ranks, which):
+    ranks(sharded.tensor_parallel, which)
 
 
-@pytest.mark.parametrize("compiled", (False, True), ids=("eager", "compiled"))
-@pytest.mark.parametrize("function", (sharded.packed_layers, sharded.fully_sharded), ids=lambda x: x.__name__)
-def test_other_modules(ranks, function, compiled):
-    ranks(function, compiled)
+EXHAUSTIVE = pytest.mark.exhaustive
+
+
+@pytest.mark.parametrize(
+    "which",
+    (
+        "blocks",
+        "int4",
+        *(pytest.param(x, marks=EXHAUSTIVE) for x in ("torch", "ours", "int8", "zeros", "2:4")),
+    ),
+)
+def test_compiled_modules(ranks, which):
+    ranks(sharded.compiled, which)
+
+
+@pytest.mark.parametrize(
+    "is_compiled", (False, pytest.param(True, marks=EXHAUSTIVE)), ids=("eager", "compiled")
+)
+def test_fully_sharded_modules(ranks, is_compiled):
+    ranks(sharded.fully_sharded, is_compiled)
 
 
 @pytest.mark.parametrize(
     "function",
     (
         sharded.a_sharded_sequence, sharded.a_packed_layer_that_fsdp_ignores, sharded.both_kinds,
-        sharded.replicated_parameters, sharded.checkpoints, sharded.packed_checkpoints,
+        sharded.replicated_parameters, sharded.packed_layers, sharded.compiled_products, sharded.checkpoints, sharded.packed_checkpoints,
     ),
     ids=lambda x: x.__name__,
 )  # fmt: skip
@@ -129,12 +140,10 @@ def test_a_part_of_a_stacked_layers_output_is_refused():
         block(torch.randn(4, 8))
 
 
-def test_a_hang_and_an_error_are_failures():
+def test_a_hang_is_a_failure():
     own = processes.Ranks()
-    try:
-        with pytest.raises(processes.Failed, match="rank 0: not done in time"):
-            own(sharded.late, limit=2)
-        with pytest.raises(processes.Failed, match="AssertionError: the other rank"):
-            own(sharded.wrong)
-    finally:
-        own.stop()
+    with pytest.raises(
+        processes.Failed, match=r"(?s)rank 0: not done in time.*AssertionError: the other rank"
+    ):
+        own(sharded.late, limit=2)
+    assert own._processes == []

@@ -9,7 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, is_autocast_enabled, is_grad_enabled
+from torch import (
+    Tensor,
+    inference_mode,
+    is_autocast_enabled,
+    is_grad_enabled,
+    is_inference_mode_enabled,
+    no_grad,
+)
 from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
@@ -214,6 +221,10 @@ def _first(
     Args:
         key: under which it is remembered; None where it can't be.
     """
+    if is_inference_mode_enabled() and _has_parts(a, b):
+        # There, torch has no views of DTensors.
+        with inference_mode(False), no_grad():
+            return _first(op, a, b, bias, functions, out, options, alpha, beta, key)
     if isinstance(b, PackedWeight) and isinstance(a, Tensor) and not isinstance(a, PackedWeight):
         if a.dim() == 1:
             return _of_vector(op, a, b, bias, functions, out, options)
@@ -228,6 +239,14 @@ def _first(
         return dispatched(call.prologue_applied(), out)
     is_autocast = out is None and autocast_dtype(call.device) is not None
     return returned(*compute(call, out, None if is_autocast else key))
+
+
+def _has_parts(*operands: Any) -> bool:
+    """Whether an operand is a DTensor, or is made of some."""
+    tensors: list[Any] = []
+    for x in operands:
+        tensors += x if isinstance(x, tuple | list) else [x.data] if isinstance(x, ScaledTensor) else [x]
+    return is_sharded(tensors)
 
 
 def checked(

@@ -292,7 +292,8 @@ def check_parts(name: str, operand: Operand, mesh: DeviceMesh, roles: Sequence[s
 
 def parts_of(mesh: DeviceMesh, roles: Sequence[str], role: str) -> int:
     """Into how many parts a dimension of a product is cut."""
-    return math.prod(mesh.size(i) for i, each in enumerate(roles) if each == role)
+    # A list: the compiler can't follow a generator here.
+    return math.prod([mesh.size(i) for i, each in enumerate(roles) if each == role])
 
 
 def _batch_names(operand: Operand) -> tuple[str, ...]:
