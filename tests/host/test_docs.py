@@ -13,7 +13,7 @@ import gemmery
 import gemmery.nn
 from benchmarks import quantization_error
 from docs.hooks import drawings, repository, rungs
-from gemmery import epilogues, formats
+from gemmery import distributed, epilogues, formats
 from gemmery.epilogues import Untraceable, table
 from gemmery.formats import FORMATS, from_codes
 from gemmery.formats.checkpoints.torchao import READERS
@@ -148,6 +148,7 @@ def test_all_public_names_are_in_the_reference():
         *gemmery.__all__,
         *gemmery.nn.__all__,
         *gemmery.moe.__all__,
+        *distributed.__all__,
         *epilogues.__all__,
         *formats.__all__,
     }

@@ -18,6 +18,7 @@ MODULES = (
     *(f"formats.checkpoints.{name}" for name in (
         "assemble", "bitsandbytes", "compressed_tensors", "fp8", "gptq", "microscaling", "read", "sparse", "torchao", "words",
     )),
+    "distributed.state", "distributed.styles", "distributed.weights",
     *(f"nn.{name}" for name in ("foreign", "quantized", "quantizing", "replacing", "sparse", "sparsifying")),
 )  # fmt: skip
 MODULES += tuple(
