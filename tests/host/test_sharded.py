@@ -1,6 +1,7 @@
 """Products and modules of DTensors, on two ranks over gloo, against the same in one process."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +9,19 @@ import gemmery.nn
 from tests import ranks as processes
 from tests import sharded
 
+PAGE = " ".join((Path(__file__).parents[2] / "docs" / "distributed.md").read_text(encoding="utf-8").split())
+#: What `sharded.REFUSALS` has and the page quotes in full.
+QUOTED = (
+    "stacked",
+    "reduces",
+    "mixed bias",
+    "elementwise halves",
+    "words by x",
+    "groups",
+    "out",
+    "SparseLinear",
+    "stacked block",
+)
 # One worker starts the processes.
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -60,6 +74,7 @@ def test_what_is_refused(ranks, name):
     for found, message in ranks(sharded.refusal, name):
         assert found is kind
         assert re.search(text, message), message
+        assert name not in QUOTED or message in PAGE
 
 
 @pytest.mark.parametrize("which", sharded.PLANS)
