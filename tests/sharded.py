@@ -237,6 +237,33 @@ def scaled():
             torch.testing.assert_close(made.full_tensor(), want, rtol=1e-5, atol=1e-2)
 
 
+def others():
+    """A prologue, which is elementwise in torch; and a gradient of a gradient."""
+
+    def function(a, b, y):
+        return gemmery.matmul(a, b, prologue=lambda a, y: a * y, prologue_args=(y,))
+
+    for pa, pb in ((R, COLUMNS), (ROWS, R), (COLUMNS, ROWS)):
+        compare(function, [values(4, 8), values(8, 6, seed=1), values(4, 1, seed=2)], (pa, pb, R))
+
+    tensors = [values(4, 8), values(6, 8, seed=1), values(6, seed=2)]
+    for px, pw in itertools.product((R, ROWS, COLUMNS), repeat=2):
+        for epilogue in (None, torch.tanh):
+            parts = [dealt(x, p) for x, p in zip(tensors, (px, pw, R), strict=True)]
+            found = [_second_gradients(x, epilogue) for x in (tensors, parts)]
+            for a, b in zip(*found, strict=True):
+                torch.testing.assert_close(b.full_tensor(), a, **EXACT)
+
+
+def _second_gradients(tensors, epilogue):
+    """Gradients of a function of a linear product's gradients."""
+    x, w, b = (t.detach().requires_grad_() for t in tensors)
+    grads = torch.autograd.grad(
+        gemmery.linear(x, w, b, epilogue=epilogue).square().sum(), (x, w, b), create_graph=True
+    )
+    return torch.autograd.grad(sum(g.square().sum() for g in grads), (x, w, b))
+
+
 def lowered():
     """Under autocast, and in inference mode."""
     x, w = values(4, 8, dtype=torch.float32), values(6, 8, seed=1, dtype=torch.float32)
@@ -275,6 +302,13 @@ def _blocks():
         for x in (a, torch.ones(128, 2), b, torch.ones(1, 2))
     ]
     return gemmery.scaled_matmul(gemmery.ScaledTensor(*parts[:2]), gemmery.ScaledTensor(*parts[2:]))
+
+
+def _experts():
+    layer = gemmery.nn.Experts(2, 8, 16)
+    for name, parameter in list(layer.named_parameters()):
+        setattr(layer, name, nn.Parameter(dealt(parameter.detach(), ROWS)))
+    return layer(_X.float(), torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1))
 
 
 def _ordered():
@@ -334,6 +368,10 @@ REFUSALS = {
     ),
     "plan": (lambda: gemmery.plan(dealt(_X, R), dealt(_W.T, R)), ValueError, "plan: a tensor is a DTensor"),
     "groups": (_groups, ValueError, "can't have groups"),
+    "experts": (_experts, ValueError, "grouped_linear: a product of DTensors can't have groups"),
+    "block-sparse": (
+        lambda: gemmery.matmul(dealt(values(4, 16, dtype=torch.float32), R), torch.eye(16).to_sparse_bsr((16, 16))), ValueError, "block-sparse",
+    ),
     "scales of blocks": (_blocks, ValueError, "scales of blocks"),
     "strips": (
         lambda: ours.distribute_weight(gemmery.quantize(values(48, 64).bfloat16(), "int8"), mesh(), [Shard(-2)]),
@@ -489,9 +527,10 @@ def compiled_products():
     def function(x, w, b):
         return gemmery.linear(x, w, b, epilogue=torch.relu)
 
-    x, w, b = values(4, 8), values(6, 8, seed=1), values(6, seed=2)
-    run = torch.compile(function, backend="aot_eager", fullgraph=True)
-    for px, pw in ((R, ROWS), (COLUMNS, COLUMNS)):
+    w, b = values(6, 8, seed=1), values(6, seed=2)
+    run = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
+    for rows, (px, pw) in itertools.product((4, 6), ((R, ROWS), (COLUMNS, COLUMNS))):
+        x = values(rows, 8)
         made = run(dealt(x, px), dealt(w, pw), dealt(b, R))
         torch.testing.assert_close(made.full_tensor(), function(x, w, b), **EXACT)
     stacked = torch.compile(

@@ -15,14 +15,15 @@ from torch import Tensor
 
 from ..epilogues.function import Epilogue, captured_of, memoised, named
 from ..epilogues.results import returned
+from ..epilogues.trace import stand_ins
 from ..formats.scaled import ScaledTensor
 from ..formats.weight import PackedWeight
-from ..operands import Operand, rebuild
+from ..operands import DenseOperand, Operand, PairOperand, rebuild
 from .build import NOTHING, added, lowered, operands_of
-from .check import check_matrices, check_not_packed, check_scattered, check_tensor
+from .check import check_matrices, check_not_packed, check_scattered, check_tensor, dimensions
 from .dispatch import runs_again, whole
 from .epilogue import kept_types, types_of
-from .flat import arguments_of, call_of
+from .flat import arguments_of
 from .gradients import plain_product
 from .prologue import apply_prologue
 from .seen import autocast_dtype, is_sharded, wants_gradient
@@ -213,30 +214,47 @@ class _Traced:
         if self.epilogue is None:
             return ""
         given = self.epilogue.name if isinstance(self.epilogue, Epilogue) else self.epilogue
-        tensors, sizes, numbers, text, batch_invariant = arguments_of(call, "")
-        about = tuple([(tuple(x.shape), x.dtype) for x in tensors])
-        does: str = behaviour_of(given, about, tuple(sizes), tuple(numbers), text, batch_invariant)
+        shape = call.shape
+        inputs = tuple([_outline(call, i, x) for i, x in enumerate(call.inputs)])
+        # An answer, where a comparison of symbols would be a symbol.
+        is_odd = False
+        if shape[-1] % 2:
+            is_odd = True
+        does: str = behaviour_of(given, call.dtype, len(shape), is_odd, call.b.halves, call.biases, inputs)
         return does
+
+
+def _outline(call: Call, i: int, value: Any) -> Any:
+    """What decides what an epilogue does with an argument: of a tensor its dimensions and its type, not its sizes."""
+    if isinstance(value, Tensor):
+        return dimensions(call, i, value, call.shape), value.dtype
+    if value is None or isinstance(value, bool):
+        return value
+    return 1 if isinstance(value, int) else 1.0
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no types for it
 def behaviour_of(
-    given: str | Callable[..., Any], about: Any, sizes: Any, numbers: Any, text: str, batch_invariant: bool
-) -> str:
-    """See `sharded.behaviour`.
+    given: str | Callable[..., Any], dtype: torch.dtype, rank: int, is_odd: bool, halves: int, biases: int, inputs: Any
+) -> str:  # fmt: skip
+    """See `sharded.behaviour`; the compiler has sizes that are symbols, for which others stand in.
 
     Args:
         given: a plain function, or the name of an Epilogue.
-        about: shapes and types of the call's tensors.
-        sizes, numbers, text, batch_invariant: the rest of the call, see `flat`.
+        dtype, rank, is_odd: of the operands, of the product, and whether its number of columns is odd.
+        halves, biases: see `Operand.halves` and `Call`.
+        inputs: see `_outline`.
     """
     from .sharded import behaviour
 
     epilogue: Epilogue[Any, Any] = named(given) if isinstance(given, str) else memoised(given)
-    tensors = [torch.empty((), dtype=dtype).expand(shape) for shape, dtype in about]
-    call = call_of(tensors, sizes, numbers, text, batch_invariant)
+    sizes = stand_ins(rank, is_odd)[0]
+    a = torch.empty((*sizes.batch, sizes.M, 1), dtype=dtype)
+    b = torch.empty((*sizes.batch, 1, sizes.N // halves), dtype=dtype)
+    values = tuple([torch.empty(sizes.of(x[0]), dtype=x[1]) if isinstance(x, tuple) else x for x in inputs])
+    right = PairOperand(b, b) if halves == 2 else DenseOperand(b)
     function, captured = captured_of(epilogue)
-    return behaviour(replace(call, function=function, captured=captured, ready=False))
+    return behaviour(Call("matmul", DenseOperand(a), right, function, captured, values, biases, Options()))
 
 
 def _of_parts(call: Call, epilogue: Callable[..., Any] | None, out: Tensor | None) -> Any:

@@ -3,8 +3,8 @@
 For each dimension of the device mesh, one dimension of the product is sharded: rows (M), columns (N), a batch
 dimension, the sum (K), or none. The placements of the second operand decide which, then those of the first. All that
 goes in is redistributed to go with it, each rank runs the product of its local tensors as any other one, and the
-results become DTensors. `to_local` and `from_local` are differentiable, so that the gradients are those of the local
-product, and torch.compile traces all of this.
+results become DTensors. Both steps are differentiable, so that the gradients are those of the local product, and
+torch.compile traces all of this.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -130,8 +131,8 @@ def sharded(call: Call, ways: Ways) -> Any:
 
 def sharding_of(call: Call) -> Sharding:
     """How a call is sharded."""
-    mesh = _mesh(call)
     axes = _axes(call)
+    mesh = _mesh(call)
     of_a, of_b = len(call.a.tensors), len(call.b.tensors)
     tensors = call.tensors
     roles = []
@@ -325,12 +326,81 @@ def local_tensors(call: Call, how: Sharding, adds_once: bool) -> list[Tensor]:
 
 
 def _to_local(x: Tensor, wanted: list[Placement], of_gradient: list[Placement]) -> Tensor:
+    """A rank's part of a tensor that is placed as wanted.
+
+    Args:
+        of_gradient: how the gradients of the parts are placed.
+    """
     if not isinstance(x, DTensor):
         return x  # a number
     if list(x.placements) != wanted:
         x = x.redistribute(placements=wanted)
-    local: Tensor = x.to_local(grad_placements=of_gradient)
-    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+    if is_compiling():
+        # The compiler knows these, and has no second derivatives.
+        local: Tensor = x.to_local(grad_placements=of_gradient)
+        return local
+    return _Part.apply(x, of_gradient)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _from_local(x: Tensor, mesh: DeviceMesh, placements: list[Placement], shape: tuple[int, ...]) -> Tensor:
+    """A rank's part as a DTensor of a shape, of which the parts may differ in size."""
+    if is_compiling():
+        return _made(x, mesh, placements, shape)
+    # To parts of a sum the gradient is that of the sum.
+    of_gradient = [Replicate() if place.is_partial() else place for place in placements]
+    return _Whole.apply(x, mesh, placements, shape, of_gradient)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _made(x: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: tuple[int, ...]) -> Tensor:
+    strides = [1] if shape else []
+    for size in shape[:0:-1]:
+        strides.append(strides[-1] * max(size, 1))
+    # torch takes an empty shape for none.
+    sizes: dict[str, Any] = {"shape": torch.Size(shape), "stride": tuple(strides[::-1])} if shape else {}
+    made: Tensor = DTensor.from_local(x, mesh, placements, run_check=False, **sizes)
+    return made
+
+
+class _Part(torch.autograd.Function):
+    """A DTensor's local tensor. Its gradient is a `_Whole`, whose gradient is this again, so that all orders are right.
+
+    `to_local` and `from_local` of torch do not tell how second derivatives of partial sums are placed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, of_gradient: list[Placement]) -> Tensor:
+        ctx.mesh, ctx.placements, ctx.shape, ctx.of_gradient = (
+            x.device_mesh,
+            x.placements,
+            x.shape,
+            of_gradient,
+        )
+        local = x.to_local()
+        local = local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        made = _Whole.apply(grad, ctx.mesh, ctx.of_gradient, tuple(ctx.shape), ctx.placements)  # type: ignore[no-untyped-call]
+        return made, None
+
+
+class _Whole(torch.autograd.Function):
+    """A DTensor of local tensors; see `_Part`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: tuple[int, ...],
+        of_gradient: Sequence[Placement],
+    ) -> Tensor:  # fmt: skip
+        ctx.placements, ctx.of_gradient = placements, of_gradient
+        return _made(x, mesh, placements, shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[Any, ...]:
+        if list(grad.placements) != list(ctx.of_gradient):
+            grad = grad.redistribute(placements=ctx.of_gradient)
+        return _Part.apply(grad, ctx.placements), None, None, None, None  # type: ignore[no-untyped-call]
 
 
 class _Once(torch.autograd.Function):
@@ -338,12 +408,25 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, is_first: bool) -> Tensor:
+        ctx.is_first = is_first
         return x.view_as(x) if is_first else torch.zeros_like(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        # The gradient of the sum is the same on all ranks.
-        return grad, None
+        return _Everywhere.apply(grad, ctx.is_first), None  # type: ignore[no-untyped-call]
+
+
+class _Everywhere(torch.autograd.Function):
+    """The gradient of `_Once`: that of the sum, which is the same on all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, is_first: bool) -> Tensor:
+        ctx.is_first = is_first
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Once.apply(grad, ctx.is_first), None  # type: ignore[no-untyped-call]
 
 
 def local_sizes(call: Call, how: Sharding) -> list[int]:
@@ -399,14 +482,3 @@ def _whole_shape(call: Call, how: Sharding, does: str, local: Tensor) -> tuple[i
     if local.dim() < len(shape):
         return shape[:-1]
     return (*shape[:-1], shape[-1] // call.b.halves if "N" in how.roles else local.shape[-1])
-
-
-def _from_local(x: Tensor, mesh: DeviceMesh, placements: list[Placement], shape: tuple[int, ...]) -> Tensor:
-    """A rank's part as a DTensor of a shape, of which the parts may differ in size."""
-    strides = [1] if shape else []
-    for size in shape[:0:-1]:
-        strides.append(strides[-1] * max(size, 1))
-    # torch takes an empty shape for none.
-    sizes: dict[str, Any] = {"shape": torch.Size(shape), "stride": tuple(strides[::-1])} if shape else {}
-    made: Tensor = DTensor.from_local(x, mesh, placements, run_check=False, **sizes)
-    return made
