@@ -15,11 +15,19 @@ from ..epilogues.identity import Captured
 from ..epilogues.results import returned
 from ..operands import DenseOperand, Operand, rebuild
 from .check import check_out, check_scattered, result_dtype
+from .compute import inside
 from .epilogue import outputs_of
 from .flat import arguments_of
 from .fusible import warn
 from .gradients import Product, plain_product
-from .seen import check_forward_mode, in_transform, is_differentiated, is_sharded, wants_gradient
+from .seen import (
+    check_forward_mode,
+    in_transform,
+    is_differentiated,
+    is_sharded,
+    needs_dispatcher,
+    wants_gradient,
+)
 from .spec import Call, unchanged
 
 
@@ -100,10 +108,13 @@ class _Eager:
         return rebuild(operand.text, tensors, sizes)
 
     def run(self, call: Call) -> Any:
-        return dispatched(call, None)
+        if needs_dispatcher(call.tensors):
+            return dispatched(call, None)
+        return returned(*inside(call))
 
     def bare(self, call: Call) -> Tensor:
-        return whole(call)  # type: ignore[no-any-return]
+        made: Tensor = self.run(call)
+        return made
 
     def behind(self, call: Call, product: Tensor) -> Any:
         return returned(*outputs_of(call, product))
