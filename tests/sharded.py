@@ -311,6 +311,13 @@ def _experts():
     return layer(_X.float(), torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1))
 
 
+def _whole_state():
+    layer = nn.Sequential(gemmery.nn.QuantizedLinear(_PACKED))
+    state = copy.deepcopy(layer.state_dict())
+    parallelize_module(layer, mesh(), {"0": ours.ColwiseParallel()})
+    layer.load_state_dict(state)
+
+
 def _ordered():
     weight = _PACKED.with_parts(_PACKED.parts() | {"permutation": torch.arange(128).flip(0)})
     return ours.distribute_weight(weight, mesh(), [COLUMNS])
@@ -407,6 +414,7 @@ REFUSALS = {
         lambda: fully_shard(gemmery.nn.QuantizedLinear(_PACKED), mesh=mesh()), NotImplementedError, "ignored_params",
     ),
     "SparseLinear": (_sparse_linear, ValueError, "can't be tensor-parallel"),
+    "a whole state": (_whole_state, ValueError, "0.weight: one of .* consists of DTensors; both must be sharded alike"),
     "stacked block": (
         lambda: _block(gate_up=torch_styles.ColwiseParallel(), down=torch_styles.RowwiseParallel()), ValueError,
         "gate_up returns 16 columns and the block has 32",
@@ -598,6 +606,30 @@ def fully_sharded(is_compiled):
         torch.compiler.reset()
 
 
+def experts_and_a_way_back():
+    """FSDP2 of experts; and `undo` of a swap behind which the model was sharded."""
+    torch.manual_seed(0)
+    whole = gemmery.nn.Experts(4, 8, 16)
+    part = copy.deepcopy(whole)
+    fully_shard(part, mesh=mesh())
+    given = values(6, 8, dtype=torch.float32), torch.arange(12).view(6, 2) % 4, torch.full((6, 2), 0.5)
+    for module in (whole, part):
+        module(*given).square().sum().backward()
+    for a, b in zip(part.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(a.grad.full_tensor(), b.grad)
+
+    whole = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)).double()
+    part = copy.deepcopy(whole)
+    report = gemmery.nn.swap(part, precision="ieee")
+    parallelize_module(
+        part, mesh(), {"0": torch_styles.ColwiseParallel(), "1": torch_styles.RowwiseParallel()}
+    )
+    torch.testing.assert_close(part(values(4, 8)), whole(values(4, 8)), **EXACT)
+    report.undo()
+    assert type(part[0]) is nn.Linear
+    torch.testing.assert_close(part(values(4, 8)), whole(values(4, 8)), **EXACT)
+
+
 def a_packed_layer_that_fsdp_ignores():
     torch.manual_seed(0)
     whole = nn.Sequential(gemmery.nn.QuantizedLinear.from_linear(nn.Linear(64, 32), "int8"))
@@ -702,7 +734,7 @@ def packed_checkpoints():
     file = f"{folder[0]}/own{dist.get_rank()}"
     torch.save(part.state_dict(), file)
     again = parallelize_module(make("int8"), mesh(), style)
-    again.load_state_dict(torch.load(file, weights_only=False))
+    again.load_state_dict(torch.load(file, weights_only=True))
     torch.testing.assert_close(again(x), want, rtol=0, atol=0)
 
 

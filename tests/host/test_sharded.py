@@ -108,7 +108,7 @@ def test_fully_sharded_modules(ranks, is_compiled):
     "function",
     (
         sharded.a_sharded_sequence, sharded.a_packed_layer_that_fsdp_ignores, sharded.both_kinds,
-        sharded.replicated_parameters, sharded.packed_layers, sharded.compiled_products, sharded.checkpoints, sharded.packed_checkpoints,
+        sharded.replicated_parameters, sharded.experts_and_a_way_back, sharded.packed_layers, sharded.compiled_products, sharded.checkpoints, sharded.packed_checkpoints,
     ),
     ids=lambda x: x.__name__,
 )  # fmt: skip

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..api import linear
 from ..formats.weight import PackedWeight
+from ..product.seen import is_sharded
 
 
 class PackedLinear(nn.Module):
@@ -90,6 +91,13 @@ class PackedLinear(nn.Module):
         given = state_dict.get(f"{prefix}weight")
         is_assigned = local_metadata.get("assign_to_params_buffers", False)
         if not is_assigned and isinstance(given, self.KIND) and given.shape == self.weight.shape:
+            own = self.weight
+            assert isinstance(own, PackedWeight)
+            if is_sharded(own.parts().values()) != is_sharded(given.parts().values()):
+                raise ValueError(
+                    f"{prefix}weight: one of the layer's weight and the state dict's consists of DTensors; both must "
+                    "be sharded alike, so load a whole weight before the layer is sharded"
+                )
             # torch would copy, which needs the same layout and type. The parameter stays the object that it is, which
             # other layers may share.
             torch.utils.swap_tensors(self.weight, _parameter(given.to(self.weight.device).clone()))
