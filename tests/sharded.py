@@ -318,6 +318,12 @@ def _whole_state():
     layer.load_state_dict(state)
 
 
+def _adapter():
+    block = _gated()
+    block.up = nn.Sequential(block.up)
+    return parallelize_module(block, mesh(), ours.FeedForwardParallel())
+
+
 def _ordered():
     weight = _PACKED.with_parts(_PACKED.parts() | {"permutation": torch.arange(128).flip(0)})
     return ours.distribute_weight(weight, mesh(), [COLUMNS])
@@ -423,6 +429,7 @@ REFUSALS = {
         lambda: parallelize_module(gemmery.nn.GatedMLP(8, 16), mesh(), ours.FeedForwardParallel()), ValueError,
         "make it with stacked=False",
     ),
+    "a block with an adapter": (_adapter, TypeError, "up is a Sequential; it must be a Linear"),
     "a layer's style": (
         lambda: parallelize_module(gemmery.nn.Linear(8, 16), mesh(), ours.FeedForwardParallel()), TypeError,
         "module is a Linear",
@@ -577,6 +584,10 @@ def packed_layers():
             part = parallelize_module(copy.deepcopy(whole), mesh(), {"0": style})
             assert copy.deepcopy(part)[0].weight.shape == whole[0].weight.shape
             compare_modules(whole, part, values(4, 128).bfloat16(), ROUNDED)
+    whole = nn.Sequential(gemmery.nn.GatedMLP(64, 128, stacked=False)).bfloat16()
+    assert gemmery.nn.quantize(whole, "int8") == 3
+    part = parallelize_module(copy.deepcopy(whole), mesh(), {"0": ours.FeedForwardParallel()})
+    compare_modules(whole, part, values(4, 64).bfloat16(), ROUNDED)
 
 
 def fully_sharded(is_compiled):

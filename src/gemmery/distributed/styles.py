@@ -15,6 +15,7 @@ from ..nn.mlp import MLP, GatedMLP
 from ..nn.packed import PackedLinear
 from .weights import distribute_weight
 
+Layer = nn.Linear | PackedLinear
 #: A layer's placements as torch's styles have them: of the weight, and of the bias.
 COLUMN_WISE, ROW_WISE = (Shard(0), Shard(0)), (Shard(1), Replicate())
 
@@ -102,36 +103,46 @@ class FeedForwardParallel(ParallelStyle):
         )
 
 
-def _layers(block: nn.Module) -> list[nn.Module]:
+def _layers(block: nn.Module) -> list[Layer]:
     """The layers of a block, the last one last.
 
     Raises:
-        TypeError: it is no such block.
+        TypeError: it is no such block, or a layer is another module, such as an adapter.
         ValueError: gate and up are one weight.
     """
+    names: tuple[str, ...]
     if isinstance(block, MLP):
-        return [block.up, block.down]
-    if isinstance(block, GatedMLP):
+        names = ("up", "down")
+    elif isinstance(block, GatedMLP):
         if block.stacked:
             raise ValueError(
                 "FeedForwardParallel: gate and up of this GatedMLP are one weight, whose rows can't be sharded so that "
                 "each rank has halves of both; make it with stacked=False"
             )
-        return [block.gate, block.up, block.down]
-    if isinstance(block, FusedGatedMLP):
-        return [block.gate_proj, block.up_proj, block.down_proj]
-    raise TypeError(
-        f"FeedForwardParallel: module is a {type(block).__name__}; it must be a gemmery.nn.MLP, a GatedMLP or a "
-        "FusedGatedMLP"
-    )
+        names = ("gate", "up", "down")
+    elif isinstance(block, FusedGatedMLP):
+        names = ("gate_proj", "up_proj", "down_proj")
+    else:
+        raise TypeError(
+            f"FeedForwardParallel: module is a {type(block).__name__}; it must be a gemmery.nn.MLP, a GatedMLP or a "
+            "FusedGatedMLP"
+        )
+    found = []
+    for name in names:
+        layer = getattr(block, name)
+        if not isinstance(layer, Layer):
+            raise TypeError(
+                f"FeedForwardParallel: {name} is a {type(layer).__name__}; it must be a Linear, a QuantizedLinear or a "
+                "PrunedLinear"
+            )
+        found.append(layer)
+    return found
 
 
 def _shard(
-    layer: nn.Module, mesh: DeviceMesh, placements: tuple[Placement, Placement], src_data_rank: int | None
+    layer: Layer, mesh: DeviceMesh, placements: tuple[Placement, Placement], src_data_rank: int | None
 ) -> None:
     """Replace a layer's parameters by sharded ones."""
-    if not isinstance(layer, nn.Linear | PackedLinear):
-        raise TypeError(f"a layer is a {type(layer).__name__}; it must be a linear one")
     of_weight, of_bias = placements
     weight, bias = layer.weight, layer.bias
     if isinstance(layer, PackedLinear):
