@@ -112,7 +112,7 @@ def sparse_rows(format: SparseStage, numbers: Numbers = SPARSE) -> dict[tuple[st
     # A step of few bytes takes the loading warp as long as one of many.
     narrow = [
         f"{y}x{x}x{step} 0 {4 * groups} {Tile(x, y, groups, ROWS).most_stages(format)} 1.0 swap splits"
-        for x, groups, _ in sizes[: 2 if format.code else 1]
+        for x, groups, _ in sizes[: 1 if format.fp8 else 2]
         for y in NARROW
     ]
     lines = [*_rows(sizes, step, numbers, format), *narrow]
