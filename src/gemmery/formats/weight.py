@@ -252,11 +252,20 @@ def _share_memory(self: PackedWeight) -> PackedWeight:
     return self
 
 
+def _to_dense(
+    self: PackedWeight, dtype: torch.dtype | None = None, *, masked_grad: bool | None = None
+) -> Tensor:
+    """torch's own takes a wrapper for a dense tensor, and returns it as it is."""
+    found: Tensor = getattr(self, self.plain)(dtype)
+    return found
+
+
 #: torch's functions that do something of their own with a packed weight. Those that multiply are added where products
 #: are made, in `gemmery.api`.
 TORCH_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     Tensor.share_memory_: _share_memory,
+    Tensor.to_dense: _to_dense,
     Tensor.requires_grad_: _set_requires_grad,
     Tensor.requires_grad.__set__: _set_requires_grad,  # type: ignore[attr-defined]
 }

@@ -572,3 +572,10 @@ def negated(layout: Layout, tma: bool = False) -> tuple[int, ...]:
     """A matrix's batch steps as loaders take them; with `tma` they only say where it is shared."""
     # Negated, see `kernels.operands`.
     return tuple(-int(step != 0) if tma else -step for step in layout.steps)
+
+
+def refuse_gradients(named: Sequence[tuple[str, Tensor]], needs: Sequence[bool]) -> None:
+    """TypeError for a tensor of an operand that requires a gradient, of those that products compute none for."""
+    for (name, _), need in zip(named, needs, strict=True):
+        if need:
+            raise TypeError(f"no gradient for {name}, which requires one: call requires_grad_(False) on it")

@@ -23,7 +23,7 @@ from ..kernels import decoders
 from ..kernels.any_width_packed import DECODERS as STAGED
 from ..kernels.any_width_packed import StageFormat
 from ..kernels.packed import load_packed, unpack
-from .base import Access, Layout, Multiply, Operand, Spec, negated
+from .base import Access, Layout, Multiply, Operand, Spec, negated, refuse_gradients
 from .dense import DenseOperand
 
 if TYPE_CHECKING:
@@ -332,6 +332,7 @@ class PackedOperand(Operand):
         self, a: Tensor, grad: Tensor, multiply: Multiply, needs: tuple[bool, Sequence[bool]]
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """Of a alone: a packed weight has none."""
+        refuse_gradients(self.named("the weight"), needs[1])
         of_a = None
         if needs[0]:
             other = PackedOperand(self.weight, not self.transposed)

@@ -15,7 +15,7 @@ from ..epilogues.device import with_constants
 from ..formats.sparse import BLOCK, GROUP, INNER, SparseTensor, columns_each, padded, unpacked_metadata
 from ..kernels import sparse as loaders
 from ..kernels.any_width_sparse import SparseStage
-from .base import Access, Layout, Multiply, Operand, Spec, negated
+from .base import Access, Layout, Multiply, Operand, Spec, negated, refuse_gradients
 from .dense import AUTOCAST, DenseOperand, gradient_of
 from .packed import meta_proxy
 
@@ -300,6 +300,7 @@ class SparseOperand(Operand):
         self, a: Tensor, grad: Tensor, multiply: Multiply, needs: tuple[bool, Sequence[bool]]
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """Of a, and of the kept numbers: of the dense weight's gradient, the numbers in their places."""
+        refuse_gradients(self.named("the weight"), [needs[1][0] and bool(self.weight.code), *needs[1][1:]])
         of_a: Tensor | None = None
         of_tensors: list[Tensor | None] = [None] * len(self.tensors)
         if needs[0]:

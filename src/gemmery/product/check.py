@@ -32,6 +32,10 @@ def check_tensor(op: str, name: str, value: object) -> None:
     """TypeError unless `value` is a tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} is a {type(value).__name__}; it must be a torch.Tensor")
+    if isinstance(value, torch.sparse.SparseSemiStructuredTensor):
+        raise TypeError(
+            f"{op}: {name} is torch's semi-structured tensor; make a gemmery.SparseTensor of it by gemmery.sparsify"
+        )
     # The compiler can't ask that in a backward pass; the operator does.
     if not is_compiling() and value.layout != torch.strided:
         raise TypeError(f"{op}: {name} is sparse ({value.layout}); it must be a strided tensor")

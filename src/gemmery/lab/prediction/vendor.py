@@ -95,7 +95,7 @@ class Route:
 
 def route(problem: Problem) -> Route | None:
     """What torch launches for a problem; None where it has no such product."""
-    problem = _in_bf16(problem)
+    problem = _as_given(problem)
     if not _exists(problem):
         return None
     moved, copied, alignment = Copies(), [], {}
@@ -111,9 +111,11 @@ def route(problem: Problem) -> Route | None:
     return Route(problem, kind, moved, tuple(copied), kernels, elementwise, alignment)
 
 
-def _in_bf16(problem: Problem) -> Problem:
-    """With scales of 32 columns torch is given the same numbers in bf16, as `gemmery bench` measures it."""
+def _as_given(problem: Problem) -> Problem:
+    """What torch is given: a sparse weight as a dense one and, of scales of 32 columns, the numbers in bf16."""
     p = problem
+    if p.b.is_sparse:
+        return replace(p, b=Dense(p.b.dtype, (), 1, p.K, True))
     if not isinstance(p.b, Scaled) or p.b.step != MX_BLOCK:
         return p
     a, b = (Dense(torch.bfloat16, x.steps, x.row, x.col, x.aligned) for x in (p.a, p.b))
