@@ -4,6 +4,7 @@ import copy
 import io
 import itertools
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.sparse._semi_structured_conversions import (
 )
 
 import gemmery
+from gemmery import epilogues
 from gemmery.formats import SparseTensor, load_safetensors, save_safetensors, sparsify
 from gemmery.formats.sparse import (
     check_metadata,
@@ -251,6 +253,17 @@ def test_torchs_own_is_taken_without_a_copy(monkeypatch):
     assert ours.metadata.data_ptr() == theirs.meta.data_ptr()
     odd = sparsify(values(48, 32)).dense()
     assert sparsify(SparseSemiStructuredTensorCUTLASS(odd)).dense().equal(odd)
+
+
+def test_products_do_not_take_torchs_own():
+    dense = sparsify(values(64, 128)).dense()
+    packed, meta = sparse_semi_structured_from_dense_cutlass(dense)
+    theirs = torch.sparse.SparseSemiStructuredTensorCUTLASS(dense.shape, packed, meta, None, None, None)
+    with pytest.raises(
+        TypeError, match=r"linear: weight is torch's semi-structured tensor; make a .* by gemmery"
+    ):
+        gemmery.linear(values(5, 128), theirs)
+    assert sparsify(theirs).dense().equal(dense)
 
 
 @pytest.mark.parametrize("batch", [(), (2,), (2, 3)])
@@ -686,3 +699,33 @@ def test_gradients_of_kept_numbers():
     found = w.with_parts(w.parts() | {"values": w.values.grad}).dense().double()
     want = torch.where(w.dense() != 0, dense.grad, 0)
     assert (found - want).norm() < 2e-2 * want.norm()
+
+
+@pytest.mark.parametrize(("code", "part"), [("int8", "channel"), ("int4", "scales")])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_scales_have_no_gradients(code, part, is_compiled):
+    x, w = values(5, 128), gemmery.quantize(sparsify(values(64, 128)), code)
+    getattr(w, part).requires_grad_()
+    linear = torch.compile(gemmery.linear, backend="aot_eager") if is_compiled else gemmery.linear
+    error = torch._dynamo.exc.BackendCompilerFailed if is_compiled else TypeError
+    with pytest.raises(error, match=f"no gradient for the weight's {part}, which requires one"):
+        linear(x, w).sum().backward()
+
+
+def test_what_a_kernel_does_not_take_is_told_on_the_cpu():
+    x, w = values(5, 128), sparsify(values(60, 128))
+    with pytest.warns(UserWarning, match="on a GPU .* raises an error: .* 60 rows; .* a multiple of 64"):
+        y = gemmery.linear(x, w, epilogue=epilogues.swiglu)
+    assert y.shape == (5, 30)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gemmery.linear(x, sparsify(values(64, 128)), epilogue=epilogues.swiglu)
+
+
+@pytest.mark.parametrize("code", ["", "int8", "int4"])
+def test_torchs_way_to_a_dense_tensor(code):
+    w = sparsify(values(60, 128))
+    w = gemmery.quantize(w, code) if code else w
+    assert type(w.to_dense()) is torch.Tensor
+    assert w.to_dense().equal(w.dense())
+    assert w.to_dense(torch.float32).equal(w.dense(torch.float32))

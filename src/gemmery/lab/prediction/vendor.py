@@ -95,6 +95,7 @@ class Route:
 
 def route(problem: Problem) -> Route | None:
     """What torch launches for a problem; None where it has no such product."""
+    unpacked = problem.b.is_packed or problem.b.is_sparse
     problem = _as_given(problem)
     if not _exists(problem):
         return None
@@ -106,7 +107,7 @@ def route(problem: Problem) -> Route | None:
             copied.append(name)
     if problem.epilogue == "add_matrix":
         moved += Copies.of(problem.matrices * problem.M * problem.N, problem.out.dtype.itemsize, 1)
-    kernels, elementwise = _behind(problem)
+    kernels, elementwise = _behind(problem, unpacked)
     kind = _kind(problem, min(alignment.values()))
     return Route(problem, kind, moved, tuple(copied), kernels, elementwise, alignment)
 
@@ -188,7 +189,7 @@ def _kind(problem: Problem, alignment: int) -> str:
     return "tf32" if p.precision == "tf32" else "fp32"
 
 
-def _behind(problem: Problem) -> tuple[int, int]:
+def _behind(problem: Problem, unpacked: bool) -> tuple[int, int]:
     """Elementwise kernels that torch launches for an epilogue, one for each operator, and the bytes that they move.
 
     Scales of a weight that torch has unpacked, and of operands whose product has them in it, are none.
@@ -196,7 +197,7 @@ def _behind(problem: Problem) -> tuple[int, int]:
     p = problem
     if p.fusion is None:
         return 0, 0
-    quantized = p.b.is_packed or p.a.dtype.itemsize == 1
+    quantized = unpacked or p.a.dtype.itemsize == 1
     size = p.matrices * p.M * p.out_n * p.out.dtype.itemsize
     blocks, factors = {"acc", "left", "right"}, set()
     kernels = moved = 0
