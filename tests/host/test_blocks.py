@@ -428,7 +428,14 @@ def test_errors_of_products():
         (x.T, x.T),
         epilogue=F.silu,
     )
-    refuses(TypeError, "a prologue applies only to a dense operand; apply it to the values", gemmery.matmul, w, x.T, prologue=F.silu)
+    refuses(
+        TypeError,
+        "a prologue applies only to a dense operand; apply it to the values",
+        gemmery.matmul,
+        w,
+        x.T,
+        prologue=F.silu,
+    )
     packed = gemmery.quantize(torch.randn(32, 64), "int8")
     refuses(TypeError, "b is packed", gemmery.matmul, w, packed)
     csr = torch.eye(64).to_sparse_csr()

@@ -168,7 +168,9 @@ def test_all_files_are_written(folder, capsys):
         ["torch's BSR", "0, 1 failed", "failed", "≥ 1.30: **missed**"],
         ["dense cuBLAS", "1", "**3.00** · 3.00 · 3.00", ""],
     ]
-    assert "- NVIDIA H200, torch 2, Triton 3.6.0, CUDA 13, commit c, 2026-01-02, 3 rounds: 3 products." in text
+    assert (
+        "- NVIDIA H200, torch 2, Triton 3.6.0, CUDA 13, commit c, 2026-01-02, 3 rounds: 3 products." in text
+    )
     assert "The bar is the least ratio, set as a goal beforehand: met, or missed." in text
     rows = pages["rows"].read_text()
     assert "## sparse_decode, bf16, seed 7" in rows
