@@ -50,7 +50,7 @@ class SlicedSparse(Tile):
     archs = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
     # Those whose Gluon has the names that the kernel is written in.
     versions = ("3.6", "3.7", "3.8", "3.9")
-    reason = "for 2:4 sparse weights and up to 64 rows, where a config or tuning says so"
+    reason = "for 2:4 sparse weights and up to 64 rows, where a config says so"
     instruction = "mma.sp::ordered_metadata"
     splits = (2, 4, 8)
     # No GPU has timed it yet.
