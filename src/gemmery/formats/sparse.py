@@ -81,8 +81,11 @@ class SparseTensor(PackedWeight):
     metadata: Tensor
     scales: Tensor | None
     permutation = None
+    FORMATS = (PATTERN,)
 
     @staticmethod
+    state = "sparse"
+    prepared_by = "prune the model first with gemmery.nn.sparsify"
     def __new__(
         cls,
         shape: tuple[int, ...] | torch.Size,
