@@ -65,7 +65,7 @@ class SparseTensor(PackedWeight):
             `QuantizedTensor`.
         channel: float32, (*batch, N) or (1,): numbers by which rows are multiplied, as in `QuantizedTensor`.
         code: "e4m3" or "int8" for kept numbers of 8 bits, "int4" for those of 4, "" for those of 16. None may be the
-            NaN of e4m3, 0x7f or 0xff, for which kernels have no time; `values` that are given are checked.
+            NaN of e4m3, 0x7f or 0xff, which kernels would read as 480; `values` that are given are checked.
         dtype: of the activations, with a `code`: float16 or bfloat16, in which all numbers of all codes are exact.
         group_size: columns that share one of `scales`, a power of two of at least 32; 0 where there are no scales.
 
