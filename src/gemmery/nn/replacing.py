@@ -106,9 +106,11 @@ class _Walk:
         """Why a layer is not to be packed; None if it is."""
         if isinstance(layer, PackedLinear):
             return f"it is {layer.KIND.state} already"
-        if isinstance(layer, Experts) and layer.packed:
-            weight = next(x for x in layer._parameters.values() if isinstance(x, PackedWeight))
-            return f"it is {weight.state} already"
+        if isinstance(layer, Experts):
+            weights: list[Tensor | None] = [*layer._parameters.values()]
+            for weight in weights:
+                if isinstance(weight, PackedWeight):
+                    return f"it is {weight.state} already"
         named = [x for x in self.skip if matches(path, x)]
         self.used.update(named)
         pattern = next(iter(named), None)
