@@ -437,7 +437,9 @@ def test_errors_of_products():
         prologue=F.silu,
     )
     packed = gemmery.quantize(torch.randn(32, 64), "int8")
-    refuses(TypeError, "b is packed", gemmery.matmul, w, packed)
+    refuses(
+        TypeError, "b is a QuantizedTensor; sparse and quantised weights must be", gemmery.matmul, w, packed
+    )
     csr = torch.eye(64).to_sparse_csr()
     refuses(TypeError, "linear: weight is sparse (torch.sparse_csr)", gemmery.linear, x, csr)
     refuses(TypeError, "addmm: input is sparse", gemmery.addmm, w, x, x.T)

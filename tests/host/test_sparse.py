@@ -17,6 +17,7 @@ from torch.sparse._semi_structured_conversions import (
 import gemmery
 from gemmery import epilogues
 from gemmery.formats import SparseTensor, load_safetensors, save_safetensors, sparsify
+from gemmery.formats.kept import CODES
 from gemmery.formats.sparse import (
     check_metadata,
     packed_metadata,
@@ -25,6 +26,7 @@ from gemmery.formats.sparse import (
     transposable_mask,
     unpacked_metadata,
 )
+from gemmery.operands.sparse import DECODERS
 
 BF16, F16 = torch.bfloat16, torch.float16
 #: Whole blocks of 32 rows and 64 columns, parts of them, a batch of one and of two dimensions, and no rows.
@@ -102,7 +104,7 @@ def test_the_largest_two_of_four_are_kept(shape, dtype):
     rows, columns = padded(*shape[-2:])
     assert w.values.shape == (*shape[:-2], rows, columns // 2)
     assert w.metadata.shape == (*shape[:-2], columns // 32, rows)
-    check_metadata(w.metadata)
+    check_metadata(w.metadata, "test")
     assert not w.values[..., shape[-2] :, :].any()
     assert not w.values[..., shape[-1] // 2 :].any()
 
@@ -137,7 +139,7 @@ def test_as_is_keeps_what_is_there(pattern):
     x = x.repeat(5, 17)
     w = sparsify(x, method="as_is")
     assert w.dense().equal(x)
-    check_metadata(w.metadata)
+    check_metadata(w.metadata, "test")
 
 
 def test_as_is_names_the_first_place_with_too_many():
@@ -251,6 +253,14 @@ def test_torchs_own_is_taken_without_a_copy(monkeypatch):
     assert ours.dense().equal(dense)
     assert ours.values is theirs.packed
     assert ours.metadata.data_ptr() == theirs.meta.data_ptr()
+    turned = SparseSemiStructuredTensorCUTLASS(dense)
+    turned.packed = turned.meta = None
+    with pytest.raises(
+        ValueError, match=r"sparsify: weight is the transpose of .*, \(64, 128\); .* without .t\(\)"
+    ):
+        sparsify(turned)
+    with pytest.raises(TypeError, match=r"quantize: w is torch's .*; quantise gemmery.sparsify\(w\)"):
+        gemmery.quantize(theirs, "int8")
     odd = sparsify(values(48, 32)).dense()
     assert sparsify(SparseSemiStructuredTensorCUTLASS(odd)).dense().equal(odd)
 
@@ -273,7 +283,7 @@ def test_metadata_there_and_back(batch):
     words = packed_metadata(nibbles)
     assert words.shape == (*batch, 4, 64)
     assert unpacked_metadata(words).equal(nibbles)
-    check_metadata(words)
+    check_metadata(words, "test")
 
 
 @pytest.mark.parametrize("nibble", UNDEFINED)
@@ -285,7 +295,8 @@ def test_undefined_metadata_is_refused(nibble):
     wrong = w.with_parts(w.parts() | {"metadata": packed_metadata(nibbles)})
     tensors, texts = wrong.to_tensors()
     with pytest.raises(
-        ValueError, match=r"row 37, columns 36 to 39 have the places \d and \d; the first must be below"
+        ValueError,
+        match=r"from_tensors: in the metadata, row 37, columns 36 to 39 have the places \d and \d; the first must be",
     ):
         SparseTensor.from_tensors(tensors, texts)
     with pytest.raises(ValueError, match="row 37, columns 36 to 39"):
@@ -359,6 +370,37 @@ def test_bytes_of_int4():
     assert repr(int4(64, 256, group_size=128)) == text
 
 
+def test_a_type_that_is_asked_for_rounds_scales_alone():
+    """As in a dense weight: numbers that float16 can't hold are no error where float32 scales hold them."""
+    w = sparsify(torch.tensor([[864256.0, 0, 0, 3], [1e-9, 0, -2e-9, 0]]).bfloat16())
+    for format in ("int8", "e4m3"):
+        q = gemmery.quantize(w, format, dtype=F16)
+        assert q.dtype == F16
+        check_equal(q.bfloat16(), gemmery.quantize(w, format))
+        torch.testing.assert_close(q.dense(torch.float32), w.dense().float(), rtol=2**-4, atol=1e4)
+        assert q.dense(torch.float32)[1, 2] != 0
+    text = "quantize: w has 864256, which torch.float16 can't hold: its largest number is 65504"
+    with pytest.raises(ValueError, match=text):
+        gemmery.quantize(w, "int4", group_size=32, dtype=F16)
+    dense = values(40, 100) * 1e-4
+    for group_size in (0, 32):
+        q = gemmery.quantize(sparsify(dense), "int4", group_size=group_size, dtype=F16)
+        want = gemmery.quantize(sparsify(dense).dense(), "int4", group_size=group_size, dtype=F16)
+        assert q.dense().equal(want.dequantize())
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_bsr, torch.sparse_coo])
+def test_torchs_sparse_layouts_are_refused(layout):
+    x = torch.eye(64)
+    x = x.to_sparse_bsr((16, 16)) if layout == torch.sparse_bsr else x.to_sparse()
+    with pytest.raises(
+        TypeError, match=rf"sparsify: weight is sparse \({layout}\); it must be a strided tensor"
+    ):
+        sparsify(x)
+    with pytest.raises(TypeError, match=rf"quantize: w is sparse \({layout}\); it must be a strided tensor"):
+        gemmery.quantize(x, "int8")
+
+
 def test_errors_of_quantize():
     w = sparsify(values(40, 100))
     for arguments, text in (
@@ -373,9 +415,27 @@ def test_errors_of_quantize():
         ),
         ({"format": "int4", "symmetric": False}, "a sparse weight has no zero points"),
         ({"format": "nf4"}, "format is 'nf4' for a sparse weight; it must be one of e4m3, int8, int4"),
+        (
+            {"format": "int8", "scale": "tensor"},
+            "a sparse weight has no zero points, and no scale of the tensor",
+        ),
+        ({"format": "int8", "scale": "foo"}, "scale is 'foo'; it must be 'tensor', 'channel' or 'block'"),
+        (
+            {"format": "e4m3", "dtype": torch.int8},
+            "dtype is torch.int8; it must be torch.float16 or torch.bf",
+        ),
+        ({"format": "int4", "dtype": torch.float32}, "dtype is torch.float32; it must be torch.float16 or"),
+        ({"format": "int8", "dtype": "half"}, "dtype is half; it must be torch.float16 or torch.bfloat16"),
     ):
         with pytest.raises(ValueError, match=f"quantize: {text}"):
             gemmery.quantize(w, **arguments)
+    for arguments, text in (
+        ({"symmetric": "no"}, "symmetric is 'no'; it must be True or False"),
+        ({"group_size": True}, "group_size is True; it must be an int or None"),
+        ({"group_size": 32.0}, "group_size is 32.0; it must be an int or None"),
+    ):
+        with pytest.raises(TypeError, match=f"quantize: {text}"):
+            gemmery.quantize(w, "int4", **arguments)
     for code, bits in (("int4", 4), ("e4m3", 8)):
         with pytest.raises(ValueError, match=f"have {bits} bits already"):
             gemmery.quantize(gemmery.quantize(w, code), "int4")
@@ -632,6 +692,38 @@ def test_errors_of_the_constructor_with_int4(change, error, text):
         SparseTensor(**given)
 
 
+@pytest.mark.parametrize("bits", [0x7F, 0xFF])
+def test_nan_among_codes_is_refused(bits):
+    """Kernels would make 480 of it, and the reference NaN."""
+    w = gemmery.quantize(sparsify(values(2, 40, 100)), "e4m3")
+    w.values[1, 37, 9] = torch.tensor(bits, dtype=torch.uint8).view(torch.int8)
+    text = rf"SparseTensor: values\[1, 37, 9\] is {bits:#x}, NaN in e4m3; .* must be finite"
+    with pytest.raises(ValueError, match=text):
+        made_again(w)
+    with pytest.raises(ValueError, match=text):
+        SparseTensor.from_tensors(*w.to_tensors())
+    with pytest.raises(ValueError, match=text):
+        pickle.loads(pickle.dumps(w))
+    # On meta there is nothing to see, and what is made of a weight is not looked at again.
+    made_again(w.to("meta"))
+    assert w[1].shape == (40, 100)
+
+
+def test_every_code_has_a_decoder_and_comes_back():
+    assert CODES.keys() == DECODERS.keys()
+    for code in CODES.values():
+        numbers = torch.tensor([[0.0, -1, 7, 4]]).half()
+        stored = code.to_values(numbers)
+        assert code.to_numbers(stored).to(F16).equal(numbers)
+        assert stored.shape[-1] * code.each == 8
+        assert stored.dtype == (torch.int8 if code.name else F16)
+
+
+def test_quantize_makes_no_nan_of_tiny_numbers():
+    w = sparsify(torch.full((1, 4), 2.0**-133).bfloat16())
+    made_again(gemmery.quantize(w, "e4m3"))
+
+
 def test_tensors_and_texts():
     w = full()
     tensors, texts = w.to_tensors("a.")
@@ -664,9 +756,13 @@ def test_tensors_and_texts_of_int4():
 
 def test_what_is_not_supported_says_so():
     w = full()
-    for act in (lambda: w + 1, lambda: w.view(-1), w.zero_, lambda: torch.ones(72, 196).copy_(w)):
+    for act in (lambda: w + 1, lambda: w.view(-1), w.zero_):
         with pytest.raises(NotImplementedError, match=r"not defined for SparseTensor.*its dense\(\)"):
             act()
+    with pytest.raises(
+        TypeError, match=r"copy_: a plain tensor can't take SparseTensor.*, but its dense\(\)"
+    ):
+        torch.ones(72, 196).copy_(w)
     for act in (lambda: w.mT, lambda: w.t(), lambda: w.T):
         with pytest.raises(NotImplementedError, match="matmul and bmm take it as it is"):
             act()

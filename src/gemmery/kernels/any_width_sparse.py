@@ -43,7 +43,7 @@ def _registers(which: int, i: int, half: int) -> list[str]:
 
 
 def _of_e4m3(register: str, kind: str) -> str:
-    """Assembly that makes a pair of numbers of two bytes in `both`."""
+    """Assembly that makes a pair of numbers of two bytes in `both`, neither of which is NaN: one would become 480."""
     if kind == "f16":
         return f"cvt.rn.f16x2.e4m3x2 {register}, both;"
     # Exponents of bfloat16 count from 2^-127, those of e4m3 from 2^-7. Conversions would take longer.
@@ -67,8 +67,8 @@ def _of_int8(register: str, kind: str) -> str:
     )
 
 
-#: What writes the assembly that makes numbers of codes.
-_DECODE = {"e4m3": _of_e4m3, "int8": _of_int8}
+#: What writes the assembly that makes numbers of codes. Other codes take no tiles of any width.
+DECODE = {"e4m3": _of_e4m3, "int8": _of_int8}
 
 
 class SparseStage(NamedTuple):
@@ -187,7 +187,7 @@ class SparseStage(NamedTuple):
         for n, register in enumerate(_registers(which, i, 0) + _registers(which, i, 1)):
             half, rest = divmod(n, 4)
             at = ROWS * ROW8 * i + 16 * half + 8 * (rest // 2) + 8 * ROW8 * (rest % 2)
-            lines.append(f"ld.shared.b16 both, [bytes + {at}]; {_DECODE[self.code](register, kind)}")
+            lines.append(f"ld.shared.b16 both, [bytes + {at}]; {DECODE[self.code](register, kind)}")
         return "".join(lines)
 
     def _words(self, register: str, at: int) -> str:

@@ -148,7 +148,7 @@ class Packed(Spec):
 
     def refusal(self, problem: Problem, config: Config) -> str | None:
         if not config.swap or config.rest_n:
-            return "packed weights need swap, in the tile schedule, and a block_n that is a power of two"
+            return "packed weights need swap=True and, in the tile schedule, a block_n that is a power of two"
         if config.block_k % (step := block_columns(self.packed_bits)):
             return f"block_k must be a multiple of {step} for {self.packed_bits} bits"
         if problem.paired and config.block_n < 2 * STRIP:

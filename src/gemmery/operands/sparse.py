@@ -12,9 +12,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..epilogues.device import with_constants
-from ..formats.sparse import BLOCK, GROUP, INNER, SparseTensor, columns_each, padded, unpacked_metadata
+from ..formats.kept import CODES
+from ..formats.sparse import BLOCK, GROUP, INNER, SparseTensor, padded, unpacked_metadata
 from ..kernels import sparse as loaders
-from ..kernels.any_width_sparse import SparseStage
+from ..kernels.any_width_sparse import DECODE, SparseStage
 from .base import Access, Layout, Multiply, Operand, Spec, negated, refuse_gradients
 from .dense import AUTOCAST, DenseOperand, gradient_of
 from .packed import meta_proxy
@@ -55,7 +56,7 @@ class Sparse(Spec):
         rows, columns = padded(N, K)
         metadata = Layout(torch.int32, (), rows, 1, aligned[1])
         scales = Layout(dtype, (), rows, 1, aligned[2]) if group else None
-        col = columns // columns_each(code)
+        col = columns // CODES[code].each
         return cls(dtype, steps, 1, col, aligned[0], None, matrices, metadata, code, group, scales)
 
     @property
@@ -70,9 +71,9 @@ class Sparse(Spec):
 
     @property
     def kind(self) -> str:
-        if self.code == "int4":
-            return "sparse4"
-        return "sparse fp8" if self.is_8_bit else "sparse8" if self.code else "sparse"
+        if self.is_8_bit:
+            return "sparse fp8"
+        return f"sparse{CODES[self.code].bits}" if self.code else "sparse"
 
     @property
     def stored(self) -> torch.dtype:
@@ -85,7 +86,7 @@ class Sparse(Spec):
     @property
     def bits(self) -> float:
         """Of a number of the matrix: half of one that is kept, and its place."""
-        return self.stored.itemsize * 8 / columns_each(self.code) + 1
+        return self.stored.itemsize * 8 / CODES[self.code].each + 1
 
     def strides_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Values and metadata are contiguous."""
@@ -94,9 +95,9 @@ class Sparse(Spec):
     @property
     def staged(self) -> SparseStage | None:
         """See `Spec.staged`. Numbers of 4 bits have none."""
-        if self.code == "int4":
-            return None
-        return SparseStage(fp8=True) if self.is_8_bit else SparseStage(self.code)
+        if self.is_8_bit:
+            return SparseStage(fp8=True)
+        return SparseStage(self.code) if not self.code or self.code in DECODE else None
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
@@ -108,7 +109,7 @@ class Sparse(Spec):
         N, K = padded(cols, rows)
         # The layouts of metadata and scales have no steps between matrices.
         shared = [(self.matrices * -(-rows // self.group), N)] if self.group else []
-        return [(self.matrices, N, K // columns_each(self.code)), (self.matrices * K // BLOCK, N), *shared]
+        return [(self.matrices, N, K // CODES[self.code].each), (self.matrices * K // BLOCK, N), *shared]
 
     def bytes(self, rows: int, cols: int, batch: tuple[int, ...]) -> int:
         """Of each matrix that there is, with metadata and scales."""
@@ -137,10 +138,10 @@ class Sparse(Spec):
 
     def refusal(self, problem: Problem, config: Config) -> str | None:
         if not config.swap or config.rest_n:
-            return "sparse weights need swap, in the tile schedule, and a block_n that is a power of two"
+            return "sparse weights need swap=True and, in the tile schedule, a block_n that is a power of two"
         if config.block_k % BLOCK:
             return f"block_k must be a multiple of {BLOCK} for sparse weights"
-        least = LEAST_BOX * columns_each(self.code) // self.stored.itemsize
+        least = LEAST_BOX * CODES[self.code].each // self.stored.itemsize
         if config.loader == "descriptor" and config.block_k < least:
             return f"block_k must be at least {least} for descriptors of sparse weights of {self.code}"
         return None
@@ -153,6 +154,13 @@ class Sparse(Spec):
         return f"{self.code or Layout.__str__(self)}{group}/2:4"
 
 
+#: The device function that decodes kept numbers in registers, by the code's name.
+DECODERS = {
+    "": loaders.decode_stored,
+    "e4m3": loaders.decode_e4m3,
+    "int8": loaders.decode_int8,
+    "int4": loaders.decode_int4,
+}
 #: Bytes of a row that a tensor descriptor loads at least.
 LEAST_BOX = 16
 
@@ -176,7 +184,7 @@ class SparseAccess(Access):
         values = tensors[0]
         if not self.tma:
             return values
-        each = columns_each(self.spec.code)
+        each = CODES[self.spec.code].each
         row, block = self.columns // each, [block_cols, block_rows // each]
         if self.paired:
             half = self.rows // 2
@@ -191,8 +199,15 @@ class SparseAccess(Access):
 
 @functools.cache
 def loader(tma: bool, paired: bool, code: str, group: int, dtype: str) -> Any:
-    """The loader of a kind of sparse weights; see `kernels.sparse.load_sparse`."""
-    return with_constants(loaders.load_sparse, TMA=tma, PAIRED=paired, CODE=code, GROUP=group, DTYPE=dtype)
+    """The loader of a kind of sparse weights; see `kernels.sparse.load_sparse`.
+
+    Args:
+        code: what is decoded; "" for what stays as it is.
+    """
+    return with_constants(
+        loaders.load_sparse, TMA=tma, PAIRED=paired, DECODE=DECODERS[code], EACH=CODES[code].each, GROUP=group,
+        DTYPE=dtype,
+    )  # fmt: skip
 
 
 class SparseOperand(Operand):
