@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gemmery import Config, epilogues, quantize, schedules
-from gemmery.kernels import any_width_cut, any_width_packed, order, place
+from gemmery.kernels import any_width_cut, any_width_packed, any_width_stage, order, place
 from gemmery.lab.abstract import abstract_problem, linear_problem
 from gemmery.lab.fused_targets import abstract_sparse
 from gemmery.schedules import any_width_binding, any_width_compiled, any_width_tile, walk
@@ -97,7 +97,7 @@ def check_widths(p, rows, most):
         k, tile, format = binding.constants, tile_of(config), p.b.staged
         assert tile.y in k["WIDTHS"]
         assert max(k["WIDTHS"]) <= tile.widest(any_width_tile.numbers_for(p))
-        x_bytes = any_width_packed.x_bytes(tile.x, format) + any_width_packed.params_bytes(tile.x, format)
+        x_bytes = any_width_stage.x_bytes(tile.x, format) + any_width_stage.params_bytes(tile.x, format)
         assert (
             config.num_stages * (x_bytes + tile.y * any_width_tile.ROW) <= k["RING_ROWS"] * any_width_tile.ROW
         )
@@ -111,7 +111,7 @@ def test_widths_of_packed_weights_share_kernels():
     p = abstract_problem(3000, 1024, 4096, device=H200, weight="int4")
     for tile in tiles_of("hopper", kind_of(p)):
         if tile.config.schedule in BOTH and tile_of(tile.config).own == 64:
-            assert len(tile_of(tile.config).widths("packed", "rows", None)) > 2, tile.config
+            assert len(tile_of(tile.config).widths(p.b.staged, "rows", None)) > 2, tile.config
 
 
 @pytest.mark.parametrize("well", [(96, 112, 128, 64, 80), (64, 80, 96, 112, 128), ()])
@@ -321,7 +321,7 @@ def test_tiles_for_packed_weights_that_nobody_timed_are_doubted(format):
 @pytest.mark.parametrize("text", ["int/4/128//8", "int/8/32/zeros/128", "e4m3/8/0//0", None])
 def test_both_say_how_many_bytes_a_block_has(text):
     format = None if text is None else any_width_packed.StageFormat.of(text)
-    assert loop.x_bytes_of(128, text) == any_width_packed.x_bytes(128, format)
+    assert loop.x_bytes_of(128, text) == any_width_stage.x_bytes(128, format)
 
 
 def test_each_kind_of_operand_is_considered():

@@ -15,7 +15,7 @@ import triton
 
 if TYPE_CHECKING:
     from ..devices import Arch
-    from ..kernels.any_width_packed import AnyStage
+    from ..kernels.any_width_stage import Stage
     from ..problem import Config, Problem
     from ..select.space import Space
     from .binding import Binding
@@ -39,7 +39,7 @@ class Forms(NamedTuple):
     Attributes:
         a_turned, b_turned: whether adjacent elements lie along M in a, and along N in b.
         paired: see `Problem.paired`.
-        packed: `Spec.staged` of b.
+        packed: `Spec.staged` of b, of halves where these are paired.
         batched: whether there is a batch of them.
         ragged: see `Problem.ragged`.
     """
@@ -47,14 +47,15 @@ class Forms(NamedTuple):
     a_turned: bool
     b_turned: bool
     paired: bool
-    packed: AnyStage | None = None
+    packed: Stage | None = None
     batched: bool = False
     ragged: str = ""
 
     @classmethod
     def of(cls, problem: Problem) -> Forms:
-        p = problem
-        return cls(p.a.col != 1, p.b.row != 1, p.paired, p.b.staged, bool(p.batch), p.ragged)
+        p, staged = problem, problem.b.staged
+        packed = None if staged is None else staged.of_halves(p.paired)
+        return cls(p.a.col != 1, p.b.row != 1, p.paired, packed, bool(p.batch), p.ragged)
 
 
 class Schedule:

@@ -16,6 +16,7 @@ from ..devices import ARCHS
 from ..formats.packing import STRIP
 from ..kernels import any_width_packed as packed
 from ..kernels import place
+from ..kernels.any_width_stage import LINE_BYTES
 from ..kernels.numerics import cast
 from ..kernels.sliced_k_loop import COLUMNS, COPY, DEPTH, MOST_CHUNKS, ROW, Shape
 from ..operands import Dense
@@ -271,7 +272,7 @@ class SlicedKBinding(Binding):
         assert self.format is not None
         return [
             a[0], words, *params, out, p.M, p.N, p.K, self.tiles, part_k, p.a.row, p.out.row, p.out.col,
-            c.block_n // STRIP, *self.chunks, self.b.groups, self.b.lines * packed.LINE_BYTES,
+            c.block_n // STRIP, *self.chunks, self.b.groups, self.b.lines * LINE_BYTES,
             epilogue_arguments(p, 0, extras, numbers), workspace,
         ]  # fmt: skip
 
@@ -309,9 +310,9 @@ class SlicedKBinding(Binding):
 @functools.cache
 def source() -> str:
     """The `digest` of the kernel's files."""
-    from ..kernels import decoders, sliced_k, sliced_k_loop
+    from ..kernels import any_width_stage, decoders, sliced_k, sliced_k_loop
 
-    return digest(sliced_k, sliced_k_loop, packed, decoders)
+    return digest(sliced_k, sliced_k_loop, packed, any_width_stage, decoders)
 
 
 def check_memory(llir: str, size: int, shared: int) -> None:
