@@ -140,8 +140,8 @@ class Spec(Layout):
         return ""
 
     @property
-    def is_packed(self) -> bool:
-        """Whether its numbers are unpacked in registers."""
+    def unpacks(self) -> bool:
+        """Whether its numbers are unpacked in registers, from words."""
         return False
 
     @property

@@ -84,7 +84,7 @@ class Packed(Spec):
         return self.format_name
 
     @property
-    def is_packed(self) -> bool:
+    def unpacks(self) -> bool:
         """They are."""
         return True
 

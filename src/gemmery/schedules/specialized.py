@@ -87,7 +87,7 @@ class Specialized(PersistentStatic):
             and p.out.dtype in (torch.float16, torch.bfloat16)
             and storable(p.out, p.M, p.out_n, ())
             and needs_only_its_block(p)
-            and (p.b.is_packed or not p.paired)
+            and (p.b.unpacks or not p.paired)
         )
 
     def check(self, config: Config) -> None:
@@ -142,7 +142,7 @@ def _scaled(problem: Problem) -> bool:
 
 def _turns(problem: Problem, config: Config) -> bool:
     """Whether groups of warps take turns along K."""
-    return problem.b.is_packed and config.block_n == OWN
+    return problem.b.unpacks and config.block_n == OWN
 
 
 def _descriptor(
@@ -173,7 +173,7 @@ class SpecializedBinding(Binding):
         self.kernel = specialized.gemm_specialized
         self.grid = (self.work.programs, 1, 1)
         self.constants = {
-            **(self._of_packed() if p.b.is_packed else self._of_scaled()),
+            **(self._of_packed() if p.b.unpacks else self._of_scaled()),
             "PLACE": dialect.in_gluon(place.whole_tile),
             "TAIL_PLACE": dialect.in_gluon(place.tail_chunk),
             "EPILOGUE": dialect.in_gluon(epilogue_of(p)),
@@ -227,7 +227,7 @@ class SpecializedBinding(Binding):
 
     def _b(self, tensors: Sequence[Any]) -> Any:
         p, c = self.problem, self.config
-        if not p.b.is_packed:
+        if not p.b.unpacks:
             return _descriptor(tensors[0], (p.N, p.K), (p.b.col, 1), (c.block_n, c.block_k), p.b.dtype)
         words = self.b.argument(tensors, c.block_k, c.block_n)
         return _descriptor(tensors[0], words.shape, words.strides, words.block_shape, torch.int32)
