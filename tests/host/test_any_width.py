@@ -245,7 +245,12 @@ def test_what_weights_in_two_halves_need(N, layout, text, message):
         ("int4", {}, "160x256x64-g8-w8-s4-cooperative-descriptor-swap", "registers for a width of 144"),
         ("int4", {}, "256x128x64-g8-w8-s6-cooperative-descriptor-swap", "there is shared memory for 5"),
         ("int4", {}, "128x128x64-g8-w8-s2-cooperative-descriptor-swap", "need at least 3"),
-        ("int4", {"epilogue": "swiglu"}, "128x128x64-g8-w8-s4-cooperative-descriptor-swap", "needs Triton"),
+        (
+            "int4",
+            {"epilogue": "swiglu"},
+            "128x128x64-g8-w8-s4-cooperative-descriptor-swap",
+            "a packed weight no halves",
+        ),
     ],
 )
 def test_what_packed_weights_need(format, more, text, message):

@@ -6,11 +6,11 @@ Two schedules: in one the warpgroups share a tile, in the other one they take ti
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
-import triton
 
 from ..formats.packing import STRIP
 from ..formats.scaled import BLOCK
@@ -75,22 +75,38 @@ class AnyWidth(PersistentStatic):
     fits = ("packed int4",)
     takes_turns: ClassVar[bool] = False
 
-    def suits(self, problem: Problem) -> bool:
+    def needs(self, problem: Problem) -> Iterator[tuple[bool, str]]:
         p = problem
-        return (
-            self.runs_on(p.device.target)
-            and p.K <= MOST_K
-            and _operands_suit(p)
-            and (_groups_suit(p) if p.ragged else not p.batch or _batch_suits(p))
-            and all(operand.dtype in KINDS for operand in (p.a, p.b))
-            and p.out.dtype in (torch.float16, torch.bfloat16)
-            and (p.a.dtype.itemsize == 2 or (p.a.col == 1 and p.b.row == 1))
-            and suits_tma(p)
-            and p.out.col == 1
-            and storable(p.out, p.M, p.out_n, p.batch)
-            and (not p.paired or (p.b.row == 1 and p.out_n % EIGHT == 0))
-            and _epilogue_suits(p)
+        yield from super().needs(p)
+        yield 0 < p.K <= MOST_K, f"K from 1 to {MOST_K}"
+        yield (
+            _operands_suit(p),
+            f"matrices; of a packed weight no halves, groups of a power of two from {STRIP} on and scales in the type "
+            f"of a; of a sparse weight kept numbers of 16 or 8 bits; of fp8 scales for {BLOCK} of K and {BLOCK} of N",
         )
+        if p.ragged:
+            yield _groups_suit(p), "groups of 16-bit matrices, with an epilogue of vectors at most"
+        else:
+            yield (
+                not p.batch or _batch_suits(p),
+                "in a batch plain products of 16-bit matrices, with one dimension and no shared matrix",
+            )
+        yield all(operand.dtype in KINDS for operand in (p.a, p.b)), "operands of fp16, bf16 or fp8"
+        yield p.out.dtype in (torch.float16, torch.bfloat16), "an output of fp16 or bf16"
+        yield (
+            p.a.dtype.itemsize == 2 or (p.a.col == 1 and p.b.row == 1),
+            "fp8 with adjacent elements along K",
+        )
+        yield suits_tma(p), "operands that suit the descriptor loader"
+        yield (
+            not p.paired or (p.b.row == 1 and p.out_n % EIGHT == 0),
+            f"of a weight in two halves rows with adjacent elements and a multiple of {EIGHT} in each",
+        )
+        yield (
+            p.out.col == 1 and storable(p.out, p.M, p.out_n, p.batch),
+            "an output with adjacent columns and rows of whole 16-byte units",
+        )
+        yield _epilogue_suits(p), "an epilogue with at most one more matrix, of 16 bits with adjacent columns"
 
     def takes(self, config: Config, forms: Forms) -> bool:
         return self._untaken(config, forms) is None
@@ -139,19 +155,8 @@ class AnyWidth(PersistentStatic):
 
     def refusal(self, problem: Problem, config: Config) -> str | None:
         p, c = problem, config
-        if not self.suits(p):
-            return (
-                f"schedule {self.name!r} needs Triton {', '.join(self.versions)}, a GPU of sm_90, operands of fp16, "
-                f"bf16 or fp8 and an output of fp16 or bf16, K from 1 to {MOST_K}, an epilogue with at most one more "
-                f"matrix, of 16 bits with adjacent columns, operands that suit the descriptor loader, "
-                f"in a batch plain products of 16-bit matrices, with one dimension and no shared matrix, "
-                f"fp8 with adjacent elements along K, an output with adjacent columns and rows of whole 16-byte units, "
-                f"of a weight in two halves rows with adjacent elements and a multiple of {EIGHT} in each, of a packed "
-                f"weight no halves, groups of a power of two from "
-                f"{STRIP} on and scales in the type of a, of a sparse weight kept numbers of 16 or 8 bits, and of "
-                f"fp8 scales for {BLOCK} of K and {BLOCK} of N; given "
-                f"{p} on {p.device.arch} with Triton {triton.__version__}"
-            )
+        if (unsuited := self.unsuited(p)) is not None:
+            return unsuited
         if c.block_k * p.a.dtype.itemsize != ROW:
             return f"{p.a.dtype} needs block_k {ROW // p.a.dtype.itemsize}"
         if (units := sum(self.work(p, c).units(c.block_k)[:2])) > MOST_UNITS:

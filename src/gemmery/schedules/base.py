@@ -8,6 +8,7 @@ it divides the work. Everything else asks the registry; a new schedule is one mo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
@@ -112,9 +113,29 @@ class Schedule:
         """Whether it is chosen on an architecture without being measured there first."""
         return self.chosen_on is None or arch.name in self.chosen_on
 
+    def needs(self, problem: Problem) -> Iterator[tuple[bool, str]]:
+        """What a problem has to be for some config of it to run, whatever the number of rows.
+
+        Yields whether a condition holds, and the condition in words. One that does not hold is the last that is asked
+        for, so that later ones may take it for granted.
+        """
+        target = problem.device.target
+        yield self.available(), f"Triton {', '.join(self.versions)}"
+        yield not self.archs or target.name in self.archs, f"a GPU of {', '.join(self.archs)}"
+
     def suits(self, problem: Problem) -> bool:
-        """Whether some config of it can run a problem, whatever its number of rows."""
-        return self.universal
+        """Whether `needs` holds."""
+        return all(holds for holds, _ in self.needs(problem))
+
+    def unsuited(self, problem: Problem) -> str | None:
+        """Which of `needs` does not hold, as a message; None if all do."""
+        needed = next((words for holds, words in self.needs(problem) if not holds), None)
+        if needed is None:
+            return None
+        return (
+            f"schedule {self.name!r} needs {needed}; given {problem} on {problem.device.arch} with Triton "
+            f"{triton.__version__}"
+        )
 
     def takes(self, config: Config, forms: Forms) -> bool:
         """Whether a config of it can run a problem that it suits, whatever the sizes are."""

@@ -7,11 +7,10 @@ run alone.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import triton
 from torch import Tensor
 
 from ..dtypes import FP8
@@ -73,22 +72,20 @@ class Specialized(PersistentStatic):
     def own_tables(self) -> tuple[str, ...]:
         return self.tables[: 2 if streams() else 1] if self.available() else ()
 
-    def suits(self, problem: Problem) -> bool:
-        """A packed weight, or two fp8 operands whose steps are scaled."""
+    def needs(self, problem: Problem) -> Iterator[tuple[bool, str]]:
         p = problem
-        return (
-            self.runs_on(p.device.target)
-            and not p.ragged
-            and not p.batch
-            and (_packed(p) or _scaled(p))
-            and p.a.col == 1
-            and suits_tma(p)
-            and p.out.col == 1
+        yield from super().needs(p)
+        yield not p.ragged and not p.batch, "a product without groups and without a batch"
+        yield _packed(p) or _scaled(p), "a packed weight or fp8 operands with scales along K"
+        yield p.a.col == 1 and suits_tma(p), "rows of a (and of b's transpose) with adjacent elements"
+        yield (
+            p.out.col == 1
             and p.out.dtype in (torch.float16, torch.bfloat16)
-            and storable(p.out, p.M, p.out_n, ())
-            and needs_only_its_block(p)
-            and (p.b.unpacks or not p.paired)
+            and storable(p.out, p.M, p.out_n, ()),
+            "an fp16 or bf16 output that a descriptor can store",
         )
+        yield needs_only_its_block(p), "an epilogue that reduces no rows"
+        yield p.b.unpacks or not p.paired, "scaled operands without halves"
 
     def check(self, config: Config) -> None:
         if config.split_store:
@@ -99,13 +96,8 @@ class Specialized(PersistentStatic):
 
     def refusal(self, problem: Problem, config: Config) -> str | None:
         p, c = problem, config
-        if not self.suits(p):
-            return (
-                f"schedule 'specialized' needs Triton {', '.join(self.versions)}, a GPU of sm_90, a packed weight or "
-                f"fp8 operands with scales along K, rows of a (and of b's transpose) with adjacent elements, no batch, "
-                f"and an fp16 or bf16 output that a descriptor can store; given {p} on {p.device.arch} with Triton "
-                f"{triton.__version__}"
-            )
+        if (unsuited := self.unsuited(p)) is not None:
+            return unsuited
         if isinstance(p.b, Packed):
             step = block_columns(p.b.packed_bits)
             if not c.swap or c.block_n not in (OWN, OWN * WARPS // 4) or c.block_k % step or c.block_m > 256:
