@@ -13,7 +13,7 @@ from gemmery import Config, epilogues, quantize, schedules
 from gemmery.kernels import any_width_cut, any_width_packed, any_width_stage, order, place
 from gemmery.lab.abstract import abstract_problem, linear_problem
 from gemmery.lab.fused_targets import abstract_sparse
-from gemmery.schedules import any_width_binding, any_width_compiled, any_width_tile, walk
+from gemmery.schedules import any_width_binding, any_width_compiled, any_width_cost, any_width_tile, walk
 from gemmery.schedules.any_width_tile import Tile
 from gemmery.schedules.base import Forms
 from gemmery.select import candidates, measured, rank, samples, shortlist
@@ -23,7 +23,9 @@ from gemmery.tuning import tuner
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from gemmery.kernels import any_width as kernel
+from gemmery.kernels import any_width_load
 from gemmery.kernels import any_width_loop as loop
+from gemmery.kernels.any_width_sparse import SparseStage
 
 from .ptx import Program
 
@@ -327,6 +329,20 @@ def test_tiles_for_packed_weights_that_nobody_timed_are_doubted(format):
 def test_both_say_how_many_bytes_a_block_has(text):
     format = None if text is None else any_width_packed.StageFormat.of(text)
     assert loop.x_bytes_of(128, text) == any_width_stage.x_bytes(128, format)
+
+
+@pytest.mark.parametrize("stage", [
+    any_width_packed.StageFormat("int", 4, 128, "", 8), any_width_packed.StageFormat("int", 8, 32, "zeros", 128),
+    any_width_packed.StageFormat("e4m3", 8, 0, "", 0), SparseStage(), SparseStage(paired=True), SparseStage("int8"),
+    SparseStage(fp8=True),
+], ids=str)  # fmt: skip
+def test_every_stage_has_its_rows_and_its_text_says_all(stage):
+    assert stage.kind in any_width_tile.RULES.keys() & any_width_cost.TERMS.keys()
+    assert loop.format_of(str(stage)) == stage
+    assert loop.x_bytes_of(64, str(stage)) == any_width_stage.x_bytes(64, stage)
+    maps = any_width_load.maps_of(stage.form, "rows", stage)
+    assert sorted({*maps[:3], *maps.params, maps.matrix}) == [*maps[:3], *maps.params, maps.matrix]
+    assert len(maps.params) == len(stage.kinds) <= 2
 
 
 def test_each_kind_of_operand_is_considered():

@@ -76,6 +76,11 @@ class Sparse(Spec):
         return "sparse fp8" if self.is_8_bit else "sparse8" if self.code else "sparse"
 
     @property
+    def format(self) -> str:
+        """What is kept, and how many numbers share a scale."""
+        return f"{self.code}/{self.group}" if self.group else self.code
+
+    @property
     def stored(self) -> torch.dtype:
         return torch.int8 if self.code else self.dtype
 
