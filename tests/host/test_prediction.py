@@ -568,7 +568,7 @@ def test_rows_of_all_suites_are_posed():
             problem = of_row(one, dtype, H200)
             assert (problem.K, problem.a.dtype) == (one.K, KINDS[dtype].dtype)
             assert problem.flops == one.flops
-            assert problem.b.is_packed == bool(one.weight)
+            assert problem.b.unpacks == bool(one.weight)
             assert problem.b.is_scaled == (one.scales in ("block", "mx"))
 
 

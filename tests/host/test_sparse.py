@@ -26,7 +26,9 @@ from gemmery.formats.sparse import (
     transposable_mask,
     unpacked_metadata,
 )
-from gemmery.operands.sparse import DECODERS
+from gemmery.operands.packed import PackedOperand
+from gemmery.operands.sparse import DECODERS, SparseOperand
+from gemmery.product.run import _parts
 
 BF16, F16 = torch.bfloat16, torch.float16
 #: Whole blocks of 32 rows and 64 columns, parts of them, a batch of one and of two dimensions, and no rows.
@@ -88,6 +90,14 @@ WEIGHTS = {
     "int4 batch": lambda: int4(2, 3, 40, 196, group_size=64),
 }  # fmt: skip
 each_weight = pytest.mark.parametrize("w", [make() for make in WEIGHTS.values()], ids=WEIGHTS)
+
+
+def test_a_repeated_call_looks_at_all_of_a_weight():
+    """`product.run` writes down by hand what `values` of operands has, since that takes less time."""
+    x, packed = values(3, 196), gemmery.quantize(values(72, 196), "int4", group_size=32)
+    for weight, operand in ((full(), SparseOperand), (int4(72, 196), SparseOperand), (packed, PackedOperand)):
+        given, _ = _parts(x, weight)
+        assert all(one is other for one, other in zip(given, [x, *operand(weight).values], strict=True))
 
 
 # --- pruning ---------------------------------------------------------------------------------------------------------

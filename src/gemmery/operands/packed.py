@@ -22,8 +22,9 @@ from ..formats.weight import PackedWeight
 from ..kernels import decoders
 from ..kernels.any_width_packed import DECODERS as STAGED
 from ..kernels.any_width_packed import StageFormat
+from ..kernels.any_width_stage import ROWS
 from ..kernels.packed import load_packed, unpack
-from .base import Access, Layout, Multiply, Operand, Spec, negated, refuse_gradients
+from .base import Access, Layout, Multiply, Operand, Spec, StageMap, negated, refuse_gradients
 from .dense import DenseOperand
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class Packed(Spec):
         return self.format_name
 
     @property
-    def is_packed(self) -> bool:
+    def unpacks(self) -> bool:
         """They are."""
         return True
 
@@ -209,6 +210,29 @@ class PackedAccess(Access):
         if not self.tma:
             return filled
         return [None if x is None else self._descriptor(x, block_rows, block_cols) for x in filled]
+
+    def stage_maps(self, tensors: Sequence[Tensor], box: int, step: int) -> list[StageMap]:
+        words, *params = tensors
+        lines = step * 4 // self.step
+        shape, strides = (self.strips, self.lines, LINE), (self.lines * LINE, LINE, 1)
+        found = [
+            StageMap(
+                words,
+                shape,
+                strides,
+                (ROWS // STRIP, lines, LINE),
+                (box // STRIP, lines, LINE),
+                is_swizzled=True,
+            )
+        ]
+        groups = max(step // self.spec.group, 1) if self.spec.group else 1
+        # Of several groups, rows have to lie together by `ROWS`.
+        of_params = groups, box if groups == 1 else ROWS
+        found += [
+            StageMap(each, (self.groups, self.columns), (self.columns, 1), (groups, ROWS), of_params)
+            for each in params
+        ]
+        return found
 
     def _descriptor(self, params: Tensor, block_rows: int, block_cols: int) -> TensorDescriptor:
         rows, columns = self.spec.matrices * self.groups, self.columns

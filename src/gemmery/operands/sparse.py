@@ -16,7 +16,8 @@ from ..formats.kept import CODES
 from ..formats.sparse import BLOCK, GROUP, INNER, SparseTensor, padded, unpacked_metadata
 from ..kernels import sparse as loaders
 from ..kernels.any_width_sparse import DECODE, SparseStage
-from .base import Access, Layout, Multiply, Operand, Spec, negated, refuse_gradients
+from ..kernels.any_width_stage import ROWS
+from .base import Access, Layout, Multiply, Operand, Spec, StageMap, negated, refuse_gradients
 from .dense import AUTOCAST, DenseOperand, gradient_of
 from .packed import meta_proxy
 
@@ -76,6 +77,11 @@ class Sparse(Spec):
         return f"sparse{CODES[self.code].bits}" if self.code else "sparse"
 
     @property
+    def format(self) -> str:
+        """What is kept, and how many numbers share a scale."""
+        return f"{self.code}/{self.group}" if self.group else self.code
+
+    @property
     def stored(self) -> torch.dtype:
         return torch.int8 if self.code else self.dtype
 
@@ -94,9 +100,9 @@ class Sparse(Spec):
 
     @property
     def staged(self) -> SparseStage | None:
-        """See `Spec.staged`. Numbers of 4 bits have none."""
+        """See `Spec.staged`. Numbers of 4 bits have none, and fp8 whose last step lacks metadata."""
         if self.is_8_bit:
-            return SparseStage(fp8=True)
+            return SparseStage(fp8=True) if self.col * CODES[self.code].each % FP8_STEP == 0 else None
         return SparseStage(self.code) if not self.code or self.code in DECODE else None
 
     @property
@@ -163,6 +169,10 @@ DECODERS = {
 }
 #: Bytes of a row that a tensor descriptor loads at least.
 LEAST_BOX = 16
+#: Columns of a step of fp8 in `schedules.any_width`.
+FP8_STEP = 128
+#: Rows of each half of a weight in two halves that lie side by side.
+HALF = 8
 
 
 class SparseAccess(Access):
@@ -195,6 +205,36 @@ class SparseAccess(Access):
     def group_params(self, tensors: Sequence[Tensor], block_rows: int, block_cols: int) -> list[Any]:
         """The metadata, and the scales."""
         return [tensors[1], tensors[2] if self.spec.group else None]
+
+    def stage_maps(self, tensors: Sequence[Tensor], box: int, step: int) -> list[StageMap]:
+        return [self._kept(tensors[0], box, step), self._metadata(tensors[1], box, step)]
+
+    def _kept(self, values: Tensor, box: int, step: int) -> StageMap:
+        """The tensor map of kept numbers for stages."""
+        each = CODES[self.spec.code].each
+        row, columns = self.columns // each, step // each
+        # Threads read numbers that they decode one by one.
+        is_swizzled = not self.spec.decodes
+        if not self.paired:
+            shape, strides = (self.rows, row), (row, 1)
+            return StageMap(values, shape, strides, (ROWS, columns), (box, columns), is_swizzled)
+        both, half = 2 * HALF, self.rows // 2 * row
+        return StageMap(
+            values, (self.rows // both, 2, HALF, row), (HALF * row, half, row, 1), (ROWS // both, 2, HALF, columns),
+            (box // both, 2, HALF, columns), is_swizzled,
+        )  # fmt: skip
+
+    def _metadata(self, words: Tensor, box: int, step: int) -> StageMap:
+        """The tensor map of metadata for stages."""
+        rows, count, blocks = self.rows, self.columns // BLOCK, step // BLOCK
+        if not self.paired:
+            shape, strides, behind = (rows // BLOCK, count, BLOCK), (BLOCK, rows, 1), (blocks, BLOCK)
+            return StageMap(words, shape, strides, (ROWS // BLOCK, *behind), (box // BLOCK, *behind))
+        both, of_half = 2 * BLOCK, (2, blocks, BLOCK)
+        return StageMap(
+            words, (rows // both, 2, count, BLOCK), (BLOCK, rows // 2, rows, 1), (ROWS // both, *of_half),
+            (box // both, *of_half),
+        )  # fmt: skip
 
 
 @functools.cache

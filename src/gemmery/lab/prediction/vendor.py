@@ -95,7 +95,7 @@ class Route:
 
 def route(problem: Problem) -> Route | None:
     """What torch launches for a problem; None where it has no such product."""
-    unpacked = problem.b.is_packed or problem.b.is_sparse
+    unpacked = problem.b.unpacks or problem.b.is_sparse
     problem = _as_given(problem)
     if not _exists(problem):
         return None
@@ -126,7 +126,7 @@ def _as_given(problem: Problem) -> Problem:
 def _exists(problem: Problem) -> bool:
     """Whether torch has the product: 8-bit operands have rules of their own (`_int_mm`, `_scaled_mm`)."""
     p, target = problem, problem.device.target
-    if p.a.dtype.itemsize > 1 or p.b.is_packed:
+    if p.a.dtype.itemsize > 1 or p.b.unpacks:
         return True
     if p.batch or p.a.col != 1:
         return False
@@ -145,7 +145,7 @@ def _matrices(problem: Problem) -> Iterator[tuple[str, Copies, int]]:
     columns = {"a": p.K, "b": p.N, "out": p.N}
     for name, operand, rows in (("a", p.a, p.M), ("b", p.b, p.K), ("out", p.out, p.M)):
         item, cols = operand.dtype.itemsize, columns[name]
-        if name == "b" and p.b.is_packed:
+        if name == "b" and p.b.unpacks:
             yield name, Copies(), WIDE
             continue
         if name == "out" and p.fusion is not None:
@@ -266,7 +266,7 @@ def _read(problem: Problem) -> int:
     for operand, rows, cols in ((problem.a, problem.M, problem.K), (problem.b, problem.K, problem.N)):
         size = operand.dtype.itemsize
         strides = (*operand.steps, operand.row, operand.col)
-        if operand.is_packed:
+        if operand.unpacks:
             strides = (*operand.steps, 1, rows)
         for extent, stride in zip((*problem.batch, rows, cols), strides, strict=True):
             size *= extent if stride or extent == 0 else 1
