@@ -268,7 +268,7 @@ def measured(row: Row, options: argparse.Namespace, watch: Stopwatch) -> dict[st
 
 
 def main() -> int:
-    """The command; exit status 1 if a bar is missed."""
+    """The command; exit status 1 if a bar is missed, 2 where there is no GPU."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -284,6 +284,9 @@ def main() -> int:
         for row in rows:
             print(row)
         return 0
+    if not torch.cuda.is_available():
+        print("blocks: there is no GPU to measure", file=sys.stderr)
+        return 2
     watch = Stopwatch()
     result = describe_run(options.seed, options.rounds, ("burst",), "cuda", [DENSE, "torch"]) | {
         "entries": []

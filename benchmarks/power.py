@@ -72,6 +72,7 @@ def loads(row):
 
 
 def main():
+    """The command; exit status 2 where there is no GPU."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -81,6 +82,9 @@ def main():
     parser.add_argument("--seconds", type=float, default=3.0, help="of each load")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("power: there is no GPU to measure", file=sys.stderr)
+        return 2
     limit = subprocess.run(
         ["nvidia-smi", "--query-gpu=power.limit,clocks.max.sm", "--format=csv,noheader"],
         check=True,
@@ -99,7 +103,8 @@ def main():
     if args.output:
         data = describe_run(0, 1, ("steady",), "cuda", ()) | {"limit": limit, "rows": entries}
         args.output.write_text(json.dumps(data, indent=1) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

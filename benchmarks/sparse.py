@@ -290,6 +290,7 @@ def report(entry):
 
 
 def main():
+    """The command; exit status 2 where there is no GPU."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -318,12 +319,15 @@ def main():
     if args.list:
         for row in rows:
             print(row)
-        return
+        return 0
+    if not torch.cuda.is_available():
+        print("sparse: there is no GPU to measure", file=sys.stderr)
+        return 2
     begun = time.monotonic()
     compile_all(rows, args)
     print(f"compiled after {time.monotonic() - begun:.0f} s", flush=True)
     if args.compile:
-        return
+        return 0
     watch = Stopwatch()
     regimes = ("burst", "steady") if args.steady else ("burst",)
     entries = []
@@ -346,7 +350,8 @@ def main():
             print(
                 f"{kind}: geometric mean {timing.geometric_mean(own):.3f}, worst {min(own):.3f}, {len(own)} rows"
             )
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

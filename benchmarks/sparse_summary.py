@@ -106,8 +106,8 @@ LINES = {
 ABOUT = (
     "A ratio is the time of the peer over gemmery's in the same round, above 1 where gemmery is faster; of several "
     "peers the fastest counts. A product has the median over the rounds, in brackets the least and the largest. Random "
-    "ones have their geometric mean · 10th percentile · worst row. Nothing is tuned, and each launch is timed alone, "
-    "with nothing in the L2 cache."
+    "ones have their geometric mean · 10th percentile · worst product. The bar is the least ratio, set as a goal "
+    "beforehand: met, or missed. Nothing is tuned, and each launch is timed alone, with nothing in the L2 cache."
 )
 
 
@@ -272,7 +272,7 @@ def verdict(line: Line, by_version: dict[str, Found | None]) -> str:
 def page_lines(results: Sequence[Data], page: str) -> tuple[list[str], list[list[str]]]:
     """The table of a page of `LINES`: a heading, and a line for each of its lines that has results."""
     versions = newest_first(map(triton_version, of_page(results, page)))
-    head = ["products", "beside", "rows", *(f"Triton {version}" for version in versions), "bar"]
+    head = ["what", "beside", "products", *(f"Triton {version}" for version in versions), "bar"]
     lines = []
     for line in LINES[page]:
         each = {
@@ -297,4 +297,4 @@ def places(results: Sequence[Data]) -> str:
     lines: dict[str, int] = {}
     for result in results:
         lines[run_line(result)] = lines.get(run_line(result), 0) + len(result["rows"])
-    return "\n".join(f"- {line}: {count} rows." for line, count in lines.items())
+    return "\n".join(f"- {line}: {count} products." for line, count in lines.items())

@@ -22,8 +22,9 @@ multiplies no more than the dense m16n8k16 does, for twice its K. By its code, e
     out[row, col] += kept[row, j] * x[4 * (j // 2) + place[row, j], col]     j < 16
 
 Only the left operand can be sparse. So the weight is on the left: the product is w @ x.T, the transpose of what is
-wanted. PTX takes the operands as registers of the 32 threads of a warp, its *lanes*. The first picture shows which
-lane has which numbers. The code says it in functions: `place_in_a`, `place_in_b`, `place_in_c` and `place_in_codes`.
+wanted. PTX takes the operands as registers of the 32 threads of a warp, its *lanes*. The first picture (on this rung's
+page of the documentation) shows which lane has which numbers. The code says it in functions: `place_in_a`,
+`place_in_b`, `place_in_c` and `place_in_codes`.
 
     lane = 4 g + t    g = 0 .. 7: a row of w, or of x; t = 0 .. 3: a place along K
     A, kept of w      4 registers of 2: columns 2 t, 2 t + 1 of row g; of g + 8; 8 on
@@ -33,7 +34,8 @@ lane has which numbers. The code says it in functions: `place_in_a`, `place_in_b
 
 The four lanes of a row have codes for 64 columns, and one instruction multiplies 32. Its *selector*, a constant, says
 whose codes it reads: 0 those of t = 0 and 1, and 1 those of t = 2 and 3. So one register of codes serves two
-instructions; the second picture shows which lane has which codes. Two equal places in one code are undefined.
+instructions; the second picture on that page shows which lane has which codes. Two equal places in one code are
+undefined.
 
 Triton's language does not promise which thread has which element of a tensor. Gluon, the language below it, does:
 there a layout is explicit. `mma_sp_kernel` has its operands as tensors of (tiles, warps, 32 lanes, 4 registers), in a
@@ -463,13 +465,17 @@ def results(a: torch.Tensor, w: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def check() -> list[Row]:
-    where = "on this GPU, and" if has_mma_sp() else "no kernel, since nothing here can run it;"
-    print(f"mma.sp: {where} its emulation in torch.")
+    if has_mma_sp():
+        print("mma.sp runs on this GPU, and its emulation in torch is checked, too.")
+    else:
+        print("No GPU here has mma.sp, so its emulation in torch is checked.")
     rows = []
     for m, n, k in [(5, 64, 128), (16, 32, 192), (33, 80, 256)]:
         a, w = normal(m, k), prune(normal(n, k, scale=k**-0.5))
-        for name, result in results(a, w).items():
-            rows += compare(name, f"{m}x{n}x{k}", result, a @ w.T, a.double() @ w.double().T, 5e-4)
+        peer, exact, shape = a @ w.T, a.double() @ w.double().T, f"{m}x{n}x{k}"
+        compared = [compare(name, shape, result, peer, exact, 5e-4) for name, result in results(a, w).items()]
+        # torch's product is the same beside each.
+        rows += [*(own for own, _ in compared), compared[0][1]]
     return rows
 
 

@@ -13,7 +13,7 @@ from .formats.weight import TORCH_FUNCTIONS, PackedWeight
 from .launch.plan import Plan
 from .precision import AskedPrecision, resolved
 from .problem import Config
-from .product.check import check_tensor
+from .product.check import check_not_packed, check_tensor
 from .product.run import plan as plan_of
 from .product.run import product
 from .product.spec import NONE, Factor, Functions, Number, Options, OutTypes, scalars_of
@@ -153,13 +153,12 @@ def addmm(
         tensor([[16., 16.],
                 [16., 16.]])
     """
-    for name, value in (("b", b), ("a", a), ("input", input)):
-        if not isinstance(value, PackedWeight):
-            continue
+    if isinstance(b, PackedWeight):
         raise TypeError(
-            f"addmm: {name} is a {type(value).__name__}; it can be the second operand alone, of "
-            "gemmery.linear(a, b, input) or gemmery.matmul(a, b, bias=input)"
+            f"addmm: b is a {type(b).__name__}; use gemmery.linear(a, b, input), or gemmery.matmul(a, b, bias=input)"
         )
+    for name, value in (("a", a), ("input", input)):
+        check_not_packed("addmm", name, value, "the second operand of gemmery.linear or matmul")
     if input is None:
         check_tensor("addmm", "input", input)
     options = (out_dtype, resolved(precision, a), fast_accum, batch_invariant, config)

@@ -97,6 +97,11 @@ def sampled_addmm(
             f"{_OP}: a is {tuple(a.shape)} and b is {tuple(b.shape)}; input is {tuple(input.shape)}, and must be "
             f"{(a.shape[0], b.shape[1])}"
         )
+    if a.shape[1] != b.shape[0]:
+        # Not left to the product, which is one of a batch of blocks and names their shapes.
+        raise ValueError(
+            f"{_OP}: a is {tuple(a.shape)} and b is {tuple(b.shape)}: inner sizes {a.shape[1]} and {b.shape[0]} differ"
+        )
     if input.dtype != a.dtype:
         raise TypeError(f"{_OP}: input is {input.dtype} and a is {a.dtype}; they must have one type")
     check_device(_OP, "input", pattern.values, a)
@@ -111,8 +116,9 @@ def sampled_addmm(
         functions = Functions(_added, (pattern.values, float(alpha), float(beta)))
     values = product(_OP, Sampled(a, pattern), Sampled(b, pattern), bias, functions, None, options)
     return torch.sparse_compressed_tensor(
-        pattern.compressed,
-        pattern.plain,
+        # Without views of `input`, which the result would keep in memory.
+        pattern.compressed.data,
+        pattern.plain.data,
         values,
         size=input.shape,
         layout=input.layout,

@@ -29,7 +29,7 @@ def scaled_matmul(
     batch_invariant: bool = False,
     config: Config | dict[str, Any] | str | None = None,
 ) -> Any:
-    """`a.dequantize() @ b.dequantize().T + bias`, without either being dequantised.
+    """`a.dequantize() @ b.dequantize().T + bias` (of a sparse b `b.dense().T`), without either being dequantised.
 
     The product of the numbers is summed in float32 (int32, exactly, for int8) and then multiplied by a's scale and by
     b's; bias and epilogue follow in float32, and the result is rounded once.
@@ -71,7 +71,7 @@ def scaled_matmul(
 
 
 def _check(a: Any, b: Any, bias: Any, epilogue: Any, args: Any) -> None:
-    """TypeError or ValueError unless the operands and the bias go together; the rest is for `linear` to say."""
+    """TypeError or ValueError unless the operands and the bias go together; the rest is for `product` to say."""
     op = "scaled_matmul"
     check_scaled(op, a, b)
     if epilogue is not None and not callable(epilogue):

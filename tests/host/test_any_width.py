@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from gemmery import Config, epilogues, quantize, schedules
-from gemmery.kernels import any_width_cut, any_width_packed, order, place
+from gemmery.kernels import any_width_cut, any_width_packed, any_width_stage, order, place
 from gemmery.lab.abstract import abstract_problem, linear_problem
 from gemmery.lab.fused_targets import abstract_sparse
-from gemmery.schedules import any_width_binding, any_width_compiled, any_width_tile, walk
+from gemmery.schedules import any_width_binding, any_width_compiled, any_width_cost, any_width_tile, walk
 from gemmery.schedules.any_width_tile import Tile
 from gemmery.schedules.base import Forms
 from gemmery.select import candidates, measured, rank, samples, shortlist
@@ -23,7 +23,9 @@ from gemmery.tuning import tuner
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from gemmery.kernels import any_width as kernel
+from gemmery.kernels import any_width_load
 from gemmery.kernels import any_width_loop as loop
+from gemmery.kernels.any_width_sparse import SparseStage
 
 from .ptx import Program
 
@@ -97,7 +99,7 @@ def check_widths(p, rows, most):
         k, tile, format = binding.constants, tile_of(config), p.b.staged
         assert tile.y in k["WIDTHS"]
         assert max(k["WIDTHS"]) <= tile.widest(any_width_tile.numbers_for(p))
-        x_bytes = any_width_packed.x_bytes(tile.x, format) + any_width_packed.params_bytes(tile.x, format)
+        x_bytes = any_width_stage.x_bytes(tile.x, format) + any_width_stage.params_bytes(tile.x, format)
         assert (
             config.num_stages * (x_bytes + tile.y * any_width_tile.ROW) <= k["RING_ROWS"] * any_width_tile.ROW
         )
@@ -111,7 +113,7 @@ def test_widths_of_packed_weights_share_kernels():
     p = abstract_problem(3000, 1024, 4096, device=H200, weight="int4")
     for tile in tiles_of("hopper", kind_of(p)):
         if tile.config.schedule in BOTH and tile_of(tile.config).own == 64:
-            assert len(tile_of(tile.config).widths("packed", "rows", None)) > 2, tile.config
+            assert len(tile_of(tile.config).widths(p.b.staged, "rows", None)) > 2, tile.config
 
 
 @pytest.mark.parametrize("well", [(96, 112, 128, 64, 80), (64, 80, 96, 112, 128), ()])
@@ -245,7 +247,12 @@ def test_what_weights_in_two_halves_need(N, layout, text, message):
         ("int4", {}, "160x256x64-g8-w8-s4-cooperative-descriptor-swap", "registers for a width of 144"),
         ("int4", {}, "256x128x64-g8-w8-s6-cooperative-descriptor-swap", "there is shared memory for 5"),
         ("int4", {}, "128x128x64-g8-w8-s2-cooperative-descriptor-swap", "need at least 3"),
-        ("int4", {"epilogue": "swiglu"}, "128x128x64-g8-w8-s4-cooperative-descriptor-swap", "needs Triton"),
+        (
+            "int4",
+            {"epilogue": "swiglu"},
+            "128x128x64-g8-w8-s4-cooperative-descriptor-swap",
+            "a packed weight no halves",
+        ),
     ],
 )
 def test_what_packed_weights_need(format, more, text, message):
@@ -321,7 +328,21 @@ def test_tiles_for_packed_weights_that_nobody_timed_are_doubted(format):
 @pytest.mark.parametrize("text", ["int/4/128//8", "int/8/32/zeros/128", "e4m3/8/0//0", None])
 def test_both_say_how_many_bytes_a_block_has(text):
     format = None if text is None else any_width_packed.StageFormat.of(text)
-    assert loop.x_bytes_of(128, text) == any_width_packed.x_bytes(128, format)
+    assert loop.x_bytes_of(128, text) == any_width_stage.x_bytes(128, format)
+
+
+@pytest.mark.parametrize("stage", [
+    any_width_packed.StageFormat("int", 4, 128, "", 8), any_width_packed.StageFormat("int", 8, 32, "zeros", 128),
+    any_width_packed.StageFormat("e4m3", 8, 0, "", 0), SparseStage(), SparseStage(paired=True), SparseStage("int8"),
+    SparseStage(fp8=True),
+], ids=str)  # fmt: skip
+def test_every_stage_has_its_rows_and_its_text_says_all(stage):
+    assert stage.kind in any_width_tile.RULES.keys() & any_width_cost.TERMS.keys()
+    assert loop.format_of(str(stage)) == stage
+    assert loop.x_bytes_of(64, str(stage)) == any_width_stage.x_bytes(64, stage)
+    maps = any_width_load.maps_of(stage.form, "rows", stage)
+    assert sorted({*maps[:3], *maps.params, maps.matrix}) == [*maps[:3], *maps.params, maps.matrix]
+    assert len(maps.params) == len(stage.kinds) <= 2
 
 
 def test_each_kind_of_operand_is_considered():

@@ -23,6 +23,7 @@ from gemmery.kernels import (
     any_width_loop,
     any_width_packed,
     any_width_sparse,
+    any_width_stage,
     rings,
 )
 
@@ -353,7 +354,8 @@ class Warp:
         tensor_map, at = re.fullmatch(r"\[(\S+), (\{.*\})\]", arguments[1]).groups()
         number, places = value(tensor_map), [value(each) for each in at.strip("{}").split(",")]
         is_sparse = self.forms[0].startswith("sparse")
-        is_params = number == f"gemm_any_width_param_{any_width_load.maps_of(*self.forms)[3]}"
+        maps = any_width_load.maps_of(*self.forms)
+        is_params = number not in (f"gemm_any_width_param_{maps.x}", f"gemm_any_width_param_{maps.y}")
         if is_sparse and is_params:
             _, group, *_, block = places
             # In a stage, blocks of words are first of 32 columns, then of a half's rows, then of 32 or 64 rows.
@@ -572,25 +574,34 @@ def kernel(machine, number, programs, groups, threads, boxes, forms, streams, sc
         "matrix_of",
         "is_any",
         "value_of",
-        "format_of",
+        "x_bytes",
+        "params_bytes",
+        "HEAD",
         "releasing",
         "switch",
         "WAIT",
         "NOWHERE",
         "maps_of",
-        "SparseStage",
     )
-    packed = types.SimpleNamespace(**vars(any_width_packed) | {
+    unpacking = vars(any_width_packed) | {
         "prepare": lambda *given: "",
         "unpacked": lambda format, kind, own, piece: "".join(
             f"unpack {{{', '.join(any_width_packed.pieces_of(i, piece))}}}, word{4 * i}, scale{i}_0_0, {piece};"
             for i in range(own)
         ),
-    })  # fmt: skip
+    }  # fmt: skip
+    steps = types.FunctionType(any_width_packed.StageFormat.steps.__code__, unpacking)
+    emulated = type("Emulated", (any_width_packed.StageFormat,), {"steps": steps})
+
+    def format_of(text):
+        found = any_width_loop.format_of(text)
+        return emulated(*found) if isinstance(found, any_width_packed.StageFormat) else found
+
     names = {
         name: value for name, value in own.items() if name.startswith("_") or name in kept
     } | {
-        "packed": packed, "x_bytes_of": lambda rows, format: any_width_packed.x_bytes(rows, any_width_loop.format_of(format)),
+        "format_of": format_of,
+        "x_bytes_of": lambda rows, format: any_width_stage.x_bytes(rows, any_width_loop.format_of(format)),
         "lie_beside": lambda form, second: form == "packed" or form.startswith("sparse"),
         "is_paired": lambda x, y: x.endswith("pairs") or y.endswith("pairs"), "is_turned": lambda form: form.endswith("turned"), "widest_of": max,
         "in_groups": lambda x, y: "grouped" in x + y, "in_ranges": lambda x, y: "ranged" in x,
@@ -612,7 +623,6 @@ def kernel(machine, number, programs, groups, threads, boxes, forms, streams, sc
         "_steps",
         "_step",
         "_promoted_step",
-        "_packed_steps",
         "_tail",
         "_products",
         "_scales",
@@ -811,8 +821,8 @@ def emulate(
         # All boxes of each operand; of words, kept numbers and what belongs to them no row is loaded twice.
         counts = [128 * box * -(-rows // box) for box, rows in zip(boxes, (x_rows, width), strict=True)]
         if format is not None:
-            of_params = any_width_packed.params_bytes(x_rows, stage_format)
-            counts[0] = any_width_packed.x_bytes(x_rows, stage_format) + of_params
+            of_params = any_width_stage.params_bytes(x_rows, stage_format)
+            counts[0] = any_width_stage.x_bytes(x_rows, stage_format) + of_params
         loads = boxes[0], counts[0], boxes[1], counts[1], streams
         behind = x_rows, STEP
         lie = format, *forms, BARRIERS_AT

@@ -90,7 +90,7 @@ def loading(format, form, rows):
     maps = any_width_load.maps_of(form, "rows")
     return Program(
         f"{{ {any_width_load._REGISTERS} mov.b32 stage, {STAGE}; mov.b32 at, 0; mov.b32 k, $3;"
-        f"{any_width_load._places(64 * rows, str(STAGES), str(WIDTH))} {x.setup(maps[0], '0')} {x.several()} }}"
+        f"{any_width_load._places(64 * rows, str(STAGES), str(WIDTH))} {x.setup(maps.x, '0')} {x.several()} }}"
     )
 
 
@@ -101,7 +101,7 @@ def taking(format, rows, first, own):
     instructions, or the same one for both.
     """
     sums = [[f"$9{i}" for i in range(32)]] * own
-    text = format.steps(sums, "bf16.bf16", False, False, rows, "", "", "", "")
+    text = format.steps(sums, "bf16.bf16", False, False, rows, "", "{}".format, "", "", "")
     loads = re.search(r"mad\.lo\.s32 params, stage.*?(?=wgmma\.fence)", text, re.DOTALL)[0]
     names = [
         re.sub("words.", "words0", re.search(rf"own_y, (words0{i}\d?), \d, \d", part)[1])
@@ -205,8 +205,11 @@ def test_threads_have_the_metadata_that_their_products_read(case, direct):
     # The assembly's matrix descriptors say how the numbers are swizzled; words are not.
     assert given["x"].layout.swizzle_byte_width == 64
     assert given["scales"].layout.swizzle_byte_width == 0
-    places = any_width_load.maps_of(form, "rows")
-    maps = {f"gemm_any_width_param_{places[i]}": given[name] for i, name in ((0, "x"), (3, "scales"))}
+    places = any_width_load.maps_of(form, "rows", format)
+    maps = {
+        f"gemm_any_width_param_{number}": given[name]
+        for number, name in ((places.x, "x"), (places.params[0], "scales"))
+    }
     load, first_rows = loading(format, form, tile.x), range(0, tile.x, tile.own)
     takes = [taking(format, tile.x, first, tile.own // 64) for first in first_rows]
     bits = weight.in_code().dense().view(torch.int8) if fp8 else weight.dense().view(torch.int16)

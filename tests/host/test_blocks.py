@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 import gemmery
@@ -75,7 +76,134 @@ def test_a_pattern_is_prepared_once():
     w.values().mul_(2)
     assert stored(w).pattern is before
     assert stored(w.t()).pattern is before
-    assert blocks.pattern_of(w.crow_indices(), w.col_indices(), 4) is before
+    # As an operator rebuilds it of its tensors.
+    rebuilt = blocks.Stored(w.values(), w.crow_indices(), w.col_indices(), (3, 4), True)
+    assert rebuilt.pattern is before
+
+
+@pytest.fixture
+def comparisons(monkeypatch):
+    """A list that gets an entry each time a kept pattern is compared, which waits for the GPU."""
+    made, has = [], blocks.Pattern.has
+    monkeypatch.setattr(blocks.Pattern, "has", lambda *given: made.append(1) or has(*given))
+    return made
+
+
+@pytest.mark.parametrize("needs", [(True, False), (False, True), (True, True), (False, False)])
+def test_an_update_in_place_is_compared_once(comparisons, needs):
+    w, _, _ = random_matrix(3, 4, 16)
+    x = torch.randn(5, 64)
+    w.requires_grad_(needs[1])
+    x.requires_grad_(needs[0])
+    gemmery.linear(x, w)
+    for step in range(1, 4):
+        with torch.no_grad():
+            w.values().mul_(2)
+        made = gemmery.linear(x, w)
+        if any(needs):
+            inputs = [one for one, need in zip((x, w), needs, strict=True) if need]
+            torch.autograd.grad(made.sum(), inputs)
+        gemmery.matmul(torch.randn(5, 48), w)
+        gemmery.linear(torch.randn(5, 48), w.t())
+        assert len(comparisons) == step
+
+
+def test_the_sparse_tensor_of_a_step_is_not_compared(comparisons):
+    """As in training: the same indices, new values."""
+    w, _, _ = random_matrix(3, 4, 16)
+    ends, places, values = w.crow_indices(), w.col_indices(), w.values().clone().requires_grad_()
+    for _ in range(3):
+        made = torch.sparse_bsr_tensor(ends, places, values, size=w.shape, check_invariants=False)
+        gemmery.linear(torch.randn(5, 64), made).sum().backward()
+    assert not comparisons
+
+
+def test_each_tensor_counts_its_own_changes():
+    """Two tensors have the same indices and were written to equally often, one of them at its indices."""
+    w, _, _ = random_matrix(3, 4, 16)
+    x = torch.randn(5, 64)
+    w.values().mul_(2)
+    gemmery.linear(x, w)
+    other = torch.sparse_bsr_tensor(
+        w.crow_indices(), w.col_indices(), w.values(), size=w.shape, check_invariants=False
+    )
+    other.col_indices().copy_(3 - w.col_indices())
+    assert w._version == other._version
+    torch.testing.assert_close(gemmery.linear(x, other), x @ other.to_dense().T)
+
+
+def test_autograd_notices_values_that_change_before_the_backward_pass():
+    w, _, _ = random_matrix(3, 4, 16)
+    x = torch.randn(5, 64, requires_grad=True)
+    for _ in range(2):
+        made = gemmery.linear(x, w)
+        w.values().mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            made.sum().backward()
+
+
+def test_what_sampled_addmm_returns_does_not_keep_its_input():
+    w, _, _ = random_matrix(3, 4, 16)
+    made = gemmery.sampled_addmm(w, torch.randn(48, 8), torch.randn(8, 64))
+    values = StorageWeakRef(w.values().untyped_storage())
+    del w
+    assert values.expired()
+    assert made.shape == (48, 64)
+
+
+def strided(values):
+    """The same blocks, of which neither rows nor columns are adjacent."""
+    return values.repeat_interleave(2, 2)[:, :, ::2]
+
+
+@pytest.mark.parametrize("layout", [torch.Tensor.contiguous, strided])
+def test_changes_in_inference_mode_are_noticed(layout):
+    def close():
+        torch.testing.assert_close(gemmery.linear(x, w), x @ w.to_dense().T)
+        torch.testing.assert_close(gemmery.matmul(w, x.T), w.to_dense() @ x.T)
+
+    mask = mask_of(3, 4, 0.5, 0)
+    x = torch.randn(5, 64)
+    with torch.inference_mode():
+        w, other = (sparse(layout(torch.randn(int(mask.sum()), 16, 16)), m) for m in (mask, mask.flip(1)))
+        assert w.is_inference()
+        close()
+        w.values().mul_(2)
+        close()
+        w.col_indices().copy_(other.col_indices())
+        close()
+        w.copy_(other)
+        close()
+    # A tensor from outside counts its changes there, too.
+    w = sparse(layout(torch.randn(int(mask.sum()), 16, 16)), mask)
+    with torch.inference_mode():
+        close()
+        w.values().mul_(2)
+        close()
+        w.col_indices().copy_(other.col_indices())
+        close()
+
+
+def test_what_a_capture_is_told(monkeypatch):
+    x = torch.randn(5, 64)
+    w, _, _ = random_matrix(3, 4, 16)
+    gemmery.linear(x, w)
+    monkeypatch.setattr(blocks, "_is_capturing", lambda indices: True)
+    gemmery.linear(x, w)
+    gemmery.linear(x.clone().requires_grad_(), w).sum().backward()
+    w.values().mul_(2)
+    refuses(
+        RuntimeError, "linear: weight: the values or the indices have changed since the last call; call it once",
+        gemmery.linear, x, w,
+    )  # fmt: skip
+    other, _, _ = random_matrix(3, 4, 16, seed=5)
+    refuses(RuntimeError, "linear: weight: the pattern is new, and", gemmery.linear, x, other)
+    with torch.inference_mode():
+        other = other.clone()
+    monkeypatch.setattr(blocks, "_is_capturing", lambda indices: False)
+    gemmery.linear(x, other)
+    monkeypatch.setattr(blocks, "_is_capturing", lambda indices: True)
+    refuses(RuntimeError, "linear: weight: it was made in inference mode", gemmery.linear, x, other)
 
 
 def test_indices_that_change_in_place_are_another_pattern():
@@ -97,8 +225,25 @@ def test_a_pattern_is_forgotten_with_its_indices():
     del w
     gc.collect()
     assert not blocks._known
-    stored(random_matrix(3, 4, 16)[0])
+    assert not blocks._patterns
+
+
+def test_a_pattern_lives_as_long_as_its_indices():
+    blocks._patterns.clear()
+    w, _, _ = random_matrix(3, 4, 16)
+    ends, places = w.crow_indices(), w.col_indices()
+    before = stored(w).pattern
+    del w
+    gc.collect()
     assert len(blocks._patterns) == 1
+    values = torch.randn(len(places), 16, 16)
+    assert (
+        stored(torch.sparse_bsr_tensor(ends, places, values, size=(48, 64), check_invariants=False)).pattern
+        is before
+    )
+    del ends
+    gc.collect()
+    assert not blocks._patterns
 
 
 def test_lengths_are_rounded():
@@ -283,9 +428,18 @@ def test_errors_of_products():
         (x.T, x.T),
         epilogue=F.silu,
     )
-    refuses(TypeError, "a prologue is of a dense operand", gemmery.matmul, w, x.T, prologue=F.silu)
+    refuses(
+        TypeError,
+        "a prologue applies only to a dense operand; apply it to the values",
+        gemmery.matmul,
+        w,
+        x.T,
+        prologue=F.silu,
+    )
     packed = gemmery.quantize(torch.randn(32, 64), "int8")
-    refuses(TypeError, "b is packed", gemmery.matmul, w, packed)
+    refuses(
+        TypeError, "b is a QuantizedTensor; sparse and quantised weights must be", gemmery.matmul, w, packed
+    )
     csr = torch.eye(64).to_sparse_csr()
     refuses(TypeError, "linear: weight is sparse (torch.sparse_csr)", gemmery.linear, x, csr)
     refuses(TypeError, "addmm: input is sparse", gemmery.addmm, w, x, x.T)
@@ -319,7 +473,14 @@ def test_errors_of_sampled_addmm():
         a.expand(2, 48, 8),
         b,
     )
-    refuses(ValueError, "inner sizes 7 and 8 differ", sampled, w, a[:, :7], b)
+    refuses(
+        ValueError,
+        "sampled_addmm: a is (48, 7) and b is (8, 64): inner sizes 7 and 8 differ",
+        sampled,
+        w,
+        a[:, :7],
+        b,
+    )
     refuses(
         ValueError,
         "a is (48, 8) and b is (8, 32); input is (48, 64), and must be (48, 32)",

@@ -562,7 +562,9 @@ def test_errors_of_marlin24(rng):
     for nibble in (0b0000, 0b0101, 0b1010, 0b1111, 0b0001):
         wrong = meta.clone()
         wrong[0, 0] = (int(wrong[0, 0]) & ~15) | nibble
-        with pytest.raises(ValueError, match="row 0, columns 0 to 3 have the places"):
+        with pytest.raises(
+            ValueError, match="read_marlin24: in the metadata, row 0, columns 0 to 3 have the"
+        ):
             read_marlin24(packed, scale, wrong)
 
 

@@ -254,6 +254,10 @@ SPARSE = (ROOT / "docs" / "sparse.md").read_text()
             gemmery.quantize(gemmery.sparsify(WEIGHT), "e4m3"),
         ),
         lambda: gemmery.matmul(ROWS, gemmery.quantize(gemmery.sparsify(WEIGHT), "e4m3")),
+        lambda: gemmery.linear(ROWS.data, gemmery.quantize(gemmery.sparsify(WEIGHT), "e4m3")),
+        lambda: gemmery.scaled_matmul(WEIGHT, gemmery.quantize(gemmery.sparsify(WEIGHT), "e4m3")),
+        lambda: gemmery.addmm(WEIGHT, WEIGHT, gemmery.sparsify(WEIGHT)),
+        lambda: gemmery.sparsify(WEIGHT.to_sparse()),
     ],
 )
 def test_messages_of_sparse_weights_are_quoted(call):

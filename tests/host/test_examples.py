@@ -14,7 +14,7 @@ from torch.nn import functional as F
 MODULES = (
     "api", "epilogues.function", "epilogues.library", "activations", "formats.scaled", "invariant",
     "nn.activations", "nn.linear", "nn.mlp", "nn.swap", "launch.explain", "launch.occupancy", "scaled", "tuning.tuner", "tuning.warm",
-    *(f"formats.{name}" for name in ("codes", "files", "packing", "quantize", "sparse", "tensor", "weight")),
+    *(f"formats.{name}" for name in ("codes", "files", "kept", "packing", "quantize", "sparse", "tensor", "weight")),
     *(f"formats.checkpoints.{name}" for name in (
         "assemble", "bitsandbytes", "compressed_tensors", "fp8", "gptq", "microscaling", "read", "sparse", "torchao", "words",
     )),

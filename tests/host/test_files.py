@@ -9,8 +9,10 @@ import stat
 import pytest
 import torch
 
+import gemmery
 from gemmery import files
 from gemmery.formats import load_safetensors, save_safetensors
+from gemmery.formats.weight import PackedWeight
 from gemmery.lab import figures, results
 
 
@@ -124,3 +126,23 @@ def test_what_a_view_does_to_numbers_is_saved_with_them(view, tmp_path):
 def test_what_is_no_json(text, words):
     with pytest.raises(ValueError, match=f"^x.json: not JSON: .*{words}"):
         files.parse_json(text, "x.json")
+
+
+def test_swapped_arguments_of_save_safetensors(tmp_path):
+    s = gemmery.sparsify(torch.ones(4, 4))
+    with pytest.raises(
+        TypeError, match=r"path is a dict and tensors a str; the order is save_safetensors\(path, ten"
+    ):
+        save_safetensors({"a": s}, str(tmp_path / "x.safetensors"))
+    with pytest.raises(
+        TypeError, match=r"save_safetensors: tensors\['a'\] is a float; .* all values tensors"
+    ):
+        save_safetensors(tmp_path / "x.safetensors", {"a": 1.0})
+
+
+def test_files_find_a_weights_class_by_its_format():
+    for weight in (gemmery.sparsify(torch.ones(4, 4)), gemmery.quantize(torch.ones(16, 16), "int8")):
+        assert type(PackedWeight.from_tensors(*weight.to_tensors())) is type(weight)
+    tensors, texts = weight.to_tensors()
+    with pytest.raises(ValueError, match=r"from_tensors: format is '3:7'; it must be one of .*int8.* 2:4"):
+        PackedWeight.from_tensors(tensors, texts | {"format": "3:7"})

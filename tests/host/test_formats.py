@@ -967,10 +967,13 @@ def test_errors_of_shard():
 
 def test_what_is_not_supported_says_so():
     q = full()
-    for act in (lambda: q + 1, lambda: q.view(-1), lambda: torch.ones(2, 40) @ q,
-                q.zero_, lambda: torch.ones(40, 256).copy_(q)):  # fmt: skip
+    for act in (lambda: q + 1, lambda: q.view(-1), lambda: torch.ones(2, 40) @ q, q.zero_):
         with pytest.raises(NotImplementedError, match=r"not defined for QuantizedTensor.*its dequantize\(\)"):
             act()
+    with pytest.raises(
+        TypeError, match=r"copy_: a plain tensor can't take QuantizedTensor.*, but its dequantize\(\)"
+    ):
+        torch.ones(40, 256).copy_(q)
 
 
 def test_a_transpose_says_that_none_is_needed():

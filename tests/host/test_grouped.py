@@ -72,7 +72,7 @@ WRONG = {
     "ends of a batch": (lambda: gemmery.grouped_mm(W, W.mT, offs=OFFS), ValueError, "offs is given with a batch"),
     "halves": (lambda: linear(w=(W, W[:2]), epilogue=epilogues.swiglu), ValueError, "batches of matrices of one shape"),
     "a pair without its epilogue": (lambda: linear(w=(W, W)), TypeError, "which takes an epilogue"),
-    "x packed": (lambda: linear(gemmery.quantize(torch.randn(64, 64), "int4")), TypeError, "x is packed"),
+    "x packed": (lambda: linear(gemmery.quantize(torch.randn(64, 64), "int4")), TypeError, "x is a QuantizedTensor; sparse and quantised weights must be"),
     "an argument": (lambda: linear(epilogue=lambda y, r: y + r, args=(torch.ones(5, 2, 8),)), ValueError, "args"),
     "scales of blocks": (
         lambda: linear(

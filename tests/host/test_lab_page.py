@@ -169,7 +169,7 @@ def test_the_layout_reaches_the_problem():
         p = Query(layout=letters, weight=weight, epilogue=epilogue).problem()
         assert (p.a.col == 1) == (letters[0] == "N")
         assert weight != NONE or (p.b.col == 1) == (letters[1] == "N")
-        assert (not p.b.is_packed) == (weight == NONE)
+        assert (not p.b.unpacks) == (weight == NONE)
         assert (p.fusion is None) == (weight == epilogue == NONE)
 
 

@@ -649,7 +649,7 @@ def test_quantising_gemmerys_own_and_skipping():
     model = nn.ModuleDict({"a": Experts(4, 32, 16, dtype=torch.bfloat16), "b": Experts(4, 32, 16)})
     report = gemmery.nn.quantize(model, "int8", skip=("b",))
     assert report.replaced == [("a", "Experts")]
-    assert report.left == [("b", "it is to be skipped ('b')")]
+    assert report.left == [("b", "skipped by name ('b')")]
     assert model["a"].packed
     odd = nn.ModuleDict({"a": Experts(4, 32, 24)})
     assert gemmery.nn.quantize(odd, "int8").left == [

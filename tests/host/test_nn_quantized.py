@@ -191,11 +191,18 @@ def test_inputs_of_no_floating_type_are_refused():
             layer(torch.ones(2, 64, dtype=dtype))
 
 
+def test_only_linear_layers_are_taken():
+    with pytest.raises(
+        TypeError, match=r"QuantizedLinear\.from_linear: layer is a Conv2d; it must be a torch\.nn\.Lin"
+    ):
+        QuantizedLinear.from_linear(nn.Conv2d(16, 16, 1), "int8")
+
+
 def test_what_is_to_be_skipped_and_is_not_there():
     report = gemmery.nn.quantize(Model().bfloat16(), "int8", skip=("gate", "lm_haed", "nothing.*"))
     assert [x for x in report.left if x[0] in ("lm_haed", "nothing.*")] == [
-        ("lm_haed", "it was to be skipped, and no linear layer is called that"),
-        ("nothing.*", "it was to be skipped, and no linear layer is called that"),
+        ("lm_haed", "named in skip, but no linear layer has this name"),
+        ("nothing.*", "named in skip, but no linear layer has this name"),
     ]
 
 
@@ -206,7 +213,7 @@ def test_quantize_and_undo():
     report = gemmery.nn.quantize(model, "int8", skip=("gate",))
     assert report.replaced == [("up", "Linear"), ("down", "Linear"), ("tied", "Linear")]
     assert report.left == [
-        ("gate", "it is to be skipped ('gate')"),
+        ("gate", "skipped by name ('gate')"),
         ("lm_head", "its weight is also that of embed"),
     ]
     assert model.up is model.same

@@ -110,6 +110,12 @@ def test_loading_what_is_none(weight):
             layer.load_state_dict({"weight": given})
     with pytest.raises(RuntimeError, match="size mismatch for weight"):
         layer.load_state_dict({"weight": gemmery.sparsify(torch.ones(16, 128))})
+    for given, text in (
+        (weight, "prune the model first with gemmery.nn.sparsify"),
+        (gemmery.quantize(torch.ones(32, 128), "int8"), "quantise the model first with gemmery.nn.quantize"),
+    ):
+        with pytest.raises(RuntimeError, match=f"copy_: a plain tensor can't take .*{text}"):
+            nn.Linear(128, 32, False).load_state_dict({"weight": given})
 
 
 def test_moving(weight):
@@ -154,8 +160,8 @@ def test_sparsify_and_undo():
     ]  # fmt: skip
     assert report.left == [
         ("odd", "sparsify: weight is (16, 63); it must be (*batch, N, K), where K is a multiple of 4"),
-        ("lm_head", "it is to be skipped ('lm_head')"),
-        ("gone", "it was to be skipped, and no linear layer is called that"),
+        ("lm_head", "skipped by name ('lm_head')"),
+        ("gone", "named in skip, but no linear layer has this name"),
     ]
     assert model.up is model.same
     assert model.tied.weight is model.up.weight
@@ -426,6 +432,20 @@ def test_autocast(dtype, method):
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", [F16, BF16, F32])
+def test_backward_inside_autocast_of_another_type(dtype, method):
+    layer, x = trained(method, dtype), torch.randn(3, 100, requires_grad=True)
+    other = BF16 if dtype == F16 else F16
+    y = layer(x.to(dtype))
+    expected = torch.autograd.grad(y.float().sum(), (x, *layer.parameters()), retain_graph=True)
+    with torch.autocast("cpu", other):
+        found = torch.autograd.grad(y.float().sum(), (x, *layer.parameters()))
+        layer(x).sum().backward()
+    assert all(a.equal(b) for a, b in zip(found, expected, strict=True))
+    assert layer.weight.grad.dtype == dtype
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_compiled(method):
     model = nn.Sequential(trained(method), nn.ReLU(), nn.Linear(36, 4, dtype=BF16))
     step = torch.compile(model, backend="aot_eager")
@@ -485,6 +505,20 @@ def test_errors_of_the_layer():
             SparseLinear(*arguments, **how)
         with pytest.raises(ValueError, match=f"SparseLinear: {text}"):
             SparseLinear.from_linear(nn.Linear(*arguments), **how)
+    for decay, error, text in (
+        (-1, ValueError, "decay is -1; it must be 0 or more"),
+        (float("nan"), ValueError, "decay is nan"),
+        ("a", TypeError, "decay is 'a'; it must be a number"),
+        (True, TypeError, "decay is True"),
+    ):
+        with pytest.raises(error, match=f"SparseLinear: {text}"):
+            SparseLinear(64, 96, decay=decay)
+        with pytest.raises(error, match=f"SparseLinear: {text}"):
+            SparseLinear.from_linear(nn.Linear(64, 96), decay=decay)
+    for kind in (SparseLinear, PrunedLinear):
+        text = f"{kind.__name__}.from_linear: layer is a Conv2d; it must be a torch.nn.Linear"
+        with pytest.raises(TypeError, match=text):
+            kind.from_linear(nn.Conv2d(4, 4, 1))
     assert SparseLinear(8, 6).weight.shape == (6, 8)
     with pytest.raises(TypeError, match=r"SparseLinear: the input is torch\.int64"):
         SparseLinear(8, 8)(torch.ones(2, 8, dtype=torch.int64))

@@ -24,7 +24,7 @@ from gemmery.lab.prediction.describe import describe
 from gemmery.lab.prediction.predict import BINDING, roofline
 from gemmery.lab.prediction.residuals import Correction, Prior, Samples
 from gemmery.lab.rooflines import results_of, rooflines
-from gemmery.lab.suites import Row
+from gemmery.lab.suites import SPARSE_WEIGHTS, Row
 from gemmery.problem import Config
 
 H200 = devices.TABLE["NVIDIA H200"]
@@ -500,6 +500,32 @@ def test_a_packed_weight_is_multiplied_unpacked_by_the_vendor():
     assert packed.roofline < 0.5 * plain.roofline
 
 
+@pytest.mark.parametrize(
+    ("weight", "bits"), [("2:4", 9), ("2:4-int8", 5), ("2:4-e4m3", 5), ("2:4-int4", 3 + 16 / 128)]
+)
+def test_a_sparse_weight_is_multiplied_dense_by_the_vendor(weight, bits):
+    plain, sparse = (
+        predict(abstract_problem(M, 4096, 4096, device=H200, weight=w)) for M, w in ((64, ""), (64, weight))
+    )
+    assert sparse.cublas == pytest.approx(plain.cublas)
+    assert sparse.calls == plain.calls
+    read = 4096 * 4096 * (16 - bits) / 8 / H200.bandwidth
+    assert plain.roofline - sparse.roofline == pytest.approx(read, rel=0.02)
+    many = [predict(abstract_problem(8192, 4096, 4096, device=H200, weight=w)) for w in ("", weight)]
+    assert many[1].roofline == pytest.approx(many[0].roofline / 2)
+
+
+def test_sparse_weights_are_named_as_they_are_made():
+    for name in SPARSE_WEIGHTS:
+        problem = abstract_problem(16, 256, 256, device=H200, weight=name)
+        assert problem.b.is_sparse
+        assert problem.b.code == name.partition("-")[2]
+    with pytest.raises(ValueError, match="group_size is 64; a weight 2:4 of 16 bits has no groups"):
+        abstract_problem(16, 256, 256, device=H200, weight="2:4", group_size=64)
+    with pytest.raises(ValueError, match=r"weight is '2:5'; it must be one of int4, .*, 2:4, 2:4-int8"):
+        abstract_problem(16, 256, 256, device=H200, weight="2:5")
+
+
 # --- the correction -------------------------------------------------------------------------------------------------
 
 
@@ -542,7 +568,7 @@ def test_rows_of_all_suites_are_posed():
             problem = of_row(one, dtype, H200)
             assert (problem.K, problem.a.dtype) == (one.K, KINDS[dtype].dtype)
             assert problem.flops == one.flops
-            assert problem.b.is_packed == bool(one.weight)
+            assert problem.b.unpacks == bool(one.weight)
             assert problem.b.is_scaled == (one.scales in ("block", "mx"))
 
 

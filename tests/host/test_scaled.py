@@ -344,7 +344,7 @@ def test_compiled():
 A, B = gemmery.quantize_activations(values(3, 8)), gemmery.quantize_activations(values(4, 8))
 ROOT = torch.ones(4, requires_grad=True)
 PRODUCTS = [
-    (TypeError, lambda: gemmery.scaled_matmul(A.data, B), "a is a Tensor; it must be a gemmery.ScaledTensor"),
+    (TypeError, lambda: gemmery.scaled_matmul(A.data, B), "a is a Tensor; it must be a gemmery.ScaledTensor, as gemmery.quantize_activations makes"),
     (TypeError, lambda: gemmery.scaled_matmul(A, B.data), "b is a Tensor; it must be a gemmery.ScaledTensor, or a gemmery.SparseTensor of e4m3"),
     (ValueError, lambda: gemmery.scaled_matmul(A, gemmery.quantize_activations(values(4, 9))), "a is (3, 8) and b is (4, 9): inner sizes 8 and 9 differ"),
     (ValueError, lambda: gemmery.scaled_matmul(A, gemmery.quantize_activations(values(2, 4, 8))), "b is (2, 4, 8); it must be (N, K)"),
@@ -491,7 +491,7 @@ def test_autocast_leaves_fp8_and_sums_as_they_are(dtype):
 
 W2_4 = sparse(4, 8)
 WITH_SPARSE = [
-    (TypeError, lambda: gemmery.scaled_matmul(A.data, W2_4), "a is a Tensor; it must be a gemmery.ScaledTensor"),
+    (TypeError, lambda: gemmery.scaled_matmul(A.data, W2_4), "a is a Tensor; it must be a gemmery.ScaledTensor, as gemmery.quantize_activations makes"),
     (TypeError, lambda: gemmery.scaled_matmul(W2_4, A), "a is a SparseTensor; it must be a gemmery.ScaledTensor"),
     (TypeError, lambda: gemmery.scaled_matmul(A, sparse(4, 8, code="")), "b keeps numbers of torch.bfloat16; a sparse one must keep e4m3, as gemmery.quantize(gemmery.sparsify(w), \"e4m3\") does"),
     (TypeError, lambda: gemmery.scaled_matmul(A, int8_of(sparse(4, 8, code=""))), "b keeps numbers of int8"),
@@ -507,7 +507,7 @@ WITH_SPARSE = [
     (TypeError, lambda: gemmery.scaled_matmul(A, W2_4, bias=1.0), "bias is a float"),
     (ValueError, lambda: gemmery.scaled_matmul(A, W2_4, out=torch.empty(4, 3)), "out is (4, 3); the result is (3, 4)"),
     (TypeError, lambda: gemmery.scaled_matmul(A, W2_4, out=torch.empty(3, 4), out_dtype=BF16), "out is torch.float32; the result is torch.bfloat16"),
-    (TypeError, lambda: gemmery.scaled_matmul(A, W2_4, out=W2_4), "out is packed"),
+    (TypeError, lambda: gemmery.scaled_matmul(A, W2_4, out=W2_4), "out is a SparseTensor"),
     (TypeError, lambda: gemmery.scaled_matmul(A, (W2_4, W2_4), epilogue=epilogues.swiglu), "b is a tuple"),
     (TypeError, lambda: gemmery.scaled_matmul(A, W2_4, bias=ROOT), "no gradient for torch.float8_e4m3fn operands"),
     (TypeError, lambda: gemmery.scaled_matmul(A, W2_4, epilogue=torch.add, args=(ROOT,)), "no gradient"),
@@ -521,6 +521,20 @@ WITH_SPARSE = [
 )
 def test_wrong_arguments_with_sparse_weights(error, call, said):
     fails(error, call, "scaled_matmul: ", said)
+
+
+def test_plain_fp8_with_a_sparse_weight_is_sent_to_scaled_matmul():
+    x = A.data
+    advice = "multiply fp8 by gemmery.scaled_matmul, with x from gemmery.quantize_activations, or give x in torch.bf"
+    said = "linear: x is torch.float8_e4m3fn and weight is a torch.bfloat16 weight that keeps e4m3; "
+    fails(TypeError, lambda: gemmery.linear(x, W2_4), said + advice)
+    fails(
+        TypeError,
+        lambda: gemmery.matmul(x, W2_4),
+        "matmul: a is torch.float8_e4m3fn and b is a torch.bfloat16",
+    )
+    other = sparse(4, 8, code="int4")
+    fails(TypeError, lambda: gemmery.linear(x, other), "they must have one type, as by x.to(weight.dtype)")
 
 
 def test_sparse_weights_as_fakes():

@@ -47,16 +47,15 @@ class Toy(Tile):
     splits = (2, 5)
     tables = ("toy",)
 
-    def suits(self, problem):
-        return self.runs_on(problem.device.target) and not problem.batch
+    def needs(self, problem):
+        yield from super().needs(problem)
+        yield not problem.batch, "no batch"
 
     def considers(self, problem, rows):
         return (rows >= 100) & (rows < 1000)
 
     def refusal(self, problem, config):
-        if not self.suits(problem):
-            return "schedule 'toy' needs a GPU of sm_90 and no batch"
-        return super().refusal(problem, config)
+        return self.unsuited(problem) or super().refusal(problem, config)
 
     def bind(self, problem, config):
         return ToyBinding(problem, config)

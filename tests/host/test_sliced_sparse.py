@@ -128,17 +128,19 @@ def test_products_that_it_runs(arch):
 @needs_gluon
 def test_products_that_are_refused():
     problem = problem_of(4, 512, 512)
-    for other in (
-        problem_of(4, 512, 512, code="e4m3"),
-        replace(problem, K=0),
-        replace(problem, N=1 << 20, K=1 << 13),
-        replace(problem, batch=(2,)),
-        replace(problem, device=TABLE["NVIDIA B200"]),
-        replace(problem, a=replace(problem.a, row=1, col=4)),
-        replace(problem, b=replace(problem.b, aligned=False)),
+    for other, needed in (
+        (problem_of(4, 512, 512, code="e4m3"), "a 2:4 sparse weight of 16 bits"),
+        (replace(problem, K=0), "a weight of 1 to"),
+        (replace(problem, N=1 << 20, K=1 << 13), "a weight of 1 to"),
+        # 2^27 - 1 rows of 64 columns are stored as 2^27 rows.
+        (replace(problem, N=(1 << 27) - 1, K=64), "a weight of 1 to"),
+        (replace(problem, batch=(2,)), "a product without groups and without a batch"),
+        (replace(problem, device=TABLE["NVIDIA B200"]), "a GPU of sm_80"),
+        (replace(problem, a=replace(problem.a, row=1, col=4)), "rows of a with adjacent elements"),
+        (replace(problem, b=replace(problem.b, aligned=False)), "a weight at addresses"),
     ):
-        assert "needs Triton" in SLICED_SPARSE.refusal(other, CONFIG)
-        with pytest.raises(ValueError, match="schedule 'sliced_sparse' needs Triton"):
+        assert f"schedule 'sliced_sparse' needs {needed}" in SLICED_SPARSE.refusal(other, CONFIG)
+        with pytest.raises(ValueError, match=f"schedule 'sliced_sparse' needs {needed}"):
             schedules.bind(other, CONFIG)
     invariant = problem_of(4, 512, 512, options=Options(None, "ieee", False, True, None))
     assert "order of a sum" in SLICED_SPARSE.refusal(invariant, CONFIG)

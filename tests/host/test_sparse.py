@@ -4,6 +4,7 @@ import copy
 import io
 import itertools
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from torch.sparse._semi_structured_conversions import (
 )
 
 import gemmery
+from gemmery import epilogues
 from gemmery.formats import SparseTensor, load_safetensors, save_safetensors, sparsify
+from gemmery.formats.kept import CODES
 from gemmery.formats.sparse import (
     check_metadata,
     packed_metadata,
@@ -23,6 +26,9 @@ from gemmery.formats.sparse import (
     transposable_mask,
     unpacked_metadata,
 )
+from gemmery.operands.packed import PackedOperand
+from gemmery.operands.sparse import DECODERS, SparseOperand
+from gemmery.product.run import _parts
 
 BF16, F16 = torch.bfloat16, torch.float16
 #: Whole blocks of 32 rows and 64 columns, parts of them, a batch of one and of two dimensions, and no rows.
@@ -86,6 +92,14 @@ WEIGHTS = {
 each_weight = pytest.mark.parametrize("w", [make() for make in WEIGHTS.values()], ids=WEIGHTS)
 
 
+def test_a_repeated_call_looks_at_all_of_a_weight():
+    """`product.run` writes down by hand what `values` of operands has, since that takes less time."""
+    x, packed = values(3, 196), gemmery.quantize(values(72, 196), "int4", group_size=32)
+    for weight, operand in ((full(), SparseOperand), (int4(72, 196), SparseOperand), (packed, PackedOperand)):
+        given, _ = _parts(x, weight)
+        assert all(one is other for one, other in zip(given, [x, *operand(weight).values], strict=True))
+
+
 # --- pruning ---------------------------------------------------------------------------------------------------------
 
 
@@ -100,7 +114,7 @@ def test_the_largest_two_of_four_are_kept(shape, dtype):
     rows, columns = padded(*shape[-2:])
     assert w.values.shape == (*shape[:-2], rows, columns // 2)
     assert w.metadata.shape == (*shape[:-2], columns // 32, rows)
-    check_metadata(w.metadata)
+    check_metadata(w.metadata, "test")
     assert not w.values[..., shape[-2] :, :].any()
     assert not w.values[..., shape[-1] // 2 :].any()
 
@@ -135,7 +149,7 @@ def test_as_is_keeps_what_is_there(pattern):
     x = x.repeat(5, 17)
     w = sparsify(x, method="as_is")
     assert w.dense().equal(x)
-    check_metadata(w.metadata)
+    check_metadata(w.metadata, "test")
 
 
 def test_as_is_names_the_first_place_with_too_many():
@@ -249,8 +263,27 @@ def test_torchs_own_is_taken_without_a_copy(monkeypatch):
     assert ours.dense().equal(dense)
     assert ours.values is theirs.packed
     assert ours.metadata.data_ptr() == theirs.meta.data_ptr()
+    turned = SparseSemiStructuredTensorCUTLASS(dense)
+    turned.packed = turned.meta = None
+    with pytest.raises(
+        ValueError, match=r"sparsify: weight is the transpose of .*, \(64, 128\); .* without .t\(\)"
+    ):
+        sparsify(turned)
+    with pytest.raises(TypeError, match=r"quantize: w is torch's .*; quantise gemmery.sparsify\(w\)"):
+        gemmery.quantize(theirs, "int8")
     odd = sparsify(values(48, 32)).dense()
     assert sparsify(SparseSemiStructuredTensorCUTLASS(odd)).dense().equal(odd)
+
+
+def test_products_do_not_take_torchs_own():
+    dense = sparsify(values(64, 128)).dense()
+    packed, meta = sparse_semi_structured_from_dense_cutlass(dense)
+    theirs = torch.sparse.SparseSemiStructuredTensorCUTLASS(dense.shape, packed, meta, None, None, None)
+    with pytest.raises(
+        TypeError, match=r"linear: weight is torch's semi-structured tensor; make a .* by gemmery"
+    ):
+        gemmery.linear(values(5, 128), theirs)
+    assert sparsify(theirs).dense().equal(dense)
 
 
 @pytest.mark.parametrize("batch", [(), (2,), (2, 3)])
@@ -260,7 +293,7 @@ def test_metadata_there_and_back(batch):
     words = packed_metadata(nibbles)
     assert words.shape == (*batch, 4, 64)
     assert unpacked_metadata(words).equal(nibbles)
-    check_metadata(words)
+    check_metadata(words, "test")
 
 
 @pytest.mark.parametrize("nibble", UNDEFINED)
@@ -272,7 +305,8 @@ def test_undefined_metadata_is_refused(nibble):
     wrong = w.with_parts(w.parts() | {"metadata": packed_metadata(nibbles)})
     tensors, texts = wrong.to_tensors()
     with pytest.raises(
-        ValueError, match=r"row 37, columns 36 to 39 have the places \d and \d; the first must be below"
+        ValueError,
+        match=r"from_tensors: in the metadata, row 37, columns 36 to 39 have the places \d and \d; the first must be",
     ):
         SparseTensor.from_tensors(tensors, texts)
     with pytest.raises(ValueError, match="row 37, columns 36 to 39"):
@@ -346,6 +380,37 @@ def test_bytes_of_int4():
     assert repr(int4(64, 256, group_size=128)) == text
 
 
+def test_a_type_that_is_asked_for_rounds_scales_alone():
+    """As in a dense weight: numbers that float16 can't hold are no error where float32 scales hold them."""
+    w = sparsify(torch.tensor([[864256.0, 0, 0, 3], [1e-9, 0, -2e-9, 0]]).bfloat16())
+    for format in ("int8", "e4m3"):
+        q = gemmery.quantize(w, format, dtype=F16)
+        assert q.dtype == F16
+        check_equal(q.bfloat16(), gemmery.quantize(w, format))
+        torch.testing.assert_close(q.dense(torch.float32), w.dense().float(), rtol=2**-4, atol=1e4)
+        assert q.dense(torch.float32)[1, 2] != 0
+    text = "quantize: w has 864256, which torch.float16 can't hold: its largest number is 65504"
+    with pytest.raises(ValueError, match=text):
+        gemmery.quantize(w, "int4", group_size=32, dtype=F16)
+    dense = values(40, 100) * 1e-4
+    for group_size in (0, 32):
+        q = gemmery.quantize(sparsify(dense), "int4", group_size=group_size, dtype=F16)
+        want = gemmery.quantize(sparsify(dense).dense(), "int4", group_size=group_size, dtype=F16)
+        assert q.dense().equal(want.dequantize())
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_bsr, torch.sparse_coo])
+def test_torchs_sparse_layouts_are_refused(layout):
+    x = torch.eye(64)
+    x = x.to_sparse_bsr((16, 16)) if layout == torch.sparse_bsr else x.to_sparse()
+    with pytest.raises(
+        TypeError, match=rf"sparsify: weight is sparse \({layout}\); it must be a strided tensor"
+    ):
+        sparsify(x)
+    with pytest.raises(TypeError, match=rf"quantize: w is sparse \({layout}\); it must be a strided tensor"):
+        gemmery.quantize(x, "int8")
+
+
 def test_errors_of_quantize():
     w = sparsify(values(40, 100))
     for arguments, text in (
@@ -360,9 +425,27 @@ def test_errors_of_quantize():
         ),
         ({"format": "int4", "symmetric": False}, "a sparse weight has no zero points"),
         ({"format": "nf4"}, "format is 'nf4' for a sparse weight; it must be one of e4m3, int8, int4"),
+        (
+            {"format": "int8", "scale": "tensor"},
+            "a sparse weight has no zero points, and no scale of the tensor",
+        ),
+        ({"format": "int8", "scale": "foo"}, "scale is 'foo'; it must be 'tensor', 'channel' or 'block'"),
+        (
+            {"format": "e4m3", "dtype": torch.int8},
+            "dtype is torch.int8; it must be torch.float16 or torch.bf",
+        ),
+        ({"format": "int4", "dtype": torch.float32}, "dtype is torch.float32; it must be torch.float16 or"),
+        ({"format": "int8", "dtype": "half"}, "dtype is half; it must be torch.float16 or torch.bfloat16"),
     ):
         with pytest.raises(ValueError, match=f"quantize: {text}"):
             gemmery.quantize(w, **arguments)
+    for arguments, text in (
+        ({"symmetric": "no"}, "symmetric is 'no'; it must be True or False"),
+        ({"group_size": True}, "group_size is True; it must be an int or None"),
+        ({"group_size": 32.0}, "group_size is 32.0; it must be an int or None"),
+    ):
+        with pytest.raises(TypeError, match=f"quantize: {text}"):
+            gemmery.quantize(w, "int4", **arguments)
     for code, bits in (("int4", 4), ("e4m3", 8)):
         with pytest.raises(ValueError, match=f"have {bits} bits already"):
             gemmery.quantize(gemmery.quantize(w, code), "int4")
@@ -619,6 +702,38 @@ def test_errors_of_the_constructor_with_int4(change, error, text):
         SparseTensor(**given)
 
 
+@pytest.mark.parametrize("bits", [0x7F, 0xFF])
+def test_nan_among_codes_is_refused(bits):
+    """Kernels would make 480 of it, and the reference NaN."""
+    w = gemmery.quantize(sparsify(values(2, 40, 100)), "e4m3")
+    w.values[1, 37, 9] = torch.tensor(bits, dtype=torch.uint8).view(torch.int8)
+    text = rf"SparseTensor: values\[1, 37, 9\] is {bits:#x}, NaN in e4m3; .* must be finite"
+    with pytest.raises(ValueError, match=text):
+        made_again(w)
+    with pytest.raises(ValueError, match=text):
+        SparseTensor.from_tensors(*w.to_tensors())
+    with pytest.raises(ValueError, match=text):
+        pickle.loads(pickle.dumps(w))
+    # On meta there is nothing to see, and what is made of a weight is not looked at again.
+    made_again(w.to("meta"))
+    assert w[1].shape == (40, 100)
+
+
+def test_every_code_has_a_decoder_and_comes_back():
+    assert CODES.keys() == DECODERS.keys()
+    for code in CODES.values():
+        numbers = torch.tensor([[0.0, -1, 7, 4]]).half()
+        stored = code.to_values(numbers)
+        assert code.to_numbers(stored).to(F16).equal(numbers)
+        assert stored.shape[-1] * code.each == 8
+        assert stored.dtype == (torch.int8 if code.name else F16)
+
+
+def test_quantize_makes_no_nan_of_tiny_numbers():
+    w = sparsify(torch.full((1, 4), 2.0**-133).bfloat16())
+    made_again(gemmery.quantize(w, "e4m3"))
+
+
 def test_tensors_and_texts():
     w = full()
     tensors, texts = w.to_tensors("a.")
@@ -651,9 +766,13 @@ def test_tensors_and_texts_of_int4():
 
 def test_what_is_not_supported_says_so():
     w = full()
-    for act in (lambda: w + 1, lambda: w.view(-1), w.zero_, lambda: torch.ones(72, 196).copy_(w)):
+    for act in (lambda: w + 1, lambda: w.view(-1), w.zero_):
         with pytest.raises(NotImplementedError, match=r"not defined for SparseTensor.*its dense\(\)"):
             act()
+    with pytest.raises(
+        TypeError, match=r"copy_: a plain tensor can't take SparseTensor.*, but its dense\(\)"
+    ):
+        torch.ones(72, 196).copy_(w)
     for act in (lambda: w.mT, lambda: w.t(), lambda: w.T):
         with pytest.raises(NotImplementedError, match="matmul and bmm take it as it is"):
             act()
@@ -686,3 +805,33 @@ def test_gradients_of_kept_numbers():
     found = w.with_parts(w.parts() | {"values": w.values.grad}).dense().double()
     want = torch.where(w.dense() != 0, dense.grad, 0)
     assert (found - want).norm() < 2e-2 * want.norm()
+
+
+@pytest.mark.parametrize(("code", "part"), [("int8", "channel"), ("int4", "scales")])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_scales_have_no_gradients(code, part, is_compiled):
+    x, w = values(5, 128), gemmery.quantize(sparsify(values(64, 128)), code)
+    getattr(w, part).requires_grad_()
+    linear = torch.compile(gemmery.linear, backend="aot_eager") if is_compiled else gemmery.linear
+    error = torch._dynamo.exc.BackendCompilerFailed if is_compiled else TypeError
+    with pytest.raises(error, match=f"no gradient for the weight's {part}, which requires one"):
+        linear(x, w).sum().backward()
+
+
+def test_what_a_kernel_does_not_take_is_told_on_the_cpu():
+    x, w = values(5, 128), sparsify(values(60, 128))
+    with pytest.warns(UserWarning, match="on a GPU .* raises an error: .* 60 rows; .* a multiple of 64"):
+        y = gemmery.linear(x, w, epilogue=epilogues.swiglu)
+    assert y.shape == (5, 30)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gemmery.linear(x, sparsify(values(64, 128)), epilogue=epilogues.swiglu)
+
+
+@pytest.mark.parametrize("code", ["", "int8", "int4"])
+def test_torchs_way_to_a_dense_tensor(code):
+    w = sparsify(values(60, 128))
+    w = gemmery.quantize(w, code) if code else w
+    assert type(w.to_dense()) is torch.Tensor
+    assert w.to_dense().equal(w.dense())
+    assert w.to_dense(torch.float32).equal(w.dense(torch.float32))

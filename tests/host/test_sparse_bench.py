@@ -4,8 +4,9 @@ import json
 import sys
 
 import pytest
+import torch
 
-from benchmarks import blocks, plots, readme_tables, records, sparse, sparse_summary
+from benchmarks import blocks, plots, power, readme_tables, records, sparse, sparse_summary
 from gemmery.lab import suites
 
 HEADER = {
@@ -144,7 +145,7 @@ def test_all_files_are_written(folder, capsys):
     assert readme_tables.main(options) == 0
     assert readme_tables.main([*options, "--check"]) == 0
     assert cells(pages["sparse"].read_text()) == [
-        ["products", "beside", "rows", "Triton 3.9", "Triton 3.6", "bar"],
+        ["what", "beside", "products", "Triton 3.9", "Triton 3.6", "bar"],
         ["---", "---", "---:", "---:", "---:", "---"],
         ["bf16, 1×8192×8192", "dense torch", "1", "**1.50** (1.36–1.67)", "**1.70** (1.55–1.89)",
          "≥ 1.55: **missed** with Triton 3.9"],
@@ -167,7 +168,10 @@ def test_all_files_are_written(folder, capsys):
         ["torch's BSR", "0, 1 failed", "failed", "≥ 1.30: **missed**"],
         ["dense cuBLAS", "1", "**3.00** · 3.00 · 3.00", ""],
     ]
-    assert "- NVIDIA H200, torch 2, Triton 3.6.0, CUDA 13, commit c, 2026-01-02, 3 rounds: 3 rows." in text
+    assert (
+        "- NVIDIA H200, torch 2, Triton 3.6.0, CUDA 13, commit c, 2026-01-02, 3 rounds: 3 products." in text
+    )
+    assert "The bar is the least ratio, set as a goal beforehand: met, or missed." in text
     rows = pages["rows"].read_text()
     assert "## sparse_decode, bf16, seed 7" in rows
     assert (
@@ -225,7 +229,16 @@ def test_rows_are_listed_without_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr(
         sys, "argv", ["sparse.py", "--list", "--seed", "3", "--count", "2", "--rows", "int4,random"]
     )
-    sparse.main()
+    assert sparse.main() == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 7
     assert lines[0].startswith("Row(name='int4 decode 1x8192x8192', M=1, ")
+
+
+@pytest.mark.parametrize("script", [sparse, blocks, power])
+def test_without_a_gpu_nothing_is_measured(script, monkeypatch, capsys):
+    name = script.__name__.removeprefix("benchmarks.")
+    monkeypatch.setattr(sys, "argv", [f"{name}.py"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert script.main() == 2
+    assert capsys.readouterr().err == f"{name}: there is no GPU to measure\n"

@@ -106,6 +106,15 @@ def test_a_problem_for_another_device_is_refused(kept):
         tune_problems([make(device="NVIDIA H200")], watch=Watch())
 
 
+@pytest.mark.parametrize(
+    "weight", [gemmery.sparsify, lambda w: gemmery.quantize(w, "int4"), lambda w: w.T.to_sparse_bsr((16, 16))]
+)
+def test_packed_and_sparse_weights_are_refused(kept, weight):
+    x, w = torch.ones(16, 128).bfloat16(), torch.ones(64, 128).bfloat16()
+    with pytest.raises(ValueError, match="tune: an operand is packed or sparse; only products of dense"):
+        gemmery.tune(x, weight(w))
+
+
 def test_interpreted_kernels_are_not_timed():
     with pytest.raises(ValueError, match="interpreted"):
         gemmery.tune(torch.ones(4, 8), torch.ones(8, 4))

@@ -19,7 +19,11 @@ Batch = Annotated[
     typer.Option(metavar="SIZES", help="Leading dimensions, of plain products: --batch 8,16."),
 ]
 Weight = Annotated[
-    str, typer.Option(metavar="FORMAT", help="B's packed format: int4, int8, e4m3, e5m2, mxfp4, nvfp4, nf4.")
+    str,
+    typer.Option(
+        metavar="FORMAT",
+        help="B's packed format: int4, int8, e4m3, e5m2, mxfp4, nvfp4, nf4; of a 2:4 sparse weight 2:4, 2:4-int8, ....",
+    ),
 ]
 GroupSize = Annotated[
     int | None, typer.Option(help="Numbers of a packed weight that share a scale; the format's own without.")

@@ -28,6 +28,11 @@ def call(cls: type[PackedWeight], func: Any, args: Any, kwargs: Any) -> Any:
         weight = next(
             (x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, cls)), None
         )
+        if func is aten.copy_.default:
+            raise TypeError(
+                f"copy_: a plain tensor can't take {weight!r}, but its {cls.plain}(). To load a state dict that has "
+                f"such weights, {cls.prepared_by}"
+            )
         use = "it can be the weight of gemmery.linear"
         if func in _TRANSPOSES:
             use = "gemmery.linear, matmul and bmm take it as it is, (*batch, N, K), not transposed"

@@ -51,7 +51,9 @@ class Stored(NamedTuple):
     @property
     def pattern(self) -> Pattern:
         """What is prepared of its indices."""
-        return self.prepared or pattern_of(self.compressed, self.plain, self.blocks[self.by_rows])
+        # A call comes through `stored` first. Where an operator or autograd hands on the tensors alone, they have
+        # another version than the sparse tensor, and comparing them once more would wait for the GPU.
+        return self.prepared or _met(self.compressed, self.plain, self.blocks[self.by_rows])
 
 
 class Lines(NamedTuple):
@@ -147,61 +149,122 @@ def _table(numbers: Tensor) -> Tensor:
 
 
 class _Kept(NamedTuple):
+    """A pattern, and what its indices are known by.
+
+    Attributes:
+        version, counter: of the sparse tensor that was looked at last, see `_counter_of`; None where it has none.
+        numbers: keep the numbers of the storages from later ones.
+        ends: forget the pattern when a storage is freed.
+    """
+
     pattern: Pattern
-    version: int
-    storages: tuple[StorageWeakRef, StorageWeakRef]
+    version: int | None
+    counter: weakref.ref[Tensor] | None
+    numbers: tuple[StorageWeakRef, ...]
+    ends: tuple[weakref.ref[Any], ...]
+
+    def is_of(self, x: Tensor) -> bool:
+        """Whether the indices of a sparse tensor, in this memory, can't have changed through it."""
+        version = _version_of(x)
+        if version is None or version != self.version:
+            return False
+        # Two tensors that count for themselves are comparable only before the first change.
+        return version == 0 or (self.counter is not None and self.counter() is _counter_of(x))
 
 
 _patterns: dict[Any, _Kept] = {}
 
 
-def pattern_of(
-    compressed: Tensor, plain: Tensor, across: int, version: int | None = None, what: str = "block-sparse"
-) -> Pattern:
-    """The pattern of indices, kept until their memory is freed or they change in place.
+def pattern_of(x: Tensor, compressed: Tensor, plain: Tensor, across: int, what: str) -> Pattern:
+    """The pattern of a sparse tensor, kept until the memory of its indices is freed or they change in place.
 
-    A sparse tensor gives its indices as new tensors every time, so their memory is what they are known by. For a new
-    pattern it waits for the GPU.
+    A sparse tensor gives its indices as new tensors every time, so their memory is what they are known by. It waits
+    for the GPU where the pattern is new or the tensor has changed.
 
     Args:
-        version: of the indices, if others than these tensors have it.
+        compressed, plain: the indices of x.
         what: how messages call the matrix.
 
     Raises:
         ValueError: indices are out of order.
-        RuntimeError: the pattern is new, and a CUDA graph is being captured.
+        RuntimeError: it would have to wait, and a CUDA graph is being captured.
     """
     key = (_look(compressed), _look(plain), across)
-    version = _version_of(compressed) if version is None else version
     kept = _patterns.get(key)
-    if kept is not None and kept.version == version:
+    if kept is not None and kept.is_of(x):
         return kept.pattern
-    if compressed.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"{what}: the pattern is new, and its preparation can't be captured; call it once before"
-        )
-    # A weak reference keeps the number of a storage from later ones.
-    for other, x in list(_patterns.items()):
-        if any(ref.expired() for ref in x.storages):
-            _patterns.pop(other, None)
+    version = _version_of(x)
+    if _is_capturing(compressed):
+        raise RuntimeError(f"{what}: {_not_captured(kept is not None, version)}")
     # A sparse tensor has one version for its values and its indices.
     if kept is not None and kept.pattern.has(compressed, plain):
         pattern = kept.pattern
     else:
-        pattern = Pattern(compressed, plain, across)
-        pattern.check(what)
-        pattern.prepare()
-    refs = StorageWeakRef(compressed.untyped_storage()), StorageWeakRef(plain.untyped_storage())
-    _patterns[key] = _Kept(pattern, version, refs)
+        pattern = _prepared(compressed, plain, across, what)
+    _keep(key, pattern, compressed, plain, x, version)
     return pattern
+
+
+def _met(compressed: Tensor, plain: Tensor, across: int) -> Pattern:
+    """The pattern that was kept last of this memory; a new one of indices that were not met."""
+    key = (_look(compressed), _look(plain), across)
+    kept = _patterns.get(key)
+    if kept is not None:
+        return kept.pattern
+    if _is_capturing(compressed):
+        raise RuntimeError(f"block-sparse: {_not_captured(False, None)}")
+    pattern = _prepared(compressed, plain, across, "block-sparse")
+    _keep(key, pattern, compressed, plain, None, None)
+    return pattern
+
+
+def _prepared(compressed: Tensor, plain: Tensor, across: int, what: str) -> Pattern:
+    pattern = Pattern(compressed, plain, across)
+    pattern.check(what)
+    pattern.prepare()
+    return pattern
+
+
+def _keep(
+    key: Any, pattern: Pattern, compressed: Tensor, plain: Tensor, x: Tensor | None, version: int | None
+) -> None:
+    storages = compressed.untyped_storage(), plain.untyped_storage()
+    # torch keeps a storage's Python object as long as the storage.
+    ends = tuple([weakref.ref(storage, lambda _: _patterns.pop(key, None)) for storage in storages])
+    numbers = tuple([StorageWeakRef(storage) for storage in storages])
+    _patterns[key] = _Kept(
+        pattern, version, None if x is None else weakref.ref(_counter_of(x)), numbers, ends
+    )
+
+
+def _is_capturing(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _not_captured(is_met: bool, version: int | None) -> str:
+    """Why indices can't be looked at while a CUDA graph is captured, and what to do."""
+    if not is_met:
+        return "the pattern is new, and its preparation can't be captured; call it once before capture"
+    if version is None:
+        return (
+            "it was made in inference mode, so its indices are compared at each call, which can't be captured; make it "
+            "outside inference mode"
+        )
+    return "the values or the indices have changed since the last call; call it once before capture"
 
 
 def _look(x: Tensor) -> Any:
     return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype
 
 
-def _version_of(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version
+def _version_of(x: Tensor) -> int | None:
+    """How often a tensor was written to; None for one that does not count, as those of inference mode."""
+    return None if x.is_inference() else x._version
+
+
+def _counter_of(x: Tensor) -> Tensor:
+    """The tensor whose version another has: a transposed one has that of the tensor that it is a view of."""
+    return x if x._base is None else x._base
 
 
 class _Known(NamedTuple):
@@ -236,36 +299,54 @@ def stored(op: str, name: str, x: Tensor) -> Stored:
             are out of order.
         TypeError: its values are of a type that there is no kernel for.
     """
-    if (before := known(x)) is not None:
-        return before
-    if x.dim() != 2:
-        raise ValueError(f"{op}: {name} is {tuple(x.shape)}; block-sparse, it must be a matrix and no batch")
-    by_rows, records = x.layout == torch.sparse_bsr, torch.is_grad_enabled() and x.requires_grad
-    # What is kept must not be a view of the tensor, which would then be kept, too.
-    seen = x if records else x.data
-    values = seen.values()
-    if values.dim() != 3 or values.shape[1] != values.shape[2] or values.shape[1] not in SIZES:
+    found = known(x)
+    if found is not None and not torch.is_grad_enabled():
+        return found
+    if found is None:
+        if x.dim() != 2:
+            raise ValueError(
+                f"{op}: {name} is {tuple(x.shape)}; block-sparse, it must be a matrix and no batch"
+            )
+        # What is kept must not be a view of the tensor, which would then be kept, too.
+        found = _checked(op, name, x.data, x)
+        if (version := _version_of(x)) is not None and not x.requires_grad:
+            number = id(x)
+            _known[number] = _Known(weakref.ref(x, lambda _: _known.pop(number, None)), version, found)
+    if not torch.is_grad_enabled():
+        return found
+    # Of the tensor itself: its values may have a gradient, and autograd sees changes before a backward pass.
+    values, compressed, plain = _parts(x)
+    return found._replace(values=values, compressed=compressed, plain=plain)
+
+
+def _checked(op: str, name: str, data: Tensor, x: Tensor) -> Stored:
+    """What is stored of a matrix, given its data."""
+    shape = data.values().shape
+    if len(shape) != 3 or shape[1] != shape[2] or shape[1] not in SIZES:
         sizes = ", ".join([f"{size}x{size}" for size in SIZES])
-        given = "x".join(map(str, values.shape[1:]))
+        given = "x".join(map(str, shape[1:]))
         raise ValueError(f"{op}: {name} has blocks of {given}; supported are {sizes}")
-    if values.dtype not in TYPES:
+    if data.dtype not in TYPES:
         types = ", ".join([str(dtype) for dtype in TYPES])
-        raise TypeError(f"{op}: {name} is block-sparse and {values.dtype}; supported are {types}")
-    count, block = values.shape[:2]
-    if max(count * block, *x.shape) >= 1 << 30:
+        raise TypeError(f"{op}: {name} is block-sparse and {data.dtype}; supported are {types}")
+    count, block = shape[:2]
+    if max(count * block, *data.shape) >= 1 << 30:
         raise ValueError(
-            f"{op}: {name} is {tuple(x.shape)} with {count} blocks of {block}x{block}; rows, columns, and rows of all "
-            f"blocks must be fewer than 2^30"
+            f"{op}: {name} is {tuple(data.shape)} with {count} blocks of {block}x{block}; rows, columns, and rows of "
+            f"all blocks must be fewer than 2^30"
         )
+    by_rows = data.layout == torch.sparse_bsr
+    values, compressed, plain = _parts(data)
+    blocks = (data.shape[0] // block, data.shape[1] // block)
+    pattern = pattern_of(x, compressed, plain, blocks[by_rows], f"{op}: {name}")
+    return Stored(values, compressed, plain, blocks, by_rows, pattern)
+
+
+def _parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The values of a matrix, each block row- or column-major, and its indices."""
+    values, block = x.values(), x.values().shape[-1]
     if values.stride() not in ((block * block, block, 1), (block * block, 1, block)):
         values = values.contiguous()
-    indices = (seen.crow_indices, seen.col_indices) if by_rows else (seen.ccol_indices, seen.row_indices)
-    compressed, plain = (give() for give in indices)
-    blocks = (x.shape[0] // block, x.shape[1] // block)
-    version = _version_of(x)
-    pattern = pattern_of(compressed, plain, blocks[by_rows], version, f"{op}: {name}")
-    found = Stored(values, compressed, plain, blocks, by_rows, pattern)
-    if not records:
-        number = id(x)
-        _known[number] = _Known(weakref.ref(x, lambda _: _known.pop(number, None)), version, found)
-    return found
+    if x.layout == torch.sparse_bsr:
+        return values, x.crow_indices(), x.col_indices()
+    return values, x.ccol_indices(), x.row_indices()

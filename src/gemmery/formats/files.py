@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 from ..files import parse_json, replacing
-from .sparse import PATTERN, SparseTensor
-from .tensor import QuantizedTensor
 from .weight import PackedWeight
 
 #: The entry of a file's metadata that says which tensors are parts of a quantised one.
@@ -22,11 +20,11 @@ VERSION = 1
 
 
 def save_safetensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> None:
-    """Writes tensors, plain and quantised ones, to a file of safetensors.
+    """Writes tensors, plain, quantised and sparse ones, to a file of safetensors.
 
-    A quantised tensor `name` is stored as plain ones `name.words`, `name.scales` and so on, which any reader of
-    safetensors sees, and what else it needs is in the file's metadata under "gemmery", as JSON. A tensor under several
-    names, as tied weights are, is stored under the first of them; the others are noted there as well.
+    A quantised or sparse tensor `name` is stored as plain ones `name.words`, `name.scales` and so on, which any reader
+    of safetensors sees, and what else it needs is in the file's metadata under "gemmery", as JSON. A tensor under
+    several names, as tied weights are, is stored under the first of them; the others are noted there as well.
 
     Args:
         path: the file. One that is there is replaced once all is written, and stays as it was on an error.
@@ -35,6 +33,7 @@ def save_safetensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]
     Raises:
         ImportError: the package safetensors is not installed.
         OSError: the file can't be written.
+        TypeError: `path` is no path, `tensors` is no mapping, or something in it is no tensor.
         ValueError: a tensor's name is that of a part of another one.
 
     Example:
@@ -49,6 +48,17 @@ def save_safetensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
+    if not isinstance(path, str | os.PathLike) or not isinstance(tensors, Mapping):
+        raise TypeError(
+            f"save_safetensors: path is a {type(path).__name__} and tensors a {type(tensors).__name__}; the order is "
+            "save_safetensors(path, tensors), a path and a mapping of names to tensors"
+        )
+    for name, tensor in tensors.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"save_safetensors: tensors[{name!r}] is a {type(tensor).__name__}; names must be texts and all "
+                "values tensors"
+            )
     plain: dict[str, Tensor] = {}
     quantized: dict[str, dict[str, str]] = {}
     aliases: dict[str, str] = {}
@@ -123,8 +133,7 @@ def load_safetensors(path: str | os.PathLike[str], device: torch.device | str = 
     made: dict[tuple[Any, ...], PackedWeight] = {}
     for name, texts in about.tensors.items():
         try:
-            kind = SparseTensor if texts.get("format") == PATTERN else QuantizedTensor
-            weight: PackedWeight = kind.from_tensors(plain, texts, f"{name}.")
+            weight = PackedWeight.from_tensors(plain, texts, f"{name}.")
         except (ValueError, TypeError) as error:
             raise ValueError(f"load_safetensors: {path}, tensor {name!r}: {error}") from error
         parts = tuple((part, id(value)) for part, value in weight.parts().items())
@@ -140,7 +149,7 @@ class _About:
     """What a file's metadata says under `KEY`.
 
     Attributes:
-        tensors: by the name of a quantised tensor the texts of `QuantizedTensor.to_tensors`.
+        tensors: by the name of a packed weight the texts of `PackedWeight.to_tensors`.
         aliases: by name the tensor of the file that it is as well.
     """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, overload
+from typing import Literal, get_args, overload
 
 import torch
 from torch import Tensor
@@ -13,10 +13,11 @@ from torch.nn.functional import pad
 from .aten import converted, has_no_values
 from .base import Format
 from .codes import from_codes
+from .kept import CODES, NAMES, Code
 from .scaled import BLOCK
-from .sparse import CODES, SMALLEST_GROUP, SparseTensor, in_halves, laid_scales, quantized
+from .sparse import SparseTensor, is_group_size, laid_scales, quantized
 from .tensor import QuantizedTensor, lookup
-from .weight import DTYPES
+from .weight import DTYPES, check_strided
 
 __all__ = ["from_codes", "quantize"]
 
@@ -37,6 +38,28 @@ class _Request:
     symmetric: bool
     scale: Scale
     dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The arguments of `quantize`, as they were given."""
+
+    group_size: int | None
+    symmetric: bool
+    scale: Scale
+    dtype: torch.dtype | None
+
+    def check(self) -> None:
+        """Errors about those that no weight and no format takes."""
+        dtype, scale, symmetric, group_size = self.dtype, self.scale, self.symmetric, self.group_size
+        if dtype is not None and dtype not in DTYPES:
+            raise ValueError(f"quantize: dtype is {dtype}; it must be torch.float16 or torch.bfloat16")
+        if scale not in get_args(Scale):
+            raise ValueError(f"quantize: scale is {scale!r}; it must be 'tensor', 'channel' or 'block'")
+        if not isinstance(symmetric, bool):
+            raise TypeError(f"quantize: symmetric is {symmetric!r}; it must be True or False")
+        if group_size is not None and (isinstance(group_size, bool) or not isinstance(group_size, int)):
+            raise TypeError(f"quantize: group_size is {group_size!r}; it must be an int or None")
 
 
 @dataclass(frozen=True)
@@ -114,7 +137,7 @@ def quantize(
     Raises:
         ValueError: an argument does not fit the format; NaN or infinity in w, which only e4m3 (as NaN) and e5m2 keep; a
             scale or a number that `dtype` can't hold.
-        TypeError: w is no tensor of floating point.
+        TypeError: w is no strided or 2:4 sparse tensor of floating point, or an argument is of another type.
 
     Example:
         >>> import torch, gemmery
@@ -126,11 +149,13 @@ def quantize(
         True
     """
     format = lookup("quantize", format)
+    asked = _Asked(group_size, symmetric, scale, dtype)
+    asked.check()
     if isinstance(w, SparseTensor):
-        return _sparse(w, format, group_size, symmetric, scale, dtype)
+        return _sparse(w, format, asked)
     rule = _rule(format)
     _check_weight(w, format, rule)
-    rule, request = _request(w, format, rule, group_size, symmetric, scale, dtype)
+    rule, request = _request(w, format, rule, asked)
     values = w.detach().float()
     if not request.group_size or w.device.type == "meta":
         return rule.make(values, request)
@@ -145,57 +170,57 @@ def quantize(
     return result
 
 
-def _sparse(
-    w: SparseTensor, format: Format, group_size: int | None, symmetric: bool, scale: Scale, dtype: torch.dtype | None
-) -> SparseTensor:  # fmt: skip
+def _sparse(w: SparseTensor, format: Format, asked: _Asked) -> SparseTensor:
     """A sparse weight in 8 bits or 4; ValueError for what only dense ones take."""
-    if format.name not in CODES:
+    if format.name not in NAMES:
         raise ValueError(
-            f"quantize: format is {format.name!r} for a sparse weight; it must be one of {', '.join(CODES)}"
+            f"quantize: format is {format.name!r} for a sparse weight; it must be one of {', '.join(NAMES)}"
         )
-    if not symmetric or scale != "channel":
+    if not asked.symmetric or asked.scale != "channel":
         raise ValueError(
             "quantize: a sparse weight has no zero points, and no scale of the tensor or of blocks"
         )
     if w.code:
-        bits = 4 if w.code == "int4" else 8
-        raise ValueError(f"quantize: the kept numbers of {w!r} have {bits} bits already")
-    rule = _rule(format)
-    sizes = [x for x in rule.sizes if not x or (x >= SMALLEST_GROUP and format.name == "int4")]
-    size = rule.size if group_size is None else group_size
-    if isinstance(size, bool) or size not in sizes:
+        raise ValueError(f"quantize: the kept numbers of {w!r} have {CODES[w.code].bits} bits already")
+    code, rule = CODES[format.name], _rule(format)
+    sizes = [x for x in rule.sizes if not x or (code.has_groups and is_group_size(x))]
+    size = rule.size if asked.group_size is None else asked.group_size
+    if size not in sizes:
         raise ValueError(
-            f"quantize: group_size is {size!r}; with {format.name} and a sparse weight it must be "
+            f"quantize: group_size is {size}; with {format.name} and a sparse weight it must be "
             f"{' or '.join(map(str, sizes))}"
         )
     if not has_no_values(w.values) and not bool(w.values.isfinite().all()):
         raise ValueError("quantize: w has NaN or infinity")
-    if dtype is not None and dtype != w.dtype:
-        w = w.in_type(dtype)
-    return _sparse_int4(w, size) if format.name == "int4" else quantized(w, format.name)
+    dtype = asked.dtype or w.dtype
+    return _sparse_groups(w, code, size, dtype) if code.has_groups else quantized(w, code, dtype)
 
 
-def _sparse_int4(w: SparseTensor, size: int) -> SparseTensor:
+def _sparse_groups(w: SparseTensor, code: Code, size: int, dtype: torch.dtype) -> SparseTensor:
     """A sparse weight in 4 bits, with a scale for each row, or for each group of `size` columns."""
     N, K = w.shape[-2:]
     values = w.values.detach().float()
+    if size and not has_no_values(values):
+        _check_range(values, dtype)
     inner, grouped = w.parts(), values.unsqueeze(-2)
     if size:
         # Of a group's columns half are kept, and those that pad the last group are 0.
         grouped = _groups(values, size // 2)[..., : -(-K // size), :]
-    scales = _or_one(_symmetric_scales(pad(grouped, (0, 1)), 4))
+    scales = _or_one(_symmetric_scales(pad(grouped, (0, 1)), code.bits))
     if size:
-        scales = _or_one(converted("quantize", "scales", scales, w.dtype, may_vanish=True))
+        scales = _or_one(converted("quantize", "scales", scales, dtype, may_vanish=True))
         inner["scales"] = laid_scales(scales[..., :N, :], values.shape[-2])
     else:
         channel = scales.squeeze(-1)[..., :N].contiguous()
         inner["channel"] = channel if w.channel is None else channel * w.channel
-    codes = (grouped / scales.float().unsqueeze(-1)).round().clamp(-8, 7).flatten(-2)
+    codes = (
+        (grouped / scales.float().unsqueeze(-1)).round().clamp(-code.largest - 1, code.largest).flatten(-2)
+    )
     codes = pad(codes, (0, max(0, values.shape[-1] - codes.shape[-1])))[..., : values.shape[-1]]
-    inner["values"] = in_halves(codes)
-    made = SparseTensor._assemble(w.shape, inner, "int4", w.dtype, size)
+    inner["values"] = code.to_values(codes)
+    made = SparseTensor._assemble(w.shape, inner, code.name, dtype, size)
     if size and not has_no_values(values) and not bool(made.unscaled().dense().isfinite().all()):
-        raise ValueError(f"quantize: w has {values.abs().max():g}, too near the largest number of {w.dtype}")
+        raise ValueError(f"quantize: w has {values.abs().max():g}, too near the largest number of {dtype}")
     return made
 
 
@@ -212,8 +237,11 @@ def _rule(format: Format) -> _Rule:
 
 
 def _check_weight(w: Tensor, format: Format, rule: _Rule) -> None:
+    if isinstance(w, torch.sparse.SparseSemiStructuredTensor):
+        raise TypeError("quantize: w is torch's semi-structured tensor; quantise gemmery.sparsify(w)")
     if not isinstance(w, Tensor):
         raise TypeError(f"quantize: w is a {type(w).__name__}; it must be a tensor")
+    check_strided("quantize", "w", w)
     if isinstance(w, QuantizedTensor):
         raise TypeError(f"quantize: w is {w!r}; give its dequantize() to quantise it again")
     if not w.is_floating_point():
@@ -224,35 +252,20 @@ def _check_weight(w: Tensor, format: Format, rule: _Rule) -> None:
         raise ValueError(f"quantize: w has NaN or infinity, which {format.name} has no codes for")
 
 
-def _request(
-    w: Tensor,
-    format: Format,
-    rule: _Rule,
-    group_size: int | None,
-    symmetric: bool,
-    scale: Scale,
-    dtype: torch.dtype | None,
-) -> tuple[_Rule, _Request]:
+def _request(w: Tensor, format: Format, rule: _Rule, asked: _Asked) -> tuple[_Rule, _Request]:
     """The rule for what is asked for, and that itself."""
+    symmetric, scale, dtype = asked.symmetric, asked.scale, asked.dtype
     if dtype is None:
         dtype = w.dtype if w.dtype in DTYPES else torch.bfloat16
-    if dtype not in DTYPES:
-        raise ValueError(f"quantize: dtype is {dtype}; it must be torch.float16 or torch.bfloat16")
-    if scale not in ("tensor", "channel", "block"):
-        raise ValueError(f"quantize: scale is {scale!r}; it must be 'tensor', 'channel' or 'block'")
     if scale != "channel" and rule.blocks is None:
         with_scale = " and ".join(name for name, other in _RULES.items() if other.blocks)
         raise ValueError(
             f"quantize: scale is {scale!r}, which is for {with_scale}; {format.name} has group_size"
         )
-    if not isinstance(symmetric, bool):
-        raise TypeError(f"quantize: symmetric is {symmetric!r}; it must be True or False")
-    if group_size is not None and (isinstance(group_size, bool) or not isinstance(group_size, int)):
-        raise TypeError(f"quantize: group_size is {group_size!r}; it must be an int or None")
     what = format.name if rule.blocks is None else f"scale={scale!r}"
     if rule.blocks is not None and scale == "block":
         rule = rule.blocks
-    size = rule.size if group_size is None else group_size
+    size = rule.size if asked.group_size is None else asked.group_size
     if size not in rule.sizes:
         raise ValueError(
             f"quantize: group_size is {size}; with {what} it must be {' or '.join(map(str, rule.sizes))}"

@@ -19,17 +19,25 @@ import torch
 from torch import Tensor
 
 from . import aten
-from .weight import DTYPES, Inner, PackedWeight, check_texts, dtype_of_text, number_of_text, shape_of_text
+from .kept import CODES, NAMES, Code
+from .weight import (
+    DTYPES,
+    Inner,
+    PackedWeight,
+    check_strided,
+    check_texts,
+    dtype_of_text,
+    number_of_text,
+    shape_of_text,
+)
 
 #: What a file says of the format; the only pattern there is.
 PATTERN = "2:4"
 #: Columns of which two are kept; rows and columns of which storage has a multiple.
 GROUP, ROWS, COLUMNS = 4, 32, 64
-#: Rows and columns of a block of words.
+#: Rows and columns whose words of metadata lie side by side.
 BLOCK = 32
-#: Codes of kept numbers that are stored in 8 bits or 4, and the largest number of each.
-CODES = {"e4m3": 448.0, "int8": 127.0, "int4": 7.0}
-#: The least number of columns with one scale. Each block of metadata has that many.
+#: The least number of columns with one scale: those of a block of metadata.
 SMALLEST_GROUP = 32
 #: The tensors that a SparseTensor consists of, in the order in which they are stored.
 INNER = ("values", "metadata", "scales", "channel")
@@ -56,12 +64,13 @@ class SparseTensor(PackedWeight):
             by which groups of columns are multiplied. The products are rounded to the activations' type, as in
             `QuantizedTensor`.
         channel: float32, (*batch, N) or (1,): numbers by which rows are multiplied, as in `QuantizedTensor`.
-        code: "e4m3" or "int8" for kept numbers of 8 bits, "int4" for those of 4, "" for those of 16.
+        code: "e4m3" or "int8" for kept numbers of 8 bits, "int4" for those of 4, "" for those of 16. None may be the
+            NaN of e4m3, 0x7f or 0xff, which kernels would read as 480; `values` that are given are checked.
         dtype: of the activations, with a `code`: float16 or bfloat16, in which all numbers of all codes are exact.
         group_size: columns that share one of `scales`, a power of two of at least 32; 0 where there are no scales.
 
     Raises:
-        ValueError, TypeError: one of the tensors has another shape, type, device or layout.
+        ValueError, TypeError: one of the tensors has another shape, type, device or layout, or there is NaN of e4m3.
 
     Example:
         >>> import torch, gemmery
@@ -72,8 +81,11 @@ class SparseTensor(PackedWeight):
 
     INNER = INNER
     OWN = frozenset((*INNER, "static", "code", "group_size"))
+    FORMATS = (PATTERN,)
     made_by = "gemmery.sparsify"
     plain = "dense"
+    state = "sparse"
+    prepared_by = "prune the model first with gemmery.nn.sparsify"
 
     code: str
     group_size: int
@@ -97,6 +109,7 @@ class SparseTensor(PackedWeight):
     ) -> SparseTensor:
         inner = {"values": values, "metadata": metadata, "scales": scales, "channel": channel}
         _check(tuple(shape), inner, code, dtype, group_size)
+        _check_numbers(values, code)
         return cls._assemble(shape, inner, code, dtype, group_size)
 
     @classmethod
@@ -162,7 +175,7 @@ class SparseTensor(PackedWeight):
     def cut_columns(self, start: int, stop: int, caller: str = "slice") -> SparseTensor:
         *batch, N, K = self.shape
         self._check_cut("columns", start, stop, K, math.lcm(COLUMNS, self.group_size or 1), caller)
-        inner, each, group = self.parts(), columns_each(self.code), self.group_size
+        inner, each, group = self.parts(), CODES[self.code].each, self.group_size
         last = -(-stop // COLUMNS) * COLUMNS
         inner["values"] = _copied(inner["values"][..., start // each : last // each])
         if "scales" in inner:
@@ -188,12 +201,9 @@ class SparseTensor(PackedWeight):
 
     def kept_numbers(self) -> Tensor:
         """The kept numbers before all scales, (*batch, Np, Kp / 2), of the weight's type."""
-        kept = self.values
-        if not self.code or self.dtype.itemsize == 1:
-            return kept
-        if self.code == "int4":
-            kept = from_halves(kept)
-        return (kept.view(torch.float8_e4m3fn) if self.code == "e4m3" else kept).to(self.dtype)
+        if self.dtype.itemsize == 1:
+            return self.values
+        return CODES[self.code].to_numbers(self.values).to(self.dtype)
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight as a plain tensor (*batch, N, K), with zeros in place of what was not kept.
@@ -261,7 +271,7 @@ class SparseTensor(PackedWeight):
             group_size=group_size,
         )  # fmt: skip
         if not aten.has_no_values(metadata):
-            check_metadata(metadata)
+            check_metadata(metadata, "from_tensors")
         return result
 
     # --- to torch ----------------------------------------------------------------------------------------------------
@@ -295,8 +305,8 @@ def _check(
     shape: tuple[int, ...], inner: Inner, code: str, dtype: torch.dtype | None, group_size: int
 ) -> None:
     """Errors of the constructor."""
-    if code and code not in CODES:
-        raise ValueError(f"SparseTensor: code is {code!r}; it must be one of {', '.join(CODES)}, or ''")
+    if not isinstance(code, str) or code not in CODES:
+        raise ValueError(f"SparseTensor: code is {code!r}; it must be one of {', '.join(NAMES)}, or ''")
     if code and dtype not in DTYPES:
         raise ValueError(
             f"SparseTensor: dtype is {dtype} with code {code!r}; it must be torch.float16 or torch.bfloat16"
@@ -314,7 +324,7 @@ def _check(
     check_groups("SparseTensor", code, inner["scales"] is not None, group_size)
     rows, columns = padded(N, K)
     wanted: dict[str, tuple[list[tuple[int, ...]], tuple[torch.dtype | None, ...]]] = {
-        "values": ([(*batch, rows, columns // columns_each(code))], (torch.int8,) if code else DTYPES),
+        "values": ([(*batch, rows, columns // CODES[code].each)], (torch.int8,) if code else DTYPES),
         "metadata": ([(*batch, columns // BLOCK, rows)], (torch.int32,)),
         "scales": ([(*batch, -(-K // (group_size or 1)), rows)], (dtype,)),
         "channel": ([(*batch, N), (1,)], (torch.float32,)),
@@ -339,10 +349,25 @@ def _check(
             raise ValueError(f"SparseTensor: {name} is on {part.device} and values on {device}")
 
 
+def _check_numbers(values: Tensor, code: str) -> None:
+    """ValueError for NaN among the kept numbers of a code."""
+    is_nan = CODES[code].is_nan
+    if is_nan is None or aten.has_no_values(values):
+        return
+    wrong = is_nan(values)
+    if wrong.any():
+        at = wrong.nonzero()[0].tolist()
+        bits = int(values[tuple(at)]) & 0xFF
+        raise ValueError(
+            f"SparseTensor: values{at} is {bits:#x}, NaN in {code}; the kept numbers of a code must be finite"
+        )
+
+
 def check_groups(caller: str, code: str, has_scales: bool, group_size: int) -> None:
     """Errors about the size of groups: what no kernel knows is no weight either."""
-    if has_scales and code != "int4":
-        raise ValueError(f"{caller}: there are scales with code {code!r}; scales of groups are for 'int4'")
+    if has_scales and not CODES[code].has_groups:
+        names = " and ".join(repr(name) for name, other in CODES.items() if other.has_groups)
+        raise ValueError(f"{caller}: there are scales with code {code!r}; scales of groups are for {names}")
     if not has_scales and group_size != 0:
         raise ValueError(f"{caller}: group_size is {group_size!r} without scales; it must be 0")
     if has_scales and not is_group_size(group_size):
@@ -360,16 +385,6 @@ def is_group_size(size: object) -> bool:
         [32, 128]
     """
     return isinstance(size, int) and size >= SMALLEST_GROUP and not size & (size - 1)
-
-
-def columns_each(code: str) -> int:
-    """Columns of which one number of `values` has the kept ones.
-
-    Example:
-        >>> columns_each("int8"), columns_each("int4")
-        (2, 4)
-    """
-    return GROUP if code == "int4" else GROUP // 2
 
 
 def padded(rows: int, columns: int) -> tuple[int, int]:
@@ -411,20 +426,20 @@ def unpacked_metadata(metadata: Tensor) -> Tensor:
     return found.permute(order).reshape(*batch, N, 8 * blocks)
 
 
-def check_metadata(metadata: Tensor) -> None:
+def check_metadata(metadata: Tensor, caller: str) -> None:
     """ValueError for four bits whose first place is not below the second one; tensor cores leave open what these do."""
-    check_places(unpacked_metadata(metadata))
+    check_places(unpacked_metadata(metadata), caller)
 
 
-def check_places(found: Tensor) -> None:
+def check_places(found: Tensor, caller: str) -> None:
     """The same of the four bits of each group of four numbers, as `unpacked_metadata` gives them."""
     wrong = (found & 3) >= (found >> 2)
     if wrong.any():
         at = wrong.nonzero()[0].tolist()
         bits = int(found[tuple(at)])
         raise ValueError(
-            f"metadata: row {at[-2]}, columns {4 * at[-1]} to {4 * at[-1] + 3} have the places {bits & 3} and "
-            f"{bits >> 2}; the first must be below the second"
+            f"{caller}: in the metadata, row {at[-2]}, columns {4 * at[-1]} to {4 * at[-1] + 3} have the places "
+            f"{bits & 3} and {bits >> 2}; the first must be below the second"
         )
 
 
@@ -435,28 +450,6 @@ def expanded(values: Tensor, metadata: Tensor) -> Tensor:
     kept = values.unflatten(-1, (-1, 2))
     found = values.new_zeros(*nibbles.shape, GROUP).scatter(-1, at, kept)
     return found.flatten(-2)
-
-
-def in_halves(numbers: Tensor) -> Tensor:
-    """Integers from -8 to 7, (..., 2 n), two in a byte: int8, (..., n), the first of two in the lower half.
-
-    Example:
-        >>> in_halves(torch.tensor([1, 2, -1, 7])).tolist()
-        [33, 127]
-    """
-    first, second = numbers.to(torch.int8).unflatten(-1, (-1, 2)).unbind(-1)
-    found: Tensor = (first & 15) | (second << 4)
-    return found
-
-
-def from_halves(values: Tensor) -> Tensor:
-    """What `in_halves` packed: int8, (..., 2 n).
-
-    Example:
-        >>> from_halves(torch.tensor([33, 127], dtype=torch.int8)).tolist()
-        [1, 2, -1, 7]
-    """
-    return torch.stack([(values << 4) >> 4, values >> 4], -1).flatten(-2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -484,8 +477,8 @@ def sparsify(weight: Tensor, pattern: str = PATTERN, *, method: Method = "magnit
 
     Raises:
         ValueError: K is no multiple of 4, or with "as_is" four numbers have more than two that are not 0; the message
-            names the first place.
-        TypeError: the weight is no tensor of floating point.
+            names the first place. Or the weight is the transpose of one of torch's.
+        TypeError: the weight is no strided tensor of floating point.
 
     Example:
         >>> import torch, gemmery
@@ -501,6 +494,7 @@ def sparsify(weight: Tensor, pattern: str = PATTERN, *, method: Method = "magnit
         return _of_torch(weight)
     if not isinstance(weight, Tensor) or isinstance(weight, PackedWeight):
         raise TypeError(f"sparsify: weight is a {type(weight).__name__}; it must be a plain tensor")
+    check_strided("sparsify", "weight", weight)
     if not weight.is_floating_point() or weight.itemsize == 1:
         raise TypeError(
             f"sparsify: weight is {weight.dtype}; it must be float16, bfloat16, float32 or float64"
@@ -577,7 +571,7 @@ def of_codes(
     """
     *batch, N, half = codes.shape
     values, metadata = _laid(codes, at)
-    values = in_halves(values) if code == "int4" else values
+    values = CODES[code].to_values(values)
     shared = None if scales is None else laid_scales(scales, values.shape[-2])
     return SparseTensor(
         (*batch, N, 2 * half), values, metadata, scales=shared, channel=channel, code=code, dtype=dtype,
@@ -610,21 +604,21 @@ def places_of(mask: Tensor) -> Tensor:
     return _first_two(mask.unflatten(-1, (-1, GROUP)).to(torch.int8))
 
 
-def quantized(weight: SparseTensor, code: str) -> SparseTensor:
+def quantized(weight: SparseTensor, code: Code, dtype: torch.dtype) -> SparseTensor:
     """A sparse weight whose kept numbers are rounded to 8 bits, with a scale for each row; see `quantize`."""
-    values = weight.values.float()
+    values = weight.values.detach().float()
     N = weight.shape[-2]
     largest = (
         values.abs().amax(-1, keepdim=True) if values.numel() else values.new_zeros(*values.shape[:-1], 1)
     )
-    scale = torch.where(largest > 0, largest / CODES[code], torch.ones_like(largest))
-    kept = values / scale
-    codes = kept.to(torch.float8_e4m3fn).view(torch.int8) if code == "e4m3" else kept.round().to(torch.int8)
+    scale = torch.where(largest > 0, largest / code.largest, torch.ones_like(largest))
+    # Rounding of the scale may have moved the largest beyond the limit.
+    kept = (values / scale).clamp(-code.largest, code.largest)
     channel = scale.squeeze(-1)[..., :N].contiguous()
     if weight.channel is not None:
         channel = channel * weight.channel
-    inner = {"values": codes, "metadata": weight.metadata, "channel": channel}
-    return SparseTensor._assemble(weight.shape, inner, code, weight.dtype)
+    inner = {"values": code.to_values(kept), "metadata": weight.metadata, "channel": channel}
+    return SparseTensor._assemble(weight.shape, inner, code.name, dtype)
 
 
 def _kept(w: Tensor, method: Method) -> Tensor:
@@ -706,6 +700,11 @@ def transposable_mask(w: Tensor) -> Tensor:
 
 def _of_torch(weight: Any) -> SparseTensor:
     """A semi-structured weight of torch."""
+    if getattr(weight, "packed", weight) is None:
+        raise ValueError(
+            f"sparsify: weight is the transpose of torch's semi-structured tensor, {tuple(weight.shape)}; give the "
+            "tensor itself, whose rows are 2:4, without .t()"
+        )
     is_whole = tuple(weight.shape) == padded(*weight.shape)
     if (
         type(weight).__name__ != "SparseSemiStructuredTensorCUTLASS"
@@ -716,5 +715,5 @@ def _of_torch(weight: Any) -> SparseTensor:
     N, K = weight.shape
     metadata = weight.meta.view(torch.int32).view(K // BLOCK, N)
     result = SparseTensor((N, K), weight.packed, metadata)
-    check_metadata(metadata)
+    check_metadata(metadata, "sparsify")
     return result

@@ -74,8 +74,11 @@ class QuantizedTensor(PackedWeight):
 
     INNER = INNER
     OWN = frozenset((*INNER, "format_name", "group_size", "static"))
+    FORMATS = FORMATS
     made_by = "gemmery.quantize"
     plain = "dequantize"
+    state = "quantised"
+    prepared_by = "quantise the model first with gemmery.nn.quantize"
 
     format_name: str
     group_size: int

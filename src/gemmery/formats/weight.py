@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar, Self
 
 import torch
@@ -28,14 +28,22 @@ class PackedWeight(Tensor):
     Attributes:
         INNER: the names of the tensors, in the order in which they are stored.
         OWN: the names of all attributes that are the weight's own.
+        FORMATS: what the "format" of its texts may be. Files find the class by it.
         made_by: the function that makes one.
         plain: the method that gives a plain tensor.
+        state: what a layer with such a weight is, for reports.
+        prepared_by: for errors, how a model gets layers that can load such weights.
     """
 
     INNER: ClassVar[tuple[str, ...]]
     OWN: ClassVar[frozenset[str]]
+    FORMATS: ClassVar[Collection[str]]
     made_by: ClassVar[str]
     plain: ClassVar[str]
+    state: ClassVar[str]
+    prepared_by: ClassVar[str]
+    #: Every class of packed weights.
+    KINDS: ClassVar[list[type[PackedWeight]]] = []
     #: Makes one of what `to_tensors` gave and of `_extras`; a function of a module, which a pickle can name.
     _restore: ClassVar[Callable[..., Any]]
     #: The part of a repeated call's key that the tensors do not tell.
@@ -44,6 +52,10 @@ class PackedWeight(Tensor):
     channel: Tensor | None
     #: The order of the columns, where it is not that of x's.
     permutation: Tensor | None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        PackedWeight.KINDS.append(cls)
 
     # --- each kind has its own -------------------------------------------------------------------------------------
 
@@ -70,6 +82,23 @@ class PackedWeight(Tensor):
     @abstractmethod
     def to_tensors(self, prefix: str = "") -> tuple[dict[str, Tensor], dict[str, str]]:
         """Plain tensors by name, and texts, of which `from_tensors` makes the weight again."""
+
+    @classmethod
+    def from_tensors(
+        cls, tensors: Mapping[str, Tensor], texts: Mapping[str, str], prefix: str = ""
+    ) -> PackedWeight:
+        """The weight of which `to_tensors` gave these, of the class that has the format in the texts.
+
+        Raises:
+            ValueError, TypeError: no class has it, or something is missing or does not fit.
+        """
+        check_texts(texts, "format")
+        format = texts["format"]
+        for kind in PackedWeight.KINDS:
+            if format in kind.FORMATS:
+                return kind.from_tensors(tensors, texts, prefix)
+        known = ", ".join(name for kind in PackedWeight.KINDS for name in kind.FORMATS)
+        raise ValueError(f"from_tensors: format is {format!r}; it must be one of {known}")
 
     @abstractmethod
     def about(self) -> dict[str, Any]:
@@ -187,6 +216,14 @@ class PackedWeight(Tensor):
         return aten.call(cls, func, args, kwargs or {})
 
 
+def check_strided(caller: str, name: str, value: Tensor) -> None:
+    """TypeError for a tensor of one of torch's own sparse layouts."""
+    if value.layout != torch.strided:
+        raise TypeError(
+            f"{caller}: {name} is sparse ({value.layout}); it must be a strided tensor, such as its to_dense()"
+        )
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Texts of files
 
@@ -252,11 +289,20 @@ def _share_memory(self: PackedWeight) -> PackedWeight:
     return self
 
 
+def _to_dense(
+    self: PackedWeight, dtype: torch.dtype | None = None, *, masked_grad: bool | None = None
+) -> Tensor:
+    """torch's own takes a wrapper for a dense tensor, and returns it as it is."""
+    found: Tensor = getattr(self, self.plain)(dtype)
+    return found
+
+
 #: torch's functions that do something of their own with a packed weight. Those that multiply are added where products
 #: are made, in `gemmery.api`.
 TORCH_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     Tensor.share_memory_: _share_memory,
+    Tensor.to_dense: _to_dense,
     Tensor.requires_grad_: _set_requires_grad,
     Tensor.requires_grad.__set__: _set_requires_grad,  # type: ignore[attr-defined]
 }

@@ -74,7 +74,7 @@ def store_slot(at, warp, row, col, shape, X_FORM, Y_FORM, MAP, _semantic=None):
         X_FORM, Y_FORM: how the operands lie.
         MAP: the number of the kernel's parameter that is the result's tensor map; None for the output's.
     """
-    number = value_of(MAP) or maps_of(X_FORM, Y_FORM)[2]
+    number = value_of(MAP) or maps_of(X_FORM, Y_FORM).out
     if is_any("grouped", X_FORM, Y_FORM):
         issue(
             "{ .reg .b32 x, z; mov.b32 at, global_smem; add.s32 at, at, $2; sub.s32 x, $3, $5;"

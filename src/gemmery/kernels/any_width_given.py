@@ -16,24 +16,23 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .any_width_load import issue, maps_of, params_of, shared_at
+from .any_width_load import issue, maps_of, shared_at
 from .any_width_loop import STAGES
-from .any_width_packed import AnyStage
+from .any_width_stage import Stage
 from .dialect import value_of
 
 #: Barriers of each warpgroup, and which is the first of the parts that come into the ring.
 OF_GROUP, IN_RING = gl.constexpr(8), gl.constexpr(2)
 
 
-def map_of(format: AnyStage | None, X_FORM: str, Y_FORM: str) -> int:
+def map_of(format: Stage | None, X_FORM: str, Y_FORM: str) -> int:
     """The number of the kernel's parameter that is the matrix's tensor map.
 
     Args:
-        format: of a packed weight, or None; the maps of its group parameters come before.
+        format: of a packed or sparse weight, or None; the maps of its parameters come before.
         X_FORM, Y_FORM: how the operands lie.
     """
-    # The output is of no batch and of no groups.
-    number: int = maps_of(X_FORM, Y_FORM)[2] + 5 + params_of(X_FORM) * (len(format.kinds) if format else 0)
+    number: int = maps_of(X_FORM, Y_FORM, format).matrix
     return number
 
 

@@ -13,8 +13,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 
-from . import any_width_packed as packed
 from .any_width_loop import STAGES, WAIT, format_of
+from .any_width_stage import params_bytes, x_bytes
 from .dialect import value_of
 
 #: Bytes of a row of a stage, which is what TMA swizzles.
@@ -77,22 +77,39 @@ def is_batch(X_FORM, Y_FORM):
     return X_FORM.startswith("many") or Y_FORM.startswith("many")
 
 
-def params_of(FORM):
-    """Parameters of the kernel that are the tensor map of one kind of a weight's group parameters, or its metadata."""
-    return 1 + 2 * {"sparse": 3, "sparse pairs": 4}.get(FORM, 2)
+class Maps(NamedTuple):
+    """The numbers of the kernel's parameters that are tensor maps.
+
+    Attributes:
+        x, y, out: of X, of Y and of the output.
+        params: of each of `Stage.kinds`.
+        matrix: of the epilogue's matrix, where there is one.
+    """
+
+    x: int
+    y: int
+    out: int
+    params: list[int]
+    matrix: int
 
 
-def maps_of(X_FORM, Y_FORM):
-    """The numbers of the kernel's parameters that are tensor maps: of X, of Y, of the output, of scales and of shifts.
+def maps_of(X_FORM, Y_FORM, format=None):
+    """The `Maps` of a kernel; the sizes and strides of each are parameters, too.
 
-    A sparse weight's metadata take the place of scales. The sizes and strides of each are parameters, too. No packed
-    weight is a batch. For the output of groups of rows see `any_width_finish.store_slot`.
+    No packed weight is a batch, and no product with an epilogue's matrix. For the output of groups of rows see
+    `any_width_finish.store_slot`.
+
+    Args:
+        format: the `Stage` of a weight; for one whose parameters do not matter None will do.
     """
     behind_x, behind_y = (1 + 2 * _DIMS[value_of(form)] for form in (X_FORM, Y_FORM))
     out = behind_x + behind_y
     dims = 4 if is_any("grouped", X_FORM, Y_FORM) else 2 + len(matrix_of(None, X_FORM, Y_FORM))
-    behind = out + 1 + 2 * dims
-    return 0, behind_x, out, behind, behind + params_of(value_of(X_FORM))
+    params, behind = [], out + 1 + 2 * dims
+    for kind in format.kinds if format else ():
+        params.append(behind)
+        behind += 1 + 2 * kind.dims
+    return Maps(0, behind_x, out, params, behind)
 
 
 @gluon.constexpr_function
@@ -206,33 +223,31 @@ class _Operand(NamedTuple):
 def _operands(X_ROWS, FORMAT, X_FORM, Y_FORM, batch, row, x_box, x_size, col, width, y_box, y_size):
     """X and Y, given registers of what `load_steps` takes; `batch` is used where there is one."""
     rows, format = value_of(X_ROWS), format_of(FORMAT)
-    x_bytes, params_bytes = packed.x_bytes(rows, format), packed.params_bytes(rows, format)
-    params = ""
-    if params_bytes:
-        maps = maps_of(X_FORM, Y_FORM)[3:][: len(format.kinds)]
-        params = (
-            f"mad.lo.s32 params, stage, {params_bytes}, params_first;"
-            f"{format.load_params(rows, x_box, maps, row, 'k')}"
-        )
-    each = x_bytes // rows
+    params, size = "", params_bytes(rows, format)
+    if size:
+        maps = maps_of(X_FORM, Y_FORM, format).params
+        params = f"mad.lo.s32 params, stage, {size}, params_first;{format.load_params(rows, x_box, maps, row, 'k')}"
+    each, columns = x_bytes(rows, format) // rows, format.columns if format else 1
     return (
-        _Operand("x", _load("x", value_of(X_FORM), each, batch), row, str(rows), x_box, x_size, each, params),
         _Operand(
-            "y", _load("y", value_of(Y_FORM), ROW.value, batch), col, width, y_box, y_size, ROW.value, ""
+            "x", _load("x", value_of(X_FORM), columns, batch), row, str(rows), x_box, x_size, each, params
         ),
+        _Operand("y", _load("y", value_of(Y_FORM), 1, batch), col, width, y_box, y_size, ROW.value, ""),
     )
 
 
-def _load(name, FORM, each, batch):
+def _load(name, FORM, columns, batch):
     """A function that writes the assembly of a load; see `_Operand.load`.
 
     Args:
         name: of the operand.
         FORM: how it lies.
-        each: bytes of a row.
+        columns: for which one place along K stands.
         batch: a register with the number of the matrix, in a batch; or with the end of the range of K.
     """
     code = f"cp.async.bulk.tensor.{_DIMS[FORM]}d.shared::cluster.global.mbarrier::complete_tx::bytes"
+    # The assembler would make a slow division of one by a constant.
+    line = f"shr.u32 line, k, {columns.bit_length() - 1};"
 
     def load(to, row, policy=""):
         at, before = {
@@ -246,16 +261,12 @@ def _load(name, FORM, each, batch):
             "many rows": (f"{{k, {row}, {batch}}}", ""),
             "many turned": (f"{{{row}, k, {batch}}}", ""),
             "pairs": ("{k, zero, zero, eight}", f"mov.b32 zero, 0; shr.u32 eight, {row}, 4;"),
-            "sparse": (f"{{line, {row}}}", "shr.u32 line, k, 1;"),
+            "sparse": (f"{{line, {row}}}", line),
             "sparse pairs": (
                 "{line, zero, zero, eight}",
-                f"mov.b32 zero, 0; shr.u32 line, k, 1; shr.u32 eight, {row}, 4;",
+                f"mov.b32 zero, 0; {line} shr.u32 eight, {row}, 4;",
             ),
-            # A row has 8 bytes for each bit of a number, and 16 rows have a line for each 64 bits.
-            "packed": (
-                "{zero, line, strip}",
-                f"mov.b32 zero, 0; shr.u32 line, k, {6 - (each // 8).bit_length() + 1}; shr.u32 strip, {row}, 4;",
-            ),
+            "packed": ("{zero, line, strip}", f"mov.b32 zero, 0; {line} shr.u32 strip, {row}, 4;"),
         }[FORM]
         return f"{before} {code}{'.L2::cache_hint' * bool(policy)} [{to}], [{name}_map, {at}], [at]{policy};"
 
@@ -313,10 +324,10 @@ def prefetch_maps(FORMAT, X_FORM, Y_FORM, _semantic=None):
         FORMAT: see `multiply_steps`.
         X_FORM, Y_FORM: how the operands lie.
     """
-    format, (x, y, _, *params) = format_of(FORMAT), maps_of(X_FORM, Y_FORM)
+    found = maps_of(X_FORM, Y_FORM, format_of(FORMAT))
     maps = "".join(
         f"mov.b64 map, gemm_any_width_param_{i}; cvta.param.u64 map, map; @first prefetch.tensormap [map];"
-        for i in (x, y, *params[: len(format.kinds) if format else 0])
+        for i in (found.x, found.y, *found.params)
     )
     gl.inline_asm_elementwise(
         "{ .reg .pred first; .reg .b32 thread; .reg .b64 map; mov.u32 thread, %tid.x; setp.eq.s32 first, thread, 0;"
@@ -342,7 +353,7 @@ def begin(
     given = [full, stages, k, last_k, row, x_box, x_size, col, width, y_box, y_size, streams]
     given += matrix_of(batch, X_FORM, Y_FORM)
     x, y = _operands(X_ROWS, FORMAT, X_FORM, Y_FORM, "$13", *of_operands)
-    x_map, y_map, out, *_ = maps_of(X_FORM, Y_FORM)
+    maps = maps_of(X_FORM, Y_FORM)
 
     def made(first, count, arrivals):
         return "".join(
@@ -354,7 +365,7 @@ def begin(
     # Warp 0's barriers are those of its loads.
     others = (
         made(most, most, READERS), made(ahead, most - ahead, 2),
-        f"mov.b64 x_map, gemm_any_width_param_{out}; cvta.param.u64 x_map, x_map; prefetch.tensormap [x_map];"
+        f"mov.b64 x_map, gemm_any_width_param_{maps.out}; cvta.param.u64 x_map, x_map; prefetch.tensormap [x_map];"
         # The last of all is `any_width_loop.NOWHERE`'s.
         + made(2 * most, 2, 4) + made(2 * most + 2, 2, GROUPS)
         + made(2 * most + 4, value_of(PARTS), 1),
@@ -364,8 +375,8 @@ def begin(
         "mov.u32 warp, %tid.x; shr.u32 warp, warp, 5; setp.ne.s32 more, warp, 0; @more bra OTHERS;"
         f"{made(0, ahead, 2)} fence.mbarrier_init.release.cluster; setp.lt.s32 more, {k_}, {last_}; @!more bra DONE;"
         f"mov.b32 stage, 0; mov.b32 at, {full_}; mov.b32 k, {k_};"
-        f"{_places(packed.x_bytes(value_of(X_ROWS), format_of(FORMAT)), stages_, of_operands[4])}"
-        f"{x.setup(x_map, streams_)} {y.setup(y_map, streams_)} {_steps((x, y), '', last_, STEP, '')}"
+        f"{_places(x_bytes(value_of(X_ROWS), format_of(FORMAT)), stages_, of_operands[4])}"
+        f"{x.setup(maps.x, streams_)} {y.setup(maps.y, streams_)} {_steps((x, y), '', last_, STEP, '')}"
         # Behind warp 0's code: branches before it would become a jump table, whose fetch delays warp 0.
         "\nOTHERS:" + "".join(f"setp.eq.s32 more, warp, {i + 1}; @more bra OTHER{i};" for i in range(2)) + "bra OTHER2;"
         + "".join(f"\nOTHER{i}: {each} fence.mbarrier_init.release.cluster; bra DONE;" for i, each in enumerate(others))
@@ -415,7 +426,7 @@ def load_steps(
     given = [full, stage, phase, stages, k, last_k, row, x_box, x_size, col, width, y_box, y_size, streams]
     given += matrix_of(batch, X_FORM, Y_FORM)
     x, y = _operands(X_ROWS, FORMAT, X_FORM, Y_FORM, "$15", *of_operands)
-    x_map, y_map, *_ = maps_of(X_FORM, Y_FORM)
+    maps = maps_of(X_FORM, Y_FORM)
     loads = of(x, y)
     if value_of(X_ROWS) == SMALL[0]:
         loads = (
@@ -428,8 +439,8 @@ def load_steps(
         f"{{ {_REGISTERS} .reg .b32 warp; setp.lt.s32 more, {k_}, {last_}; @!more bra DONE;"
         f"elect.sync _|more, 0xffffffff; @!more bra DONE; mov.b32 stage, {stage_}; mov.b32 phase, {phase_};"
         f"mov.b32 k, {k_}; mad.lo.s32 at, stage, 8, {full_};"
-        f"{_places(packed.x_bytes(value_of(X_ROWS), format_of(FORMAT)), stages_, width_)}"
-        f"{x.setup(x_map, streams_)} {y.setup(y_map, streams_)} {loads}\nDONE: mov.b32 $0, 0; }}",
+        f"{_places(x_bytes(value_of(X_ROWS), format_of(FORMAT)), stages_, width_)}"
+        f"{x.setup(maps.x, streams_)} {y.setup(maps.y, streams_)} {loads}\nDONE: mov.b32 $0, 0; }}",
         ",".join(["=r"] + ["r"] * len(given)), given,
         dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
     )  # fmt: skip

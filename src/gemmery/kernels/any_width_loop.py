@@ -7,9 +7,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 
-from . import any_width_packed as packed
 from .any_width_packed import StageFormat
 from .any_width_sparse import SparseStage
+from .any_width_stage import HEAD, x_bytes
 from .dialect import value_of
 
 #: Stages that there are barriers for.
@@ -21,7 +21,7 @@ NOWHERE = 8 * (STAGES.value + 3)
 
 
 def format_of(x):
-    """The format of a packed or sparse weight, of a constant that may be None."""
+    """The `Stage` of a packed or sparse weight, of a constant that may be None."""
     text = value_of(x)
     if text is None:
         return None
@@ -30,7 +30,7 @@ def format_of(x):
 
 @gluon.constexpr_function
 def x_bytes_of(rows, FORMAT):
-    """As `any_width_packed.x_bytes`, which Triton does not let it call."""
+    """As `any_width_stage.x_bytes`, which Triton does not let it call."""
     return rows * (128 if FORMAT is None else 8 * int(FORMAT.split("/")[1]))
 
 
@@ -40,8 +40,6 @@ def step_of(KIND):
     return 64 if "16" in KIND else 128
 
 
-#: The upper half of all matrix descriptors: swizzled by 128 bytes, 1024 bytes from one 8 rows to the next.
-_HEAD = 1 << 30 | 64
 #: Assembly that waits, each thread on its own, until the phase of this parity of a barrier is complete. Before Gluon's
 #: own, all threads of a warpgroup meet.
 WAIT = "\nAGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [{barrier}], {phase}; @!done bra AGAIN;"
@@ -95,8 +93,8 @@ def _products(sums, KIND, turned, adds):
         for i in range(4):
             # 64 rows of 128 bytes are 512 units, however they lie.
             lines.append(
-                f"add.s32 own, x, {512 * row + i * x_step}; mov.b64 own_x, {{own, {_HEAD}}};"
-                f"add.s32 own, y, {i * y_step}; mov.b64 own_y, {{own, {_HEAD}}};"
+                f"add.s32 own, x, {512 * row + i * x_step}; mov.b64 own_x, {{own, {HEAD}}};"
+                f"add.s32 own, y, {i * y_step}; mov.b64 own_y, {{own, {HEAD}}};"
                 f"wgmma.mma_async.sync.aligned.m64n{2 * len(registers)}k{16 if wide else 32}.f32.{KIND}"
                 f" {{{', '.join(registers)}}}, own_x, own_y, {'1' if i else adds}, 1, 1{behind};"
             )
@@ -114,58 +112,6 @@ def _step(sums, KIND, turned):
     return (
         f"{_products(sums, KIND, turned, 'adds')} wgmma.wait_group.sync.aligned 1;"
         f"{releasing('before')} setp.eq.s32 adds, 0, 0;"
-    )
-
-
-def _packed_steps(sums, KIND, turned, format, rows, count, go_on, last):
-    """Assembly of the steps' loop where X is a packed weight, which is unpacked on the way.
-
-    A step is multiplied in pieces, each of which has registers of its own, `count` pieces at a time. Their registers
-    are overwritten while the products of the other pieces are under way. In another order, or with a first step that
-    is not apart, the assembler of Triton 3.8 and older ones makes the products wait for each other.
-
-    Args:
-        turned: of Y.
-        format: see `any_width_packed.StageFormat`.
-        rows: of X in a stage.
-        count: 1 or 2.
-        go_on: assembly that goes on to the next step, and says whether there is `more`.
-        last: assembly that comes behind the last step's products.
-    """
-    own, kind = len(sums), KIND.split(".")[0]
-    turns = [range(first, first + count) for first in range(0, packed.PIECES, count)]
-    wait = f"wgmma.wait_group.sync.aligned {len(turns) - 1};"
-    begin = (
-        f"{{ {WAIT.format(barrier='at', phase='phase')} {packed.load(format, rows, own)}"
-        f"{packed.prepare(format, kind, own)} }}"
-    )
-
-    def unpacked(turn):
-        return "".join(packed.unpacked(format, kind, own, piece) for piece in turn)
-
-    def products(turn, adds):
-        lines = ["wgmma.fence.sync.aligned;"]
-        for piece in turn:
-            lines.append(
-                f"add.s32 own, y, {piece * (128 if turned else 2)}; mov.b64 own_y, {{own, {_HEAD}}};"
-            )
-            lines += [
-                f"wgmma.mma_async.sync.aligned.m64n{2 * len(registers)}k16.f32.{KIND} {{{', '.join(registers)}}},"
-                f" {{{', '.join(packed.pieces_of(row, piece))}}}, own_y, {1 if piece else adds}, 1, 1, {int(turned)};"
-                for row, registers in enumerate(sums)
-            ]
-        return "".join([*lines, "wgmma.commit_group.sync.aligned;"])
-
-    def step(adds):
-        lines = [unpacked(turns[0]), products(turns[0], adds)]
-        for turn in turns[1:]:
-            lines += [wait, unpacked(turn), products(turn, adds)]
-        return f"{''.join(lines)} mov.b32 earlier, before; {go_on}"
-
-    # The first step is apart, so that none depends on which one it is.
-    return (
-        f"{{ .reg .b32 earlier; {packed.registers(format, own)} {begin} {step(0)} @!more bra.uni DONE;\n"
-        f"STEP: {begin} {wait} {releasing('earlier')} {step(1)} @more bra.uni STEP;\nDONE: {last} }}"
     )
 
 
@@ -276,7 +222,7 @@ def multiply_steps(
         KIND: the types of X and of Y, as PTX names them, with a point between them.
         scales: what `scales_of` gives for steps that are multiplied by scales, which are promoted; (), where none is.
         PROMOTES: whether each step is summed by itself and then added. Tensor cores sum fp8 with 14 bits.
-        FORMAT: of a packed or sparse weight, which is X; see `any_width_packed.AnyStage`. Otherwise None.
+        FORMAT: of a packed or sparse weight, which is X; see `any_width_stage.Stage`. Otherwise None.
         X_FORM, Y_FORM: how the operands lie.
         WIDTHS: what `width` may be, in the order of the code for each.
         PART: columns of Y that are read at a time.
@@ -296,7 +242,7 @@ def multiply_steps(
     turned = value_of(X_FORM).endswith("turned"), value_of(Y_FORM).endswith("turned")
     rows, format = value_of(X_ROWS), format_of(FORMAT)
     # In units of 16 bytes.
-    x_block = packed.x_bytes(rows, format) // 16
+    x_block = x_bytes(rows, format) // 16
     go_on = (
         f"mov.b32 before, at; add.s32 at, at, 8; add.s32 x, x, {x_block}; add.s32 y, y, y_rows;"
         f"add.s32 stage, stage, 1; setp.ge.s32 wraps, stage, {stages_};"
@@ -313,17 +259,9 @@ def multiply_steps(
         registers = [[f"${first + i}" for i in range(size)] for first in range(0, numbers, size)]
         sums = [row[: each // 2] for row in registers]
         ends = "".join(_tail(row, each, part) for row in registers)
-        if isinstance(format, SparseStage):
-            release, promoted = releasing("before"), value_of(PROMOTES)
-            cases.append(
-                format.steps(sums, kind, turned[1], promoted, rows, arrived, release, go_on, turns + ends)
-            )
-            continue
         if format is not None:
-            last = f"{turns} wgmma.wait_group.sync.aligned 0; {releasing('earlier')} {releasing('before')} {ends}"
-            # Each wait takes time, in which no other warpgroup multiplies where there is one alone.
-            count = 2 if rows == packed.ROWS * len(sums) and not turns else 1
-            cases.append(_packed_steps(sums, kind, turned[1], format, rows, count, go_on, last))
+            given = sums, kind, turned[1], value_of(PROMOTES), rows, arrived, releasing, go_on, turns, ends
+            cases.append(format.steps(*given))
             continue
         if value_of(PROMOTES):
             step, last = _promoted_step(sums, kind, spans), turns + ends

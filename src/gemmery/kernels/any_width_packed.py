@@ -12,17 +12,18 @@ The arithmetic is that of `kernels.packed`, so a weight has the same bits in all
 
 import itertools
 import struct
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import triton.language as tl
 
 from . import decoders
-from .any_width_sparse import SparseStage
+from .any_width_stage import HEAD, LINE_BYTES, ROWS, Params, params_bytes, x_bytes
 
 #: Numbers along K of a step, and pieces in which it is multiplied.
 STEP, PIECES = 64, 4
-#: Rows whose group parameters lie together; rows of a strip of words; bytes of a line of them.
-ROWS, STRIP, LINE_BYTES = 64, 16, 128
+#: Rows of a strip of words.
+STRIP = 16
 #: The GPU whose assembly this is.
 ARCH = 90
 
@@ -39,7 +40,7 @@ DECODERS: dict[tuple[str, int], Any] = {
 
 
 class StageFormat(NamedTuple):
-    """A packed weight's format, as far as the assembly needs it.
+    """A packed weight's format, as far as the assembly needs it; an `any_width_stage.Stage`.
 
     Attributes:
         code, bits: which number a code stands for, and how long it is; see `formats.base.Format`.
@@ -64,6 +65,21 @@ class StageFormat(NamedTuple):
         return "/".join(map(str, self))
 
     @property
+    def kind(self) -> str:
+        """See `Stage.kind`."""
+        return "packed"
+
+    @property
+    def form(self) -> Literal["packed"]:
+        """See `Stage.form`."""
+        return "packed"
+
+    @property
+    def columns(self) -> int:
+        """Of a line of words."""
+        return 8 * LINE_BYTES // (STRIP * self.bits)
+
+    @property
     def words(self) -> int:
         """Bytes of the words of a strip and a step."""
         return STRIP * STEP * self.bits // 8
@@ -84,21 +100,17 @@ class StageFormat(NamedTuple):
         return 2 * ROWS * self.groups
 
     @property
-    def kinds(self) -> tuple[str, ...]:
-        """The kinds of group parameters that there are; registers are named after them."""
-        return ("scale", "shift")[: bool(self.group) + bool(self.shifts)]
+    def kinds(self) -> tuple[Params, ...]:
+        """The kinds of group parameters that there are."""
+        names = ("scale", "shift")[: bool(self.group) + bool(self.shifts)]
+        return tuple([Params(name, self.params, 2) for name in names])
+
+    def of_halves(self, paired: bool) -> "StageFormat | None":
+        """See `Stage.of_halves`."""
+        return None if paired else self
 
     def load_params(self, rows: int, box: str, maps: list[int], row: str, k: str) -> str:
-        """Assembly that begins to load a stage's group parameters.
-
-        Args:
-            rows: of X.
-            box: rows that the tensor maps load at a time where a step has one group; with more groups it is 64.
-            maps: the numbers of the kernel's parameters that are tensor maps, of each of `kinds`.
-            row, k: registers that say where the step begins.
-
-        Register `params` is the stage's place, and `at` its barrier.
-        """
+        """See `Stage.load_params`. Of several groups in a step, the tensor maps load 64 rows at a time."""
         load = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
         each = box if self.groups == 1 else str(ROWS)
         # The assembler would make a slow division of one by a constant.
@@ -114,13 +126,7 @@ class StageFormat(NamedTuple):
         return f"{declared} {group} {' '.join(lines)} }}"
 
     def begin(self, rows: int, first: int, stages: str, width: str) -> str:
-        """Assembly that finds where a thread's words and group parameters are, as `load` counts from there.
-
-        Args:
-            rows: of X in a stage.
-            first: the first of the warpgroup's rows.
-            stages, width: registers; how many stages there are, and rows of Y.
-        """
+        """See `Stage.begin`."""
         return (
             ".reg .b32 warp, lane, line, place, params, first_params; mov.u32 lane, %tid.x; shr.u32 warp, lane, 5;"
             "and.b32 warp, warp, 3; and.b32 lane, lane, 31;"
@@ -137,19 +143,54 @@ class StageFormat(NamedTuple):
             f"mad.lo.s32 place, line, {LINE_BYTES}, place;"
         )
 
+    def steps(
+        self, sums: list[list[str]], KIND: str, turned: bool, promotes: bool, rows: int, arrived: str,
+        release: Callable[[str], str], go_on: str, turns: str, ends: str,
+    ) -> str:  # fmt: skip
+        """See `Stage.steps`; X is unpacked on the way.
 
-#: How a stage holds a weight that is stored in a form of its own.
-AnyStage = StageFormat | SparseStage
+        A step is multiplied in pieces, each of which has registers of its own, one or two pieces at a time. Their
+        registers are overwritten while the products of the other pieces are under way. In another order, or with a
+        first step that is not apart, the assembler of Triton 3.8 and older ones makes the products wait for each other.
 
+        Args:
+            promotes: ignored, since Y has 16 bits.
+        """
+        own, kind = len(sums), KIND.split(".")[0]
+        # Each wait takes time, in which no other warpgroup multiplies where there is one alone.
+        count = 2 if rows == ROWS * own and not turns else 1
+        parts = [range(first, first + count) for first in range(0, PIECES, count)]
+        wait = f"wgmma.wait_group.sync.aligned {len(parts) - 1};"
+        begin = f"{{ {arrived} {load(self, rows, own)}{prepare(self, kind, own)} }}"
+        last = f"{turns} wgmma.wait_group.sync.aligned 0; {release('earlier')} {release('before')} {ends}"
 
-def x_bytes(rows: int, format: AnyStage | None) -> int:
-    """Bytes that so many rows of X have in a stage: of the operand, or of its words where it is packed."""
-    return rows * LINE_BYTES if format is None else rows // STRIP * format.words
+        def made(part: range) -> str:
+            return "".join(unpacked(self, kind, own, piece) for piece in part)
 
+        def products(part: range, adds: int) -> str:
+            lines = ["wgmma.fence.sync.aligned;"]
+            for piece in part:
+                lines.append(
+                    f"add.s32 own, y, {piece * (128 if turned else 2)}; mov.b64 own_y, {{own, {HEAD}}};"
+                )
+                lines += [
+                    f"wgmma.mma_async.sync.aligned.m64n{2 * len(registers)}k16.f32.{KIND} {{{', '.join(registers)}}},"
+                    f" {{{', '.join(pieces_of(row, piece))}}}, own_y, {1 if piece else adds}, 1, 1, {int(turned)};"
+                    for row, registers in enumerate(sums)
+                ]
+            return "".join([*lines, "wgmma.commit_group.sync.aligned;"])
 
-def params_bytes(rows: int, format: AnyStage | None) -> int:
-    """Bytes of the group parameters of so many rows of X in a stage."""
-    return 0 if format is None else rows // ROWS * format.params * len(format.kinds)
+        def step(adds: int) -> str:
+            lines = [made(parts[0]), products(parts[0], adds)]
+            for part in parts[1:]:
+                lines += [wait, made(part), products(part, adds)]
+            return f"{''.join(lines)} mov.b32 earlier, before; {go_on}"
+
+        # The first step is apart, so that none depends on which one it is.
+        return (
+            f"{{ .reg .b32 earlier; {registers(self, own)} {begin} {step(0)} @!more bra.uni DONE;\n"
+            f"STEP: {begin} {wait} {release('earlier')} {step(1)} @more bra.uni STEP;\nDONE: {last} }}"
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -164,7 +205,7 @@ def registers(format: StageFormat, own: int) -> str:
     """
     names = [
         f"{name}{suffix(*each)}"
-        for name in (*format.kinds, "left", "right", "zero")
+        for name in (*(kind.name for kind in format.kinds), "left", "right", "zero")
         for each in _params_of(format, own)
     ]
     declared = f".reg .b32 {', '.join(names)};" if names else ""
@@ -207,7 +248,7 @@ def load(format: StageFormat, rows: int, own: int) -> str:
         of_kind = rows // ROWS * format.params * number
         for i, group, half in _params_of(format, own):
             at = of_kind + format.params * i + 2 * ROWS * group + STRIP * half
-            register = f"{kind}{suffix(i, group, half)}"
+            register = f"{kind.name}{suffix(i, group, half)}"
             lines.append(f"ld.shared.b16 number, [params + {at}]; mov.b32 {register}, {{number, number}};")
     return "".join(lines)
 

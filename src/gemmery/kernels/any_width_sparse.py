@@ -14,16 +14,16 @@ have registers of their own. After every `TOGETHER` steps a warpgroup waits for 
 from one round of the loop to the next, the assembler of Triton 3.6 to 3.9 makes each wait for the one before.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
-#: Rows whose words lie together, rows that an instruction multiplies, and bytes of the words of the former with 32
-#: columns.
-BLOCK, ROWS, WORDS_BYTES = 32, 64, 128
+from .any_width_stage import HEAD, ROWS, Params
+
+#: Rows whose words lie together, and bytes of their words with 32 columns.
+BLOCK, WORDS_BYTES = 32, 128
 #: The upper half of the matrix descriptor of the kept numbers: swizzled by 64 bytes, 512 bytes from one 8 rows to the
 #: next.
 _HEAD = 2 << 30 | 32
-#: The same of Y, see `any_width_loop`.
-_HEAD_Y = 1 << 30 | 64
 #: Steps of a round of the loop, a power of two.
 TOGETHER = 2
 #: Units of 16 bytes from 64 rows of kept numbers to the next.
@@ -43,7 +43,7 @@ def _registers(which: int, i: int, half: int) -> list[str]:
 
 
 def _of_e4m3(register: str, kind: str) -> str:
-    """Assembly that makes a pair of numbers of two bytes in `both`."""
+    """Assembly that makes a pair of numbers of two bytes in `both`, neither of which is NaN: one would become 480."""
     if kind == "f16":
         return f"cvt.rn.f16x2.e4m3x2 {register}, both;"
     # Exponents of bfloat16 count from 2^-127, those of e4m3 from 2^-7. Conversions would take longer.
@@ -67,12 +67,12 @@ def _of_int8(register: str, kind: str) -> str:
     )
 
 
-#: What writes the assembly that makes numbers of codes.
-_DECODE = {"e4m3": _of_e4m3, "int8": _of_int8}
+#: What writes the assembly that makes numbers of codes. Other codes take no tiles of any width.
+DECODE = {"e4m3": _of_e4m3, "int8": _of_int8}
 
 
 class SparseStage(NamedTuple):
-    """How a stage holds a 2:4 sparse weight; the counterpart of `any_width_packed.StageFormat`.
+    """How a stage holds a 2:4 sparse weight; an `any_width_stage.Stage`.
 
     Attributes:
         code: what kept numbers of 8 bits stand for that become numbers of 16, "e4m3" or "int8"; otherwise "".
@@ -92,6 +92,25 @@ class SparseStage(NamedTuple):
 
     def __str__(self) -> str:
         return f"2:4/{self.bits}/{self.code}/{'pairs' * self.paired}/{'fp8' * self.fp8}"
+
+    @property
+    def kind(self) -> str:
+        """See `Stage.kind`."""
+        return "sparse decoded" if self.code else "sparse"
+
+    @property
+    def form(self) -> Literal["sparse", "sparse pairs"]:
+        """See `Stage.form`."""
+        return "sparse pairs" if self.paired else "sparse"
+
+    @property
+    def columns(self) -> int:
+        """Of a kept number."""
+        return 2
+
+    def of_halves(self, paired: bool) -> "SparseStage":
+        """See `Stage.of_halves`."""
+        return self._replace(paired=paired)
 
     @property
     def bits(self) -> int:
@@ -114,18 +133,20 @@ class SparseStage(NamedTuple):
         return 4 if self.fp8 else 2
 
     @property
-    def kinds(self) -> tuple[str, ...]:
+    def kinds(self) -> tuple[Params, ...]:
         """What there is beside the numbers."""
-        return ("metadata",)
+        return (Params("metadata", self.params, 4 if self.paired else 3),)
 
     def load_params(self, rows: int, box: str, maps: list[int], row: str, k: str) -> str:
-        """See `StageFormat.load_params`."""
-        dims, shift = (4, 6) if self.paired else (3, 5)
+        """See `Stage.load_params`."""
+        # Words of 32 or 64 rows come at a time.
+        (number,), (metadata,) = maps, self.kinds
+        dims, shift = metadata.dims, 6 if self.paired else 5
         load = f"cp.async.bulk.tensor.{dims}d.shared::cluster.global.mbarrier::complete_tx::bytes"
         at = "{zero, group, zero, block}" if self.paired else "{zero, group, block}"
         return (
             "{ .reg .pred more; .reg .b64 map; .reg .b32 zero, group, block, last, to, each, count;"
-            f"mov.b64 map, gemm_any_width_param_{maps[0]}; cvta.param.u64 map, map; mov.b32 zero, 0;"
+            f"mov.b64 map, gemm_any_width_param_{number}; cvta.param.u64 map, map; mov.b32 zero, 0;"
             f"shr.u32 group, {k}, 5; shr.u32 block, {row}, {shift}; add.s32 last, block, {rows >> shift};"
             f"mov.b32 to, params; shr.u32 count, {box}, {shift}; mul.lo.s32 each, {box}, {self.params // ROWS};\n"
             f"NEXT: {load} [to], [map, {at}], [at]; add.s32 to, to, each;"
@@ -133,10 +154,7 @@ class SparseStage(NamedTuple):
         )
 
     def begin(self, rows: int, first: int, stages: str, width: str) -> str:
-        """Assembly that finds where a thread's words of metadata are, as `steps` counts from there.
-
-        Args: see `StageFormat.begin`.
-        """
+        """See `Stage.begin`."""
         # By how many bits of the thread's number, a mask for them, and bytes for each. A lane is 4 g + t.
         rows_bytes = self.blocks * WORDS_BYTES
         places = [(1, 1, WORDS_BYTES), (2, 7, 16)]
@@ -187,7 +205,7 @@ class SparseStage(NamedTuple):
         for n, register in enumerate(_registers(which, i, 0) + _registers(which, i, 1)):
             half, rest = divmod(n, 4)
             at = ROWS * ROW8 * i + 16 * half + 8 * (rest // 2) + 8 * ROW8 * (rest % 2)
-            lines.append(f"ld.shared.b16 both, [bytes + {at}]; {_DECODE[self.code](register, kind)}")
+            lines.append(f"ld.shared.b16 both, [bytes + {at}]; {DECODE[self.code](register, kind)}")
         return "".join(lines)
 
     def _words(self, register: str, at: int) -> str:
@@ -200,21 +218,14 @@ class SparseStage(NamedTuple):
         return f"{load} ld.shared.b32 part, [params + {other}]; prmt.b32 {register}, {register}, part, pick;"
 
     def steps(
-        self, sums: list[list[str]], KIND: str, turned: bool, promotes: bool, rows: int, arrived: str, release: str,
-        go_on: str, last: str,
+        self, sums: list[list[str]], KIND: str, turned: bool, promotes: bool, rows: int, arrived: str,
+        release: Callable[[str], str], go_on: str, turns: str, ends: str,
     ) -> str:  # fmt: skip
-        """Assembly of the steps' loop.
+        """See `Stage.steps`.
 
         Args:
-            sums: for each 64 rows of X the registers of the accumulator.
-            KIND: see `any_width_loop.multiply_steps`.
-            turned: whether adjacent elements of Y lie along its rows.
             promotes: whether each round is summed by itself and then added. It has as many numbers that are multiplied
                 as a step of dense fp8.
-            rows: of X in a stage.
-            arrived, release: assembly that waits for a stage, and that releases the stage before.
-            go_on: assembly that goes on to the next step, and says whether there is `more`.
-            last: assembly that comes behind the last step's products.
         """
         own, kind = range(len(sums)), KIND.split(".")[0]
         each = rows // ROWS * self.params
@@ -246,7 +257,7 @@ class SparseStage(NamedTuple):
             return "".join([*lines, "wgmma.commit_group.sync.aligned;"])
 
         def done(pending: int) -> str:
-            return f"wgmma.wait_group.sync.aligned {pending}; {release}"
+            return f"wgmma.wait_group.sync.aligned {pending}; {release('before')}"
 
         # `before` is the stage of the step before the last one that began.
         turn = "".join(f"{step(i % 2)} {done(1) if i else ''} {go_on}" for i in range(TOGETHER))
@@ -256,7 +267,7 @@ class SparseStage(NamedTuple):
         )
         return (
             f"{{ .reg .pred few; .reg .b32 rest; {declared} \n{few}\n"
-            f"STEP: {turn} {done(0)} {added} @more bra.uni STEP;\nDONE: {last} }}"
+            f"STEP: {turn} {done(0)} {added} @more bra.uni STEP;\nDONE: {turns + ends} }}"
         )
 
     def _registers(self, count: int) -> str:
@@ -298,7 +309,7 @@ class SparseStage(NamedTuple):
         depth, selector = (64, 0) if self.fp8 else (32, half)
         return (
             f"add.s32 own, x, {_UNITS * i + 2 * half}; mov.b64 own_x, {{own, {_HEAD}}};"
-            f"add.s32 own, y, {half * (256 if turned else 4)}; mov.b64 own_y, {{own, {_HEAD_Y}}};"
+            f"add.s32 own, y, {half * (256 if turned else 4)}; mov.b64 own_y, {{own, {HEAD}}};"
             f"wgmma.mma_async.sp.sync.aligned.m64n{2 * len(sums)}k{depth}.f32.{KIND}"
             f" {{{', '.join(sums)}}}, {x}, own_y, {self._word(which, i, half)}, {selector}, {int(adds)}, {behind};"
         )

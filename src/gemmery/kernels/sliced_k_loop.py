@@ -15,7 +15,8 @@ instruction.
 from typing import NamedTuple
 
 from . import any_width_packed as packed
-from .any_width_packed import LINE_BYTES, PIECES, STEP, STRIP, StageFormat
+from .any_width_packed import PIECES, STEP, STRIP, StageFormat
+from .any_width_stage import LINE_BYTES
 
 #: Rows of activations, which are columns of a sum.
 COLUMNS = 8
@@ -292,8 +293,8 @@ def _load_params(s: Shape, step: int) -> str:
     """Assembly that loads a thread's group parameters of a step: of its row, and of that 8 behind it."""
     return "".join(
         f"ld.shared.b16 number, [params_at + {at + 2 * STRIP * i + STRIP * half}];"
-        f"mov.b32 {name}{packed.suffix(i, group, half)}, {{number, number}};"
-        for which, name in enumerate(s.format.kinds)
+        f"mov.b32 {kind.name}{packed.suffix(i, group, half)}, {{number, number}};"
+        for which, kind in enumerate(s.format.kinds)
         for group in range(s.format.groups)
         for at in [s.params_row * (s.groups * which + s.format.groups * step + group)]
         for i in range(s.bundle)

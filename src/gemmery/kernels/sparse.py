@@ -68,20 +68,6 @@ def load_places(
 
 
 @triton.jit
-def number_of(x, CODE: tl.constexpr, DTYPE: tl.constexpr):
-    """Kept numbers in the matrix's type, of their codes if they have 8 bits."""
-    if CODE == "e4m3":
-        # Sign, exponent and mantissa as float16 has them, whose exponent counts from 2^-8 of e4m3's.
-        bits = x.to(tl.int16)
-        half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
-        return cast(half.to(tl.float32) * 256.0, DTYPE)
-    elif CODE == "int8":
-        return cast(x.to(tl.float32), DTYPE)
-    else:
-        return x
-
-
-@triton.jit
 def load_scales(
     scales, matrix, rows, groups, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, PAIRED: tl.constexpr,
     GROUP: tl.constexpr,
@@ -117,10 +103,10 @@ def integer_at(words, scale, PLACE: tl.constexpr):
 
 
 @triton.jit
-def expanded(kept, places, CODE: tl.constexpr, DTYPE: tl.constexpr):
+def expanded(kept, places):
     """The numbers of each four columns, of the two that are kept: four blocks of (COLS, ROWS / 4)."""
     COLS: tl.constexpr = places.shape[0]
-    first, second = number_of(kept, CODE, DTYPE).reshape(COLS, places.shape[1], 2).split()
+    first, second = kept.reshape(COLS, places.shape[1], 2).split()
     at_first = places & 3
     at_second = places >> 2
     zero = tl.zeros_like(first)
@@ -132,11 +118,49 @@ def expanded(kept, places, CODE: tl.constexpr, DTYPE: tl.constexpr):
     )
 
 
+# Decoders, one for each code of `formats.kept`: of what is stored, of its places and of the scale of each four columns,
+# which may be None, the numbers of the first, the second, the third and the fourth column of each four. They have the
+# matrix's type, or float32, which is rounded to it afterwards.
+
+
+@triton.jit
+def decode_stored(kept, places, scale, KIND: tl.constexpr):
+    """Numbers of 16 bits, or the bits of fp8, which stay as they are."""
+    return expanded(kept, places)
+
+
+@triton.jit
+def decode_e4m3(kept, places, scale, KIND: tl.constexpr):
+    """Decodes e4m3. There is no NaN among the codes: it would become 480."""
+    # Sign, exponent and mantissa as float16 has them, whose exponent counts from 2^-8 of e4m3's.
+    bits = kept.to(tl.int16)
+    half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+    return expanded(cast(half.to(tl.float32) * 256.0, KIND), places)
+
+
+@triton.jit
+def decode_int8(kept, places, scale, KIND: tl.constexpr):
+    """Decodes integers of 8 bits."""
+    return expanded(cast(kept.to(tl.float32), KIND), places)
+
+
+@triton.jit
+def decode_int4(kept, places, scale, KIND: tl.constexpr):
+    """Decodes integers of 4 bits, times their scale."""
+    words = placed(kept, places)
+    a = integer_at(words, scale, 0)
+    c = integer_at(words, scale, 2)
+    b = integer_at(words, scale, 1)
+    d = integer_at(words, scale, 3)
+    return a, b, c, d
+
+
 @triton.jit
 def load_sparse(
     x, shape, strides, sizes, batch, row, col,
     ROWS: tl.constexpr, COLS: tl.constexpr, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr, WIDE: tl.constexpr,
-    TMA: tl.constexpr, PAIRED: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr, DTYPE: tl.constexpr,
+    TMA: tl.constexpr, PAIRED: tl.constexpr, DECODE: tl.constexpr, EACH: tl.constexpr, GROUP: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):  # fmt: skip
     """A block of (ROWS, COLS) of the matrix.
 
@@ -146,31 +170,25 @@ def load_sparse(
         TMA: whether values come through a descriptor, over (matrices * rows, K / 2), or with PAIRED over
             (2, rows / 2, K / 2).
         PAIRED: see `own_rows`.
-        CODE: what numbers of 8 bits or 4 stand for; "" for those that stay as they are.
+        DECODE: a decoder, see above.
+        EACH: columns of which one of the values has the kept numbers.
         GROUP: rows (of K) that share a scale; 0 where none do.
         DTYPE: of the matrix, as a text. Kept numbers of fp8 are loaded as integers.
     """
     values, metadata, scales = x
     steps, rows, blocks, groups = strides
-    EACH: tl.constexpr = 4 if CODE == "int4" else 2
     KIND: tl.constexpr = tl.float16 if DTYPE == "float16" else tl.bfloat16
     matrix = batch_offset(batch, sizes, steps).to(tl.int32)
     kept = load_values(values, matrix, rows, blocks, row, col, ROWS, COLS, TMA, PAIRED, EACH)
     places = load_places(metadata, matrix, rows, blocks, row, col, ROWS, COLS, PAIRED)
-    if CODE == "int4":
-        scale = None
-        if GROUP > 0:
-            scale = load_scales(scales, matrix, rows, groups, row, col, ROWS, COLS, PAIRED, GROUP)
-        words = placed(kept, places)
-        even = tl.join(integer_at(words, scale, 0), integer_at(words, scale, 2))
-        odd = tl.join(integer_at(words, scale, 1), integer_at(words, scale, 3))
-    else:
-        a, b, c, d = expanded(kept, places, CODE, KIND)
-        even = tl.join(a, c)
-        odd = tl.join(b, d)
-    block = tl.join(even, odd).reshape(COLS, ROWS).T
-    if CODE == "int4":
-        # For sm_100 Triton (3.7) moves a reshape that is the last step into shared memory, and then refuses its layout.
+    scale = None
+    if GROUP > 0:
+        scale = load_scales(scales, matrix, rows, groups, row, col, ROWS, COLS, PAIRED, GROUP)
+    a, b, c, d = DECODE(kept, places, scale, KIND)
+    block = tl.join(tl.join(a, c), tl.join(b, d)).reshape(COLS, ROWS).T
+    if block.dtype == tl.float32:
+        # Rounded last: for sm_100 Triton (3.7) moves a reshape that is the last step into shared memory, and then
+        # refuses its layout.
         block = cast(block, KIND)
     if DTYPE == "float8_e4m3fn":
         block = block.to(tl.float8e4nv, bitcast=True)

@@ -15,8 +15,9 @@ from torch import Tensor
 from ..devices import Device
 from ..dtypes import FP8
 from ..epilogues.results import Results
-from ..formats import quantize
+from ..formats import quantize, sparsify
 from ..formats.scaled import BLOCK, E8M0, MX_BLOCK, ScaledTensor
+from ..formats.weight import PackedWeight
 from ..problem import Problem
 from ..product.build import UNCHANGED, make_call
 from ..product.check import check
@@ -26,7 +27,7 @@ from ..product.spec import Factor, Functions, Options
 from ..select.shapes import LAYOUTS, check_sizes, problem_of
 from .fusions import FUSIONS
 from .inputs import KINDS, Kind, make_operand
-from .suites import SCALES, WEIGHTS, Row
+from .suites import SCALES, SPARSE_WEIGHTS, WEIGHTS, Row
 from .tuning import kind_named, problem_of_row
 
 
@@ -82,7 +83,7 @@ def abstract_problem(
     Args:
         M, N, K: sizes.
         dtype: of the activations (and of a weight that is not packed), as the bench calls types: bf16, fp8fast, ....
-        weight: a packed weight's format, of `suites.WEIGHTS`.
+        weight: a packed weight's format, of `suites.WEIGHTS`, or that of a sparse one, of `SPARSE_WEIGHTS`.
         group_size: how many of its numbers share a scale; the format's usual number by default.
         scales: what shares a scale where both operands have 8 bits: "tensor", "row", "block" or "mx".
         bias: whether N numbers are added to each row.
@@ -102,7 +103,7 @@ def abstract_problem(
     """
     check_sizes(M, N, K)
     for name, value, known in (
-        ("weight", weight, WEIGHTS),
+        ("weight", weight, (*WEIGHTS, *SPARSE_WEIGHTS)),
         ("scales", scales, SCALES),
         ("epilogue", epilogue, FUSIONS),
         ("layout", layout, LAYOUTS),
@@ -141,8 +142,21 @@ def abstract_problem(
     if weight:
         if layout[1] != "T":
             raise ValueError(f"layout is {layout}; a packed weight is (N, K), so that b is a T: NT or TT")
-        right = quantize(right, weight, group_size=WEIGHTS[weight] if group_size is None else group_size)
+        right = _weight(right, weight, group_size)
     return linear_problem(a, right, device, bias=vector, epilogue=function, args=args, options=options)
+
+
+def _weight(dense: Tensor, name: str, group_size: int | None) -> PackedWeight:
+    """A weight in a format, made of a dense one."""
+    if name in WEIGHTS:
+        return quantize(dense, name, group_size=WEIGHTS[name] if group_size is None else group_size)
+    pattern, _, code = name.partition("-")
+    sparse = sparsify(dense, pattern)
+    if code:
+        return quantize(sparse, code, group_size=group_size)
+    if group_size:
+        raise ValueError(f"group_size is {group_size}; a weight {name} of 16 bits has no groups")
+    return sparse
 
 
 def _scaled(

@@ -18,10 +18,11 @@ from ..devices import Device
 from ..dtypes import DTYPE_NAMES, accumulator
 from ..epilogues import library
 from ..formats.base import FORMATS
+from ..formats.kept import CODES
 from ..formats.packing import pack
 from ..formats.scaled import BLOCK, E8M0, MX_BLOCK, ScaledTensor
 from ..formats.sparse import BLOCK as BLOCK_2_4
-from ..formats.sparse import SparseTensor, columns_each, padded
+from ..formats.sparse import SparseTensor, padded
 from ..formats.tensor import QuantizedTensor
 from ..kernels import pointwise
 from ..nn.feed_forward import Differentiable
@@ -196,7 +197,7 @@ def abstract_sparse(code: str, rows: int, columns: int, dtype: torch.dtype, grou
     def empty(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    values = empty(shape[0], shape[1] // columns_each(code), dtype=torch.int8 if code else dtype)
+    values = empty(shape[0], shape[1] // CODES[code].each, dtype=torch.int8 if code else dtype)
     metadata = empty(shape[1] // BLOCK_2_4, shape[0], dtype=torch.int32)
     scales = empty(-(-columns // group), shape[0], dtype=dtype) if group else None
     return SparseTensor(

@@ -37,6 +37,8 @@ GROUP = 128
 #: Formats of packed weights, each with how many numbers share a scale where the row does not say; None for as many as
 #: the format has by itself.
 WEIGHTS = {"int4": GROUP, "int8": None, "e4m3": None, "e5m2": None, "mxfp4": None, "nvfp4": None, "nf4": None}
+#: Formats of 2:4 sparse weights, of 16 bits or with codes of their own. No suite has them; see `benchmarks/sparse.py`.
+SPARSE_WEIGHTS = ("2:4", "2:4-int8", "2:4-e4m3", "2:4-int4")
 #: What shares a scale where both operands have 8 bits: all, a row, blocks (1 × 128 of A, 128 × 128 of B), or 32 columns
 #: of fp8 (MXFP8).
 SCALES = ("tensor", "row", "block", "mx")

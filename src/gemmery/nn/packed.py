@@ -20,11 +20,9 @@ class PackedLinear(nn.Module):
 
     Attributes:
         KIND: the class of the weight.
-        STATE: what a layer of this kind is, for reports.
     """
 
     KIND: ClassVar[type[PackedWeight]]
-    STATE: ClassVar[str]
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -107,3 +105,9 @@ class PackedLinear(nn.Module):
 def _parameter(weight: Tensor) -> nn.Parameter:
     # One that is a parameter already may be shared with other layers.
     return weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
+
+
+def check_linear(caller: str, layer: object) -> None:
+    """TypeError unless a layer is a linear one."""
+    if not isinstance(layer, nn.Linear):
+        raise TypeError(f"{caller}: layer is a {type(layer).__name__}; it must be a torch.nn.Linear")

@@ -9,7 +9,7 @@ from torch import nn
 from ..formats.base import Format
 from ..formats.quantize import quantize as quantize_tensor
 from ..formats.tensor import QuantizedTensor
-from .packed import PackedLinear
+from .packed import PackedLinear, check_linear
 
 
 class QuantizedLinear(PackedLinear):
@@ -38,7 +38,6 @@ class QuantizedLinear(PackedLinear):
     """
 
     KIND = QuantizedTensor
-    STATE = "quantised"
 
     @classmethod
     def from_linear(
@@ -55,6 +54,7 @@ class QuantizedLinear(PackedLinear):
             >>> gemmery.nn.QuantizedLinear.from_linear(torch.nn.Linear(64, 16), "e4m3")
             QuantizedLinear(in_features=64, out_features=16, bias=True, format=e4m3)
         """
+        check_linear("QuantizedLinear.from_linear", layer)
         weight = quantize_tensor(layer.weight.detach(), format, **options)
         made = cls(weight, layer.bias, batch_invariant=batch_invariant)
         return made.train(layer.training)

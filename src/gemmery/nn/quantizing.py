@@ -53,7 +53,7 @@ def quantize(
         >>> print(gemmery.nn.quantize(model, "int4", group_size=32))
         1 replaced: 1 Linear
         1 left
-          lm_head: it is to be skipped ('lm_head')
+          lm_head: skipped by name ('lm_head')
     """
     options: dict[str, Any] = {
         "group_size": group_size,

@@ -8,7 +8,6 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
-from ..formats.sparse import SparseTensor
 from ..formats.weight import PackedWeight
 from . import hugging_face
 from .experts import Experts
@@ -63,7 +62,7 @@ def replace(model: nn.Module, packing: Packing) -> Swapped:
     # The default may name a layer that a model has not; what is asked for should be there.
     for pattern in walk.skip:
         if pattern not in walk.used and pattern != "lm_head":
-            walk.report.left.append((pattern, "it was to be skipped, and no linear layer is called that"))
+            walk.report.left.append((pattern, "named in skip, but no linear layer has this name"))
     # All at once and last: an error before leaves the model as it was.
     for slot in walk.report._slots:
         slot.parent._modules[slot.name] = slot.after
@@ -106,14 +105,17 @@ class _Walk:
     def reason(self, layer: nn.Module, path: str) -> str | None:
         """Why a layer is not to be packed; None if it is."""
         if isinstance(layer, PackedLinear):
-            return f"it is {layer.STATE} already"
-        if isinstance(layer, Experts) and layer.packed:
-            return f"it is {'sparse' if isinstance(layer.down_proj, SparseTensor) else 'quantised'} already"
+            return f"it is {layer.KIND.state} already"
+        if isinstance(layer, Experts):
+            weights: list[Tensor | None] = [*layer._parameters.values()]
+            for weight in weights:
+                if isinstance(weight, PackedWeight):
+                    return f"it is {weight.state} already"
         named = [x for x in self.skip if matches(path, x)]
         self.used.update(named)
         pattern = next(iter(named), None)
         if pattern is not None:
-            return f"it is to be skipped ({pattern!r})"
+            return f"skipped by name ({pattern!r})"
         if is_experts(layer):
             return own_code(layer) if isinstance(layer, Experts) else hugging_face.refusal(layer)
         is_ours = type(layer) is Linear or (self.how.trained and type(layer) is SparseLinear)

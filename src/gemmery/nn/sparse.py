@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
@@ -16,7 +17,7 @@ from ..formats.sparse import GROUP, PATTERN, SparseTensor, sparsify, sparsify_as
 from ..formats.weight import DTYPES
 from ..product.seen import autocast_dtype, is_sharded
 from .linear import inherit
-from .packed import PackedLinear
+from .packed import PackedLinear, check_linear
 
 #: How `SparseLinear` chooses what is kept.
 PruningMethod = Literal["magnitude", "transposable"]
@@ -48,7 +49,6 @@ class PrunedLinear(PackedLinear):
     """
 
     KIND = SparseTensor
-    STATE = "sparse"
 
     @classmethod
     def from_linear(
@@ -65,6 +65,7 @@ class PrunedLinear(PackedLinear):
             >>> gemmery.nn.PrunedLinear.from_linear(torch.nn.Linear(64, 32), "2:4")
             PrunedLinear(in_features=64, out_features=32, bias=True, pattern=2:4)
         """
+        check_linear("PrunedLinear.from_linear", layer)
         weight = sparsify(layer.weight.detach(), pattern, **options)
         made = cls(weight, layer.bias, batch_invariant=batch_invariant)
         return made.train(layer.training)
@@ -103,7 +104,8 @@ class SparseLinear(nn.Linear):
         batch_invariant: whether a row of the result has the same bits in every batch, see `gemmery.matmul`.
 
     Raises:
-        ValueError: the sizes are no multiples of 4, or there is no such method.
+        ValueError: the sizes are no multiples of 4, there is no such method, or `decay` is negative.
+        TypeError: `decay` is no number.
 
     Example:
         >>> import torch, gemmery.nn
@@ -133,7 +135,7 @@ class SparseLinear(nn.Linear):
         decay: float = 0.0,
         batch_invariant: bool = False,
     ) -> None:
-        _check(in_features, out_features, method)
+        _check(in_features, out_features, method, decay)
         super().__init__(in_features, out_features, bias, device, dtype)
         self.method, self.decay, self.batch_invariant = method, decay, batch_invariant
 
@@ -154,7 +156,8 @@ class SparseLinear(nn.Linear):
             >>> gemmery.nn.SparseLinear.from_linear(plain).weight is plain.weight
             True
         """
-        _check(layer.in_features, layer.out_features, method)
+        check_linear("SparseLinear.from_linear", layer)
+        _check(layer.in_features, layer.out_features, method, decay)
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         made.in_features, made.out_features = layer.in_features, layer.out_features
@@ -215,7 +218,7 @@ class SparseLinear(nn.Linear):
         dtype = asked or weight.dtype
         dtype = dtype if dtype in DTYPES else torch.bfloat16
         lowers = asked is not None
-        with torch.autocast(input.device.type, enabled=False) if lowers else nullcontext():
+        with _without_autocast(input.device):
             pruned = self._of_type(dtype)
             output: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
                 input.to(dtype), weight, self.bias, pruned, self.decay, self.batch_invariant
@@ -241,7 +244,11 @@ class SparseLinear(nn.Linear):
         return f"{super().extra_repr()}, pattern={PATTERN}, method={self.method!r}{extra}"
 
 
-def _check(in_features: int, out_features: int, method: str) -> None:
+def _check(in_features: int, out_features: int, method: str, decay: float) -> None:
+    if isinstance(decay, bool) or not isinstance(decay, int | float):
+        raise TypeError(f"SparseLinear: decay is {decay!r}; it must be a number")
+    if not 0 <= decay < math.inf:
+        raise ValueError(f"SparseLinear: decay is {decay}; it must be 0 or more, and finite")
     if method not in get_args(PruningMethod):
         raise ValueError(
             f"SparseLinear: method is {method!r}; it must be one of {', '.join(get_args(PruningMethod))}"
@@ -297,6 +304,13 @@ def _version(weight: Tensor) -> int | None:
     return None if weight.is_inference() or has_no_values(weight) else weight._version
 
 
+def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Within, products of a device keep the types that they are given."""
+    if autocast_dtype(device) is None:
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
 class _Product(torch.autograd.Function):
     """`x @ pruned.T + bias`; what is said to be the gradient of the dense weight is that of the pruned one."""
 
@@ -314,6 +328,13 @@ class _Product(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # As in `forward`: autocast of the time of this call has no part in the types of the products.
+        with _without_autocast(grad.device):
+            return _Product.gradients(ctx, grad)
+
+    @staticmethod
+    def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Of x, the weight and the bias, in the types that `forward` had."""
         x, weight = ctx.saved_tensors
         pruned, how = ctx.pruned, {"batch_invariant": ctx.batch_invariant}
         of_x = of_weight = of_bias = None

@@ -51,7 +51,7 @@ def sparsify(
         >>> print(gemmery.nn.sparsify(model, "2:4"))
         1 replaced: 1 Linear
         1 left
-          lm_head: it is to be skipped ('lm_head')
+          lm_head: skipped by name ('lm_head')
     """
 
     def pack(weight: torch.Tensor) -> SparseTensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from ..kernels import steps
 
 if TYPE_CHECKING:
     from ..devices import Device
-    from ..kernels.any_width_packed import AnyStage
+    from ..kernels.any_width_stage import Stage
     from ..problem import Config, Problem
     from ..product.prologue import Prologue
 
@@ -140,8 +140,8 @@ class Spec(Layout):
         return ""
 
     @property
-    def is_packed(self) -> bool:
-        """Whether its numbers are unpacked in registers."""
+    def unpacks(self) -> bool:
+        """Whether its numbers are unpacked in registers, from words."""
         return False
 
     @property
@@ -150,8 +150,11 @@ class Spec(Layout):
         return False
 
     @property
-    def staged(self) -> AnyStage | None:
-        """How stages of `schedules.any_width` hold it where it is packed; None where they do not, or it is not."""
+    def staged(self) -> Stage | None:
+        """How stages of `schedules.any_width` hold a weight in a form of its own, without `Stage.of_halves`.
+
+        None where they do not, and of plain matrices.
+        """
         return None
 
     @property
@@ -527,6 +530,24 @@ class Multiply(Protocol):
         """`x @ y + addend`, or with `into` that matrix, to which `x @ y` has been added."""
 
 
+class StageMap(NamedTuple):
+    """A tensor descriptor for stages of `schedules.any_width`.
+
+    Attributes:
+        shape, strides: of the tensor as the descriptor sees it.
+        block: the size that the kernel's type has, of 64 rows.
+        box: what the tensor map loads at a time.
+        is_swizzled: whether the bytes of a row are swizzled in shared memory.
+    """
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block: tuple[int, ...]
+    box: tuple[int, ...]
+    is_swizzled: bool = False
+
+
 class Access:
     """An operand's loader, and its arguments to a kernel.
 
@@ -555,6 +576,15 @@ class Access:
     def group_params(self, tensors: Sequence[Tensor], block_rows: int, block_cols: int) -> list[Any]:
         """Scales and shifts of a packed weight's groups, None for what there is not."""
         return [None, None]
+
+    def stage_maps(self, tensors: Sequence[Tensor], box: int, step: int) -> list[StageMap]:
+        """The tensor maps of a weight with a `Spec.staged`: of what is X, and of each of `Stage.kinds`.
+
+        Args:
+            box: rows that they load at a time.
+            step: columns of a step.
+        """
+        raise NotImplementedError
 
     def behind_strides(self, tensors: Sequence[Tensor], numbers: Sequence[float]) -> tuple[Any, ...]:
         """Further arguments of the loader, which come behind the strides."""
@@ -597,3 +627,10 @@ def negated(layout: Layout, tma: bool = False) -> tuple[int, ...]:
     """A matrix's batch steps as loaders take them; with `tma` they only say where it is shared."""
     # Negated, see `kernels.operands`.
     return tuple(-int(step != 0) if tma else -step for step in layout.steps)
+
+
+def refuse_gradients(named: Sequence[tuple[str, Tensor]], needs: Sequence[bool]) -> None:
+    """TypeError for a tensor of an operand that requires a gradient, of those that products compute none for."""
+    for (name, _), need in zip(named, needs, strict=True):
+        if need:
+            raise TypeError(f"no gradient for {name}, which requires one: call requires_grad_(False) on it")

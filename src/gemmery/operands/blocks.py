@@ -268,7 +268,9 @@ class BlocksOperand(Operand):
         return BlocksOperand(self.stored._replace(values=self.stored.values.to(dtype)), self.is_b)
 
     def with_prologue(self, prologue: Any) -> Operand:
-        raise TypeError("a prologue is of a dense operand; apply it to the values of a block-sparse one")
+        raise TypeError(
+            "a prologue applies only to a dense operand; apply it to the values of a block-sparse one"
+        )
 
     def in_torch(self) -> Tensor:
         s, block = self.stored, self.block

@@ -24,8 +24,9 @@ from ..formats.weight import PackedWeight
 from ..kernels import decoders
 from ..kernels.any_width_packed import DECODERS as STAGED
 from ..kernels.any_width_packed import StageFormat
+from ..kernels.any_width_stage import ROWS
 from ..kernels.packed import load_packed, unpack
-from .base import Access, Layout, Multiply, Operand, Spec, batch_axes, negated
+from .base import Access, Layout, Multiply, Operand, Spec, StageMap, batch_axes, negated, refuse_gradients
 from .dense import DenseOperand
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class Packed(Spec):
         return self.format_name
 
     @property
-    def is_packed(self) -> bool:
+    def unpacks(self) -> bool:
         """They are."""
         return True
 
@@ -150,7 +151,7 @@ class Packed(Spec):
 
     def refusal(self, problem: Problem, config: Config) -> str | None:
         if not config.swap or config.rest_n:
-            return "packed weights need swap, in the tile schedule, and a block_n that is a power of two"
+            return "packed weights need swap=True and, in the tile schedule, a block_n that is a power of two"
         if config.block_k % (step := block_columns(self.packed_bits)):
             return f"block_k must be a multiple of {step} for {self.packed_bits} bits"
         if problem.paired and config.block_n < 2 * STRIP:
@@ -211,6 +212,29 @@ class PackedAccess(Access):
         if not self.tma:
             return filled
         return [None if x is None else self._descriptor(x, block_rows, block_cols) for x in filled]
+
+    def stage_maps(self, tensors: Sequence[Tensor], box: int, step: int) -> list[StageMap]:
+        words, *params = tensors
+        lines = step * 4 // self.step
+        shape, strides = (self.strips, self.lines, LINE), (self.lines * LINE, LINE, 1)
+        found = [
+            StageMap(
+                words,
+                shape,
+                strides,
+                (ROWS // STRIP, lines, LINE),
+                (box // STRIP, lines, LINE),
+                is_swizzled=True,
+            )
+        ]
+        groups = max(step // self.spec.group, 1) if self.spec.group else 1
+        # Of several groups, rows have to lie together by `ROWS`.
+        of_params = groups, box if groups == 1 else ROWS
+        found += [
+            StageMap(each, (self.groups, self.columns), (self.columns, 1), (groups, ROWS), of_params)
+            for each in params
+        ]
+        return found
 
     def _descriptor(self, params: Tensor, block_rows: int, block_cols: int) -> TensorDescriptor:
         rows, columns = self.spec.matrices * self.groups, self.columns
@@ -352,6 +376,7 @@ class PackedOperand(Operand):
         self, a: Tensor, grad: Tensor, multiply: Multiply, needs: tuple[bool, Sequence[bool]]
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """Of a alone: a packed weight has none."""
+        refuse_gradients(self.named("the weight"), needs[1])
         of_a = None
         if needs[0]:
             other = PackedOperand(self.weight, not self.transposed)

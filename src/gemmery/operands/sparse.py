@@ -13,20 +13,14 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..epilogues.device import with_constants
-from ..formats.sparse import (
-    BLOCK,
-    COLUMNS,
-    GROUP,
-    INNER,
-    ROWS,
-    SparseTensor,
-    columns_each,
-    padded,
-    unpacked_metadata,
-)
+from ..formats.kept import CODES
+from ..formats.sparse import BLOCK, GROUP, INNER, SparseTensor, padded, unpacked_metadata
+from ..formats.sparse import COLUMNS as CUT_COLUMNS
+from ..formats.sparse import ROWS as CUT_ROWS
 from ..kernels import sparse as loaders
-from ..kernels.any_width_sparse import SparseStage
-from .base import Access, Layout, Multiply, Operand, Spec, batch_axes, negated
+from ..kernels.any_width_sparse import DECODE, SparseStage
+from ..kernels.any_width_stage import ROWS
+from .base import Access, Layout, Multiply, Operand, Spec, StageMap, batch_axes, negated, refuse_gradients
 from .dense import AUTOCAST, DenseOperand, gradient_of
 from .packed import meta_proxy
 
@@ -66,7 +60,7 @@ class Sparse(Spec):
         rows, columns = padded(N, K)
         metadata = Layout(torch.int32, (), rows, 1, aligned[1])
         scales = Layout(dtype, (), rows, 1, aligned[2]) if group else None
-        col = columns // columns_each(code)
+        col = columns // CODES[code].each
         return cls(dtype, steps, 1, col, aligned[0], None, matrices, metadata, code, group, scales)
 
     @property
@@ -81,9 +75,14 @@ class Sparse(Spec):
 
     @property
     def kind(self) -> str:
-        if self.code == "int4":
-            return "sparse4"
-        return "sparse fp8" if self.is_8_bit else "sparse8" if self.code else "sparse"
+        if self.is_8_bit:
+            return "sparse fp8"
+        return f"sparse{CODES[self.code].bits}" if self.code else "sparse"
+
+    @property
+    def format(self) -> str:
+        """What is kept, and how many numbers share a scale."""
+        return f"{self.code}/{self.group}" if self.group else self.code
 
     @property
     def stored(self) -> torch.dtype:
@@ -96,7 +95,7 @@ class Sparse(Spec):
     @property
     def bits(self) -> float:
         """Of a number of the matrix: half of one that is kept, and its place."""
-        return self.stored.itemsize * 8 / columns_each(self.code) + 1
+        return self.stored.itemsize * 8 / CODES[self.code].each + 1
 
     def strides_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Values and metadata are contiguous."""
@@ -104,10 +103,10 @@ class Sparse(Spec):
 
     @property
     def staged(self) -> SparseStage | None:
-        """See `Spec.staged`. Numbers of 4 bits have none."""
-        if self.code == "int4":
-            return None
-        return SparseStage(fp8=True) if self.is_8_bit else SparseStage(self.code)
+        """See `Spec.staged`. Numbers of 4 bits have none, and fp8 whose last step lacks metadata."""
+        if self.is_8_bit:
+            return SparseStage(fp8=True) if self.col * CODES[self.code].each % FP8_STEP == 0 else None
+        return SparseStage(self.code) if not self.code or self.code in DECODE else None
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
@@ -119,7 +118,7 @@ class Sparse(Spec):
         N, K = padded(cols, rows)
         # The layouts of metadata and scales have no steps between matrices.
         shared = [(self.matrices * -(-rows // self.group), N)] if self.group else []
-        return [(self.matrices, N, K // columns_each(self.code)), (self.matrices * K // BLOCK, N), *shared]
+        return [(self.matrices, N, K // CODES[self.code].each), (self.matrices * K // BLOCK, N), *shared]
 
     def bytes(self, rows: int, cols: int, batch: tuple[int, ...]) -> int:
         """Of each matrix that there is, with metadata and scales."""
@@ -148,10 +147,10 @@ class Sparse(Spec):
 
     def refusal(self, problem: Problem, config: Config) -> str | None:
         if not config.swap or config.rest_n:
-            return "sparse weights need swap, in the tile schedule, and a block_n that is a power of two"
+            return "sparse weights need swap=True and, in the tile schedule, a block_n that is a power of two"
         if config.block_k % BLOCK:
             return f"block_k must be a multiple of {BLOCK} for sparse weights"
-        least = LEAST_BOX * columns_each(self.code) // self.stored.itemsize
+        least = LEAST_BOX * CODES[self.code].each // self.stored.itemsize
         if config.loader == "descriptor" and config.block_k < least:
             return f"block_k must be at least {least} for descriptors of sparse weights of {self.code}"
         return None
@@ -164,8 +163,19 @@ class Sparse(Spec):
         return f"{self.code or Layout.__str__(self)}{group}/2:4"
 
 
+#: The device function that decodes kept numbers in registers, by the code's name.
+DECODERS = {
+    "": loaders.decode_stored,
+    "e4m3": loaders.decode_e4m3,
+    "int8": loaders.decode_int8,
+    "int4": loaders.decode_int4,
+}
 #: Bytes of a row that a tensor descriptor loads at least.
 LEAST_BOX = 16
+#: Columns of a step of fp8 in `schedules.any_width`.
+FP8_STEP = 128
+#: Rows of each half of a weight in two halves that lie side by side.
+HALF = 8
 
 
 class SparseAccess(Access):
@@ -187,7 +197,7 @@ class SparseAccess(Access):
         values = tensors[0]
         if not self.tma:
             return values
-        each = columns_each(self.spec.code)
+        each = CODES[self.spec.code].each
         row, block = self.columns // each, [block_cols, block_rows // each]
         if self.paired:
             half = self.rows // 2
@@ -199,11 +209,48 @@ class SparseAccess(Access):
         """The metadata, and the scales."""
         return [tensors[1], tensors[2] if self.spec.group else None]
 
+    def stage_maps(self, tensors: Sequence[Tensor], box: int, step: int) -> list[StageMap]:
+        return [self._kept(tensors[0], box, step), self._metadata(tensors[1], box, step)]
+
+    def _kept(self, values: Tensor, box: int, step: int) -> StageMap:
+        """The tensor map of kept numbers for stages."""
+        each = CODES[self.spec.code].each
+        row, columns = self.columns // each, step // each
+        # Threads read numbers that they decode one by one.
+        is_swizzled = not self.spec.decodes
+        if not self.paired:
+            shape, strides = (self.rows, row), (row, 1)
+            return StageMap(values, shape, strides, (ROWS, columns), (box, columns), is_swizzled)
+        both, half = 2 * HALF, self.rows // 2 * row
+        return StageMap(
+            values, (self.rows // both, 2, HALF, row), (HALF * row, half, row, 1), (ROWS // both, 2, HALF, columns),
+            (box // both, 2, HALF, columns), is_swizzled,
+        )  # fmt: skip
+
+    def _metadata(self, words: Tensor, box: int, step: int) -> StageMap:
+        """The tensor map of metadata for stages."""
+        rows, count, blocks = self.rows, self.columns // BLOCK, step // BLOCK
+        if not self.paired:
+            shape, strides, behind = (rows // BLOCK, count, BLOCK), (BLOCK, rows, 1), (blocks, BLOCK)
+            return StageMap(words, shape, strides, (ROWS // BLOCK, *behind), (box // BLOCK, *behind))
+        both, of_half = 2 * BLOCK, (2, blocks, BLOCK)
+        return StageMap(
+            words, (rows // both, 2, count, BLOCK), (BLOCK, rows // 2, rows, 1), (ROWS // both, *of_half),
+            (box // both, *of_half),
+        )  # fmt: skip
+
 
 @functools.cache
 def loader(tma: bool, paired: bool, code: str, group: int, dtype: str) -> Any:
-    """The loader of a kind of sparse weights; see `kernels.sparse.load_sparse`."""
-    return with_constants(loaders.load_sparse, TMA=tma, PAIRED=paired, CODE=code, GROUP=group, DTYPE=dtype)
+    """The loader of a kind of sparse weights; see `kernels.sparse.load_sparse`.
+
+    Args:
+        code: what is decoded; "" for what stays as it is.
+    """
+    return with_constants(
+        loaders.load_sparse, TMA=tma, PAIRED=paired, DECODE=DECODERS[code], EACH=CODES[code].each, GROUP=group,
+        DTYPE=dtype,
+    )  # fmt: skip
 
 
 class SparseOperand(Operand):
@@ -314,8 +361,8 @@ class SparseOperand(Operand):
 
     def grain(self, axis: str) -> int:
         if axis == "K":
-            return math.lcm(COLUMNS, self.weight.group_size or 1)
-        return ROWS if axis == "N" else 1
+            return math.lcm(CUT_COLUMNS, self.weight.group_size or 1)
+        return CUT_ROWS if axis == "N" else 1
 
     def mapped(self, dims: Sequence[int | None], rank: int, size: int, everywhere: bool) -> Operand:
         if any(dim is not None for dim in dims):
@@ -328,6 +375,7 @@ class SparseOperand(Operand):
         self, a: Tensor, grad: Tensor, multiply: Multiply, needs: tuple[bool, Sequence[bool]]
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """Of a, and of the kept numbers: of the dense weight's gradient, the numbers in their places."""
+        refuse_gradients(self.named("the weight"), [needs[1][0] and bool(self.weight.code), *needs[1][1:]])
         of_a: Tensor | None = None
         of_tensors: list[Tensor | None] = [None] * len(self.tensors)
         if needs[0]:

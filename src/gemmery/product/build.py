@@ -31,6 +31,7 @@ from ..operands import (
 from . import prologue
 from .check import (
     OUTER_KINDS,
+    check_not_fp8,
     check_not_packed,
     check_ranks,
     check_scaled,
@@ -120,7 +121,7 @@ def operands_of(op: str, a: Any, b: Any, takes_pair: bool) -> tuple[Operand, Ope
     if isinstance(a, ScaledTensor):
         check_scaled(op, a, b)
         return scaled_operands(a, b)
-    first, second, _ = operand_names(op)
+    first = operand_names(op)[0]
     if isinstance(a, Groups):
         return _groups(op, a, b, takes_pair)
     if isinstance(a, Sampled):
@@ -128,7 +129,7 @@ def operands_of(op: str, a: Any, b: Any, takes_pair: bool) -> tuple[Operand, Ope
     if is_blocks(a) or is_blocks(b):
         return block_operands(op, a, b)
     check_tensor(op, first, a)
-    check_not_packed(op, first, a, *([second] if isinstance(b, PackedWeight) else []))
+    check_not_packed(op, first, a)
     check_second(op, b, takes_pair)
     if isinstance(b, PackedWeight):
         check_packed(op, a, b)
@@ -191,7 +192,8 @@ def _second(op: str, b: Any) -> Operand:
 
 
 def check_packed(op: str, a: Tensor, b: PackedWeight) -> None:
-    """ValueError for ranks that the operation does not take with a packed weight."""
+    """ValueError or TypeError for ranks and types that the operation does not take with a packed weight."""
+    check_not_fp8(op, a, b)
     if op == "linear" and b.dim() != 2:
         raise ValueError(f"linear: weight is {tuple(b.shape)}; packed, it must be (N, K); use matmul or bmm")
     if op == "bmm":

@@ -32,6 +32,10 @@ def check_tensor(op: str, name: str, value: object) -> None:
     """TypeError unless `value` is a tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} is a {type(value).__name__}; it must be a torch.Tensor")
+    if isinstance(value, torch.sparse.SparseSemiStructuredTensor):
+        raise TypeError(
+            f"{op}: {name} is torch's semi-structured tensor; make a gemmery.SparseTensor of it by gemmery.sparsify"
+        )
     # The compiler can't ask that in a backward pass; the operator does.
     if not is_compiling() and value.layout != torch.strided:
         raise TypeError(f"{op}: {name} is sparse ({value.layout}); it must be a strided tensor")
@@ -64,7 +68,9 @@ def check_second(op: str, b: Any, takes_pair: bool) -> None:
 def check_not_packed(op: str, name: str, value: object, which: str = "the second operand") -> None:
     """TypeError for a packed weight that is not the second operand, which messages call `which`."""
     if isinstance(value, PackedWeight):
-        raise TypeError(f"{op}: {name} is packed; only {which} can be")
+        raise TypeError(
+            f"{op}: {name} is a {type(value).__name__}; sparse and quantised weights must be {which}"
+        )
 
 
 def moved(value: Any, a: Tensor) -> Any:
@@ -112,7 +118,9 @@ def check_scaled(op: str, a: Any, b: Any) -> None:
         first = operand_names(op)[0]
         raise TypeError(f"{op}: {first} is a ScaledTensor; multiply it by gemmery.scaled_matmul")
     if not isinstance(a, ScaledTensor):
-        raise TypeError(f"{op}: a is a {type(a).__name__}; it must be a gemmery.ScaledTensor")
+        raise TypeError(
+            f"{op}: a is a {type(a).__name__}; it must be a gemmery.ScaledTensor, as gemmery.quantize_activations makes"
+        )
     if isinstance(b, SparseTensor):
         _check_sparse(op, a, b)
         of_b = torch.float8_e4m3fn
@@ -148,6 +156,16 @@ def _check_sparse(op: str, a: ScaledTensor, b: SparseTensor) -> None:
     if a.kind not in OUTER_KINDS:
         raise ValueError(
             f"{op}: a has scales {a.kind}; with a sparse b they must be those of the tensor or its rows"
+        )
+
+
+def check_not_fp8(op: str, a: Tensor, b: PackedWeight) -> None:
+    """TypeError for fp8 activations with a sparse weight of e4m3, which `scaled_matmul` multiplies."""
+    if a.dtype in FP8 and isinstance(b, SparseTensor) and b.code == "e4m3":
+        first, second, _ = operand_names(op)
+        raise TypeError(
+            f"{op}: {first} is {a.dtype} and {second} is a {b.dtype} weight that keeps e4m3; multiply fp8 by "
+            f"gemmery.scaled_matmul, with {first} from gemmery.quantize_activations, or give {first} in {b.dtype}"
         )
 
 

@@ -16,6 +16,7 @@ from ..memo import keep
 from .build import make_call
 from .check import check as check_call
 from .epilogue import program
+from .prepare import check_fused
 from .spec import Call, Functions, Options
 
 #: Rows and columns of a product of which nothing is known. More columns than a tile has, so that a function that needs
@@ -94,12 +95,13 @@ def _checked(shape: Sequence[int]) -> tuple[int, ...]:
 
 def warn(call: Call) -> None:
     """Warn once of an epilogue that torch has run here, and that a GPU could not fuse; it never fails."""
-    key = _identity(call.function)
+    # Whether halves of columns fit depends on the weight.
+    key = _identity(call.function), type(call.b), call.shape[-1] % (2 * call.b.strip) == 0
     if key in _looked or 0 in call.shape:
         return
     keep(_looked, key, True)
     try:
-        program(call)
+        check_fused(call, program(call))
     except Exception as error:  # whatever it is, torch has computed the product
         level, frame = 1, sys._getframe()
         while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGES):

@@ -124,8 +124,7 @@ def _traced(call: Call, out: Tensor | None) -> Known:
     if out is not None:
         check_out(call, out, results.whole[0], made.many)
         check_memory(call, out)
-    _check_invariant(call, made)
-    _check_pairing(call, made)
+    check_fused(call, made)
     tensors = results.allocate(call.device, 1, out)
     problem = problem_of_traced(call, results, tensors, _device(call))
     if not runs_on(problem):
@@ -178,6 +177,12 @@ def _places(call: Call, results: Results) -> tuple[tuple[int, ...], tuple[int, .
         *[given(i) for i in made.inputs], *[~i for i in results.written_places],
     )  # fmt: skip
     return places, (*[given(i) for i in made.numbers], *call.a.number_places)
+
+
+def check_fused(call: Call, made: Program) -> None:
+    """ValueError for an epilogue that can be traced, and that no kernel has with these operands and options."""
+    _check_invariant(call, made)
+    _check_pairing(call, made)
 
 
 def _check_invariant(call: Call, made: Program) -> None:

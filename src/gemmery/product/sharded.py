@@ -284,7 +284,7 @@ def check_parts(name: str, operand: Operand, mesh: DeviceMesh, roles: Sequence[s
     sizes = dict(zip((*_batch_names(operand), "K", "N"), operand.matrix.shape, strict=True))
     for axis in sizes.keys() & set(roles):
         grain, size, parts = operand.grain(axis), sizes[axis], parts_of(mesh, roles, axis)
-        if grain and size % (parts * grain):
+        if grain and parts > 1 and size % (parts * grain):
             what = {"N": "rows", "K": "columns"}.get(axis, "matrices")
             raise ValueError(
                 f"{name} has {size} {what} and is sharded into {parts} parts; each must have a multiple of {grain}"

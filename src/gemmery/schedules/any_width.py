@@ -6,21 +6,18 @@ Two schedules: in one the warpgroups share a tile, in the other one they take ti
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
-import triton
 
 from ..formats.packing import STRIP
 from ..formats.scaled import BLOCK
-from ..formats.sparse import padded
 from ..kernels.any_width_load import LAST_ROW
 from ..operands import Dense, Ragged
-from ..operands.packed import Packed
 from ..operands.pair import Pair
 from ..operands.scaled import Scaled
-from ..operands.sparse import Sparse
 from . import any_width_cost
 from .any_width_binding import AnyWidthBinding
 from .any_width_tile import (
@@ -33,11 +30,12 @@ from .any_width_tile import (
     PROMOTED,
     ROW,
     ROWS,
+    RULES,
     SCALED,
-    SPARSE,
     Tile,
     forms_of,
     numbers_for,
+    rules_of,
 )  # fmt: skip
 from .base import Forms
 from .binding import Binding, needs_only_its_block, storable, suits_tma
@@ -53,12 +51,10 @@ if TYPE_CHECKING:
 MOST_K = (1 << 31) - 1024
 #: The most units: `order.quotient` divides numbers below 2^30.
 MOST_UNITS = (1 << 30) - 1
-#: The height of bands, as a part of that with the least to read; and the height where several bands are in flight.
-BAND, LOW_BAND = 0.75, 2
+#: The height of bands where several are in flight.
+LOW_BAND = 2
 #: Numbers of an accumulator where a step's sum has registers of its own.
 _PROMOTED = (PROMOTED, SCALED)
-#: `BAND` for sparse weights.
-SPARSE_BAND = 0.5
 
 
 class AnyWidth(PersistentStatic):
@@ -79,22 +75,38 @@ class AnyWidth(PersistentStatic):
     fits = ("packed int4",)
     takes_turns: ClassVar[bool] = False
 
-    def suits(self, problem: Problem) -> bool:
+    def needs(self, problem: Problem) -> Iterator[tuple[bool, str]]:
         p = problem
-        return (
-            self.runs_on(p.device.target)
-            and p.K <= MOST_K
-            and _operands_suit(p)
-            and (_groups_suit(p) if p.ragged else not p.batch or _batch_suits(p))
-            and all(operand.dtype in KINDS for operand in (p.a, p.b))
-            and p.out.dtype in (torch.float16, torch.bfloat16)
-            and (p.a.dtype.itemsize == 2 or (p.a.col == 1 and p.b.row == 1))
-            and suits_tma(p)
-            and p.out.col == 1
-            and storable(p.out, p.M, p.out_n, p.batch)
-            and (not p.paired or (p.b.row == 1 and p.out_n % EIGHT == 0))
-            and _epilogue_suits(p)
+        yield from super().needs(p)
+        yield 0 < p.K <= MOST_K, f"K from 1 to {MOST_K}"
+        yield (
+            _operands_suit(p),
+            f"matrices; of a packed weight no halves, groups of a power of two from {STRIP} on and scales in the type "
+            f"of a; of a sparse weight kept numbers of 16 or 8 bits; of fp8 scales for {BLOCK} of K and {BLOCK} of N",
         )
+        if p.ragged:
+            yield _groups_suit(p), "groups of 16-bit matrices, with an epilogue of vectors at most"
+        else:
+            yield (
+                not p.batch or _batch_suits(p),
+                "in a batch plain products of 16-bit matrices, with one dimension and no shared matrix",
+            )
+        yield all(operand.dtype in KINDS for operand in (p.a, p.b)), "operands of fp16, bf16 or fp8"
+        yield p.out.dtype in (torch.float16, torch.bfloat16), "an output of fp16 or bf16"
+        yield (
+            p.a.dtype.itemsize == 2 or (p.a.col == 1 and p.b.row == 1),
+            "fp8 with adjacent elements along K",
+        )
+        yield suits_tma(p), "operands that suit the descriptor loader"
+        yield (
+            not p.paired or (p.b.row == 1 and p.out_n % EIGHT == 0),
+            f"of a weight in two halves rows with adjacent elements and a multiple of {EIGHT} in each",
+        )
+        yield (
+            p.out.col == 1 and storable(p.out, p.M, p.out_n, p.batch),
+            "an output with adjacent columns and rows of whole 16-byte units",
+        )
+        yield _epilogue_suits(p), "an epilogue with at most one more matrix, of 16 bits with adjacent columns"
 
     def takes(self, config: Config, forms: Forms) -> bool:
         return self._untaken(config, forms) is None
@@ -110,7 +122,7 @@ class AnyWidth(PersistentStatic):
     def code(self, config: Config, forms: Forms) -> object:
         tile = self.tile(config)
         # Here widths tell kernels apart; fp8 that is promoted or scaled has fewer of them.
-        return config.swap, tile.x, tile.groups, tile.widths(*forms_of(config, forms), None)
+        return config.swap, tile.x, tile.groups, tile.widths(forms.packed, forms_of(config, forms)[1], None)
 
     def check_sizes(self, config: Config) -> None:
         c, warps = config, ((8,) if self.takes_turns else (4, 8, 12))
@@ -124,8 +136,10 @@ class AnyWidth(PersistentStatic):
             raise ValueError(
                 f"Config: the {self.name} schedule needs {ROWS} or {2 * ROWS} rows for each warpgroup of 4 warps"
             )
-        # Sparse weights have the most widths, but none where warpgroups take turns.
-        each, widest = (tile.each, tile.widest()) if self.takes_turns else (8, tile.widest(SPARSE))
+        # Which of these a config may have depends on the operands.
+        rules = [each for each in RULES.values() if each.takes_turns or not self.takes_turns]
+        each = min(each.each or tile.each for each in rules)
+        widest = max(tile.widest(each.numbers) for each in rules)
         if tile.y % each or not 16 <= tile.y <= widest:
             raise ValueError(
                 f"Config: the {self.name} schedule needs a width that is a multiple of {each} from 16 to {widest}"
@@ -141,19 +155,8 @@ class AnyWidth(PersistentStatic):
 
     def refusal(self, problem: Problem, config: Config) -> str | None:
         p, c = problem, config
-        if not self.suits(p):
-            return (
-                f"schedule {self.name!r} needs Triton {', '.join(self.versions)}, a GPU of sm_90, operands of fp16, "
-                f"bf16 or fp8 and an output of fp16 or bf16, K from 1 to {MOST_K}, an epilogue with at most one more "
-                f"matrix, of 16 bits with adjacent columns, operands that suit the descriptor loader, "
-                f"in a batch plain products of 16-bit matrices, with one dimension and no shared matrix, "
-                f"fp8 with adjacent elements along K, an output with adjacent columns and rows of whole 16-byte units, "
-                f"of a weight in two halves rows with adjacent elements and a multiple of {EIGHT} in each, of a packed "
-                f"weight no halves, groups of a power of two from "
-                f"{STRIP} on and scales in the type of a, of a sparse weight kept numbers of 16 or 8 bits, and of "
-                f"fp8 scales for {BLOCK} of K and {BLOCK} of N; given "
-                f"{p} on {p.device.arch} with Triton {triton.__version__}"
-            )
+        if (unsuited := self.unsuited(p)) is not None:
+            return unsuited
         if c.block_k * p.a.dtype.itemsize != ROW:
             return f"{p.a.dtype} needs block_k {ROW // p.a.dtype.itemsize}"
         if (units := sum(self.work(p, c).units(c.block_k)[:2])) > MOST_UNITS:
@@ -162,15 +165,16 @@ class AnyWidth(PersistentStatic):
             return "whether a tile is cut along K depends on the number of rows"
         if p.b.by_steps and (c.swap or self.tile(c).own != ROWS):
             return f"scales along K need {ROWS} rows for each warpgroup and no swap"
-        if isinstance(p.b, Sparse) and p.b.decodes and self.tile(c).own != ROWS:
-            return f"kept numbers of 8 bits with activations of 16 need {ROWS} rows for each warpgroup"
-        numbers = numbers_for(p)
+        rules, numbers = rules_of(p.b.staged), numbers_for(p)
+        if self.tile(c).own > rules.own:
+            return f"{rules.about} needs {rules.own} rows for each warpgroup"
         widest = self.tile(c).widest(numbers)
         if self.tile(c).y > widest:
             kind = (
-                "a packed weight" if p.b.is_packed else "fp8 that is promoted or scaled" if numbers in _PROMOTED else
-                "a sparse weight" if numbers else f"{self.tile(c).own} rows for each warpgroup"
-            )  # fmt: skip
+                "fp8 that is promoted or scaled"
+                if numbers in _PROMOTED
+                else rules.about or f"{self.tile(c).own} rows for each warpgroup"
+            )
             return f"{kind} leaves registers for a width of {widest}"
         if not self.considers(p, np.asarray(p.M)):
             return "a row that is added to one row may be the output itself, of which some is stored twice"
@@ -178,10 +182,11 @@ class AnyWidth(PersistentStatic):
 
     def _untaken(self, config: Config, forms: Forms) -> str | None:
         """Why operands that lie so can't be cut into a config's tiles; None if they can."""
-        c, tile, (x_form, y_form) = config, self.tile(config), forms_of(config, forms)
-        if y_form.startswith(("packed", "sparse")):
-            return f"{y_form.split()[0]} weights need swap"
-        if tile.y % (each := tile.each_of(x_form.startswith("sparse"))):
+        c, tile, rules = config, self.tile(config), rules_of(forms.packed)
+        _, y_form = forms_of(config, forms)
+        if forms.packed is not None and not c.swap:
+            return f"{rules.name} weights need swap"
+        if tile.y % (each := tile.each_of(rules)):
             return f"{tile.own} rows for each of {tile.groups} warpgroups need a width that is a multiple of {each}"
         if c.block_k == ROW and (forms.a_turned or forms.b_turned):
             return "operands of 8 bits need adjacent elements along K"
@@ -202,8 +207,8 @@ class AnyWidth(PersistentStatic):
                 else "an operand with adjacent elements along N or M"
             )
             return f"{kind} needs a width that is a multiple of {EACH[y_form]}"
-        if self.takes_turns and x_form.startswith("sparse"):
-            return "warpgroups that take turns wait too often for products with a sparse weight"
+        if self.takes_turns and not rules.takes_turns:
+            return f"warpgroups that take turns wait too often for products with {rules.about}"
         if y_form == "pairs" and tile.part < LEAST_PAIRS:
             return f"a weight in two halves needs a width from {LEAST_PAIRS} on"
         return None
@@ -220,7 +225,7 @@ class AnyWidth(PersistentStatic):
         if c.group_m:
             return min(c.group_m, tiles_m)
         shape = (c.block_n * p.b.bits) / (c.block_m * p.a.bits)
-        height = (SPARSE_BAND if p.b.is_sparse else BAND) * math.sqrt(p.device.sms * shape)
+        height = rules_of(p.b.staged).band * math.sqrt(p.device.sms * shape)
         if height * tiles_n <= p.device.sms:
             return min(LOW_BAND, tiles_m)
         return -(-tiles_m // max(1, round(tiles_m / height)))
@@ -269,12 +274,8 @@ def _operands_suit(problem: Problem) -> bool:
     has.
     """
     a, b = problem.a, problem.b
-    if isinstance(b, Sparse):
-        # A step of fp8 has so many columns, all of which need metadata.
-        whole = not b.is_8_bit or padded(problem.N, problem.K)[1] % ROW == 0
-        return type(a) is Dense and not problem.batch and whole and bool(b.staged)
-    if isinstance(b, Packed):
-        return type(a) is Dense and bool(b.staged) and not problem.paired
+    if Forms.of(problem).packed is not None:
+        return type(a) is Dense and not problem.batch
     if problem.ragged:
         return type(b) is Dense
     if isinstance(b, Pair) and b.alternates:
@@ -329,8 +330,7 @@ def _has_one_matrix(problem: Problem) -> bool:
     if fusion is None or fusion.draws or fusion.matrix is None:
         return False
     matrix = fusion.matrix
-    if fusion.both and isinstance(p.b, Packed):
-        # It compiles, but has not run on a GPU.
+    if fusion.both and not rules_of(p.b.staged).has_second:
         return False
     suits = matrix.takes_tma(()) if fusion.ahead else storable(matrix, p.M, p.out_n, ())
     return matrix.col == 1 and matrix.dtype.itemsize == 2 and suits

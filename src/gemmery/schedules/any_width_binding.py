@@ -10,15 +10,11 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ..epilogues.device import function
-from ..formats.packing import LINE, STRIP
-from ..formats.sparse import BLOCK
-from ..kernels import any_width_packed as packed
 from ..kernels import place
 from ..kernels.any_width_load import LAST_ROW
+from ..kernels.any_width_stage import params_bytes, x_bytes
 from ..kernels.numerics import cast
 from ..operands import DenseAccess
-from ..operands.packed import PackedAccess
-from ..operands.sparse import SparseAccess
 from .any_width_compiled import check_maps, check_memory, waits_for_each
 from .any_width_tile import (
     EIGHT,
@@ -30,7 +26,7 @@ from .any_width_tile import (
     every_of,
     forms_of,
     numbers_for,
-    stage_of,
+    rules_of,
 )
 from .base import Forms
 from .binding import (
@@ -91,9 +87,10 @@ class AnyWidthBinding(Binding):
         self.work, self.band = work, band
         self.kernel = any_width.gemm_any_width
         self.grid = (self.work.programs, 1, 1)
-        self.forms, self.format = forms_of(c, Forms.of(p)), stage_of(p)
+        forms = Forms.of(p)
+        self.forms, self.format = forms_of(c, forms), forms.packed
         self.part = tile.part
-        self.widths = tile.widths(*self.forms, numbers_for(p))
+        self.widths = tile.widths(self.format, self.forms[1], numbers_for(p))
         registers, loader = REGISTERS[tile.groups]
         x, y = (p.b.dtype, p.a.dtype) if c.swap else (p.a.dtype, p.b.dtype)
         given, second = self._matrix_map()
@@ -172,7 +169,7 @@ class AnyWidthBinding(Binding):
         """
         compiled = super().compile(tensors, numbers)
         present = self.constants["WIDTHS"]
-        if not isinstance(self.format, packed.StageFormat) or len(present) == 1:
+        if rules_of(self.format).shared is None or len(present) == 1:
             return compiled
         if compiled not in _ORDERS:
             _ORDERS[compiled] = self._order(compiled, tensors, numbers)
@@ -233,7 +230,9 @@ class AnyWidthBinding(Binding):
         x, y = (b, a) if c.swap else (a, b)
         whole, cut, *parts = self.work.units(c.block_k)
         loaded = [-(-rows // box) * box for rows, box in zip((tile.x, tile.y), boxes, strict=True)]
-        x_size = packed.x_bytes(loaded[0], self.format) + packed.params_bytes(tile.x, self.format)
+        x_size = x_bytes(loaded[0], self.format) + params_bytes(tile.x, self.format)
+        x_map, *params = self._staged(of_b, boxes[0]) or [self._operand(x, c.swap, ROWS, boxes[0])]
+        params = [*params, None, None][:2]
         workspace = None if self.split is None else self.workspace(out.device)
         tiles_m, tiles_n, band = -(-p.M // c.block_m), -(-p.N // c.block_n), self.band
         last_band = tiles_m - (tiles_m - 1) // band * band
@@ -244,8 +243,7 @@ class AnyWidthBinding(Binding):
         area = c.block_m if is_grouped else band * tiles_n
         divisors = map(divisor, (area, band, last_band, max(1, counted)))
         return [
-            self._operand(x, c.swap, ROWS, boxes[0]), self._operand(y, not c.swap, self.part, boxes[1]),
-            self._output(out, block), *self._params(of_b, boxes[0]),
+            x_map, self._operand(y, not c.swap, self.part, boxes[1]), self._output(out, block), *params,
             self._matrix(extras, block), p.M, p.N, p.K, whole + cut, whole, *parts,
             tiles_m, tiles_n, *divisors, tile.y, band, boxes[0], x_size, boxes[1], loaded[1] * ROW, self.streams,
             c.num_stages, self.a.place_args(of_a), step_args, epilogue_arguments(p, self.part, extras, numbers),
@@ -297,10 +295,6 @@ class AnyWidthBinding(Binding):
     def _operand(self, tensor: Any, is_b: bool, rows: int, box: int) -> Any:
         """The descriptor of an operand: its type has blocks of so many rows, its tensor map loads `box` at a time."""
         p, step = self.problem, self.config.block_k
-        if is_b and isinstance(self.b, PackedAccess):
-            return self._words(tensor, self.b, rows, box)
-        if is_b and isinstance(self.b, SparseAccess):
-            return self._kept(tensor, self.b, rows, box)
         # Strides along K and along the rows.
         along, across, size = (p.b.row, p.b.col, p.N) if is_b else (p.a.col, p.a.row, p.M)
         # Groups of rows lie in one matrix.
@@ -324,54 +318,15 @@ class AnyWidthBinding(Binding):
         made.box = [box // both, 2, EIGHT, step]
         return made
 
-    def _words(self, tensor: Any, own: PackedAccess, rows: int, box: int) -> Any:
-        """The descriptor of a packed weight's words, as `_operand`."""
-        assert isinstance(self.format, packed.StageFormat)
-        lines = self.format.words // ROW
-        shape, strides = (own.strips, own.lines, LINE), (own.lines * LINE, LINE, 1)
-        made = descriptor(tensor, shape, strides, (rows // STRIP, lines, LINE))
-        made.box = [box // STRIP, lines, LINE]
-        return made
-
-    def _kept(self, tensor: Any, own: SparseAccess, rows: int, box: int) -> Any:
-        """The descriptor of a sparse weight's kept numbers, as `_operand`."""
-        row, step = own.columns // 2, self.config.block_k // 2
-        # Threads read numbers that they decode one by one.
-        swizzle = 0 if own.spec.decodes else ROW
-        if not own.paired:
-            made = descriptor(tensor, (own.rows, row), (row, 1), (rows, step), swizzle)
-            made.box = [box, step]
-            return made
-        both = 2 * EIGHT
-        shape, strides = (own.rows // both, 2, EIGHT, row), (EIGHT * row, own.rows // 2 * row, row, 1)
-        made = descriptor(tensor, shape, strides, (rows // both, 2, EIGHT, step), swizzle)
-        made.box = [box // both, 2, EIGHT, step]
-        return made
-
-    def _metadata(self, tensor: Any, own: SparseAccess, box: int) -> Any:
-        """The descriptor of a sparse weight's metadata, of `box` rows of X at a time."""
-        rows, blocks = own.rows, own.columns // BLOCK
-        step = self.config.block_k // BLOCK
-        shape, strides, block = (rows // BLOCK, blocks, BLOCK), (BLOCK, rows, 1), [step, BLOCK]
-        each = BLOCK
-        if own.paired:
-            shape, strides = (rows // (2 * BLOCK), 2, blocks, BLOCK), (BLOCK, rows // 2, rows, 1)  # type: ignore[assignment]
-            block, each = [2, step, BLOCK], 2 * BLOCK
-        made = descriptor(tensor, shape, strides, (ROWS // each, *block), swizzle=0)
-        made.box = [box // each, *block]
-        return made
-
-    def _params(self, tensors: Sequence[Any], box: int) -> list[Any]:
-        """The descriptors of scales and of shifts, of `box` rows of X at a time; None where there are none."""
-        found: list[Any] = [None, None]
-        if isinstance(self.b, SparseAccess):
-            return [self._metadata(tensors[1], self.b, box), None]
-        if isinstance(self.b, PackedAccess) and isinstance(self.format, packed.StageFormat):
-            shape, block = (self.b.groups, self.b.columns), (max(self.format.groups, 1), ROWS)
-            for i, each in enumerate(tensors[1:]):
-                made = descriptor(each, shape, (self.b.columns, 1), block, swizzle=0)
-                made.box = [block[0], box if block[0] == 1 else ROWS]
-                found[i] = made
+    def _staged(self, tensors: Sequence[Any], box: int) -> list[Any]:
+        """The descriptors of a weight with a `Stage`, `box` rows at a time: of X, and of its parameters."""
+        found: list[Any] = []
+        if self.format is None:
+            return found
+        for x in self.b.stage_maps(tensors, box, self.config.block_k):
+            made = descriptor(x.tensor, x.shape, x.strides, x.block, ROW if x.is_swizzled else 0)
+            made.box = list(x.box)
+            found.append(made)
         return found
 
 
@@ -387,13 +342,15 @@ def source() -> str:
         any_width_load,
         any_width_loop,
         any_width_order,
+        any_width_packed,
         any_width_sparse,
+        any_width_stage,
         decoders,
     )
 
     return digest(
         any_width, any_width_acc, any_width_cut, any_width_finish, any_width_given, any_width_load, any_width_loop,
-        any_width_order, any_width_sparse, packed, decoders,
+        any_width_order, any_width_packed, any_width_sparse, any_width_stage, decoders,
     )  # fmt: skip
 
 

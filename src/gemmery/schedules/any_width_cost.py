@@ -8,11 +8,11 @@ Its numbers are fitted to times of random products on an H200
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ..operands.sparse import Sparse
 from .binding import promotes
 from .cost import FILL, FILLED, FUNCTION, Costs, Floats, Given, Stream, calls_of, fitted
 from .persistent_static import Work
@@ -32,10 +32,13 @@ PROMOTING, SCALING = (1.57, 1.14, 1.04), (1.8, 1.65, 1.6)
 #: Of products with a 2:4 sparse weight: the part of the time of dense ones that they take if shared memory has to read
 #: nothing but Y; and seconds at a launch's start for each warpgroup but the first.
 SPARSE, SPARSE_GROUP = 0.41, 0.95e-6
+#: Where these numbers are read from shared memory: columns of Y, and rows of X, with which X and all that is written
+#: take as long as Y.
+SPARSE_Y, SPARSE_X = 68, 64
 #: The least seconds of a step with kept numbers of 8 bits, of which 16 are made.
 SPARSE8 = 1.6e-7
-#: What loads from L2 take longer for each doubling of what A and B have beyond L2's size. Dense products, which take
-#: longer themselves, do not show it.
+#: What loads from L2 take longer for each doubling of what A and B have beyond L2's size, with a sparse weight. Dense
+#: products, which take longer themselves, do not show it.
 BEYOND = 0.3
 #: Rows of X that a warpgroup unpacks at a time.
 ROWS = 64
@@ -82,13 +85,72 @@ FIND = 5.0e-6
 IDLE = 1.01
 
 
+class Terms(NamedTuple):
+    """What the model has that depends on what X is; a row of `TERMS`.
+
+    Attributes:
+        products: the time of the products of a program, given the problem, the space, what they take at
+            `EFFICIENCY`, the program's steps, rows of X and of Y, and warpgroups that share a tile.
+        start: seconds at a launch's start, given the space and the same warpgroups.
+        step: the least seconds of a step.
+        beyond: what loads from L2 take longer, see `BEYOND`.
+    """
+
+    products: Callable[[Problem, Space, Floats, Floats, Floats, Floats, Floats], Floats]
+    start: Callable[[Space, Floats], Floats]
+    step: float = 0.0
+    beyond: float = 0.0
+
+
+def _of_matrix(
+    p: Problem, s: Space, compute: Floats, steps: Floats, x: Floats, y: Floats, groups: Floats
+) -> Floats:
+    """`Terms.products` of plain matrices."""
+    turned = TURNED if p.a.col != 1 and p.b.row != 1 else 0.0
+    seconds: Floats = compute * (1 + EDGE / y) * (1 + (turned / y) ** 2) * _summing(p)[groups - 1]
+    return seconds
+
+
+def _of_packed(
+    p: Problem, s: Space, compute: Floats, steps: Floats, x: Floats, y: Floats, groups: Floats
+) -> Floats:
+    """`Terms.products` of a packed weight, which is unpacked meanwhile."""
+    products = compute / np.where(x > ROWS * groups, UNPACK_EFFICIENCY[1], UNPACK_EFFICIENCY[0])
+    once = np.where(x > ROWS, UNPACK, UNPACK_ALONE)
+    unpack = steps * (once + UNPACK_ROWS * x / ROWS)
+    seconds: Floats = (products**UNPACK_OVERLAP + unpack**UNPACK_OVERLAP) ** (1 / UNPACK_OVERLAP)
+    return seconds
+
+
+def _of_sparse(
+    p: Problem, s: Space, compute: Floats, steps: Floats, x: Floats, y: Floats, groups: Floats
+) -> Floats:
+    """`Terms.products` of a sparse weight.
+
+    Shared memory has as much bandwidth as the products of Y alone take. X is read too, and both are written.
+    """
+    seconds: Floats = compute * SPARSE * (1 + SPARSE_Y / y + SPARSE_X / x) * _summing(p)[groups - 1]
+    return seconds
+
+
+_SPARSE = Terms(_of_sparse, lambda s, groups: START + SPARSE_GROUP * (groups - 1), beyond=BEYOND)
+#: By `Stage.kind`, and "" for plain matrices.
+TERMS = {
+    "": Terms(_of_matrix, lambda s, groups: np.asarray(START)),
+    "packed": Terms(_of_packed, lambda s, groups: START + UNPACK_START * s.num_warps / 4 - ONE_WIDTH),
+    "sparse": _SPARSE,
+    "sparse decoded": _SPARSE._replace(step=SPARSE8),
+}
+
+
 def costs(problem: Problem, space: Space, given: Given, takes_turns: bool) -> Costs:
     """The predicted costs of a space's configs, see `Schedule.costs`.
 
     Args:
         takes_turns: whether warpgroups take tiles in turn, and do not share them.
     """
-    p, s, device = problem, space, problem.device
+    p, s, device, staged = problem, space, problem.device, problem.b.staged
+    terms = TERMS["" if staged is None else staged.kind]
     x, y = np.where(s.swap, s.block_n, s.block_m), np.where(s.swap, s.block_m, s.block_n)
     groups = np.ones_like(s.num_warps) if takes_turns else s.num_warps // 4
     steps = -(-max(p.K, 1) // s.block_k)
@@ -98,24 +160,15 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool) -> Co
     own_steps = np.maximum(whole * steps + chunk, steps * given.longest(p.matrices) * (whole > 0))
     busy = np.minimum(np.where(whole > 0, tiles, tiles * parts), device.sms)
     compute = own_steps * 2.0 * x * y * s.block_k / (given.rate * EFFICIENCY)
-    if p.b.is_sparse:
-        # Shared memory has as much bandwidth as the products of Y alone take. X is read too, and both are written.
-        compute = compute * SPARSE * (1 + 68 / y + 64 / x) * _summing(p)[groups - 1]
-    elif p.b.is_packed:
-        compute = _unpacking(compute, own_steps, x, groups)
-    else:
-        turned = TURNED if p.a.col != 1 and p.b.row != 1 else 0.0
-        compute = compute * (1 + EDGE / y) * (1 + (turned / y) ** 2) * _summing(p)[groups - 1]
+    compute = terms.products(p, s, compute, own_steps, x, y, groups)
     share = np.minimum(INTAKE, L2 * device.sms / busy) * device.sm_bandwidth
     # Of a packed or sparse weight, which is X, less is loaded.
-    loaded = x * (p.b.bits / p.a.bits) + y if p.b.is_packed or p.b.is_sparse else x + y
+    loaded = x * (p.b.bits / p.a.bits) + y
     l2 = own_steps * loaded * (s.block_k * p.a.bits / 8) / share
-    if p.b.is_sparse:
-        l2 = l2 * _beyond_l2(p, given)
+    l2 = l2 * _beyond_l2(p, given, terms.beyond)
     loop = (compute**JOINT + l2**JOINT) ** (1 / JOINT)
     loop = np.maximum(loop, own_steps * _least_of_step(p, s, given.rows_inside(p.matrices), x, y, busy))
-    if isinstance(p.b, Sparse) and p.b.decodes:
-        loop = np.maximum(loop, own_steps * SPARSE8)
+    loop = np.maximum(loop, own_steps * terms.step)
     loop = loop * (1 + SLOWING * np.log10(np.maximum(loop / LONG, 1)))
     stream = MEMORY.seconds(given.memory)
     together = np.where(chunk > 0, whole, tiles // device.sms) * steps
@@ -128,9 +181,7 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool) -> Co
     # Loads run ahead across tiles: only the time around the last tile is not overlapped with memory.
     loop = loop + (turns - 1) * around
     body = np.maximum((loop**OVERLAP + stream**OVERLAP) ** (1 / OVERLAP), waits)
-    start = START + UNPACK_START * s.num_warps / 4 - ONE_WIDTH if p.b.is_packed else START
-    start = start + FIND if given.in_groups else start
-    start = start + SPARSE_GROUP * (groups - 1) if p.b.is_sparse else start
+    start = terms.start(s, groups) + (FIND if given.in_groups else 0.0)
     last = LAST + store * LAST_STORE + epilogue + _code_seconds(p, elements)
     once = start + (last if takes_turns else around)
     reduction = np.where(chunk > 0, REDUCTION + TIMES * parts * x * y * 4.0 / device.sm_bandwidth, 0.0)
@@ -140,25 +191,11 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool) -> Co
     return Costs(total, compute, l2, given.memory, once, reduction, np.zeros(1), turns * np.ones_like(total))
 
 
-def _unpacking(compute: Floats, steps: Floats, x: Floats, groups: Floats) -> Floats:
-    """The time of products that take so long by themselves, where X is a packed weight.
-
-    Args:
-        steps: of a program.
-        groups: warpgroups that share a tile.
-    """
-    products = compute / np.where(x > ROWS * groups, UNPACK_EFFICIENCY[1], UNPACK_EFFICIENCY[0])
-    once = np.where(x > ROWS, UNPACK, UNPACK_ALONE)
-    unpack = steps * (once + UNPACK_ROWS * x / ROWS)
-    seconds: Floats = (products**UNPACK_OVERLAP + unpack**UNPACK_OVERLAP) ** (1 / UNPACK_OVERLAP)
-    return seconds
-
-
-def _beyond_l2(problem: Problem, given: Given) -> Floats:
-    """By which factor loads from L2 take longer if it has no room for both operands."""
+def _beyond_l2(problem: Problem, given: Given, beyond: float) -> Floats:
+    """By which factor loads from L2 take longer if it has no room for both operands; see `BEYOND`."""
     p = problem
     both = (given.rows * p.a.bits + p.N * p.b.bits) * p.K / 8
-    factor: Floats = 1 + BEYOND * np.log2(np.maximum(both / p.device.l2, 1))
+    factor: Floats = 1 + beyond * np.log2(np.maximum(both / p.device.l2, 1))
     return factor
 
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 
 from ..devices import ARCHS
-from ..kernels import any_width_packed as packed
-from ..kernels.any_width_sparse import SparseStage
+from ..kernels.any_width_stage import params_bytes, x_bytes
 from ..operands.scaled import Scaled
 from .base import Forms
 from .binding import promotes
 
 if TYPE_CHECKING:
+    from ..kernels.any_width_stage import Stage
     from ..problem import Config, Problem
 
 #: Rows of X that a `wgmma` multiplies; bytes of a row of a stage.
@@ -33,11 +33,6 @@ MOST_STAGES = 12
 ACCUMULATORS, IN_TURNS = {1: 128, 2: 160, 3: 96}, 144
 #: Of the accumulator where a step's sum has as many registers again, and where there are scales besides.
 PROMOTED, SCALED = {1: 96, 2: 88, 3: 64}, {1: 88, 2: 80, 3: 48}
-#: And where X is a packed weight, of which a step's operands are in registers.
-PACKED = {1: 128, 2: 144, 3: 96}
-#: And where X is a sparse weight, whose tiles are limited by shared memory's bandwidth, of which large ones take less.
-#: No other kernel has more.
-SPARSE = {1: 128, 2: 176, 3: 96}
 #: The widths that share a kernel where X is a packed weight and each warpgroup has 64 rows of it, by the number of
 #: warpgroups. The more widths a kernel has, the more often its products wait for each other, see `waits_for_each`.
 PACKED_WIDTHS = {
@@ -45,9 +40,11 @@ PACKED_WIDTHS = {
     2: (range(64, 129, 16), range(144, 193, 16), range(208, 257, 16)),
     3: (range(64, 97, 16), range(112, 145, 16), range(160, 193, 16)),
 }
-#: The fewest stages with a packed weight: a step's words are read while the step before is multiplied, and the stage
-#: before that is free afterwards.
+#: The fewest stages with a weight that has a `Stage`: a step's numbers are read while the step before is multiplied,
+#: and the stage before that is free afterwards.
 LEAST_PACKED = 3
+#: The height of bands, as a part of that with the least to read.
+BAND = 0.75
 
 #: The form of an operand, see `kernels.any_width`. The form of Y decides which multiples a tile's width can be. TMA
 #: loads 64 turned rows at a time; with other widths part of them was not needed, and took up to twice as long.
@@ -72,6 +69,57 @@ MANY: dict[Form, Form] = {"rows": "many rows", "turned": "many turned"}
 
 #: Types of operands, as PTX names them.
 KINDS = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+
+
+class Rules(NamedTuple):
+    """What tiles can be, by what X is; the defaults are those of a plain matrix.
+
+    Attributes:
+        name, about: what X is, in messages, where it is no plain matrix.
+        numbers: by the number of warpgroups, numbers of an accumulator that a thread has registers for; None for
+            `ACCUMULATORS` and `IN_TURNS`.
+        each: what widths are multiples of with one or two warpgroups; None for `Tile.each`.
+        own: the most rows of X of a warpgroup.
+        shared: by the number of warpgroups, the widths that share a kernel where each of them has 64 rows; others have
+            a kernel of their own. In some orders of the widths, products wait for each other. None if all widths
+            share one, and none do.
+        takes_turns: whether warpgroups may take tiles in turn.
+        has_second: whether an epilogue may write a second result.
+        band: see `BAND`.
+    """
+
+    name: str = ""
+    about: str = ""
+    numbers: dict[int, int] | None = None
+    each: int | None = None
+    own: int = 2 * ROWS
+    shared: dict[int, tuple[range, ...]] | None = None
+    takes_turns: bool = True
+    has_second: bool = True
+    band: float = BAND
+
+
+#: Sparse weights' tiles are limited by shared memory's bandwidth, of which large ones take less, so they have the
+#: largest accumulators, and gain most of widths between. Warpgroups that take turns wait too often for products.
+_SPARSE = Rules(
+    "sparse", "a sparse weight", numbers={1: 128, 2: 176, 3: 96}, each=8, takes_turns=False, band=0.5
+)
+#: By `Stage.kind`, and "" for plain matrices.
+RULES = {
+    "": Rules(),
+    # A step's operands are in registers. A second result compiles, but has not run on a GPU.
+    "packed": Rules(
+        "packed", "a packed weight", numbers={1: 128, 2: 144, 3: 96}, shared=PACKED_WIDTHS, has_second=False
+    ),
+    "sparse": _SPARSE,
+    # Warpgroups that decode numbers have registers for 64 rows each.
+    "sparse decoded": _SPARSE._replace(about="a sparse weight whose numbers are decoded", own=ROWS),
+}
+
+
+def rules_of(stage: Stage | None) -> Rules:
+    """The rules for X with a `Stage`, or for a plain matrix."""
+    return RULES["" if stage is None else stage.kind]
 
 
 class Tile(NamedTuple):
@@ -111,23 +159,26 @@ class Tile(NamedTuple):
         """Widths are multiples of this. A kernel has code for each width, and more code takes longer to compile."""
         return 8 if self.own == ROWS and self.groups < 3 else 16
 
-    def each_of(self, is_sparse: bool) -> int:
-        """`each`, given whether X is a sparse weight, of which large tiles of two warpgroups gain most."""
-        return 8 if is_sparse and self.groups < 3 else self.each
+    def each_of(self, rules: Rules) -> int:
+        """`each` with these rules."""
+        return self.each if rules.each is None or self.groups > 2 else rules.each
 
-    def widths(self, of_x: Form, of_y: Form, numbers: dict[int, int] | None) -> tuple[int, ...]:
+    def widths(self, stage: Stage | None, of_y: Form, numbers: dict[int, int] | None) -> tuple[int, ...]:
         """The widths that this tile's kernel has code for; its own is among them.
 
         Args:
-            of_x, of_y: the forms of X and of Y.
+            stage: of X; None of a plain matrix.
+            of_y: the form of Y.
             numbers: see `numbers_for`.
         """
+        rules = rules_of(stage)
         # A narrow tile stores fewer columns at a time.
         found: Sequence[int] = (self.y,)
-        if of_x == "packed" and self.own == ROWS:
-            found = next((widths for widths in PACKED_WIDTHS[self.groups] if self.y in widths), found)
-        elif of_x != "packed" and self.y >= PART:
-            found = range(PART, self.widest(numbers) + 1, self.each_of(of_x.startswith("sparse")))
+        if rules.shared is None:
+            if self.y >= PART:
+                found = range(PART, self.widest(numbers) + 1, self.each_of(rules))
+        elif self.own == ROWS:
+            found = next((widths for widths in rules.shared[self.groups] if self.y in widths), found)
         return tuple(width for width in found if width % EACH[of_y] == 0)
 
     @property
@@ -156,13 +207,13 @@ class Tile(NamedTuple):
         """Parts of a tile that is cut along K. The warpgroup that adds them up has one, and the ring the others."""
         return 1 + self.ring_rows // self.groups * ROW // (self.own * self.y * 4)
 
-    def most_stages(self, format: packed.AnyStage | None = None) -> int:
+    def most_stages(self, format: Stage | None = None) -> int:
         """Stages that there is room for.
 
         Args:
-            format: of X, if that is a packed or sparse weight.
+            format: of X; None of a plain matrix.
         """
-        each = packed.x_bytes(self.x, format) + self.y * ROW + packed.params_bytes(self.x, format)
+        each = x_bytes(self.x, format) + self.y * ROW + params_bytes(self.x, format)
         return min(MOST_STAGES, self.ring_rows * ROW // each)
 
 
@@ -172,10 +223,8 @@ def forms_of(config: Config, forms: Forms) -> tuple[Form, Form]:
         return "ranged turned", "ranged turned"
     a: Form = "turned" if forms.a_turned else "rows"
     b: Form = "turned" if forms.b_turned else "pairs" if forms.paired else "rows"
-    if isinstance(forms.packed, SparseStage):
-        b = "sparse pairs" if forms.paired else "sparse"
-    elif forms.packed:
-        b = "packed"
+    if forms.packed is not None:
+        b = forms.packed.form
     if forms.batched:
         a, b = a if forms.ragged else MANY[a], MANY[b]
     if forms.ragged:
@@ -185,17 +234,9 @@ def forms_of(config: Config, forms: Forms) -> tuple[Form, Form]:
 
 def numbers_for(problem: Problem) -> dict[int, int] | None:
     """By the number of warpgroups, the numbers of an accumulator that a thread may have; None for the usual ones."""
-    if problem.b.is_packed:
-        return PACKED
     if problem.b.by_steps or promotes(problem):
         return SCALED if problem.b.by_steps else PROMOTED
-    return SPARSE if problem.b.is_sparse else None
-
-
-def stage_of(problem: Problem) -> packed.AnyStage | None:
-    """How stages hold a packed or sparse weight of a problem; None where there is none."""
-    staged = problem.b.staged
-    return staged._replace(paired=True) if isinstance(staged, SparseStage) and problem.paired else staged
+    return rules_of(problem.b.staged).numbers
 
 
 def every_of(problem: Problem) -> tuple[int, int] | None:

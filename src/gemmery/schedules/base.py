@@ -8,6 +8,7 @@ it divides the work. Everything else asks the registry; a new schedule is one mo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ import triton
 
 if TYPE_CHECKING:
     from ..devices import Arch
-    from ..kernels.any_width_packed import AnyStage
+    from ..kernels.any_width_stage import Stage
     from ..problem import Config, Problem
     from ..select.space import Space
     from .binding import Binding
@@ -39,7 +40,7 @@ class Forms(NamedTuple):
     Attributes:
         a_turned, b_turned: whether adjacent elements lie along M in a, and along N in b.
         paired: see `Problem.paired`.
-        packed: `Spec.staged` of b.
+        packed: `Spec.staged` of b, of halves where these are paired.
         batched: whether there is a batch of them.
         ragged: see `Problem.ragged`.
     """
@@ -47,14 +48,15 @@ class Forms(NamedTuple):
     a_turned: bool
     b_turned: bool
     paired: bool
-    packed: AnyStage | None = None
+    packed: Stage | None = None
     batched: bool = False
     ragged: str = ""
 
     @classmethod
     def of(cls, problem: Problem) -> Forms:
-        p = problem
-        return cls(p.a.col != 1, p.b.row != 1, p.paired, p.b.staged, bool(p.batch), p.ragged)
+        p, staged = problem, problem.b.staged
+        packed = None if staged is None else staged.of_halves(p.paired)
+        return cls(p.a.col != 1, p.b.row != 1, p.paired, packed, bool(p.batch), p.ragged)
 
 
 class Schedule:
@@ -111,9 +113,29 @@ class Schedule:
         """Whether it is chosen on an architecture without being measured there first."""
         return self.chosen_on is None or arch.name in self.chosen_on
 
+    def needs(self, problem: Problem) -> Iterator[tuple[bool, str]]:
+        """What a problem has to be for some config of it to run, whatever the number of rows.
+
+        Yields whether a condition holds, and the condition in words. One that does not hold is the last that is asked
+        for, so that later ones may take it for granted.
+        """
+        target = problem.device.target
+        yield self.available(), f"Triton {', '.join(self.versions)}"
+        yield not self.archs or target.name in self.archs, f"a GPU of {', '.join(self.archs)}"
+
     def suits(self, problem: Problem) -> bool:
-        """Whether some config of it can run a problem, whatever its number of rows."""
-        return self.universal
+        """Whether `needs` holds."""
+        return all(holds for holds, _ in self.needs(problem))
+
+    def unsuited(self, problem: Problem) -> str | None:
+        """Which of `needs` does not hold, as a message; None if all do."""
+        needed = next((words for holds, words in self.needs(problem) if not holds), None)
+        if needed is None:
+            return None
+        return (
+            f"schedule {self.name!r} needs {needed}; given {problem} on {problem.device.arch} with Triton "
+            f"{triton.__version__}"
+        )
 
     def takes(self, config: Config, forms: Forms) -> bool:
         """Whether a config of it can run a problem that it suits, whatever the sizes are."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,13 +28,12 @@ class Persistent(Tile):
     splits = ()
     overlaps_stores = True
 
-    def suits(self, problem: Problem) -> bool:
-        return not problem.ragged
+    def needs(self, problem: Problem) -> Iterator[tuple[bool, str]]:
+        yield from super().needs(problem)
+        yield not problem.ragged, "a product without groups"
 
     def refusal(self, problem: Problem, config: Config) -> str | None:
-        if problem.ragged:
-            return "schedule 'persistent' does not run products in groups"
-        return super().refusal(problem, config)
+        return self.unsuited(problem) or super().refusal(problem, config)
 
     def bind(self, problem: Problem, config: Config) -> Binding:
         return PersistentBinding(problem, config)

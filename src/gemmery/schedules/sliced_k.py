@@ -5,17 +5,17 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import triton
 
 from ..devices import ARCHS
 from ..formats.packing import STRIP
 from ..kernels import any_width_packed as packed
 from ..kernels import place
+from ..kernels.any_width_stage import LINE_BYTES
 from ..kernels.numerics import cast
 from ..kernels.sliced_k_loop import COLUMNS, COPY, DEPTH, MOST_CHUNKS, ROW, Shape
 from ..operands import Dense
@@ -83,24 +83,23 @@ class SlicedK(Tile):
     splits = (2, 3, 4, 6, 8)
     fits = ("packed int4",)
 
-    def suits(self, problem: Problem) -> bool:
+    def needs(self, problem: Problem) -> Iterator[tuple[bool, str]]:
         p = problem
-        return (
-            self.runs_on(p.device.target)
-            and not p.ragged
-            and isinstance(p.b, Packed)
-            and bool(p.b.staged)
-            and not p.paired
-            and not p.batch
-            and type(p.a) is Dense
-            and p.a.dtype in (torch.float16, torch.bfloat16)
-            and p.a.col == 1
-            and suits_tma(p)
-            and p.K % 8 == 0
-            and p.K <= MOST_K
-            and p.N <= MOST_N
-            and needs_only_its_block(p)
+        yield from super().needs(p)
+        yield not p.ragged and not p.batch, "a product without groups and without a batch"
+        yield isinstance(p.b, Packed) and not p.paired, "a packed weight without halves"
+        yield (
+            p.b.staged is not None,
+            f"a format with a decoder for it, groups of a power of two from {STRIP} on and scales in the type of a",
         )
+        yield (
+            type(p.a) is Dense and p.a.dtype in (torch.float16, torch.bfloat16),
+            "a matrix a of fp16 or bf16",
+        )
+        yield p.a.col == 1 and suits_tma(p), "operands in aligned rows with adjacent elements"
+        yield p.K % 8 == 0 and p.K <= MOST_K, f"K a multiple of 8 up to {MOST_K}"
+        yield p.N <= MOST_N, f"N up to {MOST_N}"
+        yield needs_only_its_block(p), "an epilogue that reduces no rows"
 
     def takes(self, config: Config, forms: Forms) -> bool:
         if not isinstance(forms.packed, packed.StageFormat):
@@ -134,14 +133,8 @@ class SlicedK(Tile):
 
     def refusal(self, problem: Problem, config: Config) -> str | None:
         p, c = problem, config
-        if not self.suits(p):
-            return (
-                f"schedule {self.name!r} needs Triton {', '.join(self.versions)}, a GPU of sm_90, a packed weight "
-                f"without halves or a batch, with groups of a power of two from {STRIP} on and scales in the type of "
-                f"a, a of fp16 or bf16 with adjacent elements in aligned rows, K a multiple of 8 up to {MOST_K}, N up "
-                f"to {MOST_N}, and an epilogue that reduces no rows; given {p} on {p.device.arch} with Triton "
-                f"{triton.__version__}"
-            )
+        if (unsuited := self.unsuited(p)) is not None:
+            return unsuited
         if p.batch_invariant:
             return "the order of a sum depends on how many strips a program has"
         if not self.takes(c, Forms.of(p)):
@@ -271,7 +264,7 @@ class SlicedKBinding(Binding):
         assert self.format is not None
         return [
             a[0], words, *params, out, p.M, p.N, p.K, self.tiles, part_k, p.a.row, p.out.row, p.out.col,
-            c.block_n // STRIP, *self.chunks, self.b.groups, self.b.lines * packed.LINE_BYTES,
+            c.block_n // STRIP, *self.chunks, self.b.groups, self.b.lines * LINE_BYTES,
             epilogue_arguments(p, 0, extras, numbers), workspace,
         ]  # fmt: skip
 
@@ -309,9 +302,9 @@ class SlicedKBinding(Binding):
 @functools.cache
 def source() -> str:
     """The `digest` of the kernel's files."""
-    from ..kernels import decoders, sliced_k, sliced_k_loop
+    from ..kernels import any_width_stage, decoders, sliced_k, sliced_k_loop
 
-    return digest(sliced_k, sliced_k_loop, packed, decoders)
+    return digest(sliced_k, sliced_k_loop, packed, any_width_stage, decoders)
 
 
 def check_memory(llir: str, size: int, shared: int) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import triton
 
+from ..formats.sparse import padded
 from ..kernels import place
 from ..kernels.any_width_sparse import SparseStage
 from ..kernels.numerics import cast
@@ -31,8 +32,9 @@ if TYPE_CHECKING:
 BLOCK, DEPTH = 32, 128
 #: Rows of activations of a tile, and warps of a program.
 ROWS, WARPS = (8, 16, 32, 64), (1, 2, 4, 8, 16)
-#: Numbers of a weight, at most: places in it are counted in 32 bits.
-MOST = 1 << 33
+#: Numbers of a weight as it is stored, of which there are fewer: places in it are counted in 32 bits. The same of rows
+#: and columns.
+MOST, MOST_SIZE = 1 << 33, 1 << 30
 #: Registers of a thread besides its accumulators; of a multiprocessor.
 OTHER_REGISTERS, REGISTERS = 136, 65536
 
@@ -50,35 +52,35 @@ class SlicedSparse(Tile):
     archs = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
     # Those whose Gluon has the names that the kernel is written in.
     versions = ("3.6", "3.7", "3.8", "3.9")
-    reason = "for 2:4 sparse weights and up to 64 rows, where a config or tuning says so"
+    reason = "for 2:4 sparse weights and up to 64 rows, where a config says so"
     instruction = "mma.sp::ordered_metadata"
     splits = (2, 4, 8)
-    # No GPU has timed it yet.
+    # An H100 is faster with wgmma.sp; other GPUs have not timed it (docs/sparse.md).
     chosen_on = ()
 
-    def suits(self, problem: Problem) -> bool:
+    def needs(self, problem: Problem) -> Iterator[tuple[bool, str]]:
         p = problem
-        return (
-            self.runs_on(p.device.target)
-            and not p.ragged
-            and isinstance(p.b, Sparse)
-            and not p.b.code
-            and p.b.has_aligned_rows
-            and not p.batch
-            and type(p.a) is Dense
-            and p.a.dtype in (torch.float16, torch.bfloat16)
-            and p.a.col == 1
-            and p.K > 0
-            and p.N * p.K < MOST
-            and max(p.M, p.N, p.K) < 1 << 30
-            and needs_only_its_block(p)
+        yield from super().needs(p)
+        yield not p.ragged and not p.batch, "a product without groups and without a batch"
+        yield isinstance(p.b, Sparse) and not p.b.code, "a 2:4 sparse weight of 16 bits"
+        yield p.b.has_aligned_rows, "a weight at addresses that are multiples of 16"
+        yield (
+            type(p.a) is Dense and p.a.dtype in (torch.float16, torch.bfloat16),
+            "a matrix a of fp16 or bf16",
         )
+        yield p.a.col == 1, "rows of a with adjacent elements"
+        yield (
+            p.K > 0 and math.prod(padded(p.N, p.K)) < MOST,
+            f"a weight of 1 to {MOST - 1} numbers, as it is stored",
+        )
+        yield max(p.M, p.N, p.K) < MOST_SIZE, f"sizes below {MOST_SIZE}"
+        yield needs_only_its_block(p), "an epilogue that reduces no rows"
 
     def considers(self, problem: Problem, rows: Floats) -> np.ndarray:
         return (np.asarray(rows) <= max(ROWS)) & (not problem.batch_invariant)
 
     def takes(self, config: Config, forms: Forms) -> bool:
-        is_sparse = isinstance(forms.packed, SparseStage) and not forms.packed.code
+        is_sparse = forms.packed == SparseStage(paired=forms.paired)
         return is_sparse and (not forms.paired or config.block_n > BLOCK)
 
     def check_sizes(self, config: Config) -> None:
@@ -97,13 +99,8 @@ class SlicedSparse(Tile):
 
     def refusal(self, problem: Problem, config: Config) -> str | None:
         p, c = problem, config
-        if not self.suits(p):
-            return (
-                f"schedule {self.name!r} needs Triton {', '.join(self.versions)}, a GPU of {', '.join(self.archs)}, a "
-                f"2:4 sparse weight of 16 bits at aligned addresses with fewer than {MOST} numbers, a of fp16 or bf16 "
-                f"with adjacent elements, no batch and no groups, and an epilogue that reduces no rows; given {p} on "
-                f"{p.device.arch} with Triton {triton.__version__}"
-            )
+        if (unsuited := self.unsuited(p)) is not None:
+            return unsuited
         if p.batch_invariant:
             return "the order of a sum depends on how many warps share K"
         if not self.takes(c, Forms.of(p)):

@@ -7,11 +7,10 @@ run alone.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import triton
 from torch import Tensor
 
 from ..dtypes import FP8
@@ -73,22 +72,20 @@ class Specialized(PersistentStatic):
     def own_tables(self) -> tuple[str, ...]:
         return self.tables[: 2 if streams() else 1] if self.available() else ()
 
-    def suits(self, problem: Problem) -> bool:
-        """A packed weight, or two fp8 operands whose steps are scaled."""
+    def needs(self, problem: Problem) -> Iterator[tuple[bool, str]]:
         p = problem
-        return (
-            self.runs_on(p.device.target)
-            and not p.ragged
-            and not p.batch
-            and (_packed(p) or _scaled(p))
-            and p.a.col == 1
-            and suits_tma(p)
-            and p.out.col == 1
+        yield from super().needs(p)
+        yield not p.ragged and not p.batch, "a product without groups and without a batch"
+        yield _packed(p) or _scaled(p), "a packed weight or fp8 operands with scales along K"
+        yield p.a.col == 1 and suits_tma(p), "rows of a (and of b's transpose) with adjacent elements"
+        yield (
+            p.out.col == 1
             and p.out.dtype in (torch.float16, torch.bfloat16)
-            and storable(p.out, p.M, p.out_n, ())
-            and needs_only_its_block(p)
-            and (p.b.is_packed or not p.paired)
+            and storable(p.out, p.M, p.out_n, ()),
+            "an fp16 or bf16 output that a descriptor can store",
         )
+        yield needs_only_its_block(p), "an epilogue that reduces no rows"
+        yield p.b.unpacks or not p.paired, "scaled operands without halves"
 
     def check(self, config: Config) -> None:
         if config.split_store:
@@ -99,13 +96,8 @@ class Specialized(PersistentStatic):
 
     def refusal(self, problem: Problem, config: Config) -> str | None:
         p, c = problem, config
-        if not self.suits(p):
-            return (
-                f"schedule 'specialized' needs Triton {', '.join(self.versions)}, a GPU of sm_90, a packed weight or "
-                f"fp8 operands with scales along K, rows of a (and of b's transpose) with adjacent elements, no batch, "
-                f"and an fp16 or bf16 output that a descriptor can store; given {p} on {p.device.arch} with Triton "
-                f"{triton.__version__}"
-            )
+        if (unsuited := self.unsuited(p)) is not None:
+            return unsuited
         if isinstance(p.b, Packed):
             step = block_columns(p.b.packed_bits)
             if not c.swap or c.block_n not in (OWN, OWN * WARPS // 4) or c.block_k % step or c.block_m > 256:
@@ -142,7 +134,7 @@ def _scaled(problem: Problem) -> bool:
 
 def _turns(problem: Problem, config: Config) -> bool:
     """Whether groups of warps take turns along K."""
-    return problem.b.is_packed and config.block_n == OWN
+    return problem.b.unpacks and config.block_n == OWN
 
 
 def _descriptor(
@@ -173,7 +165,7 @@ class SpecializedBinding(Binding):
         self.kernel = specialized.gemm_specialized
         self.grid = (self.work.programs, 1, 1)
         self.constants = {
-            **(self._of_packed() if p.b.is_packed else self._of_scaled()),
+            **(self._of_packed() if p.b.unpacks else self._of_scaled()),
             "PLACE": dialect.in_gluon(place.whole_tile),
             "TAIL_PLACE": dialect.in_gluon(place.tail_chunk),
             "EPILOGUE": dialect.in_gluon(epilogue_of(p)),
@@ -227,7 +219,7 @@ class SpecializedBinding(Binding):
 
     def _b(self, tensors: Sequence[Any]) -> Any:
         p, c = self.problem, self.config
-        if not p.b.is_packed:
+        if not p.b.unpacks:
             return _descriptor(tensors[0], (p.N, p.K), (p.b.col, 1), (c.block_n, c.block_k), p.b.dtype)
         words = self.b.argument(tensors, c.block_k, c.block_n)
         return _descriptor(tensors[0], words.shape, words.strides, words.block_shape, torch.int32)

@@ -7,55 +7,104 @@ The rows are made from the sizes of tiles, since there are too many to write dow
 
 from __future__ import annotations
 
-from ..kernels.any_width_packed import STEP, AnyStage, StageFormat
-from ..kernels.any_width_sparse import SparseStage
-from ..schedules.any_width import COOPERATIVE, PINGPONG
-from ..schedules.any_width_tile import PACKED, PART, ROW, ROWS, SCALED, SPARSE, Tile
+from typing import NamedTuple
 
-#: Rows of X, warpgroups, and rows of X of each: of tiles that warpgroups share, and of those that they take in turn.
+from ..kernels.any_width_packed import STEP, StageFormat
+from ..kernels.any_width_sparse import SparseStage
+from ..kernels.any_width_stage import Stage
+from ..schedules.any_width import COOPERATIVE, PINGPONG
+from ..schedules.any_width_tile import PART, PROMOTED, ROW, ROWS, SCALED, Tile, rules_of
+
+#: Rows of X, warpgroups, and rows of X of each.
+Sizes = tuple[tuple[int, int, int], ...]
+#: Of tiles that warpgroups share, and of those that they take in turn.
 SHARED_TILES = ((64, 1, 64), (128, 2, 64), (192, 3, 64), (256, 2, 128))
 #: Rows of X of tiles that are also cut along K: of few tiles, none is large.
 CUT = (64, 128)
 TURNS = ((128, 2, 128),)
 #: Columns of narrow tiles, of 64 rows of X.
 NARROW = (16, 32)
-#: Widths of tiles with a packed weight are multiples of this, so that few widths share a kernel. A warpgroup
-#: that has a tile alone takes up to a fifth longer than predicted with more columns than `ALONE`.
-STEP_PACKED, ALONE = 16, 128
 #: Fewer stages do not keep the tensor cores busy.
 LEAST_STAGES = 3
 #: See `schedules.any_width_tile.numbers_for`.
 Numbers = dict[int, int] | None
 
 
-def _rows(
-    sizes: tuple[tuple[int, int, int], ...], step: int, numbers: Numbers, *formats: AnyStage
-) -> list[str]:
+class Offer(NamedTuple):
+    """The tiles for weights that have a `Stage`, which are X; of those that `schedules` can run, the ones worth a row.
+
+    Attributes:
+        stages: of the weights; those of which most fit into the ring come first.
+        step: columns of a step.
+        shared, turns: sizes of tiles that warpgroups share, and of those that they take in turn.
+        narrow: sizes of which there are tiles as narrow as `NARROW`.
+        each: widths are multiples of this; None for all that there can be.
+        alone: the largest width of a warpgroup that has a tile alone.
+        numbers: see `schedules.any_width_tile.numbers_for`, where the stage's rules do not say it.
+    """
+
+    stages: tuple[Stage, ...]
+    step: int = STEP
+    shared: Sizes = SHARED_TILES
+    turns: Sizes = ()
+    narrow: Sizes = ()
+    each: int | None = None
+    alone: int = 256
+    numbers: Numbers = None
+
+
+#: Each warpgroup has 64 rows.
+_SMALL = tuple(size for size in SHARED_TILES if size[2] == ROWS)
+
+
+def packed(bits: int) -> Offer:
+    """For packed weights with numbers of so many bits.
+
+    Widths are multiples of 16, so that few of them share a kernel. A warpgroup that has a tile alone takes up to a
+    fifth longer than predicted with more than 128 columns. Small groups have more parameters, for which some tiles
+    have fewer stages.
+    """
+    stages = tuple([StageFormat("", bits, group, "zeros", 0) for group in (STEP, STEP // 4)])
+    return Offer(stages, turns=TURNS, each=16, alone=128)
+
+
+#: For 2:4 sparse weights of 16 bits, and for those of 8 bits of which numbers of 16 are made, with 64 rows for each
+#: warpgroup.
+SPARSE = Offer((SparseStage(),), narrow=SHARED_TILES[:2])
+SPARSE8 = SPARSE._replace(stages=(SparseStage("e4m3"),), shared=_SMALL)
+#: For 2:4 sparse weights with fp8 activations. With scales behind the product, tiles of 128 rows for each warpgroup
+#: spill; with Triton 3.9, the largest was a fifth slower than tiles of three warpgroups.
+SPARSE_FP8 = Offer((SparseStage(fp8=True),), ROW, _SMALL, narrow=SHARED_TILES[:1])
+SPARSE_FP8_ACCURATE = SPARSE_FP8._replace(numbers=PROMOTED)
+
+
+def _rows(sizes: Sizes, step: int, numbers: Numbers, offer: Offer | None = None) -> list[str]:
     """The rows of tiles of these sizes, with as many stages as there is room for.
 
     Args:
-        formats: of packed or sparse weights, if there are any, those for which there are rows; most stages come first.
+        offer: of weights that have a `Stage`.
     """
     lines: list[str] = []
     for x, groups, own in sizes:
-        for y in _widths(Tile(x, 0, groups, own), numbers, formats):
-            most = [Tile(x, y, groups, own).most_stages(format) for format in formats or (None,)]
+        for y in _widths(Tile(x, 0, groups, own), numbers, offer):
+            stages_of = offer.stages if offer else (None,)
+            most = [Tile(x, y, groups, own).most_stages(stage) for stage in stages_of]
             for stages in dict.fromkeys(most):
                 if stages < LEAST_STAGES:
                     continue
                 cut = " splits" if x in CUT and own == ROWS else ""
-                if not formats:
+                if offer is None:
                     lines.append(f"{x}x{y}x{step} 0 {4 * groups} {stages} 1.0{cut}")
                 lines.append(f"{y}x{x}x{step} 0 {4 * groups} {stages} 1.0 swap{cut}")
     return lines
 
 
-def _widths(tile: Tile, numbers: Numbers, formats: tuple[AnyStage, ...]) -> range:
+def _widths(tile: Tile, numbers: Numbers, offer: Offer | None) -> range:
     """The widths of tiles with so many rows of X."""
-    widest = tile.widest(numbers)
-    if any(isinstance(format, StageFormat) for format in formats):
-        return range(PART, (widest if tile.groups > 1 else ALONE) + 1, STEP_PACKED)
-    return range(PART, widest + 1, tile.each_of(is_sparse=bool(formats)))
+    if offer is None:
+        return range(PART, tile.widest(numbers) + 1, tile.each)
+    widest = tile.widest(numbers) if tile.groups > 1 else min(tile.widest(numbers), offer.alone)
+    return range(PART, widest + 1, offer.each or tile.each_of(rules_of(offer.stages[0])))
 
 
 def rows(item: int, numbers: Numbers = None) -> dict[tuple[str, str], str]:
@@ -78,42 +127,22 @@ def rows(item: int, numbers: Numbers = None) -> dict[tuple[str, str], str]:
 
 def scaled_rows() -> dict[tuple[str, str], str]:
     """The rows for fp8 whose steps are multiplied by scales."""
-    sizes = tuple(size for size in SHARED_TILES if size[2] == ROWS)
-    lines = [f"{line} apart" for line in _rows(sizes, ROW, SCALED) if "swap" not in line]
+    lines = [f"{line} apart" for line in _rows(_SMALL, ROW, SCALED) if "swap" not in line]
     return {("descriptor", COOPERATIVE.name): "\n".join(lines)}
 
 
-def packed_rows(bits: int) -> dict[tuple[str, str], str]:
-    """The rows for packed weights, which are X.
-
-    Args:
-        bits: of a number.
-    """
-    # Small groups have more parameters, for which some tiles have fewer stages.
-    formats = [StageFormat("", bits, group, "zeros", 0) for group in (STEP, STEP // 4)]
+def staged_rows(offer: Offer) -> dict[tuple[str, str], str]:
+    """The rows for weights that have a `Stage`."""
+    numbers, narrow = offer.numbers or rules_of(offer.stages[0]).numbers, []
+    for x, groups, own in offer.narrow:
+        for y in NARROW:
+            # A step of few bytes takes the loading warp as long as one of many.
+            most = Tile(x, y, groups, own).most_stages(offer.stages[0])
+            narrow.append(f"{y}x{x}x{offer.step} 0 {4 * groups} {most} 1.0 swap splits")
+    shared = [*_rows(offer.shared, offer.step, numbers, offer), *narrow]
+    turns = _rows(offer.turns, offer.step, numbers, offer)
     return {
-        ("descriptor", schedule.name): "\n".join(
-            f"{line} apart" for line in _rows(sizes, STEP, PACKED, *formats)
-        )
-        for schedule, sizes in ((COOPERATIVE, SHARED_TILES), (PINGPONG, TURNS))
+        ("descriptor", schedule.name): "\n".join(f"{line} apart" for line in lines)
+        for schedule, lines in ((COOPERATIVE, shared), (PINGPONG, turns))
+        if lines
     }
-
-
-def sparse_rows(format: SparseStage, numbers: Numbers = SPARSE) -> dict[tuple[str, str], str]:
-    """The rows for 2:4 sparse weights, which are X. No warpgroups take turns.
-
-    Args:
-        numbers: see `schedules.any_width_tile.numbers_for`.
-    """
-    # Warpgroups that decode numbers have registers for 64 rows each. With scales behind the product, those of 128 rows
-    # spill; with Triton 3.9, the largest was a fifth slower than tiles of three warpgroups.
-    sizes = tuple(size for size in SHARED_TILES if not (format.code or format.fp8) or size[2] == ROWS)
-    step = ROW if format.fp8 else STEP
-    # A step of few bytes takes the loading warp as long as one of many.
-    narrow = [
-        f"{y}x{x}x{step} 0 {4 * groups} {Tile(x, y, groups, ROWS).most_stages(format)} 1.0 swap splits"
-        for x, groups, _ in sizes[: 2 if format.code else 1]
-        for y in NARROW
-    ]
-    lines = [*_rows(sizes, step, numbers, format), *narrow]
-    return {("descriptor", COOPERATIVE.name): "\n".join(f"{line} apart" for line in lines)}

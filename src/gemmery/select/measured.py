@@ -64,7 +64,7 @@ PACKED = {
 def table_name(problem: Problem) -> str:
     """Which table corrects a problem: its kind of operand's, or its format's."""
     b = problem.b
-    if not b.is_packed:
+    if not b.unpacks:
         return kind_of(problem)
     alike = (name for name, (bits, _) in PACKED.items() if bits == b.bits)
     return f"packed {b.format if b.format in PACKED else next(alike, b.format)}"

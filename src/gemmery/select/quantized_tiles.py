@@ -9,9 +9,7 @@ can be better than a larger one: while one of them unpacks or scales, the other 
 from __future__ import annotations
 
 from ..formats.packing import STRIP
-from ..kernels.any_width_sparse import SparseStage
 from ..kernels.sliced_k_loop import COLUMNS, DEPTH
-from ..schedules.any_width_tile import PROMOTED
 from . import any_width_tiles
 
 Rows = dict[tuple[str, str], str]
@@ -34,7 +32,21 @@ def _sliced_k() -> str:
     )
 
 
-#: For fp8 activations.
+#: For sparse weights, with `mma` of dense numbers.
+_SPARSE_TILES: Rows = {
+    ("descriptor", "tile"): """
+        16x64x128   1 4 4 0.08 swap splits
+        32x64x128   1 4 4 0.15 swap splits
+        64x64x128   1 4 4 0.25 swap splits
+        128x64x64   2 4 4 0.27 swap splits
+        128x128x64  2 8 3 0.38 swap
+    """,
+    ("pointer", "tile"): """
+        64x64x64   8 4 3 0.10 swap strided splits
+        16x64x64   8 4 3 0.05 swap strided splits
+    """,
+}
+#: The same for fp8 activations.
 _SPARSE_FP8: Rows = {
     ("descriptor", "tile"): """
         16x64x128   1 4 4 0.08 swap splits
@@ -106,7 +118,7 @@ HOPPER: dict[str, Rows] = {
             16x64x128  8 4 3 0.20 swap strided splits
         """,
     }
-    | any_width_tiles.packed_rows(4),
+    | any_width_tiles.staged_rows(any_width_tiles.packed(4)),
     "packed8": {
         ("descriptor", "tile"): """
             16x64x256   1 4 3 0.40 swap splits
@@ -142,51 +154,12 @@ HOPPER: dict[str, Rows] = {
             16x64x128  8 4 3 0.20 swap strided splits
         """,
     }
-    | any_width_tiles.packed_rows(8),
-    "sparse": {
-        ("descriptor", "tile"): """
-            16x64x128   1 4 4 0.08 swap splits
-            32x64x128   1 4 4 0.15 swap splits
-            64x64x128   1 4 4 0.25 swap splits
-            128x64x64   2 4 4 0.27 swap splits
-            128x128x64  2 8 3 0.38 swap
-        """,
-        ("pointer", "tile"): """
-            64x64x64   8 4 3 0.10 swap strided splits
-            16x64x64   8 4 3 0.05 swap strided splits
-        """,
-    }
-    | any_width_tiles.sparse_rows(SparseStage())
-    | _MMA_SP,
-    "sparse4": {
-        ("descriptor", "tile"): """
-            16x64x128   1 4 4 0.08 swap splits
-            32x64x128   1 4 4 0.15 swap splits
-            64x64x128   1 4 4 0.25 swap splits
-            128x64x64   2 4 4 0.27 swap splits
-            128x128x64  2 8 3 0.38 swap
-        """,
-        ("pointer", "tile"): """
-            64x64x64   8 4 3 0.10 swap strided splits
-            16x64x64   8 4 3 0.05 swap strided splits
-        """,
-    },
-    "sparse8": {
-        ("descriptor", "tile"): """
-            16x64x128   1 4 4 0.08 swap splits
-            32x64x128   1 4 4 0.15 swap splits
-            64x64x128   1 4 4 0.25 swap splits
-            128x64x64   2 4 4 0.27 swap splits
-            128x128x64  2 8 3 0.38 swap
-        """,
-        ("pointer", "tile"): """
-            64x64x64   8 4 3 0.10 swap strided splits
-            16x64x64   8 4 3 0.05 swap strided splits
-        """,
-    }
-    | any_width_tiles.sparse_rows(SparseStage("e4m3")),
-    "sparse fp8": _SPARSE_FP8 | any_width_tiles.sparse_rows(SparseStage(fp8=True)),
-    "sparse fp8 accurate": _SPARSE_FP8 | any_width_tiles.sparse_rows(SparseStage(fp8=True), PROMOTED),
+    | any_width_tiles.staged_rows(any_width_tiles.packed(8)),
+    "sparse": _SPARSE_TILES | any_width_tiles.staged_rows(any_width_tiles.SPARSE) | _MMA_SP,
+    "sparse4": _SPARSE_TILES,
+    "sparse8": _SPARSE_TILES | any_width_tiles.staged_rows(any_width_tiles.SPARSE8),
+    "sparse fp8": _SPARSE_FP8 | any_width_tiles.staged_rows(any_width_tiles.SPARSE_FP8),
+    "sparse fp8 accurate": _SPARSE_FP8 | any_width_tiles.staged_rows(any_width_tiles.SPARSE_FP8_ACCURATE),
     "scaled": {
         ("descriptor", "tile"): """
             128x128x128 16 8 3 0.56 split splits
@@ -301,14 +274,9 @@ _AMD_SPARSE: Rows = {
         16x64x32  8 4 2 0.20 swap splits
     """,
 }
-_SPARSE = {
-    "blackwell": _BLACKWELL_SPARSE,
-    "ampere": _AMPERE | _MMA_SP,
-    "ada": _AMPERE | _MMA_SP,
-    "blackwell rtx": _AMPERE | _MMA_SP,
-    "cdna": _AMD_SPARSE,
-    "rdna": _AMD_SPARSE,
-}
+_SPARSE = {"blackwell": _BLACKWELL_SPARSE, "cdna": _AMD_SPARSE, "rdna": _AMD_SPARSE}
+#: Families that have `mma.sp`.
+_HAVE_MMA_SP = ("ampere", "ada", "blackwell rtx")
 _INTERPRETER: Rows = {
     ("descriptor", "tile"): "32x64x64 8 4 3 1.0 swap splits",
     ("pointer", "tile"): """
@@ -323,6 +291,7 @@ QUANTIZED: dict[str, dict[str, Rows]] = {
     **{
         family: dict.fromkeys(("packed4", "packed8"), rows)
         | dict.fromkeys(("sparse", "sparse8", "sparse4", "sparse fp8"), _SPARSE.get(family, rows))
+        | ({"sparse": rows | _MMA_SP} if family in _HAVE_MMA_SP else {})
         | {"scaled": _SCALED, "scaled32": _SCALED32, "mx": _MX}
         for family, rows in {
             "blackwell": _BLACKWELL,

@@ -55,7 +55,7 @@ def _of(problem: Problem) -> frozenset[int]:
     kernels = np.unique(space.kernel[space.chosen(problem)])
     # The best config of each kernel; they differ in how many parts K is cut into, which is no other code.
     best = np.stack([logs[:, space.kernel == kernel].min(axis=1) for kernel in kernels], axis=1)
-    count = PACKED_KERNELS if problem.b.is_packed else KERNELS
+    count = PACKED_KERNELS if problem.b.unpacks else KERNELS
     return frozenset(kernels[_cover(best, count, weights)].tolist())
 
 

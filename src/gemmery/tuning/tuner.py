@@ -161,7 +161,8 @@ def tune(
         All timings of this problem, from before or new.
 
     Raises:
-        ValueError: no GPU runs this call, so that there is nothing to measure; or a config does not suit it.
+        ValueError: no GPU runs this call, so that there is nothing to measure; an operand is packed or sparse; or a
+            config does not suit the call.
 
     Example:
         >>> import torch, gemmery
@@ -172,6 +173,11 @@ def tune(
     found = plan(a, b, bias=bias, out=out, out_dtype=out_dtype, precision=precision, fast_accum=fast_accum)
     if found is None or found.config is None:
         raise ValueError(f"tune: no kernel runs for a on {a.device}, so there is nothing to measure")
+    if found.problem.fusion is not None:
+        # The store can't describe these.
+        raise ValueError(
+            "tune: an operand is packed or sparse; only products of dense tensors are tuned. config= pins a kernel"
+        )
     with torch.cuda.device(a.device) if a.is_cuda else contextlib.nullcontext():
         (result,) = tune_problems(
             [found.problem], configs=configs, exhaustive=exhaustive, again=again, seconds=seconds, progress=progress

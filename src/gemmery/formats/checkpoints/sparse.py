@@ -147,7 +147,7 @@ def read_marlin24(
     if scale.shape[0] > 2:
         scale = scale.view(len(scale), -1, 4, 2).mT.reshape(scale.shape)
     nibbles = _places(meta)
-    check_places(nibbles)
+    check_places(nibbles, _MARLIN)
     at = torch.stack([nibbles & 3, nibbles >> 2], -1).long()
     kept, scales, dtype = _kept(weight, bits), scale.T.contiguous(), kind(dtype, scale.dtype)
     made = _sparse(kept, at, bits, scales, group_size, dtype)

@@ -49,11 +49,10 @@ class Launch:
     def traffics(self) -> list[l2.Traffic]:
         """What each order reads from memory."""
         p, c = self.problem, self.config
-        item_b = p.b.bytes(p.K, p.N, ()) / (p.N * p.K) if p.b.is_packed else p.b.dtype.itemsize
         return [
             l2.simulate(
                 p.M, p.N, p.K, tile=(c.block_m, c.block_n, c.block_k), order=order, group_size=group_size,
-                itemsize_a=p.a.dtype.itemsize, itemsize_b=item_b, programs=self.programs,
+                itemsize_a=p.a.dtype.itemsize, itemsize_b=p.b.bytes(p.K, p.N, ()) / (p.N * p.K), programs=self.programs,
                 l2=p.device.l2,
             )
             for _, order, group_size in self.orders

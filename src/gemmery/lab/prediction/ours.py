@@ -165,7 +165,9 @@ def parts(launched: Launch) -> dict[str, float]:
         "turned_a": float(pointers and half and p.a.col != 1 and p.a.row == 1),
         "fma": float(fma),
         "fma_turned": float(fma and p.b.row == 1),
-        "straddles": float(not pointers and any(_straddles(x) for x in (p.a, p.b)) and not p.b.is_packed),
+        "straddles": float(
+            not pointers and any(_straddles(x) for x in (p.a, p.b)) and not (p.b.unpacks or p.b.is_sparse)
+        ),
         "loads": cost.waves * p.K * _loads(p, c) / device.sm_bandwidth if pointers else 0.0,
         **_stores(p),
         "multiplies": float(p.a.dtype.itemsize <= 2),
@@ -182,7 +184,7 @@ def _loads(problem: Problem, config: Config) -> float:
     """Bytes, for each step along K, of elements that are loaded in smaller pieces than 16 bytes."""
     total = 0.0
     for operand, size in ((problem.a, config.block_m), (problem.b, config.block_n)):
-        if operand.is_packed:
+        if operand.unpacks:
             continue
         item = operand.dtype.itemsize
         if not _adjacent(operand):

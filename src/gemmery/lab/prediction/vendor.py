@@ -95,7 +95,8 @@ class Route:
 
 def route(problem: Problem) -> Route | None:
     """What torch launches for a problem; None where it has no such product."""
-    problem = _in_bf16(problem)
+    unpacked = problem.b.unpacks or problem.b.is_sparse
+    problem = _as_given(problem)
     if not _exists(problem):
         return None
     moved, copied, alignment = Copies(), [], {}
@@ -106,14 +107,16 @@ def route(problem: Problem) -> Route | None:
             copied.append(name)
     if problem.epilogue == "add_matrix":
         moved += Copies.of(problem.matrices * problem.M * problem.N, problem.out.dtype.itemsize, 1)
-    kernels, elementwise = _behind(problem)
+    kernels, elementwise = _behind(problem, unpacked)
     kind = _kind(problem, min(alignment.values()))
     return Route(problem, kind, moved, tuple(copied), kernels, elementwise, alignment)
 
 
-def _in_bf16(problem: Problem) -> Problem:
-    """With scales of 32 columns torch is given the same numbers in bf16, as `gemmery bench` measures it."""
+def _as_given(problem: Problem) -> Problem:
+    """What torch is given: a sparse weight as a dense one and, of scales of 32 columns, the numbers in bf16."""
     p = problem
+    if p.b.is_sparse:
+        return replace(p, b=Dense(p.b.dtype, (), 1, p.K, True))
     if not isinstance(p.b, Scaled) or p.b.step != MX_BLOCK:
         return p
     a, b = (Dense(torch.bfloat16, x.steps, x.row, x.col, x.aligned) for x in (p.a, p.b))
@@ -123,7 +126,7 @@ def _in_bf16(problem: Problem) -> Problem:
 def _exists(problem: Problem) -> bool:
     """Whether torch has the product: 8-bit operands have rules of their own (`_int_mm`, `_scaled_mm`)."""
     p, target = problem, problem.device.target
-    if p.a.dtype.itemsize > 1 or p.b.is_packed:
+    if p.a.dtype.itemsize > 1 or p.b.unpacks:
         return True
     if p.batch or p.a.col != 1:
         return False
@@ -142,7 +145,7 @@ def _matrices(problem: Problem) -> Iterator[tuple[str, Copies, int]]:
     columns = {"a": p.K, "b": p.N, "out": p.N}
     for name, operand, rows in (("a", p.a, p.M), ("b", p.b, p.K), ("out", p.out, p.M)):
         item, cols = operand.dtype.itemsize, columns[name]
-        if name == "b" and p.b.is_packed:
+        if name == "b" and p.b.unpacks:
             yield name, Copies(), WIDE
             continue
         if name == "out" and p.fusion is not None:
@@ -186,7 +189,7 @@ def _kind(problem: Problem, alignment: int) -> str:
     return "tf32" if p.precision == "tf32" else "fp32"
 
 
-def _behind(problem: Problem) -> tuple[int, int]:
+def _behind(problem: Problem, unpacked: bool) -> tuple[int, int]:
     """Elementwise kernels that torch launches for an epilogue, one for each operator, and the bytes that they move.
 
     Scales of a weight that torch has unpacked, and of operands whose product has them in it, are none.
@@ -194,7 +197,7 @@ def _behind(problem: Problem) -> tuple[int, int]:
     p = problem
     if p.fusion is None:
         return 0, 0
-    quantized = p.b.is_packed or p.a.dtype.itemsize == 1
+    quantized = unpacked or p.a.dtype.itemsize == 1
     size = p.matrices * p.M * p.out_n * p.out.dtype.itemsize
     blocks, factors = {"acc", "left", "right"}, set()
     kernels = moved = 0
@@ -263,7 +266,7 @@ def _read(problem: Problem) -> int:
     for operand, rows, cols in ((problem.a, problem.M, problem.K), (problem.b, problem.K, problem.N)):
         size = operand.dtype.itemsize
         strides = (*operand.steps, operand.row, operand.col)
-        if operand.is_packed:
+        if operand.unpacks:
             strides = (*operand.steps, 1, rows)
         for extent, stride in zip((*problem.batch, rows, cols), strides, strict=True):
             size *= extent if stride or extent == 0 else 1

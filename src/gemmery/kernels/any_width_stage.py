@@ -1,0 +1,112 @@
+"""How a stage of tiles of any width holds a weight that is stored in a form of its own; see `any_width`.
+
+Each form is a class with what `Stage` lists. Whatever loads and multiplies asks for that, and not for the class.
+"""
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple, Protocol
+
+#: Rows that an instruction multiplies, and whose parameters lie together; bytes of a row of a stage.
+ROWS, LINE_BYTES = 64, 128
+#: The upper half of the matrix descriptors of dense operands: swizzled by 128 bytes, 1024 bytes from one 8 rows to the
+#: next.
+HEAD = 1 << 30 | 64
+
+
+class Params(NamedTuple):
+    """A kind of parameters that come with a weight's numbers, such as scales.
+
+    Attributes:
+        name: registers are named after it.
+        size: bytes of `ROWS` rows and a step.
+        dims: dimensions of its tensor map.
+    """
+
+    name: str
+    size: int
+    dims: int
+
+
+class Stage(Protocol):
+    """How a stage holds a weight, which is X.
+
+    A stage is a value that `str` writes down. The second part of the text, between slashes, is `bits`.
+    """
+
+    @property
+    def kind(self) -> str:
+        """The name of its rows in the tables of schedules."""
+
+    @property
+    def form(self) -> Literal["packed", "sparse", "sparse pairs"]:
+        """How it lies, see the forms of `any_width`."""
+
+    @property
+    def bits(self) -> int:
+        """Bits of a row and a step in the block of X, divided by 64."""
+
+    @property
+    def words(self) -> int:
+        """Bytes of 16 rows and a step in the block of X."""
+
+    @property
+    def columns(self) -> int:
+        """Columns for which one place along K in the tensor map of X stands, a power of two."""
+
+    @property
+    def kinds(self) -> tuple[Params, ...]:
+        """The kinds of parameters that there are, at most two. They lie behind each other in a stage."""
+
+    def of_halves(self, paired: bool) -> "Stage | None":
+        """The same, where the weight is in two halves if `paired`; None where stages do not hold such a weight."""
+
+    def load_params(self, rows: int, box: str, maps: list[int], row: str, k: str) -> str:
+        """Assembly that begins to load a stage's parameters.
+
+        Args:
+            rows: of X.
+            box: rows that the tensor maps load at a time.
+            maps: the numbers of the kernel's parameters that are tensor maps, of each of `kinds`.
+            row, k: registers that say where the step begins.
+
+        Register `params` is the stage's place, and `at` its barrier.
+        """
+
+    def begin(self, rows: int, first: int, stages: str, width: str) -> str:
+        """Assembly that finds where a thread's numbers and parameters are, as `steps` counts from there.
+
+        Args:
+            rows: of X in a stage.
+            first: the first of the warpgroup's rows.
+            stages, width: registers; how many stages there are, and rows of Y.
+        """
+
+    def steps(
+        self, sums: list[list[str]], KIND: str, turned: bool, promotes: bool, rows: int, arrived: str,
+        release: Callable[[str], str], go_on: str, turns: str, ends: str,
+    ) -> str:  # fmt: skip
+        """Assembly of the steps' loop.
+
+        Args:
+            sums: for each 64 rows of X the registers of the accumulator.
+            KIND: see `any_width_loop.multiply_steps`.
+            turned: whether adjacent elements of Y lie along its rows.
+            promotes: whether the products of some steps are summed by themselves and then added.
+            rows: of X in a stage.
+            arrived: assembly that waits for a stage.
+            release: gives assembly that releases a stage, of which a register has the address of its barrier.
+            go_on: assembly that goes on to the next step, and says whether there is `more`.
+            turns: assembly that gives another warpgroup its turn, if it waits for one, when the last products have
+                begun.
+            ends: assembly that comes behind them.
+        """
+
+
+def x_bytes(rows: int, format: Stage | None) -> int:
+    """Bytes that so many rows of X have in a stage: of the operand, or of what a weight has in its place."""
+    return rows * LINE_BYTES if format is None else rows // 16 * format.words
+
+
+def params_bytes(rows: int, format: Stage | None) -> int:
+    """Bytes of the parameters of so many rows of X in a stage."""
+    return 0 if format is None else rows // ROWS * sum(kind.size for kind in format.kinds)
