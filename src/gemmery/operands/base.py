@@ -465,6 +465,14 @@ class Operand:
         """
         return []
 
+    def sizes_of_part(self, parts: Callable[[str], int]) -> list[int]:
+        """`sizes` of a rank's part.
+
+        Args:
+            parts: into how many parts a dimension is cut, by its name; see `axes`.
+        """
+        return self.sizes
+
     def grain(self, axis: str) -> int:
         """Of how many rows or columns a part of a sharded operand has a multiple; 0 where parts may differ in size."""
         return 0

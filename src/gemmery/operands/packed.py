@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -360,6 +360,9 @@ class PackedOperand(Operand):
                 found.append((*batch_axes(x, 2), rows, columns))
         return found
 
+    def sizes_of_part(self, parts: Callable[[str], int]) -> list[int]:
+        return [self.weight.group_size, *shape_of_part(self.weight, parts)]
+
     def grain(self, axis: str) -> int:
         if axis == "K":
             return math.lcm(block_columns(self.weight.format.bits), self.weight.group_size or 1)
@@ -382,6 +385,13 @@ class PackedOperand(Operand):
             other = PackedOperand(self.weight, not self.transposed)
             of_a = multiply(grad, other).sum_to_size(a.shape)
         return of_a, [None] * len(self.tensors)
+
+
+def shape_of_part(weight: PackedWeight, parts: Callable[[str], int]) -> list[int]:
+    """The shape of a rank's part of a weight; see `Operand.sizes_of_part`."""
+    count = weight.dim() - 2
+    names = (*[f"b-{count - i}" for i in range(count)], "N", "K")
+    return [size // parts(name) for size, name in zip(weight.shape, names, strict=True)]
 
 
 def text_of(format: str, dtype: torch.dtype, parts: Sequence[Tensor | None], transposed: bool = False) -> str:

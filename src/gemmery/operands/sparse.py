@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from ..kernels.any_width_sparse import DECODE, SparseStage
 from ..kernels.any_width_stage import ROWS
 from .base import Access, Layout, Multiply, Operand, Spec, StageMap, batch_axes, negated, refuse_gradients
 from .dense import AUTOCAST, DenseOperand, gradient_of
-from .packed import meta_proxy
+from .packed import meta_proxy, shape_of_part
 
 if TYPE_CHECKING:
     from ..problem import Config, Problem
@@ -358,6 +358,9 @@ class SparseOperand(Operand):
                 own = (columns, rows) if name == "values" else (rows, columns)
                 found.append((*batch_axes(x, 2), *own))
         return found
+
+    def sizes_of_part(self, parts: Callable[[str], int]) -> list[int]:
+        return [self.weight.group_size, *shape_of_part(self.weight, parts)]
 
     def grain(self, axis: str) -> int:
         if axis == "K":

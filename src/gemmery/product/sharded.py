@@ -9,6 +9,7 @@ torch.compile traces all of this.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -429,23 +430,13 @@ class _Everywhere(torch.autograd.Function):
         return _Once.apply(grad, ctx.is_first), None  # type: ignore[no-untyped-call]
 
 
-def local_sizes(call: Call, how: Sharding) -> list[int]:
-    """The second operand's `sizes`, of a rank's part."""
-    sizes = call.b.sizes
-    if not sizes:
-        return sizes
-    first, *shape = sizes
-    names = (*_batch_names(call.b), "N", "K")
-    parts = [parts_of(how.mesh, how.roles, name) for name in names]
-    return [first, *[size // count for size, count in zip(shape, parts, strict=True)]]
-
-
 def _local(call: Call, how: Sharding, ways: Ways, adds_once: bool = False) -> Call:
     """The call with each rank's parts."""
     tensors = local_tensors(call, how, adds_once)
     of_a, of_b = len(call.a.tensors), len(call.b.tensors)
     a = ways.part(call.a, tensors[:of_a], call.a.sizes)
-    b = ways.part(call.b, tensors[of_a : of_a + of_b], local_sizes(call, how))
+    sizes = call.b.sizes_of_part(functools.partial(parts_of, how.mesh, how.roles))
+    b = ways.part(call.b, tensors[of_a : of_a + of_b], sizes)
     left = iter(tensors[of_a + of_b :])
     inputs = tuple([next(left) if isinstance(x, Tensor) else x for x in call.inputs])
     outer = tuple([x for x in (a.outer, b.outer) if x is not None])
