@@ -283,7 +283,7 @@ VALUE = "value"
 _GRADIENTS = ("autograd", "double backward", "checkpoint", "compiled with gradients", "func.grad")
 _COMPILED = ("compiled", "compiled dynamic", "compiled with gradients")
 _WITHOUT_BSR = (*_COMPILED, "double backward", "make_fx", "fake tensors", "func.grad")
-_SEEN = ("make_fx", "vmap", "func.grad", "dispatch mode", "batch_invariant", "DTensor", "fake tensors")
+_SEEN = ("make_fx", "vmap", "func.grad", "dispatch mode", "batch_invariant", "fake tensors")
 
 
 def verdict(kind: str, result: str, context: str, gpu: bool, kernels: bool) -> Any:
@@ -317,11 +317,22 @@ def verdict(kind: str, result: str, context: str, gpu: bool, kernels: bool) -> A
         return Raises(NotImplementedError, "vmap: a grouped product can't be mapped")
     if context == "vmap" and scaled and result in ("bare", "bias", "out"):
         return Absent("a ScaledTensor can't be mapped, and nothing else goes in that could be")
-    if result == "out" and not (kind == "blocks" and context == "DTensor"):
-        return _of_out(kind, context)
     if context == "DTensor":
-        return Raises((NotImplementedError, RuntimeError), "sharding strategy|mixed torch.Tensor and DTensor")  # type: ignore[arg-type]
-    return VALUE
+        return _of_dtensors(kind, result)
+    return _of_out(kind, context) if result == "out" else VALUE
+
+
+def _of_dtensors(kind: str, result: str) -> Any:
+    """Of DTensors, of which a packed or block-sparse weight is none."""
+    if kind == "blocks":
+        return Raises(RuntimeError, "mixed torch.Tensor and DTensor")
+    if result == "out":
+        return Raises(ValueError, "out= does not support DTensors")
+    if kind == "groups":
+        return Raises(ValueError, "a product of DTensors can't have groups")
+    if kind in ("dense", "pair"):
+        return VALUE
+    return Raises(TypeError, "x is a DTensor and weight's (words|values) a plain tensor")
 
 
 def _of_out(kind: str, context: str) -> Any:
@@ -337,8 +348,6 @@ def _of_out(kind: str, context: str) -> Any:
         return Raises(ValueError, "out= .*does not support gradients|out= does not support gradients")
     if context in _SEEN and fused:
         return Raises(ValueError, "out= with")
-    if context == "DTensor":
-        return Raises((NotImplementedError, RuntimeError), "sharding strategy|mixed torch.Tensor and DTensor")  # type: ignore[arg-type]
     return VALUE
 
 
@@ -612,7 +621,10 @@ def dtensor(case: Case) -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh(case.device.type, (1,))
-        case.run(*[distribute_tensor(t, mesh, [Replicate()]) for t in case.leaves.values()])
+        found = case.run(*[distribute_tensor(t, mesh, [Replicate()]) for t in case.leaves.values()])
+        whole = [x.full_tensor() for x in (found if isinstance(found, tuple | list) else [found])]
+        want = case.reference(*case.wide())
+        near(whole if isinstance(want, tuple | list) else whole[0], want, case.tolerance, "value")
     finally:
         if begun:
             dist.destroy_process_group()
