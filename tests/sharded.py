@@ -304,11 +304,31 @@ def _blocks():
     return gemmery.scaled_matmul(gemmery.ScaledTensor(*parts[:2]), gemmery.ScaledTensor(*parts[2:]))
 
 
-def _experts():
-    layer = gemmery.nn.Experts(2, 8, 16)
-    for name, parameter in list(layer.named_parameters()):
-        setattr(layer, name, nn.Parameter(dealt(parameter.detach(), ROWS)))
-    return layer(_X.float(), torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1))
+def _experts(placement=ROWS, count=4, given=None, **others):
+    """`experts` of DTensors, with other arguments than usual."""
+    x, ids, weights = given or (dealt(_X, R), dealt(torch.zeros(4, 1, dtype=torch.int64), R), None)
+    first, down = values(count, 32, 8), values(count, 8, 16, seed=1)
+    return gemmery.moe.experts(x, ids, weights, dealt(first, placement), dealt(down, R), **others)
+
+
+def _plain_experts():
+    return _experts(given=(_X, torch.zeros(4, 1, dtype=torch.int64), None))
+
+
+def _sums_of_rows():
+    wanted = torch.zeros(4, 32, 8, dtype=torch.float64)
+    return _experts(gate_up_grad=dealt(wanted, R))
+
+
+def _few_experts():
+    return parallelize_module(gemmery.nn.Experts(1, 8, 16), mesh(), ours.ExpertParallel())
+
+
+def _whole_state_of_experts():
+    layer = EXPERTS["int4"]()
+    state = copy.deepcopy(layer.state_dict())
+    parallelize_module(layer, mesh(), ours.ExpertParallel())
+    layer.load_state_dict(state)
 
 
 def _whole_state():
@@ -381,7 +401,24 @@ REFUSALS = {
     ),
     "plan": (lambda: gemmery.plan(dealt(_X, R), dealt(_W.T, R)), ValueError, "plan: a tensor is a DTensor"),
     "groups": (_groups, ValueError, "can't have groups"),
-    "experts": (_experts, ValueError, "grouped_linear: a product of DTensors can't have groups"),
+    "experts of plain tokens": (_plain_experts, TypeError, "experts: gate_up is a DTensor and x a plain tensor"),
+    "rows of experts": (lambda: _experts(Shard(1)), ValueError, "must be sharded along the experts"),
+    "too few experts": (lambda: _experts(count=1), ValueError, "leaves a rank without one"),
+    "too few experts' style": (_few_experts, ValueError, "leaves a rank without one"),
+    "sums of experts": (_sums_of_rows, ValueError, "gate_up_grad is placed .*must be placed as the gradient is"),
+    "a whole state of experts": (_whole_state_of_experts, ValueError, "gate_up_proj: one of .* consists of DTensors"),
+    "experts' style": (
+        lambda: parallelize_module(gemmery.nn.Linear(8, 16), mesh(), ours.ExpertParallel()), TypeError,
+        "ExpertParallel: module is a Linear",
+    ),
+    "quantize": (lambda: gemmery.quantize(dealt(_W, ROWS), "int8"), TypeError, r"quantize: w is sharded \(a DTensor\)"),
+    "quantize sparse": (
+        lambda: gemmery.quantize(
+            ours.distribute_weight(gemmery.sparsify(values(64, 128).bfloat16()), mesh(), [ROWS]), "int8"
+        ),
+        TypeError, r"quantize: w is sharded \(a DTensor\)",
+    ),
+    "sparsify": (lambda: gemmery.sparsify(dealt(_W, ROWS)), TypeError, r"sparsify: weight is sharded \(a DTensor\)"),
     "block-sparse": (
         lambda: gemmery.matmul(dealt(values(4, 16, dtype=torch.float32), R), torch.eye(16).to_sparse_bsr((16, 16))), ValueError, "block-sparse",
     ),
@@ -685,6 +722,195 @@ def replicated_parameters():
         step.step()
     torch.testing.assert_close(part.weight.full_tensor(), whole.weight, **EXACT)
     torch.testing.assert_close(part.bias.full_tensor(), whole.bias, **EXACT)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Experts
+
+
+def choices(tokens=(6,), count=4, k=2):
+    """What tokens have chosen, ids among it that there are not, and the weights of the router."""
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(-1, count + 1, (*tokens, k), generator=generator)
+    return ids, torch.rand(*tokens, k, generator=generator, dtype=torch.float64)
+
+
+def packed_experts(pack):
+    first, down = (values(4, 128, 64, seed=i) / 8 for i in (1, 2))
+    biases = values(4, 128, seed=3).bfloat16(), values(4, 64, seed=4).bfloat16()
+    return gemmery.nn.Experts.of(pack(first.bfloat16()), pack(down.mT[:, :, :64].bfloat16()), *biases)
+
+
+EXPERTS = {
+    "gated": lambda: gemmery.nn.Experts(4, 16, 24).double(),
+    "biases": lambda: gemmery.nn.Experts(5, 16, 24, bias=True, activation="gelu").double(),
+    "ungated": lambda: gemmery.nn.Experts(
+        2, 16, 24, bias=True, gated=False, activation="relu_squared"
+    ).double(),
+    "int4": lambda: packed_experts(FORMATS["int4"]),
+    "mxfp4": lambda: packed_experts(lambda w: gemmery.quantize(w, "mxfp4")),
+    "2:4": lambda: packed_experts(FORMATS["2:4"]),
+}
+
+
+def _of_experts(name):
+    """A module, its parts, what both are given, and how near results have to be."""
+    torch.manual_seed(0)
+    whole = EXPERTS[name]()
+    part = parallelize_module(copy.deepcopy(whole), mesh(), ours.ExpertParallel())
+    ids, weights = choices((3, 2), whole.num_experts)
+    x = values(3, 2, whole.in_features)
+    if whole.packed:
+        return whole, part, (x.bfloat16(), ids, weights.float()), ROUNDED
+    return whole, part, (x, ids, weights), EXACT
+
+
+def compare_experts(whole, part, given, tolerances, run=None):
+    """Results and gradients of experts, and of the same of which each rank has some."""
+    results = []
+    for module, call in ((whole, whole), (part, part if run is None else run)):
+        x, ids, weights = given
+        x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+        y = call(x, ids, top_k_weights=weights)
+        names = [name for name, p in module.named_parameters() if p.requires_grad]
+        inputs = [x, weights, *[module.get_parameter(name) for name in names]]
+        grads = torch.autograd.grad(y, inputs, values(*y.shape, seed=9).to(y.dtype))
+        results.append([("result", y), *zip(("x", "weights", *names), grads, strict=True)])
+        with torch.no_grad():
+            results[-1].append(("without gradients", call(x, ids, weights)))
+    for (name, want), (_, got) in zip(*results, strict=True):
+        got = got.full_tensor() if isinstance(got, DTensor) else got
+        torch.testing.assert_close(got, want, **tolerances, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def expert_parallel(name):
+    """Each rank holds a range of experts, and 3 of 5 are on the first."""
+    whole, part, given, tolerances = _of_experts(name)
+    compare_experts(whole, part, given, tolerances)
+    held = (
+        part.down_proj.words
+        if name in ("int4", "mxfp4")
+        else part.down_proj.values
+        if name == "2:4"
+        else part.down_proj
+    )
+    count = whole.num_experts
+    assert held.to_local().shape[0] == (-(-count // 2), count // 2)[dist.get_rank()]
+    with torch.no_grad():
+        x, ids, _ = given
+        torch.testing.assert_close(part(x, ids, None), whole(x, ids, None), **tolerances)
+        # A rank whose experts nobody has chosen.
+        first = torch.zeros_like(ids)
+        torch.testing.assert_close(part(x, first, None), whole(x, first, None), **tolerances)
+
+
+def compiled_experts(name):
+    whole, part, given, tolerances = _of_experts(name)
+    # The compiler can't follow how a packed weight is made of parts.
+    run = torch.compile(part, backend="aot_eager", fullgraph=not whole.packed)
+    compare_experts(whole, part, given, {name: max(x, 1e-6) for name, x in tolerances.items()}, run)
+    torch.compiler.reset()
+
+
+def experts_of_a_sharded_sequence():
+    """Tokens are gathered before the experts, and their sums scattered behind them."""
+    whole = EXPERTS["gated"]()
+    for dim in (0, 1):
+        style = ours.ExpertParallel(input_layouts=Shard(dim), output_layouts=Shard(dim))
+        part = parallelize_module(copy.deepcopy(whole), mesh(), style)
+        given = values(4, 6, 16), *choices((4, 6))
+        xs = [given[0].clone().requires_grad_(), _own(given[0], dim).clone().requires_grad_()]
+        want = whole(xs[0], *given[1:])
+        got = part(xs[1], *[_own(x, dim) for x in given[1:]])
+        torch.testing.assert_close(got, _own(want, dim), **EXACT)
+        want.square().sum().backward()
+        got.square().sum().backward()
+        torch.testing.assert_close(xs[1].grad, _own(xs[0].grad, dim), **EXACT)
+        torch.testing.assert_close(part.down_proj.grad.full_tensor(), whole.down_proj.grad, **EXACT)
+        whole.zero_grad()
+
+
+def placements_of_experts():
+    """The function, of weights and tokens in all placements, also on a mesh of two dimensions, one for each."""
+    x, gate, up, down = values(5, 3, 8), *[values(4, 12, 8, seed=i) for i in (1, 2)], values(4, 8, 12, seed=3)
+    ids, weights = choices((5, 3))
+
+    def function(x, weights, gate, up, down, ids):
+        return gemmery.moe.experts(x, ids, weights, (gate, up), down)
+
+    tensors = [x, weights, gate, up, down]
+    for tokens, experts in itertools.product((R, Shard(0), Shard(1)), (R, Shard(0))):
+        own = dealt(ids, tokens)
+
+        def call(*given, own=own):
+            return function(*given, own if isinstance(given[0], DTensor) else ids)
+
+        (place,) = compare(call, tensors, (tokens, tokens, experts, experts, R))
+        assert place == ((Partial(),) if experts == Shard(0) else (tokens,))
+    for shape in ((1, 2), (2, 1)):
+        both = mesh(*shape)
+        parts = [distribute_tensor(t, both, [Shard(0), R]) for t in (x, weights)]
+        parts += [distribute_tensor(t, both, [R, Shard(0)]) for t in (gate, up, down)]
+        made = function(*parts, distribute_tensor(ids, both, [Shard(0), R]))
+        assert made.placements == (Shard(0), Partial())
+        torch.testing.assert_close(made.full_tensor(), function(*tensors, ids), **EXACT)
+
+
+def sums_of_experts():
+    """Gradients of weights that are added to `main_grad`, of which each rank has its part."""
+    torch.manual_seed(0)
+    whole = EXPERTS["gated"]()
+    part = parallelize_module(copy.deepcopy(whole), mesh(), ours.ExpertParallel())
+    given = values(6, 16), *choices()
+    for module in (whole, part):
+        module.fuse_wgrad_accumulation = True
+        for parameter in module.parameters():
+            parameter.main_grad = torch.zeros_like(parameter.detach())
+        for _ in range(2):
+            module(*given).square().sum().backward()
+    for a, b in zip(part.parameters(), whole.parameters(), strict=True):
+        assert a.grad is None
+        torch.testing.assert_close(a.main_grad.full_tensor(), b.main_grad, **EXACT)
+
+
+def states_of_experts(name):
+    """State dicts of experts: written in parts, and read whole, and in parts."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    whole, part, given, tolerances = _of_experts(name)
+    checkpoint.save(ours.flat_state_dict(part), checkpoint_id=folder[0])
+    want = whole(*given)
+    for style in (None, ours.ExpertParallel()):
+        torch.manual_seed(1)
+        other = EXPERTS[name]()
+        with torch.no_grad():
+            other.down_proj_bias.fill_(7)
+        assert not torch.allclose(other(*given), want)
+        if style is not None:
+            parallelize_module(other, mesh(), style)
+        state = ours.flat_state_dict(other)
+        checkpoint.load(state, checkpoint_id=folder[0])
+        ours.load_flat_state_dict(other, state)
+        torch.testing.assert_close(other(*given), want, **tolerances)
+    again = parallelize_module(EXPERTS[name](), mesh(), ours.ExpertParallel())
+    again.load_state_dict(part.state_dict())
+    torch.testing.assert_close(again(*given), want, **tolerances)
+
+
+def experts_in_fsdp():
+    """Experts that are sharded over one dimension of the mesh, inside FSDP2 over the other."""
+    for shape in ((1, 2), (2, 1)):
+        torch.manual_seed(0)
+        whole, own = nn.Sequential(EXPERTS["biases"]()), mesh(*shape)
+        part = copy.deepcopy(whole)
+        parallelize_module(part, own["model"], {"0": ours.ExpertParallel()})
+        fully_shard(part[0], mesh=own["data"])
+        fully_shard(part, mesh=own["data"])
+        given = values(6, 16), *choices((6,), 5)
+        for module in (whole, part):
+            module[0](*given).square().sum().backward()
+        for a, b in zip(part.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(a.grad.full_tensor(), b.grad, **EXACT)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

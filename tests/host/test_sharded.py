@@ -21,6 +21,9 @@ QUOTED = (
     "out",
     "SparseLinear",
     "stacked block",
+    "experts of plain tokens",
+    "rows of experts",
+    "quantize",
 )
 # One worker starts the processes.
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -114,6 +117,35 @@ def test_fully_sharded_modules(ranks, is_compiled):
 )  # fmt: skip
 def test_modules_and_their_state(ranks, function):
     ranks(function)
+
+
+class TestExperts:
+    """Experts of which each rank has some."""
+
+    @pytest.mark.parametrize("name", sharded.EXPERTS)
+    def test_expert_parallel(self, ranks, name):
+        ranks(sharded.expert_parallel, name)
+
+    @pytest.mark.parametrize(
+        "name", ("gated", *(pytest.param(x, marks=EXHAUSTIVE) for x in ("biases", "int4", "2:4")))
+    )
+    def test_compiled(self, ranks, name):
+        ranks(sharded.compiled_experts, name)
+
+    @pytest.mark.parametrize("name", ("biases", "int4", "2:4"))
+    def test_states(self, ranks, name):
+        ranks(sharded.states_of_experts, name)
+
+    @pytest.mark.parametrize(
+        "function",
+        (
+            sharded.experts_of_a_sharded_sequence, sharded.placements_of_experts, sharded.sums_of_experts,
+            sharded.experts_in_fsdp,
+        ),
+        ids=lambda x: x.__name__,
+    )  # fmt: skip
+    def test_modules(self, ranks, function):
+        ranks(function)
 
 
 class TestModels:

@@ -10,7 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
+from ..formats.weight import PackedWeight
+from ..moe.sharded import EXPERTS, held
 from ..nn.blocks import FusedGatedMLP
+from ..nn.experts import Experts
 from ..nn.mlp import MLP, GatedMLP
 from ..nn.packed import PackedLinear
 from .weights import distribute_weight
@@ -103,6 +106,53 @@ class FeedForwardParallel(ParallelStyle):
         )
 
 
+class ExpertParallel(ParallelStyle):
+    """Experts of which each rank holds a range.
+
+    Each rank computes the sums over its own experts for all tokens, and the ranks' sums are added. It takes a
+    `gemmery.nn.Experts`, with dense, quantised or sparse weights. Ids of experts are those of the whole module, and
+    ranks may hold different numbers of experts.
+
+    Args:
+        input_layouts: of plain tensors among the tokens, their choices and the weights of the router; `Replicate()` by
+            default, `Shard(0)` or `Shard(1)` where each rank has a part of the tokens, which it then gathers.
+        output_layouts: of the result; `Replicate()` by default, by an all-reduce. With `Shard(0)` or `Shard(1)` it is a
+            reduce-scatter.
+        use_local_output: whether the result is a plain tensor.
+
+    Example:
+        >>> from torch.distributed.tensor.parallel import parallelize_module
+        >>> import gemmery.nn
+        >>> from gemmery.distributed import ExpertParallel
+        >>> layer = gemmery.nn.Experts(8, 64, 128)
+        >>> parallelize_module(layer, mesh, ExpertParallel())  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__()
+        self.input_layouts = input_layouts or Replicate()
+        self.output_layouts = output_layouts or Replicate()
+        self.use_local_output = use_local_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, Experts):
+            raise TypeError(
+                f"ExpertParallel: module is a {type(module).__name__}; it must be a gemmery.nn.Experts"
+            )
+        held(device_mesh, (EXPERTS,), module.num_experts)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, _sharded(parameter, device_mesh, Shard(0), self.src_data_rank))
+        return _hooked(
+            module, device_mesh, self.input_layouts, Replicate(), self.output_layouts, self.use_local_output
+        )
+
+
 def _layers(block: nn.Module) -> list[Layer]:
     """The layers of a block, the last one last.
 
@@ -144,39 +194,50 @@ def _shard(
 ) -> None:
     """Replace a layer's parameters by sharded ones."""
     of_weight, of_bias = placements
-    weight, bias = layer.weight, layer.bias
-    if isinstance(layer, PackedLinear):
-        sharded: Tensor = distribute_weight(weight.detach(), mesh, [of_weight], src_data_rank=src_data_rank)  # type: ignore[type-var]
+    layer.weight = _sharded(layer.weight, mesh, of_weight, src_data_rank)
+    if layer.bias is not None:
+        layer.bias = _sharded(layer.bias, mesh, of_bias, src_data_rank)
+
+
+def _sharded(
+    value: Tensor, mesh: DeviceMesh, placement: Placement, src_data_rank: int | None
+) -> nn.Parameter:
+    """A parameter, dense or packed, as a sharded one."""
+    if isinstance(value, PackedWeight):
+        made: Tensor = distribute_weight(value.detach(), mesh, [placement], src_data_rank=src_data_rank)  # type: ignore[type-var]
     else:
-        sharded = distribute_tensor(weight, mesh, [of_weight], src_data_rank=src_data_rank)
-    layer.weight = nn.Parameter(sharded, requires_grad=weight.requires_grad)
-    if bias is not None:
-        sharded = distribute_tensor(bias, mesh, [of_bias], src_data_rank=src_data_rank)
-        layer.bias = nn.Parameter(sharded, requires_grad=bias.requires_grad)
+        made = distribute_tensor(value, mesh, [placement], src_data_rank=src_data_rank)
+    return nn.Parameter(made, requires_grad=value.requires_grad)
 
 
 def _hooked(
     module: nn.Module, mesh: DeviceMesh, given: Placement, wanted: Placement, result: Placement, is_local: bool
 ) -> nn.Module:  # fmt: skip
-    """A module whose input becomes a DTensor, and whose output is redistributed.
+    """A module whose inputs become DTensors, and whose output is redistributed.
 
     Args:
-        given: how a plain input is placed.
-        wanted: how the module wants it.
+        given: how plain inputs are placed.
+        wanted: how the module wants them.
         result: how the output is to be placed.
         is_local: whether it becomes a plain tensor.
     """
 
-    def before(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        x, *others = inputs
+    def placed(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
         if not isinstance(x, DTensor):
             x = DTensor.from_local(x, mesh, [given], run_check=False)
-        return x.redistribute(placements=[wanted]), *others
+        return x.redistribute(placements=[wanted])
+
+    def before(
+        module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return tuple([placed(x) for x in inputs]), {name: placed(x) for name, x in named.items()}
 
     def after(module: nn.Module, inputs: tuple[Any, ...], output: DTensor) -> Tensor:
         y = output.redistribute(placements=[result])
         return y.to_local() if is_local else y
 
-    module.register_forward_pre_hook(before)
+    module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(after)
     return module

@@ -17,7 +17,7 @@ from .kept import CODES, NAMES, Code
 from .scaled import BLOCK
 from .sparse import SparseTensor, is_group_size, laid_scales, quantized
 from .tensor import QuantizedTensor, lookup
-from .weight import DTYPES, check_strided
+from .weight import DTYPES, check_strided, check_whole
 
 __all__ = ["from_codes", "quantize"]
 
@@ -137,7 +137,8 @@ def quantize(
     Raises:
         ValueError: an argument does not fit the format; NaN or infinity in w, which only e4m3 (as NaN) and e5m2 keep; a
             scale or a number that `dtype` can't hold.
-        TypeError: w is no strided or 2:4 sparse tensor of floating point, or an argument is of another type.
+        TypeError: w is no strided or 2:4 sparse tensor of floating point, or is sharded (a DTensor), or an argument is
+            of another type.
 
     Example:
         >>> import torch, gemmery
@@ -151,6 +152,8 @@ def quantize(
     format = lookup("quantize", format)
     asked = _Asked(group_size, symmetric, scale, dtype)
     asked.check()
+    if isinstance(w, Tensor):
+        check_whole("quantize", "w", w)
     if isinstance(w, SparseTensor):
         return _sparse(w, format, asked)
     rule = _rule(format)

@@ -26,6 +26,7 @@ from .weight import (
     PackedWeight,
     check_strided,
     check_texts,
+    check_whole,
     dtype_of_text,
     number_of_text,
     shape_of_text,
@@ -478,7 +479,7 @@ def sparsify(weight: Tensor, pattern: str = PATTERN, *, method: Method = "magnit
     Raises:
         ValueError: K is no multiple of 4, or with "as_is" four numbers have more than two that are not 0; the message
             names the first place. Or the weight is the transpose of one of torch's.
-        TypeError: the weight is no strided tensor of floating point.
+        TypeError: the weight is no strided tensor of floating point, or is sharded (a DTensor).
 
     Example:
         >>> import torch, gemmery
@@ -494,6 +495,7 @@ def sparsify(weight: Tensor, pattern: str = PATTERN, *, method: Method = "magnit
         return _of_torch(weight)
     if not isinstance(weight, Tensor) or isinstance(weight, PackedWeight):
         raise TypeError(f"sparsify: weight is a {type(weight).__name__}; it must be a plain tensor")
+    check_whole("sparsify", "weight", weight)
     check_strided("sparsify", "weight", weight)
     if not weight.is_floating_point() or weight.itemsize == 1:
         raise TypeError(

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from ..dtensors import is_sharded
 from ..files import parse_json
 from . import aten
 
@@ -221,6 +222,16 @@ def check_strided(caller: str, name: str, value: Tensor) -> None:
     if value.layout != torch.strided:
         raise TypeError(
             f"{caller}: {name} is sparse ({value.layout}); it must be a strided tensor, such as its to_dense()"
+        )
+
+
+def check_whole(caller: str, name: str, value: Tensor) -> None:
+    """TypeError for a weight that is sharded: a DTensor, or a packed weight of DTensors."""
+    parts = value.parts().values() if isinstance(value, PackedWeight) else (value,)
+    if is_sharded(parts):
+        raise TypeError(
+            f"{caller}: {name} is sharded (a DTensor); give the whole weight, and shard the result by "
+            "gemmery.distributed.distribute_weight, or change a model before it is sharded"
         )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from ..dtensors import is_sharded
 from ..epilogues import library
 from ..epilogues.function import Epilogue, memoised
 from ..formats.weight import PackedWeight
@@ -122,6 +123,16 @@ def experts(
         ...     return torch.nn.functional.silu(gate) * up @ down[e].T
         >>> torch.testing.assert_close(y[0], weights[0, 0] * expert(x[0], 0) + weights[0, 1] * expert(x[0], 3))
     """
+    tokens = {"x": x, "top_k_index": top_k_index, "top_k_weights": top_k_weights}
+    parameters = {"gate_up": gate_up, "down": down, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    if _has_parts((*tokens.values(), *parameters.values())):
+        _check(x, top_k_index, gate_up, down, gated, transposed)
+        run = functools.partial(
+            experts, activation=activation, gated=gated, transposed=transposed, concatenated=concatenated,
+            post_norm=post_norm, precision=precision, batch_invariant=batch_invariant,
+        )  # fmt: skip
+        sums = {"gate_up_grad": gate_up_grad, "down_grad": down_grad}
+        return _of_parts(run, tokens, parameters, sums, down.shape[-1 if transposed else -2])
     first, between, second = products_of(
         gate_up, down, activation=activation, gate_up_bias=gate_up_bias, down_bias=down_bias, gated=gated,
         transposed=transposed, concatenated=concatenated,
@@ -149,6 +160,29 @@ def experts(
     if post_norm is not None:
         y = post_norm(y)
     return combine(y, routing, top_k_weights).to(x.dtype)
+
+
+def _has_parts(values: Iterable[Any]) -> bool:
+    """Whether one of the tensors is a DTensor, or is made of some."""
+    tensors: list[Any] = []
+    for x in values:
+        tensors += x if isinstance(x, tuple | list) else [x]
+    return is_sharded([getattr(x, x.INNER[0]) if isinstance(x, PackedWeight) else x for x in tensors])
+
+
+def _of_parts(run: Callable[..., Tensor], *given: Any) -> Tensor:
+    """See `sharded.experts_of_parts`, which has these arguments."""
+    # It imports torch.distributed.tensor, which takes a second.
+    from .sharded import experts_of_parts
+
+    *_, parameters, _, _ = given
+    if is_compiling() and any(isinstance(x, PackedWeight) for x in parameters.values()):
+        # The compiler can't follow how a packed weight is made of parts.
+        from ..product.compiled import uncompiled
+
+        made: Tensor = uncompiled(experts_of_parts, run, *given)
+        return made
+    return experts_of_parts(run, *given)
 
 
 def products_of(

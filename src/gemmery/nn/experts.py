@@ -14,6 +14,7 @@ from ..formats.weight import PackedWeight
 from ..moe.experts import experts
 from ..precision import AskedPrecision
 from .activations import Activation, activation
+from .packed import check_sharded_alike
 
 ExpertActivation = str | Callable[..., Tensor] | Activation | Epilogue[..., Tensor]
 
@@ -225,14 +226,15 @@ class Experts(nn.Module):
     ) -> None:
         if not local_metadata.get("assign_to_params_buffers", False):
             for name in (self.first, "down_proj"):
-                _take(getattr(self, name), state_dict.get(f"{prefix}{name}"))
+                _take(f"{prefix}{name}", getattr(self, name), state_dict.get(f"{prefix}{name}"))
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
 
-def _take(own: Any, given: Any) -> None:
+def _take(name: str, own: Any, given: Any) -> None:
     """Puts a packed weight into the parameter of another one, as `QuantizedLinear` does, whatever its format."""
     packed = isinstance(own, PackedWeight) and isinstance(given, PackedWeight)
     if packed and given.shape == own.shape:
+        check_sharded_alike(name, own, given)
         torch.utils.swap_tensors(own, nn.Parameter(given.to(own.device).clone(), requires_grad=False))
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ..api import addmm, linear, matmul
+from ..dtensors import is_sharded
 from ..epilogues.function import Epilogue
 from ..precision import AskedPrecision, resolved
-from ..product.seen import is_sharded
 from ..product.spec import Factor
 
 

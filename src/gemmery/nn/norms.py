@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..product.seen import is_sharded
+from ..dtensors import is_sharded
 from .linear import inherit, own_code
 
 #: A class comes in here when its forward has been read; a test reads it again in the release that is installed.

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ..api import linear
+from ..dtensors import is_sharded
 from ..formats.weight import PackedWeight
-from ..product.seen import is_sharded
 
 
 class PackedLinear(nn.Module):
@@ -91,15 +91,20 @@ class PackedLinear(nn.Module):
         if not is_assigned and isinstance(given, self.KIND) and given.shape == self.weight.shape:
             own = self.weight
             assert isinstance(own, PackedWeight)
-            if is_sharded(own.parts().values()) != is_sharded(given.parts().values()):
-                raise ValueError(
-                    f"{prefix}weight: one of the layer's weight and the state dict's consists of DTensors; both must "
-                    "be sharded alike, so load a whole weight before the layer is sharded"
-                )
+            check_sharded_alike(f"{prefix}weight", own, given)
             # torch would copy, which needs the same layout and type. The parameter stays the object that it is, which
             # other layers may share.
             torch.utils.swap_tensors(self.weight, _parameter(given.to(self.weight.device).clone()))
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+def check_sharded_alike(name: str, own: PackedWeight, given: PackedWeight) -> None:
+    """ValueError where of a layer's weight and that of a state dict one alone consists of DTensors."""
+    if is_sharded(own.parts().values()) != is_sharded(given.parts().values()):
+        raise ValueError(
+            f"{name}: one of the layer's weight and the state dict's consists of DTensors; both must be sharded alike, "
+            "so load a whole weight before the layer is sharded"
+        )
 
 
 def _parameter(weight: Tensor) -> nn.Parameter:

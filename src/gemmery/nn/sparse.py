@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..api import linear, matmul
+from ..dtensors import is_sharded
 from ..formats.aten import has_no_values
 from ..formats.sparse import GROUP, PATTERN, SparseTensor, sparsify, sparsify_as, transposable_mask
 from ..formats.weight import DTYPES
-from ..product.seen import autocast_dtype, is_sharded
+from ..product.seen import autocast_dtype
 from .linear import inherit
 from .packed import PackedLinear, check_linear
 

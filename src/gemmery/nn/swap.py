@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from ..dtensors import is_sharded
 from ..precision import AskedPrecision
-from ..product.seen import is_sharded
 from . import blocks, foreign, hugging_face, norms
 from .blocks import FusedGatedMLP, FusedIntermediate
 from .experts import Experts

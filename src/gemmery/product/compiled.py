@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..dtensors import is_sharded
 from ..epilogues.function import Epilogue, captured_of, memoised, named
 from ..epilogues.results import returned
 from ..epilogues.trace import stand_ins
@@ -26,7 +27,7 @@ from .epilogue import kept_types, types_of
 from .flat import arguments_of
 from .gradients import plain_product
 from .prologue import apply_prologue
-from .seen import autocast_dtype, is_sharded, wants_gradient
+from .seen import autocast_dtype, wants_gradient
 from .shape import operand_names
 from .spec import Call, Functions, Number, Options, unchanged
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import devices
+from ..dtensors import is_sharded
 from ..epilogues.function import hold
 from ..epilogues.identity import Captured
 from ..epilogues.results import returned
@@ -24,7 +25,6 @@ from .seen import (
     check_forward_mode,
     in_transform,
     is_differentiated,
-    is_sharded,
     needs_dispatcher,
     wants_gradient,
 )

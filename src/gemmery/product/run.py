@@ -23,6 +23,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 from .. import devices
+from ..dtensors import is_sharded
 from ..epilogues.function import Epilogue, Held, memoised
 from ..epilogues.results import returned
 from ..formats.blocks import is_blocks, known
@@ -46,7 +47,7 @@ from .compute import compute
 from .dispatch import dispatched
 from .prepare import prepare
 from .prologue import apply_prologue
-from .seen import autocast_dtype, check_forward_mode, is_followed, is_sharded, needs_dispatcher
+from .seen import autocast_dtype, check_forward_mode, is_followed, needs_dispatcher
 from .shape import OF_WEIGHTS
 from .spec import ONES, Call, Functions, Number, Options
 

@@ -34,12 +34,6 @@ def wants_gradient(tensors: Iterable[Tensor]) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
-def is_sharded(tensors: Iterable[Tensor]) -> bool:
-    """Whether one of the tensors is a DTensor; without importing what these are."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and any(isinstance(x, module.DTensor) for x in tensors)
-
-
 def is_followed() -> bool:
     """Whether the compiler looks at each function that Python runs: it does so where its graph is interrupted."""
     compiler = sys.modules.get("torch._C._dynamo.eval_frame") if "torch._dynamo" in sys.modules else None

@@ -75,9 +75,9 @@ class Sharding:
         ]
 
     def of_result(self) -> list[Placement]:
-        """How results are placed."""
+        """How results are placed: what is sharded and no dimension of theirs is summed over."""
         return [
-            Partial() if role == "K" else Shard(self.names.index(role)) if role else Replicate()
+            Shard(self.names.index(role)) if role in self.names else Partial() if role else Replicate()
             for role in self.roles
         ]
 
@@ -126,7 +126,7 @@ def sharded(call: Call, ways: Ways) -> Any:
         made = ways.run(_local(call, how, ways, adds_once=not does))
     results = list(made) if isinstance(made, tuple) else [made]
     placements = how.of_result()
-    found = [_from_local(x, how.mesh, placements, _whole_shape(call, how, does, x)) for x in results]
+    found = [from_local(x, how.mesh, placements, _whole_shape(call, how, does, x)) for x in results]
     return returned(found, isinstance(made, tuple))
 
 
@@ -144,16 +144,26 @@ def sharding_of(call: Call) -> Sharding:
 
 
 def _mesh(call: Call) -> DeviceMesh:
-    mesh = None
     named = [*call.a.named(operand_names(call.op)[0]), *call.b.named(operand_names(call.op)[1])]
     given = enumerate(call.inputs, len(call.outer))
     named += [(input_name(call, i), x) for i, x in given if isinstance(x, Tensor)]
+    return mesh_of(call.op, named)
+
+
+def mesh_of(op: str, named: Sequence[tuple[str, Tensor]]) -> DeviceMesh:
+    """The mesh of tensors with their names, of which one at least is a DTensor.
+
+    Raises:
+        TypeError: another one is a plain tensor, and not a number.
+        ValueError: they are on several meshes, or this rank is not on it.
+    """
+    mesh = None
     found = next((name, x) for name, x in named if isinstance(x, DTensor))
     for name, x in named:
         if not isinstance(x, DTensor):
             if x.dim():
                 raise TypeError(
-                    f"{call.op}: {found[0]} is a DTensor and {name} a plain tensor; make it one as well, by torch's "
+                    f"{op}: {found[0]} is a DTensor and {name} a plain tensor; make it one as well, by torch's "
                     "distribute_tensor or DTensor.from_local, and of packed weights by "
                     "gemmery.distributed.distribute_weight"
                 )
@@ -161,11 +171,11 @@ def _mesh(call: Call) -> DeviceMesh:
             mesh = x.device_mesh
         elif x.device_mesh != mesh:
             raise ValueError(
-                f"{call.op}: {found[0]} is on {mesh} and {name} on {x.device_mesh}; they must be on one mesh"
+                f"{op}: {found[0]} is on {mesh} and {name} on {x.device_mesh}; they must be on one mesh"
             )
     assert mesh is not None
     if mesh.get_coordinate() is None:
-        raise ValueError(f"{call.op}: this rank is not part of {mesh}, on which {found[0]} is")
+        raise ValueError(f"{op}: this rank is not part of {mesh}, on which {found[0]} is")
     return mesh
 
 
@@ -316,7 +326,7 @@ def local_tensors(call: Call, how: Sharding, adds_once: bool) -> list[Tensor]:
     operands = len(call.a.tensors) + len(call.b.tensors)
     found = []
     for i, x in enumerate(call.tensors):
-        local = _to_local(x, how.wanted(i), how.of_gradient(i))
+        local = to_local(x, how.wanted(i), how.of_gradient(i))
         if adds_once and i >= operands and "K" in how.roles:
             at = how.mesh.get_coordinate()
             assert at is not None
@@ -326,7 +336,7 @@ def local_tensors(call: Call, how: Sharding, adds_once: bool) -> list[Tensor]:
     return found
 
 
-def _to_local(x: Tensor, wanted: list[Placement], of_gradient: list[Placement]) -> Tensor:
+def to_local(x: Tensor, wanted: list[Placement], of_gradient: list[Placement]) -> Tensor:
     """A rank's part of a tensor that is placed as wanted.
 
     Args:
@@ -343,7 +353,7 @@ def _to_local(x: Tensor, wanted: list[Placement], of_gradient: list[Placement]) 
     return _Part.apply(x, of_gradient)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _from_local(x: Tensor, mesh: DeviceMesh, placements: list[Placement], shape: tuple[int, ...]) -> Tensor:
+def from_local(x: Tensor, mesh: DeviceMesh, placements: list[Placement], shape: tuple[int, ...]) -> Tensor:
     """A rank's part as a DTensor of a shape, of which the parts may differ in size."""
     if is_compiling():
         return _made(x, mesh, placements, shape)
@@ -370,6 +380,7 @@ class _Part(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, of_gradient: list[Placement]) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.mesh, ctx.placements, ctx.shape, ctx.of_gradient = (
             x.device_mesh,
             x.placements,
@@ -381,7 +392,9 @@ class _Part(torch.autograd.Function):
         return local.view_as(local)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
+        if grad is None:
+            return None, None
         made = _Whole.apply(grad, ctx.mesh, ctx.of_gradient, tuple(ctx.shape), ctx.placements)  # type: ignore[no-untyped-call]
         return made, None
 
@@ -457,10 +470,10 @@ def _behind_sum(call: Call, how: Sharding, ways: Ways) -> Any:
         for part in local.b.parts()
     ]  # fmt: skip
     product = products[0] if len(products) == 1 else torch.cat(products, dim=-1)
-    parts = _from_local(product, how.mesh, how.of_result(), call.shape)
+    parts = from_local(product, how.mesh, how.of_result(), call.shape)
     summed = how.summed().of_result()
     # The operator has multiplied by the operands' scales.
-    return ways.behind(replace(local, outer=()), _to_local(parts, summed, summed))
+    return ways.behind(replace(local, outer=()), to_local(parts, summed, summed))
 
 
 def _whole_shape(call: Call, how: Sharding, does: str, local: Tensor) -> tuple[int, ...]:
