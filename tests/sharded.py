@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 import gemmery
 import gemmery.nn
 from gemmery import distributed as ours
+from gemmery.product import sharded as sharded_products
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 #: For results of 16 bits, of numbers about 1: sums of the two ranks are rounded once more.
@@ -55,8 +56,16 @@ def compare(function, tensors, placements, tolerances=EXACT, grads=True):
         assert a.dtype == b.dtype
         torch.testing.assert_close(a.full_tensor(), b, **tolerances)
     with torch.no_grad():
-        for a, b in zip(results_of(function(*parts)), want, strict=True):
-            torch.testing.assert_close(a.full_tensor(), b, **tolerances)
+        # The second call may be known from the first.
+        for _ in range(2):
+            for a, b, c in zip(results_of(function(*parts)), want, got, strict=True):
+                assert (a.placements, a.dtype, a.shape, a.stride()) == (
+                    c.placements,
+                    c.dtype,
+                    c.shape,
+                    c.stride(),
+                )
+                torch.testing.assert_close(a.full_tensor(), b, **tolerances)
     if grads:
         seeds = [values(*x.shape, seed=9).to(x.dtype) for x in want]
         wanted = torch.autograd.grad(want, whole, seeds)
@@ -262,6 +271,83 @@ def _second_gradients(tensors, epilogue):
         gemmery.linear(x, w, b, epilogue=epilogue).square().sum(), (x, w, b), create_graph=True
     )
     return torch.autograd.grad(sum(g.square().sum() for g in grads), (x, w, b))
+
+
+def _scaled_by(number):
+    return lambda acc: acc * number
+
+
+def repeated():
+    """A call like one before is not looked at again; one that differs in a fact is."""
+    x, w, b, y = values(4, 8), values(6, 8, seed=1), values(6, seed=2), values(4, 6, seed=3)
+    packed = gemmery.quantize((values(64, 256) / 16).bfloat16(), "int4", group_size=64)
+    rows = values(4, 256).bfloat16()
+    calls = {
+        "bare": (lambda x, w: gemmery.linear(x, w), (x, w), (R, ROWS)),
+        "bias": (lambda x, w, b: gemmery.linear(x, w, b), (x, w, b), (R, ROWS, ROWS)),
+        "once": (lambda x, w, b: gemmery.linear(x, w, b), (x, w, b), (COLUMNS, COLUMNS, R)),
+        "args": (lambda x, w, y: gemmery.linear(x, w, epilogue=SHIFTED, args=(y, 2.5)), (x, w, y), (R, ROWS, COLUMNS)),
+        "pair": (
+            lambda x, w, v, b, c: gemmery.linear(x, (w, v), (b, c), epilogue=gemmery.epilogues.swiglu),
+            (x, w, w + 1, b, b + 1), (R, ROWS, ROWS, ROWS, ROWS),
+        ),
+        "addmm": (lambda y, x, w: gemmery.addmm(y, x, w.mT, alpha=2.0, beta=0.5), (y, x, w), (COLUMNS, R, ROWS)),
+    }  # fmt: skip
+    made = {
+        name: (functools.partial(f, *[dealt(t, p) for t, p in zip(given, places, strict=True)]), f(*given))
+        for name, (f, given, places) in calls.items()
+    }
+    for placement in (Shard(-2), Shard(-1)):
+        part = ours.distribute_weight(packed, mesh(), [placement])
+        given = dealt(rows, R if placement == Shard(-2) else COLUMNS)
+        made[f"packed {placement}"] = (
+            functools.partial(gemmery.linear, given, part),
+            gemmery.linear(rows, packed),
+        )
+    looked = []
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        own = sharded_products.sharding_of
+        patch.setattr(sharded_products, "sharding_of", lambda call: (looked.append(call.op), own(call))[1])
+        for name, (call, want) in made.items():
+            for inference in (False, False, True):
+                with torch.inference_mode(inference):
+                    for x, y in zip(results_of(call()), results_of(want), strict=True):
+                        tolerances = ROUNDED if y.dtype == torch.bfloat16 else EXACT
+                        torch.testing.assert_close(x.full_tensor(), y, **tolerances)
+            assert len(looked) == 1, name
+            looked.clear()
+
+
+def alike():
+    """What two calls with the same tensors may differ in."""
+    x, w, b = values(4, 8), values(6, 8, seed=1), values(6, seed=2)
+    parts = dealt(x, R), dealt(w, ROWS), dealt(b, ROWS)
+    with torch.no_grad():
+        for _ in range(2):
+            for number in (2.0, 3.0):
+                got = gemmery.linear(*parts, epilogue=_scaled_by(number))
+                torch.testing.assert_close(got.full_tensor(), (x @ w.T + b) * number, **EXACT)
+            for bias in (None, parts[2]):
+                got = gemmery.linear(*parts[:2], bias)
+                torch.testing.assert_close(got.full_tensor(), x @ w.T + (0 if bias is None else b), **EXACT)
+            for alpha in (1, 2.0):
+                got = gemmery.addmm(parts[2], parts[0], parts[1].mT, alpha=alpha)
+                torch.testing.assert_close(got.full_tensor(), alpha * (x @ w.T) + b, **EXACT)
+            for dtype in (None, torch.float32):
+                got = gemmery.linear(parts[0].float(), parts[1].float(), out_dtype=dtype)
+                assert got.dtype == torch.float32
+                with torch.autocast("cpu", torch.bfloat16):
+                    got = gemmery.linear(parts[0].float(), parts[1].float(), out_dtype=dtype)
+                assert got.dtype == got._spec.tensor_meta.dtype == (dtype or torch.bfloat16)
+            for own in (mesh(1, 2)["model"], mesh(2, 1)["data"]):
+                got = gemmery.linear(distribute_tensor(x, own, [R]), distribute_tensor(w, own, [ROWS]))
+                assert got.device_mesh is own
+                torch.testing.assert_close(got.full_tensor(), x @ w.T, **EXACT)
+    weight = parts[1].detach().requires_grad_()
+    gemmery.linear(parts[0], weight).sum().backward()
+    torch.testing.assert_close(weight.grad.full_tensor(), x.sum(0).expand(6, 8), **EXACT)
+    with pytest.raises(ValueError, match="out= does not support DTensors"), torch.no_grad():
+        gemmery.linear(*parts[:2], out=dealt(x @ w.T, COLUMNS))
 
 
 def lowered():

@@ -52,7 +52,7 @@ def test_all_placements_of_a_linear(ranks, kind):
 @pytest.mark.parametrize(
     "function",
     (
-        sharded.unusual, sharded.addends, sharded.two_dimensions, sharded.rows_of_results, sharded.scaled, sharded.lowered, sharded.others,
+        sharded.unusual, sharded.addends, sharded.two_dimensions, sharded.rows_of_results, sharded.scaled, sharded.lowered, sharded.others, sharded.repeated, sharded.alike,
         sharded.a_batch_of_packed_weights, sharded.a_permuted_weight,
     ),
     ids=lambda x: x.__name__,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ from .prologue import apply_prologue
 from .seen import autocast_dtype, wants_gradient
 from .shape import operand_names
 from .spec import Call, Functions, Number, Options, unchanged
+
+if TYPE_CHECKING:
+    from .sharded import Sharding
 
 #: What the compiler tells from another of its type, by its code. It does not see what a closure or defaults hold.
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
@@ -223,6 +226,9 @@ class _Traced:
             is_odd = True
         does: str = behaviour_of(given, call.dtype, len(shape), is_odd, call.b.halves, call.biases, inputs)
         return does
+
+    def remember(self, call: Call, how: Sharding, results: Sequence[Tensor], many: bool) -> None:
+        """Compiled code is traced once."""
 
 
 def _outline(call: Call, i: int, value: Any) -> Any:

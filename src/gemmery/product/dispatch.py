@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,13 +30,20 @@ from .seen import (
 )
 from .spec import Call, unchanged
 
+if TYPE_CHECKING:
+    from .sharded import Sharding
 
-def dispatched(call: Call, out: Tensor | None) -> Any:
-    """A checked call that something in torch wants to see, outside the compiler."""
+
+def dispatched(call: Call, out: Tensor | None, key: Any = None) -> Any:
+    """A checked call that something in torch wants to see, outside the compiler.
+
+    Args:
+        key: under which a product of DTensors is remembered; None where it can't be.
+    """
     tensors = call.tensors
     check_forward_mode(call.op, tensors)
     if is_sharded(tensors if out is None else (out, *tensors)):
-        return _dispatched_parts(call, out)
+        return _dispatched_parts(call, out, key)
     grad = wants_gradient(tensors)
     if out is not None:
         return _dispatched_out(call, out)
@@ -104,6 +111,9 @@ def unfused(call: Call) -> Any:
 class _Eager:
     """How local parts of a product are computed outside the compiler; see `sharded.Ways`."""
 
+    def __init__(self, key: Any) -> None:
+        self.key = key
+
     def part(self, operand: Operand, tensors: Sequence[Tensor], sizes: Sequence[int]) -> Operand:
         return rebuild(operand.text, tensors, sizes)
 
@@ -125,14 +135,20 @@ class _Eager:
 
         return "" if call.function is unchanged else behaviour(call)
 
+    def remember(self, call: Call, how: Sharding, results: Sequence[Tensor], many: bool) -> None:
+        if self.key is not None:
+            from .repeated import remember
 
-def _dispatched_parts(call: Call, out: Tensor | None) -> Any:
+            remember(self.key, call, how, results, many)
+
+
+def _dispatched_parts(call: Call, out: Tensor | None, key: Any) -> Any:
     """A product of DTensors."""
     if out is not None:
         raise ValueError(f"{call.op}: out= does not support DTensors; use what is returned")
     from .sharded import sharded
 
-    return sharded(call, _Eager())
+    return sharded(call, _Eager(key))
 
 
 def _dispatched_out(call: Call, out: Tensor) -> Tensor:

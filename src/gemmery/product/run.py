@@ -49,7 +49,7 @@ from .prepare import prepare
 from .prologue import apply_prologue
 from .seen import autocast_dtype, check_forward_mode, is_followed, needs_dispatcher
 from .shape import OF_WEIGHTS
-from .spec import ONES, Call, Functions, Number, Options
+from .spec import ONES, Call, Functions, Number, Options, scalars_of
 
 _HELD = (Epilogue, Held)
 
@@ -222,10 +222,19 @@ def _first(
     Args:
         key: under which it is remembered; None where it can't be.
     """
-    if is_inference_mode_enabled() and _has_parts(a, b):
-        # There, torch has no views of DTensors.
-        with inference_mode(False), no_grad():
-            return _first(op, a, b, bias, functions, out, options, alpha, beta, key)
+    if _has_parts(a, b):
+        if is_inference_mode_enabled():
+            # There, torch has no views of DTensors.
+            with inference_mode(False), no_grad():
+                return _first(op, a, b, bias, functions, out, options, alpha, beta, key)
+        # It imports torch.distributed.tensor, which takes a second.
+        from .repeated import again, find
+
+        scalars = scalars_of(alpha, beta)
+        key = None if out is not None else _key_of_parts(op, a, b, bias, functions, options, scalars)
+        known = None if key is None else find(key)
+        if known is not None:
+            return again(known, product, op, a, b, bias, functions, options, scalars)
     if isinstance(b, PackedWeight) and isinstance(a, Tensor) and not isinstance(a, PackedWeight):
         if a.dim() == 1:
             return _of_vector(op, a, b, bias, functions, out, options)
@@ -237,7 +246,7 @@ def _first(
     tensors = call.tensors
     check_forward_mode(op, tensors)
     if needs_dispatcher((out, *tensors)):
-        return dispatched(call.prologue_applied(), out)
+        return dispatched(call.prologue_applied(), out, key)
     is_autocast = out is None and autocast_dtype(call.device) is not None
     return returned(*compute(call, out, None if is_autocast else key))
 
@@ -248,6 +257,29 @@ def _has_parts(*operands: Any) -> bool:
     for x in operands:
         tensors += x if isinstance(x, tuple | list) else [x.data] if isinstance(x, ScaledTensor) else [x]
     return is_sharded(tensors)
+
+
+def _key_of_parts(
+    op: str, a: Any, b: Any, bias: Any, functions: Functions, options: Options, scalars: tuple[Number, Number]
+) -> Any:
+    """What tells a product of DTensors from others; None where it has to be looked at anew."""
+    from .repeated import look
+
+    if not isinstance(a, Tensor) or functions.prologue is not None:
+        return None
+    if _len_torch_dispatch_stack() or _are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return None
+    given, form = _parts(a, b)
+    number = _add_functions(given, functions, bias)
+    epilogue = functions.epilogue
+    if number is None or (epilogue is not None and is_sharded(epilogue.captured.tensors)):
+        return None
+    looks = look(given, is_grad_enabled())
+    if looks is None:
+        return None
+    # All that a call of plain tensors is known by, and the type of autocast, since that of the results is kept.
+    how = bias is None, options, None if scalars is ONES else _kind_of(scalars), autocast_dtype(a.device)
+    return (op, number, form, *how, *looks)
 
 
 def checked(

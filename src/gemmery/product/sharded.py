@@ -104,6 +104,9 @@ class Ways(Protocol):
     def behaviour(self, call: Call) -> str:
         """See `behaviour`; "" for a call without a function."""
 
+    def remember(self, call: Call, how: Sharding, results: Sequence[Tensor], many: bool) -> None:
+        """Keep how a call whose results are those of local products was sharded."""
+
 
 def sharded(call: Call, ways: Ways) -> Any:
     """The results of a call with DTensors among its tensors.
@@ -118,16 +121,20 @@ def sharded(call: Call, ways: Ways) -> Any:
     does = ways.behaviour(call)
     if does:
         check_epilogue(call, how, does)
-    if does and "K" in how.roles:
+    is_local = not (does and "K" in how.roles)
+    if is_local:
+        made = ways.run(_local(call, how, ways, adds_once=not does))
+    else:
         # The function needs the whole sum.
         made = _behind_sum(call, how, ways)
         how = how.summed()
-    else:
-        made = ways.run(_local(call, how, ways, adds_once=not does))
+    many = isinstance(made, tuple)
     results = list(made) if isinstance(made, tuple) else [made]
     placements = how.of_result()
     found = [from_local(x, how.mesh, placements, _whole_shape(call, how, does, x)) for x in results]
-    return returned(found, isinstance(made, tuple))
+    if is_local:
+        ways.remember(call, how, found, many)
+    return returned(found, many)
 
 
 def sharding_of(call: Call) -> Sharding:
@@ -328,12 +335,16 @@ def local_tensors(call: Call, how: Sharding, adds_once: bool) -> list[Tensor]:
     for i, x in enumerate(call.tensors):
         local = to_local(x, how.wanted(i), how.of_gradient(i))
         if adds_once and i >= operands and "K" in how.roles:
-            at = how.mesh.get_coordinate()
-            assert at is not None
-            is_first = all(at[j] == 0 for j, role in enumerate(how.roles) if role == "K")
-            local = _Once.apply(local, is_first)  # type: ignore[no-untyped-call]
+            local = _Once.apply(local, adds_here(how))  # type: ignore[no-untyped-call]
         found.append(local)
     return found
+
+
+def adds_here(how: Sharding) -> bool:
+    """Whether this rank adds what is added once to a sum of which each rank has a part."""
+    at = how.mesh.get_coordinate()
+    assert at is not None
+    return all([at[i] == 0 for i, role in enumerate(how.roles) if role == "K"])
 
 
 def to_local(x: Tensor, wanted: list[Placement], of_gradient: list[Placement]) -> Tensor:

@@ -1,0 +1,131 @@
+"""Products of DTensors that look like one before: each rank's parts are a product at once.
+
+Where nothing had to be redistributed and no gradient is recorded, all that a call has in common with one before is
+kept: that it can be sharded so, and how its results are placed. What is left is the product of the local tensors, which
+comes in at the door as any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+
+from ..epilogues.results import returned
+from ..formats.weight import PackedWeight
+from ..memo import keep
+from .seen import PLAIN
+from .sharded import Sharding, adds_here, parts_of
+from .spec import Call, Functions
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """What calls that look alike have in common.
+
+    Attributes:
+        specs: torch's, of the results.
+        many: whether they are a tuple.
+        adds: whether this rank adds biases; another one adds zeros to its part of a sum.
+        shape: of the part of a packed weight.
+        meshes: those of what goes in, which a key has by their identity, so that they must live as long as it.
+    """
+
+    specs: tuple[Any, ...]
+    many: bool
+    adds: bool
+    shape: tuple[int, ...]
+    meshes: tuple[Any, ...]
+
+
+_known: dict[Any, Repeated] = {}
+find = _known.get
+
+
+def look(given: Sequence[Any], grad: bool) -> list[Any] | None:
+    """What of the values of a call decides how it is sharded; None where it has to be looked at anew.
+
+    Args:
+        grad: whether gradients are recorded.
+    """
+    looks: list[Any] = []
+    for x in given:
+        kind = type(x)
+        if kind is DTensor:
+            if grad and x.requires_grad:
+                return None
+            looks.append((x.shape, x.dtype, x.placements, id(x.device_mesh)))
+        elif kind in PLAIN:
+            if x.dim() or (grad and x.requires_grad):
+                return None
+            looks.append((x.dtype, x.device))
+        elif kind is float or kind is int:
+            looks.append(kind)
+        elif x is None or kind is bool:
+            looks.append(x)
+        else:
+            return None
+    return looks
+
+
+def remember(key: Any, call: Call, how: Sharding, results: Sequence[Tensor], many: bool) -> None:
+    """Keep how a call was sharded, if nothing was redistributed."""
+    tensors = [(i, x) for i, x in enumerate(call.tensors) if isinstance(x, DTensor)]
+    if any(list(x.placements) != how.wanted(i) for i, x in tensors):
+        return
+    shape: tuple[int, ...] = ()
+    if call.b.is_packed:
+        *batch, inner, columns = call.b.matrix.shape
+        names = [f"b-{i}" for i in range(len(batch), 0, -1)]
+        sizes = zip((*names, "N", "K"), (*batch, columns, inner), strict=True)
+        shape = tuple([size // parts_of(how.mesh, how.roles, name) for name, size in sizes])
+    specs = tuple([x._spec for x in results if isinstance(x, DTensor)])
+    meshes = tuple([x.device_mesh for _, x in tensors])
+    keep(_known, key, Repeated(specs, many, adds_here(how), shape, meshes))
+
+
+def again(
+    known: Repeated, product: Callable[..., Any], op: str, a: Any, b: Any, bias: Any, functions: Functions,
+    options: Any, scalars: Any,
+) -> Any:  # fmt: skip
+    """The results of a call like one before.
+
+    Args:
+        product: the door; see `run.product`, which has the other arguments.
+    """
+    with torch.no_grad():
+        added = _part(bias, ())
+        if not known.adds and added is not None:
+            added = (
+                tuple([torch.zeros_like(x) for x in added])
+                if isinstance(added, tuple)
+                else torch.zeros_like(added)
+            )
+        if functions.args:
+            functions = functions._replace(args=tuple([_part(x, ()) for x in functions.args]))
+        made = product(op, _part(a, ()), _part(b, known.shape), added, functions, None, options, scalars)
+        results = made if known.many else (made,)
+        # As torch's own operators make them; `from_local` takes ten times as long.
+        found = [DTensor(x, spec, requires_grad=False) for x, spec in zip(results, known.specs, strict=True)]
+    return returned(found, known.many)
+
+
+def _part(x: Any, shape: tuple[int, ...]) -> Any:
+    """This rank's part.
+
+    Args:
+        shape: of the part of a packed weight.
+    """
+    if isinstance(x, PackedWeight):
+        return x.with_parts({name: _part(part, ()) for name, part in x.parts().items()}, shape)
+    if isinstance(x, tuple | list):
+        return tuple([_part(each, ()) for each in x])
+    if not isinstance(x, DTensor):
+        return x
+    local = x.to_local()
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
