@@ -412,6 +412,12 @@ def _few_experts():
     return parallelize_module(gemmery.nn.Experts(1, 8, 16), mesh(), ours.ExpertParallel())
 
 
+def _experts_with_a_norm():
+    layer = gemmery.nn.Experts(4, 8, 16)
+    layer.norm = nn.LayerNorm(8)
+    return parallelize_module(layer, mesh(), ours.ExpertParallel())
+
+
 def _whole_state_of_experts():
     layer = EXPERTS["int4"]()
     state = copy.deepcopy(layer.state_dict())
@@ -495,6 +501,7 @@ REFUSALS = {
     "too few experts' style": (_few_experts, ValueError, "leaves a rank without one"),
     "sums of experts": (_sums_of_rows, ValueError, "gate_up_grad is placed .*must be placed as the gradient is"),
     "a whole state of experts": (_whole_state_of_experts, ValueError, "gate_up_proj: one of .* consists of DTensors"),
+    "experts with a norm": (_experts_with_a_norm, ValueError, "norm.bias is a parameter of all experts"),
     "experts' style": (
         lambda: parallelize_module(gemmery.nn.Linear(8, 16), mesh(), ours.ExpertParallel()), TypeError,
         "ExpertParallel: module is a Linear",
@@ -983,6 +990,38 @@ def states_of_experts(name):
     again = parallelize_module(EXPERTS[name](), mesh(), ours.ExpertParallel())
     again.load_state_dict(part.state_dict())
     torch.testing.assert_close(again(*given), want, **tolerances)
+
+
+def experts_of_a_model(change):
+    """Experts of a Hugging Face model that are replaced before the model is sharded."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        hidden_size=64, intermediate_size=128, moe_intermediate_size=64, num_hidden_layers=1, num_experts=4,
+        num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=4, vocab_size=64,
+    )  # fmt: skip
+    model = Qwen3MoeForCausalLM(config).bfloat16().eval()
+    CHANGES[change](model)
+    ids = torch.arange(10).unsqueeze(0)
+    with torch.no_grad():
+        want = model(ids).logits
+        parallelize_module(model, mesh(), {"model.layers.*.mlp.experts": ours.ExpertParallel()})
+        experts = model.model.layers[0].mlp.experts
+        assert type(experts).__name__ == ("FusedExperts" if change == "swap" else "Experts")
+        down = experts.down_proj
+        held = down if change == "swap" else next(iter(down.parts().values()))
+        assert held.to_local().shape[0] == 2
+        torch.testing.assert_close(model(ids).logits, want, **ROUNDED)
+
+
+def experts_that_are_sharded(change):
+    """They are left alone."""
+    sharded = nn.Sequential(gemmery.nn.Experts(4, 64, 64).bfloat16())
+    for name, parameter in list(sharded[0].named_parameters()):
+        setattr(sharded[0], name, nn.Parameter(dealt(parameter.detach(), ROWS)))
+    report = CHANGES[change](sharded)
+    return len(report), report.left
 
 
 def experts_in_fsdp():

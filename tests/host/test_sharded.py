@@ -147,6 +147,17 @@ class TestExperts:
     def test_modules(self, ranks, function):
         ranks(function)
 
+    @pytest.mark.parametrize("change", sharded.CHANGES)
+    def test_models(self, ranks, change):
+        pytest.importorskip("transformers")
+        ranks(sharded.experts_of_a_model, change)
+
+    @pytest.mark.parametrize("change", ("quantize", "sparsify"))
+    def test_after(self, ranks, change):
+        (count, left), _ = ranks(sharded.experts_that_are_sharded, change)
+        assert count == 0
+        assert "is sharded (a DTensor)" in dict(left)["0"]
+
 
 class TestModels:
     """`swap`, `quantize` and `sparsify` before a model is sharded, and after."""

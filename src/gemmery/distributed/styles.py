@@ -14,6 +14,7 @@ from ..formats.weight import PackedWeight
 from ..moe.sharded import EXPERTS, held
 from ..nn.blocks import FusedGatedMLP
 from ..nn.experts import Experts
+from ..nn.hugging_face import FusedExperts
 from ..nn.mlp import MLP, GatedMLP
 from ..nn.packed import PackedLinear
 from .weights import distribute_weight
@@ -21,6 +22,11 @@ from .weights import distribute_weight
 Layer = nn.Linear | PackedLinear
 #: A layer's placements as torch's styles have them: of the weight, and of the bias.
 COLUMN_WISE, ROW_WISE = (Shard(0), Shard(0)), (Shard(1), Replicate())
+
+#: The parameters of modules of experts whose first dimension is that of the experts.
+OF_EXPERTS = {
+    f"{name}{suffix}" for name in ("gate_up_proj", "up_proj", "down_proj") for suffix in ("", "_bias")
+}
 
 
 class ColwiseParallel(torch_styles.ColwiseParallel):
@@ -110,8 +116,8 @@ class ExpertParallel(ParallelStyle):
     """Experts of which each rank holds a range.
 
     Each rank computes the sums over its own experts for all tokens, and the ranks' sums are added. It takes a
-    `gemmery.nn.Experts`, with dense, quantised or sparse weights. Ids of experts are those of the whole module, and
-    ranks may hold different numbers of experts.
+    `gemmery.nn.Experts`, with dense, quantised or sparse weights, and the `FusedExperts` that `gemmery.nn.swap` makes.
+    Ids of experts are those of the whole module, and ranks may hold different numbers of experts.
 
     Args:
         input_layouts: of plain tensors among the tokens, their choices and the weights of the router; `Replicate()` by
@@ -141,12 +147,19 @@ class ExpertParallel(ParallelStyle):
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not isinstance(module, Experts):
+        if not isinstance(module, Experts | FusedExperts):
             raise TypeError(
-                f"ExpertParallel: module is a {type(module).__name__}; it must be a gemmery.nn.Experts"
+                f"ExpertParallel: module is a {type(module).__name__}; it must be a gemmery.nn.Experts, or experts "
+                "that gemmery.nn.swap has replaced"
             )
-        held(device_mesh, (EXPERTS,), module.num_experts)
-        for name, parameter in list(module.named_parameters(recurse=False)):
+        parameters = dict(module.named_parameters())
+        if others := parameters.keys() - OF_EXPERTS:
+            raise ValueError(
+                f"ExpertParallel: {sorted(others)[0]} is a parameter of all experts; each rank would have a part of "
+                "its gradient alone"
+            )
+        held(device_mesh, (EXPERTS,), parameters["down_proj"].shape[0])
+        for name, parameter in parameters.items():
             setattr(module, name, _sharded(parameter, device_mesh, Shard(0), self.src_data_rank))
         return _hooked(
             module, device_mesh, self.input_layouts, Replicate(), self.output_layouts, self.use_local_output

@@ -81,6 +81,9 @@ def experts(
     On a GPU these are four kernels, and nothing waits for it: a CUDA graph can be replayed with other choices. x is not
     copied. Gradients reach x, the weights of the router, dense weights of the experts, and biases.
 
+    All tensors may be DTensors: weights and biases are sharded along the experts, and the others along the tokens. The
+    result is one, too, and a partial sum where the experts are sharded.
+
     Args:
         x: (..., H), the tokens.
         top_k_index: (..., k), int32 or int64, the experts of each token. Ids outside `0..E - 1`, as under expert
