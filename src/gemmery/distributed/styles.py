@@ -69,7 +69,28 @@ class RowwiseParallel(torch_styles.RowwiseParallel):
         )  # fmt: skip
 
 
-class FeedForwardParallel(ParallelStyle):
+class _ModuleParallel(ParallelStyle):
+    """A style for a whole module, which is given all of its input."""
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__()
+        self.input_layouts = input_layouts or Replicate()
+        self.output_layouts = output_layouts or Replicate()
+        self.use_local_output = use_local_output
+
+    def _hooked(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        return _hooked(
+            module, mesh, self.input_layouts, Replicate(), self.output_layouts, self.use_local_output
+        )
+
+
+class FeedForwardParallel(_ModuleParallel):
     """A whole feed-forward block, sharded column by column before its activation and row by row behind it.
 
     Where torch's styles are given to the layers of a block, each layer is called with hooks of its own, so that the
@@ -90,29 +111,15 @@ class FeedForwardParallel(ParallelStyle):
         >>> parallelize_module(block, mesh, FeedForwardParallel())  # doctest: +SKIP
     """
 
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        super().__init__()
-        self.input_layouts = input_layouts or Replicate()
-        self.output_layouts = output_layouts or Replicate()
-        self.use_local_output = use_local_output
-
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         *first, last = _layers(module)
         for layer in first:
             _shard(layer, device_mesh, COLUMN_WISE, self.src_data_rank)
         _shard(last, device_mesh, ROW_WISE, self.src_data_rank)
-        return _hooked(
-            module, device_mesh, self.input_layouts, Replicate(), self.output_layouts, self.use_local_output
-        )
+        return self._hooked(module, device_mesh)
 
 
-class ExpertParallel(ParallelStyle):
+class ExpertParallel(_ModuleParallel):
     """Experts of which each rank holds a range.
 
     Each rank computes the sums over its own experts for all tokens, and the ranks' sums are added. It takes a
@@ -134,18 +141,6 @@ class ExpertParallel(ParallelStyle):
         >>> parallelize_module(layer, mesh, ExpertParallel())  # doctest: +SKIP
     """
 
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        super().__init__()
-        self.input_layouts = input_layouts or Replicate()
-        self.output_layouts = output_layouts or Replicate()
-        self.use_local_output = use_local_output
-
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, Experts | FusedExperts):
             raise TypeError(
@@ -161,9 +156,7 @@ class ExpertParallel(ParallelStyle):
         held(device_mesh, (EXPERTS,), parameters["down_proj"].shape[0])
         for name, parameter in parameters.items():
             setattr(module, name, _sharded(parameter, device_mesh, Shard(0), self.src_data_rank))
-        return _hooked(
-            module, device_mesh, self.input_layouts, Replicate(), self.output_layouts, self.use_local_output
-        )
+        return self._hooked(module, device_mesh)
 
 
 def _layers(block: nn.Module) -> list[Layer]:
