@@ -121,8 +121,7 @@ def padded(problem: Problem) -> Padded | None:
     if mn_major.a or not p.a.takes_tma(p.batch):
         a = Copy.of(p.a, p.M, p.K, p.batch, not mn_major.a and p.a.row == 1 and p.a.col != 1)
     # The steps of packed and sparse weights count matrices.
-    is_plain = not (p.b.unpacks or p.b.is_sparse)
-    if is_plain and (mn_major.b or not p.b.takes_tma(p.batch)):
+    if not p.b.is_encoded and (mn_major.b or not p.b.takes_tma(p.batch)):
         b = Copy.of(p.b, p.K, p.N, p.batch, mn_major.b or (p.b.row == 1 and p.b.col != 1))
     if a is None and b is None:
         return None

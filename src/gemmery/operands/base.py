@@ -150,6 +150,11 @@ class Spec(Layout):
         return False
 
     @property
+    def is_encoded(self) -> bool:
+        """Whether it stands for a matrix that is stored in another form, and that torch would be given instead."""
+        return self.unpacks or self.is_sparse
+
+    @property
     def staged(self) -> Stage | None:
         """How stages of `schedules.any_width` hold a weight in a form of its own, without `Stage.of_halves`.
 

@@ -26,7 +26,7 @@ def describe(found: Prediction) -> str:
     else:
         lines.append(f"gemmery: torch reference, since {p.device.name} lacks the instructions")
     if found.cublas is not None:
-        how = f" with the weight in {DTYPE_NAMES[p.b.dtype]}" if p.b.unpacks or p.b.is_sparse else ""
+        how = f" with the weight in {DTYPE_NAMES[p.b.dtype]}" if p.b.is_encoded else ""
         lines.append(f"{found.vendor}{how}: {', '.join(found.calls)}")
         lines.append(f"  {_parts(found.cublas_cost)}")
     else:

@@ -165,9 +165,7 @@ def parts(launched: Launch) -> dict[str, float]:
         "turned_a": float(pointers and half and p.a.col != 1 and p.a.row == 1),
         "fma": float(fma),
         "fma_turned": float(fma and p.b.row == 1),
-        "straddles": float(
-            not pointers and any(_straddles(x) for x in (p.a, p.b)) and not (p.b.unpacks or p.b.is_sparse)
-        ),
+        "straddles": float(not pointers and any(_straddles(x) for x in (p.a, p.b)) and not p.b.is_encoded),
         "loads": cost.waves * p.K * _loads(p, c) / device.sm_bandwidth if pointers else 0.0,
         **_stores(p),
         "multiplies": float(p.a.dtype.itemsize <= 2),

@@ -95,7 +95,7 @@ class Route:
 
 def route(problem: Problem) -> Route | None:
     """What torch launches for a problem; None where it has no such product."""
-    unpacked = problem.b.unpacks or problem.b.is_sparse
+    unpacked = problem.b.is_encoded
     problem = _as_given(problem)
     if not _exists(problem):
         return None
