@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from typing import Any
 
-from torch import Tensor
 
-
-def is_sharded(tensors: Iterable[Tensor]) -> bool:
-    """Whether one of the tensors is a DTensor; without importing what these are."""
+def is_sharded(values: Iterable[Any]) -> bool:
+    """Whether one of the values, or of those in a pair among them, is a DTensor; without importing what these are."""
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and any(isinstance(x, module.DTensor) for x in tensors)
+    return module is not None and any(
+        is_sharded(x) if isinstance(x, tuple | list) else isinstance(x, module.DTensor) for x in values
+    )

@@ -167,10 +167,7 @@ def experts(
 
 def _has_parts(values: Iterable[Any]) -> bool:
     """Whether one of the tensors is a DTensor, or is made of some."""
-    tensors: list[Any] = []
-    for x in values:
-        tensors += x if isinstance(x, tuple | list) else [x]
-    return is_sharded([getattr(x, x.INNER[0]) if isinstance(x, PackedWeight) else x for x in tensors])
+    return is_sharded([getattr(x, x.INNER[0]) if isinstance(x, PackedWeight) else x for x in values])
 
 
 def _of_parts(run: Callable[..., Tensor], *given: Any) -> Tensor:

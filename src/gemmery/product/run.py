@@ -222,7 +222,7 @@ def _first(
     Args:
         key: under which it is remembered; None where it can't be.
     """
-    if _has_parts(a, b):
+    if is_sharded([x.data if isinstance(x, ScaledTensor) else x for x in (a, b)]):
         if is_inference_mode_enabled():
             # There, torch has no views of DTensors.
             with inference_mode(False), no_grad():
@@ -249,14 +249,6 @@ def _first(
         return dispatched(call.prologue_applied(), out, key)
     is_autocast = out is None and autocast_dtype(call.device) is not None
     return returned(*compute(call, out, None if is_autocast else key))
-
-
-def _has_parts(*operands: Any) -> bool:
-    """Whether an operand is a DTensor, or is made of some."""
-    tensors: list[Any] = []
-    for x in operands:
-        tensors += x if isinstance(x, tuple | list) else [x.data] if isinstance(x, ScaledTensor) else [x]
-    return is_sharded(tensors)
 
 
 def _key_of_parts(
