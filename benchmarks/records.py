@@ -159,7 +159,7 @@ def read_models(folder: Path) -> list[Data]:
 
 
 def read_folder(folder: Path, needed: set[str], script: str) -> list[Data]:
-    """What a script wrote into a folder, by date; ValueError names a file that lacks what is needed."""
+    """The results that a script wrote into a folder, by date; ValueError names a file that lacks a needed entry."""
     found = []
     for path in sorted(folder.glob("*.json")):
         data = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""What the results of `sparse.py` and `blocks.py` say: their suites, the bars, and the tables made of them."""
+"""The suites, the bars and the tables of the results of `sparse.py` and `blocks.py`."""
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -118,7 +118,7 @@ ABOUT = (
 def read(folder: Path) -> list[Data]:
     """All results under a folder of results as those of `SUITES`, in the form of the other suites' results.
 
-    What was measured again counts once, as last.
+    A row that was measured again counts once, by its last result.
 
     Raises:
         ValueError: a file is no result; it is named.
@@ -207,7 +207,7 @@ def _row(row: Data, times: dict[str, Sequence[dict[str, float]]], peers: dict[st
 
 @dataclass(frozen=True)
 class Found:
-    """What was measured of a line with one version of Triton.
+    """The results of a line with one version of Triton.
 
     Attributes:
         figures: of the rows' ratios beside the fastest peer, see `gemmery.lab.results.summarise`; None without rows.
@@ -227,7 +227,7 @@ class Found:
 
 
 def found(line: Line, results: Iterable[Data]) -> Found | None:
-    """What was measured of a line; None if nothing was."""
+    """The results of a line; None where it was not measured."""
     rows, failed = [], 0
     for result in results:
         for row in result["rows"] if result["suite"] == line.suite else ():

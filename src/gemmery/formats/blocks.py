@@ -320,7 +320,7 @@ def stored(op: str, name: str, x: Tensor) -> Stored:
 
 
 def _checked(op: str, name: str, data: Tensor, x: Tensor) -> Stored:
-    """What is stored of a matrix, given its data."""
+    """The stored blocks of a matrix, given its data; see `stored` for errors."""
     shape = data.values().shape
     if len(shape) != 3 or shape[1] != shape[2] or shape[1] not in SIZES:
         sizes = ", ".join([f"{size}x{size}" for size in SIZES])

@@ -1,4 +1,4 @@
-"""What the kept numbers of a 2:4 sparse weight are stored as: one row of a table for each code."""
+"""How the kept numbers of a 2:4 sparse weight are stored: a table with a row for each code."""
 
 from __future__ import annotations
 

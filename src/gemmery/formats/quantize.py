@@ -120,8 +120,8 @@ def quantize(
         format: "int8", "int4", "e4m3", "e5m2", "mxfp4", "nvfp4" or "nf4".
         group_size: columns that share a scale, a power of two from 16 to 1024. 0 for int8 and int4: one float32 scale a
             row, by which the product is multiplied (`channel`). By default 128 for int4, 0 for int8, 64 for nf4; mxfp4
-            has 32 and nvfp4 16, and for e4m3 and e5m2 `scale` decides. Of a sparse weight int4 has 0, or groups of at
-            least 32 columns, of which half are kept.
+            has 32 and nvfp4 16, and for e4m3 and e5m2 `scale` decides. For a sparse weight, int4
+            takes 0 or groups of at least 32 columns, half of which are kept.
         symmetric: False for int8 and int4 gives each group a zero point and so the range from its least to its largest
             number; needs groups.
         scale: for e4m3 and e5m2, what shares a float32 scale: all of w ("tensor"), a row ("channel"), or a block of 128
