@@ -1,13 +1,16 @@
-"""Tensor and expert parallelism: packed weights that are sharded, and styles for `parallelize_module` that shard them.
+"""Tensor and expert parallelism: packed weights that are sharded, styles for `parallelize_module` that shard them, and
+products that are summed over ranks.
 
 Products of DTensors need nothing from here. It imports torch.distributed, and is imported by its name alone.
 """
 
+from .all_reduce import linear_all_reduce, matmul_all_reduce
+from .exchange import check, set_timeout
 from .state import flat_state_dict, load_flat_state_dict
 from .styles import ColwiseParallel, ExpertParallel, FeedForwardParallel, RowwiseParallel
 from .weights import distribute_weight, full_weight
 
 __all__ = [
-    "ColwiseParallel", "ExpertParallel", "FeedForwardParallel", "RowwiseParallel", "distribute_weight",
-    "flat_state_dict", "full_weight", "load_flat_state_dict",
+    "ColwiseParallel", "ExpertParallel", "FeedForwardParallel", "RowwiseParallel", "check", "distribute_weight",
+    "flat_state_dict", "full_weight", "linear_all_reduce", "load_flat_state_dict", "matmul_all_reduce", "set_timeout",
 ]  # fmt: skip

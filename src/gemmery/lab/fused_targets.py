@@ -26,7 +26,7 @@ from ..formats.sparse import SparseTensor, padded
 from ..formats.tensor import QuantizedTensor
 from ..kernels import pointwise
 from ..nn.feed_forward import Differentiable
-from ..operands import Groups
+from ..operands import Exchange, Groups, SummedOver
 from ..problem import Problem
 from ..product import prepare, vjp
 from ..product.build import make_call
@@ -81,6 +81,7 @@ class Fused:
             operands have scales.
         group: columns of a sparse weight of int4 that share a scale, or 0.
         step: columns of both factors that share a scale; 0 where there are none that change along K.
+        ranks: over how many GPUs the product is summed.
         aligned: whether only sizes that suit all loads are compiled: odd ones are refused, or spill somewhere.
     """
 
@@ -97,6 +98,7 @@ class Fused:
     sparse: str | None = None
     group: int = 0
     step: int = 0
+    ranks: int = 1
     aligned: bool = False
 
 
@@ -134,6 +136,10 @@ FUSED: dict[str, Fused] = {
     "scaled_mx": Fused(
         unchanged, dtypes=("e4m3", "e5m2"), needs=torch.float8_e4m3fn, step=MX_BLOCK, aligned=True
     ),
+    "summed": Fused(unchanged, dtypes=("bf16", "int8"), ranks=2),
+    "summed_residual": Fused(library.residual, ("matrix",), bias=True, ranks=2, rows=128),
+    "summed_swiglu": Fused(library.swiglu, ranks=8, aligned=True),
+    "summed_int4": Fused(library.gelu, bias=True, packed=("int4", 128), ranks=2),
     # The backward pass of a gated block: a product that goes on to the gradient of the one before.
     "swiglu_backward": Fused(Differentiable(library.swiglu).backward, ("wide",)),
 }
@@ -178,6 +184,12 @@ def _operands(name: str, dtype: str, rows: int, size: int) -> tuple[Any, Any, Te
     if how.packed:
         weight = _packed(*how.packed, columns, size, kind)
     args = tuple([empty(*shapes[x]) if isinstance(x, str) else x for x in how.args])
+    if how.ranks > 1:
+        # Each tensor an object of its own, as launches have them.
+        size_ = rows * columns
+        buffers = [empty(2, how.ranks, size_, dtype=torch.int32) for _ in range(how.ranks)]
+        uses = empty(size_ + 1, dtype=torch.int32)
+        x = SummedOver(x, Exchange(tuple(buffers), uses, 1, size_, 1 << 40, 1 << 20))
     return x, weight, empty(columns) if how.bias else None, args
 
 

@@ -7,6 +7,7 @@ is how kernels load it with one config. Kinds differ in what they override: see 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -183,6 +184,11 @@ class Spec(Layout):
         return False
 
     @property
+    def is_summed(self) -> bool:
+        """Whether the product is summed over ranks, so that no element may be computed twice; see `summed`."""
+        return False
+
+    @property
     def mean_k(self) -> int:
         """Of an operand by whose blocks a product steps: the length of a tile's range along K on average."""
         raise NotImplementedError
@@ -246,6 +252,27 @@ class Spec(Layout):
         """An epilogue's device function, given the sum as the kernel has it."""
         return epilogue
 
+    def of_partial_sum(self, epilogue: Any, reads_ahead: bool) -> Any:
+        """An epilogue's device function, given the sum over this operand's columns, which are some of all.
+
+        Args:
+            reads_ahead: whether it is given (args, block), see `kernels.epilogues`.
+        """
+        return epilogue
+
+    def before_sum(self, prefetch: Any) -> Any:
+        """The device function that reads ahead, given the arguments of `of_partial_sum`'s function."""
+        return prefetch
+
+    def sum_arguments(self, tensors: Sequence[Any], numbers: Sequence[float]) -> tuple[Any, ...]:
+        """Arguments of `of_partial_sum`'s function, which come before the epilogue's.
+
+        Args:
+            tensors: the operand's.
+            numbers: the launch's, of which its own are the last.
+        """
+        return ()
+
     def columns(self, config: Config) -> tuple[int, int]:
         """Columns of a tile that are one block of the kernel, and those of the second block beside it, or 0."""
         return config.main_n, config.rest_n
@@ -279,6 +306,8 @@ class Operand:
 
     #: Whether `matrix` is the right one of two halves; only for kernels.
     swapped = False
+    #: Whether `outer` is for others to multiply by.
+    has_outer = True
     matrix: Tensor
     tensors: tuple[Tensor, ...]
     launched: tuple[Tensor, ...]
@@ -309,6 +338,12 @@ class Operand:
     def outer_place(self) -> int:
         """Where that is among `values`."""
         raise NotImplementedError
+
+    def without_outer(self) -> Operand:
+        """The same, of whose `outer` another operand takes care."""
+        made = copy.copy(self)
+        made.has_outer = False
+        return made
 
     @property
     def default(self) -> torch.dtype:

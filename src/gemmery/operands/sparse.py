@@ -287,7 +287,7 @@ class SparseOperand(Operand):
     def outer(self) -> Tensor | None:
         """A number for each row of the weight."""
         channel = self.weight.channel
-        if channel is None or self.transposed:
+        if channel is None or self.transposed or not self.has_outer:
             return None
         return channel if channel.dim() == 1 else channel.unsqueeze(-2)
 

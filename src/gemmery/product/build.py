@@ -27,6 +27,8 @@ from ..operands import (
     Sampled,
     ScaledOperand,
     SparseOperand,
+    SummedOperand,
+    SummedOver,
 )
 from . import prologue
 from .check import (
@@ -124,6 +126,10 @@ def operands_of(op: str, a: Any, b: Any, takes_pair: bool) -> tuple[Operand, Ope
     first = operand_names(op)[0]
     if isinstance(a, Groups):
         return _groups(op, a, b, takes_pair)
+    if isinstance(a, SummedOver):
+        left, right = operands_of(op, a.matrix, b, takes_pair)
+        # Each rank's columns have scales of their own.
+        return SummedOperand(left.matrix, a.exchange, right.outer), right.without_outer()
     if isinstance(a, Sampled):
         return PickedOperand(a.matrix, a.stored, False), PickedOperand(b.matrix, b.stored, True)
     if is_blocks(a) or is_blocks(b):

@@ -32,7 +32,7 @@ from ..formats.sparse import SparseTensor
 from ..formats.tensor import QuantizedTensor
 from ..formats.weight import PackedWeight
 from ..launch.plan import Plan
-from ..operands import BlocksOperand, Groups, PickedOperand, Sampled
+from ..operands import BlocksOperand, Groups, PickedOperand, Sampled, SummedOver
 from ..problem import Config
 from . import cache
 from .build import lowered, make_call
@@ -86,7 +86,7 @@ def product(
         _len_torch_dispatch_stack() or _are_functorch_transforms_active() or forward_ad._current_level >= 0
     ):
         kind = type(b)
-        if (kind is Tensor or kind is Parameter) and type(a) is not Groups:
+        if (kind is Tensor or kind is Parameter) and type(a) is not Groups and type(a) is not SummedOver:
             given, form = [a, b], None
         else:
             given, form = _parts(a, b)
@@ -142,6 +142,12 @@ def _parts(a: Any, b: Any) -> tuple[list[Any], Any]:
                 given[1] = a.scale
         given[own:own] = [a.offs, a.gather, a.scatter]
         return given, (a.axis, form)
+    if type(a) is SummedOver:
+        e = a.exchange
+        given, form = _parts(a.matrix, b)
+        scale = b.__dict__.get("channel") if isinstance(b, PackedWeight) else None
+        given[1:1] = [*e.buffers, e.uses, scale, e.failed, e.patience]
+        return given, (e.rank, e.size, form)
     kind = type(b)
     if kind is QuantizedTensor:
         own = b.__dict__

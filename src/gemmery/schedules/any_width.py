@@ -176,9 +176,18 @@ class AnyWidth(PersistentStatic):
                 else rules.about or f"{self.tile(c).own} rows for each warpgroup"
             )
             return f"{kind} leaves registers for a width of {widest}"
+        if p.a.is_summed and self._overlap(p, c):
+            return "a sum over ranks needs tiles and parts of tiles that do not overlap"
         if not self.considers(p, np.asarray(p.M)):
             return "a row that is added to one row may be the output itself, of which some is stored twice"
         return self._untaken(c, Forms.of(p))
+
+    def _overlap(self, problem: Problem, config: Config) -> bool:
+        """Whether some elements of the product are in two tiles, or in two parts of one; see `any_width.corner`."""
+        p, tile = problem, self.tile(config)
+        x, y = (p.N, p.M) if config.swap else (p.M, p.N)
+        moves = (x > tile.x and x % tile.x) or (y > tile.y and y % tile.y)
+        return bool(moves or tile.y % tile.part)
 
     def _untaken(self, config: Config, forms: Forms) -> str | None:
         """Why operands that lie so can't be cut into a config's tiles; None if they can."""
@@ -275,13 +284,13 @@ def _operands_suit(problem: Problem) -> bool:
     """
     a, b = problem.a, problem.b
     if Forms.of(problem).packed is not None:
-        return type(a) is Dense and not problem.batch
+        return isinstance(a, Dense) and not problem.batch
     if problem.ragged:
         return type(b) is Dense
     if isinstance(b, Pair) and b.alternates:
         return False
     if not isinstance(a, Scaled) or not isinstance(b, Scaled):
-        return type(a) is Dense and type(b) in (Dense, Pair)
+        return isinstance(a, Dense) and type(b) in (Dense, Pair)
     # The kernel's assembly loads fp32.
     scales = all(operand.scale.dtype == torch.float32 for operand in (a, b))
     return scales and b.by_steps and b.step == BLOCK and b.every % BLOCK == 0 and not problem.paired

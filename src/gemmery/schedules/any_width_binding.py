@@ -36,6 +36,7 @@ from .binding import (
     digest,
     epilogue_arguments,
     epilogue_of,
+    of_sum,
     phases,
     promotes,
     sorted_tensors,
@@ -148,7 +149,7 @@ class AnyWidthBinding(Binding):
         if given is not None:
             return phases(p)[1]
         if second is not None and p.fusion is not None:
-            return p.b.of_sum(function(p.fusion.both), p.device)
+            return of_sum(p, function(p.fusion.both))
         return epilogue_of(p)
 
     def _matrix_map(self) -> tuple[tuple[int, Any] | None, int | None]:
@@ -221,7 +222,8 @@ class AnyWidthBinding(Binding):
     ) -> list[Any]:
         """The kernel's arguments, with tensor maps that load so many rows of X and of Y at a time."""
         p, c, tile = self.problem, self.config, self.tile
-        of_a, of_b, out, extras = sorted_tensors(p, tensors)
+        given = sorted_tensors(p, tensors)
+        of_a, of_b, out, extras = given
         a, b = of_a[0], of_b[0]
         step_args = (*self.a.step_scales(of_a), *self.b.step_scales(of_b))
         # Both numbers of a pair make one.
@@ -246,7 +248,7 @@ class AnyWidthBinding(Binding):
             x_map, self._operand(y, not c.swap, self.part, boxes[1]), self._output(out, block), *params,
             self._matrix(extras, block), p.M, p.N, p.K, whole + cut, whole, *parts,
             tiles_m, tiles_n, *divisors, tile.y, band, boxes[0], x_size, boxes[1], loaded[1] * ROW, self.streams,
-            c.num_stages, self.a.place_args(of_a), step_args, epilogue_arguments(p, self.part, extras, numbers),
+            c.num_stages, self.a.place_args(of_a), step_args, epilogue_arguments(p, self.part, given, numbers),
             workspace,
         ]  # fmt: skip
 

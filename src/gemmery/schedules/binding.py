@@ -74,7 +74,12 @@ def epilogue_of(problem: Problem) -> Any:
     """The device function of a problem's epilogue."""
     own = problem.fusion
     made = getattr(epilogues, problem.epilogue) if own is None else function(own.source)
-    return problem.b.of_sum(made, problem.device)
+    return of_sum(problem, made)
+
+
+def of_sum(problem: Problem, made: Any, reads_ahead: bool = False) -> Any:
+    """A device function of an epilogue, given the sum as a problem's kernel has it; see `Spec.of_partial_sum`."""
+    return problem.a.of_partial_sum(problem.b.of_sum(made, problem.device), reads_ahead)
 
 
 def needs_only_its_block(problem: Problem) -> bool:
@@ -95,19 +100,27 @@ def phases(problem: Problem) -> tuple[Any, Any]:
     if problem.fusion is None or problem.fusion.ahead is None:
         return None, epilogue_of(problem)
     before, rest = problem.fusion.ahead
-    return function(before), problem.b.of_sum(function(rest), problem.device)
+    return problem.a.before_sum(function(before)), of_sum(problem, function(rest), reads_ahead=True)
 
 
 def epilogue_arguments(
-    problem: Problem, slot: int, tensors: Sequence[Any], numbers: Sequence[float]
+    problem: Problem, slot: int, tensors: Tensors, numbers: Sequence[float]
 ) -> tuple[Any, ...]:
-    """The epilogue's arguments: pointers, strides and numbers, in the order in which it takes them.
+    """The arguments of `epilogue_of`: pointers, strides and numbers, in the order in which it takes them.
 
     Args:
         slot: columns of the output for which a fused epilogue leaves one part of a row's reduction.
-        tensors: the epilogue's.
+        tensors: the launch's.
         numbers: the epilogue's, then others; alpha and beta for one that is not traced.
     """
+    own = _epilogue_arguments(problem, slot, tensors.epilogue, numbers)
+    return (*problem.a.sum_arguments(tensors.a, numbers), *own)
+
+
+def _epilogue_arguments(
+    problem: Problem, slot: int, tensors: Sequence[Any], numbers: Sequence[float]
+) -> tuple[Any, ...]:
+    """Those of the epilogue alone, given its tensors."""
     if problem.fusion is not None:
         slots = (slot,) if problem.fusion.reduces else ()
         return (*traced_arguments(problem.fusion, tensors, numbers[: problem.fusion.numbers]), *slots)
@@ -312,7 +325,8 @@ class Binding:
             numbers: the epilogue's, then those of a's prologue; alpha and beta for an epilogue that is not traced.
         """
         p, c, waves = self.problem, self.config, self.waves
-        a, b, out, extras = sorted_tensors(p, tensors)
+        given = sorted_tensors(p, tensors)
+        a, b, out = given.a, given.b, given.out
         matrices = [
             self.a.argument(a, c.block_m, c.block_k),
             self.b.argument(b, c.block_k, self.main_n),
@@ -326,7 +340,7 @@ class Binding:
         ]
         sizes = [p.M, p.N, p.K, p.batch, *strides]
         step_args = (*self.a.step_scales(a), *self.b.step_scales(b))
-        epilogue_args = epilogue_arguments(p, self.slot, extras, numbers)
+        epilogue_args = epilogue_arguments(p, self.slot, given, numbers)
         place_args = self.a.place_args(a) or self.b.place_args(b)
         if self.persistent:
             tail = self._tail_arguments(a, b, out)

@@ -93,7 +93,7 @@ class SlicedK(Tile):
             f"a format with a decoder for it, groups of a power of two from {STRIP} on and scales in the type of a",
         )
         yield (
-            type(p.a) is Dense and p.a.dtype in (torch.float16, torch.bfloat16),
+            isinstance(p.a, Dense) and p.a.dtype in (torch.float16, torch.bfloat16),
             "a matrix a of fp16 or bf16",
         )
         yield p.a.col == 1 and suits_tma(p), "operands in aligned rows with adjacent elements"
@@ -256,7 +256,8 @@ class SlicedKBinding(Binding):
     def arguments(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> list[Any]:
         """The kernel's run-time arguments, as for `Binding.arguments`."""
         p, c = self.problem, self.config
-        a, b, out, extras = sorted_tensors(p, tensors)
+        given = sorted_tensors(p, tensors)
+        a, b, out, _ = given
         assert isinstance(self.b, PackedAccess)
         workspace = None if self.split is None else self.workspace(out.device)
         part_k = 0 if self.split is None else self.split.length
@@ -265,7 +266,7 @@ class SlicedKBinding(Binding):
         return [
             a[0], words, *params, out, p.M, p.N, p.K, self.tiles, part_k, p.a.row, p.out.row, p.out.col,
             c.block_n // STRIP, *self.chunks, self.b.groups, self.b.lines * LINE_BYTES,
-            epilogue_arguments(p, 0, extras, numbers), workspace,
+            epilogue_arguments(p, 0, given, numbers), workspace,
         ]  # fmt: skip
 
     @functools.cached_property

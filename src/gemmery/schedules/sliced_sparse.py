@@ -164,13 +164,14 @@ class SlicedSparseBinding(Binding):
     def arguments(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> list[Any]:
         """The kernel's run-time arguments, as for `Binding.arguments`."""
         p = self.problem
-        a, b, out, extras = sorted_tensors(p, tensors)
+        given = sorted_tensors(p, tensors)
+        a, b, out, _ = given
         assert isinstance(self.b, SparseAccess)
         workspace = None if self.split is None else self.workspace(out.device)
         part_k = 0 if self.split is None else self.split.length
         return [
             a[0], *b, out, p.M, p.N, p.K, self.tiles, part_k, p.a.row, p.out.row, p.out.col, self.b.rows // BLOCK,
-            self.b.columns // BLOCK, epilogue_arguments(p, 0, extras, numbers), workspace,
+            self.b.columns // BLOCK, epilogue_arguments(p, 0, given, numbers), workspace,
         ]  # fmt: skip
 
     @property

@@ -209,12 +209,13 @@ class SpecializedBinding(Binding):
     def arguments(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> list[Any]:
         """The kernel's run-time arguments, as for `Binding.arguments`."""
         p, c, w = self.problem, self.config, self.work
-        a, b, out, extras = sorted_tensors(p, tensors)
+        given = sorted_tensors(p, tensors)
+        a, b, out, _ = given
         workspace = None if self.split is None else self.workspace(out.device)
         return [
             _descriptor(a[0], (p.M, p.K), (p.a.row, 1), (c.block_m, c.block_k), p.a.dtype),
             self._b(b), self._out(out), p.M, p.N, p.K, *w.units(c.block_k), (), self._step_args(a, b),
-            epilogue_arguments(p, 0, extras, numbers), workspace,
+            epilogue_arguments(p, 0, given, numbers), workspace,
         ]  # fmt: skip
 
     def _b(self, tensors: Sequence[Any]) -> Any:

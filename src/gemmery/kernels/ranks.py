@@ -1,0 +1,264 @@
+"""The sum of the partial sums of several GPUs, each of which has a range of K; see `operands.summed`.
+
+Every rank stores its partial sum of a block straight into the memory of every other rank, waits for theirs, and adds
+all of them up in the order of the ranks. So all ranks have the same bits, whoever comes first. A partial sum is its own
+signal: a place is `EMPTY` until something is stored there, and `EMPTY` again once it has been read. No flags and no
+fences are needed, since four bytes arrive together. FlashInfer's and TensorRT-LLM's all-reduce for few rows, "Lamport"
+there, works likewise (github.com/flashinfer-ai/flashinfer).
+
+For each rank an element has two places, which products use in turn. A rank that stores into a place for the second time
+has all partial sums of the product in between. The others sent these when they had finished the product before, and
+so had emptied the place. `uses` counts the products that an element has been part of. It is the same on all ranks, as
+long as they compute the same products in the same order.
+"""
+
+import triton
+import triton.language as tl
+from triton.experimental.gluon import constexpr_function
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+
+from .dialect import value_of
+from .operands import beside, column_halves
+
+#: The bits of an element that nothing was stored in: -0.0 as fp32, and the least int32, which no sum of products is.
+EMPTY = tl.constexpr(-(1 << 31))
+#: The bits of a NaN, for what did not arrive.
+MISSING = tl.constexpr(0x7FC00000)
+
+
+#: Elements that a warpgroup sends and receives at a time, for want of registers.
+TOGETHER = tl.constexpr(1024)
+#: See `dialect.in_gluon`.
+IN_GLUON = tl.constexpr(False)
+
+
+@triton.jit
+def rows_of(acc):
+    """The numbers of a block's rows, laid out as Gluon wants them."""
+    if IN_GLUON:
+        return tl.arange(0, acc.shape[0], tl.SliceLayout(1, acc.type.layout))
+    else:
+        return tl.arange(0, acc.shape[0])
+
+
+@triton.jit
+def columns_of(acc):
+    """Those of its columns."""
+    if IN_GLUON:
+        return tl.arange(0, acc.shape[1], tl.SliceLayout(0, acc.type.layout))
+    else:
+        return tl.arange(0, acc.shape[1])
+
+
+@constexpr_function
+def splits_rows(layout, shape):
+    """Whether a thread's elements of a block lie in both halves of its rows, and not in those of its columns."""
+    bases = getattr(layout, "reg_bases", [])
+    return [shape[0] // 2, 0] in bases and [0, shape[1] // 2] not in bases
+
+
+@triton.jit
+def halves(acc):
+    """Two halves of a block, without moving data between threads; and the numbers of the second's row and column."""
+    if splits_rows(acc.type.layout, acc.type.shape):
+        left, right = column_halves(acc.permute(1, 0))
+        return left.permute(1, 0), right.permute(1, 0), acc.shape[0] // 2, 0
+    else:
+        left, right = column_halves(acc)
+        return left, right, 0, acc.shape[1] // 2
+
+
+@triton.jit
+def whole(left, right, like):
+    """What `halves` has parted, laid out as another block."""
+    if splits_rows(like.type.layout, like.type.shape):
+        made = beside(left.permute(1, 0), right.permute(1, 0)).permute(1, 0)
+    else:
+        made = beside(left, right)
+    return tl.convert_layout(made, like.type.layout, assert_trivial=True)
+
+
+@builtin
+def computed_anew(value, _semantic=None):
+    """The same number; what is computed from it is not kept in registers from before."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic
+    )
+
+
+@builtin
+def waited_for(bits, places, patience, _semantic=None, _generator=None):
+    """The bits that are stored in places, once they are not empty; each thread waits for its own.
+
+    Args:
+        bits: `EMPTY` where they are wanted, something else where not.
+        patience: for how many microseconds, in a block.
+    """
+    threads = 32 * value_of(gl.num_warps(_semantic=_semantic, _generator=_generator))
+    each = max(1, min(8, bits.numel.value // threads))
+    own = range(each)
+    look = [f"setp.eq.s32 want, ${i}, {EMPTY.value}; @want ld.volatile.global.b32 ${i}, [${2 * each + i}];" for i in own]
+    more = [f"setp.eq.or.s32 want, ${i}, {EMPTY.value}, want;" for i in own[1:]]
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred want; .reg .b64 begin, now, limit;"
+        f"mul.wide.u32 limit, ${3 * each}, 1000; mov.u64 begin, %globaltimer;\nLOOK: {''.join(look)}"
+        f"setp.eq.s32 want, $0, {EMPTY.value}; {''.join(more)} @!want bra DONE;"
+        "mov.u64 now, %globaltimer; sub.u64 now, now, begin; setp.lt.u64 want, now, limit; @want bra LOOK;\nDONE: }",
+        ",".join(["=&r"] * each + [str(i) for i in own] + ["l"] * each + ["r"] * each), [bits, places, patience],
+        dtype=gl.int32, is_pure=False, pack=each, _semantic=_semantic,
+    )  # fmt: skip
+
+
+@triton.jit
+def is_any(condition):
+    """Whether a condition holds for an element of a block."""
+    return tl.max(tl.max(condition.to(tl.int32), 1), 0) > 0
+
+
+@triton.jit
+def arrived(places, inside, patience, broken, failed, RANK: tl.constexpr):
+    """The bits that a rank stores in places, which are empty afterwards.
+
+    Args:
+        patience: for how many microseconds it waits, or how often it looks, which takes about one.
+        broken, failed: where it says that they did not come: on this GPU, and where the host sees it.
+    """
+    if IN_GLUON:
+        # Voting would take shared memory, of which assembly has all.
+        bits = waited_for(tl.where(inside, EMPTY, 0), places, patience + inside.to(tl.int32) * 0)
+    else:
+        bits = tl.load(places, mask=inside, other=0, volatile=True)
+        left = patience
+        while is_any(bits == EMPTY) & (left > 0):
+            bits = tl.load(places, mask=inside, other=0, volatile=True)
+            left -= 1
+        # A thread may have the same elements as another one.
+        tl.debug_barrier()
+    missing = bits == EMPTY
+    # Later blocks do not wait as long once more.
+    tl.store(broken + bits * 0, 1, mask=missing)
+    tl.store(tl.cast(failed, tl.pointer_type(tl.int32)) + bits * 0, RANK + 1, mask=missing)
+    tl.store(places, bits * 0 + EMPTY, mask=inside)
+    return tl.where(missing, MISSING, bits)
+
+
+@triton.jit
+def places_of(acc, column, uses, shape, row, col, COLS: tl.constexpr, SIZE: tl.constexpr, N: tl.constexpr, TIMES: tl.constexpr):
+    """Where the elements of some columns of a block are in a buffer, which of them exist, and their counters.
+
+    Args:
+        acc, column: the columns, which begin with the block's number `column`.
+        uses: `SIZE` counters.
+        shape, row, col, COLS: as an epilogue has them of the whole block. Where columns are paired, it has twice as
+            many.
+        N: columns of the product.
+        TIMES: `SIZE` times the number of ranks.
+    """
+    rows = row + rows_of(acc)
+    cols = column + columns_of(acc)
+    in_half = col + cols % COLS
+    inside = (rows < shape[0])[:, None] & (in_half < shape[1])[None, :]
+    # Of `shape`, some kernels pass on where their own columns end.
+    at = rows[:, None] * N + (in_half + cols // COLS * (N // 2))[None, :]
+    used = tl.load(uses + at, mask=inside, other=0)
+    # At most 2^31 places: 32 bits take fewer registers.
+    return (used & 1) * TIMES + at, inside, uses + at, used
+
+
+@triton.jit
+def bits_of(acc):
+    """The bits of partial sums, none of which are `EMPTY`: 0 stands for -0."""
+    bits = acc.to(tl.int32, bitcast=True)
+    return tl.where(bits == EMPTY, 0, bits)
+
+
+@triton.jit
+def send(
+    acc, column, buffers, uses, shape, row, col, COLS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
+    N: tl.constexpr,
+):  # fmt: skip
+    """Store this rank's partial sums in the memory of all others; see `places_of`."""
+    if IN_GLUON and acc.numel > TOGETHER:
+        first, second, rows, columns = halves(acc)
+        send(first, column, buffers, uses, shape, row, col, COLS, RANK, SIZE, N)
+        send(second, column + columns, buffers, uses, shape, row + rows, col, COLS, RANK, SIZE, N)
+    else:
+        first, inside, _, _ = places_of(acc, column, uses, shape, row, col, COLS, SIZE, N, SIZE * len(buffers))
+        own = bits_of(acc)
+        for rank in tl.static_range(len(buffers)):
+            if rank != RANK:
+                tl.store(buffers[rank] + first + RANK * SIZE, own, mask=inside)
+
+
+@triton.jit
+def receive(
+    acc, column, buffers, uses, failed, patience, shape, row, col, COLS: tl.constexpr, RANK: tl.constexpr,
+    SIZE: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """The sum of this rank's partial sums and those that the others store here; see `places_of` and `arrived`."""
+    if IN_GLUON and acc.numel > TOGETHER:
+        first, second, rows, columns = halves(acc)
+        first = receive(first, column, buffers, uses, failed, patience, shape, row, col, COLS, RANK, SIZE, N)
+        second = receive(
+            second, column + columns, buffers, uses, failed, patience, shape, row + rows, col, COLS, RANK, SIZE, N
+        )  # fmt: skip
+        return whole(first, second, acc)
+    else:
+        if IN_GLUON:
+            row = computed_anew(row)
+        first, inside, counters, used = places_of(acc, column, uses, shape, row, col, COLS, SIZE, N, SIZE * len(buffers))
+        # A thread that has the same elements as another one must not count them before.
+        if not IN_GLUON:
+            tl.debug_barrier()
+        own = bits_of(acc)
+        total = acc * 0
+        for rank in tl.static_range(len(buffers)):
+            bits = own
+            if rank != RANK:
+                bits = arrived(buffers[RANK] + first + rank * SIZE, inside, patience, uses + SIZE, failed, rank)
+            total += bits.to(acc.dtype, bitcast=True)
+        tl.store(counters, used + 1, mask=inside)
+        return total
+
+
+@triton.jit
+def of_ranks(
+    acc, args, shape, sizes, batch, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr,
+    EPILOGUE: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, SIZE: tl.constexpr, N: tl.constexpr,
+    SCALED: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """An epilogue of the sum over all ranks.
+
+    Args:
+        args: the ranks' buffers, `uses`, with SCALED the scales of this rank's columns, `failed` and `patience`; and
+            the epilogue's own. With AHEAD a pair of these and of what the epilogue has read ahead.
+    """
+    read = None
+    given = args
+    if AHEAD:
+        given, read = args
+    if SCALED:
+        cols = columns_of(acc)
+        in_half = col + cols % COLS
+        scale = tl.load(given[RANKS + 1] + in_half + cols // COLS * (N // (acc.shape[1] // COLS)), mask=in_half < shape[1], other=0.0)
+        acc = acc.to(tl.float32) * scale.to(tl.float32)[None, :]
+    OWN: tl.constexpr = RANKS + 1 + SCALED
+    buffers, uses = given[:RANKS], given[RANKS]
+    send(acc, 0, buffers, uses, shape, row, col, COLS, RANK, SIZE, N)
+    # Where an exchange has failed, nobody waits any more.
+    patience = tl.where(tl.load(uses + SIZE, volatile=True) == 0, given[OWN + 1], 0)
+    total = receive(acc, 0, buffers, uses, given[OWN], patience, shape, row, col, COLS, RANK, SIZE, N)
+    own = given[OWN + 2 :]
+    if AHEAD:
+        own = (own, read)
+    return EPILOGUE(total, own, shape, sizes, batch, row, col, ROWS, COLS, WIDE)
+
+
+@triton.jit
+def before_sum(
+    args, shape, sizes, batch, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr,
+    PREFETCH: tl.constexpr, FIRST: tl.constexpr,
+):  # fmt: skip
+    """What an epilogue reads ahead, whose own arguments begin at number `FIRST`."""
+    return PREFETCH(args[FIRST:], shape, sizes, batch, row, col, ROWS, COLS, WIDE)

@@ -1,0 +1,169 @@
+"""A first operand of which each of several GPUs has some columns: the product is the sum over all of them.
+
+The sum is part of the kernel; see `kernels.ranks`. What the epilogue is given is the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..epilogues.device import with_constants
+from ..kernels import ranks
+from .base import Layout, Operand, Spec
+from .dense import Dense, DenseOperand
+
+if TYPE_CHECKING:
+    from ..problem import Problem
+
+
+class Exchange(NamedTuple):
+    """The memory in which ranks exchange partial sums.
+
+    Attributes:
+        buffers: one of each rank, (2, ranks, size), int32, each of which all ranks can write.
+        uses: (size + 1,), int32: in how many products each element has been, and whether an exchange failed.
+        rank: this one.
+        size: elements of the largest product.
+        failed: the address of an int32 that the GPU writes and the host reads: 0, or 1 + the rank that was missing.
+        patience: how often a block looks for the partial sums of another rank.
+    """
+
+    buffers: tuple[Tensor, ...]
+    uses: Tensor
+    rank: int
+    size: int
+    failed: int
+    patience: int
+
+
+class SummedOver(NamedTuple):
+    """A first operand whose product is summed over ranks, as public functions hand it on."""
+
+    matrix: Tensor
+    exchange: Exchange
+
+
+@dataclass(frozen=True, slots=True)
+class Summed(Dense):
+    """A matrix of which each rank has some columns.
+
+    Attributes:
+        rank, size: see `Exchange`.
+        ranks: how many there are.
+        columns_of_product: how many it has.
+        scale: the layout of the scales of the rank's columns of the product, or None.
+        exchanged: the layouts of the ranks' buffers and of `Exchange.uses`.
+    """
+
+    rank: int = 0
+    ranks: int = 1
+    size: int = 0
+    columns_of_product: int = 0
+    scale: Layout | None = None
+    exchanged: tuple[Layout, ...] = ()
+
+    @property
+    def is_summed(self) -> bool:
+        """It is."""
+        return True
+
+    @property
+    def takes_copies(self) -> bool:
+        """A copy would be a matrix of one rank."""
+        return False
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """The matrix, what is exchanged, and the scales."""
+        return (self, *self.exchanged, *(() if self.scale is None else (self.scale,)))
+
+    @property
+    def numbers(self) -> int:
+        """`Exchange.failed` and `Exchange.patience`."""
+        return 2
+
+    def shapes(self, rows: int, cols: int, batch: tuple[int, ...], is_b: bool) -> list[tuple[int, ...]]:
+        buffers = [(1, 2 * self.ranks * self.size)] * self.ranks
+        return [(*batch, rows, cols), *buffers, (1, self.size + 1), *([] if self.scale is None else [(1, self.size)])]
+
+    def of_partial_sum(self, epilogue: Any, reads_ahead: bool) -> Any:
+        return with_constants(
+            ranks.of_ranks, EPILOGUE=epilogue, RANK=self.rank, RANKS=self.ranks, SIZE=self.size,
+            N=self.columns_of_product, SCALED=self.scale is not None, AHEAD=reads_ahead,
+        )  # fmt: skip
+
+    def before_sum(self, prefetch: Any) -> Any:
+        return with_constants(ranks.before_sum, PREFETCH=prefetch, FIRST=self.ranks + 3 + (self.scale is not None))
+
+    def sum_arguments(self, tensors: Sequence[Any], numbers: Sequence[float]) -> tuple[Any, ...]:
+        return (*tensors[1:], *numbers[len(numbers) - 2 :])
+
+    def __str__(self) -> str:
+        return f"{Spec.__str__(self)} summed over {self.ranks} ranks"
+
+
+class SummedOperand(DenseOperand):
+    """A matrix of which each rank has some columns.
+
+    Args:
+        matrix: (..., M, K) of this rank.
+        exchange: the memory in which partial sums meet.
+        scale: (N,), by which the rank's columns of the product are multiplied before the sum; or None.
+    """
+
+    def __init__(self, matrix: Tensor, exchange: Exchange, scale: Tensor | None = None) -> None:
+        self.exchange, self.scale = exchange, scale
+        super().__init__(matrix)
+        self.exchanged = (*exchange.buffers, exchange.uses)
+        self.tensors = (matrix, *self.exchanged, *(() if scale is None else (scale,)))
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        e = self.exchange
+        return self.matrix, *self.exchanged, self.scale, e.failed, e.patience
+
+    @property
+    def places(self) -> tuple[int, ...]:  # type: ignore[override]
+        """See `Operand.places`."""
+        return tuple(range(len(self.tensors)))
+
+    @property
+    def number_places(self) -> tuple[int, ...]:
+        """Those of `Exchange.failed` and `Exchange.patience`."""
+        first = 2 + len(self.exchanged)
+        return first, first + 1
+
+    @property
+    def is_dense(self) -> bool:
+        """It is more."""
+        return False
+
+    def named(self, name: str) -> list[tuple[str, Tensor]]:
+        return [(name, self.matrix)]
+
+    def lowered(self, op: str, names: tuple[str, str], dtype: torch.dtype) -> Operand:
+        matrix = super().lowered(op, names, dtype).matrix
+        return self if matrix is self.matrix else SummedOperand(matrix, self.exchange, self.scale)
+
+    def along(self) -> list[tuple[Tensor, int]]:
+        return []
+
+    def spec(self, matrix: Spec, along: Sequence[Layout], problem: Problem) -> Spec:
+        m, e = matrix, self.exchange
+        exchanged = tuple([Layout(torch.int32, (), 0, 1, True)] * len(self.exchanged))
+        scale = self.scale
+        of_scale = None if scale is None else Layout(scale.dtype, (), 0, 1, scale.data_ptr() % 16 == 0)
+        return Summed(
+            m.dtype, m.steps, m.row, m.col, m.aligned, None, e.rank, len(e.buffers), e.size, problem.N,
+            of_scale, exchanged,
+        )
+
+    @property
+    def text(self) -> str:
+        e = self.exchange
+        return f"summed:{e.rank}:{len(e.buffers)}:{e.size}"
