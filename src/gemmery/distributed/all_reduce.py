@@ -115,7 +115,13 @@ def linear_all_reduce(
 
 
 def _all_reduced(
-    op: str, a: Any, b: Any, bias: Any, functions: Functions, options: Options, group: dist.ProcessGroup | None
+    op: str,
+    a: Any,
+    b: Any,
+    bias: Any,
+    functions: Functions,
+    options: Options,
+    group: dist.ProcessGroup | None,
 ) -> Any:
     if is_dynamo_compiling() or is_followed():
         from ..product.compiled import uncompiled
@@ -125,7 +131,13 @@ def _all_reduced(
 
 
 def _outside(
-    op: str, a: Any, b: Any, bias: Any, functions: Functions, options: Options, group: dist.ProcessGroup | None
+    op: str,
+    a: Any,
+    b: Any,
+    bias: Any,
+    functions: Functions,
+    options: Options,
+    group: dist.ProcessGroup | None,
 ) -> Any:
     """A call outside the compiler."""
     first, second, _ = operand_names(op)
@@ -137,7 +149,9 @@ def _outside(
             f"{op}_all_reduce: {first} or {second} is a DTensor; use gemmery.{op}, or give the local tensors (to_local)"
         )
     if not dist.is_initialized():
-        raise RuntimeError(f"{op}_all_reduce: there is no process group; call torch.distributed.init_process_group")
+        raise RuntimeError(
+            f"{op}_all_reduce: there is no process group; call torch.distributed.init_process_group"
+        )
     group = dist.group.WORLD if group is None else group
     assert group is not None
     if dist.get_world_size(group) == 1:

@@ -185,10 +185,14 @@ def _shared_files(shared: Shared, size: int) -> Memory:
     ])  # fmt: skip
     dist.barrier(shared.group)
     os.unlink(own)
-    return Memory(buffers, torch.zeros(size + 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), None, size)
+    return Memory(
+        buffers, torch.zeros(size + 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), None, size
+    )
 
 
-_shared: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Shared]] = weakref.WeakKeyDictionary()
+_shared: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Shared]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def shared_by(group: dist.ProcessGroup, device: torch.device) -> Shared:

@@ -27,8 +27,8 @@ EMPTY = tl.constexpr(-(1 << 31))
 MISSING = tl.constexpr(0x7FC00000)
 
 
-#: Elements that a warpgroup sends and receives at a time, for want of registers.
-TOGETHER = tl.constexpr(1024)
+#: Elements that a warpgroup sends and receives at a time, for want of registers; and that other kernels do.
+TOGETHER, TOGETHER_IN_BLOCKS = tl.constexpr(1024), tl.constexpr(2048)
 #: See `dialect.in_gluon`.
 IN_GLUON = tl.constexpr(False)
 
@@ -52,31 +52,43 @@ def columns_of(acc):
 
 
 @constexpr_function
-def splits_rows(layout, shape):
-    """Whether a thread's elements of a block lie in both halves of its rows, and not in those of its columns."""
+def parts_rows(kind):
+    """Whether a thread's elements of a block of a type lie in both halves of its rows, and not in those of its columns.
+
+    Only Gluon's types say where they lie.
+    """
+    layout, sliced = getattr(kind, "layout", None), []
+    while hasattr(layout, "parent"):
+        sliced.append(layout.dim)
+        layout = layout.parent
     bases = getattr(layout, "reg_bases", [])
-    return [shape[0] // 2, 0] in bases and [0, shape[1] // 2] not in bases
+    for dim in sliced[::-1]:
+        bases = [base[:dim] + base[dim + 1 :] for base in bases]
+    rows, columns = kind.shape
+    return [rows // 2, 0] in bases and [0, columns // 2] not in bases
 
 
 @triton.jit
 def halves(acc):
-    """Two halves of a block, without moving data between threads; and the numbers of the second's row and column."""
-    if splits_rows(acc.type.layout, acc.type.shape):
-        left, right = column_halves(acc.permute(1, 0))
-        return left.permute(1, 0), right.permute(1, 0), acc.shape[0] // 2, 0
+    """Two halves of a block, without moving data between threads, and the numbers of the second's row and column."""
+    if parts_rows(acc.type):
+        first, second = column_halves(acc.permute(1, 0))
+        return first.permute(1, 0), second.permute(1, 0), acc.shape[0] // 2, 0
     else:
-        left, right = column_halves(acc)
-        return left, right, 0, acc.shape[1] // 2
+        first, second = column_halves(acc)
+        return first, second, 0, acc.shape[1] // 2
 
 
 @triton.jit
-def whole(left, right, like):
-    """What `halves` has parted, laid out as another block."""
-    if splits_rows(like.type.layout, like.type.shape):
-        made = beside(left.permute(1, 0), right.permute(1, 0)).permute(1, 0)
+def together(first, second, like):
+    """What `halves` has parted."""
+    if parts_rows(like.type):
+        made = beside(first.permute(1, 0), second.permute(1, 0)).permute(1, 0)
     else:
-        made = beside(left, right)
-    return tl.convert_layout(made, like.type.layout, assert_trivial=True)
+        made = beside(first, second)
+    if IN_GLUON:
+        made = tl.convert_layout(made, like.type.layout, assert_trivial=True)
+    return made
 
 
 @builtin
@@ -98,7 +110,10 @@ def waited_for(bits, places, patience, _semantic=None, _generator=None):
     threads = 32 * value_of(gl.num_warps(_semantic=_semantic, _generator=_generator))
     each = max(1, min(8, bits.numel.value // threads))
     own = range(each)
-    look = [f"setp.eq.s32 want, ${i}, {EMPTY.value}; @want ld.volatile.global.b32 ${i}, [${2 * each + i}];" for i in own]
+    look = [
+        f"setp.eq.s32 want, ${i}, {EMPTY.value}; @want ld.volatile.global.b32 ${i}, [${2 * each + i}];"
+        for i in own
+    ]
     more = [f"setp.eq.or.s32 want, ${i}, {EMPTY.value}, want;" for i in own[1:]]
     return gl.inline_asm_elementwise(
         "{ .reg .pred want; .reg .b64 begin, now, limit;"
@@ -144,7 +159,18 @@ def arrived(places, inside, patience, broken, failed, RANK: tl.constexpr):
 
 
 @triton.jit
-def places_of(acc, column, uses, shape, row, col, COLS: tl.constexpr, SIZE: tl.constexpr, N: tl.constexpr, TIMES: tl.constexpr):
+def places_of(
+    acc,
+    column,
+    uses,
+    shape,
+    row,
+    col,
+    COLS: tl.constexpr,
+    SIZE: tl.constexpr,
+    N: tl.constexpr,
+    TIMES: tl.constexpr,
+):
     """Where the elements of some columns of a block are in a buffer, which of them exist, and their counters.
 
     Args:
@@ -179,12 +205,14 @@ def send(
     N: tl.constexpr,
 ):  # fmt: skip
     """Store this rank's partial sums in the memory of all others; see `places_of`."""
-    if IN_GLUON and acc.numel > TOGETHER:
+    if acc.numel > (TOGETHER if IN_GLUON else TOGETHER_IN_BLOCKS):
         first, second, rows, columns = halves(acc)
         send(first, column, buffers, uses, shape, row, col, COLS, RANK, SIZE, N)
         send(second, column + columns, buffers, uses, shape, row + rows, col, COLS, RANK, SIZE, N)
     else:
-        first, inside, _, _ = places_of(acc, column, uses, shape, row, col, COLS, SIZE, N, SIZE * len(buffers))
+        first, inside, _, _ = places_of(
+            acc, column, uses, shape, row, col, COLS, SIZE, N, SIZE * len(buffers)
+        )
         own = bits_of(acc)
         for rank in tl.static_range(len(buffers)):
             if rank != RANK:
@@ -197,17 +225,19 @@ def receive(
     SIZE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """The sum of this rank's partial sums and those that the others store here; see `places_of` and `arrived`."""
-    if IN_GLUON and acc.numel > TOGETHER:
+    if acc.numel > (TOGETHER if IN_GLUON else TOGETHER_IN_BLOCKS):
         first, second, rows, columns = halves(acc)
         first = receive(first, column, buffers, uses, failed, patience, shape, row, col, COLS, RANK, SIZE, N)
         second = receive(
             second, column + columns, buffers, uses, failed, patience, shape, row + rows, col, COLS, RANK, SIZE, N
         )  # fmt: skip
-        return whole(first, second, acc)
+        return together(first, second, acc)
     else:
         if IN_GLUON:
             row = computed_anew(row)
-        first, inside, counters, used = places_of(acc, column, uses, shape, row, col, COLS, SIZE, N, SIZE * len(buffers))
+        first, inside, counters, used = places_of(
+            acc, column, uses, shape, row, col, COLS, SIZE, N, SIZE * len(buffers)
+        )
         # A thread that has the same elements as another one must not count them before.
         if not IN_GLUON:
             tl.debug_barrier()
@@ -216,7 +246,9 @@ def receive(
         for rank in tl.static_range(len(buffers)):
             bits = own
             if rank != RANK:
-                bits = arrived(buffers[RANK] + first + rank * SIZE, inside, patience, uses + SIZE, failed, rank)
+                bits = arrived(
+                    buffers[RANK] + first + rank * SIZE, inside, patience, uses + SIZE, failed, rank
+                )
             total += bits.to(acc.dtype, bitcast=True)
         tl.store(counters, used + 1, mask=inside)
         return total
@@ -241,7 +273,11 @@ def of_ranks(
     if SCALED:
         cols = columns_of(acc)
         in_half = col + cols % COLS
-        scale = tl.load(given[RANKS + 1] + in_half + cols // COLS * (N // (acc.shape[1] // COLS)), mask=in_half < shape[1], other=0.0)
+        scale = tl.load(
+            given[RANKS + 1] + in_half + cols // COLS * (N // (acc.shape[1] // COLS)),
+            mask=in_half < shape[1],
+            other=0.0,
+        )
         acc = acc.to(tl.float32) * scale.to(tl.float32)[None, :]
     OWN: tl.constexpr = RANKS + 1 + SCALED
     buffers, uses = given[:RANKS], given[RANKS]

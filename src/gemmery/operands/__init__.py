@@ -20,10 +20,10 @@ from .sparse import Sparse, SparseOperand
 from .summed import Exchange, Summed, SummedOperand, SummedOver
 
 __all__ = [
-    "Access", "BlocksOperand", "Dense", "DenseAccess", "DenseOperand", "Exchange", "Gathered", "GatheredOperand", "Groups",
-    "Layout", "Operand", "Packed", "PackedOperand", "Pair", "PairOperand", "PickedOperand", "Ragged", "RaggedOperand",
-    "RowScaledOperand", "Sampled", "Scaled", "ScaledOperand", "Sparse", "SparseOperand", "Spec", "Summed", "SummedOperand", "SummedOver",
-    "Traced", "rebuild",
+    "Access", "BlocksOperand", "Dense", "DenseAccess", "DenseOperand", "Exchange", "Gathered", "GatheredOperand",
+    "Groups", "Layout", "Operand", "Packed", "PackedOperand", "Pair", "PairOperand", "PickedOperand", "Ragged",
+    "RaggedOperand", "RowScaledOperand", "Sampled", "Scaled", "ScaledOperand", "Sparse", "SparseOperand", "Spec",
+    "Summed", "SummedOperand", "SummedOver", "Traced", "rebuild",
 ]  # fmt: skip
 
 #: What makes an operand again, by the first word of its text.

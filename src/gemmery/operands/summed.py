@@ -89,7 +89,12 @@ class Summed(Dense):
 
     def shapes(self, rows: int, cols: int, batch: tuple[int, ...], is_b: bool) -> list[tuple[int, ...]]:
         buffers = [(1, 2 * self.ranks * self.size)] * self.ranks
-        return [(*batch, rows, cols), *buffers, (1, self.size + 1), *([] if self.scale is None else [(1, self.size)])]
+        return [
+            (*batch, rows, cols),
+            *buffers,
+            (1, self.size + 1),
+            *([] if self.scale is None else [(1, self.size)]),
+        ]
 
     def of_partial_sum(self, epilogue: Any, reads_ahead: bool) -> Any:
         return with_constants(
@@ -98,7 +103,9 @@ class Summed(Dense):
         )  # fmt: skip
 
     def before_sum(self, prefetch: Any) -> Any:
-        return with_constants(ranks.before_sum, PREFETCH=prefetch, FIRST=self.ranks + 3 + (self.scale is not None))
+        return with_constants(
+            ranks.before_sum, PREFETCH=prefetch, FIRST=self.ranks + 3 + (self.scale is not None)
+        )
 
     def sum_arguments(self, tensors: Sequence[Any], numbers: Sequence[float]) -> tuple[Any, ...]:
         return (*tensors[1:], *numbers[len(numbers) - 2 :])
@@ -159,8 +166,18 @@ class SummedOperand(DenseOperand):
         scale = self.scale
         of_scale = None if scale is None else Layout(scale.dtype, (), 0, 1, scale.data_ptr() % 16 == 0)
         return Summed(
-            m.dtype, m.steps, m.row, m.col, m.aligned, None, e.rank, len(e.buffers), e.size, problem.N,
-            of_scale, exchanged,
+            m.dtype,
+            m.steps,
+            m.row,
+            m.col,
+            m.aligned,
+            None,
+            e.rank,
+            len(e.buffers),
+            e.size,
+            problem.N,
+            of_scale,
+            exchanged,
         )
 
     @property

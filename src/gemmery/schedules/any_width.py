@@ -27,6 +27,7 @@ from .any_width_tile import (
     LEAST_PACKED,
     LEAST_PAIRS,
     MOST_STAGES,
+    PART,
     PROMOTED,
     ROW,
     ROWS,
@@ -115,6 +116,16 @@ class AnyWidth(PersistentStatic):
         # A row that is added to one row may be the output itself, of which some is stored twice.
         return (np.asarray(rows) > 1) | (problem.epilogue != "add_row")
 
+    def repeats(self, problem: Problem, rows: Ints, config: Config | Space) -> np.ndarray:
+        """See `Schedule.repeats`; `any_width.corner` moves the last tiles, and their last parts may overlap."""
+        c = config
+        moves_m, moves_n = [
+            (size > block) & (size % block > 0) for size, block in ((rows, c.block_m), (problem.N, c.block_n))
+        ]
+        width = np.where(c.swap, c.block_m, c.block_n)
+        part = np.minimum(PART, 1 << np.log2(width).astype(int))
+        return np.asarray(moves_m | moves_n | (width % part > 0))
+
     def tile(self, config: Config) -> Tile:
         """The tile of a config."""
         return Tile.of(config, self.takes_turns)
@@ -176,18 +187,11 @@ class AnyWidth(PersistentStatic):
                 else rules.about or f"{self.tile(c).own} rows for each warpgroup"
             )
             return f"{kind} leaves registers for a width of {widest}"
-        if p.a.is_summed and self._overlap(p, c):
+        if p.a.is_summed and self.repeats(p, np.asarray(p.M), c):
             return "a sum over ranks needs tiles and parts of tiles that do not overlap"
         if not self.considers(p, np.asarray(p.M)):
             return "a row that is added to one row may be the output itself, of which some is stored twice"
         return self._untaken(c, Forms.of(p))
-
-    def _overlap(self, problem: Problem, config: Config) -> bool:
-        """Whether some elements of the product are in two tiles, or in two parts of one; see `any_width.corner`."""
-        p, tile = problem, self.tile(config)
-        x, y = (p.N, p.M) if config.swap else (p.M, p.N)
-        moves = (x > tile.x and x % tile.x) or (y > tile.y and y % tile.y)
-        return bool(moves or tile.y % tile.part)
 
     def _untaken(self, config: Config, forms: Forms) -> str | None:
         """Why operands that lie so can't be cut into a config's tiles; None if they can."""

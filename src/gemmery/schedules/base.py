@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..select.space import Space
     from .binding import Binding
     from .cost import Costs, Floats, Given
-    from .walk import Walk
+    from .walk import Ints, Walk
 
 #: Knobs that not every schedule takes, with the value that stands for none, and how a message about them begins.
 KNOBS = {
@@ -144,6 +144,16 @@ class Schedule:
     def considers(self, problem: Problem, rows: Floats) -> np.ndarray:
         """For which numbers of rows its configs are considered, of a problem that it suits."""
         return np.ones(np.shape(rows), bool)
+
+    def repeats(self, problem: Problem, rows: Ints, config: Config | Space) -> np.ndarray:
+        """For which numbers of rows, and of which configs, tiles overlap, so that elements are computed twice.
+
+        Products that are summed over ranks can't have that.
+
+        Args:
+            config: one of it, or many, all of which are of it.
+        """
+        return np.zeros(np.shape(rows), bool)
 
     def code(self, config: Config, forms: Forms) -> object:
         """The part of a config that decides which compiled kernel runs; None stands for the whole config.

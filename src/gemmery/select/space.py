@@ -168,8 +168,11 @@ class Space:
     def considered(self, problem: Problem, M: np.ndarray) -> np.ndarray:
         """Whether configs are considered for numbers of rows, of shape (m, 1): an array of (m, configs)."""
         found = np.ones((len(M), len(self)), bool)
-        for name, (places, _) in self.by_schedule.items():
-            found[:, places] = schedules.of(name).considers(problem, M)
+        for name, (places, own) in self.by_schedule.items():
+            schedule = schedules.of(name)
+            found[:, places] = schedule.considers(problem, M)
+            if problem.a.is_summed:
+                found[:, places] &= ~schedule.repeats(problem, M, own)
         return found
 
 
