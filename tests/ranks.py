@@ -1,11 +1,18 @@
-"""Two processes that run functions together, over gloo, and a time after which they are stopped."""
+"""Two processes that run functions together, and a time after which they are stopped.
+
+On CPUs they communicate over gloo, on GPUs over NCCL. What the functions compute with is the module's `HERE`.
+"""
 
 import importlib
 import multiprocessing
 import os
 import tempfile
 import traceback
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+
+import torch
 
 #: How many there are.
 COUNT = 2
@@ -13,17 +20,42 @@ COUNT = 2
 LIMIT, START = 120.0, 300.0
 
 
+@dataclass(frozen=True)
+class Place:
+    """What functions compute with.
+
+    Attributes:
+        device: "cpu", where the ranks communicate over gloo, or "cuda", where they do over NCCL.
+        dtype: of numbers.
+        scale: times how large sizes are.
+    """
+
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float64
+    scale: int = 1
+
+
+#: Of this process.
+HERE = Place()
+
+
 class Failed(AssertionError):
     """What a function raised on one of the ranks, or that it was not done in time."""
 
 
-def _serve(rank, folder, pipe):
-    import torch
+def _serve(rank, folder, pipe, place):
     import torch.distributed as dist
 
+    global HERE
+    HERE = place
     torch.set_num_threads(1)
+    how = {"backend": "gloo"}
+    if place.device == "cuda":
+        torch.cuda.set_device(rank)
+        how = {"backend": "nccl", "device_id": torch.device("cuda", rank)}
+    store = dist.FileStore(str(Path(folder) / "store"), COUNT)
     dist.init_process_group(
-        "gloo", store=dist.FileStore(str(Path(folder) / "store"), COUNT), rank=rank, world_size=COUNT
+        **how, store=store, rank=rank, world_size=COUNT, timeout=timedelta(seconds=2 * LIMIT)
     )
     pipe.send((True, None))
     while True:
@@ -37,7 +69,8 @@ def _serve(rank, folder, pipe):
 class Ranks:
     """Processes with one process group; they are started when they are first needed, and anew after a failure."""
 
-    def __init__(self):
+    def __init__(self, place=HERE):
+        self._place = place
         self._folder, self._processes, self._pipes = None, [], []
 
     def __call__(self, function, *args, limit=LIMIT):
@@ -53,7 +86,9 @@ class Ranks:
         context = multiprocessing.get_context("spawn")
         for rank in range(COUNT):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self._folder.name, theirs), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, self._folder.name, theirs, self._place), daemon=True
+            )
             process.start()
             theirs.close()
             self._processes.append(process)

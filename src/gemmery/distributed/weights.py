@@ -84,7 +84,7 @@ def full_weight(weight: W) -> W:
 def _axis(weight: PackedWeight, placement: Placement) -> str:
     if isinstance(placement, Replicate):
         return ""
-    if type(placement) is not Shard or not -weight.dim() <= placement.dim < weight.dim():
+    if not isinstance(placement, Shard) or not -weight.dim() <= placement.dim < weight.dim():
         raise ValueError(
             f"distribute_weight: a placement is {placement}; it must be Replicate(), or Shard of one of the "
             f"{weight.dim()} dimensions"

@@ -107,7 +107,7 @@ def _check_placements(tensors: list[tuple[str, Tensor]]) -> None:
     """ValueError for a weight or a bias that is sharded other than along the experts."""
     for name, x in tensors:
         for placement in x.placements if isinstance(x, DTensor) else ():
-            if not placement.is_replicate() and not (type(placement) is Shard and placement.dim == 0):
+            if not placement.is_replicate() and not (isinstance(placement, Shard) and placement.dim == 0):
                 raise ValueError(
                     f"experts: {name} is placed {placement}; weights and biases must be sharded along the experts, "
                     "Shard(0), or Replicate()"
@@ -123,7 +123,7 @@ def _role(
             return EXPERTS
     for _, x in of_tokens:
         placement = x.placements[i] if isinstance(x, DTensor) else None
-        if type(placement) is Shard and placement.dim < len(names):
+        if isinstance(placement, Shard) and placement.dim < len(names):
             return names[placement.dim]
     return ""
 

@@ -227,8 +227,8 @@ def _role(tensors: Sequence[Tensor], axes: Sequence[tuple[str, ...]], i: int) ->
     """The dimension of the product along which an operand is sharded in a dimension of the mesh; "" for none."""
     for x, own in zip(tensors, axes, strict=True):
         placement = x.placements[i] if isinstance(x, DTensor) else None
-        # Not one of its subclasses, which are sharded in other ways.
-        if type(placement) is Shard and own[placement.dim]:
+        # In torch 2.11, `type(placement) is Shard` is False in code that torch.compile traces.
+        if isinstance(placement, Shard) and own[placement.dim]:
             return own[placement.dim]
     return ""
 
@@ -355,12 +355,13 @@ def to_local(x: Tensor, wanted: list[Placement], of_gradient: list[Placement]) -
     """
     if not isinstance(x, DTensor):
         return x  # a number
-    if list(x.placements) != wanted:
-        x = x.redistribute(placements=wanted)
+    is_there = list(x.placements) == wanted
     if is_compiling():
         # The compiler knows these, and has no second derivatives.
+        x = x if is_there else x.redistribute(placements=wanted)
         local: Tensor = x.to_local(grad_placements=of_gradient)
         return local
+    x = x if is_there else _Moved.apply(x, wanted)  # type: ignore[no-untyped-call]
     return _Part.apply(x, of_gradient)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -381,6 +382,27 @@ def _made(x: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: t
     sizes: dict[str, Any] = {"shape": torch.Size(shape), "stride": tuple(strides[::-1])} if shape else {}
     made: Tensor = DTensor.from_local(x, mesh, placements, run_check=False, **sizes)
     return made
+
+
+class _Moved(torch.autograd.Function):
+    """A DTensor that is placed in another way, with derivatives of all orders.
+
+    `redistribute` has no second derivatives in torch 2.11: there, they are without what went through it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, placements: Sequence[Placement]) -> DTensor:
+        ctx.placements = x.placements
+        return x.redistribute(placements=placements)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, None]:
+        # To parts of a sum the gradient is that of the sum.
+        wanted = [
+            Replicate() if place.is_partial() and not own.is_partial() else place
+            for own, place in zip(grad.placements, ctx.placements, strict=True)
+        ]
+        return _Moved.apply(grad, wanted), None  # type: ignore[no-untyped-call]
 
 
 class _Part(torch.autograd.Function):
@@ -424,7 +446,7 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[Any, ...]:
         if list(grad.placements) != list(ctx.of_gradient):
-            grad = grad.redistribute(placements=ctx.of_gradient)
+            grad = _Moved.apply(grad, ctx.of_gradient)  # type: ignore[no-untyped-call]
         return _Part.apply(grad, ctx.placements), None, None, None, None  # type: ignore[no-untyped-call]
 
 
