@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 import gemmery
 from gemmery import devices
+from gemmery._missing import ADVICE, advised
 from gemmery.cli import app, examples, main
 from gemmery.cli.options import spread
 from gemmery.devices import TABLE
@@ -542,3 +543,29 @@ def test_further_configs_are_sorted_by_predicted_time():
         totals = [choice.cost.total for choice in choices[1:]]
         assert totals == sorted(totals)
         assert choices[0].config == candidates(abstract_problem(*sizes, device=TABLE["NVIDIA H200"]))[0]
+
+
+MISSING = """
+import sys
+sys.modules[{name!r}] = None
+{run}
+"""
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_without_torch_or_triton_import_and_command_say_what_to_install(name, tmp_path):
+    ran = python("-c", MISSING.format(name=name, run="import gemmery"))
+    assert ran.returncode == 1
+    last = ran.stderr.splitlines()[-1]
+    assert last == f"ModuleNotFoundError: {ADVICE[name]}"
+    script = tmp_path / "gemmery"
+    script.write_text(MISSING.format(name=name, run="from gemmery.cli import main\nmain()"))
+    ran = python(str(script), "explain", "4", "4", "4", "--device", "H200")
+    assert (ran.returncode, ran.stderr) == (1, f"Error: {ADVICE[name]}\n")
+    # A command that lacks both still shows its help.
+    assert python(str(script), "explain", "--help").returncode == 0
+
+
+def test_another_missing_module_is_told_as_it_is():
+    error = ModuleNotFoundError("No module named 'numpy'", name="numpy")
+    assert advised(error) is error
