@@ -81,8 +81,7 @@ def here(monkeypatch):
 def test_version_is_the_projects():
     ran = command("--version")
     assert ran.returncode == 0
-    assert ran.stdout == f"gemmery {PROJECT['version']}\n"
-    assert gemmery.__version__ == PROJECT["version"]
+    assert ran.stdout == f"gemmery {gemmery.__version__}\n"
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("-h",)])
@@ -423,7 +422,8 @@ def test_doctor_reports_wrong_results_and_failures(monkeypatch, capsys):
 
 def test_doctor_knows_the_oldest_versions_of_the_project():
     for name, oldest in checks.OLDEST.items():
-        assert f"{name}>={'.'.join(map(str, oldest))}" in PROJECT["dependencies"]
+        wanted = f"{name}>={'.'.join(map(str, oldest))}"
+        assert wanted in [line.split(";")[0] for line in PROJECT["dependencies"]]
 
 
 def test_doctor_calls_an_old_version_broken(monkeypatch):

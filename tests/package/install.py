@@ -36,14 +36,20 @@ class Environment:
         )
         self.variables = {"PATH": str(self.bin), "HOME": str(place), "LANG": "C.UTF-8"}
         self.variables |= {
-            name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_", "OPENBLAS_"))
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(("PIP_", "SSL_", "OPENBLAS_"))
         }
 
     def run(self, *words: str, may_fail: bool = False, **variables: str) -> str:
         """What the environment's Python prints; it has to succeed, unless it may fail."""
         command = [str(self.bin / "python"), "-I", *words]
         done = subprocess.run(
-            command, env=self.variables | variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            env=self.variables | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         if done.returncode and not may_fail:
             raise SystemExit(f"{' '.join(command)} failed with {done.returncode}:\n{done.stdout}")
@@ -58,7 +64,12 @@ class Environment:
         path = self.packages / "beside.pth"
         if building:
             path.write_text("\n".join(self.beside))
-        words = ("--no-index", "--no-deps", "--ignore-installed", *(("--no-build-isolation",) if building else ()))
+        words = (
+            "--no-index",
+            "--no-deps",
+            "--ignore-installed",
+            *(("--no-build-isolation",) if building else ()),
+        )
         self.run("-m", "pip", "install", "--quiet", *words, str(package))
         path.write_text("\n".join(self.beside))
 
@@ -97,7 +108,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("dist", type=Path)
     parser.add_argument("--triton", type=Path, action="append", default=[], help="where another Triton is")
-    parser.add_argument("--builder", type=Path, required=True, help="the environment that has the build backend")
+    parser.add_argument(
+        "--builder", type=Path, required=True, help="the environment that has the build backend"
+    )
     given = parser.parse_args()
     ((wheel,), (sdist,)) = (sorted(given.dist.resolve().glob(kind)) for kind in ("*.whl", "*.tar.gz"))
     check_wheel(wheel)

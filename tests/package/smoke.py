@@ -130,7 +130,9 @@ def main() -> None:
             said = f"; commands: {', '.join(words[0] for words in COMMANDS)}"
         os.chdir("/")
     compiler = f"with {compilers[0]}" if compilers else "without a compiler"
-    print(f"smoke test passed in {time.perf_counter() - start:.0f} s, {compiler}: {', '.join(PRODUCTS)}{said}")
+    print(
+        f"smoke test passed in {time.perf_counter() - start:.0f} s, {compiler}: {', '.join(PRODUCTS)}{said}"
+    )
 
 
 if __name__ == "__main__":
