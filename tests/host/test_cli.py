@@ -142,7 +142,7 @@ def helped(name: str) -> list[str]:
     return [line.strip() for line in ran.output.splitlines()]
 
 
-@pytest.mark.parametrize("name", REGISTERED)
+@pytest.mark.parametrize("name", ["", *REGISTERED])
 def test_help_ends_with_one_to_three_examples_of_the_command_each_on_a_line(name):
     lines = [line for line in helped(name) if line]
     found = lines[lines.index("Examples:") + 1 :]
@@ -488,6 +488,20 @@ def test_help_and_version_import_neither_torch_nor_plotting(words, tmp_path):
     ran = python(str(script))
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.splitlines()[-1] == "[]"
+
+
+#: Modules that may be loaded, of which the command line's own packages take 180 and 350: one of torch's is 1,500.
+FEW = {"--version": 300, "--help": 600}
+
+
+@pytest.mark.parametrize("word", FEW)
+def test_help_and_version_load_few_modules(word, tmp_path):
+    """What bounds their time on any machine: 0.1 s and 0.2 s where these were counted."""
+    script = tmp_path / "gemmery"
+    script.write_text(LOADED.format(words=[word]) + "print(len(sys.modules))\n")
+    ran = python(str(script))
+    assert ran.returncode == 0, ran.stderr
+    assert int(ran.stdout.splitlines()[-1]) <= FEW[word]
 
 
 @pytest.mark.parametrize("module", ["gemmery", "gemmery.cli"])
