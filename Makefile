@@ -138,7 +138,7 @@ test-package: package $(READY) .venv-triton-oldest/.ready .venv-triton-newest/.r
 
 .PHONY: check-release
 check-release: package ## what a release needs beside tests: version, changelog, addresses
-	$(<D)/bin/python .ci/release.py $(ARGS)
+	$(PYTHON) .ci/release.py $(ARGS)
 
 # Of tests with parameters, half: the kernels of one version of Triton are nearly those of another.
 SHORT := -m 'not slow and not exhaustive' --hypothesis-profile=quick --thin 2

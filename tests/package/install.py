@@ -29,7 +29,7 @@ class Environment:
     """A new environment in a directory, and on its path the directories given, which are not its own."""
 
     def __init__(self, place: Path, beside: list[str]) -> None:
-        venv.create(place, with_pip=True)
+        venv.create(place)
         self.bin, self.beside = place / "bin", beside
         self.packages = Path(
             sysconfig.get_path("purelib", "posix_prefix", {"base": str(place), "platbase": str(place)})
@@ -43,7 +43,14 @@ class Environment:
 
     def run(self, *words: str, may_fail: bool = False, **variables: str) -> str:
         """What the environment's Python prints; it has to succeed, unless it may fail."""
-        command = [str(self.bin / "python"), "-I", *words]
+        return self._run([str(self.bin / "python"), "-I", *words], may_fail, variables)
+
+    def pip(self, *words: str, may_fail: bool = False) -> str:
+        """What pip says, which works on this environment from outside, since making one with a pip of its own is slow."""
+        command = [sys.executable, "-m", "pip", "--python", str(self.bin / "python"), *words]
+        return self._run(command, may_fail, {})
+
+    def _run(self, command: list[str], may_fail: bool, variables: dict[str, str]) -> str:
         done = subprocess.run(
             command,
             env=self.variables | variables,
@@ -70,7 +77,7 @@ class Environment:
             "--ignore-installed",
             *(("--no-build-isolation",) if building else ()),
         )
-        self.run("-m", "pip", "install", "--quiet", *words, str(package))
+        self.pip("install", "--quiet", *words, str(package))
         path.write_text("\n".join(self.beside))
 
     def files(self) -> set[tuple[str, str]]:
@@ -85,9 +92,16 @@ def smoke(wheel: Path, place: Path, beside: list[str]) -> str:
     environment = Environment(place, beside)
     environment.install(wheel)
     # Of all that is on the path; how the packages of others go together is not asked here.
-    missing = [x for x in environment.run("-m", "pip", "check", may_fail=True).splitlines() if "gemmery" in x]
+    missing = [x for x in environment.pip("check", may_fail=True).splitlines() if "gemmery" in x]
     assert not missing, missing
     return environment.run(str(SMOKE), SMOKE_WITHOUT_COMPILER="1", OMP_NUM_THREADS="1")
+
+
+def installed(package: Path, place: Path, beside: list[str]) -> set[tuple[str, str]]:
+    """The files that are there after a package was installed, with `beside` to build it."""
+    environment = Environment(place, beside)
+    environment.install(package, building=True)
+    return environment.files()
 
 
 def check_wheel(wheel: Path) -> None:
@@ -123,15 +137,15 @@ def main() -> None:
                 pool.submit(smoke, wheel, place, [str(triton.resolve()), torch])
                 for place, triton in zip(places, given.triton, strict=True)
             ]
+            same = [
+                pool.submit(installed, package, Path(directory) / package.name, [builder])
+                for package in (sdist, wheel)
+            ]
             for run in runs:
                 print(run.result(), end="", flush=True)
-        built = Environment(Path(directory) / "sdist", [builder])
-        built.install(sdist, building=True)
-        one = Environment(Path(directory) / "wheel", [])
-        one.install(wheel)
-        files = one.files()
-        assert files, "the wheel is empty"
-        assert built.files() == files, built.files() ^ files
+            built, files = (each.result() for each in same)
+    assert files, "the wheel is empty"
+    assert built == files, built ^ files
     print(f"{sdist.name} builds, without the network, what {wheel.name} has: {len(files)} files")
     print(f"{len(given.triton) + 1} passed, 0 failed")
 
