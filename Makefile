@@ -170,5 +170,5 @@ bench: ## every suite on the GPU, with the torch of PYTHON; then the tables and 
 
 .PHONY: clean
 clean: ## remove environments, builds and caches
-	rm -rf .venv .venv-triton-* build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-package .venv-triton-* build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
