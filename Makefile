@@ -119,6 +119,27 @@ test-browser: $(READY) ## the lab's page in Chromium, which has to be there: chr
 check-targets: $(READY) ## every kernel and config compiled for every target (long)
 	$(COMPILED) $(PY) -m gemmery.lab.targets --all $(ARGS)
 
+# --- packages --------------------------------------------------------------------------------------------------------
+
+.venv-package/.ready: constraints-package.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --disable-pip-version-check --requirement $<
+	@touch $@
+
+.PHONY: package
+package: .venv-package/.ready ## the sdist and the wheel, into dist/
+	rm -rf dist
+	$(<D)/bin/python -m build --no-isolation
+	$(<D)/bin/python -m twine check --strict dist/*
+
+.PHONY: test-package
+test-package: package $(READY) .venv-triton-oldest/.ready .venv-triton-newest/.ready ## both installed elsewhere and tried
+	$(PY) tests/package/install.py dist --builder .venv-package --triton .venv-triton-oldest --triton .venv-triton-newest
+
+.PHONY: check-release
+check-release: package ## what a release needs beside tests: version, changelog, addresses
+	$(PYTHON) .ci/release.py $(ARGS)
+
 # Of tests with parameters, half: the kernels of one version of Triton are nearly those of another.
 SHORT := -m 'not slow and not exhaustive' --hypothesis-profile=quick --thin 2
 .PHONY: test-oldest test-newest
@@ -149,5 +170,5 @@ bench: ## every suite on the GPU, with the torch of PYTHON; then the tables and 
 
 .PHONY: clean
 clean: ## remove environments, builds and caches
-	rm -rf .venv .venv-triton-* build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-package .venv-triton-* build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -16,10 +16,17 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
     "benchmarks/RESULTS.md": "results-rows.md",
 }
 #: Pages that are files of the repository as they stand.
-WHOLE = {"contributing.md": "CONTRIBUTING.md", "results-rows.md": "benchmarks/RESULTS.md"}
+WHOLE = {
+    "contributing.md": "CONTRIBUTING.md",
+    "changelog.md": "CHANGELOG.md",
+    "security.md": "SECURITY.md",
+    "results-rows.md": "benchmarks/RESULTS.md",
+}
 
 #: What a browser would fetch from elsewhere.
 FETCHED = re.compile(

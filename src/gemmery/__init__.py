@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ._command import PutOffError, put_off
+from ._missing import advised
 
 try:
     put_off()
@@ -14,6 +15,8 @@ try:
     from .problem import Config, Problem
 except PutOffError:
     pass  # the command line loads these before it runs anything: see `_load`
+except ModuleNotFoundError as missing:
+    raise advised(missing) from missing
 
 if TYPE_CHECKING:
     from . import moe, nn
@@ -46,7 +49,10 @@ _LATER = {
 
 def _load() -> None:
     """What `import gemmery` does in a program, for the command, which has put it off."""
-    eager = import_module("._eager", __name__)
+    try:
+        eager = import_module("._eager", __name__)
+    except ModuleNotFoundError as missing:
+        raise SystemExit(f"Error: {advised(missing)}") from missing
     globals().update({name: getattr(eager, name) for name in eager.__all__})
 
 

@@ -18,6 +18,7 @@ from triton.backends.nvidia import driver as nvidia
 from gemmery.devices import TABLE
 from gemmery.lab.fused_targets import abstract_product
 from gemmery.launch import direct
+from gemmery.launch.plan import Plan
 from gemmery.layout import make_problem
 from gemmery.problem import Config
 from gemmery.schedules import bind
@@ -25,6 +26,8 @@ from gemmery.schedules.specialized import SPECIALIZED
 from gemmery.schedules.workspace import WORKSPACES
 
 STREAM, FUNCTION = 11, 77
+#: Triton's own; checks change it.
+VERSION = triton.__version__
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,7 @@ def by_signature(args, signature):
 def read(call, compiled):
     """What a call means: the grid, stream, function and options, and the kernel's arguments, flat."""
     grid, stream, function, options = call[:3], call[3], call[4], call[5:7]
-    if triton.__version__.startswith("3.6."):
+    if VERSION.startswith("3.6."):
         scratch, packed = call[7:9], call[9]
         values = by_signature(call[13:], compiled.src.signature.values())
     else:
@@ -265,7 +268,7 @@ def hooks():
 
 
 def unknown():
-    """Another version, another launcher, a kernel with scratch memory: no short way, and no error."""
+    """Another launcher, another call of it, a kernel with scratch memory: no short way, and no error."""
     config, shape = CASES["pointers"]
     operands = tensors(**shape)
     problem = make_problem(
@@ -292,10 +295,39 @@ def unknown():
     compiled._run = lambda *args: None
     assert refused()
     compiled._run = launcher
-    version, triton.__version__ = triton.__version__, "4.0.0"
-    assert refused()
-    triton.__version__ = version
+    call = nvidia.CudaLauncher.__call__
+    nvidia.CudaLauncher.__call__ = lambda self, grid, *args: None
+    assert refused(), "another call"
+    nvidia.CudaLauncher.__call__ = call
     assert not refused()
+
+
+def newer():
+    """With a Triton that nobody has read yet, a plan's launches go the ordinary way, and hand over what they always do."""
+    config, shape = CASES["pointers"]
+    operands = there(tensors(**shape))
+    problem = make_problem(
+        *operands, None, scaled=False, precision="ieee", fast_accum=False, device=TABLE["NVIDIA H200"]
+    )
+
+    def launched():
+        made = Plan(problem, Config.of(config))
+        made.fit(operands, pinned=True)
+        made.shorten(operands[0].get_device(), operands)
+        LAUNCHES.calls.clear()
+        made(*operands)
+        (call,) = LAUNCHES.calls
+        return made.direct is not None, read(call, made._compiled)
+
+    short, known = launched()
+    assert short, "there is no short way"
+    for number in ("3.10.0", "3.60.0", "3.99.1+git0123abc", "4.0.0", "40.0"):
+        triton.__version__ = number
+        short, unknown = launched()
+        assert not short, number
+        assert repr(unknown) == repr(known), f"{number}: {unknown} is not {known}"
+    triton.__version__ = VERSION
+    assert launched()[0]
 
 
 def main():
@@ -303,7 +335,7 @@ def main():
     found = {}
     checks = {name: lambda name=name: same_way(name) for name in CASES}
     checks |= {name: lambda name=name: same_way_fused(name) for name in FUSED}
-    checks |= {"hooks": hooks, "unknown": unknown}
+    checks |= {"hooks": hooks, "unknown": unknown, "newer": newer}
     for name, check in checks.items():
         try:
             check()

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.xdist_group("direct")
 
 CHECKS = (
     "pointers", "odd", "descriptors", "batch", "persistent", "tail", "row", "matrix", "scale", "split", "fused",
-    "packed", "hooks", "unknown",
+    "packed", "hooks", "unknown", "newer",
 )  # fmt: skip
 if SPECIALIZED.available():
     CHECKS += ("specialized packed", "specialized scaled")

@@ -77,11 +77,6 @@ QUOTED = {
         r"([\d.]*\d) times as fast as Hugging Face's best path with 4096 tokens and more, and ([\d.]*\d) times with up to 256",
         lambda: tuple(experts(some) for some in ("T ≥ 4096", "T ≤ 256")),
     ),
-    "level with cuBLAS": (
-        "README.md",
-        r"([\d.]*\d) in the geometric mean and ([\d.]*\d) at worst with 512 to 8192 rows",
-        lambda: tuple(summary("random_prefill")[name] for name in ("geomean", "worst")),
-    ),
     "invariance": (
         "README.md",
         r"in the mean of (\d+) products of known models \(ratio ([\d.]*\d)\) and (\d+) % at worst",
@@ -112,14 +107,6 @@ QUOTED = {
         "README.md",
         r"TF32:\*\* ([\d.]*\d) of cuBLAS. `precision=\"tf32\"` has ([\d.]*\d) with b as a weight is stored, ([\d.]*\d) otherwise",
         lambda: tuple(row("dtypes", name) for name in ("fp32 4096", "tf32 4096", "tf32 NN 4096")),
-    ),
-    "int4 weights": (
-        "README.md",
-        r"on random shapes ([\d.]*\d) of cuBLAS with bf16 weights in the geometric mean, ([\d.]*\d) at worst \(Triton 3.6\). "
-        r"With 1 to 64 rows it is ([\d.]*\d)",
-        lambda: (
-            summary("random_int4")["geomean"], summary("random_int4")["worst"], summary("random_int4_small")["geomean"],
-        ),
     ),
     "tiny matrices": ("README.md", r"share nothing: ([\d.]*\d) with 16384", lambda: (row("bmm", "16384 of 32"),)),
     "batches": (

@@ -2,6 +2,9 @@
 
 import ast
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -200,3 +203,39 @@ def test_no_schedule_is_named_elsewhere():
         if not file.startswith(KNOWN) and any(named(ast.parse(path.read_text(encoding="utf-8")))):
             found.add(file)
     assert found == STILL
+
+
+#: The schedules of the configs that are tried first, of products of all kinds; run with another version of Triton.
+TRIED = """
+import json, sys
+import triton
+triton.__version__ = sys.argv[1]
+from gemmery.devices import TABLE
+from gemmery.lab.fused_targets import FUSED, abstract_product
+from gemmery.select import candidates
+
+found = {}
+for name in ("bias_gelu", "int4_gelu", "nvfp4", "sparse", "sparse_int4", "sparse_fp8", "scaled_blocks", "dequantised"):
+    problem, _ = abstract_product(name, FUSED[name].dtypes[0], 300, 1024, TABLE["NVIDIA H200"])
+    found[name] = sorted({config.schedule for config in candidates(problem)})
+print(json.dumps(found))
+"""
+
+
+def test_a_triton_that_nobody_read_gets_kernels_that_run_with_all_of_them():
+    versioned = {name for name, each in schedules.REGISTRY.items() if each.versions}
+    assert versioned
+
+    def tried(version):
+        environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+        run = subprocess.run(
+            [sys.executable, "-c", TRIED, version], capture_output=True, text=True, env=environment
+        )
+        assert run.returncode == 0, run.stderr
+        return json.loads(run.stdout)
+
+    known, newer = tried("3.9.0"), tried("3.10.0")
+    assert known.keys() == newer.keys()
+    assert set().union(*known.values()) & versioned
+    assert all(newer.values()), newer
+    assert not set().union(*newer.values()) & versioned

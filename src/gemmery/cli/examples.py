@@ -4,6 +4,7 @@ from __future__ import annotations
 
 #: By the words of a command after `gemmery`. Each example is one line of a shell, and they run one after the other.
 EXAMPLES: dict[str, tuple[str, ...]] = {
+    "": ("gemmery doctor", "gemmery explain 512 14336 4096 --device H200"),
     "demo": ("gemmery demo", "gemmery demo --json demo.json"),
     "ladder": ("gemmery ladder", "gemmery ladder 1 2 --json rungs.json"),
     "doctor": ("gemmery doctor", "gemmery doctor --json findings.json"),

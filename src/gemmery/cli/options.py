@@ -44,11 +44,11 @@ class Commands(typer.Typer):
     """Commands whose help ends with their examples; one without examples is refused.
 
     Args:
-        within: the words between `gemmery` and the names of the commands.
+        within: the words between `gemmery` and the names of the commands; "" for none.
     """
 
     def __init__(self, *, within: str = "", **options: Any) -> None:
-        super().__init__(epilog=epilog(within) if within else None, cls=Group, **options)
+        super().__init__(epilog=epilog(within), cls=Group, **options)
         self.within = within
 
     def command(self, name: str | None = None, **options: Any) -> Callable[[Any], Any]:

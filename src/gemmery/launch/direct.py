@@ -5,8 +5,8 @@ descriptor. The launches of a plan differ in addresses and numbers alone. So the
 C function takes them, and a launch fills in the addresses and enters that function; tensor maps are kept by address.
 
 The C function is nobody's public interface. `_ENTRIES` names the versions of Triton whose function is known; with any
-other, on AMD, for instrumented kernels and for kernels with scratch memory `prepare` gives None, and plans launch in
-the ordinary way. So does a launch that somebody listens to by a launch hook.
+other, newer ones among them, on AMD, for instrumented kernels and for kernels with scratch memory `prepare` gives None,
+and plans launch in the ordinary way. So does a launch that somebody listens to by a launch hook.
 """
 
 from __future__ import annotations
@@ -198,12 +198,15 @@ class Entry:
         nested: see `_Layouter`.
         module: names that Triton's module for NVIDIA's driver must have.
         launcher: names that a kernel's launcher must have.
+        called: the parameters by which Triton calls a launcher, without the kernel's arguments. A build between two
+            versions has the number of one of them, and may have the launcher of neither.
     """
 
     enter: Callable[[Any, tuple[int, int, int]], _Enter | None]
     nested: bool
     module: tuple[str, ...]
     launcher: tuple[str, ...]
+    called: tuple[str, ...]
 
 
 def _enter_own_module(compiled: Any, grid: tuple[int, int, int]) -> _Enter | None:
@@ -252,12 +255,15 @@ def _enter_shared_function(compiled: Any, grid: tuple[int, int, int]) -> _Enter 
     return enter
 
 
+_CALLED = ("self", "gridX", "gridY", "gridZ", "stream", "function")
 _OWN_MODULE = Entry(
-    _enter_own_module, nested=True, module=("CudaLauncher", "make_tensordesc_arg"), launcher=("launch",)
-)
+    _enter_own_module, nested=True, module=("CudaLauncher", "make_tensordesc_arg"), launcher=("launch",),
+    called=_CALLED,
+)  # fmt: skip
 _SHARED_FUNCTION = Entry(
     _enter_shared_function, nested=False,
     module=("CudaLauncher", "make_tensordesc_arg", "PyKernelArg", "ARG_KERNEL"), launcher=("kernel_signature",),
+    called=(*_CALLED, "kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook"),
 )  # fmt: skip
 #: The versions that are known, by their first two numbers.
 _ENTRIES = {
@@ -275,7 +281,10 @@ def entry() -> Entry | None:
         return None
     from triton.backends.nvidia import driver
 
-    return known if all(hasattr(driver, name) for name in known.module) else None
+    if not all(hasattr(driver, name) for name in known.module):
+        return None
+    call = getattr(driver.CudaLauncher.__call__, "__code__", None)
+    return known if call is not None and call.co_varnames[: call.co_argcount] == known.called else None
 
 
 def _suits(entry: Entry, launcher: Any) -> bool:
