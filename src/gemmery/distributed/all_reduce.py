@@ -16,6 +16,7 @@ from ..dtensors import is_sharded
 from ..epilogues.results import returned
 from ..formats.weight import PackedWeight
 from ..operands import SummedOver
+from ..operands.summed import places_of
 from ..precision import AskedPrecision, resolved
 from ..problem import Config
 from ..product.check import check_not_packed, check_second, check_tensor
@@ -157,12 +158,12 @@ def _outside(
     if dist.get_world_size(group) == 1:
         return product(op, a, b, bias, functions, None, options)
     shared = _shared(a, b, bias, functions, group)
-    rows, columns = _sizes(op, a, b)
-    if shared is None or not 0 < rows * columns <= MOST or not a.shape[-1]:
+    places = places_of(*_sizes(op, a, b))
+    if shared is None or not 0 < places <= MOST or not a.shape[-1]:
         return _in_steps(op, a, b, bias, functions, options, group)
     if isinstance(b, PackedWeight) and b.permutation is not None:
         a, b = a.index_select(-1, b.permutation), b.unpermuted()
-    exchange = shared.exchange(f"{op}_all_reduce", rows * columns)
+    exchange = shared.exchange(f"{op}_all_reduce", places)
     return product(op, SummedOver(a, exchange), b, bias, functions, None, options)
 
 

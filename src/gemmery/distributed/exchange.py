@@ -23,9 +23,9 @@ from .. import devices
 from ..kernels.ranks import EMPTY
 from ..operands import Exchange
 
-#: Elements of the largest product that ranks exchange: 32 MiB of partial sums for each pair of ranks, twice.
+#: Places for the largest product that ranks exchange: 32 MiB of partial sums for each pair of ranks, twice.
 MOST = 1 << 23
-#: Elements that there is room for at first.
+#: Places that there are at first.
 LEAST = 1 << 20
 #: Ranks that exchange at most: the GPUs of one host.
 MOST_RANKS = 8
@@ -111,15 +111,15 @@ class Shared:
         dist.all_gather_object(answers, can, group=self.group)
         return all(answers)
 
-    def exchange(self, op: str, elements: int) -> Exchange:
-        """The memory for a product of so many elements; all ranks call this together where it has to grow.
+    def exchange(self, op: str, places: int) -> Exchange:
+        """Memory with so many places for a product; all ranks call this together where it has to grow.
 
         Raises:
             RuntimeError: an exchange failed, or memory has to be allocated while a graph is captured.
         """
         memory = self._memories[-1] if self._memories else None
-        if memory is None or memory.size < elements:
-            memory = self._grow(op, elements)
+        if memory is None or memory.size < places:
+            memory = self._grow(op, places)
         if memory.failed[0]:
             self.check(op)
         patience = max(round(Seconds.timeout * LOOKS), 1)
@@ -137,13 +137,13 @@ class Shared:
                     "can't be used for such products any more"
                 )
 
-    def _grow(self, op: str, elements: int) -> Memory:
+    def _grow(self, op: str, places: int) -> Memory:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"{op}: memory of all ranks can't be allocated while a graph is captured; call it once before, with as "
                 "large a product"
             )
-        size = max(LEAST, 1 << (elements - 1).bit_length())
+        size = max(LEAST, 1 << (places - 1).bit_length())
         make = _shared_files if self.device.type == "cpu" else _symmetric
         memory = make(self, size)
         self._memories.append(memory)
@@ -158,7 +158,7 @@ def _symmetric(shared: Shared, size: int) -> Memory:
     with torch.cuda.device(shared.device):
         own = symmetric.empty(count, dtype=torch.int32, device=shared.device)
         own.fill_(EMPTY.value)
-        uses = torch.zeros(size + 1, dtype=torch.int32, device=shared.device)
+        uses = torch.zeros(size // 64 + 1, dtype=torch.int32, device=shared.device)
         failures = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
@@ -186,7 +186,7 @@ def _shared_files(shared: Shared, size: int) -> Memory:
     dist.barrier(shared.group)
     os.unlink(own)
     return Memory(
-        buffers, torch.zeros(size + 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), None, size
+        buffers, torch.zeros(size // 64 + 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), None, size
     )
 
 

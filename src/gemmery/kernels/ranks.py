@@ -8,8 +8,8 @@ there, works likewise (github.com/flashinfer-ai/flashinfer).
 
 For each rank an element has two places, which products use in turn. A rank that stores into a place for the second time
 has all partial sums of the product in between. The others sent these when they had finished the product before, and
-so had emptied the place. `uses` counts the products that an element has been part of. It is the same on all ranks, as
-long as they compute the same products in the same order.
+so had emptied the place. `uses` counts the products that a square of 8 by 8 elements has been part of. It is the same
+on all ranks, as long as they compute the same products in the same order.
 """
 
 import triton
@@ -20,6 +20,7 @@ from triton.experimental.gluon.language._core import builtin
 
 from .dialect import value_of
 from .operands import beside, column_halves
+from .rings import barrier
 
 #: The bits of an element that nothing was stored in: -0.0 as fp32, and the least int32, which no sum of products is.
 EMPTY = tl.constexpr(-(1 << 31))
@@ -148,8 +149,6 @@ def arrived(places, inside, patience, broken, failed, RANK: tl.constexpr):
         while is_any(bits == EMPTY) & (left > 0):
             bits = tl.load(places, mask=inside, other=0, volatile=True)
             left -= 1
-        # A thread may have the same elements as another one.
-        tl.debug_barrier()
     missing = bits == EMPTY
     # Later blocks do not wait as long once more.
     tl.store(broken + bits * 0, 1, mask=missing)
@@ -160,36 +159,33 @@ def arrived(places, inside, patience, broken, failed, RANK: tl.constexpr):
 
 @triton.jit
 def places_of(
-    acc,
-    column,
-    uses,
-    shape,
-    row,
-    col,
-    COLS: tl.constexpr,
-    SIZE: tl.constexpr,
-    N: tl.constexpr,
-    TIMES: tl.constexpr,
-):
+    acc, column, uses, shape, row, col, COLS: tl.constexpr, SIZE: tl.constexpr, N: tl.constexpr, RANKS: tl.constexpr
+):  # fmt: skip
     """Where the elements of some columns of a block are in a buffer, which of them exist, and their counters.
+
+    In squares of 8 by 8, since a warp's accumulators lie so where activations are on the narrow side of the tensor
+    cores: each of its stores is then to 256 adjacent bytes. Squares have a counter each.
 
     Args:
         acc, column: the columns, which begin with the block's number `column`.
-        uses: `SIZE` counters.
+        uses: the counters.
         shape, row, col, COLS: as an epilogue has them of the whole block. Where columns are paired, it has twice as
             many.
         N: columns of the product.
-        TIMES: `SIZE` times the number of ranks.
     """
-    rows = row + rows_of(acc)
+    # Tiles have a multiple of 8 rows, and rows that do not exist have places, too. So several are stored at a time.
+    rows = row // 8 * 8 + rows_of(acc)
     cols = column + columns_of(acc)
     in_half = col + cols % COLS
-    inside = (rows < shape[0])[:, None] & (in_half < shape[1])[None, :]
-    # Of `shape`, some kernels pass on where their own columns end.
-    at = rows[:, None] * N + (in_half + cols // COLS * (N // 2))[None, :]
-    used = tl.load(uses + at, mask=inside, other=0)
+    inside = (rows // 8 * 8 < shape[0])[:, None] & (in_half < shape[1])[None, :]
+    # Of `shape`, some kernels pass on where their own columns end. Each half begins with squares of its own.
+    HALF: tl.constexpr = (N + 15) // 16
+    square = (rows // 8 * (2 * HALF))[:, None] + (in_half // 8 + cols // COLS * HALF)[None, :]
+    cols = in_half
+    at = square * 64 + (cols % 8 * 8)[None, :] + (rows % 8)[:, None]
+    used = tl.load(uses + square, mask=inside, other=0)
     # At most 2^31 places: 32 bits take fewer registers.
-    return (used & 1) * TIMES + at, inside, uses + at, used
+    return (used & 1) * (SIZE * RANKS) + at, inside, uses + square, used
 
 
 @triton.jit
@@ -210,9 +206,7 @@ def send(
         send(first, column, buffers, uses, shape, row, col, COLS, RANK, SIZE, N)
         send(second, column + columns, buffers, uses, shape, row + rows, col, COLS, RANK, SIZE, N)
     else:
-        first, inside, _, _ = places_of(
-            acc, column, uses, shape, row, col, COLS, SIZE, N, SIZE * len(buffers)
-        )
+        first, inside, _, _ = places_of(acc, column, uses, shape, row, col, COLS, SIZE, N, len(buffers))
         own = bits_of(acc)
         for rank in tl.static_range(len(buffers)):
             if rank != RANK:
@@ -236,10 +230,12 @@ def receive(
         if IN_GLUON:
             row = computed_anew(row)
         first, inside, counters, used = places_of(
-            acc, column, uses, shape, row, col, COLS, SIZE, N, SIZE * len(buffers)
+            acc, column, uses, shape, row, col, COLS, SIZE, N, len(buffers)
         )
-        # A thread that has the same elements as another one must not count them before.
-        if not IN_GLUON:
+        # Nobody counts a square that another thread has yet to look up.
+        if IN_GLUON:
+            barrier()
+        else:
             tl.debug_barrier()
         own = bits_of(acc)
         total = acc * 0
@@ -247,7 +243,7 @@ def receive(
             bits = own
             if rank != RANK:
                 bits = arrived(
-                    buffers[RANK] + first + rank * SIZE, inside, patience, uses + SIZE, failed, rank
+                    buffers[RANK] + first + rank * SIZE, inside, patience, uses + SIZE // 64, failed, rank
                 )
             total += bits.to(acc.dtype, bitcast=True)
         tl.store(counters, used + 1, mask=inside)
@@ -283,7 +279,7 @@ def of_ranks(
     buffers, uses = given[:RANKS], given[RANKS]
     send(acc, 0, buffers, uses, shape, row, col, COLS, RANK, SIZE, N)
     # Where an exchange has failed, nobody waits any more.
-    patience = tl.where(tl.load(uses + SIZE, volatile=True) == 0, given[OWN + 1], 0)
+    patience = tl.where(tl.load(uses + SIZE // 64, volatile=True) == 0, given[OWN + 1], 0)
     total = receive(acc, 0, buffers, uses, given[OWN], patience, shape, row, col, COLS, RANK, SIZE, N)
     own = given[OWN + 2 :]
     if AHEAD:

@@ -27,6 +27,7 @@ from ..formats.tensor import QuantizedTensor
 from ..kernels import pointwise
 from ..nn.feed_forward import Differentiable
 from ..operands import Exchange, Groups, SummedOver
+from ..operands.summed import places_of
 from ..problem import Problem
 from ..product import prepare, vjp
 from ..product.build import make_call
@@ -186,10 +187,10 @@ def _operands(name: str, dtype: str, rows: int, size: int) -> tuple[Any, Any, Te
     args = tuple([empty(*shapes[x]) if isinstance(x, str) else x for x in how.args])
     if how.ranks > 1:
         # Each tensor an object of its own, as launches have them.
-        size_ = rows * columns
-        buffers = [empty(2, how.ranks, size_, dtype=torch.int32) for _ in range(how.ranks)]
-        uses = empty(size_ + 1, dtype=torch.int32)
-        x = SummedOver(x, Exchange(tuple(buffers), uses, 1, size_, 1 << 40, 1 << 20))
+        places = places_of(rows, columns)
+        buffers = [empty(2, how.ranks, places, dtype=torch.int32) for _ in range(how.ranks)]
+        uses = empty(places // 64 + 1, dtype=torch.int32)
+        x = SummedOver(x, Exchange(tuple(buffers), uses, 1, places, 1 << 40, 1 << 20))
     return x, weight, empty(columns) if how.bias else None, args
 
 

@@ -26,9 +26,10 @@ class Exchange(NamedTuple):
 
     Attributes:
         buffers: one of each rank, (2, ranks, size), int32, each of which all ranks can write.
-        uses: (size + 1,), int32: in how many products each element has been, and whether an exchange failed.
+        uses: (size / 64 + 1,), int32: in how many products each 8 by 8 elements have been, and whether an exchange
+            failed.
         rank: this one.
-        size: elements of the largest product.
+        size: places for a product's elements; see `places_of`.
         failed: the address of an int32 that the GPU writes and the host reads: 0, or 1 + the rank that was missing.
         patience: how often a block looks for the partial sums of another rank.
     """
@@ -39,6 +40,11 @@ class Exchange(NamedTuple):
     size: int
     failed: int
     patience: int
+
+
+def places_of(rows: int, columns: int) -> int:
+    """How many places a product of so many rows and columns takes: in squares of 8 by 8, of two halves of columns."""
+    return -(-rows // 8) * -(-columns // 16) * 128
 
 
 class SummedOver(NamedTuple):
