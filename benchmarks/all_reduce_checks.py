@@ -21,8 +21,8 @@ ROWS, MOST = 2048, 1024
 #: Seconds that a kernel waits for other ranks: where all of them come, and where one does not; and by how many seconds
 #: the error may be later than that.
 PATIENT, DEAD, LATER = 60.0, 2.0, 3.0
-#: Different weights in a run of many calls, and replays of a graph.
-WEIGHTS, REPLAYS = 10, 50
+#: Different weights and numbers of rows in a run of many calls, and replays of a graph.
+WEIGHTS, COUNTS, REPLAYS = 6, 64, 50
 
 
 def wanted(args: Any) -> list[Callable[[Ranks, Any], None]]:
@@ -103,9 +103,11 @@ def stress(ranks: Ranks, args: Any) -> None:
     timeout = _begin(ranks, args, PATIENT)
     draw, begun, made = random.Random(args.seed or 0), time.monotonic(), []
     sums, wrong = [], []
+    # Each pair of a weight and a number of rows takes the host some milliseconds when it is met first.
+    counts = [_some(draw)[1] for _ in range(COUNTS)]
     for i in range(args.stress):
-        pool = draw.choice(pools)
-        start, count = _some(draw)
+        pool, count = draw.choice(pools), draw.choice(counts)
+        start = draw.randrange(ROWS - count + 1)
         y = pool(pool.rows(start, count))
         sums.append(checksum(y))
         wrong.append(pool.wrong(y, start))

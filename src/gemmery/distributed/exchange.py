@@ -29,8 +29,8 @@ MOST = 1 << 23
 LEAST = 1 << 20
 #: Ranks that exchange at most: the GPUs of one host.
 MOST_RANKS = 8
-#: How often a block looks for partial sums in a second, at least; measured on an H100 (`looks/all_reduce-bf16.json`).
-LOOKS = 1_000_000
+#: How often a block looks for partial sums in a second: on a GPU at most, and in the interpreter about.
+LOOKS, INTERPRETED_LOOKS = 1_000_000, 5000
 
 
 class Seconds:
@@ -122,7 +122,7 @@ class Shared:
             memory = self._grow(op, places)
         if memory.failed[0]:
             self.check(op)
-        patience = max(round(Seconds.timeout * LOOKS), 1)
+        patience = max(round(Seconds.timeout * (INTERPRETED_LOOKS if devices.INTERPRETED else LOOKS)), 1)
         return Exchange(
             memory.buffers, memory.uses, self.rank, memory.size, memory.failures.data_ptr(), patience
         )

@@ -101,12 +101,30 @@ def computed_anew(value, _semantic=None):
 
 
 @builtin
-def waited_for(bits, places, patience, _semantic=None, _generator=None):
+def time_now(like, _semantic=None):
+    """The GPU's clock in nanoseconds, of 64 bits.
+
+    Args:
+        like: a number, without which the compiler could look at the clock earlier.
+    """
+    return gl.inline_asm_elementwise(
+        "mov.u64 $0, %globaltimer;",
+        "=l,r",
+        [like],
+        dtype=gl.int64,
+        is_pure=False,
+        pack=1,
+        _semantic=_semantic,
+    )
+
+
+@builtin
+def waited_for(bits, places, end, _semantic=None, _generator=None):
     """The bits that are stored in places, once they are not empty; each thread waits for its own.
 
     Args:
         bits: `EMPTY` where they are wanted, something else where not.
-        patience: for how many microseconds, in a block.
+        end: when to give up, by `time_now`, in a block.
     """
     threads = 32 * value_of(gl.num_warps(_semantic=_semantic, _generator=_generator))
     each = max(1, min(8, bits.numel.value // threads))
@@ -117,11 +135,10 @@ def waited_for(bits, places, patience, _semantic=None, _generator=None):
     ]
     more = [f"setp.eq.or.s32 want, ${i}, {EMPTY.value}, want;" for i in own[1:]]
     return gl.inline_asm_elementwise(
-        "{ .reg .pred want; .reg .b64 begin, now, limit;"
-        f"mul.wide.u32 limit, ${3 * each}, 1000; mov.u64 begin, %globaltimer;\nLOOK: {''.join(look)}"
+        f"{{ .reg .pred want; .reg .b64 now;\nLOOK: {''.join(look)}"
         f"setp.eq.s32 want, $0, {EMPTY.value}; {''.join(more)} @!want bra DONE;"
-        "mov.u64 now, %globaltimer; sub.u64 now, now, begin; setp.lt.u64 want, now, limit; @want bra LOOK;\nDONE: }",
-        ",".join(["=&r"] * each + [str(i) for i in own] + ["l"] * each + ["r"] * each), [bits, places, patience],
+        f"mov.u64 now, %globaltimer; setp.lt.u64 want, now, ${3 * each}; @want bra LOOK;\nDONE: }}",
+        ",".join(["=&r"] * each + [str(i) for i in own] + ["l"] * (2 * each)), [bits, places, end],
         dtype=gl.int32, is_pure=False, pack=each, _semantic=_semantic,
     )  # fmt: skip
 
@@ -137,15 +154,15 @@ def arrived(places, inside, patience, broken, failed, RANK: tl.constexpr):
     """The bits that a rank stores in places, which are empty afterwards.
 
     Args:
-        patience: for how many microseconds it waits, or how often it looks, which takes about one.
+        patience: how often it looks, which takes about a microsecond; in Gluon when it gives up, see `time_now`.
         broken, failed: where it says that they did not come: on this GPU, and where the host sees it.
     """
     if IN_GLUON:
         # Voting would take shared memory, of which assembly has all.
-        bits = waited_for(tl.where(inside, EMPTY, 0), places, patience + inside.to(tl.int32) * 0)
+        bits = waited_for(tl.where(inside, EMPTY, 0), places, patience + inside.to(tl.int64) * 0)
     else:
         bits = tl.load(places, mask=inside, other=0, volatile=True)
-        left = patience
+        left = tl.where(tl.load(broken, volatile=True) == 0, patience, 0)
         while is_any(bits == EMPTY) & (left > 0):
             bits = tl.load(places, mask=inside, other=0, volatile=True)
             left -= 1
@@ -159,7 +176,7 @@ def arrived(places, inside, patience, broken, failed, RANK: tl.constexpr):
 
 @triton.jit
 def places_of(
-    acc, column, uses, shape, row, col, COLS: tl.constexpr, SIZE: tl.constexpr, N: tl.constexpr, RANKS: tl.constexpr
+    acc, column, uses, shape, row, col, size, N, COLS: tl.constexpr, RANKS: tl.constexpr
 ):  # fmt: skip
     """Where the elements of some columns of a block are in a buffer, which of them exist, and their counters.
 
@@ -171,6 +188,7 @@ def places_of(
         uses: the counters.
         shape, row, col, COLS: as an epilogue has them of the whole block. Where columns are paired, it has twice as
             many.
+        size: places of a rank.
         N: columns of the product.
     """
     # Tiles have a multiple of 8 rows, and rows that do not exist have places, too. So several are stored at a time.
@@ -179,13 +197,13 @@ def places_of(
     in_half = col + cols % COLS
     inside = (rows // 8 * 8 < shape[0])[:, None] & (in_half < shape[1])[None, :]
     # Of `shape`, some kernels pass on where their own columns end. Each half begins with squares of its own.
-    HALF: tl.constexpr = (N + 15) // 16
-    square = (rows // 8 * (2 * HALF))[:, None] + (in_half // 8 + cols // COLS * HALF)[None, :]
+    half = (N + 15) // 16
+    square = (rows // 8 * (2 * half))[:, None] + (in_half // 8 + cols // COLS * half)[None, :]
     cols = in_half
     at = square * 64 + (cols % 8 * 8)[None, :] + (rows % 8)[:, None]
     used = tl.load(uses + square, mask=inside, other=0)
     # At most 2^31 places: 32 bits take fewer registers.
-    return (used & 1) * (SIZE * RANKS) + at, inside, uses + square, used
+    return (used & 1) * (size * RANKS) + at, inside, uses + square, used
 
 
 @triton.jit
@@ -197,40 +215,39 @@ def bits_of(acc):
 
 @triton.jit
 def send(
-    acc, column, buffers, uses, shape, row, col, COLS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
-    N: tl.constexpr,
+    acc, column, buffers, uses, shape, row, col, size, N, COLS: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
     """Store this rank's partial sums in the memory of all others; see `places_of`."""
     if acc.numel > (TOGETHER if IN_GLUON else TOGETHER_IN_BLOCKS):
         first, second, rows, columns = halves(acc)
-        send(first, column, buffers, uses, shape, row, col, COLS, RANK, SIZE, N)
-        send(second, column + columns, buffers, uses, shape, row + rows, col, COLS, RANK, SIZE, N)
+        send(first, column, buffers, uses, shape, row, col, size, N, COLS, RANK)
+        send(second, column + columns, buffers, uses, shape, row + rows, col, size, N, COLS, RANK)
     else:
-        first, inside, _, _ = places_of(acc, column, uses, shape, row, col, COLS, SIZE, N, len(buffers))
+        first, inside, _, _ = places_of(acc, column, uses, shape, row, col, size, N, COLS, len(buffers))
         own = bits_of(acc)
         for rank in tl.static_range(len(buffers)):
             if rank != RANK:
-                tl.store(buffers[rank] + first + RANK * SIZE, own, mask=inside)
+                tl.store(buffers[rank] + first + RANK * size, own, mask=inside)
 
 
 @triton.jit
 def receive(
-    acc, column, buffers, uses, failed, patience, shape, row, col, COLS: tl.constexpr, RANK: tl.constexpr,
-    SIZE: tl.constexpr, N: tl.constexpr,
+    acc, column, buffers, uses, failed, patience, shape, row, col, size, N, COLS: tl.constexpr,
+    RANK: tl.constexpr,
 ):  # fmt: skip
     """The sum of this rank's partial sums and those that the others store here; see `places_of` and `arrived`."""
     if acc.numel > (TOGETHER if IN_GLUON else TOGETHER_IN_BLOCKS):
         first, second, rows, columns = halves(acc)
-        first = receive(first, column, buffers, uses, failed, patience, shape, row, col, COLS, RANK, SIZE, N)
+        first = receive(first, column, buffers, uses, failed, patience, shape, row, col, size, N, COLS, RANK)
         second = receive(
-            second, column + columns, buffers, uses, failed, patience, shape, row + rows, col, COLS, RANK, SIZE, N
+            second, column + columns, buffers, uses, failed, patience, shape, row + rows, col, size, N, COLS, RANK
         )  # fmt: skip
         return together(first, second, acc)
     else:
         if IN_GLUON:
             row = computed_anew(row)
         first, inside, counters, used = places_of(
-            acc, column, uses, shape, row, col, COLS, SIZE, N, len(buffers)
+            acc, column, uses, shape, row, col, size, N, COLS, len(buffers)
         )
         # Nobody counts a square that another thread has yet to look up.
         if IN_GLUON:
@@ -243,7 +260,7 @@ def receive(
             bits = own
             if rank != RANK:
                 bits = arrived(
-                    buffers[RANK] + first + rank * SIZE, inside, patience, uses + SIZE // 64, failed, rank
+                    buffers[RANK] + first + rank * size, inside, patience, uses + size // 64, failed, rank
                 )
             total += bits.to(acc.dtype, bitcast=True)
         tl.store(counters, used + 1, mask=inside)
@@ -253,35 +270,34 @@ def receive(
 @triton.jit
 def of_ranks(
     acc, args, shape, sizes, batch, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr,
-    EPILOGUE: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, SIZE: tl.constexpr, N: tl.constexpr,
-    SCALED: tl.constexpr, AHEAD: tl.constexpr,
+    EPILOGUE: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, SCALED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """An epilogue of the sum over all ranks.
 
     Args:
-        args: the ranks' buffers, `uses`, with SCALED the scales of this rank's columns, `failed` and `patience`; and
-            the epilogue's own. With AHEAD a pair of these and of what the epilogue has read ahead.
+        args: the ranks' buffers, `uses`, with SCALED the scales of this rank's columns, the places of a rank, columns
+            of the product, `failed` and `patience`; and the epilogue's own. With AHEAD a pair of these and of what the
+            epilogue has read ahead.
     """
     read = None
     given = args
     if AHEAD:
         given, read = args
+    FACTS: tl.constexpr = RANKS + 1 + SCALED
+    size, N, failed, patience = given[FACTS], given[FACTS + 1], given[FACTS + 2], given[FACTS + 3]
+    buffers, uses = given[:RANKS], given[RANKS]
     if SCALED:
         cols = columns_of(acc)
         in_half = col + cols % COLS
-        scale = tl.load(
-            given[RANKS + 1] + in_half + cols // COLS * (N // (acc.shape[1] // COLS)),
-            mask=in_half < shape[1],
-            other=0.0,
-        )
-        acc = acc.to(tl.float32) * scale.to(tl.float32)[None, :]
-    OWN: tl.constexpr = RANKS + 1 + SCALED
-    buffers, uses = given[:RANKS], given[RANKS]
-    send(acc, 0, buffers, uses, shape, row, col, COLS, RANK, SIZE, N)
-    # Where an exchange has failed, nobody waits any more.
-    patience = tl.where(tl.load(uses + SIZE // 64, volatile=True) == 0, given[OWN + 1], 0)
-    total = receive(acc, 0, buffers, uses, given[OWN], patience, shape, row, col, COLS, RANK, SIZE, N)
-    own = given[OWN + 2 :]
+        places = given[RANKS + 1] + in_half + cols // COLS * (N // 2)
+        acc = acc.to(tl.float32) * tl.load(places, mask=in_half < shape[1], other=0.0).to(tl.float32)[None, :]
+    send(acc, 0, buffers, uses, shape, row, col, size, N, COLS, RANK)
+    if IN_GLUON:
+        # Where an exchange has failed, nobody waits any more.
+        patience = tl.where(tl.load(uses + size // 64, volatile=True) == 0, patience, 0)
+        patience = time_now(row) + patience.to(tl.int64) * 1000
+    total = receive(acc, 0, buffers, uses, failed, patience, shape, row, col, size, N, COLS, RANK)
+    own = given[FACTS + 4 :]
     if AHEAD:
         own = (own, read)
     return EPILOGUE(total, own, shape, sizes, batch, row, col, ROWS, COLS, WIDE)

@@ -104,17 +104,17 @@ class Summed(Dense):
 
     def of_partial_sum(self, epilogue: Any, reads_ahead: bool) -> Any:
         return with_constants(
-            ranks.of_ranks, EPILOGUE=epilogue, RANK=self.rank, RANKS=self.ranks, SIZE=self.size,
-            N=self.columns_of_product, SCALED=self.scale is not None, AHEAD=reads_ahead,
+            ranks.of_ranks, EPILOGUE=epilogue, RANK=self.rank, RANKS=self.ranks, SCALED=self.scale is not None,
+            AHEAD=reads_ahead,
         )  # fmt: skip
 
     def before_sum(self, prefetch: Any) -> Any:
         return with_constants(
-            ranks.before_sum, PREFETCH=prefetch, FIRST=self.ranks + 3 + (self.scale is not None)
+            ranks.before_sum, PREFETCH=prefetch, FIRST=self.ranks + 5 + (self.scale is not None)
         )
 
     def sum_arguments(self, tensors: Sequence[Any], numbers: Sequence[float]) -> tuple[Any, ...]:
-        return (*tensors[1:], *numbers[len(numbers) - 2 :])
+        return (*tensors[1:], self.size, self.columns_of_product, *numbers[len(numbers) - 2 :])
 
     def __str__(self) -> str:
         return f"{Spec.__str__(self)} summed over {self.ranks} ranks"
