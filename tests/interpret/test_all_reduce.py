@@ -1,0 +1,58 @@
+"""Products that are summed over two ranks, whose kernels run in the interpreter and share files."""
+
+import pytest
+
+from tests import ranks as processes
+from tests import summed
+
+# One worker starts the processes.
+pytestmark = pytest.mark.xdist_group("all-reduce")
+CONFIGS = (
+    "16x32x32-g8-w4-s2-tile-pointer",
+    "16x64x32-g8-w4-s2-tile-descriptor-k3-swap",
+    "32x48x32-g8-w4-s2-tile-pointer/2",
+    "16x64x32-g8-w4-s2-persistent-pointer-t4",
+    "64x128x32-g8-w4-s2-tile-pointer",
+)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    made = processes.Ranks()
+    yield made
+    made.stop()
+
+
+@pytest.mark.parametrize(
+    "function",
+    (
+        summed.shapes, summed.integers, summed.epilogues, summed.many, summed.grows, summed.gradients, summed.refusals,
+    ),
+    ids=lambda x: x.__name__,
+)  # fmt: skip
+def test_products(ranks, function):
+    ranks(function)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_schedules(ranks, config):
+    ranks(summed.configs, (config,))
+
+
+@pytest.mark.parametrize("kind", ("int4", "nf4", "e4m3", "int8", "2:4", "act-order"))
+def test_packed_weights(ranks, kind):
+    ranks(summed.packed, kind)
+
+
+def test_a_rank_that_is_late(ranks):
+    ranks(summed.late, 0.5)
+
+
+def test_a_rank_that_is_missing():
+    # Its process group can't be used any more.
+    made = processes.Ranks()
+    try:
+        seconds = made(summed.missing, 1.0)
+    finally:
+        made.stop()
+    assert seconds[0] < 60
