@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -79,6 +79,11 @@ class PackedWeight(Tensor):
     @abstractmethod
     def cut_columns(self, start: int, stop: int, caller: str = "slice") -> Self:
         """A copy of columns `start` to before `stop`."""
+
+    @classmethod
+    def stack_rows(cls, weights: Sequence[Self]) -> Self:
+        """One weight with the rows of several, see `torch.cat`."""
+        raise NotImplementedError(f"cat: a {cls.__name__} can't be put together of others; use its {cls.plain}()")
 
     @abstractmethod
     def to_tensors(self, prefix: str = "") -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from ..formats.weight import PackedWeight
 from . import hugging_face
+from .blocks import FusedGatedMLP, PackedGatedMLP, why_not_stacked
 from .experts import Experts
 from .linear import Linear, own_code
 from .packed import PackedLinear
+from .quantized import QuantizedLinear
 from .sparse import SparseLinear
 from .swap import Slot, Swapped, changed, is_linear, why_not
 
@@ -59,6 +61,8 @@ def replace(model: nn.Module, packing: Packing) -> Swapped:
         if path and (is_linear(module) or is_experts(module)):
             prefix, _, name = path.rpartition(".")
             walk.meet(module, path, model.get_submodule(prefix), name)
+    if issubclass(packing.layer, QuantizedLinear):
+        walk.stack(model)
     # The default may name a layer that a model has not; what is asked for should be there.
     for pattern in walk.skip:
         if pattern not in walk.used and pattern != "lm_head":
@@ -101,6 +105,38 @@ class _Walk:
         found = self.made[id(layer)]
         if found is not None:
             self.report._slots.append(Slot(path, parent, name, layer, found))
+
+    def stack(self, model: nn.Module) -> None:
+        """Keep fused blocks fused: gate and up that are both quantised become one weight."""
+        made: dict[int, PackedGatedMLP | None] = {}
+        for path, block in model.named_modules(remove_duplicate=False):
+            if type(block) is not FusedGatedMLP or not path:
+                continue
+            if id(block) not in made:
+                made[id(block)] = self.stacked(block)
+            after = made[id(block)]
+            if after is not None:
+                prefix, _, name = path.rpartition(".")
+                self.report._slots.append(Slot(path, model.get_submodule(prefix), name, block, after))
+
+    def stacked(self, block: FusedGatedMLP) -> PackedGatedMLP | None:
+        """What takes the place of a fused block; None where its layers are replaced one by one, or not at all."""
+        layers = {
+            name: self.made.get(id(child)) or child for name, child in block._modules.items() if child is not None
+        }
+        if own_code(block) is not None or why_not_stacked(layers["gate_proj"], layers["up_proj"]) is not None:
+            return None
+        after = PackedGatedMLP(block, layers, block.activation)
+        slots = self.report._slots
+        slots[:] = [slot for slot in slots if slot.parent is not block]
+        # What was packed for these alone is not needed any more.
+        kept = {id(slot.before) for slot in slots}
+        for name in PackedGatedMLP.HALVES:
+            layer = block._modules[name]
+            if layer is not None and id(layer) not in kept:
+                self.made[id(layer)] = None
+                self.weights.pop(id(layer.weight), None)
+        return after
 
     def reason(self, layer: nn.Module, path: str) -> str | None:
         """Why a layer is not to be packed; None if it is."""

@@ -12,17 +12,18 @@ from torch.nn.utils import parametrize
 from ..dtensors import is_sharded
 from ..precision import AskedPrecision
 from . import blocks, foreign, hugging_face, norms
-from .blocks import FusedGatedMLP, FusedIntermediate
+from .blocks import FusedGatedMLP, FusedIntermediate, PackedGatedMLP
 from .experts import Experts
 from .hugging_face import FusedExperts
 from .linear import Linear, is_plain, own_code
 from .norms import FusedRMSNorm
 from .packed import PackedLinear
+from .quantized import QuantizedLinear
 from .sparse import SparseLinear
 
 #: What has been swapped before and is whole in itself.
 _OURS = (
-    Experts, FusedExperts, FusedGatedMLP, FusedIntermediate, FusedRMSNorm, PackedLinear, SparseLinear,
+    Experts, FusedExperts, FusedGatedMLP, FusedIntermediate, FusedRMSNorm, PackedGatedMLP, PackedLinear, SparseLinear,
 )  # fmt: skip
 #: How many names of one kind a summary spells out.
 _NAMED = 3
@@ -122,7 +123,8 @@ class Swapped:
         pairs = {id(slot.after): (slot.path, slot.before, slot.after) for slot in self._slots}
         for path, before, after in pairs.values():
             for name, child in after._modules.items():
-                if child is not before._modules.get(name) and type(child) is not Linear:
+                kinds = (Linear, QuantizedLinear) if isinstance(after, PackedGatedMLP) else (Linear,)
+                if child is not before._modules.get(name) and type(child) not in kinds:
                     raise ValueError(
                         f"undo: at {path}.{name} there is a {type(child).__name__}, not what swap put there; "
                         "nothing was undone"
@@ -142,6 +144,8 @@ def _restore(before: nn.Module, after: nn.Module) -> None:
     if isinstance(after, PackedLinear) or (isinstance(after, Experts) and after.packed):
         before.train(after.training)
         return
+    if isinstance(after, PackedGatedMLP):
+        _restore_halves(before, after)
     for name in _STATE:
         # The very dictionaries, so that handles that remove hooks find them.
         before.__dict__[name] = after.__dict__[name]
@@ -149,6 +153,18 @@ def _restore(before: nn.Module, after: nn.Module) -> None:
         original = before._modules.get(name)
         if original is not child and original is not None and child is not None:
             _restore(original, child)
+
+
+def _restore_halves(before: nn.Module, after: PackedGatedMLP) -> None:
+    """Give gate and up the flag and the biases that their one layer has by now."""
+    for name, half in after.halves().items():
+        layer = before._modules[name]
+        assert layer is not None
+        layer.train(half.training)
+        bias = layer._parameters["bias"]
+        if bias is not None and half.bias is not None:
+            with torch.no_grad():
+                bias.copy_(half.bias)
 
 
 def swap(
@@ -293,7 +309,10 @@ class _Walk:
         layers = {name: self.layer(module._modules[name]) for name in kind.layers}
         after = blocks.fuse(kind, module, layers)
         self.places[id(module)] = after
-        self.report.replaced.append((path, f"{type(module).__name__} ({after.activation.name})"))
+        how = after.activation.name
+        if isinstance(after, PackedGatedMLP):
+            how += f", {after.gate_up_proj.quantized.format.name}"
+        self.report.replaced.append((path, f"{type(module).__name__} ({how})"))
         return True
 
     def experts(self, module: nn.Module, path: str) -> bool:
@@ -337,10 +356,14 @@ class _Walk:
 
     def why_not_in_block(self, module: nn.Module) -> str | None:
         """The same of a layer of a block, which can be fused around layers that are gemmery's already."""
+        if type(module) is QuantizedLinear:
+            return own_code(module)
         return None if is_plain(module) else self.why_not(module)
 
-    def layer(self, module: nn.Module | None) -> Linear:
-        """The replacement of a linear layer, one for all its places."""
+    def layer(self, module: nn.Module | None) -> Linear | QuantizedLinear:
+        """The replacement of a linear layer, one for all its places; one that is gemmery's stays."""
+        if isinstance(module, QuantizedLinear):
+            return module
         assert isinstance(module, nn.Linear)
         if type(module) is Linear:
             return module
