@@ -135,6 +135,17 @@ def stacked_rows(weights: Sequence[QuantizedTensor]) -> QuantizedTensor:
     return first.with_parts(inner, (*batch, sum(x.shape[-2] for x in weights), K))
 
 
+def put_rows(weight: QuantizedTensor, start: int, piece: QuantizedTensor) -> None:
+    """Writes rows that were made by themselves into a weight, from row `start` on, a multiple of 16."""
+    first = start // packing.STRIP
+    inner, given = weight.parts(), piece.parts()
+    inner["words"][..., first : first + given["words"].shape[-3], :, :] = given["words"]
+    for name in inner.keys() & {"scales", "zeros", "offsets"}:
+        inner[name][..., start : start + given[name].shape[-1]] = given[name]
+    if "channel" in inner:
+        inner["channel"][..., start : start + piece.shape[-2]] = given["channel"]
+
+
 def _but_rows(weight: QuantizedTensor) -> tuple[int, ...]:
     return (*weight.shape[:-2], weight.shape[-1])
 

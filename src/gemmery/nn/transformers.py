@@ -11,6 +11,7 @@ gemmery imports it.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 from collections.abc import Iterable, Mapping
@@ -313,6 +314,10 @@ class GemmeryQuantizer(HfQuantizer):  # type: ignore[misc]  # transformers has n
         for one in [x for x in self.waiting.values() if x.before is module]:
             one.parent._modules[one.name] = after
             del self.waiting[one.path]
+        is_on_cpu = any(x is not None and x.device.type == "cpu" for x in given.values())
+        given.clear()
+        if is_on_cpu:
+            _give_back()
 
     def _process_model_after_weight_loading(self, model: Any, **options: Any) -> Any:
         # What a checkpoint does not have, transformers has initialised by now.
@@ -349,6 +354,26 @@ class GemmeryQuantizer(HfQuantizer):  # type: ignore[misc]  # transformers has n
 
 def _is_skipped(path: str, pattern: str) -> bool:
     return not should_convert_module(path, [pattern])
+
+
+@functools.cache
+def _malloc_trim() -> Any:
+    """glibc's function; None where there is another C library."""
+    try:
+        return getattr(ctypes.CDLL(None), "malloc_trim", None)
+    except (OSError, TypeError):
+        return None
+
+
+def _give_back() -> None:
+    """Returns to the system what is free between packed weights.
+
+    Quantising needs memory in between. glibc keeps what lies below a weight that stays, which added up to more than the
+    packed model.
+    """
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
 
 
 @functools.cache
