@@ -194,7 +194,9 @@ def _slice(
 def _cat(cls: type[PackedWeight], weights: list[PackedWeight], dim: int = 0) -> PackedWeight:
     first = weights[0]
     if dim % first.ndim != first.ndim - 2:
-        raise NotImplementedError(f"cat: dim is {dim} of {first!r}; packed weights can be put together along rows, -2")
+        raise NotImplementedError(
+            f"cat: dim is {dim} of {first!r}; packed weights can be put together along rows, -2"
+        )
     return cls.stack_rows(weights)
 
 

@@ -106,7 +106,9 @@ def flattened(
     return plain, quantized
 
 
-def metadata_text(quantized: Mapping[str, Mapping[str, str]], aliases: Mapping[str, str] | None = None) -> str:
+def metadata_text(
+    quantized: Mapping[str, Mapping[str, str]], aliases: Mapping[str, str] | None = None
+) -> str:
     """What a file's metadata has under `KEY`.
 
     Args:

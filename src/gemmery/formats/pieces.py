@@ -109,7 +109,8 @@ def why_not_stacked(weights: Sequence[QuantizedTensor]) -> str | None:
             return f"weights 0 and {i} store their columns in two orders (GPTQ's act-order)"
     for i, weight in enumerate(weights[:-1]):
         if weight.shape[-2] % packing.STRIP:
-            return f"weight {i} has {weight.shape[-2]} rows; all but the last one must have a multiple of {packing.STRIP}"
+            rows = weight.shape[-2]
+            return f"weight {i} has {rows} rows; all but the last one must have a multiple of {packing.STRIP}"
     return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args, overload
+from typing import Literal, cast, get_args, overload
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ SIZES = (16, 32, 64, 128, 256, 512, 1024)
 #: The largest number of e2m1, and the exponent of its largest power of two.
 E2M1_MAX, E2M1_EXPONENT = 6.0, 2
 #: A weight of more numbers is quantised in parts, on the CPU and on a GPU, where a part takes many launches.
-PART, PART_ON_GPU = 1 << 17, 1 << 23
+PART, PART_ON_GPU = 1 << 16, 1 << 23
 
 
 @dataclass(frozen=True)
@@ -178,11 +178,15 @@ def _in_parts(w: Tensor, rule: _Rule, request: _Request) -> QuantizedTensor:
         return _made_of(w, rule, request)
     outline = _made_of(torch.empty(w.shape, device="meta"), rule, request)
     # At once and first, so that what parts need lies in one place, which the next one takes again.
-    result = outline.with_parts({name: torch.empty_like(x, device=w.device) for name, x in outline.parts().items()})
+    result = outline.with_parts(
+        {name: torch.empty_like(x, device=w.device) for name, x in outline.parts().items()}
+    )
     step = max(1, limit // (w.shape[-1] * rows)) * rows
     for index in itertools.product(*map(range, w.shape[:-2])):
+        part = cast(QuantizedTensor, result[index])
         for start in range(0, w.shape[-2], step):
-            pieces.put_rows(result[index], start, _made_of(w[index][start : start + step], rule, request))
+            made = _made_of(w[index][start : start + step], rule, request)
+            pieces.put_rows(part, start, made)
     return result
 
 
@@ -479,7 +483,9 @@ def _fp8_blocks(values: Tensor, request: _Request) -> QuantizedTensor:
     return from_codes(codes, request.format, scales=by_row, group_size=BLOCK, dtype=request.dtype)
 
 
-_FP8 = _Rule((0,), 0, _fp8, takes_nan=True, blocks=_Rule((BLOCK,), BLOCK, _fp8_blocks, takes_nan=True, rows=BLOCK))
+_FP8 = _Rule(
+    (0,), 0, _fp8, takes_nan=True, blocks=_Rule((BLOCK,), BLOCK, _fp8_blocks, takes_nan=True, rows=BLOCK)
+)
 #: By the format's name; a format that only checkpoints have needs none.
 _RULES: dict[str, _Rule] = {
     "int8": _Rule((0, *SIZES), 0, _int, has_zeros=True),

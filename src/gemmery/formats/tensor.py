@@ -40,9 +40,9 @@ class QuantizedTensor(PackedWeight):
     (zero - `format.zero`) * scale.
 
     It is made by `quantize`, by `from_codes` or by a reader of checkpoints. It moves between devices and between
-    float16 and bfloat16, can be a parameter without gradient, copied, pickled, saved, indexed along its batch, cut
-    at multiples of 16 rows (which copies), and put together of such pieces by `torch.cat`. It can't be written to, except by `copy_` from
-    another one of the same layout, and `F.linear(x, weight, bias)` with it is `gemmery.linear`.
+    float16 and bfloat16, can be a parameter without gradient, copied, pickled, saved, indexed along its batch, and cut
+    at multiples of 16 rows (which copies). `torch.cat` puts such pieces together again. It can't be written to, except
+    by `copy_` from another one of the same layout, and `F.linear(x, weight, bias)` with it is `gemmery.linear`.
 
     Args:
         shape: (*batch, N, K).

@@ -105,7 +105,9 @@ class PackedGatedMLP(nn.Module):
             bias = None
             if layer.bias is not None:
                 bias = nn.Parameter(layer.bias.detach()[part].clone(), layer.bias.requires_grad)
-            made[name] = QuantizedLinear(layer.weight.detach()[part], bias, batch_invariant=layer.batch_invariant)
+            made[name] = QuantizedLinear(
+                layer.weight.detach()[part], bias, batch_invariant=layer.batch_invariant
+            )
             made[name].train(layer.training)
         return made
 

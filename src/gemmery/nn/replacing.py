@@ -149,7 +149,9 @@ class _Walk:
     def stacked(self, block: FusedGatedMLP) -> PackedGatedMLP | None:
         """What takes the place of a fused block; None where its layers are replaced one by one, or not at all."""
         layers = {
-            name: self.made.get(id(child)) or child for name, child in block._modules.items() if child is not None
+            name: self.made.get(id(child)) or child
+            for name, child in block._modules.items()
+            if child is not None
         }
         if own_code(block) is not None or why_not_stacked(layers["gate_proj"], layers["up_proj"]) is not None:
             return None

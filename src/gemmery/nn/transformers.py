@@ -1,4 +1,4 @@
-"""Quantised models in Hugging Face's transformers: `from_pretrained` quantises, `save_pretrained` and loading again work.
+"""Quantised models in Hugging Face's transformers: `from_pretrained` quantises, `save_pretrained` saves them.
 
 Importing this module registers `GemmeryConfig` with transformers. Only this module needs transformers; nothing else of
 gemmery imports it.
@@ -58,8 +58,8 @@ class GemmeryConfig(QuantizationConfigMixin):  # type: ignore[misc]  # transform
     """How `from_pretrained` quantises a model's linear layers and experts, and what a saved one has been quantised by.
 
     `from_pretrained(..., quantization_config=GemmeryConfig(...))` quantises each weight as it is read, as
-    `gemmery.nn.quantize` does: the layers become `gemmery.nn.QuantizedLinear` and `gemmery.nn.Experts`. A model that was
-    saved with it is loaded without naming it again, after `import gemmery.nn.transformers`.
+    `gemmery.nn.quantize` does: the layers become `gemmery.nn.QuantizedLinear` and `gemmery.nn.Experts`. A saved model is
+    loaded without naming the configuration again, after `import gemmery.nn.transformers`.
 
     Args:
         format: "int8", "int4", "e4m3", "e5m2", "mxfp4", "nvfp4" or "nf4".
@@ -97,7 +97,7 @@ class GemmeryConfig(QuantizationConfigMixin):  # type: ignore[misc]  # transform
         self.batch_invariant = batch_invariant
         if isinstance(modules_to_not_convert, str) or not isinstance(modules_to_not_convert, Iterable | None):
             raise TypeError(
-                f"GemmeryConfig: modules_to_not_convert is {modules_to_not_convert!r}; it must be a list of names or None"
+                f"GemmeryConfig: modules_to_not_convert is {modules_to_not_convert!r}; it must be a list of names"
             )
         self.modules_to_not_convert = None if modules_to_not_convert is None else list(modules_to_not_convert)
         #: The version of the order in which words hold numbers.
@@ -110,7 +110,9 @@ class GemmeryConfig(QuantizationConfigMixin):  # type: ignore[misc]  # transform
         if self.dtype not in (None, "float16", "bfloat16"):
             raise ValueError(f"GemmeryConfig: dtype is {self.dtype!r}; it must be float16 or bfloat16")
         if not isinstance(self.batch_invariant, bool):
-            raise TypeError(f"GemmeryConfig: batch_invariant is {self.batch_invariant!r}; it must be True or False")
+            raise TypeError(
+                f"GemmeryConfig: batch_invariant is {self.batch_invariant!r}; it must be True or False"
+            )
         wrong = [name for name in self.modules_to_not_convert or () if not isinstance(name, str)]
         if wrong:
             raise TypeError(f"GemmeryConfig: modules_to_not_convert has {wrong[0]!r}; it must have names")
@@ -157,9 +159,8 @@ class GemmeryConfig(QuantizationConfigMixin):  # type: ignore[misc]  # transform
 class GemmeryQuantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no types
     """What transformers asks about a model with a `GemmeryConfig`; `model.hf_quantizer` is one.
 
-    Such a model is saved and loaded, compiled, and trained as far as gradients go: to inputs, biases and whatever is not
-    quantised, so that adapters learn. Weights are not loaded to two kinds of devices of which one is the disk or the
-    CPU.
+    Such a model is saved, loaded and compiled. Gradients reach inputs, biases and what is not quantised, so that
+    adapters can be trained. No part of it is offloaded to the CPU or the disk.
 
     Attributes:
         report: what was quantised and what was left, as `gemmery.nn.quantize` returns it, without a way back; None
@@ -203,7 +204,7 @@ class GemmeryQuantizer(HfQuantizer):  # type: ignore[misc]  # transformers has n
         offloaded = places & {"disk"} or (places & {"cpu"} if len(places) > 1 else set())
         if offloaded:
             raise ValueError(
-                f"GemmeryConfig: device_map places a part of the model on {', '.join(offloaded)} besides other devices; "
+                f"GemmeryConfig: device_map has {' and '.join(offloaded)} besides other devices; "
                 "packed weights are not offloaded, so name GPUs that hold the model, or the CPU alone"
             )
 
@@ -220,7 +221,9 @@ class GemmeryQuantizer(HfQuantizer):  # type: ignore[misc]  # transformers has n
         packing, skip = self._packing(model)
         plan = planned(model, packing)
         own = set(self.quantization_config.modules_to_not_convert or ())
-        plan.left = [(name, why) for name, why in plan.left if name in own or name not in skip or "named" not in why]
+        plan.left = [
+            (name, why) for name, why in plan.left if name in own or name not in skip or "named" not in why
+        ]
         slots, plan._slots = plan._slots, []
         self.report = plan
         if self.pre_quantized:
@@ -242,7 +245,13 @@ class GemmeryQuantizer(HfQuantizer):  # type: ignore[misc]  # transformers has n
         tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
         skip = sorted({*names, *(name.removesuffix(".weight") for name in tied)})
         packing = Packing(
-            "GemmeryConfig", config.pack, QuantizedLinear, skip, config.batch_invariant, STRIP, matches=_is_skipped
+            "GemmeryConfig",
+            config.pack,
+            QuantizedLinear,
+            skip,
+            config.batch_invariant,
+            STRIP,
+            matches=_is_skipped,
         )
         return packing, skip
 
@@ -301,7 +310,9 @@ class GemmeryQuantizer(HfQuantizer):  # type: ignore[misc]  # transformers has n
         # Without its numbers, it is what the way back begins with.
         for name, parameter in given.items():
             if parameter is not None:
-                module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+                module._parameters[name] = nn.Parameter(
+                    parameter.detach().to("meta"), parameter.requires_grad
+                )
         if isinstance(after, str):
             for name, parameter in given.items():
                 module._parameters[name] = parameter
@@ -446,7 +457,9 @@ class _Read(ConversionOps):  # type: ignore[misc]
     def convert(
         self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **options: Any
     ) -> dict[str, Tensor]:
-        tensors = {name: _first(input_dict[key]) for name in _parts() if (key := _pattern(name)) in input_dict}
+        tensors = {
+            name: _first(input_dict[key]) for name in _parts() if (key := _pattern(name)) in input_dict
+        }
         own = model.get_parameter(full_layer_name)
         if not isinstance(own, PackedWeight):
             raise ValueError(
@@ -478,7 +491,9 @@ def _plain(module: nn.Module, original: nn.Module | None, dtype: torch.dtype) ->
     """
     if original is None:
         if not isinstance(module, PackedLinear):
-            raise ValueError("dequantize: the model has experts that were quantised after it was loaded; undo that first")
+            raise ValueError(
+                "dequantize: the model has experts that were quantised after it was loaded; undo that"
+            )
         original = nn.Linear(
             module.in_features, module.out_features, module.bias is not None, device="meta", dtype=dtype
         )

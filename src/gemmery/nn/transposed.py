@@ -1,4 +1,4 @@
-"""Linear layers with a transposed weight, Hugging Face's Conv1D: what `swap` puts in their places, and how it knows them."""
+"""Hugging Face's Conv1D, a linear layer with a transposed weight: what `swap` puts in its place."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ class TransposedLinear(nn.Module):
 def resembles(module: nn.Module) -> bool:
     """Whether a module has the attributes of a Conv1D, whatever it does with them."""
     sizes = (getattr(module, name, None) for name in ("nf", "nx"))
-    return isinstance(module._parameters.get("weight"), Tensor) and all(isinstance(size, int) for size in sizes)
+    return isinstance(module._parameters.get("weight"), Tensor) and all(
+        isinstance(size, int) for size in sizes
+    )
 
 
 def refusal(layer: nn.Module) -> str | None:

@@ -377,7 +377,9 @@ def _of_module(module: nn.Module, batch_invariant: bool, top_k: int | None) -> l
             found.setdefault(id(child), _operand(name, child.weight, child.bias, precision, invariant))
         elif isinstance(child, TransposedLinear):
             invariant = batch_invariant or child.batch_invariant
-            found.setdefault(id(child), _operand(name, child.weight.t(), child.bias, child.precision, invariant))
+            found.setdefault(
+                id(child), _operand(name, child.weight.t(), child.bias, child.precision, invariant)
+            )
     return list(found.values())
 
 
