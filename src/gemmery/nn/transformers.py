@@ -55,11 +55,11 @@ NAME = "gemmery"
 
 
 class GemmeryConfig(QuantizationConfigMixin):  # type: ignore[misc]  # transformers has no types
-    """How `from_pretrained` quantises a model's linear layers and experts, and what a saved one has been quantised by.
+    """How `from_pretrained` quantises a model's linear layers and experts, and how a saved model was quantised.
 
     `from_pretrained(..., quantization_config=GemmeryConfig(...))` quantises each weight as it is read, as
-    `gemmery.nn.quantize` does: the layers become `gemmery.nn.QuantizedLinear` and `gemmery.nn.Experts`. A saved model is
-    loaded without naming the configuration again, after `import gemmery.nn.transformers`.
+    `gemmery.nn.quantize` does: the layers become `gemmery.nn.QuantizedLinear` and `gemmery.nn.Experts`. To load a
+    saved model, `import gemmery.nn.transformers` first; the configuration is in its files.
 
     Args:
         format: "int8", "int4", "e4m3", "e5m2", "mxfp4", "nvfp4" or "nf4".
@@ -174,6 +174,7 @@ class GemmeryQuantizer(HfQuantizer):  # type: ignore[misc]  # transformers has n
         super().__init__(quantization_config, **options)
         quantization_config.check()
         self.report: Swapped | None = None
+        self.packing: Packing | None = None
         #: Plain modules on meta by their path: what `dequantize` fills again.
         self.originals: dict[str, nn.Module] = {}
         #: What is to be quantised once all of its parameters are there.
@@ -218,8 +219,8 @@ class GemmeryQuantizer(HfQuantizer):  # type: ignore[misc]  # transformers has n
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **options: Any
     ) -> None:
-        packing, skip = self._packing(model)
-        plan = planned(model, packing)
+        self.packing, skip = self._packing(model)
+        plan = planned(model, self.packing)
         own = set(self.quantization_config.modules_to_not_convert or ())
         plan.left = [
             (name, why) for name, why in plan.left if name in own or name not in skip or "named" not in why
@@ -293,7 +294,7 @@ class GemmeryQuantizer(HfQuantizer):  # type: ignore[misc]  # transformers has n
             return []
         return [WeightConverter([_pattern(name) for name in _parts()], "", [_Read(self)])]
 
-    def take(self, model: Any, path: str) -> None:
+    def take(self, path: str) -> None:
         """Quantises a module if all of its parameters have been read."""
         slot = self.waiting[path]
         module = slot.before
@@ -305,8 +306,8 @@ class GemmeryQuantizer(HfQuantizer):  # type: ignore[misc]  # transformers has n
             )
         if any(x is not None and x.device.type == "meta" for x in given.values()):
             return
-        packing, _ = self._packing(model)
-        after = packed(module, packing)
+        assert self.packing is not None
+        after = packed(module, self.packing)
         # Without its numbers, it is what the way back begins with.
         for name, parameter in given.items():
             if parameter is not None:
@@ -334,7 +335,7 @@ class GemmeryQuantizer(HfQuantizer):  # type: ignore[misc]  # transformers has n
         # What a checkpoint does not have, transformers has initialised by now.
         for path in list(self.waiting):
             if path in self.waiting:
-                self.take(model, path)
+                self.take(path)
         kept = []
         names = [f"{name}.words" for name, x in model.named_parameters() if isinstance(x, PackedWeight)]
         for conversion in getattr(model, "_weight_conversions", None) or ():
@@ -438,7 +439,7 @@ class _Quantize(ConversionOps):  # type: ignore[misc]
         slot.before._parameters[name] = parameter
         del value
         input_dict.clear()
-        self.quantizer.take(model, path)
+        self.quantizer.take(path)
         _discard(missing_keys, full_layer_name)
         return {}
 
