@@ -312,6 +312,9 @@ def test_the_way_back(name, swapped, stored, tmp_path):
     want = {name: x.dequantize() for name, x in model.named_parameters() if isinstance(x, QuantizedTensor)}
     if swapped:
         gemmery.nn.swap(model)
+    with pytest.raises(TypeError, match=r"dtype is torch\.int8; it must be a floating type"):
+        model.dequantize(torch.int8)
+    model.save_pretrained(tmp_path)
     assert model.dequantize() is model
     assert not hasattr(model.config, "quantization_config")
     found = model.state_dict()

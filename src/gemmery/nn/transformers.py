@@ -351,7 +351,11 @@ class GemmeryQuantizer(HfQuantizer):  # type: ignore[misc]  # transformers has n
         tensors, texts = flattened(model.state_dict(), "save_pretrained")
         return tensors, {KEY: metadata_text(texts)}
 
-    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
+        # Saving a model leaves the name of its type in its configuration.
+        dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype or model.dtype
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise TypeError(f"dequantize: dtype is {dtype!r}; it must be a floating type of torch")
         for path, block in list(model.named_modules(remove_duplicate=False)):
             if isinstance(block, PackedGatedMLP):
                 model.set_submodule(path, block.apart())
@@ -359,7 +363,7 @@ class GemmeryQuantizer(HfQuantizer):  # type: ignore[misc]  # transformers has n
         for path, module in list(model.named_modules(remove_duplicate=False)):
             if isinstance(module, PackedLinear) or (isinstance(module, Experts) and module.packed):
                 if id(module) not in made:
-                    made[id(module)] = _plain(module, self.originals.get(path), dtype or model.dtype)
+                    made[id(module)] = _plain(module, self.originals.get(path), dtype)
                 model.set_submodule(path, made[id(module)])
         return model
 
