@@ -2,6 +2,7 @@
 
 import copy
 import fractions
+import importlib
 import io
 import math
 import pickle
@@ -917,6 +918,73 @@ def test_shards(q):
         q.shard(-2, 0, 2)
     with pytest.raises(ValueError, match="can't be cut into 3 equal parts"):
         q.shard(-2, 0, 3)
+
+
+CASES = [
+    ("int8", {}), ("int8", {"group_size": 32}), ("int4", {}), ("int4", {"group_size": 32, "symmetric": False}),
+    ("int4", {"group_size": 0}), ("e4m3", {}), ("e4m3", {"scale": "tensor"}), ("e5m2", {"scale": "block"}), ("mxfp4", {}),
+    ("nvfp4", {}), ("nf4", {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("format", "options"), CASES)
+def test_rows_are_put_together(format, options):
+    torch.manual_seed(0)
+    pieces = [gemmery.quantize(torch.randn(rows, 96).bfloat16(), format, **options) for rows in (48, 16, 33)]
+    whole = torch.cat(pieces)
+    assert isinstance(whole, QuantizedTensor)
+    assert whole.dequantize(torch.float32).equal(torch.cat([x.dequantize(torch.float32) for x in pieces]))
+    for part, piece in zip((whole[:48], whole[48:64], whole[64:]), pieces, strict=True):
+        assert part.words.equal(piece.words)
+        assert part.dequantize().equal(piece.dequantize())
+    batch = [x[None] for x in (torch.randn(16, 96), torch.randn(32, 96))]
+    batch = [gemmery.quantize(x.bfloat16().repeat(2, 1, 1), format, **options) for x in batch]
+    together = torch.cat(batch, -2)
+    assert together.dequantize().equal(torch.cat([x.dequantize() for x in batch], -2))
+
+
+def test_rows_that_can_not_be_put_together():
+    a, b = (gemmery.quantize(torch.randn(rows, 64).bfloat16(), "int8") for rows in (33, 16))
+    with pytest.raises(
+        ValueError, match="cat: weight 0 has 33 rows; all but the last one must have a multiple of 16"
+    ):
+        torch.cat((a, b))
+    for other, words in (
+        (
+            gemmery.quantize(torch.randn(16, 64).bfloat16(), "int4"),
+            "weight 0 has format int8 and weight 1 int4",
+        ),
+        (gemmery.quantize(torch.randn(16, 64).half(), "int8"), "dtype"),
+        (gemmery.quantize(torch.randn(16, 32).bfloat16(), "int8"), "shape but for rows"),
+        (gemmery.quantize(torch.randn(16, 64).bfloat16(), "int8", group_size=32), "group_size"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            torch.cat((b, other))
+    with pytest.raises(NotImplementedError, match="along rows, -2"):
+        torch.cat((b, b), -1)
+    with pytest.raises(NotImplementedError, match="not defined for"):
+        torch.cat((b, torch.ones(16, 64)))
+
+
+@pytest.mark.parametrize("shape", [(301, 96), (2, 3, 48, 160), (1, 33)])
+@pytest.mark.parametrize(("format", "options"), CASES)
+def test_large_weights_are_quantised_in_parts(format, options, shape, monkeypatch):
+    module = importlib.import_module("gemmery.formats.quantize")
+    torch.manual_seed(0)
+    w = torch.randn(shape).bfloat16()
+    whole = gemmery.quantize(w, format, **options)
+    calls, of = [], module._made_of
+    monkeypatch.setattr(module, "_made_of", lambda x, *more: calls.append(x.shape) or of(x, *more))
+    for limit in (32 * 96, 1):
+        monkeypatch.setattr(module, "PART", limit)
+        calls.clear()
+        parts = gemmery.quantize(w, format, **options)
+        assert repr(parts) == repr(whole)
+        for name, x in whole.parts().items():
+            assert parts.parts()[name].equal(x), name
+            assert parts.parts()[name].is_contiguous()
+        apart = format != "nvfp4" and options.get("scale") != "tensor"
+        assert (len(calls) > 1) == (apart and w.numel() > limit)
 
 
 def test_shards_of_rows():

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 import gemmery.nn
 from gemmery.formats import QuantizedTensor, load_safetensors, save_safetensors
-from gemmery.nn import QuantizedLinear
+from gemmery.nn import QuantizedLinear, packed
+from gemmery.nn.blocks import PackedGatedMLP
 from gemmery.nn.foreign import recognise
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "checkpoints"
@@ -294,6 +295,163 @@ def test_quantize_inside_a_fused_block():
         assert sum(why == "it is gemmery's already" for _, why in report.left) >= 7
         torch.testing.assert_close(model(ids).logits, quantised, rtol=0.05, atol=0.05)
     torch.testing.assert_close(quantised, before, rtol=0.1, atol=0.1)
+
+
+GATED = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {}), "llama-bias": ("LlamaConfig", "LlamaForCausalLM", {"mlp_bias": True}),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {}), "gemma": ("GemmaConfig", "GemmaForCausalLM", {}),
+}  # fmt: skip
+
+
+def gated(name, **sizes):
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    transformers = pytest.importorskip("transformers")
+    config, cls, more = GATED[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, config)(**{
+        "vocab_size": 50, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, **more, **sizes,
+    })  # fmt: skip
+    model = getattr(transformers, cls)(config).bfloat16().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4 if parameter.dim() == 2 else 1)
+            if parameter.dim() == 1 and name.endswith("bias"):
+                parameter.add_(torch.randn_like(parameter) / 4)
+    return model
+
+
+@torch.no_grad()
+def logits(model):
+    return model(torch.arange(8)[None]).logits
+
+
+def composed(model, format, order):
+    """The reports of swap and quantize, called in an order."""
+    steps = {"swap": gemmery.nn.swap, "quantize": lambda x: gemmery.nn.quantize(x, format)}
+    return [steps[step](model) for step in order]
+
+
+BOTH = (("swap", "quantize"), ("quantize", "swap"))
+
+
+@pytest.mark.parametrize("format", ["int4", "e4m3", "mxfp4", "nf4", "nvfp4"])
+@pytest.mark.parametrize("name", GATED)
+def test_swap_and_quantize_compose(name, format, monkeypatch):
+    model = gated(name)
+    plain, names = logits(model), model.state_dict().keys()
+    apart = copy.deepcopy(model)
+    gemmery.nn.quantize(apart, format)
+    found = []
+    for order in BOTH:
+        made = copy.deepcopy(model)
+        reports = composed(made, format, order)
+        mlp = made.model.layers[0].mlp
+        assert type(mlp) is PackedGatedMLP
+        assert [name for name, _ in mlp.named_children()] == ["gate_up_proj", "down_proj", "act_fn"]
+        assert mlp.gate_up_proj.weight.shape == (192, 64)
+        halves = [
+            apart.model.layers[0].mlp.get_submodule(x).weight.dequantize() for x in ("gate_proj", "up_proj")
+        ]
+        assert mlp.gate_up_proj.weight.dequantize().equal(torch.cat(halves))
+        # State dicts go both ways.
+        assert made.state_dict().keys() == names
+        other = copy.deepcopy(apart)
+        other.load_state_dict(made.state_dict())
+        assert logits(other).equal(logits(apart))
+        found.append(logits(made))
+        made.load_state_dict(apart.state_dict())
+        assert logits(made).equal(found[-1])
+        assert logits(pickle.loads(pickle.dumps(made))).equal(found[-1])
+        again = gemmery.nn.swap(made)
+        assert ("model.layers.0.mlp", "it is gemmery's already") in again.left
+        for report in reversed(reports):
+            report.undo()
+        assert type(made.model.layers[0].mlp) is type(model.model.layers[0].mlp)
+        assert logits(made).equal(plain)
+    assert found[0].equal(found[1])
+    scale = plain.float().abs().max()
+    assert (found[0].float() - logits(apart).float()).abs().max() <= 0.03 * scale
+
+
+def test_the_product_of_a_quantised_block_is_one(monkeypatch):
+    calls = []
+    whole = packed.linear
+    monkeypatch.setattr(
+        packed,
+        "linear",
+        lambda *args, **options: calls.append(options.get("epilogue")) or whole(*args, **options),
+    )
+    model = gated("llama")
+    composed(model, "int4", BOTH[0])
+    mlp, x = model.model.layers[0].mlp, torch.randn(1, 5, 64).bfloat16()
+    expected = mlp(x)
+    assert [epilogue is not None for epilogue in calls] == [True, False]
+    # A hook runs, and sees both halves.
+    seen = []
+    hook = mlp.gate_up_proj.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    torch.testing.assert_close(mlp(x), expected, rtol=0.05, atol=0.05)
+    assert seen == [(1, 5, 192)]
+    hook.remove()
+    assert mlp(x[0, 0]).shape == (64,)
+
+
+@pytest.mark.parametrize("order", BOTH)
+def test_halves_that_can_not_be_one_weight_stay_apart(order):
+    model = gated("llama", intermediate_size=104)
+    before = logits(model)
+    reports = composed(model, "int8", order)
+    mlp = model.model.layers[0].mlp
+    assert type(mlp.gate_proj) is QuantizedLinear
+    if order[1] == "swap":
+        assert dict(reports[1].left)["model.layers.0.mlp"] == (
+            "its gate_proj and up_proj can't be one packed weight: weight 0 has 104 rows; all but the last one must have a "
+            "multiple of 16"
+        )
+    torch.testing.assert_close(logits(model), before, rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize("order", BOTH)
+def test_undo_of_a_quantised_block_keeps_what_was_learned(order):
+    model = gated("llama-bias")
+    reports = composed(model, "int8", order)
+    bias = model.model.layers[0].mlp.gate_up_proj.bias
+    assert bias.requires_grad
+    with torch.no_grad():
+        bias.copy_(torch.arange(192))
+    model.eval().model.layers[0].mlp.train()
+    if order[0] == "swap":
+        with pytest.raises(ValueError, match="not what swap put there"):
+            reports[0].undo()
+    reports[1].undo()
+    mlp = model.model.layers[0].mlp
+    assert mlp.up_proj.bias.equal(torch.arange(96, 192).bfloat16())
+    assert mlp.training
+    assert mlp.gate_proj.training
+
+
+def test_a_quantised_block_says_what_it_can_not_load():
+    model, other = gated("llama"), gated("llama")
+    composed(model, "int8", BOTH[0])
+    with pytest.raises(RuntimeError, match="the source is a Tensor and the weight QuantizedTensor"):
+        model.load_state_dict(other.state_dict())
+    gemmery.nn.quantize(other, "int8", skip=("up_proj", "lm_head"))
+    with pytest.raises(RuntimeError, match=r"gate_proj.weight and .*up_proj.weight can't be one weight"):
+        model.load_state_dict(other.state_dict())
+    state = model.state_dict()
+    del state["model.layers.0.mlp.up_proj.weight"]
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\).*gate_up_proj.weight"):
+        model.load_state_dict(state)
+
+
+def test_gemmerys_own_blocks_run_quantised_halves_as_one_product():
+    x = torch.randn(3, 64).bfloat16()
+    for hidden in (96, 40):
+        block = gemmery.nn.GatedMLP(64, hidden, dtype=torch.bfloat16)
+        gemmery.nn.quantize(block, "int8")
+        gate, up = block.gate_up(x).chunk(2, dim=-1)
+        expected = block.down(F.silu(gate.float()).mul(up.float()).bfloat16())
+        torch.testing.assert_close(block(x), expected, rtol=0.03, atol=0.01)
 
 
 # --- other libraries' layers

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
 
 import gemmery.nn
+from gemmery.nn import transposed
 from gemmery.nn.activations import ACTIVATIONS, ALIASES, activation, recognised
 from gemmery.nn.blocks import FAMILIES, FusedGatedMLP, FusedIntermediate
 from gemmery.nn.norms import CLASSES, FusedRMSNorm
@@ -995,10 +996,93 @@ def test_other_products_are_named():
         "lstm": nn.LSTM(4, 4), "cell": nn.GRUCell(4, 4), "embedding": nn.Embedding(4, 4), "conv": nn.Conv1d(3, 4, 2),
     })  # fmt: skip
     report = gemmery.nn.swap(model.bfloat16())
-    assert not report.replaced
+    assert report.replaced == [("gpt", "Conv1D")]
     left = dict(report.left)
-    assert set(left) == {"gpt", "bilinear", "attention", "attention.out_proj", "lstm", "cell"}
-    assert left["gpt"] == "it is a transformers.pytorch_utils.Conv1D, which has no replacement"
+    assert set(left) == {"bilinear", "attention", "attention.out_proj", "lstm", "cell"}
+    assert left["lstm"] == "it is a torch.nn.modules.rnn.LSTM, which has no replacement"
+
+
+# --- Conv1D
+
+
+def gpt2():
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=50, n_embd=64, n_layer=2, n_head=4, n_positions=32, bos_token_id=1, eos_token_id=2
+    )
+    model = transformers.GPT2LMHeadModel(config).bfloat16().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(5)
+    return model
+
+
+def test_conv1d_is_swapped(monkeypatch):
+    model = gpt2()
+    before, parameters = logits(model), dict(model.named_parameters())
+    calls = []
+    monkeypatch.setattr(
+        transposed, "linear", lambda *args, **options: calls.append(1) or gemmery.linear(*args, **options)
+    )
+    report = gemmery.nn.swap(model)
+    assert [kind for _, kind in report.replaced] == ["Conv1D"] * 8 + ["Linear"]
+    assert all(x is parameters[name] for name, x in model.named_parameters())
+    assert model.state_dict().keys() == gpt2().state_dict().keys()
+    assert_near(logits(model), before, 2e-2)
+    assert len(calls) == 8
+    model(tokens(), labels=tokens()).loss.backward()
+    assert model.transformer.h[0].attn.c_attn.weight.grad.abs().max() > 0
+    report.undo()
+    assert logits(model).equal(before)
+
+
+def test_conv1d_in_float32_is_left_to_torch():
+    report = gemmery.nn.swap(gpt2().float())
+    assert not report.replaced
+    assert {why for _, why in report.left} == {
+        "its weight is float32, which torch multiplies faster; name a precision to replace it"
+    }
+    assert len(gemmery.nn.swap(gpt2().float(), precision="ieee")) == 9
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_conv1d_is_quantised(swapped):
+    model = gpt2()
+    before = logits(model)
+    weight = model.transformer.h[0].attn.c_attn.weight
+    first = gemmery.nn.swap(model) if swapped else None
+    report = gemmery.nn.quantize(model, "int8")
+    assert {kind for _, kind in report.replaced} == {"TransposedLinear" if swapped else "Conv1D"}
+    layer = model.transformer.h[0].attn.c_attn
+    assert layer.weight.shape == (192, 64)
+    assert layer.weight.dequantize().equal(gemmery.quantize(weight.t(), "int8").dequantize())
+    assert_near(logits(model), before, 5e-2)
+    report.undo()
+    if first is not None:
+        first.undo()
+    assert model.transformer.h[0].attn.c_attn.weight is weight
+    assert logits(model).equal(before)
+
+
+def test_conv1ds_that_would_lose_something_are_left():
+    from transformers.pytorch_utils import Conv1D
+
+    class Own(Conv1D):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    model = nn.ModuleDict(
+        {name: kind(8, 4) for name, kind in (("own", Own), ("hooked", Conv1D), ("shared", Conv1D))}
+    )
+    model["hooked"].register_forward_hook(lambda *args: None)
+    model["embedding"] = nn.Embedding(4, 8)
+    model["embedding"].weight = model["shared"].weight
+    model = model.bfloat16()
+    left = dict(gemmery.nn.swap(model).left)
+    assert left["hooked"] == "it has hooks"
+    assert left["own"].endswith("Own, whose forward is not known")
+    assert dict(gemmery.nn.quantize(model, "int8").left)["shared"] == "its weight is also that of embedding"
 
 
 def test_saving_a_quantised_model_says_how(tmp_path):

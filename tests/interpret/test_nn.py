@@ -406,3 +406,47 @@ def test_a_swapped_transformer_runs_its_kernels(monkeypatch):
         assert launched == ["linear"]
         launched.clear()
         assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize("format", ["int4", "e4m3", "mxfp4", "nf4"])
+def test_a_quantised_block_runs_its_kernels(format, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_hidden_layers=1,
+        vocab_size=32,
+        mlp_bias=True,
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaModel(config).bfloat16()
+    for parameter in model.layers[0].mlp.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    gemmery.nn.quantize(model, format)
+    gate, up, down = (model.layers[0].mlp.get_submodule(f"{name}_proj") for name in ("gate", "up", "down"))
+    report = gemmery.nn.swap(model)
+    assert f"LlamaMLP (silu, {format})" in {kind for _, kind in report.replaced}
+    x = torch.randn(5, 64).bfloat16()
+
+    def product(layer, x):
+        return F.linear(x.float(), layer.weight.dequantize().float(), layer.bias.float())
+
+    hidden = (F.silu(product(gate, x)) * product(up, x)).bfloat16()
+    expected = product(down, hidden)
+    actual = model.layers[0].mlp(x)
+    torch.testing.assert_close(actual.float(), expected, rtol=0.02, atol=0.02 * expected.abs().max().item())
+
+
+def test_conv1d_runs_a_kernel():
+    pytest.importorskip("transformers")
+    from transformers.pytorch_utils import Conv1D
+
+    model = nn.Sequential(Conv1D(48, 32)).bfloat16()
+    x = torch.randn(2, 5, 32).bfloat16()
+    expected = model(x)
+    assert len(gemmery.nn.swap(model)) == 1
+    torch.testing.assert_close(model(x), expected, rtol=0.02, atol=0.02)
+    assert len(gemmery.nn.quantize(model, "int8")) == 1
+    torch.testing.assert_close(model(x), expected, rtol=0.05, atol=0.05)

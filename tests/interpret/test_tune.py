@@ -345,3 +345,12 @@ WRONG = [
 def test_what_can_not_be_warmed_up(weights, options, error, message):
     with pytest.raises(error, match=message):
         gemmery.warmup(*weights, **options)
+
+
+def test_conv1d_is_compiled_ahead():
+    pytest.importorskip("transformers")
+    from transformers.pytorch_utils import Conv1D
+
+    model = torch.nn.Sequential(Conv1D(48, 32)).bfloat16()
+    gemmery.nn.swap(model)
+    assert [name for one in gemmery.warmup(model, max_m=2) for name in one.names] == ["0"]

@@ -24,6 +24,8 @@ def call(cls: type[PackedWeight], func: Any, args: Any, kwargs: Any) -> Any:
         result = func.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
+    if func is aten.cat.default and all(type(x) is cls for x in args[0]):
+        return _cat(cls, *args, **kwargs)
     if operator is None or not isinstance(args[0], cls):
         weight = next(
             (x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, cls)), None
@@ -187,6 +189,15 @@ def _slice(
         return return_and_correct_aliasing(func, (weight,), {}, _each(weight, lambda x: x.detach()))
     cut = weight.cut_rows if axis == weight.ndim - 2 else weight.cut_columns
     return cut(part.start, max(part.start, part.stop))
+
+
+def _cat(cls: type[PackedWeight], weights: list[PackedWeight], dim: int = 0) -> PackedWeight:
+    first = weights[0]
+    if dim % first.ndim != first.ndim - 2:
+        raise NotImplementedError(
+            f"cat: dim is {dim} of {first!r}; packed weights can be put together along rows, -2"
+        )
+    return cls.stack_rows(weights)
 
 
 def _unbind(func: Any, weight: PackedWeight, dim: int = 0) -> list[PackedWeight]:

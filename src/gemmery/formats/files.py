@@ -60,38 +60,78 @@ def save_safetensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]
                 "values tensors"
             )
     plain: dict[str, Tensor] = {}
-    quantized: dict[str, dict[str, str]] = {}
     aliases: dict[str, str] = {}
     # Names by what memory they are, and storages that are in the file: safetensors takes none twice.
     stored: dict[tuple[Any, ...], str] = {}
     storages: set[tuple[torch.device, int]] = set()
+    flat, quantized = flattened(tensors, "save_safetensors")
+    for key, value in flat.items():
+        memory = _memory(value)
+        if memory is not None and memory in stored:
+            aliases[key] = stored[memory]
+            continue
+        # What a view does to the numbers on reading, conjugate or negate, is no part of what is written.
+        kept = value.detach().resolve_conj().resolve_neg().contiguous()
+        if memory is not None:
+            stored[memory] = key
+            # Another part of memory that is in the file already.
+            kept = kept.clone() if memory[:2] in storages else kept
+            storages.add(memory[:2])
+        plain[key] = kept
+    about = metadata_text(quantized, aliases)
+    with replacing(path) as part:
+        try:
+            save_file(plain, part, metadata={"format": "pt", KEY: about})
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
+
+
+def flattened(
+    tensors: Mapping[str, Tensor], caller: str
+) -> tuple[dict[str, Tensor], dict[str, dict[str, str]]]:
+    """Plain tensors by name, those of packed ones among them, and the texts of each packed one.
+
+    Raises:
+        ValueError: a tensor's name is that of a part of another one.
+    """
+    plain: dict[str, Tensor] = {}
+    quantized: dict[str, dict[str, str]] = {}
     for name, tensor in tensors.items():
         parts = {name: tensor}
         if isinstance(tensor, PackedWeight):
             parts, quantized[name] = tensor.to_tensors(f"{name}.")
-        if taken := parts.keys() & (plain.keys() | aliases.keys()):
-            raise ValueError(f"save_safetensors: two tensors would be stored as {sorted(taken)[0]!r}")
-        for key, value in parts.items():
-            memory = _memory(value)
-            if memory is not None and memory in stored:
-                aliases[key] = stored[memory]
-                continue
-            # What a view does to the numbers on reading, conjugate or negate, is no part of what is written.
-            kept = value.detach().resolve_conj().resolve_neg().contiguous()
-            if memory is not None:
-                stored[memory] = key
-                # Another part of memory that is in the file already.
-                kept = kept.clone() if memory[:2] in storages else kept
-                storages.add(memory[:2])
-            plain[key] = kept
+        if taken := parts.keys() & plain.keys():
+            raise ValueError(f"{caller}: two tensors would be stored as {sorted(taken)[0]!r}")
+        plain |= parts
+    return plain, quantized
+
+
+def metadata_text(
+    quantized: Mapping[str, Mapping[str, str]], aliases: Mapping[str, str] | None = None
+) -> str:
+    """What a file's metadata has under `KEY`.
+
+    Args:
+        quantized: the texts of each packed tensor, see `flattened`.
+        aliases: by name the tensor of the file that it is as well.
+    """
     about: dict[str, Any] = {"version": VERSION, "tensors": quantized}
     if aliases:
         about["aliases"] = aliases
-    with replacing(path) as part:
-        try:
-            save_file(plain, part, metadata={"format": "pt", KEY: json.dumps(about)})
-        except SafetensorError as error:
-            raise OSError(str(error)) from error
+    return json.dumps(about)
+
+
+def texts_of_file(path: str | os.PathLike[str]) -> dict[str, Mapping[str, str]]:
+    """The texts of each packed tensor that a file's metadata names; tensors may be in other files.
+
+    Raises:
+        ValueError: the metadata is not as `metadata_text` writes it.
+    """
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        text, names = (file.metadata() or {}).get(KEY), list(file.keys())
+    return dict(_About.of(text, names, str(path)).tensors)
 
 
 def _memory(x: Tensor) -> tuple[Any, ...] | None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args, overload
+from typing import Literal, cast, get_args, overload
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from . import pieces
 from .aten import converted, has_no_values
 from .base import Format
 from .codes import from_codes
 from .kept import CODES, NAMES, Code
+from .packing import STRIP
 from .scaled import BLOCK
 from .sparse import SparseTensor, is_group_size, laid_scales, quantized
 from .tensor import QuantizedTensor, lookup
@@ -27,6 +30,8 @@ Scale = Literal["tensor", "channel", "block"]
 SIZES = (16, 32, 64, 128, 256, 512, 1024)
 #: The largest number of e2m1, and the exponent of its largest power of two.
 E2M1_MAX, E2M1_EXPONENT = 6.0, 2
+#: A weight of more numbers is quantised in parts, on the CPU and on a GPU, where a part takes many launches.
+PART, PART_ON_GPU = 1 << 16, 1 << 23
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,8 @@ class _Rule:
         blocks: the rule with `scale="block"`, where `scale` decides what shares one; None where it is `group_size`.
         has_zeros: whether groups can have zero points.
         takes_nan: whether there are codes for what is not finite.
+        rows: a part of so many rows, or of a multiple, can be quantised by itself; 0 where all of a weight shares
+            something.
     """
 
     sizes: tuple[int, ...]
@@ -81,6 +88,7 @@ class _Rule:
     blocks: _Rule | None = None
     has_zeros: bool = False
     takes_nan: bool = False
+    rows: int = STRIP
 
 
 @overload
@@ -157,9 +165,36 @@ def quantize(
     if isinstance(w, SparseTensor):
         return _sparse(w, format, asked)
     rule = _rule(format)
-    _check_weight(w, format, rule)
+    _check_weight(w)
     rule, request = _request(w, format, rule, asked)
-    values = w.detach().float()
+    return _in_parts(w.detach(), rule, request)
+
+
+def _in_parts(w: Tensor, rule: _Rule, request: _Request) -> QuantizedTensor:
+    """The weight, made of parts where it is large: making one takes tens of bytes a number."""
+    limit = PART if w.device.type == "cpu" else PART_ON_GPU
+    rows = 0 if request.scale == "tensor" else rule.rows
+    if not rows or has_no_values(w) or w.numel() <= limit:
+        return _made_of(w, rule, request)
+    outline = _made_of(torch.empty(w.shape, device="meta"), rule, request)
+    # At once and first, so that what parts need lies in one place, which the next one takes again.
+    result = outline.with_parts(
+        {name: torch.empty_like(x, device=w.device) for name, x in outline.parts().items()}
+    )
+    step = max(1, limit // (w.shape[-1] * rows)) * rows
+    for index in itertools.product(*map(range, w.shape[:-2])):
+        part = cast(QuantizedTensor, result[index])
+        for start in range(0, w.shape[-2], step):
+            made = _made_of(w[index][start : start + step], rule, request)
+            pieces.put_rows(part, start, made)
+    return result
+
+
+def _made_of(w: Tensor, rule: _Rule, request: _Request) -> QuantizedTensor:
+    """The weight of numbers of any floating type."""
+    values = w.float()
+    if w.device.type != "meta" and not rule.takes_nan and not values.isfinite().all():
+        raise ValueError(f"quantize: w has NaN or infinity, which {request.format.name} has no codes for")
     if not request.group_size or w.device.type == "meta":
         return rule.make(values, request)
     largest = _check_range(values, request.dtype)
@@ -239,7 +274,7 @@ def _rule(format: Format) -> _Rule:
     return _RULES[format.name]
 
 
-def _check_weight(w: Tensor, format: Format, rule: _Rule) -> None:
+def _check_weight(w: Tensor) -> None:
     if isinstance(w, torch.sparse.SparseSemiStructuredTensor):
         raise TypeError("quantize: w is torch's semi-structured tensor; quantise gemmery.sparsify(w)")
     if not isinstance(w, Tensor):
@@ -251,8 +286,6 @@ def _check_weight(w: Tensor, format: Format, rule: _Rule) -> None:
         raise TypeError(f"quantize: w is {w.dtype}; it must be of floating point")
     if w.ndim < 2:
         raise ValueError(f"quantize: w is {tuple(w.shape)}; it must be (*batch, N, K)")
-    if w.device.type != "meta" and not rule.takes_nan and not w.float().isfinite().all():
-        raise ValueError(f"quantize: w has NaN or infinity, which {format.name} has no codes for")
 
 
 def _request(w: Tensor, format: Format, rule: _Rule, asked: _Asked) -> tuple[_Rule, _Request]:
@@ -450,7 +483,9 @@ def _fp8_blocks(values: Tensor, request: _Request) -> QuantizedTensor:
     return from_codes(codes, request.format, scales=by_row, group_size=BLOCK, dtype=request.dtype)
 
 
-_FP8 = _Rule((0,), 0, _fp8, takes_nan=True, blocks=_Rule((BLOCK,), BLOCK, _fp8_blocks))
+_FP8 = _Rule(
+    (0,), 0, _fp8, takes_nan=True, blocks=_Rule((BLOCK,), BLOCK, _fp8_blocks, takes_nan=True, rows=BLOCK)
+)
 #: By the format's name; a format that only checkpoints have needs none.
 _RULES: dict[str, _Rule] = {
     "int8": _Rule((0, *SIZES), 0, _int, has_zeros=True),
@@ -458,6 +493,6 @@ _RULES: dict[str, _Rule] = {
     "e4m3": _FP8,
     "e5m2": _FP8,
     "mxfp4": _Rule((32,), 32, _mxfp4),
-    "nvfp4": _Rule((16,), 16, _nvfp4),
+    "nvfp4": _Rule((16,), 16, _nvfp4, rows=0),
     "nf4": _Rule(SIZES, 64, _nf4),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,8 +41,8 @@ class QuantizedTensor(PackedWeight):
 
     It is made by `quantize`, by `from_codes` or by a reader of checkpoints. It moves between devices and between
     float16 and bfloat16, can be a parameter without gradient, copied, pickled, saved, indexed along its batch, and cut
-    at multiples of 16 rows (which copies). It can't be written to, except by `copy_` from
-    another one of the same layout, and `F.linear(x, weight, bias)` with it is `gemmery.linear`.
+    at multiples of 16 rows (which copies). `torch.cat` puts such pieces together again. It can't be written to, except
+    by `copy_` from another one of the same layout, and `F.linear(x, weight, bias)` with it is `gemmery.linear`.
 
     Args:
         shape: (*batch, N, K).
@@ -153,6 +153,10 @@ class QuantizedTensor(PackedWeight):
 
     def cut_columns(self, start: int, stop: int, caller: str = "slice") -> QuantizedTensor:
         return pieces.columns(self, start, stop, caller)
+
+    @classmethod
+    def stack_rows(cls, weights: Sequence[QuantizedTensor]) -> QuantizedTensor:
+        return pieces.stacked_rows(weights)
 
     def about(self) -> dict[str, Any]:
         return {"format": self.format.name, "group_size": self.group_size}

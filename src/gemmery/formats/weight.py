@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -79,6 +79,13 @@ class PackedWeight(Tensor):
     @abstractmethod
     def cut_columns(self, start: int, stop: int, caller: str = "slice") -> Self:
         """A copy of columns `start` to before `stop`."""
+
+    @classmethod
+    def stack_rows(cls, weights: Sequence[Self]) -> Self:
+        """One weight with the rows of several, see `torch.cat`."""
+        raise NotImplementedError(
+            f"cat: a {cls.__name__} can't be put together of others; use its {cls.plain}()"
+        )
 
     @abstractmethod
     def to_tensors(self, prefix: str = "") -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -187,7 +194,8 @@ class PackedWeight(Tensor):
         raise ValueError(
             f"{self!r} has no storage of its own: save_pretrained and safetensors' own functions can't write packed "
             "weights. Write the state dict with gemmery.formats.save_safetensors(file, model.state_dict()), or with "
-            "torch.save"
+            "torch.save. A model of transformers that was quantised by from_pretrained, with "
+            "gemmery.nn.transformers.GemmeryConfig, can be saved by save_pretrained"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

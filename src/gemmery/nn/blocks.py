@@ -9,12 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from ..dtensors import is_sharded
+from ..formats import pieces
 from .activations import Activation, recognised
 from .fused_product import FusedProduct, activated_product, gated_product
 from .linear import Linear, inherit, own_code
-from .mlp import MLP, GatedMLP, activated, gated_block
+from .mlp import MLP, GatedMLP, activated, gated_block, stacked_block
+from .quantized import QuantizedLinear
 
 
 class FusedGatedMLP(nn.Module):
@@ -51,6 +55,102 @@ class FusedGatedMLP(nn.Module):
         return f"{self.original}, activation={self.activation.name}"
 
 
+class PackedGatedMLP(nn.Module):
+    """A `FusedGatedMLP` of quantised layers: gate and up are one packed weight, the gate's rows first.
+
+    Made by `gemmery.nn.quantize` of a fused block, and by `gemmery.nn.swap` of a quantised one. State dicts have the
+    entries of `gate_proj` and `up_proj`, as those of the original, and are loaded with them; these are copies. A layer
+    that gets hooks later, and an adapter put in its place, is called as a module.
+
+    Attributes:
+        original: the name of the class in whose place it is.
+        activation: what `act_fn` computes.
+        replaced: the class of the block that it is made of.
+    """
+
+    gate_up_proj: QuantizedLinear
+    down_proj: nn.Module
+    act_fn: Callable[[Tensor], Tensor]
+
+    #: The layers whose rows `gate_up_proj` has.
+    HALVES = ("gate_proj", "up_proj")
+
+    def __init__(self, block: nn.Module, layers: Mapping[str, nn.Module], activation: Activation) -> None:
+        super().__init__()
+        self.original = block.original if isinstance(block, FusedGatedMLP) else type(block).__name__
+        self.activation, self.replaced = activation, type(block)
+        gate, up = (layers[name] for name in self.HALVES)
+        assert isinstance(gate, QuantizedLinear)
+        assert isinstance(up, QuantizedLinear)
+        self.gate_up_proj = _stacked(gate, up)
+        for name, child in block._modules.items():
+            if name not in self.HALVES:
+                self._modules[name] = layers.get(name, child)
+        inherit(self, block)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) to (..., out)."""
+        return stacked_block(self.gate_up_proj, self.down_proj, self.activation, self.act_fn, x)
+
+    def extra_repr(self) -> str:
+        """What it was, and the activation's name."""
+        return f"{self.original}, activation={self.activation.name}"
+
+    def halves(self) -> dict[str, QuantizedLinear]:
+        """`gate_proj` and `up_proj` as layers of their own, which are copies."""
+        layer = self.gate_up_proj
+        rows = layer.out_features // 2
+        made = {}
+        for name, part in zip(self.HALVES, (slice(0, rows), slice(rows, 2 * rows)), strict=True):
+            bias = None
+            if layer.bias is not None:
+                bias = nn.Parameter(layer.bias.detach()[part].clone(), layer.bias.requires_grad)
+            made[name] = QuantizedLinear(
+                layer.weight.detach()[part], bias, batch_invariant=layer.batch_invariant
+            )
+            made[name].train(layer.training)
+        return made
+
+    def apart(self) -> nn.Module:
+        """The block that this one is made of, with quantised layers."""
+        made = self.replaced.__new__(self.replaced)
+        nn.Module.__init__(made)
+        made._modules.update(self.halves())
+        made._modules.update({name: x for name, x in self._modules.items() if name != "gate_up_proj"})
+        inherit(made, self)
+        own = ("replaced",) if self.replaced is FusedGatedMLP else ("replaced", "original", "activation")
+        for name in own:
+            del made.__dict__[name]
+        return made
+
+    def state_dict(self, *args: Any, prefix: str = "", **options: Any) -> Any:
+        """torch's, in which `gate_up_proj` is two layers."""
+        found = super().state_dict(*args, prefix=prefix, **options)
+        for kind in ("weight", "bias"):
+            whole = found.pop(f"{prefix}gate_up_proj.{kind}", None)
+            if whole is not None:
+                rows = whole.shape[0] // 2
+                for name, part in zip(self.HALVES, (whole[:rows], whole[rows:]), strict=True):
+                    found[f"{prefix}{name}.{kind}"] = part
+        return found
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool,
+        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        for kind in ("weight", "bias"):
+            names = [f"{prefix}{name}.{kind}" for name in self.HALVES]
+            if all(name in state_dict for name in names):
+                parts = [state_dict.pop(name) for name in names]
+                try:
+                    state_dict[f"{prefix}gate_up_proj.{kind}"] = torch.cat(parts)
+                except (ValueError, TypeError, NotImplementedError) as error:
+                    error_msgs.append(f"{names[0]} and {names[1]} can't be one weight: {error}")
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+
 class FusedIntermediate(nn.Module):
     """Hugging Face's `intermediate_act_fn(dense(x))` as one product.
 
@@ -80,6 +180,32 @@ class FusedIntermediate(nn.Module):
     def extra_repr(self) -> str:
         """What it was, and the activation's name."""
         return f"{self.original}, activation={self.activation.name}"
+
+
+def _stacked(gate: QuantizedLinear, up: QuantizedLinear) -> QuantizedLinear:
+    """Two layers as one; what speaks against it is `why_not_stacked`."""
+    weight = torch.cat((gate.weight.detach(), up.weight.detach()))
+    bias = None
+    if gate.bias is not None and up.bias is not None:
+        bias = nn.Parameter(torch.cat((gate.bias.detach(), up.bias.detach())), gate.bias.requires_grad)
+    return QuantizedLinear(weight, bias, batch_invariant=gate.batch_invariant).train(gate.training)
+
+
+def why_not_stacked(gate: nn.Module, up: nn.Module) -> str | None:
+    """Why two layers can't be one quantised layer; None if they can."""
+    for layer in (gate, up):
+        if not isinstance(layer, QuantizedLinear):
+            return "its gate_proj and up_proj are not both quantised"
+        if is_sharded(layer.quantized.parts().values()):
+            return "its weights are DTensors; call this before the model is sharded"
+    assert isinstance(gate, QuantizedLinear)
+    assert isinstance(up, QuantizedLinear)
+    if gate.weight.shape != up.weight.shape:
+        return "its gate_proj and up_proj have two shapes"
+    if (gate.bias is None) != (up.bias is None) or gate.batch_invariant != up.batch_invariant:
+        return "its gate_proj and up_proj differ in their bias or batch_invariant"
+    reason = pieces.why_not_stacked([gate.quantized, up.quantized])
+    return None if reason is None else f"its gate_proj and up_proj can't be one packed weight: {reason}"
 
 
 def _take_over(new: nn.Module, block: nn.Module, layers: Mapping[str, Linear]) -> None:
@@ -167,7 +293,14 @@ def refusal(kind: Family, block: nn.Module, why_not: Callable[[nn.Module], str |
         reason = why_not(block._modules[name])  # type: ignore[arg-type]
         if reason is not None:
             return f"of its {name}: {reason}"
-    return _mismatch(block) if kind.fused is FusedGatedMLP else None
+    if kind.fused is not FusedGatedMLP:
+        return None
+    gate, up = block._modules["gate_proj"], block._modules["up_proj"]
+    assert gate is not None
+    assert up is not None
+    if isinstance(gate, QuantizedLinear) or isinstance(up, QuantizedLinear):
+        return why_not_stacked(gate, up)
+    return _mismatch(block)
 
 
 def _is_known(kind: Family, cls: type) -> bool:
@@ -197,7 +330,7 @@ def _mismatch(block: nn.Module) -> str | None:
     return None
 
 
-def fuse(kind: Family, block: nn.Module, layers: Mapping[str, Linear]) -> FusedBlock:
+def fuse(kind: Family, block: nn.Module, layers: Mapping[str, Any]) -> FusedBlock | PackedGatedMLP:
     """The replacement of a block that nothing speaks against.
 
     Args:
@@ -205,4 +338,6 @@ def fuse(kind: Family, block: nn.Module, layers: Mapping[str, Linear]) -> FusedB
     """
     known = recognised(getattr(block, kind.act))
     assert known is not None
+    if kind.fused is FusedGatedMLP and isinstance(layers["gate_proj"], QuantizedLinear):
+        return PackedGatedMLP(block, layers, known)
     return kind.fused(block, layers, known)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from ..api import linear
 from ..epilogues.function import Epilogue
+from ..formats.packing import STRIP
+from ..formats.tensor import QuantizedTensor
 from ..precision import AskedPrecision
 from ..product.spec import Factor
 from .activations import Activation, activation
@@ -24,6 +26,7 @@ from .fused_product import (
     stacked_product,
 )  # fmt: skip
 from .linear import Linear, is_plain
+from .packed import PackedLinear, is_plain_packed
 
 ActivationLike = str | Callable[..., Tensor] | Activation
 
@@ -327,8 +330,13 @@ class GatedMLP(nn.Module):
 
 def activated(layer: nn.Module, act: Activation, module: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """`module(layer(x))`, where `module` computes `act`: fused if calling the layer would do nothing else."""
-    if not (is_plain(layer) and computes(module, act)):
+    if not computes(module, act):
         y: Tensor = module(layer(x))
+        return y
+    if is_plain_packed(layer):
+        return layer.product(x, act.alone)
+    if not is_plain(layer):
+        y = module(layer(x))
         return y
     return activated_linear(
         x, layer.weight, layer.bias, act, precision=layer.precision, batch_invariant=layer.batch_invariant
@@ -389,7 +397,29 @@ def _gated(
     )  # fmt: skip
 
 
+def stacked_block(
+    gate_up: nn.Module, down: nn.Module, act: Activation, module: Callable[[Tensor], Tensor], x: Tensor
+) -> Tensor:
+    """`down(module(gate) * up)` of the halves of `gate_up(x)`, where `module` computes `act`: fused likewise."""
+    if computes(module, act) and has_packed_halves(gate_up):
+        hidden = gate_up.product(x, act.gated)
+    else:
+        gate, up = gate_up(x).chunk(2, dim=-1)
+        hidden = module(gate) * up
+    y: Tensor = down(hidden)
+    return y
+
+
+def has_packed_halves(layer: nn.Module) -> TypeGuard[PackedLinear]:
+    """Whether a layer is a quantised one of which a kernel can combine the halves of the result."""
+    if not is_plain_packed(layer):
+        return False
+    return isinstance(layer.weight, QuantizedTensor) and layer.weight.shape[0] % (2 * STRIP) == 0
+
+
 def _stacked(layer: nn.Module, act: Activation, x: Tensor, hidden: int) -> Tensor:
+    if has_packed_halves(layer) and layer.out_features == 2 * hidden:
+        return layer.product(x, act.gated)
     if not is_plain(layer):
         stacked = layer(x)
         if stacked.shape[-1] != 2 * hidden:

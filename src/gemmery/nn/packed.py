@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from ..api import linear
 from ..dtensors import is_sharded
+from ..epilogues.function import Epilogue
 from ..formats.weight import PackedWeight
+from .linear import is_untouched
 
 
 class PackedLinear(nn.Module):
@@ -20,14 +22,20 @@ class PackedLinear(nn.Module):
 
     Attributes:
         KIND: the class of the weight.
+        runs_product: whether `forward` is `product`; not in subclasses with a `forward` of their own.
     """
 
     KIND: ClassVar[type[PackedWeight]]
+    runs_product: ClassVar[bool] = True
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     in_features: int
     out_features: int
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.runs_product = cls.forward is PackedLinear.forward
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, batch_invariant: bool = False) -> None:
         super().__init__()
@@ -58,6 +66,15 @@ class PackedLinear(nn.Module):
         Raises:
             TypeError: the input is not of a floating type, to which the result would be cut off.
         """
+        return self.product(input)
+
+    def product(self, input: Tensor, epilogue: Epilogue[..., Tensor] | None = None) -> Tensor:
+        """What `forward` gives, or an epilogue of it that runs in the same kernel; hooks do not run.
+
+        Args:
+            input: (..., in_features).
+            epilogue: a function of the sum, see `gemmery.linear`.
+        """
         if not input.dtype.is_floating_point:
             raise TypeError(
                 f"{type(self).__name__}: the input is {input.dtype}; it must be of a floating type"
@@ -66,8 +83,12 @@ class PackedLinear(nn.Module):
         x = input.to(weight.dtype)
         if bias is not None and bias.dtype != weight.dtype:
             bias = bias.to(weight.dtype)  # type: ignore[assignment]  # not a parameter, but used as a tensor
-        output: Tensor = linear(x, weight, bias, batch_invariant=self.batch_invariant)
-        return output.to(input.dtype)
+        if epilogue is None:
+            output: Tensor = linear(x, weight, bias, batch_invariant=self.batch_invariant)
+            return output.to(input.dtype)
+        rows = x if x.dim() > 1 else x.unsqueeze(0)
+        output = linear(rows, weight, bias, epilogue=epilogue, batch_invariant=self.batch_invariant)
+        return (output if x.dim() > 1 else output.squeeze(0)).to(input.dtype)
 
     def described(self) -> str:
         """What the weight is, for the layer's `repr`."""
@@ -96,6 +117,11 @@ class PackedLinear(nn.Module):
             # other layers may share.
             torch.utils.swap_tensors(self.weight, _parameter(given.to(self.weight.device).clone()))
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+def is_plain_packed(module: nn.Module) -> TypeGuard[PackedLinear]:
+    """Whether a module is a layer with a packed weight that does nothing but multiply when it is called."""
+    return isinstance(module, PackedLinear) and module.runs_product and is_untouched(module)
 
 
 def check_sharded_alike(name: str, own: PackedWeight, given: PackedWeight) -> None:

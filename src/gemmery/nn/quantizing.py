@@ -25,11 +25,15 @@ def quantize(
 ) -> Swapped:  # fmt: skip
     """Replace the plain linear layers and the experts inside a model by quantised ones, rounded to nearest, in place.
 
-    Every torch.nn.Linear and gemmery.nn.Linear becomes a gemmery.nn.QuantizedLinear and keeps its bias. Layers that
-    share a weight share the quantised one. Experts, which are gemmery.nn.Experts and those that `swap` replaces, become
-    gemmery.nn.Experts with packed weights. Left alone, each with a reason in the report, are those that `skip` names,
-    those whose weight is also another module's, such as an embedding's, those with code that a replacement would lose,
-    experts whose activation can't be part of a product, and those whose weight the format can't hold.
+    Every torch.nn.Linear, gemmery.nn.Linear and Hugging Face Conv1D becomes a gemmery.nn.QuantizedLinear and keeps its
+    bias. Layers that share a weight share the quantised one. A block that `swap` has fused stays fused: its gate and up
+    become one layer `gate_up_proj`, whose packed weight has the rows of both, if each has a multiple of 16. Experts,
+    which are gemmery.nn.Experts and those that `swap` replaces, become gemmery.nn.Experts with packed weights. Left
+    alone, each with a reason in the report, are those that `skip` names, those whose weight is also another module's,
+    such as an embedding's, those with code that a replacement would lose, experts whose activation can't be part of a
+    product, and those whose weight the format can't hold.
+
+    To quantise a model of transformers while it is loaded, see `gemmery.nn.transformers.GemmeryConfig`.
 
     Args:
         model: of any floating type and on any device.

@@ -5,16 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import cast
 
 from torch import Tensor, nn
 
 from ..formats.weight import PackedWeight
-from . import hugging_face
+from . import hugging_face, transposed
+from .blocks import FusedGatedMLP, PackedGatedMLP, why_not_stacked
 from .experts import Experts
 from .linear import Linear, own_code
 from .packed import PackedLinear
+from .quantized import QuantizedLinear
 from .sparse import SparseLinear
 from .swap import Slot, Swapped, changed, is_linear, why_not
+from .transposed import TransposedLinear
+
+
+def matches(path: str, pattern: str) -> bool:
+    """Whether a pattern is a module's name, or its end, or that of a module that it is in.
+
+    Example:
+        >>> matches("model.lm_head", "lm_head"), matches("model.layers.0.mlp.gate", "layers.*.gate")
+        (True, True)
+        >>> matches("visual.blocks.0.fc", "visual"), matches("model.gate_proj", "gate")
+        (True, False)
+    """
+    return fnmatchcase(f".{path}.", f"*.{pattern}.*")
 
 
 @dataclass(frozen=True)
@@ -29,6 +45,7 @@ class Packing:
         batch_invariant: see `gemmery.matmul`.
         strip: rows of which halves of experts' gate and up have a multiple.
         trained: whether layers that are trained with a sparse weight are replaced, by what their `to_inference` gives.
+        matches: whether a module's name is meant by one of `skip`.
     """
 
     caller: str
@@ -38,6 +55,7 @@ class Packing:
     batch_invariant: bool
     strip: int
     trained: bool = False
+    matches: Callable[[str, str], bool] = matches
 
     def check(self, model: nn.Module) -> None:
         """Errors about the arguments that all such functions have."""
@@ -51,22 +69,35 @@ class Packing:
 
 def replace(model: nn.Module, packing: Packing) -> Swapped:
     """Replaces the linear layers and the experts inside a model, in place; see `quantize`."""
+    report = planned(model, packing)
+    # All at once and last: an error before leaves the model as it was.
+    for slot in report._slots:
+        slot.parent._modules[slot.name] = slot.after
+    return report
+
+
+def planned(model: nn.Module, packing: Packing) -> Swapped:
+    """What `replace` would do, with all that takes the layers' places; the model is not changed."""
     walk = _Walk(packing, tuple(packing.skip), _owners(model))
-    if is_linear(model):
+    if is_layer(model):
         walk.report.left.append(("", "it is not inside a module, so that nothing can take its place"))
     # With a module's other names, which lead to other places.
     for path, module in model.named_modules(remove_duplicate=False):
-        if path and (is_linear(module) or is_experts(module)):
+        if path and (is_layer(module) or is_experts(module)):
             prefix, _, name = path.rpartition(".")
             walk.meet(module, path, model.get_submodule(prefix), name)
+    if issubclass(packing.layer, QuantizedLinear):
+        walk.stack(model)
     # The default may name a layer that a model has not; what is asked for should be there.
     for pattern in walk.skip:
         if pattern not in walk.used and pattern != "lm_head":
             walk.report.left.append((pattern, "named in skip, but no linear layer has this name"))
-    # All at once and last: an error before leaves the model as it was.
-    for slot in walk.report._slots:
-        slot.parent._modules[slot.name] = slot.after
     return walk.report
+
+
+def packed(module: nn.Module, packing: Packing) -> PackedLinear | Experts | str:
+    """What takes the place of one layer or module of experts, or why nothing does."""
+    return _Walk(packing, (), {}).replacement(module)
 
 
 @dataclass
@@ -95,12 +126,46 @@ class _Walk:
             if isinstance(after, str):
                 self.report.left.append((path, after))
             else:
-                own = isinstance(after, Experts) or isinstance(layer, SparseLinear)
-                self.report.replaced.append((path, type(layer).__name__ if own else "Linear"))
+                own = isinstance(layer, nn.Linear) and not isinstance(layer, SparseLinear)
+                self.report.replaced.append((path, "Linear" if own else type(layer).__name__))
             self.made[id(layer)] = None if isinstance(after, str) else after
         found = self.made[id(layer)]
         if found is not None:
             self.report._slots.append(Slot(path, parent, name, layer, found))
+
+    def stack(self, model: nn.Module) -> None:
+        """Keep fused blocks fused: gate and up that are both quantised become one weight."""
+        made: dict[int, PackedGatedMLP | None] = {}
+        for path, block in model.named_modules(remove_duplicate=False):
+            if type(block) is not FusedGatedMLP or not path:
+                continue
+            if id(block) not in made:
+                made[id(block)] = self.stacked(block)
+            after = made[id(block)]
+            if after is not None:
+                prefix, _, name = path.rpartition(".")
+                self.report._slots.append(Slot(path, model.get_submodule(prefix), name, block, after))
+
+    def stacked(self, block: FusedGatedMLP) -> PackedGatedMLP | None:
+        """What takes the place of a fused block; None where its layers are replaced one by one, or not at all."""
+        layers = {
+            name: self.made.get(id(child)) or child
+            for name, child in block._modules.items()
+            if child is not None
+        }
+        if own_code(block) is not None or why_not_stacked(layers["gate_proj"], layers["up_proj"]) is not None:
+            return None
+        after = PackedGatedMLP(block, layers, block.activation)
+        slots = self.report._slots
+        slots[:] = [slot for slot in slots if slot.parent is not block]
+        # What was packed for these alone is not needed any more.
+        kept = {id(slot.before) for slot in slots}
+        for name in PackedGatedMLP.HALVES:
+            layer = block._modules[name]
+            if layer is not None and id(layer) not in kept:
+                self.made[id(layer)] = None
+                self.weights.pop(id(layer.weight), None)
+        return after
 
     def reason(self, layer: nn.Module, path: str) -> str | None:
         """Why a layer is not to be packed; None if it is."""
@@ -111,17 +176,21 @@ class _Walk:
             for weight in weights:
                 if isinstance(weight, PackedWeight):
                     return f"it is {weight.state} already"
-        named = [x for x in self.skip if matches(path, x)]
+        named = [x for x in self.skip if self.how.matches(path, x)]
         self.used.update(named)
         pattern = next(iter(named), None)
         if pattern is not None:
             return f"skipped by name ({pattern!r})"
         if is_experts(layer):
             return own_code(layer) if isinstance(layer, Experts) else hugging_face.refusal(layer)
+        if transposed.resembles(layer):
+            return transposed.refusal(layer) or self.owned(layer)
         is_ours = type(layer) is Linear or (self.how.trained and type(layer) is SparseLinear)
         reason = changed(layer) if is_ours else why_not(layer)
-        if reason is not None:
-            return reason
+        return reason or self.owned(layer)
+
+    def owned(self, layer: nn.Module) -> str | None:
+        """Whose weight a layer has that would go on with the plain one; None if nobody's."""
         owner = self.owners.get(id(layer.weight))
         return None if owner is None else f"its weight is also that of {owner}"
 
@@ -129,21 +198,24 @@ class _Walk:
         """What takes a layer's place, or why nothing does."""
         if is_experts(layer):
             return self.experts(layer)
-        assert isinstance(layer, nn.Linear)
         if id(layer.weight) not in self.weights:
             try:
                 weight = self.pack(layer)
             except (ValueError, TypeError) as error:
                 return str(error)
             self.weights[id(layer.weight)] = nn.Parameter(weight, requires_grad=False)
-        own = isinstance(layer, Linear | SparseLinear) and layer.batch_invariant
+        own = isinstance(layer, Linear | SparseLinear | TransposedLinear) and layer.batch_invariant
         invariant = self.how.batch_invariant or own
-        after = self.how.layer(self.weights[id(layer.weight)], layer.bias, batch_invariant=invariant)
+        bias = layer._parameters["bias"]
+        after = self.how.layer(self.weights[id(layer.weight)], bias, batch_invariant=invariant)
         return after.train(layer.training)
 
-    def pack(self, layer: nn.Linear) -> PackedWeight:
-        """A layer's packed weight."""
-        return layer.pruned() if isinstance(layer, SparseLinear) else self.how.pack(layer.weight.detach())
+    def pack(self, layer: nn.Module) -> PackedWeight:
+        """A layer's packed weight, (out_features, in_features)."""
+        if isinstance(layer, SparseLinear):
+            return layer.pruned()
+        weight = cast(Tensor, layer.weight).detach()
+        return self.how.pack(weight.t().contiguous() if transposed.resembles(layer) else weight)
 
     def experts(self, module: nn.Module) -> Experts | str:
         """What takes the place of experts, or why nothing does."""
@@ -166,27 +238,20 @@ class _Walk:
         return after.train(module.training)
 
 
+def is_layer(module: nn.Module) -> bool:
+    """Whether a module is a linear layer, of torch or with a transposed weight."""
+    return is_linear(module) or transposed.resembles(module)
+
+
 def is_experts(module: nn.Module) -> bool:
     """Whether a module is one of experts, gemmery's or Hugging Face's."""
     return isinstance(module, Experts) or hugging_face.resembles(module)
 
 
-def matches(path: str, pattern: str) -> bool:
-    """Whether a pattern is a module's name, or its end, or that of a module that it is in.
-
-    Example:
-        >>> matches("model.lm_head", "lm_head"), matches("model.layers.0.mlp.gate", "layers.*.gate")
-        (True, True)
-        >>> matches("visual.blocks.0.fc", "visual"), matches("model.gate_proj", "gate")
-        (True, False)
-    """
-    return fnmatchcase(f".{path}.", f"*.{pattern}.*")
-
-
 def _owners(model: nn.Module) -> dict[int, str]:
     found: dict[int, str] = {}
     for path, module in model.named_modules():
-        if not isinstance(module, nn.Linear):
+        if not is_layer(module):
             for parameter in module._parameters.values():
                 found.setdefault(id(parameter), path or "the model itself")
     return found

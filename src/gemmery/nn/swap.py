@@ -11,18 +11,21 @@ from torch.nn.utils import parametrize
 
 from ..dtensors import is_sharded
 from ..precision import AskedPrecision
-from . import blocks, foreign, hugging_face, norms
-from .blocks import FusedGatedMLP, FusedIntermediate
+from . import blocks, foreign, hugging_face, norms, transposed
+from .blocks import FusedGatedMLP, FusedIntermediate, PackedGatedMLP
 from .experts import Experts
 from .hugging_face import FusedExperts
 from .linear import Linear, is_plain, own_code
 from .norms import FusedRMSNorm
 from .packed import PackedLinear
+from .quantized import QuantizedLinear
 from .sparse import SparseLinear
+from .transposed import TransposedLinear
 
 #: What has been swapped before and is whole in itself.
 _OURS = (
-    Experts, FusedExperts, FusedGatedMLP, FusedIntermediate, FusedRMSNorm, PackedLinear, SparseLinear,
+    Experts, FusedExperts, FusedGatedMLP, FusedIntermediate, FusedRMSNorm, PackedGatedMLP, PackedLinear, SparseLinear,
+    TransposedLinear,
 )  # fmt: skip
 #: How many names of one kind a summary spells out.
 _NAMED = 3
@@ -49,9 +52,9 @@ class Swapped:
     Attributes:
         replaced: (qualified name, what it was) of each module, in the model's order; a module with several names has
             its first one here, and the layers of a block that was replaced as a whole are part of it.
-        left: (qualified name, why) of each linear layer, each other module of a kind that multiplies by weights
-            (Hugging Face's Conv1D, attention, recurrent and bilinear ones of torch), and each feed-forward block, each
-            norm and all experts like the known ones, that stayed.
+        left: (qualified name, why) of each linear layer, Hugging Face's Conv1D among them, each other module of a kind
+            that multiplies by weights (attention, recurrent and bilinear ones of torch), and each feed-forward block,
+            each norm and all experts like the known ones, that stayed.
 
     Example:
         >>> import torch, gemmery.nn
@@ -122,7 +125,8 @@ class Swapped:
         pairs = {id(slot.after): (slot.path, slot.before, slot.after) for slot in self._slots}
         for path, before, after in pairs.values():
             for name, child in after._modules.items():
-                if child is not before._modules.get(name) and type(child) is not Linear:
+                kinds = (Linear, QuantizedLinear) if isinstance(after, PackedGatedMLP) else (Linear,)
+                if child is not before._modules.get(name) and type(child) not in kinds:
                     raise ValueError(
                         f"undo: at {path}.{name} there is a {type(child).__name__}, not what swap put there; "
                         "nothing was undone"
@@ -142,6 +146,8 @@ def _restore(before: nn.Module, after: nn.Module) -> None:
     if isinstance(after, PackedLinear) or (isinstance(after, Experts) and after.packed):
         before.train(after.training)
         return
+    if isinstance(after, PackedGatedMLP):
+        _restore_halves(before, after)
     for name in _STATE:
         # The very dictionaries, so that handles that remove hooks find them.
         before.__dict__[name] = after.__dict__[name]
@@ -149,6 +155,18 @@ def _restore(before: nn.Module, after: nn.Module) -> None:
         original = before._modules.get(name)
         if original is not child and original is not None and child is not None:
             _restore(original, child)
+
+
+def _restore_halves(before: nn.Module, after: PackedGatedMLP) -> None:
+    """Give gate and up the flag and the biases that their one layer has by now."""
+    for name, half in after.halves().items():
+        layer = before._modules[name]
+        assert layer is not None
+        layer.train(half.training)
+        bias = layer._parameters["bias"]
+        if bias is not None and half.bias is not None:
+            with torch.no_grad():
+                bias.copy_(half.bias)
 
 
 def swap(
@@ -160,12 +178,15 @@ def swap(
 ) -> Swapped:
     """Replace what gemmery computes inside `model` by its own modules with the same parameters, in place.
 
-    These are: every torch.nn.Linear, by a gemmery.nn.Linear; and the feed-forward blocks of Hugging Face's Llama,
+    These are: every torch.nn.Linear, by a gemmery.nn.Linear; GPT-2's Conv1D likewise, whose weight stays transposed;
+    and the feed-forward blocks of Hugging Face's Llama,
     Mistral, Qwen and Gemma (gate, up, activation, down) and of BERT and its relatives (dense and activation), by
     blocks whose activation runs inside a product. Experts of Hugging Face's mixtures (those that transformers decorates
     with `use_experts_implementation`) are computed by `gemmery.moe.experts`, see `register_experts`. Beside these, the
     RMSNorms of Llama, Mistral and Qwen become torch's own, one kernel instead of six. Names, state dicts, tied and
-    shared parameters, training flags and `requires_grad` stay as they are.
+    shared parameters, training flags and `requires_grad` stay as they are. Only in a block whose layers are quantised
+    already, gate and up become one layer `gate_up_proj`, with a packed weight that has the rows of both; state dicts
+    have both still.
 
     Quantised linear layers of other libraries become gemmery.nn.QuantizedLinear, with the same weights packed anew:
     GPTQ's and AWQ's (of AutoGPTQ, GPTQModel and AutoAWQ, unless a kernel has reordered them), bitsandbytes' Linear4bit
@@ -206,8 +227,9 @@ def swap(
         )
     walk = _Walk(precision or "torch", batch_invariant, fuse, keeps_float32)
     known = (blocks.family(model) is not None, norms.resembles(model), hugging_face.resembles(model))
+    is_layer = is_linear(model) or transposed.resembles(model)
     replaceable = any(known) or isinstance(model, _OURS)
-    if is_linear(model) or foreign.recognise(model) is not None or (fuse and replaceable):
+    if is_layer or foreign.recognise(model) is not None or (fuse and replaceable):
         walk.report.left.append(("", "it is not inside a module, so that nothing can take its place"))
     if not isinstance(model, _OURS):
         walk.children(model, "")
@@ -275,6 +297,8 @@ class _Walk:
                 report.replaced.append((path, "Linear"))
             else:
                 report.left.append((path, reason))
+        if transposed.resembles(module):
+            self.transposed(module, path)
         if self.fuse and norms.resembles(module):
             self.norm(module, path)
         if self.fuse and hugging_face.resembles(module) and self.experts(module, path):
@@ -293,7 +317,10 @@ class _Walk:
         layers = {name: self.layer(module._modules[name]) for name in kind.layers}
         after = blocks.fuse(kind, module, layers)
         self.places[id(module)] = after
-        self.report.replaced.append((path, f"{type(module).__name__} ({after.activation.name})"))
+        how = after.activation.name
+        if isinstance(after, PackedGatedMLP):
+            how += f", {after.gate_up_proj.quantized.format.name}"
+        self.report.replaced.append((path, f"{type(module).__name__} ({how})"))
         return True
 
     def experts(self, module: nn.Module, path: str) -> bool:
@@ -306,6 +333,15 @@ class _Walk:
         where = "" if hugging_face.fusible(module) else " (activation in torch)"
         self.report.replaced.append((path, f"{type(module).__name__}{where}"))
         return True
+
+    def transposed(self, module: nn.Module, path: str) -> None:
+        """Replace a Conv1D, unless something speaks against it."""
+        reason = transposed.refusal(module) or self.why_not_in_float32(module.weight)
+        if reason is not None:
+            self.report.left.append((path, reason))
+            return
+        self.places[id(module)] = TransposedLinear(module, self.precision, self.batch_invariant)
+        self.report.replaced.append((path, type(module).__name__))
 
     def norm(self, module: nn.Module, path: str) -> None:
         """Replace a norm, unless something speaks against it."""
@@ -337,10 +373,14 @@ class _Walk:
 
     def why_not_in_block(self, module: nn.Module) -> str | None:
         """The same of a layer of a block, which can be fused around layers that are gemmery's already."""
+        if type(module) is QuantizedLinear:
+            return own_code(module)
         return None if is_plain(module) else self.why_not(module)
 
-    def layer(self, module: nn.Module | None) -> Linear:
-        """The replacement of a linear layer, one for all its places."""
+    def layer(self, module: nn.Module | None) -> Linear | QuantizedLinear:
+        """The replacement of a linear layer, one for all its places; one that is gemmery's stays."""
+        if isinstance(module, QuantizedLinear):
+            return module
         assert isinstance(module, nn.Linear)
         if type(module) is Linear:
             return module
@@ -366,10 +406,8 @@ _OTHERS = (nn.Bilinear, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
 
 
 def is_other_product(module: nn.Module) -> bool:
-    """Whether a module multiplies by a weight, and is neither a linear layer nor a convolution."""
-    # Hugging Face's Conv1D is a linear layer with a transposed weight, and has its sizes under other names.
-    is_conv1d = all(isinstance(getattr(module, name, None), int) for name in ("nf", "nx"))
-    return isinstance(module, _OTHERS) or (is_conv1d and hasattr(module, "weight"))
+    """Whether a module multiplies by a weight, and is no linear layer, Conv1D or convolution."""
+    return isinstance(module, _OTHERS)
 
 
 def why_not(module: nn.Module) -> str | None:

@@ -357,6 +357,7 @@ def _of_module(module: nn.Module, batch_invariant: bool, top_k: int | None) -> l
     from ..nn.blocks import Block
     from ..nn.experts import Experts
     from ..nn.hugging_face import FusedExperts
+    from ..nn.transposed import TransposedLinear
 
     found: dict[Any, _Operand] = {}
     replaced: set[str] = set()
@@ -374,6 +375,11 @@ def _of_module(module: nn.Module, batch_invariant: bool, top_k: int | None) -> l
             precision: Any = getattr(child, "precision", "ieee")
             invariant = batch_invariant or getattr(child, "batch_invariant", False)
             found.setdefault(id(child), _operand(name, child.weight, child.bias, precision, invariant))
+        elif isinstance(child, TransposedLinear):
+            invariant = batch_invariant or child.batch_invariant
+            found.setdefault(
+                id(child), _operand(name, child.weight.t(), child.bias, child.precision, invariant)
+            )
     return list(found.values())
 
 
