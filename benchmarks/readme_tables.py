@@ -1,6 +1,6 @@
 """Write the tables of benchmarks/results/*.json: a few lines between README.md's two marks, all suites between those of
-docs/results.md, every row in RESULTS.md. Where there are results of grouped.py, sparse.py or blocks.py, theirs go
-between the marks of docs/grouped.md, docs/sparse.md and docs/blocks.md.
+docs/results.md, every row in RESULTS.md. Where there are results of grouped.py, sparse.py, blocks.py or all_reduce.py,
+theirs go between the marks of docs/grouped.md, docs/sparse.md, docs/blocks.md and docs/distributed.md.
 
 python benchmarks/readme_tables.py           rewrite all
 python benchmarks/readme_tables.py --check   exit 1 if one is out of date
@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import grouped_summary, sparse_summary  # noqa: E402
+from benchmarks import all_reduce_summary, grouped_summary, sparse_summary  # noqa: E402
 from benchmarks import lowbit as packed  # noqa: E402
 from benchmarks.records import (  # noqa: E402
     RESULTS,
@@ -241,6 +241,15 @@ def sparse(results: Sequence[Data], page: str) -> str:
     return "\n\n".join([_table(head, lines, columns), sparse_summary.ABOUT, where])
 
 
+# --- sums over ranks ------------------------------------------------------------------------------------------------
+
+
+def summed(results: Sequence[Data]) -> str:
+    """Everything between the marks of docs/distributed.md."""
+    table = _table(all_reduce_summary.HEAD, all_reduce_summary.lines(results), "llrrrr")
+    return "\n\n".join([table, all_reduce_summary.ABOUT, all_reduce_summary.places(results)])
+
+
 # --- every row ------------------------------------------------------------------------------------------------------
 
 
@@ -341,6 +350,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--grouped", type=Path, default=ROOT / "docs" / "grouped.md", metavar="FILE")
     parser.add_argument("--sparse", type=Path, default=ROOT / "docs" / "sparse.md", metavar="FILE")
     parser.add_argument("--blocks", type=Path, default=ROOT / "docs" / "blocks.md", metavar="FILE")
+    parser.add_argument("--summed", type=Path, default=ROOT / "docs" / "distributed.md", metavar="FILE")
     parser.add_argument("--rows", type=Path, default=ROOT / "benchmarks" / "RESULTS.md", metavar="FILE")
     options = parser.parse_args(arguments)
     try:
@@ -355,6 +365,9 @@ def main(arguments: list[str] | None = None) -> int:
         for name, path in (("sparse", options.sparse), ("blocks", options.blocks)):
             if sparse_summary.of_page(of_sparse, name) and path.exists():
                 pages.append((path, rewritten(path, sparse(of_sparse, name))))
+        of_ranks = all_reduce_summary.read(options.results)
+        if of_ranks and options.summed.exists():
+            pages.append((options.summed, rewritten(options.summed, summed(of_ranks))))
     except ValueError as error:
         print(f"readme_tables: {error}", file=sys.stderr)
         return 2

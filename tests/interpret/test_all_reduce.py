@@ -11,7 +11,7 @@ CONFIGS = (
     "16x32x32-g8-w4-s2-tile-pointer",
     "16x64x32-g8-w4-s2-tile-descriptor-k3-swap",
     "32x48x32-g8-w4-s2-tile-pointer/2",
-    "16x64x32-g8-w4-s2-persistent-pointer-t4",
+    "128x128x32-g8-w4-s2-tile-pointer",
     "64x128x32-g8-w4-s2-tile-pointer",
 )
 

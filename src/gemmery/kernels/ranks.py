@@ -12,6 +12,8 @@ so had emptied the place. `uses` counts the products that a square of 8 by 8 ele
 on all ranks, as long as they compute the same products in the same order.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from triton.experimental.gluon import constexpr_function
@@ -58,7 +60,8 @@ def parts_rows(kind):
 
     Only Gluon's types say where they lie.
     """
-    layout, sliced = getattr(kind, "layout", None), []
+    layout: Any = getattr(kind, "layout", None)
+    sliced = []
     while hasattr(layout, "parent"):
         sliced.append(layout.dim)
         layout = layout.parent
@@ -244,8 +247,11 @@ def receive(
         )  # fmt: skip
         return together(first, second, acc)
     else:
+        # As `computed_anew`: the compiler does not know that this adds nothing.
         if IN_GLUON:
             row = computed_anew(row)
+        else:
+            row += tl.minimum(tl.load(uses + size // 64, volatile=True), 0)
         first, inside, counters, used = places_of(
             acc, column, uses, shape, row, col, size, N, COLS, len(buffers)
         )

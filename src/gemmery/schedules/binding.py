@@ -38,6 +38,8 @@ _CHECKED: weakref.WeakSet[Any] = weakref.WeakSet()
 TL: dict[torch.dtype, Any] = {dtype: getattr(tl, name.removeprefix("tl.")) for dtype, name in TYPES.items()}
 #: fp8 products are promoted to the fp32 accumulator after this many steps along K, as cuBLAS does in its accurate mode.
 PROMOTE_EVERY = 128
+#: 32-bit words per thread that kernels may spill where ranks add up their partial sums, behind the loop.
+SUM_SPILLS = 40
 #: TMA takes blocks of at most this many elements along each dimension.
 BOX = 256
 
@@ -217,6 +219,8 @@ class Binding:
     def __init__(self, problem: Problem, config: Config) -> None:
         p, c = problem, config
         self.problem, self.config = problem, config
+        if p.a.is_summed:
+            self.harmless_spills = SUM_SPILLS
         self.main_n, self.rest_n = p.b.columns(c)
         tma = c.loader == "descriptor"
         self.a = p.a.access(p, is_b=False, tma=tma)

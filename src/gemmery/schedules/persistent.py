@@ -31,6 +31,8 @@ class Persistent(Tile):
     def needs(self, problem: Problem) -> Iterator[tuple[bool, str]]:
         yield from super().needs(problem)
         yield not problem.ragged, "a product without groups"
+        # They spill a lot: tiles are large, and the tail's code comes behind theirs.
+        yield not problem.a.is_summed, "a product that is not summed over ranks"
 
     def refusal(self, problem: Problem, config: Config) -> str | None:
         return self.unsuited(problem) or super().refusal(problem, config)

@@ -1,0 +1,55 @@
+"""The table of the results of `all_reduce.py`, for docs/distributed.md."""
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.records import Data, read_folder, run_line
+from gemmery.lab import timing
+
+HEAD = ["weight, M × N × K of a rank", "Triton", "gemmery", "cuBLAS + NCCL", "cuBLAS + symm_mem", "ratio"]
+ABOUT = (
+    "Times are µs of a call in a CUDA graph of 20 or more, on the slower rank, with weights that L2 can't hold. "
+    "symm_mem is the faster one of torch's one-shot and two-shot all-reduce. The ratio is the time of the fastest of "
+    "these peers over gemmery's in the same round: the median, in brackets the least and the largest. cuBLAS has a "
+    "bf16 weight."
+)
+
+
+def read(folder: Path) -> list[Data]:
+    """The results, the newest Triton's first; ValueError names a file that is none."""
+    found = read_folder(folder / "distributed", {"rows", "protocol", "triton"}, "all_reduce.py")
+    return sorted(found, key=lambda result: [int(x) for x in result["triton"].split(".")], reverse=True)
+
+
+def lines(results: Sequence[Data]) -> list[list[str]]:
+    """A line for each row and version of Triton."""
+    names = dict.fromkeys(row["name"] for result in results for row in result["rows"])
+    return [
+        _line(row, result)
+        for name in names
+        for result in results
+        for row in result["rows"]
+        if row["name"] == name and "graph" in row["seconds"]
+    ]
+
+
+def _line(row: Data, result: Data) -> list[str]:
+    rounds = row["seconds"]["graph"]
+    median = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
+    symmetric = min(
+        (x for x in median if x in ("cublas + one_shot", "cublas + two_shot")), key=median.__getitem__
+    )
+    peer = min(("cublas + nccl", symmetric), key=median.__getitem__)
+    ratio = timing.ratio(rounds, peer, result["ours"])
+    kind, sizes = row["name"].rsplit(" ", 1)
+    return [
+        f"{kind}, {sizes.replace('x', ' × ')}", ".".join(result["triton"].split(".")[:2]),
+        *[f"{median[x] * 1e6:.1f}" for x in (result["ours"], "cublas + nccl", symmetric)],
+        f"**{ratio.median:.2f}** ({ratio.min:.2f}–{ratio.max:.2f})",
+    ]  # fmt: skip
+
+
+def places(results: Sequence[Data]) -> str:
+    """Where the results are from."""
+    return "\n".join(f"- Two GPUs: {run_line(result)}." for result in results)

@@ -1,0 +1,70 @@
+"""Products that are summed over two GPUs in their kernel; see tests/summed.py."""
+
+import pytest
+import torch
+
+from tests import ranks as processes
+from tests import summed
+from tests.gpu.common import DRY
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not DRY and torch.cuda.device_count() < 2, reason="there are no two GPUs"),
+]
+HERE = processes.Place() if DRY else processes.Place("cuda")
+CONFIGS = (
+    "16x64x64-g0-w4-s12-cooperative-descriptor-swap",
+    "64x64x64-g0-w4-s12-cooperative-descriptor-k2-swap",
+    "40x64x64-g0-w4-s8-cooperative-descriptor-swap",
+    "64x64x64-g0-w4-s4-cooperative-descriptor",
+    "16x64x64-g8-w4-s4-tile-descriptor-k2-swap",
+    "16x16x64-g8-w8-s2-tile-pointer",
+    "64x128x64-g8-w8-s3-tile-pointer/2",
+)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    made = processes.Ranks(HERE)
+    yield made
+    made.stop()
+
+
+@pytest.mark.parametrize(
+    "function",
+    (
+        summed.shapes, summed.integers, summed.epilogues, summed.many, summed.grows, summed.gradients, summed.refusals,
+    ),
+    ids=lambda x: x.__name__,
+)  # fmt: skip
+def test_products(ranks, function):
+    ranks(function)
+
+
+@pytest.mark.skipif(DRY, reason="Gluon's kernels need a GPU")
+@pytest.mark.parametrize("config", CONFIGS)
+def test_schedules(ranks, config):
+    ranks(summed.configs, (config,))
+
+
+@pytest.mark.parametrize("kind", ("int4", "nf4", "e4m3", "int8", "2:4", "act-order"))
+def test_packed_weights(ranks, kind):
+    ranks(summed.packed, kind)
+
+
+def test_a_rank_that_is_late(ranks):
+    ranks(summed.late, 1.0)
+
+
+@pytest.mark.skipif(DRY, reason="CUDA graphs need a GPU")
+def test_graphs(ranks):
+    ranks(summed.graphs)
+
+
+def test_a_rank_that_is_missing():
+    made = processes.Ranks(HERE)
+    try:
+        seconds = made(summed.missing, 1.0)
+    finally:
+        made.stop()
+    assert seconds[0] < 10
