@@ -29,11 +29,21 @@ POSED = {
     "sparse": ("sparse_gelu", "bf16", TILE + "-swap"),
     "sparse int4": ("sparse_int4", "bf16", TILE + "-swap"),
     "scaled": ("scaled_blocks", "int8", "64x64x128-g8-w4-s2-tile-pointer"),
+    "summed": ("summed_residual", "bf16", "64x32x64-g8-w4-s2-tile-pointer"),
 }
 #: Kernels that only Hopper can run, and only some versions of Triton can compile.
 SPECIALIZED = {
     "packed": ("int4_gelu", "bf16", "64x64x128-g1-w8-s4-specialized-descriptor-swap", 16),
     "scaled": ("scaled_blocks", "e4m3", "128x256x128-g16-w8-s3-specialized-descriptor", 4096),
+}
+
+#: The same for sums over ranks, with the kernel's name; the last one's columns come in pairs.
+SUMMED = {
+    "one part": ("summed", "16x64x64-g0-w4-s12-cooperative-descriptor-swap", 16, "gemm_any_width"),
+    "many parts": ("summed", "64x64x64-g0-w4-s12-cooperative-descriptor-k2-swap", 128, "gemm_any_width"),
+    "packed": ("summed_int4", "16x64x256-g1-w8-s8-specialized-descriptor-k3-swap", 16, "gemm_specialized"),
+    "sliced": ("summed_int4", "8x32x128-g1-w8-s3-sliced_k-pointer-k2-swap", 8, "gemm_sliced_k"),
+    "pairs": ("summed_swiglu", "16x64x64-g0-w4-s12-cooperative-descriptor-swap", 16, "gemm_any_width"),
 }
 
 every_target = pytest.mark.parametrize("target", TARGETS)
@@ -121,3 +131,13 @@ def test_specialized(name):
     *abstract_problem, config, rows = SPECIALIZED[name]
     compiled = compile_posed("sm_90", *abstract_problem, config, rows)
     check("sm_90", compiled, "gemm_specialized", "wgmma.mma_async")
+
+
+@pytest.mark.parametrize("name", SUMMED)
+@pytest.mark.skipif(not specialized.SPECIALIZED.available(), reason="specialised warps need another Triton")
+def test_sums_over_ranks(name):
+    fused, config, rows, kernel = SUMMED[name]
+    compiled = compile_posed("sm_90", fused, "bf16", config, rows)
+    check("sm_90", compiled, kernel)
+    # Ranks wait in assembly, without a vote: no other shared memory is taken.
+    assert "%globaltimer" in compiled.asm["ptx"]
