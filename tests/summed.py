@@ -1,6 +1,7 @@
 """What test_all_reduce.py runs on each of two ranks: products that are summed over the ranks, against float64."""
 
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch.nn import functional as F
 
 import gemmery
 from gemmery import distributed as ours
-from gemmery.distributed import exchange
+from gemmery.distributed import all_reduce, exchange
 from gemmery.product import cache
 from tests import ranks
 
@@ -123,6 +124,24 @@ def epilogues():
     )
 
 
+def batches():
+    """Of matrices whose rows do not lie evenly, and infinite sums."""
+    rank = dist.get_rank()
+    whole = [normal(3, 12, 80, seed=20 + i) for i in range(ranks.COUNT)]
+    weights = [normal(48, 64, seed=30 + i) for i in range(ranks.COUNT)]
+    parts = [x[:, 1:6, :64] for x in whole]
+    want = sum(x.double() @ w.double().T for x, w in zip(parts, weights, strict=True))
+    check(ours.linear_all_reduce(parts[rank], weights[rank]), want)
+    shared = normal(1, 5, 48, seed=40)
+    got = ours.linear_all_reduce(parts[rank], weights[rank], epilogue=lambda acc, y: acc + y, args=(shared,))
+    check(got, want + shared.double())
+    x, w = operands(16, 32, 64, torch.float32)[rank]
+    x[3] = 0 if rank else torch.inf
+    made = ours.linear_all_reduce(x, w.abs())
+    assert made[3].isposinf().all()
+    assert made[:3].isfinite().all()
+
+
 def packed(kind):
     """Weights whose rows have another scale on each rank, too."""
     pairs = operands(6, 64, 256)
@@ -186,6 +205,12 @@ def gradients():
     got.backward(seed)
     torch.testing.assert_close(x.grad, whole[rank][0].grad, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(w.grad, whole[rank][1].grad, rtol=1e-4, atol=1e-4)
+    # What a function holds may require a gradient, too.
+    factor = torch.nn.Parameter(torch.tensor(2.0, device=ranks.HERE.device))
+    scaled = ours.linear_all_reduce(*pairs[rank], epilogue=lambda acc: acc * factor)
+    torch.testing.assert_close(scaled, 2 * total(pairs).float(), rtol=1e-4, atol=1e-4)
+    scaled.sum().backward()
+    torch.testing.assert_close(factor.grad, total(pairs).sum().float(), rtol=1e-3, atol=1e-3)
     if ranks.HERE.device == "cuda":
         pairs = operands(1025, 8192, 16)
         check(ours.linear_all_reduce(*pairs[rank]), total(pairs))
@@ -203,6 +228,38 @@ def refusals():
     with pytest.raises(TypeError, match="x is a ScaledTensor"):
         ours.linear_all_reduce(gemmery.quantize_activations(x), w)
     check(ours.linear_all_reduce(x, w), total(operands(4, 16, 32)))
+
+
+def vectors():
+    """One row without its dimension."""
+    pairs = operands(1, 48, 64)
+    rank = dist.get_rank()
+    x, w = pairs[rank]
+    check(ours.linear_all_reduce(x[0], w), total(pairs)[0])
+    weights = [gemmery.quantize(w, "int4", group_size=64) for _, w in pairs]
+    want = total([(x, w.dequantize()) for (x, _), w in zip(pairs, weights, strict=True)])
+    check(ours.linear_all_reduce(x[0], weights[rank]), want[0])
+
+
+def failing():
+    """A call that fails on one rank: its next one is an error, and the other rank waits in vain."""
+    pairs = operands(16, 64, 32)
+    rank = dist.get_rank()
+    x, w = pairs[rank]
+    check(ours.linear_all_reduce(x, w), total(pairs))
+    ours.set_timeout(1.0)
+    if rank:
+        with (
+            mock.patch.object(all_reduce, "product", side_effect=torch.OutOfMemoryError("none left")),
+            pytest.raises(torch.OutOfMemoryError),
+        ):
+            ours.linear_all_reduce(x, w)
+        with pytest.raises(RuntimeError, match="linear_all_reduce: an earlier call failed on this rank"):
+            ours.linear_all_reduce(x, w)
+    else:
+        assert ours.linear_all_reduce(x, w).isnan().all()
+        with pytest.raises(RuntimeError, match="rank 1 of the group did not arrive"):
+            ours.linear_all_reduce(x, w)
 
 
 def late(seconds):

@@ -33,7 +33,8 @@ def ranks():
 @pytest.mark.parametrize(
     "function",
     (
-        summed.shapes, summed.integers, summed.epilogues, summed.many, summed.grows, summed.gradients, summed.refusals,
+        summed.shapes, summed.integers, summed.epilogues, summed.batches, summed.many, summed.grows, summed.gradients,
+        summed.refusals, summed.vectors,
     ),
     ids=lambda x: x.__name__,
 )  # fmt: skip
@@ -68,3 +69,11 @@ def test_a_rank_that_is_missing():
     finally:
         made.stop()
     assert seconds[0] < 10
+
+
+def test_a_call_that_fails_on_one_rank():
+    made = processes.Ranks(HERE)
+    try:
+        made(summed.failing)
+    finally:
+        made.stop()

@@ -13,6 +13,7 @@ CONFIGS = (
     "32x48x32-g8-w4-s2-tile-pointer/2",
     "128x128x32-g8-w4-s2-tile-pointer",
     "64x128x32-g8-w4-s2-tile-pointer",
+    "512x16x32-g8-w8-s2-tile-pointer",
 )
 
 
@@ -26,7 +27,8 @@ def ranks():
 @pytest.mark.parametrize(
     "function",
     (
-        summed.shapes, summed.integers, summed.epilogues, summed.many, summed.grows, summed.gradients, summed.refusals,
+        summed.shapes, summed.integers, summed.epilogues, summed.batches, summed.many, summed.grows, summed.gradients,
+        summed.refusals, summed.vectors,
     ),
     ids=lambda x: x.__name__,
 )  # fmt: skip
@@ -56,3 +58,11 @@ def test_a_rank_that_is_missing():
     finally:
         made.stop()
     assert seconds[0] < 60
+
+
+def test_a_call_that_fails_on_one_rank():
+    made = processes.Ranks()
+    try:
+        made(summed.failing)
+    finally:
+        made.stop()

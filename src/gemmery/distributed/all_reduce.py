@@ -13,6 +13,7 @@ from torch.compiler import is_dynamo_compiling
 
 from .. import devices
 from ..dtensors import is_sharded
+from ..epilogues.function import captured_of
 from ..epilogues.results import returned
 from ..formats.weight import PackedWeight
 from ..operands import SummedOver
@@ -52,7 +53,8 @@ def matmul_all_reduce(
     at most 2^23 elements of the product (1024 rows of 8192 columns). Elsewhere, with gradients and under torch.compile,
     which it interrupts, it is a product, an all-reduce of float32, and the epilogue.
 
-    All ranks call it together, in the same order, with the same shapes and the same `bias` and `args`. The first call
+    All ranks call it together, in the same order, with operands of the same shapes, strides and types, and the same
+    `bias`, `args` and `config`; and gradients are recorded on all or on none. The first call
     of a group and one with a larger product than before allocate memory, and wait for all ranks; call it once before a
     CUDA graph is captured. Products of one group do not run at the same time in two streams.
 
@@ -157,32 +159,78 @@ def _outside(
     assert group is not None
     if dist.get_world_size(group) == 1:
         return product(op, a, b, bias, functions, None, options)
-    shared = _shared(a, b, bias, functions, group)
-    places = places_of(*_sizes(op, a, b))
+    if a.dim() == 1 and b.dim() == 2:
+        made = _outside(op, a.unsqueeze(0), b, bias, functions, options, group)
+        return tuple([x.squeeze(0) for x in made]) if isinstance(made, tuple) else made.squeeze(0)
+    tensors = _tensors(a, b, bias, functions)
+    shared = _shared(a, tensors, group)
+    places = _places(op, a, b)
     if shared is None or not 0 < places <= MOST or not a.shape[-1]:
         return _in_steps(op, a, b, bias, functions, options, group)
+    if a.dim() == 2:
+        return _in_kernel(op, a, b, bias, functions, options, shared, places)
+    return _of_batch(op, a, b, bias, functions, options, group, shared, places)
+
+
+def _in_kernel(
+    op: str, a: Tensor, b: Any, bias: Any, functions: Functions, options: Options, shared: Shared, places: int
+) -> Any:  # fmt: skip
+    """The product and its sum as one kernel."""
     if isinstance(b, PackedWeight) and b.permutation is not None:
         a, b = a.index_select(-1, b.permutation), b.unpermuted()
     exchange = shared.exchange(f"{op}_all_reduce", places)
-    return product(op, SummedOver(a, exchange), b, bias, functions, None, options)
+    try:
+        return product(op, SummedOver(a, exchange), b, bias, functions, None, options)
+    except (TypeError, ValueError):
+        # Of arguments, before anything was launched; all ranks have the same.
+        raise
+    except BaseException:
+        shared.give_up()
+        raise
 
 
-def _sizes(op: str, a: Tensor, b: Any) -> tuple[int, int]:
-    """Rows of the product, those of a batch in one another, and its columns; (0, 0) where it has a batch of b's."""
-    if b.dim() != 2 or a.dim() < 2:
-        return 0, 0
+def _of_batch(
+    op: str, a: Tensor, b: Any, bias: Any, functions: Functions, options: Options, group: dist.ProcessGroup,
+    shared: Shared, places: int,
+) -> Any:  # fmt: skip
+    """The same where x has a batch.
+
+    Whether its rows are those of one matrix would depend on strides, which need not be the same on all ranks. So they
+    are made that, with those of the arguments.
+    """
+    lead = a.shape[:-1]
+    captured = () if functions.epilogue is None else captured_of(functions.epilogue)[1].tensors
+    rows = [x for x in (bias, *functions.args, *captured) if isinstance(x, Tensor) and x.dim() > 1]
+    if any(x.shape[:-1] != lead for x in rows) or any(x.dim() > 1 for x in captured):
+        return _in_steps(op, a, b, bias, functions, options, group)
+
+    def flat(x: Any) -> Any:
+        return x.reshape(-1, x.shape[-1]) if isinstance(x, Tensor) and x.dim() > 1 else x
+
+    functions = functions._replace(args=tuple([flat(x) for x in functions.args]))
+    made = _in_kernel(op, flat(a), b, flat(bias), functions, options, shared, places)
+    results = [x.reshape(*lead, *x.shape[1:]) for x in (made if isinstance(made, tuple) else (made,))]
+    return tuple(results) if isinstance(made, tuple) else results[0]
+
+
+def _places(op: str, a: Tensor, b: Any) -> int:
+    """Places that the product takes, see `operands.summed.places_of`; 0 where b has a batch."""
+    if b.dim() != 2:
+        return 0
     of_weight = op in OF_WEIGHTS or isinstance(b, PackedWeight)
-    return a.shape[:-1].numel(), b.shape[-2 if of_weight else -1]
+    return places_of(a.shape[:-1].numel(), b.shape[-2 if of_weight else -1])
 
 
-def _shared(a: Tensor, b: Any, bias: Any, functions: Functions, group: dist.ProcessGroup) -> Shared | None:
+def _tensors(a: Tensor, b: Any, bias: Any, functions: Functions) -> list[Tensor]:
+    """All tensors that go in."""
+    of_b = b.parts().values() if isinstance(b, PackedWeight) else (b,)
+    captured = () if functions.epilogue is None else captured_of(functions.epilogue)[1].tensors
+    return [x for x in (a, *of_b, bias, *functions.args, *captured) if isinstance(x, Tensor)]
+
+
+def _shared(a: Tensor, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Shared | None:
     """The memory that the ranks share, where a kernel can use it; the same answer on all ranks."""
-    if a.dtype not in _TYPES or devices.current(a.device) is None:
-        return None
-    of_b = [x for x in b.parts().values() if x is not None] if isinstance(b, PackedWeight) else [b]
-    given = [a, *of_b, bias, *functions.args]
-    tensors = [x for x in given if isinstance(x, Tensor)]
-    if needs_dispatcher(tensors):
+    if a.dtype not in _TYPES or devices.current(a.device) is None or needs_dispatcher(tensors):
         return None
     shared = shared_by(group, a.device)
     return shared if shared.works else None

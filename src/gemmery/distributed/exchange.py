@@ -6,6 +6,7 @@ Triton's interpreter through files that they share.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import tempfile
@@ -17,9 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import triton
 from torch import Tensor
 
-from .. import devices
+from .. import __version__, devices
 from ..kernels.ranks import EMPTY
 from ..operands import Exchange
 
@@ -29,8 +31,8 @@ MOST = 1 << 23
 LEAST = 1 << 20
 #: Ranks that exchange at most: the GPUs of one host.
 MOST_RANKS = 8
-#: How often a block looks for partial sums in a second: on a GPU at most, and in the interpreter about.
-LOOKS, INTERPRETED_LOOKS = 1_000_000, 5000
+#: Microseconds that a kernel counts in a second, in the interpreter.
+KERNEL_MICROSECONDS = 2000
 
 
 class Seconds:
@@ -46,13 +48,13 @@ def set_timeout(seconds: float) -> None:
     `gemmery.distributed.check`, raises an error on the ranks that have waited in vain.
 
     Args:
-        seconds: above 0.
+        seconds: above 0, and finite.
 
     Raises:
         ValueError: it is not.
     """
-    if not seconds > 0:
-        raise ValueError(f"set_timeout: seconds is {seconds}; it must be above 0")
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"set_timeout: seconds is {seconds}; it must be above 0 and finite")
     Seconds.timeout = seconds
 
 
@@ -85,15 +87,26 @@ class Shared:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self.device = group, device
+        # What is kept for a group must not keep it.
+        self._group, self.device = weakref.ref(group), device
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.works = self.ranks <= MOST_RANKS and self._reachable()
         #: Memory of earlier sizes is kept, too: a captured graph may use it.
         self._memories: list[Memory] = []
 
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group, which is there as long as somebody uses it."""
+        group = self._group()
+        assert group is not None
+        return group
+
     def _reachable(self) -> bool:
-        """Whether all ranks are of one host and can write each other's memory; the same answer on all."""
-        own = (socket.gethostname(), self.device.type, self.device.index, devices.INTERPRETED)
+        """Whether all ranks are alike, of one host, and can write each other's memory; the same answer on all."""
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
+        # Ranks must choose the same kernels.
+        alike = (name, triton.__version__, torch.__version__, __version__)
+        own = (socket.gethostname(), self.device.type, self.device.index, (devices.INTERPRETED, alike))
         found: list[Any] = [None] * self.ranks
         dist.all_gather_object(found, own, group=self.group)
         if any(x[0] != own[0] or x[1] != own[1] or x[3] != own[3] for x in found):
@@ -117,19 +130,31 @@ class Shared:
         Raises:
             RuntimeError: an exchange failed, or memory has to be allocated while a graph is captured.
         """
+        for known in self._memories:
+            if known.failed[0]:
+                self.check(op)
         memory = self._memories[-1] if self._memories else None
         if memory is None or memory.size < places:
             memory = self._grow(op, places)
-        if memory.failed[0]:
-            self.check(op)
-        patience = max(round(Seconds.timeout * (INTERPRETED_LOOKS if devices.INTERPRETED else LOOKS)), 1)
+        each = KERNEL_MICROSECONDS if devices.INTERPRETED else 1_000_000
+        patience = min(max(round(Seconds.timeout * each), 2), (1 << 31) - 1)
         return Exchange(
             memory.buffers, memory.uses, self.rank, memory.size, memory.failures.data_ptr(), patience
         )
 
+    def give_up(self) -> None:
+        """Have later calls raise an error, since this rank did not send what the others wait for."""
+        for memory in self._memories:
+            memory.failed[0] = 1 + self.rank
+
     def check(self, op: str) -> None:
         """RuntimeError if a rank did not arrive at an exchange."""
         for memory in self._memories:
+            if memory.failed[0] == 1 + self.rank:
+                raise RuntimeError(
+                    f"{op}: an earlier call failed on this rank, and the others waited in vain; this process group "
+                    "can't be used for such products any more"
+                )
             if memory.failed[0]:
                 raise RuntimeError(
                     f"{op}: rank {memory.failed[0] - 1} of the group did not arrive within about {Seconds.timeout:g} "
@@ -202,6 +227,11 @@ def shared_by(group: dist.ProcessGroup, device: torch.device) -> Shared:
         of_group = _shared[group] = {}
     found = of_group.get(device)
     if found is None:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a product that is summed over ranks is captured into a graph before any other of its group; call it "
+                "once before, with as large a product"
+            )
         found = of_group[device] = Shared(group, device)
     return found
 

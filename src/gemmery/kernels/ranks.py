@@ -28,10 +28,10 @@ from .rings import barrier
 EMPTY = tl.constexpr(-(1 << 31))
 #: The bits of a NaN, for what did not arrive.
 MISSING = tl.constexpr(0x7FC00000)
-
-
-#: Elements that a warpgroup sends and receives at a time, for want of registers; and that other kernels do.
+#: Elements that are sent and received at a time, limited by registers: by a warpgroup, and by a block of other kernels.
 TOGETHER, TOGETHER_IN_BLOCKS = tl.constexpr(1024), tl.constexpr(2048)
+#: How often a block looks for partial sums in two microseconds. An H200 took 0.45 µs for a look.
+LOOKS = tl.constexpr(5)
 #: See `dialect.in_gluon`.
 IN_GLUON = tl.constexpr(False)
 
@@ -56,7 +56,7 @@ def columns_of(acc):
 
 @constexpr_function
 def parts_rows(kind):
-    """Whether a thread's elements of a block of a type lie in both halves of its rows, and not in those of its columns.
+    """Whether a block of a type is parted by rows: where a thread's elements lie in both halves of these alone.
 
     Only Gluon's types say where they lie.
     """
@@ -69,7 +69,8 @@ def parts_rows(kind):
     for dim in sliced[::-1]:
         bases = [base[:dim] + base[dim + 1 :] for base in bases]
     rows, columns = kind.shape
-    return [rows // 2, 0] in bases and [0, columns // 2] not in bases
+    # Squares of 8 by 8 stay whole.
+    return columns < 16 or ([rows // 2, 0] in bases and [0, columns // 2] not in bases)
 
 
 @triton.jit
@@ -153,24 +154,26 @@ def is_any(condition):
 
 
 @triton.jit
-def arrived(places, inside, patience, broken, failed, RANK: tl.constexpr):
+def arrived(places, inside, end, broken, failed, RANK: tl.constexpr):
     """The bits that a rank stores in places, which are empty afterwards.
 
     Args:
-        patience: how often it looks, which takes about a microsecond; in Gluon when it gives up, see `time_now`.
+        end: in Gluon when to give up, see `time_now`; elsewhere after how many microseconds.
         broken, failed: where it says that they did not come: on this GPU, and where the host sees it.
     """
     if IN_GLUON:
         # Voting would take shared memory, of which assembly has all.
-        bits = waited_for(tl.where(inside, EMPTY, 0), places, patience + inside.to(tl.int64) * 0)
+        bits = waited_for(tl.where(inside, EMPTY, 0), places, end + inside.to(tl.int64) * 0)
+        # Another thread may wait for the same elements.
+        barrier()
     else:
         bits = tl.load(places, mask=inside, other=0, volatile=True)
-        left = tl.where(tl.load(broken, volatile=True) == 0, patience, 0)
+        left = tl.where(tl.load(broken, volatile=True) == 0, tl.cast(end, tl.int64) * LOOKS // 2, 0)
         while is_any(bits == EMPTY) & (left > 0):
             bits = tl.load(places, mask=inside, other=0, volatile=True)
             left -= 1
     missing = bits == EMPTY
-    # Later blocks do not wait as long once more.
+    # Later blocks then do not wait.
     tl.store(broken + bits * 0, 1, mask=missing)
     tl.store(tl.cast(failed, tl.pointer_type(tl.int32)) + bits * 0, RANK + 1, mask=missing)
     tl.store(places, bits * 0 + EMPTY, mask=inside)
@@ -179,20 +182,21 @@ def arrived(places, inside, patience, broken, failed, RANK: tl.constexpr):
 
 @triton.jit
 def places_of(
-    acc, column, uses, shape, row, col, size, N, COLS: tl.constexpr, RANKS: tl.constexpr
+    acc, column, uses, shape, row, col, size, N, COLS: tl.constexpr, RANKS: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Where the elements of some columns of a block are in a buffer, which of them exist, and their counters.
 
-    In squares of 8 by 8, since a warp's accumulators lie so where activations are on the narrow side of the tensor
-    cores: each of its stores is then to 256 adjacent bytes. Squares have a counter each.
+    In squares of 8 by 8, since a warp's accumulators lie so: each of its stores is then to 256 adjacent bytes. Squares
+    have a counter each.
 
     Args:
         acc, column: the columns, which begin with the block's number `column`.
         uses: the counters.
-        shape, row, col, COLS: as an epilogue has them of the whole block. Where columns are paired, it has twice as
-            many.
+        shape, row, col, COLS: as an epilogue has them of the whole block. Where columns are paired, it has
+            twice as many.
         size: places of a rank.
         N: columns of the product.
+        TURNED: whether adjacent elements of a square lie along its columns; the same on all ranks.
     """
     # Tiles have a multiple of 8 rows, and rows that do not exist have places, too. So several are stored at a time.
     rows = row // 8 * 8 + rows_of(acc)
@@ -203,7 +207,10 @@ def places_of(
     half = (N + 15) // 16
     square = (rows // 8 * (2 * half))[:, None] + (in_half // 8 + cols // COLS * half)[None, :]
     cols = in_half
-    at = square * 64 + (cols % 8 * 8)[None, :] + (rows % 8)[:, None]
+    if TURNED:
+        at = square * 64 + (cols % 8 * 8)[None, :] + (rows % 8)[:, None]
+    else:
+        at = square * 64 + (rows % 8 * 8)[:, None] + (cols % 8)[None, :]
     used = tl.load(uses + square, mask=inside, other=0)
     # At most 2^31 places: 32 bits take fewer registers.
     return (used & 1) * (size * RANKS) + at, inside, uses + square, used
@@ -218,15 +225,17 @@ def bits_of(acc):
 
 @triton.jit
 def send(
-    acc, column, buffers, uses, shape, row, col, size, N, COLS: tl.constexpr, RANK: tl.constexpr,
+    acc, column, buffers, uses, shape, row, col, size, N, COLS: tl.constexpr, RANK: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Store this rank's partial sums in the memory of all others; see `places_of`."""
     if acc.numel > (TOGETHER if IN_GLUON else TOGETHER_IN_BLOCKS):
         first, second, rows, columns = halves(acc)
-        send(first, column, buffers, uses, shape, row, col, size, N, COLS, RANK)
-        send(second, column + columns, buffers, uses, shape, row + rows, col, size, N, COLS, RANK)
+        send(first, column, buffers, uses, shape, row, col, size, N, COLS, RANK, TURNED)
+        send(second, column + columns, buffers, uses, shape, row + rows, col, size, N, COLS, RANK, TURNED)
     else:
-        first, inside, _, _ = places_of(acc, column, uses, shape, row, col, size, N, COLS, len(buffers))
+        first, inside, _, _ = places_of(
+            acc, column, uses, shape, row, col, size, N, COLS, len(buffers), TURNED
+        )
         own = bits_of(acc)
         for rank in tl.static_range(len(buffers)):
             if rank != RANK:
@@ -235,40 +244,46 @@ def send(
 
 @triton.jit
 def receive(
-    acc, column, buffers, uses, failed, patience, shape, row, col, size, N, COLS: tl.constexpr,
-    RANK: tl.constexpr,
+    acc, column, buffers, uses, failed, end, shape, row, col, size, N, COLS: tl.constexpr, RANK: tl.constexpr,
+    TURNED: tl.constexpr,
 ):  # fmt: skip
     """The sum of this rank's partial sums and those that the others store here; see `places_of` and `arrived`."""
     if acc.numel > (TOGETHER if IN_GLUON else TOGETHER_IN_BLOCKS):
         first, second, rows, columns = halves(acc)
-        first = receive(first, column, buffers, uses, failed, patience, shape, row, col, size, N, COLS, RANK)
+        right, below = column + columns, row + rows
+        first = receive(
+            first, column, buffers, uses, failed, end, shape, row, col, size, N, COLS, RANK, TURNED
+        )
         second = receive(
-            second, column + columns, buffers, uses, failed, patience, shape, row + rows, col, size, N, COLS, RANK
-        )  # fmt: skip
+            second, right, buffers, uses, failed, end, shape, below, col, size, N, COLS, RANK, TURNED
+        )
         return together(first, second, acc)
     else:
+        broken = uses + size // 64
         # As `computed_anew`: the compiler does not know that this adds nothing.
         if IN_GLUON:
             row = computed_anew(row)
         else:
-            row += tl.minimum(tl.load(uses + size // 64, volatile=True), 0)
+            row += tl.minimum(tl.load(broken, volatile=True), 0)
         first, inside, counters, used = places_of(
-            acc, column, uses, shape, row, col, size, N, COLS, len(buffers)
-        )
-        # Nobody counts a square that another thread has yet to look up.
+            acc, column, uses, shape, row, col, size, N, COLS, len(buffers), TURNED
+        )  # fmt: skip
+        # All threads read the counters before any thread increments one.
         if IN_GLUON:
             barrier()
         else:
             tl.debug_barrier()
         own = bits_of(acc)
-        total = acc * 0
+        total = acc
         for rank in tl.static_range(len(buffers)):
             bits = own
             if rank != RANK:
-                bits = arrived(
-                    buffers[RANK] + first + rank * size, inside, patience, uses + size // 64, failed, rank
-                )
-            total += bits.to(acc.dtype, bitcast=True)
+                bits = arrived(buffers[RANK] + first + rank * size, inside, end, broken, failed, rank)
+            part = bits.to(acc.dtype, bitcast=True)
+            if rank == 0:
+                total = part
+            else:
+                total += part
         tl.store(counters, used + 1, mask=inside)
         return total
 
@@ -277,6 +292,7 @@ def receive(
 def of_ranks(
     acc, args, shape, sizes, batch, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr,
     EPILOGUE: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, SCALED: tl.constexpr, AHEAD: tl.constexpr,
+    TURNED: tl.constexpr,
 ):  # fmt: skip
     """An epilogue of the sum over all ranks.
 
@@ -297,12 +313,13 @@ def of_ranks(
         in_half = col + cols % COLS
         places = given[RANKS + 1] + in_half + cols // COLS * (N // 2)
         acc = acc.to(tl.float32) * tl.load(places, mask=in_half < shape[1], other=0.0).to(tl.float32)[None, :]
-    send(acc, 0, buffers, uses, shape, row, col, size, N, COLS, RANK)
+    send(acc, 0, buffers, uses, shape, row, col, size, N, COLS, RANK, TURNED)
+    end = patience
     if IN_GLUON:
         # Where an exchange has failed, nobody waits any more.
         patience = tl.where(tl.load(uses + size // 64, volatile=True) == 0, patience, 0)
-        patience = time_now(row) + patience.to(tl.int64) * 1000
-    total = receive(acc, 0, buffers, uses, failed, patience, shape, row, col, size, N, COLS, RANK)
+        end = time_now(row) + patience.to(tl.int64) * 1000
+    total = receive(acc, 0, buffers, uses, failed, end, shape, row, col, size, N, COLS, RANK, TURNED)
     own = given[FACTS + 4 :]
     if AHEAD:
         own = (own, read)

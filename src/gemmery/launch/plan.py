@@ -272,7 +272,7 @@ def compile_first_fitting(
             refusal = error
             passed[config] = str(error)
             continue
-        if spills <= binding.harmless_spills or pinned:
+        if spills <= binding.allowed_spills or pinned:
             return FirstFitting(binding, compiled, passed)
         passed[config] = f"spills {4 * spills} bytes a thread"
         # Configs that differ in how they cut K may be one kernel.

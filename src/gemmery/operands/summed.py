@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from ..problem import Problem
 
 
+#: Numbers of rows for which most kernels swap the operands; `sliced_k`, which is for fewer, leaves them.
+FEW = range(9, 129)
+
+
 class Exchange(NamedTuple):
     """The memory in which ranks exchange partial sums.
 
@@ -31,7 +35,7 @@ class Exchange(NamedTuple):
         rank: this one.
         size: places for a product's elements; see `places_of`.
         failed: the address of an int32 that the GPU writes and the host reads: 0, or 1 + the rank that was missing.
-        patience: how often a block looks for the partial sums of another rank.
+        patience: for how many microseconds a block waits for the partial sums of another rank.
     """
 
     buffers: tuple[Tensor, ...]
@@ -62,6 +66,8 @@ class Summed(Dense):
         rank, size: see `Exchange`.
         ranks: how many there are.
         columns_of_product: how many it has.
+        turned: whether adjacent elements of a square lie along columns. It follows from the number of rows, since all
+            ranks must have the same. With few rows, these are on the narrow side of the tensor cores.
         scale: the layout of the scales of the rank's columns of the product, or None.
         exchanged: the layouts of the ranks' buffers and of `Exchange.uses`.
     """
@@ -70,6 +76,7 @@ class Summed(Dense):
     ranks: int = 1
     size: int = 0
     columns_of_product: int = 0
+    turned: bool = False
     scale: Layout | None = None
     exchanged: tuple[Layout, ...] = ()
 
@@ -105,7 +112,7 @@ class Summed(Dense):
     def of_partial_sum(self, epilogue: Any, reads_ahead: bool) -> Any:
         return with_constants(
             ranks.of_ranks, EPILOGUE=epilogue, RANK=self.rank, RANKS=self.ranks, SCALED=self.scale is not None,
-            AHEAD=reads_ahead,
+            AHEAD=reads_ahead, TURNED=self.turned,
         )  # fmt: skip
 
     def before_sum(self, prefetch: Any) -> Any:
@@ -172,21 +179,12 @@ class SummedOperand(DenseOperand):
         scale = self.scale
         of_scale = None if scale is None else Layout(scale.dtype, (), 0, 1, scale.data_ptr() % 16 == 0)
         return Summed(
-            m.dtype,
-            m.steps,
-            m.row,
-            m.col,
-            m.aligned,
-            None,
-            e.rank,
-            len(e.buffers),
-            e.size,
-            problem.N,
-            of_scale,
-            exchanged,
-        )
+            m.dtype, m.steps, m.row, m.col, m.aligned, None, e.rank, len(e.buffers), e.size, problem.N,
+            problem.M in FEW, of_scale, exchanged,
+        )  # fmt: skip
 
     @property
     def text(self) -> str:
+        """Part of a call's key; no operator takes such operands."""
         e = self.exchange
         return f"summed:{e.rank}:{len(e.buffers)}:{e.size}"

@@ -219,8 +219,6 @@ class Binding:
     def __init__(self, problem: Problem, config: Config) -> None:
         p, c = problem, config
         self.problem, self.config = problem, config
-        if p.a.is_summed:
-            self.harmless_spills = SUM_SPILLS
         self.main_n, self.rest_n = p.b.columns(c)
         tma = c.loader == "descriptor"
         self.a = p.a.access(p, is_b=False, tma=tma)
@@ -240,6 +238,11 @@ class Binding:
         units = tiles if self.split is None else self.split.units(p, tiles)
         self.grid = (self._programs(max(units, self.waves.parts)), 1, 1)
         self.constants = self._constants()
+
+    @property
+    def allowed_spills(self) -> int:
+        """`harmless_spills`, or those of a sum over ranks."""
+        return max(self.harmless_spills, SUM_SPILLS if self.problem.a.is_summed else 0)
 
     def _programs(self, units: int) -> int:
         """The number of programs for so many tiles, whole or small, or parts of tiles."""
