@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from ..problem import Problem
 
 
-#: Numbers of rows for which most kernels swap the operands; `sliced_k`, which is for fewer, leaves them.
-FEW = range(9, 129)
+#: Up to so many rows may be the product of `sliced_k`, whose accumulators lie along rows. Most others swap the operands.
+SLICED = 8
 
 
 class Exchange(NamedTuple):
@@ -67,7 +67,7 @@ class Summed(Dense):
         ranks: how many there are.
         columns_of_product: how many it has.
         turned: whether adjacent elements of a square lie along columns. It follows from the number of rows, since all
-            ranks must have the same. With few rows, these are on the narrow side of the tensor cores.
+            ranks must have the same.
         scale: the layout of the scales of the rank's columns of the product, or None.
         exchanged: the layouts of the ranks' buffers and of `Exchange.uses`.
     """
@@ -180,7 +180,7 @@ class SummedOperand(DenseOperand):
         of_scale = None if scale is None else Layout(scale.dtype, (), 0, 1, scale.data_ptr() % 16 == 0)
         return Summed(
             m.dtype, m.steps, m.row, m.col, m.aligned, None, e.rank, len(e.buffers), e.size, problem.N,
-            problem.M in FEW, of_scale, exchanged,
+            problem.M > SLICED, of_scale, exchanged,
         )  # fmt: skip
 
     @property
