@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..problem import Problem
 
 
-#: Up to so many rows may be the product of `sliced_k`, whose accumulators lie along rows. Most others swap the operands.
+#: Up to so many rows may be a product of `sliced_k`, whose accumulators lie along rows. Most others swap operands.
 SLICED = 8
 
 
