@@ -335,6 +335,7 @@ def composed(model, format, order):
 BOTH = (("swap", "quantize"), ("quantize", "swap"))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("format", ["int4", "e4m3", "mxfp4", "nf4", "nvfp4"])
 @pytest.mark.parametrize("name", GATED)
 def test_swap_and_quantize_compose(name, format, monkeypatch):

@@ -248,7 +248,9 @@ print((peak - begun) / sum(x.nbytes for x in model.parameters()))
 """
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    "format", [x if x == "e4m3" else pytest.param(x, marks=pytest.mark.exhaustive) for x in FORMATS]
+)
 def test_loading_takes_little_more_memory_than_the_packed_model(format, tmp_path_factory, request):
     """Memory that the process owns: pages of the mapped files are the system's, which it takes back when it needs them."""
     folder = tmp_path_factory.getbasetemp() / "many-layers"
@@ -282,6 +284,7 @@ def test_importing_gemmery_does_not_import_transformers():
 # --- what else is expected of such a model
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", GATED)
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_swapped_model_has_fused_blocks(name, format, stored, tmp_path):

@@ -41,15 +41,18 @@ def test_schedules(ranks, config):
     ranks(summed.configs, (config,))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ("int4", "nf4", "e4m3", "int8", "2:4", "act-order"))
 def test_packed_weights(ranks, kind):
     ranks(summed.packed, kind)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_late(ranks):
     ranks(summed.late, 0.5)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_missing():
     # Its process group can't be used any more.
     made = processes.Ranks()
@@ -60,6 +63,7 @@ def test_a_rank_that_is_missing():
     assert seconds[0] < 60
 
 
+@pytest.mark.slow
 def test_a_call_that_fails_on_one_rank():
     made = processes.Ranks()
     try:

