@@ -290,6 +290,11 @@ def missing(seconds):
     return time.monotonic() - begun
 
 
+#: What both kinds of ranks run as it is.
+PRODUCTS = (shapes, integers, epilogues, batches, many, grows, gradients, refusals, vectors)
+KINDS = ("int4", "nf4", "e4m3", "int8", "2:4", "act-order")
+
+
 def graphs():
     """Captured calls, between others, and memory that can't grow meanwhile."""
     pairs = operands(16, 256, 64)

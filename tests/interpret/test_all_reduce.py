@@ -24,14 +24,7 @@ def ranks():
     made.stop()
 
 
-@pytest.mark.parametrize(
-    "function",
-    (
-        summed.shapes, summed.integers, summed.epilogues, summed.batches, summed.many, summed.grows, summed.gradients,
-        summed.refusals, summed.vectors,
-    ),
-    ids=lambda x: x.__name__,
-)  # fmt: skip
+@pytest.mark.parametrize("function", summed.PRODUCTS, ids=lambda x: x.__name__)
 def test_products(ranks, function):
     ranks(function)
 
@@ -42,7 +35,7 @@ def test_schedules(ranks, config):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("kind", ("int4", "nf4", "e4m3", "int8", "2:4", "act-order"))
+@pytest.mark.parametrize("kind", summed.KINDS)
 def test_packed_weights(ranks, kind):
     ranks(summed.packed, kind)
 

@@ -54,9 +54,9 @@ def matmul_all_reduce(
     which it interrupts, it is a product, an all-reduce of float32, and the epilogue.
 
     All ranks call it together, in the same order, with operands of the same shapes, strides and types, and the same
-    `bias`, `args` and `config`; and gradients are recorded on all or on none. The first call
-    of a group and one with a larger product than before allocate memory, and wait for all ranks; call it once before a
-    CUDA graph is captured. Products of one group do not run at the same time in two streams.
+    `bias`, `args` and `config`. Gradients are recorded on all ranks or on none. The first call of a group, and one with
+    a larger product than before, allocate memory and wait for all ranks: make such a call before a CUDA graph is
+    captured. Products of one group must not run in two streams at the same time.
 
     The gradient of `a` and of `b` is that of the rank's own columns, as all ranks go on with the same result.
 
@@ -118,14 +118,8 @@ def linear_all_reduce(
 
 
 def _all_reduced(
-    op: str,
-    a: Any,
-    b: Any,
-    bias: Any,
-    functions: Functions,
-    options: Options,
-    group: dist.ProcessGroup | None,
-) -> Any:
+    op: str, a: Any, b: Any, bias: Any, functions: Functions, options: Options, group: dist.ProcessGroup | None
+) -> Any:  # fmt: skip
     if is_dynamo_compiling() or is_followed():
         from ..product.compiled import uncompiled
 
@@ -134,14 +128,8 @@ def _all_reduced(
 
 
 def _outside(
-    op: str,
-    a: Any,
-    b: Any,
-    bias: Any,
-    functions: Functions,
-    options: Options,
-    group: dist.ProcessGroup | None,
-) -> Any:
+    op: str, a: Any, b: Any, bias: Any, functions: Functions, options: Options, group: dist.ProcessGroup | None
+) -> Any:  # fmt: skip
     """A call outside the compiler."""
     first, second, _ = operand_names(op)
     check_tensor(op, first, a)
@@ -193,13 +181,12 @@ def _of_batch(
     op: str, a: Tensor, b: Any, bias: Any, functions: Functions, options: Options, group: dist.ProcessGroup,
     shared: Shared, places: int,
 ) -> Any:  # fmt: skip
-    """The same where x has a batch.
+    """The same where x has a batch, which becomes rows of one matrix, as do the arguments.
 
-    Whether its rows are those of one matrix would depend on strides, which need not be the same on all ranks. So they
-    are made that, with those of the arguments.
+    Left to strides, it might become that on some ranks alone.
     """
     lead = a.shape[:-1]
-    captured = () if functions.epilogue is None else captured_of(functions.epilogue)[1].tensors
+    captured = _captured(functions)
     rows = [x for x in (bias, *functions.args, *captured) if isinstance(x, Tensor) and x.dim() > 1]
     if any(x.shape[:-1] != lead for x in rows) or any(x.dim() > 1 for x in captured):
         return _in_steps(op, a, b, bias, functions, options, group)
@@ -224,8 +211,12 @@ def _places(op: str, a: Tensor, b: Any) -> int:
 def _tensors(a: Tensor, b: Any, bias: Any, functions: Functions) -> list[Tensor]:
     """All tensors that go in."""
     of_b = b.parts().values() if isinstance(b, PackedWeight) else (b,)
-    captured = () if functions.epilogue is None else captured_of(functions.epilogue)[1].tensors
-    return [x for x in (a, *of_b, bias, *functions.args, *captured) if isinstance(x, Tensor)]
+    return [x for x in (a, *of_b, bias, *functions.args, *_captured(functions)) if isinstance(x, Tensor)]
+
+
+def _captured(functions: Functions) -> Sequence[Tensor]:
+    """The tensors that the epilogue holds."""
+    return () if functions.epilogue is None else captured_of(functions.epilogue)[1].tensors
 
 
 def _shared(a: Tensor, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Shared | None:

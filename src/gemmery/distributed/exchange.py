@@ -130,9 +130,7 @@ class Shared:
         Raises:
             RuntimeError: an exchange failed, or memory has to be allocated while a graph is captured.
         """
-        for known in self._memories:
-            if known.failed[0]:
-                self.check(op)
+        self.check(op)
         memory = self._memories[-1] if self._memories else None
         if memory is None or memory.size < places:
             memory = self._grow(op, places)
@@ -203,21 +201,21 @@ def _shared_files(shared: Shared, size: int) -> Memory:
     mine = torch.from_file(own, shared=True, size=count, dtype=torch.int32)
     mine.fill_(EMPTY.value)
     names: list[Any] = [None] * shared.ranks
-    dist.all_gather_object(names, own, group=shared.group)
-    buffers = tuple([
-        mine if rank == shared.rank else torch.from_file(name, shared=True, size=count, dtype=torch.int32)
-        for rank, name in enumerate(names)
-    ])  # fmt: skip
-    dist.barrier(shared.group)
-    os.unlink(own)
-    return Memory(
-        buffers, torch.zeros(size // 64 + 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), None, size
-    )
+    try:
+        dist.all_gather_object(names, own, group=shared.group)
+        buffers = tuple([
+            mine if rank == shared.rank else torch.from_file(name, shared=True, size=count, dtype=torch.int32)
+            for rank, name in enumerate(names)
+        ])  # fmt: skip
+        dist.barrier(shared.group)
+    finally:
+        os.unlink(own)
+    uses, failures = torch.zeros(size // 64 + 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    return Memory(buffers, uses, failures, None, size)
 
 
-_shared: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Shared]] = (
-    weakref.WeakKeyDictionary()
-)
+_Devices = dict[torch.device, Shared]
+_shared: weakref.WeakKeyDictionary[dist.ProcessGroup, _Devices] = weakref.WeakKeyDictionary()
 
 
 def shared_by(group: dist.ProcessGroup, device: torch.device) -> Shared:

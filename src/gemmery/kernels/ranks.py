@@ -37,21 +37,12 @@ IN_GLUON = tl.constexpr(False)
 
 
 @triton.jit
-def rows_of(acc):
-    """The numbers of a block's rows, laid out as Gluon wants them."""
+def numbers_along(acc, DIM: tl.constexpr):
+    """The numbers of a block's rows, or of its columns, laid out as Gluon wants them."""
     if IN_GLUON:
-        return tl.arange(0, acc.shape[0], tl.SliceLayout(1, acc.type.layout))
+        return tl.arange(0, acc.shape[DIM], tl.SliceLayout(1 - DIM, acc.type.layout))
     else:
-        return tl.arange(0, acc.shape[0])
-
-
-@triton.jit
-def columns_of(acc):
-    """Those of its columns."""
-    if IN_GLUON:
-        return tl.arange(0, acc.shape[1], tl.SliceLayout(0, acc.type.layout))
-    else:
-        return tl.arange(0, acc.shape[1])
+        return tl.arange(0, acc.shape[DIM])
 
 
 @constexpr_function
@@ -112,14 +103,8 @@ def time_now(like, _semantic=None):
         like: a number, without which the compiler could look at the clock earlier.
     """
     return gl.inline_asm_elementwise(
-        "mov.u64 $0, %globaltimer;",
-        "=l,r",
-        [like],
-        dtype=gl.int64,
-        is_pure=False,
-        pack=1,
-        _semantic=_semantic,
-    )
+        "mov.u64 $0, %globaltimer;", "=l,r", [like], dtype=gl.int64, is_pure=False, pack=1, _semantic=_semantic
+    )  # fmt: skip
 
 
 @builtin
@@ -199,8 +184,8 @@ def places_of(
         TURNED: whether adjacent elements of a square lie along its columns; the same on all ranks.
     """
     # Tiles have a multiple of 8 rows, and rows that do not exist have places, too. So several are stored at a time.
-    rows = row // 8 * 8 + rows_of(acc)
-    cols = column + columns_of(acc)
+    rows = row // 8 * 8 + numbers_along(acc, 0)
+    cols = column + numbers_along(acc, 1)
     in_half = col + cols % COLS
     inside = (rows // 8 * 8 < shape[0])[:, None] & (in_half < shape[1])[None, :]
     # Of `shape`, some kernels pass on where their own columns end. Each half begins with squares of its own.
@@ -309,7 +294,7 @@ def of_ranks(
     size, N, failed, patience = given[FACTS], given[FACTS + 1], given[FACTS + 2], given[FACTS + 3]
     buffers, uses = given[:RANKS], given[RANKS]
     if SCALED:
-        cols = columns_of(acc)
+        cols = numbers_along(acc, 1)
         in_half = col + cols % COLS
         places = given[RANKS + 1] + in_half + cols // COLS * (N // 2)
         acc = acc.to(tl.float32) * tl.load(places, mask=in_half < shape[1], other=0.0).to(tl.float32)[None, :]

@@ -252,7 +252,7 @@ class Spec(Layout):
         """An epilogue's device function, given the sum as the kernel has it."""
         return epilogue
 
-    def of_partial_sum(self, epilogue: Any, reads_ahead: bool) -> Any:
+    def of_partial_sum(self, problem: Problem, epilogue: Any, reads_ahead: bool) -> Any:
         """An epilogue's device function, given the sum over this operand's columns, which are some of all.
 
         Args:
@@ -264,7 +264,9 @@ class Spec(Layout):
         """The device function that reads ahead, given the arguments of `of_partial_sum`'s function."""
         return prefetch
 
-    def sum_arguments(self, tensors: Sequence[Any], numbers: Sequence[float]) -> tuple[Any, ...]:
+    def sum_arguments(
+        self, problem: Problem, tensors: Sequence[Any], numbers: Sequence[float]
+    ) -> tuple[Any, ...]:
         """Arguments of `of_partial_sum`'s function, which come before the epilogue's.
 
         Args:

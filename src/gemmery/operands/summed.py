@@ -1,6 +1,6 @@
 """A first operand of which each of several GPUs has some columns: the product is the sum over all of them.
 
-The sum is part of the kernel; see `kernels.ranks`. What the epilogue is given is the sum.
+The sum is part of the kernel; see `kernels.ranks`. The epilogue is given the sum.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from .dense import Dense, DenseOperand
 
 if TYPE_CHECKING:
     from ..problem import Problem
-
 
 #: Up to so many rows may be a product of `sliced_k`, whose accumulators lie along rows. Most others swap operands.
 SLICED = 8
@@ -65,9 +64,6 @@ class Summed(Dense):
     Attributes:
         rank, size: see `Exchange`.
         ranks: how many there are.
-        columns_of_product: how many it has.
-        turned: whether adjacent elements of a square lie along columns. It follows from the number of rows, since all
-            ranks must have the same.
         scale: the layout of the scales of the rank's columns of the product, or None.
         exchanged: the layouts of the ranks' buffers and of `Exchange.uses`.
     """
@@ -75,8 +71,6 @@ class Summed(Dense):
     rank: int = 0
     ranks: int = 1
     size: int = 0
-    columns_of_product: int = 0
-    turned: bool = False
     scale: Layout | None = None
     exchanged: tuple[Layout, ...] = ()
 
@@ -102,17 +96,14 @@ class Summed(Dense):
 
     def shapes(self, rows: int, cols: int, batch: tuple[int, ...], is_b: bool) -> list[tuple[int, ...]]:
         buffers = [(1, 2 * self.ranks * self.size)] * self.ranks
-        return [
-            (*batch, rows, cols),
-            *buffers,
-            (1, self.size + 1),
-            *([] if self.scale is None else [(1, self.size)]),
-        ]
+        scale = [] if self.scale is None else [(1, self.size)]
+        return [(*batch, rows, cols), *buffers, (1, self.size // 64 + 1), *scale]
 
-    def of_partial_sum(self, epilogue: Any, reads_ahead: bool) -> Any:
+    def of_partial_sum(self, problem: Problem, epilogue: Any, reads_ahead: bool) -> Any:
+        # How squares lie follows from the number of rows, since it must be the same on all ranks.
         return with_constants(
             ranks.of_ranks, EPILOGUE=epilogue, RANK=self.rank, RANKS=self.ranks, SCALED=self.scale is not None,
-            AHEAD=reads_ahead, TURNED=self.turned,
+            AHEAD=reads_ahead, TURNED=problem.M > SLICED,
         )  # fmt: skip
 
     def before_sum(self, prefetch: Any) -> Any:
@@ -120,8 +111,10 @@ class Summed(Dense):
             ranks.before_sum, PREFETCH=prefetch, FIRST=self.ranks + 5 + (self.scale is not None)
         )
 
-    def sum_arguments(self, tensors: Sequence[Any], numbers: Sequence[float]) -> tuple[Any, ...]:
-        return (*tensors[1:], self.size, self.columns_of_product, *numbers[len(numbers) - 2 :])
+    def sum_arguments(
+        self, problem: Problem, tensors: Sequence[Any], numbers: Sequence[float]
+    ) -> tuple[Any, ...]:
+        return (*tensors[1:], self.size, problem.N, *numbers[len(numbers) - 2 :])
 
     def __str__(self) -> str:
         return f"{Spec.__str__(self)} summed over {self.ranks} ranks"
@@ -179,8 +172,8 @@ class SummedOperand(DenseOperand):
         scale = self.scale
         of_scale = None if scale is None else Layout(scale.dtype, (), 0, 1, scale.data_ptr() % 16 == 0)
         return Summed(
-            m.dtype, m.steps, m.row, m.col, m.aligned, None, e.rank, len(e.buffers), e.size, problem.N,
-            problem.M > SLICED, of_scale, exchanged,
+            m.dtype, m.steps, m.row, m.col, m.aligned, None, e.rank, len(e.buffers), e.size, of_scale,
+            exchanged,
         )  # fmt: skip
 
     @property

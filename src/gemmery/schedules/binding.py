@@ -81,7 +81,7 @@ def epilogue_of(problem: Problem) -> Any:
 
 def of_sum(problem: Problem, made: Any, reads_ahead: bool = False) -> Any:
     """A device function of an epilogue, given the sum as a problem's kernel has it; see `Spec.of_partial_sum`."""
-    return problem.a.of_partial_sum(problem.b.of_sum(made, problem.device), reads_ahead)
+    return problem.a.of_partial_sum(problem, problem.b.of_sum(made, problem.device), reads_ahead)
 
 
 def needs_only_its_block(problem: Problem) -> bool:
@@ -116,7 +116,7 @@ def epilogue_arguments(
         numbers: the epilogue's, then others; alpha and beta for one that is not traced.
     """
     own = _epilogue_arguments(problem, slot, tensors.epilogue, numbers)
-    return (*problem.a.sum_arguments(tensors.a, numbers), *own)
+    return (*problem.a.sum_arguments(problem, tensors.a, numbers), *own)
 
 
 def _epilogue_arguments(
