@@ -1,4 +1,4 @@
-"""What the package's metadata takes from the repository's public address, which pyproject.toml may name."""
+"""Sets package metadata that depends on the repository's public address, which pyproject.toml may name."""
 
 from __future__ import annotations
 

@@ -32,14 +32,14 @@ def repository(root: Path) -> str:
 
 
 def section(root: Path, name: str) -> tuple[str, str] | None:
-    """What stands behind a version in its heading of CHANGELOG.md, and the text below it; None without one."""
+    """A version's date, or other words behind it, in CHANGELOG.md, and the text of its section; None without one."""
     text = (root / "CHANGELOG.md").read_text(encoding="utf-8")
     found = re.search(rf"^## \[{re.escape(name)}\](.*)\n((?:(?!## ).*\n?)*)", text, re.MULTILINE)
     return (found[1].removeprefix(" - ").strip(), found[2].strip()) if found else None
 
 
 def faults(root: Path, tag: str | None = None) -> Iterator[str]:
-    """What stands in the way of a release."""
+    """The reasons why a release can't be made; none if it can."""
     number = version(root)
     if not re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc)\d+)?", number):
         yield f"the version {number} is no version of a release: set __version__ in src/gemmery/__init__.py"

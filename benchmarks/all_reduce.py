@@ -113,7 +113,7 @@ def _is_summed(x: random_products.Product) -> bool:
 
 @dataclass
 class Inputs:
-    """What a row is measured on.
+    """The inputs of a row.
 
     Attributes:
         dense, own: copies of the weight: in bf16, and as the row has it.
@@ -134,7 +134,7 @@ class Inputs:
 
 
 def copies(size: int, make: Callable[[], Any]) -> list[Any]:
-    """So many copies that L2 can't hold them."""
+    """Enough copies to exceed L2."""
     return [make() for _ in range(max(2, min(COPIES, -(-BYTES // size))))]
 
 

@@ -135,7 +135,7 @@ def _judge(texts: list[str]) -> None:
 
 
 def _right(ranks: Ranks, pool: Pool, y: Tensor, start: int, text: str) -> list[str]:
-    """What is wrong with a result."""
+    """The errors of a result, in words."""
     found = []
     if count := int(pool.wrong(y, start)):
         found.append(f"{text}: {count} of {y.numel()} elements are wrong")
@@ -205,7 +205,7 @@ def dead(ranks: Ranks, args: Any) -> None:
 
 
 def _recorded(calls: list[Callable[[], Tensor]], ranks: Ranks) -> tuple[Callable[[], None], list[Tensor]]:
-    """What replays a CUDA graph of calls, and their results; without a GPU, what calls them again."""
+    """A function that replays a CUDA graph of calls, or calls them again without a GPU; and their results."""
     if not ranks.on_gpu:
         results = [call() for call in calls]
 

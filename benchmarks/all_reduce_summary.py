@@ -7,12 +7,14 @@ from pathlib import Path
 from benchmarks.records import Data, read_folder, run_line
 from gemmery.lab import timing
 
-HEAD = ["weight, M × N × K of a rank", "Triton", "gemmery", "cuBLAS + NCCL", "cuBLAS + symm_mem", "ratio"]
+HEAD = [
+    "weight, M × N × K of a rank", "Triton", "gemmery", "cuBLAS + NCCL", "cuBLAS + symm_mem", "ratio", "gemmery + symm_mem",
+]  # fmt: skip
 ABOUT = (
     "Times are µs of a call in a CUDA graph of 20 or more, on the slower rank, with weights that L2 can't hold. "
     "symm_mem is the faster one of torch's one-shot and two-shot all-reduce. The ratio is the time of the fastest of "
-    "these peers over gemmery's in the same round: the median, in brackets the least and the largest. cuBLAS has a "
-    "bf16 weight."
+    "cuBLAS's over gemmery's in the same round: the median, in brackets the least and the largest. cuBLAS has a bf16 "
+    "weight. The last column is `gemmery.linear` with symm_mem, in two kernels; it was measured with packed weights."
 )
 
 
@@ -37,17 +39,22 @@ def lines(results: Sequence[Data]) -> list[list[str]]:
 def _line(row: Data, result: Data) -> list[str]:
     rounds = row["seconds"]["graph"]
     median = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
-    symmetric = min(
-        (x for x in median if x in ("cublas + one_shot", "cublas + two_shot")), key=median.__getitem__
-    )
+    symmetric, own = (_quickest(median, product) for product in ("cublas", "gemmery"))
+    assert symmetric is not None
     peer = min(("cublas + nccl", symmetric), key=median.__getitem__)
     ratio = timing.ratio(rounds, peer, result["ours"])
     kind, sizes = row["name"].rsplit(" ", 1)
     return [
         f"{kind}, {sizes.replace('x', ' × ')}", ".".join(result["triton"].split(".")[:2]),
         *[f"{median[x] * 1e6:.1f}" for x in (result["ours"], "cublas + nccl", symmetric)],
-        f"**{ratio.median:.2f}** ({ratio.min:.2f}–{ratio.max:.2f})",
+        f"**{ratio.median:.2f}** ({ratio.min:.2f}–{ratio.max:.2f})", "" if own is None else f"{median[own] * 1e6:.1f}",
     ]  # fmt: skip
+
+
+def _quickest(median: dict[str, float], product: str) -> str | None:
+    """The faster one of torch's all-reduces behind a product, by name; None where neither was measured."""
+    names = [name for name in (f"{product} + one_shot", f"{product} + two_shot") if name in median]
+    return min(names, key=median.__getitem__) if names else None
 
 
 def places(results: Sequence[Data]) -> str:

@@ -63,7 +63,7 @@ class Ranks:
         return found
 
     def largest(self, values: Sequence[float]) -> list[float]:
-        """Of each number the largest on any rank."""
+        """The largest value of each number on any rank."""
         made = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(made, op=dist.ReduceOp.MAX)
         return made.tolist()

@@ -246,7 +246,7 @@ def sparse(results: Sequence[Data], page: str) -> str:
 
 def summed(results: Sequence[Data]) -> str:
     """Everything between the marks of docs/distributed.md."""
-    table = _table(all_reduce_summary.HEAD, all_reduce_summary.lines(results), "llrrrr")
+    table = _table(all_reduce_summary.HEAD, all_reduce_summary.lines(results), "llrrrrr")
     return "\n\n".join([table, all_reduce_summary.ABOUT, all_reduce_summary.places(results)])
 
 
