@@ -8,7 +8,8 @@ from benchmarks.records import Data, read_folder, run_line
 from gemmery.lab import timing
 
 HEAD = [
-    "weight, M × N × K of a rank", "Triton", "gemmery", "cuBLAS + NCCL", "cuBLAS + symm_mem", "ratio", "gemmery + symm_mem",
+    "weight, M × N × K of a rank", "Triton", "gemmery", "cuBLAS + NCCL", "cuBLAS + symm_mem", "ratio",
+    "gemmery + symm_mem",
 ]  # fmt: skip
 ABOUT = (
     "Times are µs of a call in a CUDA graph of 20 or more, on the slower rank, with weights that L2 can't hold. "
