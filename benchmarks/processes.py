@@ -1,5 +1,6 @@
 """Runs a function on several ranks, a process each, for the scripts that measure across GPUs."""
 
+import faulthandler
 import os
 import sys
 import tempfile
@@ -77,13 +78,14 @@ class Ranks:
 def run(function: Callable[..., None], count: int, device: str, args: Any, limit: float) -> int:
     """Call `function(ranks, args)` on all ranks; 0 if all of them return within `limit` seconds.
 
-    Errors are printed in full. Where a rank has failed, or time is up, the others are ended.
+    Errors are printed in full. Where a rank has failed, or time is up, the others are ended; shortly before time is up,
+    each says where it is.
     """
     context = get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         processes = [
-            context.Process(target=_serve, args=(rank, count, device, store, function, args), daemon=True)
+            context.Process(target=_serve, args=(rank, count, device, store, function, args, limit), daemon=True)
             for rank in range(count)
         ]
         for process in processes:
@@ -103,7 +105,10 @@ def run(function: Callable[..., None], count: int, device: str, args: Any, limit
     return int(any(process.exitcode for process in processes))
 
 
-def _serve(rank: int, count: int, device: str, store: str, function: Callable[..., None], args: Any) -> None:
+def _serve(
+    rank: int, count: int, device: str, store: str, function: Callable[..., None], args: Any, limit: float
+) -> None:
+    faulthandler.dump_traceback_later(max(limit - 5, limit / 2))
     try:
         how: dict[str, Any] = {"backend": "gloo"}
         if device == "cuda":
