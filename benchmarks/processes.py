@@ -83,14 +83,13 @@ def run(function: Callable[..., None], count: int, device: str, args: Any, limit
     """
     context = get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
+        store, end = str(Path(folder) / "store"), time.monotonic() + limit
         processes = [
-            context.Process(target=_serve, args=(rank, count, device, store, function, args, limit), daemon=True)
+            context.Process(target=_serve, args=(rank, count, device, store, function, args, end), daemon=True)
             for rank in range(count)
         ]
         for process in processes:
             process.start()
-        end = time.monotonic() + limit
         while any(process.is_alive() for process in processes) and time.monotonic() < end:
             time.sleep(0.05)
             if any(process.exitcode for process in processes):
@@ -106,9 +105,10 @@ def run(function: Callable[..., None], count: int, device: str, args: Any, limit
 
 
 def _serve(
-    rank: int, count: int, device: str, store: str, function: Callable[..., None], args: Any, limit: float
+    rank: int, count: int, device: str, store: str, function: Callable[..., None], args: Any, end: float
 ) -> None:
-    faulthandler.dump_traceback_later(max(limit - 5, limit / 2))
+    # All processes of a machine have one monotonic clock.
+    faulthandler.dump_traceback_later(max(end - time.monotonic() - 5, 1))
     try:
         how: dict[str, Any] = {"backend": "gloo"}
         if device == "cuda":

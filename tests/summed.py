@@ -79,9 +79,9 @@ def integers():
     check(got, total(pairs))
 
 
-def configs(texts):
+def configs(texts, M=40):
     """Each of some configs."""
-    pairs = operands(40, 192, 160)
+    pairs = operands(M, 192, 160)
     x, w = pairs[dist.get_rank()]
     for text in texts:
         check(ours.linear_all_reduce(x, w, config=text), total(pairs), text)
