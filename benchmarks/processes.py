@@ -85,7 +85,9 @@ def run(function: Callable[..., None], count: int, device: str, args: Any, limit
     with tempfile.TemporaryDirectory() as folder:
         store, end = str(Path(folder) / "store"), time.monotonic() + limit
         processes = [
-            context.Process(target=_serve, args=(rank, count, device, store, function, args, end), daemon=True)
+            context.Process(
+                target=_serve, args=(rank, count, device, store, function, args, end), daemon=True
+            )
             for rank in range(count)
         ]
         for process in processes:
