@@ -112,7 +112,7 @@ def stress(ranks: Ranks, args: Any) -> None:
         sums.append(checksum(y))
         wrong.append(pool.wrong(y, start))
         made.append(f"{pool.name} M={count}")
-        if (i + 1) % 1000 == 0 or (i + 1 < 1000 and (i + 1) % 100 == 0):
+        if (i + 1) % (100 if i < 1000 else 1000) == 0:
             ranks.say(f"{i + 1} calls are queued after {time.monotonic() - begun:.0f} s")
     ranks.synchronize()
     gemmery.distributed.check()
