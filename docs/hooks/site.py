@@ -1,28 +1,49 @@
-"""MkDocs' hooks: pages that are made of the repository's files, and the promise that pages fetch nothing."""
+"""MkDocs' hooks: pages that are made of the repository's files, and checks of what every page must be."""
 
 from __future__ import annotations
 
 import posixpath
 import re
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 # What is described is this checkout, not a copy that happens to be installed.
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
-from docs.hooks import drawings, repository, rungs  # noqa: E402
+import gemmery  # noqa: E402
+from docs.hooks import chart, drawings, repository, rungs  # noqa: E402
 
 #: In a page, the picture that a command draws, or the page that it exports.
 _MADE = re.compile(r"^<!-- (picture|page): (.+) -->$", re.MULTILINE)
 #: By which option of a command each is made, and the ending of its name.
 OPTIONS = {"picture": ("--out", ".svg"), "page": ("--export", ".html")}
+#: Where the picture of the results is.
+_CHART = "<!-- chart: results -->"
+#: Pages of figures, which would come before the pages about a word: how much they count in a search.
+SEARCH = {
+    "results-rows.md": {"exclude": True},
+    "results.md": {"boost": 0.3},
+    "changelog.md": {"boost": 0.3},
+    "contributing.md": {"boost": 0.5},
+}
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Show the version, and link to the repository once it has an address."""
+    config.site_name = f"gemmery {gemmery.__version__}"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    if address := project["tool"]["hatch"]["metadata"]["hooks"]["custom"]["repository"]:
+        config.repo_url, config.repo_name = address, "gemmery"
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -60,12 +81,26 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     name = page.file.src_uri
     up = "../" * name.count("/")
     markdown = _MADE.sub(lambda found: _shown(found[1], found[2], up), markdown)
+    if _CHART in markdown:
+        markdown = markdown.replace(_CHART, chart.results())
+    if name in SEARCH:
+        page.meta["search"] = SEARCH[name]
     if page.file.generated_by is not None:
         return markdown
     try:
         return repository.moved(markdown, posixpath.join("docs", name), name)
     except ValueError as error:
         raise PluginError(str(error)) from error
+
+
+def on_page_context(context: Any, page: Page, config: MkDocsConfig, nav: Navigation) -> Any:
+    """Say where the page's text is written, with a link once the repository has an address."""
+    source = repository.source(page.file.src_uri)
+    page.meta["source"] = source
+    page.edit_url = (
+        f"{config.repo_url.rstrip('/')}/edit/main/{source}" if config.repo_url and source else None
+    )
+    return context
 
 
 def on_post_page(output: str, page: Page, **_: Any) -> str:
