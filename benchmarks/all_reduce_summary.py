@@ -49,7 +49,8 @@ def _line(row: Data, result: Data) -> list[str]:
     return [
         f"{kind}, {sizes.replace('x', ' × ')}", f"**{ratio.median:.2f}** ({ratio.min:.2f}–{ratio.max:.2f})",
         ".".join(result["triton"].split(".")[:2]),
-        *[f"{median[x] * 1e6:.1f}" for x in (result["ours"], "cublas + nccl", symmetric)], "" if own is None else f"{median[own] * 1e6:.1f}",
+        *[f"{median[x] * 1e6:.1f}" for x in (result["ours"], "cublas + nccl", symmetric)],
+        "" if own is None else f"{median[own] * 1e6:.1f}",
     ]  # fmt: skip
 
 

@@ -138,7 +138,8 @@ KINDS = (
     Kind("experts with routing, T ≥ 4096, against Liger", "block", _LIGER, least=BLOCKS),
     Kind("experts with routing and gradients, T ≥ 8192, against Liger", "step", _LIGER, least=GRADIENTS),
     Kind(
-        "peak memory of forward and backward, T = 32768, against Liger", "memory", partial(memory_ratio, library="liger")
+        "peak memory of forward and backward, T = 32768, against Liger", "memory",
+        partial(memory_ratio, library="liger"),
     ),
 )  # fmt: skip
 

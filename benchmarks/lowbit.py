@@ -49,8 +49,8 @@ def _counts(results: Sequence[Data]) -> list[int]:
 
 #: What is said under that table.
 ABOUT_FORMATS = (
-    "A cell shows the time of the format in µs, the time of cuBLAS in bf16 divided by it, and how much longer its median "
-    "over the rounds is than that of int4 in the same run."
+    "A cell shows the time of the format in µs, the time of cuBLAS in bf16 divided by it, and how much longer its "
+    "median over the rounds is than that of int4 in the same run."
 )
 
 

@@ -47,8 +47,8 @@ NONE = "No results yet: `make bench` makes them."
 ABOUT = (
     "A ratio is the peer's time divided by gemmery's: the median over the rounds, with the smallest and the largest in "
     "parentheses. Above 1, gemmery is faster. A time is from the round with the median ratio to the first peer, with "
-    f"the shortest and the longest in parentheses. {TWO} marks rows whose rounds form two groups: gemmery's times have a "
-    f"gap of over {GAP:.0%}, with two rounds or more on either side. The lines below the table list both groups. The "
+    f"the shortest and the longest in parentheses. {TWO} marks rows whose rounds form two groups: gemmery's times have "
+    f"a gap of over {GAP:.0%}, with two rounds or more on either side. The lines below the table list both groups. The "
     "ratio of such a row is more meaningful than its time."
 )
 
@@ -134,7 +134,8 @@ def _duration(seconds: float) -> str:
 def model_rows(entry: Data) -> list[list[str]]:
     """A line for each method of an entry of `models.py`, against gemmery or against the bare product.
 
-    A method's time is of the round with the median ratio, and so is the time that it is compared with. The others' are medians.
+    A method's time is of the round with the median ratio, and so is the time that it is compared with. The others' are
+    medians.
     """
     times = entry["times"]
     base = next((name for name in ("gemmery", "bare") if name in times), None)
