@@ -28,12 +28,17 @@ _MADE = re.compile(r"^<!-- (picture|page): (.+) -->$", re.MULTILINE)
 OPTIONS = {"picture": ("--out", ".svg"), "page": ("--export", ".html")}
 #: Where the picture of the results is.
 _CHART = "<!-- chart: results -->"
-#: Pages of figures, which would come before the pages about a word: how much they count in a search.
+#: How much a page counts in a search, by how its name begins. Otherwise figures, and lists of all names, would come
+#: before the pages that explain a word.
 SEARCH = {
     "results-rows.md": {"exclude": True},
     "results.md": {"boost": 0.3},
     "changelog.md": {"boost": 0.3},
     "contributing.md": {"boost": 0.5},
+    "extending.md": {"boost": 0.7},
+    "api/": {"boost": 0.7},
+    "ladder/": {"boost": 0.8},
+    "low-bit.md": {"boost": 3},
 }
 
 
@@ -83,8 +88,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     markdown = _MADE.sub(lambda found: _shown(found[1], found[2], up), markdown)
     if _CHART in markdown:
         markdown = markdown.replace(_CHART, chart.results())
-    if name in SEARCH:
-        page.meta["search"] = SEARCH[name]
+    page.meta |= {"search": how for start, how in SEARCH.items() if name.startswith(start)}
     if page.file.generated_by is not None:
         return markdown
     try:
