@@ -1,4 +1,4 @@
-"""Files that users name: written whole or not at all, and JSON that is read with errors that name the file."""
+"""Files that users name: written completely or not at all, and JSON whose errors name the file."""
 
 from __future__ import annotations
 

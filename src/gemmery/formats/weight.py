@@ -132,21 +132,21 @@ class PackedWeight(Tensor):
         return self.with_parts(self.parts() | {"permutation": None})
 
     def shard(self, dim: int, index: int, count: int) -> Self:
-        """Part `index` of `count` equal ones, for tensor parallelism.
+        """Part `index` of `count` equal parts, for tensor parallelism.
 
         Args:
-            dim: -2 for rows (N: column parallel in torch's words) or -1 for columns (K: row parallel), or the same
+            dim: -2 for rows (N: column parallel in torch's terms) or -1 for columns (K: row parallel), or the same
                 counted from the front.
-            index: which part.
-            count: how many there are. The weight's kind says at which multiples it can be cut. Of a `QuantizedTensor`
-                these are 16 rows, or the columns of a block of words and of a group (64 columns for 4 bits in groups of
-                up to 64, 128 in groups of 128); of a `SparseTensor` 32 rows, or 64 columns and whole groups.
+            index: the index of the part.
+            count: the number of parts. A `QuantizedTensor` can be split at multiples of 16 rows, or of the columns of a
+                block of words and of a group (64 columns for 4 bits in groups of up to 64, 128 in groups of 128); a
+                `SparseTensor` at multiples of 32 rows, or of 64 columns and whole groups.
 
         Returns:
-            A weight of its own, (*batch, N / count, K) or (*batch, N, K / count).
+            A separate weight, (*batch, N / count, K) or (*batch, N, K / count).
 
         Raises:
-            ValueError: the parts can't be cut there, or a permutation moves columns from one part into another.
+            ValueError: the weight can't be split there, or a permutation moves columns from one part into another.
 
         Example:
             >>> import torch, gemmery
@@ -175,7 +175,7 @@ class PackedWeight(Tensor):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Bytes of all tensors that the weight consists of."""
+        """The bytes of all tensors of the weight."""
         # Under torch.compile sizes may be symbols, of which torch's own can't tell.
         return sum(x.numel() * x.element_size() for x in self.parts().values())
 
