@@ -132,7 +132,7 @@ def test_tune_without_a_gpu_says_so(source, tmp_path, kept):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "name suites, shapes or a log"),
+        ((), "give suites, shapes or a log"),
         (("--suite", "nonsense"), "there is no suite 'nonsense'"),
         (("--shapes", "64x64"), "MxNxK is wanted"),
         (("--shapes", "64x64x64", "--dtype", "fp4"), "dtype is 'fp4'"),

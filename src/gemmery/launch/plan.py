@@ -210,7 +210,7 @@ class Plan:
         return Resources(kernel.n_regs, kernel.n_spills, kernel.metadata.shared, threads, held)
 
     def roofline(self) -> float:
-        """The least time in seconds that the device's data sheet allows: the larger of arithmetic and memory traffic."""
+        """The least seconds that the device's data sheet allows: the larger of arithmetic and memory traffic."""
         p = self.problem
         return max(p.flops / p.device.rate(p.a.dtype, p.precision), p.bytes / p.device.bandwidth)
 

@@ -129,7 +129,7 @@ class Prediction:
 
     @property
     def room(self) -> float | None:
-        """The fraction of gemmery's time that the roofline leaves: 0.25 if a perfect kernel would take a quarter less."""
+        """The part of gemmery's time above the roofline: 0.25 if a perfect kernel would take a quarter less."""
         return None if self.gemmery is None else 1 - self.roofline / self.gemmery
 
     @property
