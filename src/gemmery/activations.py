@@ -157,7 +157,7 @@ def _check(x: Tensor, format: str, per: str, amax: Tensor | None) -> None:
     if x.dim() < 2:
         raise ValueError(f"{op}: x is {tuple(x.shape)}; it must be (..., M, K)")
     if torch.is_grad_enabled() and x.requires_grad:
-        raise TypeError(f"{op}: no gradient, but x requires it; quantise x.detach()")
+        raise TypeError(f"{op}: x requires a gradient, which quantizing does not have; quantize x.detach()")
     if amax is None:
         return
     check_tensor(op, "amax", amax)
@@ -172,7 +172,9 @@ def _check(x: Tensor, format: str, per: str, amax: Tensor | None) -> None:
             f"{op}: amax is {tuple(amax.shape)} and x {tuple(x.shape)}; it must be {tuple(x.shape[:-1])}"
         )
     if amax.device != x.device:
-        raise ValueError(f"{op}: x is on {x.device} and amax on {amax.device}; they must be on one device")
+        raise ValueError(
+            f"{op}: x is on {x.device} and amax on {amax.device}; they must be on the same device"
+        )
 
 
 def _scale_shape(x: Tensor, per: str) -> tuple[int, ...]:

@@ -81,7 +81,7 @@ def sampled_addmm(
         if x.dim() != 2:
             raise ValueError(f"{_OP}: {name} is {tuple(x.shape)}; it must have 2 dimensions")
     if out is not None:
-        raise ValueError(f"{_OP}: out= is not supported; use what is returned")
+        raise ValueError(f"{_OP}: out= is not supported; use the returned tensor")
     if is_followed():
         # The compiler fails on what is made of sparse tensors.
         from .product.compiled import uncompiled
@@ -103,7 +103,7 @@ def sampled_addmm(
             f"{_OP}: a is {tuple(a.shape)} and b is {tuple(b.shape)}: inner sizes {a.shape[1]} and {b.shape[0]} differ"
         )
     if input.dtype != a.dtype:
-        raise TypeError(f"{_OP}: input is {input.dtype} and a is {a.dtype}; they must have one type")
+        raise TypeError(f"{_OP}: input is {input.dtype} and a is {a.dtype}; they must have the same type")
     check_device(_OP, "input", pattern.values, a)
     check_scalars(_OP, a, alpha, beta)
     options = (input.dtype, resolved(precision, a), False, batch_invariant, config)

@@ -231,7 +231,7 @@ def _rank(op: str, second: Any) -> int:
 def _refuse(op: str, what: str, given: dict[str, Any]) -> None:
     for name, value in given.items():
         if value is not None:
-            raise ValueError(f"{op}: {name} is given with {what}; these operands do not take it")
+            raise ValueError(f"{op}: {name} is given with {what}; these operands do not support it")
 
 
 def _of_rows(
@@ -302,7 +302,7 @@ def _check_row_scale(op: str, row_scale: Any, rows: int, epilogue: Any) -> None:
     if row_scale.shape != (rows,):
         raise ValueError(f"{op}: row_scale is {tuple(row_scale.shape)}; it must be ({rows},)")
     if not row_scale.dtype.is_floating_point:
-        raise TypeError(f"{op}: row_scale is {row_scale.dtype}; it must be of floating point")
+        raise TypeError(f"{op}: row_scale is {row_scale.dtype}; it must be a floating-point type")
     if epilogue is not None and not callable(epilogue):
         raise TypeError(f"{op}: epilogue is a {type(epilogue).__name__}; it must be a function")
 
@@ -332,9 +332,11 @@ def _buffers(op: str, weight: Any, weight_grad: Any) -> tuple[Tensor, ...]:
         return ()
     halves, buffers = [list(x) if isinstance(x, tuple | list) else [x] for x in (weight, weight_grad)]
     if len(halves) != len(buffers):
-        raise TypeError(f"{op}: weight_grad must be a pair with a pair of weights, and a tensor with one")
+        raise TypeError(f"{op}: weight_grad must be a pair for a pair of weights, and otherwise one tensor")
     if _are_functorch_transforms_active() or _len_torch_dispatch_stack():
-        raise ValueError(f"{op}: weight_grad is for autograd; not in torch.func, nor inside a dispatch mode")
+        raise ValueError(
+            f"{op}: weight_grad works only with autograd, not in torch.func or inside a dispatch mode"
+        )
     for half, buffer in zip(halves, buffers, strict=True):
         if isinstance(half, PackedWeight | ScaledTensor):
             raise TypeError(
@@ -342,7 +344,7 @@ def _buffers(op: str, weight: Any, weight_grad: Any) -> tuple[Tensor, ...]:
             )
         check_sum(op, "weight_grad", buffer, half, tuple(half.shape))
         if buffer.untyped_storage().data_ptr() == half.untyped_storage().data_ptr() != 0:
-            raise ValueError(f"{op}: weight_grad is in the memory of the weight itself")
+            raise ValueError(f"{op}: weight_grad shares memory with the weight; give a separate tensor")
     if not wants_gradient(halves):
         return ()
     # Autograd does not look at what is in it, so another backward pass may have changed it meanwhile.
@@ -428,7 +430,7 @@ def _groups(op: str, x: Tensor, offs: Any, axis: Axis, most: int, count: int | N
         if any(i > j for i, j in itertools.pairwise(ends)) or ends[-1] > most:
             raise ValueError(
                 f"{op}: offs is {ends[1:]}; it has the ends of the groups, not their sizes, so it must not decrease, "
-                f"and its last number must be {most} at most"
+                f"and its last element must be at most {most}"
             )
     return Groups(x, offs, axis)
 
@@ -449,7 +451,9 @@ def _check_numbers(op: str, offs: Tensor, given: dict[str, tuple[Tensor | None, 
             found = f"numbers from {int(used.min())} to {int(used.max())}"
             raise ValueError(f"{op}: {name} has {found}; they must be from 0 to {most - 1}")
         if name == "scatter" and numbers.unique().numel() < numbers.numel():
-            raise ValueError(f"{op}: scatter has a number twice; each row must go to a place of its own")
+            raise ValueError(
+                f"{op}: scatter contains a row twice; each row of the product needs a different row of the result"
+            )
 
 
 def _of_groups(op: str, bias: Any, count: int, columns: int) -> Any:

@@ -82,7 +82,7 @@ def _check(a: Any, b: Any, bias: Any, epilogue: Any, args: Any) -> None:
             f"{op}: args is a {type(args).__name__}; it must be a tuple of the epilogue's arguments"
         )
     if epilogue is None and args:
-        raise TypeError(f"{op}: args are an epilogue's; there is none")
+        raise TypeError(f"{op}: args are given without an epilogue; give epilogue= too, or leave them out")
     if bias is not None:
         _check_bias(bias, (*a.shape[:-1], b.shape[0]))
     of_b = (b.channel,) if isinstance(b, SparseTensor) else (b.data, b.scale)

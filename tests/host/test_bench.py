@@ -548,7 +548,7 @@ def test_more_steady_rows_are_expected_to_take_longer():
         (["--suite", "square", "--regimes", "bust"], "regimes bust given"),
         (["--suite", "square", "--steady-rows", "some"], "give a number, or 'all'"),
         (["--suite", "square", "--rows", "nothing"], "no row's name matches 'nothing'"),
-        (["--suite", "square", "--rows", "("], "no regular expression"),
+        (["--suite", "square", "--rows", "("], "not a regular expression"),
         (["--suite", "square,llm", "--json", "x.json"], "x.json is one file, and there are 2 results"),
         (["--suite", "square", "--json", "absent/x.json"], "there is no directory"),
         (["--suite", "square", "--rounds", "0"], "--rounds"),

@@ -65,7 +65,7 @@ def test_a_global_that_changed(monkeypatch):
     layer = compiled(lambda x: gemmery.linear(x, W, epilogue=scaled_by_global))
     torch.testing.assert_close(layer(X), X @ W.T * 3)
     monkeypatch.setattr(f"{__name__}.SCALE", 4.0)
-    with pytest.raises(RuntimeError, match="takes other values from outside than when it was compiled"):
+    with pytest.raises(RuntimeError, match="captures other values than when it was compiled"):
         layer(X)
 
 

@@ -68,7 +68,7 @@ def test_errors_and_text_of_the_module(weight):
     with pytest.raises(ValueError, match=r"PrunedLinear: weight is \(2, 32, 64\); it must be \(out_features"):
         PrunedLinear(gemmery.sparsify(torch.ones(2, 32, 64)))
     with pytest.raises(
-        TypeError, match=r"PrunedLinear: the input is torch\.int64; it must be of a floating type"
+        TypeError, match=r"PrunedLinear: the input is torch\.int64; it must be a floating-point type"
     ):
         PrunedLinear(weight)(torch.ones(2, 128, dtype=torch.int64))
     text = "in_features=128, out_features=32, bias=True, pattern=2:4, batch_invariant=True"
@@ -196,7 +196,7 @@ def test_methods_and_errors_of_sparsify():
     dense = model[0].sparse.dense()
     gemmery.sparsify(dense.T, method="as_is")
     (why,) = [why for name, why in gemmery.nn.sparsify(nn.Sequential(nn.Linear(64, 32)), method="as_is").left]
-    assert "method='as_is' takes two at most of each four" in why
+    assert "method='as_is' allows at most two of every four" in why
     for arguments, error, text in (
         (("model",), TypeError, "model is a str; it must be a torch.nn.Module"),
         ((plain, "1:4"), ValueError, "pattern is '1:4'"),
@@ -205,7 +205,7 @@ def test_methods_and_errors_of_sparsify():
             gemmery.nn.sparsify(*arguments)
     with pytest.raises(ValueError, match="sparsify: method is 'best'"):
         gemmery.nn.sparsify(plain, method="best")
-    with pytest.raises(TypeError, match="sparsify: skip is the string 'a'; it must be several"):
+    with pytest.raises(TypeError, match="sparsify: skip is the string 'a'; it must be a sequence of names"):
         gemmery.nn.sparsify(plain, skip="a")
 
 

@@ -329,5 +329,5 @@ def test_parts_are_an_epilogues():
         lambda: gemmery.linear(x, (left, right)),
         lambda: gemmery.matmul(x, (left.t(), right.t())),
     ):
-        with pytest.raises(TypeError, match=re.compile("in two parts")):
+        with pytest.raises(TypeError, match=re.compile("is a pair")):
             call()

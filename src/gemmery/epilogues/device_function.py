@@ -82,7 +82,7 @@ def _in_torch(acc: Tensor, args: Sequence[Tensor], name: str) -> Tensor:
     if reference is None:
         raise ValueError(
             f"epilogue: {name.rpartition('_')[0]} is device code, which runs on a GPU or in Triton's interpreter; "
-            f"gemmery.epilogues.device_function(f, reference) tells what it means in torch"
+            f"give its torch equivalent with gemmery.epilogues.device_function(f, reference)"
         )
     return reference(acc, *args)
 

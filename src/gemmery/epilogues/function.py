@@ -106,8 +106,8 @@ class Held:
         origin = None if self.origin is None else self.origin()
         if origin is not None and self.captured.key is not None and origin.captured.key != self.captured.key:
             raise RuntimeError(
-                f"gemmery: {origin!r} takes other values from outside than when it was compiled; give them through "
-                f"args, or compile again (torch.compiler.reset())"
+                f"gemmery: {origin!r} captures other values than when it was compiled; pass them through args, or "
+                "compile again (torch.compiler.reset())"
             )
 
 
@@ -235,8 +235,8 @@ def named(name: str) -> Any:
     found = _by_name.get(name)
     if found is None:
         raise RuntimeError(
-            f"gemmery: the epilogue {name} is gone; keep what gemmery.epilogue returned as long as code that was "
-            f"compiled with it runs"
+            f"gemmery: the epilogue {name} was deleted; keep the result of gemmery.epilogue alive as long as code "
+            "that was compiled with it runs"
         )
     return found
 

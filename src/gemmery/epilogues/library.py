@@ -230,7 +230,7 @@ def compose(*functions: Callable[..., Any]) -> Callable[..., Any]:
                 [0., 0., 2.]])
     """
     if not functions:
-        raise TypeError("compose: given no function")
+        raise TypeError("compose: no function is given; give at least one")
     steps: list[tuple[Callable[..., Any], int]] = []
     for function in functions:
         function = getattr(function, "__gemmery_epilogue__", function)
@@ -258,7 +258,8 @@ def _further(function: Callable[..., Any]) -> int:
         return 0  # a built-in function such as torch.relu
     if any(x.kind is x.VAR_POSITIONAL for x in parameters):
         raise TypeError(
-            f"compose: {_name(function)} takes any number of arguments; wrap it in one that names its own"
+            f"compose: {_name(function)} takes a variable number of arguments; wrap it in a function with named "
+            "arguments"
         )
     own = [x for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
     if not own:

@@ -181,7 +181,8 @@ def _grouped(
         return None
     if name == "scales" and not values.is_floating_point():
         raise TypeError(
-            f"from_codes: scales are {values.dtype}; they must be of a floating type. Bytes that are powers of two, as "
+            f"from_codes: scales are {values.dtype}; they must be a floating-point type. Bytes that are powers of "
+            "two, as "
             "MX formats have them, are scales.view(torch.float8_e8m0fnu)"
         )
     kept = name == "scales" and values.dtype in (torch.float32, torch.float64)

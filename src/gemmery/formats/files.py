@@ -166,7 +166,7 @@ def load_safetensors(path: str | os.PathLike[str], device: torch.device | str = 
             text = (file.metadata() or {}).get(KEY)
             plain = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is no mapping)
     except SafetensorError as error:
-        raise ValueError(f"load_safetensors: {path} is no file of safetensors: {error}") from error
+        raise ValueError(f"load_safetensors: {path} is not a safetensors file: {error}") from error
     about = _About.of(text, plain, f"load_safetensors: {path}")
     plain |= {name: plain[source] for name, source in about.aliases.items()}
     result: dict[str, PackedWeight] = {}

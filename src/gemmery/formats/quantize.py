@@ -276,14 +276,14 @@ def _rule(format: Format) -> _Rule:
 
 def _check_weight(w: Tensor) -> None:
     if isinstance(w, torch.sparse.SparseSemiStructuredTensor):
-        raise TypeError("quantize: w is torch's semi-structured tensor; quantise gemmery.sparsify(w)")
+        raise TypeError("quantize: w is torch's semi-structured tensor; quantize gemmery.sparsify(w)")
     if not isinstance(w, Tensor):
         raise TypeError(f"quantize: w is a {type(w).__name__}; it must be a tensor")
     check_strided("quantize", "w", w)
     if isinstance(w, QuantizedTensor):
-        raise TypeError(f"quantize: w is {w!r}; give its dequantize() to quantise it again")
+        raise TypeError(f"quantize: w is {w!r}; give its dequantize() to quantize it again")
     if not w.is_floating_point():
-        raise TypeError(f"quantize: w is {w.dtype}; it must be of floating point")
+        raise TypeError(f"quantize: w is {w.dtype}; it must be a floating-point type")
     if w.ndim < 2:
         raise ValueError(f"quantize: w is {tuple(w.shape)}; it must be (*batch, N, K)")
 

@@ -159,7 +159,7 @@ def _check(data: Any, scale: Any) -> None:
         raise ValueError(f"ScaledTensor: data is {tuple(data.shape)}; it must be (..., R, K)")
     if data.device != scale.device:
         raise ValueError(
-            f"ScaledTensor: data is on {data.device} and scale on {scale.device}; they must be on one device"
+            f"ScaledTensor: data is on {data.device} and scale on {scale.device}; they must be on the same device"
         )
 
 

@@ -189,7 +189,7 @@ class SparseTensor(PackedWeight):
     def _check_cut(self, what: str, start: int, stop: int, size: int, step: int, caller: str) -> None:
         if start % step or (stop % step and stop != size):
             raise ValueError(
-                f"{caller}: {what} {start} to {stop} of {self!r}: it can be cut only at multiples of {step}"
+                f"{caller}: {what} {start} to {stop} of {self!r}: it can only be sliced at multiples of {step}"
             )
 
     def about(self) -> dict[str, Any]:
@@ -360,7 +360,7 @@ def _check_numbers(values: Tensor, code: str) -> None:
         at = wrong.nonzero()[0].tolist()
         bits = int(values[tuple(at)]) & 0xFF
         raise ValueError(
-            f"SparseTensor: values{at} is {bits:#x}, NaN in {code}; the kept numbers of a code must be finite"
+            f"SparseTensor: values{at} is {bits:#x}, NaN in {code}; the kept elements of a code must be finite"
         )
 
 
@@ -635,8 +635,8 @@ def _kept(w: Tensor, method: Method) -> Tensor:
             at = (counts > 2).nonzero()[0].tolist()
             place = "".join(f"{i}, " for i in at[:-1])
             raise ValueError(
-                f"sparsify: weight[{place}{4 * at[-1]}:{4 * at[-1] + 4}] has {int(counts[tuple(at)])} numbers that are "
-                "not 0; method='as_is' takes two at most of each four"
+                f"sparsify: weight[{place}{4 * at[-1]}:{4 * at[-1] + 4}] has {int(counts[tuple(at)])} nonzero "
+                "elements; method='as_is' allows at most two of every four"
             )
         return _first_two((groups != 0).to(torch.int8))
     # NaN counts as the largest, so that it is seen.

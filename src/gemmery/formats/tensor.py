@@ -222,7 +222,7 @@ class QuantizedTensor(PackedWeight):
         if (version := texts.get("packing", "1")) not in ("2", str(packing.VERSION)):
             raise ValueError(
                 f"from_tensors: the words of {prefix!r} are of version {version} of their order; this gemmery reads 2 "
-                f"and {packing.VERSION}: quantise the weight anew, or use the gemmery that wrote it"
+                f"and {packing.VERSION}: quantize the weight again, or use the gemmery that wrote it"
             )
         dtype = dtype_of_text(texts["dtype"])
         if prefix + "words" not in tensors:
@@ -322,12 +322,12 @@ def check_shared(caller: str, format: Format, dtype: torch.dtype, group_size: in
     scales, zeros, offsets = (inner[name] for name in GROUPED)
     shifts = " and ".join(name for name in GROUPED[1:] if inner[name] is not None)
     if shifts and scales is None:
-        raise ValueError(f"{caller}: there are {shifts} without scales; they need scales, which can be all 1")
+        raise ValueError(f"{caller}: there are {shifts} without scales; give scales too, which may all be 1")
     if zeros is not None and offsets is not None:
         zero = f"(zeros - {format.zero})" if format.code == "int" else "zeros"
         raise ValueError(
-            f"{caller}: there are both zeros and offsets; give one of them: offsets - {zero} * scales can be given as "
-            "offsets, without zeros"
+            f"{caller}: there are both zeros and offsets; give one of them: offsets - {zero} * scales as offsets, "
+            "without zeros"
         )
     if scales is None and group_size != 0:
         raise ValueError(f"{caller}: group_size is {group_size!r} without scales; it must be 0")

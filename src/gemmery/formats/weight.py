@@ -83,9 +83,7 @@ class PackedWeight(Tensor):
     @classmethod
     def stack_rows(cls, weights: Sequence[Self]) -> Self:
         """One weight with the rows of several, see `torch.cat`."""
-        raise NotImplementedError(
-            f"cat: a {cls.__name__} can't be put together of others; use its {cls.plain}()"
-        )
+        raise NotImplementedError(f"cat: a {cls.__name__} can't be concatenated; use its {cls.plain}()")
 
     @abstractmethod
     def to_tensors(self, prefix: str = "") -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -194,7 +192,7 @@ class PackedWeight(Tensor):
         raise ValueError(
             f"{self!r} has no storage of its own: save_pretrained and safetensors' own functions can't write packed "
             "weights. Write the state dict with gemmery.formats.save_safetensors(file, model.state_dict()), or with "
-            "torch.save. A model of transformers that was quantised by from_pretrained, with "
+            "torch.save. A model of transformers that from_pretrained quantized, with "
             "gemmery.nn.transformers.GemmeryConfig, can be saved by save_pretrained"
         )
 
@@ -238,8 +236,8 @@ def check_whole(caller: str, name: str, value: Tensor) -> None:
     parts = value.parts().values() if isinstance(value, PackedWeight) else (value,)
     if is_sharded(parts):
         raise TypeError(
-            f"{caller}: {name} is sharded (a DTensor); give the whole weight, and shard the result by "
-            "gemmery.distributed.distribute_weight, or change a model before it is sharded"
+            f"{caller}: {name} is sharded (a DTensor); give the whole weight, and shard the result with "
+            "gemmery.distributed.distribute_weight, or change the model before it is sharded"
         )
 
 

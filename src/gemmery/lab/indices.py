@@ -254,7 +254,7 @@ def problem_of_strides(
             whole = torch.empty(stored, dtype=dtype, device="meta")
             return whole if order == "N" else whole.mT
         if len(strides) != len(shape) or min(strides) < 0:
-            raise ValueError(f"strides of {name} are {tuple(strides)}; {len(shape)} of at least 0 are wanted")
+            raise ValueError(f"strides of {name} are {tuple(strides)}; {len(shape)} of at least 0 are needed")
         return torch.empty_strided(shape, tuple(strides), dtype=dtype, device="meta")
 
     return make_problem(
@@ -283,7 +283,7 @@ def schedule_of(
     """
     if tile is not None:
         if config is not None:
-            raise ValueError(f"tile {tile} and config {config} are given; one of them is wanted")
+            raise ValueError(f"tile {tile} and config {config} are given; give one of them")
         return plain_walk(problem, tile, 8 if group_size is None else group_size)
     if config is None:
         if not runs_on(problem):

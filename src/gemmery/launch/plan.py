@@ -124,7 +124,9 @@ class Plan:
             ValueError: the plan requires an addend or scalars and they are missing, or the reverse.
         """
         if self.problem.fusion is not None:
-            raise ValueError(f"{self}: has an epilogue, and is run by the product that it was made for")
+            raise ValueError(
+                f"{self}: has an epilogue, so the plan can't be called; call the product instead"
+            )
         p = self.problem
         if (addend is None) is (p.addend is not None):
             raise ValueError(

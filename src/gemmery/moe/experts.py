@@ -319,8 +319,8 @@ def _activation(given: Any, gated: bool) -> tuple[Any, Callable[[Tensor], Tensor
         return given, None
     if is_compiling():
         raise TypeError(
-            "experts: under torch.compile, activation must be a name or what gemmery.moe.gate(f) returned, made "
-            "outside of compiled code"
+            "experts: under torch.compile, activation must be a name or the result of gemmery.moe.gate(f), created "
+            "outside compiled code"
         )
     return gate(given), None
 
@@ -340,7 +340,7 @@ def _oriented(name: str, weight: Any, transposed: bool) -> Any:
         return weight
     if isinstance(weight, PackedWeight):
         raise ValueError(
-            f"experts: {name} is packed, with transposed=True; make them of (E, 2I, H) and (E, H, I)"
+            f"experts: {name} is packed, with transposed=True; pack weights of (E, 2I, H) and (E, H, I)"
         )
     return weight.mT
 
@@ -348,7 +348,7 @@ def _oriented(name: str, weight: Any, transposed: bool) -> Any:
 def _apart(weight: Any) -> tuple[Tensor, Tensor]:
     """The rows of gate, and those of up, of a weight in which they alternate, or of its gradient."""
     if isinstance(weight, tuple):
-        raise TypeError("experts: gate_up_grad is a pair, and gate_up is not")
+        raise TypeError("experts: gate_up_grad is a pair, and gate_up is not; give one tensor")
     if isinstance(weight, PackedWeight):
         raise ValueError(
             "experts: gate_up is packed, with concatenated=False; pack the rows of gate before those of up"

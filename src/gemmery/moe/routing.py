@@ -174,7 +174,7 @@ def _check_rows(y: Tensor, routing: Routing, weights: Tensor | None) -> None:
     check_tensor("combine", "y", y)
     if not isinstance(routing, Routing):
         raise TypeError(
-            f"combine: routing is a {type(routing).__name__}; it must be what gemmery.moe.route returned"
+            f"combine: routing is a {type(routing).__name__}; it must be the result of gemmery.moe.route"
         )
     rows = routing.inverse.shape[0]
     if y.dim() != 2 or y.shape[0] != rows:
@@ -187,7 +187,7 @@ def _check_rows(y: Tensor, routing: Routing, weights: Tensor | None) -> None:
         if tuple(weights.shape) != tuple(routing.shape):
             raise ValueError(
                 f"combine: top_k_weights is {tuple(weights.shape)} and the ids were {tuple(routing.shape)}; they must "
-                "have one shape"
+                "have the same shape"
             )
         given.append(("top_k_weights", weights))
     for name, x in given:
@@ -195,7 +195,8 @@ def _check_rows(y: Tensor, routing: Routing, weights: Tensor | None) -> None:
             raise TypeError(f"combine: {name} is {x.dtype}; it must be one of {', '.join(map(str, _TYPES))}")
         if x.device != routing.inverse.device:
             raise ValueError(
-                f"combine: {name} is on {x.device} and routing on {routing.inverse.device}; they must be on one device"
+                f"combine: {name} is on {x.device} and routing on {routing.inverse.device}; they must be on the same "
+                "device"
             )
 
 
@@ -411,7 +412,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 def _no_second(ctx: Any, grad: Tensor) -> None:
     raise NotImplementedError(
-        "combine: no gradient of a gradient; call backward or torch.autograd.grad without create_graph=True"
+        "combine: second derivatives are not supported; call backward or torch.autograd.grad without create_graph=True"
     )
 
 

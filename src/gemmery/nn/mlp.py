@@ -108,7 +108,8 @@ def gated_linear(
     """
     if w_gate.shape != w_up.shape:
         raise ValueError(
-            f"gated_linear: w_gate is {tuple(w_gate.shape)} and w_up is {tuple(w_up.shape)}; they must have one shape"
+            f"gated_linear: w_gate is {tuple(w_gate.shape)} and w_up is {tuple(w_up.shape)}; they must have the same "
+            "shape"
         )
     epilogue = _resolve(activation).gated
     weights, biases = halves(w_gate, w_up, bias_gate, bias_up)
@@ -423,8 +424,8 @@ def _stacked(layer: nn.Module, act: Activation, x: Tensor, hidden: int) -> Tenso
         stacked = layer(x)
         if stacked.shape[-1] != 2 * hidden:
             raise ValueError(
-                f"gate_up returns {stacked.shape[-1]} columns and the block has {2 * hidden}: a part of gate and up "
-                "stacked has no halves of both"
+                f"gate_up returns {stacked.shape[-1]} columns and the block has {2 * hidden}: a part of stacked gate "
+                "and up does not contain halves of both; create the block with stacked=False"
             )
         gate, up = stacked.chunk(2, dim=-1)
         y: Tensor = act(gate) * up

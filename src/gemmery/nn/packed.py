@@ -77,7 +77,7 @@ class PackedLinear(nn.Module):
         """
         if not input.dtype.is_floating_point:
             raise TypeError(
-                f"{type(self).__name__}: the input is {input.dtype}; it must be of a floating type"
+                f"{type(self).__name__}: the input is {input.dtype}; it must be a floating-point type"
             )
         weight, bias = self.weight, self.bias
         x = input.to(weight.dtype)

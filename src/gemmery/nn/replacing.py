@@ -63,7 +63,8 @@ class Packing:
             raise TypeError(f"{self.caller}: model is a {type(model).__name__}; it must be a torch.nn.Module")
         if isinstance(self.skip, str):
             raise TypeError(
-                f"{self.caller}: skip is the string {self.skip!r}; it must be several, such as ({self.skip!r},)"
+                f"{self.caller}: skip is the string {self.skip!r}; it must be a sequence of names, such as "
+                f"({self.skip!r},)"
             )
 
 

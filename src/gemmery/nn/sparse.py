@@ -213,7 +213,7 @@ class SparseLinear(nn.Linear):
                 "tensor-parallel. fully_shard gathers it, and to_inference() gives one that can be"
             )
         if not input.dtype.is_floating_point:
-            raise TypeError(f"SparseLinear: the input is {input.dtype}; it must be of a floating type")
+            raise TypeError(f"SparseLinear: the input is {input.dtype}; it must be a floating-point type")
         weight, asked = self.weight, autocast_dtype(input.device)
         dtype = asked or weight.dtype
         dtype = dtype if dtype in DTYPES else torch.bfloat16

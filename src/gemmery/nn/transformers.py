@@ -303,7 +303,7 @@ class GemmeryQuantizer(HfQuantizer):  # type: ignore[misc]  # transformers has n
         given = dict(module._parameters)
         if is_sharded([x for x in given.values() if x is not None]):
             raise ValueError(
-                f"GemmeryConfig: {path} is sharded while it is loaded; load the whole model, and shard it by "
+                f"GemmeryConfig: {path} is sharded while it is loaded; load the whole model, and shard it with "
                 "gemmery.distributed"
             )
         if any(x is not None and x.device.type == "meta" for x in given.values()):
@@ -320,7 +320,7 @@ class GemmeryQuantizer(HfQuantizer):  # type: ignore[misc]  # transformers has n
             for name, parameter in given.items():
                 module._parameters[name] = parameter
             raise ValueError(
-                f"{path} can't be quantised: {after}; name it in modules_to_not_convert to leave it as it is"
+                f"{path} can't be quantized: {after}; name it in modules_to_not_convert to leave it as it is"
             )
         for x in after._parameters.values():
             if x is not None:
@@ -499,7 +499,8 @@ def _plain(module: nn.Module, original: nn.Module | None, dtype: torch.dtype) ->
     if original is None:
         if not isinstance(module, PackedLinear):
             raise ValueError(
-                "dequantize: the model has experts that were quantised after it was loaded; undo that"
+                "dequantize: the model has experts that were quantized after it was loaded; call that report's undo() "
+                "first"
             )
         original = nn.Linear(
             module.in_features, module.out_features, module.bias is not None, device="meta", dtype=dtype

@@ -82,7 +82,9 @@ def _shape(tensors: Sequence[Tensor]) -> tuple[int, ...]:
         known = torch.broadcast_shapes(*[x.shape for x in tensors])
     except RuntimeError as error:
         shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
-        raise ValueError(f"check: args are {shapes}; name the product's shape, as shape=(M, N)") from error
+        raise ValueError(
+            f"check: args are {shapes}; they do not determine the product's shape; give shape=(M, N)"
+        ) from error
     *batch, M, N = (1,) * (2 - len(known)) + tuple(known)
     return *batch, M if M > 1 else _SIZE, N if N > 1 else _SIZE
 

@@ -408,7 +408,7 @@ def _operand(
         )
     if weight.dtype not in OUT_DTYPES:
         raise TypeError(
-            f"warmup: weight {name} is {weight.dtype}; supported are {', '.join(map(str, OUT_DTYPES))}"
+            f"warmup: weight {name} is {weight.dtype}; it must be one of {', '.join(map(str, OUT_DTYPES))}"
         )
     return _RightOperand(name, weight.detach().t(), bias, resolved(precision, weight), batch_invariant)
 
