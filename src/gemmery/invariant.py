@@ -85,7 +85,7 @@ def _product(
 def _refusal(what: str) -> NotImplementedError:
     return NotImplementedError(
         f"batch_invariant: {what} has no batch-invariant form here; "
-        "within `with gemmery.batch_invariant(False):` torch computes it in its own way"
+        "inside `with gemmery.batch_invariant(False):`, torch computes it as usual"
     )
 
 

@@ -80,7 +80,7 @@ def test_a_global_that_changed(monkeypatch):
 )
 def test_what_the_compiler_does_not_watch(epilogue, what):
     # Dynamo guards a function by its code, so that it would run the first of two closures for both.
-    with pytest.raises(Exception, match=f"{what} must be what gemmery.epilogue"):
+    with pytest.raises(Exception, match=f"{what} must be the result of gemmery.epilogue"):
         compiled(lambda x: gemmery.linear(x, W, epilogue=epilogue))(X)
     wrapped = gemmery.epilogue(epilogue)
     layer = compiled(lambda x: gemmery.linear(x, W, epilogue=wrapped))

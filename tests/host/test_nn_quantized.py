@@ -215,7 +215,7 @@ def test_quantize_and_undo():
     assert report.replaced == [("up", "Linear"), ("down", "Linear"), ("tied", "Linear")]
     assert report.left == [
         ("gate", "skipped by name ('gate')"),
-        ("lm_head", "its weight is also that of embed"),
+        ("lm_head", "its weight is shared with embed"),
     ]
     assert model.up is model.same
     assert model.tied.weight is model.up.weight
@@ -252,13 +252,13 @@ def test_what_quantize_leaves():
     reasons = dict(gemmery.nn.quantize(model, "int8").left)
     assert reasons["hooked"] == "it has hooks"
     assert "NaN or infinity" in reasons["nan"]
-    assert reasons["parametrised"] == "it is parametrised"
+    assert reasons["parametrised"] == "it is parametrized"
     assert "Special, not torch's own Linear" in reasons["special"]
     assert "NonDynamicallyQuantizableLinear" in reasons["attention.out_proj"]
-    assert reasons["done"] == "it is quantised already"
+    assert reasons["done"] == "it is quantized already"
     assert len(reasons) == 6
     assert gemmery.nn.quantize(nn.Linear(64, 16)).left == [
-        ("", "it is not inside a module, so that nothing can take its place")
+        ("", "it is not inside a module, so it can't be replaced")
     ]
 
 

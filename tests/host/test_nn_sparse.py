@@ -215,7 +215,7 @@ def test_experts():
     x, index, weights = torch.randn(5, 64).bfloat16(), torch.randint(3, (5, 2)), torch.rand(5, 2)
     plain = copy.deepcopy(model["a"])
     report = gemmery.nn.sparsify(model)
-    assert report.left == [("b", "its gate has 48 rows; packed they must be a multiple of 32")]
+    assert report.left == [("b", "its gate has 48 rows; a packed gate must have a multiple of 32")]
     text = "num_experts=3, in_features=64, hidden_features=32, activation=silu, bias=False, pattern=2:4"
     assert repr(model["a"]) == f"Experts({text})"
     with torch.no_grad():
@@ -237,7 +237,7 @@ def test_blocks_and_what_is_left():
     x = torch.randn(3, 64).bfloat16()
     report = gemmery.nn.sparsify(model)
     assert [name for name, _ in report.replaced] == ["mlp.gate_up", "mlp.down"]
-    assert report.left == [("hooked", "it has hooks"), ("packed", "it is quantised already")]
+    assert report.left == [("hooked", "it has hooks"), ("packed", "it is quantized already")]
     gate, up = (x @ block.gate_up.sparse.dense().T).chunk(2, -1)
     want = (F.silu(gate) * up) @ block.down.sparse.dense().T
     torch.testing.assert_close(block(x), want, rtol=5e-2, atol=2e-2)

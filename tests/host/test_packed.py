@@ -333,7 +333,7 @@ def test_compiled_errors():
     fails(
         error,
         lambda: compiled(lambda: gemmery.linear(x, w, epilogue=plain), "eager")(),
-        "must be what gemmery.epilogue",
+        "must be the result of gemmery.epilogue",
     )
     fails(
         error,

@@ -77,7 +77,7 @@ class QuantizedTensor(PackedWeight):
     FORMATS = FORMATS
     made_by = "gemmery.quantize"
     plain = "dequantize"
-    state = "quantised"
+    state = "quantized"
     prepared_by = "quantise the model first with gemmery.nn.quantize"
 
     format_name: str

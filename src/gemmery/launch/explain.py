@@ -67,14 +67,16 @@ class Explanation:
             return [f"torch reference: {self.problem.device.name} lacks the instructions"]
         first, *others = self.choices
         if first.cost is None:
-            return [f"the first was measured as the quickest; untuned it would be {self.untuned}"]
+            return [f"the first is the fastest measured config; without timings it would be {self.untuned}"]
         sentences = [_what_binds(self.problem, first.cost)]
         if self.copies:
             sentences.append(
                 f"{' and '.join(self.copies)} copied first: {self.copying * 1e6:.1f} µs predicted"
             )
         if first.config != self.untuned:
-            sentences.append(f"the first was measured as the quickest; untuned it would be {self.untuned}")
+            sentences.append(
+                f"the first is the fastest measured config; without timings it would be {self.untuned}"
+            )
         predicted = [(choice.config, choice.cost) for choice in others if choice.cost is not None]
         slower = [(config, cost) for config, cost in predicted if cost.total > first.cost.total]
         if slower:

@@ -80,7 +80,7 @@ def replacement(module: nn.Module, found: Foreign, batch_invariant: bool) -> Qua
     if code is not None and not (found.patched and code == "its forward was replaced"):
         return code
     if module._modules:
-        return f"it is {found.source}'s with children of its own: {', '.join(module._modules)}"
+        return f"it is {found.source}'s with additional children: {', '.join(module._modules)}"
     if getattr(module, "adapter", None) is not None:
         return f"it is {found.source}'s with an adapter"
     try:

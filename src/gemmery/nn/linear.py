@@ -100,7 +100,7 @@ def own_code(module: nn.Module) -> str | None:
     if "forward" in module.__dict__:
         return "its forward was replaced"
     if module.__dict__.get("_compiled_call_impl") is not None:
-        return "it was compiled by itself"
+        return "it was compiled separately"
     if any(getattr(module, kind) for kind in _CALL_HOOKS):
         return "it has hooks"
     # Those that run with state dicts: a replacement would write or read another one.

@@ -234,7 +234,7 @@ def swap(
     is_layer = is_linear(model) or transposed.resembles(model)
     replaceable = any(known) or isinstance(model, _OURS)
     if is_layer or foreign.recognise(model) is not None or (fuse and replaceable):
-        walk.report.left.append(("", "it is not inside a module, so that nothing can take its place"))
+        walk.report.left.append(("", "it is not inside a module, so it can't be replaced"))
     if not isinstance(model, _OURS):
         walk.children(model, "")
     # All at once and last: an error before leaves the model as it was.
@@ -372,7 +372,7 @@ class _Walk:
     def why_not_in_float32(self, weight: object) -> str | None:
         """Why a module with a weight of float32 is not replaced; None for other types, or if it can be."""
         if self.keeps_float32 and cast(Tensor, weight).dtype == torch.float32:
-            return "its weight is float32, which torch multiplies faster; name a precision to replace it"
+            return "its weight is float32, which torch multiplies faster; give a precision to replace it"
         return None
 
     def why_not_in_block(self, module: nn.Module) -> str | None:
@@ -420,7 +420,7 @@ def why_not(module: nn.Module) -> str | None:
     if cls is Linear:
         return "it is gemmery's already"
     if parametrize.is_parametrized(module):
-        return "it is parametrised"
+        return "it is parametrized"
     if cls is not nn.Linear:
         return f"it is a {cls.__module__}.{cls.__qualname__}, not torch's own Linear"
     return changed(module)

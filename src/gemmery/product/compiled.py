@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 #: What the compiler tells from another of its type, by its code. It does not see what a closure or defaults hold.
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 _UNWATCHED = (
-    "under torch.compile, {what} must be what gemmery.epilogue(f) returned, made outside of compiled code"
+    "under torch.compile, {what} must be the result of gemmery.epilogue(f), created outside compiled code"
 )
 
 
