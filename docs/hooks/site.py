@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import posixpath
 import re
 import sys
@@ -77,8 +78,11 @@ def _place(kind: str, command: str) -> str:
 
 def _shown(kind: str, command: str, up: str) -> str:
     """What a command makes, as Markdown of a page."""
-    at = f"({up}{_place(kind, command)})"
-    return f"![gemmery {command}]{at}".replace('"', "") if kind == "picture" else f"[Open it here]{at}."
+    at = f"{up}{_place(kind, command)}"
+    if kind == "picture":
+        return f"![gemmery {command}]({at})".replace('"', "")
+    frame = f'<iframe class="made" src="{at}" title="{html.escape(f"gemmery {command}")}" loading="lazy"></iframe>'
+    return f"{frame}\n\n[Open the page alone]({at})."
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
@@ -88,7 +92,8 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     markdown = _MADE.sub(lambda found: _shown(found[1], found[2], up), markdown)
     if _CHART in markdown:
         markdown = markdown.replace(_CHART, chart.results())
-    page.meta |= {"search": how for start, how in SEARCH.items() if name.startswith(start)}
+    if found := [how for start, how in SEARCH.items() if name.startswith(start)]:
+        page.meta["search"] = found[0]
     if page.file.generated_by is not None:
         return markdown
     try:

@@ -18,7 +18,7 @@ from .residuals import Samples
 BINDING = ("compute", "l2", "memory")
 #: What a kernel waits for, in words.
 BOUND_WORDS = {
-    "compute": "bound by arithmetic", "l2": "bound by the way from L2", "memory": "bound by memory",
+    "compute": "bound by arithmetic", "l2": "bound by reads from L2", "memory": "bound by memory",
     "overhead": "mostly overhead",
 }  # fmt: skip
 
@@ -125,7 +125,7 @@ class Prediction:
             return f"{name} is the faster one, {by}"
         if self.mark:
             return "which one is faster is not known"
-        return "too near to each other to name a faster one"
+        return "too close to call"
 
     @property
     def room(self) -> float | None:
@@ -321,8 +321,8 @@ def _bound(time: _Time) -> str:
 def _basis(problem: Problem, known: Calibration, measured: bool) -> str:
     if measured:
         counts = " and ".join(f"{known.samples[name]} of {name}" for name in known.samples)
-        return f"a law fitted to measurements on an {known.gpu} and corrected by them: {counts}"
+        return f"a model fitted to measurements on an {known.gpu} and corrected by them: {counts}"
     return (
-        f"a law with constants that were fitted on an {known.gpu}, as parts of the datasheet's rates of the "
+        f"a model with constants that were fitted on an {known.gpu}, as parts of the datasheet's rates of the "
         f"{problem.device.name}, which nobody has measured"
     )
