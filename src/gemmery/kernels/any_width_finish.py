@@ -70,7 +70,8 @@ def store_slot(at, warp, row, col, shape, X_FORM, Y_FORM, MAP, _semantic=None):
     Args:
         at: where the slot is, in bytes behind the beginning of shared memory.
         row, col: where the part begins.
-        shape: (end of the rows, columns of the product, which matrix of a batch, and how many groups of rows).
+        shape: (end of the rows, columns of the product, which matrix of a batch, and how many groups of rows). Without
+            a batch the third is the row at which the output begins.
         X_FORM, Y_FORM: how the operands lie.
         MAP: the number of the kernel's parameter that is the result's tensor map; None for the output's.
     """
@@ -85,6 +86,9 @@ def store_slot(at, warp, row, col, shape, X_FORM, Y_FORM, MAP, _semantic=None):
         )  # fmt: skip
         return
     batch = matrix_of(shape.values[2], X_FORM, Y_FORM)
+    if not batch and not isinstance(shape.values[2], gl.constexpr):
+        # Where rows are of several ranks; TMA leaves out those outside.
+        row = row.__sub__(shape.values[2], _semantic=_semantic)
     issue(
         "mov.b32 at, global_smem; add.s32 at, at, $2;"
         f"@own cp.async.bulk.tensor.{2 + len(batch)}d.global.shared::cta.bulk_group"

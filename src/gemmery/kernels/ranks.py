@@ -210,13 +210,14 @@ def bits_of(acc):
 
 @triton.jit
 def send(
-    acc, column, buffers, uses, shape, row, col, size, N, COLS: tl.constexpr, RANK: tl.constexpr, TURNED: tl.constexpr,
+    acc, column, buffers, uses, owner, shape, row, col, size, N, COLS: tl.constexpr, RANK: tl.constexpr,
+    TURNED: tl.constexpr,
 ):  # fmt: skip
-    """Store this rank's partial sums in the memory of all others; see `places_of`."""
+    """Store this rank's partial sums in the memory of all others, or of their owner alone; see `places_of`."""
     if acc.numel > (TOGETHER if IN_GLUON else TOGETHER_IN_BLOCKS):
         first, second, rows, columns = halves(acc)
-        send(first, column, buffers, uses, shape, row, col, size, N, COLS, RANK, TURNED)
-        send(second, column + columns, buffers, uses, shape, row + rows, col, size, N, COLS, RANK, TURNED)
+        send(first, column, buffers, uses, owner, shape, row, col, size, N, COLS, RANK, TURNED)
+        send(second, column + columns, buffers, uses, owner, shape, row + rows, col, size, N, COLS, RANK, TURNED)
     else:
         first, inside, _, _ = places_of(
             acc, column, uses, shape, row, col, size, N, COLS, len(buffers), TURNED
@@ -224,12 +225,36 @@ def send(
         own = bits_of(acc)
         for rank in tl.static_range(len(buffers)):
             if rank != RANK:
-                tl.store(buffers[rank] + first + RANK * size, own, mask=inside)
+                goes = inside
+                if owner is not None:
+                    goes = inside & (owner == rank)
+                tl.store(buffers[rank] + first + RANK * size, own, mask=goes)
+
+
+@triton.jit
+def count(
+    acc, column, uses, shape, row, col, size, N, COLS: tl.constexpr, RANKS: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    """Count a product that squares have been part of, and whose sum another rank has."""
+    if acc.numel > (TOGETHER if IN_GLUON else TOGETHER_IN_BLOCKS):
+        first, second, rows, columns = halves(acc)
+        count(first, column, uses, shape, row, col, size, N, COLS, RANKS, TURNED)
+        count(second, column + columns, uses, shape, row + rows, col, size, N, COLS, RANKS, TURNED)
+    else:
+        _, inside, counters, used = places_of(
+            acc, column, uses, shape, row, col, size, N, COLS, RANKS, TURNED
+        )
+        # As in `receive`.
+        if IN_GLUON:
+            barrier()
+        else:
+            tl.debug_barrier()
+        tl.store(counters, used + 1, mask=inside)
 
 
 @triton.jit
 def receive(
-    acc, column, buffers, uses, failed, end, shape, row, col, size, N, COLS: tl.constexpr, RANK: tl.constexpr,
+    acc, column, buffers, uses, broken, failed, end, shape, row, col, size, N, COLS: tl.constexpr, RANK: tl.constexpr,
     TURNED: tl.constexpr,
 ):  # fmt: skip
     """The sum of this rank's partial sums and those that the others store here; see `places_of` and `arrived`."""
@@ -237,14 +262,13 @@ def receive(
         first, second, rows, columns = halves(acc)
         right, below = column + columns, row + rows
         first = receive(
-            first, column, buffers, uses, failed, end, shape, row, col, size, N, COLS, RANK, TURNED
+            first, column, buffers, uses, broken, failed, end, shape, row, col, size, N, COLS, RANK, TURNED
         )
         second = receive(
-            second, right, buffers, uses, failed, end, shape, below, col, size, N, COLS, RANK, TURNED
+            second, right, buffers, uses, broken, failed, end, shape, below, col, size, N, COLS, RANK, TURNED
         )
         return together(first, second, acc)
     else:
-        broken = uses + size // 64
         # As `computed_anew`: the compiler does not know that this adds nothing.
         if IN_GLUON:
             row = computed_anew(row)
@@ -277,9 +301,12 @@ def receive(
 def of_ranks(
     acc, args, shape, sizes, batch, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr,
     EPILOGUE: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, SCALED: tl.constexpr, AHEAD: tl.constexpr,
-    TURNED: tl.constexpr,
+    OWNED: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """An epilogue of the sum over all ranks.
+
+    With OWNED each rank owns a range of rows, as many as every other, and has their sum alone. A block has rows of one
+    owner. The epilogue is given rows of the owner's range; those of other ranks are outside for it.
 
     Args:
         args: the ranks' buffers, `uses`, with SCALED the scales of this rank's columns, the places of a rank, columns
@@ -298,16 +325,34 @@ def of_ranks(
         in_half = col + cols % COLS
         places = given[RANKS + 1] + in_half + cols // COLS * (N // 2)
         acc = acc.to(tl.float32) * tl.load(places, mask=in_half < shape[1], other=0.0).to(tl.float32)[None, :]
-    send(acc, 0, buffers, uses, shape, row, col, size, N, COLS, RANK, TURNED)
+    owner = None
+    broken = uses + size // 64
+    if OWNED:
+        rows = shape[0] // RANKS
+        owner = row // rows
+        row -= owner * rows
+        shape = (rows, shape[1])
+        broken = uses + RANKS * (size // 64)
+        # Squares of each owner have counters of their own, since two ranks do not count the same sums.
+        uses += owner * (size // 64)
+    send(acc, 0, buffers, uses, owner, shape, row, col, size, N, COLS, RANK, TURNED)
     end = patience
     if IN_GLUON:
         # Where an exchange has failed, nobody waits any more.
-        patience = tl.where(tl.load(uses + size // 64, volatile=True) == 0, patience, 0)
+        patience = tl.where(tl.load(broken, volatile=True) == 0, patience, 0)
         end = time_now(row) + patience.to(tl.int64) * 1000
-    total = receive(acc, 0, buffers, uses, failed, end, shape, row, col, size, N, COLS, RANK, TURNED)
     own = given[FACTS + 4 :]
     if AHEAD:
         own = (own, read)
+    if OWNED:
+        total = acc
+        if owner == RANK:
+            total = receive(acc, 0, buffers, uses, broken, failed, end, shape, row, col, size, N, COLS, RANK, TURNED)
+        else:
+            count(acc, 0, uses, shape, row, col, size, N, COLS, RANKS, TURNED)
+        shape = (tl.where(owner == RANK, shape[0], 0), shape[1])
+    else:
+        total = receive(acc, 0, buffers, uses, broken, failed, end, shape, row, col, size, N, COLS, RANK, TURNED)
     return EPILOGUE(total, own, shape, sizes, batch, row, col, ROWS, COLS, WIDE)
 
 

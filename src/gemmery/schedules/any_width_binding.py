@@ -131,7 +131,8 @@ class AnyWidthBinding(Binding):
             return place.next_tile_of_rows if self.problem.ragged == "rows" else place.sized_tile_of_ranges
         if self.problem.batch:
             return place.sized_tile_of_batch
-        return place.sized_tile if self.split is None else place.sized_part
+        is_cut = self.split is not None
+        return self.a.place(place.sized_part if is_cut else place.sized_tile, is_cut)
 
     def _loops(self, takes_turns: bool, given: object, second: object) -> bool:
         """`LOOPS` of the kernel, as far as it gained on an H200 (`any_width_epilogues-bf16`).
@@ -248,7 +249,7 @@ class AnyWidthBinding(Binding):
             x_map, self._operand(y, not c.swap, self.part, boxes[1]), self._output(out, block), *params,
             self._matrix(extras, block), p.M, p.N, p.K, whole + cut, whole, *parts,
             tiles_m, tiles_n, *divisors, tile.y, band, boxes[0], x_size, boxes[1], loaded[1] * ROW, self.streams,
-            c.num_stages, self.a.place_args(of_a), step_args, epilogue_arguments(p, self.part, given, numbers),
+            c.num_stages, self.a.place_args(of_a, numbers[len(numbers) - p.a.numbers :]), step_args, epilogue_arguments(p, self.part, given, numbers),
             workspace,
         ]  # fmt: skip
 
@@ -261,7 +262,7 @@ class AnyWidthBinding(Binding):
         # Ranges of K are always a batch.
         batch, steps = (p.batch, p.out.steps) if p.batch or not p.ragged else ((1,), (p.out.row,))
         many = (1,) * len(batch)
-        return descriptor(out, (*batch, p.M, p.out_n), (*steps, p.out.row, 1), (*many, *block))
+        return descriptor(out, (*batch, p.out_m, p.out_n), (*steps, p.out.row, 1), (*many, *block))
 
     def _matrix(self, extras: Sequence[Any], block: Sequence[int]) -> Any:
         """The descriptor of the one matrix that the epilogue reads or writes; None where there is none."""

@@ -79,6 +79,7 @@ class Schedule:
         sizes_bands: whether `Config.group_m` may be 0, for bands as high as `band` says.
         tables: what stands behind a kind in the names of its own tables of measured times; each takes the place of
             those before it.
+        takes_shards: whether its kernels visit rows in the order of an operand with `Spec.shards`.
         fits: the tables, by their `select.measured.table_name`, of what its model is itself fitted to.
     """
 
@@ -96,6 +97,7 @@ class Schedule:
     splits: tuple[int, ...] = ()
     overlaps_stores: ClassVar[bool] = False
     sizes_bands: ClassVar[bool] = False
+    takes_shards: ClassVar[bool] = False
     tables: tuple[str, ...] = ()
     fits: tuple[str, ...] = ()
 
@@ -122,6 +124,7 @@ class Schedule:
         target = problem.device.target
         yield self.available(), f"Triton {', '.join(self.versions)}"
         yield not self.archs or target.name in self.archs, f"a GPU of {', '.join(self.archs)}"
+        yield self.takes_shards or problem.a.shards == 1, "rows that are not sharded over ranks"
 
     def suits(self, problem: Problem) -> bool:
         """Whether `needs` holds."""

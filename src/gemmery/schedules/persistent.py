@@ -27,6 +27,7 @@ class Persistent(Tile):
     knobs = frozenset({"tail", "split_store"})
     splits = ()
     overlaps_stores = True
+    takes_shards = False
 
     def needs(self, problem: Problem) -> Iterator[tuple[bool, str]]:
         yield from super().needs(problem)
