@@ -53,7 +53,7 @@ class Kind(NamedTuple):
 SUMS = Kind(1 << 20, 1 << 23, lambda n, size: 2 * n * size, lambda n, size: size // 64 + 1, EMPTY.value)
 #: For partial sums that their owners add up: the size is the number of places of a rank's rows.
 OWNED_SUMS = Kind(
-    1 << 20, 1 << 26, lambda n, size: 2 * n * size, lambda n, size: n * size // 64 + 1, EMPTY.value
+    1 << 20, 1 << 26, lambda n, size: 2 * n * size, lambda n, size: 2, EMPTY.value
 )
 #: For rows: the size is 32-bit words of all rows. Behind them are the flags of arrivals and those of `begun`.
 ROWS = Kind(1 << 20, 1 << 28, lambda n, size: size + 2 * n, lambda n, size: 1, 0)

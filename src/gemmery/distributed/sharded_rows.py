@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..formats.weight import PackedWeight
+from ..kernels.ranks import next_product
 from ..operands import SummedOver
 from ..operands.dense import AUTOCAST
 from ..operands.summed import places_of
@@ -382,9 +383,13 @@ def _scattered_product(
         return finished(op, x[:rows], b, bias, functions, options, total)
     x, b = unpermuted(x, b)
     exchange = shared.exchange(f"{op}_reduce_scatter", places_of(rows, columns), is_owned=True)
-    return given_up(
-        shared, lambda: product(op, SummedOver(x, exchange), b, bias, functions, None, options)
-    )
+
+
+    def launched() -> Any:
+        next_product[(1,)](exchange.uses)
+        return product(op, SummedOver(x, exchange), b, bias, functions, None, options)
+
+    return given_up(shared, launched)
 
 
 def _scattered_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -9,7 +9,8 @@ there, works likewise (github.com/flashinfer-ai/flashinfer).
 For each rank an element has two places, which products use in turn. A rank that stores into a place for the second time
 has all partial sums of the product in between. The others sent these when they had finished the product before, and
 so had emptied the place. `uses` counts the products that a square of 8 by 8 elements has been part of. It is the same
-on all ranks, as long as they compute the same products in the same order.
+on all ranks, as long as they compute the same products in the same order. Where each rank owns some rows and has their
+sum alone, a kernel before the product counts them, and all elements have the same turn.
 """
 
 from typing import Any
@@ -167,7 +168,8 @@ def arrived(places, inside, end, broken, failed, RANK: tl.constexpr):
 
 @triton.jit
 def places_of(
-    acc, column, uses, shape, row, col, size, N, COLS: tl.constexpr, RANKS: tl.constexpr, TURNED: tl.constexpr,
+    acc, column, uses, shape, row, col, size, N, COLS: tl.constexpr, RANKS: tl.constexpr, COUNTED: tl.constexpr,
+    TURNED: tl.constexpr,
 ):  # fmt: skip
     """Where the elements of some columns of a block are in a buffer, which of them exist, and their counters.
 
@@ -176,7 +178,7 @@ def places_of(
 
     Args:
         acc, column: the columns, which begin with the block's number `column`.
-        uses: the counters.
+        uses: with COUNTED the counters, otherwise how many products there were before.
         shape, row, col, COLS: as an epilogue has them of the whole block. Where columns are paired, it has
             twice as many.
         size: places of a rank.
@@ -186,7 +188,7 @@ def places_of(
     # Tiles have a multiple of 8 rows, and rows that do not exist have places, too. So several are stored at a time.
     rows = row // 8 * 8 + numbers_along(acc, 0)
     cols = column + numbers_along(acc, 1)
-    in_half = col + cols % COLS
+    in_half = col // 8 * 8 + cols % COLS
     inside = (rows // 8 * 8 < shape[0])[:, None] & (in_half < shape[1])[None, :]
     # Of `shape`, some kernels pass on where their own columns end. Each half begins with squares of its own.
     half = (N + 15) // 16
@@ -196,9 +198,12 @@ def places_of(
         at = square * 64 + (cols % 8 * 8)[None, :] + (rows % 8)[:, None]
     else:
         at = square * 64 + (rows % 8 * 8)[:, None] + (cols % 8)[None, :]
-    used = tl.load(uses + square, mask=inside, other=0)
     # At most 2^31 places: 32 bits take fewer registers.
-    return (used & 1) * (size * RANKS) + at, inside, uses + square, used
+    if COUNTED:
+        used = tl.load(uses + square, mask=inside, other=0)
+        return (used & 1) * (size * RANKS) + at, inside, uses + square, used
+    else:
+        return (uses & 1) * (size * RANKS) + at, inside, uses, uses
 
 
 @triton.jit
@@ -220,52 +225,31 @@ def send(
         send(second, column + columns, buffers, uses, owner, shape, row + rows, col, size, N, COLS, RANK, TURNED)
     else:
         first, inside, _, _ = places_of(
-            acc, column, uses, shape, row, col, size, N, COLS, len(buffers), TURNED
+            acc, column, uses, shape, row, col, size, N, COLS, len(buffers), owner is None, TURNED
         )
         own = bits_of(acc)
         for rank in tl.static_range(len(buffers)):
             if rank != RANK:
-                goes = inside
-                if owner is not None:
-                    goes = inside & (owner == rank)
-                tl.store(buffers[rank] + first + RANK * size, own, mask=goes)
-
-
-@triton.jit
-def count(
-    acc, column, uses, shape, row, col, size, N, COLS: tl.constexpr, RANKS: tl.constexpr, TURNED: tl.constexpr,
-):  # fmt: skip
-    """Count a product that squares have been part of, and whose sum another rank has."""
-    if acc.numel > (TOGETHER if IN_GLUON else TOGETHER_IN_BLOCKS):
-        first, second, rows, columns = halves(acc)
-        count(first, column, uses, shape, row, col, size, N, COLS, RANKS, TURNED)
-        count(second, column + columns, uses, shape, row + rows, col, size, N, COLS, RANKS, TURNED)
-    else:
-        _, inside, counters, used = places_of(
-            acc, column, uses, shape, row, col, size, N, COLS, RANKS, TURNED
-        )
-        # As in `receive`.
-        if IN_GLUON:
-            barrier()
-        else:
-            tl.debug_barrier()
-        tl.store(counters, used + 1, mask=inside)
+                if owner is None:
+                    tl.store(buffers[rank] + first + RANK * size, own, mask=inside)
+                elif owner == rank:
+                    tl.store(buffers[rank] + first + RANK * size, own, mask=inside)
 
 
 @triton.jit
 def receive(
     acc, column, buffers, uses, broken, failed, end, shape, row, col, size, N, COLS: tl.constexpr, RANK: tl.constexpr,
-    TURNED: tl.constexpr,
+    COUNTED: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """The sum of this rank's partial sums and those that the others store here; see `places_of` and `arrived`."""
     if acc.numel > (TOGETHER if IN_GLUON else TOGETHER_IN_BLOCKS):
         first, second, rows, columns = halves(acc)
         right, below = column + columns, row + rows
         first = receive(
-            first, column, buffers, uses, broken, failed, end, shape, row, col, size, N, COLS, RANK, TURNED
+            first, column, buffers, uses, broken, failed, end, shape, row, col, size, N, COLS, RANK, COUNTED, TURNED
         )
         second = receive(
-            second, right, buffers, uses, broken, failed, end, shape, below, col, size, N, COLS, RANK, TURNED
+            second, right, buffers, uses, broken, failed, end, shape, below, col, size, N, COLS, RANK, COUNTED, TURNED
         )
         return together(first, second, acc)
     else:
@@ -275,13 +259,14 @@ def receive(
         else:
             row += tl.minimum(tl.load(broken, volatile=True), 0)
         first, inside, counters, used = places_of(
-            acc, column, uses, shape, row, col, size, N, COLS, len(buffers), TURNED
+            acc, column, uses, shape, row, col, size, N, COLS, len(buffers), COUNTED, TURNED
         )  # fmt: skip
-        # All threads read the counters before any thread increments one.
-        if IN_GLUON:
-            barrier()
-        else:
-            tl.debug_barrier()
+        if COUNTED:
+            # All threads read the counters before any thread increments one.
+            if IN_GLUON:
+                barrier()
+            else:
+                tl.debug_barrier()
         own = bits_of(acc)
         total = acc
         for rank in tl.static_range(len(buffers)):
@@ -293,7 +278,8 @@ def receive(
                 total = part
             else:
                 total += part
-        tl.store(counters, used + 1, mask=inside)
+        if COUNTED:
+            tl.store(counters, used + 1, mask=inside)
         return total
 
 
@@ -332,9 +318,8 @@ def of_ranks(
         owner = row // rows
         row -= owner * rows
         shape = (rows, shape[1])
-        broken = uses + RANKS * (size // 64)
-        # Squares of each owner have counters of their own, since two ranks do not count the same sums.
-        uses += owner * (size // 64)
+        broken = uses + 1
+        uses = tl.load(uses)
     send(acc, 0, buffers, uses, owner, shape, row, col, size, N, COLS, RANK, TURNED)
     end = patience
     if IN_GLUON:
@@ -347,13 +332,21 @@ def of_ranks(
     if OWNED:
         total = acc
         if owner == RANK:
-            total = receive(acc, 0, buffers, uses, broken, failed, end, shape, row, col, size, N, COLS, RANK, TURNED)
-        else:
-            count(acc, 0, uses, shape, row, col, size, N, COLS, RANKS, TURNED)
+            total = receive(
+                acc, 0, buffers, uses, broken, failed, end, shape, row, col, size, N, COLS, RANK, False, TURNED
+            )
         shape = (tl.where(owner == RANK, shape[0], 0), shape[1])
     else:
-        total = receive(acc, 0, buffers, uses, broken, failed, end, shape, row, col, size, N, COLS, RANK, TURNED)
+        total = receive(
+            acc, 0, buffers, uses, broken, failed, end, shape, row, col, size, N, COLS, RANK, True, TURNED
+        )
     return EPILOGUE(total, own, shape, sizes, batch, row, col, ROWS, COLS, WIDE)
+
+
+@triton.jit
+def next_product(uses):
+    """Count a product whose sums have owners."""
+    tl.store(uses, tl.load(uses) + 1)
 
 
 @triton.jit

@@ -30,13 +30,12 @@ class Exchange(NamedTuple):
     Attributes:
         buffers: one of each rank, (2, ranks, size), int32, each of which all ranks can write.
         uses: (size / 64 + 1,), int32: in how many products each 8 by 8 elements have been, and whether an exchange
-            failed.
+            failed. Where ranks own rows (2,): how many products there have been, and the same.
         rank: this one.
         size: places for a product's elements, or for those of one rank's rows where ranks own rows; see `places_of`.
         failed: the address of an int32 that the GPU writes and the host reads: 0, or 1 + the rank that was missing.
         patience: for how many microseconds a block waits for the partial sums of another rank.
-        is_owned: whether each rank has the sum of a range of rows alone, as many as every other. `uses` then counts
-            for each rank's places.
+        is_owned: whether each rank has the sum of a range of rows alone, as many as every other.
     """
 
     buffers: tuple[Tensor, ...]
@@ -109,7 +108,7 @@ class Summed(Dense):
     def shapes(self, rows: int, cols: int, batch: tuple[int, ...], is_b: bool) -> list[tuple[int, ...]]:
         buffers = [(1, 2 * self.ranks * self.size)] * self.ranks
         scale = [] if self.scale is None else [(1, self.size)]
-        counters = self.shards * self.size // 64 + 1
+        counters = 2 if self.owned else self.size // 64 + 1
         return [(*batch, rows, cols), *buffers, (1, counters), *scale]
 
     def of_partial_sum(self, problem: Problem, epilogue: Any, reads_ahead: bool) -> Any:
