@@ -119,7 +119,9 @@ def wanted(row: Row, given: Inputs, ranks: Ranks) -> Tensor:
     return product.chunk(ranks.count)[ranks.rank].clone()
 
 
-def candidates(row: Row, given: Inputs, ranks: Ranks) -> tuple[dict[str, Call], dict[str, Call]]:
+def candidates(
+    row: Row, given: Inputs, ranks: Ranks, pinned: list[str]
+) -> tuple[dict[str, Call], dict[str, Call]]:
     """By name, functions that compute the row's product with one of the copies of the weight; and parts of it."""
     x, weights, whole = given
     group = dist.group.WORLD
@@ -130,11 +132,11 @@ def candidates(row: Row, given: Inputs, ranks: Ranks) -> tuple[dict[str, Call], 
     def weight(i: int) -> Tensor:
         return weights[i % len(weights)]
 
-    def ours(i: int) -> Tensor:
+    def ours(i: int, config: str | None = None) -> Tensor:
         function = gemmery.distributed.all_gather_linear
         if row.kind == "scatter":
             function = gemmery.distributed.linear_reduce_scatter
-        return function(x, weight(i), group=group)
+        return function(x, weight(i), group=group, config=config)
 
     def in_steps(linear: Any, i: int) -> Tensor:
         if row.kind == "gather":
@@ -162,6 +164,7 @@ def candidates(row: Row, given: Inputs, ranks: Ranks) -> tuple[dict[str, Call], 
     calls = {
         OURS: ours, "cublas + nccl": partial(in_steps, F.linear), "gemmery + nccl": partial(in_steps, gemmery.linear)
     }  # fmt: skip
+    calls |= {f"gemmery {config}": partial(ours, config=config) for config in pinned}
     if ranks.on_gpu:
         calls["async_tp"] = async_tp
     parts = {
@@ -192,7 +195,7 @@ def measure(row: Row, ranks: Ranks, watch: Stopwatch | None, args: Any) -> dict[
     given = inputs(row, ranks, args.seed)
     want = wanted(row, given, ranks)
     entry: dict[str, Any] = row._asdict() | {"copies": len(given.weights), "facts": {}, "seconds": {}}
-    calls, parts = candidates(row, given, ranks)
+    calls, parts = candidates(row, given, ranks, args.config)
     for name, call in list(calls.items()):
         failure = ""
         try:
@@ -217,7 +220,7 @@ def measure(row: Row, ranks: Ranks, watch: Stopwatch | None, args: Any) -> dict[
     entry["calls"] = count
     if watch is not None:
         entry["seconds"]["graph"] = graph_rounds(captured, count, ranks, watch, args.rounds, order)
-    eager = calls if args.parts else {name: calls[name] for name in calls if name != "gemmery + nccl"}
+    eager = {name: call for name, call in calls.items() if name in (OURS, "cublas + nccl", "async_tp")}
     entry["seconds"]["eager"] = eager_rounds(eager, ranks, args.rounds, order, FEW if row.M > 1024 else EAGER)
     return entry
 
@@ -228,10 +231,9 @@ def report(entry: dict[str, Any]) -> str:
     for regime, rounds in entry["seconds"].items():
         medians = {name: statistics.median(times[name] for times in rounds) for name in rounds[0]}
         lines.append(f"    {regime:6} " + "  ".join(f"{name} {s * 1e6:.1f}" for name, s in medians.items()))
-        for peer in PEERS:
-            if peer in medians:
-                ratio = timing.ratio(rounds, peer, OURS)
-                lines.append(f"           {ratio.median:.3f} ({ratio.min:.3f}-{ratio.max:.3f}) of {peer}")
+        for peer in [name for name in medians if name != OURS and "alone" not in name]:
+            ratio = timing.ratio(rounds, peer, OURS)
+            lines.append(f"           {ratio.median:.3f} ({ratio.min:.3f}-{ratio.max:.3f}) of {peer}")
         if "nccl alone" in medians:
             least = max(min(medians["cublas alone"], medians["gemmery alone"]), medians["nccl alone"])
             lines.append(f"           {medians[OURS] / least:.3f} of the larger part")
@@ -283,7 +285,7 @@ def main() -> int:
     parser.add_argument("--rows", help="only rows whose name has one of these, with commas between")
     parser.add_argument("--seed", type=int, default=0, help="of all random numbers")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--parts", action="store_true", help="time gemmery with NCCL from the host, too")
+    parser.add_argument("--config", action="append", default=[], help="time gemmery with a config, too")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no row after so many seconds")
     parser.add_argument("--limit", type=float, default=560, help="end all ranks after so many seconds")
     parser.add_argument("--output", type=Path)

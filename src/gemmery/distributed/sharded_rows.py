@@ -20,6 +20,7 @@ from ..product.run import checked, product
 from ..product.seen import PLAIN, autocast_dtype, wants_gradient
 from ..product.shape import operand_names
 from ..product.spec import NONE, Functions, Options, OutTypes
+from ..select.shortlist import SHARD
 from .calls import (
     as_batch,
     as_matrices,
@@ -39,8 +40,6 @@ from .rows import arriving, words_of
 #: Types whose rows are gathered while they are multiplied, and those whose products are summed in 32 bits.
 _GATHERED = (torch.float16, torch.bfloat16, torch.float32, torch.int8)
 _SUMMED = _GATHERED
-#: Rows of a rank have to be a multiple of this for kernels, since a tile has rows of one rank.
-GRAIN = 64
 #: Elements of the largest product whose sums meet in memory: 1 GiB on each rank.
 MOST_SUMS = 1 << 27
 
@@ -269,7 +268,7 @@ def _for_rows(
 ) -> Shared | None:
     """The memory through which rows are gathered while they are multiplied; None where they are gathered before."""
     ranks, (rows, columns) = dist.get_world_size(group), x.shape
-    if not columns or not rows or rows % GRAIN or words_of(ranks * rows, columns, x.dtype) > ROWS.most:
+    if not columns or not rows or rows % SHARD or words_of(ranks * rows, columns, x.dtype) > ROWS.most:
         return None
     return shared_memory(x, tensors_of(x, b, bias, functions), group, _GATHERED)
 
@@ -374,7 +373,7 @@ def _scattered_product(
     ranks = dist.get_world_size(group)
     rows, columns = x.shape[0] // ranks, columns_of(op, b)
     shared = None
-    if rows and columns and x.shape[-1] and rows % GRAIN == 0 and ranks * places_of(rows, columns) <= MOST_SUMS:
+    if rows and columns and x.shape[-1] and rows % SHARD == 0 and ranks * places_of(rows, columns) <= MOST_SUMS:
         shared = shared_memory(x, tensors_of(x, b, bias, functions), group, _SUMMED)
     if shared is None:
         call = checked(op, x[:rows], b, bias, functions, None, options)

@@ -39,7 +39,7 @@ TL: dict[torch.dtype, Any] = {dtype: getattr(tl, name.removeprefix("tl.")) for d
 #: fp8 products are promoted to the fp32 accumulator after this many steps along K, as cuBLAS does in its accurate mode.
 PROMOTE_EVERY = 128
 #: 32-bit words per thread that kernels may spill where ranks add up their partial sums, behind the loop.
-SUM_SPILLS = 40
+SUM_SPILLS = 136
 #: TMA takes blocks of at most this many elements along each dimension.
 BOX = 256
 
