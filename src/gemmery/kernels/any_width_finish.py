@@ -87,8 +87,15 @@ def store_slot(at, warp, row, col, shape, X_FORM, Y_FORM, MAP, _semantic=None):
         return
     batch = matrix_of(shape.values[2], X_FORM, Y_FORM)
     if not batch and not isinstance(shape.values[2], gl.constexpr):
-        # Where rows are of several ranks; TMA leaves out those outside.
-        row = row.__sub__(shape.values[2], _semantic=_semantic)
+        # Where rows are of several ranks. TMA leaves out those behind the output, but fails for those before it.
+        issue(
+            "{ .reg .pred before; .reg .b32 x; mov.b32 at, global_smem; add.s32 at, at, $2; sub.s32 x, $3, $5;"
+            f"setp.lt.s32 before, x, 0; @before mov.b32 x, {LAST_ROW.value};"
+            "@own cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [map, {$4, x}], [at]; }"
+            "@own cp.async.bulk.commit_group;",
+            warp, [at, row, col, shape.values[2]], number, _semantic=_semantic,
+        )  # fmt: skip
+        return
     issue(
         "mov.b32 at, global_smem; add.s32 at, at, $2;"
         f"@own cp.async.bulk.tensor.{2 + len(batch)}d.global.shared::cta.bulk_group"
