@@ -22,6 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 
 from .dialect import value_of
+from .fours import BYTES, in_fours, place_of, store_fours, take_fours
 from .operands import beside, column_halves
 from .rings import barrier
 
@@ -174,7 +175,7 @@ def places_of(
     """Where the elements of some columns of a block are in a buffer, which of them exist, and their counters.
 
     In squares of 8 by 8, since a warp's accumulators lie so: each of its stores is then to 256 adjacent bytes. Squares
-    have a counter each.
+    have a counter each. Without COUNTED elements lie as `fours` has them.
 
     Args:
         acc, column: the columns, which begin with the block's number `column`.
@@ -192,18 +193,19 @@ def places_of(
     inside = (rows // 8 * 8 < shape[0])[:, None] & (in_half < shape[1])[None, :]
     # Of `shape`, some kernels pass on where their own columns end. Each half begins with squares of its own.
     half = (N + 15) // 16
-    square = (rows // 8 * (2 * half))[:, None] + (in_half // 8 + cols // COLS * half)[None, :]
-    cols = in_half
-    if TURNED:
-        at = square * 64 + (cols % 8 * 8)[None, :] + (rows % 8)[:, None]
-    else:
-        at = square * 64 + (rows % 8 * 8)[:, None] + (cols % 8)[None, :]
     # At most 2^31 places: 32 bits take fewer registers.
-    if COUNTED:
+    if not COUNTED:
+        cols = in_half % 8 + (in_half // 8 + cols // COLS * half) * 8
+        return (uses & 1) * (size * RANKS) + place_of(rows, cols, 2 * half), inside, uses, uses
+    else:
+        square = (rows // 8 * (2 * half))[:, None] + (in_half // 8 + cols // COLS * half)[None, :]
+        cols = in_half
+        if TURNED:
+            at = square * 64 + (cols % 8 * 8)[None, :] + (rows % 8)[:, None]
+        else:
+            at = square * 64 + (rows % 8 * 8)[:, None] + (cols % 8)[None, :]
         used = tl.load(uses + square, mask=inside, other=0)
         return (used & 1) * (size * RANKS) + at, inside, uses + square, used
-    else:
-        return (uses & 1) * (size * RANKS) + at, inside, uses, uses
 
 
 @triton.jit
@@ -311,36 +313,83 @@ def of_ranks(
         in_half = col + cols % COLS
         places = given[RANKS + 1] + in_half + cols // COLS * (N // 2)
         acc = acc.to(tl.float32) * tl.load(places, mask=in_half < shape[1], other=0.0).to(tl.float32)[None, :]
-    owner = None
-    broken = uses + size // 64
     if OWNED:
-        rows = shape[0] // RANKS
-        owner = row // rows
-        row -= owner * rows
-        shape = (rows, shape[1])
-        broken = uses + 1
-        uses = tl.load(uses)
-    send(acc, 0, buffers, uses, owner, shape, row, col, size, N, COLS, RANK, TURNED)
-    end = patience
-    if IN_GLUON:
-        # Where an exchange has failed, nobody waits any more.
-        patience = tl.where(tl.load(broken, volatile=True) == 0, patience, 0)
-        end = time_now(row) + patience.to(tl.int64) * 1000
-    own = given[FACTS + 4 :]
-    if AHEAD:
-        own = (own, read)
-    if OWNED:
-        total = acc
-        if owner == RANK:
-            total = receive(
-                acc, 0, buffers, uses, broken, failed, end, shape, row, col, size, N, COLS, RANK, False, TURNED
-            )
-        shape = (tl.where(owner == RANK, shape[0], 0), shape[1])
+        total, row, shape = of_owner(acc, buffers, uses, failed, patience, shape, row, col, size, N, COLS, RANK, TURNED)
     else:
+        send(acc, 0, buffers, uses, None, shape, row, col, size, N, COLS, RANK, TURNED)
+        broken = uses + size // 64
+        end = end_of(broken, patience, row)
         total = receive(
             acc, 0, buffers, uses, broken, failed, end, shape, row, col, size, N, COLS, RANK, True, TURNED
         )
+    own = given[FACTS + 4 :]
+    if AHEAD:
+        own = (own, read)
     return EPILOGUE(total, own, shape, sizes, batch, row, col, ROWS, COLS, WIDE)
+
+
+@triton.jit
+def end_of(broken, patience, row):
+    """When to give up, as `arrived` takes it. Where an exchange has failed, nobody waits any more."""
+    if IN_GLUON:
+        patience = tl.where(tl.load(broken, volatile=True) == 0, patience, 0)
+        return time_now(row) + patience.to(tl.int64) * 1000
+    else:
+        return patience
+
+
+@triton.jit
+def of_owner(
+    acc, buffers, uses, failed, patience, shape, row, col, size, N, COLS: tl.constexpr, RANK: tl.constexpr,
+    TURNED: tl.constexpr,
+):  # fmt: skip
+    """Send a block to its rows' owner, or add up those of all ranks where it is this one.
+
+    Returns:
+        The sum, if it is this rank's; the row among those of the owner; and the shape of this rank's rows, of which
+            there are none if the owner is another.
+    """
+    rows = shape[0] // len(buffers)
+    owner = row // rows
+    row -= owner * rows
+    broken = uses + 1
+    uses = tl.load(uses)
+    shape = (rows, shape[1])
+    total = acc
+    if in_fours(acc.type, COLS):
+        bits = bits_of(acc)
+        squares = (N + 15) // 16 * 2
+        place = (uses & 1) * (size * len(buffers)) + (row // 16 * squares + col // 8) * 128
+        square = bits * 0 + numbers_along(acc, 1)[None, :] // 8 * BYTES
+        row_bytes, limit = bits * 0 + squares * BYTES, bits * 0 + (shape[1] - col) * (BYTES // 8)
+        for rank in tl.static_range(len(buffers)):
+            if rank != RANK:
+                if owner == rank:
+                    first = tl.cast(buffers[rank] + place + RANK * size, tl.int64) + bits.to(tl.int64) * 0
+                    store_fours(bits, first, row_bytes, square, limit)
+        if owner == RANK:
+            end = end_of(broken, patience, row) + bits.to(tl.int64) * 0
+            at_broken = tl.cast(broken, tl.int64) + bits.to(tl.int64) * 0
+            at_failed = tl.cast(failed, tl.int64) + bits.to(tl.int64) * 0
+            for rank in tl.static_range(len(buffers)):
+                part = bits
+                if rank != RANK:
+                    first = tl.cast(buffers[RANK] + place + rank * size, tl.int64) + bits.to(tl.int64) * 0
+                    part = take_fours(
+                        first, row_bytes, square, limit, end, at_broken, at_failed, EMPTY, MISSING, rank
+                    )  # fmt: skip
+                if rank == 0:
+                    total = part.to(acc.dtype, bitcast=True)
+                else:
+                    total += part.to(acc.dtype, bitcast=True)
+    else:
+        send(acc, 0, buffers, uses, owner, shape, row, col, size, N, COLS, RANK, TURNED)
+        if owner == RANK:
+            end = end_of(broken, patience, row)
+            total = receive(
+                acc, 0, buffers, uses, broken, failed, end, shape, row, col, size, N, COLS, RANK, False, TURNED
+            )
+    return total, row, (tl.where(owner == RANK, rows, 0), shape[1])
 
 
 @triton.jit

@@ -210,6 +210,8 @@ class AnyWidth(PersistentStatic):
             return f"num_stages is {c.num_stages}; packed and sparse weights need at least {LEAST_PACKED}"
         if c.num_stages > (most := tile.most_stages(forms.packed)):
             return f"num_stages is {c.num_stages}; of this tile there is shared memory for {most}"
+        if forms.owned and forms.packed is None and c.swap:
+            return "sums that have owners are stored four at a time; of plain matrices that needs no swap"
         if (forms.batched or forms.ragged) and c.split_k > 1:
             return "tiles of a batch are not cut along K"
         if forms.ragged == "k" and self.takes_turns:

@@ -351,11 +351,13 @@ def source() -> str:
         any_width_sparse,
         any_width_stage,
         decoders,
+        fours,
+        shards,
     )
 
     return digest(
         any_width, any_width_acc, any_width_cut, any_width_finish, any_width_given, any_width_load, any_width_loop,
-        any_width_order, any_width_packed, any_width_sparse, any_width_stage, decoders,
+        any_width_order, any_width_packed, any_width_sparse, any_width_stage, decoders, fours, shards,
     )  # fmt: skip
 
 
