@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -105,12 +106,15 @@ def compare(
     ]
 
 
-def product_sizes(a: torch.Tensor, b: torch.Tensor) -> tuple[int, int, int]:
+def product_sizes(
+    a: torch.Tensor, b: torch.Tensor, dtypes: Sequence[torch.dtype] = (torch.float16,)
+) -> tuple[int, int, int]:
     """M, N and K of the product of a, (M, K), and b, (K, N); a ValueError that names what does not fit."""
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
         raise ValueError(f"wanted matrices (M, K) and (K, N), got {tuple(a.shape)} and {tuple(b.shape)}")
-    if a.dtype != torch.float16 or b.dtype != torch.float16:
-        raise ValueError(f"the rungs multiply float16 matrices, got {a.dtype} and {b.dtype}")
+    if a.dtype not in dtypes or b.dtype != a.dtype:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"this rung multiplies {names} matrices, got {a.dtype} and {b.dtype}")
     if a.device != b.device:
         raise ValueError(f"both matrices must be on one device, got {a.device} and {b.device}")
     check_strides(a)
@@ -191,6 +195,27 @@ def bench_products(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Questions and exercises
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question to answer before the rung runs, and the answer, which is printed at the end."""
+
+    text: str
+    answer: Callable[[], str]
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """A function for the reader to write, a solution, and a check that raises AssertionError if a function is wrong."""
+
+    stub: Callable[..., object]
+    solution: Callable[..., object]
+    check: Callable[[Any], None]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Running a rung
 
 
@@ -214,12 +239,29 @@ def run(
     check: Callable[[], list[Row]],
     bench: Callable[[], list[Row]],
     arguments: Sequence[str] | None = None,
+    questions: Sequence[Question] = (),
+    exercises: Sequence[Exercise] = (),
 ) -> Record:
-    """Check a rung, on a GPU time it too, print what came out and, with `--json FILE`, write it down."""
+    """Check a rung, on a GPU time it too, print what came out and, with `--json FILE`, write it down.
+
+    With `--exercise N` nothing of this happens, but the reader's function for exercise N is checked.
+    """
     parser = argparse.ArgumentParser(description=f"Rung {number}: {title}.")
+    parser.add_argument(
+        "--exercise",
+        type=int,
+        choices=range(1, len(exercises) + 1),
+        metavar="N",
+        help="only check what you wrote for exercise N",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the record here")
     parser.add_argument("--seed", type=int, help="repeat the random inputs of an earlier run")
     options = parser.parse_args(arguments)
+    if options.exercise is not None:
+        exercise = exercises[options.exercise - 1]
+        exercise.check(exercise.stub)
+        print(f"Exercise {options.exercise}: {exercise.stub.__name__} is right.")
+        sys.exit()
 
     seed = torch.seed() % 2**32 if options.seed is None else options.seed
     torch.manual_seed(seed)
@@ -228,6 +270,10 @@ def run(
     print(f"{device}, torch {torch.__version__}, Triton {triton.__version__}, seed {seed}")
     if INTERPRETED:
         print("The kernels run interpreted: results are checked, nothing is timed.")
+    if questions:
+        print("\nPredict before you read on")
+        for i, question in enumerate(questions, 1):
+            print(f"  {i}. {question.text}")
 
     rows = check()
     print_rows("Checked", rows)
@@ -235,6 +281,10 @@ def run(
         timed = bench()
         print_rows("Timed, inputs not in L2", timed)
         rows += timed
+    if questions:
+        print("\nAnswers")
+        for i, question in enumerate(questions, 1):
+            print(f"  {i}. {question.answer()}")
     record = Record(number, title, device, INTERPRETED, torch.__version__, triton.__version__, seed, rows)
     if options.json is not None:
         options.json.write_text(json.dumps(asdict(record), indent=1) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Rung 10: sparse weights, from a mask to the sparse tensor cores.
+"""Rung 12: sparse weights, from a mask to the sparse tensor cores.
 
 A weight is 2:4 sparse if, of each four adjacent numbers along K, at most two are not 0.
 
@@ -105,7 +105,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-NUMBER = 10
+NUMBER = 12
 TITLE = "sparse weights, from a mask to mma.sp"
 
 before = rung(8)  # the dense product, for the comparison
@@ -500,7 +500,7 @@ def few_rows(w: torch.Tensor) -> list[tuple[str, str, Product]]:
         many_rows(w)[0],
     ]
     if has_mma_sp():
-        contenders.insert(0, ("rung 10, mma.sp", "this", lambda a, _, out: matmul(a, packed, out)))
+        contenders.insert(0, ("rung 12, mma.sp", "this", lambda a, _, out: matmul(a, packed, out)))
     return contenders
 
 
