@@ -147,7 +147,10 @@ def check_strides(t: torch.Tensor) -> None:
 # Timing
 
 
-def time_us(calls: Sequence[Callable[[], object]], rounds: int = 5) -> list[float]:
+ROUNDS = 5
+
+
+def time_us(calls: Sequence[Callable[[], object]], rounds: int | None = None) -> list[float]:
     """Median device time of each call in microseconds.
 
     `do_bench` overwrites the L2 cache before every run, so that inputs come from memory as they mostly do in a model,
@@ -155,7 +158,7 @@ def time_us(calls: Sequence[Callable[[], object]], rounds: int = 5) -> list[floa
     favours whoever comes next; hence several rounds, each in a new order.
     """
     times: list[list[float]] = [[] for _ in calls]
-    for _ in range(rounds):
+    for _ in range(rounds or ROUNDS):
         for i in random.sample(range(len(calls)), len(calls)):
             times[i].append(triton.testing.do_bench(calls[i], warmup=10, rep=40, return_mode="median") * 1e3)
     return [statistics.median(t) for t in times]
@@ -215,6 +218,18 @@ class Exercise:
     check: Callable[[Any], None]
 
 
+def predicted(m: int, n: int, k: int) -> str:
+    """What gemmery's model of an H200 says of cuBLAS's time for float16, in words; `gemmery predict` says more."""
+    from gemmery.lab.abstract import abstract_problem
+    from gemmery.lab.prediction import predict
+    from gemmery.select.shapes import device_named
+
+    problem = abstract_problem(m, n, k, device=device_named("H200"), dtype="fp16", layout="NT")
+    found = predict(problem).asdict()
+    low, high = (1e6 * seconds for seconds in found["interval"]["cublas"])
+    return f"{1e6 * found['cublas']:.0f} us for cuBLAS, {low:.0f} to {high:.0f} in nine of ten cases"
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Running a rung
 
@@ -254,6 +269,7 @@ def run(
         metavar="N",
         help="only check what you wrote for exercise N",
     )
+    parser.add_argument("--check", action="store_true", help="time nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the record here")
     parser.add_argument("--seed", type=int, help="repeat the random inputs of an earlier run")
     options = parser.parse_args(arguments)
@@ -277,7 +293,7 @@ def run(
 
     rows = check()
     print_rows("Checked", rows)
-    if not INTERPRETED:
+    if not (INTERPRETED or options.check):
         timed = bench()
         print_rows("Timed, inputs not in L2", timed)
         rows += timed
