@@ -186,7 +186,7 @@ def products(KIND, WIDTH, BLOCKS):
                 f"wgmma.mma_async.sync.aligned.m64n{WIDTH}k16.f32.{KIND}.{KIND} {{{sums}}}, x, y,",
                 f"{1 if i else 'adds'}, 1, 1, 0, 0;",
             ]
-    return "\n".join([*lines, "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 1; }"])
+    return " ".join([*lines, "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 1; }"])
 
 
 @gluon.constexpr_function
