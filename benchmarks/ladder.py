@@ -133,7 +133,7 @@ def tiles() -> dict[str, Any]:
     from gemmery.lab.timing import compare
 
     rung = _common.rung(10)
-    chosen = [(128, True), (176, True), (256, False), (208, False), (192, False)]
+    chosen = [(112, True), (128, True), (176, True), (256, False), (208, False), (192, False)]
     found: dict[str, Any] = {}
     for dtype, shapes in (
         (torch.bfloat16, [(4096, 4096, 4096), (8192, 8192, 8192), (1500, 5760, 2880), (4096, 14336, 4096)]),
@@ -301,7 +301,15 @@ def epilogues() -> dict[str, Any]:
             ),
         }  # fmt: skip
         if usable(10):
-            calls["rung 10, product alone"] = lambda a=a, w=w, out=out: _common.rung(10).matmul(a, w, out)
+            ten = _common.rung(10)
+            calls["rung 10, product alone"] = lambda a=a, w=w, out=out, ten=ten: ten.matmul(a, w, out)
+            calls["rung 10, gelu"] = lambda a=a, w=w, out=out, bias=bias, ten=ten: ten.matmul(
+                a, w, out, None, bias
+            )
+            for tile in ten.SHOWN[:3]:
+                calls[f"rung 10, gelu, {tile.width} {'turns' if tile.turns else 'shared'}"] = (
+                    lambda a=a, w=w, out=out, bias=bias, ten=ten, tile=tile: ten.matmul(a, w, out, tile, bias)
+                )
         for name in rung.ACTIVATIONS:
             calls[f"rung 9, {name}"] = lambda a=a, w=w, out=out, bias=bias, name=name: rung.linear(
                 a, w, bias, name, out

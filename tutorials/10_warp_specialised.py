@@ -40,6 +40,9 @@ wants its registers.
 Gluon, the language below Triton's, has explicit warp roles, barriers and layouts. `gl.warp_specialize` starts each role
 in its own warps and with its own number of registers: 232 a thread for a consumer, 40 for the producer.
 
+**An epilogue** comes at no cost with TURNS, as long as it takes no more time than the other group's products: bias and
+gelu of rung 9 run on one group's registers while the tensor cores work for the other one.
+
 **What the machine code shows.** `gemmery inspect` and the tests of this rung look at it: no spills; one wait for the
 tensor cores in each K loop, which leaves the newest step under way; and the ring at the first byte of shared memory,
 which the assembly takes for granted, since Gluon does not tell a block's address.
@@ -82,6 +85,7 @@ from _common import (
 # isort: split
 import torch
 import triton
+from torch.nn import functional as F
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
@@ -89,6 +93,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 NUMBER = 10
 TITLE = "warp-specialised matmul with tiles of any width"
+
+before = rung(8)  # for its checks and the comparison
 
 # Names that differ between versions of Triton: these are of 3.6 and of later ones.
 load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -264,8 +270,9 @@ def produce(a, w, ring, full, free, M, N, K, band, WIDTH: gl.constexpr, STAGES: 
 
 @gluon.jit
 def consume(
-    out, slots, ring, full, free, turn, M, N, K, band,
+    out, bias, slots, ring, full, free, turn, M, N, K, band,
     GROUP: gl.constexpr, KIND: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+    EPILOGUE: gl.constexpr,
 ):  # fmt: skip
     BOX: gl.constexpr = ring.shape[1]
     STAGE_BYTES: gl.constexpr = (boxes(ROWS, BOX) + boxes(WIDTH, BOX)) * BOX * STEP * 2
@@ -316,7 +323,8 @@ def consume(
             mbarrier.arrive(turn.index(1 - GROUP))
         acc = finished(acc)
         mbarrier.arrive(free.index((step - 1) % STAGES))
-        finish(acc, out, slots, tile_m * ROWS + FIRST_ROW, tile_n * WIDTH, GROUP, WIDTH, BLOCKS)
+        row, col = tile_m * ROWS + FIRST_ROW, tile_n * WIDTH
+        finish(acc, out, bias, N, slots, row, col, GROUP, WIDTH, BLOCKS, EPILOGUE)
         if TURNS:
             step += steps  # the next tile's are the other group's
     tma.store_wait(0)
@@ -329,7 +337,25 @@ def lower_half(address):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The store, 64 x 64 numbers at a time
+# The epilogue and the store, 64 x 64 numbers at a time
+
+
+@gluon.jit
+def plain(numbers, bias, col, N):
+    return numbers
+
+
+P1, P2, P3, P4, P5 = (gl.constexpr(factor) for factor in rung(9).fitted())
+
+
+@gluon.jit
+def bias_gelu(numbers, bias, col, N):
+    """The epilogue of rung 9."""
+    n = col + gl.arange(0, 64, gl.SliceLayout(0, numbers.type.layout))
+    x = numbers + gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32)[None, :]
+    a = gl.minimum(gl.abs(x), 6.0)
+    exponent = a * (P1 + a * (P2 + a * (P3 + a * (P4 + a * P5))))
+    return gl.maximum(x, 0.0) - a * gl.exp2(exponent - 1.0)
 
 
 @gluon.constexpr_function
@@ -351,13 +377,17 @@ def joined(acc, FIRST: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def finish(acc, out, slots, row, col, GROUP: gl.constexpr, WIDTH: gl.constexpr, BLOCKS: gl.constexpr):
+def finish(
+    acc, out, bias, N, slots, row, col,
+    GROUP: gl.constexpr, WIDTH: gl.constexpr, BLOCKS: gl.constexpr, EPILOGUE: gl.constexpr,
+):  # fmt: skip
     PARTS: gl.constexpr = boxes(WIDTH, 64)
     for block in gl.static_range(BLOCKS):
         for part in gl.static_range(PARTS):
             # Two slots for each group: one is filled while the other one is stored.
             slot = slots.index(2 * GROUP + (block * PARTS + part) % 2)
             numbers = joined(acc, (block * WIDTH + column(part, WIDTH)) // 8, 8)
+            numbers = EPILOGUE(numbers, bias, col + column(part, WIDTH), N)
             tma.store_wait(1)
             slot.store(numbers.to(out.dtype))
             fence_async_shared()  # so that the TMA unit sees what threads have written
@@ -370,18 +400,9 @@ def finish(acc, out, slots, row, col, GROUP: gl.constexpr, WIDTH: gl.constexpr, 
 
 @gluon.jit(do_not_specialize=["M", "N", "K", "band"])
 def matmul_kernel(
-    a,
-    w,
-    out,
-    M,
-    N,
-    K,
-    band,
-    KIND: gl.constexpr,
-    WIDTH: gl.constexpr,
-    STAGES: gl.constexpr,
-    TURNS: gl.constexpr,
-):
+    a, w, out, bias, M, N, K, band,
+    KIND: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr, EPILOGUE: gl.constexpr,
+):  # fmt: skip
     BOX: gl.constexpr = a.block_type.shape[0]
     # The largest comes first, so the ring is where shared memory begins.
     ring = gl.allocate_shared_memory(
@@ -399,8 +420,50 @@ def matmul_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (consume, (out, slots, ring, full, free, turn, M, N, K, band, 0, KIND, WIDTH, STAGES, TURNS)),
-            (consume, (out, slots, ring, full, free, turn, M, N, K, band, 1, KIND, WIDTH, STAGES, TURNS)),
+            (
+                consume,
+                (
+                    out,
+                    bias,
+                    slots,
+                    ring,
+                    full,
+                    free,
+                    turn,
+                    M,
+                    N,
+                    K,
+                    band,
+                    0,
+                    KIND,
+                    WIDTH,
+                    STAGES,
+                    TURNS,
+                    EPILOGUE,
+                ),
+            ),
+            (
+                consume,
+                (
+                    out,
+                    bias,
+                    slots,
+                    ring,
+                    full,
+                    free,
+                    turn,
+                    M,
+                    N,
+                    K,
+                    band,
+                    1,
+                    KIND,
+                    WIDTH,
+                    STAGES,
+                    TURNS,
+                    EPILOGUE,
+                ),
+            ),
             (produce, (a, w, ring, full, free, M, N, K, band, WIDTH, STAGES)),
         ],
         [4, 1],  # warps of all roles but the first, which has the kernel's num_warps
@@ -419,33 +482,52 @@ def descriptor(t: torch.Tensor, *block: int) -> TensorDescriptor:
     return TensorDescriptor(t, list(t.shape), list(t.stride()), list(block), layout)
 
 
-def arguments(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, tile: Tile, sms: int) -> dict[str, Any]:
+def arguments(
+    a: torch.Tensor,
+    w: torch.Tensor,
+    out: torch.Tensor,
+    tile: Tile,
+    sms: int,
+    bias: torch.Tensor | None = None,
+) -> dict[str, Any]:
     """What the kernel takes."""
     (M, N), K = out.shape, a.shape[1]
     # So that the tiles in flight read about as many rows of a as of w.
     band = max(1, round(math.sqrt(sms * tile.width / ROWS.value)))
     return {
         "a": descriptor(a, tile.box, STEP.value), "w": descriptor(w, tile.box, STEP.value),
-        "out": descriptor(out, 64, 64), "M": M, "N": N, "K": K, "band": band, "KIND": KINDS[a.dtype],
-        "WIDTH": tile.width, "STAGES": tile.stages, "TURNS": tile.turns, "num_warps": 4,
+        "out": descriptor(out, 64, 64), "bias": bias, "M": M, "N": N, "K": K, "band": band, "KIND": KINDS[a.dtype],
+        "WIDTH": tile.width, "STAGES": tile.stages, "TURNS": tile.turns,
+        "EPILOGUE": plain if bias is None else bias_gelu, "num_warps": 4,
     }  # fmt: skip
 
 
 def matmul(
-    a: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None = None, tile: Tile | None = None
+    a: torch.Tensor,
+    w: torch.Tensor,
+    out: torch.Tensor | None = None,
+    tile: Tile | None = None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """a @ w.T for float16 or bfloat16, a of (M, K) and w of (N, K), rows contiguous and aligned to 16 bytes."""
+    """a @ w.T, or with a bias gelu(a @ w.T + bias), for float16 or bfloat16 a, (M, K), and w, (N, K).
+
+    Rows are contiguous and aligned to 16 bytes.
+    """
     M, N, K = product_sizes(a, w.T, tuple(KINDS))
     if tile is not None and tile not in TILES:
         raise ValueError(f"wanted a width of 64 to 256, in turns to 176, that is a multiple of 8, got {tile}")
+    if bias is not None and (bias.shape != (N,) or bias.dtype != a.dtype or not bias.is_contiguous()):
+        raise ValueError(
+            f"bias must be contiguous, ({N},) of {a.dtype}, got {tuple(bias.shape)} of {bias.dtype}"
+        )
     out = output(out, a, M, N)
     for name, t in (("a", a), ("w", w), ("out", out)):
         before.check_descriptor(name, t)
     if not has_wgmma():
-        return emulated(a, w, out, tile or Tile(128, True))
+        return emulated(a, w, out, tile or Tile(128, True), bias)
     sms = torch.cuda.get_device_properties(a.device).multi_processor_count
     tile = tile or tile_for(M, N, K, sms)
-    matmul_kernel[(min(sms, tile.tiles(M, N)),)](**arguments(a, w, out, tile, sms))
+    matmul_kernel[(min(sms, tile.tiles(M, N)),)](**arguments(a, w, out, tile, sms, bias))
     return out
 
 
@@ -497,6 +579,7 @@ def emulated(
     w: torch.Tensor,
     out: torch.Tensor,
     tile: Tile,
+    bias: torch.Tensor | None = None,
     programs: int = 2,
     stages: int = 3,
     band: int = 2,
@@ -559,7 +642,10 @@ def emulated(
                 acc = acc + product(ring[(step - 1) % stages], first, rows)
                 free[(step - 1) % stages].arrive()
                 part = out[tile_m * height + first :, tile_n * tile.width :][:rows, : tile.width]
-                part.copy_(acc[: part.shape[0], : part.shape[1]])
+                numbers = acc[: part.shape[0], : part.shape[1]]
+                if bias is not None:
+                    numbers = F.gelu(numbers + bias[tile_n * tile.width :][: tile.width].float())
+                part.copy_(numbers)
                 if tile.turns:
                     step += steps
 
@@ -589,9 +675,10 @@ def waves_answer() -> str:
 def ring_answer() -> str:
     tile = Tile(128, True)
     step = ROWS.value * tile.width * STEP.value / 2048
+    ahead = (tile.stages - 1) * step / 1.7e3
     return (
         f"{tile.stages} stages of {tile.stage_bytes // 1024} KB. A step takes {step:.0f} clocks, so a block is asked "
-        f"for {(tile.stages - 1) * step / 1.7e3:.1f} us before its use, at 1.7 GHz. A load from memory takes about 1."
+        f"for {ahead:.1f} us before its use, at 1.7 GHz. A load from memory takes about 1 us."
     )
 
 
@@ -679,7 +766,8 @@ EXERCISES = (
 # ---------------------------------------------------------------------------------------------------------------------
 # The check and the measurement
 
-before = rung(8)  # for its checks and the comparison
+
+SHOWN = (Tile(128, True), Tile(176, True), Tile(256, False), Tile(192, False))
 
 
 def check() -> list[Row]:
@@ -689,33 +777,29 @@ def check() -> list[Row]:
         print("No GPU here has wgmma, so the kernel's protocol is checked in Python.")
     rows = []
     for m, n, k in ((1, 8, 8), (300, 520, 200)):
-        a, w = normal(m, k), normal(n, k)
         for tile in (Tile(128, True), Tile(72, True), Tile(136, False)):
-            out = emulated(a.cpu(), w.cpu(), poisoned(m, n).cpu(), tile).to(a.device)
-            rows += compared("rung 10, emulated", tile, a, w, out)
+            rows += compared("rung 10, emulated", m, n, k, tile, lambda a, w, out, tile, bias: emulated(
+                a.cpu(), w.cpu(), out.cpu(), tile, bias if bias is None else bias.cpu()).to(a.device))  # fmt: skip
     if has_wgmma():
         for m, n, k in ((1, 8, 8), (300, 520, 200), (3001, 4008, 152), (1500, 5760, 2880)):
-            a, w = normal(m, k), normal(n, k)
-            for tile in (
-                Tile(128, True),
-                Tile(72, True),
-                Tile(176, True),
-                Tile(256, False),
-                Tile(136, False),
-            ):
-                rows += compared("rung 10", tile, a, w, matmul(a, w, poisoned(m, n), tile))
+            for tile in (*SHOWN, Tile(72, True), Tile(136, False)):
+                rows += compared("rung 10", m, n, k, tile, matmul)
     return rows
 
 
-def compared(name: str, tile: Tile, a: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> list[Row]:
-    shape = (
-        f"{a.shape[0]}x{w.shape[0]}x{a.shape[1]}, width {tile.width}, {'turns' if tile.turns else 'shared'}"
-    )
-    return compare(name, shape, out, a @ w.T, a.double() @ w.double().T, 5e-4)
+def compared(name: str, m: int, n: int, k: int, tile: Tile, call: Callable[..., torch.Tensor]) -> list[Row]:
+    """The errors of a product, and of one with an epilogue."""
+    a, w, bias = normal(m, k), normal(n, k, scale=k**-0.5), normal(n)
+    shape = f"{m}x{n}x{k}, width {tile.width}, {'turns' if tile.turns else 'shared'}"
+    out = call(a, w, poisoned(m, n), tile, None)
+    rows = compare(name, shape, out, a @ w.T, a.double() @ w.double().T, 5e-4)
+    out = call(a, w, poisoned(m, n), tile, bias)
+    peer, exact = F.gelu(F.linear(a, w, bias)), F.gelu(F.linear(a.double(), w.double(), bias.double()))
+    return rows + compare(f"{name}, gelu", shape, out, peer, exact, 5e-4)
 
 
 def bench() -> list[Row]:
-    """The chosen tile; and others, to see what the width and the turns do."""
+    """The chosen tile; others, to see what the width and the turns do; and the epilogue of rung 9."""
     import gemmery
 
     rows = []
@@ -727,7 +811,7 @@ def bench() -> list[Row]:
         ]
         if has_wgmma():
             contenders.insert(0, ("rung 10", "this", matmul))
-            for tile in (Tile(128, True), Tile(176, True), Tile(256, False), Tile(192, False)):
+            for tile in SHOWN:
                 name = f"rung 10, width {tile.width}, {'turns' if tile.turns else 'shared'}"
                 call = lambda a, w, out, tile=tile: matmul(a, w, out, tile)  # noqa: E731
                 contenders.append((name, "other", call))

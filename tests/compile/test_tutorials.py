@@ -38,18 +38,21 @@ def sparse(rung):
 
 
 @pytest.mark.sampled(3)
+@pytest.mark.parametrize("gelu", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("width", "turns"), [(128, True), (176, True), (72, True), (256, False), (192, False), (136, False)]
 )
-def test_warp_specialised_compiles(rung, width, turns, dtype):
+def test_warp_specialised_compiles(rung, width, turns, dtype, gelu):
     module = rung(10)
     tile = module.Tile(width, turns)
     assert tile in module.TILES
     a, w, out = (empty(4096, 4096, dtype=dtype) for _ in range(3))
+    given = module.arguments(a, w, out, tile, 132, empty(4096, dtype=dtype) if gelu else None)
     with strictly_for("sm_90"):
-        compiled = module.matmul_kernel.warmup(**module.arguments(a, w, out, tile, 132), grid=(1,))
-    assert usage(compiled).spilled == 0
+        compiled = module.matmul_kernel.warmup(**given, grid=(1,))
+    # With Triton 3.9, the epilogue does not find all its registers beside the widest accumulator.
+    assert usage(compiled).spilled <= (96 if gelu and width == 176 else 0)
     # The newest step stays under way in the K loop, and none at the end of a tile, in both warpgroups.
     waits = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d)", disassemble(compiled.asm["cubin"]))
     assert waits == ["1", "0", "1", "0"]

@@ -192,7 +192,7 @@ def test_warps_meet(
     # Sums of small integers are exact.
     a, w = torch.randint(-3, 4, (m, 8 * k)).half(), torch.randint(-3, 4, (8 * n, 8 * k)).half()
     tile = rung.Tile(8 * width, turns)
-    out = rung.emulated(a, w, common.poisoned(m, 8 * n), tile, programs, stages)
+    out = rung.emulated(a, w, common.poisoned(m, 8 * n), tile, programs=programs, stages=stages)
     assert torch.equal(out, a @ w.T)
 
 
