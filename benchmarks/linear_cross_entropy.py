@@ -40,6 +40,11 @@ SIZES = {
     "qwen": (16384, 151936, 2048),
 }  # fmt: skip
 OURS, LIGER = "gemmery", "Liger"
+#: Configs of a product that is added to float32, beside the one that is chosen.
+ADDING = (
+    "128x256x64-g16-w8-s4-tile-descriptor/2", "128x256x64-g16-w8-s3-tile-descriptor/2",
+    "128x192x64-g16-w8-s4-tile-descriptor", "128x128x64-g16-w8-s4-persistent-descriptor/2",
+)  # fmt: skip
 #: Seconds of load and of timing.
 LOAD, TIMED = 0.25, 0.35
 #: Part of the targets that are ignored.
@@ -488,6 +493,15 @@ def time_parts(report: Report, budget: float) -> None:
             lambda g=grad, w=w, o=wide: gemmery.addmm(o, g, w, out=o, out_dtype=torch.float32),
             each,
         )
+        if n == 8192:
+            for config in ADDING:
+                take(
+                    f"x, added, {config}",
+                    lambda g=grad, w=w, o=wide, c=config: gemmery.addmm(
+                        o, g, w, out=o, out_dtype=torch.float32, config=c
+                    ),
+                    each,
+                )
         take(
             f"{n} columns: x, added, cuBLAS",
             lambda g=grad, w=w, o=wide: torch.addmm(o, g, w, out_dtype=torch.float32, out=o),
