@@ -194,7 +194,7 @@ def methods_of(size: str, report: Report) -> dict[str, Method]:
     makers["torch, eager"] = lambda: eager
     makers["torch.compile"] = torch_compiled
     if size == "bar":
-        makers |= {f"{OURS}, {n} columns": lambda n=n: ours(n) for n in (4096, 16384)}
+        makers |= {f"{OURS}, {n} columns": lambda n=n: ours(n) for n in (4096, 6144, 16384)}
         makers |= {f"sketch, {n} rows, 16 bits": lambda n=n: walk(n, False) for n in (1024, 2048)}
         makers |= {"sketch, 2048 rows, 32 bits": lambda: walk(2048, True)}
         makers[f"{LIGER}, 32 bits"] = lambda: liger(True)

@@ -35,6 +35,8 @@ from .product.seen import in_transform, needs_dispatcher
 BLOCK = 1 << 26
 #: Columns of such a block: a multiple of this, so that tiles are whole, and no fewer than that many.
 _MULTIPLE, _FEWEST = 256, 1024
+#: What a gradient is divided by at least.
+_TINY = 2.0**-100
 #: Elements of which a row of a block has a multiple.
 _ALIGNED = 16
 #: Rows whose statistics one product makes on a GPU, and logits that the reference holds at a time elsewhere.
@@ -86,9 +88,14 @@ def _gradient(
     return grad
 
 
+def _times(acc: Tensor, factor: Tensor) -> Tensor:
+    return acc * factor
+
+
 STATISTICS = Epilogue(_statistics)
 STATISTICS_AND_TOTAL = Epilogue(_statistics_and_total)
 GRADIENT = Epilogue(_gradient)
+TIMES = Epilogue(_times)
 
 
 def rows_of_logits(
@@ -195,7 +202,9 @@ def _backward(
     step = columns_at_a_time(N, V) if columns is None else min(columns, V)
     with _plain(x):
         numbers, own = _numbers(weight), target.to(torch.int32)
-        per_row = [None if t is None else t.unsqueeze(-1) for t in (own, lse, of_lse, of_target, of_total)]
+        unit = None if x.dtype != torch.float16 else _largest(of_lse, of_target, of_total)
+        factors = [t if t is None or unit is None else t / unit for t in (of_lse, of_target, of_total)]
+        per_row = [None if t is None else t.unsqueeze(-1) for t in (own, lse, *factors)]
 
         def store_gradient(part: slice, grad: Tensor) -> None:
             args = (numbers[part], *per_row, softcap, None if class_weight is None else class_weight[part])
@@ -207,21 +216,30 @@ def _backward(
         of_bias = torch.empty(V if needs_bias else 0, dtype=x.dtype, device=x.device)
         _by_blocks(
             x, weight, step, store_gradient, of_x if needs_x else None, of_weight if needs_weight else None,
-            of_bias if needs_bias else None, precision,
+            of_bias if needs_bias else None, unit, precision,
         )  # fmt: skip
-        return [of_x.to(x.dtype), of_weight, of_bias]
+        return [(of_x if unit is None else of_x * unit).to(x.dtype), of_weight, of_bias]
+
+
+def _largest(first: Tensor, *others: Tensor | None) -> Tensor:
+    """The largest magnitude: what gradients of logits are multiples of, for a type in which a mean's would vanish."""
+    found = [t.abs().amax() for t in (first, *others) if t is not None and t.numel()]
+    return torch.stack(found).amax().clamp(min=_TINY) if found else first.new_ones(())
 
 
 def _by_blocks(
     x: Tensor, weight: Tensor, step: int, store_gradient: Callable[[slice, Tensor], None], of_x: Tensor | None,
-    of_weight: Tensor | None, of_bias: Tensor | None, precision: AskedPrecision,
+    of_weight: Tensor | None, of_bias: Tensor | None, unit: Tensor | None, precision: AskedPrecision,
 ) -> None:  # fmt: skip
     """Store gradients of x, in the type of sums, of weight and of bias, by blocks of columns of the logits.
 
     Args:
         step: columns of a block.
         store_gradient: stores the gradient of the logits in columns.
+        unit: what that is a multiple of, and what is stored for x; None for 1.
     """
+    how: dict[str, Any] = {"precision": precision}
+    of_rows = how if unit is None else how | {"epilogue": TIMES, "args": (unit,)}
     N, V = x.shape[0], weight.shape[0]
     # Rows begin at multiples of 16 bytes, whatever the number of columns.
     block = torch.empty((N, -(-step // _ALIGNED) * _ALIGNED), dtype=x.dtype, device=x.device)
@@ -229,13 +247,14 @@ def _by_blocks(
         part, grad = slice(i, i + step), block[:, : min(step, V - i)]
         store_gradient(part, grad)
         if of_weight is not None:
-            matmul(grad.mT, x, out=of_weight[part], precision=precision)
+            matmul(grad.mT, x, out=of_weight[part], **of_rows)
         if of_x is not None and i == 0:
-            matmul(grad, weight[part], out=of_x, out_dtype=of_x.dtype, precision=precision)
+            matmul(grad, weight[part], out=of_x, out_dtype=of_x.dtype, **how)
         elif of_x is not None:
-            addmm(of_x, grad, weight[part], out=of_x, out_dtype=of_x.dtype, precision=precision)
+            addmm(of_x, grad, weight[part], out=of_x, out_dtype=of_x.dtype, **how)
         if of_bias is not None:
-            of_bias[part] = grad.sum(0, dtype=accumulator(x.dtype))
+            total = grad.sum(0, dtype=accumulator(x.dtype))
+            of_bias[part] = total if unit is None else total * unit
 
 
 # ---------------------------------------------------------------------------------------------------------------------

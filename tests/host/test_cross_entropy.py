@@ -73,12 +73,28 @@ def test_any_shape(shape, reduction):
     torch.testing.assert_close(loss, wanted.reshape(shape if reduction == "none" else ()), equal_nan=True)
 
 
-def test_no_rows_have_gradients_of_zero():
-    x, weight = torch.randn(0, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
+@pytest.mark.parametrize("dtype", [F32, torch.float16], ids=str)
+def test_no_rows_have_gradients_of_zero(dtype):
+    x, weight = torch.randn(0, 8, dtype=dtype), torch.randn(20, 8, dtype=dtype)
+    x, weight = x.requires_grad_(), weight.requires_grad_()
     loss = linear_cross_entropy(x, weight, torch.zeros(0, dtype=torch.long), reduction="sum")
     of_x, of_weight = grads_of(loss, [x, weight])
     assert of_x.shape == (0, 8)
-    assert torch.equal(of_weight, torch.zeros(20, 8))
+    assert torch.equal(of_weight, torch.zeros(20, 8, dtype=dtype))
+
+
+def test_small_gradients_of_fp16():
+    # A mean over many tokens of many classes: 1e-9, where the smallest number of fp16 is 6e-8.
+    x, weight, target, bias, _ = inputs(40, 3000, 8, torch.float16, bias=True)
+    leaves = [x, weight, bias]
+    grads = grads_of(linear_cross_entropy(x, weight, target, linear_bias=bias) * 1e-3, leaves)
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    wanted = grads_of(by_torch(wide[0], wide[1], target, linear_bias=wide[2]) * 1e-3, wide)
+    # Of x and where targets are, gradients are larger than what fp16 resolves.
+    for grad, want in zip(grads, wanted, strict=True):
+        assert (grad.double() - want).abs().max() < 2e-3 * want.abs().max() + 2.0**-24
+    zero = linear_cross_entropy(x, weight, target, linear_bias=bias) * 0
+    assert not any(grad.any() for grad in grads_of(zero, leaves))
 
 
 @pytest.mark.parametrize("ignored", [None, -1, 3])
