@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -315,28 +316,41 @@ def check_behaviour(report: Report) -> None:
     print(found, flush=True)
 
 
-def check_large(
-    x: Tensor, weight: Tensor, target: Tensor, loss: Tensor, grads: tuple[Tensor, ...]
-) -> dict[str, float]:
-    """Errors at a size where float64 would take too long for all: of some tokens and of some classes."""
-    with torch.no_grad():
-        counts = target != -100
-        lse = torch.cat([(part.float() @ weight.float().T).logsumexp(-1) for part in x.split(512)]).double()
+@dataclass
+class Exact:
+    """At a size where float64 would take too long for all: the loss, and gradients of some tokens and some classes."""
+
+    loss: Tensor
+    rows: Tensor
+    of_x: Tensor
+    columns: Tensor
+    of_weight: Tensor
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, x: Tensor, weight: Tensor, target: Tensor) -> "Exact":
+        """In float64, with logarithms of sums in float32."""
+        counts, wide = target != -100, weight.float()
+        lse = torch.cat([(part.float() @ wide.T).logsumexp(-1) for part in x.split(512)]).double()
+        del wide
         own = (x.double() * weight[target.clamp(min=0)].double()).sum(-1)
-        exact = ((lse - own) * counts).sum() / counts.sum()
         scale = counts.double() / counts.sum()
-        rows = torch.arange(0, x.shape[0], x.shape[0] // 61, device="cuda")
+        rows = torch.arange(0, x.shape[0], max(x.shape[0] // 61, 1), device="cuda")
         p = torch.exp(x[rows].double() @ weight.double().T - lse[rows, None])
         p[torch.arange(len(rows), device="cuda"), target[rows].clamp(min=0)] -= 1.0
         of_x = (p * scale[rows, None]) @ weight.double()
-        # The first and last classes, and some that are targets.
+        # The first and the last class, one between, and some that are targets.
         V = weight.shape[0]
         columns = torch.cat([torch.tensor([0, V // 2, V - 1], device="cuda"), target[counts][:61]]).unique()
         p = torch.exp(x.double() @ weight[columns].double().T - lse[:, None])
         p = (p - (target[:, None] == columns).double()) * scale[:, None]
+        return cls(((lse - own) * scale).sum(), rows, of_x, columns, p.T @ x.double())
+
+    def errors(self, loss: Tensor, of_x: Tensor, of_weight: Tensor) -> dict[str, float]:
+        """Those of what a method has found."""
         return {
-            "loss": error(loss, exact), "x": error(grads[0][rows], of_x),
-            "weight": error(grads[1][columns], p.T @ x.double()),
+            "loss": error(loss, self.loss), "x": error(of_x[self.rows], self.of_x),
+            "weight": error(of_weight[self.columns], self.of_weight),
         }  # fmt: skip
 
 
@@ -368,6 +382,7 @@ def time_size(size: str, rounds: int, report: Report, budget: float) -> None:
     rows: dict[str, dict[str, Any]] = report.data.setdefault("methods", {})
     report.data["size"] = SIZES[size]
     calls: dict[str, Callable[[], Any]] = {}
+    exact = Exact.of(x, weight, target)
     for name, method in methods_of(size, report).items():
         if time.perf_counter() - report.begun > 0.6 * budget:
             report.data["failed"][name] = "left out: no time"
@@ -382,7 +397,7 @@ def time_size(size: str, rounds: int, report: Report, budget: float) -> None:
             loss, *grads = call()
             torch.cuda.synchronize()
             first = time.perf_counter() - begun
-            errors = check_large(x, weight, target, loss, tuple(grads))
+            errors = exact.errors(loss, *grads)
             del loss, grads
             gc.collect()
             torch.cuda.empty_cache()

@@ -39,8 +39,9 @@ _MULTIPLE, _FEWEST = 256, 1024
 _TINY = 2.0**-100
 #: Elements of which a row of a block has a multiple.
 _ALIGNED = 16
-#: Rows whose statistics one product makes on a GPU, and logits that the reference holds at a time elsewhere.
-_ROWS, _HELD = 1 << 16, 1 << 25
+#: Rows whose statistics one product makes on a GPU: it leaves a few numbers of each row for every tile of columns. And
+#: logits that the reference holds at a time elsewhere.
+_ROWS, _HELD = 1 << 13, 1 << 25
 
 
 class Rows(NamedTuple):
@@ -165,14 +166,15 @@ def _rows(
     softcap: float | None, columns: int | None, precision: AskedPrecision,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     N = x.shape[0]
-    most = _ROWS if devices.current(x.device) is not None else max(_HELD // weight.shape[0], 1)
+    has_kernels = devices.current(x.device) is not None
+    step = _even(max(N, 1), _ROWS) if has_kernels else max(_HELD // weight.shape[0], 1)
     with _plain(x):
         numbers = _numbers(weight)
         parts = [
             _statistics_of(
-                x[i : i + most], weight, bias, numbers, target[i : i + most], class_weight, total, softcap, precision
+                x[i : i + step], weight, bias, numbers, target[i : i + step], class_weight, total, softcap, precision
             )
-            for i in range(0, max(N, 1), most)
+            for i in range(0, max(N, 1), step)
         ]  # fmt: skip
         found = parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
         none = found[0].new_empty(0)
