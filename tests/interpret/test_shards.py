@@ -9,7 +9,7 @@ from tests import shards
 pytestmark = pytest.mark.xdist_group("shards")
 CONFIGS = (
     "64x32x32-g8-w4-s2-tile-pointer",
-    "32x64x32-g8-w4-s2-tile-descriptor-k3-swap",
+    "32x64x32-g8-w4-s2-tile-descriptor-swap",
     "16x48x32-g8-w4-s2-tile-pointer/2",
     "64x128x32-g1-w4-s2-tile-descriptor/2",
 )

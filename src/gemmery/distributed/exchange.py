@@ -121,7 +121,10 @@ class Shared:
         self.works = self.ranks <= MOST_RANKS and self._reachable()
         #: By kind. Memory of earlier sizes is kept, too: a captured graph may use it.
         self._memories: dict[Kind, list[Memory]] = {}
-        self._side: torch.cuda.Stream | None = None
+        if self.device.type == "cuda":
+            #: A stream for what runs beside kernels; when what it is to send is there, and when it is sent.
+            self.side = torch.cuda.Stream(device)
+            self.placed, self.sent = torch.cuda.Event(), torch.cuda.Event()
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -129,13 +132,6 @@ class Shared:
         group = self._group()
         assert group is not None
         return group
-
-    @property
-    def side(self) -> torch.cuda.Stream:
-        """A stream for what runs beside kernels."""
-        if self._side is None:
-            self._side = torch.cuda.Stream(self.device)
-        return self._side
 
     @property
     def patience(self) -> int:

@@ -63,32 +63,51 @@ def store_fours(bits, first, row, square, end, _semantic=None):
 
 
 @builtin
-def take_fours(first, row, square, end, time, broken, failed, EMPTY, MISSING, RANK, _semantic=None):
-    """Waits for a block that another rank stores, and empties its places.
+def look_at_fours(first, row, square, end, _semantic=None):
+    """Loads a block that another rank stores, whether it is there or not; nobody waits for the loads here.
 
     Args:
+        first, row, square, end: see `store_fours`.
+    """
+    address = _ADDRESS.format(first="$4", row="$8", square="$12")
+    return gl.inline_asm_elementwise(
+        f"{{ .reg .pred inside; {address} setp.lt.s32 inside, $12, $16;"
+        "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
+        "@inside ld.volatile.global.v4.b32 {$0, $1, $2, $3}, [at]; }",
+        ",".join(["=&r"] * 4 + ["l"] * 4 + ["r"] * 12), [first, row, square, end],
+        dtype=gl.int32, is_pure=False, pack=4, _semantic=_semantic,
+    )  # fmt: skip
+
+
+@builtin
+def take_fours(
+    bits, first, row, square, end, time, broken, failed, EMPTY, MISSING, RANK, _semantic=None
+):  # fmt: skip
+    """A block that another rank stores, whose places are empty afterwards. Waits for what was not there before.
+
+    Args:
+        bits: of `look_at_fours`.
         first, row, square, end: see `store_fours`.
         time: when to give up, by `ranks.time_now`, in a block.
         broken, failed: addresses, see `ranks.arrived`, in blocks.
         EMPTY, MISSING: see `ranks`.
         RANK: the other rank.
     """
-    address = _ADDRESS.format(first="$4", row="$8", square="$12")
-    empty, missing = value_of(EMPTY), value_of(MISSING)
-    own = range(4)
-    none = "".join(f"mov.b32 ${i}, 0;" for i in own)
-    one_is = f"setp.eq.s32 want, $0, {empty};" + "".join(f"setp.eq.or.s32 want, ${i}, {empty}, want;" for i in own[1:])
-    failing = "".join(
-        f"setp.eq.s32 want, ${i}, {empty}; @want mov.b32 ${i}, {missing};" for i in own
-    )
+    address = _ADDRESS.format(first="$8", row="$12", square="$16")
+    empty, missing, own = value_of(EMPTY), value_of(MISSING), range(4)
+    moved = "".join(f"mov.b32 ${i}, ${4 + i};" for i in own)
+    one_is = f"setp.eq.s32 want, $0, {empty};"
+    one_is += "".join(f"setp.eq.or.s32 want, ${i}, {empty}, want;" for i in own[1:])
+    failing = "".join(f"setp.eq.s32 want, ${i}, {empty}; @want mov.b32 ${i}, {missing};" for i in own)
     return gl.inline_asm_elementwise(
-        f"{{ .reg .pred want; .reg .b64 now; .reg .b32 number; {address} {none}"
-        "setp.ge.s32 want, $12, $16; @want bra DONE;"
+        f"{{ .reg .pred want; .reg .b64 now; .reg .b32 number; {address} {moved}"
+        f"setp.ge.s32 want, $16, $20; @want bra DONE; {one_is} @!want bra THERE;"
         f"\nLOOK: ld.volatile.global.v4.b32 {{$0, $1, $2, $3}}, [at]; {one_is} @!want bra THERE;"
-        f"mov.u64 now, %globaltimer; setp.lt.u64 want, now, $20; @want bra LOOK; {failing}"
-        f"mov.b32 number, 1; st.global.b32 [$24], number; mov.b32 number, {value_of(RANK) + 1};"
-        "st.global.b32 [$28], number;"
+        f"mov.u64 now, %globaltimer; setp.lt.u64 want, now, $24; @want bra LOOK; {failing}"
+        f"mov.b32 number, 1; st.global.b32 [$28], number; mov.b32 number, {value_of(RANK) + 1};"
+        "st.global.b32 [$32], number;"
         f"\nTHERE: mov.b32 number, {empty}; st.global.v4.b32 [at], {{number, number, number, number}};\nDONE: }}",
-        ",".join(["=&r"] * 4 + ["l"] * 4 + ["r"] * 12 + ["l"] * 12), [first, row, square, end, time, broken, failed],
+        ",".join(["=&r"] * 4 + ["r"] * 4 + ["l"] * 4 + ["r"] * 12 + ["l"] * 12),
+        [bits, first, row, square, end, time, broken, failed],
         dtype=gl.int32, is_pure=False, pack=4, _semantic=_semantic,
     )  # fmt: skip

@@ -22,7 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 
 from .dialect import value_of
-from .fours import BYTES, in_fours, place_of, store_fours, take_fours
+from .fours import BYTES, in_fours, look_at_fours, place_of, store_fours, take_fours
 from .operands import beside, column_halves
 from .rings import barrier
 
@@ -375,8 +375,9 @@ def of_owner(
                 part = bits
                 if rank != RANK:
                     first = tl.cast(buffers[RANK] + place + rank * size, tl.int64) + bits.to(tl.int64) * 0
+                    seen = look_at_fours(first, row_bytes, square, limit)
                     part = take_fours(
-                        first, row_bytes, square, limit, end, at_broken, at_failed, EMPTY, MISSING, rank
+                        seen, first, row_bytes, square, limit, end, at_broken, at_failed, EMPTY, MISSING, rank
                     )  # fmt: skip
                 if rank == 0:
                     total = part.to(acc.dtype, bitcast=True)

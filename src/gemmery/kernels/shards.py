@@ -2,8 +2,8 @@
 
 A product of rows that all ranks have a shard of begins with the rank's own shard, while the others arrive: the copy
 engines of the other GPUs write them into a buffer of this one, each followed by the number of the call. Tiles wait for
-that number. A product whose rows are summed over ranks, and then belong to one rank each, ends with the rank's own.
-Both orders keep the links busy while the tensor cores are. Flux (arxiv.org/abs/2406.06858) and QuACK's all-gather
+that number. A product whose rows are summed over ranks, and then belong to one rank each, begins with rows of others.
+Both orders keep the links busy while the tensor cores are. Tiles have rows of one shard. Flux (arxiv.org/abs/2406.06858) and QuACK's all-gather
 (github.com/Dao-AILab/quack) work likewise.
 """
 
@@ -19,15 +19,13 @@ IN_GLUON = tl.constexpr(False)
 
 
 @triton.jit
-def from_shard(
-    unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m, PLACE: tl.constexpr, FIRST: tl.constexpr,
+def of_shard(
+    tile, shard, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m, PLACE: tl.constexpr,
     RANKS: tl.constexpr,
 ):  # fmt: skip
-    """A place, see `place`, of an order that begins with rank `FIRST`'s rows. Tiles have rows of one rank."""
-    batch, row, col, end, first_k, last_k = PLACE(unit, state, shape, BLOCK_M, BLOCK_N, band_m)
-    row += FIRST * (shape[0] // RANKS)
-    row = tl.where(row < shape[0], row, row - shape[0])
-    return batch, row, col, end, first_k, last_k
+    """The place of a tile, see `place`, of those that have rows of one shard. Tile bands have rows of one, too."""
+    batch, row, col, end, first_k, last_k = PLACE(tile, state, shape, BLOCK_M, BLOCK_N, band_m)
+    return batch, row + shard * (shape[0] // RANKS), col, end, first_k, last_k
 
 
 @triton.jit
@@ -35,14 +33,35 @@ def owned_tile(
     unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m, PLACE: tl.constexpr, RANK: tl.constexpr,
     RANKS: tl.constexpr,
 ):  # fmt: skip
-    """The same, ending with the rank's own rows, which are the only ones that it stores; see `ranks.of_ranks`.
+    """A place where a rank sends the sums of others' rows to these, and stores its own; see `ranks.of_ranks`.
+
+    First come as many tiles of others as there are programs. Then a rank's own tiles come between those, so that it
+    sends all the time. The others have sent theirs by then: they compute tiles in the same order. What is left at the
+    end are own tiles. No tile waits for one behind it, so there is no deadlock.
 
     There is no batch. Its place has the first of the rank's own rows, at which the output begins.
     """
-    _, row, col, end, first_k, last_k = from_shard(
-        unit, state, shape, BLOCK_M, BLOCK_N, band_m, PLACE, (RANK + 1) % RANKS, RANKS
+    OTHERS: tl.constexpr = RANKS - 1
+    programs = tl.num_programs(0)
+    rows = shape[0] // RANKS
+    # Of one shard.
+    tiles = rows // BLOCK_M * tl.cdiv(shape[1], BLOCK_N)
+    ahead = tl.minimum(tl.cdiv(programs, OTHERS), tiles)
+    behind = unit - ahead * OTHERS
+    group = behind // RANKS
+    # A program that sends in one turn has a tile of its own in the next one.
+    turn = (ahead * OTHERS + group * RANKS) // programs
+    which = (behind - group * RANKS + turn) % RANKS
+    mixed = tiles - ahead
+    is_own = (behind >= 0) & ((group >= mixed) | (which == OTHERS))
+    sent = tl.where(behind < 0, unit, ahead * OTHERS + group * OTHERS + which)
+    own = tl.where(group >= mixed, behind - mixed * OTHERS, group)
+    tile = tl.where(is_own, own, sent // OTHERS)
+    shard = tl.where(is_own, RANK, (RANK + 1 + sent % OTHERS) % RANKS)
+    _, row, col, end, first_k, last_k = of_shard(
+        tile, shard, state, shape, BLOCK_M, BLOCK_N, band_m, PLACE, RANKS
     )
-    return RANK * (shape[0] // RANKS), row, col, end, first_k, last_k
+    return RANK * rows, row, col, end, first_k, last_k
 
 
 @triton.jit
@@ -62,17 +81,19 @@ def arriving_tile(
     unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m, PLACE: tl.constexpr, RANK: tl.constexpr,
     RANKS: tl.constexpr,
 ):  # fmt: skip
-    """The same, beginning with the rank's own rows. Returns once the rows are there.
+    """A place of an order that begins with the rank's own rows, see `place`. Returns once the rows are there.
 
     `place_args` is (flags, calls, failed, patience), see `operands.arriving`.
     """
-    found = from_shard(unit, state, shape, BLOCK_M, BLOCK_N, band_m, PLACE, RANK, RANKS)
-    shard = found[1] // (shape[0] // RANKS)
+    batch, row, col, end, first_k, last_k = PLACE(unit, state, shape, BLOCK_M, BLOCK_N, band_m)
+    row += RANK * (shape[0] // RANKS)
+    row = tl.where(row < shape[0], row, row - shape[0])
+    shard = row // (shape[0] // RANKS)
     # A unit beyond the last one may have no rows.
     if (shard != RANK) & (shard < RANKS):
         flags, calls, failed, patience = state[len(state) - 1]
         wait_for(flags + shard, tl.load(calls), failed, shard, patience)
-    return found
+    return batch, row, col, end, first_k, last_k
 
 
 @triton.jit

@@ -212,8 +212,8 @@ class AnyWidth(PersistentStatic):
             return f"num_stages is {c.num_stages}; of this tile there is shared memory for {most}"
         if forms.owned and forms.packed is None and c.swap:
             return "sums that have owners are stored four at a time; of plain matrices that needs no swap"
-        if (forms.batched or forms.ragged) and c.split_k > 1:
-            return "tiles of a batch are not cut along K"
+        if (forms.batched or forms.ragged or forms.owned) and c.split_k > 1:
+            return "tiles of a batch, and of sums that have owners, are not cut along K"
         if forms.ragged == "k" and self.takes_turns:
             return "warpgroups take turns where all tiles have as many steps; ranges of K differ"
         if c.split_k > tile.most_parts:

@@ -43,13 +43,15 @@ class Tile(Schedule):
         # Descriptors do not know where a range of K ends.
         if forms.ragged == "k":
             return config.loader == "pointer" and not config.rest_n
+        if forms.owned:
+            return config.split_k == 1
         return not forms.ragged or (not config.rest_n and config.split_k == 1)
 
     def refusal(self, problem: Problem, config: Config) -> str | None:
         if not self.takes(config, Forms.of(problem)):
             return (
                 "products in groups need a block_n that is a power of two; of groups of rows split_k 1, of ranges of K "
-                "the pointer loader"
+                "the pointer loader; sums that have owners need split_k 1"
             )
         return refusal_of(problem, config)
 
