@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import gemmery
+import gemmery.nn
 from gemmery import distributed as ours
 from gemmery import epilogues
 from gemmery.distributed import exchange, sharded_rows
@@ -279,5 +280,52 @@ def large():
     close(got, 2 * own(x.double() @ weights[0].double().T))
 
 
-PRODUCTS = (gathered, scattered, behind, dimensions, gradients, repeats, errors, large)
+
+def styles():
+    """A block whose layers exchange their rows, against the same block on one rank: results and gradients."""
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    class Block(nn.Module):
+        def __init__(self, bias):
+            super().__init__()
+            self.up = nn.Linear(48, 64, bias=bias)
+            self.down = gemmery.nn.Linear(64, 48, bias=bias)
+
+        def forward(self, x):
+            return self.down(torch.nn.functional.silu(self.up(x)))
+
+    mesh = init_device_mesh(ranks.HERE.device, (ranks.COUNT,))
+    plan = {
+        "up": ours.ColwiseParallel(input_layouts=Shard(1), overlap=True),
+        "down": ours.RowwiseParallel(output_layouts=Shard(1), overlap=True),
+    }
+    for bias in (False, True):
+        torch.manual_seed(1)
+        whole, block = Block(bias).to(ranks.HERE.device), Block(bias).to(ranks.HERE.device)
+        block.load_state_dict(whole.state_dict())
+        parallelize_module(block, mesh, plan)
+        assert "".join(block.state_dict()) == "".join(whole.state_dict())
+        x, seed = (normal(2, 128, 48, seed=i, dtype=torch.float32) for i in (5, 6))
+        want = whole(x)
+        want.backward(seed)
+        got = block(own(x, 1))
+        close(got.detach(), own(want, 1).detach().double())
+        got.backward(own(seed, 1))
+        for (name, p), q in zip(whole.named_parameters(), block.parameters(), strict=True):
+            close(q.grad.full_tensor(), p.grad.double(), name)
+        with torch.no_grad():
+            close(block(own(x, 1)), own(want, 1).double())
+    with pytest.raises(ValueError, match="input_layouts is R; with overlap=True it must be Shard"):
+        parallelize_module(nn.Linear(8, 8), mesh, ours.ColwiseParallel(overlap=True))
+    with pytest.raises(ValueError, match="output_layouts is R; with overlap=True it must be Shard"):
+        parallelize_module(nn.Linear(8, 8), mesh, ours.ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate(), overlap=True))  # fmt: skip
+    packed = gemmery.nn.QuantizedLinear(gemmery.quantize(torch.randn(64, 64), "int4", group_size=32))
+    with pytest.raises(TypeError, match="QuantizedLinear; with overlap=True"):
+        parallelize_module(packed, mesh, ours.RowwiseParallel(output_layouts=Shard(1), overlap=True))
+
+
+PRODUCTS = (gathered, scattered, behind, dimensions, gradients, repeats, errors, large, styles)
 KINDS = ("int4", "e4m3", "nf4", "2:4")
