@@ -10,10 +10,10 @@ import gemmery
 import gemmery.nn
 from gemmery import distributed as ours
 from gemmery import epilogues
-from gemmery.distributed import exchange, sharded_rows
+from gemmery.distributed import all_reduce, exchange, sharded_rows
 from gemmery.product import cache
 from tests import ranks
-from tests.summed import CLOSE, dense, normal
+from tests.summed import CLOSE, check, dense, normal
 
 #: Rows of a rank that kernels take, and numbers that they leave to the process group.
 ROWS, OTHERS = (64, 128), (24, 33)
@@ -327,5 +327,29 @@ def styles():
         parallelize_module(packed, mesh, ours.RowwiseParallel(output_layouts=Shard(1), overlap=True))
 
 
-PRODUCTS = (gathered, scattered, behind, dimensions, gradients, repeats, errors, large, styles)
+def reduced():
+    """Sums of many rows that all ranks have: scattered, and their results gathered."""
+    rank = dist.get_rank()
+    before = all_reduce.BY_ROWS
+    try:
+        all_reduce.BY_ROWS = 128
+        for rows, N, dtype in ((64, 96, torch.bfloat16), (64, 40, torch.float32), (128, 64, torch.bfloat16)):
+            pairs = [whole(rows, N, 48, dtype, seed=9 * i) for i in range(ranks.COUNT)]
+            total = sum(x.double() @ w[0].double().T for x, w in pairs)
+            x, (w, *_) = pairs[rank]
+            check(ours.linear_all_reduce(x, w), total)
+            residual, bias = normal(x.shape[0], N, seed=70, dtype=dtype), normal(N, seed=71, dtype=dtype)
+            got = ours.linear_all_reduce(x, w, bias, epilogue=epilogues.residual, args=(residual,))
+            check(got, total + bias.double() + residual.double())
+            got, largest = ours.linear_all_reduce(x.view(2, rows, -1), w, epilogue=with_largest)
+            check(got.view(2 * rows, -1), total)
+            check(largest.view(2 * rows), total.amax(-1))
+            # An epilogue that holds a matrix is part of the one kernel.
+            check(ours.linear_all_reduce(x, w, epilogue=lambda acc, r=residual: acc + r), total + residual.double())
+    finally:
+        all_reduce.BY_ROWS = before
+    assert any(x.problem.a.is_owned for x in plans())
+
+
+PRODUCTS = (gathered, scattered, behind, dimensions, gradients, repeats, errors, large, reduced, styles)
 KINDS = ("int4", "e4m3", "nf4", "2:4")

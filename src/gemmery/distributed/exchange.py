@@ -59,6 +59,10 @@ OWNED_SUMS = Kind(
 ROWS = Kind(1 << 20, 1 << 28, lambda n, size: size + 2 * n, lambda n, size: 1, 0)
 
 
+#: For results of a rank's rows, which others read: the size is their 32-bit words. Behind them are the flags of ranks.
+RESULTS = Kind(1 << 20, 1 << 28, lambda n, size: size + n, lambda n, size: 1, 0)
+
+
 class Seconds:
     """How long a kernel waits for another rank; see `set_timeout`."""
 

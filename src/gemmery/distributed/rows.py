@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -10,9 +10,10 @@ import torch
 import triton
 from torch import Tensor
 
-from ..kernels.shards import place_shard
+from ..kernels.ranks import next_product
+from ..kernels.shards import collect, place_shard
 from ..operands import Arrivals, ArrivingRows
-from .exchange import ROWS, Memory, Shared
+from .exchange import RESULTS, ROWS, Memory, Shared
 
 #: Elements that a program copies.
 BLOCK = 4096
@@ -34,6 +35,42 @@ class _Views(NamedTuple):
     arrived: tuple[Tensor, ...]
     arrivals: Arrivals
     place: Callable[[Tensor, int], object]
+
+
+def collected(op: str, results: Sequence[Tensor], shared: Shared) -> tuple[Tensor, ...]:
+    """The rows of all ranks, one shard behind the other, in memory of their own.
+
+    Args:
+        results: each (rows, ...), of the same shape and type on all ranks, with the rank's own rows of a sum over the
+            ranks. A rank has these once all ranks have computed it, and so have collected what they collected before.
+    """
+    rows = results[0].shape[0]
+    # In 32-bit words, at multiples of 16 bytes.
+    sizes = [-(-words_of(1, x.numel(), x.dtype) // 4) * 4 for x in results]
+    memory = shared.memory(op, RESULTS, sum(sizes))
+    key = tuple([(x.shape, x.dtype) for x in results])
+    views = memory.views.get(key)
+    if views is None:
+        begins = [sum(sizes[:i]) for i in range(len(sizes))]
+        views = memory.views[key] = (
+            [[buffer[at : at + size].view(x.dtype)[: x.numel()] for buffer in memory.buffers]
+             for x, at, size in zip(results, begins, sizes, strict=True)],
+            tuple([buffer[memory.size :] for buffer in memory.buffers]),
+        )  # fmt: skip
+    shards, finished = views
+    for x, each in zip(results, shards, strict=True):
+        each[shared.rank].copy_(x.reshape(-1))
+    next_product[(1,)](memory.counters)
+    made = []
+    for x, each in zip(results, shards, strict=True):
+        whole, columns = x.new_empty(shared.ranks * rows, *x.shape[1:]), x.numel() // rows
+        grid = (shared.ranks * triton.cdiv(x.numel(), BLOCK),)
+        collect[grid](
+            whole, tuple(each), finished, memory.counters, memory.failures.data_ptr(), rows, columns, columns,
+            shared.patience, RANK=shared.rank, RANKS=shared.ranks, BLOCK=BLOCK,
+        )  # fmt: skip
+        made.append(whole)
+    return tuple(made)
 
 
 def words_of(rows: int, columns: int, dtype: torch.dtype) -> int:

@@ -305,7 +305,7 @@ class _GatheredProduct(torch.autograd.Function):
         back = b if ctx.op == "linear" else b.mT
         of_x, of_b = None, None
         if not ctx.needs_input_grad[1]:
-            return _scattered_product("matmul", grad, back, None, NONE, options, group), None, None, None, None
+            return scattered_product("matmul", grad, back, None, NONE, options, group), None, None, None, None
 
         def of_weight(whole: Tensor) -> Tensor:
             pair = (grad.mT, whole) if ctx.op == "linear" else (whole.mT, grad)
@@ -315,7 +315,7 @@ class _GatheredProduct(torch.autograd.Function):
         def of_rows() -> Tensor | None:
             if not ctx.needs_input_grad[0]:
                 return None
-            made: Tensor = _scattered_product("matmul", grad, back, None, NONE, options, group)
+            made: Tensor = scattered_product("matmul", grad, back, None, NONE, options, group)
             return made
 
         shared = _for_rows(x, b, None, NONE, group)
@@ -362,11 +362,11 @@ def _scatter(
     if _is_differentiated(x, b, *matrices, options):
         made = _ScatteredProduct.apply(x, b, op, options, group)  # type: ignore[no-untyped-call]
     else:
-        made = _scattered_product(op, x, b, *matrices, options, group)
+        made = scattered_product(op, x, b, *matrices, options, group)
     return as_batch(made, first, dim)
 
 
-def _scattered_product(
+def scattered_product(
     op: str, x: Tensor, b: Any, bias: Any, functions: Functions, options: Options, group: dist.ProcessGroup
 ) -> Any:  # fmt: skip
     """A product with a first operand that is one matrix."""
@@ -418,7 +418,7 @@ class _ScatteredProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, b: Tensor, op: str, options: Options, group: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(x, b)
         ctx.op, ctx.group, ctx.options = op, group, _of_gradients(options)
-        made: Tensor = _scattered_product(op, x, b, None, NONE, options, group)
+        made: Tensor = scattered_product(op, x, b, None, NONE, options, group)
         return made
 
     @staticmethod

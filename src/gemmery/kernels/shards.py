@@ -134,6 +134,40 @@ def looked_at(flag, call, end, _semantic=None):
 
 
 @triton.jit(do_not_specialize=["rows", "patience"])
+def collect(
+    whole, shards, finished, calls, failed, rows, cols, stride, patience, RANK: tl.constexpr, RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copies the shards of all ranks into one matrix, row by row, each once its rank is done with it.
+
+    Args:
+        whole: (RANKS * rows, cols), with rows `stride` elements apart.
+        shards: (rows, cols) of each rank, one row behind the other.
+        finished: for each rank a pointer to `RANKS` numbers: the last call that each of the ranks has finished.
+        calls: a pointer to the number of this call.
+        failed, patience: see `wait_for`.
+    """
+    block = tl.program_id(0)
+    # The rank's own shard comes first, for which nobody waits.
+    turn = block // tl.cdiv(rows * cols, BLOCK)
+    call = tl.load(calls)
+    if block == 0:
+        for rank in tl.static_range(RANKS):
+            if rank != RANK:
+                tl.atomic_xchg(finished[rank] + RANK, call, sem="release", scope="sys")
+    at = (block - turn * tl.cdiv(rows * cols, BLOCK)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < rows.to(tl.int64) * cols
+    for step in tl.static_range(RANKS):
+        if turn == step:
+            FROM: tl.constexpr = (RANK + step) % RANKS
+            if FROM != RANK:
+                wait_for(finished[RANK] + FROM, call, failed, FROM, patience)
+            values = tl.load(shards[FROM] + at, mask=inside)
+            row = at // cols
+            tl.store(whole + (row + FROM * rows) * stride + at - row * cols, values, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "patience"])
 def place_shard(
     x, shard, begun, calls, failed, rows, cols, stride_row, stride_col, patience, RANK: tl.constexpr,
     RANKS: tl.constexpr, BLOCK: tl.constexpr,
