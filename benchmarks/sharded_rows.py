@@ -187,7 +187,7 @@ def facts(call: Call, want: Tensor, ranks: Ranks) -> dict[str, Any]:
 
 def configs() -> list[str]:
     """Those of all products so far whose rows come in shards, the last one last."""
-    return [str(x.plan.config) for x in cache._known.values() if x.plan.problem.a.shards > 1]
+    return [str(x.plan.config) for x in cache._known.values() if x.plan.problem.a.arrives]
 
 
 def measure(row: Row, ranks: Ranks, watch: Stopwatch | None, args: Any) -> dict[str, Any]:

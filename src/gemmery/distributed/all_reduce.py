@@ -32,10 +32,10 @@ from .calls import (
 )
 from .exchange import SUMS, Shared
 from .rows import collected
-from .sharded_rows import SHARD, scattered_product
+from .sharded_rows import scattered_product
 
 #: From so many rows on, the sum is scattered over the ranks and its results gathered; measured on two H200.
-BY_ROWS = 256
+BY_ROWS = 1024
 #: Types of operands whose products are summed in 32 bits.
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.int8)
 
@@ -157,11 +157,11 @@ def _by_rows(
 ) -> Any:  # fmt: skip
     """The product with its sum scattered over the ranks, whose results are then gathered.
 
-    Of many rows, that sends half as much as when each rank adds up all. None where ranks can't own rows, or where the
-    epilogue holds a matrix, of which they would need some rows.
+    Of many rows, that sends half as much as when each rank adds up all. None where ranks do not divide the rows, or
+    where the epilogue holds a matrix, of which they would need some rows.
     """
     rows = x.shape[0]
-    if rows % (shared.ranks * SHARD) or any(t.dim() > 1 for t in captured(functions)):
+    if rows % shared.ranks or any(t.dim() > 1 for t in captured(functions)):
         return None
     first, count = shared.rank * (rows // shared.ranks), rows // shared.ranks
 

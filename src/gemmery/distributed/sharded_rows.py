@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,11 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..epilogues.function import Epilogue, memoised
 from ..formats.weight import PackedWeight
-from ..kernels.ranks import next_product
-from ..operands import SummedOver
+from ..operands import ArrivingRows
 from ..operands.dense import AUTOCAST
-from ..operands.summed import places_of
 from ..precision import AskedPrecision, resolved
 from ..problem import Config
 from ..product.run import checked, product
@@ -34,14 +34,11 @@ from .calls import (
     tensors_of,
     unpermuted,
 )
-from .exchange import ROWS, Shared
-from .rows import arriving, words_of
+from .exchange import PARTIALS, ROWS, Shared
+from .rows import arriving, partial_sums, words_of
 
-#: Types whose rows are gathered while they are multiplied, and those whose products are summed in 32 bits.
-_GATHERED = (torch.float16, torch.bfloat16, torch.float32, torch.int8)
-_SUMMED = _GATHERED
-#: Elements of the largest product whose sums meet in memory: 1 GiB on each rank.
-MOST_SUMS = 1 << 27
+#: Types of first operands that kernels take.
+_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.int8)
 
 
 def all_gather_matmul(
@@ -63,7 +60,7 @@ def all_gather_matmul(
     The product begins with the rank's own rows, while the copy engines of the GPUs exchange the others. Its tiles wait
     for theirs. That takes GPUs of one host that reach each other's memory, up to 8, a multiple of 64 rows on each, and
     at most 1 GiB of rows in all. Elsewhere, and under torch.compile, which it interrupts, it is an all-gather and a
-    product. Bars of overlap hold from about 1024 rows on.
+    product.
 
     All ranks call it together, in the same order, with shards of the same shape and type. The first call of a group,
     and one with more rows than before, allocate memory and wait for all ranks: make such a call before a CUDA graph is
@@ -147,11 +144,11 @@ def matmul_reduce_scatter(
 ) -> Any:
     """This rank's rows of the sum over all ranks of `a @ b`: `gemmery.matmul` with columns of `a` sharded.
 
-    It is one kernel. Each rank stores the partial sums of the other ranks' rows, in float32, into their memory while it
-    multiplies, and at last adds up those of its own rows in the order of the ranks. The epilogue sees the sum. That
-    takes GPUs of one host that reach each other's memory, up to 8, a multiple of 64 rows for each, and at most 2^27
-    elements of the whole product. Elsewhere, and under torch.compile, which it interrupts, it is a product, a
-    reduce-scatter of float32, and the epilogue.
+    The kernels of the other ranks' rows store partial sums in the memory of these ranks, in the type of `a`. The product
+    of the rank's own rows comes last, whose kernel adds what it was sent to its own sum, in float32. The epilogue sees
+    that sum. That takes GPUs of one host that reach each other's memory, up to 8, and at most 1 GiB of partial sums.
+    Elsewhere, and under torch.compile, which it interrupts, it is a product, a reduce-scatter of float32, and the
+    epilogue.
 
     For how ranks call it, see `all_gather_matmul`. The gradients of `a` and `b` are those of the rank's own columns.
 
@@ -270,7 +267,7 @@ def _for_rows(
     ranks, (rows, columns) = dist.get_world_size(group), x.shape
     if not columns or not rows or rows % SHARD or words_of(ranks * rows, columns, x.dtype) > ROWS.most:
         return None
-    return shared_memory(x, tensors_of(x, b, bias, functions), group, _GATHERED)
+    return shared_memory(x, tensors_of(x, b, bias, functions), group, _TYPES)
 
 
 class _Gathered(torch.autograd.Function):
@@ -372,23 +369,45 @@ def scattered_product(
     """A product with a first operand that is one matrix."""
     ranks = dist.get_world_size(group)
     rows, columns = x.shape[0] // ranks, columns_of(op, b)
+    dtype = x.dtype if x.dtype.is_floating_point else torch.int32
     shared = None
-    if rows and columns and x.shape[-1] and rows % SHARD == 0 and ranks * places_of(rows, columns) <= MOST_SUMS:
-        shared = shared_memory(x, tensors_of(x, b, bias, functions), group, _SUMMED)
+    if rows and columns and x.shape[-1] and words_of(ranks * rows, columns, dtype) <= PARTIALS.most:
+        shared = shared_memory(x, tensors_of(x, b, bias, functions), group, _TYPES)
     if shared is None:
         call = checked(op, x[:rows], b, bias, functions, None, options)
         partial = product(op, x, b, None, NONE, None, options._replace(out_dtype=call.wide))
         total = _Scattered.apply(partial, group)  # type: ignore[no-untyped-call]
         return finished(op, x[:rows], b, bias, functions, options, total)
     x, b = unpermuted(x, b)
-    exchange = shared.exchange(f"{op}_reduce_scatter", places_of(rows, columns), is_owned=True)
-
 
     def launched() -> Any:
-        next_product[(1,)](exchange.uses)
-        return product(op, SummedOver(x, exchange), b, bias, functions, None, options)
+        with partial_sums(f"{op}_reduce_scatter", shared, rows, columns, dtype) as (memory, sent):
+            for step in range(1, ranks):
+                owner = (shared.rank + step) % ranks
+                of_owner = x.narrow(0, owner * rows, rows)
+                product(op, of_owner, b, None, NONE, memory.sends[owner], options._replace(out_dtype=dtype))
+                sent(owner)
+            own = ArrivingRows(x.narrow(0, shared.rank * rows, rows), memory.arrivals)
+            behind = with_received(functions, memory.received)
+            return product(op, own, b, bias, behind, None, options)
 
     return given_up(shared, launched)
+
+
+def with_received(functions: Functions, received: Sequence[Tensor]) -> Functions:
+    """An epilogue of the sum, given that of this rank and those that others have sent."""
+    function = None if functions.epilogue is None else memoised(functions.epilogue)
+    return functions._replace(epilogue=_with_received(function, len(received)), args=(*received, *functions.args))
+
+
+@functools.lru_cache(256)
+def _with_received(function: Any, count: int) -> Epilogue:
+    def of_sum(acc: Tensor, *given: Any) -> Any:
+        for part in given[:count]:
+            acc = acc + part
+        return acc if function is None else function(acc, *given[count:])
+
+    return Epilogue(of_sum)
 
 
 def _scattered_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -28,9 +28,8 @@ see `any_width_packed`, "sparse" is (kept number, row), see `any_width_sparse`, 
 pair come from its two halves in turn, eight at a time, so that both numbers that make one of the output are in one
 thread. "many rows" and "many turned" are of a batch of matrices, and have one more coordinate, which says which matrix
 it is. "grouped rows" are of an A whose rows are in groups, each for a matrix of its own of B, see
-`place.next_tile_of_rows`. "ranged turned" are operands of which each product of a batch has a range of K. "owned rows" and
-"owned turned" are of an A of whose product each of several GPUs has some rows, see `shards.owned_tile`. Tiles of a batch
-are not cut along K.
+`place.next_tile_of_rows`. "ranged turned" are operands of which each product of a batch has a range of K. Tiles of a
+batch are not cut along K.
 """
 
 from triton.experimental import gluon

@@ -142,8 +142,6 @@ class AnyWidthBinding(Binding):
         """
         p = self.problem
         suits = given is None and not (second is not None and self.tile.groups > 2)
-        if p.a.is_summed and False:
-            return True
         return functions_of(p) > 0 and not takes_turns and not p.paired and suits
 
     def _epilogue(self, given: object, second: object) -> Any:
@@ -264,7 +262,7 @@ class AnyWidthBinding(Binding):
         # Ranges of K are always a batch.
         batch, steps = (p.batch, p.out.steps) if p.batch or not p.ragged else ((1,), (p.out.row,))
         many = (1,) * len(batch)
-        return descriptor(out, (*batch, p.out_m, p.out_n), (*steps, p.out.row, 1), (*many, *block))
+        return descriptor(out, (*batch, p.M, p.out_n), (*steps, p.out.row, 1), (*many, *block))
 
     def _matrix(self, extras: Sequence[Any], block: Sequence[int]) -> Any:
         """The descriptor of the one matrix that the epilogue reads or writes; None where there is none."""
@@ -351,13 +349,12 @@ def source() -> str:
         any_width_sparse,
         any_width_stage,
         decoders,
-        fours,
         shards,
     )
 
     return digest(
         any_width, any_width_acc, any_width_cut, any_width_finish, any_width_given, any_width_load, any_width_loop,
-        any_width_order, any_width_packed, any_width_sparse, any_width_stage, decoders, fours, shards,
+        any_width_order, any_width_packed, any_width_sparse, any_width_stage, decoders, shards,
     )  # fmt: skip
 
 

@@ -44,7 +44,7 @@ def costs(
     made = Costs.joined([
         (places, schedules.of(name).costs(p, part, given)) for name, (places, part) in space.by_schedule.items()
     ])  # fmt: skip
-    if p.a.shards == 1 or p.a.is_owned:
+    if p.a.shards == 1:
         return made
     return replace(made, total=_with_arrivals(p, space, given.rows, made.total))
 
