@@ -268,19 +268,19 @@ def graph_rounds(
 
 
 def eager_rounds(
-    calls: dict[str, Call], ranks: Ranks, rounds: int, order: random.Random
+    calls: dict[str, Call], ranks: Ranks, rounds: int, order: random.Random, count: int = EAGER
 ) -> list[timing.Round]:
-    """Seconds of a call from the host."""
+    """Seconds of a call from the host, of so many in a row."""
 
     def figure(name: str) -> float:
         for i in range(10):
             calls[name](i)
         ranks.wait()
         begun = time.perf_counter()
-        for i in range(EAGER):
+        for i in range(count):
             calls[name](i)
         ranks.synchronize()
-        return (time.perf_counter() - begun) / EAGER
+        return (time.perf_counter() - begun) / count
 
     return _rounds(figure, list(calls), ranks, rounds, order)
 

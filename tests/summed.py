@@ -181,10 +181,11 @@ def grows():
     x, w = pairs[dist.get_rank()]
     check(ours.linear_all_reduce(x, w), total(pairs))
     (shared,) = exchange._shared[dist.group.WORLD].values()
-    size, count = shared._memories[-1].size, len(shared._memories)
+    memories = shared._memories["sums"]
+    size, count = memories[-1].size, len(memories)
     shared.exchange("test", size + 1)
-    assert len(shared._memories) == count + 1
-    assert shared._memories[-1].size == 2 * size
+    assert len(memories) == count + 1
+    assert memories[-1].size == 2 * size
     check(ours.linear_all_reduce(x, w), total(pairs))
     with pytest.raises(ValueError, match="seconds is 0"):
         ours.set_timeout(0)

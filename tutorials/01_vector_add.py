@@ -24,9 +24,21 @@ Computations", MAPL 2019. Judging a kernel by the limit of its machine: Williams
 CACM 2009.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from _common import Record, Row, compare, normal, output, poisoned, relative_error, run, time_us
+from _common import (
+    Exercise,
+    Question,
+    Record,
+    Row,
+    compare,
+    normal,
+    output,
+    poisoned,
+    relative_error,
+    run,
+    time_us,
+)
 
 # isort: split
 import torch
@@ -64,6 +76,84 @@ def add(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor | None = None) -> to
     return out
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Predict before you run, and exercises
+
+
+def programs_answer() -> str:
+    n = 10_000_000
+    programs = triton.cdiv(n, BLOCK)
+    return f"{programs} programs. The last one masks {programs * BLOCK - n} of its {BLOCK} elements."
+
+
+def time_answer() -> str:
+    n = 2**26
+    return f"12 bytes an element are {12 * n / 1e6:.0f} MB: {12 * n / BANDWIDTH * 1e6:.0f} us."
+
+
+def launch_answer() -> str:
+    n = 5e-6 * BANDWIDTH / 12
+    return f"{n / 1e6:.1f} million elements. A shorter vector takes the time of the launch, however fast the kernel is."
+
+
+BANDWIDTH = 4.3e12  # bytes a second that an H200 reads and writes
+QUESTIONS = (
+    Question(
+        "Blocks of 1024 and 10 million elements: how many programs, and how many masked elements?",
+        programs_answer,
+    ),
+    Question("At 4.3 TB/s, how long does the addition of 2**26 float32 numbers take?", time_answer),
+    Question(
+        "A launch takes about 5 us. From how many elements on does the memory take longer?", launch_answer
+    ),
+)
+
+
+def masked(n: int, block: int) -> int:
+    """Exercise 1: how many elements the last program masks."""
+    raise NotImplementedError("count the programs first, then what they have room for")
+
+
+def solved_masked(n: int, block: int) -> int:
+    return triton.cdiv(n, block) * block - n
+
+
+def check_masked(answer: Callable[[int, int], int]) -> None:
+    for n, block in ((1, 1024), (1024, 1024), (1025, 1024), (7919, 256)):
+        inside = sum(
+            program * block + i < n for program in range(triton.cdiv(n, block)) for i in range(block)
+        )
+        assert answer(n, block) == triton.cdiv(n, block) * block - inside, (
+            f"{n} elements in blocks of {block}"
+        )
+
+
+def place_of(index: int, block: int) -> tuple[int, int]:
+    """Exercise 2: the program that adds an element, and the element's place in the program's block."""
+    raise NotImplementedError("turn `start + tl.arange(0, BLOCK)` around")
+
+
+def solved_place_of(index: int, block: int) -> tuple[int, int]:
+    return index // block, index % block
+
+
+def check_place_of(answer: Callable[[int, int], tuple[int, int]]) -> None:
+    for index in (0, 1023, 1024, 2**31 + 5):
+        program, place = answer(index, 1024)
+        assert 0 <= place < 1024, f"element {index}: a block has places 0 to 1023"
+        assert program * 1024 + place == index, f"element {index}: that is another one's place"
+
+
+EXERCISES = (
+    Exercise(masked, solved_masked, check_masked),
+    Exercise(place_of, solved_place_of, check_place_of),
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The check and the measurement
+
+
 def check() -> list[Row]:
     rows = []
     # One element, less than a block, exactly blocks, one more than blocks, a prime.
@@ -97,7 +187,7 @@ def bench() -> list[Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> Record:
-    return run(NUMBER, TITLE, check, bench, arguments)
+    return run(NUMBER, TITLE, check, bench, arguments, QUESTIONS, EXERCISES)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,8 @@ from collections.abc import Callable, Sequence
 
 from _common import (
     HAS_BLOCK_POINTERS,
+    Exercise,
+    Question,
     Record,
     Row,
     compare,
@@ -115,6 +117,90 @@ def add(
     return out
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Predict before you run, and exercises
+
+
+def window_answer() -> str:
+    outside = [index for index in range(7168, 7168 + BLOCK) if index >= 7919]
+    return f"{len(outside)}: those from {outside[0]} to {outside[-1]}. They load as 0 and are not stored."
+
+
+def strides_answer() -> str:
+    return (
+        "No: its rows are 4093 * 2 bytes apart, which is no multiple of 16. Block pointers and masks take it."
+    )
+
+
+def host_answer() -> str:
+    return "The host: 16 us, or 26 with descriptors, against 12288 bytes, which take the memory 3 ns."
+
+
+QUESTIONS = (
+    Question(
+        "A vector has 7919 elements. How many of the window of 1024 at offset 7168 lie outside?",
+        window_answer,
+    ),
+    Question("May a descriptor be made of a float16 matrix with strides (4093, 1)?", strides_answer),
+    Question("The addition of 1024 numbers: which takes longer, the host or the memory?", host_answer),
+)
+
+
+def offsets(
+    corner: tuple[int, int], block: tuple[int, int], shape: tuple[int, int]
+) -> list[list[int | None]]:
+    """Exercise 1: the offsets of a window's elements in a contiguous matrix, row by row; None of those outside."""
+    raise NotImplementedError("the element (i, j) of a matrix with C columns is at offset i * C + j")
+
+
+def solved_offsets(
+    corner: tuple[int, int], block: tuple[int, int], shape: tuple[int, int]
+) -> list[list[int | None]]:
+    return [
+        [
+            i * shape[1] + j if i < shape[0] and j < shape[1] else None
+            for j in range(corner[1], corner[1] + block[1])
+        ]
+        for i in range(corner[0], corner[0] + block[0])
+    ]
+
+
+def check_offsets(answer: Callable[..., list[list[int | None]]]) -> None:
+    assert answer((0, 0), (2, 2), (5, 10)) == [[0, 1], [10, 11]], "the window at the beginning"
+    assert answer((4, 8), (2, 3), (5, 10)) == [[48, 49, None], [None, None, None]], "a window that sticks out"
+
+
+def takes(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, address: int) -> bool:
+    """Exercise 2: whether the TMA unit takes a tensor."""
+    raise NotImplementedError(
+        "the address, all strides but the last, and the last one have conditions; see the text"
+    )
+
+
+def solved_takes(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, address: int) -> bool:
+    return strides[-1] == 1 and not any(
+        x % 16 for x in (address, *(stride * itemsize for stride in strides[:-1]))
+    )
+
+
+def check_takes(answer: Callable[..., bool]) -> None:
+    assert answer((64, 64), (64, 1), 2, 0x1000), "a contiguous matrix"
+    assert answer((64, 60), (64, 1), 2, 0x1010), "columns of a wider one"
+    assert not answer((64, 64), (1, 64), 2, 0x1000), "a transposed one"
+    assert not answer((64, 60), (60, 1), 2, 0x1000), "rows of 120 bytes"
+    assert not answer((64, 64), (64, 1), 2, 0x1002), "one that begins at its second element"
+
+
+EXERCISES = (
+    Exercise(offsets, solved_offsets, check_offsets),
+    Exercise(takes, solved_takes, check_takes),
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The check and the measurement
+
+
 def check() -> list[Row]:
     rows = []
     for window in WINDOWS:
@@ -179,7 +265,7 @@ def bench() -> list[Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> Record:
-    return run(NUMBER, TITLE, check, bench, arguments)
+    return run(NUMBER, TITLE, check, bench, arguments, QUESTIONS, EXERCISES)
 
 
 if __name__ == "__main__":

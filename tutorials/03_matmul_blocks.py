@@ -38,11 +38,13 @@ TOMS 2008. For GPUs: NVIDIA's CUTLASS.
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from _common import (
     HAS_BLOCK_POINTERS,
     INTERPRETED,
+    Exercise,
+    Question,
     Record,
     Row,
     bench_products,
@@ -50,6 +52,7 @@ from _common import (
     normal,
     output,
     poisoned,
+    predicted,
     product_sizes,
     run,
 )
@@ -96,6 +99,7 @@ def matmul_block_pointers(
 def matmul_descriptors(a, w, out, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     row = tl.program_id(1) * BLOCK_M
     col = tl.program_id(0) * BLOCK_N
+    tl.assume(K > 0)  # rung 6 says what this is good for
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, K, BLOCK_K):
         acc = tl.dot(a.load([row, k]), w.load([col, k]).T, acc)
@@ -137,6 +141,78 @@ def matmul(
     return out
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Predict before you run, and exercises
+
+
+def loaded_answer() -> str:
+    tiles = (4096 // 128) ** 2
+    loaded = tiles * 4096 // 64 * (128 + 128) * 64 * 2
+    distinct = 2 * 4096 * 4096 * 2
+    times = loaded / distinct
+    return f"{loaded / 1e9:.2f} GB of {distinct / 1e6:.0f} MB: each number comes {times:.0f} times, mostly from L2."
+
+
+def bound_answer() -> str:
+    depth = next(k for k in range(64, 8192, 64) if solved_intensity(4096, 4096, k) > 700e12 / 4.3e12)
+    return f"From about {depth} on. `gemmery roofline 4096 4096 {depth}` draws it."
+
+
+def time_answer() -> str:
+    return f"{predicted(4096, 4096, 4096)}. The table below shows how much of that a first kernel reaches."
+
+
+QUESTIONS = (
+    Question(
+        "4096x4096x4096 in tiles of 128 x 128: how many bytes do all programs load, of how many distinct?",
+        loaded_answer,
+    ),
+    Question(
+        "From which K on does 4096x4096xK take longer to multiply than to read, at 700 TFLOP/s and 4.3 TB/s?",
+        bound_answer,
+    ),
+    Question("How long should 4096x4096x4096 take on an H200, by `gemmery predict`?", time_answer),
+)
+
+
+def intensity(M: int, N: int, K: int) -> float:
+    """Exercise 1: operations a byte of a product of float16 matrices, if each byte is read or written once."""
+    raise NotImplementedError("2 * M * N * K operations, and two bytes for each number of a, w and out")
+
+
+def solved_intensity(M: int, N: int, K: int) -> float:
+    return 2 * M * N * K / (2 * (M * K + N * K + M * N))
+
+
+def check_intensity(answer: Callable[[int, int, int], float]) -> None:
+    assert answer(4096, 4096, 4096) == 4096 / 3
+    assert answer(1, 8192, 8192) < 1, "one row of x: hardly an operation a byte"
+
+
+def tile_intensity(block_m: int, block_n: int) -> float:
+    """Exercise 2: operations of a tile for each byte that it loads, whatever K is."""
+    raise NotImplementedError("look at one column of a and one of w: block_m + block_n numbers of two bytes")
+
+
+def solved_tile_intensity(block_m: int, block_n: int) -> float:
+    return 2 * block_m * block_n / (2 * (block_m + block_n))
+
+
+def check_tile_intensity(answer: Callable[[int, int], float]) -> None:
+    assert answer(128, 128) == 64
+    assert answer(64, 256) < answer(128, 128) < answer(128, 256), "square and large tiles load least"
+
+
+EXERCISES = (
+    Exercise(intensity, solved_intensity, check_intensity),
+    Exercise(tile_intensity, solved_tile_intensity, check_tile_intensity),
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The check and the measurement
+
+
 def check() -> list[Row]:
     rows = []
     for window in WINDOWS:
@@ -161,7 +237,7 @@ def bench() -> list[Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> Record:
-    return run(NUMBER, TITLE, check, bench, arguments)
+    return run(NUMBER, TITLE, check, bench, arguments, QUESTIONS, EXERCISES)
 
 
 if __name__ == "__main__":

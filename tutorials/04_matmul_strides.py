@@ -34,10 +34,12 @@ Strides and masks are the ones of any Triton or CUDA kernel; how BLAS libraries 
 Van Zee and van de Geijn, "BLIS: A Framework for Rapidly Instantiating BLAS Functionality", TOMS 2015.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from _common import (
     INTERPRETED,
+    Exercise,
+    Question,
     Record,
     Row,
     bench_products,
@@ -109,6 +111,86 @@ def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) ->
     return out
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Predict before you run, and exercises
+
+
+def offset_answer() -> str:
+    import numpy as np
+
+    b = np.arange(20).reshape(4, 5).T[:, ::2]
+    strides = tuple(stride // b.itemsize for stride in b.strides)
+    at = 3 * strides[0] + strides[1]
+    return f"Strides {strides}, so (3, 1) is at 3 * {strides[0]} + 1 * {strides[1]} = {at}: numpy has {b[3, 1]} there."
+
+
+def width_answer() -> str:
+    return (
+        "16 bytes with K = 4096, 2 with 4093: rows begin at multiples of 8186 bytes. Eight times as many loads, "
+        "and `cp.async` takes 4 bytes at least, so nothing is loaded ahead. `gemmery indices` draws the loads."
+    )
+
+
+def waste_answer() -> str:
+    tiles = triton.cdiv(4001, 128) * triton.cdiv(4099, 128)
+    return f"{tiles * 128 * 128 / (4001 * 4099) - 1:.1%}: masks cost little here. What costs is the width of the loads."
+
+
+QUESTIONS = (
+    Question(
+        "b = arange(20).reshape(4, 5).T[:, ::2]: what are its strides, and which number is b[3, 1]?",
+        offset_answer,
+    ),
+    Question(
+        "How many bytes does a thread load at once where K is 4096, and where it is 4093?", width_answer
+    ),
+    Question(
+        "Which part of the work of 128 x 128 tiles lies outside of an output of 4001 x 4099?", waste_answer
+    ),
+)
+
+
+def offset(i: int, j: int, strides: tuple[int, int]) -> int:
+    """Exercise 1: where the element (i, j) lies, in elements from the base."""
+    raise NotImplementedError("one product for each dimension")
+
+
+def solved_offset(i: int, j: int, strides: tuple[int, int]) -> int:
+    return i * strides[0] + j * strides[1]
+
+
+def check_offset(answer: Callable[[int, int, tuple[int, int]], int]) -> None:
+    base = torch.arange(48)
+    views = base.reshape(6, 8), base.reshape(6, 8).T, base.reshape(6, 8)[:, ::3], base[:8].expand(6, 8)
+    for view in views:
+        strides = view.stride(0), view.stride(1)
+        assert answer(5, 2, strides) == view[5, 2], f"strides {strides}"
+
+
+def load_bytes(row_stride: int, itemsize: int) -> int:
+    """Exercise 2: the bytes that a thread may load at once, of rows with adjacent elements: 16, 8, 4 or 2."""
+    raise NotImplementedError("every row must begin at a multiple of it; the base begins at one of 16")
+
+
+def solved_load_bytes(row_stride: int, itemsize: int) -> int:
+    return next(width for width in (16, 8, 4, 2) if row_stride * itemsize % width == 0)
+
+
+def check_load_bytes(answer: Callable[[int, int], int]) -> None:
+    for stride, expected in ((4096, 16), (4092, 8), (4094, 4), (4093, 2)):
+        assert answer(stride, 2) == expected, f"rows of {stride} float16 numbers: {expected} bytes"
+
+
+EXERCISES = (
+    Exercise(offset, solved_offset, check_offset),
+    Exercise(load_bytes, solved_load_bytes, check_load_bytes),
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The check and the measurement
+
+
 def check() -> list[Row]:
     rows = []
     for m, n, k in (
@@ -149,7 +231,7 @@ def bench() -> list[Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> Record:
-    return run(NUMBER, TITLE, check, bench, arguments)
+    return run(NUMBER, TITLE, check, bench, arguments, QUESTIONS, EXERCISES)
 
 
 if __name__ == "__main__":

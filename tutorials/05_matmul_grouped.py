@@ -28,11 +28,13 @@ order hardly matters; the larger the matrices and the smaller the cache, the mor
 The scheme is known as threadblock swizzling in CUTLASS and as grouped ordering or super-grouping in the Triton world.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from _common import (
     DEVICE,
     INTERPRETED,
+    Exercise,
+    Question,
     Record,
     Row,
     bench_products,
@@ -167,6 +169,91 @@ def blocks_touched(tiles_m: int, tiles_n: int, group: int, in_flight: int) -> fl
     return sum(len({row for row, _ in wave}) + len({col for _, col in wave}) for wave in waves) / len(waves)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Predict before you run, and exercises
+
+
+def place_answer() -> str:
+    found = solved_place(13, 7, 6, 3)
+    return f"Group 13 // 18 = 0, which begins at row 0: row 13 % 3 = 1, column 13 // 3 = 4. The formula: {found}."
+
+
+def touched_answer() -> str:
+    found = []
+    for group in (1, 11):
+        wave = [solved_place(tile, 64, 64, group) for tile in range(132)]
+        rows, cols = len({row for row, _ in wave}), len({col for _, col in wave})
+        found.append(f"groups of {group}: {rows} rows of a and {cols} columns of b")
+    return "; ".join(found) + ". `gemmery order 64 64` draws it."
+
+
+def cache_answer() -> str:
+    return (
+        "4096: 2 x 34 MB, which 60 MB of L2 nearly hold, so the order gains nothing. 8192: 2 x 134 MB. There it gains "
+        "what the memory would cost, and that is little as long as the tensor cores take longer."
+    )
+
+
+QUESTIONS = (
+    Question("7 x 6 tiles in groups of 3: where does tile 13 lie?", place_answer),
+    Question(
+        "64 x 64 tiles, of which 132 run at a time: what do the first ones read, row by row, and in groups of 11?",
+        touched_answer,
+    ),
+    Question(
+        "An H200 has 60 MB of L2. At 4096x4096x4096 and at 8192x8192x8192, can the order gain much?",
+        cache_answer,
+    ),
+)
+
+
+def place_of(tile: int, tiles_m: int, tiles_n: int, group: int) -> tuple[int, int]:
+    """Exercise 1: the row and the column of a tile in grouped order, in Python."""
+    raise NotImplementedError("the group, its first row, how many rows it has, then the place within it")
+
+
+def solved_place(tile: int, tiles_m: int, tiles_n: int, group: int) -> tuple[int, int]:
+    first = tile // (group * tiles_n) * group
+    rows = min(tiles_m - first, group)
+    inside = tile % (group * tiles_n)
+    return first + inside % rows, inside // rows
+
+
+def check_place_of(answer: Callable[[int, int, int, int], tuple[int, int]]) -> None:
+    for tiles_m, tiles_n, group in ((8, 8, 4), (7, 6, 3), (2, 5, 8)):
+        expected = places(tiles_m, tiles_n, group, "written out")
+        found = [answer(tile, tiles_m, tiles_n, group) for tile in range(tiles_m * tiles_n)]
+        assert found == expected, (
+            f"{tiles_m} x {tiles_n} tiles in groups of {group}: the kernel has {expected}"
+        )
+
+
+def best_group(in_flight: int) -> int:
+    """Exercise 2: the group with which so many tiles in flight, all of one full group, read the fewest blocks."""
+    raise NotImplementedError("a group of g rows has in_flight / g columns: find the least sum of both")
+
+
+def solved_best_group(in_flight: int) -> int:
+    return min(range(1, in_flight + 1), key=lambda group: group + triton.cdiv(in_flight, group))
+
+
+def check_best_group(answer: Callable[[int], int]) -> None:
+    for in_flight in (16, 64, 132):
+        group = answer(in_flight)
+        least = min(rows + triton.cdiv(in_flight, rows) for rows in range(1, in_flight + 1))
+        assert group + triton.cdiv(in_flight, group) == least, f"{in_flight} tiles: {least} blocks will do"
+
+
+EXERCISES = (
+    Exercise(place_of, solved_place, check_place_of),
+    Exercise(best_group, solved_best_group, check_best_group),
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The check and the measurement
+
+
 def check() -> list[Row]:
     for tiles_m, tiles_n, group in ((8, 8, 4), (7, 5, 3), (1, 9, 8), (13, 1, 4), (5, 6, 1), (10, 4, 16)):
         written, library = (places(tiles_m, tiles_n, group, order) for order in ORDERS)
@@ -202,7 +289,7 @@ def bench() -> list[Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> Record:
-    record = run(NUMBER, TITLE, check, bench, arguments)
+    record = run(NUMBER, TITLE, check, bench, arguments, QUESTIONS, EXERCISES)
     print("\n7 x 6 tiles in groups of 3; the last group has one row")
     print(picture(7, 6, 3))
     print("\nBlocks of a and b that 128 tiles in flight need at each step, 64 x 64 tiles:")

@@ -31,11 +31,13 @@ Tuning by measurement: Whaley and Dongarra, "Automatically Tuned Linear Algebra 
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from _common import (
     INTERPRETED,
+    Exercise,
+    Question,
     Record,
     Row,
     bench_products,
@@ -63,13 +65,16 @@ def config(block_m: int, block_n: int, block_k: int, group: int, warps: int, sta
 
 
 CONFIGS = [
+    config(128, 256, 64, 8, warps=8, stages=4),
     config(128, 256, 64, 8, warps=8, stages=3),
-    config(256, 128, 64, 8, warps=8, stages=3),
+    config(256, 128, 64, 8, warps=8, stages=4),
+    config(128, 128, 64, 8, warps=8, stages=4),
     config(128, 128, 64, 8, warps=8, stages=3),
-    config(128, 128, 64, 8, warps=4, stages=4),
-    config(128, 128, 32, 8, warps=4, stages=4),
     config(64, 128, 64, 8, warps=4, stages=4),
     config(64, 64, 64, 8, warps=4, stages=4),
+    # For rows that begin at odd addresses: there the larger ones spill.
+    config(128, 128, 32, 1, warps=8, stages=3),
+    config(64, 128, 64, 1, warps=8, stages=3),
 ]
 FIXED = {"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_K": 32, "GROUP": 2}
 
@@ -97,6 +102,7 @@ def matmul_kernel(
     a_block = a_ptr + m[:, None] * a_stride_m + k[None, :] * a_stride_k
     b_block = b_ptr + k[:, None] * b_stride_k + n[None, :] * b_stride_n
 
+    tl.assume(K > 0)  # new in this rung, and worth a third of the time of the large tiles
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, K, BLOCK_K):
         k_inside = start + k < K
@@ -121,6 +127,8 @@ def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) ->
     """a @ b for float16 matrices of any size and strides, with the fastest of the configs."""
     M, N, K = product_sizes(a, b)
     out = output(out, a, M, N)
+    if K == 0:  # which the kernel assumes not to happen
+        return out.zero_()
 
     # The grid depends on the tile, which the tuner chooses: so it is a function of the config.
     def grid(config: dict[str, Any]) -> tuple[int]:
@@ -134,9 +142,89 @@ def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) ->
     return out
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Predict before you run, and exercises
+
+
+def memory_answer() -> str:
+    found = [f"{stages}: {solved_shared_bytes(128, 256, 64, stages)}" for stages in (3, 4, 5)]
+    return f"{', '.join(found)} bytes; a program may have 232448, so four fit."
+
+
+def register_answer() -> str:
+    return f"{128 * 256 // 256} of 255 with 8 warps, and {128 * 256 // 128} with 4, which leaves none for addresses."
+
+
+def stall_answer() -> str:
+    seconds = 100 * len(CONFIGS) * 0.13
+    return f"{len(CONFIGS)} configs, each timed for some 0.13 s: {seconds:.0f} s in all, besides compiling them once."
+
+
+QUESTIONS = (
+    Question("A tile of 128 x 256 x 64: how much shared memory do 3, 4 and 5 stages take?", memory_answer),
+    Question(
+        "How many registers of a thread does its accumulator take, with 8 warps and with 4?", register_answer
+    ),
+    Question("A model runs with 100 different M. How long do their first calls tune?", stall_answer),
+)
+
+
+def shared_bytes(block_m: int, block_n: int, block_k: int, stages: int) -> int:
+    """Exercise 1: the shared memory of a pipeline of float16 blocks."""
+    raise NotImplementedError("each stage has a block of a and a block of b")
+
+
+def solved_shared_bytes(block_m: int, block_n: int, block_k: int, stages: int) -> int:
+    return stages * (block_m + block_n) * block_k * 2
+
+
+def check_shared_bytes(answer: Callable[[int, int, int, int], int]) -> None:
+    assert answer(128, 128, 64, 3) == 98304
+    assert answer(128, 256, 64, 4) == 196608
+
+
+def fitting(
+    configs: Sequence[tuple[int, int, int, int, int]], shared: int
+) -> list[tuple[int, int, int, int, int]]:
+    """Exercise 2: the configs, each (block_m, block_n, block_k, warps, stages), that a tuner need not even compile.
+
+    Keep those whose pipeline fits into `shared` bytes, and whose accumulator leaves half of 255 registers.
+    """
+    raise NotImplementedError("a thread has block_m * block_n / (32 * warps) numbers of the accumulator")
+
+
+def solved_fitting(
+    configs: Sequence[tuple[int, int, int, int, int]], shared: int
+) -> list[tuple[int, int, int, int, int]]:
+    return [
+        (m, n, k, warps, stages)
+        for m, n, k, warps, stages in configs
+        if solved_shared_bytes(m, n, k, stages) <= shared and m * n / (32 * warps) <= 128
+    ]
+
+
+def check_fitting(answer: Callable[..., list[tuple[int, int, int, int, int]]]) -> None:
+    configs = [(128, 256, 64, 8, 4), (128, 256, 64, 8, 5), (128, 256, 64, 4, 3), (64, 64, 64, 4, 4)]
+    assert answer(configs, 232448) == [configs[0], configs[3]], "an H100"
+    assert answer(configs, 101376) == [configs[3]], "a GeForce of the RTX 40 series"
+
+
+EXERCISES = (
+    Exercise(shared_bytes, solved_shared_bytes, check_shared_bytes),
+    Exercise(fitting, solved_fitting, check_fitting),
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The check and the measurement
+
+
 def check() -> list[Row]:
     rows = []
-    for m, n, k in ((64, 128, 64), (100, 190, 70), (1, 65, 33)):
+    sizes = [(64, 128, 64), (100, 190, 70), (1, 65, 33)]
+    if not INTERPRETED:
+        sizes += [(512, 768, 256), (301, 403, 205)]
+    for m, n, k in sizes:
         a, b = normal(m, k), normal(n, k).T
         out = matmul(a, b, out=poisoned(m, n))
         rows += compare("rung 6", f"{m}x{n}x{k}", out, a @ b, a.double() @ b.double(), 5e-4)
@@ -164,7 +252,7 @@ def print_winners(tuner: Any) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> Record:
-    return run(NUMBER, TITLE, check, bench, arguments)
+    return run(NUMBER, TITLE, check, bench, arguments, QUESTIONS, EXERCISES)
 
 
 if __name__ == "__main__":

@@ -29,11 +29,13 @@ InPar 2012. What else can be done about the last wave: Osama et al., "Stream-K",
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from _common import (
     INTERPRETED,
+    Exercise,
+    Question,
     Record,
     Row,
     bench_products,
@@ -65,10 +67,12 @@ def config(
 CONFIGS = [
     config(block_m, block_n, block_k, 8, flatten, warps, stages)
     for block_m, block_n, block_k, warps, stages in (
+        (128, 256, 64, 8, 4),
         (128, 256, 64, 8, 3),
-        (256, 128, 64, 8, 3),
-        (128, 128, 64, 8, 3),
+        (256, 128, 64, 8, 4),
+        (128, 128, 64, 8, 4),
         (64, 128, 64, 4, 4),
+        (64, 128, 32, 8, 3),  # for rows that begin at odd addresses
     )
     for flatten in (False, True)
 ]
@@ -94,6 +98,7 @@ def matmul_kernel(
     n = tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
 
+    tl.assume(K > 0)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, NUM_SMS, flatten=FLATTEN):
         tile_m, tile_n = tl.swizzle2d(tile // tiles_n, tile % tiles_n, tiles_m, tiles_n, GROUP)
         row, col = tile_m * BLOCK_M, tile_n * BLOCK_N
@@ -129,6 +134,8 @@ def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) ->
     """a @ b for float16 matrices of any size and strides, on as many programs as there are SMs."""
     M, N, K = product_sizes(a, b)
     out = output(out, a, M, N)
+    if K == 0:
+        return out.zero_()
     programs = num_sms(a.device)
 
     def grid(config: dict[str, Any]) -> tuple[int]:
@@ -142,6 +149,73 @@ def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) ->
     return out
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Predict before you run, and exercises
+
+
+def tiles_answer() -> str:
+    return f"{', '.join(map(str, solved_tiles_of(5, 512, 132)))}: the others, from number 116 on, have three."
+
+
+def waves_answer() -> str:
+    found = []
+    for m, n in ((4096, 4096), (4001, 4099)):
+        tiles = triton.cdiv(m, 128) * triton.cdiv(n, 256)
+        found.append(f"{m} x {n}: {tiles} tiles, {tiles / 132:.2f} waves, {solved_busy(tiles, 132):.0%} busy")
+    return "; ".join(found) + ". The loop over tiles does not change that."
+
+
+QUESTIONS = (
+    Question("512 tiles on 132 programs: which does program 5 compute?", tiles_answer),
+    Question(
+        "Tiles of 128 x 256: how busy are 132 programs with 4096 x 4096, and with 4001 x 4099?", waves_answer
+    ),
+)
+
+
+def tiles_of(program: int, tiles: int, programs: int) -> list[int]:
+    """Exercise 1: the tiles that a program computes, in order."""
+    raise NotImplementedError("the kernel's loop over tiles, as a list")
+
+
+def solved_tiles_of(program: int, tiles: int, programs: int) -> list[int]:
+    return list(range(program, tiles, programs))
+
+
+def check_tiles_of(answer: Callable[[int, int, int], list[int]]) -> None:
+    for tiles, programs in ((512, 132), (100, 132), (264, 132)):
+        found = [answer(program, tiles, programs) for program in range(programs)]
+        assert sorted(tile for own in found for tile in own) == list(range(tiles)), (
+            f"{tiles} tiles on {programs} programs: each one once"
+        )
+        assert max(map(len, found)) - min(map(len, found)) <= 1, "no program has two more than another"
+
+
+def busy(tiles: int, programs: int) -> float:
+    """Exercise 2: the part of the programs' time in which they compute tiles, if all tiles take as long."""
+    raise NotImplementedError("the time is that of the program with the most tiles")
+
+
+def solved_busy(tiles: int, programs: int) -> float:
+    return tiles / (triton.cdiv(tiles, programs) * programs)
+
+
+def check_busy(answer: Callable[[int, int], float]) -> None:
+    assert answer(264, 132) == 1, "two whole waves"
+    assert answer(133, 132) == 133 / 264, "a wave and one tile"
+    assert answer(33, 132) == 0.25, "a fourth of a wave"
+
+
+EXERCISES = (
+    Exercise(tiles_of, solved_tiles_of, check_tiles_of),
+    Exercise(busy, solved_busy, check_busy),
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The check and the measurement
+
+
 def check() -> list[Row]:
     rows = []
     # Fewer tiles than programs, as many as divide, a remainder.
@@ -151,10 +225,10 @@ def check() -> list[Row]:
         rows += compare("rung 7", f"{m}x{n}x{k}", out, a @ b, a.double() @ b.double(), 5e-4)
     if not INTERPRETED:
         # The sizes above are a tile or two to a GPU. Here each program takes several.
-        m, n, k = 3001, 4001, 150
-        a, b = normal(m, k), normal(n, k).T
-        out = matmul(a, b, out=poisoned(m, n))
-        rows += compare("rung 7", f"{m}x{n}x{k}", out, a @ b, a.double() @ b.double(), 5e-4)
+        for m, n, k in ((3001, 4001, 151), (3072, 4096, 160)):
+            a, b = normal(m, k), normal(n, k).T
+            out = matmul(a, b, out=poisoned(m, n))
+            rows += compare("rung 7", f"{m}x{n}x{k}", out, a @ b, a.double() @ b.double(), 5e-4)
     return rows
 
 
@@ -173,7 +247,7 @@ def bench() -> list[Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> Record:
-    return run(NUMBER, TITLE, check, bench, arguments)
+    return run(NUMBER, TITLE, check, bench, arguments, QUESTIONS, EXERCISES)
 
 
 if __name__ == "__main__":

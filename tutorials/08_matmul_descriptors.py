@@ -35,11 +35,13 @@ TMA: NVIDIA, "H100 Tensor Core GPU Architecture", 2022. Persistent kernels on it
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from _common import (
     INTERPRETED,
+    Exercise,
+    Question,
     Record,
     Row,
     bench_products,
@@ -47,6 +49,7 @@ from _common import (
     normal,
     output,
     poisoned,
+    predicted,
     product_sizes,
     run,
     rung,
@@ -148,6 +151,89 @@ def matmul(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None = None) ->
     return out
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Predict before you run, and exercises
+
+
+def instructions_answer() -> str:
+    each = 128 * 64 * 2
+    return f"{each} bytes: {each // 16} loads of 16 bytes, 4 for each of 256 threads, with addresses and masks; or one."
+
+
+def stages_answer() -> str:
+    whole, half, fourth = (solved_stages(128, 256, 64, stored) for stored in (256, 128, 64))
+    return f"At once {whole}, in halves {half}, in fourths {fourth}."
+
+
+def waves_answer() -> str:
+    tiles = triton.cdiv(4001, 128) * triton.cdiv(4104, 256)
+    waves = triton.cdiv(tiles, 132)
+    return (
+        f"{tiles} tiles are {tiles / 132:.2f} waves and take the time of {waves}: {tiles / 132 / waves:.0%} at best. "
+        f"cuBLAS has tiles that suit better: {predicted(4001, 4104, 4088)}. Rung 10 has them, too."
+    )
+
+
+QUESTIONS = (
+    Question(
+        "A block of 128 x 64 float16 numbers: how many instructions load it with pointers, and with TMA?",
+        instructions_answer,
+    ),
+    Question(
+        "How many stages of 128x256x64 fit, if a tile is stored at once, in halves, or in fourths?",
+        stages_answer,
+    ),
+    Question("4001x4104x4088 suits the TMA unit. Why does the kernel lose to cuBLAS there?", waves_answer),
+)
+
+
+def stages(block_m: int, block_n: int, block_k: int, stored: int) -> int:
+    """Exercise 1: the stages that fit into 232448 bytes, if `stored` columns of the tile are stored at a time."""
+    raise NotImplementedError(
+        "take off the stored part and 256 bytes for the barriers, then divide by a stage"
+    )
+
+
+def solved_stages(block_m: int, block_n: int, block_k: int, stored: int) -> int:
+    return (232448 - 256 - block_m * stored * 2) // ((block_m + block_n) * block_k * 2)
+
+
+def check_stages(answer: Callable[[int, int, int, int], int]) -> None:
+    assert answer(128, 256, 64, 256) == 3
+    assert answer(128, 256, 64, 128) == 4
+    assert answer(128, 128, 64, 128) == 6
+
+
+def halves(tile: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Exercise 2: the left and the right half of a tile by `reshape`, `permute` and `unbind`, as the kernel does it."""
+    raise NotImplementedError(
+        "which half a column is in must become a dimension of its own, and then the last one"
+    )
+
+
+def solved_halves(tile: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, cols = tile.shape
+    left, right = tile.reshape(rows, 2, cols // 2).permute(0, 2, 1).unbind(-1)
+    return left, right
+
+
+def check_halves(answer: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> None:
+    tile = torch.arange(24).reshape(3, 8)
+    left, right = answer(tile)
+    assert torch.equal(left, tile[:, :4]), "the left half"
+    assert torch.equal(right, tile[:, 4:]), "the right half"
+
+
+EXERCISES = (
+    Exercise(stages, solved_stages, check_stages),
+    Exercise(halves, solved_halves, check_halves),
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The check and the measurement
+
+
 def check() -> list[Row]:
     rows = []
     sizes = [(32, 64, 32), (33, 72, 40), (100, 200, 88)]
@@ -178,7 +264,7 @@ def bench() -> list[Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> Record:
-    return run(NUMBER, TITLE, check, bench, arguments)
+    return run(NUMBER, TITLE, check, bench, arguments, QUESTIONS, EXERCISES)
 
 
 if __name__ == "__main__":

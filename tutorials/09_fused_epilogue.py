@@ -39,6 +39,8 @@ from typing import Any
 
 from _common import (
     INTERPRETED,
+    Exercise,
+    Question,
     Record,
     Row,
     bench_products,
@@ -75,9 +77,33 @@ def bias_relu(acc, bias):
 
 
 @triton.jit
-def bias_gelu(acc, bias):
+def bias_gelu_erf(acc, bias):
     x = acc + bias
     return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+
+
+def fitted(degree: int = 5) -> list[float]:
+    """The factors of a, a², ... in a polynomial for log2(2·Φ(-a)), 0 <= a <= 5.5.
+
+    Least squares, weighted by a·Φ(-a): by how much an error in the exponent changes the gelu.
+    """
+    a = torch.linspace(0, 5.5, 1000, dtype=torch.float64)
+    tail = torch.erfc(a / 2**0.5) / 2
+    weights = a * tail
+    powers = a[:, None] ** torch.arange(1, degree + 1)
+    found = torch.linalg.lstsq(powers * weights[:, None], (torch.log2(2 * tail) * weights)[:, None])
+    return [float(factor) for factor in found.solution]
+
+
+P1, P2, P3, P4, P5 = (tl.constexpr(factor) for factor in fitted())
+
+
+@triton.jit
+def bias_gelu(acc, bias):
+    x = acc + bias
+    a = tl.minimum(tl.abs(x), 6.0)  # beyond, the gelu is 0 or x
+    exponent = a * (P1 + a * (P2 + a * (P3 + a * (P4 + a * P5))))
+    return tl.maximum(x, 0.0) - a * tl.exp2(exponent - 1.0)
 
 
 @triton.jit
@@ -114,6 +140,7 @@ ACTIVATIONS: dict[str, tuple[Any, Callable[[torch.Tensor], torch.Tensor]]] = {
     "none": (bias_only, lambda x: x),
     "relu": (bias_relu, torch.relu),
     "gelu": (bias_gelu, F.gelu),
+    "gelu by erf": (bias_gelu_erf, F.gelu),
 }
 
 
@@ -154,6 +181,86 @@ def linear(
 def weight(n: int, k: int) -> torch.Tensor:
     """A weight as in a trained layer: products of the size of their inputs, where a gelu is neither 0 nor x."""
     return normal(n, k, scale=k**-0.5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Predict before you run, and exercises
+
+
+def traffic_answer() -> str:
+    separate, fused = (solved_traffic(4096, 14336, way) for way in (False, True))
+    return f"{separate / 1e6:.0f} MB or {fused / 1e6:.0f}: {(separate - fused) / 4.3e12 * 1e6:.0f} us less at 4.3 TB/s."
+
+
+def arithmetic_answer() -> str:
+    elements, clock = 4096 * 14336 / 132, 1.6e9
+    found = (
+        f"{name}: {elements * count / 128 / clock * 1e6:.0f} us"
+        for name, count in (("erf", 68), ("polynomial", 20))
+    )
+    return f"{', '.join(found)}, as far as nothing hides it. That is the price of an epilogue in this kernel."
+
+
+def depth_answer() -> str:
+    depth = 20 / 128 * 2048 / 0.05
+    return (
+        f"A number of the output takes K / 2048 clocks of the tensor cores and 20 / 128 of the rest: K = {depth:.0f}. "
+        "Below that, it pays to multiply the next tile meanwhile, as rung 10 does."
+    )
+
+
+QUESTIONS = (
+    Question(
+        "4096 x 14336: how many bytes go to and from memory behind the product, apart or fused?",
+        traffic_answer,
+    ),
+    Question(
+        "tl.erf takes 68 instructions a number, the polynomial 20; a multiprocessor does 128 a clock. How long is it?",
+        arithmetic_answer,
+    ),
+    Question("From which K on does the cheaper gelu cost less than 5 % of the product?", depth_answer),
+)
+
+
+def traffic(M: int, N: int, fused: bool) -> int:
+    """Exercise 1: bytes read and written for an output of float16, from the product's store on."""
+    raise NotImplementedError("count the passes over the output: five apart, one fused; the bias is small")
+
+
+def solved_traffic(M: int, N: int, fused: bool) -> int:
+    return M * N * 2 * (1 if fused else 5)
+
+
+def check_traffic(answer: Callable[[int, int, bool], int]) -> None:
+    assert answer(4096, 14336, True) == 117440512
+    assert answer(100, 10, False) == 10000
+
+
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    """Exercise 2: the kernel's gelu in torch, with the coefficients of `fitted`."""
+    raise NotImplementedError("max(x, 0) - a * 2 ** (polynomial of a - 1), where a = min(|x|, 6)")
+
+
+def solved_gelu(x: torch.Tensor) -> torch.Tensor:
+    a = x.abs().clamp(max=6)
+    exponent = sum(factor * a ** (i + 1) for i, factor in enumerate(fitted()))
+    return x.clamp(min=0) - a * torch.exp2(exponent - 1)
+
+
+def check_gelu(answer: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = torch.linspace(-50, 50, 100001, dtype=torch.float64)
+    wrong = (answer(x) - F.gelu(x)).abs().max()
+    assert wrong < 1e-6, f"off by {wrong:.1e}; float16 does not show 1e-6"
+
+
+EXERCISES = (
+    Exercise(traffic, solved_traffic, check_traffic),
+    Exercise(gelu, solved_gelu, check_gelu),
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The check and the measurement
 
 
 def check() -> list[Row]:
@@ -199,13 +306,25 @@ def bench() -> list[Row]:
             weight,
         )
         rows += bench_products(
+            ((m, n, k),),
+            [
+                (
+                    "rung 9, gelu by erf",
+                    "other",
+                    lambda a, w, out, bias=bias: linear(a, w, bias, "gelu by erf", out),
+                )
+            ],
+            meaning,
+            weight,
+        )
+        rows += bench_products(
             ((m, n, k),), [("rung 8, product alone", "other", before.matmul)], weight=weight
         )
     return rows
 
 
 def main(arguments: Sequence[str] | None = None) -> Record:
-    return run(NUMBER, TITLE, check, bench, arguments)
+    return run(NUMBER, TITLE, check, bench, arguments, QUESTIONS, EXERCISES)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -105,12 +106,15 @@ def compare(
     ]
 
 
-def product_sizes(a: torch.Tensor, b: torch.Tensor) -> tuple[int, int, int]:
+def product_sizes(
+    a: torch.Tensor, b: torch.Tensor, dtypes: Sequence[torch.dtype] = (torch.float16,)
+) -> tuple[int, int, int]:
     """M, N and K of the product of a, (M, K), and b, (K, N); a ValueError that names what does not fit."""
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
         raise ValueError(f"wanted matrices (M, K) and (K, N), got {tuple(a.shape)} and {tuple(b.shape)}")
-    if a.dtype != torch.float16 or b.dtype != torch.float16:
-        raise ValueError(f"the rungs multiply float16 matrices, got {a.dtype} and {b.dtype}")
+    if a.dtype not in dtypes or b.dtype != a.dtype:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"this rung multiplies {names} matrices, got {a.dtype} and {b.dtype}")
     if a.device != b.device:
         raise ValueError(f"both matrices must be on one device, got {a.device} and {b.device}")
     check_strides(a)
@@ -143,7 +147,10 @@ def check_strides(t: torch.Tensor) -> None:
 # Timing
 
 
-def time_us(calls: Sequence[Callable[[], object]], rounds: int = 5) -> list[float]:
+ROUNDS = 5
+
+
+def time_us(calls: Sequence[Callable[[], object]], rounds: int | None = None) -> list[float]:
     """Median device time of each call in microseconds.
 
     `do_bench` overwrites the L2 cache before every run, so that inputs come from memory as they mostly do in a model,
@@ -151,7 +158,7 @@ def time_us(calls: Sequence[Callable[[], object]], rounds: int = 5) -> list[floa
     favours whoever comes next; hence several rounds, each in a new order.
     """
     times: list[list[float]] = [[] for _ in calls]
-    for _ in range(rounds):
+    for _ in range(rounds or ROUNDS):
         for i in random.sample(range(len(calls)), len(calls)):
             times[i].append(triton.testing.do_bench(calls[i], warmup=10, rep=40, return_mode="median") * 1e3)
     return [statistics.median(t) for t in times]
@@ -191,6 +198,39 @@ def bench_products(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Questions and exercises
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question to answer before the rung runs, and the answer, which is printed at the end."""
+
+    text: str
+    answer: Callable[[], str]
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """A function for the reader to write, a solution, and a check that raises AssertionError if a function is wrong."""
+
+    stub: Callable[..., object]
+    solution: Callable[..., object]
+    check: Callable[[Any], None]
+
+
+def predicted(m: int, n: int, k: int) -> str:
+    """What gemmery's model of an H200 says of cuBLAS's time for float16, in words; `gemmery predict` says more."""
+    from gemmery.lab.abstract import abstract_problem
+    from gemmery.lab.prediction import predict
+    from gemmery.select.shapes import device_named
+
+    problem = abstract_problem(m, n, k, device=device_named("H200"), dtype="fp16", layout="NT")
+    found = predict(problem).asdict()
+    low, high = (1e6 * seconds for seconds in found["interval"]["cublas"])
+    return f"{1e6 * found['cublas']:.0f} us for cuBLAS, {low:.0f} to {high:.0f} in nine of ten cases"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Running a rung
 
 
@@ -214,12 +254,30 @@ def run(
     check: Callable[[], list[Row]],
     bench: Callable[[], list[Row]],
     arguments: Sequence[str] | None = None,
+    questions: Sequence[Question] = (),
+    exercises: Sequence[Exercise] = (),
 ) -> Record:
-    """Check a rung, on a GPU time it too, print what came out and, with `--json FILE`, write it down."""
+    """Check a rung, on a GPU time it too, print what came out and, with `--json FILE`, write it down.
+
+    With `--exercise N` nothing of this happens, but the reader's function for exercise N is checked.
+    """
     parser = argparse.ArgumentParser(description=f"Rung {number}: {title}.")
+    parser.add_argument(
+        "--exercise",
+        type=int,
+        choices=range(1, len(exercises) + 1),
+        metavar="N",
+        help="only check what you wrote for exercise N",
+    )
+    parser.add_argument("--check", action="store_true", help="time nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the record here")
     parser.add_argument("--seed", type=int, help="repeat the random inputs of an earlier run")
     options = parser.parse_args(arguments)
+    if options.exercise is not None:
+        exercise = exercises[options.exercise - 1]
+        exercise.check(exercise.stub)
+        print(f"Exercise {options.exercise}: {exercise.stub.__name__} is right.")
+        sys.exit()
 
     seed = torch.seed() % 2**32 if options.seed is None else options.seed
     torch.manual_seed(seed)
@@ -228,13 +286,21 @@ def run(
     print(f"{device}, torch {torch.__version__}, Triton {triton.__version__}, seed {seed}")
     if INTERPRETED:
         print("The kernels run interpreted: results are checked, nothing is timed.")
+    if questions:
+        print("\nPredict before you read on")
+        for i, question in enumerate(questions, 1):
+            print(f"  {i}. {question.text}")
 
     rows = check()
     print_rows("Checked", rows)
-    if not INTERPRETED:
+    if not (INTERPRETED or options.check):
         timed = bench()
         print_rows("Timed, inputs not in L2", timed)
         rows += timed
+    if questions:
+        print("\nAnswers")
+        for i, question in enumerate(questions, 1):
+            print(f"  {i}. {question.answer()}")
     record = Record(number, title, device, INTERPRETED, torch.__version__, triton.__version__, seed, rows)
     if options.json is not None:
         options.json.write_text(json.dumps(asdict(record), indent=1) + "\n", encoding="utf-8")

@@ -271,9 +271,52 @@ def registers(
         yield lane, register, [place(lane, register, *half) for half in more]
 
 
+def roles() -> Figure:
+    """Rung 10: what the producer and two consumers do, in turns; not to scale."""
+    tiles, step, stored = 4, 4.0, 2.6
+    with panels(7.2, 2.3) as (made, (axes,)):
+        axes.set(xlim=(0, 26), ylim=(5.4, -0.2))
+        for line, name in enumerate(("producer", "consumer 0", "consumer 1")):
+            label(axes, 1.8 * line + 0.6, 0, name)
+        for tile in range(tiles):
+            begun = 6.4 + tile * step
+            colour = COLOURS[tile]
+            cell(axes, 0, begun - 2, f"load tile {tile}", colour, width=step, height=1.2)
+            line = 1.8 * (1 + tile % 2)
+            cell(axes, line, begun, f"multiply tile {tile}", colour, width=step, height=1.2)
+            cell(axes, line, begun + step, "store", width=stored, height=1.2)
+    return made
+
+
+def words() -> Figure:
+    """Rung 11: which columns of a step a word has, and at which bits."""
+    shown = 3
+    with panels(7.2, 2.3) as (made, (axes,)):
+        fit(axes, 10.6, 34)
+        for run in range(4):
+            label(axes, 0.5 + 1.3 * run, 0, f"columns {16 * run} to {16 * run + 15}", fontsize=7)
+            for column in range(16):
+                word = column // 2
+                cell(
+                    axes,
+                    1.3 * run,
+                    9 + 1.5 * column,
+                    word,
+                    COLOURS[run] if word == shown else "none",
+                    width=1.5,
+                )
+        label(axes, 6.6, 9, "the step's 64 columns, and the word that has each", fontsize=7)
+        label(axes, 8.9, 0, f"word {shown}: columns", fontsize=7)
+        for i in range(8):
+            run, neighbour = divmod(i, 2)
+            cell(axes, 8.4, 9 + 3 * i, 16 * run + 2 * shown + neighbour, COLOURS[run], width=3)
+            label(axes, 9.9, 9.2 + 3 * i, f"bits {4 * i}–{4 * i + 3}", fontsize=6)
+    return made
+
+
 def fragments() -> Figure:
-    """Rung 10: which lane has which numbers of A, B and D."""
-    in_a, in_b, in_d = functions(10, "place_in_a", "place_in_b", "place_in_c")
+    """Rung 12: which lane has which numbers of A, B and D."""
+    in_a, in_b, in_d = functions(12, "place_in_a", "place_in_b", "place_in_c")
     with panels(7.2, 4.7) as (made, (axes,)):
         fit(axes, 27.6, 45)
         label(axes, 0.4, 0, "A: 16 rows of w, 16 kept numbers of each")
@@ -294,8 +337,8 @@ def fragments() -> Figure:
 
 
 def codes() -> Figure:
-    """Rung 10: which lane's word has which codes, and one word in full."""
-    (in_codes,) = functions(10, "place_in_codes")
+    """Rung 12: which lane's word has which codes, and one word in full."""
+    (in_codes,) = functions(12, "place_in_codes")
     shown = 6
     with panels(7.2, 3.5) as (made, (axes,)):
         fit(axes, 18.4, 38)
@@ -357,7 +400,10 @@ DRAWINGS: dict[int, list[Drawing]] = {
                             "the end of this one.")],
     8: [Drawing(shared, "The fourth stage fits where the tile is stored in halves.")],
     9: [Drawing(passes, "What the output costs in traffic, pass by pass.")],
-    10: [Drawing(fragments, "mma.sp.m16n8k32: which of 32 lanes has which numbers, and in which of four registers."),
+    10: [Drawing(roles, "Taking turns, not to scale: while one consumer stores, the other one multiplies, and the "
+                        "producer has begun to load the tile after.")],
+    11: [Drawing(words, "A step of 64 columns and its 8 words: each has two neighbours of every 16 columns.")],
+    12: [Drawing(fragments, "mma.sp.m16n8k32: which of 32 lanes has which numbers, and in which of four registers."),
          Drawing(codes, "Codes of 16 rows and 64 columns: the lane whose word has them, four to a box, and one word in "
                         "full. The selector of an instruction says which two lanes of each row it reads.")],
 }  # fmt: skip

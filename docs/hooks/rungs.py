@@ -21,7 +21,7 @@ RECORDED = ROOT / "benchmarks" / "results" / "ladder" / "rungs.json"
 MISSING = "Not measured yet"
 #: Functions of a rung that are about it and not of it.
 AROUND = {"check", "bench", "main", "picture", "places", "blocks_touched", "print_winners", "results", "few_rows",
-          "many_rows"}  # fmt: skip
+          "many_rows", "compared"}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
-"""The rung of sparse weights: its instruction compiles for other machines' GPUs, and its layouts are Triton's own."""
+"""The rungs in Gluon compile for other machines' GPUs, and the layouts of the sparse one are Triton's own."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,21 +10,62 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from gemmery.lab.inspection.resources import usage
+from gemmery.lab.inspection.sass import disassemble
 from tests.compile.compiling import strictly_for
 
 TUTORIALS = Path(__file__).resolve().parents[2] / "tutorials"
 
 
 @pytest.fixture(scope="module")
-def sparse():
-    """Rung 10, with kernels that are compiled, although there is no GPU."""
+def rung():
+    """Loads a rung by its number, with kernels that are compiled, although there is no GPU."""
     with pytest.MonkeyPatch.context() as patch:
         # Else the tutorials would turn the interpreter on.
         patch.setenv("TRITON_INTERPRET", "0")
         patch.syspath_prepend(str(TUTORIALS))
         import _common
 
-        yield _common.rung(10)
+        yield _common.rung
+
+
+@pytest.fixture(scope="module")
+def sparse(rung):
+    return rung(12)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The warp-specialised kernel
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("width", "turns"), [(128, True), (176, True), (72, True), (256, False), (192, False), (136, False)]
+)
+def test_warp_specialised_compiles(rung, width, turns, dtype, gelu):
+    module = rung(10)
+    tile = module.Tile(width, turns)
+    assert tile in module.TILES
+    a, w, out = (empty(4096, 4096, dtype=dtype) for _ in range(3))
+    given = module.arguments(a, w, out, tile, 132, empty(4096, dtype=dtype) if gelu else None)
+    with strictly_for("sm_90"):
+        compiled = module.matmul_kernel.warmup(**given, grid=(1,))
+    # With Triton 3.9, the epilogue does not find all its registers beside the widest accumulator.
+    assert usage(compiled).spilled <= (96 if gelu and width == 176 else 0)
+    # The newest step stays under way in the K loop, and none at the end of a tile, in both warpgroups.
+    waits = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d)", disassemble(compiled.asm["cubin"]))
+    assert waits == ["1", "0", "1", "0"]
+    kind = "bf16" if dtype == torch.bfloat16 else "f16"
+    products = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+)", compiled.asm["ptx"])
+    assert products == [f"m64n{width}k16.f32.{kind}.{kind}"] * (16 if turns else 8)
+    # Everything else lies behind the ring, so that is where shared memory begins.
+    others = {int(at) for at in re.findall(r"@global_smem, i32 (\d+)", compiled.asm["llir"])}
+    assert min(others) == tile.stages * tile.stage_bytes
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The sparse instruction
 
 
 def empty(*shape, dtype=torch.int32):

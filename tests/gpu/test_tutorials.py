@@ -18,7 +18,7 @@ def rung():
         patch.syspath_prepend(str(TUTORIALS))
         import _common
 
-        module = _common.rung(10)
+        module = _common.rung(12)
     if not module.has_mma_sp():
         pytest.skip("no sparse tensor cores")
     return module

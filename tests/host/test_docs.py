@@ -397,7 +397,7 @@ def test_a_rung_that_was_not_measured_says_so():
 
 
 def test_pictures_of_fragments_are_drawn_by_the_rungs_functions():
-    in_a, in_codes = drawings.functions(10, "place_in_a", "place_in_codes")
+    in_a, in_codes = drawings.functions(12, "place_in_a", "place_in_codes")
     assert (in_a(5, 3, 1), in_codes(6, 4)) == ((9, 11), (9, 8))
     page = rungs.page(rungs.rungs()[-1], rungs.recorded())
     assert page.count('<figure class="drawing">') == 2

@@ -56,6 +56,6 @@ def test_a_rung_shows_the_same_fusion_in_gemmery():
 
 def test_a_rung_shows_the_same_sparse_product_in_gemmery():
     a, w = (torch.randn(size, dtype=torch.float16) for size in ((5, 8), (6, 8)))
-    names = shown_in("10_sparse.py", a=a, w=w)
+    names = shown_in("12_sparse.py", a=a, w=w)
     assert (names["s"].dense() != 0).sum() == w.numel() // 2
     torch.testing.assert_close(names["out"], F.linear(a, names["s"].dense()), rtol=1e-2, atol=1e-2)

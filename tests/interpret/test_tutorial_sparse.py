@@ -17,7 +17,7 @@ def rung() -> Iterator[ModuleType]:
         patch.syspath_prepend(str(TUTORIALS))
         import _common
 
-        yield _common.rung(10)
+        yield _common.rung(12)
 
 
 def integers(*shape: int) -> torch.Tensor:

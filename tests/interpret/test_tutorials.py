@@ -44,8 +44,8 @@ def order(common: ModuleType) -> ModuleType:
 # The rungs
 
 
-def test_there_are_ten_rungs() -> None:
-    assert [path.name[:2] for path in FILES] == [f"{number:02d}" for number in range(1, 11)]
+def test_there_are_twelve_rungs() -> None:
+    assert [path.name[:2] for path in FILES] == [f"{number:02d}" for number in range(1, 13)]
     assert list(ladder.tutorial_files().values()) == FILES
 
 
@@ -145,6 +145,89 @@ def test_empty_vectors_and_products(common: ModuleType) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Questions and exercises
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_questions_have_answers(common: ModuleType, path: Path) -> None:
+    questions = common.rung(int(path.name[:2])).QUESTIONS
+    assert 2 <= len(questions) <= 3
+    for question in questions:
+        assert question.text.endswith("?")
+        assert question.answer().endswith(".")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_exercises_have_solutions(
+    common: ModuleType, path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = common.rung(int(path.name[:2]))
+    assert len(module.EXERCISES) == 2
+    for i, exercise in enumerate(module.EXERCISES, 1):
+        assert exercise.stub.__doc__.startswith(f"Exercise {i}: ")
+        with pytest.raises(NotImplementedError):
+            module.main(["--exercise", str(i)])
+        exercise.check(exercise.solution)
+    # As a reader does it: the stub is replaced.
+    solved = tuple(dataclasses.replace(exercise, stub=exercise.solution) for exercise in module.EXERCISES)
+    monkeypatch.setattr(module, "EXERCISES", solved)
+    with pytest.raises(SystemExit) as ended:
+        module.main(["--exercise", "2"])
+    assert not ended.value.code
+    assert "is right" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The protocol of rung 10
+
+
+@given(
+    m=st.integers(1, 300), n=st.integers(1, 40), k=st.integers(1, 60), width=st.integers(8, 22),
+    turns=st.booleans(), programs=st.integers(1, 3), stages=st.integers(2, 5),
+)  # fmt: skip
+def test_warps_meet(
+    common: ModuleType, m: int, n: int, k: int, width: int, turns: bool, programs: int, stages: int
+) -> None:
+    rung = common.rung(10)
+    # Sums of small integers are exact.
+    a, w = torch.randint(-3, 4, (m, 8 * k)).half(), torch.randint(-3, 4, (8 * n, 8 * k)).half()
+    tile = rung.Tile(8 * width, turns)
+    out = rung.emulated(a, w, common.poisoned(m, 8 * n), tile, programs=programs, stages=stages)
+    assert torch.equal(out, a @ w.T)
+
+
+@pytest.mark.parametrize("broken", ["full", "free"])
+@pytest.mark.parametrize("turns", [True, False])
+def test_a_barrier_that_lets_all_through_is_noticed(
+    common: ModuleType, monkeypatch: pytest.MonkeyPatch, broken: str, turns: bool
+) -> None:
+    rung = common.rung(10)
+    right, made = rung.Barrier.is_over, []
+    stages = 3
+
+    class Barrier(rung.Barrier):
+        def __init__(self, count: int) -> None:
+            super().__init__(count)
+            made.append(self)
+
+        def is_over(self, parity: int) -> bool:
+            # They are made in this order: all of `full`, all of `free`, two turns.
+            kind = made.index(self) % (2 * stages + 2) // stages
+            return kind == ["full", "free"].index(broken) or right(self, parity)
+
+    monkeypatch.setattr(rung, "Barrier", Barrier)
+    a, w = common.normal(512, 512), common.normal(512, 512)
+    for _ in range(5):
+        try:
+            out = rung.emulated(a, w, common.poisoned(512, 512), rung.Tile(128, turns), stages=stages)
+        except RuntimeError:
+            return  # a deadlock
+        if not torch.allclose(out.float(), (a @ w.T).float(), atol=0.5, rtol=0.1):
+            return
+    pytest.fail("the result is right without the barrier")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The order of rung 5
 
 GRIDS = {"tiles_m": st.integers(1, 40), "tiles_n": st.integers(1, 40), "group": st.integers(1, 16)}
@@ -207,8 +290,8 @@ def test_ladder_runs_a_rung_alone(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_ladder_without_such_a_rung(capsys: pytest.CaptureFixture[str]) -> None:
-    assert ladder.ladder([3, 12]) == 2
-    assert "no rung 12: there are 1 to 10" in capsys.readouterr().out
+    assert ladder.ladder([3, 13]) == 2
+    assert "no rung 13: there are 1 to 12" in capsys.readouterr().out
 
 
 def test_ladder_reports_a_failure(

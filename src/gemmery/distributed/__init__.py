@@ -6,11 +6,13 @@ Products of DTensors need nothing from here. It imports torch.distributed, and i
 
 from .all_reduce import linear_all_reduce, matmul_all_reduce
 from .exchange import check, set_timeout
+from .sharded_rows import all_gather_linear, all_gather_matmul, linear_reduce_scatter, matmul_reduce_scatter
 from .state import flat_state_dict, load_flat_state_dict
 from .styles import ColwiseParallel, ExpertParallel, FeedForwardParallel, RowwiseParallel
 from .weights import distribute_weight, full_weight
 
 __all__ = [
-    "ColwiseParallel", "ExpertParallel", "FeedForwardParallel", "RowwiseParallel", "check", "distribute_weight",
-    "flat_state_dict", "full_weight", "linear_all_reduce", "load_flat_state_dict", "matmul_all_reduce", "set_timeout",
+    "ColwiseParallel", "ExpertParallel", "FeedForwardParallel", "RowwiseParallel", "all_gather_linear",
+    "all_gather_matmul", "check", "distribute_weight", "flat_state_dict", "full_weight", "linear_all_reduce",
+    "linear_reduce_scatter", "load_flat_state_dict", "matmul_all_reduce", "matmul_reduce_scatter", "set_timeout",
 ]  # fmt: skip

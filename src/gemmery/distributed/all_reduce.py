@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
-from .. import devices
-from ..dtensors import is_sharded
-from ..epilogues.function import captured_of
-from ..epilogues.results import returned
 from ..formats.weight import PackedWeight
 from ..operands import SummedOver
 from ..operands.summed import places_of
 from ..precision import AskedPrecision, resolved
 from ..problem import Config
-from ..product.check import check_not_packed, check_second, check_tensor
-from ..product.epilogue import outputs_of
 from ..product.run import checked, product
-from ..product.seen import is_followed, needs_dispatcher
-from ..product.shape import OF_WEIGHTS, operand_names
 from ..product.spec import NONE, Functions, Options, OutTypes
-from .exchange import MOST, Shared, shared_by
+from .calls import (
+    as_batch,
+    as_matrices,
+    captured,
+    checked_group,
+    columns_of,
+    finished,
+    given_up,
+    moved,
+    outside_compiler,
+    shared_memory,
+    tensors_of,
+    unpermuted,
+)
+from .exchange import SUMS, Shared
+from .rows import collected
+from .sharded_rows import scattered_product
 
+#: From so many rows on, the sum is scattered over the ranks and its results gathered; measured on two H200.
+BY_ROWS = 1024
 #: Types of operands whose products are summed in 32 bits.
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.int8)
 
@@ -81,7 +89,7 @@ def matmul_all_reduce(
     """
     how = resolved(precision, a)
     options = Options(out_dtype, how, False, batch_invariant, config)
-    return _all_reduced("matmul", a, b, bias, Functions(epilogue, args), options, group)
+    return outside_compiler(_all_reduced, "matmul", a, b, bias, Functions(epilogue, args), options, group)
 
 
 def linear_all_reduce(
@@ -114,117 +122,75 @@ def linear_all_reduce(
     """
     how = resolved(precision, x)
     options = Options(out_dtype, how, False, batch_invariant, config)
-    return _all_reduced("linear", x, weight, bias, Functions(epilogue, args), options, group)
+    return outside_compiler(_all_reduced, "linear", x, weight, bias, Functions(epilogue, args), options, group)
 
 
 def _all_reduced(
     op: str, a: Any, b: Any, bias: Any, functions: Functions, options: Options, group: dist.ProcessGroup | None
 ) -> Any:  # fmt: skip
-    if is_dynamo_compiling() or is_followed():
-        from ..product.compiled import uncompiled
-
-        return uncompiled(_outside, op, a, b, bias, functions, options, group)
-    return _outside(op, a, b, bias, functions, options, group)
-
-
-def _outside(
-    op: str, a: Any, b: Any, bias: Any, functions: Functions, options: Options, group: dist.ProcessGroup | None
-) -> Any:  # fmt: skip
     """A call outside the compiler."""
-    first, second, _ = operand_names(op)
-    check_tensor(op, first, a)
-    check_not_packed(op, first, a)
-    check_second(op, b, takes_pair=False)
-    if is_sharded([a, b]):
-        raise TypeError(
-            f"{op}_all_reduce: {first} or {second} is a DTensor; use gemmery.{op}, or give the local tensors (to_local)"
-        )
-    if not dist.is_initialized():
-        raise RuntimeError(
-            f"{op}_all_reduce: there is no process group; call torch.distributed.init_process_group"
-        )
-    group = dist.group.WORLD if group is None else group
-    assert group is not None
+    group = checked_group(f"{op}_all_reduce", op, a, b, group)
     if dist.get_world_size(group) == 1:
         return product(op, a, b, bias, functions, None, options)
     if a.dim() == 1 and b.dim() == 2:
-        made = _outside(op, a.unsqueeze(0), b, bias, functions, options, group)
+        made = _all_reduced(op, a.unsqueeze(0), b, bias, functions, options, group)
         return tuple([x.squeeze(0) for x in made]) if isinstance(made, tuple) else made.squeeze(0)
-    tensors = _tensors(a, b, bias, functions)
-    shared = _shared(a, tensors, group)
+    shared = shared_memory(a, tensors_of(a, b, bias, functions), group, _TYPES)
     places = _places(op, a, b)
-    if shared is None or not 0 < places <= MOST or not a.shape[-1]:
+    if shared is None or not 0 < places <= SUMS.most or not a.shape[-1]:
         return _in_steps(op, a, b, bias, functions, options, group)
-    if a.dim() == 2:
-        return _in_kernel(op, a, b, bias, functions, options, shared, places)
-    return _of_batch(op, a, b, bias, functions, options, group, shared, places)
+    rows = as_matrices(0, a.shape[:-1], bias, functions)
+    if rows is None:
+        return _in_steps(op, a, b, bias, functions, options, group)
+    lead, x = a.shape[:-1], moved(a, 0)
+    made = None
+    if x.shape[0] >= BY_ROWS:
+        made = _by_rows(op, x, b, *rows, options, shared, group)
+    if made is None:
+        made = _in_kernel(op, x, b, *rows, options, shared, places)
+    return as_batch(made, lead, 0)
+
+
+def _by_rows(
+    op: str, x: Tensor, b: Any, bias: Any, functions: Functions, options: Options, shared: Shared,
+    group: dist.ProcessGroup,
+) -> Any:  # fmt: skip
+    """The product with its sum scattered over the ranks, whose results are then gathered.
+
+    Of many rows, that sends half as much as when each rank adds up all. None where ranks do not divide the rows, or
+    where the epilogue holds a matrix, of which they would need some rows.
+    """
+    rows = x.shape[0]
+    if rows % shared.ranks or any(t.dim() > 1 for t in captured(functions)):
+        return None
+    first, count = shared.rank * (rows // shared.ranks), rows // shared.ranks
+
+    def own(value: Any) -> Any:
+        has_rows = isinstance(value, Tensor) and value.dim() == 2 and value.shape[0] == rows
+        return value.narrow(0, first, count) if has_rows else value
+
+    functions = functions._replace(args=tuple([own(value) for value in functions.args]))
+    made = scattered_product(op, x, b, own(bias), functions, options, group)
+    name = f"{op}_all_reduce"
+    results = made if isinstance(made, tuple) else (made,)
+    whole = given_up(shared, lambda: collected(name, results, shared))
+    return whole if isinstance(made, tuple) else whole[0]
 
 
 def _in_kernel(
     op: str, a: Tensor, b: Any, bias: Any, functions: Functions, options: Options, shared: Shared, places: int
 ) -> Any:  # fmt: skip
     """The product and its sum as one kernel."""
-    if isinstance(b, PackedWeight) and b.permutation is not None:
-        a, b = a.index_select(-1, b.permutation), b.unpermuted()
+    a, b = unpermuted(a, b)
     exchange = shared.exchange(f"{op}_all_reduce", places)
-    try:
-        return product(op, SummedOver(a, exchange), b, bias, functions, None, options)
-    except (TypeError, ValueError):
-        # Of arguments, before anything was launched; all ranks have the same.
-        raise
-    except BaseException:
-        shared.give_up()
-        raise
-
-
-def _of_batch(
-    op: str, a: Tensor, b: Any, bias: Any, functions: Functions, options: Options, group: dist.ProcessGroup,
-    shared: Shared, places: int,
-) -> Any:  # fmt: skip
-    """The same where x has a batch, which becomes rows of one matrix, as do the arguments.
-
-    Left to strides, it might become that on some ranks alone.
-    """
-    lead = a.shape[:-1]
-    captured = _captured(functions)
-    rows = [x for x in (bias, *functions.args, *captured) if isinstance(x, Tensor) and x.dim() > 1]
-    if any(x.shape[:-1] != lead for x in rows) or any(x.dim() > 1 for x in captured):
-        return _in_steps(op, a, b, bias, functions, options, group)
-
-    def flat(x: Any) -> Any:
-        return x.reshape(-1, x.shape[-1]) if isinstance(x, Tensor) and x.dim() > 1 else x
-
-    functions = functions._replace(args=tuple([flat(x) for x in functions.args]))
-    made = _in_kernel(op, flat(a), b, flat(bias), functions, options, shared, places)
-    results = [x.reshape(*lead, *x.shape[1:]) for x in (made if isinstance(made, tuple) else (made,))]
-    return tuple(results) if isinstance(made, tuple) else results[0]
+    return given_up(
+        shared, lambda: product(op, SummedOver(a, exchange), b, bias, functions, None, options)
+    )
 
 
 def _places(op: str, a: Tensor, b: Any) -> int:
     """Places that the product takes, see `operands.summed.places_of`; 0 where b has a batch."""
-    if b.dim() != 2:
-        return 0
-    of_weight = op in OF_WEIGHTS or isinstance(b, PackedWeight)
-    return places_of(a.shape[:-1].numel(), b.shape[-2 if of_weight else -1])
-
-
-def _tensors(a: Tensor, b: Any, bias: Any, functions: Functions) -> list[Tensor]:
-    """All tensors that go in."""
-    of_b = b.parts().values() if isinstance(b, PackedWeight) else (b,)
-    return [x for x in (a, *of_b, bias, *functions.args, *_captured(functions)) if isinstance(x, Tensor)]
-
-
-def _captured(functions: Functions) -> Sequence[Tensor]:
-    """The tensors that the epilogue holds."""
-    return () if functions.epilogue is None else captured_of(functions.epilogue)[1].tensors
-
-
-def _shared(a: Tensor, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Shared | None:
-    """The memory that the ranks share, where a kernel can use it; the same answer on all ranks."""
-    if a.dtype not in _TYPES or devices.current(a.device) is None or needs_dispatcher(tensors):
-        return None
-    shared = shared_by(group, a.device)
-    return shared if shared.works else None
+    return places_of(a.shape[:-1].numel(), columns_of(op, b)) if b.dim() == 2 else 0
 
 
 def _in_steps(
@@ -234,9 +200,7 @@ def _in_steps(
     call = checked(op, a, b, bias, functions, None, options)
     partial = product(op, a, b, None, NONE, None, options._replace(out_dtype=call.wide))
     total = _Sum.apply(partial, group)  # type: ignore[no-untyped-call]
-    if call.does_nothing:
-        return total.to(options.out_dtype or call.b.default)
-    return returned(*outputs_of(replace(call, outer=()), total))
+    return finished(op, a, b, bias, functions, options, total)
 
 
 class _Sum(torch.autograd.Function):

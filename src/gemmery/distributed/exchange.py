@@ -1,7 +1,7 @@
-"""The memory in which the ranks of a process group exchange partial sums; see `kernels.ranks`.
+"""The memory through which the ranks of a process group exchange rows and partial sums.
 
 GPUs of one host with access to each other's memory have it through torch's symmetric memory, and processes that run
-Triton's interpreter through files that they share.
+Triton's interpreter through files that they share. See `kernels.ranks` and `kernels.shards`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import socket
 import tempfile
 import warnings
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,27 +27,54 @@ from .. import __version__, devices
 from ..kernels.ranks import EMPTY
 from ..operands import Exchange
 
-#: Places for the largest product that ranks exchange: 32 MiB of partial sums for each pair of ranks, twice.
-MOST = 1 << 23
-#: Places that there are at first.
-LEAST = 1 << 20
 #: Ranks that exchange at most: the GPUs of one host.
 MOST_RANKS = 8
 #: Microseconds that a kernel counts in a second, in the interpreter.
 KERNEL_MICROSECONDS = 2000
 
 
+class Kind(NamedTuple):
+    """A kind of memory. Sizes are powers of two.
+
+    Attributes:
+        least, most: the size that there is at first, and the largest.
+        words: 32-bit words of a rank's buffer, given how many ranks there are and the size.
+        counters: of a rank, given the size.
+        content: of all words at first.
+    """
+
+    name: str
+    least: int
+    most: int
+    words: Callable[[int, int], int]
+    counters: Callable[[int], int]
+    content: int
+
+
+def _flagged(name: str) -> Kind:
+    """A kind whose size is in 32-bit words; behind them are two numbers for each rank, see `Numbers`."""
+    return Kind(name, 1 << 20, 1 << 28, lambda n, size: size + 2 * n, lambda size: 1, 0)
+
+
+#: For partial sums that all ranks add up: the size is the number of places of the product, see `Exchange`.
+SUMS = Kind(
+    "sums", 1 << 20, 1 << 23, lambda n, size: 2 * n * size, lambda size: size // 64 + 1, EMPTY.value
+)
+#: For the rows of all ranks, for sums that a rank is sent of its own rows, and for results of a rank's rows.
+ROWS, PARTIALS, RESULTS = _flagged("rows"), _flagged("partial sums"), _flagged("results")
+
+
 class Seconds:
-    """How long a kernel waits for the partial sums of another rank; see `set_timeout`."""
+    """How long a kernel waits for another rank; see `set_timeout`."""
 
     timeout = 30.0
 
 
 def set_timeout(seconds: float) -> None:
-    """Set how long the kernels of `matmul_all_reduce` wait for another rank, about; 30 seconds to begin with.
+    """Set how long the kernels of this module's products wait for another rank, about; 30 seconds to begin with.
 
-    A rank that is later has its partial sums left out. The results are NaN then, and the next call, or
-    `gemmery.distributed.check`, raises an error on the ranks that have waited in vain.
+    What a later rank sends is left out. The results are NaN then, or have other rows than those that are missing, and
+    the next call, or `gemmery.distributed.check`, raises an error on the ranks that have waited in vain.
 
     Args:
         seconds: above 0, and finite.
@@ -60,18 +89,22 @@ def set_timeout(seconds: float) -> None:
 
 @dataclass
 class Memory:
-    """A group's buffers, of one size, and what keeps them.
+    """A group's buffers, of one kind and size, and what keeps them.
 
     Attributes:
+        buffers: one of each rank, of `Kind.words` int32, each of which all ranks can write.
+        counters: of `Kind.counters` int32, of this rank.
         failures: of one element, which the GPU can write and the host can read.
         owner: what keeps the buffers of other ranks mapped.
+        views: what is made of the buffers, and kept with them.
     """
 
     buffers: tuple[Tensor, ...]
-    uses: Tensor
+    counters: Tensor
     failures: Tensor
     owner: Any
     size: int
+    views: dict[Any, Any] = field(default_factory=dict)
     failed: np.ndarray[Any, Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -91,8 +124,12 @@ class Shared:
         self._group, self.device = weakref.ref(group), device
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.works = self.ranks <= MOST_RANKS and self._reachable()
-        #: Memory of earlier sizes is kept, too: a captured graph may use it.
-        self._memories: list[Memory] = []
+        #: By the kind's name. Memory of earlier sizes is kept, too: a captured graph may use it.
+        self._memories: dict[str, list[Memory]] = {}
+        if self.device.type == "cuda":
+            #: A stream for what runs beside kernels; when what it is to send is there, and when it is sent.
+            self.side = torch.cuda.Stream(device)
+            self.placed, self.sent = torch.cuda.Event(), torch.cuda.Event()
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -100,6 +137,33 @@ class Shared:
         group = self._group()
         assert group is not None
         return group
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """What is queued inside runs beside what comes behind, until `join`; on a CPU, before it."""
+        if self.device.type != "cuda":
+            yield
+            return
+        main = torch.cuda.current_stream(self.device)
+        self.placed.record(main)
+        self.side.wait_event(self.placed)
+        torch.cuda.set_stream(self.side)
+        try:
+            yield
+            self.sent.record(self.side)
+        finally:
+            torch.cuda.set_stream(main)
+
+    def join(self) -> None:
+        """Have what comes behind wait for what runs beside it."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).wait_event(self.sent)
+
+    @property
+    def patience(self) -> int:
+        """How long kernels wait, as they take it."""
+        each = KERNEL_MICROSECONDS if devices.INTERPRETED else 1_000_000
+        return min(max(round(Seconds.timeout * each), 2), (1 << 31) - 1)
 
     def _reachable(self) -> bool:
         """Whether all ranks are alike, of one host, and can write each other's memory; the same answer on all."""
@@ -125,81 +189,89 @@ class Shared:
         return all(answers)
 
     def exchange(self, op: str, places: int) -> Exchange:
-        """Memory with so many places for a product; all ranks call this together where it has to grow.
+        """Memory with so many places for a product; see `memory`."""
+        memory = self.memory(op, SUMS, places)
+        return Exchange(
+            memory.buffers, memory.counters, self.rank, memory.size, memory.failures.data_ptr(), self.patience
+        )
+
+    def memory(self, op: str, kind: Kind, size: int) -> Memory:
+        """Memory of a kind and at least a size; all ranks call this together where it has to grow.
 
         Raises:
             RuntimeError: an exchange failed, or memory has to be allocated while a graph is captured.
         """
         self.check(op)
-        memory = self._memories[-1] if self._memories else None
-        if memory is None or memory.size < places:
-            memory = self._grow(op, places)
-        each = KERNEL_MICROSECONDS if devices.INTERPRETED else 1_000_000
-        patience = min(max(round(Seconds.timeout * each), 2), (1 << 31) - 1)
-        return Exchange(
-            memory.buffers, memory.uses, self.rank, memory.size, memory.failures.data_ptr(), patience
-        )
+        found = self._memories.get(kind.name)
+        if found and found[-1].size >= size:
+            return found[-1]
+        return self._grow(op, kind, size)
 
     def give_up(self) -> None:
         """Have later calls raise an error, since this rank did not send what the others wait for."""
-        for memory in self._memories:
-            memory.failed[0] = 1 + self.rank
+        for memories in self._memories.values():
+            for memory in memories:
+                memory.failed[0] = 1 + self.rank
 
     def check(self, op: str) -> None:
         """RuntimeError if a rank did not arrive at an exchange."""
-        for memory in self._memories:
-            if memory.failed[0] == 1 + self.rank:
-                raise RuntimeError(
-                    f"{op}: an earlier call failed on this rank, and the others waited in vain; this process group "
-                    "can't be used for such products any more"
-                )
-            if memory.failed[0]:
-                raise RuntimeError(
-                    f"{op}: rank {memory.failed[0] - 1} of the group did not arrive within about {Seconds.timeout:g} "
-                    "seconds (gemmery.distributed.set_timeout), and the results since then are NaN; this process group "
-                    "can't be used for such products any more"
-                )
+        for memories in self._memories.values():
+            for memory in memories:
+                if memory.failed[0]:
+                    raise RuntimeError(f"{op}: {self._failure(int(memory.failed[0]) - 1)}")
 
-    def _grow(self, op: str, places: int) -> Memory:
+    def _failure(self, rank: int) -> str:
+        if rank == self.rank:
+            return (
+                "an earlier call failed on this rank, and the others waited in vain; this process group can't be used "
+                "for such products any more"
+            )
+        return (
+            f"rank {rank} of the group did not arrive within about {Seconds.timeout:g} seconds "
+            "(gemmery.distributed.set_timeout), and the results since then are wrong; this process group can't be used "
+            "for such products any more"
+        )
+
+    def _grow(self, op: str, kind: Kind, size: int) -> Memory:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"{op}: memory of all ranks can't be allocated while a graph is captured; call it once before, with as "
                 "large a product"
             )
-        size = max(LEAST, 1 << (places - 1).bit_length())
+        size = max(kind.least, 1 << (size - 1).bit_length())
         make = _shared_files if self.device.type == "cpu" else _symmetric
-        memory = make(self, size)
-        self._memories.append(memory)
+        memory = make(self, kind, size)
+        self._memories.setdefault(kind.name, []).append(memory)
         return memory
 
 
-def _symmetric(shared: Shared, size: int) -> Memory:
+def _symmetric(shared: Shared, kind: Kind, size: int) -> Memory:
     """Memory of GPUs."""
     import torch.distributed._symmetric_memory as symmetric
 
-    count = 2 * shared.ranks * size
+    count = kind.words(shared.ranks, size)
     with torch.cuda.device(shared.device):
         own = symmetric.empty(count, dtype=torch.int32, device=shared.device)
-        own.fill_(EMPTY.value)
-        uses = torch.zeros(size // 64 + 1, dtype=torch.int32, device=shared.device)
+        own.fill_(kind.content)
+        counters = torch.zeros(kind.counters(size), dtype=torch.int32, device=shared.device)
         failures = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             handle = symmetric.rendezvous(own, shared.group.group_name)
         torch.cuda.synchronize(shared.device)
-        # Nobody stores before all places are empty.
+        # Nobody stores before all memory has its first content.
         dist.barrier(shared.group)
         buffers = tuple([handle.get_buffer(rank, (count,), torch.int32) for rank in range(shared.ranks)])
-    return Memory(buffers, uses, failures, (own, handle), size)
+    return Memory(buffers, counters, failures, (own, handle), size)
 
 
-def _shared_files(shared: Shared, size: int) -> Memory:
+def _shared_files(shared: Shared, kind: Kind, size: int) -> Memory:
     """Memory of processes on one machine."""
-    count = 2 * shared.ranks * size
+    count = kind.words(shared.ranks, size)
     handle, own = tempfile.mkstemp(prefix="gemmery-exchange-")
     os.close(handle)
     mine = torch.from_file(own, shared=True, size=count, dtype=torch.int32)
-    mine.fill_(EMPTY.value)
+    mine.fill_(kind.content)
     names: list[Any] = [None] * shared.ranks
     try:
         dist.all_gather_object(names, own, group=shared.group)
@@ -210,8 +282,8 @@ def _shared_files(shared: Shared, size: int) -> Memory:
         dist.barrier(shared.group)
     finally:
         os.unlink(own)
-    uses, failures = torch.zeros(size // 64 + 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    return Memory(buffers, uses, failures, None, size)
+    counters = torch.zeros(kind.counters(size), dtype=torch.int32)
+    return Memory(buffers, counters, torch.zeros(1, dtype=torch.int32), None, size)
 
 
 _Devices = dict[torch.device, Shared]
@@ -227,18 +299,18 @@ def shared_by(group: dist.ProcessGroup, device: torch.device) -> Shared:
     if found is None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "a product that is summed over ranks is captured into a graph before any other of its group; call it "
-                "once before, with as large a product"
+                "a product of several ranks is captured into a graph before any other of its group; call it once "
+                "before, with as large a product"
             )
         found = of_group[device] = Shared(group, device)
     return found
 
 
 def check() -> None:
-    """Wait for the GPU, and raise an error if a rank did not arrive at a product of `matmul_all_reduce`.
+    """Wait for the GPU, and raise an error if a rank did not arrive at a product of this module.
 
     Raises:
-        RuntimeError: it says which rank, of which the kernels had no partial sums within the time of `set_timeout`.
+        RuntimeError: it says which rank, of which the kernels had nothing within the time of `set_timeout`.
     """
     for of_group in list(_shared.values()):
         for device, found in of_group.items():

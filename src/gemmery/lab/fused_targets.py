@@ -26,7 +26,7 @@ from ..formats.sparse import SparseTensor, padded
 from ..formats.tensor import QuantizedTensor
 from ..kernels import pointwise
 from ..nn.feed_forward import Differentiable
-from ..operands import Exchange, Groups, SummedOver
+from ..operands import Arrivals, ArrivingRows, Exchange, Groups, SummedOver
 from ..operands.summed import places_of
 from ..problem import Problem
 from ..product import prepare, vjp
@@ -82,7 +82,8 @@ class Fused:
             operands have scales.
         group: columns of a sparse weight of int4 that share a scale, or 0.
         step: columns of both factors that share a scale; 0 where there are none that change along K.
-        ranks: over how many GPUs the product is summed.
+        ranks: over how many GPUs the product is summed, or its rows come from.
+        spread: what of several ranks the product is: their "sum", of "all rows", or of the "own rows" of a sum.
         aligned: whether only sizes that suit all loads are compiled: odd ones are refused, or spill somewhere.
     """
 
@@ -100,6 +101,7 @@ class Fused:
     group: int = 0
     step: int = 0
     ranks: int = 1
+    spread: str = "sum"
     aligned: bool = False
 
 
@@ -141,6 +143,9 @@ FUSED: dict[str, Fused] = {
     "summed_residual": Fused(library.residual, ("matrix",), bias=True, ranks=2, rows=128),
     "summed_swiglu": Fused(library.swiglu, ranks=8, aligned=True),
     "summed_int4": Fused(library.gelu, bias=True, packed=("int4", 128), ranks=2),
+    "arriving": Fused(unchanged, dtypes=("bf16", "int8"), ranks=2, spread="all rows", rows=4096, aligned=True),
+    "arriving_swiglu": Fused(library.swiglu, ranks=8, spread="all rows", rows=4096, aligned=True),
+    "received": Fused(library.residual, ("matrix",), ranks=2, spread="own rows", rows=4096, aligned=True),
     # The backward pass of a gated block: a product that goes on to the gradient of the one before.
     "swiglu_backward": Fused(Differentiable(library.swiglu).backward, ("wide",)),
 }
@@ -186,12 +191,23 @@ def _operands(name: str, dtype: str, rows: int, size: int) -> tuple[Any, Any, Te
         weight = _packed(*how.packed, columns, size, kind)
     args = tuple([empty(*shapes[x]) if isinstance(x, str) else x for x in how.args])
     if how.ranks > 1:
-        # Each tensor an object of its own, as launches have them.
-        places = places_of(rows, columns)
-        buffers = [empty(2, how.ranks, places, dtype=torch.int32) for _ in range(how.ranks)]
-        uses = empty(places // 64 + 1, dtype=torch.int32)
-        x = SummedOver(x, Exchange(tuple(buffers), uses, 1, places, 1 << 40, 1 << 20))
+        x = _spread(x, columns, how)
     return x, weight, empty(columns) if how.bias else None, args
+
+
+def _spread(x: Tensor, columns: int, how: Fused) -> SummedOver | ArrivingRows:
+    """The first operand of a product of several ranks; each tensor an object of its own, as launches have them."""
+    rows, failed, patience = x.shape[0], 1 << 40, 1 << 20
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device="meta")
+
+    if how.spread != "sum":
+        of_rows = how.spread == "all rows"
+        return ArrivingRows(x, Arrivals(numbers(how.ranks), numbers(1), 1, how.ranks, failed, patience, of_rows))
+    places = places_of(rows, columns)
+    buffers = tuple([numbers(2, how.ranks, places) for _ in range(how.ranks)])
+    return SummedOver(x, Exchange(buffers, numbers(places // 64 + 1), 1, places, failed, patience))
 
 
 def _packed(format: str, group: int, rows: int, columns: int, dtype: torch.dtype) -> QuantizedTensor:

@@ -1,6 +1,7 @@
 """Modules: torch.nn's, with their products done by gemmery, and a swap for models that exist."""
 
 from .activations import Activation, activation
+from .cross_entropy import LinearCrossEntropy
 from .experts import Experts
 from .hugging_face import register_experts
 from .linear import Linear
@@ -12,7 +13,7 @@ from .sparsifying import sparsify
 from .swap import Swapped, swap
 
 __all__ = [
-    "MLP", "Activation", "Experts", "GatedMLP", "Linear", "PrunedLinear", "QuantizedLinear", "SparseLinear", "Swapped",
-    "activated_linear", "activation", "gated_linear", "quantize", "register_experts", "sparsify",
-    "stacked_gated_linear", "swap",
+    "MLP", "Activation", "Experts", "GatedMLP", "Linear", "LinearCrossEntropy", "PrunedLinear", "QuantizedLinear",
+    "SparseLinear", "Swapped", "activated_linear", "activation", "gated_linear", "quantize", "register_experts",
+    "sparsify", "stacked_gated_linear", "swap",
 ]  # fmt: skip

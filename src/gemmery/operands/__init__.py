@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .arriving import Arrivals, Arriving, ArrivingOperand, ArrivingRows
 from .base import Access, Layout, Operand, Spec, Traced
 from .blocks import BlocksOperand, PickedOperand, Sampled
 from .dense import Dense, DenseAccess, DenseOperand
@@ -20,7 +21,7 @@ from .sparse import Sparse, SparseOperand
 from .summed import Exchange, Summed, SummedOperand, SummedOver
 
 __all__ = [
-    "Access", "BlocksOperand", "Dense", "DenseAccess", "DenseOperand", "Exchange", "Gathered", "GatheredOperand",
+    "Access", "Arrivals", "Arriving", "ArrivingOperand", "ArrivingRows", "BlocksOperand", "Dense", "DenseAccess", "DenseOperand", "Exchange", "Gathered", "GatheredOperand",
     "Groups", "Layout", "Operand", "Packed", "PackedOperand", "Pair", "PairOperand", "PickedOperand", "Ragged",
     "RaggedOperand", "RowScaledOperand", "Sampled", "Scaled", "ScaledOperand", "Sparse", "SparseOperand", "Spec",
     "Summed", "SummedOperand", "SummedOver", "Traced", "rebuild",

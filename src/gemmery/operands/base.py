@@ -189,6 +189,16 @@ class Spec(Layout):
         return False
 
     @property
+    def arrives(self) -> bool:
+        """Whether other GPUs send something that tiles wait for; see `arriving`."""
+        return False
+
+    @property
+    def shards(self) -> int:
+        """In how many parts of equal size rows come, one for each of several GPUs; a tile has rows of one of them."""
+        return 1
+
+    @property
     def mean_k(self) -> int:
         """Of an operand by whose blocks a product steps: the length of a tile's range along K on average."""
         raise NotImplementedError
@@ -644,13 +654,14 @@ class Access:
         """The scales by which the product of each step along K is multiplied: pointer and strides; () for none."""
         return ()
 
-    def place(self, is_cut: bool) -> Any:
-        """The PLACE of products with this operand, see `kernels.place`; None for the schedule's own.
+    def place(self, own: Any, is_cut: bool) -> Any:
+        """The PLACE of products with this operand, see `kernels.place`.
 
         Args:
+            own: the schedule's.
             is_cut: whether tiles are cut along K.
         """
-        return None
+        return own
 
     def leading(self, other: Access) -> Access:
         """The other operand's access, where this one says which parts along K it loads."""
@@ -664,8 +675,8 @@ class Access:
         """The device function that finds a group of rows, see `place.group_of`; None where there are none."""
         return None
 
-    def place_args(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-        """Its `place_args`."""
+    def place_args(self, tensors: Sequence[Tensor], numbers: Sequence[float]) -> tuple[Any, ...]:
+        """Its `place_args`, given the operand's tensors and numbers."""
         return ()
 
     def scattered(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:

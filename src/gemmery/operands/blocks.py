@@ -203,11 +203,11 @@ class BlocksAccess(Located):
         """See `Access.given`: the blocks along K."""
         return (tensors[2],)
 
-    def place(self, is_cut: bool) -> Any:
-        own = device.tile_of_block_columns if self.spec.is_b else device.tile_of_block_rows
-        return with_constants(own, BLOCK=self.spec.block)
+    def place(self, own: Any, is_cut: bool) -> Any:
+        mine = device.tile_of_block_columns if self.spec.is_b else device.tile_of_block_rows
+        return with_constants(mine, BLOCK=self.spec.block)
 
-    def place_args(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    def place_args(self, tensors: Sequence[Tensor], numbers: Sequence[float]) -> tuple[Any, ...]:
         return (tensors[1],)
 
 

@@ -159,7 +159,7 @@ class RaggedAccess(Access):
     def _gathered(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
         return (tensors[self.first + 1],) if self.gathers else ()
 
-    def place(self, is_cut: bool) -> Any:
+    def place(self, own: Any, is_cut: bool) -> Any:
         if self.spec.axis == "k":
             return with_constants(place.part_of_ranges, SCAN=self._scan) if is_cut else place.tile_of_ranges
         return with_constants(place.tile_of_rows, SCAN=self._scan)
@@ -172,7 +172,7 @@ class RaggedAccess(Access):
         """Groups that are looked at together: with the rows behind the last one there is one more."""
         return min(int(triton.next_power_of_2(self.groups + 1)), SCAN)
 
-    def place_args(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    def place_args(self, tensors: Sequence[Tensor], numbers: Sequence[float]) -> tuple[Any, ...]:
         return tensors[self.first], self.groups
 
     def scattered(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:

@@ -15,6 +15,8 @@ from ..formats.sparse import SparseTensor
 from ..formats.tensor import QuantizedTensor
 from ..formats.weight import PackedWeight
 from ..operands import (
+    ArrivingOperand,
+    ArrivingRows,
     BlocksOperand,
     DenseOperand,
     Groups,
@@ -133,6 +135,8 @@ def operands_of(op: str, a: Any, b: Any, takes_pair: bool) -> tuple[Operand, Ope
         left, right = operands_of(op, a.matrix, b, takes_pair)
         # Each rank's columns have scales of their own.
         return SummedOperand(left.matrix, a.exchange, right.outer), right.without_outer()
+    if isinstance(a, ArrivingRows):
+        return ArrivingOperand(a.matrix, a.arrivals), operands_of(op, a.matrix, b, takes_pair)[1]
     if isinstance(a, Sampled):
         return PickedOperand(a.matrix, a.stored, False), PickedOperand(b.matrix, b.stored, True)
     if is_blocks(a) or is_blocks(b):

@@ -32,7 +32,7 @@ from ..formats.sparse import SparseTensor
 from ..formats.tensor import QuantizedTensor
 from ..formats.weight import PackedWeight
 from ..launch.plan import Plan
-from ..operands import BlocksOperand, Groups, PickedOperand, Sampled, SummedOver
+from ..operands import ArrivingRows, BlocksOperand, Groups, PickedOperand, Sampled, SummedOver
 from ..problem import Config
 from . import cache
 from .build import lowered, make_call
@@ -52,6 +52,8 @@ from .shape import OF_WEIGHTS
 from .spec import ONES, Call, Functions, Number, Options, scalars_of
 
 _HELD = (Epilogue, Held)
+#: First operands that are a matrix and more.
+_SPREAD = (Groups, SummedOver, ArrivingRows)
 
 
 def product(
@@ -86,7 +88,7 @@ def product(
         _len_torch_dispatch_stack() or _are_functorch_transforms_active() or forward_ad._current_level >= 0
     ):
         kind = type(b)
-        if (kind is Tensor or kind is Parameter) and type(a) is not Groups and type(a) is not SummedOver:
+        if (kind is Tensor or kind is Parameter) and type(a) not in _SPREAD:
             given, form = [a, b], None
         else:
             given, form = _parts(a, b)
@@ -148,6 +150,11 @@ def _parts(a: Any, b: Any) -> tuple[list[Any], Any]:
         scale = b.__dict__.get("channel") if isinstance(b, PackedWeight) else None
         given[1:1] = [*e.buffers, e.uses, scale, e.failed, e.patience]
         return given, (e.rank, e.size, form)
+    if type(a) is ArrivingRows:
+        e = a.arrivals
+        given, form = _parts(a.matrix, b)
+        given[1:1] = [e.flags, e.calls, e.failed, e.patience]
+        return given, ("arriving", e.rank, e.ranks, e.of_rows, form)
     kind = type(b)
     if kind is QuantizedTensor:
         own = b.__dict__

@@ -131,7 +131,8 @@ class AnyWidthBinding(Binding):
             return place.next_tile_of_rows if self.problem.ragged == "rows" else place.sized_tile_of_ranges
         if self.problem.batch:
             return place.sized_tile_of_batch
-        return place.sized_tile if self.split is None else place.sized_part
+        is_cut = self.split is not None
+        return self.a.place(place.sized_part if is_cut else place.sized_tile, is_cut)
 
     def _loops(self, takes_turns: bool, given: object, second: object) -> bool:
         """`LOOPS` of the kernel, as far as it gained on an H200 (`any_width_epilogues-bf16`).
@@ -248,7 +249,7 @@ class AnyWidthBinding(Binding):
             x_map, self._operand(y, not c.swap, self.part, boxes[1]), self._output(out, block), *params,
             self._matrix(extras, block), p.M, p.N, p.K, whole + cut, whole, *parts,
             tiles_m, tiles_n, *divisors, tile.y, band, boxes[0], x_size, boxes[1], loaded[1] * ROW, self.streams,
-            c.num_stages, self.a.place_args(of_a), step_args, epilogue_arguments(p, self.part, given, numbers),
+            c.num_stages, self.a.place_args(of_a, numbers[len(numbers) - p.a.numbers :]), step_args, epilogue_arguments(p, self.part, given, numbers),
             workspace,
         ]  # fmt: skip
 
@@ -348,11 +349,12 @@ def source() -> str:
         any_width_sparse,
         any_width_stage,
         decoders,
+        shards,
     )
 
     return digest(
         any_width, any_width_acc, any_width_cut, any_width_finish, any_width_given, any_width_load, any_width_loop,
-        any_width_order, any_width_packed, any_width_sparse, any_width_stage, decoders,
+        any_width_order, any_width_packed, any_width_sparse, any_width_stage, decoders, shards,
     )  # fmt: skip
 
 

@@ -79,6 +79,7 @@ class Schedule:
         sizes_bands: whether `Config.group_m` may be 0, for bands as high as `band` says.
         tables: what stands behind a kind in the names of its own tables of measured times; each takes the place of
             those before it.
+        waits_for_rows: whether its kernels ask an operand with `Spec.arrives` for the order of its rows, and wait.
         fits: the tables, by their `select.measured.table_name`, of what its model is itself fitted to.
     """
 
@@ -96,6 +97,7 @@ class Schedule:
     splits: tuple[int, ...] = ()
     overlaps_stores: ClassVar[bool] = False
     sizes_bands: ClassVar[bool] = False
+    waits_for_rows: ClassVar[bool] = False
     tables: tuple[str, ...] = ()
     fits: tuple[str, ...] = ()
 
@@ -122,6 +124,7 @@ class Schedule:
         target = problem.device.target
         yield self.available(), f"Triton {', '.join(self.versions)}"
         yield not self.archs or target.name in self.archs, f"a GPU of {', '.join(self.archs)}"
+        yield self.waits_for_rows or not problem.a.arrives, "rows that do not arrive from other GPUs"
 
     def suits(self, problem: Problem) -> bool:
         """Whether `needs` holds."""

@@ -192,7 +192,23 @@ def refusal_of(problem: Problem, config: Config) -> str | None:
     units = units if split is None else split.units(p, units)
     if units >= 1 << 31:
         return f"{p} takes {units} programs; at most 2^31 - 1 fit into a launch"
-    return p.a.refusal(p, c) or p.b.refusal(p, c)
+    return straddles(p, c) or p.a.refusal(p, c) or p.b.refusal(p, c)
+
+
+def straddles(problem: Problem, config: Config) -> str | None:
+    """Why a config's tiles would have rows of two shards, see `Spec.shards`; None if they have not."""
+    rows, shards = problem.M, problem.a.shards
+    if shards == 1 or (rows % shards == 0 and rows // shards % config.block_m == 0):
+        return None
+    return f"rows come in {shards} shards, of which block_m {config.block_m} must be a divisor; there are {rows} rows"
+
+
+def band_within(problem: Problem, config: Config, height: int) -> int:
+    """The height of tile bands of a height at most, so that none has tiles of two shards."""
+    if problem.a.shards == 1:
+        return height
+    tiles = problem.M // problem.a.shards // config.block_m
+    return next((x for x in range(min(height, tiles), 0, -1) if tiles % x == 0), 1)
 
 
 def loads_along_m(problem: Problem, config: Config) -> bool:
@@ -277,7 +293,7 @@ class Binding:
             "BLOCK_M": c.block_m,
             "BLOCK_N": self.main_n,
             "BLOCK_K": c.block_k,
-            "BAND_M": c.group_m,
+            "BAND_M": band_within(p, c, c.group_m),
             "EPILOGUE_SUBTILES": self.subtiles,
             "PAIRED": p.paired,
             "CHECK_K": p.K == 0 or p.K % c.block_k != 0 or p.has_ranges,
@@ -293,7 +309,7 @@ class Binding:
         }
         if self.persistent:
             own = place.whole_tile if c.tail == 1 else place.inner_tile
-            constants["PLACE"] = self.a.place(False) or self.b.place(False) or own
+            constants["PLACE"] = self.b.place(self.a.place(own, False), False)
             constants["TAIL_PLACE"] = self._tail_place()
             constants["FLATTEN"] = c.loader == "descriptor"
             constants["TAIL_M"] = c.tail_m
@@ -304,7 +320,7 @@ class Binding:
         else:
             own = place.single_tile if self.split is None else place.split_tile
             is_cut = self.split is not None
-            constants["PLACE"] = self.a.place(is_cut) or self.b.place(is_cut) or own
+            constants["PLACE"] = self.b.place(self.a.place(own, is_cut), is_cut)
             constants["PART"] = None if not is_cut else along_k.of_range if p.ragged else along_k.of_tile
             constants["RAGGED"] = p.ragged if p.ragged == "rows" or is_cut else ""
             constants["REST_N"] = self.rest_n
@@ -348,7 +364,7 @@ class Binding:
         sizes = [p.M, p.N, p.K, p.batch, *strides]
         step_args = (*self.a.step_scales(a), *self.b.step_scales(b))
         epilogue_args = epilogue_arguments(p, self.slot, given, numbers)
-        place_args = self.a.place_args(a) or self.b.place_args(b)
+        place_args = self.a.place_args(a, own) or self.b.place_args(b, ())
         if self.persistent:
             tail = self._tail_arguments(a, b, out)
             units = [waves.tiles, waves.parts, waves.cut, waves.strips]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from .base import Forms, Schedule
-from .binding import Binding, refusal_of
+from .binding import Binding, band_within, refusal_of
 from .cost import OVERLAP, TAIL_EFFICIENCY, Costs, Floats, Given, Stream, filled, fitted
 from .walk import Walk, whole_tiles
 from .waves import Split, Waves, cut_last_wave
@@ -37,6 +37,7 @@ class Tile(Schedule):
     about = "a program for each tile"
     knobs = frozenset({"split_k", "split_store", "swap", "rest_n"})
     splits: tuple[int, ...] = (2, 3, 4, 5, 6, 8, 12, 16)
+    waits_for_rows: ClassVar[bool] = True
 
     def takes(self, config: Config, forms: Forms) -> bool:
         # Descriptors do not know where a range of K ends.
@@ -137,6 +138,9 @@ class Tile(Schedule):
     def epilogue(self, problem: Problem) -> float:
         """Seconds that a traced epilogue adds for an element. Programs beside this one multiply meanwhile."""
         return 0.0
+
+    def band(self, problem: Problem, config: Config) -> int:
+        return band_within(problem, config, config.group_m)
 
     def at_once(self, problem: Problem, config: Config) -> int:
         c = config

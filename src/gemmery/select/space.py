@@ -173,6 +173,8 @@ class Space:
             found[:, places] = schedule.considers(problem, M)
             if problem.a.is_summed:
                 found[:, places] &= ~schedule.repeats(problem, M, own)
+        if problem.a.shards > 1:
+            found &= M // problem.a.shards % self.block_m == 0
         return found
 
 

@@ -1,4 +1,4 @@
-"""Rung 10: sparse weights, from a mask to the sparse tensor cores.
+"""Rung 12: sparse weights, from a mask to the sparse tensor cores.
 
 A weight is 2:4 sparse if, of each four adjacent numbers along K, at most two are not 0.
 
@@ -81,12 +81,14 @@ mma.sp.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from _common import (
     INTERPRETED,
+    Exercise,
     Product,
+    Question,
     Record,
     Row,
     bench_products,
@@ -105,7 +107,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-NUMBER = 10
+NUMBER = 12
 TITLE = "sparse weights, from a mask to mma.sp"
 
 before = rung(8)  # the dense product, for the comparison
@@ -442,6 +444,72 @@ def matmul(a: torch.Tensor, w: Fragments, out: torch.Tensor | None = None) -> to
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Predict before you run, and exercises
+
+
+def bytes_answer() -> str:
+    found = (f"{bits} bits: {8192 * 8192 * bits / 8 / 4.3e12 * 1e6:.1f} us" for bits in (16, 9))
+    return f"{'; '.join(found)}. With few rows, 16/9 is the most that 2:4 can gain."
+
+
+def code_answer() -> str:
+    return f"{solved_code([0, 0.8, 0, -1.1])}: place 1 in bits 0 and 1, place 3 in bits 2 and 3."
+
+
+def lane_answer() -> str:
+    lane, register, half = solved_lane_of(9, 5)
+    return f"Lane {lane}, in the {'upper' if half else 'lower'} half of register {register}."
+
+
+QUESTIONS = (
+    Question(
+        "A weight of 8192 x 8192 float16 numbers, dense and 2:4: how long does reading it take at 4.3 TB/s?",
+        bytes_answer,
+    ),
+    Question("What is the code of 0, 0.8, 0, -1.1?", code_answer),
+    Question("Which lane has the kept number at row 9, column 5 of A, and where?", lane_answer),
+)
+
+
+def code(four: Sequence[float]) -> int:
+    """Exercise 1: the code of four numbers, two of which are not 0."""
+    raise NotImplementedError("the places of the two, the first in the lower bits")
+
+
+def solved_code(four: Sequence[float]) -> int:
+    first, second = (place for place, number in enumerate(four) if number)
+    return first | second << 2
+
+
+def check_code(answer: Callable[[Sequence[float]], int]) -> None:
+    w = prune(torch.randn(16, 64)).half()
+    fours, codes = w.unflatten(1, (-1, 4)), compress(w).codes()
+    for row, four in ((0, 0), (3, 7), (15, 15)):
+        assert answer(fours[row, four].tolist()) == codes[row, four], f"{fours[row, four].tolist()}"
+
+
+def lane_of(row: int, column: int) -> tuple[int, int, int]:
+    """Exercise 2: the lane, the register and the half of it (0 or 1) that has a kept number of A."""
+    raise NotImplementedError("turn `place_in_a` around")
+
+
+def solved_lane_of(row: int, column: int) -> tuple[int, int, int]:
+    return 4 * (row % 8) + column % 8 // 2, row // 8 + 2 * (column // 8), column % 2
+
+
+def check_lane_of(answer: Callable[[int, int], tuple[int, int, int]]) -> None:
+    for row in range(16):
+        for column in range(16):
+            assert place_in_a(*answer(row, column)) == (row, column), f"row {row}, column {column}"
+
+
+EXERCISES = (
+    Exercise(code, solved_code, check_code),
+    Exercise(lane_of, solved_lane_of, check_lane_of),
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The check and the measurement
 
 
@@ -500,7 +568,7 @@ def few_rows(w: torch.Tensor) -> list[tuple[str, str, Product]]:
         many_rows(w)[0],
     ]
     if has_mma_sp():
-        contenders.insert(0, ("rung 10, mma.sp", "this", lambda a, _, out: matmul(a, packed, out)))
+        contenders.insert(0, ("rung 12, mma.sp", "this", lambda a, _, out: matmul(a, packed, out)))
     return contenders
 
 
@@ -516,7 +584,7 @@ def many_rows(w: torch.Tensor) -> list[tuple[str, str, Product]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> Record:
-    return run(NUMBER, TITLE, check, bench, arguments)
+    return run(NUMBER, TITLE, check, bench, arguments, QUESTIONS, EXERCISES)
 
 
 if __name__ == "__main__":

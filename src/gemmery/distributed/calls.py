@@ -1,0 +1,166 @@
+"""What the products of several ranks have in common: their arguments, and when a kernel can have the ranks' memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from .. import devices
+from ..dtensors import is_sharded
+from ..epilogues.function import captured_of
+from ..epilogues.results import returned
+from ..formats.weight import PackedWeight
+from ..product.check import check_not_packed, check_second, check_tensor
+from ..product.epilogue import outputs_of
+from ..product.run import checked
+from ..product.seen import is_followed, needs_dispatcher
+from ..product.shape import OF_WEIGHTS, operand_names
+from ..product.spec import Functions, Options
+from .exchange import Shared, shared_by
+
+
+def outside_compiler(function: Callable[..., Any], *args: Any) -> Any:
+    """A call, for which compiled code is interrupted."""
+    if is_dynamo_compiling() or is_followed():
+        from ..product.compiled import uncompiled
+
+        return uncompiled(function, *args)
+    return function(*args)
+
+
+def checked_group(name: str, op: str, a: Any, b: Any, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The process group of a call.
+
+    Args:
+        name: what its user calls the function.
+        op: the product that is part of it.
+
+    Raises:
+        TypeError: an operand is of no kind that it takes.
+        RuntimeError: there is no process group.
+    """
+    first, second, _ = operand_names(op)
+    check_tensor(name, first, a)
+    check_not_packed(name, first, a)
+    check_second(op, b, takes_pair=False)
+    if is_sharded([a, b]):
+        raise TypeError(
+            f"{name}: {first} or {second} is a DTensor; use gemmery.{op}, or give the local tensors (to_local)"
+        )
+    if not dist.is_initialized():
+        raise RuntimeError(
+            f"{name}: there is no process group; call torch.distributed.init_process_group"
+        )
+    group = dist.group.WORLD if group is None else group
+    assert group is not None
+    return group
+
+
+def captured(functions: Functions) -> Sequence[Tensor]:
+    """The tensors that the epilogue holds."""
+    return () if functions.epilogue is None else captured_of(functions.epilogue)[1].tensors
+
+
+def tensors_of(a: Tensor, b: Any, bias: Any, functions: Functions) -> list[Tensor]:
+    """All tensors that go in."""
+    of_b = b.parts().values() if isinstance(b, PackedWeight) else (b,)
+    return [x for x in (a, *of_b, bias, *functions.args, *captured(functions)) if isinstance(x, Tensor)]
+
+
+def shared_memory(
+    a: Tensor, tensors: Sequence[Tensor], group: dist.ProcessGroup, types: Sequence[torch.dtype]
+) -> Shared | None:
+    """The memory that the ranks share, where a kernel can use it; the same answer on all ranks.
+
+    Args:
+        types: those of `a` for which there are kernels.
+    """
+    if a.dtype not in types or devices.current(a.device) is None or needs_dispatcher(tensors):
+        return None
+    shared = shared_by(group, a.device)
+    return shared if shared.works else None
+
+
+def moved(x: Any, dim: int) -> Any:
+    """A value whose rows along a dimension come first, as rows of one matrix, if it has rows."""
+    if not isinstance(x, Tensor) or x.dim() < 2 or (x.dim() == 2 and dim == 0):
+        return x
+    return x.movedim(dim, 0).reshape(-1, x.shape[-1])
+
+
+def as_matrices(
+    dim: int, lead: torch.Size, bias: Any, functions: Functions
+) -> tuple[Any, Functions] | None:
+    """Bias and functions of a product whose rows become those of one matrix; None where it takes a batch.
+
+    Left to strides, it might become that on some ranks alone.
+
+    Args:
+        dim: the dimension that comes first.
+        lead: the dimensions of the result before its columns.
+    """
+    own = captured(functions)
+    rows = [x for x in (bias, *functions.args, *own) if isinstance(x, Tensor) and x.dim() > 1]
+    if len(lead) == 1:
+        return bias, functions
+    if any(x.shape[:-1] != lead for x in rows) or any(x.dim() > 1 for x in own):
+        return None
+    return moved(bias, dim), functions._replace(args=tuple([moved(x, dim) for x in functions.args]))
+
+
+def as_batch(made: Any, lead: Sequence[int], dim: int) -> Any:
+    """The results of a product of one matrix, with the dimensions of the result again.
+
+    Args:
+        lead: those before its columns, the one that came first at the beginning.
+        dim: where that belongs.
+    """
+    if len(lead) == 1:
+        return made
+    results = [x.reshape(*lead, *x.shape[1:]).movedim(0, dim) for x in (made if isinstance(made, tuple) else (made,))]
+    return tuple(results) if isinstance(made, tuple) else results[0]
+
+
+def finished(
+    op: str, a: Tensor, b: Any, bias: Any, functions: Functions, options: Options, total: Tensor
+) -> Any:
+    """What comes behind a sum, in torch.
+
+    Args:
+        a: a first operand of as many rows as the sum has.
+    """
+    call = checked(op, a, b, bias, functions, None, options)
+    if call.does_nothing:
+        return total.to(options.out_dtype or call.b.default)  # type: ignore[arg-type]
+    return returned(*outputs_of(replace(call, outer=()), total))
+
+
+def columns_of(op: str, b: Any) -> int:
+    """Columns of a product, of which b, without a batch, is the second operand."""
+    of_weight = op in OF_WEIGHTS or isinstance(b, PackedWeight)
+    return int(b.shape[-2 if of_weight else -1])
+
+
+def unpermuted(a: Tensor, b: Any) -> tuple[Tensor, Any]:
+    """Operands of the same product, of which a packed one has its columns in order."""
+    if isinstance(b, PackedWeight) and b.permutation is not None:
+        return a.index_select(-1, b.permutation), b.unpermuted()
+    return a, b
+
+
+def given_up(shared: Shared, function: Callable[[], Any]) -> Any:
+    """A launch for which other ranks wait; if it fails on this one, later calls raise an error."""
+    try:
+        return function()
+    except (TypeError, ValueError):
+        # Of arguments, before anything was launched; all ranks have the same.
+        raise
+    except BaseException:
+        shared.give_up()
+        raise

@@ -1,0 +1,182 @@
+"""Rows in shards, one for each of several GPUs: how a rank sends them, and how the others wait.
+
+A product of rows that all ranks have a shard of begins with the rank's own shard, while the others arrive: the copy
+engines of the other GPUs write them into a buffer of this one, each followed by the number of the call. Tiles wait for
+that number. A product that is summed over ranks, and whose rows then belong to one rank each, begins with the rows of
+others, which its kernel stores in the memory of their owners. The rank's own rows come last, whose tiles wait until
+the others have sent theirs. Flux (arxiv.org/abs/2406.06858) and QuACK's all-gather (github.com/Dao-AILab/quack)
+overlap communication with products likewise.
+"""
+
+import triton
+import triton.language as tl
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+
+from .ranks import LOOKS, time_now
+
+#: See `dialect.in_gluon`.
+IN_GLUON = tl.constexpr(False)
+
+
+@triton.jit
+def arriving_tile(
+    unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m, PLACE: tl.constexpr, RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+):  # fmt: skip
+    """A place of an order that begins with the rank's own rows, see `place`. Returns once the rows are there.
+
+    `place_args` is (flags, calls, failed, patience), see `operands.arriving`.
+    """
+    batch, row, col, end, first_k, last_k = PLACE(unit, state, shape, BLOCK_M, BLOCK_N, band_m)
+    row += RANK * (shape[0] // RANKS)
+    row = tl.where(row < shape[0], row, row - shape[0])
+    shard = row // (shape[0] // RANKS)
+    # A unit beyond the last one may have no rows.
+    if (shard != RANK) & (shard < RANKS):
+        flags, calls, failed, patience = state[len(state) - 1]
+        wait_for(flags + shard, tl.load(calls), failed, shard, patience)
+    return batch, row, col, end, first_k, last_k
+
+
+@triton.jit
+def tile_behind(
+    unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m, PLACE: tl.constexpr, RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+):  # fmt: skip
+    """A place, see `place`. Returns once all ranks have sent what the product's epilogue reads.
+
+    `place_args` is that of `arriving_tile`.
+    """
+    batch, row, col, end, first_k, last_k = PLACE(unit, state, shape, BLOCK_M, BLOCK_N, band_m)
+    flags, calls, failed, patience = state[len(state) - 1]
+    call = tl.load(calls)
+    for rank in tl.static_range(RANKS):
+        if rank != RANK:
+            wait_for(flags + rank, call, failed, rank, patience)
+    return batch, row, col, end, first_k, last_k
+
+
+@triton.jit
+def wait_for(flag, call, failed, rank, patience):
+    """Waits until a flag is a call's number, or has passed it, and makes visible what was written before it.
+
+    Args:
+        failed: where the host sees that it did not come in time.
+        rank: which rank it is that sets the flag.
+        patience: in microseconds, about.
+    """
+    if IN_GLUON:
+        left = looked_at(flag, call, time_now(call) + patience.to(tl.int64) * 1000)
+    else:
+        looks = tl.cast(patience, tl.int64) * LOOKS // 2
+        left = call - tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+        while (left > 0) & (looks > 0):
+            left = call - tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+            looks -= 1
+    if left > 0:
+        tl.store(tl.cast(failed, tl.pointer_type(tl.int32)), rank + 1)
+        # Later tiles then do not wait.
+        tl.store(flag, call)
+
+
+@builtin
+def looked_at(flag, call, end, _semantic=None):
+    """How many calls a flag is behind; each thread looks until there are none, or the time is `end`.
+
+    What is loaded through tensor maps afterwards is what was written before the flag.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred more; .reg .b64 now;\nLOOK: ld.acquire.sys.global.b32 $0, [$1]; sub.s32 $0, $2, $0;"
+        "setp.le.s32 more, $0, 0; @more bra DONE; mov.u64 now, %globaltimer; setp.lt.u64 more, now, $3;"
+        "@more bra LOOK;\nDONE: fence.proxy.async; }",
+        "=&r,l,r,l", [flag, call, end], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows", "patience"])
+def place_shard(
+    x, shard, begun, calls, failed, rows, cols, stride_row, stride_col, patience, RANK: tl.constexpr,
+    RANKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copies this rank's shard to where all ranks' rows meet, counts the call, and waits until all ranks have begun it.
+
+    Afterwards the others read nothing that was there before, and may be sent this call's shard.
+
+    Args:
+        x: (rows, cols), with strides.
+        shard: the same of the buffer, row by row.
+        begun: for each rank a pointer to `RANKS` numbers: the last call that each of the ranks has begun.
+        calls: a pointer to the number of the last call.
+        failed, patience: see `wait_for`.
+    """
+    block = tl.program_id(0)
+    across = tl.cdiv(cols, BLOCK)
+    row = (block // across).to(tl.int64)
+    cols_of = block % across * BLOCK + tl.arange(0, BLOCK)
+    inside = (row < rows) & (cols_of < cols)
+    call = tl.load(calls) + 1
+    if block == 0:
+        tell(begun, call, RANK, RANKS)
+    values = tl.load(x + row * stride_row + cols_of.to(tl.int64) * stride_col, mask=inside)
+    tl.store(shard + row * cols + cols_of, values, mask=inside)
+    if block == 0:
+        meet(begun, call, failed, patience, RANK, RANKS)
+        # Only this program uses it.
+        tl.store(calls, call)
+
+
+@triton.jit
+def tell(begun, call, RANK: tl.constexpr, RANKS: tl.constexpr):
+    """Tell the other ranks that this one has come to a call; what it has done before is visible to them then."""
+    for rank in tl.static_range(RANKS):
+        if rank != RANK:
+            tl.atomic_xchg(begun[rank] + RANK, call, sem="release", scope="sys")
+
+
+@triton.jit
+def meet(begun, call, failed, patience, RANK: tl.constexpr, RANKS: tl.constexpr):
+    """Wait until the other ranks have come to a call."""
+    for rank in tl.static_range(RANKS):
+        if rank != RANK:
+            wait_for(begun[RANK] + rank, call, failed, rank, patience)
+
+
+@triton.jit(do_not_specialize=["patience"])
+def begin_call(
+    begun, calls, failed, patience, RANK: tl.constexpr, RANKS: tl.constexpr, WAITS: tl.constexpr
+):  # fmt: skip
+    """Counts a call and tells the other ranks, for which it waits with WAITS; see `place_shard`."""
+    call = tl.load(calls) + 1
+    tell(begun, call, RANK, RANKS)
+    if WAITS:
+        meet(begun, call, failed, patience, RANK, RANKS)
+    tl.store(calls, call)
+
+
+@triton.jit(do_not_specialize=["rows", "patience"])
+def collect(
+    whole, shards, begun, calls, failed, rows, cols, patience, RANK: tl.constexpr, RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copies the shards of all ranks into one matrix, each once its rank has come to the call.
+
+    Args:
+        whole: (RANKS * rows, cols), row by row.
+        shards: (rows, cols) of each rank, the same.
+        begun, failed, patience: see `place_shard`.
+        calls: a pointer to the number of this call.
+    """
+    blocks = tl.cdiv(rows * cols, BLOCK)
+    # The rank's own shard comes first, for which nobody waits.
+    turn = tl.program_id(0) // blocks
+    at = (tl.program_id(0) - turn * blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    size = rows.to(tl.int64) * cols
+    call = tl.load(calls)
+    for step in tl.static_range(RANKS):
+        if turn == step:
+            FROM: tl.constexpr = (RANK + step) % RANKS
+            if FROM != RANK:
+                wait_for(begun[RANK] + FROM, call, failed, FROM, patience)
+            values = tl.load(shards[FROM] + at, mask=at < size)
+            tl.store(whole + FROM * size + at, values, mask=at < size)

@@ -1,0 +1,163 @@
+"""A first operand for whose products tiles wait for other GPUs: for rows of it, or for what the epilogue reads.
+
+See `kernels.shards`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..epilogues.device import with_constants
+from ..kernels import shards
+from .base import Access, Layout, Operand, Spec
+from .dense import Dense, DenseAccess, DenseOperand
+
+if TYPE_CHECKING:
+    from ..problem import Problem
+
+
+class Arrivals(NamedTuple):
+    """What tells that other ranks have sent what they send.
+
+    Attributes:
+        flags: (ranks,), int32: the last call for which each rank has.
+        calls: (1,), int32: the number of this call.
+        rank, ranks: this one, and how many there are.
+        failed: the address of an int32 that the GPU writes and the host reads: 0, or 1 + the rank that was missing.
+        patience: for how many microseconds a tile waits.
+        of_rows: whether ranks send a shard of the rows each, one behind the other, and a tile waits for the rank whose
+            rows it has. Otherwise each tile waits for all ranks.
+    """
+
+    flags: Tensor
+    calls: Tensor
+    rank: int
+    ranks: int
+    failed: int
+    patience: int
+    of_rows: bool = True
+
+
+class ArrivingRows(NamedTuple):
+    """Such an operand, as public functions hand it on."""
+
+    matrix: Tensor
+    arrivals: Arrivals
+
+
+@dataclass(frozen=True, slots=True)
+class Arriving(Dense):
+    """A matrix, maybe with one shard of rows for each rank, of equal size.
+
+    Attributes:
+        rank, ranks, of_rows: see `Arrivals`.
+    """
+
+    rank: int = 0
+    ranks: int = 1
+    of_rows: bool = True
+
+    @property
+    def arrives(self) -> bool:
+        return True
+
+    @property
+    def shards(self) -> int:
+        return self.ranks if self.of_rows else 1
+
+    @property
+    def takes_copies(self) -> bool:
+        """The rows are not there yet."""
+        return False
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """The matrix, `Arrivals.flags` and `Arrivals.calls`."""
+        number = Layout(torch.int32, (), 0, 1, True)
+        return (self, number, number)
+
+    @property
+    def numbers(self) -> int:
+        """`Arrivals.failed` and `Arrivals.patience`."""
+        return 2
+
+    def shapes(self, rows: int, cols: int, batch: tuple[int, ...], is_b: bool) -> list[tuple[int, ...]]:
+        return [(*batch, rows, cols), (1, self.ranks), (1, 1)]
+
+    def access(self, problem: Problem, is_b: bool, tma: bool) -> Access:
+        return ArrivingAccess(self, problem.M, problem.K, problem.batch, tma)
+
+    def __str__(self) -> str:
+        return f"{Spec.__str__(self)} {'from' if self.of_rows else 'behind'} {self.ranks} ranks"
+
+
+class ArrivingAccess(DenseAccess):
+    """The loader of such a matrix, whose PLACE waits."""
+
+    layout: Arriving
+
+    def place(self, own: Any, is_cut: bool) -> Any:
+        spec = self.layout
+        waiting = shards.arriving_tile if spec.of_rows else shards.tile_behind
+        return with_constants(waiting, PLACE=own, RANK=spec.rank, RANKS=spec.ranks)
+
+    def place_args(self, tensors: Sequence[Tensor], numbers: Sequence[float]) -> tuple[Any, ...]:
+        return (*tensors[1:], *numbers)
+
+
+class ArrivingOperand(DenseOperand):
+    """Such a matrix.
+
+    Args:
+        matrix: (M, K).
+    """
+
+    def __init__(self, matrix: Tensor, arrivals: Arrivals) -> None:
+        super().__init__(matrix)
+        self.arrivals = arrivals
+        self.tensors = (matrix, arrivals.flags, arrivals.calls)
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        e = self.arrivals
+        return *self.tensors, e.failed, e.patience
+
+    @property
+    def places(self) -> tuple[int, ...]:  # type: ignore[override]
+        """See `Operand.places`."""
+        return 0, 1, 2
+
+    @property
+    def number_places(self) -> tuple[int, ...]:
+        """Those of `Arrivals.failed` and `Arrivals.patience`."""
+        return 3, 4
+
+    @property
+    def is_dense(self) -> bool:
+        """It is more."""
+        return False
+
+    def named(self, name: str) -> list[tuple[str, Tensor]]:
+        return [(name, self.matrix)]
+
+    def lowered(self, op: str, names: tuple[str, str], dtype: torch.dtype) -> Operand:
+        """See `Operand.lowered`; a matrix of another type than autocast's is brought to it before it is sent."""
+        return self
+
+    def along(self) -> list[tuple[Tensor, int]]:
+        return []
+
+    def spec(self, matrix: Spec, along: Sequence[Layout], problem: Problem) -> Spec:
+        m, e = matrix, self.arrivals
+        return Arriving(m.dtype, m.steps, m.row, m.col, m.aligned, None, e.rank, e.ranks, e.of_rows)
+
+    @property
+    def text(self) -> str:
+        """Part of a call's key; no operator takes such operands."""
+        e = self.arrivals
+        return f"arriving:{e.rank}:{e.ranks}:{e.of_rows}"

@@ -1,0 +1,356 @@
+"""What test_shards.py runs on each of two ranks: products whose rows are sharded over the ranks, against float64."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gemmery
+import gemmery.nn
+from gemmery import distributed as ours
+from gemmery import epilogues
+from gemmery.distributed import all_reduce, exchange, sharded_rows
+from gemmery.product import cache
+from tests import ranks
+from tests.summed import CLOSE, check, dense, normal
+
+#: Rows of a rank that kernels take, and numbers that they leave to the process group.
+ROWS, OTHERS = (64, 128), (24, 33)
+
+
+def close(got, want, text=""):
+    error = float((got.double() - want).abs().max() / want.abs().max())
+    assert error <= CLOSE[got.dtype], f"{text}: {error}"
+
+
+def own(x, dim=0):
+    """A rank's shard."""
+    return x.chunk(ranks.COUNT, dim)[dist.get_rank()]
+
+
+def plans():
+    """Of products whose rows come in shards, which are remembered."""
+    return [x.plan for x in cache._known.values() if x.plan.problem.a.arrives]
+
+
+def whole(rows, N, K, dtype=torch.bfloat16, seed=0):
+    """x of all ranks, and each rank's weight."""
+    scale = ranks.HERE.scale
+    x = normal(ranks.COUNT * rows * scale, K * scale, seed=seed, dtype=dtype)
+    return x, [normal(N * scale, K * scale, seed=seed + 1 + i, dtype=dtype) for i in range(ranks.COUNT)]
+
+
+def gathered():
+    """Sizes that kernels take and others, in three types, twice each, so that some are known."""
+    rank = dist.get_rank()
+    for _ in range(2):
+        for rows, N, K, dtype in (
+            (64, 96, 64, torch.bfloat16), (128, 40, 48, torch.float16), (64, 72, 40, torch.float32),
+            (24, 64, 32, torch.bfloat16), (33, 24, 64, torch.bfloat16), (64, 96, 64, torch.bfloat16),
+        ):  # fmt: skip
+            x, weights = whole(rows, N, K, dtype)
+            w, want = weights[rank], x.double() @ weights[rank].double().T
+            close(ours.all_gather_linear(own(x), w), want, f"{rows}x{N}x{K} {dtype}")
+            close(ours.all_gather_matmul(own(x), w.T), want)
+            strided = torch.empty(x.shape[1], x.shape[0] // 2, dtype=dtype, device=x.device).T
+            strided.copy_(own(x))
+            close(ours.all_gather_linear(strided, w), want, "transposed shard")
+    assert plans()
+
+
+def scattered():
+    """The same of sums; each rank has its rows."""
+    rank = dist.get_rank()
+    for _ in range(2):
+        for rows, N, K, dtype in (
+            (64, 96, 64, torch.bfloat16), (128, 40, 48, torch.float16), (64, 72, 40, torch.float32),
+            (24, 64, 32, torch.bfloat16), (33, 24, 64, torch.bfloat16), (64, 96, 64, torch.bfloat16),
+        ):  # fmt: skip
+            pairs = [whole(rows, N, K, dtype, seed=9 * i) for i in range(ranks.COUNT)]
+            want = own(sum(x.double() @ w[0].double().T for x, w in pairs))
+            x, (w, *_) = pairs[rank]
+            close(ours.linear_reduce_scatter(x, w), want, f"{rows}x{N}x{K} {dtype}")
+            close(ours.matmul_reduce_scatter(x, w.T), want)
+    assert any(x.problem.a.shards == 1 for x in plans())
+
+
+def behind():
+    """Bias and epilogues: of all rows where they are gathered, of the rank's where they are scattered."""
+    rank = dist.get_rank()
+    pairs = [whole(64, 64, 48, seed=9 * i) for i in range(ranks.COUNT)]
+    x, (w, *_) = pairs[rank]
+    bias, residual = normal(w.shape[0], seed=70), normal(x.shape[0], w.shape[0], seed=71)
+    product = pairs[0][0].double() @ w.double().T
+    got = ours.all_gather_linear(own(pairs[0][0]), w, bias, epilogue=epilogues.residual, args=(residual,))
+    close(got, product + bias.double() + residual.double())
+    total = own(sum(x.double() @ w[0].double().T for x, w in pairs))
+    got = ours.linear_reduce_scatter(x, w, bias, epilogue=epilogues.residual, args=(own(residual),))
+    close(got, total + bias.double() + own(residual).double())
+    # One that halves columns, and one that reduces rows.
+    gate, up = product.chunk(2, 1)
+    got = ours.all_gather_linear(own(pairs[0][0]), w, epilogue=epilogues.swiglu)
+    close(got, torch.nn.functional.silu(gate) * up)
+    gate, up = total.chunk(2, 1)
+    close(ours.linear_reduce_scatter(x, w, epilogue=epilogues.swiglu), torch.nn.functional.silu(gate) * up)
+    got, largest = ours.linear_reduce_scatter(x, w, epilogue=with_largest)
+    close(got, total)
+    # Partial sums were rounded on their way.
+    close(largest.bfloat16(), total.amax(-1))
+    assert len(plans()) >= 5
+
+
+def with_largest(acc):
+    return acc, acc.amax(-1)
+
+
+def dimensions():
+    """Any dimension but the last one can be sharded, also with arguments that have rows."""
+    rank = dist.get_rank()
+    weights = [normal(48, 32, seed=i) for i in range(ranks.COUNT)]
+    xs = [normal(3, 128, 32, seed=10 + i) for i in range(ranks.COUNT)]
+    residual = normal(3, 128, 48, seed=20)
+    w, x = weights[rank], xs[rank]
+    for dim in (1, -2):
+        want = xs[0].double() @ w.double().T
+        close(ours.all_gather_linear(own(xs[0], 1), w, gather_dim=dim), want)
+        got = ours.all_gather_linear(own(xs[0], 1), w, gather_dim=dim, epilogue=epilogues.residual, args=(residual,))
+        close(got, want + residual.double())
+        total = sum(x.double() @ w.double().T for x, w in zip(xs, weights, strict=True))
+        close(ours.linear_reduce_scatter(x, w, scatter_dim=dim), own(total, 1))
+        got = ours.linear_reduce_scatter(
+            x, w, scatter_dim=dim, epilogue=epilogues.residual, args=(own(residual, 1),)
+        )
+        close(got, own(total + residual.double(), 1))
+    # Arguments that broadcast leave it a batch.
+    scale = normal(3, 1, 48, seed=30)
+    got = ours.all_gather_linear(own(xs[0], 1), w, gather_dim=1, epilogue=torch.mul, args=(scale,))
+    close(got, want * scale.double())
+    got = ours.linear_reduce_scatter(x, w, scatter_dim=1, epilogue=torch.mul, args=(scale,))
+    close(got, own(total, 1) * scale.double())
+
+
+def gradients():
+    """Those of a block of two layers whose rows are sharded outside, by kernels and by the process group."""
+    rank = dist.get_rank()
+    for rows, dtype in ((64, torch.float32), (33, torch.float32), (64, torch.bfloat16)):
+        x = normal(2 * rows, 48, seed=1, dtype=dtype)
+        up, down = normal(64, 48, seed=2, dtype=dtype) / 7, normal(48, 64, seed=3, dtype=dtype) / 8
+        seed = normal(2 * rows, 48, seed=4, dtype=dtype)
+        wide = [t.double().requires_grad_() for t in (x, up, down)]
+        y = torch.nn.functional.silu(wide[0] @ wide[1].T) @ wide[2].T
+        y.backward(seed.double())
+        leaves = [own(x).clone(), own(up).clone(), own(down, 1).clone()]
+        leaves = [t.requires_grad_() for t in leaves]
+        got = ours.all_gather_linear(leaves[0], leaves[1])
+        got = ours.linear_reduce_scatter(torch.nn.functional.silu(got), leaves[2])
+        close(got.detach(), own(y.detach()), "forward")
+        got.backward(own(seed))
+        for name, leaf, grad in zip("x up down".split(), leaves, wide, strict=True):
+            want = own(grad.grad, 1 if name == "down" else 0)
+            error = float((leaf.grad.double() - want).abs().max() / want.abs().max())
+            assert error < (3e-2 if dtype == torch.bfloat16 else 1e-5), f"{rows} {dtype} {name}: {error}"
+    # Of a weight that is frozen, and of an input that is.
+    frozen = own(up).clone()
+    leaf = own(x).clone().requires_grad_()
+    ours.all_gather_linear(leaf, frozen).sum().backward()
+    assert leaf.grad is not None
+    assert frozen.grad is None
+    leaf = own(down, 1).clone().requires_grad_()
+    ours.linear_reduce_scatter(normal(2 * rows, leaf.shape[1], seed=5, dtype=dtype), leaf).sum().backward()
+    assert leaf.grad is not None
+    # With an epilogue.
+    leaves = [own(x).clone().requires_grad_(), own(up).clone().requires_grad_()]
+    got = ours.all_gather_linear(*leaves, epilogue=torch.nn.functional.silu)
+    got.sum().backward()
+    assert all(leaf.grad is not None for leaf in leaves)
+
+
+def packed(kind):
+    """Packed and sparse weights, also with an activation order."""
+    rank = dist.get_rank()
+    pairs = [whole(64, 64, 128, seed=9 * i) for i in range(ranks.COUNT)]
+    made = [
+        gemmery.sparsify(w[0]) if kind == "2:4" else gemmery.quantize(w[0], kind, **({"group_size": 32} if kind == "int4" else {}))
+        for _, w in pairs
+    ]  # fmt: skip
+    x, w = pairs[rank][0], made[rank]
+    close(ours.all_gather_linear(own(pairs[0][0]), w), pairs[0][0].double() @ dense(w).double().T)
+    total = sum(x.double() @ dense(w).double().T for (x, _), w in zip(pairs, made, strict=True))
+    close(ours.linear_reduce_scatter(x, w), own(total))
+    assert len(plans()) >= 2
+
+
+def errors():
+    x, w = normal(64, 32, seed=1), normal(16, 32, seed=2)
+    for function, name in ((ours.all_gather_linear, "gather"), (ours.linear_reduce_scatter, "scatter")):
+        with pytest.raises(ValueError, match=f"{name}_dim is 1 and x is"):
+            function(x, w, **{f"{name}_dim": 1})
+        with pytest.raises(ValueError, match="at least 2 dimensions"):
+            function(x[0], w)
+        with pytest.raises(TypeError, match="x is a list"):
+            function([x], w)
+        with pytest.raises(ValueError, match="inner sizes 32 and 16 differ"):
+            function(x, w[:, :16])
+    with pytest.raises(ValueError, match="must be a multiple of the 2 ranks"):
+        ours.linear_reduce_scatter(x[:63], w)
+    with pytest.raises(ValueError, match="rows come in 2 shards"):
+        ours.all_gather_linear(x, w, config="128x32x32-g8-w4-s2-tile-pointer")
+    # The ranks go on.
+    gathered()
+
+
+def configs(texts, N=128, K=192):
+    """Configs that are pinned, gathered and scattered."""
+    rank = dist.get_rank()
+    pairs = [whole(128, N, K, seed=9 * i) for i in range(ranks.COUNT)]
+    total = own(sum(x.double() @ w[0].double().T for x, w in pairs))
+    x, (w, *_) = pairs[rank]
+    for text in texts:
+        got = ours.all_gather_linear(own(pairs[0][0]), w, config=text)
+        close(got, pairs[0][0].double() @ w.double().T, text)
+        close(ours.linear_reduce_scatter(x, w, config=text), total, text)
+    assert {str(x.config) for x in plans()} >= set(texts)
+
+
+def repeats():
+    """Many calls of two sizes in turn: their rows and sums do not mix."""
+    rank = dist.get_rank()
+    pairs = {
+        rows: [whole(rows, 64, 32, seed=rows + 9 * i) for i in range(ranks.COUNT)] for rows in (64, 128)
+    }
+    totals = {
+        rows: own(sum(x.double() @ w[0].double().T for x, w in each)) for rows, each in pairs.items()
+    }
+    for i in range(12):
+        rows = (64, 128, 128)[i % 3]
+        x, (w, *_) = pairs[rows][rank]
+        close(ours.linear_reduce_scatter(x, w), totals[rows], f"call {i}")
+        x0 = pairs[rows][0][0] + i
+        close(ours.all_gather_linear(own(x0), w), x0.double() @ w.double().T, f"call {i}")
+
+
+def late(seconds):
+    """One rank comes later, by turns."""
+    rank = dist.get_rank()
+    pairs = [whole(64, 64, 32, seed=9 * i) for i in range(ranks.COUNT)]
+    x, (w, *_) = pairs[rank]
+    total = own(sum(x.double() @ w[0].double().T for x, w in pairs))
+    for i in range(4):
+        if i % 2 == rank:
+            time.sleep(seconds)
+        close(ours.all_gather_linear(own(pairs[0][0]), w), pairs[0][0].double() @ w.double().T)
+        close(ours.linear_reduce_scatter(x, w), total)
+
+
+def missing(seconds, name):
+    """The last rank does not come: an error on the others that says so, within about the time that was set."""
+    rank = dist.get_rank()
+    x, (w, *_) = whole(64, 64, 32)
+    function = getattr(ours, name)
+    x = own(x) if name == "all_gather_linear" else x
+    function(x, w)
+    ours.check()
+    if rank == ranks.COUNT - 1:
+        dist.barrier()
+        return 0.0
+    ours.set_timeout(seconds)
+    begun = time.monotonic()
+    try:
+        function(x, w)
+        with pytest.raises(RuntimeError, match=f"rank {ranks.COUNT - 1} of the group did not arrive"):
+            ours.check()
+        with pytest.raises(RuntimeError, match=f"{name}: rank 1 of the group did not arrive"):
+            function(x, w)
+    finally:
+        exchange.Seconds.timeout = 30.0
+        dist.barrier()
+    return time.monotonic() - begun
+
+
+def large():
+    """More than memory is taken for goes by the process group."""
+    x, weights = whole(64, 64, 32)
+    most = sharded_rows.PARTIALS, sharded_rows.ROWS
+    try:
+        sharded_rows.PARTIALS, sharded_rows.ROWS = (kind._replace(most=64) for kind in most)
+        got = ours.linear_reduce_scatter(x, weights[0])
+        rows = ours.all_gather_linear(own(x), weights[0])
+    finally:
+        sharded_rows.PARTIALS, sharded_rows.ROWS = most
+    close(got, 2 * own(x.double() @ weights[0].double().T))
+    close(rows, x.double() @ weights[0].double().T)
+
+
+def styles():
+    """A block whose layers exchange their rows, against the same block on one rank: results and gradients."""
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    class Block(nn.Module):
+        def __init__(self, bias):
+            super().__init__()
+            self.up = nn.Linear(48, 64, bias=bias)
+            self.down = gemmery.nn.Linear(64, 48, bias=bias)
+
+        def forward(self, x):
+            return self.down(torch.nn.functional.silu(self.up(x)))
+
+    mesh = init_device_mesh(ranks.HERE.device, (ranks.COUNT,))
+    plan = {
+        "up": ours.ColwiseParallel(input_layouts=Shard(1), overlap=True),
+        "down": ours.RowwiseParallel(output_layouts=Shard(1), overlap=True),
+    }
+    for bias in (False, True):
+        torch.manual_seed(1)
+        whole, block = Block(bias).to(ranks.HERE.device), Block(bias).to(ranks.HERE.device)
+        block.load_state_dict(whole.state_dict())
+        parallelize_module(block, mesh, plan)
+        assert "".join(block.state_dict()) == "".join(whole.state_dict())
+        x, seed = (normal(2, 128, 48, seed=i, dtype=torch.float32) for i in (5, 6))
+        want = whole(x)
+        want.backward(seed)
+        got = block(own(x, 1))
+        close(got.detach(), own(want, 1).detach().double())
+        got.backward(own(seed, 1))
+        for (name, p), q in zip(whole.named_parameters(), block.parameters(), strict=True):
+            close(q.grad.full_tensor(), p.grad.double(), name)
+        with torch.no_grad():
+            close(block(own(x, 1)), own(want, 1).double())
+    with pytest.raises(ValueError, match="input_layouts is R; with overlap=True it must be Shard"):
+        parallelize_module(nn.Linear(8, 8), mesh, ours.ColwiseParallel(overlap=True))
+    with pytest.raises(ValueError, match="output_layouts is R; with overlap=True it must be Shard"):
+        parallelize_module(nn.Linear(8, 8), mesh, ours.ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate(), overlap=True))  # fmt: skip
+    packed = gemmery.nn.QuantizedLinear(gemmery.quantize(torch.randn(64, 64), "int4", group_size=32))
+    with pytest.raises(TypeError, match="QuantizedLinear; with overlap=True"):
+        parallelize_module(packed, mesh, ours.RowwiseParallel(output_layouts=Shard(1), overlap=True))
+
+
+def reduced():
+    """Sums of many rows that all ranks have: scattered, and their results gathered."""
+    rank = dist.get_rank()
+    before = all_reduce.BY_ROWS
+    try:
+        all_reduce.BY_ROWS = 128
+        for rows, N, dtype in ((64, 96, torch.bfloat16), (64, 40, torch.float32), (128, 64, torch.bfloat16)):
+            pairs = [whole(rows, N, 48, dtype, seed=9 * i) for i in range(ranks.COUNT)]
+            total = sum(x.double() @ w[0].double().T for x, w in pairs)
+            x, (w, *_) = pairs[rank]
+            check(ours.linear_all_reduce(x, w), total)
+            residual, bias = normal(x.shape[0], N, seed=70, dtype=dtype), normal(N, seed=71, dtype=dtype)
+            got = ours.linear_all_reduce(x, w, bias, epilogue=epilogues.residual, args=(residual,))
+            check(got, total + bias.double() + residual.double())
+            got, largest = ours.linear_all_reduce(x.view(2, rows, -1), w, epilogue=with_largest)
+            check(got.view(2 * rows, -1), total)
+            check(largest.view(2 * rows).bfloat16(), total.amax(-1))
+            # An epilogue that holds a matrix is part of the one kernel.
+            check(ours.linear_all_reduce(x, w, epilogue=lambda acc, r=residual: acc + r), total + residual.double())
+    finally:
+        all_reduce.BY_ROWS = before
+    assert any(x.problem.a.shards == 1 for x in plans())
+
+
+PRODUCTS = (gathered, scattered, behind, dimensions, gradients, repeats, errors, large, reduced, styles)
+KINDS = ("int4", "e4m3", "nf4", "2:4")
