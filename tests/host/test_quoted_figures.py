@@ -105,7 +105,7 @@ QUOTED = {
     ),
     "fp32 and tf32": (
         "README.md",
-        r"TF32:\*\* ([\d.]*\d) of cuBLAS. `precision=\"tf32\"` has ([\d.]*\d) with b as a weight is stored, ([\d.]*\d) otherwise",
+        r"TF32:\*\* ([\d.]*\d) of cuBLAS. `precision=\"tf32\"` reaches ([\d.]*\d) if b is stored like a weight, else ([\d.]*\d)",
         lambda: tuple(row("dtypes", name) for name in ("fp32 4096", "tf32 4096", "tf32 NN 4096")),
     ),
     "tiny matrices": ("README.md", r"share nothing: ([\d.]*\d) with 16384", lambda: (row("bmm", "16384 of 32"),)),
