@@ -112,7 +112,7 @@ def test_loading_what_is_none(weight):
         layer.load_state_dict({"weight": gemmery.sparsify(torch.ones(16, 128))})
     for given, text in (
         (weight, "prune the model first with gemmery.nn.sparsify"),
-        (gemmery.quantize(torch.ones(32, 128), "int8"), "quantise the model first with gemmery.nn.quantize"),
+        (gemmery.quantize(torch.ones(32, 128), "int8"), "quantize the model first with gemmery.nn.quantize"),
     ):
         with pytest.raises(RuntimeError, match=f"copy_: a plain tensor can't take .*{text}"):
             nn.Linear(128, 32, False).load_state_dict({"weight": given})

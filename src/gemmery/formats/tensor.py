@@ -78,7 +78,7 @@ class QuantizedTensor(PackedWeight):
     made_by = "gemmery.quantize"
     plain = "dequantize"
     state = "quantized"
-    prepared_by = "quantise the model first with gemmery.nn.quantize"
+    prepared_by = "quantize the model first with gemmery.nn.quantize"
 
     format_name: str
     group_size: int
