@@ -384,11 +384,12 @@ def finish(
     PARTS: gl.constexpr = boxes(WIDTH, 64)
     for block in gl.static_range(BLOCKS):
         for part in gl.static_range(PARTS):
-            # Two slots for each group: one is filled while the other one is stored.
+            # Two slots for each group: one is filled while the other one is stored. A tile begins with both empty. It
+            # may have an odd number of parts, and then the tile before ended with the slot with which this one begins.
             slot = slots.index(2 * GROUP + (block * PARTS + part) % 2)
             numbers = joined(acc, (block * WIDTH + column(part, WIDTH)) // 8, 8)
             numbers = EPILOGUE(numbers, bias, col + column(part, WIDTH), N)
-            tma.store_wait(1)
+            tma.store_wait(1 if block + part else 0)
             slot.store(numbers.to(out.dtype))
             fence_async_shared()  # so that the TMA unit sees what threads have written
             store(out, [row + block * 64, col + column(part, WIDTH)], slot)
