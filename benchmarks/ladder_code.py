@@ -1,4 +1,4 @@
-"""Compile the ladder's kernels for a Hopper GPU, which need not be there, and write down what the compiler made of them.
+"""Compile the ladder's kernels for a Hopper GPU, which need not be there, and write down what the compiler made of it.
 
 python benchmarks/ladder_code.py [--out FILE]    writes benchmarks/results/ladder/code.json
 
