@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -158,15 +158,21 @@ def place(rung: Rung) -> str:
 
 @dataclass(frozen=True)
 class Recorded:
-    """One run of the ladder on a GPU."""
+    """What runs of the ladder on a GPU have measured.
+
+    Attributes:
+        header: of the last run.
+        records: of the rungs.
+        measured: what ran where and when, of rungs that another run has measured.
+    """
 
     header: dict[str, Any]
     records: dict[int, ladder.Record]
+    measured: dict[int, dict[str, Any]] = field(default_factory=dict)
 
-    @property
-    def line(self) -> str:
-        """What ran where and when."""
-        head = self.header
+    def line(self, number: int | None = None) -> str:
+        """What ran where and when, of a rung or of the last run."""
+        head = self.header if number is None else self.measured.get(number, self.header)
         return (
             f"{head['gpu']}, torch {head['torch']}, Triton {head['triton']}, CUDA {head['cuda']}, commit "
             f"{head['commit']}, {head['date'][:10]}"
@@ -174,10 +180,12 @@ class Recorded:
 
 
 def recorded() -> Recorded:
-    """The run that is recorded in the repository."""
+    """What is recorded in the repository."""
     data = json.loads(RECORDED.read_text(encoding="utf-8"))
-    records = [ladder.read_record(json.dumps(record)) for record in data.pop("rungs")]
-    return Recorded(data, {record.number: record for record in records})
+    rungs = data.pop("rungs")
+    measured = {record["number"]: record.pop("measured") for record in rungs if "measured" in record}
+    records = [ladder.read_record(json.dumps(record)) for record in rungs]
+    return Recorded(data, {record.number: record for record in records}, measured)
 
 
 def _ratio(value: float | None) -> str:
@@ -342,8 +350,9 @@ def gained(rung: Rung, run: Recorded) -> tuple[str, ...]:
     """The tables of what a rung has measured; or that the recorded run was before it was there."""
     record = run.records.get(rung.number)
     if record is None:
-        return (f"{MISSING}. The other rungs were measured on {run.line}.",)
-    measured = f"Ratios are of speed: above 1 the rung is faster. Measured by the file itself on {run.line}."
+        return (f"{MISSING}. The other rungs were measured on {run.line()}.",)
+    where = run.line(rung.number)
+    measured = f"Ratios are of speed: above 1 the rung is faster. Measured by the file itself on {where}."
     return gains(record), others(record), measured
 
 
@@ -351,8 +360,17 @@ def overview(run: Recorded) -> str:
     """The ladder's first page: all rungs, and what each gained at its largest product."""
     text = (ROOT / "docs" / "hooks" / "ladder.md").read_text(encoding="utf-8")
     return text.format(
-        picture=drawings.of_all(run.records), table="\n".join(_overview_rows(run)), line=run.line
+        picture=drawings.of_all(run.records),
+        table="\n".join(_overview_rows(run)),
+        line=run.line(),
+        sizes=over_sizes(),
     )
+
+
+def over_sizes() -> str:
+    """The picture of speed over size, with what ran where and when."""
+    data = json.loads(SIZES.read_text(encoding="utf-8"))
+    return f"{drawings.of_sizes(data['sizes'])}\n\n{Recorded(data, {}).line()}."
 
 
 def _overview_rows(run: Recorded) -> Iterator[str]:
