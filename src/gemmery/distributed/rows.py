@@ -150,33 +150,47 @@ class Partials(NamedTuple):
     begin: Callable[[int], object]
 
 
-@contextmanager
-def partial_sums(
-    op: str, shared: Shared, rows: int, columns: int, dtype: torch.dtype
-) -> Iterator[tuple[Partials, Callable[[int], None]]]:
-    """Memory for the partial sums of each rank's rows, which no rank reads any more.
+class PartialSums:
+    """The partial sums of a call, of each rank's rows.
 
-    Yields it, and a function that says that those of a rank's rows have been sent.
-
-    Args:
-        rows: of each rank.
+    Attributes:
+        received: see `Partials`.
     """
-    memory = shared.memory(op, PARTIALS, words_of(shared.ranks * rows, columns, dtype))
-    key = rows, columns, dtype
-    views = memory.views.get(key)
-    if views is None:
-        views = memory.views[key] = _partials(shared, memory, rows, columns, dtype)
-    patience = shared.patience
-    views.begin(patience)
 
-    def sent(rank: int) -> None:
-        with shared.beside():
-            views.sent[rank].copy_(memory.counters, non_blocking=True)
+    def __init__(self, op: str, shared: Shared, rows: int, columns: int, dtype: torch.dtype) -> None:
+        self._shared = shared
+        self._memory = shared.memory(op, PARTIALS, words_of(shared.ranks * rows, columns, dtype))
+        key = rows, columns, dtype
+        views = self._memory.views.get(key)
+        if views is None:
+            views = self._memory.views[key] = _partials(shared, self._memory, rows, columns, dtype)
+        self._views: Partials = views
+        self.received = views.received
+        # What is being sent, which the allocator must not give to anybody else.
+        self._sent: list[Tensor] = []
+        views.begin(shared.patience)
 
-    try:
-        yield views._replace(arrivals=views.arrivals._replace(patience=patience)), sent
-    finally:
-        shared.join()
+    def send(self, rank: int, first: int, part: Tensor, is_last: bool) -> None:
+        """Send some of a rank's rows to it.
+
+        Args:
+            first: the first of them.
+            is_last: whether it then has all.
+        """
+        self._sent.append(part)
+        views = self._views
+        with self._shared.beside():
+            views.sends[rank].narrow(0, first, part.shape[0]).copy_(part, non_blocking=True)
+            if is_last:
+                views.sent[rank].copy_(self._memory.counters, non_blocking=True)
+
+    def behind(self, x: Tensor) -> ArrivingRows:
+        """An operand for whose products tiles wait for `received`."""
+        return ArrivingRows(x, self._views.arrivals._replace(patience=self._shared.patience))
+
+    def end(self) -> None:
+        """Have what comes behind wait until all is sent."""
+        self._shared.join()
 
 
 def _partials(shared: Shared, memory: Memory, rows: int, columns: int, dtype: torch.dtype) -> Partials:

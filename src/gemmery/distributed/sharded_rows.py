@@ -35,8 +35,11 @@ from .calls import (
     unpermuted,
 )
 from .exchange import PARTIALS, ROWS, Shared
-from .rows import arriving, partial_sums, words_of
+from .rows import PartialSums, arriving, words_of
 
+#: Elements of the least product that fills a GPU: twice as many tiles of 128 by 256 as an H200 has multiprocessors,
+#: about. Rows of pieces are multiples of `ROW_GRAIN`, as large tiles have.
+LEAST_PIECE, ROW_GRAIN = 240 * 128 * 256, 256
 #: Types of first operands that kernels take.
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.int8)
 
@@ -144,8 +147,8 @@ def matmul_reduce_scatter(
 ) -> Any:
     """This rank's rows of the sum over all ranks of `a @ b`: `gemmery.matmul` with columns of `a` sharded.
 
-    The kernels of the other ranks' rows store partial sums in the memory of these ranks, in the type of `a`. The product
-    of the rank's own rows comes last, whose kernel adds what it was sent to its own sum, in float32. The epilogue sees
+    A rank computes the other ranks' rows first, and copy engines send it to them while it goes on, in the type of `a`. The
+    product of its own rows comes last, whose kernel adds what it was sent to its own sum, in float32. The epilogue sees
     that sum. That takes GPUs of one host that reach each other's memory, up to 8, and at most 1 GiB of partial sums.
     Elsewhere, and under torch.compile, which it interrupts, it is a product, a reduce-scatter of float32, and the
     epilogue.
@@ -381,17 +384,33 @@ def scattered_product(
     x, b = unpermuted(x, b)
 
     def launched() -> Any:
-        with partial_sums(f"{op}_reduce_scatter", shared, rows, columns, dtype) as (memory, sent):
+        sums = PartialSums(f"{op}_reduce_scatter", shared, rows, columns, dtype)
+        try:
             for step in range(1, ranks):
                 owner = (shared.rank + step) % ranks
-                of_owner = x.narrow(0, owner * rows, rows)
-                product(op, of_owner, b, None, NONE, memory.sends[owner], options._replace(out_dtype=dtype))
-                sent(owner)
-            own = ArrivingRows(x.narrow(0, shared.rank * rows, rows), memory.arrivals)
-            behind = with_received(functions, memory.received)
-            return product(op, own, b, bias, behind, None, options)
+                for first, count in pieces(rows, columns):
+                    part = x.narrow(0, owner * rows + first, count)
+                    part = product(op, part, b, None, NONE, None, options._replace(out_dtype=dtype))
+                    sums.send(owner, first, part, first + count == rows)
+            own = sums.behind(x.narrow(0, shared.rank * rows, rows))
+            return product(op, own, b, bias, with_received(functions, sums.received), None, options)
+        finally:
+            sums.end()
 
     return given_up(shared, launched)
+
+
+def pieces(rows: int, columns: int) -> list[tuple[int, int]]:
+    """The first and the number of rows of the products that a rank's rows are sent after, one behind the other.
+
+    Each has half of what is left, so that it has been sent when the next ones are computed. That goes on as long as
+    both halves fill a GPU.
+    """
+    found, first = [], 0
+    while (half := (rows - first) // 2 // ROW_GRAIN * ROW_GRAIN) * columns >= LEAST_PIECE:
+        found.append((first, half))
+        first += half
+    return [*found, (first, rows - first)]
 
 
 def with_received(functions: Functions, received: Sequence[Tensor]) -> Functions:

@@ -3,8 +3,8 @@
 A product of rows that all ranks have a shard of begins with the rank's own shard, while the others arrive: the copy
 engines of the other GPUs write them into a buffer of this one, each followed by the number of the call. Tiles wait for
 that number. A product that is summed over ranks, and whose rows then belong to one rank each, begins with the rows of
-others, which its kernel stores in the memory of their owners. The rank's own rows come last, whose tiles wait until
-the others have sent theirs. Flux (arxiv.org/abs/2406.06858) and QuACK's all-gather (github.com/Dao-AILab/quack)
+others, which are sent to their owners likewise. The rank's own rows come last, and each tile waits for those of the
+other ranks before its epilogue adds them. Flux (arxiv.org/abs/2406.06858) and QuACK's all-gather (github.com/Dao-AILab/quack)
 overlap communication with products likewise.
 """
 
@@ -44,17 +44,19 @@ def tile_behind(
     unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m, PLACE: tl.constexpr, RANK: tl.constexpr,
     RANKS: tl.constexpr,
 ):  # fmt: skip
-    """A place, see `place`. Returns once all ranks have sent what the product's epilogue reads.
+    """A place, see `place`. Returns once all ranks have sent what the product's epilogue reads; see `all_there`."""
+    all_there(state[len(state) - 1], RANK, RANKS)
+    return PLACE(unit, state, shape, BLOCK_M, BLOCK_N, band_m)
 
-    `place_args` is that of `arriving_tile`.
-    """
-    batch, row, col, end, first_k, last_k = PLACE(unit, state, shape, BLOCK_M, BLOCK_N, band_m)
-    flags, calls, failed, patience = state[len(state) - 1]
+
+@triton.jit
+def all_there(place_args, RANK: tl.constexpr, RANKS: tl.constexpr):
+    """Waits until all ranks have sent what they send. `place_args` is that of `arriving_tile`."""
+    flags, calls, failed, patience = place_args
     call = tl.load(calls)
     for rank in tl.static_range(RANKS):
         if rank != RANK:
             wait_for(flags + rank, call, failed, rank, patience)
-    return batch, row, col, end, first_k, last_k
 
 
 @triton.jit

@@ -106,6 +106,10 @@ class ArrivingAccess(DenseAccess):
         waiting = shards.arriving_tile if spec.of_rows else shards.tile_behind
         return with_constants(waiting, PLACE=own, RANK=spec.rank, RANKS=spec.ranks)
 
+    def ready(self) -> Any:
+        spec = self.layout
+        return None if spec.of_rows else with_constants(shards.all_there, RANK=spec.rank, RANKS=spec.ranks)
+
     def place_args(self, tensors: Sequence[Tensor], numbers: Sequence[float]) -> tuple[Any, ...]:
         return (*tensors[1:], *numbers)
 

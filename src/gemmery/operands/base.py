@@ -663,6 +663,13 @@ class Access:
         """
         return own
 
+    def ready(self) -> Any:
+        """What waits for what other GPUs send to the epilogue, for kernels that call it before that; or None.
+
+        In others, PLACE waits.
+        """
+        return None
+
     def leading(self, other: Access) -> Access:
         """The other operand's access, where this one says which parts along K it loads."""
         return other

@@ -95,9 +95,11 @@ class AnyWidthBinding(Binding):
         registers, loader = REGISTERS[tile.groups]
         x, y = (p.b.dtype, p.a.dtype) if c.swap else (p.a.dtype, p.b.dtype)
         given, second = self._matrix_map()
+        ready = self.a.ready()
         epilogue = self._epilogue(given, second)
         self.constants = {
             "PLACE": dialect.in_gluon(self.place),
+            "READY": None if ready is None else dialect.in_gluon(ready),
             "GROUP_OF": dialect.in_gluon(self.a.group_of()) if p.ragged == "rows" else None,
             "GIVEN": given,
             "SECOND": second,
@@ -132,6 +134,8 @@ class AnyWidthBinding(Binding):
         if self.problem.batch:
             return place.sized_tile_of_batch
         is_cut = self.split is not None
+        if self.a.ready() is not None:
+            return place.sized_part if is_cut else place.sized_tile
         return self.a.place(place.sized_part if is_cut else place.sized_tile, is_cut)
 
     def _loops(self, takes_turns: bool, given: object, second: object) -> bool:
