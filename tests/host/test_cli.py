@@ -227,7 +227,7 @@ def test_json_into_a_missing_directory_is_refused_before_the_work(name, tmp_path
     ran = here(name, "--json", str(tmp_path / "absent" / "out.json"))
     assert ran.returncode == 2
     assert "there is no directory" in ran.stderr
-    assert "No GPU here" not in ran.stdout
+    assert "No GPU found" not in ran.stdout
 
 
 FULL = [
