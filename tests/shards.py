@@ -10,7 +10,8 @@ import gemmery
 import gemmery.nn
 from gemmery import distributed as ours
 from gemmery import epilogues
-from gemmery.distributed import all_reduce, exchange, sharded_rows
+from gemmery.distributed import all_reduce, exchange, reduce_scatter
+from gemmery.distributed import rows as of_rows
 from gemmery.product import cache
 from tests import ranks
 from tests.summed import CLOSE, check, dense, normal
@@ -114,7 +115,9 @@ def dimensions():
     for dim in (1, -2):
         want = xs[0].double() @ w.double().T
         close(ours.all_gather_linear(own(xs[0], 1), w, gather_dim=dim), want)
-        got = ours.all_gather_linear(own(xs[0], 1), w, gather_dim=dim, epilogue=epilogues.residual, args=(residual,))
+        got = ours.all_gather_linear(
+            own(xs[0], 1), w, gather_dim=dim, epilogue=epilogues.residual, args=(residual,)
+        )
         close(got, want + residual.double())
         total = sum(x.double() @ w.double().T for x, w in zip(xs, weights, strict=True))
         close(ours.linear_reduce_scatter(x, w, scatter_dim=dim), own(total, 1))
@@ -132,7 +135,6 @@ def dimensions():
 
 def gradients():
     """Those of a block of two layers whose rows are sharded outside, by kernels and by the process group."""
-    rank = dist.get_rank()
     for rows, dtype in ((64, torch.float32), (33, torch.float32), (64, torch.bfloat16)):
         x = normal(2 * rows, 48, seed=1, dtype=dtype)
         up, down = normal(64, 48, seed=2, dtype=dtype) / 7, normal(48, 64, seed=3, dtype=dtype) / 8
@@ -146,7 +148,7 @@ def gradients():
         got = ours.linear_reduce_scatter(torch.nn.functional.silu(got), leaves[2])
         close(got.detach(), own(y.detach()), "forward")
         got.backward(own(seed))
-        for name, leaf, grad in zip("x up down".split(), leaves, wide, strict=True):
+        for name, leaf, grad in zip(["x", "up", "down"], leaves, wide, strict=True):
             want = own(grad.grad, 1 if name == "down" else 0)
             error = float((leaf.grad.double() - want).abs().max() / want.abs().max())
             assert error < (3e-2 if dtype == torch.bfloat16 else 1e-5), f"{rows} {dtype} {name}: {error}"
@@ -216,12 +218,8 @@ def configs(texts, N=128, K=192):
 def repeats():
     """Many calls of two sizes in turn: their rows and sums do not mix."""
     rank = dist.get_rank()
-    pairs = {
-        rows: [whole(rows, 64, 32, seed=rows + 9 * i) for i in range(ranks.COUNT)] for rows in (64, 128)
-    }
-    totals = {
-        rows: own(sum(x.double() @ w[0].double().T for x, w in each)) for rows, each in pairs.items()
-    }
+    pairs = {rows: [whole(rows, 64, 32, seed=rows + 9 * i) for i in range(ranks.COUNT)] for rows in (64, 128)}
+    totals = {rows: own(sum(x.double() @ w[0].double().T for x, w in each)) for rows, each in pairs.items()}
     for i in range(12):
         rows = (64, 128, 128)[i % 3]
         x, (w, *_) = pairs[rows][rank]
@@ -271,15 +269,15 @@ def missing(seconds, name):
 def large():
     """More than memory is taken for goes by the process group."""
     x, weights = whole(64, 64, 32)
-    most = sharded_rows.PARTIALS, sharded_rows.ROWS
+    most = reduce_scatter.PARTIALS, of_rows.ROWS
     try:
-        sharded_rows.PARTIALS, sharded_rows.ROWS = (kind._replace(most=64) for kind in most)
+        reduce_scatter.PARTIALS, of_rows.ROWS = (kind._replace(most=64) for kind in most)
         got = ours.linear_reduce_scatter(x, weights[0])
-        rows = ours.all_gather_linear(own(x), weights[0])
+        gathered = ours.all_gather_linear(own(x), weights[0])
     finally:
-        sharded_rows.PARTIALS, sharded_rows.ROWS = most
+        reduce_scatter.PARTIALS, of_rows.ROWS = most
     close(got, 2 * own(x.double() @ weights[0].double().T))
-    close(rows, x.double() @ weights[0].double().T)
+    close(gathered, x.double() @ weights[0].double().T)
 
 
 def styles():
@@ -346,7 +344,10 @@ def reduced():
             check(got.view(2 * rows, -1), total)
             check(largest.view(2 * rows).bfloat16(), total.amax(-1))
             # An epilogue that holds a matrix is part of the one kernel.
-            check(ours.linear_all_reduce(x, w, epilogue=lambda acc, r=residual: acc + r), total + residual.double())
+            check(
+                ours.linear_all_reduce(x, w, epilogue=lambda acc, r=residual: acc + r),
+                total + residual.double(),
+            )
     finally:
         all_reduce.BY_ROWS = before
     assert any(x.problem.a.shards == 1 for x in plans())

@@ -31,13 +31,11 @@ from .calls import (
     unpermuted,
 )
 from .exchange import SUMS, Shared
+from .reduce_scatter import scattered_product
 from .rows import collected
-from .sharded_rows import scattered_product
 
 #: From so many rows on, the sum is scattered over the ranks and its results gathered; measured on two H200.
 BY_ROWS = 1024
-#: Types of operands whose products are summed in 32 bits.
-_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.int8)
 
 
 def matmul_all_reduce(
@@ -122,7 +120,9 @@ def linear_all_reduce(
     """
     how = resolved(precision, x)
     options = Options(out_dtype, how, False, batch_invariant, config)
-    return outside_compiler(_all_reduced, "linear", x, weight, bias, Functions(epilogue, args), options, group)
+    return outside_compiler(
+        _all_reduced, "linear", x, weight, bias, Functions(epilogue, args), options, group
+    )
 
 
 def _all_reduced(
@@ -135,7 +135,7 @@ def _all_reduced(
     if a.dim() == 1 and b.dim() == 2:
         made = _all_reduced(op, a.unsqueeze(0), b, bias, functions, options, group)
         return tuple([x.squeeze(0) for x in made]) if isinstance(made, tuple) else made.squeeze(0)
-    shared = shared_memory(a, tensors_of(a, b, bias, functions), group, _TYPES)
+    shared = shared_memory(a, tensors_of(a, b, bias, functions), group)
     places = _places(op, a, b)
     if shared is None or not 0 < places <= SUMS.most or not a.shape[-1]:
         return _in_steps(op, a, b, bias, functions, options, group)
@@ -183,9 +183,7 @@ def _in_kernel(
     """The product and its sum as one kernel."""
     a, b = unpermuted(a, b)
     exchange = shared.exchange(f"{op}_all_reduce", places)
-    return given_up(
-        shared, lambda: product(op, SummedOver(a, exchange), b, bias, functions, None, options)
-    )
+    return given_up(shared, lambda: product(op, SummedOver(a, exchange), b, bias, functions, None, options))
 
 
 def _places(op: str, a: Tensor, b: Any) -> int:

@@ -7,11 +7,15 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import triton
 from torch import Tensor
 
 from ..kernels.shards import begin_call, collect, place_shard
 from ..operands import Arrivals, ArrivingRows
+from ..product.spec import Functions
+from ..select.shortlist import SHARD
+from .calls import shared_memory, tensors_of
 from .exchange import PARTIALS, RESULTS, ROWS, Memory, Shared
 
 #: Elements that a program copies.
@@ -31,6 +35,7 @@ class Numbers(NamedTuple):
 
     @classmethod
     def of(cls, memory: Memory) -> Numbers:
+        """Those of a memory."""
         both = [buffer[memory.size :].view(2, -1) for buffer in memory.buffers]
         return cls(tuple([x[0] for x in both]), tuple([x[1] for x in both]))
 
@@ -78,6 +83,14 @@ class _Rows(NamedTuple):
     place: Callable[[Tensor, int], object]
 
 
+def for_rows(x: Tensor, b: Any, bias: Any, functions: Functions, group: dist.ProcessGroup) -> Shared | None:
+    """The memory through which rows are gathered while they are multiplied; None where they are gathered before."""
+    ranks, (rows, columns) = dist.get_world_size(group), x.shape
+    if not columns or not rows or rows % SHARD or words_of(ranks * rows, columns, x.dtype) > ROWS.most:
+        return None
+    return shared_memory(x, tensors_of(x, b, bias, functions), group)
+
+
 @contextmanager
 def arriving(op: str, x: Tensor, shared: Shared) -> Iterator[ArrivingRows]:
     """The rows of all ranks, one shard behind the other, as an operand that waits for them.
@@ -117,7 +130,15 @@ def _rows(shared: Shared, memory: Memory, x: Tensor) -> _Rows:
     ]
     shards = tuple([whole[rank * rows : (rank + 1) * rows] for whole in wholes])
     numbers = Numbers.of(memory)
-    before = shards[rank], numbers.begun, memory.counters, memory.failures.data_ptr(), rows, columns, *x.stride()
+    before = (
+        shards[rank],
+        numbers.begun,
+        memory.counters,
+        memory.failures.data_ptr(),
+        rows,
+        columns,
+        *x.stride(),
+    )
     constants = rank, ranks, BLOCK
     grid = (rows * triton.cdiv(columns, BLOCK), 1, 1)
     launch = _quick(place_shard, grid, x.is_cuda, x, *before, shared.patience, *constants)
@@ -211,9 +232,7 @@ def _beginning(shared: Shared, memory: Memory, numbers: Numbers, waits: bool) ->
     """What launches `begin_call`, given for how long it waits."""
     before = numbers.begun, memory.counters, memory.failures.data_ptr()
     constants = shared.rank, shared.ranks, waits
-    launch = _quick(
-        begin_call, (1, 1, 1), memory.counters.is_cuda, *before, shared.patience, *constants
-    )
+    launch = _quick(begin_call, (1, 1, 1), memory.counters.is_cuda, *before, shared.patience, *constants)
     return lambda patience: launch(*before, patience, *constants)
 
 

@@ -267,8 +267,8 @@ def consume(
     out, slots, ring, first, step_args, args, workspace, shape, state, tile, GROUP: gl.constexpr, GROUPS: gl.constexpr,
     PLACE: gl.constexpr, READY: gl.constexpr, GIVEN: gl.constexpr, SECOND: gl.constexpr, EPILOGUE: gl.constexpr,
     CAST: gl.constexpr, KIND: gl.constexpr, PROMOTES: gl.constexpr, EVERY: gl.constexpr, X_ROWS: gl.constexpr,
-    WIDTHS: gl.constexpr, SWAP: gl.constexpr, LOOPS: gl.constexpr, PINGPONG: gl.constexpr, FORMAT: gl.constexpr, X_FORM: gl.constexpr,
-    Y_FORM: gl.constexpr, BUFFERS: gl.constexpr, PART: gl.constexpr, RING_BYTES: gl.constexpr,
+    WIDTHS: gl.constexpr, SWAP: gl.constexpr, LOOPS: gl.constexpr, PINGPONG: gl.constexpr, FORMAT: gl.constexpr,
+    X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr, PART: gl.constexpr, RING_BYTES: gl.constexpr,
     BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's part of the work.
@@ -392,8 +392,8 @@ def gemm_any_width(
     x, y, out, scales, shifts, matrix, M, N, K, units, whole, parts, part_k, tiles_m, tiles_n, area_divisor,
     band_divisor, last_divisor, cut_divisor, width, band_m, x_box, x_size, y_box, y_size, streams, stages, place_args,
     step_args, args, workspace,
-    PLACE: gl.constexpr, READY: gl.constexpr, GROUP_OF: gl.constexpr, GIVEN: gl.constexpr, SECOND: gl.constexpr, EPILOGUE: gl.constexpr,
-    CAST: gl.constexpr,
+    PLACE: gl.constexpr, READY: gl.constexpr, GROUP_OF: gl.constexpr, GIVEN: gl.constexpr, SECOND: gl.constexpr,
+    EPILOGUE: gl.constexpr, CAST: gl.constexpr,
     KIND: gl.constexpr, PROMOTES: gl.constexpr, EVERY: gl.constexpr, X_ROWS: gl.constexpr, WIDTHS: gl.constexpr,
     RING_ROWS: gl.constexpr, GROUPS: gl.constexpr, SWAP: gl.constexpr, LOOPS: gl.constexpr, PINGPONG: gl.constexpr,
     FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr,

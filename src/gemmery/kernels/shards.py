@@ -4,8 +4,8 @@ A product of rows that all ranks have a shard of begins with the rank's own shar
 engines of the other GPUs write them into a buffer of this one, each followed by the number of the call. Tiles wait for
 that number. A product that is summed over ranks, and whose rows then belong to one rank each, begins with the rows of
 others, which are sent to their owners likewise. The rank's own rows come last, and each tile waits for those of the
-other ranks before its epilogue adds them. Flux (arxiv.org/abs/2406.06858) and QuACK's all-gather (github.com/Dao-AILab/quack)
-overlap communication with products likewise.
+other ranks before its epilogue adds them. Flux (arxiv.org/abs/2406.06858) and QuACK's all-gather
+(github.com/Dao-AILab/quack) overlap communication with products likewise.
 """
 
 import triton

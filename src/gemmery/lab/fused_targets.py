@@ -143,7 +143,9 @@ FUSED: dict[str, Fused] = {
     "summed_residual": Fused(library.residual, ("matrix",), bias=True, ranks=2, rows=128),
     "summed_swiglu": Fused(library.swiglu, ranks=8, aligned=True),
     "summed_int4": Fused(library.gelu, bias=True, packed=("int4", 128), ranks=2),
-    "arriving": Fused(unchanged, dtypes=("bf16", "int8"), ranks=2, spread="all rows", rows=4096, aligned=True),
+    "arriving": Fused(
+        unchanged, dtypes=("bf16", "int8"), ranks=2, spread="all rows", rows=4096, aligned=True
+    ),
     "arriving_swiglu": Fused(library.swiglu, ranks=8, spread="all rows", rows=4096, aligned=True),
     "received": Fused(library.residual, ("matrix",), ranks=2, spread="own rows", rows=4096, aligned=True),
     # The backward pass of a gated block: a product that goes on to the gradient of the one before.
@@ -204,7 +206,9 @@ def _spread(x: Tensor, columns: int, how: Fused) -> SummedOver | ArrivingRows:
 
     if how.spread != "sum":
         of_rows = how.spread == "all rows"
-        return ArrivingRows(x, Arrivals(numbers(how.ranks), numbers(1), 1, how.ranks, failed, patience, of_rows))
+        return ArrivingRows(
+            x, Arrivals(numbers(how.ranks), numbers(1), 1, how.ranks, failed, patience, of_rows)
+        )
     places = places_of(rows, columns)
     buffers = tuple([numbers(2, how.ranks, places) for _ in range(how.ranks)])
     return SummedOver(x, Exchange(buffers, numbers(places // 64 + 1), 1, places, failed, patience))

@@ -248,12 +248,13 @@ class AnyWidthBinding(Binding):
         is_grouped = p.ragged == "rows"
         counted = tiles_n if is_grouped else tiles_m * tiles_n if p.batch or p.ragged else self.work.cut
         area = c.block_m if is_grouped else band * tiles_n
+        place_args = self.a.place_args(of_a, numbers[len(numbers) - p.a.numbers :])
         divisors = map(divisor, (area, band, last_band, max(1, counted)))
         return [
             x_map, self._operand(y, not c.swap, self.part, boxes[1]), self._output(out, block), *params,
             self._matrix(extras, block), p.M, p.N, p.K, whole + cut, whole, *parts,
             tiles_m, tiles_n, *divisors, tile.y, band, boxes[0], x_size, boxes[1], loaded[1] * ROW, self.streams,
-            c.num_stages, self.a.place_args(of_a, numbers[len(numbers) - p.a.numbers :]), step_args, epilogue_arguments(p, self.part, given, numbers),
+            c.num_stages, place_args, step_args, epilogue_arguments(p, self.part, given, numbers),
             workspace,
         ]  # fmt: skip
 

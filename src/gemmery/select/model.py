@@ -59,4 +59,4 @@ def _with_arrivals(problem: Problem, space: Space, M: Floats, total: Floats) -> 
     columns = -(-p.N // space.block_n)
     waves = np.ceil(M // space.block_m * columns / sms)
     last = np.ceil(M / shards // space.block_m * columns / sms)
-    return np.maximum(total, arrival + total * last / np.maximum(waves, 1))
+    return np.asarray(np.maximum(total, arrival + total * last / np.maximum(waves, 1)))
