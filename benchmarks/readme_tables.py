@@ -249,13 +249,19 @@ def sparse(results: Sequence[Data], page: str) -> str:
     return "\n\n".join([_table(head, lines, columns), sparse_summary.ABOUT, where])
 
 
-# --- sums over ranks ------------------------------------------------------------------------------------------------
+# --- several ranks --------------------------------------------------------------------------------------------------
 
 
-def summed(results: Sequence[Data]) -> str:
+def of_ranks(sums: Sequence[Data], rows: Sequence[Data]) -> str:
     """Everything between the marks of docs/distributed.md."""
-    table = _table(all_reduce_summary.HEAD, all_reduce_summary.lines(results), "lrlrrrr")
-    return "\n\n".join([table, all_reduce_summary.ABOUT, all_reduce_summary.places(results)])
+    parts = []
+    if sums:
+        table = _table(all_reduce_summary.HEAD, all_reduce_summary.lines(sums), "lrlrrrr")
+        parts += ["### Sums", table, all_reduce_summary.ABOUT, all_reduce_summary.places(sums)]
+    if rows:
+        table = _table(sharded_rows_summary.HEAD, sharded_rows_summary.lines(rows), "lrrlrrrr")
+        parts += ["### Rows", table, sharded_rows_summary.ABOUT, sharded_rows_summary.places(rows)]
+    return "\n\n".join(parts)
 
 
 # --- every row ------------------------------------------------------------------------------------------------------
@@ -359,7 +365,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--grouped", type=Path, default=ROOT / "docs" / "grouped.md", metavar="FILE")
     parser.add_argument("--sparse", type=Path, default=ROOT / "docs" / "sparse.md", metavar="FILE")
     parser.add_argument("--blocks", type=Path, default=ROOT / "docs" / "blocks.md", metavar="FILE")
-    parser.add_argument("--summed", type=Path, default=ROOT / "docs" / "distributed.md", metavar="FILE")
+    parser.add_argument("--distributed", type=Path, default=ROOT / "docs" / "distributed.md", metavar="FILE")
     parser.add_argument("--rows", type=Path, default=ROOT / "benchmarks" / "RESULTS.md", metavar="FILE")
     options = parser.parse_args(arguments)
     try:
@@ -374,9 +380,9 @@ def main(arguments: list[str] | None = None) -> int:
         for name, path in (("sparse", options.sparse), ("blocks", options.blocks)):
             if sparse_summary.of_page(of_sparse, name) and path.exists():
                 pages.append((path, rewritten(path, sparse(of_sparse, name))))
-        of_ranks = all_reduce_summary.read(options.results)
-        if of_ranks and options.summed.exists():
-            pages.append((options.summed, rewritten(options.summed, summed(of_ranks))))
+        sums, rows = (x.read(options.results) for x in (all_reduce_summary, sharded_rows_summary))
+        if (sums or rows) and options.distributed.exists():
+            pages.append((options.distributed, rewritten(options.distributed, of_ranks(sums, rows))))
     except ValueError as error:
         print(f"readme_tables: {error}", file=sys.stderr)
         return 2
