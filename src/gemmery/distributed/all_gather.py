@@ -194,7 +194,8 @@ class _GatheredProduct(torch.autograd.Function):
             made: Tensor = scattered_product("matmul", grad, back, None, NONE, options, group)
             return made
 
-        shared = for_rows(x, b, None, NONE, group)
+        # Rows have arrived once the partial sums have, which each rank sends behind them.
+        shared = for_rows(x, b, None, NONE, group) if ctx.needs_input_grad[0] else None
         if shared is None:
             whole = Gathered.apply(x, group)  # type: ignore[no-untyped-call]
             return of_rows(), of_weight(whole), None, None, None

@@ -17,6 +17,7 @@ from ..problem import Config
 from ..product.run import checked, product
 from ..product.spec import NONE, Functions, Options, OutTypes
 from .calls import (
+    as_autocast,
     as_batch,
     as_matrices,
     captured,
@@ -142,9 +143,10 @@ def _all_reduced(
     rows = as_matrices(0, a.shape[:-1], bias, functions)
     if rows is None:
         return _in_steps(op, a, b, bias, functions, options, group)
-    lead, x = a.shape[:-1], moved(a, 0)
+    lead, x = a.shape[:-1], moved(as_autocast(a), 0)
     made = None
-    if x.shape[0] >= BY_ROWS:
+    # The rows of one rank are rounded otherwise than those of another.
+    if x.shape[0] >= BY_ROWS and not options.batch_invariant:
         made = _by_rows(op, x, b, *rows, options, shared, group)
     if made is None:
         made = _in_kernel(op, x, b, *rows, options, shared, places)

@@ -41,6 +41,8 @@ from .rows import PartialSums, arriving, for_rows, words_of
 #: Elements of the least product that fills a GPU: twice as many tiles of 128 by 256 as an H200 has multiprocessors,
 #: about. Rows of pieces are multiples of `ROW_GRAIN`, as large tiles have.
 LEAST_PIECE, ROW_GRAIN = 240 * 128 * 256, 256
+#: Where an epilogue keeps what `with_received` makes of it, so that nothing else holds the tensors that it holds.
+_OWN = "__gemmery_with_received__"
 
 
 def matmul_reduce_scatter(
@@ -212,12 +214,22 @@ def pieces(rows: int, columns: int) -> list[tuple[int, int]]:
 def with_received(functions: Functions, received: Sequence[Tensor]) -> Functions:
     """An epilogue of the sum, given that of this rank and those that others have sent."""
     function = None if functions.epilogue is None else memoised(functions.epilogue)
-    return functions._replace(
-        epilogue=_with_received(function, len(received)), args=(*received, *functions.args)
-    )
+    count = len(received)
+    if function is None:
+        made = _sum_of(count)
+    elif isinstance(function, Epilogue):
+        own = function.__dict__.setdefault(_OWN, {})
+        made = own.get(count) or own.setdefault(count, _with_received(function, count))
+    else:
+        made = _with_received(function, count)
+    return functions._replace(epilogue=made, args=(*received, *functions.args))
 
 
-@functools.lru_cache(256)
+@functools.cache
+def _sum_of(count: int) -> Epilogue[..., Any]:
+    return _with_received(None, count)
+
+
 def _with_received(function: Any, count: int) -> Epilogue[..., Any]:
     def of_sum(acc: Tensor, *given: Any) -> Any:
         for part in given[:count]:
@@ -258,7 +270,8 @@ class _ScatteredProduct(torch.autograd.Function):
             made: Tensor = product("matmul", left, right, None, NONE, None, options)
             return made.to(b.dtype)
 
-        shared = for_rows(grad, b, None, NONE, ctx.group)
+        # Without a product that waits for the rows, they are gathered before.
+        shared = for_rows(grad, b, None, NONE, ctx.group) if ctx.needs_input_grad[0] else None
         if shared is None:
             whole = Gathered.apply(grad, ctx.group)  # type: ignore[no-untyped-call]
             return of_rows(whole), of_weight(whole), None, None, None
