@@ -75,7 +75,9 @@ def matmul_reduce_scatter(
         scatter_dim: the dimension of the result that is sharded over the ranks; not its last one.
         group: the ranks; all of the default group if None.
         bias, epilogue, args: as for `gemmery.matmul`, of this rank's rows of the result.
-        out_dtype, precision, batch_invariant, config: as for `gemmery.matmul`.
+        out_dtype, precision, config: as for `gemmery.matmul`.
+        batch_invariant: as for `gemmery.matmul`, of each rank's product. The sum of a row also depends on which rank
+            has it.
 
     Returns:
         This rank's rows of what `gemmery.matmul` returns for the operands of all ranks, side by side along K.
