@@ -54,9 +54,9 @@ def all_gather_matmul(
     product.
 
     All ranks call it together, in the same order, with shards of the same shape and type. The same tensors require
-    gradients on all ranks. The first call of a group,
-    and one with more rows than before, allocate memory and wait for all ranks: make such a call before a CUDA graph is
-    captured. Products of one group must not run in two streams at the same time.
+    gradients on all ranks. The first call of a group, and one with more rows than before, allocate memory and wait for
+    all ranks: make such a call before a CUDA graph is captured. Products of one group must not run in two streams at
+    the same time.
 
     The gradient of `a` is summed over the ranks, each of which then has that of its shard, by `matmul_reduce_scatter`.
 
