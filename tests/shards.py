@@ -1,6 +1,8 @@
 """What test_shards.py runs on each of two ranks: products whose rows are sharded over the ranks, against float64."""
 
+import gc
 import time
+import weakref
 
 import pytest
 import torch
@@ -353,5 +355,50 @@ def reduced():
     assert any(x.problem.a.shards == 1 for x in plans())
 
 
-PRODUCTS = (gathered, scattered, behind, dimensions, gradients, repeats, errors, large, reduced, styles)
+def frozen():
+    """Gradients of a weight alone, whose rows no product waits for, with a rank that is late."""
+    rank = dist.get_rank()
+    x, weights = whole(64, 48, 32, torch.float32, seed=5)
+    w = weights[rank].clone().requires_grad_()
+    seed = normal(x.shape[0], w.shape[0], seed=3, dtype=torch.float32)
+    for function, given in ((ours.all_gather_linear, own(x)), (ours.linear_reduce_scatter, x)):
+        w.grad, y = None, function(given, w)
+        if rank:
+            time.sleep(0.3)
+        y.backward(seed if y.shape == seed.shape else own(seed))
+        close(w.grad, seed.double().T @ x.double())
+
+
+def contexts():
+    """Memory of inference mode serves other calls, too; autocast; epilogues are not kept alive."""
+    x, (w, *_) = whole(256, 48, 32)
+    total = 2 * own(x.double() @ w.double().T)
+    with torch.inference_mode():
+        close(ours.all_gather_linear(own(x), w), x.double() @ w.double().T)
+        close(ours.linear_reduce_scatter(x, w), total)
+    close(ours.all_gather_linear(own(x), w), x.double() @ w.double().T)
+    close(ours.linear_reduce_scatter(x, w), total)
+    held = []
+    for i in range(2):
+        residual = normal(*total.shape, seed=i)
+        got = ours.linear_reduce_scatter(x, w, epilogue=lambda acc, r=residual: acc + r)
+        close(got, total + residual.double())
+        held.append(weakref.ref(residual))
+    del residual
+    gc.collect()
+    assert not any(each() is not None for each in held)
+    before = all_reduce.BY_ROWS
+    try:
+        all_reduce.BY_ROWS = 128
+        with torch.autocast(x.device.type, torch.bfloat16):
+            got = ours.linear_all_reduce(x.float(), w.float())
+        assert got.dtype == torch.bfloat16
+        close(own(got), total)
+    finally:
+        all_reduce.BY_ROWS = before
+
+
+PRODUCTS = (
+    gathered, scattered, behind, dimensions, gradients, frozen, contexts, repeats, errors, large, reduced, styles
+)  # fmt: skip
 KINDS = ("int4", "e4m3", "nf4", "2:4")

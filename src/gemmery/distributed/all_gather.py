@@ -53,9 +53,10 @@ def all_gather_matmul(
     at most 1 GiB of rows in all. Elsewhere, and under torch.compile, which it interrupts, it is an all-gather and a
     product.
 
-    All ranks call it together, in the same order, with shards of the same shape and type. The first call of a group,
-    and one with more rows than before, allocate memory and wait for all ranks: make such a call before a CUDA graph is
-    captured. Products of one group must not run in two streams at the same time.
+    All ranks call it together, in the same order, with shards of the same shape and type. The same tensors require
+    gradients on all ranks. The first call of a group, and one with more rows than before, allocate memory and wait for
+    all ranks: make such a call before a CUDA graph is captured. Products of one group must not run in two streams at
+    the same time.
 
     The gradient of `a` is summed over the ranks, each of which then has that of its shard, by `matmul_reduce_scatter`.
 

@@ -17,6 +17,7 @@ from ..problem import Config
 from ..product.run import checked, product
 from ..product.spec import NONE, Functions, Options, OutTypes
 from .calls import (
+    as_autocast,
     as_batch,
     as_matrices,
     captured,
@@ -55,9 +56,12 @@ def matmul_all_reduce(
 
     With few rows it is one kernel. Each rank stores the partial sums of its tiles, in float32, into the memory of the
     others, and adds up those of all ranks in the order of the ranks: the result is rounded once and has the same bits
-    on every rank. The epilogue sees the sum. That takes GPUs of one host that reach each other's memory, up to 8, and
-    at most 2^23 elements of the product (1024 rows of 8192 columns). Elsewhere, with gradients and under torch.compile,
-    which it interrupts, it is a product, an all-reduce of float32, and the epilogue.
+    on every rank. The epilogue sees the sum. From 1024 rows on, each rank computes the sum of its own rows, as
+    `matmul_reduce_scatter` does, and all ranks copy the results, unless `batch_invariant` is set.
+
+    That takes GPUs of one host that reach each other's memory, up to 8, and at most 2^23 elements of the product (1024
+    rows of 8192 columns). Elsewhere, with gradients and under torch.compile, which it interrupts, it is a product, an
+    all-reduce of float32, and the epilogue.
 
     All ranks call it together, in the same order, with operands of the same shapes, strides and types, and the same
     `bias`, `args` and `config`. Gradients are recorded on all ranks or on none. The first call of a group, and one with
@@ -142,9 +146,10 @@ def _all_reduced(
     rows = as_matrices(0, a.shape[:-1], bias, functions)
     if rows is None:
         return _in_steps(op, a, b, bias, functions, options, group)
-    lead, x = a.shape[:-1], moved(a, 0)
+    lead, x = a.shape[:-1], moved(as_autocast(a), 0)
     made = None
-    if x.shape[0] >= BY_ROWS:
+    # The rows of one rank are rounded otherwise than those of another.
+    if x.shape[0] >= BY_ROWS and not options.batch_invariant:
         made = _by_rows(op, x, b, *rows, options, shared, group)
     if made is None:
         made = _in_kernel(op, x, b, *rows, options, shared, places)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -152,8 +153,11 @@ def unpermuted(a: Tensor, b: Any) -> tuple[Tensor, Any]:
 
 def given_up(shared: Shared, function: Callable[[], Any]) -> Any:
     """A launch for which other ranks wait; if it fails on this one, later calls raise an error."""
+    place = shared.device
     try:
-        return function()
+        # Triton launches on the current GPU.
+        with torch.cuda.device(place) if place.type == "cuda" else contextlib.nullcontext():
+            return function()
     except (TypeError, ValueError):
         # Of arguments, before anything was launched; all ranks have the same.
         raise

@@ -238,7 +238,9 @@ class Shared:
             )
         size = max(kind.least, 1 << (size - 1).bit_length())
         make = _shared_files if self.device.type == "cpu" else _symmetric
-        memory = make(self, kind, size)
+        # Tensors of inference mode could not be written outside of it.
+        with torch.inference_mode(False):
+            memory = make(self, kind, size)
         self._memories.setdefault(kind.name, []).append(memory)
         return memory
 

@@ -90,7 +90,7 @@ def overlapping(
         TypeError: it is no dense linear layer.
         ValueError: its rows are not sharded, or the mesh has more than one dimension.
     """
-    if not isinstance(module, nn.Linear):
+    if not isinstance(module, nn.Linear) or type(module).forward not in (nn.Linear.forward, Linear.forward):
         raise TypeError(
             f"{style}: module is a {type(module).__name__}; with overlap=True it must be a torch.nn.Linear or a "
             "gemmery.nn.Linear"

@@ -41,6 +41,8 @@ from .rows import PartialSums, arrived, arriving, for_rows, words_of
 #: Elements of the least product that fills a GPU: twice as many tiles of 128 by 256 as an H200 has multiprocessors,
 #: about. Rows of pieces are multiples of `ROW_GRAIN`, as large tiles have.
 LEAST_PIECE, ROW_GRAIN = 240 * 128 * 256, 256
+#: Where an epilogue keeps what `with_received` makes of it, so that nothing else holds the tensors that it holds.
+_OWN = "__gemmery_with_received__"
 
 
 def matmul_reduce_scatter(
@@ -73,7 +75,9 @@ def matmul_reduce_scatter(
         scatter_dim: the dimension of the result that is sharded over the ranks; not its last one.
         group: the ranks; all of the default group if None.
         bias, epilogue, args: as for `gemmery.matmul`, of this rank's rows of the result.
-        out_dtype, precision, batch_invariant, config: as for `gemmery.matmul`.
+        out_dtype, precision, config: as for `gemmery.matmul`.
+        batch_invariant: as for `gemmery.matmul`, of each rank's product. The sum of a row also depends on which rank
+            has it.
 
     Returns:
         This rank's rows of what `gemmery.matmul` returns for the operands of all ranks, side by side along K.
@@ -212,12 +216,22 @@ def pieces(rows: int, columns: int) -> list[tuple[int, int]]:
 def with_received(functions: Functions, received: Sequence[Tensor]) -> Functions:
     """An epilogue of the sum, given that of this rank and those that others have sent."""
     function = None if functions.epilogue is None else memoised(functions.epilogue)
-    return functions._replace(
-        epilogue=_with_received(function, len(received)), args=(*received, *functions.args)
-    )
+    count = len(received)
+    if function is None:
+        made = _sum_of(count)
+    elif isinstance(function, Epilogue):
+        own = function.__dict__.setdefault(_OWN, {})
+        made = own.get(count) or own.setdefault(count, _with_received(function, count))
+    else:
+        made = _with_received(function, count)
+    return functions._replace(epilogue=made, args=(*received, *functions.args))
 
 
-@functools.lru_cache(256)
+@functools.cache
+def _sum_of(count: int) -> Epilogue[..., Any]:
+    return _with_received(None, count)
+
+
 def _with_received(function: Any, count: int) -> Epilogue[..., Any]:
     def of_sum(acc: Tensor, *given: Any) -> Any:
         for part in given[:count]:

@@ -130,6 +130,7 @@ def arrived(rows: ArrivingRows) -> Tensor:
     return rows.matrix
 
 
+@torch.inference_mode(False)
 def _rows(shared: Shared, memory: Memory, x: Tensor) -> _Rows:
     rank, ranks, (rows, columns) = shared.rank, shared.ranks, x.shape
     wholes = [
@@ -219,9 +220,11 @@ class PartialSums:
 
     def end(self) -> None:
         """Have what comes behind wait until all is sent."""
-        self._shared.join()
+        if self._sent:
+            self._shared.join()
 
 
+@torch.inference_mode(False)
 def _partials(shared: Shared, memory: Memory, rows: int, columns: int, dtype: torch.dtype) -> Partials:
     rank, ranks = shared.rank, shared.ranks
     wholes = [
@@ -292,6 +295,7 @@ def collected(op: str, results: Sequence[Tensor], shared: Shared) -> tuple[Tenso
     return tuple(made)
 
 
+@torch.inference_mode(False)
 def _results(shared: Shared, memory: Memory, results: Sequence[Tensor], sizes: Sequence[int]) -> _Results:
     shards, at = [], 0
     for x, size in zip(results, sizes, strict=True):
