@@ -32,6 +32,17 @@ strides are then numbers that nothing is known of, so each float16 number is loa
 advance (look for `cp.async` in the PTX: there is none). On such a GPU rung 7 is the faster one.
 
 TMA: NVIDIA, "H100 Tensor Core GPU Architecture", 2022. Persistent kernels on it: CUTLASS 3, DeepGEMM.
+
+**What it gained, and why.** At 4096 and 8192 it is as fast as rung 7, within 2 %. There the tensor cores were the
+limit already. What it gains is room: 156 registers in place of 255, and in a step two requests to the TMA unit and
+101 other instructions in place of 12 copies and 193. Rung 9 needs this room for its epilogue.
+
+At 4001x4104x4088 it gains most: 5 times the speed of rung 7. Rows are multiples of 16 bytes there, and the TMA unit
+wants no more. The kernels with pointers know their arguments only as multiples of 16 *numbers* or not, so rung 7
+loads each number alone.
+
+*Where it loses.* It has one tile, 128 x 256. Up to 2048 there are fewer tiles than multiprocessors, and at
+4001x4104x4088 there are 544, 4.1 waves, which take the time of 5: 0.79 of cuBLAS.
 """
 
 import functools

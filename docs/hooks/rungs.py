@@ -37,9 +37,9 @@ COMMANDS = {
     3: [("roofline 4096 4096 128 4096 4096 512 4096 4096 4096 --dtype fp16 --device H200",
          "A product of 4096 x 4096 x K under the roofline of an H200.")],
     5: [("order 8192 8192 4096 --tile 128x128x64 --device H200",
-         "Either order on an H200, whose L2 cache holds much: nearly the same."),
+         "Both orders on an H200: where each tile comes in time, and what is read from memory."),
         ("order 8192 8192 4096 --tile 128x128x64 --device \"RTX 3090\"",
-         "On a GPU with a small L2 cache the order decides.")],
+         "The same on a GPU with a tenth of the L2 cache and a fifth of the bandwidth.")],
 }  # fmt: skip
 
 
@@ -271,8 +271,12 @@ def exercises(rung: Rung) -> Iterator[str]:
 
 # --- what the compiler made of it -----------------------------------------------------------------------------------
 
-#: How moves of a K step are told.
-_MOVED = {"copy": "copies", "load": "loads", "write": "writes", "read": "reads", "spill": "spills"}
+
+def _waits(waits: list[str]) -> str:
+    """Which products a K step waits for."""
+    left = [int(wait.rpartition("x")[2], 16) for wait in waits if wait.startswith("WARPGROUP")]
+    said = "all but the last step's" if 1 in left else "all"
+    return f"{said}, {len(left)} times" if len(left) > 1 else said
 
 
 def compiled(number: int) -> str:
@@ -282,8 +286,9 @@ def compiled(number: int) -> str:
     if not found:
         return ""
     lines = [
-        "| kernel | registers | spilled bytes | KB shared | programs on an SM | moves of a K step | others |",
-        "| --- | ---: | ---: | ---: | ---: | --- | ---: |",
+        "| kernel | registers | spilled bytes | KB shared | programs on an SM | moves of a K step | waits for products "
+        "| others |",
+        "| --- | ---: | ---: | ---: | ---: | --- | --- | ---: |",
     ]
     shapes = {kernel["shape"] for kernel in found}
     for kernel in found:
@@ -296,7 +301,7 @@ def compiled(number: int) -> str:
         )
         lines.append(
             f"| {name} | {kernel['registers']} | {kernel['spilled'] or ''} | {kernel['shared'] / 1024:.0f} | "
-            f"{kernel['programs']} | {moves or 'by another warp'} | {kernel['others']} |"
+            f"{kernel['programs']} | {moves or 'by another warp'} | {_waits(kernel['waits'])} | {kernel['others']} |"
         )
     said = (
         f"For Hopper, by Triton {data['triton']}, of each thread; `others` are the K step's other instructions besides "
