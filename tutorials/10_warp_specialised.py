@@ -48,7 +48,7 @@ tensor cores in each K loop, which leaves the newest step under way; and the rin
 which the assembly takes for granted, since Gluon does not tell a block's address.
 
 Only Hopper GPUs run this kernel. Elsewhere the rung runs its protocol in Python: the producer, the consumers and the
-copies are interleaved at random, and a stage that is overwritten or read too early makes the result wrong.
+copies are interleaved at random, and a stage or a slot that is overwritten or read too early makes the result wrong.
 
 gemmery's own kernel of this kind, `src/gemmery/kernels/any_width.py`, adds what a library needs: other layouts,
 batches, groups, packed and sparse weights, epilogues, tiles cut along K, and first loads that are issued before the
@@ -555,13 +555,39 @@ class Barrier:
         return self.phase % 2 != parity
 
 
-# A warp yields what it waits for: a barrier and a parity.
-Warp = Iterator[tuple[Barrier, int]]
+class Stores:
+    """A group's two slots, and its stores, which read them whenever they please."""
+
+    def __init__(self) -> None:
+        self.slots = [torch.zeros(64, 64)] * 2
+        self.begun = 0
+        self.pending: set[int] = set()
+
+    def begin(self, slot: int, part: torch.Tensor) -> Callable[[], None]:
+        """The copy of a slot to a part of the output."""
+        number = self.begun
+        self.begun += 1
+        self.pending.add(number)
+
+        def copy() -> None:
+            part.copy_(self.slots[slot][: part.shape[0], : part.shape[1]])
+            self.pending.remove(number)
+
+        return copy
+
+    def is_over(self, newest: int) -> bool:
+        """Whether all but the newest ones are done."""
+        return all(number >= self.begun - newest for number in self.pending)
+
+
+# A warp yields what it waits for: a barrier and a parity, or stores and how many of them may be under way.
+Wait = tuple[Barrier | Stores, int]
+Warp = Iterator[Wait]
 
 
 def interleave(warps: Sequence[Warp], copies: list[Callable[[], None]]) -> None:
     """Run warps and copies in some order that the barriers allow."""
-    waits: dict[Warp, tuple[Barrier, int] | None] = dict.fromkeys(warps)
+    waits: dict[Warp, Wait | None] = dict.fromkeys(warps)
     while waits or copies:
         ready = [warp for warp, wait in waits.items() if wait is None or wait[0].is_over(wait[1])]
         if not ready and not copies:
@@ -621,7 +647,10 @@ def emulated(
                         copies.append(functools.partial(arrives, stage, i, block))
                     step += 1
 
-        def consumer(group: int, program=program, ring=ring, full=full, free=free, turn=turn) -> Warp:
+        def consumer(
+            group: int, program=program, ring=ring, full=full, free=free, turn=turn, copies=copies
+        ) -> Warp:
+            stores = Stores()
             step, own, every, first, rows = 0, program, programs, group * 64, 64
             if tile.turns:
                 step, own, every, first, rows = group * steps, own + group * every, 2 * every, 0, height
@@ -643,16 +672,25 @@ def emulated(
                     turn[1 - group].arrive()
                 acc = acc + product(ring[(step - 1) % stages], first, rows)
                 free[(step - 1) % stages].arrive()
-                part = out[tile_m * height + first :, tile_n * tile.width :][:rows, : tile.width]
-                numbers = acc[: part.shape[0], : part.shape[1]]
+                corner = out[tile_m * height + first :, tile_n * tile.width :]
                 if bias is not None:
-                    numbers = F.gelu(numbers + bias[tile_n * tile.width :][: tile.width].float())
-                part.copy_(numbers)
+                    inside = bias[tile_n * tile.width :][: tile.width].float()
+                    acc = F.gelu(acc + F.pad(inside, (0, tile.width - len(inside))))
+                parts = [(row, col) for row in range(0, rows, 64) for col in columns(tile.width)]
+                for i, (row, col) in enumerate(parts):
+                    yield stores, 1 if i else 0
+                    stores.slots[i % 2] = acc[row : row + 64, col : col + 64]
+                    copies.append(stores.begin(i % 2, corner[row : row + 64, col : col + 64]))
                 if tile.turns:
                     step += steps
 
         interleave([producer(), consumer(0), consumer(1)], copies)
     return out
+
+
+def columns(width: int) -> list[int]:
+    """Where the parts of a tile begin that are stored at a time."""
+    return [min(64 * part, width - 64) for part in range(triton.cdiv(width, 64))]
 
 
 def product(stage: list[torch.Tensor], first: int, rows: int) -> torch.Tensor:

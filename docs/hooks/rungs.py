@@ -275,7 +275,7 @@ def exercises(rung: Rung) -> Iterator[str]:
 def _waits(waits: list[str]) -> str:
     """Which products a K step waits for."""
     left = [int(wait.rpartition("x")[2], 16) for wait in waits if wait.startswith("WARPGROUP")]
-    said = "all but the last step's" if 1 in left else "all"
+    said = "all but its own" if 1 in left else "all"
     return f"{said}, {len(left)} times" if len(left) > 1 else said
 
 

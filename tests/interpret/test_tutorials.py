@@ -227,6 +227,21 @@ def test_a_barrier_that_lets_all_through_is_noticed(
     pytest.fail("the result is right without the barrier")
 
 
+def test_a_slot_that_is_filled_too_early_is_noticed(
+    common: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an odd number of parts, a tile begins with the slot that the one before has stored last."""
+    rung = common.rung(10)
+    right = rung.Stores.is_over
+    monkeypatch.setattr(rung.Stores, "is_over", lambda self, newest: right(self, max(newest, 1)))
+    a, w = common.normal(512, 64), common.normal(1024, 64)
+    for _ in range(20):
+        out = rung.emulated(a, w, common.poisoned(512, 1024), rung.Tile(136, False), programs=1)
+        if not torch.allclose(out.float(), (a @ w.T).float(), atol=0.5, rtol=0.1):
+            return
+    pytest.fail("the result is right without the wait")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The order of rung 5
 
