@@ -181,7 +181,7 @@ def grows():
     x, w = pairs[dist.get_rank()]
     check(ours.linear_all_reduce(x, w), total(pairs))
     (shared,) = exchange._shared[dist.group.WORLD].values()
-    memories = shared._memories[exchange.SUMS]
+    memories = shared._memories["sums"]
     size, count = memories[-1].size, len(memories)
     shared.exchange("test", size + 1)
     assert len(memories) == count + 1

@@ -94,11 +94,6 @@ class Problem:
         return self.N // 2 if self.paired else self.N
 
     @property
-    def out_m(self) -> int:
-        """Rows of the output."""
-        return self.M // self.a.shards if self.a.is_owned else self.M
-
-    @property
     def extras(self) -> tuple[Layout, ...]:
         """Matrices that the epilogue reads and writes besides the product and the output."""
         if self.fusion is not None:
@@ -188,7 +183,7 @@ class Problem:
     @property
     def bytes(self) -> int:
         """The fewest bytes that can be moved: each distinct matrix once."""
-        outputs = sum(x.bytes(self.out_m, self.out_n, self.batch) for x in (self.out, *self.extras))
+        outputs = sum(x.bytes(self.M, self.out_n, self.batch) for x in (self.out, *self.extras))
         read = self.a.bytes(self.M, self.K, self.batch) + self.b.bytes(self.K, self.N, self.batch)
         return read + outputs
 

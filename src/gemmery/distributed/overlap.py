@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from ..nn.linear import Linear
-from .sharded_rows import all_gather_linear, linear_reduce_scatter
+from .all_gather import all_gather_linear
+from .reduce_scatter import linear_reduce_scatter
 
 
 class Overlap(NamedTuple):
@@ -52,10 +53,13 @@ class GathersInput(_Overlapping):
     """A layer with some rows of the weight, whose input is gathered along its rows."""
 
     def forward(self, input: Tensor) -> Tensor:
+        """This rank's columns of all rows, of this rank's rows."""
         how = self.overlap
         x = self._input(input, how.rows)
         bias = None if self.bias is None else _local(self.bias)
-        y = all_gather_linear(x, _local(self.weight), bias, gather_dim=how.rows.dim, group=how.group, **how.how)
+        y = all_gather_linear(
+            x, _local(self.weight), bias, gather_dim=how.rows.dim, group=how.group, **how.how
+        )
         return self._output(y, Shard(y.dim() - 1))
 
 
@@ -63,10 +67,13 @@ class ScattersOutput(_Overlapping):
     """A layer with some columns of the weight, whose sum is scattered along its rows."""
 
     def forward(self, input: Tensor) -> Tensor:
+        """This rank's rows of the sum, of this rank's columns."""
         how = self.overlap
         x = self._input(input, Shard(input.dim() - 1))
         bias = None if self.bias is None else _local(self.bias)
-        y = linear_reduce_scatter(x, _local(self.weight), bias, scatter_dim=how.rows.dim, group=how.group, **how.how)
+        y = linear_reduce_scatter(
+            x, _local(self.weight), bias, scatter_dim=how.rows.dim, group=how.group, **how.how
+        )
         return self._output(y, how.rows)
 
 
@@ -96,7 +103,11 @@ def overlapping(
         )
     if mesh.ndim != 1:
         raise ValueError(f"{style}: the mesh has {mesh.ndim} dimensions; with overlap=True it must have one")
-    how = {"precision": module.precision, "batch_invariant": module.batch_invariant} if isinstance(module, Linear) else {}
+    how = (
+        {"precision": module.precision, "batch_invariant": module.batch_invariant}
+        if isinstance(module, Linear)
+        else {}
+    )
     own = type(module)
     module.overlap = Overlap(mesh, mesh.get_group(), rows, is_local, how)  # type: ignore[assignment]
     module.__class__ = type(f"{kind.__name__}{own.__name__}", (kind, own), {})

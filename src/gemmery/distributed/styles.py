@@ -53,10 +53,16 @@ class ColwiseParallel(torch_styles.ColwiseParallel):
         if self.overlap:
             if self.output_layouts[0] != Shard(-1):
                 raise ValueError(
-                    f"ColwiseParallel: output_layouts is {self.output_layouts[0]}; with overlap=True it must be Shard(-1)"
+                    f"ColwiseParallel: output_layouts is {self.output_layouts[0]}; with overlap=True it must be "
+                    "Shard(-1)"
                 )
             made = overlapping(
-                "ColwiseParallel", module, device_mesh, GathersInput, self.input_layouts[0], self.use_local_output
+                "ColwiseParallel",
+                module,
+                device_mesh,
+                GathersInput,
+                self.input_layouts[0],
+                self.use_local_output,
             )
             _shard(module, device_mesh, COLUMN_WISE, self.src_data_rank)  # type: ignore[arg-type]
             return made
@@ -87,10 +93,16 @@ class RowwiseParallel(torch_styles.RowwiseParallel):
         if self.overlap:
             if self.input_layouts[0] != Shard(-1):
                 raise ValueError(
-                    f"RowwiseParallel: input_layouts is {self.input_layouts[0]}; with overlap=True it must be Shard(-1)"
+                    f"RowwiseParallel: input_layouts is {self.input_layouts[0]}; with overlap=True it must be "
+                    "Shard(-1)"
                 )
             made = overlapping(
-                "RowwiseParallel", module, device_mesh, ScattersOutput, self.output_layouts[0], self.use_local_output
+                "RowwiseParallel",
+                module,
+                device_mesh,
+                ScattersOutput,
+                self.output_layouts[0],
+                self.use_local_output,
             )
             _shard(module, device_mesh, ROW_WISE, self.src_data_rank)  # type: ignore[arg-type]
             return made

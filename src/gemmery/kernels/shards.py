@@ -1,10 +1,11 @@
-"""Rows in shards, one for each of several GPUs: in which order a rank visits them, and how it waits for them.
+"""Rows in shards, one for each of several GPUs: how a rank sends them, and how the others wait.
 
 A product of rows that all ranks have a shard of begins with the rank's own shard, while the others arrive: the copy
 engines of the other GPUs write them into a buffer of this one, each followed by the number of the call. Tiles wait for
-that number. A product whose rows are summed over ranks, and then belong to one rank each, begins with rows of others.
-Both orders keep the links busy while the tensor cores are. Tiles have rows of one shard. Flux (arxiv.org/abs/2406.06858) and QuACK's all-gather
-(github.com/Dao-AILab/quack) work likewise.
+that number. A product that is summed over ranks, and whose rows then belong to one rank each, begins with the rows of
+others, which are sent to their owners likewise. The rank's own rows come last, and each tile waits for those of the
+other ranks before its epilogue adds them. Flux (arxiv.org/abs/2406.06858) and QuACK's all-gather
+(github.com/Dao-AILab/quack) overlap communication with products likewise.
 """
 
 import triton
@@ -16,64 +17,6 @@ from .ranks import LOOKS, time_now
 
 #: See `dialect.in_gluon`.
 IN_GLUON = tl.constexpr(False)
-
-
-@triton.jit
-def of_shard(
-    tile, shard, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m, PLACE: tl.constexpr,
-    RANKS: tl.constexpr,
-):  # fmt: skip
-    """The place of a tile, see `place`, of those that have rows of one shard. Tile bands have rows of one, too."""
-    batch, row, col, end, first_k, last_k = PLACE(tile, state, shape, BLOCK_M, BLOCK_N, band_m)
-    return batch, row + shard * (shape[0] // RANKS), col, end, first_k, last_k
-
-
-@triton.jit
-def owned_tile(
-    unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m, PLACE: tl.constexpr, RANK: tl.constexpr,
-    RANKS: tl.constexpr,
-):  # fmt: skip
-    """A place where a rank sends the sums of others' rows to these, and stores its own; see `ranks.of_ranks`.
-
-    First come as many tiles of others as there are programs. Then a rank's own tiles come between those, so that it
-    sends all the time. The others have sent theirs by then: they compute tiles in the same order. What is left at the
-    end are own tiles. No tile waits for one behind it, so there is no deadlock.
-
-    There is no batch. Its place has the first of the rank's own rows, at which the output begins.
-    """
-    OTHERS: tl.constexpr = RANKS - 1
-    programs = tl.num_programs(0)
-    rows = shape[0] // RANKS
-    # Of one shard.
-    tiles = rows // BLOCK_M * tl.cdiv(shape[1], BLOCK_N)
-    ahead = tl.minimum(tl.cdiv(programs, OTHERS), tiles)
-    behind = unit - ahead * OTHERS
-    group = behind // RANKS
-    # A program that sends in one turn has a tile of its own in the next one.
-    turn = (ahead * OTHERS + group * RANKS) // programs
-    which = (behind - group * RANKS + turn) % RANKS
-    mixed = tiles - ahead
-    is_own = (behind >= 0) & ((group >= mixed) | (which == OTHERS))
-    sent = tl.where(behind < 0, unit, ahead * OTHERS + group * OTHERS + which)
-    own = tl.where(group >= mixed, behind - mixed * OTHERS, group)
-    tile = tl.where(is_own, own, sent // OTHERS)
-    shard = tl.where(is_own, RANK, (RANK + 1 + sent % OTHERS) % RANKS)
-    _, row, col, end, first_k, last_k = of_shard(
-        tile, shard, state, shape, BLOCK_M, BLOCK_N, band_m, PLACE, RANKS
-    )
-    return RANK * rows, row, col, end, first_k, last_k
-
-
-@triton.jit
-def store_owned(
-    x, shape, strides, sizes, batch, row, col, value, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr,
-    STORE: tl.constexpr, RANKS: tl.constexpr,
-):  # fmt: skip
-    """A block of the product to an output of the rank's own rows, if it is of these; `batch` is that of `owned_tile`."""
-    rows = shape[0] // RANKS
-    row -= batch
-    if (row >= 0) & (row < rows):
-        STORE(x, (rows, shape[1]), strides, sizes, 0, row, col, value, ROWS, COLS, WIDE)
 
 
 @triton.jit
@@ -94,6 +37,26 @@ def arriving_tile(
         flags, calls, failed, patience = state[len(state) - 1]
         wait_for(flags + shard, tl.load(calls), failed, shard, patience)
     return batch, row, col, end, first_k, last_k
+
+
+@triton.jit
+def tile_behind(
+    unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m, PLACE: tl.constexpr, RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+):  # fmt: skip
+    """A place, see `place`. Returns once all ranks have sent what the product's epilogue reads; see `all_there`."""
+    all_there(state[len(state) - 1], RANK, RANKS)
+    return PLACE(unit, state, shape, BLOCK_M, BLOCK_N, band_m)
+
+
+@triton.jit
+def all_there(place_args, RANK: tl.constexpr, RANKS: tl.constexpr):
+    """Waits until all ranks have sent what they send. `place_args` is that of `arriving_tile`."""
+    flags, calls, failed, patience = place_args
+    call = tl.load(calls)
+    for rank in tl.static_range(RANKS):
+        if rank != RANK:
+            wait_for(flags + rank, call, failed, rank, patience)
 
 
 @triton.jit
@@ -156,14 +119,66 @@ def place_shard(
     inside = (row < rows) & (cols_of < cols)
     call = tl.load(calls) + 1
     if block == 0:
-        for rank in tl.static_range(RANKS):
-            if rank != RANK:
-                tl.atomic_xchg(begun[rank] + RANK, call, sem="release", scope="sys")
+        tell(begun, call, RANK, RANKS)
     values = tl.load(x + row * stride_row + cols_of.to(tl.int64) * stride_col, mask=inside)
     tl.store(shard + row * cols + cols_of, values, mask=inside)
     if block == 0:
-        for rank in tl.static_range(RANKS):
-            if rank != RANK:
-                wait_for(begun[RANK] + rank, call, failed, rank, patience)
-        # Only this program reads it.
+        meet(begun, call, failed, patience, RANK, RANKS)
+        # Only this program uses it.
         tl.store(calls, call)
+
+
+@triton.jit
+def tell(begun, call, RANK: tl.constexpr, RANKS: tl.constexpr):
+    """Tell the other ranks that this one has come to a call; what it has done before is visible to them then."""
+    for rank in tl.static_range(RANKS):
+        if rank != RANK:
+            tl.atomic_xchg(begun[rank] + RANK, call, sem="release", scope="sys")
+
+
+@triton.jit
+def meet(begun, call, failed, patience, RANK: tl.constexpr, RANKS: tl.constexpr):
+    """Wait until the other ranks have come to a call."""
+    for rank in tl.static_range(RANKS):
+        if rank != RANK:
+            wait_for(begun[RANK] + rank, call, failed, rank, patience)
+
+
+@triton.jit(do_not_specialize=["patience"])
+def begin_call(
+    begun, calls, failed, patience, RANK: tl.constexpr, RANKS: tl.constexpr, WAITS: tl.constexpr
+):  # fmt: skip
+    """Counts a call and tells the other ranks, for which it waits with WAITS; see `place_shard`."""
+    call = tl.load(calls) + 1
+    tell(begun, call, RANK, RANKS)
+    if WAITS:
+        meet(begun, call, failed, patience, RANK, RANKS)
+    tl.store(calls, call)
+
+
+@triton.jit(do_not_specialize=["rows", "patience"])
+def collect(
+    whole, shards, begun, calls, failed, rows, cols, patience, RANK: tl.constexpr, RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copies the shards of all ranks into one matrix, each once its rank has come to the call.
+
+    Args:
+        whole: (RANKS * rows, cols), row by row.
+        shards: (rows, cols) of each rank, the same.
+        begun, failed, patience: see `place_shard`.
+        calls: a pointer to the number of this call.
+    """
+    blocks = tl.cdiv(rows * cols, BLOCK)
+    # The rank's own shard comes first, for which nobody waits.
+    turn = tl.program_id(0) // blocks
+    at = (tl.program_id(0) - turn * blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    size = rows.to(tl.int64) * cols
+    call = tl.load(calls)
+    for step in tl.static_range(RANKS):
+        if turn == step:
+            FROM: tl.constexpr = (RANK + step) % RANKS
+            if FROM != RANK:
+                wait_for(begun[RANK] + FROM, call, failed, FROM, patience)
+            values = tl.load(shards[FROM] + at, mask=at < size)
+            tl.store(whole + FROM * size + at, values, mask=at < size)

@@ -37,21 +37,19 @@ class Tile(Schedule):
     about = "a program for each tile"
     knobs = frozenset({"split_k", "split_store", "swap", "rest_n"})
     splits: tuple[int, ...] = (2, 3, 4, 5, 6, 8, 12, 16)
-    takes_shards: ClassVar[bool] = True
+    waits_for_rows: ClassVar[bool] = True
 
     def takes(self, config: Config, forms: Forms) -> bool:
         # Descriptors do not know where a range of K ends.
         if forms.ragged == "k":
             return config.loader == "pointer" and not config.rest_n
-        if forms.owned:
-            return config.split_k == 1
         return not forms.ragged or (not config.rest_n and config.split_k == 1)
 
     def refusal(self, problem: Problem, config: Config) -> str | None:
         if not self.takes(config, Forms.of(problem)):
             return (
                 "products in groups need a block_n that is a power of two; of groups of rows split_k 1, of ranges of K "
-                "the pointer loader; sums that have owners need split_k 1"
+                "the pointer loader"
             )
         return refusal_of(problem, config)
 
