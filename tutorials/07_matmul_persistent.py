@@ -26,21 +26,21 @@ tuner measures.
 Persistent threads: Gupta, Stuart, Owens, "A Study of Persistent Threads Style GPU Programming for GPGPU Workloads",
 InPar 2012. What else can be done about the last wave: Osama et al., "Stream-K", PPoPP 2023.
 
-**What it gained, and why.** 1.24 times the speed of rung 6 at 4096, and cuBLAS's speed. The flattened loop gains it,
-not the loop over tiles. With the same tile of 128 x 256 x 64 and 3 stages, at 4096:
+**What it gained, and why.** 1.16 times the speed of rung 6 at 4096 and 8192, and 0.96 to 0.99 of cuBLAS. The
+flattened loop gains it, not the loop over tiles. With the same tile of 128 x 256 x 64 and 3 stages, at 4096:
 
     rung 6, a program a tile      228 µs
     persistent, two loops         278 µs
     persistent, flattened         197 µs        torch: 195 µs
 
-A program a tile with this tile has an SM to itself, so nobody works while it begins and ends. Persistent programs
-alone change nothing about that, and keep the addresses of both loops in registers: all 255. Flattened, the copies of
-the next tile begin while the last ones of this tile are multiplied.
+With this tile, one program fills an SM, so the tensor cores have nothing to do while it begins and ends. Persistent
+programs alone change nothing about that, and they keep the addresses of both loops in registers: all 255. Flattened,
+the copies of the next tile begin while the last ones of this tile are multiplied.
 
 *Where it loses.* With a tile of 128 x 128, two programs fit on an SM and hide each other's beginning and end. There,
 rung 6 takes 268 µs and this rung, flattened, 276. At 4001x4099x4093 it takes 1.1 times as long as rung 6: nothing is
-copied ahead there, so there is nothing to flatten, and 128 x 128 already spills 728 bytes. And 3072 has 288 tiles of
-this size, 2.2 waves, which take the time of 3: 0.74 of cuBLAS. Rung 10 is about that.
+copied ahead there, so there is nothing to flatten, and even a tile of 128 x 128 spills 728 bytes. And at 3072 there
+are 288 tiles of 128 x 256. They are 2.2 waves and take the time of 3: 0.74 of cuBLAS. Rung 10 is about that.
 """
 
 import functools

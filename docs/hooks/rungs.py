@@ -21,7 +21,7 @@ from gemmery.lab import ladder
 
 #: What `benchmarks/rungs.py`, `benchmarks/ladder.py` and `benchmarks/ladder_code.py` wrote.
 RESULTS = ROOT / "benchmarks" / "results" / "ladder"
-RECORDED, SIZES, CODE = (RESULTS / f"{name}.json" for name in ("rungs", "sizes", "code"))
+RECORDED, SIZES, CODE, PROBES = (RESULTS / f"{name}.json" for name in ("rungs", "sizes", "code", "probes"))
 #: What is said of a rung that is newer than that.
 MISSING = "Not measured yet"
 #: Functions of a rung that are about it and not of it, besides those behind `CHECKS`.
@@ -30,6 +30,13 @@ AROUND = {"picture", "places", "blocks_touched", "print_winners"}
 COURSE, CHECKS = "Predict before you run, and exercises", "The check and the measurement"
 #: How the part of a rung's text begins that explains its figures.
 LESSON = "**What it gained, and why.** "
+#: Further measurements of a rung: the probe of `benchmarks/ladder.py`, and what it is.
+LOOKS = {
+    5: [("groups", "Groups of different heights"), ("odd", "At sizes that divide by nothing")],
+    6: [("configs", "Each config")],
+    9: [("epilogues", "Each epilogue, beside products alone")],
+    10: [("tiles", "Each tile, timed alone, after a pause")],
+}
 #: Pictures that commands of gemmery draw, and what they show.
 COMMANDS = {
     1: [("indices 100 70 40 --tile 64x64x32 --pid 3 --device H200",
@@ -223,6 +230,27 @@ def others(record: ladder.Record) -> str:
     return "\n".join(lines)
 
 
+def looks(number: int) -> Iterator[str]:
+    """Tables of further measurements of a rung: microseconds, method by method."""
+    probes = json.loads(PROBES.read_text(encoding="utf-8"))
+    for name, title in LOOKS.get(number, ()):
+        if name not in probes:
+            continue
+        shapes = {
+            shape.removeprefix("burst "): found["us"]
+            for shape, found in probes[name]["shapes"].items()
+            if not shape.startswith("steady")
+        }
+        methods = dict.fromkeys(method for times in shapes.values() for method in times)
+        lines = [f"| µs | {' | '.join(shapes)} |", "| --- |" + " ---: |" * len(shapes)]
+        for method in methods:
+            cells = [f"{times[method]:.1f}" if method in times else "" for times in shapes.values()]
+            lines.append(f"| {method} | {' | '.join(cells)} |")
+        table = "\n".join(lines)
+        where = Recorded(probes[name]["measured"], {}).line()
+        yield _folded(title, f"{table}\n\nMeasured by `benchmarks/ladder.py` on {where}.")
+
+
 # --- what is asked --------------------------------------------------------------------------------------------------
 
 
@@ -337,6 +365,7 @@ def page(rung: Rung, run: Recorded) -> str:
             else "",
             "## What it gained",
             *gained(rung, run),
+            *looks(rung.number),
             rung.lesson,
             "## What the compiler made of it" if table else "",
             table,
