@@ -33,9 +33,9 @@ through the TMA unit. On sizes that rung 3 supports this rung is no faster. What
 Strides and masks are the ones of any Triton or CUDA kernel; how BLAS libraries do the same for CPUs by packing:
 Van Zee and van de Geijn, "BLIS: A Framework for Rapidly Instantiating BLAS Functionality", TOMS 2015.
 
-**What it gained, and why.** It takes any matrix, and pays 6 to 10 % for it where rung 3 works, too. In the table of
-the compiled kernels, the copies are the same, eight times 16 bytes. But a step has 102 other instructions in place of
-66: the masks, and pointers of 64 bits that move on.
+**What it gained, and why.** It takes any matrix, and pays 6 to 10 % for it where rung 3 works, too.
+`benchmarks/ladder_code.py` shows why: the copies are the same, eight times 16 bytes. But a step has 102 other
+instructions in place of 66: the masks, and pointers of 64 bits that move on.
 
 *Where it loses.* At 4001x4099x4093 it takes more than four times as long as at 4096. K is odd, so rows begin at odd
 addresses. Each number is loaded alone: 64 loads of 2 bytes and 64 writes to shared memory in the place of eight

@@ -36,8 +36,8 @@ costs is seen at 4096: each program computes its tile's place first.
 *Where it loses.* At 4001x4099x4093 it takes 1.5 times as long as rung 4. The order is not to blame: with groups of
 one row, which is the order of rung 4, the kernel takes 1936 µs, and groups of 16 take 1679. The code is. Rung 4 just
 fits into the 255 registers that a thread can have. The tile's place takes a few more, and the compiler spills 64
-bytes: each step loads 15 registers back from local memory before it can compute its addresses. The table below shows
-it as `LDL`. Rung 6 cures it by one line.
+bytes: each step loads 15 registers back from local memory before it can compute its addresses.
+`benchmarks/ladder_code.py` shows it as `LDL`, which reads local memory. Rung 6 cures it by one line.
 """
 
 from collections.abc import Callable, Sequence

@@ -57,17 +57,17 @@ roles begin.
 Warp specialisation on GPUs: Bauer, Cook, Khailany, "CudaDMA", SC 2011. Cooperative and ping-pong kernels on Hopper:
 NVIDIA, CUTLASS 3. The instructions: NVIDIA, "PTX ISA", wgmma and mbarrier.
 
-**What it gained, and why.** The speed of the library's kernel: 0.97 to 1.01 of it at each size in the table of tiles
-below, and 0.95 to 1.00 of cuBLAS. Rung 8 has that speed at 4096 and 8192, too. This kernel has it at other sizes:
-0.94 of cuBLAS at 3072, where rung 8 reaches 0.76, and 0.93 at 1024, where that reaches 0.54. The table of tiles shows
-that no tile is the best one everywhere. A product of 1500x5760x2880 wants 176 columns, which fill three waves: the
-tile of 256 is 1.39 times as slow there, and at 2048 the tile of 176 is 1.25 times as slow as those of 128 and 256.
+**What it gained, and why.** The speed of the library's kernel: 0.97 to 1.01 of it at each size that
+`benchmarks/ladder.py` times, and 0.95 to 1.00 of cuBLAS. Rung 8 has that speed at 4096 and 8192, too. This kernel has
+it at other sizes: 0.94 of cuBLAS at 3072, where rung 8 reaches 0.76, and 0.93 at 1024, where that reaches 0.54. No
+tile is the best one everywhere. A product of 1500x5760x2880 wants 176 columns, which fill three waves: the tile of
+256 is 1.39 times as slow there, and at 2048 the tile of 176 is 1.25 times as slow as those of 128 and 256.
 
-Between the tiles of a column of the table, waves decide first. Then what a stage loads does: some 60 bytes a clock
-come from L2 to a multiprocessor, and narrow tiles need more for their products. A step of 112 columns takes as long
-as one of 128. A stage has whole boxes of 64 rows of w, so 208 columns load as much as 256. The library asks for just
-as many rows as the tile has. `Tile.clocks` has these two rules and finds a tile within 1.4 % of the best one
-measured, in every column.
+Of the tiles for one product, waves decide first. Then what a stage loads does: some 60 bytes a clock come from L2 to
+a multiprocessor, and narrow tiles need more for their products. A step of 112 columns takes as long as one of 128. A
+stage has whole boxes of 64 rows of w, so 208 columns load as much as 256. The library asks for just as many rows as
+the tile has. `Tile.clocks` has these two rules and finds a tile within 1.4 % of the best one measured, for every
+product.
 
 Taking turns pays with an epilogue. At 4096x14336x4096, gelu with bias costs next to nothing in turns: 718 µs with 176
 columns, where the bare product of rung 8 takes 714. Shared, with 256 columns, it takes 739. torch takes 830 µs for

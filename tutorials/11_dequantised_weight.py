@@ -52,10 +52,10 @@ Weights of few bits: Frantar et al., "GPTQ", ICLR 2023; Lin et al., "AWQ", MLSys
 et al., "Who Says Elephants Can't Run", 2022.
 
 **What it gained, and why.** One row of x takes 37 µs, 1.3 times the speed of torch with 16 bits. The weight alone
-would take 8 µs. The instructions take longer: the table below has some 190 of them for each step of 64 x 64 numbers
-in each of 4 warps, besides four small products, and each product is waited for before the next 16 columns are
-unpacked. There are 16384 such steps. If all multiprocessors issued without a pause, that alone were 14 µs. gemmery's
-kernel takes 19.5 µs.
+would take 8 µs. The instructions take longer: `benchmarks/ladder_code.py` counts some 190 of them for each step of 64
+x 64 numbers in each of 4 warps, besides four small products, and each product is waited for before the next 16
+columns are unpacked. There are 16384 such steps. If all multiprocessors issued without a pause, that alone were 14
+µs. gemmery's kernel takes 19.5 µs.
 
 *Where it loses.* The answer to question 2 allows for 43 rows, but torch is faster from 16 rows on: 44 µs against 75.
 The instructions are the same as with one row. But 16 times as many sums are added atomically, and each program loads

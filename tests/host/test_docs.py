@@ -375,6 +375,28 @@ def test_a_rung_that_was_not_measured_says_so():
     assert f"({rungs.place(last)})" in rungs.overview(run)
 
 
+@pytest.mark.parametrize("rung", rungs.rungs(), ids=lambda rung: rung.path.stem)
+def test_a_rung_asks_and_explains(rung):
+    questions = rungs.asked()[rung.number]
+    assert len(questions) in (2, 3)
+    assert len(rung.exercises) == 2
+    page = rungs.page(rung, rungs.recorded())
+    for text, answer in questions:
+        assert rungs._linked(text) in page
+        assert rungs._linked(answer) in page
+    for text, stub, solution in rung.exercises:
+        assert text
+        assert stub in page
+        assert solution in page
+    # The kernel's code is without them.
+    kernel = rung.code("kernel")
+    assert "solved_" not in kernel
+    assert "Question(" not in kernel
+    assert "bench_products(" not in kernel
+    # Whatever has a measurement says why it is what it is.
+    assert not rung.lesson or rung.lesson in page
+
+
 def test_pictures_of_fragments_are_drawn_by_the_rungs_functions():
     in_a, in_codes = drawings.functions(12, "place_in_a", "place_in_codes")
     assert (in_a(5, 3, 1), in_codes(6, 4)) == ((9, 11), (9, 8))
