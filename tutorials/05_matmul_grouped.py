@@ -3,13 +3,17 @@
 The GPU starts programs in the order of their numbers, and some hundred run at a time. Which tiles these are decides
 what the L2 cache must hold. Take an output of 8 x 8 tiles, of which 8 run at a time:
 
-    row by row                                          groups of 4 rows, column by column
+    row by row                groups of 4 rows, column by column
 
-    0  1  2  3  4  5  6  7    1 row of blocks of a      0  4  .  .  .  .  .  .    4 rows of blocks of a
-    .  .  .  .  .  .  .  .    8 columns of blocks       1  5  .  .  .  .  .  .    2 columns of blocks of b
-    .  .  .  .  .  .  .  .      of b                    2  6  .  .  .  .  .  .
-    .  .  .  .  .  .  .  .    -----------------         3  7  .  .  .  .  .  .    -----------------
-    .  .  .  .  .  .  .  .    9 in all                  .  .  .  .  .  .  .  .    6 in all
+    0  1  2  3  4  5  6  7    0  4  .  .  .  .  .  .
+    .  .  .  .  .  .  .  .    1  5  .  .  .  .  .  .
+    .  .  .  .  .  .  .  .    2  6  .  .  .  .  .  .
+    .  .  .  .  .  .  .  .    3  7  .  .  .  .  .  .
+    .  .  .  .  .  .  .  .    .  .  .  .  .  .  .  .
+
+    1 row of blocks of a      4 rows of blocks of a
+    8 columns of b            2 columns of b
+    9 in all                  6 in all
 
 The same work touches fewer blocks when the tiles in flight form something like a square. So the grid becomes a line of
 programs, and the kernel itself decides which tile a number means. `GROUP` tile rows form a group; a group is walked

@@ -208,9 +208,9 @@ def gains(record: ladder.Record) -> str:
     ]
     lines = [f"| shape | time | rate | {' | '.join(shown)} |", "| --- |" + " ---: |" * (2 + len(shown))]
     for gain in found:
-        rate = "" if gain.rate is None else f"{gain.rate:.0f} {gain.unit}"
+        rate = "" if gain.rate is None else f"{gain.rate:.0f}\N{NO-BREAK SPACE}{gain.unit}"
         ratios = " | ".join(_ratio(getattr(gain, beside[name])) for name in shown)
-        lines.append(f"| {gain.shape} | {gain.time_us:.1f} µs | {rate} | {ratios} |")
+        lines.append(f"| {gain.shape} | {gain.time_us:.1f}\N{NO-BREAK SPACE}µs | {rate} | {ratios} |")
     return "\n".join(lines)
 
 
@@ -315,7 +315,7 @@ def compiled(number: int) -> str:
         return ""
     lines = [
         "| kernel | registers | spilled bytes | KB shared | programs on an SM | moves of a K step | waits for products "
-        "| others |",
+        "| other instructions |",
         "| --- | ---: | ---: | ---: | ---: | --- | --- | ---: |",
     ]
     shapes = {kernel["shape"] for kernel in found}
@@ -332,8 +332,8 @@ def compiled(number: int) -> str:
             f"{kernel['programs']} | {moves or 'by another warp'} | {_waits(kernel['waits'])} | {kernel['others']} |"
         )
     said = (
-        f"For Hopper, by Triton {data['triton']}, of each thread; `others` are the K step's other instructions besides "
-        "those of the tensor cores. `LDGSTS` copies to shared memory, `UTMALDG` asks the TMA unit, `LDG` loads into "
+        f"For Hopper, by Triton {data['triton']}, of each thread. Other instructions are those of a K step besides "
+        "moves and the tensor cores'. `LDGSTS` copies to shared memory, `UTMALDG` asks the TMA unit, `LDG` loads into "
         "registers and `STS` writes them to shared memory, `LDL` and `STL` are spilled registers. "
         "`benchmarks/ladder_code.py` makes this table without a GPU, and `gemmery inspect` shows the same, and the "
         "instructions themselves, of the library's kernels."
@@ -417,9 +417,10 @@ def _overview_rows(run: Recorded) -> Iterator[str]:
             yield f"| {name} | {MISSING.lower()} | | | |"
             continue
         found = [gain for gain in ladder.gains(record.rows) if gain.rate is not None]
-        largest = max(found, key=lambda gain: gain.time_us)
-        ratios = " | ".join(map(_ratio, (largest.over_before, largest.over_torch)))
-        yield f"| {name} | {largest.shape} | {largest.time_us:.0f} µs | {ratios} |"
+        # Of rungs that are about the weight's memory, what they are for.
+        shown = next((gain for gain in found if rung.number > 10), max(found, key=lambda gain: gain.time_us))
+        ratios = " | ".join(map(_ratio, (shown.over_before, shown.over_torch)))
+        yield f"| {name} | {shown.shape} | {shown.time_us:.0f}\N{NO-BREAK SPACE}µs | {ratios} |"
 
 
 def pages() -> dict[str, str]:
