@@ -224,7 +224,7 @@ def refusals():
         ours.linear_all_reduce(x, w[:, :16])
     with pytest.raises(TypeError, match="x is a list"):
         ours.linear_all_reduce([1], w)
-    with pytest.raises(TypeError, match="weight is in two parts"):
+    with pytest.raises(TypeError, match="weight is a pair"):
         ours.linear_all_reduce(x, (w, w))
     with pytest.raises(TypeError, match="x is a ScaledTensor"):
         ours.linear_all_reduce(gemmery.quantize_activations(x), w)
