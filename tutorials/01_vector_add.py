@@ -27,8 +27,7 @@ CACM 2009.
 much. Nothing is left to gain: it does one addition for each 12 bytes.
 
 *Where it loses.* 2**20 elements are 12.6 MB, which take 3 µs at that rate. The kernel takes 7.8 µs, and so does the
-copy: the rest is the time until the first bytes arrive and the last program has ended. A short vector is as slow as a
-launch.
+copy. The rest passes before the first bytes arrive and while the last programs end.
 """
 
 from collections.abc import Callable, Sequence

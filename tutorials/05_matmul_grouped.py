@@ -34,14 +34,14 @@ The scheme is known as threadblock swizzling in CUTLASS and as grouped ordering 
 **What it gained, and why.** Little on an H200. At 8192 it gains 1 to 2 % over rung 4, and at 4096 it loses 5 %.
 `gemmery order` simulates the cache: at 8192x8192x4096 groups of 8 read 0.6 GB from memory, and row by row 2.2 GB.
 That is a lot less, but 2.2 GB take an H200 0.5 ms, and the product takes 1.1 ms. As long as the tensor cores take
-longer, the memory's time is hidden. The order pays in time where memory is slow, and everywhere in energy. What it
-costs is seen at 4096: each program computes its tile's place first.
+longer, the memory's time is hidden. The order pays in time where memory is slow, and everywhere in energy. Its cost
+shows at 4096: each program computes its tile's place first.
 
 *Where it loses.* At 4001x4099x4093 it takes 1.5 times as long as rung 4. The order is not to blame: with groups of
 one row, which is the order of rung 4, the kernel takes 1936 µs, and groups of 16 take 1679. The code is. Rung 4 just
 fits into the 255 registers that a thread can have. The tile's place takes a few more, and the compiler spills 64
 bytes: each step loads 15 registers back from local memory before it can compute its addresses.
-`benchmarks/ladder_code.py` shows it as `LDL`, which reads local memory. Rung 6 cures it by one line.
+`benchmarks/ladder_code.py` shows it as `LDL`, which reads local memory. Rung 6 fixes it with one line.
 """
 
 from collections.abc import Callable, Sequence

@@ -36,7 +36,7 @@ instructions.
 One line of the kernel is worth more than the list of configs: `tl.assume(K > 0)`. Without it the wide tile takes 280
 µs, and is no faster than rung 5. With it, it takes 228 to 238. The compiler can then leave a step's four products
 under way while the next step begins: one wait, `WARPGROUP.DEPBAR gsb0 0x1`. Without the assumption it waits for each
-product before it issues the next one, four times `gsb0 0x0`. The same line cures rung 5 at odd sizes: one register is
+product before it issues the next one, four times `gsb0 0x0`. The same line helps at odd sizes: one register is
 reloaded in a step, not 15, and the rung is 1.4 times as fast.
 
 *Where it loses.* The tuner measures each config once, for a tenth of a second. Measured side by side at 4096, three

@@ -57,11 +57,11 @@ roles begin.
 Warp specialisation on GPUs: Bauer, Cook, Khailany, "CudaDMA", SC 2011. Cooperative and ping-pong kernels on Hopper:
 NVIDIA, CUTLASS 3. The instructions: NVIDIA, "PTX ISA", wgmma and mbarrier.
 
-**What it gained, and why.** The speed of the library's kernel: 0.97 to 1.01 of it at each size that
-`benchmarks/ladder.py` times, and 0.95 to 1.00 of cuBLAS. Rung 8 has that speed at 4096 and 8192, too. This kernel has
-it at other sizes: 0.94 of cuBLAS at 3072, where rung 8 reaches 0.76, and 0.93 at 1024, where that reaches 0.54. No
-tile is the best one everywhere. A product of 1500x5760x2880 wants 176 columns, which fill three waves: the tile of
-256 is 1.39 times as slow there, and at 2048 the tile of 176 is 1.25 times as slow as those of 128 and 256.
+**What it gained, and why.** It is as fast as the library's kernel: 0.97 to 1.01 of its speed at each size that
+`benchmarks/ladder.py` times, and 0.95 to 1.00 of cuBLAS. Rung 8 is as fast at 4096 and 8192, but not at other sizes:
+this kernel reaches 0.94 of cuBLAS at 3072 and rung 8 reaches 0.76, and at 1024 they reach 0.93 and 0.54. No tile is
+the best one everywhere. A product of 1500x5760x2880 wants 176 columns, which fill three waves: the tile of 256 is
+1.39 times as slow there, and at 2048 the tile of 176 is 1.25 times as slow as those of 128 and 256.
 
 Of the tiles for one product, waves decide first. Then what a stage loads does: some 60 bytes a clock come from L2 to
 a multiprocessor, and narrow tiles need more for their products. A step of 112 columns takes as long as one of 128. A
@@ -75,9 +75,9 @@ addmm and gelu.
 
 *Where it loses.* Its host code is plain Python, and slow. Timed call by call, 1500x5760x2880 takes 89 µs, of which
 the GPU works for 69. At 4001x4104x4088, where rows have 8176 bytes and most pieces of 128 bytes lie in two cache
-lines, all kernels that load with the TMA unit fall back: this one, rung 8 and gemmery's.
+lines, this kernel, rung 8 and gemmery's kernel all lose to cuBLAS.
 
-It was wrong at first, too. Tiles of 136 and 192 columns have three parts to store, an odd number. So a tile began
+It was also wrong at first. Tiles of 136 and 192 columns have three parts to store, an odd number. So a tile began
 with the slot with which the one before had ended, and filled it while it was still being stored. Most sizes have
 enough steps between two stores to hide this. The check with three steps a tile found it, in one run of two. Now the
 check repeats itself, and the protocol in Python has the slots, too.
