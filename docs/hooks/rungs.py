@@ -74,11 +74,16 @@ class Rung:
         name = first.removeprefix(f"Rung {self.number}: ").removesuffix(".")
         return name[0].upper() + name[1:]
 
+    @property
+    def told(self) -> str:
+        """All that it says of itself below its heading."""
+        return (ast.get_docstring(self.tree) or "").split("\n", 1)[1].strip()
+
     @cached_property
     def _told(self) -> tuple[str, str]:
         """Its explanation, and what it says of its figures, as Markdown with links."""
-        text = (ast.get_docstring(self.tree) or "").split("\n", 1)[1].strip()
-        text = "\n".join(line if line.startswith("    ") else _linked(line) for line in text.split("\n"))
+        lines = self.told.split("\n")
+        text = "\n".join(line if line.startswith("    ") else _linked(line) for line in lines)
         story, _, lesson = text.partition(LESSON)
         return story.strip(), lesson.strip()
 
@@ -125,22 +130,26 @@ class Rung:
         return "check" if passed == 2 or around else "kernel"
 
     @cached_property
-    def exercises(self) -> list[tuple[str, str, str]]:
-        """Its exercises: what is asked, the function to write, and a solution."""
+    def tasks(self) -> list[list[ast.FunctionDef]]:
+        """Its exercises: the function to write, a solution, and its check."""
         functions = {node.name: node for node in self.tree.body if isinstance(node, ast.FunctionDef)}
         calls = [
             node
             for node in ast.walk(self.tree)
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Exercise"
         ]
-        found = []
-        for call in calls:
-            stub, solution, _ = (functions[ast.unparse(argument)] for argument in call.args)
-            asked = (ast.get_docstring(stub) or "").partition(": ")[2]
-            found.append((asked, self._source(stub), self._source(solution)))
-        return found
+        return [[functions[ast.unparse(argument)] for argument in call.args] for call in calls]
 
-    def _source(self, node: ast.FunctionDef) -> str:
+    @property
+    def exercises(self) -> list[tuple[str, str, str]]:
+        """Its exercises: what is asked, the source of the function to write, and that of a solution."""
+        return [
+            ((ast.get_docstring(stub) or "").partition(": ")[2], self.source(stub), self.source(solution))
+            for stub, solution, _ in self.tasks
+        ]
+
+    def source(self, node: ast.FunctionDef) -> str:
+        """Of a function."""
         return "\n".join(self.text.splitlines()[node.lineno - 1 : node.end_lineno])
 
 

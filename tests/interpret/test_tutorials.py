@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from docs.hooks import notebooks, rungs
 from gemmery.lab import ladder
 
 TUTORIALS = Path(__file__).resolve().parents[2] / "tutorials"
@@ -175,6 +176,23 @@ def test_exercises_have_solutions(
         module.main(["--exercise", "2"])
     assert not ended.value.code
     assert "is right" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [3, 5, 12])
+def test_notebook_runs(tmp_path: Path, number: int) -> None:
+    rung = next(rung for rung in rungs.rungs() if rung.number == number)
+    cells = list(notebooks.cells(rung))
+    code = [
+        "".join(cell["source"])
+        for cell in cells
+        if cell["cell_type"] == "code" and "check_" not in cell["source"][-1]
+    ]
+    # Triton reads a kernel's source where it is defined.
+    path = tmp_path / "notebook.py"
+    path.write_text("\n\n\n".join(code) + "\n", encoding="utf-8")
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, encoding="utf-8", check=False)
+    assert not done.returncode, done.stderr
+    assert f"Rung {number}: " in done.stdout
 
 
 # ---------------------------------------------------------------------------------------------------------------------
