@@ -37,7 +37,7 @@ def test_products(ranks, function):
 @pytest.mark.skipif(DRY, reason="Gluon's kernels need a GPU")
 @pytest.mark.parametrize("config", CONFIGS)
 def test_schedules(ranks, config):
-    ranks(shards.configs, (config,))
+    ranks(shards.configs, (config,), 128)
 
 
 @pytest.mark.parametrize("kind", shards.KINDS)
