@@ -429,8 +429,8 @@ PREPARE: dict[str, Callable[[], None]] = {"sizes": prepare_sizes, "tiles": prepa
 
 # By worth, with the seconds of the GPU that each may take.
 ORDER = (
-    ("tiles", 60), ("sizes", 50), ("rung 10", 30), ("rung 7", 40), ("rung 8", 30), ("rung 5", 30), ("rung 12", 40),
-    ("groups", 20), ("rung 4", 20), ("rung 3", 20), ("rung 2", 20), ("rung 1", 20), ("rung 11", 30), ("rung 9", 30),
+    ("tiles", 60), ("sizes", 50), ("rung 10", 40), ("rung 12", 40), ("rung 5", 30), ("groups", 20), ("rung 4", 20),
+    ("rung 3", 20), ("rung 8", 30), ("rung 9", 30), ("rung 11", 30), ("rung 1", 20), ("rung 2", 20), ("rung 7", 40),
     ("rung 6", 40), ("epilogues", 40), ("configs", 60), ("odd", 60),
 )  # fmt: skip
 # Rungs whose check tunes for a minute. Their products are checked before they are timed, too.

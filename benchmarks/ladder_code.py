@@ -18,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tutorials")]
+sys.path[:0] = [str(ROOT), str(ROOT / "src"), str(ROOT / "tutorials")]
 # Else the rungs would turn the interpreter on.
 os.environ["TRITON_INTERPRET"] = "0"
 
@@ -27,6 +27,7 @@ import torch  # noqa: E402
 import triton  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
+from benchmarks.ladder import without_assumption  # noqa: E402
 from gemmery.devices import ARCHS  # noqa: E402
 from gemmery.lab.inspection import sass  # noqa: E402
 from gemmery.lab.inspection.code import of_kind  # noqa: E402
@@ -54,6 +55,19 @@ def tuned(module: ModuleType, config: str, shape: tuple[int, int, int]) -> Calla
         options |= {"FLATTEN": bool(flat), "NUM_SMS": SMS}
     strides = (*a.stride(), *w.T.stride(), *out.stride())
     return lambda: module.matmul_kernel[(1,)](a, w.T, out, *shape, *strides, **options)
+
+
+def dequantised(module: ModuleType, rows: int) -> Callable[[], object]:
+    """Rung 11 with so many rows of x."""
+    n = k = 8192
+    a, sums = torch.empty(rows, k, dtype=torch.float16), torch.empty(rows, n)
+    words, scales = torch.empty(n, k // 8, dtype=torch.int32), torch.empty(n, k // 64, dtype=torch.float16)
+    block_m, block_n = min(64, max(16, triton.next_power_of_2(rows))), 64
+    split = max(1, min(4 * SMS // (n // block_n * triton.cdiv(rows, block_m)), k // 512))
+    return lambda: module.partial_kernel[(1,)](
+        a, words, scales, sums, rows, n, k, a.stride(0), BLOCK_M=block_m, BLOCK_N=block_n, STEP=64, SPLIT=split,
+        num_warps=4, num_stages=4,
+    )  # fmt: skip
 
 
 def cases() -> Iterator[tuple[int, str, str, Callable[[], object]]]:
@@ -85,11 +99,16 @@ def cases() -> Iterator[tuple[int, str, str, Callable[[], object]]]:
         for shape in (EVEN, ODD):
             for config in configs:
                 yield number, config, "x".join(map(str, shape)), tuned(rungs[number], config, shape)
+    yield 6, "128x256x64 8 3, no assumption", "x".join(map(str, EVEN)), tuned(
+        without_assumption(6), "128x256x64 8 3", EVEN
+    )  # fmt: skip
     a, w, out = matrices(*EVEN)
     yield 8, "", "x".join(map(str, EVEN)), lambda: rungs[8].matmul(a, w, out)
     bias = torch.empty(EVEN[1], dtype=torch.float16)
     for name in rungs[9].ACTIVATIONS:
         yield 9, name, "x".join(map(str, EVEN)), lambda name=name: rungs[9].linear(a, w, bias, name, out)
+    for rows in (1, 16, 256):
+        yield 11, f"{rows} row{'s' * (rows > 1)}", f"{rows}x8192x8192", dequantised(rungs[11], rows)
     for tile in rungs[10].SHOWN:
         for given, more in ((None, ""), (bias, ", gelu")):
             yield (

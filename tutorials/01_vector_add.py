@@ -22,6 +22,12 @@ Matrix products, from rung 3 on, are another matter.
 The programming model: Tillet, Kung, Cox, "Triton: An Intermediate Language and Compiler for Tiled Neural Network
 Computations", MAPL 2019. Judging a kernel by the limit of its machine: Williams, Waterman, Patterson, "Roofline",
 CACM 2009.
+
+**What it gained, and why.** On an H200 the kernel moves 4.3 TB/s where the vector is long, and a plain copy moves as
+much. Nothing is left to gain: it does one addition for each 12 bytes.
+
+*Where it loses.* 2**20 elements are 12.6 MB, which take 3 µs at that rate. The kernel takes 7.8 µs, and so does the
+copy. The rest passes before the first bytes arrive and while the last programs end.
 """
 
 from collections.abc import Callable, Sequence

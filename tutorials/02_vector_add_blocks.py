@@ -31,6 +31,13 @@ it is encoded anew at each launch.
 
 Block pointers: the documentation of `tl.make_block_ptr` up to Triton 3.7. The TMA unit: NVIDIA, "H100 Tensor Core GPU
 Architecture", 2022, and the CUDA driver API under "Tensor Map Object Management".
+
+**What it gained, and why.** Nothing on the device: block pointers, descriptors and the masks of rung 1 take the same
+time to within 1 %, since all of them wait for the memory.
+
+*Where it loses.* With 1024 elements only the host counts. Triton takes 16 µs to launch the kernel with pointers and
+26 µs with three descriptors, where torch.add takes 5 µs. A kernel that runs for less than that should not be launched
+by itself: fuse it with its neighbour, or capture the launches in a CUDA graph.
 """
 
 import time

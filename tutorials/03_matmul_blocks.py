@@ -35,6 +35,16 @@ comes with rung 8, so there the ladder's figures for rungs 3 and 4 compare less 
 
 Blocking for each level of the memory: Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication",
 TOMS 2008. For GPUs: NVIDIA's CUTLASS.
+
+**What it gained, and why.** The first kernel reaches 0.81 of cuBLAS at 4096x4096x4096, by the tensor cores and the
+compiler's pipeline alone. `benchmarks/ladder_code.py` prints what the compiler made of both windows: with block
+pointers each thread copies eight times 16 bytes a step; with descriptors one thread asks the TMA unit for two blocks.
+The products are the same. So the difference, 258 µs against 227 µs on an H200, is the cost of copying by threads, 12
+%.
+
+*Where it loses.* A tile of 128 x 128 is small for Hopper. Each warpgroup multiplies 64 x 128, and every number of w
+is used 128 times only. Rung 6 finds that twice the width gains more than anything before it. In return the small tile
+wins for small products: at 2048 there are 256 such tiles for 132 multiprocessors, but only 128 of the wide ones.
 """
 
 import warnings

@@ -32,6 +32,16 @@ docs/epilogues.md goes on from here: residuals, gates, several results, sums of 
 
 Epilogues as composable functions: Chen et al., "EVT: Accelerating Deep Learning Training with Epilogue Visitor Tree",
 ASPLOS 2024, and CUTLASS. GELU: Hendrycks and Gimpel, 2016.
+
+**What it gained, and why.** It is 1.08 times as fast as torch's addmm and gelu at 4096x4096x4096, and 1.07 times at
+4096x14336x4096. The polynomial makes the difference. With `tl.erf`, 68 instructions for each number of the output in
+place of 20, the rung loses at 4096: 0.92. The fused kernel takes at most 10 % longer than rung 8 takes for the
+product alone.
+
+*Where it loses.* torch fuses the bias as well, in addmm, and its gelu is another pass over an output that partly lies
+in L2. So there is less to gain than the picture of passes says: a factor of 1.12 to 1.18 from the product alone to
+all three steps. At 4001x4104x4088 the product is slow already, as in rung 8, and the epilogue does not make up for
+it: 0.81. In all of them the epilogue runs while no tensor core does anything. Rung 10 runs it beside the products.
 """
 
 from collections.abc import Callable, Sequence

@@ -21,7 +21,7 @@ from gemmery.lab import ladder
 
 #: What `benchmarks/rungs.py`, `benchmarks/ladder.py` and `benchmarks/ladder_code.py` wrote.
 RESULTS = ROOT / "benchmarks" / "results" / "ladder"
-RECORDED, SIZES, CODE = (RESULTS / f"{name}.json" for name in ("rungs", "sizes", "code"))
+RECORDED, SIZES, CODE, PROBES = (RESULTS / f"{name}.json" for name in ("rungs", "sizes", "code", "probes"))
 #: What is said of a rung that is newer than that.
 MISSING = "Not measured yet"
 #: Functions of a rung that are about it and not of it, besides those behind `CHECKS`.
@@ -30,6 +30,13 @@ AROUND = {"picture", "places", "blocks_touched", "print_winners"}
 COURSE, CHECKS = "Predict before you run, and exercises", "The check and the measurement"
 #: How the part of a rung's text begins that explains its figures.
 LESSON = "**What it gained, and why.** "
+#: Further measurements of a rung: the probe of `benchmarks/ladder.py`, and what it is.
+LOOKS = {
+    5: [("groups", "Groups of different heights"), ("odd", "At sizes that divide by nothing")],
+    6: [("configs", "Each config")],
+    9: [("epilogues", "Each epilogue, beside products alone")],
+    10: [("tiles", "Each tile, timed alone, after a pause")],
+}
 #: Pictures that commands of gemmery draw, and what they show.
 COMMANDS = {
     1: [("indices 100 70 40 --tile 64x64x32 --pid 3 --device H200",
@@ -37,9 +44,9 @@ COMMANDS = {
     3: [("roofline 4096 4096 128 4096 4096 512 4096 4096 4096 --dtype fp16 --device H200",
          "A product of 4096 x 4096 x K under the roofline of an H200.")],
     5: [("order 8192 8192 4096 --tile 128x128x64 --device H200",
-         "Either order on an H200, whose L2 cache holds much: nearly the same."),
+         "Both orders on an H200: where each tile comes in time, and what is read from memory."),
         ("order 8192 8192 4096 --tile 128x128x64 --device \"RTX 3090\"",
-         "On a GPU with a small L2 cache the order decides.")],
+         "The same on a GPU with a tenth of the L2 cache and a fifth of the bandwidth.")],
 }  # fmt: skip
 
 
@@ -67,11 +74,16 @@ class Rung:
         name = first.removeprefix(f"Rung {self.number}: ").removesuffix(".")
         return name[0].upper() + name[1:]
 
+    @property
+    def told(self) -> str:
+        """All that it says of itself below its heading."""
+        return (ast.get_docstring(self.tree) or "").split("\n", 1)[1].strip()
+
     @cached_property
     def _told(self) -> tuple[str, str]:
         """Its explanation, and what it says of its figures, as Markdown with links."""
-        text = (ast.get_docstring(self.tree) or "").split("\n", 1)[1].strip()
-        text = "\n".join(line if line.startswith("    ") else _linked(line) for line in text.split("\n"))
+        lines = self.told.split("\n")
+        text = "\n".join(line if line.startswith("    ") else _linked(line) for line in lines)
         story, _, lesson = text.partition(LESSON)
         return story.strip(), lesson.strip()
 
@@ -118,22 +130,26 @@ class Rung:
         return "check" if passed == 2 or around else "kernel"
 
     @cached_property
-    def exercises(self) -> list[tuple[str, str, str]]:
-        """Its exercises: what is asked, the function to write, and a solution."""
+    def tasks(self) -> list[list[ast.FunctionDef]]:
+        """Its exercises: the function to write, a solution, and its check."""
         functions = {node.name: node for node in self.tree.body if isinstance(node, ast.FunctionDef)}
         calls = [
             node
             for node in ast.walk(self.tree)
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Exercise"
         ]
-        found = []
-        for call in calls:
-            stub, solution, _ = (functions[ast.unparse(argument)] for argument in call.args)
-            asked = (ast.get_docstring(stub) or "").partition(": ")[2]
-            found.append((asked, self._source(stub), self._source(solution)))
-        return found
+        return [[functions[ast.unparse(argument)] for argument in call.args] for call in calls]
 
-    def _source(self, node: ast.FunctionDef) -> str:
+    @property
+    def exercises(self) -> list[tuple[str, str, str]]:
+        """Its exercises: what is asked, the source of the function to write, and that of a solution."""
+        return [
+            ((ast.get_docstring(stub) or "").partition(": ")[2], self.source(stub), self.source(solution))
+            for stub, solution, _ in self.tasks
+        ]
+
+    def source(self, node: ast.FunctionDef) -> str:
+        """Of a function."""
         return "\n".join(self.text.splitlines()[node.lineno - 1 : node.end_lineno])
 
 
@@ -201,9 +217,9 @@ def gains(record: ladder.Record) -> str:
     ]
     lines = [f"| shape | time | rate | {' | '.join(shown)} |", "| --- |" + " ---: |" * (2 + len(shown))]
     for gain in found:
-        rate = "" if gain.rate is None else f"{gain.rate:.0f} {gain.unit}"
+        rate = "" if gain.rate is None else f"{gain.rate:.0f}\N{NO-BREAK SPACE}{gain.unit}"
         ratios = " | ".join(_ratio(getattr(gain, beside[name])) for name in shown)
-        lines.append(f"| {gain.shape} | {gain.time_us:.1f} µs | {rate} | {ratios} |")
+        lines.append(f"| {gain.shape} | {gain.time_us:.1f}\N{NO-BREAK SPACE}µs | {rate} | {ratios} |")
     return "\n".join(lines)
 
 
@@ -221,6 +237,27 @@ def others(record: ladder.Record) -> str:
         cells = " | ".join(f"{found[shape]:.1f}" if shape in found else "" for shape in shapes)
         lines.append(f"| {name} | {cells} |")
     return "\n".join(lines)
+
+
+def looks(number: int) -> Iterator[str]:
+    """Tables of further measurements of a rung: microseconds, method by method."""
+    probes = json.loads(PROBES.read_text(encoding="utf-8"))
+    for name, title in LOOKS.get(number, ()):
+        if name not in probes:
+            continue
+        shapes = {
+            shape.removeprefix("burst "): found["us"]
+            for shape, found in probes[name]["shapes"].items()
+            if not shape.startswith("steady")
+        }
+        methods = dict.fromkeys(method for times in shapes.values() for method in times)
+        lines = [f"| µs | {' | '.join(shapes)} |", "| --- |" + " ---: |" * len(shapes)]
+        for method in methods:
+            cells = [f"{times[method]:.1f}" if method in times else "" for times in shapes.values()]
+            lines.append(f"| {method} | {' | '.join(cells)} |")
+        table = "\n".join(lines)
+        where = Recorded(probes[name]["measured"], {}).line()
+        yield _folded(title, f"{table}\n\nMeasured by `benchmarks/ladder.py` on {where}.")
 
 
 # --- what is asked --------------------------------------------------------------------------------------------------
@@ -271,8 +308,12 @@ def exercises(rung: Rung) -> Iterator[str]:
 
 # --- what the compiler made of it -----------------------------------------------------------------------------------
 
-#: How moves of a K step are told.
-_MOVED = {"copy": "copies", "load": "loads", "write": "writes", "read": "reads", "spill": "spills"}
+
+def _waits(waits: list[str]) -> str:
+    """Which products a K step waits for."""
+    left = [int(wait.rpartition("x")[2], 16) for wait in waits if wait.startswith("WARPGROUP")]
+    said = "all but its own" if 1 in left else "all"
+    return f"{said}, {len(left)} times" if len(left) > 1 else said
 
 
 def compiled(number: int) -> str:
@@ -282,8 +323,9 @@ def compiled(number: int) -> str:
     if not found:
         return ""
     lines = [
-        "| kernel | registers | spilled bytes | KB shared | programs on an SM | moves of a K step | others |",
-        "| --- | ---: | ---: | ---: | ---: | --- | ---: |",
+        "| kernel | registers | spilled bytes | KB shared | programs on an SM | moves of a K step | waits for products "
+        "| other instructions |",
+        "| --- | ---: | ---: | ---: | ---: | --- | --- | ---: |",
     ]
     shapes = {kernel["shape"] for kernel in found}
     for kernel in found:
@@ -296,11 +338,11 @@ def compiled(number: int) -> str:
         )
         lines.append(
             f"| {name} | {kernel['registers']} | {kernel['spilled'] or ''} | {kernel['shared'] / 1024:.0f} | "
-            f"{kernel['programs']} | {moves or 'by another warp'} | {kernel['others']} |"
+            f"{kernel['programs']} | {moves or 'by another warp'} | {_waits(kernel['waits'])} | {kernel['others']} |"
         )
     said = (
-        f"For Hopper, by Triton {data['triton']}, of each thread; `others` are the K step's other instructions besides "
-        "those of the tensor cores. `LDGSTS` copies to shared memory, `UTMALDG` asks the TMA unit, `LDG` loads into "
+        f"For Hopper, by Triton {data['triton']}, of each thread. Other instructions are those of a K step besides "
+        "moves and the tensor cores'. `LDGSTS` copies to shared memory, `UTMALDG` asks the TMA unit, `LDG` loads into "
         "registers and `STS` writes them to shared memory, `LDL` and `STL` are spilled registers. "
         "`benchmarks/ladder_code.py` makes this table without a GPU, and `gemmery inspect` shows the same, and the "
         "instructions themselves, of the library's kernels."
@@ -332,6 +374,7 @@ def page(rung: Rung, run: Recorded) -> str:
             else "",
             "## What it gained",
             *gained(rung, run),
+            *looks(rung.number),
             rung.lesson,
             "## What the compiler made of it" if table else "",
             table,
@@ -383,9 +426,10 @@ def _overview_rows(run: Recorded) -> Iterator[str]:
             yield f"| {name} | {MISSING.lower()} | | | |"
             continue
         found = [gain for gain in ladder.gains(record.rows) if gain.rate is not None]
-        largest = max(found, key=lambda gain: gain.time_us)
-        ratios = " | ".join(map(_ratio, (largest.over_before, largest.over_torch)))
-        yield f"| {name} | {largest.shape} | {largest.time_us:.0f} µs | {ratios} |"
+        # Of rungs that are about the weight's memory, what they are for.
+        shown = next((gain for gain in found if rung.number > 10), max(found, key=lambda gain: gain.time_us))
+        ratios = " | ".join(map(_ratio, (shown.over_before, shown.over_torch)))
+        yield f"| {name} | {shown.shape} | {shown.time_us:.0f}\N{NO-BREAK SPACE}µs | {ratios} |"
 
 
 def pages() -> dict[str, str]:

@@ -1,5 +1,6 @@
-"""The rung of sparse weights on the GPU: the instruction itself against its emulation and float64."""
+"""The rungs in Gluon on the GPU: what they check themselves, and mma.sp against its emulation."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,17 @@ TUTORIALS = Path(__file__).resolve().parents[2] / "tutorials"
 
 
 @pytest.fixture(scope="module")
-def rung():
+def common():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(TUTORIALS))
         import _common
 
-        module = _common.rung(12)
+        yield _common
+
+
+@pytest.fixture(scope="module")
+def rung(common):
+    module = common.rung(12)
     if not module.has_mma_sp():
         pytest.skip("no sparse tensor cores")
     return module
@@ -42,3 +48,21 @@ def test_mma_sp_is_its_emulation(rung, m, n, k):
 def test_the_rung_checks_it(rung):
     names = {row.name for row in rung.check() if row.role == "this"}
     assert {"3 mma.sp", "3 mma.sp, emulated"} <= names
+
+
+def test_the_warp_specialised_rung_checks_itself(common):
+    module = common.rung(10)
+    if not module.has_wgmma():
+        pytest.skip("no wgmma")
+    assert {"rung 10", "rung 10, gelu"} <= {row.name for row in module.check()}
+
+
+def test_host_time_does_not_count(common):
+    x = torch.zeros(1024, device="cuda")
+
+    def slow() -> None:
+        time.sleep(0.001)
+        x.add_(1)
+
+    (timed,) = common.time_us([slow], rounds=1)
+    assert timed < 200

@@ -1,5 +1,6 @@
 """The pages of docs/, and what README shows: their code runs, and what they quote is what there is."""
 
+import ast
 import functools
 import json
 import re
@@ -12,7 +13,7 @@ import torch
 import gemmery
 import gemmery.nn
 from benchmarks import quantization_error
-from docs.hooks import chart, drawings, repository, rungs
+from docs.hooks import chart, drawings, notebooks, repository, rungs
 from gemmery import distributed, epilogues, formats
 from gemmery.epilogues import Untraceable, table
 from gemmery.formats import FORMATS, from_codes
@@ -394,6 +395,39 @@ def test_a_rung_that_was_not_measured_says_so():
     assert f"## What it gained\n\n{rungs.MISSING}." in rungs.page(last, without)
     assert f"({rungs.place(last)}) | {rungs.MISSING.lower()} |" in rungs.overview(without)
     assert f"({rungs.place(last)})" in rungs.overview(run)
+
+
+@pytest.mark.parametrize("rung", rungs.rungs(), ids=lambda rung: rung.path.stem)
+def test_a_rung_asks_and_explains(rung):
+    questions = rungs.asked()[rung.number]
+    assert len(questions) in (2, 3)
+    assert len(rung.exercises) == 2
+    page = rungs.page(rung, rungs.recorded())
+    for text, answer in questions:
+        assert rungs._linked(text) in page
+        assert rungs._linked(answer) in page
+    for text, stub, solution in rung.exercises:
+        assert text
+        assert stub in page
+        assert solution in page
+    # The kernel's code is without them.
+    kernel = rung.code("kernel")
+    assert "solved_" not in kernel
+    assert "Question(" not in kernel
+    assert "bench_products(" not in kernel
+    # Whatever has a measurement says why it is what it is.
+    assert not rung.lesson or rung.lesson in page
+
+
+@pytest.mark.parametrize("rung", rungs.rungs(), ids=lambda rung: rung.path.stem)
+def test_a_notebook_has_all_of_a_rung(rung):
+    cells = notebooks.notebook(rung)["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    for node in rung.tree.body[1:]:
+        text = ast.get_source_segment(rung.text, node)
+        assert text in code or "__main__" in text
+    assert len({cell["id"] for cell in cells}) == len(cells)
+    assert not any("```" in "".join(cell["source"]) for cell in cells)
 
 
 def test_pictures_of_fragments_are_drawn_by_the_rungs_functions():

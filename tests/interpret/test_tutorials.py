@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from docs.hooks import notebooks, rungs
 from gemmery.lab import ladder
 
 TUTORIALS = Path(__file__).resolve().parents[2] / "tutorials"
@@ -177,6 +178,23 @@ def test_exercises_have_solutions(
     assert "is right" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("number", [3, 5, 12])
+def test_notebook_runs(tmp_path: Path, number: int) -> None:
+    rung = next(rung for rung in rungs.rungs() if rung.number == number)
+    cells = list(notebooks.cells(rung))
+    code = [
+        "".join(cell["source"])
+        for cell in cells
+        if cell["cell_type"] == "code" and "check_" not in cell["source"][-1]
+    ]
+    # Triton reads a kernel's source where it is defined.
+    path = tmp_path / "notebook.py"
+    path.write_text("\n\n\n".join(code) + "\n", encoding="utf-8")
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, encoding="utf-8", check=False)
+    assert not done.returncode, done.stderr
+    assert f"Rung {number}: " in done.stdout
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The protocol of rung 10
 
@@ -225,6 +243,21 @@ def test_a_barrier_that_lets_all_through_is_noticed(
         if not torch.allclose(out.float(), (a @ w.T).float(), atol=0.5, rtol=0.1):
             return
     pytest.fail("the result is right without the barrier")
+
+
+def test_a_slot_that_is_filled_too_early_is_noticed(
+    common: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an odd number of parts, a tile begins with the slot that the one before has stored last."""
+    rung = common.rung(10)
+    right = rung.Stores.is_over
+    monkeypatch.setattr(rung.Stores, "is_over", lambda self, newest: right(self, max(newest, 1)))
+    a, w = common.normal(512, 64), common.normal(1024, 64)
+    for _ in range(20):
+        out = rung.emulated(a, w, common.poisoned(512, 1024), rung.Tile(136, False), programs=1)
+        if not torch.allclose(out.float(), (a @ w.T).float(), atol=0.5, rtol=0.1):
+            return
+    pytest.fail("the result is right without the wait")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,108 @@
+"""Write the ladder's rungs as notebooks, for a hosted GPU.
+
+python -m docs.hooks.notebooks FOLDER
+
+A notebook has the text and the code of the file: its explanation, its kernels, questions with their answers, its check
+and measurement, and its exercises. It imports gemmery, which brings the files that a rung needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from docs.hooks.rungs import Rung, rungs
+
+#: What a notebook begins with: it finds `_common` and the other rungs in the package.
+SETUP = """# On a hosted GPU, first: %pip install gemmery
+import sys
+
+from gemmery.lab import ladder
+
+sys.path.insert(0, str(ladder.tutorial_files()[{number}].parent))"""
+#: Lines that head a section of a file.
+_HEAD = re.compile(r"^# -{20,}\n# (.+)\n", re.MULTILINE)
+
+
+def cell(kind: str, text: str) -> dict[str, Any]:
+    """A cell: "markdown" or "code"."""
+    made: dict[str, Any] = {
+        "cell_type": kind,
+        "metadata": {},
+        "source": text.strip().splitlines(keepends=True),
+    }
+    return made | ({"execution_count": None, "outputs": []} if kind == "code" else {})
+
+
+def cells(rung: Rung) -> Iterator[dict[str, Any]]:
+    """The cells of a rung's notebook."""
+    yield cell("markdown", f"# {rung.number} · {rung.title}\n\n{rung.told}")
+    yield cell("code", SETUP.format(number=rung.number))
+    checks = _sections(rung.code("check"))
+    yield cell("code", next(checks)[1])  # what it imports
+    for title, text in _sections(rung.code("kernel")):
+        if title:
+            yield cell("markdown", f"## {title}")
+        yield cell("code", text)
+    yield cell("markdown", "## Predict before you read on")
+    course = rung.code("course")
+    for _, text in _sections(course):
+        yield cell("code", text)
+    yield cell("code", "for question in QUESTIONS:\n    print(question.text)")
+    yield cell("code", "for question in QUESTIONS:\n    print(question.answer())")
+    yield cell("markdown", "## Its check and its measurement\n\nWithout a GPU nothing is timed.")
+    for _, text in checks:
+        yield cell("code", re.sub(r'\n+if __name__ == "__main__":\n    main\(\)', "", text))
+    yield cell("code", "record = main([])")
+    yield cell(
+        "markdown",
+        "## Exercises\n\nWrite each function and run its cell, which raises an error until it is right.",
+    )
+    for stub, _, check in rung.tasks:
+        yield cell("code", f"{rung.source(stub)}\n\n\n{check.name}({stub.name})")
+
+
+def _sections(code: str) -> Iterator[tuple[str, str]]:
+    """A title, empty for the first section, and the code below it."""
+    first, *rest = _HEAD.split(code)
+    if first.strip():
+        yield "", first.strip()
+    for title, text in zip(rest[::2], rest[1::2], strict=True):
+        yield title, text.strip()
+
+
+def notebook(rung: Rung) -> dict[str, Any]:
+    """A rung as a notebook."""
+    return {
+        "cells": [made | {"id": f"{rung.number:02}-{place}"} for place, made in enumerate(cells(rung))],
+        "metadata": {
+            "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+            "language_info": {"name": "python"},
+            "accelerator": "GPU",
+        },
+        "nbformat": 4,
+        "nbformat_minor": 5,
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write all notebooks."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    options = parser.parse_args(arguments)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    for rung in rungs():
+        path = options.folder / f"{rung.path.stem}.ipynb"
+        path.write_text(json.dumps(notebook(rung), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
