@@ -97,7 +97,7 @@ def lora_linear(
     if isinstance(weight, PackedWeight) and weight.permutation is not None:
         if lora_x is None:
             a = a.index_select(-1, weight.permutation)
-        x, weight = x.index_select(-1, weight.permutation), weight.unpermuted()
+        x = x.index_select(-1, weight.permutation)
     how = resolved(precision, x)
     rows = x.reshape(-1, x.shape[-1])
     own = None if lora_x is None else lora_x.reshape(rows.shape)
@@ -118,6 +118,8 @@ def _composed(
 ) -> Tensor:  # fmt: skip
     """The same in products of which each is differentiated by itself, for transforms and weights with a gradient."""
     how: dict[str, Any] = {"precision": precision, "batch_invariant": batch_invariant}
+    # The columns of x are in its order already.
+    weight = weight.unpermuted() if isinstance(weight, PackedWeight) else weight
     with torch.autocast(x.device.type, enabled=False):
         u = linear(x if lora_x is None else lora_x, a.to(x.dtype), **how) * scale
         z = linear(u, b.to(x.dtype), None if bias is None else bias.to(x.dtype), **how)
@@ -137,7 +139,7 @@ def _given(
     given = {
         name: value for name, value in named.items() if value is not None or name in ("x", "weight", "a", "b")
     }
-    parts = weight.parts().values() if isinstance(weight, PackedWeight) else ()
+    parts = weight_operand(weight).tensors if isinstance(weight, PackedWeight) else ()
     if is_sharded((*given.values(), *parts)):
         raise ValueError(
             f"{_OP}: a tensor is a DTensor; give local ones (to_local), or use gemmery.linear for each product"
