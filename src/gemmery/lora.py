@@ -135,10 +135,8 @@ def _given(
     x: Tensor, weight: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, lora_x: Tensor | None
 ) -> dict[str, Tensor]:
     """The tensors by name, after a look at what and where they are."""
-    named = {"x": x, "weight": weight, "a": a, "b": b, "bias": bias, "lora_x": lora_x}
-    given = {
-        name: value for name, value in named.items() if value is not None or name in ("x", "weight", "a", "b")
-    }
+    given = {"x": x, "weight": weight, "a": a, "b": b}
+    given |= {name: value for name, value in (("bias", bias), ("lora_x", lora_x)) if value is not None}
     parts = weight_operand(weight).tensors if isinstance(weight, PackedWeight) else ()
     if is_sharded((*given.values(), *parts)):
         raise ValueError(
@@ -153,7 +151,7 @@ def _given(
             raise ValueError(
                 f"{_OP}: x is on {x.device} and {name} on {value.device}; they must be on one device"
             )
-    return given  # type: ignore[return-value]  # without those that are None
+    return given
 
 
 def _lowered(
@@ -255,8 +253,8 @@ def _backward(
     kind = grad.dtype
     how: dict[str, Any] = {"precision": precision}
     with inner_products(grad):
-        if wanted[1] or wanted[4] or (wanted[0] and not apart):
-            v = _thin(b.to(kind).mT, grad, scale, precision)
+        needs_v = wanted[1] or wanted[4] or (wanted[0] and not apart)
+        v = _thin(b.to(kind).mT, grad, scale, precision) if needs_v else grad.new_empty(0)
         if wanted[2]:
             assert u is not None
             matmul(u, grad, out=of_b.mT, out_dtype=b.dtype, **how)
@@ -319,7 +317,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _gradients(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
     own, a, b, u, *weight = ctx.saved_tensors
-    sizes = None if ctx.sizes else []
+    # torch takes a list of numbers for one value, unless it is empty.
+    sizes: list[Any] | None = None if ctx.sizes else []
     parts = [None] * len(weight)
     if grad is None:
         return None, parts, sizes, *[None] * 8
