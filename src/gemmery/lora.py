@@ -231,6 +231,11 @@ def _run(
         return linear(x, operand.weight, z, **how), u  # type: ignore[attr-defined]  # of a packed one
 
 
+def _turned(b: Tensor, dtype: torch.dtype) -> Tensor:
+    """b.T in another type; where it is copied, in the order that products read best."""
+    return b.mT if b.dtype == dtype else torch.empty(b.mT.shape, dtype=dtype, device=b.device).copy_(b.mT)
+
+
 def _unpacked(operand: Operand) -> Tensor:
     """The weight (N, K)."""
     if operand.is_dense:
@@ -254,7 +259,7 @@ def _backward(
     how: dict[str, Any] = {"precision": precision}
     with inner_products(grad):
         needs_v = wanted[1] or wanted[4] or (wanted[0] and not apart)
-        v = _thin(b.to(kind).mT, grad, scale, precision) if needs_v else grad.new_empty(0)
+        v = _thin(_turned(b, kind), grad, scale, precision) if needs_v else grad.new_empty(0)
         if wanted[2]:
             assert u is not None
             matmul(u, grad, out=of_b.mT, out_dtype=b.dtype, **how)
