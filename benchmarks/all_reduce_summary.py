@@ -8,14 +8,15 @@ from benchmarks.records import Data, read_folder, run_line
 from gemmery.lab import timing
 
 HEAD = [
-    "weight, M × N × K of a rank", "Triton", "gemmery", "cuBLAS + NCCL", "cuBLAS + symm_mem", "ratio",
+    "weight, M × N × K of a rank", "ratio", "Triton", "gemmery", "cuBLAS + NCCL", "cuBLAS + symm_mem",
     "gemmery + symm_mem",
 ]  # fmt: skip
 ABOUT = (
-    "Times are µs of a call in a CUDA graph of 20 or more, on the slower rank, with weights that L2 can't hold. "
-    "symm_mem is the faster one of torch's one-shot and two-shot all-reduce. The ratio is the time of the fastest of "
-    "cuBLAS's over gemmery's in the same round: the median, in brackets the least and the largest. cuBLAS has a bf16 "
-    "weight. The last column is `gemmery.linear` with symm_mem, in two kernels; it was measured with packed weights."
+    "Times are in µs per call, in a CUDA graph of 20 or more calls, on the slower rank, with weights that do not fit "
+    "into L2. symm_mem is the faster of torch's one-shot and two-shot all-reduce. The ratio is the time of the faster "
+    "cuBLAS variant divided by gemmery's in the same round: the median, with the smallest and the largest in "
+    "parentheses. cuBLAS has a bf16 weight. The last column is `gemmery.linear` with symm_mem, in two kernels; it was "
+    "measured with packed weights."
 )
 
 
@@ -46,9 +47,10 @@ def _line(row: Data, result: Data) -> list[str]:
     ratio = timing.ratio(rounds, peer, result["ours"])
     kind, sizes = row["name"].rsplit(" ", 1)
     return [
-        f"{kind}, {sizes.replace('x', ' × ')}", ".".join(result["triton"].split(".")[:2]),
+        f"{kind}, {sizes.replace('x', ' × ')}", f"**{ratio.median:.2f}** ({ratio.min:.2f}–{ratio.max:.2f})",
+        ".".join(result["triton"].split(".")[:2]),
         *[f"{median[x] * 1e6:.1f}" for x in (result["ours"], "cublas + nccl", symmetric)],
-        f"**{ratio.median:.2f}** ({ratio.min:.2f}–{ratio.max:.2f})", "" if own is None else f"{median[own] * 1e6:.1f}",
+        "" if own is None else f"{median[own] * 1e6:.1f}",
     ]  # fmt: skip
 
 

@@ -84,7 +84,7 @@ class Kind:
     """Measurements that are one line of the tables.
 
     Attributes:
-        title: what they are, and what they are measured beside.
+        title: what they are, and what they are measured against.
         part: of `grouped_rows.PARTS`.
         value: of an entry in a regime; None where it has none.
         least, most: tokens.
@@ -112,33 +112,34 @@ _DECODING: Data = {"most": DECODE, "regime": "graph"}
 _QUACK, _LIGER = partial(best_ratio, library="quack"), partial(best_ratio, library="liger")
 _AT_64: Data = {"least": PACKED, "most": PACKED, "regime": "graph"}
 KINDS = (
-    Kind("up and down, T ≥ 2048, beside the best of torch", "bare", least=PREFILL, mean=1.05, worst=0.97),
-    Kind("up and down, T ≤ 256, beside the best of torch", "bare", mean=1.4, worst=1.1, **_DECODING),
+    Kind("up and down, T ≥ 2048, against the best of torch", "bare", least=PREFILL, mean=1.05, worst=0.97),
+    Kind("up and down, T ≤ 256, against the best of torch", "bare", mean=1.4, worst=1.1, **_DECODING),
     Kind(
-        "the same, beside reading the touched weights once at 4.3 TB/s", "bare", floor_share, mean=0.65, worst=0.5,
+        "the same, against one read of the used weights at 4.3 TB/s", "bare", floor_share, mean=0.65, worst=0.5,
         **_DECODING,
     ),
-    Kind("dX and dW, T ≥ 8192, beside the best of torch", "gradients", least=GRADIENTS, mean=1.05, worst=0.95),
-    Kind("experts with routing, T ≤ 256, beside Hugging Face's best", "block", mean=1.8, worst=1.3, **_DECODING),
-    Kind("experts with routing, T ≥ 4096, beside Hugging Face's best", "block", least=BLOCKS, mean=1.25, worst=1.1),
+    Kind("dX and dW, T ≥ 8192, against the best of torch", "gradients", least=GRADIENTS, mean=1.05, worst=0.95),
+    Kind("experts with routing, T ≤ 256, against Hugging Face's best", "block", mean=1.8, worst=1.3, **_DECODING),
+    Kind("experts with routing, T ≥ 4096, against Hugging Face's best", "block", least=BLOCKS, mean=1.25, worst=1.1),
     Kind("the same with gradients, T ≥ 8192", "step", least=GRADIENTS),
-    Kind("int4 and mxfp4 experts, T = 64, beside ours in bf16", "packed", mean=1.8, worst=1.5, **_AT_64),
-    Kind("mxfp4 and int4 experts, T ≥ 2048, beside ours in bf16", "packed", least=PREFILL),
+    Kind("int4 and mxfp4 experts, T = 64, against gemmery's in bf16", "packed", mean=1.8, worst=1.5, **_AT_64),
+    Kind("mxfp4 and int4 experts, T ≥ 2048, against gemmery's in bf16", "packed", least=PREFILL),
     Kind("route and combine, T = 64, in µs", "routing", ours_us, worst=12.0, is_time=True, **_AT_64),
     Kind(
-        "peak memory of forward and backward, T = 32768, beside the least of torch", "memory", torch_memory_ratio,
+        "peak memory of forward and backward, T = 32768, against the least of torch", "memory", torch_memory_ratio,
         worst=1.0,
     ),
-    Kind("up and down, T ≥ 2048, beside QuACK", "bare", _QUACK, least=PREFILL),
-    Kind("up and down, T ≤ 256, beside QuACK", "bare", _QUACK, **_DECODING),
-    Kind("dX and dW, T ≥ 8192, beside QuACK", "gradients", _QUACK, least=GRADIENTS),
-    Kind("experts with routing, T ≤ 256, beside QuACK with torch's routing", "block", _QUACK, **_DECODING),
-    Kind("experts with routing, T ≥ 4096, beside QuACK with torch's routing", "block", _QUACK, least=BLOCKS),
-    Kind("experts with routing, T ≤ 256 outside CUDA graphs, beside Liger", "block", _LIGER, most=DECODE),
-    Kind("experts with routing, T ≥ 4096, beside Liger", "block", _LIGER, least=BLOCKS),
-    Kind("experts with routing and gradients, T ≥ 8192, beside Liger", "step", _LIGER, least=GRADIENTS),
+    Kind("up and down, T ≥ 2048, against QuACK", "bare", _QUACK, least=PREFILL),
+    Kind("up and down, T ≤ 256, against QuACK", "bare", _QUACK, **_DECODING),
+    Kind("dX and dW, T ≥ 8192, against QuACK", "gradients", _QUACK, least=GRADIENTS),
+    Kind("experts with routing, T ≤ 256, against QuACK with torch's routing", "block", _QUACK, **_DECODING),
+    Kind("experts with routing, T ≥ 4096, against QuACK with torch's routing", "block", _QUACK, least=BLOCKS),
+    Kind("experts with routing, T ≤ 256 outside CUDA graphs, against Liger", "block", _LIGER, most=DECODE),
+    Kind("experts with routing, T ≥ 4096, against Liger", "block", _LIGER, least=BLOCKS),
+    Kind("experts with routing and gradients, T ≥ 8192, against Liger", "step", _LIGER, least=GRADIENTS),
     Kind(
-        "peak memory of forward and backward, T = 32768, beside Liger", "memory", partial(memory_ratio, library="liger")
+        "peak memory of forward and backward, T = 32768, against Liger", "memory",
+        partial(memory_ratio, library="liger"),
     ),
 )  # fmt: skip
 
@@ -243,14 +244,14 @@ def pooled(results: Sequence[Data]) -> dict[str, list[Data]]:
 def class_lines(results: Sequence[Data]) -> tuple[list[str], list[list[str]]]:
     """The table of the documentation: a heading, and a line for each kind with a cell for each version of Triton."""
     by_version = pooled(results)
-    head = ["products, and beside what", "rows", *(f"Triton {version}" for version in by_version)]
+    head = ["products and peer", *(f"Triton {version}" for version in by_version), "rows"]
     lines = []
     for kind in KINDS:
         each = [figures(kind, entries) for entries in by_version.values()]
         there = [found for found in each if found is not None]
         if there:
             counts = " or ".join(dict.fromkeys(found.count for found in there))
-            lines.append([kind.title, counts, *(_cell(kind, found) for found in each)])
+            lines.append([kind.title, *(_cell(kind, found) for found in each), counts])
     return head, lines
 
 
@@ -262,10 +263,10 @@ def _cell(kind: Kind, found: Figures | None) -> str:
 
 
 ABOUT = (
-    "Geometric mean · worst row, untuned. A ratio is the time of the fastest peer over ours, above 1 where gemmery is "
-    "faster, in the median over the rounds. With up to 256 tokens the calls are in CUDA graphs, each behind others "
-    "that read other weights; with more, each is timed alone, with nothing in the L2 cache. Rows are those of a suite "
-    "of published models, and of models that were drawn at random."
+    "A cell shows the geometric mean · the worst row, untuned. A ratio is the time of the fastest peer divided by "
+    "gemmery's, the median over the rounds; above 1, gemmery is faster. With up to 256 tokens, the calls run in CUDA "
+    "graphs, each after others that read other weights. With more tokens, each call is timed alone, with an empty L2 "
+    "cache. The rows come from published models, and from random models."
 )
 
 

@@ -1,6 +1,6 @@
 """Check the ladder's rungs on a GPU, time them beside cuBLAS and the library, and look into what their texts claim.
 
-python benchmarks/ladder.py [--out FOLDER] [--seconds 230] [--rounds 3] [--only JOB ...]
+python benchmarks/ladder.py [--out FOLDER] [--seconds 190] [--rounds 3] [--only JOB ...]
 
 Each job is a process of its own, so that one that fails or hangs takes nothing else with it. FOLDER gets
 
@@ -9,8 +9,9 @@ Each job is a process of its own, so that one that fails or hangs takes nothing 
     probes.json    what single texts claim: tiles of rung 10, groups at odd sizes, configs and `tl.assume`, epilogues
     log.txt        what all jobs printed
 
-Jobs come in the order of their worth. Those for which no time is left are named at the end. While one is timed, the
-next one imports what it needs; a lock keeps it from the GPU.
+First the rungs are checked, all at once, which also compiles what is timed afterwards. Then jobs come in the order of
+their worth, one at a time. Those for which no time is left are named at the end. While one is timed, the next one
+imports what it needs; a lock keeps it from the GPU.
 """
 
 import argparse
@@ -26,7 +27,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -39,6 +40,8 @@ sys.path[:0] = [str(ROOT / "src"), str(TUTORIALS)]
 # Squares, and the rungs that multiply.
 SIZES = (4096, 512, 1024, 2048, 3072, 8192)
 PRODUCTS = (3, 4, 5, 6, 7, 8, 10)
+# Tiles that rung 10 checks, each in a process of its own.
+CHECKED = 6
 RUNGS = {int(path.name[:2]): path for path in sorted(TUTORIALS.glob("[0-9][0-9]_*.py"))}
 
 
@@ -56,7 +59,8 @@ def product_of(number: int) -> Callable[..., Any]:
 
 def usable(number: int) -> bool:
     """Whether a rung's check went well. A kernel that fails takes the GPU from the process that it runs in."""
-    return str(number) not in os.environ.get("LADDER_WITHOUT", "").split()
+    failed = Path(os.environ["LADDER_FAILED"])
+    return not failed.exists() or str(number) not in failed.read_text(encoding="utf-8").split()
 
 
 def timed(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
@@ -101,27 +105,141 @@ def report(
     return {"us": times, "errors": errors or {}}
 
 
-def sizes() -> dict[str, Any]:
-    """Speed over the size of square products."""
-    import _common
+def squares() -> dict[str, Callable[..., Any]]:
+    """The products whose speed is taken over the size, by name."""
     import torch
 
     import gemmery
 
-    found = {}
     methods: dict[str, Callable[..., Any]] = {f"rung {i}": product_of(i) for i in PRODUCTS if usable(i)}
     methods["torch"] = lambda a, w, out: torch.matmul(a, w.T, out=out)
-    methods["gemmery"] = lambda a, w, out: gemmery.matmul(a, w.T, out=out)
+    methods["gemmery"] = lambda a, w, out: library(gemmery, a, w, out)
+    return methods
+
+
+def prepare_sizes() -> None:
+    """Compile what `sizes` times."""
+    methods = squares()
+    calls = [lambda i=i: methods[f"rung {i}"](*inputs(512)) for i in (3, 4, 5, 8)]
+    calls += [lambda n=n: methods["gemmery"](*inputs(n)) for n in SIZES]
+    compile_all([*calls, *tuned_calls(4096, 4096, 4096)])
+
+
+def tuned_calls(m: int, n: int, k: int) -> list[Callable[[], object]]:
+    """Calls of rungs 6 and 7, one for each config."""
+    import _common
+
+    a, w, out = inputs(n, m, k)
+    modules = [(number, _common.rung(number)) for number in (6, 7)]
+    return [
+        config_call(number, module, config, a, w, out)
+        for number, module in modules
+        for config in module.CONFIGS
+    ]
+
+
+def config_call(
+    number: int, module: ModuleType, config: Any, a: Any, w: Any, out: Any
+) -> Callable[[], object]:
+    """A call of rung 6 or 7 with a config of its list."""
+    import triton
+
+    (m, n), k = out.shape, a.shape[1]
+    options = {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
+    count = triton.cdiv(m, config.kwargs["BLOCK_M"]) * triton.cdiv(n, config.kwargs["BLOCK_N"])
+    if number == 7:
+        options["NUM_SMS"], count = 132, min(count, 132)
+    values = (a, w.T, out, m, n, k, *a.stride(), *w.T.stride(), *out.stride())
+    return lambda: module.matmul_kernel[(count,)](*values, **options)
+
+
+def sizes() -> dict[str, Any]:
+    """Speed over the size of square products, each call after a pause: the time of the host does not count."""
+    from gemmery.lab.timing import compare
+
+    methods, found = squares(), {}
     for n in SIZES:
-        a, w, out = _common.normal(n, n), _common.normal(n, n), _common.poisoned(n, n)
+        a, w, out = inputs(n)
         exact = a.double() @ w.double().T
-        calls = {
+        calls: dict[str, Callable[[], object]] = {
             name: (lambda call=call, a=a, w=w, out=out: call(a, w, out)) for name, call in methods.items()
         }
         errors = {name: error_of(call, out, exact) for name, call in calls.items()}
         del exact
-        found[str(n)] = report(f"{n}x{n}x{n}", timed(calls), 2.0 * n**3, errors)
+        found[str(n)] = report(f"burst, {n}x{n}x{n}", burst(compare, calls), 2.0 * n**3, errors)
     return found
+
+
+def inputs(n: int, m: int | None = None, k: int | None = None, dtype: Any = None) -> tuple[Any, Any, Any]:
+    """a, (m, k), w, (n, k), and an output."""
+    import _common
+    import torch
+
+    m, k, dtype = m or n, k or n, dtype or torch.float16
+    return (
+        _common.normal(m, k, dtype=dtype),
+        _common.normal(n, k, dtype=dtype),
+        _common.poisoned(m, n, dtype=dtype),
+    )
+
+
+def compile_all(calls: Iterable[Callable[[], object]]) -> None:
+    """Make calls once, many at a time, for what they compile."""
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(lambda call: runs("a call", call), calls))
+
+
+def burst(
+    compare: Callable[..., Any], calls: dict[str, Callable[[], object]], rounds: int = 3
+) -> dict[str, float]:
+    """Microseconds by name, of calls after a pause."""
+    found = compare(calls, rounds=rounds, regimes=("burst",))["burst"]
+    return {name: 1e6 * statistics.median(each[name] for each in found) for name in calls}
+
+
+#: Tiles of rung 10 that are timed: those of its text, the narrow ones, and some between.
+WIDTHS = ((112, True), (128, True), (144, True), (160, True), (176, True), (256, False), (240, False), (224, False),
+          (208, False), (192, False))  # fmt: skip
+
+
+def tile_cases() -> list[tuple[Any, tuple[int, int, int]]]:
+    """Of what the tiles of rung 10 are timed: dtypes, and M, N and K."""
+    import torch
+
+    wide = [
+        (4096, 4096, 4096), (8192, 8192, 8192), (1500, 5760, 2880), (4096, 14336, 4096), (2048, 2048, 2048),
+        (3000, 7168, 4096),
+    ]  # fmt: skip
+    return [(torch.bfloat16, shape) for shape in wide] + [(torch.float16, wide[0])]
+
+
+def tiles_of(rung: ModuleType, dtype: Any) -> list[Any]:
+    """The tiles of rung 10 that are timed."""
+    import torch
+
+    return [rung.Tile(*tile) for tile in WIDTHS] if dtype == torch.bfloat16 else list(rung.SHOWN)
+
+
+def prepare_tiles() -> None:
+    """Compile what `tiles` times: the kernels of rung 10 once for each tile, those of the library as it chooses."""
+    import _common
+
+    import gemmery
+
+    rung, cases = _common.rung(10), tile_cases()
+    kernels = {(tile, dtype) for dtype, _ in cases for tile in tiles_of(rung, dtype)}
+    kernels |= {(rung.tile_for(*shape, 132), dtype) for dtype, shape in cases}
+    kernels |= {(rung.tile_for(n, n, n, 132), cases[-1][0]) for n in SIZES}
+    compile_all(
+        [
+            lambda tile=tile, dtype=dtype: rung.matmul(*inputs(256, dtype=dtype), tile)
+            for tile, dtype in kernels
+        ]
+        + [
+            lambda dtype=dtype, shape=shape: library(gemmery, *inputs(shape[1], shape[0], shape[2], dtype))
+            for dtype, shape in cases
+        ]
+    )
 
 
 def tiles() -> dict[str, Any]:
@@ -132,45 +250,39 @@ def tiles() -> dict[str, Any]:
     import gemmery
     from gemmery.lab.timing import compare
 
-    rung = _common.rung(10)
-    chosen = [(112, True), (128, True), (176, True), (256, False), (208, False), (192, False)]
-    found: dict[str, Any] = {}
-    for dtype, shapes in (
-        (torch.bfloat16, [(4096, 4096, 4096), (8192, 8192, 8192), (1500, 5760, 2880), (4096, 14336, 4096)]),
-        (torch.float16, [(4096, 4096, 4096)]),
-    ):
-        for m, n, k in shapes:
-            a, w = _common.normal(m, k, dtype=dtype), _common.normal(n, k, dtype=dtype)
-            out, exact = _common.poisoned(m, n, dtype=dtype), a.double() @ w.double().T
-            calls: dict[str, Callable[[], object]] = {
-                "torch": lambda a=a, w=w, out=out: torch.matmul(a, w.T, out=out),
-                "gemmery": lambda a=a, w=w, out=out: gemmery.matmul(a, w.T, out=out),
-                "rung 8": lambda a=a, w=w, out=out: _common.rung(8).matmul(a, w, out),
-                "rung 10": lambda a=a, w=w, out=out: rung.matmul(a, w, out),
-            }
-            if dtype != torch.float16:
-                del calls["rung 8"]
-            for width, turns in chosen:
-                tile = rung.Tile(width, turns)
-                calls[f"rung 10, {width} {'turns' if turns else 'shared'}"] = (
-                    lambda a=a, w=w, out=out, tile=tile: rung.matmul(a, w, out, tile)
-                )
-            calls = {name: call for name, call in calls.items() if runs(name, call)}
-            errors = {name: error_of(call, out, exact) for name, call in calls.items()}
-            shape = f"{m}x{n}x{k} {str(dtype)[6:]}"
-            print(f"\nrung 10 takes {rung.tile_for(m, n, k, 132)} there")
-            rounds = compare(calls, rounds=5, regimes=("burst",))["burst"]
-            times = {name: 1e6 * statistics.median(each[name] for each in rounds) for name in calls}
-            found[f"burst {shape}"] = report(f"burst, {shape}", times, 2.0 * m * n * k, errors)
-            if (m, n, k) == (4096, 4096, 4096) and dtype == torch.bfloat16:
-                fastest = sorted(
-                    (name for name in calls if name.startswith("rung 10,")), key=times.__getitem__
-                )[:3]
-                some = {name: calls[name] for name in ("torch", "gemmery", "rung 10", *fastest)}
-                rounds = compare(some, rounds=3, regimes=("steady",))["steady"]
-                times = {name: 1e6 * statistics.median(each[name] for each in rounds) for name in some}
-                found[f"steady {shape}"] = report(f"steady, {shape}", times, 2.0 * m * n * k)
+    rung, found = _common.rung(10), {}
+    for dtype, (m, n, k) in tile_cases():
+        a, w, out = inputs(n, m, k, dtype)
+        exact = a.double() @ w.double().T
+        calls: dict[str, Callable[[], object]] = {
+            "torch": lambda a=a, w=w, out=out: torch.matmul(a, w.T, out=out),
+            "gemmery": lambda a=a, w=w, out=out: library(gemmery, a, w, out),
+            "rung 10": lambda a=a, w=w, out=out: rung.matmul(a, w, out),
+        }
+        for tile in tiles_of(rung, dtype):
+            calls[f"rung 10, {tile.width} {'turns' if tile.turns else 'shared'}"] = (
+                lambda a=a, w=w, out=out, tile=tile: rung.matmul(a, w, out, tile)
+            )
+        calls = {name: call for name, call in calls.items() if runs(name, call)}
+        errors = {name: error_of(call, out, exact) for name, call in calls.items()}
+        shape = f"{m}x{n}x{k} {str(dtype)[6:]}"
+        print(f"\nrung 10 takes {rung.tile_for(m, n, k, 132)} there")
+        times = burst(compare, calls, 5)
+        found[f"burst {shape}"] = report(f"burst, {shape}", times, 2.0 * m * n * k, errors)
+        if (m, n, k) == (4096, 4096, 4096) and dtype == torch.bfloat16:
+            fastest = sorted((name for name in calls if name.startswith("rung 10,")), key=times.__getitem__)[
+                :3
+            ]
+            some = {name: calls[name] for name in ("torch", "gemmery", "rung 10", *fastest)}
+            rounds = compare(some, rounds=3, regimes=("steady",))["steady"]
+            times = {name: 1e6 * statistics.median(each[name] for each in rounds) for name in some}
+            found[f"steady {shape}"] = report(f"steady, {shape}", times, 2.0 * m * n * k)
     return found
+
+
+def library(gemmery: ModuleType, a: Any, w: Any, out: Any) -> None:
+    """The library's product."""
+    gemmery.matmul(a, w.T, out=out)
 
 
 def odd() -> dict[str, Any]:
@@ -235,7 +347,6 @@ def configs() -> dict[str, Any]:
     """Rungs 6 and 7: each config, with `tl.assume(K > 0)` and without."""
     import _common
     import torch
-    import triton
 
     modules = [
         (number, name, module)
@@ -253,25 +364,10 @@ def configs() -> dict[str, Any]:
                 for config in module.CONFIGS:
                     if config.kwargs["BLOCK_M"] * config.kwargs["BLOCK_N"] < 128 * 128:
                         continue
-                    options = {
-                        **config.kwargs,
-                        "num_warps": config.num_warps,
-                        "num_stages": config.num_stages,
-                    }
-                    count = triton.cdiv(m, config.kwargs["BLOCK_M"]) * triton.cdiv(
-                        n, config.kwargs["BLOCK_N"]
-                    )
-                    if number == 7:
-                        options["NUM_SMS"], count = 132, min(count, 132)
                     size = "x".join(str(config.kwargs[f"BLOCK_{x}"]) for x in "MNK")
                     name = f"rung {number}, {size} w{config.num_warps} s{config.num_stages} g{config.kwargs['GROUP']}"
                     name += " flat" * bool(config.kwargs.get("FLATTEN")) + more
-                    values = (a, w.T, out, m, n, k, *a.stride(), *w.T.stride(), *out.stride())
-                    calls[name] = (
-                        lambda kernel=module.matmul_kernel, values=values, options=options, count=count: (
-                            kernel[(count,)](*values, **options)
-                        )
-                    )
+                    calls[name] = config_call(number, module, config, a, w, out)
             # Compiles many at a time.
             went = dict(zip(calls, pool.map(lambda item: runs(*item), calls.items()), strict=True))
             calls = {name: call for name, call in calls.items() if went[name]}
@@ -285,6 +381,7 @@ def epilogues() -> dict[str, Any]:
     import torch
 
     import gemmery
+    from gemmery.epilogues import gelu
 
     rung, found = _common.rung(9), {}
     for m, n, k in ((4096, 14336, 4096), (4096, 4096, 4096)):
@@ -297,7 +394,7 @@ def epilogues() -> dict[str, Any]:
             "torch, product alone": lambda a=a, w=w, out=out: torch.matmul(a, w.T, out=out),
             "rung 8, product alone": lambda a=a, w=w, out=out: _common.rung(8).matmul(a, w, out),
             "gemmery, gelu": lambda a=a, w=w, out=out, bias=bias: (
-                gemmery.matmul(a, w.T, bias=bias, epilogue="gelu", out=out)
+                gemmery.matmul(a, w.T, bias=bias, epilogue=gelu, out=out)
             ),
         }  # fmt: skip
         if usable(10):
@@ -323,58 +420,95 @@ PROBES: dict[str, Callable[[], dict[str, Any]]] = {
     "sizes": sizes, "tiles": tiles, "odd": odd, "groups": groups, "configs": configs, "epilogues": epilogues,
 }  # fmt: skip
 
+#: What compiles what a probe times, before it has the GPU for itself.
+PREPARE: dict[str, Callable[[], None]] = {"sizes": prepare_sizes, "tiles": prepare_tiles}
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Jobs
 
 # By worth, with the seconds of the GPU that each may take.
 ORDER = (
-    ("rung 10", 60), ("tiles", 50), ("sizes", 70), ("epilogues", 40), ("configs", 60), ("rung 11", 30), ("rung 9", 30),
-    ("odd", 40), ("rung 6", 40), ("rung 7", 40), ("rung 8", 40), ("rung 5", 30), ("rung 4", 20), ("rung 3", 20),
-    ("rung 12", 40), ("groups", 20), ("rung 2", 20), ("rung 1", 20),
+    ("tiles", 60), ("sizes", 50), ("rung 10", 30), ("rung 7", 40), ("rung 8", 30), ("rung 5", 30), ("rung 12", 40),
+    ("groups", 20), ("rung 4", 20), ("rung 3", 20), ("rung 2", 20), ("rung 1", 20), ("rung 11", 30), ("rung 9", 30),
+    ("rung 6", 40), ("epilogues", 40), ("configs", 60), ("odd", 60),
 )  # fmt: skip
+# Rungs whose check tunes for a minute. Their products are checked before they are timed, too.
+TUNED = ("rung 6", "rung 7")
 
 
 @contextlib.contextmanager
-def gpu(seconds: float, lock: Path | None) -> Iterator[None]:
-    """The GPU for this process alone, for some seconds: then the process ends, wherever it is."""
-    with contextlib.ExitStack() as stack:
-        if lock is not None:
-            fcntl.flock(stack.enter_context(lock.open("w")), fcntl.LOCK_EX)
-        signal.alarm(max(1, int(seconds)))
+def gpu(seconds: float, until: float, lock: Path) -> Iterator[None]:
+    """The GPU for this process alone, for some seconds: then the process ends, wherever it is.
+
+    Args:
+        until: when all of it ends.
+    """
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        left = until - time.monotonic()
+        if left < 8:
+            sys.exit("no time was left for it")
+        signal.alarm(int(min(seconds, left)))
         yield
 
 
-def job(name: str, result: Path, seconds: float, lock: Path | None, check: bool, rounds: int) -> None:
-    """Do one job, which writes its JSON to `result`; with `check`, only a rung's checks, beside other processes."""
+def job(
+    name: str, result: Path, seconds: float, until: float, lock: Path, check: int | None, rounds: int
+) -> None:
+    """Do one job, which writes its JSON to `result`.
+
+    Args:
+        seconds: of the GPU.
+        until: when all of it ends.
+        check: if given, only a rung's check is done, beside other processes; of rung 10 that of the tile with this
+            number. Rungs that tune only compile what they time, for lack of time.
+    """
+    # Whatever hangs ends in time.
+    signal.alarm(max(1, int(min(until - time.monotonic(), 600 if check is None else 90))))
     import _common
 
     import gemmery  # noqa: F401
 
     _common.ROUNDS = rounds
     if name in PROBES:
-        with gpu(seconds, lock):
+        PREPARE.get(name, lambda: None)()
+        ready_file(result).touch()
+        with gpu(seconds, until, lock):
             result.write_text(json.dumps(PROBES[name]()) + "\n", encoding="utf-8")
         return
     module = _common.rung(int(name.split()[1]))
-    with gpu(seconds, None if check else lock):
-        module.main(["--json", str(result), *["--check"] * check])
+    if check is not None and name in TUNED:
+        compile_all(tuned_calls(4001, 4099, 4093))
+        result.write_text(json.dumps({"rows": []}), encoding="utf-8")
+        return
+    if check is not None:
+        if name == "rung 10":
+            module.CHECKED = module.CHECKED[check : check + 1]
+        module.main(["--json", str(result), "--check"])
+        return
+    # What the check said, if it was made before.
+    module.check = lambda: [
+        _common.Row(**row)
+        for done in sorted(result.parent.glob(f"{name}-check*.json"))
+        for row in json.loads(done.read_text(encoding="utf-8"))["rows"]
+    ]
+    ready_file(result).touch()
+    with gpu(seconds, until, lock):
+        module.main(["--json", str(result)])
 
 
-def run_job(
-    name: str, folder: Path, seconds: float, more: Sequence[str], without: Sequence[str]
-) -> tuple[str, Any]:
-    """What a job printed, a traceback in a few lines, and what it wrote; None if it failed.
+def ready_file(result: Path) -> Path:
+    """The file that says that a job waits for the GPU."""
+    return result.with_suffix(".ready")
 
-    Args:
-        seconds: of the GPU.
-        without: rungs that others are not to run.
-    """
-    result = folder / f"{name}{len(more)}.json"
-    environment = {**os.environ, "LADDER_WITHOUT": " ".join(without)}
+
+def run_job(name: str, result: Path, more: Sequence[str]) -> tuple[str, Any]:
+    """What a job printed, a traceback in a few lines, and what it wrote; None if it failed."""
+    environment = {**os.environ, "LADDER_FAILED": str(result.parent / "failed")}
     begun = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-B", __file__, "--job", name, "--result", str(result), "--seconds", str(seconds), *more],
+        [sys.executable, "-B", __file__, "--job", name, "--result", str(result), *more],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", env=environment, check=False,
     )  # fmt: skip
     head, mark, tail = done.stdout.partition("Traceback (most recent call last)")
@@ -391,7 +525,6 @@ def run_jobs(out: Path, seconds: float, rounds: int, only: Sequence[str]) -> int
     results: dict[str, Any] = {}
     failed: list[str] = []
     late: list[str] = []
-    without: list[str] = []
     jobs = [
         (name, most)
         for name, most in ORDER
@@ -403,33 +536,56 @@ def run_jobs(out: Path, seconds: float, rounds: int, only: Sequence[str]) -> int
 
     with tempfile.TemporaryDirectory() as made_in, (out / "log.txt").open("w", encoding="utf-8") as log:
         folder = Path(made_in)
+        lock = folder / "lock"
+        shared = ["--lock", str(lock), "--rounds", str(rounds), "--until", str(begun + seconds)]
 
         def say(text: str) -> None:
             print(text, flush=True)
             log.write(text + "\n")
             log.flush()
 
-        # All checks at once: they compile what is timed afterwards, on as many processors as there are.
-        rungs = [name for name, _ in jobs if name not in PROBES]
-        with ThreadPoolExecutor(max(1, len(rungs))) as pool:
-            checks = pool.map(lambda name: run_job(name, folder, min(90, left()), ["--check"], ()), rungs)
-            for name, (text, made) in zip(rungs, checks, strict=True):
-                # What went well is said by the later run.
-                if made is None:
-                    say(text)
-                    failed.append(f"{name} --check")
-                    without.append(name.split()[1])
-        say(f"----- {time.monotonic() - begun:.0f} s for the checks; failed: {', '.join(failed) or 'none'}")
+        def check(name_and_part: tuple[str, int]) -> tuple[str, str, Any]:
+            name, part = name_and_part
+            result = folder / f"{name}-check{part}.json"
+            return name, *run_job(name, result, ["--check", str(part), *shared])
 
         def run(name_and_most: tuple[str, float]) -> tuple[str, str, Any]:
             name, most = name_and_most
-            if left() < 10:
+            if left() < 12:
                 return name, "", None
-            more = ["--lock", str(folder / "lock"), "--rounds", str(rounds)]
-            return name, *run_job(name, folder, min(most, left()), more, without)
+            result = folder / f"{name}.json"
+            done = run_job(name, result, ["--seconds", str(most), *shared])
+            ready_file(result).touch()  # so that nobody waits for a job that failed early
+            return name, *done
 
-        with ThreadPoolExecutor(2) as pool:
-            for name, text, made in pool.map(run, jobs):
+        # All checks at once: they compile what is timed afterwards, on as many processors as there are.
+        checks = [
+            (name, part)
+            for name, _ in jobs
+            if name not in PROBES and name != "rung 6"
+            for part in range(CHECKED if name == "rung 10" else 1)
+        ]
+        with lock.open("w") as held, ThreadPoolExecutor(2) as pool:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            done = pool.map(run, jobs)
+            with ThreadPoolExecutor(max(1, len(checks))) as checking:
+                for name, text, made in checking.map(check, checks):
+                    # What went well is said by the later run.
+                    if made is None:
+                        say(text)
+                        failed.append(f"{name} --check")
+                        with (folder / "failed").open("a", encoding="utf-8") as file:
+                            file.write(f"{name.split()[1]}\n")
+            say(
+                f"----- {time.monotonic() - begun:.0f} s for the checks; failed: {', '.join(failed) or 'none'}"
+            )
+            first = [ready_file(folder / f"{name}.json") for name, _ in jobs[:2]]
+            while left() > 0.5 * seconds and not all(file.exists() for file in first):
+                time.sleep(0.1)
+            say(f"----- {time.monotonic() - begun:.0f} s until all is compiled")
+            fcntl.flock(held, fcntl.LOCK_UN)
+
+            for name, text, made in done:
                 if not text:
                     late.append(name)
                     continue
@@ -472,16 +628,19 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")), metavar="FOLDER")
-    parser.add_argument("--seconds", type=float, default=230.0)
+    parser.add_argument("--seconds", type=float, default=190.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="*", default=(), metavar="JOB")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--lock", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--check", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--check", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.job is not None:
-        job(options.job, options.result, options.seconds, options.lock, options.check, options.rounds)
+        job(
+            options.job, options.result, options.seconds, options.until, options.lock, options.check, options.rounds
+        )  # fmt: skip
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
     return run_jobs(options.out, options.seconds, options.rounds, options.only)

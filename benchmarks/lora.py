@@ -4,7 +4,7 @@ python benchmarks/lora.py check --out DIR   against float64, and what a call doe
 python benchmarks/lora.py time --out DIR    times and memory: 4096 tokens, 4096 x 4096, ranks 16 and 64
 python benchmarks/lora.py parts --out DIR   what each product takes, and other ways to the same result
 
-A weight of four bits is dequantised to bfloat16 and multiplied by cuBLAS, in the forward pass and again in the backward
+A weight of four bits is dequantized to bfloat16 and multiplied by cuBLAS, in the forward pass and again in the backward
 pass, and the adapter's products are separate: that is what peft and bitsandbytes do, and torch.compile with them. It is
 computed with gemmery's kernel that unpacks, which reads and writes each byte once; "bitsandbytes" is the package's own
 function, where it is installed. "peft's" has adapters in float32, as peft makes them by default.
@@ -49,7 +49,7 @@ WEIGHTS: dict[str, tuple[str, int] | None] = {
 RANKS = (16, 64)
 #: Further sizes, at rank 16 with nf4: those of a model's feed-forward.
 OTHERS = ((4096, 14336, 4096), (4096, 4096, 14336))
-OURS, PATH = "gemmery", "dequantise, torch"
+OURS, PATH = "gemmery", "dequantize, torch"
 SCALE = 2.0
 #: Seconds of load and of timing.
 LOAD, TIMED = 0.12, 0.2
@@ -86,8 +86,8 @@ def _(parts: list[Tensor], sizes: list[int], text: str) -> Tensor:
     return parts[0].new_empty(sizes[1:], dtype=BF16)
 
 
-class Dequantised(torch.autograd.Function):
-    """`F.linear` with a packed weight, which is dequantised in both passes."""
+class Dequantized(torch.autograd.Function):
+    """`F.linear` with a packed weight, which is dequantized in both passes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sizes: list[int], text: str, *parts: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def base_of(weight: Tensor) -> Callable[[Tensor], Tensor]:
         return lambda x: F.linear(x, weight)
     operand = lora.weight_operand(weight)
     parts, sizes, text = list(operand.tensors), operand.sizes, operand.text
-    return lambda x: Dequantised.apply(x, sizes, text, *parts)
+    return lambda x: Dequantized.apply(x, sizes, text, *parts)
 
 
 def with_adapter(base: Callable[[Tensor], Tensor]) -> Call:
@@ -132,7 +132,7 @@ def as_peft(base: Callable[[Tensor], Tensor]) -> Call:
 
 
 def bitsandbytes_of(dense: Tensor, kind: str) -> Callable[[Tensor], Tensor]:
-    """The layer by bitsandbytes, with scales that are quantised too, as in QLoRA."""
+    """The layer by bitsandbytes, with scales that are quantized too, as in QLoRA."""
     import bitsandbytes as bnb
 
     stored, state = bnb.functional.quantize_4bit(
@@ -150,7 +150,7 @@ def methods_of(
         PATH: lambda: with_adapter(base_of(weight)),
     }
     if adapter == F32:
-        makers["peft's, dequantise"] = lambda: as_peft(base_of(weight))
+        makers["peft's, dequantize"] = lambda: as_peft(base_of(weight))
     if name in BNB:
         makers["bitsandbytes"] = lambda: with_adapter(bitsandbytes_of(dense, BNB[name]))
         if adapter == F32:

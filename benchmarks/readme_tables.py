@@ -45,11 +45,11 @@ BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 TWO = "‡"
 NONE = "No results yet: `make bench` makes them."
 ABOUT = (
-    "A ratio is the peer's time divided by ours, above 1 where gemmery is faster: the median over the rounds, "
-    "with the smallest and the largest. A time is of the round with the median ratio to the first peer, in brackets "
-    f"the shortest and the longest. {TWO} marks rows whose rounds are in two groups: our times have a gap of over "
-    f"{GAP:.0%}, with two rounds or more on either side. Both groups are named below the table; the time of such a row "
-    "says less than its ratio."
+    "A ratio is the peer's time divided by gemmery's: the median over the rounds, with the smallest and the largest in "
+    "parentheses. Above 1, gemmery is faster. A time is from the round with the median ratio to the first peer, with "
+    f"the shortest and the longest in parentheses. {TWO} marks rows whose rounds form two groups: gemmery's times have "
+    f"a gap of over {GAP:.0%}, with two rounds or more on either side. The lines below the table list both groups. The "
+    "ratio of such a row is more meaningful than its time."
 )
 
 
@@ -74,12 +74,12 @@ def few_lines(results: list[Data]) -> str:
         return NONE
     found = groups(results)
     shown = versions(found)
-    head = ["products, and beside what", "rows", *(f"Triton {version}" for version in shown)]
+    head = ["products and peer", *(f"Triton {version}" for version in shown), "rows"]
     lines = []
     for group, each in found:
         counts = sorted({len(pooled.ratios) for pooled in each.values()})
         cells = [three(each[version].figures) if version in each else "" for version in shown]
-        lines.append([group.title, " or ".join(map(str, counts)), *cells])
+        lines.append([group.title, *cells, " or ".join(map(str, counts))])
     return _table(head, lines, "lrr")
 
 
@@ -116,9 +116,9 @@ def summary_rows(result: Data) -> list[list[str]]:
             count = str(there) if figures["rows"] == there else f"{figures['rows']} of {there}"
             missing = f", {failed} failed" if failed and name == result["suite"] else ""
             lines.append([
-                name.replace("_", " "), kind(result), peer, regime, count + missing,
+                name.replace("_", " "), peer,
                 f"**{figures['geomean']:.3f}**", f"{figures['p10']:.3f}",
-                f"{figures['worst']:.3f} ({_cell(figures['worst_row'])})",
+                f"{figures['worst']:.3f} ({_cell(figures['worst_row'])})", kind(result), regime, count + missing,
                 _verdict(bar_of(name, result, regime) if peer == peers(result)[-1] else None, figures, complete),
             ])  # fmt: skip
     return lines
@@ -132,31 +132,39 @@ def _duration(seconds: float) -> str:
 
 
 def model_rows(entry: Data) -> list[list[str]]:
-    """A line for each method of an entry of `models.py`, beside ours or beside the bare product.
+    """A line for each method of an entry of `models.py`, against gemmery or against the bare product.
 
-    A method's time is of the round with the median ratio, and so is the time beside it. The others' are medians.
+    A method's time is of the round with the median ratio, and so is the time that it is compared with. The others' are
+    medians.
     """
     times = entry["times"]
     base = next((name for name in ("gemmery", "bare") if name in times), None)
     lines = []
     for name, seconds in times.items():
-        shown, beside, found = statistics.median(seconds), "", ""
+        shown, base_time, found = statistics.median(seconds), "", ""
         if base is not None and name != base:
             pairs = [{name: x, base: y} for x, y in zip(seconds, times[base], strict=True)]
             one = row_round(pairs, [name], base)
-            shown, beside = one[name], _duration(one[base])
+            shown, base_time = one[name], _duration(one[base])
             ratios = [pair[name] / pair[base] for pair in pairs]
             found = f"{one[name] / one[base]:.3f} ({min(ratios):.3f}–{max(ratios):.3f})"
         held = entry.get("held_bytes", {}).get(name)
         memory = "" if held is None else f"{held / 2**20:.0f} MiB"
-        lines.append(["", _cell(name), _duration(shown), beside, found, memory])
+        lines.append(["", _cell(name), found, _duration(shown), base_time, memory])
     lines[0][0] = _cell(entry["name"])
     return lines
 
 
 def models(results: Sequence[Data]) -> str:
     """The table of blocks and models, with where it was measured."""
-    head = ["blocks and models", "", "time", "gemmery's, or the bare product's", "ratio", "held for backward"]
+    head = [
+        "blocks and models",
+        "",
+        "ratio",
+        "time",
+        "time of gemmery, or of the bare product",
+        "held for backward",
+    ]
     lines = [line for result in results for entry in result["entries"] for line in model_rows(entry)]
     runs: dict[str, list[str]] = {}
     for result in results:
@@ -166,7 +174,7 @@ def models(results: Sequence[Data]) -> str:
 
 
 def lowbit(results: Sequence[Data]) -> list[str]:
-    """The tables of packed weights: formats beside each other, and fused products beside bare ones."""
+    """The tables of packed weights: the formats, and fused products against bare ones."""
     texts = []
     formats = [result for result in results if result["suite"] == "lowbit_formats"]
     if lines := packed.format_rows(formats):
@@ -183,13 +191,13 @@ def summary(results: list[Data], of_models: Sequence[Data] = ()) -> str:
         return NONE
     head = [
         "suite",
-        "type",
         "against",
-        "regime",
-        "rows",
         "geometric mean",
         "10th percentile",
         "worst row",
+        "type",
+        "regime",
+        "rows",
         "bar",
     ]
     runs: dict[str, list[str]] = {}
@@ -198,7 +206,7 @@ def summary(results: list[Data], of_models: Sequence[Data] = ()) -> str:
     places = [f"- {line}: {', '.join(names)}." for line, names in runs.items()]
     return "\n\n".join(
         [
-            _table(head, [line for result in results for line in summary_rows(result)], "llllrrrl"),
+            _table(head, [line for result in results for line in summary_rows(result)], "llrrrllrl"),
             "\n".join(places),
             *lowbit(results),
             *([models(of_models)] if of_models else []),
@@ -236,18 +244,24 @@ def grouped_sections(results: Sequence[Data]) -> list[str]:
 def sparse(results: Sequence[Data], page: str) -> str:
     """Everything between the marks of docs/sparse.md or docs/blocks.md."""
     head, lines = sparse_summary.page_lines(results, page)
-    columns = "llr" + "r" * (len(head) - 4) + "l"
+    columns = "ll" + "r" * (len(head) - 4) + "lr"
     where = sparse_summary.places(sparse_summary.of_page(results, page))
     return "\n\n".join([_table(head, lines, columns), sparse_summary.ABOUT, where])
 
 
-# --- sums over ranks ------------------------------------------------------------------------------------------------
+# --- several ranks --------------------------------------------------------------------------------------------------
 
 
-def summed(results: Sequence[Data]) -> str:
+def of_ranks(sums: Sequence[Data], rows: Sequence[Data]) -> str:
     """Everything between the marks of docs/distributed.md."""
-    table = _table(all_reduce_summary.HEAD, all_reduce_summary.lines(results), "llrrrrr")
-    return "\n\n".join([table, all_reduce_summary.ABOUT, all_reduce_summary.places(results)])
+    parts = []
+    if sums:
+        table = _table(all_reduce_summary.HEAD, all_reduce_summary.lines(sums), "lrlrrrr")
+        parts += ["### Sums", table, all_reduce_summary.ABOUT, all_reduce_summary.places(sums)]
+    if rows:
+        table = _table(sharded_rows_summary.HEAD, sharded_rows_summary.lines(rows), "lrrlrrrr")
+        parts += ["### Rows", table, sharded_rows_summary.ABOUT, sharded_rows_summary.places(rows)]
+    return "\n\n".join(parts)
 
 
 # --- every row ------------------------------------------------------------------------------------------------------
@@ -288,18 +302,19 @@ def table_row(row: Data, result: Data) -> list[str]:
     cells = [_cell(row["name"]) + mark, Row.of(row).shape]
     if "error" in row:
         return [*cells, f"failed: {_cell(row['error'])}", *[""] * (1 + len(peers) * (1 + len(shown)))]
-    cells += [_time(row, shown[0], name) for name in (ours, *peers)]
-    cells.append(_roofline(row, shown[0], ours))
+    # Ratios first: a narrow screen shows the first columns alone.
     for regime in shown:
         cells += [ratio(row["summary"], regime, peer) if regime in row["summary"] else "" for peer in peers]
+    cells += [_time(row, shown[0], name) for name in (ours, *peers)]
+    cells.append(_roofline(row, shown[0], ours))
     return cells
 
 
 def section(result: Data) -> str:
     """The heading, table and summary of one suite in one type."""
     ours, peers, shown = result["ours"], result["peers"], regimes(result)
-    head = ["row", "M×N×K", *(f"{name} µs ({shown[0]})" for name in (ours, *peers)), "of roofline"]
-    head += [f"{peer} / {ours}, {regime}" for regime in shown for peer in peers]
+    head = ["row", "M×N×K", *(f"{peer} / {ours}, {regime}" for regime in shown for peer in peers)]
+    head += [*(f"{name} µs ({shown[0]})" for name in (ours, *peers)), "of roofline"]
     lines = [
         f"{name}, {regime}, {peer}: geometric mean **{figures['geomean']:.3f}**, 10th percentile {figures['p10']:.3f}, "
         f"worst {figures['worst']:.3f} ({_cell(figures['worst_row'])}), {figures['rows']} rows."
@@ -350,7 +365,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--grouped", type=Path, default=ROOT / "docs" / "grouped.md", metavar="FILE")
     parser.add_argument("--sparse", type=Path, default=ROOT / "docs" / "sparse.md", metavar="FILE")
     parser.add_argument("--blocks", type=Path, default=ROOT / "docs" / "blocks.md", metavar="FILE")
-    parser.add_argument("--summed", type=Path, default=ROOT / "docs" / "distributed.md", metavar="FILE")
+    parser.add_argument("--distributed", type=Path, default=ROOT / "docs" / "distributed.md", metavar="FILE")
     parser.add_argument("--rows", type=Path, default=ROOT / "benchmarks" / "RESULTS.md", metavar="FILE")
     options = parser.parse_args(arguments)
     try:
@@ -365,9 +380,9 @@ def main(arguments: list[str] | None = None) -> int:
         for name, path in (("sparse", options.sparse), ("blocks", options.blocks)):
             if sparse_summary.of_page(of_sparse, name) and path.exists():
                 pages.append((path, rewritten(path, sparse(of_sparse, name))))
-        of_ranks = all_reduce_summary.read(options.results)
-        if of_ranks and options.summed.exists():
-            pages.append((options.summed, rewritten(options.summed, summed(of_ranks))))
+        sums, rows = (x.read(options.results) for x in (all_reduce_summary, sharded_rows_summary))
+        if (sums or rows) and options.distributed.exists():
+            pages.append((options.distributed, rewritten(options.distributed, of_ranks(sums, rows))))
     except ValueError as error:
         print(f"readme_tables: {error}", file=sys.stderr)
         return 2

@@ -80,7 +80,7 @@ class Group:
     """Suites that are one line of the README's table.
 
     Attributes:
-        title: what they are, and what they are measured beside.
+        title: what they are, and what they are measured against.
         suites: whose rows are taken together.
         regime: in which the ratios were taken.
         peer: which of the peers they are beside.
@@ -96,41 +96,41 @@ class Group:
 
 #: The README's table: the first `MOST_GROUPS` of these that have results.
 GROUPS = (
-    Group("random models, 1 to 64 rows, beside cuBLAS", ("random_decode",)),
+    Group("random models, 1 to 64 rows, against cuBLAS", ("random_decode",)),
     Group("the same, 65 to 511 rows", ("random_mid",)),
     Group("the same, 512 to 8192 rows", ("random_prefill",)),
     Group("the same with gradients", ("random_backward",)),
-    Group("random models, batch-invariant, beside cuBLAS that is not", ("random_invariant",)),
+    Group("random models, batch-invariant, against cuBLAS, which is not", ("random_invariant",)),
     Group(
-        "random models, fused activation, bias or residual, beside the best of torch and torch.compile",
+        "random models, fused activation, bias or residual, against the best of torch and torch.compile",
         ("random_swiglu", "random_bias_gelu", "random_bias_residual"),
     ),
-    Group("random models, int4 weights, 1 to 64 rows, beside bf16 ones", ("random_int4_small",)),
+    Group("random models, int4 weights, 1 to 64 rows, against bf16 ones", ("random_int4_small",)),
     Group("the same, 256 to 8192 rows", ("random_int4",)),
     Group(
-        "random models, fp8 with scales, beside torch",
+        "random models, fp8 with scales, against torch",
         ("random_fp8", "random_fp8_accurate", "random_fp8_blocks"),
     ),
-    Group("known models, 512 to 8192 rows, beside cuBLAS", ("llm",)),
-    Group("fused activation or bias, beside the best of torch and torch.compile", ("fused",)),
-    Group("int4 weights, beside bf16 ones and tinygemm", ("lowbit",)),
-    Group("fp8 and int8 with scales, beside torch", ("scaled", "scaled_accurate")),
-    Group("MXFP8, beside bf16", ("scaled_mx",)),
-    Group("odd sizes, strided operands, views of batches, beside torch", ("odd", "strided", "views")),
-    Group("known models, 1 to 384 rows, beside cuBLAS", ("decode",)),
-    Group("batch-invariant, beside cuBLAS that is not", ("invariant",)),
-    Group("fp32, fp64, int8 and fp8, beside torch", ("dtypes",)),
-    Group("host time of a call, beside torch", ("launch",), "host"),
+    Group("known models, 512 to 8192 rows, against cuBLAS", ("llm",)),
+    Group("fused activation or bias, against the best of torch and torch.compile", ("fused",)),
+    Group("int4 weights, against bf16 ones and tinygemm", ("lowbit",)),
+    Group("fp8 and int8 with scales, against torch", ("scaled", "scaled_accurate")),
+    Group("MXFP8, against bf16", ("scaled_mx",)),
+    Group("odd sizes, strided operands, views of batches, against torch", ("odd", "strided", "views")),
+    Group("known models, 1 to 384 rows, against cuBLAS", ("decode",)),
+    Group("batch-invariant, against cuBLAS, which is not", ("invariant",)),
+    Group("fp32, fp64, int8 and fp8, against torch", ("dtypes",)),
+    Group("host time of a call, against torch", ("launch",), "host"),
 )
 MOST_GROUPS = 14
 #: The GPU that README's table is about. Other pages name that of each result.
 GPU = "NVIDIA H200"
 #: Lines below those, always shown: of suites that `sparse_summary` makes of its results.
 SPARSE_GROUPS = (
-    Group("random models, 2:4 weights, 1 to 64 rows, beside dense cuBLAS", ("sparse_decode",), peer="dense torch"),
+    Group("random models, 2:4 weights, 1 to 64 rows, against dense cuBLAS", ("sparse_decode",), peer="dense torch"),
     Group("the same, 1024 rows and more", ("sparse_prefill",), peer="dense torch"),
     Group(
-        "block-sparse (blocks of 64, 90 % zero), beside the best of dense cuBLAS and torch",
+        "block-sparse (blocks of 64, 90 % zero), against the best of dense cuBLAS and torch",
         ("blocks", "blocks_random"),
         keep=lambda row: row["block"] == 64 and row["sparsity"] == 0.9,
     ),

@@ -187,7 +187,7 @@ def facts(call: Call, want: Tensor, ranks: Ranks) -> dict[str, Any]:
 
 def configs() -> list[str]:
     """Those of all products so far whose rows come in shards, the last one last."""
-    return [str(x.plan.config) for x in cache._known.values() if x.plan.problem.a.shards > 1]
+    return [str(x.plan.config) for x in cache._known.values() if x.plan.problem.a.arrives]
 
 
 def measure(row: Row, ranks: Ranks, watch: Stopwatch | None, args: Any) -> dict[str, Any]:
@@ -270,9 +270,12 @@ def benchmark(ranks: Ranks, args: Any) -> None:
 
 def chosen(args: Any) -> list[Row]:
     """The rows that the command names."""
-    rows = [row for row in SUITE if args.rows is None or any(text in row.name for text in args.rows.split(","))]
+    rows = [
+        row for row in SUITE if args.rows is None or any(text in row.name for text in args.rows.split(","))
+    ]
     if args.shrink > 1:
-        rows = [row._replace(M=max(row.M // args.shrink, 128), N=row.N // args.shrink, K=row.K // args.shrink) for row in rows]  # fmt: skip
+        small = args.shrink
+        rows = [row._replace(M=max(row.M // small, 128), N=row.N // small, K=row.K // small) for row in rows]
     return rows
 
 

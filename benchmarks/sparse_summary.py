@@ -104,10 +104,10 @@ LINES = {
     ),
 }  # fmt: skip
 ABOUT = (
-    "A ratio is the time of the peer over gemmery's in the same round, above 1 where gemmery is faster; of several "
-    "peers the fastest counts. A product has the median over the rounds, in brackets the least and the largest. Random "
-    "ones have their geometric mean · 10th percentile · worst product. The bar is the least ratio, set as a goal "
-    "beforehand: met, or missed. Nothing is tuned, and each launch is timed alone, with nothing in the L2 cache."
+    "A ratio is the time of the peer divided by gemmery's in the same round; above 1, gemmery is faster. Of several "
+    "peers, the fastest counts. A single product shows the median over the rounds, with the smallest and the largest "
+    "in parentheses. Random products show their geometric mean · 10th percentile · worst product. The bar is a goal "
+    "for the ratio, set in advance. Nothing is tuned, and each launch is timed alone, with an empty L2 cache."
 )
 
 
@@ -191,7 +191,7 @@ def _block_rows(entries: Iterable[Data]) -> Iterator[tuple[str, Data]]:
 
 
 def _row(row: Data, times: dict[str, Sequence[dict[str, float]]], peers: dict[str, str]) -> Data:
-    """A row as `gemmery.lab.results.read` gives it: configs that were timed beside are left out."""
+    """A row as `gemmery.lab.results.read` gives it: configs that were timed with it are left out."""
     names = {OURS: OURS} | peers
     rounds = {
         regime: [{names[name]: seconds for name, seconds in one.items() if name in names} for one in each]
@@ -272,7 +272,7 @@ def verdict(line: Line, by_version: dict[str, Found | None]) -> str:
 def page_lines(results: Sequence[Data], page: str) -> tuple[list[str], list[list[str]]]:
     """The table of a page of `LINES`: a heading, and a line for each of its lines that has results."""
     versions = newest_first(map(triton_version, of_page(results, page)))
-    head = ["what", "beside", "products", *(f"Triton {version}" for version in versions), "bar"]
+    head = ["product", "against", *(f"Triton {version}" for version in versions), "bar", "rows"]
     lines = []
     for line in LINES[page]:
         each = {
@@ -282,7 +282,7 @@ def page_lines(results: Sequence[Data], page: str) -> tuple[list[str], list[list
         if there := [one for one in each.values() if one]:
             counts = " or ".join(dict.fromkeys(one.count for one in there))
             cells = [_cell(line, one) for one in each.values()]
-            lines.append([line.title, " or ".join(line.peers), counts, *cells, verdict(line, each)])
+            lines.append([line.title, " or ".join(line.peers), *cells, verdict(line, each), counts])
     return head, lines
 
 

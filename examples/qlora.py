@@ -4,10 +4,10 @@
     python examples/qlora.py    # a small Llama with random weights, which learns this file
     python examples/qlora.py --model meta-llama/Llama-3.2-1B --text my.txt --out adapter
 
-The linear layers are quantised to nf4 while the model is loaded, and stay as they are. peft puts an adapter of two thin
+The linear layers are quantized to nf4 while the model is loaded, and stay as they are. peft puts an adapter of two thin
 matrices on each, and only these are trained. `gemmery.nn.peft.register` makes each layer and its adapter one call:
 forward, the weight is multiplied as it is packed, and the adapter is added in the same kernel; backward, the weight is
-unpacked for one product and freed. The adapters are saved as any of peft's, and loaded onto the quantised model again.
+unpacked for one product and freed. The adapters are saved as any of peft's, and loaded onto the quantized model again.
 
 Without a GPU the same runs in torch, with smaller sizes.
 """
@@ -39,7 +39,7 @@ SMALL, LARGE = (64, 2, 4, 32), (2048, 8, 4, 1024)
 
 
 def random_model(hidden: int, layers: int) -> LlamaForCausalLM:
-    """A Llama over bytes, quantised; the same one each time."""
+    """A Llama over bytes, quantized; the same one each time."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,

@@ -308,7 +308,7 @@ def verdict(kind: str, result: str, context: str, gpu: bool, kernels: bool) -> A
             return Absent("nothing that can require a gradient goes in")
         return Raises(Exception if context in _COMPILED else TypeError, "no gradient for")
     if kind == "pair" and result in ("bare", "bias"):
-        return Raises(Exception if context in _COMPILED else TypeError, "in two parts")
+        return Raises(Exception if context in _COMPILED else TypeError, "is a pair")
     if kind == "blocks" and context in _WITHOUT_BSR:
         return Absent("torch makes no BSR tensors there, or its own have no such derivative")
     if context == "vmap" and kind == "blocks" and result != "out":

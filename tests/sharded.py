@@ -540,7 +540,7 @@ REFUSALS = {
     "mixed packed": (
         lambda: gemmery.linear(dealt(_ROWS, R), _PACKED), TypeError, "weight's words a plain tensor.*distribute_weight",
     ),
-    "two meshes": (_other_mesh, ValueError, "they must be on one mesh"),
+    "two meshes": (_other_mesh, ValueError, "they must be on the same mesh"),
     "out": (
         lambda: gemmery.linear(dealt(_X, R), dealt(_W, R), out=dealt(values(4, 12), R)), ValueError,
         "out= does not support DTensors",

@@ -181,7 +181,7 @@ def grows():
     x, w = pairs[dist.get_rank()]
     check(ours.linear_all_reduce(x, w), total(pairs))
     (shared,) = exchange._shared[dist.group.WORLD].values()
-    memories = shared._memories[exchange.SUMS]
+    memories = shared._memories["sums"]
     size, count = memories[-1].size, len(memories)
     shared.exchange("test", size + 1)
     assert len(memories) == count + 1
@@ -224,7 +224,7 @@ def refusals():
         ours.linear_all_reduce(x, w[:, :16])
     with pytest.raises(TypeError, match="x is a list"):
         ours.linear_all_reduce([1], w)
-    with pytest.raises(TypeError, match="weight is in two parts"):
+    with pytest.raises(TypeError, match="weight is a pair"):
         ours.linear_all_reduce(x, (w, w))
     with pytest.raises(TypeError, match="x is a ScaledTensor"):
         ours.linear_all_reduce(gemmery.quantize_activations(x), w)

@@ -27,6 +27,8 @@ from gemmery.lab.figures import COLOURS, FAINT, INK, STYLE, figure
 from gemmery.lab.tile_order import visits
 
 BLUE, RED, GREEN, PINK, ORANGE, SKY = COLOURS
+#: For a seventh line; of Paul Tol's palettes for colour-blind readers.
+DARK = "#882255"
 
 
 # --- pages ----------------------------------------------------------------------------------------------------------
@@ -442,6 +444,27 @@ def of_all(records: Mapping[int, ladder.Record]) -> str:
         made,
         "Speed of each rung beside torch's product (rung 9: its addmm and gelu), measured in the same run.",
     )
+
+
+def of_sizes(sizes: Mapping[str, Mapping[str, Any]]) -> str:
+    """The rate of each rung, of torch and of gemmery, over the size of square products."""
+    numbers = sorted(map(int, sizes))
+    with figure(7.2, 3.6) as made:
+        axes = made.subplots()
+        for place, name in enumerate(sizes[str(numbers[0])]["us"]):
+            ours = name.startswith("rung")
+            rates = [2 * n**3 / sizes[str(n)]["us"][name] / 1e6 for n in numbers]
+            axes.plot(
+                numbers, rates, color=(*COLOURS, DARK)[place] if ours else INK, marker="o", markersize=3,
+                linewidth=1.2 if ours else 1.8, linestyle="--" if name == "gemmery" else "-",
+                label="cuBLAS, by torch" if name == "torch" else name,
+            )  # fmt: skip
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(numbers, map(str, numbers))
+        axes.minorticks_off()
+        axes.set(xlabel="M = N = K, float16", ylabel="TFLOP/s", ylim=(0, None))
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    return svg(made, "Speed over the size of square products, all rungs of the product beside cuBLAS.")
 
 
 # --- what commands make -----------------------------------------------------------------------------------------------

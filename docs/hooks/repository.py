@@ -77,6 +77,16 @@ def pictures() -> list[str]:
     return [str(path.relative_to(ROOT)) for path in (ROOT / "benchmarks" / "results").glob("*.png")]
 
 
+def source(name: str) -> str | None:
+    """The file of the repository that a page of the site is written in; None for what is made of several."""
+    if name in WHOLE:
+        return WHOLE[name]
+    if rung := re.fullmatch(r"ladder/(\d\d)\.md", name):
+        (path,) = (ROOT / "tutorials").glob(f"{rung[1]}_*.py")
+        return f"tutorials/{path.name}"
+    return f"docs/{name}" if (ROOT / "docs" / name).is_file() else None
+
+
 def page(name: str) -> str:
     """The text of a page that is made of a file of the repository."""
     source = WHOLE[name]

@@ -1,12 +1,16 @@
-"""The ladder's pages: text and code of each rung from its file, its gains from the recorded run, and its picture."""
+"""The ladder's pages: text, questions and code of each rung from its file, its gains from recorded runs, pictures."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,13 +19,28 @@ from docs.hooks import drawings
 from docs.hooks.repository import ROOT
 from gemmery.lab import ladder
 
-#: What `benchmarks/rungs.py` wrote.
-RECORDED = ROOT / "benchmarks" / "results" / "ladder" / "rungs.json"
+#: What `benchmarks/rungs.py`, `benchmarks/ladder.py` and `benchmarks/ladder_code.py` wrote.
+RESULTS = ROOT / "benchmarks" / "results" / "ladder"
+RECORDED, SIZES, CODE = (RESULTS / f"{name}.json" for name in ("rungs", "sizes", "code"))
 #: What is said of a rung that is newer than that.
 MISSING = "Not measured yet"
-#: Functions of a rung that are about it and not of it.
-AROUND = {"check", "bench", "main", "picture", "places", "blocks_touched", "print_winners", "results", "few_rows",
-          "many_rows", "compared"}  # fmt: skip
+#: Functions of a rung that are about it and not of it, besides those behind `CHECKS`.
+AROUND = {"picture", "places", "blocks_touched", "print_winners"}
+#: Headings in a rung's file: what the reader is asked, and what runs.
+COURSE, CHECKS = "Predict before you run, and exercises", "The check and the measurement"
+#: How the part of a rung's text begins that explains its figures.
+LESSON = "**What it gained, and why.** "
+#: Pictures that commands of gemmery draw, and what they show.
+COMMANDS = {
+    1: [("indices 100 70 40 --tile 64x64x32 --pid 3 --device H200",
+         "The same for matrices: what one program's pointers hold, and what its masks turn off.")],
+    3: [("roofline 4096 4096 128 4096 4096 512 4096 4096 4096 --dtype fp16 --device H200",
+         "A product of 4096 x 4096 x K under the roofline of an H200.")],
+    5: [("order 8192 8192 4096 --tile 128x128x64 --device H200",
+         "Either order on an H200, whose L2 cache holds much: nearly the same."),
+        ("order 8192 8192 4096 --tile 128x128x64 --device \"RTX 3090\"",
+         "On a GPU with a small L2 cache the order decides.")],
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -48,36 +67,80 @@ class Rung:
         name = first.removeprefix(f"Rung {self.number}: ").removesuffix(".")
         return name[0].upper() + name[1:]
 
+    @cached_property
+    def _told(self) -> tuple[str, str]:
+        """Its explanation, and what it says of its figures, as Markdown with links."""
+        text = (ast.get_docstring(self.tree) or "").split("\n", 1)[1].strip()
+        text = "\n".join(line if line.startswith("    ") else _linked(line) for line in text.split("\n"))
+        story, _, lesson = text.partition(LESSON)
+        return story.strip(), lesson.strip()
+
     @property
     def story(self) -> str:
         """Its explanation, as Markdown with links."""
-        story = (ast.get_docstring(self.tree) or "").split("\n", 1)[1].strip()
-        return "\n".join(line if line.startswith("    ") else _linked(line) for line in story.split("\n"))
+        return self._told[0]
 
-    def code(self, kernels: bool) -> str:
-        """The source of its kernels and what they are called by, or of the checks and measurements around them."""
+    @property
+    def lesson(self) -> str:
+        """What it says of its figures."""
+        return self._told[1]
+
+    def code(self, part: str) -> str:
+        """The source of a part of it.
+
+        Args:
+            part: "kernel", its kernels and what they are called by; "course", questions and exercises; "check", the
+                checks and measurements around them.
+        """
         lines = self.text.splitlines()
         first = self.tree.body[0].end_lineno or 0  # behind the explanation
         kept: list[str] = []
         for node in self.tree.body[1:]:
             last = node.end_lineno or 0
-            if _is_around(node) is not kernels:
+            if self._part(node) == part:
                 # With its decorators, and with the comments and the empty lines above it.
                 kept += lines[first:last]
             first = last
         return re.sub(r"\n{4,}", "\n\n\n", "\n".join(kept)).strip()
+
+    def _part(self, node: ast.stmt) -> str:
+        begun = [
+            line
+            for line, text in enumerate(self.text.splitlines(), 1)
+            if text in (f"# {COURSE}", f"# {CHECKS}")
+        ]
+        passed = sum(line < node.lineno for line in begun)
+        if passed == 1:
+            return "course"
+        around = isinstance(node, ast.Import | ast.ImportFrom | ast.If) or (
+            isinstance(node, ast.FunctionDef) and node.name in AROUND
+        )
+        return "check" if passed == 2 or around else "kernel"
+
+    @cached_property
+    def exercises(self) -> list[tuple[str, str, str]]:
+        """Its exercises: what is asked, the function to write, and a solution."""
+        functions = {node.name: node for node in self.tree.body if isinstance(node, ast.FunctionDef)}
+        calls = [
+            node
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Exercise"
+        ]
+        found = []
+        for call in calls:
+            stub, solution, _ = (functions[ast.unparse(argument)] for argument in call.args)
+            asked = (ast.get_docstring(stub) or "").partition(": ")[2]
+            found.append((asked, self._source(stub), self._source(solution)))
+        return found
+
+    def _source(self, node: ast.FunctionDef) -> str:
+        return "\n".join(self.text.splitlines()[node.lineno - 1 : node.end_lineno])
 
 
 def _linked(line: str) -> str:
     """A line of text, with the pages and rungs that it names as links."""
     line = re.sub(r"\bdocs/([\w-]+)\.md\b", r"[docs/\1.md](../\1.md)", line)
     return re.sub(r"\brung (\d+)\b", lambda m: f"[rung {m[1]}]({int(m[1]):02}.md)", line)
-
-
-def _is_around(node: ast.stmt) -> bool:
-    if isinstance(node, ast.FunctionDef):
-        return node.name in AROUND
-    return isinstance(node, ast.Import | ast.ImportFrom | ast.If)
 
 
 def rungs() -> list[Rung]:
@@ -95,15 +158,21 @@ def place(rung: Rung) -> str:
 
 @dataclass(frozen=True)
 class Recorded:
-    """One run of the ladder on a GPU."""
+    """What runs of the ladder on a GPU have measured.
+
+    Attributes:
+        header: of the last run.
+        records: of the rungs.
+        measured: what ran where and when, of rungs that another run has measured.
+    """
 
     header: dict[str, Any]
     records: dict[int, ladder.Record]
+    measured: dict[int, dict[str, Any]] = field(default_factory=dict)
 
-    @property
-    def line(self) -> str:
-        """What ran where and when."""
-        head = self.header
+    def line(self, number: int | None = None) -> str:
+        """What ran where and when, of a rung or of the last run."""
+        head = self.header if number is None else self.measured.get(number, self.header)
         return (
             f"{head['gpu']}, torch {head['torch']}, Triton {head['triton']}, CUDA {head['cuda']}, commit "
             f"{head['commit']}, {head['date'][:10]}"
@@ -111,10 +180,12 @@ class Recorded:
 
 
 def recorded() -> Recorded:
-    """The run that is recorded in the repository."""
+    """What is recorded in the repository."""
     data = json.loads(RECORDED.read_text(encoding="utf-8"))
-    records = [ladder.read_record(json.dumps(record)) for record in data.pop("rungs")]
-    return Recorded(data, {record.number: record for record in records})
+    rungs = data.pop("rungs")
+    measured = {record["number"]: record.pop("measured") for record in rungs if "measured" in record}
+    records = [ladder.read_record(json.dumps(record)) for record in rungs]
+    return Recorded(data, {record.number: record for record in records}, measured)
 
 
 def _ratio(value: float | None) -> str:
@@ -152,11 +223,98 @@ def others(record: ladder.Record) -> str:
     return "\n".join(lines)
 
 
+# --- what is asked --------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def asked() -> dict[int, list[tuple[str, str]]]:
+    """The questions of each rung, with their answers, which the rungs compute."""
+    # To import a rung turns Triton's interpreter on, so another process does it.
+    program = (
+        "import json, _common\n"
+        f"rungs = [_common.rung(number) for number in {[rung.number for rung in rungs()]}]\n"
+        "print(json.dumps({r.NUMBER: [(q.text, q.answer()) for q in r.QUESTIONS] for r in rungs}))"
+    )
+    path = os.pathsep.join(
+        [str(ROOT / "src"), str(ROOT / "tutorials"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", program], capture_output=True, encoding="utf-8", check=True,
+        env={**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"},
+    )  # fmt: skip
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {
+        int(number): [(text, answer) for text, answer in questions] for number, questions in found.items()
+    }
+
+
+def _numbered(lines: list[str]) -> str:
+    return "\n".join(f"{number}. {_linked(line)}" for number, line in enumerate(lines, 1))
+
+
+def _folded(summary: str, text: str) -> str:
+    """Something that is shown when the reader asks for it."""
+    return f'<details markdown="1">\n<summary>{summary}</summary>\n\n{text}\n\n</details>'
+
+
+def exercises(rung: Rung) -> Iterator[str]:
+    """A rung's exercises."""
+    yield (
+        f"Write the function in `tutorials/{rung.path.name}`, and let the file check it: "
+        f"`python tutorials/{rung.path.name} --exercise 1`."
+    )
+    for number, (text, stub, solution) in enumerate(rung.exercises, 1):
+        yield f"**{number}.** {text[:1].upper()}{text[1:]}"
+        yield f"```python\n{stub}\n```"
+        yield _folded("A solution", f"```python\n{solution}\n```")
+
+
+# --- what the compiler made of it -----------------------------------------------------------------------------------
+
+#: How moves of a K step are told.
+_MOVED = {"copy": "copies", "load": "loads", "write": "writes", "read": "reads", "spill": "spills"}
+
+
+def compiled(number: int) -> str:
+    """The table of what the compiler made of a rung's kernels; empty where nothing is known."""
+    data = json.loads(CODE.read_text(encoding="utf-8"))
+    found = [kernel for kernel in data["kernels"] if kernel["rung"] == number]
+    if not found:
+        return ""
+    lines = [
+        "| kernel | registers | spilled bytes | KB shared | programs on an SM | moves of a K step | others |",
+        "| --- | ---: | ---: | ---: | ---: | --- | ---: |",
+    ]
+    shapes = {kernel["shape"] for kernel in found}
+    for kernel in found:
+        name = (
+            ", ".join(filter(None, [kernel["name"], kernel["shape"] if len(shapes) > 1 else ""]))
+            or f"rung {number}"
+        )
+        moves = ", ".join(
+            f"{move['count']} x {move['opcode']}" for move in kernel["moves"] if move["kind"] != "read"
+        )
+        lines.append(
+            f"| {name} | {kernel['registers']} | {kernel['spilled'] or ''} | {kernel['shared'] / 1024:.0f} | "
+            f"{kernel['programs']} | {moves or 'by another warp'} | {kernel['others']} |"
+        )
+    said = (
+        f"For Hopper, by Triton {data['triton']}, of each thread; `others` are the K step's other instructions besides "
+        "those of the tensor cores. `LDGSTS` copies to shared memory, `UTMALDG` asks the TMA unit, `LDG` loads into "
+        "registers and `STS` writes them to shared memory, `LDL` and `STL` are spilled registers. "
+        "`benchmarks/ladder_code.py` makes this table without a GPU, and `gemmery inspect` shows the same, and the "
+        "instructions themselves, of the library's kernels."
+    )
+    return "\n".join(lines) + f"\n\n{said}"
+
+
 # --- the pages ------------------------------------------------------------------------------------------------------
 
 
 def page(rung: Rung, run: Recorded) -> str:
     """A rung's page."""
+    questions = asked().get(rung.number, [])
+    table = compiled(rung.number)
     return "\n\n".join(
         part
         for part in (
@@ -164,12 +322,25 @@ def page(rung: Rung, run: Recorded) -> str:
             f"`tutorials/{rung.path.name}`; run it with `gemmery ladder {rung.number}`.",
             drawings.shown(rung.number),
             rung.story,
+            *(f"{text}\n\n<!-- picture: {command} -->" for command, text in COMMANDS.get(rung.number, ())),
+            "## Predict before you read on" if questions else "",
+            _numbered([text for text, _ in questions]),
+            _folded(
+                "Answers, which the run prints at its end", _numbered([answer for _, answer in questions])
+            )
+            if questions
+            else "",
             "## What it gained",
             *gained(rung, run),
+            rung.lesson,
+            "## What the compiler made of it" if table else "",
+            table,
             "## The kernel",
-            f"```python\n{rung.code(kernels=True)}\n```",
+            f"```python\n{rung.code('kernel')}\n```",
+            "## Exercises" if rung.exercises else "",
+            *(exercises(rung) if rung.exercises else ()),
             "## Its check and its measurement",
-            f"```python\n{rung.code(kernels=False)}\n```",
+            f"```python\n{rung.code('check')}\n```",
         )
         if part
     )
@@ -179,8 +350,9 @@ def gained(rung: Rung, run: Recorded) -> tuple[str, ...]:
     """The tables of what a rung has measured; or that the recorded run was before it was there."""
     record = run.records.get(rung.number)
     if record is None:
-        return (f"{MISSING}. The other rungs were measured on {run.line}.",)
-    measured = f"Ratios are of speed: above 1 the rung is faster. Measured by the file itself on {run.line}."
+        return (f"{MISSING}. The other rungs were measured on {run.line()}.",)
+    where = run.line(rung.number)
+    measured = f"Ratios are of speed: above 1 the rung is faster. Measured by the file itself on {where}."
     return gains(record), others(record), measured
 
 
@@ -188,8 +360,17 @@ def overview(run: Recorded) -> str:
     """The ladder's first page: all rungs, and what each gained at its largest product."""
     text = (ROOT / "docs" / "hooks" / "ladder.md").read_text(encoding="utf-8")
     return text.format(
-        picture=drawings.of_all(run.records), table="\n".join(_overview_rows(run)), line=run.line
+        picture=drawings.of_all(run.records),
+        table="\n".join(_overview_rows(run)),
+        line=run.line(),
+        sizes=over_sizes(),
     )
+
+
+def over_sizes() -> str:
+    """The picture of speed over size, with what ran where and when."""
+    data = json.loads(SIZES.read_text(encoding="utf-8"))
+    return f"{drawings.of_sizes(data['sizes'])}\n\n{Recorded(data, {}).line()}."
 
 
 def _overview_rows(run: Recorded) -> Iterator[str]:

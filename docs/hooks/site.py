@@ -1,28 +1,55 @@
-"""MkDocs' hooks: pages that are made of the repository's files, and the promise that pages fetch nothing."""
+"""MkDocs' hooks: pages that are made of the repository's files, and checks of what every page must be."""
 
 from __future__ import annotations
 
+import html
 import posixpath
 import re
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 # What is described is this checkout, not a copy that happens to be installed.
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
-from docs.hooks import drawings, repository, rungs  # noqa: E402
+import gemmery  # noqa: E402
+from docs.hooks import chart, drawings, repository, rungs  # noqa: E402
 
 #: In a page, the picture that a command draws, or the page that it exports.
 _MADE = re.compile(r"^<!-- (picture|page): (.+) -->$", re.MULTILINE)
 #: By which option of a command each is made, and the ending of its name.
 OPTIONS = {"picture": ("--out", ".svg"), "page": ("--export", ".html")}
+#: Where the picture of the results is.
+_CHART = "<!-- chart: results -->"
+#: How much a page counts in a search, by how its name begins. Otherwise figures, and lists of all names, would come
+#: before the pages that explain a word.
+SEARCH = {
+    "results-rows.md": {"exclude": True},
+    "results.md": {"boost": 0.3},
+    "changelog.md": {"boost": 0.3},
+    "contributing.md": {"boost": 0.5},
+    "extending.md": {"boost": 0.7},
+    "api/": {"boost": 0.7},
+    "ladder/": {"boost": 0.8},
+    "low-bit.md": {"boost": 3},
+}
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Show the version, and link to the repository once it has an address."""
+    config.site_name = f"gemmery {gemmery.__version__}"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    if address := project["tool"]["hatch"]["metadata"]["hooks"]["custom"]["repository"]:
+        config.repo_url, config.repo_name = address, "gemmery"
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -51,8 +78,11 @@ def _place(kind: str, command: str) -> str:
 
 def _shown(kind: str, command: str, up: str) -> str:
     """What a command makes, as Markdown of a page."""
-    at = f"({up}{_place(kind, command)})"
-    return f"![gemmery {command}]{at}".replace('"', "") if kind == "picture" else f"[Open it here]{at}."
+    at = f"{up}{_place(kind, command)}"
+    if kind == "picture":
+        return f"![gemmery {command}]({at})".replace('"', "")
+    frame = f'<iframe class="made" src="{at}" title="{html.escape(f"gemmery {command}")}" loading="lazy"></iframe>'
+    return f"{frame}\n\n[Open the page alone]({at})."
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
@@ -60,12 +90,26 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     name = page.file.src_uri
     up = "../" * name.count("/")
     markdown = _MADE.sub(lambda found: _shown(found[1], found[2], up), markdown)
+    if _CHART in markdown:
+        markdown = markdown.replace(_CHART, chart.results())
+    if found := [how for start, how in SEARCH.items() if name.startswith(start)]:
+        page.meta["search"] = found[0]
     if page.file.generated_by is not None:
         return markdown
     try:
         return repository.moved(markdown, posixpath.join("docs", name), name)
     except ValueError as error:
         raise PluginError(str(error)) from error
+
+
+def on_page_context(context: Any, page: Page, config: MkDocsConfig, nav: Navigation) -> Any:
+    """Say where the page's text is written, with a link once the repository has an address."""
+    source = repository.source(page.file.src_uri)
+    page.meta["source"] = source
+    page.edit_url = (
+        f"{config.repo_url.rstrip('/')}/edit/main/{source}" if config.repo_url and source else None
+    )
+    return context
 
 
 def on_post_page(output: str, page: Page, **_: Any) -> str:

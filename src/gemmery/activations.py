@@ -1,6 +1,6 @@
-"""Quantising activations: numbers of 8 bits and the scales that make them as large as the type allows.
+"""Quantizing activations: elements of 8 bits, and the scales that use the whole range of the type.
 
-The scale is found anew for each tensor ("dynamic" quantisation), in the one pass that also writes the numbers.
+The scale is computed for each tensor ("dynamic" quantization), in the same pass that writes the elements.
 """
 
 from __future__ import annotations
@@ -48,37 +48,38 @@ _FINDERS = 512
 def quantize_activations(
     x: Tensor, format: str = "e4m3", *, per: Per = "token", amax: Tensor | None = None
 ) -> ScaledTensor:
-    """x as numbers of 8 bits with scales: `scale = amax(|x|) / largest`, `data = round(x / scale)`.
+    """Quantize x to 8 bits with scales: `scale = amax(|x|) / largest`, `data = round(x / scale)`.
 
-    All in float32, rounded to nearest even and cut off at the largest number of the format: 448 for e4m3, 57344 for
-    e5m2, 127 for int8, which does not use -128. On a GPU this is one kernel that reads x once; two for per="tensor".
-    The bits are those of `reference`, which is what runs on the CPU. "block" is how DeepSeek-V3 quantises activations
-    (arXiv:2412.19437, section 3.3.2).
+    Everything is computed in float32, rounded to nearest even and clamped to the largest value of the format: 448 for
+    e4m3, 57344 for e5m2, 127 for int8, which does not use -128. On a GPU, this is one kernel that reads x once, or two
+    for per="tensor". The bits are those of `reference`, which runs on the CPU. "block" is DeepSeek-V3's quantization of
+    activations (arXiv:2412.19437, section 3.3.2).
 
-    per="mx" makes MXFP8 (OCP Microscaling Formats, specification 1.0, section 6.3): the scale of 32 columns is a power
-    of two, that of their largest magnitude over the format's own largest one, 2^8 for e4m3 and 2^15 for e5m2, and at
-    least 2^-127; what is still too large is cut off. Hopper has no instructions for it: on an H200 a product of such
-    operands is slower than one in bfloat16 from 128 rows on, about a third of its speed with many.
+    per="mx" gives MXFP8 (OCP Microscaling Formats, specification 1.0, section 6.3). The scale of 32 columns is a power
+    of two: that of their largest magnitude divided by that of the format's largest value, 2^8 for e4m3 and 2^15 for
+    e5m2, and at least 2^-127. Values that are still too large are clamped. Hopper has no instructions for MXFP8: on an
+    H200, a product of such operands is slower than one in bfloat16 from 128 rows on, with about a third of its speed
+    for many rows.
 
-    Where there are only zeros the scale is 1. A NaN or an infinity makes all numbers NaN that share its scale: the
-    scale is NaN or infinite, and so is or becomes NaN what is multiplied by it, with int8 too, in whose data a NaN is
-    0 for want of another.
+    If all values that share a scale are zero, the scale is 1. A NaN or an infinity makes all elements that share its
+    scale NaN: the scale is NaN or infinite, and everything multiplied by it is or becomes NaN. This includes int8,
+    whose data contain 0 in place of a NaN.
 
     Args:
         x: (..., M, K) in float16, bfloat16 or float32, any strides.
         format: "e4m3", "e5m2" or "int8".
-        per: what shares a scale: "token", a row; "block", 128 columns of a row; "tensor", everything; "mx", 32 columns
-            of a row, for fp8.
-        amax: the largest magnitude of each row, (..., M) in float32, where it is known, as from
-            `epilogues.with_row_amax`: then x is not searched for it. Not for per="block" and "mx".
+        per: what shares a scale: "token", a row; "block", 128 columns of a row; "tensor", the whole tensor; "mx", 32
+            columns of a row, for fp8.
+        amax: the largest magnitude of each row, (..., M) in float32, if it is known, for example from
+            `epilogues.with_row_amax`. x is then not searched for it. Not for per="block" and "mx".
 
     Returns:
         A contiguous `ScaledTensor` whose scale is (..., M, 1), (..., M, ceil(K / 128)), (), or (..., M, ceil(K / 32))
-        in float8_e8m0fnu.
+            in float8_e8m0fnu.
 
     Raises:
-        TypeError: x is not of such a type, or its gradient is asked for.
-        ValueError: format or per is unknown, x has less than two dimensions, or amax does not fit.
+        TypeError: x is not of such a type, or its gradient is required.
+        ValueError: format or per is unknown, x has fewer than two dimensions, or amax does not fit.
 
     Example:
         >>> import torch, gemmery
@@ -156,7 +157,7 @@ def _check(x: Tensor, format: str, per: str, amax: Tensor | None) -> None:
     if x.dim() < 2:
         raise ValueError(f"{op}: x is {tuple(x.shape)}; it must be (..., M, K)")
     if torch.is_grad_enabled() and x.requires_grad:
-        raise TypeError(f"{op}: no gradient, but x requires it; quantise x.detach()")
+        raise TypeError(f"{op}: x requires a gradient, which quantizing does not have; quantize x.detach()")
     if amax is None:
         return
     check_tensor(op, "amax", amax)
@@ -171,7 +172,9 @@ def _check(x: Tensor, format: str, per: str, amax: Tensor | None) -> None:
             f"{op}: amax is {tuple(amax.shape)} and x {tuple(x.shape)}; it must be {tuple(x.shape[:-1])}"
         )
     if amax.device != x.device:
-        raise ValueError(f"{op}: x is on {x.device} and amax on {amax.device}; they must be on one device")
+        raise ValueError(
+            f"{op}: x is on {x.device} and amax on {amax.device}; they must be on the same device"
+        )
 
 
 def _scale_shape(x: Tensor, per: str) -> tuple[int, ...]:

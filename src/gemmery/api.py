@@ -35,43 +35,46 @@ def matmul(
     batch_invariant: bool = False,
     config: Config | dict[str, Any] | str | None = None,
 ) -> Any:
-    """The matrix product `a @ b + bias`, with torch.matmul's broadcasting.
+    """The matrix product `a @ b + bias`, with the broadcasting of torch.matmul.
 
     Args:
-        a: (..., M, K) or (K,), any strides. One of a and b may be a block-sparse matrix, in torch's BSR or BSC layout,
-            with blocks of 16, 32, 64 or 128 rows and as many columns.
-        b: (..., K, N) or (K,), any strides, on a's device. Types must agree; the two fp8 types may be mixed. With an
-            epilogue that halves the columns also a pair of them, (K, N / 2) each and of the same strides, that count as
-            `torch.cat(b, -1)` and are not copied: gate and up as two weights. A packed or sparse
-            weight, a `gemmery.QuantizedTensor` or a `gemmery.SparseTensor`, is given as it is, (*batch, N, K), as a
-            Linear's weight.
-        bias: (N,) or anything that broadcasts to the product, added before rounding; with such a pair also a pair.
-        epilogue: a torch function of the product (with the bias, in the type of sums) and `args` that runs inside the
-            kernel; or what `gemmery.epilogue` made of one. The result is what it returns, one tensor or a tuple.
-        args: what the epilogue is given besides: tensors that broadcast to the product, or to half or twice its
-            columns, and Python values.
-        prologue: an elementwise torch function of `a` (in the type of sums) and `prologue_args` that runs on `a` as it
-            is loaded; its result is rounded to `a`'s type. Where gradients are asked for, under torch.compile and on
-            the CPU it runs before the product, in torch.
+        a: (..., M, K) or (K,), any strides. One of a and b may be a block-sparse matrix in torch's BSR or BSC layout,
+            with square blocks of 16, 32, 64 or 128 rows.
+        b: (..., K, N) or (K,), any strides, on a's device. Its type must be that of a; the two fp8 types may be mixed.
+            With an epilogue that halves the columns, it may be a pair of tensors, (K, N / 2) each and with the same
+            strides. A pair counts as `torch.cat(b, -1)` and is not copied: gate and up as two weights. A packed or
+            sparse weight, a `gemmery.QuantizedTensor` or a `gemmery.SparseTensor`, has the shape of a Linear's weight,
+            (*batch, N, K).
+        bias: (N,) or a shape that broadcasts to the product; added before rounding. For a pair, also a pair.
+        epilogue: a torch function of the product and `args` that runs inside the kernel, or an `Epilogue` from
+            `gemmery.epilogue`. It receives the product with the bias, in the accumulator's type. `matmul` returns its
+            result, one tensor or a tuple.
+        args: further arguments of the epilogue: tensors that broadcast to the product, or to half or twice its columns,
+            and Python values.
+        prologue: an elementwise torch function of `a` and `prologue_args` that runs on `a` as it is loaded. It receives
+            `a` in the accumulator's type, and its result is rounded to the type of `a`. If gradients are required,
+            under torch.compile and on the CPU, it runs in torch, before the product.
         prologue_args: tensors that broadcast to `a`, and Python values.
-        out: where the result goes, any strides, no overlap with the inputs. Its type is that of the result: it may be
-            any that `out_dtype` may be.
-        out_dtype: type of the result. The operands' by default; bfloat16 for fp8, int32 for int8; what an epilogue has
-            cast keeps its type. For several results it can be a tuple, with None for what it is by default.
+        out: the tensor for the result, any strides, no overlap with the inputs. Its type is the type of the result, and
+            may be any that `out_dtype` may be.
+        out_dtype: the type of the result. The default is the type of the operands, bfloat16 for fp8 and int32 for int8;
+            a result that the epilogue has cast keeps its type. For several results, it may be a tuple, in which None
+            means the default.
         precision: how float32 is multiplied: "ieee" (the default, whatever torch's `allow_tf32` says), "tf32",
-            "tf32x3", or "torch": "tf32" where `torch.backends.cuda.matmul` allows it at the call, and "ieee" elsewhere.
-        fast_accum: let fp8 products be summed at the tensor cores' own precision, as `torch._scaled_mm` does.
-        batch_invariant: give every row of the result the same bits whatever M and the batch are and whatever the
-            other rows hold, at some cost in speed.
-        config: a Config, or its string or dict, to use instead of the selected one.
+            "tf32x3", or "torch", which is "tf32" if `torch.backends.cuda.matmul` allows it at the call, and otherwise
+            "ieee".
+        fast_accum: whether fp8 products are accumulated at the tensor cores' own precision, as `torch._scaled_mm` does.
+        batch_invariant: whether every row of the result has the same bits whatever M, the batch and the other rows are,
+            at some cost in speed.
+        config: a Config, its string or its dict, to use instead of the selected one.
 
     Returns:
-        The product, summed in float32 (float64 for float64, int32 for int8) and rounded once.
+        The product, accumulated in float32 (float64 for float64, int32 for int8) and rounded once.
 
     Raises:
         ValueError: shapes, devices or `out` do not fit, or the config can't run this problem.
-        TypeError: a type is not supported, or two differ.
-        gemmery.epilogues.Untraceable: a ValueError: the epilogue does something that a kernel can't do.
+        TypeError: a type is not supported, or two types differ.
+        gemmery.epilogues.Untraceable: a ValueError: a kernel can't compute the epilogue.
 
     Example:
         >>> import torch, gemmery
@@ -105,9 +108,9 @@ def linear(
 
     Args:
         x: (..., K).
-        weight: (N, K), or (K,) for a single output without its dimension; or a pair, see `matmul`; or packed, sparse or
-            block-sparse, (N, K).
-        bias: (N,); or a pair.
+        weight: (N, K), or (K,) for a single output without its dimension. It may be a pair, see `matmul`; or packed,
+            sparse or block-sparse, (N, K).
+        bias: (N,). For a pair, also a pair.
 
     The other arguments, the result and the errors are those of `matmul`.
 
@@ -137,12 +140,12 @@ def addmm(
     batch_invariant: bool = False,
     config: Config | dict[str, Any] | str | None = None,
 ) -> Tensor:
-    """`beta * input + alpha * (a @ b)`, as torch.addmm; where beta is 0, `input` is not read, NaN or not.
+    """`beta * input + alpha * (a @ b)`, as torch.addmm. If beta is 0, `input` is not read, even if it contains NaN.
 
     Args:
-        input: anything that broadcasts to (M, N); may be `out` itself.
+        input: a shape that broadcasts to (M, N). It may be `out` itself.
         a: (M, K).
-        b: (K, N). Not packed or sparse: these are for `linear`, `matmul` and `bmm`.
+        b: (K, N). Packed and sparse weights are not supported; use `linear`, `matmul` or `bmm`.
         beta, alpha: Python numbers; integers for int8.
 
     The other arguments, the result and the errors are those of `matmul`.
@@ -181,9 +184,9 @@ def bmm(
     batch_invariant: bool = False,
     config: Config | dict[str, Any] | str | None = None,
 ) -> Any:
-    """A batch of products, as torch.bmm: (B, M, K) by (B, K, N); the other arguments are those of `matmul`.
+    """A batch of products, as torch.bmm: (B, M, K) by (B, K, N). The other arguments are those of `matmul`.
 
-    A packed or sparse weight is given as it is, (B, N, K), as a batch of Linears' weights.
+    A packed or sparse weight has the shape of a batch of Linear weights, (B, N, K).
 
     Example:
         >>> import torch, gemmery
@@ -212,9 +215,9 @@ def plan(
     batch_invariant: bool = False,
     config: Config | dict[str, Any] | str | None = None,
 ) -> Plan | None:
-    """The compiled plan of `matmul` with these arguments; None where nothing is launched.
+    """The compiled plan of a `matmul` with these arguments; None if nothing would be launched.
 
-    Nothing is launched for an empty result, and for CPU tensors outside the interpreter, which take the reference.
+    Nothing is launched for an empty result, and for CPU tensors outside the interpreter, which use the reference.
 
     Example:
         >>> import torch, gemmery

@@ -1,4 +1,4 @@
-"""Products that are computed where a block-sparse matrix has blocks: `gemmery.sampled_addmm`."""
+"""Products that are computed only at the blocks of a block-sparse matrix: `gemmery.sampled_addmm`."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def sampled_addmm(
     batch_invariant: bool = False,
     config: Config | dict[str, Any] | str | None = None,
 ) -> Tensor:
-    """`beta * input + alpha * (a @ b)` where `input` has blocks, and nothing else; as torch.sparse.sampled_addmm.
+    """`beta * input + alpha * (a @ b)`, only at the blocks of `input`, as torch.sparse.sampled_addmm.
 
     Args:
-        input: (M, N), block-sparse: a tensor in torch's BSR or BSC layout, with blocks of 16, 32, 64 or 128 rows and as
-            many columns. Where beta is 0, its values are not read, NaN or not.
+        input: (M, N), block-sparse: a tensor in torch's BSR or BSC layout, with square blocks of 16, 32, 64 or 128
+            rows. If beta is 0, its values are not read, even if they contain NaN.
         a: (M, K), any strides, in the type of `input`.
         b: (K, N).
         beta, alpha: Python numbers.
@@ -56,11 +56,11 @@ def sampled_addmm(
         precision, batch_invariant, config: see `gemmery.matmul`.
 
     Returns:
-        A matrix in the type and the layout of `input`, with the same indices. `input`, `a` and `b` have gradients.
+        A matrix in the type and the layout of `input`, with the same indices. `input`, `a` and `b` receive gradients.
 
     Raises:
         ValueError: shapes or devices do not fit, or there is no kernel for blocks of this size.
-        TypeError: a type is not supported, or two differ.
+        TypeError: a type is not supported, or two types differ.
 
     Example:
         >>> import torch, gemmery
@@ -81,7 +81,7 @@ def sampled_addmm(
         if x.dim() != 2:
             raise ValueError(f"{_OP}: {name} is {tuple(x.shape)}; it must have 2 dimensions")
     if out is not None:
-        raise ValueError(f"{_OP}: out= is not supported; use what is returned")
+        raise ValueError(f"{_OP}: out= is not supported; use the returned tensor")
     if is_followed():
         # The compiler fails on what is made of sparse tensors.
         from .product.compiled import uncompiled
@@ -103,7 +103,7 @@ def sampled_addmm(
             f"{_OP}: a is {tuple(a.shape)} and b is {tuple(b.shape)}: inner sizes {a.shape[1]} and {b.shape[0]} differ"
         )
     if input.dtype != a.dtype:
-        raise TypeError(f"{_OP}: input is {input.dtype} and a is {a.dtype}; they must have one type")
+        raise TypeError(f"{_OP}: input is {input.dtype} and a is {a.dtype}; they must have the same type")
     check_device(_OP, "input", pattern.values, a)
     check_scalars(_OP, a, alpha, beta)
     options = (input.dtype, resolved(precision, a), False, batch_invariant, config)

@@ -48,18 +48,18 @@ class Multiprocessor:
 
 @dataclass(frozen=True)
 class Arch:
-    """What an instruction set can do, whatever the size of the chip.
+    """The capabilities of an instruction set, independent of the size of the chip.
 
     Attributes:
         name: "sm_90", "gfx942", ...; also the name of a compilation target.
-        family: which list of tiles applies: "hopper", ....
-        shared: shared memory that one block may use, bytes.
+        family: the list of tiles that applies: "hopper", ....
+        shared: bytes of shared memory that one block may use.
         warp_size: threads in a warp.
-        tma: whether tensor descriptors are loaded by hardware.
-        matrix: the instruction that a 16-bit dot must compile to, as it is spelt in PTX or AMD assembly.
+        tma: whether the hardware loads tensor descriptors.
+        matrix: the instruction that a 16-bit dot must compile to, as it is spelled in PTX or AMD assembly.
         fp8: fp8 types that a dot accepts.
         precisions: precisions that an fp32 dot accepts.
-        multiprocessor: what programs share; None for the interpreter.
+        multiprocessor: the resources that programs share; None for the interpreter.
     """
 
     name: str
@@ -131,17 +131,18 @@ class Device:
     """One GPU model.
 
     Attributes:
-        name: as the driver reports it, or the part of it that tells models apart.
-        arch: name of its row in `ARCHS`.
+        name: the name that the driver reports, or the part of it that identifies the model.
+        arch: the name of its row in `ARCHS`.
         sms: multiprocessors (compute units on AMD).
-        l2: the cache before memory that all multiprocessors share, bytes: L2, or the Infinity Cache of an MI300X.
+        l2: bytes of the last cache before memory, which all multiprocessors share: L2, or the Infinity Cache of an
+            MI300X.
         bandwidth: of device memory, bytes per second.
-        fp16, tf32, fp32, fp64, fp8, int8: dense peak rates with sums in fp32 (int32 for int8), operations per second;
-            bf16 runs at fp16's rate, and 0 means that there is no such unit.
-        achieved: part of the peak rate that a long 16-bit product reaches.
-        l2_bandwidth_per_sm: bytes per second that one multiprocessor takes in from L2; 0 where it was not measured.
+        fp16, tf32, fp32, fp64, fp8, int8: dense peak rates with sums in fp32 (int32 for int8), operations per second.
+            bf16 has the rate of fp16, and 0 means that there is no such unit.
+        achieved: the fraction of the peak rate that a long 16-bit product reaches.
+        l2_bandwidth_per_sm: bytes per second that one multiprocessor reads from L2; 0 if it was not measured.
         delays: times that do not depend on the size.
-        note: what else is to be expected of predictions for it, in a sentence.
+        note: a further expectation about predictions for it, in a sentence.
     """
 
     name: str
@@ -162,14 +163,15 @@ class Device:
 
     @property
     def target(self) -> Arch:
-        """The instruction set's row."""
+        """The row of the instruction set."""
         return ARCHS[self.arch]
 
     @property
     def sm_bandwidth(self) -> float:
-        """Bytes per second that one multiprocessor takes in.
+        """Bytes per second that one multiprocessor reads.
 
-        Measured, or as measured for another GPU of the architecture, or else four times its share of the memory's.
+        It is measured, or taken from another GPU of the architecture, or four times the multiprocessor's share of the
+        memory bandwidth.
         """
         of_arch = (
             row.l2_bandwidth_per_sm
@@ -184,7 +186,7 @@ class Device:
         return 0.35 * self.sm_bandwidth
 
     def rate(self, dtype: torch.dtype, precision: str = "ieee") -> float:
-        """Peak rate for products of `dtype`, operations per second."""
+        """The peak rate for products of `dtype`, operations per second."""
         if dtype == torch.float32:
             return {"ieee": self.fp32, "tf32": self.tf32, "tf32x3": self.tf32 / 3}[precision] or self.fp32
         if dtype == torch.float64:

@@ -1,4 +1,4 @@
-"""Files that users name: written whole or not at all, and JSON that is read with errors that name the file."""
+"""Files that users name: written completely or not at all, and JSON whose errors name the file."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def check_place(path: str | os.PathLike[str]) -> None:
     if not place.parent.is_dir():
         raise WriteError(f"there is no directory {path.absolute().parent}")
     if place.is_dir():
-        raise WriteError(f"{path} is a directory; a file is wanted")
+        raise WriteError(f"{path} is a directory; give a file")
     is_stream = _is_stream(path)
     if not os.access(place if is_stream else place.parent, os.W_OK):
         what = path if is_stream else path.absolute().parent

@@ -1,4 +1,4 @@
-"""Products of groups: `gemmery.grouped_mm` and `gemmery.grouped_linear`, as of mixture-of-experts layers."""
+"""Products of groups: `gemmery.grouped_mm` and `gemmery.grouped_linear`, for mixture-of-experts layers."""
 
 from __future__ import annotations
 
@@ -53,51 +53,51 @@ def grouped_mm(
     batch_invariant: bool = False,
     config: Config | dict[str, Any] | str | None = None,
 ) -> Any:
-    """Products of G groups, as torch's `grouped_mm`. What is grouped follows from the ranks:
+    """Products of G groups, as torch's `grouped_mm`. The ranks of the operands determine what is grouped:
 
     - (R, K) and (G, K, N): groups of rows. Rows `offs[g - 1]` to `offs[g]` are multiplied by matrix g; the result is
-      (R, N). Rows behind the last group become 0.
+      (R, N). Rows after the last group are 0.
     - (G, M, K) and (K, R): groups of columns; the result is (M, R).
     - (M, K) and (K, N): ranges of K; the result is (G, M, N). It is 0 for an empty range.
     - (G, M, K) and (G, K, N): a batch, without `offs`.
 
-    The GPU alone reads `offs`: nothing waits for it, and a CUDA graph can be replayed with other groups.
+    Only the GPU reads `offs`. The host does not wait for it, and a CUDA graph can be replayed with other groups.
 
     Args:
-        mat_a, mat_b: two matrices or batches, of any strides, in one type, on one device. With groups of rows `mat_b`
-            may be a packed or sparse weight (G, N, K), or a pair, see `gemmery.matmul`; or both are
-            a `gemmery.ScaledTensor`, of fp8 or int8: (R, K) and, other than a dense one, (G, N, K), with the scales
-            that `gemmery.scaled_matmul` takes.
-        offs: (G,), int32, on the operands' device: the end of each group. It does not decrease; two equal ends make an
-            empty group. The last one may be less than the number of rows.
-        bias: with groups of rows (G, N), or (N,) for all groups; with a pair also a pair of these.
-        gather: (R,), int32: which row of `mat_a` each row of the product reads. `mat_a` is not copied, and R need not
-            be the number of its rows. Behind the last group it is not read.
-        scatter: (R,), int32: which row of the result each row of the product becomes. No number may come twice. An
-            epilogue has one result then.
-        row_scale: (R,), of floating point: what each row of the product is multiplied by, wherever it goes, behind the
-            epilogue and before it is rounded; under torch.compile after that. Results that are reduced rows are not.
+        mat_a, mat_b: two matrices or batches, of any strides, in one type, on one device. With groups of rows, `mat_b`
+            may be a packed or sparse weight (G, N, K), or a pair, see `gemmery.matmul`. Both may be a
+            `gemmery.ScaledTensor` of fp8 or int8, of shapes (R, K) and (G, N, K), with the scales that
+            `gemmery.scaled_matmul` supports.
+        offs: (G,), int32, on the operands' device: the end of each group. It must not decrease; two equal ends make an
+            empty group. The last end may be less than the number of rows.
+        bias: with groups of rows (G, N), or (N,) for all groups. For a pair, also a pair.
+        gather: (R,), int32: the row of `mat_a` that each row of the product reads. `mat_a` is not copied, and may have
+            another number of rows than R. It is not read after the last group.
+        scatter: (R,), int32: the row of the result that each row of the product writes. No row may occur twice. The
+            epilogue must have one result.
+        row_scale: (R,), floating point: a scale for each row of the product, wherever it is stored. It is applied after
+            the epilogue and before rounding (under torch.compile, after rounding). It does not apply to reduced rows.
         epilogue: a torch function of the product, (R, N), and `args`, as for `gemmery.matmul`.
-        args: tensors that broadcast to (R, N); (G, 1, N) and (G, 1, 1) are one row, or number, for each group.
+        args: tensors that broadcast to (R, N). (G, 1, N) and (G, 1, 1) are one row, or one number, per group.
         prologue: an elementwise torch function of `mat_a` and `prologue_args`, see `gemmery.matmul`; with groups of
-            rows, and in a batch. Where rows are gathered and it reads tensors, it runs before the product on all rows
-            of `mat_a`, to which these tensors broadcast in any case.
+            rows, and in a batch. If rows are gathered and it reads tensors, it runs before the product on all rows of
+            `mat_a`. These tensors always broadcast to `mat_a`.
         prologue_args: see `gemmery.matmul`.
-        out: where the result goes, any strides; not with groups of columns.
+        out: the tensor for the result, any strides; not with groups of columns.
         accumulate: with ranges of K, add the products to `out`, which is float32 (float64 for float64), and return it.
-            Operands that require gradients are refused.
+            Operands that require gradients are not supported.
         out_dtype, precision, fast_accum, batch_invariant, config: see `gemmery.matmul`.
 
     Returns:
-        The product, summed in float32 (float64 for float64, int32 for int8) and rounded once; with an epilogue, what it
-        returns.
+        The product, accumulated in float32 (float64 for float64, int32 for int8) and rounded once, or the result of the
+            epilogue.
 
     Raises:
-        ValueError: shapes or devices do not fit. Whether `offs` is in order, and whether `gather` and `scatter` hold
-            numbers of rows that there are, is checked on the CPU; on a GPU, where it means to wait, only if the
-            environment variable GEMMERY_CHECK_OFFSETS is 1. For an `offs` that is not in order kernels never read or
-            write out of bounds, and the result is undefined.
-        TypeError: a type is not supported, or two differ.
+        ValueError: shapes or devices do not fit. The order of `offs` and the indices in `gather` and `scatter` are
+            checked on the CPU. On a GPU, this would have to wait for the GPU, and happens only if the environment
+            variable GEMMERY_CHECK_OFFSETS is 1. With an `offs` that is out of order, kernels never access memory out of
+            bounds, and the result is undefined.
+        TypeError: a type is not supported, or two types differ.
 
     Example:
         >>> import torch, gemmery
@@ -170,18 +170,20 @@ def grouped_linear(
     """`x[rows of group g] @ weight[g].T + bias[g]` for G groups of rows, such as the tokens of experts.
 
     Args:
-        x: (R, K), the rows of one group behind those of the other. With `gather`, any number of rows in any order.
-        weight: (G, N, K); a pair of such tensors, as (gate, up) with an epilogue that halves the columns; or packed; or
-            with x a `gemmery.ScaledTensor`.
-        bias: (G, N), or (N,) for all groups; with a pair also a pair.
-        weight_grad: the weight's shape, float32 (float64 for float64), any strides: the backward pass adds the weight's
-            gradient to it, unrounded, and autograd gets none for the weight; with a pair also a pair. It is for
-            gradients that are summed over micro-batches, in the way of Megatron-LM's `main_grad`. It is this very
-            tensor, though another one takes its place before the backward pass. Hooks on the weight are given None,
-            what the weight was computed from gets no gradient, and wrappers that reduce `weight.grad` find none.
-            Without gradients nothing is added. torch.compile leaves the call out of its graph.
+        x: (R, K), with the rows of each group together, in the order of the groups. With `gather`, any number of rows
+            in any order.
+        weight: (G, N, K); or a pair of such tensors, as (gate, up) with an epilogue that halves the columns; or packed;
+            or, if x is a `gemmery.ScaledTensor`, a ScaledTensor.
+        bias: (G, N), or (N,) for all groups. For a pair, also a pair.
+        weight_grad: a float32 tensor (float64 for float64) of the weight's shape, any strides; for a pair, also a pair.
+            The backward pass adds the weight's gradient to it, without rounding, and autograd has no gradient for the
+            weight. Use it to accumulate gradients over micro-batches, like Megatron-LM's `main_grad`. The backward pass
+            uses exactly this tensor, even if it has been replaced in the meantime. Hooks on the weight receive None,
+            tensors from which the weight was computed receive no gradient, and wrappers that reduce `weight.grad` find
+            none. Without gradients, nothing is added. torch.compile breaks its graph at the call.
 
-    The other arguments, the result (R, N) and the errors are those of `grouped_mm`, but there is no `accumulate`.
+    The other arguments, the result (R, N) and the errors are those of `grouped_mm`, except that there is no
+    `accumulate`.
 
     Example:
         >>> import torch, gemmery
@@ -229,7 +231,7 @@ def _rank(op: str, second: Any) -> int:
 def _refuse(op: str, what: str, given: dict[str, Any]) -> None:
     for name, value in given.items():
         if value is not None:
-            raise ValueError(f"{op}: {name} is given with {what}; these operands do not take it")
+            raise ValueError(f"{op}: {name} is given with {what}; these operands do not support it")
 
 
 def _of_rows(
@@ -300,7 +302,7 @@ def _check_row_scale(op: str, row_scale: Any, rows: int, epilogue: Any) -> None:
     if row_scale.shape != (rows,):
         raise ValueError(f"{op}: row_scale is {tuple(row_scale.shape)}; it must be ({rows},)")
     if not row_scale.dtype.is_floating_point:
-        raise TypeError(f"{op}: row_scale is {row_scale.dtype}; it must be of floating point")
+        raise TypeError(f"{op}: row_scale is {row_scale.dtype}; it must be a floating-point type")
     if epilogue is not None and not callable(epilogue):
         raise TypeError(f"{op}: epilogue is a {type(epilogue).__name__}; it must be a function")
 
@@ -330,9 +332,11 @@ def _buffers(op: str, weight: Any, weight_grad: Any) -> tuple[Tensor, ...]:
         return ()
     halves, buffers = [list(x) if isinstance(x, tuple | list) else [x] for x in (weight, weight_grad)]
     if len(halves) != len(buffers):
-        raise TypeError(f"{op}: weight_grad must be a pair with a pair of weights, and a tensor with one")
+        raise TypeError(f"{op}: weight_grad must be a pair for a pair of weights, and otherwise one tensor")
     if _are_functorch_transforms_active() or _len_torch_dispatch_stack():
-        raise ValueError(f"{op}: weight_grad is for autograd; not in torch.func, nor inside a dispatch mode")
+        raise ValueError(
+            f"{op}: weight_grad works only with autograd, not in torch.func or inside a dispatch mode"
+        )
     for half, buffer in zip(halves, buffers, strict=True):
         if isinstance(half, PackedWeight | ScaledTensor):
             raise TypeError(
@@ -340,7 +344,7 @@ def _buffers(op: str, weight: Any, weight_grad: Any) -> tuple[Tensor, ...]:
             )
         check_sum(op, "weight_grad", buffer, half, tuple(half.shape))
         if buffer.untyped_storage().data_ptr() == half.untyped_storage().data_ptr() != 0:
-            raise ValueError(f"{op}: weight_grad is in the memory of the weight itself")
+            raise ValueError(f"{op}: weight_grad shares memory with the weight; give a separate tensor")
     if not wants_gradient(halves):
         return ()
     # Autograd does not look at what is in it, so another backward pass may have changed it meanwhile.
@@ -426,7 +430,7 @@ def _groups(op: str, x: Tensor, offs: Any, axis: Axis, most: int, count: int | N
         if any(i > j for i, j in itertools.pairwise(ends)) or ends[-1] > most:
             raise ValueError(
                 f"{op}: offs is {ends[1:]}; it has the ends of the groups, not their sizes, so it must not decrease, "
-                f"and its last number must be {most} at most"
+                f"and its last element must be at most {most}"
             )
     return Groups(x, offs, axis)
 
@@ -447,7 +451,9 @@ def _check_numbers(op: str, offs: Tensor, given: dict[str, tuple[Tensor | None, 
             found = f"numbers from {int(used.min())} to {int(used.max())}"
             raise ValueError(f"{op}: {name} has {found}; they must be from 0 to {most - 1}")
         if name == "scatter" and numbers.unique().numel() < numbers.numel():
-            raise ValueError(f"{op}: scatter has a number twice; each row must go to a place of its own")
+            raise ValueError(
+                f"{op}: scatter contains a row twice; each row of the product needs a different row of the result"
+            )
 
 
 def _of_groups(op: str, bias: Any, count: int, columns: int) -> Any:

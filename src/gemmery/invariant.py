@@ -85,7 +85,7 @@ def _product(
 def _refusal(what: str) -> NotImplementedError:
     return NotImplementedError(
         f"batch_invariant: {what} has no batch-invariant form here; "
-        "within `with gemmery.batch_invariant(False):` torch computes it in its own way"
+        "inside `with gemmery.batch_invariant(False):`, torch computes it as usual"
     )
 
 
@@ -318,23 +318,24 @@ _thread = threading.local()
 def batch_invariant(enabled: bool = True) -> Iterator[None]:
     """A context in which torch's own matrix products are batch-invariant, as gemmery's with `batch_invariant=True`.
 
-    Within, `torch.mm`, `addmm`, `bmm`, `baddbmm`, `matmul` (`@`), `mv`, `dot`, `nn.functional.linear` and what torch
-    makes of these (`nn.Linear`, `einsum`, ...) are computed by gemmery: a row of the result has the same bits whatever
-    the number of rows and of matrices, whatever the other rows hold, and however the operands lie in memory. fp32 is
-    IEEE, whatever torch's `allow_tf32` says. gemmery's own functions are invariant within as well.
+    Inside the context, gemmery computes `torch.mm`, `addmm`, `bmm`, `baddbmm`, `matmul` (`@`), `mv`, `dot`,
+    `nn.functional.linear` and functions that decompose into them (`nn.Linear`, `einsum`, ...). A row of the result has
+    the same bits whatever the number of rows and of matrices, the other rows, and the memory layout of the operands
+    are. fp32 is IEEE, whatever torch's `allow_tf32` says. gemmery's own functions are batch-invariant inside the
+    context as well.
 
-    It holds for this thread, and for a backward pass that is started within. A CUDA graph that is captured within keeps
-    it. Functions under torch.compile run uncompiled as long as any thread is within.
+    The context applies to the current thread, and to a backward pass that is started inside it. A CUDA graph that is
+    captured inside keeps the guarantee. Functions under torch.compile run uncompiled as long as any thread is inside.
 
-    What is not such a product stays torch's: convolutions, fused attention, norms, other sums. Products for which
-    gemmery has no invariant form (complex, sparse, nested, scaled fp8, grouped, cuDNN's RNNs) are refused with a
-    NotImplementedError. Products of integers are exact, and torch's.
+    All other operations remain torch's: convolutions, fused attention, norms, other reductions. Products for which
+    gemmery has no invariant form (complex, sparse, nested, scaled fp8, grouped, cuDNN's RNNs) raise a
+    NotImplementedError. Products of integers are exact, and remain torch's.
 
     Args:
-        enabled: False suspends an outer context, for what it refuses or what need not be invariant.
+        enabled: False suspends an outer context, for operations that it refuses or that need not be invariant.
 
     Raises:
-        RuntimeError: when entered by a function under torch.compile.
+        RuntimeError: a function under torch.compile enters the context.
 
     Example:
         >>> import torch, gemmery

@@ -129,9 +129,8 @@ def fold(
     sizes = list((left if a.is_ragged else out).shape[:-2])
     others = [*extras, *a.along()]
     of_a, of_b = _expand(left, sizes, M, K), _expand(right, sizes, K, columns)
-    stored = a.stored_rows(M)
-    of_out = _expand(out, sizes, stored, out.shape[-1])
-    of_others = [_expand(tensor, sizes, stored, width) for tensor, width in others]
+    of_out = _expand(out, sizes, M, out.shape[-1])
+    of_others = [_expand(tensor, sizes, M, width) for tensor, width in others]
     for (tensor, _), strides in zip(others, of_others, strict=True):
         if a.is_ragged and tensor.dim() > 2 and tensor.shape[-2] == 1:
             # Of groups, the same for their rows, though there be but one.

@@ -1,4 +1,4 @@
-"""Losses of a linear layer's outputs, which are never whole in memory: `gemmery.linear_cross_entropy`."""
+"""Losses of a linear layer's outputs, which are never in memory as a whole: `gemmery.linear_cross_entropy`."""
 
 from __future__ import annotations
 
@@ -44,34 +44,35 @@ def linear_cross_entropy(
 ) -> Tensor:
     """`cross_entropy(linear(input, linear_weight, linear_bias), target)`, without the logits in memory.
 
-    As torch's `linear_cross_entropy`. The forward pass is one product whose epilogue reduces rows. The backward pass
-    computes the logits again, `chunk_size` classes at a time, and takes three products for them: memory for the
-    gradients and for one such block, and none that grows with tokens times classes (the way of Wijmans et al., "Cut
-    Your Losses in Large-Vocabulary Language Models", 2024). All sums are in float32 and have a fixed order: the same
-    bits in every run. Nothing waits for the GPU.
+    It follows torch's `linear_cross_entropy`. The forward pass is one product whose epilogue reduces rows. The backward
+    pass computes the logits again, `chunk_size` classes at a time, with three products per block. It needs memory for
+    the gradients and for one such block, and none that grows with tokens times classes (as in Wijmans et al., "Cut Your
+    Losses in Large-Vocabulary Language Models", 2024). All sums are in float32 and have a fixed order, so every run
+    gives the same bits. Nothing waits for the GPU.
 
     Args:
         input: (..., K) in float16, bfloat16, float32 or float64, any strides.
         linear_weight: (C, K), of the same type.
         target: (...), class numbers, int32 or int64. A target that is neither a class nor ignored makes its loss NaN.
         linear_bias: (C,), of the same type.
-        weight: (C,), a factor for each class, floating point; no gradient.
-        reduction: "mean" divides the sum by that of the factors of the targets that are not ignored, as torch does.
-        ignore_index: targets that count for nothing; -100 by default.
-        label_smoothing: from 0 to 1: how much of each target is spread over all classes.
-        softcap: `softcap * tanh(logits / softcap)` in place of the logits, as in Gemma 2.
-        z_loss: adds `z_loss * logsumexp(logits) ** 2` to each loss, as in PaLM; with "mean" its mean over the targets
+        weight: (C,), a weight for each class, floating point; it has no gradient.
+        reduction: "mean" divides the sum by the sum of the class weights of the targets that are not ignored, as torch
+            does.
+        ignore_index: targets that do not count; -100 by default.
+        label_smoothing: from 0 to 1: the part of each target that is spread over all classes.
+        softcap: use `softcap * tanh(logits / softcap)` in place of the logits, as in Gemma 2.
+        z_loss: add `z_loss * logsumexp(logits) ** 2` to each loss, as in PaLM; with "mean", its mean over the targets
             that are not ignored.
-        chunk_size: classes whose logits' gradient is in memory at a time; chosen by default.
+        chunk_size: the number of classes whose logits' gradient is in memory at a time; chosen by default.
         precision: how float32 is multiplied, see `gemmery.matmul`.
 
     Returns:
-        The loss in float32 (float64 for float64): a number, or (...) with reduction "none".
+        The loss in float32 (float64 for float64): a scalar, or (...) with reduction "none".
 
     Raises:
         ValueError: shapes or devices do not fit, or a number is out of range.
-        TypeError: a type is not supported, or two differ.
-        NotImplementedError: a gradient of a gradient is asked for, or one in forward mode.
+        TypeError: a type is not supported, or two types differ.
+        NotImplementedError: a second derivative or a forward-mode derivative is required.
 
     Example:
         >>> import torch, gemmery
@@ -146,15 +147,15 @@ def _check(
     given = [(name, x) for name, x in all_given.items() if x is not None]
     if is_sharded(x for _, x in given):
         raise ValueError(
-            f"{_OP}: a tensor is a DTensor; give it whole tensors (full_tensor), or local ones (to_local) with losses "
-            "that are put together behind it"
+            f"{_OP}: a tensor is a DTensor; give whole tensors (full_tensor), or local ones (to_local), and combine "
+            "the losses yourself"
         )
     for name, x in given:
         check_not_packed(_OP, name, x, "the second operand of gemmery.linear; here, give it dense")
         check_tensor(_OP, name, x)
         if x.device != input.device:
             raise ValueError(
-                f"{_OP}: input is on {input.device} and {name} on {x.device}; they must be on one device"
+                f"{_OP}: input is on {input.device} and {name} on {x.device}; they must be on the same device"
             )
     _check_types(input, linear_weight, target, linear_bias, weight)
     if linear_weight.dim() != 2 or not 0 < linear_weight.shape[0] <= _MOST:
@@ -192,7 +193,9 @@ def _check_types(
         if x.dtype not in _TYPES:
             raise TypeError(f"{_OP}: {name} is {x.dtype}; it must be one of {', '.join(map(str, _TYPES))}")
         if x.dtype != input.dtype and (not lowers or torch.float64 in (x.dtype, input.dtype)):
-            raise TypeError(f"{_OP}: input is {input.dtype} and {name} is {x.dtype}; they must have one type")
+            raise TypeError(
+                f"{_OP}: input is {input.dtype} and {name} is {x.dtype}; they must have the same type"
+            )
     if weight is not None and weight.dtype not in _TYPES:
         raise TypeError(f"{_OP}: weight is {weight.dtype}; it must be one of {', '.join(map(str, _TYPES))}")
 

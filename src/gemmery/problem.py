@@ -58,12 +58,12 @@ class Problem:
     """`out[z] = epilogue(a[z] @ b[z])` for every z of a batch; a is (M, K), b is (K, N), out is (M, N).
 
     Attributes:
-        batch: shape of the batch, mergeable dimensions already merged, () for a single product.
-        epilogue: name of the epilogue: identity, scale, add_row or add_matrix; or "fused".
-        addend: layout of the matrix or row that the epilogue adds, if it adds one.
-        fusion: the traced epilogue, where it is "fused".
+        batch: the shape of the batch, with mergeable dimensions merged; () for a single product.
+        epilogue: the name of the epilogue: identity, scale, add_row or add_matrix; or "fused".
+        addend: the layout of the matrix or row that the epilogue adds, if it adds one.
+        fusion: the traced epilogue, if `epilogue` is "fused".
         precision: how fp32 operands are multiplied: "ieee", "tf32" or "tf32x3".
-        fast_accum: whether fp8 products may be summed at the tensor cores' reduced precision.
+        fast_accum: whether fp8 products may be accumulated at the tensor cores' reduced precision.
         batch_invariant: whether a row of the result must have the same bits whatever M and the batch are.
         device: the row of the device table that it runs on.
     """
@@ -92,11 +92,6 @@ class Problem:
     def out_n(self) -> int:
         """Columns of the output."""
         return self.N // 2 if self.paired else self.N
-
-    @property
-    def out_m(self) -> int:
-        """Rows of the output."""
-        return self.M // self.a.shards if self.a.is_owned else self.M
 
     @property
     def extras(self) -> tuple[Layout, ...]:
@@ -188,7 +183,7 @@ class Problem:
     @property
     def bytes(self) -> int:
         """The fewest bytes that can be moved: each distinct matrix once."""
-        outputs = sum(x.bytes(self.out_m, self.out_n, self.batch) for x in (self.out, *self.extras))
+        outputs = sum(x.bytes(self.M, self.out_n, self.batch) for x in (self.out, *self.extras))
         read = self.a.bytes(self.M, self.K, self.batch) + self.b.bytes(self.K, self.N, self.batch)
         return read + outputs
 
@@ -210,22 +205,24 @@ class Config:
     """The knobs of a kernel.
 
     Attributes:
-        block_m, block_n, block_k: the tile of the output that a program computes, and the step along K; powers of two,
-            but block_n can be the sum of two, as 192 is, and the schedules for tiles of any width take multiples of 8.
-        group_m: height in tiles of the bands in which tiles are visited. 0 derives the height from the sizes; only the
-            schedules for tiles of any width accept it.
-        num_warps: warps in a program.
-        num_stages: blocks of A and B in flight.
+        block_m, block_n, block_k: the tile of the output that a program computes, and the K step. They are powers of
+            two, except that block_n may be the sum of two, such as 192, and that the schedules for tiles of any width
+            accept multiples of 8.
+        group_m: the height, in tiles, of the bands in which tiles are visited. 0 derives the height from the sizes;
+            only the schedules for tiles of any width accept it.
+        num_warps: the number of warps in a program.
+        num_stages: the number of blocks of A and B in flight.
         schedule: how the programs of a launch walk over its tiles, one of `schedules.REGISTRY`: "tile", "persistent",
-            "specialized", "cooperative", "pingpong", "sliced_k" or "sliced_sparse". Not every one takes every knob.
-        loader: "pointer" takes any strides, "descriptor" needs TMA and 16-byte alignment.
+            "specialized", "cooperative", "pingpong", "sliced_k" or "sliced_sparse". Not every schedule supports every
+            knob.
+        loader: "pointer" supports any strides; "descriptor" needs TMA and 16-byte alignment.
         split_store: store a tile as two halves, which halves the staging memory.
-        tail: parts into which tiles are cut that would not fill a last wave, or not all of whose columns exist: 2 or 4
-            along N, or 8, 2 along M by 4 along N; 1 leaves them whole.
-        split_k: parts along K into which tiles are cut, each for a program: all tiles, or those that would not fill a
-            last wave, as the schedule has it.
-        swap: give the tensor cores the transposed product, so that a block of few rows lies on their narrow side.
-        stream: B is read once and need not stay in L2 (from Triton 3.9 on, before that it changes nothing).
+        tail: the number of parts of tiles that would not fill the last wave, or that extend over the last column: 2 or
+            4 along N, or 8, 2 along M by 4 along N; 1 leaves the tiles whole.
+        split_k: the number of parts along K of a tile, each for one program. The schedule decides whether all tiles are
+            split, or only those that would not fill the last wave.
+        swap: compute the transposed product, so that few rows are the narrow side of the tensor cores.
+        stream: B is read once and need not stay in L2 (from Triton 3.9 on; no effect before).
     """
 
     block_m: int
@@ -296,7 +293,7 @@ class Config:
 
     @classmethod
     def of(cls, value: Config | dict[str, Any] | str) -> Config:
-        """A Config from itself, from a dict of its fields, or from the string that `str` gives."""
+        """A Config from itself, from a dict of its fields, or from its string."""
         if isinstance(value, cls):
             return value
         if isinstance(value, str):

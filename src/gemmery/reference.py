@@ -1,7 +1,7 @@
-"""The meaning of every operation, in plain torch.
+"""The definition of every operation, in plain torch.
 
-The path for CPU tensors, the oracle of the tests and the documentation of the semantics. Each definition is short on
-purpose: it promises values, not speed.
+It is the path for CPU tensors, the oracle of the tests and the documentation of the semantics. Each definition is
+deliberately short: it guarantees values, not speed.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def gemm(
     by_rows: bool = False,
     exact: bool = False,
 ) -> Tensor:
-    """`alpha * (a @ b) + beta * addend` with torch.matmul's broadcasting, summed wide and rounded once at the end.
+    """`alpha * (a @ b) + beta * addend` with torch.matmul's broadcasting, accumulated in a wider type and rounded once.
 
     Args:
         a: (..., M, K) or (K,).
         b: (..., K, N) or (K,).
-        addend: anything that broadcasts to the result, or None; not looked at where `beta` is 0.
-        out_dtype: type of the result; the operands' default output type if None.
-        by_rows: multiply each row by itself, so that its bits depend neither on the others nor on their number.
+        addend: a tensor that broadcasts to the result, or None; not read if `beta` is 0.
+        out_dtype: the type of the result; None means the default output type of the operands.
+        by_rows: multiply each row separately, so that its bits depend neither on the other rows nor on their number.
         exact: compute in fp64 (int64 for int8) and return that, for use as an oracle.
     """
     wide = accumulator(a.dtype)

@@ -29,33 +29,34 @@ def scaled_matmul(
     batch_invariant: bool = False,
     config: Config | dict[str, Any] | str | None = None,
 ) -> Any:
-    """`a.dequantize() @ b.dequantize().T + bias` (of a sparse b `b.dense().T`), without either being dequantised.
+    """`a.dequantize() @ b.dequantize().T + bias` (`b.dense().T` for a sparse b), without dequantizing either.
 
-    The product of the numbers is summed in float32 (int32, exactly, for int8) and then multiplied by a's scale and by
-    b's; bias and epilogue follow in float32, and the result is rounded once.
+    The product of the stored elements is accumulated in float32 (int32, exactly, for int8) and multiplied by the scales
+    of a and b. Bias and epilogue follow in float32, and the result is rounded once.
 
     Args:
-        a: (..., M, K); its scale is the tensor's, or its rows'; or one of 128 columns, for b with blocks, or of 32.
-        b: (N, K), like a Linear's weight, in a's type; the two fp8 types may be mixed. Or a 2:4 sparse weight of e4m3,
-            as `quantize(sparsify(w), "e4m3")` makes it, for fp8 with one scale or one for each row.
-        bias: (N,) or anything that broadcasts to the product.
-        epilogue: a torch function of the scaled product (with the bias) and `args`, as in `matmul`. One that
-            `gemmery.epilogue` made is found again sooner.
+        a: (..., M, K), with a scale per tensor or per row. It may have a scale per 128 columns if b has block scales,
+            or per 32 columns.
+        b: (N, K), like a Linear's weight, in a's type; the two fp8 types may be mixed. For fp8 with a scale per tensor
+            or per row, it may be a 2:4 sparse weight of e4m3, as `quantize(sparsify(w), "e4m3")` returns.
+        bias: (N,) or a shape that broadcasts to the product.
+        epilogue: a torch function of the scaled product (with the bias) and `args`, as in `matmul`. An `Epilogue` from
+            `gemmery.epilogue` is looked up faster.
         args: see `matmul`.
         out: see `matmul`.
-        out_dtype: type of the result, bfloat16 by default; what an epilogue has cast keeps its type.
-        fast_accum: let fp8 products be summed at the tensor cores' own precision, as `torch._scaled_mm` does with
-            `use_fast_accum=True`. Without, partial sums are promoted to float32 every 128 columns, or every 256 of a
-            sparse weight, of which 128 are kept.
+        out_dtype: the type of the result, bfloat16 by default; a result that the epilogue has cast keeps its type.
+        fast_accum: whether fp8 products are accumulated at the tensor cores' own precision, as `torch._scaled_mm` does
+            with `use_fast_accum=True`. Otherwise, partial sums are promoted to float32 every 128 columns, or every 256
+            columns of a sparse weight, of which 128 are kept.
         batch_invariant, config: see `matmul`.
 
     Returns:
-        (..., M, N), or what the epilogue returns. Every layout and size works; torch's has its own rules for both.
+        (..., M, N), or the result of the epilogue. Every layout and size is supported; torch restricts both.
 
     Raises:
-        TypeError: a factor is none of these, types do not go together, or a gradient is asked for.
-        ValueError: shapes or devices do not fit, one factor has scales of 32 columns and the other of 128, or the GPU
-            has no instructions for the type.
+        TypeError: an operand is not one of these, the types do not match, or a gradient is required.
+        ValueError: shapes or devices do not fit, one operand has a scale per 32 columns and the other per 128, or the
+            GPU has no instructions for the type.
 
     Example:
         >>> import torch, gemmery
@@ -81,7 +82,7 @@ def _check(a: Any, b: Any, bias: Any, epilogue: Any, args: Any) -> None:
             f"{op}: args is a {type(args).__name__}; it must be a tuple of the epilogue's arguments"
         )
     if epilogue is None and args:
-        raise TypeError(f"{op}: args are an epilogue's; there is none")
+        raise TypeError(f"{op}: args are given without an epilogue; give epilogue= too, or leave them out")
     if bias is not None:
         _check_bias(bias, (*a.shape[:-1], b.shape[0]))
     of_b = (b.channel,) if isinstance(b, SparseTensor) else (b.data, b.scale)

@@ -409,7 +409,7 @@ def test_list_as_json(tmp_path):
 def test_results_go_to_files():
     ran = command("--suite", "llm", "--json", "-")
     assert ran.exit_code == 2
-    assert "name a .json file" in ran.output
+    assert "give a .json file" in ran.output
 
 
 def test_list_alone_shows_every_suite():
@@ -546,15 +546,15 @@ def test_more_steady_rows_are_expected_to_take_longer():
             "unknown peer mkl; there are cublas, compile, compile_default, seed",
         ),
         (["--suite", "square", "--regimes", "bust"], "regimes bust given"),
-        (["--suite", "square", "--steady-rows", "some"], "a number of rows or 'all'"),
+        (["--suite", "square", "--steady-rows", "some"], "give a number, or 'all'"),
         (["--suite", "square", "--rows", "nothing"], "no row's name matches 'nothing'"),
-        (["--suite", "square", "--rows", "("], "no regular expression"),
+        (["--suite", "square", "--rows", "("], "not a regular expression"),
         (["--suite", "square,llm", "--json", "x.json"], "x.json is one file, and there are 2 results"),
         (["--suite", "square", "--json", "absent/x.json"], "there is no directory"),
         (["--suite", "square", "--rounds", "0"], "--rounds"),
         (["--suite", "square,llm", "--count", "3"], "count is for suites of random products: random_decode"),
         (["--suite", "random_mid", "--count", "0"], "--count"),
-        ([], "name a suite"),
+        ([], "give a suite"),
     ],
 )
 def test_the_command_refuses_what_makes_no_sense(asked, words, message):

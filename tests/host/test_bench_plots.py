@@ -113,7 +113,7 @@ def test_the_command_writes_a_file_for_each_kind(tmp_path):
     words = ["plot", str(RESULTS / "square-bf16.json"), "--out", str(picture), "--json", str(numbers)]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
-    assert "scaling: the results have nothing to show of it" in done.output
+    assert "scaling: not drawn: the results have no data for it" in done.output
     assert sorted(path.name for path in tmp_path.glob("*.png")) == ["x-shapes.png", "x-throughput.png"]
     found = json.loads(numbers.read_text())
     assert found["scaling"] == {"file": None, "series": []}

@@ -367,7 +367,7 @@ def test_errors_of_blocks():
 
     refuses(
         ValueError,
-        "linear: weight has blocks of 48x48; supported are 16x16,",
+        "linear: weight has blocks of 48x48; they must be one of 16x16,",
         gemmery.linear,
         x,
         matrix(48, 48),
@@ -383,7 +383,11 @@ def test_errors_of_blocks():
         w.crow_indices(), w.col_indices(), w.values().to(torch.int8), size=w.shape, check_invariants=True
     )
     refuses(
-        TypeError, "linear: weight is block-sparse and torch.int8; supported are", gemmery.linear, x, whole
+        TypeError,
+        "linear: weight is block-sparse and torch.int8; its type must be one of",
+        gemmery.linear,
+        x,
+        whole,
     )
 
 
@@ -438,7 +442,7 @@ def test_errors_of_products():
     )
     packed = gemmery.quantize(torch.randn(32, 64), "int8")
     refuses(
-        TypeError, "b is a QuantizedTensor; sparse and quantised weights must be", gemmery.matmul, w, packed
+        TypeError, "b is a QuantizedTensor; sparse and quantized weights must be", gemmery.matmul, w, packed
     )
     csr = torch.eye(64).to_sparse_csr()
     refuses(TypeError, "linear: weight is sparse (torch.sparse_csr)", gemmery.linear, x, csr)

@@ -158,13 +158,13 @@ def test_help_says_what_the_three_sizes_are(name):
     said = " ".join(helped(name))
     assert re.search(r"M <int> Rows of A and of the result", " ".join(said.split()))
     assert re.search(r"N <int> Columns of B and of the result", " ".join(said.split()))
-    assert re.search(r"K <int> What is summed over", " ".join(said.split()))
+    assert re.search(r"K <int> The inner size", " ".join(said.split()))
 
 
 @pytest.mark.parametrize("name", ["tune", "lab", "roofline"])
 def test_help_of_sizes_in_one_option_says_what_they_are(name):
     said = re.sub(r"[^\w:;]+", " ", " ".join(helped(name)))
-    assert "M: rows of A and of the result; N: columns of B and of the result; K: what is summed over" in said
+    assert "M: rows of A and of the result; N: columns of B and of the result; K: the inner size" in said
 
 
 def test_help_of_explain_describes_every_column_of_its_table():
@@ -227,7 +227,7 @@ def test_json_into_a_missing_directory_is_refused_before_the_work(name, tmp_path
     ran = here(name, "--json", str(tmp_path / "absent" / "out.json"))
     assert ran.returncode == 2
     assert "there is no directory" in ran.stderr
-    assert "No GPU here" not in ran.stdout
+    assert "No GPU found" not in ran.stdout
 
 
 FULL = [

@@ -65,7 +65,7 @@ def test_a_global_that_changed(monkeypatch):
     layer = compiled(lambda x: gemmery.linear(x, W, epilogue=scaled_by_global))
     torch.testing.assert_close(layer(X), X @ W.T * 3)
     monkeypatch.setattr(f"{__name__}.SCALE", 4.0)
-    with pytest.raises(RuntimeError, match="takes other values from outside than when it was compiled"):
+    with pytest.raises(RuntimeError, match="captures other values than when it was compiled"):
         layer(X)
 
 
@@ -80,7 +80,7 @@ def test_a_global_that_changed(monkeypatch):
 )
 def test_what_the_compiler_does_not_watch(epilogue, what):
     # Dynamo guards a function by its code, so that it would run the first of two closures for both.
-    with pytest.raises(Exception, match=f"{what} must be what gemmery.epilogue"):
+    with pytest.raises(Exception, match=f"{what} must be the result of gemmery.epilogue"):
         compiled(lambda x: gemmery.linear(x, W, epilogue=epilogue))(X)
     wrapped = gemmery.epilogue(epilogue)
     layer = compiled(lambda x: gemmery.linear(x, W, epilogue=wrapped))

@@ -12,7 +12,7 @@ import torch
 import gemmery
 import gemmery.nn
 from benchmarks import quantization_error
-from docs.hooks import drawings, repository, rungs
+from docs.hooks import chart, drawings, repository, rungs
 from gemmery import distributed, epilogues, formats
 from gemmery.epilogues import Untraceable, table
 from gemmery.formats import FORMATS, from_codes
@@ -24,7 +24,10 @@ from tests import pages
 
 ROOT = Path(__file__).resolve().parents[2]
 EPILOGUES = (ROOT / "docs" / "epilogues.md").read_text()
-LOW_BIT = (ROOT / "docs" / "low-bit.md").read_text()
+LOW_BIT, FORMATS_PAGE, CHECKPOINTS = (
+    (ROOT / "docs" / name).read_text()
+    for name in ("low-bit.md", "low-bit/formats.md", "low-bit/checkpoints.md")
+)
 
 
 @pytest.mark.parametrize("page", [page for page in pages.PAGES if not pages.is_interpreted(page)])
@@ -138,6 +141,27 @@ def test_what_a_page_would_fetch_is_noticed():
     ]
     assert all(repository.FETCHED.search(text) for text in fetched)
     assert not repository.FETCHED.search('<a href="https://x.org/"> <script src="../a.js"> <img src="a.png">')
+
+
+def test_every_page_says_where_its_text_is_written():
+    for name, source in (
+        ("low-bit/models.md", "docs/low-bit/models.md"),
+        ("contributing.md", "CONTRIBUTING.md"),
+        ("ladder/05.md", "tutorials/05_matmul_grouped.py"),
+        ("ladder/index.md", None),
+    ):
+        assert repository.source(name) == source
+        assert source is None or (ROOT / source).is_file()
+
+
+def test_the_chart_of_the_first_page_has_all_rows_of_readme():
+    rows = chart.ratios((ROOT / "README.md").read_text())
+    assert len(rows) > 10
+    assert all(row.worst <= row.mean for row in rows)
+    drawn = chart.results()
+    assert all(f">{row.mean:.2f}<" in drawn for row in rows)
+    newest = "<!-- results:begin -->\n| a, against b | **1.20** · 1.10 · 0.90 | **0.80** · 0.70 · 0.60 | 3 |\n<!-- results:end -->"
+    assert chart.ratios(newest) == [chart.Ratio("a (b)", 1.2, 0.9)]
 
 
 def test_all_public_names_are_in_the_reference():
@@ -269,7 +293,7 @@ def test_messages_of_sparse_weights_are_quoted(call):
 
 def test_what_sparse_weights_are_said_to_lack_is_not_there():
     """Whoever adds one of these takes it from the page."""
-    lacks = words(section(SPARSE, "What is not there"))
+    lacks = words(section(SPARSE, "Limitations"))
     s, x = gemmery.sparsify(torch.ones(3, 64, 64)), torch.ones(4, 64, dtype=torch.bfloat16)
     for said, call, error in (
         ("other patterns than 2:4", lambda: gemmery.sparsify(torch.ones(4, 8), "1:2"), ValueError),
@@ -290,7 +314,7 @@ def section(page, heading):
 
 def test_errors_of_formats_are_those_of_the_file():
     result = json.loads(quantization_error.OUT.read_text())
-    assert quantization_error.rewritten(LOW_BIT, quantization_error.table(result)) == LOW_BIT
+    assert quantization_error.rewritten(FORMATS_PAGE, quantization_error.table(result)) == FORMATS_PAGE
 
 
 def test_errors_were_measured_in_every_case():
@@ -304,29 +328,26 @@ def test_errors_were_measured_in_every_case():
 
 
 def test_what_is_said_not_to_work_does_not():
-    text = words(LOW_BIT)
-    for said, call, error in (
-        ("`x @ q` and `torch.matmul` are not there", lambda: WEIGHT @ PACKED, NotImplementedError),
-        ("`model.float()` raises an error", lambda: gemmery.nn.QuantizedLinear(PACKED).float(), ValueError),
-        (
-            "`x @ q` and `torch.matmul` are not there",
-            lambda: torch.matmul(WEIGHT, PACKED),
-            NotImplementedError,
-        ),
-    ):
-        assert said in text
+    operators = "`x @ q` and `torch.matmul` raise an error"
+    for page, said, call, error in (
+        ("low-bit.md", operators, lambda: WEIGHT @ PACKED, NotImplementedError),
+        ("low-bit.md", operators, lambda: torch.matmul(WEIGHT, PACKED), NotImplementedError),
+        ("low-bit/models.md", "`model.float()` raises an error",
+         lambda: gemmery.nn.QuantizedLinear(PACKED).float(), ValueError),
+    ):  # fmt: skip
+        assert said in words((ROOT / "docs" / page).read_text())
         with pytest.raises(error):
             call()
     assert PACKED.nbytes < PACKED.numel() * PACKED.element_size() / 3
 
 
 def test_all_formats_are_listed():
-    missing = [name for name in FORMATS if f"| `{name}` |" not in section(LOW_BIT, "Formats")]
+    missing = [name for name in FORMATS if f"| `{name}` |" not in section(FORMATS_PAGE, "Formats")]
     assert not missing
 
 
 def test_all_of_torchaos_tensors_are_listed():
-    missing = [name for name in READERS if f"`{name}`" not in section(LOW_BIT, "Checkpoints")]
+    missing = [name for name in READERS if f"`{name}`" not in section(CHECKPOINTS, "Read a checkpoint")]
     assert not missing
 
 

@@ -270,11 +270,11 @@ def test_composition_sees_new_tensors():
 
 
 def test_composition_says_what_does_not_fit():
-    with pytest.raises(TypeError, match="compose: given no function"):
+    with pytest.raises(TypeError, match="compose: no function is given; give at least one"):
         compose()
     with pytest.raises(TypeError, match="compose: given a float; it must be a function"):
         compose(torch.relu, 2.0)
-    with pytest.raises(TypeError, match="takes any number of arguments"):
+    with pytest.raises(TypeError, match="takes a variable number of arguments"):
         compose(lambda acc, *others: acc)
     with pytest.raises(TypeError, match="takes no argument"):
         compose(lambda: 3)
@@ -432,10 +432,10 @@ def test_tensors_that_are_neither_arguments_nor_variables():
         row = torch.ones(40)
 
     holder = Holder()
-    with pytest.raises(Untraceable, match="pass it through args"):
+    with pytest.raises(Untraceable, match="pass the tensor through args"):
         program(lambda acc: acc + holder.row)
     # Without a kernel there is nothing against it.
-    with pytest.warns(UserWarning, match="pass it through args"):
+    with pytest.warns(UserWarning, match="pass the tensor through args"):
         y = gemmery.matmul(A, B, epilogue=lambda acc: acc + holder.row)
     assert torch.equal(y, A @ B + 1)
 
@@ -463,7 +463,9 @@ def test_shapes_of_arguments(shape):
 
 
 def test_other_errors():
-    with pytest.raises(TypeError, match="args are an epilogue's; there is none"):
+    with pytest.raises(
+        TypeError, match="args are given without an epilogue; give epilogue= too, or leave them out"
+    ):
         gemmery.matmul(A, B, args=(torch.ones(40),))
     with pytest.raises(TypeError, match="args is a Tensor; it must be a tuple"):
         gemmery.matmul(A, B, epilogue=epilogues.bias, args=torch.ones(40))
@@ -577,7 +579,7 @@ def test_examples():
 def test_numbers_of_arguments_that_torch_wants_as_python_numbers(function):
     """They say what to do, and a number of the function's own does."""
     x, w = torch.randn(4, 8), torch.randn(6, 8)
-    with pytest.raises(Untraceable, match="a number of its arguments where torch takes Python numbers alone"):
+    with pytest.raises(Untraceable, match="a number from args where torch requires a Python number"):
         program_of(
             make_call(
                 "linear", x, w, None, Functions(function, (0.2,)), Options(None, "ieee", False, False, None)
@@ -643,7 +645,9 @@ def test_check_says_whether_a_function_can_be_fused():
 def test_check_looks_at_arguments():
     with pytest.raises(Untraceable, match="missing 1 required positional argument"):
         epilogues.check(epilogues.bias)
-    with pytest.raises(ValueError, match=r"check: args are \(4,\), \(5,\); name the product's shape"):
+    with pytest.raises(
+        ValueError, match=r"check: args are \(4,\), \(5,\); they do not determine the product's shape"
+    ):
         epilogues.check(lambda acc, x, y: acc + x + y, torch.ones(4), torch.ones(5))
     with pytest.raises(ValueError, match=r"args\[0\] is \(4,\); it must broadcast to the product, \(3, 9\)"):
         epilogues.check(epilogues.bias, torch.ones(4), shape=(3, 9))

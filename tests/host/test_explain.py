@@ -94,7 +94,7 @@ def test_timings_stand_beside_the_predictions(kept):
     lines = str(found).splitlines()
     assert lines[2].endswith(" 111.1")
     assert lines[3].endswith(" 123.4")
-    assert any(f"untuned it would be {ranked[0]}" in reason for reason in found.reasons)
+    assert any(f"without timings it would be {ranked[0]}" in reason for reason in found.reasons)
     assert found.asdict()["choices"][0]["measured"] == 111.1e-6
 
 
@@ -105,7 +105,7 @@ def test_a_measured_config_outside_the_space(kept):
     found = explain_problem(p)
     assert found.choices[0] == explain.Choice(outside, None, 1e-6)
     assert str(outside) in str(found)
-    assert f"untuned it would be {rank(p)[0][0]}" in found.reasons[0]
+    assert f"without timings it would be {rank(p)[0][0]}" in found.reasons[0]
     assert found.asdict()["choices"][0]["predicted"] is None
 
 

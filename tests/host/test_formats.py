@@ -627,12 +627,12 @@ ONES = torch.ones(16, 2)
         (
             {"scales": ONES, "zeros": ONES, "offsets": ONES},
             ValueError,
-            r"from_codes: there are both zeros and offsets.* offsets - \(zeros - 8\) \* scales can be given as offsets",
+            r"from_codes: there are both zeros and offsets.* offsets - \(zeros - 8\) \* scales as offsets",
         ),
         (
             {"format": "nf4", "scales": ONES, "zeros": ONES, "offsets": ONES},
             ValueError,
-            r" offsets - zeros \* scales can be given as offsets",
+            r" offsets - zeros \* scales as offsets",
         ),
         (
             {"scales": ONES, "offsets": ONES},
@@ -892,11 +892,11 @@ def test_rows(q):
         check_equal(piece, piece.clone())
         assert piece.words.data_ptr() != q.words.data_ptr() or not piece.numel()
     for a, b in ((8, 24), (16, 24), (1, None)):
-        with pytest.raises(ValueError, match=f"slice: rows {a} to .* only at multiples of 16"):
+        with pytest.raises(ValueError, match=f"slice: rows {a} to .* only be sliced at multiples of 16"):
             q[..., a:b, :]
     with pytest.raises(ValueError, match="step 1, not 2"):
         q[..., ::2, :]
-    with pytest.raises(NotImplementedError, match="is no batch"):
+    with pytest.raises(NotImplementedError, match="is not a batch"):
         q[..., 0, :]
 
 
@@ -906,7 +906,7 @@ def test_shards(q):
     step = max(q.group_size, 64 if q.format.bits == 4 else 32)
     for count in (1, 2, 4):
         if 256 // count % step:
-            with pytest.raises(ValueError, match=f"shard: columns .* only at multiples of {step}"):
+            with pytest.raises(ValueError, match=f"shard: columns .* only be sliced at multiples of {step}"):
                 q.shard(-1, 1, count)
             continue
         for dim in (-1, q.ndim - 1):
@@ -914,7 +914,7 @@ def test_shards(q):
             same(torch.cat([x.dequantize() for x in parts], -1), numbers)
             for part in parts:
                 check_equal(part, part.clone())
-    with pytest.raises(ValueError, match=r"shard: rows 0 to 20 .* only at multiples of 16"):
+    with pytest.raises(ValueError, match=r"shard: rows 0 to 20 .* only be sliced at multiples of 16"):
         q.shard(-2, 0, 2)
     with pytest.raises(ValueError, match="can't be cut into 3 equal parts"):
         q.shard(-2, 0, 3)
@@ -1102,7 +1102,7 @@ SHARED = torch.ones(4, 48, dtype=BF16)
         (
             {"scales": None},
             ValueError,
-            "there are offsets without scales; they need scales, which can be all 1",
+            "there are offsets without scales; give scales too, which may all be 1",
         ),
         ({"scales": None, "offsets": None, "zeros": SHARED}, ValueError, "there are zeros without scales"),
         ({"scales": None, "zeros": SHARED}, ValueError, "there are zeros and offsets without scales"),

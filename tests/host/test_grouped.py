@@ -56,7 +56,7 @@ WRONG = {
     "too few ends": (lambda: linear(offs=OFFS[:2]), ValueError, r"offs is \(2,\); it must have the shape \(5,\)"),
     "two dimensions of ends": (lambda: linear(offs=OFFS[None]), ValueError, r"offs is \(1, 5\)"),
     "falling ends": (lambda: linear(offs=OFFS.flip(0).contiguous()), ValueError, "it must not decrease"),
-    "ends beyond the rows": (lambda: linear(offs=OFFS + ROWS), ValueError, f"must be {ROWS} at most"),
+    "ends beyond the rows": (lambda: linear(offs=OFFS + ROWS), ValueError, f"must be at most {ROWS}"),
     "strided ends": (lambda: linear(offs=OFFS.repeat_interleave(2)[::2]), ValueError, "it must be contiguous"),
     "ends elsewhere": (lambda: linear(offs=OFFS.to("meta")), ValueError, "offs is on meta and x on cpu"),
     "ranks": (lambda: linear(X[0]), ValueError, r"x has 1 dimensions and weight 3"),
@@ -71,8 +71,8 @@ WRONG = {
     "a bias of ranges": (lambda: gemmery.grouped_mm(X.T, X, offs=OFFS, bias=B), ValueError, "bias is given with ranges of K"),
     "ends of a batch": (lambda: gemmery.grouped_mm(W, W.mT, offs=OFFS), ValueError, "offs is given with a batch"),
     "halves": (lambda: linear(w=(W, W[:2]), epilogue=epilogues.swiglu), ValueError, "batches of matrices of one shape"),
-    "a pair without its epilogue": (lambda: linear(w=(W, W)), TypeError, "which takes an epilogue"),
-    "x packed": (lambda: linear(gemmery.quantize(torch.randn(64, 64), "int4")), TypeError, "x is a QuantizedTensor; sparse and quantised weights must be"),
+    "a pair without its epilogue": (lambda: linear(w=(W, W)), TypeError, "which requires an epilogue"),
+    "x packed": (lambda: linear(gemmery.quantize(torch.randn(64, 64), "int4")), TypeError, "x is a QuantizedTensor; sparse and quantized weights must be"),
     "an argument": (lambda: linear(epilogue=lambda y, r: y + r, args=(torch.ones(5, 2, 8),)), ValueError, "args"),
     "scales of blocks": (
         lambda: linear(
@@ -125,9 +125,9 @@ WRONG = {
         r"out is \(5, 16, 9\); it must be \(5, 16, 16\)",
     ),
     "a place for two rows": (
-        lambda: linear(scatter=torch.zeros(ROWS, dtype=torch.int32)), ValueError, "scatter has a number twice",
+        lambda: linear(scatter=torch.zeros(ROWS, dtype=torch.int32)), ValueError, "scatter contains a row twice",
     ),
-    "the weight as its gradient": (lambda: linear(weight_grad=W), ValueError, "in the memory of the weight itself"),
+    "the weight as its gradient": (lambda: linear(weight_grad=W), ValueError, "shares memory with the weight"),
     "out": (lambda: linear(out=torch.empty(3, 8)), ValueError, r"out is \(3, 8\); the result is"),
     "a sum without out": (lambda: gemmery.grouped_mm(X.T, X, offs=OFFS, accumulate=True), ValueError, "out is missing"),
     "a sum of 16 bits": (
@@ -271,9 +271,9 @@ def test_products_that_are_added_to_others(transposed):
 def test_sums_of_gradients_are_for_autograd_alone():
     w, total = W.clone().requires_grad_(), torch.zeros_like(W)
     y = linear(w=w, weight_grad=total, epilogue=F.silu)
-    with pytest.raises(RuntimeError, match="there is no second derivative"):
+    with pytest.raises(RuntimeError, match="second derivatives are not supported"):
         torch.autograd.grad(y.sum(), w, create_graph=True)
-    with pytest.raises(ValueError, match=r"weight_grad is for autograd; not in torch.func"):
+    with pytest.raises(ValueError, match=r"weight_grad works only with autograd, not in torch.func"):
         torch.func.grad(lambda w: linear(w=w, weight_grad=total).sum())(W)
     compiled = torch.compile(lambda w: linear(w=w, weight_grad=total), backend="eager", fullgraph=True)
     with pytest.raises(Exception, match="use fullgraph=False"):

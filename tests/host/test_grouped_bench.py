@@ -440,7 +440,7 @@ def test_a_run_is_written(run, capsys, monkeypatch):
     assert list(data["absent"]) == list(grouped_summary.LIBRARIES)
     assert grouped_summary.best_ratio(entries["small", "int4 up"], "burst") == pytest.approx(2.5, rel=0.05)
     assert list(entries["broken", "step"]["rounds"]) == ["burst"]
-    assert "beside Hugging Face's best: 1 rows, mean" in capsys.readouterr().out
+    assert "against Hugging Face's best: 1 rows, mean" in capsys.readouterr().out
     # What does not fit is left out, with the reason; nothing is begun behind the limit.
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1000, 1000))
     status, data = run("--rows", "small", "--parts", "bare")
@@ -517,20 +517,20 @@ def test_kinds_have_their_bars():
         if found[kind.title]
     }
     assert verdicts == {
-        "up and down, T ≥ 2048, beside the best of torch": "≥ 1.05, 0.97: **missed**",
-        "up and down, T ≤ 256, beside the best of torch": "≥ 1.40, 1.10: met",
-        "the same, beside reading the touched weights once at 4.3 TB/s": "≥ 0.65, 0.50: **missed**",
+        "up and down, T ≥ 2048, against the best of torch": "≥ 1.05, 0.97: **missed**",
+        "up and down, T ≤ 256, against the best of torch": "≥ 1.40, 1.10: met",
+        "the same, against one read of the used weights at 4.3 TB/s": "≥ 0.65, 0.50: **missed**",
         "route and combine, T = 64, in µs": "≤ 12: met",
-        "peak memory of forward and backward, T = 32768, beside the least of torch": "> 1: met",
+        "peak memory of forward and backward, T = 32768, against the least of torch": "> 1: met",
     }
-    few = found["up and down, T ≤ 256, beside the best of torch"]
+    few = found["up and down, T ≤ 256, against the best of torch"]
     assert (few.geomean, few.worst) == (pytest.approx(2**0.5), pytest.approx(1.25))
     assert (few.worst_row, few.count) == ("few, down", "2")
     # A row that failed keeps the bar from being met.
-    assert found["up and down, T ≥ 2048, beside the best of torch"].count == "1, 1 failed"
+    assert found["up and down, T ≥ 2048, against the best of torch"].count == "1, 1 failed"
     report = grouped_summary.report(ENTRIES)
     assert (
-        "T ≤ 256, beside the best of torch: 2 rows, mean 1.414 p10 1.285 worst 1.250 (few, down) ≥ 1.40, 1.10: met"
+        "T ≤ 256, against the best of torch: 2 rows, mean 1.414 p10 1.285 worst 1.250 (few, down) ≥ 1.40, 1.10: met"
         in report
     )
     assert grouped_summary.report([]) == "nothing was measured"
@@ -545,10 +545,10 @@ def test_libraries_are_lines_of_their_own():
     ]
     found = {kind.title: grouped_summary.figures(kind, entries) for kind in grouped_summary.KINDS}
     assert {title: figures.worst for title, figures in found.items() if figures} == {
-        "up and down, T ≥ 2048, beside the best of torch": pytest.approx(1.2),
-        "up and down, T ≥ 2048, beside QuACK": pytest.approx(0.8),
-        "peak memory of forward and backward, T = 32768, beside the least of torch": pytest.approx(2),
-        "peak memory of forward and backward, T = 32768, beside Liger": pytest.approx(1.5),
+        "up and down, T ≥ 2048, against the best of torch": pytest.approx(1.2),
+        "up and down, T ≥ 2048, against QuACK": pytest.approx(0.8),
+        "peak memory of forward and backward, T = 32768, against the least of torch": pytest.approx(2),
+        "peak memory of forward and backward, T = 32768, against Liger": pytest.approx(1.5),
     }
     # The best peer of a row is the best of all.
     assert grouped_summary.best_ratio(entries[0], "burst") == pytest.approx(0.8)
@@ -580,11 +580,11 @@ def test_tables_are_written_where_there_are_results(tmp_path):
     assert readme_tables.main(options) == 0
     assert readme_tables.main([*options, "--check"]) == 0
     text = pages["grouped"].read_text()
-    assert "| products, and beside what | rows | Triton 3.9 | Triton 3.6 |" in text
+    assert "| products and peer | Triton 3.9 | Triton 3.6 | rows |" in text
     assert (
-        "| up and down, T ≤ 256, beside the best of torch | 2 | **1.41** · 1.25 | **1.41** · 1.25 |" in text
+        "| up and down, T ≤ 256, against the best of torch | **1.41** · 1.25 | **1.41** · 1.25 | 2 |" in text
     )
-    assert "| route and combine, T = 64, in µs | 1 | **9.0** · 9.0 | **9.0** · 9.0 |" in text
+    assert "| route and combine, T = 64, in µs | **9.0** · 9.0 | **9.0** · 9.0 | 1 |" in text
     assert "G, torch 2, Triton 3.6.0" in text
     rows = pages["rows"].read_text()
     assert "## grouped, Triton 3.9" in rows

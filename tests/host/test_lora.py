@@ -259,3 +259,16 @@ def test_adapters_of_another_type_than_x_or_float32():
 def test_dense_of_the_tests_is_what_a_weight_stands_for():
     _, weight, _ = inputs(6, 16, 64, 4, BF16, format="int4")
     assert torch.equal(dense(weight).to(BF16), weight.dequantize())
+
+
+def test_sharded_tensors_are_refused(tmp_path):
+    from torch import distributed
+    from torch.distributed.tensor import DeviceMesh, distribute_tensor
+
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        sharded = distribute_tensor(meta(6, 8), DeviceMesh("cpu", [0]))
+        with pytest.raises(ValueError, match="lora_linear: a tensor is a DTensor"):
+            lora_linear(meta(5, 8), sharded, meta(3, 8), meta(6, 3))
+    finally:
+        distributed.destroy_process_group()

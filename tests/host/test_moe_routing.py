@@ -122,16 +122,16 @@ WRONG = [
     (lambda: route(IDS, 0), ValueError, "route: num_groups is 0; it must be from 1 to 2^24"),
     (lambda: route(IDS, 2**31), ValueError, f"route: num_groups is {2**31}; it must be from 1 to 2^24"),
     (lambda: combine(1, MADE), TypeError, "combine: y is a int; it must be a torch.Tensor"),
-    (lambda: combine(Y, MADE[:5]), TypeError, "combine: routing is a tuple; it must be what gemmery.moe.route returned"),
+    (lambda: combine(Y, MADE[:5]), TypeError, "combine: routing is a tuple; it must be the result of gemmery.moe.route"),
     (lambda: combine(Y[0], MADE), ValueError, "combine: y is (3,); it must be (4, H), a row for each assignment"),
     (lambda: combine(Y[:3], MADE), ValueError, "combine: y is (3, 3); it must be (4, H), a row for each assignment"),
     (lambda: combine(Y[:, :1].expand(4, 2**31), MADE), ValueError, f"combine: y is (4, {2**31}); it must have at most 2^31 - 1024 columns"),
     (lambda: combine(Y.int(), MADE), TypeError, "combine: y is torch.int32; it must be one of torch.float16, torch.bfloat16, torch.float32, torch.float64"),
     (lambda: combine(Y, MADE, 2.0), TypeError, "combine: top_k_weights is a float; it must be a torch.Tensor"),
-    (lambda: combine(Y, MADE, torch.ones(4)), ValueError, "combine: top_k_weights is (4,) and the ids were (2, 2); they must have one shape"),
+    (lambda: combine(Y, MADE, torch.ones(4)), ValueError, "combine: top_k_weights is (4,) and the ids were (2, 2); they must have the same shape"),
     (lambda: combine(Y, MADE, IDS), TypeError, "combine: top_k_weights is torch.int64; it must be one of torch.float16, torch.bfloat16, torch.float32, torch.float64"),
-    (lambda: combine(Y.to("meta"), MADE), ValueError, "combine: y is on meta and routing on cpu; they must be on one device"),
-    (lambda: combine(Y, MADE, torch.ones(2, 2, device="meta")), ValueError, "combine: top_k_weights is on meta and routing on cpu; they must be on one device"),
+    (lambda: combine(Y.to("meta"), MADE), ValueError, "combine: y is on meta and routing on cpu; they must be on the same device"),
+    (lambda: combine(Y, MADE, torch.ones(2, 2, device="meta")), ValueError, "combine: top_k_weights is on meta and routing on cpu; they must be on the same device"),
 ]  # fmt: skip
 
 
@@ -147,7 +147,7 @@ def test_no_gradient_of_a_gradient():
     y, w = Y.clone().requires_grad_(), torch.ones(2, 2, requires_grad=True)
     for of in (y, w):
         (first,) = torch.autograd.grad(combine(y, MADE, w).square().sum(), of, create_graph=True)
-        with pytest.raises(NotImplementedError, match="combine: no gradient of a gradient"):
+        with pytest.raises(NotImplementedError, match="combine: second derivatives are not supported"):
             first.sum().backward()
 
 

@@ -235,3 +235,17 @@ def test_training_and_copies():
 def test_wrong_config():
     with pytest.raises(TypeError, match=r"config is a dict; it must be a peft.LoraConfig"):
         ours.register({})
+
+
+@pytest.mark.parametrize("options", [{}, {"lora_dropout": 0.5}], ids=["plain", "dropout"])
+def test_compile(options):
+    model, x = adapted(BF16, "int4", **options), torch.randn(6, 64, dtype=BF16)
+    compiled = torch.compile(model.base_model.model, backend="aot_eager", fullgraph=True)
+    torch.manual_seed(3)
+    found = grads_of(compiled, x)
+    model.zero_grad()
+    torch.manual_seed(3)
+    wanted = grads_of(model.base_model.model, x)
+    assert torch.equal(found[0], wanted[0])
+    for f, w in zip(found[1].values(), wanted[1].values(), strict=True):
+        assert (f - w).norm() <= 1e-5 * w.norm()

@@ -188,7 +188,7 @@ class Model(nn.Module):
 def test_inputs_of_no_floating_type_are_refused():
     layer = QuantizedLinear(gemmery.quantize(torch.randn(16, 64).bfloat16(), "int8"))
     for dtype in (torch.int32, torch.bool):
-        with pytest.raises(TypeError, match=f"the input is {dtype}; it must be of a floating type"):
+        with pytest.raises(TypeError, match=f"the input is {dtype}; it must be a floating-point type"):
             layer(torch.ones(2, 64, dtype=dtype))
 
 
@@ -215,7 +215,7 @@ def test_quantize_and_undo():
     assert report.replaced == [("up", "Linear"), ("down", "Linear"), ("tied", "Linear")]
     assert report.left == [
         ("gate", "skipped by name ('gate')"),
-        ("lm_head", "its weight is also that of embed"),
+        ("lm_head", "its weight is shared with embed"),
     ]
     assert model.up is model.same
     assert model.tied.weight is model.up.weight
@@ -252,13 +252,13 @@ def test_what_quantize_leaves():
     reasons = dict(gemmery.nn.quantize(model, "int8").left)
     assert reasons["hooked"] == "it has hooks"
     assert "NaN or infinity" in reasons["nan"]
-    assert reasons["parametrised"] == "it is parametrised"
+    assert reasons["parametrised"] == "it is parametrized"
     assert "Special, not torch's own Linear" in reasons["special"]
     assert "NonDynamicallyQuantizableLinear" in reasons["attention.out_proj"]
-    assert reasons["done"] == "it is quantised already"
+    assert reasons["done"] == "it is quantized already"
     assert len(reasons) == 6
     assert gemmery.nn.quantize(nn.Linear(64, 16)).left == [
-        ("", "it is not inside a module, so that nothing can take its place")
+        ("", "it is not inside a module, so it can't be replaced")
     ]
 
 
@@ -267,7 +267,8 @@ def test_errors_of_quantize():
     with pytest.raises(TypeError, match="model is a Tensor; it must be a"):
         gemmery.nn.quantize(torch.ones(1))
     with pytest.raises(
-        TypeError, match=r"skip is the string 'lm_head'; it must be several, such as \('lm_head',\)"
+        TypeError,
+        match=r"skip is the string 'lm_head'; it must be a sequence of names, such as \('lm_head',\)",
     ):
         gemmery.nn.quantize(model, skip="lm_head")
     with pytest.raises(ValueError, match="group_size is 48"):
@@ -566,7 +567,7 @@ def test_swap_of_bitsandbytes_in_a_fake_layer(double):
     layer.weight.quant_state, layer.weight.quant_type = state, "nf4"
     swapped(layer, expected, "Linear4bit (nf4)")
     layer.weight.quant_state = None
-    assert "its weight is not quantised yet" in left(layer)
+    assert "its weight is not quantized yet" in left(layer)
 
 
 def test_swap_of_bitsandbytes_8_bits_in_a_fake_layer():
@@ -576,7 +577,7 @@ def test_swap_of_bitsandbytes_8_bits_in_a_fake_layer():
     layer.weight.SCB, layer.state = None, SimpleNamespace(SCB=torch.rand(16) + 1)
     swapped(layer, (codes * (layer.state.SCB / 127)[:, None]).half(), "Linear8bitLt (int8)")
     layer.state.SCB = None
-    assert "its weight is not quantised yet" in left(layer)
+    assert "its weight is not quantized yet" in left(layer)
 
 
 COMPRESSED = {
@@ -609,7 +610,7 @@ def test_swap_of_fp8_blocks():
     layer.weight_scale_inv, layer.block_size = nn.Parameter(torch.tensor(0.5)), None
     swapped(layer, (layer.weight.float() * 0.5).bfloat16(), "FP8Linear (e4m3)")
     layer.n_groups = 2
-    assert "it multiplies 2 groups of its input apart" in left(layer)
+    assert "it multiplies 2 groups of its input separately" in left(layer)
     del layer.n_groups
     layer.weight = nn.Parameter(torch.ones(160, 192))
     assert "its weight is torch.float32; it must be in fp8" in left(layer)

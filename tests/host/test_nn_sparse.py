@@ -68,7 +68,7 @@ def test_errors_and_text_of_the_module(weight):
     with pytest.raises(ValueError, match=r"PrunedLinear: weight is \(2, 32, 64\); it must be \(out_features"):
         PrunedLinear(gemmery.sparsify(torch.ones(2, 32, 64)))
     with pytest.raises(
-        TypeError, match=r"PrunedLinear: the input is torch\.int64; it must be of a floating type"
+        TypeError, match=r"PrunedLinear: the input is torch\.int64; it must be a floating-point type"
     ):
         PrunedLinear(weight)(torch.ones(2, 128, dtype=torch.int64))
     text = "in_features=128, out_features=32, bias=True, pattern=2:4, batch_invariant=True"
@@ -112,7 +112,7 @@ def test_loading_what_is_none(weight):
         layer.load_state_dict({"weight": gemmery.sparsify(torch.ones(16, 128))})
     for given, text in (
         (weight, "prune the model first with gemmery.nn.sparsify"),
-        (gemmery.quantize(torch.ones(32, 128), "int8"), "quantise the model first with gemmery.nn.quantize"),
+        (gemmery.quantize(torch.ones(32, 128), "int8"), "quantize the model first with gemmery.nn.quantize"),
     ):
         with pytest.raises(RuntimeError, match=f"copy_: a plain tensor can't take .*{text}"):
             nn.Linear(128, 32, False).load_state_dict({"weight": given})
@@ -196,7 +196,7 @@ def test_methods_and_errors_of_sparsify():
     dense = model[0].sparse.dense()
     gemmery.sparsify(dense.T, method="as_is")
     (why,) = [why for name, why in gemmery.nn.sparsify(nn.Sequential(nn.Linear(64, 32)), method="as_is").left]
-    assert "method='as_is' takes two at most of each four" in why
+    assert "method='as_is' allows at most two of every four" in why
     for arguments, error, text in (
         (("model",), TypeError, "model is a str; it must be a torch.nn.Module"),
         ((plain, "1:4"), ValueError, "pattern is '1:4'"),
@@ -205,7 +205,7 @@ def test_methods_and_errors_of_sparsify():
             gemmery.nn.sparsify(*arguments)
     with pytest.raises(ValueError, match="sparsify: method is 'best'"):
         gemmery.nn.sparsify(plain, method="best")
-    with pytest.raises(TypeError, match="sparsify: skip is the string 'a'; it must be several"):
+    with pytest.raises(TypeError, match="sparsify: skip is the string 'a'; it must be a sequence of names"):
         gemmery.nn.sparsify(plain, skip="a")
 
 
@@ -215,7 +215,7 @@ def test_experts():
     x, index, weights = torch.randn(5, 64).bfloat16(), torch.randint(3, (5, 2)), torch.rand(5, 2)
     plain = copy.deepcopy(model["a"])
     report = gemmery.nn.sparsify(model)
-    assert report.left == [("b", "its gate has 48 rows; packed they must be a multiple of 32")]
+    assert report.left == [("b", "its gate has 48 rows; a packed gate must have a multiple of 32")]
     text = "num_experts=3, in_features=64, hidden_features=32, activation=silu, bias=False, pattern=2:4"
     assert repr(model["a"]) == f"Experts({text})"
     with torch.no_grad():
@@ -237,7 +237,7 @@ def test_blocks_and_what_is_left():
     x = torch.randn(3, 64).bfloat16()
     report = gemmery.nn.sparsify(model)
     assert [name for name, _ in report.replaced] == ["mlp.gate_up", "mlp.down"]
-    assert report.left == [("hooked", "it has hooks"), ("packed", "it is quantised already")]
+    assert report.left == [("hooked", "it has hooks"), ("packed", "it is quantized already")]
     gate, up = (x @ block.gate_up.sparse.dense().T).chunk(2, -1)
     want = (F.silu(gate) * up) @ block.down.sparse.dense().T
     torch.testing.assert_close(block(x), want, rtol=5e-2, atol=2e-2)

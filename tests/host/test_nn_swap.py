@@ -532,18 +532,18 @@ LEFT = {
     "subclass": (subclassed, "up_proj", "it is a "),
     "parametrisation": (
         lambda _, m: nn.utils.parametrize.register_parametrization(m.gate_proj, "weight", nn.Tanh()),
-        "gate_proj", "it is parametrised",
+        "gate_proj", "it is parametrized",
     ),
     "weight norm": (
         lambda _, m: setattr(m, "gate_proj", nn.utils.parametrizations.weight_norm(m.gate_proj)),
-        "gate_proj", "it is parametrised",
+        "gate_proj", "it is parametrized",
     ),
     "patched block": (patched, "", "its forward was replaced"),
     "patched layer": (
         lambda _, m: setattr(m.up_proj, "forward", partial(F.linear, weight=3 * m.up_proj.weight.detach())),
         "up_proj", "its forward was replaced",
     ),
-    "compiled layer": (lambda _, m: m.up_proj.compile(backend="eager"), "up_proj", "it was compiled by itself"),
+    "compiled layer": (lambda _, m: m.up_proj.compile(backend="eager"), "up_proj", "it was compiled separately"),
     "another class": (renamed, "", "whose forward is not known"),
     "another forward": (pretending, "", "whose forward is not known"),
     "another activation": (lambda _, m: setattr(m, "act_fn", nn.Mish()), "", "its activation Mish is not one of gemmery's"),
@@ -600,7 +600,7 @@ def test_what_the_report_says():
     assert list(range(20))[report] == 8
     assert str(gemmery.nn.swap(nn.ReLU())) == "0 replaced"
     assert str(gemmery.nn.swap(nn.Linear(2, 2))) == (
-        "0 replaced\n1 left\n  the model itself: it is not inside a module, so that nothing can take its place"
+        "0 replaced\n1 left\n  the model itself: it is not inside a module, so it can't be replaced"
     )
 
 
@@ -914,7 +914,7 @@ def test_float32_layers_are_torchs_to_compute():
     report = gemmery.nn.swap(model)
     assert not [what for _, what in report.replaced if what == "Linear" or "MLP" in what]
     reasons = {why for _, why in report.left}
-    assert "its weight is float32, which torch multiplies faster; name a precision to replace it" in reasons
+    assert "its weight is float32, which torch multiplies faster; give a precision to replace it" in reasons
     assert len(gemmery.nn.swap(make("llama").bfloat16())) > len(report)
     for how in ({"precision": "ieee"}, {"precision": "torch"}, {"batch_invariant": True}):
         assert any(what == "Linear" for _, what in gemmery.nn.swap(make("llama"), **how).replaced)
@@ -1041,7 +1041,7 @@ def test_conv1d_in_float32_is_left_to_torch():
     report = gemmery.nn.swap(gpt2().float())
     assert not report.replaced
     assert {why for _, why in report.left} == {
-        "its weight is float32, which torch multiplies faster; name a precision to replace it"
+        "its weight is float32, which torch multiplies faster; give a precision to replace it"
     }
     assert len(gemmery.nn.swap(gpt2().float(), precision="ieee")) == 9
 
@@ -1082,7 +1082,7 @@ def test_conv1ds_that_would_lose_something_are_left():
     left = dict(gemmery.nn.swap(model).left)
     assert left["hooked"] == "it has hooks"
     assert left["own"].endswith("Own, whose forward is not known")
-    assert dict(gemmery.nn.quantize(model, "int8").left)["shared"] == "its weight is also that of embedding"
+    assert dict(gemmery.nn.quantize(model, "int8").left)["shared"] == "its weight is shared with embedding"
 
 
 def test_saving_a_quantised_model_says_how(tmp_path):

@@ -429,7 +429,7 @@ def test_a_weight_that_no_format_holds_is_named(stored, tmp_path, caplog, monkey
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     with pytest.raises(RuntimeError, match="conversion of the weights"):
         cls.from_pretrained(tmp_path, quantization_config=GemmeryConfig("int4"))
-    assert "model.layers.1.mlp.up_proj can't be quantised: quantize: w has NaN or infinity" in caplog.text
+    assert "model.layers.1.mlp.up_proj can't be quantized: quantize: w has NaN or infinity" in caplog.text
     kept = cls.from_pretrained(
         tmp_path,
         quantization_config=GemmeryConfig(

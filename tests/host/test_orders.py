@@ -367,7 +367,7 @@ def test_indices_command(tmp_path):
         (("order", 10, 10, 10, "--out", "x.jpg"), "must end in"),
         (("order", 10, 10, 10, "--device", "nothing"), "device table"),
         (("indices", 10, 10, 10, "--tile", "4x4x4", "--pid", 99), "9 programs"),
-        (("indices", 10, 10, 10, "--strides-a", "4;1"), "whole numbers"),
+        (("indices", 10, 10, 10, "--strides-a", "4;1"), "integers separated by commas"),
         (("indices", 10, 10, 10, "--out", "x.gif"), "must end in"),
         (("indices", 10, 10, 10, "--config", "nonsense"), "not of the form"),
     ],

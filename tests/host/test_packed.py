@@ -333,7 +333,7 @@ def test_compiled_errors():
     fails(
         error,
         lambda: compiled(lambda: gemmery.linear(x, w, epilogue=plain), "eager")(),
-        "must be what gemmery.epilogue",
+        "must be the result of gemmery.epilogue",
     )
     fails(
         error,
@@ -470,9 +470,9 @@ WRONG = [
     (TypeError, lambda x, w: gemmery.linear(x.float(), w), "x is torch.float32 and weight is torch.bfloat16"),
     (TypeError, lambda x, w: gemmery.linear(x.half(), w), "x is torch.float16"),
     (TypeError, lambda x, w: gemmery.linear(None, w), "linear: x is a NoneType"),
-    (TypeError, lambda x, w: gemmery.linear(w, w), "linear: x is a QuantizedTensor; sparse and quantised weights must be the second operand"),
-    (TypeError, lambda x, w: gemmery.matmul(w, x), "matmul: a is a QuantizedTensor; sparse and quantised weights must be the second operand"),
-    (TypeError, lambda x, w: gemmery.linear(x, w.dequantize(), w), "linear: bias is a QuantizedTensor; sparse and quantised weights must be the second operand"),
+    (TypeError, lambda x, w: gemmery.linear(w, w), "linear: x is a QuantizedTensor; sparse and quantized weights must be the second operand"),
+    (TypeError, lambda x, w: gemmery.matmul(w, x), "matmul: a is a QuantizedTensor; sparse and quantized weights must be the second operand"),
+    (TypeError, lambda x, w: gemmery.linear(x, w.dequantize(), w), "linear: bias is a QuantizedTensor; sparse and quantized weights must be the second operand"),
     (ValueError, lambda x, w: gemmery.linear(x[:, 1:], w), "x is (5, 127) and weight is (32, 128), which is (N, K): inner sizes 127 and 128 differ"),
     (ValueError, lambda x, w: gemmery.linear(x[:, 1:], weight(order=True)), "inner sizes 127 and 128 differ"),
     (ValueError, lambda x, w: gemmery.linear(x[0, 0], w), "x is a scalar"),
@@ -491,7 +491,7 @@ WRONG = [
     (TypeError, lambda x, w: gemmery.addmm(None, None, w, beta="x"), "addmm: b is a QuantizedTensor"),
     (TypeError, lambda x, w: gemmery.addmm(x, w, x), "addmm: a is a QuantizedTensor"),
     (TypeError, lambda x, w: gemmery.addmm(w, x, x), "addmm: input is a QuantizedTensor"),
-    (TypeError, lambda x, w: gemmery.linear(x, w, args=(1,)), "args are an epilogue's; there is none"),
+    (TypeError, lambda x, w: gemmery.linear(x, w, args=(1,)), "args are given without an epilogue; give epilogue= too, or leave them out"),
     (TypeError, lambda x, w: gemmery.linear(x, w, out_dtype=torch.int8), "out_dtype is torch.int8"),
     (ValueError, lambda x, w: gemmery.linear(x, w, precision="tf16"), "precision is 'tf16'"),
 ]  # fmt: skip

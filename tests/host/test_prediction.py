@@ -580,7 +580,7 @@ def test_rows_of_all_suites_are_posed():
         ({"epilogue": "sin"}, "epilogue is 'sin'"),
         ({"scales": "row"}, "operands of 8 bits"),
         ({"weight": "int4", "scales": "row"}, "scales of its own"),
-        ({"weight": "int4", "batch": (4,)}, "batch is for products without"),
+        ({"weight": "int4", "batch": (4,)}, "batch is not supported with"),
         ({"layout": "XY"}, "layout is 'XY'"),
     ],
     ids=str,

@@ -204,7 +204,7 @@ X = values(3, 5)
 QUANTISING = [
     (TypeError, lambda: gemmery.quantize_activations(X.double()), "x is torch.float64; it must be one of"),
     (TypeError, lambda: gemmery.quantize_activations([1.0]), "x is a list"),
-    (TypeError, lambda: gemmery.quantize_activations(X.clone().requires_grad_()), "quantise x.detach()"),
+    (TypeError, lambda: gemmery.quantize_activations(X.clone().requires_grad_()), "quantize x.detach()"),
     (ValueError, lambda: gemmery.quantize_activations(X, "fp8"), "format is 'fp8'; it must be one of e4m3"),
     (ValueError, lambda: gemmery.quantize_activations(X, per="row"), "per is 'row'; it must be one of token"),
     (ValueError, lambda: gemmery.quantize_activations(X[0]), "x is (5,); it must be (..., M, K)"),
@@ -353,7 +353,7 @@ PRODUCTS = [
     (ValueError, lambda: gemmery.scaled_matmul(A, B, bias=torch.ones(3)), "bias is (3,); it must broadcast to the product, (3, 4)"),
     (ValueError, lambda: gemmery.scaled_matmul(A, B, bias=torch.ones(1, 3, 4)), "bias is (1, 3, 4)"),
     (TypeError, lambda: gemmery.scaled_matmul(A, B, bias=1.0), "bias is a float"),
-    (TypeError, lambda: gemmery.scaled_matmul(A, B, args=(1,)), "args are an epilogue's; there is none"),
+    (TypeError, lambda: gemmery.scaled_matmul(A, B, args=(1,)), "args are given without an epilogue; give epilogue= too, or leave them out"),
     (TypeError, lambda: gemmery.scaled_matmul(A, B, epilogue=torch.add, args=ROOT), "args is a Tensor"),
     (TypeError, lambda: gemmery.scaled_matmul(A, B, epilogue="gelu"), "epilogue is a str"),
     (TypeError, lambda: gemmery.scaled_matmul(A, B, bias=ROOT), "no gradient for torch.float8_e4m3fn operands"),
@@ -410,7 +410,7 @@ def test_plans_check_scaled_operands():
     assert gemmery.plan(A, sparse(4, 8)) is None
     for error, a, b, said in (
         (ValueError, A, gemmery.quantize_activations(values(4, 9)), "inner sizes 8 and 9 differ"),
-        (TypeError, A, int8_of(sparse(4, 8, code="")), "b keeps numbers of int8"),
+        (TypeError, A, int8_of(sparse(4, 8, code="")), "b keeps elements of int8"),
         (ValueError, mx, sparse(4, 8), "a has scales 1x32"),
         (TypeError, A, B.data, "b is a Tensor"),
     ):
@@ -493,11 +493,11 @@ W2_4 = sparse(4, 8)
 WITH_SPARSE = [
     (TypeError, lambda: gemmery.scaled_matmul(A.data, W2_4), "a is a Tensor; it must be a gemmery.ScaledTensor, as gemmery.quantize_activations makes"),
     (TypeError, lambda: gemmery.scaled_matmul(W2_4, A), "a is a SparseTensor; it must be a gemmery.ScaledTensor"),
-    (TypeError, lambda: gemmery.scaled_matmul(A, sparse(4, 8, code="")), "b keeps numbers of torch.bfloat16; a sparse one must keep e4m3, as gemmery.quantize(gemmery.sparsify(w), \"e4m3\") does"),
-    (TypeError, lambda: gemmery.scaled_matmul(A, int8_of(sparse(4, 8, code=""))), "b keeps numbers of int8"),
-    (TypeError, lambda: gemmery.scaled_matmul(A, sparse(4, 8, code="int4")), "b keeps numbers of int4"),
+    (TypeError, lambda: gemmery.scaled_matmul(A, sparse(4, 8, code="")), "b keeps elements of torch.bfloat16; a sparse b must keep e4m3: use gemmery.quantize(gemmery.sparsify(w), \"e4m3\")"),
+    (TypeError, lambda: gemmery.scaled_matmul(A, int8_of(sparse(4, 8, code=""))), "b keeps elements of int8"),
+    (TypeError, lambda: gemmery.scaled_matmul(A, sparse(4, 8, code="int4")), "b keeps elements of int4"),
     (TypeError, lambda: gemmery.scaled_matmul(gemmery.quantize_activations(values(3, 8), "int8"), W2_4), "a is torch.int8 and b is torch.float8_e4m3fn"),
-    (ValueError, lambda: gemmery.scaled_matmul(gemmery.quantize_activations(values(3, 256), per="block"), sparse(4, 256)), "a has scales 1x128; with a sparse b they must be those of the tensor or its rows"),
+    (ValueError, lambda: gemmery.scaled_matmul(gemmery.quantize_activations(values(3, 256), per="block"), sparse(4, 256)), "a has scales 1x128; with a sparse b, there must be one scale, or one per row"),
     (ValueError, lambda: gemmery.scaled_matmul(gemmery.quantize_activations(values(3, 8), per="mx"), W2_4), "a has scales 1x32"),
     (ValueError, lambda: gemmery.scaled_matmul(blocks_of(values(200, 256)), sparse(4, 256)), "a has scales 128x128"),
     (ValueError, lambda: gemmery.scaled_matmul(A, sparse(4, 12)), "a is (3, 8) and b is (4, 12): inner sizes 8 and 12 differ"),
@@ -534,7 +534,7 @@ def test_plain_fp8_with_a_sparse_weight_is_sent_to_scaled_matmul():
         "matmul: a is torch.float8_e4m3fn and b is a torch.bfloat16",
     )
     other = sparse(4, 8, code="int4")
-    fails(TypeError, lambda: gemmery.linear(x, other), "they must have one type, as by x.to(weight.dtype)")
+    fails(TypeError, lambda: gemmery.linear(x, other), "they must have the same type: use x.to(weight.dtype)")
 
 
 def test_sparse_weights_as_fakes():

@@ -157,10 +157,10 @@ def test_as_is_names_the_first_place_with_too_many():
     x[1, 7, 52:55] = 1
     x[2, 0, 0:4] = 1
     with pytest.raises(
-        ValueError, match=r"sparsify: weight\[1, 7, 52:56\] has [34] numbers that are not 0; .*as_is"
+        ValueError, match=r"sparsify: weight\[1, 7, 52:56\] has [34] nonzero elements; .*as_is"
     ):
         sparsify(x, method="as_is")
-    with pytest.raises(ValueError, match=r"weight\[0:4\]|weight\[0, 0:4\] has 4 numbers"):
+    with pytest.raises(ValueError, match=r"weight\[0:4\]|weight\[0, 0:4\] has 4 nonzero"):
         sparsify(torch.ones(1, 4), method="as_is")
 
 
@@ -269,7 +269,7 @@ def test_torchs_own_is_taken_without_a_copy(monkeypatch):
         ValueError, match=r"sparsify: weight is the transpose of .*, \(64, 128\); .* without .t\(\)"
     ):
         sparsify(turned)
-    with pytest.raises(TypeError, match=r"quantize: w is torch's .*; quantise gemmery.sparsify\(w\)"):
+    with pytest.raises(TypeError, match=r"quantize: w is torch's .*; quantize gemmery.sparsify\(w\)"):
         gemmery.quantize(theirs, "int8")
     odd = sparsify(values(48, 32)).dense()
     assert sparsify(SparseSemiStructuredTensorCUTLASS(odd)).dense().equal(odd)
@@ -452,7 +452,7 @@ def test_errors_of_quantize():
     with pytest.raises(ValueError, match="w has NaN or infinity"):
         gemmery.quantize(sparsify(torch.full((4, 4), torch.nan)), "int4")
     x = gemmery.quantize_activations(values(4, 64), "e4m3")
-    with pytest.raises(TypeError, match="b keeps numbers of int4; a sparse one must keep e4m3"):
+    with pytest.raises(TypeError, match="b keeps elements of int4; a sparse b must keep e4m3"):
         gemmery.scaled_matmul(x, int4(32, 64))
 
 
@@ -599,13 +599,13 @@ def test_rows_and_columns(w):
         piece = w[..., a:b]
         assert piece.dense().equal(dense[..., a:b])
         made_again(piece)
-    with pytest.raises(ValueError, match=r"slice: rows 8 to .* only at multiples of 32"):
+    with pytest.raises(ValueError, match=r"slice: rows 8 to .* only be sliced at multiples of 32"):
         w[..., 8:32, :]
-    with pytest.raises(ValueError, match=r"slice: columns 0 to 32 .* only at multiples of 64"):
+    with pytest.raises(ValueError, match=r"slice: columns 0 to 32 .* only be sliced at multiples of 64"):
         w[..., :32]
     with pytest.raises(ValueError, match="step 1, not 2"):
         w[..., ::2, :]
-    with pytest.raises(NotImplementedError, match="is no batch"):
+    with pytest.raises(NotImplementedError, match="is not a batch"):
         w[..., 0, :]
 
 
@@ -623,9 +623,11 @@ def test_int4_is_cut_where_groups_end(group_size):
         assert piece.group_size == group_size
         check_equal(made_again(piece), piece)
         assert apart(piece, w) or piece.dim() == 2
-    with pytest.raises(ValueError, match=f"columns 0 to {step // 2} .* only at multiples of {step}"):
+    with pytest.raises(
+        ValueError, match=f"columns 0 to {step // 2} .* only be sliced at multiples of {step}"
+    ):
         w[..., : step // 2]
-    with pytest.raises(ValueError, match=r"rows 0 to 16 .* only at multiples of 32"):
+    with pytest.raises(ValueError, match=r"rows 0 to 16 .* only be sliced at multiples of 32"):
         w[..., :16, :]
 
 
@@ -639,9 +641,9 @@ def test_shards(batch):
         for part in parts:
             made_again(part)
             assert part.channel.data_ptr() != w.channel.data_ptr()
-    with pytest.raises(ValueError, match=r"shard: columns 96 to 192 .* only at multiples of 64"):
+    with pytest.raises(ValueError, match=r"shard: columns 96 to 192 .* only be sliced at multiples of 64"):
         w.shard(-1, 1, 2)
-    with pytest.raises(ValueError, match=r"shard: rows 48 to 96 .* only at multiples of 32"):
+    with pytest.raises(ValueError, match=r"shard: rows 48 to 96 .* only be sliced at multiples of 32"):
         w.shard(-2, 1, 2)
 
 

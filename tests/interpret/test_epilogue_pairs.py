@@ -295,7 +295,7 @@ def test_vmap_along_other_dimensions():
 def test_parts_do_not_go_with_everything():
     x, (left, right) = values((6, K), torch.float32), parts("apart")
     cases = [
-        ((left,), {}, TypeError, "weight is a tuple of 1; it must be a tensor, or two"),
+        ((left,), {}, TypeError, "weight is a tuple of 1; it must be a tensor, or a pair"),
         ((left, right, left), {}, TypeError, "weight is a tuple of 3"),
         ((left, "right"), {}, TypeError, r"weight\[1\] is a str"),
         ((left, right[:-2]), {}, ValueError, r"halves of weight are \(48, 40\) and \(46, 40\)"),
@@ -329,5 +329,5 @@ def test_parts_are_an_epilogues():
         lambda: gemmery.linear(x, (left, right)),
         lambda: gemmery.matmul(x, (left.t(), right.t())),
     ):
-        with pytest.raises(TypeError, match=re.compile("in two parts")):
+        with pytest.raises(TypeError, match=re.compile("is a pair")):
             call()

@@ -364,7 +364,7 @@ def test_what_blocks_refuse():
         gemmery.nn.MLP(4, 4, activation="softmax")
     x, w = torch.ones(2, 3), torch.ones(4, 3)
     with pytest.raises(
-        ValueError, match=r"w_gate is \(4, 3\) and w_up is \(5, 3\); they must have one shape"
+        ValueError, match=r"w_gate is \(4, 3\) and w_up is \(5, 3\); they must have the same shape"
     ):
         gemmery.nn.gated_linear(x, w, torch.ones(5, 3))
     with pytest.raises(ValueError, match=r"weight is \(5, 3\); it must be \(2 \* hidden, in\)"):

@@ -31,7 +31,10 @@ def explain(
     k: Summed,
     dtype: Annotated[str, typer.Option(metavar="TYPE", help="bf16, fp16, fp32, tf32, fp64, int8, fp8, ...")] = "bf16",
     layout: Annotated[
-        str, typer.Option(metavar="NN|NT|TN|TT", help="N: row-major, T: column-major, as a Linear's weight is for b.")
+        str, typer.Option(
+            metavar="NN|NT|TN|TT",
+            help="Layouts of A and B: N is row-major, T column-major; a Linear's weight is a T as B.",
+        )
     ] = "NT",
     batch: Batch = None,
     weight: Weight = "",
@@ -41,30 +44,33 @@ def explain(
     epilogue: Epilogue = "",
     batch_invariant: BatchInvariant = False,
     device: Annotated[
-        str | None, typer.Option(metavar="NAME", help="A GPU, such as H200; the one at hand without, or else an H200.")
+        str | None, typer.Option(
+            metavar="NAME",
+            help="A GPU, such as H200. Default: the GPU of this machine, or an H200.",
+        )
     ] = None,
-    top: Annotated[int, typer.Option(min=1, help="How many configs to show.")] = 5,
+    top: Annotated[int, typer.Option(min=1, help="Number of configs to show.")] = 5,
     json: JsonFile = None,
 ) -> None:  # fmt: skip
-    """Say which config runs a product of an M by K and a K by N matrix, and why, on any known GPU; runs nothing.
+    """Show which config runs the product of an M by K and a K by N matrix, and why. Needs no GPU.
 
     The table has a row for each candidate, first the one that runs. Its columns are predicted times in microseconds,
     except waves, which is a number, and measured, which is a measured time:
 
     \b
-    total       of the whole product
-    compute     the steps along K at the tensor cores' rate
-    l2          the same steps at the rate at which data come from L2
-    memory      each distinct byte once, at the memory's bandwidth
-    overhead    launch, filling the pipeline, epilogues and stores
-    reduction   adding up the parts of tiles that are cut along K
-    correction  what measured times of similar products add or take away
+    total       the whole product
+    compute     the K steps at the rate of the tensor cores
+    l2          the same steps at the bandwidth of L2
+    memory      each distinct byte once, at the memory bandwidth
+    overhead    launch, start of the pipeline, epilogues and stores
+    reduction   adding the partial sums of tiles that are split along K
+    correction  what measured times of similar products add or subtract
     waves       tiles on the busiest multiprocessor
-    measured    microseconds, where this machine has a timing, see gemmery tune
+    measured    a timing of this machine, see gemmery tune
 
-    compute, l2 and memory overlap, so that total is less than the sum. The lines below the table say what binds the
-    first candidate, and what it gains over the next. These are the figures that kernels are chosen by; gemmery
-    predict gives a better estimate of the time.
+    compute, l2 and memory overlap, so total is less than their sum. The lines below the table explain what bounds the
+    first candidate, and what it gains over the next. gemmery chooses kernels by these figures; gemmery predict gives a
+    better estimate of the time.
     """
     from ..lab.abstract import abstract_problem
     from ..launch.explain import explain_problem
@@ -83,33 +89,44 @@ def explain(
 @app.command()
 def tune(
     suite: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Suites of the bench, see gemmery bench --list.")
+        list[str] | None, typer.Option(metavar="NAME", help="Suites of gemmery bench; see gemmery bench --list.")
     ] = None,
     shapes: Annotated[
-        list[str] | None, typer.Option(metavar="MxNxK", help="Sizes, or BxMxNxK with a batch. " + SIZES)
+        list[str] | None, typer.Option(metavar="MxNxK", help="Sizes to tune, or BxMxNxK with a batch. " + SIZES)
     ] = None,
     from_log: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Problems that a program met which ran with GEMMERY_LOG=FILE.", exists=True),
+        typer.Option(metavar="FILE", help="Problems that a program logged with GEMMERY_LOG=FILE.", exists=True),
     ] = None,
     dtype: Annotated[
-        list[str] | None, typer.Option(metavar="TYPE", help="bf16 (default), fp16, ...; where nothing else says.")
+        list[str] | None, typer.Option(
+            metavar="TYPE",
+            help="Type of suites and sizes without one: bf16 (default), fp16, ...",
+        )
     ] = None,
-    layout: Annotated[str, typer.Option(metavar="NN|NT|TN|TT", help="Of --shapes, see gemmery explain.")] = "NT",
-    bias: Annotated[bool, typer.Option("--bias", help="Of --shapes: add N numbers to each row.")] = False,
+    layout: Annotated[str, typer.Option(
+        metavar="NN|NT|TN|TT",
+        help="Layouts of --shapes, see gemmery explain.",
+    )] = "NT",
+    bias: Annotated[bool, typer.Option("--bias", help="With --shapes: add N numbers to each row.")] = False,
     exhaustive: Annotated[
-        bool, typer.Option("--exhaustive", help="Measure all configs, not only those predicted near the best.")
+        bool, typer.Option(
+            "--exhaustive",
+            help="Measure all configs, not only those that are predicted to be near the best.",
+        )
     ] = False,
-    again: Annotated[bool, typer.Option("--again", help="Measure also what was measured before.")] = False,
-    seconds: Annotated[float | None, typer.Option(min=0, help="Begin no measurement after so long.")] = None,
+    again: Annotated[bool, typer.Option("--again", help="Also measure configs that were measured before.")] = False,
+    seconds: Annotated[float | None, typer.Option(min=0, help="Start no measurement after this time.")] = None,
     json: JsonFile = None,
 ) -> None:  # fmt: skip
-    """Measure which configs are quickest on this GPU; later calls of the same shapes take them.
+    """Measure which configs are fastest on this GPU. Later calls with the same shapes use them.
 
-    Each timing is kept as it comes: press Ctrl-C, and the same command goes on from there.
+    Each timing is stored at once: after Ctrl-C, the same command continues where it stopped.
     """
     if not (suite or shapes or from_log):
-        raise typer.BadParameter("name suites, shapes or a log", param_hint="--suite, --shapes or --from-log")
+        raise typer.BadParameter(
+            "give suites, shapes or a log to tune", param_hint="--suite, --shapes or --from-log"
+        )
     from ..devices import TABLE
     from ..lab.tuning import Request, gpu_here
     from ..lab.tuning import tune as run
@@ -132,11 +149,11 @@ def warmup(
             help='A list of weights: [{"name": "qkv", "N": 6144, "K": 4096, "bias": false}, ...].',
         ),
     ],
-    max_m: Annotated[int, typer.Option(min=1, help="For inputs of 1 to so many rows.")] = 8192,
-    dtype: Annotated[str, typer.Option(metavar="TYPE", help="Of weights that name none.")] = "bf16",
+    max_m: Annotated[int, typer.Option(min=1, help="Prepare inputs of 1 to this many rows.")] = 8192,
+    dtype: Annotated[str, typer.Option(metavar="TYPE", help="Type of weights in the file without one.")] = "bf16",
     json: JsonFile = None,
 ) -> None:  # fmt: skip
-    """Compile every kernel that products with a model's weights run, so that a server compiles nothing later."""
+    """Compile every kernel that products with a model's weights run, so that a server compiles none later."""
     from ..lab.tuning import read_weights
     from ..lab.tuning import warmup as run
 

@@ -1,4 +1,4 @@
-"""`gemmery inspect`: what a kernel's machine code is like."""
+"""`gemmery inspect`: the machine code of a kernel."""
 
 from __future__ import annotations
 
@@ -39,21 +39,24 @@ def inspect(
     batch_invariant: BatchInvariant = False,
     config: Annotated[
         list[str] | None,
-        typer.Option(metavar="TEXT", help="As gemmery explain writes it; by default the chosen one. Two are compared."),
+        typer.Option(
+            metavar="TEXT",
+            help="A config as gemmery explain prints it. Default: the chosen one. Two are compared.",
+        ),
     ] = None,
     device: DeviceName = None,
     target: Annotated[
-        str | None, typer.Option(metavar="ARCH", help="sm_80, sm_90, ..., gfx942: in the place of a GPU's name.")
+        str | None, typer.Option(metavar="ARCH", help="A target instead of a GPU: sm_80, sm_90, ..., gfx942.")
     ] = None,
-    sass: Annotated[bool, typer.Option("--sass", help="Every instruction of the loop along K, with its line.")] = False,
-    ttgir: Annotated[bool, typer.Option("--ttgir", help="The kernel in Triton's GPU dialect.")] = False,
-    ptx: Annotated[bool, typer.Option("--ptx", help="The kernel in PTX, or in AMD's assembly.")] = False,
+    sass: Annotated[bool, typer.Option("--sass", help="Print every instruction of the K loop, with its line.")] = False,
+    ttgir: Annotated[bool, typer.Option("--ttgir", help="Print the kernel in Triton's GPU dialect.")] = False,
+    ptx: Annotated[bool, typer.Option("--ptx", help="Print the kernel in PTX, or in AMD assembly.")] = False,
     json: JsonFile = None,
 ) -> None:  # fmt: skip
-    """Compile the kernel of a product, for any known GPU and without one, and take its machine code apart.
+    """Compile the kernel of a product and analyze its machine code, for any known GPU. Needs no GPU.
 
-    Shows registers, spills, shared memory, occupancy and what limits it, the tensor cores' instructions, how wide loads
-    are, and the loop along K as it is issued.
+    Shows registers, spills, shared memory, occupancy and what limits it, the tensor-core instructions, the width of
+    loads, and the instructions of the K loop.
     """
     from rich.console import Console
 

@@ -12,7 +12,7 @@ from .options import app, place_for_json, words, write_json
 
 def _steady_rows(text: str) -> str:
     if text != "all" and not text.isdecimal():
-        raise typer.BadParameter(f"{text!r} given; a number of rows or 'all' is wanted")
+        raise typer.BadParameter(f"{text!r} is not a number of rows; give a number, or 'all'")
     return text
 
 
@@ -23,11 +23,11 @@ def _place_for_results(path: Path | None) -> Path | None:
 @app.command()
 def bench(
     suite: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="What is measured; all, or names that --list shows.")
+        list[str] | None, typer.Option(metavar="NAME", help="Suites to measure: all, or names that --list shows.")
     ] = None,
     dtype: Annotated[
         list[str] | None,
-        typer.Option(metavar="TYPE", help="bf16 (default), fp16, ...; for rows that have no type of their own."),
+        typer.Option(metavar="TYPE", help="Type of rows without one: bf16 (default), fp16, ..."),
     ] = None,
     against: Annotated[
         list[str] | None,
@@ -39,42 +39,51 @@ def bench(
     ] = None,
     regimes: Annotated[
         list[str] | None,
-        typer.Option(metavar="REGIME", help="burst, steady, graph, host; the first two unless the suite differs."),
+        typer.Option(
+            metavar="REGIME",
+            help="burst, steady, graph, host. Default: burst and steady, unless the suite says otherwise.",
+        ),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Per row and regime; fewer than 5 are only a look.")] = 5,
+    rounds: Annotated[int, typer.Option(
+        min=1,
+        help="Rounds per row and regime. Fewer than 5 give only a rough result.",
+    )] = 5,
     steady_rows: Annotated[
         str,
-        typer.Option(metavar="N|all", callback=_steady_rows, help="Rows of a suite timed in steady, evenly spread."),
+        typer.Option(
+            metavar="N|all", callback=_steady_rows,
+            help="Number of rows of a suite that are timed in steady, evenly spaced.",
+        ),
     ] = "8",
-    rows: Annotated[str, typer.Option(metavar="REGEX", help="Only rows whose name matches.")] = "",
-    seed: Annotated[int | None, typer.Option(help="Of inputs and orders; a new one without.")] = None,
+    rows: Annotated[str, typer.Option(metavar="REGEX", help="Measure only rows whose name matches.")] = "",
+    seed: Annotated[int | None, typer.Option(help="Seed of inputs and orders. Default: a new one.")] = None,
     count: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Of random suites: N rows drawn from --seed instead of their own."),
+        typer.Option(min=1, metavar="N", help="In random suites, draw N rows from --seed instead of the suite's own."),
     ] = None,
     tuned: Annotated[
-        bool, typer.Option("--tuned", help="Let timings of this machine's store choose; else gemmery is as it ships.")
+        bool, typer.Option("--tuned", help="Use the timings in this machine's store. Default: gemmery as it ships.")
     ] = False,
     json: Annotated[
         Path | None,
         typer.Option(
             "--json", "--out", metavar="FILE|DIR", callback=_place_for_results,
-            help="Write the result to this .json file, or each to one of its own in this directory.",
+            help="Write the result to this .json file, or each result to a file in this directory.",
         ),
     ] = None,
     listing: Annotated[
-        bool, typer.Option("--list", help="Show the rows and about how long they take; measure nothing.")
+        bool, typer.Option("--list", help="Show the rows and about how long they take, and measure nothing.")
     ] = False,
 ) -> None:  # fmt: skip
-    """Measure suites of products against other implementations, on the GPU at hand.
+    """Measure suites of products against other implementations, on the GPU of this machine.
 
-    Options that name things take several between commas, or are repeated: --suite square,llm --dtype bf16 --dtype fp16.
+    Options accept several names, separated by commas or repeated: --suite square,llm --dtype bf16 --dtype fp16.
     """
     if not suite and not listing:
-        raise typer.BadParameter("name a suite, or see --list", param_hint="--suite")
+        raise typer.BadParameter("give a suite; --list shows their names", param_hint="--suite")
     if json == Path("-") and not listing:
         raise typer.BadParameter(
-            "results are kept in files: name a .json file, or a directory", param_hint="--json"
+            "results need a file: give a .json file, or a directory", param_hint="--json"
         )
     from ..lab.bench import Request, listed, runs, show
     from ..lab.bench import bench as run

@@ -100,7 +100,7 @@ JsonFile = Annotated[
         metavar="FILE",
         dir_okay=False,
         callback=place_for_json,
-        help="Write everything that is printed, and more, to this file; with - to standard output.",
+        help="Write everything that is printed, and more, to this JSON file; - is standard output.",
     ),
 ]
 
@@ -115,7 +115,7 @@ def interpret_without_gpu() -> None:
 
     if "TRITON_INTERPRET" in os.environ or torch.cuda.is_available():
         return
-    typer.echo("No GPU here: the kernels run in Triton's interpreter on the CPU (TRITON_INTERPRET=1).")
+    typer.echo("No GPU found: the kernels run in Triton's interpreter on the CPU (TRITON_INTERPRET=1).")
     sys.stdout.flush()
     command = [sys.executable, "-m", "gemmery", *sys.argv[1:]]
     os.execve(sys.executable, command, os.environ | {"TRITON_INTERPRET": "1"})

@@ -15,17 +15,20 @@ Sizes = tuple[int, int, int]
 
 Tile = Annotated[
     str | None,
-    typer.Option(metavar="MxNxK", help="Rows, columns and K step of a tile; by default those that gemmery chooses."),
+    typer.Option(metavar="MxNxK", help="Rows, columns and K step of a tile. Default: those that gemmery chooses."),
 ]  # fmt: skip
 GroupSize = Annotated[
-    int | None, typer.Option(min=1, help="Rows of tiles in a group; by default what gemmery chooses.")
+    int | None, typer.Option(min=1, help="Rows of tiles in a band. Default: what gemmery chooses.")
 ]
 DType = Annotated[str, typer.Option(metavar="TYPE", help="bf16, fp16, fp32, tf32, fp64, int8, fp8, ...")]
 Layout = Annotated[
-    str, typer.Option(metavar="NN|NT|TN|TT", help="N: row-major, T: column-major, as a Linear's weight is for b.")
+    str, typer.Option(
+        metavar="NN|NT|TN|TT",
+        help="Layouts of A and B: N is row-major, T column-major; a Linear's weight is a T as B.",
+    )
 ]  # fmt: skip
 DeviceName = Annotated[
-    str | None, typer.Option(metavar="NAME", help="A GPU, such as H200; the one at hand without, or else an H200.")
+    str | None, typer.Option(metavar="NAME", help="A GPU, such as H200. Default: the GPU of this machine, or an H200.")
 ]  # fmt: skip
 
 
@@ -39,7 +42,7 @@ def tile_of(text: str | None) -> Sizes | None:
         return None
     match = re.fullmatch(r"(\d+)[x×](\d+)[x×](\d+)", text)
     if match is None:
-        raise ValueError(f"tile is {text!r}; rows, columns and K step are wanted, such as 128x256x64")
+        raise ValueError(f"tile is {text!r}; give rows, columns and K step, such as 128x256x64")
     return int(match[1]), int(match[2]), int(match[3])
 
 
@@ -52,7 +55,7 @@ def numbers_of(name: str, text: str | None) -> list[int] | None:
     if text is None:
         return None
     if not re.fullmatch(r"\d+(,\d+)*", text):
-        raise ValueError(f"{name} is {text!r}; whole numbers between commas are wanted, such as 4096,1")
+        raise ValueError(f"{name} is {text!r}; give integers separated by commas, such as 4096,1")
     return [int(word) for word in text.split(",")]
 
 
@@ -63,27 +66,36 @@ def order(
     k: Summed,
     tile: Tile = None,
     orders: Annotated[
-        list[str] | None, typer.Option("--order", metavar="NAME", help="row, column, grouped; row and grouped without.")
+        list[str] | None, typer.Option(
+            "--order", metavar="NAME",
+            help="row, column, grouped. Default: row and grouped.",
+        )
     ] = None,
     group_size: GroupSize = None,
     first: Annotated[
-        int | None, typer.Option(min=1, metavar="TILES", help="Count the blocks of the first so many; a wave without.")
+        int | None, typer.Option(
+            min=1, metavar="TILES",
+            help="Count the blocks of this many first tiles. Default: those of a wave.",
+        )
     ] = None,
     programs: Annotated[
-        int | None, typer.Option(min=1, help="Tiles computed at once; as many as the GPU holds without.")
+        int | None, typer.Option(min=1, help="Tiles that are computed at once. Default: as many as the GPU holds.")
     ] = None,
-    l2: Annotated[float | None, typer.Option(min=0, metavar="MB", help="Size of the cache; the GPU's without.")] = None,
+    l2: Annotated[float | None, typer.Option(
+        min=0, metavar="MB",
+        help="Size of the cache. Default: the GPU's.",
+    )] = None,
     dtype: DType = "bf16",
     layout: Layout = "NT",
     device: DeviceName = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw: .png or .svg, or an animation as .gif or .html.")
+        Path | None, typer.Option(metavar="FILE", help="Draw a picture, .png or .svg, or an animation, .gif or .html.")
     ] = None,
     json: JsonFile = None,
 ) -> None:  # fmt: skip
-    """Show the order in which a product's tiles are computed, what each order reads, and how much of that hits L2.
+    """Show the order in which a product's tiles are computed, the bytes that each order reads, and its hits in L2.
 
-    The product is of an M by K and a K by N matrix; nothing runs. The cache is simulated.
+    The product multiplies an M by K and a K by N matrix. Needs no GPU: the cache is simulated.
     """
     from rich.console import Console
 
@@ -118,11 +130,11 @@ def indices(
     n: Columns,
     k: Summed,
     pid: Annotated[int, typer.Option(help="The program's number, tl.program_id(0).")] = 0,
-    step: Annotated[int, typer.Option(help="Step of its K loop, from 0.")] = 0,
-    turn: Annotated[int, typer.Option(help="Which of its tiles, from 0, where programs are persistent.")] = 0,
+    step: Annotated[int, typer.Option(help="The step of its K loop, from 0.")] = 0,
+    turn: Annotated[int, typer.Option(help="Which of its tiles, from 0, if programs are persistent.")] = 0,
     tile: Tile = None,
     group_size: GroupSize = None,
-    config: Annotated[str | None, typer.Option(metavar="CONFIG", help="As gemmery explain writes them.")] = None,
+    config: Annotated[str | None, typer.Option(metavar="CONFIG", help="A config as gemmery explain prints it.")] = None,
     layout: Layout = "NT",
     batch: Annotated[str | None, typer.Option(metavar="SIZES", help="Leading dimensions: --batch 8,16.")] = None,
     strides_a: Annotated[
@@ -132,13 +144,17 @@ def indices(
     strides_c: Annotated[str | None, typer.Option(metavar="NUMBERS", help="Strides of C (batch, M, N).")] = None,
     dtype: DType = "bf16",
     device: DeviceName = None,
-    edge: Annotated[int, typer.Option(min=1, metavar="LANES", help="Print so many at each edge of a block.")] = 4,
+    edge: Annotated[int, typer.Option(
+        min=1, metavar="LANES",
+        help="Print this many lanes at each edge of a block.",
+    )] = 4,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw heat maps: .png or .svg.")] = None,
     json: JsonFile = None,
 ) -> None:  # fmt: skip
-    """Show the offsets that one program's pointers hold for A, B and C, and which lanes its masks turn off.
+    """Show the offsets of one program's pointers into A, B and C, and the lanes that its masks disable.
 
-    The product is of an M by K and a K by N matrix; nothing runs. A tile may have any sizes, in a program of its own.
+    The product multiplies an M by K and a K by N matrix. Needs no GPU. With --tile, each tile of any size has its own
+    program.
     """
     from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""`gemmery predict` and `roofline`, and `plot` for what was measured."""
+"""`gemmery predict`, `roofline` and `plot`."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def predict(
     batch_invariant: BatchInvariant = False,
     config: Annotated[
         str | None,
-        typer.Option(metavar="CONFIG", help="Another kernel than the one that is chosen, see gemmery explain."),
+        typer.Option(metavar="CONFIG", help="A config to use instead of the chosen one, see gemmery explain."),
     ] = None,
     device: DeviceName = None,
     json: JsonFile = None,
 ) -> None:  # fmt: skip
-    """Predict the time of a product of an M by K and a K by N matrix, for gemmery and for the vendor's BLAS.
+    """Predict the time of the product of an M by K and a K by N matrix, for gemmery and for the vendor's BLAS.
 
-    Says which part binds, and the room left under the roofline, on any known GPU; runs nothing and needs none. Times
-    are of a single launch with its inputs in no cache.
+    Shows what bounds the product, and its distance to the roofline, for any known GPU. Needs no GPU. Times are those of
+    a single launch with cold inputs.
     """
     from ..lab.abstract import abstract_problem
     from ..lab.prediction import predict as run
@@ -70,10 +70,10 @@ def predict(
 @app.command()
 def roofline(
     sizes: Annotated[
-        list[int] | None, typer.Argument(metavar="[M N K]...", help="Products, several one after the other. " + SIZES)
+        list[int] | None, typer.Argument(metavar="[M N K]...", help="Sizes of one or more products. " + SIZES)
     ] = None,
     suite: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Suites of the bench, see gemmery bench --list.")
+        list[str] | None, typer.Option(metavar="NAME", help="Suites of gemmery bench; see gemmery bench --list.")
     ] = None,
     dtype: DType = "bf16",
     device: DeviceName = None,
@@ -81,16 +81,16 @@ def roofline(
         Path | None,
         typer.Option(
             metavar="DIR", exists=True, file_okay=False,
-            help="Results of gemmery bench, to be shown too; without, those of the repository that this is run from.",
+            help="Results of gemmery bench to show as well. Default: those of the repository that this runs from.",
         ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw: .png or .svg.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw a picture, .png or .svg.")] = None,
     json: JsonFile = None,
 ) -> None:  # fmt: skip
-    """Show the rooflines of a GPU and products under them, predicted and, where a result has them, measured.
+    """Show the rooflines of a GPU, and products under them, as predicted and, if recorded, as measured. Needs no GPU.
 
-    For each type: the peak rate, the operations per byte from which it can be reached (the ridge), and the size of a
-    square product M = N = K that computes as long as it reads A and B and writes the output (the break-even).
+    Prints for each type the peak rate, the ridge (the operations per byte from which the peak can be reached), and the
+    break-even (the size M = N = K at which computing takes as long as reading A and B and writing the output).
     """
     from ..lab.figures import check_name
     from ..lab.prediction.recorded import folder
@@ -118,7 +118,10 @@ def roofline(
 @app.command()
 def plot(
     results: Annotated[
-        list[Path], typer.Argument(metavar="RESULT.json...", exists=True, dir_okay=False, help="Of gemmery bench.")
+        list[Path], typer.Argument(
+            metavar="RESULT.json...", exists=True, dir_okay=False,
+            help="Results of gemmery bench.",
+        )
     ],
     out: Annotated[Path, typer.Option(metavar="FILE", help="A picture, .png or .svg.")],
     kind: Annotated[
@@ -126,16 +129,16 @@ def plot(
         typer.Option(
             metavar="NAME",
             help="throughput: over size; shapes: the ratio to each peer, row by row; scaling: time over M; ratios: "
-            "many results side by side. The first three without, each in a file with its name before the ending.",
+            "many results side by side. Default: the first three, each in a file with its name before the ending.",
         ),
     ] = None,
     json: JsonFile = None,
 ) -> None:  # fmt: skip
-    """Draw what gemmery bench measured, with the spread over its rounds."""
+    """Draw the results of gemmery bench, with the spread over the rounds."""
     from ..lab.bench_plots import plot as run
 
     with told():
         found = run(results, words(kind), out)
     for name, drawn in found.items():
-        typer.echo(f"{name}: {drawn['file'] or 'the results have nothing to show of it'}")
+        typer.echo(f"{name}: {drawn['file'] or 'not drawn: the results have no data for it'}")
     write_json(json, found)

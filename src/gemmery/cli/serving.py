@@ -15,10 +15,13 @@ from .products import SIZES
 def lab(
     gpu: Annotated[
         list[str] | None,
-        typer.Option("--gpu", "--device", metavar="NAME", help="Such as H200; the GPU at hand without."),
+        typer.Option(
+            "--gpu", "--device", metavar="NAME",
+            help="A GPU, such as H200. Default: the GPU of this machine.",
+        ),
     ] = None,
     shapes: Annotated[
-        list[str] | None, typer.Option(metavar="MxNxK", help="Sizes, several for --export. " + SIZES)
+        list[str] | None, typer.Option(metavar="MxNxK", help="Sizes of the product; several with --export. " + SIZES)
     ] = None,
     dtype: Annotated[list[str] | None, typer.Option(metavar="TYPE", help="bf16, fp16, fp32, tf32, fp8, ...")] = None,
     layout: Annotated[list[str] | None, typer.Option(metavar="NN|NT|TN|TT", help="See gemmery explain.")] = None,
@@ -30,21 +33,22 @@ def lab(
         Path | None,
         typer.Option(
             metavar="FILE.html", dir_okay=False, callback=place_for_json,
-            help="Write the page to one file that needs no server, with every combination of what the options above "
-            "name; without --shapes, with those of language models.",
+            help="Write the page to one file that needs no server, with every combination of the options above. "
+            "Without "
+            "--shapes, it has those of language models.",
         ),
     ] = None,
-    host: Annotated[str, typer.Option(help="Where to serve; 0.0.0.0 for the network.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 for any that is free.")] = 8477,
+    host: Annotated[str, typer.Option(help="The address to serve on; 0.0.0.0 for the network.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 for any free one.")] = 8477,
     open_: Annotated[
-        bool | None, typer.Option("--open/--no-open", help="Open a browser; by default where there is a desktop.")
+        bool | None, typer.Option("--open/--no-open", help="Open a browser. Default: if there is a desktop.")
     ] = None,
     json: JsonFile = None,
 ) -> None:  # fmt: skip
-    """Serve a page on which a product is chosen and its predicted time, kernel, waves and traffic are seen.
+    """Serve a page that shows the predicted time, kernel, waves and traffic of a product.
 
-    It needs no GPU and no network. The options say what the page shows first. With --json one product's answer is
-    written and nothing is served.
+    Needs no GPU and no network. The options set the first view of the page. With --json, the command writes the data of
+    one product and serves nothing.
     """
     from ..files import write_text
     from ..lab.page.command import Request, answer, exported, serve
@@ -59,6 +63,6 @@ def lab(
             write_json(json, answer(request))
         if export is not None:
             write_text(export, exported(request))
-            typer.echo(f"The page is in {export}")
+            typer.echo(f"Page written to {export}")
         if json is None and export is None:
             serve(request, host, port, open_)

@@ -11,7 +11,7 @@ from .options import JsonFile, app, interpret_without_gpu
 
 @app.command()
 def demo(json: JsonFile = None) -> None:
-    """Run a sentence model with every linear layer through gemmery and compare it with torch."""
+    """Run a sentence model with every linear layer through gemmery, and compare it with torch."""
     interpret_without_gpu()
     from ..lab.demo import demo as run
 
@@ -21,11 +21,11 @@ def demo(json: JsonFile = None) -> None:
 @app.command()
 def ladder(
     rungs: Annotated[
-        list[int] | None, typer.Argument(metavar="RUNG", help="Numbers of rungs; all without.")
+        list[int] | None, typer.Argument(metavar="RUNG", help="Numbers of the rungs to run. Default: all.")
     ] = None,
     json: JsonFile = None,
 ) -> None:
-    """Climb the tutorials from a vector add to a persistent kernel, each rung checked and measured."""
+    """Run the tutorials, from a vector add to the kernels of the library, and check and measure each one."""
     interpret_without_gpu()
     from ..lab.ladder import ladder as run
 
@@ -34,7 +34,7 @@ def ladder(
 
 @app.command()
 def doctor(json: JsonFile = None) -> None:
-    """Say what this machine has, what it can't do, and what runs instead."""
+    """Show what this machine has, what it can't run, what runs instead, and how to fix it."""
     from ..lab.doctor import doctor as run
 
     raise typer.Exit(run(json))

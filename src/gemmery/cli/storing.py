@@ -1,4 +1,4 @@
-"""`gemmery store`: the timings that `tune` has measured."""
+"""`gemmery store`: the timings of `gemmery tune`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import typer
 from .options import Commands, JsonFile, app, place_for_json, told, write_json
 
 store_app = Commands(
-    within="store", help="Show, export or import the timings that tune has measured.", no_args_is_help=True
+    within="store", help="Show, export or import the timings of gemmery tune.", no_args_is_help=True
 )
 app.add_typer(store_app, name="store")
 
 
 @store_app.command("show")
 def store_show(json: JsonFile = None) -> None:
-    """Say where the timings are, and how many there are of which device and version."""
+    """Show where the timings are stored, and how many there are for each device and version."""
     from ..lab.timings import show
 
     contents = show()
@@ -28,10 +28,14 @@ def store_show(json: JsonFile = None) -> None:
 def store_export(
     file: Annotated[Path, typer.Argument(metavar="FILE", dir_okay=False, callback=place_for_json)],
     from_log: Annotated[
-        Path | None, typer.Option(metavar="LOG", help="Only the problems that GEMMERY_LOG=LOG has noted.", exists=True)
+        Path | None, typer.Option(
+            metavar="LOG",
+            help="Export only the problems that a program logged with GEMMERY_LOG=LOG.",
+            exists=True,
+        )
     ] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="Also timings of other versions of Triton and of the kernels.")
+        bool, typer.Option("--all", help="Also export timings of other versions of Triton and of the kernels.")
     ] = False,
 ) -> None:  # fmt: skip
     """Write timings to a JSON file, to ship with a model."""
@@ -46,7 +50,7 @@ def store_export(
 def store_import(
     file: Annotated[Path, typer.Argument(metavar="FILE", dir_okay=False, exists=True)],
 ) -> None:
-    """Take over the timings of a JSON file, but for those that were measured here later."""
+    """Import the timings of a JSON file, except those that were measured later on this machine."""
     from ..lab.timings import take
 
     with told():

@@ -4,9 +4,10 @@ products that are summed over ranks.
 Products of DTensors need nothing from here. It imports torch.distributed, and is imported by its name alone.
 """
 
+from .all_gather import all_gather_linear, all_gather_matmul
 from .all_reduce import linear_all_reduce, matmul_all_reduce
 from .exchange import check, set_timeout
-from .sharded_rows import all_gather_linear, all_gather_matmul, linear_reduce_scatter, matmul_reduce_scatter
+from .reduce_scatter import linear_reduce_scatter, matmul_reduce_scatter
 from .state import flat_state_dict, load_flat_state_dict
 from .styles import ColwiseParallel, ExpertParallel, FeedForwardParallel, RowwiseParallel
 from .weights import distribute_weight, full_weight

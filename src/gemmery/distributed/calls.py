@@ -16,13 +16,17 @@ from ..dtensors import is_sharded
 from ..epilogues.function import captured_of
 from ..epilogues.results import returned
 from ..formats.weight import PackedWeight
+from ..operands.dense import AUTOCAST
 from ..product.check import check_not_packed, check_second, check_tensor
 from ..product.epilogue import outputs_of
 from ..product.run import checked
-from ..product.seen import is_followed, needs_dispatcher
+from ..product.seen import PLAIN, autocast_dtype, is_followed, needs_dispatcher, wants_gradient
 from ..product.shape import OF_WEIGHTS, operand_names
 from ..product.spec import Functions, Options
 from .exchange import Shared, shared_by
+
+#: Types of operands whose products are summed in 32 bits, which kernels take.
+TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.int8)
 
 
 def outside_compiler(function: Callable[..., Any], *args: Any) -> Any:
@@ -54,9 +58,7 @@ def checked_group(name: str, op: str, a: Any, b: Any, group: dist.ProcessGroup |
             f"{name}: {first} or {second} is a DTensor; use gemmery.{op}, or give the local tensors (to_local)"
         )
     if not dist.is_initialized():
-        raise RuntimeError(
-            f"{name}: there is no process group; call torch.distributed.init_process_group"
-        )
+        raise RuntimeError(f"{name}: there is no process group; call torch.distributed.init_process_group")
     group = dist.group.WORLD if group is None else group
     assert group is not None
     return group
@@ -73,15 +75,9 @@ def tensors_of(a: Tensor, b: Any, bias: Any, functions: Functions) -> list[Tenso
     return [x for x in (a, *of_b, bias, *functions.args, *captured(functions)) if isinstance(x, Tensor)]
 
 
-def shared_memory(
-    a: Tensor, tensors: Sequence[Tensor], group: dist.ProcessGroup, types: Sequence[torch.dtype]
-) -> Shared | None:
-    """The memory that the ranks share, where a kernel can use it; the same answer on all ranks.
-
-    Args:
-        types: those of `a` for which there are kernels.
-    """
-    if a.dtype not in types or devices.current(a.device) is None or needs_dispatcher(tensors):
+def shared_memory(a: Tensor, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Shared | None:
+    """The memory that the ranks share, where a kernel can use it; the same answer on all ranks."""
+    if a.dtype not in TYPES or devices.current(a.device) is None or needs_dispatcher(tensors):
         return None
     shared = shared_by(group, a.device)
     return shared if shared.works else None
@@ -94,9 +90,7 @@ def moved(x: Any, dim: int) -> Any:
     return x.movedim(dim, 0).reshape(-1, x.shape[-1])
 
 
-def as_matrices(
-    dim: int, lead: torch.Size, bias: Any, functions: Functions
-) -> tuple[Any, Functions] | None:
+def as_matrices(dim: int, lead: torch.Size, bias: Any, functions: Functions) -> tuple[Any, Functions] | None:
     """Bias and functions of a product whose rows become those of one matrix; None where it takes a batch.
 
     Left to strides, it might become that on some ranks alone.
@@ -123,7 +117,9 @@ def as_batch(made: Any, lead: Sequence[int], dim: int) -> Any:
     """
     if len(lead) == 1:
         return made
-    results = [x.reshape(*lead, *x.shape[1:]).movedim(0, dim) for x in (made if isinstance(made, tuple) else (made,))]
+    results = [
+        x.reshape(*lead, *x.shape[1:]).movedim(0, dim) for x in (made if isinstance(made, tuple) else (made,))
+    ]
     return tuple(results) if isinstance(made, tuple) else results[0]
 
 
@@ -164,3 +160,40 @@ def given_up(shared: Shared, function: Callable[[], Any]) -> Any:
     except BaseException:
         shared.give_up()
         raise
+
+
+def dimension(name: str, op: str, argument: str, a: Tensor, b: Any, dim: int) -> int:
+    """A dimension of a first operand, counted from 0.
+
+    Raises:
+        ValueError: there is no such dimension, or it is the last one; or b is a batch.
+    """
+    first, second, _ = operand_names(op)
+    if a.dim() < 2:
+        raise ValueError(f"{name}: {first} is {tuple(a.shape)}; it must have at least 2 dimensions")
+    if b.dim() != 2:
+        raise ValueError(f"{name}: {second} is {tuple(b.shape)}; it must be a matrix")
+    if not -a.dim() <= dim < a.dim() or dim % a.dim() == a.dim() - 1:
+        raise ValueError(
+            f"{name}: {argument} is {dim} and {first} is {tuple(a.shape)}; it must be a dimension of {first} before "
+            "the last one"
+        )
+    return dim % a.dim()
+
+
+def as_autocast(a: Tensor) -> Tensor:
+    """A first operand in the type that autocast asks for."""
+    dtype = autocast_dtype(a.device)
+    return a if dtype is None or a.dtype not in AUTOCAST else a.to(dtype)
+
+
+def is_differentiated(x: Tensor, b: Any, bias: Any, functions: Functions, options: Options) -> bool:
+    """Whether a product has gradients, and is one of those for whose gradients kernels gather and scatter rows, too."""
+    bare = bias is None and functions.epilogue is None and options.out_dtype in (None, x.dtype)
+    plain = type(x) in PLAIN and type(b) in PLAIN and x.dtype == b.dtype and x.dtype in AUTOCAST
+    return bare and plain and options.config is None and wants_gradient((x, b))
+
+
+def of_gradients(options: Options) -> Options:
+    """The options of the products that are gradients."""
+    return options._replace(out_dtype=None)

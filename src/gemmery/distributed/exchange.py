@@ -12,7 +12,8 @@ import socket
 import tempfile
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -38,25 +39,27 @@ class Kind(NamedTuple):
     Attributes:
         least, most: the size that there is at first, and the largest.
         words: 32-bit words of a rank's buffer, given how many ranks there are and the size.
-        counters: of a rank, given the same.
+        counters: of a rank, given the size.
         content: of all words at first.
     """
 
+    name: str
     least: int
     most: int
     words: Callable[[int, int], int]
-    counters: Callable[[int, int], int]
+    counters: Callable[[int], int]
     content: int
 
 
+def _flagged(name: str) -> Kind:
+    """A kind whose size is in 32-bit words; behind them are two numbers for each rank, see `Numbers`."""
+    return Kind(name, 1 << 20, 1 << 28, lambda n, size: size + 2 * n, lambda size: 1, 0)
+
+
 #: For partial sums that all ranks add up: the size is the number of places of the product, see `Exchange`.
-SUMS = Kind(1 << 20, 1 << 23, lambda n, size: 2 * n * size, lambda n, size: size // 64 + 1, EMPTY.value)
-#: For partial sums that their owners add up: the size is the number of places of a rank's rows.
-OWNED_SUMS = Kind(
-    1 << 20, 1 << 26, lambda n, size: 2 * n * size, lambda n, size: 2, EMPTY.value
-)
-#: For rows: the size is 32-bit words of all rows. Behind them are the flags of arrivals and those of `begun`.
-ROWS = Kind(1 << 20, 1 << 28, lambda n, size: size + 2 * n, lambda n, size: 1, 0)
+SUMS = Kind("sums", 1 << 20, 1 << 23, lambda n, size: 2 * n * size, lambda size: size // 64 + 1, EMPTY.value)
+#: For the rows of all ranks, for sums that a rank is sent of its own rows, and for results of a rank's rows.
+ROWS, PARTIALS, RESULTS = _flagged("rows"), _flagged("partial sums"), _flagged("results")
 
 
 class Seconds:
@@ -119,9 +122,12 @@ class Shared:
         self._group, self.device = weakref.ref(group), device
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.works = self.ranks <= MOST_RANKS and self._reachable()
-        #: By kind. Memory of earlier sizes is kept, too: a captured graph may use it.
-        self._memories: dict[Kind, list[Memory]] = {}
-        self._side: torch.cuda.Stream | None = None
+        #: By the kind's name. Memory of earlier sizes is kept, too: a captured graph may use it.
+        self._memories: dict[str, list[Memory]] = {}
+        if self.device.type == "cuda":
+            #: A stream for what runs beside kernels; when what it is to send is there, and when it is sent.
+            self.side = torch.cuda.Stream(device)
+            self.placed, self.sent = torch.cuda.Event(), torch.cuda.Event()
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -130,12 +136,26 @@ class Shared:
         assert group is not None
         return group
 
-    @property
-    def side(self) -> torch.cuda.Stream:
-        """A stream for what runs beside kernels."""
-        if self._side is None:
-            self._side = torch.cuda.Stream(self.device)
-        return self._side
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """What is queued inside runs beside what comes behind, until `join`; on a CPU, before it."""
+        if self.device.type != "cuda":
+            yield
+            return
+        main = torch.cuda.current_stream(self.device)
+        self.placed.record(main)
+        self.side.wait_event(self.placed)
+        torch.cuda.set_stream(self.side)
+        try:
+            yield
+            self.sent.record(self.side)
+        finally:
+            torch.cuda.set_stream(main)
+
+    def join(self) -> None:
+        """Have what comes behind wait for what runs beside it."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).wait_event(self.sent)
 
     @property
     def patience(self) -> int:
@@ -166,12 +186,12 @@ class Shared:
         dist.all_gather_object(answers, can, group=self.group)
         return all(answers)
 
-    def exchange(self, op: str, places: int, is_owned: bool = False) -> Exchange:
-        """Memory with so many places for a product, or for each rank's rows of it; see `memory`."""
-        memory = self.memory(op, OWNED_SUMS if is_owned else SUMS, places)
+    def exchange(self, op: str, places: int) -> Exchange:
+        """Memory with so many places for a product; see `memory`."""
+        memory = self.memory(op, SUMS, places)
         return Exchange(
-            memory.buffers, memory.counters, self.rank, memory.size, memory.failures.data_ptr(), self.patience, is_owned
-        )  # fmt: skip
+            memory.buffers, memory.counters, self.rank, memory.size, memory.failures.data_ptr(), self.patience
+        )
 
     def memory(self, op: str, kind: Kind, size: int) -> Memory:
         """Memory of a kind and at least a size; all ranks call this together where it has to grow.
@@ -180,7 +200,7 @@ class Shared:
             RuntimeError: an exchange failed, or memory has to be allocated while a graph is captured.
         """
         self.check(op)
-        found = self._memories.get(kind)
+        found = self._memories.get(kind.name)
         if found and found[-1].size >= size:
             return found[-1]
         return self._grow(op, kind, size)
@@ -219,7 +239,7 @@ class Shared:
         size = max(kind.least, 1 << (size - 1).bit_length())
         make = _shared_files if self.device.type == "cpu" else _symmetric
         memory = make(self, kind, size)
-        self._memories.setdefault(kind, []).append(memory)
+        self._memories.setdefault(kind.name, []).append(memory)
         return memory
 
 
@@ -231,7 +251,7 @@ def _symmetric(shared: Shared, kind: Kind, size: int) -> Memory:
     with torch.cuda.device(shared.device):
         own = symmetric.empty(count, dtype=torch.int32, device=shared.device)
         own.fill_(kind.content)
-        counters = torch.zeros(kind.counters(shared.ranks, size), dtype=torch.int32, device=shared.device)
+        counters = torch.zeros(kind.counters(size), dtype=torch.int32, device=shared.device)
         failures = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
@@ -260,7 +280,7 @@ def _shared_files(shared: Shared, kind: Kind, size: int) -> Memory:
         dist.barrier(shared.group)
     finally:
         os.unlink(own)
-    counters = torch.zeros(kind.counters(shared.ranks, size), dtype=torch.int32)
+    counters = torch.zeros(kind.counters(size), dtype=torch.int32)
     return Memory(buffers, counters, torch.zeros(1, dtype=torch.int32), None, size)
 
 

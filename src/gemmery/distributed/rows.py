@@ -1,43 +1,94 @@
-"""The rows of all ranks, which a product reads while they arrive; see `kernels.shards`."""
+"""Rows that the ranks of a process group send each other while they multiply; see `kernels.shards`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import triton
 from torch import Tensor
 
-from ..kernels.shards import place_shard
+from ..kernels.shards import begin_call, collect, place_shard
 from ..operands import Arrivals, ArrivingRows
-from .exchange import ROWS, Memory, Shared
+from ..product.spec import Functions
+from ..select.shortlist import SHARD
+from .calls import shared_memory, tensors_of
+from .exchange import PARTIALS, RESULTS, ROWS, Memory, Shared
 
 #: Elements that a program copies.
 BLOCK = 4096
 
 
-class _Views(NamedTuple):
-    """A buffer's memory for the rows of a call.
+class Numbers(NamedTuple):
+    """The numbers behind a buffer of `exchange.ROWS` and the like, one for each rank.
 
     Attributes:
-        whole: all rows, on this rank.
-        shards: this rank's shard, on every rank.
-        arrived: where every rank has the number of the last call whose shard of this rank has arrived.
-        flags, begun: on this rank, see `Arrivals.flags`; on every rank, see `place_shard`.
+        flags: on each rank: the last call for which each of the ranks has sent all that it sends to this one.
+        begun: on each rank: the last call that each of the ranks has begun.
     """
 
-    whole: Tensor
-    shards: tuple[Tensor, ...]
-    arrived: tuple[Tensor, ...]
-    flags: Tensor
+    flags: tuple[Tensor, ...]
     begun: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, memory: Memory) -> Numbers:
+        """Those of a memory."""
+        both = [buffer[memory.size :].view(2, -1) for buffer in memory.buffers]
+        return cls(tuple([x[0] for x in both]), tuple([x[1] for x in both]))
+
+    def arrivals(self, shared: Shared, memory: Memory, of_rows: bool) -> Arrivals:
+        """What the product of a call waits for."""
+        rank, failed = shared.rank, memory.failures.data_ptr()
+        return Arrivals(
+            self.flags[rank], memory.counters, rank, shared.ranks, failed, shared.patience, of_rows
+        )
 
 
 def words_of(rows: int, columns: int, dtype: torch.dtype) -> int:
     """The size of memory for so many rows; see `exchange.ROWS`."""
     return -(-rows * columns * dtype.itemsize // 4)
+
+
+def _quick(kernel: Any, grid: tuple[int, int, int], on_gpu: bool, *arguments: Any) -> Callable[..., object]:
+    """What launches a kernel with arguments of the same kinds as some.
+
+    Triton's own way from a call to the kernel takes the host as long as all the rest of a call.
+    """
+    launch: Callable[..., object] = kernel.warmup(*arguments, grid=grid)[grid] if on_gpu else kernel[grid]
+    return launch
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows of all ranks
+
+
+class _Rows(NamedTuple):
+    """A buffer's memory for the rows of a call, and what sends them.
+
+    Attributes:
+        whole: all rows, on this rank.
+        shards: this rank's shard, on every rank.
+        sent: of this rank's shard, the numbers that say so on every rank.
+        arrivals: see `ArrivingRows`.
+        place: launches `place_shard`, given a shard and for how long it waits.
+    """
+
+    whole: Tensor
+    shards: tuple[Tensor, ...]
+    sent: tuple[Tensor, ...]
+    arrivals: Arrivals
+    place: Callable[[Tensor, int], object]
+
+
+def for_rows(x: Tensor, b: Any, bias: Any, functions: Functions, group: dist.ProcessGroup) -> Shared | None:
+    """The memory through which rows are gathered while they are multiplied; None where they are gathered before."""
+    ranks, (rows, columns) = dist.get_world_size(group), x.shape
+    if not columns or not rows or rows % SHARD or words_of(ranks * rows, columns, x.dtype) > ROWS.most:
+        return None
+    return shared_memory(x, tensors_of(x, b, bias, functions), group)
 
 
 @contextmanager
@@ -51,54 +102,192 @@ def arriving(op: str, x: Tensor, shared: Shared) -> Iterator[ArrivingRows]:
     """
     rows, columns = x.shape
     memory = shared.memory(op, ROWS, words_of(shared.ranks * rows, columns, x.dtype))
-    views = _views(shared, memory, rows, columns, x.dtype)
-    failed, patience = memory.failures.data_ptr(), shared.patience
-    grid = (rows * triton.cdiv(columns, BLOCK),)
-    place_shard[grid](
-        x, views.shards[shared.rank], views.begun, memory.counters, failed, rows, columns, *x.stride(), patience,
-        RANK=shared.rank, RANKS=shared.ranks, BLOCK=BLOCK,
-    )  # fmt: skip
-    _push(shared, memory, views)
-    arrivals = Arrivals(views.flags, memory.counters, shared.rank, shared.ranks, failed, patience)
-    try:
-        yield ArrivingRows(views.whole, arrivals)
-    finally:
-        if x.is_cuda:
-            torch.cuda.current_stream(x.device).wait_stream(shared.side)
-
-
-def _views(shared: Shared, memory: Memory, rows: int, columns: int, dtype: torch.dtype) -> _Views:
-    key = rows, columns, dtype
-    found = memory.views.get(key)
-    if found is None:
-        rank, ranks = shared.rank, shared.ranks
-        wholes = [x[: memory.size].view(dtype)[: ranks * rows * columns].view(-1, columns) for x in memory.buffers]
-        numbers = [x[memory.size :].view(2, ranks) for x in memory.buffers]
-        found = memory.views[key] = _Views(
-            wholes[rank],
-            tuple([x[rank * rows : (rank + 1) * rows] for x in wholes]),
-            tuple([x[0, rank : rank + 1] for x in numbers]),
-            numbers[rank][0],
-            tuple([x[1] for x in numbers]),
-        )
-    return found
-
-
-def _push(shared: Shared, memory: Memory, views: _Views) -> None:
-    """Send this rank's shard to all others, and behind it the number of the call; by copy engines on a GPU.
-
-    A shard goes first to the rank that visits it first.
-    """
+    # What decides which kernel copies the shard.
+    key = rows, columns, x.dtype, x.stride(), x.data_ptr() % 16
+    views = memory.views.get(key)
+    if views is None:
+        views = memory.views[key] = _rows(shared, memory, x)
+    patience = shared.patience
+    views.place(x, patience)
     own = views.shards[shared.rank]
-    others = [(shared.rank - step) % shared.ranks for step in range(1, shared.ranks)]
-    if not own.is_cuda:
-        for rank in others:
-            views.shards[rank].copy_(own)
-            views.arrived[rank].copy_(memory.counters)
-        return
-    side = shared.side
-    side.wait_stream(torch.cuda.current_stream(own.device))
-    with torch.cuda.stream(side):
-        for rank in others:
+    with shared.beside():
+        # First to the rank that visits it first.
+        for step in range(1, shared.ranks):
+            rank = (shared.rank - step) % shared.ranks
             views.shards[rank].copy_(own, non_blocking=True)
-            views.arrived[rank].copy_(memory.counters, non_blocking=True)
+            views.sent[rank].copy_(memory.counters, non_blocking=True)
+    try:
+        yield ArrivingRows(views.whole, views.arrivals._replace(patience=patience))
+    finally:
+        shared.join()
+
+
+def _rows(shared: Shared, memory: Memory, x: Tensor) -> _Rows:
+    rank, ranks, (rows, columns) = shared.rank, shared.ranks, x.shape
+    wholes = [
+        buffer[: memory.size].view(x.dtype)[: ranks * rows * columns].view(-1, columns)
+        for buffer in memory.buffers
+    ]
+    shards = tuple([whole[rank * rows : (rank + 1) * rows] for whole in wholes])
+    numbers = Numbers.of(memory)
+    before = (
+        shards[rank],
+        numbers.begun,
+        memory.counters,
+        memory.failures.data_ptr(),
+        rows,
+        columns,
+        *x.stride(),
+    )
+    constants = rank, ranks, BLOCK
+    grid = (rows * triton.cdiv(columns, BLOCK), 1, 1)
+    launch = _quick(place_shard, grid, x.is_cuda, x, *before, shared.patience, *constants)
+    return _Rows(
+        wholes[rank], shards, tuple([each[rank : rank + 1] for each in numbers.flags]),
+        numbers.arrivals(shared, memory, of_rows=True),
+        lambda x, patience: launch(x, *before, patience, *constants),
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sums of a rank's rows
+
+
+class Partials(NamedTuple):
+    """Memory for the partial sums of a call, and what they are sent with.
+
+    Attributes:
+        sends: this rank's, (rows, columns), on every rank.
+        sent: of these, the numbers that say so on every rank.
+        received: those of the other ranks, on this one, in the order of the ranks.
+        arrivals: see `ArrivingRows`.
+        begin: launches `begin_call`, given for how long it waits.
+    """
+
+    sends: tuple[Tensor, ...]
+    sent: tuple[Tensor, ...]
+    received: tuple[Tensor, ...]
+    arrivals: Arrivals
+    begin: Callable[[int], object]
+
+
+class PartialSums:
+    """The partial sums of a call, of each rank's rows.
+
+    Attributes:
+        received: see `Partials`.
+    """
+
+    def __init__(self, op: str, shared: Shared, rows: int, columns: int, dtype: torch.dtype) -> None:
+        self._shared = shared
+        self._memory = shared.memory(op, PARTIALS, words_of(shared.ranks * rows, columns, dtype))
+        key = rows, columns, dtype
+        views = self._memory.views.get(key)
+        if views is None:
+            views = self._memory.views[key] = _partials(shared, self._memory, rows, columns, dtype)
+        self._views: Partials = views
+        self.received = views.received
+        # What is being sent, which the allocator must not give to anybody else.
+        self._sent: list[Tensor] = []
+        views.begin(shared.patience)
+
+    def send(self, rank: int, first: int, part: Tensor, is_last: bool) -> None:
+        """Send some of a rank's rows to it.
+
+        Args:
+            first: the first of them.
+            is_last: whether it then has all.
+        """
+        self._sent.append(part)
+        views = self._views
+        with self._shared.beside():
+            views.sends[rank].narrow(0, first, part.shape[0]).copy_(part, non_blocking=True)
+            if is_last:
+                views.sent[rank].copy_(self._memory.counters, non_blocking=True)
+
+    def behind(self, x: Tensor) -> ArrivingRows:
+        """An operand for whose products tiles wait for `received`."""
+        return ArrivingRows(x, self._views.arrivals._replace(patience=self._shared.patience))
+
+    def end(self) -> None:
+        """Have what comes behind wait until all is sent."""
+        self._shared.join()
+
+
+def _partials(shared: Shared, memory: Memory, rows: int, columns: int, dtype: torch.dtype) -> Partials:
+    rank, ranks = shared.rank, shared.ranks
+    wholes = [
+        buffer[: memory.size].view(dtype)[: ranks * rows * columns].view(ranks, rows, columns)
+        for buffer in memory.buffers
+    ]
+    numbers = Numbers.of(memory)
+    return Partials(
+        tuple([whole[rank] for whole in wholes]), tuple([each[rank : rank + 1] for each in numbers.flags]),
+        tuple([wholes[rank][other] for other in range(ranks) if other != rank]),
+        numbers.arrivals(shared, memory, of_rows=False), _beginning(shared, memory, numbers, waits=True),
+    )  # fmt: skip
+
+
+def _beginning(shared: Shared, memory: Memory, numbers: Numbers, waits: bool) -> Callable[[int], object]:
+    """What launches `begin_call`, given for how long it waits."""
+    before = numbers.begun, memory.counters, memory.failures.data_ptr()
+    constants = shared.rank, shared.ranks, waits
+    launch = _quick(begin_call, (1, 1, 1), memory.counters.is_cuda, *before, shared.patience, *constants)
+    return lambda patience: launch(*before, patience, *constants)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Results of all ranks
+
+
+class _Results(NamedTuple):
+    """Memory for the results of a call, of each rank's rows.
+
+    Attributes:
+        shards: of each result, those of every rank.
+        begun: see `Numbers`.
+        begin: launches `begin_call`, given for how long it waits.
+    """
+
+    shards: list[tuple[Tensor, ...]]
+    begun: tuple[Tensor, ...]
+    begin: Callable[[int], object]
+
+
+def collected(op: str, results: Sequence[Tensor], shared: Shared) -> tuple[Tensor, ...]:
+    """The rows of all ranks, one shard behind the other, in memory of their own.
+
+    Args:
+        results: each (rows, ...), of the same shape and type on all ranks, with the rank's own rows of a sum over the
+            ranks. A rank has these once all ranks have computed it, and so have collected what they collected before.
+    """
+    rows = results[0].shape[0]
+    # In 32-bit words, at multiples of 16 bytes.
+    sizes = [-(-words_of(1, x.numel(), x.dtype) // 4) * 4 for x in results]
+    memory = shared.memory(op, RESULTS, sum(sizes))
+    key = tuple([(x.shape, x.dtype) for x in results])
+    views = memory.views.get(key)
+    if views is None:
+        views = memory.views[key] = _results(shared, memory, results, sizes)
+    for x, each in zip(results, views.shards, strict=True):
+        each[shared.rank].copy_(x.reshape(-1))
+    views.begin(shared.patience)
+    made = []
+    for x, each in zip(results, views.shards, strict=True):
+        whole = x.new_empty(shared.ranks * rows, *x.shape[1:])
+        grid = (shared.ranks * triton.cdiv(x.numel(), BLOCK),)
+        collect[grid](
+            whole, each, views.begun, memory.counters, memory.failures.data_ptr(), rows, x.numel() // rows,
+            shared.patience, RANK=shared.rank, RANKS=shared.ranks, BLOCK=BLOCK,
+        )  # fmt: skip
+        made.append(whole)
+    return tuple(made)
+
+
+def _results(shared: Shared, memory: Memory, results: Sequence[Tensor], sizes: Sequence[int]) -> _Results:
+    shards, at = [], 0
+    for x, size in zip(results, sizes, strict=True):
+        shards.append(tuple([each[at : at + size].view(x.dtype)[: x.numel()] for each in memory.buffers]))
+        at += size
+    numbers = Numbers.of(memory)
+    return _Results(shards, numbers.begun, _beginning(shared, memory, numbers, waits=False))

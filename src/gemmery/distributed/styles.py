@@ -17,6 +17,7 @@ from ..nn.experts import Experts
 from ..nn.hugging_face import FusedExperts
 from ..nn.mlp import MLP, GatedMLP
 from ..nn.packed import PackedLinear
+from .overlap import GathersInput, ScattersOutput, overlapping
 from .weights import distribute_weight
 
 Layer = nn.Linear | PackedLinear
@@ -34,6 +35,8 @@ class ColwiseParallel(torch_styles.ColwiseParallel):
 
     Args:
         input_layouts, output_layouts, use_local_output: as torch's.
+        overlap: gather the input's rows while the layer multiplies, by `all_gather_linear`. That takes a dense layer,
+            an input with `Shard(dim)`, and the output's default layout.
 
     Example:
         >>> from torch.distributed.tensor.parallel import parallelize_module
@@ -42,7 +45,27 @@ class ColwiseParallel(torch_styles.ColwiseParallel):
         >>> parallelize_module(model, mesh, plan)  # doctest: +SKIP
     """
 
+    def __init__(self, *, overlap: bool = False, **how: Any) -> None:
+        super().__init__(**how)
+        self.overlap = overlap
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if self.overlap:
+            if self.output_layouts[0] != Shard(-1):
+                raise ValueError(
+                    f"ColwiseParallel: output_layouts is {self.output_layouts[0]}; with overlap=True it must be "
+                    "Shard(-1)"
+                )
+            made = overlapping(
+                "ColwiseParallel",
+                module,
+                device_mesh,
+                GathersInput,
+                self.input_layouts[0],
+                self.use_local_output,
+            )
+            _shard(module, device_mesh, COLUMN_WISE, self.src_data_rank)  # type: ignore[arg-type]
+            return made
         if not isinstance(module, PackedLinear):
             return super()._apply(module, device_mesh)
         _shard(module, device_mesh, COLUMN_WISE, self.src_data_rank)
@@ -56,11 +79,33 @@ class RowwiseParallel(torch_styles.RowwiseParallel):
 
     Args:
         input_layouts, output_layouts, use_local_output: as torch's.
+        overlap: send partial sums while the layer multiplies, by `linear_reduce_scatter`. That takes a dense layer, an
+            output with `Shard(dim)`, and the input's default layout.
 
     Example: see `ColwiseParallel`.
     """
 
+    def __init__(self, *, overlap: bool = False, **how: Any) -> None:
+        super().__init__(**how)
+        self.overlap = overlap
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if self.overlap:
+            if self.input_layouts[0] != Shard(-1):
+                raise ValueError(
+                    f"RowwiseParallel: input_layouts is {self.input_layouts[0]}; with overlap=True it must be "
+                    "Shard(-1)"
+                )
+            made = overlapping(
+                "RowwiseParallel",
+                module,
+                device_mesh,
+                ScattersOutput,
+                self.output_layouts[0],
+                self.use_local_output,
+            )
+            _shard(module, device_mesh, ROW_WISE, self.src_data_rank)  # type: ignore[arg-type]
+            return made
         if not isinstance(module, PackedLinear):
             return super()._apply(module, device_mesh)
         _shard(module, device_mesh, ROW_WISE, self.src_data_rank)

@@ -1,4 +1,4 @@
-"""Device code of the user's own in an epilogue: `@triton.jit` functions as operators that tracing passes on."""
+"""Custom device code in an epilogue: `@triton.jit` functions as operators that tracing passes on."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ _references: dict[str, Callable[..., Tensor] | None] = {}
 
 
 def device_function(function: Any, reference: Callable[..., Tensor] | None = None) -> Callable[..., Tensor]:
-    """A `@triton.jit` function for use as an epilogue, or within one that is traced.
+    """A `@triton.jit` function for use as an epilogue, or inside a traced one.
 
-    It is called as `function(acc, *args)` with a block (ROWS, COLS) of what it is given first; of each other argument
-    it gets what broadcasts to that: a block, a row (1, COLS), a column (ROWS, 1) or a scalar. Floating point comes in
-    float32, float64 where products are summed in it. It returns a block (ROWS, COLS). Which blocks there are depends
-    on the config, so it must be elementwise. It has no gradient, and runs on a GPU or in Triton's interpreter.
+    It is called as `function(acc, *args)` with a block (ROWS, COLS) of its first argument. Of each other argument, it
+    receives a value that broadcasts to the block: a block, a row (1, COLS), a column (ROWS, 1) or a scalar.
+    Floating-point values are float32, or float64 if products accumulate in float64. It returns a block (ROWS, COLS).
+    The blocks depend on the config, so the function must be elementwise. It has no gradient, and runs on a GPU or in
+    Triton's interpreter.
 
     Args:
-        function: the device function. Products take it as `epilogue=` without this, too.
-        reference: the same in torch, which runs where there is no kernel, as on the CPU.
+        function: the device function. Products also accept it directly as `epilogue=`.
+        reference: the same function in torch, which runs where there is no kernel, as on the CPU.
 
     Raises:
-        TypeError: it is no `@triton.jit` function.
+        TypeError: it is not a `@triton.jit` function.
 
     Example:
         >>> import torch, triton, triton.language as tl, gemmery
@@ -81,7 +82,7 @@ def _in_torch(acc: Tensor, args: Sequence[Tensor], name: str) -> Tensor:
     if reference is None:
         raise ValueError(
             f"epilogue: {name.rpartition('_')[0]} is device code, which runs on a GPU or in Triton's interpreter; "
-            f"gemmery.epilogues.device_function(f, reference) tells what it means in torch"
+            f"give its torch equivalent with gemmery.epilogues.device_function(f, reference)"
         )
     return reference(acc, *args)
 

@@ -24,13 +24,13 @@ _held: dict[Any, Held] = {}
 
 
 class Epilogue(Generic[P, R]):
-    """A torch function over a product that runs inside the kernel that makes it.
+    """A torch function of a product that runs inside the kernel that computes it.
 
-    Made from a function `f(product, *args)`; calling it calls the function. Products take the function as it is, too;
-    in code under `torch.compile` they do so if it has no closure and no defaults, which the compiler does not watch.
+    It wraps a function `f(product, *args)`; calling it calls the function. Products accept the plain function too. In
+    code under `torch.compile`, they accept it if it has no closure and no defaults, which the compiler does not track.
 
     Attributes:
-        name: tells it from all others in this process.
+        name: identifies it in this process.
 
     Example:
         >>> import torch, gemmery
@@ -55,7 +55,7 @@ class Epilogue(Generic[P, R]):
 
     @property
     def captured(self) -> Captured:
-        """The function with what it takes from outside now."""
+        """The function with the values that it takes from outside now."""
         known = self._captured
         if known is None or not known.is_unchanged():
             known = self._captured = capture(self.__gemmery_epilogue__)
@@ -63,12 +63,12 @@ class Epilogue(Generic[P, R]):
 
     @property
     def known(self) -> Captured | None:
-        """The same, where nothing has changed since it was asked for before."""
+        """The same, if nothing has changed since the last call."""
         known = self._captured
         return known if known is not None and known.is_unchanged() else None
 
     def for_compiled_code(self) -> Held:
-        """Holds the function with the values that it has now, for compiled code to run."""
+        """Hold the function with its current values, for compiled code to run."""
         held = hold(self.captured, self)
         self._compiled.add(held)
         return held
@@ -106,8 +106,8 @@ class Held:
         origin = None if self.origin is None else self.origin()
         if origin is not None and self.captured.key is not None and origin.captured.key != self.captured.key:
             raise RuntimeError(
-                f"gemmery: {origin!r} takes other values from outside than when it was compiled; give them through "
-                f"args, or compile again (torch.compiler.reset())"
+                f"gemmery: {origin!r} captures other values than when it was compiled; pass them through args, or "
+                "compile again (torch.compiler.reset())"
             )
 
 
@@ -235,12 +235,12 @@ def named(name: str) -> Any:
     found = _by_name.get(name)
     if found is None:
         raise RuntimeError(
-            f"gemmery: the epilogue {name} is gone; keep what gemmery.epilogue returned as long as code that was "
-            f"compiled with it runs"
+            f"gemmery: the epilogue {name} was deleted; keep the result of gemmery.epilogue alive as long as code "
+            "that was compiled with it runs"
         )
     return found
 
 
 def epilogue(function: Callable[P, R]) -> Epilogue[P, R]:
-    """A function as an epilogue; see `Epilogue`. Can be used as a decorator."""
+    """Wrap a function as an epilogue; see `Epilogue`. Can be used as a decorator."""
     return Epilogue(function)

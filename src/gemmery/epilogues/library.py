@@ -1,7 +1,7 @@
-"""The ready-made epilogues: torch functions of a product that run inside the kernel that makes it.
+"""The ready-made epilogues: torch functions of a product that run inside the kernel that computes it.
 
-Each is a few lines of torch over the product `acc`, (..., M, N) in the type of sums; what else it takes comes through
-`args`. They are plain functions: call them in one of your own, or chain them with `compose`.
+Each is a few lines of torch over the product `acc`, (..., M, N) in the accumulator's type. Further arguments come
+through `args`. They are plain functions: call them in your own function, or chain them with `compose`.
 
 Example:
     >>> import torch, gemmery
@@ -46,27 +46,27 @@ Number = float | Tensor
 
 
 def bias(acc: Tensor, b: Tensor) -> Tensor:
-    """`acc + b` with b of (N,)."""
+    """`acc + b`, with b of shape (N,)."""
     return acc + b
 
 
 def residual(acc: Tensor, r: Tensor) -> Tensor:
-    """`acc + r` with r of (..., M, N)."""
+    """`acc + r`, with r of shape (..., M, N)."""
     return acc + r
 
 
 def scaled(acc: Tensor, alpha: Number, c: Tensor, beta: Number) -> Tensor:
-    """`alpha * acc + beta * c` with c of (..., M, N) or anything that broadcasts to it."""
+    """`alpha * acc + beta * c`, with c of shape (..., M, N) or a shape that broadcasts to it."""
     return alpha * acc + beta * c
 
 
 def row_scale(acc: Tensor, s: Tensor) -> Tensor:
-    """`acc * s` with s of (..., M, 1): a factor for each row."""
+    """`acc * s`, with s of shape (..., M, 1): a scale for each row."""
     return acc * s
 
 
 def column_scale(acc: Tensor, s: Tensor) -> Tensor:
-    """`acc * s` with s of (N,): a factor for each column."""
+    """`acc * s`, with s of shape (N,): a scale for each column."""
     return acc * s
 
 
@@ -85,7 +85,7 @@ def relu_squared(acc: Tensor) -> Tensor:
 
 
 def gelu(acc: Tensor) -> Tensor:
-    """GELU by the error function, as torch's by default."""
+    """GELU by the error function, torch's default."""
     return functional.gelu(acc)
 
 
@@ -110,7 +110,7 @@ def tanh(acc: Tensor) -> Tensor:
 
 
 def softcap(acc: Tensor, cap: Number) -> Tensor:
-    """`cap * tanh(acc / cap)`: between -cap and cap, and nearly acc around 0."""
+    """`cap * tanh(acc / cap)`: between -cap and cap, and approximately acc near 0."""
     return cap * torch.tanh(acc * (1 / cap))
 
 
@@ -119,19 +119,19 @@ def softcap(acc: Tensor, cap: Number) -> Tensor:
 
 
 def swiglu(acc: Tensor) -> Tensor:
-    """`silu(gate) * up` with gate and up the halves of acc's columns; (..., M, N / 2)."""
+    """`silu(gate) * up`, where gate and up are the halves of acc's columns; (..., M, N / 2)."""
     gate, up = acc.chunk(2, -1)
     return functional.silu(gate) * up
 
 
 def geglu(acc: Tensor) -> Tensor:
-    """`gelu(gate) * up` with gate and up the halves of acc's columns; (..., M, N / 2)."""
+    """`gelu(gate) * up`, where gate and up are the halves of acc's columns; (..., M, N / 2)."""
     gate, up = acc.chunk(2, -1)
     return functional.gelu(gate) * up
 
 
 def reglu(acc: Tensor) -> Tensor:
-    """`relu(gate) * up` with gate and up the halves of acc's columns; (..., M, N / 2)."""
+    """`relu(gate) * up`, where gate and up are the halves of acc's columns; (..., M, N / 2)."""
     gate, up = acc.chunk(2, -1)
     return torch.relu(gate) * up
 
@@ -141,16 +141,19 @@ def reglu(acc: Tensor) -> Tensor:
 
 
 def cast_fp8(acc: Tensor, scale: Number) -> tuple[Tensor, Tensor]:
-    """`acc * scale` as e4m3, cut off at ±448, and each row's largest magnitude of acc, (..., M), for the next scale."""
+    """`acc * scale` as e4m3, clamped at ±448, and the largest magnitude of each row of acc, (..., M), for the next
+    scale.
+    """
     largest = torch.finfo(torch.float8_e4m3fn).max
     return (acc * scale).clamp(-largest, largest).to(torch.float8_e4m3fn), acc.abs().amax(-1)
 
 
 def static_fp8(acc: Tensor, scale: Number) -> Tensor:
-    """`acc / scale` as e4m3, cut off at ±448: quantised with a scale that is known beforehand ("static").
+    """`acc / scale` as e4m3, clamped at ±448: quantized with a scale that is known in advance ("static").
 
-    With a scale as a tensor of shape () the result and it make a factor of the next product, and nothing runs in
-    between. The scale's reciprocal multiplies, so the last bit before rounding may be another than a quotient's.
+    With a scale of shape (), the result and the scale are an operand of the next product, without a kernel in between.
+    acc is multiplied by the reciprocal of the scale, so the last bit before rounding may differ from that of a
+    quotient.
 
     Example:
         >>> import torch, gemmery
@@ -164,11 +167,11 @@ def static_fp8(acc: Tensor, scale: Number) -> Tensor:
 
 
 def with_row_amax(acc: Tensor) -> tuple[Tensor, Tensor]:
-    """acc as it is, and each row's largest magnitude, (..., M), with which quantising it need not look for that.
+    """acc unchanged, and the largest magnitude of each row, (..., M), for `quantize_activations(..., amax=)`.
 
-    So `quantize_activations` reads the result once where it otherwise reads it twice: for one scale of the whole
-    tensor, and for rows that are longer than a program holds (16384). The magnitude is that of the sums, from which
-    the result has yet to be rounded: scales differ from those of the rounded result in its last place.
+    `quantize_activations` then reads the result once instead of twice: with one scale for the whole tensor, and with
+    rows that are longer than a program holds (16384). The magnitude is that of the sums before rounding, so scales
+    differ from those of the rounded result in the last place.
 
     Example:
         >>> import torch, gemmery
@@ -181,7 +184,7 @@ def with_row_amax(acc: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def logsumexp(acc: Tensor) -> tuple[Tensor, Tensor]:
-    """acc as it is, and the logarithm of each row's sum of exponentials, (..., M): what a softmax or its loss needs."""
+    """acc unchanged, and the logarithm of each row's sum of exponentials, (..., M), for a softmax or its loss."""
     return acc, acc.logsumexp(-1)
 
 
@@ -190,10 +193,10 @@ def logsumexp(acc: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dropout(acc: Tensor, p: Number, seed: int | Tensor) -> Tensor:
-    """Zeros with probability p, in [0, 1), and `acc / (1 - p)` elsewhere.
+    """Zero with probability p, in [0, 1), and `acc / (1 - p)` otherwise.
 
-    Which elements become zeros depends on the seed and on where they are in the result, and is the same on every
-    device, for every config and in the backward pass. A seed is good for one tensor: take another for the next.
+    The seed and the position of an element in the result determine which elements are zero. They are the same on every
+    device, for every config and in the backward pass. Use a different seed for each tensor.
 
     Args:
         seed: 64 bits, as an integer or an int64 tensor of shape ().
@@ -210,14 +213,14 @@ def dropout(acc: Tensor, p: Number, seed: int | Tensor) -> Tensor:
 
 
 def compose(*functions: Callable[..., Any]) -> Callable[..., Any]:
-    """One epilogue of several, each of which is given what the one before returned; the first is given the product.
+    """One epilogue from several. The first receives the product, and each other one the result of the one before.
 
-    `args` are dealt out in order: each function takes as many as it has positional parameters, without a default, after
-    the first.
+    `args` are distributed in order: each function receives as many as it has positional parameters, without a default,
+    after the first.
 
     Raises:
-        TypeError: there is no function, or one takes any number of arguments. When called: the number of arguments is
-            not that of the functions together, or one that is not the last returns several results.
+        TypeError: there is no function, or one takes a variable number of arguments. When called: the number of
+            arguments is not that of the functions together, or a function other than the last returns several results.
 
     Example:
         >>> import torch
@@ -227,7 +230,7 @@ def compose(*functions: Callable[..., Any]) -> Callable[..., Any]:
                 [0., 0., 2.]])
     """
     if not functions:
-        raise TypeError("compose: given no function")
+        raise TypeError("compose: no function is given; give at least one")
     steps: list[tuple[Callable[..., Any], int]] = []
     for function in functions:
         function = getattr(function, "__gemmery_epilogue__", function)
@@ -255,7 +258,8 @@ def _further(function: Callable[..., Any]) -> int:
         return 0  # a built-in function such as torch.relu
     if any(x.kind is x.VAR_POSITIONAL for x in parameters):
         raise TypeError(
-            f"compose: {_name(function)} takes any number of arguments; wrap it in one that names its own"
+            f"compose: {_name(function)} takes a variable number of arguments; wrap it in a function with named "
+            "arguments"
         )
     own = [x for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
     if not own:

@@ -519,12 +519,12 @@ class _Lowering:
         x, size, *dim = self._inputs(node)
         rank = len(self.shape_of(node.args[0]))
         if dim and dim[0] % rank != rank - 1:
-            raise self.fail(node, "splits another dimension than the last")
+            raise self.fail(node, "splits a dimension other than the last")
         pieces = [size] if isinstance(size, int) else list(size)
         if len(x.names) == 1 and not x.wide:
             raise self.fail(node, "splits a dimension of size 1")
         if len(x.names) != 2 or any(piece != self._width for piece in pieces):
-            raise self.fail(node, "splits the last dimension into something else than two halves")
+            raise self.fail(node, "splits the last dimension into something other than two halves")
         return [replace(x, names=(name,)) for name in x.names]
 
     def _slice(self, node: fx.Node) -> Value:
@@ -547,7 +547,7 @@ class _Lowering:
         rows, wide, times = self.form(node, node.meta["val"].shape)
         halves = all(self.shape_of(x)[-1] == self._width for x in joined)
         if len(pieces) != 2 or times != 2 or not halves or any(len(x.names) != 1 for x in pieces):
-            raise self.fail(node, "concatenates something else than two halves of the last dimension")
+            raise self.fail(node, "concatenates something other than two halves of the last dimension")
         kind = node.meta["val"].dtype
         pieces = [self._of_kind(x, kind) for x in pieces]
         return Value(tuple(x.names[0] for x in pieces), kind, rows, wide)
@@ -571,7 +571,7 @@ class _Lowering:
         """Random numbers, counted by where they are in the output."""
         like, seed = self._inputs(node)
         if not isinstance(like, Value) or not (like.rows and like.wide) or len(like.names) != 1:
-            raise self.fail(node, "asks for random numbers that are not of the output's shape")
+            raise self.fail(node, "requests random numbers of another shape than the output's")
         seed = seed.names[0] if isinstance(seed, Value) else f"tl.full((), {seed}, tl.int64)"
         numbers = self.emit("numbered(shape, batch, row, col, ROWS, COLS)")
         drawn = self.emit(f"uniform({seed}, {numbers})")
@@ -582,7 +582,9 @@ class _Lowering:
         acc, given, name = self._inputs(node)
         inputs: list[Value] = [acc, *[self.values[x] for x in given]]
         if any(len(x.names) != 1 for x in inputs) or not (acc.rows and acc.wide):
-            raise self.fail(node, "gives device code something else than a block, and what broadcasts to it")
+            raise self.fail(
+                node, "passes device code something other than a block and values that broadcast to it"
+            )
         names = ", ".join([x.names[0] for x in inputs])
         return Value((self.emit(f"{device_name(name)}({names})"),), acc.dtype, True, True)
 
@@ -631,7 +633,7 @@ class _Lowering:
             raise self.fail(
                 node,
                 f"uses the result of a reduction again, in {node.target}: a row of more than {WHOLE} columns is "
-                f"complete only after the last tile. Return it, and use it behind the product",
+                f"complete only after the last tile. Return it, and use it after the product",
             )
         for each in node.all_input_nodes:
             row = self.values[each]

@@ -68,14 +68,14 @@ def uniform(like: Tensor, seed: int | Tensor) -> Tensor:
     if not isinstance(seed, Tensor):
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise TypeError(
-                f"seed is a {type(seed).__name__}; it must be an integer or an int64 tensor of no dimensions"
+                f"seed is a {type(seed).__name__}; it must be an integer or an int64 tensor without dimensions"
             )
         # Above 2^63 as a negative number of the same bits.
         seed = (seed + (1 << 63)) % (1 << 64) - (1 << 63)
         seed = torch.full((), seed, dtype=torch.int64, device=like.device)
     elif seed.dim() or seed.dtype != torch.int64:
         raise TypeError(
-            f"seed is {seed.dtype} of shape {tuple(seed.shape)}; it must be int64 and of no dimensions"
+            f"seed is {seed.dtype} of shape {tuple(seed.shape)}; it must be int64 without dimensions"
         )
     # Without a gradient, since steps have none.
     drawn: Tensor = torch.ops.gemmery.uniform(like.detach(), seed)

@@ -124,8 +124,8 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise Untraceable(
-                f"at {self._where()} it draws random numbers ({func}), and torch's generators have another state on "
-                f"each device; use gemmery.epilogues.dropout, whose numbers depend on a seed and on where they are"
+                f"at {self._where()} it draws random numbers ({func}), and the state of torch's generators differs "
+                "between devices; use gemmery.epilogues.dropout, whose numbers depend on a seed and a position"
             )
         with self:
             result = self.decompositions.get(func, func.decompose)(*args, **kwargs)
@@ -137,8 +137,8 @@ class Recorder(TorchDispatchMode):
         if _READING & set(func.tags) and not _picks_by_number(func, args):
             if id(args[0]) in self._numbers:
                 raise Untraceable(
-                    f"at {self._where()} it uses a number of its arguments where torch takes Python numbers alone; "
-                    f"let the function have that number as a variable of its own"
+                    f"at {self._where()} it uses a number from args where torch requires a Python number; capture the "
+                    "number in the function instead"
                 )
             raise Untraceable(
                 f"its control flow, or a Python number in it, depends on the data of a tensor ({func}, at "
@@ -171,8 +171,8 @@ class Recorder(TorchDispatchMode):
     def _node(self, tensor: Tensor) -> fx.Node:
         if id(tensor) not in self._nodes:
             raise Untraceable(
-                "it uses a tensor that is neither an argument nor a variable of its own, such as one that it makes; "
-                "pass it through args, or use a number"
+                "it uses a tensor that is neither an argument nor captured by the function, such as one that it "
+                "creates; pass the tensor through args, or use a number"
             )
         return self._nodes[id(tensor)]
 

@@ -63,7 +63,7 @@ def _detach(func: Any, weight: PackedWeight) -> Any:
 def _as_strided(func: Any, weight: PackedWeight, size: Any, stride: Any, offset: int | None = None) -> Any:
     """For torch.compile, which makes a graph's result that is an alias of its input in this way."""
     if (tuple(size), tuple(stride), offset or 0) != (tuple(weight.shape), weight.stride(), 0):
-        raise NotImplementedError(f"as_strided: {weight!r} has no other strides than its own")
+        raise NotImplementedError(f"as_strided: {weight!r} has fixed strides")
     return _detach(aten.detach.default, weight)
 
 
@@ -163,7 +163,9 @@ def _layout(weight: PackedWeight) -> dict[str, Any]:
 def _select(func: Any, weight: PackedWeight, dim: int, index: int) -> PackedWeight:
     axis = dim % weight.ndim
     if axis >= weight.ndim - 2:
-        raise NotImplementedError(f"select: dimension {dim} of {weight!r} is no batch; cut it with a slice")
+        raise NotImplementedError(
+            f"select: dimension {dim} of {weight!r} is not a batch dimension; use a slice"
+        )
     batch = list(weight.shape[:-2])
     del batch[axis]
     return weight.of_batch(tuple(batch), lambda x: x.select(axis, index))
@@ -184,7 +186,7 @@ def _slice(
         batch[axis] = len(part)
         return weight.of_batch(tuple(batch), lambda x: x[(slice(None),) * axis + (slice(start, stop, step),)])
     if step != 1:
-        raise ValueError(f"slice: rows and columns of {weight!r} can be cut with step 1, not {step}")
+        raise ValueError(f"slice: rows and columns of {weight!r} can only be sliced with step 1, not {step}")
     if len(part) == weight.shape[axis]:
         return return_and_correct_aliasing(func, (weight,), {}, _each(weight, lambda x: x.detach()))
     cut = weight.cut_rows if axis == weight.ndim - 2 else weight.cut_columns
@@ -195,7 +197,7 @@ def _cat(cls: type[PackedWeight], weights: list[PackedWeight], dim: int = 0) -> 
     first = weights[0]
     if dim % first.ndim != first.ndim - 2:
         raise NotImplementedError(
-            f"cat: dim is {dim} of {first!r}; packed weights can be put together along rows, -2"
+            f"cat: dim is {dim} of {first!r}; packed weights can only be concatenated along rows, -2"
         )
     return cls.stack_rows(weights)
 

@@ -18,15 +18,15 @@ from . import packing
 
 @dataclass(frozen=True)
 class Format:
-    """How codes of a few bits stand for numbers.
+    """The values of codes with a few bits.
 
     Attributes:
-        name: as users and `problem.Packing` have it.
-        bits: of a code.
-        code: the decoder of `kernels.decoders` that knows it: "int", "e2m1", "nf4", "e4m3" or "e5m2".
-        zero: the code that stands for 0 where it has no zero points.
-        about: in words, with its source.
-        stored: the code that words hold for each code; () where that is itself.
+        name: the name in the API and in `problem.Packing`.
+        bits: the number of bits of a code.
+        code: the kind of decoder in `kernels.decoders`: "int", "e2m1", "nf4", "e4m3" or "e5m2".
+        zero: the code that stands for 0 if there are no zero points.
+        about: a description, with its source.
+        stored: the code that words contain for each code; () if it is the code itself.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Format:
 
     @property
     def order(self) -> packing.Order:
-        """How words hold two columns' numbers, of `ORDERS`."""
+        """The order of two columns' elements in a word, from `ORDERS`."""
         if (self.code, self.bits) not in ORDERS:
             known = ", ".join(f"{code} of {bits}" for code, bits in ORDERS)
             raise ValueError(
@@ -49,7 +49,7 @@ class Format:
 
     @functools.cached_property
     def values(self) -> Tensor:
-        """What each code stands for before zero points: float32, of length `2**bits`, on the CPU."""
+        """The value of each code before zero points: float32, of length `2**bits`, on the CPU."""
         codes = torch.arange(1 << self.bits, dtype=torch.uint8)
         if self.code == "int":
             return codes.float()
@@ -67,13 +67,13 @@ class Format:
 
     @functools.cached_property
     def stored_values(self) -> Tensor:
-        """The same for each code that words hold."""
+        """The value of each code as words contain it."""
         if not self.stored:
             return self.values
         return self.values[torch.tensor(self.stored).argsort()]
 
     def to_stored(self, codes: Tensor) -> Tensor:
-        """Codes as words hold them."""
+        """The codes as words contain them."""
         if not self.stored:
             return codes
         return torch.tensor(self.stored, dtype=torch.uint8, device=codes.device)[codes.long()]

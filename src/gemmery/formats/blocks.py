@@ -325,15 +325,15 @@ def _checked(op: str, name: str, data: Tensor, x: Tensor) -> Stored:
     if len(shape) != 3 or shape[1] != shape[2] or shape[1] not in SIZES:
         sizes = ", ".join([f"{size}x{size}" for size in SIZES])
         given = "x".join(map(str, shape[1:]))
-        raise ValueError(f"{op}: {name} has blocks of {given}; supported are {sizes}")
+        raise ValueError(f"{op}: {name} has blocks of {given}; they must be one of {sizes}")
     if data.dtype not in TYPES:
         types = ", ".join([str(dtype) for dtype in TYPES])
-        raise TypeError(f"{op}: {name} is block-sparse and {data.dtype}; supported are {types}")
+        raise TypeError(f"{op}: {name} is block-sparse and {data.dtype}; its type must be one of {types}")
     count, block = shape[:2]
     if max(count * block, *data.shape) >= 1 << 30:
         raise ValueError(
             f"{op}: {name} is {tuple(data.shape)} with {count} blocks of {block}x{block}; rows, columns, and rows of "
-            f"all blocks must be fewer than 2^30"
+            f"all blocks must be fewer than 2^30; split the matrix"
         )
     by_rows = data.layout == torch.sparse_bsr
     values, compressed, plain = _parts(data)

@@ -25,28 +25,28 @@ def from_codes(
     dtype: torch.dtype | None = None,
     permutation: Tensor | None = None,
 ) -> QuantizedTensor:
-    """A weight of unpacked codes; what these and the other tensors mean is told at `QuantizedTensor`.
+    """A weight from unpacked codes; `QuantizedTensor` defines the meaning of the tensors.
 
     Args:
-        codes: uint8, (*batch, N, K), each below `2**bits`; integers with `format.zero` added, or as zeros say.
+        codes: uint8, (*batch, N, K), each below `2**bits`; integers with `format.zero` added, or with zeros.
         format: one of `FORMATS`, or its name.
-        scales: (*batch, N, groups), of a floating type, fp8 among them; float32 and float64 are kept as float32, others
-            become `dtype`. In bfloat16, those of integers and e2m1 that come alone must be below 2^35.
-        zeros: like scales, of any type; become `dtype`, in which those of an integer format must be whole. They need
+        scales: (*batch, N, groups), of a floating-point type, including fp8. float32 and float64 are kept as float32,
+            others become `dtype`. In bfloat16, scales of integers and e2m1 without zeros or offsets must be below 2^35.
+        zeros: like scales, of any type; become `dtype`. Those of an integer format must be integers. They require
             scales.
-        offsets: like scales; become `dtype`. They need scales of 16 bits at most, and take the place of zeros.
+        offsets: like scales; become `dtype`. They require scales of at most 16 bits, and replace zeros.
         channel: (*batch, N) or (1,); becomes float32.
-        group_size: columns that share a scale, a power of two of at least 16. By default K / groups, if that is whole;
-            the last group may be shorter.
+        group_size: the number of columns that share a scale, a power of two of at least 16. The default is K / groups,
+            if that is an integer; the last group may be shorter.
         dtype: torch.float16 or torch.bfloat16; by default that of scales if it is one of these, or torch.bfloat16.
         permutation: integers, (K,): column k of codes is column `permutation[k]` of the weight.
 
     Returns:
-        The weight, (*batch, N, K), on the device of the codes. On the meta device no values are checked.
+        The weight, (*batch, N, K), on the device of the codes. On the meta device, no values are checked.
 
     Raises:
         ValueError: shapes or devices do not fit, a value does not fit its type, or there is no kernel for such groups.
-        TypeError: a tensor has a type that is not meant.
+        TypeError: a tensor has an unsupported type.
 
     Example:
         >>> import torch
@@ -181,7 +181,8 @@ def _grouped(
         return None
     if name == "scales" and not values.is_floating_point():
         raise TypeError(
-            f"from_codes: scales are {values.dtype}; they must be of a floating type. Bytes that are powers of two, as "
+            f"from_codes: scales are {values.dtype}; they must be a floating-point type. Bytes that are powers of "
+            "two, as "
             "MX formats have them, are scales.view(torch.float8_e8m0fnu)"
         )
     kept = name == "scales" and values.dtype in (torch.float32, torch.float64)

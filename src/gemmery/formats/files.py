@@ -20,21 +20,21 @@ VERSION = 1
 
 
 def save_safetensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> None:
-    """Writes tensors, plain, quantised and sparse ones, to a file of safetensors.
+    """Write plain, quantized and sparse tensors to a safetensors file.
 
-    A quantised or sparse tensor `name` is stored as plain ones `name.words`, `name.scales` and so on, which any reader
-    of safetensors sees, and what else it needs is in the file's metadata under "gemmery", as JSON. A tensor under
-    several names, as tied weights are, is stored under the first of them; the others are noted there as well.
+    A quantized or sparse tensor `name` is stored as plain tensors `name.words`, `name.scales` and so on, which every
+    reader of safetensors sees. The file's metadata contain everything else under "gemmery", as JSON. A tensor under
+    several names, such as a tied weight, is stored under the first; the metadata list the others.
 
     Args:
-        path: the file. One that is there is replaced once all is written, and stays as it was on an error.
+        path: the file. An existing file is replaced when everything has been written, and is unchanged after an error.
         tensors: by name, such as a module's `state_dict()`.
 
     Raises:
         ImportError: the package safetensors is not installed.
         OSError: the file can't be written.
-        TypeError: `path` is no path, `tensors` is no mapping, or something in it is no tensor.
-        ValueError: a tensor's name is that of a part of another one.
+        TypeError: `path` is not a path, `tensors` is not a mapping, or one of its values is not a tensor.
+        ValueError: the name of a tensor is that of a part of another one.
 
     Example:
         >>> import tempfile, torch, gemmery
@@ -143,19 +143,19 @@ def _memory(x: Tensor) -> tuple[Any, ...] | None:
 
 
 def load_safetensors(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """Tensors of a file of safetensors, quantised ones as `save_safetensors` was given them.
+    """Load the tensors of a safetensors file; quantized tensors as `save_safetensors` received them.
 
-    What was one tensor under several names is so again.
+    A tensor that was saved under several names is one tensor again.
 
     Args:
-        path: the file; one that something else wrote gives plain tensors.
-        device: where they go.
+        path: the file. A file from another program gives plain tensors.
+        device: the device of the tensors.
 
     Raises:
         ImportError: the package safetensors is not installed.
         OSError: the file can't be read.
-        ValueError: the file is damaged, it or words in it are of another version of gemmery, or parts of a tensor are
-            missing; the message names the file. Numbers are not checked: safetensors has no checksums.
+        ValueError: the file is damaged, it or words in it belong to another version of gemmery, or parts of a tensor
+            are missing; the message names the file. Values are not checked, because safetensors has no checksums.
 
     Example: see `save_safetensors`.
     """
@@ -166,7 +166,7 @@ def load_safetensors(path: str | os.PathLike[str], device: torch.device | str = 
             text = (file.metadata() or {}).get(KEY)
             plain = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is no mapping)
     except SafetensorError as error:
-        raise ValueError(f"load_safetensors: {path} is no file of safetensors: {error}") from error
+        raise ValueError(f"load_safetensors: {path} is not a safetensors file: {error}") from error
     about = _About.of(text, plain, f"load_safetensors: {path}")
     plain |= {name: plain[source] for name, source in about.aliases.items()}
     result: dict[str, PackedWeight] = {}

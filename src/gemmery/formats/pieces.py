@@ -44,7 +44,7 @@ def rows(weight: QuantizedTensor, start: int, stop: int, caller: str = "slice") 
     *batch, N, K = weight.shape
     if start % packing.STRIP or (stop % packing.STRIP and stop != N):
         raise ValueError(
-            f"{caller}: rows {start} to {stop} of {weight!r}: it can be cut only at multiples of {packing.STRIP}"
+            f"{caller}: rows {start} to {stop} of {weight!r}: it can only be sliced at multiples of {packing.STRIP}"
         )
     inner = weight.parts()
     first, last = start // packing.STRIP, -(-stop // packing.STRIP)
@@ -66,7 +66,7 @@ def columns(weight: QuantizedTensor, start: int, stop: int, caller: str = "slice
     step = math.lcm(block, weight.group_size or 1)
     if start % step or (stop % step and stop != K):
         raise ValueError(
-            f"{caller}: columns {start} to {stop} of {weight!r}: it can be cut only at multiples of {step}, "
+            f"{caller}: columns {start} to {stop} of {weight!r}: it can only be sliced at multiples of {step}, "
             f"for its words have {block} columns and its groups {weight.group_size or 'no'}"
         )
     inner = weight.parts()
@@ -171,6 +171,6 @@ def _of_permutation(permutation: Tensor, start: int, stop: int, caller: str) -> 
     if stop > start and (int(part.min()) < 0 or int(part.max()) >= stop - start):
         raise ValueError(
             f"{caller}: columns {start} to {stop} are packed in an order (GPTQ's act-order) that takes columns from "
-            "elsewhere in the weight: such a weight can be cut along its rows alone"
+            "elsewhere in the weight: such a weight can only be split along its rows"
         )
     return part

@@ -123,30 +123,30 @@ def quantize(
     """A weight in one of `gemmery.formats.FORMATS`, rounded to nearest, ties to even.
 
     Args:
-        w: (*batch, N, K), of floating point. Or a `gemmery.SparseTensor`, of which the kept numbers become int8 or e4m3
-            with a scale for each row, or int4; the result is one, too. It has no zero points.
+        w: (*batch, N, K), floating point. It may be a `gemmery.SparseTensor`: its kept elements become int8 or e4m3
+            with a scale per row, or int4, without zero points, and the result is a SparseTensor too.
         format: "int8", "int4", "e4m3", "e5m2", "mxfp4", "nvfp4" or "nf4".
-        group_size: columns that share a scale, a power of two from 16 to 1024. 0 for int8 and int4: one float32 scale a
-            row, by which the product is multiplied (`channel`). By default 128 for int4, 0 for int8, 64 for nf4; mxfp4
-            has 32 and nvfp4 16, and for e4m3 and e5m2 `scale` decides. For a sparse weight, int4
-            takes 0 or groups of at least 32 columns, half of which are kept.
-        symmetric: False for int8 and int4 gives each group a zero point and so the range from its least to its largest
-            number; needs groups.
+        group_size: the number of columns that share a scale, a power of two from 16 to 1024. For int8 and int4, 0 means
+            one float32 scale per row, which multiplies the product (`channel`). The default is 128 for int4, 0 for int8
+            and 64 for nf4. mxfp4 has 32 and nvfp4 16, and for e4m3 and e5m2 `scale` decides. For a sparse weight, int4
+            supports 0 or groups of at least 32 columns, half of which are kept.
+        symmetric: for int8 and int4, False gives each group a zero point, and the codes cover the range from its
+            smallest to its largest element; requires groups.
         scale: for e4m3 and e5m2, what shares a float32 scale: all of w ("tensor"), a row ("channel"), or a block of 128
             rows and columns ("block").
-        dtype: that of the activations, torch.float16 or torch.bfloat16; w's own by default, or torch.bfloat16.
+        dtype: the type of the activations, torch.float16 or torch.bfloat16; by default that of w, or torch.bfloat16.
 
     Returns:
-        The weight, (*batch, N, K), on w's device, which may be meta, where no values are checked. The largest
-        magnitude that shares a scale is kept up to rounding; mxfp4's rule (OCP MX 1.0, 6.3) clips what is over 6 at its
-        scale, and symmetric integers clip what is as large but of the other sign where that makes the whole error
-        smaller. Their scales may be negative.
+        The weight, (*batch, N, K), on w's device. On the meta device, no values are checked. The largest magnitude that
+            shares a scale is kept up to rounding, with two exceptions: mxfp4's rule (OCP MX 1.0, 6.3) clamps values
+            over 6 at its scale, and symmetric integers clamp an equally large value of the opposite sign if this makes
+            the total error smaller. Their scales may be negative.
 
     Raises:
-        ValueError: an argument does not fit the format; NaN or infinity in w, which only e4m3 (as NaN) and e5m2 keep; a
-            scale or a number that `dtype` can't hold.
-        TypeError: w is no strided or 2:4 sparse tensor of floating point, or is sharded (a DTensor), or an argument is
-            of another type.
+        ValueError: an argument does not fit the format; w contains NaN or infinity, which only e4m3 (NaN) and e5m2 can
+            represent; or `dtype` can't represent a scale or an element.
+        TypeError: w is not a strided or 2:4 sparse tensor of floating point, or is sharded (a DTensor), or an argument
+            has another type.
 
     Example:
         >>> import torch, gemmery
@@ -276,14 +276,14 @@ def _rule(format: Format) -> _Rule:
 
 def _check_weight(w: Tensor) -> None:
     if isinstance(w, torch.sparse.SparseSemiStructuredTensor):
-        raise TypeError("quantize: w is torch's semi-structured tensor; quantise gemmery.sparsify(w)")
+        raise TypeError("quantize: w is torch's semi-structured tensor; quantize gemmery.sparsify(w)")
     if not isinstance(w, Tensor):
         raise TypeError(f"quantize: w is a {type(w).__name__}; it must be a tensor")
     check_strided("quantize", "w", w)
     if isinstance(w, QuantizedTensor):
-        raise TypeError(f"quantize: w is {w!r}; give its dequantize() to quantise it again")
+        raise TypeError(f"quantize: w is {w!r}; give its dequantize() to quantize it again")
     if not w.is_floating_point():
-        raise TypeError(f"quantize: w is {w.dtype}; it must be of floating point")
+        raise TypeError(f"quantize: w is {w.dtype}; it must be a floating-point type")
     if w.ndim < 2:
         raise ValueError(f"quantize: w is {tuple(w.shape)}; it must be (*batch, N, K)")
 

@@ -19,33 +19,33 @@ E8M0 = torch.float8_e8m0fnu
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ScaledTensor:
-    """A matrix of small numbers, or a batch of them, that stand for `data * scale`.
+    """A matrix of 8-bit elements, or a batch of matrices, with the value `data * scale`.
 
     The kinds are those of `torch._scaled_mm` and of DeepSeek-V3 (arXiv:2412.19437, section 3.3.2), whose activations
-    have a scale for 1 x 128 elements and whose weights have one for 128 x 128. fp8 with a power of two for 1 x 32 is
+    have a scale per 1 x 128 elements and whose weights have one per 128 x 128. fp8 with a power of two per 1 x 32 is
     MXFP8 (OCP Microscaling Formats, specification 1.0).
 
     Args:
         data: (..., R, K) in int8, float8_e4m3fn or float8_e5m2, any strides.
-        scale: float32 on data's device, or float8_e8m0fnu, any strides. Its shape says what shares a scale:
+        scale: float32 on data's device, or float8_e8m0fnu, any strides. Its shape determines what shares a scale:
 
             ====================================  =========  =====================================
             shape                                 kind       shared by
             ====================================  =========  =====================================
-            () or (1,)                            tensor     everything
+            () or (1,)                            tensor     the whole tensor
             (..., R, 1)                           row        a row: a token, an output channel
             (..., R, ceil(K / 128))               1x128      128 columns of a row
             (..., ceil(R / 128), ceil(K / 128))   128x128    a block
             (..., R, ceil(K / 32))                1x32       32 columns of a row of fp8; float8_e8m0fnu
             ====================================  =========  =====================================
 
-            Where two of them are one shape they mean the same, and the kind is the upper one.
+            If two kinds have the same shape, they mean the same, and the kind is the upper one.
 
     Attributes:
         kind: "tensor", "row", "1x128", "128x128" or "1x32".
 
     Raises:
-        TypeError: data or scale are no tensors, or not of these types.
+        TypeError: data or scale is not a tensor, or does not have one of these types.
         ValueError: the scale fits no kind, or is on another device.
 
     Example:
@@ -71,36 +71,36 @@ class ScaledTensor:
 
     @property
     def shape(self) -> torch.Size:
-        """That of the numbers, (..., R, K)."""
+        """The shape of the data, (..., R, K)."""
         return self.data.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the numbers."""
+        """The type of the data."""
         return self.data.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where numbers and scale are."""
+        """The device of data and scale."""
         return self.data.device
 
     @property
     def stored_scale(self) -> Tensor:
-        """The scale as kernels take it: Triton has no type for exponents, so these are bytes."""
+        """The scale as kernels receive it: as bytes, because Triton has no type for exponents."""
         return self.scale.view(torch.uint8) if self.scale.dtype == E8M0 else self.scale
 
     @property
     def row_factors(self) -> Tensor:
-        """The scale as a factor of a product in which these are the rows: () or (..., R, 1); not for blocks."""
+        """The scale as a factor of a product with these rows: () or (..., R, 1); not for blocks."""
         return self.scale.reshape(()) if self.kind == "tensor" else self.scale
 
     @property
     def column_factors(self) -> Tensor:
-        """The scale as a factor of a product in which these are the columns: () or (..., R); not for blocks."""
+        """The scale as a factor of a product with these columns: () or (..., R); not for blocks."""
         return self.scale.reshape(()) if self.kind == "tensor" else self.scale.squeeze(-1)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The numbers times their scales, (..., R, K), multiplied in float32 (float64 for that type), rounded once.
+        """The data times the scales, (..., R, K), multiplied in float32 (float64 for that type) and rounded once.
 
         Example:
             >>> import torch, gemmery
@@ -121,10 +121,10 @@ class ScaledTensor:
         return spread.repeat_interleave(BLOCK, -2)[..., :R, :] if self.kind == "128x128" else spread
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> ScaledTensor:
-        """The same on another device.
+        """The same tensor on another device.
 
         Raises:
-            TypeError: given a type; numbers in another one are what `dequantize` makes.
+            TypeError: the argument is a type; use `dequantize` for values in another type.
         """
         if isinstance(device, torch.dtype):
             raise TypeError(f"ScaledTensor.to: given {device}; it takes a device. For a type, use dequantize")
@@ -159,7 +159,7 @@ def _check(data: Any, scale: Any) -> None:
         raise ValueError(f"ScaledTensor: data is {tuple(data.shape)}; it must be (..., R, K)")
     if data.device != scale.device:
         raise ValueError(
-            f"ScaledTensor: data is on {data.device} and scale on {scale.device}; they must be on one device"
+            f"ScaledTensor: data is on {data.device} and scale on {scale.device}; they must be on the same device"
         )
 
 

@@ -49,29 +49,29 @@ Method = Literal["magnitude", "transposable", "as_is"]
 class SparseTensor(PackedWeight):
     """A 2:4 sparse weight (*batch, N, K), for activations of its type.
 
-    `sparsify` makes it. It takes part in products as a `QuantizedTensor` does. It moves between devices and between
-    float16 and bfloat16, can be a parameter without gradient, copied, pickled, saved, indexed along its batch, and cut
-    at multiples of 32 rows or 64 columns (which copies).
+    `sparsify` creates it, and products accept it like a `QuantizedTensor`. It can be moved between devices and cast
+    between float16 and bfloat16, can be a parameter without a gradient, copied, pickled, saved, indexed along its
+    batch, and sliced at multiples of 32 rows or 64 columns (which copies).
 
     Args:
         shape: (*batch, N, K), where K is a multiple of 4.
-        values: the kept numbers, (*batch, Np, Kp / 2), contiguous, float16 or bfloat16, where Np is N rounded up to 32
-            and Kp is K rounded up to 64; what pads is 0. With a `code`, int8: the bits of its numbers. With "int4",
-            (*batch, Np, Kp / 4): each byte has the two kept numbers of four columns, from -8 to 7, the first one in its
-            lower half.
-        metadata: int32, (*batch, Kp / 32, Np), contiguous; see the head of the module. Of each four numbers the first
-            place is below the second one, also of those that pad.
-        scales: of the activations' type, (*batch, ceil(K / group_size), Np), contiguous: with the code "int4", numbers
-            by which groups of columns are multiplied. The products are rounded to the activations' type, as in
-            `QuantizedTensor`.
-        channel: float32, (*batch, N) or (1,): numbers by which rows are multiplied, as in `QuantizedTensor`.
-        code: "e4m3" or "int8" for kept numbers of 8 bits, "int4" for those of 4, "" for those of 16. None may be the
-            NaN of e4m3, 0x7f or 0xff, which kernels would read as 480; `values` that are given are checked.
-        dtype: of the activations, with a `code`: float16 or bfloat16, in which all numbers of all codes are exact.
-        group_size: columns that share one of `scales`, a power of two of at least 32; 0 where there are no scales.
+        values: the kept elements, (*batch, Np, Kp / 2), contiguous, float16 or bfloat16, where Np is N rounded up to 32
+            and Kp is K rounded up to 64; the padding is 0. With a `code`, int8: the bits of the elements. With "int4",
+            (*batch, Np, Kp / 4): each byte contains the two kept elements of four columns, from -8 to 7, the first one
+            in its lower half.
+        metadata: int32, (*batch, Kp / 32, Np), contiguous; the docstring of the module defines it. Of every four
+            elements, the first position is less than the second, in the padding too.
+        scales: of the activations' type, (*batch, ceil(K / group_size), Np), contiguous: with the code "int4", a scale
+            per group of columns. Scaled elements are rounded to the activations' type, as in `QuantizedTensor`.
+        channel: float32, (*batch, N) or (1,): a scale per row, as in `QuantizedTensor`.
+        code: "e4m3" or "int8" for kept elements of 8 bits, "int4" for 4 bits, "" for 16 bits. No element may be the NaN
+            of e4m3, 0x7f or 0xff, which kernels would read as 480; `values` that you pass are checked.
+        dtype: the type of the activations, with a `code`: float16 or bfloat16, in which all values of all codes are
+            exact.
+        group_size: the number of columns that share a scale, a power of two of at least 32; 0 if there are no scales.
 
     Raises:
-        ValueError, TypeError: one of the tensors has another shape, type, device or layout, or there is NaN of e4m3.
+        ValueError, TypeError: a tensor has another shape, type, device or layout, or contains the NaN of e4m3.
 
     Example:
         >>> import torch, gemmery
@@ -189,7 +189,7 @@ class SparseTensor(PackedWeight):
     def _check_cut(self, what: str, start: int, stop: int, size: int, step: int, caller: str) -> None:
         if start % step or (stop % step and stop != size):
             raise ValueError(
-                f"{caller}: {what} {start} to {stop} of {self!r}: it can be cut only at multiples of {step}"
+                f"{caller}: {what} {start} to {stop} of {self!r}: it can only be sliced at multiples of {step}"
             )
 
     def about(self) -> dict[str, Any]:
@@ -207,11 +207,11 @@ class SparseTensor(PackedWeight):
         return CODES[self.code].to_numbers(self.values).to(self.dtype)
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The weight as a plain tensor (*batch, N, K), with zeros in place of what was not kept.
+        """The weight as a plain tensor (*batch, N, K), with zeros in place of the pruned elements.
 
         Args:
-            dtype: of the result; the weight's own by default. Of a weight with a `channel` it is the float32 product of
-                number and channel that is rounded to it.
+            dtype: the type of the result; by default the weight's own. If the weight has a `channel`, the float32
+                product of element and channel is rounded to it.
 
         Example:
             >>> import torch, gemmery
@@ -253,10 +253,10 @@ class SparseTensor(PackedWeight):
     def from_tensors(
         cls, tensors: Mapping[str, Tensor], texts: Mapping[str, str], prefix: str = ""
     ) -> SparseTensor:
-        """The weight of which `to_tensors` gave these; tensors of other names are ignored.
+        """The weight from the result of `to_tensors`; tensors with other names are ignored.
 
         Raises:
-            ValueError, TypeError: something is missing or does not fit.
+            ValueError, TypeError: a part is missing or does not fit.
         """
         check_texts(texts, "format", "shape", "dtype")
         for name in ("values", "metadata"):
@@ -360,7 +360,7 @@ def _check_numbers(values: Tensor, code: str) -> None:
         at = wrong.nonzero()[0].tolist()
         bits = int(values[tuple(at)]) & 0xFF
         raise ValueError(
-            f"SparseTensor: values{at} is {bits:#x}, NaN in {code}; the kept numbers of a code must be finite"
+            f"SparseTensor: values{at} is {bits:#x}, NaN in {code}; the kept elements of a code must be finite"
         )
 
 
@@ -458,28 +458,29 @@ def expanded(values: Tensor, metadata: Tensor) -> Tensor:
 
 
 def sparsify(weight: Tensor, pattern: str = PATTERN, *, method: Method = "magnitude") -> SparseTensor:
-    """A weight of which two of each four numbers along K are kept.
+    """A weight that keeps two of every four elements along K.
 
     Args:
-        weight: (*batch, N, K), float16, bfloat16 or wider, which becomes bfloat16; K is a multiple of 4. Or one of
-            torch's semi-structured weights: of `torch.sparse.SparseSemiStructuredTensorCUTLASS` nothing is copied, of
-            cuSPARSELt's the dense form is packed anew. Their numbers are kept as they are, whatever `method` says.
+        weight: (*batch, N, K), float16, bfloat16 or a wider type, which becomes bfloat16; K is a multiple of 4. It may
+            be one of torch's semi-structured weights. A `torch.sparse.SparseSemiStructuredTensorCUTLASS` is not copied;
+            a cuSPARSELt weight is packed from its dense form. Their elements are kept as they are, whatever `method`
+            says.
         pattern: "2:4".
-        method: which numbers are kept.
+        method: which elements are kept.
 
-            - "magnitude": the two largest ones of each four.
-            - "transposable": those with the largest sum of magnitudes of each 4 by 4, so that each of its rows and
-              columns keeps two, and the transpose is 2:4 as well. N is a multiple of 4. See "Accelerated sparse neural
-              training" (Hubara et al., arXiv:2102.08124).
-            - "as_is": those that are not 0, of which each four may have two at most; -0.0 counts as 0.
+            - "magnitude": the two largest of every four.
+            - "transposable": those with the largest sum of magnitudes of each 4 by 4 block, so that each of its rows
+              and columns keeps two, and the transpose is 2:4 as well. N must be a multiple of 4. See "Accelerated
+              sparse neural training" (Hubara et al., arXiv:2102.08124).
+            - "as_is": the nonzero elements; every four may contain two at most. -0.0 counts as 0.
 
     Returns:
         The weight, on the same device.
 
     Raises:
-        ValueError: K is no multiple of 4, or with "as_is" four numbers have more than two that are not 0; the message
-            names the first place. Or the weight is the transpose of one of torch's.
-        TypeError: the weight is no strided tensor of floating point, or is sharded (a DTensor).
+        ValueError: K is not a multiple of 4; or with "as_is", four elements contain more than two nonzero ones, and the
+            message names the first place; or the weight is the transpose of one of torch's.
+        TypeError: the weight is not a strided tensor of floating point, or is sharded (a DTensor).
 
     Example:
         >>> import torch, gemmery
@@ -634,8 +635,8 @@ def _kept(w: Tensor, method: Method) -> Tensor:
             at = (counts > 2).nonzero()[0].tolist()
             place = "".join(f"{i}, " for i in at[:-1])
             raise ValueError(
-                f"sparsify: weight[{place}{4 * at[-1]}:{4 * at[-1] + 4}] has {int(counts[tuple(at)])} numbers that are "
-                "not 0; method='as_is' takes two at most of each four"
+                f"sparsify: weight[{place}{4 * at[-1]}:{4 * at[-1] + 4}] has {int(counts[tuple(at)])} nonzero "
+                "elements; method='as_is' allows at most two of every four"
             )
         return _first_two((groups != 0).to(torch.int8))
     # NaN counts as the largest, so that it is seen.

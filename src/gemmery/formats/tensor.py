@@ -1,4 +1,4 @@
-"""A weight whose numbers are stored in a few bits each, as a tensor that modules and checkpoints can hold."""
+"""A weight whose elements have a few bits each, as a tensor that modules and checkpoints can hold."""
 
 from __future__ import annotations
 
@@ -27,41 +27,41 @@ LIMITED_CODES, LARGEST_SCALE = ("int", "e2m1"), 2.0**35
 class QuantizedTensor(PackedWeight):
     """A weight (*batch, N, K) in one of `gemmery.formats.FORMATS`, for activations of type `dtype`.
 
-    Element (n, k) of the packed matrix, whose code is `c`, stands for a number of type `dtype`, T below:
+    Element (n, k) of the packed matrix, with the code `c`, has a value of type `dtype`, T below:
 
-        v = T(format.values[c])               rounded to T
-        v = v - zero                          in T; exact for integers, whose zero is `format.zero` without `zeros`
-        v = T(v * scale)                      in T, or in float32 and then rounded to T where scales are float32
-        v = T(v * scale + offset)             instead, with offsets: rounded once
+        v = T(format.values[c])        rounded to T
+        v = v - zero                   in T; exact for integers, whose zero is `format.zero` without `zeros`
+        v = T(v * scale)               in T, or in float32 and then rounded to T if scales are float32
+        v = T(v * scale + offset)      instead, with offsets: rounded once
 
-    which a kernel multiplies and sums in float32; where there is a `channel`, the sum is then multiplied by
-    `channel[n]`, in float32 as well. `dequantize` gives exactly these numbers. Zeros and offsets need scales, and there
-    can't be both: instead of zeros, what offsets add can be less by zero * scale, for integers by
-    (zero - `format.zero`) * scale.
+    A kernel multiplies these values and accumulates in float32. If there is a `channel`, the sum is then multiplied by
+    `channel[n]`, also in float32. `dequantize` returns exactly these values. Zeros and offsets require scales, and
+    exclude each other. To replace zeros by offsets, subtract zero * scale from the offsets, or for integers (zero -
+    `format.zero`) * scale.
 
-    It is made by `quantize`, by `from_codes` or by a reader of checkpoints. It moves between devices and between
-    float16 and bfloat16, can be a parameter without gradient, copied, pickled, saved, indexed along its batch, and cut
-    at multiples of 16 rows (which copies). `torch.cat` puts such pieces together again. It can't be written to, except
-    by `copy_` from another one of the same layout, and `F.linear(x, weight, bias)` with it is `gemmery.linear`.
+    `quantize`, `from_codes` and the checkpoint readers create such weights. A weight can be moved between devices and
+    cast between float16 and bfloat16, can be a parameter without a gradient, copied, pickled, saved, indexed along its
+    batch, and sliced at multiples of 16 rows (which copies). `torch.cat` concatenates slices. Only `copy_` from another
+    weight of the same layout writes to it. `F.linear(x, weight, bias)` calls `gemmery.linear`.
 
     Args:
         shape: (*batch, N, K).
         format: one of `FORMATS`, or its name.
         words: int32, (*batch, strips, lines, 32), contiguous, from `packing.pack` in the format's order.
         dtype: torch.float16 or torch.bfloat16.
-        group_size: columns that share a scale, and a zero or an offset, a power of two of at least 16; 0 where there
-            are no scales.
-        scales: (*batch, ceil(K / group_size), Np), contiguous, where Np is N rounded up to 16, and what pads is 0; of
-            type `dtype` or, without offsets, float32. In bfloat16 and without zeros or offsets, those of integers and
-            e2m1 must be below 2^35, which `from_codes` checks; here values are not looked at.
+        group_size: the number of columns that share a scale, and a zero or an offset, a power of two of at least 16; 0
+            if there are no scales.
+        scales: (*batch, ceil(K / group_size), Np), contiguous, where Np is N rounded up to 16, and the padding is 0; of
+            type `dtype` or, without offsets, float32. In bfloat16 and without zeros or offsets, scales of integers and
+            e2m1 must be below 2^35, which `from_codes` checks; values are not checked here.
         zeros: like scales, of type `dtype`; subtracted before scaling.
         offsets: like zeros, and in their place; added after scaling.
         channel: float32, (*batch, N) or (1,).
         permutation: int64, (K,): column k of the packed matrix is column `permutation[k]` of the weight.
 
     Raises:
-        ValueError, TypeError: one of the tensors has another shape, type, device or layout, or no kernel knows what
-            they are together.
+        ValueError, TypeError: a tensor has another shape, type, device or layout, or no kernel supports this
+            combination.
 
     Example:
         >>> import torch
@@ -77,8 +77,8 @@ class QuantizedTensor(PackedWeight):
     FORMATS = FORMATS
     made_by = "gemmery.quantize"
     plain = "dequantize"
-    state = "quantised"
-    prepared_by = "quantise the model first with gemmery.nn.quantize"
+    state = "quantized"
+    prepared_by = "quantize the model first with gemmery.nn.quantize"
 
     format_name: str
     group_size: int
@@ -126,7 +126,7 @@ class QuantizedTensor(PackedWeight):
 
     @property
     def format(self) -> Format:
-        """How codes stand for numbers."""
+        """The format of the codes."""
         # Kept by its name, of which the compiler can make a constant where a weight is made in what it compiles.
         return FORMATS[self.format_name]
 
@@ -166,11 +166,11 @@ class QuantizedTensor(PackedWeight):
         return f"format={self.format.name}"
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The numbers that the weight stands for, columns in their logical order.
+        """The values of the weight, with columns in their logical order.
 
         Args:
-            dtype: of the result; the weight's own by default. Of a weight with a `channel` it is the float32 product of
-                number and channel that is rounded to it, so that float32 and float64 lose nothing.
+            dtype: the type of the result; by default the weight's own. If the weight has a `channel`, the float32
+                product of value and channel is rounded to it, so float32 and float64 lose nothing.
 
         Returns:
             A plain tensor (*batch, N, K).
@@ -192,7 +192,7 @@ class QuantizedTensor(PackedWeight):
     # --- as tensors and text -----------------------------------------------------------------------------------------
 
     def to_tensors(self, prefix: str = "") -> tuple[dict[str, Tensor], dict[str, str]]:
-        """What `from_tensors` makes the weight of again: plain tensors, named `prefix` + "words" etc., and texts.
+        """The weight as plain tensors, named `prefix` + "words" etc., and texts, for `from_tensors`.
 
         Example:
             >>> import torch, gemmery
@@ -213,16 +213,16 @@ class QuantizedTensor(PackedWeight):
     def from_tensors(
         cls, tensors: Mapping[str, Tensor], texts: Mapping[str, str], prefix: str = ""
     ) -> QuantizedTensor:
-        """The weight of which `to_tensors` gave these; tensors of other names are ignored.
+        """The weight from the result of `to_tensors`; tensors with other names are ignored.
 
         Raises:
-            ValueError, TypeError: something is missing or does not fit.
+            ValueError, TypeError: a part is missing or does not fit.
         """
         check_texts(texts, "format", "shape", "dtype", "group_size")
         if (version := texts.get("packing", "1")) not in ("2", str(packing.VERSION)):
             raise ValueError(
                 f"from_tensors: the words of {prefix!r} are of version {version} of their order; this gemmery reads 2 "
-                f"and {packing.VERSION}: quantise the weight anew, or use the gemmery that wrote it"
+                f"and {packing.VERSION}: quantize the weight again, or use the gemmery that wrote it"
             )
         dtype = dtype_of_text(texts["dtype"])
         if prefix + "words" not in tensors:
@@ -322,12 +322,12 @@ def check_shared(caller: str, format: Format, dtype: torch.dtype, group_size: in
     scales, zeros, offsets = (inner[name] for name in GROUPED)
     shifts = " and ".join(name for name in GROUPED[1:] if inner[name] is not None)
     if shifts and scales is None:
-        raise ValueError(f"{caller}: there are {shifts} without scales; they need scales, which can be all 1")
+        raise ValueError(f"{caller}: there are {shifts} without scales; give scales too, which may all be 1")
     if zeros is not None and offsets is not None:
         zero = f"(zeros - {format.zero})" if format.code == "int" else "zeros"
         raise ValueError(
-            f"{caller}: there are both zeros and offsets; give one of them: offsets - {zero} * scales can be given as "
-            "offsets, without zeros"
+            f"{caller}: there are both zeros and offsets; give one of them: offsets - {zero} * scales as offsets, "
+            "without zeros"
         )
     if scales is None and group_size != 0:
         raise ValueError(f"{caller}: group_size is {group_size!r} without scales; it must be 0")

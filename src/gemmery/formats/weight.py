@@ -83,9 +83,7 @@ class PackedWeight(Tensor):
     @classmethod
     def stack_rows(cls, weights: Sequence[Self]) -> Self:
         """One weight with the rows of several, see `torch.cat`."""
-        raise NotImplementedError(
-            f"cat: a {cls.__name__} can't be put together of others; use its {cls.plain}()"
-        )
+        raise NotImplementedError(f"cat: a {cls.__name__} can't be concatenated; use its {cls.plain}()")
 
     @abstractmethod
     def to_tensors(self, prefix: str = "") -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -132,21 +130,21 @@ class PackedWeight(Tensor):
         return self.with_parts(self.parts() | {"permutation": None})
 
     def shard(self, dim: int, index: int, count: int) -> Self:
-        """Part `index` of `count` equal ones, for tensor parallelism.
+        """Part `index` of `count` equal parts, for tensor parallelism.
 
         Args:
-            dim: -2 for rows (N: column parallel in torch's words) or -1 for columns (K: row parallel), or the same
+            dim: -2 for rows (N: column parallel in torch's terms) or -1 for columns (K: row parallel), or the same
                 counted from the front.
-            index: which part.
-            count: how many there are. The weight's kind says at which multiples it can be cut. Of a `QuantizedTensor`
-                these are 16 rows, or the columns of a block of words and of a group (64 columns for 4 bits in groups of
-                up to 64, 128 in groups of 128); of a `SparseTensor` 32 rows, or 64 columns and whole groups.
+            index: the index of the part.
+            count: the number of parts. A `QuantizedTensor` can be split at multiples of 16 rows, or of the columns of a
+                block of words and of a group (64 columns for 4 bits in groups of up to 64, 128 in groups of 128); a
+                `SparseTensor` at multiples of 32 rows, or of 64 columns and whole groups.
 
         Returns:
-            A weight of its own, (*batch, N / count, K) or (*batch, N, K / count).
+            A separate weight, (*batch, N / count, K) or (*batch, N, K / count).
 
         Raises:
-            ValueError: the parts can't be cut there, or a permutation moves columns from one part into another.
+            ValueError: the weight can't be split there, or a permutation moves columns from one part into another.
 
         Example:
             >>> import torch, gemmery
@@ -175,7 +173,7 @@ class PackedWeight(Tensor):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Bytes of all tensors that the weight consists of."""
+        """The bytes of all tensors of the weight."""
         # Under torch.compile sizes may be symbols, of which torch's own can't tell.
         return sum(x.numel() * x.element_size() for x in self.parts().values())
 
@@ -194,7 +192,7 @@ class PackedWeight(Tensor):
         raise ValueError(
             f"{self!r} has no storage of its own: save_pretrained and safetensors' own functions can't write packed "
             "weights. Write the state dict with gemmery.formats.save_safetensors(file, model.state_dict()), or with "
-            "torch.save. A model of transformers that was quantised by from_pretrained, with "
+            "torch.save. A model of transformers that from_pretrained quantized, with "
             "gemmery.nn.transformers.GemmeryConfig, can be saved by save_pretrained"
         )
 
@@ -238,8 +236,8 @@ def check_whole(caller: str, name: str, value: Tensor) -> None:
     parts = value.parts().values() if isinstance(value, PackedWeight) else (value,)
     if is_sharded(parts):
         raise TypeError(
-            f"{caller}: {name} is sharded (a DTensor); give the whole weight, and shard the result by "
-            "gemmery.distributed.distribute_weight, or change a model before it is sharded"
+            f"{caller}: {name} is sharded (a DTensor); give the whole weight, and shard the result with "
+            "gemmery.distributed.distribute_weight, or change the model before it is sharded"
         )
 
 

@@ -28,9 +28,8 @@ see `any_width_packed`, "sparse" is (kept number, row), see `any_width_sparse`, 
 pair come from its two halves in turn, eight at a time, so that both numbers that make one of the output are in one
 thread. "many rows" and "many turned" are of a batch of matrices, and have one more coordinate, which says which matrix
 it is. "grouped rows" are of an A whose rows are in groups, each for a matrix of its own of B, see
-`place.next_tile_of_rows`. "ranged turned" are operands of which each product of a batch has a range of K. "owned rows" and
-"owned turned" are of an A of whose product each of several GPUs has some rows, see `shards.owned_tile`. Tiles of a batch
-are not cut along K.
+`place.next_tile_of_rows`. "ranged turned" are operands of which each product of a batch has a range of K. Tiles of a
+batch are not cut along K.
 """
 
 from triton.experimental import gluon
@@ -266,10 +265,10 @@ def heads_of(
 @gluon.jit
 def consume(
     out, slots, ring, first, step_args, args, workspace, shape, state, tile, GROUP: gl.constexpr, GROUPS: gl.constexpr,
-    PLACE: gl.constexpr, GIVEN: gl.constexpr, SECOND: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr,
-    KIND: gl.constexpr, PROMOTES: gl.constexpr, EVERY: gl.constexpr, X_ROWS: gl.constexpr, WIDTHS: gl.constexpr,
-    SWAP: gl.constexpr, LOOPS: gl.constexpr, PINGPONG: gl.constexpr, FORMAT: gl.constexpr, X_FORM: gl.constexpr,
-    Y_FORM: gl.constexpr, BUFFERS: gl.constexpr, PART: gl.constexpr, RING_BYTES: gl.constexpr,
+    PLACE: gl.constexpr, READY: gl.constexpr, GIVEN: gl.constexpr, SECOND: gl.constexpr, EPILOGUE: gl.constexpr,
+    CAST: gl.constexpr, KIND: gl.constexpr, PROMOTES: gl.constexpr, EVERY: gl.constexpr, X_ROWS: gl.constexpr,
+    WIDTHS: gl.constexpr, SWAP: gl.constexpr, LOOPS: gl.constexpr, PINGPONG: gl.constexpr, FORMAT: gl.constexpr,
+    X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr, PART: gl.constexpr, RING_BYTES: gl.constexpr,
     BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's part of the work.
@@ -314,7 +313,7 @@ def consume(
         own_slot = computed(gl.to_tensor(own_slot))
     for unit in range(own, units, every):
         row, col = computed(row), computed(col)
-        if GIVEN is not None and unit < whole:
+        if GIVEN is not None and READY is None and unit < whole:
             given.read_first(
                 out, (row + FIRST, col, width), total, taken, own_slot, unit + programs >= units, GIVEN[0], GROUP,
                 SWAP, EACH, BUFFERS, PART, BARRIERS_AT,
@@ -330,6 +329,13 @@ def consume(
             heads, ring, own_steps, stage, phase, width, turn_at(1 - GROUP, BARRIERS_AT), scales, KIND, PROMOTES,
             X_ROWS, FIRST, OWN, WIDTHS, PART, FORMAT, X_FORM, Y_FORM, PINGPONG, BARRIERS_AT,
         )  # fmt: skip
+        if READY is not None:
+            READY(state[7])
+            if GIVEN is not None and unit < whole:
+                given.read_first(
+                    out, (row + FIRST, col, width), total, taken, own_slot, unit + programs >= units, GIVEN[0], GROUP,
+                    SWAP, EACH, BUFFERS, PART, BARRIERS_AT,
+                )  # fmt: skip
         if unit + every >= units:
             # One thread arrives, for all four warps.
             barrier()
@@ -386,8 +392,8 @@ def gemm_any_width(
     x, y, out, scales, shifts, matrix, M, N, K, units, whole, parts, part_k, tiles_m, tiles_n, area_divisor,
     band_divisor, last_divisor, cut_divisor, width, band_m, x_box, x_size, y_box, y_size, streams, stages, place_args,
     step_args, args, workspace,
-    PLACE: gl.constexpr, GROUP_OF: gl.constexpr, GIVEN: gl.constexpr, SECOND: gl.constexpr, EPILOGUE: gl.constexpr,
-    CAST: gl.constexpr,
+    PLACE: gl.constexpr, READY: gl.constexpr, GROUP_OF: gl.constexpr, GIVEN: gl.constexpr, SECOND: gl.constexpr,
+    EPILOGUE: gl.constexpr, CAST: gl.constexpr,
     KIND: gl.constexpr, PROMOTES: gl.constexpr, EVERY: gl.constexpr, X_ROWS: gl.constexpr, WIDTHS: gl.constexpr,
     RING_ROWS: gl.constexpr, GROUPS: gl.constexpr, SWAP: gl.constexpr, LOOPS: gl.constexpr, PINGPONG: gl.constexpr,
     FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr,
@@ -420,6 +426,7 @@ def gemm_any_width(
             warpgroup, which are zeros again afterwards. None where no tile is cut.
         PLACE: `place.sized_tile`, `place.sized_part` with a workspace, `place.sized_tile_of_batch`,
             `place.next_tile_of_rows`, or `place.sized_tile_of_ranges`.
+        READY: waits for what the epilogue reads, given `place_args`, see `shards.all_there`; None where that is there.
         GROUP_OF: `place.group_of`, or None without groups.
         GIVEN: of the one matrix that the epilogue reads, the number of the parameter that is its tensor map, and its
             type; None where it reads none.
@@ -487,7 +494,7 @@ def gemm_any_width(
         consume,
         (out, slots, ring, first, step_args, args, workspace, shape, state, tile),
         (
-            GROUPS, PLACE, GIVEN, SECOND, EPILOGUE, CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, LOOPS,
+            GROUPS, PLACE, READY, GIVEN, SECOND, EPILOGUE, CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, LOOPS,
             PINGPONG, FORMAT, X_FORM, Y_FORM, BUFFERS, PART, RING_BYTES, BARRIERS_AT,
         ),
         produce,

@@ -70,8 +70,7 @@ def store_slot(at, warp, row, col, shape, X_FORM, Y_FORM, MAP, _semantic=None):
     Args:
         at: where the slot is, in bytes behind the beginning of shared memory.
         row, col: where the part begins.
-        shape: (end of the rows, columns of the product, which matrix of a batch, and how many groups of rows). Where
-            each rank owns rows, the third is the first of this rank's, at which the output begins.
+        shape: (end of the rows, columns of the product, which matrix of a batch, and how many groups of rows).
         X_FORM, Y_FORM: how the operands lie.
         MAP: the number of the kernel's parameter that is the result's tensor map; None for the output's.
     """
@@ -83,16 +82,6 @@ def store_slot(at, warp, row, col, shape, X_FORM, Y_FORM, MAP, _semantic=None):
             "@own cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [map, {$4, x, $5, z}], [at]; }"
             "@own cp.async.bulk.commit_group;",
             warp, [at, row, col, shape.values[0]], number, _semantic=_semantic,
-        )  # fmt: skip
-        return
-    if is_any("owned", X_FORM, Y_FORM):
-        # TMA leaves out rows behind the output. Storing rows before it was an illegal instruction on an H200.
-        issue(
-            "{ .reg .pred before; .reg .b32 x; mov.b32 at, global_smem; add.s32 at, at, $2; sub.s32 x, $3, $5;"
-            f"setp.lt.s32 before, x, 0; @before mov.b32 x, {LAST_ROW.value};"
-            "@own cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [map, {$4, x}], [at]; }"
-            "@own cp.async.bulk.commit_group;",
-            warp, [at, row, col, shape.values[2]], number, _semantic=_semantic,
         )  # fmt: skip
         return
     batch = matrix_of(shape.values[2], X_FORM, Y_FORM)

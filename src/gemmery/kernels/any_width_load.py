@@ -26,7 +26,7 @@ SMALL = (64, 96)
 #: Dimensions of the tensor map of an operand of each form.
 _DIMS = {
     "rows": 2, "turned": 2, "pairs": 4, "packed": 3, "sparse": 2, "sparse pairs": 4,
-    "many rows": 3, "many turned": 3, "grouped rows": 2, "ranged turned": 4, "owned rows": 2, "owned turned": 2,
+    "many rows": 3, "many turned": 3, "grouped rows": 2, "ranged turned": 4,
 }  # fmt: skip
 #: The end of the innermost of the dimensions that rows of groups and ranges of K have, see
 #: `any_width_finish.store_slot`.
@@ -254,8 +254,6 @@ def _load(name, FORM, columns, batch):
             "rows": (f"{{k, {row}}}", ""),
             "turned": (f"{{{row}, k}}", ""),
             "grouped rows": (f"{{k, {row}}}", ""),
-            "owned rows": (f"{{k, {row}}}", ""),
-            "owned turned": (f"{{{row}, k}}", ""),
             "ranged turned": (
                 f"{{{row}, line, {batch}, strip}}",
                 f"sub.s32 line, k, {batch}; add.s32 line, line, {LAST_ROW.value}; mov.b32 strip, {LAST_ROW.value};",

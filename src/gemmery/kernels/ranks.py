@@ -9,8 +9,7 @@ there, works likewise (github.com/flashinfer-ai/flashinfer).
 For each rank an element has two places, which products use in turn. A rank that stores into a place for the second time
 has all partial sums of the product in between. The others sent these when they had finished the product before, and
 so had emptied the place. `uses` counts the products that a square of 8 by 8 elements has been part of. It is the same
-on all ranks, as long as they compute the same products in the same order. Where each rank owns some rows and has their
-sum alone, a kernel before the product counts them, and all elements have the same turn.
+on all ranks, as long as they compute the same products in the same order.
 """
 
 from typing import Any
@@ -22,7 +21,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 
 from .dialect import value_of
-from .fours import BYTES, in_fours, place_of, store_fours, take_fours
 from .operands import beside, column_halves
 from .rings import barrier
 
@@ -169,17 +167,16 @@ def arrived(places, inside, end, broken, failed, RANK: tl.constexpr):
 
 @triton.jit
 def places_of(
-    acc, column, uses, shape, row, col, size, N, COLS: tl.constexpr, RANKS: tl.constexpr, COUNTED: tl.constexpr,
-    TURNED: tl.constexpr,
+    acc, column, uses, shape, row, col, size, N, COLS: tl.constexpr, RANKS: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Where the elements of some columns of a block are in a buffer, which of them exist, and their counters.
 
     In squares of 8 by 8, since a warp's accumulators lie so: each of its stores is then to 256 adjacent bytes. Squares
-    have a counter each. Without COUNTED elements lie as `fours` has them.
+    have a counter each.
 
     Args:
         acc, column: the columns, which begin with the block's number `column`.
-        uses: with COUNTED the counters, otherwise how many products there were before.
+        uses: the counters.
         shape, row, col, COLS: as an epilogue has them of the whole block. Where columns are paired, it has
             twice as many.
         size: places of a rank.
@@ -189,23 +186,19 @@ def places_of(
     # Tiles have a multiple of 8 rows, and rows that do not exist have places, too. So several are stored at a time.
     rows = row // 8 * 8 + numbers_along(acc, 0)
     cols = column + numbers_along(acc, 1)
-    in_half = col // 8 * 8 + cols % COLS
+    in_half = col + cols % COLS
     inside = (rows // 8 * 8 < shape[0])[:, None] & (in_half < shape[1])[None, :]
     # Of `shape`, some kernels pass on where their own columns end. Each half begins with squares of its own.
     half = (N + 15) // 16
-    # At most 2^31 places: 32 bits take fewer registers.
-    if not COUNTED:
-        cols = in_half % 8 + (in_half // 8 + cols // COLS * half) * 8
-        return (uses & 1) * (size * RANKS) + place_of(rows, cols, 2 * half), inside, uses, uses
+    square = (rows // 8 * (2 * half))[:, None] + (in_half // 8 + cols // COLS * half)[None, :]
+    cols = in_half
+    if TURNED:
+        at = square * 64 + (cols % 8 * 8)[None, :] + (rows % 8)[:, None]
     else:
-        square = (rows // 8 * (2 * half))[:, None] + (in_half // 8 + cols // COLS * half)[None, :]
-        cols = in_half
-        if TURNED:
-            at = square * 64 + (cols % 8 * 8)[None, :] + (rows % 8)[:, None]
-        else:
-            at = square * 64 + (rows % 8 * 8)[:, None] + (cols % 8)[None, :]
-        used = tl.load(uses + square, mask=inside, other=0)
-        return (used & 1) * (size * RANKS) + at, inside, uses + square, used
+        at = square * 64 + (rows % 8 * 8)[:, None] + (cols % 8)[None, :]
+    used = tl.load(uses + square, mask=inside, other=0)
+    # At most 2^31 places: 32 bits take fewer registers.
+    return (used & 1) * (size * RANKS) + at, inside, uses + square, used
 
 
 @triton.jit
@@ -217,58 +210,54 @@ def bits_of(acc):
 
 @triton.jit
 def send(
-    acc, column, buffers, uses, owner, shape, row, col, size, N, COLS: tl.constexpr, RANK: tl.constexpr,
-    TURNED: tl.constexpr,
+    acc, column, buffers, uses, shape, row, col, size, N, COLS: tl.constexpr, RANK: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """Store this rank's partial sums in the memory of all others, or of their owner alone; see `places_of`."""
+    """Store this rank's partial sums in the memory of all others; see `places_of`."""
     if acc.numel > (TOGETHER if IN_GLUON else TOGETHER_IN_BLOCKS):
         first, second, rows, columns = halves(acc)
-        send(first, column, buffers, uses, owner, shape, row, col, size, N, COLS, RANK, TURNED)
-        send(second, column + columns, buffers, uses, owner, shape, row + rows, col, size, N, COLS, RANK, TURNED)
+        send(first, column, buffers, uses, shape, row, col, size, N, COLS, RANK, TURNED)
+        send(second, column + columns, buffers, uses, shape, row + rows, col, size, N, COLS, RANK, TURNED)
     else:
         first, inside, _, _ = places_of(
-            acc, column, uses, shape, row, col, size, N, COLS, len(buffers), owner is None, TURNED
+            acc, column, uses, shape, row, col, size, N, COLS, len(buffers), TURNED
         )
         own = bits_of(acc)
         for rank in tl.static_range(len(buffers)):
             if rank != RANK:
-                if owner is None:
-                    tl.store(buffers[rank] + first + RANK * size, own, mask=inside)
-                elif owner == rank:
-                    tl.store(buffers[rank] + first + RANK * size, own, mask=inside)
+                tl.store(buffers[rank] + first + RANK * size, own, mask=inside)
 
 
 @triton.jit
 def receive(
-    acc, column, buffers, uses, broken, failed, end, shape, row, col, size, N, COLS: tl.constexpr, RANK: tl.constexpr,
-    COUNTED: tl.constexpr, TURNED: tl.constexpr,
+    acc, column, buffers, uses, failed, end, shape, row, col, size, N, COLS: tl.constexpr, RANK: tl.constexpr,
+    TURNED: tl.constexpr,
 ):  # fmt: skip
     """The sum of this rank's partial sums and those that the others store here; see `places_of` and `arrived`."""
     if acc.numel > (TOGETHER if IN_GLUON else TOGETHER_IN_BLOCKS):
         first, second, rows, columns = halves(acc)
         right, below = column + columns, row + rows
         first = receive(
-            first, column, buffers, uses, broken, failed, end, shape, row, col, size, N, COLS, RANK, COUNTED, TURNED
+            first, column, buffers, uses, failed, end, shape, row, col, size, N, COLS, RANK, TURNED
         )
         second = receive(
-            second, right, buffers, uses, broken, failed, end, shape, below, col, size, N, COLS, RANK, COUNTED, TURNED
+            second, right, buffers, uses, failed, end, shape, below, col, size, N, COLS, RANK, TURNED
         )
         return together(first, second, acc)
     else:
+        broken = uses + size // 64
         # As `computed_anew`: the compiler does not know that this adds nothing.
         if IN_GLUON:
             row = computed_anew(row)
         else:
             row += tl.minimum(tl.load(broken, volatile=True), 0)
         first, inside, counters, used = places_of(
-            acc, column, uses, shape, row, col, size, N, COLS, len(buffers), COUNTED, TURNED
+            acc, column, uses, shape, row, col, size, N, COLS, len(buffers), TURNED
         )  # fmt: skip
-        if COUNTED:
-            # All threads read the counters before any thread increments one.
-            if IN_GLUON:
-                barrier()
-            else:
-                tl.debug_barrier()
+        # All threads read the counters before any thread increments one.
+        if IN_GLUON:
+            barrier()
+        else:
+            tl.debug_barrier()
         own = bits_of(acc)
         total = acc
         for rank in tl.static_range(len(buffers)):
@@ -280,8 +269,7 @@ def receive(
                 total = part
             else:
                 total += part
-        if COUNTED:
-            tl.store(counters, used + 1, mask=inside)
+        tl.store(counters, used + 1, mask=inside)
         return total
 
 
@@ -289,12 +277,9 @@ def receive(
 def of_ranks(
     acc, args, shape, sizes, batch, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr,
     EPILOGUE: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, SCALED: tl.constexpr, AHEAD: tl.constexpr,
-    OWNED: tl.constexpr, TURNED: tl.constexpr,
+    TURNED: tl.constexpr,
 ):  # fmt: skip
     """An epilogue of the sum over all ranks.
-
-    With OWNED each rank owns a range of rows, as many as every other, and has their sum alone. A block has rows of one
-    owner. The epilogue is given rows of the owner's range; those of other ranks are outside for it.
 
     Args:
         args: the ranks' buffers, `uses`, with SCALED the scales of this rank's columns, the places of a rank, columns
@@ -313,89 +298,17 @@ def of_ranks(
         in_half = col + cols % COLS
         places = given[RANKS + 1] + in_half + cols // COLS * (N // 2)
         acc = acc.to(tl.float32) * tl.load(places, mask=in_half < shape[1], other=0.0).to(tl.float32)[None, :]
-    if OWNED:
-        total, row, shape = of_owner(acc, buffers, uses, failed, patience, shape, row, col, size, N, COLS, RANK, TURNED)
-    else:
-        send(acc, 0, buffers, uses, None, shape, row, col, size, N, COLS, RANK, TURNED)
-        broken = uses + size // 64
-        end = end_of(broken, patience, row)
-        total = receive(
-            acc, 0, buffers, uses, broken, failed, end, shape, row, col, size, N, COLS, RANK, True, TURNED
-        )
+    send(acc, 0, buffers, uses, shape, row, col, size, N, COLS, RANK, TURNED)
+    end = patience
+    if IN_GLUON:
+        # Where an exchange has failed, nobody waits any more.
+        patience = tl.where(tl.load(uses + size // 64, volatile=True) == 0, patience, 0)
+        end = time_now(row) + patience.to(tl.int64) * 1000
+    total = receive(acc, 0, buffers, uses, failed, end, shape, row, col, size, N, COLS, RANK, TURNED)
     own = given[FACTS + 4 :]
     if AHEAD:
         own = (own, read)
     return EPILOGUE(total, own, shape, sizes, batch, row, col, ROWS, COLS, WIDE)
-
-
-@triton.jit
-def end_of(broken, patience, row):
-    """When to give up, as `arrived` takes it. Where an exchange has failed, nobody waits any more."""
-    if IN_GLUON:
-        patience = tl.where(tl.load(broken, volatile=True) == 0, patience, 0)
-        return time_now(row) + patience.to(tl.int64) * 1000
-    else:
-        return patience
-
-
-@triton.jit
-def of_owner(
-    acc, buffers, uses, failed, patience, shape, row, col, size, N, COLS: tl.constexpr, RANK: tl.constexpr,
-    TURNED: tl.constexpr,
-):  # fmt: skip
-    """Send a block to its rows' owner, or add up those of all ranks where it is this one.
-
-    Returns:
-        The sum, if it is this rank's; the row among those of the owner; and the shape of this rank's rows, of which
-            there are none if the owner is another.
-    """
-    rows = shape[0] // len(buffers)
-    owner = row // rows
-    row -= owner * rows
-    broken = uses + 1
-    uses = tl.load(uses)
-    shape = (rows, shape[1])
-    total = acc
-    if in_fours(acc.type, COLS):
-        bits = bits_of(acc)
-        squares = (N + 15) // 16 * 2
-        place = (uses & 1) * (size * len(buffers)) + (row // 16 * squares + col // 8) * 128
-        square = bits * 0 + numbers_along(acc, 1)[None, :] // 8 * BYTES
-        row_bytes, limit = bits * 0 + squares * BYTES, bits * 0 + (shape[1] - col) * (BYTES // 8)
-        for rank in tl.static_range(len(buffers)):
-            if rank != RANK:
-                if owner == rank:
-                    first = tl.cast(buffers[rank] + place + RANK * size, tl.int64) + bits.to(tl.int64) * 0
-                    store_fours(bits, first, row_bytes, square, limit)
-        if owner == RANK:
-            end = end_of(broken, patience, row) + bits.to(tl.int64) * 0
-            at_broken = tl.cast(broken, tl.int64) + bits.to(tl.int64) * 0
-            at_failed = tl.cast(failed, tl.int64) + bits.to(tl.int64) * 0
-            for rank in tl.static_range(len(buffers)):
-                part = bits
-                if rank != RANK:
-                    first = tl.cast(buffers[RANK] + place + rank * size, tl.int64) + bits.to(tl.int64) * 0
-                    part = take_fours(
-                        first, row_bytes, square, limit, end, at_broken, at_failed, EMPTY, MISSING, rank
-                    )  # fmt: skip
-                if rank == 0:
-                    total = part.to(acc.dtype, bitcast=True)
-                else:
-                    total += part.to(acc.dtype, bitcast=True)
-    else:
-        send(acc, 0, buffers, uses, owner, shape, row, col, size, N, COLS, RANK, TURNED)
-        if owner == RANK:
-            end = end_of(broken, patience, row)
-            total = receive(
-                acc, 0, buffers, uses, broken, failed, end, shape, row, col, size, N, COLS, RANK, False, TURNED
-            )
-    return total, row, (tl.where(owner == RANK, rows, 0), shape[1])
-
-
-@triton.jit
-def next_product(uses):
-    """Count a product whose sums have owners."""
-    tl.store(uses, tl.load(uses) + 1)
 
 
 @triton.jit

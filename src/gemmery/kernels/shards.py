@@ -1,10 +1,11 @@
-"""Rows in shards, one for each of several GPUs: in which order a rank visits them, and how it waits for them.
+"""Rows in shards, one for each of several GPUs: how a rank sends them, and how the others wait.
 
 A product of rows that all ranks have a shard of begins with the rank's own shard, while the others arrive: the copy
 engines of the other GPUs write them into a buffer of this one, each followed by the number of the call. Tiles wait for
-that number. A product whose rows are summed over ranks, and then belong to one rank each, ends with the rank's own.
-Both orders keep the links busy while the tensor cores are. Flux (arxiv.org/abs/2406.06858) and QuACK's all-gather
-(github.com/Dao-AILab/quack) work likewise.
+that number. A product that is summed over ranks, and whose rows then belong to one rank each, begins with the rows of
+others, which are sent to their owners likewise. The rank's own rows come last, and each tile waits for those of the
+other ranks before its epilogue adds them. Flux (arxiv.org/abs/2406.06858) and QuACK's all-gather
+(github.com/Dao-AILab/quack) overlap communication with products likewise.
 """
 
 import triton
@@ -19,60 +20,43 @@ IN_GLUON = tl.constexpr(False)
 
 
 @triton.jit
-def from_shard(
-    unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m, PLACE: tl.constexpr, FIRST: tl.constexpr,
-    RANKS: tl.constexpr,
-):  # fmt: skip
-    """A place, see `place`, of an order that begins with rank `FIRST`'s rows. Tiles have rows of one rank."""
-    batch, row, col, end, first_k, last_k = PLACE(unit, state, shape, BLOCK_M, BLOCK_N, band_m)
-    row += FIRST * (shape[0] // RANKS)
-    row = tl.where(row < shape[0], row, row - shape[0])
-    return batch, row, col, end, first_k, last_k
-
-
-@triton.jit
-def owned_tile(
-    unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m, PLACE: tl.constexpr, RANK: tl.constexpr,
-    RANKS: tl.constexpr,
-):  # fmt: skip
-    """The same, ending with the rank's own rows, which are the only ones that it stores; see `ranks.of_ranks`.
-
-    There is no batch. Its place has the first of the rank's own rows, at which the output begins.
-    """
-    _, row, col, end, first_k, last_k = from_shard(
-        unit, state, shape, BLOCK_M, BLOCK_N, band_m, PLACE, (RANK + 1) % RANKS, RANKS
-    )
-    return RANK * (shape[0] // RANKS), row, col, end, first_k, last_k
-
-
-@triton.jit
-def store_owned(
-    x, shape, strides, sizes, batch, row, col, value, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr,
-    STORE: tl.constexpr, RANKS: tl.constexpr,
-):  # fmt: skip
-    """A block of the product to an output of the rank's own rows, if it is of these; `batch` is that of `owned_tile`."""
-    rows = shape[0] // RANKS
-    row -= batch
-    if (row >= 0) & (row < rows):
-        STORE(x, (rows, shape[1]), strides, sizes, 0, row, col, value, ROWS, COLS, WIDE)
-
-
-@triton.jit
 def arriving_tile(
     unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m, PLACE: tl.constexpr, RANK: tl.constexpr,
     RANKS: tl.constexpr,
 ):  # fmt: skip
-    """The same, beginning with the rank's own rows. Returns once the rows are there.
+    """A place of an order that begins with the rank's own rows, see `place`. Returns once the rows are there.
 
     `place_args` is (flags, calls, failed, patience), see `operands.arriving`.
     """
-    found = from_shard(unit, state, shape, BLOCK_M, BLOCK_N, band_m, PLACE, RANK, RANKS)
-    shard = found[1] // (shape[0] // RANKS)
+    batch, row, col, end, first_k, last_k = PLACE(unit, state, shape, BLOCK_M, BLOCK_N, band_m)
+    row += RANK * (shape[0] // RANKS)
+    row = tl.where(row < shape[0], row, row - shape[0])
+    shard = row // (shape[0] // RANKS)
     # A unit beyond the last one may have no rows.
     if (shard != RANK) & (shard < RANKS):
         flags, calls, failed, patience = state[len(state) - 1]
         wait_for(flags + shard, tl.load(calls), failed, shard, patience)
-    return found
+    return batch, row, col, end, first_k, last_k
+
+
+@triton.jit
+def tile_behind(
+    unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m, PLACE: tl.constexpr, RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+):  # fmt: skip
+    """A place, see `place`. Returns once all ranks have sent what the product's epilogue reads; see `all_there`."""
+    all_there(state[len(state) - 1], RANK, RANKS)
+    return PLACE(unit, state, shape, BLOCK_M, BLOCK_N, band_m)
+
+
+@triton.jit
+def all_there(place_args, RANK: tl.constexpr, RANKS: tl.constexpr):
+    """Waits until all ranks have sent what they send. `place_args` is that of `arriving_tile`."""
+    flags, calls, failed, patience = place_args
+    call = tl.load(calls)
+    for rank in tl.static_range(RANKS):
+        if rank != RANK:
+            wait_for(flags + rank, call, failed, rank, patience)
 
 
 @triton.jit
@@ -135,14 +119,66 @@ def place_shard(
     inside = (row < rows) & (cols_of < cols)
     call = tl.load(calls) + 1
     if block == 0:
-        for rank in tl.static_range(RANKS):
-            if rank != RANK:
-                tl.atomic_xchg(begun[rank] + RANK, call, sem="release", scope="sys")
+        tell(begun, call, RANK, RANKS)
     values = tl.load(x + row * stride_row + cols_of.to(tl.int64) * stride_col, mask=inside)
     tl.store(shard + row * cols + cols_of, values, mask=inside)
     if block == 0:
-        for rank in tl.static_range(RANKS):
-            if rank != RANK:
-                wait_for(begun[RANK] + rank, call, failed, rank, patience)
-        # Only this program reads it.
+        meet(begun, call, failed, patience, RANK, RANKS)
+        # Only this program uses it.
         tl.store(calls, call)
+
+
+@triton.jit
+def tell(begun, call, RANK: tl.constexpr, RANKS: tl.constexpr):
+    """Tell the other ranks that this one has come to a call; what it has done before is visible to them then."""
+    for rank in tl.static_range(RANKS):
+        if rank != RANK:
+            tl.atomic_xchg(begun[rank] + RANK, call, sem="release", scope="sys")
+
+
+@triton.jit
+def meet(begun, call, failed, patience, RANK: tl.constexpr, RANKS: tl.constexpr):
+    """Wait until the other ranks have come to a call."""
+    for rank in tl.static_range(RANKS):
+        if rank != RANK:
+            wait_for(begun[RANK] + rank, call, failed, rank, patience)
+
+
+@triton.jit(do_not_specialize=["patience"])
+def begin_call(
+    begun, calls, failed, patience, RANK: tl.constexpr, RANKS: tl.constexpr, WAITS: tl.constexpr
+):  # fmt: skip
+    """Counts a call and tells the other ranks, for which it waits with WAITS; see `place_shard`."""
+    call = tl.load(calls) + 1
+    tell(begun, call, RANK, RANKS)
+    if WAITS:
+        meet(begun, call, failed, patience, RANK, RANKS)
+    tl.store(calls, call)
+
+
+@triton.jit(do_not_specialize=["rows", "patience"])
+def collect(
+    whole, shards, begun, calls, failed, rows, cols, patience, RANK: tl.constexpr, RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copies the shards of all ranks into one matrix, each once its rank has come to the call.
+
+    Args:
+        whole: (RANKS * rows, cols), row by row.
+        shards: (rows, cols) of each rank, the same.
+        begun, failed, patience: see `place_shard`.
+        calls: a pointer to the number of this call.
+    """
+    blocks = tl.cdiv(rows * cols, BLOCK)
+    # The rank's own shard comes first, for which nobody waits.
+    turn = tl.program_id(0) // blocks
+    at = (tl.program_id(0) - turn * blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    size = rows.to(tl.int64) * cols
+    call = tl.load(calls)
+    for step in tl.static_range(RANKS):
+        if turn == step:
+            FROM: tl.constexpr = (RANK + step) % RANKS
+            if FROM != RANK:
+                wait_for(begun[RANK] + FROM, call, failed, FROM, patience)
+            values = tl.load(shards[FROM] + at, mask=at < size)
+            tl.store(whole + FROM * size + at, values, mask=at < size)

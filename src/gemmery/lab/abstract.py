@@ -117,7 +117,7 @@ def abstract_problem(
             batch=batch, batch_invariant=batch_invariant, device=device,
         )  # fmt: skip
     if batch:
-        raise ValueError("batch is for products without a packed weight, scales or an epilogue")
+        raise ValueError("batch is not supported with a packed weight, scales or an epilogue")
     if weight and scales:
         raise ValueError("a packed weight has scales of its own: give weight or scales")
     kind = kind_named(dtype)
@@ -136,7 +136,9 @@ def abstract_problem(
     vector = meta(N, dtype=added) if bias else None
     if scales:
         if fusion is not None:
-            raise ValueError("an epilogue behind scales is not among what can be predicted")
+            raise ValueError(
+                "a product with scales and an epilogue can't be predicted; leave out one of them"
+            )
         return _scaled(a, meta(N, K, dtype=kind.dtype), scales, vector, options, device)
     right: Any = meta(N, K, dtype=kind.dtype) if layout[1] == "T" else meta(K, N, dtype=kind.dtype).mT
     if weight:

@@ -271,7 +271,7 @@ def runs(request: Request) -> list[Run]:
     try:
         wanted = re.compile(request.rows)
     except re.error as error:
-        raise ValueError(f"rows {request.rows!r} is no regular expression: {error}") from error
+        raise ValueError(f"rows {request.rows!r} is not a regular expression: {error}") from error
     asked = suites.whole() if "all" in request.suites else list(dict.fromkeys(request.suites))
     if request.count is not None and not set(asked) & set(suites.RANDOM):
         raise ValueError(f"count is for suites of random products: {', '.join(suites.RANDOM)}")

@@ -83,7 +83,7 @@ class Fused:
         group: columns of a sparse weight of int4 that share a scale, or 0.
         step: columns of both factors that share a scale; 0 where there are none that change along K.
         ranks: over how many GPUs the product is summed, or its rows come from.
-        spread: what of several ranks the product is: "sum", "own rows" of the sum, or of "all rows".
+        spread: what of several ranks the product is: their "sum", of "all rows", or of the "own rows" of a sum.
         aligned: whether only sizes that suit all loads are compiled: odd ones are refused, or spill somewhere.
     """
 
@@ -143,10 +143,11 @@ FUSED: dict[str, Fused] = {
     "summed_residual": Fused(library.residual, ("matrix",), bias=True, ranks=2, rows=128),
     "summed_swiglu": Fused(library.swiglu, ranks=8, aligned=True),
     "summed_int4": Fused(library.gelu, bias=True, packed=("int4", 128), ranks=2),
-    "owned": Fused(unchanged, dtypes=("bf16", "int8"), ranks=2, spread="own rows", rows=4096, aligned=True),
-    "owned_bias_gelu": Fused(library.gelu, bias=True, ranks=2, spread="own rows", rows=4096, aligned=True),
-    "arriving": Fused(unchanged, dtypes=("bf16", "int8"), ranks=2, spread="all rows", rows=4096, aligned=True),
+    "arriving": Fused(
+        unchanged, dtypes=("bf16", "int8"), ranks=2, spread="all rows", rows=4096, aligned=True
+    ),
     "arriving_swiglu": Fused(library.swiglu, ranks=8, spread="all rows", rows=4096, aligned=True),
+    "received": Fused(library.residual, ("matrix",), ranks=2, spread="own rows", rows=4096, aligned=True),
     # The backward pass of a gated block: a product that goes on to the gradient of the one before.
     "swiglu_backward": Fused(Differentiable(library.swiglu).backward, ("wide",)),
 }
@@ -203,13 +204,14 @@ def _spread(x: Tensor, columns: int, how: Fused) -> SummedOver | ArrivingRows:
     def numbers(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device="meta")
 
-    if how.spread == "all rows":
-        return ArrivingRows(x, Arrivals(numbers(how.ranks), numbers(1), 1, how.ranks, failed, patience))
-    is_owned = how.spread == "own rows"
-    places = places_of(rows // how.ranks if is_owned else rows, columns)
+    if how.spread != "sum":
+        of_rows = how.spread == "all rows"
+        return ArrivingRows(
+            x, Arrivals(numbers(how.ranks), numbers(1), 1, how.ranks, failed, patience, of_rows)
+        )
+    places = places_of(rows, columns)
     buffers = tuple([numbers(2, how.ranks, places) for _ in range(how.ranks)])
-    uses = numbers(2 if is_owned else places // 64 + 1)
-    return SummedOver(x, Exchange(buffers, uses, 1, places, failed, patience, is_owned))
+    return SummedOver(x, Exchange(buffers, numbers(places // 64 + 1), 1, places, failed, patience))
 
 
 def _packed(format: str, group: int, rows: int, columns: int, dtype: torch.dtype) -> QuantizedTensor:

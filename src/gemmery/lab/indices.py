@@ -47,10 +47,10 @@ class Block:
         shape: rows and columns of the matrix.
         strides: elements from one row to the next and from one column to the next.
         start: elements from the first one of the tensor to the first one of this matrix in its batch.
-        row, col: the block's corner.
+        row, col: the corner of the block.
         offsets: from the tensor's first element, for every lane (rows, columns); 64 bits.
-        mask: the lanes that are loaded or stored, those in the matrix.
-        lanes: what each would touch without the mask: `INSIDE`, `ASTRAY` or `BEYOND`.
+        mask: the lanes that are loaded or stored, which are inside the matrix.
+        lanes: what each lane would access without the mask: `INSIDE`, `ASTRAY` or `BEYOND`.
     """
 
     name: str
@@ -65,16 +65,16 @@ class Block:
 
     @property
     def order(self) -> str:
-        """What the strides say: "row-major", "column-major" or "strided", without neighbours that are adjacent."""
+        """The order by the strides: "row-major", "column-major", or "strided" if no neighbors are adjacent."""
         return "row-major" if self.strides[1] == 1 else "column-major" if self.strides[0] == 1 else "strided"
 
     @property
     def corner(self) -> int:
-        """Offset of the block's first lane."""
+        """The offset of the block's first lane."""
         return self.start + self.row * self.strides[0] + self.col * self.strides[1]
 
     def asdict(self) -> dict[str, Any]:
-        """Everything as plain values, for JSON."""
+        """All fields as plain values, for JSON."""
         inside = self.offsets[self.mask]
         return {
             "name": self.name, "shape": list(self.shape), "strides": list(self.strides), "start": self.start,
@@ -109,12 +109,12 @@ def block(
 
 @dataclass(frozen=True)
 class Accesses:
-    """What one program loads in one step of its K loop, and what it stores at the end.
+    """The loads of one program in one K step, and its stores at the end.
 
     Attributes:
-        schedule: of the launch.
-        unit: the number in it of the tile, or part of one, that is computed.
-        step: of the K loop, from 0.
+        schedule: the schedule of the launch.
+        unit: the number of the tile, or part of a tile, that is computed.
+        step: the K step, from 0.
         a, b, c: the blocks.
     """
 
@@ -128,17 +128,17 @@ class Accesses:
 
     @property
     def blocks(self) -> tuple[Block, Block, Block]:
-        """All three."""
+        """All three blocks."""
         return self.a, self.b, self.c
 
     @property
     def steps(self) -> int:
-        """Of the unit's K loop."""
+        """The number of K steps of the unit."""
         return _steps(self.schedule, self.unit)
 
     @property
     def where(self) -> str:
-        """Which program, tile and step this is, in a sentence."""
+        """The program, tile and step, in a sentence."""
         s, n = self.schedule, self.unit
         turns = int((s.program == s.program[n]).sum())
         own = f", its tile {s.turn[n] + 1} of {turns}" if turns > 1 else ""
@@ -150,7 +150,7 @@ class Accesses:
 
     @property
     def conclusion(self) -> str:
-        """How many lanes are masked off, in a sentence."""
+        """The number of masked lanes, in a sentence."""
         off = {block.name: int((~block.mask).sum()) for block in self.blocks}
         total = sum(block.mask.size for block in self.blocks)
         if not any(off.values()):
@@ -159,7 +159,7 @@ class Accesses:
         return f"masked off, since outside of their matrices: {said}, of {total} lanes"
 
     def asdict(self) -> dict[str, Any]:
-        """Everything as plain values, for JSON; offsets in elements."""
+        """All fields as plain values, for JSON; offsets in elements."""
         p, s, n = self.problem, self.schedule, self.unit
         return {
             "M": p.M, "N": p.N, "K": p.K, "batch": list(p.batch), "programs": s.programs,
@@ -179,12 +179,12 @@ def _steps(schedule: Walk, unit: int) -> int:
 
 
 def accesses(problem: Problem, schedule: Walk, pid: int, *, turn: int = 0, step: int = 0) -> Accesses:
-    """What a program of a launch loads and stores.
+    """The loads and stores of one program of a launch.
 
     Args:
-        pid: the program's number, `tl.program_id(0)`.
-        turn: which of its tiles, from 0, where programs are persistent.
-        step: which step of the tile's K loop, from 0.
+        pid: the number of the program, `tl.program_id(0)`.
+        turn: which of its tiles, from 0, if programs are persistent.
+        step: which K step of the tile, from 0.
 
     Raises:
         ValueError: there is no such program, tile or step.
@@ -254,7 +254,7 @@ def problem_of_strides(
             whole = torch.empty(stored, dtype=dtype, device="meta")
             return whole if order == "N" else whole.mT
         if len(strides) != len(shape) or min(strides) < 0:
-            raise ValueError(f"strides of {name} are {tuple(strides)}; {len(shape)} of at least 0 are wanted")
+            raise ValueError(f"strides of {name} are {tuple(strides)}; {len(shape)} of at least 0 are needed")
         return torch.empty_strided(shape, tuple(strides), dtype=dtype, device="meta")
 
     return make_problem(
@@ -283,7 +283,7 @@ def schedule_of(
     """
     if tile is not None:
         if config is not None:
-            raise ValueError(f"tile {tile} and config {config} are given; one of them is wanted")
+            raise ValueError(f"tile {tile} and config {config} are given; give one of them")
         return plain_walk(problem, tile, 8 if group_size is None else group_size)
     if config is None:
         if not runs_on(problem):

@@ -28,13 +28,13 @@ Ints = np.ndarray
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of A and B that programs ask L2 for, and those of them that it reads from memory.
+    """Bytes of A and B that programs request from L2, and those that L2 reads from memory.
 
     Attributes:
-        requested_a, requested_b: what all programs ask for together.
-        memory_a, memory_b: what is not in L2 when it is asked for.
-        least_a, least_b: each matrix once, which no order can do without.
-        wave_memory: what each wave of programs reads from memory, of both matrices.
+        requested_a, requested_b: the requests of all programs.
+        memory_a, memory_b: the requests that miss L2.
+        least_a, least_b: each matrix once, the minimum for any order.
+        wave_memory: the bytes that each wave of programs reads from memory, of both matrices.
     """
 
     requested_a: int
@@ -47,32 +47,32 @@ class Traffic:
 
     @property
     def requested(self) -> int:
-        """Of both matrices."""
+        """The sum over both matrices."""
         return self.requested_a + self.requested_b
 
     @property
     def memory(self) -> int:
-        """Of both matrices."""
+        """The sum over both matrices."""
         return self.memory_a + self.memory_b
 
     @property
     def least(self) -> int:
-        """Of both matrices."""
+        """The sum over both matrices."""
         return self.least_a + self.least_b
 
     @property
     def hit_rate(self) -> float:
-        """Part of the requested bytes that was in L2, of both matrices."""
+        """The fraction of the requested bytes that hit L2, over both matrices."""
         return 1 - self.memory / self.requested if self.requested else 1.0
 
     @property
     def hit_rate_a(self) -> float:
-        """The same of A."""
+        """The hit rate of A."""
         return 1 - self.memory_a / self.requested_a if self.requested_a else 1.0
 
     @property
     def hit_rate_b(self) -> float:
-        """The same of B."""
+        """The hit rate of B."""
         return 1 - self.memory_b / self.requested_b if self.requested_b else 1.0
 
     def asdict(self) -> dict[str, Any]:
@@ -86,13 +86,13 @@ def simulate(
     M: int, N: int, K: int, *, tile: tuple[int, int, int], order: str = "grouped", group_size: int = 8,
     itemsize_a: float = 2, itemsize_b: float = 2, programs: int = 132, l2: int = 60 << 20,
 ) -> Traffic:  # fmt: skip
-    """The traffic of a product of an M by K and a K by N matrix.
+    """The traffic of the product of an M by K and a K by N matrix.
 
     Args:
-        tile: rows, columns and step along K of a tile.
+        tile: rows, columns and K step of a tile.
         order, group_size: see `tile_order.visits`.
-        itemsize_a, itemsize_b: bytes of an element; 0.5 where two share one.
-        programs: how many run at once, a tile each.
+        itemsize_a, itemsize_b: bytes per element; 0.5 if two elements share a byte.
+        programs: the number of programs that run at once, one tile each.
         l2: bytes of the cache.
 
     Raises:

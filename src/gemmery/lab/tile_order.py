@@ -38,8 +38,8 @@ def visits(tiles_m: int, tiles_n: int, order: str = "grouped", group_size: int =
 
     Args:
         tiles_m, tiles_n: rows and columns of tiles.
-        order: "row", "column" or "grouped": column by column within bands of `group_size` rows of tiles, the last of
-            which may be narrower.
+        order: "row", "column" or "grouped": column by column within bands of `group_size` rows of tiles; the last band
+            may be lower.
 
     Raises:
         ValueError: there is no such order, or a number is too small.

@@ -22,7 +22,7 @@ from .tuning import gpu_here
 def _store() -> Store:
     kept = current()
     if kept is None:
-        raise ValueError("the store is turned off by GEMMERY_STORE")
+        raise ValueError("the store is disabled by GEMMERY_STORE=0; unset it")
     return kept
 
 

@@ -92,7 +92,8 @@ class Request:
         for name in self.suites:
             if name in suites.RANDOM:
                 raise ValueError(
-                    f"suite {name}: nothing is tuned on it, so that it tells of shapes that nobody tuned"
+                    f"suite {name}: it can't be tuned, because it measures shapes that nobody tuned; name another "
+                    "suite, or shapes"
                 )
             for row in suites.load(name):
                 found += [

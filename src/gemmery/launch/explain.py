@@ -28,8 +28,8 @@ class Choice:
     """One candidate.
 
     Attributes:
-        cost: what the model predicts; None for a config outside the space that was measured.
-        measured: seconds, where the store has a timing for exactly this problem, device and version.
+        cost: the prediction of the model; None for a measured config outside the space.
+        measured: seconds, if the store has a timing for exactly this problem, device and version.
     """
 
     config: Config
@@ -39,16 +39,16 @@ class Choice:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The config that runs a problem, and those that it was chosen over; `str` gives a table.
+    """The config that runs a problem, and those that it was preferred to; `str` gives a table.
 
     Attributes:
-        choices: the best candidates, first the one that runs; none where the torch reference does.
+        choices: the best candidates, first the one that runs; empty if the torch reference runs.
         untuned: the config that would run without timings of this problem.
-        considered: how many configs can run it.
-        copies: the matrices that are copied first, of "a" and "b", since the kernel reads copies quicker; the choices
+        considered: the number of configs that can run it.
+        copies: the matrices, of "a" and "b", that are copied first, because the kernel reads copies faster. The choices
             are for the product of the copies.
-        copying: predicted seconds of that.
-        quicker: a config that is predicted to be quicker than all choices and is not taken, since its kernel is not
+        copying: predicted seconds of the copies.
+        quicker: a config that is predicted to be faster than all choices, but is not used because its kernel is not
             among those that serve every M; see `shortlist`.
     """
 
@@ -62,19 +62,21 @@ class Explanation:
 
     @property
     def reasons(self) -> list[str]:
-        """Plain sentences about why the first is first."""
+        """Plain sentences about why the first is chosen."""
         if not self.choices:
             return [f"torch reference: {self.problem.device.name} lacks the instructions"]
         first, *others = self.choices
         if first.cost is None:
-            return [f"the first was measured as the quickest; untuned it would be {self.untuned}"]
+            return [f"the first is the fastest measured config; without timings it would be {self.untuned}"]
         sentences = [_what_binds(self.problem, first.cost)]
         if self.copies:
             sentences.append(
                 f"{' and '.join(self.copies)} copied first: {self.copying * 1e6:.1f} µs predicted"
             )
         if first.config != self.untuned:
-            sentences.append(f"the first was measured as the quickest; untuned it would be {self.untuned}")
+            sentences.append(
+                f"the first is the fastest measured config; without timings it would be {self.untuned}"
+            )
         predicted = [(choice.config, choice.cost) for choice in others if choice.cost is not None]
         slower = [(config, cost) for config, cost in predicted if cost.total > first.cost.total]
         if slower:
@@ -88,7 +90,7 @@ class Explanation:
         return sentences
 
     def asdict(self) -> dict[str, Any]:
-        """Everything as plain values, for JSON; times in seconds. A product with an epilogue is given in words."""
+        """All fields as plain values, for JSON; times in seconds. An epilogue is given in words."""
         return {
             "problem": str(self.problem) if self.problem.fusion is not None else to_dict(self.problem),
             "device": device_text(self.problem.device),
@@ -190,19 +192,19 @@ def explain(
     device: str | None = None,
     top: int = 5,
 ) -> Explanation:
-    """Which config runs a product of these sizes on a GPU, and why; needs neither the GPU nor tensors.
+    """The config that runs a product of these sizes on a GPU, and why. Needs neither the GPU nor tensors.
 
     Args:
         M, N, K: (*batch, M, K) times (*batch, K, N), contiguous and aligned.
-        layout: for a and then b, N for row-major and T for column-major; a Linear's weight is a T as b.
+        layout: two letters, for a and b: N for row-major and T for column-major. A Linear's weight is a T as b.
         bias: whether N numbers are added to each row.
-        device: a GPU of the device table by its name or a part of it; by default the current one, or else an H200.
-        top: how many candidates to show.
+        device: a GPU of the device table, by its name or a part of it; by default the current one, or an H200.
+        top: the number of candidates to show.
 
     The other arguments are those of `gemmery.matmul`.
 
     Returns:
-        The candidates with the predicted cost of each part, and the time where it was measured; print it.
+        The candidates with the predicted cost of each part, and the time if it was measured. Print it.
 
     Raises:
         ValueError: a size, layout, precision or device is invalid.

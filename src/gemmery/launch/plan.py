@@ -1,4 +1,4 @@
-"""Plans: a Problem, the Config chosen for it, and the compiled kernel, ready to be called."""
+"""Plans: a Problem, the Config that was chosen for it, and the compiled kernel, ready to be called."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ LITTLE = 16
 
 @dataclass(frozen=True)
 class Resources:
-    """A compiled kernel's share of a multiprocessor.
+    """The share of a multiprocessor that a compiled kernel takes.
 
     Attributes:
         registers: per thread.
-        spills: 32-bit words per thread kept in local memory because registers ran out.
+        spills: 32-bit words per thread in local memory, because registers ran out.
         shared: bytes of shared memory per program.
         threads: per program.
-        occupancy: how many programs a multiprocessor runs at a time, and why not more; None in the interpreter.
+        occupancy: how many programs a multiprocessor runs at a time, and what limits it; None in the interpreter.
     """
 
     registers: int
@@ -48,11 +48,11 @@ class Resources:
 
 
 class Plan:
-    """The launch of a problem. Called with tensors laid out like those it was made for, it launches and no more.
+    """The launch of a problem. Called with tensors of the layout that it was made for, it only launches.
 
     Attributes:
-        problem: what is computed.
-        config: the kernel's knobs; None where the torch reference runs because the device lacks the instructions.
+        problem: the problem that is computed.
+        config: the config of the kernel; None if the torch reference runs because the device lacks the instructions.
         copies: names of the matrices that are copied before every launch, because their layout is slow to read.
     """
 
@@ -102,7 +102,7 @@ class Plan:
 
     @property
     def config(self) -> Config | None:
-        """The kernel's knobs; None where the torch reference runs."""
+        """The config of the kernel; None if the torch reference runs."""
         return self._binding.config if self._binding else None
 
     def __call__(
@@ -116,15 +116,17 @@ class Plan:
     ) -> Tensor:
         """`out = alpha * a @ b + beta * addend`, written into `out`, which is returned.
 
-        The tensors must have the shapes, strides, types and alignment of those that the plan was made for; that is not
-        checked again, nor whether `out` overlaps another, and autograd is not told that `out` was written. The launch
-        goes to the current stream of their device.
+        The tensors must have the shapes, strides, types and alignment of those that the plan was made for. This is not
+        checked again, nor whether `out` overlaps another tensor. Autograd does not record the write to `out`. The
+        launch goes to the current stream of the tensors' device.
 
         Raises:
-            ValueError: the plan is for a call with, or without, an addend or scalars, and this is the other kind.
+            ValueError: the plan requires an addend or scalars and they are missing, or the reverse.
         """
         if self.problem.fusion is not None:
-            raise ValueError(f"{self}: has an epilogue, and is run by the product that it was made for")
+            raise ValueError(
+                f"{self}: has an epilogue, so the plan can't be called; call the product instead"
+            )
         p = self.problem
         if (addend is None) is (p.addend is not None):
             raise ValueError(
@@ -196,9 +198,9 @@ class Plan:
             self.direct = direct.prepare(self._binding, self._compiled, index, tensors, numbers)
 
     def resources(self) -> Resources | None:
-        """The compiled kernel's share of a multiprocessor; None where nothing was compiled for a GPU.
+        """The share of a multiprocessor that the compiled kernel takes; None if nothing was compiled for a GPU.
 
-        `gemmery.lab.inspection.inspect(plan)` looks into its code.
+        `gemmery.lab.inspection.inspect(plan)` analyzes its code.
         """
         if self._compiled is None:
             return None
@@ -210,12 +212,12 @@ class Plan:
         return Resources(kernel.n_regs, kernel.n_spills, kernel.metadata.shared, threads, held)
 
     def roofline(self) -> float:
-        """The least time in seconds that the device's datasheet allows: the larger of arithmetic and memory traffic."""
+        """The least seconds that the device's data sheet allows: the larger of arithmetic and memory traffic."""
         p = self.problem
         return max(p.flops / p.device.rate(p.a.dtype, p.precision), p.bytes / p.device.bandwidth)
 
     def explain(self, top: int = 5) -> str:
-        """The best configs with the predicted cost of each part, and why the first is first; see `gemmery.explain`."""
+        """The best configs with the predicted cost of each part, and why the first is chosen; see `gemmery.explain`."""
         from .explain import explain_problem
 
         return f"{explain_problem(self.problem, top)}\nthis plan: {self.config or 'torch reference'}"

@@ -1,8 +1,8 @@
-"""Experts: two grouped products with an activation between them, for tokens that have chosen their experts.
+"""Experts: two grouped products with an activation in between, for tokens that have chosen their experts.
 
-Four kernels: routing; the first product, which gathers tokens and ends in the activation; the second product; and the
-weighted sum of each token's rows. A weight of the router is applied in that sum, in float32. In an epilogue of the
-second product it would save nothing, since the rows of a token have to be summed in any case.
+This takes four kernels: routing; the first product, which gathers tokens and ends in the activation; the second
+product; and the weighted sum of each token's rows. The router weights are applied in that sum, in float32. In an
+epilogue of the second product, they would save nothing, because the rows of a token must be summed in any case.
 """
 
 from __future__ import annotations
@@ -78,34 +78,34 @@ def experts(
 ) -> Tensor:
     """The experts of a mixture-of-experts layer: `sum_j weight[j] * down[e_j](act(gate[e_j](x)) * up[e_j](x))`.
 
-    On a GPU these are four kernels, and nothing waits for it: a CUDA graph can be replayed with other choices. x is not
-    copied. Gradients reach x, the weights of the router, dense weights of the experts, and biases.
+    On a GPU, these are four kernels, and the host does not wait for them. A CUDA graph can be replayed with other
+    choices. x is not copied. Gradients reach x, the router weights, dense weights of the experts, and biases.
 
-    All tensors may be DTensors: weights and biases are sharded along the experts, and the others along the tokens. The
-    result is one, too, and a partial sum where the experts are sharded.
+    All tensors may be DTensors: weights and biases sharded by experts, and the others by tokens. The result is then a
+    DTensor too, and a partial sum if the experts are sharded.
 
     Args:
         x: (..., H), the tokens.
         top_k_index: (..., k), int32 or int64, the experts of each token. Ids outside `0..E - 1`, as under expert
             parallelism, add nothing.
-        top_k_weights: (..., k), of floating point, the weights of the router; None for ones.
+        top_k_weights: (..., k), floating point, the router weights; None means ones.
         gate_up: (E, 2I, H), the rows of gate before those of up; or a pair (gate, up) of (E, I, H), with the same
-            strides; or packed, a `gemmery.QuantizedTensor` or `SparseTensor`. Without a gate (E, I, H).
-        down: (E, H, I), dense or packed. It may have another number of rows than x has columns.
-        activation: "silu", "gelu", "gelu_tanh", "relu" or "relu_squared", of the gate, which then multiplies up; or a
-            torch function of (gate, up), such as `clamped_swiglu`, that returns a tensor of their shape. Without a gate
-            it is a function of the first product. An `Epilogue`, such as `gate` returns, is a function of the whole
-            first product, (R, 2I). Under torch.compile a name or an `Epilogue`.
-        gate_up_bias: (E, 2I), in the order of the weight's rows; with a pair also a pair of (E, I).
+            strides; or packed, a `gemmery.QuantizedTensor` or `SparseTensor`. Without a gate, (E, I, H).
+        down: (E, H, I), dense or packed. Its number of rows may differ from the number of columns of x.
+        activation: "silu", "gelu", "gelu_tanh", "relu" or "relu_squared" of the gate, which then multiplies up; or a
+            torch function of (gate, up), such as `clamped_swiglu`, that returns a tensor of their shape. Without a
+            gate, it is a function of the first product. An `Epilogue`, such as `gate` returns, is a function of the
+            whole first product, (R, 2I). Under torch.compile, it must be a name or an `Epilogue`.
+        gate_up_bias: (E, 2I), in the order of the weight's rows. For a pair, also a pair of (E, I).
         down_bias: (E, H).
         gated: whether there is a gate.
         transposed: whether dense weights are (E, H, 2I) and (E, I, H). They are not copied.
-        concatenated: False where rows of gate and up alternate, as gpt-oss has them: gate 0, up 0, gate 1. They are not
-            copied. Packed weights are concatenated.
-        post_norm: a torch function of the second product's rows, (R, H), that runs before they are summed.
-        gate_up_grad, down_grad: of the weights' shapes, float32 (float64 for float64), any strides: the backward pass
-            adds the weights' gradients to them, unrounded, and autograd gets none; see `gemmery.grouped_linear`'s
-            `weight_grad`.
+        concatenated: False if rows of gate and up are interleaved, as in gpt-oss: gate 0, up 0, gate 1. They are not
+            copied. Packed weights are always concatenated.
+        post_norm: a torch function of the rows of the second product, (R, H), that runs before they are summed.
+        gate_up_grad, down_grad: float32 tensors (float64 for float64) of the weights' shapes, any strides. The backward
+            pass adds the weights' gradients to them, without rounding, and autograd has none; see `weight_grad` of
+            `gemmery.grouped_linear`.
         precision, batch_invariant: see `gemmery.matmul`.
 
     Returns:
@@ -113,7 +113,7 @@ def experts(
 
     Raises:
         ValueError: shapes, layouts or devices do not fit, or no activation has this name.
-        TypeError: a type is not supported, or two differ.
+        TypeError: a type is not supported, or two types differ.
 
     Example:
         >>> import torch
@@ -199,9 +199,10 @@ def products_of(
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
-    """gpt-oss's activation: `g * sigmoid(alpha * g) * (u + 1)` with g at most `limit` and u from `-limit` to `limit`.
+    """gpt-oss's activation: `g * sigmoid(alpha * g) * (u + 1)` with g at most `limit` and u between `-limit` and
+    `limit`.
 
-    Other numbers are given by functools.partial.
+    Use functools.partial for other values of `alpha` and `limit`.
 
     Example:
         >>> import functools, torch
@@ -216,15 +217,16 @@ def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float = 1.702, limit: float 
 
 
 def gate(function: Callable[[Tensor, Tensor], Tensor]) -> Epilogue[..., Tensor]:
-    """The epilogue of a function of gate and up: of a product whose columns are those of the gate, then those of up.
+    """An epilogue from a function of gate and up, for a product whose columns are those of the gate, then those of up.
 
-    `experts` makes it of its activation; under torch.compile it has to be made before. It is the same for one function.
+    `experts` creates it from its activation. Under torch.compile, create it beforehand. The same function gives the
+    same epilogue.
 
     Args:
-        function: a torch function of two tensors that returns one of their shape.
+        function: a torch function of two tensors that returns a tensor of their shape.
 
     Raises:
-        TypeError: it is no function, or a module.
+        TypeError: it is not a function, or it is a module.
 
     Example:
         >>> import torch
@@ -317,8 +319,8 @@ def _activation(given: Any, gated: bool) -> tuple[Any, Callable[[Tensor], Tensor
         return given, None
     if is_compiling():
         raise TypeError(
-            "experts: under torch.compile, activation must be a name or what gemmery.moe.gate(f) returned, made "
-            "outside of compiled code"
+            "experts: under torch.compile, activation must be a name or the result of gemmery.moe.gate(f), created "
+            "outside compiled code"
         )
     return gate(given), None
 
@@ -338,7 +340,7 @@ def _oriented(name: str, weight: Any, transposed: bool) -> Any:
         return weight
     if isinstance(weight, PackedWeight):
         raise ValueError(
-            f"experts: {name} is packed, with transposed=True; make them of (E, 2I, H) and (E, H, I)"
+            f"experts: {name} is packed, with transposed=True; pack weights of (E, 2I, H) and (E, H, I)"
         )
     return weight.mT
 
@@ -346,7 +348,7 @@ def _oriented(name: str, weight: Any, transposed: bool) -> Any:
 def _apart(weight: Any) -> tuple[Tensor, Tensor]:
     """The rows of gate, and those of up, of a weight in which they alternate, or of its gradient."""
     if isinstance(weight, tuple):
-        raise TypeError("experts: gate_up_grad is a pair, and gate_up is not")
+        raise TypeError("experts: gate_up_grad is a pair, and gate_up is not; give one tensor")
     if isinstance(weight, PackedWeight):
         raise ValueError(
             "experts: gate_up is packed, with concatenated=False; pack the rows of gate before those of up"

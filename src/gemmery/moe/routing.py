@@ -45,15 +45,15 @@ _CHOICES = 16
 
 
 class Routing(NamedTuple):
-    """Where assignments go. An assignment is one choice of a token, number `token * k + choice`.
+    """The rows of the assignments. An assignment is one choice of a token; its number is `token * k + choice`.
 
     Attributes:
-        offs: (num_groups,), the ends of the groups among the rows. The tail is behind the last end.
-        counts: (num_groups,), the rows of each group.
+        offs: (num_groups,), the ends of the groups among the rows. The tail follows the last end.
+        counts: (num_groups,), the number of rows of each group.
         order: (T * k,), the assignment of each row.
         inverse: (T * k,), the row of each assignment.
         token: (T * k,), the token of each row.
-        shape: that of the ids, (..., k).
+        shape: the shape of the ids, (..., k).
     """
 
     offs: Tensor
@@ -65,24 +65,24 @@ class Routing(NamedTuple):
 
 
 def route(top_k_index: Tensor, num_groups: int) -> Routing:
-    """Sorts the choices of tokens by group, for a grouped product with a gather.
+    """Sort the choices of tokens by group, for a grouped product with a gather.
 
-    The order is stable: rows of a group are in the order of assignments. Ids outside `0..num_groups - 1`, as Hugging
-    Face has them under expert parallelism, go to the tail behind the last group, in their order.
+    The order is stable: the rows of a group are in the order of the assignments. Ids outside `0..num_groups - 1`, which
+    Hugging Face uses under expert parallelism, go to the tail after the last group, in their order.
 
-    On a GPU few assignments take one kernel, which ranks them by comparison; many take three, a counting sort of blocks
-    (Knuth, The Art of Computer Programming, volume 3, section 5.2; Satish, Harris and Garland, IPDPS 2009). It does not
-    synchronise with the host and is the same in every run.
+    On a GPU, few assignments take one kernel, which ranks them by comparison. Many take three kernels, a counting sort
+    of blocks (Knuth, The Art of Computer Programming, volume 3, section 5.2; Satish, Harris and Garland, IPDPS 2009).
+    The host does not wait for them, and repeated runs give the same order.
 
     Args:
-        top_k_index: (..., k), int32 or int64, any strides. The chosen groups of each token.
-        num_groups: how many groups there are, from 1 to 2^24.
+        top_k_index: (..., k), int32 or int64, any strides: the chosen groups of each token.
+        num_groups: the number of groups, from 1 to 2^24.
 
     Returns:
         A `Routing` of int32 tensors on the ids' device.
 
     Raises:
-        TypeError: top_k_index is no tensor of int32 or int64, or num_groups is no int.
+        TypeError: top_k_index is not a tensor of int32 or int64, or num_groups is not an int.
         ValueError: top_k_index has no dimensions or more than 2^31 - 1024 elements, or num_groups is out of range.
 
     Example:
@@ -105,26 +105,26 @@ def route(top_k_index: Tensor, num_groups: int) -> Routing:
 
 
 def combine(y: Tensor, routing: Routing, top_k_weights: Tensor | None = None) -> Tensor:
-    """The sum of each token's rows, weighted: `out[t] = sum_j top_k_weights[t, j] * y[inverse[t * k + j]]`.
+    """The weighted sum of each token's rows: `out[t] = sum_j top_k_weights[t, j] * y[inverse[t * k + j]]`.
 
-    Sums are in float32 (float64 for float64), in the order of j, and rounded once. Rows of the tail count as 0: they
-    are not read, and neither they nor their weights may spoil a sum by a NaN.
+    Sums are accumulated in float32 (float64 for float64), in the order of j, and rounded once. Rows of the tail count
+    as 0: they are not read, so a NaN in them or in their weights does not affect a sum.
 
-    On a GPU this is one kernel, as is each gradient: of y, zero in the tail, and of top_k_weights, summed over the
-    columns. All are the same in every run; none has atomics.
+    On a GPU, this is one kernel, and so is each gradient: of y, zero in the tail, and of top_k_weights, summed over the
+    columns. There are no atomics, so repeated runs give the same bits.
 
     Args:
-        y: (T * k, H) in float16, bfloat16, float32 or float64, any strides. The rows that `routing` sorted.
-        routing: what `route` returned.
+        y: (T * k, H) in float16, bfloat16, float32 or float64, any strides: the rows in the order of `routing`.
+        routing: the result of `route`.
         top_k_weights: (..., k), the shape of the ids, in one of these types; ones by default.
 
     Returns:
-        (..., H), contiguous, in y's type. Zeros where k is 0.
+        (..., H), contiguous, in y's type. Zeros if k is 0.
 
     Raises:
-        TypeError: an argument is no tensor of such a type, or routing no `Routing`.
-        ValueError: shapes or devices don't fit.
-        NotImplementedError: a gradient of a gradient is asked for, or one in forward mode.
+        TypeError: an argument is not a tensor of such a type, or routing is not a `Routing`.
+        ValueError: shapes or devices do not fit.
+        NotImplementedError: a second derivative or a forward-mode derivative is required.
 
     Example:
         >>> import torch
@@ -174,7 +174,7 @@ def _check_rows(y: Tensor, routing: Routing, weights: Tensor | None) -> None:
     check_tensor("combine", "y", y)
     if not isinstance(routing, Routing):
         raise TypeError(
-            f"combine: routing is a {type(routing).__name__}; it must be what gemmery.moe.route returned"
+            f"combine: routing is a {type(routing).__name__}; it must be the result of gemmery.moe.route"
         )
     rows = routing.inverse.shape[0]
     if y.dim() != 2 or y.shape[0] != rows:
@@ -187,7 +187,7 @@ def _check_rows(y: Tensor, routing: Routing, weights: Tensor | None) -> None:
         if tuple(weights.shape) != tuple(routing.shape):
             raise ValueError(
                 f"combine: top_k_weights is {tuple(weights.shape)} and the ids were {tuple(routing.shape)}; they must "
-                "have one shape"
+                "have the same shape"
             )
         given.append(("top_k_weights", weights))
     for name, x in given:
@@ -195,7 +195,8 @@ def _check_rows(y: Tensor, routing: Routing, weights: Tensor | None) -> None:
             raise TypeError(f"combine: {name} is {x.dtype}; it must be one of {', '.join(map(str, _TYPES))}")
         if x.device != routing.inverse.device:
             raise ValueError(
-                f"combine: {name} is on {x.device} and routing on {routing.inverse.device}; they must be on one device"
+                f"combine: {name} is on {x.device} and routing on {routing.inverse.device}; they must be on the same "
+                "device"
             )
 
 
@@ -411,7 +412,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 def _no_second(ctx: Any, grad: Tensor) -> None:
     raise NotImplementedError(
-        "combine: no gradient of a gradient; call backward or torch.autograd.grad without create_graph=True"
+        "combine: second derivatives are not supported; call backward or torch.autograd.grad without create_graph=True"
     )
 
 

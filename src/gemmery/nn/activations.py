@@ -25,13 +25,13 @@ def _gated(function: Elementwise, acc: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Activation:
-    """An elementwise function in the two ways in which a feed-forward block fuses it; see `activation`.
+    """An elementwise function in the two forms in which a feed-forward block fuses it; see `activation`.
 
     Attributes:
-        name: as it is printed.
+        name: the printed name.
         alone: f(acc).
-        gated: f(gate) * up, of a product (..., 2 * hidden) whose halves these are; the result is half as wide.
-        alone_with_gradient, gated_with_gradient: both, for blocks that make their own gradients.
+        gated: f(gate) * up, of a product (..., 2 * hidden) with these halves; the result is half as wide.
+        alone_with_gradient, gated_with_gradient: both, for blocks that compute their own gradients.
     """
 
     name: str
@@ -137,12 +137,12 @@ def activation(given: str | Callable[..., Tensor] | Activation) -> Activation:
 
     Args:
         given: "silu" ("swish"), "gelu" (by erf), "gelu_tanh" ("gelu_new", "gelu_pytorch_tanh"), "relu" or
-            "relu_squared" ("relu2"); a function of one tensor that returns one of the same shape, or an
-            epilogue made of one.
+            "relu_squared" ("relu2"); a function of one tensor that returns one of the same shape; or an epilogue of
+            such a function.
 
     Raises:
         ValueError: no activation has this name.
-        TypeError: it is neither a name nor a function, or a module that is not one of those with a name.
+        TypeError: it is neither a name nor a function, or it is a module without a known name.
 
     Example:
         >>> import torch

@@ -195,13 +195,13 @@ def why_not_stacked(gate: nn.Module, up: nn.Module) -> str | None:
     """Why two layers can't be one quantised layer; None if they can."""
     for layer in (gate, up):
         if not isinstance(layer, QuantizedLinear):
-            return "its gate_proj and up_proj are not both quantised"
+            return "its gate_proj and up_proj are not both quantized"
         if is_sharded(layer.quantized.parts().values()):
             return "its weights are DTensors; call this before the model is sharded"
     assert isinstance(gate, QuantizedLinear)
     assert isinstance(up, QuantizedLinear)
     if gate.weight.shape != up.weight.shape:
-        return "its gate_proj and up_proj have two shapes"
+        return "its gate_proj and up_proj have different shapes"
     if (gate.bias is None) != (up.bias is None) or gate.batch_invariant != up.batch_invariant:
         return "its gate_proj and up_proj differ in their bias or batch_invariant"
     reason = pieces.why_not_stacked([gate.quantized, up.quantized])
@@ -324,9 +324,9 @@ def _mismatch(block: nn.Module) -> str | None:
     assert isinstance(gate, nn.Linear)
     assert isinstance(up, nn.Linear)
     if gate.weight.shape != up.weight.shape:
-        return "its gate_proj and up_proj have two shapes"
+        return "its gate_proj and up_proj have different shapes"
     if gate.weight.device != up.weight.device or gate.weight.dtype != up.weight.dtype:
-        return "its gate_proj and up_proj are on two devices, or of two types"
+        return "its gate_proj and up_proj differ in device or type"
     return None
 
 

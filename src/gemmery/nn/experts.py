@@ -20,30 +20,30 @@ ExpertActivation = str | Callable[..., Tensor] | Activation | Epilogue[..., Tens
 
 
 class Experts(nn.Module):
-    """Experts with a gate, `down(act(gate(x)) * up(x))`, or without one, for tokens that have chosen theirs.
+    """Experts with a gate, `down(act(gate(x)) * up(x))`, or without one, for tokens that have chosen their experts.
 
-    Computed by `gemmery.moe.experts`. Parameters have Hugging Face's names and shapes: `gate_up_proj` is (E, 2I, H),
+    `gemmery.moe.experts` computes them. Parameters have Hugging Face's names and shapes: `gate_up_proj` is (E, 2I, H),
     the gate's rows first, or without a gate `up_proj` (E, I, H); `down_proj` is (E, H, I); biases are
     `gate_up_proj_bias` or `up_proj_bias`, and `down_proj_bias`. Weights may be packed, see `of`. The router is not part
-    of it.
+    of the module.
 
     Args:
         num_experts: E.
-        in_features: H, the columns of the input and of the output.
+        in_features: H, the number of columns of the input and of the output.
         hidden_features: I, the width between the two products.
         activation: a name or an elementwise function, see `gemmery.nn.activation`; or an `Epilogue` of the whole first
-            product, (R, 2I), as `gemmery.moe.gate(f)` makes it of a function of (gate, up).
+            product, (R, 2I), as `gemmery.moe.gate(f)` creates it from a function of (gate, up).
         gated: whether there is a gate.
         bias: whether there are biases.
         device, dtype: of the parameters, as for torch.nn.Linear.
         precision, batch_invariant: see `gemmery.matmul`.
-        fuse_wgrad_accumulation: whether the backward pass adds the gradients of both weights, unrounded, to their
-            attributes `main_grad`, float32 and of the weights' shapes, and leaves their `grad` alone; see
-            `gemmery.grouped_linear`'s `weight_grad`. Transformer Engine has this name for it. It can be set later, too.
+        fuse_wgrad_accumulation: whether the backward pass adds the gradients of both weights, without rounding, to
+            their attribute `main_grad`, a float32 tensor of the weight's shape, and leaves their `grad` alone; see
+            `weight_grad` of `gemmery.grouped_linear`. The name is Transformer Engine's. It can also be set later.
 
     Raises:
         ValueError: a size is negative, or no activation has this name.
-        TypeError: the activation is no function.
+        TypeError: the activation is not a function.
 
     Example:
         >>> import torch, gemmery.nn
@@ -106,7 +106,7 @@ class Experts(nn.Module):
         precision: AskedPrecision = "ieee",
         batch_invariant: bool = False,
     ) -> Experts:
-        """Experts made from existing weights, dense or packed; parameters are shared.
+        """Experts from existing weights, dense or packed; parameters are shared.
 
         Args:
             first: (E, 2I, H), the gate's rows first, or without a gate (E, I, H).
@@ -144,7 +144,7 @@ class Experts(nn.Module):
         return made
 
     def reset_parameters(self) -> None:
-        """Initialise each expert's layers as torch.nn.Linear does."""
+        """Initialize each expert's layers as torch.nn.Linear does."""
         for name, inputs in ((self.first, self.in_features), ("down_proj", self.hidden_features)):
             bound = 1 / math.sqrt(inputs) if inputs else 0.0
             for parameter in (getattr(self, name), getattr(self, f"{name}_bias")):
@@ -158,7 +158,7 @@ class Experts(nn.Module):
 
     @property
     def packed(self) -> bool:
-        """Whether a weight is quantised or sparse; then it is a parameter without gradient."""
+        """Whether a weight is quantized or sparse; it is then a parameter without a gradient."""
         return any(isinstance(x, PackedWeight) for x in self._parameters.values())
 
     @property
@@ -173,9 +173,9 @@ class Experts(nn.Module):
         """(..., H) to (..., H).
 
         Args:
-            hidden_states: the tokens; brought to the type of packed weights, and the result back.
+            hidden_states: the tokens; cast to the type of packed weights, and the result back.
             top_k_index: (..., k), the experts of each token; ids outside `0..E - 1` add nothing.
-            top_k_weights: (..., k), the weights of the router.
+            top_k_weights: (..., k), the router weights.
         """
         weights = (getattr(self, self.first), self.down_proj)
         packed = next((x for x in weights if isinstance(x, PackedWeight)), None)

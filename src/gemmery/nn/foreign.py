@@ -80,7 +80,7 @@ def replacement(module: nn.Module, found: Foreign, batch_invariant: bool) -> Qua
     if code is not None and not (found.patched and code == "its forward was replaced"):
         return code
     if module._modules:
-        return f"it is {found.source}'s with children of its own: {', '.join(module._modules)}"
+        return f"it is {found.source}'s with additional children: {', '.join(module._modules)}"
     if getattr(module, "adapter", None) is not None:
         return f"it is {found.source}'s with an adapter"
     try:
@@ -130,7 +130,7 @@ def _grouped(module: nn.Module) -> QuantizedTensor:
 
 def _four_bits(weight: Any) -> QuantizedTensor:
     if weight.quant_state is None:
-        raise ValueError("its weight is not quantised yet; move the layer to its device first")
+        raise ValueError("its weight is not quantized yet; move the layer to its device first")
     return read_bnb_state(weight.data, weight.quant_state)
 
 
@@ -139,7 +139,7 @@ def _eight_bits(module: Any) -> QuantizedTensor:
     largest = getattr(module.weight, "SCB", None)
     largest = getattr(module.state, "SCB", None) if largest is None else largest
     if largest is None:
-        raise ValueError("its weight is not quantised yet; move the layer to its device first")
+        raise ValueError("its weight is not quantized yet; move the layer to its device first")
     if getattr(module.state, "CxB", None) is not None:
         # The first call on a GPU puts these in the weight's place.
         check_row_order("bitsandbytes", getattr(module.state, "formatB", "row"))
@@ -148,7 +148,7 @@ def _eight_bits(module: Any) -> QuantizedTensor:
 
 def _fp8(module: Any) -> QuantizedTensor:
     if getattr(module, "n_groups", 1) != 1:
-        raise ValueError(f"it multiplies {module.n_groups} groups of its input apart")
+        raise ValueError(f"it multiplies {module.n_groups} groups of its input separately")
     weight, scale = module.weight.detach(), module.weight_scale_inv.detach()
     if weight.dtype not in _FP8:
         raise ValueError(f"its weight is {weight.dtype}; it must be in fp8")

@@ -315,7 +315,7 @@ def refusal(module: nn.Module) -> str | None:
     if code is not None:
         return code
     if parametrize.is_parametrized(module):
-        return "it is parametrised"
+        return "it is parametrized"
     if "_apply_gate" in module.__dict__:
         return "its _apply_gate was replaced"
     first = _first(module)
@@ -343,9 +343,9 @@ def stacked(module: nn.Module) -> Experts | str:
     """
     act = fusible(module)
     if act is None:
-        return "its activation is not one that can be part of a product"
+        return "its activation can't be part of a product"
     if _post_norm(module) is not None:
-        return "it has a norm behind its second product"
+        return "it has a norm after its second product"
     first, gated = _first(module), _flag(module, "has_gate", True)
     apart = gated and not _flag(module, "is_concatenated", True)
 

@@ -1,4 +1,4 @@
-"""A Linear layer whose product runs through gemmery."""
+"""A Linear layer that gemmery computes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..precision import AskedPrecision
 class Linear(nn.Linear):
     """torch.nn.Linear, computed by `gemmery.linear`.
 
-    A subclass: parameters, initialisation, state dict and `isinstance` checks are torch's own.
+    It is a subclass: parameters, initialization, state dict and `isinstance` checks are torch's own.
 
     Args:
         in_features, out_features, bias, device, dtype: as for torch.nn.Linear.
@@ -52,7 +52,7 @@ class Linear(nn.Linear):
         return output
 
     def extra_repr(self) -> str:
-        """The layer's sizes, and its precision and batch-invariance where they are not the default."""
+        """The layer's sizes, and its precision and batch invariance if they are not the default."""
         extra = "" if self.precision == "ieee" else f", precision={self.precision!r}"
         extra += ", batch_invariant=True" if self.batch_invariant else ""
         return super().extra_repr() + extra
@@ -61,7 +61,7 @@ class Linear(nn.Linear):
     def from_torch(
         cls, module: nn.Linear, *, precision: AskedPrecision = "ieee", batch_invariant: bool = False
     ) -> Linear:
-        """A gemmery layer that shares the parameters of a torch one, and keeps whatever attributes it was given."""
+        """A gemmery layer that shares the parameters of a torch layer, and keeps its other attributes."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer.in_features, layer.out_features = module.in_features, module.out_features
@@ -100,7 +100,7 @@ def own_code(module: nn.Module) -> str | None:
     if "forward" in module.__dict__:
         return "its forward was replaced"
     if module.__dict__.get("_compiled_call_impl") is not None:
-        return "it was compiled by itself"
+        return "it was compiled separately"
     if any(getattr(module, kind) for kind in _CALL_HOOKS):
         return "it has hooks"
     # Those that run with state dicts: a replacement would write or read another one.

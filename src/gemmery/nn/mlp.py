@@ -1,4 +1,4 @@
-"""Feed-forward blocks whose activation runs inside the product before it."""
+"""Feed-forward blocks whose activation runs inside the preceding product."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def activated_linear(
     """`act(x @ weight.T + bias)` as one kernel; the sum is rounded once, after the activation.
 
     Args:
-        x: (..., in) or (in,), of any type that a product with an epilogue takes.
+        x: (..., in) or (in,), of any type that a product with an epilogue supports.
         weight: (hidden, in), of x's type.
         bias: (hidden,).
-        activation: a name or an elementwise function, see `gemmery.nn.activation`. Under torch.compile, a name or what
-            `gemmery.nn.activation` made of a function.
+        activation: a name or an elementwise function, see `gemmery.nn.activation`. Under torch.compile, a name or the
+            result of `gemmery.nn.activation`.
         precision, batch_invariant: see `gemmery.matmul`.
 
     Returns:
@@ -85,11 +85,11 @@ def gated_linear(
     """`act(x @ w_gate.T + bias_gate) * (x @ w_up.T + bias_up)` as one kernel: the first half of a SwiGLU block.
 
     Args:
-        x: (..., in) or (in,), of any type that a product with an epilogue takes.
+        x: (..., in) or (in,), of any type that a product with an epilogue supports.
         w_gate, w_up: (hidden, in), of x's type.
-        activation: a name or an elementwise function, see `gemmery.nn.activation`. Under torch.compile, a name or what
-            `gemmery.nn.activation` made of a function.
-        bias_gate, bias_up: (hidden,), each of them or None.
+        activation: a name or an elementwise function, see `gemmery.nn.activation`. Under torch.compile, a name or the
+            result of `gemmery.nn.activation`.
+        bias_gate, bias_up: (hidden,), or None for either.
         precision, batch_invariant: see `gemmery.matmul`.
 
     Returns:
@@ -108,7 +108,8 @@ def gated_linear(
     """
     if w_gate.shape != w_up.shape:
         raise ValueError(
-            f"gated_linear: w_gate is {tuple(w_gate.shape)} and w_up is {tuple(w_up.shape)}; they must have one shape"
+            f"gated_linear: w_gate is {tuple(w_gate.shape)} and w_up is {tuple(w_up.shape)}; they must have the same "
+            "shape"
         )
     epilogue = _resolve(activation).gated
     weights, biases = halves(w_gate, w_up, bias_gate, bias_up)
@@ -131,11 +132,11 @@ def stacked_gated_linear(
     """`gated_linear` for one weight whose first half is the gate's.
 
     Args:
-        x: (..., in) or (in,), of any type that a product with an epilogue takes.
+        x: (..., in) or (in,), of any type that a product with an epilogue supports.
         weight: (2 * hidden, in): `torch.cat((w_gate, w_up))`, of x's type.
         bias: (2 * hidden,).
-        activation: a name or an elementwise function, see `gemmery.nn.activation`. Under torch.compile, a name or what
-            `gemmery.nn.activation` made of a function.
+        activation: a name or an elementwise function, see `gemmery.nn.activation`. Under torch.compile, a name or the
+            result of `gemmery.nn.activation`.
         precision, batch_invariant: see `gemmery.matmul`.
 
     Returns:
@@ -143,7 +144,7 @@ def stacked_gated_linear(
 
     Raises:
         ValueError: shapes or devices do not fit, no activation has this name, or the weight is a DTensor whose rows are
-            sharded, so that no rank has halves of both.
+            sharded, so that no rank has both halves.
         TypeError: types are not supported or differ.
 
     Example:
@@ -177,24 +178,24 @@ def _check_sizes(owner: str, **sizes: int) -> None:
 
 
 class MLP(nn.Module):
-    """`down(act(up(x)))`, with the activation in the first product's kernel.
+    """`down(act(up(x)))`, with the activation fused into the first product.
 
     Its layers are gemmery's: `up.weight` is (hidden_features, in_features) and `down.weight` (out_features,
-    hidden_features). Where a layer has been given hooks, or has been replaced by an adapter, it is called as a module,
-    so that those run.
+    hidden_features). A layer with hooks, or one that an adapter has replaced, is called as a module, so that its code
+    runs.
 
     Args:
         in_features: the last dimension of the input.
         hidden_features: the width between the two layers.
         out_features: the last dimension of the output; in_features if None.
         activation: "gelu", "gelu_tanh", "silu", "relu", "relu_squared" or an elementwise torch function.
-        bias: whether both layers have one.
+        bias: whether both layers have a bias.
         device, dtype: of the parameters, as for torch.nn.Linear.
         precision, batch_invariant: see `gemmery.matmul`.
 
     Raises:
         ValueError: a size is negative, or no activation has this name.
-        TypeError: the activation is no function.
+        TypeError: the activation is not a function.
 
     Example:
         >>> import torch, gemmery.nn
@@ -234,7 +235,7 @@ class MLP(nn.Module):
         return activated_block(self.up, self.down, self.activation, self.activation, input)
 
     def fused_product(self) -> FusedProduct | None:
-        """What runs in the place of `up`, or None."""
+        """The product that runs in place of `up`, or None."""
         return activated_product("up", self.up, self.activation, self.activation)
 
     def extra_repr(self) -> str:
@@ -243,27 +244,26 @@ class MLP(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """`down(act(gate(x)) * up(x))`, as SwiGLU and GeGLU blocks are, with all that is elementwise inside a product.
+    """`down(act(gate(x)) * up(x))`, as in SwiGLU and GeGLU blocks, with all elementwise operators fused into a product.
 
-    One product computes gate and up, and halves its own result. With `stacked`, `gate_up.weight` is
-    (2 * hidden_features, in_features), the gate's rows first; without, `gate.weight` and `up.weight` are
-    (hidden_features, in_features) each, as most checkpoints have them. `down.weight` is (out_features,
-    hidden_features). Layers with hooks, and what has been put in the place of a layer, are called as modules, so that
-    their code runs.
+    One product computes gate and up, and combines the halves of its own result. With `stacked`, `gate_up.weight` is (2
+    * hidden_features, in_features), the gate's rows first. Without it, `gate.weight` and `up.weight` are
+    (hidden_features, in_features) each, as in most checkpoints. `down.weight` is (out_features, hidden_features).
+    Layers with hooks, and modules that have replaced a layer, are called as modules, so that their code runs.
 
     Args:
         in_features: the last dimension of the input.
         hidden_features: the width of gate and up.
         out_features: the last dimension of the output; in_features if None.
         activation: of the gate: "silu", "gelu", "gelu_tanh", "relu", "relu_squared" or an elementwise torch function.
-        bias: whether the layers have one.
+        bias: whether the layers have a bias.
         stacked: whether gate and up are one parameter.
         device, dtype: of the parameters, as for torch.nn.Linear.
         precision, batch_invariant: see `gemmery.matmul`.
 
     Raises:
         ValueError: a size is negative, or no activation has this name.
-        TypeError: the activation is no function.
+        TypeError: the activation is not a function.
 
     Example:
         >>> import torch, gemmery.nn
@@ -314,7 +314,7 @@ class GatedMLP(nn.Module):
         return output
 
     def fused_product(self) -> FusedProduct | None:
-        """What runs in the place of gate and up, or None."""
+        """The product that runs in place of gate and up, or None."""
         if self.stacked:
             return stacked_product("gate_up", self.gate_up, self.activation)
         return gated_product(("gate", "up"), self.gate, self.up, self.activation, self.activation)
@@ -424,8 +424,8 @@ def _stacked(layer: nn.Module, act: Activation, x: Tensor, hidden: int) -> Tenso
         stacked = layer(x)
         if stacked.shape[-1] != 2 * hidden:
             raise ValueError(
-                f"gate_up returns {stacked.shape[-1]} columns and the block has {2 * hidden}: a part of gate and up "
-                "stacked has no halves of both"
+                f"gate_up returns {stacked.shape[-1]} columns and the block has {2 * hidden}: a part of stacked gate "
+                "and up does not contain halves of both; create the block with stacked=False"
             )
         gate, up = stacked.chunk(2, dim=-1)
         y: Tensor = act(gate) * up

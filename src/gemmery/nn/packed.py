@@ -15,14 +15,14 @@ from .linear import is_untouched
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose weight is a `PackedWeight` of some kind, computed by `gemmery.linear`.
+    """A linear layer whose weight is a `PackedWeight`, computed by `gemmery.linear`.
 
-    The weight is a parameter without gradient; gradients reach the input and the bias. The input is brought to the
-    weight's type, and the result back to the input's.
+    The weight is a parameter without a gradient; gradients reach the input and the bias. The input is cast to the
+    weight's dtype, and the result back to that of the input.
 
     Attributes:
         KIND: the class of the weight.
-        runs_product: whether `forward` is `product`; not in subclasses with a `forward` of their own.
+        runs_product: whether `forward` is `product`; False in subclasses with their own `forward`.
     """
 
     KIND: ClassVar[type[PackedWeight]]
@@ -64,7 +64,7 @@ class PackedLinear(nn.Module):
         """(..., in_features) to (..., out_features).
 
         Raises:
-            TypeError: the input is not of a floating type, to which the result would be cut off.
+            TypeError: the type of the input is not floating point, so the result would be truncated.
         """
         return self.product(input)
 
@@ -77,7 +77,7 @@ class PackedLinear(nn.Module):
         """
         if not input.dtype.is_floating_point:
             raise TypeError(
-                f"{type(self).__name__}: the input is {input.dtype}; it must be of a floating type"
+                f"{type(self).__name__}: the input is {input.dtype}; it must be a floating-point type"
             )
         weight, bias = self.weight, self.bias
         x = input.to(weight.dtype)

@@ -124,7 +124,7 @@ class LoraLinear(lora_layers.Linear):  # type: ignore[misc]  # peft has no types
         if isinstance(weight, PackedWeight):
             raise NotImplementedError(
                 f"merge: the layer's weight is packed ({weight.form}), which can't take an adapter in; keep the "
-                "adapter apart, or merge it into the dense model and quantise that"
+                "adapter apart, or merge it into the dense model and quantize that"
             )
         super().merge(safe_merge, adapter_names)
 

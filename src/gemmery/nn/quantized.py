@@ -1,4 +1,4 @@
-"""A linear layer with a quantised weight."""
+"""A linear layer with a quantized weight."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from .packed import PackedLinear, check_linear
 
 
 class QuantizedLinear(PackedLinear):
-    """A linear layer whose weight is quantised, computed by `gemmery.linear`.
+    """A linear layer with a quantized weight, computed by `gemmery.linear`.
 
-    The weight is a parameter without gradient; gradients reach the input and the bias. The input is brought to the
-    weight's type, and the result back to the input's. A state dict has the `QuantizedTensor` under "weight"; loading
-    one takes any quantised weight of the layer's sizes, also of another format. `gemmery.formats.save_safetensors`
-    writes such state dicts.
+    The weight is a parameter without a gradient; gradients reach the input and the bias. The input is cast to the
+    weight's dtype, and the result back to that of the input. A state dict contains the `QuantizedTensor` as "weight".
+    Loading one accepts any quantized weight of the layer's size, also in another format.
+    `gemmery.formats.save_safetensors` writes such state dicts.
 
     Args:
-        weight: a `gemmery.QuantizedTensor`, (out_features, in_features); a parameter of one is shared.
-        bias: (out_features,), a parameter if it is to be trained.
+        weight: a `gemmery.QuantizedTensor`, (out_features, in_features); a parameter is shared.
+        bias: (out_features,); a parameter if it should be trained.
         batch_invariant: whether a row of the result has the same bits in every batch, see `gemmery.matmul`.
 
     Raises:
-        TypeError, ValueError: the weight is no quantised matrix, or the bias does not fit it.
+        TypeError, ValueError: the weight is not a quantized matrix, or the bias does not fit it.
 
     Example:
         >>> import torch, gemmery.nn
@@ -43,10 +43,10 @@ class QuantizedLinear(PackedLinear):
     def from_linear(
         cls, layer: nn.Linear, format: Format | str, *, batch_invariant: bool = False, **options: Any
     ) -> QuantizedLinear:
-        """A layer with the quantised weight of a plain one, and its bias, the same parameter.
+        """A layer with the quantized weight of a plain layer, and its bias, the same parameter.
 
         Args:
-            layer: of any floating type.
+            layer: of any floating-point type.
             format, options: as for `gemmery.quantize`.
 
         Example:

@@ -1,4 +1,4 @@
-"""Quantising the linear layers and the experts of a model."""
+"""Quantizing the linear layers and the experts of a model."""
 
 from __future__ import annotations
 
@@ -23,33 +23,34 @@ def quantize(
     skip: Iterable[str] = ("lm_head",), symmetric: bool = True, scale: Scale = "channel",
     dtype: torch.dtype | None = None, batch_invariant: bool = False,
 ) -> Swapped:  # fmt: skip
-    """Replace the plain linear layers and the experts inside a model by quantised ones, rounded to nearest, in place.
+    """Replace the plain linear layers and the experts inside a model by quantized ones, rounded to nearest, in place.
 
     Every torch.nn.Linear, gemmery.nn.Linear and Hugging Face Conv1D becomes a gemmery.nn.QuantizedLinear and keeps its
-    bias. Layers that share a weight share the quantised one. A block that `swap` has fused stays fused: its gate and up
-    become one layer `gate_up_proj`, whose packed weight has the rows of both, if each has a multiple of 16. Experts,
-    which are gemmery.nn.Experts and those that `swap` replaces, become gemmery.nn.Experts with packed weights. Left
-    alone, each with a reason in the report, are those that `skip` names, those whose weight is also another module's,
-    such as an embedding's, those with code that a replacement would lose, experts whose activation can't be part of a
-    product, and those whose weight the format can't hold.
+    bias. Layers that share a weight share the quantized weight. A block that `swap` has fused stays fused: its gate and
+    up become one layer `gate_up_proj`, whose packed weight contains the rows of both, if each has a multiple of 16
+    rows. Experts (gemmery.nn.Experts and those that `swap` replaces) become gemmery.nn.Experts with packed weights.
 
-    To quantise a model of transformers while it is loaded, see `gemmery.nn.transformers.GemmeryConfig`.
+    The report gives a reason for everything that is left in place: layers that `skip` names, layers whose weight
+    another module shares, such as an embedding, layers with code that a replacement would lose, experts whose
+    activation can't be fused, and layers whose weight does not fit the format.
+
+    To quantize a model of transformers while it is loaded, see `gemmery.nn.transformers.GemmeryConfig`.
 
     Args:
-        model: of any floating type and on any device.
+        model: of any floating-point type and on any device.
         format, group_size, symmetric, scale, dtype: as for `gemmery.quantize`.
-        skip: names of layers or experts, or of modules in which these are left: whole parts of qualified names, in
-            which * stands for anything. "lm_head" is that at any depth, "layers.0" all of the first layer. The report
-            says which others than "lm_head" name no layer.
+        skip: names of layers or experts, or of modules that contain them, that are left: whole parts of qualified
+            names, in which * stands for any text. "lm_head" matches at any depth, "layers.0" everything in the first
+            layer. The report lists names other than "lm_head" that match no layer.
         batch_invariant: see `gemmery.matmul`.
 
     Returns:
-        What was replaced and what was left, with a way back. As long as this report lives, so do the weights that were
-        replaced.
+        The modules that were replaced and left; its `undo()` restores the model. The replaced weights take memory as
+            long as this report lives.
 
     Raises:
         TypeError: `model` is not a module, or `skip` is a string.
-        ValueError: there is no such format, or it does not go with the other arguments.
+        ValueError: there is no such format, or it does not match the other arguments.
 
     Example:
         >>> import torch, gemmery.nn

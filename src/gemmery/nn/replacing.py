@@ -63,7 +63,8 @@ class Packing:
             raise TypeError(f"{self.caller}: model is a {type(model).__name__}; it must be a torch.nn.Module")
         if isinstance(self.skip, str):
             raise TypeError(
-                f"{self.caller}: skip is the string {self.skip!r}; it must be several, such as ({self.skip!r},)"
+                f"{self.caller}: skip is the string {self.skip!r}; it must be a sequence of names, such as "
+                f"({self.skip!r},)"
             )
 
 
@@ -80,7 +81,7 @@ def planned(model: nn.Module, packing: Packing) -> Swapped:
     """What `replace` would do, with all that takes the layers' places; the model is not changed."""
     walk = _Walk(packing, tuple(packing.skip), _owners(model))
     if is_layer(model):
-        walk.report.left.append(("", "it is not inside a module, so that nothing can take its place"))
+        walk.report.left.append(("", "it is not inside a module, so it can't be replaced"))
     # With a module's other names, which lead to other places.
     for path, module in model.named_modules(remove_duplicate=False):
         if path and (is_layer(module) or is_experts(module)):
@@ -192,7 +193,7 @@ class _Walk:
     def owned(self, layer: nn.Module) -> str | None:
         """Whose weight a layer has that would go on with the plain one; None if nobody's."""
         owner = self.owners.get(id(layer.weight))
-        return None if owner is None else f"its weight is also that of {owner}"
+        return None if owner is None else f"its weight is shared with {owner}"
 
     def replacement(self, layer: nn.Module) -> PackedLinear | Experts | str:
         """What takes a layer's place, or why nothing does."""
@@ -224,7 +225,7 @@ class _Walk:
             return found
         strip = self.how.strip
         if found.gated and found.hidden_features % strip:
-            return f"its gate has {found.hidden_features} rows; packed they must be a multiple of {strip}"
+            return f"its gate has {found.hidden_features} rows; a packed gate must have a multiple of {strip}"
         weights = (getattr(found, found.first), found.down_proj)
         try:
             first, down = (self.how.pack(x.detach()) for x in weights)

@@ -1,4 +1,4 @@
-"""Linear layers with 2:4 sparse weights: one whose weight is pruned, and one that is trained so."""
+"""Linear layers with 2:4 sparse weights: one with a pruned weight, and one that trains a sparse weight."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ PruningMethod = Literal["magnitude", "transposable"]
 
 
 class PrunedLinear(PackedLinear):
-    """A linear layer whose weight is 2:4 sparse, computed by `gemmery.linear`.
+    """A linear layer with a 2:4 sparse weight, computed by `gemmery.linear`.
 
-    For inference. The weight is a parameter without gradient; gradients reach the input and the bias. The input is
-    brought to the weight's type, and the result back to the input's. A state dict has the `SparseTensor` under
-    "weight"; loading one takes any sparse weight of the layer's sizes, also of another type.
+    It is for inference. The weight is a parameter without a gradient; gradients reach the input and the bias. The input
+    is cast to the weight's dtype, and the result back to that of the input. A state dict contains the `SparseTensor` as
+    "weight". Loading one accepts any sparse weight of the layer's size, also of another type.
     `gemmery.formats.save_safetensors` writes such state dicts. `SparseLinear` is for training.
 
     Args:
-        weight: a `gemmery.SparseTensor`, (out_features, in_features); a parameter of one is shared.
-        bias: (out_features,), a parameter if it is to be trained.
+        weight: a `gemmery.SparseTensor`, (out_features, in_features); a parameter is shared.
+        bias: (out_features,); a parameter if it should be trained.
         batch_invariant: whether a row of the result has the same bits in every batch, see `gemmery.matmul`.
 
     Raises:
-        TypeError, ValueError: the weight is no sparse matrix, or the bias does not fit it.
+        TypeError, ValueError: the weight is not a sparse matrix, or the bias does not fit it.
 
     Example:
         >>> import torch, gemmery.nn
@@ -55,10 +55,10 @@ class PrunedLinear(PackedLinear):
     def from_linear(
         cls, layer: nn.Linear, pattern: str = PATTERN, *, batch_invariant: bool = False, **options: Any
     ) -> PrunedLinear:
-        """A layer with the pruned weight of a plain one, and its bias, the same parameter.
+        """A layer with the pruned weight of a plain layer, and its bias, the same parameter.
 
         Args:
-            layer: of any floating type.
+            layer: of any floating-point type.
             pattern, options: as for `gemmery.sparsify`.
 
         Example:
@@ -80,33 +80,32 @@ class PrunedLinear(PackedLinear):
 class SparseLinear(nn.Linear):
     """A linear layer that is trained with a 2:4 sparse weight.
 
-    `weight` is dense, and what an optimiser updates: a subclass of torch.nn.Linear, with its parameters,
-    initialisation and state dict. Products use a pruned copy of it. The gradient of `weight` is that of the pruned
-    weight, for all its numbers, also those that were pruned (a straight-through estimate), so that these can come back.
-    See "Accelerated sparse neural training" (Hubara et al., arXiv:2102.08124) for the transposable method, and
+    `weight` is dense, and the optimizer updates it: the layer is a subclass of torch.nn.Linear, with its parameters,
+    initialization and state dict. Products use a pruned copy of the weight. The gradient of `weight` is that of the
+    pruned weight, for all elements, including pruned ones (a straight-through estimator), so pruned elements can
+    return. See "Accelerated sparse neural training" (Hubara et al., arXiv:2102.08124) for the transposable method, and
     "Learning N:M fine-grained structured sparse neural networks from scratch" (Zhou et al., arXiv:2102.04010) for
     `decay`.
 
-    Products are in the weight's type if that is float16 or bfloat16, under autocast in autocast's, and else in
-    bfloat16, so that a float32 weight gets a float32 gradient of 16-bit products; the result has the input's type, or
-    autocast's. The weight is pruned anew where its version has changed, as every operator of torch that writes to it
-    changes it. What writes through `weight.data` does not: call `prune()` then.
+    Products are computed in the weight's type if it is float16 or bfloat16, in autocast's type under autocast, and
+    otherwise in bfloat16. A float32 weight therefore receives a float32 gradient of 16-bit products. The result has the
+    input's type, or autocast's. The weight is pruned again when its version has changed, which every torch operator
+    that writes to it does. Writing through `weight.data` does not change the version: call `prune()` afterwards.
 
-    Under torch.compile the layer is a call of its own, outside the graphs. There is no double backward. Pruned copies
-    take 9/16 of a 16-bit weight, and twice that with "transposable"; they are no part of copies, pickles and state
-    dicts.
+    torch.compile leaves the layer out of its graphs. Double backward is not supported. Pruned copies take 9/16 of a
+    16-bit weight, and twice that with "transposable". They are not part of copies, pickles and state dicts.
 
     Args:
-        in_features, out_features, bias, device, dtype: as for torch.nn.Linear. in_features is a multiple of 4.
-        method: which numbers are kept, see `gemmery.sparsify`. With "magnitude" the gradient of the input is a product
-            with the expanded weight. With "transposable" the transpose is 2:4, too, and the gradient of the input is a
-            sparse product as well; out_features is a multiple of 4 then.
-        decay: how much of each number that is not kept is added to its gradient, as SR-STE does; 2e-4 in its paper.
+        in_features, out_features, bias, device, dtype: as for torch.nn.Linear. in_features must be a multiple of 4.
+        method: which elements are kept, see `gemmery.sparsify`. With "magnitude", the gradient of the input is a
+            product with the expanded weight. With "transposable", the transpose is 2:4 too, and the gradient of the
+            input is a sparse product as well; out_features must then be a multiple of 4.
+        decay: the fraction of each pruned element that is added to its gradient, as in SR-STE, which uses 2e-4.
         batch_invariant: whether a row of the result has the same bits in every batch, see `gemmery.matmul`.
 
     Raises:
-        ValueError: the sizes are no multiples of 4, there is no such method, or `decay` is negative.
-        TypeError: `decay` is no number.
+        ValueError: the sizes are not multiples of 4, there is no such method, or `decay` is negative.
+        TypeError: `decay` is not a number.
 
     Example:
         >>> import torch, gemmery.nn
@@ -149,7 +148,7 @@ class SparseLinear(nn.Linear):
         decay: float = 0.0,
         batch_invariant: bool = False,
     ) -> SparseLinear:
-        """A layer that shares the parameters of a plain one, and keeps whatever attributes it was given.
+        """A layer that shares the parameters of a plain layer, and keeps its other attributes.
 
         Example:
             >>> import torch, gemmery.nn
@@ -169,7 +168,7 @@ class SparseLinear(nn.Linear):
         return made
 
     def to_inference(self) -> PrunedLinear:
-        """A layer with the pruned weight alone, and this one's bias, the same parameter.
+        """A layer with only the pruned weight, and this layer's bias, the same parameter.
 
         Example: see `SparseLinear`.
         """
@@ -177,7 +176,7 @@ class SparseLinear(nn.Linear):
         return made.train(self.training)
 
     def pruned(self) -> SparseTensor:
-        """The weight as it is used outside autocast, pruned anew.
+        """The weight as it is used outside autocast, pruned again.
 
         Example:
             >>> import torch, gemmery.nn
@@ -187,7 +186,7 @@ class SparseLinear(nn.Linear):
         return sparsify(self.weight, method=self.method)
 
     def prune(self) -> None:
-        """Have the weight pruned anew by the next call, whatever its version says.
+        """Prune the weight again at the next call, whatever its version is.
 
         Example:
             >>> import torch, gemmery.nn
@@ -205,7 +204,7 @@ class SparseLinear(nn.Linear):
         """(..., in_features) to (..., out_features).
 
         Raises:
-            TypeError: the input is not of a floating type, to which the result would be cut off.
+            TypeError: the type of the input is not floating point, so the result would be truncated.
             ValueError: the input or a parameter is a DTensor.
         """
         if is_sharded((input, *self.parameters(recurse=False))):
@@ -214,7 +213,7 @@ class SparseLinear(nn.Linear):
                 "tensor-parallel. fully_shard gathers it, and to_inference() gives one that can be"
             )
         if not input.dtype.is_floating_point:
-            raise TypeError(f"SparseLinear: the input is {input.dtype}; it must be of a floating type")
+            raise TypeError(f"SparseLinear: the input is {input.dtype}; it must be a floating-point type")
         weight, asked = self.weight, autocast_dtype(input.device)
         dtype = asked or weight.dtype
         dtype = dtype if dtype in DTYPES else torch.bfloat16

@@ -20,26 +20,29 @@ def sparsify(
 ) -> Swapped:  # fmt: skip
     """Replace the plain linear layers and the experts inside a model by 2:4 sparse ones, in place.
 
-    Every torch.nn.Linear and gemmery.nn.Linear becomes a gemmery.nn.PrunedLinear and keeps its bias; a
-    gemmery.nn.SparseLinear becomes what its `to_inference` gives, whatever `method` says. Layers that share a weight
-    share the pruned one. Experts, which are gemmery.nn.Experts and those that `swap` replaces, become
-    gemmery.nn.Experts with sparse weights. Left alone, each with a reason in the report, are those that `skip` names,
-    those whose weight is also another module's, such as an embedding's, those with code that a replacement would lose,
-    experts whose activation can't be part of a product, and those whose in_features are no multiple of 4.
+    Every torch.nn.Linear and gemmery.nn.Linear becomes a gemmery.nn.PrunedLinear and keeps its bias. A
+    gemmery.nn.SparseLinear becomes the result of its `to_inference`, whatever `method` says. Layers that share a weight
+    share the pruned weight. Experts (gemmery.nn.Experts and those that `swap` replaces) become gemmery.nn.Experts with
+    sparse weights.
+
+    The report gives a reason for everything that is left in place: layers that `skip` names, layers whose weight
+    another module shares, such as an embedding, layers with code that a replacement would lose, experts whose
+    activation can't be fused, and layers whose in_features is not a multiple of 4.
 
     A model that was trained dense loses accuracy when half of its weights are dropped. Train it further with
-    `gemmery.nn.SparseLinear`, or prune it with a method that looks at activations, and then use `method="as_is"`.
+    `gemmery.nn.SparseLinear`, or prune it with a method that takes activations into account, and then use
+    `method="as_is"`.
 
     Args:
-        model: of any floating type and on any device. Weights that are not of 16 bits become bfloat16.
+        model: of any floating-point type and on any device. Weights that do not have 16 bits become bfloat16.
         pattern, method: as for `gemmery.sparsify`.
-        skip: names of layers or experts, or of modules in which these are left: whole parts of qualified names, in
-            which * stands for anything, see `quantize`.
+        skip: names of layers or experts, or of modules that contain them, that are left: whole parts of qualified
+            names, in which * stands for any text, see `quantize`.
         batch_invariant: see `gemmery.matmul`.
 
     Returns:
-        What was replaced and what was left, with a way back. As long as this report lives, so do the weights that were
-        replaced.
+        The modules that were replaced and left; its `undo()` restores the model. The replaced weights take memory as
+            long as this report lives.
 
     Raises:
         TypeError: `model` is not a module, or `skip` is a string.

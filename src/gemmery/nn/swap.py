@@ -44,17 +44,17 @@ class Slot:
 
 @dataclass(eq=False)
 class Swapped:
-    """What `swap` did to a model. As a number, and in comparisons with one, it is how many modules were replaced.
+    """The result of `swap`. As a number, and in comparisons with one, it is the number of modules that were replaced.
 
-    It keeps the modules that were replaced, whose parameters are those of their replacements; only those of layers
-    that were replaced by quantised or sparse ones are others, and take memory as long as this lives.
+    It keeps the replaced modules, whose parameters are those of their replacements. Layers that were replaced by
+    quantized or sparse layers keep their own parameters, which take memory as long as this object lives.
 
     Attributes:
-        replaced: (qualified name, what it was) of each module, in the model's order; a module with several names has
-            its first one here, and the layers of a block that was replaced as a whole are part of it.
-        left: (qualified name, why) of each linear layer, Hugging Face's Conv1D among them, each other module of a kind
-            that multiplies by weights (attention, recurrent and bilinear ones of torch), and each feed-forward block,
-            each norm and all experts like the known ones, that stayed.
+        replaced: (qualified name, former kind) of each module, in the model's order. A module with several names
+            appears under the first one, and the layers of a block that was replaced as a whole are part of it.
+        left: (qualified name, reason) of each module that was left in place: linear layers, including Hugging Face's
+            Conv1D; other modules that multiply by weights (torch's attention, recurrent and bilinear ones); and
+            feed-forward blocks, norms and experts that resemble the known ones.
 
     Example:
         >>> import torch, gemmery.nn
@@ -108,12 +108,12 @@ class Swapped:
     def undo(self) -> None:
         """Put back the modules that were replaced, the very same objects.
 
-        They come back with the parameters, training flags and hooks that their replacements have by now, so that
-        training, moving and loading in between are kept. Layers that were replaced by quantised or sparse ones come
-        back with the weights that they had, where these were. A second undo does nothing.
+        They receive the current parameters, training flags and hooks of their replacements, so training, moving and
+        loading in between are kept. Layers that were replaced by quantized or sparse layers come back with their former
+        weights, on their former device. A second undo does nothing.
 
         Raises:
-            ValueError: a replacement is not there any more, or its layers are others; nothing was put back.
+            ValueError: a replacement is missing, or its layers have changed; nothing was put back.
         """
         for slot in self._slots:
             found = slot.parent._modules.get(slot.name)
@@ -176,41 +176,45 @@ def swap(
     batch_invariant: bool = False,
     fuse: bool = True,
 ) -> Swapped:
-    """Replace what gemmery computes inside `model` by its own modules with the same parameters, in place.
+    """Replace the modules inside `model` that gemmery can compute by its own modules with the same parameters, in
+    place.
 
-    These are: every torch.nn.Linear, by a gemmery.nn.Linear; GPT-2's Conv1D likewise, whose weight stays transposed;
-    and the feed-forward blocks of Hugging Face's Llama,
-    Mistral, Qwen and Gemma (gate, up, activation, down) and of BERT and its relatives (dense and activation), by
-    blocks whose activation runs inside a product. Experts of Hugging Face's mixtures (those that transformers decorates
-    with `use_experts_implementation`) are computed by `gemmery.moe.experts`, see `register_experts`. Beside these, the
-    RMSNorms of Llama, Mistral and Qwen become torch's own, one kernel instead of six. Names, state dicts, tied and
-    shared parameters, training flags and `requires_grad` stay as they are. Only in a block whose layers are quantised
-    already, gate and up become one layer `gate_up_proj`, with a packed weight that has the rows of both; state dicts
-    have both still.
+    The following are replaced:
 
-    Quantised linear layers of other libraries become gemmery.nn.QuantizedLinear, with the same weights packed anew:
-    GPTQ's and AWQ's (of AutoGPTQ, GPTQModel and AutoAWQ, unless a kernel has reordered them), bitsandbytes' Linear4bit
-    (nf4) and Linear8bitLt, compressed-tensors' compressed layers, torchao's weights, and Hugging Face's FP8Linear.
-    Activations that some of these round to 8 bits are not rounded, and their entries in state dicts become gemmery's.
+    - every torch.nn.Linear, by a gemmery.nn.Linear, and GPT-2's Conv1D, whose weight stays transposed;
+    - the feed-forward blocks of Hugging Face's Llama, Mistral, Qwen and Gemma (gate, up, activation, down) and of BERT
+      and its relatives (dense and activation), by blocks whose activation runs inside a product;
+    - the experts of Hugging Face's mixtures that transformers decorates with `use_experts_implementation`, which
+      `gemmery.moe.experts` computes, see `register_experts`;
+    - the RMSNorms of Llama, Mistral and Qwen, by torch's own, one kernel instead of six;
+    - the quantized linear layers of other libraries, by gemmery.nn.QuantizedLinear, with the same weights in gemmery's
+      format: GPTQ's and AWQ's (of AutoGPTQ, GPTQModel and AutoAWQ, unless a kernel has reordered them), bitsandbytes'
+      Linear4bit (nf4) and Linear8bitLt, compressed-tensors' compressed layers, torchao's weights, and Hugging Face's
+      FP8Linear. If such a layer also rounds activations to 8 bits, gemmery does not. Its entries in state dicts become
+      gemmery's.
 
-    Left alone, each with a reason in the report: layers and blocks with code that a replacement would lose
-    (subclasses, hooks, parametrisations, a patched forward), other quantised layers and weights that are no plain
-    tensors, and blocks and norms whose class is not one of those; the layers of such a block are replaced one by one.
+    Names, state dicts, tied and shared parameters, training flags and `requires_grad` do not change. There is one
+    exception: in a block whose layers are already quantized, gate and up become one layer `gate_up_proj`, whose packed
+    weight contains the rows of both. State dicts still contain both.
+
+    The report gives a reason for everything that is left in place: layers and blocks with code that a replacement would
+    lose (subclasses, hooks, parametrizations, a patched forward), other quantized layers and weights that are not plain
+    tensors, and blocks and norms of other classes. The layers of such a block are replaced one by one.
 
     Args:
-        model: of any dtype and on any device; what a product supports is checked when it runs.
-        precision: how float32 is multiplied, see `gemmery.matmul`. By default modules with float32 weights are left to
-            torch, whose own products are faster there; with `batch_invariant`, or where a precision is named, they are
-            replaced. `"torch"` is what torch is set to (`torch.set_float32_matmul_precision`) at each call.
+        model: of any dtype and on any device; whether a product is supported is checked when it runs.
+        precision: how float32 is multiplied, see `gemmery.matmul`. By default, modules with float32 weights are left to
+            torch, whose own products are faster there. With `batch_invariant`, or if a precision is given, they are
+            replaced. `"torch"` uses torch's setting (`torch.set_float32_matmul_precision`) at each call.
         batch_invariant: whether a row of a product has the same bits in every batch, see `gemmery.matmul`.
-        fuse: whether blocks, experts and norms are replaced; with False, only layers are. A fused sum is not rounded
-            before its activation, so that results in 16 bits differ from the model's by roundings.
+        fuse: whether blocks, experts and norms are replaced; False replaces only layers. A fused sum is not rounded
+            before its activation, so results in 16 bits differ from those of the model by rounding.
 
     Returns:
-        What was replaced and what was left; its `undo()` is the way back.
+        The modules that were replaced and left; its `undo()` restores the model.
 
     Raises:
-        TypeError: `model` is not a module, or a scripted one.
+        TypeError: `model` is not a module, or it is a scripted one.
 
     Example:
         >>> import torch, gemmery.nn
@@ -230,7 +234,7 @@ def swap(
     is_layer = is_linear(model) or transposed.resembles(model)
     replaceable = any(known) or isinstance(model, _OURS)
     if is_layer or foreign.recognise(model) is not None or (fuse and replaceable):
-        walk.report.left.append(("", "it is not inside a module, so that nothing can take its place"))
+        walk.report.left.append(("", "it is not inside a module, so it can't be replaced"))
     if not isinstance(model, _OURS):
         walk.children(model, "")
     # All at once and last: an error before leaves the model as it was.
@@ -368,7 +372,7 @@ class _Walk:
     def why_not_in_float32(self, weight: object) -> str | None:
         """Why a module with a weight of float32 is not replaced; None for other types, or if it can be."""
         if self.keeps_float32 and cast(Tensor, weight).dtype == torch.float32:
-            return "its weight is float32, which torch multiplies faster; name a precision to replace it"
+            return "its weight is float32, which torch multiplies faster; give a precision to replace it"
         return None
 
     def why_not_in_block(self, module: nn.Module) -> str | None:
@@ -416,7 +420,7 @@ def why_not(module: nn.Module) -> str | None:
     if cls is Linear:
         return "it is gemmery's already"
     if parametrize.is_parametrized(module):
-        return "it is parametrised"
+        return "it is parametrized"
     if cls is not nn.Linear:
         return f"it is a {cls.__module__}.{cls.__qualname__}, not torch's own Linear"
     return changed(module)

@@ -1,11 +1,11 @@
-"""Quantised models in Hugging Face's transformers: `from_pretrained` quantises, `save_pretrained` saves them.
+"""Quantized models in Hugging Face's transformers: `from_pretrained` quantizes them, `save_pretrained` saves them.
 
 Importing this module registers `GemmeryConfig` with transformers. Only this module needs transformers; nothing else of
 gemmery imports it.
 
     import gemmery.nn.transformers
-    model = AutoModelForCausalLM.from_pretrained(
-        name, quantization_config=gemmery.nn.transformers.GemmeryConfig("int4", group_size=64)
+    model = AutoModelForCausalLM.from_pretrained( name,
+        quantization_config=gemmery.nn.transformers.GemmeryConfig("int4", group_size=64)
     )
 """
 
@@ -55,26 +55,26 @@ NAME = "gemmery"
 
 
 class GemmeryConfig(QuantizationConfigMixin):  # type: ignore[misc]  # transformers has no types
-    """How `from_pretrained` quantises a model's linear layers and experts, and how a saved model was quantised.
+    """How `from_pretrained` quantizes a model's linear layers and experts, and how a saved model was quantized.
 
-    `from_pretrained(..., quantization_config=GemmeryConfig(...))` quantises each weight as it is read, as
-    `gemmery.nn.quantize` does: the layers become `gemmery.nn.QuantizedLinear` and `gemmery.nn.Experts`. To load a
-    saved model, `import gemmery.nn.transformers` first; the configuration is in its files.
+    `from_pretrained(..., quantization_config=GemmeryConfig(...))` quantizes each weight as it is read, as
+    `gemmery.nn.quantize` does: the layers become `gemmery.nn.QuantizedLinear` and `gemmery.nn.Experts`. To load a saved
+    model, `import gemmery.nn.transformers` first; the files contain the configuration.
 
     Args:
         format: "int8", "int4", "e4m3", "e5m2", "mxfp4", "nvfp4" or "nf4".
         group_size, symmetric, scale: as for `gemmery.quantize`.
-        dtype: that of the activations that weights are packed for, torch.float16 or torch.bfloat16 or its name. By
-            default that of the model, or torch.bfloat16 where this has 32 bits.
+        dtype: the type of the activations that weights are packed for, torch.float16 or torch.bfloat16 or its name. The
+            default is that of the model, or torch.bfloat16 if the model's has 32 bits.
         batch_invariant: see `gemmery.matmul`.
-        modules_to_not_convert: names of layers that stay as they are, and of modules whose layers do, by the rule of
-            transformers: the beginning or the end of a qualified name, or a regular expression for its beginning. By
-            default the output embeddings (`lm_head`), and the last module where the model has none. Weights that are
-            tied, and those that the model keeps in float32, always stay.
+        modules_to_not_convert: names of layers to leave, or of modules whose layers to leave, matched as by
+            transformers: the beginning or the end of a qualified name, or a regular expression for its beginning. The
+            default is the output embeddings (`lm_head`), or the last module if the model has none. Tied weights, and
+            those that the model keeps in float32, are always left.
 
     Raises:
         TypeError: an argument has another type.
-        ValueError: there is no such format, or it does not go with the other arguments.
+        ValueError: there is no such format, or it does not match the other arguments.
 
     Example:
         >>> import gemmery.nn.transformers
@@ -129,11 +129,11 @@ class GemmeryConfig(QuantizationConfigMixin):  # type: ignore[misc]  # transform
     def from_dict(
         cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
     ) -> GemmeryConfig | tuple[GemmeryConfig, dict[str, Any]]:
-        """The configuration of which `to_dict` gave this.
+        """The configuration from the result of `to_dict`.
 
         Raises:
-            ValueError: it is another method's, has an entry that is not known, or its weights were packed in an order
-                that this gemmery does not know.
+            ValueError: it belongs to another method, has an unknown entry, or its weights were packed in an order that
+                this version of gemmery does not know.
         """
         given = dict(config_dict)
         method, version = given.pop("quant_method", NAME), given.pop("packing", PACKING)
@@ -157,13 +157,13 @@ class GemmeryConfig(QuantizationConfigMixin):  # type: ignore[misc]  # transform
 
 
 class GemmeryQuantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no types
-    """What transformers asks about a model with a `GemmeryConfig`; `model.hf_quantizer` is one.
+    """The interface between transformers and a model with a `GemmeryConfig`; `model.hf_quantizer` is one.
 
-    Such a model is saved, loaded and compiled. Gradients reach inputs, biases and what is not quantised, so that
-    adapters can be trained. No part of it is offloaded to the CPU or the disk.
+    Such a model can be saved, loaded and compiled. Gradients reach inputs, biases and everything that is not quantized,
+    so adapters can be trained. No part of it can be offloaded to the CPU or the disk.
 
     Attributes:
-        report: what was quantised and what was left, as `gemmery.nn.quantize` returns it, without a way back; None
+        report: the modules that were quantized and left, as `gemmery.nn.quantize` returns them, without `undo`; None
             before a model is loaded.
     """
 
@@ -196,11 +196,11 @@ class GemmeryQuantizer(HfQuantizer):  # type: ignore[misc]  # transformers has n
 
     @property
     def is_compileable(self) -> bool:
-        """Whether torch.compile takes such a model."""
+        """Whether torch.compile supports such a model."""
         return True
 
     def validate_environment(self, *args: Any, device_map: Any = None, **options: Any) -> None:
-        """ValueError for what can't be loaded."""
+        """Raises a ValueError for models and options that can't be loaded."""
         places = {str(x) for x in device_map.values()} if isinstance(device_map, dict) else set()
         offloaded = places & {"disk"} or (places & {"cpu"} if len(places) > 1 else set())
         if offloaded:
@@ -210,7 +210,7 @@ class GemmeryQuantizer(HfQuantizer):  # type: ignore[misc]  # transformers has n
             )
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The type of what is not quantised, which is left as it was asked for."""
+        """The type of everything that is not quantized; it stays as requested."""
         self.dtype = dtype
         return dtype
 
@@ -262,7 +262,9 @@ class GemmeryQuantizer(HfQuantizer):  # type: ignore[misc]  # transformers has n
         return not self.texts or all(self.texts_of(f"{slot.path}.{name}") is not None for name in names)
 
     def texts_of(self, name: str) -> Mapping[str, str] | None:
-        """The texts of a packed weight, whose name in files may have a prefix more or less; None if there are none."""
+        """The texts of a packed weight, whose name in files may have a longer or shorter prefix; None if there are
+        none.
+        """
         if name in self.texts:
             return self.texts[name]
         near = [key for key in self.texts if key.endswith(f".{name}") or name.endswith(f".{key}")]
@@ -271,11 +273,11 @@ class GemmeryQuantizer(HfQuantizer):  # type: ignore[misc]  # transformers has n
     # --- weights --------------------------------------------------------------------------------------------------
 
     def param_needs_quantization(self, model: Any, param_name: str, **options: Any) -> bool:
-        """Whether a parameter is one of a module that is to be quantised."""
+        """Whether a parameter belongs to a module that will be quantized."""
         return param_name.rpartition(".")[0] in self.waiting
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
-        """Bytes that a number of a weight takes on its device in the end."""
+        """The bytes that an element of a weight finally takes on its device."""
         slot = self.waiting.get(param_name.rpartition(".")[0])
         name = param_name.rpartition(".")[2]
         after = param if slot is None else slot.after._parameters.get(name, param)
@@ -285,11 +287,11 @@ class GemmeryQuantizer(HfQuantizer):  # type: ignore[misc]  # transformers has n
         return after.nbytes / after.numel()
 
     def get_quantize_ops(self) -> ConversionOps:
-        """What transformers calls with each weight that it has read."""
+        """The operation that transformers calls with each weight that it has read."""
         return _Quantize(self)
 
     def get_weight_conversions(self) -> list[WeightConverter]:
-        """What puts packed weights together of the tensors in files."""
+        """The conversions that assemble packed weights from the tensors in files."""
         if not self.pre_quantized:
             return []
         return [WeightConverter([_pattern(name) for name in _parts()], "", [_Read(self)])]
@@ -301,7 +303,7 @@ class GemmeryQuantizer(HfQuantizer):  # type: ignore[misc]  # transformers has n
         given = dict(module._parameters)
         if is_sharded([x for x in given.values() if x is not None]):
             raise ValueError(
-                f"GemmeryConfig: {path} is sharded while it is loaded; load the whole model, and shard it by "
+                f"GemmeryConfig: {path} is sharded while it is loaded; load the whole model, and shard it with "
                 "gemmery.distributed"
             )
         if any(x is not None and x.device.type == "meta" for x in given.values()):
@@ -318,7 +320,7 @@ class GemmeryQuantizer(HfQuantizer):  # type: ignore[misc]  # transformers has n
             for name, parameter in given.items():
                 module._parameters[name] = parameter
             raise ValueError(
-                f"{path} can't be quantised: {after}; name it in modules_to_not_convert to leave it as it is"
+                f"{path} can't be quantized: {after}; name it in modules_to_not_convert to leave it as it is"
             )
         for x in after._parameters.values():
             if x is not None:
@@ -347,7 +349,7 @@ class GemmeryQuantizer(HfQuantizer):  # type: ignore[misc]  # transformers has n
     # --- saving and the way back ------------------------------------------------------------------------------------
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Plain tensors, and the texts that packed weights are made of again."""
+        """Plain tensors, and the texts from which packed weights are built again."""
         tensors, texts = flattened(model.state_dict(), "save_pretrained")
         return tensors, {KEY: metadata_text(texts)}
 
@@ -497,7 +499,8 @@ def _plain(module: nn.Module, original: nn.Module | None, dtype: torch.dtype) ->
     if original is None:
         if not isinstance(module, PackedLinear):
             raise ValueError(
-                "dequantize: the model has experts that were quantised after it was loaded; undo that"
+                "dequantize: the model has experts that were quantized after it was loaded; call that report's undo() "
+                "first"
             )
         original = nn.Linear(
             module.in_features, module.out_features, module.bias is not None, device="meta", dtype=dtype

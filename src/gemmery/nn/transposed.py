@@ -69,7 +69,7 @@ def refusal(layer: nn.Module) -> str | None:
     if cls is not TransposedLinear and not (known and code is not None and set(code.co_names) == _NAMES):
         return f"it is a {cls.__module__}.{cls.__qualname__}, whose forward is not known"
     if parametrize.is_parametrized(layer):
-        return "it is parametrised"
+        return "it is parametrized"
     if is_sharded([x for x in layer._parameters.values() if x is not None]):
         return "its parameters are DTensors; call this before the model is sharded"
     if layer._modules or layer._buffers or set(layer._parameters) != {"weight", "bias"}:

@@ -21,7 +21,8 @@ from .sparse import Sparse, SparseOperand
 from .summed import Exchange, Summed, SummedOperand, SummedOver
 
 __all__ = [
-    "Access", "Arrivals", "Arriving", "ArrivingOperand", "ArrivingRows", "BlocksOperand", "Dense", "DenseAccess", "DenseOperand", "Exchange", "Gathered", "GatheredOperand",
+    "Access", "Arrivals", "Arriving", "ArrivingOperand", "ArrivingRows", "BlocksOperand",
+    "Dense", "DenseAccess", "DenseOperand", "Exchange", "Gathered", "GatheredOperand",
     "Groups", "Layout", "Operand", "Packed", "PackedOperand", "Pair", "PairOperand", "PickedOperand", "Ragged",
     "RaggedOperand", "RowScaledOperand", "Sampled", "Scaled", "ScaledOperand", "Sparse", "SparseOperand", "Spec",
     "Summed", "SummedOperand", "SummedOver", "Traced", "rebuild",

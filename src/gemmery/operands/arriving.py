@@ -1,6 +1,6 @@
-"""A first operand whose rows arrive while the product is computed: each of several GPUs has a shard of them.
+"""A first operand for whose products tiles wait for other GPUs: for rows of it, or for what the epilogue reads.
 
-See `kernels.shards`; tiles wait for their rows.
+See `kernels.shards`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ if TYPE_CHECKING:
 
 
 class Arrivals(NamedTuple):
-    """What tells that the shards of other ranks are there.
+    """What tells that other ranks have sent what they send.
 
     Attributes:
-        flags: (ranks,), int32: the last call of which each rank's shard has arrived.
+        flags: (ranks,), int32: the last call for which each rank has.
         calls: (1,), int32: the number of this call.
         rank, ranks: this one, and how many there are.
         failed: the address of an int32 that the GPU writes and the host reads: 0, or 1 + the rank that was missing.
-        patience: for how many microseconds a tile waits for its rows.
+        patience: for how many microseconds a tile waits.
+        of_rows: whether ranks send a shard of the rows each, one behind the other, and a tile waits for the rank whose
+            rows it has. Otherwise each tile waits for all ranks.
     """
 
     flags: Tensor
@@ -38,10 +40,11 @@ class Arrivals(NamedTuple):
     ranks: int
     failed: int
     patience: int
+    of_rows: bool = True
 
 
 class ArrivingRows(NamedTuple):
-    """A first operand whose rows arrive, as public functions hand it on."""
+    """Such an operand, as public functions hand it on."""
 
     matrix: Tensor
     arrivals: Arrivals
@@ -49,18 +52,23 @@ class ArrivingRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Arriving(Dense):
-    """A matrix with one shard of rows for each rank, of equal size.
+    """A matrix, maybe with one shard of rows for each rank, of equal size.
 
     Attributes:
-        rank, ranks: see `Arrivals`.
+        rank, ranks, of_rows: see `Arrivals`.
     """
 
     rank: int = 0
     ranks: int = 1
+    of_rows: bool = True
+
+    @property
+    def arrives(self) -> bool:
+        return True
 
     @property
     def shards(self) -> int:
-        return self.ranks
+        return self.ranks if self.of_rows else 1
 
     @property
     def takes_copies(self) -> bool:
@@ -85,7 +93,7 @@ class Arriving(Dense):
         return ArrivingAccess(self, problem.M, problem.K, problem.batch, tma)
 
     def __str__(self) -> str:
-        return f"{Spec.__str__(self)} from {self.ranks} ranks"
+        return f"{Spec.__str__(self)} {'from' if self.of_rows else 'behind'} {self.ranks} ranks"
 
 
 class ArrivingAccess(DenseAccess):
@@ -95,14 +103,19 @@ class ArrivingAccess(DenseAccess):
 
     def place(self, own: Any, is_cut: bool) -> Any:
         spec = self.layout
-        return with_constants(shards.arriving_tile, PLACE=own, RANK=spec.rank, RANKS=spec.ranks)
+        waiting = shards.arriving_tile if spec.of_rows else shards.tile_behind
+        return with_constants(waiting, PLACE=own, RANK=spec.rank, RANKS=spec.ranks)
+
+    def ready(self) -> Any:
+        spec = self.layout
+        return None if spec.of_rows else with_constants(shards.all_there, RANK=spec.rank, RANKS=spec.ranks)
 
     def place_args(self, tensors: Sequence[Tensor], numbers: Sequence[float]) -> tuple[Any, ...]:
         return (*tensors[1:], *numbers)
 
 
 class ArrivingOperand(DenseOperand):
-    """A matrix with one shard of rows for each rank.
+    """Such a matrix.
 
     Args:
         matrix: (M, K).
@@ -145,9 +158,10 @@ class ArrivingOperand(DenseOperand):
 
     def spec(self, matrix: Spec, along: Sequence[Layout], problem: Problem) -> Spec:
         m, e = matrix, self.arrivals
-        return Arriving(m.dtype, m.steps, m.row, m.col, m.aligned, None, e.rank, e.ranks)
+        return Arriving(m.dtype, m.steps, m.row, m.col, m.aligned, None, e.rank, e.ranks, e.of_rows)
 
     @property
     def text(self) -> str:
         """Part of a call's key; no operator takes such operands."""
-        return f"arriving:{self.arrivals.rank}:{self.arrivals.ranks}"
+        e = self.arrivals
+        return f"arriving:{e.rank}:{e.ranks}:{e.of_rows}"

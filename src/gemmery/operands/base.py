@@ -189,14 +189,14 @@ class Spec(Layout):
         return False
 
     @property
+    def arrives(self) -> bool:
+        """Whether other GPUs send something that tiles wait for; see `arriving`."""
+        return False
+
+    @property
     def shards(self) -> int:
         """In how many parts of equal size rows come, one for each of several GPUs; a tile has rows of one of them."""
         return 1
-
-    @property
-    def is_owned(self) -> bool:
-        """Whether the output has the rows of one shard alone, and others are of other GPUs; see `summed`."""
-        return False
 
     @property
     def mean_k(self) -> int:
@@ -415,10 +415,6 @@ class Operand:
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The product's shape, of that of a batch of matrices."""
         return shape
-
-    def stored_rows(self, rows: int) -> int:
-        """Rows of the output, of those of the product."""
-        return rows
 
     def named(self, name: str) -> list[tuple[str, Tensor]]:
         """Its tensors, each with what a user calls it who calls the operand `name`."""
@@ -667,9 +663,12 @@ class Access:
         """
         return own
 
-    def storing(self, own: Any) -> Any:
-        """The STORE of products with this operand, see `kernels.operands`, given the output's."""
-        return own
+    def ready(self) -> Any:
+        """What waits for what other GPUs send to the epilogue, for kernels that call it before that; or None.
+
+        In others, PLACE waits.
+        """
+        return None
 
     def leading(self, other: Access) -> Access:
         """The other operand's access, where this one says which parts along K it loads."""

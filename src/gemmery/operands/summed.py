@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..epilogues.device import with_constants
-from ..kernels import ranks, shards
-from .base import Access, Layout, Operand, Spec
-from .dense import Dense, DenseAccess, DenseOperand
+from ..kernels import ranks
+from .base import Layout, Operand, Spec
+from .dense import Dense, DenseOperand
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -30,12 +30,11 @@ class Exchange(NamedTuple):
     Attributes:
         buffers: one of each rank, (2, ranks, size), int32, each of which all ranks can write.
         uses: (size / 64 + 1,), int32: in how many products each 8 by 8 elements have been, and whether an exchange
-            failed. Where ranks own rows (2,): how many products there have been, and the same.
+            failed.
         rank: this one.
-        size: places for a product's elements, or for those of one rank's rows where ranks own rows; see `places_of`.
+        size: places for a product's elements; see `places_of`.
         failed: the address of an int32 that the GPU writes and the host reads: 0, or 1 + the rank that was missing.
         patience: for how many microseconds a block waits for the partial sums of another rank.
-        is_owned: whether each rank has the sum of a range of rows alone, as many as every other.
     """
 
     buffers: tuple[Tensor, ...]
@@ -44,7 +43,6 @@ class Exchange(NamedTuple):
     size: int
     failed: int
     patience: int
-    is_owned: bool = False
 
 
 def places_of(rows: int, columns: int) -> int:
@@ -64,7 +62,7 @@ class Summed(Dense):
     """A matrix of which each rank has some columns.
 
     Attributes:
-        rank, size, owned: see `Exchange`.
+        rank, size: see `Exchange`.
         ranks: how many there are.
         scale: the layout of the scales of the rank's columns of the product, or None.
         exchanged: the layouts of the ranks' buffers and of `Exchange.uses`.
@@ -75,20 +73,11 @@ class Summed(Dense):
     size: int = 0
     scale: Layout | None = None
     exchanged: tuple[Layout, ...] = ()
-    owned: bool = False
 
     @property
     def is_summed(self) -> bool:
         """It is."""
         return True
-
-    @property
-    def is_owned(self) -> bool:
-        return self.owned
-
-    @property
-    def shards(self) -> int:
-        return self.ranks if self.owned else 1
 
     @property
     def takes_copies(self) -> bool:
@@ -108,14 +97,13 @@ class Summed(Dense):
     def shapes(self, rows: int, cols: int, batch: tuple[int, ...], is_b: bool) -> list[tuple[int, ...]]:
         buffers = [(1, 2 * self.ranks * self.size)] * self.ranks
         scale = [] if self.scale is None else [(1, self.size)]
-        counters = 2 if self.owned else self.size // 64 + 1
-        return [(*batch, rows, cols), *buffers, (1, counters), *scale]
+        return [(*batch, rows, cols), *buffers, (1, self.size // 64 + 1), *scale]
 
     def of_partial_sum(self, problem: Problem, epilogue: Any, reads_ahead: bool) -> Any:
         # How squares lie follows from the number of rows, since it must be the same on all ranks.
         return with_constants(
             ranks.of_ranks, EPILOGUE=epilogue, RANK=self.rank, RANKS=self.ranks, SCALED=self.scale is not None,
-            AHEAD=reads_ahead, OWNED=self.owned, TURNED=problem.M > SLICED,
+            AHEAD=reads_ahead, TURNED=problem.M > SLICED,
         )  # fmt: skip
 
     def before_sum(self, prefetch: Any) -> Any:
@@ -128,25 +116,8 @@ class Summed(Dense):
     ) -> tuple[Any, ...]:
         return (*tensors[1:], self.size, problem.N, *numbers[len(numbers) - 2 :])
 
-    def access(self, problem: Problem, is_b: bool, tma: bool) -> Access:
-        return SummedAccess(self, problem.M, problem.K, problem.batch, tma)
-
     def __str__(self) -> str:
-        return f"{Spec.__str__(self)} summed over {self.ranks} ranks{', by rows' if self.owned else ''}"
-
-
-class SummedAccess(DenseAccess):
-    """The loader of such a matrix; where ranks own rows, also the order and the store of these."""
-
-    layout: Summed
-
-    def place(self, own: Any, is_cut: bool) -> Any:
-        s = self.layout
-        return with_constants(shards.owned_tile, PLACE=own, RANK=s.rank, RANKS=s.ranks) if s.owned else own
-
-    def storing(self, own: Any) -> Any:
-        s = self.layout
-        return with_constants(shards.store_owned, STORE=own, RANKS=s.ranks) if s.owned else own
+        return f"{Spec.__str__(self)} summed over {self.ranks} ranks"
 
 
 class SummedOperand(DenseOperand):
@@ -195,12 +166,6 @@ class SummedOperand(DenseOperand):
     def along(self) -> list[tuple[Tensor, int]]:
         return []
 
-    def stored_rows(self, rows: int) -> int:
-        return rows // len(self.exchange.buffers) if self.exchange.is_owned else rows
-
-    def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return (*shape[:-2], self.stored_rows(shape[-2]), shape[-1])
-
     def spec(self, matrix: Spec, along: Sequence[Layout], problem: Problem) -> Spec:
         m, e = matrix, self.exchange
         exchanged = tuple([Layout(torch.int32, (), 0, 1, True)] * len(self.exchanged))
@@ -208,11 +173,11 @@ class SummedOperand(DenseOperand):
         of_scale = None if scale is None else Layout(scale.dtype, (), 0, 1, scale.data_ptr() % 16 == 0)
         return Summed(
             m.dtype, m.steps, m.row, m.col, m.aligned, None, e.rank, len(e.buffers), e.size, of_scale,
-            exchanged, e.is_owned,
+            exchanged,
         )  # fmt: skip
 
     @property
     def text(self) -> str:
         """Part of a call's key; no operator takes such operands."""
         e = self.exchange
-        return f"summed:{e.rank}:{len(e.buffers)}:{e.size}:{e.is_owned}"
+        return f"summed:{e.rank}:{len(e.buffers)}:{e.size}"

@@ -88,9 +88,11 @@ def _check_functions(op: str, functions: Functions) -> None:
             f"{op}: args is a {type(args).__name__}; it must be a tuple of the epilogue's arguments"
         )
     if before is None and before_args:
-        raise TypeError(f"{op}: prologue_args are a prologue's; there is none")
+        raise TypeError(
+            f"{op}: prologue_args are given without a prologue; give prologue= too, or leave them out"
+        )
     if epilogue is None and args:
-        raise TypeError(f"{op}: args are an epilogue's; there is none")
+        raise TypeError(f"{op}: args are given without an epilogue; give epilogue= too, or leave them out")
 
 
 def added(op: str, bias: Factor | None) -> list[Tensor]:
@@ -100,7 +102,8 @@ def added(op: str, bias: Factor | None) -> list[Tensor]:
         check_tensor(op, "bias" if len(parts) == 1 else f"bias[{i}]", part)
     if len(parts) > 2:
         raise TypeError(
-            f"{op}: bias is a tuple of {len(parts)}; it must be a tensor, or two that stand side by side"
+            f"{op}: bias is a tuple of {len(parts)}; it must be a tensor, or a pair of tensors for the left and the "
+            "right columns"
         )
     return parts
 

@@ -46,7 +46,7 @@ def check_second(op: str, b: Any, takes_pair: bool) -> None:
     second = operand_names(op)[1]
     if isinstance(b, tuple | list) and len(b) == 2 and not takes_pair:
         raise TypeError(
-            f"{op}: {second} is in two parts, which takes an epilogue that halves the product's columns, such as "
+            f"{op}: {second} is a pair, which requires an epilogue that halves the product's columns, such as "
             "gemmery.epilogues.swiglu"
         )
     if not isinstance(b, tuple | list) or not takes_pair:
@@ -54,14 +54,15 @@ def check_second(op: str, b: Any, takes_pair: bool) -> None:
         return
     if len(b) != 2:
         raise TypeError(
-            f"{op}: {second} is a tuple of {len(b)}; it must be a tensor, or two that stand side by side"
+            f"{op}: {second} is a tuple of {len(b)}; it must be a tensor, or a pair of tensors for the left and the "
+            "right columns"
         )
     for i, half in enumerate(b):
         check_tensor(op, f"{second}[{i}]", half)
         if isinstance(half, PackedWeight):
             raise TypeError(
-                f"{op}: {second}[{i}] is packed; halves of packed columns must be one tensor, so quantise their "
-                f"concatenation"
+                f"{op}: {second}[{i}] is packed; halves of packed columns must be one tensor, so quantize their "
+                "concatenation"
             )
 
 
@@ -69,7 +70,7 @@ def check_not_packed(op: str, name: str, value: object, which: str = "the second
     """TypeError for a packed weight that is not the second operand, which messages call `which`."""
     if isinstance(value, PackedWeight):
         raise TypeError(
-            f"{op}: {name} is a {type(value).__name__}; sparse and quantised weights must be {which}"
+            f"{op}: {name} is a {type(value).__name__}; sparse and quantized weights must be {which}"
         )
 
 
@@ -94,10 +95,10 @@ def check_types(op: str, a: Tensor, b: Tensor) -> None:
     for name, tensor in ((first, a), (second, b)):
         if tensor.dtype not in OUT_DTYPES:
             known = ", ".join(str(dtype) for dtype in OUT_DTYPES)
-            raise TypeError(f"{op}: {name} is {tensor.dtype}; supported are {known}")
+            raise TypeError(f"{op}: {name} is {tensor.dtype}; it must be one of {known}")
     if a.dtype != b.dtype and not (a.dtype in FP8 and b.dtype in FP8):
         raise TypeError(
-            f"{op}: {first} is {a.dtype} and {second} is {b.dtype}; they must have one type, as by "
+            f"{op}: {first} is {a.dtype} and {second} is {b.dtype}; they must have the same type: use "
             f"{first}.to({second}.dtype)"
         )
 
@@ -141,21 +142,21 @@ def check_scaled(op: str, a: Any, b: Any) -> None:
             f"inner sizes {a.shape[-1]} and {b.shape[-1]} differ"
         )
     if a.dtype != of_b and not (a.dtype in FP8 and of_b in FP8):
-        raise TypeError(f"{op}: a is {a.dtype} and b is {of_b}; they must have one type, or both be fp8")
+        raise TypeError(f"{op}: a is {a.dtype} and b is {of_b}; they must have the same type, or both be fp8")
     if a.device != b.device:
-        raise ValueError(f"{op}: a is on {a.device} and b on {b.device}; they must be on one device")
+        raise ValueError(f"{op}: a is on {a.device} and b on {b.device}; they must be on the same device")
 
 
 def _check_sparse(op: str, a: ScaledTensor, b: SparseTensor) -> None:
     """TypeError or ValueError unless a sparse weight's numbers and a's scales go together."""
     if b.code != "e4m3":
         raise TypeError(
-            f"{op}: b keeps numbers of {b.code or b.dtype}; a sparse one must keep e4m3, "
-            'as gemmery.quantize(gemmery.sparsify(w), "e4m3") does'
+            f"{op}: b keeps elements of {b.code or b.dtype}; a sparse b must keep e4m3: "
+            'use gemmery.quantize(gemmery.sparsify(w), "e4m3")'
         )
     if a.kind not in OUTER_KINDS:
         raise ValueError(
-            f"{op}: a has scales {a.kind}; with a sparse b they must be those of the tensor or its rows"
+            f"{op}: a has scales {a.kind}; with a sparse b, there must be one scale, or one per row"
         )
 
 
@@ -197,7 +198,8 @@ def check_matrices(op: str, a: Tensor, b: Tensor) -> None:
     if min(a.dim(), b.dim()) < 2:
         first, second, _ = operand_names(op)
         raise ValueError(
-            f"{op}: {first} and {second} must be matrices or batches of them; only plain products take vectors"
+            f"{op}: {first} and {second} must be matrices or batches of them; only products without an epilogue or a "
+            "prologue support vectors"
         )
 
 
@@ -239,7 +241,7 @@ def check_device(op: str, name: str, tensor: Tensor, a: Tensor) -> None:
     if tensor.device != a.device:
         first = operand_names(op)[0]
         raise ValueError(
-            f"{op}: {first} is on {a.device} and {name} on {tensor.device}; they must be on one device"
+            f"{op}: {first} is on {a.device} and {name} on {tensor.device}; they must be on the same device"
         )
 
 
@@ -283,7 +285,7 @@ def _check_halves(op: str, rank: int, left: Tensor, right: Tensor) -> None:
     if right.dtype != left.dtype or right.device != left.device:
         raise ValueError(
             f"{op}: the halves of {name} are {left.dtype} on {left.device} and {right.dtype} on {right.device}; "
-            f"they must be of one type and on one device"
+            f"they must have the same type and device"
         )
 
 
@@ -373,7 +375,7 @@ def check_out(
     check_tensor(op, "out", out)
     check_not_packed(op, "out", out)
     if many or found is None:
-        raise ValueError(f"{op}: out= is for epilogues that return one matrix")
+        raise ValueError(f"{op}: out= requires an epilogue that returns one matrix; use the returned tensors")
     shape, dtype = found
     if tuple(out.shape) != shape:
         raise ValueError(f"{op}: out is {tuple(out.shape)}; the result is {shape}")

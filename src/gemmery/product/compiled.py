@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 #: What the compiler tells from another of its type, by its code. It does not see what a closure or defaults hold.
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 _UNWATCHED = (
-    "under torch.compile, {what} must be what gemmery.epilogue(f) returned, made outside of compiled code"
+    "under torch.compile, {what} must be the result of gemmery.epilogue(f), created outside compiled code"
 )
 
 
@@ -83,7 +83,7 @@ def compiled(
         raise TypeError(f"{op}: " + _UNWATCHED.format(what="an epilogue with a closure"))
     if out is not None and (epilogue is not None or isinstance(b, PackedWeight | ScaledTensor)):
         what = "an epilogue" if epilogue is not None else "a packed weight"
-        raise ValueError(f"{op}: out= with {what} can't be compiled; use what is returned")
+        raise ValueError(f"{op}: out= with {what} can't be compiled; use the returned tensor")
     if isinstance(a, Tensor):
         check_tensor(op, operand_names(op)[0], a)
         a, functions = apply_prologue(a, functions)
@@ -267,7 +267,7 @@ def behaviour_of(
 def _of_parts(call: Call, epilogue: Callable[..., Any] | None, out: Tensor | None) -> Any:
     """A product of DTensors in compiled code."""
     if out is not None:
-        raise ValueError(f"{call.op}: out= does not support DTensors; use what is returned")
+        raise ValueError(f"{call.op}: out= does not support DTensors; use the returned tensor")
     from .sharded import sharded
 
     return sharded(call, _Traced(epilogue))

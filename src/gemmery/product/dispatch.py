@@ -145,7 +145,7 @@ class _Eager:
 def _dispatched_parts(call: Call, out: Tensor | None, key: Any) -> Any:
     """A product of DTensors."""
     if out is not None:
-        raise ValueError(f"{call.op}: out= does not support DTensors; use what is returned")
+        raise ValueError(f"{call.op}: out= does not support DTensors; use the returned tensor")
     from .sharded import sharded
 
     return sharded(call, _Eager(key))
@@ -157,8 +157,8 @@ def _dispatched_out(call: Call, out: Tensor) -> Tensor:
         what = "a packed weight" if call.b.is_packed else "groups" if call.a.is_ragged else "an epilogue"
         what = "a block-sparse operand" if by_blocks else what
         raise ValueError(
-            f"{call.op}: out= with {what} does not support gradients, transforms, modes and subclasses of tensors; use "
-            f"what is returned"
+            f"{call.op}: out= with {what} does not support gradients, transforms, dispatch modes and tensor "
+            "subclasses; use the returned tensor"
         )
     if wants_gradient((*call.tensors, out)):
         raise ValueError(

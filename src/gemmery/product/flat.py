@@ -141,7 +141,7 @@ def held_by(d: Parsed) -> Any:
     if d.is_compiled:
         if held.captured.count:
             raise ValueError(
-                "epilogue: under torch.compile its tensors have to come through args, not from its closure"
+                "epilogue: under torch.compile, pass its tensors through args, not through its closure"
             )
         held.check_unchanged()
     return held

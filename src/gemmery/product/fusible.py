@@ -34,24 +34,25 @@ def check(
     dtype: torch.dtype = torch.float32,
     shape: Sequence[int] | None = None,
 ) -> None:
-    """Raises an error that says why, if a function can't be the epilogue of a product on a GPU.
+    """Raise an error with the reason if a function can't be the epilogue of a product on a GPU.
 
     It traces the function as the first product on a GPU would, and compiles and launches nothing. A function that
-    passes is fused on every GPU, except that few GPUs have tiles that are as wide as 256 columns, for functions that
-    use reduced rows again.
+    passes is fused on every GPU, with one exception: functions that use reduced rows again need tiles as wide as the
+    product, up to 256 columns, which few GPUs have.
 
     Args:
-        function: what a product takes as `epilogue=`.
-        args: what it takes as `args`, as examples: tensors, of which only shapes and types matter, on any device, and
-            numbers.
-        dtype: of the operands.
-        shape: of the product, (..., M, N). By default what the tensors in `args` broadcast to, with 512 rows and
-            columns where they don't say; a function that halves the columns and takes a tensor of one half needs it.
+        function: an epilogue, as for `epilogue=`.
+        args: examples of its arguments, as for `args=`: tensors, of which only shapes and types matter, on any device,
+            and numbers.
+        dtype: the type of the operands.
+        shape: the shape of the product, (..., M, N). The default is the shape to which the tensors in `args` broadcast,
+            with 512 rows and columns if they do not determine it. It is required for a function that halves the columns
+            and takes a tensor of one half.
 
     Raises:
         Untraceable: the function can't be part of a kernel. A ValueError.
-        ValueError: the arguments don't broadcast to the product.
-        TypeError: the function or its arguments are of no kind that a product takes.
+        ValueError: the arguments do not broadcast to the product.
+        TypeError: a product does not accept a function or arguments of this kind.
 
     Example:
         >>> import torch
@@ -81,7 +82,9 @@ def _shape(tensors: Sequence[Tensor]) -> tuple[int, ...]:
         known = torch.broadcast_shapes(*[x.shape for x in tensors])
     except RuntimeError as error:
         shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
-        raise ValueError(f"check: args are {shapes}; name the product's shape, as shape=(M, N)") from error
+        raise ValueError(
+            f"check: args are {shapes}; they do not determine the product's shape; give shape=(M, N)"
+        ) from error
     *batch, M, N = (1,) * (2 - len(known)) + tuple(known)
     return *batch, M if M > 1 else _SIZE, N if N > 1 else _SIZE
 

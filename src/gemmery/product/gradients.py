@@ -70,7 +70,7 @@ def _gradients_of(
     of_matrices = slice(len(call.a.tensors), len(call.a.tensors) + len(saved.buffers))
     if any(needs[of_matrices]) and torch.is_grad_enabled():
         raise RuntimeError(
-            f"{call.op}: with weight_grad there is no second derivative; leave create_graph out"
+            f"{call.op}: second derivatives are not supported with weight_grad; leave out create_graph=True"
         )
     grads = call.a.of_results(grads)
     given = [g for g in grads if g is not None]

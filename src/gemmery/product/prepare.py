@@ -210,11 +210,11 @@ def _check_pairing(call: Call, made: Program) -> None:
     left, right = [x.matrix for x in call.b.parts()]
     if not made.paired:
         raise ValueError(
-            f"{call.op}: {name} is in two parts, which takes an epilogue that halves the product's columns; "
+            f"{call.op}: {name} is a pair, which requires an epilogue that halves the product's columns; "
             f"{getattr(call.function, '__name__', 'this one')} does not"
         )
     if right.stride() != left.stride():
         raise ValueError(
             f"{call.op}: the halves of {name} have the strides {left.stride()} and {right.stride()}; "
-            f"a kernel reads both in one way, so copy one to the other's layout"
+            f"a kernel needs the same strides, so copy one to the layout of the other"
         )

@@ -149,12 +149,12 @@ def _parts(a: Any, b: Any) -> tuple[list[Any], Any]:
         given, form = _parts(a.matrix, b)
         scale = b.__dict__.get("channel") if isinstance(b, PackedWeight) else None
         given[1:1] = [*e.buffers, e.uses, scale, e.failed, e.patience]
-        return given, (e.rank, e.size, e.is_owned, form)
+        return given, (e.rank, e.size, form)
     if type(a) is ArrivingRows:
-        e = a.arrivals
+        flags, calls, rank, ranks, failed, patience, of_rows = a.arrivals
         given, form = _parts(a.matrix, b)
-        given[1:1] = [e.flags, e.calls, e.failed, e.patience]
-        return given, ("arriving", e.rank, e.ranks, form)
+        given[1:1] = [flags, calls, failed, patience]
+        return given, ("arriving", rank, ranks, of_rows, form)
     kind = type(b)
     if kind is QuantizedTensor:
         own = b.__dict__

@@ -170,15 +170,15 @@ def mesh_of(op: str, named: Sequence[tuple[str, Tensor]]) -> DeviceMesh:
         if not isinstance(x, DTensor):
             if x.dim():
                 raise TypeError(
-                    f"{op}: {found[0]} is a DTensor and {name} a plain tensor; make it one as well, by torch's "
-                    "distribute_tensor or DTensor.from_local, and of packed weights by "
+                    f"{op}: {found[0]} is a DTensor and {name} a plain tensor; convert it too, with torch's "
+                    "distribute_tensor or DTensor.from_local, or a packed weight with "
                     "gemmery.distributed.distribute_weight"
                 )
         elif mesh is None:
             mesh = x.device_mesh
         elif x.device_mesh != mesh:
             raise ValueError(
-                f"{op}: {found[0]} is on {mesh} and {name} on {x.device_mesh}; they must be on one mesh"
+                f"{op}: {found[0]} is on {mesh} and {name} on {x.device_mesh}; they must be on the same mesh"
             )
     assert mesh is not None
     if mesh.get_coordinate() is None:

@@ -73,7 +73,7 @@ class AnyWidth(PersistentStatic):
     # Of few tiles, narrow ones have room for many parts.
     splits = (2, 3, 4, 6, 8, 11)
     sizes_bands = True
-    takes_shards = True
+    waits_for_rows = True
     fits = ("packed int4",)
     takes_turns: ClassVar[bool] = False
 
@@ -105,7 +105,7 @@ class AnyWidth(PersistentStatic):
             f"of a weight in two halves rows with adjacent elements and a multiple of {EIGHT} in each",
         )
         yield (
-            p.out.col == 1 and storable(p.out, p.out_m, p.out_n, p.batch),
+            p.out.col == 1 and storable(p.out, p.M, p.out_n, p.batch),
             "an output with adjacent columns and rows of whole 16-byte units",
         )
         yield _epilogue_suits(p), "an epilogue with at most one more matrix, of 16 bits with adjacent columns"
@@ -210,8 +210,6 @@ class AnyWidth(PersistentStatic):
             return f"num_stages is {c.num_stages}; packed and sparse weights need at least {LEAST_PACKED}"
         if c.num_stages > (most := tile.most_stages(forms.packed)):
             return f"num_stages is {c.num_stages}; of this tile there is shared memory for {most}"
-        if forms.owned and forms.packed is None and c.swap:
-            return "sums that have owners are stored four at a time; of plain matrices that needs no swap"
         if (forms.batched or forms.ragged) and c.split_k > 1:
             return "tiles of a batch are not cut along K"
         if forms.ragged == "k" and self.takes_turns:
@@ -345,7 +343,7 @@ def _epilogue_suits(problem: Problem) -> bool:
 def _has_one_matrix(problem: Problem) -> bool:
     """Whether one matrix is all that takes an epilogue many registers, and it passes through a part's slot."""
     p, fusion = problem, problem.fusion
-    if fusion is None or fusion.draws or fusion.matrix is None or p.a.is_owned:
+    if fusion is None or fusion.draws or fusion.matrix is None:
         return False
     matrix = fusion.matrix
     if fusion.both and not rules_of(p.b.staged).has_second:

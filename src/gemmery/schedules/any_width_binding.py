@@ -95,9 +95,11 @@ class AnyWidthBinding(Binding):
         registers, loader = REGISTERS[tile.groups]
         x, y = (p.b.dtype, p.a.dtype) if c.swap else (p.a.dtype, p.b.dtype)
         given, second = self._matrix_map()
+        ready = self.a.ready()
         epilogue = self._epilogue(given, second)
         self.constants = {
             "PLACE": dialect.in_gluon(self.place),
+            "READY": None if ready is None else dialect.in_gluon(ready),
             "GROUP_OF": dialect.in_gluon(self.a.group_of()) if p.ragged == "rows" else None,
             "GIVEN": given,
             "SECOND": second,
@@ -132,6 +134,8 @@ class AnyWidthBinding(Binding):
         if self.problem.batch:
             return place.sized_tile_of_batch
         is_cut = self.split is not None
+        if self.a.ready() is not None:
+            return place.sized_part if is_cut else place.sized_tile
         return self.a.place(place.sized_part if is_cut else place.sized_tile, is_cut)
 
     def _loops(self, takes_turns: bool, given: object, second: object) -> bool:
@@ -142,8 +146,6 @@ class AnyWidthBinding(Binding):
         """
         p = self.problem
         suits = given is None and not (second is not None and self.tile.groups > 2)
-        if p.a.is_summed and False:
-            return True
         return functions_of(p) > 0 and not takes_turns and not p.paired and suits
 
     def _epilogue(self, given: object, second: object) -> Any:
@@ -246,12 +248,13 @@ class AnyWidthBinding(Binding):
         is_grouped = p.ragged == "rows"
         counted = tiles_n if is_grouped else tiles_m * tiles_n if p.batch or p.ragged else self.work.cut
         area = c.block_m if is_grouped else band * tiles_n
+        place_args = self.a.place_args(of_a, numbers[len(numbers) - p.a.numbers :])
         divisors = map(divisor, (area, band, last_band, max(1, counted)))
         return [
             x_map, self._operand(y, not c.swap, self.part, boxes[1]), self._output(out, block), *params,
             self._matrix(extras, block), p.M, p.N, p.K, whole + cut, whole, *parts,
             tiles_m, tiles_n, *divisors, tile.y, band, boxes[0], x_size, boxes[1], loaded[1] * ROW, self.streams,
-            c.num_stages, self.a.place_args(of_a, numbers[len(numbers) - p.a.numbers :]), step_args, epilogue_arguments(p, self.part, given, numbers),
+            c.num_stages, place_args, step_args, epilogue_arguments(p, self.part, given, numbers),
             workspace,
         ]  # fmt: skip
 
@@ -264,7 +267,7 @@ class AnyWidthBinding(Binding):
         # Ranges of K are always a batch.
         batch, steps = (p.batch, p.out.steps) if p.batch or not p.ragged else ((1,), (p.out.row,))
         many = (1,) * len(batch)
-        return descriptor(out, (*batch, p.out_m, p.out_n), (*steps, p.out.row, 1), (*many, *block))
+        return descriptor(out, (*batch, p.M, p.out_n), (*steps, p.out.row, 1), (*many, *block))
 
     def _matrix(self, extras: Sequence[Any], block: Sequence[int]) -> Any:
         """The descriptor of the one matrix that the epilogue reads or writes; None where there is none."""
@@ -351,13 +354,12 @@ def source() -> str:
         any_width_sparse,
         any_width_stage,
         decoders,
-        fours,
         shards,
     )
 
     return digest(
         any_width, any_width_acc, any_width_cut, any_width_finish, any_width_given, any_width_load, any_width_loop,
-        any_width_order, any_width_packed, any_width_sparse, any_width_stage, decoders, fours, shards,
+        any_width_order, any_width_packed, any_width_sparse, any_width_stage, decoders, shards,
     )  # fmt: skip
 
 

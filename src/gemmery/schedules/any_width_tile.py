@@ -51,8 +51,6 @@ BAND = 0.75
 Form = Literal[
     "rows",
     "turned",
-    "owned rows",
-    "owned turned",
     "pairs",
     "packed",
     "sparse",
@@ -64,12 +62,10 @@ Form = Literal[
 ]
 EACH: dict[Form, int] = {
     "rows": 8, "turned": ROWS, "pairs": 2 * EIGHT, "many rows": 8, "many turned": ROWS, "grouped rows": 8,
-    "owned rows": 8, "owned turned": ROWS,
     "ranged turned": ROWS,
 }  # fmt: skip
 #: The form of matrices of a batch, by that of one.
 MANY: dict[Form, Form] = {"rows": "many rows", "turned": "many turned"}
-OWNED: dict[Form, Form] = {"rows": "owned rows", "turned": "owned turned"}
 
 #: Types of operands, as PTX names them.
 KINDS = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -233,8 +229,6 @@ def forms_of(config: Config, forms: Forms) -> tuple[Form, Form]:
         a, b = a if forms.ragged else MANY[a], MANY[b]
     if forms.ragged:
         a = "grouped rows"
-    if forms.owned:
-        a = OWNED[a]
     return (b, a) if config.swap else (a, b)
 
 

@@ -43,7 +43,6 @@ class Forms(NamedTuple):
         packed: `Spec.staged` of b, of halves where these are paired.
         batched: whether there is a batch of them.
         ragged: see `Problem.ragged`.
-        owned: see `Spec.is_owned`.
     """
 
     a_turned: bool
@@ -52,13 +51,12 @@ class Forms(NamedTuple):
     packed: Stage | None = None
     batched: bool = False
     ragged: str = ""
-    owned: bool = False
 
     @classmethod
     def of(cls, problem: Problem) -> Forms:
         p, staged = problem, problem.b.staged
         packed = None if staged is None else staged.of_halves(p.paired)
-        return cls(p.a.col != 1, p.b.row != 1, p.paired, packed, bool(p.batch), p.ragged, p.a.is_owned)
+        return cls(p.a.col != 1, p.b.row != 1, p.paired, packed, bool(p.batch), p.ragged)
 
 
 class Schedule:
@@ -81,7 +79,7 @@ class Schedule:
         sizes_bands: whether `Config.group_m` may be 0, for bands as high as `band` says.
         tables: what stands behind a kind in the names of its own tables of measured times; each takes the place of
             those before it.
-        takes_shards: whether its kernels visit rows in the order of an operand with `Spec.shards`.
+        waits_for_rows: whether its kernels ask an operand with `Spec.arrives` for the order of its rows, and wait.
         fits: the tables, by their `select.measured.table_name`, of what its model is itself fitted to.
     """
 
@@ -99,7 +97,7 @@ class Schedule:
     splits: tuple[int, ...] = ()
     overlaps_stores: ClassVar[bool] = False
     sizes_bands: ClassVar[bool] = False
-    takes_shards: ClassVar[bool] = False
+    waits_for_rows: ClassVar[bool] = False
     tables: tuple[str, ...] = ()
     fits: tuple[str, ...] = ()
 
@@ -126,7 +124,7 @@ class Schedule:
         target = problem.device.target
         yield self.available(), f"Triton {', '.join(self.versions)}"
         yield not self.archs or target.name in self.archs, f"a GPU of {', '.join(self.archs)}"
-        yield self.takes_shards or problem.a.shards == 1, "rows that are not sharded over ranks"
+        yield self.waits_for_rows or not problem.a.arrives, "rows that do not arrive from other GPUs"
 
     def suits(self, problem: Problem) -> bool:
         """Whether `needs` holds."""

@@ -39,7 +39,7 @@ TL: dict[torch.dtype, Any] = {dtype: getattr(tl, name.removeprefix("tl.")) for d
 #: fp8 products are promoted to the fp32 accumulator after this many steps along K, as cuBLAS does in its accurate mode.
 PROMOTE_EVERY = 128
 #: 32-bit words per thread that kernels may spill where ranks add up their partial sums, behind the loop.
-SUM_SPILLS = 136
+SUM_SPILLS = 40
 #: TMA takes blocks of at most this many elements along each dimension.
 BOX = 256
 
@@ -99,7 +99,7 @@ def digest(*modules: ModuleType) -> str:
 
 def phases(problem: Problem) -> tuple[Any, Any]:
     """The device functions of a problem's epilogue: what loads a matrix that it reads ahead, or None, and the rest."""
-    if problem.fusion is None or problem.fusion.ahead is None or problem.a.is_owned:
+    if problem.fusion is None or problem.fusion.ahead is None:
         return None, epilogue_of(problem)
     before, rest = problem.fusion.ahead
     return problem.a.before_sum(function(before)), of_sum(problem, function(rest), reads_ahead=True)
@@ -243,8 +243,8 @@ class Binding:
         self.a, self.b = self.b.leading(self.a), self.a.leading(self.b)
         # A tensor that stands in for an output has strides of 0, which no descriptor takes.
         # Tiles of groups of rows end where the next group begins.
-        stored = tma and not p.ragged and storable(p.out, p.out_m, p.out_n, p.batch)
-        self.out = DenseAccess(p.out, p.out_m, p.out_n, p.batch, stored)
+        stored = tma and not p.ragged and storable(p.out, p.M, p.out_n, p.batch)
+        self.out = DenseAccess(p.out, p.M, p.out_n, p.batch, stored)
         self.subtiles = epilogue_subtiles(p, c)
         # A small tile has half the columns.
         self.tail_subtiles = 2 if self.subtiles == 4 and c.block_n // c.tail_n >= 64 else 1
@@ -331,7 +331,7 @@ class Binding:
         p = self.problem
         if p.fusion is not None and not p.fusion.stores:
             return access.store_nothing
-        return self.a.storing(access.store_scattered if self.a.scatters else self.out.store())
+        return access.store_scattered if self.a.scatters else self.out.store()
 
     def _tail_place(self) -> Any:
         """The device function that places small tiles, or None where there are none."""

@@ -37,7 +37,7 @@ class Tile(Schedule):
     about = "a program for each tile"
     knobs = frozenset({"split_k", "split_store", "swap", "rest_n"})
     splits: tuple[int, ...] = (2, 3, 4, 5, 6, 8, 12, 16)
-    takes_shards: ClassVar[bool] = True
+    waits_for_rows: ClassVar[bool] = True
 
     def takes(self, config: Config, forms: Forms) -> bool:
         # Descriptors do not know where a range of K ends.

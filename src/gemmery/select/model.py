@@ -44,7 +44,7 @@ def costs(
     made = Costs.joined([
         (places, schedules.of(name).costs(p, part, given)) for name, (places, part) in space.by_schedule.items()
     ])  # fmt: skip
-    if p.a.shards == 1 or p.a.is_owned:
+    if p.a.shards == 1:
         return made
     return replace(made, total=_with_arrivals(p, space, given.rows, made.total))
 
@@ -59,4 +59,4 @@ def _with_arrivals(problem: Problem, space: Space, M: Floats, total: Floats) -> 
     columns = -(-p.N // space.block_n)
     waves = np.ceil(M // space.block_m * columns / sms)
     last = np.ceil(M / shards // space.block_m * columns / sms)
-    return np.maximum(total, arrival + total * last / np.maximum(waves, 1))
+    return np.asarray(np.maximum(total, arrival + total * last / np.maximum(waves, 1)))

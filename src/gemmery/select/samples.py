@@ -55,7 +55,7 @@ def arguments(problem: Problem, device: torch.device | str) -> tuple[tuple[Tenso
     p = problem
     shapes = [
         *p.a.shapes(p.M, p.K, p.batch, is_b=False), *p.b.shapes(p.K, p.N, p.batch, is_b=True),
-        *[(*p.batch, p.out_m, p.out_n)] * (1 + len(p.extras)),
+        *[(*p.batch, p.M, p.out_n)] * (1 + len(p.extras)),
     ]  # fmt: skip
     tensors = tuple([_tensor(x, shape, device, None) for x, shape in zip(p.layouts, shapes, strict=True)])
     if p.fusion is None:

@@ -97,8 +97,8 @@ def allowed(problem: Problem) -> Space:
         space = space.where(np.array([spans(problem, config) for config in space.configs], bool))
         if not len(space):
             raise ValueError(
-                f"{problem}: no tile is as wide as {problem.N} columns, which an epilogue needs that uses reduced rows "
-                f"again"
+                f"{problem}: no tile is as wide as {problem.N} columns, which an epilogue that uses reduced rows "
+                "again needs"
             )
     if not problem.batch_invariant:
         return space

@@ -113,7 +113,7 @@ class Stopwatch:
             rest *= 2
             if rest > _LONGEST_SLEEP:
                 raise RuntimeError(
-                    f"a call is still not queued after {_LONGEST_SLEEP * 1e3:.0f} ms: does it synchronise with the GPU?"
+                    f"a call is still not queued after {_LONGEST_SLEEP * 1e3:.0f} ms: does it synchronize with the GPU?"
                 )
         return times
 

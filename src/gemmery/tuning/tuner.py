@@ -1,8 +1,8 @@
 """Measuring configs: `tune` for one call, `tune_problems` for many problems.
 
-Candidates are those that the model predicts to come near the best. They compile in other processes while this one
-measures, and each time goes into the store at once, so that an interruption loses nothing. The quickest few are
-measured again, in turns, since two figures of a GPU compare only where they were taken side by side.
+The candidates are configs that the model predicts to be near the best. They are compiled in other processes while this
+one measures, and each time is stored at once, so an interruption loses nothing. The fastest few are measured again, in
+turns, because two times on a GPU are only comparable if they were taken side by side.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ class TuneResult:
     """Measured times of a problem's configs.
 
     Attributes:
-        problem: what was tuned; of a product that copies its matrices, the one on the copies.
+        problem: the problem that was tuned; for a product that copies its matrices, the product of the copies.
         untuned: the config that is chosen without timings.
-        seconds: time of one cold launch of each config that was measured, now or before; the quickest first.
-        refused: configs that can't run the problem here, and why.
+        seconds: the time of one cold launch of each config that was measured, now or before; the fastest first.
+        refused: configs that can't run the problem here, with the reason.
         unmeasured: candidates that were not reached.
-        measured: how many configs were measured now.
-        failure: why measuring ended before its time; "" where it did not.
+        measured: the number of configs that were measured now.
+        failure: why measuring ended early; "" if it did not.
     """
 
     problem: Problem
@@ -91,18 +91,18 @@ class TuneResult:
 
     @property
     def best(self) -> Config | None:
-        """The quickest config; None where none was measured."""
+        """The fastest config; None if none was measured."""
         return next(iter(self.seconds), None)
 
     @property
     def gain(self) -> float | None:
-        """Time of the untuned config divided by the best's; None where one of them has none."""
+        """The time of the untuned config divided by that of the best; None if one of them was not measured."""
         if self.best is None or self.untuned not in self.seconds:
             return None
         return self.seconds[self.untuned] / self.seconds[self.best]
 
     def asdict(self) -> dict[str, Any]:
-        """Everything as plain values, for JSON."""
+        """All fields as plain values, for JSON."""
         return {
             "problem": to_dict(self.problem),
             "device": device_text(self.problem.device),
@@ -142,27 +142,27 @@ def tune(
     seconds: float | None = None,
     progress: Callable[[Progress], object] | None = None,
 ) -> TuneResult:
-    """Measure the configs that may suit a call of `matmul`, so that later calls like it take the quickest.
+    """Measure the configs that may suit a call of `matmul`. Later calls with the same layout use the fastest.
 
-    The arguments before `configs` are those of `gemmery.matmul`. Only their layouts count: what is measured are tensors
-    of the same layouts with random numbers. Each timing goes into the user's store as it comes, so that Ctrl-C loses
-    none, and the next run goes on where this one ended. A Plan that somebody holds keeps its config, and
-    batch-invariant calls keep theirs: it may not depend on M.
+    The arguments before `configs` are those of `gemmery.matmul`. Only their layouts matter: tensors of the same layouts
+    with random values are measured. Each timing is written to the user's store at once, so Ctrl-C loses none, and the
+    next run continues where this one ended. Existing Plans keep their config, and so do batch-invariant calls, whose
+    config may not depend on M.
 
     Args:
-        configs: measure these, beside the one that is chosen untuned. By default all that are predicted to take at most
-            half longer than the best.
+        configs: measure these, and the config that is chosen untuned. By default, all configs that are predicted to
+            take at most 1.5 times as long as the best.
         exhaustive: measure every config of the space.
-        again: measure also what was measured before.
-        seconds: begin no measurement after so long.
+        again: also measure configs that were measured before.
+        seconds: start no measurement after this time.
         progress: called after each config.
 
     Returns:
-        All timings of this problem, from before or new.
+        All timings of this problem, old and new.
 
     Raises:
-        ValueError: no GPU runs this call, so that there is nothing to measure; an operand is packed or sparse; or a
-            config does not suit the call.
+        ValueError: no GPU runs this call, so there is nothing to measure; an operand is packed or sparse; or a config
+            does not suit the call.
 
     Example:
         >>> import torch, gemmery

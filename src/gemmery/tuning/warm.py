@@ -1,7 +1,7 @@
-"""Compiling ahead: every kernel that products with given weights need, for every number of rows.
+"""Compiling ahead of time: every kernel that products with given weights need, for every number of rows.
 
-A server sees every M. Sizes are not compiled into the kernels, so that a weight needs few of them; once they are
-compiled, a new M costs the choice of a config and a look into Triton's cache.
+A server meets every M. Sizes are not compiled into the kernels, so a weight needs only a few of them. Once they are
+compiled, a new M costs the choice of a config and a look-up in Triton's cache.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ _EARLY, _STRIDE = 64, 37
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight by its description: products are `x @ weight.T [+ bias]`, with x of (M, K) in contiguous rows.
+    """A weight by its description. Products are `x @ weight.T [+ bias]`, with x of (M, K) in contiguous rows.
 
     Attributes:
-        N, K: of a weight (N, K), as a Linear's.
-        layout: "NT" where it lies in memory as (N, K), "NN" where as (K, N).
+        N, K: the shape of the weight, (N, K), as a Linear's.
+        layout: "NT" if it is stored as (N, K), "NN" if it is stored as (K, N).
         bias: whether N numbers are added.
         name: for messages and tables.
     """
@@ -100,14 +100,14 @@ class Weight:
 
 @dataclass
 class Warmed:
-    """The kernels that were prepared for one weight, or for several of the same layout.
+    """The kernels that were prepared for one weight, or for several weights of the same layout.
 
     Attributes:
-        names: of the weights.
+        names: the names of the weights.
         problem: the product with the most rows.
         kernels: the compiled kernels, by the config that each runs with first.
-        rows: how many numbers of rows were asked for.
-        seconds: that it took.
+        rows: the number of row counts that were requested.
+        seconds: the time that it took.
     """
 
     names: list[str]
@@ -117,7 +117,7 @@ class Warmed:
     seconds: float = 0.0
 
     def asdict(self) -> dict[str, Any]:
-        """Everything as plain values, for JSON."""
+        """All fields as plain values, for JSON."""
         p = self.problem
         return {
             "names": self.names, "N": p.N, "K": p.K, "dtype": DTYPE_NAMES[p.b.dtype], "rows": self.rows,
@@ -285,25 +285,25 @@ def warmup(
     progress: Callable[[int, int], object] | None = None,
     workers: int | None = None,
 ) -> list[Warmed]:
-    """Compile every kernel that products with these weights run, so that none compiles later.
+    """Compile every kernel that products with these weights run, so that none is compiled later.
 
-    Counted on are inputs whose rows are contiguous and aligned, as those of a Linear are. What is compiled stays in
-    Triton's cache on disk as well: warming up ahead of time makes the next process's warm-up quick.
+    The inputs are assumed to have contiguous, aligned rows, as those of a Linear have. The kernels also stay in
+    Triton's cache on disk, so warming up ahead of time makes the warm-up of the next process fast.
 
     Args:
-        weights: modules, of which all Linear layers count, of gemmery.nn's blocks what they run in the place of layers
-            when no gradients are asked for, and experts of gemmery.nn, also those that `swap` made; tensors (N, K); or
-            descriptions, such as {"N": 6144, "K": 4096, "dtype": "bf16", "bias": True}, see `tuning.warm.Weight`.
-        max_m: every number of rows from 1 to this one is prepared; of an input (B, T, K) that is B * T.
+        weights: modules; tensors (N, K); or descriptions, such as {"N": 6144, "K": 4096, "dtype": "bf16", "bias":
+            True}, see `tuning.warm.Weight`. Of a module, all Linear layers are prepared, the fused products of
+            gemmery.nn's blocks without gradients, and the experts of gemmery.nn, including those that `swap` created.
+        max_m: every number of rows from 1 to this one is prepared; for an input (B, T, K), this is B * T.
         sizes: only these numbers of rows.
-        top_k: how many experts each token chooses; modules with experts need it.
-        batch_invariant: for modules and tensors, that the products will be called with it, or in its context.
+        top_k: the number of experts that each token chooses; required for modules with experts.
+        batch_invariant: for modules and tensors, whether the products will be called with it, or in its context.
         device: the GPU; by default that of the weights, or the current one.
-        progress: called now and then with how much is done, and of how much.
-        workers: processes that compile, see `workers.Workers`; 0 compiles in this one.
+        progress: called from time to time with the completed and the total amount of work.
+        workers: the number of processes that compile, see `workers.Workers`; 0 compiles in this one.
 
     Returns:
-        What was prepared, for each weight that differs in layout from the others.
+        The prepared kernels, for each layout among the weights.
 
     Raises:
         ValueError: there is no GPU to compile for, a weight is invalid, or top_k is missing.
@@ -408,7 +408,7 @@ def _operand(
         )
     if weight.dtype not in OUT_DTYPES:
         raise TypeError(
-            f"warmup: weight {name} is {weight.dtype}; supported are {', '.join(map(str, OUT_DTYPES))}"
+            f"warmup: weight {name} is {weight.dtype}; it must be one of {', '.join(map(str, OUT_DTYPES))}"
         )
     return _RightOperand(name, weight.detach().t(), bias, resolved(precision, weight), batch_invariant)
 

@@ -30,25 +30,27 @@ def read_weight(
     *,
     dtype: torch.dtype | None = None,
 ) -> QuantizedTensor | SparseTensor:
-    """The weight of one layer of a checkpoint, whatever library made it.
+    """The weight of one layer of a checkpoint, from any supported library.
 
     Args:
-        tensors: a checkpoint's, such as a state dict or what safetensors loads; only those of the layer are read.
-        prefix: the layer's name, such as "model.layers.0.mlp.down_proj"; for gpt-oss that of the weight, such as
-            "model.layers.0.mlp.experts.down_proj". Empty if names have none.
-        config: the `quantization_config` of a Hugging Face model, or a model's configuration with one in it, if there
-            is one: a mapping, or an object with `to_dict()`. Without it: GPTQ's zero points are stored minus one
-            ("gptq", and not "gptq_v2"), AWQ's layout is GEMM's, groups divide K, and fp8 blocks are of 128 x 128.
-        dtype: of the weight; None for what its source says, see the readers.
+        tensors: the tensors of a checkpoint, such as a state dict or the result of safetensors; only those of the layer
+            are read.
+        prefix: the layer's name, such as "model.layers.0.mlp.down_proj"; for gpt-oss the name of the weight, such as
+            "model.layers.0.mlp.experts.down_proj". Empty if names have no prefix.
+        config: the `quantization_config` of a Hugging Face model, or the configuration of a model that contains one: a
+            mapping, or an object with `to_dict()`. Without it, GPTQ's zero points are stored minus one ("gptq", not
+            "gptq_v2"), AWQ's layout is GEMM's, groups divide K, and fp8 blocks are 128 x 128.
+        dtype: the type of the weight; None for that of its source, see the readers.
 
     Returns:
-        The weight, (N, K), or (E, N, K) for experts: a `SparseTensor` of compressed-tensors' "sparse-24-bitmask" and of
-        most of its "marlin-24", see `read_marlin24`, and a `QuantizedTensor` of all others.
+        The weight, (N, K), or (E, N, K) for experts: a `SparseTensor` for compressed-tensors' "sparse-24-bitmask" and
+            most of its "marlin-24", see `read_marlin24`, and a `QuantizedTensor` for all others.
 
     Raises:
-        ValueError: it is not packed, in no known format, its tensors do not go together, or the configuration
+        ValueError: the layer is not packed, its format is unknown, its tensors do not match, or the configuration
             contradicts them.
-        TypeError: the tensors are no mapping, or the configuration is neither one nor an object that gives one.
+        TypeError: the tensors are not a mapping, or the configuration is neither a mapping nor an object that gives
+            one.
 
     Example:
         >>> import torch

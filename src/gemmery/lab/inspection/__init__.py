@@ -1,4 +1,4 @@
-"""Looking into compiled kernels: what they take of a GPU, and how their loop along K runs. Needs no GPU.
+"""Analyzing compiled kernels: the resources that they take, and how their K loop runs. Needs no GPU.
 
 `inspect` compiles for any target of the architecture table and reads the machine code; `gemmery inspect` shows it.
 """

@@ -29,22 +29,22 @@ TEXTS = ("ttir", "ttgir", "llir", "ptx", "amdgcn")
 
 @dataclass(frozen=True)
 class Inspection:
-    """A compiled kernel, taken apart; `str` gives it as text.
+    """The analysis of a compiled kernel; `str` gives it as text.
 
     Attributes:
-        problem: what the kernel computes.
-        copies: matrices, of "a" and "b", that are copied first, since the kernel reads copies quicker.
-        config: its knobs.
+        problem: the problem that the kernel computes.
+        copies: matrices, of "a" and "b", that are copied first, because the kernel reads copies faster.
+        config: the config of the kernel.
         target: the architecture that it was compiled for.
-        kernel: name of the device function.
-        programs: of a launch.
-        usage: registers, spills, shared memory of one program.
+        kernel: the name of the device function.
+        programs: the number of programs of a launch.
+        usage: registers, spills and shared memory of one program.
         occupancy: programs and warps on one multiprocessor at a time, and what limits them.
         code: the instructions.
-        texts: the kernel in the compiler's languages, by their names, "sass" among them on NVIDIA's GPUs.
-        given: whether the config was asked for, and not chosen.
-        passed: configs that were passed over, and why.
-        seconds: what took how long.
+        texts: the kernel in the compiler's languages, by name, including "sass" on NVIDIA GPUs.
+        given: whether the config was given, and not chosen.
+        passed: configs that were passed over, with the reason.
+        seconds: the times of the steps.
     """
 
     problem: Problem
@@ -63,19 +63,19 @@ class Inspection:
 
     @property
     def loop(self) -> Loop | None:
-        """The loop along K."""
+        """The K loop."""
         return self.code.main_loop
 
     @cached_property
     def tensor(self) -> Counter[str]:
-        """How often each tensor-core instruction stands in the loop along K."""
+        """The number of each tensor-core instruction in the K loop."""
         return Counter(i.opcode for i in self.loop.tensor) if self.loop else Counter()
 
     @cached_property
     def products(self) -> float | None:
-        """What a pass of the loop multiplies, in steps of the config's tile; None where names do not tell it.
+        """The number of the config's K steps that an iteration multiplies; None if names do not determine it.
 
-        It is 1 where a pass is a step, and 3 where each product is made of three, as with "tf32x3".
+        It is 1 if an iteration is a step, and 3 if each product consists of three, as with "tf32x3".
         """
         if self.loop is None or not self.loop.tensor or not all(i.shape for i in self.loop.tensor):
             return None
@@ -86,9 +86,10 @@ class Inspection:
 
     @cached_property
     def ahead(self) -> float | None:
-        """Steps that loads are ahead of the products: copies before the loop, by those of a pass.
+        """The number of K steps that loads are ahead of the products: copies before the loop, divided by those of an
+        iteration.
 
-        None where a pass copies nothing past the registers.
+        None if an iteration copies nothing past the registers.
         """
         inside = of_kind(self.loop.body, "copy") if self.loop else ()
         if self.loop is None or not inside:
@@ -99,7 +100,7 @@ class Inspection:
 
     @cached_property
     def moves(self) -> list[Move]:
-        """Instructions that move data: those of the loop, then those of the rest."""
+        """Instructions that move data: those of the loop, then the others."""
         inside = self.loop.body if self.loop else ()
         addresses = {i.address for i in inside}
         rest = [i for i in self.code.instructions if i.address not in addresses]
@@ -107,7 +108,7 @@ class Inspection:
 
     @cached_property
     def buffers(self) -> list[str]:
-        """Blocks that shared memory is for, in rings of so many: "4 × 128×64 bf16"; some in the place of others."""
+        """The buffers in shared memory, as rings of blocks, such as "4 × 128×64 bf16"; some share memory."""
         found = re.findall(r"local_alloc : \(\) -> !ttg\.memdesc<([x\d]+)x(\w+),", self.texts["ttgir"])
         made = []
         for sizes, element in found:
@@ -119,7 +120,7 @@ class Inspection:
 
     @property
     def warnings(self) -> list[str]:
-        """Plain sentences about what is wrong with the kernel."""
+        """Plain sentences about problems of the kernel."""
         room, said = self.problem.device.target.shared, []
         if self.usage.shared > room:
             said.append(
@@ -136,7 +137,7 @@ class Inspection:
         return said
 
     def asdict(self, texts: Sequence[str] = ()) -> dict[str, Any]:
-        """Everything as plain values, for JSON.
+        """All fields as plain values, for JSON.
 
         Args:
             texts: which of `texts` to include.

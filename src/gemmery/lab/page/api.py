@@ -58,7 +58,7 @@ def product(query: Query) -> dict[str, Any]:
     launch = launched.Launch(padding.launched(problem), Config.of(found.config))
     tiles_m, tiles_n = launch.tiles
     if tiles_m * tiles_n > launched.TILES:
-        return made | {"missing": f"{tiles_m} × {tiles_n} tiles are more than are looked at one by one."}
+        return made | {"missing": f"{tiles_m} × {tiles_n} tiles are too many to show one by one."}
     return made | {
         "waves": launched.waves(launch),
         "order": launched.order(launch),
@@ -70,5 +70,5 @@ def notes(query: Query, problem: Problem) -> list[str]:
     """What happens otherwise than asked, since the GPU can't."""
     asked = kind_named(query.dtype).precision
     if problem.precision != asked:
-        return [f"{query.gpu} has no TF32 units: fp32 is multiplied as IEEE asks."]
+        return [f"{query.gpu} has no TF32 units: fp32 is multiplied in IEEE precision."]
     return []

@@ -16,8 +16,8 @@ from . import texts
 
 #: What the parts of a predicted time are called.
 PART_WORDS = {
-    "compute": "arithmetic", "l2": "way from L2", "memory": "memory", "overhead": "launch, filling, storing",
-    "reduction": "adding up parts", "copies": "copies", "correction": "correction by measurements",
+    "compute": "arithmetic", "l2": "reads from L2", "memory": "memory", "overhead": "launch, pipeline, stores",
+    "reduction": "adding partial sums", "copies": "copies", "correction": "correction by measurements",
 }  # fmt: skip
 #: Times that would be shown as 0.00 µs.
 NOTHING = 5e-9
@@ -49,7 +49,7 @@ def times(found: Prediction) -> dict[str, Any]:
         "bound": found.binding,
         "mark": found.mark,
         "recorded": _recorded(found),
-        "calls": f"What torch launches: {', '.join(found.calls)}." if found.calls else "",
+        "calls": f"torch launches: {', '.join(found.calls)}." if found.calls else "",
         "basis": _basis(found),
     }
 
@@ -60,7 +60,7 @@ def _recorded(found: Prediction) -> str:
         return ""
     names = {"gemmery": "gemmery", "cublas": found.vendor}
     times = [f"{names[name]} {texts.seconds(x)['text']}" for name, x in found.recorded.seconds.items()]
-    return f"Measured: {', '.join(times)} ({found.recorded.source}). Below is what is predicted."
+    return f"Measured: {', '.join(times)} ({found.recorded.source}). The figures below are predicted."
 
 
 def _rate(problem: Problem, seconds: float) -> texts.Figure:
@@ -104,7 +104,7 @@ def choice(why: Explanation, found: Prediction) -> dict[str, Any]:
         "reasons": reasons(why, found),
         "parts": _parts(found.cost),
         "chosen_over": f"The best {len(why.choices)} of {texts.count(why.considered, 'config')}",
-        "note": "As the selector reckons, by a quicker and simpler law than the times above:"
+        "note": "By the selector's model, which is faster and simpler than the one above:"
         if why.choices
         else "",
         "candidates": [
@@ -148,15 +148,15 @@ def knobs(problem: Problem, config: Config) -> list[dict[str, str]]:
 
 def _knobs(problem: Problem, c: Config) -> Iterator[tuple[str, str, str]]:
     loaders = {"pointer": "any strides", "descriptor": "tensor descriptors (TMA)"}
-    yield "tile", f"{c.block_m} × {c.block_n} × {c.block_k}", "rows, columns, step along K"
+    yield "tile", f"{c.block_m} × {c.block_n} × {c.block_k}", "rows, columns, K step"
     schedule = schedules.of(c.schedule)
-    yield "group_m", str(schedule.band(problem, c)), "rows of tiles in a group"
+    yield "group_m", str(schedule.band(problem, c)), "rows of tiles in a band"
     yield "num_warps", str(c.num_warps), "warps in a program"
     yield "num_stages", str(c.num_stages), "blocks of A and B in flight"
     yield "schedule", c.schedule, schedule.about
     yield "loader", c.loader, loaders[c.loader]
     if c.split_k > 1:
-        yield "split_k", str(c.split_k), "parts of K, added up within the launch"
+        yield "split_k", str(c.split_k), "parts of K, added within the launch"
     if c.tail > 1:
         yield "tail", str(c.tail), "parts of a tile that would not fill the last wave"
     if c.split_store:
@@ -191,8 +191,8 @@ def roofline(found: Prediction) -> dict[str, Any]:
     )
     return {
         "where": f"{texts.rate(peak, integers)['text']}, {texts.bandwidth(device.bandwidth)['text']}",
-        "text": f"{texts.digits(found.intensity)} {operations} per byte, and the roof bends at {texts.digits(ridge)}: "
-        f"on the data sheet {side} is the limit{but}.",
+        "text": f"{texts.digits(found.intensity)} {operations} per byte, and the ridge is at {texts.digits(ridge)}: "
+        f"by the data sheet, {side} is the limit{but}.",
         "mark": found.mark,
         "intensity": {"value": found.intensity, "text": texts.digits(found.intensity)},
         "attainable": texts.rate(p.flops / found.roofline, integers),

@@ -1,4 +1,4 @@
-"""`predict`: what a product is expected to take, and the room that is left under the roofline."""
+"""`predict`: the expected time of a product, and its distance to the roofline."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from .residuals import Samples
 BINDING = ("compute", "l2", "memory")
 #: What a kernel waits for, in words.
 BOUND_WORDS = {
-    "compute": "bound by arithmetic", "l2": "bound by the way from L2", "memory": "bound by memory",
+    "compute": "bound by arithmetic", "l2": "bound by reads from L2", "memory": "bound by memory",
     "overhead": "mostly overhead",
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a product is expected to take; times in seconds, of a single launch with its inputs in no cache.
+    """The expected time of a product. Times are in seconds, of a single launch with its inputs in no cache.
 
     Attributes:
         problem: the product.
-        gemmery: our time; None where the GPU lacks the instructions and torch's reference runs.
+        gemmery: gemmery's time; None if the GPU lacks the instructions and torch's reference runs.
         cublas: the time of the vendor's BLAS as torch calls it, with the copies that torch makes and the elementwise
-            kernels behind it; None where torch has no such product. For a packed weight it is the product with the
-            16-bit weight.
-        roofline: the least time that the datasheet allows: the larger of arithmetic and memory traffic.
-        bound: what our kernel waits for most: "compute", "l2", "memory", or "overhead" where these are less than half;
-            "" where there is no kernel.
-        config: our kernel's knobs as a text.
-        copies: the matrices that gemmery copies first, of "a" and "b".
-        tiles: of the product; 0 where there is no kernel.
-        waves: of these, how many the busiest multiprocessor has to do; a part of a tile counts as such.
-        cost: the parts of our time, which overlap: compute, l2, memory, overhead, reduction, copies, correction.
-        cublas_cost: the same of the vendor's, and elementwise.
-        calls: what torch launches, in words.
+            kernels after it; None if torch has no such product. For a packed weight, it is the product with the 16-bit
+            weight.
+        roofline: the least time that the data sheet allows: the larger of arithmetic and memory traffic.
+        bound: what gemmery's kernel waits for most: "compute", "l2", "memory", or "overhead" if these are less than
+            half; "" if there is no kernel.
+        config: the name of gemmery's config.
+        copies: the matrices, of "a" and "b", that gemmery copies first.
+        tiles: the number of tiles of the product; 0 if there is no kernel.
+        waves: the number of tiles on the busiest multiprocessor; a part of a split tile counts as a tile.
+        cost: the parts of gemmery's time, which overlap: compute, l2, memory, overhead, reduction, copies, correction.
+        cublas_cost: the parts of the vendor's time, and elementwise.
+        calls: the kernels that torch launches, in words.
         interval: by "gemmery" and "cublas", the seconds between which `calibration.COVERAGE` of the measurements of
             such products are; empty for a GPU on which nothing was measured.
         expected_error: by "gemmery" and "cublas", the relative error that half of such predictions stay below; empty
             for a GPU on which nothing was measured.
-        basis: what the prediction rests on, in words.
-        measured_on: the GPU whose measurements correct it; None where there are none of this GPU.
-        recorded: the times that were measured of this very product; None where there are none.
+        basis: the basis of the prediction, in words.
+        measured_on: the GPU whose measurements correct it; None if there are none of this GPU.
+        recorded: the measured times of exactly this product; None if there are none.
     """
 
     problem: Problem
@@ -72,15 +72,15 @@ class Prediction:
 
     @property
     def mark(self) -> str:
-        """That nothing was measured on the GPU; "" where something was."""
+        """A note that nothing was measured on the GPU; "" if something was."""
         return mark_of(self.problem.device)
 
     @property
     def winner(self) -> str | None:
-        """Which is quicker, "gemmery" or "cublas"; None where that can't be said.
+        """The faster implementation, "gemmery" or "cublas"; None if this can't be decided.
 
-        By the recorded times where there are both, else by the predicted ones: the one whose slowest round, or the end
-        of whose interval, is before the other's quickest or beginning.
+        It is decided by the recorded times if both exist, and otherwise by the predicted ones: by intervals, or ranges
+        over the rounds, that do not overlap.
         """
         measured = {} if self.recorded is None else self.recorded.spread
         ends = measured if len(measured) == 2 else self.interval
@@ -91,7 +91,7 @@ class Prediction:
 
     @property
     def limit(self) -> str:
-        """What the datasheet alone makes the limit: "compute" or "memory". What the kernel waits for is `bound`."""
+        """The limit by the data sheet: "compute" or "memory". `bound` is what the kernel waits for."""
         return (
             "compute"
             if arithmetic(self.problem) >= self.problem.bytes / self.problem.device.bandwidth
@@ -105,7 +105,7 @@ class Prediction:
 
     @property
     def binding(self) -> str:
-        """What our kernel waits for, and the datasheet's limit where that is another; "" where there is no kernel."""
+        """What gemmery's kernel waits for, and the data sheet's limit if it differs; "" if there is no kernel."""
         if not self.bound:
             return ""
         said = BOUND_WORDS[self.bound]
@@ -116,7 +116,7 @@ class Prediction:
 
     @property
     def verdict(self) -> str:
-        """Which is quicker, in words, or why that is not said; "" where one of both has no time."""
+        """The faster implementation, in words, or why this can't be decided; "" if one of the two has no time."""
         if self.ratio is None:
             return ""
         if self.winner is not None:
@@ -125,16 +125,16 @@ class Prediction:
             return f"{name} is the faster one, {by}"
         if self.mark:
             return "which one is faster is not known"
-        return "too near to each other to name a faster one"
+        return "too close to call"
 
     @property
     def room(self) -> float | None:
-        """The part of our time that the roofline leaves: 0.25 where a perfect kernel took a quarter less."""
+        """The part of gemmery's time above the roofline: 0.25 if a perfect kernel would take a quarter less."""
         return None if self.gemmery is None else 1 - self.roofline / self.gemmery
 
     @property
     def ratio(self) -> float | None:
-        """The vendor's time over ours: above 1, gemmery is quicker."""
+        """The vendor's time divided by gemmery's: above 1, gemmery is faster."""
         return None if self.gemmery is None or self.cublas is None else self.cublas / self.gemmery
 
     @property
@@ -143,7 +143,7 @@ class Prediction:
         return self.problem.flops / self.problem.bytes
 
     def asdict(self) -> dict[str, Any]:
-        """Everything as plain values, for JSON; times in seconds."""
+        """All fields as plain values, for JSON; times in seconds."""
         p = self.problem
         return {
             "problem": str(p),
@@ -196,17 +196,17 @@ def roofline(problem: Problem) -> float:
 
 
 def predict(problem: Problem, config: Config | str | None = None) -> Prediction:
-    """Predict a product's time for gemmery and for the vendor's BLAS; needs no GPU.
+    """Predict a product's time for gemmery and for the vendor's BLAS. Needs no GPU.
 
-    A law of waves, tensor cores, L2, memory and fixed costs, with constants that are fitted to measurements; on the GPU
-    that was measured, corrected by what it got wrong for similar products.
+    The model consists of waves, tensor cores, L2, memory and fixed costs, with constants that are fitted to
+    measurements. On the GPU that was measured, it is corrected by its errors on similar products.
 
     Args:
-        problem: what is computed, and on which GPU; `lab.abstract.abstract_problem` makes one from sizes and names.
-        config: the kernel's knobs; by default those that gemmery chooses. A given one runs without copies.
+        problem: the product and the GPU; `lab.abstract.abstract_problem` creates one from sizes and names.
+        config: the config of the kernel; by default the one that gemmery chooses. A given config runs without copies.
 
     Raises:
-        ValueError: no kernel can run the problem, or none of the configs that are considered for it is the given one.
+        ValueError: no kernel can run the problem, or the given config is not among those that are considered for it.
 
     Example:
         >>> from gemmery.devices import TABLE
@@ -321,8 +321,8 @@ def _bound(time: _Time) -> str:
 def _basis(problem: Problem, known: Calibration, measured: bool) -> str:
     if measured:
         counts = " and ".join(f"{known.samples[name]} of {name}" for name in known.samples)
-        return f"a law fitted to measurements on an {known.gpu} and corrected by them: {counts}"
+        return f"a model fitted to measurements on an {known.gpu} and corrected by them: {counts}"
     return (
-        f"a law with constants that were fitted on an {known.gpu}, as parts of the datasheet's rates of the "
+        f"a model with constants that were fitted on an {known.gpu}, as parts of the datasheet's rates of the "
         f"{problem.device.name}, which nobody has measured"
     )

@@ -5,7 +5,7 @@ import { html } from "lab/dom";
 const LABELS = {
   gpu: "GPU", dtype: "Type", layout: "Layout of A and B", epilogue: "Epilogue", weight: "Weight format",
 };
-const SIZES = { M: "M, rows of A", N: "N, columns of B", K: "K, summed over" };
+const SIZES = { M: "M, rows of A", N: "N, columns of B", K: "K, the inner size" };
 
 export class Controls {
   // `changed(query, done)` is told of every change; `done` is false while a slider is still moving.
@@ -119,7 +119,7 @@ export class Controls {
         const layer = layers[element.value];
         if (layer) this.#set({ N: String(layer.N), K: String(layer.K) }, true);
       },
-    }, html("option", { value: "" }, "sizes of your own"), groups);
+    }, html("option", { value: "" }, "custom sizes"), groups);
     const buttons = rows.map((M) =>
       html("button", { type: "button", "data-rows": M, onclick: () => this.#set({ M: String(M) }, true) }, String(M)));
     const show = (_, { M, N, K }) => {

@@ -85,7 +85,7 @@ export class Film {
           html("span", { id: `hits-${index}`, class: "note" }, grid.order.hits)),
         grid.canvas, grid.caption))),
       html("p", { class: "note legend-line" },
-        html("span", { class: "swatch now" }), "computed at this moment, with the rows of A at the left and the columns of B above",
+        html("span", { class: "swatch now" }), "computed now, with rows of A on the left and columns of B above",
         html("span", { class: "swatch early" }), "first", html("span", { class: "swatch late" }), "last"));
     for (const grid of this.grids) this.resized.observe(grid.canvas);
     this.go(Math.min(this.found.programs, this.found.tiles));
@@ -99,7 +99,7 @@ export class Film {
       oninput: () => { this.stop(); this.go(Number(this.scrubber.value)); },
     });
     this.output = html("output", { id: "time-text", for: "time" });
-    return html("div", { class: "player", role: "group", "aria-label": "Film of the tile order" },
+    return html("div", { class: "player", role: "group", "aria-label": "Animation of the tile order" },
       this.button,
       html("button", { type: "button", id: "back", "aria-label": "One wave back", onclick: () => this.step(-1) }, "−"),
       html("button", { type: "button", id: "step", "aria-label": "One wave on", onclick: () => this.step(1) }, "+"),

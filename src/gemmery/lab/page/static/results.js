@@ -30,7 +30,7 @@ export function headline(answer) {
   const figures = html("dl", { class: "figures" },
     times.gemmery && figure("gemmery-headline", "gemmery", times.gemmery.text, times.bound),
     times.room && figure("room", "room under the roofline", times.room.text, `${times.reached.text} of it reached`),
-    times.ratio && figure("ratio", `${answer.vendor} / gemmery`, times.ratio.text, `above 1, gemmery is quicker; ${times.verdict}`));
+    times.ratio && figure("ratio", `${answer.vendor} / gemmery`, times.ratio.text, `above 1, gemmery is faster; ${times.verdict}`));
   put("headline",
     html("div", { class: "heading" },
       html("h2", { id: "headline-title" }, answer.title), html("p", {}, answer.about)),
@@ -38,7 +38,7 @@ export function headline(answer) {
     times.recorded && html("p", { class: "lead", id: "recorded" }, times.recorded),
     times.gemmery ? figures : nothing,
     html("table", { class: "bars" },
-      html("caption", { class: "hidden" }, "Predicted times and the rates that they come to"),
+      html("caption", { class: "hidden" }, "Predicted times and rates"),
       html("tbody", {}, bars)),
     times.calls && html("p", { class: "note", id: "calls" }, times.calls),
     times.basis && html("p", { class: "note", id: "basis" }, times.basis),
@@ -47,7 +47,7 @@ export function headline(answer) {
 
 function costs(parts) {
   return html("table", { class: "bars parts" },
-    html("caption", {}, "What its time is made of; the parts overlap"),
+    html("caption", {}, "The parts of its time, which overlap"),
     html("tbody", {}, parts.map((part) =>
       html("tr", {},
         html("th", { scope: "row" }, part.text),
@@ -100,7 +100,7 @@ export function waves(answer) {
     html("dl", { class: "figures small" },
       figure("waves-tiles", "tiles", found.tiles.text, found.grid),
       figure("waves-busy", "multiprocessors busy", found.busy.text, "of the launch, if time went by work alone"),
-      figure("waves-inside", "of the tiles inside the matrix", found.inside.text, "the rest is computed in vain")));
+      figure("waves-inside", "of the tiles inside the matrix", found.inside.text, "the rest is outside the matrix")));
 }
 
 export function traffic(answer) {

@@ -1,0 +1,63 @@
+"""Bring runs of `benchmarks/ladder.py` into the results of the repository, from which the ladder's pages are made.
+
+python benchmarks/ladder_results.py FOLDER ...    of several runs, later ones replace what earlier ones have
+
+Each rung's record keeps what ran where and when; rungs that no run has stay as they are.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+OUT = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "ladder"
+HEADER = ("gpu", "torch", "triton", "cuda", "commit", "date")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A file of results; nothing where there is none."""
+    data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return data
+
+
+def write(path: Path, data: dict[str, Any]) -> None:
+    """Write results as the others are written."""
+    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def header(data: dict[str, Any]) -> dict[str, Any]:
+    """What ran where and when."""
+    return {key: data[key] for key in HEADER}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Merge the runs."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER")
+    parser.add_argument("--out", type=Path, default=OUT, metavar="FOLDER")
+    options = parser.parse_args(arguments)
+    old = read(options.out / "rungs.json")
+    records = {record["number"]: {"measured": header(old), **record} for record in old.get("rungs", [])}
+    probes = read(options.out / "probes.json")
+    last = old
+    for folder in options.folders:
+        found = read(folder / "rungs.json")
+        last = found
+        records |= {record["number"]: {"measured": header(found), **record} for record in found["rungs"]}
+        sizes = read(folder / "sizes.json")
+        if sizes.get("sizes"):
+            write(options.out / "sizes.json", sizes)
+        new = read(folder / "probes.json")
+        probes |= {name: {"measured": header(new), "shapes": new[name]} for name in new if name not in HEADER}
+    write(
+        options.out / "rungs.json", header(last) | {"rungs": [records[number] for number in sorted(records)]}
+    )
+    write(options.out / "probes.json", probes)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,267 @@
+"""Products that are summed over ranks, of whose rows each rank has some."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..epilogues.function import Epilogue, memoised
+from ..formats.weight import PackedWeight
+from ..precision import AskedPrecision, resolved
+from ..problem import Config
+from ..product.run import checked, product
+from ..product.shape import operand_names
+from ..product.spec import NONE, Functions, Options, OutTypes
+from .calls import (
+    as_autocast,
+    as_batch,
+    as_matrices,
+    checked_group,
+    columns_of,
+    dimension,
+    finished,
+    given_up,
+    is_differentiated,
+    moved,
+    of_gradients,
+    outside_compiler,
+    shared_memory,
+    tensors_of,
+    unpermuted,
+)
+from .collectives import Gathered, Scattered
+from .exchange import PARTIALS
+from .rows import PartialSums, arriving, for_rows, words_of
+
+#: Elements of the least product that fills a GPU: twice as many tiles of 128 by 256 as an H200 has multiprocessors,
+#: about. Rows of pieces are multiples of `ROW_GRAIN`, as large tiles have.
+LEAST_PIECE, ROW_GRAIN = 240 * 128 * 256, 256
+
+
+def matmul_reduce_scatter(
+    a: Tensor,
+    b: Tensor | PackedWeight,
+    *,
+    scatter_dim: int = 0,
+    group: dist.ProcessGroup | None = None,
+    bias: Tensor | None = None,
+    epilogue: Callable[..., Any] | None = None,
+    args: Sequence[Any] = (),
+    out_dtype: OutTypes = None,
+    precision: AskedPrecision = "ieee",
+    batch_invariant: bool = False,
+    config: Config | dict[str, Any] | str | None = None,
+) -> Any:
+    """This rank's rows of the sum over all ranks of `a @ b`: `gemmery.matmul` with columns of `a` sharded.
+
+    A rank computes the other ranks' rows first. Copy engines send these to their ranks while it goes on, in the type of
+    `a`. The product of its own rows comes last, whose kernel adds what it was sent to its own sum, in float32. The
+    epilogue sees that sum. That takes GPUs of one host that reach each other's memory, up to 8, and at most 1 GiB of
+    partial sums. Elsewhere, and under torch.compile, which it interrupts, it is a product, a reduce-scatter of float32,
+    and the epilogue.
+
+    For how ranks call it, see `all_gather_matmul`. The gradients of `a` and `b` are those of the rank's own columns.
+
+    Args:
+        a: (..., M, ..., K), of the rank.
+        b: (K, N), of the rank; or a packed or sparse weight (N, K).
+        scatter_dim: the dimension of the result that is sharded over the ranks; not its last one.
+        group: the ranks; all of the default group if None.
+        bias, epilogue, args: as for `gemmery.matmul`, of this rank's rows of the result.
+        out_dtype, precision, batch_invariant, config: as for `gemmery.matmul`.
+
+    Returns:
+        This rank's rows of what `gemmery.matmul` returns for the operands of all ranks, side by side along K.
+
+    Raises:
+        ValueError, TypeError: as for `gemmery.matmul`; or the ranks do not divide the rows.
+        RuntimeError: there is no process group; or a rank did not arrive at an earlier product, see `set_timeout`.
+
+    Example:
+        >>> import torch
+        >>> from gemmery.distributed import matmul_reduce_scatter
+        >>> matmul_reduce_scatter(torch.ones(128, 32), torch.ones(32, 8)).shape  # of two ranks  # doctest: +SKIP
+        torch.Size([64, 8])
+    """
+    options = Options(out_dtype, resolved(precision, a), False, batch_invariant, config)
+    return outside_compiler(
+        _scatter, "matmul", a, b, bias, Functions(epilogue, args), options, group, scatter_dim
+    )
+
+
+def linear_reduce_scatter(
+    x: Tensor,
+    weight: Tensor | PackedWeight,
+    bias: Tensor | None = None,
+    *,
+    scatter_dim: int = 0,
+    group: dist.ProcessGroup | None = None,
+    epilogue: Callable[..., Any] | None = None,
+    args: Sequence[Any] = (),
+    out_dtype: OutTypes = None,
+    precision: AskedPrecision = "ieee",
+    batch_invariant: bool = False,
+    config: Config | dict[str, Any] | str | None = None,
+) -> Any:
+    """This rank's rows of the sum over all ranks of `x @ weight.T`, plus the bias.
+
+    Args:
+        x: (..., M, ..., K), of the rank.
+        weight: (N, K), of the rank; or packed or sparse, (N, K).
+        bias: (N,), the same on all ranks, which is added once.
+
+    The other arguments, the result and the errors are those of `matmul_reduce_scatter`.
+
+    Example:
+        >>> import torch
+        >>> from gemmery.distributed import linear_reduce_scatter
+        >>> linear_reduce_scatter(torch.ones(128, 32), torch.ones(8, 32)).shape  # of two ranks  # doctest: +SKIP
+        torch.Size([64, 8])
+    """
+    options = Options(out_dtype, resolved(precision, x), False, batch_invariant, config)
+    functions = Functions(epilogue, args)
+    return outside_compiler(_scatter, "linear", x, weight, bias, functions, options, group, scatter_dim)
+
+
+def _scatter(
+    op: str, a: Any, b: Any, bias: Any, functions: Functions, options: Options, group: dist.ProcessGroup | None,
+    dim: int,
+) -> Any:  # fmt: skip
+    """A call outside the compiler."""
+    name = f"{op}_reduce_scatter"
+    group = checked_group(name, op, a, b, group)
+    dim = dimension(name, op, "scatter_dim", a, b, dim)
+    ranks = dist.get_world_size(group)
+    if ranks == 1:
+        return product(op, a, b, bias, functions, None, options)
+    first_name = operand_names(op)[0]
+    if a.shape[dim] % ranks:
+        raise ValueError(
+            f"{name}: {first_name} is {tuple(a.shape)}; its dimension {dim} must be a multiple of the {ranks} ranks"
+        )
+    a = as_autocast(a)
+    lead = [*a.shape[:dim], a.shape[dim] // ranks, *a.shape[dim + 1 : -1]]
+    first = [lead[dim], *lead[:dim], *lead[dim + 1 :]]
+    matrices = as_matrices(dim, torch.Size(lead), bias, functions)
+    x = moved(a, dim)
+    if matrices is None:
+        rows = a.narrow(dim, 0, lead[dim])
+        call = checked(op, rows, b, bias, functions, None, options)
+        partial = product(op, x, b, None, NONE, None, options._replace(out_dtype=call.wide))
+        total = Scattered.apply(partial, group).reshape(*first, partial.shape[-1]).movedim(0, dim)  # type: ignore[no-untyped-call]
+        return finished(op, rows, b, bias, functions, options, total)
+    if is_differentiated(x, b, *matrices, options):
+        made = _ScatteredProduct.apply(x, b, op, options, group)  # type: ignore[no-untyped-call]
+    else:
+        made = scattered_product(op, x, b, *matrices, options, group)
+    return as_batch(made, first, dim)
+
+
+def scattered_product(
+    op: str, x: Tensor, b: Any, bias: Any, functions: Functions, options: Options, group: dist.ProcessGroup
+) -> Any:  # fmt: skip
+    """A product with a first operand that is one matrix."""
+    ranks = dist.get_world_size(group)
+    rows, columns = x.shape[0] // ranks, columns_of(op, b)
+    dtype = x.dtype if x.dtype.is_floating_point else torch.int32
+    shared = None
+    if rows and columns and x.shape[-1] and words_of(ranks * rows, columns, dtype) <= PARTIALS.most:
+        shared = shared_memory(x, tensors_of(x, b, bias, functions), group)
+    if shared is None:
+        call = checked(op, x[:rows], b, bias, functions, None, options)
+        partial = product(op, x, b, None, NONE, None, options._replace(out_dtype=call.wide))
+        total = Scattered.apply(partial, group)  # type: ignore[no-untyped-call]
+        return finished(op, x[:rows], b, bias, functions, options, total)
+    x, b = unpermuted(x, b)
+
+    def launched() -> Any:
+        sums = PartialSums(f"{op}_reduce_scatter", shared, rows, columns, dtype)
+        try:
+            for step in range(1, ranks):
+                owner = (shared.rank + step) % ranks
+                for first, count in pieces(rows, columns):
+                    part = x.narrow(0, owner * rows + first, count)
+                    part = product(op, part, b, None, NONE, None, options._replace(out_dtype=dtype))
+                    sums.send(owner, first, part, first + count == rows)
+            own = sums.behind(x.narrow(0, shared.rank * rows, rows))
+            return product(op, own, b, bias, with_received(functions, sums.received), None, options)
+        finally:
+            sums.end()
+
+    return given_up(shared, launched)
+
+
+def pieces(rows: int, columns: int) -> list[tuple[int, int]]:
+    """The first and the number of rows of the products that a rank's rows are sent after, one behind the other.
+
+    Each has half of what is left, so that it has been sent when the next ones are computed. That goes on as long as
+    both halves fill a GPU.
+    """
+    found, first = [], 0
+    while (half := (rows - first) // 2 // ROW_GRAIN * ROW_GRAIN) * columns >= LEAST_PIECE:
+        found.append((first, half))
+        first += half
+    return [*found, (first, rows - first)]
+
+
+def with_received(functions: Functions, received: Sequence[Tensor]) -> Functions:
+    """An epilogue of the sum, given that of this rank and those that others have sent."""
+    function = None if functions.epilogue is None else memoised(functions.epilogue)
+    return functions._replace(
+        epilogue=_with_received(function, len(received)), args=(*received, *functions.args)
+    )
+
+
+@functools.lru_cache(256)
+def _with_received(function: Any, count: int) -> Epilogue[..., Any]:
+    def of_sum(acc: Tensor, *given: Any) -> Any:
+        for part in given[:count]:
+            acc = acc + part
+        return acc if function is None else function(acc, *given[count:])
+
+    return Epilogue(of_sum)
+
+
+class _ScatteredProduct(torch.autograd.Function):
+    """A bare product whose rows are scattered. Its backward gathers their gradient, which both products read."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, b: Tensor, op: str, options: Options, group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.save_for_backward(x, b)
+        ctx.op, ctx.group, ctx.options = op, group, of_gradients(options)
+        made: Tensor = scattered_product(op, x, b, None, NONE, options, group)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        x, b = ctx.saved_tensors
+        grad, options = grad.to(x.dtype), ctx.options
+        back = b if ctx.op == "linear" else b.mT
+
+        def of_rows(rows: Any) -> Tensor | None:
+            if not ctx.needs_input_grad[0]:
+                return None
+            made: Tensor = product("matmul", rows, back, None, NONE, None, options)
+            return made
+
+        def of_weight(whole: Tensor) -> Tensor | None:
+            if not ctx.needs_input_grad[1]:
+                return None
+            left, right = (whole.mT, x) if ctx.op == "linear" else (x.mT, whole)
+            made: Tensor = product("matmul", left, right, None, NONE, None, options)
+            return made.to(b.dtype)
+
+        shared = for_rows(grad, b, None, NONE, ctx.group)
+        if shared is None:
+            whole = Gathered.apply(grad, ctx.group)  # type: ignore[no-untyped-call]
+            return of_rows(whole), of_weight(whole), None, None, None
+        with arriving(f"{ctx.op}_reduce_scatter", grad, shared) as rows:
+            of_x = of_rows(rows)
+        return of_x, of_weight(rows.matrix), None, None, None
