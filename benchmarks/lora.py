@@ -465,32 +465,21 @@ def parts_of_weight(name: str, take: Callable[[str, Callable[[], Any]], None]) -
     g, u = torch.randn(M, N, device="cuda", dtype=BF16), torch.randn(M, r, device="cuda", dtype=BF16)
     z = torch.randn(M, N, device="cuda", dtype=BF16)
     is_packed = isinstance(weight, gemmery.QuantizedTensor)
-    linear, addmm = gemmery.linear, gemmery.addmm
+    linear, matmul, addmm = gemmery.linear, gemmery.matmul, gemmery.addmm
     take(f"{name}: y = x w.T", lambda: linear(x, weight))
-    take(
-        f"{name}: y = x w.T + z, as the library does",
-        lambda: linear(x, weight, z) if is_packed else addmm(z, x, weight.mT, out=z),
-    )
+    fused = {"epilogue": lora.RESIDUAL, "args": (z,)}
+    take(f"{name}: y = x w.T + z, as the library does", lambda: linear(x, weight, **fused))
     if is_packed:
         take(f"{name}: w unpacked", lambda: unpacked(weight))
         take(f"{name}: w by dequantize()", weight.dequantize)
-        take(
-            f"{name}: y: w unpacked, then w dense + z in place",
-            lambda: addmm(z, x, unpacked(weight).mT, out=z),
-        )
-        take(
-            f"{name}: of x = g w + z, w unpacked, as the library does",
-            lambda: addmm(z, g, unpacked(weight), out=z),
-        )
-        take(
-            f"{name}: y, then u b.T added to it in place",
-            lambda: (y := linear(x, weight), addmm(y, u, b.mT, out=y)),
-        )
+        take(f"{name}: y + z, w unpacked", lambda: linear(x, unpacked(weight), **fused))
+        take(f"{name}: of x = g w + z, as the library does", lambda: matmul(g, unpacked(weight), **fused))
+        take(f"{name}: y, then u b.T added to it", lambda: (y := linear(x, weight), addmm(y, u, b.mT, out=y)))
         return
     take("dense: torch's y = x w.T", lambda: F.linear(x, dense))
     take("dense: torch's y = z + x w.T", lambda: torch.addmm(z, x, dense.mT))
-    take("dense: y = x w.T + z, not in place", lambda: linear(x, dense, z))
-    take("dense: of x = g w + z, as the library does", lambda: addmm(z, g, dense, out=z))
+    take("dense: y = x w.T + z, added to z itself", lambda: addmm(z, x, dense.mT, out=z))
+    take("dense: of x = g w + z, as the library does", lambda: matmul(g, dense, **fused))
     take(
         "dense: y, then u b.T added to it in place", lambda: (y := linear(x, dense), addmm(y, u, b.mT, out=y))
     )

@@ -19,6 +19,8 @@ from torch import Tensor
 from .api import addmm, linear, matmul
 from .dtensors import is_sharded
 from .dtypes import accumulator
+from .epilogues.function import Epilogue
+from .epilogues.library import residual
 from .formats.weight import PackedWeight
 from .operands import DenseOperand, Operand, rebuild
 from .precision import AskedPrecision, resolved
@@ -30,6 +32,7 @@ from .product.seen import autocast_dtype, check_forward_mode, in_transform, need
 
 _OP = "lora_linear"
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+RESIDUAL = Epilogue(residual)
 
 
 def lora_linear(
@@ -226,9 +229,8 @@ def _run(
         kind = x.dtype
         u = _thin(a.to(kind), x if lora_x is None else lora_x, scale, precision, batch_invariant)
         z = matmul(u.mT, b.to(kind).mT, bias=None if bias is None else bias.to(kind), **how)
-        if operand.is_dense:
-            return addmm(z, x, operand.matrix, out=z, **how), u
-        return linear(x, operand.weight, z, **how), u  # type: ignore[attr-defined]  # of a packed one
+        weight_of = operand.matrix.mT if operand.is_dense else operand.weight  # type: ignore[attr-defined]  # of a packed one
+        return linear(x, weight_of, epilogue=RESIDUAL, args=(z,), **how), u
 
 
 def _turned(b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -271,8 +273,10 @@ def _backward(
         if wanted[4]:
             matmul(v.mT, a.to(kind), out=of_lora_x, **how)
         if wanted[0] and not apart:
-            matmul(v.mT, a.to(kind), out=of_x, **how)
-            addmm(of_x, grad, _unpacked(rebuild(text, weight, sizes)), out=of_x, **how)
+            z = matmul(v.mT, a.to(kind), **how)
+            dense = _unpacked(rebuild(text, weight, sizes))
+            # Not to z itself: kernels that may store an element twice could not add to it.
+            matmul(grad, dense, epilogue=RESIDUAL, args=(z,), out=of_x, **how)
         elif wanted[0]:
             matmul(grad, _unpacked(rebuild(text, weight, sizes)), out=of_x, **how)
     return [of_x, of_a, of_b, of_bias, of_lora_x]

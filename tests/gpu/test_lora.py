@@ -56,8 +56,8 @@ def test_memory(format):
     del y
     torch.cuda.reset_peak_memory_stats()
     step(x, weight, others)
-    # The result, its gradient and x's, or what is added to the result; the unpacked weight; and small ones.
-    assert torch.cuda.max_memory_allocated() - before <= 3 * large + 2048 * 2048 * 2 + (24 << 20)
+    # The result and its gradient, that of x and what is added to it; the unpacked weight; and small ones.
+    assert torch.cuda.max_memory_allocated() - before <= 4 * large + 2048 * 2048 * 2 + (24 << 20)
 
 
 @needs_cuda
