@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import all_reduce_summary, grouped_summary, sparse_summary  # noqa: E402
+from benchmarks import all_reduce_summary, grouped_summary, sharded_rows_summary, sparse_summary  # noqa: E402
 from benchmarks import lowbit as packed  # noqa: E402
 from benchmarks.records import (  # noqa: E402
     RESULTS,

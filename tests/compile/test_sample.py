@@ -46,6 +46,14 @@ SUMMED = {
     "pairs": ("summed_swiglu", "16x64x64-g0-w4-s12-cooperative-descriptor-swap", 16, "gemm_any_width"),
 }
 
+#: Of products that wait for other ranks.
+WAITING = {
+    "rows, one part": ("arriving", "128x256x64-g0-w8-s4-cooperative-descriptor"),
+    "rows, many parts": ("arriving", "128x160x64-g0-w8-s5-cooperative-descriptor-k2"),
+    "rows, pairs": ("arriving_swiglu", "128x256x64-g0-w8-s4-cooperative-descriptor"),
+    "received": ("received", "256x128x64-g0-w8-s4-cooperative-descriptor-swap"),
+}
+
 every_target = pytest.mark.parametrize("target", TARGETS)
 
 
@@ -141,3 +149,15 @@ def test_sums_over_ranks(name):
     check("sm_90", compiled, kernel)
     # Ranks wait in assembly, without a vote: no other shared memory is taken.
     assert "%globaltimer" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("name", WAITING)
+@pytest.mark.skipif(not specialized.SPECIALIZED.available(), reason="specialised warps need another Triton")
+def test_waiting_for_other_ranks(name):
+    fused, config = WAITING[name]
+    compiled = compile_posed("sm_90", fused, "bf16", config, 4096)
+    check("sm_90", compiled, "gemm_any_width", "wgmma.mma_async")
+    # What other GPUs have written is seen before tensor maps load it.
+    text = compiled.asm["ptx"]
+    assert "ld.acquire.sys" in text
+    assert "fence.proxy.async;" in text

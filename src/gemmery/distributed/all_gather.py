@@ -29,7 +29,7 @@ from .calls import (
 )
 from .collectives import Gathered
 from .reduce_scatter import scattered_product
-from .rows import arriving, for_rows
+from .rows import arrived, arriving, for_rows
 
 
 def all_gather_matmul(
@@ -200,5 +200,5 @@ class _GatheredProduct(torch.autograd.Function):
             return of_rows(), of_weight(whole), None, None, None
         with arriving(f"all_gather_{ctx.op}", x, shared) as rows:
             of_x = of_rows()
-        of_b = of_weight(rows.matrix)
+        of_b = of_weight(arrived(rows))
         return of_x, of_b, None, None, None

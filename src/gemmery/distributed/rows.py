@@ -11,7 +11,7 @@ import torch.distributed as dist
 import triton
 from torch import Tensor
 
-from ..kernels.shards import begin_call, collect, place_shard
+from ..kernels.shards import begin_call, collect, place_shard, wait_for_ranks
 from ..operands import Arrivals, ArrivingRows
 from ..product.spec import Functions
 from ..select.shortlist import SHARD
@@ -95,7 +95,8 @@ def for_rows(x: Tensor, b: Any, bias: Any, functions: Functions, group: dist.Pro
 def arriving(op: str, x: Tensor, shared: Shared) -> Iterator[ArrivingRows]:
     """The rows of all ranks, one shard behind the other, as an operand that waits for them.
 
-    The other ranks' shards arrive while what is inside runs. Afterwards all of them are there, until the next call.
+    The other ranks' shards arrive while what is inside runs. They stay there until the next call. What has not waited
+    for them itself takes `arrived`.
 
     Args:
         x: (rows, columns), of the same shape and type on all ranks.
@@ -120,6 +121,13 @@ def arriving(op: str, x: Tensor, shared: Shared) -> Iterator[ArrivingRows]:
         yield ArrivingRows(views.whole, views.arrivals._replace(patience=patience))
     finally:
         shared.join()
+
+
+def arrived(rows: ArrivingRows) -> Tensor:
+    """The matrix of all rows, for what is queued behind this: a kernel waits until they are there."""
+    flags, calls, rank, ranks, failed, patience, _ = rows.arrivals
+    wait_for_ranks[(1,)]((flags, calls, failed, patience), RANK=rank, RANKS=ranks)
+    return rows.matrix
 
 
 def _rows(shared: Shared, memory: Memory, x: Tensor) -> _Rows:
