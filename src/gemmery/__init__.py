@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .formats.scaled import ScaledTensor
     from .grouped import grouped_linear, grouped_mm
     from .launch.explain import explain
+    from .lora import lora_linear
     from .losses import linear_cross_entropy
     from .scaled import scaled_matmul
     from .tuning.tuner import tune
@@ -35,15 +36,16 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Config", "Plan", "Problem", "QuantizedTensor", "ScaledTensor", "SparseTensor", "addmm", "batch_invariant", "bmm",
-    "epilogue", "explain", "grouped_linear", "grouped_mm", "linear", "linear_cross_entropy", "matmul", "moe", "nn",
-    "plan", "quantize", "quantize_activations", "sampled_addmm", "scaled_matmul", "sparsify", "tune", "warmup",
+    "epilogue", "explain", "grouped_linear", "grouped_mm", "linear", "linear_cross_entropy", "lora_linear", "matmul",
+    "moe", "nn", "plan", "quantize", "quantize_activations", "sampled_addmm", "scaled_matmul", "sparsify", "tune",
+    "warmup",
 ]  # fmt: skip
 
 #: Where the names are that a program seldom needs, and that are imported when it does.
 _LATER = {
     "QuantizedTensor": ".formats.tensor", "ScaledTensor": ".formats.scaled", "SparseTensor": ".formats.sparse",
     "explain": ".launch.explain", "grouped_linear": ".grouped", "grouped_mm": ".grouped",
-    "linear_cross_entropy": ".losses", "moe": ".moe", "nn": ".nn",
+    "linear_cross_entropy": ".losses", "lora_linear": ".lora", "moe": ".moe", "nn": ".nn",
     "quantize": ".formats.quantize", "quantize_activations": ".activations", "sampled_addmm": ".blocks",
     "scaled_matmul": ".scaled", "sparsify": ".formats.sparse", "tune": ".tuning.tuner", "warmup": ".tuning.warm",
 }  # fmt: skip

@@ -16,8 +16,7 @@ All sums are in a fixed order, and there are no atomics: the same bits in every 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -28,6 +27,7 @@ from .api import addmm, linear, matmul
 from .dtypes import accumulator
 from .epilogues.function import Epilogue
 from .precision import AskedPrecision
+from .product.inner import inner_products
 from .product.operator import LIBRARY
 from .product.seen import in_transform, needs_dispatcher
 
@@ -136,13 +136,6 @@ def _even(size: int, most: int) -> int:
 # Running
 
 
-@contextlib.contextmanager
-def _plain(x: Tensor) -> Iterator[None]:
-    """Products inside an operator: without gradients, and in the types that they are given."""
-    with torch.no_grad(), torch.autocast(x.device.type, enabled=False), devices.on_device(x):
-        yield
-
-
 def _numbers(weight: Tensor) -> Tensor:
     """The numbers of the columns, with which targets are compared."""
     return torch.arange(weight.shape[0], dtype=torch.int32, device=weight.device)
@@ -168,7 +161,7 @@ def _rows(
     N = x.shape[0]
     has_kernels = devices.current(x.device) is not None
     step = _even(max(N, 1), _ROWS) if has_kernels else max(_HELD // weight.shape[0], 1)
-    with _plain(x):
+    with inner_products(x):
         numbers = _numbers(weight)
         parts = [
             _statistics_of(
@@ -202,7 +195,7 @@ def _backward(
     needs_x, needs_weight, needs_bias = wanted
     (N, _), V = x.shape, weight.shape[0]
     step = columns_at_a_time(N, V) if columns is None else min(columns, V)
-    with _plain(x):
+    with inner_products(x):
         numbers, own = _numbers(weight), target.to(torch.int32)
         unit = None if x.dtype != torch.float16 else _largest(of_lse, of_target, of_total)
         factors = [t if t is None or unit is None else t / unit for t in (of_lse, of_target, of_total)]

@@ -52,7 +52,7 @@ def test_every_block_says_what_it_is():
 def test_few_blocks_need_what_is_not_here():
     marked = [block for block in ALL if block.needs]
     assert {block.needs.split(maxsplit=1)[0] for block in marked} <= {"Needs", "Takes"}
-    assert len(marked) <= 16, [f"{block} {block.needs}" for block in marked]
+    assert len(marked) <= 17, [f"{block} {block.needs}" for block in marked]
     for block in marked:
         if block.language == "python":
             names = pages.names_of(block.text)

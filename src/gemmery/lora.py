@@ -1,0 +1,384 @@
+"""A linear layer with a low-rank adapter as one call: `gemmery.lora_linear`.
+
+Forward there are three products: `u = scale * x @ a.T`, thin; `z = u @ b.T + bias`, short along K; and the large one,
+to which its epilogue adds z before it rounds. Backward, `v = scale * g @ b` is thin, `v.T @ x` and `u.T @ g` are the
+gradients of a and b, and that of x is `g @ weight`, to which an epilogue adds `v @ a`. So no sum of two matrices as
+large as x or the result is a pass of its own. Kept for the backward pass are x and u.
+
+u and v are stored transposed, (r, M). Then each thin product has r rows, as that of a few tokens with a weight, and all
+other factors lie in memory as products read them best.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .api import addmm, linear, matmul
+from .dtensors import is_sharded
+from .dtypes import accumulator
+from .epilogues.function import Epilogue
+from .epilogues.library import residual
+from .formats.weight import PackedWeight
+from .operands import DenseOperand, Operand, rebuild
+from .precision import AskedPrecision, resolved
+from .product.build import weight_operand
+from .product.check import check_not_packed, check_tensor
+from .product.inner import inner_products
+from .product.operator import LIBRARY
+from .product.seen import autocast_dtype, check_forward_mode, in_transform, needs_dispatcher, wants_gradient
+
+_OP = "lora_linear"
+_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+RESIDUAL = Epilogue(residual)
+
+
+def lora_linear(
+    x: Tensor,
+    weight: Tensor,
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    lora_x: Tensor | None = None,
+    precision: AskedPrecision = "ieee",
+    batch_invariant: bool = False,
+) -> Tensor:
+    """`x @ weight.T + bias + scale * (x @ a.T) @ b.T`: a linear layer with a LoRA adapter, in three products.
+
+    Low-rank adaptation is by Hu et al., "LoRA", 2021; over a weight of four bits it is QLoRA (Dettmers et al., 2023).
+    The adapter's part is added in the epilogue of the large product, before that is rounded, and the backward pass adds
+    the two gradients of x alike. A packed weight is never whole in memory in the forward pass; in the backward pass it
+    is unpacked, and freed behind the product. What is kept for the backward pass is x, or `lora_x`, and `x @ a.T`.
+
+    There are gradients of x, a, b, bias and `lora_x`. The weight is frozen; a dense one that requires a gradient gets
+    it, by separate products.
+
+    Args:
+        x: (..., K) in float16, bfloat16, float32 or float64, any strides.
+        weight: (N, K), of the same type; dense, or a `gemmery.QuantizedTensor` or `gemmery.SparseTensor`.
+        a: (r, K), of x's type or float32: rounded to x's type for the products. Its gradient is in its own type, from
+            float32 sums. The shape is that of `lora_A.weight` in peft.
+        b: (N, r), as a; `lora_B.weight` in peft.
+        bias: (N,), as a.
+        scale: a number, such as `lora_alpha / r`.
+        lora_x: what a multiplies in place of x, of its shape and type: x behind a dropout.
+        precision: how float32 is multiplied, see `gemmery.matmul`.
+        batch_invariant: see `gemmery.matmul`; of the forward pass.
+
+    Returns:
+        (..., N), of x's type.
+
+    Raises:
+        ValueError: shapes or devices do not fit, or a tensor is a DTensor.
+        TypeError: a type is not supported, or two do not go together.
+        NotImplementedError: a gradient of a gradient is asked for, or one in forward mode.
+
+    Example:
+        >>> import torch, gemmery
+        >>> _ = torch.manual_seed(0)
+        >>> x, a, b = torch.randn(5, 64), torch.randn(8, 64, requires_grad=True), torch.zeros(32, 8)
+        >>> weight = gemmery.quantize(torch.randn(32, 64), "nf4")
+        >>> y = gemmery.lora_linear(x.bfloat16(), weight, a, b.requires_grad_(), scale=2.0)
+        >>> y.float().square().sum().backward()
+        >>> y.dtype, b.grad.shape, b.grad.dtype
+        (torch.bfloat16, torch.Size([32, 8]), torch.float32)
+    """
+    given = _given(x, weight, a, b, bias, lora_x)
+    if isinstance(scale, bool) or not isinstance(scale, int | float):
+        raise TypeError(f"{_OP}: scale is a {type(scale).__name__}; it must be a number")
+    dtype = autocast_dtype(x.device)
+    if dtype is not None and x.dtype != torch.float64:
+        x, weight, a, b, bias, lora_x = _lowered(x, weight, a, b, bias, lora_x, dtype)
+        given = _given(x, weight, a, b, bias, lora_x)
+    _check_types(given)
+    _check_shapes(x, weight, a, b, bias, lora_x)
+    check_forward_mode(_OP, (x, a, b, bias, lora_x))
+    if isinstance(weight, PackedWeight) and weight.permutation is not None:
+        if lora_x is None:
+            a = a.index_select(-1, weight.permutation)
+        x = x.index_select(-1, weight.permutation)
+    how = resolved(precision, x)
+    rows = x.reshape(-1, x.shape[-1])
+    own = None if lora_x is None else lora_x.reshape(rows.shape)
+    operand = weight_operand(weight) if isinstance(weight, PackedWeight) else DenseOperand(weight.mT)
+    if in_transform() or wants_gradient(operand.tensors):
+        y = _composed(rows, weight, a, b, bias, own, float(scale), how, batch_invariant)
+    else:
+        parts = list(operand.tensors), operand.sizes, operand.text
+        arguments = (rows, *parts, a, b, bias, own, float(scale), how, batch_invariant)
+        seen = needs_dispatcher((rows, a, b, bias, own, *operand.tensors))
+        y = (torch.ops.gemmery.lora_linear if seen else _run)(*arguments)[0]
+    return y.reshape(*x.shape[:-1], b.shape[0])
+
+
+def _composed(
+    x: Tensor, weight: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, lora_x: Tensor | None, scale: float,
+    precision: AskedPrecision, batch_invariant: bool,
+) -> Tensor:  # fmt: skip
+    """The same in products of which each is differentiated by itself, for transforms and weights with a gradient."""
+    how: dict[str, Any] = {"precision": precision, "batch_invariant": batch_invariant}
+    # The columns of x are in its order already.
+    weight = weight.unpermuted() if isinstance(weight, PackedWeight) else weight
+    with torch.autocast(x.device.type, enabled=False):
+        u = linear(x if lora_x is None else lora_x, a.to(x.dtype), **how) * scale
+        z = linear(u, b.to(x.dtype), None if bias is None else bias.to(x.dtype), **how)
+        made: Tensor = linear(x, weight, z, **how)
+    return made
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arguments
+
+
+def _given(
+    x: Tensor, weight: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, lora_x: Tensor | None
+) -> dict[str, Tensor]:
+    """The tensors by name, after a look at what and where they are."""
+    given = {"x": x, "weight": weight, "a": a, "b": b}
+    given |= {name: value for name, value in (("bias", bias), ("lora_x", lora_x)) if value is not None}
+    parts = weight_operand(weight).tensors if isinstance(weight, PackedWeight) else ()
+    if is_sharded((*given.values(), *parts)):
+        raise ValueError(
+            f"{_OP}: a tensor is a DTensor; give local ones (to_local), or use gemmery.linear for each product"
+        )
+    for name, value in given.items():
+        if name != "weight":
+            check_not_packed(_OP, name, value, "the weight")
+        if not isinstance(value, PackedWeight):
+            check_tensor(_OP, name, value)
+        if value.device != x.device:
+            raise ValueError(
+                f"{_OP}: x is on {x.device} and {name} on {value.device}; they must be on one device"
+            )
+    return given
+
+
+def _lowered(
+    x: Tensor, weight: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, lora_x: Tensor | None, dtype: torch.dtype
+) -> tuple[Any, ...]:  # fmt: skip
+    """Tensors in the type that autocast asks for, except those of float32 which are rounded later."""
+    if isinstance(weight, PackedWeight):
+        weight_operand(weight).lowered(_OP, ("x", "weight"), dtype)
+    else:
+        weight = weight.to(dtype)
+    small = [None if t is None else t if t.dtype == torch.float32 else t.to(dtype) for t in (a, b, bias)]
+    return x.to(dtype), weight, *small, None if lora_x is None else lora_x.to(dtype)
+
+
+def _check_types(given: dict[str, Tensor]) -> None:
+    kind = given["x"].dtype
+    if kind not in _TYPES:
+        raise TypeError(f"{_OP}: x is {kind}; it must be one of {', '.join(map(str, _TYPES))}")
+    for name, value in given.items():
+        may_be_wide = name in ("a", "b", "bias") and kind.itemsize == 2
+        if value.dtype != kind and not (may_be_wide and value.dtype == torch.float32):
+            wanted = f"{kind} or torch.float32" if may_be_wide else f"{kind}"
+            raise TypeError(f"{_OP}: x is {kind} and {name} is {value.dtype}; it must be {wanted}")
+
+
+def _check_shapes(
+    x: Tensor, weight: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, lora_x: Tensor | None
+) -> None:
+    if weight.dim() != 2:
+        raise ValueError(f"{_OP}: weight is {tuple(weight.shape)}; it must be (N, K)")
+    N, K = weight.shape
+    if x.dim() == 0 or x.shape[-1] != K:
+        raise ValueError(
+            f"{_OP}: x is {tuple(x.shape)} and weight {tuple(weight.shape)}; x must be (..., {K})"
+        )
+    if a.dim() != 2 or a.shape[1] != K:
+        raise ValueError(f"{_OP}: a is {tuple(a.shape)} and weight {tuple(weight.shape)}; a must be (r, {K})")
+    if b.dim() != 2 or b.shape[0] != N or b.shape[1] != a.shape[0]:
+        raise ValueError(
+            f"{_OP}: b is {tuple(b.shape)}, a {tuple(a.shape)} and weight {tuple(weight.shape)}; b must be "
+            f"({N}, {a.shape[0]})"
+        )
+    if bias is not None and tuple(bias.shape) != (N,):
+        raise ValueError(f"{_OP}: bias is {tuple(bias.shape)}; it must be ({N},)")
+    if lora_x is not None and lora_x.shape != x.shape:
+        raise ValueError(f"{_OP}: lora_x is {tuple(lora_x.shape)} and x {tuple(x.shape)}; they must be alike")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Running
+
+
+def _thin(factor: Tensor, x: Tensor, scale: float, precision: Any, batch_invariant: bool = False) -> Tensor:
+    """`scale * factor @ x.T`, (r, M)."""
+    made = x.new_empty(factor.shape[0], x.shape[0])
+    if batch_invariant:
+        # Each row of x is to be a row of a product.
+        rows = matmul(x, factor.mT, precision=precision, batch_invariant=True) * scale
+        return made.copy_(rows.mT)
+    # Of `made` nothing is read: beta is 0.
+    return addmm(made, factor, x.mT, beta=0, alpha=scale, out=made, precision=precision)
+
+
+def _run(
+    x: Tensor, weight: list[Tensor], sizes: list[int], text: str, a: Tensor, b: Tensor, bias: Tensor | None,
+    lora_x: Tensor | None, scale: float, precision: AskedPrecision, batch_invariant: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The result (M, N), and u (r, M)."""
+    operand = rebuild(text, weight, sizes)
+    how: dict[str, Any] = {"precision": precision, "batch_invariant": batch_invariant}
+    with inner_products(x):
+        kind = x.dtype
+        u = _thin(a.to(kind), x if lora_x is None else lora_x, scale, precision, batch_invariant)
+        z = matmul(u.mT, b.to(kind).mT, bias=None if bias is None else bias.to(kind), **how)
+        weight_of = operand.matrix.mT if operand.is_dense else operand.weight  # type: ignore[attr-defined]  # of a packed one
+        return linear(x, weight_of, epilogue=RESIDUAL, args=(z,), **how), u
+
+
+def _turned(b: Tensor, dtype: torch.dtype) -> Tensor:
+    """b.T in another type; where it is copied, in the order that products read best."""
+    return b.mT if b.dtype == dtype else torch.empty(b.mT.shape, dtype=dtype, device=b.device).copy_(b.mT)
+
+
+def _unpacked(operand: Operand) -> Tensor:
+    """The weight (N, K)."""
+    if operand.is_dense:
+        return operand.matrix.mT
+    return type(operand)(operand.weight, True).loadable().matrix  # type: ignore[attr-defined,call-arg]  # of a packed one
+
+
+def _backward(
+    grad: Tensor, x: Tensor | None, weight: list[Tensor], sizes: list[int], text: str, a: Tensor, b: Tensor,
+    u: Tensor | None, bias: Tensor | None, scale: float, precision: AskedPrecision, apart: bool, wanted: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of x, a, b, bias and `lora_x`; those that are not wanted are empty.
+
+    Args:
+        x: what a multiplied; not needed without a's gradient.
+        u: not needed without b's gradient.
+        apart: whether a multiplied something else than the weight.
+    """
+    of_x, of_a, of_b, of_bias, of_lora_x = _empty(grad, a, b, bias, wanted)
+    kind = grad.dtype
+    how: dict[str, Any] = {"precision": precision}
+    with inner_products(grad):
+        needs_v = wanted[1] or wanted[4] or (wanted[0] and not apart)
+        v = _thin(_turned(b, kind), grad, scale, precision) if needs_v else grad.new_empty(0)
+        if wanted[2]:
+            assert u is not None
+            matmul(u, grad, out=of_b.mT, out_dtype=b.dtype, **how)
+        if wanted[3]:
+            of_bias.copy_(grad.sum(0, dtype=accumulator(kind)))
+        if wanted[1]:
+            assert x is not None
+            matmul(v, x, out=of_a, out_dtype=a.dtype, **how)
+        if wanted[4]:
+            matmul(v.mT, a.to(kind), out=of_lora_x, **how)
+        if wanted[0] and not apart:
+            z = matmul(v.mT, a.to(kind), **how)
+            dense = _unpacked(rebuild(text, weight, sizes))
+            # Not to z itself: kernels that may store an element twice could not add to it.
+            matmul(grad, dense, epilogue=RESIDUAL, args=(z,), out=of_x, **how)
+        elif wanted[0]:
+            matmul(grad, _unpacked(rebuild(text, weight, sizes)), out=of_x, **how)
+    return [of_x, of_a, of_b, of_bias, of_lora_x]
+
+
+def _empty(grad: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, wanted: list[bool]) -> list[Tensor]:
+    """The gradients that are wanted, uninitialised; the others are empty."""
+    x_shape, kind = (grad.shape[0], a.shape[1]), grad.dtype
+    shapes: list[Any] = [x_shape, a.shape, b.shape, (b.shape[0],), x_shape]
+    types = [kind, a.dtype, b.dtype, kind if bias is None else bias.dtype, kind]
+    return [
+        grad.new_empty(shape if needed else 0, dtype=dtype)
+        for shape, dtype, needed in zip(shapes, types, wanted, strict=True)
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The operators, for autograd, torch.compile and dispatch modes
+
+
+def _run_fake(
+    x: Tensor, weight: list[Tensor], sizes: list[int], text: str, a: Tensor, b: Tensor, *others: Any
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape[0], b.shape[0]), x.new_empty(a.shape[0], x.shape[0])
+
+
+def _backward_fake(grad: Tensor, *others: Any) -> list[Tensor]:
+    _, _, _, _, a, b, _, bias, _, _, _, wanted = others
+    return _empty(grad, a, b, bias, wanted)
+
+
+def _needs(ctx: Any) -> list[bool]:
+    """Whether the gradients of x, a, b, bias and `lora_x` are asked for."""
+    needs = ctx.needs_input_grad
+    return [bool(needs[i]) for i in (0, 4, 5, 6, 7)]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, ctx.sizes, ctx.text, a, b, bias, lora_x, ctx.scale, ctx.precision, _ = inputs
+    ctx.apart, ctx.bias_like = lora_x is not None, None if bias is None else bias.new_empty(0)
+    own = x if lora_x is None else lora_x
+    kept = own if a.requires_grad else None, a, b, output[1] if b.requires_grad else None
+    ctx.save_for_backward(*kept, *weight)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
+    own, a, b, u, *weight = ctx.saved_tensors
+    # torch takes a list of numbers for one value, unless it is empty.
+    sizes: list[Any] | None = None if ctx.sizes else []
+    parts = [None] * len(weight)
+    if grad is None:
+        return None, parts, sizes, *[None] * 8
+    wanted = _needs(ctx)
+    found = torch.ops.gemmery.lora_backward(
+        grad,
+        own,
+        weight,
+        ctx.sizes,
+        ctx.text,
+        a,
+        b,
+        u,
+        ctx.bias_like,
+        ctx.scale,
+        ctx.precision,
+        ctx.apart,
+        wanted,
+    )
+    of_x, *others = [value if needed else None for value, needed in zip(found, wanted, strict=True)]
+    return of_x, parts, sizes, None, *others, None, None, None
+
+
+def _no_second(ctx: Any, grads: list[Tensor]) -> None:
+    raise NotImplementedError(
+        f"{_OP}: no gradient of a gradient; call backward or torch.autograd.grad without create_graph=True"
+    )
+
+
+_WEIGHT = "Tensor[] weight, SymInt[] sizes, str text, Tensor a, Tensor b"
+#: By name: the schema, what runs, and what gives shapes and types alone.
+_OPERATORS: dict[str, tuple[str, Any, Any]] = {
+    "lora_linear": (
+        f"(Tensor x, {_WEIGHT}, Tensor? bias, Tensor? lora_x, float scale, str precision, bool batch_invariant) -> "
+        "(Tensor, Tensor)",
+        _run,
+        _run_fake,
+    ),
+    "lora_backward": (
+        f"(Tensor grad, Tensor? x, {_WEIGHT}, Tensor? u, Tensor? bias, float scale, str precision, bool apart, "
+        "bool[] wanted) -> Tensor[]",
+        _backward,
+        _backward_fake,
+    ),
+}
+for _name, (_schema, _function, _fake) in _OPERATORS.items():
+    LIBRARY.define(_name + _schema, tags=torch.Tag.pt2_compliant_tag)
+    for _key in ("CPU", "CUDA"):
+        LIBRARY.impl(_name, _function, _key)
+    torch.library.register_fake(f"gemmery::{_name}", _fake, lib=LIBRARY)
+torch.library.register_autograd("gemmery::lora_linear", _gradients, setup_context=_save, lib=LIBRARY)
+torch.library.register_autograd(
+    "gemmery::lora_backward", _no_second, setup_context=lambda ctx, inputs, output: None, lib=LIBRARY
+)

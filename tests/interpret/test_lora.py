@@ -1,0 +1,56 @@
+"""A linear layer with an adapter through the interpreter, and the kernel that unpacks its weight."""
+
+import pytest
+import torch
+
+import gemmery
+from gemmery.operands.packed import unpacked
+from tests.lora import CASES, WEIGHTS, errors, inputs
+
+F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("format", ["dense", "int4", "nf4"])
+def test_result_and_gradients(format, case):
+    assert max(errors(*inputs((3, 7), 48, 200, 8, BF16, format=format, adapter=F32, case=case))) < 1e-2
+
+
+@pytest.mark.parametrize("format", set(WEIGHTS) - {"dense", "int4", "nf4"})
+def test_formats(format):
+    assert max(errors(*inputs(5, 32, 128, 4, F16, format=format))) < 2e-3
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(F32, 1e-6), (F64, 1e-14)], ids=str)
+def test_types(dtype, limit):
+    assert max(errors(*inputs(21, 48, 40, 3, dtype, case="bias, dropout"))) < limit
+
+
+def test_a_row_has_the_same_bits_in_every_batch():
+    x, weight, others = inputs(37, 32, 128, 8, BF16, format="int4")
+    with torch.no_grad():
+        whole = gemmery.lora_linear(x, weight, **others, batch_invariant=True)
+        for rows in (slice(0, 1), slice(5, 9)):
+            part = gemmery.lora_linear(x[rows], weight, **others, batch_invariant=True)
+            assert torch.equal(part, whole[rows])
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize(
+    ("format", "options"),
+    [
+        ("int4", {}), ("int4", {"group_size": 32, "symmetric": False}), ("int4", {"group_size": 128}), ("int8", {}),
+        ("int8", {"group_size": 16}), ("nf4", {"group_size": 16}), ("mxfp4", {}), ("nvfp4", {}), ("e4m3", {}),
+        ("e5m2", {}),
+    ],
+)  # fmt: skip
+def test_an_unpacked_weight_has_the_bits_that_it_stands_for(format, options, dtype):
+    for shape in ((40, 200), (2, 16, 64), (1, 300)):
+        weight = gemmery.quantize(torch.randn(shape), format, dtype=dtype, **options)
+        assert torch.equal(unpacked(weight), weight.dequantize()), shape
+    assert unpacked(gemmery.quantize(torch.randn(0, 64), format, dtype=dtype, **options)).shape == (0, 64)
