@@ -9,11 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..epilogues.function import Epilogue, memoised
 from ..formats.weight import PackedWeight
 from ..operands import SummedOver
 from ..operands.summed import places_of
 from ..precision import AskedPrecision, resolved
 from ..problem import Config
+from ..product.epilogue import program
 from ..product.run import checked, product
 from ..product.spec import NONE, Functions, Options, OutTypes
 from .calls import (
@@ -37,6 +39,8 @@ from .rows import collected
 
 #: From so many rows on, the sum is scattered over the ranks and its results gathered; measured on two H200.
 BY_ROWS = 1024
+#: Where an Epilogue has what `_draws` says of it.
+_DRAWS = "__gemmery_draws__"
 
 
 def matmul_all_reduce(
@@ -162,11 +166,13 @@ def _by_rows(
 ) -> Any:  # fmt: skip
     """The product with its sum scattered over the ranks, whose results are then gathered.
 
-    Of many rows, that sends half as much as when each rank adds up all. None where ranks do not divide the rows, or
-    where the epilogue holds a matrix, of which they would need some rows.
+    Of many rows, that sends half as much as when each rank adds up all. None where ranks do not divide the rows, where
+    the epilogue holds a matrix, of which they would need some rows, or where it draws random numbers.
     """
     rows = x.shape[0]
     if rows % shared.ranks or any(t.dim() > 1 for t in captured(functions)):
+        return None
+    if functions.epilogue is not None and _draws(op, x, b, bias, functions, options):
         return None
     first, count = shared.rank * (rows // shared.ranks), rows // shared.ranks
 
@@ -180,6 +186,16 @@ def _by_rows(
     results = made if isinstance(made, tuple) else (made,)
     whole = given_up(shared, lambda: collected(name, results, shared))
     return whole if isinstance(made, tuple) else whole[0]
+
+
+def _draws(op: str, x: Tensor, b: Any, bias: Any, functions: Functions, options: Options) -> bool:
+    """Whether an epilogue draws random numbers, which differ with the place in the whole product."""
+    function = memoised(functions.epilogue)
+    # An Epilogue always does the same.
+    own = function.__dict__ if isinstance(function, Epilogue) else {}
+    if _DRAWS not in own:
+        own[_DRAWS] = "uniform(" in program(checked(op, x, b, bias, functions, None, options)).source
+    return bool(own[_DRAWS])
 
 
 def _in_kernel(
