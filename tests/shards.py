@@ -350,8 +350,11 @@ def reduced():
                 ours.linear_all_reduce(x, w, epilogue=lambda acc, r=residual: acc + r),
                 total + residual.double(),
             )
+        dropped = ours.linear_all_reduce(x, w, epilogue=epilogues.dropout, args=(0.5, 7))
     finally:
         all_reduce.BY_ROWS = before
+    # The same numbers are drawn whatever way a product goes.
+    assert dropped.equal(ours.linear_all_reduce(x, w, epilogue=epilogues.dropout, args=(0.5, 7)))
     assert any(x.problem.a.shards == 1 for x in plans())
 
 
