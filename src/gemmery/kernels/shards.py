@@ -102,17 +102,17 @@ def looked_at(flag, call, end, _semantic=None):
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows", "patience"])
+@triton.jit(do_not_specialize=["patience"])
 def place_shard(
-    x, shard, begun, calls, failed, rows, cols, stride_row, stride_col, patience, RANK: tl.constexpr,
-    RANKS: tl.constexpr, BLOCK: tl.constexpr,
+    x, shard, begun, calls, failed, cols, stride_row, stride_col, patience, RANK: tl.constexpr, RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Copies this rank's shard to where all ranks' rows meet, counts the call, and waits until all ranks have begun it.
 
     Afterwards the others read nothing that was there before, and may be sent this call's shard.
 
     Args:
-        x: (rows, cols), with strides.
+        x: (rows, cols), with strides. There are programs for all of it.
         shard: the same of the buffer, row by row.
         begun: for each rank a pointer to `RANKS` numbers: the last call that each of the ranks has begun.
         calls: a pointer to the number of the last call.
@@ -122,7 +122,7 @@ def place_shard(
     across = tl.cdiv(cols, BLOCK)
     row = (block // across).to(tl.int64)
     cols_of = block % across * BLOCK + tl.arange(0, BLOCK)
-    inside = (row < rows) & (cols_of < cols)
+    inside = cols_of < cols
     call = tl.load(calls) + 1
     if block == 0:
         tell(begun, call, RANK, RANKS)
