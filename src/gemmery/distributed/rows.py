@@ -139,15 +139,8 @@ def _rows(shared: Shared, memory: Memory, x: Tensor) -> _Rows:
     ]
     shards = tuple([whole[rank * rows : (rank + 1) * rows] for whole in wholes])
     numbers = Numbers.of(memory)
-    before = (
-        shards[rank],
-        numbers.begun,
-        memory.counters,
-        memory.failures.data_ptr(),
-        rows,
-        columns,
-        *x.stride(),
-    )
+    failed = memory.failures.data_ptr()
+    before = shards[rank], numbers.begun, memory.counters, failed, columns, *x.stride()
     constants = rank, ranks, BLOCK
     grid = (rows * triton.cdiv(columns, BLOCK), 1, 1)
     launch = _quick(place_shard, grid, x.is_cuda, x, *before, shared.patience, *constants)
