@@ -14,6 +14,7 @@ def seeded():
     torch.manual_seed(0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradients_are_torchs(case):
     # The last block has 33 classes, an odd number; rows and features fill no tile.

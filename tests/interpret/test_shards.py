@@ -27,11 +27,14 @@ def test_products(ranks, function):
     ranks(function)
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("config", CONFIGS)
 def test_schedules(ranks, config):
     ranks(shards.configs, (config,))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", shards.KINDS)
 def test_packed_weights(ranks, kind):
