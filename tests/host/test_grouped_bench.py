@@ -326,7 +326,7 @@ def test_calls_that_wait_are_timed_but_in_no_graph(gpu):
     # The GPU waits for the host between the two kernels, and that counts.
     assert all(times["liger"] == pytest.approx(60e-6) for times in found["burst"])
     assert all(times["gemmery"] == pytest.approx(50e-6) for times in found["burst"])
-    with pytest.raises(RuntimeError, match="synchronise"):
+    with pytest.raises(RuntimeError, match="synchronize"):
         watch.cold(waits, 1)
 
 

@@ -26,12 +26,12 @@ def test_cold_repeats_a_launch_that_came_late(gpu, watch):
     assert gpu.trace.count("k") > 2
 
 
-def test_cold_refuses_a_call_that_synchronises(gpu, watch):
+def test_cold_refuses_a_call_that_synchronizes(gpu, watch):
     def call():
         gpu.launch("k", 40e-6)
         gpu.synchronize()
 
-    with pytest.raises(RuntimeError, match="does it synchronise"):
+    with pytest.raises(RuntimeError, match="does it synchronize"):
         watch.cold(call, 1)
 
 

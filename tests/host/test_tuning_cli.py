@@ -377,5 +377,5 @@ def test_store_commands_name_what_is_wrong(tmp_path, monkeypatch):
     assert run("store", "import", tmp_path / "absent.json")[0] == 2
     assert run("store", "export", "/nowhere/timings.json")[0] == 2
     monkeypatch.setenv("GEMMERY_STORE", "0")
-    assert "turned off" in run("store", "export", tmp_path / "out.json")[1]
+    assert "disabled by" in run("store", "export", tmp_path / "out.json")[1]
     assert "turns the store off" in run("store", "show")[1]
