@@ -203,7 +203,7 @@ WIDTHS = ((112, True), (128, True), (144, True), (160, True), (176, True), (256,
 
 
 def tile_cases() -> list[tuple[Any, tuple[int, int, int]]]:
-    """Of what the tiles of rung 10 are timed: dtypes, and M, N and K."""
+    """The products for which tiles of rung 10 are timed: dtype, M, N and K."""
     import torch
 
     wide = [
@@ -504,7 +504,7 @@ def ready_file(result: Path) -> Path:
 
 
 def run_job(name: str, result: Path, more: Sequence[str]) -> tuple[str, Any]:
-    """What a job printed, a traceback in a few lines, and what it wrote; None if it failed."""
+    """The output of a job, with a shortened traceback, and the result that it wrote; None if it failed."""
     environment = {**os.environ, "LADDER_FAILED": str(result.parent / "failed")}
     begun = time.monotonic()
     done = subprocess.run(

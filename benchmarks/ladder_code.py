@@ -134,7 +134,7 @@ def recorded() -> Iterator[list[Any]]:
 
 
 def read(compiled: Any) -> dict[str, Any]:
-    """What there is to say of a kernel."""
+    """Facts about a compiled kernel."""
     code = sass.read(sass.disassemble(compiled.asm["cubin"]))
     took, loop = usage(compiled), code.main_loop
     assert loop is not None

@@ -27,7 +27,7 @@ def write(path: Path, data: dict[str, Any]) -> None:
 
 
 def header(data: dict[str, Any]) -> dict[str, Any]:
-    """What ran where and when."""
+    """The GPU, the versions, the commit and the date of a run."""
     return {key: data[key] for key in HEADER}
 
 

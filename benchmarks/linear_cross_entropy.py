@@ -55,7 +55,7 @@ Method = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Report:
-    """What is found, written behind each step."""
+    """The results, written after each step."""
 
     def __init__(self, folder: Path, step: str) -> None:
         self.path = folder / f"{step}.json"
@@ -190,7 +190,7 @@ def torch_compiled() -> Method:
 
 
 def methods_of(size: str, report: Report) -> dict[str, Method]:
-    """What is timed, the most important first."""
+    """The functions to time, the most important first."""
     makers: dict[str, Callable[[], Method]] = {OURS: ours, LIGER: liger}
     makers["torch, eager"] = lambda: eager
     makers["torch.compile"] = torch_compiled
@@ -459,7 +459,7 @@ def summarise(rows: dict[str, dict[str, Any]], report: Report) -> None:
 
 
 def time_parts(report: Report, budget: float) -> None:
-    """What each product of a forward and a backward pass takes, beside torch's of the same shape."""
+    """Times each product of a forward and a backward pass, and torch's product of the same shape."""
     N, V, K = SIZES["bar"]
     x, weight, target = (t.detach() for t in inputs_of(N, V, K))
     numbers, own = torch.arange(V, dtype=torch.int32, device="cuda"), target.to(torch.int32)[:, None]

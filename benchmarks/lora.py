@@ -144,7 +144,7 @@ def bitsandbytes_of(dense: Tensor, kind: str) -> Callable[[Tensor], Tensor]:
 def methods_of(
     name: str, weight: Tensor, dense: Tensor, adapter: torch.dtype, report: Report, few: bool
 ) -> Any:
-    """What is timed."""
+    """The functions to time."""
     makers: dict[str, Callable[[], Call]] = {
         OURS: lambda: lambda x, a, b: gemmery.lora_linear(x, weight, a, b, scale=SCALE),
         PATH: lambda: with_adapter(base_of(weight)),
@@ -393,7 +393,7 @@ def time_all(report: Report, budget: float, rounds: int) -> None:
 
 
 def time_parts(report: Report, budget: float) -> None:
-    """What each product takes inside a CUDA graph, and other ways to the same result, in microseconds."""
+    """Times each product in a CUDA graph, and other ways to the same result, in microseconds."""
     rows: dict[str, Any] = report.data.setdefault("parts", {})
 
     def take(name: str, call: Callable[[], Any]) -> None:

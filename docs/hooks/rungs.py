@@ -94,7 +94,7 @@ class Rung:
 
     @property
     def lesson(self) -> str:
-        """What it says of its figures."""
+        """The text about its figures."""
         return self._told[1]
 
     def code(self, part: str) -> str:
