@@ -48,17 +48,17 @@ def all_gather_matmul(
 ) -> Any:
     """`gemmery.matmul` of the rows of all ranks: each has a shard of `a`, and all have the product of the whole.
 
-    The product begins with the rank's own rows, while the copy engines of the GPUs exchange the others. Its tiles wait
-    for theirs. That takes GPUs of one host that reach each other's memory, up to 8, a multiple of 64 rows on each, and
-    at most 1 GiB of rows in all. Elsewhere, and under torch.compile, which it interrupts, it is an all-gather and a
-    product.
+    The product begins with the rank's own rows, while the copy engines of the GPUs send the other shards. A tile of
+    another shard waits until that shard has arrived. This requires 2 to 8 GPUs of one host that can access each other's
+    memory, a multiple of 64 rows per rank, and at most 1 GiB of rows in total. In all other cases, and under
+    torch.compile, which breaks its graph there, the call is an all-gather followed by a product.
 
-    All ranks call it together, in the same order, with shards of the same shape and type. The same tensors require
-    gradients on all ranks. The first call of a group, and one with more rows than before, allocate memory and wait for
-    all ranks: make such a call before a CUDA graph is captured. Products of one group must not run in two streams at
-    the same time.
+    All ranks make the same calls in the same order, with shards of the same shape and type, and the same tensors
+    require gradients on all ranks. The first call of a group, and a call with more rows than before, allocates memory
+    and waits for all ranks; make such a call before capturing a CUDA graph. Products of one group must not run in two
+    streams at the same time.
 
-    The gradient of `a` is summed over the ranks, each of which then has that of its shard, by `matmul_reduce_scatter`.
+    `matmul_reduce_scatter` computes the gradient of `a`: the sum over the ranks, of which each rank gets its shard.
 
     Args:
         a: (..., M / ranks, ..., K), this rank's shard.
@@ -180,7 +180,6 @@ class _GatheredProduct(torch.autograd.Function):
         x, b = ctx.saved_tensors
         grad, group, options = grad.to(x.dtype), ctx.group, ctx.options
         back = b if ctx.op == "linear" else b.mT
-        of_x, of_b = None, None
         if not ctx.needs_input_grad[1]:
             return scattered_product("matmul", grad, back, None, NONE, options, group), None, None, None, None
 
@@ -201,5 +200,4 @@ class _GatheredProduct(torch.autograd.Function):
             return of_rows(), of_weight(whole), None, None, None
         with arriving(f"all_gather_{ctx.op}", x, shared) as rows:
             of_x = of_rows()
-        of_b = of_weight(arrived(rows))
-        return of_x, of_b, None, None, None
+        return of_x, of_weight(arrived(rows)), None, None, None

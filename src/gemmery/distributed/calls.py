@@ -100,10 +100,10 @@ def as_matrices(dim: int, lead: torch.Size, bias: Any, functions: Functions) -> 
         dim: the dimension that comes first.
         lead: the dimensions of the result before its columns.
     """
-    own = captured(functions)
-    rows = [x for x in (bias, *functions.args, *own) if isinstance(x, Tensor) and x.dim() > 1]
     if len(lead) == 1:
         return bias, functions
+    own = captured(functions)
+    rows = [x for x in (bias, *functions.args, *own) if isinstance(x, Tensor) and x.dim() > 1]
     if any(x.shape[:-1] != lead for x in rows) or any(x.dim() > 1 for x in own):
         return None
     return moved(bias, dim), functions._replace(args=tuple([moved(x, dim) for x in functions.args]))

@@ -69,10 +69,10 @@ class Seconds:
 
 
 def set_timeout(seconds: float) -> None:
-    """Set how long the kernels of this module's products wait for another rank, about; 30 seconds to begin with.
+    """Set how long the kernels of this module's products wait for another rank; the default is 30 seconds.
 
-    What a later rank sends is left out. The results are NaN then, or have other rows than those that are missing, and
-    the next call, or `gemmery.distributed.check`, raises an error on the ranks that have waited in vain.
+    The time is approximate. If a rank arrives later, the results are wrong, and the next call, or
+    `gemmery.distributed.check`, raises an error on the ranks that waited for it.
 
     Args:
         seconds: above 0, and finite.

@@ -61,13 +61,15 @@ def matmul_reduce_scatter(
 ) -> Any:
     """This rank's rows of the sum over all ranks of `a @ b`: `gemmery.matmul` with columns of `a` sharded.
 
-    A rank computes the other ranks' rows first. Copy engines send these to their ranks while it goes on, in the type of
-    `a`. The product of its own rows comes last, whose kernel adds what it was sent to its own sum, in float32. The
-    epilogue sees that sum. That takes GPUs of one host that reach each other's memory, up to 8, and at most 1 GiB of
-    partial sums. Elsewhere, and under torch.compile, which it interrupts, it is a product, a reduce-scatter of float32,
-    and the epilogue.
+    Each rank computes the rows of the other ranks first. Copy engines send them to their ranks, in the type of `a`,
+    while the next rows are computed. The rank's own rows come last. Their kernel adds the partial sums of the other
+    ranks in float32, and the epilogue sees the sum. This requires 2 to 8 GPUs of one host that can access each other's
+    memory, and at most 1 GiB of partial sums. In all other cases, and under torch.compile, which breaks its graph
+    there, the call is a product, a reduce-scatter of float32, and the epilogue in torch.
 
-    For how ranks call it, see `all_gather_matmul`. The gradients of `a` and `b` are those of the rank's own columns.
+    The rules for calls are those of `all_gather_matmul`. The gradients of `a` and `b` are those of the rank's own
+    columns. An epilogue that draws random numbers draws them by the place in the rank's own rows; give each rank
+    another seed.
 
     Args:
         a: (..., M, ..., K), of the rank.
