@@ -16,7 +16,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import all_reduce_summary, grouped_summary, sharded_rows_summary, sparse_summary  # noqa: E402
+from benchmarks import (  # noqa: E402
+    all_reduce_summary,
+    grouped_summary,
+    sharded_model_summary,
+    sharded_rows_summary,
+    sparse_summary,
+)
 from benchmarks import lowbit as packed  # noqa: E402
 from benchmarks.records import (  # noqa: E402
     RESULTS,
@@ -252,7 +258,7 @@ def sparse(results: Sequence[Data], page: str) -> str:
 # --- several ranks --------------------------------------------------------------------------------------------------
 
 
-def of_ranks(sums: Sequence[Data], rows: Sequence[Data]) -> str:
+def of_ranks(sums: Sequence[Data], rows: Sequence[Data], model: Sequence[Data]) -> str:
     """Everything between the marks of docs/distributed.md."""
     parts = []
     if sums:
@@ -261,6 +267,9 @@ def of_ranks(sums: Sequence[Data], rows: Sequence[Data]) -> str:
     if rows:
         table = _table(sharded_rows_summary.HEAD, sharded_rows_summary.lines(rows), "lrrlrrrr")
         parts += ["### Rows", table, sharded_rows_summary.ABOUT, sharded_rows_summary.places(rows)]
+    if model:
+        table = _table(sharded_model_summary.HEAD, sharded_model_summary.lines(model), "lrlrr")
+        parts += ["### Model", table, sharded_model_summary.about(model), sharded_model_summary.places(model)]
     return "\n\n".join(parts)
 
 
@@ -380,9 +389,10 @@ def main(arguments: list[str] | None = None) -> int:
         for name, path in (("sparse", options.sparse), ("blocks", options.blocks)):
             if sparse_summary.of_page(of_sparse, name) and path.exists():
                 pages.append((path, rewritten(path, sparse(of_sparse, name))))
-        sums, rows = (x.read(options.results) for x in (all_reduce_summary, sharded_rows_summary))
-        if (sums or rows) and options.distributed.exists():
-            pages.append((options.distributed, rewritten(options.distributed, of_ranks(sums, rows))))
+        kinds = (all_reduce_summary, sharded_rows_summary, sharded_model_summary)
+        of_kinds = [x.read(options.results) for x in kinds]
+        if any(of_kinds) and options.distributed.exists():
+            pages.append((options.distributed, rewritten(options.distributed, of_ranks(*of_kinds))))
     except ValueError as error:
         print(f"readme_tables: {error}", file=sys.stderr)
         return 2

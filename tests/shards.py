@@ -286,8 +286,12 @@ def styles():
     """A block whose layers exchange their rows, against the same block on one rank: results and gradients."""
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.parallel import parallelize_module
+
+    class Own(nn.Linear):
+        def forward(self, x):
+            return super().forward(x)
 
     class Block(nn.Module):
         def __init__(self, bias):
@@ -321,11 +325,49 @@ def styles():
             close(block(own(x, 1)), own(want, 1).double())
     with pytest.raises(ValueError, match="input_layouts is R; with overlap=True it must be Shard"):
         parallelize_module(nn.Linear(8, 8), mesh, ours.ColwiseParallel(overlap=True))
+    with pytest.raises(ValueError, match=r"output_layouts is P\(sum\); with overlap=True it must be Shard"):
+        parallelize_module(
+            nn.Linear(8, 8), mesh, ours.RowwiseParallel(output_layouts=Partial(), overlap=True)
+        )
     with pytest.raises(ValueError, match="output_layouts is R; with overlap=True it must be Shard"):
         parallelize_module(nn.Linear(8, 8), mesh, ours.ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate(), overlap=True))  # fmt: skip
-    packed = gemmery.nn.QuantizedLinear(gemmery.quantize(torch.randn(64, 64), "int4", group_size=32))
-    with pytest.raises(TypeError, match="QuantizedLinear; with overlap=True"):
-        parallelize_module(packed, mesh, ours.RowwiseParallel(output_layouts=Shard(1), overlap=True))
+    with pytest.raises(TypeError, match="Own; with overlap=True"):
+        parallelize_module(Own(8, 8), mesh, ours.RowwiseParallel(output_layouts=Shard(1), overlap=True))
+
+
+def summing_styles():
+    """Layers and blocks whose sum all ranks have, dense and packed, against the same on one rank."""
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    mesh = init_device_mesh(ranks.HERE.device, (ranks.COUNT,))
+    how = {"device": ranks.HERE.device, "dtype": torch.bfloat16}
+    torch.manual_seed(2)
+    block = gemmery.nn.GatedMLP(64, 128, stacked=False, bias=True, **how)
+    dense = gemmery.nn.Linear(128, 64, **how)
+    packed = gemmery.nn.QuantizedLinear(
+        gemmery.quantize(dense.weight.detach(), "int4", group_size=64), dense.bias.detach()
+    )
+    x, wide = normal(2, 64, 64, seed=5), normal(2, 64, 128, seed=6)
+    wants = [each(given).detach() for each, given in ((block, x), (dense, wide), (packed, wide))]
+    parallelize_module(block, mesh, ours.FeedForwardParallel(overlap=True))
+    for layer in (dense, packed):
+        parallelize_module(layer, mesh, ours.RowwiseParallel(overlap=True))
+        assert "SumsOutput" in type(layer).__name__
+    with torch.no_grad():
+        for got, want in zip((block(x), dense(own(wide, 2)), packed(own(wide, 2))), wants, strict=True):
+            check(got, want.double())
+    seed = normal(2, 64, 64, seed=7)
+    block(x).backward(seed)
+    assert all(p.grad is not None for p in block.parameters())
+    scattered = gemmery.nn.GatedMLP(64, 128, stacked=False, **how)
+    want = scattered(x).detach()
+    sharded = ours.FeedForwardParallel(input_layouts=Shard(1), output_layouts=Shard(1), overlap=True)
+    parallelize_module(scattered, mesh, sharded)
+    with torch.no_grad():
+        close(scattered(own(x, 1)), own(want, 1).double())
 
 
 def reduced():
@@ -402,6 +444,6 @@ def contexts():
 
 
 PRODUCTS = (
-    gathered, scattered, behind, dimensions, gradients, frozen, contexts, repeats, errors, large, reduced, styles
+    gathered, scattered, behind, dimensions, gradients, frozen, contexts, repeats, errors, large, reduced, styles, summing_styles
 )  # fmt: skip
 KINDS = ("int4", "e4m3", "nf4", "2:4")

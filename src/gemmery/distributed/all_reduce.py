@@ -33,7 +33,7 @@ from .calls import (
     tensors_of,
     unpermuted,
 )
-from .exchange import SUMS, Shared
+from .exchange import PARTIALS, SUMS, Shared
 from .reduce_scatter import scattered_product
 from .rows import collected
 
@@ -63,9 +63,9 @@ def matmul_all_reduce(
     on every rank. The epilogue sees the sum. From 1024 rows on, each rank computes the sum of its own rows, as
     `matmul_reduce_scatter` does, and all ranks copy the results, unless `batch_invariant` is set.
 
-    That takes GPUs of one host that reach each other's memory, up to 8, and at most 2^23 elements of the product (1024
-    rows of 8192 columns). Elsewhere, with gradients and under torch.compile, which it interrupts, it is a product, an
-    all-reduce of float32, and the epilogue.
+    Both require 2 to 8 GPUs of one host that can access each other's memory. The one kernel computes products of at
+    most 2^23 elements (1024 rows of 8192 columns). In all other cases, with gradients, and under torch.compile, which
+    breaks its graph there, the call is a product, an all-reduce of float32, and the epilogue in torch.
 
     All ranks call it together, in the same order, with operands of the same shapes, strides and types, and the same
     `bias`, `args` and `config`. Gradients are recorded on all ranks or on none. The first call of a group, and one with
@@ -144,20 +144,27 @@ def _all_reduced(
         made = _all_reduced(op, a.unsqueeze(0), b, bias, functions, options, group)
         return tuple([x.squeeze(0) for x in made]) if isinstance(made, tuple) else made.squeeze(0)
     shared = shared_memory(a, tensors_of(a, b, bias, functions), group)
-    places = _places(op, a, b)
-    if shared is None or not 0 < places <= SUMS.most or not a.shape[-1]:
-        return _in_steps(op, a, b, bias, functions, options, group)
+    made = None
+    if shared is not None and _places(op, a, b) and a.shape[-1]:
+        made = _in_memory(op, a, b, bias, functions, options, shared, group)
+    return _in_steps(op, a, b, bias, functions, options, group) if made is None else made
+
+
+def _in_memory(
+    op: str, a: Tensor, b: Any, bias: Any, functions: Functions, options: Options, shared: Shared,
+    group: dist.ProcessGroup,
+) -> Any:  # fmt: skip
+    """The sum by the ranks' memory; None where no way takes the call."""
     rows = as_matrices(0, a.shape[:-1], bias, functions)
     if rows is None:
-        return _in_steps(op, a, b, bias, functions, options, group)
-    lead, x = a.shape[:-1], moved(as_autocast(a), 0)
-    made = None
+        return None
+    places, x, made = _places(op, a, b), moved(as_autocast(a), 0), None
     # The rows of one rank are rounded otherwise than those of another.
-    if x.shape[0] >= BY_ROWS and not options.batch_invariant:
+    if BY_ROWS <= x.shape[0] and places <= PARTIALS.most and not options.batch_invariant:
         made = _by_rows(op, x, b, *rows, options, shared, group)
-    if made is None:
+    if made is None and places <= SUMS.most:
         made = _in_kernel(op, x, b, *rows, options, shared, places)
-    return as_batch(made, lead, 0)
+    return None if made is None else as_batch(made, a.shape[:-1], 0)
 
 
 def _by_rows(

@@ -1,16 +1,20 @@
-"""Linear layers of tensor-parallel models that exchange their rows while they multiply."""
+"""Linear layers of tensor-parallel models that communicate while they multiply."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from ..formats.weight import PackedWeight
 from ..nn.linear import Linear
+from ..nn.packed import PackedLinear
 from .all_gather import all_gather_linear
+from .all_reduce import linear_all_reduce
 from .reduce_scatter import linear_reduce_scatter
 
 
@@ -19,30 +23,54 @@ class Overlap(NamedTuple):
 
     Attributes:
         mesh, group: the ranks.
-        rows: how its input comes, or its output goes, along the sequence.
+        placement: of its input, if rows are gathered; otherwise of its output.
         is_local: whether the output is a plain tensor.
         how: of gemmery's layers, `precision` and `batch_invariant`.
     """
 
     mesh: DeviceMesh
     group: dist.ProcessGroup
-    rows: Shard
+    placement: Placement
     is_local: bool
     how: dict[str, Any]
 
 
 class _Overlapping(nn.Module):
-    """Comes before a layer's own class."""
+    """Comes before a layer's own class.
+
+    Attributes:
+        ARGUMENT: of a style, which says how rows are placed.
+        PLACEMENTS: what it may be, and in words.
+        SHARDED: the dimension of the weight of which each rank has a part.
+    """
+
+    ARGUMENT: ClassVar[str] = "output_layouts"
+    SHARDED: ClassVar[int] = 1
+    PLACEMENTS: ClassVar[tuple[type[Placement], str]]
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     overlap: Overlap
 
-    def _input(self, x: Tensor, wanted: Placement) -> Tensor:
-        """This rank's part of an input."""
-        if not isinstance(x, DTensor):
-            return x
-        return x.redistribute(placements=[wanted]).to_local()
+    def _computed(
+        self, product: Callable[..., Tensor], input: Tensor, wanted: Placement, **where: int
+    ) -> Tensor:
+        """A product of this rank's parts of the input and of the parameters."""
+        how = self.overlap
+        x = input.redistribute(placements=[wanted]).to_local() if isinstance(input, DTensor) else input
+        weight, bias = self.weight, None if self.bias is None else _local(self.bias)
+        if not isinstance(weight, PackedWeight):
+            return product(x, _local(weight), bias, group=how.group, **where, **how.how)
+        # Types as in `nn.packed`.
+        bias = None if bias is None else bias.to(weight.dtype)
+        own = self._part(weight)
+        return product(x.to(weight.dtype), own, bias, group=how.group, **where, **how.how).to(x.dtype)
+
+    def _part(self, weight: PackedWeight) -> PackedWeight:
+        """This rank's part of a packed weight. All ranks have equal parts, see `distribute_weight`."""
+        shape = list(weight.shape)
+        shape[self.SHARDED] //= self.overlap.mesh.size()
+        return weight.with_parts({name: _local(x) for name, x in weight.parts().items()}, shape)
 
     def _output(self, y: Tensor, placement: Placement) -> Tensor:
         how = self.overlap
@@ -52,69 +80,80 @@ class _Overlapping(nn.Module):
 class GathersInput(_Overlapping):
     """A layer with some rows of the weight, whose input is gathered along its rows."""
 
+    ARGUMENT, SHARDED = "input_layouts", 0
+    PLACEMENTS = Shard, "Shard(dim) of the dimension whose rows are gathered, such as Shard(1) of a sequence"
+
     def forward(self, input: Tensor) -> Tensor:
         """This rank's columns of all rows, of this rank's rows."""
-        how = self.overlap
-        x = self._input(input, how.rows)
-        bias = None if self.bias is None else _local(self.bias)
-        y = all_gather_linear(
-            x, _local(self.weight), bias, gather_dim=how.rows.dim, group=how.group, **how.how
-        )
+        rows = cast(Shard, self.overlap.placement)
+        y = self._computed(all_gather_linear, input, rows, gather_dim=rows.dim)
         return self._output(y, Shard(y.dim() - 1))
 
 
 class ScattersOutput(_Overlapping):
     """A layer with some columns of the weight, whose sum is scattered along its rows."""
 
+    PLACEMENTS = Shard, "Shard(dim) of the dimension whose rows are scattered, such as Shard(1) of a sequence"
+
     def forward(self, input: Tensor) -> Tensor:
         """This rank's rows of the sum, of this rank's columns."""
-        how = self.overlap
-        x = self._input(input, Shard(input.dim() - 1))
-        bias = None if self.bias is None else _local(self.bias)
-        y = linear_reduce_scatter(
-            x, _local(self.weight), bias, scatter_dim=how.rows.dim, group=how.group, **how.how
-        )
-        return self._output(y, how.rows)
+        rows = cast(Shard, self.overlap.placement)
+        y = self._computed(linear_reduce_scatter, input, Shard(input.dim() - 1), scatter_dim=rows.dim)
+        return self._output(y, rows)
+
+
+class SumsOutput(_Overlapping):
+    """A layer with some columns of the weight, whose sum all ranks have."""
+
+    PLACEMENTS = Replicate, "Shard(dim) or Replicate()"
+
+    def forward(self, input: Tensor) -> Tensor:
+        """All rows of the sum, of this rank's columns."""
+        y = self._computed(linear_all_reduce, input, Shard(input.dim() - 1))
+        return self._output(y, self.overlap.placement)
 
 
 def overlapping(
-    style: str, module: nn.Module, mesh: DeviceMesh, kind: type[_Overlapping], rows: Placement, is_local: bool
-) -> nn.Module:
+    style: str,
+    module: nn.Module,
+    mesh: DeviceMesh,
+    kind: type[_Overlapping],
+    placement: Placement,
+    is_local: bool,
+) -> nn.Linear | PackedLinear:
     """A layer of which `forward` becomes that of a kind, as `fully_shard` of torch changes modules.
 
     Args:
         style: what its user calls it.
-        rows: how its input is placed, or its output.
+        placement: of its input, or of its output.
 
     Raises:
-        TypeError: it is no dense linear layer.
-        ValueError: its rows are not sharded, or the mesh has more than one dimension.
+        TypeError: it is no linear layer, or a subclass with its own `forward`.
+        ValueError: the placement is none for this kind, or the mesh has more than one dimension.
     """
-    if not isinstance(module, nn.Linear) or type(module).forward not in (nn.Linear.forward, Linear.forward):
+    own = type(module)
+    is_dense = isinstance(module, nn.Linear) and own.forward in (nn.Linear.forward, Linear.forward)
+    if not is_dense and not (isinstance(module, PackedLinear) and module.runs_product):
         raise TypeError(
-            f"{style}: module is a {type(module).__name__}; with overlap=True it must be a torch.nn.Linear or a "
-            "gemmery.nn.Linear"
+            f"{style}: module is a {own.__name__}; with overlap=True it must be a torch.nn.Linear, a "
+            "gemmery.nn.Linear, a QuantizedLinear or a PrunedLinear"
         )
-    if not isinstance(rows, Shard):
-        which = "input_layouts" if kind is GathersInput else "output_layouts"
-        raise ValueError(
-            f"{style}: {which} is {rows}; with overlap=True it must be Shard(dim) of the dimension whose rows are "
-            "exchanged, such as Shard(1) of a sequence"
-        )
+    wanted, text = kind.PLACEMENTS
+    if not isinstance(placement, wanted):
+        raise ValueError(f"{style}: {kind.ARGUMENT} is {placement}; with overlap=True it must be {text}")
     if mesh.ndim != 1:
         raise ValueError(f"{style}: the mesh has {mesh.ndim} dimensions; with overlap=True it must have one")
-    how = (
-        {"precision": module.precision, "batch_invariant": module.batch_invariant}
-        if isinstance(module, Linear)
-        else {}
-    )
-    own = type(module)
-    module.overlap = Overlap(mesh, mesh.get_group(), rows, is_local, how)  # type: ignore[assignment]
+    how: dict[str, Any] = {}
+    if isinstance(module, Linear):
+        how["precision"] = module.precision
+    if isinstance(module, Linear | PackedLinear):
+        how["batch_invariant"] = module.batch_invariant
+    module.overlap = Overlap(mesh, mesh.get_group(), placement, is_local, how)  # type: ignore[assignment]
     module.__class__ = type(f"{kind.__name__}{own.__name__}", (kind, own), {})
-    return module
+    return cast("nn.Linear | PackedLinear", module)
 
 
-def _local(parameter: nn.Parameter) -> Tensor:
+def _local(parameter: Tensor) -> Tensor:
     """This rank's part of a parameter."""
     if not isinstance(parameter, DTensor):
         return parameter

@@ -17,7 +17,7 @@ from ..nn.experts import Experts
 from ..nn.hugging_face import FusedExperts
 from ..nn.mlp import MLP, GatedMLP
 from ..nn.packed import PackedLinear
-from .overlap import GathersInput, ScattersOutput, overlapping
+from .overlap import GathersInput, ScattersOutput, SumsOutput, overlapping
 from .weights import distribute_weight
 
 Layer = nn.Linear | PackedLinear
@@ -35,8 +35,8 @@ class ColwiseParallel(torch_styles.ColwiseParallel):
 
     Args:
         input_layouts, output_layouts, use_local_output: as torch's.
-        overlap: gather the input's rows while the layer multiplies, by `all_gather_linear`. That takes a dense layer,
-            an input with `Shard(dim)`, and the output's default layout.
+        overlap: gather the input's rows while the layer multiplies, with `all_gather_linear`. This requires
+            `input_layouts=Shard(dim)` and the default `output_layouts`.
 
     Example:
         >>> from torch.distributed.tensor.parallel import parallelize_module
@@ -64,7 +64,7 @@ class ColwiseParallel(torch_styles.ColwiseParallel):
                 self.input_layouts[0],
                 self.use_local_output,
             )
-            _shard(module, device_mesh, COLUMN_WISE, self.src_data_rank)  # type: ignore[arg-type]
+            _shard(made, device_mesh, COLUMN_WISE, self.src_data_rank)
             return made
         if not isinstance(module, PackedLinear):
             return super()._apply(module, device_mesh)
@@ -79,8 +79,9 @@ class RowwiseParallel(torch_styles.RowwiseParallel):
 
     Args:
         input_layouts, output_layouts, use_local_output: as torch's.
-        overlap: send partial sums while the layer multiplies, by `linear_reduce_scatter`. That takes a dense layer, an
-            output with `Shard(dim)`, and the input's default layout.
+        overlap: send partial sums while the layer multiplies: with `linear_all_reduce` if `output_layouts` is
+            `Replicate()`, and with `linear_reduce_scatter` if it is `Shard(dim)`. This requires the default
+            `input_layouts`.
 
     Example: see `ColwiseParallel`.
     """
@@ -96,15 +97,9 @@ class RowwiseParallel(torch_styles.RowwiseParallel):
                     f"RowwiseParallel: input_layouts is {self.input_layouts[0]}; with overlap=True it must be "
                     "Shard(-1)"
                 )
-            made = overlapping(
-                "RowwiseParallel",
-                module,
-                device_mesh,
-                ScattersOutput,
-                self.output_layouts[0],
-                self.use_local_output,
-            )
-            _shard(module, device_mesh, ROW_WISE, self.src_data_rank)  # type: ignore[arg-type]
+            placement = self.output_layouts[0]
+            made = _summed_over("RowwiseParallel", module, device_mesh, placement, self.use_local_output)
+            _shard(made, device_mesh, ROW_WISE, self.src_data_rank)
             return made
         if not isinstance(module, PackedLinear):
             return super()._apply(module, device_mesh)
@@ -147,6 +142,7 @@ class FeedForwardParallel(_ModuleParallel):
         input_layouts: of a plain input tensor; `Replicate()` by default, `Shard(1)` for a sequence that is sharded.
         output_layouts: of the result; `Replicate()` by default.
         use_local_output: whether the result is a plain tensor.
+        overlap: send partial sums while the last layer multiplies, as `RowwiseParallel` does.
 
     Example:
         >>> from torch.distributed.tensor.parallel import parallelize_module
@@ -156,10 +152,16 @@ class FeedForwardParallel(_ModuleParallel):
         >>> parallelize_module(block, mesh, FeedForwardParallel())  # doctest: +SKIP
     """
 
+    def __init__(self, *, overlap: bool = False, **how: Any) -> None:
+        super().__init__(**how)
+        self.overlap = overlap
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         *first, last = _layers(module)
         for layer in first:
             _shard(layer, device_mesh, COLUMN_WISE, self.src_data_rank)
+        if self.overlap:
+            _summed_over("FeedForwardParallel", last, device_mesh, self.output_layouts, is_local=False)
         _shard(last, device_mesh, ROW_WISE, self.src_data_rank)
         return self._hooked(module, device_mesh)
 
@@ -238,6 +240,14 @@ def _layers(block: nn.Module) -> list[Layer]:
             )
         found.append(layer)
     return found
+
+
+def _summed_over(
+    style: str, layer: nn.Module, mesh: DeviceMesh, placement: Placement, is_local: bool
+) -> Layer:
+    """A layer with some columns of the weight that sends partial sums while it multiplies."""
+    kind = ScattersOutput if isinstance(placement, Shard) else SumsOutput
+    return overlapping(style, layer, mesh, kind, placement, is_local)
 
 
 def _shard(
