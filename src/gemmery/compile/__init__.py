@@ -33,9 +33,9 @@ def enable() -> AbstractContextManager[object]:
     `torch.compiler.config.cache_key_tag`.
 
     Returns:
-        A context manager, which need not be entered. At the end of a `with` statement, gemmery is disabled again, unless
-        it was enabled before. Compilation happens in the first call of a compiled function, and of its gradient in the
-        first backward pass, so these must be in the statement.
+        A context manager, which need not be entered. At the end of a `with` statement, gemmery is disabled again,
+        unless it was enabled before. A function is compiled in its first call, and its gradient in the first backward
+        pass, so these must be in the statement.
 
     Example:
         >>> import gemmery.compile

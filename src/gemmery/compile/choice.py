@@ -42,30 +42,34 @@ def _bmm(a: Tensor, b: Tensor, *, out: Tensor) -> None:
     bmm(a, b, out=out)
 
 
-class _Choice(ExternKernelChoice):  # type: ignore[misc]  # torch has no types for it
+class _Choice(ExternKernelChoice):
     """A kernel by its name."""
 
-    def hash_key(self) -> str:
+    def hash_key(self) -> str:  # type: ignore[override]  # torch memoises its own
         """What its times are kept by: those of another version say nothing."""
         return f"{super().hash_key()}-{__version__}"
 
 
 #: By the names that torch's own products have among Inductor's choices.
 CHOICES = {
-    name: _Choice(kernel, name=PREFIX + name) for name, kernel in (("mm", _mm), ("addmm", _addmm), ("bmm", _bmm))
+    name: _Choice(kernel, name=PREFIX + name)
+    for name, kernel in (("mm", _mm), ("addmm", _addmm), ("bmm", _bmm))
 }
 
 
-class _Kernel(ir.ExternKernelOut):  # type: ignore[misc]  # torch has no types for it
+class _Kernel(ir.ExternKernelOut):
     """A call in compiled code."""
 
     def codegen(self, wrapper: Any) -> None:
         """Write the call, and the import that it needs in a process that has not enabled gemmery."""
-        wrapper.add_import_once(f"import {__name__}")
+        whole = wrapper
+        while hasattr(whole, "parent_wrapper"):  # a subgraph's own imports may be dropped
+            whole = whole.parent_wrapper
+        whole.add_import_once(f"import {__name__}")
         super().codegen(wrapper)
 
 
-class _Caller(ExternKernelCaller):  # type: ignore[misc]  # torch has no types for it
+class _Caller(ExternKernelCaller):
     """gemmery as a choice for one product."""
 
     def __init__(self, beside: ExternKernelCaller, record: Offer) -> None:
@@ -97,9 +101,10 @@ def begin() -> None:
 def end() -> None:
     """The inverse of `begin`; others may have cleared Inductor's lists."""
     cache = get_algorithm_selector_cache()
-    for functions, ours in ((cache.preprocessing_fns, offer), (cache.feedback_saver_fns, measured)):
-        if ours in functions:
-            functions.remove(ours)
+    if offer in cache.preprocessing_fns:
+        cache.preprocessing_fns.remove(offer)
+    if measured in cache.feedback_saver_fns:
+        cache.feedback_saver_fns.remove(measured)
 
 
 def offer(choices: list[Any]) -> list[Any]:
